@@ -1,0 +1,191 @@
+"""What a run's config holds, as frozen dataclasses. The values, one comment each, are in configs/default.py.
+
+`ml_collections.ConfigDict` stops at the door: entry points call `from_dict` once and pass these structs on.
+"""
+import dataclasses
+import difflib
+from typing import Any, Mapping, get_type_hints
+
+
+class ConfigError(ValueError):
+  """Bad input from the user: one line that names the key or file and says what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  path: str
+  dtype: str
+  embed_dim: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  rope_theta: float
+  tie_embeddings: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  task: str
+  path: str
+  tokenizer: str
+  prompt: str
+  max_prompt_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  prompts: int
+  group_size: int
+  micro_batch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  max_tokens: int
+  temperature: float
+  top_k: int
+  top_p: float
+  min_p: float
+  stop_ids: tuple[int, ...]
+  dtype: str
+  layout: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+  functions: tuple[str, ...]
+  weights: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Algo:
+  advantage: str
+  std_ddof: int
+  std_eps: float
+  ratio: str
+  surrogate: str
+  clip_low: float
+  clip_high: float
+  aggregation: str
+  kl: str
+  kl_coef: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  remat: bool
+  logprob_chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  learning_rate: float
+  schedule: str
+  warmup_steps: int
+  b1: float
+  b2: float
+  eps: float
+  weight_decay: float
+  max_grad_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+  steps: int
+  batch: int
+  learning_rate: float
+  warmup_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+  every: int
+  examples: int
+  batch: int
+  function: str
+  samples: int
+  temperature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  every: int
+  keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+  every: int
+  completions_every: int
+  tensorboard: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+  data: int
+  fsdp: int
+  tensor: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run."""
+  seed: int
+  steps: int
+  model: Model
+  data: Data
+  batch: Batch
+  sampling: Sampling
+  reward: Reward
+  algo: Algo
+  learner: Learner
+  optimizer: Optimizer
+  warm_start: WarmStart
+  eval: Eval
+  checkpoint: Checkpoint
+  log: Log
+  mesh: Mesh
+
+
+def from_dict(values: Mapping[str, Any], cls: type = Config, prefix: str = "") -> Any:
+  """Nested plain values -> `cls`. Raises ConfigError for an unknown key, a missing key or a wrong type.
+
+  An int stands for a float, a list for a tuple; nothing else is converted.
+  """
+  hints = get_type_hints(cls)
+  for key in values:
+    if key not in hints:
+      near = difflib.get_close_matches(key, hints, n=1)
+      meant = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(hints)}"
+      raise ConfigError(f"config key {prefix}{key} is unknown: {meant}")
+  out = {}
+  for key, hint in hints.items():
+    if key not in values:
+      raise ConfigError(f"config key {prefix}{key} is missing: start from configs/default.py")
+    out[key] = _convert(values[key], hint, prefix + key)
+  return cls(**out)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+  """The inverse of `from_dict`, as JSON holds it (tuples become lists)."""
+  if dataclasses.is_dataclass(config):
+    return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+  return list(config) if isinstance(config, tuple) else config
+
+
+def _convert(value, hint, name):
+  if dataclasses.is_dataclass(hint):
+    if not isinstance(value, Mapping):
+      raise ConfigError(f"config key {name} must be a section of keys, got {value!r}")
+    return from_dict(value, hint, name + ".")
+  if getattr(hint, "__origin__", None) is tuple:
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+      raise ConfigError(f"config key {name} must be a list, got {value!r}")
+    return tuple(_convert(v, hint.__args__[0], name) for v in value)
+  if hint is float and type(value) is int:
+    return float(value)
+  if type(value) is not hint:
+    raise ConfigError(f"config key {name} must be {hint.__name__}, got {value!r}")
+  return value

@@ -1,0 +1,81 @@
+"""The decoder, and the four functions through which the rest of the program sees it."""
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from grpo_jax.model.cache import Cache
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.layers import Block, rope_angles
+
+Params = Any  # nested dict of float32 arrays
+
+
+class Transformer(nn.Module):
+  """Embedding, L blocks, final norm; the head is a parameter here and applied by `unembed`."""
+  config: ModelConfig
+  remat: bool = False
+
+  @nn.compact
+  def __call__(self, tokens_BT, positions_BT, cache: Cache | None):
+    c, (B, T) = self.config, tokens_BT.shape
+    rope, length, prefix = rope_angles(positions_BT, c), jnp.int32(0), None
+    empty = jnp.zeros((B, c.num_kv_heads, 1, 0, c.head_dim), c.dtype)
+    own, prefix_mask_PS = [(empty, empty)] * c.num_layers, None
+    if cache is not None:
+      own, length, prefix = list(zip(cache.keys, cache.values)), cache.length, cache.prefix
+    if prefix is not None:
+      prefix_mask_PS = jnp.arange(prefix.keys[0].shape[2]) < prefix.lengths_P[:, None]
+    x_BTD = nn.Embed(c.vocab_size, c.embed_dim, dtype=c.dtype, name="embed")(tokens_BT)
+    new, block = [], nn.remat(Block) if self.remat else Block
+    for i in range(c.num_layers):
+      shared = None if prefix is None else (prefix.keys[i], prefix.values[i])
+      x_BTD, layer = block(c, name=f"layers_{i}")(x_BTD, rope, own[i], length, shared, prefix_mask_PS)
+      new.append(layer)
+    if not c.tie_embeddings:
+      _Head(c, name="head")()
+    keys, values = zip(*new)
+    x_BTD = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="final_norm")(x_BTD)
+    return x_BTD, Cache(keys, values, length + T, prefix)
+
+
+class _Head(nn.Module):
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self):
+    shape = self.config.embed_dim, self.config.vocab_size
+    return self.param("kernel", nn.initializers.lecun_normal(), shape)
+
+
+def init(key: jax.Array, config: ModelConfig) -> Params:
+  """Random float32 parameters."""
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  return Transformer(config).init(key, tokens, tokens, None)["params"]
+
+
+def features(params: Params, config: ModelConfig, tokens_BT: jax.Array, positions_BT: jax.Array,
+             cache: Cache | None = None, remat: bool = False) -> tuple[jax.Array, Cache]:
+  """Final hidden states [B, T, D] and the cache with these tokens' keys and values appended.
+
+  Without a cache, a token attends to those before it in its row. With one, also to the cache's. Rows are right-padded:
+  what is computed at padding is never seen by a token before it.
+  """
+  return Transformer(config, remat).apply({"params": params}, tokens_BT, positions_BT, cache)
+
+
+def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
+  """Logits [..., V], float32."""
+  if config.tie_embeddings:
+    weights, equation = params["embed"]["embedding"], "...d,vd->...v"
+  else:
+    weights, equation = params["head"]["kernel"], "...d,dv->...v"
+  return jnp.einsum(equation, hidden_BTD, weights.astype(config.dtype), preferred_element_type=jnp.float32)
+
+
+def forward(params: Params, config: ModelConfig, tokens_BT: jax.Array, positions_BT: jax.Array,
+            cache: Cache | None = None) -> tuple[jax.Array, Cache]:
+  """Logits [B, T, V] (float32, of the token after each) and the cache; see `features`."""
+  hidden_BTD, cache = features(params, config, tokens_BT, positions_BT, cache)
+  return unembed(params, config, hidden_BTD), cache

@@ -1,0 +1,45 @@
+"""The mesh of devices: its axes, and the start of several processes."""
+import math
+import os
+from typing import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType
+
+from grpo_jax.config import ConfigError, Mesh
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+  """All devices as a [data, fsdp, tensor] mesh; an axis of -1 takes what the others leave.
+
+  Raises ConfigError where the axes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes, count = [getattr(config, axis) for axis in AXES], len(devices)
+  asked = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes))
+  if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+    raise ConfigError(f"{asked}: each must be at least 1, and one of them may be -1 for what is left")
+  known = math.prod(size for size in sizes if size != -1)
+  sizes = [count // known if size == -1 else size for size in sizes]
+  if math.prod(sizes) != count:
+    raise ConfigError(f"{asked} does not fit {count} devices: choose axes whose product is {count}")
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def initialize_distributed() -> None:
+  """Joins the processes of a Slurm step or a TPU pod; does nothing elsewhere. Call it before any other use of JAX.
+
+  Under Slurm, JAX gives each task one GPU: start as many tasks per node as it has GPUs.
+  """
+  if _several_processes(os.environ) and not jax.distributed.is_initialized():
+    jax.distributed.initialize()
+
+
+def _several_processes(environ: Mapping[str, str]) -> bool:
+  tasks = int(environ.get("SLURM_STEP_NUM_TASKS", 1))  # of this srun: an allocation alone starts nothing
+  hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", "")).split(",")
+  # On a Cloud TPU VM importing jax sets the first; a notebook's TPU without a metadata server sets the second.
+  cloud_tpu = environ.get("TPU_ML_PLATFORM") == "JAX" and "TPU_SKIP_MDS_QUERY" not in environ
+  return tasks > 1 or len(hosts) > 1 or cloud_tpu

@@ -1,0 +1,191 @@
+"""A run's parts, built from its config: what train, evaluate, sample and export have in common."""
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from grpo_jax import learner, model, optim, rollout
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.config import Config, ConfigError, Sampling
+from grpo_jax.data import tasks, tokenizer
+from grpo_jax.data.loader import Prompts
+from grpo_jax.parallel import mesh as mesh_lib
+from grpo_jax.parallel import sharding
+from grpo_jax.rewards import resolve
+from grpo_jax.run_checks import check
+from grpo_jax.types import Batch, TrainState
+
+
+class Run:
+  """Mesh, tokenizer, task, model and jitted functions of a config. Raises ConfigError for what cannot be run."""
+
+  def __init__(self, config: Config):
+    check(config)
+    self.config = config
+    self.mesh = mesh_lib.make_mesh(config.mesh)
+    self.task = tasks.make_task(config.data)
+    self.tokenizer = _tokenizer(config, self.task)
+    self.model = _model_config(config, self.tokenizer)
+    self.functions = [resolve(name) for name in config.reward.functions]
+    self._check_devices()
+    abstract = jax.eval_shape(functools.partial(model.init, config=self.model), jax.random.key(0))
+    self.param_shardings = sharding.param_specs(abstract, self.mesh)
+    self.abstract_params = _with_shardings(abstract, self.param_shardings)
+
+  # Data.
+
+  def prompts(self, split: str) -> Prompts:
+    """The prompts of split `train` or `test`; the first eval.examples of the latter."""
+    data, examples = self.config.data, getattr(self.task, split)
+    if split == "test":
+      examples = examples[:self.config.eval.examples]
+    return Prompts(examples, self.tokenizer, data.prompt, data.max_prompt_tokens)
+
+  def put(self, tree: Any) -> Any:
+    """Host arrays, the same on every process, onto the mesh with their first axis over data x fsdp."""
+    where = sharding.batch_sharding(self.mesh)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, lambda i: np.asarray(x)[i]), tree)
+
+  def fetch(self, tree: Any) -> Any:
+    """Arrays of the mesh as whole numpy arrays on every process."""
+    if jax.process_count() > 1:
+      tree = multihost_utils.process_allgather(tree, tiled=True)
+    return jax.device_get(tree)
+
+  # Parameters and state.
+
+  def initial_params(self) -> Any:
+    """The checkpoint's parameters, or random ones, each in its place on the mesh."""
+    if self.config.model.path:
+      places = {sharding.leaf_path(path): place
+                for path, place in jax.tree_util.tree_leaves_with_path(self.param_shardings)}
+      put = lambda name, x: jax.make_array_from_callback(x.shape, places[name], lambda i: x[i])
+      return model.load(self.config.model.path, put)[1]
+    init = jax.jit(functools.partial(model.init, config=self.model), out_shardings=self.param_shardings)
+    return init(self.key("init"))
+
+  def key(self, stream: str) -> jax.Array:
+    """The root of one of the run's streams of random numbers."""
+    return jax.random.fold_in(jax.random.key(self.config.seed), ("init", "sample", "evaluate").index(stream))
+
+  @functools.cached_property
+  def optimizer(self):
+    return optim.make_optimizer(self.config.optimizer, self.config.steps)
+
+  @functools.cached_property
+  def warm_optimizer(self):
+    """Of the warm start: the same state, so that one checkpoint layout serves both."""
+    warm = self.config.warm_start
+    return optim.make_optimizer(dataclasses.replace(
+        self.config.optimizer, learning_rate=warm.learning_rate, warmup_steps=warm.warmup_steps, schedule="constant"),
+        warm.steps)
+
+  @functools.cached_property
+  def abstract_state(self) -> TrainState:
+    """Shapes and shardings of the train state."""
+    abstract = jax.eval_shape(functools.partial(learner.init_state, optimizer=self.optimizer), self.abstract_params)
+    return _with_shardings(abstract, sharding.state_shardings(abstract, self.mesh))
+
+  def init_state(self, params: Any) -> TrainState:
+    """A state before its first update. `params` are given up to it."""
+    init = functools.partial(learner.init_state, optimizer=self.optimizer)
+    return jax.jit(init, out_shardings=_shardings(self.abstract_state), donate_argnums=0)(params)
+
+  # Jitted functions.
+
+  def sampler(self, sampling: Sampling, group_size: int) -> rollout.Sampler:
+    """sample(params, prompts_PS, prompt_lengths_P, key), from weights as `sampling_params` gives them."""
+    return jax.jit(rollout.make_sampler(self.model, sampling, group_size),
+                   out_shardings=sharding.batch_sharding(self.mesh))
+
+  @functools.cached_property
+  def sampling_params(self):
+    """params -> the weights to sample from, in sampling.dtype and sampling.layout."""
+    sampling = self.config.sampling
+    if not sampling.dtype and sampling.layout == "train":
+      return lambda params: params
+    specs = sharding.param_specs(self.abstract_params, self.mesh, sampling.layout)
+    return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(sampling.dtype or x.dtype), params), out_shardings=specs)
+
+  @functools.cached_property
+  def to_batch(self):
+    """(completions, prompts_PS, prompt_lengths_P, rewards_PG) -> Batch, without reference log-probs."""
+    algo = self.config.algo
+
+    def to_batch(out, prompts_PS, prompt_lengths_P, rewards_PG) -> Batch:
+      mask_PGT = (jnp.arange(out.tokens_PGT.shape[-1]) < out.lengths_PG[..., None]).astype(jnp.float32)
+      advantages_PG = ADVANTAGES[algo.advantage](rewards_PG, algo)
+      return Batch(prompts_PS, prompt_lengths_P, out.tokens_PGT, mask_PGT, advantages_PG, out.logprobs_PGT)
+
+    return jax.jit(to_batch, out_shardings=sharding.batch_sharding(self.mesh))
+
+  @functools.cached_property
+  def reference_logprobs(self):
+    """(frozen params, batch) -> [P, G, T]."""
+    c = self.config
+    return jax.jit(functools.partial(
+        learner.reference_logprobs, config=self.model, temperature=c.sampling.temperature, learner=c.learner,
+        micro_batch=c.batch.micro_batch), out_shardings=sharding.batch_sharding(self.mesh))
+
+  @functools.cached_property
+  def update(self):
+    """(state, batch) -> (state, metrics): one GRPO update; the state is donated."""
+    c = self.config
+    loss = functools.partial(learner.grpo_loss, config=self.model, algo=c.algo, temperature=c.sampling.temperature,
+                             learner=c.learner)
+    return self._jit_step(loss, self.optimizer, c.batch.micro_batch)
+
+  @functools.cached_property
+  def warm_update(self):
+    """(state, batch) -> (state, metrics): one supervised update; the state is donated."""
+    loss = functools.partial(learner.supervised_loss, config=self.model, learner=self.config.learner)
+    return self._jit_step(loss, self.warm_optimizer, 0)
+
+  def _jit_step(self, loss, optimizer, micro_batch):
+    def train_step(state: TrainState, batch: Batch):
+      return learner.train_step(state, batch, loss, optimizer, micro_batch)
+    shardings = _shardings(self.abstract_state), NamedSharding(self.mesh, PartitionSpec())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+
+  def _check_devices(self):
+    """What can only be told once the devices and the model are known."""
+    c, rows = self.config, self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+    for name, size in (("batch.prompts", c.batch.prompts), ("batch.micro_batch", c.batch.micro_batch),
+                       ("warm_start.batch", c.warm_start.batch), ("eval.batch", c.eval.batch)):
+      if size % rows:
+        raise ConfigError(f"config key {name} is {size}: it must be a multiple of mesh.data x mesh.fsdp = {rows}")
+    longest = c.data.max_prompt_tokens + c.sampling.max_tokens
+    if longest > self.model.max_positions:
+      raise ConfigError(f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model has "
+                        f"{self.model.max_positions} positions")
+
+
+def _tokenizer(config, task):
+  where = config.data.tokenizer or config.model.path
+  return tokenizer.load(where) if where else tokenizer.characters(task.alphabet)
+
+
+def _model_config(config, tokens):
+  m = config.model
+  if m.path:
+    shape = model.load_config(m.path)
+    if tokens.vocab_size > shape.vocab_size:
+      raise ConfigError(f"config key data.tokenizer: {tokens.vocab_size} ids do not fit the {shape.vocab_size} of {m.path}")
+  else:
+    shape = model.ModelConfig(tokens.vocab_size, m.embed_dim, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim,
+                              m.mlp_dim, m.rope_theta, tie_embeddings=m.tie_embeddings)
+  stop_ids = tuple(dict.fromkeys((*tokens.stop_ids, *shape.stop_ids)))
+  return dataclasses.replace(shape, stop_ids=stop_ids, dtype=m.dtype)
+
+
+def _with_shardings(abstract, shardings):
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
+
+
+def _shardings(abstract):
+  return jax.tree.map(lambda x: x.sharding, abstract)

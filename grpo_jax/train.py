@@ -1,0 +1,251 @@
+"""Trains a policy with GRPO.
+
+  python -m grpo_jax.train --config=configs/arithmetic.py --workdir=DIR [--config.section.key=value]
+
+Run again with the same command, it goes on from the newest checkpoint, to the same numbers as if never stopped.
+"""
+import contextlib
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+
+from grpo_jax import cli, learner, rollout
+from grpo_jax.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.config import Config, ConfigError, to_dict
+from grpo_jax.data import loader
+from grpo_jax.evaluate import Evaluator
+from grpo_jax.metrics import Writer, open_run
+from grpo_jax.optim import learning_rate
+from grpo_jax.parallel.mesh import initialize_distributed
+from grpo_jax.run import Run
+from grpo_jax.terminal import Terminal
+from grpo_jax.types import Batch, TrainState
+
+
+def train(config: Config, workdir: str) -> TrainState:
+  """The whole job: the warm start's steps, then GRPO's. Steps are counted through both."""
+  trainer = Trainer(config, workdir)
+  with trainer.session() as stopped:
+    state, step = trainer.restore_or_init()
+    trainer.evaluate_first(state, step)
+    while step < trainer.last_step and not stopped():
+      if step == trainer.first_grpo_step:
+        state = trainer.begin_grpo(state)
+      state, metrics = trainer.warm_step(state, step) if step < trainer.first_grpo_step else trainer.grpo_step(state, step)
+      step += 1
+      trainer.log(state, step, metrics)
+      trainer.maybe_save(state, step, last=stopped())
+    trainer.finish(state, step)
+  return state
+
+
+class Trainer:
+  """The effects around the steps: data in, files and terminal out."""
+
+  def __init__(self, config: Config, workdir: str):
+    self.config, self.workdir = config, Path(workdir)
+    self.run = Run(config)
+    open_run(self.workdir, to_dict(config))
+    self.first_grpo_step = config.warm_start.steps
+    self.last_step = config.warm_start.steps + config.steps
+    self.prompts = self.run.prompts("train")
+    self.evaluator = Evaluator(self.run) if config.eval.every else None
+    self.sample = self.run.sampler(config.sampling, config.batch.group_size)
+    self.checkpoints = Checkpoints(self.workdir / "checkpoints", config.checkpoint.keep, self._warn)
+    self.terminal = self.writer = self.reference = None
+
+  @contextlib.contextmanager
+  def session(self):
+    """Yields `stopped()`: whether SIGTERM or Ctrl-C has asked to save and leave. Closes everything at the end."""
+    signals = []
+
+    def ask(number, _):
+      if signals and number == signal.SIGINT:
+        raise KeyboardInterrupt  # asked a second time
+      signals.append(number)
+
+    handlers = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    self.terminal = Terminal(self.last_step, 0)
+    try:
+      yield lambda: bool(signals)
+    finally:
+      for number, handler in handlers.items():
+        signal.signal(number, handler)
+      self.checkpoints.close()
+      if self.writer:
+        self.writer.close()
+      self.terminal.close()
+
+  # Start.
+
+  def restore_or_init(self) -> tuple[TrainState, int]:
+    restored = self.checkpoints.restore_latest(self.run.abstract_state)
+    step, state = restored or (0, self.run.init_state(self.run.initial_params()))
+    self.writer = Writer(self.workdir, step if restored else -1, self.config.log.tensorboard)
+    if step > self.first_grpo_step or not self.first_grpo_step:
+      self.reference = self._reference(step)
+    self._header(step)
+    return state, step
+
+  def evaluate_first(self, state: TrainState, step: int) -> None:
+    """Before the first step of a run that has no warm start, a row of step 0 that holds the evaluation alone."""
+    if step == 0 and self._evaluates(0) and self.writer.last_step < 0:
+      self._write(0, self._evaluate(state, 0))
+
+  def begin_grpo(self, state: TrainState) -> TrainState:
+    """After the warm start: a fresh optimizer, and what was learned becomes the frozen reference."""
+    if not self.first_grpo_step:
+      return state
+    if self.config.algo.kl_coef:
+      self.reference = jax.tree.map(lambda x: x.copy(), state.params)
+      save_tree(self.workdir / "reference", self.reference)
+    return self.run.init_state(state.params).replace(step=state.step)
+
+  def _reference(self, step: int) -> Any:
+    """The frozen reference of a run whose GRPO has begun, or begins at once."""
+    if not self.config.algo.kl_coef:
+      return None
+    if not self.first_grpo_step:
+      return self.run.initial_params()
+    return restore_tree(self.workdir / "reference", self.run.abstract_params)
+
+  # Steps.
+
+  def warm_step(self, state: TrainState, step: int) -> tuple[TrainState, dict]:
+    """One supervised update on worked solutions."""
+    config, clock = self.config, Clock()
+    where = loader.indices(config.seed, step, config.warm_start.batch, len(self.prompts))
+    data = loader.supervised_batch(self.prompts, where, self.run.tokenizer, config.sampling.max_tokens)
+    zeros = np.zeros_like(data.mask_PT)[:, None]
+    batch = self.run.put(Batch(data.prompts.prompts_PS, data.prompts.prompt_lengths_P, data.completions_PT[:, None],
+                               data.mask_PT[:, None], zeros[..., 0], zeros))
+    state, metrics = self.run.warm_update(state, batch)
+    metrics = {f"warm_start/{name}": value for name, value in jax.device_get(metrics).items()}
+    return state, metrics | {"warm_start/dropped": data.dropped, "time/step": clock.total()}
+
+  def grpo_step(self, state: TrainState, step: int) -> tuple[TrainState, dict]:
+    """Sample, score, compare with the group, update."""
+    config, run, clock = self.config, self.run, Clock()
+    index = step - self.first_grpo_step
+    where = loader.indices(config.seed, index, config.batch.prompts, len(self.prompts))
+    prompts = loader.prompt_batch(self.prompts, where)
+    arrays = run.put((prompts.prompts_PS, prompts.prompt_lengths_P))
+    out = self.sample(run.sampling_params(state.params), *arrays, jax.random.fold_in(run.key("sample"), index))
+    out_host = run.fetch(out)
+    times = {"time/sample": clock.lap()}
+    scored = rollout.score(out_host, prompts, run.tokenizer.decode, run.functions, config.reward)
+    times["time/reward"] = clock.lap()
+    batch = run.to_batch(out, *arrays, run.put(scored.rewards_PG))
+    if self.reference is not None:
+      batch = batch.replace(ref_logprobs_PGT=run.reference_logprobs(self.reference, batch))
+    jax.block_until_ready(batch)
+    times["time/reference"] = clock.lap()
+    advantages_PG = run.fetch(batch.advantages_PG)
+    state, metrics = run.update(state, batch)
+    metrics = jax.device_get(metrics)
+    times["time/update"] = clock.lap()
+    times["time/step"] = clock.total()
+    tokens = int(out_host.lengths_PG.sum())
+    self._completions(step + 1, rollout.rows(out_host, scored, prompts), advantages_PG)
+    return state, rollout.metrics(out_host, scored) | metrics | {
+        "learning_rate": float(learning_rate(config.optimizer, config.steps)(index)),
+        "completions/tokens": tokens, "perf/tokens_per_second": tokens / times["time/step"]} | times
+
+  # After a step.
+
+  def log(self, state: TrainState, step: int, metrics: dict) -> None:
+    """One row of metrics.jsonl, with the evaluation where one is due."""
+    if self._evaluates(step):
+      metrics = metrics | self._evaluate(state, step)
+    elif step % self.config.log.every and step != self.last_step:
+      return
+    self._write(step, metrics)
+
+  def maybe_save(self, state: TrainState, step: int, last: bool) -> None:
+    """A checkpoint where one is due; every row up to its step is written by then."""
+    every = self.config.checkpoint.every
+    if last or step == self.last_step or (every and step % every == 0):
+      self.checkpoints.save(step, state)
+
+  def finish(self, state: TrainState, step: int) -> None:
+    """Waits for the last checkpoint and says where everything is."""
+    self.checkpoints.wait()
+    if step < self.last_step:
+      self.terminal.say(f"stopped at step {step}, saved; the same command goes on from there")
+    else:
+      self.terminal.say(f"finished: metrics, completions and checkpoints are in {self.workdir}")
+
+  def _evaluates(self, step):
+    every, index = self.config.eval.every, step - self.first_grpo_step
+    return bool(every) and index >= 0 and (index % every == 0 or step == self.last_step)
+
+  def _evaluate(self, state, step):
+    clock = Clock()
+    metrics, rows = self.evaluator(self.run.sampling_params(state.params), step)
+    self.terminal.completions(step, rows)
+    return metrics | {"time/evaluate": clock.total()}
+
+  def _write(self, step, metrics):
+    values = {name: float(value) for name, value in metrics.items()}
+    self.writer.write(step, values)
+    self.terminal.update(step, values)
+
+  def _completions(self, step, rows, advantages_PG):
+    every = self.config.log.completions_every
+    if every and (step - self.first_grpo_step) % every == 0:
+      rows = [row | {"advantage": float(a)} for row, a in zip(rows, advantages_PG.ravel())]
+      self.writer.completions(step, rows)
+      self.terminal.completions(step, rows)
+
+  def _warn(self, text):
+    self.terminal.say(f"warning: {text}")
+
+  def _header(self, step):
+    c, run, device = self.config, self.run, jax.devices()[0]
+    count = sum(x.size for x in jax.tree.leaves(run.abstract_params))
+    axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
+    lines = [f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes}; {count:,} parameters; "
+             f"{c.batch.prompts} prompts x {c.batch.group_size} completions of at most {c.sampling.max_tokens} tokens"]
+    for prompts, split in ((self.prompts, "training"), (self.evaluator and self.evaluator.prompts, "test")):
+      if prompts and prompts.dropped:
+        lines.append(f"{prompts.dropped} {split} prompts are longer than data.max_prompt_tokens = "
+                     f"{c.data.max_prompt_tokens} and left out; {len(prompts)} remain")
+    if step:
+      lines.append(f"going on from step {step} of {self.last_step} in {self.workdir}")
+    self.terminal.header(lines)
+
+
+class Clock:
+  """Seconds since the start and since the last lap."""
+
+  def __init__(self):
+    self.start = self.last = time.perf_counter()
+
+  def lap(self) -> float:
+    now = time.perf_counter()
+    self.last, seconds = now, now - self.last
+    return seconds
+
+  def total(self) -> float:
+    return time.perf_counter() - self.start
+
+
+def main(argv):
+  del argv
+  config = cli.read_config()
+  if not flags.FLAGS.workdir:
+    raise ConfigError("flag --workdir is missing: the folder for this run's metrics and checkpoints")
+  initialize_distributed()
+  train(config, flags.FLAGS.workdir)
+
+
+if __name__ == "__main__":
+  config_flags.DEFINE_config_file("config", None, "the config, such as configs/arithmetic.py or configs/gsm8k.py")
+  flags.DEFINE_string("workdir", None, "the run's folder; made if need be, gone on with if it has a checkpoint")
+  cli.run(main)

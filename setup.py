@@ -1,0 +1,33 @@
+"""grpo_jax: Group Relative Policy Optimization in JAX."""
+from setuptools import find_packages, setup
+
+setup(
+    name="grpo_jax",
+    version="0.1.0",
+    description="Group Relative Policy Optimization for language models, in JAX: laptop, GPU and TPU pod",
+    packages=find_packages(include=["grpo_jax", "grpo_jax.*", "configs"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "absl-py",
+        "array_record",  # how tensorflow-datasets reads without TensorFlow
+        "flax",
+        "importlib_resources",  # tensorflow-datasets imports it and does not ask for it
+        "jax>=0.10",
+        "ml-collections",
+        "numpy",
+        "optax",
+        "orbax-checkpoint",
+        "rich",
+        "safetensors",
+        "sentencepiece",
+        "tensorboardX",
+        "tensorflow-datasets",
+        "tokenizers",
+    ],
+    extras_require={
+        "test": ["hypothesis", "pytest"],
+        "plot": ["matplotlib"],
+        "cuda": ["jax[cuda]"],
+        "tpu": ["jax[tpu]"],
+    },
+)

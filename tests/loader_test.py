@@ -1,0 +1,106 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_jax.config import ConfigError
+from grpo_jax.data import loader, tasks, tokenizer
+
+TOKENIZER = tokenizer.characters("abcdefg?")
+SPLIT = [{"question": "ab", "solution": "cd", "answer": "1"}, {"question": "abcdef", "solution": "c", "answer": "2"},
+         {"question": "a", "solution": "cdefg", "answer": "3"}]
+
+
+def prompts(max_tokens=3, template="{question}?"):
+  return loader.Prompts(SPLIT, TOKENIZER, template, max_tokens)
+
+
+@given(st.integers(0, 2**40), st.integers(1, 40), st.integers(1, 17))
+@settings(max_examples=60)
+def test_every_epoch_has_every_example_once(seed, size, count):
+  steps = -(-3 * size // count)
+  drawn = np.concatenate([loader.indices(seed, step, count, size) for step in range(steps)])[:3 * size]
+  for epoch in drawn.reshape(3, size):
+    assert sorted(epoch) == list(range(size))
+
+
+@given(st.integers(0, 2**40), st.integers(1, 5))
+def test_batch_size_does_not_change_the_order(seed, count):
+  whole = loader.indices(seed, 0, 60, 23)
+  parts = [loader.indices(seed, step, count, 23) for step in range(60 // count)]
+  assert np.concatenate(parts).tolist() == whole[:60 // count * count].tolist()
+
+
+def test_indices_are_shuffled_and_pure():
+  first = loader.indices(7, 3, 32, 1000)
+  assert first.tolist() == loader.indices(7, 3, 32, 1000).tolist()
+  epochs = loader.indices(7, 0, 2000, 1000).reshape(2, 1000)
+  for a, b in [(epochs[0], epochs[1]), (epochs[0], np.arange(1000)), (epochs[0], loader.indices(8, 0, 1000, 1000))]:
+    assert abs(np.corrcoef(a, b)[0, 1]) < 0.15 and (a == b).sum() < 10
+  assert loader.indices(-1, 0, 5, 5).shape == (5,)
+
+
+def test_indices_are_the_same_for_ever():
+  words = np.random.Philox(key=np.array([3, 1], np.uint64)).random_raw(6)
+  assert loader.indices(3, 1, 6, 6).tolist() == np.argsort(words).tolist()
+  assert loader.indices(3, 0, 8, 8).tolist() == [6, 1, 5, 2, 7, 4, 3, 0]
+  assert loader.indices(0, 10**9, 4, 10**4).shape == (4,)
+
+
+def test_prompts_drop_and_count_the_long_ones():
+  made = prompts()
+  assert (len(made), made.dropped, made.max_tokens) == (2, 1, 3)
+  assert made.examples == (SPLIT[0], SPLIT[2]) and made.texts == ("ab?", "a?")
+  assert prompts(7).dropped == 0
+
+
+def test_prompt_batch():
+  batch = loader.prompt_batch(prompts(4), np.array([1, 0, 1]))
+  np.testing.assert_array_equal(batch.prompts_PS, [[2, 9, 0, 0], [2, 3, 9, 0], [2, 9, 0, 0]])
+  assert batch.prompts_PS.dtype == batch.prompt_lengths_P.dtype == np.int32
+  assert batch.prompt_lengths_P.tolist() == [2, 3, 2]
+  assert batch.texts == ("a?", "ab?", "a?")
+  assert batch.columns == {"prompts": ["a?", "ab?", "a?"], "question": ["a", "ab", "a"],
+                           "solution": ["cdefg", "cd", "cdefg"], "answer": ["3", "1", "3"]}
+
+
+def test_supervised_batch_ends_solutions_and_leaves_out_the_long_ones():
+  batch = loader.supervised_batch(prompts(), np.array([0, 1]), TOKENIZER, 4)
+  np.testing.assert_array_equal(batch.completions_PT, [[4, 5, 1, 0], [0, 0, 0, 0]])  # c d <eos>; cdefg<eos> has 6
+  np.testing.assert_array_equal(batch.mask_PT, [[1, 1, 1, 0], [0, 0, 0, 0]])
+  assert batch.completions_PT.dtype == np.int32 and batch.mask_PT.dtype == np.float32
+  assert batch.dropped == 1 and batch.prompts.texts == ("ab?", "a?")
+  whole = loader.supervised_batch(prompts(), np.array([0, 1]), TOKENIZER, 6)
+  assert whole.dropped == 0 and whole.completions_PT[1].tolist() == [4, 5, 6, 7, 8, 1] and whole.mask_PT[1].all()
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{qestion}", r"data.prompt='\{qestion\}' .*its fields are \{question\}, \{solution\}, \{answer\}"),
+    ("{question} {}", "data.prompt"), ("{question", "data.prompt"), ("{question.x}", "data.prompt"),
+    ("", "data.prompt='' makes a prompt without tokens"),
+])
+def test_bad_templates_are_named(template, message):
+  with pytest.raises(ConfigError, match=message):
+    prompts(template=template)
+
+
+def test_bad_lengths_and_tokenizers_are_named(monkeypatch):
+  with pytest.raises(ConfigError, match="data.max_prompt_tokens=1 drops all 3 prompts; the shortest one has 2 tokens"):
+    prompts(1)
+  with pytest.raises(ConfigError, match="'z'"):
+    prompts(template="{question}z")
+  endless = tokenizer.Tokenizer(10, (), 0, TOKENIZER.encode_batch, TOKENIZER.decode, {})
+  with pytest.raises(ConfigError, match="data.tokenizer names no end-of-sequence token"):
+    loader.supervised_batch(prompts(), np.array([0]), endless, 4)
+
+
+def test_arithmetic_prompts_are_made_quickly():
+  task = tasks.arithmetic("")
+  start = time.process_time()
+  made = loader.Prompts(task.train, tokenizer.characters(task.alphabet), "{question}", 64)
+  assert len(made) == 20_000 and made.dropped == 0
+  assert time.process_time() - start < 4  # about 0.5 s when the machine is free
+  batch = loader.prompt_batch(made, loader.indices(0, 5, 32, len(made)))
+  assert batch.prompts_PS.shape == (32, 64) and batch.columns["answer"][0] == str(eval(batch.texts[0][:-1]))

@@ -1,0 +1,193 @@
+"""The sampler, with a five-line fake in the model's place."""
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.config import Sampling
+from grpo_jax.sampler import logits as logits_lib
+from grpo_jax.sampler.decode import capacities, decode
+
+PLAIN = Sampling(max_tokens=8, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(1,), dtype="", layout="train")
+PROBS = np.array([.4, .3, .15, .1, .05])
+LOGITS = jnp.log(jnp.array(PROBS))
+
+
+def sampling(**change):
+  return dataclasses.replace(PLAIN, **change)
+
+
+def kept(**change):
+  return np.isfinite(logits_lib.filtered(LOGITS[None], sampling(**change)))[0].tolist()
+
+
+def test_top_k_keeps_the_k_likeliest():
+  assert kept(top_k=2) == [True, True, False, False, False]
+  assert kept(top_k=99) == [True] * 5
+
+
+def test_top_p_keeps_the_fewest_that_reach_p():
+  """.4 + .3 = .7: .69 needs both, .71 a third."""
+  assert kept(top_p=.39) == [True, False, False, False, False]
+  assert kept(top_p=.69) == [True, True, False, False, False]
+  assert kept(top_p=.71) == [True, True, True, False, False]
+
+
+def test_min_p_is_relative_to_the_largest():
+  """.3 * .4 = .12."""
+  assert kept(min_p=.3) == [True, True, True, False, False]
+
+
+def test_top_p_sees_what_top_k_left():
+  """Of .4 and .3 alone, the first has 4/7 = .571."""
+  assert kept(top_k=2, top_p=.57) == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("size", [5, 127, 128, 129, 1000])
+def test_the_draw_inverts_the_distribution_function(size):
+  """The token at uniform u is the one where the cumulative probability passes u."""
+  rng = np.random.default_rng(size)
+  logits = rng.normal(size=size) * 2
+  logits[rng.random(size) < .3] = -np.inf
+  probs = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+  edges = np.cumsum(probs)
+  u = (np.concatenate([[0], edges[:-1]]) + edges) / 2  # the middle of each token's interval
+  wanted = np.flatnonzero(probs > 1e-5)
+  out = logits_lib.draw(jnp.broadcast_to(jnp.float32(logits), (len(wanted), size)), jnp.float32(u[wanted]))
+  np.testing.assert_array_equal(out, wanted)
+
+
+def test_the_draw_never_takes_what_was_filtered_out():
+  """Also where rounding puts the target past the last cumulative sum."""
+  logits = jnp.where(jnp.arange(300) % 7 == 3, 0.0, -jnp.inf)
+  u = jnp.concatenate([jnp.linspace(0, 1, 2000), jnp.array([1 - 2**-24, 1.0, 0.0])])
+  out = logits_lib.draw(jnp.broadcast_to(logits, (len(u), 300)), u)
+  assert (out % 7 == 3).all() and len(set(out.tolist())) == 43
+
+
+def test_frequencies_are_the_probabilities():
+  u = jax.random.uniform(jax.random.key(0), (20000,))
+  tokens, logprobs, _ = logits_lib.sample_token(jnp.broadcast_to(LOGITS, (20000, 5)), u, PLAIN)
+  np.testing.assert_allclose(np.bincount(tokens, minlength=5) / 20000, PROBS, atol=.012)
+  np.testing.assert_allclose(logprobs, np.log(PROBS)[tokens], rtol=1e-5)
+
+
+def test_both_logprobs():
+  """Temperature 2 under top-k 2: `logprob` is tempered and unfiltered, `sampling_logprob` that of the two kept."""
+  tempered = PROBS**.5 / (PROBS**.5).sum()
+  u = jnp.linspace(0, .999, 50)
+  tokens, logprobs, drawn = logits_lib.sample_token(jnp.broadcast_to(LOGITS, (50, 5)), u, sampling(temperature=2.0, top_k=2))
+  assert set(tokens.tolist()) == {0, 1}
+  np.testing.assert_allclose(logprobs, np.log(tempered)[tokens], rtol=1e-5)
+  np.testing.assert_allclose(drawn, np.log(tempered[:2] / tempered[:2].sum())[tokens], rtol=1e-5)
+
+
+def test_temperature_zero_is_greedy():
+  tokens, logprobs, drawn = logits_lib.sample_token(LOGITS[None], jnp.array([.99]), sampling(temperature=0.0))
+  assert int(tokens[0]) == 0 and float(drawn[0]) == 0
+  np.testing.assert_allclose(logprobs, np.log(.4), rtol=1e-5)
+
+
+# The loop. The fake's cache counts calls and remembers its capacity.
+
+V = 16
+
+
+def run(step, max_tokens=8, P=2, G=3, key=0, stop_ids=(1,), first=None, jit=True):
+  first = jnp.zeros((P, V)) if first is None else first
+  grow = lambda cache, capacity: cache
+  f = lambda key: decode(step, grow, jnp.int32(0), first, key, group_size=G,
+                         sampling=sampling(max_tokens=max_tokens, stop_ids=stop_ids))
+  return (jax.jit(f) if jit else f)(jax.random.key(key))
+
+
+def always(token):
+  return jnp.where(jnp.arange(V) == token, 0.0, -jnp.inf)
+
+
+def uniform_step(cache, token_B, time):
+  return jnp.zeros((token_B.shape[0], V)), cache + 1
+
+
+def test_tokens_follow_the_step_function():
+  """Each token is the one before plus one, from 3 on, until stop id 6."""
+  step = lambda cache, token_B, time: (jax.vmap(always)(token_B + 1), cache)
+  out = run(step, first=jnp.stack([always(3), always(5)]), stop_ids=(6, 9))
+  np.testing.assert_array_equal(out.tokens_PGT[:, 0], [[3, 4, 5, 6, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]])
+  np.testing.assert_array_equal(out.lengths_PG, [[4] * 3, [2] * 3])
+  np.testing.assert_array_equal(out.stopped_by_PG, [[6] * 3, [6] * 3])
+  np.testing.assert_allclose(out.logprobs_PGT, 0, atol=1e-6)
+
+
+def test_any_of_several_stop_ids_stops_and_says_which():
+  out = run(uniform_step, max_tokens=64, P=8, G=8, stop_ids=(2, 5))
+  lengths, stopped = np.array(out.lengths_PG), np.array(out.stopped_by_PG)
+  assert set(stopped.ravel()) >= {2, 5}
+  for tokens, n, by in zip(out.tokens_PGT.reshape(64, 64), lengths.ravel(), stopped.ravel()):
+    body, last = np.array(tokens[:n - 1]), int(tokens[n - 1])
+    assert not np.isin(body, [2, 5]).any() and (tokens[n:] == 0).all()
+    assert by == (last if last in (2, 5) else -1)
+    assert n == 64 or last in (2, 5)
+
+
+def test_without_a_stop_rows_are_cut_off():
+  out = run(uniform_step, stop_ids=())
+  assert (out.lengths_PG == 8).all() and (out.stopped_by_PG == -1).all()
+
+
+def test_log_probs_are_zero_at_padding():
+  out = run(uniform_step, max_tokens=40, P=4, G=4)
+  padding = np.arange(40) >= np.array(out.lengths_PG)[..., None]
+  assert padding.any()
+  assert (np.array(out.logprobs_PGT)[padding] == 0).all() and (np.array(out.sampling_logprobs_PGT)[padding] == 0).all()
+  np.testing.assert_allclose(np.array(out.logprobs_PGT)[~padding], -np.log(V), rtol=1e-5)
+
+
+def test_members_and_steps_differ_and_the_key_decides():
+  out, again, other = run(uniform_step, key=0), run(uniform_step, key=0), run(uniform_step, key=1)
+  rows = np.array(out.tokens_PGT).reshape(6, 8)
+  assert len({tuple(r) for r in rows}) == 6
+  np.testing.assert_array_equal(rows, np.array(again.tokens_PGT).reshape(6, 8))
+  assert (rows != np.array(other.tokens_PGT).reshape(6, 8)).any(1).all()
+
+
+def test_a_row_does_not_depend_on_the_others():
+  """Row b draws with its own key: more prompts leave the first ones as they are."""
+  few, many = run(uniform_step, P=2), run(uniform_step, P=5)
+  np.testing.assert_array_equal(few.tokens_PGT, many.tokens_PGT[:2])
+
+
+def test_it_stops_when_every_row_has():
+  calls = []
+
+  def step(cache, token_B, time):
+    jax.debug.callback(lambda: calls.append(1), ordered=True)
+    return jnp.broadcast_to(always(4), (token_B.shape[0], V)), cache
+
+  out = run(step, max_tokens=500, stop_ids=(4,), first=jnp.stack([always(3), always(4)]))
+  jax.effects_barrier()
+  assert out.tokens_PGT.shape == (2, 3, 500) and len(calls) == 1
+
+
+@pytest.mark.parametrize("max_tokens, sizes", [(1, [1]), (20, [20]), (64, [32, 64]), (1000, [125, 250, 500, 1000])])
+def test_the_cache_grows_by_doubling(max_tokens, sizes):
+  assert capacities(max_tokens) == sizes
+
+
+def test_every_token_finds_room_in_the_cache():
+  """Token t is written to slot t before the capacity is passed."""
+  seen = []
+
+  def step(cache, token_B, time):
+    used, slots = cache
+    jax.debug.callback(lambda t, n=slots.shape[0]: seen.append((int(t), n)), time)
+    return jnp.zeros((token_B.shape[0], V)), (used + 1, slots)
+
+  grow = lambda cache, capacity: (cache[0], jnp.zeros(capacity))
+  decode(step, grow, (jnp.int32(0), jnp.zeros(32)), jnp.zeros((1, V)), jax.random.key(0), group_size=1,
+         sampling=sampling(max_tokens=100, stop_ids=()))
+  jax.effects_barrier()
+  assert [t for t, _ in seen] == list(range(99)) and all(t < n for t, n in seen)
+  assert sorted({n for _, n in seen}) == [32, 50, 100]

@@ -1,0 +1,153 @@
+import dataclasses
+import io
+import json
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_jax.config import ConfigError
+from grpo_jax.data import tokenizer
+
+ALPHABET = "0123456789+-=;# \né√"
+TEXTS = ["7+15=22;#### 22", "two  spaces and\na line", "naïve café, 北京 and 🦜!", "3/4 = 0.75 <b>", "x"]
+CHARACTERS = tokenizer.characters(ALPHABET)
+
+
+def byte_level(folder, **files):
+  """A folder as Hugging Face writes it: byte-level BPE, two special tokens, truncation and padding switched on."""
+  engine = tokenizers.Tokenizer(tokenizers.models.BPE())
+  engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  engine.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+      vocab_size=300, special_tokens=["<|end|>", "<|im_end|>"], show_progress=False,
+      initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+  engine.train_from_iterator(TEXTS * 3, trainer)
+  engine.post_processor = tokenizers.processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+  engine.enable_truncation(3)
+  engine.enable_padding(length=20)
+  folder.mkdir(exist_ok=True)
+  engine.save(str(folder / "tokenizer.json"))
+  for name, value in files.items():
+    (folder / f"{name}.json").write_text(json.dumps(value))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+  out = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(TEXTS * 5), model_writer=out, vocab_size=320, model_type="bpe", byte_fallback=True,
+      normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2, pad_id=3)
+  path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
+  path.write_bytes(out.getvalue())
+  return path
+
+
+def test_characters_have_the_ids_of_their_places():
+  made = tokenizer.characters("ab \na")
+  assert (made.vocab_size, made.pad_id, made.stop_ids) == (6, 0, (1,))
+  assert made.encode("ba \n a") == [3, 2, 4, 5, 4, 2]
+  assert made.encode("") == []
+  assert made.decode([0, 3, 2, 1, 4, 4, 5, 0, 999]) == "ba  \n"
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    made.pad_id = 3
+
+
+@given(st.text(ALPHABET, max_size=40))
+def test_characters_round_trip(text):
+  ids = CHARACTERS.encode(text)
+  assert len(ids) == len(text) and CHARACTERS.decode(ids) == text
+  assert CHARACTERS.decode([*ids, 1, 0, 0]) == text
+
+
+def test_a_character_outside_the_alphabet_is_named(tmp_path):
+  CHARACTERS.save(tmp_path)
+  for made in (CHARACTERS, tokenizer.load(tmp_path)):
+    with pytest.raises(ConfigError, match="the character 'Q' is not in the vocabulary"):
+      made.encode("1+1Q")
+    with pytest.raises(ConfigError, match="'Q'"):
+      made.encode_batch(["1", "Q"])
+
+
+def test_characters_saved_and_loaded_are_the_same(tmp_path):
+  CHARACTERS.save(tmp_path / "new/folder")
+  loaded = tokenizer.load(tmp_path / "new/folder")
+  assert loaded.encode(ALPHABET) == CHARACTERS.encode(ALPHABET) == list(range(2, 2 + len(ALPHABET)))
+  assert loaded.decode(range(loaded.vocab_size)) == ALPHABET
+  for name in ("vocab_size", "stop_ids", "pad_id", "files"):
+    assert getattr(loaded, name) == getattr(CHARACTERS, name)
+  config = json.loads((tmp_path / "new/folder/tokenizer_config.json").read_text())
+  assert config["tokenizer_class"] == "PreTrainedTokenizerFast" and config["eos_token"] == "<eos>"
+
+
+def test_tokenizer_json(tmp_path):
+  special = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|end|>"}}
+  folder = byte_level(tmp_path / "hf", tokenizer_config=special)
+  loaded = tokenizer.load(folder)
+  known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+  known.no_truncation()
+  known.no_padding()
+  for text in TEXTS:
+    assert loaded.encode(text) == known.encode(text, add_special_tokens=False).ids
+    assert loaded.decode(loaded.encode(text)) == text
+  assert loaded.encode_batch(TEXTS) == [loaded.encode(text) for text in TEXTS]
+  assert len(loaded.encode(TEXTS[1])) > 3
+  assert loaded.encode("<|im_end|>") == [1] and loaded.decode([1, *loaded.encode("x"), 1, 0]) == "x"
+  assert (loaded.stop_ids, loaded.pad_id, loaded.vocab_size) == ((1,), 0, known.get_vocab_size())
+  assert tokenizer.load(folder / "tokenizer.json").stop_ids == (1,)
+
+
+@pytest.mark.parametrize("files, stop_ids, pad_id", [
+    ({"generation_config": {"eos_token_id": 1}}, (1,), 1),
+    ({"generation_config": {"eos_token_id": [0, 1]}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, (1, 0), 1),
+    ({"special_tokens_map": {"eos_token": {"content": "<|end|>"}, "pad_token": "<|im_end|>"}}, (0,), 1),
+    ({"tokenizer_config": {"eos_token": None, "pad_token": "<|end|>"}}, (), 0),
+    ({}, (), 0),
+])
+def test_special_ids_come_from_the_files_beside(tmp_path, files, stop_ids, pad_id):
+  loaded = tokenizer.load(byte_level(tmp_path / "hf", **files))
+  assert (loaded.stop_ids, loaded.pad_id) == (stop_ids, pad_id)
+
+
+def test_loaded_files_are_saved_as_they_were(tmp_path, pieces):
+  folder = byte_level(tmp_path / "hf", tokenizer_config={"eos_token": "<|end|>", "chat_template": "é"}, config={"x": 1})
+  (folder / "tokenizer.model").write_bytes(pieces.read_bytes())
+  before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "config.json"}
+  tokenizer.load(folder).save(tmp_path / "out")
+  assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+  assert tokenizer.load(tmp_path / "out").encode(TEXTS[0]) == tokenizer.load(folder / "tokenizer.json").encode(TEXTS[0])
+
+
+def test_sentencepiece(tmp_path, pieces):
+  known = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+  loaded = tokenizer.load(pieces.parent)
+  for text in [*TEXTS, "unseen: Ωß ✓"]:
+    assert loaded.encode(text) == known.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+  assert loaded.encode_batch(TEXTS) == [loaded.encode(text) for text in TEXTS] and loaded.encode_batch([]) == []
+  assert (loaded.vocab_size, loaded.stop_ids, loaded.pad_id) == (320, (known.eos_id(),), 3)
+  ids = loaded.encode("x")
+  assert loaded.decode([known.bos_id(), *ids, known.eos_id(), 3, 3, 320, 100_000]) == "x"
+  loaded.save(tmp_path)
+  assert (tmp_path / "tokenizer.model").read_bytes() == pieces.read_bytes()
+  special = {"eos_token": known.id_to_piece(9), "pad_token": "absent"}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
+  assert tokenizer.load(tmp_path / "tokenizer.model").stop_ids == (9,)
+  assert tokenizer.load(tmp_path).pad_id == 3
+
+
+def test_bad_tokenizers_are_named(tmp_path):
+  for path in (tmp_path, tmp_path / "absent", tmp_path / "tokenizer.json"):
+    with pytest.raises(ConfigError, match=f"data.tokenizer: {path}"):
+      tokenizer.load(path)
+  for name in ("tokenizer.json", "tokenizer.model"):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+      tokenizer.load(tmp_path / name)
+  folder = byte_level(tmp_path / "hf")
+  (folder / "tokenizer_config.json").write_text("{")
+  with pytest.raises(ConfigError, match="tokenizer_config.json beside the tokenizer is not JSON"):
+    tokenizer.load(folder)

@@ -1,0 +1,355 @@
+import dataclasses
+import json
+from pathlib import Path
+import shutil
+
+from flax.traverse_util import flatten_dict, unflatten_dict
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from grpo_jax.config import ConfigError
+from grpo_jax.model import huggingface, weights
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.weights import load, save
+
+GOLDEN = Path(__file__).parent / "golden"
+TIED = ModelConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=64,
+                   rope_theta=50000.0, norm_eps=1e-5, max_positions=128, stop_ids=(3,))
+UNTIED = dataclasses.replace(TIED, num_kv_heads=4, head_dim=8, rope_theta=1000000.0, norm_eps=1e-6,
+                             tie_embeddings=False, stop_ids=(5, 7))
+
+
+@pytest.fixture
+def tied(tmp_path):
+  return Path(shutil.copytree(GOLDEN / "qwen2_tied", tmp_path / "tied"))
+
+
+@pytest.fixture
+def untied(tmp_path):
+  return Path(shutil.copytree(GOLDEN / "qwen2_untied", tmp_path / "untied"))
+
+
+def edit(file, **fields):
+  """Sets fields of a JSON file; ... removes one."""
+  values = {**json.loads(file.read_text()), **fields}
+  file.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+def edit_tensors(folder, **tensors):
+  """Sets tensors (`__` stands for a dot) of model.safetensors; ... removes one."""
+  file = folder / "model.safetensors"
+  values = {**load_file(file), **{k.replace("__", "."): v for k, v in tensors.items()}}
+  save_file({k: v for k, v in values.items() if v is not ...}, file)
+
+
+def assert_refused(folder, *words):
+  with pytest.raises(ConfigError) as error:
+    load(folder)
+  message = str(error.value)
+  assert "\n" not in message
+  for word in words:
+    assert word in message
+
+
+def random_params(config, seed=0):
+  rng, sizes = np.random.default_rng(seed), huggingface.sizes(config)
+  draw = lambda row: rng.normal(size=row.our_shape(sizes)).astype(np.float32)
+  flat = {tuple(row.ours.split("/")): draw(row) for row in huggingface.family_of(config).tensors(config)}
+  return unflatten_dict(flat)
+
+
+def assert_same(a, b):
+  a, b = flatten_dict(a, sep="/"), flatten_dict(b, sep="/")
+  assert a.keys() == b.keys()
+  for name in a:
+    assert a[name].dtype == b[name].dtype == np.float32
+    np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+# --- The layout ---
+
+def test_projection_layout_by_hand():
+  # Two heads of two on a stream of one: row h * 2 + e of theirs is [:, h, e] of ours.
+  sizes = dict(H=2, E=2, D=1)
+  q = huggingface.Row("q", "q", "HE D", "DHE")
+  np.testing.assert_array_equal(q.from_theirs(np.array([[1], [2], [3], [4]]), sizes), [[[1, 2], [3, 4]]])
+  o = huggingface.Row("o", "o", "D HE", "HED")
+  np.testing.assert_array_equal(o.from_theirs(np.array([[1, 2, 3, 4]]), sizes), [[[1], [2]], [[3], [4]]])
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED])
+def test_every_row_has_a_true_inverse(config):
+  sizes = huggingface.sizes(config)
+  for row in huggingface.family_of(config).tensors(config):
+    theirs = np.arange(np.prod(row.their_shape(sizes))).reshape(row.their_shape(sizes))
+    ours = row.from_theirs(theirs, sizes)
+    assert ours.shape == row.our_shape(sizes)
+    np.testing.assert_array_equal(row.to_theirs(ours, sizes), theirs)
+
+
+# --- Reading ---
+
+def test_tied_checkpoint(tied):
+  config, params = load(tied)
+  assert config == TIED
+  theirs, flat = load_file(tied / "model.safetensors"), flatten_dict(params, sep="/")
+  assert len(flat) == len(theirs) == 26 and "head/kernel" not in flat
+  assert all(isinstance(x, jax.Array) and x.dtype == jnp.float32 for x in flat.values())
+  np.testing.assert_array_equal(flat["embed/embedding"], theirs["model.embed_tokens.weight"])
+  np.testing.assert_array_equal(flat["layers_1/mlp/down/kernel"], theirs["model.layers.1.mlp.down_proj.weight"].T)
+  k = theirs["model.layers.1.self_attn.k_proj.weight"]
+  np.testing.assert_array_equal(flat["layers_1/attention/k/kernel"][:, 1, 3], k[1 * 16 + 3])
+
+
+def test_sharded_bfloat16_checkpoint(untied):
+  config, params = load(untied)
+  assert config == UNTIED
+  theirs = {k: v for file in sorted(untied.glob("*.safetensors")) for k, v in load_file(file).items()}
+  assert {v.dtype for v in theirs.values()} == {np.dtype(ml_dtypes.bfloat16)}
+  head = params["head"]["kernel"]
+  assert head.dtype == jnp.float32
+  np.testing.assert_array_equal(head, theirs["lm_head.weight"].astype(np.float32).T)
+
+
+def test_config_of_transformers_4(tied):
+  expected = load(tied)[0]
+  shutil.move(tied / "config_transformers4.json", tied / "config.json")
+  assert "rope_parameters" not in json.loads((tied / "config.json").read_text())
+  assert load(tied)[0] == expected
+
+
+def test_fields_of_published_checkpoints_that_change_nothing(tied):
+  edit(tied / "config.json", rope_parameters=..., layer_types=..., rope_theta=50000.0, sliding_window=32768,
+       max_window_layers=1, use_mrope=False, torch_dtype="bfloat16", _name_or_path="x", rope_scaling=None)
+  assert load(tied)[0] == TIED
+
+
+def test_window_longer_than_any_text_is_allowed(tied):
+  edit(tied / "config.json", layer_types=..., use_sliding_window=True, sliding_window=128, max_window_layers=0)
+  load(tied)
+
+
+def test_place_receives_every_tensor_and_makes_the_leaves(untied):
+  seen = {}
+
+  def place(name, array):
+    assert isinstance(array, np.ndarray) and array.dtype == np.float32
+    seen[name] = array
+    return len(seen)
+
+  _, params = load(untied, place)
+  assert flatten_dict(params, sep="/") == {name: n for n, name in enumerate(seen, 1)}
+  assert seen["layers_0/attention/o/kernel"].shape == (4, 8, 32)
+
+
+def test_stop_ids_of_generation_config_override(tied):
+  edit(tied / "generation_config.json", eos_token_id=[9, 3])
+  assert load(tied)[0].stop_ids == (9, 3)
+  edit(tied / "generation_config.json", eos_token_id=...)
+  assert load(tied)[0].stop_ids == (3,)
+  (tied / "generation_config.json").unlink()
+  edit(tied / "config.json", eos_token_id=[4, 5])
+  assert load(tied)[0].stop_ids == (4, 5)
+  edit(tied / "config.json", eos_token_id=None)
+  assert load(tied)[0].stop_ids == ()
+
+
+def test_redundant_tensors_are_ignored(tied):
+  embedding = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+  edit_tensors(tied, lm_head__weight=embedding, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(8))
+  assert load(tied)[0] == TIED
+
+
+# --- Writing ---
+
+@pytest.mark.parametrize("config", [TIED, UNTIED, dataclasses.replace(TIED, stop_ids=())])
+def test_load_of_save_is_the_same_bit_for_bit(config, tmp_path):
+  params = random_params(config)
+  save(tmp_path / "new/model", config, params)
+  loaded, again = load(tmp_path / "new/model")
+  assert loaded == config
+  assert_same(params, again)
+  assert [p.name for p in (tmp_path / "new").iterdir()] == ["model"]
+  # The weights are as readable as the rest.
+  assert len({file.stat().st_mode for file in (tmp_path / "new/model").iterdir()}) == 1
+
+
+def test_saved_tensors_are_those_that_transformers_wrote(tied, tmp_path):
+  save(tmp_path / "again", *load(tied))
+  before, after = load_file(tied / "model.safetensors"), load_file(tmp_path / "again/model.safetensors")
+  assert before.keys() == after.keys()
+  for name in before:
+    np.testing.assert_array_equal(before[name], after[name])
+
+
+def test_saved_config_serves_transformers_4_and_5(tmp_path):
+  save(tmp_path / "m", UNTIED, random_params(UNTIED))
+  values = json.loads((tmp_path / "m/config.json").read_text())
+  assert values["rope_theta"] == 1000000.0
+  assert values["rope_parameters"] == {"rope_theta": 1000000.0, "rope_type": "default"}
+  assert values["architectures"] == ["Qwen2ForCausalLM"] and values["torch_dtype"] == "float32"
+  assert json.loads((tmp_path / "m/generation_config.json").read_text()) == {"eos_token_id": [5, 7]}
+
+
+def test_large_models_are_saved_in_several_files(tmp_path, monkeypatch):
+  monkeypatch.setattr(weights, "SHARD_BYTES", 20000)
+  params = random_params(UNTIED)
+  save(tmp_path / "m", UNTIED, params)
+  index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
+  files = sorted((tmp_path / "m").glob("*.safetensors"))
+  assert len(files) > 2 and set(index["weight_map"].values()) == {f.name for f in files}
+  assert all(f.stat().st_size < 20000 + 4000 for f in files)
+  assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(params))
+  assert_same(params, load(tmp_path / "m")[1])
+
+
+def test_sharded_and_bfloat16_arrays_are_saved_as_float32(tmp_path):
+  params = random_params(TIED)
+  mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  sharded = jax.tree.map(lambda x: jax.device_put(x, split) if x.shape[0] % len(jax.devices()) == 0 else x, params)
+  save(tmp_path / "sharded", TIED, sharded)
+  assert_same(params, load(tmp_path / "sharded")[1])
+  save(tmp_path / "short", TIED, jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params))
+  rounded = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), params)
+  assert_same(rounded, load(tmp_path / "short")[1])
+
+
+def test_save_never_overwrites(tmp_path):
+  (tmp_path / "full").mkdir()
+  (tmp_path / "full/notes").write_text("mine")
+  (tmp_path / "file").write_text("mine")
+  (tmp_path / "empty").mkdir()
+  for name in ("full", "file"):
+    with pytest.raises(ConfigError, match=name):
+      save(tmp_path / name, TIED, random_params(TIED))
+  save(tmp_path / "empty", TIED, random_params(TIED))
+  assert (tmp_path / "empty/model.safetensors").exists()
+  assert [p.name for p in (tmp_path / "full").iterdir()] == ["notes"]
+
+
+def test_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+  def fail(*args, **kwargs):
+    raise OSError("disk full")
+  monkeypatch.setattr(weights, "save_file", fail)
+  with pytest.raises(OSError, match="disk full"):
+    save(tmp_path / "m", TIED, random_params(TIED))
+  assert not list(tmp_path.iterdir())
+
+
+def test_save_refuses_parameters_of_another_config(tmp_path):
+  params = random_params(TIED)
+  with pytest.raises(ConfigError, match="head/kernel is absent"):
+    save(tmp_path / "m", dataclasses.replace(TIED, tie_embeddings=False), params)
+  with pytest.raises(ConfigError, match=r"attention/k/bias is \(2, 16\), by its config it should be \(4, 16\)"):
+    save(tmp_path / "m", dataclasses.replace(TIED, num_kv_heads=4), params)
+  with pytest.raises(ConfigError, match="layers_1/.* absent"):
+    save(tmp_path / "m", dataclasses.replace(TIED, num_layers=1), params)
+  with pytest.raises(ConfigError, match="qkv_bias=False"):
+    save(tmp_path / "m", dataclasses.replace(TIED, qkv_bias=False), params)
+  assert not list(tmp_path.iterdir())
+
+
+# --- Refusals ---
+
+def test_missing_folder_says_to_download():
+  assert_refused("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "hf download")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "\0\xff"])
+def test_json_that_is_none(tied, name, text):
+  (tied / name).write_bytes(text.encode("latin-1"))
+  assert_refused(tied, name, "JSON")
+
+
+def test_config_json_missing(tied):
+  (tied / "config.json").unlink()
+  assert_refused(tied, "config.json is missing")
+
+
+@pytest.mark.parametrize("key, fields", [
+    ("model_type", dict(model_type="mamba")),
+    ("model_type", dict(model_type=...)),
+    ("architectures", dict(architectures=["Qwen2ForSequenceClassification"])),
+    ("hidden_act", dict(hidden_act="gelu")),
+    ("attention_dropout", dict(attention_dropout=0.1)),
+    ("quantization_config", dict(quantization_config={"quant_method": "gptq"})),
+    ("use_sliding_window", dict(use_sliding_window=True, sliding_window=64, max_window_layers=1, layer_types=...)),
+    ("use_sliding_window", dict(use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 2)),
+    ("layer_types", dict(layer_types=["full_attention", "linear_attention"])),
+    ("rope_parameters", dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 50000.0})),
+    ("rope_parameters", dict(rope_parameters={"rope_theta": 50000.0, "partial_rotary_factor": 0.5})),
+    ("rope_scaling", dict(rope_scaling={"type": "linear", "factor": 2.0})),
+    ("rope_scaling", dict(rope_scaling="linear")),
+    ("partial_rotary_factor", dict(partial_rotary_factor=0.5)),
+    ("rope_theta", dict(rope_theta=10000.0)),  # rope_parameters says 50000
+    ("rope_theta", dict(rope_parameters=...)),
+    ("rope_theta", dict(rope_parameters={"rope_theta": "large"})),
+    ("hidden_size", dict(hidden_size=...)),
+    ("vocab_size", dict(vocab_size=-1)),
+    ("num_hidden_layers", dict(num_hidden_layers=True)),
+    ("rms_norm_eps", dict(rms_norm_eps="1e-6")),
+    ("tie_word_embeddings", dict(tie_word_embeddings="yes")),
+    ("hidden_size", dict(head_dim=None, num_attention_heads=5)),
+    ("num_attention_heads", dict(num_key_value_heads=3)),
+])
+def test_config_field_is_refused_by_name(tied, key, fields):
+  edit(tied / "config.json", **fields)
+  assert_refused(tied, "config.json: " + key)
+
+
+def test_stop_id_that_is_no_number(tied):
+  edit(tied / "generation_config.json", eos_token_id=["</s>"])
+  assert_refused(tied, "generation_config.json", "eos_token_id")
+
+
+def test_only_a_pickle(tied):
+  shutil.move(tied / "model.safetensors", tied / "pytorch_model.bin")
+  assert_refused(tied, "no model.safetensors", "pickl")
+
+
+def test_tensor_missing(tied):
+  edit_tensors(tied, model__norm__weight=...)
+  assert_refused(tied, "no tensor model.norm.weight")
+
+
+def test_tensor_that_does_not_belong(tied):
+  edit(tied / "config.json", num_hidden_layers=1, layer_types=...)
+  assert_refused(tied, "model.layers.1.input_layernorm.weight", "config.json")
+
+
+def test_head_that_is_not_the_embedding(tied):
+  edit_tensors(tied, lm_head__weight=np.zeros((96, 32), np.float32))
+  assert_refused(tied, "lm_head.weight", "tie_word_embeddings")
+
+
+def test_tensor_of_another_shape(tied):
+  edit(tied / "config.json", intermediate_size=65)
+  assert_refused(tied, "mlp.gate_proj.weight", "(64, 32)", "(65, 32)")
+
+
+def test_tensor_of_integers(tied):
+  edit_tensors(tied, model__norm__weight=np.ones(32, np.int8))
+  assert_refused(tied, "model.norm.weight", "I8")
+
+
+@pytest.mark.parametrize("size", [0, 4, 1000, -1])
+def test_file_cut_off(tied, size):
+  file = tied / "model.safetensors"
+  file.write_bytes(file.read_bytes()[:size])
+  assert_refused(tied, "model.safetensors", "damaged or cut off")
+
+
+def test_file_of_the_index_missing(untied):
+  (untied / "model-00002-of-00003.safetensors").unlink()
+  assert_refused(untied, "model-00002-of-00003.safetensors", "missing")
+
+
+def test_index_without_a_map(untied):
+  edit(untied / "model.safetensors.index.json", weight_map=...)
+  assert_refused(untied, "model.safetensors.index.json", "weight_map")
