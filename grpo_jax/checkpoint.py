@@ -28,7 +28,8 @@ def _silence_orbax():
 
   def hook(unraisable):
     code = getattr(unraisable.object, "cr_code", None)
-    if code is None or "orbax" not in code.co_filename:
+    abandoned = code is not None and "orbax" in code.co_filename
+    if not abandoned and str(unraisable.exc_value) != "Event loop is closed":
       report(unraisable)
 
   sys.unraisablehook = hook

@@ -19,7 +19,7 @@ from grpo_jax.run import Run
 
 
 class Evaluator:
-  """Compiled once, called at any step: `evaluator(params, step) -> (metrics, rows)`."""
+  """Compiled once, called at any step: `evaluator(params, step) -> metrics`."""
 
   def __init__(self, run: Run):
     self._run, self._config = run, run.config.eval
@@ -34,26 +34,26 @@ class Evaluator:
     """The problems, those too long left out."""
     return self._prompts
 
-  def __call__(self, params: Any, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics under eval/, and the greedy completions. `params` as `Run.sampling_params` gives them."""
+  def __call__(self, params: Any, step: int) -> dict[str, float]:
+    """Metrics under eval/. `params` as `Run.sampling_params` gives them."""
     key = jax.random.fold_in(self._run.key("evaluate"), step)
-    right_N1, lengths_N1, _, rows = self._draws(self._greedy, params, key)
+    right_N1, lengths_N1, _ = self._draws(self._greedy, params, key)
     metrics = named("accuracy", estimators.proportion(int(right_N1.sum()), len(right_N1)))
     metrics["eval/mean_length"] = float(lengths_N1.mean())
     n = self._config.samples
     if n:
-      right_NG, _, answers, _ = self._draws(self._drawn, params, key)
+      right_NG, _, answers = self._draws(self._drawn, params, key)
       metrics |= named(f"mean@{n}", estimators.mean(right_NG.mean(1)))
       for k in [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1):
         metrics |= named(f"pass@{k}", estimators.mean(estimators.pass_at_k(right_NG.sum(1), n, k)))
       majorities_N = np.array([estimators.majority(a, r) for a, r in zip(answers, right_NG)])
       metrics |= named(f"maj@{n}", estimators.mean(majorities_N))
-    return metrics, rows
+    return metrics
 
   def _draws(self, sampler, params, key):
-    """-> right [N, G] bool, lengths [N, G], answers [N][G], rows. The last batch is filled up with problems seen before."""
+    """-> right [N, G] bool, lengths [N, G], answers [N][G]. The last batch is filled up with problems seen before."""
     run, size, count = self._run, self._config.batch, len(self._prompts)
-    right, lengths, answers, rows = [], [], [], []
+    right, lengths, answers = [], [], []
     for start in range(0, count, size):
       kept = min(size, count - start)
       batch = prompt_batch(self._prompts, (start + np.arange(size)) % count)
@@ -63,8 +63,7 @@ class Evaluator:
       right.append(scored.rewards_PG[:kept] == 1)
       lengths.append(out.lengths_PG[:kept])
       answers += [[final_answer(text) for text in group] for group in scored.texts[:kept]]
-      rows += rollout.rows(out, scored, batch)[:kept * out.lengths_PG.shape[1]]
-    return np.concatenate(right), np.concatenate(lengths), answers, rows
+    return np.concatenate(right), np.concatenate(lengths), answers
 
 
 def named(name: str, estimate: estimators.Estimate) -> dict[str, float]:
@@ -80,7 +79,7 @@ def main(argv):
   evaluator = Evaluator(policy.run)
   dropped = evaluator.prompts.dropped
   print(f"{policy.name}: {len(evaluator.prompts)} problems" + (f", {dropped} too long left out" if dropped else ""))
-  metrics, _ = evaluator(policy.run.sampling_params(policy.params), policy.step)
+  metrics = evaluator(policy.run.sampling_params(policy.params), policy.step)
   for name, value in metrics.items():
     if name + "_low" in metrics:
       print(f"{name:20} {value:7.1%}   95% interval {metrics[name + '_low']:.1%} to {metrics[name + '_high']:.1%}")

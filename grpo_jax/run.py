@@ -167,7 +167,7 @@ class Run:
 
 def _tokenizer(config, task):
   where = config.data.tokenizer or config.model.path
-  return tokenizer.load(where) if where else tokenizer.characters(task.alphabet)
+  return tokenizer.load(where) if where else tokenizer.characters(task.alphabet + config.data.prompt.replace("{question}", ""))
 
 
 def _model_config(config, tokens):

@@ -5,12 +5,13 @@ from typing import Any, Mapping, Sequence
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 _SECONDS_BETWEEN_LINES = 3.0
 _SECONDS_BETWEEN_FRAMES = 0.1
 _SHOWN = 4  # completions
+_GRPO = "grpo"
 
 
 class Terminal:
@@ -25,9 +26,9 @@ class Terminal:
     self._bar = None
     if self._console.is_terminal and not self._console.is_dumb_terminal:
       self._bar = Progress(
-          TextColumn("{task.description}", style="bold"),
+          TextColumn("{task.description}", style="bold", table_column=Column(no_wrap=True)),
           BarColumn(bar_width=None),
-          TextColumn("{task.fields[text]}", markup=False),
+          TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
           console=self._console, auto_refresh=False, expand=True)
       self._task = self._bar.add_task("", total=total_steps, completed=start_step, text="")
 
@@ -39,22 +40,24 @@ class Terminal:
   def update(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Shows a finished step: every one on a terminal; else the first, the last, any with an eval, and one in a while."""
     now = monotonic()
-    left = self._clock.left(now, step, _phase(metrics))
+    phase = _phase(metrics)
+    left = self._clock.left(now, step, phase)
     self._accuracy = metrics.get("eval/accuracy", self._accuracy)
     if self._bar is None:
       due = now - self._printed >= _SECONDS_BETWEEN_LINES
       if due or step >= self._total or "eval/accuracy" in metrics:
         self._printed = now
-        self.say("  ".join([f"step {step}/{self._total}", *_parts(metrics, left)]))
+        name = [phase] if phase != _GRPO else []
+        self.say("  ".join([f"step {step}/{self._total}", *name, *_parts(metrics, left)]))
     elif now - self._drawn >= _SECONDS_BETWEEN_FRAMES or step >= self._total:
       self._drawn = now
-      self._bar.start()
       shown = {k: v for k, v in metrics.items() if k not in ("kl", "completions/mean_length")}
       if self._accuracy is not None:
         shown["eval/accuracy"] = self._accuracy
       self._bar.update(
-          self._task, description=f"{_phase(metrics)} {step}/{self._total}", completed=step,
-          text="  ".join(_parts(shown, left)), refresh=True)
+          self._task, description=f"{phase} {step}/{self._total}", completed=step, text="  ".join(_parts(shown, left)))
+      self._bar.start()
+      self._bar.refresh()
 
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """A table of the first few; `rows` have prompt, completion, reward and length."""
@@ -98,7 +101,7 @@ def shorten(text: str, length: int) -> str:
   if len(text) <= length:
     return text
   head = (length - 3) // 2
-  return f"{text[:head]} … {text[len(text) - (length - 3 - head):]}"
+  return f"{text[:head].rstrip()} … {text[len(text) - (length - 3 - head):].lstrip()}"
 
 
 class _Clock:
@@ -109,20 +112,20 @@ class _Clock:
     self._phase = None
 
   def left(self, now, step, phase):
-    """Seconds; None while unknown, and in the warm start, whose pace says nothing about the steps after it."""
+    """Seconds; None while unknown, at the end, and in the warm start, whose pace says nothing about the steps after it."""
     if phase != self._phase:
       self._phase, self._first_time, self._first_step = phase, now, step
-    if phase == "warm start" or step <= self._first_step:
+    if phase != _GRPO or step <= self._first_step or step >= self._total:
       return None
     return (now - self._first_time) / (step - self._first_step) * (self._total - step)
 
 
 def _phase(metrics):
-  return "warm start" if "warm_start/loss" in metrics else "grpo"
+  return "warm start" if "warm_start/loss" in metrics else _GRPO
 
 
 _FORMATS = (
-    ("warm_start/loss", "warm start loss {:.3f}"),
+    ("warm_start/loss", "loss {:.3f}"),
     ("reward", "reward {:.2f}"),
     ("eval/accuracy", "accuracy {:.1%}"),
     ("kl", "kl {:.2g}"),

@@ -95,7 +95,7 @@ class Trainer:
 
   def evaluate_first(self, state: TrainState, step: int) -> None:
     """Before the first step of a run that has no warm start, a row of step 0 that holds the evaluation alone."""
-    if step == 0 and self._evaluates(0) and self.writer.last_step < 0:
+    if step == 0 and self._evaluates(0):
       self._write(0, self._evaluate(state, 0))
 
   def begin_grpo(self, state: TrainState) -> TrainState:
@@ -187,8 +187,7 @@ class Trainer:
 
   def _evaluate(self, state, step):
     clock = Clock()
-    metrics, rows = self.evaluator(self.run.sampling_params(state.params), step)
-    self.terminal.completions(step, rows)
+    metrics = self.evaluator(self.run.sampling_params(state.params), step)
     return metrics | {"time/evaluate": clock.total()}
 
   def _write(self, step, metrics):
@@ -201,7 +200,7 @@ class Trainer:
     if every and (step - self.first_grpo_step) % every == 0:
       rows = [row | {"advantage": float(a)} for row, a in zip(rows, advantages_PG.ravel())]
       self.writer.completions(step, rows)
-      self.terminal.completions(step, rows)
+      self.terminal.completions(step, rows[::max(1, len(rows) // 4 - 1)])  # of several prompts and group members
 
   def _warn(self, text):
     self.terminal.say(f"warning: {text}")

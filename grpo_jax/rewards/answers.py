@@ -42,6 +42,11 @@ def boxed(completions: list[str], answer: list[str], **columns) -> list[float | 
   return _score(_in_box, completions, answer)
 
 
+def final_answer(text: str) -> Number | None:
+  """What a text answers, for votes: the number after `####`, else in a box, else the last one; None if there is none."""
+  return _after_anchor(text) or _in_box(text) or _last(text)
+
+
 def _score(find: Callable[[str], Number | None], completions, answers):
   golds = [_leading(answer) for answer in answers]
   return [None if gold is None else float(find(text) == gold) for text, gold in zip(completions, golds, strict=True)]

@@ -1,0 +1,214 @@
+import copy
+import json
+import os
+import struct
+
+from hypothesis import given, settings, strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax import metrics
+from grpo_jax.config import ConfigError
+from grpo_jax.metrics import Writer, open_run, read
+
+CONFIG = {
+    "seed": 0,
+    "steps": 100,
+    "model": {"path": "", "embed_dim": 64},
+    "reward": {"functions": ("strict", "format"), "weights": (1.0, 0.5)},
+    "optimizer": {"learning_rate": 1e-6, "schedule": "constant"},
+    "eval": {"every": 10},
+    "checkpoint": {"every": 5, "keep": 3},
+    "log": {"every": 1},
+}
+
+
+def changed(key, value, config=CONFIG):
+  out = copy.deepcopy(config)
+  *sections, last = key.split(".")
+  place = out
+  for section in sections:
+    place = place[section]
+  place[last] = value
+  return out
+
+
+def test_a_new_run_stores_its_config(tmp_path):
+  open_run(tmp_path / "a" / "run", CONFIG)
+  stored = json.loads((tmp_path / "a" / "run" / "config.json").read_text())
+  assert stored == changed("reward", {"functions": ["strict", "format"], "weights": [1.0, 0.5]})
+  open_run(tmp_path / "a" / "run", CONFIG)  # again, as after a kill
+  assert os.listdir(tmp_path / "a" / "run") == ["config.json"]
+
+
+@pytest.mark.parametrize("key, value", [
+    ("steps", 200), ("eval.every", 0), ("checkpoint.every", 7), ("checkpoint.keep", 1), ("log.every", 2),
+    ("eval", {"every": 10, "batch": 4})])
+def test_what_changes_nothing_of_what_was_done_may_differ(tmp_path, key, value):
+  open_run(tmp_path, CONFIG)
+  open_run(tmp_path, changed(key, value))
+  stored = json.loads((tmp_path / "config.json").read_text())
+  for part in key.split("."):
+    stored = stored[part]
+  assert stored == value
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("seed", 1, "seed = 0, this run 1: name another --workdir, or keep the old value"),
+    ("optimizer.learning_rate", 1e-5, "optimizer.learning_rate = 1e-06, this run 1e-05"),
+    ("optimizer.schedule", "cosine", "optimizer.schedule = 'constant', this run 'cosine'"),
+    ("model.path", "gpt", "model.path = '', this run 'gpt'"),
+    ("reward.weights", (1.0, 1.0), r"reward.weights = \[1.0, 0.5\], this run \[1.0, 1.0\]"),
+    ("model", {"path": ""}, "model.embed_dim = 64, this run no such key"),
+    ("model.heads", 4, "model.heads = no such key, this run 4"),
+])
+def test_another_config_is_refused_and_the_old_one_stays(tmp_path, key, value, message):
+  open_run(tmp_path, CONFIG)
+  before = (tmp_path / "config.json").read_bytes()
+  with pytest.raises(ConfigError, match=message):
+    open_run(tmp_path, changed(key, value))
+  assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_steps_may_not_differ_where_the_learning_rate_depends_on_them(tmp_path, schedule):
+  config = changed("optimizer.schedule", schedule)
+  open_run(tmp_path, config)
+  with pytest.raises(ConfigError, match="steps = 100, this run 200 .*schedule"):
+    open_run(tmp_path, changed("steps", 200, config))
+
+
+def test_folders_of_other_things_are_refused(tmp_path):
+  (tmp_path / "thesis.tex").write_text("x")
+  with pytest.raises(ConfigError, match="is not empty and has no config.json"):
+    open_run(tmp_path, CONFIG)
+  with pytest.raises(ConfigError, match="thesis.tex cannot be created"):
+    open_run(tmp_path / "thesis.tex", CONFIG)
+  assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"seed": ', b"\xff\xfe", b"[1]"])
+def test_unreadable_config_is_refused(tmp_path, content):
+  (tmp_path / "config.json").write_bytes(content)
+  with pytest.raises(ConfigError, match="config.json .*name another --workdir"):
+    open_run(tmp_path, CONFIG)
+
+
+def test_killed_while_the_first_config_was_written(tmp_path):
+  (tmp_path / "config.json.new").write_text('{"se')
+  open_run(tmp_path, CONFIG)
+  assert os.listdir(tmp_path) == ["config.json"]
+
+
+def write_rows(workdir, start_step, last):
+  writer = Writer(workdir, start_step, tensorboard=False)
+  for step in range(start_step + 1, last + 1):
+    writer.write(step, {"reward": step / 7, "kl": 0.1 * step})
+  writer.close()
+
+
+def test_rows_are_strict_json_with_step_first_and_order_kept(tmp_path):
+  writer = Writer(tmp_path, -1, tensorboard=False)
+  writer.write(0, {"z": 0.1, "a": 3, "nan": float("nan"), "inf": -np.inf, "f32": np.float32(0.1), "jax": jnp.float32(0.5)})
+  line = (tmp_path / "metrics.jsonl").read_text()  # before close: a kill now would not lose it
+  assert line == '{"step": 0, "z": 0.1, "a": 3, "nan": null, "inf": null, "f32": 0.10000000149011612, "jax": 0.5}\n'
+  writer.close()
+  assert read(tmp_path) == [json.loads(line)]
+
+
+def test_a_step_is_written_once(tmp_path):
+  writer = Writer(tmp_path, -1, tensorboard=False)
+  writer.write(4, {})
+  for step in (4, 3):
+    with pytest.raises(ValueError, match=f"step {step} is not later than step 4"):
+      writer.write(step, {})
+  writer.close()
+  again = Writer(tmp_path, 4, tensorboard=False)
+  with pytest.raises(ValueError, match="step 4 is not later"):
+    again.write(4, {})
+  again.write(5, {})
+  assert [row["step"] for row in read(tmp_path)] == [4, 5]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_killed_at_any_byte_and_resumed_equals_never_killed(tmp_path_factory, data):
+  folder = tmp_path_factory.mktemp("run")
+  write_rows(folder, -1, 6)
+  whole = (folder / "metrics.jsonl").read_bytes()
+  cut = data.draw(st.integers(0, len(whole)))
+  done = whole[:cut].count(b"\n") - 1  # the last step whose row is there; a checkpoint is never of a later one
+  (folder / "metrics.jsonl").write_bytes(whole[:cut])
+  write_rows(folder, data.draw(st.integers(-1, done)), 6)
+  assert (folder / "metrics.jsonl").read_bytes() == whole
+
+
+def test_half_a_last_line_is_dropped_and_a_broken_middle_is_an_error(tmp_path):
+  write_rows(tmp_path, -1, 2)
+  path = tmp_path / "metrics.jsonl"
+  path.write_bytes(path.read_bytes() + b'{"step": 3, "rew')
+  assert [row["step"] for row in read(tmp_path)] == [0, 1, 2]
+  Writer(tmp_path, 2, tensorboard=False).close()
+  assert path.read_bytes().count(b"\n") == 3 and path.read_bytes().endswith(b"}\n")
+  lines = path.read_bytes().split(b"\n")
+  path.write_bytes(b"\n".join([lines[0], b"\x00\x00", *lines[2:]]))
+  for call in (lambda: read(tmp_path), lambda: Writer(tmp_path, 2, tensorboard=False)):
+    with pytest.raises(ConfigError, match="metrics.jsonl line 2 is not a row of metrics"):
+      call()
+  with pytest.raises(ConfigError, match="nowhere/metrics.jsonl does not exist"):
+    read(tmp_path / "nowhere")
+
+
+def test_completions_keep_any_text_and_later_ones_go_at_a_resume(tmp_path):
+  rows = [{"prompt": "2+2\n", "completion": "\ud83d ü日\u2028\x1b\x00", "reward": float("nan"), "length": np.int32(3)}]
+  writer = Writer(tmp_path, -1, tensorboard=False)
+  for step in (5, 10, 1000000):
+    writer.completions(step, rows)
+  writer.close()
+  folder = tmp_path / "completions"
+  assert sorted(os.listdir(folder)) == ["000005.jsonl", "000010.jsonl", "1000000.jsonl"]
+  (line,) = (folder / "000005.jsonl").read_bytes().decode("utf-8").split("\n")[:-1]
+  assert json.loads(line) == {**rows[0], "reward": None, "length": 3}
+  assert "ü日" in line
+  (folder / "000006.jsonl.new").write_text("{")  # killed in the midst
+  Writer(tmp_path, 9, tensorboard=False).close()
+  assert os.listdir(folder) == ["000005.jsonl"]
+
+
+def events(folder):
+  from tensorboardX.proto import event_pb2
+  out = []
+  for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda p: p.name.rsplit(".", 1)[-1]):
+    content, at = path.read_bytes(), 0
+    while at < len(content):
+      (length,) = struct.unpack_from("<Q", content, at)
+      out.append(event_pb2.Event.FromString(content[at + 12:at + 12 + length]))
+      at += length + 16
+  return out
+
+
+def test_tensorboard_gets_the_rows_and_forgets_those_done_again(tmp_path):
+  for start in (-1, 1):
+    writer = Writer(tmp_path, start, tensorboard=True)
+    for step in range(start + 1, 4):
+      writer.write(step, {"reward": step / 2, "kl": float("nan")})
+    writer.close()
+  visible = {}
+  for event in events(tmp_path):
+    if event.session_log.status == event.session_log.START:  # TensorBoard drops what it has from this step on
+      visible = {step: value for step, value in visible.items() if step < event.step}
+    for value in event.summary.value:
+      assert value.tag == "reward" and event.step not in visible
+      visible[event.step] = value.simple_value
+  assert visible == {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5}
+  assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2
+
+
+def test_files_are_replaced_in_one_step(tmp_path, monkeypatch):
+  open_run(tmp_path, CONFIG)
+  before = (tmp_path / "config.json").read_bytes()
+  monkeypatch.setattr(metrics.os, "replace", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+  with pytest.raises(KeyboardInterrupt):
+    open_run(tmp_path, changed("steps", 200))
+  assert (tmp_path / "config.json").read_bytes() == before
