@@ -1,13 +1,14 @@
-"""Checkpoints on orbax: asynchronous, atomic, the newest few kept, and a damaged one never restored as if it were whole.
+"""Checkpoints on orbax: asynchronous, atomic, the newest few kept, a damaged one never restored as if it were whole.
 
-A checkpoint is a folder named by its step. Orbax writes it under a temporary name and renames it when it is complete, so
-a killed save leaves only a temporary folder. What orbax reads back it does not fully verify: its index has checksums, but
-a flipped bit in an array's data comes back as another number without an error. So each checkpoint carries a manifest:
-every array's name, shape, dtype and a digest of its bits, compared after each restore.
+A checkpoint is a folder named by its step. Orbax writes it under a temporary name and renames it when complete, so a
+killed save leaves only a temporary folder. Reading, orbax verifies its index but not the arrays: a flipped bit there
+comes back as another number, without an error. So each checkpoint carries a manifest of every array's name, shape,
+dtype and a digest of its bits, compared after each restore.
 """
 import json
 import logging
 from pathlib import Path
+import re
 import sys
 from typing import Any, Callable
 import zlib
@@ -22,27 +23,25 @@ import orbax.checkpoint as ocp
 from grpo_jax.config import ConfigError
 
 
-def _silence_orbax():
-  """Its progress (absl, INFO), and the tasks it abandons when one array cannot be read, which Python prints one by one."""
-  report = sys.unraisablehook
-
-  def hook(unraisable):
-    code = getattr(unraisable.object, "cr_code", None)
-    abandoned = code is not None and "orbax" in code.co_filename
-    if not abandoned and str(unraisable.exc_value) != "Event loop is closed":
-      report(unraisable)
-
-  sys.unraisablehook = hook
-  logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
-  absl_logging.get_absl_logger().addFilter(
-      lambda record: record.levelno >= logging.WARNING or "orbax" not in record.pathname)
+_report = sys.unraisablehook
 
 
-_silence_orbax()
+def _report_unless_orbax(unraisable):
+  """Orbax abandons tasks when an array cannot be read; Python would print each, and the reader says it in one line."""
+  code = getattr(unraisable.object, "cr_code", None)
+  abandoned = code is not None and "orbax" in code.co_filename
+  if not abandoned and str(unraisable.exc_value) != "Event loop is closed":
+    _report(unraisable)
+
+
+sys.unraisablehook = _report_unless_orbax
+logging.getLogger("asyncio").addFilter(lambda record: not re.search("orbax|tensorstore", record.getMessage()))
+absl_logging.get_absl_logger().addFilter(  # its progress, which users of absl.app would see
+    lambda record: record.levelno >= logging.WARNING or "orbax" not in record.pathname)
 
 
 class Checkpoints:
-  """The checkpoints of one run. Only `save` and `restore_latest` change the folder; one process group may call them."""
+  """The checkpoints of one run. Only `save` and `restore_latest` change the folder, and only one run may call them."""
 
   def __init__(self, directory: str | Path, keep: int, warn: Callable[[str], None] = logging.warning):
     self.directory = Path(directory).absolute()
@@ -65,10 +64,14 @@ class Checkpoints:
     if step in self.steps():
       return
     if self._manager is None:
-      self._manager = _open_manager(self.directory, self._keep)
-    items = {group: ocp.args.StandardSave(arrays) for group, arrays in _groups(_flatten(state)).items()}
-    manifest = ocp.args.JsonSave(_manifest(_flatten(state)))
-    self._manager.save(step, args=ocp.args.Composite(manifest=manifest, **items), force=True)
+      self._manager = ocp.CheckpointManager(self.directory, options=ocp.CheckpointManagerOptions(
+          preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
+          cleanup_tmp_directories=True,
+          lightweight_initialize=True))  # else garbled metadata of an old checkpoint would stop the run
+    flat = _flatten(state)
+    items = {group: ocp.args.StandardSave(arrays) for group, arrays in _groups(flat).items()}
+    items["manifest"] = ocp.args.JsonSave(_sealed(_describe(flat)))
+    self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
   def restore_latest(self, abstract_state: Any) -> tuple[int, Any] | None:
     """(step, state) of the newest whole checkpoint, None if there is none; `abstract_state` gives shapes and shardings.
@@ -79,23 +82,24 @@ class Checkpoints:
     self.close()
     if not self.steps():
       return None
-    step, state, damaged = self._newest_whole(abstract_state, whole=True)
-    for path, why in damaged.items():
-      self._warn(f"checkpoint {path} is damaged ({why}): moved to {_set_aside(path).name}, going on from step {step}")
+    step, state, damaged = self._first_whole(self.steps()[::-1], abstract_state, whole=True)
+    if jax.process_index() == 0:
+      for path, why in damaged.items():
+        self._warn(f"checkpoint {path} is damaged ({why}): moved to {_set_aside(path)}, going on from step {step}")
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices("damaged checkpoints set aside")
     return step, state
 
   def restore(self, step: int, abstract_state: Any) -> Any:
     """The state saved at `step`. Raises ConfigError if it is not there, damaged, or of another tree."""
-    return self._read(step, abstract_state, whole=True)
+    return self._first_whole([step], abstract_state, whole=True)[1]
 
   def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
     """(step, params) of one checkpoint, by default the newest whole one; reads neither optimizer nor step counter."""
-    abstract = {"params": abstract_params}
-    if step is not None:
-      return step, self._read(step, abstract, whole=False)["params"]
-    if not self.steps():
+    steps = self.steps()[::-1] if step is None else [step]
+    if not steps:
       raise ConfigError(f"{self.directory} holds no checkpoint: train first, or name another folder")
-    step, state, damaged = self._newest_whole(abstract, whole=False)
+    step, state, damaged = self._first_whole(steps, {"params": abstract_params}, whole=False)
     for path, why in damaged.items():
       self._warn(f"checkpoint {path} is damaged ({why}): taking step {step}")
     return step, state["params"]
@@ -111,24 +115,19 @@ class Checkpoints:
     if manager is not None:
       manager.close()
 
-  def _read(self, step, abstract, whole):
-    if step not in self.steps():
-      raise ConfigError(f"{self.directory} has no checkpoint of step {step}: there are {self.steps()}")
-    try:
-      return _read(self.directory / str(step), abstract, whole)
-    except _Damaged as e:
-      raise ConfigError(f"checkpoint {self.directory / str(step)} is damaged ({e}): choose another step") from e
-
-  def _newest_whole(self, abstract, whole):
-    """-> step, state, {path: why} of the damaged ones after it."""
+  def _first_whole(self, steps, abstract, whole):
+    """-> step, state, {path: why} of the damaged ones before it in `steps`."""
     damaged = {}
-    for step in reversed(self.steps()):
+    for step in steps:
       path = self.directory / str(step)
+      if not path.exists():
+        raise ConfigError(f"{self.directory} has no checkpoint of step {step}: there are {self.steps()}")
       try:
         return step, _read(path, abstract, whole), damaged
       except _Damaged as e:
         damaged[path] = e
-    raise ConfigError(f"every checkpoint in {self.directory} is damaged ({next(iter(damaged.values()))}): "
+    why = next(iter(damaged.values()))
+    raise ConfigError(f"{self.directory}: every checkpoint of steps {steps} is damaged ({why}): "
                       "put back a copy, or start over in another workdir")
 
 
@@ -151,19 +150,11 @@ class _Damaged(Exception):
   """A checkpoint that cannot be read, or whose numbers are not those that were saved."""
 
 
-def _open_manager(directory, keep):
-  return ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(
-      preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-      cleanup_tmp_directories=True,
-      lightweight_initialize=True,  # else the garbled metadata of an old checkpoint would stop a new run
-  ))
-
-
 def _flatten(tree):
   """{"params.layer.w": leaf}: flat, so that orbax's treatment of tuples and empty nodes does not matter."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-  assert len(flat) == len(leaves), "two leaves share a name: no key may contain a dot"
+  assert len(flat) == len(leaves), "two leaves share a name: keys may not contain dots"
   return flat
 
 
@@ -176,29 +167,27 @@ def _groups(flat):
 
 
 def _read(path, abstract, whole):
-  """The tree `abstract` out of the checkpoint `path`, which must hold nothing else if `whole`. Raises _Damaged, ConfigError."""
+  """The tree `abstract` out of a checkpoint; if `whole`, that holds no other. Raises _Damaged and ConfigError."""
+  process = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(  # no barriers: one that cannot read would leave the others in them
+      primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}")
+  handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=alone))
+  reader = ocp.Checkpointer(handler, multiprocessing_options=alone)
   wanted = _flatten(abstract)
   groups = _groups(wanted)
-  saved = _attempt(lambda: _verified(_reader().restore(path, ocp.args.Composite(manifest=ocp.args.JsonRestore())).manifest))
+
+  manifest = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+  saved = _attempt(lambda: _unsealed(reader.restore(path, manifest)["manifest"]))
   if not whole:
     saved = {name: entry for name, entry in saved.items() if name.split(".")[0] in groups}
   _compare(path, saved, wanted)
   items = ocp.args.Composite(**{group: ocp.args.StandardRestore(arrays) for group, arrays in groups.items()})
-  restored = _attempt(lambda: _reader().restore(path, items))
+  restored = _attempt(lambda: reader.restore(path, items))
   flat = {name: leaf for group in groups for name, leaf in restored[group].items()}
   for name, digest in _digests(flat).items():
     if digest != saved[name]["digest"]:
       raise _Damaged(f"{name} is not what was saved")
   return jax.tree.unflatten(jax.tree.structure(abstract), [flat[name] for name in wanted])
-
-
-def _reader():
-  """Reads without barriers: a process that cannot read its part would leave the others waiting in them."""
-  process = jax.process_index()
-  alone = ocp.options.MultiprocessingOptions(
-      primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}")
-  handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=alone))
-  return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _attempt(read):
@@ -216,50 +205,36 @@ def _attempt(read):
 
 
 def _set_aside(path):
-  aside, count = path.with_name(f"{path.name}.damaged"), 2
-  while aside.exists():
-    aside, count = path.with_name(f"{path.name}.damaged-{count}"), count + 1
-  _barrier("named")
-  if jax.process_index() == 0:
-    path.rename(aside)
-  _barrier("renamed")
+  aside, count = f"{path.name}.damaged", 2
+  while path.with_name(aside).exists():
+    aside, count = f"{path.name}.damaged-{count}", count + 1
+  path.rename(path.with_name(aside))
   return aside
 
 
-def _barrier(name):
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(f"checkpoint {name}")
-
-
-def _manifest(flat):
+def _describe(flat):
   digests = _digests(flat)
-  leaves = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "digest": digests[name]}
-            for name, leaf in flat.items()}
-  return {"leaves": leaves, "crc32": _crc32(leaves)}
+  return {k: {"shape": list(v.shape), "dtype": str(v.dtype), "digest": digests[k]} for k, v in flat.items()}
 
 
-def _verified(manifest):
-  if manifest["crc32"] != _crc32(manifest["leaves"]):
+def _sealed(leaves):
+  return {"leaves": leaves, "crc32": zlib.crc32(json.dumps(leaves, sort_keys=True).encode())}
+
+
+def _unsealed(manifest):
+  if manifest != _sealed(manifest["leaves"]):
     raise ValueError("the manifest is not what was saved")
   return manifest["leaves"]
 
 
-def _crc32(leaves):
-  return zlib.crc32(json.dumps(leaves, sort_keys=True).encode())
-
-
 def _compare(path, saved, wanted):
   """Raises ConfigError at the first leaf that differs."""
-  for name in [*wanted, *saved]:
-    here = _shape(saved[name]["dtype"], saved[name]["shape"]) if name in saved else "nothing"
-    asked = _shape(wanted[name].dtype, wanted[name].shape) if name in wanted else "nothing"
-    if here != asked:
-      raise ConfigError(f"checkpoint {path} has {here} for {name} where this config needs {asked}: "
-                        "use the config it was saved with, or another workdir")
-
-
-def _shape(dtype, shape):
-  return f"{dtype}[{','.join(map(str, shape))}]"
+  here = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in saved.items()}
+  asked = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in wanted.items()}
+  for name in [*asked, *here]:
+    if here.get(name) != asked.get(name):
+      raise ConfigError(f"checkpoint {path} has {here.get(name, 'nothing')} for {name} where this config needs "
+                        f"{asked.get(name, 'nothing')}: use the config it was saved with, or another workdir")
 
 
 def _digests(flat):

@@ -11,17 +11,24 @@ Estimate = tuple[float, float, float]  # value, lower end, upper end
 
 def proportion(right: int, count: int) -> Estimate:
   """right / count with Wilson's score interval (1927), which stays inside [0, 1] and is not empty at 0 or 1."""
-  p, z2 = right / count, Z95**2
-  center = (p + z2 / (2 * count)) / (1 + z2 / count)
-  half = Z95 / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count**2))
-  return p, max(0.0, center - half), min(1.0, center + half)
+  return _wilson(right / count, count)
 
 
 def mean(values_N: np.ndarray) -> Estimate:
-  """Mean over problems with the normal interval of independent ones, cut to [0, 1]."""
+  """Mean of independent values in [0, 1] with Wilson's interval, the same as `proportion` where all are 0 or 1.
+
+  N values of variance s^2 count as N p (1 - p) / s^2 draws of 0 or 1. The normal interval would be empty at 0 and at 1.
+  """
   value = float(values_N.mean())
-  half = Z95 * float(values_N.std(ddof=1)) / math.sqrt(len(values_N)) if len(values_N) > 1 else 1.0
-  return value, max(0.0, value - half), min(1.0, value + half)
+  varies = values_N.min() < values_N.max()
+  return _wilson(value, len(values_N) * (value * (1 - value) / float(values_N.var()) if varies else 1.0))
+
+
+def _wilson(p: float, count: float) -> Estimate:
+  z2 = Z95**2
+  center = (p + z2 / (2 * count)) / (1 + z2 / count)
+  half = Z95 / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count**2))
+  return p, min(p, max(0.0, center - half)), max(p, min(1.0, center + half))  # p is inside, whatever the rounding
 
 
 def pass_at_k(right_N: np.ndarray, samples: int, k: int) -> np.ndarray:

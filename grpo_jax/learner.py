@@ -133,7 +133,7 @@ def train_step(state: TrainState, batch: Batch, loss: Loss, optimizer: optax.Gra
   ((grads, loss_sum, weight, means), maxima), _ = jax.lax.scan(add, ((grads, loss_shape, weight, means), maxima), micros)
 
   grads = jax.tree.map(lambda g: masked.divide(g, weight), grads)
-  norm = optax.global_norm(grads)
+  norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))

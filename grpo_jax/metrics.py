@@ -1,8 +1,8 @@
 """A run's folder: config.json, metrics.jsonl, completions/ and TensorBoard's event files.
 
-metrics.jsonl is the record: one strict JSON object a line, `step` first, written by the time `write` returns. NaN and the
-infinities, which JSON has not, are null. The event files are a view of it for TensorBoard, and may lack the last seconds
-before a kill.
+metrics.jsonl is the record: one strict JSON object a line, `step` first, written by the time `write` returns. NaN and
+the infinities, which JSON has not, are null. The event files are a view of it for TensorBoard, and may lack the last
+seconds before a kill.
 """
 import json
 import math
@@ -32,7 +32,7 @@ def open_run(workdir: str | Path, config: Mapping[str, Any]) -> None:
     raise ConfigError(f"--workdir={workdir} cannot be created: {e.strerror}") from e
   if path.exists():
     _check_same_run(path, _load_config(path), config)
-  elif any(not p.name.startswith("config.json") for p in workdir.iterdir()):  # killed while writing it is as good as empty
+  elif any(p.name != "config.json.new" for p in workdir.iterdir()):  # that is what a kill leaves here
     raise ConfigError(f"--workdir={workdir} is not empty and has no config.json: name a new folder")
   _replace(path, json.dumps(config, indent=2) + "\n")
 
@@ -80,7 +80,7 @@ class Writer:
 
 
 def read(workdir: str | Path) -> list[dict[str, Any]]:
-  """The rows of metrics.jsonl, without a last line that is only half there. Raises ConfigError if there is no such file."""
+  """The rows of metrics.jsonl, without a last line that is only half there. Raises ConfigError if there is no file."""
   path = Path(workdir) / "metrics.jsonl"
   if not path.is_file():
     raise ConfigError(f"{path} does not exist: is {workdir} a run's folder?")

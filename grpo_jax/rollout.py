@@ -61,14 +61,17 @@ def score(out: Completions, prompts: PromptBatch, decode_text: Callable[[Sequenc
 
 
 def metrics(out: Completions, scored: Scored) -> dict[str, float]:
-  """What a rollout tells, under TRL's names. A group counts as without spread where all its scored rewards are equal."""
+  """What a rollout tells, under TRL's names. Zero std: a group whose scored rewards do not differ, or that has none.
+
+  reward_std is of all completions, not within groups, as in TRL.
+  """
   rewards_PG = scored.rewards_PG
   some_P = ~np.isnan(rewards_PG).all(1)
   spread_P = np.array([np.nanmax(r) > np.nanmin(r) if some else False for r, some in zip(rewards_PG, some_P)])
   mean = lambda x: float(np.nanmean(x)) if np.isfinite(x).any() else float("nan")
   values = {
       "reward": mean(rewards_PG),
-      "reward_std": float(np.mean([np.nanstd(r) for r in rewards_PG[some_P]])) if some_P.any() else float("nan"),
+      "reward_std": float(np.nanstd(rewards_PG, ddof=1)) if np.isfinite(rewards_PG).sum() > 1 else float("nan"),
       "frac_reward_zero_std": float(1 - spread_P.mean()),
       "completions/mean_length": float(out.lengths_PG.mean()),
       "completions/min_length": float(out.lengths_PG.min()),
@@ -83,6 +86,6 @@ def rows(out: Completions, scored: Scored, prompts: PromptBatch) -> list[dict[st
   number = lambda x: None if np.isnan(x) else float(x)
   return [
       {"prompt": prompts.texts[p], "completion": text, "reward": number(scored.rewards_PG[p, g]),
-       **{name: number(x[p, g]) for name, x in scored.scores.items()},
+       **{f"rewards/{name}": number(x[p, g]) for name, x in scored.scores.items()},
        "length": int(out.lengths_PG[p, g]), "stopped_by": int(out.stopped_by_PG[p, g])}
       for p, group in enumerate(scored.texts) for g, text in enumerate(group)]

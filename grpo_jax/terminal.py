@@ -25,8 +25,9 @@ class Terminal:
     self._printed = self._drawn = -float("inf")
     self._bar = None
     if self._console.is_terminal and not self._console.is_dumb_terminal:
+      name = Column(no_wrap=True, min_width=len(f"{_GRPO} {total_steps}/{total_steps}"))
       self._bar = Progress(
-          TextColumn("{task.description}", style="bold", table_column=Column(no_wrap=True)),
+          TextColumn("{task.description}", style="bold", table_column=name),
           BarColumn(bar_width=None),
           TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
           console=self._console, auto_refresh=False, expand=True)
@@ -38,7 +39,7 @@ class Terminal:
       self.say(line)
 
   def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-    """Shows a finished step: every one on a terminal; else the first, the last, any with an eval, and one in a while."""
+    """Shows a finished step: each on a terminal; else the first, the last, those with an eval, and one in a while."""
     now = monotonic()
     phase = _phase(metrics)
     left = self._clock.left(now, step, phase)
@@ -91,9 +92,8 @@ class Terminal:
 
 
 def visible(text: str) -> str:
-  """A model's text in printable characters only: newlines as ↵, controls as escapes, so that it cannot steer a terminal."""
-  return "".join(
-      "↵" if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+  """Printable characters only, so that a model's text cannot steer a terminal: newlines ↵, controls escaped."""
+  return "".join("↵" if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str, length: int) -> str:
@@ -112,7 +112,7 @@ class _Clock:
     self._phase = None
 
   def left(self, now, step, phase):
-    """Seconds; None while unknown, at the end, and in the warm start, whose pace says nothing about the steps after it."""
+    """Seconds; None while unknown, at the end, and in the warm start, whose pace is not that of the steps after it."""
     if phase != self._phase:
       self._phase, self._first_time, self._first_step = phase, now, step
     if phase != _GRPO or step <= self._first_step or step >= self._total:

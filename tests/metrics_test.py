@@ -110,7 +110,8 @@ def write_rows(workdir, start_step, last):
 
 def test_rows_are_strict_json_with_step_first_and_order_kept(tmp_path):
   writer = Writer(tmp_path, -1, tensorboard=False)
-  writer.write(0, {"z": 0.1, "a": 3, "nan": float("nan"), "inf": -np.inf, "f32": np.float32(0.1), "jax": jnp.float32(0.5)})
+  values = {"z": 0.1, "a": 3, "nan": float("nan"), "inf": -np.inf, "f32": np.float32(0.1), "jax": jnp.float32(0.5)}
+  writer.write(0, values)
   line = (tmp_path / "metrics.jsonl").read_text()  # before close: a kill now would not lose it
   assert line == '{"step": 0, "z": 0.1, "a": 3, "nan": null, "inf": null, "f32": 0.10000000149011612, "jax": 0.5}\n'
   writer.close()

@@ -1,0 +1,45 @@
+"""GRPO on grade-school word problems (GSM8K), from a checkpoint such as Qwen2.5-0.5B-Instruct.
+
+  python -m grpo_jax.train --config=configs/gsm8k.py --config.model.path=FOLDER --workdir=DIR
+
+FOLDER is what `transformers` saves and huggingface.co serves: config.json, tokenizer.json, *.safetensors. The problems
+come through TensorFlow Datasets, or from --config.data.path=FOLDER with train.jsonl and test.jsonl.
+
+Settings as published: the objective, learning rate and KL coefficient of DeepSeekMath (2402.03300), G and temperature
+of TRL, the instruction of verl's GSM8K examples.
+Hardware: by estimate, a 0.5B model wants one accelerator of 40 GB. Less: lower batch.micro_batch, then eval.batch and
+batch.prompts. More devices: --config.mesh.fsdp=-1 --config.mesh.data=1 splits parameters and optimizer state.
+Not measured here: time per step, memory, and the accuracy reached with these settings. Others' figures for
+Qwen2.5-0.5B-Instruct under their own prompts: 49.6% before, 54.3% (GRPO with LoRA) and 56.7% (PPO) after (verl).
+"""
+from ml_collections import config_dict
+
+from configs import default
+
+
+def get_config(preset="grpo"):
+  c = default.get_config(preset)
+  c.steps = 500  # 4.3 passes over the 7,473 training problems
+  c.model.path = config_dict.placeholder(str)  # to be given: random weights would never earn a first reward
+  c.model.dtype = "bfloat16"
+  c.data.task = "gsm8k"
+  c.data.prompt = (  # plain text, no chat template
+      "Question: {question}\n"
+      "Let's think step by step and output the final answer after \"####\".\n"
+      "Answer:")
+  c.data.max_prompt_tokens = 256
+  c.batch.prompts = 64
+  c.batch.group_size = 8
+  c.batch.micro_batch = 8
+  c.sampling.max_tokens = 512
+  c.sampling.dtype = "bfloat16"  # weights are cast once a step, not read as float32 for every token
+  c.reward.functions = ("strict",)
+  c.learner.remat = True
+  c.optimizer.learning_rate = 1e-6
+  c.optimizer.warmup_steps = 10
+  c.eval.every = 50
+  c.eval.examples = 1319  # all
+  c.eval.batch = 448  # three batches; a multiple of 64 devices
+  c.checkpoint.every = 50
+  c.log.completions_every = 10
+  return c

@@ -1,0 +1,204 @@
+"""The learner against a plain computation that shares nothing, and its promises about splits and bad gradients."""
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax import learner, model, optim
+from grpo_jax.algo.presets import PRESETS
+from grpo_jax.config import Algo, Learner, Optimizer
+from grpo_jax.types import Batch
+
+CONFIG = model.ModelConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
+ALGO, LEARNER, TEMPERATURE = Algo(**PRESETS["grpo"]), Learner(remat=False, logprob_chunk=20), 0.7
+P, G, S, T = 4, 3, 6, 5
+
+
+@pytest.fixture(scope="module")
+def params():
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CONFIG))
+  return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.2, 0.3, x.shape), jnp.float32), shapes)
+
+
+def make_batch(seed=0, lengths=None):
+  rng = np.random.default_rng(seed)
+  integers = lambda low, high, *shape: jnp.asarray(rng.integers(low, high, shape), jnp.int32)
+  lengths_PG = integers(1, T + 1, P, G) if lengths is None else lengths
+  mask = (jnp.arange(T) < lengths_PG[..., None]).astype(jnp.float32)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  return Batch(integers(0, 31, P, S), integers(1, S + 1, P), integers(0, 31, P, G, T), mask, normal(P, G),
+               normal(P, G, T), -3 + normal(P, G, T))
+
+
+@jax.jit
+def plain_logprobs(params, batch):
+  """Prompt and completion of each row in one sequence, the whole softmax, nothing shared or chunked."""
+  rows = lambda x: jnp.repeat(x, G, axis=0)
+  lengths, own = rows(batch.prompt_lengths_P), batch.completions_PGT.reshape(P * G, T)
+  place = jnp.arange(S + T) - lengths[:, None]  # of each slot within the completion
+  joined = jnp.where(place < 0, jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))),
+                     jnp.take_along_axis(own, jnp.clip(place, 0, T - 1), axis=1))
+  logits, _ = model.forward(params, CONFIG, joined, jnp.broadcast_to(jnp.arange(S + T), joined.shape))
+  table = jax.nn.log_softmax(logits / TEMPERATURE)
+  before = (lengths - 1)[:, None] + jnp.arange(T)
+  return jax.vmap(lambda row, at, token: row[at, token])(table, before, own).reshape(P, G, T)
+
+
+def plain_loss(params, batch):
+  """GRPO's loss as the paper writes it, for one update per batch."""
+  lp = plain_logprobs(params, batch)
+  ratio = jnp.exp(lp - jax.lax.stop_gradient(lp))
+  A = batch.advantages_PG[..., None]
+  surrogate = jnp.minimum(ratio * A, jnp.clip(ratio, .8, 1.2) * A)
+  d = batch.ref_logprobs_PGT - lp
+  per_token = -(surrogate - .04 * (jnp.exp(d) - d - 1))
+  return ((per_token * batch.mask_PGT).sum(-1) / batch.mask_PGT.sum(-1)).mean()
+
+
+grpo = functools.partial(learner.grpo_loss, config=CONFIG, algo=ALGO, temperature=TEMPERATURE, learner=LEARNER)
+SGD = optax.sgd(1.0)
+
+
+@jax.jit
+def jitted_logprobs(params, batch):
+  return learner.logprobs(params, CONFIG, batch, TEMPERATURE, LEARNER)
+
+
+def step(params, batch, loss=grpo, micro=0, optimizer=SGD):
+  state = learner.init_state(params, optimizer)
+  return jax.jit(lambda s, b: learner.train_step(s, b, loss, optimizer, micro))(state, batch)
+
+
+def assert_close(a, b, atol=1e-5):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=atol), a, b)
+
+
+def test_shared_prefix_logprobs_equal_the_plain_ones(params):
+  batch = make_batch()
+  ours, _ = jitted_logprobs(params, batch)
+  np.testing.assert_allclose(ours, jnp.where(batch.mask_PGT > 0, plain_logprobs(params, batch), 0), atol=1e-5)
+
+
+def test_loss_and_gradient_equal_the_plain_ones(params):
+  """With learning rate 1 and plain SGD, the change of the parameters is minus the gradient."""
+  batch = make_batch()
+  loss, gradient = jax.jit(jax.value_and_grad(plain_loss))(params, batch)
+  state, metrics = step(params, batch)
+  np.testing.assert_allclose(metrics["loss"], loss, atol=1e-5)
+  assert_close(jax.tree.map(lambda old, new: old - new, params, state.params), gradient)
+
+
+@pytest.mark.parametrize("chunk", [1, 12, 24, 10**6])
+def test_chunks_change_nothing(params, chunk):
+  batch = make_batch()
+  loss = lambda p, c: learner.logprobs(p, CONFIG, batch, TEMPERATURE, Learner(False, c))[0].sum()
+  assert_close(*(jax.jit(jax.value_and_grad(functools.partial(loss, c=c)))(params) for c in (chunk, 7)))
+
+
+def test_whole_logits_never_exist(params):
+  """No array of [tokens, V] or more in the compiled update, forward or backward."""
+  batch = jax.tree.map(lambda x: jnp.concatenate([x] * 16), make_batch())  # 192 rows x 5 tokens
+  config = dataclasses.replace(CONFIG, vocab_size=997)
+  big = model.init(jax.random.key(0), config)
+  loss = functools.partial(grpo, config=config, learner=Learner(False, 192))
+  text = jax.jit(jax.grad(lambda p: loss(p, batch)[0])).lower(big).as_text()
+  assert "192x1x997xf32" in text  # a chunk: one token of each row
+  assert "192x5x997" not in text and "960x997" not in text and "5x192x1x997" not in text
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_micro_batches_change_nothing(params, micro):
+  batch = make_batch()
+  whole, split = step(params, batch), step(params, batch, micro=micro)
+  assert_close(whole[0].params, split[0].params, atol=1e-6)
+  assert_close(whole[1], split[1], atol=1e-5)
+
+
+def test_rematerialisation_changes_nothing(params):
+  batch = make_batch()
+  other = step(params, batch, functools.partial(grpo, learner=Learner(True, 20)))
+  assert_close(step(params, batch)[0].params, other[0].params, atol=1e-6)
+
+
+def test_padding_changes_nothing(params):
+  """Longer arrays with other tokens behind the end: the same update."""
+  batch = make_batch(lengths=jnp.full((P, G), 3))
+  wide = lambda x, value: jnp.pad(x.at[..., 3:].set(value), ((0, 0), (0, 0), (0, 4)), constant_values=value)
+  padded = batch.replace(completions_PGT=wide(batch.completions_PGT, 7), mask_PGT=wide(batch.mask_PGT, 0),
+                         sampler_logprobs_PGT=wide(batch.sampler_logprobs_PGT, 5),
+                         ref_logprobs_PGT=wide(batch.ref_logprobs_PGT, -99.0),
+                         prompts_PS=jnp.pad(batch.prompts_PS, ((0, 0), (0, 3)), constant_values=9))
+  assert_close(step(params, batch), step(params, padded), atol=1e-5)
+
+
+def test_prompts_and_members_can_be_permuted(params):
+  batch, members = make_batch(), jnp.array([2, 0, 1])
+  permuted = jax.tree.map(lambda x: x[jnp.array([3, 1, 0, 2])], batch)
+  permuted = permuted.replace(**{name: getattr(permuted, name)[:, members] for name in (
+      "completions_PGT", "mask_PGT", "advantages_PG", "sampler_logprobs_PGT", "ref_logprobs_PGT")})
+  assert_close(step(params, batch)[0].params, step(params, permuted)[0].params, atol=1e-5)
+
+
+def test_reference_logprobs_are_those_of_the_learner(params):
+  batch = make_batch()
+  ours = jax.jit(lambda p: learner.reference_logprobs(p, batch, CONFIG, TEMPERATURE, LEARNER, micro_batch=2))(params)
+  np.testing.assert_allclose(ours, jitted_logprobs(params, batch)[0], atol=1e-5)
+
+
+def test_entropy_by_hand(params):
+  batch = make_batch()
+  _, entropy = jitted_logprobs(params, batch)
+  n = int(batch.prompt_lengths_P[0])
+  logits, _ = jax.jit(lambda p: model.forward(p, CONFIG, batch.prompts_PS[:1, :n], jnp.arange(n)[None]))(params)
+  p = jax.nn.softmax(logits[0, -1] / TEMPERATURE)
+  np.testing.assert_allclose(entropy[0, 0, 0], -(p * jnp.log(p)).sum(), rtol=1e-5)
+
+
+def test_a_bad_gradient_skips_the_update_and_is_counted(params):
+  batch = make_batch()
+  bad = batch.replace(advantages_PG=batch.advantages_PG.at[0, 0].set(jnp.inf))
+  optimizer = optim.make_optimizer(Optimizer(1e-2, "constant", 0, .9, .999, 1e-8, .1, 1.0), 10)
+  state, metrics = step(params, bad, optimizer=optimizer)
+  assert float(metrics["skipped_updates"]) == 1 and int(state.step) == 1
+  jax.tree.map(np.testing.assert_array_equal, state.params, params)
+  jax.tree.map(np.testing.assert_array_equal, state.opt_state, optimizer.init(params))
+  state, metrics = step(params, batch, optimizer=optimizer)
+  assert float(metrics["skipped_updates"]) == 0
+  assert any((a != b).any() for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(params)))
+
+
+def test_supervised_loss_is_the_mean_over_tokens(params):
+  batch = make_batch()
+  total, (weight, _, _) = jax.jit(lambda p: learner.supervised_loss(p, batch, CONFIG, LEARNER))(params)
+  ours, _ = jax.jit(lambda p: learner.logprobs(p, CONFIG, batch, 1.0, LEARNER))(params)
+  np.testing.assert_allclose(total / weight, -ours.sum() / batch.mask_PGT.sum(), rtol=1e-6)
+
+
+def test_completions_of_one_token(params):
+  batch = make_batch()
+  one = jax.tree.map(lambda x: x[..., :1] if x.ndim == 3 else x, batch)
+  whole, short = (jitted_logprobs(params, b)[0] for b in (batch, one))
+  np.testing.assert_allclose(short[..., 0], whole[..., 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule, rates", [
+    ("constant", [.5, 1, 1, 1, 1]), ("linear", [.5, 1, .75, .5, .25]), ("cosine", [.5, 1, .853553, .5, .146447])])
+def test_schedules(schedule, rates):
+  """One warmup update, four after it: linear loses a quarter each, cosine is (1 + cos(pi n / 4)) / 2."""
+  rate = optim.learning_rate(Optimizer(1.0, schedule, 1, .9, .999, 1e-8, 0., 0.), 5)
+  np.testing.assert_allclose([rate(n) for n in range(5)], rates, atol=1e-6)
+
+
+def test_only_matrices_are_decayed_and_gradients_are_clipped(params):
+  """Zero gradient: AdamW changes a parameter by -lr * decay * itself, if at all."""
+  optimizer = optim.make_optimizer(Optimizer(.1, "constant", 0, .9, .999, 1e-8, .5, 1.0), 10)
+  update = lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p)[0]
+  updates = jax.jit(update)(params)
+  attention, block = updates["layers_0"]["attention"]["q"], updates["layers_0"]
+  np.testing.assert_allclose(attention["kernel"], -.05 * params["layers_0"]["attention"]["q"]["kernel"], rtol=1e-6)
+  assert (attention["bias"] == 0).all() and (block["mlp_norm"]["scale"] == 0).all()

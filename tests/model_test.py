@@ -1,0 +1,130 @@
+"""The decoder: causality, the cache, the shared prefix, dtypes."""
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax import model
+from grpo_jax.model.layers import matmul, rope_angles, rotate
+
+CONFIG = model.ModelConfig(vocab_size=37, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
+
+
+forward = jax.jit(model.forward, static_argnums=1)
+features = jax.jit(model.features, static_argnums=1)
+
+
+@pytest.fixture(scope="module")
+def params():
+  """Random, with biases and norms that are not at their initial values."""
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CONFIG))
+  return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.2, 0.4, x.shape), jnp.float32), shapes)
+
+
+def tokens(B, T, seed=0):
+  return jax.random.randint(jax.random.key(seed), (B, T), 0, CONFIG.vocab_size)
+
+
+def positions(B, T, start=0):
+  return jnp.broadcast_to(start + jnp.arange(T), (B, T))
+
+
+def test_a_token_sees_only_those_before_it(params):
+  """By gradient: d logits[t] / d embedding of token s is 0 exactly where s > t."""
+  x = tokens(1, 6)
+
+  def shifted_features(shift_TD):
+    shifted = dict(params, embed={"embedding": jnp.concatenate([params["embed"]["embedding"][x[0]] + shift_TD])})
+    config = dataclasses.replace(CONFIG, vocab_size=6)
+    return model.features(shifted, config, jnp.arange(6)[None], positions(1, 6))[0][0].sum(-1)
+
+  jacobian = jnp.abs(jax.jit(jax.jacrev(shifted_features))(jnp.zeros((6, 16)))).sum(-1)
+  np.testing.assert_array_equal(np.array(jacobian) > 0, np.tril(np.ones((6, 6), bool)))
+
+
+def test_attention_sees_relative_positions_only(params):
+  """All positions moved by 100: the same logits, as rotary embeddings promise."""
+  x = tokens(2, 7)
+  near, _ = forward(params, CONFIG, x, positions(2, 7))
+  far, _ = forward(params, CONFIG, x, positions(2, 7, 100))
+  np.testing.assert_allclose(near, far, atol=2e-4)
+  assert np.abs(np.array(near - forward(params, CONFIG, x, 2 * positions(2, 7))[0])).max() > 1e-2
+
+
+def test_rotation_by_hand():
+  """E = 2, theta^0 = 1: position p turns (1, 0) by p radians."""
+  config = dataclasses.replace(CONFIG, head_dim=2)
+  out = rotate(jnp.array([[[[1., 0.]], [[1., 0.]]]]), rope_angles(jnp.array([[0, 2]]), config))
+  np.testing.assert_allclose(out[0, :, 0], [[1, 0], [np.cos(2), np.sin(2)]], atol=1e-6)
+
+
+def grouped(params, P=2, G=3, S=5, T=6, lengths=(5, 3)):
+  """A prefix of prompts, the rows' own tokens, and the logits of each row's own tokens computed alone, unshared."""
+  prompts, own, lengths = tokens(P, S), tokens(P * G, T, 1), jnp.array(lengths)
+  _, cache = features(params, CONFIG, prompts, positions(P, S))
+  plain = []
+  for row in range(P * G):
+    n = int(lengths[row // G])
+    whole = jnp.concatenate([prompts[row // G, :n], own[row], jnp.zeros(S - n, jnp.int32)])[None]
+    plain.append(forward(params, CONFIG, whole, positions(1, S + T))[0][0, n:n + T])
+  return model.share(cache, lengths), own, jnp.repeat(lengths, G)[:, None] + jnp.arange(T), jnp.stack(plain)
+
+
+def test_cached_equals_uncached(params):
+  """Token by token with a growing cache."""
+  prefix, own, at, plain = grouped(params)
+  cache = model.empty(CONFIG, prefix, 3, capacity=3)
+  for t in range(6):
+    cache = model.grow(cache, 6) if t == 3 else cache
+    logits, cache = forward(params, CONFIG, own[:, t:t + 1], at[:, t:t + 1], cache)
+    np.testing.assert_allclose(logits[:, 0], plain[:, t], atol=5e-5)
+
+
+def test_shared_prefix_in_one_pass_equals_plain(params):
+  prefix, own, at, plain = grouped(params)
+  logits, _ = forward(params, CONFIG, own, at, model.empty(CONFIG, prefix, 3, capacity=0))
+  np.testing.assert_allclose(logits, plain, atol=5e-5)
+
+
+def test_padding_is_not_seen(params):
+  x = tokens(1, 8)
+  short, _ = forward(params, CONFIG, x[:, :5], positions(1, 5))
+  long, _ = forward(params, CONFIG, x.at[:, 5:].set(0), positions(1, 8))
+  np.testing.assert_allclose(short, long[:, :5], atol=1e-5)
+
+
+def test_matmul_has_the_gradients_of_a_product():
+  keys = jax.random.split(jax.random.key(0), 3)
+  for n_in, n_out in ((3, 7), (7, 3)):
+    x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((5, n_in), (n_in, n_out), (5, n_out))))
+    ours, plain = (jax.jit(lambda x, w, f=f: jax.vjp(f, x, w)[1](dy))(x, w) for f in (matmul, jnp.matmul))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, plain)
+
+
+def test_rematerialised_gradients_are_the_same(params):
+  x, at = tokens(2, 6), positions(2, 6)
+  gradient = lambda remat: jax.jit(jax.grad(lambda p: (model.features(p, CONFIG, x, at, remat=remat)[0]**2).sum()))(params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient(False), gradient(True))
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_masters(params):
+  config = dataclasses.replace(CONFIG, dtype="bfloat16")
+  x, at = tokens(2, 6), positions(2, 6)
+  hidden, cache = features(params, config, x, at)
+  logits, _ = forward(params, config, x, at)
+  assert hidden.dtype == cache.keys[0].dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+  exact, _ = forward(params, CONFIG, x, at)
+  assert 0 < np.abs(np.array(logits - exact)).max() < 0.05 * np.abs(np.array(exact)).max()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_init_names_every_parameter(tied):
+  config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+  tree = model.init(jax.random.key(0), config)
+  assert ("head" in tree) != tied
+  assert tree["layers_1"]["attention"]["k"]["kernel"].shape == (16, 2, 8)
+  assert tree["layers_0"]["mlp"]["down"]["kernel"].shape == (24, 16)

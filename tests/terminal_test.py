@@ -1,0 +1,193 @@
+import fcntl
+import io
+import os
+from pathlib import Path
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+from hypothesis import given, strategies as st
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from grpo_jax import terminal
+from grpo_jax.terminal import Terminal, shorten, visible
+
+METRICS = {
+    "reward": 0.7123, "kl": 0.00301, "completions/mean_length": 21.37, "perf/tokens_per_second": 5321.2, "loss": 0.1}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """Seconds, set by the test."""
+  now = [0.0]
+  monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
+  return now
+
+
+def plain(width=80, total=400, start=0, encoding="utf-8"):
+  raw = io.BytesIO()
+  stream = io.TextIOWrapper(raw, encoding=encoding)
+  return Terminal(total, start, Console(file=stream, width=width)), lambda: raw.getvalue().decode(encoding)
+
+
+def screen(text):
+  """What is left on the screen of bytes that only move to the start of a line and clear it."""
+  lines = []
+  for line in text.split("\n"):
+    line = line.rstrip("\r").split("\r")[-1]
+    lines.append(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip())
+  return lines
+
+
+def test_a_row_reads_as_documented(clock):
+  out, text = plain()
+  clock[0] = 100.0
+  out.update(117, METRICS)
+  for step in (118, 119, 120):
+    clock[0] += 13.0 / 28
+    out.update(step, {**METRICS, "eval/accuracy": 0.8123} if step == 120 else METRICS)
+  # 3 steps took 39/28 s, so 280 more take 130 s
+  assert text().splitlines()[-1] == (
+      "step 120/400  reward 0.71  accuracy 81.2%  kl 0.003  len 21.4  5321 tok/s  left 2m10s")
+
+
+def test_a_pipe_gets_a_line_every_few_seconds_and_every_eval_and_the_last(clock):
+  out, text = plain(total=100)
+  for step in range(1, 101):
+    clock[0] = step / 8
+    out.update(step, {**METRICS, "eval/accuracy": 0.5} if step == 7 else METRICS)
+  out.close()
+  assert [int(n) for n in re.findall(r"step (\d+)/100", text())] == [1, 7, 31, 55, 79, 100]
+  assert "\x1b" not in text() and "\r" not in text()
+
+
+def test_the_warm_start_says_so_and_its_pace_is_not_the_pace_of_grpo(clock):
+  out, text = plain(total=10)
+  for step in range(1, 9):
+    clock[0] += 100.0 if step > 5 else 5.0
+    out.update(step, METRICS if step > 5 else {"warm_start/loss": 2.5})
+  lines = text().splitlines()
+  assert lines[0] == "step 1/10  warm start  loss 2.500"
+  assert not any("left" in line for line in lines[:6])  # the sixth is the first of grpo, which compiles
+  assert lines[6].endswith("left 5m00s") and lines[7].endswith("left 3m20s")
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (130, "2m10s"), (3600, "1h00m"), (11100, "3h05m"), (187200, "2d04h")])
+def test_durations(seconds, text):
+  assert terminal._duration(seconds) == text
+
+
+def test_metrics_that_are_absent_or_not_numbers_do_no_harm(clock):
+  out, text = plain()
+  out.update(1, {"reward": float("nan"), "kl": None})
+  assert text() == "step 1/400  reward nan\n"
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_the_bar_stays_on_one_line_and_shows_the_last_accuracy(clock, width):
+  stream = io.StringIO()
+  out = Terminal(400, 0, Console(file=stream, width=width, force_terminal=True, legacy_windows=False))
+  out.header(["arithmetic, 1.06M parameters"])
+  for step in range(1, 251):
+    clock[0] += 1.0
+    values = {"warm_start/loss": 1.234} if step <= 100 else METRICS
+    out.update(step, {**values, "eval/accuracy": 0.8123} if step == 200 else values)
+    if step == 50:
+      assert "warm start 50/400" in screen(stream.getvalue())[-1] and "loss 1.234" in screen(stream.getvalue())[-1]
+  out.say("saving [bold]now[/bold]")
+  out.close()
+  lines = [line for line in screen(stream.getvalue()) if line]
+  assert lines[:2] == ["arithmetic, 1.06M parameters", "saving [bold]now[/bold]"] and len(lines) == 3
+  assert lines[2].startswith("grpo 250/400") and "reward 0.71  accuracy 81.2%" in lines[2]
+  assert width < 80 or lines[2].endswith("5321 tok/s  left 2m30s")
+  assert width < 80 or "━━━━" in lines[2]
+  frames = re.split(r"[\r\n]", stream.getvalue())
+  assert max(cell_len(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", f)) for f in frames) <= width
+
+
+ROWS = [
+    {"prompt": "What is 3 + 4?", "completion": "3 + 4 = 7\n#### 7", "reward": 1.0, "length": 12},
+    {"prompt": "[/bold] [red]", "completion": "\x1b[2J\x07\r\u202e\ud83d[/] \\", "reward": None, "length": 64},
+    {"prompt": "p " * 500, "completion": "start " + "x" * 5000 + " the end", "reward": 0, "length": 5000},
+] + 9 * [{"prompt": "", "completion": "日本語" * 90, "reward": -12.345, "length": 7}]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_completions_are_a_small_table_of_harmless_text(width):
+  out, text = plain(width)
+  out.completions(20, ROWS)
+  lines = [line.rstrip() for line in text().splitlines()]
+  assert max(map(cell_len, lines)) <= width and len(lines) < 25
+  table = "\n".join(lines)
+  assert "completions of step 20" in table
+  assert re.search(r"What is 3 \+ 4\? +3 \+ 4 = 7↵#### 7 +1\.00 +12\n", table)
+  assert r"[/bold] [red]" in table and r"\x1b[2J\x07\r\u202e\ud83d[/] \ "[:-1] in table
+  assert "start" in table and "…" in table and "the end" in table
+  assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", table)
+
+
+def test_a_stream_that_cannot_encode_the_text_gets_question_marks():
+  out, text = plain(encoding="ascii")
+  out.completions(1, ROWS)
+  out.say("ü [x]")
+  assert text().splitlines()[-1] == "? [x]"
+
+
+@given(st.text())
+def test_visible_text_is_printable(text):
+  shown = visible(text)
+  assert shown.isprintable() and "\n" not in shown
+  if text.isprintable():
+    assert shown == text
+
+
+@given(st.text(), st.integers(5, 60))
+def test_shortened_text_keeps_its_ends(text, length):
+  short = shorten(text, length)
+  assert len(short) <= length
+  if len(text) <= length:
+    assert short == text
+  else:
+    head, tail = short.split(" … ", 1) if text.count(" … ") == 0 else (short[:1], short[-1:])
+    assert text.startswith(head) and text.endswith(tail)
+
+
+LOOP = """
+from grpo_jax.terminal import Terminal
+out = Terminal(20, 0)
+for step in range(1, 21):
+  out.update(step, {"reward": step / 20, "perf/tokens_per_second": 99})
+  if step == 10:
+    out.completions(step, [{"prompt": "a", "completion": "b\\x1b[2J", "reward": 1.0, "length": 2}])
+    print("a reward function prints")
+out.close()
+"""
+
+
+def test_on_a_real_terminal():
+  master, slave = pty.openpty()
+  fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+  env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "CI")}
+  child = subprocess.Popen(
+      [sys.executable, "-c", LOOP], stdin=slave, stdout=slave, stderr=slave, cwd=Path(__file__).parents[1],
+      env={**env, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"})
+  os.close(slave)
+  output = b""
+  try:
+    while chunk := os.read(master, 4096):
+      output += chunk
+  except OSError:  # Linux reports the end of a pseudo-terminal so
+    pass
+  assert child.wait(timeout=30) == 0
+  text = output.decode()
+  lines = [line for line in screen(text) if line]
+  assert lines[0] == "completions of step 10" and lines[-2] == "a reward function prints"
+  assert re.fullmatch(r"grpo 20/20 ━+ reward 1.00  99 tok/s", lines[-1]) and len(lines[-1]) == 80
+  assert "\x1b[2J" not in text
+  assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
