@@ -16,7 +16,7 @@ setup(
         "ml-collections",
         "numpy",
         "optax",
-        "orbax-checkpoint",
+        "orbax-checkpoint>=0.11.36",
         "rich",
         "safetensors",
         "sentencepiece",

@@ -2,40 +2,41 @@
 import dataclasses
 import json
 import logging
+import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, Callable
 
 import jax
-from absl import flags
+from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+from grpo_jax.algo.presets import PRESETS
 from grpo_jax.checkpoint import Checkpoints
-from grpo_jax.config import Config, ConfigError, Mesh, from_dict
+from grpo_jax.config import Config, ConfigError, Mesh, check_key, from_dict, wrong_type
 from grpo_jax.run import Run
 
 
 def run(main: Callable[[list[str]], None]) -> None:
   """absl's app.run for `main`, with every error of the user's on one line of stderr and exit code 2."""
-  try:
-    argv = flags.FLAGS(sys.argv)
-  except Exception as error:  # absl, ml_collections and the config file each raise their own
-    _fail(error)
-  if len(argv) > 1:
-    _fail(ConfigError(f"argument {argv[1]!r} is not a flag: write --name=value"))
+  app.define_help_flags()
   logging.getLogger("absl").setLevel(logging.WARNING)
   try:
-    main(argv)
+    main(_parse(sys.argv))
   except ConfigError as error:
-    _fail(error)
+    print("error:", *str(error).splitlines(), file=sys.stderr)
+    sys.exit(2)
 
 
 def read_config() -> Config:
   """The --config flag, its overrides applied, as frozen dataclasses."""
   value = flags.FLAGS.config
-  if value is None:
+  if not flags.FLAGS["config"].present:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
-  return from_dict(value.to_dict() if isinstance(value, ConfigDict) else value)
+  if not isinstance(value, ConfigDict):
+    raise ConfigError("flag --config: get_config() of that file must return a ConfigDict, as in configs/default.py")
+  return from_dict(value.to_dict())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,42 @@ def _fitting(config: Config) -> Config:
   return config if fits else dataclasses.replace(config, mesh=Mesh(-1, 1, 1))
 
 
-def _fail(error):
-  first = str(error).strip().split("\n")[0] or type(error).__name__
-  print(f"error: {first}", file=sys.stderr)
-  sys.exit(2)
+def _parse(argv):
+  """Flags into flags.FLAGS. absl, ml_collections and the config file each raise their own errors: -> ConfigError."""
+  given = list(_config_flags(argv))
+  for key, value in given:
+    if key:
+      check_key(key)
+    elif not Path(value.split(":")[0]).is_file():
+      raise ConfigError(f"flag --config={value}: there is no file {value.split(':')[0]!r}")
+  try:
+    rest = flags.FLAGS(argv)[1:]
+  except Exception as error:
+    for key, value in given:
+      if key and str(error).startswith(f"flag --config.{key}={value}: "):
+        raise wrong_type(key, value) from None
+    where = next((_inside(value, error) for key, value in given if not key), None)
+    raise ConfigError(where or str(error).strip().split("\n")[0] or type(error).__name__) from None
+  if rest:
+    raise ConfigError(f"argument {rest[0]!r} is not a flag: write --name=value")
+  return argv
+
+
+def _config_flags(argv):
+  """(key, value) of each --config.KEY=VALUE, and ("", FILE) of --config=FILE."""
+  for flag, following in zip(argv[1:], [*argv[2:], ""]):
+    name, equals, value = flag.partition("=")
+    if re.match(r"--?config(\.|$)", name):
+      yield name.partition("config")[2][1:], value if equals else following
+
+
+def _inside(config, error):
+  """Where in the config file an error came from and what it is; None if it came from elsewhere."""
+  file, _, preset = config.partition(":")
+  while error:
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(file)]
+    if lines and isinstance(error, KeyError) and error.args == (preset,):
+      return f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has {', '.join(PRESETS)}"
+    if lines:
+      return f"{file} line {lines[-1]}: {type(error).__name__}: {' '.join(str(error).split())}"
+    error = error.__context__

@@ -157,9 +157,7 @@ def from_dict(values: Mapping[str, Any], cls: type = Config, prefix: str = "") -
   hints = get_type_hints(cls)
   for key in values:
     if key not in hints:
-      near = difflib.get_close_matches(key, hints, n=1)
-      meant = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(hints)}"
-      raise ConfigError(f"config key {prefix}{key} is unknown: {meant}")
+      raise _unknown(prefix + key)
   out = {}
   for key, hint in hints.items():
     if key not in values:
@@ -175,17 +173,64 @@ def to_dict(config: Any) -> dict[str, Any]:
   return list(config) if isinstance(config, tuple) else config
 
 
+def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+  """Every key, such as algo.clip_high, and its type; a section's is its dataclass."""
+  out = {}
+  for key, hint in get_type_hints(cls).items():
+    out[prefix + key] = hint
+    if dataclasses.is_dataclass(hint):
+      out |= keys(hint, f"{prefix}{key}.")
+  return out
+
+
+def check_key(name: str) -> None:
+  """Raises ConfigError unless `name` is a key and not a section."""
+  known = keys()
+  if name not in known:
+    raise _unknown(name)
+  if dataclasses.is_dataclass(known[name]):
+    inside = (f"{name}.{field.name}" for field in dataclasses.fields(known[name]))
+    raise ConfigError(f"config key {name} is a section: set one of {', '.join(inside)}")
+
+
+def wrong_type(name: str, value: Any) -> ConfigError:
+  """The error for a value that key `name` cannot have."""
+  if value is None:
+    return ConfigError(f"config key {name} has no value yet: give it one with --config.{name}=...")
+  return ConfigError(f"config key {name} must be {_NAMES[keys()[name]]}, got {value!r}")
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a string",
+          tuple[int, ...]: "a list of whole numbers", tuple[float, ...]: "a list of numbers",
+          tuple[str, ...]: "a list of strings"}
+
+
+def _unknown(name):
+  section, _, last = name.rpartition(".")
+  known, split = keys(), lambda key: key.rpartition(".")
+  here = [split(key)[2] for key in known if split(key)[0] == section]
+  meant = [f"{section}.{near}".strip(".") for near in difflib.get_close_matches(last, here, n=1)]
+  meant = meant or [key for key in known if split(key)[2] == last]  # under another section
+  meant = meant or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+  if meant:
+    return ConfigError(f"config key {name} is unknown: did you mean {' or '.join(meant)}?")
+  where = f"{section or 'a config'} has {', '.join(here)}" if here else "they are all in configs/default.py"
+  return ConfigError(f"config key {name} is unknown: {where}")
+
+
 def _convert(value, hint, name):
   if dataclasses.is_dataclass(hint):
     if not isinstance(value, Mapping):
       raise ConfigError(f"config key {name} must be a section of keys, got {value!r}")
     return from_dict(value, hint, name + ".")
-  if getattr(hint, "__origin__", None) is tuple:
-    if isinstance(value, str) or not isinstance(value, (list, tuple)):
-      raise ConfigError(f"config key {name} must be a list, got {value!r}")
-    return tuple(_convert(v, hint.__args__[0], name) for v in value)
-  if hint is float and type(value) is int:
-    return float(value)
-  if type(value) is not hint:
-    raise ConfigError(f"config key {name} must be {hint.__name__}, got {value!r}")
-  return value
+  if hasattr(hint, "__args__"):
+    element = hint.__args__[0]
+    if isinstance(value, (list, tuple)) and all(_fits(v, element) for v in value):
+      return tuple(map(element, value))
+  elif _fits(value, hint):
+    return hint(value)
+  raise wrong_type(name, value)
+
+
+def _fits(value, hint):
+  return type(value) is hint or (hint is float and type(value) is int)

@@ -1,6 +1,6 @@
 """Held-out accuracy of a policy: greedy, mean@k, unbiased pass@k and maj@k, with 95% intervals.
 
-  python -m grpo_jax.evaluate --workdir=DIR [--samples=16] [--examples=1319]
+  python -m grpo_jax.evaluate --workdir=DIR [--step=N] [--samples=16] [--examples=1319]
   python -m grpo_jax.evaluate --config=configs/gsm8k.py --config.model.path=FOLDER
 """
 import dataclasses

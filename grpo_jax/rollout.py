@@ -53,7 +53,8 @@ def score(out: Completions, prompts: PromptBatch, decode_text: Callable[[Sequenc
           functions: Sequence[rewards_lib.Reward], config: Reward) -> Scored:
   """Decodes completions (numpy arrays) and calls the reward functions once, on all of them."""
   P, G, _ = out.tokens_PGT.shape
-  texts = [[decode_text(tokens[:n].tolist()) for tokens, n in zip(*group)] for group in zip(out.tokens_PGT, out.lengths_PG)]
+  texts = [[decode_text(tokens[:n].tolist()) for tokens, n in zip(*group)]
+           for group in zip(out.tokens_PGT, out.lengths_PG)]
   columns = {name: [value for value in values for _ in range(G)] for name, values in prompts.columns.items()}
   flat = [text for group in texts for text in group]
   rewards_N, scores = rewards_lib.score(functions, config.weights, flat, columns)

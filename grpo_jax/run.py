@@ -28,6 +28,8 @@ class Run:
     check(config)
     self.config = config
     self.mesh = mesh_lib.make_mesh(config.mesh)
+    if config.model.path:
+      model.load_config(config.model.path)  # what is wrong with the folder is told before it lacks a tokenizer
     self.task = tasks.make_task(config.data)
     self.tokenizer = _tokenizer(config, self.task)
     self.model = _model_config(config, self.tokenizer)

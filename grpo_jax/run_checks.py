@@ -30,7 +30,11 @@ def check(config: Config) -> None:
       ("eval.every", c.eval.every, 0), ("eval.examples", c.eval.examples, 1), ("eval.batch", c.eval.batch, 1),
       ("eval.samples", c.eval.samples, 0), ("checkpoint.every", c.checkpoint.every, 0),
       ("checkpoint.keep", c.checkpoint.keep, 1), ("log.every", c.log.every, 1),
-      ("log.completions_every", c.log.completions_every, 0), ("algo.std_ddof", c.algo.std_ddof, 0)):
+      ("log.completions_every", c.log.completions_every, 0), ("algo.std_ddof", c.algo.std_ddof, 0),
+      ("algo.std_eps", c.algo.std_eps, 0), ("algo.clip_low", c.algo.clip_low, 0),
+      ("algo.clip_high", c.algo.clip_high, 0), ("optimizer.learning_rate", c.optimizer.learning_rate, 0),
+      ("optimizer.weight_decay", c.optimizer.weight_decay, 0),
+      ("warm_start.learning_rate", c.warm_start.learning_rate, 0)):
     need(value >= least, key, value, f"it must be at least {least}")
   need(c.batch.group_size >= 2, "batch.group_size", c.batch.group_size,
        "an advantage is relative to the group, so a group needs at least 2 completions")
@@ -51,7 +55,13 @@ def check(config: Config) -> None:
   for key, names in (("advantage", ADVANTAGES), ("ratio", RATIOS), ("surrogate", SURROGATES),
                      ("aggregation", AGGREGATIONS), ("kl", KL)):
     choose(f"algo.{key}", getattr(c.algo, key), tuple(names))
+  need(len(c.reward.weights) == len(c.reward.functions) >= 1, "reward.weights", c.reward.weights,
+       f"it must hold one number for each of reward.functions = {c.reward.functions}, and there must be at least one")
+  need(c.algo.std_ddof < c.batch.group_size, "algo.std_ddof", c.algo.std_ddof,
+       f"it must be below batch.group_size = {c.batch.group_size}")
   if not c.model.path:
+    for key in ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
+      need(getattr(c.model, key) >= 1, f"model.{key}", getattr(c.model, key), "it must be at least 1")
     need(c.model.num_heads % c.model.num_kv_heads == 0, "model.num_heads", c.model.num_heads,
          f"it must be a multiple of model.num_kv_heads = {c.model.num_kv_heads}")
     need(c.model.head_dim % 2 == 0, "model.head_dim", c.model.head_dim, "rotary embeddings turn pairs, so it must be even")

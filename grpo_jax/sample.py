@@ -1,7 +1,8 @@
 """Prints completions of a prompt.
 
-  python -m grpo_jax.sample --workdir=DIR --prompt='7+15-6+9=' [--n=4] [--temperature=1.0] [--max_tokens=64]
-  python -m grpo_jax.sample --config=configs/gsm8k.py --config.model.path=FOLDER --question='How many ...?'
+  python -m grpo_jax.sample --workdir=DIR --prompt='7+15-6+9=' [--n=4] [--temperature=1.0]
+  python -m grpo_jax.sample --workdir=DIR --question='Ann has 3 boxes of ...'
+  python -m grpo_jax.sample --config=configs/gsm8k.py --config.model.path=FOLDER --question='...'
 """
 import dataclasses
 
@@ -48,7 +49,7 @@ def main(argv):
 
 if __name__ == "__main__":
   flags.DEFINE_string("prompt", None, "the text to complete, as the model is given it")
-  flags.DEFINE_string("question", None, "instead of --prompt: a problem, given to the model in the config's data.prompt")
+  flags.DEFINE_string("question", None, "instead of --prompt: a problem, which data.prompt of the config then frames")
   flags.DEFINE_integer("n", 4, "completions")
   flags.DEFINE_float("temperature", None, "0 = the likeliest token each time, once (default: sampling.temperature)")
   flags.DEFINE_integer("max_tokens", None, "longest completion (default: sampling.max_tokens)")

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
+from rich.console import Console
 
 from grpo_jax import cli, learner, rollout
 from grpo_jax.checkpoint import Checkpoints, restore_tree, save_tree
@@ -40,7 +41,7 @@ def train(config: Config, workdir: str) -> TrainState:
       state, metrics = trainer.warm_step(state, step) if step < trainer.first_grpo_step else trainer.grpo_step(state, step)
       step += 1
       trainer.log(state, step, metrics)
-      trainer.maybe_save(state, step, last=stopped())
+      trainer.maybe_save(state, step)
     trainer.finish(state, step)
   return state
 
@@ -51,12 +52,13 @@ class Trainer:
   def __init__(self, config: Config, workdir: str):
     self.config, self.workdir = config, Path(workdir)
     self.run = Run(config)
-    open_run(self.workdir, to_dict(config))
-    self.first_grpo_step = config.warm_start.steps
-    self.last_step = config.warm_start.steps + config.steps
+    self.first_grpo_step, self.last_step = config.warm_start.steps, config.warm_start.steps + config.steps
     self.prompts = self.run.prompts("train")
     self.evaluator = Evaluator(self.run) if config.eval.every else None
     self.sample = self.run.sampler(config.sampling, config.batch.group_size)
+    self.is_first_process = jax.process_index() == 0  # it alone writes what is not a checkpoint
+    if self.is_first_process:  # once nothing in the config is wrong: from here on it may not change
+      open_run(self.workdir, to_dict(config))
     self.checkpoints = Checkpoints(self.workdir / "checkpoints", config.checkpoint.keep, self._warn)
     self.terminal = self.writer = self.reference = None
 
@@ -70,24 +72,22 @@ class Trainer:
         raise KeyboardInterrupt  # asked a second time
       signals.append(number)
 
-    handlers = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    self.terminal = Terminal(self.last_step, 0)
-    try:
+    with contextlib.ExitStack() as stack:
+      for number in (signal.SIGTERM, signal.SIGINT):
+        stack.callback(signal.signal, number, signal.signal(number, ask))
+      self.terminal = Terminal(self.last_step, 0, None if self.is_first_process else Console(quiet=True))
+      stack.callback(self.terminal.close)
+      stack.callback(lambda: self.writer and self.writer.close())
+      stack.callback(self.checkpoints.close)
       yield lambda: bool(signals)
-    finally:
-      for number, handler in handlers.items():
-        signal.signal(number, handler)
-      self.checkpoints.close()
-      if self.writer:
-        self.writer.close()
-      self.terminal.close()
 
   # Start.
 
   def restore_or_init(self) -> tuple[TrainState, int]:
     restored = self.checkpoints.restore_latest(self.run.abstract_state)
     step, state = restored or (0, self.run.init_state(self.run.initial_params()))
-    self.writer = Writer(self.workdir, step if restored else -1, self.config.log.tensorboard)
+    if self.is_first_process:
+      self.writer = Writer(self.workdir, step if restored else -1, self.config.log.tensorboard)
     if step > self.first_grpo_step or not self.first_grpo_step:
       self.reference = self._reference(step)
     self._header(step)
@@ -167,17 +167,19 @@ class Trainer:
       return
     self._write(step, metrics)
 
-  def maybe_save(self, state: TrainState, step: int, last: bool) -> None:
+  def maybe_save(self, state: TrainState, step: int) -> None:
     """A checkpoint where one is due; every row up to its step is written by then."""
     every = self.config.checkpoint.every
-    if last or step == self.last_step or (every and step % every == 0):
+    if every and step % every == 0:
       self.checkpoints.save(step, state)
 
   def finish(self, state: TrainState, step: int) -> None:
-    """Waits for the last checkpoint and says where everything is."""
+    """Saves what is not saved yet, waits for it and says where everything is."""
+    if step:
+      self.checkpoints.save(step, state)
     self.checkpoints.wait()
     if step < self.last_step:
-      self.terminal.say(f"stopped at step {step}, saved; the same command goes on from there")
+      self.terminal.say(f"stopped at step {step}; the same command goes on from there")
     else:
       self.terminal.say(f"finished: metrics, completions and checkpoints are in {self.workdir}")
 
@@ -192,14 +194,16 @@ class Trainer:
 
   def _write(self, step, metrics):
     values = {name: float(value) for name, value in metrics.items()}
-    self.writer.write(step, values)
+    if self.writer:
+      self.writer.write(step, values)
     self.terminal.update(step, values)
 
   def _completions(self, step, rows, advantages_PG):
     every = self.config.log.completions_every
     if every and (step - self.first_grpo_step) % every == 0:
       rows = [row | {"advantage": float(a)} for row, a in zip(rows, advantages_PG.ravel())]
-      self.writer.completions(step, rows)
+      if self.writer:
+        self.writer.completions(step, rows)
       self.terminal.completions(step, rows[::max(1, len(rows) // 4 - 1)])  # of several prompts and group members
 
   def _warn(self, text):

@@ -57,7 +57,7 @@ def write_tokenizer(folder, corpus):
 
 def make_checkpoint(folder, corpus):
   """A tiny random Qwen2 with a tokenizer for `corpus`."""
-  shape = model.ModelConfig(VOCABULARY, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32,
+  shape = model.ModelConfig(VOCABULARY, embed_dim=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32,
                             rope_theta=1e6, max_positions=1024, stop_ids=(1, 0))
   model.save(folder, shape, model.init(jax.random.key(7), shape))
   write_tokenizer(folder, corpus)
@@ -70,7 +70,8 @@ def checkpoint(tmp_path_factory):
 
 
 def start(module, *flags):
-  environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "COLUMNS": "80"}
+  """One device, and code that is compiled in half of the time and need not be fast."""
+  environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "COLUMNS": "80"}
   return subprocess.Popen([sys.executable, "-m", f"grpo_jax.{module}", *flags], cwd=ROOT, env=environment, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -101,15 +102,6 @@ def test_config_without_a_checkpoint_is_refused_in_one_line():
     from_dict(gsm8k.get_config().to_dict())
 
 
-def test_config_is_what_its_header_says():
-  c = from_dict(gsm8k.get_config().to_dict() | {"model": gsm8k.get_config().model.to_dict() | {"path": "x"}})
-  assert (c.data.task, c.data.path) == ("gsm8k", "")
-  assert (c.batch.prompts, c.batch.group_size, c.sampling.max_tokens) == (64, 8, 512)
-  assert (c.algo.kl_coef, c.optimizer.learning_rate) == (0.04, 1e-6)
-  assert (c.eval.every, c.eval.examples) == (50, 1319)
-  assert "####" in c.data.prompt and c.reward.functions == (c.eval.function,) == ("strict",)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, checkpoint, text):
   workdir = tmp_path_factory.mktemp("trained") / "run"
@@ -132,11 +124,10 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   workdir, rows = trained
   out, questions = tmp_path / "out" / "hf", ["--question=How many?", "--max_tokens=5", "--seed=3"]
   commands = [start("evaluate", f"--workdir={workdir}", "--samples=2"),
-              start("sample", f"--workdir={workdir}", "--n=3", *questions),
               start("sample", "--config=configs/gsm8k.py", f"--config.model.path={checkpoint}",
-                    f"--config.data.path={text}", "--temperature=0", *questions),
+                    f"--config.data.path={text}", "--n=3", *questions),
               start("export", f"--workdir={workdir}", f"--out={out}")]
-  evaluated, sampled, greedy, _ = map(finish, commands)
+  evaluated, sampled, _ = map(finish, commands)
 
   assert f"{workdir}, step 2: 10 test problems of gsm8k\n" in evaluated
   assert f"greedy: {rows[2]['eval/mean_length']:.1f} tokens on average" in evaluated
@@ -144,9 +135,8 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   assert max(map(len, evaluated.splitlines()[1:])) <= 80
 
   length = len(tokenizer.load(checkpoint).encode(gsm8k.get_config().data.prompt.format(question="How many?")))
-  assert sampled.startswith(f"{workdir}, step 2: prompt of {length} tokens, temperature 1\n")
-  assert greedy.startswith(f"{checkpoint}: prompt of {length} tokens, temperature 0\n")
-  assert [text.count("\n--- ") for text in (sampled, greedy)] == [3, 1]
+  assert sampled.startswith(f"{checkpoint}: prompt of {length} tokens, temperature 1\n")
+  assert sampled.count("\n--- ") == 3
 
   run = Run(read_config(checkpoint, text))
   step, params = Checkpoints(workdir / "checkpoints", 3).restore_params(run.abstract_params)

@@ -45,39 +45,45 @@ def test_top_p_sees_what_top_k_left():
   assert kept(top_k=2, top_p=.57) == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize("size", [5, 127, 128, 129, 1000])
-def test_the_draw_inverts_the_distribution_function(size):
+@pytest.mark.parametrize("size, levels", [(2, 1), (16, 1), (17, 2), (256, 2), (257, 3), (151_936, 5)])
+def test_levels_of_the_tree(size, levels):
+  assert logits_lib.draws_per_token(size) == levels
+
+
+def test_one_level_inverts_the_distribution_function():
   """The token at uniform u is the one where the cumulative probability passes u."""
-  rng = np.random.default_rng(size)
-  logits = rng.normal(size=size) * 2
-  logits[rng.random(size) < .3] = -np.inf
-  probs = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-  edges = np.cumsum(probs)
-  u = (np.concatenate([[0], edges[:-1]]) + edges) / 2  # the middle of each token's interval
-  wanted = np.flatnonzero(probs > 1e-5)
-  out = logits_lib.draw(jnp.broadcast_to(jnp.float32(logits), (len(wanted), size)), jnp.float32(u[wanted]))
-  np.testing.assert_array_equal(out, wanted)
+  u = np.array([0, .39, .41, .69, .71, .84, .86, .94, .96, .9999])
+  out = logits_lib.draw(jnp.broadcast_to(LOGITS, (10, 5)), jnp.float32(u)[:, None])
+  assert out.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def uniforms(count, size, key=0):
+  return jax.random.uniform(jax.random.key(key), (count, logits_lib.draws_per_token(size)))
+
+
+@pytest.mark.parametrize("size", [5, 16, 17, 300])
+def test_frequencies_are_the_probabilities(size):
+  """Every frequency of 40,000 draws within five standard deviations."""
+  probs = np.random.default_rng(size).dirichlet(np.full(size, .5)).astype(np.float32)
+  logits = jnp.broadcast_to(jnp.log(probs), (40000, size))
+  tokens, logprobs, _ = jax.jit(logits_lib.sample_token, static_argnums=2)(logits, uniforms(40000, size), PLAIN)
+  frequencies = np.bincount(tokens, minlength=size) / 40000
+  assert (np.abs(frequencies - probs) <= 5 * np.sqrt(probs / 40000) + 1e-9).all()
+  np.testing.assert_allclose(logprobs, np.log(probs)[tokens], rtol=1e-4, atol=1e-5)
 
 
 def test_the_draw_never_takes_what_was_filtered_out():
-  """Also where rounding puts the target past the last cumulative sum."""
+  """Also where rounding puts the uniform past the last cumulative share, at every level."""
   logits = jnp.where(jnp.arange(300) % 7 == 3, 0.0, -jnp.inf)
-  u = jnp.concatenate([jnp.linspace(0, 1, 2000), jnp.array([1 - 2**-24, 1.0, 0.0])])
+  u = jnp.concatenate([uniforms(3000, 300), jnp.full((1, 3), 1 - 2**-24), jnp.ones((1, 3)), jnp.zeros((1, 3))])
   out = logits_lib.draw(jnp.broadcast_to(logits, (len(u), 300)), u)
   assert (out % 7 == 3).all() and len(set(out.tolist())) == 43
-
-
-def test_frequencies_are_the_probabilities():
-  u = jax.random.uniform(jax.random.key(0), (20000,))
-  tokens, logprobs, _ = logits_lib.sample_token(jnp.broadcast_to(LOGITS, (20000, 5)), u, PLAIN)
-  np.testing.assert_allclose(np.bincount(tokens, minlength=5) / 20000, PROBS, atol=.012)
-  np.testing.assert_allclose(logprobs, np.log(PROBS)[tokens], rtol=1e-5)
 
 
 def test_both_logprobs():
   """Temperature 2 under top-k 2: `logprob` is tempered and unfiltered, `sampling_logprob` that of the two kept."""
   tempered = PROBS**.5 / (PROBS**.5).sum()
-  u = jnp.linspace(0, .999, 50)
+  u = jnp.linspace(0, .999, 50)[:, None]
   tokens, logprobs, drawn = logits_lib.sample_token(jnp.broadcast_to(LOGITS, (50, 5)), u, sampling(temperature=2.0, top_k=2))
   assert set(tokens.tolist()) == {0, 1}
   np.testing.assert_allclose(logprobs, np.log(tempered)[tokens], rtol=1e-5)
@@ -85,7 +91,7 @@ def test_both_logprobs():
 
 
 def test_temperature_zero_is_greedy():
-  tokens, logprobs, drawn = logits_lib.sample_token(LOGITS[None], jnp.array([.99]), sampling(temperature=0.0))
+  tokens, logprobs, drawn = logits_lib.sample_token(LOGITS[None], jnp.array([[.99]]), sampling(temperature=0.0))
   assert int(tokens[0]) == 0 and float(drawn[0]) == 0
   np.testing.assert_allclose(logprobs, np.log(.4), rtol=1e-5)
 

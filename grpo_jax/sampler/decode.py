@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from grpo_jax.config import Sampling
-from grpo_jax.sampler.logits import sample_token
+from grpo_jax.sampler.logits import draws_per_token, sample_token
 from grpo_jax.types import Completions
 
 Step = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -40,11 +40,11 @@ def decode(step: Step, grow: Callable[[Any, int], Any], cache: Any, logits_PV: j
   P, (B, T) = logits_PV.shape[0], (logits_PV.shape[0] * group_size, sampling.max_tokens)
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
   keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
-  uniforms_BT = jax.vmap(lambda k: jax.random.uniform(k, (T,)))(keys_B)
+  uniforms_BTN = jax.vmap(lambda k: jax.random.uniform(k, (T, draws_per_token(logits_PV.shape[1]))))(keys_B)
 
   def advance(loop: _Loop, logits_BV) -> _Loop:
     """Draws the token at `time` for the rows still going."""
-    token_B, logprob_B, sampling_logprob_B = sample_token(logits_BV, uniforms_BT[:, loop.time], sampling)
+    token_B, logprob_B, sampling_logprob_B = sample_token(logits_BV, uniforms_BTN[:, loop.time], sampling)
     token_B, going_B = token_B.astype(jnp.int32), ~loop.done_B
     stopped_B = going_B & (token_B[:, None] == stop_ids).any(-1)
     put = lambda out_BT, x_B: jax.lax.dynamic_update_index_in_dim(out_BT, jnp.where(going_B, x_B, 0), loop.time, 1)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from grpo_jax.config import Sampling
 
-BLOCK = 128  # vocabulary entries per block of the two-level draw
+BRANCH = 16  # of the tree over the vocabulary that a draw goes down
 
 
 def filtered(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
@@ -28,30 +28,35 @@ def filtered(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
   return logits_BV
 
 
-def draw(logits_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
-  """Tokens [B] by inversion of the distribution function at one uniform in [0, 1) each.
+def draws_per_token(vocabulary: int) -> int:
+  """Uniform numbers that one token takes: the levels of the tree."""
+  return 1 + (draws_per_token(-(-vocabulary // BRANCH)) if vocabulary > BRANCH else 0)
 
-  Two levels, a block and a token within it: V / BLOCK + BLOCK partial sums per row, where one per token would cost most
-  of a decode step.
+
+def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> jax.Array:
+  """Tokens [B] ~ softmax(logits), from N = draws_per_token(V) uniforms in [0, 1) each.
+
+  Down a tree whose nodes hold the weight below them, choosing one of at most BRANCH children by inversion at each. That
+  is one pass over V, where a noise per token (Gumbel) would cost most of a decode step; and few boundaries for rounding
+  to cross, so that the same key gives the same tokens on another mesh.
   """
-  B, V = logits_BV.shape
-  weights_BV = jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))
-  blocks = jnp.pad(weights_BV, ((0, 0), (0, -V % BLOCK))).reshape(B, -1, BLOCK)
-  block_B, rest_B = _invert(blocks.sum(-1), uniform_B * blocks.sum((-1, -2)))
-  inside_B, _ = _invert(jnp.take_along_axis(blocks, block_B[:, None, None], axis=1)[:, 0], rest_B)
-  return block_B * BLOCK + inside_B
+  levels = [jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))]
+  while levels[-1].shape[1] > BRANCH:
+    blocks = jnp.pad(levels[-1], ((0, 0), (0, -levels[-1].shape[1] % BRANCH))).reshape(len(logits_BV), -1, BRANCH)
+    levels[-1] = blocks
+    levels.append(blocks.sum(-1))
+  token_B = _invert(levels.pop(), uniforms_BN[:, 0])
+  for blocks, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
+    children = jnp.take_along_axis(blocks, token_B[:, None, None], axis=1)[:, 0]
+    token_B = token_B * BRANCH + _invert(children, uniform_B)
+  return token_B
 
 
-def _invert(weights_BN, target_B):
-  """The first entry whose cumulative weight exceeds the target, and what remains of the target inside it.
-
-  Never an entry of weight 0: a target that rounding put past the end falls on the heaviest one.
-  """
+def _invert(weights_BN, uniform_B):
+  """The first entry whose cumulative share exceeds the uniform; never one of weight 0, whatever the rounding."""
   cumulative_BN = jnp.cumsum(weights_BN, axis=-1)
-  index_B = (cumulative_BN <= target_B[:, None]).sum(-1)
-  index_B = jnp.where(index_B < weights_BN.shape[-1], index_B, weights_BN.argmax(-1))
-  chosen = lambda x_BN: jnp.take_along_axis(x_BN, index_B[:, None], axis=-1)[:, 0]
-  return index_B, target_B - (chosen(cumulative_BN) - chosen(weights_BN))
+  index_B = (cumulative_BN <= uniform_B[:, None] * cumulative_BN[:, -1:]).sum(-1)
+  return jnp.where(index_B < weights_BN.shape[-1], index_B, weights_BN.argmax(-1))
 
 
 def log_prob(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
@@ -59,7 +64,7 @@ def log_prob(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
   return jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
-def sample_token(logits_BV: jax.Array, uniform_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, ...]:
+def sample_token(logits_BV: jax.Array, uniforms_BN: jax.Array, sampling: Sampling) -> tuple[jax.Array, ...]:
   """(token, logprob, sampling_logprob), each [B]; see `types.Completions` for the two.
 
   At temperature 0 the likeliest token is taken with sampling_logprob 0, and logprob is that of temperature 1.
@@ -69,6 +74,6 @@ def sample_token(logits_BV: jax.Array, uniform_B: jax.Array, sampling: Sampling)
     return tokens_B, log_prob(logits_BV, tokens_B), jnp.zeros(tokens_B.shape)
   tempered_BV = logits_BV / sampling.temperature
   kept_BV = filtered(tempered_BV, sampling)
-  tokens_B = draw(kept_BV, uniform_B)
+  tokens_B = draw(kept_BV, uniforms_BN)
   logprobs_B = log_prob(tempered_BV, tokens_B)
   return tokens_B, logprobs_B, logprobs_B if kept_BV is tempered_BV else log_prob(kept_BV, tokens_B)

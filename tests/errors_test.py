@@ -1,0 +1,221 @@
+"""Bad input: one line that names the key or file and says what to do, exit code 2, and nothing written over."""
+import concurrent.futures
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from configs import arithmetic
+from grpo_jax import model
+from grpo_jax.config import ConfigError, from_dict, to_dict
+from grpo_jax.data import tokenizer
+from grpo_jax.data.arithmetic import ALPHABET
+from grpo_jax.train import Trainer, train
+
+ROOT = Path(__file__).parents[1]
+
+
+def config(**changes):
+  """configs/arithmetic.py with changes by key, with __ for the dot."""
+  values = arithmetic.get_config().to_dict()
+  for key, value in changes.items():
+    section, _, last = key.rpartition("__")
+    (values[section] if section else values)[last] = value
+  return from_dict(values)
+
+
+def contents(folder):
+  return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# Values, in this process.
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(batch__group_size=1), ["batch.group_size is 1", "at least 2"]),
+    (dict(batch__prompts=12), ["batch.prompts is 12", "multiple of mesh.data x mesh.fsdp = 8"]),
+    (dict(batch__micro_batch=5), ["batch.micro_batch is 5", "must divide batch.prompts = 32"]),
+    (dict(batch__micro_batch=4), ["batch.micro_batch is 4", "multiple of mesh.data x mesh.fsdp = 8"]),
+    (dict(warm_start__batch=12), ["warm_start.batch is 12", "multiple of"]),
+    (dict(eval__batch=12), ["eval.batch is 12", "multiple of"]),
+    (dict(mesh__data=3), ["mesh.data=3", "8 devices", "choose axes whose product is 8"]),
+    (dict(mesh__data=2, mesh__fsdp=2), ["mesh.fsdp=2", "8 devices"]),
+    (dict(mesh__data=-1, mesh__fsdp=-1), ["mesh.fsdp=-1", "one of them may be -1"]),
+    (dict(steps=-1), ["steps is -1", "at least 0"]),
+    (dict(checkpoint__keep=0), ["checkpoint.keep is 0", "at least 1"]),
+    (dict(log__every=0), ["log.every is 0", "at least 1"]),
+    (dict(sampling__temperature=0.0), ["sampling.temperature is 0.0", "above 0"]),
+    (dict(sampling__temperature=float("nan")), ["sampling.temperature is nan", "above 0"]),
+    (dict(sampling__top_p=0.0), ["sampling.top_p is 0.0", "(0, 1]"]),
+    (dict(sampling__top_p=1.5), ["sampling.top_p is 1.5", "(0, 1]"]),
+    (dict(sampling__min_p=1.0), ["sampling.min_p is 1.0", "[0, 1)"]),
+    (dict(sampling__top_k=-1), ["sampling.top_k is -1", "at least 0"]),
+    (dict(sampling__layout="whole"), ["sampling.layout is 'whole'", "'train', 'tensor'"]),
+    (dict(sampling__max_tokens=40000), ["data.max_prompt_tokens + sampling.max_tokens are 40012", "32768 positions"]),
+    (dict(model__dtype="float64"), ["model.dtype is 'float64'", "'float32', 'bfloat16'"]),
+    (dict(sampling__dtype="int8"), ["sampling.dtype is 'int8'", "'float32', 'bfloat16'"]),
+    (dict(model__num_kv_heads=3), ["model.num_heads is 4", "model.num_kv_heads = 3"]),
+    (dict(model__head_dim=7), ["model.head_dim is 7", "even"]),
+    (dict(model__num_layers=0), ["model.num_layers is 0", "at least 1"]),
+    (dict(algo__advantage="nosuch"), ["algo.advantage is 'nosuch'", "'group_normalized'"]),
+    (dict(algo__ratio="nosuch"), ["algo.ratio is 'nosuch'", "'token'"]),
+    (dict(algo__surrogate="nosuch"), ["algo.surrogate is 'nosuch'", "'ppo_clip'"]),
+    (dict(algo__aggregation="nosuch"), ["algo.aggregation is 'nosuch'", "'sequence_mean'"]),
+    (dict(algo__kl="nosuch"), ["algo.kl is 'nosuch'", "'k3'"]),
+    (dict(algo__kl_coef=-0.1), ["algo.kl_coef is -0.1", "positive"]),
+    (dict(algo__clip_low=-0.2), ["algo.clip_low is -0.2", "at least 0"]),
+    (dict(algo__std_ddof=8), ["algo.std_ddof is 8", "below batch.group_size = 8"]),
+    (dict(optimizer__schedule="step"), ["optimizer.schedule is 'step'", "'cosine'"]),
+    (dict(optimizer__learning_rate=-1e-3), ["optimizer.learning_rate is -0.001", "at least 0"]),
+    (dict(reward__functions=["nosuch"]), ["reward.functions", "'nosuch'", "strict", "path/file.py:function"]),
+    (dict(reward__functions=["no/file.py:f"]), ["reward.functions", "there is no file no/file.py"]),
+    (dict(reward__functions=[f"{__file__}:nosuch"]), ["reward.functions", "defines no function 'nosuch'"]),
+    (dict(reward__weights=[1.0, 2.0]), ["reward.weights is (1.0, 2.0)", "one number for each", "'strict'"]),
+    (dict(reward__functions=[], reward__weights=[]), ["reward.weights is ()", "at least one"]),
+    (dict(eval__function="nosuch"), ["'nosuch'", "strict"]),
+    (dict(data__task="nosuch"), ["data.task='nosuch'", "arithmetic, gsm8k"]),
+    (dict(data__path="somewhere"), ["data.path='somewhere'", "leave data.path empty"]),
+    (dict(data__prompt="{quesiton}"), ["data.prompt='{quesiton}'", "{question}"]),
+    (dict(data__prompt=""), ["data.prompt=''", "must hold some text"]),
+    (dict(data__max_prompt_tokens=3), ["data.max_prompt_tokens=3", "all 20000 prompts", "shortest one has 8 tokens"]),
+    (dict(data__tokenizer="no/tokenizer.json"), ["data.tokenizer", "no/tokenizer.json"]),
+    (dict(model__path="no/model"), ["model folder no/model does not exist", "download"]),
+], ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_a_bad_value_is_named_and_nothing_is_written(tmp_path, changes, words):
+  with pytest.raises(ConfigError) as error:
+    train(config(**changes), str(tmp_path / "run"))
+  message = str(error.value)
+  assert "\n" not in message and all(word in message for word in words), message
+  assert not list(tmp_path.iterdir())
+
+
+def test_gsm8k_without_its_files(tmp_path):
+  with pytest.raises(ConfigError) as error:
+    train(config(data__task="gsm8k", data__path=str(tmp_path)), str(tmp_path / "run"))
+  for word in ("data.path", str(tmp_path / "train.jsonl"), "train.jsonl and test.jsonl"):
+    assert word in str(error.value)
+  assert not list(tmp_path.iterdir())
+
+
+# A run's folder.
+
+@pytest.fixture
+def run_folder(tmp_path):
+  folder = tmp_path / "run"
+  (folder / "checkpoints/2").mkdir(parents=True)
+  (folder / "checkpoints/2/array").write_bytes(b"1")
+  (folder / "config.json").write_text(json.dumps(to_dict(config())))
+  (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+  return folder
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(optimizer__learning_rate=0.5), ["config.json has optimizer.learning_rate = 0.0003, this run 0.5"]),
+    (dict(seed=1), ["config.json has seed = 0, this run 1"]),
+    (dict(batch__prompts=64), ["config.json has batch.prompts = 32, this run 64"]),
+    (dict(warm_start__steps=10), ["config.json has warm_start.steps ="]),
+], ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+def test_another_config_leaves_a_run_alone(run_folder, changes, words):
+  before = contents(run_folder)
+  with pytest.raises(ConfigError, match="name another --workdir, or keep the old value") as error:
+    train(config(**changes), str(run_folder))
+  assert all(word in str(error.value) for word in words)
+  assert contents(run_folder) == before
+
+
+def test_a_run_may_be_made_longer_and_watched_otherwise(run_folder):
+  before = contents(run_folder)
+  Trainer(config(steps=500, eval__every=7, checkpoint__every=3, log__every=2), str(run_folder))
+  after = contents(run_folder)
+  assert json.loads(after.pop("config.json"))["steps"] == 500
+  assert after == {name: content for name, content in before.items() if name != "config.json"}
+
+
+def test_a_folder_of_other_things_is_left_alone(tmp_path):
+  (tmp_path / "thesis.tex").write_text("x")
+  with pytest.raises(ConfigError) as error:
+    train(config(), str(tmp_path))
+  assert str(error.value) == f"--workdir={tmp_path} is not empty and has no config.json: name a new folder"
+  assert contents(tmp_path) == {"thesis.tex": b"x"}
+
+
+# The command line, in processes of its own.
+
+@pytest.fixture(scope="module")
+def broken_model(tmp_path_factory):
+  """A Hugging Face folder that lacks one tensor."""
+  folder = tmp_path_factory.mktemp("model") / "broken"
+  tokens = tokenizer.characters(ALPHABET)
+  shape = model.ModelConfig(tokens.vocab_size, embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4,
+                            mlp_dim=8)
+  abstract = jax.eval_shape(lambda key: model.init(key, shape), jax.random.key(0))
+  model.save(folder, shape, jax.tree.map(lambda x: np.zeros(x.shape, np.float32), abstract))
+  tokens.save(folder)
+  tensors = load_file(folder / "model.safetensors")
+  del tensors["model.norm.weight"]
+  save_file(tensors, folder / "model.safetensors")
+  return folder
+
+
+CONFIG = "--config=configs/arithmetic.py"
+COMMANDS = {  # name: (flags, words of the message); RUN, MODEL and FILE stand for paths
+    "unknown key": ([CONFIG, "RUN", "--config.algo.clip_hih=0.3"],
+                    ["config key algo.clip_hih is unknown: did you mean algo.clip_high?"]),
+    "wrong type": ([CONFIG, "RUN", "--config.steps=abc"], ["config key steps must be a whole number, got 'abc'"]),
+    "float for int": ([CONFIG, "RUN", "--config.steps", "1.5"],
+                      ["config key steps must be a whole number, got '1.5'"]),
+    "unknown preset": (["--config=configs/arithmetic.py:nosuch", "RUN"], ["has no preset 'nosuch'", "grpo"]),
+    "missing file": (["--config=configs/nosuch.py", "RUN", "--config.steps=3"], ["there is no file 'configs/nosuch.py'"]),
+    "error in the file": (["--config=FILE", "RUN"], ["broken.py line 2: ZeroDivisionError: division by zero"]),
+    "no config": (["RUN"], ["flag --config is missing", "configs/arithmetic.py"]),
+    "no workdir": ([CONFIG], ["flag --workdir is missing", "folder"]),
+    "no flag": ([CONFIG, "RUN", "config.steps=3"], ["argument 'config.steps=3' is not a flag", "--name=value"]),
+    "missing tensor": ([CONFIG, "RUN", "--config.model.path=MODEL"],
+                       ["MODEL has no tensor model.norm.weight", "download it again"]),
+}
+
+
+def started(*arguments):
+  return subprocess.run([sys.executable, "-m", "grpo_jax.train", *arguments], cwd=ROOT, capture_output=True, text=True,
+                        env=os.environ | {"XLA_FLAGS": ""}, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory, broken_model):
+  folder = tmp_path_factory.mktemp("commands")
+  (folder / "broken.py").write_text("def get_config():\n  return 1 / 0\n")
+
+  def run(name):
+    paths = {"RUN": f"--workdir={folder / name}", "MODEL": str(broken_model), "FILE": str(folder / "broken.py")}
+    arguments = COMMANDS[name][0]
+    for word, path in paths.items():
+      arguments = [argument.replace(word, path) for argument in arguments]
+    return started(*arguments), folder / name
+
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    return dict(zip(COMMANDS, pool.map(run, COMMANDS)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_bad_command_is_answered_in_one_line(answers, broken_model, name):
+  answer, workdir = answers[name]
+  assert answer.returncode == 2 and answer.stdout == ""
+  line, = answer.stderr.splitlines()
+  assert line.startswith("error: ")
+  for word in COMMANDS[name][1]:
+    assert word.replace("MODEL", str(broken_model)) in line
+  assert not (workdir / "metrics.jsonl").exists() and not (workdir / "checkpoints").exists()
+
+
+def test_prompts_that_are_too_long_are_counted(tmp_path):
+  answer = started(CONFIG, f"--workdir={tmp_path}", "--config.data.max_prompt_tokens=10", "--config.steps=0",
+                   "--config.warm_start.steps=0", "--config.eval.every=0")
+  left_out, = [line for line in answer.stdout.splitlines() if "left out" in line]
+  count, remaining = (int(word) for word in left_out.replace(",", "").split() if word.isdecimal() and len(word) > 2)
+  assert answer.returncode == 0 and "data.max_prompt_tokens = 10" in left_out
+  assert 0 < count < count + remaining == 20_000

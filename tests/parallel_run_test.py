@@ -1,0 +1,122 @@
+"""Any factorisation of eight devices gives the numbers of one; nothing is traced twice; it all lowers for TPU and GPU."""
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from configs import default
+from grpo_jax.config import from_dict
+from grpo_jax.data import loader
+from grpo_jax.run import Run
+
+ONE, EIGHT = (1, 1, 1), [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
+
+
+def config(mesh, **sections):
+  c = default.get_config()
+  c.model.update(embed_dim=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, mlp_dim=64)
+  c.batch.update(prompts=16, group_size=4, micro_batch=8)
+  c.warm_start.batch = c.eval.batch = 8
+  c.data.max_prompt_tokens, c.sampling.max_tokens = 12, 40
+  c.optimizer.learning_rate = 1e-2
+  c.mesh.update(dict(zip(("data", "fsdp", "tensor"), mesh)))
+  for section, values in sections.items():
+    c[section].update(values)
+  return from_dict(c.to_dict())
+
+
+def make_run(mesh, **sections):
+  c = config(mesh, **sections)
+  if mesh == ONE:  # a mesh of one among eight devices
+    from grpo_jax.parallel import mesh as mesh_lib
+    whole = mesh_lib.make_mesh
+    try:
+      mesh_lib.make_mesh = lambda m, devices=None: whole(m, jax.devices()[:1])
+      return Run(c)
+    finally:
+      mesh_lib.make_mesh = whole
+  return Run(c)
+
+
+def one_step(run, steps=2):
+  """Two steps of sampling, reference and update. Rewards are a fixed function of the tokens."""
+  prompts = run.prompts("train")
+  state, reference = run.init_state(run.initial_params()), run.initial_params()
+  sample = run.sampler(run.config.sampling, run.config.batch.group_size)
+  tokens, losses, gaps = [], [], []
+  for step in range(steps):
+    batch = loader.prompt_batch(prompts, loader.indices(0, step, 16, len(prompts)))
+    arrays = run.put((batch.prompts_PS, batch.prompt_lengths_P))
+    out = sample(run.sampling_params(state.params), *arrays, jax.random.fold_in(run.key("sample"), step))
+    host = run.fetch(out)
+    rewards = (host.tokens_PGT % 3 == 1).sum(-1).astype(np.float32)
+    learned = run.to_batch(out, *arrays, run.put(rewards))
+    learned = learned.replace(ref_logprobs_PGT=run.reference_logprobs(reference, learned))
+    state, metrics = run.update(state, learned)
+    tokens.append(host.tokens_PGT)
+    losses.append({k: float(v) for k, v in metrics.items()})
+    gaps.append(losses[-1]["sampler/logprob_gap_max"])
+  return tokens, losses, gaps, jax.device_get(state.params)
+
+
+@pytest.fixture(scope="module")
+def alone():
+  return one_step(make_run(ONE))
+
+
+@pytest.mark.parametrize("mesh", EIGHT, ids=str)
+def test_eight_devices_give_the_numbers_of_one(mesh, alone):
+  tokens, losses, gaps, params = one_step(make_run(mesh))
+  np.testing.assert_array_equal(tokens, alone[0])
+  for ours, theirs in zip(losses, alone[1]):
+    for name in ("loss", "kl", "entropy", "grad_norm"):
+      assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), name
+  assert max(gaps) < 1e-4
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), params, alone[3])  # Adam magnifies rounding
+
+
+def test_sampling_weights_have_a_layout_and_dtype_of_their_own():
+  run = make_run((2, 2, 2), sampling=dict(layout="tensor", dtype="bfloat16"))
+  params = run.initial_params()
+  ours = run.sampling_params(params)
+  kernel, sampled = params["layers_0"]["mlp"]["gate"]["kernel"], ours["layers_0"]["mlp"]["gate"]["kernel"]
+  assert sampled.dtype == jnp.bfloat16 and kernel.dtype == jnp.float32
+  assert kernel.addressable_shards[0].data.shape == (16, 32) and sampled.addressable_shards[0].data.shape == (32, 32)
+  _, losses, gaps, _ = one_step(run, 1)
+  assert 1e-6 < gaps[0] < 0.3 and np.isfinite(losses[0]["loss"])
+
+
+def test_weights_for_sampling_in_another_layout_give_the_same_tokens(alone):
+  tokens, _, _, _ = one_step(make_run((2, 4, 1), sampling=dict(layout="tensor")), 1)
+  np.testing.assert_array_equal(tokens[0], alone[0][0])
+
+
+def test_nothing_is_traced_again_from_step_to_step():
+  """Prompts of other lengths, other keys, other lengths of completions: one compilation of each function."""
+  run = make_run((4, 2, 1))
+  sample = run.sampler(run.config.sampling, run.config.batch.group_size)
+  run.sampler = lambda *_: sample
+  one_step(run, 4)
+  for function in (sample, run.to_batch, run.reference_logprobs, run.update):
+    assert function._cache_size() == 1
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampler_and_update_lower_for_accelerators(platform, dtype):
+  run = make_run(ONE, model=dict(dtype=dtype), sampling=dict(top_k=5, top_p=.9, min_p=.01), learner=dict(remat=True))
+  shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)
+  plain = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+  params, state = plain(run.abstract_params), plain(run.abstract_state)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  sampler = run.sampler(run.config.sampling, 4)
+  out = jax.eval_shape(sampler, params, shape(16, 12), shape(16), key)
+  batch = jax.eval_shape(run.to_batch, plain(out), shape(16, 12), shape(16), shape(16, 4, dtype=jnp.float32))
+  batch = plain(batch).replace(ref_logprobs_PGT=shape(16, 4, 40, dtype=jnp.float32))
+  for function, arguments in ((sampler, (params, shape(16, 12), shape(16), key)), (run.update, (state, batch)),
+                              (run.reference_logprobs, (params, batch))):
+    exported = export.export(function, platforms=[platform])(*arguments)
+    assert exported.platforms == (platform,) and "stablehlo" in exported.mlir_module()
