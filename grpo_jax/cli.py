@@ -17,6 +17,8 @@ from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.config import Config, ConfigError, Mesh, check_key, from_dict, wrong_type
 from grpo_jax.run import Run
 
+flags.disclaim_key_flags()  # so that --help shows a program's flags that are defined here
+
 
 def run(main: Callable[[list[str]], None]) -> None:
   """absl's app.run for `main`, with every error of the user's on one line of stderr and exit code 2."""
@@ -57,7 +59,7 @@ def define_policy_flags() -> None:
 
 def open_policy(change: Callable[[Config], Config] = lambda config: config) -> Policy:
   """The policy that the flags name; `change` is applied to its config before anything is built."""
-  workdir, step = flags.FLAGS.workdir, flags.FLAGS.step
+  workdir, step = flags.FLAGS.workdir and str(Path(flags.FLAGS.workdir).expanduser()), flags.FLAGS.step
   if (workdir is None) == (flags.FLAGS.config is None):
     raise ConfigError("give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER")
   if workdir is None:
@@ -126,7 +128,8 @@ def _inside(config, error):
   while error:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(file)]
     if lines and isinstance(error, KeyError) and error.args == (preset,):
-      return f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has {', '.join(PRESETS)}"
+      names = ", ".join(PRESETS)
+      return f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has {names}"
     if lines:
       return f"{file} line {lines[-1]}: {type(error).__name__}: {' '.join(str(error).split())}"
     error = error.__context__

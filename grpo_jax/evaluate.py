@@ -26,6 +26,7 @@ class Evaluator:
 
   def __init__(self, run: Run, progress: Progress = lambda *_: None):
     self._run, self._config, self._progress = run, run.config.eval, progress
+    run.check_rows(eval__batch=self._config.batch)
     self._prompts = run.prompts("test")
     self._function = rewards_lib.resolve(self._config.function)
     sampling, samples = run.config.sampling, self._config.samples

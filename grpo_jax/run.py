@@ -30,16 +30,37 @@ class Run:
     self.mesh = mesh_lib.make_mesh(config.mesh)
     if config.model.path:
       model.load_config(config.model.path)  # what is wrong with the folder is told before it lacks a tokenizer
-    self.task = tasks.make_task(config.data)
-    self.tokenizer = _tokenizer(config, self.task)
-    self.model = _model_config(config, self.tokenizer)
+    self.tokenizer = self._load_tokenizer()
+    self.model = dataclasses.replace(_model_config(config, self.tokenizer), rows=sharding.batch_sharding(self.mesh))
     self.functions = [resolve(name) for name in config.reward.functions]
-    self._check_devices()
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    if longest > self.model.max_positions:
+      raise ConfigError(f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model has "
+                        f"{self.model.max_positions} positions")
     abstract = jax.eval_shape(functools.partial(model.init, config=self.model), jax.random.key(0))
     self.param_shardings = sharding.param_specs(abstract, self.mesh)
     self.abstract_params = _with_shardings(abstract, self.param_shardings)
 
   # Data.
+
+  @functools.cached_property
+  def task(self) -> tasks.Task:
+    """Made when first asked for: to sample or export, no data set is needed."""
+    return tasks.make_task(self.config.data)
+
+  def _load_tokenizer(self):
+    data, path = self.config.data, self.config.model.path
+    if data.tokenizer or path:
+      return tokenizer.load(data.tokenizer or path)
+    return tokenizer.characters(self.task.alphabet + data.prompt.replace("{question}", ""))
+
+  def check_rows(self, **sizes: int) -> None:
+    """Raises ConfigError for a batch (config key with __ for its dot) that the mesh does not divide."""
+    rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+    for name, size in sizes.items():
+      if size % rows:
+        raise ConfigError(f"config key {name.replace('__', '.')} is {size}: it must be a multiple of mesh.data x mesh.fsdp "
+                          f"= {rows}")
 
   def prompts(self, split: str) -> Prompts:
     """The prompts of split `train` or `test`; the first eval.examples of the latter."""
@@ -112,7 +133,9 @@ class Run:
     if not sampling.dtype and sampling.layout == "train":
       return lambda params: params
     specs = sharding.param_specs(self.abstract_params, self.mesh, sampling.layout)
-    return jax.jit(lambda params: jax.tree.map(lambda x: x.astype(sampling.dtype or x.dtype), params), out_shardings=specs)
+    # Norm scales stay float32, as the learner multiplies with them.
+    cast = lambda x: x.astype(sampling.dtype or x.dtype) if x.ndim > 1 else x
+    return jax.jit(functools.partial(jax.tree.map, cast), out_shardings=specs)
 
   @functools.cached_property
   def to_batch(self):
@@ -153,23 +176,6 @@ class Run:
       return learner.train_step(state, batch, loss, optimizer, micro_batch)
     shardings = _shardings(self.abstract_state), NamedSharding(self.mesh, PartitionSpec())
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-
-  def _check_devices(self):
-    """What can only be told once the devices and the model are known."""
-    c, rows = self.config, self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-    for name, size in (("batch.prompts", c.batch.prompts), ("batch.micro_batch", c.batch.micro_batch),
-                       ("warm_start.batch", c.warm_start.batch), ("eval.batch", c.eval.batch)):
-      if size % rows:
-        raise ConfigError(f"config key {name} is {size}: it must be a multiple of mesh.data x mesh.fsdp = {rows}")
-    longest = c.data.max_prompt_tokens + c.sampling.max_tokens
-    if longest > self.model.max_positions:
-      raise ConfigError(f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model has "
-                        f"{self.model.max_positions} positions")
-
-
-def _tokenizer(config, task):
-  where = config.data.tokenizer or config.model.path
-  return tokenizer.load(where) if where else tokenizer.characters(task.alphabet + config.data.prompt.replace("{question}", ""))
 
 
 def _model_config(config, tokens):

@@ -50,8 +50,10 @@ class Trainer:
   """The effects around the steps: data in, files and terminal out."""
 
   def __init__(self, config: Config, workdir: str):
-    self.config, self.workdir = config, Path(workdir)
+    self.config, self.workdir = config, Path(workdir).expanduser()
     self.run = Run(config)
+    self.run.check_rows(batch__prompts=config.batch.prompts, batch__micro_batch=config.batch.micro_batch,
+                        warm_start__batch=config.warm_start.batch if config.warm_start.steps else 0)
     self.first_grpo_step, self.last_step = config.warm_start.steps, config.warm_start.steps + config.steps
     self.prompts = self.run.prompts("train")
     self.evaluator = Evaluator(self.run) if config.eval.every else None

@@ -1,5 +1,6 @@
 """Any factorisation of eight devices gives the numbers of one; nothing is traced twice; it all lowers for TPU and GPU."""
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ ONE, EIGHT = (1, 1, 1), [m for m in itertools.product((1, 2, 4, 8), repeat=3) if
 
 def config(mesh, **sections):
   c = default.get_config()
-  c.model.update(embed_dim=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, mlp_dim=64)
+  c.model.update(embed_dim=32, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, mlp_dim=96)
   c.batch.update(prompts=16, group_size=4, micro_batch=8)
   c.warm_start.batch = c.eval.batch = 8
   c.data.max_prompt_tokens, c.sampling.max_tokens = 12, 40
@@ -84,7 +85,7 @@ def test_sampling_weights_have_a_layout_and_dtype_of_their_own():
   ours = run.sampling_params(params)
   kernel, sampled = params["layers_0"]["mlp"]["gate"]["kernel"], ours["layers_0"]["mlp"]["gate"]["kernel"]
   assert sampled.dtype == jnp.bfloat16 and kernel.dtype == jnp.float32
-  assert kernel.addressable_shards[0].data.shape == (16, 32) and sampled.addressable_shards[0].data.shape == (32, 32)
+  assert kernel.addressable_shards[0].data.shape == (16, 48) and sampled.addressable_shards[0].data.shape == (32, 48)
   _, losses, gaps, _ = one_step(run, 1)
   assert 1e-6 < gaps[0] < 0.3 and np.isfinite(losses[0]["loss"])
 
@@ -102,6 +103,18 @@ def test_nothing_is_traced_again_from_step_to_step():
   one_step(run, 4)
   for function in (sample, run.to_batch, run.reference_logprobs, run.update):
     assert function._cache_size() == 1
+
+
+def test_under_fsdp_weights_travel_and_activations_stay():
+  """No collective moves an array whose first axis is that of all rows (64) or all prompts (16)."""
+  run = make_run((1, 8, 1))
+  where = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype, sharding=run.model.rows)
+  sampler = run.sampler(run.config.sampling, 4)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  text = sampler.lower(run.abstract_params, where(16, 12), where(16), key).compile().as_text()
+  moved = re.findall(r"= \(?(\w+\[[\d,]*\])[^=]*? (?:all-gather|all-reduce|all-to-all|reduce-scatter)\(", text)
+  assert "f32[32,96]" in moved or "f32[96,32]" in moved  # the weights of the MLP
+  assert not [shape for shape in moved if shape.startswith(("f32[64,", "f32[16,"))]
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

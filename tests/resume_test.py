@@ -1,4 +1,4 @@
-"""A run killed at any moment and started again ends as one never killed: the same parameters, the same rows, bit for bit.
+"""A run killed at any moment and started again ends as one never killed: the same parameters and rows, bit for bit.
 
 Two lives of real processes, killed again and again, beside runs that nothing happened to: one with a warm start, one
 without.

@@ -28,10 +28,13 @@ class Transformer(nn.Module):
     if prefix is not None:
       prefix_mask_PS = jnp.arange(prefix.keys[0].shape[2]) < prefix.lengths_P[:, None]
     x_BTD = nn.Embed(c.vocab_size, c.embed_dim, dtype=c.dtype, name="embed")(tokens_BT)
-    new, block = [], nn.remat(Block) if self.remat else Block
+    # Left free, XLA splits activations along D, as the weights are over fsdp, and gathers all their rows everywhere.
+    keep_rows = lambda x: x if c.rows is None else jax.lax.with_sharding_constraint(x, c.rows)
+    x_BTD, new, block = keep_rows(x_BTD), [], nn.remat(Block) if self.remat else Block
     for i in range(c.num_layers):
       shared = None if prefix is None else (prefix.keys[i], prefix.values[i])
       x_BTD, layer = block(c, name=f"layers_{i}")(x_BTD, rope, own[i], length, shared, prefix_mask_PS)
+      x_BTD = keep_rows(x_BTD)
       new.append(layer)
     if not c.tie_embeddings:
       _Head(c, name="head")()
