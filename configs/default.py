@@ -42,7 +42,7 @@ def get_config(preset="grpo"):
   c.sampling.min_p = 0.0  # 0 = off
   c.sampling.stop_ids = ()  # token ids that end a completion, beside the tokenizer's and the model's own
   c.sampling.dtype = ""  # of weights, cache and computation while sampling; "" = model.dtype
-  c.sampling.layout = "train"  # of the weights while sampling: train = as learned, tensor = whole but for the tensor axis
+  c.sampling.layout = "train"  # of the weights while sampling: train = as learned, tensor = whole but for that axis
 
   c.reward = ConfigDict()
   c.reward.functions = ("strict",)  # names of grpo_jax/rewards, or file.py:function

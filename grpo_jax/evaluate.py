@@ -28,7 +28,7 @@ class Evaluator:
     self._run, self._config, self._progress = run, run.config.eval, progress
     run.check_rows(eval__batch=self._config.batch)
     self._prompts = run.prompts("test")
-    self._function = rewards_lib.resolve(self._config.function)
+    self._function = rewards_lib.resolve(self._config.function, "eval.function")
     sampling, samples = run.config.sampling, self._config.samples
     self._greedy = run.sampler(dataclasses.replace(sampling, temperature=0.0), 1)
     self._drawn = samples and run.sampler(dataclasses.replace(sampling, temperature=self._config.temperature), samples)

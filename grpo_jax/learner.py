@@ -34,7 +34,8 @@ def completion_features(params: Any, config: model.ModelConfig, batch: Batch, re
   shared = model.empty(config, model.share(cache, batch.prompt_lengths_P), G, capacity=0)
   positions_PGT = jnp.broadcast_to(batch.prompt_lengths_P[:, None, None] + jnp.arange(T - 1), (P, G, T - 1))
   rows = lambda x: x.reshape(P * G, T - 1)
-  rest_BTD, _ = model.features(params, config, rows(batch.completions_PGT[..., :-1]), rows(positions_PGT), shared, remat)
+  tokens_BT, positions_BT = rows(batch.completions_PGT[..., :-1]), rows(positions_PGT)
+  rest_BTD, _ = model.features(params, config, tokens_BT, positions_BT, shared, remat)
   return jnp.concatenate([first_PG1D, rest_BTD.reshape(P, G, T - 1, -1)], axis=2)
 
 
@@ -129,8 +130,9 @@ def train_step(state: TrainState, batch: Batch, loss: Loss, optimizer: optax.Gra
 
   micros = micro_batches(batch, micro_batch)
   shapes = jax.eval_shape(gradient, state.params, jax.tree.map(lambda x: x[0], micros))
-  (loss_shape, (weight, means, maxima)), grads = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  ((grads, loss_sum, weight, means), maxima), _ = jax.lax.scan(add, ((grads, loss_shape, weight, means), maxima), micros)
+  (loss_sum, (weight, means, maxima)), grads = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  zeros = (grads, loss_sum, weight, means), maxima
+  ((grads, loss_sum, weight, means), maxima), _ = jax.lax.scan(add, zeros, micros)
 
   grads = jax.tree.map(lambda g: masked.divide(g, weight), grads)
   norm = optax.tree.norm(grads)

@@ -31,7 +31,10 @@ def open_run(workdir: str | Path, config: Mapping[str, Any]) -> None:
   except OSError as e:
     raise ConfigError(f"--workdir={workdir} cannot be created: {e.strerror}") from e
   if path.exists():
-    _check_same_run(path, _load_config(path), config)
+    old = _load_config(path)
+    begun = any((workdir / name).exists() for name in ("metrics.jsonl", "checkpoints"))
+    if begun or old.keys() != config.keys():  # a run that failed before its first file may be given another config
+      _check_same_run(path, old, config)
   elif any(p.name != "config.json.new" for p in workdir.iterdir()):  # that is what a kill leaves here
     raise ConfigError(f"--workdir={workdir} is not empty and has no config.json: name a new folder")
   _replace(path, json.dumps(config, indent=2) + "\n")

@@ -59,8 +59,8 @@ class Run:
     rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
     for name, size in sizes.items():
       if size % rows:
-        raise ConfigError(f"config key {name.replace('__', '.')} is {size}: it must be a multiple of mesh.data x mesh.fsdp "
-                          f"= {rows}")
+        raise ConfigError(f"config key {name.replace('__', '.')} is {size}: it must be a multiple of mesh.data x "
+                          f"mesh.fsdp = {rows}")
 
   def prompts(self, split: str) -> Prompts:
     """The prompts of split `train` or `test`; the first eval.examples of the latter."""
@@ -183,7 +183,8 @@ def _model_config(config, tokens):
   if m.path:
     shape = model.load_config(m.path)
     if tokens.vocab_size > shape.vocab_size:
-      raise ConfigError(f"config key data.tokenizer: {tokens.vocab_size} ids do not fit the {shape.vocab_size} of {m.path}")
+      raise ConfigError(f"config key data.tokenizer: {tokens.vocab_size} ids do not fit the {shape.vocab_size} of "
+                        f"{m.path}")
   else:
     shape = model.ModelConfig(tokens.vocab_size, m.embed_dim, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim,
                               m.mlp_dim, m.rope_theta, tie_embeddings=m.tie_embeddings)

@@ -46,7 +46,7 @@ def check(config: Config) -> None:
   need(0 < c.sampling.top_p <= 1, "sampling.top_p", c.sampling.top_p, "it must be in (0, 1]; 1 is off")
   need(0 <= c.sampling.min_p < 1, "sampling.min_p", c.sampling.min_p, "it must be in [0, 1); 0 is off")
   need(c.eval.temperature > 0, "eval.temperature", c.eval.temperature, "eval.samples are drawn, so it must be above 0")
-  need(c.optimizer.max_grad_norm >= 0, "optimizer.max_grad_norm", c.optimizer.max_grad_norm, "0 is off, else it is a norm")
+  need(c.optimizer.max_grad_norm >= 0, "optimizer.max_grad_norm", c.optimizer.max_grad_norm, "0 is off, else a norm")
   need(c.algo.kl_coef >= 0, "algo.kl_coef", c.algo.kl_coef, "0 is off, else it must be positive")
   choose("model.dtype", c.model.dtype, DTYPES)
   choose("sampling.dtype", c.sampling.dtype, ("", *DTYPES))
@@ -64,4 +64,4 @@ def check(config: Config) -> None:
       need(getattr(c.model, key) >= 1, f"model.{key}", getattr(c.model, key), "it must be at least 1")
     need(c.model.num_heads % c.model.num_kv_heads == 0, "model.num_heads", c.model.num_heads,
          f"it must be a multiple of model.num_kv_heads = {c.model.num_kv_heads}")
-    need(c.model.head_dim % 2 == 0, "model.head_dim", c.model.head_dim, "rotary embeddings turn pairs, so it must be even")
+    need(c.model.head_dim % 2 == 0, "model.head_dim", c.model.head_dim, "rotary embeddings turn pairs: it must be even")

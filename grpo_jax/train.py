@@ -38,7 +38,8 @@ def train(config: Config, workdir: str) -> TrainState:
     while step < trainer.last_step and not stopped():
       if step == trainer.first_grpo_step:
         state = trainer.begin_grpo(state)
-      state, metrics = trainer.warm_step(state, step) if step < trainer.first_grpo_step else trainer.grpo_step(state, step)
+      take_step = trainer.warm_step if step < trainer.first_grpo_step else trainer.grpo_step
+      state, metrics = take_step(state, step)
       step += 1
       trainer.log(state, step, metrics)
       trainer.maybe_save(state, step)

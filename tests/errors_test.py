@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 def config(**changes):
   """configs/arithmetic.py with changes by key, with __ for the dot."""
   values = arithmetic.get_config().to_dict()
+  values["batch"].update(prompts=32, group_size=8, micro_batch=0)  # numbers that messages below name
+  values["optimizer"].update(learning_rate=3e-4, schedule="constant")
   for key, value in changes.items():
     section, _, last = key.rpartition("__")
     (values[section] if section else values)[last] = value

@@ -34,6 +34,12 @@ def changed(key, value, config=CONFIG):
   return out
 
 
+def begin(workdir, config):
+  """A run that has written its first row."""
+  open_run(workdir, config)
+  (workdir / "metrics.jsonl").write_text('{"step": 0}\n')
+
+
 def test_a_new_run_stores_its_config(tmp_path):
   open_run(tmp_path / "a" / "run", CONFIG)
   stored = json.loads((tmp_path / "a" / "run" / "config.json").read_text())
@@ -46,7 +52,7 @@ def test_a_new_run_stores_its_config(tmp_path):
     ("steps", 200), ("eval.every", 0), ("checkpoint.every", 7), ("checkpoint.keep", 1), ("log.every", 2),
     ("eval", {"every": 10, "batch": 4})])
 def test_what_changes_nothing_of_what_was_done_may_differ(tmp_path, key, value):
-  open_run(tmp_path, CONFIG)
+  begin(tmp_path, CONFIG)
   open_run(tmp_path, changed(key, value))
   stored = json.loads((tmp_path / "config.json").read_text())
   for part in key.split("."):
@@ -64,7 +70,7 @@ def test_what_changes_nothing_of_what_was_done_may_differ(tmp_path, key, value):
     ("model.heads", 4, "model.heads = no such key, this run 4"),
 ])
 def test_another_config_is_refused_and_the_old_one_stays(tmp_path, key, value, message):
-  open_run(tmp_path, CONFIG)
+  begin(tmp_path, CONFIG)
   before = (tmp_path / "config.json").read_bytes()
   with pytest.raises(ConfigError, match=message):
     open_run(tmp_path, changed(key, value))
@@ -74,9 +80,22 @@ def test_another_config_is_refused_and_the_old_one_stays(tmp_path, key, value, m
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_steps_may_not_differ_where_the_learning_rate_depends_on_them(tmp_path, schedule):
   config = changed("optimizer.schedule", schedule)
-  open_run(tmp_path, config)
+  begin(tmp_path, config)
   with pytest.raises(ConfigError, match="steps = 100, this run 200 .*schedule"):
     open_run(tmp_path, changed("steps", 200, config))
+
+
+def test_a_run_that_failed_before_its_first_row_may_be_given_another_config(tmp_path):
+  open_run(tmp_path, CONFIG)
+  open_run(tmp_path, changed("model.path", "corrected"))
+  assert json.loads((tmp_path / "config.json").read_text())["model"]["path"] == "corrected"
+
+
+def test_a_config_of_something_else_is_refused(tmp_path):
+  (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+  with pytest.raises(ConfigError, match="no such key"):
+    open_run(tmp_path, CONFIG)
+  assert (tmp_path / "config.json").read_text() == '{"model_type": "qwen2"}'
 
 
 def test_folders_of_other_things_are_refused(tmp_path):

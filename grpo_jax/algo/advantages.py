@@ -10,7 +10,8 @@ def group_normalized(rewards_PG: jax.Array, algo: Algo) -> jax.Array:
   """A_i = (r_i - mean r) / (std r + eps), over the group (DeepSeekMath 2402.03300, section 4.1.2).
 
   std has `std_ddof` degrees of freedom removed. Where all scored rewards of a group are equal, and for a completion
-  without a score, A is exactly 0. Worked, ddof 0: [1, 1, 0, 0] -> [1, 1, -1, -1]; ddof 1: [1, 0, 0, 0] -> [1.5, -.5, -.5, -.5].
+  without a score, A is exactly 0.
+  Worked, ddof 0: [1, 1, 0, 0] -> [1, 1, -1, -1]; ddof 1: [1, 0, 0, 0] -> [1.5, -.5, -.5, -.5].
   """
   scored_PG = ~jnp.isnan(rewards_PG)
   count_P1 = scored_PG.sum(1, keepdims=True)

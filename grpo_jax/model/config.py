@@ -1,9 +1,7 @@
 """The shape of a decoder, as data: a model family is a row of these fields, never a copy of the code."""
 import dataclasses
-import typing
 
-if typing.TYPE_CHECKING:
-  import jax
+import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +21,7 @@ class ModelConfig:
   max_positions: int = 32768  # prompt + completion may not be longer
   stop_ids: tuple[int, ...] = ()  # token ids that end a text (eos_token_id of the checkpoint)
   dtype: str = "float32"  # of the computation; parameters are float32
-  rows: "jax.sharding.Sharding | None" = None  # where the rows of activations lie on the mesh; None = where XLA likes
+  rows: jax.sharding.Sharding | None = None  # where the rows of activations lie on the mesh; None = where XLA likes
 
   @property
   def queries_per_kv(self) -> int:

@@ -24,19 +24,19 @@ REWARDS: dict[str, Reward] = {
 }
 
 
-def resolve(name: str) -> Reward:
-  """The reward called `name`: one of REWARDS, or `path/file.py:function`. Raises ConfigError if there is none."""
+def resolve(name: str, key: str = "reward.functions") -> Reward:
+  """The reward that config key `key` names: one of REWARDS, or `path/file.py:function`. ConfigError if there is none."""
   if name in REWARDS:
     return REWARDS[name]
   file, _, attribute = name.rpartition(":")
   if not file.endswith(".py"):
-    raise ConfigError(f"reward.functions: {name!r} is none of {', '.join(REWARDS)}, nor a path/file.py:function")
+    raise ConfigError(f"{key}: {name!r} is none of {', '.join(REWARDS)}, nor a path/file.py:function")
   path = pathlib.Path(file).expanduser()
   if not path.is_file():
-    raise ConfigError(f"reward.functions: {name!r}: there is no file {path}")
+    raise ConfigError(f"{key}: {name!r}: there is no file {path}")
   function = getattr(_load(path.resolve()), attribute, None)
   if not callable(function):
-    raise ConfigError(f"reward.functions: {name!r}: {path} defines no function {attribute!r}")
+    raise ConfigError(f"{key}: {name!r}: {path} defines no function {attribute!r}")
   return function
 
 

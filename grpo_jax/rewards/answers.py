@@ -43,7 +43,7 @@ def boxed(completions: list[str], answer: list[str], **columns) -> list[float | 
 
 
 def final_answer(text: str) -> Number | None:
-  """What a text answers, for votes: the number after `####`, else in a box, else the last one; None if there is none."""
+  """What a text answers, for votes: the number after `####`, else in a box, else the last one; None if none."""
   return _after_anchor(text) or _in_box(text) or _last(text)
 
 
