@@ -27,6 +27,7 @@ setup(
     extras_require={
         "test": ["hypothesis", "pytest"],
         "plot": ["matplotlib"],
+        "wandb": ["wandb"],
         "cuda": ["jax[cuda]"],
         "tpu": ["jax[tpu]"],
     },

@@ -37,6 +37,8 @@ def get_config(preset="grpo"):
   c.sampling = ConfigDict()
   c.sampling.max_tokens = 64  # T
   c.sampling.temperature = 1.0
+  # The filters make what is sampled another distribution than what is learned, the whole softmax: see the metric
+  # sampler/filter_gap_mean. All off, the two are one.
   c.sampling.top_k = 0  # 0 = off
   c.sampling.top_p = 1.0  # 1 = off
   c.sampling.min_p = 0.0  # 0 = off
@@ -52,7 +54,7 @@ def get_config(preset="grpo"):
 
   c.learner = ConfigDict()
   c.learner.remat = False  # recompute each layer in the backward pass: less memory, a third more time
-  c.learner.logprob_chunk = 2048  # tokens whose [tokens, V] logits exist at once
+  c.learner.logprob_chunk = 2048  # tokens whose [tokens, V] logits a device holds at once
 
   c.optimizer = ConfigDict()  # AdamW
   c.optimizer.learning_rate = 1e-6
@@ -79,13 +81,14 @@ def get_config(preset="grpo"):
   c.eval.temperature = 1.0  # of those draws
 
   c.checkpoint = ConfigDict()
-  c.checkpoint.every = 0  # steps; 0 = only at the end and on SIGTERM
+  c.checkpoint.every = 100  # steps; 0 = only at the end and on SIGTERM
   c.checkpoint.keep = 3
 
   c.log = ConfigDict()
   c.log.every = 1  # steps between rows of metrics.jsonl
   c.log.completions_every = 50  # steps between saved and shown completions; 0 = never
   c.log.tensorboard = True
+  c.log.wandb = ""  # a project of Weights & Biases (pip install -e '.[wandb]'); "" = off
 
   c.mesh = ConfigDict()  # devices along each axis; one of them may be -1 = what is left
   c.mesh.data = -1

@@ -238,7 +238,8 @@ def _compare(path, saved, wanted):
 
 
 def _digests(flat):
-  return {name: int(digest) for name, digest in jax.device_get({k: _digest(v) for k, v in flat.items()}).items()}
+  # One after the other: of several that are under way at once, each process may start another first, and wait for ever.
+  return {name: int(_digest(leaf)) for name, leaf in flat.items()}
 
 
 @jax.jit

@@ -38,7 +38,7 @@ def read_config() -> Config:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
   if not isinstance(value, ConfigDict):
     raise ConfigError("flag --config: get_config() of that file must return a ConfigDict, as in configs/default.py")
-  return from_dict(value.to_dict())
+  return _absolute(from_dict(value.to_dict()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,18 @@ def saved_config(workdir: str) -> Config:
     return from_dict(json.loads(file.read_text()))
   except ValueError as error:
     raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def _absolute(config: Config) -> Config:
+  """The config with the whole paths of what it names, so that its run can be used from another folder."""
+  whole = lambda path: str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().exists() else path
+  reward = lambda name: ":".join([whole(name.rpartition(":")[0]), name.rpartition(":")[2]]) if ":" in name else name
+  model, data, rewards = config.model, config.data, config.reward
+  return dataclasses.replace(
+      config, model=dataclasses.replace(model, path=whole(model.path)),
+      data=dataclasses.replace(data, path=whole(data.path), tokenizer=whole(data.tokenizer)),
+      reward=dataclasses.replace(rewards, functions=tuple(map(reward, rewards.functions))),
+      eval=dataclasses.replace(config.eval, function=reward(config.eval.function)))
 
 
 def _fitting(config: Config) -> Config:

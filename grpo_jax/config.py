@@ -120,6 +120,7 @@ class Log:
   every: int
   completions_every: int
   tensorboard: bool
+  wandb: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,11 +43,11 @@ def token_logprobs(params: Any, config: model.ModelConfig, hidden_BTD: jax.Array
                    temperature: float, chunk: int) -> tuple[jax.Array, jax.Array]:
   """log pi(token) and entropy of pi [B, T], float32, pi = softmax(logits / temperature).
 
-  Logits exist for at most about `chunk` tokens at a time, in the backward pass too. Chunks are slices of T, so that
-  rows stay where they are sharded.
+  A device holds logits of about `chunk` tokens at a time (of one position of its rows at least), in the backward pass
+  too. Chunks are slices of T, so that rows stay where they are sharded.
   """
   B, T, D = hidden_BTD.shape
-  count = -(-T // max(1, chunk // B))
+  count = -(-T // max(1, chunk * config.row_shards // B))
   width = -(-T // count)
   pad = lambda x: jnp.pad(x, [(0, 0), (0, count * width - T)] + [(0, 0)] * (x.ndim - 2))
   split = lambda x: jnp.moveaxis(pad(x).reshape(B, count, width, *x.shape[2:]), 1, 0)

@@ -8,13 +8,16 @@ import json
 import math
 import os
 from pathlib import Path
+import re
+import secrets
 from typing import Any, Mapping
 
 from tensorboardX import SummaryWriter
 
 from grpo_jax.config import ConfigError
 
-_MAY_DIFFER = ("checkpoint.", "eval.", "log.")  # sections that change nothing of what was done
+# Keys that change nothing of what was done, and where and in which parts an update is computed.
+_MAY_DIFFER = ("checkpoint.", "eval.", "log.", "mesh.", "learner.", "batch.micro_batch")
 
 
 def open_run(workdir: str | Path, config: Mapping[str, Any]) -> None:
@@ -43,13 +46,15 @@ def open_run(workdir: str | Path, config: Mapping[str, Any]) -> None:
 class Writer:
   """Appends to a run's folder. One process writes; `start_step` is the step of the restored checkpoint, -1 if none."""
 
-  def __init__(self, workdir: str | Path, start_step: int, tensorboard: bool):
-    """Drops what was written of later steps, which are done again."""
+  def __init__(self, workdir: str | Path, start_step: int, tensorboard: bool, wandb: str = ""):
+    """Drops what was written of later steps, which are done again. `wandb`: a project of Weights & Biases, or none."""
     workdir = Path(workdir)
+    self._wandb = _open_wandb(wandb, workdir) if wandb else None
     self._completions = workdir / "completions"
     self._last = _truncate(workdir / "metrics.jsonl", start_step)
     for path in self._completions.glob("*"):
-      if not path.stem.isdecimal() or int(path.stem) > start_step:
+      ours = re.fullmatch(r"(\d{6,})\.jsonl(\.new)?", path.name)
+      if ours and (ours[2] or int(ours[1]) > start_step):
         path.unlink()
     self._file = open(workdir / "metrics.jsonl", "ab")
     self._board = None
@@ -66,10 +71,12 @@ class Writer:
     self._file.write(_line(row))
     self._file.flush()
     self._last = step
+    scalars = {name: value for name, value in row.items() if name != "step" and value is not None}
     if self._board is not None:
-      for name, value in row.items():
-        if name != "step" and value is not None:
-          self._board.add_scalar(name, value, step)
+      for name, value in scalars.items():
+        self._board.add_scalar(name, value, step)
+    if self._wandb is not None:
+      self._wandb.log(scalars, step=step)
 
   def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
     """completions/NNNNNN.jsonl, whole or not at all."""
@@ -80,6 +87,8 @@ class Writer:
     self._file.close()
     if self._board is not None:
       self._board.close()
+    if self._wandb is not None:
+      self._wandb.finish()
 
 
 def read(workdir: str | Path) -> list[dict[str, Any]]:
@@ -104,6 +113,23 @@ def _rows(path):
       if number < len(lines):  # what follows the last newline is nothing, or what a kill left of a row
         raise ConfigError(f"{path} line {number} is not a row of metrics: repair or remove that line") from e
   return rows
+
+
+def _open_wandb(project, workdir):
+  """The run of this folder: one that goes on is the same run there. What it has already of a step done again stays."""
+  try:
+    import wandb  # here: an extra
+  except ImportError:
+    raise ConfigError("config key log.wandb needs the package wandb: pip install -e '.[wandb]'") from None
+  path = workdir / "wandb_id"
+  if not path.exists():
+    _replace(path, secrets.token_hex(8))
+  try:
+    return wandb.init(project=project, id=path.read_text(), resume="allow", name=workdir.name, dir=str(workdir),
+                      config=_load_config(workdir / "config.json"), settings=wandb.Settings(console="off"))
+  except Exception as e:  # no key, no network, no such project: each is an exception of its own
+    why = " ".join(str(e).split())
+    raise ConfigError(f"config key log.wandb is {project!r}: {why:.200}; WANDB_MODE=offline needs no network") from e
 
 
 def _truncate(path, start_step):

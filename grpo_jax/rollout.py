@@ -13,18 +13,20 @@ from grpo_jax.data.loader import PromptBatch
 from grpo_jax.sampler.decode import capacities, decode
 from grpo_jax.types import Completions
 
-Sampler = Callable[[Any, jax.Array, jax.Array, jax.Array], Completions]
+Sampler = Callable[..., Completions]
 
 
 def make_sampler(config: model.ModelConfig, sampling: Sampling, group_size: int) -> Sampler:
-  """-> sample(params, prompts_PS, prompt_lengths_P, key), pure; jitted by the caller.
+  """-> sample(params, prompts_PS, prompt_lengths_P, key, first_row=0), pure; jitted by the caller.
+
+  Completion [p, g] is drawn with fold_in(key, first_row + p * G + g).
 
   Prompts are computed once per group. A completion ends with a stop id of the model or of `sampling`.
   """
   sampling = dataclasses.replace(sampling, stop_ids=tuple(dict.fromkeys((*config.stop_ids, *sampling.stop_ids))))
   config = dataclasses.replace(config, dtype=sampling.dtype or config.dtype)
 
-  def sample(params, prompts_PS, prompt_lengths_P, key) -> Completions:
+  def sample(params, prompts_PS, prompt_lengths_P, key, first_row=0) -> Completions:
     positions_PS = jnp.broadcast_to(jnp.arange(prompts_PS.shape[1]), prompts_PS.shape)
     hidden_PSD, cache = model.features(params, config, prompts_PS, positions_PS)
     last_PD = jnp.take_along_axis(hidden_PSD, (prompt_lengths_P - 1)[:, None, None], axis=1)[:, 0]
@@ -36,7 +38,7 @@ def make_sampler(config: model.ModelConfig, sampling: Sampling, group_size: int)
       return logits_B1V[:, 0], cache
 
     return decode(step, model.grow, model.empty(config, prefix, group_size, capacities(sampling.max_tokens)[0]),
-                  model.unembed(params, config, last_PD), key, group_size=group_size, sampling=sampling)
+                  model.unembed(params, config, last_PD), key, first_row, group_size=group_size, sampling=sampling)
 
   return sample
 
@@ -61,6 +63,13 @@ def score(out: Completions, prompts: PromptBatch, decode_text: Callable[[Sequenc
   return Scored(texts, rewards_N.reshape(P, G), {name: values.reshape(P, G) for name, values in scores.items()})
 
 
+def unscored(out: Completions, prompts: PromptBatch, decode_text, functions: Sequence[rewards_lib.Reward],
+             config: Reward) -> Scored:
+  """What stands for `score` where another process does the scoring."""
+  P, G, _ = out.tokens_PGT.shape
+  return Scored([[""] * G] * P, np.full((P, G), np.nan, np.float32), {})
+
+
 def metrics(out: Completions, scored: Scored) -> dict[str, float]:
   """What a rollout tells, under TRL's names. Zero std: a group whose scored rewards do not differ, or that has none.
 
@@ -78,6 +87,8 @@ def metrics(out: Completions, scored: Scored) -> dict[str, float]:
       "completions/min_length": float(out.lengths_PG.min()),
       "completions/max_length": float(out.lengths_PG.max()),
       "completions/clipped_ratio": float((out.stopped_by_PG < 0).mean()),
+      # How much likelier a token was drawn than the policy has it: 0 without top-k, top-p and min-p.
+      "sampler/filter_gap_mean": float((out.sampling_logprobs_PGT - out.logprobs_PGT).sum() / out.lengths_PG.sum()),
   }
   return values | {f"rewards/{name}/mean": mean(x) for name, x in scored.scores.items()}
 

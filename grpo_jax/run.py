@@ -16,7 +16,7 @@ from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.loader import Prompts
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.parallel import sharding
-from grpo_jax.rewards import resolve
+from grpo_jax.rewards import Reward, resolve_all
 from grpo_jax.run_checks import check
 from grpo_jax.types import Batch, TrainState
 
@@ -27,12 +27,15 @@ class Run:
   def __init__(self, config: Config):
     check(config)
     self.config = config
+    # Else a float32 product is one of bfloat16 on a TPU and of TF32 on a GPU.
+    jax.config.update("jax_default_matmul_precision", "float32" if config.model.dtype == "float32" else None)
     self.mesh = mesh_lib.make_mesh(config.mesh)
     if config.model.path:
       model.load_config(config.model.path)  # what is wrong with the folder is told before it lacks a tokenizer
     self.tokenizer = self._load_tokenizer()
-    self.model = dataclasses.replace(_model_config(config, self.tokenizer), rows=sharding.batch_sharding(self.mesh))
-    self.functions = [resolve(name) for name in config.reward.functions]
+    shape = _model_config(config, self.tokenizer)
+    self.model = dataclasses.replace(shape, rows=sharding.batch_sharding(self.mesh),
+                                     table=sharding.table_sharding(self.mesh, shape.vocab_size))
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > self.model.max_positions:
       raise ConfigError(f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model has "
@@ -47,6 +50,11 @@ class Run:
   def task(self) -> tasks.Task:
     """Made when first asked for: to sample or export, no data set is needed."""
     return tasks.make_task(self.config.data)
+
+  @functools.cached_property
+  def functions(self) -> list[Reward]:
+    """The reward functions."""
+    return resolve_all(self.config.reward.functions)
 
   def _load_tokenizer(self):
     data, path = self.config.data, self.config.model.path
@@ -79,6 +87,14 @@ class Run:
     if jax.process_count() > 1:
       tree = multihost_utils.process_allgather(tree, tiled=True)
     return jax.device_get(tree)
+
+  def any_process(self, here: bool) -> bool:
+    """Whether it is so on one of the processes: what they then do, they do together."""
+    return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).any())
+
+  def from_first_process(self, x: np.ndarray) -> np.ndarray:
+    """The first process's array, on all of them."""
+    return x if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(x))
 
   # Parameters and state.
 
@@ -122,7 +138,7 @@ class Run:
   # Jitted functions.
 
   def sampler(self, sampling: Sampling, group_size: int) -> rollout.Sampler:
-    """sample(params, prompts_PS, prompt_lengths_P, key), from weights as `sampling_params` gives them."""
+    """sample(params, prompts_PS, prompt_lengths_P, key, first_row), from weights as `sampling_params` gives them."""
     return jax.jit(rollout.make_sampler(self.model, sampling, group_size),
                    out_shardings=sharding.batch_sharding(self.mesh))
 

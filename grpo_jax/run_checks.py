@@ -31,8 +31,7 @@ def check(config: Config) -> None:
       ("eval.samples", c.eval.samples, 0), ("checkpoint.every", c.checkpoint.every, 0),
       ("checkpoint.keep", c.checkpoint.keep, 1), ("log.every", c.log.every, 1),
       ("log.completions_every", c.log.completions_every, 0), ("algo.std_ddof", c.algo.std_ddof, 0),
-      ("algo.std_eps", c.algo.std_eps, 0), ("algo.clip_low", c.algo.clip_low, 0),
-      ("algo.clip_high", c.algo.clip_high, 0), ("optimizer.learning_rate", c.optimizer.learning_rate, 0),
+      ("algo.std_eps", c.algo.std_eps, 0), ("optimizer.learning_rate", c.optimizer.learning_rate, 0),
       ("optimizer.weight_decay", c.optimizer.weight_decay, 0),
       ("warm_start.learning_rate", c.warm_start.learning_rate, 0)):
     need(value >= least, key, value, f"it must be at least {least}")
@@ -47,6 +46,9 @@ def check(config: Config) -> None:
   need(0 <= c.sampling.min_p < 1, "sampling.min_p", c.sampling.min_p, "it must be in [0, 1); 0 is off")
   need(c.eval.temperature > 0, "eval.temperature", c.eval.temperature, "eval.samples are drawn, so it must be above 0")
   need(c.optimizer.max_grad_norm >= 0, "optimizer.max_grad_norm", c.optimizer.max_grad_norm, "0 is off, else a norm")
+  for key in ("clip_low", "clip_high"):
+    need(getattr(c.algo, key) > 0, f"algo.{key}", getattr(c.algo, key),
+         "it must be above 0: at 0 even a ratio of 1 is at the bound")
   need(c.algo.kl_coef >= 0, "algo.kl_coef", c.algo.kl_coef, "0 is off, else it must be positive")
   choose("model.dtype", c.model.dtype, DTYPES)
   choose("sampling.dtype", c.sampling.dtype, ("", *DTYPES))

@@ -136,6 +136,8 @@ _FORMATS = (
 
 def _parts(metrics, left):
   parts = [form.format(metrics[name]) for name, form in _FORMATS if metrics.get(name) is not None]
+  if metrics.get("skipped_updates"):
+    parts.append("update skipped: gradient not finite")
   return parts + ([] if left is None else [f"left {_duration(left)}"])
 
 

@@ -23,6 +23,7 @@ from grpo_jax.data import loader
 from grpo_jax.evaluate import Evaluator
 from grpo_jax.metrics import Writer, open_run
 from grpo_jax.optim import learning_rate
+from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import initialize_distributed
 from grpo_jax.run import Run
 from grpo_jax.terminal import Terminal
@@ -60,37 +61,39 @@ class Trainer:
     self.evaluator = Evaluator(self.run) if config.eval.every else None
     self.sample = self.run.sampler(config.sampling, config.batch.group_size)
     self.is_first_process = jax.process_index() == 0  # it alone writes what is not a checkpoint
-    if self.is_first_process:  # once nothing in the config is wrong: from here on it may not change
-      open_run(self.workdir, to_dict(config))
+    self.run.functions  # what is wrong with the rewards is told before anything is written
+    self._on_first_process(lambda: open_run(self.workdir, to_dict(config)))  # from here on the config may not change
     self.checkpoints = Checkpoints(self.workdir / "checkpoints", config.checkpoint.keep, self._warn)
     self.terminal = self.writer = self.reference = None
 
   @contextlib.contextmanager
   def session(self):
-    """Yields `stopped()`: whether SIGTERM or Ctrl-C has asked to save and leave. Closes everything at the end."""
+    """Yields `stopped()`: whether SIGTERM or Ctrl-C has asked a process to save and leave. Closes everything at the end."""
     signals = []
 
     def ask(number, _):
       if signals and number == signal.SIGINT:
         raise KeyboardInterrupt  # asked a second time
       signals.append(number)
+      self._warn("stopping after this step" + "; Ctrl-C again leaves at once" * (number == signal.SIGINT))
 
     with contextlib.ExitStack() as stack:
-      for number in (signal.SIGTERM, signal.SIGINT):
-        stack.callback(signal.signal, number, signal.signal(number, ask))
       self.terminal = Terminal(self.last_step, 0, None if self.is_first_process else Console(quiet=True))
       stack.callback(self.terminal.close)
+      for number in (signal.SIGTERM, signal.SIGINT):
+        stack.callback(signal.signal, number, signal.signal(number, ask))
       stack.callback(lambda: self.writer and self.writer.close())
       stack.callback(self.checkpoints.close)
-      yield lambda: bool(signals)
+      yield lambda: self.run.any_process(bool(signals))
 
   # Start.
 
   def restore_or_init(self) -> tuple[TrainState, int]:
     restored = self.checkpoints.restore_latest(self.run.abstract_state)
     step, state = restored or (0, self.run.init_state(self.run.initial_params()))
-    if self.is_first_process:
-      self.writer = Writer(self.workdir, step if restored else -1, self.config.log.tensorboard)
+    log = self.config.log
+    self.writer = self._on_first_process(
+        lambda: Writer(self.workdir, step if restored else -1, log.tensorboard, log.wandb))
     if step > self.first_grpo_step or not self.first_grpo_step:
       self.reference = self._reference(step)
     self._header(step)
@@ -142,9 +145,11 @@ class Trainer:
     out = self.sample(run.sampling_params(state.params), *arrays, jax.random.fold_in(run.key("sample"), index))
     out_host = run.fetch(out)
     times = {"time/sample": clock.lap()}
-    scored = rollout.score(out_host, prompts, run.tokenizer.decode, run.functions, config.reward)
+    score = rollout.score if self.is_first_process else rollout.unscored
+    scored = score(out_host, prompts, run.tokenizer.decode, run.functions, config.reward)
+    rewards_PG = run.from_first_process(scored.rewards_PG)
     times["time/reward"] = clock.lap()
-    batch = run.to_batch(out, *arrays, run.put(scored.rewards_PG))
+    batch = run.to_batch(out, *arrays, run.put(rewards_PG))
     if self.reference is not None:
       batch = batch.replace(ref_logprobs_PGT=run.reference_logprobs(self.reference, batch))
     jax.block_until_ready(batch)
@@ -209,6 +214,18 @@ class Trainer:
         self.writer.completions(step, rows)
       self.terminal.completions(step, rows[::max(1, len(rows) // 4 - 1)])  # of several prompts and group members
 
+  def _on_first_process(self, act):
+    """act() on the process that writes, None on the others. Where it fails, all of them end."""
+    result = error = None
+    if self.is_first_process:
+      try:
+        result = act()
+      except ConfigError as e:
+        error = e
+    if self.run.any_process(error is not None):
+      raise error or ConfigError("the first process has ended: see what it says")
+    return result
+
   def _warn(self, text):
     self.terminal.say(f"warning: {text}")
 
@@ -222,6 +239,9 @@ class Trainer:
       if prompts and prompts.dropped:
         lines.append(f"{prompts.dropped} {split} prompts are longer than data.max_prompt_tokens = "
                      f"{c.data.max_prompt_tokens} and left out; {len(prompts)} remain")
+    whole = sharding.undivided(run.abstract_params, run.mesh)
+    if whole:
+      lines.append(f"{len(whole)} dimensions of parameters stay whole, such as {whole[0]}")
     if step:
       lines.append(f"going on from step {step} of {self.last_step} in {self.workdir}")
     self.terminal.header(lines)

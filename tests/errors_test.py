@@ -70,7 +70,7 @@ def contents(folder):
     (dict(algo__aggregation="nosuch"), ["algo.aggregation is 'nosuch'", "'sequence_mean'"]),
     (dict(algo__kl="nosuch"), ["algo.kl is 'nosuch'", "'k3'"]),
     (dict(algo__kl_coef=-0.1), ["algo.kl_coef is -0.1", "positive"]),
-    (dict(algo__clip_low=-0.2), ["algo.clip_low is -0.2", "at least 0"]),
+    (dict(algo__clip_low=-0.2), ["algo.clip_low is -0.2", "above 0"]),
     (dict(algo__std_ddof=8), ["algo.std_ddof is 8", "below batch.group_size = 8"]),
     (dict(optimizer__schedule="step"), ["optimizer.schedule is 'step'", "'cosine'"]),
     (dict(optimizer__learning_rate=-1e-3), ["optimizer.learning_rate is -0.001", "at least 0"]),
@@ -132,7 +132,8 @@ def test_another_config_leaves_a_run_alone(run_folder, changes, words):
 
 def test_a_run_may_be_made_longer_and_watched_otherwise(run_folder):
   before = contents(run_folder)
-  Trainer(config(steps=500, eval__every=7, checkpoint__every=3, log__every=2), str(run_folder))
+  Trainer(config(steps=500, eval__every=7, checkpoint__every=3, log__every=2, mesh__fsdp=2, mesh__data=-1,
+                 batch__micro_batch=8, learner__remat=True), str(run_folder))
   after = contents(run_folder)
   assert json.loads(after.pop("config.json"))["steps"] == 500
   assert after == {name: content for name, content in before.items() if name != "config.json"}

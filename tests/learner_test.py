@@ -1,6 +1,7 @@
 """The learner against a plain computation that shares nothing, and its promises about splits and bad gradients."""
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,23 @@ def test_whole_logits_never_exist(params):
   text = jax.jit(jax.grad(lambda p: loss(p, batch)[0])).lower(big).as_text()
   assert "192x1x997xf32" in text  # a chunk: one token of each row
   assert "192x5x997" not in text and "960x997" not in text and "5x192x1x997" not in text
+
+
+def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
+  """Sums of products may be float32; a float32 operand would make an accelerator several times slower."""
+  config = dataclasses.replace(CONFIG, dtype="bfloat16")
+  text = jax.jit(jax.grad(lambda p: grpo(p, make_batch(), config=config)[0])).lower(params).as_text()
+  operands = re.findall(r"stablehlo\.dot_general .* : \((.*)\) ->", text)
+  assert len(operands) > 50 and not [line for line in operands if "f32" in line.replace("bf16", "")]
+
+
+def test_a_token_far_from_the_reference_does_not_stop_the_run(params):
+  """k3 at d = -100: its gradient, and the norm that clips it, are finite; the update is made."""
+  batch = make_batch()
+  far = batch.replace(ref_logprobs_PGT=jitted_logprobs(params, batch)[0] + 100)
+  state, metrics = step(params, far, optimizer=optax.chain(optax.clip_by_global_norm(1.0), SGD))
+  assert metrics["skipped_updates"] == 0 and 1e6 < metrics["grad_norm"] < np.inf
+  assert jitted_logprobs(state.params, batch)[0].sum() > jitted_logprobs(params, batch)[0].sum()
 
 
 @pytest.mark.parametrize("micro", [1, 2])

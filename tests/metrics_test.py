@@ -2,6 +2,8 @@ import copy
 import json
 import os
 import struct
+import sys
+import types
 
 from hypothesis import given, settings, strategies as st
 import jax.numpy as jnp
@@ -192,8 +194,9 @@ def test_completions_keep_any_text_and_later_ones_go_at_a_resume(tmp_path):
   assert json.loads(line) == {**rows[0], "reward": None, "length": 3}
   assert "ü日" in line
   (folder / "000006.jsonl.new").write_text("{")  # killed in the midst
+  (folder / "notes.txt").write_text("the user's own")
   Writer(tmp_path, 9, tensorboard=False).close()
-  assert os.listdir(folder) == ["000005.jsonl"]
+  assert sorted(os.listdir(folder)) == ["000005.jsonl", "notes.txt"]
 
 
 def events(folder):
@@ -223,6 +226,25 @@ def test_tensorboard_gets_the_rows_and_forgets_those_done_again(tmp_path):
       visible[event.step] = value.simple_value
   assert visible == {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5}
   assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2
+
+
+def test_wandb_gets_the_rows_and_goes_on_with_the_same_run(tmp_path, monkeypatch):
+  opened, logged = [], []
+  run = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end"))
+  fake = types.SimpleNamespace(Settings=dict, init=lambda **kwargs: opened.append(kwargs) or run)
+  monkeypatch.setitem(sys.modules, "wandb", fake)
+  open_run(tmp_path, CONFIG)
+  for start in (-1, 0):
+    writer = Writer(tmp_path, start, tensorboard=False, wandb="sums")
+    writer.write(start + 1, {"reward": 0.5, "kl": float("nan")})
+    writer.close()
+  assert logged == [(0, {"reward": 0.5}), "end", (1, {"reward": 0.5}), "end"]
+  assert [(o["project"], o["resume"]) for o in opened] == [("sums", "allow")] * 2
+  assert opened[0]["id"] == opened[1]["id"] != ""
+  assert opened[0]["config"] == json.loads(json.dumps(CONFIG))
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  with pytest.raises(ConfigError, match=r"^config key log\.wandb needs the package wandb: pip install"):
+    Writer(tmp_path, 0, tensorboard=False, wandb="sums")
 
 
 def test_files_are_replaced_in_one_step(tmp_path, monkeypatch):

@@ -172,11 +172,19 @@ def test_score_names_the_function_that_misbehaves(bad, message):
 
 
 @pytest.mark.parametrize("functions, weights, message", [
-    ([strict], [1.0, 2.0], "reward.weights"), ([], [], "reward.weights"), ([strict, strict], [1.0, 1.0], "same name"),
+    ([strict], [1.0, 2.0], "reward.weights"), ([], [], "reward.weights"),
 ])
 def test_score_refuses_functions_and_weights_that_do_not_match(functions, weights, message):
   with pytest.raises(ConfigError, match=message):
     rewards.score(functions, weights, ["a"], {"answer": ["1"]})
+
+
+def test_two_rewards_of_one_name_are_refused_at_the_start(tmp_path):
+  file = tmp_path / "mine.py"
+  file.write_text("def strict(completions, **columns):\n  return [0.0] * len(completions)\n")
+  with pytest.raises(ConfigError, match="same name"):
+    rewards.resolve_all(["strict", f"{file}:strict"])
+  assert rewards.resolve_all(["strict", "flexible"]) == [strict, rewards.REWARDS["flexible"]]
 
 
 def test_resolve(tmp_path):

@@ -1,5 +1,6 @@
 """The shape of a decoder, as data: a model family is a row of these fields, never a copy of the code."""
 import dataclasses
+import math
 
 import jax
 
@@ -21,7 +22,14 @@ class ModelConfig:
   max_positions: int = 32768  # prompt + completion may not be longer
   stop_ids: tuple[int, ...] = ()  # token ids that end a text (eos_token_id of the checkpoint)
   dtype: str = "float32"  # of the computation; parameters are float32
-  rows: jax.sharding.Sharding | None = None  # where the rows of activations lie on the mesh; None = where XLA likes
+  # On the mesh, None = where XLA likes:
+  rows: jax.sharding.NamedSharding | None = None  # where the rows of activations lie
+  table: jax.sharding.NamedSharding | None = None  # where the embedding lies while tokens are looked up
+
+  @property
+  def row_shards(self) -> int:
+    """Over how many devices the rows of activations are split."""
+    return 1 if self.rows is None else math.prod(self.rows.mesh.shape[axis] for axis in self.rows.spec[0])
 
   @property
   def queries_per_kv(self) -> int:

@@ -1,4 +1,5 @@
 """The decoder's layers (Flax Linen, params only). Shapes: the legend of grpo_jax/types.py."""
+import functools
 import math
 
 import jax
@@ -22,24 +23,39 @@ def rotate(x_BTHE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHE.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  """jnp.einsum of two operands of one dtype to float32, whose gradient is computed in the operands' dtype.
+
+  Left alone, the gradient of a bfloat16 product with a float32 result is two products in float32.
+  """
+  return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+
+def _einsum_backward(equation, operands, dz):
+  return jax.vjp(functools.partial(jnp.einsum, equation), *operands)[1](dz.astype(operands[0].dtype))
+
+
+einsum.defvjp(lambda equation, x, y: (einsum(equation, x, y), (x, y)), _einsum_backward)
+
+
 def attend(q_PKGRTE, own, own_mask_TC, prefix, prefix_mask_PS):
   """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts.
 
   own: keys and values [P, K, G, C, E]; prefix: keys and values [P, K, S, E] or None. Returns [P, K, G, R, T, E].
   """
-  f32 = dict(preferred_element_type=jnp.float32)
   q = q_PKGRTE / math.sqrt(q_PKGRTE.shape[-1])
-  scores = [jnp.where(own_mask_TC, jnp.einsum("pkgrte,pkgce->pkgrtc", q, own[0], **f32), -jnp.inf)]
+  scores = [jnp.where(own_mask_TC, einsum("pkgrte,pkgce->pkgrtc", q, own[0]), -jnp.inf)]
   if prefix:
     mask = prefix_mask_PS[:, None, None, None, None, :]
-    scores.append(jnp.where(mask, jnp.einsum("pkgrte,pkse->pkgrts", q, prefix[0], **f32), -jnp.inf))
+    scores.append(jnp.where(mask, einsum("pkgrte,pkse->pkgrts", q, prefix[0]), -jnp.inf))
   # Every query sees at least its own token, so the maximum is finite.
   top = jax.lax.stop_gradient(jnp.max(jnp.stack([s.max(-1) for s in scores]), 0))[..., None]
   weights = [jnp.exp(s - top) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
-  out = jnp.einsum("pkgrtc,pkgce->pkgrte", weights[0].astype(q.dtype), own[1], **f32)
+  out = einsum("pkgrtc,pkgce->pkgrte", weights[0].astype(q.dtype), own[1])
   if prefix:
-    out = out + jnp.einsum("pkgrts,pkse->pkgrte", weights[1].astype(q.dtype), prefix[1], **f32)
+    out = out + einsum("pkgrts,pkse->pkgrte", weights[1].astype(q.dtype), prefix[1])
   return (out / total).astype(q.dtype)
 
 

@@ -7,7 +7,7 @@ from flax import linen as nn
 
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import Block, rope_angles
+from grpo_jax.model.layers import Block, einsum, rope_angles
 
 Params = Any  # nested dict of float32 arrays
 
@@ -27,14 +27,15 @@ class Transformer(nn.Module):
       own, length, prefix = list(zip(cache.keys, cache.values)), cache.length, cache.prefix
     if prefix is not None:
       prefix_mask_PS = jnp.arange(prefix.keys[0].shape[2]) < prefix.lengths_P[:, None]
-    x_BTD = nn.Embed(c.vocab_size, c.embed_dim, dtype=c.dtype, name="embed")(tokens_BT)
     # Left free, XLA splits activations along D, as the weights are over fsdp, and gathers all their rows everywhere.
-    keep_rows = lambda x: x if c.rows is None else jax.lax.with_sharding_constraint(x, c.rows)
-    x_BTD, new, block = keep_rows(x_BTD), [], nn.remat(Block) if self.remat else Block
+    keep = lambda x, where: x if where is None else jax.lax.with_sharding_constraint(x, where)
+    table_VD = nn.Embed(c.vocab_size, c.embed_dim, name="embed").embedding.astype(c.dtype)
+    x_BTD = keep(keep(table_VD, c.table)[tokens_BT], c.rows)
+    new, block = [], nn.remat(Block) if self.remat else Block
     for i in range(c.num_layers):
       shared = None if prefix is None else (prefix.keys[i], prefix.values[i])
       x_BTD, layer = block(c, name=f"layers_{i}")(x_BTD, rope, own[i], length, shared, prefix_mask_PS)
-      x_BTD = keep_rows(x_BTD)
+      x_BTD = keep(x_BTD, c.rows)
       new.append(layer)
     if not c.tie_embeddings:
       _Head(c, name="head")()
@@ -74,7 +75,7 @@ def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.A
     weights, equation = params["embed"]["embedding"], "...d,vd->...v"
   else:
     weights, equation = params["head"]["kernel"], "...d,dv->...v"
-  return jnp.einsum(equation, hidden_BTD, weights.astype(config.dtype), preferred_element_type=jnp.float32)
+  return einsum(equation, hidden_BTD, weights.astype(config.dtype))
 
 
 def forward(params: Params, config: ModelConfig, tokens_BT: jax.Array, positions_BT: jax.Array,

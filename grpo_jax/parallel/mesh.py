@@ -29,12 +29,24 @@ def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
 
 
 def initialize_distributed() -> None:
-  """Joins the processes of a Slurm step or a TPU pod; does nothing elsewhere. Call it before any other use of JAX.
+  """Joins the processes of a Slurm step, a TPU pod or JAX_COORDINATOR_ADDRESS; does nothing elsewhere.
 
-  Under Slurm, JAX gives each task one GPU: start as many tasks per node as it has GPUs.
+  Call it before any other use of JAX. Under Slurm, JAX gives each task one GPU: start as many tasks per node as it has
+  GPUs. Elsewhere, JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID say who is who.
   """
-  if _several_processes(os.environ) and not jax.distributed.is_initialized():
+  if jax.distributed.is_initialized():
+    return
+  if "JAX_COORDINATOR_ADDRESS" in os.environ:
+    jax.distributed.initialize(num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID"))
+  elif _several_processes(os.environ):
     jax.distributed.initialize()
+
+
+def _number(variable):
+  value = os.environ.get(variable, "")
+  if not value.isdecimal():
+    raise ConfigError(f"environment variable {variable} is {value!r}: beside JAX_COORDINATOR_ADDRESS it must be a number")
+  return int(value)
 
 
 def _several_processes(environ: Mapping[str, str]) -> bool:

@@ -75,6 +75,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
+def table_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
+  """The embedding [V, D] while tokens are looked up: whole along D, so that the rows found lie where the batch does."""
+  return NamedSharding(mesh, PartitionSpec("tensor" if _divides(mesh, "tensor", vocabulary) else None))
+
+
 def _axes(name: str, leaf: Any, layout: str) -> tuple[str | None, ...]:
   if layout not in LAYOUTS:
     raise ConfigError(f"weights layout {layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")

@@ -40,6 +40,15 @@ def resolve(name: str, key: str = "reward.functions") -> Reward:
   return function
 
 
+def resolve_all(names: Sequence[str]) -> list[Reward]:
+  """The rewards that reward.functions names. ConfigError also where two have one name, under which both would report."""
+  functions = [resolve(name) for name in names]
+  called = [_name(function) for function in functions]
+  if len(set(called)) < len(called):
+    raise ConfigError(f"reward.functions: two functions have the same name in {called}; rename one")
+  return functions
+
+
 def score(functions: Sequence[Reward], weights: Sequence[float], completions: Sequence[str],
           columns: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
   """-> (rewards float32 [N], {function name: float32 [N]}); NaN = None.
@@ -47,18 +56,19 @@ def score(functions: Sequence[Reward], weights: Sequence[float], completions: Se
   A completion's reward is the weighted sum over the functions that scored it, NaN if none did. Raises ConfigError for
   weights that do not match the functions, and for a function that does not return N numbers.
   """
-  names = [getattr(function, "__name__", type(function).__name__) for function in functions]
   if not functions or len(weights) != len(functions):
     raise ConfigError(f"reward.weights: {len(weights)} weights for {len(functions)} functions in reward.functions;"
                       " give as many, at least one")
-  if len(set(names)) < len(names):
-    raise ConfigError(f"reward.functions: two functions have the same name in {names}; rename one")
-  scores = {name: _call(function, name, list(completions), columns) for name, function in zip(names, functions)}
+  scores = {_name(f): _call(f, _name(f), list(completions), columns) for f in functions}
   total = np.zeros(len(completions))
   for weight, values in zip(weights, scores.values()):
     total += weight * np.nan_to_num(values)
   unscored = np.all([np.isnan(values) for values in scores.values()], axis=0)
   return np.where(unscored, np.nan, total).astype(np.float32), scores
+
+
+def _name(function):
+  return getattr(function, "__name__", type(function).__name__)
 
 
 def _call(function, name, completions, columns):

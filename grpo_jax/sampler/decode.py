@@ -29,17 +29,17 @@ def capacities(max_tokens: int) -> list[int]:
   return sizes[::-1]
 
 
-def decode(step: Step, grow: Callable[[Any, int], Any], cache: Any, logits_PV: jax.Array, key: jax.Array, *,
-           group_size: int, sampling: Sampling) -> Completions:
+def decode(step: Step, grow: Callable[[Any, int], Any], cache: Any, logits_PV: jax.Array, key: jax.Array,
+           first_row: jax.Array | int = 0, *, group_size: int, sampling: Sampling) -> Completions:
   """Draws G completions of each prompt; ends early when every row has.
 
   step(cache, tokens_B, time) -> (logits_BV, cache): what follows tokens [P * G], the rows' time-th ones; the cache
   comes with room for `capacities(max_tokens)[0]` tokens a row, and grow(cache, n) makes room for n.
-  logits_PV: what follows each prompt. Row b draws with fold_in(key, b), whatever the other rows do.
+  logits_PV: what follows each prompt. Row b draws with fold_in(key, first_row + b), whatever the other rows do.
   """
   P, (B, T) = logits_PV.shape[0], (logits_PV.shape[0] * group_size, sampling.max_tokens)
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
-  keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
+  keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, first_row + jnp.arange(B))
   uniforms_BTN = jax.vmap(lambda k: jax.random.uniform(k, (T, draws_per_token(logits_PV.shape[1]))))(keys_B)
 
   def advance(loop: _Loop, logits_BV) -> _Loop:
