@@ -5,15 +5,19 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+import numpy as np
 
 from grpo_jax.model.config import ModelConfig
 
 
 def rope_angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-  """cos and sin [B, T, E/2] of rotary position embedding (Su et al. 2104.09864), float32."""
-  frequencies = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-  angles = positions_BT[..., None].astype(jnp.float32) * frequencies
-  return jnp.cos(angles), jnp.sin(angles)
+  """cos and sin [B, T, E/2] of rotary position embedding (Su et al. 2104.09864), float32.
+
+  Looked up in a table of max_positions rows: computed, XLA would do it again in every head of every layer.
+  """
+  frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim)
+  angles = np.arange(config.max_positions, dtype=np.float32)[:, None] * frequencies.astype(np.float32)
+  return jnp.asarray(np.cos(angles))[positions_BT], jnp.asarray(np.sin(angles))[positions_BT]
 
 
 def rotate(x_BTHE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
