@@ -8,8 +8,9 @@ A Qwen2 decoder of random float32 weights; each step samples G completions of at
 prompts of `plen` tokens (temperature 1, stop at eos), rewards the count of three letters, and makes one update
 (kl_coef 0.04 with a frozen reference, AdamW, learning rate 1e-4).
 
-gen_s: sampling, rewards and reference log-probs; step_s: the whole step; medians over the steps after the first, which
-compiles. compile_s: what the first step took longer. tokens: really emitted per step, median. peak_mb: of this process.
+gen_s: sampling, rewards and reference log-probs; step_s: the whole step; sample_s, reference_s, update_s: parts of it.
+Medians over the steps after the first, which compiles; compile_s: what the first step took longer. tokens: really emitted
+per step, median. peak_mb: of this process.
 """
 import argparse
 import json
@@ -75,6 +76,7 @@ def main():
   print(json.dumps(dict(
       peer="grpo_jax", gen_s=median(["sample", "reward", "reference"]), step_s=median(["step"]),
       tokens=statistics.median(row["completions/tokens"] for row in rows[1:]),
+      sample_s=median(["sample"]), reference_s=median(["reference"]), update_s=median(["update"]),
       compile_s=rows[0]["time/step"] - median(["step"]),
       peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
       params=sum(x.size for x in jax.tree.leaves(state.params)), device=jax.devices()[0].device_kind)))

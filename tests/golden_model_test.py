@@ -17,5 +17,7 @@ def test_logits_are_those_of_transformers(name):
   tokens_BT = jnp.asarray(expected["tokens"])
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   logits_BTV, _ = model.forward(params, config, tokens_BT, positions_BT)
-  for row, length in enumerate(expected["lengths"]):
-    np.testing.assert_allclose(logits_BTV[row, :length], expected["logits"][row, :length], rtol=0, atol=1e-4)
+  valid_BT = np.arange(tokens_BT.shape[1]) < expected["lengths"][:, None]
+  largest = np.abs(np.where(valid_BT[..., None], logits_BTV - expected["logits"], 0)).max()
+  print(f"{name}: largest difference of a logit {largest:.1e}")  # pytest -s shows it
+  assert valid_BT.any(1).all() and largest <= 1e-4
