@@ -25,7 +25,7 @@ setup(
         "tokenizers",
     ],
     extras_require={
-        "test": ["hypothesis", "pytest"],
+        "test": ["hypothesis", "pytest", "pytest-xdist"],
         "plot": ["matplotlib"],
         "wandb": ["wandb"],
         "cuda": ["jax[cuda]"],
