@@ -1,6 +1,10 @@
 """GRPO from scratch on a laptop: sums of several steps.
 
   python -m grpo_jax.train --config=configs/arithmetic.py --workdir=/tmp/arithmetic
+
+Two CPU cores: about 7 minutes (experiments/LOG.md). Held-out greedy accuracy after the warm start and at the end, seeds
+0, 1, 2: 18% to 99%, 24% to 95%, 45% to 99.6%, as the answers grow from 10 to 17 tokens to 32: GRPO finds that working a
+sum out pays.
 """
 from configs import default
 
