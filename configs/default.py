@@ -1,7 +1,7 @@
 """Every key once, with what it means. Other configs start from here and change a few."""
 from ml_collections import ConfigDict
 
-from grpo_jax.algo.presets import PRESETS
+from grpo_jax.algo import presets
 
 
 def get_config(preset="grpo"):
@@ -50,7 +50,7 @@ def get_config(preset="grpo"):
   c.reward.functions = ("strict",)  # names of grpo_jax/rewards, or file.py:function
   c.reward.weights = (1.0,)
 
-  c.algo = ConfigDict(PRESETS[preset])  # see grpo_jax/algo/presets.py
+  c.algo = ConfigDict(presets.row(preset))  # see grpo_jax/algo/presets.py
 
   c.learner = ConfigDict()
   c.learner.remat = False  # recompute each layer in the backward pass: less memory, a third more time

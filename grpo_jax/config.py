@@ -64,13 +64,43 @@ class Algo:
   advantage: str
   std_ddof: int
   std_eps: float
+  batch_weighting: str
+  batch_std_eps: float
+  pass_k: int
   ratio: str
+  updates_per_batch: int
+  minibatches: int
+  old_logprobs: str
   surrogate: str
   clip_low: float
   clip_high: float
+  ratio_max: float
+  dual_clip: float
+  tau_pos: float
+  tau_neg: float
+  k_pos: float
+  lambda_pos: float
+  k_neg: float
+  lambda_neg: float
+  cov_fraction: float
+  cov_low: float
+  cov_high: float
+  cov_kl_coef: float
+  dro_beta: float
   aggregation: str
+  length_norm: int
   kl: str
   kl_coef: float
+  kl_in: str
+  kl_importance_weighted: bool
+  correction: str
+  correction_level: str
+  correction_low: float
+  correction_high: float
+  off_policy_threshold: float
+  mask_truncated: bool
+  top_entropy_quantile: float
+  entropy_coef: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,11 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
 from grpo_jax import masked, model
-from grpo_jax.algo.objective import objective
+from grpo_jax.algo import selection
+from grpo_jax.algo.objective import Told, objective, totals
 from grpo_jax.config import Algo, Learner
 from grpo_jax.types import Batch, TrainState
 
@@ -42,8 +44,10 @@ def completion_features(params: Any, config: model.ModelConfig, batch: Batch, re
 
 
 def token_logprobs(params: Any, config: model.ModelConfig, hidden_BTD: jax.Array, tokens_BT: jax.Array,
-                   temperature: float, chunk: int) -> tuple[jax.Array, jax.Array]:
+                   temperature: float, chunk: int, entropy_gradient: bool = False) -> tuple[jax.Array, jax.Array]:
   """log pi(token) and entropy of pi [B, T], float32, pi = softmax(logits / temperature).
+
+  The entropy has a gradient only if asked for.
 
   A device holds logits of about `chunk` tokens at a time (of one position of its rows at least), in the backward pass
   too. Chunks are slices of T, so that rows stay where they are sharded.
@@ -61,22 +65,21 @@ def token_logprobs(params: Any, config: model.ModelConfig, hidden_BTD: jax.Array
     log_total = jax.nn.logsumexp(logits, axis=-1)
     # A masked sum, not a gather: its gradient is elementwise, and a vocabulary sharded over devices needs no exchange.
     is_token = jnp.arange(logits.shape[-1]) == tokens[..., None]
-    fixed = jax.lax.stop_gradient(logits)
-    probs = jnp.exp(fixed - jax.lax.stop_gradient(log_total)[..., None])
-    entropy = jax.lax.stop_gradient(log_total) - (probs * fixed).sum(-1)
+    fixed = (logits, log_total) if entropy_gradient else jax.lax.stop_gradient((logits, log_total))
+    entropy = fixed[1] - (jnp.exp(fixed[0] - fixed[1][..., None]) * fixed[0]).sum(-1)
     return jnp.where(is_token, logits, 0).sum(-1) - log_total, entropy
 
   joined = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, count * width)[:, :T]
   return jax.tree.map(joined, jax.lax.map(one, (split(hidden_BTD), split(tokens_BT))))
 
 
-def logprobs(params: Any, config: model.ModelConfig, batch: Batch, temperature: float,
-             learner: Learner) -> tuple[jax.Array, jax.Array]:
+def logprobs(params: Any, config: model.ModelConfig, batch: Batch, temperature: float, learner: Learner,
+             entropy_gradient: bool = False) -> tuple[jax.Array, jax.Array]:
   """log pi and entropy [P, G, T] of a batch's completions, 0 at padding."""
   P, G, T = batch.completions_PGT.shape
   hidden_BTD = completion_features(params, config, batch, learner.remat).reshape(P * G, T, -1)
   tokens_BT = batch.completions_PGT.reshape(P * G, T)
-  both = token_logprobs(params, config, hidden_BTD, tokens_BT, temperature, learner.logprob_chunk)
+  both = token_logprobs(params, config, hidden_BTD, tokens_BT, temperature, learner.logprob_chunk, entropy_gradient)
   return jax.tree.map(lambda x: masked.masked(x.reshape(P, G, T), batch.mask_PGT), both)
 
 
@@ -89,60 +92,80 @@ def micro_batches(batch: Batch, size: int) -> Batch:
   return jax.tree.map(split, batch)
 
 
+def joined(x: jax.Array, batch: Batch) -> jax.Array:
+  """What was computed for each of `micro_batches`, [M, P / M, G, T], as [P, G, T]."""
+  return x.swapaxes(0, 1).reshape(batch.completions_PGT.shape)
+
+
 def reference_logprobs(params: Any, batch: Batch, config: model.ModelConfig, temperature: float, learner: Learner,
                        micro_batch: int) -> jax.Array:
   """log-probs [P, G, T] under frozen parameters, one micro-batch at a time."""
   one = lambda micro: logprobs(params, config, micro, temperature, learner)[0]
-  out = jax.lax.map(one, micro_batches(batch, micro_batch))
-  return out.swapaxes(0, 1).reshape(batch.completions_PGT.shape)
+  return joined(jax.lax.map(one, micro_batches(batch, micro_batch)), batch)
 
 
-Loss = Callable[[Any, Batch], tuple[jax.Array, tuple[jax.Array, dict, dict]]]
+@struct.dataclass
+class Objective:
+  """What `train_step` minimises: totals(batch) of a whole batch, and a part's share of the loss, given them."""
+  totals: Callable[[Batch], Any] = struct.field(pytree_node=False)
+  share: Callable[[Any, Batch, Any], tuple[jax.Array, Told]] = struct.field(pytree_node=False)
 
 
-def grpo_loss(params: Any, batch: Batch, config: model.ModelConfig, algo: Algo, temperature: float, learner: Learner):
-  """(sum, (weight, means, maxima)) of the objective over a batch or a part of it; the loss is sum / weight."""
-  logprobs_PGT, entropy_PGT = logprobs(params, config, batch, temperature, learner)
-  loss, weight, means = objective(logprobs_PGT, batch, algo)
-  gap_PGT = jnp.abs(jax.lax.stop_gradient(logprobs_PGT) - batch.sampler_logprobs_PGT)
-  count = (batch.mask_PGT != 0).sum()
-  means |= {"entropy": (entropy_PGT.sum(), count),
-            "sampler/logprob_gap_mean": (masked.total(gap_PGT, batch.mask_PGT), count)}
-  return loss, (weight, means, {"sampler/logprob_gap_max": masked.masked(gap_PGT, batch.mask_PGT).max()})
+def grpo(config: model.ModelConfig, algo: Algo, temperature: float, learner: Learner) -> Objective:
+  """The objective of `algo`."""
+  def share(params, batch, whole):
+    logprobs_PGT, entropies_PGT = logprobs(params, config, batch, temperature, learner, bool(algo.entropy_coef))
+    loss, told = objective(logprobs_PGT, entropies_PGT, batch, whole, algo)
+    gap_PGT = jnp.abs(jax.lax.stop_gradient(logprobs_PGT) - batch.sampler_logprobs_PGT)
+    told.means["sampler/logprob_gap_mean"] = masked.total(gap_PGT, batch.mask_PGT), masked.count(batch.mask_PGT)
+    told.maxima["sampler/logprob_gap_max"] = masked.masked(gap_PGT, batch.mask_PGT).max()
+    return loss, told
+  return Objective(functools.partial(totals, algo=algo), share)
 
 
-def supervised_loss(params: Any, batch: Batch, config: model.ModelConfig, learner: Learner):
-  """As `grpo_loss`, for the mean of -log pi over the tokens of given completions (temperature 1)."""
-  logprobs_PGT, _ = logprobs(params, config, batch, 1.0, learner)
-  return -logprobs_PGT.sum(), ((batch.mask_PGT != 0).sum(), {}, {})
+def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
+  """The mean of -log pi over the tokens of given completions (temperature 1)."""
+  def share(params, batch, count):
+    return masked.divide(-logprobs(params, config, batch, 1.0, learner)[0].sum(), count), Told({}, {}, {})
+  return Objective(lambda batch: masked.count(batch.mask_PGT), share)
 
 
-def train_step(state: TrainState, batch: Batch, loss: Loss, optimizer: optax.GradientTransformation,
+def with_selection(params: Any, batch: Batch, config: model.ModelConfig, algo: Algo, temperature: float,
+                   learner: Learner, micro_batch: int) -> Batch:
+  """The batch with the tokens that `algo` treats otherwise, which takes a forward pass over all of it."""
+  one = lambda micro: logprobs(params, config, micro, temperature, learner)
+  logprobs_PGT, entropies_PGT = (joined(x, batch) for x in jax.lax.map(one, micro_batches(batch, micro_batch)))
+  old_PGT = logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
+  return batch.replace(selection=selection.select(logprobs_PGT, old_PGT, entropies_PGT, batch.advantages_PGT,
+                                                  batch.mask_PGT, algo))
+
+
+def train_step(state: TrainState, batch: Batch, loss: Objective, optimizer: optax.GradientTransformation,
                micro_batch: int = 0) -> tuple[TrainState, Metrics]:
-  """One update. Gradients of the sums are added over micro-batches and divided once by the whole batch's weight.
+  """One update. Each micro-batch's share of the loss has the whole batch's weight, so that their gradients add up.
 
   A gradient that is not finite leaves parameters and optimizer as they were, and metric `skipped_updates` is 1.
   """
-  gradient = jax.value_and_grad(loss, has_aux=True)
+  gradient = jax.value_and_grad(loss.share, has_aux=True)
+  whole = loss.totals(batch)
 
   def add(total, micro):
-    (loss_sum, (weight, means, maxima)), grads = gradient(state.params, micro)
-    sums = jax.tree.map(jnp.add, total[0], (grads, loss_sum, weight, means))
-    return (sums, jax.tree.map(jnp.maximum, total[1], maxima)), None
+    (share, told), grads = gradient(state.params, micro, whole)
+    sums = jax.tree.map(jnp.add, total[0], (grads, share, told.means))
+    return (sums, jax.tree.map(jnp.maximum, total[1], told.maxima), jax.tree.map(jnp.minimum, total[2], told.minima)), None
 
   micros = micro_batches(batch, micro_batch)
-  shapes = jax.eval_shape(gradient, state.params, jax.tree.map(lambda x: x[0], micros))
-  (loss_sum, (weight, means, maxima)), grads = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  zeros = (grads, loss_sum, weight, means), maxima
-  ((grads, loss_sum, weight, means), maxima), _ = jax.lax.scan(add, zeros, micros)
+  first = jax.tree.map(lambda x: x[0], micros)
+  (share, told), grads = jax.eval_shape(gradient, state.params, first, whole)
+  start = lambda value, tree: jax.tree.map(lambda s: jnp.full(s.shape, value, s.dtype), tree)
+  zero = start(0, (grads, share, told.means)), start(-jnp.inf, told.maxima), start(jnp.inf, told.minima)
+  ((grads, share, means), maxima, minima), _ = jax.lax.scan(add, zero, micros)
 
-  grads = jax.tree.map(lambda g: masked.divide(g, weight), grads)
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
   new_state = TrainState(state.step + 1, keep(optax.apply_updates(state.params, updates), state.params),
                          keep(opt_state, state.opt_state))
-  metrics = {"loss": masked.divide(loss_sum, weight), "grad_norm": norm, "skipped_updates": 1.0 - finite}
-  metrics |= {name: masked.divide(*mean) for name, mean in means.items()} | maxima
-  return new_state, metrics
+  metrics = {"loss": share, "grad_norm": norm, "skipped_updates": 1.0 - finite}
+  return new_state, metrics | {name: masked.divide(*mean) for name, mean in means.items()} | maxima | minima

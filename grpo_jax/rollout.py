@@ -68,7 +68,8 @@ def unscored(out: Completions, prompts: PromptBatch, decode_text, functions: Seq
              config: Reward) -> Scored:
   """What stands for `score` where another process does the scoring."""
   P, G, _ = out.tokens_PGT.shape
-  return Scored([[""] * G] * P, np.full((P, G), np.nan, np.float32), {})
+  nothing = np.full((P, G), np.nan, np.float32)
+  return Scored([[""] * G] * P, nothing, {str(i): nothing for i in range(len(functions))})
 
 
 def metrics(out: Completions, scored: Scored) -> dict[str, float]:

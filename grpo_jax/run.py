@@ -9,16 +9,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from grpo_jax import learner, model, optim, rollout
+from grpo_jax import learner, masked, model, optim, rollout
+from grpo_jax.algo import selection
 from grpo_jax.algo.advantages import ADVANTAGES
-from grpo_jax.config import Config, ConfigError, Sampling
+from grpo_jax.algo.kl import KL
+from grpo_jax.config import Algo, Config, ConfigError, Sampling
 from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.loader import Prompts
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.parallel import sharding
 from grpo_jax.rewards import Reward, resolve_all
 from grpo_jax.run_checks import check
-from grpo_jax.types import Batch, TrainState
+from grpo_jax.types import Batch, Rewards, TrainState
 
 
 class Run:
@@ -113,8 +115,19 @@ class Run:
     return jax.random.fold_in(jax.random.key(self.config.seed), ("init", "sample", "evaluate").index(stream))
 
   @functools.cached_property
+  def algo(self) -> Algo:
+    """config.algo, with the length that `constant` divides by filled in."""
+    algo = self.config.algo
+    return dataclasses.replace(algo, length_norm=algo.length_norm or self.config.sampling.max_tokens)
+
+  @property
+  def updates_per_step(self) -> int:
+    """Optimizer updates that one GRPO step makes."""
+    return self.algo.updates_per_batch * self.algo.minibatches
+
+  @functools.cached_property
   def optimizer(self):
-    return optim.make_optimizer(self.config.optimizer, self.config.steps)
+    return optim.make_optimizer(self.config.optimizer, self.config.steps * self.updates_per_step)
 
   @functools.cached_property
   def warm_optimizer(self):
@@ -155,15 +168,44 @@ class Run:
 
   @functools.cached_property
   def to_batch(self):
-    """(completions, prompts_PS, prompt_lengths_P, rewards_PG) -> Batch, without reference log-probs."""
-    algo = self.config.algo
+    """(completions, prompts_PS, prompt_lengths_P) -> Batch, without advantages and reference log-probs."""
+    algo = self.algo
 
-    def to_batch(out, prompts_PS, prompt_lengths_P, rewards_PG) -> Batch:
-      mask_PGT = (jnp.arange(out.tokens_PGT.shape[-1]) < out.lengths_PG[..., None]).astype(jnp.float32)
-      advantages_PG = ADVANTAGES[algo.advantage](rewards_PG, algo)
-      return Batch(prompts_PS, prompt_lengths_P, out.tokens_PGT, mask_PGT, advantages_PG, out.logprobs_PGT)
+    def to_batch(out, prompts_PS, prompt_lengths_P) -> Batch:
+      mask_PGT = jnp.arange(out.tokens_PGT.shape[-1]) < out.lengths_PG[..., None]
+      if algo.mask_truncated:
+        mask_PGT = mask_PGT & (out.stopped_by_PG >= 0)[..., None]
+      several = algo.updates_per_batch * algo.minibatches > 1  # else old is the policy itself
+      return Batch(prompts_PS, prompt_lengths_P, out.tokens_PGT, mask_PGT.astype(jnp.float32), None, out.logprobs_PGT,
+                   out.sampling_logprobs_PGT, out.logprobs_PGT if several else None)
 
     return jax.jit(to_batch, out_shardings=sharding.batch_sharding(self.mesh))
+
+  @functools.cached_property
+  def with_advantages(self):
+    """(batch, scores_PGK, greedy_P) -> the batch with its advantages. NaN: not scored; greedy_P of zeros if not asked for."""
+    algo, weights = self.algo, jnp.array(self.config.reward.weights, jnp.float32)
+
+    def with_advantages(batch, scores_PGK, greedy_P) -> Batch:
+      penalty_PGT = None
+      if algo.kl_coef and algo.kl_in == "reward":
+        penalty_PGT = algo.kl_coef * masked.masked(
+            KL[algo.kl](batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT), batch.mask_PGT)
+      rewards = Rewards(jnp.moveaxis(scores_PGK, -1, 0), weights, batch.mask_PGT, greedy_P, penalty_PGT)
+      advantages = ADVANTAGES[algo.advantage](rewards, algo)
+      advantages_PGT = advantages if advantages.ndim == 3 else advantages[..., None]
+      return batch.replace(advantages_PGT=batch.mask_PGT * advantages_PGT)
+
+    return jax.jit(with_advantages, out_shardings=sharding.batch_sharding(self.mesh))
+
+  @functools.cached_property
+  def minibatches(self):
+    """batch -> its algo.minibatches parts, each for an optimizer step."""
+    def minibatches(batch) -> list[Batch]:
+      parts = learner.micro_batches(batch, self.config.batch.prompts // self.algo.minibatches)
+      return [jax.tree.map(lambda x: x[i], parts) for i in range(self.algo.minibatches)]
+
+    return jax.jit(minibatches, out_shardings=sharding.batch_sharding(self.mesh))
 
   @functools.cached_property
   def reference_logprobs(self):
@@ -177,19 +219,20 @@ class Run:
   def update(self):
     """(state, batch) -> (state, metrics): one GRPO update; the state is donated."""
     c = self.config
-    loss = functools.partial(learner.grpo_loss, config=self.model, algo=c.algo, temperature=c.sampling.temperature,
-                             learner=c.learner)
-    return self._jit_step(loss, self.optimizer, c.batch.micro_batch)
+    common = dict(config=self.model, algo=self.algo, temperature=c.sampling.temperature, learner=c.learner)
+    select = functools.partial(learner.with_selection, micro_batch=c.batch.micro_batch, **common)
+    prepare = select if selection.is_needed(self.algo) else lambda params, batch: batch
+    return self._jit_step(learner.grpo(**common), self.optimizer, c.batch.micro_batch, prepare)
 
   @functools.cached_property
   def warm_update(self):
     """(state, batch) -> (state, metrics): one supervised update; the state is donated."""
-    loss = functools.partial(learner.supervised_loss, config=self.model, learner=self.config.learner)
-    return self._jit_step(loss, self.warm_optimizer, 0)
+    loss = learner.supervised(self.model, self.config.learner)
+    return self._jit_step(loss, self.warm_optimizer, 0, lambda params, batch: batch)
 
-  def _jit_step(self, loss, optimizer, micro_batch):
+  def _jit_step(self, loss, optimizer, micro_batch, prepare):
     def train_step(state: TrainState, batch: Batch):
-      return learner.train_step(state, batch, loss, optimizer, micro_batch)
+      return learner.train_step(state, prepare(state.params, batch), loss, optimizer, micro_batch)
     shardings = _shardings(self.abstract_state), NamedSharding(self.mesh, PartitionSpec())
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 

@@ -1,7 +1,9 @@
 """What a config's values must satisfy before anything is built."""
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.aggregation import AGGREGATIONS
+from grpo_jax.algo.corrections import CORRECTIONS, LEVELS
 from grpo_jax.algo.kl import KL
+from grpo_jax.algo.presets import DEFAULTS
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.config import Config, ConfigError
@@ -30,40 +32,86 @@ def check(config: Config) -> None:
       ("eval.every", c.eval.every, 0), ("eval.examples", c.eval.examples, 1), ("eval.batch", c.eval.batch, 1),
       ("eval.samples", c.eval.samples, 0), ("checkpoint.every", c.checkpoint.every, 0),
       ("checkpoint.keep", c.checkpoint.keep, 1), ("log.every", c.log.every, 1),
-      ("log.completions_every", c.log.completions_every, 0), ("algo.std_ddof", c.algo.std_ddof, 0),
-      ("algo.std_eps", c.algo.std_eps, 0), ("optimizer.learning_rate", c.optimizer.learning_rate, 0),
+      ("log.completions_every", c.log.completions_every, 0), ("optimizer.learning_rate", c.optimizer.learning_rate, 0),
       ("optimizer.weight_decay", c.optimizer.weight_decay, 0),
       ("warm_start.learning_rate", c.warm_start.learning_rate, 0)):
     need(value >= least, key, value, f"it must be at least {least}")
   need(c.batch.group_size >= 2, "batch.group_size", c.batch.group_size,
        "an advantage is relative to the group, so a group needs at least 2 completions")
   if c.batch.micro_batch:
-    need(c.batch.prompts % c.batch.micro_batch == 0, "batch.micro_batch", c.batch.micro_batch,
-         f"it must divide batch.prompts = {c.batch.prompts}")
+    of = "" if c.algo.minibatches == 1 else " / algo.minibatches"
+    need(c.batch.prompts // max(1, c.algo.minibatches) % c.batch.micro_batch == 0, "batch.micro_batch",
+         c.batch.micro_batch, f"it must divide batch.prompts{of} = {c.batch.prompts // max(1, c.algo.minibatches)}")
   need(c.sampling.temperature > 0, "sampling.temperature", c.sampling.temperature,
        "training needs completions that differ, so it must be above 0")
   need(0 < c.sampling.top_p <= 1, "sampling.top_p", c.sampling.top_p, "it must be in (0, 1]; 1 is off")
   need(0 <= c.sampling.min_p < 1, "sampling.min_p", c.sampling.min_p, "it must be in [0, 1); 0 is off")
   need(c.eval.temperature > 0, "eval.temperature", c.eval.temperature, "eval.samples are drawn, so it must be above 0")
   need(c.optimizer.max_grad_norm >= 0, "optimizer.max_grad_norm", c.optimizer.max_grad_norm, "0 is off, else a norm")
-  for key in ("clip_low", "clip_high"):
-    need(getattr(c.algo, key) > 0, f"algo.{key}", getattr(c.algo, key),
-         "it must be above 0: at 0 even a ratio of 1 is at the bound")
-  need(c.algo.kl_coef >= 0, "algo.kl_coef", c.algo.kl_coef, "0 is off, else it must be positive")
   choose("model.dtype", c.model.dtype, DTYPES)
   choose("sampling.dtype", c.sampling.dtype, ("", *DTYPES))
   choose("sampling.layout", c.sampling.layout, ("train", "tensor"))
   choose("optimizer.schedule", c.optimizer.schedule, tuple(SCHEDULES))
-  for key, names in (("advantage", ADVANTAGES), ("ratio", RATIOS), ("surrogate", SURROGATES),
-                     ("aggregation", AGGREGATIONS), ("kl", KL)):
-    choose(f"algo.{key}", getattr(c.algo, key), tuple(names))
   need(len(c.reward.weights) == len(c.reward.functions) >= 1, "reward.weights", c.reward.weights,
        f"it must hold one number for each of reward.functions = {c.reward.functions}, and there must be at least one")
-  need(c.algo.std_ddof < c.batch.group_size, "algo.std_ddof", c.algo.std_ddof,
-       f"it must be below batch.group_size = {c.batch.group_size}")
+  _check_algo(c, need, choose)
   if not c.model.path:
     for key in ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
       need(getattr(c.model, key) >= 1, f"model.{key}", getattr(c.model, key), "it must be at least 1")
     need(c.model.num_heads % c.model.num_kv_heads == 0, "model.num_heads", c.model.num_heads,
          f"it must be a multiple of model.num_kv_heads = {c.model.num_kv_heads}")
     need(c.model.head_dim % 2 == 0, "model.head_dim", c.model.head_dim, "rotary embeddings turn pairs: it must be even")
+
+
+def _check_algo(c, need, choose):
+  """The choices of an objective one by one, then those that make no sense together."""
+  a = c.algo
+  settings = {name: getattr(a, name) for name in DEFAULTS}
+  for name, names in CHOICES.items():
+    choose(f"algo.{name}", settings[name], tuple(names))
+  for name in ("std_ddof", "std_eps", "batch_std_eps", "ratio_max", "dual_clip", "cov_kl_coef", "dro_beta", "length_norm",
+               "kl_coef", "correction_low", "correction_high", "off_policy_threshold", "entropy_coef"):
+    need(settings[name] >= 0, f"algo.{name}", settings[name], "it must be at least 0")
+  for name in ("clip_low", "clip_high", "tau_pos", "tau_neg", "k_pos", "lambda_pos", "k_neg", "lambda_neg", "cov_fraction"):
+    need(settings[name] > 0, f"algo.{name}", settings[name], "it must be above 0")
+  for name in ("updates_per_batch", "minibatches", "pass_k"):
+    need(settings[name] >= 1, f"algo.{name}", settings[name], "it must be at least 1")
+  need(0 < a.top_entropy_quantile <= 1, "algo.top_entropy_quantile", a.top_entropy_quantile, "it must be in (0, 1]; 1 is off")
+  need(a.std_ddof < c.batch.group_size, "algo.std_ddof", a.std_ddof, f"it must be below batch.group_size = "
+       f"{c.batch.group_size}")
+  need(c.batch.prompts % a.minibatches == 0, "algo.minibatches", a.minibatches,
+       f"it must divide batch.prompts = {c.batch.prompts}")
+  if a.advantage == "pass_at_k":
+    need(a.pass_k <= c.batch.group_size, "algo.pass_k", a.pass_k, f"it must be at most batch.group_size = {c.batch.group_size}")
+  if a.surrogate in TOKEN_ONLY:
+    need(a.ratio == "token", "algo.ratio", a.ratio, f"the surrogate {a.surrogate} has its own ratio; leave this at 'token'")
+  if a.ratio == "sequence" and a.correction != "none":
+    need(a.correction_level != "token", "algo.correction_level", a.correction_level,
+         "a weight per token undoes the sequence ratio; choose 'sequence' or 'geometric'")
+  if a.correction != "none":
+    need(a.correction_low or a.correction_high, "algo.correction", a.correction,
+         "set algo.correction_low or algo.correction_high, or it changes nothing")
+    need(not a.correction_high or a.correction_low < a.correction_high, "algo.correction_low", a.correction_low,
+         f"it must be below algo.correction_high = {a.correction_high}")
+  if a.kl_coef and a.kl_in == "reward":
+    need(not a.kl.endswith("+"), "algo.kl", a.kl, "in a reward it has no gradient to replace; leave out the +")
+    need(not a.kl_importance_weighted, "algo.kl_importance_weighted", True, "in a reward it has no ratio; choose False")
+    need(a.advantage not in ("gdpo", "pass_at_k", "greedy_baseline"), "algo.kl_in", a.kl_in,
+         f"the advantage {a.advantage} is of the rewards alone; choose 'loss'")
+  if a.surrogate == "clip_cov":
+    need(a.cov_low < a.cov_high, "algo.cov_low", a.cov_low, f"it must be below algo.cov_high = {a.cov_high}")
+
+
+TOKEN_ONLY = ("reinforce", "gmpo", "vespo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")
+CHOICES = {
+    "advantage": [name for name in ADVANTAGES if name != "process"],
+    "ratio": RATIOS,
+    "surrogate": SURROGATES,
+    "aggregation": AGGREGATIONS,
+    "kl": KL,
+    "kl_in": ("loss", "reward"),
+    "correction": CORRECTIONS,
+    "correction_level": LEVELS,
+    "batch_weighting": ("sequence", "token"),
+    "old_logprobs": ("sampler", "recomputed"),
+}

@@ -5,7 +5,9 @@
 Run again with the same command, it goes on from the newest checkpoint, to the same numbers as if never stopped.
 """
 import contextlib
+import dataclasses
 import signal
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -56,10 +58,16 @@ class Trainer:
     self.run = Run(config)
     self.run.check_rows(batch__prompts=config.batch.prompts, batch__micro_batch=config.batch.micro_batch,
                         warm_start__batch=config.warm_start.batch if config.warm_start.steps else 0)
+    part, rows = config.batch.prompts // config.algo.minibatches, self.run.model.row_shards
+    if part % rows:
+      raise ConfigError(f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts / algo.minibatches = {part}"
+                        f" must be a multiple of mesh.data x mesh.fsdp = {rows}")
     self.first_grpo_step, self.last_step = config.warm_start.steps, config.warm_start.steps + config.steps
     self.prompts = self.run.prompts("train")
     self.evaluator = Evaluator(self.run) if config.eval.every else None
     self.sample = self.run.sampler(config.sampling, config.batch.group_size)
+    needs_greedy = config.algo.advantage == "greedy_baseline"
+    self.greedy = self.run.sampler(dataclasses.replace(config.sampling, temperature=0.0), 1) if needs_greedy else None
     self.is_first_process = jax.process_index() == 0  # it alone writes what is not a checkpoint
     self.run.functions  # what is wrong with the rewards is told before anything is written
     self._on_first_process(lambda: open_run(self.workdir, to_dict(config)))  # from here on the config may not change
@@ -128,9 +136,8 @@ class Trainer:
     config, clock = self.config, Clock()
     where = loader.indices(config.seed, step, config.warm_start.batch, len(self.prompts))
     data = loader.supervised_batch(self.prompts, where, self.run.tokenizer, config.sampling.max_tokens)
-    zeros = np.zeros_like(data.mask_PT)[:, None]
     batch = self.run.put(Batch(data.prompts.prompts_PS, data.prompts.prompt_lengths_P, data.completions_PT[:, None],
-                               data.mask_PT[:, None], zeros[..., 0], zeros))
+                               data.mask_PT[:, None], None, None))
     state, metrics = self.run.warm_update(state, batch)
     metrics = {f"warm_start/{name}": value for name, value in jax.device_get(metrics).items()}
     return state, metrics | {"warm_start/dropped": data.dropped, "time/step": clock.total()}
@@ -145,25 +152,52 @@ class Trainer:
     out = self.sample(run.sampling_params(state.params), *arrays, jax.random.fold_in(run.key("sample"), index))
     out_host = run.fetch(out)
     times = {"time/sample": clock.lap()}
-    score = rollout.score if self.is_first_process else rollout.unscored
-    scored = score(out_host, prompts, run.tokenizer.decode, run.functions, config.reward)
-    rewards_PG = run.from_first_process(scored.rewards_PG)
+    scored, scores_PGK = self._score(out_host, prompts)
+    greedy_P = self._greedy_rewards(state, prompts, arrays) if self.greedy else np.zeros(len(scores_PGK), np.float32)
     times["time/reward"] = clock.lap()
-    batch = run.to_batch(out, *arrays, run.put(rewards_PG))
+    batch = run.to_batch(out, *arrays)
     if self.reference is not None:
       batch = batch.replace(ref_logprobs_PGT=run.reference_logprobs(self.reference, batch))
+    batch = run.with_advantages(batch, *run.put((scores_PGK, greedy_P)))
     jax.block_until_ready(batch)
     times["time/reference"] = clock.lap()
-    advantages_PG = run.fetch(batch.advantages_PG)
-    state, metrics = run.update(state, batch)
-    metrics = jax.device_get(metrics)
+    advantages_PG = run.fetch(batch.advantages_PGT[..., 0])
+    state, metrics = self._update(state, batch)
     times["time/update"] = clock.lap()
     times["time/step"] = clock.total()
     tokens = int(out_host.lengths_PG.sum())
     self._completions(step + 1, rollout.rows(out_host, scored, prompts), advantages_PG)
+    last = (index + 1) * run.updates_per_step - 1
     return state, rollout.metrics(out_host, scored) | metrics | {
-        "learning_rate": float(learning_rate(config.optimizer, config.steps)(index)),
+        "learning_rate": float(learning_rate(config.optimizer, config.steps * run.updates_per_step)(last)),
         "completions/tokens": tokens, "perf/tokens_per_second": tokens / times["time/step"]} | times
+
+  def _score(self, out, prompts):
+    """-> Scored, and on every process the scores [P, G, K]."""
+    score = rollout.score if self.is_first_process else rollout.unscored
+    scored = score(out, prompts, self.run.tokenizer.decode, self.run.functions, self.config.reward)
+    return scored, self.run.from_first_process(np.stack(list(scored.scores.values()), -1))
+
+  def _greedy_rewards(self, state, prompts, arrays):
+    """[P], the reward of each prompt's greedy completion."""
+    out = self.run.fetch(self.greedy(self.run.sampling_params(state.params), *arrays, self.run.key("sample")))
+    return self.run.from_first_process(self._score(out, prompts)[0].rewards_PG[:, 0])
+
+  def _update(self, state, batch):
+    """algo.updates_per_batch passes over the minibatches. Metrics are the mean over updates, or the extreme."""
+    algo, told = self.config.algo, []
+    if self.run.updates_per_step > 1 and algo.old_logprobs == "recomputed":
+      batch = batch.replace(old_logprobs_PGT=self.run.reference_logprobs(state.params, batch))
+    parts = self.run.minibatches(batch) if algo.minibatches > 1 else [batch]
+    for _ in range(algo.updates_per_batch):
+      for part in parts:
+        state, metrics = self.run.update(state, part)
+        told.append(metrics)
+    told = jax.device_get(told)
+    extreme = {"ratio/max": max, "ratio/min": min, "skipped_updates": sum}
+    metrics = {name: extreme.get(name, statistics.fmean)([m[name] for m in told]) for name in told[0]}
+    # Of the policy that sampled: before the first update.
+    return state, metrics | {name: told[0][name] for name in told[0] if name.startswith("sampler/")}
 
   # After a step.
 

@@ -9,6 +9,7 @@ are right-padded. A completion includes the token that stopped it.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 
@@ -23,15 +24,57 @@ class Completions:
 
 
 @struct.dataclass
+class Rewards:
+  """What advantages are computed from. NaN: not scored."""
+  scores_KPG: jax.Array  # float32, of each of the K reward functions
+  weights_K: jax.Array  # float32
+  mask_PGT: jax.Array  # 1 on the tokens of the loss
+  greedy_P: jax.Array | None = None  # total reward of each prompt's greedy completion, for `greedy_baseline`
+  penalty_PGT: jax.Array | None = None  # what is taken from the reward at each token: a KL, 0 at padding
+  step_rewards_PGT: jax.Array | None = None  # for `process`: the reward of the step that ends at this token
+  step_ends_PGT: jax.Array | None = None  # 1 where a step ends
+
+  @property
+  def scored_PG(self) -> jax.Array:
+    """Completions that at least one function scored."""
+    return ~jnp.isnan(self.scores_KPG).all(0)
+
+  @property
+  def score_PG(self) -> jax.Array:
+    """Weighted sum over the functions that scored it. NaN where none did."""
+    return jnp.where(self.scored_PG, jnp.nansum(self.weights_K[:, None, None] * self.scores_KPG, 0), jnp.nan)
+
+  @property
+  def total_PG(self) -> jax.Array:
+    """The score, less the penalty of all its tokens."""
+    return self.score_PG if self.penalty_PGT is None else self.score_PG - self.penalty_PGT.sum(-1)
+
+  @property
+  def lengths_PG(self) -> jax.Array:
+    """Tokens of the loss."""
+    return self.mask_PGT.sum(-1)
+
+
+@struct.dataclass
+class Selection:
+  """Masks [P, G, T], within the loss mask, of tokens that the objective treats otherwise."""
+  kept_PGT: jax.Array  # those whose surrogate counts
+  chosen_PGT: jax.Array  # those that clip_cov leaves out or kl_cov pulls back
+
+
+@struct.dataclass
 class Batch:
   """What one update learns from. Log-probs as in `Completions`."""
   prompts_PS: jax.Array  # int32
   prompt_lengths_P: jax.Array  # int32
   completions_PGT: jax.Array  # int32
-  mask_PGT: jax.Array  # float32, 1 on tokens the policy sampled
-  advantages_PG: jax.Array  # float32
-  sampler_logprobs_PGT: jax.Array  # float32, the sampler's `logprobs_PGT`
+  mask_PGT: jax.Array  # float32, 1 on the tokens of the loss: those the policy sampled
+  advantages_PGT: jax.Array | None  # float32; None while not known, and in the warm start
+  sampler_logprobs_PGT: jax.Array | None  # float32, the sampler's `logprobs_PGT`; None in the warm start
+  sampling_logprobs_PGT: jax.Array | None = None  # float32, mu, the sampler's; None = as old
+  old_logprobs_PGT: jax.Array | None = None  # float32, of the policy before the batch's first update; None = of this one
   ref_logprobs_PGT: jax.Array | None = None  # float32, of the frozen reference; None where no KL asks for it
+  selection: Selection | None = None  # None = every token of the loss kept, none chosen
 
 
 @struct.dataclass

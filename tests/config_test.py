@@ -1,20 +1,25 @@
 """The config: its keys, how plain values become structs, and that a whole run reads every key."""
 import copy
 import dataclasses
+import functools
 import importlib
 import json
 from pathlib import Path
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from configs import arithmetic, default
 from grpo_jax import config as config_lib
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config, ConfigError, check_key, from_dict, keys, to_dict
+from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.run import Run
 from grpo_jax.run_checks import check
 from grpo_jax.train import train
+from grpo_jax.types import Batch
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = [Config, *(hint for hint in keys().values() if dataclasses.is_dataclass(hint))]
@@ -100,11 +105,26 @@ def test_every_config_loads(name, preset):
   assert name == "default" or f"--config=configs/{name}.py" in module.__doc__
 
 
+VARIANTS = [dict(surrogate=name, top_entropy_quantile=.5) for name in SURROGATES]
+VARIANTS += [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0),
+             dict(advantage="pass_at_k", off_policy_threshold=.1, entropy_coef=.1)]
+
+
+def trace(run):
+  """The functions of a step, without computing them."""
+  shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
+  values, integers = shape(16, 2, 4), functools.partial(shape, dtype=jnp.int32)
+  batch = Batch(integers(16, 12), integers(16), integers(16, 2, 4), values, values, values, values, values, values)
+  run.with_advantages.eval_shape(batch, shape(16, 2, 1), shape(16))
+  run.update.eval_shape(run.abstract_state, batch)
+
+
 def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
   """Warm start, GRPO with a reference, evaluation. A check of a value, a copy or a comparison is no use of it."""
   c = arithmetic.get_config()
   c.model.update(embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8)
-  c.batch.update(prompts=8, group_size=2)
+  c.batch.update(prompts=16, group_size=2)
+  c.algo.update(minibatches=2, pass_k=2)
   c.eval.update(every=1, examples=8, batch=8, samples=2)
   c.steps, c.warm_start.steps = 1, 2
   c.warm_start.batch, c.sampling.max_tokens, c.algo.kl_coef = 8, 4, 0.1
@@ -121,6 +141,8 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
   jax.config.update("jax_disable_most_optimizations", True)  # what it computes does not matter
   try:
     train(config, str(tmp_path / "run"))
+    for change in VARIANTS:
+      trace(Run(dataclasses.replace(config, algo=dataclasses.replace(config.algo, **change))))
   finally:
     jax.config.update("jax_disable_most_optimizations", False)
   unread = [f"{section.__name__}.{field.name}" for section in SECTIONS for field in dataclasses.fields(section)

@@ -10,12 +10,12 @@ import optax
 import pytest
 
 from grpo_jax import learner, model, optim
-from grpo_jax.algo.presets import PRESETS
+from grpo_jax.algo import presets
 from grpo_jax.config import Algo, Learner, Optimizer
 from grpo_jax.types import Batch
 
 CONFIG = model.ModelConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
-ALGO, LEARNER, TEMPERATURE = Algo(**PRESETS["grpo"]), Learner(remat=False, logprob_chunk=20), 0.7
+ALGO, LEARNER, TEMPERATURE = Algo(**presets.row("grpo")), Learner(remat=False, logprob_chunk=20), 0.7
 P, G, S, T = 4, 3, 6, 5
 
 
@@ -32,8 +32,9 @@ def make_batch(seed=0, lengths=None):
   lengths_PG = integers(1, T + 1, P, G) if lengths is None else lengths
   mask = (jnp.arange(T) < lengths_PG[..., None]).astype(jnp.float32)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-  return Batch(integers(0, 31, P, S), integers(1, S + 1, P), integers(0, 31, P, G, T), mask, normal(P, G),
-               normal(P, G, T), -3 + normal(P, G, T))
+  advantages = jnp.broadcast_to(normal(P, G, 1), (P, G, T))
+  return Batch(integers(0, 31, P, S), integers(1, S + 1, P), integers(0, 31, P, G, T), mask, advantages,
+               normal(P, G, T), ref_logprobs_PGT=-3 + normal(P, G, T))
 
 
 @jax.jit
@@ -54,14 +55,14 @@ def plain_loss(params, batch):
   """GRPO's loss as the paper writes it, for one update per batch."""
   lp = plain_logprobs(params, batch)
   ratio = jnp.exp(lp - jax.lax.stop_gradient(lp))
-  A = batch.advantages_PG[..., None]
+  A = batch.advantages_PGT
   surrogate = jnp.minimum(ratio * A, jnp.clip(ratio, .8, 1.2) * A)
   d = batch.ref_logprobs_PGT - lp
   per_token = -(surrogate - .04 * (jnp.exp(d) - d - 1))
   return ((per_token * batch.mask_PGT).sum(-1) / batch.mask_PGT.sum(-1)).mean()
 
 
-grpo = functools.partial(learner.grpo_loss, config=CONFIG, algo=ALGO, temperature=TEMPERATURE, learner=LEARNER)
+grpo = functools.partial(learner.grpo, config=CONFIG, algo=ALGO, temperature=TEMPERATURE, learner=LEARNER)
 SGD = optax.sgd(1.0)
 
 
@@ -70,7 +71,7 @@ def jitted_logprobs(params, batch):
   return learner.logprobs(params, CONFIG, batch, TEMPERATURE, LEARNER)
 
 
-def step(params, batch, loss=grpo, micro=0, optimizer=SGD):
+def step(params, batch, loss=grpo(), micro=0, optimizer=SGD):
   state = learner.init_state(params, optimizer)
   return jax.jit(lambda s, b: learner.train_step(s, b, loss, optimizer, micro))(state, batch)
 
@@ -106,8 +107,8 @@ def test_whole_logits_never_exist(params):
   batch = jax.tree.map(lambda x: jnp.concatenate([x] * 16), make_batch())  # 192 rows x 5 tokens
   config = dataclasses.replace(CONFIG, vocab_size=997)
   big = model.init(jax.random.key(0), config)
-  loss = functools.partial(grpo, config=config, learner=Learner(False, 192))
-  text = jax.jit(jax.grad(lambda p: loss(p, batch)[0])).lower(big).as_text()
+  loss = grpo(config=config, learner=Learner(False, 192))
+  text = jax.jit(jax.grad(lambda p: loss.share(p, batch, loss.totals(batch))[0])).lower(big).as_text()
   assert "192x1x997xf32" in text  # a chunk: one token of each row
   assert "192x5x997" not in text and "960x997" not in text and "5x192x1x997" not in text
 
@@ -115,7 +116,8 @@ def test_whole_logits_never_exist(params):
 def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
   """Sums of products may be float32; a float32 operand would make an accelerator several times slower."""
   config = dataclasses.replace(CONFIG, dtype="bfloat16")
-  text = jax.jit(jax.grad(lambda p: grpo(p, make_batch(), config=config)[0])).lower(params).as_text()
+  loss, batch = grpo(config=config), make_batch()
+  text = jax.jit(jax.grad(lambda p: loss.share(p, batch, loss.totals(batch))[0])).lower(params).as_text()
   operands = re.findall(r"stablehlo\.dot_general .* : \((.*)\) ->", text)
   assert len(operands) > 50 and not [line for line in operands if "f32" in line.replace("bf16", "")]
 
@@ -139,7 +141,7 @@ def test_micro_batches_change_nothing(params, micro):
 
 def test_rematerialisation_changes_nothing(params):
   batch = make_batch()
-  other = step(params, batch, functools.partial(grpo, learner=Learner(True, 20)))
+  other = step(params, batch, grpo(learner=Learner(True, 20)))
   assert_close(step(params, batch)[0].params, other[0].params, atol=1e-6)
 
 
@@ -149,6 +151,7 @@ def test_padding_changes_nothing(params):
   wide = lambda x, value: jnp.pad(x.at[..., 3:].set(value), ((0, 0), (0, 0), (0, 4)), constant_values=value)
   padded = batch.replace(completions_PGT=wide(batch.completions_PGT, 7), mask_PGT=wide(batch.mask_PGT, 0),
                          sampler_logprobs_PGT=wide(batch.sampler_logprobs_PGT, 5),
+                         advantages_PGT=wide(batch.advantages_PGT, 3),
                          ref_logprobs_PGT=wide(batch.ref_logprobs_PGT, -99.0),
                          prompts_PS=jnp.pad(batch.prompts_PS, ((0, 0), (0, 3)), constant_values=9))
   assert_close(step(params, batch), step(params, padded), atol=1e-5)
@@ -158,7 +161,7 @@ def test_prompts_and_members_can_be_permuted(params):
   batch, members = make_batch(), jnp.array([2, 0, 1])
   permuted = jax.tree.map(lambda x: x[jnp.array([3, 1, 0, 2])], batch)
   permuted = permuted.replace(**{name: getattr(permuted, name)[:, members] for name in (
-      "completions_PGT", "mask_PGT", "advantages_PG", "sampler_logprobs_PGT", "ref_logprobs_PGT")})
+      "completions_PGT", "mask_PGT", "advantages_PGT", "sampler_logprobs_PGT", "ref_logprobs_PGT")})
   assert_close(step(params, batch)[0].params, step(params, permuted)[0].params, atol=1e-5)
 
 
@@ -179,7 +182,7 @@ def test_entropy_by_hand(params):
 
 def test_a_bad_gradient_skips_the_update_and_is_counted(params):
   batch = make_batch()
-  bad = batch.replace(advantages_PG=batch.advantages_PG.at[0, 0].set(jnp.inf))
+  bad = batch.replace(advantages_PGT=batch.advantages_PGT.at[0, 0].set(jnp.inf))
   optimizer = optim.make_optimizer(Optimizer(1e-2, "constant", 0, .9, .999, 1e-8, .1, 1.0), 10)
   state, metrics = step(params, bad, optimizer=optimizer)
   assert float(metrics["skipped_updates"]) == 1 and int(state.step) == 1
@@ -192,9 +195,10 @@ def test_a_bad_gradient_skips_the_update_and_is_counted(params):
 
 def test_supervised_loss_is_the_mean_over_tokens(params):
   batch = make_batch()
-  total, (weight, _, _) = jax.jit(lambda p: learner.supervised_loss(p, batch, CONFIG, LEARNER))(params)
+  loss = learner.supervised(CONFIG, LEARNER)
+  value, _ = jax.jit(lambda p: loss.share(p, batch, loss.totals(batch)))(params)
   ours, _ = jax.jit(lambda p: learner.logprobs(p, CONFIG, batch, 1.0, LEARNER))(params)
-  np.testing.assert_allclose(total / weight, -ours.sum() / batch.mask_PGT.sum(), rtol=1e-6)
+  np.testing.assert_allclose(value, -ours.sum() / batch.mask_PGT.sum(), rtol=1e-6)
 
 
 def test_completions_of_one_token(params):

@@ -57,8 +57,9 @@ def one_step(run, steps=2):
     out = sample(run.sampling_params(state.params), *arrays, jax.random.fold_in(run.key("sample"), step))
     host = run.fetch(out)
     rewards = (host.tokens_PGT % 3 == 1).sum(-1).astype(np.float32)
-    learned = run.to_batch(out, *arrays, run.put(rewards))
+    learned = run.to_batch(out, *arrays)
     learned = learned.replace(ref_logprobs_PGT=run.reference_logprobs(reference, learned))
+    learned = run.with_advantages(learned, *run.put((rewards[..., None], np.zeros(len(rewards), np.float32))))
     state, metrics = run.update(state, learned)
     tokens.append(host.tokens_PGT)
     losses.append({k: float(v) for k, v in metrics.items()})
@@ -70,7 +71,8 @@ def abstract_batch(run, place=lambda x: x):
   """Shapes of what `update` is given; place(shape) puts one somewhere."""
   shape = lambda *s, dtype=jnp.int32: place(jax.ShapeDtypeStruct(s, dtype))
   real = lambda *s: shape(*s, dtype=jnp.float32)
-  return Batch(shape(16, 12), shape(16), shape(16, 4, 40), real(16, 4, 40), real(16, 4), real(16, 4, 40), real(16, 4, 40))
+  values = real(16, 4, 40)
+  return Batch(shape(16, 12), shape(16), shape(16, 4, 40), values, values, values, values, ref_logprobs_PGT=values)
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +93,8 @@ def test_eight_devices_give_the_numbers_of_one(mesh, alone):
       assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), name
   assert max(gaps) < 1e-4
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), params, alone[3])  # Adam magnifies rounding
-  for function in (sample, run.to_batch, run.reference_logprobs, run.update):
-    assert function._cache_size() == 1
+  for function in (sample, run.to_batch, run.with_advantages, run.reference_logprobs, run.update):
+    assert function._cache_size() <= 1  # 0: JAX may drop what is not in use
 
 
 def test_sampling_weights_have_a_layout_and_dtype_of_their_own():
@@ -130,8 +132,10 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   key = jax.eval_shape(lambda: jax.random.key(0))
   prompts = batch.prompts_PS, batch.prompt_lengths_P
   sampler = run.sampler(run.config.sampling, 4)
-  made = run.to_batch.eval_shape(plain(sampler.eval_shape(params, *prompts, key)), *prompts, batch.advantages_PG)
-  assert plain(made) == batch.replace(ref_logprobs_PGT=None)
+  made = plain(run.to_batch.eval_shape(plain(sampler.eval_shape(params, *prompts, key)), *prompts))
+  assert made == batch.replace(ref_logprobs_PGT=None, advantages_PGT=None)
+  scores = jax.ShapeDtypeStruct((16, 4, 1), jnp.float32), jax.ShapeDtypeStruct((16,), jnp.float32)
+  assert plain(run.with_advantages.eval_shape(batch.replace(advantages_PGT=None), *scores)) == batch
   for function, arguments in ((sampler, (params, *prompts, key)), (run.update, (state, batch)),
                               (run.reference_logprobs, (params, batch))):
     exported = export.export(function, platforms=[platform])(*arguments)

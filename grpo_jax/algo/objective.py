@@ -1,35 +1,106 @@
-"""The objective: J = agg( min(w A, clip(w) A) ) - kl_coef KL, and what it tells of itself."""
+"""The objective, J = agg( surrogate ) - kl_coef KL + entropy_coef H, and what it tells of itself.
+
+A batch may come in parts. What takes all of it to know, the weights of the means (`totals`) and the selection of tokens,
+is given, so that the parts' shares of the loss add up to the whole's.
+"""
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from grpo_jax import masked
+from grpo_jax.algo import selection as selection_lib
 from grpo_jax.algo.aggregation import AGGREGATIONS
+from grpo_jax.algo.corrections import LEVELS, correction_weights
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
-from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.algo.surrogates import SURROGATES, Terms
 from grpo_jax.config import Algo
 from grpo_jax.types import Batch
 
-Means = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum, weight)
+sg = jax.lax.stop_gradient
 
 
-def objective(logprobs_PGT: jax.Array, batch: Batch, algo: Algo) -> tuple[jax.Array, jax.Array, Means]:
-  """The loss as (sum, weight), and metrics likewise, of a batch or of any part of it (GRPO 2402.03300, eq. 3).
+@struct.dataclass
+class Totals:
+  """Weights of a whole optimizer batch."""
+  loss: jax.Array  # of the aggregation
+  entropy: jax.Array  # tokens kept
 
-  One update per batch: old is the policy itself, so the ratio is 1 and carries only the gradient.
+
+@struct.dataclass
+class Told:
+  """Metrics of a part of a batch."""
+  means: dict[str, tuple[jax.Array, jax.Array]]  # (sum, weight)
+  maxima: dict[str, jax.Array]
+  minima: dict[str, jax.Array]
+
+
+def totals(batch: Batch, algo: Algo) -> Totals:
+  """Of a whole optimizer batch."""
+  kept_PGT = batch.mask_PGT if batch.selection is None else batch.selection.kept_PGT
+  weight = AGGREGATIONS[algo.aggregation](jnp.zeros_like(batch.mask_PGT), batch.mask_PGT, algo)[1]
+  return Totals(weight, masked.count(kept_PGT))
+
+
+def objective(logprobs_PGT: jax.Array, entropies_PGT: jax.Array, batch: Batch, whole: Totals,
+              algo: Algo) -> tuple[jax.Array, Told]:
+  """A part's share of the loss of the whole batch, to be minimised (GRPO 2402.03300, eq. 3, and its family).
+
+  The order: surrogate; rows too far off-policy and tokens of low entropy count 0; weights of the correction; KL;
+  aggregation, whose weight counts every token of the loss; entropy bonus.
   """
-  mask_PGT, advantages_PGT = batch.mask_PGT, batch.advantages_PG[..., None]
-  logprobs_PGT = masked.masked(logprobs_PGT, mask_PGT)
-  ratio_PGT = RATIOS[algo.ratio](logprobs_PGT, jax.lax.stop_gradient(logprobs_PGT), mask_PGT)
-  loss_PGT = SURROGATES[algo.surrogate](ratio_PGT, advantages_PGT, algo)
-  count = (mask_PGT != 0).sum()
-  means = {}
+  x = _terms(logprobs_PGT, batch, algo)
+  loss_PGT = SURROGATES[algo.surrogate](x, algo)
+  if algo.off_policy_threshold:
+    drift_PG1 = masked.mean(_mu(x, batch) - sg(x.logprobs_PGT), x.mask_PGT, -1, keepdims=True)
+    loss_PGT = jnp.where((x.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold), 0, loss_PGT)
+  if algo.surrogate != "gmpo":  # there, the kept tokens are those of the geometric mean
+    loss_PGT = masked.masked(loss_PGT, x.kept_PGT)
+  if algo.surrogate != "vespo":  # there, the weights are in the sequence's weight
+    loss_PGT = loss_PGT * x.weights_PGT
+  told = _told(x, entropies_PGT, batch, algo)
   if algo.kl_coef:
-    kl_PGT = KL[algo.kl](logprobs_PGT, masked.masked(batch.ref_logprobs_PGT, mask_PGT))
-    loss_PGT = loss_PGT + algo.kl_coef * kl_PGT
-    means["kl"] = masked.total(kl_PGT, mask_PGT), count
-  low_PGT = (ratio_PGT < 1 - algo.clip_low) & (advantages_PGT < 0)
-  high_PGT = (ratio_PGT > 1 + algo.clip_high) & (advantages_PGT > 0)
-  for name, region_PGT in (("low", low_PGT), ("high", high_PGT), ("region", low_PGT | high_PGT)):
-    means[f"clip_ratio/{name}_mean"] = masked.total(region_PGT.astype(jnp.float32), mask_PGT), count
-  return *AGGREGATIONS[algo.aggregation](loss_PGT, mask_PGT), means
+    kl_PGT = KL[algo.kl](x.logprobs_PGT, masked.masked(batch.ref_logprobs_PGT, x.mask_PGT))
+    told.means["kl"] = masked.total(sg(kl_PGT), x.mask_PGT), masked.count(x.mask_PGT)
+    if algo.kl_importance_weighted:  # DeepSeek-V3.2 2512.02556: unbiased where pi is no longer old
+      kl_PGT = kl_PGT * jnp.exp(x.d_PGT)
+    if algo.kl_in == "loss":  # else the rewards have it
+      loss_PGT = loss_PGT + algo.kl_coef * kl_PGT
+  loss = masked.divide(AGGREGATIONS[algo.aggregation](loss_PGT, x.mask_PGT, algo)[0], whole.loss)
+  if algo.entropy_coef:
+    loss = loss - algo.entropy_coef * masked.divide(masked.total(entropies_PGT, x.kept_PGT), whole.entropy)
+  return loss, told
+
+
+def _terms(logprobs_PGT, batch, algo):
+  mask_PGT = batch.mask_PGT
+  selection = batch.selection or selection_lib.trivial(mask_PGT)
+  logprobs_PGT = masked.masked(logprobs_PGT, mask_PGT)
+  # One update per batch: old is the policy itself, so that the ratio is 1 and carries only the gradient.
+  old_PGT = sg(logprobs_PGT) if batch.old_logprobs_PGT is None else masked.masked(batch.old_logprobs_PGT, mask_PGT)
+  ratio_PGT = RATIOS[algo.ratio](logprobs_PGT, old_PGT, mask_PGT)
+  x = Terms(logprobs_PGT, old_PGT, ratio_PGT, masked.masked(batch.advantages_PGT, mask_PGT), mask_PGT,
+            selection.kept_PGT, selection.chosen_PGT, jnp.ones_like(mask_PGT))
+  if algo.correction == "none":
+    return x
+  return x.replace(weights_PGT=correction_weights(old_PGT, _mu(x, batch), mask_PGT, algo))
+
+
+def _mu(x, batch):
+  given = batch.sampling_logprobs_PGT
+  return x.old_logprobs_PGT if given is None else masked.masked(given, x.mask_PGT)
+
+
+def _told(x, entropies_PGT, batch, algo):
+  mask_PGT, ratio_PGT, count = x.mask_PGT, sg(x.ratio_PGT), masked.count(x.mask_PGT)
+  mean = lambda x_PGT: (masked.total(x_PGT.astype(mask_PGT.dtype), mask_PGT), count)
+  low_PGT = (ratio_PGT < 1 - algo.clip_low) & (x.advantages_PGT < 0)
+  high_PGT = (ratio_PGT > 1 + algo.clip_high) & (x.advantages_PGT > 0)
+  means = {"entropy": mean(sg(entropies_PGT)), "ratio/mean": mean(ratio_PGT), "clip_ratio/low_mean": mean(low_PGT),
+           "clip_ratio/high_mean": mean(high_PGT), "clip_ratio/region_mean": mean(low_PGT | high_PGT)}
+  if batch.selection is not None:
+    means |= {"selection/kept": mean(x.kept_PGT != 0), "selection/chosen": mean(x.chosen_PGT != 0)}
+  if algo.correction != "none":
+    raw_PGT = jnp.exp(LEVELS[algo.correction_level](x.old_logprobs_PGT - _mu(x, batch), mask_PGT))
+    means |= {"correction/weight_mean": mean(x.weights_PGT), "correction/changed": mean(x.weights_PGT != raw_PGT)}
+  return Told(means, {"ratio/max": masked.largest(ratio_PGT, mask_PGT)}, {"ratio/min": masked.smallest(ratio_PGT, mask_PGT)})
