@@ -8,8 +8,8 @@ come through TensorFlow Datasets, or from --config.data.path=FOLDER with train.j
 Settings as published: the objective, learning rate and KL coefficient of DeepSeekMath (2402.03300), G and temperature
 of TRL, the instruction of verl's GSM8K examples.
 Hardware: by estimate, a 0.5B model wants one accelerator of 40 GB. Less: lower batch.micro_batch, then eval.batch and
-batch.prompts. More devices: --config.mesh.fsdp=-1 --config.mesh.data=1 splits parameters and optimizer state; batch.micro_batch must be
-a multiple of their number.
+batch.prompts. More devices: --config.mesh.fsdp=-1 --config.mesh.data=1 splits parameters and optimizer state;
+batch.micro_batch must be a multiple of their number.
 Not measured here: time per step, memory, and the accuracy reached with these settings. Others' figures for
 Qwen2.5-0.5B-Instruct under their own prompts: 49.6% before, 54.3% (GRPO with LoRA) and 56.7% (PPO) after (verl).
 """

@@ -41,14 +41,14 @@ class Evaluator:
   def __call__(self, params: Any, step: int) -> dict[str, float]:
     """Metrics under eval/. `params` as `Run.sampling_params` gives them."""
     key = jax.random.fold_in(self._run.key("evaluate"), step)
-    greedy = self._draws("greedy", self._greedy, params, key, 1)
+    greedy = self._draws("greedy", self._greedy, params, key)
     right_N1 = greedy.right_NG
     metrics = named("accuracy", estimators.proportion(int(right_N1.sum()), len(right_N1)))
     metrics["eval/mean_length"] = float(greedy.lengths_NG.mean())
     metrics["eval/clipped_ratio"] = float(greedy.cut_off_NG.mean())
     n = self._config.samples
     if n:
-      drawn = self._draws("draws", self._drawn, params, key, n)
+      drawn = self._draws("draws", self._drawn, params, key)
       metrics |= named(f"mean@{n}", estimators.mean(drawn.right_NG.mean(1)))
       for k in [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1):
         metrics |= named(f"pass@{k}", estimators.mean(estimators.pass_at_k(drawn.right_NG.sum(1), n, k)))
@@ -56,7 +56,7 @@ class Evaluator:
       metrics |= named(f"maj@{n}", estimators.mean(np.array(majorities)))
     return metrics
 
-  def _draws(self, what, sampler, params, key, group_size):
+  def _draws(self, what, sampler, params, key):
     """G draws of every problem. The last batch is filled up with problems seen before, which do not count."""
     run, size, count = self._run, self._config.batch, len(self._prompts)
     parts, answers = [], []
@@ -64,7 +64,7 @@ class Evaluator:
       kept = min(size, count - start)
       batch = prompt_batch(self._prompts, (start + np.arange(size)) % count)
       arrays = run.put((batch.prompts_PS, batch.prompt_lengths_P))
-      out = run.fetch(sampler(params, *arrays, key, start * group_size))
+      out = run.fetch(sampler(params, *arrays, key, start))
       scored = rollout.score(out, batch, run.tokenizer.decode, [self._function], Reward(("",), (1.0,)))
       parts.append([x[:kept] for x in (scored.rewards_PG == 1, out.lengths_PG, out.stopped_by_PG < 0)])
       answers += [[final_answer(text) for text in group] for group in scored.texts[:kept]]

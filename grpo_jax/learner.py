@@ -6,7 +6,6 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 
 from grpo_jax import masked, model
 from grpo_jax.algo import selection
@@ -92,23 +91,20 @@ def micro_batches(batch: Batch, size: int) -> Batch:
   return jax.tree.map(split, batch)
 
 
-def joined(x: jax.Array, batch: Batch) -> jax.Array:
-  """What was computed for each of `micro_batches`, [M, P / M, G, T], as [P, G, T]."""
-  return x.swapaxes(0, 1).reshape(batch.completions_PGT.shape)
+def batch_logprobs(params: Any, batch: Batch, config: model.ModelConfig, temperature: float, learner: Learner,
+                   micro_batch: int) -> tuple[jax.Array, jax.Array]:
+  """`logprobs` of a whole batch, one micro-batch at a time. No gradient is meant to flow."""
+  one = lambda micro: logprobs(params, config, micro, temperature, learner)
+  whole = lambda x: x.swapaxes(0, 1).reshape(batch.completions_PGT.shape)
+  return jax.tree.map(whole, jax.lax.map(one, micro_batches(batch, micro_batch)))
 
 
-def reference_logprobs(params: Any, batch: Batch, config: model.ModelConfig, temperature: float, learner: Learner,
-                       micro_batch: int) -> jax.Array:
-  """log-probs [P, G, T] under frozen parameters, one micro-batch at a time."""
-  one = lambda micro: logprobs(params, config, micro, temperature, learner)[0]
-  return joined(jax.lax.map(one, micro_batches(batch, micro_batch)), batch)
-
-
-@struct.dataclass
+@dataclasses.dataclass(frozen=True)
 class Objective:
-  """What `train_step` minimises: totals(batch) of a whole batch, and a part's share of the loss, given them."""
-  totals: Callable[[Batch], Any] = struct.field(pytree_node=False)
-  share: Callable[[Any, Batch, Any], tuple[jax.Array, Told]] = struct.field(pytree_node=False)
+  """What `train_step` minimises, in three parts, as a batch may be computed in parts."""
+  share: Callable[[Any, Batch, Any], tuple[jax.Array, Told]]  # params, a part, totals -> its share of the batch's loss
+  totals: Callable[[Batch], Any]  # of the whole batch
+  prepare: Callable[[Any, Batch, int], Batch]  # params, whole batch, micro-batch size -> batch with what it takes all to know
 
 
 def grpo(config: model.ModelConfig, algo: Algo, temperature: float, learner: Learner) -> Objective:
@@ -120,24 +116,23 @@ def grpo(config: model.ModelConfig, algo: Algo, temperature: float, learner: Lea
     told.means["sampler/logprob_gap_mean"] = masked.total(gap_PGT, batch.mask_PGT), masked.count(batch.mask_PGT)
     told.maxima["sampler/logprob_gap_max"] = masked.masked(gap_PGT, batch.mask_PGT).max()
     return loss, told
-  return Objective(functools.partial(totals, algo=algo), share)
+
+  def prepare(params, batch, micro_batch):
+    if not selection.is_needed(algo):
+      return batch
+    logprobs_PGT, entropies_PGT = batch_logprobs(params, batch, config, temperature, learner, micro_batch)
+    old_PGT = logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
+    return batch.replace(selection=selection.select(logprobs_PGT, old_PGT, entropies_PGT, batch.advantages_PGT,
+                                                    batch.mask_PGT, algo))
+
+  return Objective(share, functools.partial(totals, algo=algo), prepare)
 
 
 def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
   """The mean of -log pi over the tokens of given completions (temperature 1)."""
   def share(params, batch, count):
     return masked.divide(-logprobs(params, config, batch, 1.0, learner)[0].sum(), count), Told({}, {}, {})
-  return Objective(lambda batch: masked.count(batch.mask_PGT), share)
-
-
-def with_selection(params: Any, batch: Batch, config: model.ModelConfig, algo: Algo, temperature: float,
-                   learner: Learner, micro_batch: int) -> Batch:
-  """The batch with the tokens that `algo` treats otherwise, which takes a forward pass over all of it."""
-  one = lambda micro: logprobs(params, config, micro, temperature, learner)
-  logprobs_PGT, entropies_PGT = (joined(x, batch) for x in jax.lax.map(one, micro_batches(batch, micro_batch)))
-  old_PGT = logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
-  return batch.replace(selection=selection.select(logprobs_PGT, old_PGT, entropies_PGT, batch.advantages_PGT,
-                                                  batch.mask_PGT, algo))
+  return Objective(share, lambda batch: masked.count(batch.mask_PGT), lambda params, batch, micro_batch: batch)
 
 
 def train_step(state: TrainState, batch: Batch, loss: Objective, optimizer: optax.GradientTransformation,
@@ -147,6 +142,7 @@ def train_step(state: TrainState, batch: Batch, loss: Objective, optimizer: opta
   A gradient that is not finite leaves parameters and optimizer as they were, and metric `skipped_updates` is 1.
   """
   gradient = jax.value_and_grad(loss.share, has_aux=True)
+  batch = loss.prepare(state.params, batch, micro_batch)
   whole = loss.totals(batch)
 
   def add(total, micro):

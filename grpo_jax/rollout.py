@@ -17,16 +17,16 @@ Sampler = Callable[..., Completions]
 
 
 def make_sampler(config: model.ModelConfig, sampling: Sampling, group_size: int) -> Sampler:
-  """-> sample(params, prompts_PS, prompt_lengths_P, key, first_row=0), pure; jitted by the caller.
+  """-> sample(params, prompts_PS, prompt_lengths_P, key, first_prompt=0), pure; jitted by the caller.
 
-  Completion [p, g] is drawn with fold_in(key, first_row + p * G + g).
+  Completion [p, g] is drawn with fold_in(key, (first_prompt + p) * G + g).
 
   Prompts are computed once per group. A completion ends with a stop id of the model or of `sampling`.
   """
   sampling = dataclasses.replace(sampling, stop_ids=tuple(dict.fromkeys((*config.stop_ids, *sampling.stop_ids))))
   decoder = dataclasses.replace(config, dtype=sampling.dtype or config.dtype)
 
-  def sample(params, prompts_PS, prompt_lengths_P, key, first_row=0) -> Completions:
+  def sample(params, prompts_PS, prompt_lengths_P, key, first_prompt=0) -> Completions:
     positions_PS = jnp.broadcast_to(jnp.arange(prompts_PS.shape[1]), prompts_PS.shape)
     config = dataclasses.replace(decoder, max_positions=prompts_PS.shape[1] + sampling.max_tokens)
     hidden_PSD, cache = model.features(params, config, prompts_PS, positions_PS)
@@ -39,7 +39,7 @@ def make_sampler(config: model.ModelConfig, sampling: Sampling, group_size: int)
       return logits_B1V[:, 0], cache
 
     return decode(step, model.grow, model.empty(config, prefix, group_size, capacities(sampling.max_tokens)[0]),
-                  model.unembed(params, config, last_PD), key, first_row, group_size=group_size, sampling=sampling)
+                  model.unembed(params, config, last_PD), key, first_prompt * group_size, group_size=group_size, sampling=sampling)
 
   return sample
 

@@ -10,7 +10,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax import learner, masked, model, optim, rollout
-from grpo_jax.algo import selection
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.kl import KL
 from grpo_jax.config import Algo, Config, ConfigError, Sampling
@@ -151,7 +150,7 @@ class Run:
   # Jitted functions.
 
   def sampler(self, sampling: Sampling, group_size: int) -> rollout.Sampler:
-    """sample(params, prompts_PS, prompt_lengths_P, key, first_row), from weights as `sampling_params` gives them."""
+    """sample(params, prompts_PS, prompt_lengths_P, key, first_prompt), from weights as `sampling_params` gives them."""
     return jax.jit(rollout.make_sampler(self.model, sampling, group_size),
                    out_shardings=sharding.batch_sharding(self.mesh))
 
@@ -175,7 +174,7 @@ class Run:
       mask_PGT = jnp.arange(out.tokens_PGT.shape[-1]) < out.lengths_PG[..., None]
       if algo.mask_truncated:
         mask_PGT = mask_PGT & (out.stopped_by_PG >= 0)[..., None]
-      several = algo.updates_per_batch * algo.minibatches > 1  # else old is the policy itself
+      several = self.updates_per_step > 1  # else old is the policy itself
       return Batch(prompts_PS, prompt_lengths_P, out.tokens_PGT, mask_PGT.astype(jnp.float32), None, out.logprobs_PGT,
                    out.sampling_logprobs_PGT, out.logprobs_PGT if several else None)
 
@@ -183,16 +182,19 @@ class Run:
 
   @functools.cached_property
   def with_advantages(self):
-    """(batch, scores_PGK, greedy_P) -> the batch with its advantages. NaN: not scored; greedy_P of zeros if not asked for."""
+    """(batch, scores_PGK, greedy_P1K) -> the batch with its advantages. NaN: not scored; greedy_P1K, the scores of each
+    prompt's greedy completion, is None where no baseline asks for it."""
     algo, weights = self.algo, jnp.array(self.config.reward.weights, jnp.float32)
 
-    def with_advantages(batch, scores_PGK, greedy_P) -> Batch:
-      penalty_PGT = None
+    def with_advantages(batch, scores_PGK, greedy_P1K) -> Batch:
+      given = lambda scores, **more: Rewards(jnp.moveaxis(scores, -1, 0), weights, batch.mask_PGT, **more)
+      greedy_P = penalty_PGT = None
+      if greedy_P1K is not None:
+        greedy_P = given(greedy_P1K).score_PG[:, 0]
       if algo.kl_coef and algo.kl_in == "reward":
         penalty_PGT = algo.kl_coef * masked.masked(
             KL[algo.kl](batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT), batch.mask_PGT)
-      rewards = Rewards(jnp.moveaxis(scores_PGK, -1, 0), weights, batch.mask_PGT, greedy_P, penalty_PGT)
-      advantages = ADVANTAGES[algo.advantage](rewards, algo)
+      advantages = ADVANTAGES[algo.advantage](given(scores_PGK, greedy_P=greedy_P, penalty_PGT=penalty_PGT), algo)
       advantages_PGT = advantages if advantages.ndim == 3 else advantages[..., None]
       return batch.replace(advantages_PGT=batch.mask_PGT * advantages_PGT)
 
@@ -208,31 +210,30 @@ class Run:
     return jax.jit(minibatches, out_shardings=sharding.batch_sharding(self.mesh))
 
   @functools.cached_property
-  def reference_logprobs(self):
-    """(frozen params, batch) -> [P, G, T]."""
+  def logprobs(self):
+    """(params, batch) -> log-probs [P, G, T]: of the reference, or of the policy before an update."""
     c = self.config
-    return jax.jit(functools.partial(
-        learner.reference_logprobs, config=self.model, temperature=c.sampling.temperature, learner=c.learner,
-        micro_batch=c.batch.micro_batch), out_shardings=sharding.batch_sharding(self.mesh))
+
+    def logprobs(params, batch) -> jax.Array:
+      return learner.batch_logprobs(params, batch, self.model, c.sampling.temperature, c.learner, c.batch.micro_batch)[0]
+
+    return jax.jit(logprobs, out_shardings=sharding.batch_sharding(self.mesh))
 
   @functools.cached_property
   def update(self):
     """(state, batch) -> (state, metrics): one GRPO update; the state is donated."""
     c = self.config
-    common = dict(config=self.model, algo=self.algo, temperature=c.sampling.temperature, learner=c.learner)
-    select = functools.partial(learner.with_selection, micro_batch=c.batch.micro_batch, **common)
-    prepare = select if selection.is_needed(self.algo) else lambda params, batch: batch
-    return self._jit_step(learner.grpo(**common), self.optimizer, c.batch.micro_batch, prepare)
+    loss = learner.grpo(self.model, self.algo, c.sampling.temperature, c.learner)
+    return self._jit_step(loss, self.optimizer, c.batch.micro_batch)
 
   @functools.cached_property
   def warm_update(self):
     """(state, batch) -> (state, metrics): one supervised update; the state is donated."""
-    loss = learner.supervised(self.model, self.config.learner)
-    return self._jit_step(loss, self.warm_optimizer, 0, lambda params, batch: batch)
+    return self._jit_step(learner.supervised(self.model, self.config.learner), self.warm_optimizer, 0)
 
-  def _jit_step(self, loss, optimizer, micro_batch, prepare):
+  def _jit_step(self, loss, optimizer, micro_batch):
     def train_step(state: TrainState, batch: Batch):
-      return learner.train_step(state, prepare(state.params, batch), loss, optimizer, micro_batch)
+      return learner.train_step(state, batch, loss, optimizer, micro_batch)
     shardings = _shardings(self.abstract_state), NamedSharding(self.mesh, PartitionSpec())
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 

@@ -10,6 +10,19 @@ from grpo_jax.config import Config, ConfigError
 from grpo_jax.optim import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
+TOKEN_ONLY = ("reinforce", "gmpo", "vespo", "dppo_tv", "dppo_kl", "dro")  # surrogates that read no other ratio
+CHOICES = {  # key of algo -> its values
+    "advantage": [name for name in ADVANTAGES if name != "process"],
+    "ratio": RATIOS,
+    "surrogate": SURROGATES,
+    "aggregation": AGGREGATIONS,
+    "kl": KL,
+    "kl_in": ("loss", "reward"),
+    "correction": CORRECTIONS,
+    "correction_level": LEVELS,
+    "batch_weighting": ("sequence", "token"),
+    "old_logprobs": ("sampler", "recomputed"),
+}
 
 
 def check(config: Config) -> None:
@@ -100,18 +113,3 @@ def _check_algo(c, need, choose):
          f"the advantage {a.advantage} is of the rewards alone; choose 'loss'")
   if a.surrogate == "clip_cov":
     need(a.cov_low < a.cov_high, "algo.cov_low", a.cov_low, f"it must be below algo.cov_high = {a.cov_high}")
-
-
-TOKEN_ONLY = ("reinforce", "gmpo", "vespo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")
-CHOICES = {
-    "advantage": [name for name in ADVANTAGES if name != "process"],
-    "ratio": RATIOS,
-    "surrogate": SURROGATES,
-    "aggregation": AGGREGATIONS,
-    "kl": KL,
-    "kl_in": ("loss", "reward"),
-    "correction": CORRECTIONS,
-    "correction_level": LEVELS,
-    "batch_weighting": ("sequence", "token"),
-    "old_logprobs": ("sampler", "recomputed"),
-}

@@ -149,25 +149,26 @@ class Trainer:
     where = loader.indices(config.seed, index, config.batch.prompts, len(self.prompts))
     prompts = loader.prompt_batch(self.prompts, where)
     arrays = run.put((prompts.prompts_PS, prompts.prompt_lengths_P))
-    out = self.sample(run.sampling_params(state.params), *arrays, jax.random.fold_in(run.key("sample"), index))
+    params, key = run.sampling_params(state.params), jax.random.fold_in(run.key("sample"), index)
+    out = self.sample(params, *arrays, key)
     out_host = run.fetch(out)
+    greedy = run.fetch(self.greedy(params, *arrays, key)) if self.greedy else None
     times = {"time/sample": clock.lap()}
     scored, scores_PGK = self._score(out_host, prompts)
-    greedy_P = self._greedy_rewards(state, prompts, arrays) if self.greedy else np.zeros(len(scores_PGK), np.float32)
+    greedy_P1K = self._score(greedy, prompts)[1] if self.greedy else None
     times["time/reward"] = clock.lap()
     batch = run.to_batch(out, *arrays)
     if self.reference is not None:
-      batch = batch.replace(ref_logprobs_PGT=run.reference_logprobs(self.reference, batch))
-    batch = run.with_advantages(batch, *run.put((scores_PGK, greedy_P)))
+      batch = batch.replace(ref_logprobs_PGT=run.logprobs(self.reference, batch))
+    batch = run.with_advantages(batch, *run.put((scores_PGK, greedy_P1K)))
     jax.block_until_ready(batch)
     times["time/reference"] = clock.lap()
-    advantages_PG = run.fetch(batch.advantages_PGT[..., 0])
     state, metrics = self._update(state, batch)
     times["time/update"] = clock.lap()
     times["time/step"] = clock.total()
-    tokens = int(out_host.lengths_PG.sum())
-    self._completions(step + 1, rollout.rows(out_host, scored, prompts), advantages_PG)
-    last = (index + 1) * run.updates_per_step - 1
+    tokens, last = int(out_host.lengths_PG.sum()), (index + 1) * run.updates_per_step - 1
+    if config.log.completions_every and (index + 1) % config.log.completions_every == 0:
+      self._completions(step + 1, rollout.rows(out_host, scored, prompts), run.fetch(batch.advantages_PGT[..., 0]))
     return state, rollout.metrics(out_host, scored) | metrics | {
         "learning_rate": float(learning_rate(config.optimizer, config.steps * run.updates_per_step)(last)),
         "completions/tokens": tokens, "perf/tokens_per_second": tokens / times["time/step"]} | times
@@ -178,16 +179,11 @@ class Trainer:
     scored = score(out, prompts, self.run.tokenizer.decode, self.run.functions, self.config.reward)
     return scored, self.run.from_first_process(np.stack(list(scored.scores.values()), -1))
 
-  def _greedy_rewards(self, state, prompts, arrays):
-    """[P], the reward of each prompt's greedy completion."""
-    out = self.run.fetch(self.greedy(self.run.sampling_params(state.params), *arrays, self.run.key("sample")))
-    return self.run.from_first_process(self._score(out, prompts)[0].rewards_PG[:, 0])
-
   def _update(self, state, batch):
     """algo.updates_per_batch passes over the minibatches. Metrics are the mean over updates, or the extreme."""
     algo, told = self.config.algo, []
     if self.run.updates_per_step > 1 and algo.old_logprobs == "recomputed":
-      batch = batch.replace(old_logprobs_PGT=self.run.reference_logprobs(state.params, batch))
+      batch = batch.replace(old_logprobs_PGT=self.run.logprobs(state.params, batch))
     parts = self.run.minibatches(batch) if algo.minibatches > 1 else [batch]
     for _ in range(algo.updates_per_batch):
       for part in parts:
@@ -196,7 +192,7 @@ class Trainer:
     told = jax.device_get(told)
     extreme = {"ratio/max": max, "ratio/min": min, "skipped_updates": sum}
     metrics = {name: extreme.get(name, statistics.fmean)([m[name] for m in told]) for name in told[0]}
-    # Of the policy that sampled: before the first update.
+    # Of the policy that sampled, so of the first minibatch: the others meet one that has moved.
     return state, metrics | {name: told[0][name] for name in told[0] if name.startswith("sampler/")}
 
   # After a step.
@@ -241,12 +237,11 @@ class Trainer:
     self.terminal.update(step, values)
 
   def _completions(self, step, rows, advantages_PG):
-    every = self.config.log.completions_every
-    if every and (step - self.first_grpo_step) % every == 0:
-      rows = [row | {"advantage": float(a)} for row, a in zip(rows, advantages_PG.ravel())]
-      if self.writer:
-        self.writer.completions(step, rows)
-      self.terminal.completions(step, rows[::max(1, len(rows) // 4 - 1)])  # of several prompts and group members
+    """Saves and shows a step's completions, each with the advantage of its first token."""
+    rows = [row | {"advantage": float(a)} for row, a in zip(rows, advantages_PG.ravel())]
+    if self.writer:
+      self.writer.completions(step, rows)
+    self.terminal.completions(step, rows[::max(1, len(rows) // 4 - 1)])  # of several prompts and group members
 
   def _on_first_process(self, act):
     """act() on the process that writes, None on the others. Where it fails, all of them end."""

@@ -115,7 +115,7 @@ def trace(run):
   shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
   values, integers = shape(16, 2, 4), functools.partial(shape, dtype=jnp.int32)
   batch = Batch(integers(16, 12), integers(16), integers(16, 2, 4), values, values, values, values, values, values)
-  run.with_advantages.eval_shape(batch, shape(16, 2, 1), shape(16))
+  run.with_advantages.eval_shape(batch, shape(16, 2, 1), None)
   run.update.eval_shape(run.abstract_state, batch)
 
 

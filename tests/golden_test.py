@@ -35,7 +35,7 @@ def algo_of(case):
   settings.setdefault("batch_std_eps", settings.get("std_eps", presets.DEFAULTS["batch_std_eps"]))
   unknown = settings.keys() - presets.DEFAULTS.keys()
   assert not unknown, f"settings that the code cannot express: {unknown}"
-  return Algo(**{**presets.DEFAULTS, **{"kl_coef": 0.0}, **settings})
+  return Algo(**{**presets.DEFAULTS, **settings})
 
 
 class Inputs:

@@ -36,8 +36,13 @@ def mask(w_PGT: jax.Array, algo: Algo) -> jax.Array:
 CORRECTIONS = {"none": none, "truncate": truncate, "mask": mask}
 
 
+def importance(old_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> jax.Array:
+  """w [P, G, T] at the level of algo.correction_level, before any bound."""
+  log_w_PGT = LEVELS[algo.correction_level](masked.masked(old_PGT - mu_PGT, mask_PGT), mask_PGT)
+  return jnp.exp(jnp.broadcast_to(log_w_PGT, mask_PGT.shape))
+
+
 def correction_weights(old_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> jax.Array:
   """Weights [P, G, T] of the surrogate, 0 where the mask is."""
-  log_w_PGT = LEVELS[algo.correction_level](masked.masked(old_PGT - mu_PGT, mask_PGT), mask_PGT)
-  weights_PGT = CORRECTIONS[algo.correction](jnp.exp(jnp.broadcast_to(log_w_PGT, mask_PGT.shape)), algo)
+  weights_PGT = CORRECTIONS[algo.correction](importance(old_PGT, mu_PGT, mask_PGT, algo), algo)
   return jax.lax.stop_gradient(masked.masked(weights_PGT, mask_PGT))

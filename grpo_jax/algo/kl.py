@@ -1,7 +1,4 @@
-"""Estimates of KL(pi || ref) per token: (logprobs, ref_logprobs) -> [P, G, T]. d = lp - ref.
-
-`full`, the sum over the vocabulary, needs both distributions whole: the learner computes it (`learner.token_stats`).
-"""
+"""Estimates of KL(pi || ref) per token: (logprobs, ref_logprobs) -> [P, G, T]. d = lp - ref."""
 import jax
 import jax.numpy as jnp
 

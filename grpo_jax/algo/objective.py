@@ -10,7 +10,7 @@ from flax import struct
 from grpo_jax import masked
 from grpo_jax.algo import selection as selection_lib
 from grpo_jax.algo.aggregation import AGGREGATIONS
-from grpo_jax.algo.corrections import LEVELS, correction_weights
+from grpo_jax.algo.corrections import correction_weights, importance
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.surrogates import SURROGATES, Terms
@@ -101,6 +101,6 @@ def _told(x, entropies_PGT, batch, algo):
   if batch.selection is not None:
     means |= {"selection/kept": mean(x.kept_PGT != 0), "selection/chosen": mean(x.chosen_PGT != 0)}
   if algo.correction != "none":
-    raw_PGT = jnp.exp(LEVELS[algo.correction_level](x.old_logprobs_PGT - _mu(x, batch), mask_PGT))
+    raw_PGT = importance(x.old_logprobs_PGT, _mu(x, batch), mask_PGT, algo)
     means |= {"correction/weight_mean": mean(x.weights_PGT), "correction/changed": mean(x.weights_PGT != raw_PGT)}
   return Told(means, {"ratio/max": masked.largest(ratio_PGT, mask_PGT)}, {"ratio/min": masked.smallest(ratio_PGT, mask_PGT)})

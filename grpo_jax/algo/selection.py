@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
+from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.config import Algo
 from grpo_jax.types import Selection
 
@@ -26,7 +27,7 @@ def select(logprobs_PGT, old_PGT, entropies_PGT, advantages_PGT, mask_PGT, algo:
   if algo.surrogate in CHOICES:
     # Covariance of a token: how much its log-prob and its advantage are high together (2505.22617, eq. 8).
     covariance_PGT = _deviation(advantages_PGT, mask_PGT) * _deviation(logprobs_PGT, mask_PGT)
-    ratio_PGT = jnp.exp(logprobs_PGT - old_PGT)
+    ratio_PGT = RATIOS[algo.ratio](logprobs_PGT, old_PGT, mask_PGT)
     chosen_PGT = CHOICES[algo.surrogate](covariance_PGT, ratio_PGT, advantages_PGT, mask_PGT, algo)
     selection = selection.replace(chosen_PGT=chosen_PGT.astype(mask_PGT.dtype))
   return jax.lax.stop_gradient(selection)
@@ -67,5 +68,5 @@ def _budget(mask_PGT, algo):
 def _highest(x_PGT, mask_PGT, count):
   """Mask of the `count` entries with the highest x; of equal ones, those that come first."""
   order = jnp.argsort(jnp.where(mask_PGT != 0, -x_PGT, jnp.inf).ravel(), stable=True)
-  rank = jnp.zeros(order.size, jnp.int32).at[order].set(jnp.arange(order.size))
+  rank = jnp.zeros(order.size, jnp.int32).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
   return (rank.reshape(x_PGT.shape) < count) & (mask_PGT != 0)
