@@ -67,7 +67,7 @@ def main():
 
   trainer = Trainer(config_of(a), tempfile.mkdtemp())
   state, rows = trainer.run.init_state(trainer.run.initial_params()), []
-  trainer.reference = trainer.run.initial_params()
+  trainer.frozen = trainer.run.initial_params()
   for step in range(a.steps + 1):
     state, metrics = trainer.grpo_step(state, step)
     rows.append(metrics)

@@ -93,6 +93,10 @@ class Algo:
   kl_coef: float
   kl_in: str
   kl_importance_weighted: bool
+  kl_target: float
+  kl_horizon: int
+  ref_sync_steps: int
+  ref_mixup: float
   correction: str
   correction_level: str
   correction_low: float
@@ -101,6 +105,11 @@ class Algo:
   mask_truncated: bool
   top_entropy_quantile: float
   entropy_coef: float
+  entropy_target: float
+  entropy_step: float
+  dynamic_sampling: bool
+  max_resample_rounds: int
+  overlong: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,17 +8,25 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import masked, model
-from grpo_jax.algo import selection
-from grpo_jax.algo.objective import Told, objective, totals
+from grpo_jax.algo import controllers, selection
+from grpo_jax.algo.kl import full
+from grpo_jax.algo.objective import Told, has_entropy_bonus, objective, whole
 from grpo_jax.config import Algo, Learner
-from grpo_jax.types import Batch, TrainState
+from grpo_jax.types import Batch, Coefs, TokenStats, TrainState
 
 Metrics = dict[str, jax.Array]
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: Any, optimizer: optax.GradientTransformation, algo: Algo) -> TrainState:
   """A state before its first update."""
-  return TrainState(jnp.int32(0), params, optimizer.init(params))
+  reference = jax.tree.map(jnp.copy, params) if algo.ref_sync_steps else None
+  return TrainState(jnp.int32(0), params, optimizer.init(params), controllers.initial(algo), reference)
+
+
+def sync_reference(state: TrainState, mixup: float) -> TrainState:
+  """reference <- (1 - mixup) reference + mixup params (TR-DPO 2404.09656, eq. 6-7; 1: DeepSeekMath's iterative GRPO)."""
+  mixed = lambda ref, param: (1 - mixup) * ref + mixup * param
+  return state.replace(reference=jax.tree.map(mixed, state.reference, state.params))
 
 
 def completion_features(params: Any, config: model.ModelConfig, batch: Batch, remat: bool = False) -> jax.Array:
@@ -42,16 +50,21 @@ def completion_features(params: Any, config: model.ModelConfig, batch: Batch, re
   return jnp.concatenate([first_PG1D, rest_BTD.reshape(P, G, T - 1, -1)], axis=2)
 
 
-def token_logprobs(params: Any, config: model.ModelConfig, hidden_BTD: jax.Array, tokens_BT: jax.Array,
-                   temperature: float, chunk: int, entropy_gradient: bool = False) -> tuple[jax.Array, jax.Array]:
-  """log pi(token) and entropy of pi [B, T], float32, pi = softmax(logits / temperature).
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """What `token_stats` is to give beside log-probs and entropies."""
+  entropy_gradient: bool = False  # else the entropies have none
+  full_kl: bool = False  # to the frozen parameters
 
-  The entropy has a gradient only if asked for.
 
-  A device holds logits of about `chunk` tokens at a time (of one position of its rows at least), in the backward pass
-  too. Chunks are slices of T, so that rows stay where they are sharded.
+def token_stats(params: Any, frozen: Any, config: model.ModelConfig, hidden: tuple[jax.Array, jax.Array | None],
+                tokens_BT: jax.Array, temperature: float, chunk: int, asked: Asked = Asked()) -> TokenStats:
+  """Of tokens [B, T] that follow hidden states [B, T, D] of params and, where the KL is asked for, of frozen.
+
+  pi = softmax(logits / temperature). A device holds logits of about `chunk` tokens at a time (of one position of its
+  rows at least), in the backward pass too. Chunks are slices of T, so that rows stay where they are sharded.
   """
-  B, T, D = hidden_BTD.shape
+  B, T = tokens_BT.shape
   count = -(-T // max(1, chunk * config.row_shards // B))
   width = -(-T // count)
   pad = lambda x: jnp.pad(x, [(0, 0), (0, count * width - T)] + [(0, 0)] * (x.ndim - 2))
@@ -59,27 +72,29 @@ def token_logprobs(params: Any, config: model.ModelConfig, hidden_BTD: jax.Array
 
   @jax.checkpoint
   def one(chunked):
-    hidden, tokens = chunked
+    (hidden, frozen_hidden), tokens = chunked
     logits = model.unembed(params, config, hidden) / temperature
     log_total = jax.nn.logsumexp(logits, axis=-1)
     # A masked sum, not a gather: its gradient is elementwise, and a vocabulary sharded over devices needs no exchange.
     is_token = jnp.arange(logits.shape[-1]) == tokens[..., None]
-    fixed = (logits, log_total) if entropy_gradient else jax.lax.stop_gradient((logits, log_total))
+    fixed = (logits, log_total) if asked.entropy_gradient else jax.lax.stop_gradient((logits, log_total))
     entropy = fixed[1] - (jnp.exp(fixed[0] - fixed[1][..., None]) * fixed[0]).sum(-1)
-    return jnp.where(is_token, logits, 0).sum(-1) - log_total, entropy
+    kl = full(logits, model.unembed(frozen, config, frozen_hidden) / temperature) if asked.full_kl else None
+    return TokenStats(jnp.where(is_token, logits, 0).sum(-1) - log_total, entropy, kl)
 
   joined = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, count * width)[:, :T]
-  return jax.tree.map(joined, jax.lax.map(one, (split(hidden_BTD), split(tokens_BT))))
+  return jax.tree.map(joined, jax.lax.map(one, jax.tree.map(split, (hidden, tokens_BT))))
 
 
-def logprobs(params: Any, config: model.ModelConfig, batch: Batch, temperature: float, learner: Learner,
-             entropy_gradient: bool = False) -> tuple[jax.Array, jax.Array]:
-  """log pi and entropy [P, G, T] of a batch's completions, 0 at padding."""
+def stats(params: Any, frozen: Any, config: model.ModelConfig, batch: Batch, temperature: float, learner: Learner,
+          asked: Asked = Asked()) -> TokenStats:
+  """Of a batch's completions. `frozen`, the reference's parameters, is read where its KL is asked for."""
   P, G, T = batch.completions_PGT.shape
-  hidden_BTD = completion_features(params, config, batch, learner.remat).reshape(P * G, T, -1)
-  tokens_BT = batch.completions_PGT.reshape(P * G, T)
-  both = token_logprobs(params, config, hidden_BTD, tokens_BT, temperature, learner.logprob_chunk, entropy_gradient)
-  return jax.tree.map(lambda x: masked.masked(x.reshape(P, G, T), batch.mask_PGT), both)
+  rows = lambda params: completion_features(params, config, batch, learner.remat).reshape(P * G, T, -1)
+  hidden = rows(params), jax.lax.stop_gradient(rows(frozen)) if asked.full_kl else None
+  of_rows = token_stats(params, frozen, config, hidden, batch.completions_PGT.reshape(P * G, T), temperature,
+                        learner.logprob_chunk, asked)
+  return jax.tree.map(lambda x: masked.masked(x.reshape(P, G, T), batch.mask_PGT), of_rows)
 
 
 def micro_batches(batch: Batch, size: int) -> Batch:
@@ -91,68 +106,78 @@ def micro_batches(batch: Batch, size: int) -> Batch:
   return jax.tree.map(split, batch)
 
 
-def batch_logprobs(params: Any, batch: Batch, config: model.ModelConfig, temperature: float, learner: Learner,
-                   micro_batch: int) -> tuple[jax.Array, jax.Array]:
-  """`logprobs` of a whole batch, one micro-batch at a time. No gradient is meant to flow."""
-  one = lambda micro: logprobs(params, config, micro, temperature, learner)
-  whole = lambda x: x.swapaxes(0, 1).reshape(batch.completions_PGT.shape)
-  return jax.tree.map(whole, jax.lax.map(one, micro_batches(batch, micro_batch)))
+def batch_stats(params: Any, batch: Batch, config: model.ModelConfig, temperature: float, learner: Learner,
+                micro_batch: int) -> TokenStats:
+  """`stats` of a whole batch, one micro-batch at a time. No gradient is meant to flow."""
+  one = lambda micro: stats(params, None, config, micro, temperature, learner)
+  joined = lambda x: x.swapaxes(0, 1).reshape(batch.completions_PGT.shape)
+  return jax.tree.map(joined, jax.lax.map(one, micro_batches(batch, micro_batch)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """What `train_step` minimises, in three parts, as a batch may be computed in parts."""
-  share: Callable[[Any, Batch, Any], tuple[jax.Array, Told]]  # params, a part, totals -> its share of the batch's loss
-  totals: Callable[[Batch], Any]  # of the whole batch
-  prepare: Callable[[Any, Batch, int], Batch]  # params, whole batch, micro-batch size -> batch with what it takes all to know
+  """What `train_step` minimises. A batch may be computed in parts: what takes all of it to know comes first."""
+  prepare: Callable[[Any, Batch, int], Batch]  # params, whole batch, micro-batch size -> batch with its selection
+  whole: Callable[[Batch, Coefs], Any]  # of the whole batch
+  share: Callable[[Any, Any, Batch, Any], tuple[jax.Array, Told]]  # params, frozen, a part, whole -> its share of the loss
+  adapted: Callable[[Coefs, Metrics, int], Coefs]  # coefs, metrics, completions -> coefs of the next update
 
 
 def grpo(config: model.ModelConfig, algo: Algo, temperature: float, learner: Learner) -> Objective:
   """The objective of `algo`."""
-  def share(params, batch, whole):
-    logprobs_PGT, entropies_PGT = logprobs(params, config, batch, temperature, learner, bool(algo.entropy_coef))
-    loss, told = objective(logprobs_PGT, entropies_PGT, batch, whole, algo)
-    gap_PGT = jnp.abs(jax.lax.stop_gradient(logprobs_PGT) - batch.sampler_logprobs_PGT)
-    told.means["sampler/logprob_gap_mean"] = masked.total(gap_PGT, batch.mask_PGT), masked.count(batch.mask_PGT)
-    told.maxima["sampler/logprob_gap_max"] = masked.masked(gap_PGT, batch.mask_PGT).max()
-    return loss, told
+  asked = Asked(has_entropy_bonus(algo), bool(algo.kl_coef) and algo.kl == "full")
 
   def prepare(params, batch, micro_batch):
     if not selection.is_needed(algo):
       return batch
-    logprobs_PGT, entropies_PGT = batch_logprobs(params, batch, config, temperature, learner, micro_batch)
-    old_PGT = logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
-    return batch.replace(selection=selection.select(logprobs_PGT, old_PGT, entropies_PGT, batch.advantages_PGT,
+    x = batch_stats(params, batch, config, temperature, learner, micro_batch)
+    old_PGT = x.logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
+    return batch.replace(selection=selection.select(x.logprobs_PGT, old_PGT, x.entropies_PGT, batch.advantages_PGT,
                                                     batch.mask_PGT, algo))
 
-  return Objective(share, functools.partial(totals, algo=algo), prepare)
+  def share(params, frozen, batch, of_all):
+    x = stats(params, frozen, config, batch, temperature, learner, asked)
+    loss, told = objective(x, batch, of_all, algo)
+    gap_PGT = jnp.abs(jax.lax.stop_gradient(x.logprobs_PGT) - batch.sampler_logprobs_PGT)
+    told.means["sampler/logprob_gap_mean"] = masked.total(gap_PGT, batch.mask_PGT), masked.count(batch.mask_PGT)
+    told.maxima["sampler/logprob_gap_max"] = masked.masked(gap_PGT, batch.mask_PGT).max()
+    return loss, told
+
+  def adapted(coefs, metrics, sequences):
+    return controllers.adapted(coefs, metrics.get("kl"), metrics["entropy"], sequences, algo)
+
+  return Objective(prepare, functools.partial(whole, algo=algo), share, adapted)
 
 
 def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
   """The mean of -log pi over the tokens of given completions (temperature 1)."""
-  def share(params, batch, count):
-    return masked.divide(-logprobs(params, config, batch, 1.0, learner)[0].sum(), count), Told({}, {}, {})
-  return Objective(share, lambda batch: masked.count(batch.mask_PGT), lambda params, batch, micro_batch: batch)
+  def share(params, frozen, batch, count):
+    x = stats(params, frozen, config, batch, 1.0, learner)
+    return masked.divide(-x.logprobs_PGT.sum(), count), Told({}, {}, {})
+  return Objective(lambda params, batch, micro_batch: batch, lambda batch, coefs: masked.count(batch.mask_PGT), share,
+                   lambda coefs, metrics, sequences: coefs)
 
 
-def train_step(state: TrainState, batch: Batch, loss: Objective, optimizer: optax.GradientTransformation,
+def train_step(state: TrainState, frozen: Any, batch: Batch, loss: Objective, optimizer: optax.GradientTransformation,
                micro_batch: int = 0) -> tuple[TrainState, Metrics]:
   """One update. Each micro-batch's share of the loss has the whole batch's weight, so that their gradients add up.
 
-  A gradient that is not finite leaves parameters and optimizer as they were, and metric `skipped_updates` is 1.
+  `frozen` are the reference's parameters, None where the loss does not read them, or where the state has them.
+  A gradient that is not finite leaves all but the step as it was, and metric `skipped_updates` is 1.
   """
   gradient = jax.value_and_grad(loss.share, has_aux=True)
+  frozen = frozen if state.reference is None else state.reference
   batch = loss.prepare(state.params, batch, micro_batch)
-  whole = loss.totals(batch)
+  of_all = loss.whole(batch, state.coefs)
 
   def add(total, micro):
-    (share, told), grads = gradient(state.params, micro, whole)
+    (share, told), grads = gradient(state.params, frozen, micro, of_all)
     sums = jax.tree.map(jnp.add, total[0], (grads, share, told.means))
     return (sums, jax.tree.map(jnp.maximum, total[1], told.maxima), jax.tree.map(jnp.minimum, total[2], told.minima)), None
 
   micros = micro_batches(batch, micro_batch)
   first = jax.tree.map(lambda x: x[0], micros)
-  (share, told), grads = jax.eval_shape(gradient, state.params, first, whole)
+  (share, told), grads = jax.eval_shape(gradient, state.params, frozen, first, of_all)
   start = lambda value, tree: jax.tree.map(lambda s: jnp.full(s.shape, value, s.dtype), tree)
   zero = start(0, (grads, share, told.means)), start(-jnp.inf, told.maxima), start(jnp.inf, told.minima)
   ((grads, share, means), maxima, minima), _ = jax.lax.scan(add, zero, micros)
@@ -160,8 +185,10 @@ def train_step(state: TrainState, batch: Batch, loss: Objective, optimizer: opta
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-  keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-  new_state = TrainState(state.step + 1, keep(optax.apply_updates(state.params, updates), state.params),
-                         keep(opt_state, state.opt_state))
   metrics = {"loss": share, "grad_norm": norm, "skipped_updates": 1.0 - finite}
-  return new_state, metrics | {name: masked.divide(*mean) for name, mean in means.items()} | maxima | minima
+  metrics |= {name: masked.divide(*mean) for name, mean in means.items()} | maxima | minima
+  P, G, _ = batch.completions_PGT.shape
+  keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+  return TrainState(state.step + 1, keep(optax.apply_updates(state.params, updates), state.params),
+                    keep(opt_state, state.opt_state), keep(loss.adapted(state.coefs, metrics, P * G), state.coefs),
+                    state.reference), metrics

@@ -1,4 +1,5 @@
 """Prompts -> completions -> rewards: the sampler wired to the model, and the host's half of a step."""
+import bisect
 import dataclasses
 from typing import Any, Callable, Sequence
 
@@ -10,6 +11,7 @@ from grpo_jax import model
 from grpo_jax import rewards as rewards_lib
 from grpo_jax.config import Reward, Sampling
 from grpo_jax.data.loader import PromptBatch
+from grpo_jax.rewards.overlong import overlong
 from grpo_jax.sampler.decode import capacities, decode
 from grpo_jax.types import Completions
 
@@ -39,7 +41,8 @@ def make_sampler(config: model.ModelConfig, sampling: Sampling, group_size: int)
       return logits_B1V[:, 0], cache
 
     return decode(step, model.grow, model.empty(config, prefix, group_size, capacities(sampling.max_tokens)[0]),
-                  model.unembed(params, config, last_PD), key, first_prompt * group_size, group_size=group_size, sampling=sampling)
+                  model.unembed(params, config, last_PD), key, first_prompt * group_size, group_size=group_size,
+                  sampling=sampling)
 
   return sample
 
@@ -48,8 +51,15 @@ def make_sampler(config: model.ModelConfig, sampling: Sampling, group_size: int)
 class Scored:
   """A rollout on the host."""
   texts: list[list[str]]  # [P][G] completions, without the token that ended them where it is a special one
-  rewards_PG: np.ndarray  # float32, NaN = no function scored it
-  scores: dict[str, np.ndarray]  # reward function -> [P, G], NaN = None
+  rewards_PG: np.ndarray  # float32, of the reward functions; NaN = none scored it
+  scores: dict[str, np.ndarray]  # reward function -> [P, G], NaN = None; and `overlong`, where that is on
+  steps: dict[str, list[rewards_lib.Steps]]  # the same names -> the steps of each of the P * G completions
+
+  @property
+  def differ_P(self) -> np.ndarray:
+    """bool, groups in which two scored rewards differ."""
+    some_P = ~np.isnan(self.rewards_PG).all(1)
+    return np.array([np.nanmax(r) > np.nanmin(r) if some else False for r, some in zip(self.rewards_PG, some_P)], bool)
 
 
 def score(out: Completions, prompts: PromptBatch, decode_text: Callable[[Sequence[int]], str],
@@ -59,17 +69,50 @@ def score(out: Completions, prompts: PromptBatch, decode_text: Callable[[Sequenc
   texts = [[decode_text(tokens[:n].tolist()) for tokens, n in zip(*group)]
            for group in zip(out.tokens_PGT, out.lengths_PG)]
   columns = {name: [value for value in values for _ in range(G)] for name, values in prompts.columns.items()}
+  columns["completion_ids"] = [tokens[:n].tolist() for group in zip(out.tokens_PGT, out.lengths_PG)
+                               for tokens, n in zip(*group)]
   flat = [text for group in texts for text in group]
-  rewards_N, scores = rewards_lib.score(functions, config.weights, flat, columns)
-  return Scored(texts, rewards_N.reshape(P, G), {name: values.reshape(P, G) for name, values in scores.items()})
+  rewards_N, scores, steps = rewards_lib.score(functions, config.weights, flat, columns)
+  return Scored(texts, rewards_N.reshape(P, G), {name: values.reshape(P, G) for name, values in scores.items()}, steps)
 
 
 def unscored(out: Completions, prompts: PromptBatch, decode_text, functions: Sequence[rewards_lib.Reward],
              config: Reward) -> Scored:
   """What stands for `score` where another process does the scoring."""
   P, G, _ = out.tokens_PGT.shape
-  nothing = np.full((P, G), np.nan, np.float32)
-  return Scored([[""] * G] * P, nothing, {str(i): nothing for i in range(len(functions))})
+  nothing, names = np.full((P, G), np.nan, np.float32), map(rewards_lib.name_of, functions)
+  return Scored([[""] * G] * P, nothing, dict.fromkeys(names, nothing), {})
+
+
+def with_overlong(scored: Scored, out: Completions, max_tokens: int, share: float) -> Scored:
+  """With DAPO's penalty as one more score, of completions that reach into the last `share` of max_tokens."""
+  penalty_PG = overlong(out.lengths_PG, max_tokens, round(share * max_tokens))
+  penalty_PG = np.where(np.isnan(scored.rewards_PG), np.nan, penalty_PG)
+  steps = [[] if np.isnan(x) else [(max(1, len(text)), float(x))]
+           for x, text in zip(penalty_PG.ravel(), (text for group in scored.texts for text in group))]
+  return dataclasses.replace(scored, scores=scored.scores | {"overlong": penalty_PG},
+                             steps=scored.steps | {"overlong": steps})
+
+
+def step_rewards(out: Completions, scored: Scored, weights: Sequence[float],
+                 decode_text: Callable[[Sequence[int]], str]) -> tuple[np.ndarray, np.ndarray]:
+  """-> (rewards, ends) float32 [P, G, T]: of each step, at the token with its last character; 1 at such tokens.
+
+  Steps of several functions that end at one token are one, of the weighted sum. What ends with the text ends with the
+  completion's last token.
+  """
+  P, G, T = out.tokens_PGT.shape
+  rewards_BT, ends_BT = np.zeros((P * G, T), np.float32), np.zeros((P * G, T), np.float32)
+  texts = [text for group in scored.texts for text in group]
+  for weight, of_rows in zip(weights, scored.steps.values(), strict=True):
+    for b, steps in enumerate(of_rows):
+      tokens, n = out.tokens_PGT.reshape(P * G, T)[b], int(out.lengths_PG.ravel()[b])
+      written = lambda count: len(decode_text(tokens[:count].tolist()))
+      for end, reward in steps:
+        t = n - 1 if end >= len(texts[b]) else bisect.bisect_left(range(1, n), end, key=written)
+        rewards_BT[b, t] += weight * reward
+        ends_BT[b, t] = 1
+  return rewards_BT.reshape(P, G, T), ends_BT.reshape(P, G, T)
 
 
 def metrics(out: Completions, scored: Scored) -> dict[str, float]:
@@ -78,13 +121,11 @@ def metrics(out: Completions, scored: Scored) -> dict[str, float]:
   reward_std is of all completions, not within groups, as in TRL.
   """
   rewards_PG = scored.rewards_PG
-  some_P = ~np.isnan(rewards_PG).all(1)
-  spread_P = np.array([np.nanmax(r) > np.nanmin(r) if some else False for r, some in zip(rewards_PG, some_P)])
   mean = lambda x: float(np.nanmean(x)) if np.isfinite(x).any() else float("nan")
   values = {
       "reward": mean(rewards_PG),
       "reward_std": float(np.nanstd(rewards_PG, ddof=1)) if np.isfinite(rewards_PG).sum() > 1 else float("nan"),
-      "frac_reward_zero_std": float(1 - spread_P.mean()),
+      "frac_reward_zero_std": float(1 - scored.differ_P.mean()),
       "completions/mean_length": float(out.lengths_PG.mean()),
       "completions/min_length": float(out.lengths_PG.min()),
       "completions/max_length": float(out.lengths_PG.max()),

@@ -19,7 +19,7 @@ from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.parallel import sharding
 from grpo_jax.rewards import Reward, resolve_all
 from grpo_jax.run_checks import check
-from grpo_jax.types import Batch, Rewards, TrainState
+from grpo_jax.types import Batch, Rewards, Scores, TrainState
 
 
 class Run:
@@ -57,6 +57,11 @@ class Run:
     """The reward functions."""
     return resolve_all(self.config.reward.functions)
 
+  @property
+  def reward_weights(self) -> tuple[float, ...]:
+    """Of the scores of a completion: of each reward function, and of the penalty for length where that is on."""
+    return self.config.reward.weights + (1.0,) * bool(self.config.algo.overlong)
+
   def _load_tokenizer(self):
     data, path = self.config.data, self.config.model.path
     if data.tokenizer or path:
@@ -93,9 +98,16 @@ class Run:
     """Whether it is so on one of the processes: what they then do, they do together."""
     return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).any())
 
-  def from_first_process(self, x: np.ndarray) -> np.ndarray:
-    """The first process's array, on all of them."""
-    return x if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(x))
+  @property
+  def is_first_process(self) -> bool:
+    """It alone scores, and writes what is not a checkpoint."""
+    return jax.process_index() == 0
+
+  def from_first_process(self, tree: Any) -> Any:
+    """The first process's arrays, on all of them."""
+    if jax.process_count() > 1:
+      tree = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+    return tree
 
   # Parameters and state.
 
@@ -139,13 +151,15 @@ class Run:
   @functools.cached_property
   def abstract_state(self) -> TrainState:
     """Shapes and shardings of the train state."""
-    abstract = jax.eval_shape(functools.partial(learner.init_state, optimizer=self.optimizer), self.abstract_params)
+    abstract = jax.eval_shape(self._init_state, self.abstract_params)
     return _with_shardings(abstract, sharding.state_shardings(abstract, self.mesh))
 
   def init_state(self, params: Any) -> TrainState:
     """A state before its first update. `params` are given up to it."""
-    init = functools.partial(learner.init_state, optimizer=self.optimizer)
-    return jax.jit(init, out_shardings=_shardings(self.abstract_state), donate_argnums=0)(params)
+    return jax.jit(self._init_state, out_shardings=_shardings(self.abstract_state), donate_argnums=0)(params)
+
+  def _init_state(self, params):
+    return learner.init_state(params, self.optimizer, self.algo)
 
   # Jitted functions.
 
@@ -167,13 +181,18 @@ class Run:
 
   @functools.cached_property
   def to_batch(self):
-    """(completions, prompts_PS, prompt_lengths_P) -> Batch, without advantages and reference log-probs."""
+    """(completions, prompts_PS, prompt_lengths_P, live_P) -> Batch, without advantages and reference log-probs.
+
+    Groups where live_P is 0 are left out of the loss; None: all are live.
+    """
     algo = self.algo
 
-    def to_batch(out, prompts_PS, prompt_lengths_P) -> Batch:
+    def to_batch(out, prompts_PS, prompt_lengths_P, live_P=None) -> Batch:
       mask_PGT = jnp.arange(out.tokens_PGT.shape[-1]) < out.lengths_PG[..., None]
       if algo.mask_truncated:
         mask_PGT = mask_PGT & (out.stopped_by_PG >= 0)[..., None]
+      if live_P is not None:
+        mask_PGT = mask_PGT & (live_P != 0)[:, None, None]
       several = self.updates_per_step > 1  # else old is the policy itself
       return Batch(prompts_PS, prompt_lengths_P, out.tokens_PGT, mask_PGT.astype(jnp.float32), None, out.logprobs_PGT,
                    out.sampling_logprobs_PGT, out.logprobs_PGT if several else None)
@@ -182,23 +201,29 @@ class Run:
 
   @functools.cached_property
   def with_advantages(self):
-    """(batch, scores_PGK, greedy_P1K) -> the batch with its advantages. NaN: not scored; greedy_P1K, the scores of each
-    prompt's greedy completion, is None where no baseline asks for it."""
-    algo, weights = self.algo, jnp.array(self.config.reward.weights, jnp.float32)
+    """(batch, Scores, weight of the KL in the reward) -> the batch with its advantages, and metrics of them."""
+    algo, weights = self.algo, jnp.array(self.reward_weights, jnp.float32)
 
-    def with_advantages(batch, scores_PGK, greedy_P1K) -> Batch:
-      given = lambda scores, **more: Rewards(jnp.moveaxis(scores, -1, 0), weights, batch.mask_PGT, **more)
+    def with_advantages(batch, scores: Scores, kl_coef) -> tuple[Batch, learner.Metrics]:
+      given = lambda scores_PGK, **more: Rewards(jnp.moveaxis(scores_PGK, -1, 0), weights, batch.mask_PGT, **more)
       greedy_P = penalty_PGT = None
-      if greedy_P1K is not None:
-        greedy_P = given(greedy_P1K).score_PG[:, 0]
+      if scores.greedy_P1K is not None:
+        greedy_P = given(scores.greedy_P1K).score_PG[:, 0]
       if algo.kl_coef and algo.kl_in == "reward":
-        penalty_PGT = algo.kl_coef * masked.masked(
+        penalty_PGT = kl_coef * masked.masked(
             KL[algo.kl](batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT), batch.mask_PGT)
-      advantages = ADVANTAGES[algo.advantage](given(scores_PGK, greedy_P=greedy_P, penalty_PGT=penalty_PGT), algo)
-      advantages_PGT = advantages if advantages.ndim == 3 else advantages[..., None]
-      return batch.replace(advantages_PGT=batch.mask_PGT * advantages_PGT)
+      rewards = given(scores.scores_PGK, greedy_P=greedy_P, penalty_PGT=penalty_PGT,
+                      step_rewards_PGT=scores.step_rewards_PGT, step_ends_PGT=scores.step_ends_PGT)
+      advantages = ADVANTAGES[algo.advantage](rewards, algo)
+      advantages_PGT = batch.mask_PGT * (advantages if advantages.ndim == 3 else advantages[..., None])
+      learning_PG = (advantages_PGT != 0).any(-1)
+      spread = jnp.sqrt(masked.mean((advantages_PGT - masked.mean(advantages_PGT, batch.mask_PGT)) ** 2, batch.mask_PGT))
+      metrics = {"advantage/std": spread, "advantage/min": advantages_PGT.min(), "advantage/max": advantages_PGT.max(),
+                 "batch/completions": learning_PG.sum(), "batch/tokens": (learning_PG[..., None] * batch.mask_PGT).sum()}
+      return batch.replace(advantages_PGT=advantages_PGT), metrics
 
-    return jax.jit(with_advantages, out_shardings=sharding.batch_sharding(self.mesh))
+    sharded, whole = sharding.batch_sharding(self.mesh), NamedSharding(self.mesh, PartitionSpec())
+    return jax.jit(with_advantages, out_shardings=(sharded, whole))
 
   @functools.cached_property
   def minibatches(self):
@@ -215,27 +240,34 @@ class Run:
     c = self.config
 
     def logprobs(params, batch) -> jax.Array:
-      return learner.batch_logprobs(params, batch, self.model, c.sampling.temperature, c.learner, c.batch.micro_batch)[0]
+      x = learner.batch_stats(params, batch, self.model, c.sampling.temperature, c.learner, c.batch.micro_batch)
+      return x.logprobs_PGT
 
     return jax.jit(logprobs, out_shardings=sharding.batch_sharding(self.mesh))
 
   @functools.cached_property
   def update(self):
-    """(state, batch) -> (state, metrics): one GRPO update; the state is donated."""
+    """(state, frozen, batch) -> (state, metrics): one GRPO update; the state is donated."""
     c = self.config
     loss = learner.grpo(self.model, self.algo, c.sampling.temperature, c.learner)
     return self._jit_step(loss, self.optimizer, c.batch.micro_batch)
 
   @functools.cached_property
   def warm_update(self):
-    """(state, batch) -> (state, metrics): one supervised update; the state is donated."""
+    """(state, None, batch) -> (state, metrics): one supervised update; the state is donated."""
     return self._jit_step(learner.supervised(self.model, self.config.learner), self.warm_optimizer, 0)
 
   def _jit_step(self, loss, optimizer, micro_batch):
-    def train_step(state: TrainState, batch: Batch):
-      return learner.train_step(state, batch, loss, optimizer, micro_batch)
+    def train_step(state: TrainState, frozen: Any, batch: Batch):
+      return learner.train_step(state, frozen, batch, loss, optimizer, micro_batch)
     shardings = _shardings(self.abstract_state), NamedSharding(self.mesh, PartitionSpec())
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+
+  @functools.cached_property
+  def sync_reference(self):
+    """state -> the state whose reference has moved towards its policy; the state is donated."""
+    sync = functools.partial(learner.sync_reference, mixup=self.algo.ref_mixup)
+    return jax.jit(sync, donate_argnums=0, out_shardings=_shardings(self.abstract_state))
 
 
 def _model_config(config, tokens):

@@ -12,11 +12,11 @@ from grpo_jax.optim import SCHEDULES
 DTYPES = ("float32", "bfloat16")
 TOKEN_ONLY = ("reinforce", "gmpo", "vespo", "dppo_tv", "dppo_kl", "dro")  # surrogates that read no other ratio
 CHOICES = {  # key of algo -> its values
-    "advantage": [name for name in ADVANTAGES if name != "process"],
+    "advantage": ADVANTAGES,
     "ratio": RATIOS,
     "surrogate": SURROGATES,
     "aggregation": AGGREGATIONS,
-    "kl": KL,
+    "kl": (*KL, "full"),
     "kl_in": ("loss", "reward"),
     "correction": CORRECTIONS,
     "correction_level": LEVELS,
@@ -83,13 +83,20 @@ def _check_algo(c, need, choose):
   for name, names in CHOICES.items():
     choose(f"algo.{name}", settings[name], tuple(names))
   for name in ("std_ddof", "std_eps", "batch_std_eps", "ratio_max", "dual_clip", "cov_kl_coef", "dro_beta", "length_norm",
-               "kl_coef", "correction_low", "correction_high", "off_policy_threshold", "entropy_coef"):
+               "kl_coef", "kl_target", "ref_sync_steps", "correction_low", "correction_high", "off_policy_threshold",
+               "entropy_coef", "entropy_target"):
     need(settings[name] >= 0, f"algo.{name}", settings[name], "it must be at least 0")
-  for name in ("clip_low", "clip_high", "tau_pos", "tau_neg", "k_pos", "lambda_pos", "k_neg", "lambda_neg", "cov_fraction"):
+  for name in ("clip_low", "clip_high", "tau_pos", "tau_neg", "k_pos", "lambda_pos", "k_neg", "lambda_neg", "cov_fraction",
+               "kl_horizon", "entropy_step"):
     need(settings[name] > 0, f"algo.{name}", settings[name], "it must be above 0")
-  for name in ("updates_per_batch", "minibatches", "pass_k"):
+  for name in ("updates_per_batch", "minibatches", "pass_k", "max_resample_rounds"):
     need(settings[name] >= 1, f"algo.{name}", settings[name], "it must be at least 1")
-  need(0 < a.top_entropy_quantile <= 1, "algo.top_entropy_quantile", a.top_entropy_quantile, "it must be in (0, 1]; 1 is off")
+  need(0 < a.top_entropy_quantile <= 1, "algo.top_entropy_quantile", a.top_entropy_quantile,
+       "it must be in (0, 1]; 1 is off")
+  need(0 < a.ref_mixup <= 1, "algo.ref_mixup", a.ref_mixup, "it must be in (0, 1]; 1 makes the reference the policy")
+  need(0 <= a.overlong < 1, "algo.overlong", a.overlong, "it must be in [0, 1); 0 is off")
+  need(not a.overlong or round(a.overlong * c.sampling.max_tokens) >= 1, "algo.overlong", a.overlong,
+       f"of sampling.max_tokens = {c.sampling.max_tokens} that is not one token")
   need(a.std_ddof < c.batch.group_size, "algo.std_ddof", a.std_ddof, f"it must be below batch.group_size = "
        f"{c.batch.group_size}")
   need(c.batch.prompts % a.minibatches == 0, "algo.minibatches", a.minibatches,
@@ -109,7 +116,17 @@ def _check_algo(c, need, choose):
   if a.kl_coef and a.kl_in == "reward":
     need(not a.kl.endswith("+"), "algo.kl", a.kl, "in a reward it has no gradient to replace; leave out the +")
     need(not a.kl_importance_weighted, "algo.kl_importance_weighted", True, "in a reward it has no ratio; choose False")
-    need(a.advantage not in ("gdpo", "pass_at_k", "greedy_baseline"), "algo.kl_in", a.kl_in,
+    need(a.kl != "full", "algo.kl", a.kl, "a reward is of the token that was sampled; choose k1, abs, k2 or k3")
+    need(a.advantage not in ("gdpo", "pass_at_k", "greedy_baseline", "process"), "algo.kl_in", a.kl_in,
          f"the advantage {a.advantage} is of the rewards alone; choose 'loss'")
+  need(a.kl != "full" or not a.kl_importance_weighted, "algo.kl_importance_weighted", True,
+       "the full KL is of a whole distribution, not of the token that was sampled; choose False")
+  for name in ("kl_target", "ref_sync_steps"):
+    need(a.kl_coef or not settings[name], f"algo.{name}", settings[name],
+         "with algo.kl_coef = 0 there is no reference; set algo.kl_coef")
+  need(a.updates_per_batch * a.minibatches > 1 or a.old_logprobs == "sampler", "algo.old_logprobs", a.old_logprobs,
+       "with one update per batch the old policy is the policy itself; set algo.minibatches or algo.updates_per_batch")
+  need(not a.overlong or a.advantage != "pass_at_k", "algo.overlong", a.overlong,
+       "pass_at_k counts right answers, which a penalty would make wrong; set 0")
   if a.surrogate == "clip_cov":
     need(a.cov_low < a.cov_high, "algo.cov_low", a.cov_low, f"it must be below algo.cov_high = {a.cov_high}")

@@ -5,7 +5,6 @@
 Run again with the same command, it goes on from the newest checkpoint, to the same numbers as if never stopped.
 """
 import contextlib
-import dataclasses
 import signal
 import statistics
 import time
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 from ml_collections import config_flags
 from rich.console import Console
 
-from grpo_jax import cli, learner, rollout
+from grpo_jax import cli
 from grpo_jax.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.collect import Collector
 from grpo_jax.config import Config, ConfigError, to_dict
 from grpo_jax.data import loader
 from grpo_jax.evaluate import Evaluator
@@ -63,16 +62,12 @@ class Trainer:
       raise ConfigError(f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts / algo.minibatches = {part}"
                         f" must be a multiple of mesh.data x mesh.fsdp = {rows}")
     self.first_grpo_step, self.last_step = config.warm_start.steps, config.warm_start.steps + config.steps
-    self.prompts = self.run.prompts("train")
+    self.collect = Collector(self.run)
     self.evaluator = Evaluator(self.run) if config.eval.every else None
-    self.sample = self.run.sampler(config.sampling, config.batch.group_size)
-    needs_greedy = config.algo.advantage == "greedy_baseline"
-    self.greedy = self.run.sampler(dataclasses.replace(config.sampling, temperature=0.0), 1) if needs_greedy else None
-    self.is_first_process = jax.process_index() == 0  # it alone writes what is not a checkpoint
-    self.run.functions  # what is wrong with the rewards is told before anything is written
     self._on_first_process(lambda: open_run(self.workdir, to_dict(config)))  # from here on the config may not change
     self.checkpoints = Checkpoints(self.workdir / "checkpoints", config.checkpoint.keep, self._warn)
-    self.terminal = self.writer = self.reference = None
+    self.terminal = self.writer = None
+    self.frozen = None  # parameters of the reference, where the state has none
 
   @contextlib.contextmanager
   def session(self):
@@ -86,7 +81,7 @@ class Trainer:
       self._warn("stopping after this step" + "; Ctrl-C again leaves at once" * (number == signal.SIGINT))
 
     with contextlib.ExitStack() as stack:
-      self.terminal = Terminal(self.last_step, 0, None if self.is_first_process else Console(quiet=True))
+      self.terminal = Terminal(self.last_step, 0, None if self.run.is_first_process else Console(quiet=True))
       stack.callback(self.terminal.close)
       for number in (signal.SIGTERM, signal.SIGINT):
         stack.callback(signal.signal, number, signal.signal(number, ask))
@@ -103,7 +98,7 @@ class Trainer:
     self.writer = self._on_first_process(
         lambda: Writer(self.workdir, step if restored else -1, log.tensorboard, log.wandb))
     if step > self.first_grpo_step or not self.first_grpo_step:
-      self.reference = self._reference(step)
+      self.frozen = self._reference()
     self._header(step)
     return state, step
 
@@ -116,14 +111,19 @@ class Trainer:
     """After the warm start: a fresh optimizer, and what was learned becomes the frozen reference."""
     if not self.first_grpo_step:
       return state
-    if self.config.algo.kl_coef:
-      self.reference = jax.tree.map(lambda x: x.copy(), state.params)
-      save_tree(self.workdir / "reference", self.reference)
+    if self._keeps_reference:
+      self.frozen = jax.tree.map(lambda x: x.copy(), state.params)
+      save_tree(self.workdir / "reference", self.frozen)
     return self.run.init_state(state.params).replace(step=state.step)
 
-  def _reference(self, step: int) -> Any:
+  @property
+  def _keeps_reference(self):
+    """Where the reference never moves, it is no part of the state."""
+    return self.config.algo.kl_coef > 0 and not self.config.algo.ref_sync_steps
+
+  def _reference(self) -> Any:
     """The frozen reference of a run whose GRPO has begun, or begins at once."""
-    if not self.config.algo.kl_coef:
+    if not self._keeps_reference:
       return None
     if not self.first_grpo_step:
       return self.run.initial_params()
@@ -133,51 +133,40 @@ class Trainer:
 
   def warm_step(self, state: TrainState, step: int) -> tuple[TrainState, dict]:
     """One supervised update on worked solutions."""
-    config, clock = self.config, Clock()
-    where = loader.indices(config.seed, step, config.warm_start.batch, len(self.prompts))
-    data = loader.supervised_batch(self.prompts, where, self.run.tokenizer, config.sampling.max_tokens)
+    config, clock, prompts = self.config, Clock(), self.collect.prompts
+    where = loader.indices(config.seed, step, config.warm_start.batch, len(prompts))
+    data = loader.supervised_batch(prompts, where, self.run.tokenizer, config.sampling.max_tokens)
     batch = self.run.put(Batch(data.prompts.prompts_PS, data.prompts.prompt_lengths_P, data.completions_PT[:, None],
                                data.mask_PT[:, None], None, None))
-    state, metrics = self.run.warm_update(state, batch)
+    state, metrics = self.run.warm_update(state, None, batch)
     metrics = {f"warm_start/{name}": value for name, value in jax.device_get(metrics).items()}
     return state, metrics | {"warm_start/dropped": data.dropped, "time/step": clock.total()}
 
   def grpo_step(self, state: TrainState, step: int) -> tuple[TrainState, dict]:
     """Sample, score, compare with the group, update."""
-    config, run, clock = self.config, self.run, Clock()
-    index = step - self.first_grpo_step
-    where = loader.indices(config.seed, index, config.batch.prompts, len(self.prompts))
-    prompts = loader.prompt_batch(self.prompts, where)
-    arrays = run.put((prompts.prompts_PS, prompts.prompt_lengths_P))
-    params, key = run.sampling_params(state.params), jax.random.fold_in(run.key("sample"), index)
-    out = self.sample(params, *arrays, key)
-    out_host = run.fetch(out)
-    greedy = run.fetch(self.greedy(params, *arrays, key)) if self.greedy else None
-    times = {"time/sample": clock.lap()}
-    scored, scores_PGK = self._score(out_host, prompts)
-    greedy_P1K = self._score(greedy, prompts)[1] if self.greedy else None
-    times["time/reward"] = clock.lap()
-    batch = run.to_batch(out, *arrays)
-    if self.reference is not None:
-      batch = batch.replace(ref_logprobs_PGT=run.logprobs(self.reference, batch))
-    batch = run.with_advantages(batch, *run.put((scores_PGK, greedy_P1K)))
-    jax.block_until_ready(batch)
-    times["time/reference"] = clock.lap()
+    config, run, clock, index = self.config, self.run, Clock(), step - self.first_grpo_step
+    collected = self.collect(run.sampling_params(state.params), index, clock)
+    batch, advantages = self._prepared(state, collected)
+    clock.lap("reference")
     state, metrics = self._update(state, batch)
-    times["time/update"] = clock.lap()
-    times["time/step"] = clock.total()
-    tokens, last = int(out_host.lengths_PG.sum()), (index + 1) * run.updates_per_step - 1
+    if config.algo.ref_sync_steps and (index + 1) % config.algo.ref_sync_steps == 0:
+      state = run.sync_reference(state)
+    clock.lap("update")
+    times, last = {"step": clock.total()} | clock.laps, (index + 1) * run.updates_per_step - 1
     if config.log.completions_every and (index + 1) % config.log.completions_every == 0:
-      self._completions(step + 1, rollout.rows(out_host, scored, prompts), run.fetch(batch.advantages_PGT[..., 0]))
-    return state, rollout.metrics(out_host, scored) | metrics | {
+      self._completions(step + 1, collected.rows(), run.fetch(batch.advantages_PGT[..., 0]))
+    return state, collected.metrics | jax.device_get(advantages) | metrics | {
         "learning_rate": float(learning_rate(config.optimizer, config.steps * run.updates_per_step)(last)),
-        "completions/tokens": tokens, "perf/tokens_per_second": tokens / times["time/step"]} | times
+        "perf/tokens_per_second": collected.metrics["completions/tokens"] / times["step"]} | {
+            f"time/{name}": seconds for name, seconds in times.items()}
 
-  def _score(self, out, prompts):
-    """-> Scored, and on every process the scores [P, G, K]."""
-    score = rollout.score if self.is_first_process else rollout.unscored
-    scored = score(out, prompts, self.run.tokenizer.decode, self.run.functions, self.config.reward)
-    return scored, self.run.from_first_process(np.stack(list(scored.scores.values()), -1))
+  def _prepared(self, state, collected):
+    """The batch with the reference's log-probs and its advantages, and metrics of these."""
+    run, algo, batch = self.run, self.config.algo, collected.batch
+    if algo.kl_coef and algo.kl != "full":
+      reference = self.frozen if state.reference is None else state.reference
+      batch = batch.replace(ref_logprobs_PGT=run.logprobs(reference, batch))
+    return jax.block_until_ready(run.with_advantages(batch, collected.scores, state.coefs.kl))
 
   def _update(self, state, batch):
     """algo.updates_per_batch passes over the minibatches. Metrics are the mean over updates, or the extreme."""
@@ -187,7 +176,7 @@ class Trainer:
     parts = self.run.minibatches(batch) if algo.minibatches > 1 else [batch]
     for _ in range(algo.updates_per_batch):
       for part in parts:
-        state, metrics = self.run.update(state, part)
+        state, metrics = self.run.update(state, self.frozen, part)
         told.append(metrics)
     told = jax.device_get(told)
     extreme = {"ratio/max": max, "ratio/min": min, "skipped_updates": sum}
@@ -246,7 +235,7 @@ class Trainer:
   def _on_first_process(self, act):
     """act() on the process that writes, None on the others. Where it fails, all of them end."""
     result = error = None
-    if self.is_first_process:
+    if self.run.is_first_process:
       try:
         result = act()
       except ConfigError as e:
@@ -264,7 +253,7 @@ class Trainer:
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     lines = [f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes}; {count:,} parameters; "
              f"{c.batch.prompts} prompts x {c.batch.group_size} completions of at most {c.sampling.max_tokens} tokens"]
-    for prompts, split in ((self.prompts, "training"), (self.evaluator and self.evaluator.prompts, "test")):
+    for prompts, split in ((self.collect.prompts, "training"), (self.evaluator and self.evaluator.prompts, "test")):
       if prompts and prompts.dropped:
         lines.append(f"{prompts.dropped} {split} prompts are longer than data.max_prompt_tokens = "
                      f"{c.data.max_prompt_tokens} and left out; {len(prompts)} remain")
@@ -277,15 +266,17 @@ class Trainer:
 
 
 class Clock:
-  """Seconds since the start and since the last lap."""
+  """Seconds since the start, in all and in parts."""
 
   def __init__(self):
     self.start = self.last = time.perf_counter()
+    self.laps: dict[str, float] = {}
 
-  def lap(self) -> float:
+  def lap(self, name: str) -> None:
+    """Since the last lap, it was `name`."""
     now = time.perf_counter()
-    self.last, seconds = now, now - self.last
-    return seconds
+    self.laps[name] = self.laps.get(name, 0.0) + now - self.last
+    self.last = now
 
   def total(self) -> float:
     return time.perf_counter() - self.start

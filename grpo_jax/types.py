@@ -1,7 +1,7 @@
 """The structs that cross rooms, and the legend of the shapes in names.
 
 P prompts · G group · S prompt tokens · T completion tokens · V vocabulary · D model · F feed-forward · L layers ·
-H query heads · K kv heads · R = H / K · E head dim · B rows (P * G, group-major) · C cache slots.
+H query heads · K kv heads, or reward functions · R = H / K · E head dim · B rows (P * G, group-major) · C cache slots.
 
 One alignment: `logprobs_PGT[..., t]` is the log-prob of completion token t given all before it. Prompts and completions
 are right-padded. A completion includes the token that stopped it.
@@ -56,6 +56,23 @@ class Rewards:
 
 
 @struct.dataclass
+class Scores:
+  """What was scored on the host. NaN: not scored."""
+  scores_PGK: jax.Array  # float32, of each of the K reward functions
+  greedy_P1K: jax.Array | None = None  # of each prompt's greedy completion
+  step_rewards_PGT: jax.Array | None = None  # as in `Rewards`
+  step_ends_PGT: jax.Array | None = None
+
+
+@struct.dataclass
+class TokenStats:
+  """What the learner computes of a batch's completion tokens, float32, 0 at padding."""
+  logprobs_PGT: jax.Array
+  entropies_PGT: jax.Array  # of the distribution that the token is from
+  full_kl_PGT: jax.Array | None = None  # KL(pi || ref) of that distribution; None where not asked for
+
+
+@struct.dataclass
 class Selection:
   """Masks [P, G, T], within the loss mask, of tokens that the objective treats otherwise."""
   kept_PGT: jax.Array  # those whose surrogate counts
@@ -78,8 +95,17 @@ class Batch:
 
 
 @struct.dataclass
+class Coefs:
+  """Coefficients that may follow what is measured, float32 scalars."""
+  kl: jax.Array
+  entropy: jax.Array
+
+
+@struct.dataclass
 class TrainState:
-  """All that an update changes."""
+  """All that training changes."""
   step: jax.Array  # int32 scalar, updates done (skipped ones count)
   params: Any
   opt_state: Any
+  coefs: Coefs
+  reference: Any = None  # parameters of the reference, where algo.ref_sync_steps moves it; else it is kept elsewhere

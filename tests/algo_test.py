@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_jax.algo import kl, presets, selection
+from grpo_jax import masked
+from grpo_jax.algo import controllers, kl, presets, selection
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.aggregation import AGGREGATIONS
 from grpo_jax.algo.kl import KL
-from grpo_jax.algo.objective import objective, totals
+from grpo_jax.algo.objective import objective, whole
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.config import Algo
 from grpo_jax.run_checks import TOKEN_ONLY
-from grpo_jax.types import Batch, Rewards
+from grpo_jax.types import Batch, Coefs, Rewards, TokenStats
 
 GRPO = Algo(**presets.row("grpo"))
 
@@ -123,22 +124,50 @@ def test_aggregations_by_hand():
                                  "prompt_mean": -2 / 6})
 
 
-# The objective, over the family: every surrogate with each ratio it reads, and all aggregations and KLs among them.
+def test_full_kl_by_hand_and_its_gradient():
+  """pi = [3/4, 1/4], ref = [1/2, 1/2]: 3/4 ln(3/2) + 1/4 ln(1/2). d / d logits = pi (log pi - log ref - KL)."""
+  pi, ref = np.array([.75, .25]), np.array([.5, .5])
+  value, gradient = jax.value_and_grad(lambda x: kl.full(x, jnp.log(ref)))(jnp.log(pi) + 7)  # logits may be shifted
+  expected = (pi * np.log(pi / ref)).sum()
+  assert float(value) == pytest.approx(expected, rel=1e-5)
+  np.testing.assert_allclose(gradient, pi * (np.log(pi / ref) - expected), rtol=1e-5)
 
-FAMILY = [pytest.param(algo(surrogate=s, ratio=r, aggregation=a, kl=k, kl_coef=.1, length_norm=7, cov_fraction=.2,
-                            cov_low=.1, top_entropy_quantile=q, entropy_coef=.02, correction=c, correction_high=1.5),
-                       id=f"{s}-{r}-{a}-{k}-{q}-{c}")
-          for (s, r), a, k, q, c in zip(
-              [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or s not in TOKEN_ONLY],
-              itertools.cycle(AGGREGATIONS), itertools.cycle(KL), itertools.cycle([1.0, .5]),
-              itertools.cycle(["none", "truncate", "mask"]))]
-P, G, T = 4, 3, 6
+
+# Coefficients that follow what is measured.
+
+@pytest.mark.parametrize("measured, coef", [(.2, .105), (.11, .1025), (.1, .1), (.09, .0975), (0, .095)])
+def test_the_kl_coefficient_follows_the_kl(measured, coef):
+  """Target .1, 256 completions of a horizon of 1024: .1 (1 + clip(kl / .1 - 1, -.2, .2) / 4)."""
+  a = algo(kl_target=.1, kl_horizon=1024)
+  assert float(controllers.proportional(jnp.float32(.1), measured, 256, a)) == pytest.approx(coef, rel=1e-5)
+
+
+def test_the_entropy_coefficient_goes_up_and_down_and_not_below_zero():
+  a = algo(entropy_target=.5, entropy_step=.01)
+  found = [float(controllers.stepwise(jnp.float32(c), h, a)) for c, h in ((.02, .4), (.02, .6), (.02, .5), (.005, .6))]
+  assert found == pytest.approx([.03, .01, .02, 0])
+
+
+# The objective, over the whole family: every surrogate with each ratio it reads and every aggregation, KLs going round
+# among them; with the marker slow, every KL too. Masks and corrections go round.
+
+PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or s not in TOKEN_ONLY]
+KINDS = [*KL, "full"]
+_kinds = itertools.cycle(KINDS)
+FEW = [[(a, next(_kinds)) for a in AGGREGATIONS] for _ in PAIRS]
+ALL = [[*itertools.product(AGGREGATIONS, KINDS)] for _ in PAIRS]
+FAMILY = [pytest.param([algo(surrogate=s, ratio=r, aggregation=a, kl=k, kl_coef=.1, length_norm=7, cov_fraction=.2,
+                             cov_low=.1, top_entropy_quantile=q, entropy_coef=.02, correction=c, correction_high=1.5)
+                        for a, k in variants], id=f"{s}-{r}-{q}-{c}-{len(variants)}", marks=marks)
+          for variants_of_pairs, marks in ((FEW, ()), (ALL, pytest.mark.slow))
+          for (s, r), variants, q, c in zip(PAIRS, variants_of_pairs, itertools.cycle([1.0, .5]),
+                                            itertools.cycle(["none", "truncate", "mask"]))]
+P, G, T = 8, 3, 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  logprobs: jax.Array
-  entropies: jax.Array
+  stats: TokenStats
   batch: Batch
 
 
@@ -149,90 +178,137 @@ def case(seed=0, mask=None):
   mask = jnp.asarray(np.arange(T) < lengths, jnp.float32) if mask is None else mask
   lp = normal(-2, .5)
   A = jnp.broadcast_to(jnp.asarray(rng.normal(size=(P, G, 1)), jnp.float32), (P, G, T))
-  return Case(lp, jnp.abs(normal(1, .5)), Batch(None, None, None, mask, A, None, lp + normal(0, .3), lp + normal(0, .2),
-                                                lp + normal(0, .3)))
+  stats = TokenStats(lp, jnp.abs(normal(1, .5)), jnp.abs(normal(.2, .1)))
+  return Case(stats, Batch(None, None, None, mask, A, None, lp + normal(0, .3), lp + normal(0, .2), lp + normal(0, .3)))
 
 
-def selected(c, a):
-  b = c.batch
-  if not selection.is_needed(a):
-    return b
-  return b.replace(selection=selection.select(c.logprobs, b.old_logprobs_PGT, c.entropies, b.advantages_PGT, b.mask_PGT, a))
+def losses(stats, batch, of_all, algos):
+  """[len(algos)]."""
+  asked = lambda a: stats if a.kl == "full" else stats.replace(full_kl_PGT=None)
+  return jnp.stack([objective(asked(a), batch, of_all[a.aggregation], a)[0] for a in algos])
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def share(logprobs, entropies, batch_and_whole, a):
-  value = lambda lp, h: objective(lp, h, *batch_and_whole, a)[0]
-  return jax.value_and_grad(value, (0, 1))(logprobs, entropies)
+@functools.partial(jax.jit, static_argnums=1)
+def parts(c, algos):
+  """Losses [variants] and their gradients of the batch as a whole, and of its prompts one by one, stacked."""
+  stats, batch, a = *c, algos[0]
+  if selection.is_needed(a):
+    batch = batch.replace(selection=selection.select(stats.logprobs_PGT, batch.old_logprobs_PGT, stats.entropies_PGT,
+                                                     batch.advantages_PGT, batch.mask_PGT, a))
+  of_all = {x.aggregation: whole(batch, Coefs(.1, .02), x) for x in algos}
+  both = lambda stats, batch: (losses(stats, batch, of_all, algos), jax.jacrev(losses)(stats, batch, of_all, algos))
+  one = lambda x: x[:, None]  # a prompt with the axis of prompts
+  return both(stats, batch), jax.lax.map(lambda part: both(*part), jax.tree.map(one, (stats, batch)))
 
 
-def loss_and_gradients(c, a):
-  b = selected(c, a)
-  return share(c.logprobs, c.entropies, (b, totals(b, a)), a)
+def computed(c, algos):
+  return jax.device_get(parts((c.stats, c.batch), tuple(algos)))
 
 
 def assert_close(a, b, atol=1e-6):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=atol), a, b)
 
 
-@pytest.mark.parametrize("a", FAMILY)
-def test_shares_of_any_split_add_up(a):
-  c = case()
-  b = selected(c, a)
-  whole = totals(b, a)
-  loss, gradients = share(c.logprobs, c.entropies, (b, whole), a)
-  parts = [share(c.logprobs[p:p + 1], c.entropies[p:p + 1], (jax.tree.map(lambda x: x[p:p + 1], b), whole), a)
-           for p in range(P)]
-  np.testing.assert_allclose(sum(part[0] for part in parts), loss, rtol=1e-5, atol=1e-6)
-  assert_close(jax.tree.map(lambda *x: jnp.concatenate(x), *(part[1] for part in parts)), gradients)
-
-
-@pytest.mark.parametrize("a", FAMILY)
-def test_permuted_prompts_and_members_permute_the_gradient_and_nothing_else(a):
+@pytest.mark.parametrize("algos", FAMILY)
+def test_split_order_and_padding_change_nothing(algos):
+  """Shares of the prompts one by one add up to the whole. Permuting prompts and members permutes the gradient. Other
+  numbers at padding change nothing and have no gradient; nor, among all kinds, do three positions more of them."""
   c, rng = case(), np.random.default_rng(1)
+  (loss, gradient), (of_parts, gradients) = computed(c, algos)
+  np.testing.assert_allclose(of_parts.sum(0), loss, rtol=1e-5, atol=1e-6)
+  assert_close(jax.tree.map(lambda x: np.moveaxis(x[:, :, 0], 0, 1), gradients), gradient)
+  assert np.abs(gradient.logprobs_PGT).reshape(len(algos), -1).max(1).all()
+
   p, g = rng.permutation(P), rng.permutation(G)
   move = lambda tree: jax.tree.map(lambda x: x[p][:, g], tree)
-  loss, gradients = loss_and_gradients(c, a)
-  other = loss_and_gradients(Case(move(c.logprobs), move(c.entropies), move(c.batch)), a)
-  np.testing.assert_allclose(other[0], loss, rtol=1e-5, atol=1e-6)
-  assert_close(other[1], move(gradients))
-
-
-@pytest.mark.parametrize("a", FAMILY)
-def test_padding_changes_nothing_and_has_no_gradient(a):
-  """Three positions more, full of numbers that must not matter."""
-  c = case()
-  longer = lambda x, value: jnp.pad(x, [(0, 0), (0, 0), (0, 3)], constant_values=value)
-  padded = Case(longer(c.logprobs, -50.), longer(c.entropies, 9.), jax.tree.map(lambda x: longer(x, -7.), c.batch).replace(
-      mask_PGT=longer(c.batch.mask_PGT, 0.)))
-  loss, gradients = loss_and_gradients(c, a)
-  other, others = loss_and_gradients(padded, a)
+  (other, others), _ = computed(Case(move(c.stats), move(c.batch)), algos)
   np.testing.assert_allclose(other, loss, rtol=1e-5, atol=1e-6)
-  assert_close(jax.tree.map(lambda x: x[..., :T], others), gradients)
-  assert all((x[..., T:] == 0).all() for x in others)
+  assert_close(others, jax.tree.map(lambda x: x[:, p][:, :, g], gradient))
+
+  more = 3 * (len(algos) > len(AGGREGATIONS))  # another shape is another compilation
+  wide = lambda x, value: jnp.pad(jnp.where(c.batch.mask_PGT > 0, x, value), [(0, 0), (0, 0), (0, more)],
+                                  constant_values=value)
+  padded = jax.tree.map(lambda x: wide(x, -7.), c.batch).replace(mask_PGT=wide(c.batch.mask_PGT, 0.))
+  (other, others), _ = computed(Case(jax.tree.map(lambda x: wide(x, -50.), c.stats), padded), algos)
+  np.testing.assert_allclose(other, loss, rtol=1e-5, atol=1e-6)
+  assert_close(jax.tree.map(lambda x: x[..., :T], others), gradient)
+  assert all((x[:, padded.mask_PGT == 0] == 0).all() for x in jax.tree.leaves(others))
 
 
-@pytest.mark.parametrize("a", FAMILY)
-def test_an_empty_mask_gives_zero_not_nan(a):
-  loss, gradients = loss_and_gradients(case(mask=jnp.zeros((P, G, T))), a)
-  assert float(loss) == 0 and all((x == 0).all() for x in gradients)
+@pytest.mark.parametrize("algos", FAMILY)
+def test_an_empty_mask_gives_zero_not_nan(algos):
+  (loss, gradient), _ = computed(case(mask=jnp.zeros((P, G, T))), algos)
+  assert (loss == 0).all() and all((x == 0).all() for x in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("a", FAMILY)
-def test_at_ratio_one_the_gradient_is_reinforce(a):
-  """d loss / d lp_t = -A times the token's weight in the aggregation, where old is the policy itself."""
-  a = dataclasses.replace(a, kl_coef=0.0, entropy_coef=0.0, correction="none", top_entropy_quantile=1.0, cov_kl_coef=0.0,
-                          cov_low=98.0, cov_high=99.0)
+@pytest.mark.slow
+@pytest.mark.parametrize("algos", FAMILY[len(PAIRS):])
+@pytest.mark.parametrize("devices", [2, 8])
+def test_any_number_of_devices_gives_the_numbers_of_one(algos, devices):
+  mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices],
+                       axis_types=(jax.sharding.AxisType.Auto,))
+  put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, jax.P("data")))
   c = case()
-  c = dataclasses.replace(c, batch=c.batch.replace(old_logprobs_PGT=None, sampling_logprobs_PGT=None))
-  b = c.batch.replace(selection=selection.trivial(c.batch.mask_PGT))
-  _, (gradient, _) = share(c.logprobs, c.entropies, (b, totals(b, a)), a)
-  weight = jax.grad(lambda x: AGGREGATIONS[a.aggregation](x, b.mask_PGT, a)[0])(jnp.ones((P, G, T))) / totals(b, a).loss
-  expected = -b.advantages_PGT * weight
-  if a.ratio == "sequence" or a.surrogate == "gmpo":  # a row's tokens share its gradient
-    lengths = b.mask_PGT.sum(-1, keepdims=True)
-    expected = jnp.where(b.mask_PGT > 0, (expected.sum(-1, keepdims=True) / lengths), 0)
-  np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
+  alone, split = computed(c, algos)[0], computed(Case(put(c.stats), put(c.batch)), algos)[0]
+  np.testing.assert_allclose(split[0], alone[0], rtol=1e-5, atol=1e-6)
+  assert_close(split[1], alone[1])
+
+
+@pytest.mark.parametrize("algos", FAMILY)
+def test_at_ratio_one_the_gradient_is_reinforce(algos):
+  """d loss / d lp_t = -A times the token's weight in the aggregation, where old is the policy itself."""
+  plain = dict(kl_coef=0.0, entropy_coef=0.0, correction="none", top_entropy_quantile=1.0, cov_kl_coef=0.0, cov_low=98.0,
+               cov_high=99.0)
+  algos = {a.aggregation: dataclasses.replace(a, **plain) for a in algos}.values()
+  c = case()
+  b = c.batch.replace(old_logprobs_PGT=None, sampling_logprobs_PGT=None, selection=selection.trivial(c.batch.mask_PGT))
+  for a in algos:
+    of_all = whole(b, Coefs(0.0, 0.0), a)
+    gradient = jax.grad(lambda lp: objective(TokenStats(lp, c.stats.entropies_PGT), b, of_all, a)[0])(c.stats.logprobs_PGT)
+    weight = jax.grad(lambda x: AGGREGATIONS[a.aggregation](x, b.mask_PGT, a)[0])(jnp.ones((P, G, T))) / of_all.loss_weight
+    expected = -b.advantages_PGT * weight
+    if a.ratio == "sequence" or a.surrogate == "gmpo":  # a row's tokens share its gradient
+      lengths = b.mask_PGT.sum(-1, keepdims=True)
+      expected = jnp.where(b.mask_PGT > 0, (expected.sum(-1, keepdims=True) / lengths), 0)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
+
+
+# Presets.
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_no_choice_of_a_preset_makes_another_of_its_choices_dead(name):
+  """Each of its choices, put back to the default, changes advantages or the gradient, under all the others."""
+  c, rng = case(), np.random.default_rng(2)
+  steps = dict(step_rewards_PGT=jnp.asarray(rng.random((P, G, T)), jnp.float32), step_ends_PGT=c.batch.mask_PGT,
+               greedy_P=jnp.zeros(P))
+  lengths = c.batch.mask_PGT
+  scores = jnp.asarray(rng.integers(0, 2, (1, P, G)), jnp.float32)
+
+  def result(row, spread):
+    a = Algo(**{**row, "length_norm": 7, "pass_k": 2})
+    penalty = a.kl_coef * (a.kl_in == "reward") * masked.masked(KL[a.kl](c.batch.old_logprobs_PGT, c.batch.ref_logprobs_PGT),
+                                                                c.batch.mask_PGT)
+    A = ADVANTAGES[a.advantage](Rewards(scores, jnp.ones(1), lengths, penalty_PGT=penalty if a.kl_in == "reward" else None,
+                                        **steps), a)
+    b = c.batch.replace(advantages_PGT=jnp.broadcast_to(A if A.ndim == 3 else A[..., None], (P, G, T)))
+    b = b.replace(old_logprobs_PGT=c.stats.logprobs_PGT + spread * (b.old_logprobs_PGT - c.stats.logprobs_PGT))
+    if a.updates_per_batch * a.minibatches == 1:
+      b = b.replace(old_logprobs_PGT=None)
+    if selection.is_needed(a):
+      old = c.stats.logprobs_PGT if b.old_logprobs_PGT is None else b.old_logprobs_PGT
+      b = b.replace(selection=selection.select(c.stats.logprobs_PGT, old, c.stats.entropies_PGT, b.advantages_PGT,
+                                               b.mask_PGT, a))
+    of_all = whole(b, Coefs(a.kl_coef, a.entropy_coef), a)
+    return jax.grad(lambda lp: objective(TokenStats(lp, c.stats.entropies_PGT), b, of_all, a)[0])(c.stats.logprobs_PGT)
+
+  results = lambda row: np.stack([result(row, spread) for spread in (1, 8)])  # ratios at the bounds, and far beyond
+  row = presets.row(name)
+  gradients = results(row)
+  elsewhere = {"dynamic_sampling", "overlong"}  # in what is sampled and scored
+  if presets.row(name)["surrogate"] == "reinforce" and presets.row(name)["minibatches"] == 1:
+    elsewhere.add("surrogate")  # at ratio 1 PPO's gradient is REINFORCE's
+  for key in presets.PRESETS[name].keys() - elsewhere:
+    assert np.abs(results({**row, key: presets.DEFAULTS[key]}) - gradients).max() > 1e-6, key
 
 
 def test_every_preset_is_a_row_of_known_settings():

@@ -19,7 +19,7 @@ from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.run import Run
 from grpo_jax.run_checks import check
 from grpo_jax.train import train
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Scores
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = [Config, *(hint for hint in keys().values() if dataclasses.is_dataclass(hint))]
@@ -107,7 +107,7 @@ def test_every_config_loads(name, preset):
 
 VARIANTS = [dict(surrogate=name, top_entropy_quantile=.5) for name in SURROGATES]
 VARIANTS += [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0),
-             dict(advantage="pass_at_k", off_policy_threshold=.1, entropy_coef=.1)]
+             dict(advantage="pass_at_k", overlong=0.0, off_policy_threshold=.1, entropy_coef=.1)]
 
 
 def trace(run):
@@ -115,8 +115,8 @@ def trace(run):
   shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
   values, integers = shape(16, 2, 4), functools.partial(shape, dtype=jnp.int32)
   batch = Batch(integers(16, 12), integers(16), integers(16, 2, 4), values, values, values, values, values, values)
-  run.with_advantages.eval_shape(batch, shape(16, 2, 1), None)
-  run.update.eval_shape(run.abstract_state, batch)
+  run.with_advantages.eval_shape(batch, Scores(shape(16, 2, 1)), shape())
+  run.update.eval_shape(run.abstract_state, run.abstract_params, batch)
 
 
 def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
@@ -124,7 +124,8 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
   c = arithmetic.get_config()
   c.model.update(embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8)
   c.batch.update(prompts=16, group_size=2)
-  c.algo.update(minibatches=2, pass_k=2)
+  c.algo.update(minibatches=2, pass_k=2, kl_target=.1, ref_sync_steps=1, entropy_target=.1, dynamic_sampling=True,
+                max_resample_rounds=1, overlong=.5)
   c.eval.update(every=1, examples=8, batch=8, samples=2)
   c.steps, c.warm_start.steps = 1, 2
   c.warm_start.batch, c.sampling.max_tokens, c.algo.kl_coef = 8, 4, 0.1

@@ -10,7 +10,7 @@ FLOORS = {
     "algo": 1, "model": 1, "sampler": 1, "rewards": 1, "data": 1, "parallel": 1, "optim": 1, "estimators": 1,
     "learner": 2, "rollout": 2, "run_checks": 2,
     "run": 3, "checkpoint": 3, "metrics": 3, "terminal": 3,
-    "cli": 4, "evaluate": 5, "export": 5, "sample": 5,
+    "cli": 4, "collect": 4, "evaluate": 5, "export": 5, "sample": 5,
     "train": 6,
 }
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")

@@ -16,9 +16,9 @@ from grpo_jax.algo import presets, selection
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.corrections import correction_weights
 from grpo_jax.algo.kl import KL
-from grpo_jax.algo.objective import objective, totals
+from grpo_jax.algo.objective import objective, whole
 from grpo_jax.config import Algo
-from grpo_jax.types import Batch, Rewards
+from grpo_jax.types import Batch, Coefs, Rewards, TokenStats
 
 FOLDERS = [Path(__file__).parent / "golden" / "objectives", *map(Path, filter(None, [os.environ.get("GOLDEN_DIR")]))]
 CASES = [pytest.param(case, id=f"{file.stem}-{case['name']}")
@@ -91,7 +91,8 @@ def loss(case, inputs, algo):
                 old_logprobs_PGT=old, ref_logprobs_PGT=inputs.rows("ref_logprobs"))
   if selection.is_needed(algo):
     batch = batch.replace(selection=selection.select(lp, old, entropies, A, mask, algo))
-  value = lambda lp, entropies: objective(lp, entropies, batch, totals(batch, algo), algo)[0]
+  of_all = whole(batch, Coefs(algo.kl_coef, algo.entropy_coef), algo)
+  value = lambda lp, entropies: objective(TokenStats(lp, entropies), batch, of_all, algo)[0]
   value, (of_logprobs, of_entropies) = jax.value_and_grad(value, (0, 1))(lp, entropies)
   return {"loss": value, "grad_logprobs": of_logprobs, "grad_entropies": of_entropies}
 

@@ -12,7 +12,7 @@ import pytest
 from grpo_jax import learner, model, optim
 from grpo_jax.algo import presets
 from grpo_jax.config import Algo, Learner, Optimizer
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Coefs
 
 CONFIG = model.ModelConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
 ALGO, LEARNER, TEMPERATURE = Algo(**presets.row("grpo")), Learner(remat=False, logprob_chunk=20), 0.7
@@ -68,12 +68,17 @@ SGD = optax.sgd(1.0)
 
 @jax.jit
 def jitted_logprobs(params, batch):
-  return learner.logprobs(params, CONFIG, batch, TEMPERATURE, LEARNER)
+  return learner.stats(params, None, CONFIG, batch, TEMPERATURE, LEARNER).logprobs_PGT
 
 
-def step(params, batch, loss=grpo(), micro=0, optimizer=SGD):
-  state = learner.init_state(params, optimizer)
-  return jax.jit(lambda s, b: learner.train_step(s, b, loss, optimizer, micro))(state, batch)
+def step(params, batch, loss=grpo(), micro=0, optimizer=SGD, algo=ALGO, frozen=None):
+  state = learner.init_state(params, optimizer, algo)
+  return jax.jit(lambda s, f, b: learner.train_step(s, f, b, loss, optimizer, micro))(state, frozen, batch)
+
+
+def gradient(loss, batch, params):
+  """Lowered, of a whole batch's loss."""
+  return jax.jit(jax.grad(lambda p: loss.share(p, None, batch, loss.whole(batch, Coefs(.04, 0.0)))[0])).lower(params)
 
 
 def assert_close(a, b, atol=1e-5):
@@ -82,7 +87,7 @@ def assert_close(a, b, atol=1e-5):
 
 def test_shared_prefix_logprobs_equal_the_plain_ones(params):
   batch = make_batch()
-  ours, _ = jitted_logprobs(params, batch)
+  ours = jitted_logprobs(params, batch)
   np.testing.assert_allclose(ours, jnp.where(batch.mask_PGT > 0, plain_logprobs(params, batch), 0), atol=1e-5)
 
 
@@ -98,7 +103,7 @@ def test_loss_and_gradient_equal_the_plain_ones(params):
 @pytest.mark.parametrize("chunk", [1, 12, 24, 10**6])
 def test_chunks_change_nothing(params, chunk):
   batch = make_batch()
-  loss = lambda p, c: learner.logprobs(p, CONFIG, batch, TEMPERATURE, Learner(False, c))[0].sum()
+  loss = lambda p, c: learner.stats(p, None, CONFIG, batch, TEMPERATURE, Learner(False, c)).logprobs_PGT.sum()
   assert_close(*(jax.jit(jax.value_and_grad(functools.partial(loss, c=c)))(params) for c in (chunk, 7)))
 
 
@@ -108,7 +113,7 @@ def test_whole_logits_never_exist(params):
   config = dataclasses.replace(CONFIG, vocab_size=997)
   big = model.init(jax.random.key(0), config)
   loss = grpo(config=config, learner=Learner(False, 192))
-  text = jax.jit(jax.grad(lambda p: loss.share(p, batch, loss.totals(batch))[0])).lower(big).as_text()
+  text = gradient(loss, batch, big).as_text()
   assert "192x1x997xf32" in text  # a chunk: one token of each row
   assert "192x5x997" not in text and "960x997" not in text and "5x192x1x997" not in text
 
@@ -117,7 +122,7 @@ def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
   """Sums of products may be float32; a float32 operand would make an accelerator several times slower."""
   config = dataclasses.replace(CONFIG, dtype="bfloat16")
   loss, batch = grpo(config=config), make_batch()
-  text = jax.jit(jax.grad(lambda p: loss.share(p, batch, loss.totals(batch))[0])).lower(params).as_text()
+  text = gradient(loss, batch, params).as_text()
   operands = re.findall(r"stablehlo\.dot_general .* : \((.*)\) ->", text)
   assert len(operands) > 50 and not [line for line in operands if "f32" in line.replace("bf16", "")]
 
@@ -125,10 +130,10 @@ def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
 def test_a_token_far_from_the_reference_does_not_stop_the_run(params):
   """k3 at d = -100: its gradient, and the norm that clips it, are finite; the update is made."""
   batch = make_batch()
-  far = batch.replace(ref_logprobs_PGT=jitted_logprobs(params, batch)[0] + 100)
+  far = batch.replace(ref_logprobs_PGT=jitted_logprobs(params, batch) + 100)
   state, metrics = step(params, far, optimizer=optax.chain(optax.clip_by_global_norm(1.0), SGD))
   assert metrics["skipped_updates"] == 0 and 1e6 < metrics["grad_norm"] < np.inf
-  assert jitted_logprobs(state.params, batch)[0].sum() > jitted_logprobs(params, batch)[0].sum()
+  assert jitted_logprobs(state.params, batch).sum() > jitted_logprobs(params, batch).sum()
 
 
 @pytest.mark.parametrize("micro", [1, 2])
@@ -167,17 +172,82 @@ def test_prompts_and_members_can_be_permuted(params):
 
 def test_reference_logprobs_are_those_of_the_learner(params):
   batch = make_batch()
-  ours = jax.jit(lambda p: learner.batch_logprobs(p, batch, CONFIG, TEMPERATURE, LEARNER, micro_batch=2)[0])(params)
-  np.testing.assert_allclose(ours, jitted_logprobs(params, batch)[0], atol=1e-5)
+  ours = jax.jit(lambda p: learner.batch_stats(p, batch, CONFIG, TEMPERATURE, LEARNER, micro_batch=2))(params)
+  np.testing.assert_allclose(ours.logprobs_PGT, jitted_logprobs(params, batch), atol=1e-5)
 
 
 def test_entropy_by_hand(params):
   batch = make_batch()
-  _, entropy = jitted_logprobs(params, batch)
+  entropy = jax.jit(lambda p: learner.stats(p, None, CONFIG, batch, TEMPERATURE, LEARNER))(params).entropies_PGT
   n = int(batch.prompt_lengths_P[0])
   logits, _ = jax.jit(lambda p: model.forward(p, CONFIG, batch.prompts_PS[:1, :n], jnp.arange(n)[None]))(params)
   p = jax.nn.softmax(logits[0, -1] / TEMPERATURE)
   np.testing.assert_allclose(entropy[0, 0, 0], -(p * jnp.log(p)).sum(), rtol=1e-5)
+
+
+@jax.jit
+def plain_full_kl(params, frozen, batch):
+  """KL(pi || ref) [P, G, T] from whole softmaxes of both, at each completion token."""
+  both = []
+  for tree in (params, frozen):
+    rows = lambda x: jnp.repeat(x, G, axis=0)
+    lengths, own = rows(batch.prompt_lengths_P), batch.completions_PGT.reshape(P * G, T)
+    place = jnp.arange(S + T) - lengths[:, None]
+    joined = jnp.where(place < 0, jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))),
+                       jnp.take_along_axis(own, jnp.clip(place, 0, T - 1), axis=1))
+    logits, _ = model.forward(tree, CONFIG, joined, jnp.broadcast_to(jnp.arange(S + T), joined.shape))
+    before = (lengths - 1)[:, None] + jnp.arange(T)
+    both.append(jnp.take_along_axis(jax.nn.log_softmax(logits / TEMPERATURE), before[..., None], axis=1))
+  pi, ref = both
+  return ((jnp.exp(pi) * (pi - ref)).sum(-1)).reshape(P, G, T)
+
+
+@pytest.mark.parametrize("micro", [0, 2])
+def test_full_kl_equals_the_plain_one_with_its_gradient(params, micro):
+  """The loss is the surrogate's, 0 with advantages of 0, and the mean over rows of kl_coef times their mean KL."""
+  batch = make_batch().replace(ref_logprobs_PGT=None)
+  batch = batch.replace(advantages_PGT=jnp.zeros((P, G, T)))
+  frozen = jax.tree.map(lambda x: 0.5 * x + 0.1, params)
+  algo = dataclasses.replace(ALGO, kl="full", kl_coef=0.5)
+
+  def plain(p):
+    kl = plain_full_kl(p, frozen, batch)
+    return 0.5 * ((kl * batch.mask_PGT).sum(-1) / batch.mask_PGT.sum(-1)).mean()
+
+  loss, expected = jax.jit(jax.value_and_grad(plain))(params)
+  state, metrics = step(params, batch, grpo(algo=algo), micro, algo=algo, frozen=frozen)
+  assert float(loss) > 0.01
+  np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+  mean = (plain_full_kl(params, frozen, batch) * batch.mask_PGT).sum() / batch.mask_PGT.sum()
+  np.testing.assert_allclose(metrics["kl"], mean, rtol=1e-5)
+  assert_close(jax.tree.map(lambda old, new: old - new, params, state.params), expected)
+
+
+def test_the_coefficients_follow_what_is_measured_and_count_in_the_next_update(params):
+  """kl above its target by more than a fifth: .5 (1 + .2 * 12 / 24) = .55; entropy below its target: .1 + .05. Then the
+  loss is that of a run that has these from the start. A skipped update leaves them."""
+  algo = dataclasses.replace(ALGO, kl_coef=.5, kl_target=1e-3, kl_horizon=24, entropy_coef=.1, entropy_target=99.0,
+                             entropy_step=.05)
+  batch = make_batch()
+  state, _ = step(params, batch, grpo(algo=algo), algo=algo)
+  np.testing.assert_allclose((state.coefs.kl, state.coefs.entropy), (.55, .15), rtol=1e-6)
+  run = jax.jit(lambda s: learner.train_step(s, None, batch, grpo(algo=algo), SGD))
+  fixed = dataclasses.replace(ALGO, kl_coef=.55, entropy_coef=.15)
+  _, expected = step(state.params, batch, grpo(algo=fixed), algo=fixed)
+  np.testing.assert_allclose(run(state)[1]["loss"], expected["loss"], rtol=1e-5)
+  bad = batch.replace(advantages_PGT=batch.advantages_PGT.at[0, 0].set(jnp.inf))
+  state, metrics = step(params, bad, grpo(algo=algo), algo=algo)
+  assert metrics["skipped_updates"] == 1 and float(state.coefs.kl) == .5 and float(state.coefs.entropy) == np.float32(.1)
+
+
+def test_the_reference_moves_by_its_share(params):
+  algo = dataclasses.replace(ALGO, ref_sync_steps=1)
+  state, _ = step(params, make_batch(), algo=algo)
+  assert_close(state.reference, params)  # an update leaves it
+  synced = learner.sync_reference(state, 0.25)
+  assert_close(synced.reference, jax.tree.map(lambda a, b: .75 * a + .25 * b, params, state.params), atol=1e-6)
+  jax.tree.map(np.testing.assert_array_equal, synced.params, state.params)
+  jax.tree.map(np.testing.assert_allclose, learner.sync_reference(state, 1.0).reference, state.params)
 
 
 def test_a_bad_gradient_skips_the_update_and_is_counted(params):
@@ -196,15 +266,15 @@ def test_a_bad_gradient_skips_the_update_and_is_counted(params):
 def test_supervised_loss_is_the_mean_over_tokens(params):
   batch = make_batch()
   loss = learner.supervised(CONFIG, LEARNER)
-  value, _ = jax.jit(lambda p: loss.share(p, batch, loss.totals(batch)))(params)
-  ours, _ = jax.jit(lambda p: learner.logprobs(p, CONFIG, batch, 1.0, LEARNER))(params)
-  np.testing.assert_allclose(value, -ours.sum() / batch.mask_PGT.sum(), rtol=1e-6)
+  value, _ = jax.jit(lambda p: loss.share(p, None, batch, loss.whole(batch, Coefs(0.0, 0.0))))(params)
+  ours = jax.jit(lambda p: learner.stats(p, None, CONFIG, batch, 1.0, LEARNER))(params)
+  np.testing.assert_allclose(value, -ours.logprobs_PGT.sum() / batch.mask_PGT.sum(), rtol=1e-6)
 
 
 def test_completions_of_one_token(params):
   batch = make_batch()
   one = jax.tree.map(lambda x: x[..., :1] if x.ndim == 3 else x, batch)
-  whole, short = (jitted_logprobs(params, b)[0] for b in (batch, one))
+  whole, short = (jitted_logprobs(params, b) for b in (batch, one))
   np.testing.assert_allclose(short[..., 0], whole[..., 0], atol=1e-6)
 
 

@@ -13,7 +13,7 @@ from configs import default
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
 from grpo_jax.run import Run
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Scores
 
 ONE, OFTEN = (1, 1, 1), [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
 EIGHT = [pytest.param(m, marks=() if m in OFTEN else pytest.mark.slow)
@@ -73,8 +73,8 @@ def one_step(run, steps=2):
       rewards = (host.tokens_PGT % 3 == 1).sum(-1).astype(np.float32)
       learned = run.to_batch(out, *arrays)
       learned = learned.replace(ref_logprobs_PGT=run.logprobs(reference, learned))
-      learned = run.with_advantages(learned, *run.put((rewards[..., None], None)))
-      state, metrics = run.update(state, learned)
+      learned, _ = run.with_advantages(learned, run.put(Scores(rewards[..., None])), state.coefs.kl)
+      state, metrics = run.update(state, reference, learned)
       tokens.append(host.tokens_PGT)
       losses.append({k: float(v) for k, v in metrics.items()})
       gaps.append(losses[-1]["sampler/logprob_gap_max"])
@@ -127,7 +127,7 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   sampler = run.sampler(run.config.sampling, 4)
   V, D, F, heads = run.model.vocab_size, 32, 96, (8, 4)
   for lowered in (sampler.lower(run.abstract_params, batch.prompts_PS, batch.prompt_lengths_P, key),
-                  run.update.lower(run.abstract_state, batch)):
+                  run.update.lower(run.abstract_state, None, batch)):
     text = re.sub(r"/\*.*?\*/", "", lowered.compile().as_text())
     moved = re.findall(r"= (.*?) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", text)
     shapes = {tuple(map(int, filter(None, dims.split(",")))) for one in moved for dims in re.findall(r"\[([\d,]*)\]", one)}
@@ -145,9 +145,9 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   sampler = run.sampler(run.config.sampling, 4)
   made = plain(run.to_batch.eval_shape(plain(sampler.eval_shape(params, *prompts, key)), *prompts))
   assert made == batch.replace(ref_logprobs_PGT=None, advantages_PGT=None)
-  scores = jax.ShapeDtypeStruct((16, 4, 1), jnp.float32), None
-  assert plain(run.with_advantages.eval_shape(batch.replace(advantages_PGT=None), *scores)) == batch
-  for function, arguments in ((sampler, (params, *prompts, key)), (run.update, (state, batch)),
+  scores, coef = Scores(jax.ShapeDtypeStruct((16, 4, 1), jnp.float32)), jax.ShapeDtypeStruct((), jnp.float32)
+  assert plain(run.with_advantages.eval_shape(batch.replace(advantages_PGT=None), scores, coef)[0]) == batch
+  for function, arguments in ((sampler, (params, *prompts, key)), (run.update, (state, params, batch)),
                               (run.logprobs, (params, batch))):
     exported = export.export(function, platforms=[platform])(*arguments)
     assert exported.platforms == (platform,) and "stablehlo" in exported.mlir_module()

@@ -17,7 +17,7 @@ from grpo_jax.model.config import ModelConfig
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.parallel.mesh import initialize_distributed, make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, leaf_path, param_specs, state_shardings, undivided
-from grpo_jax.types import TrainState
+from grpo_jax.types import Coefs, TrainState
 
 CONFIG = ModelConfig(vocab_size=64, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32,
                      tie_embeddings=False)
@@ -146,7 +146,7 @@ def test_dimension_that_its_axis_does_not_divide_stays_whole():
 def abstract_state():
   matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda count: 1e-3, mask=matrices))
-  make = lambda params: TrainState(step=jnp.int32(0), params=params, opt_state=optimizer.init(params))
+  make = lambda params: TrainState(jnp.int32(0), params, optimizer.init(params), Coefs(jnp.float32(0), jnp.float32(0)))
   return jax.eval_shape(make, shapes())
 
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from grpo_jax import rewards
 from grpo_jax.config import ConfigError
+from grpo_jax.data.arithmetic import Arithmetic
 from grpo_jax.rewards.answers import boxed, flexible, strict
+from grpo_jax.rewards.overlong import overlong
 
 
 def one(function, text, gold="72"):
@@ -152,18 +154,61 @@ def test_score_sums_what_is_there():
     return [1 if prompt == "a" else None for prompt in prompts]
 
   columns = {"prompts": ["a", "b"], "answer": ["3", "3"]}
-  total, scores = rewards.score([length, sometimes, strict], [0.5, 2.0, 1.0], ["#### 3", "four"], columns)
+  total, scores, steps = rewards.score([length, sometimes, strict], [0.5, 2.0, 1.0], ["#### 3", "four"], columns)
   assert total.dtype == np.float32 and total.tolist() == [0.5 * 6 + 2 + 1, 0.5 * 4]  # 6 and 2
   assert list(scores) == ["length", "sometimes", "strict"]
   np.testing.assert_array_equal(scores["sometimes"], [1, np.nan])
-  total, _ = rewards.score([sometimes], [2.0], ["x", "y"], columns)
+  total, _, _ = rewards.score([sometimes], [2.0], ["x", "y"], columns)
   np.testing.assert_array_equal(total, [2, np.nan])
+
+
+def test_a_list_of_steps_counts_its_mean_and_a_number_is_one_step_at_the_end():
+  def steps(completions, **_):
+    return [[(2, 1), (5, 0.5)], [], None]
+
+  def whole(completions, **_):
+    return [2, None, 3.0]
+
+  total, scores, found = rewards.score([steps, whole], [1.0, 10.0], ["abcde", "abc", ""], {})
+  np.testing.assert_array_equal(scores["steps"], np.float32([.75, np.nan, np.nan]))
+  np.testing.assert_array_equal(total, np.float32([20.75, np.nan, 30]))
+  assert found == {"steps": [[(2, 1.0), (5, .5)], [], []], "whole": [[(5, 2.0)], [], [(1, 3.0)]]}
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("7+15=22;22-6=16;16+9=25;#### 25", [(8, 1), (16, 1), (24, 1), (31, 1)]),
+    ("7+15=22;22-6=17;17+9=26;#### 26", [(8, 1), (16, 0), (24, 0), (31, 0)]),  # after an error nothing is as it should be
+    ("#### 25", [(7, 1)]), ("#### 24", [(7, 0)]),
+    ("7+15=22;#### 25", [(8, 1), (15, 1)]),  # the answer is right wherever it comes
+    ("7+15=22;7+15=22;", [(8, 1), (16, 0)]),  # a step said twice earns once
+    ("7+15=22;22-6=16;16+9=25;25+1=26;", [(8, 1), (16, 1), (24, 1), (32, 0)]),
+    ("7+15=22", [(7, 0)]),  # unfinished
+    ("", [(1, 0)]), (";;", [(1, 0), (2, 0)]),
+])
+def test_worked_steps(text, expected):
+  found = rewards.REWARDS["worked_steps"](completions=[text], question=["7+15-6+9="], answer=["25"])
+  assert found == [[(end, float(reward)) for end, reward in expected]]
+
+
+def test_every_worked_solution_of_the_task_earns_all_its_steps():
+  for example in Arithmetic("train")[:300]:
+    (steps,) = rewards.REWARDS["worked_steps"](completions=[example["solution"]], question=[example["question"]],
+                                               answer=[example["answer"]])
+    assert len(steps) == example["solution"].count(";") + 1 and all(reward == 1 for _, reward in steps)
+
+
+def test_overlong_by_hand():
+  """DAPO's: 20480 tokens, of which 4096 are the margin."""
+  lengths = [16384, 17408, 18432, 20480, 20481]
+  np.testing.assert_array_equal(overlong(np.array(lengths), 20480, 4096), np.float32([0, -.25, -.5, -1, -1]))
 
 
 @pytest.mark.parametrize("bad, message", [
     (lambda completions, **_: [1.0], "returned 1 scores for 2 completions"),
     (lambda completions, **_: 1.0, "must return a list"),
     (lambda completions, **_: ["x", 1], "must return a list"), (lambda completions, **_: [1, float("inf")], "infinite"),
+    (lambda completions, **_: [1, [2, 3]], "must return a list"), (lambda completions, **_: [1, [(2, 1)]], "ends outside"),
+    (lambda completions, **_: [[(1, float("nan"))], 1], "infinite"),
 ])
 def test_score_names_the_function_that_misbehaves(bad, message):
   bad.__name__ = "my_reward"

@@ -11,9 +11,10 @@ from configs import default
 from grpo_jax import learner, rollout
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
+from grpo_jax.collect import Collector
 from grpo_jax.run import Run
-from grpo_jax.train import Trainer
-from grpo_jax.types import Completions
+from grpo_jax.train import Trainer, train
+from grpo_jax.types import Completions, Scores
 
 P, G, T = 4, 3, 5
 
@@ -65,13 +66,13 @@ def test_old_logprobs_are_kept_only_where_the_policy_moves_before_they_are_read(
 
 def test_the_kl_in_the_reward_is_taken_from_it():
   """RLOO by numpy: r - .5 sum_t (lp - ref), less the mean of the two others."""
-  run = Run(config("rloo", kl_coef=.5))
+  run = Run(config("rloo"))
   batch = batch_of(run)
   ref = np.asarray(batch.sampler_logprobs_PGT) - np.random.default_rng(1).random((P, G, T)).astype(np.float32)
   scores = np.random.default_rng(2).random((P, G, 1)).astype(np.float32)
   total = scores[..., 0] - .5 * np.where(batch.mask_PGT > 0, batch.sampler_logprobs_PGT - ref, 0).sum(-1)
   expected = total - (total.sum(1, keepdims=True) - total) / (G - 1)
-  found = run.with_advantages(batch.replace(ref_logprobs_PGT=jnp.asarray(ref)), jnp.asarray(scores), None)
+  found, _ = run.with_advantages(batch.replace(ref_logprobs_PGT=jnp.asarray(ref)), Scores(jnp.asarray(scores)), .5)
   np.testing.assert_allclose(found.advantages_PGT, np.where(batch.mask_PGT > 0, expected[..., None], 0), atol=1e-5)
 
 
@@ -100,7 +101,7 @@ def test_several_updates_are_train_steps_one_after_the_other(old, tmp_path):
 
   state, told = run.init_state(params), []
   loss = learner.grpo(run.model, run.algo, 1.0, run.config.learner)
-  step = jax.jit(lambda s, b: learner.train_step(s, b, loss, run.optimizer))
+  step = jax.jit(lambda s, b: learner.train_step(s, None, b, loss, run.optimizer))
   for part in [*run.minibatches(batch.replace(old_logprobs_PGT=sampled))] * 2:
     state, metrics = step(state, part)
     told.append(jax.device_get(metrics))
@@ -114,6 +115,153 @@ def test_several_updates_are_train_steps_one_after_the_other(old, tmp_path):
   assert metrics["sampler/logprob_gap_max"] == pytest.approx(gap, abs=1e-5)
 
 
+def test_metrics_of_the_advantages_tell_how_much_of_the_batch_teaches():
+  """One group of four has no spread. The others' advantages by numpy."""
+  run = Run(config(minibatches=2))
+  batch = batch_of(run)
+  scores = np.array([[1, 0, 0], [1, 1, 1], [0, 0, 1], [1, 0, 1]], np.float32)
+  batch, metrics = run.with_advantages(batch, Scores(jnp.asarray(scores[..., None])), 0.0)
+  assert metrics["batch/completions"] == 9
+  assert metrics["batch/tokens"] == batch.mask_PGT[np.array([0, 2, 3])].sum()
+  A = (scores - scores.mean(1, keepdims=True)) / (scores.std(1, ddof=1, keepdims=True) + 1e-4)
+  tokens = np.broadcast_to(A[..., None], (P, G, T))[np.asarray(batch.mask_PGT) > 0]
+  for name, value in (("std", tokens.std()), ("min", tokens.min()), ("max", tokens.max())):
+    assert metrics[f"advantage/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+class Lap:
+  def lap(self, name):
+    pass
+
+
+def collector(tmp_path, reward, preset="grpo", **algo):
+  """Of a random model, with this source of a function `reward` of completions, prompts and what tokens there are."""
+  (tmp_path / "reward.py").write_text(reward)
+  c = config(preset, **algo)
+  c = dataclasses.replace(c, reward=dataclasses.replace(c.reward, functions=(f"{tmp_path}/reward.py:reward",)))
+  run = Run(c)
+  return run, Collector(run), run.initial_params()
+
+
+SOMETIMES = """
+def reward(completions, prompts, completion_ids, **_):
+  # Groups of prompts that end in 3= or 7= differ, the others have all rewards equal.
+  ids = [sum(tokens) for tokens in completion_ids]
+  return [float(i) if p.endswith(("3=", "7=")) else 0.5 for i, p in zip(ids, prompts)]
+"""
+
+
+def test_groups_that_teach_nothing_give_way_to_fresh_ones(tmp_path):
+  """The batch holds the first live groups of the rounds in order, each round the prompts and draws of its own number."""
+  run, collect, params = collector(tmp_path, SOMETIMES, dynamic_sampling=True, max_resample_rounds=9)
+  found = collect(params, 1, Lap())
+  expected, texts, rounds = [], [], 0
+  while len(expected) < P:
+    number = 1 * 10 + rounds
+    prompts = loader.prompt_batch(collect.prompts, loader.indices(0, number, P, len(collect.prompts)))
+    out = run.sampler(run.config.sampling, G)(params, prompts.prompts_PS, prompts.prompt_lengths_P,
+                                              jax.random.fold_in(run.key("sample"), number))
+    live = [p for p, text in enumerate(prompts.texts) if text.endswith(("3=", "7="))]
+    expected += [np.asarray(out.tokens_PGT[p]) for p in live]
+    texts += [prompts.texts[p] for p in live]
+    rounds += 1
+  assert rounds > 1
+  np.testing.assert_array_equal(found.batch.completions_PGT, expected[:P])
+  assert list(found.prompts.texts) == texts[:P] and [row["prompt"] for row in found.rows()][::G] == texts[:P]
+  assert (found.batch.mask_PGT.sum((1, 2)) > 0).all()
+  told = {name: found.metrics[f"dynamic_sampling/{name}"] for name in ("rounds", "kept", "dropped", "discarded")}
+  assert told == {"rounds": rounds, "kept": P, "dropped": rounds * P - len(expected), "discarded": len(expected) - P}
+  assert found.metrics["frac_reward_zero_std"] == pytest.approx(1 - len(expected) / (rounds * P))  # of all that was sampled
+
+
+def test_where_rounds_do_not_suffice_the_rest_is_left_out_of_the_loss(tmp_path):
+  run, collect, params = collector(tmp_path, SOMETIMES, dynamic_sampling=True, max_resample_rounds=1)
+  found = next(f for f in (collect(params, i, Lap()) for i in range(20)) if 0 < f.metrics["dynamic_sampling/kept"] < P)
+  kept = int(found.metrics["dynamic_sampling/kept"])
+  counted = np.asarray(found.batch.mask_PGT.sum((1, 2)) > 0)
+  np.testing.assert_array_equal(counted, np.arange(P) < kept)
+  assert [text.endswith(("3=", "7=")) for text in found.prompts.texts] == list(counted)
+  assert found.metrics["dynamic_sampling/rounds"] == 2
+
+
+def test_without_dynamic_sampling_a_step_is_one_draw_of_its_own_number(tmp_path):
+  run, collect, params = collector(tmp_path, SOMETIMES)
+  where = loader.indices(0, 3, P, len(collect.prompts))
+  found = collect(params, 3, Lap())
+  assert list(found.prompts.texts) == [collect.prompts.texts[i] for i in where]
+  assert not any(name.startswith("dynamic_sampling") for name in found.metrics)
+
+
+def test_overlong_is_a_score_of_its_own(tmp_path):
+  """T = 5, the last 2 tokens: 3 tokens 0, 4 tokens -1/2, 5 tokens -1. Rewards and spread are of the functions alone."""
+  reward = "def reward(completions, prompts, **_):\n  return [None if p.endswith('0=') else 1 for p in prompts]"
+  run, collect, params = collector(tmp_path, reward, overlong=.4)
+  found = collect(params, 0, Lap())
+  lengths = np.array([row["length"] for row in found.rows()]).reshape(P, G)
+  unscored = np.array([text.endswith("0=") for text in found.prompts.texts])[:, None]
+  penalty = np.where(unscored, np.nan, np.clip((3 - lengths) / 2, -1, 0))
+  np.testing.assert_allclose(found.scores.scores_PGK[..., 1], penalty)
+  assert found.metrics["frac_reward_zero_std"] == 1 and found.metrics["reward"] == 1
+  batch, _ = run.with_advantages(found.batch, found.scores, 0.0)
+  for p in range(P):
+    spread = len(set(lengths[p].clip(3))) > 1 and not unscored[p]
+    assert bool((batch.advantages_PGT[p] != 0).any()) == spread
+
+
+def test_rewards_of_steps_reach_the_tokens(tmp_path):
+  """A step for every character but the first, worth its place: by hand from the formula, with the token that ends the
+  completion in the last step."""
+  reward = """
+def reward(completions, **_):
+  return [[(i, float(i % 2)) for i in range(2, len(c) + 1)] or 1.0 for c in completions]
+"""
+  run, collect, params = collector(tmp_path, reward, "process")
+  found = collect(params, 0, Lap())
+  rows = found.rows()
+  rewards, ends = np.zeros((P * G, T)), np.zeros((P * G, T), bool)
+  for b, row in enumerate(rows):
+    n, tokens = len(row["completion"]), found.drawn.out.tokens_PGT.reshape(P * G, T)[b, :row["length"]]
+    written = np.cumsum([len(run.tokenizer.decode([int(token)])) for token in tokens])  # a special token writes nothing
+    for i in range(2, n + 1):
+      at = row["length"] - 1 if i == n else int((written < i).sum())
+      rewards[b, at], ends[b, at] = i % 2, True
+    if n < 2:
+      rewards[b, row["length"] - 1], ends[b, row["length"] - 1] = 1, True
+  np.testing.assert_array_equal(found.scores.step_rewards_PGT, rewards.reshape(P, G, T))
+  np.testing.assert_array_equal(found.scores.step_ends_PGT, ends.reshape(P, G, T))
+  batch, _ = run.with_advantages(found.batch, found.scores, 0.0)
+  for p in range(P):
+    of = slice(p * G, p * G + G)
+    values = rewards[of][ends[of]]
+    z = np.where(ends[of], (rewards[of] - values.mean()) / (values.std(ddof=1) + 1e-4), 0)
+    expected = np.cumsum(z[:, ::-1], 1)[:, ::-1] * np.asarray(found.batch.mask_PGT[p])
+    np.testing.assert_allclose(batch.advantages_PGT[p], expected, atol=1e-4)
+
+
+def test_process_with_rewards_of_whole_completions_is_grpo(tmp_path):
+  run, collect, params = collector(tmp_path, SOMETIMES, "process")
+  found = collect(params, 0, Lap())
+  ours, _ = run.with_advantages(found.batch, found.scores, 0.0)
+  theirs, _ = Run(config()).with_advantages(found.batch, found.scores, 0.0)
+  np.testing.assert_allclose(ours.advantages_PGT, theirs.advantages_PGT, atol=1e-5)
+
+
+def test_a_run_with_a_moving_reference_and_coefficients_goes_on_where_it_stopped(tmp_path):
+  """Two steps, then two more by another process's trainer, are four: parameters, reference, coefficients and metrics."""
+  reward = "def reward(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]"
+  (tmp_path / "reward.py").write_text(reward)
+  c = config(kl_target=.01, kl_horizon=100, entropy_target=2.0, ref_sync_steps=3, ref_mixup=.5)
+  c = dataclasses.replace(c, reward=dataclasses.replace(c.reward, functions=(f"{tmp_path}/reward.py:reward",)))
+  whole = train(dataclasses.replace(c, steps=4), str(tmp_path / "whole"))
+  train(dataclasses.replace(c, steps=2), str(tmp_path / "parts"))
+  parts = train(dataclasses.replace(c, steps=4), str(tmp_path / "parts"))
+  jax.tree.map(np.testing.assert_array_equal, parts, whole)
+  assert float(whole.coefs.kl) != np.float32(.04) and float(whole.coefs.entropy) > 0
+  moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), whole.reference, Run(c).initial_params())
+  assert max(jax.tree.leaves(moved)) > 1e-4
+  assert not (tmp_path / "whole" / "reference").exists()
+
+
 def test_remax_compares_with_the_greedy_completion(tmp_path):
   """Reward less advantage is one number for each prompt: the score of what temperature 0 writes."""
   (tmp_path / "reward.py").write_text("def codes(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]")
@@ -123,7 +271,7 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
   with trainer.session():
     state, step = trainer.restore_or_init()
     greedy = trainer.run.sampler(dataclasses.replace(c.sampling, temperature=0.0), 1)
-    prompts = loader.prompt_batch(trainer.prompts, loader.indices(0, 0, P, len(trainer.prompts)))
+    prompts = loader.prompt_batch(trainer.collect.prompts, loader.indices(0, 0, P, len(trainer.collect.prompts)))
     out = trainer.run.fetch(greedy(state.params, prompts.prompts_PS, prompts.prompt_lengths_P, jax.random.key(7)))
     expected = rollout.score(out, prompts, trainer.run.tokenizer.decode, trainer.run.functions, c.reward).rewards_PG[:, 0]
     trainer.grpo_step(state, step)

@@ -1,4 +1,5 @@
-"""Estimates of KL(pi || ref) per token: (logprobs, ref_logprobs) -> [P, G, T]. d = lp - ref."""
+"""KL(pi || ref) per token: estimates from the token that was sampled, (logprobs, ref_logprobs) -> [P, G, T], with
+d = lp - ref; and the whole of it, `full`, from both distributions."""
 import jax
 import jax.numpy as jnp
 
@@ -33,6 +34,15 @@ def straight_through(estimate):
     gradient = k2(logprobs_PGT, ref_logprobs_PGT)
     return gradient + jax.lax.stop_gradient(estimate(logprobs_PGT, ref_logprobs_PGT) - gradient)
   return value
+
+
+def full(logits_V: jax.Array, ref_logits_V: jax.Array) -> jax.Array:
+  """sum over the last axis, the vocabulary, of pi (log pi - log ref): [..., V] twice -> [...], with its own gradient.
+
+  It is exact for the token's distribution, so it needs no estimate of a gradient, and has no + form.
+  """
+  logprobs_V, ref_logprobs_V = jax.nn.log_softmax(logits_V), jax.nn.log_softmax(ref_logits_V)
+  return (jnp.exp(logprobs_V) * (logprobs_V - ref_logprobs_V)).sum(-1)
 
 
 KL = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}

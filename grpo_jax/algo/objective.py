@@ -1,6 +1,6 @@
-"""The objective, J = agg( surrogate ) - kl_coef KL + entropy_coef H, and what it tells of itself.
+"""The objective, J = agg( surrogate - kl_coef KL ) + entropy_coef H, and what it tells of itself.
 
-A batch may come in parts. What takes all of it to know, the weights of the means (`totals`) and the selection of tokens,
+A batch may come in parts. What takes all of it to know, the weights of the means (`whole`) and the selection of tokens,
 is given, so that the parts' shares of the loss add up to the whole's.
 """
 import jax
@@ -15,16 +15,17 @@ from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.surrogates import SURROGATES, Terms
 from grpo_jax.config import Algo
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Coefs, TokenStats
 
 sg = jax.lax.stop_gradient
 
 
 @struct.dataclass
-class Totals:
-  """Weights of a whole optimizer batch."""
-  loss: jax.Array  # of the aggregation
-  entropy: jax.Array  # tokens kept
+class Whole:
+  """What the parts of an optimizer batch have in common."""
+  loss_weight: jax.Array  # of the aggregation
+  entropy_weight: jax.Array  # tokens kept
+  coefs: Coefs
 
 
 @struct.dataclass
@@ -35,21 +36,25 @@ class Told:
   minima: dict[str, jax.Array]
 
 
-def totals(batch: Batch, algo: Algo) -> Totals:
+def has_entropy_bonus(algo: Algo) -> bool:
+  """Whether the entropy needs a gradient."""
+  return bool(algo.entropy_coef or algo.entropy_target)
+
+
+def whole(batch: Batch, coefs: Coefs, algo: Algo) -> Whole:
   """Of a whole optimizer batch."""
   kept_PGT = batch.mask_PGT if batch.selection is None else batch.selection.kept_PGT
   weight = AGGREGATIONS[algo.aggregation](jnp.zeros_like(batch.mask_PGT), batch.mask_PGT, algo)[1]
-  return Totals(weight, masked.count(kept_PGT))
+  return Whole(weight, masked.count(kept_PGT), coefs)
 
 
-def objective(logprobs_PGT: jax.Array, entropies_PGT: jax.Array, batch: Batch, whole: Totals,
-              algo: Algo) -> tuple[jax.Array, Told]:
+def objective(stats: TokenStats, batch: Batch, whole: Whole, algo: Algo) -> tuple[jax.Array, Told]:
   """A part's share of the loss of the whole batch, to be minimised (GRPO 2402.03300, eq. 3, and its family).
 
   The order: surrogate; rows too far off-policy and tokens of low entropy count 0; weights of the correction; KL;
   aggregation, whose weight counts every token of the loss; entropy bonus.
   """
-  x = _terms(logprobs_PGT, batch, algo)
+  x = _terms(stats.logprobs_PGT, batch, algo)
   loss_PGT = SURROGATES[algo.surrogate](x, algo)
   if algo.off_policy_threshold:
     drift_PG1 = masked.mean(_mu(x, batch) - sg(x.logprobs_PGT), x.mask_PGT, -1, keepdims=True)
@@ -58,17 +63,18 @@ def objective(logprobs_PGT: jax.Array, entropies_PGT: jax.Array, batch: Batch, w
     loss_PGT = masked.masked(loss_PGT, x.kept_PGT)
   if algo.surrogate != "vespo":  # there, the weights are in the sequence's weight
     loss_PGT = loss_PGT * x.weights_PGT
-  told = _told(x, entropies_PGT, batch, algo)
+  told = _told(x, stats.entropies_PGT, batch, algo)
   if algo.kl_coef:
-    kl_PGT = KL[algo.kl](x.logprobs_PGT, masked.masked(batch.ref_logprobs_PGT, x.mask_PGT))
+    kl_PGT = _kl(x, stats, batch, algo)
     told.means["kl"] = masked.total(sg(kl_PGT), x.mask_PGT), masked.count(x.mask_PGT)
     if algo.kl_importance_weighted:  # DeepSeek-V3.2 2512.02556: unbiased where pi is no longer old
       kl_PGT = kl_PGT * jnp.exp(x.d_PGT)
     if algo.kl_in == "loss":  # else the rewards have it
-      loss_PGT = loss_PGT + algo.kl_coef * kl_PGT
-  loss = masked.divide(AGGREGATIONS[algo.aggregation](loss_PGT, x.mask_PGT, algo)[0], whole.loss)
-  if algo.entropy_coef:
-    loss = loss - algo.entropy_coef * masked.divide(masked.total(entropies_PGT, x.kept_PGT), whole.entropy)
+      loss_PGT = loss_PGT + whole.coefs.kl * kl_PGT
+  loss = masked.divide(AGGREGATIONS[algo.aggregation](loss_PGT, x.mask_PGT, algo)[0], whole.loss_weight)
+  if has_entropy_bonus(algo):
+    entropy = masked.divide(masked.total(stats.entropies_PGT, x.kept_PGT), whole.entropy_weight)
+    loss = loss - whole.coefs.entropy * entropy
   return loss, told
 
 
@@ -84,6 +90,12 @@ def _terms(logprobs_PGT, batch, algo):
   if algo.correction == "none":
     return x
   return x.replace(weights_PGT=correction_weights(old_PGT, _mu(x, batch), mask_PGT, algo))
+
+
+def _kl(x, stats, batch, algo):
+  if stats.full_kl_PGT is not None:
+    return masked.masked(stats.full_kl_PGT, x.mask_PGT)
+  return KL[algo.kl](x.logprobs_PGT, masked.masked(batch.ref_logprobs_PGT, x.mask_PGT))
 
 
 def _mu(x, batch):

@@ -1,4 +1,8 @@
-"""A preset is a row: one choice on each axis, and the settings of the paper. What a row does not name is in DEFAULTS."""
+"""A preset is a row: one choice on each axis, and the settings of the paper. What a row does not name is in DEFAULTS.
+
+Where a row's choice reads the ratio, it has several minibatches, 4 as in GSPO's and SAPO's papers: with one update per
+batch the ratio is 1, and the choice would be dead.
+"""
 
 DEFAULTS = dict(
     # Advantage: a name of advantages.py.
@@ -33,11 +37,15 @@ DEFAULTS = dict(
     # Aggregation: a name of aggregation.py.
     aggregation="sequence_mean",
     length_norm=0,  # constant; 0 = sampling.max_tokens
-    # KL to the reference: a name of kl.py.
+    # KL to the reference: a name of kl.py, or "full", over the whole vocabulary.
     kl="k3",
     kl_coef=0.0,  # 0 = no reference is kept and no forward pass spent on it
     kl_in="loss",  # or "reward": what is taken from a completion's reward
     kl_importance_weighted=False,  # times the token ratio
+    kl_target=0.0,  # above 0, kl_coef is only where the coefficient starts: it follows the KL of a token, to meet this
+    kl_horizon=10_000,  # completions in which it can change by a fifth
+    ref_sync_steps=0,  # after every so many GRPO steps the reference moves; 0 = it is frozen
+    ref_mixup=0.6,  # by this share of the way to the policy; 1 = it becomes the policy
     # Corrections and masks.
     correction="none",  # of the gap between sampler and learner: a name of corrections.py
     correction_level="token",  # or "sequence" (product of the tokens' weights) or "geometric" (their mean)
@@ -47,6 +55,12 @@ DEFAULTS = dict(
     mask_truncated=False,  # leaves completions that were cut off out of the loss
     top_entropy_quantile=1.0,  # the share of tokens, the most uncertain ones, that learn; 1 = all
     entropy_coef=0.0,  # bonus for entropy; 0 = off
+    entropy_target=0.0,  # above 0, the coefficient follows the entropy of a token: up where that is below this, else down
+    entropy_step=0.005,  # by this much an update
+    # What is sampled and scored.
+    dynamic_sampling=False,  # groups whose rewards are all equal give way to fresh ones
+    max_resample_rounds=3,  # of at most so many batches more; what is missing then is left out of the loss
+    overlong=0.0,  # the last share of sampling.max_tokens, over which a reward falls by up to 1; 0 = off
 )
 
 PRESETS = {
@@ -56,19 +70,21 @@ PRESETS = {
     "dr_grpo": dict(advantage="group_centered", aggregation="constant"),
     # BNPO, as TRL has it.
     "bnpo": dict(aggregation="token_mean"),
+    # DAPO 2503.14476 (there 16 minibatches; 4096 of 20480 tokens).
+    "dapo": dict(clip_high=0.28, aggregation="token_mean", minibatches=4, dynamic_sampling=True, overlong=0.2),
     # GSPO 2507.18071, with its four minibatches.
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, minibatches=4),
     "gspo_token": dict(ratio="sequence_token", clip_low=3e-4, clip_high=4e-4, minibatches=4),
     # GMPO 2507.20673.
-    "gmpo": dict(advantage="group_centered", surrogate="gmpo", clip_low=0.4, clip_high=0.4),
+    "gmpo": dict(advantage="group_centered", surrogate="gmpo", clip_low=0.4, clip_high=0.4, minibatches=4),
     # CISPO, MiniMax-M1 2506.13585: no lower bound.
-    "cispo": dict(surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean"),
+    "cispo": dict(surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token_mean", minibatches=4),
     # SAPO 2511.20347.
-    "sapo": dict(surrogate="sapo"),
+    "sapo": dict(surrogate="sapo", minibatches=4),
     # LUSPO 2602.05261.
-    "luspo": dict(ratio="sequence", clip_low=2e-3, clip_high=2.5e-3, aggregation="sequence_sum"),
+    "luspo": dict(ratio="sequence", clip_low=2e-3, clip_high=2.5e-3, aggregation="sequence_sum", minibatches=4),
     # VESPO 2602.10693.
-    "vespo": dict(surrogate="vespo", aggregation="token_mean"),
+    "vespo": dict(surrogate="vespo", aggregation="token_mean", minibatches=4),
     # RLOO 2402.14740.
     "rloo": dict(advantage="leave_one_out", surrogate="reinforce", aggregation="sequence_sum", kl="k1", kl_coef=0.03,
                  kl_in="reward"),
@@ -83,10 +99,12 @@ PRESETS = {
     # GPG 2504.02546.
     "gpg": dict(advantage="group_centered", surrogate="reinforce", aggregation="token_mean"),
     # Entropy mechanism 2505.22617.
-    "clip_cov": dict(surrogate="clip_cov", aggregation="token_mean"),
-    "kl_cov": dict(surrogate="kl_cov", aggregation="token_mean"),
+    "clip_cov": dict(surrogate="clip_cov", aggregation="token_mean", minibatches=4),
+    "kl_cov": dict(surrogate="kl_cov", aggregation="token_mean", minibatches=4),
     # Pass@k training 2508.10751.
     "pass_at_k": dict(advantage="pass_at_k", aggregation="token_mean"),
+    # GRPO with process supervision, DeepSeekMath 2402.03300, section 4.1.3: for rewards of steps.
+    "process": dict(advantage="process", kl_coef=0.04),
 }
 
 

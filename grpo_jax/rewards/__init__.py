@@ -1,7 +1,9 @@
 """Rewards: functions of a batch of completions. Either a name of `REWARDS` or `path/file.py:function`.
 
-A reward is called as `f(completions=[...], prompts=[...], answer=[...], ...)`: N completions, their prompts and every
-field of their examples, each a list of N. It returns N numbers, None where it has no opinion (as in TRL).
+A reward is called as `f(completions=[...], prompts=[...], completion_ids=[...], answer=[...], ...)`: N completions, their
+prompts, token ids and every field of their examples, each a list of N. It returns N scores, each a number; or None where
+it has no opinion (as in TRL); or, for process supervision, a list of steps `(end, number)`, `end` being how many characters
+of the completion there are up to the end of the step. What counts as the score of such a list is the mean of its numbers.
 """
 import hashlib
 import importlib.util
@@ -13,14 +15,16 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 
 from grpo_jax.config import ConfigError
-from grpo_jax.rewards import answers
+from grpo_jax.rewards import answers, process
 
-Reward = Callable[..., Sequence[float | None]]
+Steps = list[tuple[int, float]]
+Reward = Callable[..., Sequence[float | Steps | None]]
 
 REWARDS: dict[str, Reward] = {
     "strict": answers.strict,
     "flexible": answers.flexible,
     "boxed": answers.boxed,
+    "worked_steps": process.worked_steps,
 }
 
 
@@ -43,45 +47,66 @@ def resolve(name: str, key: str = "reward.functions") -> Reward:
 def resolve_all(names: Sequence[str]) -> list[Reward]:
   """The rewards that reward.functions names. ConfigError also where two have one name, under which both would report."""
   functions = [resolve(name) for name in names]
-  called = [_name(function) for function in functions]
+  called = [name_of(function) for function in functions]
   if len(set(called)) < len(called):
     raise ConfigError(f"reward.functions: two functions have the same name in {called}; rename one")
   return functions
 
 
 def score(functions: Sequence[Reward], weights: Sequence[float], completions: Sequence[str],
-          columns: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-  """-> (rewards float32 [N], {function name: float32 [N]}); NaN = None.
+          columns: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Steps]]]:
+  """-> (rewards float32 [N], {function name: float32 [N]}, {function name: N lists of steps}); NaN = None = no steps.
 
-  A completion's reward is the weighted sum over the functions that scored it, NaN if none did. Raises ConfigError for
-  weights that do not match the functions, and for a function that does not return N numbers.
+  A completion's reward is the weighted sum over the functions that scored it, NaN if none did. A number is one step, at
+  the end. Raises ConfigError for weights that do not match the functions, and for a function that does not return N
+  scores.
   """
   if not functions or len(weights) != len(functions):
     raise ConfigError(f"reward.weights: {len(weights)} weights for {len(functions)} functions in reward.functions;"
                       " give as many, at least one")
-  scores = {_name(f): _call(f, _name(f), list(completions), columns) for f in functions}
+  steps = {name_of(f): _call(f, name_of(f), list(completions), columns) for f in functions}
+  scores = {name: np.array([_mean(one) for one in values], np.float32) for name, values in steps.items()}
   total = np.zeros(len(completions))
   for weight, values in zip(weights, scores.values()):
     total += weight * np.nan_to_num(values)
   unscored = np.all([np.isnan(values) for values in scores.values()], axis=0)
-  return np.where(unscored, np.nan, total).astype(np.float32), scores
+  return np.where(unscored, np.nan, total).astype(np.float32), scores, steps
 
 
-def _name(function):
+def name_of(function: Reward) -> str:
+  """What it reports under."""
   return getattr(function, "__name__", type(function).__name__)
 
 
 def _call(function, name, completions, columns):
   values = function(completions=completions, **columns)
   try:
-    out = [math.nan if value is None else float(value) for value in values]
+    values = list(values)
+    out = [_steps(value, text) for value, text in zip(values, completions)]
   except (TypeError, ValueError):
-    raise ConfigError(f"reward.functions: {name} must return a list of numbers or None, got {values!r:.80}") from None
-  if len(out) != len(completions):
-    raise ConfigError(f"reward.functions: {name} returned {len(out)} scores for {len(completions)} completions")
-  if any(math.isinf(value) for value in out):
-    raise ConfigError(f"reward.functions: {name} returned an infinite score; every score must be finite or None")
-  return np.array(out, np.float32)
+    raise ConfigError(f"reward.functions: {name} must return a list of numbers, None or lists of steps (end, number),"
+                      f" got {values!r:.80}") from None
+  if len(values) != len(completions):
+    raise ConfigError(f"reward.functions: {name} returned {len(values)} scores for {len(completions)} completions")
+  for steps, text in zip(out, completions):
+    if not all(map(math.isfinite, (reward for _, reward in steps))):
+      raise ConfigError(f"reward.functions: {name} returned an infinite score; every score must be finite or None")
+    if not all(0 < end <= max(1, len(text)) for end, _ in steps):
+      raise ConfigError(f"reward.functions: {name} returned a step that ends outside its completion of {len(text)}"
+                        f" characters: {steps!r:.80}")
+  return out
+
+
+def _mean(steps):
+  return sum(reward for _, reward in steps) / len(steps) if steps else math.nan
+
+
+def _steps(value, text):
+  if value is None:
+    return []
+  if isinstance(value, (list, tuple)):
+    return [(int(end), float(reward)) for end, reward in value]
+  return [] if math.isnan(float(value)) else [(max(1, len(text)), float(value))]
 
 
 def _load(path):
