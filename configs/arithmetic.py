@@ -16,6 +16,8 @@ def get_config(preset="grpo"):
   c.batch.prompts = 32
   c.batch.group_size = 8
   c.sampling.max_tokens = 40
+  if preset == "process":
+    c.reward.functions = ("worked_steps",)  # each step of the worked solution is judged, and the answer
   c.warm_start.steps = 1000
   c.warm_start.batch = 128
   c.warm_start.learning_rate = 3e-3

@@ -6,7 +6,9 @@ import jax
 import numpy as np
 
 from grpo_jax import rollout
+from grpo_jax.config import ConfigError
 from grpo_jax.data import loader
+from grpo_jax.rewards import name_of
 from grpo_jax.run import Run
 from grpo_jax.types import Batch, Completions, Scores
 
@@ -46,6 +48,8 @@ class Collector:
     self._greedy = run.sampler(dataclasses.replace(sampling, temperature=0.0), 1) if needs_greedy else None
     self._weights = run.reward_weights
     self._functions = run.functions  # what is wrong with the rewards is told before anything is written
+    if algo.overlong and "overlong" in map(name_of, self._functions):
+      raise ConfigError("reward.functions: a function named overlong, beside algo.overlong; rename it, or set that to 0")
 
   def __call__(self, params: Any, index: int, clock: Any) -> Collected:
     """`params` as Run.sampling_params gives them; `clock.lap(name)` is told what the time went to."""

@@ -124,8 +124,6 @@ def _check_algo(c, need, choose):
   for name in ("kl_target", "ref_sync_steps"):
     need(a.kl_coef or not settings[name], f"algo.{name}", settings[name],
          "with algo.kl_coef = 0 there is no reference; set algo.kl_coef")
-  need(a.updates_per_batch * a.minibatches > 1 or a.old_logprobs == "sampler", "algo.old_logprobs", a.old_logprobs,
-       "with one update per batch the old policy is the policy itself; set algo.minibatches or algo.updates_per_batch")
   need(not a.overlong or a.advantage != "pass_at_k", "algo.overlong", a.overlong,
        "pass_at_k counts right answers, which a penalty would make wrong; set 0")
   if a.surrogate == "clip_cov":
