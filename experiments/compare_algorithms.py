@@ -6,8 +6,8 @@ About an hour and a half on two CPU cores. Killed and started again, it goes on 
 not done again, so --presets and --seeds may grow. Into experiments/: compare_algorithms.md and compare_algorithms.png.
 
 A seed has one warm start: 1,000 supervised steps of configs/arithmetic.py, exported as a Hugging Face folder. From it, each
-preset makes 60 steps of 32 prompts x 8 completions, each step four updates of 8 prompts with a constant learning rate, so
-that ratios differ from 1 and every bound on them can act. All else is the preset's row.
+preset makes 60 steps of 32 prompts x 8 completions, each step four updates of 8 prompts, so that ratios differ from 1 and
+every bound on them can act; the learning rate falls from 1e-4 to 0. All else is the preset's row.
 """
 import argparse
 import os
@@ -23,9 +23,9 @@ import matplotlib.pyplot as plt
 from grpo_jax import metrics
 from grpo_jax.algo.presets import PRESETS
 
-STEPS, EVERY, WARM_STEPS, TARGET = 60, 4, 1000, 0.9
+STEPS, EVERY, WARM_STEPS, TARGET = 60, 3, 1000, 0.9
 COMMON = f"""
-  steps={STEPS} warm_start.steps=0 algo.minibatches=4 optimizer.learning_rate=1e-4 optimizer.schedule=constant
+  steps={STEPS} warm_start.steps=0 algo.minibatches=4 optimizer.learning_rate=1e-4 optimizer.schedule=linear
   optimizer.warmup_steps=0 eval.every={EVERY} eval.examples=512 eval.batch=512 checkpoint.every=20 checkpoint.keep=1
   log.completions_every={STEPS} log.tensorboard=False
 """.split()
