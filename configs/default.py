@@ -30,7 +30,7 @@ def get_config(preset="grpo"):
   c.data.max_prompt_tokens = 64  # S: longer prompts are dropped and counted
 
   c.batch = ConfigDict()
-  c.batch.prompts = 32  # P, per optimizer step
+  c.batch.prompts = 32  # P, per GRPO step; an optimizer step takes P / algo.minibatches of them
   c.batch.group_size = 8  # G completions of each prompt
   c.batch.micro_batch = 0  # prompts per forward and backward pass; 0 = all. The update does not depend on it
 
@@ -59,7 +59,7 @@ def get_config(preset="grpo"):
   c.optimizer = ConfigDict()  # AdamW
   c.optimizer.learning_rate = 1e-6
   c.optimizer.schedule = "constant"  # after the warmup: constant, linear or cosine to 0 at the last step
-  c.optimizer.warmup_steps = 0
+  c.optimizer.warmup_steps = 0  # optimizer steps
   c.optimizer.b1 = 0.9
   c.optimizer.b2 = 0.999
   c.optimizer.eps = 1e-8

@@ -10,6 +10,7 @@ preset makes 60 steps of 32 prompts x 8 completions, each step four updates of 8
 every bound on them can act; the learning rate falls from 1e-4 to 0. All else is the preset's row.
 """
 import argparse
+import functools
 import os
 import queue
 import statistics
@@ -22,6 +23,7 @@ import matplotlib.pyplot as plt
 
 from grpo_jax import metrics
 from grpo_jax.algo.presets import PRESETS
+from grpo_jax.cli import saved_config
 
 STEPS, EVERY, WARM_STEPS, TARGET = 60, 3, 1000, 0.9
 COMMON = f"""
@@ -67,6 +69,8 @@ def trained(run, out, preset, seed):
   """The rows of the preset's run, which is made or gone on with if need be."""
   workdir = out / f"{preset}_{seed}"
   rows = metrics.read(workdir) if (workdir / "metrics.jsonl").exists() else []
+  if rows:
+    check(workdir)
   if not rows or rows[-1]["step"] < STEPS:
     run("train", f"{preset}_{seed}", f"--config=configs/arithmetic.py:{preset}", f"--config.seed={seed}",
         f"--config.model.path={out / f'warm_{seed}_exported'}", f"--workdir={workdir}",
@@ -75,13 +79,22 @@ def trained(run, out, preset, seed):
   return metrics.read(workdir)
 
 
+def check(workdir):
+  """A folder of other settings is not mixed with these."""
+  saved = saved_config(workdir)
+  for key, value in (item.split("=") for item in COMMON):
+    found = functools.reduce(getattr, key.split("."), saved)
+    if str(found) != value and found != type(found)(value):
+      sys.exit(f"{workdir} was made with {key}={found}, not {value}: name another --out")
+
+
 def curve(rows):
   """[(step, accuracy)]."""
   return [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
 
 
 def table(results):
-  """A row per preset, best mean accuracy first. The entropy is of a sampled token, over the last ten steps."""
+  """A row per preset, best mean accuracy first. The entropy is of a token of the loss, over the last ten steps."""
   lines = [f"| preset | accuracy after {STEPS} steps: mean (range) | steps to {TARGET:.0%}, each seed | mean length | "
            "entropy at the end |", "|---|---|---|---|---|"]
   for preset, runs in ranked(results):

@@ -1,4 +1,4 @@
-"""Where a step's batch comes from: prompts, their completions and scores. Groups that teach nothing may be drawn anew."""
+"""Where a step's batch comes from: prompts, their completions and scores. Groups of equal rewards may be drawn anew."""
 import dataclasses
 from typing import Any
 
@@ -64,15 +64,14 @@ class Collector:
       live += int(drawn[-1].scored.differ_P.sum())
       clock.lap("reward")
     everything = _joined(drawn)
-    chosen, live_P = everything, None
+    chosen, live_P = everything, np.ones(P, np.float32)
     if self._rounds > 1:
       chosen, live_P = _chosen(everything, P)
       prompts = loader.prompt_batch(self.prompts, chosen.where_P)
       on_mesh, arrays = self._run.put((chosen.out, (prompts.prompts_PS, prompts.prompt_lengths_P)))
-      live_P = self._run.put(live_P)
     greedy_P1K = self._greedy_scores(params, chosen.where_P, index, clock) if self._greedy else None
-    scores = self._run.put(self._scores(chosen, greedy_P1K))
-    batch = self._run.to_batch(on_mesh, *arrays, live_P)
+    scores = self._run.put(self._scores(chosen, live_P, greedy_P1K))
+    batch = self._run.to_batch(on_mesh, *arrays, self._run.put(live_P))
     clock.lap("reward")
     return Collected(batch, scores, chosen, prompts, self._metrics(everything, live))
 
@@ -88,8 +87,9 @@ class Collector:
     scored = score(out, prompts, run.tokenizer.decode, self._functions, self._config.reward)
     if algo.overlong:
       scored = rollout.with_overlong(scored, out, self._config.sampling.max_tokens, algo.overlong)
-    rewards_PG, scores = run.from_first_process((scored.rewards_PG, scored.scores))
-    return dataclasses.replace(scored, rewards_PG=rewards_PG, scores=scores)
+    # As a list: a dict would come back in another order, and the scores have the order of their weights.
+    rewards_PG, scores = run.from_first_process((scored.rewards_PG, list(scored.scores.values())))
+    return dataclasses.replace(scored, rewards_PG=rewards_PG, scores=dict(zip(scored.scores, scores)))
 
   def _greedy_scores(self, params, where_P, index, clock):
     """[P, 1, K], of each prompt's greedy completion."""
@@ -98,14 +98,16 @@ class Collector:
     clock.lap("sample")
     return np.stack(list(self._score(out, prompts).scores.values()), -1)
 
-  def _scores(self, chosen, greedy_P1K):
+  def _scores(self, chosen, live_P, greedy_P1K):
+    """What fills up a batch counts as not scored, and stays out of every mean."""
+    scores_PGK = np.where(live_P[:, None, None], np.stack(list(chosen.scored.scores.values()), -1), np.float32(np.nan))
     run, (rewards_PGT, ends_PGT) = self._run, (None, None)
     if self._config.algo.advantage == "process":
       of_steps = np.zeros(chosen.out.tokens_PGT.shape, np.float32), np.zeros(chosen.out.tokens_PGT.shape, np.float32)
       if run.is_first_process:
         of_steps = rollout.step_rewards(chosen.out, chosen.scored, self._weights, run.tokenizer.decode)
       rewards_PGT, ends_PGT = run.from_first_process(of_steps)
-    return Scores(np.stack(list(chosen.scored.scores.values()), -1), greedy_P1K, rewards_PGT, ends_PGT)
+    return Scores(scores_PGK, greedy_P1K, rewards_PGT, ends_PGT)
 
   def _metrics(self, everything, live):
     metrics = rollout.metrics(everything.out, everything.scored)
@@ -137,6 +139,7 @@ def _chosen(everything, P):
   s, G = everything.scored, everything.out.lengths_PG.shape[1]
   steps = {name: [values[p * G + g] for p in rows for g in range(G)] for name, values in s.steps.items()}
   take = lambda x: x[rows]
-  scored = rollout.Scored([s.texts[p] for p in rows], take(s.rewards_PG), jax.tree.map(take, s.scores), steps)
+  scores = {name: take(values) for name, values in s.scores.items()}
+  scored = rollout.Scored([s.texts[p] for p in rows], take(s.rewards_PG), scores, steps)
   return (Drawn(take(everything.where_P), jax.tree.map(take, everything.out), scored),
           (np.arange(P) < len(live)).astype(np.float32))

@@ -163,7 +163,8 @@ def train_step(state: TrainState, frozen: Any, batch: Batch, loss: Objective, op
   """One update. Each micro-batch's share of the loss has the whole batch's weight, so that their gradients add up.
 
   `frozen` are the reference's parameters, None where the loss does not read them, or where the state has them.
-  A gradient that is not finite leaves all but the step as it was, and metric `skipped_updates` is 1.
+  A batch without a token of the loss, or a gradient that is not finite, leaves all but the step as it was, and metric
+  `skipped_updates` is 1. Metric `tokens` counts the loss's tokens: what the others are means over.
   """
   gradient = jax.value_and_grad(loss.share, has_aux=True)
   frozen = frozen if state.reference is None else state.reference
@@ -182,13 +183,13 @@ def train_step(state: TrainState, frozen: Any, batch: Batch, loss: Objective, op
   zero = start(0, (grads, share, told.means)), start(-jnp.inf, told.maxima), start(jnp.inf, told.minima)
   ((grads, share, means), maxima, minima), _ = jax.lax.scan(add, zero, micros)
 
-  norm = optax.tree.norm(grads)
-  finite = jnp.isfinite(norm)
+  norm, tokens = optax.tree.norm(grads), masked.count(batch.mask_PGT)
+  good = jnp.isfinite(norm) & (tokens > 0)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-  metrics = {"loss": share, "grad_norm": norm, "skipped_updates": 1.0 - finite}
+  metrics = {"loss": share, "grad_norm": norm, "skipped_updates": 1.0 - good, "tokens": tokens}
   metrics |= {name: masked.divide(*mean) for name, mean in means.items()} | maxima | minima
   P, G, _ = batch.completions_PGT.shape
-  keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+  keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
   return TrainState(state.step + 1, keep(optax.apply_updates(state.params, updates), state.params),
                     keep(opt_state, state.opt_state), keep(loss.adapted(state.coefs, metrics, P * G), state.coefs),
                     state.reference), metrics

@@ -88,7 +88,8 @@ def with_overlong(scored: Scored, out: Completions, max_tokens: int, share: floa
   """With DAPO's penalty as one more score, of completions that reach into the last `share` of max_tokens."""
   penalty_PG = overlong(out.lengths_PG, max_tokens, round(share * max_tokens))
   penalty_PG = np.where(np.isnan(scored.rewards_PG), np.nan, penalty_PG)
-  steps = [[] if np.isnan(x) else [(max(1, len(text)), float(x))]
+  # A penalty of 0 is no step: it would count in the mean of all steps.
+  steps = [[(max(1, len(text)), float(x))] if x < 0 else []
            for x, text in zip(penalty_PG.ravel(), (text for group in scored.texts for text in group))]
   return dataclasses.replace(scored, scores=scored.scores | {"overlong": penalty_PG},
                              steps=scored.steps | {"overlong": steps})

@@ -183,16 +183,14 @@ class Run:
   def to_batch(self):
     """(completions, prompts_PS, prompt_lengths_P, live_P) -> Batch, without advantages and reference log-probs.
 
-    Groups where live_P is 0 are left out of the loss; None: all are live.
+    Groups where live_P is 0 are left out of the loss.
     """
     algo = self.algo
 
-    def to_batch(out, prompts_PS, prompt_lengths_P, live_P=None) -> Batch:
-      mask_PGT = jnp.arange(out.tokens_PGT.shape[-1]) < out.lengths_PG[..., None]
+    def to_batch(out, prompts_PS, prompt_lengths_P, live_P) -> Batch:
+      mask_PGT = (jnp.arange(out.tokens_PGT.shape[-1]) < out.lengths_PG[..., None]) & (live_P != 0)[:, None, None]
       if algo.mask_truncated:
         mask_PGT = mask_PGT & (out.stopped_by_PG >= 0)[..., None]
-      if live_P is not None:
-        mask_PGT = mask_PGT & (live_P != 0)[:, None, None]
       several = self.updates_per_step > 1  # else old is the policy itself
       return Batch(prompts_PS, prompt_lengths_P, out.tokens_PGT, mask_PGT.astype(jnp.float32), None, out.logprobs_PGT,
                    out.sampling_logprobs_PGT, out.logprobs_PGT if several else None)

@@ -91,6 +91,14 @@ def _check_algo(c, need, choose):
     need(settings[name] > 0, f"algo.{name}", settings[name], "it must be above 0")
   for name in ("updates_per_batch", "minibatches", "pass_k", "max_resample_rounds"):
     need(settings[name] >= 1, f"algo.{name}", settings[name], "it must be at least 1")
+  for name in ("ratio_max", "dual_clip"):
+    need(not settings[name] or settings[name] > 1, f"algo.{name}", settings[name],
+         "it must be above 1, or it stops the gradient of tokens that have not moved; 0 is off")
+  sequences = c.batch.prompts * c.batch.group_size // a.minibatches
+  need(not a.kl_target or a.kl_horizon >= sequences, "algo.kl_horizon", a.kl_horizon,
+       f"it must be at least the {sequences} completions of an update")
+  need(not a.dynamic_sampling or a.advantage not in ("batch_normalized", "greedy_baseline", "gdpo", "process"),
+       "algo.dynamic_sampling", True, f"with the advantage {a.advantage} a group of equal rewards teaches, too; set False")
   need(0 < a.top_entropy_quantile <= 1, "algo.top_entropy_quantile", a.top_entropy_quantile,
        "it must be in (0, 1]; 1 is off")
   need(0 < a.ref_mixup <= 1, "algo.ref_mixup", a.ref_mixup, "it must be in (0, 1]; 1 makes the reference the policy")
@@ -102,7 +110,8 @@ def _check_algo(c, need, choose):
   need(c.batch.prompts % a.minibatches == 0, "algo.minibatches", a.minibatches,
        f"it must divide batch.prompts = {c.batch.prompts}")
   if a.advantage == "pass_at_k":
-    need(a.pass_k <= c.batch.group_size, "algo.pass_k", a.pass_k, f"it must be at most batch.group_size = {c.batch.group_size}")
+    need(a.pass_k < c.batch.group_size, "algo.pass_k", a.pass_k,
+         f"it must be below batch.group_size = {c.batch.group_size}: else all answers of a group weigh the same")
   if a.surrogate in TOKEN_ONLY:
     need(a.ratio == "token", "algo.ratio", a.ratio, f"the surrogate {a.surrogate} has its own ratio; leave this at 'token'")
   if a.ratio == "sequence" and a.correction != "none":
@@ -111,6 +120,9 @@ def _check_algo(c, need, choose):
   if a.correction != "none":
     need(a.correction_low or a.correction_high, "algo.correction", a.correction,
          "set algo.correction_low or algo.correction_high, or it changes nothing")
+    several, filters = a.updates_per_batch * a.minibatches > 1, (c.sampling.top_k, c.sampling.top_p, c.sampling.min_p)
+    need(not several or a.old_logprobs == "recomputed" or filters != (0, 1, 0), "algo.correction", a.correction,
+         "the old log-probs are the sampler's own, so every weight is 1; set algo.old_logprobs='recomputed'")
     need(not a.correction_high or a.correction_low < a.correction_high, "algo.correction_low", a.correction_low,
          f"it must be below algo.correction_high = {a.correction_high}")
   if a.kl_coef and a.kl_in == "reward":

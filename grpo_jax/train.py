@@ -5,6 +5,8 @@
 Run again with the same command, it goes on from the newest checkpoint, to the same numbers as if never stopped.
 """
 import contextlib
+import functools
+import math
 import signal
 import statistics
 import time
@@ -17,6 +19,7 @@ from ml_collections import config_flags
 from rich.console import Console
 
 from grpo_jax import cli
+from grpo_jax.algo.presets import DEFAULTS
 from grpo_jax.checkpoint import Checkpoints, restore_tree, save_tree
 from grpo_jax.collect import Collector
 from grpo_jax.config import Config, ConfigError, to_dict
@@ -29,6 +32,9 @@ from grpo_jax.parallel.mesh import initialize_distributed
 from grpo_jax.run import Run
 from grpo_jax.terminal import Terminal
 from grpo_jax.types import Batch, TrainState
+
+
+OF_THE_RATIO = ("ratio", "clip_low", "clip_high")
 
 
 def train(config: Config, workdir: str) -> TrainState:
@@ -169,7 +175,8 @@ class Trainer:
     return jax.block_until_ready(run.with_advantages(batch, collected.scores, state.coefs.kl))
 
   def _update(self, state, batch):
-    """algo.updates_per_batch passes over the minibatches. Metrics are the mean over updates, or the extreme."""
+    """algo.updates_per_batch passes over the minibatches. Metrics are means over all their tokens, of loss and norm over the
+    updates, or extremes."""
     algo, told = self.config.algo, []
     if self.run.updates_per_step > 1 and algo.old_logprobs == "recomputed":
       batch = batch.replace(old_logprobs_PGT=self.run.logprobs(state.params, batch))
@@ -179,8 +186,15 @@ class Trainer:
         state, metrics = self.run.update(state, self.frozen, part)
         told.append(metrics)
     told = jax.device_get(told)
-    extreme = {"ratio/max": max, "ratio/min": min, "skipped_updates": sum}
-    metrics = {name: extreme.get(name, statistics.fmean)([m[name] for m in told]) for name in told[0]}
+    tokens = [m.pop("tokens") for m in told]
+    mean = lambda values, weights: statistics.fmean(values, weights) if any(weights) else math.nan
+    per_token, per_update = (functools.partial(mean, weights=w) for w in (tokens, [n > 0 for n in tokens]))
+    of_all = {"ratio/max": max, "ratio/min": min, "skipped_updates": sum, "loss": per_update, "grad_norm": per_update}
+    metrics = {name: of_all.get(name, per_token)([float(m[name]) for m in told]) for name in told[0]}
+    if algo.kl_target:
+      metrics["kl_coef"] = state.coefs.kl  # of the next update
+    if algo.entropy_target:
+      metrics["entropy_coef"] = state.coefs.entropy
     # Of the policy that sampled, so of the first minibatch: the others meet one that has moved.
     return state, metrics | {name: told[0][name] for name in told[0] if name.startswith("sampler/")}
 
@@ -260,6 +274,9 @@ class Trainer:
     whole = sharding.undivided(run.abstract_params, run.mesh)
     if whole:
       lines.append(f"{len(whole)} dimensions of parameters stay whole, such as {whole[0]}")
+    if run.updates_per_step == 1 and any(getattr(c.algo, name) != DEFAULTS[name] for name in OF_THE_RATIO):
+      lines.append(f"one update per batch, so the ratio is 1: algo.{', algo.'.join(OF_THE_RATIO)} change nothing; "
+                   "algo.minibatches or algo.updates_per_batch would make them matter")
     if step:
       lines.append(f"going on from step {step} of {self.last_step} in {self.workdir}")
     self.terminal.header(lines)

@@ -56,6 +56,12 @@ def test_equal_rewards_have_advantage_exactly_zero(name):
   assert (out == 0).all()
 
 
+def test_equal_rewards_of_steps_have_advantage_exactly_zero():
+  ends = jnp.ones((3, 12, 4)).at[0, :6, 1].set(0)
+  r = rewards(np.zeros((3, 12)), step_rewards_PGT=ends * 0.7, step_ends_PGT=ends)
+  assert (ADVANTAGES["process"](r, algo(std_eps=0.0)) == 0).all()
+
+
 def test_greedy_baseline():
   """The greedy completions of the two prompts got 1 and nothing."""
   r = rewards([[1, 0], [1, 0]], greedy_P=jnp.array([1, np.nan]))
@@ -271,6 +277,22 @@ def test_at_ratio_one_the_gradient_is_reinforce(algos):
       lengths = b.mask_PGT.sum(-1, keepdims=True)
       expected = jnp.where(b.mask_PGT > 0, (expected.sum(-1, keepdims=True) / lengths), 0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name, w, A, low, high", [
+    ("ppo_clip", .5, -1, 1, 0), ("ppo_clip", .5, 1, 0, 0), ("ppo_clip", 1.5, 1, 0, 1), ("ppo_clip", 1.5, -1, 0, 0),
+    ("cispo", 1.5, -1, 0, 1), ("cispo", .5, 1, 1, 0),
+    ("gmpo", 1.45, 1, 0, 0), ("gmpo", 1.5, 1, 0, 1), ("gmpo", .66, -1, 1, 0),  # e^.4 = 1.49, e^-.4 = .67
+    ("dppo_tv", 1.5, 1, 0, 1), ("dppo_tv", 1.3, 1, 0, 0),  # old .5: p - q is .25, .15
+    ("reinforce", 2., 1, None, None), ("sapo", 2., 1, None, None)])
+def test_what_is_clipped_is_told(name, w, A, low, high):
+  """Bounds .2, gmpo .4."""
+  a = algo(surrogate=name, kl_coef=0.0, clip_low=.4 if name == "gmpo" else .2, clip_high=.4 if name == "gmpo" else .2)
+  old, one = jnp.log(jnp.full((1, 1, 1), .5)), jnp.ones((1, 1, 1))
+  b = Batch(None, None, None, one, A * one, None, old_logprobs_PGT=old)
+  _, told = objective(TokenStats(old + jnp.log(w), one), b, whole(b, Coefs(0.0, 0.0), a), a)
+  found = [told.means.get(f"clip_ratio/{side}_mean", (None,))[0] for side in ("low", "high")]
+  assert found == [low, high]
 
 
 # Presets.

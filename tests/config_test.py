@@ -106,16 +106,17 @@ def test_every_config_loads(name, preset):
 
 
 VARIANTS = [dict(surrogate=name, top_entropy_quantile=.5) for name in SURROGATES]
-VARIANTS += [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0),
+VARIANTS += [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0,
+                  dynamic_sampling=False, old_logprobs="recomputed"),
              dict(advantage="pass_at_k", overlong=0.0, off_policy_threshold=.1, entropy_coef=.1)]
 
 
 def trace(run):
   """The functions of a step, without computing them."""
   shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
-  values, integers = shape(16, 2, 4), functools.partial(shape, dtype=jnp.int32)
-  batch = Batch(integers(16, 12), integers(16), integers(16, 2, 4), values, values, values, values, values, values)
-  run.with_advantages.eval_shape(batch, Scores(shape(16, 2, 1)), shape())
+  values, integers = shape(16, 3, 4), functools.partial(shape, dtype=jnp.int32)
+  batch = Batch(integers(16, 12), integers(16), integers(16, 3, 4), values, values, values, values, values, values)
+  run.with_advantages.eval_shape(batch, Scores(shape(16, 3, 1)), shape())
   run.update.eval_shape(run.abstract_state, run.abstract_params, batch)
 
 
@@ -123,7 +124,7 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
   """Warm start, GRPO with a reference, evaluation. A check of a value, a copy or a comparison is no use of it."""
   c = arithmetic.get_config()
   c.model.update(embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8)
-  c.batch.update(prompts=16, group_size=2)
+  c.batch.update(prompts=16, group_size=3)
   c.algo.update(minibatches=2, pass_k=2, kl_target=.1, ref_sync_steps=1, entropy_target=.1, dynamic_sampling=True,
                 max_resample_rounds=1, overlong=.5)
   c.eval.update(every=1, examples=8, batch=8, samples=2)

@@ -32,6 +32,8 @@ NO_BOUND = {"clip_low": 1.0, "correction_low": 0.0, "correction_high": 0.0}  # f
 def algo_of(case):
   settings = {NAMES.get(k, k): NO_BOUND[k] if v is None else v for k, v in case["algo"].items()}
   settings.pop("reward_weights", None)
+  if case["algo"].get("clip_low", 0) is None:
+    assert settings["surrogate"] in ("ppo_clip", "cispo"), "clip_low null: only a bound of the ratio can be open below"
   settings.setdefault("batch_std_eps", settings.get("std_eps", presets.DEFAULTS["batch_std_eps"]))
   unknown = settings.keys() - presets.DEFAULTS.keys()
   assert not unknown, f"settings that the code cannot express: {unknown}"

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from grpo_jax import learner, model, optim
-from grpo_jax.algo import presets
+from grpo_jax.algo import presets, selection
 from grpo_jax.config import Algo, Learner, Optimizer
 from grpo_jax.types import Batch, Coefs
 
@@ -38,17 +38,21 @@ def make_batch(seed=0, lengths=None):
 
 
 @jax.jit
-def plain_logprobs(params, batch):
-  """Prompt and completion of each row in one sequence, the whole softmax, nothing shared or chunked."""
+def plain_table(params, batch):
+  """log pi of every token [P, G, T, V]. Prompt and completion of each row in one sequence, nothing shared or chunked."""
   rows = lambda x: jnp.repeat(x, G, axis=0)
   lengths, own = rows(batch.prompt_lengths_P), batch.completions_PGT.reshape(P * G, T)
   place = jnp.arange(S + T) - lengths[:, None]  # of each slot within the completion
   joined = jnp.where(place < 0, jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))),
                      jnp.take_along_axis(own, jnp.clip(place, 0, T - 1), axis=1))
   logits, _ = model.forward(params, CONFIG, joined, jnp.broadcast_to(jnp.arange(S + T), joined.shape))
-  table = jax.nn.log_softmax(logits / TEMPERATURE)
   before = (lengths - 1)[:, None] + jnp.arange(T)
-  return jax.vmap(lambda row, at, token: row[at, token])(table, before, own).reshape(P, G, T)
+  table = jnp.take_along_axis(jax.nn.log_softmax(logits / TEMPERATURE), before[..., None], axis=1)
+  return table.reshape(P, G, T, -1)
+
+
+def plain_logprobs(params, batch):
+  return jnp.take_along_axis(plain_table(params, batch), batch.completions_PGT[..., None], axis=-1)[..., 0]
 
 
 def plain_loss(params, batch):
@@ -185,21 +189,25 @@ def test_entropy_by_hand(params):
   np.testing.assert_allclose(entropy[0, 0, 0], -(p * jnp.log(p)).sum(), rtol=1e-5)
 
 
-@jax.jit
 def plain_full_kl(params, frozen, batch):
-  """KL(pi || ref) [P, G, T] from whole softmaxes of both, at each completion token."""
-  both = []
-  for tree in (params, frozen):
-    rows = lambda x: jnp.repeat(x, G, axis=0)
-    lengths, own = rows(batch.prompt_lengths_P), batch.completions_PGT.reshape(P * G, T)
-    place = jnp.arange(S + T) - lengths[:, None]
-    joined = jnp.where(place < 0, jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))),
-                       jnp.take_along_axis(own, jnp.clip(place, 0, T - 1), axis=1))
-    logits, _ = model.forward(tree, CONFIG, joined, jnp.broadcast_to(jnp.arange(S + T), joined.shape))
-    before = (lengths - 1)[:, None] + jnp.arange(T)
-    both.append(jnp.take_along_axis(jax.nn.log_softmax(logits / TEMPERATURE), before[..., None], axis=1))
-  pi, ref = both
-  return ((jnp.exp(pi) * (pi - ref)).sum(-1)).reshape(P, G, T)
+  """KL(pi || ref) [P, G, T] at each completion token."""
+  pi, ref = plain_table(params, batch), plain_table(frozen, batch)
+  return (jnp.exp(pi) * (pi - ref)).sum(-1)
+
+
+@pytest.mark.parametrize("change", [dict(surrogate="kl_cov", cov_fraction=.3), dict(top_entropy_quantile=.4)], ids=str)
+def test_tokens_are_selected_among_the_whole_batch_however_it_is_split(params, change):
+  """By the plain log-probs and entropies of all prompts."""
+  batch = make_batch().replace(ref_logprobs_PGT=None)
+  algo = dataclasses.replace(ALGO, kl_coef=0.0, **change)
+  table = plain_table(params, batch)
+  lp, entropies = (jnp.where(batch.mask_PGT > 0, x, 0) for x in (plain_logprobs(params, batch), -(jnp.exp(table) * table).sum(-1)))
+  expected = selection.select(lp, lp, entropies, batch.advantages_PGT, batch.mask_PGT, algo)
+  assert 0 < expected.kept_PGT.sum()
+  loss = grpo(algo=algo)
+  for micro in (0, 1, 2):
+    found = jax.jit(lambda p: loss.prepare(p, batch, micro))(params).selection
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize("micro", [0, 2])

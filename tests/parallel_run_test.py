@@ -71,7 +71,7 @@ def one_step(run, steps=2):
       out = sample(run.sampling_params(state.params), *arrays, jax.random.fold_in(run.key("sample"), step))
       host = run.fetch(out)
       rewards = (host.tokens_PGT % 3 == 1).sum(-1).astype(np.float32)
-      learned = run.to_batch(out, *arrays)
+      learned = run.to_batch(out, *arrays, *run.put([np.ones(16, np.float32)]))
       learned = learned.replace(ref_logprobs_PGT=run.logprobs(reference, learned))
       learned, _ = run.with_advantages(learned, run.put(Scores(rewards[..., None])), state.coefs.kl)
       state, metrics = run.update(state, reference, learned)
@@ -143,7 +143,8 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   key = jax.eval_shape(lambda: jax.random.key(0))
   prompts = batch.prompts_PS, batch.prompt_lengths_P
   sampler = run.sampler(run.config.sampling, 4)
-  made = plain(run.to_batch.eval_shape(plain(sampler.eval_shape(params, *prompts, key)), *prompts))
+  live_P = jax.ShapeDtypeStruct((16,), jnp.float32)
+  made = plain(run.to_batch.eval_shape(plain(sampler.eval_shape(params, *prompts, key)), *prompts, live_P))
   assert made == batch.replace(ref_logprobs_PGT=None, advantages_PGT=None)
   scores, coef = Scores(jax.ShapeDtypeStruct((16, 4, 1), jnp.float32)), jax.ShapeDtypeStruct((), jnp.float32)
   assert plain(run.with_advantages.eval_shape(batch.replace(advantages_PGT=None), scores, coef)[0]) == batch

@@ -119,3 +119,16 @@ def test_rows_are_json_in_group_order_and_no_function_hides_another_field():
   assert rows[3] == {"prompt": "3+4=", "completion": "4", "reward": 4.0, "rewards/reward": 3.0, "rewards/length": 1.0,
                      "length": 1, "stopped_by": -1}
   assert [row["completion"] for row in rows] == list("123456")
+
+
+def test_overlong_is_a_step_only_where_it_takes_something():
+  """The last quarter of 8 tokens: 3 tokens 0, 7 tokens -1/2, 8 tokens -1; what no function scored has no penalty."""
+  out = completions([["12$", "123456$"], ["12345678", "12345678"]] + [["1$", "2$"]])
+  scored = score([["12$", "123456$"], ["12345678", "12345678"]] + [["1$", "2$"]], fixed([[1, 1], [1, NAN], [1, 1]]))
+  shaped = rollout.with_overlong(scored, out, max_tokens=8, share=.25)
+  np.testing.assert_array_equal(shaped.scores["overlong"], [[0, -.5], [-1, NAN], [0, 0]])
+  assert shaped.steps["overlong"] == [[], [(6, -.5)], [(8, -1.0)], [], [], []]
+  np.testing.assert_array_equal(shaped.rewards_PG, scored.rewards_PG)
+  rewards_PGT, ends_PGT = rollout.step_rewards(out, shaped, (2.0, 1.0), TOKENS.decode)
+  np.testing.assert_array_equal(rewards_PGT[0], [[0, 0, 2, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1.5, 0]])
+  np.testing.assert_array_equal(ends_PGT.sum(-1), [[1, 1], [1, 0], [1, 1]])

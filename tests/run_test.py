@@ -45,7 +45,7 @@ def completions(seed=0):
 def batch_of(run, out=None, seed=0):
   rng = np.random.default_rng(seed)
   prompts = jnp.asarray(rng.integers(1, 9, (P, 12)), jnp.int32), jnp.asarray(rng.integers(1, 13, P), jnp.int32)
-  return run.to_batch(completions(seed) if out is None else out, *prompts)
+  return run.to_batch(completions(seed) if out is None else out, *prompts, jnp.ones(P))
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -134,11 +134,13 @@ class Lap:
     pass
 
 
-def collector(tmp_path, reward, preset="grpo", **algo):
-  """Of a random model, with this source of a function `reward` of completions, prompts and what tokens there are."""
+def collector(tmp_path, reward, preset="grpo", weights=(1.0,), **algo):
+  """Of a random model, with this source of a function `reward` of completions, prompts and what tokens there are; with
+  two weights, also of a function `another`."""
   (tmp_path / "reward.py").write_text(reward)
+  functions = tuple(f"{tmp_path}/reward.py:{name}" for name in ("reward", "another")[:len(weights)])
   c = config(preset, **algo)
-  c = dataclasses.replace(c, reward=dataclasses.replace(c.reward, functions=(f"{tmp_path}/reward.py:reward",)))
+  c = dataclasses.replace(c, reward=dataclasses.replace(c.reward, functions=functions, weights=weights))
   run = Run(c)
   return run, Collector(run), run.initial_params()
 
@@ -182,6 +184,51 @@ def test_where_rounds_do_not_suffice_the_rest_is_left_out_of_the_loss(tmp_path):
   np.testing.assert_array_equal(counted, np.arange(P) < kept)
   assert [text.endswith(("3=", "7=")) for text in found.prompts.texts] == list(counted)
   assert found.metrics["dynamic_sampling/rounds"] == 2
+
+
+def test_what_fills_up_a_batch_is_in_no_mean(tmp_path):
+  """group_mean_batch_std divides by the deviation of the live groups' rewards alone."""
+  run, collect, params = collector(tmp_path, SOMETIMES, "lite_ppo", dynamic_sampling=True, max_resample_rounds=1)
+  found = next(f for f in (collect(params, i, Lap()) for i in range(20)) if 0 < f.metrics["dynamic_sampling/kept"] < P)
+  batch, _ = run.with_advantages(found.batch, found.scores, 0.0)
+  live = found.drawn.scored.rewards_PG[:int(found.metrics["dynamic_sampling/kept"])]
+  expected = (live - live.mean(1, keepdims=True)) / (live.std(ddof=1) + 1e-4)
+  np.testing.assert_allclose(batch.advantages_PGT[:len(live), :, 0], expected, rtol=1e-4)
+
+
+def test_scores_keep_the_order_of_their_weights(tmp_path):
+  """Names out of the alphabet's order, unequal weights, groups chosen among several rounds, and the penalty for length:
+  advantages by numpy."""
+  reward = SOMETIMES + "\ndef another(completions, **_):\n  return [len(c) * 10.0 for c in completions]\n"
+  run, collect, params = collector(tmp_path, reward, "dr_grpo", weights=(2.0, -1.0), dynamic_sampling=True, overlong=.4)
+  found = collect(params, 0, Lap())
+  assert found.metrics["dynamic_sampling/rounds"] > 1 or found.metrics["dynamic_sampling/kept"] == P
+  rows = found.rows()
+  total = [2 * r["rewards/reward"] - r["rewards/another"] + min(0, (3 - r["length"]) / 2) for r in rows]
+  total = np.reshape(total, (P, G))
+  batch, _ = run.with_advantages(found.batch, found.scores, 0.0)
+  expected = (total - total.mean(1, keepdims=True)) * (np.asarray(found.batch.mask_PGT).max((1, 2)) > 0)[:, None]
+  np.testing.assert_allclose(batch.advantages_PGT[..., 0], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_an_update_without_a_token_changes_nothing_and_is_in_no_mean(tmp_path):
+  """Two minibatches, of which the first has no token of the loss: the update is that of the second alone."""
+  algo = dict(minibatches=2, kl_coef=0.1, kl_target=1e-6, kl_horizon=100, entropy_target=9.0)
+  trainer = Trainer(config(**algo), str(tmp_path))
+  run, rng = trainer.run, np.random.default_rng(0)
+  batch = batch_of(run)
+  advantages = jnp.asarray(rng.normal(size=(P, G, 1)), jnp.float32)
+  batch = batch.replace(advantages_PGT=batch.mask_PGT * advantages, ref_logprobs_PGT=batch.sampler_logprobs_PGT - .3)
+  first = run.minibatches(batch.replace(mask_PGT=jnp.broadcast_to(jnp.arange(P)[:, None, None], (P, G, T))))[0].mask_PGT
+  empty = jnp.isin(jnp.arange(P), first[:, 0, 0])[:, None, None]
+  batch = batch.replace(mask_PGT=jnp.where(empty, 0, batch.mask_PGT))
+  ours, metrics = trainer._update(run.init_state(run.initial_params()), batch)
+  alone, told = run.update(run.init_state(run.initial_params()), None, run.minibatches(batch)[1])
+  jax.tree.map(np.testing.assert_array_equal, ours.replace(step=0), alone.replace(step=0))
+  assert metrics["skipped_updates"] == 1
+  for name in ("loss", "kl", "entropy", "ratio/mean", "ratio/max", "grad_norm"):
+    assert metrics[name] == pytest.approx(float(told[name]), rel=1e-6), name
+  assert metrics["kl_coef"] == alone.coefs.kl > .1 and metrics["entropy_coef"] == np.float32(.005)
 
 
 def test_without_dynamic_sampling_a_step_is_one_draw_of_its_own_number(tmp_path):

@@ -13,7 +13,7 @@ from grpo_jax.algo.aggregation import AGGREGATIONS
 from grpo_jax.algo.corrections import correction_weights, importance
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
-from grpo_jax.algo.surrogates import SURROGATES, Terms
+from grpo_jax.algo.surrogates import BOUNDS, SURROGATES, Terms
 from grpo_jax.config import Algo
 from grpo_jax.types import Batch, Coefs, TokenStats
 
@@ -48,7 +48,7 @@ def whole(batch: Batch, coefs: Coefs, algo: Algo) -> Whole:
   return Whole(weight, masked.count(kept_PGT), coefs)
 
 
-def objective(stats: TokenStats, batch: Batch, whole: Whole, algo: Algo) -> tuple[jax.Array, Told]:
+def objective(stats: TokenStats, batch: Batch, of_all: Whole, algo: Algo) -> tuple[jax.Array, Told]:
   """A part's share of the loss of the whole batch, to be minimised (GRPO 2402.03300, eq. 3, and its family).
 
   The order: surrogate; rows too far off-policy and tokens of low entropy count 0; weights of the correction; KL;
@@ -70,11 +70,11 @@ def objective(stats: TokenStats, batch: Batch, whole: Whole, algo: Algo) -> tupl
     if algo.kl_importance_weighted:  # DeepSeek-V3.2 2512.02556: unbiased where pi is no longer old
       kl_PGT = kl_PGT * jnp.exp(x.d_PGT)
     if algo.kl_in == "loss":  # else the rewards have it
-      loss_PGT = loss_PGT + whole.coefs.kl * kl_PGT
-  loss = masked.divide(AGGREGATIONS[algo.aggregation](loss_PGT, x.mask_PGT, algo)[0], whole.loss_weight)
+      loss_PGT = loss_PGT + of_all.coefs.kl * kl_PGT
+  loss = masked.divide(AGGREGATIONS[algo.aggregation](loss_PGT, x.mask_PGT, algo)[0], of_all.loss_weight)
   if has_entropy_bonus(algo):
-    entropy = masked.divide(masked.total(stats.entropies_PGT, x.kept_PGT), whole.entropy_weight)
-    loss = loss - whole.coefs.entropy * entropy
+    entropy = masked.divide(masked.total(stats.entropies_PGT, x.kept_PGT), of_all.entropy_weight)
+    loss = loss - of_all.coefs.entropy * entropy
   return loss, told
 
 
@@ -106,10 +106,11 @@ def _mu(x, batch):
 def _told(x, entropies_PGT, batch, algo):
   mask_PGT, ratio_PGT, count = x.mask_PGT, sg(x.ratio_PGT), masked.count(x.mask_PGT)
   mean = lambda x_PGT: (masked.total(x_PGT.astype(mask_PGT.dtype), mask_PGT), count)
-  low_PGT = (ratio_PGT < 1 - algo.clip_low) & (x.advantages_PGT < 0)
-  high_PGT = (ratio_PGT > 1 + algo.clip_high) & (x.advantages_PGT > 0)
-  means = {"entropy": mean(sg(entropies_PGT)), "ratio/mean": mean(ratio_PGT), "clip_ratio/low_mean": mean(low_PGT),
-           "clip_ratio/high_mean": mean(high_PGT), "clip_ratio/region_mean": mean(low_PGT | high_PGT)}
+  means = {"entropy": mean(sg(entropies_PGT)), "ratio/mean": mean(ratio_PGT)}
+  if algo.surrogate in BOUNDS:
+    low_PGT, high_PGT = sg(BOUNDS[algo.surrogate](x, algo))
+    means |= {"clip_ratio/low_mean": mean(low_PGT), "clip_ratio/high_mean": mean(high_PGT),
+              "clip_ratio/region_mean": mean(low_PGT | high_PGT)}
   if batch.selection is not None:
     means |= {"selection/kept": mean(x.kept_PGT != 0), "selection/chosen": mean(x.chosen_PGT != 0)}
   if algo.correction != "none":

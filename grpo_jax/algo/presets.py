@@ -9,7 +9,8 @@ DEFAULTS = dict(
     advantage="group_normalized",
     std_ddof=1,  # 1 as TRL and verl, 0 as in the textbook example
     std_eps=1e-4,  # added to a standard deviation
-    batch_weighting="sequence",  # in statistics of the batch, a completion counts once, or per token: "token"
+    batch_weighting="sequence",  # in statistics of the batch, a completion counts once, or per token: "token", as it
+    # always does in those of batch_normalized with a KL in the reward
     batch_std_eps=1e-4,  # gdpo: added to the batch's standard deviation
     pass_k=4,  # pass_at_k
     # Ratio: a name of ratios.py.

@@ -111,21 +111,14 @@ def kl_cov(x: Terms, algo: Algo) -> jax.Array:
 def dppo_tv(x: Terms, algo: Algo) -> jax.Array:
   """-sg[min(e^d, ratio_max)] A lp, 0 where the token's probability has moved too far the way A pushes it: p - q above
   clip_high (A > 0) or q - p above clip_low (DPPO 2602.04879; total variation of a token against the rest)."""
-  p_PGT, q_PGT = jnp.exp(x.logprobs_PGT), jnp.exp(x.old_logprobs_PGT)
-  outside_PGT = jnp.where(x.advantages_PGT > 0, p_PGT - q_PGT > algo.clip_high, q_PGT - p_PGT > algo.clip_low)
-  return jnp.where(outside_PGT, 0, _capped_reinforce(x, algo))
+  low_PGT, high_PGT = outside_tv(x, algo)
+  return jnp.where(low_PGT | high_PGT, 0, _capped_reinforce(x, algo))
 
 
 def dppo_kl(x: Terms, algo: Algo) -> jax.Array:
   """As dppo_tv, with the KL divergence of token against rest, q log(q / p) + (1 - q) log((1 - q) / (1 - p))."""
-  lp_PGT, old_PGT = x.logprobs_PGT, x.old_logprobs_PGT
-  rest = lambda logprobs: jnp.log1p(-jnp.exp(jnp.minimum(logprobs, -1e-7)))
-  q_PGT = jnp.exp(old_PGT)
-  divergence_PGT = q_PGT * (old_PGT - lp_PGT) + (1 - q_PGT) * (rest(old_PGT) - rest(lp_PGT))
-  positive_PGT = x.advantages_PGT > 0
-  away_PGT = jnp.where(positive_PGT, lp_PGT > old_PGT, lp_PGT < old_PGT)
-  outside_PGT = away_PGT & (divergence_PGT > jnp.where(positive_PGT, algo.clip_high, algo.clip_low))
-  return jnp.where(outside_PGT, 0, _capped_reinforce(x, algo))
+  low_PGT, high_PGT = outside_kl(x, algo)
+  return jnp.where(low_PGT | high_PGT, 0, _capped_reinforce(x, algo))
 
 
 def dro(x: Terms, algo: Algo) -> jax.Array:
@@ -139,6 +132,44 @@ def _capped_reinforce(x, algo):
   return -sg(w_PGT) * x.advantages_PGT * x.logprobs_PGT
 
 
+# Where a bound of the surrogate is at work: -> masks [P, G, T] of its lower and its upper one.
+
+
+def clipped(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
+  """ppo_clip: tokens without a gradient, as their ratio has gone far enough the way A pushes it."""
+  return ((x.ratio_PGT < 1 - algo.clip_low) & (x.advantages_PGT < 0),
+          (x.ratio_PGT > 1 + algo.clip_high) & (x.advantages_PGT > 0))
+
+
+def limited(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
+  """cispo: tokens whose weight is the bound."""
+  return x.ratio_PGT < 1 - algo.clip_low, x.ratio_PGT > 1 + algo.clip_high
+
+
+def clipped_log(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
+  """gmpo: tokens that count as the bound in the row's mean of logarithms."""
+  return (x.d_PGT < -algo.clip_low) & (x.advantages_PGT <= 0), (x.d_PGT > algo.clip_high) & (x.advantages_PGT > 0)
+
+
+def outside_tv(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
+  """dppo_tv: q - p above clip_low where A <= 0; p - q above clip_high where A > 0."""
+  moved_PGT, up_PGT = jnp.exp(x.logprobs_PGT) - jnp.exp(x.old_logprobs_PGT), x.advantages_PGT > 0
+  return ~up_PGT & (-moved_PGT > algo.clip_low), up_PGT & (moved_PGT > algo.clip_high)
+
+
+def outside_kl(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
+  """dppo_kl: the same of the divergence, where the token has moved the way A pushes it."""
+  lp_PGT, old_PGT, up_PGT = x.logprobs_PGT, x.old_logprobs_PGT, x.advantages_PGT > 0
+  rest = lambda logprobs: jnp.log1p(-jnp.exp(jnp.minimum(logprobs, -1e-7)))
+  q_PGT = jnp.exp(old_PGT)
+  divergence_PGT = q_PGT * (old_PGT - lp_PGT) + (1 - q_PGT) * (rest(old_PGT) - rest(lp_PGT))
+  return (~up_PGT & (lp_PGT < old_PGT) & (divergence_PGT > algo.clip_low),
+          up_PGT & (lp_PGT > old_PGT) & (divergence_PGT > algo.clip_high))
+
+
+BOUNDS: dict[str, Callable[[Terms, Algo], tuple[jax.Array, jax.Array]]] = {
+    "ppo_clip": clipped, "clip_cov": clipped, "cispo": limited, "gmpo": clipped_log, "dppo_tv": outside_tv,
+    "dppo_kl": outside_kl}
 SURROGATES: dict[str, Callable[[Terms, Algo], jax.Array]] = {
     "ppo_clip": ppo_clip,
     "reinforce": reinforce,
