@@ -111,23 +111,23 @@ def ranked(results):
   return sorted(results.items(), key=lambda item: -statistics.mean(curve(rows)[-1][1] for rows in item[1]))
 
 
-def plot(results, path):
-  """One small picture per preset: accuracy over the steps, every seed, and all the others' means in grey."""
+def plot(results, seeds, path):
+  """One small picture per preset: accuracy over the steps, every seed, and all the presets' means in grey."""
   mean = lambda runs: [100 * statistics.mean(a) for a in zip(*([a for _, a in curve(rows)] for rows in runs))]
-  columns = 5
-  figure, axes = plt.subplots(-(-len(results) // columns), columns, figsize=(12, 1.9 * -(-len(results) // columns)),
+  columns = 7
+  figure, axes = plt.subplots(-(-len(results) // columns), columns, figsize=(13, 1.9 * -(-len(results) // columns) + 0.4),
                               sharex=True, sharey=True, constrained_layout=True, squeeze=False)
   for ax in axes.flat[len(results):]:
     ax.set_visible(False)
   for ax, (preset, runs) in zip(axes.flat, ranked(results)):
     for others in results.values():
       ax.plot([step for step, _ in curve(others[0])], mean(others), color="0.85", linewidth=0.8)
-    for rows in runs:
-      ax.plot([step for step, _ in curve(rows)], [100 * a for _, a in curve(rows)], color="tab:blue", linewidth=1)
+    lines = [ax.plot([step for step, _ in curve(rows)], [100 * a for _, a in curve(rows)], linewidth=1)[0] for rows in runs]
     ax.set_title(preset, fontsize=9)
     ax.axhline(100 * TARGET, color="0.6", linewidth=0.5, linestyle=":")
     ax.spines[["top", "right"]].set_visible(False)
-    ax.set_ylim(0, 100)
+    ax.set_ylim(60, 100)
+  figure.legend(lines, [f"seed {seed}" for seed in seeds], frameon=False, fontsize=8, ncols=len(seeds), loc="outside upper right")
   figure.supxlabel("GRPO steps", fontsize=9)
   figure.supylabel("held-out greedy accuracy, %", fontsize=9)
   figure.savefig(path, dpi=110)
@@ -148,7 +148,7 @@ def main():
     jobs = {(preset, seed): pool.submit(trained, run, out, preset, seed) for seed in a.seeds for preset in a.presets}
     results = {preset: [jobs[preset, seed].result() for seed in a.seeds] for preset in a.presets}
   (HERE / "compare_algorithms.md").write_text(table(results))
-  plot(results, HERE / "compare_algorithms.png")
+  plot(results, a.seeds, HERE / "compare_algorithms.png")
   print(table(results))
 
 
