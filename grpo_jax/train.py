@@ -192,9 +192,9 @@ class Trainer:
     of_all = {"ratio/max": max, "ratio/min": min, "skipped_updates": sum, "loss": per_update, "grad_norm": per_update}
     metrics = {name: of_all.get(name, per_token)([float(m[name]) for m in told]) for name in told[0]}
     if algo.kl_target:
-      metrics["kl_coef"] = state.coefs.kl  # of the next update
+      metrics["kl_coef"] = float(state.coefs.kl)  # of the next update
     if algo.entropy_target:
-      metrics["entropy_coef"] = state.coefs.entropy
+      metrics["entropy_coef"] = float(state.coefs.entropy)
     # Of the policy that sampled, so of the first minibatch: the others meet one that has moved.
     return state, metrics | {name: told[0][name] for name in told[0] if name.startswith("sampler/")}
 
