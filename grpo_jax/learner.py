@@ -35,7 +35,7 @@ def completion_features(params: Any, config: model.ModelConfig, batch: Batch, re
   The prompt is computed once per group. This is the one place that shifts: token 0 follows the prompt's last one.
   """
   P, G, T = batch.completions_PGT.shape
-  config = dataclasses.replace(config, max_positions=batch.prompts_PS.shape[1] + T)
+  config = dataclasses.replace(config, length=batch.prompts_PS.shape[1] + T)
   positions_PS = jnp.broadcast_to(jnp.arange(batch.prompts_PS.shape[1]), batch.prompts_PS.shape)
   prompt_PSD, cache = model.features(params, config, batch.prompts_PS, positions_PS, remat=remat)
   last_PD = jnp.take_along_axis(prompt_PSD, (batch.prompt_lengths_P - 1)[:, None, None], axis=1)[:, 0]

@@ -30,7 +30,7 @@ def make_sampler(config: model.ModelConfig, sampling: Sampling, group_size: int)
 
   def sample(params, prompts_PS, prompt_lengths_P, key, first_prompt=0) -> Completions:
     positions_PS = jnp.broadcast_to(jnp.arange(prompts_PS.shape[1]), prompts_PS.shape)
-    config = dataclasses.replace(decoder, max_positions=prompts_PS.shape[1] + sampling.max_tokens)
+    config = dataclasses.replace(decoder, length=prompts_PS.shape[1] + sampling.max_tokens)
     hidden_PSD, cache = model.features(params, config, prompts_PS, positions_PS)
     last_PD = jnp.take_along_axis(hidden_PSD, (prompt_lengths_P - 1)[:, None, None], axis=1)[:, 0]
     prefix = model.share(cache, prompt_lengths_P)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from grpo_jax import model
-from grpo_jax.model.layers import matmul, rope_angles, rotate
+from grpo_jax.model.layers import matmul
+from grpo_jax.model.rope import angles, rotate
 
 CONFIG = model.ModelConfig(vocab_size=37, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
 
@@ -56,9 +57,10 @@ def test_attention_sees_relative_positions_only(params):
 
 def test_rotation_by_hand():
   """E = 2, theta^0 = 1: position p turns (1, 0) by p radians."""
-  config = dataclasses.replace(CONFIG, head_dim=2)
-  out = rotate(jnp.array([[[[1., 0.]], [[1., 0.]]]]), rope_angles(jnp.array([[0, 2]]), config))
-  np.testing.assert_allclose(out[0, :, 0], [[1, 0], [np.cos(2), np.sin(2)]], atol=1e-6)
+  for table in (False, True):
+    rope = angles(jnp.array([[0, 2]]), 2, 10000.0, None, 3, table)
+    out = rotate(jnp.array([[[[1., 0.]], [[1., 0.]]]]), rope)
+    np.testing.assert_allclose(out[0, :, 0], [[1, 0], [np.cos(2), np.sin(2)]], atol=1e-6)
 
 
 def grouped(params, P=2, G=3, S=5, T=6, lengths=(5, 3)):

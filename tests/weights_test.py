@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 from pathlib import Path
 import shutil
@@ -126,6 +127,58 @@ def test_fields_of_published_checkpoints_that_change_nothing(tied):
   edit(tied / "config.json", rope_parameters=..., layer_types=..., rope_theta=50000.0, sliding_window=32768,
        max_window_layers=1, use_mrope=False, torch_dtype="bfloat16", _name_or_path="x", rope_scaling=None)
   assert load(tied)[0] == TIED
+
+
+@pytest.mark.parametrize("fields, windows", [
+    (dict(max_window_layers=1, layer_types=...), (0, 64)),
+    (dict(layer_types=["sliding_attention", "full_attention"]), (64, 0)),
+    (dict(layer_types=["sliding_attention"] * 2, use_sliding_window=False), ()),
+])
+def test_windows_of_layers(tied, fields, windows):
+  edit(tied / "config.json", **{"use_sliding_window": True, "sliding_window": 64, **fields})
+  assert load(tied)[0] == dataclasses.replace(TIED, windows=windows)
+
+
+FAMILIES = sorted((GOLDEN / "families").iterdir())
+
+
+@pytest.mark.parametrize("folder", FAMILIES, ids=lambda f: f.name)
+def test_every_family_is_saved_as_it_was_loaded(folder, tmp_path, monkeypatch):
+  """In several files, too: a tensor that holds several of ours stays whole. Norms that are 1 + w are rounded once."""
+  equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=2.4e-7 if "gemma" in folder.name else 0)
+  config, params = load(folder)
+  monkeypatch.setattr(weights, "SHARD_BYTES", 20000)
+  save(tmp_path / "again", config, params)
+  again, same = load(tmp_path / "again")
+  assert again == config
+  jax.tree.map(equal, same, params)
+  theirs = lambda path: {name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()}
+  before, after = theirs(folder), theirs(tmp_path / "again")
+  assert before.keys() == after.keys()
+  for name in before:
+    equal(before[name].astype(np.float32), after[name])
+
+
+@pytest.mark.parametrize("name, fields", [
+    ("llama3", dict(rope_theta=5000.0, rope_scaling=dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0,
+                                                         high_freq_factor=4.0, original_max_position_embeddings=16))),
+    ("llama_linear", dict(rope_theta=10000.0, rope_scaling=dict(type="linear", factor=4.0))),
+    ("gemma3", dict(rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=dict(rope_type="linear", factor=8.0))),
+    ("mistral", dict(rope_theta=10000.0)), ("phi3", dict(rope_theta=10000.0, rope_scaling=None)),
+])
+def test_a_family_as_transformers_4_writes_it(name, fields, tmp_path):
+  folder = Path(shutil.copytree(GOLDEN / "families" / name, tmp_path / name))
+  expected = load(folder)[0]
+  edit(folder / "config.json", rope_parameters=..., **fields)
+  assert load(folder)[0] == expected
+
+
+def test_the_pattern_of_layers_where_the_file_names_none(tmp_path):
+  """Gemma 2: every other layer has a window, the first one does. Gemma 3: all but every sixth."""
+  for name, expected in (("gemma2", (7, 0, 7)), ("gemma3", (7, 7, 7))):
+    folder = Path(shutil.copytree(GOLDEN / "families" / name, tmp_path / name))
+    edit(folder / "config.json", layer_types=...)
+    assert load(folder)[0].windows == expected
 
 
 def test_window_longer_than_any_text_is_allowed(tied):
@@ -279,10 +332,14 @@ def test_config_json_missing(tied):
     ("hidden_act", dict(hidden_act="gelu")),
     ("attention_dropout", dict(attention_dropout=0.1)),
     ("quantization_config", dict(quantization_config={"quant_method": "gptq"})),
-    ("use_sliding_window", dict(use_sliding_window=True, sliding_window=64, max_window_layers=1, layer_types=...)),
-    ("use_sliding_window", dict(use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 2)),
+    ("sliding_window", dict(use_sliding_window=True, sliding_window=-1, max_window_layers=1, layer_types=...)),
     ("layer_types", dict(layer_types=["full_attention", "linear_attention"])),
-    ("rope_parameters", dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 50000.0})),
+    ("layer_types", dict(layer_types=["full_attention"])),
+    ("attention_sinks", dict(attention_sinks=4)),  # a field that nobody knows
+    ("attention_bias", dict(attention_bias=True)),
+    ("rope_parameters", dict(rope_parameters={"rope_type": "longrope", "factor": 4.0, "rope_theta": 50000.0})),
+    ("rope_parameters", dict(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0, "mscale": 1.0})),
+    ("factor", dict(rope_parameters={"rope_type": "linear", "rope_theta": 50000.0})),
     ("rope_parameters", dict(rope_parameters={"rope_theta": 50000.0, "partial_rotary_factor": 0.5})),
     ("rope_scaling", dict(rope_scaling={"type": "linear", "factor": 2.0})),
     ("rope_scaling", dict(rope_scaling="linear")),

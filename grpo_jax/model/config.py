@@ -4,6 +4,8 @@ import math
 
 import jax
 
+from grpo_jax.model.rope import RopeScaling
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -18,10 +20,23 @@ class ModelConfig:
   rope_theta: float = 10000.0
   norm_eps: float = 1e-6
   tie_embeddings: bool = True
-  qkv_bias: bool = True
   max_positions: int = 32768  # prompt + completion may not be longer
+  # What families differ in:
+  family: str = "qwen2"  # a model_type of Hugging Face: under which names the weights are saved
+  qkv_bias: bool = True
+  qk_norm: bool = False  # of each head's queries and keys, before they are rotated
+  activation: str = "silu"  # a name of layers.ACTIVATIONS
+  post_norms: bool = False  # of what attention and MLP add to the stream
+  scale_embeddings: bool = False  # by sqrt(D)
+  query_scalar: float = 0.0  # queries are divided by its root; 0 = E
+  attention_cap: float = 0.0  # scores are cap tanh(score / cap); 0 = as they are
+  logit_cap: float = 0.0  # the same of the logits
+  rope_scaling: RopeScaling | None = None
+  windows: tuple[int, ...] = ()  # of each layer: how many tokens back a token sees, itself included; 0 = all; () = all 0
+  local_rope_theta: float = 0.0  # of layers with a window, and without scaling; 0 = as the others
   stop_ids: tuple[int, ...] = ()  # token ids that end a text (eos_token_id of the checkpoint)
   dtype: str = "float32"  # of the computation; parameters are float32
+  length: int = 0  # tokens of the longest text of this computation, where that is known; angles then come from a table
   # On the mesh, None = where XLA likes:
   rows: jax.sharding.NamedSharding | None = None  # where the rows of activations lie
   table: jax.sharding.NamedSharding | None = None  # where the embedding lies while tokens are looked up
@@ -30,6 +45,10 @@ class ModelConfig:
   def row_shards(self) -> int:
     """Over how many devices the rows of activations are split."""
     return 1 if self.rows is None else math.prod(self.rows.mesh.shape[axis] for axis in self.rows.spec[0])
+
+  def window(self, layer: int) -> int:
+    """Of a layer; 0 = none."""
+    return self.windows[layer] if self.windows else 0
 
   @property
   def queries_per_kv(self) -> int:

@@ -13,30 +13,43 @@ import numpy as np
 
 from grpo_jax.config import ConfigError
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.rope import SCALINGS, RopeScaling
 
 Refuse = Callable[[str, str], NoReturn]  # (key of config.json, what is wrong with it)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One tensor, or with {i} one per layer."""
+  """One tensor, or with {i} one per layer; or the part of their tensor's first axis between `before` and `after`."""
   theirs: str
   ours: str
   their_axes: str
   our_axes: str
+  offset: float = 0.0  # added to theirs: a norm that multiplies by 1 + w
+  before: str = ""  # such as "HE KE": what their tensor holds of other rows
+  after: str = ""
 
   def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Of the part."""
     return tuple(math.prod(sizes[a] for a in axis) for axis in self.their_axes.split())
 
   def our_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sizes[a] for a in self.our_axes)
 
+  def part(self, sizes: Mapping[str, int]) -> tuple[int, int, int]:
+    """(start, end, length of the whole) along the first axis of their tensor."""
+    length = lambda axes: sum(math.prod(sizes[a] for a in axis) for axis in axes.split())
+    start, own = length(self.before), self.their_shape(sizes)[0]
+    return start, start + own, start + own + length(self.after)
+
   def from_theirs(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
     axes = self.their_axes.replace(" ", "")
-    return array.reshape([sizes[a] for a in axes]).transpose([axes.index(a) for a in self.our_axes])
+    array = array.reshape([sizes[a] for a in axes]).transpose([axes.index(a) for a in self.our_axes])
+    return array + np.float32(self.offset) if self.offset else array
 
   def to_theirs(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
     axes = self.their_axes.replace(" ", "")
+    array = array - np.float32(self.offset) if self.offset else array
     array = array.transpose([self.our_axes.index(a) for a in axes]).reshape(self.their_shape(sizes))
     return np.ascontiguousarray(array)
 
@@ -45,13 +58,14 @@ class Row:
 class Family:
   model_type: str
   architecture: str
-  qkv_bias: bool
-  embedding: Row
-  head: Row  # absent where embeddings are tied
   rows: tuple[Row, ...]
+  fixed: Mapping[str, Any]  # fields of ModelConfig that all its models share
+  fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # ours: theirs, beside FIELDS
+  embedding: Row = Row("model.embed_tokens.weight", "embed/embedding", "V D", "VD")
+  head: Row = Row("lm_head.weight", "head/kernel", "V D", "DV")  # absent where embeddings are tied
 
   def tensors(self, config: ModelConfig) -> Iterator[Row]:
-    """Every tensor of a model, one row each."""
+    """Every tensor of a model, or part of one, a row each; parts of one in their order."""
     yield self.embedding
     for row in self.rows:
       for i in range(config.num_layers if "{i}" in row.ours else 1):
@@ -60,38 +74,84 @@ class Family:
       yield self.head
 
 
-FAMILIES = (
-    Family(
-        "qwen2", "Qwen2ForCausalLM", qkv_bias=True,
-        embedding=Row("model.embed_tokens.weight", "embed/embedding", "V D", "VD"),
-        head=Row("lm_head.weight", "head/kernel", "V D", "DV"),
-        rows=(
-            Row("model.layers.{i}.input_layernorm.weight", "layers_{i}/attention_norm/scale", "D", "D"),
-            Row("model.layers.{i}.self_attn.q_proj.weight", "layers_{i}/attention/q/kernel", "HE D", "DHE"),
-            Row("model.layers.{i}.self_attn.q_proj.bias", "layers_{i}/attention/q/bias", "HE", "HE"),
-            Row("model.layers.{i}.self_attn.k_proj.weight", "layers_{i}/attention/k/kernel", "KE D", "DKE"),
-            Row("model.layers.{i}.self_attn.k_proj.bias", "layers_{i}/attention/k/bias", "KE", "KE"),
-            Row("model.layers.{i}.self_attn.v_proj.weight", "layers_{i}/attention/v/kernel", "KE D", "DKE"),
-            Row("model.layers.{i}.self_attn.v_proj.bias", "layers_{i}/attention/v/bias", "KE", "KE"),
-            Row("model.layers.{i}.self_attn.o_proj.weight", "layers_{i}/attention/o/kernel", "D HE", "HED"),
-            Row("model.layers.{i}.post_attention_layernorm.weight", "layers_{i}/mlp_norm/scale", "D", "D"),
-            Row("model.layers.{i}.mlp.gate_proj.weight", "layers_{i}/mlp/gate/kernel", "F D", "DF"),
-            Row("model.layers.{i}.mlp.up_proj.weight", "layers_{i}/mlp/up/kernel", "F D", "DF"),
-            Row("model.layers.{i}.mlp.down_proj.weight", "layers_{i}/mlp/down/kernel", "D F", "FD"),
-            Row("model.norm.weight", "final_norm/scale", "D", "D"),
-        )),
-)
+def _layer(theirs, ours, their_axes, our_axes, **more):
+  return Row(f"model.layers.{{i}}.{theirs}", f"layers_{{i}}/{ours}", their_axes, our_axes, **more)
+
+
+def _norms(offset=0.0, **names):
+  return tuple(_layer(f"{theirs}.weight", f"{ours}/scale", "D", "D", offset=offset) for ours, theirs in names.items())
+
+
+def _qk_norms(offset=0.0):
+  return tuple(_layer(f"self_attn.{n}_norm.weight", f"attention/{n}_norm/scale", "E", "E", offset=offset) for n in "qk")
+
+
+def _final_norm(offset=0.0):
+  return Row("model.norm.weight", "final_norm/scale", "D", "D", offset=offset),
+
+
+_PRE = dict(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+_SANDWICH = dict(attention_norm="input_layernorm", attention_post_norm="post_attention_layernorm",
+                 mlp_norm="pre_feedforward_layernorm", mlp_post_norm="post_feedforward_layernorm")
+_QKV = tuple(_layer(f"self_attn.{n}_proj.weight", f"attention/{n}/kernel", f"{heads}E D", f"D{heads}E")
+             for n, heads in (("q", "H"), ("k", "K"), ("v", "K")))
+_BIASES = tuple(_layer(f"self_attn.{n}_proj.bias", f"attention/{n}/bias", f"{heads}E", f"{heads}E")
+                for n, heads in (("q", "H"), ("k", "K"), ("v", "K")))
+_O = _layer("self_attn.o_proj.weight", "attention/o/kernel", "D HE", "HED"),
+_MLP = (_layer("mlp.gate_proj.weight", "mlp/gate/kernel", "F D", "DF"),
+        _layer("mlp.up_proj.weight", "mlp/up/kernel", "F D", "DF"))
+_DOWN = _layer("mlp.down_proj.weight", "mlp/down/kernel", "D F", "FD"),
+_FUSED_QKV = (_layer("self_attn.qkv_proj.weight", "attention/q/kernel", "HE D", "DHE", after="KE KE"),
+              _layer("self_attn.qkv_proj.weight", "attention/k/kernel", "KE D", "DKE", before="HE", after="KE"),
+              _layer("self_attn.qkv_proj.weight", "attention/v/kernel", "KE D", "DKE", before="HE KE"))
+_FUSED_MLP = (_layer("mlp.gate_up_proj.weight", "mlp/gate/kernel", "F D", "DF", after="F"),
+              _layer("mlp.gate_up_proj.weight", "mlp/up/kernel", "F D", "DF", before="F"))
+_PLAIN = _QKV + _O + _MLP + _DOWN
+_GEMMA = dict(qkv_bias=False, activation="gelu_tanh", post_norms=True, scale_embeddings=True)
+_CAPS = {"query_scalar": "query_pre_attn_scalar", "attention_cap": "attn_logit_softcapping",
+         "logit_cap": "final_logit_softcapping"}
+
+FAMILIES = {family.model_type: family for family in (
+    Family("qwen2", "Qwen2ForCausalLM", _norms(**_PRE) + _PLAIN + _BIASES + _final_norm(), dict(qkv_bias=True)),
+    Family("qwen3", "Qwen3ForCausalLM", _norms(**_PRE) + _PLAIN + _qk_norms() + _final_norm(),
+           dict(qkv_bias=False, qk_norm=True)),
+    Family("llama", "LlamaForCausalLM", _norms(**_PRE) + _PLAIN + _final_norm(), dict(qkv_bias=False)),
+    Family("mistral", "MistralForCausalLM", _norms(**_PRE) + _PLAIN + _final_norm(), dict(qkv_bias=False)),
+    Family("phi3", "Phi3ForCausalLM", _norms(**_PRE) + _FUSED_QKV + _O + _FUSED_MLP + _DOWN + _final_norm(),
+           dict(qkv_bias=False)),
+    Family("gemma2", "Gemma2ForCausalLM", _norms(1.0, **_SANDWICH) + _PLAIN + _final_norm(1.0), _GEMMA, _CAPS),
+    Family("gemma3_text", "Gemma3ForCausalLM",
+           _norms(1.0, **_SANDWICH) + _PLAIN + _qk_norms(1.0) + _final_norm(1.0), dict(_GEMMA, qk_norm=True), _CAPS),
+)}
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$")  # tensors of old checkpoints that follow from config.json
 FIELDS = {  # ours: theirs, in config.json
     "vocab_size": "vocab_size", "embed_dim": "hidden_size", "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
-    "mlp_dim": "intermediate_size", "rope_theta": "rope_theta", "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings", "max_positions": "max_position_embeddings",
+    "mlp_dim": "intermediate_size", "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
 }
+OPTIONAL = {"attention_cap", "logit_cap"}  # may be null
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}  # ours: theirs
 SUPPORTED = {  # fields that would change the mathematics, with the values that do not
-    "hidden_act": ("silu", "swish"), "attention_dropout": (0,), "partial_rotary_factor": (None, 1),
-    "quantization_config": (None,), "use_mrope": (None, False),
+    "attention_dropout": (0,), "resid_pdrop": (0,), "embd_pdrop": (0,), "partial_rotary_factor": (None, 1),
+    "quantization_config": (None,), "use_mrope": (None, False), "attention_bias": (False, None), "mlp_bias": (False, None),
+    "use_bidirectional_attention": (None, False), "is_decoder": (True, False), "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,), "chunk_size_feed_forward": (0,), "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
 }
+READ = {  # by the functions below
+    "model_type", "architectures", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+    "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types", "use_sliding_window",
+    "max_window_layers", "hidden_act", "hidden_activation", "eos_token_id", "original_max_position_embeddings",
+}
+IDLE = re.compile(  # what training, generating or loading elsewhere reads
+    r"_.*|.*_token_id|(torch_)?dtype|transformers(_version|_weights)|auto_map|use_cache|initializer_range|pretraining_tp|"
+    r"return_dict.*|output_.*|torchscript|id2label|label2id|problem_type|finetuning_task|task_specific_params|"
+    r"tokenizer_class|prefix|use_bfloat16|tf_legacy_loss|cache_implementation|bos_token|eos_token|"
+    r"(min|max)_length|do_sample|early_stopping|num_(beams|beam_groups|return_sequences)|diversity_penalty|temperature|top_[kp]|"
+    r"typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|bad_words_ids|"
+    r"remove_invalid_values|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens|forced_.*|"
+    r"cross_attention_hidden_size|is_encoder_decoder|name_or_path")
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
@@ -102,38 +162,53 @@ def sizes(config: ModelConfig) -> dict[str, int]:
 
 def family_of(config: ModelConfig) -> Family:
   """The family a model of this config is saved as."""
-  for family in FAMILIES:
-    if family.qkv_bias == config.qkv_bias:
-      return family
-  raise ConfigError(f"a model with qkv_bias={config.qkv_bias} has no Hugging Face family here: it cannot be saved")
+  family = FAMILIES.get(config.family)
+  wrong = [f"family={config.family!r}"] if family is None else [
+      f"{name}={getattr(config, name)}" for name, value in family.fixed.items() if getattr(config, name) != value]
+  if wrong:
+    raise ConfigError(f"a model with {wrong[0]} has no Hugging Face family here: it cannot be saved")
+  return family
 
 
 def read_config(values: Mapping[str, Any], file: Path) -> tuple[Family, ModelConfig]:
   """From the object in config.json, as transformers 4 or 5 writes it; `file` is for messages.
 
-  Raises ConfigError for a field that is missing, wrong, or asks for mathematics that is not done here.
+  Raises ConfigError for a field that is missing, wrong, unknown, or asks for mathematics that is not done here.
   """
   def refuse(key: str, why: str) -> NoReturn:
     raise ConfigError(f"{file}: {key} {why}")
 
-  family = next((f for f in FAMILIES if f.model_type == values.get("model_type")), None)
+  family = FAMILIES.get(values.get("model_type"))
   if family is None:
-    known = ", ".join(f.model_type for f in FAMILIES)
-    refuse("model_type", f"is {values.get('model_type')!r}: choose a checkpoint of {known}")
+    refuse("model_type", f"is {values.get('model_type')!r}: choose a checkpoint of {', '.join(FAMILIES)}")
   if family.architecture not in (values.get("architectures") or [family.architecture]):
     refuse("architectures", f"is {values['architectures']}: choose a checkpoint of {family.architecture}")
   for key, allowed in SUPPORTED.items():
     if key in values and values[key] not in allowed:
       refuse(key, f"is {values[key]!r}, which is not supported: choose a checkpoint with {allowed[0]!r}")
-  values = {"tie_word_embeddings": False, **values, "rope_theta": _rope_theta(values, refuse)}
+  names = FIELDS | family.fields
+  for key in values:
+    if not (key in READ or key in SUPPORTED or key in names.values() or IDLE.fullmatch(key)):
+      refuse(key, f"is {values[key]!r}, a field that is not known here: if it does not change what the model computes,"
+             " remove it")
+  values = {"tie_word_embeddings": "tie_embeddings" in family.fixed or family.model_type.startswith("gemma"), **values}
+  if values.get("num_key_value_heads") is None:
+    values["num_key_value_heads"] = values.get("num_attention_heads")
   if values.get("head_dim") is None:
     values["head_dim"] = _divide(values, "hidden_size", "num_attention_heads", refuse)
   hints = get_type_hints(ModelConfig)
-  fields = {ours: _value(values, theirs, hints[ours], refuse) for ours, theirs in FIELDS.items()}
+  fields = {ours: 0.0 if ours in OPTIONAL and values.get(theirs) is None else _value(values, theirs, hints[ours], refuse)
+            for ours, theirs in names.items()}
   _divide(values, "num_attention_heads", "num_key_value_heads", refuse)
-  _refuse_sliding_window(values, refuse)
-  stop_ids = read_stop_ids(values, file) or ()
-  return family, ModelConfig(**fields, qkv_bias=family.qkv_bias, stop_ids=stop_ids)
+  activation = values.get("hidden_activation", values.get("hidden_act"))
+  wanted = ACTIVATIONS[family.fixed.get("activation", "silu")]
+  if activation not in (None, *wanted):
+    refuse("hidden_act", f"is {activation!r}, which is not supported: choose a checkpoint with {wanted[0]!r}")
+  fields |= _rope(family, values, refuse)
+  if fields["rope_scaling"] and fields["rope_scaling"].kind == "dynamic":  # there, the field is of the original texts
+    fields["max_positions"] = int(fields["max_positions"] * fields["rope_scaling"].factor)
+  return family, ModelConfig(**fields, **family.fixed, windows=_windows(family, values, refuse), family=family.model_type,
+                             stop_ids=read_stop_ids(values, file) or ())
 
 
 def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | None:
@@ -150,13 +225,28 @@ def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | No
 def config_json(config: ModelConfig) -> dict[str, Any]:
   """What config.json says."""
   family = family_of(config)
-  # transformers 4 reads rope_theta and torch_dtype. 5 still does, and writes rope_parameters, as its readers expect.
-  return {
+  optional = lambda ours: None if ours in OPTIONAL and not getattr(config, ours) else getattr(config, ours)
+  names = FIELDS | family.fields
+  window = max(config.windows, default=0) or None
+  types = ["sliding_attention" if config.window(i) else "full_attention" for i in range(config.num_layers)]
+  activation = ACTIVATIONS[config.activation][0]
+  values = {
       "architectures": [family.architecture], "model_type": family.model_type,
-      **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
-      "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"}, "hidden_act": "silu",
-      "attention_dropout": 0.0, "use_sliding_window": False, **stop_ids_json(config), "torch_dtype": "float32",
+      **{theirs: optional(ours) for ours, theirs in names.items()}, **_rope_json(config),
+      "hidden_activation" if config.activation == "gelu_tanh" else "hidden_act": activation,
+      "attention_dropout": 0.0, "sliding_window": window, **stop_ids_json(config), "pad_token_id": None,
+      "torch_dtype": "float32",
   }
+  if config.query_scalar and config.query_scalar.is_integer():
+    values[family.fields["query_scalar"]] = int(config.query_scalar)  # transformers 5 insists on it
+  if config.rope_scaling and config.rope_scaling.kind == "dynamic":
+    values["max_position_embeddings"] = config.rope_scaling.original_positions
+  if family.model_type.startswith(("qwen", "gemma")):
+    values["layer_types"] = types
+  if family.model_type.startswith("qwen"):  # transformers 4 counts the layers without a window, which come first
+    values |= {"use_sliding_window": window is not None,
+               "max_window_layers": types.index("sliding_attention") if window else config.num_layers}
+  return values
 
 
 def stop_ids_json(config: ModelConfig) -> dict[str, Any]:
@@ -179,30 +269,116 @@ def _divide(values, key, by, refuse: Refuse) -> int:
   return whole // part
 
 
-def _rope_theta(values, refuse: Refuse) -> float:
-  """At the top level in transformers 4, in rope_parameters in 5."""
-  thetas = [values.get("rope_theta")]
-  for key in ("rope_scaling", "rope_parameters"):
-    rope = values.get(key) or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind != "default":
-      refuse(key, f"is of type {kind!r}, which is not supported: choose a checkpoint without scaling")
-    if rope.get("partial_rotary_factor", 1) != 1:
-      refuse(key, "has a partial_rotary_factor, which is not supported: choose a checkpoint that rotates whole heads")
-    thetas.append(rope.get("rope_theta"))
+def _windows(family, values, refuse: Refuse) -> tuple[int, ...]:
+  """Of each layer; () where no layer has one that hides anything. Absent fields mean the defaults of transformers."""
+  count, kind = values["num_hidden_layers"], family.model_type
+  window = values.get("sliding_window", {"qwen2": 4096, "qwen3": 4096, "mistral": 4096, "gemma2": 4096,
+                                         "gemma3_text": 4096}.get(kind))
+  types = values.get("layer_types")
+  if types is None:
+    if kind in ("qwen2", "qwen3"):
+      slides = [bool(values.get("use_sliding_window")) and i >= values.get("max_window_layers", 28) for i in range(count)]
+    elif kind == "gemma2":
+      slides = [i % 2 == 0 for i in range(count)]
+    elif kind == "gemma3_text":
+      pattern = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", 6))
+      slides = [(i + 1) % pattern != 0 for i in range(count)]
+    else:
+      slides = [kind in ("mistral", "phi3")] * count
+  else:
+    if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
+      refuse("layer_types", f"is {types}: it must name full_attention or sliding_attention for each of {count} layers")
+    slides = [t == "sliding_attention" for t in types]
+    if kind in ("qwen2", "qwen3") and not values.get("use_sliding_window"):
+      slides = [False] * count
+  if any(slides) and window is not None and (type(window) is not int or window < 1):
+    refuse("sliding_window", f"must be a positive int, got {window!r}")
+  # A window as long as the longest text hides nothing. Layers with one may rotate otherwise, so Gemma 3 keeps it.
+  hides = window and (window < values["max_position_embeddings"] or kind == "gemma3_text")
+  return tuple(window if s else 0 for s in slides) if any(slides) and hides else ()
+
+
+def _rope(family, values, refuse: Refuse) -> dict[str, Any]:
+  """Fields of ModelConfig. In transformers 4 rope_theta and rope_scaling, in 5 rope_parameters, of kinds of layers or all."""
+  given = values.get("rope_parameters") or {}
+  if "full_attention" in given or "sliding_attention" in given:
+    local, given = given.get("sliding_attention") or {}, given.get("full_attention") or {}
+    if local.get("rope_type", "default") != "default":
+      refuse("rope_parameters", f"scales layers with a window ({local.get('rope_type')}), which is not supported")
+  else:
+    local = {"rope_theta": values.get("rope_local_base_freq")}
+  thetas = [values.get("rope_theta"), given.get("rope_theta")]
+  scalings = []
+  for key, rope in (("rope_scaling", values.get("rope_scaling")), ("rope_parameters", given)):
+    if rope:
+      thetas.append(rope.get("rope_theta") if isinstance(rope, dict) else None)
+      scalings.append(_scaling(key, rope, values, refuse))
   thetas = [t for t in thetas if t is not None]
+  if not thetas and family.model_type == "gemma3_text":
+    thetas = [1e6]
   if not thetas or any(t != thetas[0] for t in thetas):
     refuse("rope_theta", f"is given differently in two places ({thetas}): correct one" if thetas else "is missing")
-  return thetas[0]
+  if any(s != scalings[0] for s in scalings):
+    refuse("rope_scaling", "is given differently in two places: correct one")
+  fields = {"rope_theta": _value({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
+            "rope_scaling": scalings[0] if scalings else None}
+  if family.model_type == "gemma3_text":
+    fields["local_rope_theta"] = float(local.get("rope_theta") or 1e4)
+  return fields
 
 
-def _refuse_sliding_window(values, refuse: Refuse) -> None:
-  layers = set(values.get("layer_types") or ())
-  if layers - {"full_attention", "sliding_attention"}:
-    refuse("layer_types", f"has {sorted(layers)}: choose a checkpoint with full_attention only")
-  window = values.get("sliding_window", 4096)  # absent fields mean the defaults of transformers
-  first = values.get("max_window_layers", 28)
-  slides = "sliding_attention" in layers if layers else first < values["num_hidden_layers"]
-  # A window as long as the longest text hides nothing.
-  if values.get("use_sliding_window") and slides and window and window < values["max_position_embeddings"]:
-    refuse("use_sliding_window", f"is true (window {window}), which is not supported: choose a checkpoint without")
+def _scaling(key, rope, values, refuse: Refuse) -> RopeScaling | None:
+  if not isinstance(rope, dict):
+    refuse(key, f"must be an object, got {rope!r}")
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  if rope.get("partial_rotary_factor", 1) != 1:
+    refuse(key, "has a partial_rotary_factor, which is not supported: choose a checkpoint that rotates whole heads")
+  if kind == "default":
+    return None
+  if kind not in SCALINGS:
+    refuse(key, f"is of type {kind!r}, which is not supported: choose a checkpoint with {', '.join(SCALINGS)} or none")
+  read = {"linear": (), "dynamic": (), "llama3": ("low_freq_factor", "high_freq_factor"),
+          "yarn": ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate")}[kind]
+  known = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", *read}
+  if rope.keys() - known:
+    refuse(key, f"has {sorted(rope.keys() - known)}, which {kind} does not read here: remove it or correct the type")
+  number = lambda name, default=None: _value({name: rope.get(name) or default}, name, float, refuse)
+  factor, longest = number("factor"), values["max_position_embeddings"]
+  original = rope.get("original_max_position_embeddings") or values.get("original_max_position_embeddings") or longest
+  if kind == "dynamic":
+    original = longest  # as transformers has it
+  scaling = RopeScaling(kind, factor, original)
+  if kind == "llama3":
+    return dataclasses.replace(scaling, low=number("low_freq_factor"), high=number("high_freq_factor"))
+  if kind == "yarn":
+    scale = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+    m, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    attention = rope.get("attention_factor")
+    if attention is None:
+      attention = scale(m) / scale(all_dim) if m and all_dim else scale(1.0)
+    return dataclasses.replace(scaling, low=number("beta_slow", 1.0), high=number("beta_fast", 32.0),
+                               attention_factor=float(attention), truncate=rope.get("truncate", True))
+  return scaling
+
+
+def _rope_json(config: ModelConfig) -> dict[str, Any]:
+  """transformers 4 reads rope_theta and rope_scaling; 5 writes rope_parameters, as its readers expect."""
+  s = config.rope_scaling
+  scaling = {"rope_type": "default"}
+  if s is not None:
+    scaling = {"rope_type": s.kind, "factor": s.factor}
+    if s.kind in ("llama3", "yarn"):
+      scaling["original_max_position_embeddings"] = s.original_positions
+    if s.kind == "llama3":
+      scaling |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
+    if s.kind == "yarn":
+      scaling |= {"beta_slow": s.low, "beta_fast": s.high, "attention_factor": s.attention_factor, "truncate": s.truncate}
+  full = {"rope_theta": config.rope_theta, **scaling}
+  values = {"rope_theta": config.rope_theta, "rope_parameters": full}
+  if s is not None:
+    values["rope_scaling"] = scaling
+  if config.local_rope_theta:
+    local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+    values |= {"rope_local_base_freq": config.local_rope_theta,
+               "rope_parameters": {"full_attention": full, "sliding_attention": local}}
+  return values

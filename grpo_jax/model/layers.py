@@ -5,26 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-import numpy as np
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.rope import rotate
 
 
-def rope_angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-  """cos and sin [B, T, E/2] of rotary position embedding (Su et al. 2104.09864), float32.
-
-  Looked up in a table of max_positions rows: computed, XLA would do it again in every head of every layer.
-  """
-  frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim)
-  angles = np.arange(config.max_positions, dtype=np.float32)[:, None] * frequencies.astype(np.float32)
-  return jnp.asarray(np.cos(angles))[positions_BT], jnp.asarray(np.sin(angles))[positions_BT]
-
-
-def rotate(x_BTHE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-  """Rotates the pairs (i, i + E/2) of every head, the order of Hugging Face checkpoints."""
-  cos, sin = (r[:, :, None, :] for r in rope)
-  first, second = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHE.dtype)
+ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -43,24 +29,25 @@ def _einsum_backward(equation, operands, dz):
 einsum.defvjp(lambda equation, x, y: (einsum(equation, x, y), (x, y)), _einsum_backward)
 
 
-def attend(q_PKGRTE, own, own_mask_TC, prefix, prefix_mask_PS):
-  """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts.
+def attend(q_PKGRTE, own, own_mask, prefix, prefix_mask, cap=0.0):
+  """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts. Queries are scaled already.
 
-  own: keys and values [P, K, G, C, E]; prefix: keys and values [P, K, S, E] or None. Returns [P, K, G, R, T, E].
+  own: keys and values [P, K, G, C, E]; prefix: keys and values [P, K, S, E] or None. Masks broadcast to the scores
+  [P, K, G, R, T, C] and [P, K, G, R, T, S]. Returns [P, K, G, R, T, E].
   """
-  q = q_PKGRTE / math.sqrt(q_PKGRTE.shape[-1])
-  scores = [jnp.where(own_mask_TC, einsum("pkgrte,pkgce->pkgrtc", q, own[0]), -jnp.inf)]
+  capped = lambda scores: cap * jnp.tanh(scores / cap) if cap else scores
+  score = lambda equation, keys, mask: jnp.where(mask, capped(einsum(equation, q_PKGRTE, keys)), -jnp.inf)
+  scores = [score("pkgrte,pkgce->pkgrtc", own[0], own_mask)]
   if prefix:
-    mask = prefix_mask_PS[:, None, None, None, None, :]
-    scores.append(jnp.where(mask, einsum("pkgrte,pkse->pkgrts", q, prefix[0]), -jnp.inf))
+    scores.append(score("pkgrte,pkse->pkgrts", prefix[0], prefix_mask))
   # Every query sees at least its own token, so the maximum is finite.
   top = jax.lax.stop_gradient(jnp.max(jnp.stack([s.max(-1) for s in scores]), 0))[..., None]
   weights = [jnp.exp(s - top) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
-  out = einsum("pkgrtc,pkgce->pkgrte", weights[0].astype(q.dtype), own[1])
+  out = einsum("pkgrtc,pkgce->pkgrte", weights[0].astype(q_PKGRTE.dtype), own[1])
   if prefix:
-    out = out + einsum("pkgrts,pkse->pkgrte", weights[1].astype(q.dtype), prefix[1])
-  return (out / total).astype(q.dtype)
+    out = out + einsum("pkgrts,pkse->pkgrte", weights[1].astype(q_PKGRTE.dtype), prefix[1])
+  return (out / total).astype(q_PKGRTE.dtype)
 
 
 @jax.custom_vjp
@@ -94,28 +81,39 @@ def _dot_general(x, kernel, dimension_numbers, **_):
 class Attention(nn.Module):
   """Grouped-query attention over a row's own tokens and, with a prefix, its prompt's."""
   config: ModelConfig
+  window: int
 
   @nn.compact
-  def __call__(self, x_BTD, rope, own, length, prefix, prefix_mask_PS):
+  def __call__(self, x_BTD, rope, own, length, prefix, prefix_lengths_P):
     c, (B, T, _) = self.config, x_BTD.shape
     K, R, E = c.num_kv_heads, c.queries_per_kv, c.head_dim
     P = B if prefix is None else prefix[0].shape[0]
     project = lambda name, heads: nn.DenseGeneral((heads, E), use_bias=c.qkv_bias, dtype=c.dtype, name=name,
                                                      dot_general=_dot_general)(x_BTD)
-    q_BTHE, k_BTKE, v_BTKE = rotate(project("q", c.num_heads), rope), rotate(project("k", K), rope), project("v", K)
-    q_PKGRTE = q_BTHE.reshape(P, B // P, T, K, R, E).transpose(0, 3, 1, 4, 2, 5)
+    norm = lambda name, x: nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if c.qk_norm else x
+    q_BTHE = rotate(norm("q_norm", project("q", c.num_heads)), rope)
+    k_BTKE, v_BTKE = rotate(norm("k_norm", project("k", K)), rope), project("v", K)
+    q_PKGRTE = q_BTHE.reshape(P, B // P, T, K, R, E).transpose(0, 3, 1, 4, 2, 5) / math.sqrt(c.query_scalar or E)
     new = [x.reshape(P, B // P, T, K, E).transpose(0, 3, 1, 2, 4) for x in (k_BTKE, v_BTKE)]
     if own[0].shape[3]:
       new = [jax.lax.dynamic_update_slice_in_dim(o, n, length, axis=3) for o, n in zip(own, new)]
-    own_mask_TC = jnp.arange(new[0].shape[3]) <= length + jnp.arange(T)[:, None]
-    out = attend(q_PKGRTE, new, own_mask_TC, prefix, prefix_mask_PS)
+    place_T1, prefix_mask = length + jnp.arange(T)[:, None], None  # of the queries among their row's own tokens
+    back_TC = place_T1 - jnp.arange(new[0].shape[3])
+    own_mask_TC = (back_TC >= 0) & (back_TC < self.window) if self.window else back_TC >= 0
+    if prefix is not None:
+      slots_S = jnp.arange(prefix[0].shape[2])
+      prefix_mask = slots_S < prefix_lengths_P[:, None, None]
+      if self.window:
+        prefix_mask &= prefix_lengths_P[:, None, None] + place_T1 - slots_S < self.window
+      prefix_mask = prefix_mask[:, None, None, None]
+    out = attend(q_PKGRTE, new, own_mask_TC, prefix, prefix_mask, c.attention_cap)
     out_BTHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, c.num_heads, E)
     return nn.DenseGeneral(c.embed_dim, axis=(-2, -1), use_bias=False, dtype=c.dtype, name="o",
                            dot_general=_dot_general)(out_BTHE), new
 
 
 class MLP(nn.Module):
-  """SwiGLU (Shazeer 2002.05202): down(silu(gate x) * up x)."""
+  """Gated: down(activation(gate x) * up x) (Shazeer 2002.05202)."""
   config: ModelConfig
 
   @nn.compact
@@ -123,16 +121,19 @@ class MLP(nn.Module):
     c = self.config
     dense = lambda name, features: nn.DenseGeneral(features, use_bias=False, dtype=c.dtype, name=name,
                                                   dot_general=_dot_general)
-    return dense("down", c.embed_dim)(nn.silu(dense("gate", c.mlp_dim)(x_BTD)) * dense("up", c.mlp_dim)(x_BTD))
+    gate = ACTIVATIONS[c.activation](dense("gate", c.mlp_dim)(x_BTD))
+    return dense("down", c.embed_dim)(gate * dense("up", c.mlp_dim)(x_BTD))
 
 
 class Block(nn.Module):
   """Pre-norm attention and MLP, each added to the stream. Returns the stream and the layer's keys and values."""
   config: ModelConfig
+  window: int
 
   @nn.compact
   def __call__(self, x_BTD, *context):
-    norm = lambda name: nn.RMSNorm(epsilon=self.config.norm_eps, dtype=self.config.dtype, name=name)
-    attended, own = Attention(self.config, name="attention")(norm("attention_norm")(x_BTD), *context)
-    x_BTD = x_BTD + attended
-    return x_BTD + MLP(self.config, name="mlp")(norm("mlp_norm")(x_BTD)), own
+    norm = lambda name, x: nn.RMSNorm(epsilon=self.config.norm_eps, dtype=self.config.dtype, name=name)(x)
+    post = norm if self.config.post_norms else lambda name, x: x
+    attended, own = Attention(self.config, self.window, name="attention")(norm("attention_norm", x_BTD), *context)
+    x_BTD = x_BTD + post("attention_post_norm", attended)
+    return x_BTD + post("mlp_post_norm", MLP(self.config, name="mlp")(norm("mlp_norm", x_BTD))), own

@@ -7,7 +7,8 @@ from flax import linen as nn
 
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import Block, einsum, rope_angles
+from grpo_jax.model import rope as rope_lib
+from grpo_jax.model.layers import Block, einsum
 
 Params = Any  # nested dict of float32 arrays
 
@@ -20,21 +21,27 @@ class Transformer(nn.Module):
   @nn.compact
   def __call__(self, tokens_BT, positions_BT, cache: Cache | None):
     c, (B, T) = self.config, tokens_BT.shape
-    rope, length, prefix = rope_angles(positions_BT, c), jnp.int32(0), None
+    length, prefix = jnp.int32(0), None
     empty = jnp.zeros((B, c.num_kv_heads, 1, 0, c.head_dim), c.dtype)
-    own, prefix_mask_PS = [(empty, empty)] * c.num_layers, None
+    own = [(empty, empty)] * c.num_layers
     if cache is not None:
       own, length, prefix = list(zip(cache.keys, cache.values)), cache.length, cache.prefix
-    if prefix is not None:
-      prefix_mask_PS = jnp.arange(prefix.keys[0].shape[2]) < prefix.lengths_P[:, None]
+    # Angles for the longest text there can be: what is computed with the cache and without must agree.
+    longest = c.length or (T if cache is None else c.max_positions)
+    angles = lambda theta, scaling: rope_lib.angles(positions_BT, c.head_dim, theta, scaling, longest, bool(c.length))
+    rope = angles(c.rope_theta, c.rope_scaling)
+    local_rope = angles(c.local_rope_theta, None) if c.local_rope_theta else rope
     # Left free, XLA splits activations along D, as the weights are over fsdp, and gathers all their rows everywhere.
     keep = lambda x, where: x if where is None else jax.lax.with_sharding_constraint(x, where)
     table_VD = nn.Embed(c.vocab_size, c.embed_dim, name="embed").embedding.astype(c.dtype)
     x_BTD = keep(keep(table_VD, c.table)[tokens_BT], c.rows)
+    if c.scale_embeddings:
+      x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
     new, block = [], nn.remat(Block) if self.remat else Block
     for i in range(c.num_layers):
       shared = None if prefix is None else (prefix.keys[i], prefix.values[i])
-      x_BTD, layer = block(c, name=f"layers_{i}")(x_BTD, rope, own[i], length, shared, prefix_mask_PS)
+      x_BTD, layer = block(c, c.window(i), name=f"layers_{i}")(
+          x_BTD, local_rope if c.window(i) else rope, own[i], length, shared, prefix and prefix.lengths_P)
       x_BTD = keep(x_BTD, c.rows)
       new.append(layer)
     if not c.tie_embeddings:
@@ -75,7 +82,8 @@ def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.A
     weights, equation = params["embed"]["embedding"], "...d,vd->...v"
   else:
     weights, equation = params["head"]["kernel"], "...d,dv->...v"
-  return einsum(equation, hidden_BTD, weights.astype(config.dtype))
+  logits = einsum(equation, hidden_BTD, weights.astype(config.dtype))
+  return config.logit_cap * jnp.tanh(logits / config.logit_cap) if config.logit_cap else logits
 
 
 def forward(params: Params, config: ModelConfig, tokens_BT: jax.Array, positions_BT: jax.Array,

@@ -41,7 +41,10 @@ def load(path: str | os.PathLike, place: Place | None = None) -> tuple[ModelConf
     files = _open(folder, stack)
     _check(files, family, config, folder)
     for row in family.tensors(config):
-      array = files[row.theirs].get_tensor(row.theirs).astype(np.float32, copy=False)
+      start, end, whole = row.part(sizes)
+      tensor = files[row.theirs]
+      array = tensor.get_tensor(row.theirs) if end - start == whole else tensor.get_slice(row.theirs)[start:end]
+      array = array.astype(np.float32, copy=False)
       leaves[row.ours] = place(row.ours, row.from_theirs(array, sizes))
   return config, unflatten_dict(leaves, sep="/")
 
@@ -123,7 +126,8 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
 
 def _check(files: Mapping[str, Any], family: huggingface.Family, config: ModelConfig, folder: Path) -> None:
   """Finds what is wrong before the first tensor is read."""
-  expected = {row.theirs: row.their_shape(huggingface.sizes(config)) for row in family.tensors(config)}
+  sizes = huggingface.sizes(config)
+  expected = {row.theirs: (row.part(sizes)[2], *row.their_shape(sizes)[1:]) for row in family.tensors(config)}
   for name, wanted in expected.items():
     if name not in files:
       raise ConfigError(f"{folder} has no tensor {name}: download it again or correct its config.json")
@@ -143,19 +147,23 @@ def _check(files: Mapping[str, Any], family: huggingface.Family, config: ModelCo
 
 
 def _write_weights(folder: Path, config: ModelConfig, leaves: Mapping[str, Any]) -> None:
-  sizes, shards, room = huggingface.sizes(config), [], 0
+  sizes, shards, room, parts = huggingface.sizes(config), [], 0, {}
   for row in huggingface.family_of(config).tensors(config):
-    size = 4 * math.prod(row.our_shape(sizes))
+    parts.setdefault(row.theirs, []).append(row)
+  for name, rows in parts.items():
+    size = 4 * sum(math.prod(row.our_shape(sizes)) for row in rows)
     if size > room:
-      shards.append([])
+      shards.append({})
       room = SHARD_BYTES
-    shards[-1].append(row)
+    shards[-1][name] = rows
     room -= size
   weight_map, total = {}, 0
-  for n, rows in enumerate(shards, 1):
+  # jax keeps an array's host copy for as long as the array lives, so a copy is fetched and let go.
+  fetch = lambda row: row.to_theirs(jax.device_get(jnp.array(leaves[row.ours], jnp.float32)), sizes)
+  for n, tensors_of_shard in enumerate(shards, 1):
     name = f"model-{n:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-    # jax keeps an array's host copy for as long as the array lives, so a copy is fetched and let go.
-    tensors = {r.theirs: r.to_theirs(jax.device_get(jnp.array(leaves[r.ours], jnp.float32)), sizes) for r in rows}
+    tensors = {theirs: np.concatenate([fetch(row) for row in rows]) if len(rows) > 1 else fetch(rows[0])
+               for theirs, rows in tensors_of_shard.items()}
     save_file(tensors, folder / name, metadata={"format": "pt"})
     shutil.copymode(folder / "config.json", folder / name)  # safetensors lets nobody but the owner read it
     weight_map.update(dict.fromkeys(tensors, name))

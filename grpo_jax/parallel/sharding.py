@@ -11,7 +11,8 @@ from grpo_jax.config import ConfigError
 # axis, so that a layer needs one sum over "tensor" after o and one after down.
 RULES = (
     (r"embed/embedding", ("tensor", "fsdp")),
-    (r"layers_\d+/(attention|mlp)_norm/scale", (None,)),
+    (r"layers_\d+/(attention|mlp)(_post)?_norm/scale", (None,)),
+    (r"layers_\d+/attention/[qk]_norm/scale", (None,)),
     (r"layers_\d+/attention/[qkv]/kernel", ("fsdp", "tensor", None)),
     (r"layers_\d+/attention/[qkv]/bias", ("tensor", None)),
     (r"layers_\d+/attention/o/kernel", ("tensor", None, "fsdp")),

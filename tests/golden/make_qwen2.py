@@ -25,9 +25,8 @@ UNTIED = dict(COMMON, num_key_value_heads=4, rope_theta=1000000.0, rms_norm_eps=
               eos_token_id=5)
 
 
-def make_model(fields: dict, seed: int) -> transformers.Qwen2ForCausalLM:
+def make_model(model: transformers.PreTrainedModel, seed: int) -> transformers.PreTrainedModel:
   """Every parameter random: a norm of ones or a bias of zeros would hide a mistake."""
-  model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
   generator = torch.Generator().manual_seed(seed)
   with torch.no_grad():
     for name, parameter in sorted(model.named_parameters()):
@@ -53,8 +52,9 @@ def write_expected(folder: Path, seed: int) -> None:
 
 def write_checkpoints() -> None:
   tied, untied = FOLDER / "qwen2_tied", FOLDER / "qwen2_untied"
-  make_model(TIED, seed=1).save_pretrained(tied)
-  model = make_model(UNTIED, seed=2).to(torch.bfloat16)
+  of = lambda fields: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
+  make_model(of(TIED), seed=1).save_pretrained(tied)
+  model = make_model(of(UNTIED), seed=2).to(torch.bfloat16)
   model.generation_config.eos_token_id = [5, 7]
   model.save_pretrained(untied, max_shard_size="20KB")
   write_expected(tied, seed=3)

@@ -1,0 +1,84 @@
+"""Writes tiny random checkpoints of every family as transformers does, and the logits that transformers computes from them.
+
+  python tests/golden/make_families.py
+  python tests/golden/make_families.py compare   # what grpo_jax saves of each, read by transformers: its logits again
+
+Made with transformers 5.23.0 and torch 2.13.0 (CPU). Texts are longer than every sliding window, and than the texts that
+a scaled rotary embedding was first meant for.
+"""
+from pathlib import Path
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+from make_qwen2 import make_model
+
+FOLDER, T, LENGTHS = Path(__file__).parent / "families", 40, (40, 23, 1)
+COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, head_dim=12, max_position_embeddings=64, rms_norm_eps=1e-5, eos_token_id=3,
+              pad_token_id=0, bos_token_id=1)
+ROPE = dict(rope_theta=10000.0)
+SLIDES, FULL = "sliding_attention", "full_attention"
+GEMMA = dict(COMMON, num_hidden_layers=3, query_pre_attn_scalar=20, sliding_window=7, tie_word_embeddings=True,
+             layer_types=[SLIDES, FULL, SLIDES])
+FAMILIES = {  # folder: (family, fields, dtype of the weights)
+    "qwen2_window": ("Qwen2", dict(COMMON, use_sliding_window=True, sliding_window=9, layer_types=[FULL, SLIDES],
+                                   rope_parameters=ROPE), torch.float32),
+    "qwen3": ("Qwen3", dict(COMMON, rope_parameters=dict(rope_theta=1e6), tie_word_embeddings=True), torch.bfloat16),
+    "llama": ("Llama", dict(COMMON, rope_parameters=ROPE, num_key_value_heads=4), torch.float32),
+    "llama3": ("Llama", dict(COMMON, tie_word_embeddings=True, rope_parameters=dict(
+        rope_type="llama3", rope_theta=5000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)), torch.float32),
+    "llama_linear": ("Llama", dict(COMMON, rope_parameters=dict(rope_type="linear", factor=4.0, **ROPE)), torch.float32),
+    "llama_dynamic": ("Llama", dict(COMMON, max_position_embeddings=16, rope_parameters=dict(
+        rope_type="dynamic", factor=4.0, **ROPE)), torch.float32),
+    "qwen3_yarn": ("Qwen3", dict(COMMON, rope_parameters=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, **ROPE)), torch.float32),
+    "mistral": ("Mistral", dict(COMMON, sliding_window=8, rope_parameters=ROPE), torch.float32),
+    "phi3": ("Phi3", dict(COMMON, head_dim=None, sliding_window=10, rope_parameters=ROPE), torch.float32),
+    "gemma2": ("Gemma2", dict(GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, rope_parameters=ROPE),
+               torch.bfloat16),
+    "gemma3": ("Gemma3", dict(GEMMA, rope_parameters={
+        FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6), SLIDES: dict(rope_type="default", rope_theta=1e4)}),
+        torch.float32),
+}
+
+
+def config_of(family, fields):
+  fields = {key: value for key, value in fields.items() if value is not None}
+  name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+  return getattr(transformers, name)(**fields, architectures=[f"{family}ForCausalLM"])
+
+
+def main():
+  for seed, (name, (family, fields, dtype)) in enumerate(FAMILIES.items(), start=10):
+    folder = FOLDER / name
+    model = make_model(getattr(transformers, f"{family}ForCausalLM")(config_of(family, fields)), seed)
+    model.to(dtype).save_pretrained(folder, max_shard_size="30KB" if dtype == torch.bfloat16 else "5GB")
+    tokens = np.random.default_rng(seed).integers(4, 96, (3, T), dtype=np.int32)
+    np.savez_compressed(folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32),
+                        logits=logits_of(folder, tokens, LENGTHS)[0])
+
+
+def logits_of(folder, tokens, lengths):
+  """Float32 logits of the right-padded rows, and which of them count."""
+  model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+  mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
+  with torch.no_grad():
+    return model(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long()).logits.numpy(), mask
+
+
+def compare():
+  from grpo_jax import model  # here: to make the checkpoints, it is not needed
+  for folder in [FOLDER.parent / "qwen2_tied", FOLDER.parent / "qwen2_untied", *sorted(FOLDER.iterdir())]:
+    expected = np.load(folder / "expected.npz")
+    with tempfile.TemporaryDirectory() as parent:
+      model.save(Path(parent) / "saved", *model.load(folder))
+      logits, mask = logits_of(Path(parent) / "saved", expected["tokens"], expected["lengths"])
+    print(f"{folder.name}: largest difference of a logit {np.abs(logits - expected['logits'])[mask].max():.1e}", flush=True)
+
+
+if __name__ == "__main__":
+  compare() if sys.argv[1:] == ["compare"] else main()
