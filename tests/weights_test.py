@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax.config import ConfigError
-from grpo_jax.model import huggingface, weights
+from grpo_jax.model import families, weights
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.weights import load, save
 
@@ -57,9 +57,9 @@ def assert_refused(folder, *words):
 
 
 def random_params(config, seed=0):
-  rng, sizes = np.random.default_rng(seed), huggingface.sizes(config)
+  rng, sizes = np.random.default_rng(seed), families.sizes(config)
   draw = lambda row: rng.normal(size=row.our_shape(sizes)).astype(np.float32)
-  flat = {tuple(row.ours.split("/")): draw(row) for row in huggingface.family_of(config).tensors(config)}
+  flat = {tuple(row.ours.split("/")): draw(row) for row in families.family_of(config).tensors(config)}
   return unflatten_dict(flat)
 
 
@@ -76,16 +76,16 @@ def assert_same(a, b):
 def test_projection_layout_by_hand():
   # Two heads of two on a stream of one: row h * 2 + e of theirs is [:, h, e] of ours.
   sizes = dict(H=2, E=2, D=1)
-  q = huggingface.Row("q", "q", "HE D", "DHE")
+  q = families.Row("q", "q", "HE D", "DHE")
   np.testing.assert_array_equal(q.from_theirs(np.array([[1], [2], [3], [4]]), sizes), [[[1, 2], [3, 4]]])
-  o = huggingface.Row("o", "o", "D HE", "HED")
+  o = families.Row("o", "o", "D HE", "HED")
   np.testing.assert_array_equal(o.from_theirs(np.array([[1, 2, 3, 4]]), sizes), [[[1], [2]], [[3], [4]]])
 
 
 @pytest.mark.parametrize("config", [TIED, UNTIED])
 def test_every_row_has_a_true_inverse(config):
-  sizes = huggingface.sizes(config)
-  for row in huggingface.family_of(config).tensors(config):
+  sizes = families.sizes(config)
+  for row in families.family_of(config).tensors(config):
     theirs = np.arange(np.prod(row.their_shape(sizes))).reshape(row.their_shape(sizes))
     ours = row.from_theirs(theirs, sizes)
     assert ours.shape == row.our_shape(sizes)

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out. What their names mean is in huggingface.py."""
+"""Hugging Face folders in and out. What their names mean is in families.py and huggingface.py."""
 import contextlib
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from grpo_jax.config import ConfigError
-from grpo_jax.model import huggingface
+from grpo_jax.model import families, huggingface
 from grpo_jax.model.config import ModelConfig
 
 SHARD_BYTES = 4 << 30  # of one written file: what the host holds at once
@@ -36,7 +36,7 @@ def load(path: str | os.PathLike, place: Place | None = None) -> tuple[ModelConf
   family, config = _read_config(path)
   folder = Path(path).expanduser()
   place = place or (lambda name, array: jnp.array(array))
-  sizes, leaves = huggingface.sizes(config), {}
+  sizes, leaves = families.sizes(config), {}
   with contextlib.ExitStack() as stack:
     files = _open(folder, stack)
     _check(files, family, config, folder)
@@ -57,8 +57,8 @@ def save(path: str | os.PathLike, config: ModelConfig, params: Any) -> None:
   target = Path(path).expanduser().resolve()
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
     raise ConfigError(f"{target} exists and is not an empty folder: choose another or remove it")
-  sizes, leaves = huggingface.sizes(config), flatten_dict(params, sep="/")
-  shapes = {row.ours: row.our_shape(sizes) for row in huggingface.family_of(config).tensors(config)}
+  sizes, leaves = families.sizes(config), flatten_dict(params, sep="/")
+  shapes = {row.ours: row.our_shape(sizes) for row in families.family_of(config).tensors(config)}
   for name in sorted(leaves.keys() | shapes.keys()):
     found, wanted = np.shape(leaves[name]) if name in leaves else "absent", shapes.get(name, "absent")
     if found != wanted:
@@ -124,9 +124,9 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
   return files
 
 
-def _check(files: Mapping[str, Any], family: huggingface.Family, config: ModelConfig, folder: Path) -> None:
+def _check(files: Mapping[str, Any], family: families.Family, config: ModelConfig, folder: Path) -> None:
   """Finds what is wrong before the first tensor is read."""
-  sizes = huggingface.sizes(config)
+  sizes = families.sizes(config)
   expected = {row.theirs: (row.part(sizes)[2], *row.their_shape(sizes)[1:]) for row in family.tensors(config)}
   for name, wanted in expected.items():
     if name not in files:
@@ -142,13 +142,13 @@ def _check(files: Mapping[str, Any], family: huggingface.Family, config: ModelCo
     if name == head:  # tied: a copy says nothing new, but transformers 5 would use one that differs
       if not np.array_equal(files[head].get_tensor(head), files[embedding].get_tensor(embedding)):
         raise ConfigError(f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json")
-    elif not huggingface.HARMLESS.search(name):
+    elif not families.HARMLESS.search(name):
       raise ConfigError(f"{folder}: tensor {name} does not belong to the model of its config.json: correct either")
 
 
 def _write_weights(folder: Path, config: ModelConfig, leaves: Mapping[str, Any]) -> None:
-  sizes, shards, room, parts = huggingface.sizes(config), [], 0, {}
-  for row in huggingface.family_of(config).tensors(config):
+  sizes, shards, room, parts = families.sizes(config), [], 0, {}
+  for row in families.family_of(config).tensors(config):
     parts.setdefault(row.theirs, []).append(row)
   for name, rows in parts.items():
     size = 4 * sum(math.prod(row.our_shape(sizes)) for row in rows)
