@@ -22,6 +22,14 @@ def get_config(preset="grpo"):
   c.model.rope_theta = 10000.0
   c.model.tie_embeddings = True
 
+  c.lora = ConfigDict()  # low-rank adapters on model.path's weights, which are then frozen and the reference
+  c.lora.rank = 0  # 0 = off: all weights are trained
+  c.lora.alpha = 32.0  # an adapter's product is scaled by alpha / rank
+  c.lora.rslora = False  # by alpha / sqrt(rank) instead
+  c.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # any of these
+  c.lora.path = ""  # a folder that PEFT saved, to go on from; the four keys above must be its own
+  c.lora.base_dtype = "bfloat16"  # of the frozen weights: float32, bfloat16, int8, int4 or nf4
+
   c.data = ConfigDict()
   c.data.task = "arithmetic"  # a name of grpo_jax/data/tasks.py
   c.data.path = ""  # a folder with train.jsonl and test.jsonl; "" = the task's own source

@@ -16,6 +16,7 @@ from grpo_jax.algo.presets import PRESETS
 from grpo_jax.checkpoint import Checkpoints
 from grpo_jax.config import Config, ConfigError, Mesh, check_key, from_dict, wrong_type
 from grpo_jax.run import Run
+from grpo_jax.terminal import Loading
 
 flags.disclaim_key_flags()  # so that --help shows a program's flags that are defined here
 
@@ -64,10 +65,10 @@ def open_policy(change: Callable[[Config], Config] = lambda config: config) -> P
     raise ConfigError("give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER")
   if workdir is None:
     config = change(read_config())
-    built = Run(config)
+    built = Run(config, Loading())
     return Policy(config.model.path or "random weights", built, built.initial_params(), 0)
-  built = Run(change(_fitting(saved_config(workdir))))
-  step, params = Checkpoints(Path(workdir) / "checkpoints", keep=1).restore_params(built.abstract_params, step)
+  built = Run(change(_fitting(saved_config(workdir))), Loading())
+  step, params = Checkpoints(Path(workdir) / "checkpoints", keep=1).restore_params(built.parameters.abstract, step)
   return Policy(f"{workdir}, step {step}", built, params, step)
 
 

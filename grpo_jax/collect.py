@@ -52,7 +52,7 @@ class Collector:
       raise ConfigError("reward.functions: a function named overlong, beside algo.overlong; rename it, or set that to 0")
 
   def __call__(self, params: Any, index: int, clock: Any) -> Collected:
-    """`params` as Run.sampling_params gives them; `clock.lap(name)` is told what the time went to."""
+    """`params` as Parameters.for_sampling gives them; `clock.lap(name)` is told what the time went to."""
     P, drawn, live = self._config.batch.prompts, [], 0
     while len(drawn) < self._rounds and live < P:
       number = index * self._rounds + len(drawn)

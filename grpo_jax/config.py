@@ -26,6 +26,16 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+  rank: int
+  alpha: float
+  rslora: bool
+  targets: tuple[str, ...]
+  path: str
+  base_dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Data:
   task: str
   path: str
@@ -175,6 +185,7 @@ class Config:
   seed: int
   steps: int
   model: Model
+  lora: Lora
   data: Data
   batch: Batch
   sampling: Sampling

@@ -39,7 +39,7 @@ class Evaluator:
     return self._prompts
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
-    """Metrics under eval/. `params` as `Run.sampling_params` gives them."""
+    """Metrics under eval/. `params` as `Parameters.for_sampling` gives them."""
     key = jax.random.fold_in(self._run.key("evaluate"), step)
     greedy = self._draws("greedy", self._greedy, params, key)
     right_N1 = greedy.right_NG
@@ -114,7 +114,7 @@ def main(argv):
   dropped = evaluator.prompts.dropped
   print(f"{policy.name}: {len(evaluator.prompts)} test problems of {config.data.task}"
         + (f" ({dropped} longer than data.max_prompt_tokens left out)" if dropped else ""), flush=True)
-  metrics = evaluator(policy.run.sampling_params(policy.params), policy.step)
+  metrics = evaluator(policy.run.parameters.for_sampling(policy.params), policy.step)
   print("\n".join(table(metrics, config)))
 
 

@@ -1,10 +1,9 @@
-"""Writes a run's policy as a Hugging Face folder that `transformers` loads.
+"""Writes a run's policy as a Hugging Face folder that `transformers` loads; or its adapters, as one that `peft` does.
 
-  python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N]
+  python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
 """
 from pathlib import Path
 
-import jax
 from absl import flags
 
 from grpo_jax import cli, model
@@ -17,13 +16,19 @@ def main(argv):
     raise ConfigError("flag --out is missing: the folder to write")
   out = Path(flags.FLAGS.out).expanduser()
   policy = cli.open_policy()
-  model.save(out, policy.run.model, policy.params)
+  parameters, shape = policy.run.parameters, policy.run.model
+  if flags.FLAGS.adapter:
+    if shape.lora is None:
+      raise ConfigError("flag --adapter: this run trained all weights, it has no adapters; leave the flag out")
+    model.save_adapters(out, shape, policy.params, policy.run.config.model.path)
+  else:
+    model.save(out, shape, parameters.policy(policy.params))
   policy.run.tokenizer.save(out)
-  count = sum(x.size for x in jax.tree.leaves(policy.params))
-  print(f"{policy.name}: {count:,} parameters (float32) and the tokenizer are in {out}")
+  print(f"{policy.name}: {parameters.describe()} (float32) and the tokenizer are in {out}")
 
 
 if __name__ == "__main__":
+  flags.DEFINE_bool("adapter", False, "of a run with lora.rank: the adapters alone, as PEFT saves them, not merged")
   flags.DEFINE_string("out", None, "the folder to write; either empty or not there yet")
   cli.define_policy_flags()
   cli.run(main)

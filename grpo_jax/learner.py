@@ -117,9 +117,10 @@ def batch_stats(params: Any, batch: Batch, config: model.ModelConfig, temperatur
 @dataclasses.dataclass(frozen=True)
 class Objective:
   """What `train_step` minimises. A batch may be computed in parts: what takes all of it to know comes first."""
+  policy: Callable[[Any, Any], Any]  # what is trained, frozen -> all that the policy is computed from
   prepare: Callable[[Any, Batch, int], Batch]  # params, whole batch, micro-batch size -> batch with its selection
   whole: Callable[[Batch, Coefs], Any]  # of the whole batch
-  share: Callable[[Any, Any, Batch, Any], tuple[jax.Array, Told]]  # params, frozen, a part, whole -> its share of the loss
+  share: Callable[[Any, Any, Batch, Any], tuple[jax.Array, Told]]  # params, reference, a part, whole -> its share of the loss
   adapted: Callable[[Coefs, Metrics, int], Coefs]  # coefs, metrics, completions -> coefs of the next update
 
 
@@ -135,8 +136,8 @@ def grpo(config: model.ModelConfig, algo: Algo, temperature: float, learner: Lea
     return batch.replace(selection=selection.select(x.logprobs_PGT, old_PGT, x.entropies_PGT, batch.advantages_PGT,
                                                     batch.mask_PGT, algo))
 
-  def share(params, frozen, batch, of_all):
-    x = stats(params, frozen, config, batch, temperature, learner, asked)
+  def share(params, reference, batch, of_all):
+    x = stats(params, reference, config, batch, temperature, learner, asked)
     loss, told = objective(x, batch, of_all, algo)
     gap_PGT = jnp.abs(jax.lax.stop_gradient(x.logprobs_PGT) - batch.sampler_logprobs_PGT)
     told.means["sampler/logprob_gap_mean"] = masked.total(gap_PGT, batch.mask_PGT), masked.count(batch.mask_PGT)
@@ -146,39 +147,45 @@ def grpo(config: model.ModelConfig, algo: Algo, temperature: float, learner: Lea
   def adapted(coefs, metrics, sequences):
     return controllers.adapted(coefs, metrics.get("kl"), metrics["entropy"], sequences, algo)
 
-  return Objective(prepare, functools.partial(whole, algo=algo), share, adapted)
+  return Objective(policy_of(config), prepare, functools.partial(whole, algo=algo), share, adapted)
+
+
+def policy_of(config: model.ModelConfig) -> Callable[[Any, Any], Any]:
+  """(what is trained, frozen) -> the policy's parameters."""
+  return (lambda trained, frozen: trained) if config.lora is None else (lambda trained, frozen: model.join(frozen, trained))
 
 
 def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
   """The mean of -log pi over the tokens of given completions (temperature 1)."""
-  def share(params, frozen, batch, count):
-    x = stats(params, frozen, config, batch, 1.0, learner)
+  def share(params, reference, batch, count):
+    x = stats(params, None, config, batch, 1.0, learner)
     return masked.divide(-x.logprobs_PGT.sum(), count), Told({}, {}, {})
-  return Objective(lambda params, batch, micro_batch: batch, lambda batch, coefs: masked.count(batch.mask_PGT), share,
-                   lambda coefs, metrics, sequences: coefs)
+  return Objective(policy_of(config), lambda params, batch, micro_batch: batch, lambda batch, coefs: masked.count(batch.mask_PGT),
+                   share, lambda coefs, metrics, sequences: coefs)
 
 
 def train_step(state: TrainState, frozen: Any, batch: Batch, loss: Objective, optimizer: optax.GradientTransformation,
                micro_batch: int = 0) -> tuple[TrainState, Metrics]:
   """One update. Each micro-batch's share of the loss has the whole batch's weight, so that their gradients add up.
 
-  `frozen` are the reference's parameters, None where the loss does not read them, or where the state has them.
+  `frozen` are the reference's parameters, None where the loss does not read them, or where the state has them. With adapters
+  they are those under them: alone, the reference.
   A batch without a token of the loss, or a gradient that is not finite, leaves all but the step as it was, and metric
   `skipped_updates` is 1. Metric `tokens` counts the loss's tokens: what the others are means over.
   """
-  gradient = jax.value_and_grad(loss.share, has_aux=True)
-  frozen = frozen if state.reference is None else state.reference
-  batch = loss.prepare(state.params, batch, micro_batch)
+  gradient = jax.value_and_grad(lambda trained, *rest: loss.share(loss.policy(trained, frozen), *rest), has_aux=True)
+  reference = frozen if state.reference is None else loss.policy(state.reference, frozen)
+  batch = loss.prepare(loss.policy(state.params, frozen), batch, micro_batch)
   of_all = loss.whole(batch, state.coefs)
 
   def add(total, micro):
-    (share, told), grads = gradient(state.params, frozen, micro, of_all)
+    (share, told), grads = gradient(state.params, reference, micro, of_all)
     sums = jax.tree.map(jnp.add, total[0], (grads, share, told.means))
     return (sums, jax.tree.map(jnp.maximum, total[1], told.maxima), jax.tree.map(jnp.minimum, total[2], told.minima)), None
 
   micros = micro_batches(batch, micro_batch)
   first = jax.tree.map(lambda x: x[0], micros)
-  (share, told), grads = jax.eval_shape(gradient, state.params, frozen, first, of_all)
+  (share, told), grads = jax.eval_shape(gradient, state.params, reference, first, of_all)
   start = lambda value, tree: jax.tree.map(lambda s: jnp.full(s.shape, value, s.dtype), tree)
   zero = start(0, (grads, share, told.means)), start(-jnp.inf, told.maxima), start(jnp.inf, told.minima)
   ((grads, share, means), maxima, minima), _ = jax.lax.scan(add, zero, micros)

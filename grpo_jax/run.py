@@ -17,6 +17,7 @@ from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.loader import Prompts
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.parallel import sharding
+from grpo_jax.parameters import Parameters, Progress
 from grpo_jax.rewards import Reward, resolve_all
 from grpo_jax.run_checks import check
 from grpo_jax.types import Batch, Rewards, Scores, TrainState
@@ -25,7 +26,8 @@ from grpo_jax.types import Batch, Rewards, Scores, TrainState
 class Run:
   """Mesh, tokenizer, task, model and jitted functions of a config. Raises ConfigError for what cannot be run."""
 
-  def __init__(self, config: Config):
+  def __init__(self, config: Config, progress: Progress = lambda *_: None):
+    """`progress` is told how much of a checkpoint is read."""
     check(config)
     self.config = config
     # Else a float32 product is one of bfloat16 on a TPU and of TF32 on a GPU.
@@ -34,16 +36,12 @@ class Run:
     if config.model.path:
       model.load_config(config.model.path)  # what is wrong with the folder is told before it lacks a tokenizer
     self.tokenizer = self._load_tokenizer()
-    shape = _model_config(config, self.tokenizer)
-    self.model = dataclasses.replace(shape, rows=sharding.batch_sharding(self.mesh),
-                                     table=sharding.table_sharding(self.mesh, shape.vocab_size))
+    self.parameters = Parameters(config, _model_config(config, self.tokenizer), self.mesh, progress)
+    self.model = self.parameters.model
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > self.model.max_positions:
       raise ConfigError(f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model has "
                         f"{self.model.max_positions} positions")
-    abstract = jax.eval_shape(functools.partial(model.init, config=self.model), jax.random.key(0))
-    self.param_shardings = sharding.param_specs(abstract, self.mesh)
-    self.abstract_params = _with_shardings(abstract, self.param_shardings)
 
   # Data.
 
@@ -109,17 +107,11 @@ class Run:
       tree = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
     return tree
 
-  # Parameters and state.
+  # State.
 
   def initial_params(self) -> Any:
-    """The checkpoint's parameters, or random ones, each in its place on the mesh."""
-    if self.config.model.path:
-      places = {sharding.leaf_path(path): place
-                for path, place in jax.tree_util.tree_leaves_with_path(self.param_shardings)}
-      put = lambda name, x: jax.make_array_from_callback(x.shape, places[name], lambda i: x[i])
-      return model.load(self.config.model.path, put)[1]
-    init = jax.jit(functools.partial(model.init, config=self.model), out_shardings=self.param_shardings)
-    return init(self.key("init"))
+    """What is trained, before the first update, each in its place on the mesh."""
+    return self.parameters.initial(self.key("init"))
 
   def key(self, stream: str) -> jax.Array:
     """The root of one of the run's streams of random numbers."""
@@ -151,8 +143,9 @@ class Run:
   @functools.cached_property
   def abstract_state(self) -> TrainState:
     """Shapes and shardings of the train state."""
-    abstract = jax.eval_shape(self._init_state, self.abstract_params)
-    return _with_shardings(abstract, sharding.state_shardings(abstract, self.mesh))
+    abstract = jax.eval_shape(self._init_state, self.parameters.abstract)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract,
+                        sharding.state_shardings(abstract, self.mesh))
 
   def init_state(self, params: Any) -> TrainState:
     """A state before its first update. `params` are given up to it."""
@@ -164,20 +157,9 @@ class Run:
   # Jitted functions.
 
   def sampler(self, sampling: Sampling, group_size: int) -> rollout.Sampler:
-    """sample(params, prompts_PS, prompt_lengths_P, key, first_prompt), from weights as `sampling_params` gives them."""
+    """sample(params, prompts_PS, prompt_lengths_P, key, first_prompt), from `parameters.for_sampling(...)`."""
     return jax.jit(rollout.make_sampler(self.model, sampling, group_size),
                    out_shardings=sharding.batch_sharding(self.mesh))
-
-  @functools.cached_property
-  def sampling_params(self):
-    """params -> the weights to sample from, in sampling.dtype and sampling.layout."""
-    sampling = self.config.sampling
-    if not sampling.dtype and sampling.layout == "train":
-      return lambda params: params
-    specs = sharding.param_specs(self.abstract_params, self.mesh, sampling.layout)
-    # Norm scales stay float32, as the learner multiplies with them.
-    cast = lambda x: x.astype(sampling.dtype or x.dtype) if x.ndim > 1 else x
-    return jax.jit(functools.partial(jax.tree.map, cast), out_shardings=specs)
 
   @functools.cached_property
   def to_batch(self):
@@ -234,7 +216,7 @@ class Run:
 
   @functools.cached_property
   def logprobs(self):
-    """(params, batch) -> log-probs [P, G, T]: of the reference, or of the policy before an update."""
+    """(all parameters, batch) -> log-probs [P, G, T]: of the reference, or of the policy before an update."""
     c = self.config
 
     def logprobs(params, batch) -> jax.Array:
@@ -280,10 +262,6 @@ def _model_config(config, tokens):
                               m.mlp_dim, m.rope_theta, tie_embeddings=m.tie_embeddings)
   stop_ids = tuple(dict.fromkeys((*tokens.stop_ids, *shape.stop_ids)))
   return dataclasses.replace(shape, stop_ids=stop_ids, dtype=m.dtype)
-
-
-def _with_shardings(abstract, shardings):
-  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
 
 def _shardings(abstract):

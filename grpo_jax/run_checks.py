@@ -1,4 +1,5 @@
 """What a config's values must satisfy before anything is built."""
+from grpo_jax import model
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.aggregation import AGGREGATIONS
 from grpo_jax.algo.corrections import CORRECTIONS, LEVELS
@@ -10,6 +11,8 @@ from grpo_jax.config import Config, ConfigError
 from grpo_jax.optim import SCHEDULES
 
 DTYPES = ("float32", "bfloat16")
+BASE_DTYPES = (*DTYPES, *model.QUANTISED)
+TARGETS = tuple(f"{name}_proj" for name in model.PROJECTIONS)
 TOKEN_ONLY = ("reinforce", "gmpo", "vespo", "dppo_tv", "dppo_kl", "dro")  # surrogates that read no other ratio
 CHOICES = {  # key of algo -> its values
     "advantage": ADVANTAGES,
@@ -68,12 +71,31 @@ def check(config: Config) -> None:
   need(len(c.reward.weights) == len(c.reward.functions) >= 1, "reward.weights", c.reward.weights,
        f"it must hold one number for each of reward.functions = {c.reward.functions}, and there must be at least one")
   _check_algo(c, need, choose)
+  _check_lora(c, need, choose)
   if not c.model.path:
     for key in ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
       need(getattr(c.model, key) >= 1, f"model.{key}", getattr(c.model, key), "it must be at least 1")
     need(c.model.num_heads % c.model.num_kv_heads == 0, "model.num_heads", c.model.num_heads,
          f"it must be a multiple of model.num_kv_heads = {c.model.num_kv_heads}")
     need(c.model.head_dim % 2 == 0, "model.head_dim", c.model.head_dim, "rotary embeddings turn pairs: it must be even")
+
+
+def _check_lora(c, need, choose):
+  lora = c.lora
+  need(lora.rank >= 0, "lora.rank", lora.rank, "it must be at least 0; 0 trains all weights")
+  if not lora.rank:
+    need(not lora.path, "lora.path", lora.path, "set lora.rank to the rank of its adapters")
+    return
+  need(lora.alpha > 0, "lora.alpha", lora.alpha, "it must be above 0")
+  choose("lora.base_dtype", lora.base_dtype, BASE_DTYPES)
+  need(lora.targets, "lora.targets", lora.targets, "name at least one projection")
+  for name in lora.targets:
+    choose("lora.targets", name, TARGETS)
+  need(c.model.path, "lora.rank", lora.rank, "adapters need the weights of a checkpoint under them; set model.path")
+  need(not c.warm_start.steps, "warm_start.steps", c.warm_start.steps, "with lora.rank the frozen weights alone are the"
+       " reference: warm-start without adapters, export, and give that as model.path")
+  need(not c.algo.ref_sync_steps or c.algo.ref_mixup == 1, "algo.ref_mixup", c.algo.ref_mixup,
+       "a mixture of two adapters' factors is no mixture of their weights; with lora.rank choose 1")
 
 
 def _check_algo(c, need, choose):

@@ -39,7 +39,7 @@ def main(argv):
   count = f.n if sampling.temperature else 1  # at temperature 0 all would be the same
   print(f"{policy.name}: prompt of {len(tokens)} tokens, temperature {sampling.temperature:g}", flush=True)
   key = jax.random.fold_in(run.key("sample"), f.seed)
-  out = run.fetch(run.sampler(sampling, count)(run.sampling_params(policy.params), *arrays, key))
+  out = run.fetch(run.sampler(sampling, count)(run.parameters.for_sampling(policy.params), *arrays, key))
   for g in range(count):
     n = int(out.lengths_PG[0, g])
     end = "stopped" if out.stopped_by_PG[0, g] >= 0 else "cut off"

@@ -1,4 +1,5 @@
 """What a user sees of a run: a progress bar on a terminal, a line now and then in a file or a pipe."""
+import sys
 from time import monotonic
 from typing import Any, Mapping, Sequence
 
@@ -89,6 +90,21 @@ class Terminal:
     """Never markup; what the stream cannot encode becomes a question mark."""
     encoding = self._console.encoding
     return Text(text.encode(encoding, "replace").decode(encoding))
+
+
+class Loading:
+  """How much of a checkpoint is read, on stderr: one changing line on a terminal, a line now and then in a file."""
+
+  def __init__(self):
+    self._shown = monotonic()
+
+  def __call__(self, done: int, total: int) -> None:
+    now, terminal = monotonic(), sys.stderr.isatty()
+    if now - self._shown >= (_SECONDS_BETWEEN_FRAMES if terminal else _SECONDS_BETWEEN_LINES) or (terminal and done == total):
+      self._shown = now
+      text = f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+      ends = ("\r", "\033[K" if done < total else "\r\033[K") if terminal else ("", "\n")
+      print(ends[0] + text * (done < total or not terminal), end=ends[1], file=sys.stderr, flush=True)
 
 
 def visible(text: str) -> str:

@@ -30,7 +30,7 @@ from grpo_jax.optim import learning_rate
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import initialize_distributed
 from grpo_jax.run import Run
-from grpo_jax.terminal import Terminal
+from grpo_jax.terminal import Loading, Terminal
 from grpo_jax.types import Batch, TrainState
 
 
@@ -60,7 +60,7 @@ class Trainer:
 
   def __init__(self, config: Config, workdir: str):
     self.config, self.workdir = config, Path(workdir).expanduser()
-    self.run = Run(config)
+    self.run = Run(config, Loading())
     self.run.check_rows(batch__prompts=config.batch.prompts, batch__micro_batch=config.batch.micro_batch,
                         warm_start__batch=config.warm_start.batch if config.warm_start.steps else 0)
     part, rows = config.batch.prompts // config.algo.minibatches, self.run.model.row_shards
@@ -73,7 +73,7 @@ class Trainer:
     self._on_first_process(lambda: open_run(self.workdir, to_dict(config)))  # from here on the config may not change
     self.checkpoints = Checkpoints(self.workdir / "checkpoints", config.checkpoint.keep, self._warn)
     self.terminal = self.writer = None
-    self.frozen = None  # parameters of the reference, where the state has none
+    self.frozen = None  # the reference's parameters, where the state has none; with adapters, those under them
 
   @contextlib.contextmanager
   def session(self):
@@ -98,13 +98,12 @@ class Trainer:
   # Start.
 
   def restore_or_init(self) -> tuple[TrainState, int]:
-    restored = self.checkpoints.restore_latest(self.run.abstract_state)
+    restored, log = self.checkpoints.restore_latest(self.run.abstract_state), self.config.log
     step, state = restored or (0, self.run.init_state(self.run.initial_params()))
-    log = self.config.log
     self.writer = self._on_first_process(
         lambda: Writer(self.workdir, step if restored else -1, log.tensorboard, log.wandb))
     if step > self.first_grpo_step or not self.first_grpo_step:
-      self.frozen = self._reference()
+      self.frozen = self._frozen(state, restored is None)
     self._header(step)
     return state, step
 
@@ -127,13 +126,15 @@ class Trainer:
     """Where the reference never moves, it is no part of the state."""
     return self.config.algo.kl_coef > 0 and not self.config.algo.ref_sync_steps
 
-  def _reference(self) -> Any:
-    """The frozen reference of a run whose GRPO has begun, or begins at once."""
-    if not self._keeps_reference:
-      return None
+  def _frozen(self, state: TrainState, first: bool) -> Any:
+    """Of a run whose GRPO has begun, or begins at once with its first step."""
+    if self.run.model.lora or not self._keeps_reference:
+      return self.run.parameters.base
+    if first:
+      return jax.tree.map(lambda x: x.copy(), state.params)
     if not self.first_grpo_step:
       return self.run.initial_params()
-    return restore_tree(self.workdir / "reference", self.run.abstract_params)
+    return restore_tree(self.workdir / "reference", self.run.parameters.abstract)
 
   # Steps.
 
@@ -151,7 +152,7 @@ class Trainer:
   def grpo_step(self, state: TrainState, step: int) -> tuple[TrainState, dict]:
     """Sample, score, compare with the group, update."""
     config, run, clock, index = self.config, self.run, Clock(), step - self.first_grpo_step
-    collected = self.collect(run.sampling_params(state.params), index, clock)
+    collected = self.collect(run.parameters.for_sampling(state.params), index, clock)
     batch, advantages = self._prepared(state, collected)
     clock.lap("reference")
     state, metrics = self._update(state, batch)
@@ -170,7 +171,7 @@ class Trainer:
     """The batch with the reference's log-probs and its advantages, and metrics of these."""
     run, algo, batch = self.run, self.config.algo, collected.batch
     if algo.kl_coef and algo.kl != "full":
-      reference = self.frozen if state.reference is None else state.reference
+      reference = self.frozen if state.reference is None else run.parameters.policy(state.reference)
       batch = batch.replace(ref_logprobs_PGT=run.logprobs(reference, batch))
     return jax.block_until_ready(run.with_advantages(batch, collected.scores, state.coefs.kl))
 
@@ -179,7 +180,7 @@ class Trainer:
     updates, or extremes."""
     algo, told = self.config.algo, []
     if self.run.updates_per_step > 1 and algo.old_logprobs == "recomputed":
-      batch = batch.replace(old_logprobs_PGT=self.run.logprobs(state.params, batch))
+      batch = batch.replace(old_logprobs_PGT=self.run.logprobs(self.run.parameters.policy(state.params), batch))
     parts = self.run.minibatches(batch) if algo.minibatches > 1 else [batch]
     for _ in range(algo.updates_per_batch):
       for part in parts:
@@ -230,7 +231,7 @@ class Trainer:
 
   def _evaluate(self, state, step):
     clock = Clock()
-    metrics = self.evaluator(self.run.sampling_params(state.params), step)
+    metrics = self.evaluator(self.run.parameters.for_sampling(state.params), step)
     return metrics | {"time/evaluate": clock.total()}
 
   def _write(self, step, metrics):
@@ -263,15 +264,14 @@ class Trainer:
 
   def _header(self, step):
     c, run, device = self.config, self.run, jax.devices()[0]
-    count = sum(x.size for x in jax.tree.leaves(run.abstract_params))
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
-    lines = [f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes}; {count:,} parameters; "
+    lines = [f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes}; {run.parameters.describe()}; "
              f"{c.batch.prompts} prompts x {c.batch.group_size} completions of at most {c.sampling.max_tokens} tokens"]
     for prompts, split in ((self.collect.prompts, "training"), (self.evaluator and self.evaluator.prompts, "test")):
       if prompts and prompts.dropped:
         lines.append(f"{prompts.dropped} {split} prompts are longer than data.max_prompt_tokens = "
                      f"{c.data.max_prompt_tokens} and left out; {len(prompts)} remain")
-    whole = sharding.undivided(run.abstract_params, run.mesh)
+    whole = sharding.undivided(run.parameters.abstract_policy, run.mesh)
     if whole:
       lines.append(f"{len(whole)} dimensions of parameters stay whole, such as {whole[0]}")
     if run.updates_per_step == 1 and any(getattr(c.algo, name) != DEFAULTS[name] for name in OF_THE_RATIO):

@@ -117,7 +117,7 @@ def trace(run):
   values, integers = shape(16, 3, 4), functools.partial(shape, dtype=jnp.int32)
   batch = Batch(integers(16, 12), integers(16), integers(16, 3, 4), values, values, values, values, values, values)
   run.with_advantages.eval_shape(batch, Scores(shape(16, 3, 1)), shape())
-  run.update.eval_shape(run.abstract_state, run.abstract_params, batch)
+  run.update.eval_shape(run.abstract_state, run.parameters.abstract, batch)
 
 
 def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   assert sampled.count("\n--- ") == 3
 
   run = Run(read_config(checkpoint, text))
-  step, params = Checkpoints(workdir / "checkpoints", 3).restore_params(run.abstract_params)
+  step, params = Checkpoints(workdir / "checkpoints", 3).restore_params(run.parameters.abstract)
   shape, exported = model.load(out)
   same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)),
                       params, exported)

@@ -68,7 +68,7 @@ def one_step(run, steps=2):
     with traces() as traced:
       batch = loader.prompt_batch(prompts, loader.indices(0, step, 16, len(prompts)))
       arrays = run.put((batch.prompts_PS, batch.prompt_lengths_P))
-      out = sample(run.sampling_params(state.params), *arrays, jax.random.fold_in(run.key("sample"), step))
+      out = sample(run.parameters.for_sampling(state.params), *arrays, jax.random.fold_in(run.key("sample"), step))
       host = run.fetch(out)
       rewards = (host.tokens_PGT % 3 == 1).sum(-1).astype(np.float32)
       learned = run.to_batch(out, *arrays, *run.put([np.ones(16, np.float32)]))
@@ -111,7 +111,7 @@ def test_eight_devices_give_the_numbers_of_one(mesh, alone):
 def test_sampling_weights_have_a_layout_and_dtype_of_their_own():
   run = make_run((2, 2, 2), sampling=dict(layout="tensor", dtype="bfloat16"))
   params = run.initial_params()
-  ours = run.sampling_params(params)
+  ours = run.parameters.for_sampling(params)
   kernel, sampled = params["layers_0"]["mlp"]["gate"]["kernel"], ours["layers_0"]["mlp"]["gate"]["kernel"]
   assert sampled.dtype == jnp.bfloat16 and kernel.dtype == jnp.float32
   assert kernel.addressable_shards[0].data.shape == (16, 48) and sampled.addressable_shards[0].data.shape == (32, 48)
@@ -126,7 +126,7 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   batch, key = abstract_batch(run, place), jax.eval_shape(lambda: jax.random.key(0))
   sampler = run.sampler(run.config.sampling, 4)
   V, D, F, heads = run.model.vocab_size, 32, 96, (8, 4)
-  for lowered in (sampler.lower(run.abstract_params, batch.prompts_PS, batch.prompt_lengths_P, key),
+  for lowered in (sampler.lower(run.parameters.abstract, batch.prompts_PS, batch.prompt_lengths_P, key),
                   run.update.lower(run.abstract_state, None, batch)):
     text = re.sub(r"/\*.*?\*/", "", lowered.compile().as_text())
     moved = re.findall(r"= (.*?) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", text)
@@ -139,7 +139,7 @@ def test_under_fsdp_weights_travel_and_activations_stay():
 def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   run = make_run(ONE, model=dict(dtype=dtype), sampling=dict(top_k=5, top_p=.9, min_p=.01), learner=dict(remat=True))
   plain = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-  params, state, batch = plain(run.abstract_params), plain(run.abstract_state), abstract_batch(run)
+  params, state, batch = plain(run.parameters.abstract), plain(run.abstract_state), abstract_batch(run)
   key = jax.eval_shape(lambda: jax.random.key(0))
   prompts = batch.prompts_PS, batch.prompt_lengths_P
   sampler = run.sampler(run.config.sampling, 4)

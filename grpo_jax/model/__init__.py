@@ -1,5 +1,7 @@
-"""The decoder: `init`, `load`, `save`, `forward`, and its two halves `features` and `unembed`."""
+"""The decoder: `init`, `load`, `save`, `forward`, and its two halves `features` and `unembed`; adapters on top of it."""
 from grpo_jax.model.cache import Cache, Prefix, empty, grow, share
-from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
+from grpo_jax.model.lora import QUANTISED, init as init_adapters, join, quantised
+from grpo_jax.model.peft import load_adapters, load_lora, save_adapters
 from grpo_jax.model.transformer import Params, features, forward, init, unembed
 from grpo_jax.model.weights import load, load_config, save

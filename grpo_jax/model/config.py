@@ -6,6 +6,21 @@ import jax
 
 from grpo_jax.model.rope import RopeScaling
 
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")  # what may have an adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """Adapters (model/lora.py)."""
+  rank: int
+  alpha: float
+  rslora: bool  # scale by alpha / sqrt(rank) (Kalajdzievski 2312.03732), which higher ranks need, instead of alpha / rank
+  targets: tuple[str, ...]  # of PROJECTIONS
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -35,8 +50,9 @@ class ModelConfig:
   windows: tuple[int, ...] = ()  # of each layer: how many tokens back a token sees, itself included; 0 = all; () = all 0
   local_rope_theta: float = 0.0  # of layers with a window, and without scaling; 0 = as the others
   stop_ids: tuple[int, ...] = ()  # token ids that end a text (eos_token_id of the checkpoint)
-  dtype: str = "float32"  # of the computation; parameters are float32
+  dtype: str = "float32"  # of the computation; master weights are float32
   length: int = 0  # tokens of the longest text of this computation, where that is known; angles then come from a table
+  lora: Lora | None = None  # the policy's adapters, on top of frozen parameters; None = all parameters are trained
   # On the mesh, None = where XLA likes:
   rows: jax.sharding.NamedSharding | None = None  # where the rows of activations lie
   table: jax.sharding.NamedSharding | None = None  # where the embedding lies while tokens are looked up

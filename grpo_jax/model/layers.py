@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.lora import dequantised
 from grpo_jax.model.rope import rotate
 
 
@@ -70,12 +71,26 @@ def _matmul_backward(saved, dy_NO):
 matmul.defvjp(lambda x_NI, kernel_IO: (x_NI @ kernel_IO, (x_NI, kernel_IO)), _matmul_backward)
 
 
-def _dot_general(x, kernel, dimension_numbers, **_):
-  """`matmul` in the form that flax's DenseGeneral calls: the last axes of x with the first ones of the kernel."""
-  axes = len(dimension_numbers[0][0])
-  inner = math.prod(kernel.shape[:axes])
-  out = matmul(x.reshape(-1, inner), kernel.reshape(inner, -1))
-  return out.reshape(*x.shape[:x.ndim - axes], *kernel.shape[axes:])
+class Dense(nn.Module):
+  """The last `axes` axes of x times a kernel, in config.dtype; plus its adapter's product where it has one."""
+  config: ModelConfig
+  features: tuple[int, ...]
+  axes: int = 1
+  use_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    c, inputs = self.config, x.shape[x.ndim - self.axes:]
+    wide, narrow = math.prod(inputs), math.prod(self.features)
+    flat = lambda key, shape: nn.initializers.lecun_normal()(key, (wide, narrow)).reshape(shape)
+    kernel = dequantised(self.param("kernel", flat, (*inputs, *self.features)), c.dtype)
+    x_NI = x.reshape(-1, wide).astype(c.dtype)
+    out = matmul(x_NI, kernel.reshape(wide, narrow))
+    if self.has_variable("params", "lora_a"):
+      a, b = (self.get_variable("params", name).astype(c.dtype) for name in ("lora_a", "lora_b"))
+      out = out + c.lora.scale * matmul(matmul(x_NI, a.reshape(wide, -1)), b.reshape(-1, narrow))
+    out = out.reshape(*x.shape[:x.ndim - self.axes], *self.features)
+    return out + self.param("bias", nn.initializers.zeros_init(), self.features).astype(c.dtype) if self.use_bias else out
 
 
 class Attention(nn.Module):
@@ -88,8 +103,7 @@ class Attention(nn.Module):
     c, (B, T, _) = self.config, x_BTD.shape
     K, R, E = c.num_kv_heads, c.queries_per_kv, c.head_dim
     P = B if prefix is None else prefix[0].shape[0]
-    project = lambda name, heads: nn.DenseGeneral((heads, E), use_bias=c.qkv_bias, dtype=c.dtype, name=name,
-                                                     dot_general=_dot_general)(x_BTD)
+    project = lambda name, heads: Dense(c, (heads, E), use_bias=c.qkv_bias, name=name)(x_BTD)
     norm = lambda name, x: nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if c.qk_norm else x
     q_BTHE = rotate(norm("q_norm", project("q", c.num_heads)), rope)
     k_BTKE, v_BTKE = rotate(norm("k_norm", project("k", K)), rope), project("v", K)
@@ -108,8 +122,7 @@ class Attention(nn.Module):
       prefix_mask = prefix_mask[:, None, None, None]
     out = attend(q_PKGRTE, new, own_mask_TC, prefix, prefix_mask, c.attention_cap)
     out_BTHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, c.num_heads, E)
-    return nn.DenseGeneral(c.embed_dim, axis=(-2, -1), use_bias=False, dtype=c.dtype, name="o",
-                           dot_general=_dot_general)(out_BTHE), new
+    return Dense(c, (c.embed_dim,), axes=2, name="o")(out_BTHE), new
 
 
 class MLP(nn.Module):
@@ -119,10 +132,9 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x_BTD):
     c = self.config
-    dense = lambda name, features: nn.DenseGeneral(features, use_bias=False, dtype=c.dtype, name=name,
-                                                  dot_general=_dot_general)
-    gate = ACTIVATIONS[c.activation](dense("gate", c.mlp_dim)(x_BTD))
-    return dense("down", c.embed_dim)(gate * dense("up", c.mlp_dim)(x_BTD))
+    dense = lambda name, features, x: Dense(c, (features,), name=name)(x)
+    gate = ACTIVATIONS[c.activation](dense("gate", c.mlp_dim, x_BTD))
+    return dense("down", c.embed_dim, gate * dense("up", c.mlp_dim, x_BTD))
 
 
 class Block(nn.Module):

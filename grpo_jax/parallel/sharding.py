@@ -9,15 +9,22 @@ from grpo_jax.config import ConfigError
 
 # Path of a parameter -> the mesh axis that splits each dimension. "fsdp" splits D everywhere, "tensor" the other large
 # axis, so that a layer needs one sum over "tensor" after o and one after down.
+QUANTISED = r"(/qvalue|/scale)?"  # a kernel that is, has two leaves, the second as many numbers as tiles
 RULES = (
     (r"embed/embedding", ("tensor", "fsdp")),
     (r"layers_\d+/(attention|mlp)(_post)?_norm/scale", (None,)),
     (r"layers_\d+/attention/[qk]_norm/scale", (None,)),
-    (r"layers_\d+/attention/[qkv]/kernel", ("fsdp", "tensor", None)),
+    (r"layers_\d+/attention/[qkv]/kernel" + QUANTISED, ("fsdp", "tensor", None)),
     (r"layers_\d+/attention/[qkv]/bias", ("tensor", None)),
-    (r"layers_\d+/attention/o/kernel", ("tensor", None, "fsdp")),
-    (r"layers_\d+/mlp/(gate|up)/kernel", ("fsdp", "tensor")),
-    (r"layers_\d+/mlp/down/kernel", ("tensor", "fsdp")),
+    (r"layers_\d+/attention/o/kernel" + QUANTISED, ("tensor", None, "fsdp")),
+    (r"layers_\d+/mlp/(gate|up)/kernel" + QUANTISED, ("fsdp", "tensor")),
+    (r"layers_\d+/mlp/down/kernel" + QUANTISED, ("tensor", "fsdp")),
+    (r"layers_\d+/(attention/[qkv]|mlp/(gate|up))/lora_a", ("fsdp", None)),  # a rank is too short to split
+    (r"layers_\d+/attention/[qkv]/lora_b", (None, "tensor", None)),
+    (r"layers_\d+/attention/o/lora_a", ("tensor", None, None)),
+    (r"layers_\d+/mlp/(gate|up)/lora_b", (None, "tensor")),
+    (r"layers_\d+/mlp/down/lora_a", ("tensor", None)),
+    (r"layers_\d+/(attention/o|mlp/down)/lora_b", (None, "fsdp")),
     (r"final_norm/scale", (None,)),
     (r"head/kernel", ("fsdp", "tensor")),
 )
