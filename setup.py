@@ -11,12 +11,14 @@ setup(
         "absl-py",
         "array_record",  # how tensorflow-datasets reads without TensorFlow
         "flax",
+        "huggingface_hub",
         "importlib_resources",  # tensorflow-datasets imports it and does not ask for it
         "jax>=0.10",
         "ml-collections",
         "numpy",
         "optax",
         "orbax-checkpoint>=0.11.36",
+        "qwix",
         "rich",
         "safetensors",
         "sentencepiece",

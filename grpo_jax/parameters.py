@@ -18,7 +18,7 @@ class Parameters:
   """Built from a config and the shape of its model.
 
   Attributes: `model`, that shape on the mesh; `abstract`, shapes and shardings of what is trained: all parameters, or the
-  adapters. Raises ConfigError for adapters that do not fit.
+  adapters; `abstract_base`, of the frozen ones under these, or None. Raises ConfigError for adapters that do not fit.
   """
 
   def __init__(self, config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh, progress: Progress):
@@ -28,9 +28,9 @@ class Parameters:
     whole = self._placed(jax.eval_shape(functools.partial(model.init, config=self.model), jax.random.key(0)))
     self._count = sum(x.size for x in jax.tree.leaves(whole))
     self._places = flatten_dict(jax.tree.map(lambda x: x.sharding, whole), sep="/")  # of a checkpoint's tensors
-    self.abstract, self._abstract_base = whole, None
+    self.abstract, self.abstract_base = whole, None
     if self.model.lora is not None:
-      self._abstract_base = self._placed(jax.eval_shape(self._frozen, whole))
+      self.abstract_base = self._placed(jax.eval_shape(self._frozen, whole))
       init = functools.partial(model.init_adapters, config=self.model, base=whole)
       self.abstract = self._placed(jax.eval_shape(init, jax.random.key(0)))
 
@@ -42,7 +42,7 @@ class Parameters:
   @property
   def abstract_policy(self) -> Any:
     """Shapes and shardings of all that the policy is computed from."""
-    return self.abstract if self.model.lora is None else model.join(self._abstract_base, self.abstract)
+    return self.abstract if self.model.lora is None else model.join(self.abstract_base, self.abstract)
 
   def initial(self, key: jax.Array) -> Any:
     """What is trained, before the first update: the checkpoint's parameters or random ones; or adapters that change
@@ -52,9 +52,9 @@ class Parameters:
       put = lambda x, place: jax.make_array_from_callback(x.shape, place, lambda i: x[i])
       return jax.tree.map(put, model.load_adapters(self._config.lora.path, self.model), shardings)
     if self.model.lora is not None:
-      init = functools.partial(model.init_adapters, base=self._abstract_base)
+      init = functools.partial(model.init_adapters, base=self.abstract_base)
     elif self._config.model.path:
-      return model.load(self._config.model.path, self._put, self._progress)[1]
+      return self._loaded(lambda name, x: x.astype("float32"), self.abstract)
     return jax.jit(functools.partial(init, config=self.model), out_shardings=shardings)(key)
 
   @functools.cached_property
@@ -62,13 +62,13 @@ class Parameters:
     """The frozen parameters under the adapters, in lora.base_dtype; None without adapters."""
     if self.model.lora is None:
       return None
-    places = flatten_dict(jax.tree.map(lambda x: x.sharding, self._abstract_base), sep="/")
+    return self._loaded(functools.partial(model.quantised, dtype=self._config.lora.base_dtype), self.abstract_base)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def frozen(name, x):
-      return jax.lax.with_sharding_constraint(model.quantised(name, x, self._config.lora.base_dtype), places[name])
-
-    return model.load(self._config.model.path, lambda name, x: frozen(name, self._put(name, x)), self._progress)[1]
+  def _loaded(self, convert, abstract):
+    """The checkpoint's parameters, as `convert` makes them, where `abstract` has them."""
+    places = flatten_dict(jax.tree.map(lambda x: x.sharding, abstract), sep="/")
+    placed = lambda name, x: jax.lax.with_sharding_constraint(convert(name, x), places[name])
+    return model.load(self._config.model.path, self._places, placed, self._progress)[1]
 
   def policy(self, trained: Any) -> Any:
     """All that the policy is computed from: `trained`, on top of the frozen parameters where it is adapters."""
@@ -101,9 +101,6 @@ class Parameters:
     """Norm scales stay float32, as the learner multiplies with them; what is quantised stays so."""
     dtype = self._config.sampling.dtype
     return dtype if dtype and x.ndim > 1 and x.dtype in ("float32", "bfloat16") else x.dtype
-
-  def _put(self, name, array):
-    return jax.make_array_from_callback(array.shape, self._places[name], lambda i: array[i])
 
   def _frozen(self, params):
     quantised = lambda path, x: model.quantised(sharding.leaf_path(path), x, self._config.lora.base_dtype)

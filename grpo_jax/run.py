@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from grpo_jax import learner, masked, model, optim, rollout
+from grpo_jax import hub, learner, masked, model, optim, rollout
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.kl import KL
 from grpo_jax.config import Algo, Config, ConfigError, Sampling
@@ -29,14 +29,14 @@ class Run:
   def __init__(self, config: Config, progress: Progress = lambda *_: None):
     """`progress` is told how much of a checkpoint is read."""
     check(config)
-    self.config = config
+    self.config, here = config, hub.local(config)
     # Else a float32 product is one of bfloat16 on a TPU and of TF32 on a GPU.
     jax.config.update("jax_default_matmul_precision", "float32" if config.model.dtype == "float32" else None)
     self.mesh = mesh_lib.make_mesh(config.mesh)
-    if config.model.path:
-      model.load_config(config.model.path)  # what is wrong with the folder is told before it lacks a tokenizer
-    self.tokenizer = self._load_tokenizer()
-    self.parameters = Parameters(config, _model_config(config, self.tokenizer), self.mesh, progress)
+    if here.model.path:
+      model.load_config(here.model.path)  # what is wrong with the folder is told before it lacks a tokenizer
+    self.tokenizer = self._load_tokenizer(here)
+    self.parameters = Parameters(here, _model_config(here, self.tokenizer), self.mesh, progress)
     self.model = self.parameters.model
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > self.model.max_positions:
@@ -60,8 +60,8 @@ class Run:
     """Of the scores of a completion: of each reward function, and of the penalty for length where that is on."""
     return self.config.reward.weights + (1.0,) * bool(self.config.algo.overlong)
 
-  def _load_tokenizer(self):
-    data, path = self.config.data, self.config.model.path
+  def _load_tokenizer(self, config):
+    data, path = config.data, config.model.path
     if data.tokenizer or path:
       return tokenizer.load(data.tokenizer or path)
     return tokenizer.characters(self.task.alphabet + data.prompt.replace("{question}", ""))

@@ -13,9 +13,11 @@ import pytest
 
 from configs import arithmetic, default
 from grpo_jax import config as config_lib
+from grpo_jax import model
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config, ConfigError, check_key, from_dict, keys, to_dict
 from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.data import tasks, tokenizer
 from grpo_jax.run import Run
 from grpo_jax.run_checks import check
 from grpo_jax.train import train
@@ -105,6 +107,17 @@ def test_every_config_loads(name, preset):
   assert name == "default" or f"--config=configs/{name}.py" in module.__doc__
 
 
+def with_adapters(config, folder):
+  """On a checkpoint, which it writes there."""
+  characters = tokenizer.characters(tasks.ALPHABET)
+  shape = model.ModelConfig(characters.vocab_size, 8, 1, 2, 2, 4, 8, max_positions=64)
+  model.save(folder, shape, model.init(jax.random.key(0), shape))
+  characters.save(folder)
+  replace = dataclasses.replace
+  return replace(config, model=replace(config.model, path=str(folder)), lora=replace(config.lora, rank=2),
+                 algo=replace(config.algo, ref_mixup=1.0), warm_start=replace(config.warm_start, steps=0))
+
+
 VARIANTS = [dict(surrogate=name, top_entropy_quantile=.5) for name in SURROGATES]
 VARIANTS += [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0,
                   dynamic_sampling=False, old_logprobs="recomputed"),
@@ -143,6 +156,7 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
   jax.config.update("jax_disable_most_optimizations", True)  # what it computes does not matter
   try:
     train(config, str(tmp_path / "run"))
+    Run(with_adapters(config, tmp_path / "hf"))
     for change in VARIANTS:
       trace(Run(dataclasses.replace(config, algo=dataclasses.replace(config.algo, **change))))
   finally:

@@ -3,6 +3,7 @@ import os
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     " --xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0")  # most of the suite's time is compilation

@@ -112,7 +112,7 @@ def contents(folder):
     (dict(data__prompt=""), ["data.prompt=''", "must hold some text"]),
     (dict(data__max_prompt_tokens=3), ["data.max_prompt_tokens=3", "all 20000 prompts", "shortest one has 8 tokens"]),
     (dict(data__tokenizer="no/tokenizer.json"), ["data.tokenizer", "no/tokenizer.json"]),
-    (dict(model__path="no/model"), ["model folder no/model does not exist", "download"]),
+    (dict(model__path="no/model"), ["config key model.path is 'no/model'", "no such folder", "huggingface.co"]),
 ], ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
 def test_a_bad_value_is_named_and_nothing_is_written(tmp_path, changes, words):
   with pytest.raises(ConfigError) as error:

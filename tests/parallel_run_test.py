@@ -61,7 +61,8 @@ def traces():
 def one_step(run, steps=2):
   """Two steps of sampling, reference and update, the second without tracing. Rewards are a function of the tokens."""
   prompts = run.prompts("train")
-  state, reference = run.init_state(run.initial_params()), run.initial_params()
+  state = run.init_state(run.initial_params())
+  reference = run.parameters.base if run.model.lora else run.initial_params()
   sample = run.sampler(run.config.sampling, run.config.batch.group_size)
   tokens, losses, gaps = [], [], []
   for step in range(steps):

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from grpo_jax.config import ConfigError
-from grpo_jax.model import families, weights
+from grpo_jax.config import ConfigError, Mesh
+from grpo_jax.model import families, folders, weights
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.weights import load, save
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.sharding import param_specs
 
 GOLDEN = Path(__file__).parent / "golden"
 TIED = ModelConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=64,
@@ -186,17 +188,25 @@ def test_window_longer_than_any_text_is_allowed(tied):
   load(tied)
 
 
-def test_place_receives_every_tensor_and_makes_the_leaves(untied):
-  seen = {}
+@pytest.mark.parametrize("name", ["qwen2_untied", "families/phi3", "families/gemma2"])
+def test_devices_read_their_own_parts(name, monkeypatch):
+  """Of tensors in the dtype of the file, fused ones too; `convert` is given them in our layout, and what it makes is kept."""
+  config, whole = load(GOLDEN / name)
+  mesh = make_mesh(Mesh(1, 4, 2))
+  places = flatten_dict(param_specs(whole, mesh), sep="/")
+  read, sizes, told = folders.Tensors.read, [], []
+  monkeypatch.setattr(folders.Tensors, "read", lambda *a: sizes.append(read(*a)) or sizes[-1])
 
-  def place(name, array):
-    assert isinstance(array, np.ndarray) and array.dtype == np.float32
-    seen[name] = array
-    return len(seen)
+  def convert(path, x):
+    assert x.dtype == ("float32" if "phi3" in name or ("gemma" in name and "norm" in path) else "bfloat16")
+    return 2 * jax.lax.with_sharding_constraint(x.astype(jnp.float32), places[path])
 
-  _, params = load(untied, place)
-  assert flatten_dict(params, sep="/") == {name: n for n, name in enumerate(seen, 1)}
-  assert seen["layers_0/attention/o/kernel"].shape == (4, 8, 32)
+  _, params = load(GOLDEN / name, places, convert, lambda *progress: told.append(progress))
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), params, whole)
+  for path, x in flatten_dict(params, sep="/").items():
+    assert x.sharding.is_equivalent_to(places[path], x.ndim), path
+  assert max(x.size for x in sizes) == config.vocab_size * config.embed_dim // 8
+  assert told[-1][0] == told[-1][1] == sum(t[1] for t in told) // len(told) and sorted(told) == told
 
 
 def test_stop_ids_of_generation_config_override(tied):

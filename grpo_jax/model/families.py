@@ -8,10 +8,14 @@ import math
 import re
 from typing import Any, Iterator, Mapping
 
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from grpo_jax.config import ConfigError
 from grpo_jax.model.config import ModelConfig
+
+Array = np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,16 @@ class Row:
     start, own = length(self.before), self.their_shape(sizes)[0]
     return start, start + own, start + own + length(self.after)
 
-  def from_theirs(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+  def their_sharding(self, ours: NamedSharding) -> NamedSharding:
+    """Where each device reads what it holds of ours."""
+    axes = dict(zip(self.our_axes, ours.spec))
+    return NamedSharding(ours.mesh, PartitionSpec(*(axes[group[0]] for group in self.their_axes.split())))
+
+  def of_first_layer(self) -> "Row":
+    """The same conversion, whatever the layer."""
+    return dataclasses.replace(self, theirs="", ours=re.sub(r"layers_\d+", "layers_0", self.ours))
+
+  def from_theirs(self, array: Array, sizes: Mapping[str, int]) -> Array:
     axes = self.their_axes.replace(" ", "")
     array = array.reshape([sizes[a] for a in axes]).transpose([axes.index(a) for a in self.our_axes])
     return array + np.float32(self.offset) if self.offset else array

@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from grpo_jax.config import ConfigError
 
+MAPPED_BYTES = 1 << 29
+
 
 def read_json(file: Path) -> dict[str, Any]:
   """An object. Raises ConfigError."""
@@ -64,29 +66,31 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class Tensors:
-  """The tensors of safetensors files, by name. One file is open at a time: its mapped pages go when the next one opens."""
+  """The tensors of safetensors files, by name. One file is open at a time, and opened anew after MAPPED_BYTES: pages that were
+  read stay in memory for as long as it is."""
 
   def __init__(self, files: Sequence[Path]):
     self._files: dict[str, Path] = {}
     self.shapes: dict[str, tuple[int, ...]] = {}
     self.dtypes: dict[str, str] = {}  # such as BF16
-    self._path = self._opened = None
+    self._path, self._mapped, self._opened = None, 0, None
     for file in files:
       opened = self._open(file)
       for name in opened.keys():
         about = opened.get_slice(name)
         self._files[name], self.shapes[name], self.dtypes[name] = file, tuple(about.get_shape()), about.get_dtype()
 
-  def read(self, name: str, start: int = 0, end: int | None = None) -> np.ndarray:
-    """The tensor, or its part from start to end along the first axis."""
-    opened = self._open(self._files[name])
-    whole = start == 0 and end in (None, *self.shapes[name][:1])
-    return opened.get_tensor(name) if whole else opened.get_slice(name)[start:end]
+  def read(self, name: str, start: int, index: tuple[slice, ...]) -> np.ndarray:
+    """What `index` says of the tensor, its first axis counted from `start`."""
+    first, *rest = (slice(*i.indices(n)) for i, n in zip(index, self.shapes[name]))
+    array = self._open(self._files[name]).get_slice(name)[slice(first.start + start, first.stop + start), *rest]
+    self._mapped += array.nbytes
+    return array
 
   def _open(self, file):
-    if file != self._path:
+    if file != self._path or self._mapped > MAPPED_BYTES:
       try:
-        self._path, self._opened = file, safe_open(file, framework="numpy")
+        self._path, self._mapped, self._opened = file, 0, safe_open(file, framework="numpy")
       except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} is damaged or cut off ({error}): download it again") from None
     return self._opened

@@ -55,7 +55,7 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
     if tensors.shapes[row.theirs] != row.their_shape(sizes):
       raise ConfigError(f"{folder}: tensor {row.theirs} is {tensors.shapes[row.theirs]}, for this model it should be "
                         f"{row.their_shape(sizes)}: it is the adapter of another one")
-    leaves[row.ours] = row.from_theirs(tensors.read(row.theirs).astype(np.float32), sizes)
+    leaves[row.ours] = row.from_theirs(tensors.read(row.theirs, 0, (slice(None),)).astype(np.float32), sizes)
   return unflatten_dict(leaves, sep="/")
 
 

@@ -1,5 +1,6 @@
 """Hugging Face folders in and out. What their names mean is in families.py and huggingface.py."""
 import dataclasses
+import functools
 import math
 import os
 from pathlib import Path
@@ -19,7 +20,9 @@ from grpo_jax.model.folders import Tensors, new_folder, read_json, weight_files,
 from grpo_jax.model.lora import merged
 
 SHARD_BYTES = 4 << 30  # of one written file: what the host holds at once
-Place = Callable[[str, np.ndarray], Any]  # (our path, float32 array) -> the leaf of the tree
+ITEMSIZE = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that are read
+Places = Mapping[str, jax.sharding.NamedSharding]  # our path -> where it lies
+Convert = Callable[[str, jax.Array], Any]  # (our path, array in the file's dtype) -> the leaf of the tree
 Progress = Callable[[int, int], None]  # (bytes read, of how many)
 
 
@@ -28,25 +31,31 @@ def load_config(path: str | os.PathLike) -> ModelConfig:
   return _read_config(path)[1]
 
 
-def load(path: str | os.PathLike, place: Place | None = None, progress: Progress = lambda *_: None
-         ) -> tuple[ModelConfig, Any]:
-  """A Hugging Face folder as (config, float32 params). `place` puts each tensor where it belongs as it is read.
+def load(path: str | os.PathLike, places: Places | None = None, convert: Convert = lambda name, x: x.astype(jnp.float32),
+         progress: Progress = lambda *_: None) -> tuple[ModelConfig, Any]:
+  """A Hugging Face folder as (config, float32 params), or as what `convert` makes of them on the devices.
 
-  The host holds one tensor at a time, and the mapped pages of one file. Raises ConfigError for a folder that is incomplete
-  or damaged, or a model that is not computed exactly here.
+  `places` says where the parameters lie; each device is sent its own part of a tensor, as it is in the file. The host holds
+  one such part at a time, and the mapped pages of one file. `convert` may not depend on the layer. Raises ConfigError for a
+  folder that is incomplete or damaged, or a model that is not computed exactly here.
   """
   family, config = _read_config(path)
   folder = Path(path).expanduser()
-  place = place or (lambda name, array: jnp.array(array))
   sizes, leaves, done = families.sizes(config), {}, 0
   tensors = Tensors(weight_files(folder))
   _check(tensors, family, config, folder)
-  rows = list(family.tensors(config))
-  total = sum(4 * math.prod(row.our_shape(sizes)) for row in rows)
+
+  rows, ours = list(family.tensors(config)), jax.jit(lambda row, x: convert(row.ours, row.from_theirs(x, sizes)), static_argnums=0)
+  size = lambda row: math.prod(row.their_shape(sizes)) * ITEMSIZE[tensors.dtypes[row.theirs]]
+  total = sum(map(size, rows))
   for row in rows:
-    array = tensors.read(row.theirs, *row.part(sizes)[:2]).astype(np.float32, copy=False)
-    leaves[row.ours] = place(row.ours, row.from_theirs(array, sizes))
-    done += array.nbytes
+    read, shape = functools.partial(tensors.read, row.theirs, row.part(sizes)[0]), row.their_shape(sizes)
+    if places is None:
+      x = read(tuple(map(slice, shape)))
+    else:
+      x = jax.make_array_from_callback(shape, row.their_sharding(places[row.ours]), read)
+    leaves[row.ours] = ours(row.of_first_layer(), x)  # compiled once for all layers
+    done += size(row)
     progress(done, total)
   return config, unflatten_dict(leaves, sep="/")
 
@@ -91,12 +100,12 @@ def _check(tensors: Tensors, family: families.Family, config: ModelConfig, folde
     shape, dtype = tensors.shapes[name], tensors.dtypes[name]
     if shape != wanted:
       raise ConfigError(f"{folder}: tensor {name} is {shape}, by config.json it should be {wanted}: correct either")
-    if dtype not in ("F32", "F16", "BF16"):
+    if dtype not in ITEMSIZE:
       raise ConfigError(f"{folder}: tensor {name} is {dtype}: save it as float32, float16 or bfloat16")
   head, embedding = family.head.theirs, family.embedding.theirs
   for name in sorted(tensors.shapes.keys() - expected.keys()):
     if name == head:  # tied: a copy says nothing new, but transformers 5 would use one that differs
-      if not np.array_equal(tensors.read(head), tensors.read(embedding)):
+      if not np.array_equal(*(tensors.read(name, 0, (slice(None),)) for name in (head, embedding))):
         raise ConfigError(f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json")
     elif not families.HARMLESS.search(name):
       raise ConfigError(f"{folder}: tensor {name} does not belong to the model of its config.json: correct either")

@@ -1,0 +1,37 @@
+"""Names of huggingface.co as folders on this machine."""
+import dataclasses
+from pathlib import Path
+import re
+
+from grpo_jax.config import Config, ConfigError
+
+# owner/model, or owner/model@revision; not a file of a tokenizer
+_NAME = re.compile(r"(?!.*\.(?:json|model)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
+_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]  # no pickles, no code
+
+
+def folder(path: str, key: str) -> str:
+  """`path` where it exists or is no name, else what it names, downloaded once into the cache of huggingface_hub.
+
+  HF_HUB_OFFLINE=1 takes it from there. Raises ConfigError, naming config key `key`, where it cannot be had.
+  """
+  name = _NAME.fullmatch(path)
+  if Path(path).expanduser().exists() or name is None:
+    return path
+  from huggingface_hub import snapshot_download  # here: slow to import
+
+  try:
+    return snapshot_download(name[1], revision=name[2], allow_patterns=_FILES)
+  except Exception as error:  # no such model, a gate, no network, offline and not there: each is an exception of its own
+    why = " ".join(str(error).split())
+    raise ConfigError(f"config key {key} is {path!r}: there is no such folder, and from huggingface.co it cannot be had"
+                      f" ({type(error).__name__}: {why:.200})") from None
+
+
+def local(config: Config) -> Config:
+  """The config with folders for the names in it."""
+  model, data, lora = config.model, config.data, config.lora
+  return dataclasses.replace(
+      config, model=dataclasses.replace(model, path=folder(model.path, "model.path")),
+      data=dataclasses.replace(data, tokenizer=folder(data.tokenizer, "data.tokenizer")),
+      lora=dataclasses.replace(lora, path=folder(lora.path, "lora.path")))
