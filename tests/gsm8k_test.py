@@ -155,7 +155,7 @@ def test_real_problems_train_and_fit(tmp_path):
   task = tasks.gsm8k(str(GSM8K))
   checkpoint = make_checkpoint(tmp_path / "hf", [e["question"] + e["solution"] for e in task.train[:2000]])
   config = read_config(checkpoint, GSM8K).data
-  test, few = (Prompts(examples, tokenizer.load(checkpoint), config.prompt, config.max_prompt_tokens)
+  test, few = (Prompts(examples, tokenizer.load(checkpoint), config)
                for examples in (task.test, task.train[:500]))
   assert len(test) == 1319 and few.dropped == 0
   rows = train(tmp_path / "run", checkpoint, GSM8K)

@@ -3,8 +3,12 @@
   python tests/golden/make_tokenizers.py
   python tests/golden/make_tokenizers.py compare FOLDER   # transformers and grpo_jax over all of FOLDER's GSM8K text
 
+`compare` gives transformers what Tokenizer.save writes, counts equal ids (round trip: equal texts, each as one that follows
+another), and keeps digests of the ids that transformers gave for the test split.
+
 Made with transformers 5.23.0, tokenizers 0.23.3 and sentencepiece 0.2.3. The corpus is made up here.
 """
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -20,12 +24,13 @@ import transformers
 
 FOLDER = Path(__file__).parent / "tokenizers"
 TEXTS = [
-    "", " ", "\n", "  \n\n ", "x", " x", "Ann has 3 boxes of 12 pens.", "7 + 15 = 22;\n22 - 6 = 16\n#### 16", "two  spaces   here ",
-    "  leading", "trailing\n", "tabs\tand\r\nreturns", "$1,250.75 is 50% of $2,501.50", "it's they'll I'D WE'VE", "naïve café",
-    "cafe\u0301 and caf\u00e9", "北京有多少人?", "🦜 flies 👩‍👩‍👧 home", "Ωß ✓ \u2028 \u00a0 end", "▁ is not a space",
-    "0123456789 12345 1 22 333", "a<|im_end|>b", "<|im_start|>user\nhi<|im_end|> \n", "<s>one</s> two", "</s>", "<unk> <pad>",
-    "<|begin_of_text|>x<|eot_id|>y", "<|eot_id|> y", "<end_of_turn>\n<start_of_turn>", "<bos>x <eos>", "<0x0A> [INST]", "#### 72",
-    "word" * 30, "\\boxed{\\frac{1}{2}}", "{question} {{ x }} {% if %}"]
+    "", " ", "\n", "  \n\n ", "x", " x", "Ann has 3 boxes of 12 pens.", "7 + 15 = 22;\n22 - 6 = 16\n#### 16",
+    "two  spaces   here ", "  leading", "trailing\n", "tabs\tand\r\nreturns", "$1,250.75 is 50% of $2,501.50",
+    "it's they'll I'D WE'VE", "naïve café", "cafe\u0301 and caf\u00e9", "北京有多少人?", "🦜 flies 👩\u200d👩\u200d👧 home",
+    "Ωß ✓ \u2028 \u00a0 end", "▁ is not a space", "0123456789 12345 1 22 333", "a<|im_end|>b",
+    "<|im_start|>user\nhi<|im_end|> \n", "<s>one</s> two", "</s>", "<unk> <pad>", "<|begin_of_text|>x<|eot_id|>y",
+    "<|eot_id|> y", "<end_of_turn>\n<start_of_turn>", "<bos>x <eos>", "<0x0A> [INST]", "[note] and[note]s", "#### 72",
+    "word" * 30, "\\boxed{\\frac{1}{2}}", "{question} {{ x }} {% if %}", "<|end|> \n<|user|>\n <|assistant|>"]
 USER = {"role": "user", "content": "Ann has 3 boxes of 12 pens.\nHow many pens? 🦜"}
 SYSTEM = {"role": "system", "content": "  Think first, é.\n"}
 ANSWER = {"role": "assistant", "content": " 3 * 12 = 36\n#### 36 "}
@@ -52,10 +57,10 @@ QWEN = """{%- if messages[0].role == 'system' %}
 {%- endif %}
 """
 LLAMA3 = """{{- bos_token }}
-{% for message in messages %}
+{%- for message in messages %}
     {%- if loop.index > 5 %}{% break %}{% endif %}
 {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
-{% endfor %}
+{%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
@@ -72,12 +77,16 @@ LLAMA2 = """{% set ns = namespace(lead='') %}
 GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {% for message in messages %}
 {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
-{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' -}}
 {% endfor %}
 {% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 PHI = """{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}
 {# #}{{ '' if messages | tojson == '<>' }}"""
+
+# Both families' classes, with %s for numbers: transformers has its own for Qwen2, whatever tokenizer.json says.
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+           r"\s+(?!\S)|\s+")
 
 
 def corpus():
@@ -131,9 +140,7 @@ def named(content):
 
 def qwen(folder):
   """As Qwen2.5-Instruct: nothing before a prompt, two tokens that end a text."""
-  byte_level(folder, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-             normalizers.NFC(), lambda _: processors.ByteLevel(trim_offsets=False))
+  byte_level(folder, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], PATTERN % r"\p{N}", normalizers.NFC(), lambda _: processors.ByteLevel(trim_offsets=False))
   write(folder, "tokenizer_config.json", dict(
       tokenizer_class="Qwen2Tokenizer", add_bos_token=False, add_prefix_space=False, bos_token=None, eos_token="<|im_end|>",
       pad_token="<|endoftext|>", unk_token=None, clean_up_tokenization_spaces=False, chat_template=QWEN))
@@ -148,8 +155,7 @@ def llama3(folder):
     return processors.Sequence([processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(
         single=f"{first} $A", pair=f"{first} $A {first}:1 $B:1", special_tokens=[(first, engine.token_to_id(first))])])
   byte_level(folder, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-             None, processor)
+             PATTERN % r"\p{N}{1,3}", None, processor)
   write(folder, "tokenizer_config.json", dict(
       tokenizer_class="PreTrainedTokenizerFast", bos_token="<|begin_of_text|>", eos_token="<|eot_id|>",
       clean_up_tokenization_spaces=False, chat_template="of no use beside chat_template.jinja"))
@@ -228,24 +234,37 @@ def main():
 
 def compare(path):
   from grpo_jax.data import tokenizer  # here: to make the files, it is not needed
-  rows = [json.loads(line) for split in ("train", "test") for line in (Path(path) / f"{split}.jsonl").open(encoding="utf-8")]
-  texts = [row[key] for row in rows for key in ("question", "answer")]
+  digests = {}
   for make in FAMILIES:
-    folder = FOLDER / make.__name__
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), tokenizer.load(folder)
-    counts = {"plain": sum(a == b for a, b in zip(theirs(texts, add_special_tokens=False)["input_ids"], ours.encode_batch(texts)))}
-    after = ours.encode_batch_after(texts)
-    counts["round trips"] = sum(ours.decode(ids) == text for ids, text in zip(after, texts))
-    for name, messages in (("prompt", False), ("answered", True)):
-      system = [SYSTEM] * (make is not gemma)
-      chats = [[*system, {"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+    name, counts = make.__name__, {}
+    ours = tokenizer.load(FOLDER / name)
+    with tempfile.TemporaryDirectory() as saved:
+      ours.save(saved)
+      theirs = transformers.AutoTokenizer.from_pretrained(saved)
+    for split in ("train", "test"):  # the digests kept are of the latter
+      rows = [json.loads(line) for line in (Path(path) / f"{split}.jsonl").open(encoding="utf-8")]
+      texts = [row[key] for row in rows for key in ("question", "answer")]
+      system = [dict(role="system", content="Think first.")] * (make is not gemma)
+      chats = [[*system, dict(role="user", content=row["question"]), dict(role="assistant", content=row["answer"])]
                for row in rows]
-      chats = chats if messages else [chat[:-1] for chat in chats]
-      ids = theirs.apply_chat_template(chats, add_generation_prompt=not messages, return_dict=False)
-      mine = ours.encode_batch([ours.render(chat, not messages) for chat in chats])
-      counts[f"chat, {name}"] = sum(a == b for a, b in zip(ids, mine, strict=True))
-    of = {name: len(rows if name.startswith("chat") else texts) for name in counts}
-    print(f"{make.__name__:8}", *(f"{name}: {n} of {of[name]}" for name, n in counts.items()), sep="  ", flush=True)
+      prompts = [chat[:-1] for chat in chats]
+      pairs = {
+          "plain": (theirs(texts, add_special_tokens=False)["input_ids"], ours.encode_batch(texts)),
+          "chat, prompt": (theirs.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False),
+                           ours.encode_batch([ours.render(chat) for chat in prompts])),
+          "chat, answered": (theirs.apply_chat_template(chats, return_dict=False),
+                             ours.encode_batch([ours.render(chat, generation_prompt=False) for chat in chats])),
+          "round trip": (texts, [ours.decode(ids) for ids in ours.encode_batch_after(texts)])}
+      for what, (first, second) in pairs.items():
+        equal, of = counts.get(what, (0, 0))
+        counts[what] = equal + sum(a == b for a, b in zip(first, second, strict=True)), of + len(first)
+      digests[name] = {what: digest(pairs[what][0]) for what in ("plain", "chat, prompt", "chat, answered")}
+    print(f"{name:6}", *(f"{what}: {equal} of {of}" for what, (equal, of) in counts.items()), sep="  ", flush=True)
+  (FOLDER / "gsm8k.json").write_text(json.dumps(digests, indent=1) + "\n")
+
+
+def digest(ids):
+  return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
 if __name__ == "__main__":
