@@ -53,10 +53,10 @@ class Tokenizer:
 
   def save(self, folder: str | pathlib.Path) -> None:
     """Writes what `load` and `transformers.AutoTokenizer` need; files that were loaded are written as they were."""
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in self.files.items():
-      (folder / name).write_bytes(content)
+      file = pathlib.Path(folder) / name
+      file.parent.mkdir(parents=True, exist_ok=True)
+      file.write_bytes(content)
 
 
 def characters(alphabet: str) -> Tokenizer:
@@ -72,7 +72,7 @@ def characters(alphabet: str) -> Tokenizer:
       "tokenizer.json": engine.to_str(pretty=True).encode(),
       "tokenizer_config.json": json.dumps(about, indent=2).encode(),
       "special_tokens_map.json": json.dumps(special, indent=2).encode(),
-  }, "tokenizer.json")
+  })
 
 
 def load(path: str | pathlib.Path) -> Tokenizer:
@@ -88,21 +88,26 @@ def load(path: str | pathlib.Path) -> Tokenizer:
     path = found[0]
   if not path.is_file() or path.suffix not in (".json", ".model"):
     raise ConfigError(f"data.tokenizer: {path} must be a tokenizer.json, a tokenizer.model or a folder with one")
-  read, name = (_hugging_face, "tokenizer.json") if path.suffix == ".json" else (_sentencepiece, "tokenizer.model")
+  name, config = f"tokenizer{path.suffix}", path.with_name("config.json")
   beside = {other: path.with_name(other) for other in _BESIDE}
+  beside |= {f"{one.parent.name}/{one.name}": one for one in path.parent.glob("additional_chat_templates/*.jinja")}
   files = {other: file.read_bytes() for other, file in beside.items() if file.is_file()} | {name: path.read_bytes()}
   try:
-    return read(files, name)
+    if path.suffix == ".model":
+      return _sentencepiece(files)
+    model = _json({"config.json": config.read_bytes()} if config.is_file() else {}, "config.json")
+    return _hugging_face(files, model.get("model_type"))
   except ConfigError:
     raise
   except Exception as error:  # both libraries raise bare Exception or RuntimeError for a damaged file
     raise ConfigError(f"data.tokenizer: {path} cannot be read as a {name}: {error}") from error
 
 
-def _hugging_face(files: Mapping[str, bytes], name: str) -> Tokenizer:
-  content = files[name].decode("utf-8")
-  engine = _engine(content)
-  parts = json.loads(content)
+def _hugging_face(files: Mapping[str, bytes], model_type: str | None = None) -> Tokenizer:
+  parts = json.loads(files["tokenizer.json"])
+  if _is_llama(parts, _json(files, "tokenizer_config.json"), model_type):
+    parts |= _llama_spaces(_json(files, "tokenizer_config.json"))
+  engine = _engine(json.dumps(parts))
   inside = parts | {key: _without_space(parts.get(key)) for key in ("normalizer", "pre_tokenizer", "decoder")}
   after = engine if inside == parts else _engine(json.dumps(inside))
   special = _special_tokens(files)
@@ -120,6 +125,19 @@ def _engine(content):
   engine.no_truncation()  # a file may ask for either; lengths are the loader's business
   engine.no_padding()
   return engine
+
+
+def _is_llama(parts, about, model_type):
+  """Whether `transformers` 5 makes a LlamaTokenizer of it: only of sentencepiece's kind, not of Llama 3's bytes."""
+  named = str(about.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer" and model_type in (None, "llama")
+  return named and not any('"ByteLevel"' in json.dumps(parts.get(key)) for key in ("pre_tokenizer", "decoder"))
+
+
+def _llama_spaces(about):
+  """The normalizer and pre-tokenizer of transformers' LlamaTokenizer, which it has whatever tokenizer.json says."""
+  scheme = "never" if about.get("add_prefix_space") is False else "always" if about.get("legacy") else "first"
+  return {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme,
+                                                "split": False}}
 
 
 def _without_space(part: Any) -> Any:
@@ -158,11 +176,11 @@ def _encodes(engine, character):
     return False
 
 
-def _sentencepiece(files: Mapping[str, bytes], name: str) -> Tokenizer:
+def _sentencepiece(files: Mapping[str, bytes]) -> Tokenizer:
   about, special = _json(files, "tokenizer_config.json"), _special_tokens(files)
   added = {i: {"content": token} for token, i in _json(files, "added_tokens.json").items()}
   added |= {int(i): token for i, token in about.get("added_tokens_decoder", {}).items()}
-  pieces = Pieces(files[name], added, special.values(), legacy=bool(about.get("legacy")))
+  pieces = Pieces(files["tokenizer.model"], added, special.values(), legacy=bool(about.get("legacy")))
   model = pieces.model
   own = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id(), "pad_token": model.pad_id()}
   special = {key: model.id_to_piece(i) for key, i in own.items() if i >= 0} | special
