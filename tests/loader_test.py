@@ -172,7 +172,7 @@ def test_an_example_may_hold_the_messages_itself():
     (dict(chat=False), [USER], r"data.prompt='\{question\}': question is a list of messages.*set data.chat=True and"
                                r" data.prompt='\{question\}'$"),
     (dict(prompt="Q: {question}"), [USER], r"data.prompt='Q: \{question\}': question is a list of messages"),
-    ({}, [], "a conversation must be a list of messages, at least one"),
+    ({}, [], r"data.prompt='\{question\}': a conversation must be a list of messages, at least one"),
     ({}, [{"role": "user", "content": [{"type": "image"}]}], "a text role and a text content; got .*image"),
     (dict(prompt="{qestion}"), "x", r"data.prompt='\{qestion\}' cannot be filled"),
 ])

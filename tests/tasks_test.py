@@ -101,7 +101,7 @@ def test_questions_may_be_lists_of_messages(tmp_path):
 
 
 @pytest.mark.parametrize("train, message", [
-    (json.dumps(ROW | {"question": []}), "a conversation must be a list of messages, at least one"),
+    (json.dumps(ROW | {"question": []}), "data.path: .*train.jsonl line 1: a conversation must be a list of messages, at least one"),
     (json.dumps(ROW | {"question": ["Hi"]}), "a message must be an object with a text role and a text content; got 'Hi'"),
     (json.dumps(ROW) + "\n{\"question\": \"?\"}", r"train.jsonl line 2 has no text field 'answer'"),
     ("{\"answer\": \"#### 1\"}", r"train.jsonl line 1 has no text field 'question'"),

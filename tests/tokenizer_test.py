@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -118,10 +119,13 @@ def test_special_ids_come_from_the_files_beside(tmp_path, files, stop_ids, pad_i
 def test_loaded_files_are_saved_as_they_were(tmp_path, pieces):
   folder = byte_level(tmp_path / "hf", tokenizer_config={"eos_token": "<|end|>", "chat_template": "é"}, config={"x": 1})
   (folder / "tokenizer.model").write_bytes(pieces.read_bytes())
-  (folder / "chat_template.jinja").write_text("{{ é }}")
-  before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "config.json"}
+  (folder / "additional_chat_templates").mkdir()
+  for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+    (folder / name).write_text("{{ é }}")
+  contents = lambda where: {str(p.relative_to(where)): p.read_bytes() for p in where.rglob("*") if p.is_file()}
+  before = {name: content for name, content in contents(folder).items() if name != "config.json"}
   tokenizer.load(folder).save(tmp_path / "out")
-  assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+  assert contents(tmp_path / "out") == before
   assert tokenizer.load(tmp_path / "out").encode(TEXTS[0]) == tokenizer.load(folder / "tokenizer.json").encode(TEXTS[0])
 
 
@@ -213,6 +217,21 @@ def test_spaces_of_a_metaspace_tokenizer(tmp_path, scheme):
   assert loaded.decode(loaded.encode_batch_after(["and a"])[0]) == "and a"
 
 
+def test_a_llama_tokenizer_is_taken_at_its_word_where_transformers_does(tmp_path):
+  """With Mistral's model, and Phi-3's, transformers reads tokenizer.json itself."""
+  folder = Path(__file__).parent / "golden/tokenizers/llama2_json"
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    (tmp_path / name).write_bytes((folder / name).read_bytes())
+  known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+  text = "</s>x"
+  assert tokenizer.load(tmp_path).encode(text) != known.encode(text, add_special_tokens=False).ids
+  (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+  assert tokenizer.load(tmp_path).encode(text) != known.encode(text, add_special_tokens=False).ids
+  (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+  assert tokenizer.load(tmp_path).encode(text) == known.encode(text, add_special_tokens=False).ids
+  assert "config.json" not in tokenizer.load(tmp_path).files
+
+
 def test_characters_of_several_tokens(pieces):
   loaded = tokenizer.load(pieces)
   ids = loaded.encode_batch_after(["é✓"])[0]  # é is a piece, ✓ three bytes
@@ -268,5 +287,5 @@ def test_where_the_chat_template_is(tmp_path):
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"role": "user"}], [{"role": "user", "content": None}], ["hello"]])
 def test_what_is_no_conversation_is_refused(tmp_path, messages):
-  with pytest.raises(ConfigError, match="^a (conversation|message) must be "):
+  with pytest.raises(ConfigError, match="^the chat template in tokenizer_config.json: a (conversation|message) must be "):
     chatty(tmp_path / "hf", "x").render(messages)

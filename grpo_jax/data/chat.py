@@ -16,13 +16,13 @@ Messages = Sequence[Mapping[str, Any]]  # each with a text `role` and a text `co
 Render = Callable[[Messages, bool, Mapping[str, str]], str]
 
 
-def check(messages: Any) -> None:
-  """Raises ConfigError for what is no conversation."""
+def check(messages: Any, where: str) -> None:
+  """Raises ConfigError, which begins with `where`, for what is no conversation."""
   if not isinstance(messages, (list, tuple)) or not messages:
-    raise ConfigError(f"a conversation must be a list of messages, at least one; got {messages!r:.80}")
+    raise ConfigError(f"{where}: a conversation must be a list of messages, at least one; got {messages!r:.80}")
   for message in messages:
     if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-      raise ConfigError(f"a message must be an object with a text role and a text content; got {message!r:.80}")
+      raise ConfigError(f"{where}: a message must be an object with a text role and a text content; got {message!r:.80}")
 
 
 def compiled(source: str, where: str) -> Render:
@@ -36,7 +36,7 @@ def compiled(source: str, where: str) -> Render:
     raise _error(where, "cannot be read", error) from None
 
   def render(messages, generation_prompt, names):
-    check(messages)
+    check(messages, f"the chat template in {where}")
     plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
       return template.render(names, messages=plain, add_generation_prompt=generation_prompt, tools=None, documents=None)

@@ -126,7 +126,7 @@ def _conversation(data: Data, example: Mapping[str, Any]) -> chat.Messages:
   messages = example.get(data.prompt[1:-1])
   if data.prompt != f"{{{data.prompt[1:-1]}}}" or not isinstance(messages, list):  # not one field alone, with messages
     messages = [{"role": "user", "content": _format(data.prompt, example)}]
-  chat.check(messages)
+  chat.check(messages, f"data.prompt={data.prompt!r}")
   with_system = data.system and messages[0]["role"] != "system"
   return [{"role": "system", "content": data.system}, *messages] if with_system else messages
 

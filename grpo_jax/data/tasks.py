@@ -95,7 +95,7 @@ def _example(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get(field), kinds):
       raise ConfigError(f"data.path: {where} has no text field {field!r}; each must have question and answer")
   if isinstance(row["question"], list):
-    chat.check(row["question"])
+    chat.check(row["question"], f"data.path: {where}")
   solution = _CALCULATOR.sub("", row["answer"])
   _, anchor, answer = solution.rpartition("####")
   if not anchor:
