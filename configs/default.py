@@ -35,6 +35,8 @@ def get_config(preset="grpo"):
   c.data.path = ""  # a folder with train.jsonl and test.jsonl; "" = the task's own source
   c.data.tokenizer = ""  # tokenizer.json, tokenizer.model or their folder; "" = model.path's, or the task's characters
   c.data.prompt = "{question}"  # what the model is given
+  c.data.chat = False  # through its chat template: data.prompt is the user's message, or a field that holds messages
+  c.data.system = ""  # the system message of conversations that have none; "" = none. Needs data.chat
   c.data.max_prompt_tokens = 64  # S: longer prompts are dropped and counted
 
   c.batch = ConfigDict()

@@ -24,7 +24,7 @@ def get_config(preset="grpo"):
   c.model.path = config_dict.placeholder(str)  # to be given: random weights would never earn a first reward
   c.model.dtype = "bfloat16"
   c.data.task = "gsm8k"
-  c.data.prompt = (  # plain text, no chat template
+  c.data.prompt = (  # plain text; with --config.data.chat=True the user's message
       "Question: {question}\n"
       "Let's think step by step and output the final answer after \"####\".\n"
       "Answer:")

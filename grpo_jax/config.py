@@ -41,6 +41,8 @@ class Data:
   path: str
   tokenizer: str
   prompt: str
+  chat: bool
+  system: str
   max_prompt_tokens: int
 
 

@@ -1,6 +1,7 @@
 """Prompts -> completions -> rewards: the sampler wired to the model, and the host's half of a step."""
 import bisect
 import dataclasses
+import os
 from typing import Any, Callable, Sequence
 
 import jax
@@ -108,7 +109,8 @@ def step_rewards(out: Completions, scored: Scored, weights: Sequence[float],
   for weight, of_rows in zip(weights, scored.steps.values(), strict=True):
     for b, steps in enumerate(of_rows):
       tokens, n = out.tokens_PGT.reshape(P * G, T)[b], int(out.lengths_PG.ravel()[b])
-      written = lambda count: len(decode_text(tokens[:count].tolist()))
+      # Not the length of the decoded text: of a character cut between its bytes, each may be decoded to one of its own.
+      written = lambda count: len(os.path.commonprefix([texts[b], decode_text(tokens[:count].tolist())]))
       for end, reward in steps:
         t = n - 1 if end >= len(texts[b]) else bisect.bisect_left(range(1, n), end, key=written)
         rewards_BT[b, t] += weight * reward

@@ -79,7 +79,7 @@ class Run:
     data, examples = self.config.data, getattr(self.task, split)
     if split == "test":
       examples = examples[:self.config.eval.examples]
-    return Prompts(examples, self.tokenizer, data.prompt, data.max_prompt_tokens)
+    return Prompts(examples, self.tokenizer, data)
 
   def put(self, tree: Any) -> Any:
     """Host arrays, the same on every process, onto the mesh with their first axis over data x fsdp."""

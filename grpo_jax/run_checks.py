@@ -60,6 +60,8 @@ def check(config: Config) -> None:
          c.batch.micro_batch, f"it must divide batch.prompts{of} = {c.batch.prompts // max(1, c.algo.minibatches)}")
   need(c.sampling.temperature > 0, "sampling.temperature", c.sampling.temperature,
        "training needs completions that differ, so it must be above 0")
+  need(c.data.chat or not c.data.system, "data.system", c.data.system,
+       "a prompt that is no conversation has no system message; set data.chat=True, or write it into data.prompt")
   need(0 < c.sampling.top_p <= 1, "sampling.top_p", c.sampling.top_p, "it must be in (0, 1]; 1 is off")
   need(0 <= c.sampling.min_p < 1, "sampling.min_p", c.sampling.min_p, "it must be in [0, 1); 0 is off")
   need(c.eval.temperature > 0, "eval.temperature", c.eval.temperature, "eval.samples are drawn, so it must be above 0")

@@ -21,21 +21,23 @@ def main(argv):
   if not f.prompt and not f.question:
     raise ConfigError("flag --prompt is missing: the text to complete (or --question, to be put into data.prompt)")
   if f.prompt and f.question:
-    raise ConfigError("give --prompt or --question, not both: a question is put into data.prompt, a prompt is not")
+    raise ConfigError("give --prompt or --question, not both: a question is put into data.prompt and, with data.chat, "
+                      "into the chat template; a prompt is given to the model as it is")
   for name, value, least in (("n", f.n, 1), ("temperature", f.temperature, 0), ("max_tokens", f.max_tokens, 1)):
     if value is not None and value < least:
       raise ConfigError(f"flag --{name} is {value}: it must be at least {least}")
   policy = cli.open_policy()
   run, change = policy.run, {"temperature": f.temperature, "max_tokens": f.max_tokens}
   sampling = dataclasses.replace(run.config.sampling, **{k: v for k, v in change.items() if v is not None})
-  template = run.config.data.prompt if f.question else "{question}"
-  prompts = Prompts([{"question": f.question or f.prompt}], run.tokenizer, template, max_tokens=2**31)
-  tokens = run.tokenizer.encode(prompts.texts[0])
+  data = dataclasses.replace(run.config.data, max_prompt_tokens=2**31)
+  if f.prompt:
+    data = dataclasses.replace(data, prompt="{question}", chat=False)
+  tokens = Prompts([{"question": f.question or f.prompt}], run.tokenizer, data).tokens[0]
   if len(tokens) + sampling.max_tokens > run.model.max_positions:
     raise ConfigError(f"a prompt of {len(tokens)} tokens and a completion of {sampling.max_tokens} (flag --max_tokens) "
                       f"do not fit the model's {run.model.max_positions} positions")
   rows = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
-  arrays = run.put((np.tile(np.array(tokens, np.int32), (rows, 1)), np.full(rows, len(tokens), np.int32)))
+  arrays = run.put((np.tile(tokens, (rows, 1)), np.full(rows, len(tokens), np.int32)))
   count = f.n if sampling.temperature else 1  # at temperature 0 all would be the same
   print(f"{policy.name}: prompt of {len(tokens)} tokens, temperature {sampling.temperature:g}", flush=True)
   key = jax.random.fold_in(run.key("sample"), f.seed)
@@ -49,7 +51,7 @@ def main(argv):
 
 if __name__ == "__main__":
   flags.DEFINE_string("prompt", None, "the text to complete, as the model is given it")
-  flags.DEFINE_string("question", None, "instead of --prompt: a problem, which data.prompt of the config then frames")
+  flags.DEFINE_string("question", None, "instead of --prompt: a problem, which data.prompt and data.chat then frame")
   flags.DEFINE_integer("n", 4, "completions")
   flags.DEFINE_float("temperature", None, "0 = the likeliest token each time, once (default: sampling.temperature)")
   flags.DEFINE_integer("max_tokens", None, "longest completion (default: sampling.max_tokens)")

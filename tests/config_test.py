@@ -18,6 +18,7 @@ from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config, ConfigError, check_key, from_dict, keys, to_dict
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.data import tasks, tokenizer
+from grpo_jax.data.loader import Prompts
 from grpo_jax.run import Run
 from grpo_jax.run_checks import check
 from grpo_jax.train import train
@@ -157,6 +158,8 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
   try:
     train(config, str(tmp_path / "run"))
     Run(with_adapters(config, tmp_path / "hf"))
+    chatty = tokenizer.load(ROOT / "tests/golden/tokenizers/qwen")
+    Prompts([{"question": "1+1="}], chatty, dataclasses.replace(config.data, chat=True, max_prompt_tokens=99))
     for change in VARIANTS:
       trace(Run(dataclasses.replace(config, algo=dataclasses.replace(config.algo, **change))))
   finally:

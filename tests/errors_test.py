@@ -109,6 +109,8 @@ def contents(folder):
     (dict(data__task="nosuch"), ["data.task='nosuch'", "arithmetic, gsm8k"]),
     (dict(data__path="somewhere"), ["data.path='somewhere'", "leave data.path empty"]),
     (dict(data__prompt="{quesiton}"), ["data.prompt='{quesiton}'", "{question}"]),
+    (dict(data__system="Count."), ["data.system is 'Count.'", "set data.chat=True"]),
+    (dict(data__chat=True), ["no chat template", "tokenizer_config.json", "data.chat=False"]),
     (dict(data__prompt=""), ["data.prompt=''", "must hold some text"]),
     (dict(data__max_prompt_tokens=3), ["data.max_prompt_tokens=3", "all 20000 prompts", "shortest one has 8 tokens"]),
     (dict(data__tokenizer="no/tokenizer.json"), ["data.tokenizer", "no/tokenizer.json"]),

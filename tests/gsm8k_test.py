@@ -52,7 +52,9 @@ def write_tokenizer(folder, corpus):
       vocab_size=VOCABULARY, special_tokens=["<|endoftext|>", "<|im_end|>"], show_progress=False,
       initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
   engine.save(str(folder / "tokenizer.json"))
-  (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}))
+  (folder / "tokenizer_config.json").write_text(json.dumps({
+      "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+      "chat_template": "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"}))
 
 
 def make_checkpoint(folder, corpus):
@@ -125,7 +127,7 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   out, questions = tmp_path / "out" / "hf", ["--question=How many?", "--max_tokens=5", "--seed=3"]
   commands = [start("evaluate", f"--workdir={workdir}", "--samples=2"),
               start("sample", "--config=configs/gsm8k.py", f"--config.model.path={checkpoint}",
-                    f"--config.data.path={text}", "--n=3", *questions),
+                    f"--config.data.path={text}", "--config.data.chat=True", "--config.data.system=Think.", "--n=3", *questions),
               start("export", f"--workdir={workdir}", f"--out={out}")]
   evaluated, sampled, _ = map(finish, commands)
 
@@ -134,7 +136,8 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   assert all(f"  eval/{name} " in evaluated for name in ("accuracy", "mean@2", "pass@2", "maj@2"))
   assert max(map(len, evaluated.splitlines()[1:])) <= 80
 
-  length = len(tokenizer.load(checkpoint).encode(gsm8k.get_config().data.prompt.format(question="How many?")))
+  prompt = gsm8k.get_config().data.prompt.format(question="How many?")
+  length = len(tokenizer.load(checkpoint).encode(f"system:Think.<|im_end|>user:{prompt}<|im_end|>"))
   assert sampled.startswith(f"{checkpoint}: prompt of {length} tokens, temperature 1\n")
   assert sampled.count("\n--- ") == 3
 
@@ -155,7 +158,7 @@ def test_real_problems_train_and_fit(tmp_path):
   task = tasks.gsm8k(str(GSM8K))
   checkpoint = make_checkpoint(tmp_path / "hf", [e["question"] + e["solution"] for e in task.train[:2000]])
   config = read_config(checkpoint, GSM8K).data
-  test, few = (Prompts(examples, tokenizer.load(checkpoint), config.prompt, config.max_prompt_tokens)
+  test, few = (Prompts(examples, tokenizer.load(checkpoint), config)
                for examples in (task.test, task.train[:500]))
   assert len(test) == 1319 and few.dropped == 0
   rows = train(tmp_path / "run", checkpoint, GSM8K)

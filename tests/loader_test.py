@@ -1,3 +1,5 @@
+import dataclasses
+from pathlib import Path
 import time
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_jax.config import ConfigError
+from grpo_jax.config import ConfigError, Data
 from grpo_jax.data import loader, tasks, tokenizer
 
 TOKENIZER = tokenizer.characters("abcdefg?")
@@ -13,8 +15,20 @@ SPLIT = [{"question": "ab", "solution": "cd", "answer": "1"}, {"question": "abcd
          {"question": "a", "solution": "cdefg", "answer": "3"}]
 
 
+DATA = Data("", "", "", prompt="{question}?", chat=False, system="", max_prompt_tokens=3)
+
+
 def prompts(max_tokens=3, template="{question}?"):
-  return loader.Prompts(SPLIT, TOKENIZER, template, max_tokens)
+  return loader.Prompts(SPLIT, TOKENIZER, dataclasses.replace(DATA, prompt=template, max_prompt_tokens=max_tokens))
+
+
+def family(name):
+  return tokenizer.load(Path(__file__).parent / "golden/tokenizers" / name)
+
+
+def chats(tokens, examples, **changes):
+  return loader.Prompts(examples, tokens, dataclasses.replace(DATA, prompt="{question}", chat=True, max_prompt_tokens=99,
+                                                              **changes))
 
 
 @given(st.integers(0, 2**40), st.integers(1, 40), st.integers(1, 17))
@@ -91,7 +105,7 @@ def test_bad_lengths_and_tokenizers_are_named(monkeypatch):
     prompts(1)
   with pytest.raises(ConfigError, match="'z'"):
     prompts(template="{question}z")
-  endless = tokenizer.Tokenizer(10, (), 0, TOKENIZER.encode_batch, TOKENIZER.decode, {})
+  endless = dataclasses.replace(TOKENIZER, stop_ids=())
   with pytest.raises(ConfigError, match="data.tokenizer names no end-of-sequence token"):
     loader.supervised_batch(prompts(), np.array([0]), endless, 4)
 
@@ -99,8 +113,76 @@ def test_bad_lengths_and_tokenizers_are_named(monkeypatch):
 def test_arithmetic_prompts_are_made_quickly():
   task = tasks.arithmetic("")
   start = time.process_time()
-  made = loader.Prompts(task.train, tokenizer.characters(task.alphabet), "{question}", 64)
+  data = dataclasses.replace(DATA, prompt="{question}", max_prompt_tokens=64)
+  made = loader.Prompts(task.train, tokenizer.characters(task.alphabet), data)
   assert len(made) == 20_000 and made.dropped == 0
   assert time.process_time() - start < 4  # about 0.5 s when the machine is free
   batch = loader.prompt_batch(made, loader.indices(0, 5, 32, len(made)))
   assert batch.prompts_PS.shape == (32, 64) and batch.columns["answer"][0] == str(eval(batch.texts[0][:-1]))
+
+
+# Conversations.
+
+USER, SYSTEM = {"role": "user", "content": "2 pens?"}, {"role": "system", "content": "Count."}
+EXAMPLE = {"question": "2 pens?", "solution": "two", "answer": "2"}
+
+
+def test_a_plain_prompt_begins_as_the_tokenizer_says():
+  for name, first in (("llama3", "<|begin_of_text|>"), ("llama2", "<s>"), ("qwen", "")):
+    tokens = family(name)
+    made = loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=20))
+    assert made.texts == ("2 pens??",) and made.messages is None
+    assert made.tokens[0].tolist() == tokens.encode(first) + tokens.encode("2 pens??")
+    n = len(made.tokens[0])
+    with pytest.raises(ConfigError, match=f"the shortest one has {n} tokens"):  # the first token counts
+      loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=n - 1))
+    # A solution is no prompt: no first token, no space that the prompt does not have; one stop token.
+    batch = loader.supervised_batch(made, np.array([0]), tokens, 9)
+    ids = batch.completions_PT[0, batch.mask_PT[0] > 0].tolist()
+    assert tokens.decode(ids) == "two" and ids[-1] == tokens.stop_ids[0] and not set(ids) & set(tokens.prefix_ids)
+
+
+def test_the_prompt_is_the_users_message_of_a_conversation():
+  tokens = family("llama3")
+  made = chats(tokens, [EXAMPLE], system="Count.")
+  text = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCount.<|eot_id|><|start_header_id|>user"
+          "<|end_header_id|>\n\n2 pens?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
+  assert made.texts == (text,) and made.tokens[0].tolist() == tokens.encode(text)
+  assert made.tokens[0].tolist().count(tokens.prefix_ids[0]) == 1
+  assert loader.prompt_batch(made, np.array([0, 0])).columns == {
+      "prompts": [text] * 2, "messages": [[SYSTEM, USER]] * 2, "question": ["2 pens?"] * 2, "solution": ["two"] * 2,
+      "answer": ["2"] * 2}
+  framed = loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, chat=True, prompt="Q: {question}", max_prompt_tokens=99))
+  assert framed.messages == ([{"role": "user", "content": "Q: 2 pens?"}],)
+
+
+def test_an_example_may_hold_the_messages_itself():
+  tokens = family("qwen")
+  said = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
+  alone = chats(tokens, [{"question": said}, {"question": [SYSTEM, USER]}, {"question": "2 pens?"}], system="Be brief.")
+  brief = {"role": "system", "content": "Be brief."}
+  assert alone.messages == ([brief, *said], [SYSTEM, USER], [brief, USER])  # a conversation's own system message stays
+  assert alone.texts[0] == tokens.render([brief, *said]) and alone.texts[0].endswith("<|im_start|>assistant\n")
+  as_trl = loader.Prompts([{"prompt": [USER]}], tokens, dataclasses.replace(DATA, chat=True, prompt="{prompt}",
+                                                                            max_prompt_tokens=99))
+  assert as_trl.messages == ([USER],)
+
+
+@pytest.mark.parametrize("changes, question, message", [
+    (dict(chat=False), [USER], r"data.prompt='\{question\}': question is a list of messages.*set data.chat=True and"
+                               r" data.prompt='\{question\}'$"),
+    (dict(prompt="Q: {question}"), [USER], r"data.prompt='Q: \{question\}': question is a list of messages"),
+    ({}, [], r"data.prompt='\{question\}': a conversation must be a list of messages, at least one"),
+    ({}, [{"role": "user", "content": [{"type": "image"}]}], "a text role and a text content; got .*image"),
+    (dict(prompt="{qestion}"), "x", r"data.prompt='\{qestion\}' cannot be filled"),
+])
+def test_what_is_no_conversation_is_named(changes, question, message):
+  with pytest.raises(ConfigError, match=message) as error:
+    loader.Prompts([{"question": question}], family("qwen"), dataclasses.replace(DATA, **{
+        "chat": True, "prompt": "{question}", "max_prompt_tokens": 99} | changes))
+  assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_a_chat_template_is_named():
+  with pytest.raises(ConfigError, match="data.tokenizer: no chat template .* or set data.chat=False"):
+    loader.Prompts(SPLIT, TOKENIZER, dataclasses.replace(DATA, chat=True))

@@ -1,11 +1,13 @@
 """The host's half of a step: texts, rewards, metrics and rows."""
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from grpo_jax import rollout
-from grpo_jax.config import Reward
+from grpo_jax.config import Data, Reward
 from grpo_jax.data import tokenizer
 from grpo_jax.data.loader import Prompts, prompt_batch
 from grpo_jax.types import Completions
@@ -14,7 +16,8 @@ NAN = float("nan")
 TOKENS = tokenizer.characters("0123456789+=# ")
 EOS = TOKENS.stop_ids[0]
 EXAMPLES = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 6))]
-PROMPTS = prompt_batch(Prompts(EXAMPLES, TOKENS, "{question}", 8), np.arange(3))
+DATA = Data("", "", "", prompt="{question}", chat=False, system="", max_prompt_tokens=8)
+PROMPTS = prompt_batch(Prompts(EXAMPLES, TOKENS, DATA), np.arange(3))
 
 
 def completions(texts, width=8):
@@ -132,3 +135,25 @@ def test_overlong_is_a_step_only_where_it_takes_something():
   rewards_PGT, ends_PGT = rollout.step_rewards(out, shaped, (2.0, 1.0), TOKENS.decode)
   np.testing.assert_array_equal(rewards_PGT[0], [[0, 0, 2, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1.5, 0]])
   np.testing.assert_array_equal(ends_PGT.sum(-1), [[1, 1], [1, 0], [1, 1]])
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen"])  # bytes as pieces of sentencepiece, byte-level pieces
+@pytest.mark.parametrize("text", ["🦜🦜é;x=北;1", " a;🦜", "é;;"])
+def test_a_step_ends_at_the_token_with_its_last_character(family, text):
+  """Also where characters are several tokens, of which a part may decode to more characters than the whole."""
+  tokens = tokenizer.load(Path(__file__).parent / f"golden/tokenizers/{family}")
+  ids = [*tokens.encode_batch_after([text])[0], tokens.stop_ids[0]]
+  out = completions([["0"]], width=len(ids))
+  out.tokens_PGT[0, 0], out.lengths_PG[0, 0] = ids, len(ids)
+  of_semicolons = lambda completions, **_: [[(i + 1, float(i)) for i, c in enumerate(x) if c == ";"] for x in completions]
+  prompts = dataclasses.replace(PROMPTS, texts=("",), columns={})
+  scored = rollout.score(out, prompts, tokens.decode, [of_semicolons], Reward(("",), (1.0,)))
+  assert scored.texts == [[text]]
+  rewards_PGT, ends_PGT = rollout.step_rewards(out, scored, (1.0,), tokens.decode)
+  # By hand: the token after which this many semicolons are written for the first time, the stop token for the last one.
+  counts = [tokens.decode(ids[:t + 1]).count(";") for t in range(len(ids))]
+  where = [counts.index(n) for n in range(1, text.count(";") + 1)]
+  if text.endswith(";"):
+    where[-1] = len(ids) - 1
+  np.testing.assert_array_equal(np.flatnonzero(ends_PGT[0, 0]), where)
+  np.testing.assert_array_equal(rewards_PGT[0, 0, where], [i for i, c in enumerate(text) if c == ";"])

@@ -1,6 +1,7 @@
 """A step's parts as the run puts them together: what the batch holds, and several updates of it."""
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -326,3 +327,36 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
   baselines = np.array([row["reward"] - row["advantage"] for row in rows]).reshape(P, G)
   np.testing.assert_allclose(baselines, np.tile(expected[:, None], G), rtol=1e-5, atol=1e-5)
   assert len({row["reward"] for row in rows}) > 1
+
+
+def test_what_was_sampled_is_what_is_trained(tmp_path):
+  """Through a chat template, with a tokenizer of bytes: a random model's tokens are none that its text is encoded to."""
+  (tmp_path / "reward.py").write_text("def reward(completions, completion_ids, messages, prompts, **_):\n"
+                                      "  seen.append((completions, completion_ids, messages, prompts))\n"
+                                      "  return [0.0] * len(completions)\n\n\nseen = []\n")
+  asked = [[{"role": "user", "content": "2 pens?"}], "3 pens?"]
+  for split in ("train", "test"):
+    (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"question": q, "answer": "#### 2"}) + "\n" for q in asked))
+  c, folder = config(), Path(__file__).parent / "golden/tokenizers/qwen"
+  run = Run(dataclasses.replace(
+      c, reward=dataclasses.replace(c.reward, functions=(f"{tmp_path}/reward.py:reward",)),
+      data=dataclasses.replace(c.data, task="gsm8k", path=str(tmp_path), tokenizer=str(folder), chat=True, system="Add.",
+                               max_prompt_tokens=64)))
+  collect = Collector(run)
+  found = collect(run.initial_params(), 0, Lap())
+  completions, ids, messages, prompts = run.functions[0].__globals__["seen"][0]
+
+  batch, where = found.batch, loader.indices(0, 0, P, 2)
+  assert messages[::G] == [[{"role": "system", "content": "Add."}, {"role": "user", "content": f"{2 + i} pens?"}]
+                           for i in where]
+  for p, row in enumerate(np.asarray(batch.prompts_PS)):
+    text = run.tokenizer.render(messages[p * G])
+    assert prompts[p * G] == text and row[:batch.prompt_lengths_P[p]].tolist() == run.tokenizer.encode(text)
+
+  out = found.drawn.out
+  np.testing.assert_array_equal(batch.completions_PGT, out.tokens_PGT)
+  lengths = np.asarray(out.lengths_PG).ravel()
+  assert ids == [row[:n].tolist() for row, n in zip(np.asarray(out.tokens_PGT).reshape(P * G, T), lengths)]
+  np.testing.assert_array_equal(batch.mask_PGT.sum(-1), out.lengths_PG)
+  again = run.tokenizer.encode_batch_after(completions)
+  assert sum(a != b for a, b in zip(again, ids)) > P * G / 2  # so a text encoded anew would be another one

@@ -18,7 +18,8 @@ ROW = {"question": "How many\u2028are 5+6?",
 
 
 def data(task="gsm8k", path=""):
-  return config.Data(task=task, path=str(path), tokenizer="", prompt="{question}", max_prompt_tokens=64)
+  return config.Data(task=task, path=str(path), tokenizer="", prompt="{question}", chat=False, system="",
+                     max_prompt_tokens=64)
 
 
 def folder(path, train, test=json.dumps(ROW)):
@@ -93,7 +94,15 @@ def test_gsm8k_itself():
     assert set(strict(completions=[e["solution"] for e in split], answer=[e["answer"] for e in split])) == {1.0}
 
 
+def test_questions_may_be_lists_of_messages(tmp_path):
+  messages = [{"role": "system", "content": "Ä"}, {"role": "user", "content": "5+6?"}]
+  task = tasks.make_task(data(path=folder(tmp_path, json.dumps(ROW | {"question": messages}))))
+  assert task.train[0]["question"] == messages and set("Ä5+6?H\u2028") <= set(task.alphabet)
+
+
 @pytest.mark.parametrize("train, message", [
+    (json.dumps(ROW | {"question": []}), "data.path: .*train.jsonl line 1: a conversation must be a list of messages, at least one"),
+    (json.dumps(ROW | {"question": ["Hi"]}), "a message must be an object with a text role and a text content; got 'Hi'"),
     (json.dumps(ROW) + "\n{\"question\": \"?\"}", r"train.jsonl line 2 has no text field 'answer'"),
     ("{\"answer\": \"#### 1\"}", r"train.jsonl line 1 has no text field 'question'"),
     ("{\"question\": \"?\", \"answer\": 3}", r"train.jsonl line 1 has no text field 'answer'"),

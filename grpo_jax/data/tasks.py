@@ -1,4 +1,7 @@
-"""Where problems come from. An example is a dict of `question`, `solution` (ends in `#### answer`) and `answer`."""
+"""Where problems come from. An example is a dict of `question`, `solution` (ends in `#### answer`) and `answer`.
+
+A question is a text, or a list of messages, each with a text `role` and a text `content`, as in TRL (see data.chat).
+"""
 import dataclasses
 import json
 import pathlib
@@ -7,6 +10,7 @@ from typing import Any, Sequence
 
 from grpo_jax import config
 from grpo_jax.config import ConfigError
+from grpo_jax.data import chat
 from grpo_jax.data.arithmetic import ALPHABET, Arithmetic
 
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes to a calculator: not text to imitate
@@ -14,8 +18,8 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes to a calculator: not te
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  train: Sequence[dict[str, str]]
-  test: Sequence[dict[str, str]]
+  train: Sequence[dict[str, Any]]
+  test: Sequence[dict[str, Any]]
   alphabet: str  # every character of its examples
 
 
@@ -29,7 +33,8 @@ def arithmetic(path: str) -> Task:
 def gsm8k(path: str) -> Task:
   """Grade-school word problems from `path`/{train,test}.jsonl, or through TensorFlow Datasets if `path` is empty."""
   splits = [_jsonl(pathlib.Path(path).expanduser() / f"{s}.jsonl") if path else _tfds(s) for s in ("train", "test")]
-  characters = set().union(*(example["question"] + example["solution"] for split in splits for example in split))
+  texts = (text for split in splits for example in split for text in (*_contents(example["question"]), example["solution"]))
+  characters = set().union(*texts)
   return Task(*splits, alphabet="".join(sorted(characters)))
 
 
@@ -43,7 +48,11 @@ def make_task(data: config.Data) -> Task:
   return TASKS[data.task](data.path)
 
 
-def _jsonl(path: pathlib.Path) -> list[dict[str, str]]:
+def _contents(question):
+  return [question] if isinstance(question, str) else [message["content"] for message in question]
+
+
+def _jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
   try:
     text = path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +74,7 @@ def _object(line, where):
     raise ConfigError(f"data.path: {where} is not JSON ({error}); each line must be one object") from None
 
 
-def _tfds(split: str) -> list[dict[str, str]]:
+def _tfds(split: str) -> list[dict[str, Any]]:
   try:
     import tensorflow_datasets as tfds  # imported here: slow, and only this source needs it
     import tensorflow_datasets.text.gsm8k  # registers the builder; to find it by name TFDS would need TensorFlow
@@ -81,10 +90,12 @@ def _tfds(split: str) -> list[dict[str, str]]:
   return [_example(row, f"tfds gsm8k {split} example {i}") for i, row in enumerate(rows)]
 
 
-def _example(row: Any, where: str) -> dict[str, str]:
-  for field in ("question", "answer"):
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+def _example(row: Any, where: str) -> dict[str, Any]:
+  for field, kinds in (("question", (str, list)), ("answer", str)):
+    if not isinstance(row, dict) or not isinstance(row.get(field), kinds):
       raise ConfigError(f"data.path: {where} has no text field {field!r}; each must have question and answer")
+  if isinstance(row["question"], list):
+    chat.check(row["question"], f"data.path: {where}")
   solution = _CALCULATOR.sub("", row["answer"])
   _, anchor, answer = solution.rpartition("####")
   if not anchor:

@@ -1,9 +1,14 @@
 """Rewards: functions of a batch of completions. Either a name of `REWARDS` or `path/file.py:function`.
 
 A reward is called as `f(completions=[...], prompts=[...], completion_ids=[...], answer=[...], ...)`: N completions, their
-prompts, token ids and every field of their examples, each a list of N. It returns N scores, each a number; or None where
-it has no opinion (as in TRL); or, for process supervision, a list of steps `(end, number)`, `end` being how many characters
-of the completion there are up to the end of the step. What counts as the score of such a list is the mean of its numbers.
+prompts, token ids and every field of their examples, each a list of N. Prompts and completions are always texts, as the
+model read and wrote them: a prompt through a chat template with all its marks, a completion without the special tokens.
+With data.chat there is also `messages`, the conversations that the prompts were rendered from, lists of
+{"role": ..., "content": ...}. (TRL gives such lists as the prompts and completions of a conversational data set.)
+
+It returns N scores, each a number; or None where it has no opinion (as in TRL); or, for process supervision, a list of
+steps `(end, number)`, `end` being how many characters of the completion there are up to the end of the step. What counts
+as the score of such a list is the mean of its numbers.
 """
 import hashlib
 import importlib.util
