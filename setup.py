@@ -14,6 +14,7 @@ setup(
         "huggingface_hub",
         "importlib_resources",  # tensorflow-datasets imports it and does not ask for it
         "jax>=0.10",
+        "jinja2",
         "ml-collections",
         "numpy",
         "optax",
@@ -27,8 +28,9 @@ setup(
         "tokenizers",
     ],
     extras_require={
-        "test": ["hypothesis", "pytest", "pytest-xdist"],
+        "test": ["hypothesis", "math-verify", "pytest", "pytest-xdist"],
         "plot": ["matplotlib"],
+        "math": ["math-verify"],
         "wandb": ["wandb"],
         "cuda": ["jax[cuda]"],
         "tpu": ["jax[tpu]"],

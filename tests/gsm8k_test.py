@@ -1,4 +1,5 @@
 """configs/gsm8k.py from a Hugging Face folder to a Hugging Face folder, by the commands a user types."""
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,8 @@ VOCABULARY = 4096  # of the model; the tokenizer has at most as many ids
 SMALL = ["--config.steps=2", "--config.batch.prompts=4", "--config.batch.group_size=2", "--config.batch.micro_batch=2",
          "--config.sampling.max_tokens=16", "--config.optimizer.learning_rate=1e-3", "--config.log.completions_every=1",
          "--config.eval.every=2", "--config.eval.examples=10", "--config.eval.batch=8", "--config.checkpoint.every=1"]
+TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + eos_token + '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 LENGTH = "def length(completions, **_):\n  return [len(text) for text in completions]\n"
 
 
@@ -49,12 +52,11 @@ def write_tokenizer(folder, corpus):
   engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   engine.decoder = tokenizers.decoders.ByteLevel()
   engine.train_from_iterator(corpus, tokenizers.trainers.BpeTrainer(
-      vocab_size=VOCABULARY, special_tokens=["<|endoftext|>", "<|im_end|>"], show_progress=False,
+      vocab_size=VOCABULARY, special_tokens=["<|endoftext|>", "<|im_end|>", "<|im_start|>"], show_progress=False,
       initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
   engine.save(str(folder / "tokenizer.json"))
-  (folder / "tokenizer_config.json").write_text(json.dumps({
-      "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-      "chat_template": "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"}))
+  (folder / "tokenizer_config.json").write_text(json.dumps(
+      {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}))
 
 
 def make_checkpoint(folder, corpus):
@@ -84,11 +86,11 @@ def finish(process):
   return out
 
 
-def train(workdir, checkpoint, text):
+def train(workdir, checkpoint, text, name="gsm8k"):
   """-> the rows of metrics.jsonl. Rewards are lengths: a random model would never earn another one."""
   reward = workdir.parent / "length.py"
   reward.write_text(LENGTH)
-  finish(start("train", "--config=configs/gsm8k.py", f"--config.model.path={checkpoint}", f"--config.data.path={text}",
+  finish(start("train", f"--config=configs/{name}.py", f"--config.model.path={checkpoint}", f"--config.data.path={text}",
                f"--workdir={workdir}", f"--config.reward.functions=('{reward}:length',)", *SMALL))
   return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
@@ -118,7 +120,8 @@ def test_two_steps_with_evaluation_completions_and_checkpoints(trained, checkpoi
   assert rows[1]["grad_norm"] > 0 and rows[1]["skipped_updates"] == 0
   shown = [json.loads(line) for line in (workdir / "completions" / "000001.jsonl").read_text().splitlines()]
   questions = {p["question"] for p in problems(24)}
-  assert len(shown) == 8 and all(row["prompt"].split("\n")[0].removeprefix("Question: ") in questions for row in shown)
+  asked = [row["prompt"].removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n") for row in shown]
+  assert len(shown) == 8 and all(text.partition(" Let's think")[0] in questions for text in asked)
   assert Checkpoints(workdir / "checkpoints", 3).steps() == [1, 2]
 
 
@@ -127,7 +130,7 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   out, questions = tmp_path / "out" / "hf", ["--question=How many?", "--max_tokens=5", "--seed=3"]
   commands = [start("evaluate", f"--workdir={workdir}", "--samples=2"),
               start("sample", "--config=configs/gsm8k.py", f"--config.model.path={checkpoint}",
-                    f"--config.data.path={text}", "--config.data.chat=True", "--config.data.system=Think.", "--n=3", *questions),
+                    f"--config.data.path={text}", "--config.data.system=Think.", "--n=3", *questions),
               start("export", f"--workdir={workdir}", f"--out={out}")]
   evaluated, sampled, _ = map(finish, commands)
 
@@ -137,7 +140,8 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   assert max(map(len, evaluated.splitlines()[1:])) <= 80
 
   prompt = gsm8k.get_config().data.prompt.format(question="How many?")
-  length = len(tokenizer.load(checkpoint).encode(f"system:Think.<|im_end|>user:{prompt}<|im_end|>"))
+  length = len(tokenizer.load(checkpoint).encode(
+      f"<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"))
   assert sampled.startswith(f"{checkpoint}: prompt of {length} tokens, temperature 1\n")
   assert sampled.count("\n--- ") == 3
 
@@ -151,6 +155,26 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   assert shape == model.load_config(checkpoint)
   for name in ("tokenizer.json", "tokenizer_config.json"):
     assert (out / name).read_bytes() == (checkpoint / name).read_bytes()
+
+
+def test_the_recipe_with_adapters(checkpoint, text, tmp_path):
+  rows = train(tmp_path / "run", checkpoint, text, "gsm8k_lora")
+  assert [row["step"] for row in rows] == [0, 1, 2] and rows[2]["grad_norm"] > 0 and rows[2]["reward"] > 0
+  finish(start("export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}", "--adapter"))
+  config = dataclasses.replace(model.load_config(checkpoint), lora=model.load_lora(tmp_path / "out"))
+  adapters = model.load_adapters(tmp_path / "out", config)
+  assert config.lora.rank == 64 and np.abs(adapters["layers_0"]["mlp"]["down"]["lora_b"]).max() > 0
+  assert (tmp_path / "out" / "tokenizer_config.json").read_bytes() == (checkpoint / "tokenizer_config.json").read_bytes()
+
+
+def test_the_recipe_for_formulas(checkpoint, tmp_path):
+  for split, count in (("train", 8), ("test", 10)):
+    (tmp_path / f"{split}.jsonl").write_text("".join(
+        json.dumps({"problem": f"What is ${i} / 2$?", "answer": rf"\frac{{{i}}}{{2}}"}) + "\n" for i in range(count)))
+  rows = train(tmp_path / "run", checkpoint, tmp_path, "math")
+  assert [row["step"] for row in rows] == [0, 1, 2] and rows[2]["eval/accuracy"] >= 0
+  shown = (tmp_path / "run" / "completions" / "000001.jsonl").read_text()
+  assert "<|im_start|>system\\nPlease reason step by step" in shown
 
 
 @needs_gsm8k

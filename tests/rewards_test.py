@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from grpo_jax import rewards
 from grpo_jax.config import ConfigError
 from grpo_jax.data.arithmetic import Arithmetic
+from grpo_jax.rewards import symbolic
 from grpo_jax.rewards.answers import boxed, flexible, strict
 from grpo_jax.rewards.overlong import overlong
 
@@ -249,3 +250,18 @@ def test_rewards_and_data_need_no_jax():
   root = pathlib.Path(__file__).parents[1]
   out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
   assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("text, gold, expected", [
+    (r"so \boxed{\frac{1}{2}}", r"\frac12", 1), (r"\boxed{0.5}", "1/2", 1), (r"\boxed{1 + 2x + x^2}", "(x+1)^2", 1),
+    (r"\boxed{(1,2)}", "(1, 2)", 1), (r"\boxed{(2,1)}", "(1, 2)", 0),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1), (r"\boxed{3}", r"2\sqrt{2}", 0), ("nothing", "5", 0), (r"\boxed{3}", "", None)])
+def test_formulas(text, gold, expected):
+  assert symbolic.math(completions=[text], answer=[gold]) == [expected]
+
+
+def test_a_formula_that_would_take_for_ever_is_wrong(monkeypatch):
+  monkeypatch.setattr(symbolic, "SECONDS", 1)
+  start = time.monotonic()
+  assert symbolic.math(completions=[r"\boxed{9^{9^{9^{9^9}}}}"], answer=["7"]) == [0.0]
+  assert time.monotonic() - start < 10

@@ -116,6 +116,17 @@ def test_gsm8k_refuses_bad_files(tmp_path, train, message):
   assert "\n" not in str(error.value)
 
 
+def test_math_folder(tmp_path):
+  row, bare = {"problem": "1/2?", "answer": r"\frac12", "solution": "So $\\boxed{\\frac12}$.", "level": 5}, {"question": "2?", "answer": "2"}
+  task = tasks.make_task(data("math", folder(tmp_path, json.dumps(row) + "\n" + json.dumps(bare))))
+  assert task.train == [{"question": "1/2?", "solution": row["solution"], "answer": r"\frac12"},
+                        {"question": "2?", "solution": "2", "answer": "2"}]
+  with pytest.raises(ConfigError, match="line 1 has no text field 'answer'"):
+    tasks.make_task(data("math", folder(tmp_path, json.dumps({"problem": "?"}))))
+  with pytest.raises(ConfigError, match="data.path is empty"):
+    tasks.make_task(data("math"))
+
+
 def test_bad_sources_are_named(tmp_path):
   with pytest.raises(ConfigError, match="data.path: cannot read .*train.jsonl"):
     tasks.make_task(data(path=tmp_path))

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 from grpo_jax import config
 from grpo_jax.config import ConfigError
@@ -32,13 +32,25 @@ def arithmetic(path: str) -> Task:
 
 def gsm8k(path: str) -> Task:
   """Grade-school word problems from `path`/{train,test}.jsonl, or through TensorFlow Datasets if `path` is empty."""
-  splits = [_jsonl(pathlib.Path(path).expanduser() / f"{s}.jsonl") if path else _tfds(s) for s in ("train", "test")]
+  splits = [_jsonl(pathlib.Path(path).expanduser() / f"{s}.jsonl", _number) if path else _tfds(s) for s in ("train", "test")]
+  return _task(splits)
+
+
+def math(path: str) -> Task:
+  """Problems with formulas for answers from `path`/{train,test}.jsonl, as MATH-500 has them: objects with `problem` (or
+  `question`) and `answer`; a `solution` is what a warm start imitates."""
+  if not path:
+    raise ConfigError("data.path is empty: the task math needs a folder with train.jsonl and test.jsonl")
+  splits = [_jsonl(pathlib.Path(path).expanduser() / f"{s}.jsonl", _formula) for s in ("train", "test")]
+  return _task(splits)
+
+
+def _task(splits):
   texts = (text for split in splits for example in split for text in (*_contents(example["question"]), example["solution"]))
-  characters = set().union(*texts)
-  return Task(*splits, alphabet="".join(sorted(characters)))
+  return Task(*splits, alphabet="".join(sorted(set().union(*texts))))
 
 
-TASKS = {"arithmetic": arithmetic, "gsm8k": gsm8k}
+TASKS = {"arithmetic": arithmetic, "gsm8k": gsm8k, "math": math}
 
 
 def make_task(data: config.Data) -> Task:
@@ -52,7 +64,7 @@ def _contents(question):
   return [question] if isinstance(question, str) else [message["content"] for message in question]
 
 
-def _jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
+def _jsonl(path: pathlib.Path, read: Callable[[Any, str], dict[str, Any]]) -> list[dict[str, Any]]:
   try:
     text = path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +73,7 @@ def _jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
   examples = []
   for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 may stand inside a JSON string
     if line.strip():
-      examples.append(_example(_object(line, f"{path} line {number}"), f"{path} line {number}"))
+      examples.append(read(_object(line, f"{path} line {number}"), f"{path} line {number}"))
   if not examples:
     raise ConfigError(f"data.path: {path} is empty; each line must be an object with question and answer")
   return examples
@@ -87,17 +99,28 @@ def _tfds(split: str) -> list[dict[str, Any]]:
                       " --config.data.path=FOLDER with train.jsonl and test.jsonl, or prepare it where there is a"
                       " network: python -c \"import tensorflow_datasets as tfds, tensorflow_datasets.text.gsm8k;"
                       " tfds.data_source('gsm8k')\"") from error
-  return [_example(row, f"tfds gsm8k {split} example {i}") for i, row in enumerate(rows)]
+  return [_number(row, f"tfds gsm8k {split} example {i}") for i, row in enumerate(rows)]
 
 
-def _example(row: Any, where: str) -> dict[str, Any]:
-  for field, kinds in (("question", (str, list)), ("answer", str)):
-    if not isinstance(row, dict) or not isinstance(row.get(field), kinds):
-      raise ConfigError(f"data.path: {where} has no text field {field!r}; each must have question and answer")
-  if isinstance(row["question"], list):
-    chat.check(row["question"], f"data.path: {where}")
-  solution = _CALCULATOR.sub("", row["answer"])
+def _text(row, where, *names, kinds=str):
+  """The first of the fields that is there."""
+  found = next((row[name] for name in names if isinstance(row, dict) and isinstance(row.get(name), kinds)), None)
+  if found is None:
+    raise ConfigError(f"data.path: {where} has no text field {' or '.join(map(repr, names))}; each must have one")
+  if isinstance(found, list):
+    chat.check(found, f"data.path: {where}")
+  return found
+
+
+def _formula(row: Any, where: str) -> dict[str, Any]:
+  question, answer = _text(row, where, "problem", "question", kinds=(str, list)), _text(row, where, "answer")
+  return {"question": question, "solution": _text(row, where, "solution", "answer"), "answer": answer}
+
+
+def _number(row: Any, where: str) -> dict[str, Any]:
+  question = _text(row, where, "question", kinds=(str, list))
+  solution = _CALCULATOR.sub("", _text(row, where, "answer"))
   _, anchor, answer = solution.rpartition("####")
   if not anchor:
     raise ConfigError(f"data.path: {where}: the answer must end in '#### NUMBER'")
-  return {"question": row["question"], "solution": solution, "answer": answer.replace(",", "").strip()}
+  return {"question": question, "solution": solution, "answer": answer.replace(",", "").strip()}

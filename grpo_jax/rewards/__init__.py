@@ -20,7 +20,7 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 
 from grpo_jax.config import ConfigError
-from grpo_jax.rewards import answers, process
+from grpo_jax.rewards import answers, process, symbolic
 
 Steps = list[tuple[int, float]]
 Reward = Callable[..., Sequence[float | Steps | None]]
@@ -29,6 +29,7 @@ REWARDS: dict[str, Reward] = {
     "strict": answers.strict,
     "flexible": answers.flexible,
     "boxed": answers.boxed,
+    "math": symbolic.math,
     "worked_steps": process.worked_steps,
 }
 
