@@ -17,7 +17,8 @@ from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.loader import Prompts
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.parallel import sharding
-from grpo_jax.rewards import Reward, resolve_all
+from grpo_jax.reward_model import RewardModel
+from grpo_jax.rewards import Reward, resolve_all, silent
 from grpo_jax.run_checks import check
 from grpo_jax.types import Batch, Rewards, Scores, TrainState
 
@@ -54,8 +55,15 @@ class Run:
 
   @functools.cached_property
   def functions(self) -> list[Reward]:
-    """The reward functions."""
-    return resolve_all(self.config.reward.functions)
+    """The reward functions. Models are computed by all processes together, the others called by the first alone."""
+    functions = resolve_all(self.config.reward.functions, self._reward_model)
+    return [f if self.is_first_process or isinstance(f, RewardModel) else silent(f) for f in functions]
+
+  def _reward_model(self, path):
+    reward = self.config.reward
+    self.check_rows(reward__batch=reward.batch)
+    dtype = reward.dtype or self.config.model.dtype
+    return RewardModel(path, dataclasses.replace(reward, dtype=dtype), self.mesh, self.put, self.fetch)
 
   @property
   def reward_weights(self) -> tuple[float, ...]:
@@ -114,10 +122,7 @@ class Run:
   def initial_params(self) -> Any:
     """The checkpoint's parameters, or random ones, each in its place on the mesh."""
     if self.config.model.path:
-      places = {sharding.leaf_path(path): place
-                for path, place in jax.tree_util.tree_leaves_with_path(self.param_shardings)}
-      put = lambda name, x: jax.make_array_from_callback(x.shape, places[name], lambda i: x[i])
-      return model.load(self.config.model.path, put)[1]
+      return model.load(self.config.model.path, sharding.placed(self.param_shardings))[1]
     init = jax.jit(functools.partial(model.init, config=self.model), out_shardings=self.param_shardings)
     return init(self.key("init"))
 

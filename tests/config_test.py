@@ -106,6 +106,7 @@ def test_every_config_loads(name, preset):
 
 
 VARIANTS = [dict(surrogate=name, top_entropy_quantile=.5) for name in SURROGATES]
+REWARDS = ROOT / "tests" / "golden" / "rewards"
 VARIANTS += [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0,
                   dynamic_sampling=False, old_logprobs="recomputed"),
              dict(advantage="pass_at_k", overlong=0.0, off_policy_threshold=.1, entropy_coef=.1)]
@@ -143,6 +144,8 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
   jax.config.update("jax_disable_most_optimizations", True)  # what it computes does not matter
   try:
     train(config, str(tmp_path / "run"))
+    reward = dataclasses.replace(config.reward, functions=(str(REWARDS / "qwen2_steps"),), step_separator=";")
+    Run(dataclasses.replace(config, reward=reward)).functions[0](completions=["1"], prompts=["1="])
     for change in VARIANTS:
       trace(Run(dataclasses.replace(config, algo=dataclasses.replace(config.algo, **change))))
   finally:

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from grpo_jax import rollout
-from grpo_jax.config import Reward
 from grpo_jax.data import tokenizer
 from grpo_jax.data.loader import Prompts, prompt_batch
 from grpo_jax.types import Completions
@@ -33,7 +32,7 @@ def completions(texts, width=8):
 
 def score(texts, *functions):
   weights = (1.0,) * len(functions)
-  return rollout.score(completions(texts), PROMPTS, TOKENS.decode, functions, Reward(("",) * len(functions), weights))
+  return rollout.score(completions(texts), PROMPTS, TOKENS.decode, functions, weights)
 
 
 def fixed(rewards_PG, name="fixed"):
@@ -52,7 +51,7 @@ def measure(rewards_PG):
 def test_texts_are_decoded_up_to_their_length_without_the_stop_token():
   out = completions([["12$", "#### 3", "$"], ["4", "5$", "66$"], ["7", "8", "9$"]])
   out.tokens_PGT[0, 0, 3:] = TOKENS.encode("99999")  # what lies beyond a completion is nobody's
-  scored = rollout.score(out, PROMPTS, TOKENS.decode, [fixed(np.zeros((3, 3)))], Reward(("",), (1.0,)))
+  scored = rollout.score(out, PROMPTS, TOKENS.decode, [fixed(np.zeros((3, 3)))], (1.0,))
   assert scored.texts == [["12", "#### 3", ""], ["4", "5", "66"], ["7", "8", "9"]]
 
 
@@ -73,11 +72,12 @@ def test_every_group_member_is_scored_with_its_own_prompts_fields():
 def test_rewards_are_weighted_and_each_functions_scores_are_kept():
   first, second = np.array([[1, 0], [1, NAN], [0, NAN]]), np.array([[2, 4], [NAN, 6], [8, NAN]])
   scored = rollout.score(completions([["0", "1"]] * 3), PROMPTS, TOKENS.decode, [fixed(first, "a"), fixed(second, "b")],
-                         Reward(("", ""), (1.0, 0.5)))
+                         (1.0, 0.5))
   np.testing.assert_array_equal(scored.rewards_PG, [[2, 2], [1, 3], [4, NAN]])  # None counts nothing; both None: NaN
   np.testing.assert_array_equal(scored.scores["a"], first)
   np.testing.assert_array_equal(scored.scores["b"], second)
   values = rollout.metrics(completions([["0", "1"]] * 3), scored)
+  assert values["rewards/a/unscored"] == 2 and values["rewards/b/unscored"] == 2
   assert values["rewards/a/mean"] == 0.5 and values["rewards/b/mean"] == 5.0  # 2/4 and 20/4
 
 

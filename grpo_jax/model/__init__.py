@@ -1,5 +1,6 @@
-"""The decoder: `init`, `load`, `save`, `forward`, and its two halves `features` and `unembed`."""
+"""The decoder: `init`, `load`, `save`, `forward`, and its halves `features` and `unembed`, or `score` of a reward model."""
 from grpo_jax.model.cache import Cache, Prefix, empty, grow, share
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.transformer import Params, features, forward, init, unembed
+from grpo_jax.model.families import SCORERS
+from grpo_jax.model.transformer import Params, features, forward, init, score, unembed
 from grpo_jax.model.weights import load, load_config, save

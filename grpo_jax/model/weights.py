@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 import shutil
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Collection, Mapping
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
@@ -23,17 +23,18 @@ SHARD_BYTES = 4 << 30  # of one written file: what the host holds at once
 Place = Callable[[str, np.ndarray], Any]  # (our path, float32 array) -> the leaf of the tree
 
 
-def load_config(path: str | os.PathLike) -> ModelConfig:
-  """The shape of the model in a Hugging Face folder, and what ends its texts; reads no weights. Errors as `load`."""
-  return _read_config(path)[1]
+def load_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
+  """The shape of the model in a Hugging Face folder, and what ends its texts; reads no weights. Arguments as `load`."""
+  return _read_config(path, labels)[1]
 
 
-def load(path: str | os.PathLike, place: Place | None = None) -> tuple[ModelConfig, Any]:
+def load(path: str | os.PathLike, place: Place | None = None, labels: Collection[int] = (0,)) -> tuple[ModelConfig, Any]:
   """A Hugging Face folder as (config, float32 params). `place` puts each tensor where it belongs as it is read.
 
+  `labels`: which heads the model may have, as in ModelConfig: a language model's (0), or those of SCORERS.
   Raises ConfigError for a folder that is incomplete or damaged, or a model that is not computed exactly here.
   """
-  family, config = _read_config(path)
+  family, config = _read_config(path, labels)
   folder = Path(path).expanduser()
   place = place or (lambda name, array: jnp.array(array))
   sizes, leaves = families.sizes(config), {}
@@ -74,11 +75,11 @@ def save(path: str | os.PathLike, config: ModelConfig, params: Any) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _read_config(path):
+def _read_config(path, labels):
   folder = Path(path).expanduser()
   if not folder.is_dir():
     raise ConfigError(f"model folder {path} does not exist: download it first, hf download NAME --local-dir FOLDER")
-  family, config = huggingface.read_config(_read_json(folder / "config.json"), folder / "config.json")
+  family, config = huggingface.read_config(_read_json(folder / "config.json"), folder / "config.json", labels)
   generation = folder / "generation_config.json"
   if generation.exists():
     stop_ids = huggingface.read_stop_ids(_read_json(generation), generation)
@@ -139,7 +140,7 @@ def _check(files: Mapping[str, Any], family: families.Family, config: ModelConfi
       raise ConfigError(f"{folder}: tensor {name} is {dtype}: save it as float32, float16 or bfloat16")
   head, embedding = family.head.theirs, family.embedding.theirs
   for name in sorted(files.keys() - expected.keys()):
-    if name == head:  # tied: a copy says nothing new, but transformers 5 would use one that differs
+    if name == head and not config.labels:  # tied: a copy says nothing new, but transformers 5 would use one that differs
       if not np.array_equal(files[head].get_tensor(head), files[embedding].get_tensor(embedding)):
         raise ConfigError(f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json")
     elif not families.HARMLESS.search(name):

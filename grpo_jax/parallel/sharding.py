@@ -1,6 +1,6 @@
 """Where every array lies on the mesh: a strict table of parameter paths."""
 import re
-from typing import Any
+from typing import Any, Callable
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,6 +20,8 @@ RULES = (
     (r"layers_\d+/mlp/down/kernel", ("tensor", "fsdp")),
     (r"final_norm/scale", (None,)),
     (r"head/kernel", ("fsdp", "tensor")),
+    (r"score/kernel", ("fsdp", None)),
+    (r"score/bias", (None,)),
 )
 LAYOUTS = {"train": ("fsdp", "tensor"), "tensor": ("tensor",)}  # the axes of RULES that a layout keeps
 
@@ -39,6 +41,12 @@ def param_specs(params: Any, mesh: Mesh, layout: str = "train") -> Any:
     return NamedSharding(mesh, PartitionSpec(*(a if _divides(mesh, a, n) else None for a, n in zip(axes, leaf.shape))))
 
   return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def placed(shardings: Any) -> Callable[[str, Any], jax.Array]:
+  """-> place(path of a leaf, host array), which puts it where `shardings` has it. Each process puts its part."""
+  places = {leaf_path(path): place for path, place in jax.tree_util.tree_leaves_with_path(shardings)}
+  return lambda name, x: jax.make_array_from_callback(x.shape, places[name], lambda i: x[i])
 
 
 def undivided(params: Any, mesh: Mesh, layout: str = "train") -> list[str]:
