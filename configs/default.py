@@ -57,8 +57,12 @@ def get_config(preset="grpo"):
   c.sampling.layout = "train"  # of the weights while sampling: train = as learned, tensor = whole but for that axis
 
   c.reward = ConfigDict()
-  c.reward.functions = ("strict",)  # names of grpo_jax/rewards, or file.py:function
+  c.reward.functions = ("strict",)  # names of grpo_jax/rewards, file.py:function, or Hugging Face folders of reward models
   c.reward.weights = (1.0,)
+  # Of reward models:
+  c.reward.batch = 64  # texts scored at once, a multiple of mesh.data x mesh.fsdp
+  c.reward.dtype = ""  # of their weights and computation; "" = model.dtype
+  c.reward.step_separator = "\n"  # between the steps that a *ForTokenClassification scores
 
   c.algo = ConfigDict(presets.row(preset))  # see grpo_jax/algo/presets.py
 

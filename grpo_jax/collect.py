@@ -81,10 +81,9 @@ class Collector:
     return sampler(params, *arrays, jax.random.fold_in(self._run.key("sample"), number)), prompts, arrays
 
   def _score(self, out, prompts):
-    """Scored by the first process; the others get its numbers, not its texts and steps."""
+    """Every process gets the first one's numbers, not its steps: it alone calls reward functions that are no models."""
     run, algo = self._run, self._config.algo
-    score = rollout.score if run.is_first_process else rollout.unscored
-    scored = score(out, prompts, run.tokenizer.decode, self._functions, self._config.reward)
+    scored = rollout.score(out, prompts, run.tokenizer.decode, self._functions, self._config.reward.weights)
     if algo.overlong:
       scored = rollout.with_overlong(scored, out, self._config.sampling.max_tokens, algo.overlong)
     # As a list: a dict would come back in another order, and the scores have the order of their weights.

@@ -69,6 +69,9 @@ class Sampling:
 class Reward:
   functions: tuple[str, ...]
   weights: tuple[float, ...]
+  batch: int
+  dtype: str
+  step_separator: str
 
 
 @dataclasses.dataclass(frozen=True)

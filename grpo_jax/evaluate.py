@@ -13,7 +13,7 @@ from absl import flags
 
 from grpo_jax import cli, estimators, rollout
 from grpo_jax import rewards as rewards_lib
-from grpo_jax.config import Config, Reward
+from grpo_jax.config import Config
 from grpo_jax.data.loader import Prompts, prompt_batch
 from grpo_jax.rewards.answers import final_answer
 from grpo_jax.run import Run
@@ -65,7 +65,7 @@ class Evaluator:
       batch = prompt_batch(self._prompts, (start + np.arange(size)) % count)
       arrays = run.put((batch.prompts_PS, batch.prompt_lengths_P))
       out = run.fetch(sampler(params, *arrays, key, start))
-      scored = rollout.score(out, batch, run.tokenizer.decode, [self._function], Reward(("",), (1.0,)))
+      scored = rollout.score(out, batch, run.tokenizer.decode, [self._function], (1.0,))
       parts.append([x[:kept] for x in (scored.rewards_PG == 1, out.lengths_PG, out.stopped_by_PG < 0)])
       answers += [[final_answer(text) for text in group] for group in scored.texts[:kept]]
       self._progress(what, start + kept, count)

@@ -10,16 +10,21 @@ _NAME = re.compile(r"(?!.*\.(?:json|model)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+)
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]  # no pickles, no code
 
 
+def is_name(path: str) -> bool:
+  """Whether it is no path here and may be a name there."""
+  return _NAME.fullmatch(path) is not None and not Path(path).expanduser().exists()
+
+
 def folder(path: str, key: str) -> str:
   """`path` where it exists or is no name, else what it names, downloaded once into the cache of huggingface_hub.
 
   HF_HUB_OFFLINE=1 takes it from there. Raises ConfigError, naming config key `key`, where it cannot be had.
   """
-  name = _NAME.fullmatch(path)
-  if Path(path).expanduser().exists() or name is None:
+  if not is_name(path):
     return path
   from huggingface_hub import snapshot_download  # here: slow to import
 
+  name = _NAME.fullmatch(path)
   try:
     return snapshot_download(name[1], revision=name[2], allow_patterns=_FILES)
   except Exception as error:  # no such model, a gate, no network, offline and not there: each is an exception of its own

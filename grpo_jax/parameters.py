@@ -68,7 +68,7 @@ class Parameters:
     """The checkpoint's parameters, as `convert` makes them, where `abstract` has them."""
     places = flatten_dict(jax.tree.map(lambda x: x.sharding, abstract), sep="/")
     placed = lambda name, x: jax.lax.with_sharding_constraint(convert(name, x), places[name])
-    return model.load(self._config.model.path, self._places, placed, self._progress)[1]
+    return model.load(self._config.model.path, self._places, placed, progress=self._progress)[1]
 
   def policy(self, trained: Any) -> Any:
     """All that the policy is computed from: `trained`, on top of the frozen parameters where it is adapters."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax import rewards as rewards_lib
-from grpo_jax.config import Reward, Sampling
+from grpo_jax.config import Sampling
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.rewards.overlong import overlong
 from grpo_jax.sampler.decode import capacities, decode
@@ -64,7 +64,7 @@ class Scored:
 
 
 def score(out: Completions, prompts: PromptBatch, decode_text: Callable[[Sequence[int]], str],
-          functions: Sequence[rewards_lib.Reward], config: Reward) -> Scored:
+          functions: Sequence[rewards_lib.Reward], weights: Sequence[float]) -> Scored:
   """Decodes completions (numpy arrays) and calls the reward functions once, on all of them."""
   P, G, _ = out.tokens_PGT.shape
   texts = [[decode_text(tokens[:n].tolist()) for tokens, n in zip(*group)]
@@ -73,16 +73,8 @@ def score(out: Completions, prompts: PromptBatch, decode_text: Callable[[Sequenc
   columns["completion_ids"] = [tokens[:n].tolist() for group in zip(out.tokens_PGT, out.lengths_PG)
                                for tokens, n in zip(*group)]
   flat = [text for group in texts for text in group]
-  rewards_N, scores, steps = rewards_lib.score(functions, config.weights, flat, columns)
+  rewards_N, scores, steps = rewards_lib.score(functions, weights, flat, columns)
   return Scored(texts, rewards_N.reshape(P, G), {name: values.reshape(P, G) for name, values in scores.items()}, steps)
-
-
-def unscored(out: Completions, prompts: PromptBatch, decode_text, functions: Sequence[rewards_lib.Reward],
-             config: Reward) -> Scored:
-  """What stands for `score` where another process does the scoring."""
-  P, G, _ = out.tokens_PGT.shape
-  nothing, names = np.full((P, G), np.nan, np.float32), map(rewards_lib.name_of, functions)
-  return Scored([[""] * G] * P, nothing, dict.fromkeys(names, nothing), {})
 
 
 def with_overlong(scored: Scored, out: Completions, max_tokens: int, share: float) -> Scored:
@@ -136,7 +128,8 @@ def metrics(out: Completions, scored: Scored) -> dict[str, float]:
       # How much likelier a token was drawn than the policy has it: 0 without top-k, top-p and min-p.
       "sampler/filter_gap_mean": float((out.sampling_logprobs_PGT - out.logprobs_PGT).sum() / out.lengths_PG.sum()),
   }
-  return values | {f"rewards/{name}/mean": mean(x) for name, x in scored.scores.items()}
+  values |= {f"rewards/{name}/mean": mean(x) for name, x in scored.scores.items()}
+  return values | {f"rewards/{name}/unscored": int(np.isnan(x).sum()) for name, x in scored.scores.items()}
 
 
 def rows(out: Completions, scored: Scored, prompts: PromptBatch) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ from grpo_jax.data.loader import Prompts
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.parallel import sharding
 from grpo_jax.parameters import Parameters, Progress
-from grpo_jax.rewards import Reward, resolve_all
+from grpo_jax.reward_model import RewardModel
+from grpo_jax.rewards import Reward, resolve_all, silent
 from grpo_jax.run_checks import check
 from grpo_jax.types import Batch, Rewards, Scores, TrainState
 
@@ -52,8 +53,15 @@ class Run:
 
   @functools.cached_property
   def functions(self) -> list[Reward]:
-    """The reward functions."""
-    return resolve_all(self.config.reward.functions)
+    """The reward functions. Models are computed by all processes together, the others called by the first alone."""
+    functions = resolve_all(self.config.reward.functions, self._reward_model)
+    return [f if self.is_first_process or isinstance(f, RewardModel) else silent(f) for f in functions]
+
+  def _reward_model(self, path):
+    reward = self.config.reward
+    self.check_rows(reward__batch=reward.batch)
+    dtype = reward.dtype or self.config.model.dtype
+    return RewardModel(path, dataclasses.replace(reward, dtype=dtype), self.mesh, self.put, self.fetch)
 
   @property
   def reward_weights(self) -> tuple[float, ...]:

@@ -45,7 +45,8 @@ def check(config: Config) -> None:
       ("sampling.top_k", c.sampling.top_k, 0), ("learner.logprob_chunk", c.learner.logprob_chunk, 1),
       ("optimizer.warmup_steps", c.optimizer.warmup_steps, 0), ("warm_start.steps", c.warm_start.steps, 0),
       ("warm_start.batch", c.warm_start.batch, 1), ("warm_start.warmup_steps", c.warm_start.warmup_steps, 0),
-      ("eval.every", c.eval.every, 0), ("eval.examples", c.eval.examples, 1), ("eval.batch", c.eval.batch, 1),
+      ("reward.batch", c.reward.batch, 1), ("eval.every", c.eval.every, 0),
+      ("eval.examples", c.eval.examples, 1), ("eval.batch", c.eval.batch, 1),
       ("eval.samples", c.eval.samples, 0), ("checkpoint.every", c.checkpoint.every, 0),
       ("checkpoint.keep", c.checkpoint.keep, 1), ("log.every", c.log.every, 1),
       ("log.completions_every", c.log.completions_every, 0), ("optimizer.learning_rate", c.optimizer.learning_rate, 0),
@@ -70,6 +71,8 @@ def check(config: Config) -> None:
   choose("sampling.dtype", c.sampling.dtype, ("", *DTYPES))
   choose("sampling.layout", c.sampling.layout, ("train", "tensor"))
   choose("optimizer.schedule", c.optimizer.schedule, tuple(SCHEDULES))
+  choose("reward.dtype", c.reward.dtype, ("", *DTYPES))
+  need(c.reward.step_separator, "reward.step_separator", "", "it must hold at least a character")
   need(len(c.reward.weights) == len(c.reward.functions) >= 1, "reward.weights", c.reward.weights,
        f"it must hold one number for each of reward.functions = {c.reward.functions}, and there must be at least one")
   _check_algo(c, need, choose)

@@ -1,7 +1,8 @@
 """The structs that cross rooms, and the legend of the shapes in names.
 
 P prompts · G group · S prompt tokens · T completion tokens · V vocabulary · D model · F feed-forward · L layers ·
-H query heads · K kv heads, or reward functions · R = H / K · E head dim · B rows (P * G, group-major) · C cache slots.
+H query heads · K kv heads, or reward functions · R = H / K · E head dim · B rows (P * G, group-major) · C cache slots ·
+N labels of a reward model.
 
 One alignment: `logprobs_PGT[..., t]` is the log-prob of completion token t given all before it. Prompts and completions
 are right-padded. A completion includes the token that stopped it.

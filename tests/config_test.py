@@ -120,6 +120,7 @@ def with_adapters(config, folder):
 
 
 VARIANTS = [dict(surrogate=name, top_entropy_quantile=.5) for name in SURROGATES]
+REWARDS = ROOT / "tests" / "golden" / "rewards"
 VARIANTS += [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0,
                   dynamic_sampling=False, old_logprobs="recomputed"),
              dict(advantage="pass_at_k", overlong=0.0, off_policy_threshold=.1, entropy_coef=.1)]
@@ -160,6 +161,8 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
     Run(with_adapters(config, tmp_path / "hf"))
     chatty = tokenizer.load(ROOT / "tests/golden/tokenizers/qwen")
     Prompts([{"question": "1+1="}], chatty, dataclasses.replace(config.data, chat=True, max_prompt_tokens=99))
+    reward = dataclasses.replace(config.reward, functions=(str(REWARDS / "qwen2_steps"),), step_separator=";")
+    Run(dataclasses.replace(config, reward=reward)).functions[0](completions=["1"], prompts=["1="])
     for change in VARIANTS:
       trace(Run(dataclasses.replace(config, algo=dataclasses.replace(config.algo, **change))))
   finally:

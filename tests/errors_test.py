@@ -103,6 +103,13 @@ def contents(folder):
     (dict(reward__functions=["nosuch"]), ["reward.functions", "'nosuch'", "strict", "path/file.py:function"]),
     (dict(reward__functions=["no/file.py:f"]), ["reward.functions", "there is no file no/file.py"]),
     (dict(reward__functions=[f"{__file__}:nosuch"]), ["reward.functions", "defines no function 'nosuch'"]),
+    (dict(reward__functions=[f"{Path(__file__).parent}/golden/qwen2_tied"]),
+     ["qwen2_tied/config.json: architectures is ['Qwen2ForCausalLM']", "of Qwen2ForSequenceClassification or"]),
+    (dict(reward__functions=[f"{Path(__file__).parent}/golden/rewards/qwen2"], reward__batch=12),
+     ["reward.batch is 12", "multiple of mesh.data x mesh.fsdp = 8"]),
+    (dict(reward__batch=0), ["reward.batch is 0", "at least 1"]),
+    (dict(reward__dtype="int8"), ["reward.dtype is 'int8'", "'float32', 'bfloat16'"]),
+    (dict(reward__step_separator=""), ["reward.step_separator is ''", "at least a character"]),
     (dict(reward__weights=[1.0, 2.0]), ["reward.weights is (1.0, 2.0)", "one number for each", "'strict'"]),
     (dict(reward__functions=[], reward__weights=[]), ["reward.weights is ()", "at least one"]),
     (dict(eval__function="nosuch"), ["'nosuch'", "strict"]),
@@ -161,7 +168,7 @@ def test_another_config_leaves_a_run_alone(run_folder, changes, words):
 def test_a_run_may_be_made_longer_and_watched_otherwise(run_folder):
   before = contents(run_folder)
   Trainer(config(steps=500, eval__every=7, checkpoint__every=3, log__every=2, mesh__fsdp=2, mesh__data=-1,
-                 batch__micro_batch=8, learner__remat=True), str(run_folder))
+                 batch__micro_batch=8, learner__remat=True, reward__batch=16), str(run_folder))
   after = contents(run_folder)
   assert json.loads(after.pop("config.json"))["steps"] == 500
   assert after == {name: content for name, content in before.items() if name != "config.json"}

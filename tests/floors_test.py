@@ -6,9 +6,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = {
-    "config": 0, "types": 0, "masked": 0,
-    "algo": 1, "model": 1, "sampler": 1, "rewards": 1, "data": 1, "parallel": 1, "optim": 1, "estimators": 1, "hub": 1,
-    "learner": 2, "rollout": 2, "run_checks": 2, "parameters": 2,
+    "config": 0, "types": 0, "masked": 0, "hub": 0.5,
+    "algo": 1, "model": 1, "sampler": 1, "rewards": 1, "data": 1, "parallel": 1, "optim": 1, "estimators": 1,
+    "learner": 2, "reward_model": 2, "rollout": 2, "run_checks": 2, "parameters": 2,
     "run": 3, "checkpoint": 3, "metrics": 3, "terminal": 3,
     "cli": 4, "collect": 4, "evaluate": 5, "export": 5, "sample": 5,
     "train": 6,

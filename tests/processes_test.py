@@ -75,15 +75,17 @@ def test_an_error_of_the_first_process_ends_both(tmp_path):
 
 @pytest.mark.parametrize("algo", [{"algo.dynamic_sampling": True, "algo.overlong": .5}, {"algo.advantage": "process"}], ids=str)
 def test_what_the_first_process_scores_reaches_the_others_as_it_is(tmp_path, algo):
-  """Two functions of unequal weights, their names not in the alphabet's order; one gives steps."""
+  """Two functions of unequal weights, their names not in the alphabet's order; one gives steps. And a reward model, which
+  both processes compute."""
   (tmp_path / "reward.py").write_text(
       "def steps(completions, **_):\n  return [[(i + 1, float(ch in '123')) for i, ch in enumerate(c)] for c in completions]\n"
       "def even(completions, **_):\n  return [float(sum(map(ord, c)) % 2) for c in completions]\n")
-  keys = {"warm_start.steps": 0, "steps": 2, "reward.weights": (2.0, 0.5),
-          "reward.functions": tuple(f"{tmp_path}/reward.py:{name}" for name in ("steps", "even")), **algo}
+  keys = {"warm_start.steps": 0, "steps": 2, "reward.weights": (2.0, 0.5, 0.3), "reward.batch": 8,
+          "reward.functions": (*(f"{tmp_path}/reward.py:{name}" for name in ("steps", "even")),
+                               f"{ROOT}/tests/golden/rewards/qwen2"), **algo}
   assert ended(started(1, tmp_path / "one", **keys))[0] == [0]
   assert ended(started(2, tmp_path / "two", **keys))[0] == [0, 0]
   one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-  assert len(one) == len(two) == 3 and one[1]["advantage/std"] > .1
+  assert len(one) == len(two) == 3 and one[1]["advantage/std"] > .1 and one[1]["rewards/qwen2/unscored"] == 0
   for ours, theirs in zip(two, one):
     assert ours == pytest.approx(theirs, abs=1e-5)

@@ -229,8 +229,17 @@ def test_two_rewards_of_one_name_are_refused_at_the_start(tmp_path):
   file = tmp_path / "mine.py"
   file.write_text("def strict(completions, **columns):\n  return [0.0] * len(completions)\n")
   with pytest.raises(ConfigError, match="same name"):
-    rewards.resolve_all(["strict", f"{file}:strict"])
-  assert rewards.resolve_all(["strict", "flexible"]) == [strict, rewards.REWARDS["flexible"]]
+    rewards.resolve_all(["strict", f"{file}:strict"], None)
+  assert rewards.resolve_all(["strict", "flexible"], None) == [strict, rewards.REWARDS["flexible"]]
+
+
+def test_a_folder_with_a_config_is_a_model(tmp_path):
+  (tmp_path / "learned").mkdir()
+  (tmp_path / "learned" / "config.json").write_text("{}")
+  found = rewards.resolve_all(["strict", str(tmp_path / "learned")], lambda name: boxed)
+  assert found == [strict, boxed]
+  with pytest.raises(ConfigError, match="eval.function: .*learned' is a model's folder, which only reward.functions may name"):
+    rewards.resolve(str(tmp_path / "learned"), "eval.function")
 
 
 def test_resolve(tmp_path):

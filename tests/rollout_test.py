@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import rollout
-from grpo_jax.config import Data, Reward
+from grpo_jax.config import Data
 from grpo_jax.data import tokenizer
 from grpo_jax.data.loader import Prompts, prompt_batch
 from grpo_jax.types import Completions
@@ -36,7 +36,7 @@ def completions(texts, width=8):
 
 def score(texts, *functions):
   weights = (1.0,) * len(functions)
-  return rollout.score(completions(texts), PROMPTS, TOKENS.decode, functions, Reward(("",) * len(functions), weights))
+  return rollout.score(completions(texts), PROMPTS, TOKENS.decode, functions, weights)
 
 
 def fixed(rewards_PG, name="fixed"):
@@ -55,7 +55,7 @@ def measure(rewards_PG):
 def test_texts_are_decoded_up_to_their_length_without_the_stop_token():
   out = completions([["12$", "#### 3", "$"], ["4", "5$", "66$"], ["7", "8", "9$"]])
   out.tokens_PGT[0, 0, 3:] = TOKENS.encode("99999")  # what lies beyond a completion is nobody's
-  scored = rollout.score(out, PROMPTS, TOKENS.decode, [fixed(np.zeros((3, 3)))], Reward(("",), (1.0,)))
+  scored = rollout.score(out, PROMPTS, TOKENS.decode, [fixed(np.zeros((3, 3)))], (1.0,))
   assert scored.texts == [["12", "#### 3", ""], ["4", "5", "66"], ["7", "8", "9"]]
 
 
@@ -76,11 +76,12 @@ def test_every_group_member_is_scored_with_its_own_prompts_fields():
 def test_rewards_are_weighted_and_each_functions_scores_are_kept():
   first, second = np.array([[1, 0], [1, NAN], [0, NAN]]), np.array([[2, 4], [NAN, 6], [8, NAN]])
   scored = rollout.score(completions([["0", "1"]] * 3), PROMPTS, TOKENS.decode, [fixed(first, "a"), fixed(second, "b")],
-                         Reward(("", ""), (1.0, 0.5)))
+                         (1.0, 0.5))
   np.testing.assert_array_equal(scored.rewards_PG, [[2, 2], [1, 3], [4, NAN]])  # None counts nothing; both None: NaN
   np.testing.assert_array_equal(scored.scores["a"], first)
   np.testing.assert_array_equal(scored.scores["b"], second)
   values = rollout.metrics(completions([["0", "1"]] * 3), scored)
+  assert values["rewards/a/unscored"] == 2 and values["rewards/b/unscored"] == 2
   assert values["rewards/a/mean"] == 0.5 and values["rewards/b/mean"] == 5.0  # 2/4 and 20/4
 
 
@@ -147,7 +148,7 @@ def test_a_step_ends_at_the_token_with_its_last_character(family, text):
   out.tokens_PGT[0, 0], out.lengths_PG[0, 0] = ids, len(ids)
   of_semicolons = lambda completions, **_: [[(i + 1, float(i)) for i, c in enumerate(x) if c == ";"] for x in completions]
   prompts = dataclasses.replace(PROMPTS, texts=("",), columns={})
-  scored = rollout.score(out, prompts, tokens.decode, [of_semicolons], Reward(("",), (1.0,)))
+  scored = rollout.score(out, prompts, tokens.decode, [of_semicolons], (1.0,))
   assert scored.texts == [[text]]
   rewards_PGT, ends_PGT = rollout.step_rewards(out, scored, (1.0,), tokens.decode)
   # By hand: the token after which this many semicolons are written for the first time, the stop token for the last one.

@@ -321,7 +321,7 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
     greedy = trainer.run.sampler(dataclasses.replace(c.sampling, temperature=0.0), 1)
     prompts = loader.prompt_batch(trainer.collect.prompts, loader.indices(0, 0, P, len(trainer.collect.prompts)))
     out = trainer.run.fetch(greedy(state.params, prompts.prompts_PS, prompts.prompt_lengths_P, jax.random.key(7)))
-    expected = rollout.score(out, prompts, trainer.run.tokenizer.decode, trainer.run.functions, c.reward).rewards_PG[:, 0]
+    expected = rollout.score(out, prompts, trainer.run.tokenizer.decode, trainer.run.functions, (1.0,)).rewards_PG[:, 0]
     trainer.grpo_step(state, step)
   rows = [json.loads(line) for line in (tmp_path / "run" / "completions" / "000001.jsonl").read_text().splitlines()]
   baselines = np.array([row["reward"] - row["advantage"] for row in rows]).reshape(P, G)

@@ -201,7 +201,7 @@ def test_devices_read_their_own_parts(name, monkeypatch):
     assert x.dtype == ("float32" if "phi3" in name or ("gemma" in name and "norm" in path) else "bfloat16")
     return 2 * jax.lax.with_sharding_constraint(x.astype(jnp.float32), places[path])
 
-  _, params = load(GOLDEN / name, places, convert, lambda *progress: told.append(progress))
+  _, params = load(GOLDEN / name, places, convert, progress=lambda *progress: told.append(progress))
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), params, whole)
   for path, x in flatten_dict(params, sep="/").items():
     assert x.sharding.is_equivalent_to(places[path], x.ndim), path

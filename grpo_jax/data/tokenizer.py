@@ -75,8 +75,9 @@ def characters(alphabet: str) -> Tokenizer:
   })
 
 
-def load(path: str | pathlib.Path) -> Tokenizer:
+def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
   """The tokenizer in `path`: a .json or .model file, or a folder with tokenizer.json or, failing that, tokenizer.model.
+  Errors name the config key `key`.
 
   The ids that end a text are the eos_token of the files beside it, then the eos_token_id of generation_config.json.
   """
@@ -84,10 +85,10 @@ def load(path: str | pathlib.Path) -> Tokenizer:
   if path.is_dir():
     found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
     if not found:
-      raise ConfigError(f"data.tokenizer: {path} holds neither tokenizer.json nor tokenizer.model")
+      raise ConfigError(f"{key}: {path} holds neither tokenizer.json nor tokenizer.model")
     path = found[0]
   if not path.is_file() or path.suffix not in (".json", ".model"):
-    raise ConfigError(f"data.tokenizer: {path} must be a tokenizer.json, a tokenizer.model or a folder with one")
+    raise ConfigError(f"{key}: {path} must be a tokenizer.json, a tokenizer.model or a folder with one")
   name, config = f"tokenizer{path.suffix}", path.with_name("config.json")
   beside = {other: path.with_name(other) for other in _BESIDE}
   beside |= {f"{one.parent.name}/{one.name}": one for one in path.parent.glob("additional_chat_templates/*.jinja")}
@@ -100,7 +101,7 @@ def load(path: str | pathlib.Path) -> Tokenizer:
   except ConfigError:
     raise
   except Exception as error:  # both libraries raise bare Exception or RuntimeError for a damaged file
-    raise ConfigError(f"data.tokenizer: {path} cannot be read as a {name}: {error}") from error
+    raise ConfigError(f"{key}: {path} cannot be read as a {name}: {error}") from error
 
 
 def _hugging_face(files: Mapping[str, bytes], model_type: str | None = None) -> Tokenizer:

@@ -49,6 +49,7 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None
   windows: tuple[int, ...] = ()  # of each layer: how many tokens back a token sees, itself included; 0 = all; () = all 0
   local_rope_theta: float = 0.0  # of layers with a window, and without scaling; 0 = as the others
+  labels: int = 0  # numbers of a reward model's head: 1 = the score of a text, 2 = a step is wrong, is right; 0 = no such head
   stop_ids: tuple[int, ...] = ()  # token ids that end a text (eos_token_id of the checkpoint)
   dtype: str = "float32"  # of the computation; master weights are float32
   length: int = 0  # tokens of the longest text of this computation, where that is known; angles then come from a table

@@ -64,6 +64,20 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Scorer:
+  """A reward model: a decoder whose head gives numbers in place of logits."""
+  ending: str  # of the name of its architecture
+  rows: tuple[Row, ...]  # of its head
+
+
+_SCORE = Row("score.weight", "score/kernel", "N D", "DN")
+SCORERS = {  # ModelConfig.labels
+    1: Scorer("ForSequenceClassification", (_SCORE,)),
+    2: Scorer("ForTokenClassification", (_SCORE, Row("score.bias", "score/bias", "N", "N"))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
   model_type: str
   architecture: str
@@ -72,6 +86,12 @@ class Family:
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # ours: theirs, beside FIELDS
   embedding: Row = Row("model.embed_tokens.weight", "embed/embedding", "V D", "VD")
   head: Row = Row("lm_head.weight", "head/kernel", "V D", "DV")  # absent where embeddings are tied
+  scorer: str = ""  # how architectures of its reward models begin; "" = as `architecture` does
+
+  def architecture_with(self, labels: int) -> str:
+    """With the head of ModelConfig.labels."""
+    begins = self.scorer or self.architecture.removesuffix("ForCausalLM")
+    return begins + SCORERS[labels].ending if labels else self.architecture
 
   def tensors(self, config: ModelConfig) -> Iterator[Row]:
     """Every tensor of a model, or part of one, a row each; parts of one in their order."""
@@ -79,7 +99,9 @@ class Family:
     for row in self.rows:
       for i in range(config.num_layers if "{i}" in row.ours else 1):
         yield dataclasses.replace(row, theirs=row.theirs.format(i=i), ours=row.ours.format(i=i))
-    if not config.tie_embeddings:
+    if config.labels:
+      yield from SCORERS[config.labels].rows
+    elif not config.tie_embeddings:
       yield self.head
 
 
@@ -130,7 +152,8 @@ FAMILIES = {family.model_type: family for family in (
            dict(qkv_bias=False)),
     Family("gemma2", "Gemma2ForCausalLM", _norms(1.0, **_SANDWICH) + _PLAIN + _final_norm(1.0), _GEMMA, _CAPS),
     Family("gemma3_text", "Gemma3ForCausalLM",
-           _norms(1.0, **_SANDWICH) + _PLAIN + _qk_norms(1.0) + _final_norm(1.0), dict(_GEMMA, qk_norm=True), _CAPS),
+           _norms(1.0, **_SANDWICH) + _PLAIN + _qk_norms(1.0) + _final_norm(1.0), dict(_GEMMA, qk_norm=True), _CAPS,
+           scorer="Gemma3Text"),
 )}
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$")  # tensors of old checkpoints that follow from config.json
 
@@ -138,7 +161,7 @@ HARMLESS = re.compile(r"rotary_emb\.inv_freq$")  # tensors of old checkpoints th
 def sizes(config: ModelConfig) -> dict[str, int]:
   """Axis letter -> length."""
   return dict(V=config.vocab_size, D=config.embed_dim, H=config.num_heads, K=config.num_kv_heads, E=config.head_dim,
-              F=config.mlp_dim)
+              F=config.mlp_dim, N=config.labels)
 
 
 def family_of(config: ModelConfig) -> Family:

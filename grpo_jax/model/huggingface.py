@@ -3,7 +3,7 @@ import dataclasses
 import math
 from pathlib import Path
 import re
-from typing import Any, Callable, Mapping, NoReturn, get_type_hints
+from typing import Any, Callable, Collection, Mapping, NoReturn, get_type_hints
 
 from grpo_jax.config import ConfigError
 from grpo_jax.model.config import ModelConfig
@@ -25,25 +25,28 @@ SUPPORTED = {  # fields that would change the mathematics, with the values that 
     "quantization_config": (None,), "use_mrope": (None, False), "attention_bias": (False, None), "mlp_bias": (False, None),
     "use_bidirectional_attention": (None, False), "is_decoder": (True, False), "is_encoder_decoder": (False,),
     "add_cross_attention": (False,), "chunk_size_feed_forward": (0,), "tie_encoder_decoder": (False,),
-    "pruned_heads": ({}, None),
+    "pruned_heads": ({}, None), "token_classification_bias": (True, None),
 }
 READ = {  # by the functions below
     "model_type", "architectures", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
     "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types", "use_sliding_window",
     "max_window_layers", "hidden_act", "hidden_activation", "eos_token_id", "original_max_position_embeddings",
+    "id2label", "num_labels",
 }
 IDLE = re.compile(  # what training, generating or loading elsewhere reads
     r"_.*|.*_token_id|(torch_)?dtype|transformers(_version|_weights)|auto_map|use_cache|initializer_range|pretraining_tp|"
-    r"return_dict.*|output_.*|torchscript|id2label|label2id|problem_type|finetuning_task|task_specific_params|"
-    r"tokenizer_class|prefix|use_bfloat16|tf_legacy_loss|cache_implementation|bos_token|eos_token|"
+    r"return_dict.*|output_.*|torchscript|label2id|classifier_dropout|problem_type|finetuning_task|"
+    r"task_specific_params|tokenizer_class|prefix|use_bfloat16|tf_legacy_loss|cache_implementation|bos_token|eos_token|"
     r"(min|max)_length|do_sample|early_stopping|num_(beams|beam_groups|return_sequences)|diversity_penalty|temperature|top_[kp]|"
     r"typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|bad_words_ids|"
     r"remove_invalid_values|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens|forced_.*|"
     r"cross_attention_hidden_size|name_or_path")
 
 
-def read_config(values: Mapping[str, Any], file: Path) -> tuple[Family, ModelConfig]:
+def read_config(values: Mapping[str, Any], file: Path, labels: Collection[int] = (0,)) -> tuple[Family, ModelConfig]:
   """From the object in config.json, as transformers 4 or 5 writes it; `file` is for messages.
+
+  `labels`: which heads it may have, as in ModelConfig: a language model's is 0.
 
   Raises ConfigError for a field that is missing, wrong, unknown, or asks for mathematics that is not done here.
   """
@@ -53,8 +56,14 @@ def read_config(values: Mapping[str, Any], file: Path) -> tuple[Family, ModelCon
   family = FAMILIES.get(values.get("model_type"))
   if family is None:
     refuse("model_type", f"is {values.get('model_type')!r}: choose a checkpoint of {', '.join(FAMILIES)}")
-  if family.architecture not in (values.get("architectures") or [family.architecture]):
-    refuse("architectures", f"is {values['architectures']}: choose a checkpoint of {family.architecture}")
+  heads = {family.architecture_with(n): n for n in labels}
+  architecture = next((a for a in values.get("architectures") or [family.architecture] if a in heads), None)
+  if architecture is None:
+    refuse("architectures", f"is {values.get('architectures')}: choose a checkpoint of {' or '.join(heads)}")
+  named = values.get("id2label")
+  count = len(named) if isinstance(named, dict) else values.get("num_labels", 2)  # 2 as in transformers
+  if heads[architecture] not in (0, count):
+    refuse("id2label", f"has {count} labels: choose a {architecture} with {heads[architecture]}")
   for key, allowed in SUPPORTED.items():
     if key in values and values[key] not in allowed:
       refuse(key, f"is {values[key]!r}, which is not supported: choose a checkpoint with {allowed[0]!r}")
@@ -80,7 +89,7 @@ def read_config(values: Mapping[str, Any], file: Path) -> tuple[Family, ModelCon
   if fields["rope_scaling"] and fields["rope_scaling"].kind == "dynamic":  # there, the field is of the original texts
     fields["max_positions"] = int(fields["max_positions"] * fields["rope_scaling"].factor)
   return family, ModelConfig(**fields, **family.fixed, windows=_windows(family, values, refuse), family=family.model_type,
-                             stop_ids=read_stop_ids(values, file) or ())
+                             labels=heads[architecture], stop_ids=read_stop_ids(values, file) or ())
 
 
 def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | None:
@@ -103,12 +112,14 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
   types = ["sliding_attention" if config.window(i) else "full_attention" for i in range(config.num_layers)]
   activation = ACTIVATIONS[config.activation][0]
   values = {
-      "architectures": [family.architecture], "model_type": family.model_type,
+      "architectures": [family.architecture_with(config.labels)], "model_type": family.model_type,
       **{theirs: optional(ours) for ours, theirs in names.items()}, **_rope_json(config),
       "hidden_activation" if config.activation == "gelu_tanh" else "hidden_act": activation,
       "attention_dropout": 0.0, "sliding_window": window, **stop_ids_json(config), "pad_token_id": None,
       "torch_dtype": "float32",
   }
+  if config.labels:
+    values["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.labels)}
   if config.query_scalar and config.query_scalar.is_integer():
     values[family.fields["query_scalar"]] = int(config.query_scalar)  # transformers 5 insists on it
   if config.rope_scaling and config.rope_scaling.kind == "dynamic":

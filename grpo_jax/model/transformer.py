@@ -44,7 +44,9 @@ class Transformer(nn.Module):
           x_BTD, local_rope if c.window(i) else rope, own[i], length, shared, prefix and prefix.lengths_P)
       x_BTD = keep(x_BTD, c.rows)
       new.append(layer)
-    if not c.tie_embeddings:
+    if c.labels:
+      _Scores(c, name="score")()
+    elif not c.tie_embeddings:
       _Head(c, name="head")()
     keys, values = zip(*new)
     x_BTD = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="final_norm")(x_BTD)
@@ -58,6 +60,17 @@ class _Head(nn.Module):
   def __call__(self):
     shape = self.config.embed_dim, self.config.vocab_size
     return self.param("kernel", nn.initializers.lecun_normal(), shape)
+
+
+class _Scores(nn.Module):
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self):
+    D, N = self.config.embed_dim, self.config.labels
+    self.param("kernel", nn.initializers.lecun_normal(), (D, N))
+    if N > 1:
+      self.param("bias", nn.initializers.zeros, (N,))
 
 
 def init(key: jax.Array, config: ModelConfig) -> Params:
@@ -84,6 +97,13 @@ def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.A
     weights, equation = params["head"]["kernel"], "...d,dv->...v"
   logits = einsum(equation, hidden_BTD, weights.astype(config.dtype))
   return config.logit_cap * jnp.tanh(logits / config.logit_cap) if config.logit_cap else logits
+
+
+def score(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
+  """Of a reward model, at each token [...], float32: its one label, or of two the probability of the second."""
+  head = params["score"]
+  labels = einsum("...d,dn->...n", hidden_BTD, head["kernel"].astype(config.dtype))
+  return labels[..., 0] if config.labels == 1 else jax.nn.softmax(labels + head["bias"])[..., 1]
 
 
 def forward(params: Params, config: ModelConfig, tokens_BT: jax.Array, positions_BT: jax.Array,

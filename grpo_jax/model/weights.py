@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 import shutil
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Collection, Mapping
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
@@ -26,20 +26,21 @@ Convert = Callable[[str, jax.Array], Any]  # (our path, array in the file's dtyp
 Progress = Callable[[int, int], None]  # (bytes read, of how many)
 
 
-def load_config(path: str | os.PathLike) -> ModelConfig:
-  """The shape of the model in a Hugging Face folder, and what ends its texts; reads no weights. Errors as `load`."""
-  return _read_config(path)[1]
+def load_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
+  """The shape of the model in a Hugging Face folder, and what ends its texts; reads no weights. Arguments as `load`."""
+  return _read_config(path, labels)[1]
 
 
 def load(path: str | os.PathLike, places: Places | None = None, convert: Convert = lambda name, x: x.astype(jnp.float32),
-         progress: Progress = lambda *_: None) -> tuple[ModelConfig, Any]:
+         labels: Collection[int] = (0,), progress: Progress = lambda *_: None) -> tuple[ModelConfig, Any]:
   """A Hugging Face folder as (config, float32 params), or as what `convert` makes of them on the devices.
 
   `places` says where the parameters lie; each device is sent its own part of a tensor, as it is in the file. The host holds
-  one such part at a time, and the mapped pages of one file. `convert` may not depend on the layer. Raises ConfigError for a
-  folder that is incomplete or damaged, or a model that is not computed exactly here.
+  one such part at a time, and the mapped pages of one file. `convert` may not depend on the layer. `labels`: which heads the
+  model may have, as in ModelConfig: a language model's (0), or those of SCORERS. Raises ConfigError for a folder that is
+  incomplete or damaged, or a model that is not computed exactly here.
   """
-  family, config = _read_config(path)
+  family, config = _read_config(path, labels)
   folder = Path(path).expanduser()
   sizes, leaves, done = families.sizes(config), {}, 0
   tensors = Tensors(weight_files(folder))
@@ -78,11 +79,11 @@ def save(path: str | os.PathLike, config: ModelConfig, params: Any) -> None:
     _write_weights(folder, config, leaves)
 
 
-def _read_config(path):
+def _read_config(path, labels):
   folder = Path(path).expanduser()
   if not folder.is_dir():
     raise ConfigError(f"model folder {path} does not exist: download it first, hf download NAME --local-dir FOLDER")
-  family, config = huggingface.read_config(read_json(folder / "config.json"), folder / "config.json")
+  family, config = huggingface.read_config(read_json(folder / "config.json"), folder / "config.json", labels)
   generation = folder / "generation_config.json"
   if generation.exists():
     stop_ids = huggingface.read_stop_ids(read_json(generation), generation)
@@ -104,7 +105,7 @@ def _check(tensors: Tensors, family: families.Family, config: ModelConfig, folde
       raise ConfigError(f"{folder}: tensor {name} is {dtype}: save it as float32, float16 or bfloat16")
   head, embedding = family.head.theirs, family.embedding.theirs
   for name in sorted(tensors.shapes.keys() - expected.keys()):
-    if name == head:  # tied: a copy says nothing new, but transformers 5 would use one that differs
+    if name == head and not config.labels:  # tied: a copy says nothing new, but transformers 5 would use one that differs
       if not np.array_equal(*(tensors.read(name, 0, (slice(None),)) for name in (head, embedding))):
         raise ConfigError(f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json")
     elif not families.HARMLESS.search(name):

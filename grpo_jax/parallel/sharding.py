@@ -1,6 +1,6 @@
 """Where every array lies on the mesh: a strict table of parameter paths."""
 import re
-from typing import Any
+from typing import Any, Callable
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,6 +27,8 @@ RULES = (
     (r"layers_\d+/(attention/o|mlp/down)/lora_b", (None, "fsdp")),
     (r"final_norm/scale", (None,)),
     (r"head/kernel", ("fsdp", "tensor")),
+    (r"score/kernel", ("fsdp", None)),
+    (r"score/bias", (None,)),
 )
 LAYOUTS = {"train": ("fsdp", "tensor"), "tensor": ("tensor",)}  # the axes of RULES that a layout keeps
 

@@ -1,4 +1,5 @@
-"""Rewards: functions of a batch of completions. Either a name of `REWARDS` or `path/file.py:function`.
+"""Rewards: functions of a batch of completions. A name of `REWARDS`, `path/file.py:function`, or a reward model's folder
+or its name on huggingface.co.
 
 A reward is called as `f(completions=[...], prompts=[...], completion_ids=[...], answer=[...], ...)`: N completions, their
 prompts, token ids and every field of their examples, each a list of N. Prompts and completions are always texts, as the
@@ -19,6 +20,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
+from grpo_jax import hub
 from grpo_jax.config import ConfigError
 from grpo_jax.rewards import answers, process, symbolic
 
@@ -39,8 +41,11 @@ def resolve(name: str, key: str = "reward.functions") -> Reward:
   if name in REWARDS:
     return REWARDS[name]
   file, _, attribute = name.rpartition(":")
+  if _is_model(name):
+    raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
   if not file.endswith(".py"):
-    raise ConfigError(f"{key}: {name!r} is none of {', '.join(REWARDS)}, nor a path/file.py:function")
+    models = ", nor a reward model's folder" if key == "reward.functions" else ""
+    raise ConfigError(f"{key}: {name!r} is none of {', '.join(REWARDS)}, nor a path/file.py:function{models}")
   path = pathlib.Path(file).expanduser()
   if not path.is_file():
     raise ConfigError(f"{key}: {name!r}: there is no file {path}")
@@ -50,9 +55,10 @@ def resolve(name: str, key: str = "reward.functions") -> Reward:
   return function
 
 
-def resolve_all(names: Sequence[str]) -> list[Reward]:
-  """The rewards that reward.functions names. ConfigError also where two have one name, under which both would report."""
-  functions = [resolve(name) for name in names]
+def resolve_all(names: Sequence[str], load_model: Callable[[str], Reward]) -> list[Reward]:
+  """The rewards that reward.functions names, those of folders as `load_model` gives them. ConfigError also where two have
+  one name, under which both would report."""
+  functions = [load_model(name) if name not in REWARDS and _is_model(name) else resolve(name) for name in names]
   called = [name_of(function) for function in functions]
   if len(set(called)) < len(called):
     raise ConfigError(f"reward.functions: two functions have the same name in {called}; rename one")
@@ -82,6 +88,19 @@ def score(functions: Sequence[Reward], weights: Sequence[float], completions: Se
 def name_of(function: Reward) -> str:
   """What it reports under."""
   return getattr(function, "__name__", type(function).__name__)
+
+
+def silent(function: Reward) -> Reward:
+  """What stands for `function` where another process calls it: of its name, without an opinion."""
+  def none(completions, **_):
+    return [None] * len(completions)
+
+  none.__name__ = name_of(function)
+  return none
+
+
+def _is_model(name):
+  return hub.is_name(name) or (pathlib.Path(name).expanduser() / "config.json").is_file()
 
 
 def _call(function, name, completions, columns):
