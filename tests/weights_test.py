@@ -82,6 +82,16 @@ def test_projection_layout_by_hand():
   np.testing.assert_array_equal(o.from_theirs(np.array([[1, 2, 3, 4]]), sizes), [[[1], [2]], [[3], [4]]])
 
 
+def test_experts_are_stacked_by_number():
+  folder = GOLDEN / "families/qwen3_moe"
+  theirs, experts = load_file(folder / "model.safetensors"), load(folder)[1]["layers_1"]["experts"]
+  assert experts["gate"].shape == (6, 32, 20) and experts["down"].shape == (6, 20, 32)
+  name = "model.layers.1.mlp.experts.4.{}_proj.weight".format
+  for ours in ("gate", "up", "down"):
+    np.testing.assert_array_equal(experts[ours][4], theirs[name(ours)].T)
+  np.testing.assert_array_equal(experts["router"], theirs["model.layers.1.mlp.gate.weight"].T)
+
+
 @pytest.mark.parametrize("config", [TIED, UNTIED])
 def test_every_row_has_a_true_inverse(config):
   sizes = families.sizes(config)
@@ -165,6 +175,7 @@ def test_every_family_is_saved_as_it_was_loaded(folder, tmp_path, monkeypatch):
     ("llama_linear", dict(rope_theta=10000.0, rope_scaling=dict(type="linear", factor=4.0))),
     ("gemma3", dict(rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=dict(rope_type="linear", factor=8.0))),
     ("mistral", dict(rope_theta=10000.0)), ("phi3", dict(rope_theta=10000.0, rope_scaling=None)),
+    ("qwen3_moe", dict(rope_theta=1000000.0, num_local_experts=..., num_experts=6, max_window_layers=2)),
 ])
 def test_a_family_as_transformers_4_writes_it(name, fields, tmp_path):
   folder = Path(shutil.copytree(GOLDEN / "families" / name, tmp_path / name))
@@ -358,6 +369,29 @@ def test_config_json_missing(tied):
 def test_config_field_is_refused_by_name(tied, key, fields):
   edit(tied / "config.json", **fields)
   assert_refused(tied, "config.json: " + key)
+
+
+@pytest.mark.parametrize("key, fields", [
+    ("num_experts", dict(num_experts=5)),  # num_local_experts is 6
+    ("num_experts", dict(num_local_experts=...)),
+    ("num_experts_per_tok", dict(num_experts_per_tok=7)),
+    ("moe_intermediate_size", dict(moe_intermediate_size=...)),
+    ("norm_topk_prob", dict(norm_topk_prob=1)),
+    ("decoder_sparse_step", dict(decoder_sparse_step=0)),
+    ("mlp_only_layers", dict(mlp_only_layers="0")),
+    ("layer_types", dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"])),
+    ("shared_expert_intermediate_size", dict(shared_expert_intermediate_size=8)),  # of another family
+])
+def test_field_of_a_mixture_is_refused_by_name(key, fields, tmp_path):
+  folder = Path(shutil.copytree(GOLDEN / "families/qwen3_moe", tmp_path / "m"))
+  edit(folder / "config.json", **fields)
+  assert_refused(folder, "config.json: " + key)
+
+
+def test_expert_missing(tmp_path):
+  folder = Path(shutil.copytree(GOLDEN / "families/qwen3_moe", tmp_path / "m"))
+  edit_tensors(folder, model__layers__0__mlp__experts__5__up_proj__weight=...)
+  assert_refused(folder, "no tensor model.layers.0.mlp.experts.5.up_proj.weight")
 
 
 def test_stop_id_that_is_no_number(tied):

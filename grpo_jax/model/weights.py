@@ -1,6 +1,7 @@
 """Hugging Face folders in and out. What their names mean is in families.py and huggingface.py."""
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -40,12 +41,8 @@ def load(path: str | os.PathLike, place: Place | None = None) -> tuple[ModelConf
   with contextlib.ExitStack() as stack:
     files = _open(folder, stack)
     _check(files, family, config, folder)
-    for row in family.tensors(config):
-      start, end, whole = row.part(sizes)
-      tensor = files[row.theirs]
-      array = tensor.get_tensor(row.theirs) if end - start == whole else tensor.get_slice(row.theirs)[start:end]
-      array = array.astype(np.float32, copy=False)
-      leaves[row.ours] = place(row.ours, row.from_theirs(array, sizes))
+    for ours, rows in itertools.groupby(family.tensors(config), lambda row: row.ours):
+      leaves[ours] = place(ours, _read(files, list(rows), sizes))
   return config, unflatten_dict(leaves, sep="/")
 
 
@@ -124,6 +121,17 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
   return files
 
 
+def _read(files: Mapping[str, Any], rows: list[families.Row], sizes: Mapping[str, int]) -> np.ndarray:
+  """One of our parameters, float32: of one row, or of one per expert."""
+  out = np.empty(rows[0].our_shape(sizes), np.float32)
+  for row in rows:
+    start, end, whole = row.part(sizes)
+    tensor = files[row.theirs]
+    array = tensor.get_tensor(row.theirs) if end - start == whole else tensor.get_slice(row.theirs)[start:end]
+    out[... if row.expert is None else row.expert] = row.from_theirs(array.astype(np.float32, copy=False), sizes)
+  return out
+
+
 def _check(files: Mapping[str, Any], family: families.Family, config: ModelConfig, folder: Path) -> None:
   """Finds what is wrong before the first tensor is read."""
   sizes = families.sizes(config)
@@ -151,15 +159,16 @@ def _write_weights(folder: Path, config: ModelConfig, leaves: Mapping[str, Any])
   for row in families.family_of(config).tensors(config):
     parts.setdefault(row.theirs, []).append(row)
   for name, rows in parts.items():
-    size = 4 * sum(math.prod(row.our_shape(sizes)) for row in rows)
+    size = 4 * sum(math.prod(row.their_shape(sizes)) for row in rows)
     if size > room:
       shards.append({})
       room = SHARD_BYTES
     shards[-1][name] = rows
     room -= size
   weight_map, total = {}, 0
+  one = lambda row: leaves[row.ours] if row.expert is None else leaves[row.ours][row.expert]
   # jax keeps an array's host copy for as long as the array lives, so a copy is fetched and let go.
-  fetch = lambda row: row.to_theirs(jax.device_get(jnp.array(leaves[row.ours], jnp.float32)), sizes)
+  fetch = lambda row: row.to_theirs(jax.device_get(jnp.array(one(row), jnp.float32)), sizes)
   for n, tensors_of_shard in enumerate(shards, 1):
     name = f"model-{n:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
     tensors = {theirs: np.concatenate([fetch(row) for row in rows]) if len(rows) > 1 else fetch(rows[0])
