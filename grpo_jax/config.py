@@ -116,6 +116,7 @@ class Algo:
 class Learner:
   remat: bool
   logprob_chunk: int
+  router_aux_coef: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +167,7 @@ class Log:
 class Mesh:
   data: int
   fsdp: int
+  expert: int
   tensor: int
 
 
