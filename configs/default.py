@@ -70,6 +70,10 @@ def get_config(preset="grpo"):
   c.learner.remat = False  # recompute each layer in the backward pass: less memory, a third more time
   c.learner.logprob_chunk = 2048  # tokens whose [tokens, V] logits a device holds at once
 
+  # Weight of the loss that has a mixture of experts use all of them evenly, over prompts and completions. Checkpoints were
+  # trained with 0.001; metrics router/* say whether it is needed. With batch.micro_batch it costs one more forward pass.
+  c.learner.router_aux_coef = 0.0
+
   c.optimizer = ConfigDict()  # AdamW
   c.optimizer.learning_rate = 1e-6
   c.optimizer.schedule = "constant"  # after the warmup: constant, linear or cosine to 0 at the last step
@@ -107,5 +111,6 @@ def get_config(preset="grpo"):
   c.mesh = ConfigDict()  # devices along each axis; one of them may be -1 = what is left
   c.mesh.data = -1
   c.mesh.fsdp = 1
+  c.mesh.expert = 1  # the experts of a mixture, and rows as data does
   c.mesh.tensor = 1
   return c

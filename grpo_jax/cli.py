@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import logging
+import math
 import re
 import sys
 import traceback
@@ -97,13 +98,10 @@ def _absolute(config: Config) -> Config:
 
 def _fitting(config: Config) -> Config:
   """The config on this machine: a mesh of other devices than it was trained on gives way to this one's."""
-  mesh = config.mesh
-  sizes = [n for n in (mesh.data, mesh.fsdp, mesh.tensor) if n != -1]
-  product = 1
-  for size in sizes:
-    product *= size
-  fits = jax.device_count() % product == 0 if len(sizes) < 3 else jax.device_count() == product
-  return config if fits else dataclasses.replace(config, mesh=Mesh(-1, 1, 1))
+  asked = dataclasses.astuple(config.mesh)
+  product = math.prod(n for n in asked if n != -1)
+  fits = jax.device_count() % product == 0 if -1 in asked else jax.device_count() == product
+  return config if fits else dataclasses.replace(config, mesh=Mesh(-1, 1, 1, 1))
 
 
 def _parse(argv):

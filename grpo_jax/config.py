@@ -131,6 +131,7 @@ class Algo:
 class Learner:
   remat: bool
   logprob_chunk: int
+  router_aux_coef: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +182,7 @@ class Log:
 class Mesh:
   data: int
   fsdp: int
+  expert: int
   tensor: int
 
 

@@ -9,10 +9,11 @@ import optax
 
 from grpo_jax import masked, model
 from grpo_jax.algo import controllers, selection
+from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.algo.kl import full
 from grpo_jax.algo.objective import Told, has_entropy_bonus, objective, whole
 from grpo_jax.config import Algo, Learner
-from grpo_jax.types import Batch, Coefs, TokenStats, TrainState
+from grpo_jax.types import Batch, Coefs, Routing, TokenStats, TrainState
 
 Metrics = dict[str, jax.Array]
 
@@ -29,25 +30,29 @@ def sync_reference(state: TrainState, mixup: float) -> TrainState:
   return state.replace(reference=jax.tree.map(mixed, state.reference, state.params))
 
 
-def completion_features(params: Any, config: model.ModelConfig, batch: Batch, remat: bool = False) -> jax.Array:
-  """Hidden states [P, G, T, D] from which completion token t is predicted: those of the token before it.
+def completion_features(params: Any, config: model.ModelConfig, batch: Batch,
+                        remat: bool = False) -> tuple[jax.Array, Routing | None]:
+  """Hidden states [P, G, T, D] from which completion token t is predicted: those of the token before it. And the routing
+  of each group: of its prompt, once, if one of its tokens is in the loss, and of its tokens in the loss but the T-th.
 
   The prompt is computed once per group. This is the one place that shifts: token 0 follows the prompt's last one.
   """
   P, G, T = batch.completions_PGT.shape
   config = dataclasses.replace(config, length=batch.prompts_PS.shape[1] + T)
   positions_PS = jnp.broadcast_to(jnp.arange(batch.prompts_PS.shape[1]), batch.prompts_PS.shape)
-  prompt_PSD, cache = model.features(params, config, batch.prompts_PS, positions_PS, remat=remat)
+  counted_PS = (positions_PS < batch.prompt_lengths_P[:, None]) & (batch.mask_PGT != 0).any((1, 2))[:, None]
+  prompt_PSD, cache, routing = model.routed_features(params, config, batch.prompts_PS, positions_PS, counted_PS, remat=remat)
   last_PD = jnp.take_along_axis(prompt_PSD, (batch.prompt_lengths_P - 1)[:, None, None], axis=1)[:, 0]
   first_PG1D = jnp.broadcast_to(last_PD[:, None, None], (P, G, 1, last_PD.shape[-1]))
   if T == 1:
-    return first_PG1D
+    return first_PG1D, routing
   shared = model.empty(config, model.share(cache, batch.prompt_lengths_P), G, capacity=0)
   positions_PGT = jnp.broadcast_to(batch.prompt_lengths_P[:, None, None] + jnp.arange(T - 1), (P, G, T - 1))
   rows = lambda x: x.reshape(P * G, T - 1)
-  tokens_BT, positions_BT = rows(batch.completions_PGT[..., :-1]), rows(positions_PGT)
-  rest_BTD, _ = model.features(params, config, tokens_BT, positions_BT, shared, remat)
-  return jnp.concatenate([first_PG1D, rest_BTD.reshape(P, G, T - 1, -1)], axis=2)
+  tokens_BT, positions_BT, counted_BT = map(rows, (batch.completions_PGT[..., :-1], positions_PGT, batch.mask_PGT[..., :-1]))
+  rest_BTD, _, of_rest = model.routed_features(params, config, tokens_BT, positions_BT, counted_BT, shared, remat)
+  routing = jax.tree.map(lambda once, each: once + each.reshape(P, G, *each.shape[1:]).sum(1), routing, of_rest)
+  return jnp.concatenate([first_PG1D, rest_BTD.reshape(P, G, T - 1, -1)], axis=2), routing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +95,13 @@ def stats(params: Any, frozen: Any, config: model.ModelConfig, batch: Batch, tem
           asked: Asked = Asked()) -> TokenStats:
   """Of a batch's completions. `frozen`, the reference's parameters, is read where its KL is asked for."""
   P, G, T = batch.completions_PGT.shape
-  rows = lambda params: completion_features(params, config, batch, learner.remat).reshape(P * G, T, -1)
-  hidden = rows(params), jax.lax.stop_gradient(rows(frozen)) if asked.full_kl else None
+  features = lambda params: completion_features(params, config, batch, learner.remat)
+  rows = lambda hidden_PGTD: hidden_PGTD.reshape(P * G, T, -1)
+  hidden_PGTD, routing = features(params)
+  hidden = rows(hidden_PGTD), jax.lax.stop_gradient(rows(features(frozen)[0])) if asked.full_kl else None
   of_rows = token_stats(params, frozen, config, hidden, batch.completions_PGT.reshape(P * G, T), temperature,
                         learner.logprob_chunk, asked)
-  return jax.tree.map(lambda x: masked.masked(x.reshape(P, G, T), batch.mask_PGT), of_rows)
+  return jax.tree.map(lambda x: masked.masked(x.reshape(P, G, T), batch.mask_PGT), of_rows).replace(routing=routing)
 
 
 def micro_batches(batch: Batch, size: int) -> Batch:
@@ -106,12 +113,16 @@ def micro_batches(batch: Batch, size: int) -> Batch:
   return jax.tree.map(split, batch)
 
 
+def in_parts(one: Callable[[Batch], Any], batch: Batch, micro_batch: int) -> Any:
+  """one(batch), a tree of arrays [P, ...], one micro-batch at a time. No gradient is meant to flow."""
+  joined = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+  return jax.tree.map(joined, jax.lax.map(one, micro_batches(batch, micro_batch)))
+
+
 def batch_stats(params: Any, batch: Batch, config: model.ModelConfig, temperature: float, learner: Learner,
                 micro_batch: int) -> TokenStats:
-  """`stats` of a whole batch, one micro-batch at a time. No gradient is meant to flow."""
-  one = lambda micro: stats(params, None, config, micro, temperature, learner)
-  joined = lambda x: x.swapaxes(0, 1).reshape(batch.completions_PGT.shape)
-  return jax.tree.map(joined, jax.lax.map(one, micro_batches(batch, micro_batch)))
+  """`stats` of a whole batch."""
+  return in_parts(lambda micro: stats(params, None, config, micro, temperature, learner), batch, micro_batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +144,8 @@ def grpo(config: model.ModelConfig, algo: Algo, temperature: float, learner: Lea
       return batch
     x = batch_stats(params, batch, config, temperature, learner, micro_batch)
     old_PGT = x.logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
-    return batch.replace(selection=selection.select(x.logprobs_PGT, old_PGT, x.entropies_PGT, batch.advantages_PGT,
-                                                    batch.mask_PGT, algo))
+    selected = selection.select(x.logprobs_PGT, old_PGT, x.entropies_PGT, batch.advantages_PGT, batch.mask_PGT, algo)
+    return batch.replace(selection=selected, routing=jax.lax.stop_gradient(x.routing))
 
   def share(params, reference, batch, of_all):
     x = stats(params, reference, config, batch, temperature, learner, asked)
@@ -142,12 +153,13 @@ def grpo(config: model.ModelConfig, algo: Algo, temperature: float, learner: Lea
     gap_PGT = jnp.abs(jax.lax.stop_gradient(x.logprobs_PGT) - batch.sampler_logprobs_PGT)
     told.means["sampler/logprob_gap_mean"] = masked.total(gap_PGT, batch.mask_PGT), masked.count(batch.mask_PGT)
     told.maxima["sampler/logprob_gap_max"] = masked.masked(gap_PGT, batch.mask_PGT).max()
-    return loss, told
+    return loss, told.replace(routing=x.routing)
 
   def adapted(coefs, metrics, sequences):
     return controllers.adapted(coefs, metrics.get("kl"), metrics["entropy"], sequences, algo)
 
-  return Objective(policy_of(config), prepare, functools.partial(whole, algo=algo), share, adapted)
+  plain = Objective(policy_of(config), prepare, functools.partial(whole, algo=algo), share, adapted)
+  return balanced(plain, config, learner)
 
 
 def policy_of(config: model.ModelConfig) -> Callable[[Any, Any], Any]:
@@ -159,9 +171,35 @@ def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
   """The mean of -log pi over the tokens of given completions (temperature 1)."""
   def share(params, reference, batch, count):
     x = stats(params, None, config, batch, 1.0, learner)
-    return masked.divide(-x.logprobs_PGT.sum(), count), Told({}, {}, {})
-  return Objective(policy_of(config), lambda params, batch, micro_batch: batch, lambda batch, coefs: masked.count(batch.mask_PGT),
-                   share, lambda coefs, metrics, sequences: coefs)
+    return masked.divide(-x.logprobs_PGT.sum(), count), Told({}, {}, {}, x.routing)
+  plain = Objective(policy_of(config), lambda params, batch, micro_batch: batch, lambda batch, coefs: masked.count(batch.mask_PGT),
+                    share, lambda coefs, metrics, sequences: coefs)
+  return balanced(plain, config, learner)
+
+
+def balanced(plain: Objective, config: model.ModelConfig, learner: Learner) -> Objective:
+  """`plain` and learner.router_aux_coef times the routers' `balance_loss` over all that the batch has them route."""
+  if not learner.router_aux_coef:
+    return plain
+
+  def prepare(params, batch, micro_batch):
+    batch = plain.prepare(params, batch, micro_batch)
+    if batch.routing is not None or micro_batch in (0, len(batch.prompts_PS)):  # it is known, or the one part is all
+      return batch
+    route = lambda micro: completion_features(params, config, micro, learner.remat)[1]
+    return batch.replace(routing=jax.lax.stop_gradient(in_parts(route, batch, micro_batch)))
+
+  def of_all(batch, coefs):
+    return plain.whole(batch, coefs), jax.tree.map(lambda x: x.sum(0), batch.routing)
+
+  def share(params, reference, batch, known):
+    loss, told = plain.share(params, reference, batch, known[0])
+    part = jax.tree.map(lambda x: x.sum(0), told.routing)
+    all_ = part if known[1] is None else known[1]
+    loss = loss + learner.router_aux_coef * balance_loss(all_.given_BLX.sum(0), part.probs_BLX.sum(0), all_.tokens_BL.sum())
+    return loss, told
+
+  return Objective(plain.policy, prepare, of_all, share, plain.adapted)
 
 
 def train_step(state: TrainState, frozen: Any, batch: Batch, loss: Objective, optimizer: optax.GradientTransformation,
@@ -180,21 +218,22 @@ def train_step(state: TrainState, frozen: Any, batch: Batch, loss: Objective, op
 
   def add(total, micro):
     (share, told), grads = gradient(state.params, reference, micro, of_all)
-    sums = jax.tree.map(jnp.add, total[0], (grads, share, told.means))
+    sums = jax.tree.map(jnp.add, total[0], (grads, share, told.means, told.routing))
     return (sums, jax.tree.map(jnp.maximum, total[1], told.maxima), jax.tree.map(jnp.minimum, total[2], told.minima)), None
 
   micros = micro_batches(batch, micro_batch)
   first = jax.tree.map(lambda x: x[0], micros)
   (share, told), grads = jax.eval_shape(gradient, state.params, reference, first, of_all)
   start = lambda value, tree: jax.tree.map(lambda s: jnp.full(s.shape, value, s.dtype), tree)
-  zero = start(0, (grads, share, told.means)), start(-jnp.inf, told.maxima), start(jnp.inf, told.minima)
-  ((grads, share, means), maxima, minima), _ = jax.lax.scan(add, zero, micros)
+  zero = start(0, (grads, share, told.means, told.routing)), start(-jnp.inf, told.maxima), start(jnp.inf, told.minima)
+  ((grads, share, means, routing), maxima, minima), _ = jax.lax.scan(add, zero, micros)
 
   norm, tokens = optax.tree.norm(grads), masked.count(batch.mask_PGT)
   good = jnp.isfinite(norm) & (tokens > 0)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   metrics = {"loss": share, "grad_norm": norm, "skipped_updates": 1.0 - good, "tokens": tokens}
   metrics |= {name: masked.divide(*mean) for name, mean in means.items()} | maxima | minima
+  metrics |= {} if routing is None else balance_metrics(routing)
   P, G, _ = batch.completions_PGT.shape
   keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
   return TrainState(state.step + 1, keep(optax.apply_updates(state.params, updates), state.params),

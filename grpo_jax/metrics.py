@@ -17,7 +17,8 @@ from tensorboardX import SummaryWriter
 from grpo_jax.config import ConfigError
 
 # Keys that change nothing of what was done, and where and in which parts an update is computed.
-_MAY_DIFFER = ("checkpoint.", "eval.", "log.", "mesh.", "learner.", "batch.micro_batch", "reward.batch")
+_MAY_DIFFER = ("checkpoint.", "eval.", "log.", "mesh.", "learner.remat", "learner.logprob_chunk", "batch.micro_batch",
+               "reward.batch")
 
 
 def open_run(workdir: str | Path, config: Mapping[str, Any]) -> None:

@@ -23,8 +23,7 @@ class Parameters:
 
   def __init__(self, config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh, progress: Progress):
     self._config, self._mesh, self._progress = config, mesh, progress
-    self.model = dataclasses.replace(shape, rows=sharding.batch_sharding(mesh), lora=_lora(config),
-                                     table=sharding.table_sharding(mesh, shape.vocab_size))
+    self.model = dataclasses.replace(shape, lora=_lora(config), **sharding.model_shardings(shape, mesh))
     whole = self._placed(jax.eval_shape(functools.partial(model.init, config=self.model), jax.random.key(0)))
     self._count = sum(x.size for x in jax.tree.leaves(whole))
     self._places = flatten_dict(jax.tree.map(lambda x: x.sharding, whole), sep="/")  # of a checkpoint's tensors

@@ -44,8 +44,7 @@ class RewardModel:
     if self._tokens.vocab_size > shape.vocab_size:
       raise ConfigError(f"reward.functions: the tokenizer in {folder} has {self._tokens.vocab_size} ids, its model "
                         f"{shape.vocab_size}: download or save it again")
-    self._model = dataclasses.replace(shape, dtype=config.dtype, rows=sharding.batch_sharding(mesh),
-                                      table=sharding.table_sharding(mesh, shape.vocab_size))
+    self._model = dataclasses.replace(shape, dtype=config.dtype, **sharding.model_shardings(shape, mesh))
     self._read = READERS[shape.labels]
     self._batch, self._separator, self._put, self._fetch = config.batch, config.step_separator, put, fetch
     abstract = jax.eval_shape(functools.partial(model.init, config=self._model), jax.random.key(0))

@@ -37,7 +37,12 @@ class Run:
     if here.model.path:
       model.load_config(here.model.path)  # what is wrong with the folder is told before it lacks a tokenizer
     self.tokenizer = self._load_tokenizer(here)
-    self.parameters = Parameters(here, _model_config(here, self.tokenizer), self.mesh, progress)
+    shape = _model_config(here, self.tokenizer)
+    for key, value, off in (("mesh.expert", self.mesh.shape["expert"], 1),
+                            ("learner.router_aux_coef", config.learner.router_aux_coef, 0)):
+      if value != off and not shape.num_experts:
+        raise ConfigError(f"config key {key} is {value}: the model has no experts; set {off}")
+    self.parameters = Parameters(here, shape, self.mesh, progress)
     self.model = self.parameters.model
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > self.model.max_positions:
@@ -76,11 +81,11 @@ class Run:
 
   def check_rows(self, **sizes: int) -> None:
     """Raises ConfigError for a batch (config key with __ for its dot) that the mesh does not divide."""
-    rows = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+    rows = self.model.row_shards
     for name, size in sizes.items():
       if size % rows:
         raise ConfigError(f"config key {name.replace('__', '.')} is {size}: it must be a multiple of mesh.data x "
-                          f"mesh.fsdp = {rows}")
+                          f"mesh.fsdp x mesh.expert = {rows}")
 
   def prompts(self, split: str) -> Prompts:
     """The prompts of split `train` or `test`; the first eval.examples of the latter."""
@@ -90,7 +95,7 @@ class Run:
     return Prompts(examples, self.tokenizer, data)
 
   def put(self, tree: Any) -> Any:
-    """Host arrays, the same on every process, onto the mesh with their first axis over data x fsdp."""
+    """Host arrays, the same on every process, onto the mesh with their first axis over data x fsdp x expert."""
     where = sharding.batch_sharding(self.mesh)
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, lambda i: np.asarray(x)[i]), tree)
 

@@ -43,6 +43,7 @@ def check(config: Config) -> None:
       ("steps", c.steps, 0), ("batch.prompts", c.batch.prompts, 1), ("batch.micro_batch", c.batch.micro_batch, 0),
       ("data.max_prompt_tokens", c.data.max_prompt_tokens, 1), ("sampling.max_tokens", c.sampling.max_tokens, 1),
       ("sampling.top_k", c.sampling.top_k, 0), ("learner.logprob_chunk", c.learner.logprob_chunk, 1),
+      ("learner.router_aux_coef", c.learner.router_aux_coef, 0),
       ("optimizer.warmup_steps", c.optimizer.warmup_steps, 0), ("warm_start.steps", c.warm_start.steps, 0),
       ("warm_start.batch", c.warm_start.batch, 1), ("warm_start.warmup_steps", c.warm_start.warmup_steps, 0),
       ("reward.batch", c.reward.batch, 1), ("eval.every", c.eval.every, 0),

@@ -36,7 +36,7 @@ def main(argv):
   if len(tokens) + sampling.max_tokens > run.model.max_positions:
     raise ConfigError(f"a prompt of {len(tokens)} tokens and a completion of {sampling.max_tokens} (flag --max_tokens) "
                       f"do not fit the model's {run.model.max_positions} positions")
-  rows = run.mesh.shape["data"] * run.mesh.shape["fsdp"]
+  rows = run.model.row_shards
   arrays = run.put((np.tile(tokens, (rows, 1)), np.full(rows, len(tokens), np.int32)))
   count = f.n if sampling.temperature else 1  # at temperature 0 all would be the same
   print(f"{policy.name}: prompt of {len(tokens)} tokens, temperature {sampling.temperature:g}", flush=True)

@@ -66,7 +66,7 @@ class Trainer:
     part, rows = config.batch.prompts // config.algo.minibatches, self.run.model.row_shards
     if part % rows:
       raise ConfigError(f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts / algo.minibatches = {part}"
-                        f" must be a multiple of mesh.data x mesh.fsdp = {rows}")
+                        f" must be a multiple of mesh.data x mesh.fsdp x mesh.expert = {rows}")
     self.first_grpo_step, self.last_step = config.warm_start.steps, config.warm_start.steps + config.steps
     self.collect = Collector(self.run)
     self.evaluator = Evaluator(self.run) if config.eval.every else None

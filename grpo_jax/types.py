@@ -2,7 +2,7 @@
 
 P prompts · G group · S prompt tokens · T completion tokens · V vocabulary · D model · F feed-forward · L layers ·
 H query heads · K kv heads, or reward functions · R = H / K · E head dim · B rows (P * G, group-major) · C cache slots ·
-N labels of a reward model.
+X experts · A experts of a token · M feed-forward of an expert · N labels of a reward model.
 
 One alignment: `logprobs_PGT[..., t]` is the log-prob of completion token t given all before it. Prompts and completions
 are right-padded. A completion includes the token that stopped it.
@@ -66,11 +66,21 @@ class Scores:
 
 
 @struct.dataclass
+class Routing:
+  """What the routers of L sparse layers did with the tokens that count: sums over those of a row, or of a prompt's group."""
+  tokens_BL: jax.Array  # float32, how many
+  given_BLX: jax.Array  # float32, how many each expert was given
+  probs_BLX: jax.Array  # float32, of the routers' probabilities
+  entropy_BL: jax.Array  # float32, of their entropies; no gradient
+
+
+@struct.dataclass
 class TokenStats:
   """What the learner computes of a batch's completion tokens, float32, 0 at padding."""
   logprobs_PGT: jax.Array
   entropies_PGT: jax.Array  # of the distribution that the token is from
   full_kl_PGT: jax.Array | None = None  # KL(pi || ref) of that distribution; None where not asked for
+  routing: Routing | None = None  # of each prompt's group; None where the model has no experts
 
 
 @struct.dataclass
@@ -93,6 +103,7 @@ class Batch:
   old_logprobs_PGT: jax.Array | None = None  # float32, of the policy before the batch's first update; None = of this one
   ref_logprobs_PGT: jax.Array | None = None  # float32, of the frozen reference; None where no KL asks for it
   selection: Selection | None = None  # None = every token of the loss kept, none chosen
+  routing: Routing | None = None  # of each prompt's group before the update, where a part has to know that of all; else None
 
 
 @struct.dataclass

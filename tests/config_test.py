@@ -68,7 +68,7 @@ def test_an_int_stands_for_a_float_and_nothing_else_is_converted():
     ("mesh", 8, "config key mesh must be a section of keys, got 8"),
     ("clip_high", 0.3, "config key clip_high is unknown: did you mean algo.clip_high?"),
     ("algo__clip_hihg", 0.3, "config key algo.clip_hihg is unknown: did you mean algo.clip_high?"),
-    ("mesh__sequence", 1, "config key mesh.sequence is unknown: mesh has data, fsdp, tensor"),
+    ("mesh__sequence", 1, "config key mesh.sequence is unknown: mesh has data, fsdp, expert, tensor"),
 ])
 def test_a_wrong_value_is_named(key, value, message):
   with pytest.raises(ConfigError) as error:
@@ -88,7 +88,7 @@ def test_a_missing_key_is_named():
     ("agol.clip_hihg", "did you mean algo.clip_high?"),  # so are both
     ("every", "did you mean eval.every or checkpoint.every or log.every?"),  # it is left out
     ("xyz.abc", "they are all in configs/default.py"),
-    ("mesh", "set one of mesh.data, mesh.fsdp, mesh.tensor"),
+    ("mesh", "set one of mesh.data, mesh.fsdp, mesh.expert, mesh.tensor"),
 ])
 def test_the_key_that_was_meant(key, message):
   with pytest.raises(ConfigError, match="^config key " + key) as error:

@@ -40,9 +40,9 @@ def contents(folder):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(batch__group_size=1), ["batch.group_size is 1", "at least 2"]),
-    (dict(batch__prompts=12), ["batch.prompts is 12", "multiple of mesh.data x mesh.fsdp = 8"]),
+    (dict(batch__prompts=12), ["batch.prompts is 12", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"]),
     (dict(batch__micro_batch=5), ["batch.micro_batch is 5", "must divide batch.prompts = 32"]),
-    (dict(batch__micro_batch=4), ["batch.micro_batch is 4", "multiple of mesh.data x mesh.fsdp = 8"]),
+    (dict(batch__micro_batch=4), ["batch.micro_batch is 4", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"]),
     (dict(warm_start__batch=12), ["warm_start.batch is 12", "multiple of"]),
     (dict(eval__batch=12), ["eval.batch is 12", "multiple of"]),
     (dict(mesh__data=3), ["mesh.data=3", "8 devices", "choose axes whose product is 8"]),

@@ -84,5 +84,5 @@ def test_what_is_sampled_is_what_is_learned(name):
   out = jax.jit(rollout.make_sampler(config, sampling, G))(params, prompts_PS, lengths_P, jax.random.key(0))
   mask = (jnp.arange(30) < out.lengths_PG[..., None]).astype(jnp.float32)
   batch = Batch(prompts_PS, lengths_P, out.tokens_PGT, mask, None, None)
-  ours = jax.jit(lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64)))(params).logprobs_PGT
+  ours = jax.jit(lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64, 0.0)))(params).logprobs_PGT
   assert out.lengths_PG.max() == 30 and np.abs(ours - out.logprobs_PGT * mask).max() < 1e-4

@@ -15,7 +15,7 @@ from grpo_jax.config import Algo, Learner, Optimizer
 from grpo_jax.types import Batch, Coefs
 
 CONFIG = model.ModelConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
-ALGO, LEARNER, TEMPERATURE = Algo(**presets.row("grpo")), Learner(remat=False, logprob_chunk=20), 0.7
+ALGO, LEARNER, TEMPERATURE = Algo(**presets.row("grpo")), Learner(False, 20, 0.0), 0.7
 P, G, S, T = 4, 3, 6, 5
 
 
@@ -107,7 +107,7 @@ def test_loss_and_gradient_equal_the_plain_ones(params):
 @pytest.mark.parametrize("chunk", [1, 12, 24, 10**6])
 def test_chunks_change_nothing(params, chunk):
   batch = make_batch()
-  loss = lambda p, c: learner.stats(p, None, CONFIG, batch, TEMPERATURE, Learner(False, c)).logprobs_PGT.sum()
+  loss = lambda p, c: learner.stats(p, None, CONFIG, batch, TEMPERATURE, Learner(False, c, 0.0)).logprobs_PGT.sum()
   assert_close(*(jax.jit(jax.value_and_grad(functools.partial(loss, c=c)))(params) for c in (chunk, 7)))
 
 
@@ -116,7 +116,7 @@ def test_whole_logits_never_exist(params):
   batch = jax.tree.map(lambda x: jnp.concatenate([x] * 16), make_batch())  # 192 rows x 5 tokens
   config = dataclasses.replace(CONFIG, vocab_size=997)
   big = model.init(jax.random.key(0), config)
-  loss = grpo(config=config, learner=Learner(False, 192))
+  loss = grpo(config=config, learner=Learner(False, 192, 0.0))
   text = gradient(loss, batch, big).as_text()
   assert "192x1x997xf32" in text  # a chunk: one token of each row
   assert "192x5x997" not in text and "960x997" not in text and "5x192x1x997" not in text
@@ -150,7 +150,7 @@ def test_micro_batches_change_nothing(params, micro):
 
 def test_rematerialisation_changes_nothing(params):
   batch = make_batch()
-  other = step(params, batch, grpo(learner=Learner(True, 20)))
+  other = step(params, batch, grpo(learner=Learner(True, 20, 0.0)))
   assert_close(step(params, batch)[0].params, other[0].params, atol=1e-6)
 
 

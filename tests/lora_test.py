@@ -106,7 +106,7 @@ def make_batch(config, P=4, G=3, S=6, T=5):
 
 
 def update(config, trained, frozen, batch, algo=ALGO, micro=0):
-  loss, optimizer = learner.grpo(config, algo, 1.0, Learner(False, 64)), optax.sgd(1.0, momentum=.9)
+  loss, optimizer = learner.grpo(config, algo, 1.0, Learner(False, 64, 0.0)), optax.sgd(1.0, momentum=.9)
   state = learner.init_state(trained, optimizer, algo)
   return jax.jit(lambda s, f, b: learner.train_step(s, f, b, loss, optimizer, micro))(state, frozen, batch)
 
@@ -223,6 +223,15 @@ def test_tensors_that_do_not_fit_are_named(folder, change, words):
   config = dataclasses.replace(model.load_config(GOLDEN / "qwen2_untied"), lora=model.load_lora(folder))
   with pytest.raises(ConfigError, match=words):
     model.load_adapters(folder, config)
+
+
+def test_a_projection_that_the_model_has_not_is_named():
+  """All layers of it have experts."""
+  config, base = model.load(GOLDEN / "families" / "qwen3_moe")
+  asked = lambda *targets: dataclasses.replace(config, lora=model.Lora(2, 2.0, False, targets))
+  with pytest.raises(ConfigError, match="lora.targets: the model has no projection gate_proj"):
+    model.init_adapters(jax.random.key(0), asked("q", "gate"), base)
+  assert len(flatten_dict(model.init_adapters(jax.random.key(0), asked("q", "o"), base))) == 4 * config.num_layers
 
 
 def test_adapters_of_fused_projections_have_no_folder(tmp_path):

@@ -10,14 +10,20 @@ import pytest
 from jax import export
 
 from configs import default
+from grpo_jax import model
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
+from grpo_jax.model.config import ModelConfig
 from grpo_jax.run import Run
 from grpo_jax.types import Batch, Scores
 
 ONE, OFTEN = (1, 1, 1), [(1, 8, 1), (2, 2, 2)]
 EIGHT = [pytest.param(m, marks=() if m in OFTEN else pytest.mark.slow)
          for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
+
+
+MIXTURES = [pytest.param(m, marks=() if m == (1, 2, 2, 2) else pytest.mark.slow)  # data, fsdp, tensor, expert
+            for m in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(m) == 8]
 
 
 def config(mesh, **sections):
@@ -27,7 +33,7 @@ def config(mesh, **sections):
   c.warm_start.batch = c.eval.batch = 8
   c.data.max_prompt_tokens, c.sampling.max_tokens = 12, 40
   c.optimizer.learning_rate = 1e-2
-  c.mesh.update(dict(zip(("data", "fsdp", "tensor"), mesh)))
+  c.mesh.update(dict(zip(("data", "fsdp", "tensor", "expert"), mesh)))
   for section, values in sections.items():
     c[section].update(values)
   return from_dict(c.to_dict())
@@ -107,6 +113,32 @@ def test_eight_devices_give_the_numbers_of_one(mesh, alone):
       assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), name
   assert max(gaps) < 1e-4
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), params, alone[3])  # Adam magnifies rounding
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+  """Of four experts, two a token: sections of its config, and the numbers of one device."""
+  tokens, path = make_run(ONE).tokenizer, str(tmp_path_factory.mktemp("mixture") / "hf")
+  shape = ModelConfig(tokens.vocab_size, 32, 1, 4, 2, 8, 96, family="qwen3_moe", qkv_bias=False, qk_norm=True, num_experts=4,
+                      experts_per_token=2, expert_dim=24, normalise_shares=True, sparse_layers=(0,))
+  model.save(path, shape, jax.jit(model.init, static_argnums=1)(jax.random.key(0), shape))
+  tokens.save(path)
+  sections = dict(model=dict(path=path), sampling=dict(max_tokens=12), learner=dict(router_aux_coef=0.1))
+  return sections, one_step(make_run(ONE, **sections))
+
+
+@pytest.mark.parametrize("mesh", MIXTURES, ids=str)
+def test_experts_on_eight_devices_give_the_numbers_of_one(mesh, mixture):
+  """Split where their axis divides four of them, else whole."""
+  sections, alone = mixture
+  tokens, losses, gaps, params = one_step(make_run(mesh, **sections))
+  np.testing.assert_array_equal(tokens, alone[0])
+  for ours, theirs in zip(losses, alone[1]):
+    assert ours["router/aux_loss"] > 1
+    for name in ("loss", "kl", "entropy", "grad_norm", *(name for name in theirs if name.startswith("router/"))):
+      assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), name
+  assert max(gaps) < 1e-4
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), params, alone[3])
 
 
 def test_sampling_weights_have_a_layout_and_dtype_of_their_own():

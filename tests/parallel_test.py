@@ -37,23 +37,25 @@ def specs(mesh, config=CONFIG, **kwargs):
 
 # --- The mesh ---
 
-@pytest.mark.parametrize("asked, sizes", [((-1, 1, 1), (8, 1, 1)), ((2, -1, 2), (2, 2, 2)), ((1, 4, 2), (1, 4, 2))])
+@pytest.mark.parametrize("asked, sizes", [((-1, 1, 1, 1), (8, 1, 1, 1)), ((2, -1, 1, 2), (2, 2, 1, 2)),
+                                          ((1, 2, -1, 2), (1, 2, 2, 2))])
 def test_mesh_axes(asked, sizes):
   mesh = make_mesh(Mesh(*asked))
-  assert mesh.axis_names == ("data", "fsdp", "tensor") and mesh.devices.shape == sizes
-  assert mesh.axis_types == (AxisType.Auto,) * 3
+  assert mesh.axis_names == ("data", "fsdp", "expert", "tensor") and mesh.devices.shape == sizes
+  assert mesh.axis_types == (AxisType.Auto,) * 4
   assert set(mesh.devices.flat) == set(jax.devices())
 
 
 def test_mesh_of_chosen_devices():
-  assert make_mesh(Mesh(-1, 1, 1), jax.devices()[:3]).devices.tolist() == [[[d]] for d in jax.devices()[:3]]
+  assert make_mesh(Mesh(-1, 1, 1, 1), jax.devices()[:3]).devices.tolist() == [[[[d]]] for d in jax.devices()[:3]]
 
 
-@pytest.mark.parametrize("asked", [(3, 1, 1), (-1, 3, 1), (-1, 16, 1), (1, 1, 1), (-1, -1, 1), (0, 8, 1), (-2, 4, -1)])
+@pytest.mark.parametrize("asked", [(3, 1, 1, 1), (-1, 3, 1, 1), (-1, 1, 16, 1), (1, 1, 1, 1), (-1, -1, 1, 1),
+                                   (0, 8, 1, 1), (-2, 4, 1, -1)])
 def test_mesh_that_does_not_fit_is_refused_with_its_numbers(asked):
   with pytest.raises(ConfigError) as error:
     make_mesh(Mesh(*asked))
-  assert "mesh.data={}, mesh.fsdp={}, mesh.tensor={}".format(*asked) in str(error.value)
+  assert "mesh.data={}, mesh.fsdp={}, mesh.expert={}, mesh.tensor={}".format(*asked) in str(error.value)
 
 
 # --- Several processes ---
@@ -84,7 +86,7 @@ from grpo_jax.config import Mesh
 from grpo_jax.parallel import mesh
 mesh.initialize_distributed()
 mesh.initialize_distributed()  # a second call changes nothing
-print(jax.process_index(), jax.process_count(), mesh.make_mesh(Mesh(data=-1, fsdp=1, tensor=1)).devices.size)
+print(jax.process_index(), jax.process_count(), mesh.make_mesh(Mesh(data=-1, fsdp=1, expert=1, tensor=1)).devices.size)
 """
   with socket.socket() as free:
     free.bind(("localhost", 0))
@@ -99,7 +101,7 @@ print(jax.process_index(), jax.process_count(), mesh.make_mesh(Mesh(data=-1, fsd
 # --- The table ---
 
 def test_every_parameter_has_its_rule():
-  found = specs(make_mesh(Mesh(2, 2, 2)))
+  found = specs(make_mesh(Mesh(2, 2, 1, 2)))
   assert found["embed/embedding"] == P("tensor", "fsdp")
   assert found["layers_1/attention/q/kernel"] == P("fsdp", "tensor", None)
   assert found["layers_1/attention/k/bias"] == P("tensor", None)
@@ -113,11 +115,11 @@ def test_every_parameter_has_its_rule():
 
 
 def test_layout_of_the_sampler_is_whole_along_fsdp():
-  found = specs(make_mesh(Mesh(2, 2, 2)), layout="tensor")
+  found = specs(make_mesh(Mesh(2, 2, 1, 2)), layout="tensor")
   assert found["embed/embedding"] == P("tensor", None)
   assert found["layers_1/attention/o/kernel"] == P("tensor", None, None)
   with pytest.raises(ConfigError, match="'replicated'.*train, tensor"):
-    specs(make_mesh(Mesh(2, 2, 2)), layout="replicated")
+    specs(make_mesh(Mesh(2, 2, 1, 2)), layout="replicated")
 
 
 @pytest.mark.parametrize("path", ["adapter/kernel", "layers_0/mlp/gate/kernel/q", "xembed/embedding"])
@@ -126,11 +128,11 @@ def test_unknown_path_is_refused_by_name(path):
   for key in reversed(path.split("/")):
     tree = {key: tree}
   with pytest.raises(ConfigError, match=f"parameter {path} "):
-    param_specs(tree, make_mesh(Mesh(8, 1, 1)))
+    param_specs(tree, make_mesh(Mesh(8, 1, 1, 1)))
 
 
 def test_dimension_that_its_axis_does_not_divide_stays_whole():
-  mesh = make_mesh(Mesh(1, 2, 4))  # two kv heads on tensor=4
+  mesh = make_mesh(Mesh(1, 2, 1, 4))  # two kv heads on tensor=4
   found = specs(mesh)
   assert found["layers_0/attention/k/kernel"] == P("fsdp", None, None)
   assert found["layers_0/attention/k/bias"] == P(None, None)
@@ -138,7 +140,7 @@ def test_dimension_that_its_axis_does_not_divide_stays_whole():
   lines = undivided(shapes(), mesh)
   assert "layers_1/attention/v/kernel: dimension 1 of 2 is not divisible by tensor=4" in lines
   assert len(lines) == 2 * 4  # k and v, kernel and bias, of both layers
-  assert undivided(shapes(), make_mesh(Mesh(2, 2, 2))) == []
+  assert undivided(shapes(), make_mesh(Mesh(2, 2, 1, 2))) == []
 
 
 # --- A state on the mesh ---
@@ -151,7 +153,7 @@ def abstract_state():
 
 
 def test_moments_lie_as_their_parameters_and_scalars_everywhere():
-  mesh = make_mesh(Mesh(2, 2, 2))
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
   state, params = abstract_state(), by_path(param_specs(shapes(), mesh))
   found = state_shardings(state, mesh)
   assert jax.tree.structure(found) == jax.tree.structure(state)
@@ -165,17 +167,17 @@ def test_moments_lie_as_their_parameters_and_scalars_everywhere():
 def test_array_of_the_optimizer_without_a_parameter_is_refused(path):
   strange = abstract_state().replace(opt_state={path: jax.ShapeDtypeStruct((3,), jnp.float32)})
   with pytest.raises(ConfigError, match=rf"opt_state/{path} \(3,\)"):
-    state_shardings(strange, make_mesh(Mesh(8, 1, 1)))
+    state_shardings(strange, make_mesh(Mesh(8, 1, 1, 1)))
 
 
-def test_batch_is_split_by_prompts_over_data_and_fsdp():
-  prompts = jax.device_put(jnp.arange(16).reshape(8, 2), batch_sharding(make_mesh(Mesh(2, 2, 2))))
+def test_batch_is_split_by_prompts_over_all_axes_but_tensor():
+  prompts = jax.device_put(jnp.arange(16).reshape(8, 2), batch_sharding(make_mesh(Mesh(2, 1, 2, 2))))
   assert {shard.data.shape for shard in prompts.addressable_shards} == {(2, 2)}
   assert len({shard.index[0].start for shard in prompts.addressable_shards}) == 4
 
 
 def test_numbers_do_not_depend_on_the_mesh():
-  mesh = make_mesh(Mesh(2, 2, 2))
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
   make = lambda: model.init(jax.random.key(0), CONFIG)
   tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab_size)
   positions = jnp.broadcast_to(jnp.arange(6), tokens.shape)

@@ -84,6 +84,16 @@ def test_projection_layout_by_hand():
   np.testing.assert_array_equal(o.from_theirs(np.array([[1, 2, 3, 4]]), sizes), [[[1], [2]], [[3], [4]]])
 
 
+def test_experts_are_stacked_by_number():
+  folder = GOLDEN / "families/qwen3_moe"
+  theirs, experts = load_file(folder / "model.safetensors"), load(folder)[1]["layers_1"]["experts"]
+  assert experts["gate"].shape == (6, 32, 20) and experts["down"].shape == (6, 20, 32)
+  name = "model.layers.1.mlp.experts.4.{}_proj.weight".format
+  for ours in ("gate", "up", "down"):
+    np.testing.assert_array_equal(experts[ours][4], theirs[name(ours)].T)
+  np.testing.assert_array_equal(experts["router"], theirs["model.layers.1.mlp.gate.weight"].T)
+
+
 @pytest.mark.parametrize("config", [TIED, UNTIED])
 def test_every_row_has_a_true_inverse(config):
   sizes = families.sizes(config)
@@ -167,6 +177,7 @@ def test_every_family_is_saved_as_it_was_loaded(folder, tmp_path, monkeypatch):
     ("llama_linear", dict(rope_theta=10000.0, rope_scaling=dict(type="linear", factor=4.0))),
     ("gemma3", dict(rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=dict(rope_type="linear", factor=8.0))),
     ("mistral", dict(rope_theta=10000.0)), ("phi3", dict(rope_theta=10000.0, rope_scaling=None)),
+    ("qwen3_moe", dict(rope_theta=1000000.0, num_local_experts=..., num_experts=6, max_window_layers=2)),
 ])
 def test_a_family_as_transformers_4_writes_it(name, fields, tmp_path):
   folder = Path(shutil.copytree(GOLDEN / "families" / name, tmp_path / name))
@@ -188,24 +199,25 @@ def test_window_longer_than_any_text_is_allowed(tied):
   load(tied)
 
 
-@pytest.mark.parametrize("name", ["qwen2_untied", "families/phi3", "families/gemma2"])
-def test_devices_read_their_own_parts(name, monkeypatch):
+@pytest.mark.parametrize("name, mesh", [("qwen2_untied", (1, 4, 1, 2)), ("families/phi3", (1, 4, 1, 2)),
+                                        ("families/gemma2", (1, 4, 1, 2)), ("families/qwen3_moe", (1, 2, 2, 2))])
+def test_devices_read_their_own_parts(name, mesh, monkeypatch):
   """Of tensors in the dtype of the file, fused ones too; `convert` is given them in our layout, and what it makes is kept."""
   config, whole = load(GOLDEN / name)
-  mesh = make_mesh(Mesh(1, 4, 2))
+  fsdp, tensor, mesh = mesh[1], mesh[3], make_mesh(Mesh(*mesh))
   places = flatten_dict(param_specs(whole, mesh), sep="/")
   read, sizes, told = folders.Tensors.read, [], []
   monkeypatch.setattr(folders.Tensors, "read", lambda *a: sizes.append(read(*a)) or sizes[-1])
 
   def convert(path, x):
-    assert x.dtype == ("float32" if "phi3" in name or ("gemma" in name and "norm" in path) else "bfloat16")
+    assert x.dtype == ("bfloat16" if name == "qwen2_untied" or ("gemma" in name and "norm" not in path) else "float32")
     return 2 * jax.lax.with_sharding_constraint(x.astype(jnp.float32), places[path])
 
   _, params = load(GOLDEN / name, places, convert, progress=lambda *progress: told.append(progress))
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), params, whole)
   for path, x in flatten_dict(params, sep="/").items():
     assert x.sharding.is_equivalent_to(places[path], x.ndim), path
-  assert max(x.size for x in sizes) == config.vocab_size * config.embed_dim // 8
+  assert max(x.size for x in sizes) == config.vocab_size * config.embed_dim // (fsdp * tensor)
   assert told[-1][0] == told[-1][1] == sum(t[1] for t in told) // len(told) and sorted(told) == told
 
 
@@ -368,6 +380,29 @@ def test_config_json_missing(tied):
 def test_config_field_is_refused_by_name(tied, key, fields):
   edit(tied / "config.json", **fields)
   assert_refused(tied, "config.json: " + key)
+
+
+@pytest.mark.parametrize("key, fields", [
+    ("num_experts", dict(num_experts=5)),  # num_local_experts is 6
+    ("num_experts", dict(num_local_experts=...)),
+    ("num_experts_per_tok", dict(num_experts_per_tok=7)),
+    ("moe_intermediate_size", dict(moe_intermediate_size=...)),
+    ("norm_topk_prob", dict(norm_topk_prob=1)),
+    ("decoder_sparse_step", dict(decoder_sparse_step=0)),
+    ("mlp_only_layers", dict(mlp_only_layers="0")),
+    ("layer_types", dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"])),
+    ("shared_expert_intermediate_size", dict(shared_expert_intermediate_size=8)),  # of another family
+])
+def test_field_of_a_mixture_is_refused_by_name(key, fields, tmp_path):
+  folder = Path(shutil.copytree(GOLDEN / "families/qwen3_moe", tmp_path / "m"))
+  edit(folder / "config.json", **fields)
+  assert_refused(folder, "config.json: " + key)
+
+
+def test_expert_missing(tmp_path):
+  folder = Path(shutil.copytree(GOLDEN / "families/qwen3_moe", tmp_path / "m"))
+  edit_tensors(folder, model__layers__0__mlp__experts__5__up_proj__weight=...)
+  assert_refused(folder, "no tensor model.layers.0.mlp.experts.5.up_proj.weight")
 
 
 def test_stop_id_that_is_no_number(tied):

@@ -15,7 +15,7 @@ from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.surrogates import BOUNDS, SURROGATES, Terms
 from grpo_jax.config import Algo
-from grpo_jax.types import Batch, Coefs, TokenStats
+from grpo_jax.types import Batch, Coefs, Routing, TokenStats
 
 sg = jax.lax.stop_gradient
 
@@ -34,6 +34,7 @@ class Told:
   means: dict[str, tuple[jax.Array, jax.Array]]  # (sum, weight)
   maxima: dict[str, jax.Array]
   minima: dict[str, jax.Array]
+  routing: Routing | None = None  # of each prompt's group, with its gradient
 
 
 def has_entropy_bonus(algo: Algo) -> bool:

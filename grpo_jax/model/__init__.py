@@ -5,5 +5,5 @@ from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
 from grpo_jax.model.families import SCORERS
 from grpo_jax.model.lora import QUANTISED, init as init_adapters, join, quantised
 from grpo_jax.model.peft import load_adapters, load_lora, save_adapters
-from grpo_jax.model.transformer import Params, features, forward, init, score, unembed
+from grpo_jax.model.transformer import Params, features, forward, init, routed_features, score, unembed
 from grpo_jax.model.weights import load, load_config, save

@@ -24,7 +24,8 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """V vocab_size · D embed_dim · L num_layers · H num_heads · K num_kv_heads · E head_dim · F mlp_dim."""
+  """V vocab_size · D embed_dim · L num_layers · H num_heads · K num_kv_heads · E head_dim · F mlp_dim ·
+  X num_experts · A experts_per_token · M expert_dim."""
   vocab_size: int
   embed_dim: int
   num_layers: int
@@ -50,6 +51,11 @@ class ModelConfig:
   windows: tuple[int, ...] = ()  # of each layer: how many tokens back a token sees, itself included; 0 = all; () = all 0
   local_rope_theta: float = 0.0  # of layers with a window, and without scaling; 0 = as the others
   labels: int = 0  # numbers of a reward model's head: 1 = the score of a text, 2 = a step is wrong, is right; 0 = no such head
+  num_experts: int = 0  # that take an MLP's place in the layers of sparse_layers
+  experts_per_token: int = 0
+  expert_dim: int = 0
+  normalise_shares: bool = False  # the shares of a token's experts sum to 1; else they are their probabilities
+  sparse_layers: tuple[int, ...] = ()
   stop_ids: tuple[int, ...] = ()  # token ids that end a text (eos_token_id of the checkpoint)
   dtype: str = "float32"  # of the computation; master weights are float32
   length: int = 0  # tokens of the longest text of this computation, where that is known; angles then come from a table
@@ -57,6 +63,7 @@ class ModelConfig:
   # On the mesh, None = where XLA likes:
   rows: jax.sharding.NamedSharding | None = None  # where the rows of activations lie
   table: jax.sharding.NamedSharding | None = None  # where the embedding lies while tokens are looked up
+  experts: jax.sharding.NamedSharding | None = None  # where [X, D, M] lies while tokens go through experts
 
   @property
   def row_shards(self) -> int:

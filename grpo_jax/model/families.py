@@ -20,7 +20,10 @@ Array = np.ndarray | jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One tensor, or with {i} one per layer; or the part of their tensor's first axis between `before` and `after`."""
+  """One tensor, or with {i} one per layer; or the part of their tensor's first axis between `before` and `after`.
+
+  With {x} they have one per expert: ours has all of them, on a first axis that our_axes does not name.
+  """
   theirs: str
   ours: str
   their_axes: str
@@ -28,13 +31,16 @@ class Row:
   offset: float = 0.0  # added to theirs: a norm that multiplies by 1 + w
   before: str = ""  # such as "HE KE": what their tensor holds of other rows
   after: str = ""
+  layers: str = "all"  # that have it: all, dense (with an MLP) or sparse (with experts)
+  expert: int | None = None  # which one of ours it is
 
   def their_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Of the part."""
     return tuple(math.prod(sizes[a] for a in axis) for axis in self.their_axes.split())
 
   def our_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[a] for a in self.our_axes)
+    """Of all experts, where there are."""
+    return tuple(sizes[a] for a in ("" if self.expert is None else "X") + self.our_axes)
 
   def part(self, sizes: Mapping[str, int]) -> tuple[int, int, int]:
     """(start, end, length of the whole) along the first axis of their tensor."""
@@ -44,19 +50,23 @@ class Row:
 
   def their_sharding(self, ours: NamedSharding) -> NamedSharding:
     """Where each device reads what it holds of ours."""
-    axes = dict(zip(self.our_axes, ours.spec))
-    return NamedSharding(ours.mesh, PartitionSpec(*(axes[group[0]] for group in self.their_axes.split())))
+    expert = () if self.expert is None else ours.spec[:1]
+    axes = dict(zip(self.our_axes, ours.spec[len(expert):]))
+    return NamedSharding(ours.mesh, PartitionSpec(*expert, *(axes[group[0]] for group in self.their_axes.split())))
 
   def of_first_layer(self) -> "Row":
     """The same conversion, whatever the layer."""
     return dataclasses.replace(self, theirs="", ours=re.sub(r"layers_\d+", "layers_0", self.ours))
 
   def from_theirs(self, array: Array, sizes: Mapping[str, int]) -> Array:
-    axes = self.their_axes.replace(" ", "")
-    array = array.reshape([sizes[a] for a in axes]).transpose([axes.index(a) for a in self.our_axes])
+    """`array` has all experts' on a first axis, where there are."""
+    first = "" if self.expert is None else "X"
+    axes = first + self.their_axes.replace(" ", "")
+    array = array.reshape([sizes[a] for a in axes]).transpose([axes.index(a) for a in first + self.our_axes])
     return array + np.float32(self.offset) if self.offset else array
 
   def to_theirs(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    """Of one expert, where there are."""
     axes = self.their_axes.replace(" ", "")
     array = array - np.float32(self.offset) if self.offset else array
     array = array.transpose([self.our_axes.index(a) for a in axes]).reshape(self.their_shape(sizes))
@@ -97,12 +107,19 @@ class Family:
     """Every tensor of a model, or part of one, a row each; parts of one in their order."""
     yield self.embedding
     for row in self.rows:
-      for i in range(config.num_layers if "{i}" in row.ours else 1):
-        yield dataclasses.replace(row, theirs=row.theirs.format(i=i), ours=row.ours.format(i=i))
+      for i in _layers(row, config):
+        for x in range(config.num_experts) if "{x}" in row.theirs else (None,):
+          yield dataclasses.replace(row, theirs=row.theirs.format(i=i, x=x), ours=row.ours.format(i=i), expert=x)
     if config.labels:
       yield from SCORERS[config.labels].rows
     elif not config.tie_embeddings:
       yield self.head
+
+
+def _layers(row, config):
+  if "{i}" not in row.ours:
+    return [0]
+  return [i for i in range(config.num_layers) if row.layers in ("all", "sparse" if i in config.sparse_layers else "dense")]
 
 
 def _layer(theirs, ours, their_axes, our_axes, **more):
@@ -129,9 +146,13 @@ _QKV = tuple(_layer(f"self_attn.{n}_proj.weight", f"attention/{n}/kernel", f"{he
 _BIASES = tuple(_layer(f"self_attn.{n}_proj.bias", f"attention/{n}/bias", f"{heads}E", f"{heads}E")
                 for n, heads in (("q", "H"), ("k", "K"), ("v", "K")))
 _O = _layer("self_attn.o_proj.weight", "attention/o/kernel", "D HE", "HED"),
-_MLP = (_layer("mlp.gate_proj.weight", "mlp/gate/kernel", "F D", "DF"),
-        _layer("mlp.up_proj.weight", "mlp/up/kernel", "F D", "DF"))
-_DOWN = _layer("mlp.down_proj.weight", "mlp/down/kernel", "D F", "FD"),
+_MLP = (_layer("mlp.gate_proj.weight", "mlp/gate/kernel", "F D", "DF", layers="dense"),
+        _layer("mlp.up_proj.weight", "mlp/up/kernel", "F D", "DF", layers="dense"))
+_DOWN = _layer("mlp.down_proj.weight", "mlp/down/kernel", "D F", "FD", layers="dense"),
+_EXPERTS = (_layer("mlp.gate.weight", "experts/router", "X D", "DX", layers="sparse"),
+            _layer("mlp.experts.{x}.gate_proj.weight", "experts/gate", "M D", "DM", layers="sparse"),
+            _layer("mlp.experts.{x}.up_proj.weight", "experts/up", "M D", "DM", layers="sparse"),
+            _layer("mlp.experts.{x}.down_proj.weight", "experts/down", "D M", "MD", layers="sparse"))
 _FUSED_QKV = (_layer("self_attn.qkv_proj.weight", "attention/q/kernel", "HE D", "DHE", after="KE KE"),
               _layer("self_attn.qkv_proj.weight", "attention/k/kernel", "KE D", "DKE", before="HE", after="KE"),
               _layer("self_attn.qkv_proj.weight", "attention/v/kernel", "KE D", "DKE", before="HE KE"))
@@ -141,11 +162,15 @@ _PLAIN = _QKV + _O + _MLP + _DOWN
 _GEMMA = dict(qkv_bias=False, activation="gelu_tanh", post_norms=True, scale_embeddings=True)
 _CAPS = {"query_scalar": "query_pre_attn_scalar", "attention_cap": "attn_logit_softcapping",
          "logit_cap": "final_logit_softcapping"}
+_MIXTURE = {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok", "expert_dim": "moe_intermediate_size",
+            "normalise_shares": "norm_topk_prob"}
 
 FAMILIES = {family.model_type: family for family in (
     Family("qwen2", "Qwen2ForCausalLM", _norms(**_PRE) + _PLAIN + _BIASES + _final_norm(), dict(qkv_bias=True)),
     Family("qwen3", "Qwen3ForCausalLM", _norms(**_PRE) + _PLAIN + _qk_norms() + _final_norm(),
            dict(qkv_bias=False, qk_norm=True)),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _norms(**_PRE) + _PLAIN + _EXPERTS + _qk_norms() + _final_norm(),
+           dict(qkv_bias=False, qk_norm=True), _MIXTURE),
     Family("llama", "LlamaForCausalLM", _norms(**_PRE) + _PLAIN + _final_norm(), dict(qkv_bias=False)),
     Family("mistral", "MistralForCausalLM", _norms(**_PRE) + _PLAIN + _final_norm(), dict(qkv_bias=False)),
     Family("phi3", "Phi3ForCausalLM", _norms(**_PRE) + _FUSED_QKV + _O + _FUSED_MLP + _DOWN + _final_norm(),
@@ -161,7 +186,7 @@ HARMLESS = re.compile(r"rotary_emb\.inv_freq$")  # tensors of old checkpoints th
 def sizes(config: ModelConfig) -> dict[str, int]:
   """Axis letter -> length."""
   return dict(V=config.vocab_size, D=config.embed_dim, H=config.num_heads, K=config.num_kv_heads, E=config.head_dim,
-              F=config.mlp_dim, N=config.labels)
+              F=config.mlp_dim, X=config.num_experts, M=config.expert_dim, N=config.labels)
 
 
 def family_of(config: ModelConfig) -> Family:

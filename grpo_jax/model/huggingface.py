@@ -31,7 +31,7 @@ READ = {  # by the functions below
     "model_type", "architectures", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
     "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types", "use_sliding_window",
     "max_window_layers", "hidden_act", "hidden_activation", "eos_token_id", "original_max_position_embeddings",
-    "id2label", "num_labels",
+    "id2label", "num_labels", "num_local_experts", "decoder_sparse_step", "mlp_only_layers",
 }
 IDLE = re.compile(  # what training, generating or loading elsewhere reads
     r"_.*|.*_token_id|(torch_)?dtype|transformers(_version|_weights)|auto_map|use_cache|initializer_range|pretraining_tp|"
@@ -40,7 +40,7 @@ IDLE = re.compile(  # what training, generating or loading elsewhere reads
     r"(min|max)_length|do_sample|early_stopping|num_(beams|beam_groups|return_sequences)|diversity_penalty|temperature|top_[kp]|"
     r"typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|bad_words_ids|"
     r"remove_invalid_values|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens|forced_.*|"
-    r"cross_attention_hidden_size|name_or_path")
+    r"cross_attention_hidden_size|name_or_path|router_aux_loss_coef")
 
 
 def read_config(values: Mapping[str, Any], file: Path, labels: Collection[int] = (0,)) -> tuple[Family, ModelConfig]:
@@ -72,7 +72,9 @@ def read_config(values: Mapping[str, Any], file: Path, labels: Collection[int] =
     if not (key in READ or key in SUPPORTED or key in names.values() or IDLE.fullmatch(key)):
       refuse(key, f"is {values[key]!r}, a field that is not known here: if it does not change what the model computes,"
              " remove it")
-  values = {"tie_word_embeddings": family.model_type.startswith("gemma"), **values}
+  values = {"tie_word_embeddings": family.model_type.startswith("gemma"), "norm_topk_prob": False, **values}
+  if "num_experts" in family.fields:
+    values["num_experts"] = _num_experts(values, refuse)
   if values.get("num_key_value_heads") is None:
     values["num_key_value_heads"] = values.get("num_attention_heads")
   if values.get("head_dim") is None:
@@ -88,8 +90,11 @@ def read_config(values: Mapping[str, Any], file: Path, labels: Collection[int] =
   fields |= _rope(family, values, refuse)
   if fields["rope_scaling"] and fields["rope_scaling"].kind == "dynamic":  # there, the field is of the original texts
     fields["max_positions"] = int(fields["max_positions"] * fields["rope_scaling"].factor)
+  if fields.get("experts_per_token", 0) > fields.get("num_experts", 0):
+    refuse("num_experts_per_tok", f"is {fields['experts_per_token']}, of {fields['num_experts']} experts: correct either")
   return family, ModelConfig(**fields, **family.fixed, windows=_windows(family, values, refuse), family=family.model_type,
-                             labels=heads[architecture], stop_ids=read_stop_ids(values, file) or ())
+                             sparse_layers=_sparse_layers(family, values, refuse), labels=heads[architecture],
+                             stop_ids=read_stop_ids(values, file) or ())
 
 
 def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | None:
@@ -124,7 +129,10 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     values[family.fields["query_scalar"]] = int(config.query_scalar)  # transformers 5 insists on it
   if config.rope_scaling and config.rope_scaling.kind == "dynamic":
     values["max_position_embeddings"] = config.rope_scaling.original_positions
-  if family.model_type.startswith(("qwen", "gemma")):
+  if config.num_experts:  # the names of transformers 4 and 5
+    dense = [i for i in range(config.num_layers) if i not in config.sparse_layers]
+    values |= {"num_local_experts": config.num_experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+  elif family.model_type.startswith(("qwen", "gemma")):
     values["layer_types"] = types
   if family.model_type.startswith("qwen"):  # transformers 4 counts the layers without a window, which come first
     values |= {"use_sliding_window": window is not None,
@@ -152,15 +160,36 @@ def _divide(values, key, by, refuse: Refuse) -> int:
   return whole // part
 
 
+def _num_experts(values, refuse: Refuse) -> int:
+  """num_experts in transformers 4, num_local_experts in 5."""
+  found = [values[key] for key in ("num_experts", "num_local_experts") if key in values]
+  if found != found[:1] * len(found):
+    refuse("num_experts", f"and num_local_experts differ ({found}): correct one")
+  return found[0] if found else None
+
+
+def _sparse_layers(family, values, refuse: Refuse) -> tuple[int, ...]:
+  """Every decoder_sparse_step-th, but those of mlp_only_layers."""
+  if "num_experts" not in family.fields:
+    return ()
+  step = _value({"decoder_sparse_step": 1} | values, "decoder_sparse_step", int, refuse)
+  dense = values.get("mlp_only_layers") or []
+  if not isinstance(dense, list) or any(type(i) is not int for i in dense):
+    refuse("mlp_only_layers", f"must be a list of layers, got {dense!r}")
+  return tuple(i for i in range(values["num_hidden_layers"]) if (i + 1) % step == 0 and i not in dense)
+
+
 def _windows(family, values, refuse: Refuse) -> tuple[int, ...]:
   """Of each layer; () where no layer has one that hides anything. Absent fields mean the defaults of transformers."""
   count, kind = values["num_hidden_layers"], family.model_type
-  window = values.get("sliding_window", {"qwen2": 4096, "qwen3": 4096, "mistral": 4096, "gemma2": 4096,
-                                         "gemma3_text": 4096}.get(kind))
+  window = values.get("sliding_window", {"qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096, "mistral": 4096,
+                                         "gemma2": 4096, "gemma3_text": 4096}.get(kind))
   types = values.get("layer_types")
   if types is None:
     if kind in ("qwen2", "qwen3"):
       slides = [bool(values.get("use_sliding_window")) and i >= values.get("max_window_layers", 28) for i in range(count)]
+    elif kind == "qwen3_moe":
+      slides = [bool(values.get("use_sliding_window"))] * count
     elif kind == "gemma2":
       slides = [i % 2 == 0 for i in range(count)]
     elif kind == "gemma3_text":
@@ -172,8 +201,10 @@ def _windows(family, values, refuse: Refuse) -> tuple[int, ...]:
     if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
       refuse("layer_types", f"is {types}: it must name full_attention or sliding_attention for each of {count} layers")
     slides = [t == "sliding_attention" for t in types]
-    if kind in ("qwen2", "qwen3") and not values.get("use_sliding_window"):
+    if kind in ("qwen2", "qwen3", "qwen3_moe") and not values.get("use_sliding_window"):
       slides = [False] * count
+  if kind == "qwen3_moe" and any(slides) != all(slides):
+    refuse("layer_types", "names layers with a window and without, which this family does not have: correct it")
   if any(slides) and window is not None and (type(window) is not int or window < 1):
     refuse("sliding_window", f"must be a positive int, got {window!r}")
   # A window as long as the longest text hides nothing. Layers with one may rotate otherwise, so Gemma 3 keeps it.

@@ -135,17 +135,3 @@ class MLP(nn.Module):
     dense = lambda name, features, x: Dense(c, (features,), name=name)(x)
     gate = ACTIVATIONS[c.activation](dense("gate", c.mlp_dim, x_BTD))
     return dense("down", c.embed_dim, gate * dense("up", c.mlp_dim, x_BTD))
-
-
-class Block(nn.Module):
-  """Pre-norm attention and MLP, each added to the stream. Returns the stream and the layer's keys and values."""
-  config: ModelConfig
-  window: int
-
-  @nn.compact
-  def __call__(self, x_BTD, *context):
-    norm = lambda name, x: nn.RMSNorm(epsilon=self.config.norm_eps, dtype=self.config.dtype, name=name)(x)
-    post = norm if self.config.post_norms else lambda name, x: x
-    attended, own = Attention(self.config, self.window, name="attention")(norm("attention_norm", x_BTD), *context)
-    x_BTD = x_BTD + post("attention_post_norm", attended)
-    return x_BTD + post("mlp_post_norm", MLP(self.config, name="mlp")(norm("mlp_norm", x_BTD))), own

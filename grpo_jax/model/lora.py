@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 
+from grpo_jax.config import ConfigError
 from grpo_jax.model.config import PROJECTIONS, ModelConfig
 
 QUANTISED = ("int8", "int4", "nf4")  # besides float32 and bfloat16, dtypes of a frozen base
@@ -21,10 +22,15 @@ TILE = 64  # weights of an input axis that share a scale
 def init(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   """Adapters for the projections that config.lora names: A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0, float32, as PEFT has it.
 
-  `base` is the frozen tree, or its shapes. With B = 0 the policy is the base.
+  `base` is the frozen tree, or its shapes. With B = 0 the policy is the base. Raises ConfigError for a projection that the
+  model has not.
   """
   rank, leaves = config.lora.rank, {}
-  kernels = {name: leaf for name, leaf in sorted(flatten_dict(base, sep="/").items()) if _is_target(name, config)}
+  kernels = {name: leaf for name, leaf in sorted(flatten_dict(base, sep="/").items())
+             if name.endswith("/kernel") and name.split("/")[-2] in config.lora.targets}
+  for target in set(config.lora.targets) - {name.split("/")[-2] for name in kernels}:
+    raise ConfigError(f"config key lora.targets: the model has no projection {target}_proj that can have an adapter (experts"
+                      " cannot): leave it out")
   for name, key in zip(kernels, jax.random.split(key, len(kernels))):
     inputs, outputs = _split(name, kernels[name].shape)
     bound = 1 / math.sqrt(math.prod(inputs))
@@ -70,10 +76,6 @@ def dequantised(kernel: Any, dtype: Any) -> jax.Array:
   if isinstance(kernel, qwix.QArray):
     kernel = qwix.dequantize(kernel.astype(dtype))
   return kernel.astype(dtype)
-
-
-def _is_target(name, config):
-  return name.endswith("/kernel") and name.split("/")[-2] in config.lora.targets
 
 
 def _split(name, shape):

@@ -1,4 +1,5 @@
 """The decoder, and the four functions through which the rest of the program sees it."""
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,9 +9,31 @@ from flax import linen as nn
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model import rope as rope_lib
-from grpo_jax.model.layers import Block, einsum
+from grpo_jax.model.experts import Experts
+from grpo_jax.model.layers import MLP, Attention, einsum
+from grpo_jax.types import Routing
 
 Params = Any  # nested dict of float32 arrays
+
+
+class Block(nn.Module):
+  """Pre-norm attention and MLP or experts, each added to the stream. Returns it, the layer's keys and values, and routing."""
+  config: ModelConfig
+  window: int
+  sparse: bool
+
+  @nn.compact
+  def __call__(self, x_BTD, counted_BT, *context):
+    norm = lambda name, x: nn.RMSNorm(epsilon=self.config.norm_eps, dtype=self.config.dtype, name=name)(x)
+    post = norm if self.config.post_norms else lambda name, x: x
+    attended, own = Attention(self.config, self.window, name="attention")(norm("attention_norm", x_BTD), *context)
+    x_BTD = x_BTD + post("attention_post_norm", attended)
+    normed_BTD, routing = norm("mlp_norm", x_BTD), None
+    if self.sparse:
+      fed_BTD, routing = Experts(self.config, name="experts")(normed_BTD, counted_BT)
+    else:
+      fed_BTD = MLP(self.config, name="mlp")(normed_BTD)
+    return x_BTD + post("mlp_post_norm", fed_BTD), own, routing
 
 
 class Transformer(nn.Module):
@@ -19,7 +42,7 @@ class Transformer(nn.Module):
   remat: bool = False
 
   @nn.compact
-  def __call__(self, tokens_BT, positions_BT, cache: Cache | None):
+  def __call__(self, tokens_BT, positions_BT, cache: Cache | None, counted_BT=None):
     c, (B, T) = self.config, tokens_BT.shape
     length, prefix = jnp.int32(0), None
     empty = jnp.zeros((B, c.num_kv_heads, 1, 0, c.head_dim), c.dtype)
@@ -37,20 +60,22 @@ class Transformer(nn.Module):
     x_BTD = keep(keep(table_VD, c.table)[tokens_BT], c.rows)
     if c.scale_embeddings:
       x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
-    new, block = [], nn.remat(Block) if self.remat else Block
+    new, routings, block = [], [], nn.remat(Block) if self.remat else Block
     for i in range(c.num_layers):
       shared = None if prefix is None else (prefix.keys[i], prefix.values[i])
-      x_BTD, layer = block(c, c.window(i), name=f"layers_{i}")(
-          x_BTD, local_rope if c.window(i) else rope, own[i], length, shared, prefix and prefix.lengths_P)
+      x_BTD, layer, routing = block(c, c.window(i), i in c.sparse_layers, name=f"layers_{i}")(
+          x_BTD, counted_BT, local_rope if c.window(i) else rope, own[i], length, shared, prefix and prefix.lengths_P)
       x_BTD = keep(x_BTD, c.rows)
       new.append(layer)
+      routings += [] if routing is None else [routing]
     if c.labels:
       _Scores(c, name="score")()
     elif not c.tie_embeddings:
       _Head(c, name="head")()
     keys, values = zip(*new)
     x_BTD = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="final_norm")(x_BTD)
-    return x_BTD, Cache(keys, values, length + T, prefix)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *routings) if routings else None
+    return x_BTD, Cache(keys, values, length + T, prefix), stacked
 
 
 class _Head(nn.Module):
@@ -76,6 +101,7 @@ class _Scores(nn.Module):
 def init(key: jax.Array, config: ModelConfig) -> Params:
   """Random float32 parameters."""
   tokens = jnp.zeros((1, 1), jnp.int32)
+  config = dataclasses.replace(config, rows=None, table=None, experts=None)  # one row cannot be split
   return Transformer(config).init(key, tokens, tokens, None)["params"]
 
 
@@ -86,7 +112,14 @@ def features(params: Params, config: ModelConfig, tokens_BT: jax.Array, position
   Without a cache, a token attends to those before it in its row. With one, also to the cache's. Rows are right-padded:
   what is computed at padding is never seen by a token before it.
   """
-  return Transformer(config, remat).apply({"params": params}, tokens_BT, positions_BT, cache)
+  return Transformer(config, remat).apply({"params": params}, tokens_BT, positions_BT, cache)[:2]
+
+
+def routed_features(params: Params, config: ModelConfig, tokens_BT: jax.Array, positions_BT: jax.Array,
+                    counted_BT: jax.Array, cache: Cache | None = None,
+                    remat: bool = False) -> tuple[jax.Array, Cache, Routing | None]:
+  """`features`, and what the routers did with the tokens where counted_BT is not 0; None for a model without experts."""
+  return Transformer(config, remat).apply({"params": params}, tokens_BT, positions_BT, cache, counted_BT)
 
 
 def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:

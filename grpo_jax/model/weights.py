@@ -1,6 +1,7 @@
 """Hugging Face folders in and out. What their names mean is in families.py and huggingface.py."""
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from pathlib import Path
@@ -45,18 +46,14 @@ def load(path: str | os.PathLike, places: Places | None = None, convert: Convert
   sizes, leaves, done = families.sizes(config), {}, 0
   tensors = Tensors(weight_files(folder))
   _check(tensors, family, config, folder)
-
-  rows, ours = list(family.tensors(config)), jax.jit(lambda row, x: convert(row.ours, row.from_theirs(x, sizes)), static_argnums=0)
-  size = lambda row: math.prod(row.their_shape(sizes)) * ITEMSIZE[tensors.dtypes[row.theirs]]
-  total = sum(map(size, rows))
-  for row in rows:
-    read, shape = functools.partial(tensors.read, row.theirs, row.part(sizes)[0]), row.their_shape(sizes)
-    if places is None:
-      x = read(tuple(map(slice, shape)))
-    else:
-      x = jax.make_array_from_callback(shape, row.their_sharding(places[row.ours]), read)
-    leaves[row.ours] = ours(row.of_first_layer(), x)  # compiled once for all layers
-    done += size(row)
+  ours = jax.jit(lambda row, x: convert(row.ours, row.from_theirs(x, sizes)), static_argnums=0)
+  size = lambda rows: sum(math.prod(row.their_shape(sizes)) * ITEMSIZE[tensors.dtypes[row.theirs]] for row in rows)
+  total = size(family.tensors(config))
+  for name, rows in itertools.groupby(family.tensors(config), lambda row: row.ours):
+    rows = list(rows)  # of each expert, where they have a tensor each
+    x = _read(tensors, rows, sizes, places and rows[0].their_sharding(places[name]))
+    leaves[name] = ours(rows[0].of_first_layer(), x)  # compiled once for all layers
+    done += size(rows)
     progress(done, total)
   return config, unflatten_dict(leaves, sep="/")
 
@@ -91,6 +88,16 @@ def _read_config(path, labels):
   return family, config
 
 
+def _read(tensors: Tensors, rows: list[families.Row], sizes: Mapping[str, int], place: jax.sharding.NamedSharding | None):
+  """Their tensor, or those of all experts on a first axis: each device's own part of it, or with `place` None all here."""
+  (start, _, _), shape = rows[0].part(sizes), rows[0].their_shape(sizes)
+  read = functools.partial(tensors.read, rows[0].theirs, start)
+  if rows[0].expert is not None:
+    shape = len(rows), *shape
+    read = lambda index: np.stack([tensors.read(row.theirs, start, index[1:]) for row in rows[index[0]]])
+  return read(tuple(map(slice, shape))) if place is None else jax.make_array_from_callback(shape, place, read)
+
+
 def _check(tensors: Tensors, family: families.Family, config: ModelConfig, folder: Path) -> None:
   """Finds what is wrong before the first tensor is read."""
   sizes = families.sizes(config)
@@ -117,7 +124,7 @@ def _write_weights(folder: Path, config: ModelConfig, leaves: Mapping[str, Any])
   for row in families.family_of(config).tensors(config):
     parts.setdefault(row.theirs, []).append(row)
   for name, rows in parts.items():
-    size = 4 * sum(math.prod(row.our_shape(sizes)) for row in rows)
+    size = 4 * sum(math.prod(row.their_shape(sizes)) for row in rows)
     if size > room:
       shards.append({})
       room = SHARD_BYTES
@@ -126,9 +133,9 @@ def _write_weights(folder: Path, config: ModelConfig, leaves: Mapping[str, Any])
   weight_map, total = {}, 0
 
   def fetch(row):
-    name, scale = row.ours.removesuffix("kernel"), config.lora.scale if config.lora else 0.0
+    leaf, name, scale = leaves[row.ours], row.ours.removesuffix("kernel"), config.lora.scale if config.lora else 0.0
     # jax keeps an array's host copy for as long as the array lives, so a copy is fetched and let go.
-    array = merged(leaves[row.ours], leaves.get(name + "lora_a"), leaves.get(name + "lora_b"), scale)
+    array = merged(leaf if row.expert is None else leaf[row.expert], leaves.get(name + "lora_a"), leaves.get(name + "lora_b"), scale)
     return row.to_theirs(jax.device_get(array), sizes)
 
   for n, tensors_of_shard in enumerate(shards, 1):

@@ -8,11 +8,11 @@ from jax.sharding import AxisType
 
 from grpo_jax.config import ConfigError, Mesh
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-  """All devices as a [data, fsdp, tensor] mesh; an axis of -1 takes what the others leave.
+  """All devices as a [data, fsdp, expert, tensor] mesh; an axis of -1 takes what the others leave.
 
   Raises ConfigError where the axes do not multiply to the number of devices.
   """
@@ -25,7 +25,7 @@ def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.
   sizes = [count // known if size == -1 else size for size in sizes]
   if math.prod(sizes) != count:
     raise ConfigError(f"{asked} does not fit {count} devices: choose axes whose product is {count}")
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def initialize_distributed() -> None:

@@ -7,9 +7,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.config import ConfigError
 
+QUANTISED = r"(/qvalue|/scale)?"  # a kernel that is has two leaves; scales are fewer
 # Path of a parameter -> the mesh axis that splits each dimension. "fsdp" splits D everywhere, "tensor" the other large
-# axis, so that a layer needs one sum over "tensor" after o and one after down.
-QUANTISED = r"(/qvalue|/scale)?"  # a kernel that is, has two leaves, the second as many numbers as tiles
+# axis, so that a layer needs one sum over "tensor" after o and one after down; "expert" splits a mixture's experts.
 RULES = (
     (r"embed/embedding", ("tensor", "fsdp")),
     (r"layers_\d+/(attention|mlp)(_post)?_norm/scale", (None,)),
@@ -25,12 +25,15 @@ RULES = (
     (r"layers_\d+/mlp/(gate|up)/lora_b", (None, "tensor")),
     (r"layers_\d+/mlp/down/lora_a", ("tensor", None)),
     (r"layers_\d+/(attention/o|mlp/down)/lora_b", (None, "fsdp")),
+    (r"layers_\d+/experts/router", ("fsdp", None)),
+    (r"layers_\d+/experts/(gate|up)", ("expert", "fsdp", "tensor")),
+    (r"layers_\d+/experts/down", ("expert", "tensor", "fsdp")),
     (r"final_norm/scale", (None,)),
     (r"head/kernel", ("fsdp", "tensor")),
     (r"score/kernel", ("fsdp", None)),
     (r"score/bias", (None,)),
 )
-LAYOUTS = {"train": ("fsdp", "tensor"), "tensor": ("tensor",)}  # the axes of RULES that a layout keeps
+LAYOUTS = {"train": ("fsdp", "expert", "tensor"), "tensor": ("expert", "tensor")}  # the axes of RULES that a layout keeps
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:
@@ -81,13 +84,25 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Prompts, the leading axis of a batch, over data and fsdp."""
-  return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+  """Prompts, the leading axis of a batch, over data, fsdp and expert."""
+  return NamedSharding(mesh, PartitionSpec(("data", "fsdp", "expert")))
 
 
 def table_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
   """The embedding [V, D] while tokens are looked up: whole along D, so that the rows found lie where the batch does."""
   return NamedSharding(mesh, PartitionSpec("tensor" if _divides(mesh, "tensor", vocabulary) else None))
+
+
+def experts_sharding(mesh: Mesh, experts: int, width: int) -> NamedSharding:
+  """Experts' matrices [X, D, M] while tokens go through them: each device has all of D of its experts."""
+  return NamedSharding(mesh, PartitionSpec("expert" if _divides(mesh, "expert", experts) else None, None,
+                                           "tensor" if _divides(mesh, "tensor", width) else None))
+
+
+def model_shardings(shape: Any, mesh: Mesh) -> dict[str, NamedSharding]:
+  """The fields of a model's config that say where its activations and what they meet lie."""
+  return dict(rows=batch_sharding(mesh), table=table_sharding(mesh, shape.vocab_size),
+              experts=experts_sharding(mesh, shape.num_experts, shape.expert_dim))
 
 
 def _axes(name: str, leaf: Any, layout: str) -> tuple[str | None, ...]:

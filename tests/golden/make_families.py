@@ -1,7 +1,7 @@
 """Writes tiny random checkpoints of every family as transformers does, and the logits that transformers computes from them.
 
-  python tests/golden/make_families.py
-  python tests/golden/make_families.py compare   # what grpo_jax saves of each, read by transformers: its logits again
+  python tests/golden/make_families.py [NAME ...]   # those folders, or all
+  python tests/golden/make_families.py compare [NAME ...]   # what grpo_jax saves of each, read by transformers: its logits
 
 Made with transformers 5.23.0 and torch 2.13.0 (CPU). Texts are longer than every sliding window, and than the texts that
 a scaled rotary embedding was first meant for.
@@ -43,6 +43,12 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     "gemma3": ("Gemma3", dict(GEMMA, rope_parameters={
         FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6), SLIDES: dict(rope_type="default", rope_theta=1e4)}),
         torch.float32),
+    "qwen3_moe": ("Qwen3Moe", dict(COMMON, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20,
+                                   norm_topk_prob=True, rope_parameters=dict(rope_theta=1e6)), torch.float32),
+    "qwen3_moe_mixed": ("Qwen3Moe", dict(  # layer 1 alone has experts
+        COMMON, num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, norm_topk_prob=False,
+        decoder_sparse_step=2, mlp_only_layers=[0, 3], use_sliding_window=True, sliding_window=9, tie_word_embeddings=True,
+        rope_parameters=ROPE), torch.bfloat16),
 }
 
 
@@ -52,33 +58,40 @@ def config_of(family, fields):
   return getattr(transformers, name)(**fields, architectures=[f"{family}ForCausalLM"])
 
 
-def main():
+def main(names):
   for seed, (name, (family, fields, dtype)) in enumerate(FAMILIES.items(), start=10):
+    if names and name not in names:
+      continue
     folder = FOLDER / name
     model = make_model(getattr(transformers, f"{family}ForCausalLM")(config_of(family, fields)), seed)
     model.to(dtype).save_pretrained(folder, max_shard_size="30KB" if dtype == torch.bfloat16 else "5GB")
     tokens = np.random.default_rng(seed).integers(4, 96, (3, T), dtype=np.int32)
-    np.savez_compressed(folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32),
-                        logits=logits_of(folder, tokens, LENGTHS)[0])
+    outputs, _ = outputs_of(folder, tokens, LENGTHS)
+    np.savez_compressed(folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32), **outputs)
 
 
-def logits_of(folder, tokens, lengths):
-  """Float32 logits of the right-padded rows, and which of them count."""
+def outputs_of(folder, tokens, lengths):
+  """Float32 logits of the right-padded rows and, of a mixture of experts, its auxiliary loss; and which logits count."""
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
   mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
   with torch.no_grad():
-    return model(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long()).logits.numpy(), mask
+    asked = dict(output_router_logits=True) if "Moe" in type(model).__name__ else {}
+    outputs = model(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long(), **asked)
+  return {name: outputs[name].numpy() for name in ("logits", "aux_loss") if name in outputs}, mask
 
 
-def compare():
+def compare(names):
   from grpo_jax import model  # here: to make the checkpoints, it is not needed
   for folder in [FOLDER.parent / "qwen2_tied", FOLDER.parent / "qwen2_untied", *sorted(FOLDER.iterdir())]:
+    if names and folder.name not in names:
+      continue
     expected = np.load(folder / "expected.npz")
     with tempfile.TemporaryDirectory() as parent:
       model.save(Path(parent) / "saved", *model.load(folder))
-      logits, mask = logits_of(Path(parent) / "saved", expected["tokens"], expected["lengths"])
-    print(f"{folder.name}: largest difference of a logit {np.abs(logits - expected['logits'])[mask].max():.1e}", flush=True)
+      outputs, mask = outputs_of(Path(parent) / "saved", expected["tokens"], expected["lengths"])
+    largest = np.abs(outputs["logits"] - expected["logits"])[mask].max()
+    print(f"{folder.name}: largest difference of a logit {largest:.1e}", flush=True)
 
 
 if __name__ == "__main__":
-  compare() if sys.argv[1:] == ["compare"] else main()
+  compare(sys.argv[2:]) if sys.argv[1:2] == ["compare"] else main(sys.argv[1:])
