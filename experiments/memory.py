@@ -2,7 +2,7 @@
 
   python experiments/memory.py write FOLDER            # random bfloat16 weights in that shape, as one file of 3.1 GB
   python experiments/memory.py load FOLDER [DTYPE]     # as float32 master weights, or as a frozen base of lora.base_dtype
-  python experiments/memory.py compile FOLDER [DTYPE]  # what the compiled update and sampler hold, without running them
+  python experiments/memory.py compile FOLDER [DTYPE]  # what update and sampler hold on a TPU (pip install 'jax[tpu]', no TPU needed)
   python experiments/memory.py step FOLDER DTYPE       # one real step with adapters of rank 32, tiny batch
 
 One line of JSON each, in bytes and seconds. On a CPU the device's memory is the host's: `peak` is both together, of a
@@ -19,6 +19,7 @@ import time
 import jax
 import ml_dtypes
 import numpy as np
+from jax.experimental import topologies
 from safetensors.numpy import save_file
 
 from configs import gsm8k
@@ -55,8 +56,8 @@ def make_config(folder, dtype, **batch):
   return c
 
 
-def make_run(*args, **batch):
-  return Run(from_dict(make_config(*args, **batch).to_dict()))
+def make_run(folder, dtype, devices=None, **batch):
+  return Run(from_dict(make_config(folder, dtype, **batch).to_dict()), devices=devices)
 
 
 def load(folder, dtype):
@@ -74,14 +75,26 @@ def load(folder, dtype):
 
 
 def compiled(folder, dtype):
-  """On one device: 64 x 8 completions of 512 tokens after prompts of 256, micro-batches of one prompt."""
-  run = make_run(folder, dtype, micro_batch=1)
-  c, shape = run.config, jax.ShapeDtypeStruct
+  """On one TPU: 64 x 8 completions of 512 tokens after prompts of 320, micro-batches of one prompt."""
+  devices = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1").devices[:1]
+  run = make_run(folder, dtype, devices, micro_batch=1)
+  c, shape, place = run.config, jax.ShapeDtypeStruct, run.model.rows
   P, G, S, T = c.batch.prompts, c.batch.group_size, c.data.max_prompt_tokens, c.sampling.max_tokens
-  integers, values = lambda *s: shape(s, "int32"), shape((P, G, T), "float32")
+  integers = lambda *s: shape(s, "int32", sharding=place)
+  values = shape((P, G, T), "float32", sharding=place)
   batch = Batch(integers(P, S), integers(P), integers(P, G, T), values, values, values, values, None, values)
-  update = run.update.lower(run.abstract_state, run.parameters.abstract_base, batch).compile().memory_analysis()
-  return {"arguments": update.argument_size_in_bytes, "temporary": update.temp_size_in_bytes}
+  parameters = run.parameters
+  update = run.update.lower(run.abstract_state, parameters.abstract_base, batch)
+  converted = lambda tree: jax.tree.map(lambda x, dtype: shape(x.shape, dtype, sharding=x.sharding), tree,
+                                        jax.tree.map(parameters.sampled_dtype, tree))
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  sample = run.sampler(c.sampling, G).lower(converted(parameters.abstract_policy), integers(P, S), integers(P), key)
+  held = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+  out = {"state": held(run.abstract_state), "frozen": held(parameters.abstract_base)}
+  for name, lowered in (("update", update), ("sample", sample)):
+    memory = lowered.compile().memory_analysis()
+    out |= {f"{name}_arguments": memory.argument_size_in_bytes, f"{name}_temporary": memory.temp_size_in_bytes}
+  return out
 
 
 def step(folder, dtype):

@@ -84,20 +84,20 @@ class Parameters:
 
   def _converted(self, params):
     sampling = self._config.sampling
-    same = all(x.dtype == self._sampled_dtype(x) for x in jax.tree.leaves(params))
+    same = all(x.dtype == self.sampled_dtype(x) for x in jax.tree.leaves(params))
     return params if sampling.layout == "train" and same else self._convert(params)
 
   @functools.cached_property
   def _convert(self):
     def convert(params):
-      params = jax.tree.map(lambda x: x.astype(self._sampled_dtype(x)), params)
+      params = jax.tree.map(lambda x: x.astype(self.sampled_dtype(x)), params)
       places = sharding.param_specs(params, self._mesh, self._config.sampling.layout)
       return jax.lax.with_sharding_constraint(params, places)
 
     return jax.jit(convert)
 
-  def _sampled_dtype(self, x):
-    """Norm scales stay float32, as the learner multiplies with them; what is quantised stays so."""
+  def sampled_dtype(self, x: Any) -> Any:
+    """In which a parameter is sampled from. Norm scales stay float32, as the learner multiplies with them; what is quantised stays so."""
     dtype = self._config.sampling.dtype
     return dtype if dtype and x.ndim > 1 and x.dtype in ("float32", "bfloat16") else x.dtype
 

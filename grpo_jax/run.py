@@ -1,7 +1,7 @@
 """A run's parts, built from its config: what train, evaluate, sample and export have in common."""
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,13 @@ from grpo_jax.types import Batch, Rewards, Scores, TrainState
 class Run:
   """Mesh, tokenizer, task, model and jitted functions of a config. Raises ConfigError for what cannot be run."""
 
-  def __init__(self, config: Config, progress: Progress = lambda *_: None):
-    """`progress` is told how much of a checkpoint is read."""
+  def __init__(self, config: Config, progress: Progress = lambda *_: None, devices: Sequence[jax.Device] | None = None):
+    """`progress` is told how much of a checkpoint is read. `devices`: those of the mesh, if not all there are."""
     check(config)
     self.config, here = config, hub.local(config)
     # Else a float32 product is one of bfloat16 on a TPU and of TF32 on a GPU.
     jax.config.update("jax_default_matmul_precision", "float32" if config.model.dtype == "float32" else None)
-    self.mesh = mesh_lib.make_mesh(config.mesh)
+    self.mesh = mesh_lib.make_mesh(config.mesh, devices)
     if here.model.path:
       model.load_config(here.model.path)  # what is wrong with the folder is told before it lacks a tokenizer
     self.tokenizer = self._load_tokenizer(here)

@@ -103,7 +103,8 @@ def test_the_key_that_was_meant(key, message):
 def test_every_config_loads(name, preset):
   module = importlib.import_module(f"configs.{name}")
   values = module.get_config(preset).to_dict()
-  values["model"]["path"] = values["model"]["path"] or ""  # None = to be given
+  for section in ("model", "data"):
+    values[section]["path"] = values[section]["path"] or ""  # None = to be given
   check(from_dict(values))
   assert name == "default" or f"--config=configs/{name}.py" in module.__doc__
 

@@ -41,15 +41,7 @@ def config(mesh, **sections):
 
 def make_run(mesh, **sections):
   c = config(mesh, **sections)
-  if mesh == ONE:  # a mesh of one among eight devices
-    from grpo_jax.parallel import mesh as mesh_lib
-    whole = mesh_lib.make_mesh
-    try:
-      mesh_lib.make_mesh = lambda m, devices=None: whole(m, jax.devices()[:1])
-      return Run(c)
-    finally:
-      mesh_lib.make_mesh = whole
-  return Run(c)
+  return Run(c, devices=jax.devices()[:np.prod(mesh)])
 
 
 @contextlib.contextmanager
