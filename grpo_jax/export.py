@@ -16,15 +16,16 @@ def main(argv):
     raise ConfigError("flag --out is missing: the folder to write")
   out = Path(flags.FLAGS.out).expanduser()
   policy = cli.open_policy()
-  parameters, shape = policy.run.parameters, policy.run.model
+  shape, params = policy.run.model, policy.params
   if flags.FLAGS.adapter:
     if shape.lora is None:
       raise ConfigError("flag --adapter: this run trained all weights, it has no adapters; leave the flag out")
-    model.save_adapters(out, shape, policy.params, policy.run.config.model.path)
+    model.save_adapters(out, shape, params, policy.run.config.model.path)
   else:
-    model.save(out, shape, parameters.policy(policy.params))
+    model.save(out, shape, policy.run.parameters.policy(params))
   policy.run.tokenizer.save(out)
-  print(f"{policy.name}: {parameters.describe()} (float32) and the tokenizer are in {out}")
+  what = "adapters" if flags.FLAGS.adapter else "parameters, adapters merged," if shape.lora else "parameters"
+  print(f"{policy.name}: its {what} (float32) and the tokenizer are in {out}")
 
 
 if __name__ == "__main__":
