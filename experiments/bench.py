@@ -23,7 +23,7 @@ import jax
 
 from configs import default
 from grpo_jax.config import from_dict
-from grpo_jax.data import tasks, tokenizer
+from grpo_jax.data import tasks
 from grpo_jax.rewards import REWARDS
 from grpo_jax.train import Trainer
 

@@ -2,7 +2,7 @@
 
   python experiments/memory.py write FOLDER            # random bfloat16 weights in that shape, as one file of 3.1 GB
   python experiments/memory.py load FOLDER [DTYPE]     # as float32 master weights, or as a frozen base of lora.base_dtype
-  python experiments/memory.py compile FOLDER [DTYPE]  # what update and sampler hold on a TPU (pip install 'jax[tpu]', no TPU needed)
+  python experiments/memory.py compile FOLDER [DTYPE]  # what update and sampler hold on a TPU: needs jax[tpu], but no TPU
   python experiments/memory.py step FOLDER DTYPE       # one real step with adapters of rank 32, tiny batch
 
 One line of JSON each, in bytes and seconds. On a CPU the device's memory is the host's: `peak` is both together, of a

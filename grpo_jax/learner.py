@@ -172,8 +172,8 @@ def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
   def share(params, reference, batch, count):
     x = stats(params, None, config, batch, 1.0, learner)
     return masked.divide(-x.logprobs_PGT.sum(), count), Told({}, {}, {}, x.routing)
-  plain = Objective(policy_of(config), lambda params, batch, micro_batch: batch, lambda batch, coefs: masked.count(batch.mask_PGT),
-                    share, lambda coefs, metrics, sequences: coefs)
+  plain = Objective(policy_of(config), lambda params, batch, micro_batch: batch,
+                    lambda batch, coefs: masked.count(batch.mask_PGT), share, lambda coefs, metrics, sequences: coefs)
   return balanced(plain, config, learner)
 
 

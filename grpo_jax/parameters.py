@@ -1,7 +1,6 @@
 """A run's parameters: where they come from and how they lie; with adapters, those that are trained and those under them."""
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any, Callable
 
 from flax.traverse_util import flatten_dict
@@ -97,7 +96,8 @@ class Parameters:
     return jax.jit(convert)
 
   def sampled_dtype(self, x: Any) -> Any:
-    """In which a parameter is sampled from. Norm scales stay float32, as the learner multiplies with them; what is quantised stays so."""
+    """In which a parameter is sampled from. Norm scales stay float32, as the learner multiplies with them; what is quantised
+    stays so."""
     dtype = self._config.sampling.dtype
     return dtype if dtype and x.ndim > 1 and x.dtype in ("float32", "bfloat16") else x.dtype
 

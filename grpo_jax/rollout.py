@@ -4,7 +4,6 @@ import dataclasses
 import os
 from typing import Any, Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,5 +1,4 @@
 """The config: its keys, how plain values become structs, and that a whole run reads every key."""
-import copy
 import dataclasses
 import functools
 import importlib

@@ -120,8 +120,8 @@ def test_two_steps_with_evaluation_completions_and_checkpoints(trained, checkpoi
   assert rows[1]["grad_norm"] > 0 and rows[1]["skipped_updates"] == 0
   shown = [json.loads(line) for line in (workdir / "completions" / "000001.jsonl").read_text().splitlines()]
   questions = {p["question"] for p in problems(24)}
-  asked = [row["prompt"].removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n") for row in shown]
-  assert len(shown) == 8 and all(text.partition(" Let's think")[0] in questions for text in asked)
+  begin, end = "<|im_start|>user\n", " Let's think"
+  assert len(shown) == 8 and all(row["prompt"].removeprefix(begin).partition(end)[0] in questions for row in shown)
   assert Checkpoints(workdir / "checkpoints", 3).steps() == [1, 2]
 
 

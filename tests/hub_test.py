@@ -37,7 +37,8 @@ def test_a_name_is_found_in_the_cache(cache):
 
 def test_a_name_that_cannot_be_had_is_told_in_one_line(cache):
   said = ask(cache, "someone/else")
-  assert said.startswith("error: config key model.path is 'someone/else': there is no such folder, and from") and said.count("\n") == 1
+  assert said.startswith("error: config key model.path is 'someone/else': there is no such folder, and from")
+  assert said.count("\n") == 1
 
 
 def test_a_folder_stays_what_it_is(tmp_path, monkeypatch):

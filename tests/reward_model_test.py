@@ -146,14 +146,15 @@ def test_what_begins_a_text_comes_before_its_steps_alone():
 
 def test_a_conversation_goes_through_the_models_own_template():
   """One that writes what begins a text itself, which is then not there twice."""
-  qwen = tokenizer.load(Path(__file__).parent / "golden" / "tokenizers" / "llama3")
+  llama = tokenizer.load(Path(__file__).parent / "golden" / "tokenizers" / "llama3")
   asked, answer = [{"role": "user", "content": "1+1?"}], {"role": "assistant", "content": "It is 2"}
-  whole = reward_model.whole_texts(qwen, "\n", [asked], ["It is 2"])[0]
-  assert whole.ids == qwen.encode(qwen.render([*asked, answer], generation_prompt=False)) and whole.marks == [(7, len(whole.ids) - 1)]
-  steps = reward_model.stepwise(qwen, "\n", [asked], ["It is\n2"])[0]
-  opening = qwen.encode(qwen.render(asked))
-  assert steps.ids == opening + qwen.encode("It is") + qwen.encode("\n") + qwen.encode("2") + qwen.encode("\n")
-  assert steps.ids.count(qwen.encode(qwen.special["bos_token"])[0]) == 1 and [end for end, _ in steps.marks] == [6, 7]
+  whole = reward_model.whole_texts(llama, "\n", [asked], ["It is 2"])[0]
+  assert whole.ids == llama.encode(llama.render([*asked, answer], generation_prompt=False))
+  assert whole.marks == [(7, len(whole.ids) - 1)]
+  steps = reward_model.stepwise(llama, "\n", [asked], ["It is\n2"])[0]
+  opening = llama.encode(llama.render(asked))
+  assert steps.ids == opening + llama.encode("It is") + llama.encode("\n") + llama.encode("2") + llama.encode("\n")
+  assert steps.ids.count(llama.encode(llama.special["bos_token"])[0]) == 1 and [end for end, _ in steps.marks] == [6, 7]
 
 
 # Whole runs.

@@ -117,7 +117,8 @@ def test_gsm8k_refuses_bad_files(tmp_path, train, message):
 
 
 def test_math_folder(tmp_path):
-  row, bare = {"problem": "1/2?", "answer": r"\frac12", "solution": "So $\\boxed{\\frac12}$.", "level": 5}, {"question": "2?", "answer": "2"}
+  row = {"problem": "1/2?", "answer": r"\frac12", "solution": r"So $\boxed{\frac12}$.", "level": 5}
+  bare = {"question": "2?", "answer": "2"}
   task = tasks.make_task(data("math", folder(tmp_path, json.dumps(row) + "\n" + json.dumps(bare))))
   assert task.train == [{"question": "1/2?", "solution": row["solution"], "answer": r"\frac12"},
                         {"question": "2?", "solution": "2", "answer": "2"}]

@@ -3,7 +3,6 @@
 Arguments are sums over the tokens that count: of each prompt, once, and of the loss. Sums of the parts of a batch add up.
 """
 import jax
-import jax.numpy as jnp
 
 from grpo_jax import masked
 from grpo_jax.types import Routing

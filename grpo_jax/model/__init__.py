@@ -1,5 +1,5 @@
-"""The decoder: `init`, `load`, `save`, `forward`, and its halves `features` and `unembed`, or `score` of a reward model; adapters
-on top of it."""
+"""The decoder: `init`, `load`, `save`, `forward`, and its halves `features` and `unembed`, or `score` of a reward model;
+adapters on top of it."""
 from grpo_jax.model.cache import Cache, Prefix, empty, grow, share
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
 from grpo_jax.model.families import SCORERS

@@ -1,16 +1,13 @@
 """Hugging Face's config.json, as transformers 4 and 5 write it, to a ModelConfig and back. Opens no file."""
-import dataclasses
-import math
 from pathlib import Path
 import re
-from typing import Any, Callable, Collection, Mapping, NoReturn, get_type_hints
+from typing import Any, Collection, Mapping, NoReturn, get_type_hints
 
 from grpo_jax.config import ConfigError
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.families import FAMILIES, Family, family_of
-from grpo_jax.model.rope import SCALINGS, RopeScaling
-
-Refuse = Callable[[str, str], NoReturn]  # (key of config.json, what is wrong with it)
+from grpo_jax.model.fields import Refuse, quotient, value
+from grpo_jax.model.rope_json import read_rope, rope_json
 
 FIELDS = {  # ours: theirs, in config.json
     "vocab_size": "vocab_size", "embed_dim": "hidden_size", "num_layers": "num_hidden_layers",
@@ -78,16 +75,16 @@ def read_config(values: Mapping[str, Any], file: Path, labels: Collection[int] =
   if values.get("num_key_value_heads") is None:
     values["num_key_value_heads"] = values.get("num_attention_heads")
   if values.get("head_dim") is None:
-    values["head_dim"] = _divide(values, "hidden_size", "num_attention_heads", refuse)
+    values["head_dim"] = quotient(values, "hidden_size", "num_attention_heads", refuse)
   hints = get_type_hints(ModelConfig)
-  fields = {ours: 0.0 if ours in OPTIONAL and values.get(theirs) is None else _value(values, theirs, hints[ours], refuse)
+  fields = {ours: 0.0 if ours in OPTIONAL and values.get(theirs) is None else value(values, theirs, hints[ours], refuse)
             for ours, theirs in names.items()}
-  _divide(values, "num_attention_heads", "num_key_value_heads", refuse)
+  quotient(values, "num_attention_heads", "num_key_value_heads", refuse)
   activation = values.get("hidden_activation", values.get("hidden_act"))
   wanted = ACTIVATIONS[family.fixed.get("activation", "silu")]
   if activation not in (None, *wanted):
     refuse("hidden_act", f"is {activation!r}, which is not supported: choose a checkpoint with {wanted[0]!r}")
-  fields |= _rope(family, values, refuse)
+  fields |= read_rope(family.model_type, values, refuse)
   if fields["rope_scaling"] and fields["rope_scaling"].kind == "dynamic":  # there, the field is of the original texts
     fields["max_positions"] = int(fields["max_positions"] * fields["rope_scaling"].factor)
   if fields.get("experts_per_token", 0) > fields.get("num_experts", 0):
@@ -118,7 +115,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
   activation = ACTIVATIONS[config.activation][0]
   values = {
       "architectures": [family.architecture_with(config.labels)], "model_type": family.model_type,
-      **{theirs: optional(ours) for ours, theirs in names.items()}, **_rope_json(config),
+      **{theirs: optional(ours) for ours, theirs in names.items()}, **rope_json(config),
       "hidden_activation" if config.activation == "gelu_tanh" else "hidden_act": activation,
       "attention_dropout": 0.0, "sliding_window": window, **stop_ids_json(config), "pad_token_id": None,
       "torch_dtype": "float32",
@@ -144,39 +141,6 @@ def stop_ids_json(config: ModelConfig) -> dict[str, Any]:
   """What generation_config.json says."""
   ids = list(config.stop_ids)
   return {"eos_token_id": ids if len(ids) > 1 else ids[0] if ids else None}
-
-
-def _value(values, key, hint, refuse: Refuse):
-  value = values.get(key)
-  if type(value) not in ({int, float} if hint is float else {hint}) or (hint is not bool and value <= 0):
-    refuse(key, f"must be {'true or false' if hint is bool else f'a positive {hint.__name__}'}, got {value!r}")
-  return hint(value)
-
-
-def _divide(values, key, by, refuse: Refuse) -> int:
-  whole, part = _value(values, key, int, refuse), _value(values, by, int, refuse)
-  if whole % part:
-    refuse(key, f"({whole}) must be a multiple of {by} ({part})")
-  return whole // part
-
-
-def _num_experts(values, refuse: Refuse) -> int:
-  """num_experts in transformers 4, num_local_experts in 5."""
-  found = [values[key] for key in ("num_experts", "num_local_experts") if key in values]
-  if found != found[:1] * len(found):
-    refuse("num_experts", f"and num_local_experts differ ({found}): correct one")
-  return found[0] if found else None
-
-
-def _sparse_layers(family, values, refuse: Refuse) -> tuple[int, ...]:
-  """Every decoder_sparse_step-th, but those of mlp_only_layers."""
-  if "num_experts" not in family.fields:
-    return ()
-  step = _value({"decoder_sparse_step": 1} | values, "decoder_sparse_step", int, refuse)
-  dense = values.get("mlp_only_layers") or []
-  if not isinstance(dense, list) or any(type(i) is not int for i in dense):
-    refuse("mlp_only_layers", f"must be a list of layers, got {dense!r}")
-  return tuple(i for i in range(values["num_hidden_layers"]) if (i + 1) % step == 0 and i not in dense)
 
 
 def _windows(family, values, refuse: Refuse) -> tuple[int, ...]:
@@ -212,87 +176,20 @@ def _windows(family, values, refuse: Refuse) -> tuple[int, ...]:
   return tuple(window if s else 0 for s in slides) if any(slides) and hides else ()
 
 
-def _rope(family, values, refuse: Refuse) -> dict[str, Any]:
-  """Fields of ModelConfig. In transformers 4 rope_theta and rope_scaling, in 5 rope_parameters, of kinds of layers or all."""
-  given = values.get("rope_parameters") or {}
-  if "full_attention" in given or "sliding_attention" in given:
-    local, given = given.get("sliding_attention") or {}, given.get("full_attention") or {}
-    if local.get("rope_type", "default") != "default":
-      refuse("rope_parameters", f"scales layers with a window ({local.get('rope_type')}), which is not supported")
-  else:
-    local = {"rope_theta": values.get("rope_local_base_freq")}
-  thetas = [values.get("rope_theta"), given.get("rope_theta")]
-  scalings = []
-  for key, rope in (("rope_scaling", values.get("rope_scaling")), ("rope_parameters", given)):
-    if rope:
-      thetas.append(rope.get("rope_theta") if isinstance(rope, dict) else None)
-      scalings.append(_scaling(key, rope, values, refuse))
-  thetas = [t for t in thetas if t is not None]
-  if not thetas and family.model_type == "gemma3_text":
-    thetas = [1e6]
-  if not thetas or any(t != thetas[0] for t in thetas):
-    refuse("rope_theta", f"is given differently in two places ({thetas}): correct one" if thetas else "is missing")
-  if any(s != scalings[0] for s in scalings):
-    refuse("rope_scaling", "is given differently in two places: correct one")
-  fields = {"rope_theta": _value({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
-            "rope_scaling": scalings[0] if scalings else None}
-  if family.model_type == "gemma3_text":
-    fields["local_rope_theta"] = float(local.get("rope_theta") or 1e4)
-  return fields
+def _num_experts(values, refuse: Refuse) -> int:
+  """num_experts in transformers 4, num_local_experts in 5."""
+  found = [values[key] for key in ("num_experts", "num_local_experts") if key in values]
+  if found != found[:1] * len(found):
+    refuse("num_experts", f"and num_local_experts differ ({found}): correct one")
+  return found[0] if found else None
 
 
-def _scaling(key, rope, values, refuse: Refuse) -> RopeScaling | None:
-  if not isinstance(rope, dict):
-    refuse(key, f"must be an object, got {rope!r}")
-  kind = rope.get("rope_type", rope.get("type", "default"))
-  if rope.get("partial_rotary_factor", 1) != 1:
-    refuse(key, "has a partial_rotary_factor, which is not supported: choose a checkpoint that rotates whole heads")
-  if kind == "default":
-    return None
-  if kind not in SCALINGS:
-    refuse(key, f"is of type {kind!r}, which is not supported: choose a checkpoint with {', '.join(SCALINGS)} or none")
-  read = {"linear": (), "dynamic": (), "llama3": ("low_freq_factor", "high_freq_factor"),
-          "yarn": ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate")}[kind]
-  known = {"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings", *read}
-  if rope.keys() - known:
-    refuse(key, f"has {sorted(rope.keys() - known)}, which {kind} does not read here: remove it or correct the type")
-  number = lambda name, default=None: _value({name: rope.get(name) or default}, name, float, refuse)
-  factor, longest = number("factor"), values["max_position_embeddings"]
-  original = rope.get("original_max_position_embeddings") or values.get("original_max_position_embeddings") or longest
-  if kind == "dynamic":
-    original = longest  # as transformers has it
-  scaling = RopeScaling(kind, factor, original)
-  if kind == "llama3":
-    return dataclasses.replace(scaling, low=number("low_freq_factor"), high=number("high_freq_factor"))
-  if kind == "yarn":
-    scale = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-    m, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    attention = rope.get("attention_factor")
-    if attention is None:
-      attention = scale(m) / scale(all_dim) if m and all_dim else scale(1.0)
-    return dataclasses.replace(scaling, low=number("beta_slow", 1.0), high=number("beta_fast", 32.0),
-                               attention_factor=float(attention), truncate=rope.get("truncate", True))
-  return scaling
-
-
-def _rope_json(config: ModelConfig) -> dict[str, Any]:
-  """transformers 4 reads rope_theta and rope_scaling; 5 writes rope_parameters, as its readers expect."""
-  s = config.rope_scaling
-  scaling = {"rope_type": "default"}
-  if s is not None:
-    scaling = {"rope_type": s.kind, "factor": s.factor}
-    if s.kind in ("llama3", "yarn"):
-      scaling["original_max_position_embeddings"] = s.original_positions
-    if s.kind == "llama3":
-      scaling |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
-    if s.kind == "yarn":
-      scaling |= {"beta_slow": s.low, "beta_fast": s.high, "attention_factor": s.attention_factor, "truncate": s.truncate}
-  full = {"rope_theta": config.rope_theta, **scaling}
-  values = {"rope_theta": config.rope_theta, "rope_parameters": full}
-  if s is not None:
-    values["rope_scaling"] = scaling
-  if config.local_rope_theta:
-    local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
-    values |= {"rope_local_base_freq": config.local_rope_theta,
-               "rope_parameters": {"full_attention": full, "sliding_attention": local}}
-  return values
+def _sparse_layers(family, values, refuse: Refuse) -> tuple[int, ...]:
+  """Every decoder_sparse_step-th, but those of mlp_only_layers."""
+  if "num_experts" not in family.fields:
+    return ()
+  step = value({"decoder_sparse_step": 1} | values, "decoder_sparse_step", int, refuse)
+  dense = values.get("mlp_only_layers") or []
+  if not isinstance(dense, list) or any(type(i) is not int for i in dense):
+    refuse("mlp_only_layers", f"must be a list of layers, got {dense!r}")
+  return tuple(i for i in range(values["num_hidden_layers"]) if (i + 1) % step == 0 and i not in dense)

@@ -3,7 +3,6 @@
 A tree of parameters with adapters is the frozen one with two leaves more beside a kernel: lora_a [in..., r], lora_b
 [r, out...]. `join` makes it, without a copy. W may be quantised (QLoRA 2305.14314).
 """
-import dataclasses
 import math
 from typing import Any
 

@@ -133,10 +133,10 @@ def _write_weights(folder: Path, config: ModelConfig, leaves: Mapping[str, Any])
   weight_map, total = {}, 0
 
   def fetch(row):
-    leaf, name, scale = leaves[row.ours], row.ours.removesuffix("kernel"), config.lora.scale if config.lora else 0.0
+    leaf = leaves[row.ours] if row.expert is None else leaves[row.ours][row.expert]
+    a, b = (leaves.get(row.ours.removesuffix("kernel") + name) for name in ("lora_a", "lora_b"))
     # jax keeps an array's host copy for as long as the array lives, so a copy is fetched and let go.
-    array = merged(leaf if row.expert is None else leaf[row.expert], leaves.get(name + "lora_a"), leaves.get(name + "lora_b"), scale)
-    return row.to_theirs(jax.device_get(array), sizes)
+    return row.to_theirs(jax.device_get(merged(leaf, a, b, config.lora.scale if config.lora else 0.0)), sizes)
 
   for n, tensors_of_shard in enumerate(shards, 1):
     name = f"model-{n:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"

@@ -1,6 +1,6 @@
 """Where every array lies on the mesh: a strict table of parameter paths."""
 import re
-from typing import Any, Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

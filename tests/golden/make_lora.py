@@ -1,7 +1,7 @@
 """Writes random LoRA adapters as peft does, on checkpoints of this folder, and the logits that peft computes with them.
 
   python tests/golden/make_lora.py
-  python tests/golden/make_lora.py compare   # what grpo_jax saves of each, adapter and merged model, read by peft and transformers
+  python tests/golden/make_lora.py compare   # what grpo_jax saves, adapter and merged model, read by peft and transformers
 
 Made with peft 0.21.2, transformers 5.23.0 and torch 2.13.0 (CPU).
 """
