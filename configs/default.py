@@ -11,7 +11,7 @@ def get_config(preset="grpo"):
   c.steps = 100  # GRPO steps, after the warm start's
 
   c.model = ConfigDict()
-  c.model.path = ""  # a Hugging Face folder; "" = random weights of the shape below
+  c.model.path = ""  # a Hugging Face folder, or its OWNER/NAME[@REVISION] there; "" = random weights of the shape below
   c.model.dtype = "float32"  # of the computation (float32 or bfloat16); master weights are always float32
   c.model.embed_dim = 64
   c.model.num_layers = 2
@@ -27,7 +27,8 @@ def get_config(preset="grpo"):
   c.lora.alpha = 32.0  # an adapter's product is scaled by alpha / rank
   c.lora.rslora = False  # by alpha / sqrt(rank) instead
   c.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # any of these
-  c.lora.path = ""  # a folder that PEFT saved, to go on from; the four keys above must be its own
+  # A folder that PEFT saved, to go on from; the four keys above must be its own. The reference is without it.
+  c.lora.path = ""
   c.lora.base_dtype = "bfloat16"  # of the frozen weights: float32, bfloat16, int8, int4 or nf4
 
   c.data = ConfigDict()
@@ -60,7 +61,7 @@ def get_config(preset="grpo"):
   c.reward.functions = ("strict",)  # names of grpo_jax/rewards, file.py:function, or Hugging Face folders of reward models
   c.reward.weights = (1.0,)
   # Of reward models:
-  c.reward.batch = 64  # texts scored at once, a multiple of mesh.data x mesh.fsdp
+  c.reward.batch = 64  # texts scored at once, a multiple of mesh.data x mesh.fsdp x mesh.expert
   c.reward.dtype = ""  # of their weights and computation; "" = model.dtype
   c.reward.step_separator = "\n"  # between the steps that a *ForTokenClassification scores
 

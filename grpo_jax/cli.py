@@ -87,10 +87,11 @@ def saved_config(workdir: str) -> Config:
 def _absolute(config: Config) -> Config:
   """The config with the whole paths of what it names, so that its run can be used from another folder."""
   whole = lambda path: str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().exists() else path
-  reward = lambda name: ":".join([whole(name.rpartition(":")[0]), name.rpartition(":")[2]]) if ":" in name else name
+  reward = lambda name: ":".join([whole(name.rpartition(":")[0]), name.rpartition(":")[2]]) if ":" in name else whole(name)
   model, data, rewards = config.model, config.data, config.reward
   return dataclasses.replace(
       config, model=dataclasses.replace(model, path=whole(model.path)),
+      lora=dataclasses.replace(config.lora, path=whole(config.lora.path)),
       data=dataclasses.replace(data, path=whole(data.path), tokenizer=whole(data.tokenizer)),
       reward=dataclasses.replace(rewards, functions=tuple(map(reward, rewards.functions))),
       eval=dataclasses.replace(config.eval, function=reward(config.eval.function)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from absl import flags
 
-from grpo_jax import cli, model
+from grpo_jax import cli, hub, model
 from grpo_jax.config import ConfigError
 
 
@@ -20,7 +20,7 @@ def main(argv):
   if flags.FLAGS.adapter:
     if shape.lora is None:
       raise ConfigError("flag --adapter: this run trained all weights, it has no adapters; leave the flag out")
-    model.save_adapters(out, shape, params, policy.run.config.model.path)
+    model.save_adapters(out, shape, params, *hub.parts(policy.run.config.model.path))
   else:
     model.save(out, shape, policy.run.parameters.policy(params))
   policy.run.tokenizer.save(out)

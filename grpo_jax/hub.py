@@ -5,14 +5,20 @@ import re
 
 from grpo_jax.config import Config, ConfigError
 
-# owner/model, or owner/model@revision; not a file of a tokenizer
-_NAME = re.compile(r"(?!.*\.(?:json|model)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
-_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]  # no pickles, no code
+# owner/model, or owner/model@revision; not a file of a tokenizer or of rewards
+_NAME = re.compile(r"(?!.*\.(?:json|model|py)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
+_WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]  # no pickles
+_TEXTS = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]  # no code
 
 
 def is_name(path: str) -> bool:
   """Whether it is no path here and may be a name there."""
   return _NAME.fullmatch(path) is not None and not Path(path).expanduser().exists()
+
+
+def parts(path: str) -> tuple[str, str | None]:
+  """(name, revision) of what is a name, else (path, None)."""
+  return _NAME.fullmatch(path).groups() if is_name(path) else (path, None)
 
 
 def folder(path: str, key: str) -> str:
@@ -24,9 +30,10 @@ def folder(path: str, key: str) -> str:
     return path
   from huggingface_hub import snapshot_download  # here: slow to import
 
-  name = _NAME.fullmatch(path)
+  name, revision = parts(path)
+  files = _TEXTS if key == "data.tokenizer" else _TEXTS + _WEIGHTS
   try:
-    return snapshot_download(name[1], revision=name[2], allow_patterns=_FILES)
+    return snapshot_download(name, revision=revision, allow_patterns=files)
   except Exception as error:  # no such model, a gate, no network, offline and not there: each is an exception of its own
     why = " ".join(str(error).split())
     raise ConfigError(f"config key {key} is {path!r}: there is no such folder, and from huggingface.co it cannot be had"

@@ -24,7 +24,7 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
   """AdamW (Loshchilov 1711.05101) of float32 master weights; norms and biases are not decayed."""
   matrices = lambda params: jax.tree_util.tree_map_with_path(
-      lambda path, _: path[-1].key in ("kernel", "embedding", "lora_a", "lora_b"), params)
+      lambda path, _: path[-1].key not in ("scale", "bias"), params)
   clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
   return optax.chain(clip, optax.adamw(learning_rate(config, steps), config.b1, config.b2, config.eps,
                                        weight_decay=config.weight_decay, mask=matrices))

@@ -36,7 +36,7 @@ class RewardModel:
 
   def __init__(self, name: str, config: Reward, mesh: Mesh, put: Callable[[Any], Any], fetch: Callable[[Any], Any]):
     """`name`: a folder, or a name of huggingface.co. `put` and `fetch` move host arrays onto the mesh, their first axis over
-    data x fsdp, and back."""
+    data x fsdp x expert, and back."""
     folder = Path(hub.folder(name, "reward.functions")).expanduser()
     self.__name__ = Path(name).expanduser().resolve().name
     shape = model.load_config(folder, model.SCORERS)
@@ -67,6 +67,13 @@ class RewardModel:
         out[i] = [(end, float(scores_T[t])) for end, t in texts[i].marks]
     return out
 
+  def check_conversations(self) -> None:
+    """Raises ConfigError where the model cannot read them."""
+    try:
+      self._tokens.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], generation_prompt=False)
+    except ConfigError as error:
+      raise ConfigError(f"reward.functions: {self.__name__}: {str(error).removeprefix('data.tokenizer: ')}") from None
+
   def _padded(self, rows):
     """int32 [reward.batch, T]: T is a power of two, so that few lengths are ever compiled."""
     T = min(1 << (len(rows[-1]) - 1).bit_length(), self._model.max_positions)
@@ -84,10 +91,11 @@ class RewardModel:
 
 
 def whole_texts(tokens: Tokenizer, separator: str, prompts: Sequence[str], completions: Sequence[str]) -> list[Text]:
-  """Prompt and completion as one text, scored at its last token."""
+  """Prompt and completion as one text, scored at its last token that is not the one for padding, as transformers does."""
   del separator
   ids = tokens.encode_batch([_text(tokens, *both) for both in zip(prompts, completions)])
-  return [Text(row, [(max(1, len(completion)), len(row) - 1)]) for row, completion in zip(ids, completions)]
+  last = lambda row: max((t for t, token in enumerate(row) if token != tokens.pad_id), default=0)
+  return [Text(row, [(max(1, len(completion)), last(row))]) for row, completion in zip(ids, completions)]
 
 
 def stepwise(tokens: Tokenizer, separator: str, prompts: Sequence[str], completions: Sequence[str]) -> list[Text]:

@@ -66,7 +66,10 @@ class Run:
     reward = self.config.reward
     self.check_rows(reward__batch=reward.batch)
     dtype = reward.dtype or self.config.model.dtype
-    return RewardModel(path, dataclasses.replace(reward, dtype=dtype), self.mesh, self.put, self.fetch)
+    scorer = RewardModel(path, dataclasses.replace(reward, dtype=dtype), self.mesh, self.put, self.fetch)
+    if self.config.data.chat:
+      scorer.check_conversations()
+    return scorer
 
   @property
   def reward_weights(self) -> tuple[float, ...]:

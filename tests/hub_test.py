@@ -44,5 +44,5 @@ def test_a_name_that_cannot_be_had_is_told_in_one_line(cache):
 def test_a_folder_stays_what_it_is(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "someone" / "folder").mkdir(parents=True)
-  for path in ("someone/folder", str(tmp_path), "", "./not/there", "~/not/there", "/not/there", "qwen", "not/tokenizer.json"):
+  for path in ("someone/folder", str(tmp_path), "", "./not/there", "~/not/there", "/not/there", "qwen", "not/tokenizer.json", "not/rewards.py"):
     assert hub.folder(path, "model.path") == path

@@ -301,3 +301,13 @@ def test_only_matrices_are_decayed_and_gradients_are_clipped(params):
   attention, block = updates["layers_0"]["attention"]["q"], updates["layers_0"]
   np.testing.assert_allclose(attention["kernel"], -.05 * params["layers_0"]["attention"]["q"]["kernel"], rtol=1e-6)
   assert (attention["bias"] == 0).all() and (block["mlp_norm"]["scale"] == 0).all()
+
+
+def test_experts_and_adapters_are_decayed_too():
+  """All but scales of norms and biases."""
+  names = ("router", "gate", "lora_a", "kernel", "embedding", "scale", "bias")
+  params = {"layer": {name: jnp.ones((2, 2)) for name in names}}
+  config = Optimizer(1.0, "constant", 0, .9, .999, 1e-8, .1, 0.0)
+  optimizer = optim.make_optimizer(config, 1)
+  updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+  assert {name for name, x in updates["layer"].items() if x.any()} == set(names) - {"scale", "bias"}

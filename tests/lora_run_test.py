@@ -1,13 +1,14 @@
 """Whole runs with adapters: on eight devices, stopped and resumed, exported; what cannot be run is refused."""
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from configs import arithmetic
-from grpo_jax import model
+from grpo_jax import cli, model
 from grpo_jax.config import ConfigError, from_dict
 from grpo_jax.data import tasks, tokenizer
 from grpo_jax.run import Run
@@ -102,6 +103,26 @@ def test_export_of_adapters_and_of_the_merged_model(trained, checkpoint, tmp_pat
             ((model.join(base, adapters), shape), merged[::-1], (base, shape))]
   np.testing.assert_allclose(logits[0], logits[1], atol=1e-5)
   assert np.abs(logits[0] - logits[2]).max() > 1e-3
+
+
+def test_a_mixture_is_not_quantised(tmp_path):
+  model.save(tmp_path / "hf", *model.load(Path(__file__).parent / "golden" / "families" / "qwen3_moe"))
+  tokenizer.characters(tasks.ALPHABET).save(tmp_path / "hf")
+  c = config(str(tmp_path / "hf"))
+  with pytest.raises(ConfigError, match="config key lora.base_dtype is 'int8': experts"):
+    Run(dataclasses.replace(c, lora=dataclasses.replace(c.lora, targets=("q_proj",), base_dtype="int8")))
+
+
+def test_paths_are_whole_in_what_is_saved(tmp_path, monkeypatch):
+  """So that a run can be used from another folder."""
+  (tmp_path / "adapters" / "mine").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path)
+  c = arithmetic.get_config()
+  c.lora.path = c.data.tokenizer = c.model.path = "adapters/mine"
+  c.reward.functions = ("strict", "adapters/mine", "adapters/mine:f")
+  found, whole = cli._absolute(from_dict(c.to_dict())), str(tmp_path / "adapters" / "mine")
+  assert found.lora.path == found.data.tokenizer == found.model.path == whole
+  assert found.reward.functions == ("strict", whole, f"{whole}:f")
 
 
 def test_training_goes_on_from_a_folder_of_adapters(trained, checkpoint, tmp_path):

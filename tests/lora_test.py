@@ -203,7 +203,8 @@ def folder(tmp_path):
 @pytest.mark.parametrize("fields, words", [
     (dict(peft_type="IA3"), "peft_type is 'IA3'"), (dict(use_dora=True), "use_dora is True"),
     (dict(bias="all"), "bias is 'all'"), (dict(rank_pattern={"q_proj": 2}), "rank_pattern is"), (dict(r=0), "r is 0"),
-    (dict(modules_to_save=["lm_head"]), "modules_to_save"), (dict(target_modules=".*"), "target_modules"),
+    (dict(modules_to_save=["lm_head"]), "modules_to_save"), (dict(target_modules="q.*"), "target_modules"),
+    (dict(target_modules=["q_proj", "lm_head"]), "target_modules"),
     (dict(something_new=1), "something_new is 1"), (dict(lora_alpha=None), "lora_alpha is None")])
 def test_another_kind_of_adapter_is_refused_by_name(folder, fields, words):
   file = folder / "adapter_config.json"
@@ -211,6 +212,13 @@ def test_another_kind_of_adapter_is_refused_by_name(folder, fields, words):
   with pytest.raises(ConfigError, match=rf"adapter_config\.json: {words}") as error:
     model.load_lora(folder)
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named(folder, name):
+  (folder / name).unlink()
+  with pytest.raises(ConfigError, match=rf"^config key lora.path: .*{name} is missing: name a folder of adapters that PEFT saved"):
+    model.load_lora(folder)
 
 
 @pytest.mark.parametrize("change, words", [

@@ -144,13 +144,27 @@ def test_what_begins_a_text_comes_before_its_steps_alone():
   assert reward_model.whole_texts(begun, ";", ["d"], ["a"])[0] == reward_model.Text(TOKENS.encode("da"), [(1, 1)])
 
 
+def test_a_text_is_scored_before_what_pads():
+  """As transformers has it: a template may end in the token that also fills up."""
+  padded = dataclasses.replace(TOKENS, pad_id=TOKENS.encode("b")[0])
+  assert reward_model.whole_texts(padded, ";", ["d"], ["abb"])[0].marks == [(3, 1)]
+
+
+def test_a_model_without_a_template_is_refused_where_there_are_conversations(tmp_path):
+  c = config([WITH_TEXTS[0]])
+  chatty = Path(__file__).parent / "golden" / "tokenizers" / "qwen"
+  c = dataclasses.replace(c, data=dataclasses.replace(c.data, chat=True, tokenizer=str(chatty)))
+  with pytest.raises(ConfigError, match=f"^reward.functions: {WITH_TEXTS[0].name}: no chat template"):
+    Run(c).functions
+
+
 def test_a_conversation_goes_through_the_models_own_template():
   """One that writes what begins a text itself, which is then not there twice."""
   llama = tokenizer.load(Path(__file__).parent / "golden" / "tokenizers" / "llama3")
   asked, answer = [{"role": "user", "content": "1+1?"}], {"role": "assistant", "content": "It is 2"}
   whole = reward_model.whole_texts(llama, "\n", [asked], ["It is 2"])[0]
   assert whole.ids == llama.encode(llama.render([*asked, answer], generation_prompt=False))
-  assert whole.marks == [(7, len(whole.ids) - 1)]
+  assert whole.marks == [(7, len(whole.ids) - 2)]  # what ends a text there also pads
   steps = reward_model.stepwise(llama, "\n", [asked], ["It is\n2"])[0]
   opening = llama.encode(llama.render(asked))
   assert steps.ids == opening + llama.encode("It is") + llama.encode("\n") + llama.encode("2") + llama.encode("\n")

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 import shutil
 
@@ -200,17 +201,19 @@ def test_window_longer_than_any_text_is_allowed(tied):
 
 
 @pytest.mark.parametrize("name, mesh", [("qwen2_untied", (1, 4, 1, 2)), ("families/phi3", (1, 4, 1, 2)),
-                                        ("families/gemma2", (1, 4, 1, 2)), ("families/qwen3_moe", (1, 2, 2, 2))])
+                                        ("families/gemma2", (1, 4, 1, 2)), ("families/phi3", (1, 1, 1, 1)),
+                                        ("families/qwen3_moe", (1, 2, 2, 2)), ("families/qwen3_moe_mixed", (2, 2, 2, 1))])
 def test_devices_read_their_own_parts(name, mesh, monkeypatch):
   """Of tensors in the dtype of the file, fused ones too; `convert` is given them in our layout, and what it makes is kept."""
   config, whole = load(GOLDEN / name)
-  fsdp, tensor, mesh = mesh[1], mesh[3], make_mesh(Mesh(*mesh))
+  fsdp, tensor, mesh = mesh[1], mesh[3], make_mesh(Mesh(*mesh), jax.devices()[:math.prod(mesh)])
   places = flatten_dict(param_specs(whole, mesh), sep="/")
   read, sizes, told = folders.Tensors.read, [], []
   monkeypatch.setattr(folders.Tensors, "read", lambda *a: sizes.append(read(*a)) or sizes[-1])
 
   def convert(path, x):
-    assert x.dtype == ("bfloat16" if name == "qwen2_untied" or ("gemma" in name and "norm" not in path) else "float32")
+    half = name in ("qwen2_untied", "families/qwen3_moe_mixed") or ("gemma" in name and "norm" not in path)
+    assert x.dtype == ("bfloat16" if half else "float32")
     return 2 * jax.lax.with_sharding_constraint(x.astype(jnp.float32), places[path])
 
   _, params = load(GOLDEN / name, places, convert, progress=lambda *progress: told.append(progress))

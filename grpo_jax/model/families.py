@@ -54,10 +54,6 @@ class Row:
     axes = dict(zip(self.our_axes, ours.spec[len(expert):]))
     return NamedSharding(ours.mesh, PartitionSpec(*expert, *(axes[group[0]] for group in self.their_axes.split())))
 
-  def of_first_layer(self) -> "Row":
-    """The same conversion, whatever the layer."""
-    return dataclasses.replace(self, theirs="", ours=re.sub(r"layers_\d+", "layers_0", self.ours))
-
   def from_theirs(self, array: Array, sizes: Mapping[str, int]) -> Array:
     """`array` has all experts' on a first axis, where there are."""
     first = "" if self.expert is None else "X"

@@ -82,7 +82,7 @@ class Tensors:
 
   def read(self, name: str, start: int, index: tuple[slice, ...]) -> np.ndarray:
     """What `index` says of the tensor, its first axis counted from `start`."""
-    first, *rest = (slice(*i.indices(n)) for i, n in zip(index, self.shapes[name]))
+    first, *rest = index
     array = self._open(self._files[name]).get_slice(name)[slice(first.start + start, first.stop + start), *rest]
     self._mapped += array.nbytes
     return array

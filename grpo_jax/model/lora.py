@@ -60,7 +60,7 @@ def quantised(name: str, kernel: jax.Array, dtype: str) -> Any:
   """
   projection = name.endswith("/kernel") and name.split("/")[-2] in PROJECTIONS
   if kernel.ndim == 1:
-    return kernel
+    return kernel.astype("float32")
   if dtype not in QUANTISED or not projection:
     return kernel.astype("bfloat16" if dtype in QUANTISED else dtype)
   inputs, _ = _split(name, kernel.shape)

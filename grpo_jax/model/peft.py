@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from grpo_jax.config import ConfigError
 from grpo_jax.model import families
-from grpo_jax.model.config import Lora, ModelConfig
+from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
 from grpo_jax.model.families import Row
 from grpo_jax.model.folders import Tensors, new_folder, read_json, write_json
 
@@ -25,7 +25,11 @@ IDLE = {  # fields of adapter_config.json that change nothing of what the adapte
 
 def load_lora(path: str | os.PathLike) -> Lora:
   """What adapter_config.json says. Raises ConfigError for another kind of adapter, or one that is not computed here."""
-  file = Path(path).expanduser() / "adapter_config.json"
+  folder = Path(path).expanduser()
+  file = folder / "adapter_config.json"
+  for needed in (file, folder / "adapter_model.safetensors"):
+    if not needed.is_file():
+      raise ConfigError(f"config key lora.path: {needed} is missing: name a folder of adapters that PEFT saved as safetensors")
   values = read_json(file)
 
   def need(holds, key, why):
@@ -39,8 +43,8 @@ def load_lora(path: str | os.PathLike) -> Lora:
   rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
   need(type(rank) is int and rank > 0, "r", "it must be a positive int")
   need(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "it must be a positive number")
-  need(isinstance(targets, list) and targets and all(isinstance(t, str) for t in targets), "target_modules",
-       "it must be a list of projections")
+  need(isinstance(targets, list) and targets and {_ours(str(t)) for t in targets} <= set(PROJECTIONS), "target_modules",
+       f"it must be a list of {', '.join(f'{name}_proj' for name in PROJECTIONS)}")
   return Lora(rank, float(alpha), bool(values.get("use_rslora")), tuple(sorted(map(_ours, targets))))
 
 
@@ -55,17 +59,19 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
     if tensors.shapes[row.theirs] != row.their_shape(sizes):
       raise ConfigError(f"{folder}: tensor {row.theirs} is {tensors.shapes[row.theirs]}, for this model it should be "
                         f"{row.their_shape(sizes)}: it is the adapter of another one")
-    leaves[row.ours] = row.from_theirs(tensors.read(row.theirs, 0, (slice(None),)).astype(np.float32), sizes)
+    leaves[row.ours] = row.from_theirs(tensors.read(row.theirs, 0, tuple(slice(0, n) for n in row.their_shape(sizes))).astype(np.float32), sizes)
   return unflatten_dict(leaves, sep="/")
 
 
-def save_adapters(path: str | os.PathLike, config: ModelConfig, adapters: Any, base: str) -> None:
+def save_adapters(path: str | os.PathLike, config: ModelConfig, adapters: Any, base: str, revision: str | None = None
+                  ) -> None:
   """Writes a folder that PEFT loads onto the model at `base`, a folder or a name: all of it or nothing. Errors as `save`."""
   lora, sizes, leaves = config.lora, _sizes(config), flatten_dict(adapters, sep="/")
   fetch = lambda row: row.to_theirs(jax.device_get(jnp.array(leaves[row.ours], jnp.float32)), sizes)
   rows = list(_rows(config))
   assert leaves.keys() == {row.ours for row in rows}
-  values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+  values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision,
+            "r": lora.rank,
             "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha, "use_rslora": lora.rslora,
             "target_modules": [f"{name}_proj" for name in lora.targets], "lora_dropout": 0.0, "bias": "none",
             "inference_mode": True, "fan_in_fan_out": False}

@@ -1,4 +1,4 @@
-"""The decoder, and the four functions through which the rest of the program sees it."""
+"""The decoder, and the functions through which the rest of the program sees it."""
 import dataclasses
 from typing import Any
 

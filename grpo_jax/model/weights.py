@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 from pathlib import Path
+import re
 import shutil
 from typing import Any, Callable, Collection, Mapping
 
@@ -37,22 +38,23 @@ def load(path: str | os.PathLike, places: Places | None = None, convert: Convert
   """A Hugging Face folder as (config, float32 params), or as what `convert` makes of them on the devices.
 
   `places` says where the parameters lie; each device is sent its own part of a tensor, as it is in the file. The host holds
-  one such part at a time, and the mapped pages of one file. `convert` may not depend on the layer. `labels`: which heads the
-  model may have, as in ModelConfig: a language model's (0), or those of SCORERS. Raises ConfigError for a folder that is
-  incomplete or damaged, or a model that is not computed exactly here.
+  one such part at a time, and the mapped pages of one file. `convert` is asked once for all layers, with the path in the
+  first of them. `labels`: which heads the model may have, as in ModelConfig: a language model's (0), or those of SCORERS.
+  Raises ConfigError for a folder that is incomplete or damaged, or a model that is not computed exactly here.
   """
   family, config = _read_config(path, labels)
   folder = Path(path).expanduser()
   sizes, leaves, done = families.sizes(config), {}, 0
   tensors = Tensors(weight_files(folder))
   _check(tensors, family, config, folder)
-  ours = jax.jit(lambda row, x: convert(row.ours, row.from_theirs(x, sizes)), static_argnums=0)
+  ours, alike = jax.jit(lambda row, x: convert(row.ours, row.from_theirs(x, sizes)), static_argnums=0), {}
   size = lambda rows: sum(math.prod(row.their_shape(sizes)) * ITEMSIZE[tensors.dtypes[row.theirs]] for row in rows)
   total = size(family.tensors(config))
   for name, rows in itertools.groupby(family.tensors(config), lambda row: row.ours):
     rows = list(rows)  # of each expert, where they have a tensor each
     x = _read(tensors, rows, sizes, places and rows[0].their_sharding(places[name]))
-    leaves[name] = ours(rows[0].of_first_layer(), x)  # compiled once for all layers
+    first = alike.setdefault(re.sub(r"layers_\d+", "", name), name)  # of the layers that have it: compiled once for all
+    leaves[name] = ours(dataclasses.replace(rows[0], theirs="", ours=first), x)
     done += size(rows)
     progress(done, total)
   return config, unflatten_dict(leaves, sep="/")
@@ -95,7 +97,10 @@ def _read(tensors: Tensors, rows: list[families.Row], sizes: Mapping[str, int], 
   if rows[0].expert is not None:
     shape = len(rows), *shape
     read = lambda index: np.stack([tensors.read(row.theirs, start, index[1:]) for row in rows[index[0]]])
-  return read(tuple(map(slice, shape))) if place is None else jax.make_array_from_callback(shape, place, read)
+  within = lambda index: tuple(slice(*i.indices(n)) for i, n in zip(index, shape))  # of the row: its tensor may have more
+  if place is None:
+    return read(within((slice(None),) * len(shape)))
+  return jax.make_array_from_callback(shape, place, lambda index: read(within(index)))
 
 
 def _check(tensors: Tensors, family: families.Family, config: ModelConfig, folder: Path) -> None:
@@ -113,7 +118,7 @@ def _check(tensors: Tensors, family: families.Family, config: ModelConfig, folde
   head, embedding = family.head.theirs, family.embedding.theirs
   for name in sorted(tensors.shapes.keys() - expected.keys()):
     if name == head and not config.labels:  # tied: a copy says nothing new, but transformers 5 would use one that differs
-      if not np.array_equal(*(tensors.read(name, 0, (slice(None),)) for name in (head, embedding))):
+      if not np.array_equal(*(tensors.read(name, 0, (slice(0, tensors.shapes[name][0]),)) for name in (head, embedding))):
         raise ConfigError(f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json")
     elif not families.HARMLESS.search(name):
       raise ConfigError(f"{folder}: tensor {name} does not belong to the model of its config.json: correct either")
