@@ -76,7 +76,7 @@ def load(folder, dtype):
 
 def compiled(folder, dtype):
   """On one TPU: 64 x 8 completions of 512 tokens after prompts of 320, micro-batches of one prompt."""
-  devices = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1").devices[:1]
+  devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[:1]
   run = make_run(folder, dtype, devices, micro_batch=1)
   c, shape, place = run.config, jax.ShapeDtypeStruct, run.model.rows
   P, G, S, T = c.batch.prompts, c.batch.group_size, c.data.max_prompt_tokens, c.sampling.max_tokens

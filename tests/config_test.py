@@ -103,7 +103,8 @@ def test_every_config_loads(name, preset):
   module = importlib.import_module(f"configs.{name}")
   values = module.get_config(preset).to_dict()
   for section in ("model", "data"):
-    values[section]["path"] = values[section]["path"] or ""  # None = to be given
+    if values[section]["path"] is None:  # to be given
+      values[section]["path"] = "given"
   check(from_dict(values))
   assert name == "default" or f"--config=configs/{name}.py" in module.__doc__
 

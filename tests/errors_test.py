@@ -106,7 +106,7 @@ def contents(folder):
     (dict(reward__functions=[f"{Path(__file__).parent}/golden/qwen2_tied"]),
      ["qwen2_tied/config.json: architectures is ['Qwen2ForCausalLM']", "of Qwen2ForSequenceClassification or"]),
     (dict(reward__functions=[f"{Path(__file__).parent}/golden/rewards/qwen2"], reward__batch=12),
-     ["reward.batch is 12", "multiple of mesh.data x mesh.fsdp = 8"]),
+     ["reward.batch is 12", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"]),
     (dict(reward__batch=0), ["reward.batch is 0", "at least 1"]),
     (dict(reward__dtype="int8"), ["reward.dtype is 'int8'", "'float32', 'bfloat16'"]),
     (dict(reward__step_separator=""), ["reward.step_separator is ''", "at least a character"]),

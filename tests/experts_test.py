@@ -194,6 +194,7 @@ def test_padding_is_routed_and_counts_nowhere(params):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), step(params, batch), step(params, other))
 
 
+@pytest.mark.slow
 def test_the_warm_start_has_it_too(params):
   batch = make_batch()
   losses = [step(params, batch, coef=coef, loss="warm")[1] for coef in (0.0, 0.5)]

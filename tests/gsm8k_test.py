@@ -167,6 +167,7 @@ def test_the_recipe_with_adapters(checkpoint, text, tmp_path):
   assert (tmp_path / "out" / "tokenizer_config.json").read_bytes() == (checkpoint / "tokenizer_config.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_recipe_for_formulas(checkpoint, tmp_path):
   for split, count in (("train", 8), ("test", 10)):
     (tmp_path / f"{split}.jsonl").write_text("".join(

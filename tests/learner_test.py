@@ -140,7 +140,7 @@ def test_a_token_far_from_the_reference_does_not_stop_the_run(params):
   assert jitted_logprobs(state.params, batch).sum() > jitted_logprobs(params, batch).sum()
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_micro_batches_change_nothing(params, micro):
   batch = make_batch()
   whole, split = step(params, batch), step(params, batch, micro=micro)

@@ -29,6 +29,7 @@ def checkpoint(tmp_path_factory):
   return str(folder)
 
 
+@pytest.mark.slow
 def test_eight_devices_give_the_numbers_of_one(checkpoint):
   sections = dict(model=dict(path=checkpoint), lora=dict(rank=4, base_dtype="int8"),
                   sampling=dict(layout="tensor"), algo=dict(kl_coef=.1))

@@ -116,7 +116,7 @@ def moved(fresh):
   return jax.tree.map(lambda x: x + .05 * jax.random.normal(jax.random.key(x.size), x.shape), fresh[2])
 
 
-@pytest.mark.parametrize("micro", [0, 1])
+@pytest.mark.parametrize("micro", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
   """dW = scale A B, so dL/dA = scale dL/dW B^T and dL/dB = scale A^T dL/dW, dL/dW from a model without adapters."""
   config, base, _ = fresh
@@ -178,7 +178,7 @@ def test_a_quantised_kernel(dtype, bound):
   assert model.quantised("final_norm/scale", kernel[0, 0], dtype).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", ["int8", "nf4"])
+@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def test_adapters_learn_on_a_quantised_base(fresh, dtype, tmp_path):
   """What is saved, merged, is the policy that was trained: of the base as it was rounded."""
   config, base, _ = fresh

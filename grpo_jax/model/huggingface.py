@@ -34,8 +34,8 @@ IDLE = re.compile(  # what training, generating or loading elsewhere reads
     r"_.*|.*_token_id|(torch_)?dtype|transformers(_version|_weights)|auto_map|use_cache|initializer_range|pretraining_tp|"
     r"return_dict.*|output_.*|torchscript|label2id|classifier_dropout|problem_type|finetuning_task|"
     r"task_specific_params|tokenizer_class|prefix|use_bfloat16|tf_legacy_loss|cache_implementation|bos_token|eos_token|"
-    r"(min|max)_length|do_sample|early_stopping|num_(beams|beam_groups|return_sequences)|diversity_penalty|temperature|top_[kp]|"
-    r"typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|bad_words_ids|"
+    r"(min|max)_length|do_sample|early_stopping|num_(beams|beam_groups|return_sequences)|diversity_penalty|temperature|"
+    r"top_[kp]|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|bad_words_ids|"
     r"remove_invalid_values|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens|forced_.*|"
     r"cross_attention_hidden_size|name_or_path|router_aux_loss_coef")
 

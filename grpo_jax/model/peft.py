@@ -59,7 +59,8 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
     if tensors.shapes[row.theirs] != row.their_shape(sizes):
       raise ConfigError(f"{folder}: tensor {row.theirs} is {tensors.shapes[row.theirs]}, for this model it should be "
                         f"{row.their_shape(sizes)}: it is the adapter of another one")
-    leaves[row.ours] = row.from_theirs(tensors.read(row.theirs, 0, tuple(slice(0, n) for n in row.their_shape(sizes))).astype(np.float32), sizes)
+    whole = tuple(slice(0, n) for n in row.their_shape(sizes))
+    leaves[row.ours] = row.from_theirs(tensors.read(row.theirs, 0, whole).astype(np.float32), sizes)
   return unflatten_dict(leaves, sep="/")
 
 
