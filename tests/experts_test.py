@@ -153,7 +153,7 @@ def plain_balance(params, batch):
   return 4 * (jax.lax.stop_gradient(f) * P_).sum()
 
 
-@pytest.mark.parametrize("micro", [0, 2])
+@pytest.mark.parametrize("micro", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_loss_has_the_gradient_of_the_whole_batch_however_it_is_split(params, micro):
   """Advantages of 0: nothing else has a gradient."""
   batch = make_batch(advantage=0.0)

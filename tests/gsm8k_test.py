@@ -157,6 +157,7 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
     assert (out / name).read_bytes() == (checkpoint / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_recipe_with_adapters(checkpoint, text, tmp_path):
   rows = train(tmp_path / "run", checkpoint, text, "gsm8k_lora")
   assert [row["step"] for row in rows] == [0, 1, 2] and rows[2]["grad_norm"] > 0 and rows[2]["reward"] > 0

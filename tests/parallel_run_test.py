@@ -17,7 +17,7 @@ from grpo_jax.model.config import ModelConfig
 from grpo_jax.run import Run
 from grpo_jax.types import Batch, Scores
 
-ONE, OFTEN = (1, 1, 1), [(1, 8, 1), (2, 2, 2)]
+ONE, OFTEN = (1, 1, 1), [(2, 2, 2)]
 EIGHT = [pytest.param(m, marks=() if m in OFTEN else pytest.mark.slow)
          for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
 

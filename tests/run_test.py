@@ -294,6 +294,7 @@ def test_process_with_rewards_of_whole_completions_is_grpo(tmp_path):
   np.testing.assert_allclose(ours.advantages_PGT, theirs.advantages_PGT, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_moving_reference_and_coefficients_goes_on_where_it_stopped(tmp_path):
   """Two steps, then two more by another process's trainer, are four: parameters, reference, coefficients and metrics."""
   reward = "def reward(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]"
