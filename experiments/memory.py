@@ -2,7 +2,7 @@
 
   python experiments/memory.py write FOLDER            # random bfloat16 weights in that shape, as one file of 3.1 GB
   python experiments/memory.py load FOLDER [DTYPE]     # as float32 master weights, or as a frozen base of lora.base_dtype
-  python experiments/memory.py compile FOLDER [DTYPE]  # what update and sampler hold on a TPU: needs jax[tpu], but no TPU
+  python experiments/memory.py compile FOLDER [DTYPE [TOPOLOGY]]  # what update and sampler hold on a TPU; needs jax[tpu]
   python experiments/memory.py step FOLDER DTYPE       # one real step with adapters of rank 32, tiny batch
 
 One line of JSON each, in bytes and seconds. On a CPU the device's memory is the host's: `peak` is both together, of a
@@ -50,7 +50,7 @@ def write(folder):
 def make_config(folder, dtype, **batch):
   """The recipe's, with sums for problems. dtype "" = all weights are trained."""
   c = gsm8k.get_config()
-  c.model.path, c.data.task, c.data.prompt = str(folder), "arithmetic", "{question}"
+  c.model.path, c.data.task, c.data.prompt, c.data.chat = str(folder), "arithmetic", "{question}", False
   c.lora.update(rank=32 if dtype else 0, alpha=64.0, base_dtype=dtype or "bfloat16")
   c.batch.update(batch)
   return c
@@ -74,9 +74,9 @@ def load(folder, dtype):
           "weights": sum(x.nbytes for x in jax.tree.leaves(params)), "peak_before": before, "peak": peak()}
 
 
-def compiled(folder, dtype):
+def compiled(folder, dtype, topology="v4:2x2x1"):
   """On one TPU: 64 x 8 completions of 512 tokens after prompts of 320, micro-batches of one prompt."""
-  devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[:1]
+  devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
   run = make_run(folder, dtype, devices, micro_batch=1)
   c, shape, place = run.config, jax.ShapeDtypeStruct, run.model.rows
   P, G, S, T = c.batch.prompts, c.batch.group_size, c.data.max_prompt_tokens, c.sampling.max_tokens
