@@ -16,34 +16,23 @@ before (its report, 2412.15115).
 """
 from ml_collections import config_dict
 
-from configs import default
+from configs import gsm8k
 
 
 def get_config(preset="grpo"):
-  c = default.get_config(preset)
-  c.steps = 500
-  c.model.path = config_dict.placeholder(str)  # to be given: random weights would never earn a first reward
-  c.model.dtype = "bfloat16"
+  c = gsm8k.get_config(preset)  # its optimizer, dtypes, groups and intervals
   c.data.task = "math"
   c.data.path = config_dict.placeholder(str)  # to be given
-  c.data.chat = True
+  c.data.prompt = "{question}"
   c.data.system = "Please reason step by step, and put your final answer within \\boxed{}."
   c.data.max_prompt_tokens = 512
   c.batch.prompts = 128
-  c.batch.group_size = 8
   c.batch.micro_batch = 16
   c.sampling.max_tokens = 2048
-  c.sampling.dtype = "bfloat16"
   c.reward.functions = ("math",)
-  c.learner.remat = True
-  c.optimizer.learning_rate = 1e-6
-  c.optimizer.warmup_steps = 10
-  c.eval.every = 50
   c.eval.examples = 500
   c.eval.batch = 256
   c.eval.function = "math"
-  c.checkpoint.every = 50
-  c.log.completions_every = 10
   c.mesh.data = 1
   c.mesh.fsdp = -1
   return c

@@ -50,7 +50,7 @@ class RewardModel:
     abstract = jax.eval_shape(functools.partial(model.init, config=self._model), jax.random.key(0))
     places = flatten_dict(sharding.param_specs(abstract, mesh), sep="/")
     # Frozen, so they are kept as they are computed with; norm scales are float32, as they are multiplied with.
-    cast = lambda name, x: jax.lax.with_sharding_constraint(x.astype(config.dtype if x.ndim > 1 else "float32"), places[name])
+    cast = lambda name, x: jax.lax.with_sharding_constraint(model.quantised(name, x, config.dtype), places[name])
     self._params = model.load(folder, places, cast, model.SCORERS)[1]
     self._scores = jax.jit(self._forward, out_shardings=sharding.batch_sharding(mesh))
 
