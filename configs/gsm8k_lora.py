@@ -8,8 +8,8 @@ them are bfloat16, are not trained and are the reference: no second copy. --conf
 1.2 GB of the 3.1 GB that a 1.5B model has (experiments/LOG.md says what it costs).
 
 Hardware: a 1.5B model has 3.1 GB of frozen weights, and 0.9 GB of adapters with their moments; beside that activations, and
-11 GB while 512 completions are sampled at once (experiments/LOG.md). Not measured here: time per step, and the accuracy reached. Others' figures: 54.3% for 0.5B, 77.9% for
-1.5B, 86.1% for 3B, 93.4% for 7B (verl, GRPO with LoRA).
+11 GB while 512 completions are sampled at once (experiments/LOG.md). Not measured here: time per step, and the accuracy
+reached. Others' figures: 54.3% for 0.5B, 77.9% for 1.5B, 86.1% for 3B, 93.4% for 7B (verl, GRPO with LoRA).
 """
 from configs import gsm8k
 

@@ -27,8 +27,8 @@ class Parameters:
     self._count = sum(x.size for x in jax.tree.leaves(whole))
     self._places = flatten_dict(jax.tree.map(lambda x: x.sharding, whole), sep="/")  # of a checkpoint's tensors
     if self.model.lora and shape.num_experts and config.lora.base_dtype in model.QUANTISED:
-      raise ConfigError(f"config key lora.base_dtype is {config.lora.base_dtype!r}: experts, most of a mixture's weights, are not"
-                        " quantised here; choose 'bfloat16'")
+      raise ConfigError(f"config key lora.base_dtype is {config.lora.base_dtype!r}: experts, most of a mixture's weights, are"
+                        " not quantised here; choose 'bfloat16'")
     self.abstract, self.abstract_base = whole, None
     if self.model.lora is not None:
       self.abstract_base = self._placed(jax.eval_shape(self._frozen, whole))
