@@ -221,7 +221,7 @@ COMMANDS = {  # name: (flags, words of the message); RUN, MODEL and FILE stand f
 
 def started(*arguments):
   return subprocess.run([sys.executable, "-m", "grpo_jax.train", *arguments], cwd=ROOT, capture_output=True, text=True,
-                        env=os.environ | {"XLA_FLAGS": ""}, timeout=600)
+                        env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"}, timeout=600)
 
 
 @pytest.fixture(scope="module")

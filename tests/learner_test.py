@@ -75,9 +75,13 @@ def jitted_logprobs(params, batch):
   return learner.stats(params, None, CONFIG, batch, TEMPERATURE, LEARNER).logprobs_PGT
 
 
+@functools.lru_cache
+def jitted_step(loss, optimizer, micro):
+  return jax.jit(lambda state, frozen, batch: learner.train_step(state, frozen, batch, loss, optimizer, micro))
+
+
 def step(params, batch, loss=grpo(), micro=0, optimizer=SGD, algo=ALGO, frozen=None):
-  state = learner.init_state(params, optimizer, algo)
-  return jax.jit(lambda s, f, b: learner.train_step(s, f, b, loss, optimizer, micro))(state, frozen, batch)
+  return jitted_step(loss, optimizer, micro)(learner.init_state(params, optimizer, algo), frozen, batch)
 
 
 def gradient(loss, batch, params):
@@ -236,14 +240,14 @@ def test_the_coefficients_follow_what_is_measured_and_count_in_the_next_update(p
   algo = dataclasses.replace(ALGO, kl_coef=.5, kl_target=1e-3, kl_horizon=24, entropy_coef=.1, entropy_target=99.0,
                              entropy_step=.05)
   batch = make_batch()
-  state, _ = step(params, batch, grpo(algo=algo), algo=algo)
+  loss = grpo(algo=algo)
+  state, _ = step(params, batch, loss, algo=algo)
   np.testing.assert_allclose((state.coefs.kl, state.coefs.entropy), (.55, .15), rtol=1e-6)
-  run = jax.jit(lambda s: learner.train_step(s, None, batch, grpo(algo=algo), SGD))
   fixed = dataclasses.replace(ALGO, kl_coef=.55, entropy_coef=.15)
   _, expected = step(state.params, batch, grpo(algo=fixed), algo=fixed)
-  np.testing.assert_allclose(run(state)[1]["loss"], expected["loss"], rtol=1e-5)
+  np.testing.assert_allclose(jitted_step(loss, SGD, 0)(state, None, batch)[1]["loss"], expected["loss"], rtol=1e-5)
   bad = batch.replace(advantages_PGT=batch.advantages_PGT.at[0, 0].set(jnp.inf))
-  state, metrics = step(params, bad, grpo(algo=algo), algo=algo)
+  state, metrics = step(params, bad, loss, algo=algo)
   assert metrics["skipped_updates"] == 1 and float(state.coefs.kl) == .5 and float(state.coefs.entropy) == np.float32(.1)
 
 

@@ -91,7 +91,7 @@ print(jax.process_index(), jax.process_count(), mesh.make_mesh(Mesh(data=-1, fsd
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
-  environ = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", SLURM_JOB_ID="1", SLURM_STEP_NODELIST="localhost",
+  environ = dict(os.environ, JAX_NUM_CPU_DEVICES="1", SLURM_JOB_ID="1", SLURM_STEP_NODELIST="localhost",
                  SLURM_NTASKS="2", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="0", JAX_COORDINATOR_PORT=str(port))
   tasks = [subprocess.Popen([sys.executable, "-c", program], env=dict(environ, SLURM_PROCID=str(i)), text=True,
                             cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) for i in range(2)]

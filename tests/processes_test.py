@@ -28,7 +28,7 @@ def started(count, workdir, **keys):
   flags = [f"--config.{key}" for key in (*KEYS, *(f"{k}={v}" for k, v in keys.items()))]
   processes = []
   for i in range(count):
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}", "JAX_NUM_PROCESSES": str(count),
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(8 // count), "JAX_NUM_PROCESSES": str(count),
                         "JAX_PROCESS_ID": str(i), "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     env |= {"JAX_COORDINATOR_ADDRESS": address} if count > 1 else {}
     command = [sys.executable, "-m", "grpo_jax.train", "--config=configs/arithmetic.py", f"--workdir={workdir}", *flags]

@@ -80,7 +80,7 @@ class Life:
   def start(self):
     with open(self.folder.path.with_suffix(".out"), "w") as out:
       return subprocess.Popen(self._command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-                              env=os.environ | {"XLA_FLAGS": ""})
+                              env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"})
 
   def finish(self):
     """-> what the process printed."""
