@@ -24,7 +24,7 @@ FOLDERS = [Path(__file__).parent / "golden" / "objectives", *map(Path, filter(No
 CASES = [pytest.param(case, id=f"{file.stem}-{case['name']}")
          for folder in FOLDERS for file in sorted(folder.glob("*.json")) for case in json.loads(file.read_text())]
 KEYS = {"name", "source", "kind", "algo", "reference", "num_prompts", "group_size", "inputs", "expected", "note"}
-PROMPTS, TOKENS = 4, 12  # P and T become multiples of these: padding changes nothing, and few shapes are compiled
+PADDED = 4, 8, 12  # P, G and T become multiples of these: padding changes nothing, and few shapes are compiled
 NAMES = {"k": "pass_k"}  # of settings, where ours differ
 NO_BOUND = {"clip_low": 1.0, "correction_low": 0.0, "correction_high": 0.0}  # for null
 
@@ -56,7 +56,7 @@ class Inputs:
       return None
     x = np.array(value, float)
     x = x.reshape(self.P, self.G, -1)  # a number per completion becomes one token's
-    x = np.pad(x, [(0, -self.P % PROMPTS), (0, 0), (0, -x.shape[2] % TOKENS if np.ndim(value[0]) else 0)])
+    x = np.pad(x, [(0, -n % of) for n, of in zip(x.shape, PADDED if np.ndim(value[0]) else (*PADDED[:2], 1))])
     return jnp.asarray(x, self.dtype)
 
   def done(self):
@@ -125,7 +125,7 @@ def test_golden(case, precision):
       ours = np.asarray(found[name])
       assert ours.dtype == precision
       tolerance = 1e-7 if precision == "float64" else 1e-5 * (1 + np.abs(expected))
-      ours = ours[:inputs.P, :, :expected.shape[-1]] if ours.ndim == 3 else ours
+      ours = ours[:inputs.P, :inputs.G, :expected.shape[-1]] if ours.ndim == 3 else ours
       ours = ours.reshape(expected.shape)
       assert (np.abs(ours - expected) <= tolerance).all(), f"{name}: {ours} where {expected} must come out"
       if "exactly 0" in case.get("note", ""):
