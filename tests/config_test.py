@@ -13,6 +13,8 @@ import pytest
 from configs import arithmetic, default
 from grpo_jax import config as config_lib
 from grpo_jax import model
+from grpo_jax.algo import selection
+from grpo_jax.algo.objective import objective, whole
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config, ConfigError, check_key, from_dict, keys, to_dict
 from grpo_jax.algo.surrogates import SURROGATES
@@ -21,7 +23,7 @@ from grpo_jax.data.loader import Prompts
 from grpo_jax.run import Run
 from grpo_jax.run_checks import check
 from grpo_jax.train import train
-from grpo_jax.types import Batch, Scores
+from grpo_jax.types import Batch, Coefs, Scores, TokenStats
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = [Config, *(hint for hint in keys().values() if dataclasses.is_dataclass(hint))]
@@ -120,11 +122,10 @@ def with_adapters(config, folder):
                  algo=replace(config.algo, ref_mixup=1.0), warm_start=replace(config.warm_start, steps=0))
 
 
-VARIANTS = [dict(surrogate=name, top_entropy_quantile=.5) for name in SURROGATES]
+VARIANTS = [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0,
+                 dynamic_sampling=False, old_logprobs="recomputed"),
+            dict(advantage="pass_at_k", overlong=0.0, off_policy_threshold=.1, entropy_coef=.1)]
 REWARDS = ROOT / "tests" / "golden" / "rewards"
-VARIANTS += [dict(advantage="gdpo", aggregation="constant", correction="truncate", correction_high=2.0,
-                  dynamic_sampling=False, old_logprobs="recomputed"),
-             dict(advantage="pass_at_k", overlong=0.0, off_policy_threshold=.1, entropy_coef=.1)]
 
 
 def trace(run):
@@ -134,6 +135,16 @@ def trace(run):
   batch = Batch(integers(16, 12), integers(16), integers(16, 3, 4), values, values, values, values, values, values)
   run.with_advantages.eval_shape(batch, Scores(shape(16, 3, 1)), shape())
   run.update.eval_shape(run.abstract_state, run.parameters.abstract, batch)
+
+
+def trace_loss(algo):
+  """That of a step whose model is not of interest."""
+  def loss(x):
+    selected = selection.select(x, x, x, x, x, algo)
+    batch = Batch(None, None, None, x, x, x, x, x, x, selection=selected)
+    return objective(TokenStats(x, x), batch, whole(batch, Coefs(algo.kl_coef, algo.entropy_coef), algo), algo)
+
+  jax.eval_shape(loss, jax.ShapeDtypeStruct((16, 3, 4), jnp.float32))
 
 
 def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
@@ -166,6 +177,8 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
     Run(dataclasses.replace(config, reward=reward)).functions[0](completions=["1"], prompts=["1="])
     for change in VARIANTS:
       trace(Run(dataclasses.replace(config, algo=dataclasses.replace(config.algo, **change))))
+    for surrogate in SURROGATES:
+      trace_loss(dataclasses.replace(config.algo, surrogate=surrogate, top_entropy_quantile=.5))
   finally:
     jax.config.update("jax_disable_most_optimizations", False)
   unread = [f"{section.__name__}.{field.name}" for section in SECTIONS for field in dataclasses.fields(section)

@@ -174,7 +174,6 @@ def runs(tmp_path_factory):
     return {
         "warm": warm, "alone": alone,
         "warm killed": pool.submit(killed_with_warm_start, new("warm_killed"), warm),
-        "warm again": pool.submit(never_killed, new("warm_again"), WARM),
         "alone killed": pool.submit(killed_without_warm_start, new("alone_killed"), alone),
     }
 
@@ -195,10 +194,6 @@ def test_the_run_never_killed_is_one_that_could_go_wrong(runs):
     assert len({row["loss"] for row in rows}) == len(rows)  # it learns, so parameters and samples change
     assert rows[-1]["kl"] > 1e-3  # and leaves its reference behind
   assert [row["step"] for row in warm.rows() if "eval/accuracy" in row] == [4, 6, 8, 10]
-
-
-def test_runs_never_killed_are_the_same(runs):
-  assert_same(runs["warm again"].result(), runs["warm"])
 
 
 def test_killed_with_a_warm_start(runs):
