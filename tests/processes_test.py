@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from lora_run_test import REWARD, checkpoint  # the second is a fixture
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 KEYS = """
@@ -89,3 +91,18 @@ def test_what_the_first_process_scores_reaches_the_others_as_it_is(tmp_path, alg
   assert len(one) == len(two) == 3 and one[1]["advantage/std"] > .1 and one[1]["rewards/qwen2/unscored"] == 0
   for ours, theirs in zip(two, one):
     assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_adapters_on_two_processes_are_those_of_one(tmp_path, checkpoint):
+  """On a quantised base that both read from a checkpoint; the reference is the base; then both go on from what is saved."""
+  (tmp_path / "reward.py").write_text(REWARD)
+  keys = {"model.path": checkpoint, "lora.rank": 4, "lora.base_dtype": "int8", "algo.kl_coef": .1, "warm_start.steps": 0,
+          "optimizer.learning_rate": .05, "optimizer.warmup_steps": 0, "reward.functions": (f"{tmp_path}/reward.py:digits",)}
+  for steps in (2, 4):
+    assert ended(started(2, tmp_path / "two", steps=steps, **keys))[0] == [0, 0]
+  assert ended(started(1, tmp_path / "one", steps=4, **keys))[0] == [0]
+  one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+  assert [row["step"] for row in one] == [0, 1, 2, 3, 4] and one[4]["kl"] > 1e-3
+  assert [row["step"] for row in two] == [0, 1, 2, 3, 4]
+  for ours, theirs in zip(two, one):
+    assert ours == pytest.approx(theirs, abs=1e-4)
