@@ -74,6 +74,7 @@ def checkpoint(tmp_path_factory):
 
 
 def start(module, *flags):
+  """A process of one device."""
   environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "COLUMNS": "80"}
   return subprocess.Popen([sys.executable, "-m", f"grpo_jax.{module}", *flags], cwd=ROOT, env=environment, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
