@@ -1,38 +1,39 @@
 """grpo_jax: Group Relative Policy Optimization in JAX."""
+
 from setuptools import find_packages, setup
 
 setup(
-    name="grpo_jax",
-    version="0.1.0",
-    description="Group Relative Policy Optimization for language models, in JAX: laptop, GPU and TPU pod",
-    packages=find_packages(include=["grpo_jax", "grpo_jax.*", "configs"]),
-    python_requires=">=3.11",
-    install_requires=[
-        "absl-py",
-        "array_record",  # how tensorflow-datasets reads without TensorFlow
-        "flax",
-        "huggingface_hub",
-        "importlib_resources",  # tensorflow-datasets imports it and does not ask for it
-        "jax>=0.10",
-        "jinja2",
-        "ml-collections",
-        "numpy",
-        "optax",
-        "orbax-checkpoint>=0.11.36",
-        "qwix",
-        "rich",
-        "safetensors",
-        "sentencepiece",
-        "tensorboardX",
-        "tensorflow-datasets",
-        "tokenizers",
-    ],
-    extras_require={
-        "test": ["hypothesis", "math-verify", "pytest", "pytest-xdist"],
-        "plot": ["matplotlib"],
-        "math": ["math-verify"],
-        "wandb": ["wandb"],
-        "cuda": ["jax[cuda]"],
-        "tpu": ["jax[tpu]"],
-    },
+  name="grpo_jax",
+  version="0.1.0",
+  description="Group Relative Policy Optimization for language models, in JAX: laptop, GPU and TPU pod",
+  packages=find_packages(include=["grpo_jax", "grpo_jax.*", "configs"]),
+  python_requires=">=3.11",
+  install_requires=[
+    "absl-py",
+    "array_record",  # how tensorflow-datasets reads without TensorFlow
+    "flax",
+    "huggingface_hub",
+    "importlib_resources",  # tensorflow-datasets imports it and does not ask for it
+    "jax>=0.10",
+    "jinja2",
+    "ml-collections",
+    "numpy",
+    "optax",
+    "orbax-checkpoint>=0.11.36",
+    "qwix",
+    "rich",
+    "safetensors",
+    "sentencepiece",
+    "tensorboardX",
+    "tensorflow-datasets",
+    "tokenizers",
+  ],
+  extras_require={
+    "test": ["hypothesis", "math-verify", "pytest", "pytest-xdist"],
+    "plot": ["matplotlib"],
+    "math": ["math-verify"],
+    "wandb": ["wandb"],
+    "cuda": ["jax[cuda]"],
+    "tpu": ["jax[tpu]"],
+  },
 )

@@ -6,6 +6,7 @@ Two CPU cores: about 7 minutes (experiments/LOG.md). Held-out greedy accuracy af
 0, 1, 2: 18% to 99%, 24% to 95%, 45% to 99.6%, as the answers grow from 10 to 17 tokens to 32: GRPO finds that working a
 sum out pays.
 """
+
 from configs import default
 
 
@@ -17,7 +18,9 @@ def get_config(preset="grpo"):
   c.batch.group_size = 8
   c.sampling.max_tokens = 40
   if preset == "process":
-    c.reward.functions = ("worked_steps",)  # each step of the worked solution is judged, and the answer
+    c.reward.functions = (
+      "worked_steps",
+    )  # each step of the worked solution is judged, and the answer
   c.warm_start.steps = 1000
   c.warm_start.batch = 128
   c.warm_start.learning_rate = 3e-3

@@ -1,4 +1,5 @@
 """Every key once, with what it means. Other configs start from here and change a few."""
+
 from ml_collections import ConfigDict
 
 from grpo_jax.algo import presets
@@ -12,7 +13,9 @@ def get_config(preset="grpo"):
 
   c.model = ConfigDict()
   c.model.path = ""  # a Hugging Face folder, or its OWNER/NAME[@REVISION] there; "" = random weights of the shape below
-  c.model.dtype = "float32"  # of the computation (float32 or bfloat16); master weights are always float32
+  c.model.dtype = (
+    "float32"  # of the computation (float32 or bfloat16); master weights are always float32
+  )
   c.model.embed_dim = 64
   c.model.num_layers = 2
   c.model.num_heads = 4
@@ -22,11 +25,21 @@ def get_config(preset="grpo"):
   c.model.rope_theta = 10000.0
   c.model.tie_embeddings = True
 
-  c.lora = ConfigDict()  # low-rank adapters on model.path's weights, which are then frozen and the reference
+  c.lora = (
+    ConfigDict()
+  )  # low-rank adapters on model.path's weights, which are then frozen and the reference
   c.lora.rank = 0  # 0 = off: all weights are trained
   c.lora.alpha = 32.0  # an adapter's product is scaled by alpha / rank
   c.lora.rslora = False  # by alpha / sqrt(rank) instead
-  c.lora.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # any of these
+  c.lora.targets = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+  )  # any of these
   # A folder that PEFT saved, to go on from; the four keys above must be its own. The reference is without it.
   c.lora.path = ""
   c.lora.base_dtype = "bfloat16"  # of the frozen weights: float32, bfloat16, int8, int4 or nf4
@@ -37,13 +50,17 @@ def get_config(preset="grpo"):
   c.data.tokenizer = ""  # tokenizer.json, tokenizer.model or their folder; "" = model.path's, or the task's characters
   c.data.prompt = "{question}"  # what the model is given
   c.data.chat = False  # through its chat template: data.prompt is the user's message, or a field that holds messages
-  c.data.system = ""  # the system message of conversations that have none; "" = none. Needs data.chat
+  c.data.system = (
+    ""  # the system message of conversations that have none; "" = none. Needs data.chat
+  )
   c.data.max_prompt_tokens = 64  # S: longer prompts are dropped and counted
 
   c.batch = ConfigDict()
   c.batch.prompts = 32  # P, per GRPO step; an optimizer step takes P / algo.minibatches of them
   c.batch.group_size = 8  # G completions of each prompt
-  c.batch.micro_batch = 0  # prompts per forward and backward pass; 0 = all. The update does not depend on it
+  c.batch.micro_batch = (
+    0  # prompts per forward and backward pass; 0 = all. The update does not depend on it
+  )
 
   c.sampling = ConfigDict()
   c.sampling.max_tokens = 64  # T
@@ -55,10 +72,14 @@ def get_config(preset="grpo"):
   c.sampling.min_p = 0.0  # 0 = off
   c.sampling.stop_ids = ()  # token ids that end a completion, beside the tokenizer's and the model's own
   c.sampling.dtype = ""  # of weights, cache and computation while sampling; "" = model.dtype
-  c.sampling.layout = "train"  # of the weights while sampling: train = as learned, tensor = whole but for that axis
+  c.sampling.layout = (
+    "train"  # of the weights while sampling: train = as learned, tensor = whole but for that axis
+  )
 
   c.reward = ConfigDict()
-  c.reward.functions = ("strict",)  # names of grpo_jax/rewards, file.py:function, or Hugging Face folders of reward models
+  c.reward.functions = (
+    "strict",
+  )  # names of grpo_jax/rewards, file.py:function, or Hugging Face folders of reward models
   c.reward.weights = (1.0,)
   # Of reward models:
   c.reward.batch = 64  # texts scored at once, a multiple of mesh.data x mesh.fsdp x mesh.expert
@@ -68,7 +89,9 @@ def get_config(preset="grpo"):
   c.algo = ConfigDict(presets.row(preset))  # see grpo_jax/algo/presets.py
 
   c.learner = ConfigDict()
-  c.learner.remat = False  # recompute each layer in the backward pass: less memory, a third more time
+  c.learner.remat = (
+    False  # recompute each layer in the backward pass: less memory, a third more time
+  )
   c.learner.logprob_chunk = 2048  # tokens whose [tokens, V] logits a device holds at once
 
   # Weight of the loss that has a mixture of experts use all of them evenly, over prompts and completions. Checkpoints were
@@ -77,7 +100,9 @@ def get_config(preset="grpo"):
 
   c.optimizer = ConfigDict()  # AdamW
   c.optimizer.learning_rate = 1e-6
-  c.optimizer.schedule = "constant"  # after the warmup: constant, linear or cosine to 0 at the last step
+  c.optimizer.schedule = (
+    "constant"  # after the warmup: constant, linear or cosine to 0 at the last step
+  )
   c.optimizer.warmup_steps = 0  # optimizer steps
   c.optimizer.b1 = 0.9
   c.optimizer.b2 = 0.999
@@ -95,7 +120,9 @@ def get_config(preset="grpo"):
   c.eval.every = 0  # GRPO steps; 0 = never. Also before the first and after the last
   c.eval.examples = 256  # the first so many test problems
   c.eval.batch = 128  # problems decoded at once
-  c.eval.function = "strict"  # the reward function that says what is right: 1 is, anything else is not
+  c.eval.function = (
+    "strict"  # the reward function that says what is right: 1 is, anything else is not
+  )
   c.eval.samples = 0  # k: draws per problem for mean@k, pass@k, maj@k; 0 = greedy only
   c.eval.temperature = 1.0  # of those draws
 

@@ -13,6 +13,7 @@ state; batch.micro_batch must be a multiple of their number.
 Not measured here: time per step, memory, and the accuracy reached with these settings. Others' figures for
 Qwen2.5-0.5B-Instruct under their own prompts: 49.6% before, 54.3% (GRPO with LoRA) and 56.7% (PPO) after (verl).
 """
+
 from ml_collections import config_dict
 
 from configs import default
@@ -21,11 +22,13 @@ from configs import default
 def get_config(preset="grpo"):
   c = default.get_config(preset)
   c.steps = 500  # 4.3 passes over the 7,473 training problems
-  c.model.path = config_dict.placeholder(str)  # to be given: random weights would never earn a first reward
+  c.model.path = config_dict.placeholder(
+    str
+  )  # to be given: random weights would never earn a first reward
   c.model.dtype = "bfloat16"
   c.data.task = "gsm8k"
   c.data.chat = True
-  c.data.prompt = "{question} Let's think step by step and output the final answer after \"####\"."
+  c.data.prompt = '{question} Let\'s think step by step and output the final answer after "####".'
   c.data.max_prompt_tokens = 320
   c.batch.prompts = 64
   c.batch.group_size = 8

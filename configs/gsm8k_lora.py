@@ -11,6 +11,7 @@ Hardware: a 1.5B model has 3.1 GB of frozen weights, and 0.9 GB of adapters with
 11 GB while 512 completions are sampled at once (experiments/LOG.md). Not measured here: time per step, and the accuracy
 reached. Others' figures: 54.3% for 0.5B, 77.9% for 1.5B, 86.1% for 3B, 93.4% for 7B (verl, GRPO with LoRA).
 """
+
 from configs import gsm8k
 
 

@@ -14,6 +14,7 @@ everything over all of them.
 Not measured here: time per step, memory, and the accuracy reached. Others' figures: Qwen2.5-7B-Instruct has 75.5% on MATH
 before (its report, 2412.15115).
 """
+
 from ml_collections import config_dict
 
 from configs import gsm8k

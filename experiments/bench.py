@@ -12,6 +12,7 @@ gen_s: sampling, rewards and reference log-probs; step_s: the whole step; sample
 Medians over the steps after the first, which compiles; compile_s: what the first step took longer. tokens: really emitted
 per step, median. peak_mb: of this process.
 """
+
 import argparse
 import json
 import random
@@ -27,7 +28,9 @@ from grpo_jax.data import tasks
 from grpo_jax.rewards import REWARDS
 from grpo_jax.train import Trainer
 
-SIZES = dict(d=128, layers=4, heads=4, ff=512, vocab=64, prompts=32, G=8, plen=16, clen=32, steps=8, seed=0)
+SIZES = dict(
+  d=128, layers=4, heads=4, ff=512, vocab=64, prompts=32, G=8, plen=16, clen=32, steps=8, seed=0
+)
 LETTERS = [chr(c) for c in range(33, 33 + 62)]
 
 
@@ -40,8 +43,15 @@ def config_of(a):
   """The job as a config of this project."""
   c = default.get_config()
   c.seed, c.steps = a.seed, a.steps + 1
-  c.model.update(embed_dim=a.d, num_layers=a.layers, num_heads=a.heads, num_kv_heads=a.heads, head_dim=a.d // a.heads,
-                 mlp_dim=a.ff, tie_embeddings=True)
+  c.model.update(
+    embed_dim=a.d,
+    num_layers=a.layers,
+    num_heads=a.heads,
+    num_kv_heads=a.heads,
+    head_dim=a.d // a.heads,
+    mlp_dim=a.ff,
+    tie_embeddings=True,
+  )
   c.data.update(task="letters", max_prompt_tokens=a.plen)
   c.batch.update(prompts=a.prompts, group_size=a.G)
   c.sampling.max_tokens = a.clen
@@ -60,7 +70,9 @@ def main():
   a = parser.parse_args()
 
   rng = random.Random(0)
-  prompts = [{"question": "".join(rng.choices(LETTERS, k=a.plen))} for _ in range(a.prompts * (a.steps + 2))]
+  prompts = [
+    {"question": "".join(rng.choices(LETTERS, k=a.plen))} for _ in range(a.prompts * (a.steps + 2))
+  ]
   alphabet = LETTERS + [chr(0x4E00 + i) for i in range(a.vocab - 2 - len(LETTERS))]
   tasks.TASKS["letters"] = lambda path: tasks.Task(prompts, prompts, "".join(alphabet))
   REWARDS["letters"] = letters
@@ -73,13 +85,23 @@ def main():
     rows.append(metrics)
   seconds = lambda row, names: sum(row[f"time/{name}"] for name in names)
   median = lambda names: statistics.median(seconds(row, names) for row in rows[1:])
-  print(json.dumps(dict(
-      peer="grpo_jax", gen_s=median(["sample", "reward", "reference"]), step_s=median(["step"]),
-      tokens=statistics.median(row["completions/tokens"] for row in rows[1:]),
-      sample_s=median(["sample"]), reference_s=median(["reference"]), update_s=median(["update"]),
-      compile_s=rows[0]["time/step"] - median(["step"]),
-      peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-      params=sum(x.size for x in jax.tree.leaves(state.params)), device=jax.devices()[0].device_kind)))
+  print(
+    json.dumps(
+      dict(
+        peer="grpo_jax",
+        gen_s=median(["sample", "reward", "reference"]),
+        step_s=median(["step"]),
+        tokens=statistics.median(row["completions/tokens"] for row in rows[1:]),
+        sample_s=median(["sample"]),
+        reference_s=median(["reference"]),
+        update_s=median(["update"]),
+        compile_s=rows[0]["time/step"] - median(["step"]),
+        peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        params=sum(x.size for x in jax.tree.leaves(state.params)),
+        device=jax.devices()[0].device_kind,
+      )
+    )
+  )
 
 
 if __name__ == "__main__":

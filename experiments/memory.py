@@ -8,14 +8,15 @@
 One line of JSON each, in bytes and seconds. On a CPU the device's memory is the host's: `peak` is both together, of a
 process of its own.
 """
+
 import json
 import math
 import os
-from pathlib import Path
 import resource
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -28,12 +29,22 @@ from grpo_jax import model
 from grpo_jax.config import from_dict
 from grpo_jax.data import arithmetic, tokenizer
 from grpo_jax.model import families, huggingface
-from grpo_jax.run import Run
+from grpo_jax.run.build import Run
 from grpo_jax.train import train
 from grpo_jax.types import Batch
 
-SHAPE = model.ModelConfig(vocab_size=151936, embed_dim=1536, num_layers=28, num_heads=12, num_kv_heads=2, head_dim=128,
-                          mlp_dim=8960, rope_theta=1e6, tie_embeddings=True, stop_ids=(1,))
+SHAPE = model.ModelConfig(
+  vocab_size=151936,
+  embed_dim=1536,
+  num_layers=28,
+  num_heads=12,
+  num_kv_heads=2,
+  head_dim=128,
+  mlp_dim=8960,
+  rope_theta=1e6,
+  tie_embeddings=True,
+  stop_ids=(1,),
+)
 
 
 def write(folder):
@@ -51,7 +62,12 @@ def write(folder):
 def make_config(folder, dtype, **batch):
   """The recipe's, with sums for problems. dtype "" = all weights are trained."""
   c = gsm8k.get_config()
-  c.model.path, c.data.task, c.data.prompt, c.data.chat = str(folder), "arithmetic", "{question}", False
+  c.model.path, c.data.task, c.data.prompt, c.data.chat = (
+    str(folder),
+    "arithmetic",
+    "{question}",
+    False,
+  )
   c.lora.update(rank=32 if dtype else 0, alpha=64.0, base_dtype=dtype or "bfloat16")
   c.batch.update(batch)
   return c
@@ -74,8 +90,14 @@ def load(folder, dtype):
   start, before = time.perf_counter(), peak()
   params = run.parameters.base if dtype else run.initial_params()
   jax.block_until_ready(params)
-  return {"read_s": read, "load_s": time.perf_counter() - start, "file": (folder / "model.safetensors").stat().st_size,
-          "weights": sum(x.nbytes for x in jax.tree.leaves(params)), "peak_before": before, "peak": peak()}
+  return {
+    "read_s": read,
+    "load_s": time.perf_counter() - start,
+    "file": (folder / "model.safetensors").stat().st_size,
+    "weights": sum(x.nbytes for x in jax.tree.leaves(params)),
+    "peak_before": before,
+    "peak": peak(),
+  }
 
 
 def compiled(folder, dtype, topology="v4:2x2x1"):
@@ -86,24 +108,40 @@ def compiled(folder, dtype, topology="v4:2x2x1"):
   P, G, S, T = c.batch.prompts, c.batch.group_size, c.data.max_prompt_tokens, c.sampling.max_tokens
   integers = lambda *s: shape(s, "int32", sharding=place)
   values = shape((P, G, T), "float32", sharding=place)
-  batch = Batch(integers(P, S), integers(P), integers(P, G, T), values, values, values, values, None, values)
+  batch = Batch(
+    integers(P, S), integers(P), integers(P, G, T), values, values, values, values, None, values
+  )
   parameters = run.parameters
   update = run.update.lower(run.abstract_state, parameters.abstract_base, batch)
-  converted = lambda tree: jax.tree.map(lambda x, dtype: shape(x.shape, dtype, sharding=x.sharding), tree,
-                                        jax.tree.map(parameters.sampled_dtype, tree))
+  converted = lambda tree: jax.tree.map(
+    lambda x, dtype: shape(x.shape, dtype, sharding=x.sharding),
+    tree,
+    jax.tree.map(parameters.sampled_dtype, tree),
+  )
   key = jax.eval_shape(lambda: jax.random.key(0))
-  sample = run.sampler(c.sampling, G).lower(converted(parameters.abstract_policy), integers(P, S), integers(P), key)
+  sample = run.sampler(c.sampling, G).lower(
+    converted(parameters.abstract_policy), integers(P, S), integers(P), key
+  )
   held = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
   out = {"state": held(run.abstract_state), "frozen": held(parameters.abstract_base)}
   for name, lowered in (("update", update), ("sample", sample)):
     memory = lowered.compile().memory_analysis()
-    out |= {f"{name}_arguments": memory.argument_size_in_bytes, f"{name}_temporary": memory.temp_size_in_bytes}
+    out |= {
+      f"{name}_arguments": memory.argument_size_in_bytes,
+      f"{name}_temporary": memory.temp_size_in_bytes,
+    }
   return out
 
 
 def step(folder, dtype):
   c = make_config(folder, dtype, prompts=1, group_size=2, micro_batch=1)
-  c.steps, c.sampling.max_tokens, c.data.max_prompt_tokens, c.eval.every, c.checkpoint.every = 1, 16, 16, 0, 0
+  c.steps, c.sampling.max_tokens, c.data.max_prompt_tokens, c.eval.every, c.checkpoint.every = (
+    1,
+    16,
+    16,
+    0,
+    0,
+  )
   with tempfile.TemporaryDirectory() as workdir:
     train(from_dict(c.to_dict()), workdir)
   return {"peak": peak()}
@@ -115,5 +153,10 @@ def peak():
 
 if __name__ == "__main__":
   command, path, *rest = sys.argv[1:]
-  what = {"write": lambda folder, dtype: write(folder), "load": load, "compile": compiled, "step": step}[command]
+  what = {
+    "write": lambda folder, dtype: write(folder),
+    "load": load,
+    "compile": compiled,
+    "step": step,
+  }[command]
   print(json.dumps(what(Path(path), *(rest or [""]))))

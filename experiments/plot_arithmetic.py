@@ -1,17 +1,18 @@
 """Draws experiments/arithmetic.png: held-out accuracy and length over the steps of some runs of the quick start.
 
-  for seed in 0 1 2; do
-    python -m grpo_jax.train --config=configs/arithmetic.py --config.seed=$seed --workdir=/tmp/arithmetic_$seed
-  done
-  pip install -e '.[plot]' && python experiments/plot_arithmetic.py /tmp/arithmetic_0 /tmp/arithmetic_1 /tmp/arithmetic_2
+for seed in 0 1 2; do
+  python -m grpo_jax.train --config=configs/arithmetic.py --config.seed=$seed --workdir=/tmp/arithmetic_$seed
+done
+pip install -e '.[plot]' && python experiments/plot_arithmetic.py /tmp/arithmetic_0 /tmp/arithmetic_1 /tmp/arithmetic_2
 """
+
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from grpo_jax import metrics
-from grpo_jax.cli import saved_config
+from grpo_jax.run import workdir as metrics
+from grpo_jax.run.cli import saved_config
 
 
 def main(workdirs):
@@ -22,8 +23,14 @@ def main(workdirs):
     steps = [row["step"] - config.warm_start.steps for row in rows]
     accuracy.plot(steps, [100 * row["eval/accuracy"] for row in rows], label=f"seed {config.seed}")
     length.plot(steps, [row["eval/mean_length"] for row in rows])
-  accuracy.set(title="held-out greedy accuracy, %", xlabel="GRPO steps after the warm start", ylim=(0, 100))
-  length.set(title="mean length of an answer, tokens", xlabel="GRPO steps after the warm start", ylim=(0, None))
+  accuracy.set(
+    title="held-out greedy accuracy, %", xlabel="GRPO steps after the warm start", ylim=(0, 100)
+  )
+  length.set(
+    title="mean length of an answer, tokens",
+    xlabel="GRPO steps after the warm start",
+    ylim=(0, None),
+  )
   accuracy.legend(frameon=False, loc="lower right")
   for axes in (accuracy, length):
     axes.grid(alpha=0.3)

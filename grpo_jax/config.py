@@ -2,13 +2,12 @@
 
 `ml_collections.ConfigDict` stops at the door: entry points call `from_dict` once and pass these structs on.
 """
+
 import dataclasses
 import difflib
 from typing import Any, Mapping, get_type_hints
 
-
-class ConfigError(ValueError):
-  """Bad input from the user: one line that names the key or file and says what to do."""
+from grpo_jax.settings import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +188,7 @@ class Mesh:
 @dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run."""
+
   seed: int
   steps: int
   model: Model
@@ -258,9 +258,15 @@ def wrong_type(name: str, value: Any) -> ConfigError:
   return ConfigError(f"config key {name} must be {_NAMES[keys()[name]]}, got {value!r}")
 
 
-_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a string",
-          tuple[int, ...]: "a list of whole numbers", tuple[float, ...]: "a list of numbers",
-          tuple[str, ...]: "a list of strings"}
+_NAMES = {
+  int: "a whole number",
+  float: "a number",
+  bool: "True or False",
+  str: "a string",
+  tuple[int, ...]: "a list of whole numbers",
+  tuple[float, ...]: "a list of numbers",
+  tuple[str, ...]: "a list of strings",
+}
 
 
 def _unknown(name):
@@ -272,7 +278,11 @@ def _unknown(name):
   meant = meant or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
   if meant:
     return ConfigError(f"config key {name} is unknown: did you mean {' or '.join(meant)}?")
-  where = f"{section or 'a config'} has {', '.join(here)}" if here else "they are all in configs/default.py"
+  where = (
+    f"{section or 'a config'} has {', '.join(here)}"
+    if here
+    else "they are all in configs/default.py"
+  )
   return ConfigError(f"config key {name} is unknown: {where}")
 
 

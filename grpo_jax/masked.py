@@ -1,4 +1,5 @@
 """The only place where a mask meets a reduction. Masked-out entries may hold anything, NaN included."""
+
 import jax
 import jax.numpy as jnp
 
@@ -43,16 +44,24 @@ def differ(x: jax.Array, mask: jax.Array, axis=None) -> jax.Array:
   return largest(x, mask, axis, True) > smallest(x, mask, axis, True)
 
 
-def centered(x: jax.Array, mask: jax.Array, axis=None, weights: jax.Array | float = 1.0) -> jax.Array:
+def centered(
+  x: jax.Array, mask: jax.Array, axis=None, weights: jax.Array | float = 1.0
+) -> jax.Array:
   """x minus its weighted mean over `axis`; exactly 0 where all are equal, and where the mask is 0."""
   weights = masked(jnp.broadcast_to(weights, x.shape), mask)
-  mean_ = divide((weights * masked(x, mask)).sum(axis, keepdims=True), weights.sum(axis, keepdims=True))
+  mean_ = divide(
+    (weights * masked(x, mask)).sum(axis, keepdims=True), weights.sum(axis, keepdims=True)
+  )
   return jnp.where(differ(x, mask, axis), masked(x - mean_, mask), 0)
 
 
-def std(x: jax.Array, mask: jax.Array, ddof: int, axis=None, weights: jax.Array | float = 1.0) -> jax.Array:
+def std(
+  x: jax.Array, mask: jax.Array, ddof: int, axis=None, weights: jax.Array | float = 1.0
+) -> jax.Array:
   """Weighted standard deviation over `axis`, axes kept; `ddof` is taken from the sum of weights. 1 where all are equal."""
   deviations = centered(x, mask, axis, weights)
   weights = masked(jnp.broadcast_to(weights, x.shape), mask)
-  variance = divide((weights * deviations**2).sum(axis, keepdims=True), weights.sum(axis, keepdims=True) - ddof)
+  variance = divide(
+    (weights * deviations**2).sum(axis, keepdims=True), weights.sum(axis, keepdims=True) - ddof
+  )
   return jnp.sqrt(jnp.where(differ(x, mask, axis), variance, 1))

@@ -4,6 +4,7 @@
 
 Run again with the same command, it goes on from the newest checkpoint, to the same numbers as if never stopped.
 """
+
 import contextlib
 import functools
 import math
@@ -18,21 +19,21 @@ from absl import flags
 from ml_collections import config_flags
 from rich.console import Console
 
-from grpo_jax import cli
 from grpo_jax.algo.presets import DEFAULTS
-from grpo_jax.checkpoint import Checkpoints, restore_tree, save_tree
-from grpo_jax.collect import Collector
-from grpo_jax.config import Config, ConfigError, to_dict
+from grpo_jax.config import Config, to_dict
 from grpo_jax.data import loader
 from grpo_jax.evaluate import Evaluator
-from grpo_jax.metrics import Writer, open_run
-from grpo_jax.optim import learning_rate
+from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import initialize_distributed
-from grpo_jax.run import Run
-from grpo_jax.terminal import Loading, Terminal
+from grpo_jax.run import cli
+from grpo_jax.run.build import Run
+from grpo_jax.run.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.run.collect import Collector
+from grpo_jax.run.terminal import Loading, Terminal
+from grpo_jax.run.workdir import Writer, open_run
+from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, TrainState
-
 
 OF_THE_RATIO = ("ratio", "clip_low", "clip_high")
 
@@ -61,19 +62,31 @@ class Trainer:
   def __init__(self, config: Config, workdir: str):
     self.config, self.workdir = config, Path(workdir).expanduser()
     self.run = Run(config, Loading())
-    self.run.check_rows(batch__prompts=config.batch.prompts, batch__micro_batch=config.batch.micro_batch,
-                        warm_start__batch=config.warm_start.batch if config.warm_start.steps else 0)
+    self.run.check_rows(
+      batch__prompts=config.batch.prompts,
+      batch__micro_batch=config.batch.micro_batch,
+      warm_start__batch=config.warm_start.batch if config.warm_start.steps else 0,
+    )
     part, rows = config.batch.prompts // config.algo.minibatches, self.run.model.row_shards
     if part % rows:
-      raise ConfigError(f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts / algo.minibatches = {part}"
-                        f" must be a multiple of mesh.data x mesh.fsdp x mesh.expert = {rows}")
-    self.first_grpo_step, self.last_step = config.warm_start.steps, config.warm_start.steps + config.steps
+      raise ConfigError(
+        f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts / algo.minibatches = {part}"
+        f" must be a multiple of mesh.data x mesh.fsdp x mesh.expert = {rows}"
+      )
+    self.first_grpo_step, self.last_step = (
+      config.warm_start.steps,
+      config.warm_start.steps + config.steps,
+    )
     self.collect = Collector(self.run)
     self.evaluator = Evaluator(self.run) if config.eval.every else None
-    self._on_first_process(lambda: open_run(self.workdir, to_dict(config)))  # from here on the config may not change
+    self._on_first_process(
+      lambda: open_run(self.workdir, to_dict(config))
+    )  # from here on the config may not change
     self.checkpoints = Checkpoints(self.workdir / "checkpoints", config.checkpoint.keep, self._warn)
     self.terminal = self.writer = None
-    self.frozen = None  # the reference's parameters, where the state has none; with adapters, those under them
+    self.frozen = (
+      None  # the reference's parameters, where the state has none; with adapters, those under them
+    )
 
   @contextlib.contextmanager
   def session(self):
@@ -84,10 +97,14 @@ class Trainer:
       if signals and number == signal.SIGINT:
         raise KeyboardInterrupt  # asked a second time
       signals.append(number)
-      self._warn("stopping after this step" + "; Ctrl-C again leaves at once" * (number == signal.SIGINT))
+      self._warn(
+        "stopping after this step" + "; Ctrl-C again leaves at once" * (number == signal.SIGINT)
+      )
 
     with contextlib.ExitStack() as stack:
-      self.terminal = Terminal(self.last_step, 0, None if self.run.is_first_process else Console(quiet=True))
+      self.terminal = Terminal(
+        self.last_step, 0, None if self.run.is_first_process else Console(quiet=True)
+      )
       stack.callback(self.terminal.close)
       for number in (signal.SIGTERM, signal.SIGINT):
         stack.callback(signal.signal, number, signal.signal(number, ask))
@@ -101,7 +118,8 @@ class Trainer:
     restored, log = self.checkpoints.restore_latest(self.run.abstract_state), self.config.log
     step, state = restored or (0, self.run.init_state(self.run.initial_params()))
     self.writer = self._on_first_process(
-        lambda: Writer(self.workdir, step if restored else -1, log.tensorboard, log.wandb))
+      lambda: Writer(self.workdir, step if restored else -1, log.tensorboard, log.wandb)
+    )
     if step > self.first_grpo_step or not self.first_grpo_step:
       self.frozen = self._frozen(state, restored is None)
     self._header(step)
@@ -143,8 +161,16 @@ class Trainer:
     config, clock, prompts = self.config, Clock(), self.collect.prompts
     where = loader.indices(config.seed, step, config.warm_start.batch, len(prompts))
     data = loader.supervised_batch(prompts, where, self.run.tokenizer, config.sampling.max_tokens)
-    batch = self.run.put(Batch(data.prompts.prompts_PS, data.prompts.prompt_lengths_P, data.completions_PT[:, None],
-                               data.mask_PT[:, None], None, None))
+    batch = self.run.put(
+      Batch(
+        data.prompts.prompts_PS,
+        data.prompts.prompt_lengths_P,
+        data.completions_PT[:, None],
+        data.mask_PT[:, None],
+        None,
+        None,
+      )
+    )
     state, metrics = self.run.warm_update(state, None, batch)
     metrics = {f"warm_start/{name}": value for name, value in jax.device_get(metrics).items()}
     return state, metrics | {"warm_start/dropped": data.dropped, "time/step": clock.total()}
@@ -163,9 +189,11 @@ class Trainer:
     if config.log.completions_every and (index + 1) % config.log.completions_every == 0:
       self._completions(step + 1, collected.rows(), run.fetch(batch.advantages_PGT[..., 0]))
     return state, collected.metrics | jax.device_get(advantages) | metrics | {
-        "learning_rate": float(learning_rate(config.optimizer, config.steps * run.updates_per_step)(last)),
-        "perf/tokens_per_second": collected.metrics["completions/tokens"] / times["step"]} | {
-            f"time/{name}": seconds for name, seconds in times.items()}
+      "learning_rate": float(
+        learning_rate(config.optimizer, config.steps * run.updates_per_step)(last)
+      ),
+      "perf/tokens_per_second": collected.metrics["completions/tokens"] / times["step"],
+    } | {f"time/{name}": seconds for name, seconds in times.items()}
 
   def _prepared(self, state, collected):
     """The batch with the reference's log-probs and its advantages, and metrics of these."""
@@ -180,7 +208,9 @@ class Trainer:
     updates, or extremes."""
     algo, told = self.config.algo, []
     if self.run.updates_per_step > 1 and algo.old_logprobs == "recomputed":
-      batch = batch.replace(old_logprobs_PGT=self.run.logprobs(self.run.parameters.policy(state.params), batch))
+      batch = batch.replace(
+        old_logprobs_PGT=self.run.logprobs(self.run.parameters.policy(state.params), batch)
+      )
     parts = self.run.minibatches(batch) if algo.minibatches > 1 else [batch]
     for _ in range(algo.updates_per_batch):
       for part in parts:
@@ -189,9 +219,19 @@ class Trainer:
     told = jax.device_get(told)
     tokens = [m.pop("tokens") for m in told]
     mean = lambda values, weights: statistics.fmean(values, weights) if any(weights) else math.nan
-    per_token, per_update = (functools.partial(mean, weights=w) for w in (tokens, [n > 0 for n in tokens]))
-    of_all = {"ratio/max": max, "ratio/min": min, "skipped_updates": sum, "loss": per_update, "grad_norm": per_update}
-    metrics = {name: of_all.get(name, per_token)([float(m[name]) for m in told]) for name in told[0]}
+    per_token, per_update = (
+      functools.partial(mean, weights=w) for w in (tokens, [n > 0 for n in tokens])
+    )
+    of_all = {
+      "ratio/max": max,
+      "ratio/min": min,
+      "skipped_updates": sum,
+      "loss": per_update,
+      "grad_norm": per_update,
+    }
+    metrics = {
+      name: of_all.get(name, per_token)([float(m[name]) for m in told]) for name in told[0]
+    }
     if algo.kl_target:
       metrics["kl_coef"] = float(state.coefs.kl)  # of the next update
     if algo.entropy_target:
@@ -245,7 +285,9 @@ class Trainer:
     rows = [row | {"advantage": float(a)} for row, a in zip(rows, advantages_PG.ravel())]
     if self.writer:
       self.writer.completions(step, rows)
-    self.terminal.completions(step, rows[::max(1, len(rows) // 4 - 1)])  # of several prompts and group members
+    self.terminal.completions(
+      step, rows[:: max(1, len(rows) // 4 - 1)]
+    )  # of several prompts and group members
 
   def _on_first_process(self, act):
     """act() on the process that writes, None on the others. Where it fails, all of them end."""
@@ -265,18 +307,29 @@ class Trainer:
   def _header(self, step):
     c, run, device = self.config, self.run, jax.devices()[0]
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
-    lines = [f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes}; {run.parameters.describe()}; "
-             f"{c.batch.prompts} prompts x {c.batch.group_size} completions of at most {c.sampling.max_tokens} tokens"]
-    for prompts, split in ((self.collect.prompts, "training"), (self.evaluator and self.evaluator.prompts, "test")):
+    lines = [
+      f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes}; {run.parameters.describe()}; "
+      f"{c.batch.prompts} prompts x {c.batch.group_size} completions of at most {c.sampling.max_tokens} tokens"
+    ]
+    for prompts, split in (
+      (self.collect.prompts, "training"),
+      (self.evaluator and self.evaluator.prompts, "test"),
+    ):
       if prompts and prompts.dropped:
-        lines.append(f"{prompts.dropped} {split} prompts are longer than data.max_prompt_tokens = "
-                     f"{c.data.max_prompt_tokens} and left out; {len(prompts)} remain")
+        lines.append(
+          f"{prompts.dropped} {split} prompts are longer than data.max_prompt_tokens = "
+          f"{c.data.max_prompt_tokens} and left out; {len(prompts)} remain"
+        )
     whole = sharding.undivided(run.parameters.abstract_policy, run.mesh)
     if whole:
       lines.append(f"{len(whole)} dimensions of parameters stay whole, such as {whole[0]}")
-    if run.updates_per_step == 1 and any(getattr(c.algo, name) != DEFAULTS[name] for name in OF_THE_RATIO):
-      lines.append(f"one update per batch, so the ratio is 1: algo.{', algo.'.join(OF_THE_RATIO)} change nothing; "
-                   "algo.minibatches or algo.updates_per_batch would make them matter")
+    if run.updates_per_step == 1 and any(
+      getattr(c.algo, name) != DEFAULTS[name] for name in OF_THE_RATIO
+    ):
+      lines.append(
+        f"one update per batch, so the ratio is 1: algo.{', algo.'.join(OF_THE_RATIO)} change nothing; "
+        "algo.minibatches or algo.updates_per_batch would make them matter"
+      )
     if step:
       lines.append(f"going on from step {step} of {self.last_step} in {self.workdir}")
     self.terminal.header(lines)
@@ -303,12 +356,18 @@ def main(argv):
   del argv
   config = cli.read_config()
   if not flags.FLAGS.workdir:
-    raise ConfigError("flag --workdir is missing: the folder for this run's metrics and checkpoints")
+    raise ConfigError(
+      "flag --workdir is missing: the folder for this run's metrics and checkpoints"
+    )
   initialize_distributed()
   train(config, flags.FLAGS.workdir)
 
 
 if __name__ == "__main__":
-  config_flags.DEFINE_config_file("config", None, "the config, such as configs/arithmetic.py or configs/gsm8k.py")
-  flags.DEFINE_string("workdir", None, "the run's folder; made if need be, gone on with if it has a checkpoint")
+  config_flags.DEFINE_config_file(
+    "config", None, "the config, such as configs/arithmetic.py or configs/gsm8k.py"
+  )
+  flags.DEFINE_string(
+    "workdir", None, "the run's folder; made if need be, gone on with if it has a checkpoint"
+  )
   cli.run(main)

@@ -7,6 +7,7 @@ X experts · A experts of a token · M feed-forward of an expert · N labels of 
 One alignment: `logprobs_PGT[..., t]` is the log-prob of completion token t given all before it. Prompts and completions
 are right-padded. A completion includes the token that stopped it.
 """
+
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from flax import struct
 @struct.dataclass
 class Completions:
   """What the sampler returns. At padding, tokens are 0 and log-probs 0."""
+
   tokens_PGT: jax.Array  # int32
   lengths_PG: jax.Array  # int32, tokens sampled, the stopping one included
   logprobs_PGT: jax.Array  # float32, of softmax(logits / temperature): what the learner recomputes
@@ -27,12 +29,19 @@ class Completions:
 @struct.dataclass
 class Rewards:
   """What advantages are computed from. NaN: not scored."""
+
   scores_KPG: jax.Array  # float32, of each of the K reward functions
   weights_K: jax.Array  # float32
   mask_PGT: jax.Array  # 1 on the tokens of the loss
-  greedy_P: jax.Array | None = None  # total reward of each prompt's greedy completion, for `greedy_baseline`
-  penalty_PGT: jax.Array | None = None  # what is taken from the reward at each token: a KL, 0 at padding
-  step_rewards_PGT: jax.Array | None = None  # for `process`: the reward of the step that ends at this token
+  greedy_P: jax.Array | None = (
+    None  # total reward of each prompt's greedy completion, for `greedy_baseline`
+  )
+  penalty_PGT: jax.Array | None = (
+    None  # what is taken from the reward at each token: a KL, 0 at padding
+  )
+  step_rewards_PGT: jax.Array | None = (
+    None  # for `process`: the reward of the step that ends at this token
+  )
   step_ends_PGT: jax.Array | None = None  # 1 where a step ends
 
   @property
@@ -43,7 +52,9 @@ class Rewards:
   @property
   def score_PG(self) -> jax.Array:
     """Weighted sum over the functions that scored it. NaN where none did."""
-    return jnp.where(self.scored_PG, jnp.nansum(self.weights_K[:, None, None] * self.scores_KPG, 0), jnp.nan)
+    return jnp.where(
+      self.scored_PG, jnp.nansum(self.weights_K[:, None, None] * self.scores_KPG, 0), jnp.nan
+    )
 
   @property
   def total_PG(self) -> jax.Array:
@@ -59,6 +70,7 @@ class Rewards:
 @struct.dataclass
 class Scores:
   """What was scored on the host. NaN: not scored."""
+
   scores_PGK: jax.Array  # float32, of each of the K reward functions
   greedy_P1K: jax.Array | None = None  # of each prompt's greedy completion
   step_rewards_PGT: jax.Array | None = None  # as in `Rewards`
@@ -68,6 +80,7 @@ class Scores:
 @struct.dataclass
 class Routing:
   """What the routers of L sparse layers did with the tokens that count: sums over those of a row, or of a prompt's group."""
+
   tokens_BL: jax.Array  # float32, how many
   given_BLX: jax.Array  # float32, how many each expert was given
   probs_BLX: jax.Array  # float32, of the routers' probabilities
@@ -77,15 +90,19 @@ class Routing:
 @struct.dataclass
 class TokenStats:
   """What the learner computes of a batch's completion tokens, float32, 0 at padding."""
+
   logprobs_PGT: jax.Array
   entropies_PGT: jax.Array  # of the distribution that the token is from
-  full_kl_PGT: jax.Array | None = None  # KL(pi || ref) of that distribution; None where not asked for
+  full_kl_PGT: jax.Array | None = (
+    None  # KL(pi || ref) of that distribution; None where not asked for
+  )
   routing: Routing | None = None  # of each prompt's group; None where the model has no experts
 
 
 @struct.dataclass
 class Selection:
   """Masks [P, G, T], within the loss mask, of tokens that the objective treats otherwise."""
+
   kept_PGT: jax.Array  # those whose surrogate counts
   chosen_PGT: jax.Array  # those that clip_cov leaves out or kl_cov pulls back
 
@@ -93,22 +110,32 @@ class Selection:
 @struct.dataclass
 class Batch:
   """What one update learns from. Log-probs as in `Completions`."""
+
   prompts_PS: jax.Array  # int32
   prompt_lengths_P: jax.Array  # int32
   completions_PGT: jax.Array  # int32
   mask_PGT: jax.Array  # float32, 1 on the tokens of the loss: those the policy sampled
   advantages_PGT: jax.Array | None  # float32; None while not known, and in the warm start
-  sampler_logprobs_PGT: jax.Array | None  # float32, the sampler's `logprobs_PGT`; None in the warm start
+  sampler_logprobs_PGT: (
+    jax.Array | None
+  )  # float32, the sampler's `logprobs_PGT`; None in the warm start
   sampling_logprobs_PGT: jax.Array | None = None  # float32, mu, the sampler's; None = as old
-  old_logprobs_PGT: jax.Array | None = None  # float32, of the policy before the batch's first update; None = of this one
-  ref_logprobs_PGT: jax.Array | None = None  # float32, of the frozen reference; None where no KL asks for it
+  old_logprobs_PGT: jax.Array | None = (
+    None  # float32, of the policy before the batch's first update; None = of this one
+  )
+  ref_logprobs_PGT: jax.Array | None = (
+    None  # float32, of the frozen reference; None where no KL asks for it
+  )
   selection: Selection | None = None  # None = every token of the loss kept, none chosen
-  routing: Routing | None = None  # of each prompt's group before the update, where a part has to know that of all; else None
+  routing: Routing | None = (
+    None  # of each prompt's group before the update, where a part has to know that of all; else None
+  )
 
 
 @struct.dataclass
 class Coefs:
   """Coefficients that may follow what is measured, float32 scalars."""
+
   kl: jax.Array
   entropy: jax.Array
 
@@ -116,6 +143,7 @@ class Coefs:
 @struct.dataclass
 class TrainState:
   """All that training changes."""
+
   step: jax.Array  # int32 scalar, updates done (skipped ones count)
   params: Any
   opt_state: Any

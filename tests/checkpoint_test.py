@@ -1,12 +1,12 @@
 import json
 import os
-from pathlib import Path
 import random
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import flax
 import jax
@@ -15,15 +15,20 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax import checkpoint
-from grpo_jax.checkpoint import Checkpoints, restore_tree, save_tree
-from grpo_jax.config import ConfigError
+from grpo_jax.run import checkpoint
+from grpo_jax.run.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
 # pytest takes the hook that keeps orbax's abandoned reads of damaged files quiet.
-pytestmark = [pytest.mark.filterwarnings(f"ignore:{what}") for what in (
-    "coroutine .* was never awaited:RuntimeWarning", ":pytest.PytestUnraisableExceptionWarning")]
+pytestmark = [
+  pytest.mark.filterwarnings(f"ignore:{what}")
+  for what in (
+    "coroutine .* was never awaited:RuntimeWarning",
+    ":pytest.PytestUnraisableExceptionWarning",
+  )
+]
 
 
 @flax.struct.dataclass
@@ -33,17 +38,21 @@ class State:
   opt_state: object
 
 
-ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))  # has empty nodes and named tuples
+ADAM = optax.chain(
+  optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
+)  # has empty nodes and named tuples
 
 
 def state_of(step, optimizer=ADAM, width=30):
   rng = np.random.default_rng(step)
   bits = jnp.asarray(rng.integers(0, 2**32, (40, width), np.uint32))
   params = {
-      "layers_0": {"w": jnp.asarray(rng.standard_normal((20, width)), jnp.float32)},
-      "any_bits": jax.lax.bitcast_convert_type(bits, jnp.float32),  # NaNs with payloads, denormals, infinities, -0
-      "half": jnp.asarray(rng.standard_normal(7), jnp.bfloat16),
-      "flags": jnp.array([True, False, True]),
+    "layers_0": {"w": jnp.asarray(rng.standard_normal((20, width)), jnp.float32)},
+    "any_bits": jax.lax.bitcast_convert_type(
+      bits, jnp.float32
+    ),  # NaNs with payloads, denormals, infinities, -0
+    "half": jnp.asarray(rng.standard_normal(7), jnp.bfloat16),
+    "flags": jnp.array([True, False, True]),
   }
   return State(jnp.int32(step), params, optimizer.init(params))
 
@@ -80,8 +89,17 @@ def saved(pristine, tmp_path):
   return shutil.copytree(pristine, tmp_path / "checkpoints")
 
 
-@pytest.mark.parametrize("optimizer", [ADAM, optax.sgd(0.1), optax.multi_transform(
-    {"a": optax.adam(0.1), "b": optax.set_to_zero()}, {"layers_0": "a", "any_bits": "b", "half": "a", "flags": "b"})])
+@pytest.mark.parametrize(
+  "optimizer",
+  [
+    ADAM,
+    optax.sgd(0.1),
+    optax.multi_transform(
+      {"a": optax.adam(0.1), "b": optax.set_to_zero()},
+      {"layers_0": "a", "any_bits": "b", "half": "a", "flags": "b"},
+    ),
+  ],
+)
 def test_round_trip_is_bit_identical(tmp_path, optimizer):
   state = state_of(3, optimizer)
   store = Checkpoints(tmp_path / "c", keep=2)
@@ -89,7 +107,9 @@ def test_round_trip_is_bit_identical(tmp_path, optimizer):
   store.save(3, state)
   step, restored = store.restore_latest(abstract(state))
   assert step == 3 and same(restored, state)
-  assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(state)]
+  assert [x.sharding for x in jax.tree.leaves(restored)] == [
+    x.sharding for x in jax.tree.leaves(state)
+  ]
 
 
 def test_keeps_the_newest(tmp_path):
@@ -131,12 +151,27 @@ def test_params_can_be_read_without_the_optimizer(saved):
   assert not (saved / "nowhere").exists()
 
 
-@pytest.mark.parametrize("other, message", [
-    (state_of(0, width=31), r"float32\[40, 30\] for params.any_bits where this config needs float32\[40, 31\]"),
-    (state_of(0, optax.sgd(0.1)), r"has int32\[\] for opt_state.1.0.count where this config needs nothing"),
-    (state_of(0, optax.sgd(0.1, 0.9)), r"nothing for opt_state.0.trace.any_bits where this config needs float32"),
-    (state_of(0).replace(step=jnp.float32(0)), r"int32\[\] for step where this config needs float32\[\]"),
-])
+@pytest.mark.parametrize(
+  "other, message",
+  [
+    (
+      state_of(0, width=31),
+      r"float32\[40, 30\] for params.any_bits where this config needs float32\[40, 31\]",
+    ),
+    (
+      state_of(0, optax.sgd(0.1)),
+      r"has int32\[\] for opt_state.1.0.count where this config needs nothing",
+    ),
+    (
+      state_of(0, optax.sgd(0.1, 0.9)),
+      r"nothing for opt_state.0.trace.any_bits where this config needs float32",
+    ),
+    (
+      state_of(0).replace(step=jnp.float32(0)),
+      r"int32\[\] for step where this config needs float32\[\]",
+    ),
+  ],
+)
 def test_another_tree_is_an_error_of_the_config_not_damage(saved, other, message):
   with pytest.raises(ConfigError, match=message):
     Checkpoints(saved, 9).restore_latest(abstract(other))
@@ -144,7 +179,9 @@ def test_another_tree_is_an_error_of_the_config_not_damage(saved, other, message
 
 
 def largest(step_folder, below):
-  return max((p for p in (step_folder / below).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+  return max(
+    (p for p in (step_folder / below).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+  )
 
 
 def edit(path, change):
@@ -168,22 +205,27 @@ def replace_by_file(path):
 
 
 DAMAGES = {
-    "data flipped": lambda p: edit(largest(p, "params"), lambda b: flip(b, 4 * len(b))),
-    "data truncated": lambda p: edit(largest(p, "opt_state"), lambda b: b[:len(b) // 2]),
-    "data empty": lambda p: edit(largest(p, "params"), lambda b: b""),
-    "data zeroed": lambda p: edit(largest(p, "params"), lambda b: bytes(len(b))),
-    "data garbage": lambda p: edit(largest(p, "params"), lambda b: random.Random(0).randbytes(len(b))),
-    "data deleted": lambda p: largest(p, "params").unlink(),
-    "index deleted": lambda p: (p / "params/manifest.ocdbt").unlink(),
-    "item deleted": lambda p: shutil.rmtree(p / "opt_state"),
-    "everything deleted": delete_items,
-    "a file in its place": replace_by_file,
-    "manifest deleted": lambda p: shutil.rmtree(p / "manifest"),
-    "manifest garbage": lambda p: edit(p / "manifest/metadata", lambda b: b"\x00" * len(b)),
-    "a shape in the manifest changed": lambda p: edit(
-        p / "manifest/metadata", lambda b: re.sub(rb"\[20, *30\]", b"[20, 31]", b)),
-    "other numbers": lambda p: (
-        shutil.rmtree(p / "params"), shutil.copytree(p.with_name("1") / "params", p / "params")),
+  "data flipped": lambda p: edit(largest(p, "params"), lambda b: flip(b, 4 * len(b))),
+  "data truncated": lambda p: edit(largest(p, "opt_state"), lambda b: b[: len(b) // 2]),
+  "data empty": lambda p: edit(largest(p, "params"), lambda b: b""),
+  "data zeroed": lambda p: edit(largest(p, "params"), lambda b: bytes(len(b))),
+  "data garbage": lambda p: edit(
+    largest(p, "params"), lambda b: random.Random(0).randbytes(len(b))
+  ),
+  "data deleted": lambda p: largest(p, "params").unlink(),
+  "index deleted": lambda p: (p / "params/manifest.ocdbt").unlink(),
+  "item deleted": lambda p: shutil.rmtree(p / "opt_state"),
+  "everything deleted": delete_items,
+  "a file in its place": replace_by_file,
+  "manifest deleted": lambda p: shutil.rmtree(p / "manifest"),
+  "manifest garbage": lambda p: edit(p / "manifest/metadata", lambda b: b"\x00" * len(b)),
+  "a shape in the manifest changed": lambda p: edit(
+    p / "manifest/metadata", lambda b: re.sub(rb"\[20, *30\]", b"[20, 31]", b)
+  ),
+  "other numbers": lambda p: (
+    shutil.rmtree(p / "params"),
+    shutil.copytree(p.with_name("1") / "params", p / "params"),
+  ),
 }
 
 
@@ -212,7 +254,9 @@ def test_damaged_newest_falls_back_and_is_set_aside(saved, damage):
 def test_params_of_a_damaged_newest_come_from_the_one_before_and_nothing_moves(saved):
   DAMAGES["data flipped"](saved / "2")
   warnings = []
-  step, params = Checkpoints(saved, 2, warn=warnings.append).restore_params(abstract(state_of(0).params))
+  step, params = Checkpoints(saved, 2, warn=warnings.append).restore_params(
+    abstract(state_of(0).params)
+  )
   assert step == 1 and same(params, state_of(1).params)
   assert len(warnings) == 1 and sorted(p.name for p in saved.iterdir()) == ["1", "2"]
 
@@ -295,13 +339,18 @@ def test_save_tree_overwrites(tmp_path):
 
 def run(script, *args):
   return subprocess.run(
-      [sys.executable, "-c", script, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    [sys.executable, "-c", script, *map(str, args)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
 
 
 SHARDED = """
 import sys, jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.run.checkpoint import Checkpoints
 assert len(jax.devices()) == 8
 def asked(mesh, specs):
   shardings = {k: NamedSharding(mesh, s) for k, s in specs.items()}
@@ -343,7 +392,7 @@ import json, os, random, signal, sys, time, warnings
 from pathlib import Path
 import numpy as np
 import jax, jax.numpy as jnp
-from grpo_jax.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.run.checkpoint import Checkpoints, restore_tree, save_tree
 warnings.simplefilter("ignore")
 
 def tree(step):
@@ -398,7 +447,9 @@ def test_killed_in_the_midst_of_saves_many_times(tmp_path):
   done = run(KILLED, tmp_path, kills)
   assert done.returncode == 0, done.stderr
   report = json.loads(done.stdout)
-  assert report["endings"] == kills * [9], done.stderr  # by the signal, and not by a check that failed
+  assert report["endings"] == kills * [9], (
+    done.stderr
+  )  # by the signal, and not by a check that failed
   assert report["leftovers"] > 0  # some kills hit a save
   assert report["steps"] == sorted(set(report["steps"]))
 
@@ -412,7 +463,7 @@ from pathlib import Path
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
-from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.run.checkpoint import Checkpoints
 mesh = jax.make_mesh((2,), ("data",))
 make = jax.jit(lambda seed: {"params": {"w": jax.random.normal(jax.random.key(seed), (400, 30))}},
                out_shardings=NamedSharding(mesh, P("data")))
@@ -440,9 +491,15 @@ def test_two_hosts_agree_on_what_is_damaged(tmp_path):
     s.bind(("localhost", 0))
     address = f"localhost:{s.getsockname()[1]}"
   hosts = [
-      subprocess.Popen(
-          [sys.executable, "-c", HOSTS, address, str(i), tmp_path], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-          env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"}) for i in range(2)]
+    subprocess.Popen(
+      [sys.executable, "-c", HOSTS, address, str(i), tmp_path],
+      cwd=ROOT,
+      stderr=subprocess.PIPE,
+      text=True,
+      env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+    )
+    for i in range(2)
+  ]
   try:
     for host in hosts:
       _, errors = host.communicate(timeout=60)
@@ -459,7 +516,7 @@ logging.set_verbosity(logging.INFO)
 logging.set_stderrthreshold("info")
 import jax, jax.numpy as jnp
 from pathlib import Path
-from grpo_jax.checkpoint import Checkpoints
+from grpo_jax.run.checkpoint import Checkpoints
 tree = {"params": {f"w{i}": jnp.full((100, 100), i, jnp.float32) for i in range(20)}}
 asked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 store = Checkpoints(sys.argv[1], 2, warn=print)

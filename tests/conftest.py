@@ -1,14 +1,23 @@
 """Eight simulated devices, and code that compiles soon and is kept for the session, before anything imports jax."""
+
 import importlib.metadata
 import os
 import tempfile
 
 # Most of the suite's time is compilation. What is compiled need not be fast.
 flags = ["--xla_backend_optimization_level=0"]
-if [int(n) for n in importlib.metadata.version("jaxlib").split(".")[:2]] < [0, 12]:  # later ones have no such flag
+if [int(n) for n in importlib.metadata.version("jaxlib").split(".")[:2]] < [
+  0,
+  12,
+]:  # later ones have no such flag
   flags.append("--xla_cpu_use_fusion_emitters=false")
 _cache = tempfile.TemporaryDirectory(prefix="grpo_jax_compiled_")  # removed when the session ends
 os.environ.update(
-    JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="8", XLA_FLAGS=" ".join([os.environ.get("XLA_FLAGS", ""), *flags]),
-    JAX_COMPILATION_CACHE_DIR=_cache.name, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1", HF_HUB_OFFLINE="1")
+  JAX_PLATFORMS="cpu",
+  JAX_NUM_CPU_DEVICES="8",
+  XLA_FLAGS=" ".join([os.environ.get("XLA_FLAGS", ""), *flags]),
+  JAX_COMPILATION_CACHE_DIR=_cache.name,
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+  HF_HUB_OFFLINE="1",
+)

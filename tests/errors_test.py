@@ -1,10 +1,11 @@
 """Bad input: one line that names the key or file and says what to do, exit code 2, and nothing written over."""
+
 import concurrent.futures
 import json
 import os
-from pathlib import Path
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,9 +14,10 @@ from safetensors.numpy import load_file, save_file
 
 from configs import arithmetic
 from grpo_jax import model
-from grpo_jax.config import ConfigError, from_dict, to_dict
+from grpo_jax.config import from_dict, to_dict
 from grpo_jax.data import tokenizer
 from grpo_jax.data.arithmetic import ALPHABET
+from grpo_jax.settings import ConfigError
 from grpo_jax.train import Trainer, train
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +26,9 @@ ROOT = Path(__file__).parents[1]
 def config(**changes):
   """configs/arithmetic.py with changes by key, with __ for the dot."""
   values = arithmetic.get_config().to_dict()
-  values["batch"].update(prompts=32, group_size=8, micro_batch=0)  # numbers that messages below name
+  values["batch"].update(
+    prompts=32, group_size=8, micro_batch=0
+  )  # numbers that messages below name
   values["optimizer"].update(learning_rate=3e-4, schedule="constant")
   for key, value in changes.items():
     section, _, last = key.rpartition("__")
@@ -38,11 +42,20 @@ def contents(folder):
 
 # Values, in this process.
 
-@pytest.mark.parametrize("changes, words", [
+
+@pytest.mark.parametrize(
+  "changes, words",
+  [
     (dict(batch__group_size=1), ["batch.group_size is 1", "at least 2"]),
-    (dict(batch__prompts=12), ["batch.prompts is 12", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"]),
+    (
+      dict(batch__prompts=12),
+      ["batch.prompts is 12", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"],
+    ),
     (dict(batch__micro_batch=5), ["batch.micro_batch is 5", "must divide batch.prompts = 32"]),
-    (dict(batch__micro_batch=4), ["batch.micro_batch is 4", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"]),
+    (
+      dict(batch__micro_batch=4),
+      ["batch.micro_batch is 4", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"],
+    ),
     (dict(warm_start__batch=12), ["warm_start.batch is 12", "multiple of"]),
     (dict(eval__batch=12), ["eval.batch is 12", "multiple of"]),
     (dict(mesh__data=3), ["mesh.data=3", "8 devices", "choose axes whose product is 8"]),
@@ -58,7 +71,10 @@ def contents(folder):
     (dict(sampling__min_p=1.0), ["sampling.min_p is 1.0", "[0, 1)"]),
     (dict(sampling__top_k=-1), ["sampling.top_k is -1", "at least 0"]),
     (dict(sampling__layout="whole"), ["sampling.layout is 'whole'", "'train', 'tensor'"]),
-    (dict(sampling__max_tokens=40000), ["data.max_prompt_tokens + sampling.max_tokens are 40012", "32768 positions"]),
+    (
+      dict(sampling__max_tokens=40000),
+      ["data.max_prompt_tokens + sampling.max_tokens are 40012", "32768 positions"],
+    ),
     (dict(model__dtype="float64"), ["model.dtype is 'float64'", "'float32', 'bfloat16'"]),
     (dict(sampling__dtype="int8"), ["sampling.dtype is 'int8'", "'float32', 'bfloat16'"]),
     (dict(model__num_kv_heads=3), ["model.num_heads is 4", "model.num_kv_heads = 3"]),
@@ -72,45 +88,103 @@ def contents(folder):
     (dict(algo__kl_coef=-0.1), ["algo.kl_coef is -0.1", "at least 0"]),
     (dict(algo__clip_low=-0.2), ["algo.clip_low is -0.2", "above 0"]),
     (dict(algo__minibatches=5), ["algo.minibatches is 5", "divide batch.prompts = 32"]),
-    (dict(algo__minibatches=8), ["algo.minibatches is 8", "batch.prompts / algo.minibatches = 4", "multiple of"]),
-    (dict(algo__surrogate="vespo", algo__ratio="sequence"), ["algo.ratio is 'sequence'", "vespo has its own ratio"]),
-    (dict(algo__ratio="sequence", algo__correction="mask", algo__correction_high=2.0),
-     ["algo.correction_level is 'token'", "undoes the sequence ratio"]),
-    (dict(algo__kl="full", algo__kl_coef=.1, algo__kl_in="reward"), ["algo.kl is 'full'", "choose k1, abs, k2 or k3"]),
-    (dict(algo__kl="full", algo__kl_importance_weighted=True), ["algo.kl_importance_weighted is True", "choose False"]),
-    (dict(algo__kl_coef=0.0, algo__kl_target=.1), ["algo.kl_target is 0.1", "no reference; set algo.kl_coef"]),
-    (dict(algo__kl_coef=0.0, algo__ref_sync_steps=5), ["algo.ref_sync_steps is 5", "no reference; set algo.kl_coef"]),
+    (
+      dict(algo__minibatches=8),
+      ["algo.minibatches is 8", "batch.prompts / algo.minibatches = 4", "multiple of"],
+    ),
+    (
+      dict(algo__surrogate="vespo", algo__ratio="sequence"),
+      ["algo.ratio is 'sequence'", "vespo has its own ratio"],
+    ),
+    (
+      dict(algo__ratio="sequence", algo__correction="mask", algo__correction_high=2.0),
+      ["algo.correction_level is 'token'", "undoes the sequence ratio"],
+    ),
+    (
+      dict(algo__kl="full", algo__kl_coef=0.1, algo__kl_in="reward"),
+      ["algo.kl is 'full'", "choose k1, abs, k2 or k3"],
+    ),
+    (
+      dict(algo__kl="full", algo__kl_importance_weighted=True),
+      ["algo.kl_importance_weighted is True", "choose False"],
+    ),
+    (
+      dict(algo__kl_coef=0.0, algo__kl_target=0.1),
+      ["algo.kl_target is 0.1", "no reference; set algo.kl_coef"],
+    ),
+    (
+      dict(algo__kl_coef=0.0, algo__ref_sync_steps=5),
+      ["algo.ref_sync_steps is 5", "no reference; set algo.kl_coef"],
+    ),
     (dict(algo__ref_mixup=0.0), ["algo.ref_mixup is 0.0", "(0, 1]"]),
     (dict(algo__overlong=1.0), ["algo.overlong is 1.0", "[0, 1)"]),
-    (dict(algo__overlong=.01), ["algo.overlong is 0.01", "sampling.max_tokens = 40", "not one token"]),
-    (dict(algo__overlong=.2, algo__advantage="pass_at_k"), ["algo.overlong is 0.2", "counts right answers"]),
-    (dict(algo__advantage="process", algo__kl_coef=.1, algo__kl_in="reward", algo__kl="k1"),
-     ["algo.kl_in is 'reward'", "choose 'loss'"]),
-    (dict(algo__minibatches=4, algo__correction="truncate", algo__correction_high=2.0),
-     ["algo.correction is 'truncate'", "algo.old_logprobs='recomputed'"]),
+    (
+      dict(algo__overlong=0.01),
+      ["algo.overlong is 0.01", "sampling.max_tokens = 40", "not one token"],
+    ),
+    (
+      dict(algo__overlong=0.2, algo__advantage="pass_at_k"),
+      ["algo.overlong is 0.2", "counts right answers"],
+    ),
+    (
+      dict(algo__advantage="process", algo__kl_coef=0.1, algo__kl_in="reward", algo__kl="k1"),
+      ["algo.kl_in is 'reward'", "choose 'loss'"],
+    ),
+    (
+      dict(algo__minibatches=4, algo__correction="truncate", algo__correction_high=2.0),
+      ["algo.correction is 'truncate'", "algo.old_logprobs='recomputed'"],
+    ),
     (dict(algo__dual_clip=1.0), ["algo.dual_clip is 1.0", "above 1"]),
-    (dict(algo__ratio_max=.5), ["algo.ratio_max is 0.5", "above 1"]),
-    (dict(algo__kl_target=.1, algo__kl_horizon=100), ["algo.kl_horizon is 100", "at least the 256 completions"]),
-    (dict(algo__dynamic_sampling=True, algo__advantage="gdpo"), ["algo.dynamic_sampling is True", "set False"]),
+    (dict(algo__ratio_max=0.5), ["algo.ratio_max is 0.5", "above 1"]),
+    (
+      dict(algo__kl_target=0.1, algo__kl_horizon=100),
+      ["algo.kl_horizon is 100", "at least the 256 completions"],
+    ),
+    (
+      dict(algo__dynamic_sampling=True, algo__advantage="gdpo"),
+      ["algo.dynamic_sampling is True", "set False"],
+    ),
     (dict(algo__max_resample_rounds=0), ["algo.max_resample_rounds is 0", "at least 1"]),
     (dict(algo__correction="truncate"), ["algo.correction is 'truncate'", "algo.correction_high"]),
     (dict(algo__kl_in="reward", algo__kl="k3+"), ["algo.kl is 'k3+'", "no gradient"]),
-    (dict(algo__advantage="pass_at_k", algo__pass_k=8), ["algo.pass_k is 8", "below batch.group_size = 8"]),
-    (dict(algo__surrogate="clip_cov", algo__cov_low=6.0), ["algo.cov_low is 6.0", "below algo.cov_high"]),
+    (
+      dict(algo__advantage="pass_at_k", algo__pass_k=8),
+      ["algo.pass_k is 8", "below batch.group_size = 8"],
+    ),
+    (
+      dict(algo__surrogate="clip_cov", algo__cov_low=6.0),
+      ["algo.cov_low is 6.0", "below algo.cov_high"],
+    ),
     (dict(algo__std_ddof=8), ["algo.std_ddof is 8", "below batch.group_size = 8"]),
     (dict(optimizer__schedule="step"), ["optimizer.schedule is 'step'", "'cosine'"]),
     (dict(optimizer__learning_rate=-1e-3), ["optimizer.learning_rate is -0.001", "at least 0"]),
-    (dict(reward__functions=["nosuch"]), ["reward.functions", "'nosuch'", "strict", "path/file.py:function"]),
+    (
+      dict(reward__functions=["nosuch"]),
+      ["reward.functions", "'nosuch'", "strict", "path/file.py:function"],
+    ),
     (dict(reward__functions=["no/file.py:f"]), ["reward.functions", "there is no file no/file.py"]),
-    (dict(reward__functions=[f"{__file__}:nosuch"]), ["reward.functions", "defines no function 'nosuch'"]),
-    (dict(reward__functions=[f"{Path(__file__).parent}/golden/qwen2_tied"]),
-     ["qwen2_tied/config.json: architectures is ['Qwen2ForCausalLM']", "of Qwen2ForSequenceClassification or"]),
-    (dict(reward__functions=[f"{Path(__file__).parent}/golden/rewards/qwen2"], reward__batch=12),
-     ["reward.batch is 12", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"]),
+    (
+      dict(reward__functions=[f"{__file__}:nosuch"]),
+      ["reward.functions", "defines no function 'nosuch'"],
+    ),
+    (
+      dict(reward__functions=[f"{Path(__file__).parent}/golden/qwen2_tied"]),
+      [
+        "qwen2_tied/config.json: architectures is ['Qwen2ForCausalLM']",
+        "of Qwen2ForSequenceClassification or",
+      ],
+    ),
+    (
+      dict(reward__functions=[f"{Path(__file__).parent}/golden/rewards/qwen2"], reward__batch=12),
+      ["reward.batch is 12", "multiple of mesh.data x mesh.fsdp x mesh.expert = 8"],
+    ),
     (dict(reward__batch=0), ["reward.batch is 0", "at least 1"]),
     (dict(reward__dtype="int8"), ["reward.dtype is 'int8'", "'float32', 'bfloat16'"]),
     (dict(reward__step_separator=""), ["reward.step_separator is ''", "at least a character"]),
-    (dict(reward__weights=[1.0, 2.0]), ["reward.weights is (1.0, 2.0)", "one number for each", "'strict'"]),
+    (
+      dict(reward__weights=[1.0, 2.0]),
+      ["reward.weights is (1.0, 2.0)", "one number for each", "'strict'"],
+    ),
     (dict(reward__functions=[], reward__weights=[]), ["reward.weights is ()", "at least one"]),
     (dict(eval__function="nosuch"), ["'nosuch'", "strict"]),
     (dict(data__task="nosuch"), ["data.task='nosuch'", "arithmetic, gsm8k"]),
@@ -119,10 +193,18 @@ def contents(folder):
     (dict(data__system="Count."), ["data.system is 'Count.'", "set data.chat=True"]),
     (dict(data__chat=True), ["no chat template", "tokenizer_config.json", "data.chat=False"]),
     (dict(data__prompt=""), ["data.prompt=''", "must hold some text"]),
-    (dict(data__max_prompt_tokens=3), ["data.max_prompt_tokens=3", "all 20000 prompts", "shortest one has 8 tokens"]),
+    (
+      dict(data__max_prompt_tokens=3),
+      ["data.max_prompt_tokens=3", "all 20000 prompts", "shortest one has 8 tokens"],
+    ),
     (dict(data__tokenizer="no/tokenizer.json"), ["data.tokenizer", "no/tokenizer.json"]),
-    (dict(model__path="no/model"), ["config key model.path is 'no/model'", "no such folder", "huggingface.co"]),
-], ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+    (
+      dict(model__path="no/model"),
+      ["config key model.path is 'no/model'", "no such folder", "huggingface.co"],
+    ),
+  ],
+  ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
 def test_a_bad_value_is_named_and_nothing_is_written(tmp_path, changes, words):
   with pytest.raises(ConfigError) as error:
     train(config(**changes), str(tmp_path / "run"))
@@ -141,6 +223,7 @@ def test_gsm8k_without_its_files(tmp_path):
 
 # A run's folder.
 
+
 @pytest.fixture
 def run_folder(tmp_path):
   folder = tmp_path / "run"
@@ -151,12 +234,19 @@ def run_folder(tmp_path):
   return folder
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(optimizer__learning_rate=0.5), ["config.json has optimizer.learning_rate = 0.0003, this run 0.5"]),
+@pytest.mark.parametrize(
+  "changes, words",
+  [
+    (
+      dict(optimizer__learning_rate=0.5),
+      ["config.json has optimizer.learning_rate = 0.0003, this run 0.5"],
+    ),
     (dict(seed=1), ["config.json has seed = 0, this run 1"]),
     (dict(batch__prompts=64), ["config.json has batch.prompts = 32, this run 64"]),
     (dict(warm_start__steps=10), ["config.json has warm_start.steps ="]),
-], ids=lambda x: ",".join(x) if isinstance(x, dict) else "")
+  ],
+  ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
 def test_another_config_leaves_a_run_alone(run_folder, changes, words):
   before = contents(run_folder)
   with pytest.raises(ConfigError, match="name another --workdir, or keep the old value") as error:
@@ -167,8 +257,20 @@ def test_another_config_leaves_a_run_alone(run_folder, changes, words):
 
 def test_a_run_may_be_made_longer_and_watched_otherwise(run_folder):
   before = contents(run_folder)
-  Trainer(config(steps=500, eval__every=7, checkpoint__every=3, log__every=2, mesh__fsdp=2, mesh__data=-1,
-                 batch__micro_batch=8, learner__remat=True, reward__batch=16), str(run_folder))
+  Trainer(
+    config(
+      steps=500,
+      eval__every=7,
+      checkpoint__every=3,
+      log__every=2,
+      mesh__fsdp=2,
+      mesh__data=-1,
+      batch__micro_batch=8,
+      learner__remat=True,
+      reward__batch=16,
+    ),
+    str(run_folder),
+  )
   after = contents(run_folder)
   assert json.loads(after.pop("config.json"))["steps"] == 500
   assert after == {name: content for name, content in before.items() if name != "config.json"}
@@ -178,19 +280,24 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path):
   (tmp_path / "thesis.tex").write_text("x")
   with pytest.raises(ConfigError) as error:
     train(config(), str(tmp_path))
-  assert str(error.value) == f"--workdir={tmp_path} is not empty and has no config.json: name a new folder"
+  assert (
+    str(error.value)
+    == f"--workdir={tmp_path} is not empty and has no config.json: name a new folder"
+  )
   assert contents(tmp_path) == {"thesis.tex": b"x"}
 
 
 # The command line, in processes of its own.
+
 
 @pytest.fixture(scope="module")
 def broken_model(tmp_path_factory):
   """A Hugging Face folder that lacks one tensor."""
   folder = tmp_path_factory.mktemp("model") / "broken"
   tokens = tokenizer.characters(ALPHABET)
-  shape = model.ModelConfig(tokens.vocab_size, embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4,
-                            mlp_dim=8)
+  shape = model.ModelConfig(
+    tokens.vocab_size, embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8
+  )
   abstract = jax.eval_shape(lambda key: model.init(key, shape), jax.random.key(0))
   model.save(folder, shape, jax.tree.map(lambda x: np.zeros(x.shape, np.float32), abstract))
   tokens.save(folder)
@@ -202,26 +309,52 @@ def broken_model(tmp_path_factory):
 
 CONFIG = "--config=configs/arithmetic.py"
 COMMANDS = {  # name: (flags, words of the message); RUN, MODEL and FILE stand for paths
-    "unknown key": ([CONFIG, "RUN", "--config.algo.clip_hih=0.3"],
-                    ["config key algo.clip_hih is unknown: did you mean algo.clip_high?"]),
-    "wrong type": ([CONFIG, "RUN", "--config.steps=abc"], ["config key steps must be a whole number, got 'abc'"]),
-    "float for int": ([CONFIG, "RUN", "--config.steps", "1.5"],
-                      ["config key steps must be a whole number, got '1.5'"]),
-    "unknown preset": (["--config=configs/arithmetic.py:nosuch", "RUN"], ["has no preset 'nosuch'", "grpo"]),
-    "missing file": (["--config=configs/nosuch.py", "RUN", "--config.steps=3"],
-                     ["there is no file 'configs/nosuch.py'"]),
-    "error in the file": (["--config=FILE", "RUN"], ["broken.py line 2: ZeroDivisionError: division by zero"]),
-    "no config": (["RUN"], ["flag --config is missing", "configs/arithmetic.py"]),
-    "no workdir": ([CONFIG], ["flag --workdir is missing", "folder"]),
-    "no flag": ([CONFIG, "RUN", "config.steps=3"], ["argument 'config.steps=3' is not a flag", "--name=value"]),
-    "missing tensor": ([CONFIG, "RUN", "--config.model.path=MODEL"],
-                       ["MODEL has no tensor model.norm.weight", "download it again"]),
+  "unknown key": (
+    [CONFIG, "RUN", "--config.algo.clip_hih=0.3"],
+    ["config key algo.clip_hih is unknown: did you mean algo.clip_high?"],
+  ),
+  "wrong type": (
+    [CONFIG, "RUN", "--config.steps=abc"],
+    ["config key steps must be a whole number, got 'abc'"],
+  ),
+  "float for int": (
+    [CONFIG, "RUN", "--config.steps", "1.5"],
+    ["config key steps must be a whole number, got '1.5'"],
+  ),
+  "unknown preset": (
+    ["--config=configs/arithmetic.py:nosuch", "RUN"],
+    ["has no preset 'nosuch'", "grpo"],
+  ),
+  "missing file": (
+    ["--config=configs/nosuch.py", "RUN", "--config.steps=3"],
+    ["there is no file 'configs/nosuch.py'"],
+  ),
+  "error in the file": (
+    ["--config=FILE", "RUN"],
+    ["broken.py line 2: ZeroDivisionError: division by zero"],
+  ),
+  "no config": (["RUN"], ["flag --config is missing", "configs/arithmetic.py"]),
+  "no workdir": ([CONFIG], ["flag --workdir is missing", "folder"]),
+  "no flag": (
+    [CONFIG, "RUN", "config.steps=3"],
+    ["argument 'config.steps=3' is not a flag", "--name=value"],
+  ),
+  "missing tensor": (
+    [CONFIG, "RUN", "--config.model.path=MODEL"],
+    ["MODEL has no tensor model.norm.weight", "download it again"],
+  ),
 }
 
 
 def started(*arguments):
-  return subprocess.run([sys.executable, "-m", "grpo_jax.train", *arguments], cwd=ROOT, capture_output=True, text=True,
-                        env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"}, timeout=600)
+  return subprocess.run(
+    [sys.executable, "-m", "grpo_jax.train", *arguments],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+    timeout=600,
+  )
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +363,11 @@ def answers(tmp_path_factory, broken_model):
   (folder / "broken.py").write_text("def get_config():\n  return 1 / 0\n")
 
   def run(name):
-    paths = {"RUN": f"--workdir={folder / name}", "MODEL": str(broken_model), "FILE": str(folder / "broken.py")}
+    paths = {
+      "RUN": f"--workdir={folder / name}",
+      "MODEL": str(broken_model),
+      "FILE": str(folder / "broken.py"),
+    }
     arguments = COMMANDS[name][0]
     for word, path in paths.items():
       arguments = [argument.replace(word, path) for argument in arguments]
@@ -244,7 +381,7 @@ def answers(tmp_path_factory, broken_model):
 def test_a_bad_command_is_answered_in_one_line(answers, broken_model, name):
   answer, workdir = answers[name]
   assert answer.returncode == 2 and answer.stdout == ""
-  line, = answer.stderr.splitlines()
+  (line,) = answer.stderr.splitlines()
   assert line.startswith("error: ")
   for word in COMMANDS[name][1]:
     assert word.replace("MODEL", str(broken_model)) in line
@@ -252,9 +389,17 @@ def test_a_bad_command_is_answered_in_one_line(answers, broken_model, name):
 
 
 def test_prompts_that_are_too_long_are_counted(tmp_path):
-  answer = started(CONFIG, f"--workdir={tmp_path}", "--config.data.max_prompt_tokens=10", "--config.steps=0",
-                   "--config.warm_start.steps=0", "--config.eval.every=0")
-  left_out, = [line for line in answer.stdout.splitlines() if "left out" in line]
-  count, remaining = (int(word) for word in left_out.replace(",", "").split() if word.isdecimal() and len(word) > 2)
+  answer = started(
+    CONFIG,
+    f"--workdir={tmp_path}",
+    "--config.data.max_prompt_tokens=10",
+    "--config.steps=0",
+    "--config.warm_start.steps=0",
+    "--config.eval.every=0",
+  )
+  (left_out,) = [line for line in answer.stdout.splitlines() if "left out" in line]
+  count, remaining = (
+    int(word) for word in left_out.replace(",", "").split() if word.isdecimal() and len(word) > 2
+  )
   assert answer.returncode == 0 and "data.max_prompt_tokens = 10" in left_out
   assert 0 < count < count + remaining == 20_000

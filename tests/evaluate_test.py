@@ -1,27 +1,35 @@
 """Accuracy estimates against enumeration and simulation, and the evaluator on a tiny policy."""
+
 import dataclasses
 import itertools
 import math
 import zlib
 
-from hypothesis import given
-from hypothesis import strategies as st
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs import arithmetic
-from grpo_jax import estimators
 from grpo_jax.config import from_dict
 from grpo_jax.evaluate import Evaluator, table
-from grpo_jax.run import Run
-
+from grpo_jax.run import estimators
+from grpo_jax.run.build import Run
 
 # Intervals.
 
-@pytest.mark.parametrize("right, count, low, high", [
+
+@pytest.mark.parametrize(
+  "right, count, low, high",
+  [
     (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I, method 3, with the next three
-    (15, 148, 0.0624, 0.1605), (0, 20, 0.0000, 0.1611), (1, 29, 0.0061, 0.1718), (29, 29, 0.8830, 1.0000)])
+    (15, 148, 0.0624, 0.1605),
+    (0, 20, 0.0000, 0.1611),
+    (1, 29, 0.0061, 0.1718),
+    (29, 29, 0.8830, 1.0000),
+  ],
+)
 def test_wilson_interval_of_known_cases(right, count, low, high):
   assert estimators.proportion(right, count) == pytest.approx((right / count, low, high), abs=5e-5)
 
@@ -32,19 +40,25 @@ def test_wilson_ends_are_the_rates_that_would_just_be_rejected(case):
   p, low, high = estimators.proportion(right, count)
   assert 0 <= low <= p <= high <= 1 and low < high
   for end in {low, high} - {0.0, 1.0}:  # |p - end| = z sqrt(end (1 - end) / n)
-    assert abs(p - end) == pytest.approx(estimators.Z95 * math.sqrt(end * (1 - end) / count), rel=1e-6, abs=1e-9)
+    assert abs(p - end) == pytest.approx(
+      estimators.Z95 * math.sqrt(end * (1 - end) / count), rel=1e-6, abs=1e-9
+    )
   mirrored = estimators.proportion(count - right, count)
   assert mirrored == pytest.approx((1 - p, 1 - high, 1 - low))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=300))
 def test_mean_of_zeros_and_ones_is_a_proportion(right):
-  assert estimators.mean(np.array(right, float)) == pytest.approx(estimators.proportion(sum(right), len(right)))
+  assert estimators.mean(np.array(right, float)) == pytest.approx(
+    estimators.proportion(sum(right), len(right))
+  )
 
 
 def test_mean_by_hand():
   # Variance 1/6, so three values count as 3 * 1/4 / (1/6) = 4.5 draws: half = z / (1 + z^2 / 4.5) sqrt(...) = 0.3393.
-  assert estimators.mean(np.array([0.0, 0.5, 1.0])) == pytest.approx((0.5, 0.1607, 0.8393), abs=5e-5)
+  assert estimators.mean(np.array([0.0, 0.5, 1.0])) == pytest.approx(
+    (0.5, 0.1607, 0.8393), abs=5e-5
+  )
 
 
 @pytest.mark.parametrize("values", [[0.3] * 7, [0.0], [1.0] * 50, [0.1, 0.1, 0.1]])
@@ -55,9 +69,13 @@ def test_interval_of_equal_values_is_not_empty(values):
 
 DRAWS = 8
 RATES = {  # how often each problem is solved: distributions over problems
-    "any": lambda rng, n: rng.beta(1, 1, n), "mostly never": lambda rng, n: rng.beta(0.1, 2, n),
-    "mostly always": lambda rng, n: rng.beta(20, 0.5, n), "all alike": lambda rng, n: np.full(n, 0.5),
-    "one in a hundred, always": lambda rng, n: rng.random(n) < 0.01, "all hardly ever": lambda rng, n: np.full(n, 0.01)}
+  "any": lambda rng, n: rng.beta(1, 1, n),
+  "mostly never": lambda rng, n: rng.beta(0.1, 2, n),
+  "mostly always": lambda rng, n: rng.beta(20, 0.5, n),
+  "all alike": lambda rng, n: np.full(n, 0.5),
+  "one in a hundred, always": lambda rng, n: rng.random(n) < 0.01,
+  "all hardly ever": lambda rng, n: np.full(n, 0.01),
+}
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
@@ -73,8 +91,12 @@ def test_interval_of_a_mean_over_problems_covers_the_truth(rates, k):
     inside.append(low <= truth <= high)
     widths.append(high - low)
     least.append(2 * estimators.Z95 * values_N.std() / 16)
-  assert np.mean(inside) > 0.88  # 0.95 where the values are many; less where they are few, as near 0 or 1
-  assert np.mean(widths) < 1.1 * np.mean(least) + 2 * estimators.Z95**2 / 256  # no wider than it must be
+  assert (
+    np.mean(inside) > 0.88
+  )  # 0.95 where the values are many; less where they are few, as near 0 or 1
+  assert (
+    np.mean(widths) < 1.1 * np.mean(least) + 2 * estimators.Z95**2 / 256
+  )  # no wider than it must be
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.97])
@@ -88,6 +110,7 @@ def test_interval_of_a_proportion_covers_the_rate(rate):
 
 # pass@k and maj@k.
 
+
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
   n = 6
   for c, k in itertools.product(range(n + 1), range(1, n + 1)):
@@ -96,11 +119,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     assert estimators.pass_at_k(np.array([c]), n, k) == pytest.approx(share)
 
 
-@given(st.floats(0, 1), st.integers(1, 24).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
+@given(
+  st.floats(0, 1), st.integers(1, 24).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
+)
 def test_pass_at_k_is_unbiased(rate, sizes):
   n, k = sizes
   chance_C = np.array([math.comb(n, c) * rate**c * (1 - rate) ** (n - c) for c in range(n + 1)])
-  assert chance_C @ estimators.pass_at_k(np.arange(n + 1), n, k) == pytest.approx(1 - (1 - rate) ** k)
+  assert chance_C @ estimators.pass_at_k(np.arange(n + 1), n, k) == pytest.approx(
+    1 - (1 - rate) ** k
+  )
 
 
 def test_pass_at_k_of_all_draws_is_whether_any_is_right_and_at_1_the_mean():
@@ -109,10 +136,19 @@ def test_pass_at_k_of_all_draws_is_whether_any_is_right_and_at_1_the_mean():
   np.testing.assert_allclose(estimators.pass_at_k(right_N, 8, 1), right_N / 8)
 
 
-@pytest.mark.parametrize("answers, right, expected", [
-    ([3, 3, 5], [1, 1, 0], 1), ([3, 5, 5], [1, 0, 0], 0), ([3, 3, 5, 5], [1, 1, 0, 0], 1 / 2),
-    ([3, 5, 7], [0, 1, 0], 1 / 3), ([None, None, 3], [0, 0, 1], 1), ([None, None], [0, 0], 0), ([], [], 0),
-    ([3, 3, 5], [0, 1, 0], 1)])  # the last: one 3 was not where the reward looks
+@pytest.mark.parametrize(
+  "answers, right, expected",
+  [
+    ([3, 3, 5], [1, 1, 0], 1),
+    ([3, 5, 5], [1, 0, 0], 0),
+    ([3, 3, 5, 5], [1, 1, 0, 0], 1 / 2),
+    ([3, 5, 7], [0, 1, 0], 1 / 3),
+    ([None, None, 3], [0, 0, 1], 1),
+    ([None, None], [0, 0], 0),
+    ([], [], 0),
+    ([3, 3, 5], [0, 1, 0], 1),
+  ],
+)  # the last: one 3 was not where the reward looks
 def test_majority_by_hand(answers, right, expected):
   assert estimators.majority(answers, right) == pytest.approx(expected)
 
@@ -126,6 +162,7 @@ def test_majority_does_not_depend_on_the_order(answers, order):
 
 # The evaluator.
 
+
 def coin(completions, prompts, **_):
   """Right for about half of the problems, by their texts alone; on every seventh it has no opinion."""
   hashes = [zlib.crc32(f"{p}|{c}".encode()) for p, c in zip(prompts, completions)]
@@ -136,8 +173,12 @@ def coin(completions, prompts, **_):
 def config():
   config, replace = from_dict(arithmetic.get_config().to_dict()), dataclasses.replace
   tiny = dict(embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16)
-  return replace(config, model=replace(config.model, **tiny), sampling=replace(config.sampling, max_tokens=6),
-                 eval=replace(config.eval, function=f"{__file__}:coin", examples=30, batch=8, samples=0))
+  return replace(
+    config,
+    model=replace(config.model, **tiny),
+    sampling=replace(config.sampling, max_tokens=6),
+    eval=replace(config.eval, function=f"{__file__}:coin", examples=30, batch=8, samples=0),
+  )
 
 
 def with_eval(config, **changes):
@@ -162,7 +203,7 @@ def test_metrics_are_those_of_each_problem_once_whatever_the_batch(config):
     prompts = np.array([ids + [0] * (12 - len(ids))] * 8, np.int32), np.full(8, len(ids), np.int32)
     out = run.fetch(sampler(params, *run.put(prompts), jax.random.key(0)))
     lengths.append(out.lengths_PG[0, 0])
-    right += coin([run.tokenizer.decode(out.tokens_PGT[0, 0, :lengths[-1]])], [text])
+    right += coin([run.tokenizer.decode(out.tokens_PGT[0, 0, : lengths[-1]])], [text])
   assert None in right and 5 < right.count(1.0) < 25 and len(right) == 30
   assert first["eval/accuracy"] == right.count(1.0) / 30
   assert first["eval/mean_length"] == pytest.approx(np.mean(lengths))
@@ -176,8 +217,12 @@ def test_only_draws_depend_on_the_step_and_all_metrics_have_their_interval(confi
   greedy = {name for name in one if "@" not in name}
   names = {"accuracy", "mean@4", "pass@2", "pass@4", "maj@4"}
   assert set(one) == {f"eval/{name}{end}" for name in names for end in ("", "_low", "_high")} | {
-      "eval/mean_length", "eval/clipped_ratio"}
-  assert all(one[name] == other[name] for name in greedy) and one["eval/mean@4"] != other["eval/mean@4"]
+    "eval/mean_length",
+    "eval/clipped_ratio",
+  }
+  assert (
+    all(one[name] == other[name] for name in greedy) and one["eval/mean@4"] != other["eval/mean@4"]
+  )
   assert 0 < one["eval/mean@4"] <= one["eval/pass@2"] <= one["eval/pass@4"] <= 1
   for name in names:
     assert one[f"eval/{name}_low"] <= one[f"eval/{name}"] <= one[f"eval/{name}_high"]
@@ -190,6 +235,9 @@ def test_problems_too_long_are_left_out_of_the_count(config):
   config = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=10))
   evaluator = Evaluator(Run(config))
   count = sum(len(text) <= 10 for text in (e["question"] for e in Run(config).task.test[:30]))
-  assert 0 < count < 30 and (len(evaluator.prompts), evaluator.prompts.dropped) == (count, 30 - count)
+  assert 0 < count < 30 and (len(evaluator.prompts), evaluator.prompts.dropped) == (
+    count,
+    30 - count,
+  )
   accuracy = evaluate(config)[0]["eval/accuracy"]
   assert round(accuracy * count, 9).is_integer()

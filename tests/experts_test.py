@@ -1,42 +1,62 @@
 """A mixture of experts: its mathematics, the routers' loss, its way through learner and run. Logits: golden_model_test.py."""
+
 import dataclasses
 import functools
 import json
 from pathlib import Path
 
 import jax
-from jax import export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
 
 from configs import default
-from grpo_jax import learner, model
+from grpo_jax import model
 from grpo_jax.algo import presets
 from grpo_jax.algo.balance import balance_loss, balance_metrics
-from grpo_jax.config import Algo, ConfigError, Learner, from_dict, to_dict
+from grpo_jax.config import Algo, Learner, from_dict, to_dict
 from grpo_jax.data import tasks, tokenizer
-from grpo_jax.metrics import open_run
+from grpo_jax.learner import train_step as learner
 from grpo_jax.model.experts import _mix
 from grpo_jax.parallel import sharding
-from grpo_jax.run import Run
+from grpo_jax.run.build import Run
+from grpo_jax.run.workdir import open_run
+from grpo_jax.settings import ConfigError
 from grpo_jax.train import train
 from grpo_jax.types import Batch, Routing
 
 GOLDEN = Path(__file__).parent / "golden/families"
-CONFIG = model.ModelConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24,
-                           family="qwen3_moe", qkv_bias=False, qk_norm=True, num_experts=4, experts_per_token=2,
-                           expert_dim=12, normalise_shares=True, sparse_layers=(0, 1))
+CONFIG = model.ModelConfig(
+  vocab_size=31,
+  embed_dim=16,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  mlp_dim=24,
+  family="qwen3_moe",
+  qkv_bias=False,
+  qk_norm=True,
+  num_experts=4,
+  experts_per_token=2,
+  expert_dim=12,
+  normalise_shares=True,
+  sparse_layers=(0, 1),
+)
 ALGO = Algo(**presets.row("gspo") | dict(kl_coef=0.0))
 P, G, S, T = 4, 3, 6, 5
 
 
 # --- The mathematics ---
 
+
 def mixture(X=5, A=2, D=8, M=12):
   keys = jax.random.split(jax.random.key(0), 5)
-  gate, up, down = (jax.random.normal(k, (X, *shape)) for k, shape in zip(keys, ((D, M), (D, M), (M, D))))
+  gate, up, down = (
+    jax.random.normal(k, (X, *shape)) for k, shape in zip(keys, ((D, M), (D, M), (M, D)))
+  )
   shares_BTA, chosen_BTA = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[3], (3, 4, X))), A)
   return chosen_BTA, (jax.random.normal(keys[4], (3, 4, D)), shares_BTA, gate, up, down)
 
@@ -54,7 +74,9 @@ def test_a_token_is_the_weighted_sum_of_its_experts_alone():
     hidden = jax.nn.silu(jnp.einsum("btd,xdm->btxm", x, gate)) * jnp.einsum("btd,xdm->btxm", x, up)
     return jnp.einsum("btxm,xmd,btx->btd", hidden, down, weights)
 
-  gradients = lambda f: jax.jit(jax.value_and_grad(lambda *a: jnp.sin(f(*a)).sum(), range(5)))(*arguments)
+  gradients = lambda f: jax.jit(jax.value_and_grad(lambda *a: jnp.sin(f(*a)).sum(), range(5)))(
+    *arguments
+  )
   ours, expected = gradients(functools.partial(mix, chosen_BTA)), gradients(plain)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, expected)
 
@@ -63,7 +85,9 @@ def test_parts_of_the_experts_add_up():
   """Experts 0 to 2, and 3 and 4 as the 0 and 1 of others: a token none of whose experts is here gets 0."""
   chosen_BTA, (x, shares, *weights) = mixture()
   part = lambda first, last: mix(chosen_BTA - first, x, shares, *(w[first:last] for w in weights))
-  np.testing.assert_allclose(part(0, 3) + part(3, 5), mix(chosen_BTA, x, shares, *weights), atol=1e-4)
+  np.testing.assert_allclose(
+    part(0, 3) + part(3, 5), mix(chosen_BTA, x, shares, *weights), atol=1e-4
+  )
   elsewhere = (chosen_BTA < 3).all(-1)
   assert elsewhere.any() and (part(3, 5)[elsewhere] == 0).all()
 
@@ -79,20 +103,31 @@ def test_an_accelerator_is_given_ragged_products(platform):
 
 def test_balance_by_hand():
   """Four tokens, two experts, one each. 3 and 1 of them; P = (.7, .3): 2 (.75 * .7 + .25 * .3) = 1.2. Evenly spread: 1."""
-  loss = lambda given, probs: float(balance_loss(jnp.array(given), jnp.array(probs), jnp.float32(4)))
-  assert loss([3., 1.], [2.8, 1.2]) == pytest.approx(1.2)
-  assert loss([2., 2.], [2., 2.]) == pytest.approx(1)
-  assert loss([0., 0.], [0., 0.]) == 0
+  loss = lambda given, probs: float(
+    balance_loss(jnp.array(given), jnp.array(probs), jnp.float32(4))
+  )
+  assert loss([3.0, 1.0], [2.8, 1.2]) == pytest.approx(1.2)
+  assert loss([2.0, 2.0], [2.0, 2.0]) == pytest.approx(1)
+  assert loss([0.0, 0.0], [0.0, 0.0]) == 0
   assert float(balance_loss(jnp.zeros(2), jnp.zeros(2), jnp.float32(0))) == 0
 
 
 def test_metrics_by_hand():
   """Two prompts, two layers, three experts. The first layer gives its four tokens 4, 0, 0; the second 2, 1, 1."""
-  routing = Routing(jnp.full((2, 2), 2.0), jnp.array([[[2., 0, 0], [2, 0, 0]], [[2, 0, 0], [0, 1, 1]]]),
-                    jnp.full((2, 2, 3), 2 / 3), jnp.full((2, 2), 2 * np.log(3)))
+  routing = Routing(
+    jnp.full((2, 2), 2.0),
+    jnp.array([[[2.0, 0, 0], [2, 0, 0]], [[2, 0, 0], [0, 1, 1]]]),
+    jnp.full((2, 2, 3), 2 / 3),
+    jnp.full((2, 2), 2 * np.log(3)),
+  )
   found = balance_metrics(routing)
-  expected = {"router/aux_loss": 1.0, "router/load_max": 3.0, "router/load_min": 0.0, "router/dead": 2 / 6,
-              "router/entropy": np.log(3)}
+  expected = {
+    "router/aux_loss": 1.0,
+    "router/load_max": 3.0,
+    "router/load_min": 0.0,
+    "router/dead": 2 / 6,
+    "router/entropy": np.log(3),
+  }
   assert {k: pytest.approx(float(v)) for k, v in found.items()} == expected
 
 
@@ -103,12 +138,19 @@ def test_the_auxiliary_loss_is_that_of_transformers(name):
   tokens_BT = jnp.asarray(expected["tokens"])
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   counted_BT = positions_BT < expected["lengths"][:, None]
-  routing = jax.jit(lambda p: model.routed_features(p, config, tokens_BT, positions_BT, counted_BT)[2])(params)
-  assert routing.given_BLX.sum() == expected["lengths"].sum() * config.experts_per_token * len(config.sparse_layers)
-  np.testing.assert_allclose(balance_metrics(routing)["router/aux_loss"], expected["aux_loss"], rtol=1e-5)
+  routing = jax.jit(
+    lambda p: model.routed_features(p, config, tokens_BT, positions_BT, counted_BT)[2]
+  )(params)
+  assert routing.given_BLX.sum() == expected["lengths"].sum() * config.experts_per_token * len(
+    config.sparse_layers
+  )
+  np.testing.assert_allclose(
+    balance_metrics(routing)["router/aux_loss"], expected["aux_loss"], rtol=1e-5
+  )
 
 
 # --- The learner ---
+
 
 @pytest.fixture(scope="module")
 def params():
@@ -123,16 +165,28 @@ def make_batch(advantage=1.0, seed=0):
   lengths_PG = integers(1, T + 1, P, G).at[3].set(0)  # a group that is left out
   mask = (jnp.arange(T) < lengths_PG[..., None]).astype(jnp.float32)
   normal = jnp.asarray(rng.normal(size=(P, G, T)), jnp.float32)
-  return Batch(integers(0, 31, P, S), integers(1, S + 1, P), integers(0, 31, P, G, T), mask, advantage * normal, normal)
+  return Batch(
+    integers(0, 31, P, S),
+    integers(1, S + 1, P),
+    integers(0, 31, P, G, T),
+    mask,
+    advantage * normal,
+    normal,
+  )
 
 
-OBJECTIVES = {"gspo": functools.partial(learner.grpo, CONFIG, ALGO, 0.7), "warm": functools.partial(learner.supervised, CONFIG)}
+OBJECTIVES = {
+  "gspo": functools.partial(learner.grpo, CONFIG, ALGO, 0.7),
+  "warm": functools.partial(learner.supervised, CONFIG),
+}
 
 
 @functools.cache
 def jitted(loss, micro, coef):
   loss = OBJECTIVES[loss](Learner(False, 20, coef))
-  return jax.jit(lambda state, batch: learner.train_step(state, None, batch, loss, optax.sgd(1.0), micro))
+  return jax.jit(
+    lambda state, batch: learner.train_step(state, None, batch, loss, optax.sgd(1.0), micro)
+  )
 
 
 def step(params, batch, micro=0, coef=0.5, loss="gspo"):
@@ -147,8 +201,12 @@ def plain_balance(params, batch):
   take = lambda x: jnp.take_along_axis(x, jnp.clip(place, 0, T - 1), axis=1)
   tokens = jnp.where(place < 0, jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))), take(own))
   is_first = (jnp.arange(P * G) % G == 0) & (jnp.arange(P * G) < 3 * G)
-  counted = jnp.where(place < 0, is_first[:, None], take(batch.mask_PGT.reshape(P * G, T)) * (place < T - 1) > 0)
-  _, _, r = model.routed_features(params, CONFIG, tokens, jnp.broadcast_to(jnp.arange(S + T), tokens.shape), counted)
+  counted = jnp.where(
+    place < 0, is_first[:, None], take(batch.mask_PGT.reshape(P * G, T)) * (place < T - 1) > 0
+  )
+  _, _, r = model.routed_features(
+    params, CONFIG, tokens, jnp.broadcast_to(jnp.arange(S + T), tokens.shape), counted
+  )
   f, P_ = (x.sum((0, 1)) / r.tokens_BL.sum() for x in (r.given_BLX, r.probs_BLX))
   return 4 * (jax.lax.stop_gradient(f) * P_).sum()
 
@@ -159,9 +217,16 @@ def test_the_loss_has_the_gradient_of_the_whole_batch_however_it_is_split(params
   batch = make_batch(advantage=0.0)
   value, gradient = jax.jit(jax.value_and_grad(plain_balance))(params, batch)
   state, metrics = step(params, batch, micro)
-  np.testing.assert_allclose([metrics["router/aux_loss"], metrics["loss"]], [value, value / 2], rtol=1e-5)
+  np.testing.assert_allclose(
+    [metrics["router/aux_loss"], metrics["loss"]], [value, value / 2], rtol=1e-5
+  )
   assert np.abs(gradient["layers_0"]["experts"]["router"]).max() > 1e-3
-  jax.tree.map(lambda old, new, g: np.testing.assert_allclose(old - new, g / 2, atol=2e-6), params, state.params, gradient)
+  jax.tree.map(
+    lambda old, new, g: np.testing.assert_allclose(old - new, g / 2, atol=2e-6),
+    params,
+    state.params,
+    gradient,
+  )
 
 
 def test_micro_batches_change_nothing_and_a_loss_that_is_off_adds_nothing(params):
@@ -170,9 +235,17 @@ def test_micro_batches_change_nothing_and_a_loss_that_is_off_adds_nothing(params
   (state, metrics), (off, without) = step(params, batch), step(params, batch, coef=0.0)
   jax.tree.map(close, (state, metrics), step(params, batch, 2))
   close(metrics["loss"], without["loss"] + metrics["router/aux_loss"] / 2)
-  jax.tree.map(close, {k: v for k, v in metrics.items() if k.startswith("router/")},
-               {k: v for k, v in without.items() if k.startswith("router/")})
-  assert np.abs(state.params["layers_1"]["experts"]["router"] - off.params["layers_1"]["experts"]["router"]).max() > 1e-4
+  jax.tree.map(
+    close,
+    {k: v for k, v in metrics.items() if k.startswith("router/")},
+    {k: v for k, v in without.items() if k.startswith("router/")},
+  )
+  assert (
+    np.abs(
+      state.params["layers_1"]["experts"]["router"] - off.params["layers_1"]["experts"]["router"]
+    ).max()
+    > 1e-4
+  )
 
 
 def test_tokens_selected_among_the_whole_batch_and_the_loss_share_a_pass(params):
@@ -180,7 +253,10 @@ def test_tokens_selected_among_the_whole_batch_and_the_loss_share_a_pass(params)
   batch = make_batch()
   algo = dataclasses.replace(ALGO, top_entropy_quantile=0.5)
   loss = learner.grpo(CONFIG, algo, 0.7, Learner(False, 20, 0.5))
-  known = [jax.jit(lambda p, micro=micro: loss.prepare(p, batch, micro).routing)(params) for micro in (0, 2)]
+  known = [
+    jax.jit(lambda p, micro=micro: loss.prepare(p, batch, micro).routing)(params)
+    for micro in (0, 2)
+  ]
   assert known[0].tokens_BL.sum() > 0
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *known)
 
@@ -189,19 +265,28 @@ def test_padding_is_routed_and_counts_nowhere(params):
   """Other tokens after the ends of prompts and completions: the same update."""
   batch = make_batch()
   past = jnp.arange(S) >= batch.prompt_lengths_P[:, None]
-  other = batch.replace(prompts_PS=jnp.where(past, 7, batch.prompts_PS),
-                        completions_PGT=jnp.where(batch.mask_PGT > 0, batch.completions_PGT, 9))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), step(params, batch), step(params, other))
+  other = batch.replace(
+    prompts_PS=jnp.where(past, 7, batch.prompts_PS),
+    completions_PGT=jnp.where(batch.mask_PGT > 0, batch.completions_PGT, 9),
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+    step(params, batch),
+    step(params, other),
+  )
 
 
 @pytest.mark.slow
 def test_the_warm_start_has_it_too(params):
   batch = make_batch()
   losses = [step(params, batch, coef=coef, loss="warm")[1] for coef in (0.0, 0.5)]
-  np.testing.assert_allclose(losses[1]["loss"] - losses[0]["loss"], losses[1]["router/aux_loss"] / 2, rtol=1e-4)
+  np.testing.assert_allclose(
+    losses[1]["loss"] - losses[0]["loss"], losses[1]["router/aux_loss"] / 2, rtol=1e-4
+  )
 
 
 # --- A run ---
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -210,7 +295,9 @@ def folder(tmp_path_factory):
 
 
 def make_folder(path):
-  tokens = tokenizer.characters(tasks.make_task(from_dict(default.get_config().to_dict()).data).alphabet)
+  tokens = tokenizer.characters(
+    tasks.make_task(from_dict(default.get_config().to_dict()).data).alphabet
+  )
   config = dataclasses.replace(CONFIG, vocab_size=tokens.vocab_size, stop_ids=tokens.stop_ids)
   model.save(path, config, jax.jit(model.init, static_argnums=1)(jax.random.key(3), config))
   tokens.save(path)
@@ -235,19 +322,35 @@ def test_gspo_trains_it_and_what_is_exported_is_what_was_trained(folder, tmp_pat
   for row in rows:
     assert row["skipped_updates"] == 0 and np.isfinite([row["loss"], row["grad_norm"]]).all()
     assert row["sampler/logprob_gap_max"] < 1e-4
-    assert 1 <= row["router/load_max"] <= 2 and 0 <= row["router/load_min"] <= 1 and 0 <= row["router/dead"] < 1
+    assert (
+      1 <= row["router/load_max"] <= 2
+      and 0 <= row["router/load_min"] <= 1
+      and 0 <= row["router/dead"] < 1
+    )
     assert 0 < row["router/entropy"] <= np.log(4) and row["router/aux_loss"] > 0
   before, shape = model.load(folder)[1], model.load_config(folder)
   model.save(tmp_path / "out", shape, state.params)
   after = model.load(tmp_path / "out")
   assert after[0] == shape
   jax.tree.map(np.testing.assert_array_equal, after[1], jax.device_get(state.params))
-  assert np.abs(after[1]["layers_1"]["experts"]["router"] - before["layers_1"]["experts"]["router"]).max() > 1e-4
+  assert (
+    np.abs(
+      after[1]["layers_1"]["experts"]["router"] - before["layers_1"]["experts"]["router"]
+    ).max()
+    > 1e-4
+  )
 
 
-@pytest.mark.parametrize("change, message", [
+@pytest.mark.parametrize(
+  "change, message",
+  [
     (dict(mesh=dict(expert=2)), "config key mesh.expert is 2: the model has no experts; set 1"),
-    (dict(learner=dict(router_aux_coef=0.1)), "config key learner.router_aux_coef is 0.1: the model has no experts; set 0")])
+    (
+      dict(learner=dict(router_aux_coef=0.1)),
+      "config key learner.router_aux_coef is 0.1: the model has no experts; set 0",
+    ),
+  ],
+)
 def test_a_model_without_experts_has_nothing_to_split_or_balance(change, message):
   c = default.get_config()
   for section, values in change.items():
@@ -259,7 +362,10 @@ def test_a_model_without_experts_has_nothing_to_split_or_balance(change, message
 
 def test_experts_lie_on_their_axis_or_whole_where_it_does_not_divide_them(folder):
   run = Run(config(folder, expert=2, tensor=2, fsdp=2))
-  shards = {name: x.addressable_shards[0].data.shape for name, x in run.initial_params()["layers_0"]["experts"].items()}
+  shards = {
+    name: x.addressable_shards[0].data.shape
+    for name, x in run.initial_params()["layers_0"]["experts"].items()
+  }
   assert shards == {"router": (8, 4), "gate": (2, 8, 6), "up": (2, 8, 6), "down": (2, 6, 8)}
   run = Run(config(folder, expert=8, tensor=1))
   assert run.model.experts.spec == jax.sharding.PartitionSpec(None, None, "tensor")
@@ -271,7 +377,9 @@ def test_a_run_goes_on_with_the_same_loss_alone(folder, tmp_path):
   first = config(folder)
   open_run(tmp_path, to_dict(first))
   (tmp_path / "metrics.jsonl").touch()
-  change = lambda **values: dataclasses.replace(first, learner=dataclasses.replace(first.learner, **values))
+  change = lambda **values: dataclasses.replace(
+    first, learner=dataclasses.replace(first.learner, **values)
+  )
   open_run(tmp_path, to_dict(change(remat=True)))
   with pytest.raises(ConfigError, match="learner.router_aux_coef = 0.01, this run 0.0"):
     open_run(tmp_path, to_dict(change(router_aux_coef=0.0)))

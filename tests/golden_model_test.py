@@ -1,6 +1,7 @@
 """The decoder computes what transformers computes, from the same files (tests/golden/make_*.py): in one pass, angles
 computed; with a cache token by token, and with prompts shared by groups, angles from a table. `pytest -s -n 0` prints the
 largest differences."""
+
 import dataclasses
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import learner, model, rollout
+from grpo_jax import model
 from grpo_jax.config import Learner, Sampling
+from grpo_jax.learner import train_step as learner
+from grpo_jax.run import rollout
 from grpo_jax.types import Batch
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,20 +62,33 @@ def test_with_a_shared_prompt_too(golden, token_by_token):
 
   @jax.jit
   def run(params):
-    _, cache = model.features(params, config, tokens_BT[:, :17], jnp.broadcast_to(jnp.arange(17), (P, 17)))
+    _, cache = model.features(
+      params, config, tokens_BT[:, :17], jnp.broadcast_to(jnp.arange(17), (P, 17))
+    )
     prefix = model.share(cache, jnp.asarray(lengths_P))
     if not token_by_token:
-      return model.forward(params, config, own_BT, positions_BT, model.empty(config, prefix, G, 0))[0]
+      return model.forward(params, config, own_BT, positions_BT, model.empty(config, prefix, G, 0))[
+        0
+      ]
 
     def step(cache, inputs):
       logits, cache = model.forward(params, config, *(x[:, None] for x in inputs), cache)
       return cache, logits[:, 0]
 
-    return jax.lax.scan(step, model.empty(config, prefix, G, count), (own_BT.T, positions_BT.T))[1].swapaxes(0, 1)
+    return jax.lax.scan(step, model.empty(config, prefix, G, count), (own_BT.T, positions_BT.T))[
+      1
+    ].swapaxes(0, 1)
 
-  take = lambda x: np.repeat(np.take_along_axis(x, where_PT.reshape(P, count, *[1] * (x.ndim - 2)), axis=1), G, axis=0)
-  check(golden, "token by token" if token_by_token else "shared prompt", run(params), take(expected["logits"]),
-        take(valid_BT))
+  take = lambda x: np.repeat(
+    np.take_along_axis(x, where_PT.reshape(P, count, *[1] * (x.ndim - 2)), axis=1), G, axis=0
+  )
+  check(
+    golden,
+    "token by token" if token_by_token else "shared prompt",
+    run(params),
+    take(expected["logits"]),
+    take(valid_BT),
+  )
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama_dynamic"])
@@ -81,8 +97,12 @@ def test_what_is_sampled_is_what_is_learned(name):
   config, params = model.load(GOLDEN / "families" / name)
   sampling = Sampling(30, 1.0, 0, 1.0, 0.0, (), "", "train")
   prompts_PS, lengths_P = jnp.arange(4, 40).reshape(3, 12), jnp.array([12, 5, 1])
-  out = jax.jit(rollout.make_sampler(config, sampling, G))(params, prompts_PS, lengths_P, jax.random.key(0))
+  out = jax.jit(rollout.make_sampler(config, sampling, G))(
+    params, prompts_PS, lengths_P, jax.random.key(0)
+  )
   mask = (jnp.arange(30) < out.lengths_PG[..., None]).astype(jnp.float32)
   batch = Batch(prompts_PS, lengths_P, out.tokens_PGT, mask, None, None)
-  ours = jax.jit(lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64, 0.0)))(params).logprobs_PGT
+  ours = jax.jit(lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64, 0.0)))(
+    params
+  ).logprobs_PGT
   assert out.lengths_PG.max() == 30 and np.abs(ours - out.logprobs_PGT * mask).max() < 1e-4

@@ -2,6 +2,7 @@
 
 Its README has the schema, the tolerances and the formulas. A field that this file does not know fails.
 """
+
 import json
 import os
 from pathlib import Path
@@ -20,11 +21,33 @@ from grpo_jax.algo.objective import objective, whole
 from grpo_jax.config import Algo
 from grpo_jax.types import Batch, Coefs, Rewards, TokenStats
 
-FOLDERS = [Path(__file__).parent / "golden" / "objectives", *map(Path, filter(None, [os.environ.get("GOLDEN_DIR")]))]
-CASES = [pytest.param(case, id=f"{file.stem}-{case['name']}")
-         for folder in FOLDERS for file in sorted(folder.glob("*.json")) for case in json.loads(file.read_text())]
-KEYS = {"name", "source", "kind", "algo", "reference", "num_prompts", "group_size", "inputs", "expected", "note"}
-PADDED = 4, 8, 12  # P, G and T become multiples of these: padding changes nothing, and few shapes are compiled
+FOLDERS = [
+  Path(__file__).parent / "golden" / "objectives",
+  *map(Path, filter(None, [os.environ.get("GOLDEN_DIR")])),
+]
+CASES = [
+  pytest.param(case, id=f"{file.stem}-{case['name']}")
+  for folder in FOLDERS
+  for file in sorted(folder.glob("*.json"))
+  for case in json.loads(file.read_text())
+]
+KEYS = {
+  "name",
+  "source",
+  "kind",
+  "algo",
+  "reference",
+  "num_prompts",
+  "group_size",
+  "inputs",
+  "expected",
+  "note",
+}
+PADDED = (
+  4,
+  8,
+  12,
+)  # P, G and T become multiples of these: padding changes nothing, and few shapes are compiled
 NAMES = {"k": "pass_k"}  # of settings, where ours differ
 NO_BOUND = {"clip_low": 1.0, "correction_low": 0.0, "correction_high": 0.0}  # for null
 
@@ -33,7 +56,9 @@ def algo_of(case):
   settings = {NAMES.get(k, k): NO_BOUND[k] if v is None else v for k, v in case["algo"].items()}
   settings.pop("reward_weights", None)
   if case["algo"].get("clip_low", 0) is None:
-    assert settings["surrogate"] in ("ppo_clip", "cispo"), "clip_low null: only a bound of the ratio can be open below"
+    assert settings["surrogate"] in ("ppo_clip", "cispo"), (
+      "clip_low null: only a bound of the ratio can be open below"
+    )
   settings.setdefault("batch_std_eps", settings.get("std_eps", presets.DEFAULTS["batch_std_eps"]))
   unknown = settings.keys() - presets.DEFAULTS.keys()
   assert not unknown, f"settings that the code cannot express: {unknown}"
@@ -56,7 +81,9 @@ class Inputs:
       return None
     x = np.array(value, float)
     x = x.reshape(self.P, self.G, -1)  # a number per completion becomes one token's
-    x = np.pad(x, [(0, -n % of) for n, of in zip(x.shape, PADDED if np.ndim(value[0]) else (*PADDED[:2], 1))])
+    x = np.pad(
+      x, [(0, -n % of) for n, of in zip(x.shape, PADDED if np.ndim(value[0]) else (*PADDED[:2], 1))]
+    )
     return jnp.asarray(x, self.dtype)
 
   def done(self):
@@ -68,14 +95,23 @@ def advantages(case, inputs, algo):
   if algo.advantage == "process":
     mask_PGT = inputs.rows("mask")
     rewards, ends = np.zeros(mask_PGT.shape), np.zeros(mask_PGT.shape)
-    for row, (values, places) in enumerate(zip(inputs.raw("step_rewards"), inputs.raw("step_ends"), strict=True)):
+    for row, (values, places) in enumerate(
+      zip(inputs.raw("step_rewards"), inputs.raw("step_ends"), strict=True)
+    ):
       assert len(set(places)) == len(places) == len(values)
       rewards[row // G, row % G, places], ends[row // G, row % G, places] = values, 1
-    r = Rewards(jnp.zeros((1, P, G)), jnp.ones(1), mask_PGT, step_rewards_PGT=jnp.asarray(rewards, dtype),
-                step_ends_PGT=jnp.asarray(ends, dtype))
+    r = Rewards(
+      jnp.zeros((1, P, G)),
+      jnp.ones(1),
+      mask_PGT,
+      step_rewards_PGT=jnp.asarray(rewards, dtype),
+      step_ends_PGT=jnp.asarray(ends, dtype),
+    )
   else:
     rewards = inputs.raw("rewards")
-    rewards = np.array(rewards if isinstance(rewards[0], list) else [rewards], float)  # null becomes NaN
+    rewards = np.array(
+      rewards if isinstance(rewards[0], list) else [rewards], float
+    )  # null becomes NaN
     scores_KPG = jnp.asarray(rewards.reshape(-1, P, G), dtype)
     weights = case["algo"].get("reward_weights", [1.0] * len(scores_KPG))
     lengths = np.array(inputs.raw("lengths") or [1] * (P * G)).reshape(P, G, 1)
@@ -89,8 +125,17 @@ def loss(case, inputs, algo):
   A, entropies = inputs.rows("advantages"), inputs.rows("entropies")
   A = jnp.broadcast_to(A, lp.shape)
   entropies = jnp.zeros_like(lp) if entropies is None else entropies
-  batch = Batch(None, None, None, mask, A, None, sampling_logprobs_PGT=inputs.rows("sampler_logprobs"),
-                old_logprobs_PGT=old, ref_logprobs_PGT=inputs.rows("ref_logprobs"))
+  batch = Batch(
+    None,
+    None,
+    None,
+    mask,
+    A,
+    None,
+    sampling_logprobs_PGT=inputs.rows("sampler_logprobs"),
+    old_logprobs_PGT=old,
+    ref_logprobs_PGT=inputs.rows("ref_logprobs"),
+  )
   if selection.is_needed(algo):
     batch = batch.replace(selection=selection.select(lp, old, entropies, A, mask, algo))
   of_all = whole(batch, Coefs(algo.kl_coef, algo.entropy_coef), algo)
@@ -106,7 +151,11 @@ def kl(case, inputs, algo):
 
 
 def correction(case, inputs, algo):
-  return {"weights": correction_weights(*(inputs.rows(n) for n in ("old_logprobs", "sampler_logprobs", "mask")), algo)}
+  return {
+    "weights": correction_weights(
+      *(inputs.rows(n) for n in ("old_logprobs", "sampler_logprobs", "mask")), algo
+    )
+  }
 
 
 KINDS = {"advantages": advantages, "objective": loss, "kl": kl, "correction": correction}
@@ -125,9 +174,11 @@ def test_golden(case, precision):
       ours = np.asarray(found[name])
       assert ours.dtype == precision
       tolerance = 1e-7 if precision == "float64" else 1e-5 * (1 + np.abs(expected))
-      ours = ours[:inputs.P, :inputs.G, :expected.shape[-1]] if ours.ndim == 3 else ours
+      ours = ours[: inputs.P, : inputs.G, : expected.shape[-1]] if ours.ndim == 3 else ours
       ours = ours.reshape(expected.shape)
-      assert (np.abs(ours - expected) <= tolerance).all(), f"{name}: {ours} where {expected} must come out"
+      assert (np.abs(ours - expected) <= tolerance).all(), (
+        f"{name}: {ours} where {expected} must come out"
+      )
       if "exactly 0" in case.get("note", ""):
         assert (ours[expected == 0] == 0).all(), name
 

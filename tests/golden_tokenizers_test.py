@@ -1,4 +1,5 @@
 """Token ids against those that transformers gave (tests/golden/make_tokenizers.py), plain and through chat templates."""
+
 import hashlib
 import json
 import os
@@ -6,14 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.config import ConfigError
 from grpo_jax.data import tokenizer
+from grpo_jax.settings import ConfigError
 
 FOLDER = Path(__file__).parent / "golden/tokenizers"
-PREFIX = {"qwen": "", "llama3": "<|begin_of_text|>", "llama2": "<s>", "llama2_json": "<s>", "gemma": "<bos>", "phi": ""}
-STOPS = {"qwen": "<|im_end|><|endoftext|>", "llama3": "<|eot_id|>", "llama2": "</s>", "llama2_json": "</s>",
-         "gemma": "<eos><end_of_turn>", "phi": "<|endoftext|>"}
-GSM8K = Path(os.environ.get("GSM8K_DIR", Path(__file__).parents[2] / "shared/data/gsm8k")) / "test.jsonl"
+PREFIX = {
+  "qwen": "",
+  "llama3": "<|begin_of_text|>",
+  "llama2": "<s>",
+  "llama2_json": "<s>",
+  "gemma": "<bos>",
+  "phi": "",
+}
+STOPS = {
+  "qwen": "<|im_end|><|endoftext|>",
+  "llama3": "<|eot_id|>",
+  "llama2": "</s>",
+  "llama2_json": "</s>",
+  "gemma": "<eos><end_of_turn>",
+  "phi": "<|endoftext|>",
+}
+GSM8K = (
+  Path(os.environ.get("GSM8K_DIR", Path(__file__).parents[2] / "shared/data/gsm8k")) / "test.jsonl"
+)
 SPACE_FIRST = ("llama2", "llama2_json", "phi")  # families that put a space before a text
 
 
@@ -32,10 +48,16 @@ def test_plain_texts(family):
 def test_prompts_begin_as_the_tokenizer_says_and_never_end(family):
   name, ours, expected = family
   for case in expected["texts"]:
-    theirs = case["prompt_ids"][:-1] if name == "phi" else case["prompt_ids"]  # phi's post-processor adds </s>
+    theirs = (
+      case["prompt_ids"][:-1] if name == "phi" else case["prompt_ids"]
+    )  # phi's post-processor adds </s>
     assert [*ours.prefix_ids, *case["ids"]] == theirs
-  assert list(ours.prefix_ids) == ours.encode(PREFIX[name]) and len(ours.prefix_ids) == bool(PREFIX[name])
-  assert list(ours.stop_ids) == ours.encode(STOPS[name]) and len(ours.stop_ids) == STOPS[name].count(">")
+  assert list(ours.prefix_ids) == ours.encode(PREFIX[name]) and len(ours.prefix_ids) == bool(
+    PREFIX[name]
+  )
+  assert list(ours.stop_ids) == ours.encode(STOPS[name]) and len(ours.stop_ids) == STOPS[
+    name
+  ].count(">")
 
 
 def test_conversations(family):
@@ -60,7 +82,9 @@ def test_what_follows_is_encoded_and_decoded_without_a_stray_space(family):
     if any(c in text for c in "<▁\u0301") or text.startswith("[note]"):
       continue
     assert ours.decode(ours.encode_batch_after([text])[0]) == text
-    has_one = not text or name != "phi" and text[0] == " "  # `transformers` puts none before a space
+    has_one = (
+      not text or name != "phi" and text[0] == " "
+    )  # `transformers` puts none before a space
     assert ours.decode(case["ids"]) == first * (not has_one) + text
   # Anywhere that a text is cut between two tokens, the decoded parts are the whole.
   ids = ours.encode_batch_after(["Ann's 3 boxes:  π é\n 北 🦜 #### 72"])[0]
@@ -79,9 +103,16 @@ def test_gsm8k(family):
   texts = [row[key] for row in rows for key in ("question", "answer")]
   system = [{"role": "system", "content": "Think first."}] * (name != "gemma")
   prompts = [[*system, {"role": "user", "content": row["question"]}] for row in rows]
-  answered = [[*chat, {"role": "assistant", "content": row["answer"]}] for chat, row in zip(prompts, rows)]
-  found = {"plain": texts, "chat, prompt": [ours.render(chat) for chat in prompts],
-           "chat, answered": [ours.render(chat, generation_prompt=False) for chat in answered]}
+  answered = [
+    [*chat, {"role": "assistant", "content": row["answer"]}] for chat, row in zip(prompts, rows)
+  ]
+  found = {
+    "plain": texts,
+    "chat, prompt": [ours.render(chat) for chat in prompts],
+    "chat, answered": [ours.render(chat, generation_prompt=False) for chat in answered],
+  }
   for what, of in found.items():
-    assert hashlib.sha256(json.dumps(ours.encode_batch(of)).encode()).hexdigest() == expected[what], what
+    assert (
+      hashlib.sha256(json.dumps(ours.encode_batch(of)).encode()).hexdigest() == expected[what]
+    ), what
   assert [ours.decode(ids) for ids in ours.encode_batch_after(texts)] == texts

@@ -1,4 +1,5 @@
 """The learner against a plain computation that shares nothing, and its promises about splits and bad gradients."""
+
 import dataclasses
 import functools
 import re
@@ -9,12 +10,16 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax import learner, model, optim
+from grpo_jax import model
 from grpo_jax.algo import presets, selection
 from grpo_jax.config import Algo, Learner, Optimizer
+from grpo_jax.learner import optimizer as optim
+from grpo_jax.learner import train_step as learner
 from grpo_jax.types import Batch, Coefs
 
-CONFIG = model.ModelConfig(vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
+CONFIG = model.ModelConfig(
+  vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24
+)
 ALGO, LEARNER, TEMPERATURE = Algo(**presets.row("grpo")), Learner(False, 20, 0.0), 0.7
 P, G, S, T = 4, 3, 6, 5
 
@@ -33,8 +38,15 @@ def make_batch(seed=0, lengths=None):
   mask = (jnp.arange(T) < lengths_PG[..., None]).astype(jnp.float32)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   advantages = jnp.broadcast_to(normal(P, G, 1), (P, G, T))
-  return Batch(integers(0, 31, P, S), integers(1, S + 1, P), integers(0, 31, P, G, T), mask, advantages,
-               normal(P, G, T), ref_logprobs_PGT=-3 + normal(P, G, T))
+  return Batch(
+    integers(0, 31, P, S),
+    integers(1, S + 1, P),
+    integers(0, 31, P, G, T),
+    mask,
+    advantages,
+    normal(P, G, T),
+    ref_logprobs_PGT=-3 + normal(P, G, T),
+  )
 
 
 @jax.jit
@@ -43,16 +55,23 @@ def plain_table(params, batch):
   rows = lambda x: jnp.repeat(x, G, axis=0)
   lengths, own = rows(batch.prompt_lengths_P), batch.completions_PGT.reshape(P * G, T)
   place = jnp.arange(S + T) - lengths[:, None]  # of each slot within the completion
-  joined = jnp.where(place < 0, jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))),
-                     jnp.take_along_axis(own, jnp.clip(place, 0, T - 1), axis=1))
-  logits, _ = model.forward(params, CONFIG, joined, jnp.broadcast_to(jnp.arange(S + T), joined.shape))
+  joined = jnp.where(
+    place < 0,
+    jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))),
+    jnp.take_along_axis(own, jnp.clip(place, 0, T - 1), axis=1),
+  )
+  logits, _ = model.forward(
+    params, CONFIG, joined, jnp.broadcast_to(jnp.arange(S + T), joined.shape)
+  )
   before = (lengths - 1)[:, None] + jnp.arange(T)
   table = jnp.take_along_axis(jax.nn.log_softmax(logits / TEMPERATURE), before[..., None], axis=1)
   return table.reshape(P, G, T, -1)
 
 
 def plain_logprobs(params, batch):
-  return jnp.take_along_axis(plain_table(params, batch), batch.completions_PGT[..., None], axis=-1)[..., 0]
+  return jnp.take_along_axis(plain_table(params, batch), batch.completions_PGT[..., None], axis=-1)[
+    ..., 0
+  ]
 
 
 def plain_loss(params, batch):
@@ -60,13 +79,15 @@ def plain_loss(params, batch):
   lp = plain_logprobs(params, batch)
   ratio = jnp.exp(lp - jax.lax.stop_gradient(lp))
   A = batch.advantages_PGT
-  surrogate = jnp.minimum(ratio * A, jnp.clip(ratio, .8, 1.2) * A)
+  surrogate = jnp.minimum(ratio * A, jnp.clip(ratio, 0.8, 1.2) * A)
   d = batch.ref_logprobs_PGT - lp
-  per_token = -(surrogate - .04 * (jnp.exp(d) - d - 1))
+  per_token = -(surrogate - 0.04 * (jnp.exp(d) - d - 1))
   return ((per_token * batch.mask_PGT).sum(-1) / batch.mask_PGT.sum(-1)).mean()
 
 
-grpo = functools.partial(learner.grpo, config=CONFIG, algo=ALGO, temperature=TEMPERATURE, learner=LEARNER)
+grpo = functools.partial(
+  learner.grpo, config=CONFIG, algo=ALGO, temperature=TEMPERATURE, learner=LEARNER
+)
 SGD = optax.sgd(1.0)
 
 
@@ -77,16 +98,22 @@ def jitted_logprobs(params, batch):
 
 @functools.lru_cache
 def jitted_step(loss, optimizer, micro):
-  return jax.jit(lambda state, frozen, batch: learner.train_step(state, frozen, batch, loss, optimizer, micro))
+  return jax.jit(
+    lambda state, frozen, batch: learner.train_step(state, frozen, batch, loss, optimizer, micro)
+  )
 
 
 def step(params, batch, loss=grpo(), micro=0, optimizer=SGD, algo=ALGO, frozen=None):
-  return jitted_step(loss, optimizer, micro)(learner.init_state(params, optimizer, algo), frozen, batch)
+  return jitted_step(loss, optimizer, micro)(
+    learner.init_state(params, optimizer, algo), frozen, batch
+  )
 
 
 def gradient(loss, batch, params):
   """Lowered, of a whole batch's loss."""
-  return jax.jit(jax.grad(lambda p: loss.share(p, None, batch, loss.whole(batch, Coefs(.04, 0.0)))[0])).lower(params)
+  return jax.jit(
+    jax.grad(lambda p: loss.share(p, None, batch, loss.whole(batch, Coefs(0.04, 0.0)))[0])
+  ).lower(params)
 
 
 def assert_close(a, b, atol=1e-5):
@@ -96,7 +123,9 @@ def assert_close(a, b, atol=1e-5):
 def test_shared_prefix_logprobs_equal_the_plain_ones(params):
   batch = make_batch()
   ours = jitted_logprobs(params, batch)
-  np.testing.assert_allclose(ours, jnp.where(batch.mask_PGT > 0, plain_logprobs(params, batch), 0), atol=1e-5)
+  np.testing.assert_allclose(
+    ours, jnp.where(batch.mask_PGT > 0, plain_logprobs(params, batch), 0), atol=1e-5
+  )
 
 
 def test_loss_and_gradient_equal_the_plain_ones(params):
@@ -111,8 +140,12 @@ def test_loss_and_gradient_equal_the_plain_ones(params):
 @pytest.mark.parametrize("chunk", [1, 12, 24, 10**6])
 def test_chunks_change_nothing(params, chunk):
   batch = make_batch()
-  loss = lambda p, c: learner.stats(p, None, CONFIG, batch, TEMPERATURE, Learner(False, c, 0.0)).logprobs_PGT.sum()
-  assert_close(*(jax.jit(jax.value_and_grad(functools.partial(loss, c=c)))(params) for c in (chunk, 7)))
+  loss = lambda p, c: learner.stats(
+    p, None, CONFIG, batch, TEMPERATURE, Learner(False, c, 0.0)
+  ).logprobs_PGT.sum()
+  assert_close(
+    *(jax.jit(jax.value_and_grad(functools.partial(loss, c=c)))(params) for c in (chunk, 7))
+  )
 
 
 def test_whole_logits_never_exist(params):
@@ -161,34 +194,55 @@ def test_rematerialisation_changes_nothing(params):
 def test_padding_changes_nothing(params):
   """Longer arrays with other tokens behind the end: the same update."""
   batch = make_batch(lengths=jnp.full((P, G), 3))
-  wide = lambda x, value: jnp.pad(x.at[..., 3:].set(value), ((0, 0), (0, 0), (0, 4)), constant_values=value)
-  padded = batch.replace(completions_PGT=wide(batch.completions_PGT, 7), mask_PGT=wide(batch.mask_PGT, 0),
-                         sampler_logprobs_PGT=wide(batch.sampler_logprobs_PGT, 5),
-                         advantages_PGT=wide(batch.advantages_PGT, 3),
-                         ref_logprobs_PGT=wide(batch.ref_logprobs_PGT, -99.0),
-                         prompts_PS=jnp.pad(batch.prompts_PS, ((0, 0), (0, 3)), constant_values=9))
+  wide = lambda x, value: jnp.pad(
+    x.at[..., 3:].set(value), ((0, 0), (0, 0), (0, 4)), constant_values=value
+  )
+  padded = batch.replace(
+    completions_PGT=wide(batch.completions_PGT, 7),
+    mask_PGT=wide(batch.mask_PGT, 0),
+    sampler_logprobs_PGT=wide(batch.sampler_logprobs_PGT, 5),
+    advantages_PGT=wide(batch.advantages_PGT, 3),
+    ref_logprobs_PGT=wide(batch.ref_logprobs_PGT, -99.0),
+    prompts_PS=jnp.pad(batch.prompts_PS, ((0, 0), (0, 3)), constant_values=9),
+  )
   assert_close(step(params, batch), step(params, padded), atol=1e-5)
 
 
 def test_prompts_and_members_can_be_permuted(params):
   batch, members = make_batch(), jnp.array([2, 0, 1])
   permuted = jax.tree.map(lambda x: x[jnp.array([3, 1, 0, 2])], batch)
-  permuted = permuted.replace(**{name: getattr(permuted, name)[:, members] for name in (
-      "completions_PGT", "mask_PGT", "advantages_PGT", "sampler_logprobs_PGT", "ref_logprobs_PGT")})
+  permuted = permuted.replace(
+    **{
+      name: getattr(permuted, name)[:, members]
+      for name in (
+        "completions_PGT",
+        "mask_PGT",
+        "advantages_PGT",
+        "sampler_logprobs_PGT",
+        "ref_logprobs_PGT",
+      )
+    }
+  )
   assert_close(step(params, batch)[0].params, step(params, permuted)[0].params, atol=1e-5)
 
 
 def test_reference_logprobs_are_those_of_the_learner(params):
   batch = make_batch()
-  ours = jax.jit(lambda p: learner.batch_stats(p, batch, CONFIG, TEMPERATURE, LEARNER, micro_batch=2))(params)
+  ours = jax.jit(
+    lambda p: learner.batch_stats(p, batch, CONFIG, TEMPERATURE, LEARNER, micro_batch=2)
+  )(params)
   np.testing.assert_allclose(ours.logprobs_PGT, jitted_logprobs(params, batch), atol=1e-5)
 
 
 def test_entropy_by_hand(params):
   batch = make_batch()
-  entropy = jax.jit(lambda p: learner.stats(p, None, CONFIG, batch, TEMPERATURE, LEARNER))(params).entropies_PGT
+  entropy = jax.jit(lambda p: learner.stats(p, None, CONFIG, batch, TEMPERATURE, LEARNER))(
+    params
+  ).entropies_PGT
   n = int(batch.prompt_lengths_P[0])
-  logits, _ = jax.jit(lambda p: model.forward(p, CONFIG, batch.prompts_PS[:1, :n], jnp.arange(n)[None]))(params)
+  logits, _ = jax.jit(
+    lambda p: model.forward(p, CONFIG, batch.prompts_PS[:1, :n], jnp.arange(n)[None])
+  )(params)
   p = jax.nn.softmax(logits[0, -1] / TEMPERATURE)
   np.testing.assert_allclose(entropy[0, 0, 0], -(p * jnp.log(p)).sum(), rtol=1e-5)
 
@@ -199,13 +253,18 @@ def plain_full_kl(params, frozen, batch):
   return (jnp.exp(pi) * (pi - ref)).sum(-1)
 
 
-@pytest.mark.parametrize("change", [dict(surrogate="kl_cov", cov_fraction=.3), dict(top_entropy_quantile=.4)], ids=str)
+@pytest.mark.parametrize(
+  "change", [dict(surrogate="kl_cov", cov_fraction=0.3), dict(top_entropy_quantile=0.4)], ids=str
+)
 def test_tokens_are_selected_among_the_whole_batch_however_it_is_split(params, change):
   """By the plain log-probs and entropies of all prompts."""
   batch = make_batch().replace(ref_logprobs_PGT=None)
   algo = dataclasses.replace(ALGO, kl_coef=0.0, **change)
   table = plain_table(params, batch)
-  lp, entropies = (jnp.where(batch.mask_PGT > 0, x, 0) for x in (plain_logprobs(params, batch), -(jnp.exp(table) * table).sum(-1)))
+  lp, entropies = (
+    jnp.where(batch.mask_PGT > 0, x, 0)
+    for x in (plain_logprobs(params, batch), -(jnp.exp(table) * table).sum(-1))
+  )
   expected = selection.select(lp, lp, entropies, batch.advantages_PGT, batch.mask_PGT, algo)
   assert 0 < expected.kept_PGT.sum()
   loss = grpo(algo=algo)
@@ -237,18 +296,31 @@ def test_full_kl_equals_the_plain_one_with_its_gradient(params, micro=2):
 def test_the_coefficients_follow_what_is_measured_and_count_in_the_next_update(params):
   """kl above its target by more than a fifth: .5 (1 + .2 * 12 / 24) = .55; entropy below its target: .1 + .05. Then the
   loss is that of a run that has these from the start. A skipped update leaves them."""
-  algo = dataclasses.replace(ALGO, kl_coef=.5, kl_target=1e-3, kl_horizon=24, entropy_coef=.1, entropy_target=99.0,
-                             entropy_step=.05)
+  algo = dataclasses.replace(
+    ALGO,
+    kl_coef=0.5,
+    kl_target=1e-3,
+    kl_horizon=24,
+    entropy_coef=0.1,
+    entropy_target=99.0,
+    entropy_step=0.05,
+  )
   batch = make_batch()
   loss = grpo(algo=algo)
   state, _ = step(params, batch, loss, algo=algo)
-  np.testing.assert_allclose((state.coefs.kl, state.coefs.entropy), (.55, .15), rtol=1e-6)
-  fixed = dataclasses.replace(ALGO, kl_coef=.55, entropy_coef=.15)
+  np.testing.assert_allclose((state.coefs.kl, state.coefs.entropy), (0.55, 0.15), rtol=1e-6)
+  fixed = dataclasses.replace(ALGO, kl_coef=0.55, entropy_coef=0.15)
   _, expected = step(state.params, batch, grpo(algo=fixed), algo=fixed)
-  np.testing.assert_allclose(jitted_step(loss, SGD, 0)(state, None, batch)[1]["loss"], expected["loss"], rtol=1e-5)
+  np.testing.assert_allclose(
+    jitted_step(loss, SGD, 0)(state, None, batch)[1]["loss"], expected["loss"], rtol=1e-5
+  )
   bad = batch.replace(advantages_PGT=batch.advantages_PGT.at[0, 0].set(jnp.inf))
   state, metrics = step(params, bad, loss, algo=algo)
-  assert metrics["skipped_updates"] == 1 and float(state.coefs.kl) == .5 and float(state.coefs.entropy) == np.float32(.1)
+  assert (
+    metrics["skipped_updates"] == 1
+    and float(state.coefs.kl) == 0.5
+    and float(state.coefs.entropy) == np.float32(0.1)
+  )
 
 
 def test_the_reference_moves_by_its_share(params):
@@ -256,15 +328,21 @@ def test_the_reference_moves_by_its_share(params):
   state, _ = step(params, make_batch(), algo=algo)
   assert_close(state.reference, params)  # an update leaves it
   synced = learner.sync_reference(state, 0.25)
-  assert_close(synced.reference, jax.tree.map(lambda a, b: .75 * a + .25 * b, params, state.params), atol=1e-6)
+  assert_close(
+    synced.reference,
+    jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, params, state.params),
+    atol=1e-6,
+  )
   jax.tree.map(np.testing.assert_array_equal, synced.params, state.params)
-  jax.tree.map(np.testing.assert_allclose, learner.sync_reference(state, 1.0).reference, state.params)
+  jax.tree.map(
+    np.testing.assert_allclose, learner.sync_reference(state, 1.0).reference, state.params
+  )
 
 
 def test_a_bad_gradient_skips_the_update_and_is_counted(params):
   batch = make_batch()
   bad = batch.replace(advantages_PGT=batch.advantages_PGT.at[0, 0].set(jnp.inf))
-  optimizer = optim.make_optimizer(Optimizer(1e-2, "constant", 0, .9, .999, 1e-8, .1, 1.0), 10)
+  optimizer = optim.make_optimizer(Optimizer(1e-2, "constant", 0, 0.9, 0.999, 1e-8, 0.1, 1.0), 10)
   state, metrics = step(params, bad, optimizer=optimizer)
   assert float(metrics["skipped_updates"]) == 1 and int(state.step) == 1
   jax.tree.map(np.testing.assert_array_equal, state.params, params)
@@ -277,7 +355,9 @@ def test_a_bad_gradient_skips_the_update_and_is_counted(params):
 def test_supervised_loss_is_the_mean_over_tokens(params):
   batch = make_batch()
   loss = learner.supervised(CONFIG, LEARNER)
-  value, _ = jax.jit(lambda p: loss.share(p, None, batch, loss.whole(batch, Coefs(0.0, 0.0))))(params)
+  value, _ = jax.jit(lambda p: loss.share(p, None, batch, loss.whole(batch, Coefs(0.0, 0.0))))(
+    params
+  )
   ours = jax.jit(lambda p: learner.stats(p, None, CONFIG, batch, 1.0, LEARNER))(params)
   np.testing.assert_allclose(value, -ours.logprobs_PGT.sum() / batch.mask_PGT.sum(), rtol=1e-6)
 
@@ -289,21 +369,29 @@ def test_completions_of_one_token(params):
   np.testing.assert_allclose(short[..., 0], whole[..., 0], atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule, rates", [
-    ("constant", [.5, 1, 1, 1, 1]), ("linear", [.5, 1, .75, .5, .25]), ("cosine", [.5, 1, .853553, .5, .146447])])
+@pytest.mark.parametrize(
+  "schedule, rates",
+  [
+    ("constant", [0.5, 1, 1, 1, 1]),
+    ("linear", [0.5, 1, 0.75, 0.5, 0.25]),
+    ("cosine", [0.5, 1, 0.853553, 0.5, 0.146447]),
+  ],
+)
 def test_schedules(schedule, rates):
   """One warmup update, four after it: linear loses a quarter each, cosine is (1 + cos(pi n / 4)) / 2."""
-  rate = optim.learning_rate(Optimizer(1.0, schedule, 1, .9, .999, 1e-8, 0., 0.), 5)
+  rate = optim.learning_rate(Optimizer(1.0, schedule, 1, 0.9, 0.999, 1e-8, 0.0, 0.0), 5)
   np.testing.assert_allclose([rate(n) for n in range(5)], rates, atol=1e-6)
 
 
 def test_only_matrices_are_decayed_and_gradients_are_clipped(params):
   """Zero gradient: AdamW changes a parameter by -lr * decay * itself, if at all."""
-  optimizer = optim.make_optimizer(Optimizer(.1, "constant", 0, .9, .999, 1e-8, .5, 1.0), 10)
+  optimizer = optim.make_optimizer(Optimizer(0.1, "constant", 0, 0.9, 0.999, 1e-8, 0.5, 1.0), 10)
   update = lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p)[0]
   updates = jax.jit(update)(params)
   attention, block = updates["layers_0"]["attention"]["q"], updates["layers_0"]
-  np.testing.assert_allclose(attention["kernel"], -.05 * params["layers_0"]["attention"]["q"]["kernel"], rtol=1e-6)
+  np.testing.assert_allclose(
+    attention["kernel"], -0.05 * params["layers_0"]["attention"]["q"]["kernel"], rtol=1e-6
+  )
   assert (attention["bias"] == 0).all() and (block["mlp_norm"]["scale"] == 0).all()
 
 
@@ -311,7 +399,9 @@ def test_experts_and_adapters_are_decayed_too():
   """All but scales of norms and biases."""
   names = ("router", "gate", "lora_a", "kernel", "embedding", "scale", "bias")
   params = {"layer": {name: jnp.ones((2, 2)) for name in names}}
-  config = Optimizer(1.0, "constant", 0, .9, .999, 1e-8, .1, 0.0)
+  config = Optimizer(1.0, "constant", 0, 0.9, 0.999, 1e-8, 0.1, 0.0)
   optimizer = optim.make_optimizer(config, 1)
-  updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+  updates, _ = optimizer.update(
+    jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+  )
   assert {name for name, x in updates["layer"].items() if x.any()} == set(names) - {"scale", "bias"}

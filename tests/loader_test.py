@@ -1,25 +1,31 @@
 import dataclasses
-from pathlib import Path
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_jax.config import ConfigError, Data
+from grpo_jax.config import Data
 from grpo_jax.data import loader, tasks, tokenizer
+from grpo_jax.settings import ConfigError
 
 TOKENIZER = tokenizer.characters("abcdefg?")
-SPLIT = [{"question": "ab", "solution": "cd", "answer": "1"}, {"question": "abcdef", "solution": "c", "answer": "2"},
-         {"question": "a", "solution": "cdefg", "answer": "3"}]
+SPLIT = [
+  {"question": "ab", "solution": "cd", "answer": "1"},
+  {"question": "abcdef", "solution": "c", "answer": "2"},
+  {"question": "a", "solution": "cdefg", "answer": "3"},
+]
 
 
 DATA = Data("", "", "", prompt="{question}?", chat=False, system="", max_prompt_tokens=3)
 
 
 def prompts(max_tokens=3, template="{question}?"):
-  return loader.Prompts(SPLIT, TOKENIZER, dataclasses.replace(DATA, prompt=template, max_prompt_tokens=max_tokens))
+  return loader.Prompts(
+    SPLIT, TOKENIZER, dataclasses.replace(DATA, prompt=template, max_prompt_tokens=max_tokens)
+  )
 
 
 def family(name):
@@ -27,15 +33,20 @@ def family(name):
 
 
 def chats(tokens, examples, **changes):
-  return loader.Prompts(examples, tokens, dataclasses.replace(DATA, prompt="{question}", chat=True, max_prompt_tokens=99,
-                                                              **changes))
+  return loader.Prompts(
+    examples,
+    tokens,
+    dataclasses.replace(DATA, prompt="{question}", chat=True, max_prompt_tokens=99, **changes),
+  )
 
 
 @given(st.integers(0, 2**40), st.integers(1, 40), st.integers(1, 17))
 @settings(max_examples=60)
 def test_every_epoch_has_every_example_once(seed, size, count):
   steps = -(-3 * size // count)
-  drawn = np.concatenate([loader.indices(seed, step, count, size) for step in range(steps)])[:3 * size]
+  drawn = np.concatenate([loader.indices(seed, step, count, size) for step in range(steps)])[
+    : 3 * size
+  ]
   for epoch in drawn.reshape(3, size):
     assert sorted(epoch) == list(range(size))
 
@@ -44,14 +55,18 @@ def test_every_epoch_has_every_example_once(seed, size, count):
 def test_batch_size_does_not_change_the_order(seed, count):
   whole = loader.indices(seed, 0, 60, 23)
   parts = [loader.indices(seed, step, count, 23) for step in range(60 // count)]
-  assert np.concatenate(parts).tolist() == whole[:60 // count * count].tolist()
+  assert np.concatenate(parts).tolist() == whole[: 60 // count * count].tolist()
 
 
 def test_indices_are_shuffled_and_pure():
   first = loader.indices(7, 3, 32, 1000)
   assert first.tolist() == loader.indices(7, 3, 32, 1000).tolist()
   epochs = loader.indices(7, 0, 2000, 1000).reshape(2, 1000)
-  for a, b in [(epochs[0], epochs[1]), (epochs[0], np.arange(1000)), (epochs[0], loader.indices(8, 0, 1000, 1000))]:
+  for a, b in [
+    (epochs[0], epochs[1]),
+    (epochs[0], np.arange(1000)),
+    (epochs[0], loader.indices(8, 0, 1000, 1000)),
+  ]:
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.15 and (a == b).sum() < 10
   assert loader.indices(-1, 0, 5, 5).shape == (5,)
 
@@ -76,32 +91,52 @@ def test_prompt_batch():
   assert batch.prompts_PS.dtype == batch.prompt_lengths_P.dtype == np.int32
   assert batch.prompt_lengths_P.tolist() == [2, 3, 2]
   assert batch.texts == ("a?", "ab?", "a?")
-  assert batch.columns == {"prompts": ["a?", "ab?", "a?"], "question": ["a", "ab", "a"],
-                           "solution": ["cdefg", "cd", "cdefg"], "answer": ["3", "1", "3"]}
+  assert batch.columns == {
+    "prompts": ["a?", "ab?", "a?"],
+    "question": ["a", "ab", "a"],
+    "solution": ["cdefg", "cd", "cdefg"],
+    "answer": ["3", "1", "3"],
+  }
 
 
 def test_supervised_batch_ends_solutions_and_leaves_out_the_long_ones():
   batch = loader.supervised_batch(prompts(), np.array([0, 1]), TOKENIZER, 4)
-  np.testing.assert_array_equal(batch.completions_PT, [[4, 5, 1, 0], [0, 0, 0, 0]])  # c d <eos>; cdefg<eos> has 6
+  np.testing.assert_array_equal(
+    batch.completions_PT, [[4, 5, 1, 0], [0, 0, 0, 0]]
+  )  # c d <eos>; cdefg<eos> has 6
   np.testing.assert_array_equal(batch.mask_PT, [[1, 1, 1, 0], [0, 0, 0, 0]])
   assert batch.completions_PT.dtype == np.int32 and batch.mask_PT.dtype == np.float32
   assert batch.dropped == 1 and batch.prompts.texts == ("ab?", "a?")
   whole = loader.supervised_batch(prompts(), np.array([0, 1]), TOKENIZER, 6)
-  assert whole.dropped == 0 and whole.completions_PT[1].tolist() == [4, 5, 6, 7, 8, 1] and whole.mask_PT[1].all()
+  assert (
+    whole.dropped == 0
+    and whole.completions_PT[1].tolist() == [4, 5, 6, 7, 8, 1]
+    and whole.mask_PT[1].all()
+  )
 
 
-@pytest.mark.parametrize("template, message", [
-    ("{qestion}", r"data.prompt='\{qestion\}' .*its fields are \{question\}, \{solution\}, \{answer\}"),
-    ("{question} {}", "data.prompt"), ("{question", "data.prompt"), ("{question.x}", "data.prompt"),
+@pytest.mark.parametrize(
+  "template, message",
+  [
+    (
+      "{qestion}",
+      r"data.prompt='\{qestion\}' .*its fields are \{question\}, \{solution\}, \{answer\}",
+    ),
+    ("{question} {}", "data.prompt"),
+    ("{question", "data.prompt"),
+    ("{question.x}", "data.prompt"),
     ("", "data.prompt='' makes a prompt without tokens"),
-])
+  ],
+)
 def test_bad_templates_are_named(template, message):
   with pytest.raises(ConfigError, match=message):
     prompts(template=template)
 
 
 def test_bad_lengths_and_tokenizers_are_named(monkeypatch):
-  with pytest.raises(ConfigError, match="data.max_prompt_tokens=1 drops all 3 prompts; the shortest one has 2 tokens"):
+  with pytest.raises(
+    ConfigError, match="data.max_prompt_tokens=1 drops all 3 prompts; the shortest one has 2 tokens"
+  ):
     prompts(1)
   with pytest.raises(ConfigError, match="'z'"):
     prompts(template="{question}z")
@@ -118,7 +153,9 @@ def test_arithmetic_prompts_are_made_quickly():
   assert len(made) == 20_000 and made.dropped == 0
   assert time.process_time() - start < 4  # about 0.5 s when the machine is free
   batch = loader.prompt_batch(made, loader.indices(0, 5, 32, len(made)))
-  assert batch.prompts_PS.shape == (32, 64) and batch.columns["answer"][0] == str(eval(batch.texts[0][:-1]))
+  assert batch.prompts_PS.shape == (32, 64) and batch.columns["answer"][0] == str(
+    eval(batch.texts[0][:-1])
+  )
 
 
 # Conversations.
@@ -134,55 +171,110 @@ def test_a_plain_prompt_begins_as_the_tokenizer_says():
     assert made.texts == ("2 pens??",) and made.messages is None
     assert made.tokens[0].tolist() == tokens.encode(first) + tokens.encode("2 pens??")
     n = len(made.tokens[0])
-    with pytest.raises(ConfigError, match=f"the shortest one has {n} tokens"):  # the first token counts
+    with pytest.raises(
+      ConfigError, match=f"the shortest one has {n} tokens"
+    ):  # the first token counts
       loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=n - 1))
     # A solution is no prompt: no first token, no space that the prompt does not have; one stop token.
     batch = loader.supervised_batch(made, np.array([0]), tokens, 9)
     ids = batch.completions_PT[0, batch.mask_PT[0] > 0].tolist()
-    assert tokens.decode(ids) == "two" and ids[-1] == tokens.stop_ids[0] and not set(ids) & set(tokens.prefix_ids)
+    assert (
+      tokens.decode(ids) == "two"
+      and ids[-1] == tokens.stop_ids[0]
+      and not set(ids) & set(tokens.prefix_ids)
+    )
 
 
 def test_the_prompt_is_the_users_message_of_a_conversation():
   tokens = family("llama3")
   made = chats(tokens, [EXAMPLE], system="Count.")
-  text = ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCount.<|eot_id|><|start_header_id|>user"
-          "<|end_header_id|>\n\n2 pens?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
+  text = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCount.<|eot_id|><|start_header_id|>user"
+    "<|end_header_id|>\n\n2 pens?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+  )
   assert made.texts == (text,) and made.tokens[0].tolist() == tokens.encode(text)
   assert made.tokens[0].tolist().count(tokens.prefix_ids[0]) == 1
   assert loader.prompt_batch(made, np.array([0, 0])).columns == {
-      "prompts": [text] * 2, "messages": [[SYSTEM, USER]] * 2, "question": ["2 pens?"] * 2, "solution": ["two"] * 2,
-      "answer": ["2"] * 2}
-  framed = loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, chat=True, prompt="Q: {question}", max_prompt_tokens=99))
+    "prompts": [text] * 2,
+    "messages": [[SYSTEM, USER]] * 2,
+    "question": ["2 pens?"] * 2,
+    "solution": ["two"] * 2,
+    "answer": ["2"] * 2,
+  }
+  framed = loader.Prompts(
+    [EXAMPLE],
+    tokens,
+    dataclasses.replace(DATA, chat=True, prompt="Q: {question}", max_prompt_tokens=99),
+  )
   assert framed.messages == ([{"role": "user", "content": "Q: 2 pens?"}],)
 
 
 def test_an_example_may_hold_the_messages_itself():
   tokens = family("qwen")
   said = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
-  alone = chats(tokens, [{"question": said}, {"question": [SYSTEM, USER]}, {"question": "2 pens?"}], system="Be brief.")
+  alone = chats(
+    tokens,
+    [{"question": said}, {"question": [SYSTEM, USER]}, {"question": "2 pens?"}],
+    system="Be brief.",
+  )
   brief = {"role": "system", "content": "Be brief."}
-  assert alone.messages == ([brief, *said], [SYSTEM, USER], [brief, USER])  # a conversation's own system message stays
-  assert alone.texts[0] == tokens.render([brief, *said]) and alone.texts[0].endswith("<|im_start|>assistant\n")
-  as_trl = loader.Prompts([{"prompt": [USER]}], tokens, dataclasses.replace(DATA, chat=True, prompt="{prompt}",
-                                                                            max_prompt_tokens=99))
+  assert alone.messages == (
+    [brief, *said],
+    [SYSTEM, USER],
+    [brief, USER],
+  )  # a conversation's own system message stays
+  assert alone.texts[0] == tokens.render([brief, *said]) and alone.texts[0].endswith(
+    "<|im_start|>assistant\n"
+  )
+  as_trl = loader.Prompts(
+    [{"prompt": [USER]}],
+    tokens,
+    dataclasses.replace(DATA, chat=True, prompt="{prompt}", max_prompt_tokens=99),
+  )
   assert as_trl.messages == ([USER],)
 
 
-@pytest.mark.parametrize("changes, question, message", [
-    (dict(chat=False), [USER], r"data.prompt='\{question\}': question is a list of messages.*set data.chat=True and"
-                               r" data.prompt='\{question\}'$"),
-    (dict(prompt="Q: {question}"), [USER], r"data.prompt='Q: \{question\}': question is a list of messages"),
-    ({}, [], r"data.prompt='\{question\}': a conversation must be a list of messages, at least one"),
-    ({}, [{"role": "user", "content": [{"type": "image"}]}], "a text role and a text content; got .*image"),
+@pytest.mark.parametrize(
+  "changes, question, message",
+  [
+    (
+      dict(chat=False),
+      [USER],
+      r"data.prompt='\{question\}': question is a list of messages.*set data.chat=True and"
+      r" data.prompt='\{question\}'$",
+    ),
+    (
+      dict(prompt="Q: {question}"),
+      [USER],
+      r"data.prompt='Q: \{question\}': question is a list of messages",
+    ),
+    (
+      {},
+      [],
+      r"data.prompt='\{question\}': a conversation must be a list of messages, at least one",
+    ),
+    (
+      {},
+      [{"role": "user", "content": [{"type": "image"}]}],
+      "a text role and a text content; got .*image",
+    ),
     (dict(prompt="{qestion}"), "x", r"data.prompt='\{qestion\}' cannot be filled"),
-])
+  ],
+)
 def test_what_is_no_conversation_is_named(changes, question, message):
   with pytest.raises(ConfigError, match=message) as error:
-    loader.Prompts([{"question": question}], family("qwen"), dataclasses.replace(DATA, **{
-        "chat": True, "prompt": "{question}", "max_prompt_tokens": 99} | changes))
+    loader.Prompts(
+      [{"question": question}],
+      family("qwen"),
+      dataclasses.replace(
+        DATA, **{"chat": True, "prompt": "{question}", "max_prompt_tokens": 99} | changes
+      ),
+    )
   assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_without_a_chat_template_is_named():
-  with pytest.raises(ConfigError, match="data.tokenizer: no chat template .* or set data.chat=False"):
+  with pytest.raises(
+    ConfigError, match="data.tokenizer: no chat template .* or set data.chat=False"
+  ):
     loader.Prompts(SPLIT, TOKENIZER, dataclasses.replace(DATA, chat=True))

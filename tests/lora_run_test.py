@@ -1,4 +1,5 @@
 """Whole runs with adapters: on eight devices, stopped and resumed, exported; what cannot be run is refused."""
+
 import dataclasses
 import json
 from pathlib import Path
@@ -6,16 +7,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-
-from configs import arithmetic
-from grpo_jax import cli, model
-from grpo_jax.config import ConfigError, from_dict
-from grpo_jax.data import tasks, tokenizer
-from grpo_jax.run import Run
-from grpo_jax.run_checks import check
-from grpo_jax.train import train
 from gsm8k_test import finish, start
 from parallel_run_test import ONE, make_run, one_step
+
+from configs import arithmetic
+from grpo_jax import model
+from grpo_jax.config import from_dict
+from grpo_jax.data import tasks, tokenizer
+from grpo_jax.run import cli
+from grpo_jax.run.build import Run
+from grpo_jax.run.checks import check
+from grpo_jax.settings import ConfigError
+from grpo_jax.train import train
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,9 @@ def checkpoint(tmp_path_factory):
   """A random Qwen2 that reads sums."""
   folder = tmp_path_factory.mktemp("base") / "hf"
   characters = tokenizer.characters(tasks.ALPHABET)
-  shape = model.ModelConfig(characters.vocab_size, 32, 2, 8, 8, 4, 96, max_positions=64, stop_ids=(1,))
+  shape = model.ModelConfig(
+    characters.vocab_size, 32, 2, 8, 8, 4, 96, max_positions=64, stop_ids=(1,)
+  )
   model.save(folder, shape, model.init(jax.random.key(7), shape))
   characters.save(folder)
   return str(folder)
@@ -31,8 +36,12 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.slow
 def test_eight_devices_give_the_numbers_of_one(checkpoint):
-  sections = dict(model=dict(path=checkpoint), lora=dict(rank=4, base_dtype="int8"),
-                  sampling=dict(layout="tensor"), algo=dict(kl_coef=.1))
+  sections = dict(
+    model=dict(path=checkpoint),
+    lora=dict(rank=4, base_dtype="int8"),
+    sampling=dict(layout="tensor"),
+    algo=dict(kl_coef=0.1),
+  )
   tokens, losses, gaps, params = one_step(make_run(ONE, **sections))
   run = make_run((2, 2, 2), **sections)
   ours = one_step(run)
@@ -48,12 +57,23 @@ def test_eight_devices_give_the_numbers_of_one(checkpoint):
 
 def config(checkpoint, **changes):
   c = arithmetic.get_config()
-  c.model.path, c.lora.rank, c.lora.base_dtype, c.lora.targets = checkpoint, 2, "float32", ("q_proj", "down_proj")
+  c.model.path, c.lora.rank, c.lora.base_dtype, c.lora.targets = (
+    checkpoint,
+    2,
+    "float32",
+    ("q_proj", "down_proj"),
+  )
   c.batch.update(prompts=8, group_size=4)
   c.sampling.max_tokens, c.steps, c.warm_start.steps = 8, 3, 0
-  c.optimizer.update(schedule="constant", warmup_steps=0, learning_rate=.05)
+  c.optimizer.update(schedule="constant", warmup_steps=0, learning_rate=0.05)
   c.eval.update(every=0)
-  c.checkpoint.every, c.log.completions_every, c.log.tensorboard, c.mesh.data, c.mesh.fsdp = 1, 0, False, 2, 4
+  c.checkpoint.every, c.log.completions_every, c.log.tensorboard, c.mesh.data, c.mesh.fsdp = (
+    1,
+    0,
+    False,
+    2,
+    4,
+  )
   c.update(changes)
   return from_dict(c.to_dict())
 
@@ -78,19 +98,29 @@ def trained(checkpoint, tmp_path_factory):
 def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(trained):
   folder, (whole, resumed) = trained
   jax.tree.map(np.testing.assert_array_equal, whole, resumed)
-  assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(whole.params["layers_0"]["mlp"]["down"]["lora_b"]))
-  rows = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
+  assert any(
+    np.abs(x).max() > 0 for x in jax.tree.leaves(whole.params["layers_0"]["mlp"]["down"]["lora_b"])
+  )
+  rows = [
+    json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()
+  ]
   assert [row["step"] for row in rows] == [1, 2, 3]
   assert abs(rows[0]["kl"]) < 1e-6 < 1e-4 < rows[2]["kl"]  # the reference stays where it was
-  saved = sum(file.stat().st_size for file in (folder / "whole" / "checkpoints" / "3").rglob("*") if file.is_file())
+  saved = sum(
+    file.stat().st_size
+    for file in (folder / "whole" / "checkpoints" / "3").rglob("*")
+    if file.is_file()
+  )
   assert saved < 200_000  # the adapters and their moments, not the base
   assert not (folder / "whole" / "reference").exists()
 
 
 def test_export_of_adapters_and_of_the_merged_model(trained, checkpoint, tmp_path):
   workdir, (whole, _) = trained[0] / "whole", trained[1]
-  commands = [start("export", f"--workdir={workdir}", f"--out={tmp_path / 'adapter'}", "--adapter"),
-              start("export", f"--workdir={workdir}", f"--out={tmp_path / 'merged'}")]
+  commands = [
+    start("export", f"--workdir={workdir}", f"--out={tmp_path / 'adapter'}", "--adapter"),
+    start("export", f"--workdir={workdir}", f"--out={tmp_path / 'merged'}"),
+  ]
   said = [finish(process) for process in commands]
   assert "its adapters (float32)" in said[0] and "parameters, adapters merged," in said[1]
   asked = model.load_lora(tmp_path / "adapter")
@@ -100,18 +130,26 @@ def test_export_of_adapters_and_of_the_merged_model(trained, checkpoint, tmp_pat
   jax.tree.map(np.testing.assert_array_equal, adapters, whole.params)
   tokens = np.arange(10)[None]
   merged = model.load(tmp_path / "merged")
-  logits = [model.forward(params, c, tokens, tokens)[0] for params, c in
-            ((model.join(base, adapters), shape), merged[::-1], (base, shape))]
+  logits = [
+    model.forward(params, c, tokens, tokens)[0]
+    for params, c in ((model.join(base, adapters), shape), merged[::-1], (base, shape))
+  ]
   np.testing.assert_allclose(logits[0], logits[1], atol=1e-5)
   assert np.abs(logits[0] - logits[2]).max() > 1e-3
 
 
 def test_a_mixture_is_not_quantised(tmp_path):
-  model.save(tmp_path / "hf", *model.load(Path(__file__).parent / "golden" / "families" / "qwen3_moe"))
+  model.save(
+    tmp_path / "hf", *model.load(Path(__file__).parent / "golden" / "families" / "qwen3_moe")
+  )
   tokenizer.characters(tasks.ALPHABET).save(tmp_path / "hf")
   c = config(str(tmp_path / "hf"))
   with pytest.raises(ConfigError, match="config key lora.base_dtype is 'int8': experts"):
-    Run(dataclasses.replace(c, lora=dataclasses.replace(c.lora, targets=("q_proj",), base_dtype="int8")))
+    Run(
+      dataclasses.replace(
+        c, lora=dataclasses.replace(c.lora, targets=("q_proj",), base_dtype="int8")
+      )
+    )
 
 
 def test_paths_are_whole_in_what_is_saved(tmp_path, monkeypatch):
@@ -132,18 +170,30 @@ def test_training_goes_on_from_a_folder_of_adapters(trained, checkpoint, tmp_pat
   run = Run(c)
   model.save_adapters(tmp_path / "adapter", run.model, whole.params, checkpoint)
   again = dataclasses.replace(c, lora=dataclasses.replace(c.lora, path=str(tmp_path / "adapter")))
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(Run(again).initial_params()), whole.params)
+  jax.tree.map(
+    np.testing.assert_array_equal, jax.device_get(Run(again).initial_params()), whole.params
+  )
   other = dataclasses.replace(again, lora=dataclasses.replace(again.lora, alpha=5.0))
-  with pytest.raises(ConfigError, match=r"config key lora.alpha is 5.0: the adapters of .* have 32.0, set it to that"):
+  with pytest.raises(
+    ConfigError, match=r"config key lora.alpha is 5.0: the adapters of .* have 32.0, set it to that"
+  ):
     Run(other)
 
 
-@pytest.mark.parametrize("section, changes, words", [
-    ("lora", dict(rank=-1), "lora.rank is -1"), ("lora", dict(rank=0, path="x"), "lora.path is 'x': set lora.rank"),
-    ("lora", dict(targets=()), "name at least one"), ("lora", dict(targets=("c_attn",)), "lora.targets is 'c_attn': choose"),
-    ("lora", dict(base_dtype="fp4"), "lora.base_dtype is 'fp4': choose"), ("lora", dict(alpha=0.0), "lora.alpha is 0.0"),
-    ("model", dict(path=""), "set model.path"), ("algo", dict(ref_sync_steps=1), "algo.ref_mixup is 0.6"),
-    ("warm_start", dict(steps=1), "warm-start without adapters")])
+@pytest.mark.parametrize(
+  "section, changes, words",
+  [
+    ("lora", dict(rank=-1), "lora.rank is -1"),
+    ("lora", dict(rank=0, path="x"), "lora.path is 'x': set lora.rank"),
+    ("lora", dict(targets=()), "name at least one"),
+    ("lora", dict(targets=("c_attn",)), "lora.targets is 'c_attn': choose"),
+    ("lora", dict(base_dtype="fp4"), "lora.base_dtype is 'fp4': choose"),
+    ("lora", dict(alpha=0.0), "lora.alpha is 0.0"),
+    ("model", dict(path=""), "set model.path"),
+    ("algo", dict(ref_sync_steps=1), "algo.ref_mixup is 0.6"),
+    ("warm_start", dict(steps=1), "warm-start without adapters"),
+  ],
+)
 def test_what_cannot_be_run_is_named(checkpoint, section, changes, words):
   c = config(checkpoint)
   with pytest.raises(ConfigError, match=words):

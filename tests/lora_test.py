@@ -1,22 +1,25 @@
 """Adapters: what they compute, what is trained, PEFT's folders in and out, quantised bases."""
+
 import dataclasses
 import json
 import math
-from pathlib import Path
 import shutil
+from pathlib import Path
 
-from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from grpo_jax import learner, model
+from grpo_jax import model
 from grpo_jax.algo import presets
-from grpo_jax.config import Algo, ConfigError, Learner
+from grpo_jax.config import Algo, Learner
+from grpo_jax.learner import train_step as learner
 from grpo_jax.model import lora
+from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -28,7 +31,11 @@ def read(name):
   """(config with the adapters of a golden folder, base, adapters)."""
   config, base = model.load(GOLDEN / ADAPTERS[name])
   config = dataclasses.replace(config, lora=model.load_lora(GOLDEN / "lora" / name))
-  return config, base, jax.tree.map(jnp.asarray, model.load_adapters(GOLDEN / "lora" / name, config))
+  return (
+    config,
+    base,
+    jax.tree.map(jnp.asarray, model.load_adapters(GOLDEN / "lora" / name, config)),
+  )
 
 
 def logits_of(config, params, base):
@@ -45,7 +52,9 @@ def test_logits_are_those_of_peft(name):
   """`pytest -s -n 0` prints the largest differences."""
   config, base, adapters = read(name)
   expected = np.load(GOLDEN / "lora" / name / "expected.npz")["logits"]
-  ours, alone = (logits_of(config, params, ADAPTERS[name]) for params in (model.join(base, adapters), base))
+  ours, alone = (
+    logits_of(config, params, ADAPTERS[name]) for params in (model.join(base, adapters), base)
+  )
   difference = np.abs(ours - expected).max()
   print(f"{name}: largest difference of a logit {difference:.1e}")
   assert difference <= 1e-4 and np.abs(alone - expected).max() > 0.3  # the adapters do something
@@ -55,8 +64,13 @@ def test_logits_are_those_of_peft(name):
 def test_a_saved_adapter_is_the_one_that_was_loaded(name, tmp_path):
   config, _, adapters = read(name)
   model.save_adapters(tmp_path / "out", config, adapters, "base")
-  theirs, ours = (load_file(folder / "adapter_model.safetensors") for folder in (GOLDEN / "lora" / name, tmp_path / "out"))
-  assert theirs.keys() == ours.keys() and all(np.array_equal(theirs[key], ours[key]) for key in theirs)
+  theirs, ours = (
+    load_file(folder / "adapter_model.safetensors")
+    for folder in (GOLDEN / "lora" / name, tmp_path / "out")
+  )
+  assert theirs.keys() == ours.keys() and all(
+    np.array_equal(theirs[key], ours[key]) for key in theirs
+  )
   assert model.load_lora(tmp_path / "out") == config.lora
 
 
@@ -71,9 +85,15 @@ def test_merged_weights_compute_the_same(name, tmp_path):
 
 
 def test_scale_by_hand():
-  assert model.Lora(16, 32.0, False, ("q",)).scale == 2 and model.Lora(16, 32.0, True, ("q",)).scale == 8
-  kernel, a, b = jnp.array([[1., 2.], [3., 4.]]), jnp.array([[1.], [2.]]), jnp.array([[10., 0.]])
-  assert lora.merged(kernel, a, b, .5).tolist() == [[6, 2], [13, 4]]
+  assert (
+    model.Lora(16, 32.0, False, ("q",)).scale == 2 and model.Lora(16, 32.0, True, ("q",)).scale == 8
+  )
+  kernel, a, b = (
+    jnp.array([[1.0, 2.0], [3.0, 4.0]]),
+    jnp.array([[1.0], [2.0]]),
+    jnp.array([[10.0, 0.0]]),
+  )
+  assert lora.merged(kernel, a, b, 0.5).tolist() == [[6, 2], [13, 4]]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +107,9 @@ def fresh():
 def test_new_adapters_change_nothing_and_the_base_is_not_copied(fresh):
   config, base, adapters = fresh
   joined = model.join(base, adapters)
-  assert np.array_equal(logits_of(config, joined, "qwen2_tied"), logits_of(config, base, "qwen2_tied"))
+  assert np.array_equal(
+    logits_of(config, joined, "qwen2_tied"), logits_of(config, base, "qwen2_tied")
+  )
   leaves = flatten_dict(joined)
   assert all(leaves[path] is leaf for path, leaf in flatten_dict(base).items())
   a = adapters["layers_1"]["mlp"]["down"]["lora_a"]
@@ -101,19 +123,33 @@ def make_batch(config, P=4, G=3, S=6, T=5):
   integers = lambda low, high, *shape: jnp.asarray(rng.integers(low, high, shape), jnp.int32)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   mask = (jnp.arange(T) < integers(1, T + 1, P, G)[..., None]).astype(jnp.float32)
-  return Batch(integers(0, 96, P, S), integers(1, S + 1, P), integers(0, 96, P, G, T), mask,
-               jnp.broadcast_to(normal(P, G, 1), (P, G, T)), normal(P, G, T), ref_logprobs_PGT=-3 + normal(P, G, T))
+  return Batch(
+    integers(0, 96, P, S),
+    integers(1, S + 1, P),
+    integers(0, 96, P, G, T),
+    mask,
+    jnp.broadcast_to(normal(P, G, 1), (P, G, T)),
+    normal(P, G, T),
+    ref_logprobs_PGT=-3 + normal(P, G, T),
+  )
 
 
 def update(config, trained, frozen, batch, algo=ALGO, micro=0):
-  loss, optimizer = learner.grpo(config, algo, 1.0, Learner(False, 64, 0.0)), optax.sgd(1.0, momentum=.9)
+  loss, optimizer = (
+    learner.grpo(config, algo, 1.0, Learner(False, 64, 0.0)),
+    optax.sgd(1.0, momentum=0.9),
+  )
   state = learner.init_state(trained, optimizer, algo)
-  return jax.jit(lambda s, f, b: learner.train_step(s, f, b, loss, optimizer, micro))(state, frozen, batch)
+  return jax.jit(lambda s, f, b: learner.train_step(s, f, b, loss, optimizer, micro))(
+    state, frozen, batch
+  )
 
 
 def moved(fresh):
   """The adapters with a B that is not 0."""
-  return jax.tree.map(lambda x: x + .05 * jax.random.normal(jax.random.key(x.size), x.shape), fresh[2])
+  return jax.tree.map(
+    lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape), fresh[2]
+  )
 
 
 @pytest.mark.parametrize("micro", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -123,8 +159,12 @@ def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
   adapters, batch, plain = moved(fresh), make_batch(config), dataclasses.replace(config, lora=None)
   state, metrics = update(config, adapters, base, batch, micro=micro)
   leaves, flat = flatten_dict(adapters, sep="/"), flatten_dict(base, sep="/")
-  merged = {name: lora.merged(x, *(leaves.get(name.replace("kernel", n)) for n in ("lora_a", "lora_b")), config.lora.scale)
-            for name, x in flat.items()}
+  merged = {
+    name: lora.merged(
+      x, *(leaves.get(name.replace("kernel", n)) for n in ("lora_a", "lora_b")), config.lora.scale
+    )
+    for name, x in flat.items()
+  }
   whole = unflatten_dict(merged, sep="/")
   plain_state, plain_metrics = update(plain, whole, None, batch)
   assert metrics["loss"] == pytest.approx(float(plain_metrics["loss"]), abs=1e-5)
@@ -134,8 +174,11 @@ def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
     parent, which = name.rsplit("/", 1)
     a, b, d = leaves[parent + "/lora_a"], leaves[parent + "/lora_b"], dW[parent + "/kernel"]
     inputs = a.ndim - 1
-    expected = (jnp.tensordot(d, b, (tuple(range(inputs, d.ndim)), tuple(range(1, b.ndim)))) if which == "lora_a" else
-                jnp.tensordot(a, d, (tuple(range(inputs)), tuple(range(inputs)))))
+    expected = (
+      jnp.tensordot(d, b, (tuple(range(inputs, d.ndim)), tuple(range(1, b.ndim))))
+      if which == "lora_a"
+      else jnp.tensordot(a, d, (tuple(range(inputs)), tuple(range(inputs))))
+    )
     np.testing.assert_allclose(x, config.lora.scale * expected, atol=2e-5, err_msg=name)
     assert jnp.abs(x).max() > 1e-5
 
@@ -158,22 +201,34 @@ def test_the_reference_is_the_base_alone(fresh):
 
 def test_a_reference_that_is_synchronised_has_adapters_of_its_own(fresh):
   config, base, _ = fresh
-  algo, batch, adapters = dataclasses.replace(ALGO, kl="full", ref_sync_steps=1), make_batch(config), moved(fresh)
+  algo, batch, adapters = (
+    dataclasses.replace(ALGO, kl="full", ref_sync_steps=1),
+    make_batch(config),
+    moved(fresh),
+  )
   state, metrics = update(config, adapters, base, batch, algo)
   assert metrics["kl"] == pytest.approx(0, abs=1e-6)
   assert jax.tree.structure(state.reference) == jax.tree.structure(adapters)
 
 
-@pytest.mark.parametrize("dtype, bound", [("int8", .01), ("int4", .16), ("nf4", .16)])
+@pytest.mark.parametrize("dtype, bound", [("int8", 0.01), ("int4", 0.16), ("nf4", 0.16)])
 def test_a_quantised_kernel(dtype, bound):
   """Its largest error, relative to the largest weight of its tile: half a step of 1 / 127 or 1 / 7; nf4's widest is .15."""
   kernel = jax.random.normal(jax.random.key(0), (128, 2, 8))
   packed = model.quantised("layers_0/attention/q/kernel", kernel, dtype)
-  assert packed.qvalue.shape == kernel.shape and packed.scale.shape == (2, 2, 8) and packed.scale.dtype == jnp.bfloat16
+  assert (
+    packed.qvalue.shape == kernel.shape
+    and packed.scale.shape == (2, 2, 8)
+    and packed.scale.dtype == jnp.bfloat16
+  )
   assert packed.qvalue.dtype.itemsize == 1
   error = jnp.abs(lora.dequantised(packed, jnp.float32) - kernel).reshape(2, 64, 2, 8).max(1)
   assert (error / jnp.abs(kernel).reshape(2, 64, 2, 8).max(1)).max() < bound
-  for name, x in (("embed/embedding", kernel[:, 0]), ("head/kernel", kernel[:, 0]), ("layers_0/attention/q/bias", kernel[0])):
+  for name, x in (
+    ("embed/embedding", kernel[:, 0]),
+    ("head/kernel", kernel[:, 0]),
+    ("layers_0/attention/q/bias", kernel[0]),
+  ):
     assert model.quantised(name, x, dtype).dtype == jnp.bfloat16
   assert model.quantised("final_norm/scale", kernel[0, 0], dtype).dtype == jnp.float32
 
@@ -182,11 +237,16 @@ def test_a_quantised_kernel(dtype, bound):
 def test_adapters_learn_on_a_quantised_base(fresh, dtype, tmp_path):
   """What is saved, merged, is the policy that was trained: of the base as it was rounded."""
   config, base, _ = fresh
-  named = lambda path, x: model.quantised(jax.tree_util.keystr(path, simple=True, separator="/"), x, dtype)
+  named = lambda path, x: model.quantised(
+    jax.tree_util.keystr(path, simple=True, separator="/"), x, dtype
+  )
   rounded, adapters = jax.tree_util.tree_map_with_path(named, base), moved(fresh)
   state, metrics = update(config, adapters, rounded, make_batch(config))
   assert metrics["grad_norm"] > 0 and metrics["skipped_updates"] == 0
-  assert all(jnp.abs(a - b).max() > 0 for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(adapters)))
+  assert all(
+    jnp.abs(a - b).max() > 0
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(adapters))
+  )
   model.save(tmp_path / "out", config, model.join(rounded, adapters))
   plain, merged = model.load(tmp_path / "out")
   ours = logits_of(config, model.join(rounded, adapters), "qwen2_tied")
@@ -195,17 +255,27 @@ def test_adapters_learn_on_a_quantised_base(fresh, dtype, tmp_path):
 
 # What is refused.
 
+
 @pytest.fixture
 def folder(tmp_path):
   return Path(shutil.copytree(GOLDEN / "lora" / "qwen2_some", tmp_path / "adapter"))
 
 
-@pytest.mark.parametrize("fields, words", [
-    (dict(peft_type="IA3"), "peft_type is 'IA3'"), (dict(use_dora=True), "use_dora is True"),
-    (dict(bias="all"), "bias is 'all'"), (dict(rank_pattern={"q_proj": 2}), "rank_pattern is"), (dict(r=0), "r is 0"),
-    (dict(modules_to_save=["lm_head"]), "modules_to_save"), (dict(target_modules="q.*"), "target_modules"),
+@pytest.mark.parametrize(
+  "fields, words",
+  [
+    (dict(peft_type="IA3"), "peft_type is 'IA3'"),
+    (dict(use_dora=True), "use_dora is True"),
+    (dict(bias="all"), "bias is 'all'"),
+    (dict(rank_pattern={"q_proj": 2}), "rank_pattern is"),
+    (dict(r=0), "r is 0"),
+    (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+    (dict(target_modules="q.*"), "target_modules"),
     (dict(target_modules=["q_proj", "lm_head"]), "target_modules"),
-    (dict(something_new=1), "something_new is 1"), (dict(lora_alpha=None), "lora_alpha is None")])
+    (dict(something_new=1), "something_new is 1"),
+    (dict(lora_alpha=None), "lora_alpha is None"),
+  ],
+)
 def test_another_kind_of_adapter_is_refused_by_name(folder, fields, words):
   file = folder / "adapter_config.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | fields))
@@ -217,18 +287,36 @@ def test_another_kind_of_adapter_is_refused_by_name(folder, fields, words):
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_missing_file_is_named(folder, name):
   (folder / name).unlink()
-  with pytest.raises(ConfigError, match=rf"^config key lora.path: .*{name} is missing: name a folder of adapters that PEFT saved"):
+  with pytest.raises(
+    ConfigError,
+    match=rf"^config key lora.path: .*{name} is missing: name a folder of adapters that PEFT saved",
+  ):
     model.load_lora(folder)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda t: t | {"base_model.model.model.norm.lora_A.weight": np.ones((3, 3), np.float32)}, "norm.lora_A.weight is not of"),
-    (lambda t: {k: v for k, v in t.items() if "layers.1.mlp.down_proj.lora_A" not in k}, "down_proj.lora_A.weight is missing"),
-    (lambda t: {k: v[:, :-1].copy() if "q_proj.lora_A" in k else v for k, v in t.items()}, "it is the adapter of another one")])
+@pytest.mark.parametrize(
+  "change, words",
+  [
+    (
+      lambda t: t | {"base_model.model.model.norm.lora_A.weight": np.ones((3, 3), np.float32)},
+      "norm.lora_A.weight is not of",
+    ),
+    (
+      lambda t: {k: v for k, v in t.items() if "layers.1.mlp.down_proj.lora_A" not in k},
+      "down_proj.lora_A.weight is missing",
+    ),
+    (
+      lambda t: {k: v[:, :-1].copy() if "q_proj.lora_A" in k else v for k, v in t.items()},
+      "it is the adapter of another one",
+    ),
+  ],
+)
 def test_tensors_that_do_not_fit_are_named(folder, change, words):
   file = folder / "adapter_model.safetensors"
   save_file(change(load_file(file)), file)
-  config = dataclasses.replace(model.load_config(GOLDEN / "qwen2_untied"), lora=model.load_lora(folder))
+  config = dataclasses.replace(
+    model.load_config(GOLDEN / "qwen2_untied"), lora=model.load_lora(folder)
+  )
   with pytest.raises(ConfigError, match=words):
     model.load_adapters(folder, config)
 
@@ -239,12 +327,17 @@ def test_a_projection_that_the_model_has_not_is_named():
   asked = lambda *targets: dataclasses.replace(config, lora=model.Lora(2, 2.0, False, targets))
   with pytest.raises(ConfigError, match="lora.targets: the model has no projection gate_proj"):
     model.init_adapters(jax.random.key(0), asked("q", "gate"), base)
-  assert len(flatten_dict(model.init_adapters(jax.random.key(0), asked("q", "o"), base))) == 4 * config.num_layers
+  assert (
+    len(flatten_dict(model.init_adapters(jax.random.key(0), asked("q", "o"), base)))
+    == 4 * config.num_layers
+  )
 
 
 def test_adapters_of_fused_projections_have_no_folder(tmp_path):
   config, base = model.load(GOLDEN / "families" / "phi3")
   config = dataclasses.replace(config, lora=model.Lora(2, 2.0, False, ("q",)))
   with pytest.raises(ConfigError, match="export the merged model"):
-    model.save_adapters(tmp_path / "out", config, model.init_adapters(jax.random.key(0), config, base), "base")
+    model.save_adapters(
+      tmp_path / "out", config, model.init_adapters(jax.random.key(0), config, base), "base"
+    )
   assert not (tmp_path / "out").exists()

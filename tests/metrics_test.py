@@ -5,24 +5,25 @@ import struct
 import sys
 import types
 
-from hypothesis import given, settings, strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from grpo_jax import metrics
-from grpo_jax.config import ConfigError
-from grpo_jax.metrics import Writer, open_run, read
+from grpo_jax.run import workdir as metrics
+from grpo_jax.run.workdir import Writer, open_run, read
+from grpo_jax.settings import ConfigError
 
 CONFIG = {
-    "seed": 0,
-    "steps": 100,
-    "model": {"path": "", "embed_dim": 64},
-    "reward": {"functions": ("strict", "format"), "weights": (1.0, 0.5)},
-    "optimizer": {"learning_rate": 1e-6, "schedule": "constant"},
-    "eval": {"every": 10},
-    "checkpoint": {"every": 5, "keep": 3},
-    "log": {"every": 1},
+  "seed": 0,
+  "steps": 100,
+  "model": {"path": "", "embed_dim": 64},
+  "reward": {"functions": ("strict", "format"), "weights": (1.0, 0.5)},
+  "optimizer": {"learning_rate": 1e-6, "schedule": "constant"},
+  "eval": {"every": 10},
+  "checkpoint": {"every": 5, "keep": 3},
+  "log": {"every": 1},
 }
 
 
@@ -50,9 +51,17 @@ def test_a_new_run_stores_its_config(tmp_path):
   assert os.listdir(tmp_path / "a" / "run") == ["config.json"]
 
 
-@pytest.mark.parametrize("key, value", [
-    ("steps", 200), ("eval.every", 0), ("checkpoint.every", 7), ("checkpoint.keep", 1), ("log.every", 2),
-    ("eval", {"every": 10, "batch": 4})])
+@pytest.mark.parametrize(
+  "key, value",
+  [
+    ("steps", 200),
+    ("eval.every", 0),
+    ("checkpoint.every", 7),
+    ("checkpoint.keep", 1),
+    ("log.every", 2),
+    ("eval", {"every": 10, "batch": 4}),
+  ],
+)
 def test_what_changes_nothing_of_what_was_done_may_differ(tmp_path, key, value):
   begin(tmp_path, CONFIG)
   open_run(tmp_path, changed(key, value))
@@ -62,7 +71,9 @@ def test_what_changes_nothing_of_what_was_done_may_differ(tmp_path, key, value):
   assert stored == value
 
 
-@pytest.mark.parametrize("key, value, message", [
+@pytest.mark.parametrize(
+  "key, value, message",
+  [
     ("seed", 1, "seed = 0, this run 1: name another --workdir, or keep the old value"),
     ("optimizer.learning_rate", 1e-5, "optimizer.learning_rate = 1e-06, this run 1e-05"),
     ("optimizer.schedule", "cosine", "optimizer.schedule = 'constant', this run 'cosine'"),
@@ -70,7 +81,8 @@ def test_what_changes_nothing_of_what_was_done_may_differ(tmp_path, key, value):
     ("reward.weights", (1.0, 1.0), r"reward.weights = \[1.0, 0.5\], this run \[1.0, 1.0\]"),
     ("model", {"path": ""}, "model.embed_dim = 64, this run no such key"),
     ("model.heads", 4, "model.heads = no such key, this run 4"),
-])
+  ],
+)
 def test_another_config_is_refused_and_the_old_one_stays(tmp_path, key, value, message):
   begin(tmp_path, CONFIG)
   before = (tmp_path / "config.json").read_bytes()
@@ -131,10 +143,20 @@ def write_rows(workdir, start_step, last):
 
 def test_rows_are_strict_json_with_step_first_and_order_kept(tmp_path):
   writer = Writer(tmp_path, -1, tensorboard=False)
-  values = {"z": 0.1, "a": 3, "nan": float("nan"), "inf": -np.inf, "f32": np.float32(0.1), "jax": jnp.float32(0.5)}
+  values = {
+    "z": 0.1,
+    "a": 3,
+    "nan": float("nan"),
+    "inf": -np.inf,
+    "f32": np.float32(0.1),
+    "jax": jnp.float32(0.5),
+  }
   writer.write(0, values)
   line = (tmp_path / "metrics.jsonl").read_text()  # before close: a kill now would not lose it
-  assert line == '{"step": 0, "z": 0.1, "a": 3, "nan": null, "inf": null, "f32": 0.10000000149011612, "jax": 0.5}\n'
+  assert (
+    line
+    == '{"step": 0, "z": 0.1, "a": 3, "nan": null, "inf": null, "f32": 0.10000000149011612, "jax": 0.5}\n'
+  )
   writer.close()
   assert read(tmp_path) == [json.loads(line)]
 
@@ -160,7 +182,9 @@ def test_killed_at_any_byte_and_resumed_equals_never_killed(tmp_path_factory, da
   write_rows(folder, -1, 6)
   whole = (folder / "metrics.jsonl").read_bytes()
   cut = data.draw(st.integers(0, len(whole)))
-  done = whole[:cut].count(b"\n") - 1  # the last step whose row is there; a checkpoint is never of a later one
+  done = (
+    whole[:cut].count(b"\n") - 1
+  )  # the last step whose row is there; a checkpoint is never of a later one
   (folder / "metrics.jsonl").write_bytes(whole[:cut])
   write_rows(folder, data.draw(st.integers(-1, done)), 6)
   assert (folder / "metrics.jsonl").read_bytes() == whole
@@ -183,7 +207,14 @@ def test_half_a_last_line_is_dropped_and_a_broken_middle_is_an_error(tmp_path):
 
 
 def test_completions_keep_any_text_and_later_ones_go_at_a_resume(tmp_path):
-  rows = [{"prompt": "2+2\n", "completion": "\ud83d ü日\u2028\x1b\x00", "reward": float("nan"), "length": np.int32(3)}]
+  rows = [
+    {
+      "prompt": "2+2\n",
+      "completion": "\ud83d ü日\u2028\x1b\x00",
+      "reward": float("nan"),
+      "length": np.int32(3),
+    }
+  ]
   writer = Writer(tmp_path, -1, tensorboard=False)
   for step in (5, 10, 1000000):
     writer.completions(step, rows)
@@ -201,12 +232,13 @@ def test_completions_keep_any_text_and_later_ones_go_at_a_resume(tmp_path):
 
 def events(folder):
   from tensorboardX.proto import event_pb2
+
   out = []
   for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda p: p.name.rsplit(".", 1)[-1]):
     content, at = path.read_bytes(), 0
     while at < len(content):
       (length,) = struct.unpack_from("<Q", content, at)
-      out.append(event_pb2.Event.FromString(content[at + 12:at + 12 + length]))
+      out.append(event_pb2.Event.FromString(content[at + 12 : at + 12 + length]))
       at += length + 16
   return out
 
@@ -219,7 +251,9 @@ def test_tensorboard_gets_the_rows_and_forgets_those_done_again(tmp_path):
     writer.close()
   visible = {}
   for event in events(tmp_path):
-    if event.session_log.status == event.session_log.START:  # TensorBoard drops what it has from this step on
+    if (
+      event.session_log.status == event.session_log.START
+    ):  # TensorBoard drops what it has from this step on
       visible = {step: value for step, value in visible.items() if step < event.step}
     for value in event.summary.value:
       assert value.tag == "reward" and event.step not in visible
@@ -230,7 +264,9 @@ def test_tensorboard_gets_the_rows_and_forgets_those_done_again(tmp_path):
 
 def test_wandb_gets_the_rows_and_goes_on_with_the_same_run(tmp_path, monkeypatch):
   opened, logged = [], []
-  run = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end"))
+  run = types.SimpleNamespace(
+    log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end")
+  )
   fake = types.SimpleNamespace(Settings=dict, init=lambda **kwargs: opened.append(kwargs) or run)
   monkeypatch.setitem(sys.modules, "wandb", fake)
   open_run(tmp_path, CONFIG)
@@ -243,7 +279,9 @@ def test_wandb_gets_the_rows_and_goes_on_with_the_same_run(tmp_path, monkeypatch
   assert opened[0]["id"] == opened[1]["id"] != ""
   assert opened[0]["config"] == json.loads(json.dumps(CONFIG))
   monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(ConfigError, match=r"^config key log\.wandb needs the package wandb: pip install"):
+  with pytest.raises(
+    ConfigError, match=r"^config key log\.wandb needs the package wandb: pip install"
+  ):
     Writer(tmp_path, 0, tensorboard=False, wandb="sums")
 
 

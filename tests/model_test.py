@@ -1,4 +1,5 @@
 """The decoder: causality, the cache, the shared prefix, dtypes."""
+
 import dataclasses
 
 import jax
@@ -10,7 +11,9 @@ from grpo_jax import model
 from grpo_jax.model.layers import matmul
 from grpo_jax.model.rope import angles, rotate
 
-CONFIG = model.ModelConfig(vocab_size=37, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24)
+CONFIG = model.ModelConfig(
+  vocab_size=37, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24
+)
 
 
 forward = jax.jit(model.forward, static_argnums=1)
@@ -38,7 +41,9 @@ def test_a_token_sees_only_those_before_it(params):
   x = tokens(1, 6)
 
   def shifted_features(shift_TD):
-    shifted = dict(params, embed={"embedding": jnp.concatenate([params["embed"]["embedding"][x[0]] + shift_TD])})
+    shifted = dict(
+      params, embed={"embedding": jnp.concatenate([params["embed"]["embedding"][x[0]] + shift_TD])}
+    )
     config = dataclasses.replace(CONFIG, vocab_size=6)
     return model.features(shifted, config, jnp.arange(6)[None], positions(1, 6))[0][0].sum(-1)
 
@@ -59,7 +64,7 @@ def test_rotation_by_hand():
   """E = 2, theta^0 = 1: position p turns (1, 0) by p radians."""
   for table in (False, True):
     rope = angles(jnp.array([[0, 2]]), 2, 10000.0, None, 3, table)
-    out = rotate(jnp.array([[[[1., 0.]], [[1., 0.]]]]), rope)
+    out = rotate(jnp.array([[[[1.0, 0.0]], [[1.0, 0.0]]]]), rope)
     np.testing.assert_allclose(out[0, :, 0], [[1, 0], [np.cos(2), np.sin(2)]], atol=1e-6)
 
 
@@ -71,8 +76,13 @@ def grouped(params, P=2, G=3, S=5, T=6, lengths=(5, 3)):
   for row in range(P * G):
     n = int(lengths[row // G])
     whole = jnp.concatenate([prompts[row // G, :n], own[row], jnp.zeros(S - n, jnp.int32)])[None]
-    plain.append(forward(params, CONFIG, whole, positions(1, S + T))[0][0, n:n + T])
-  return model.share(cache, lengths), own, jnp.repeat(lengths, G)[:, None] + jnp.arange(T), jnp.stack(plain)
+    plain.append(forward(params, CONFIG, whole, positions(1, S + T))[0][0, n : n + T])
+  return (
+    model.share(cache, lengths),
+    own,
+    jnp.repeat(lengths, G)[:, None] + jnp.arange(T),
+    jnp.stack(plain),
+  )
 
 
 def test_cached_equals_uncached(params):
@@ -81,7 +91,7 @@ def test_cached_equals_uncached(params):
   cache = model.empty(CONFIG, prefix, 3, capacity=3)
   for t in range(6):
     cache = model.grow(cache, 6) if t == 3 else cache
-    logits, cache = forward(params, CONFIG, own[:, t:t + 1], at[:, t:t + 1], cache)
+    logits, cache = forward(params, CONFIG, own[:, t : t + 1], at[:, t : t + 1], cache)
     np.testing.assert_allclose(logits[:, 0], plain[:, t], atol=5e-5)
 
 
@@ -101,15 +111,25 @@ def test_padding_is_not_seen(params):
 def test_matmul_has_the_gradients_of_a_product():
   keys = jax.random.split(jax.random.key(0), 3)
   for n_in, n_out in ((3, 7), (7, 3)):
-    x, w, dy = (jax.random.normal(k, s) for k, s in zip(keys, ((5, n_in), (n_in, n_out), (5, n_out))))
-    ours, plain = (jax.jit(lambda x, w, f=f: jax.vjp(f, x, w)[1](dy))(x, w) for f in (matmul, jnp.matmul))
+    x, w, dy = (
+      jax.random.normal(k, s) for k, s in zip(keys, ((5, n_in), (n_in, n_out), (5, n_out)))
+    )
+    ours, plain = (
+      jax.jit(lambda x, w, f=f: jax.vjp(f, x, w)[1](dy))(x, w) for f in (matmul, jnp.matmul)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, plain)
 
 
 def test_rematerialised_gradients_are_the_same(params):
   x, at = tokens(2, 6), positions(2, 6)
-  gradient = lambda remat: jax.jit(jax.grad(lambda p: (model.features(p, CONFIG, x, at, remat=remat)[0]**2).sum()))(params)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient(False), gradient(True))
+  gradient = lambda remat: jax.jit(
+    jax.grad(lambda p: (model.features(p, CONFIG, x, at, remat=remat)[0] ** 2).sum())
+  )(params)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+    gradient(False),
+    gradient(True),
+  )
 
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_masters(params):

@@ -1,26 +1,42 @@
 import os
-from pathlib import Path
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from grpo_jax import model
-from grpo_jax.config import ConfigError, Mesh
+from grpo_jax.config import Mesh
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.parallel.mesh import initialize_distributed, make_mesh
-from grpo_jax.parallel.sharding import batch_sharding, leaf_path, param_specs, state_shardings, undivided
+from grpo_jax.parallel.sharding import (
+  batch_sharding,
+  leaf_path,
+  param_specs,
+  state_shardings,
+  undivided,
+)
+from grpo_jax.settings import ConfigError
 from grpo_jax.types import Coefs, TrainState
 
-CONFIG = ModelConfig(vocab_size=64, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32,
-                     tie_embeddings=False)
+CONFIG = ModelConfig(
+  vocab_size=64,
+  embed_dim=16,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  mlp_dim=32,
+  tie_embeddings=False,
+)
 
 
 def shapes(config=CONFIG):
@@ -37,8 +53,11 @@ def specs(mesh, config=CONFIG, **kwargs):
 
 # --- The mesh ---
 
-@pytest.mark.parametrize("asked, sizes", [((-1, 1, 1, 1), (8, 1, 1, 1)), ((2, -1, 1, 2), (2, 2, 1, 2)),
-                                          ((1, 2, -1, 2), (1, 2, 2, 2))])
+
+@pytest.mark.parametrize(
+  "asked, sizes",
+  [((-1, 1, 1, 1), (8, 1, 1, 1)), ((2, -1, 1, 2), (2, 2, 1, 2)), ((1, 2, -1, 2), (1, 2, 2, 2))],
+)
 def test_mesh_axes(asked, sizes):
   mesh = make_mesh(Mesh(*asked))
   assert mesh.axis_names == ("data", "fsdp", "expert", "tensor") and mesh.devices.shape == sizes
@@ -47,22 +66,42 @@ def test_mesh_axes(asked, sizes):
 
 
 def test_mesh_of_chosen_devices():
-  assert make_mesh(Mesh(-1, 1, 1, 1), jax.devices()[:3]).devices.tolist() == [[[[d]]] for d in jax.devices()[:3]]
+  assert make_mesh(Mesh(-1, 1, 1, 1), jax.devices()[:3]).devices.tolist() == [
+    [[[d]]] for d in jax.devices()[:3]
+  ]
 
 
-@pytest.mark.parametrize("asked", [(3, 1, 1, 1), (-1, 3, 1, 1), (-1, 1, 16, 1), (1, 1, 1, 1), (-1, -1, 1, 1),
-                                   (0, 8, 1, 1), (-2, 4, 1, -1)])
+@pytest.mark.parametrize(
+  "asked",
+  [
+    (3, 1, 1, 1),
+    (-1, 3, 1, 1),
+    (-1, 1, 16, 1),
+    (1, 1, 1, 1),
+    (-1, -1, 1, 1),
+    (0, 8, 1, 1),
+    (-2, 4, 1, -1),
+  ],
+)
 def test_mesh_that_does_not_fit_is_refused_with_its_numbers(asked):
   with pytest.raises(ConfigError) as error:
     make_mesh(Mesh(*asked))
-  assert "mesh.data={}, mesh.fsdp={}, mesh.expert={}, mesh.tensor={}".format(*asked) in str(error.value)
+  assert "mesh.data={}, mesh.fsdp={}, mesh.expert={}, mesh.tensor={}".format(*asked) in str(
+    error.value
+  )
 
 
 # --- Several processes ---
 
-@pytest.mark.parametrize("environ, several", [
+
+@pytest.mark.parametrize(
+  "environ, several",
+  [
     ({}, False),
-    ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, False),  # sbatch or salloc, without srun
+    (
+      {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"},
+      False,
+    ),  # sbatch or salloc, without srun
     ({"SLURM_STEP_NUM_TASKS": "1"}, False),
     ({"SLURM_STEP_NUM_TASKS": "8"}, True),
     ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
@@ -70,7 +109,8 @@ def test_mesh_that_does_not_fit_is_refused_with_its_numbers(asked):
     ({"TPU_ML_PLATFORM": "JAX"}, True),
     ({"TPU_ML_PLATFORM": "JAX", "TPU_SKIP_MDS_QUERY": "1"}, False),
     ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
-])
+  ],
+)
 def test_only_a_cluster_starts_several_processes(environ, several, monkeypatch):
   calls = []
   monkeypatch.setattr(jax.distributed, "initialize", lambda: calls.append(1))
@@ -91,14 +131,34 @@ print(jax.process_index(), jax.process_count(), mesh.make_mesh(Mesh(data=-1, fsd
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
-  environ = dict(os.environ, JAX_NUM_CPU_DEVICES="1", SLURM_JOB_ID="1", SLURM_STEP_NODELIST="localhost",
-                 SLURM_NTASKS="2", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="0", JAX_COORDINATOR_PORT=str(port))
-  tasks = [subprocess.Popen([sys.executable, "-c", program], env=dict(environ, SLURM_PROCID=str(i)), text=True,
-                            cwd=Path(__file__).parents[1], stdout=subprocess.PIPE) for i in range(2)]
-  assert [task.communicate(timeout=60)[0].split() for task in tasks] == [["0", "2", "2"], ["1", "2", "2"]]
+  environ = dict(
+    os.environ,
+    JAX_NUM_CPU_DEVICES="1",
+    SLURM_JOB_ID="1",
+    SLURM_STEP_NODELIST="localhost",
+    SLURM_NTASKS="2",
+    SLURM_STEP_NUM_TASKS="2",
+    SLURM_LOCALID="0",
+    JAX_COORDINATOR_PORT=str(port),
+  )
+  tasks = [
+    subprocess.Popen(
+      [sys.executable, "-c", program],
+      env=dict(environ, SLURM_PROCID=str(i)),
+      text=True,
+      cwd=Path(__file__).parents[1],
+      stdout=subprocess.PIPE,
+    )
+    for i in range(2)
+  ]
+  assert [task.communicate(timeout=60)[0].split() for task in tasks] == [
+    ["0", "2", "2"],
+    ["1", "2", "2"],
+  ]
 
 
 # --- The table ---
+
 
 def test_every_parameter_has_its_rule():
   found = specs(make_mesh(Mesh(2, 2, 1, 2)))
@@ -122,7 +182,9 @@ def test_layout_of_the_sampler_is_whole_along_fsdp():
     specs(make_mesh(Mesh(2, 2, 1, 2)), layout="replicated")
 
 
-@pytest.mark.parametrize("path", ["adapter/kernel", "layers_0/mlp/gate/kernel/q", "xembed/embedding"])
+@pytest.mark.parametrize(
+  "path", ["adapter/kernel", "layers_0/mlp/gate/kernel/q", "xembed/embedding"]
+)
 def test_unknown_path_is_refused_by_name(path):
   tree = jnp.zeros((8, 8))
   for key in reversed(path.split("/")):
@@ -145,10 +207,15 @@ def test_dimension_that_its_axis_does_not_divide_stays_whole():
 
 # --- A state on the mesh ---
 
+
 def abstract_state():
   matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lambda count: 1e-3, mask=matrices))
-  make = lambda params: TrainState(jnp.int32(0), params, optimizer.init(params), Coefs(jnp.float32(0), jnp.float32(0)))
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(lambda count: 1e-3, mask=matrices)
+  )
+  make = lambda params: TrainState(
+    jnp.int32(0), params, optimizer.init(params), Coefs(jnp.float32(0), jnp.float32(0))
+  )
   return jax.eval_shape(make, shapes())
 
 
@@ -163,7 +230,9 @@ def test_moments_lie_as_their_parameters_and_scalars_everywhere():
   assert found.step == adam.count == NamedSharding(mesh, P())
 
 
-@pytest.mark.parametrize("path", ["memory", "mu/final_norm/scale"])  # the second of another shape than the parameter
+@pytest.mark.parametrize(
+  "path", ["memory", "mu/final_norm/scale"]
+)  # the second of another shape than the parameter
 def test_array_of_the_optimizer_without_a_parameter_is_refused(path):
   strange = abstract_state().replace(opt_state={path: jax.ShapeDtypeStruct((3,), jnp.float32)})
   with pytest.raises(ConfigError, match=rf"opt_state/{path} \(3,\)"):
@@ -171,7 +240,9 @@ def test_array_of_the_optimizer_without_a_parameter_is_refused(path):
 
 
 def test_batch_is_split_by_prompts_over_all_axes_but_tensor():
-  prompts = jax.device_put(jnp.arange(16).reshape(8, 2), batch_sharding(make_mesh(Mesh(2, 1, 2, 2))))
+  prompts = jax.device_put(
+    jnp.arange(16).reshape(8, 2), batch_sharding(make_mesh(Mesh(2, 1, 2, 2)))
+  )
   assert {shard.data.shape for shard in prompts.addressable_shards} == {(2, 2)}
   assert len({shard.index[0].start for shard in prompts.addressable_shards}) == 4
 

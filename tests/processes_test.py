@@ -1,15 +1,15 @@
 """Two processes, as on two hosts, do what one does."""
+
 import json
 import os
-from pathlib import Path
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-
 from lora_run_test import REWARD, checkpoint  # the second is a fixture
 
 pytestmark = pytest.mark.slow
@@ -30,12 +30,26 @@ def started(count, workdir, **keys):
   flags = [f"--config.{key}" for key in (*KEYS, *(f"{k}={v}" for k, v in keys.items()))]
   processes = []
   for i in range(count):
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(8 // count), "JAX_NUM_PROCESSES": str(count),
-                        "JAX_PROCESS_ID": str(i), "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    env = os.environ | {
+      "JAX_NUM_CPU_DEVICES": str(8 // count),
+      "JAX_NUM_PROCESSES": str(count),
+      "JAX_PROCESS_ID": str(i),
+      "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
     env |= {"JAX_COORDINATOR_ADDRESS": address} if count > 1 else {}
-    command = [sys.executable, "-m", "grpo_jax.train", "--config=configs/arithmetic.py", f"--workdir={workdir}", *flags]
-    processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                      text=True))
+    command = [
+      sys.executable,
+      "-m",
+      "grpo_jax.train",
+      "--config=configs/arithmetic.py",
+      f"--workdir={workdir}",
+      *flags,
+    ]
+    processes.append(
+      subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+      )
+    )
   return processes
 
 
@@ -46,7 +60,10 @@ def ended(processes):
 
 def rows(workdir):
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
+  return [
+    {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))}
+    for line in lines
+  ]
 
 
 def test_two_processes_give_the_numbers_of_one_stop_together_and_go_on(tmp_path):
@@ -72,23 +89,42 @@ def test_two_processes_give_the_numbers_of_one_stop_together_and_go_on(tmp_path)
 def test_an_error_of_the_first_process_ends_both(tmp_path):
   (tmp_path / "thesis.tex").write_text("x")
   codes, outputs = ended(started(2, tmp_path, steps=1))
-  assert codes == [2, 2] and "is not empty" in outputs[0] and "first process has ended" in outputs[1]
+  assert (
+    codes == [2, 2] and "is not empty" in outputs[0] and "first process has ended" in outputs[1]
+  )
 
 
-@pytest.mark.parametrize("algo", [{"algo.dynamic_sampling": True, "algo.overlong": .5}, {"algo.advantage": "process"}], ids=str)
+@pytest.mark.parametrize(
+  "algo",
+  [{"algo.dynamic_sampling": True, "algo.overlong": 0.5}, {"algo.advantage": "process"}],
+  ids=str,
+)
 def test_what_the_first_process_scores_reaches_the_others_as_it_is(tmp_path, algo):
   """Two functions of unequal weights, their names not in the alphabet's order; one gives steps. And a reward model, which
   both processes compute."""
   (tmp_path / "reward.py").write_text(
-      "def steps(completions, **_):\n  return [[(i + 1, float(ch in '123')) for i, ch in enumerate(c)] for c in completions]\n"
-      "def even(completions, **_):\n  return [float(sum(map(ord, c)) % 2) for c in completions]\n")
-  keys = {"warm_start.steps": 0, "steps": 2, "reward.weights": (2.0, 0.5, 0.3), "reward.batch": 8,
-          "reward.functions": (*(f"{tmp_path}/reward.py:{name}" for name in ("steps", "even")),
-                               f"{ROOT}/tests/golden/rewards/qwen2"), **algo}
+    "def steps(completions, **_):\n  return [[(i + 1, float(ch in '123')) for i, ch in enumerate(c)] for c in completions]\n"
+    "def even(completions, **_):\n  return [float(sum(map(ord, c)) % 2) for c in completions]\n"
+  )
+  keys = {
+    "warm_start.steps": 0,
+    "steps": 2,
+    "reward.weights": (2.0, 0.5, 0.3),
+    "reward.batch": 8,
+    "reward.functions": (
+      *(f"{tmp_path}/reward.py:{name}" for name in ("steps", "even")),
+      f"{ROOT}/tests/golden/rewards/qwen2",
+    ),
+    **algo,
+  }
   assert ended(started(1, tmp_path / "one", **keys))[0] == [0]
   assert ended(started(2, tmp_path / "two", **keys))[0] == [0, 0]
   one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-  assert len(one) == len(two) == 3 and one[1]["advantage/std"] > .1 and one[1]["rewards/qwen2/unscored"] == 0
+  assert (
+    len(one) == len(two) == 3
+    and one[1]["advantage/std"] > 0.1
+    and one[1]["rewards/qwen2/unscored"] == 0
+  )
   for ours, theirs in zip(two, one):
     assert ours == pytest.approx(theirs, abs=1e-5)
 
@@ -96,8 +132,16 @@ def test_what_the_first_process_scores_reaches_the_others_as_it_is(tmp_path, alg
 def test_adapters_on_two_processes_are_those_of_one(tmp_path, checkpoint):
   """On a quantised base that both read from a checkpoint; the reference is the base; then both go on from what is saved."""
   (tmp_path / "reward.py").write_text(REWARD)
-  keys = {"model.path": checkpoint, "lora.rank": 4, "lora.base_dtype": "int8", "algo.kl_coef": .1, "warm_start.steps": 0,
-          "optimizer.learning_rate": .05, "optimizer.warmup_steps": 0, "reward.functions": (f"{tmp_path}/reward.py:digits",)}
+  keys = {
+    "model.path": checkpoint,
+    "lora.rank": 4,
+    "lora.base_dtype": "int8",
+    "algo.kl_coef": 0.1,
+    "warm_start.steps": 0,
+    "optimizer.learning_rate": 0.05,
+    "optimizer.warmup_steps": 0,
+    "reward.functions": (f"{tmp_path}/reward.py:digits",),
+  }
   for steps in (2, 4):
     assert ended(started(2, tmp_path / "two", steps=steps, **keys))[0] == [0, 0]
   assert ended(started(1, tmp_path / "one", steps=4, **keys))[0] == [0]

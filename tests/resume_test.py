@@ -3,14 +3,15 @@
 Two lives of real processes, killed again and again, beside runs that nothing happened to: one with a warm start, one
 without.
 """
+
 import concurrent.futures
 import json
 import os
-from pathlib import Path
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +43,10 @@ class Folder:
     """Whole rows, without what a clock says."""
     file = self.path / "metrics.jsonl"
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
+    return [
+      {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))}
+      for line in lines
+    ]
 
   def saved(self, store="checkpoints"):
     """The steps of complete checkpoints."""
@@ -50,7 +54,9 @@ class Folder:
 
   def saving(self, store="checkpoints"):
     """The steps of those half written."""
-    return sorted(int(name.split(".")[0]) for name in self._names(store) if ".orbax-checkpoint-tmp" in name)
+    return sorted(
+      int(name.split(".")[0]) for name in self._names(store) if ".orbax-checkpoint-tmp" in name
+    )
 
   def completions(self):
     return {file.name: file.read_bytes() for file in (self.path / "completions").iterdir()}
@@ -58,7 +64,9 @@ class Folder:
   def bits(self, store="checkpoints"):
     """Name -> digest of every array in the newest checkpoint: parameters, optimizer, step."""
     manifest = self.path / store / str(self.saved(store)[-1]) / "manifest" / "metadata"
-    return {name: leaf["digest"] for name, leaf in json.loads(manifest.read_text())["leaves"].items()}
+    return {
+      name: leaf["digest"] for name, leaf in json.loads(manifest.read_text())["leaves"].items()
+    }
 
   def _names(self, store):
     try:
@@ -74,13 +82,24 @@ class Life:
     self.folder = Folder(path / "run")
     (path / "reward.py").write_text(REWARD)
     keys = [*FLAGS, *keys, f"reward.functions=('{path / 'reward.py'}:digits',)"]
-    self._command = [sys.executable, "-m", "grpo_jax.train", "--config=configs/arithmetic.py",
-                     f"--workdir={self.folder.path}", *(f"--config.{key}" for key in keys)]
+    self._command = [
+      sys.executable,
+      "-m",
+      "grpo_jax.train",
+      "--config=configs/arithmetic.py",
+      f"--workdir={self.folder.path}",
+      *(f"--config.{key}" for key in keys),
+    ]
 
   def start(self):
     with open(self.folder.path.with_suffix(".out"), "w") as out:
-      return subprocess.Popen(self._command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-                              env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"})
+      return subprocess.Popen(
+        self._command,
+        cwd=ROOT,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+      )
 
   def finish(self):
     """-> what the process printed."""
@@ -131,15 +150,19 @@ def killed_with_warm_start(path, plain):
   """Steps 1 to 4 are the warm start; checkpoints at 2, 4, 6, 8, 10."""
   life = Life(path, WARM)
   for moment in (
-      lambda f: f.saving() == [2] and not f.saved(),  # in the first save
-      lambda f: f.saved() == [2] and len(f.rows()) == 3,  # in the warm start
-      lambda f: f.saving("reference") and len(f.rows()) == 4,  # at the border, the reference half written
-      lambda f: f.saved("reference") and f.saved() == [2, 4] and len(f.rows()) == 4,  # in the first GRPO step
-      lambda f: f.saving() == [6],  # in the first save after it
-      lambda f: f.saved()[-1:] == [6] and len(f.rows()) == 7,  # in the middle of GRPO
+    lambda f: f.saving() == [2] and not f.saved(),  # in the first save
+    lambda f: f.saved() == [2] and len(f.rows()) == 3,  # in the warm start
+    lambda f: (
+      f.saving("reference") and len(f.rows()) == 4
+    ),  # at the border, the reference half written
+    lambda f: (
+      f.saved("reference") and f.saved() == [2, 4] and len(f.rows()) == 4
+    ),  # in the first GRPO step
+    lambda f: f.saving() == [6],  # in the first save after it
+    lambda f: f.saved()[-1:] == [6] and len(f.rows()) == 7,  # in the middle of GRPO
   ):
     life.kill(moment)
-    assert life.folder.rows() == plain.rows()[:len(life.folder.rows())]
+    assert life.folder.rows() == plain.rows()[: len(life.folder.rows())]
   assert "going on from step 6 of 10" in life.finish()
   return life.folder
 
@@ -148,11 +171,11 @@ def killed_without_warm_start(path, plain):
   """Then asked to stop by SIGTERM, then left with a damaged checkpoint."""
   life = Life(path, ALONE)
   for moment in (
-      lambda f: (f.path / "metrics.jsonl").exists() and not f.rows(),  # before the first row
-      lambda f: f.saved() == [2],  # right after a save
+    lambda f: (f.path / "metrics.jsonl").exists() and not f.rows(),  # before the first row
+    lambda f: f.saved() == [2],  # right after a save
   ):
     life.kill(moment)
-    assert life.folder.rows() == plain.rows()[:len(life.folder.rows())]
+    assert life.folder.rows() == plain.rows()[: len(life.folder.rows())]
   assert life.interrupt(lambda f: len(f.rows()) == 6, signal.SIGTERM) == 0  # rows of steps 0 to 5
   stopped_at = life.folder.rows()[-1]["step"]
   assert 5 <= stopped_at < 8 and life.folder.saved()[-1] == stopped_at and not life.folder.saving()
@@ -162,7 +185,9 @@ def killed_without_warm_start(path, plain):
   for file in (newest / "params").rglob("d/*"):
     os.truncate(file, file.stat().st_size // 2)
   output = life.finish()
-  assert f"warning: checkpoint {newest} is damaged" in output and "going on from step 4 of 8" in output
+  assert (
+    f"warning: checkpoint {newest} is damaged" in output and "going on from step 4 of 8" in output
+  )
   return life.folder
 
 
@@ -172,9 +197,10 @@ def runs(tmp_path_factory):
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     warm, alone = pool.map(never_killed, (new("warm"), new("alone")), (WARM, ALONE))
     return {
-        "warm": warm, "alone": alone,
-        "warm killed": pool.submit(killed_with_warm_start, new("warm_killed"), warm),
-        "alone killed": pool.submit(killed_without_warm_start, new("alone_killed"), alone),
+      "warm": warm,
+      "alone": alone,
+      "warm killed": pool.submit(killed_with_warm_start, new("warm_killed"), warm),
+      "alone killed": pool.submit(killed_without_warm_start, new("alone_killed"), alone),
     }
 
 
@@ -191,7 +217,9 @@ def test_the_run_never_killed_is_one_that_could_go_wrong(runs):
   assert [row["step"] for row in warm.rows()] == [*range(1, 11)]
   assert [row["step"] for row in alone.rows()] == [*range(9)]
   for rows in (warm.rows()[4:], alone.rows()[1:]):
-    assert len({row["loss"] for row in rows}) == len(rows)  # it learns, so parameters and samples change
+    assert len({row["loss"] for row in rows}) == len(
+      rows
+    )  # it learns, so parameters and samples change
     assert rows[-1]["kl"] > 1e-3  # and leaves its reference behind
   assert [row["step"] for row in warm.rows() if "eval/accuracy" in row] == [4, 6, 8, 10]
 

@@ -1,9 +1,10 @@
 """Reward models score as transformers does (tests/golden/make_rewards.py): tokens, texts and steps, and in whole runs.
 `pytest -s -n 0` prints the largest differences."""
+
 import dataclasses
 import json
-from pathlib import Path
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 from configs import default
-from grpo_jax import model, reward_model, rewards
-from grpo_jax.collect import Collector
-from grpo_jax.config import ConfigError, from_dict
+from grpo_jax import model, rewards
+from grpo_jax.config import from_dict
 from grpo_jax.data import tokenizer
-from grpo_jax.run import Run
+from grpo_jax.run import reward_model
+from grpo_jax.run.build import Run
+from grpo_jax.run.collect import Collector
+from grpo_jax.settings import ConfigError
 from grpo_jax.train import Clock, train
 
 GOLDEN = Path(__file__).parent / "golden" / "rewards"
@@ -50,6 +53,7 @@ def the_reward(folder, **sections):
 
 # Tokens.
 
+
 @pytest.mark.parametrize("folder", FOLDERS, ids=name)
 def test_scores_of_tokens_are_those_of_transformers(folder):
   config, params = model.load(folder, labels=model.SCORERS)
@@ -63,10 +67,10 @@ def test_scores_of_tokens_are_those_of_transformers(folder):
   else:
     valid_BT = np.arange(tokens_BT.shape[1]) < lengths_B[:, None]
     scores, wanted = scores[valid_BT], wanted[valid_BT]
-    assert 0 < wanted.min() < .2 and .8 < wanted.max() < 1
+    assert 0 < wanted.min() < 0.2 and 0.8 < wanted.max() < 1
   difference = np.abs(scores - wanted).max()
   print(f"{folder.name}: largest difference of {len(wanted)} scores {difference:.1e}")
-  assert np.ptp(wanted) > .5 and difference <= BOUND
+  assert np.ptp(wanted) > 0.5 and difference <= BOUND
 
 
 @pytest.mark.parametrize("folder", [GOLDEN / "gemma3", GOLDEN / "qwen2_steps"], ids=name)
@@ -77,21 +81,32 @@ def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
   assert theirs(tmp_path / "saved") == theirs(folder)
   again, saved = model.load(tmp_path / "saved", labels=model.SCORERS)
   assert again == config and "head" not in saved
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2.4e-7), saved, params)  # norms that are 1 + w
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2.4e-7), saved, params
+  )  # norms that are 1 + w
 
 
 # Texts.
 
-@pytest.mark.parametrize("dtype, bound", [("float32", BOUND), ("bfloat16", .2)])
+
+@pytest.mark.parametrize("dtype, bound", [("float32", BOUND), ("bfloat16", 0.2)])
 @pytest.mark.parametrize("folder", WITH_TEXTS, ids=name)
 def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
   """Its own tokenizer; eight devices, eight texts at once, not the sixteen of a batch."""
   expected = json.loads((folder / "texts.json").read_text())
-  score = the_reward(folder, reward=dict(step_separator=expected["separator"] or "\n", dtype=dtype), mesh=(2, 2, 2))
+  score = the_reward(
+    folder, reward=dict(step_separator=expected["separator"] or "\n", dtype=dtype), mesh=(2, 2, 2)
+  )
   found = score(completions=expected["completions"], prompts=expected["prompts"])
   assert score.__name__ == folder.name
-  assert [[end for end, _ in steps] for steps in found] == [[end for end, _ in steps] for steps in expected["steps"]]
-  difference = max(abs(a - b) for ours, theirs in zip(found, expected["steps"]) for (_, a), (_, b) in zip(ours, theirs))
+  assert [[end for end, _ in steps] for steps in found] == [
+    [end for end, _ in steps] for steps in expected["steps"]
+  ]
+  difference = max(
+    abs(a - b)
+    for ours, theirs in zip(found, expected["steps"])
+    for (_, a), (_, b) in zip(ours, theirs)
+  )
   print(f"{folder.name}, {dtype}: largest difference {difference:.1e}")
   assert difference <= bound
 
@@ -101,7 +116,10 @@ def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
 def test_a_score_depends_on_its_text_alone(folder, mesh):
   """Not on order, batch, padding or mesh: 21 texts in batches of 16 or 8, backwards."""
   expected = json.loads((folder / "texts.json").read_text())
-  sections = dict(reward=dict(batch=8 if mesh[0] == 8 else 16, step_separator=expected["separator"] or "\n"), mesh=mesh)
+  sections = dict(
+    reward=dict(batch=8 if mesh[0] == 8 else 16, step_separator=expected["separator"] or "\n"),
+    mesh=mesh,
+  )
   many = lambda key: (expected[key] * 3)[20::-1]
   found = the_reward(folder, **sections)(completions=many("completions"), prompts=many("prompts"))
   for ours, theirs in zip(found, many("steps"), strict=True):
@@ -125,13 +143,18 @@ def test_a_text_longer_than_the_positions_is_not_scored():
 TOKENS = tokenizer.characters("abcd;\n ")
 
 
-@pytest.mark.parametrize("completion, separator, tokens, marks", [
+@pytest.mark.parametrize(
+  "completion, separator, tokens, marks",
+  [
     ("ab;cd", ";", "ab;cd;", [(3, 3), (5, 6)]),
     ("ab;cd;", ";", "ab;cd;", [(3, 3), (6, 6)]),
     (";ab; ;;c", ";", "ab;c;", [(4, 3), (8, 5)]),  # blank parts are no steps
     ("ab\n\ncd\n", "\n\n", "ab\n\ncd\n\n\n", [(4, 4), (7, 9)]),
-    ("", ";", ";", [(1, 1)]), (";", ";", ";;", [(1, 2)]), (" ", ";", " ;", [(1, 2)]),
-])
+    ("", ";", ";", [(1, 1)]),
+    (";", ";", ";;", [(1, 2)]),
+    (" ", ";", " ;", [(1, 2)]),
+  ],
+)
 def test_where_steps_end_by_hand(completion, separator, tokens, marks):
   """After the prompt `d`, its token 0: characters of the completion, and the place of each separator's last token."""
   (text,) = reward_model.stepwise(TOKENS, separator, ["d"], [completion])
@@ -140,8 +163,12 @@ def test_where_steps_end_by_hand(completion, separator, tokens, marks):
 
 def test_what_begins_a_text_comes_before_its_steps_alone():
   begun = dataclasses.replace(TOKENS, special={"bos_token": "<eos>"})
-  assert reward_model.stepwise(begun, ";", ["d"], ["a"])[0] == reward_model.Text([1, *TOKENS.encode("da;")], [(1, 3)])
-  assert reward_model.whole_texts(begun, ";", ["d"], ["a"])[0] == reward_model.Text(TOKENS.encode("da"), [(1, 1)])
+  assert reward_model.stepwise(begun, ";", ["d"], ["a"])[0] == reward_model.Text(
+    [1, *TOKENS.encode("da;")], [(1, 3)]
+  )
+  assert reward_model.whole_texts(begun, ";", ["d"], ["a"])[0] == reward_model.Text(
+    TOKENS.encode("da"), [(1, 1)]
+  )
 
 
 def test_a_text_is_scored_before_what_pads():
@@ -154,7 +181,9 @@ def test_a_model_without_a_template_is_refused_where_there_are_conversations(tmp
   c = config([WITH_TEXTS[0]])
   chatty = Path(__file__).parent / "golden" / "tokenizers" / "qwen"
   c = dataclasses.replace(c, data=dataclasses.replace(c.data, chat=True, tokenizer=str(chatty)))
-  with pytest.raises(ConfigError, match=f"^reward.functions: {WITH_TEXTS[0].name}: no chat template"):
+  with pytest.raises(
+    ConfigError, match=f"^reward.functions: {WITH_TEXTS[0].name}: no chat template"
+  ):
     Run(c).functions
 
 
@@ -167,17 +196,24 @@ def test_a_conversation_goes_through_the_models_own_template():
   assert whole.marks == [(7, len(whole.ids) - 2)]  # what ends a text there also pads
   steps = reward_model.stepwise(llama, "\n", [asked], ["It is\n2"])[0]
   opening = llama.encode(llama.render(asked))
-  assert steps.ids == opening + llama.encode("It is") + llama.encode("\n") + llama.encode("2") + llama.encode("\n")
-  assert steps.ids.count(llama.encode(llama.special["bos_token"])[0]) == 1 and [end for end, _ in steps.marks] == [6, 7]
+  assert steps.ids == opening + llama.encode("It is") + llama.encode("\n") + llama.encode(
+    "2"
+  ) + llama.encode("\n")
+  assert steps.ids.count(llama.encode(llama.special["bos_token"])[0]) == 1 and [
+    end for end, _ in steps.marks
+  ] == [6, 7]
 
 
 # Whole runs.
+
 
 def run_of(tmp_path, *args, **kwargs):
   """-> (rows of metrics, rows of completions of each step)."""
   train(config(*args, **kwargs), str(tmp_path / "run"))
   read = lambda file: [json.loads(line) for line in file.read_text().splitlines()]
-  return read(tmp_path / "run" / "metrics.jsonl"), [read(f) for f in sorted((tmp_path / "run" / "completions").iterdir())]
+  return read(tmp_path / "run" / "metrics.jsonl"), [
+    read(f) for f in sorted((tmp_path / "run" / "completions").iterdir())
+  ]
 
 
 def expected_scores(folder, rows, separator=";"):
@@ -187,12 +223,18 @@ def expected_scores(folder, rows, separator=";"):
   for tokens_T, row in zip(tokens_BT, rows):
     parts = [row["completion"]]
     if config.labels == 2:
-      parts = [part + separator for part in parts[0].split(separator) if part.strip()] or [parts[0] + separator]
+      parts = [part + separator for part in parts[0].split(separator) if part.strip()] or [
+        parts[0] + separator
+      ]
     ids = encode(row["prompt"] + "".join(parts))
-    tokens_T[:len(ids)] = ids
-    places.append(len(row["prompt"]) + np.cumsum([len(part) for part in parts]) - 1)  # a token is a character
+    tokens_T[: len(ids)] = ids
+    places.append(
+      len(row["prompt"]) + np.cumsum([len(part) for part in parts]) - 1
+    )  # a token is a character
   positions_BT = np.broadcast_to(np.arange(64), tokens_BT.shape)
-  score = jax.jit(lambda p: model.score(p, config, model.features(p, config, tokens_BT, positions_BT)[0]))
+  score = jax.jit(
+    lambda p: model.score(p, config, model.features(p, config, tokens_BT, positions_BT)[0])
+  )
   return [scores_T[where] for scores_T, where in zip(np.asarray(score(params)), places)]
 
 
@@ -203,14 +245,20 @@ def test_a_run_learns_from_reward_models_and_a_function_on_any_mesh(tmp_path):
   metrics, steps = run_of(tmp_path, *functions, mesh=(2, 2, 2), reward=dict(step_separator=";"))
   assert [row["step"] for row in metrics] == [1, 2] and len(steps) == 2
   for told, rows in zip(metrics, steps):
-    expected = {name: np.array([s.mean() for s in expected_scores(GOLDEN / name, rows)]) for name in models}
+    expected = {
+      name: np.array([s.mean() for s in expected_scores(GOLDEN / name, rows)]) for name in models
+    }
     for name in models:
-      np.testing.assert_allclose([row[f"rewards/{name}"] for row in rows], expected[name], atol=BOUND)
+      np.testing.assert_allclose(
+        [row[f"rewards/{name}"] for row in rows], expected[name], atol=BOUND
+      )
       assert told[f"rewards/{name}/mean"] == pytest.approx(expected[name].mean(), abs=BOUND)
       assert told[f"rewards/{name}/unscored"] == 0
-    total = 2 * expected["qwen2"] + [row["rewards/strict"] for row in rows] - 3 * expected["qwen2_steps"]
+    total = (
+      2 * expected["qwen2"] + [row["rewards/strict"] for row in rows] - 3 * expected["qwen2_steps"]
+    )
     np.testing.assert_allclose([row["reward"] for row in rows], total, atol=5 * BOUND)
-    assert told["advantage/std"] > .1 and told["grad_norm"] > 0
+    assert told["advantage/std"] > 0.1 and told["grad_norm"] > 0
   run = Run(config(*functions, mesh=(8, 1, 1), reward=dict(step_separator=";")))
   found = Collector(run)(run.initial_params(), 0, Clock())
   for ours, theirs in zip(found.rows(), steps[0], strict=True):
@@ -220,46 +268,93 @@ def test_a_run_learns_from_reward_models_and_a_function_on_any_mesh(tmp_path):
 def test_steps_of_a_process_reward_model_reach_the_tokens(tmp_path):
   """With preset process, the advantage of the first token is the sum over all steps of the completion: each one's score
   less the mean of its group's steps, by their deviation."""
-  (told, _), (rows, _) = run_of(tmp_path, [GOLDEN / "qwen2_steps"], preset="process", reward=dict(step_separator=";"))
+  (told, _), (rows, _) = run_of(
+    tmp_path, [GOLDEN / "qwen2_steps"], preset="process", reward=dict(step_separator=";")
+  )
   scores = expected_scores(GOLDEN / "qwen2_steps", rows)
   for group in (slice(i, i + 3) for i in range(0, len(rows), 3)):
     values = np.concatenate(scores[group])
     first = [((s - values.mean()) / (values.std(ddof=1) + 1e-4)).sum() for s in scores[group]]
-    np.testing.assert_allclose([row["advantage"] for row in rows[group]], first, rtol=1e-2, atol=1e-2)
-  assert max(map(len, scores)) > 1 and told["advantage/std"] > .1
+    np.testing.assert_allclose(
+      [row["advantage"] for row in rows[group]], first, rtol=1e-2, atol=1e-2
+    )
+  assert max(map(len, scores)) > 1 and told["advantage/std"] > 0.1
 
 
 # What is refused.
 
+
 @pytest.fixture
 def copied(tmp_path):
   """make(folder of tests/golden, fields of its config.json) -> a copy of it, with the tokenizer of sums."""
+
   def make(folder, **fields):
     copy = shutil.copytree(GOLDEN.parent / folder, tmp_path / "model")
     values = json.loads((copy / "config.json").read_text()) | fields
-    (copy / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+    (copy / "config.json").write_text(
+      json.dumps({key: value for key, value in values.items() if value is not ...})
+    )
     return copy
+
   return make
 
 
-@pytest.mark.parametrize("folder, fields, words", [
-    ("qwen2_tied", {}, ["architectures is ['Qwen2ForCausalLM']",
-                        "choose a checkpoint of Qwen2ForSequenceClassification or Qwen2ForTokenClassification"]),
-    ("rewards/qwen2", dict(architectures=...), ["architectures is None", "Qwen2ForSequenceClassification"]),
-    ("rewards/qwen2", dict(architectures=["Qwen2ForProcessRewardModel"]), ["architectures is ['Qwen2ForProcessRewardModel']"]),
-    ("rewards/gemma3", dict(architectures=["Gemma3ForCausalLM"]), ["a checkpoint of Gemma3TextForSequenceClassification"]),
-    ("rewards/qwen2", dict(id2label={"0": "a", "1": "b", "2": "c"}), ["id2label has 3 labels",
-                                                                     "a Qwen2ForSequenceClassification with 1"]),
+@pytest.mark.parametrize(
+  "folder, fields, words",
+  [
+    (
+      "qwen2_tied",
+      {},
+      [
+        "architectures is ['Qwen2ForCausalLM']",
+        "choose a checkpoint of Qwen2ForSequenceClassification or Qwen2ForTokenClassification",
+      ],
+    ),
+    (
+      "rewards/qwen2",
+      dict(architectures=...),
+      ["architectures is None", "Qwen2ForSequenceClassification"],
+    ),
+    (
+      "rewards/qwen2",
+      dict(architectures=["Qwen2ForProcessRewardModel"]),
+      ["architectures is ['Qwen2ForProcessRewardModel']"],
+    ),
+    (
+      "rewards/gemma3",
+      dict(architectures=["Gemma3ForCausalLM"]),
+      ["a checkpoint of Gemma3TextForSequenceClassification"],
+    ),
+    (
+      "rewards/qwen2",
+      dict(id2label={"0": "a", "1": "b", "2": "c"}),
+      ["id2label has 3 labels", "a Qwen2ForSequenceClassification with 1"],
+    ),
     ("rewards/qwen2", dict(id2label=..., label2id=...), ["id2label has 2 labels", "with 1"]),
-    ("rewards/qwen2_steps", dict(id2label={"0": "a"}), ["id2label has 1 labels", "a Qwen2ForTokenClassification with 2"]),
-    ("rewards/qwen2_steps", dict(token_classification_bias=False), ["token_classification_bias is False", "with True"]),
-    ("families/qwen2_window", dict(architectures=["Qwen2ForSequenceClassification"], id2label={"0": "a"}),
-     ["has no tensor score.weight", "correct its config.json"]),
-    ("rewards/qwen2_steps", dict(architectures=["Qwen2ForSequenceClassification"], id2label={"0": "a"}),
-     ["tensor score.weight is (2, 16), by config.json it should be (1, 16)"]),
+    (
+      "rewards/qwen2_steps",
+      dict(id2label={"0": "a"}),
+      ["id2label has 1 labels", "a Qwen2ForTokenClassification with 2"],
+    ),
+    (
+      "rewards/qwen2_steps",
+      dict(token_classification_bias=False),
+      ["token_classification_bias is False", "with True"],
+    ),
+    (
+      "families/qwen2_window",
+      dict(architectures=["Qwen2ForSequenceClassification"], id2label={"0": "a"}),
+      ["has no tensor score.weight", "correct its config.json"],
+    ),
+    (
+      "rewards/qwen2_steps",
+      dict(architectures=["Qwen2ForSequenceClassification"], id2label={"0": "a"}),
+      ["tensor score.weight is (2, 16), by config.json it should be (1, 16)"],
+    ),
     ("rewards/qwen3", {}, ["reward.functions", "holds neither tokenizer.json nor tokenizer.model"]),
     ("rewards/qwen2", dict(vocab_size=10), ["reward.functions", "has 18 ids, its model 10"]),
-])
+  ],
+)
 def test_a_folder_that_is_no_reward_model_is_refused(copied, folder, fields, words):
   folder = copied(folder, **fields)
   if "score.weight" in words[0] or "tensor" in words[0]:
@@ -269,18 +364,24 @@ def test_a_folder_that_is_no_reward_model_is_refused(copied, folder, fields, wor
   with pytest.raises(ConfigError) as error:
     the_reward(folder)
   message = str(error.value)
-  assert "\n" not in message and str(folder) in message and all(word in message for word in words), message
+  assert (
+    "\n" not in message and str(folder) in message and all(word in message for word in words)
+  ), message
 
 
 def test_one_name_twice_and_a_reward_model_as_policy_are_refused():
   with pytest.raises(ConfigError, match="two functions have the same name"):
     Run(config([GOLDEN / "qwen2", str(GOLDEN / "qwen2") + "/"])).functions
-  with pytest.raises(ConfigError, match="architectures is .*Classification.*choose a checkpoint of Qwen2ForCausalLM$"):
+  with pytest.raises(
+    ConfigError, match="architectures is .*Classification.*choose a checkpoint of Qwen2ForCausalLM$"
+  ):
     Run(config(["strict"], model=dict(path=str(GOLDEN / "qwen2"))))
 
 
 def test_where_another_process_scores_functions_are_silent_and_models_are_not(monkeypatch):
   monkeypatch.setattr(Run, "is_first_process", False)
   model_reward, strict = Run(config([GOLDEN / "qwen2", "strict"])).functions
-  assert rewards.name_of(strict) == "strict" and strict(completions=["#### 3"], answer=["3"]) == [None]
+  assert rewards.name_of(strict) == "strict" and strict(completions=["#### 3"], answer=["3"]) == [
+    None
+  ]
   assert len(model_reward(completions=["1"], prompts=["2="])[0]) == 1

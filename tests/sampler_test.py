@@ -1,4 +1,5 @@
 """The sampler, with a five-line fake in the model's place."""
+
 import dataclasses
 
 import jax
@@ -10,8 +11,17 @@ from grpo_jax.config import Sampling
 from grpo_jax.sampler import logits as logits_lib
 from grpo_jax.sampler.decode import capacities, decode
 
-PLAIN = Sampling(max_tokens=8, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(1,), dtype="", layout="train")
-PROBS = np.array([.4, .3, .15, .1, .05])
+PLAIN = Sampling(
+  max_tokens=8,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+  min_p=0.0,
+  stop_ids=(1,),
+  dtype="",
+  layout="train",
+)
+PROBS = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 LOGITS = jnp.log(jnp.array(PROBS))
 
 
@@ -30,29 +40,31 @@ def test_top_k_keeps_the_k_likeliest():
 
 def test_top_p_keeps_the_fewest_that_reach_p():
   """.4 + .3 = .7: .69 needs both, .71 a third."""
-  assert kept(top_p=.39) == [True, False, False, False, False]
-  assert kept(top_p=.69) == [True, True, False, False, False]
-  assert kept(top_p=.71) == [True, True, True, False, False]
+  assert kept(top_p=0.39) == [True, False, False, False, False]
+  assert kept(top_p=0.69) == [True, True, False, False, False]
+  assert kept(top_p=0.71) == [True, True, True, False, False]
 
 
 def test_min_p_is_relative_to_the_largest():
   """.3 * .4 = .12."""
-  assert kept(min_p=.3) == [True, True, True, False, False]
+  assert kept(min_p=0.3) == [True, True, True, False, False]
 
 
 def test_top_p_sees_what_top_k_left():
   """Of .4 and .3 alone, the first has 4/7 = .571."""
-  assert kept(top_k=2, top_p=.57) == [True, False, False, False, False]
+  assert kept(top_k=2, top_p=0.57) == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize("size, levels", [(2, 1), (16, 1), (17, 2), (256, 2), (257, 3), (151_936, 5)])
+@pytest.mark.parametrize(
+  "size, levels", [(2, 1), (16, 1), (17, 2), (256, 2), (257, 3), (151_936, 5)]
+)
 def test_levels_of_the_tree(size, levels):
   assert logits_lib.draws_per_token(size) == levels
 
 
 def test_one_level_inverts_the_distribution_function():
   """The token at uniform u is the one where the cumulative probability passes u."""
-  u = np.array([0, .39, .41, .69, .71, .84, .86, .94, .96, .9999])
+  u = np.array([0, 0.39, 0.41, 0.69, 0.71, 0.84, 0.86, 0.94, 0.96, 0.9999])
   out = logits_lib.draw(jnp.broadcast_to(LOGITS, (10, 5)), jnp.float32(u)[:, None])
   assert out.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
@@ -64,9 +76,11 @@ def uniforms(count, size, key=0):
 @pytest.mark.parametrize("size", [5, 16, 17, 300])
 def test_frequencies_are_the_probabilities(size):
   """Every frequency of 40,000 draws within five standard deviations."""
-  probs = np.random.default_rng(size).dirichlet(np.full(size, .5)).astype(np.float32)
+  probs = np.random.default_rng(size).dirichlet(np.full(size, 0.5)).astype(np.float32)
   logits = jnp.broadcast_to(jnp.log(probs), (40000, size))
-  tokens, logprobs, _ = jax.jit(logits_lib.sample_token, static_argnums=2)(logits, uniforms(40000, size), PLAIN)
+  tokens, logprobs, _ = jax.jit(logits_lib.sample_token, static_argnums=2)(
+    logits, uniforms(40000, size), PLAIN
+  )
   frequencies = np.bincount(tokens, minlength=size) / 40000
   assert (np.abs(frequencies - probs) <= 5 * np.sqrt(probs / 40000) + 1e-9).all()
   np.testing.assert_allclose(logprobs, np.log(probs)[tokens], rtol=1e-4, atol=1e-5)
@@ -75,25 +89,31 @@ def test_frequencies_are_the_probabilities(size):
 def test_the_draw_never_takes_what_was_filtered_out():
   """Also where rounding puts the uniform past the last cumulative share, at every level."""
   logits = jnp.where(jnp.arange(300) % 7 == 3, 0.0, -jnp.inf)
-  u = jnp.concatenate([uniforms(3000, 300), jnp.full((1, 3), 1 - 2**-24), jnp.ones((1, 3)), jnp.zeros((1, 3))])
+  u = jnp.concatenate(
+    [uniforms(3000, 300), jnp.full((1, 3), 1 - 2**-24), jnp.ones((1, 3)), jnp.zeros((1, 3))]
+  )
   out = logits_lib.draw(jnp.broadcast_to(logits, (len(u), 300)), u)
   assert (out % 7 == 3).all() and len(set(out.tolist())) == 43
 
 
 def test_both_logprobs():
   """Temperature 2 under top-k 2: `logprob` is tempered and unfiltered, `sampling_logprob` that of the two kept."""
-  tempered = PROBS**.5 / (PROBS**.5).sum()
-  u = jnp.linspace(0, .999, 50)[:, None]
-  tokens, logprobs, drawn = logits_lib.sample_token(jnp.broadcast_to(LOGITS, (50, 5)), u, sampling(temperature=2.0, top_k=2))
+  tempered = PROBS**0.5 / (PROBS**0.5).sum()
+  u = jnp.linspace(0, 0.999, 50)[:, None]
+  tokens, logprobs, drawn = logits_lib.sample_token(
+    jnp.broadcast_to(LOGITS, (50, 5)), u, sampling(temperature=2.0, top_k=2)
+  )
   assert set(tokens.tolist()) == {0, 1}
   np.testing.assert_allclose(logprobs, np.log(tempered)[tokens], rtol=1e-5)
   np.testing.assert_allclose(drawn, np.log(tempered[:2] / tempered[:2].sum())[tokens], rtol=1e-5)
 
 
 def test_temperature_zero_is_greedy():
-  tokens, logprobs, drawn = logits_lib.sample_token(LOGITS[None], jnp.array([[.99]]), sampling(temperature=0.0))
+  tokens, logprobs, drawn = logits_lib.sample_token(
+    LOGITS[None], jnp.array([[0.99]]), sampling(temperature=0.0)
+  )
   assert int(tokens[0]) == 0 and float(drawn[0]) == 0
-  np.testing.assert_allclose(logprobs, np.log(.4), rtol=1e-5)
+  np.testing.assert_allclose(logprobs, np.log(0.4), rtol=1e-5)
 
 
 # The loop. The fake's cache counts calls and remembers its capacity.
@@ -104,8 +124,15 @@ V = 16
 def run(step, max_tokens=8, P=2, G=3, key=0, stop_ids=(1,), first=None, jit=True):
   first = jnp.zeros((P, V)) if first is None else first
   grow = lambda cache, capacity: cache
-  f = lambda key: decode(step, grow, jnp.int32(0), first, key, group_size=G,
-                         sampling=sampling(max_tokens=max_tokens, stop_ids=stop_ids))
+  f = lambda key: decode(
+    step,
+    grow,
+    jnp.int32(0),
+    first,
+    key,
+    group_size=G,
+    sampling=sampling(max_tokens=max_tokens, stop_ids=stop_ids),
+  )
   return (jax.jit(f) if jit else f)(jax.random.key(key))
 
 
@@ -121,7 +148,9 @@ def test_tokens_follow_the_step_function():
   """Each token is the one before plus one, from 3 on, until stop id 6."""
   step = lambda cache, token_B, time: (jax.vmap(always)(token_B + 1), cache)
   out = run(step, first=jnp.stack([always(3), always(5)]), stop_ids=(6, 9))
-  np.testing.assert_array_equal(out.tokens_PGT[:, 0], [[3, 4, 5, 6, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]])
+  np.testing.assert_array_equal(
+    out.tokens_PGT[:, 0], [[3, 4, 5, 6, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]]
+  )
   np.testing.assert_array_equal(out.lengths_PG, [[4] * 3, [2] * 3])
   np.testing.assert_array_equal(out.stopped_by_PG, [[6] * 3, [6] * 3])
   np.testing.assert_allclose(out.logprobs_PGT, 0, atol=1e-6)
@@ -132,7 +161,7 @@ def test_any_of_several_stop_ids_stops_and_says_which():
   lengths, stopped = np.array(out.lengths_PG), np.array(out.stopped_by_PG)
   assert set(stopped.ravel()) >= {2, 5}
   for tokens, n, by in zip(out.tokens_PGT.reshape(64, 64), lengths.ravel(), stopped.ravel()):
-    body, last = np.array(tokens[:n - 1]), int(tokens[n - 1])
+    body, last = np.array(tokens[: n - 1]), int(tokens[n - 1])
     assert not np.isin(body, [2, 5]).any() and (tokens[n:] == 0).all()
     assert by == (last if last in (2, 5) else -1)
     assert n == 64 or last in (2, 5)
@@ -147,7 +176,9 @@ def test_log_probs_are_zero_at_padding():
   out = run(uniform_step, max_tokens=40, P=4, G=4)
   padding = np.arange(40) >= np.array(out.lengths_PG)[..., None]
   assert padding.any()
-  assert (np.array(out.logprobs_PGT)[padding] == 0).all() and (np.array(out.sampling_logprobs_PGT)[padding] == 0).all()
+  assert (np.array(out.logprobs_PGT)[padding] == 0).all() and (
+    np.array(out.sampling_logprobs_PGT)[padding] == 0
+  ).all()
   np.testing.assert_allclose(np.array(out.logprobs_PGT)[~padding], -np.log(V), rtol=1e-5)
 
 
@@ -177,7 +208,9 @@ def test_it_stops_when_every_row_has():
   assert out.tokens_PGT.shape == (2, 3, 500) and len(calls) == 1
 
 
-@pytest.mark.parametrize("max_tokens, sizes", [(1, [1]), (20, [20]), (64, [32, 64]), (1000, [125, 250, 500, 1000])])
+@pytest.mark.parametrize(
+  "max_tokens, sizes", [(1, [1]), (20, [20]), (64, [32, 64]), (1000, [125, 250, 500, 1000])]
+)
 def test_the_cache_grows_by_doubling(max_tokens, sizes):
   assert capacities(max_tokens) == sizes
 
@@ -192,8 +225,15 @@ def test_every_token_finds_room_in_the_cache():
     return jnp.zeros((token_B.shape[0], V)), (used + 1, slots)
 
   grow = lambda cache, capacity: (cache[0], jnp.zeros(capacity))
-  decode(step, grow, (jnp.int32(0), jnp.zeros(32)), jnp.zeros((1, V)), jax.random.key(0), group_size=1,
-         sampling=sampling(max_tokens=100, stop_ids=()))
+  decode(
+    step,
+    grow,
+    (jnp.int32(0), jnp.zeros(32)),
+    jnp.zeros((1, V)),
+    jax.random.key(0),
+    group_size=1,
+    sampling=sampling(max_tokens=100, stop_ids=()),
+  )
   jax.effects_barrier()
   assert [t for t, _ in seen] == list(range(99)) and all(t < n for t, n in seen)
   assert sorted({n for _, n in seen}) == [32, 50, 100]

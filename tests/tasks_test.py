@@ -9,17 +9,26 @@ import sys
 import pytest
 
 from grpo_jax import config
-from grpo_jax.config import ConfigError
 from grpo_jax.data import arithmetic, tasks
 from grpo_jax.rewards.answers import strict
+from grpo_jax.settings import ConfigError
 
-ROW = {"question": "How many\u2028are 5+6?",
-       "answer": "5+6 = <<5+6=11>>11 é\nTimes 100: <<11*100=1100>>1,100.\n#### 1,100"}
+ROW = {
+  "question": "How many\u2028are 5+6?",
+  "answer": "5+6 = <<5+6=11>>11 é\nTimes 100: <<11*100=1100>>1,100.\n#### 1,100",
+}
 
 
 def data(task="gsm8k", path=""):
-  return config.Data(task=task, path=str(path), tokenizer="", prompt="{question}", chat=False, system="",
-                     max_prompt_tokens=64)
+  return config.Data(
+    task=task,
+    path=str(path),
+    tokenizer="",
+    prompt="{question}",
+    chat=False,
+    system="",
+    max_prompt_tokens=64,
+  )
 
 
 def folder(path, train, test=json.dumps(ROW)):
@@ -37,7 +46,9 @@ def test_arithmetic_is_right(task):
   worked = 0
   for example in [*task.train[:3000], *task.test]:
     question, solution = example["question"], example["solution"]
-    assert re.fullmatch(r"\d+([+-]\d+){3}=", question) and all(1 <= int(n) <= 20 for n in re.findall(r"\d+", question))
+    assert re.fullmatch(r"\d+([+-]\d+){3}=", question) and all(
+      1 <= int(n) <= 20 for n in re.findall(r"\d+", question)
+    )
     assert eval(question[:-1]) == int(example["answer"])
     *steps, last = solution.split(";")
     assert last == f"#### {example['answer']}" and len(steps) in (0, 3)
@@ -45,7 +56,11 @@ def test_arithmetic_is_right(task):
     running = re.match(r"\d+", question)[0]
     for step, term in zip(steps, re.findall(r"[+-]\d+", question)):
       left, right = step.split("=")
-      assert left == running + term and eval(left) == int(right) and 0 <= int(right) <= arithmetic.MAX_TOTAL
+      assert (
+        left == running + term
+        and eval(left) == int(right)
+        and 0 <= int(right) <= arithmetic.MAX_TOTAL
+      )
       running = right
     worked += bool(steps)
     assert strict(completions=[solution], answer=[example["answer"]]) == [1.0]
@@ -57,12 +72,21 @@ def test_arithmetic_splits_share_no_problem(task):
   assert len(task.train) == 20_000 and len(task.test) == 2_000
   assert not train & test
   assert len(train) > 19_000 and len(test) > 1_900
-  drawn = ["test" == arithmetic.split_of(f"{a}+{b}-{c}+3=") for a in range(20) for b in range(20) for c in range(20)]
+  drawn = [
+    "test" == arithmetic.split_of(f"{a}+{b}-{c}+3=")
+    for a in range(20)
+    for b in range(20)
+    for c in range(20)
+  ]
   assert 0.08 < sum(drawn) / len(drawn) < 0.12
 
 
 def test_arithmetic_items_are_pure_functions_of_their_number(task):
-  assert task.train[0] == {"question": "2+12+8-15=", "solution": "2+12=14;14+8=22;22-15=7;#### 7", "answer": "7"}
+  assert task.train[0] == {
+    "question": "2+12+8-15=",
+    "solution": "2+12=14;14+8=22;22-15=7;#### 7",
+    "answer": "7",
+  }
   assert task.test[1] == {"question": "7+14-5+5=", "solution": "#### 21", "answer": "21"}
   other = tasks.arithmetic("")
   assert other.train[17] == task.train[17] and task.train[-1] == task.train[19_999]
@@ -74,24 +98,37 @@ def test_arithmetic_items_are_pure_functions_of_their_number(task):
 def test_gsm8k_folder(tmp_path):
   lines = f"{json.dumps(ROW)}\n\n{json.dumps(ROW, ensure_ascii=False)}\n"
   task = tasks.make_task(data(path=folder(tmp_path, lines)))
-  expected = {"question": ROW["question"], "solution": "5+6 = 11 é\nTimes 100: 1,100.\n#### 1,100", "answer": "1100"}
+  expected = {
+    "question": ROW["question"],
+    "solution": "5+6 = 11 é\nTimes 100: 1,100.\n#### 1,100",
+    "answer": "1100",
+  }
   assert task.train == [expected, expected] and task.test == [expected]
-  assert set(task.alphabet) == set(expected["question"] + expected["solution"]) and "<" not in task.alphabet
+  assert (
+    set(task.alphabet) == set(expected["question"] + expected["solution"])
+    and "<" not in task.alphabet
+  )
   assert len(task.alphabet) == len(set(task.alphabet))
   with pytest.raises(dataclasses.FrozenInstanceError):
     task.train = []
 
 
 def test_gsm8k_itself():
-  path = pathlib.Path(os.environ.get("GSM8K_DIR", pathlib.Path(__file__).parents[2] / "shared/data/gsm8k"))
+  path = pathlib.Path(
+    os.environ.get("GSM8K_DIR", pathlib.Path(__file__).parents[2] / "shared/data/gsm8k")
+  )
   if not (path / "train.jsonl").is_file():
     pytest.skip(f"GSM8K's text is not at {path}; set GSM8K_DIR to its folder")
   task = tasks.make_task(data(path=path))
   assert (len(task.train), len(task.test)) == (7473, 1319)
-  assert task.train[0]["solution"].endswith("48+24 = 72 clips altogether in April and May.\n#### 72")
+  assert task.train[0]["solution"].endswith(
+    "48+24 = 72 clips altogether in April and May.\n#### 72"
+  )
   for split in (task.train, task.test):
     assert not any("<<" in e["solution"] or "," in e["answer"] for e in split)
-    assert set(strict(completions=[e["solution"] for e in split], answer=[e["answer"] for e in split])) == {1.0}
+    assert set(
+      strict(completions=[e["solution"] for e in split], answer=[e["answer"] for e in split])
+    ) == {1.0}
 
 
 def test_questions_may_be_lists_of_messages(tmp_path):
@@ -100,16 +137,29 @@ def test_questions_may_be_lists_of_messages(tmp_path):
   assert task.train[0]["question"] == messages and set("Ä5+6?H\u2028") <= set(task.alphabet)
 
 
-@pytest.mark.parametrize("train, message", [
-    (json.dumps(ROW | {"question": []}), "data.path: .*train.jsonl line 1: a conversation must be a list of messages, at least one"),
-    (json.dumps(ROW | {"question": ["Hi"]}), "a message must be an object with a text role and a text content; got 'Hi'"),
-    (json.dumps(ROW) + "\n{\"question\": \"?\"}", r"train.jsonl line 2 has no text field 'answer'"),
-    ("{\"answer\": \"#### 1\"}", r"train.jsonl line 1 has no text field 'question'"),
-    ("{\"question\": \"?\", \"answer\": 3}", r"train.jsonl line 1 has no text field 'answer'"),
-    ("[1]", r"train.jsonl line 1 has no text field"), ("\n{oops", r"train.jsonl line 2 is not JSON"),
-    ("{\"question\": \"?\", \"answer\": \"3\"}", r"train.jsonl line 1: the answer must end in '#### NUMBER'"),
+@pytest.mark.parametrize(
+  "train, message",
+  [
+    (
+      json.dumps(ROW | {"question": []}),
+      "data.path: .*train.jsonl line 1: a conversation must be a list of messages, at least one",
+    ),
+    (
+      json.dumps(ROW | {"question": ["Hi"]}),
+      "a message must be an object with a text role and a text content; got 'Hi'",
+    ),
+    (json.dumps(ROW) + '\n{"question": "?"}', r"train.jsonl line 2 has no text field 'answer'"),
+    ('{"answer": "#### 1"}', r"train.jsonl line 1 has no text field 'question'"),
+    ('{"question": "?", "answer": 3}', r"train.jsonl line 1 has no text field 'answer'"),
+    ("[1]", r"train.jsonl line 1 has no text field"),
+    ("\n{oops", r"train.jsonl line 2 is not JSON"),
+    (
+      '{"question": "?", "answer": "3"}',
+      r"train.jsonl line 1: the answer must end in '#### NUMBER'",
+    ),
     ("\n \n", r"train.jsonl is empty"),
-])
+  ],
+)
 def test_gsm8k_refuses_bad_files(tmp_path, train, message):
   with pytest.raises(ConfigError, match=message) as error:
     tasks.make_task(data(path=folder(tmp_path, train)))
@@ -120,8 +170,10 @@ def test_math_folder(tmp_path):
   row = {"problem": "1/2?", "answer": r"\frac12", "solution": r"So $\boxed{\frac12}$.", "level": 5}
   bare = {"question": "2?", "answer": "2"}
   task = tasks.make_task(data("math", folder(tmp_path, json.dumps(row) + "\n" + json.dumps(bare))))
-  assert task.train == [{"question": "1/2?", "solution": row["solution"], "answer": r"\frac12"},
-                        {"question": "2?", "solution": "2", "answer": "2"}]
+  assert task.train == [
+    {"question": "1/2?", "solution": row["solution"], "answer": r"\frac12"},
+    {"question": "2?", "solution": "2", "answer": "2"},
+  ]
   with pytest.raises(ConfigError, match="line 1 has no text field 'answer'"):
     tasks.make_task(data("math", folder(tmp_path, json.dumps({"problem": "?"}))))
   with pytest.raises(ConfigError, match="data.path is empty"):
@@ -131,7 +183,9 @@ def test_math_folder(tmp_path):
 def test_bad_sources_are_named(tmp_path):
   with pytest.raises(ConfigError, match="data.path: cannot read .*train.jsonl"):
     tasks.make_task(data(path=tmp_path))
-  with pytest.raises(ConfigError, match="data.task='gsm9k' is unknown: choose one of arithmetic, gsm8k"):
+  with pytest.raises(
+    ConfigError, match="data.task='gsm9k' is unknown: choose one of arithmetic, gsm8k"
+  ):
     tasks.make_task(data("gsm9k"))
   with pytest.raises(ConfigError, match="data.path='x'"):
     tasks.make_task(data("arithmetic", "x"))
@@ -143,20 +197,35 @@ def test_gsm8k_through_tfds_without_tensorflow(tmp_path):
   rows = [dict(ROW, question=f"{ROW['question']} {i}") for i in range(3)]
   (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   from tensorflow_datasets.text.gsm8k import Gsm8k
+
   builder = Gsm8k(data_dir=tmp_path, file_format="array_record")
   file = tmp_path / "rows.jsonl"
-  builder._split_generators = lambda _: {s: builder._generate_examples(file) for s in ("train", "test")}
+  builder._split_generators = lambda _: {
+    s: builder._generate_examples(file) for s in ("train", "test")
+  }
   builder.download_and_prepare()
-  code = ("import sys, json; from grpo_jax.data import tasks; task = tasks.gsm8k('');"
-          "print(json.dumps([task.train, task.test, 'tensorflow' in sys.modules]))")
+  code = (
+    "import sys, json; from grpo_jax.data import tasks; task = tasks.gsm8k('');"
+    "print(json.dumps([task.train, task.test, 'tensorflow' in sys.modules]))"
+  )
   root = pathlib.Path(__file__).parents[1]
-  out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True,
-                       env={**os.environ, "TFDS_DATA_DIR": str(tmp_path)})
+  out = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=root,
+    capture_output=True,
+    text=True,
+    env={**os.environ, "TFDS_DATA_DIR": str(tmp_path)},
+  )
   assert out.returncode == 0, out.stderr
   train, test, tensorflow = json.loads(out.stdout.splitlines()[-1])
   assert sorted(e["question"] for e in train) == sorted(row["question"] for row in rows)
-  assert train[0]["solution"] == "5+6 = 11 é\nTimes 100: 1,100.\n#### 1,100" and train[0]["answer"] == "1100"
-  assert sorted(e["question"] for e in test) == sorted(e["question"] for e in train) and not tensorflow
+  assert (
+    train[0]["solution"] == "5+6 = 11 é\nTimes 100: 1,100.\n#### 1,100"
+    and train[0]["answer"] == "1100"
+  )
+  assert (
+    sorted(e["question"] for e in test) == sorted(e["question"] for e in train) and not tensorflow
+  )
 
 
 def test_gsm8k_that_tfds_cannot_provide(monkeypatch):

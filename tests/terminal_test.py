@@ -1,24 +1,30 @@
 import fcntl
 import io
 import os
-from pathlib import Path
 import pty
 import re
 import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
-from hypothesis import given, strategies as st
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from grpo_jax import terminal
-from grpo_jax.terminal import Terminal, shorten, visible
+from grpo_jax.run import terminal
+from grpo_jax.run.terminal import Terminal, shorten, visible
 
 METRICS = {
-    "reward": 0.7123, "kl": 0.00301, "completions/mean_length": 21.37, "perf/tokens_per_second": 5321.2, "loss": 0.1}
+  "reward": 0.7123,
+  "kl": 0.00301,
+  "completions/mean_length": 21.37,
+  "perf/tokens_per_second": 5321.2,
+  "loss": 0.1,
+}
 
 
 @pytest.fixture
@@ -32,7 +38,9 @@ def clock(monkeypatch):
 def plain(width=80, total=400, start=0, encoding="utf-8"):
   raw = io.BytesIO()
   stream = io.TextIOWrapper(raw, encoding=encoding)
-  return Terminal(total, start, Console(file=stream, width=width)), lambda: raw.getvalue().decode(encoding)
+  return Terminal(total, start, Console(file=stream, width=width)), lambda: raw.getvalue().decode(
+    encoding
+  )
 
 
 def screen(text):
@@ -53,7 +61,8 @@ def test_a_row_reads_as_documented(clock):
     out.update(step, {**METRICS, "eval/accuracy": 0.8123} if step == 120 else METRICS)
   # 3 steps took 39/28 s, so 280 more take 130 s
   assert text().splitlines()[-1] == (
-      "step 120/400  reward 0.71  accuracy 81.2%  kl 0.003  len 21.4  5321 tok/s  left 2m10s")
+    "step 120/400  reward 0.71  accuracy 81.2%  kl 0.003  len 21.4  5321 tok/s  left 2m10s"
+  )
 
 
 def test_a_pipe_gets_a_line_every_few_seconds_and_every_eval_and_the_last(clock):
@@ -73,12 +82,24 @@ def test_the_warm_start_says_so_and_its_pace_is_not_the_pace_of_grpo(clock):
     out.update(step, METRICS if step > 5 else {"warm_start/loss": 2.5})
   lines = text().splitlines()
   assert lines[0] == "step 1/10  warm start  loss 2.500"
-  assert not any("left" in line for line in lines[:6])  # the sixth is the first of grpo, which compiles
+  assert not any(
+    "left" in line for line in lines[:6]
+  )  # the sixth is the first of grpo, which compiles
   assert lines[6].endswith("left 5m00s") and lines[7].endswith("left 3m20s")
 
 
-@pytest.mark.parametrize("seconds, text", [
-    (0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (130, "2m10s"), (3600, "1h00m"), (11100, "3h05m"), (187200, "2d04h")])
+@pytest.mark.parametrize(
+  "seconds, text",
+  [
+    (0.4, "0s"),
+    (59.4, "59s"),
+    (59.6, "1m00s"),
+    (130, "2m10s"),
+    (3600, "1h00m"),
+    (11100, "3h05m"),
+    (187200, "2d04h"),
+  ],
+)
 def test_durations(seconds, text):
   assert terminal._duration(seconds) == text
 
@@ -92,18 +113,25 @@ def test_metrics_that_are_absent_or_not_numbers_do_no_harm(clock):
 @pytest.mark.parametrize("width", [50, 80, 120])
 def test_the_bar_stays_on_one_line_and_shows_the_last_accuracy(clock, width):
   stream = io.StringIO()
-  out = Terminal(400, 0, Console(file=stream, width=width, force_terminal=True, legacy_windows=False))
+  out = Terminal(
+    400, 0, Console(file=stream, width=width, force_terminal=True, legacy_windows=False)
+  )
   out.header(["arithmetic, 1.06M parameters"])
   for step in range(1, 251):
     clock[0] += 1.0
     values = {"warm_start/loss": 1.234} if step <= 100 else METRICS
     out.update(step, {**values, "eval/accuracy": 0.8123} if step == 200 else values)
     if step == 50:
-      assert "warm start 50/400" in screen(stream.getvalue())[-1] and "loss 1.234" in screen(stream.getvalue())[-1]
+      assert (
+        "warm start 50/400" in screen(stream.getvalue())[-1]
+        and "loss 1.234" in screen(stream.getvalue())[-1]
+      )
   out.say("saving [bold]now[/bold]")
   out.close()
   lines = [line for line in screen(stream.getvalue()) if line]
-  assert lines[:2] == ["arithmetic, 1.06M parameters", "saving [bold]now[/bold]"] and len(lines) == 3
+  assert (
+    lines[:2] == ["arithmetic, 1.06M parameters", "saving [bold]now[/bold]"] and len(lines) == 3
+  )
   assert lines[2].startswith("grpo 250/400") and "reward 0.71  accuracy 81.2%" in lines[2]
   assert width < 80 or lines[2].endswith("5321 tok/s  left 2m30s")
   assert width < 80 or "━━━━" in lines[2]
@@ -112,9 +140,19 @@ def test_the_bar_stays_on_one_line_and_shows_the_last_accuracy(clock, width):
 
 
 ROWS = [
-    {"prompt": "What is 3 + 4?", "completion": "3 + 4 = 7\n#### 7", "reward": 1.0, "length": 12},
-    {"prompt": "[/bold] [red]", "completion": "\x1b[2J\x07\r\u202e\ud83d[/] \\", "reward": None, "length": 64},
-    {"prompt": "p " * 500, "completion": "start " + "x" * 5000 + " the end", "reward": 0, "length": 5000},
+  {"prompt": "What is 3 + 4?", "completion": "3 + 4 = 7\n#### 7", "reward": 1.0, "length": 12},
+  {
+    "prompt": "[/bold] [red]",
+    "completion": "\x1b[2J\x07\r\u202e\ud83d[/] \\",
+    "reward": None,
+    "length": 64,
+  },
+  {
+    "prompt": "p " * 500,
+    "completion": "start " + "x" * 5000 + " the end",
+    "reward": 0,
+    "length": 5000,
+  },
 ] + 9 * [{"prompt": "", "completion": "日本語" * 90, "reward": -12.345, "length": 7}]
 
 
@@ -159,7 +197,7 @@ def test_shortened_text_keeps_its_ends(text, length):
 
 
 LOOP = """
-from grpo_jax.terminal import Terminal
+from grpo_jax.run.terminal import Terminal
 out = Terminal(20, 0)
 for step in range(1, 21):
   out.update(step, {"reward": step / 20, "perf/tokens_per_second": 99})
@@ -173,10 +211,19 @@ out.close()
 def test_on_a_real_terminal():
   master, slave = pty.openpty()
   fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-  env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "CI")}
+  env = {
+    k: v
+    for k, v in os.environ.items()
+    if k not in ("COLUMNS", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "CI")
+  }
   child = subprocess.Popen(
-      [sys.executable, "-c", LOOP], stdin=slave, stdout=slave, stderr=slave, cwd=Path(__file__).parents[1],
-      env={**env, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"})
+    [sys.executable, "-c", LOOP],
+    stdin=slave,
+    stdout=slave,
+    stderr=slave,
+    cwd=Path(__file__).parents[1],
+    env={**env, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
+  )
   os.close(slave)
   output = b""
   try:

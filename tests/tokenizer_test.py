@@ -9,11 +9,17 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_jax.config import ConfigError
 from grpo_jax.data import tokenizer
+from grpo_jax.settings import ConfigError
 
 ALPHABET = "0123456789+-=;# \né√"
-TEXTS = ["7+15=22;#### 22", "two  spaces and\na line", "naïve café, 北京 and 🦜!", "3/4 = 0.75 <b>", "x"]
+TEXTS = [
+  "7+15=22;#### 22",
+  "two  spaces and\na line",
+  "naïve café, 北京 and 🦜!",
+  "3/4 = 0.75 <b>",
+  "x",
+]
 CHARACTERS = tokenizer.characters(ALPHABET)
 
 
@@ -23,10 +29,15 @@ def byte_level(folder, **files):
   engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   engine.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
-      vocab_size=300, special_tokens=["<|end|>", "<|im_end|>"], show_progress=False,
-      initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    vocab_size=300,
+    special_tokens=["<|end|>", "<|im_end|>"],
+    show_progress=False,
+    initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+  )
   engine.train_from_iterator(TEXTS * 3, trainer)
-  engine.post_processor = tokenizers.processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+  engine.post_processor = tokenizers.processors.TemplateProcessing(
+    single="<|end|> $A", special_tokens=[("<|end|>", 0)]
+  )
   engine.enable_truncation(3)
   engine.enable_padding(length=20)
   folder.mkdir(exist_ok=True)
@@ -39,15 +50,24 @@ def byte_level(folder, **files):
 def trained(path, **options):
   out = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter(TEXTS * 5), model_writer=out, byte_fallback=True, normalization_rule_name="identity",
-      remove_extra_whitespaces=False, minloglevel=2, pad_id=3, **options)
+    sentence_iterator=iter(TEXTS * 5),
+    model_writer=out,
+    byte_fallback=True,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    minloglevel=2,
+    pad_id=3,
+    **options,
+  )
   path.write_bytes(out.getvalue())
   return path
 
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
-  return trained(tmp_path_factory.mktemp("pieces") / "tokenizer.model", vocab_size=320, model_type="bpe")
+  return trained(
+    tmp_path_factory.mktemp("pieces") / "tokenizer.model", vocab_size=320, model_type="bpe"
+  )
 
 
 def test_characters_have_the_ids_of_their_places():
@@ -104,29 +124,51 @@ def test_tokenizer_json(tmp_path):
   assert tokenizer.load(folder / "tokenizer.json").stop_ids == (1,)
 
 
-@pytest.mark.parametrize("files, stop_ids, pad_id", [
+@pytest.mark.parametrize(
+  "files, stop_ids, pad_id",
+  [
     ({"generation_config": {"eos_token_id": 1}}, (1,), 1),
-    ({"generation_config": {"eos_token_id": [0, 1]}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, (1, 0), 1),
-    ({"special_tokens_map": {"eos_token": {"content": "<|end|>"}, "pad_token": "<|im_end|>"}}, (0,), 1),
+    (
+      {
+        "generation_config": {"eos_token_id": [0, 1]},
+        "tokenizer_config": {"eos_token": "<|im_end|>"},
+      },
+      (1, 0),
+      1,
+    ),
+    (
+      {"special_tokens_map": {"eos_token": {"content": "<|end|>"}, "pad_token": "<|im_end|>"}},
+      (0,),
+      1,
+    ),
     ({"tokenizer_config": {"eos_token": None, "pad_token": "<|end|>"}}, (), 0),
     ({}, (), 0),
-])
+  ],
+)
 def test_special_ids_come_from_the_files_beside(tmp_path, files, stop_ids, pad_id):
   loaded = tokenizer.load(byte_level(tmp_path / "hf", **files))
   assert (loaded.stop_ids, loaded.pad_id) == (stop_ids, pad_id)
 
 
 def test_loaded_files_are_saved_as_they_were(tmp_path, pieces):
-  folder = byte_level(tmp_path / "hf", tokenizer_config={"eos_token": "<|end|>", "chat_template": "é"}, config={"x": 1})
+  folder = byte_level(
+    tmp_path / "hf",
+    tokenizer_config={"eos_token": "<|end|>", "chat_template": "é"},
+    config={"x": 1},
+  )
   (folder / "tokenizer.model").write_bytes(pieces.read_bytes())
   (folder / "additional_chat_templates").mkdir()
   for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
     (folder / name).write_text("{{ é }}")
-  contents = lambda where: {str(p.relative_to(where)): p.read_bytes() for p in where.rglob("*") if p.is_file()}
+  contents = lambda where: {
+    str(p.relative_to(where)): p.read_bytes() for p in where.rglob("*") if p.is_file()
+  }
   before = {name: content for name, content in contents(folder).items() if name != "config.json"}
   tokenizer.load(folder).save(tmp_path / "out")
   assert contents(tmp_path / "out") == before
-  assert tokenizer.load(tmp_path / "out").encode(TEXTS[0]) == tokenizer.load(folder / "tokenizer.json").encode(TEXTS[0])
+  assert tokenizer.load(tmp_path / "out").encode(TEXTS[0]) == tokenizer.load(
+    folder / "tokenizer.json"
+  ).encode(TEXTS[0])
 
 
 def test_sentencepiece(tmp_path, pieces):
@@ -136,7 +178,10 @@ def test_sentencepiece(tmp_path, pieces):
     assert loaded.encode(text) == known.encode(text)
     assert loaded.decode(loaded.encode(text)) == " " + text  # the model puts a space before a text
     assert loaded.decode(loaded.encode_batch_after([text])[0]) == text
-  assert loaded.encode_batch(TEXTS) == [loaded.encode(text) for text in TEXTS] and loaded.encode_batch([]) == []
+  assert (
+    loaded.encode_batch(TEXTS) == [loaded.encode(text) for text in TEXTS]
+    and loaded.encode_batch([]) == []
+  )
   assert (loaded.vocab_size, loaded.stop_ids, loaded.pad_id) == (320, (known.eos_id(),), 3)
   ids = loaded.encode_batch_after(["x"])[0]
   assert loaded.decode([known.bos_id(), *ids, known.eos_id(), 3, 3, 320, 100_000]) == "x"
@@ -164,12 +209,18 @@ def test_bad_tokenizers_are_named(tmp_path):
 
 # What stands before a prompt, and what comes between.
 
-@pytest.mark.parametrize("about, prefix", [
+
+@pytest.mark.parametrize(
+  "about, prefix",
+  [
     ({}, (0,)),  # the post-processor of tokenizer.json has the word
-    ({"bos_token": "<|im_end|>"}, (0,)), ({"bos_token": "<|im_end|>", "add_bos_token": True}, (1,)),
-    ({"bos_token": "<|end|>", "add_bos_token": False}, ()), ({"bos_token": "<|end|>", "add_eos_token": True}, ()),
+    ({"bos_token": "<|im_end|>"}, (0,)),
+    ({"bos_token": "<|im_end|>", "add_bos_token": True}, (1,)),
+    ({"bos_token": "<|end|>", "add_bos_token": False}, ()),
+    ({"bos_token": "<|end|>", "add_eos_token": True}, ()),
     ({"bos_token": None, "add_bos_token": True}, ()),
-])
+  ],
+)
 def test_what_stands_before_a_prompt(tmp_path, pieces, about, prefix):
   assert tokenizer.load(byte_level(tmp_path / "hf", tokenizer_config=about)).prefix_ids == prefix
   (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
@@ -177,10 +228,18 @@ def test_what_stands_before_a_prompt(tmp_path, pieces, about, prefix):
   assert tokenizer.load(tmp_path).prefix_ids == ((1,) if about.get("add_bos_token") else ())
 
 
-@pytest.mark.parametrize("options", [dict(model_type="unigram", vocab_size=300), dict(
-    model_type="bpe", vocab_size=310, add_dummy_prefix=False)], ids=str)
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(model_type="unigram", vocab_size=300),
+    dict(model_type="bpe", vocab_size=310, add_dummy_prefix=False),
+  ],
+  ids=str,
+)
 def test_sentencepiece_of_other_kinds(tmp_path, options):
-  known = sentencepiece.SentencePieceProcessor(model_file=str(trained(tmp_path / "tokenizer.model", **options)))
+  known = sentencepiece.SentencePieceProcessor(
+    model_file=str(trained(tmp_path / "tokenizer.model", **options))
+  )
   loaded = tokenizer.load(tmp_path)
   for text in [*TEXTS, "unseen: Ωß ✓"]:
     assert loaded.encode(text) == known.encode(text)
@@ -190,17 +249,41 @@ def test_sentencepiece_of_other_kinds(tmp_path, options):
 def test_special_tokens_beyond_a_sentencepiece_model(tmp_path, pieces):
   (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
   (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 320}))
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-      "eos_token": "<|im_end|>", "added_tokens_decoder": {
-          "321": {"content": "[word]", "special": False}, "325": {"content": "<|user|>", "rstrip": True}}}))
-  loaded, known = tokenizer.load(tmp_path), sentencepiece.SentencePieceProcessor(model_file=str(pieces))
+  (tmp_path / "tokenizer_config.json").write_text(
+    json.dumps(
+      {
+        "eos_token": "<|im_end|>",
+        "added_tokens_decoder": {
+          "321": {"content": "[word]", "special": False},
+          "325": {"content": "<|user|>", "rstrip": True},
+        },
+      }
+    )
+  )
+  loaded, known = (
+    tokenizer.load(tmp_path),
+    sentencepiece.SentencePieceProcessor(model_file=str(pieces)),
+  )
   assert (loaded.vocab_size, loaded.stop_ids) == (326, (320,))
-  after = lambda text: known.encode("=" + text)[len(known.encode("=")):]  # "=" begins no longer piece than itself
+  after = lambda text: known.encode("=" + text)[
+    len(known.encode("=")) :
+  ]  # "=" begins no longer piece than itself
   assert loaded.encode("x<|im_end|>7+[word] b<|user|> \n x</s>") == [
-      *known.encode("x"), 320, *after("7+"), 321, *after(" b"), 325, *after("x"), 2]
+    *known.encode("x"),
+    320,
+    *after("7+"),
+    321,
+    *after(" b"),
+    325,
+    *after("x"),
+    2,
+  ]
   assert loaded.decode([*after("7+"), 321, 320, *after(" b"), 325, 2, 322]) == "7+[word] b"
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": True}))
-  assert tokenizer.load(tmp_path).encode("</s>x") == [2, *known.encode("x")]  # each part begins as a text does
+  assert tokenizer.load(tmp_path).encode("</s>x") == [
+    2,
+    *known.encode("x"),
+  ]  # each part begins as a text does
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
@@ -208,10 +291,14 @@ def test_spaces_of_a_metaspace_tokenizer(tmp_path, scheme):
   engine = tokenizers.Tokenizer(tokenizers.models.BPE())
   engine.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
   engine.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
-  engine.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=90, show_progress=False))
+  engine.train_from_iterator(
+    TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=90, show_progress=False)
+  )
   engine.save(str(tmp_path / "tokenizer.json"))
   loaded = tokenizer.load(tmp_path)
-  assert engine.decode(loaded.encode("and")) == "and" and loaded.decode(loaded.encode("and")) == " and"
+  assert (
+    engine.decode(loaded.encode("and")) == "and" and loaded.decode(loaded.encode("and")) == " and"
+  )
   ids = loaded.encode("two and a line")
   assert loaded.decode(ids) == " two and a line" == "".join(loaded.decode([i]) for i in ids)
   assert loaded.decode(loaded.encode_batch_after(["and a"])[0]) == "and a"
@@ -240,33 +327,58 @@ def test_characters_of_several_tokens(pieces):
 
 # Chat templates.
 
+
 def chatty(folder, template, **files):
-  return tokenizer.load(byte_level(folder, tokenizer_config={"eos_token": "<|im_end|>", "chat_template": template}, **files))
+  return tokenizer.load(
+    byte_level(
+      folder, tokenizer_config={"eos_token": "<|im_end|>", "chat_template": template}, **files
+    )
+  )
 
 
 HELLO = [{"role": "user", "content": "<b> & é", "more": [1, "é"]}]
 
 
-@pytest.mark.parametrize("template, text", [
-    ("{{ messages[0].content }}{{ eos_token }}{{ bos_token }}{{ add_generation_prompt }}", "<b> & é<|im_end|>True"),
-    ("{% for i in range(9) %}\n  {% if i == 2 %}{% break %}{% endif %}\n{{ i }}\n{% endfor %}", "0\n1\n"),
+@pytest.mark.parametrize(
+  "template, text",
+  [
+    (
+      "{{ messages[0].content }}{{ eos_token }}{{ bos_token }}{{ add_generation_prompt }}",
+      "<b> & é<|im_end|>True",
+    ),
+    (
+      "{% for i in range(9) %}\n  {% if i == 2 %}{% break %}{% endif %}\n{{ i }}\n{% endfor %}",
+      "0\n1\n",
+    ),
     ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<b> & é", "more": [1, "é"]}'),
     ("{{ messages[0].more | tojson(indent=1) }}", '[\n 1,\n "é"\n]'),
     ("{% if tools is none %}{{ 'none' }}{% endif %}{{ strftime_now('%Y') | length }}", "none4"),
     ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
-])
+  ],
+)
 def test_chat_templates_have_what_transformers_gives_them(tmp_path, template, text):
   assert chatty(tmp_path / "hf", template).render(HELLO) == text
 
 
-@pytest.mark.parametrize("template, words", [
-    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError: access to attribute '__class__'"),
-    ("{{ messages.append(1) }}", "SecurityError"), ("{{ raise_exception('roles must\\nalternate') }}", "roles must alternate"),
-    ("{% if %}", "cannot be read: TemplateSyntaxError"), ("{{ messages[0].content + 1 }}", "TypeError"),
-    ("{{ messages[5].content }}", "UndefinedError"), ("{{ range(10 ** 9) | list }}", "OverflowError: Range too big"),
-])
+@pytest.mark.parametrize(
+  "template, words",
+  [
+    (
+      "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+      "SecurityError: access to attribute '__class__'",
+    ),
+    ("{{ messages.append(1) }}", "SecurityError"),
+    ("{{ raise_exception('roles must\\nalternate') }}", "roles must alternate"),
+    ("{% if %}", "cannot be read: TemplateSyntaxError"),
+    ("{{ messages[0].content + 1 }}", "TypeError"),
+    ("{{ messages[5].content }}", "UndefinedError"),
+    ("{{ range(10 ** 9) | list }}", "OverflowError: Range too big"),
+  ],
+)
 def test_a_template_that_fails_is_named_in_one_line(tmp_path, template, words):
-  with pytest.raises(ConfigError, match="^the chat template in tokenizer_config.json cannot ") as error:
+  with pytest.raises(
+    ConfigError, match="^the chat template in tokenizer_config.json cannot "
+  ) as error:
     chatty(tmp_path / "hf", template).render(HELLO)
   assert words in str(error.value) and "\n" not in str(error.value)
 
@@ -285,7 +397,12 @@ def test_where_the_chat_template_is(tmp_path):
       absent.render(HELLO)
 
 
-@pytest.mark.parametrize("messages", [[], "hello", [{"role": "user"}], [{"role": "user", "content": None}], ["hello"]])
+@pytest.mark.parametrize(
+  "messages", [[], "hello", [{"role": "user"}], [{"role": "user", "content": None}], ["hello"]]
+)
 def test_what_is_no_conversation_is_refused(tmp_path, messages):
-  with pytest.raises(ConfigError, match="^the chat template in tokenizer_config.json: a (conversation|message) must be "):
+  with pytest.raises(
+    ConfigError,
+    match="^the chat template in tokenizer_config.json: a (conversation|message) must be ",
+  ):
     chatty(tmp_path / "hf", "x").render(messages)

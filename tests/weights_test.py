@@ -2,29 +2,48 @@ import dataclasses
 import functools
 import json
 import math
-from pathlib import Path
 import shutil
+from pathlib import Path
 
-from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from grpo_jax.config import ConfigError, Mesh
+from grpo_jax.config import Mesh
 from grpo_jax.model import families, folders, weights
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.weights import load, save
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import param_specs
+from grpo_jax.settings import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
-TIED = ModelConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=64,
-                   rope_theta=50000.0, norm_eps=1e-5, max_positions=128, stop_ids=(3,))
-UNTIED = dataclasses.replace(TIED, num_kv_heads=4, head_dim=8, rope_theta=1000000.0, norm_eps=1e-6,
-                             tie_embeddings=False, stop_ids=(5, 7))
+TIED = ModelConfig(
+  vocab_size=96,
+  embed_dim=32,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  mlp_dim=64,
+  rope_theta=50000.0,
+  norm_eps=1e-5,
+  max_positions=128,
+  stop_ids=(3,),
+)
+UNTIED = dataclasses.replace(
+  TIED,
+  num_kv_heads=4,
+  head_dim=8,
+  rope_theta=1000000.0,
+  norm_eps=1e-6,
+  tie_embeddings=False,
+  stop_ids=(5, 7),
+)
 
 
 @pytest.fixture
@@ -62,7 +81,9 @@ def assert_refused(folder, *words):
 def random_params(config, seed=0):
   rng, sizes = np.random.default_rng(seed), families.sizes(config)
   draw = lambda row: rng.normal(size=row.our_shape(sizes)).astype(np.float32)
-  flat = {tuple(row.ours.split("/")): draw(row) for row in families.family_of(config).tensors(config)}
+  flat = {
+    tuple(row.ours.split("/")): draw(row) for row in families.family_of(config).tensors(config)
+  }
   return unflatten_dict(flat)
 
 
@@ -76,13 +97,18 @@ def assert_same(a, b):
 
 # --- The layout ---
 
+
 def test_projection_layout_by_hand():
   # Two heads of two on a stream of one: row h * 2 + e of theirs is [:, h, e] of ours.
   sizes = dict(H=2, E=2, D=1)
   q = families.Row("q", "q", "HE D", "DHE")
-  np.testing.assert_array_equal(q.from_theirs(np.array([[1], [2], [3], [4]]), sizes), [[[1, 2], [3, 4]]])
+  np.testing.assert_array_equal(
+    q.from_theirs(np.array([[1], [2], [3], [4]]), sizes), [[[1, 2], [3, 4]]]
+  )
   o = families.Row("o", "o", "D HE", "HED")
-  np.testing.assert_array_equal(o.from_theirs(np.array([[1, 2, 3, 4]]), sizes), [[[1], [2]], [[3], [4]]])
+  np.testing.assert_array_equal(
+    o.from_theirs(np.array([[1, 2, 3, 4]]), sizes), [[[1], [2]], [[3], [4]]]
+  )
 
 
 def test_experts_are_stacked_by_number():
@@ -107,6 +133,7 @@ def test_every_row_has_a_true_inverse(config):
 
 # --- Reading ---
 
+
 def test_tied_checkpoint(tied):
   config, params = load(tied)
   assert config == TIED
@@ -114,7 +141,9 @@ def test_tied_checkpoint(tied):
   assert len(flat) == len(theirs) == 26 and "head/kernel" not in flat
   assert all(isinstance(x, jax.Array) and x.dtype == jnp.float32 for x in flat.values())
   np.testing.assert_array_equal(flat["embed/embedding"], theirs["model.embed_tokens.weight"])
-  np.testing.assert_array_equal(flat["layers_1/mlp/down/kernel"], theirs["model.layers.1.mlp.down_proj.weight"].T)
+  np.testing.assert_array_equal(
+    flat["layers_1/mlp/down/kernel"], theirs["model.layers.1.mlp.down_proj.weight"].T
+  )
   k = theirs["model.layers.1.self_attn.k_proj.weight"]
   np.testing.assert_array_equal(flat["layers_1/attention/k/kernel"][:, 1, 3], k[1 * 16 + 3])
 
@@ -122,7 +151,9 @@ def test_tied_checkpoint(tied):
 def test_sharded_bfloat16_checkpoint(untied):
   config, params = load(untied)
   assert config == UNTIED
-  theirs = {k: v for file in sorted(untied.glob("*.safetensors")) for k, v in load_file(file).items()}
+  theirs = {
+    k: v for file in sorted(untied.glob("*.safetensors")) for k, v in load_file(file).items()
+  }
   assert {v.dtype for v in theirs.values()} == {np.dtype(ml_dtypes.bfloat16)}
   head = params["head"]["kernel"]
   assert head.dtype == jnp.float32
@@ -137,16 +168,29 @@ def test_config_of_transformers_4(tied):
 
 
 def test_fields_of_published_checkpoints_that_change_nothing(tied):
-  edit(tied / "config.json", rope_parameters=..., layer_types=..., rope_theta=50000.0, sliding_window=32768,
-       max_window_layers=1, use_mrope=False, torch_dtype="bfloat16", _name_or_path="x", rope_scaling=None)
+  edit(
+    tied / "config.json",
+    rope_parameters=...,
+    layer_types=...,
+    rope_theta=50000.0,
+    sliding_window=32768,
+    max_window_layers=1,
+    use_mrope=False,
+    torch_dtype="bfloat16",
+    _name_or_path="x",
+    rope_scaling=None,
+  )
   assert load(tied)[0] == TIED
 
 
-@pytest.mark.parametrize("fields, windows", [
+@pytest.mark.parametrize(
+  "fields, windows",
+  [
     (dict(max_window_layers=1, layer_types=...), (0, 64)),
     (dict(layer_types=["sliding_attention", "full_attention"]), (64, 0)),
     (dict(layer_types=["sliding_attention"] * 2, use_sliding_window=False), ()),
-])
+  ],
+)
 def test_windows_of_layers(tied, fields, windows):
   edit(tied / "config.json", **{"use_sliding_window": True, "sliding_window": 64, **fields})
   assert load(tied)[0] == dataclasses.replace(TIED, windows=windows)
@@ -158,28 +202,57 @@ FAMILIES = sorted((GOLDEN / "families").iterdir())
 @pytest.mark.parametrize("folder", FAMILIES, ids=lambda f: f.name)
 def test_every_family_is_saved_as_it_was_loaded(folder, tmp_path, monkeypatch):
   """In several files, too: a tensor that holds several of ours stays whole. Norms that are 1 + w are rounded once."""
-  equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=2.4e-7 if "gemma" in folder.name else 0)
+  equal = functools.partial(
+    np.testing.assert_allclose, rtol=0, atol=2.4e-7 if "gemma" in folder.name else 0
+  )
   config, params = load(folder)
   monkeypatch.setattr(weights, "SHARD_BYTES", 20000)
   save(tmp_path / "again", config, params)
   again, same = load(tmp_path / "again")
   assert again == config
   jax.tree.map(equal, same, params)
-  theirs = lambda path: {name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()}
+  theirs = lambda path: {
+    name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()
+  }
   before, after = theirs(folder), theirs(tmp_path / "again")
   assert before.keys() == after.keys()
   for name in before:
     equal(before[name].astype(np.float32), after[name])
 
 
-@pytest.mark.parametrize("name, fields", [
-    ("llama3", dict(rope_theta=5000.0, rope_scaling=dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0,
-                                                         high_freq_factor=4.0, original_max_position_embeddings=16))),
+@pytest.mark.parametrize(
+  "name, fields",
+  [
+    (
+      "llama3",
+      dict(
+        rope_theta=5000.0,
+        rope_scaling=dict(
+          rope_type="llama3",
+          factor=4.0,
+          low_freq_factor=1.0,
+          high_freq_factor=4.0,
+          original_max_position_embeddings=16,
+        ),
+      ),
+    ),
     ("llama_linear", dict(rope_theta=10000.0, rope_scaling=dict(type="linear", factor=4.0))),
-    ("gemma3", dict(rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=dict(rope_type="linear", factor=8.0))),
-    ("mistral", dict(rope_theta=10000.0)), ("phi3", dict(rope_theta=10000.0, rope_scaling=None)),
-    ("qwen3_moe", dict(rope_theta=1000000.0, num_local_experts=..., num_experts=6, max_window_layers=2)),
-])
+    (
+      "gemma3",
+      dict(
+        rope_theta=1000000.0,
+        rope_local_base_freq=10000.0,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+      ),
+    ),
+    ("mistral", dict(rope_theta=10000.0)),
+    ("phi3", dict(rope_theta=10000.0, rope_scaling=None)),
+    (
+      "qwen3_moe",
+      dict(rope_theta=1000000.0, num_local_experts=..., num_experts=6, max_window_layers=2),
+    ),
+  ],
+)
 def test_a_family_as_transformers_4_writes_it(name, fields, tmp_path):
   folder = Path(shutil.copytree(GOLDEN / "families" / name, tmp_path / name))
   expected = load(folder)[0]
@@ -196,23 +269,39 @@ def test_the_pattern_of_layers_where_the_file_names_none(tmp_path):
 
 
 def test_window_longer_than_any_text_is_allowed(tied):
-  edit(tied / "config.json", layer_types=..., use_sliding_window=True, sliding_window=128, max_window_layers=0)
+  edit(
+    tied / "config.json",
+    layer_types=...,
+    use_sliding_window=True,
+    sliding_window=128,
+    max_window_layers=0,
+  )
   load(tied)
 
 
-@pytest.mark.parametrize("name, mesh", [("qwen2_untied", (1, 4, 1, 2)), ("families/phi3", (1, 4, 1, 2)),
-                                        ("families/gemma2", (1, 4, 1, 2)), ("families/phi3", (1, 1, 1, 1)),
-                                        ("families/qwen3_moe", (1, 2, 2, 2)), ("families/qwen3_moe_mixed", (2, 2, 2, 1))])
+@pytest.mark.parametrize(
+  "name, mesh",
+  [
+    ("qwen2_untied", (1, 4, 1, 2)),
+    ("families/phi3", (1, 4, 1, 2)),
+    ("families/gemma2", (1, 4, 1, 2)),
+    ("families/phi3", (1, 1, 1, 1)),
+    ("families/qwen3_moe", (1, 2, 2, 2)),
+    ("families/qwen3_moe_mixed", (2, 2, 2, 1)),
+  ],
+)
 def test_devices_read_their_own_parts(name, mesh, monkeypatch):
   """Of tensors in the dtype of the file, fused ones too; `convert` is given them in our layout, and what it makes is kept."""
   config, whole = load(GOLDEN / name)
-  fsdp, tensor, mesh = mesh[1], mesh[3], make_mesh(Mesh(*mesh), jax.devices()[:math.prod(mesh)])
+  fsdp, tensor, mesh = mesh[1], mesh[3], make_mesh(Mesh(*mesh), jax.devices()[: math.prod(mesh)])
   places = flatten_dict(param_specs(whole, mesh), sep="/")
   read, sizes, told = folders.Tensors.read, [], []
   monkeypatch.setattr(folders.Tensors, "read", lambda *a: sizes.append(read(*a)) or sizes[-1])
 
   def convert(path, x):
-    half = name in ("qwen2_untied", "families/qwen3_moe_mixed") or ("gemma" in name and "norm" not in path)
+    half = name in ("qwen2_untied", "families/qwen3_moe_mixed") or (
+      "gemma" in name and "norm" not in path
+    )
     assert x.dtype == ("bfloat16" if half else "float32")
     return 2 * jax.lax.with_sharding_constraint(x.astype(jnp.float32), places[path])
 
@@ -238,11 +327,14 @@ def test_stop_ids_of_generation_config_override(tied):
 
 def test_redundant_tensors_are_ignored(tied):
   embedding = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
-  edit_tensors(tied, lm_head__weight=embedding, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(8))
+  edit_tensors(
+    tied, lm_head__weight=embedding, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(8)
+  )
   assert load(tied)[0] == TIED
 
 
 # --- Writing ---
+
 
 @pytest.mark.parametrize("config", [TIED, UNTIED, dataclasses.replace(TIED, stop_ids=())])
 def test_load_of_save_is_the_same_bit_for_bit(config, tmp_path):
@@ -258,7 +350,10 @@ def test_load_of_save_is_the_same_bit_for_bit(config, tmp_path):
 
 def test_saved_tensors_are_those_that_transformers_wrote(tied, tmp_path):
   save(tmp_path / "again", *load(tied))
-  before, after = load_file(tied / "model.safetensors"), load_file(tmp_path / "again/model.safetensors")
+  before, after = (
+    load_file(tied / "model.safetensors"),
+    load_file(tmp_path / "again/model.safetensors"),
+  )
   assert before.keys() == after.keys()
   for name in before:
     np.testing.assert_array_equal(before[name], after[name])
@@ -289,7 +384,9 @@ def test_sharded_and_bfloat16_arrays_are_saved_as_float32(tmp_path):
   params = random_params(TIED)
   mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-  sharded = jax.tree.map(lambda x: jax.device_put(x, split) if x.shape[0] % len(jax.devices()) == 0 else x, params)
+  sharded = jax.tree.map(
+    lambda x: jax.device_put(x, split) if x.shape[0] % len(jax.devices()) == 0 else x, params
+  )
   save(tmp_path / "sharded", TIED, sharded)
   assert_same(params, load(tmp_path / "sharded")[1])
   save(tmp_path / "short", TIED, jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params))
@@ -313,6 +410,7 @@ def test_save_never_overwrites(tmp_path):
 def test_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
   def fail(*args, **kwargs):
     raise OSError("disk full")
+
   monkeypatch.setattr(weights, "save_file", fail)
   with pytest.raises(OSError, match="disk full"):
     save(tmp_path / "m", TIED, random_params(TIED))
@@ -323,7 +421,9 @@ def test_save_refuses_parameters_of_another_config(tmp_path):
   params = random_params(TIED)
   with pytest.raises(ConfigError, match="head/kernel is absent"):
     save(tmp_path / "m", dataclasses.replace(TIED, tie_embeddings=False), params)
-  with pytest.raises(ConfigError, match=r"attention/k/bias is \(2, 16\), by its config it should be \(4, 16\)"):
+  with pytest.raises(
+    ConfigError, match=r"attention/k/bias is \(2, 16\), by its config it should be \(4, 16\)"
+  ):
     save(tmp_path / "m", dataclasses.replace(TIED, num_kv_heads=4), params)
   with pytest.raises(ConfigError, match="layers_1/.* absent"):
     save(tmp_path / "m", dataclasses.replace(TIED, num_layers=1), params)
@@ -333,6 +433,7 @@ def test_save_refuses_parameters_of_another_config(tmp_path):
 
 
 # --- Refusals ---
+
 
 def test_missing_folder_says_to_download():
   assert_refused("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "hf download")
@@ -350,22 +451,38 @@ def test_config_json_missing(tied):
   assert_refused(tied, "config.json is missing")
 
 
-@pytest.mark.parametrize("key, fields", [
+@pytest.mark.parametrize(
+  "key, fields",
+  [
     ("model_type", dict(model_type="mamba")),
     ("model_type", dict(model_type=...)),
     ("architectures", dict(architectures=["Qwen2ForSequenceClassification"])),
     ("hidden_act", dict(hidden_act="gelu")),
     ("attention_dropout", dict(attention_dropout=0.1)),
     ("quantization_config", dict(quantization_config={"quant_method": "gptq"})),
-    ("sliding_window", dict(use_sliding_window=True, sliding_window=-1, max_window_layers=1, layer_types=...)),
+    (
+      "sliding_window",
+      dict(use_sliding_window=True, sliding_window=-1, max_window_layers=1, layer_types=...),
+    ),
     ("layer_types", dict(layer_types=["full_attention", "linear_attention"])),
     ("layer_types", dict(layer_types=["full_attention"])),
     ("attention_sinks", dict(attention_sinks=4)),  # a field that nobody knows
     ("attention_bias", dict(attention_bias=True)),
-    ("rope_parameters", dict(rope_parameters={"rope_type": "longrope", "factor": 4.0, "rope_theta": 50000.0})),
-    ("rope_parameters", dict(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0, "mscale": 1.0})),
+    (
+      "rope_parameters",
+      dict(rope_parameters={"rope_type": "longrope", "factor": 4.0, "rope_theta": 50000.0}),
+    ),
+    (
+      "rope_parameters",
+      dict(
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0, "mscale": 1.0}
+      ),
+    ),
     ("factor", dict(rope_parameters={"rope_type": "linear", "rope_theta": 50000.0})),
-    ("rope_parameters", dict(rope_parameters={"rope_theta": 50000.0, "partial_rotary_factor": 0.5})),
+    (
+      "rope_parameters",
+      dict(rope_parameters={"rope_theta": 50000.0, "partial_rotary_factor": 0.5}),
+    ),
     ("rope_scaling", dict(rope_scaling={"type": "linear", "factor": 2.0})),
     ("rope_scaling", dict(rope_scaling="linear")),
     ("partial_rotary_factor", dict(partial_rotary_factor=0.5)),
@@ -379,13 +496,16 @@ def test_config_json_missing(tied):
     ("tie_word_embeddings", dict(tie_word_embeddings="yes")),
     ("hidden_size", dict(head_dim=None, num_attention_heads=5)),
     ("num_attention_heads", dict(num_key_value_heads=3)),
-])
+  ],
+)
 def test_config_field_is_refused_by_name(tied, key, fields):
   edit(tied / "config.json", **fields)
   assert_refused(tied, "config.json: " + key)
 
 
-@pytest.mark.parametrize("key, fields", [
+@pytest.mark.parametrize(
+  "key, fields",
+  [
     ("num_experts", dict(num_experts=5)),  # num_local_experts is 6
     ("num_experts", dict(num_local_experts=...)),
     ("num_experts_per_tok", dict(num_experts_per_tok=7)),
@@ -393,9 +513,16 @@ def test_config_field_is_refused_by_name(tied, key, fields):
     ("norm_topk_prob", dict(norm_topk_prob=1)),
     ("decoder_sparse_step", dict(decoder_sparse_step=0)),
     ("mlp_only_layers", dict(mlp_only_layers="0")),
-    ("layer_types", dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"])),
-    ("shared_expert_intermediate_size", dict(shared_expert_intermediate_size=8)),  # of another family
-])
+    (
+      "layer_types",
+      dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]),
+    ),
+    (
+      "shared_expert_intermediate_size",
+      dict(shared_expert_intermediate_size=8),
+    ),  # of another family
+  ],
+)
 def test_field_of_a_mixture_is_refused_by_name(key, fields, tmp_path):
   folder = Path(shutil.copytree(GOLDEN / "families/qwen3_moe", tmp_path / "m"))
   edit(folder / "config.json", **fields)

@@ -3,6 +3,7 @@
 A completion that no reward function scored (NaN) gets 0 and stays out of every mean and deviation. Where all rewards of
 a group are equal, the advantages that only know the group are exactly 0.
 """
+
 from typing import Callable
 
 import jax
@@ -19,7 +20,9 @@ def group_normalized(r: Rewards, algo: Algo) -> jax.Array:
   Worked, ddof 0: [1, 1, 0, 0] -> [1, 1, -1, -1]; ddof 1: [1, 0, 0, 0] -> [1.5, -.5, -.5, -.5].
   """
   x_PG, scored_PG = r.total_PG, r.scored_PG
-  return masked.centered(x_PG, scored_PG, 1) / (masked.std(x_PG, scored_PG, algo.std_ddof, 1) + algo.std_eps)
+  return masked.centered(x_PG, scored_PG, 1) / (
+    masked.std(x_PG, scored_PG, algo.std_ddof, 1) + algo.std_eps
+  )
 
 
 def group_centered(r: Rewards, algo: Algo) -> jax.Array:
@@ -53,7 +56,9 @@ def batch_normalized(r: Rewards, algo: Algo) -> jax.Array:
     return _batch_whitened(r.total_PG, r, algo)
   to_go_PGT = r.score_PG[..., None] - jnp.flip(jnp.cumsum(jnp.flip(r.penalty_PGT, -1), -1), -1)
   tokens_PGT = r.mask_PGT * r.scored_PG[..., None]
-  return masked.centered(to_go_PGT, tokens_PGT) / (masked.std(to_go_PGT, tokens_PGT, algo.std_ddof) + algo.std_eps)
+  return masked.centered(to_go_PGT, tokens_PGT) / (
+    masked.std(to_go_PGT, tokens_PGT, algo.std_ddof) + algo.std_eps
+  )
 
 
 def group_centered_batch_whitened(r: Rewards, algo: Algo) -> jax.Array:
@@ -70,13 +75,17 @@ def opo(r: Rewards, algo: Algo) -> jax.Array:
 def greedy_baseline(r: Rewards, algo: Algo) -> jax.Array:
   """A = r - reward of the prompt's greedy completion (ReMax 2310.10505, eq. 3)."""
   del algo
-  return masked.masked(r.total_PG - r.greedy_P[:, None], r.scored_PG & ~jnp.isnan(r.greedy_P[:, None]))
+  return masked.masked(
+    r.total_PG - r.greedy_P[:, None], r.scored_PG & ~jnp.isnan(r.greedy_P[:, None])
+  )
 
 
 def gdpo(r: Rewards, algo: Algo) -> jax.Array:
   """Each reward z-scored in its group, their weighted sum, then normalised over the batch (GDPO 2601.05242)."""
   x_KPG, scored_KPG = r.scores_KPG, ~jnp.isnan(r.scores_KPG)
-  z_KPG = masked.centered(x_KPG, scored_KPG, 2) / (masked.std(x_KPG, scored_KPG, algo.std_ddof, 2) + algo.std_eps)
+  z_KPG = masked.centered(x_KPG, scored_KPG, 2) / (
+    masked.std(x_KPG, scored_KPG, algo.std_ddof, 2) + algo.std_eps
+  )
   v_PG = (r.weights_K[:, None, None] * z_KPG).sum(0)
   return _batch_whitened(v_PG, r, algo, algo.batch_std_eps)
 
@@ -90,11 +99,17 @@ def pass_at_k(r: Rewards, algo: Algo) -> jax.Array:
   """
   right_PG = r.scored_PG & (r.total_PG > 0)
   n_P1, c_P1 = masked.count(r.scored_PG, 1, keepdims=True), masked.count(right_PG, 1, keepdims=True)
-  none_right = lambda n, wrong, k: jnp.prod(jnp.stack(  # C(wrong, k) / C(n, k)
-      [jnp.maximum(wrong - i, 0) / jnp.maximum(n - i, 1) for i in range(k)] or [jnp.ones(n.shape)]), 0)
+  none_right = lambda n, wrong, k: jnp.prod(
+    jnp.stack(  # C(wrong, k) / C(n, k)
+      [jnp.maximum(wrong - i, 0) / jnp.maximum(n - i, 1) for i in range(k)] or [jnp.ones(n.shape)]
+    ),
+    0,
+  )
   reward_P1 = 1 - none_right(n_P1, n_P1 - c_P1, algo.pass_k)
   variance_P1 = reward_P1 * (1 - reward_P1)
-  a_PG = 1 - reward_P1 - jnp.where(right_PG, 0, none_right(n_P1 - 1, n_P1 - c_P1 - 1, algo.pass_k - 1))
+  a_PG = (
+    1 - reward_P1 - jnp.where(right_PG, 0, none_right(n_P1 - 1, n_P1 - c_P1 - 1, algo.pass_k - 1))
+  )
   std_P1 = jnp.sqrt(jnp.where(variance_P1 > 0, variance_P1, 1)) + algo.std_eps
   return masked.masked(a_PG / std_P1, r.scored_PG & (variance_P1 > 0))
 
@@ -106,14 +121,18 @@ def process(r: Rewards, algo: Algo) -> jax.Array:
   Worked, ddof 0: steps [1, 0] and [0, 1, 1] (mean .6, std .489898) -> [-.4082, -1.2247] and [.4082, 1.6330, .8165].
   """
   x_PGT, ends_PGT, group = r.step_rewards_PGT, r.step_ends_PGT, (1, 2)
-  z_PGT = masked.centered(x_PGT, ends_PGT, group) / (masked.std(x_PGT, ends_PGT, algo.std_ddof, group) + algo.std_eps)
+  z_PGT = masked.centered(x_PGT, ends_PGT, group) / (
+    masked.std(x_PGT, ends_PGT, algo.std_ddof, group) + algo.std_eps
+  )
   return masked.masked(jnp.flip(jnp.cumsum(jnp.flip(z_PGT, -1), -1), -1), r.mask_PGT)
 
 
 def _batch_whitened(x_PG, r, algo, eps=None):
   weights = _batch_weights(r, algo)
   std = masked.std(x_PG, r.scored_PG, algo.std_ddof, None, weights)
-  return masked.centered(x_PG, r.scored_PG, None, weights) / (std + (algo.std_eps if eps is None else eps))
+  return masked.centered(x_PG, r.scored_PG, None, weights) / (
+    std + (algo.std_eps if eps is None else eps)
+  )
 
 
 def _batch_weights(r, algo):
@@ -122,15 +141,15 @@ def _batch_weights(r, algo):
 
 
 ADVANTAGES: dict[str, Callable[[Rewards, Algo], jax.Array]] = {
-    "group_normalized": group_normalized,
-    "group_centered": group_centered,
-    "group_mean_batch_std": group_mean_batch_std,
-    "leave_one_out": leave_one_out,
-    "batch_normalized": batch_normalized,
-    "group_centered_batch_whitened": group_centered_batch_whitened,
-    "opo": opo,
-    "greedy_baseline": greedy_baseline,
-    "gdpo": gdpo,
-    "pass_at_k": pass_at_k,
-    "process": process,
+  "group_normalized": group_normalized,
+  "group_centered": group_centered,
+  "group_mean_batch_std": group_mean_batch_std,
+  "leave_one_out": leave_one_out,
+  "batch_normalized": batch_normalized,
+  "group_centered_batch_whitened": group_centered_batch_whitened,
+  "opo": opo,
+  "greedy_baseline": greedy_baseline,
+  "gdpo": gdpo,
+  "pass_at_k": pass_at_k,
+  "process": process,
 }

@@ -3,6 +3,7 @@
 Sums of any split of the batch add up, and so do weights, which depend on the mask alone. A sequence without a loss token
 is not counted.
 """
+
 import jax
 
 from grpo_jax import masked
@@ -44,5 +45,10 @@ def _sequences(mask_PGT):
   return (mask_PGT != 0).any(-1).sum()
 
 
-AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum,
-                "constant": constant, "prompt_mean": prompt_mean}
+AGGREGATIONS = {
+  "token_mean": token_mean,
+  "sequence_mean": sequence_mean,
+  "sequence_sum": sequence_sum,
+  "constant": constant,
+  "prompt_mean": prompt_mean,
+}

@@ -2,6 +2,7 @@
 
 Arguments are sums over the tokens that count: of each prompt, once, and of the loss. Sums of the parts of a batch add up.
 """
+
 import jax
 
 from grpo_jax import masked
@@ -21,6 +22,10 @@ def balance_metrics(routing: Routing) -> dict[str, jax.Array]:
   """Of the routing of a whole batch. load: an expert's share of its layer's tokens, relative to all experts' mean."""
   x: Routing = jax.tree.map(lambda x: x.sum(0), routing)
   load_LX = masked.divide(x.given_BLX, x.given_BLX.mean(-1, keepdims=True))
-  return {"router/aux_loss": balance_loss(x.given_BLX.sum(0), x.probs_BLX.sum(0), x.tokens_BL.sum()),
-          "router/load_max": load_LX.max(), "router/load_min": load_LX.min(), "router/dead": (load_LX == 0).mean(),
-          "router/entropy": masked.divide(x.entropy_BL.sum(), x.tokens_BL.sum())}
+  return {
+    "router/aux_loss": balance_loss(x.given_BLX.sum(0), x.probs_BLX.sum(0), x.tokens_BL.sum()),
+    "router/load_max": load_LX.max(),
+    "router/load_min": load_LX.min(),
+    "router/dead": (load_LX == 0).mean(),
+    "router/entropy": masked.divide(x.entropy_BL.sum(), x.tokens_BL.sum()),
+  }

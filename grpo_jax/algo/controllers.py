@@ -1,4 +1,5 @@
 """Coefficients that follow what is measured. Once per optimizer update; their state is part of the checkpoint."""
+
 import jax
 import jax.numpy as jnp
 

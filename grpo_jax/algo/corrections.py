@@ -2,6 +2,7 @@
 
 w = exp(old - mu): of the token; or of the row, the product (`sequence`) or geometric mean (`geometric`) of its tokens'.
 """
+
 import jax
 import jax.numpy as jnp
 
@@ -9,9 +10,9 @@ from grpo_jax import masked
 from grpo_jax.config import Algo
 
 LEVELS = {  # (log w [P, G, T], mask) -> log w, broadcast
-    "token": lambda x_PGT, mask_PGT: x_PGT,
-    "sequence": lambda x_PGT, mask_PGT: masked.total(x_PGT, mask_PGT, -1, keepdims=True),
-    "geometric": lambda x_PGT, mask_PGT: masked.mean(x_PGT, mask_PGT, -1, keepdims=True),
+  "token": lambda x_PGT, mask_PGT: x_PGT,
+  "sequence": lambda x_PGT, mask_PGT: masked.total(x_PGT, mask_PGT, -1, keepdims=True),
+  "geometric": lambda x_PGT, mask_PGT: masked.mean(x_PGT, mask_PGT, -1, keepdims=True),
 }
 
 
@@ -42,7 +43,9 @@ def importance(old_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo:
   return jnp.exp(jnp.broadcast_to(log_w_PGT, mask_PGT.shape))
 
 
-def correction_weights(old_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> jax.Array:
+def correction_weights(
+  old_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo
+) -> jax.Array:
   """Weights [P, G, T] of the surrogate, 0 where the mask is."""
   weights_PGT = CORRECTIONS[algo.correction](importance(old_PGT, mu_PGT, mask_PGT, algo), algo)
   return jax.lax.stop_gradient(masked.masked(weights_PGT, mask_PGT))

@@ -1,5 +1,6 @@
 """KL(pi || ref) per token: estimates from the token that was sampled, (logprobs, ref_logprobs) -> [P, G, T], with
 d = lp - ref; and the whole of it, `full`, from both distributions."""
+
 import jax
 import jax.numpy as jnp
 
@@ -30,9 +31,11 @@ def k3(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
 
 def straight_through(estimate):
   """The value of `estimate`, the gradient of k2."""
+
   def value(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
     gradient = k2(logprobs_PGT, ref_logprobs_PGT)
     return gradient + jax.lax.stop_gradient(estimate(logprobs_PGT, ref_logprobs_PGT) - gradient)
+
   return value
 
 

@@ -3,6 +3,7 @@
 A batch may come in parts. What takes all of it to know, the weights of the means (`whole`) and the selection of tokens,
 is given, so that the parts' shares of the loss add up to the whole's.
 """
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -23,6 +24,7 @@ sg = jax.lax.stop_gradient
 @struct.dataclass
 class Whole:
   """What the parts of an optimizer batch have in common."""
+
   loss_weight: jax.Array  # of the aggregation
   entropy_weight: jax.Array  # tokens kept
   coefs: Coefs
@@ -31,6 +33,7 @@ class Whole:
 @struct.dataclass
 class Told:
   """Metrics of a part of a batch."""
+
   means: dict[str, tuple[jax.Array, jax.Array]]  # (sum, weight)
   maxima: dict[str, jax.Array]
   minima: dict[str, jax.Array]
@@ -59,7 +62,9 @@ def objective(stats: TokenStats, batch: Batch, of_all: Whole, algo: Algo) -> tup
   loss_PGT = SURROGATES[algo.surrogate](x, algo)
   if algo.off_policy_threshold:
     drift_PG1 = masked.mean(_mu(x, batch) - sg(x.logprobs_PGT), x.mask_PGT, -1, keepdims=True)
-    loss_PGT = jnp.where((x.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold), 0, loss_PGT)
+    loss_PGT = jnp.where(
+      (x.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold), 0, loss_PGT
+    )
   if algo.surrogate != "gmpo":  # there, the kept tokens are those of the geometric mean
     loss_PGT = masked.masked(loss_PGT, x.kept_PGT)
   if algo.surrogate != "vespo":  # there, the weights are in the sequence's weight
@@ -72,7 +77,9 @@ def objective(stats: TokenStats, batch: Batch, of_all: Whole, algo: Algo) -> tup
       kl_PGT = kl_PGT * jnp.exp(x.d_PGT)
     if algo.kl_in == "loss":  # else the rewards have it
       loss_PGT = loss_PGT + of_all.coefs.kl * kl_PGT
-  loss = masked.divide(AGGREGATIONS[algo.aggregation](loss_PGT, x.mask_PGT, algo)[0], of_all.loss_weight)
+  loss = masked.divide(
+    AGGREGATIONS[algo.aggregation](loss_PGT, x.mask_PGT, algo)[0], of_all.loss_weight
+  )
   if has_entropy_bonus(algo):
     entropy = masked.divide(masked.total(stats.entropies_PGT, x.kept_PGT), of_all.entropy_weight)
     loss = loss - of_all.coefs.entropy * entropy
@@ -84,10 +91,22 @@ def _terms(logprobs_PGT, batch, algo):
   selection = batch.selection or selection_lib.trivial(mask_PGT)
   logprobs_PGT = masked.masked(logprobs_PGT, mask_PGT)
   # One update per batch: old is the policy itself, so that the ratio is 1 and carries only the gradient.
-  old_PGT = sg(logprobs_PGT) if batch.old_logprobs_PGT is None else masked.masked(batch.old_logprobs_PGT, mask_PGT)
+  old_PGT = (
+    sg(logprobs_PGT)
+    if batch.old_logprobs_PGT is None
+    else masked.masked(batch.old_logprobs_PGT, mask_PGT)
+  )
   ratio_PGT = RATIOS[algo.ratio](logprobs_PGT, old_PGT, mask_PGT)
-  x = Terms(logprobs_PGT, old_PGT, ratio_PGT, masked.masked(batch.advantages_PGT, mask_PGT), mask_PGT,
-            selection.kept_PGT, selection.chosen_PGT, jnp.ones_like(mask_PGT))
+  x = Terms(
+    logprobs_PGT,
+    old_PGT,
+    ratio_PGT,
+    masked.masked(batch.advantages_PGT, mask_PGT),
+    mask_PGT,
+    selection.kept_PGT,
+    selection.chosen_PGT,
+    jnp.ones_like(mask_PGT),
+  )
   if algo.correction == "none":
     return x
   return x.replace(weights_PGT=correction_weights(old_PGT, _mu(x, batch), mask_PGT, algo))
@@ -110,11 +129,21 @@ def _told(x, entropies_PGT, batch, algo):
   means = {"entropy": mean(sg(entropies_PGT)), "ratio/mean": mean(ratio_PGT)}
   if algo.surrogate in BOUNDS:
     low_PGT, high_PGT = sg(BOUNDS[algo.surrogate](x, algo))
-    means |= {"clip_ratio/low_mean": mean(low_PGT), "clip_ratio/high_mean": mean(high_PGT),
-              "clip_ratio/region_mean": mean(low_PGT | high_PGT)}
+    means |= {
+      "clip_ratio/low_mean": mean(low_PGT),
+      "clip_ratio/high_mean": mean(high_PGT),
+      "clip_ratio/region_mean": mean(low_PGT | high_PGT),
+    }
   if batch.selection is not None:
     means |= {"selection/kept": mean(x.kept_PGT != 0), "selection/chosen": mean(x.chosen_PGT != 0)}
   if algo.correction != "none":
     raw_PGT = importance(x.old_logprobs_PGT, _mu(x, batch), mask_PGT, algo)
-    means |= {"correction/weight_mean": mean(x.weights_PGT), "correction/changed": mean(x.weights_PGT != raw_PGT)}
-  return Told(means, {"ratio/max": masked.largest(ratio_PGT, mask_PGT)}, {"ratio/min": masked.smallest(ratio_PGT, mask_PGT)})
+    means |= {
+      "correction/weight_mean": mean(x.weights_PGT),
+      "correction/changed": mean(x.weights_PGT != raw_PGT),
+    }
+  return Told(
+    means,
+    {"ratio/max": masked.largest(ratio_PGT, mask_PGT)},
+    {"ratio/min": masked.smallest(ratio_PGT, mask_PGT)},
+  )

@@ -1,5 +1,6 @@
 """Which tokens are treated otherwise. It takes the whole optimizer batch to say so, so it is said before the update is
 split into micro-batches. No gradient."""
+
 import jax
 import jax.numpy as jnp
 
@@ -23,7 +24,9 @@ def select(logprobs_PGT, old_PGT, entropies_PGT, advantages_PGT, mask_PGT, algo:
   """The selection of a whole batch, all arguments [P, G, T]."""
   selection = trivial(mask_PGT)
   if algo.top_entropy_quantile < 1:
-    selection = selection.replace(kept_PGT=most_uncertain(entropies_PGT, mask_PGT, algo.top_entropy_quantile))
+    selection = selection.replace(
+      kept_PGT=most_uncertain(entropies_PGT, mask_PGT, algo.top_entropy_quantile)
+    )
   if algo.surrogate in CHOICES:
     # Covariance of a token: how much its log-prob and its advantage are high together (2505.22617, eq. 8).
     covariance_PGT = _deviation(advantages_PGT, mask_PGT) * _deviation(logprobs_PGT, mask_PGT)
@@ -42,7 +45,9 @@ def most_uncertain(entropies_PGT: jax.Array, mask_PGT: jax.Array, share: float) 
 def clip_cov(covariance_PGT, ratio_PGT, advantages_PGT, mask_PGT, algo: Algo) -> jax.Array:
   """Tokens with covariance in (cov_low, cov_high) that PPO does not clip: of them, at most cov_fraction of all tokens.
   The paper draws those at random; here they are the ones of highest covariance, whatever the seed."""
-  clipped = (ratio_PGT > 1 + algo.clip_high) & (advantages_PGT > 0) | (ratio_PGT < 1 - algo.clip_low) & (advantages_PGT < 0)
+  clipped = (ratio_PGT > 1 + algo.clip_high) & (advantages_PGT > 0) | (
+    ratio_PGT < 1 - algo.clip_low
+  ) & (advantages_PGT < 0)
   band = (covariance_PGT > algo.cov_low) & (covariance_PGT < algo.cov_high) & ~clipped
   return _highest(covariance_PGT, mask_PGT * band, _budget(mask_PGT, algo))
 

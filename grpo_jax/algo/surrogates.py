@@ -2,6 +2,7 @@
 
 w is the ratio, A the advantage, lp the policy's log-prob, d = lp - old, sg a stopped gradient.
 """
+
 from typing import Callable
 
 import jax
@@ -17,6 +18,7 @@ sg = jax.lax.stop_gradient
 @struct.dataclass
 class Terms:
   """What a surrogate is made of, each [P, G, T]."""
+
   logprobs_PGT: jax.Array  # lp, 0 at padding
   old_logprobs_PGT: jax.Array  # 0 at padding
   ratio_PGT: jax.Array  # w, as algo.ratio says
@@ -57,7 +59,11 @@ def reinforce(x: Terms, algo: Algo) -> jax.Array:
 
 def cispo(x: Terms, algo: Algo) -> jax.Array:
   """-sg[clip(w, 1 - clip_low, 1 + clip_high)] A lp (MiniMax-M1 2506.13585, eq. 4-5). clip_low 1 is no lower bound."""
-  return -sg(jnp.clip(x.ratio_PGT, 1 - algo.clip_low, 1 + algo.clip_high)) * x.advantages_PGT * x.logprobs_PGT
+  return (
+    -sg(jnp.clip(x.ratio_PGT, 1 - algo.clip_low, 1 + algo.clip_high))
+    * x.advantages_PGT
+    * x.logprobs_PGT
+  )
 
 
 def sapo(x: Terms, algo: Algo) -> jax.Array:
@@ -76,7 +82,9 @@ def gmpo(x: Terms, algo: Algo) -> jax.Array:
   The mean is over the kept tokens; every token carries the row's value. Worked, .4: w = [1, 1, 1, 5], A 1 -> 1.105171.
   """
   limited_PGT = jnp.clip(x.d_PGT, -algo.clip_low, algo.clip_high)
-  pessimistic_PGT = jnp.where(x.advantages_PGT > 0, jnp.minimum(x.d_PGT, limited_PGT), jnp.maximum(x.d_PGT, limited_PGT))
+  pessimistic_PGT = jnp.where(
+    x.advantages_PGT > 0, jnp.minimum(x.d_PGT, limited_PGT), jnp.maximum(x.d_PGT, limited_PGT)
+  )
   return -x.advantages_PGT * jnp.exp(masked.mean(pessimistic_PGT, x.kept_PGT, -1, keepdims=True))
 
 
@@ -88,7 +96,9 @@ def vespo(x: Terms, algo: Algo) -> jax.Array:
   """
   log_w_PG1 = jnp.clip(masked.total(x.d_PGT, x.mask_PGT, -1, keepdims=True), jnp.log(1e-8), 20.0)
   log_weights_PGT = jnp.log(jnp.maximum(x.weights_PGT, 1e-8))
-  row = masked.total if algo.correction_level == "token" else masked.mean  # else all tokens carry the row's weight
+  row = (
+    masked.total if algo.correction_level == "token" else masked.mean
+  )  # else all tokens carry the row's weight
   log_w_PG1 = log_w_PG1 + row(log_weights_PGT, x.mask_PGT, -1, keepdims=True)
   positive_PGT = x.advantages_PGT >= 0
   k_PGT = jnp.where(positive_PGT, algo.k_pos, algo.k_neg)
@@ -137,8 +147,10 @@ def _capped_reinforce(x, algo):
 
 def clipped(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
   """ppo_clip: tokens without a gradient, as their ratio has gone far enough the way A pushes it."""
-  return ((x.ratio_PGT < 1 - algo.clip_low) & (x.advantages_PGT < 0),
-          (x.ratio_PGT > 1 + algo.clip_high) & (x.advantages_PGT > 0))
+  return (
+    (x.ratio_PGT < 1 - algo.clip_low) & (x.advantages_PGT < 0),
+    (x.ratio_PGT > 1 + algo.clip_high) & (x.advantages_PGT > 0),
+  )
 
 
 def limited(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
@@ -148,7 +160,9 @@ def limited(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
 
 def clipped_log(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
   """gmpo: tokens that count as the bound in the row's mean of logarithms."""
-  return (x.d_PGT < -algo.clip_low) & (x.advantages_PGT <= 0), (x.d_PGT > algo.clip_high) & (x.advantages_PGT > 0)
+  return (x.d_PGT < -algo.clip_low) & (x.advantages_PGT <= 0), (x.d_PGT > algo.clip_high) & (
+    x.advantages_PGT > 0
+  )
 
 
 def outside_tv(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
@@ -163,23 +177,30 @@ def outside_kl(x: Terms, algo: Algo) -> tuple[jax.Array, jax.Array]:
   rest = lambda logprobs: jnp.log1p(-jnp.exp(jnp.minimum(logprobs, -1e-7)))
   q_PGT = jnp.exp(old_PGT)
   divergence_PGT = q_PGT * (old_PGT - lp_PGT) + (1 - q_PGT) * (rest(old_PGT) - rest(lp_PGT))
-  return (~up_PGT & (lp_PGT < old_PGT) & (divergence_PGT > algo.clip_low),
-          up_PGT & (lp_PGT > old_PGT) & (divergence_PGT > algo.clip_high))
+  return (
+    ~up_PGT & (lp_PGT < old_PGT) & (divergence_PGT > algo.clip_low),
+    up_PGT & (lp_PGT > old_PGT) & (divergence_PGT > algo.clip_high),
+  )
 
 
 BOUNDS: dict[str, Callable[[Terms, Algo], tuple[jax.Array, jax.Array]]] = {
-    "ppo_clip": clipped, "clip_cov": clipped, "cispo": limited, "gmpo": clipped_log, "dppo_tv": outside_tv,
-    "dppo_kl": outside_kl}
+  "ppo_clip": clipped,
+  "clip_cov": clipped,
+  "cispo": limited,
+  "gmpo": clipped_log,
+  "dppo_tv": outside_tv,
+  "dppo_kl": outside_kl,
+}
 SURROGATES: dict[str, Callable[[Terms, Algo], jax.Array]] = {
-    "ppo_clip": ppo_clip,
-    "reinforce": reinforce,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "vespo": vespo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "dro": dro,
+  "ppo_clip": ppo_clip,
+  "reinforce": reinforce,
+  "cispo": cispo,
+  "sapo": sapo,
+  "gmpo": gmpo,
+  "vespo": vespo,
+  "clip_cov": clip_cov,
+  "kl_cov": kl_cov,
+  "dppo_tv": dppo_tv,
+  "dppo_kl": dppo_kl,
+  "dro": dro,
 }

@@ -3,6 +3,7 @@
 The worked solution goes left to right, `7+15=22;22-6=16;16+9=25;#### 25`; the direct one is `#### 25`. A model that was
 warm-started on both knows both ways; what reinforcement learning finds is that working the problem out pays.
 """
+
 import random
 import zlib
 from typing import Sequence
@@ -38,14 +39,20 @@ def split_of(question: str) -> str:
 
 
 def _example(split, index):
-  rng = random.Random(f"{split}/{index}")  # only its random(), whose numbers Python promises to keep
+  rng = random.Random(
+    f"{split}/{index}"
+  )  # only its random(), whose numbers Python promises to keep
   while True:
     question, steps, total = _problem(rng)
     if split_of(question) == split:
       break
   direct = f"#### {total}"
   worked = rng.random() < WORKED_SHARE
-  return {"question": question, "solution": f"{steps}{direct}" if worked else direct, "answer": str(total)}
+  return {
+    "question": question,
+    "solution": f"{steps}{direct}" if worked else direct,
+    "answer": str(total),
+  }
 
 
 def _problem(rng):

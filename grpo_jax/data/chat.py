@@ -2,6 +2,7 @@
 
 Templates are code from elsewhere: they run in jinja2's sandbox, with what `transformers` gives them and nothing else.
 """
+
 import datetime
 import json
 from typing import Any, Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from grpo_jax.config import ConfigError
+from grpo_jax.settings import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]  # each with a text `role` and a text `content`
 Render = Callable[[Messages, bool, Mapping[str, str]], str]
@@ -19,10 +20,16 @@ Render = Callable[[Messages, bool, Mapping[str, str]], str]
 def check(messages: Any, where: str) -> None:
   """Raises ConfigError, which begins with `where`, for what is no conversation."""
   if not isinstance(messages, (list, tuple)) or not messages:
-    raise ConfigError(f"{where}: a conversation must be a list of messages, at least one; got {messages!r:.80}")
+    raise ConfigError(
+      f"{where}: a conversation must be a list of messages, at least one; got {messages!r:.80}"
+    )
   for message in messages:
-    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-      raise ConfigError(f"{where}: a message must be an object with a text role and a text content; got {message!r:.80}")
+    if not isinstance(message, Mapping) or not all(
+      isinstance(message.get(key), str) for key in ("role", "content")
+    ):
+      raise ConfigError(
+        f"{where}: a message must be an object with a text role and a text content; got {message!r:.80}"
+      )
 
 
 def compiled(source: str, where: str) -> Render:
@@ -37,9 +44,13 @@ def compiled(source: str, where: str) -> Render:
 
   def render(messages, generation_prompt, names):
     check(messages, f"the chat template in {where}")
-    plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    plain = [
+      {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
     try:
-      return template.render(names, messages=plain, add_generation_prompt=generation_prompt, tools=None, documents=None)
+      return template.render(
+        names, messages=plain, add_generation_prompt=generation_prompt, tools=None, documents=None
+      )
     except Exception as error:  # the template's own, of whatever kind
       raise _error(where, "cannot render a conversation", error) from None
 
@@ -47,20 +58,27 @@ def compiled(source: str, where: str) -> Render:
 
 
 def _error(where, what, error):
-  return ConfigError(f"the chat template in {where} {what}: {type(error).__name__}: {' '.join(str(error).split()):.200}")
+  return ConfigError(
+    f"the chat template in {where} {what}: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+  )
 
 
 def _environment():
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-      trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
+    trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+  )
   environment.filters["tojson"] = _tojson
-  environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.datetime.now().strftime(form))
+  environment.globals.update(
+    raise_exception=_raise, strftime_now=lambda form: datetime.datetime.now().strftime(form)
+  )
   return environment
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
   """jinja2's own would escape <, > and & for HTML."""
-  return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+  return json.dumps(
+    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+  )
 
 
 def _raise(message):
@@ -69,8 +87,11 @@ def _raise(message):
 
 class _Generation(jinja2.ext.Extension):
   """{% generation %} ... {% endgeneration %}, which marks the assistant's words for other programs: its content."""
+
   tags = {"generation"}
 
   def parse(self, parser):
     line = next(parser.stream).lineno
-    return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+    return jinja2.nodes.Scope(
+      parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+    )

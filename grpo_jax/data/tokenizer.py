@@ -1,4 +1,5 @@
 """Text to token ids and back: one id per character, a Hugging Face tokenizer.json, a sentencepiece tokenizer.model."""
+
 import dataclasses
 import functools
 import itertools
@@ -8,12 +9,21 @@ from typing import Any, Callable, Mapping, Sequence
 
 import tokenizers
 
-from grpo_jax.config import ConfigError
 from grpo_jax.data import chat
 from grpo_jax.data.pieces import Pieces
+from grpo_jax.settings import ConfigError
 
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "added_tokens.json",
-           "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "tokenizer.model")
+_BESIDE = (
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "generation_config.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+  "tokenizer.model",
+)
 EncodeBatch = Callable[[Sequence[str]], list[list[int]]]
 
 
@@ -25,11 +35,18 @@ class Tokenizer:
   text, and `decode` gives it back with every space it begins with: the text of prompt and completion is the prompt's and
   then decode(completion). `decode` skips special tokens and ids beyond the vocabulary.
   """
+
   vocab_size: int  # the highest id + 1
-  stop_ids: tuple[int, ...]  # what ends a text; the first one is written after a solution. May be empty
+  stop_ids: tuple[
+    int, ...
+  ]  # what ends a text; the first one is written after a solution. May be empty
   pad_id: int
-  prefix_ids: tuple[int, ...]  # of <s> or the like, where the tokenizer is said to begin a text with it
-  special: Mapping[str, str]  # the special tokens by the names that chat templates use, such as eos_token
+  prefix_ids: tuple[
+    int, ...
+  ]  # of <s> or the like, where the tokenizer is said to begin a text with it
+  special: Mapping[
+    str, str
+  ]  # the special tokens by the names that chat templates use, such as eos_token
   encode_batch: EncodeBatch = dataclasses.field(repr=False)
   encode_batch_after: EncodeBatch = dataclasses.field(repr=False)
   decode: Callable[[Sequence[int]], str] = dataclasses.field(repr=False)
@@ -67,12 +84,17 @@ def characters(alphabet: str) -> Tokenizer:
   engine.decoder = tokenizers.decoders.Fuse()
   engine.add_special_tokens(["<pad>", "<eos>"])
   special = {"eos_token": "<eos>", "pad_token": "<pad>"}
-  about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | special
-  return _hugging_face({
+  about = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+  } | special
+  return _hugging_face(
+    {
       "tokenizer.json": engine.to_str(pretty=True).encode(),
       "tokenizer_config.json": json.dumps(about, indent=2).encode(),
       "special_tokens_map.json": json.dumps(special, indent=2).encode(),
-  })
+    }
+  )
 
 
 def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
@@ -83,16 +105,25 @@ def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
   """
   path = pathlib.Path(path).expanduser()
   if path.is_dir():
-    found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+    found = [
+      path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()
+    ]
     if not found:
       raise ConfigError(f"{key}: {path} holds neither tokenizer.json nor tokenizer.model")
     path = found[0]
   if not path.is_file() or path.suffix not in (".json", ".model"):
-    raise ConfigError(f"{key}: {path} must be a tokenizer.json, a tokenizer.model or a folder with one")
+    raise ConfigError(
+      f"{key}: {path} must be a tokenizer.json, a tokenizer.model or a folder with one"
+    )
   name, config = f"tokenizer{path.suffix}", path.with_name("config.json")
   beside = {other: path.with_name(other) for other in _BESIDE}
-  beside |= {f"{one.parent.name}/{one.name}": one for one in path.parent.glob("additional_chat_templates/*.jinja")}
-  files = {other: file.read_bytes() for other, file in beside.items() if file.is_file()} | {name: path.read_bytes()}
+  beside |= {
+    f"{one.parent.name}/{one.name}": one
+    for one in path.parent.glob("additional_chat_templates/*.jinja")
+  }
+  files = {other: file.read_bytes() for other, file in beside.items() if file.is_file()} | {
+    name: path.read_bytes()
+  }
   try:
     if path.suffix == ".model":
       return _sentencepiece(files)
@@ -100,7 +131,9 @@ def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
     return _hugging_face(files, model.get("model_type"))
   except ConfigError:
     raise
-  except Exception as error:  # both libraries raise bare Exception or RuntimeError for a damaged file
+  except (
+    Exception
+  ) as error:  # both libraries raise bare Exception or RuntimeError for a damaged file
     raise ConfigError(f"{key}: {path} cannot be read as a {name}: {error}") from error
 
 
@@ -109,16 +142,23 @@ def _hugging_face(files: Mapping[str, bytes], model_type: str | None = None) -> 
   if _is_llama(parts, _json(files, "tokenizer_config.json"), model_type):
     parts |= _llama_spaces(_json(files, "tokenizer_config.json"))
   engine = _engine(json.dumps(parts))
-  inside = parts | {key: _without_space(parts.get(key)) for key in ("normalizer", "pre_tokenizer", "decoder")}
+  inside = parts | {
+    key: _without_space(parts.get(key)) for key in ("normalizer", "pre_tokenizer", "decoder")
+  }
   after = engine if inside == parts else _engine(json.dumps(inside))
   special = _special_tokens(files)
   stop_ids, pad_id = _special_ids(files, engine.token_to_id)
   return Tokenizer(
-      vocab_size=max(engine.get_vocab(with_added_tokens=True).values()) + 1, stop_ids=stop_ids,
-      pad_id=stop_ids[0] if pad_id is None and stop_ids else pad_id or 0,
-      prefix_ids=_prefix_ids(files, engine.token_to_id, special, _added_before(engine)), special=special,
-      encode_batch=functools.partial(_encode_batch, engine), encode_batch_after=functools.partial(_encode_batch, after),
-      decode=lambda ids: after.decode([int(i) for i in ids], skip_special_tokens=True), files=files)
+    vocab_size=max(engine.get_vocab(with_added_tokens=True).values()) + 1,
+    stop_ids=stop_ids,
+    pad_id=stop_ids[0] if pad_id is None and stop_ids else pad_id or 0,
+    prefix_ids=_prefix_ids(files, engine.token_to_id, special, _added_before(engine)),
+    special=special,
+    encode_batch=functools.partial(_encode_batch, engine),
+    encode_batch_after=functools.partial(_encode_batch, after),
+    decode=lambda ids: after.decode([int(i) for i in ids], skip_special_tokens=True),
+    files=files,
+  )
 
 
 def _engine(content):
@@ -130,25 +170,50 @@ def _engine(content):
 
 def _is_llama(parts, about, model_type):
   """Whether `transformers` 5 makes a LlamaTokenizer of it: only of sentencepiece's kind, not of Llama 3's bytes."""
-  named = str(about.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer" and model_type in (None, "llama")
-  return named and not any('"ByteLevel"' in json.dumps(parts.get(key)) for key in ("pre_tokenizer", "decoder"))
+  named = str(about.get("tokenizer_class")).removesuffix(
+    "Fast"
+  ) == "LlamaTokenizer" and model_type in (None, "llama")
+  return named and not any(
+    '"ByteLevel"' in json.dumps(parts.get(key)) for key in ("pre_tokenizer", "decoder")
+  )
 
 
 def _llama_spaces(about):
   """The normalizer and pre-tokenizer of transformers' LlamaTokenizer, which it has whatever tokenizer.json says."""
-  scheme = "never" if about.get("add_prefix_space") is False else "always" if about.get("legacy") else "first"
-  return {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme,
-                                                "split": False}}
+  scheme = (
+    "never"
+    if about.get("add_prefix_space") is False
+    else "always"
+    if about.get("legacy")
+    else "first"
+  )
+  return {
+    "normalizer": None,
+    "pre_tokenizer": {
+      "type": "Metaspace",
+      "replacement": "▁",
+      "prepend_scheme": scheme,
+      "split": False,
+    },
+  }
 
 
 def _without_space(part: Any) -> Any:
   """A normalizer, pre-tokenizer or decoder of tokenizer.json that neither puts a space before a text nor takes one away."""
   kind = part["type"] if part else None
   if kind == "Sequence":
-    return part | {key: list(filter(None, map(_without_space, members))) for key, members in part.items() if key != "type"}
+    return part | {
+      key: list(filter(None, map(_without_space, members)))
+      for key, members in part.items()
+      if key != "type"
+    }
   if kind == "Prepend" or kind == "Strip" and part.get("content") == " ":
     return None
-  off = {"prepend_scheme": "never", "add_prefix_space": False} if kind in ("Metaspace", "ByteLevel") else {}
+  off = (
+    {"prepend_scheme": "never", "add_prefix_space": False}
+    if kind in ("Metaspace", "ByteLevel")
+    else {}
+  )
   return part and part | {key: value for key, value in off.items() if key in part}
 
 
@@ -157,7 +222,10 @@ def _added_before(engine):
   if engine.post_processor is None:
     return ()
   encoding = engine.encode("0")
-  return tuple(i for i, _ in itertools.takewhile(lambda x: x[1], zip(encoding.ids, encoding.special_tokens_mask)))
+  return tuple(
+    i
+    for i, _ in itertools.takewhile(lambda x: x[1], zip(encoding.ids, encoding.special_tokens_mask))
+  )
 
 
 def _encode_batch(engine, texts):
@@ -167,7 +235,9 @@ def _encode_batch(engine, texts):
     unknown = next((c for c in sorted(set("".join(texts))) if not _encodes(engine, c)), None)
     if unknown is None:
       raise
-    raise ConfigError(f"data.tokenizer: the character {unknown!r} is not in the vocabulary") from None
+    raise ConfigError(
+      f"data.tokenizer: the character {unknown!r} is not in the vocabulary"
+    ) from None
 
 
 def _encodes(engine, character):
@@ -181,9 +251,16 @@ def _sentencepiece(files: Mapping[str, bytes]) -> Tokenizer:
   about, special = _json(files, "tokenizer_config.json"), _special_tokens(files)
   added = {i: {"content": token} for token, i in _json(files, "added_tokens.json").items()}
   added |= {int(i): token for i, token in about.get("added_tokens_decoder", {}).items()}
-  pieces = Pieces(files["tokenizer.model"], added, special.values(), legacy=bool(about.get("legacy")))
+  pieces = Pieces(
+    files["tokenizer.model"], added, special.values(), legacy=bool(about.get("legacy"))
+  )
   model = pieces.model
-  own = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id(), "pad_token": model.pad_id()}
+  own = {
+    "bos_token": model.bos_id(),
+    "eos_token": model.eos_id(),
+    "unk_token": model.unk_id(),
+    "pad_token": model.pad_id(),
+  }
   special = {key: model.id_to_piece(i) for key, i in own.items() if i >= 0} | special
   stop_ids, pad_id = _special_ids(files, pieces.token_to_id)
   if model.eos_id() >= 0 and not stop_ids:
@@ -191,11 +268,16 @@ def _sentencepiece(files: Mapping[str, bytes]) -> Tokenizer:
   if pad_id is None:
     pad_id = model.pad_id() if model.pad_id() >= 0 else (*stop_ids, 0)[0]
   return Tokenizer(
-      vocab_size=pieces.size, stop_ids=stop_ids, pad_id=pad_id,
-      prefix_ids=_prefix_ids(files, pieces.token_to_id, special, ()), special=special,
-      encode_batch=lambda texts: [pieces.encode(text) for text in texts],
-      encode_batch_after=lambda texts: [pieces.encode_after(text) for text in texts],
-      decode=lambda ids: pieces.decode([int(i) for i in ids]), files=files)
+    vocab_size=pieces.size,
+    stop_ids=stop_ids,
+    pad_id=pad_id,
+    prefix_ids=_prefix_ids(files, pieces.token_to_id, special, ()),
+    special=special,
+    encode_batch=lambda texts: [pieces.encode(text) for text in texts],
+    encode_batch_after=lambda texts: [pieces.encode_after(text) for text in texts],
+    decode=lambda ids: pieces.decode([int(i) for i in ids]),
+    files=files,
+  )
 
 
 def _prefix_ids(files, token_to_id, special, added):
@@ -210,7 +292,9 @@ def _prefix_ids(files, token_to_id, special, added):
 def _special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
   """bos_token, eos_token and so on -> their texts."""
   named = _json(files, "special_tokens_map.json") | _json(files, "tokenizer_config.json")
-  return {key: text for key, value in named.items() if key.endswith("_token") and (text := _token(value))}
+  return {
+    key: text for key, value in named.items() if key.endswith("_token") and (text := _token(value))
+  }
 
 
 def _special_ids(files: Mapping[str, bytes], token_to_id: Callable[[str], int | None]):
@@ -222,7 +306,10 @@ def _special_ids(files: Mapping[str, bytes], token_to_id: Callable[[str], int | 
     pads.append(token_to_id(_token(values.get("pad_token"))))
   generation = _json(files, "generation_config.json").get("eos_token_id")
   stops += generation if isinstance(generation, list) else [generation]
-  return (tuple(dict.fromkeys(i for i in stops if i is not None)), next((i for i in pads if i is not None), None))
+  return (
+    tuple(dict.fromkeys(i for i in stops if i is not None)),
+    next((i for i in pads if i is not None), None),
+  )
 
 
 def _token(value):
@@ -239,8 +326,10 @@ def _chat_template(files: Mapping[str, bytes]) -> tuple[str, str]:
       template = {one["name"]: one["template"] for one in template}.get("default")
     if template:
       return template, name
-  raise ConfigError("data.tokenizer: no chat template (chat_template in tokenizer_config.json, or chat_template.jinja) is"
-                    " beside the tokenizer, so it knows no conversations; choose a chat model's, or set data.chat=False")
+  raise ConfigError(
+    "data.tokenizer: no chat template (chat_template in tokenizer_config.json, or chat_template.jinja) is"
+    " beside the tokenizer, so it knows no conversations; choose a chat model's, or set data.chat=False"
+  )
 
 
 def _json(files, name):

@@ -3,6 +3,7 @@
 A row's keys lie in two parts: the prompt's, held once per group (`prefix`), and the row's own. Arrays are
 [P, K, G, C, E] with the slots C next to E, which decode einsums read several times faster than slots-first.
 """
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -15,6 +16,7 @@ Layers = tuple[jax.Array, ...]  # one array per layer
 @struct.dataclass
 class Prefix:
   """What the G rows of a group share: their prompt's keys and values."""
+
   keys: Layers  # [P, K, S, E] per layer
   values: Layers  # [P, K, S, E]
   lengths_P: jax.Array  # int32, prompt tokens in use; slots after them are not attended to
@@ -23,6 +25,7 @@ class Prefix:
 @struct.dataclass
 class Cache:
   """Rows are group-major: row p * G + g of a [B, T] input is keys[layer][p, :, g]."""
+
   keys: Layers  # [P, K, G, C, E] per layer; C may be 0
   values: Layers  # [P, K, G, C, E]
   length: jax.Array  # int32 scalar, slots of the rows' own that are in use
@@ -37,7 +40,9 @@ class Cache:
 def empty(config: ModelConfig, prefix: Prefix, group_size: int, capacity: int) -> Cache:
   """A cache of G rows to each prompt of `prefix`, with room for `capacity` tokens of their own."""
   P = prefix.lengths_P.shape[0]
-  slots = jnp.zeros((P, config.num_kv_heads, group_size, capacity, config.head_dim), prefix.keys[0].dtype)
+  slots = jnp.zeros(
+    (P, config.num_kv_heads, group_size, capacity, config.head_dim), prefix.keys[0].dtype
+  )
   layers = (slots,) * config.num_layers
   return Cache(layers, layers, jnp.int32(0), prefix)
 

@@ -1,4 +1,5 @@
 """A mixture of experts in the place of a layer's MLP: dropless, its tokens sorted by expert."""
+
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from grpo_jax.types import Routing
 
 class Experts(nn.Module):
   """sum over a token's A likeliest experts of p_x MLP_x(token), p the router's softmax (Qwen3 2505.09388, as transformers)."""
+
   config: ModelConfig
 
   @nn.compact
@@ -21,8 +23,10 @@ class Experts(nn.Module):
     c = self.config
     X, D, M = c.num_experts, c.embed_dim, c.expert_dim
     initial = nn.initializers.lecun_normal(batch_axis=0)
-    weights = [self.param(name, initial, (X, *shape)).astype(c.dtype)
-               for name, shape in (("gate", (D, M)), ("up", (D, M)), ("down", (M, D)))]
+    weights = [
+      self.param(name, initial, (X, *shape)).astype(c.dtype)
+      for name, shape in (("gate", (D, M)), ("up", (D, M)), ("down", (M, D)))
+    ]
     router_DX = self.param("router", nn.initializers.lecun_normal(), (D, X)).astype(c.dtype)
     probs_BTX = jax.nn.softmax(einsum("btd,dx->btx", x_BTD, router_DX))
     shares_BTA, chosen_BTA = jax.lax.top_k(probs_BTX, c.experts_per_token)
@@ -37,8 +41,12 @@ def _routing(probs_BTX, chosen_BTA, counted_BT):
   given_BTX = (chosen_BTA[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
   p_BTX = jax.lax.stop_gradient(probs_BTX)
   entropy_BTX = jnp.where(counts, -p_BTX * jnp.log(jnp.maximum(p_BTX, 1e-30)), 0)
-  return Routing(counts.sum((1, 2)).astype(jnp.float32), (given_BTX & counts).sum(1).astype(jnp.float32),
-                 jnp.where(counts, probs_BTX, 0).sum(1), entropy_BTX.sum((1, 2)))
+  return Routing(
+    counts.sum((1, 2)).astype(jnp.float32),
+    (given_BTX & counts).sum(1).astype(jnp.float32),
+    jnp.where(counts, probs_BTX, 0).sum(1),
+    entropy_BTX.sum((1, 2)),
+  )
 
 
 def _on_mesh(config):
@@ -59,7 +67,12 @@ def _on_mesh(config):
     return jax.lax.psum_scatter(out_BTD, expert, tiled=True) if expert else out_BTD
 
   inwards, outwards = PartitionSpec(expert, None, inner), PartitionSpec(expert, inner, None)
-  return jax.shard_map(local, mesh=config.rows.mesh, in_specs=(rows,) * 3 + (inwards, inwards, outwards), out_specs=rows)
+  return jax.shard_map(
+    local,
+    mesh=config.rows.mesh,
+    in_specs=(rows,) * 3 + (inwards, inwards, outwards),
+    out_specs=rows,
+  )
 
 
 def _mix(activation, x_BTD, chosen_BTA, shares_BTA, gate_XDM, up_XDM, down_XMD):
@@ -72,7 +85,9 @@ def _mix(activation, x_BTD, chosen_BTA, shares_BTA, gate_XDM, up_XDM, down_XMD):
   # What ragged_dot makes of the rows after its groups, those of no expert here, is up to the platform.
   ours = (jnp.arange(len(ids)) < sizes_X.sum())[:, None]
   tokens = jnp.where(ours, _permuted(jnp.repeat(x_BTD.reshape(-1, D), A, axis=0), order, place), 0)
-  hidden = activation(jax.lax.ragged_dot(tokens, gate_XDM, sizes_X)) * jax.lax.ragged_dot(tokens, up_XDM, sizes_X)
+  hidden = activation(jax.lax.ragged_dot(tokens, gate_XDM, sizes_X)) * jax.lax.ragged_dot(
+    tokens, up_XDM, sizes_X
+  )
   out = _permuted(jnp.where(ours, jax.lax.ragged_dot(hidden, down_XMD, sizes_X), 0), place, order)
   return einsum("btad,bta->btd", out.reshape(*chosen_BTA.shape, D), shares_BTA).astype(x_BTD.dtype)
 
@@ -83,5 +98,7 @@ def _permuted(x_ND, order_N, inverse_N):
   return x_ND[order_N]
 
 
-_permuted.defvjp(lambda x_ND, order_N, inverse_N: (x_ND[order_N], inverse_N),
-                 lambda inverse_N, dy_ND: (dy_ND[inverse_N], None, None))
+_permuted.defvjp(
+  lambda x_ND, order_N, inverse_N: (x_ND[order_N], inverse_N),
+  lambda inverse_N, dy_ND: (dy_ND[inverse_N], None, None),
+)

@@ -1,4 +1,5 @@
 """Single values out of config.json."""
+
 from typing import Any, Callable, Mapping, NoReturn
 
 Refuse = Callable[[str, str], NoReturn]  # (key of config.json, what is wrong with it)
@@ -7,8 +8,13 @@ Refuse = Callable[[str, str], NoReturn]  # (key of config.json, what is wrong wi
 def value(values: Mapping[str, Any], key: str, hint: type, refuse: Refuse) -> Any:
   """A bool, or a positive int or float."""
   found = values.get(key)
-  if type(found) not in ({int, float} if hint is float else {hint}) or (hint is not bool and found <= 0):
-    refuse(key, f"must be {'true or false' if hint is bool else f'a positive {hint.__name__}'}, got {found!r}")
+  if type(found) not in ({int, float} if hint is float else {hint}) or (
+    hint is not bool and found <= 0
+  ):
+    refuse(
+      key,
+      f"must be {'true or false' if hint is bool else f'a positive {hint.__name__}'}, got {found!r}",
+    )
   return hint(found)
 
 

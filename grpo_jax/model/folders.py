@@ -1,16 +1,17 @@
 """Folders of JSON and safetensors files: read with one line for what is wrong, written whole or not at all."""
+
 import contextlib
 import json
 import os
-from pathlib import Path
 import shutil
+from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
 import jax.numpy as _  # its import names bfloat16 to numpy, without which safetensors cannot read it
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from grpo_jax.config import ConfigError
+from grpo_jax.settings import ConfigError
 
 MAPPED_BYTES = 1 << 29
 
@@ -20,7 +21,9 @@ def read_json(file: Path) -> dict[str, Any]:
   try:
     values = json.loads(file.read_text(encoding="utf-8"))
   except FileNotFoundError:
-    raise ConfigError(f"{file} is missing: the folder must be one that transformers saved") from None
+    raise ConfigError(
+      f"{file} is missing: the folder must be one that transformers saved"
+    ) from None
   except ValueError as error:
     raise ConfigError(f"{file} is not JSON ({error}): download or save it again") from None
   if not isinstance(values, dict):
@@ -54,7 +57,9 @@ def weight_files(folder: Path) -> list[Path]:
     return [single]
   if not index.is_file():
     pickled = " (a .bin is not read: unpickling can run code)" if any(folder.glob("*.bin")) else ""
-    raise ConfigError(f"{folder} has no model.safetensors{pickled}: download or save it as safetensors")
+    raise ConfigError(
+      f"{folder} has no model.safetensors{pickled}: download or save it as safetensors"
+    )
   weight_map = read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise ConfigError(f"{index} has no weight_map: download it again")
@@ -78,12 +83,18 @@ class Tensors:
       opened = self._open(file)
       for name in opened.keys():
         about = opened.get_slice(name)
-        self._files[name], self.shapes[name], self.dtypes[name] = file, tuple(about.get_shape()), about.get_dtype()
+        self._files[name], self.shapes[name], self.dtypes[name] = (
+          file,
+          tuple(about.get_shape()),
+          about.get_dtype(),
+        )
 
   def read(self, name: str, start: int, index: tuple[slice, ...]) -> np.ndarray:
     """What `index` says of the tensor, its first axis counted from `start`."""
     first, *rest = index
-    array = self._open(self._files[name]).get_slice(name)[slice(first.start + start, first.stop + start), *rest]
+    array = self._open(self._files[name]).get_slice(name)[
+      slice(first.start + start, first.stop + start), *rest
+    ]
     self._mapped += array.nbytes
     return array
 

@@ -1,4 +1,5 @@
 """The decoder's layers (Flax Linen, params only). Shapes: the legend of grpo_jax/types.py."""
+
 import functools
 import math
 
@@ -9,7 +10,6 @@ from flax import linen as nn
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.lora import dequantised
 from grpo_jax.model.rope import rotate
-
 
 ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
 
@@ -24,7 +24,9 @@ def einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _einsum_backward(equation, operands, dz):
-  return jax.vjp(functools.partial(jnp.einsum, equation), *operands)[1](dz.astype(operands[0].dtype))
+  return jax.vjp(functools.partial(jnp.einsum, equation), *operands)[1](
+    dz.astype(operands[0].dtype)
+  )
 
 
 einsum.defvjp(lambda equation, x, y: (einsum(equation, x, y), (x, y)), _einsum_backward)
@@ -37,7 +39,9 @@ def attend(q_PKGRTE, own, own_mask, prefix, prefix_mask, cap=0.0):
   [P, K, G, R, T, C] and [P, K, G, R, T, S]. Returns [P, K, G, R, T, E].
   """
   capped = lambda scores: cap * jnp.tanh(scores / cap) if cap else scores
-  score = lambda equation, keys, mask: jnp.where(mask, capped(einsum(equation, q_PKGRTE, keys)), -jnp.inf)
+  score = lambda equation, keys, mask: jnp.where(
+    mask, capped(einsum(equation, q_PKGRTE, keys)), -jnp.inf
+  )
   scores = [score("pkgrte,pkgce->pkgrtc", own[0], own_mask)]
   if prefix:
     scores.append(score("pkgrte,pkse->pkgrts", prefix[0], prefix_mask))
@@ -73,6 +77,7 @@ matmul.defvjp(lambda x_NI, kernel_IO: (x_NI @ kernel_IO, (x_NI, kernel_IO)), _ma
 
 class Dense(nn.Module):
   """The last `axes` axes of x times a kernel, in config.dtype; plus its adapter's product where it has one."""
+
   config: ModelConfig
   features: tuple[int, ...]
   axes: int = 1
@@ -80,7 +85,7 @@ class Dense(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    c, inputs = self.config, x.shape[x.ndim - self.axes:]
+    c, inputs = self.config, x.shape[x.ndim - self.axes :]
     wide, narrow = math.prod(inputs), math.prod(self.features)
     flat = lambda key, shape: nn.initializers.lecun_normal()(key, (wide, narrow)).reshape(shape)
     kernel = dequantised(self.param("kernel", flat, (*inputs, *self.features)), c.dtype)
@@ -89,12 +94,17 @@ class Dense(nn.Module):
     if self.has_variable("params", "lora_a"):
       a, b = (self.get_variable("params", name).astype(c.dtype) for name in ("lora_a", "lora_b"))
       out = out + c.lora.scale * matmul(matmul(x_NI, a.reshape(wide, -1)), b.reshape(-1, narrow))
-    out = out.reshape(*x.shape[:x.ndim - self.axes], *self.features)
-    return out + self.param("bias", nn.initializers.zeros_init(), self.features).astype(c.dtype) if self.use_bias else out
+    out = out.reshape(*x.shape[: x.ndim - self.axes], *self.features)
+    return (
+      out + self.param("bias", nn.initializers.zeros_init(), self.features).astype(c.dtype)
+      if self.use_bias
+      else out
+    )
 
 
 class Attention(nn.Module):
   """Grouped-query attention over a row's own tokens and, with a prefix, its prompt's."""
+
   config: ModelConfig
   window: int
 
@@ -104,14 +114,21 @@ class Attention(nn.Module):
     K, R, E = c.num_kv_heads, c.queries_per_kv, c.head_dim
     P = B if prefix is None else prefix[0].shape[0]
     project = lambda name, heads: Dense(c, (heads, E), use_bias=c.qkv_bias, name=name)(x_BTD)
-    norm = lambda name, x: nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if c.qk_norm else x
+    norm = lambda name, x: (
+      nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if c.qk_norm else x
+    )
     q_BTHE = rotate(norm("q_norm", project("q", c.num_heads)), rope)
     k_BTKE, v_BTKE = rotate(norm("k_norm", project("k", K)), rope), project("v", K)
-    q_PKGRTE = q_BTHE.reshape(P, B // P, T, K, R, E).transpose(0, 3, 1, 4, 2, 5) / math.sqrt(c.query_scalar or E)
+    q_PKGRTE = q_BTHE.reshape(P, B // P, T, K, R, E).transpose(0, 3, 1, 4, 2, 5) / math.sqrt(
+      c.query_scalar or E
+    )
     new = [x.reshape(P, B // P, T, K, E).transpose(0, 3, 1, 2, 4) for x in (k_BTKE, v_BTKE)]
     if own[0].shape[3]:
       new = [jax.lax.dynamic_update_slice_in_dim(o, n, length, axis=3) for o, n in zip(own, new)]
-    place_T1, prefix_mask = length + jnp.arange(T)[:, None], None  # of the queries among their row's own tokens
+    place_T1, prefix_mask = (
+      length + jnp.arange(T)[:, None],
+      None,
+    )  # of the queries among their row's own tokens
     back_TC = place_T1 - jnp.arange(new[0].shape[3])
     own_mask_TC = (back_TC >= 0) & (back_TC < self.window) if self.window else back_TC >= 0
     if prefix is not None:
@@ -127,6 +144,7 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
   """Gated: down(activation(gate x) * up x) (Shazeer 2002.05202)."""
+
   config: ModelConfig
 
   @nn.compact

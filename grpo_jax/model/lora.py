@@ -3,16 +3,17 @@
 A tree of parameters with adapters is the frozen one with two leaves more beside a kernel: lora_a [in..., r], lora_b
 [r, out...]. `join` makes it, without a copy. W may be quantised (QLoRA 2305.14314).
 """
+
 import math
 from typing import Any
 
-from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
 import qwix
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpo_jax.config import ConfigError
 from grpo_jax.model.config import PROJECTIONS, ModelConfig
+from grpo_jax.settings import ConfigError
 
 QUANTISED = ("int8", "int4", "nf4")  # besides float32 and bfloat16, dtypes of a frozen base
 TILE = 64  # weights of an input axis that share a scale
@@ -25,11 +26,16 @@ def init(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   model has not.
   """
   rank, leaves = config.lora.rank, {}
-  kernels = {name: leaf for name, leaf in sorted(flatten_dict(base, sep="/").items())
-             if name.endswith("/kernel") and name.split("/")[-2] in config.lora.targets}
+  kernels = {
+    name: leaf
+    for name, leaf in sorted(flatten_dict(base, sep="/").items())
+    if name.endswith("/kernel") and name.split("/")[-2] in config.lora.targets
+  }
   for target in set(config.lora.targets) - {name.split("/")[-2] for name in kernels}:
-    raise ConfigError(f"config key lora.targets: the model has no projection {target}_proj that can have an adapter (experts"
-                      " cannot): leave it out")
+    raise ConfigError(
+      f"config key lora.targets: the model has no projection {target}_proj that can have an adapter (experts"
+      " cannot): leave it out"
+    )
   for name, key in zip(kernels, jax.random.split(key, len(kernels))):
     inputs, outputs = _split(name, kernels[name].shape)
     bound = 1 / math.sqrt(math.prod(inputs))
@@ -67,7 +73,9 @@ def quantised(name: str, kernel: jax.Array, dtype: str) -> Any:
   tiled = len(inputs) - 1
   tile = math.gcd(inputs[tiled], TILE)
   others = [axis for axis in range(kernel.ndim) if axis != tiled]
-  return qwix.quantize(kernel, dtype, channelwise_axes=others, tiled_axes={tiled: tile}, scale_dtype=jnp.bfloat16)
+  return qwix.quantize(
+    kernel, dtype, channelwise_axes=others, tiled_axes={tiled: tile}, scale_dtype=jnp.bfloat16
+  )
 
 
 def dequantised(kernel: Any, dtype: Any) -> jax.Array:

@@ -1,4 +1,5 @@
 """Rotary position embedding (Su et al. 2104.09864): the frequencies, as checkpoints scale them for longer texts."""
+
 import dataclasses
 import math
 from typing import Callable
@@ -11,6 +12,7 @@ import numpy as np
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
   """How frequencies differ from theta^(-2i/E). Fields that a kind does not read are left as they are."""
+
   kind: str  # a name of SCALINGS
   factor: float
   original_positions: int  # of the texts that the model was first trained on
@@ -46,7 +48,9 @@ def yarn(frequencies, theta, scaling: RopeScaling, length: int):
   """The same idea, with a ramp over dimensions (YaRN 2309.00071, section 3.2)."""
   del length
   E, half = 2 * len(frequencies), np.arange(len(frequencies))
-  dimension = lambda turns: E * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+  dimension = lambda turns: (
+    E * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+  )
   first, last = dimension(scaling.high), dimension(scaling.low)
   if scaling.truncate:
     first, last = math.floor(first), math.ceil(last)
@@ -55,11 +59,22 @@ def yarn(frequencies, theta, scaling: RopeScaling, length: int):
   return frequencies * (1 - divide + divide / scaling.factor)
 
 
-SCALINGS: dict[str, Callable] = {"linear": linear, "dynamic": dynamic, "llama3": llama3, "yarn": yarn}
+SCALINGS: dict[str, Callable] = {
+  "linear": linear,
+  "dynamic": dynamic,
+  "llama3": llama3,
+  "yarn": yarn,
+}
 
 
-def angles(positions_BT: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None, length: int,
-           table: bool) -> tuple[jax.Array, jax.Array]:
+def angles(
+  positions_BT: jax.Array,
+  head_dim: int,
+  theta: float,
+  scaling: RopeScaling | None,
+  length: int,
+  table: bool,
+) -> tuple[jax.Array, jax.Array]:
   """cos and sin [B, T, E/2], float32. `length`: positions are below it.
 
   With `table` they are looked up among `length` rows: computed, XLA would do it again in every head of every layer.
@@ -81,7 +96,9 @@ def rotate(x_BTHE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
   """Rotates the pairs (i, i + E/2) of every head, the order of Hugging Face checkpoints."""
   cos, sin = (r[:, :, None, :] for r in rope)
   first, second = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTHE.dtype)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
+    x_BTHE.dtype
+  )
 
 
 def _frequencies(theta, head_dim):

@@ -11,6 +11,7 @@ It returns N scores, each a number; or None where it has no opinion (as in TRL);
 steps `(end, number)`, `end` being how many characters of the completion there are up to the end of the step. What counts
 as the score of such a list is the mean of its numbers.
 """
+
 import hashlib
 import importlib.util
 import math
@@ -20,19 +21,19 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from grpo_jax import hub
-from grpo_jax.config import ConfigError
+from grpo_jax.model import hub
 from grpo_jax.rewards import answers, process, symbolic
+from grpo_jax.settings import ConfigError
 
 Steps = list[tuple[int, float]]
 Reward = Callable[..., Sequence[float | Steps | None]]
 
 REWARDS: dict[str, Reward] = {
-    "strict": answers.strict,
-    "flexible": answers.flexible,
-    "boxed": answers.boxed,
-    "math": symbolic.math,
-    "worked_steps": process.worked_steps,
+  "strict": answers.strict,
+  "flexible": answers.flexible,
+  "boxed": answers.boxed,
+  "math": symbolic.math,
+  "worked_steps": process.worked_steps,
 }
 
 
@@ -45,7 +46,9 @@ def resolve(name: str, key: str = "reward.functions") -> Reward:
     raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
   if not file.endswith(".py"):
     models = ", nor a reward model's folder" if key == "reward.functions" else ""
-    raise ConfigError(f"{key}: {name!r} is none of {', '.join(REWARDS)}, nor a path/file.py:function{models}")
+    raise ConfigError(
+      f"{key}: {name!r} is none of {', '.join(REWARDS)}, nor a path/file.py:function{models}"
+    )
   path = pathlib.Path(file).expanduser()
   if not path.is_file():
     raise ConfigError(f"{key}: {name!r}: there is no file {path}")
@@ -58,15 +61,21 @@ def resolve(name: str, key: str = "reward.functions") -> Reward:
 def resolve_all(names: Sequence[str], load_model: Callable[[str], Reward]) -> list[Reward]:
   """The rewards that reward.functions names, those of folders as `load_model` gives them. ConfigError also where two have
   one name, under which both would report."""
-  functions = [load_model(name) if name not in REWARDS and _is_model(name) else resolve(name) for name in names]
+  functions = [
+    load_model(name) if name not in REWARDS and _is_model(name) else resolve(name) for name in names
+  ]
   called = [name_of(function) for function in functions]
   if len(set(called)) < len(called):
     raise ConfigError(f"reward.functions: two functions have the same name in {called}; rename one")
   return functions
 
 
-def score(functions: Sequence[Reward], weights: Sequence[float], completions: Sequence[str],
-          columns: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Steps]]]:
+def score(
+  functions: Sequence[Reward],
+  weights: Sequence[float],
+  completions: Sequence[str],
+  columns: Mapping[str, Sequence[Any]],
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Steps]]]:
   """-> (rewards float32 [N], {function name: float32 [N]}, {function name: N lists of steps}); NaN = None = no steps.
 
   A completion's reward is the weighted sum over the functions that scored it, NaN if none did. A number is one step, at
@@ -74,10 +83,14 @@ def score(functions: Sequence[Reward], weights: Sequence[float], completions: Se
   scores.
   """
   if not functions or len(weights) != len(functions):
-    raise ConfigError(f"reward.weights: {len(weights)} weights for {len(functions)} functions in reward.functions;"
-                      " give as many, at least one")
+    raise ConfigError(
+      f"reward.weights: {len(weights)} weights for {len(functions)} functions in reward.functions;"
+      " give as many, at least one"
+    )
   steps = {name_of(f): _call(f, name_of(f), list(completions), columns) for f in functions}
-  scores = {name: np.array([_mean(one) for one in values], np.float32) for name, values in steps.items()}
+  scores = {
+    name: np.array([_mean(one) for one in values], np.float32) for name, values in steps.items()
+  }
   total = np.zeros(len(completions))
   for weight, values in zip(weights, scores.values()):
     total += weight * np.nan_to_num(values)
@@ -92,6 +105,7 @@ def name_of(function: Reward) -> str:
 
 def silent(function: Reward) -> Reward:
   """What stands for `function` where another process calls it: of its name, without an opinion."""
+
   def none(completions, **_):
     return [None] * len(completions)
 
@@ -109,16 +123,24 @@ def _call(function, name, completions, columns):
     values = list(values)
     out = [_steps(value, text) for value, text in zip(values, completions)]
   except (TypeError, ValueError):
-    raise ConfigError(f"reward.functions: {name} must return a list of numbers, None or lists of steps (end, number),"
-                      f" got {values!r:.80}") from None
+    raise ConfigError(
+      f"reward.functions: {name} must return a list of numbers, None or lists of steps (end, number),"
+      f" got {values!r:.80}"
+    ) from None
   if len(values) != len(completions):
-    raise ConfigError(f"reward.functions: {name} returned {len(values)} scores for {len(completions)} completions")
+    raise ConfigError(
+      f"reward.functions: {name} returned {len(values)} scores for {len(completions)} completions"
+    )
   for steps, text in zip(out, completions):
     if not all(map(math.isfinite, (reward for _, reward in steps))):
-      raise ConfigError(f"reward.functions: {name} returned an infinite score; every score must be finite or None")
+      raise ConfigError(
+        f"reward.functions: {name} returned an infinite score; every score must be finite or None"
+      )
     if not all(0 < end <= max(1, len(text)) for end, _ in steps):
-      raise ConfigError(f"reward.functions: {name} returned a step that ends outside its completion of {len(text)}"
-                        f" characters: {steps!r:.80}")
+      raise ConfigError(
+        f"reward.functions: {name} returned a step that ends outside its completion of {len(text)}"
+        f" characters: {steps!r:.80}"
+      )
   return out
 
 

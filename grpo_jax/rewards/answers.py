@@ -4,6 +4,7 @@ They differ in where they look: `strict` after the last `####`, `flexible` at th
 `\\boxed{...}`. Numbers are compared as exact decimals (72 = 72.0 = 0072 = $72; never through floats, no exponents), at
 any length in linear time. The score is None where the gold itself is no number: the reward does not apply.
 """
+
 import re
 import unicodedata
 from typing import Callable, NamedTuple
@@ -22,6 +23,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 class Number(NamedTuple):
   """An exact decimal without leading or trailing zeros; equal values are equal tuples."""
+
   negative: bool
   whole: str
   fraction: str
@@ -49,7 +51,10 @@ def final_answer(text: str) -> Number | None:
 
 def _score(find: Callable[[str], Number | None], completions, answers):
   golds = [_leading(answer) for answer in answers]
-  return [None if gold is None else float(find(text) == gold) for text, gold in zip(completions, golds, strict=True)]
+  return [
+    None if gold is None else float(find(text) == gold)
+    for text, gold in zip(completions, golds, strict=True)
+  ]
 
 
 def _after_anchor(text: str) -> Number | None:
@@ -63,7 +68,7 @@ def _last(text: str) -> Number | None:
     pass
   if match is None or match["exponent"]:
     return None
-  before = text[match.start() - 1:match.start()]
+  before = text[match.start() - 1 : match.start()]
   is_operator = before.isalnum() or before in tuple(")]}")  # 10-5 ends in 5, not in -5
   sign = "" if is_operator else match["sign"]
   number = _decimal(sign, match["run"])
@@ -80,7 +85,7 @@ def _in_box(text: str) -> Number | None:
   for match in _BRACE.finditer(tail):
     depth += {"{": 1, "}": -1}.get(match[0], 0)
     if depth == 0 and match[0] == "}":
-      content = _LATEX_COMMA.sub(",", tail[1:match.start()])
+      content = _LATEX_COMMA.sub(",", tail[1 : match.start()])
       return _leading(" ".join(content.splitlines()))
   return None
 
@@ -90,7 +95,7 @@ def _leading(text: str) -> Number | None:
   match = _ANSWER.match(text)
   if match is None:
     return None
-  rest = text[match.end():].partition("\n")[0]
+  rest = text[match.end() :].partition("\n")[0]
   if _CHANGES_THE_VALUE.search(rest) or any(unicodedata.category(c)[0] == "N" for c in rest):
     return None
   return _decimal(match["sign"], match["run"])

@@ -1,4 +1,5 @@
 """A penalty for completions that come near the limit of length."""
+
 import numpy as np
 
 

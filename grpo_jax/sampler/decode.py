@@ -1,4 +1,5 @@
 """The decode loop. It takes a step function, a cache and a key, not a model."""
+
 from typing import Any, Callable
 
 import jax
@@ -29,8 +30,17 @@ def capacities(max_tokens: int) -> list[int]:
   return sizes[::-1]
 
 
-def decode(step: Step, grow: Callable[[Any, int], Any], cache: Any, logits_PV: jax.Array, key: jax.Array,
-           first_row: jax.Array | int = 0, *, group_size: int, sampling: Sampling) -> Completions:
+def decode(
+  step: Step,
+  grow: Callable[[Any, int], Any],
+  cache: Any,
+  logits_PV: jax.Array,
+  key: jax.Array,
+  first_row: jax.Array | int = 0,
+  *,
+  group_size: int,
+  sampling: Sampling,
+) -> Completions:
   """Draws G completions of each prompt; ends early when every row has.
 
   step(cache, tokens_B, time) -> (logits_BV, cache): what follows tokens [P * G], the rows' time-th ones; the cache
@@ -40,17 +50,27 @@ def decode(step: Step, grow: Callable[[Any, int], Any], cache: Any, logits_PV: j
   P, (B, T) = logits_PV.shape[0], (logits_PV.shape[0] * group_size, sampling.max_tokens)
   stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
   keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, first_row + jnp.arange(B))
-  uniforms_BTN = jax.vmap(lambda k: jax.random.uniform(k, (T, draws_per_token(logits_PV.shape[1]))))(keys_B)
+  uniforms_BTN = jax.vmap(
+    lambda k: jax.random.uniform(k, (T, draws_per_token(logits_PV.shape[1])))
+  )(keys_B)
 
   def advance(loop: _Loop, logits_BV) -> _Loop:
     """Draws the token at `time` for the rows still going."""
-    token_B, logprob_B, sampling_logprob_B = sample_token(logits_BV, uniforms_BTN[:, loop.time], sampling)
+    token_B, logprob_B, sampling_logprob_B = sample_token(
+      logits_BV, uniforms_BTN[:, loop.time], sampling
+    )
     token_B, going_B = token_B.astype(jnp.int32), ~loop.done_B
     stopped_B = going_B & (token_B[:, None] == stop_ids).any(-1)
-    put = lambda out_BT, x_B: jax.lax.dynamic_update_index_in_dim(out_BT, jnp.where(going_B, x_B, 0), loop.time, 1)
-    out = Completions(put(loop.out.tokens_PGT, token_B), loop.out.lengths_PG + going_B,
-                      put(loop.out.logprobs_PGT, logprob_B), put(loop.out.sampling_logprobs_PGT, sampling_logprob_B),
-                      jnp.where(stopped_B, token_B, loop.out.stopped_by_PG))
+    put = lambda out_BT, x_B: jax.lax.dynamic_update_index_in_dim(
+      out_BT, jnp.where(going_B, x_B, 0), loop.time, 1
+    )
+    out = Completions(
+      put(loop.out.tokens_PGT, token_B),
+      loop.out.lengths_PG + going_B,
+      put(loop.out.logprobs_PGT, logprob_B),
+      put(loop.out.sampling_logprobs_PGT, sampling_logprob_B),
+      jnp.where(stopped_B, token_B, loop.out.stopped_by_PG),
+    )
     return _Loop(loop.time + 1, token_B, loop.done_B | stopped_B, out, loop.cache)
 
   def body(loop: _Loop) -> _Loop:
@@ -58,8 +78,13 @@ def decode(step: Step, grow: Callable[[Any, int], Any], cache: Any, logits_PV: j
     return advance(loop.replace(cache=cache), logits_BV)
 
   zeros = lambda dtype: jnp.zeros((B, T), dtype)
-  out = Completions(zeros(jnp.int32), jnp.zeros(B, jnp.int32), zeros(jnp.float32), zeros(jnp.float32),
-                    jnp.full(B, -1, jnp.int32))
+  out = Completions(
+    zeros(jnp.int32),
+    jnp.zeros(B, jnp.int32),
+    zeros(jnp.float32),
+    zeros(jnp.float32),
+    jnp.full(B, -1, jnp.int32),
+  )
   loop = _Loop(jnp.int32(0), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), out, cache)
   loop = advance(loop, jnp.repeat(logits_PV, group_size, axis=0))
   for capacity in capacities(T):

@@ -1,4 +1,5 @@
 """From logits to a token: the filters, the draw, and the log-probs of what was drawn."""
+
 import jax
 import jax.numpy as jnp
 
@@ -42,7 +43,9 @@ def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> jax.Array:
   """
   levels = [jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))]
   while levels[-1].shape[1] > BRANCH:
-    blocks = jnp.pad(levels[-1], ((0, 0), (0, -levels[-1].shape[1] % BRANCH))).reshape(len(logits_BV), -1, BRANCH)
+    blocks = jnp.pad(levels[-1], ((0, 0), (0, -levels[-1].shape[1] % BRANCH))).reshape(
+      len(logits_BV), -1, BRANCH
+    )
     levels[-1] = blocks
     levels.append(blocks.sum(-1))
   token_B = _invert(levels.pop(), uniforms_BN[:, 0])
@@ -61,10 +64,14 @@ def _invert(weights_BN, uniform_B):
 
 def log_prob(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
   """log softmax(logits)[token], [B] float32."""
-  return jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
+  return jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(
+    logits_BV, axis=-1
+  )
 
 
-def sample_token(logits_BV: jax.Array, uniforms_BN: jax.Array, sampling: Sampling) -> tuple[jax.Array, ...]:
+def sample_token(
+  logits_BV: jax.Array, uniforms_BN: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, ...]:
   """(token, logprob, sampling_logprob), each [B]; see `types.Completions` for the two.
 
   At temperature 0 the likeliest token is taken with sampling_logprob 0, and logprob is that of temperature 1.

@@ -6,9 +6,10 @@
 Made with transformers 5.23.0 and torch 2.13.0 (CPU). Texts are longer than every sliding window, and than the texts that
 a scaled rotary embedding was first meant for.
 """
-from pathlib import Path
+
 import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,39 +17,140 @@ import transformers
 from make_qwen2 import make_model
 
 FOLDER, T, LENGTHS = Path(__file__).parent / "families", 40, (40, 23, 1)
-COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-              num_key_value_heads=2, head_dim=12, max_position_embeddings=64, rms_norm_eps=1e-5, eos_token_id=3,
-              pad_token_id=0, bos_token_id=1)
+COMMON = dict(
+  vocab_size=96,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=12,
+  max_position_embeddings=64,
+  rms_norm_eps=1e-5,
+  eos_token_id=3,
+  pad_token_id=0,
+  bos_token_id=1,
+)
 ROPE = dict(rope_theta=10000.0)
 SLIDES, FULL = "sliding_attention", "full_attention"
-GEMMA = dict(COMMON, num_hidden_layers=3, query_pre_attn_scalar=20, sliding_window=7, tie_word_embeddings=True,
-             layer_types=[SLIDES, FULL, SLIDES])
+GEMMA = dict(
+  COMMON,
+  num_hidden_layers=3,
+  query_pre_attn_scalar=20,
+  sliding_window=7,
+  tie_word_embeddings=True,
+  layer_types=[SLIDES, FULL, SLIDES],
+)
 FAMILIES = {  # folder: (family, fields, dtype of the weights)
-    "qwen2_window": ("Qwen2", dict(COMMON, use_sliding_window=True, sliding_window=9, layer_types=[FULL, SLIDES],
-                                   rope_parameters=ROPE), torch.float32),
-    "qwen3": ("Qwen3", dict(COMMON, rope_parameters=dict(rope_theta=1e6), tie_word_embeddings=True), torch.bfloat16),
-    "llama": ("Llama", dict(COMMON, rope_parameters=ROPE, num_key_value_heads=4), torch.float32),
-    "llama3": ("Llama", dict(COMMON, tie_word_embeddings=True, rope_parameters=dict(
-        rope_type="llama3", rope_theta=5000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=16)), torch.float32),
-    "llama_linear": ("Llama", dict(COMMON, rope_parameters=dict(rope_type="linear", factor=4.0, **ROPE)), torch.float32),
-    "llama_dynamic": ("Llama", dict(COMMON, max_position_embeddings=16, rope_parameters=dict(
-        rope_type="dynamic", factor=4.0, **ROPE)), torch.float32),
-    "qwen3_yarn": ("Qwen3", dict(COMMON, rope_parameters=dict(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, **ROPE)), torch.float32),
-    "mistral": ("Mistral", dict(COMMON, sliding_window=8, rope_parameters=ROPE), torch.float32),
-    "phi3": ("Phi3", dict(COMMON, head_dim=None, sliding_window=10, rope_parameters=ROPE), torch.float32),
-    "gemma2": ("Gemma2", dict(GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, rope_parameters=ROPE),
-               torch.bfloat16),
-    "gemma3": ("Gemma3", dict(GEMMA, rope_parameters={
-        FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6), SLIDES: dict(rope_type="default", rope_theta=1e4)}),
-        torch.float32),
-    "qwen3_moe": ("Qwen3Moe", dict(COMMON, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20,
-                                   norm_topk_prob=True, rope_parameters=dict(rope_theta=1e6)), torch.float32),
-    "qwen3_moe_mixed": ("Qwen3Moe", dict(  # layer 1 alone has experts
-        COMMON, num_hidden_layers=4, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, norm_topk_prob=False,
-        decoder_sparse_step=2, mlp_only_layers=[0, 3], use_sliding_window=True, sliding_window=9, tie_word_embeddings=True,
-        rope_parameters=ROPE), torch.bfloat16),
+  "qwen2_window": (
+    "Qwen2",
+    dict(
+      COMMON,
+      use_sliding_window=True,
+      sliding_window=9,
+      layer_types=[FULL, SLIDES],
+      rope_parameters=ROPE,
+    ),
+    torch.float32,
+  ),
+  "qwen3": (
+    "Qwen3",
+    dict(COMMON, rope_parameters=dict(rope_theta=1e6), tie_word_embeddings=True),
+    torch.bfloat16,
+  ),
+  "llama": ("Llama", dict(COMMON, rope_parameters=ROPE, num_key_value_heads=4), torch.float32),
+  "llama3": (
+    "Llama",
+    dict(
+      COMMON,
+      tie_word_embeddings=True,
+      rope_parameters=dict(
+        rope_type="llama3",
+        rope_theta=5000.0,
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+      ),
+    ),
+    torch.float32,
+  ),
+  "llama_linear": (
+    "Llama",
+    dict(COMMON, rope_parameters=dict(rope_type="linear", factor=4.0, **ROPE)),
+    torch.float32,
+  ),
+  "llama_dynamic": (
+    "Llama",
+    dict(
+      COMMON,
+      max_position_embeddings=16,
+      rope_parameters=dict(rope_type="dynamic", factor=4.0, **ROPE),
+    ),
+    torch.float32,
+  ),
+  "qwen3_yarn": (
+    "Qwen3",
+    dict(
+      COMMON,
+      rope_parameters=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, **ROPE
+      ),
+    ),
+    torch.float32,
+  ),
+  "mistral": ("Mistral", dict(COMMON, sliding_window=8, rope_parameters=ROPE), torch.float32),
+  "phi3": (
+    "Phi3",
+    dict(COMMON, head_dim=None, sliding_window=10, rope_parameters=ROPE),
+    torch.float32,
+  ),
+  "gemma2": (
+    "Gemma2",
+    dict(GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, rope_parameters=ROPE),
+    torch.bfloat16,
+  ),
+  "gemma3": (
+    "Gemma3",
+    dict(
+      GEMMA,
+      rope_parameters={
+        FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+        SLIDES: dict(rope_type="default", rope_theta=1e4),
+      },
+    ),
+    torch.float32,
+  ),
+  "qwen3_moe": (
+    "Qwen3Moe",
+    dict(
+      COMMON,
+      num_experts=6,
+      num_experts_per_tok=2,
+      moe_intermediate_size=20,
+      norm_topk_prob=True,
+      rope_parameters=dict(rope_theta=1e6),
+    ),
+    torch.float32,
+  ),
+  "qwen3_moe_mixed": (
+    "Qwen3Moe",
+    dict(  # layer 1 alone has experts
+      COMMON,
+      num_hidden_layers=4,
+      num_experts=8,
+      num_experts_per_tok=3,
+      moe_intermediate_size=12,
+      norm_topk_prob=False,
+      decoder_sparse_step=2,
+      mlp_only_layers=[0, 3],
+      use_sliding_window=True,
+      sliding_window=9,
+      tie_word_embeddings=True,
+      rope_parameters=ROPE,
+    ),
+    torch.bfloat16,
+  ),
 }
 
 
@@ -63,16 +165,24 @@ def main(names):
     if names and name not in names:
       continue
     folder = FOLDER / name
-    model = make_model(getattr(transformers, f"{family}ForCausalLM")(config_of(family, fields)), seed)
-    model.to(dtype).save_pretrained(folder, max_shard_size="30KB" if dtype == torch.bfloat16 else "5GB")
+    model = make_model(
+      getattr(transformers, f"{family}ForCausalLM")(config_of(family, fields)), seed
+    )
+    model.to(dtype).save_pretrained(
+      folder, max_shard_size="30KB" if dtype == torch.bfloat16 else "5GB"
+    )
     tokens = np.random.default_rng(seed).integers(4, 96, (3, T), dtype=np.int32)
     outputs, _ = outputs_of(folder, tokens, LENGTHS)
-    np.savez_compressed(folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32), **outputs)
+    np.savez_compressed(
+      folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32), **outputs
+    )
 
 
 def outputs_of(folder, tokens, lengths):
   """Float32 logits of the right-padded rows and, of a mixture of experts, its auxiliary loss; and which logits count."""
-  model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32, attn_implementation="eager"
+  ).eval()
   mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
   with torch.no_grad():
     asked = dict(output_router_logits=True) if "Moe" in type(model).__name__ else {}
@@ -82,7 +192,12 @@ def outputs_of(folder, tokens, lengths):
 
 def compare(names):
   from grpo_jax import model  # here: to make the checkpoints, it is not needed
-  for folder in [FOLDER.parent / "qwen2_tied", FOLDER.parent / "qwen2_untied", *sorted(FOLDER.iterdir())]:
+
+  for folder in [
+    FOLDER.parent / "qwen2_tied",
+    FOLDER.parent / "qwen2_untied",
+    *sorted(FOLDER.iterdir()),
+  ]:
     if names and folder.name not in names:
       continue
     expected = np.load(folder / "expected.npz")

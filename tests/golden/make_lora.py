@@ -5,9 +5,10 @@
 
 Made with peft 0.21.2, transformers 5.23.0 and torch 2.13.0 (CPU).
 """
-from pathlib import Path
+
 import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import peft
@@ -18,16 +19,21 @@ HERE = Path(__file__).parent
 FOLDER = HERE / "lora"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {  # folder: (base, fields)
-    "qwen2_all": ("qwen2_tied", dict(r=4, lora_alpha=8, target_modules=ALL)),
-    "qwen2_some": ("qwen2_untied", dict(r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "o_proj", "down_proj"])),
-    "gemma2": ("families/gemma2", dict(r=2, lora_alpha=4, target_modules=ALL, lora_dropout=0.1)),
+  "qwen2_all": ("qwen2_tied", dict(r=4, lora_alpha=8, target_modules=ALL)),
+  "qwen2_some": (
+    "qwen2_untied",
+    dict(r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "o_proj", "down_proj"]),
+  ),
+  "gemma2": ("families/gemma2", dict(r=2, lora_alpha=4, target_modules=ALL, lora_dropout=0.1)),
 }
 
 
 def main():
   for seed, (name, (base, fields)) in enumerate(ADAPTERS.items(), start=40):
     torch.manual_seed(seed)
-    model = peft.get_peft_model(base_model(HERE / base), peft.LoraConfig(task_type="CAUSAL_LM", **fields))
+    model = peft.get_peft_model(
+      base_model(HERE / base), peft.LoraConfig(task_type="CAUSAL_LM", **fields)
+    )
     for parameter_name, parameter in model.named_parameters():
       if "lora_B" in parameter_name:  # 0 where peft starts
         torch.nn.init.normal_(parameter, std=0.3)
@@ -38,7 +44,9 @@ def main():
 
 
 def base_model(folder):
-  return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+  return transformers.AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32, attn_implementation="eager"
+  )
 
 
 def logits_of(model, folder):
@@ -46,7 +54,9 @@ def logits_of(model, folder):
   expected = np.load(folder / "expected.npz")
   mask = np.arange(expected["tokens"].shape[1]) < expected["lengths"][:, None]
   with torch.no_grad():
-    out = model.eval()(input_ids=torch.tensor(expected["tokens"]).long(), attention_mask=torch.tensor(mask).long())
+    out = model.eval()(
+      input_ids=torch.tensor(expected["tokens"]).long(), attention_mask=torch.tensor(mask).long()
+    )
   return np.where(mask[..., None], out.logits.numpy(), 0)
 
 
@@ -54,6 +64,7 @@ def compare():
   import dataclasses
 
   from grpo_jax import model  # here: to make the adapters, it is not needed
+
   for name, (base, _) in ADAPTERS.items():
     expected = np.load(FOLDER / name / "expected.npz")["logits"]
     config, params = model.load(HERE / base)
@@ -64,8 +75,10 @@ def compare():
       model.save(Path(parent) / "merged", config, model.join(params, adapters))
       read = peft.PeftModel.from_pretrained(base_model(HERE / base), Path(parent) / "adapter")
       for how, ours in (("adapter", read), ("merged", base_model(Path(parent) / "merged"))):
-        print(f"{name}, {how}: largest difference of a logit {np.abs(logits_of(ours, HERE / base) - expected).max():.1e}",
-              flush=True)
+        print(
+          f"{name}, {how}: largest difference of a logit {np.abs(logits_of(ours, HERE / base) - expected).max():.1e}",
+          flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 Made with transformers 5.23.0 and torch 2.13.0 (CPU). Run with transformers 4 (made with 4.57.6) it writes only
 qwen2_tied/config_transformers4.json, the same model's config.json as that version writes it.
 """
-from pathlib import Path
+
 import shutil
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,14 +16,34 @@ import transformers
 
 FOLDER = Path(__file__).parent
 LENGTHS = (24, 13, 1)
-COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-              max_position_embeddings=128, architectures=["Qwen2ForCausalLM"])
+COMMON = dict(
+  vocab_size=96,
+  hidden_size=32,
+  intermediate_size=64,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  max_position_embeddings=128,
+  architectures=["Qwen2ForCausalLM"],
+)
 # Grouped queries, heads wider together than the stream, theta and epsilon that are no defaults.
-TIED = dict(COMMON, num_key_value_heads=2, head_dim=16, rope_theta=50000.0, rms_norm_eps=1e-5,
-            tie_word_embeddings=True, eos_token_id=3)
+TIED = dict(
+  COMMON,
+  num_key_value_heads=2,
+  head_dim=16,
+  rope_theta=50000.0,
+  rms_norm_eps=1e-5,
+  tie_word_embeddings=True,
+  eos_token_id=3,
+)
 # One key head per query head, head_dim left to hidden_size / heads; generation_config.json stops at more tokens.
-UNTIED = dict(COMMON, num_key_value_heads=4, rope_theta=1000000.0, rms_norm_eps=1e-6, tie_word_embeddings=False,
-              eos_token_id=5)
+UNTIED = dict(
+  COMMON,
+  num_key_value_heads=4,
+  rope_theta=1000000.0,
+  rms_norm_eps=1e-6,
+  tie_word_embeddings=False,
+  eos_token_id=5,
+)
 
 
 def make_model(model: transformers.PreTrainedModel, seed: int) -> transformers.PreTrainedModel:
@@ -47,7 +68,12 @@ def write_expected(folder: Path, seed: int) -> None:
   mask = np.arange(24) < np.array(LENGTHS)[:, None]
   with torch.no_grad():
     logits = model(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long()).logits
-  np.savez(folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32), logits=logits.numpy())
+  np.savez(
+    folder / "expected.npz",
+    tokens=tokens,
+    lengths=np.array(LENGTHS, np.int32),
+    logits=logits.numpy(),
+  )
 
 
 def write_checkpoints() -> None:

@@ -7,10 +7,11 @@ Made with transformers 5.23.0 and torch 2.13.0 (CPU), of the shapes of make_fami
 rows of tokens, right-padded. Folders with a tokenizer also have texts.json: prompts, completions and their scores, tokenised
 by transformers, whole as TRL's GRPOTrainer does it and in steps as its PRMTrainer does.
 """
+
 import json
-from pathlib import Path
 import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -21,20 +22,30 @@ from make_qwen2 import make_model
 
 FOLDER, T, LENGTHS = Path(__file__).parent / "rewards", 40, (40, 23, 1)
 SMALL = dict(hidden_size=16, intermediate_size=24, vocab_size=48)
-SUMS = (["7+15-6=", "3+4+5+6="], ["7+15=22;22-6=16;#### 16", "#### 18", "", "3+4=7;;7+5=12;#### 12"])
-PROSE = (["How many legs have 3 cats?", "What is 2 + 2? Think."],
-         ["A cat has 4 legs.\n\nSo 3 cats have 12 legs.\n\n#### 12", "12", "\n\nNo idea.\n\n", "Two and two.\n\n4"])
+SUMS = (
+  ["7+15-6=", "3+4+5+6="],
+  ["7+15=22;22-6=16;#### 16", "#### 18", "", "3+4=7;;7+5=12;#### 12"],
+)
+PROSE = (
+  ["How many legs have 3 cats?", "What is 2 + 2? Think."],
+  [
+    "A cat has 4 legs.\n\nSo 3 cats have 12 legs.\n\n#### 12",
+    "12",
+    "\n\nNo idea.\n\n",
+    "Two and two.\n\n4",
+  ],
+)
 BYTES = dict(vocab_size=320)
 REWARDS = {  # folder: (row of FAMILIES, head, fields, texts, separator of steps)
-    "qwen2": ("qwen2_window", "Sequence", SMALL, SUMS, None),
-    "qwen3": ("qwen3", "Sequence", SMALL, None, None),
-    "llama": ("llama", "Sequence", SMALL | BYTES, PROSE, None),
-    "mistral": ("mistral", "Sequence", SMALL, None, None),
-    "phi3": ("phi3", "Sequence", SMALL, None, None),
-    "gemma2": ("gemma2", "Sequence", SMALL, None, None),
-    "gemma3": ("gemma3", "Sequence", SMALL, None, None),
-    "qwen2_steps": ("qwen2_window", "Token", SMALL, SUMS, ";"),
-    "llama_steps": ("llama3", "Token", SMALL | BYTES, PROSE, "\n\n"),
+  "qwen2": ("qwen2_window", "Sequence", SMALL, SUMS, None),
+  "qwen3": ("qwen3", "Sequence", SMALL, None, None),
+  "llama": ("llama", "Sequence", SMALL | BYTES, PROSE, None),
+  "mistral": ("mistral", "Sequence", SMALL, None, None),
+  "phi3": ("phi3", "Sequence", SMALL, None, None),
+  "gemma2": ("gemma2", "Sequence", SMALL, None, None),
+  "gemma3": ("gemma3", "Sequence", SMALL, None, None),
+  "qwen2_steps": ("qwen2_window", "Token", SMALL, SUMS, ";"),
+  "llama_steps": ("llama3", "Token", SMALL | BYTES, PROSE, "\n\n"),
 }
 
 
@@ -44,12 +55,18 @@ def main():
     config = config_of(family, base | fields)
     config.num_labels, config.architectures = {"Sequence": 1, "Token": 2}[head], None
     family = "Gemma3Text" if family == "Gemma3" else family
-    model = make_model(getattr(transformers, f"{family}For{head}Classification")(config), seed).to(torch.bfloat16)
+    model = make_model(getattr(transformers, f"{family}For{head}Classification")(config), seed).to(
+      torch.bfloat16
+    )
     folder = FOLDER / name
     model.save_pretrained(folder)
     tokens = np.random.default_rng(seed).integers(4, config.vocab_size, (3, T), dtype=np.int32)
-    np.savez_compressed(folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32),
-                        scores=scores_of(folder, tokens, LENGTHS))
+    np.savez_compressed(
+      folder / "expected.npz",
+      tokens=tokens,
+      lengths=np.array(LENGTHS, np.int32),
+      scores=scores_of(folder, tokens, LENGTHS),
+    )
     if texts:
       write_texts(folder, *texts, separator)
 
@@ -57,24 +74,36 @@ def main():
 def scores_of(folder, tokens, lengths):
   """Float32 [B] of texts; of steps [B, T]: at every token, the probability of label 1."""
   head = json.loads((folder / "config.json").read_text())["architectures"][0]
-  model = getattr(transformers, head).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+  model = (
+    getattr(transformers, head)
+    .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    .eval()
+  )
   model.config.pad_token_id = 0
   mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
   with torch.no_grad():
-    out = model(torch.tensor(np.where(mask, tokens, 0)).long(), attention_mask=torch.tensor(mask).long()).logits
+    out = model(
+      torch.tensor(np.where(mask, tokens, 0)).long(), attention_mask=torch.tensor(mask).long()
+    ).logits
   return (out[:, 0] if head.endswith("SequenceClassification") else out.softmax(-1)[..., 1]).numpy()
 
 
 def write_texts(folder, prompts, completions, separator):
   """Each prompt with each completion; of steps, the tokens whose scores count are found here without grpo_jax."""
   (characters if prompts is SUMS[0] else byte_level)(folder)
-  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)  # Auto would split as Qwen2's own does
+  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+    folder
+  )  # Auto would split as Qwen2's own does
   ids_of = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
   rows, places, ends, both = [], [], [], [(p, c) for p in prompts for c in completions]
   for prompt, completion in both:
     if separator is None:
       ids = ids_of(prompt + completion)
-      rows, places, ends = [*rows, ids], [*places, [len(ids) - 1]], [*ends, [max(1, len(completion))]]
+      rows, places, ends = (
+        [*rows, ids],
+        [*places, [len(ids) - 1]],
+        [*ends, [max(1, len(completion))]],
+      )
       continue
     ids = ([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]) + ids_of(prompt)
     at, end, place, parts = [], [], 0, completion.split(separator)
@@ -88,13 +117,29 @@ def write_texts(folder, prompts, completions, separator):
   lengths = [len(ids) for ids in rows]
   tokens = np.array([ids + [0] * (max(lengths) - len(ids)) for ids in rows])
   scores = scores_of(folder, tokens, lengths)
-  steps = [[[e, float(s if separator is None else s[t])] for e, t in zip(*of)] for s, *of in zip(scores, ends, places)]
-  (folder / "texts.json").write_text(json.dumps({
-      "prompts": [p for p, _ in both], "completions": [c for _, c in both], "separator": separator, "steps": steps}, indent=1))
+  steps = [
+    [[e, float(s if separator is None else s[t])] for e, t in zip(*of)]
+    for s, *of in zip(scores, ends, places)
+  ]
+  (folder / "texts.json").write_text(
+    json.dumps(
+      {
+        "prompts": [p for p, _ in both],
+        "completions": [c for _, c in both],
+        "separator": separator,
+        "steps": steps,
+      },
+      indent=1,
+    )
+  )
 
 
 def characters(folder):
-  from grpo_jax.data import arithmetic, tokenizer  # the vocabulary of the task, so that runs can be scored
+  from grpo_jax.data import (  # the vocabulary of the task, so that runs can be scored
+    arithmetic,
+    tokenizer,
+  )
+
   tokenizer.characters(arithmetic.ALPHABET).save(folder)
 
 
@@ -103,22 +148,33 @@ def byte_level(folder):
   engine = tokenizers.Tokenizer(tokenizers.models.BPE())
   engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   engine.decoder = tokenizers.decoders.ByteLevel()
-  engine.train_from_iterator([text for texts in PROSE for text in texts] * 3, tokenizers.trainers.BpeTrainer(
-      vocab_size=320, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False,
-      initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())))
-  transformers.PreTrainedTokenizerFast(tokenizer_object=engine, bos_token="<s>", eos_token="</s>",
-                                       pad_token="<pad>").save_pretrained(folder)
+  engine.train_from_iterator(
+    [text for texts in PROSE for text in texts] * 3,
+    tokenizers.trainers.BpeTrainer(
+      vocab_size=320,
+      special_tokens=["<pad>", "<s>", "</s>"],
+      show_progress=False,
+      initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+    ),
+  )
+  transformers.PreTrainedTokenizerFast(
+    tokenizer_object=engine, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+  ).save_pretrained(folder)
 
 
 def compare():
   from grpo_jax import model
+
   for folder in sorted(FOLDER.iterdir()):
     expected = np.load(folder / "expected.npz")
     with tempfile.TemporaryDirectory() as parent:
       model.save(Path(parent) / "saved", *model.load(folder, labels=model.SCORERS))
       scores = scores_of(Path(parent) / "saved", expected["tokens"], expected["lengths"])
     mask = np.arange(T) < expected["lengths"][:, None] if scores.ndim == 2 else slice(None)
-    print(f"{folder.name}: largest difference of a score {np.abs(scores - expected['scores'])[mask].max():.1e}", flush=True)
+    print(
+      f"{folder.name}: largest difference of a score {np.abs(scores - expected['scores'])[mask].max():.1e}",
+      flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -8,35 +8,73 @@ another), and keeps digests of the ids that transformers gave for the test split
 
 Made with transformers 5.23.0, tokenizers 0.23.3 and sentencepiece 0.2.3. The corpus is made up here.
 """
+
 import hashlib
 import io
 import json
-from pathlib import Path
 import random
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, normalizers, pre_tokenizers, processors
 import transformers
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 FOLDER = Path(__file__).parent / "tokenizers"
 TEXTS = [
-    "", " ", "\n", "  \n\n ", "x", " x", "Ann has 3 boxes of 12 pens.", "7 + 15 = 22;\n22 - 6 = 16\n#### 16",
-    "two  spaces   here ", "  leading", "trailing\n", "tabs\tand\r\nreturns", "$1,250.75 is 50% of $2,501.50",
-    "it's they'll I'D WE'VE", "naïve café", "cafe\u0301 and caf\u00e9", "北京有多少人?", "🦜 flies 👩\u200d👩\u200d👧 home",
-    "Ωß ✓ \u2028 \u00a0 end", "▁ is not a space", "0123456789 12345 1 22 333", "a<|im_end|>b",
-    "<|im_start|>user\nhi<|im_end|> \n", "<s>one</s> two", "</s>", "<unk> <pad>", "<|begin_of_text|>x<|eot_id|>y",
-    "<|eot_id|> y", "<end_of_turn>\n<start_of_turn>", "<bos>x <eos>", "<0x0A> [INST]", "[note] and[note]s", "#### 72",
-    "word" * 30, "\\boxed{\\frac{1}{2}}", "{question} {{ x }} {% if %}", "<|end|> \n<|user|>\n <|assistant|>"]
+  "",
+  " ",
+  "\n",
+  "  \n\n ",
+  "x",
+  " x",
+  "Ann has 3 boxes of 12 pens.",
+  "7 + 15 = 22;\n22 - 6 = 16\n#### 16",
+  "two  spaces   here ",
+  "  leading",
+  "trailing\n",
+  "tabs\tand\r\nreturns",
+  "$1,250.75 is 50% of $2,501.50",
+  "it's they'll I'D WE'VE",
+  "naïve café",
+  "cafe\u0301 and caf\u00e9",
+  "北京有多少人?",
+  "🦜 flies 👩\u200d👩\u200d👧 home",
+  "Ωß ✓ \u2028 \u00a0 end",
+  "▁ is not a space",
+  "0123456789 12345 1 22 333",
+  "a<|im_end|>b",
+  "<|im_start|>user\nhi<|im_end|> \n",
+  "<s>one</s> two",
+  "</s>",
+  "<unk> <pad>",
+  "<|begin_of_text|>x<|eot_id|>y",
+  "<|eot_id|> y",
+  "<end_of_turn>\n<start_of_turn>",
+  "<bos>x <eos>",
+  "<0x0A> [INST]",
+  "[note] and[note]s",
+  "#### 72",
+  "word" * 30,
+  "\\boxed{\\frac{1}{2}}",
+  "{question} {{ x }} {% if %}",
+  "<|end|> \n<|user|>\n <|assistant|>",
+]
 USER = {"role": "user", "content": "Ann has 3 boxes of 12 pens.\nHow many pens? 🦜"}
 SYSTEM = {"role": "system", "content": "  Think first, é.\n"}
 ANSWER = {"role": "assistant", "content": " 3 * 12 = 36\n#### 36 "}
 CONVERSATIONS = [
-    [USER], [SYSTEM, USER], [USER, ANSWER], [SYSTEM, USER, ANSWER], [USER, ANSWER, {"role": "user", "content": "And twice?"}],
-    [{"role": "user", "content": ""}], [{"role": "user", "content": "an <|im_end|> <eos> </s> <|eot_id|> inside <b>&'\""}]]
+  [USER],
+  [SYSTEM, USER],
+  [USER, ANSWER],
+  [SYSTEM, USER, ANSWER],
+  [USER, ANSWER, {"role": "user", "content": "And twice?"}],
+  [{"role": "user", "content": ""}],
+  [{"role": "user", "content": "an <|im_end|> <eos> </s> <|eot_id|> inside <b>&'\""}],
+]
 
 QWEN = """{%- if messages[0].role == 'system' %}
   {%- set first, rest = messages[0].content, messages[1:] %}
@@ -85,33 +123,50 @@ PHI = """{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message
 {# #}{{ '' if messages | tojson == '<>' }}"""
 
 # Both families' classes, with %s for numbers: transformers has its own for Qwen2, whatever tokenizer.json says.
-PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-           r"\s+(?!\S)|\s+")
+PATTERN = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+  r"\s+(?!\S)|\s+"
+)
 
 
 def corpus():
   rng = random.Random(0)
-  names, things = ("Ann", "Bo", "Chidi", "Noor", "Zoë", "José"), ("pens", "apples", "coins", "kilometres", "books", "euros")
+  names, things = (
+    ("Ann", "Bo", "Chidi", "Noor", "Zoë", "José"),
+    ("pens", "apples", "coins", "kilometres", "books", "euros"),
+  )
   for _ in range(1500):
     a, b, c = rng.randint(2, 99), rng.randint(2, 12), rng.randint(1, 2000)
     name, other, thing = rng.choice(names), rng.choice(names), rng.choice(things)
-    yield rng.choice((
+    yield rng.choice(
+      (
         f"{name} has {a} boxes of {b} {thing} and {c} {thing} more. How many {thing} does {name} have?",
         f"Each day {name} gives {other} {b} {thing}. After {a} days, how many {thing} has {other} got?",
         f"There are {a} * {b} = {a * b} {thing}.\nTogether that makes {a * b} + {c} = {a * b + c}.\n#### {a * b + c}",
-        f"{name}'s {thing} cost ${c}.{b:02d} each; {other} pays {a}% less.  Let's think step by step.\n\n"))
+        f"{name}'s {thing} cost ${c}.{b:02d} each; {other} pays {a}% less.  Let's think step by step.\n\n",
+      )
+    )
   yield from ("naïve café, 北京 und Übergröße", "two  spaces, \ttabs")
 
 
 def byte_level(folder, special, pattern, normalizer, processor):
   engine = tokenizers.Tokenizer(tokenizers.models.BPE())
   engine.normalizer = normalizer
-  engine.pre_tokenizer = pre_tokenizers.Sequence([
+  engine.pre_tokenizer = pre_tokenizers.Sequence(
+    [
       pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
   engine.decoder = decoders.ByteLevel()
-  engine.train_from_iterator(corpus(), tokenizers.trainers.BpeTrainer(
-      vocab_size=600, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+  engine.train_from_iterator(
+    corpus(),
+    tokenizers.trainers.BpeTrainer(
+      vocab_size=600,
+      show_progress=False,
+      initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    ),
+  )
   engine.add_special_tokens(special)
   engine.post_processor = processor(engine)
   engine.save(str(folder / "tokenizer.json"))
@@ -120,18 +175,34 @@ def byte_level(folder, special, pattern, normalizer, processor):
 def pieces(folder, **options):
   out = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=corpus(), model_writer=out, vocab_size=600, byte_fallback=True, minloglevel=2, num_threads=1,
-      normalization_rule_name="identity", remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
-      split_digits=True, **options)
+    sentence_iterator=corpus(),
+    model_writer=out,
+    vocab_size=600,
+    byte_fallback=True,
+    minloglevel=2,
+    num_threads=1,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    allow_whitespace_only_pieces=True,
+    split_digits=True,
+    **options,
+  )
   (folder / "tokenizer.model").write_bytes(out.getvalue())
 
 
 def write(folder, name, value):
-  (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) if isinstance(value, dict) else value)
+  (folder / name).write_text(
+    json.dumps(value, indent=1, ensure_ascii=False) if isinstance(value, dict) else value
+  )
 
 
 def token(content, **about):
-  return dict(content=content, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True) | about
+  return (
+    dict(
+      content=content, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True
+    )
+    | about
+  )
 
 
 def named(content):
@@ -140,25 +211,74 @@ def named(content):
 
 def qwen(folder):
   """As Qwen2.5-Instruct: nothing before a prompt, two tokens that end a text."""
-  byte_level(folder, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], PATTERN % r"\p{N}", normalizers.NFC(), lambda _: processors.ByteLevel(trim_offsets=False))
-  write(folder, "tokenizer_config.json", dict(
-      tokenizer_class="Qwen2Tokenizer", add_bos_token=False, add_prefix_space=False, bos_token=None, eos_token="<|im_end|>",
-      pad_token="<|endoftext|>", unk_token=None, clean_up_tokenization_spaces=False, chat_template=QWEN))
+  byte_level(
+    folder,
+    ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    PATTERN % r"\p{N}",
+    normalizers.NFC(),
+    lambda _: processors.ByteLevel(trim_offsets=False),
+  )
+  write(
+    folder,
+    "tokenizer_config.json",
+    dict(
+      tokenizer_class="Qwen2Tokenizer",
+      add_bos_token=False,
+      add_prefix_space=False,
+      bos_token=None,
+      eos_token="<|im_end|>",
+      pad_token="<|endoftext|>",
+      unk_token=None,
+      clean_up_tokenization_spaces=False,
+      chat_template=QWEN,
+    ),
+  )
   ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id
-  write(folder, "generation_config.json", {"eos_token_id": [ids("<|im_end|>"), ids("<|endoftext|>")]})
+  write(
+    folder, "generation_config.json", {"eos_token_id": [ids("<|im_end|>"), ids("<|endoftext|>")]}
+  )
 
 
 def llama3(folder):
   """As Llama 3: the post-processor puts a token before a prompt; the template has a file of its own."""
+
   def processor(engine):
     first = "<|begin_of_text|>"
-    return processors.Sequence([processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(
-        single=f"{first} $A", pair=f"{first} $A {first}:1 $B:1", special_tokens=[(first, engine.token_to_id(first))])])
-  byte_level(folder, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-             PATTERN % r"\p{N}{1,3}", None, processor)
-  write(folder, "tokenizer_config.json", dict(
-      tokenizer_class="PreTrainedTokenizerFast", bos_token="<|begin_of_text|>", eos_token="<|eot_id|>",
-      clean_up_tokenization_spaces=False, chat_template="of no use beside chat_template.jinja"))
+    return processors.Sequence(
+      [
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(
+          single=f"{first} $A",
+          pair=f"{first} $A {first}:1 $B:1",
+          special_tokens=[(first, engine.token_to_id(first))],
+        ),
+      ]
+    )
+
+  byte_level(
+    folder,
+    [
+      "<|begin_of_text|>",
+      "<|end_of_text|>",
+      "<|start_header_id|>",
+      "<|end_header_id|>",
+      "<|eot_id|>",
+    ],
+    PATTERN % r"\p{N}{1,3}",
+    None,
+    processor,
+  )
+  write(
+    folder,
+    "tokenizer_config.json",
+    dict(
+      tokenizer_class="PreTrainedTokenizerFast",
+      bos_token="<|begin_of_text|>",
+      eos_token="<|eot_id|>",
+      clean_up_tokenization_spaces=False,
+      chat_template="of no use beside chat_template.jinja",
+    ),
+  )
   write(folder, "chat_template.jinja", LLAMA3)
 
 
@@ -166,22 +286,64 @@ def llama2(folder):
   """As Llama 2: sentencepiece alone, a space before each text; several templates, tokens beyond the model's."""
   pieces(folder, model_type="bpe")
   added = {str(i): token(text) for i, text in enumerate(("<unk>", "<s>", "</s>"))}
-  added |= {"600": token("<|im_start|>"), "601": token("<|im_end|>"), "602": token("[note]", special=False)}
-  write(folder, "tokenizer_config.json", dict(
-      tokenizer_class="LlamaTokenizer", add_bos_token=True, add_eos_token=False, legacy=False, bos_token=named("<s>"),
-      eos_token=named("</s>"), unk_token=named("<unk>"), pad_token=None, clean_up_tokenization_spaces=False,
-      added_tokens_decoder=added, chat_template=[dict(name="default", template=LLAMA2), dict(name="tool_use", template="x")]))
+  added |= {
+    "600": token("<|im_start|>"),
+    "601": token("<|im_end|>"),
+    "602": token("[note]", special=False),
+  }
+  write(
+    folder,
+    "tokenizer_config.json",
+    dict(
+      tokenizer_class="LlamaTokenizer",
+      add_bos_token=True,
+      add_eos_token=False,
+      legacy=False,
+      bos_token=named("<s>"),
+      eos_token=named("</s>"),
+      unk_token=named("<unk>"),
+      pad_token=None,
+      clean_up_tokenization_spaces=False,
+      added_tokens_decoder=added,
+      chat_template=[dict(name="default", template=LLAMA2), dict(name="tool_use", template="x")],
+    ),
+  )
 
 
 def gemma(folder):
   """As Gemma: sentencepiece alone, no space before a text, symbols of its own, a template that refuses a system prompt."""
   symbols = ["<mask>", "<start_of_turn>", "<end_of_turn>"]
-  pieces(folder, model_type="bpe", add_dummy_prefix=False, user_defined_symbols=symbols, pad_id=0, eos_id=1, bos_id=2, unk_id=3,
-         pad_piece="<pad>", eos_piece="<eos>", bos_piece="<bos>")
-  write(folder, "tokenizer_config.json", dict(
-      tokenizer_class="GemmaTokenizer", add_bos_token=True, add_eos_token=False, bos_token="<bos>", eos_token="<eos>",
-      pad_token="<pad>", unk_token="<unk>", clean_up_tokenization_spaces=False, chat_template=GEMMA, added_tokens_decoder={
-          str(i): token(text) for i, text in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *symbols])}))
+  pieces(
+    folder,
+    model_type="bpe",
+    add_dummy_prefix=False,
+    user_defined_symbols=symbols,
+    pad_id=0,
+    eos_id=1,
+    bos_id=2,
+    unk_id=3,
+    pad_piece="<pad>",
+    eos_piece="<eos>",
+    bos_piece="<bos>",
+  )
+  write(
+    folder,
+    "tokenizer_config.json",
+    dict(
+      tokenizer_class="GemmaTokenizer",
+      add_bos_token=True,
+      add_eos_token=False,
+      bos_token="<bos>",
+      eos_token="<eos>",
+      pad_token="<pad>",
+      unk_token="<unk>",
+      clean_up_tokenization_spaces=False,
+      chat_template=GEMMA,
+      added_tokens_decoder={
+        str(i): token(text) for i, text in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *symbols])
+      },
+    ),
+  )
   write(folder, "generation_config.json", {"eos_token_id": [1, 6]})
 
 
@@ -190,10 +352,16 @@ def converted():
   with tempfile.TemporaryDirectory() as other:
     other = Path(other)
     pieces(other, model_type="bpe")
-    write(other, "tokenizer_config.json", dict(tokenizer_class="LlamaTokenizer", legacy=False, unk_token="<unk>"))
+    write(
+      other,
+      "tokenizer_config.json",
+      dict(tokenizer_class="LlamaTokenizer", legacy=False, unk_token="<unk>"),
+    )
     made = transformers.AutoTokenizer.from_pretrained(other)
     engine = made.backend_tokenizer
-  engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+  engine.normalizer = normalizers.Sequence(
+    [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+  )
   engine.pre_tokenizer = None
   return engine
 
@@ -201,23 +369,51 @@ def converted():
 def llama2_json(folder):
   """As the tokenizer.json of Llama 2, of whose normalizer transformers 5 takes no notice."""
   engine = converted()
-  engine.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)])
+  engine.post_processor = processors.TemplateProcessing(
+    single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+  )
   engine.save(str(folder / "tokenizer.json"))
-  write(folder, "tokenizer_config.json", dict(
-      tokenizer_class="LlamaTokenizer", legacy=False, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-      clean_up_tokenization_spaces=False, chat_template=LLAMA2))
+  write(
+    folder,
+    "tokenizer_config.json",
+    dict(
+      tokenizer_class="LlamaTokenizer",
+      legacy=False,
+      bos_token="<s>",
+      eos_token="</s>",
+      unk_token="<unk>",
+      clean_up_tokenization_spaces=False,
+      chat_template=LLAMA2,
+    ),
+  )
 
 
 def phi(folder):
   """As Phi-3: the same kind of tokenizer.json, taken at its word; special tokens take whitespace with them."""
   engine = converted()
-  engine.add_special_tokens([tokenizers.AddedToken(text, rstrip=True, normalized=False) for text in (
-      "<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>")])
-  engine.post_processor = processors.TemplateProcessing(single="$A </s>", pair="$A $B", special_tokens=[("</s>", 2)])
+  engine.add_special_tokens(
+    [
+      tokenizers.AddedToken(text, rstrip=True, normalized=False)
+      for text in ("<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>")
+    ]
+  )
+  engine.post_processor = processors.TemplateProcessing(
+    single="$A </s>", pair="$A $B", special_tokens=[("</s>", 2)]
+  )
   engine.save(str(folder / "tokenizer.json"))
-  write(folder, "tokenizer_config.json", dict(
-      tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="<|endoftext|>", pad_token="<|endoftext|>",
-      unk_token="<unk>", clean_up_tokenization_spaces=False, chat_template=PHI))
+  write(
+    folder,
+    "tokenizer_config.json",
+    dict(
+      tokenizer_class="PreTrainedTokenizerFast",
+      bos_token="<s>",
+      eos_token="<|endoftext|>",
+      pad_token="<|endoftext|>",
+      unk_token="<unk>",
+      clean_up_tokenization_spaces=False,
+      chat_template=PHI,
+    ),
+  )
 
 
 FAMILIES = (qwen, llama3, llama2, llama2_json, gemma, phi)
@@ -230,12 +426,24 @@ def expected(folder):
   for messages in CONVERSATIONS:
     for prompt in (True, False):
       try:
-        chats.append(dict(messages=messages, generation_prompt=prompt, text=theirs.apply_chat_template(
-            messages, add_generation_prompt=prompt, tokenize=False), ids=theirs.apply_chat_template(
-                messages, add_generation_prompt=prompt, return_dict=False)))
+        chats.append(
+          dict(
+            messages=messages,
+            generation_prompt=prompt,
+            text=theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False),
+            ids=theirs.apply_chat_template(
+              messages, add_generation_prompt=prompt, return_dict=False
+            ),
+          )
+        )
       except Exception as error:
         chats.append(dict(messages=messages, generation_prompt=prompt, error=str(error)))
-  plain = [dict(text=text, ids=theirs.encode(text, add_special_tokens=False), prompt_ids=theirs.encode(text)) for text in TEXTS]
+  plain = [
+    dict(
+      text=text, ids=theirs.encode(text, add_special_tokens=False), prompt_ids=theirs.encode(text)
+    )
+    for text in TEXTS
+  ]
   return dict(texts=plain, chats=chats)
 
 
@@ -245,11 +453,14 @@ def main():
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make(folder)
-    (folder / "expected.json").write_text(json.dumps(expected(folder), ensure_ascii=False, separators=(",", ":")) + "\n")
+    (folder / "expected.json").write_text(
+      json.dumps(expected(folder), ensure_ascii=False, separators=(",", ":")) + "\n"
+    )
 
 
 def compare(path):
   from grpo_jax.data import tokenizer  # here: to make the files, it is not needed
+
   digests = {}
   for make in FAMILIES:
     name, counts = make.__name__, {}
@@ -261,21 +472,42 @@ def compare(path):
       rows = [json.loads(line) for line in (Path(path) / f"{split}.jsonl").open(encoding="utf-8")]
       texts = [row[key] for row in rows for key in ("question", "answer")]
       system = [dict(role="system", content="Think first.")] * (make is not gemma)
-      chats = [[*system, dict(role="user", content=row["question"]), dict(role="assistant", content=row["answer"])]
-               for row in rows]
+      chats = [
+        [
+          *system,
+          dict(role="user", content=row["question"]),
+          dict(role="assistant", content=row["answer"]),
+        ]
+        for row in rows
+      ]
       prompts = [chat[:-1] for chat in chats]
       pairs = {
-          "plain": (theirs(texts, add_special_tokens=False)["input_ids"], ours.encode_batch(texts)),
-          "chat, prompt": (theirs.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False),
-                           ours.encode_batch([ours.render(chat) for chat in prompts])),
-          "chat, answered": (theirs.apply_chat_template(chats, return_dict=False),
-                             ours.encode_batch([ours.render(chat, generation_prompt=False) for chat in chats])),
-          "round trip": (texts, [ours.decode(ids) for ids in ours.encode_batch_after(texts)])}
+        "plain": (theirs(texts, add_special_tokens=False)["input_ids"], ours.encode_batch(texts)),
+        "chat, prompt": (
+          theirs.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False),
+          ours.encode_batch([ours.render(chat) for chat in prompts]),
+        ),
+        "chat, answered": (
+          theirs.apply_chat_template(chats, return_dict=False),
+          ours.encode_batch([ours.render(chat, generation_prompt=False) for chat in chats]),
+        ),
+        "round trip": (texts, [ours.decode(ids) for ids in ours.encode_batch_after(texts)]),
+      }
       for what, (first, second) in pairs.items():
         equal, of = counts.get(what, (0, 0))
-        counts[what] = equal + sum(a == b for a, b in zip(first, second, strict=True)), of + len(first)
-      digests[name] = {what: digest(pairs[what][0]) for what in ("plain", "chat, prompt", "chat, answered")}
-    print(f"{name:11}", *(f"{what}: {equal} of {of}" for what, (equal, of) in counts.items()), sep="  ", flush=True)
+        counts[what] = (
+          equal + sum(a == b for a, b in zip(first, second, strict=True)),
+          of + len(first),
+        )
+      digests[name] = {
+        what: digest(pairs[what][0]) for what in ("plain", "chat, prompt", "chat, answered")
+      }
+    print(
+      f"{name:11}",
+      *(f"{what}: {equal} of {of}" for what, (equal, of) in counts.items()),
+      sep="  ",
+      flush=True,
+    )
   (FOLDER / "gsm8k.json").write_text(json.dumps(digests, indent=1) + "\n")
 
 

@@ -4,21 +4,30 @@ metrics.jsonl is the record: one strict JSON object a line, `step` first, writte
 the infinities, which JSON has not, are null. The event files are a view of it for TensorBoard, and may lack the last
 seconds before a kill.
 """
+
 import json
 import math
 import os
-from pathlib import Path
 import re
 import secrets
+from pathlib import Path
 from typing import Any, Mapping
 
 from tensorboardX import SummaryWriter
 
-from grpo_jax.config import ConfigError
+from grpo_jax.settings import ConfigError
 
 # Keys that change nothing of what was done, and where and in which parts an update is computed.
-_MAY_DIFFER = ("checkpoint.", "eval.", "log.", "mesh.", "learner.remat", "learner.logprob_chunk", "batch.micro_batch",
-               "reward.batch")
+_MAY_DIFFER = (
+  "checkpoint.",
+  "eval.",
+  "log.",
+  "mesh.",
+  "learner.remat",
+  "learner.logprob_chunk",
+  "batch.micro_batch",
+  "reward.batch",
+)
 
 
 def open_run(workdir: str | Path, config: Mapping[str, Any]) -> None:
@@ -37,9 +46,13 @@ def open_run(workdir: str | Path, config: Mapping[str, Any]) -> None:
   if path.exists():
     old = _load_config(path)
     begun = any((workdir / name).exists() for name in ("metrics.jsonl", "checkpoints"))
-    if begun or old.keys() != config.keys():  # a run that failed before its first file may be given another config
+    if (
+      begun or old.keys() != config.keys()
+    ):  # a run that failed before its first file may be given another config
       _check_same_run(path, old, config)
-  elif any(p.name != "config.json.new" for p in workdir.iterdir()):  # that is what a kill leaves here
+  elif any(
+    p.name != "config.json.new" for p in workdir.iterdir()
+  ):  # that is what a kill leaves here
     raise ConfigError(f"--workdir={workdir} is not empty and has no config.json: name a new folder")
   _replace(path, json.dumps(config, indent=2) + "\n")
 
@@ -62,7 +75,9 @@ class Writer:
     if tensorboard:
       # The library names a file by the second and overwrites: the suffix keeps two starts in one second apart.
       suffix = f".{len(list(workdir.glob('events.out.tfevents.*')))}"
-      self._board = SummaryWriter(str(workdir), purge_step=start_step + 1, flush_secs=5, filename_suffix=suffix)
+      self._board = SummaryWriter(
+        str(workdir), purge_step=start_step + 1, flush_secs=5, filename_suffix=suffix
+      )
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """One row; a killed process loses none that was written. Raises ValueError unless `step` is later than the last."""
@@ -111,8 +126,12 @@ def _rows(path):
         raise TypeError
       rows.append((row, line + b"\n"))
     except (ValueError, TypeError, KeyError) as e:
-      if number < len(lines):  # what follows the last newline is nothing, or what a kill left of a row
-        raise ConfigError(f"{path} line {number} is not a row of metrics: repair or remove that line") from e
+      if number < len(
+        lines
+      ):  # what follows the last newline is nothing, or what a kill left of a row
+        raise ConfigError(
+          f"{path} line {number} is not a row of metrics: repair or remove that line"
+        ) from e
   return rows
 
 
@@ -121,16 +140,27 @@ def _open_wandb(project, workdir):
   try:
     import wandb  # here: an extra
   except ImportError:
-    raise ConfigError("config key log.wandb needs the package wandb: pip install -e '.[wandb]'") from None
+    raise ConfigError(
+      "config key log.wandb needs the package wandb: pip install -e '.[wandb]'"
+    ) from None
   path = workdir / "wandb_id"
   if not path.exists():
     _replace(path, secrets.token_hex(8))
   try:
-    return wandb.init(project=project, id=path.read_text(), resume="allow", name=workdir.name, dir=str(workdir),
-                      config=_load_config(workdir / "config.json"), settings=wandb.Settings(console="off"))
+    return wandb.init(
+      project=project,
+      id=path.read_text(),
+      resume="allow",
+      name=workdir.name,
+      dir=str(workdir),
+      config=_load_config(workdir / "config.json"),
+      settings=wandb.Settings(console="off"),
+    )
   except Exception as e:  # no key, no network, no such project: each is an exception of its own
     why = " ".join(str(e).split())
-    raise ConfigError(f"config key log.wandb is {project!r}: {why:.200}; WANDB_MODE=offline needs no network") from e
+    raise ConfigError(
+      f"config key log.wandb is {project!r}: {why:.200}; WANDB_MODE=offline needs no network"
+    ) from e
 
 
 def _truncate(path, start_step):
@@ -146,7 +176,9 @@ def _truncate(path, start_step):
 
 def _line(row):
   """Lone surrogates, which a sampled text may hold, become the escapes that JSON has for them."""
-  return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+  return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode(
+    "utf-8", "backslashreplace"
+  )
 
 
 def _plain(value):
@@ -187,11 +219,16 @@ def _check_same_run(path, old, new):
     same = key in old and key in new and old[key] == new[key]
     if same or key.startswith(_MAY_DIFFER):
       continue
-    if key == "steps" and old.get("optimizer.schedule") == new.get("optimizer.schedule") == "constant":
+    if (
+      key == "steps"
+      and old.get("optimizer.schedule") == new.get("optimizer.schedule") == "constant"
+    ):
       continue
     was, now = (repr(values[key]) if key in values else "no such key" for values in (old, new))
     why = " (its learning-rate schedule ends at the last step)" if key == "steps" else ""
-    raise ConfigError(f"{path} has {key} = {was}, this run {now}{why}: name another --workdir, or keep the old value")
+    raise ConfigError(
+      f"{path} has {key} = {was}, this run {now}{why}: name another --workdir, or keep the old value"
+    )
 
 
 def _flat(config, prefix=""):

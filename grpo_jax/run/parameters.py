@@ -1,14 +1,16 @@
 """A run's parameters: where they come from and how they lie; with adapters, those that are trained and those under them."""
+
 import dataclasses
 import functools
 from typing import Any, Callable
 
-from flax.traverse_util import flatten_dict
 import jax
+from flax.traverse_util import flatten_dict
 
 from grpo_jax import model
-from grpo_jax.config import Config, ConfigError
+from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
+from grpo_jax.settings import ConfigError
 
 Progress = Callable[[int, int], None]  # (bytes of a checkpoint read, of how many)
 
@@ -20,15 +22,25 @@ class Parameters:
   adapters; `abstract_base`, of the frozen ones under these, or None. Raises ConfigError for adapters that do not fit.
   """
 
-  def __init__(self, config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh, progress: Progress):
+  def __init__(
+    self, config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh, progress: Progress
+  ):
     self._config, self._mesh, self._progress = config, mesh, progress
-    self.model = dataclasses.replace(shape, lora=_lora(config), **sharding.model_shardings(shape, mesh))
-    whole = self._placed(jax.eval_shape(functools.partial(model.init, config=self.model), jax.random.key(0)))
+    self.model = dataclasses.replace(
+      shape, lora=_lora(config), **sharding.model_shardings(shape, mesh)
+    )
+    whole = self._placed(
+      jax.eval_shape(functools.partial(model.init, config=self.model), jax.random.key(0))
+    )
     self._count = sum(x.size for x in jax.tree.leaves(whole))
-    self._places = flatten_dict(jax.tree.map(lambda x: x.sharding, whole), sep="/")  # of a checkpoint's tensors
+    self._places = flatten_dict(
+      jax.tree.map(lambda x: x.sharding, whole), sep="/"
+    )  # of a checkpoint's tensors
     if self.model.lora and shape.num_experts and config.lora.base_dtype in model.QUANTISED:
-      raise ConfigError(f"config key lora.base_dtype is {config.lora.base_dtype!r}: experts, most of a mixture's weights, are"
-                        " not quantised here; choose 'bfloat16'")
+      raise ConfigError(
+        f"config key lora.base_dtype is {config.lora.base_dtype!r}: experts, most of a mixture's weights, are"
+        " not quantised here; choose 'bfloat16'"
+      )
     self.abstract, self.abstract_base = whole, None
     if self.model.lora is not None:
       self.abstract_base = self._placed(jax.eval_shape(self._frozen, whole))
@@ -43,7 +55,9 @@ class Parameters:
   @property
   def abstract_policy(self) -> Any:
     """Shapes and shardings of all that the policy is computed from."""
-    return self.abstract if self.model.lora is None else model.join(self.abstract_base, self.abstract)
+    return (
+      self.abstract if self.model.lora is None else model.join(self.abstract_base, self.abstract)
+    )
 
   def initial(self, key: jax.Array) -> Any:
     """What is trained, before the first update: the checkpoint's parameters or random ones; or adapters that change
@@ -63,7 +77,9 @@ class Parameters:
     """The frozen parameters under the adapters, in lora.base_dtype; None without adapters."""
     if self.model.lora is None:
       return None
-    return self._loaded(functools.partial(model.quantised, dtype=self._config.lora.base_dtype), self.abstract_base)
+    return self._loaded(
+      functools.partial(model.quantised, dtype=self._config.lora.base_dtype), self.abstract_base
+    )
 
   def _loaded(self, convert, abstract):
     """The checkpoint's parameters, as `convert` makes them, where `abstract` has them."""
@@ -105,12 +121,16 @@ class Parameters:
     return dtype if dtype and x.ndim > 1 and x.dtype in ("float32", "bfloat16") else x.dtype
 
   def _frozen(self, params):
-    quantised = lambda path, x: model.quantised(sharding.leaf_path(path), x, self._config.lora.base_dtype)
+    quantised = lambda path, x: model.quantised(
+      sharding.leaf_path(path), x, self._config.lora.base_dtype
+    )
     return jax.tree_util.tree_map_with_path(quantised, params)
 
   def _placed(self, abstract):
     specs = sharding.param_specs(abstract, self._mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, specs)
+    return jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, specs
+    )
 
 
 def _lora(config: Config) -> model.Lora | None:
@@ -123,6 +143,8 @@ def _lora(config: Config) -> model.Lora | None:
     for key, value in dataclasses.asdict(model.load_lora(c.path)).items():
       if value != getattr(asked, key):
         value = tuple(f"{name}_proj" for name in value) if key == "targets" else value
-        raise ConfigError(f"config key lora.{key} is {getattr(c, key)!r}: the adapters of {c.path} have {value!r}, set it to"
-                          " that")
+        raise ConfigError(
+          f"config key lora.{key} is {getattr(c, key)!r}: the adapters of {c.path} have {value!r}, set it to"
+          " that"
+        )
   return asked

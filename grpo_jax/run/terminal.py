@@ -1,4 +1,5 @@
 """What a user sees of a run: a progress bar on a terminal, a line now and then in a file or a pipe."""
+
 import sys
 from time import monotonic
 from typing import Any, Mapping, Sequence
@@ -28,10 +29,13 @@ class Terminal:
     if self._console.is_terminal and not self._console.is_dumb_terminal:
       name = Column(no_wrap=True, min_width=len(f"{_GRPO} {total_steps}/{total_steps}"))
       self._bar = Progress(
-          TextColumn("{task.description}", style="bold", table_column=name),
-          BarColumn(bar_width=None),
-          TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
-          console=self._console, auto_refresh=False, expand=True)
+        TextColumn("{task.description}", style="bold", table_column=name),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
+        console=self._console,
+        auto_refresh=False,
+        expand=True,
+      )
       self._task = self._bar.add_task("", total=total_steps, completed=start_step, text="")
 
   def header(self, lines: Sequence[str]) -> None:
@@ -57,7 +61,11 @@ class Terminal:
       if self._accuracy is not None:
         shown["eval/accuracy"] = self._accuracy
       self._bar.update(
-          self._task, description=f"{phase} {step}/{self._total}", completed=step, text="  ".join(_parts(shown, left)))
+        self._task,
+        description=f"{phase} {step}/{self._total}",
+        completed=step,
+        text="  ".join(_parts(shown, left)),
+      )
       self._bar.start()
       self._bar.refresh()
 
@@ -65,16 +73,23 @@ class Terminal:
     """A table of the first few; `rows` have prompt, completion, reward and length."""
     prompt_width = max(10, (self._console.width - 24) // 3)
     completion_width = max(10, self._console.width - 24 - prompt_width)
-    table = Table(title=Text(f"completions of step {step}"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+      title=Text(f"completions of step {step}"),
+      title_justify="left",
+      box=box.SIMPLE_HEAD,
+      pad_edge=False,
+    )
     table.add_column("prompt", width=prompt_width, overflow="fold")
     table.add_column("completion", width=completion_width, overflow="fold")
     table.add_column("reward", justify="right", width=6)
     table.add_column("length", justify="right", width=6)
     for row in rows[:_SHOWN]:
       table.add_row(
-          self._text(shorten(visible(row["prompt"]), 3 * prompt_width)),
-          self._text(shorten(visible(row["completion"]), 3 * completion_width)),
-          "-" if row["reward"] is None else f"{row['reward']:.2f}", str(row["length"]))
+        self._text(shorten(visible(row["prompt"]), 3 * prompt_width)),
+        self._text(shorten(visible(row["completion"]), 3 * completion_width)),
+        "-" if row["reward"] is None else f"{row['reward']:.2f}",
+        str(row["length"]),
+      )
     self._console.print(table)
 
   def say(self, text: str) -> None:
@@ -100,16 +115,23 @@ class Loading:
 
   def __call__(self, done: int, total: int) -> None:
     now, terminal = monotonic(), sys.stderr.isatty()
-    if now - self._shown >= (_SECONDS_BETWEEN_FRAMES if terminal else _SECONDS_BETWEEN_LINES) or (terminal and done == total):
+    if now - self._shown >= (_SECONDS_BETWEEN_FRAMES if terminal else _SECONDS_BETWEEN_LINES) or (
+      terminal and done == total
+    ):
       self._shown = now
       text = f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB"
       ends = ("\r", "\033[K" if done < total else "\r\033[K") if terminal else ("", "\n")
-      print(ends[0] + text * (done < total or not terminal), end=ends[1], file=sys.stderr, flush=True)
+      print(
+        ends[0] + text * (done < total or not terminal), end=ends[1], file=sys.stderr, flush=True
+      )
 
 
 def visible(text: str) -> str:
   """Printable characters only, so that a model's text cannot steer a terminal: newlines ↵, controls escaped."""
-  return "".join("↵" if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+  return "".join(
+    "↵" if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode()
+    for c in text
+  )
 
 
 def shorten(text: str, length: int) -> str:
@@ -117,7 +139,7 @@ def shorten(text: str, length: int) -> str:
   if len(text) <= length:
     return text
   head = (length - 3) // 2
-  return f"{text[:head].rstrip()} … {text[len(text) - (length - 3 - head):].lstrip()}"
+  return f"{text[:head].rstrip()} … {text[len(text) - (length - 3 - head) :].lstrip()}"
 
 
 class _Clock:
@@ -141,12 +163,12 @@ def _phase(metrics):
 
 
 _FORMATS = (
-    ("warm_start/loss", "loss {:.3f}"),
-    ("reward", "reward {:.2f}"),
-    ("eval/accuracy", "accuracy {:.1%}"),
-    ("kl", "kl {:.2g}"),
-    ("completions/mean_length", "len {:.1f}"),
-    ("perf/tokens_per_second", "{:.0f} tok/s"),
+  ("warm_start/loss", "loss {:.3f}"),
+  ("reward", "reward {:.2f}"),
+  ("eval/accuracy", "accuracy {:.1%}"),
+  ("kl", "kl {:.2g}"),
+  ("completions/mean_length", "len {:.1f}"),
+  ("perf/tokens_per_second", "{:.0f} tok/s"),
 )
 
 

@@ -1,9 +1,11 @@
 """Names of huggingface.co as folders on this machine."""
-import dataclasses
-from pathlib import Path
-import re
 
-from grpo_jax.config import Config, ConfigError
+import dataclasses
+import re
+from pathlib import Path
+
+from grpo_jax.config import Config
+from grpo_jax.settings import ConfigError
 
 # owner/model, or owner/model@revision; not a file of a tokenizer or of rewards
 _NAME = re.compile(r"(?!.*\.(?:json|model|py)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
@@ -36,14 +38,18 @@ def folder(path: str, key: str) -> str:
     return snapshot_download(name, revision=revision, allow_patterns=files)
   except Exception as error:  # no such model, a gate, no network, offline and not there: each is an exception of its own
     why = " ".join(str(error).split())
-    raise ConfigError(f"config key {key} is {path!r}: there is no such folder, and from huggingface.co it cannot be had"
-                      f" ({type(error).__name__}: {why:.200})") from None
+    raise ConfigError(
+      f"config key {key} is {path!r}: there is no such folder, and from huggingface.co it cannot be had"
+      f" ({type(error).__name__}: {why:.200})"
+    ) from None
 
 
 def local(config: Config) -> Config:
   """The config with folders for the names in it."""
   model, data, lora = config.model, config.data, config.lora
   return dataclasses.replace(
-      config, model=dataclasses.replace(model, path=folder(model.path, "model.path")),
-      data=dataclasses.replace(data, tokenizer=folder(data.tokenizer, "data.tokenizer")),
-      lora=dataclasses.replace(lora, path=folder(lora.path, "lora.path")))
+    config,
+    model=dataclasses.replace(model, path=folder(model.path, "model.path")),
+    data=dataclasses.replace(data, tokenizer=folder(data.tokenizer, "data.tokenizer")),
+    lora=dataclasses.replace(lora, path=folder(lora.path, "lora.path")),
+  )

@@ -5,23 +5,23 @@ killed save leaves only a temporary folder. Reading, orbax verifies its index bu
 comes back as another number, without an error. So each checkpoint carries a manifest of every array's name, shape,
 dtype and a digest of its bits, compared after each restore.
 """
+
 import json
 import logging
-from pathlib import Path
 import re
 import sys
-from typing import Any, Callable
 import zlib
+from pathlib import Path
+from typing import Any, Callable
 
-from absl import logging as absl_logging
 import jax
-from jax import lax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from absl import logging as absl_logging
+from jax import lax
+from jax.experimental import multihost_utils
 
-from grpo_jax.config import ConfigError
-
+from grpo_jax.settings import ConfigError
 
 _report = sys.unraisablehook
 
@@ -35,15 +35,20 @@ def _report_unless_orbax(unraisable):
 
 
 sys.unraisablehook = _report_unless_orbax
-logging.getLogger("asyncio").addFilter(lambda record: not re.search("orbax|tensorstore", record.getMessage()))
+logging.getLogger("asyncio").addFilter(
+  lambda record: not re.search("orbax|tensorstore", record.getMessage())
+)
 absl_logging.get_absl_logger().addFilter(  # its progress, which users of absl.app would see
-    lambda record: record.levelno >= logging.WARNING or "orbax" not in record.pathname)
+  lambda record: record.levelno >= logging.WARNING or "orbax" not in record.pathname
+)
 
 
 class Checkpoints:
   """The checkpoints of one run. Only `save` and `restore_latest` change the folder, and only one run may call them."""
 
-  def __init__(self, directory: str | Path, keep: int, warn: Callable[[str], None] = logging.warning):
+  def __init__(
+    self, directory: str | Path, keep: int, warn: Callable[[str], None] = logging.warning
+  ):
     self.directory = Path(directory).absolute()
     self._keep = keep
     self._warn = warn
@@ -64,10 +69,14 @@ class Checkpoints:
     if step in self.steps():
       return
     if self._manager is None:
-      self._manager = ocp.CheckpointManager(self.directory, options=ocp.CheckpointManagerOptions(
+      self._manager = ocp.CheckpointManager(
+        self.directory,
+        options=ocp.CheckpointManagerOptions(
           preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
           cleanup_tmp_directories=True,
-          lightweight_initialize=True))  # else garbled metadata of an old checkpoint would stop the run
+          lightweight_initialize=True,
+        ),
+      )  # else garbled metadata of an old checkpoint would stop the run
     flat = _flatten(state)
     items = {group: ocp.args.StandardSave(arrays) for group, arrays in _groups(flat).items()}
     items["manifest"] = ocp.args.JsonSave(_sealed(_describe(flat)))
@@ -85,7 +94,9 @@ class Checkpoints:
     step, state, damaged = self._first_whole(self.steps()[::-1], abstract_state, whole=True)
     if jax.process_index() == 0:
       for path, why in damaged.items():
-        self._warn(f"checkpoint {path} is damaged ({why}): moved to {_set_aside(path)}, going on from step {step}")
+        self._warn(
+          f"checkpoint {path} is damaged ({why}): moved to {_set_aside(path)}, going on from step {step}"
+        )
     if jax.process_count() > 1:
       multihost_utils.sync_global_devices("damaged checkpoints set aside")
     return step, state
@@ -98,7 +109,9 @@ class Checkpoints:
     """(step, params) of one checkpoint, by default the newest whole one; reads neither optimizer nor step counter."""
     steps = self.steps()[::-1] if step is None else [step]
     if not steps:
-      raise ConfigError(f"{self.directory} holds no checkpoint: train first, or name another folder")
+      raise ConfigError(
+        f"{self.directory} holds no checkpoint: train first, or name another folder"
+      )
     step, state, damaged = self._first_whole(steps, {"params": abstract_params}, whole=False)
     for path, why in damaged.items():
       self._warn(f"checkpoint {path} is damaged ({why}): taking step {step}")
@@ -121,14 +134,18 @@ class Checkpoints:
     for step in steps:
       path = self.directory / str(step)
       if not path.exists():
-        raise ConfigError(f"{self.directory} has no checkpoint of step {step}: there are {self.steps()}")
+        raise ConfigError(
+          f"{self.directory} has no checkpoint of step {step}: there are {self.steps()}"
+        )
       try:
         return step, _read(path, abstract, whole), damaged
       except _Damaged as e:
         damaged[path] = e
     why = next(iter(damaged.values()))
-    raise ConfigError(f"{self.directory}: every checkpoint of steps {steps} is damaged ({why}): "
-                      "put back a copy, or start over in another workdir")
+    raise ConfigError(
+      f"{self.directory}: every checkpoint of steps {steps} is damaged ({why}): "
+      "put back a copy, or start over in another workdir"
+    )
 
 
 def save_tree(path: str | Path, tree: Any) -> None:
@@ -170,8 +187,11 @@ def _read(path, abstract, whole):
   """The tree `abstract` out of a checkpoint; if `whole`, that holds no other. Raises _Damaged and ConfigError."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(  # no barriers: one that cannot read would leave the others in them
-      primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}")
-  handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(multiprocessing_options=alone))
+    primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
+  )
+  handler = ocp.CompositeCheckpointHandler(
+    composite_options=ocp.CompositeOptions(multiprocessing_options=alone)
+  )
   reader = ocp.Checkpointer(handler, multiprocessing_options=alone)
   wanted = _flatten(abstract)
   groups = _groups(wanted)
@@ -181,7 +201,9 @@ def _read(path, abstract, whole):
   if not whole:
     saved = {name: entry for name, entry in saved.items() if name.split(".")[0] in groups}
   _compare(path, saved, wanted)
-  items = ocp.args.Composite(**{group: ocp.args.StandardRestore(arrays) for group, arrays in groups.items()})
+  items = ocp.args.Composite(
+    **{group: ocp.args.StandardRestore(arrays) for group, arrays in groups.items()}
+  )
   restored = _attempt(lambda: reader.restore(path, items))
   flat = {name: leaf for group in groups for name, leaf in restored[group].items()}
   for name, digest in _digests(flat).items():
@@ -214,7 +236,10 @@ def _set_aside(path):
 
 def _describe(flat):
   digests = _digests(flat)
-  return {k: {"shape": list(v.shape), "dtype": str(v.dtype), "digest": digests[k]} for k, v in flat.items()}
+  return {
+    k: {"shape": list(v.shape), "dtype": str(v.dtype), "digest": digests[k]}
+    for k, v in flat.items()
+  }
 
 
 def _sealed(leaves):
@@ -233,8 +258,10 @@ def _compare(path, saved, wanted):
   asked = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in wanted.items()}
   for name in [*asked, *here]:
     if here.get(name) != asked.get(name):
-      raise ConfigError(f"checkpoint {path} has {here.get(name, 'nothing')} for {name} where this config needs "
-                        f"{asked.get(name, 'nothing')}: use the config it was saved with, or another workdir")
+      raise ConfigError(
+        f"checkpoint {path} has {here.get(name, 'nothing')} for {name} where this config needs "
+        f"{asked.get(name, 'nothing')}: use the config it was saved with, or another workdir"
+      )
 
 
 def _digests(flat):
@@ -251,7 +278,9 @@ def _digest(x):
   """
   if x.dtype == bool:
     x = x.astype(jnp.uint8)
-  word = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)  # eight bytes become two words
+  word = {1: jnp.uint8, 2: jnp.uint16}.get(
+    x.dtype.itemsize, jnp.uint32
+  )  # eight bytes become two words
   words = lax.bitcast_convert_type(x, word).astype(jnp.uint32)
   index = jnp.zeros(words.shape, jnp.uint32)
   for axis, size in enumerate(words.shape):

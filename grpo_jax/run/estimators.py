@@ -1,4 +1,5 @@
 """Accuracy estimates from draws, each with its 95% interval. Plain numpy."""
+
 import math
 from typing import Hashable, Sequence
 
@@ -21,14 +22,20 @@ def mean(values_N: np.ndarray) -> Estimate:
   """
   value = float(values_N.mean())
   varies = values_N.min() < values_N.max()
-  return _wilson(value, len(values_N) * (value * (1 - value) / float(values_N.var()) if varies else 1.0))
+  return _wilson(
+    value, len(values_N) * (value * (1 - value) / float(values_N.var()) if varies else 1.0)
+  )
 
 
 def _wilson(p: float, count: float) -> Estimate:
   z2 = Z95**2
   center = (p + z2 / (2 * count)) / (1 + z2 / count)
   half = Z95 / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count**2))
-  return p, min(p, max(0.0, center - half)), max(p, min(1.0, center + half))  # p is inside, whatever the rounding
+  return (
+    p,
+    min(p, max(0.0, center - half)),
+    max(p, min(1.0, center + half)),
+  )  # p is inside, whatever the rounding
 
 
 def pass_at_k(right_N: np.ndarray, samples: int, k: int) -> np.ndarray:

@@ -1,4 +1,5 @@
 """The edge of the entry points: flags, and errors of the user as one line and exit code 2."""
+
 import dataclasses
 import json
 import logging
@@ -14,10 +15,11 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.algo.presets import PRESETS
-from grpo_jax.checkpoint import Checkpoints
-from grpo_jax.config import Config, ConfigError, Mesh, check_key, from_dict, wrong_type
-from grpo_jax.run import Run
-from grpo_jax.terminal import Loading
+from grpo_jax.config import Config, Mesh, check_key, from_dict, wrong_type
+from grpo_jax.run.build import Run
+from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.terminal import Loading
+from grpo_jax.settings import ConfigError
 
 flags.disclaim_key_flags()  # so that --help shows a program's flags that are defined here
 
@@ -39,13 +41,16 @@ def read_config() -> Config:
   if not flags.FLAGS["config"].present:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
   if not isinstance(value, ConfigDict):
-    raise ConfigError("flag --config: get_config() of that file must return a ConfigDict, as in configs/default.py")
+    raise ConfigError(
+      "flag --config: get_config() of that file must return a ConfigDict, as in configs/default.py"
+    )
   return _absolute(from_dict(value.to_dict()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
   """Something to sample from: a run's checkpoint, or a Hugging Face folder."""
+
   name: str
   run: Run
   params: Any
@@ -54,22 +59,33 @@ class Policy:
 
 def define_policy_flags() -> None:
   """--workdir and --step, or --config: what `open_policy` reads."""
-  flags.DEFINE_string("workdir", None, "a run's folder: its newest whole checkpoint, or the one of --step")
+  flags.DEFINE_string(
+    "workdir", None, "a run's folder: its newest whole checkpoint, or the one of --step"
+  )
   flags.DEFINE_integer("step", None, "the checkpoint's step")
-  config_flags.DEFINE_config_file("config", None, "instead of --workdir: a config, with --config.model.path=FOLDER")
+  config_flags.DEFINE_config_file(
+    "config", None, "instead of --workdir: a config, with --config.model.path=FOLDER"
+  )
 
 
 def open_policy(change: Callable[[Config], Config] = lambda config: config) -> Policy:
   """The policy that the flags name; `change` is applied to its config before anything is built."""
-  workdir, step = flags.FLAGS.workdir and str(Path(flags.FLAGS.workdir).expanduser()), flags.FLAGS.step
+  workdir, step = (
+    flags.FLAGS.workdir and str(Path(flags.FLAGS.workdir).expanduser()),
+    flags.FLAGS.step,
+  )
   if (workdir is None) == (flags.FLAGS.config is None):
-    raise ConfigError("give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER")
+    raise ConfigError(
+      "give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER"
+    )
   if workdir is None:
     config = change(read_config())
     built = Run(config, Loading())
     return Policy(config.model.path or "random weights", built, built.initial_params(), 0)
   built = Run(change(_fitting(saved_config(workdir))), Loading())
-  step, params = Checkpoints(Path(workdir) / "checkpoints", keep=1).restore_params(built.parameters.abstract, step)
+  step, params = Checkpoints(Path(workdir) / "checkpoints", keep=1).restore_params(
+    built.parameters.abstract, step
+  )
   return Policy(f"{workdir}, step {step}", built, params, step)
 
 
@@ -86,15 +102,23 @@ def saved_config(workdir: str) -> Config:
 
 def _absolute(config: Config) -> Config:
   """The config with the whole paths of what it names, so that its run can be used from another folder."""
-  whole = lambda path: str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().exists() else path
-  reward = lambda name: ":".join([whole(name.rpartition(":")[0]), name.rpartition(":")[2]]) if ":" in name else whole(name)
+  whole = lambda path: (
+    str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().exists() else path
+  )
+  reward = lambda name: (
+    ":".join([whole(name.rpartition(":")[0]), name.rpartition(":")[2]])
+    if ":" in name
+    else whole(name)
+  )
   model, data, rewards = config.model, config.data, config.reward
   return dataclasses.replace(
-      config, model=dataclasses.replace(model, path=whole(model.path)),
-      lora=dataclasses.replace(config.lora, path=whole(config.lora.path)),
-      data=dataclasses.replace(data, path=whole(data.path), tokenizer=whole(data.tokenizer)),
-      reward=dataclasses.replace(rewards, functions=tuple(map(reward, rewards.functions))),
-      eval=dataclasses.replace(config.eval, function=reward(config.eval.function)))
+    config,
+    model=dataclasses.replace(model, path=whole(model.path)),
+    lora=dataclasses.replace(config.lora, path=whole(config.lora.path)),
+    data=dataclasses.replace(data, path=whole(data.path), tokenizer=whole(data.tokenizer)),
+    reward=dataclasses.replace(rewards, functions=tuple(map(reward, rewards.functions))),
+    eval=dataclasses.replace(config.eval, function=reward(config.eval.function)),
+  )
 
 
 def _fitting(config: Config) -> Config:
@@ -138,7 +162,9 @@ def _inside(config, error):
   """Where in the config file an error came from and what it is; None if it came from elsewhere."""
   file, _, preset = config.partition(":")
   while error:
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(file)]
+    lines = [
+      f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(file)
+    ]
     if lines and isinstance(error, KeyError) and error.args == (preset,):
       names = ", ".join(PRESETS)
       return f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has {names}"
