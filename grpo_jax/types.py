@@ -1,140 +1,190 @@
-"""The structs that cross rooms, and the legend of the shapes in names.
+"""The structs that cross rooms, and the legend of the letters in the names of arrays.
 
-P prompts · G group · S prompt tokens · T completion tokens · V vocabulary · D model · F feed-forward · L layers ·
-H query heads · K kv heads, or reward functions · R = H / K · E head dim · B rows (P * G, group-major) · C cache slots ·
-X experts · A experts of a token · M feed-forward of an expert · N labels of a reward model.
+  P  prompts                   H  query heads              X  experts
+  G  completions of a prompt   K  key and value heads      U  experts that a token uses
+  S  prompt tokens             R  query heads per K        M  width of an expert
+  T  completion tokens         E  size of a head           J  reward functions
+  B  rows: P * G, grouped      D  width of the model       N  labels of a reward model, or a
+     by prompt                 F  width of an MLP             count that the docstring explains
+  V  vocabulary                L  layers                   C  slots of the KV cache
 
-One alignment: `logprobs_PGT[..., t]` is the log-prob of completion token t given all before it. Prompts and completions
-are right-padded. A completion includes the token that stopped it.
+`logprobs_PGT[..., t]` is the log-prob of completion token t given all tokens before it. Prompts and
+completions are right-padded. A completion includes the token that ended it: stopping is an action.
+
+Structs are frozen. Build them by keyword, so that a new field with a default breaks no caller.
 """
 
 from typing import Any
 
+from flax import struct
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 
 @struct.dataclass
 class Completions:
-  """What the sampler returns. At padding, tokens are 0 and log-probs 0."""
+  """What a rollout returns for P prompts: G completions each, as arrays on the devices or in numpy.
 
-  tokens_PGT: jax.Array  # int32
-  lengths_PG: jax.Array  # int32, tokens sampled, the stopping one included
-  logprobs_PGT: jax.Array  # float32, of softmax(logits / temperature): what the learner recomputes
-  sampling_logprobs_PGT: jax.Array  # float32, of the filtered distribution the token was drawn from
-  stopped_by_PG: jax.Array  # int32, the stop id that ended the row; -1 = cut off at T tokens
+  A row holds tokens that the policy sampled and, in a conversation with an environment, tokens that
+  the environment wrote between them. Padding follows. At padding, tokens and log-probs are 0.
+
+  Attributes:
+    tokens_PGT: int32, the tokens of the row.
+    lengths_PG: int32, how many tokens the row has before its padding.
+    sampled_PGT: bool, True where the policy sampled the token.
+    logprobs_PGT: float32, log-probs under softmax(logits / temperature), which is the distribution
+      that the learner computes.
+    behavior_logprobs_PGT: float32, log-probs under the distribution that the token was drawn from:
+      the same after top-k, top-p and min-p.
+    stopped_by_PG: int32, the stop id that ended the row, or -1 where the length limit cut it off.
+  """
+
+  tokens_PGT: jax.Array
+  lengths_PG: jax.Array
+  sampled_PGT: jax.Array
+  logprobs_PGT: jax.Array
+  behavior_logprobs_PGT: jax.Array
+  stopped_by_PG: jax.Array
 
 
 @struct.dataclass
 class Rewards:
-  """What advantages are computed from. NaN: not scored."""
+  """What advantages are computed from. NaN means that a completion was not scored.
 
-  scores_KPG: jax.Array  # float32, of each of the K reward functions
-  weights_K: jax.Array  # float32
-  mask_PGT: jax.Array  # 1 on the tokens of the loss
-  greedy_P: jax.Array | None = (
-    None  # total reward of each prompt's greedy completion, for `greedy_baseline`
-  )
-  penalty_PGT: jax.Array | None = (
-    None  # what is taken from the reward at each token: a KL, 0 at padding
-  )
-  step_rewards_PGT: jax.Array | None = (
-    None  # for `process`: the reward of the step that ends at this token
-  )
-  step_ends_PGT: jax.Array | None = None  # 1 where a step ends
+  Attributes:
+    scores_PGJ: float32, the score of each completion by each of the J reward functions.
+    weights: The J weights of the functions.
+    greedy_scores_PJ: float32, the scores of each prompt's greedy completion, for the advantage
+      `greedy_baseline`.
+    step_rewards_PGT: float32, for process supervision: the reward of the step that ends at this
+      token.
+    step_ends_PGT: float32, 1 where a step ends.
+    kl_penalty_PGT: float32, what a KL term takes from the reward at each token, 0 at padding.
+  """
+
+  scores_PGJ: jax.Array
+  weights: tuple[float, ...] = struct.field(pytree_node=False)
+  greedy_scores_PJ: jax.Array | None = None
+  step_rewards_PGT: jax.Array | None = None
+  step_ends_PGT: jax.Array | None = None
+  kl_penalty_PGT: jax.Array | None = None
 
   @property
   def scored_PG(self) -> jax.Array:
-    """Completions that at least one function scored."""
-    return ~jnp.isnan(self.scores_KPG).all(0)
+    """bool, True where at least one function scored the completion."""
+    return ~jnp.isnan(self.scores_PGJ).all(-1)
 
   @property
   def score_PG(self) -> jax.Array:
-    """Weighted sum over the functions that scored it. NaN where none did."""
-    return jnp.where(
-      self.scored_PG, jnp.nansum(self.weights_K[:, None, None] * self.scores_KPG, 0), jnp.nan
-    )
+    """Weighted sum over the functions that scored the completion, NaN where none did."""
+    return self._weighted_sum(self.scores_PGJ)
 
   @property
   def total_PG(self) -> jax.Array:
-    """The score, less the penalty of all its tokens."""
-    return self.score_PG if self.penalty_PGT is None else self.score_PG - self.penalty_PGT.sum(-1)
+    """The score minus the KL penalty of all the completion's tokens."""
+    if self.kl_penalty_PGT is None:
+      return self.score_PG
+    return self.score_PG - self.kl_penalty_PGT.sum(-1)
 
   @property
-  def lengths_PG(self) -> jax.Array:
-    """Tokens of the loss."""
-    return self.mask_PGT.sum(-1)
+  def greedy_score_P(self) -> jax.Array:
+    """The score of each prompt's greedy completion, NaN where no function scored it."""
+    return self._weighted_sum(self.greedy_scores_PJ)
 
-
-@struct.dataclass
-class Scores:
-  """What was scored on the host. NaN: not scored."""
-
-  scores_PGK: jax.Array  # float32, of each of the K reward functions
-  greedy_P1K: jax.Array | None = None  # of each prompt's greedy completion
-  step_rewards_PGT: jax.Array | None = None  # as in `Rewards`
-  step_ends_PGT: jax.Array | None = None
+  def _weighted_sum(self, scores: jax.Array) -> jax.Array:
+    weights_J = jnp.asarray(self.weights, scores.dtype)
+    scored = ~jnp.isnan(scores).all(-1)
+    return jnp.where(scored, jnp.nansum(weights_J * scores, -1), jnp.nan)
 
 
 @struct.dataclass
 class Routing:
-  """What the routers of L sparse layers did with the tokens that count: sums over those of a row, or of a prompt's group."""
+  """What the routers of the L sparse layers did, as sums over the counted tokens of a row.
 
-  tokens_BL: jax.Array  # float32, how many
-  given_BLX: jax.Array  # float32, how many each expert was given
-  probs_BLX: jax.Array  # float32, of the routers' probabilities
-  entropy_BL: jax.Array  # float32, of their entropies; no gradient
+  Attributes:
+    tokens_BL: float32, how many tokens were counted.
+    assigned_BLX: float32, how many of them were sent to each expert.
+    probs_BLX: float32, the sum of the routers' probabilities.
+    entropy_BL: float32, the sum of the routers' entropies, without a gradient.
+  """
+
+  tokens_BL: jax.Array
+  assigned_BLX: jax.Array
+  probs_BLX: jax.Array
+  entropy_BL: jax.Array
 
 
 @struct.dataclass
 class TokenStats:
-  """What the learner computes of a batch's completion tokens, float32, 0 at padding."""
+  """What the learner computes for the completion tokens of a batch, 0 at padding.
+
+  Attributes:
+    logprobs_PGT: float32.
+    entropies_PGT: float32, entropy of the distribution that the token is drawn from.
+    full_kl_PGT: float32, KL(policy || reference) of that distribution, or None if it was not
+      requested.
+    routing: Sums over each prompt's group, or None for a model without experts.
+  """
 
   logprobs_PGT: jax.Array
-  entropies_PGT: jax.Array  # of the distribution that the token is from
-  full_kl_PGT: jax.Array | None = (
-    None  # KL(pi || ref) of that distribution; None where not asked for
-  )
-  routing: Routing | None = None  # of each prompt's group; None where the model has no experts
+  entropies_PGT: jax.Array
+  full_kl_PGT: jax.Array | None = None
+  routing: Routing | None = None
 
 
 @struct.dataclass
-class Selection:
-  """Masks [P, G, T], within the loss mask, of tokens that the objective treats otherwise."""
+class TokenSelection:
+  """How the objective treats each token, computed from the whole batch before it is split.
 
-  kept_PGT: jax.Array  # those whose surrogate counts
-  chosen_PGT: jax.Array  # those that clip_cov leaves out or kl_cov pulls back
+  Attributes:
+    weights_PGT: float32, the weight of the token's surrogate. 0 leaves the token out.
+    chosen_PGT: float32, 1 at the tokens that the surrogate treats in its own special way, such as
+      those of highest covariance for `clip_cov` and `kl_cov`.
+  """
+
+  weights_PGT: jax.Array
+  chosen_PGT: jax.Array
 
 
 @struct.dataclass
 class Batch:
-  """What one update learns from. Log-probs as in `Completions`."""
+  """What an update learns from, with the prompts on the first axis of every array.
 
-  prompts_PS: jax.Array  # int32
-  prompt_lengths_P: jax.Array  # int32
-  completions_PGT: jax.Array  # int32
-  mask_PGT: jax.Array  # float32, 1 on the tokens of the loss: those the policy sampled
-  advantages_PGT: jax.Array | None  # float32; None while not known, and in the warm start
-  sampler_logprobs_PGT: (
-    jax.Array | None
-  )  # float32, the sampler's `logprobs_PGT`; None in the warm start
-  sampling_logprobs_PGT: jax.Array | None = None  # float32, mu, the sampler's; None = as old
-  old_logprobs_PGT: jax.Array | None = (
-    None  # float32, of the policy before the batch's first update; None = of this one
-  )
-  ref_logprobs_PGT: jax.Array | None = (
-    None  # float32, of the frozen reference; None where no KL asks for it
-  )
-  selection: Selection | None = None  # None = every token of the loss kept, none chosen
-  routing: Routing | None = (
-    None  # of each prompt's group before the update, where a part has to know that of all; else None
-  )
+  Attributes:
+    prompts_PS: int32.
+    prompt_lengths_P: int32.
+    completions_PGT: int32.
+    mask_PGT: float32, the loss mask: 1 on the tokens that the policy sampled and learns from.
+    temperature_P: float32, the sampling temperature of each prompt's completions.
+    advantages_PGT: float32, or None before they are computed and in the warm start.
+    sampler_logprobs_PGT: float32, `Completions.logprobs_PGT`, or None in the warm start.
+    behavior_logprobs_PGT: float32, `Completions.behavior_logprobs_PGT`. None means that they equal
+      the old log-probs.
+    old_logprobs_PGT: float32, log-probs of the policy before the batch's first update. None means
+      that they are the current policy's own, so that the ratio is 1.
+    ref_logprobs_PGT: float32, log-probs of the reference, or None where no KL term needs them.
+    selection: How tokens are treated. None means weight 1 for every token of the loss.
+    routing: The routing of each prompt's group before the update, where a loss over the whole batch
+      needs it.
+  """
+
+  prompts_PS: jax.Array | None = None
+  prompt_lengths_P: jax.Array | None = None
+  completions_PGT: jax.Array | None = None
+  mask_PGT: jax.Array | None = None
+  temperature_P: jax.Array | None = None
+  advantages_PGT: jax.Array | None = None
+  sampler_logprobs_PGT: jax.Array | None = None
+  behavior_logprobs_PGT: jax.Array | None = None
+  old_logprobs_PGT: jax.Array | None = None
+  ref_logprobs_PGT: jax.Array | None = None
+  selection: TokenSelection | None = None
+  routing: Routing | None = None
 
 
 @struct.dataclass
-class Coefs:
-  """Coefficients that may follow what is measured, float32 scalars."""
+class Coefficients:
+  """Coefficients of the objective that controllers may change, float32 scalars."""
 
   kl: jax.Array
   entropy: jax.Array
@@ -142,10 +192,16 @@ class Coefs:
 
 @struct.dataclass
 class TrainState:
-  """All that training changes."""
+  """All that an update changes.
 
-  step: jax.Array  # int32 scalar, updates done (skipped ones count)
+  Attributes:
+    step: int32 scalar, the number of updates so far. Skipped updates count.
+    params: What is trained: all parameters, or with LoRA the adapters.
+    opt_state: The state of the optax optimizer.
+    coefs: The coefficients of the next update.
+  """
+
+  step: jax.Array
   params: Any
   opt_state: Any
-  coefs: Coefs
-  reference: Any = None  # parameters of the reference, where algo.ref_sync_steps moves it; else it is kept elsewhere
+  coefs: Coefficients

@@ -1,0 +1,94 @@
+"""Metrics that say how they are reduced: over micro-batches, over updates and, in the end, to a number.
+
+A metric is made where its value is computed, as in `metrics["kl"] = mean(kl_PGT, mask_PGT)`. Nobody
+who passes it on has to know what it is.
+"""
+
+from typing import Mapping
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax import masked
+
+
+@struct.dataclass
+class Metric:
+  """A value that is not reduced yet.
+
+  Attributes:
+    value: float32 scalar: the sum of a mean, or the largest or smallest value or the sum so far.
+    weight: float32 scalar: what the sum of a mean is divided by. Other reductions ignore it.
+    reduction: "mean", "sum", "max" or "min".
+    first_update_only: True for a metric of the policy that sampled. Later updates of the same batch
+      meet a policy that has moved, so their values are dropped.
+  """
+
+  value: jax.Array
+  weight: jax.Array
+  reduction: str = struct.field(pytree_node=False)
+  first_update_only: bool = struct.field(pytree_node=False, default=False)
+
+
+Metrics = dict[str, Metric]
+
+
+def mean(x: jax.Array, mask: jax.Array) -> Metric:
+  """The mean of the entries of x where the mask is not 0."""
+  x = jax.lax.stop_gradient(x.astype(jnp.float32))
+  return Metric(masked.total(x, mask), masked.count(mask).astype(jnp.float32), "mean")
+
+
+def weighted(value: jax.Array, weight: jax.Array) -> Metric:
+  """A scalar that counts `weight` times in the mean, and not at all where the weight is 0."""
+  weight = jnp.asarray(weight, jnp.float32)
+  return Metric(jnp.where(weight > 0, value * weight, 0), weight, "mean")
+
+
+def largest(x: jax.Array, mask: jax.Array) -> Metric:
+  """The largest entry of x where the mask is not 0."""
+  return Metric(masked.largest(jax.lax.stop_gradient(x), mask), jnp.float32(1), "max")
+
+
+def smallest(x: jax.Array, mask: jax.Array) -> Metric:
+  """The smallest entry of x where the mask is not 0."""
+  return Metric(masked.smallest(jax.lax.stop_gradient(x), mask), jnp.float32(1), "min")
+
+
+def summed(value: jax.Array) -> Metric:
+  """A scalar that is added up."""
+  return Metric(jnp.asarray(value, jnp.float32), jnp.float32(1), "sum")
+
+
+_MERGE = {"mean": jnp.add, "sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
+
+
+def merge(first: Metrics, second: Metrics) -> Metrics:
+  """The metrics of two micro-batches of one update as those of both."""
+  return {name: _merge_two(first[name], second[name]) for name in first}
+
+
+def merge_updates(first: Metrics, second: Metrics) -> Metrics:
+  """The metrics of one update and of a later one of the same batch as those of both."""
+  return {
+    name: first[name] if first[name].first_update_only else _merge_two(first[name], second[name])
+    for name in first
+  }
+
+
+def reduced(metrics: Mapping[str, Metric]) -> dict[str, float]:
+  """Plain numbers on the host. A mean without weight is NaN."""
+  return {name: _number(metric) for name, metric in jax.device_get(dict(metrics)).items()}
+
+
+def _merge_two(first: Metric, second: Metric) -> Metric:
+  value = _MERGE[first.reduction](first.value, second.value)
+  return first.replace(value=value, weight=first.weight + second.weight)
+
+
+def _number(metric: Metric) -> float:
+  if metric.reduction != "mean":
+    return float(metric.value)
+  return float(metric.value / metric.weight) if metric.weight > 0 else float(np.nan)
