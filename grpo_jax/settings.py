@@ -1,15 +1,16 @@
 """What a setting is: a type, a default, a range and a meaning, written down once.
 
-The sections in `grpo_jax/config.py` are dataclasses whose fields are made by `setting`. The variants
-of the algorithm in `grpo_jax/algo/` bring their own settings, as a dict from names to `Setting`s.
+The sections in `grpo_jax/config.py` are dataclasses whose fields are made by `setting`. The
+variants of the algorithm in `grpo_jax/algo/` bring their own, as dicts from names to `Setting`s.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Callable, Collection
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 
 class ConfigError(ValueError):
-  """Bad input from the user. Its text is one line that names the key or file and says what to do."""
+  """Bad input from the user: one line that names the key or file and says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""Metrics that say how they are reduced: over micro-batches, over updates and, in the end, to a number.
+"""Metrics that say how they are reduced: over micro-batches, over updates, and to a number.
 
 A metric is made where its value is computed, as in `metrics["kl"] = mean(kl_PGT, mask_PGT)`. Nobody
 who passes it on has to know what it is.
 """
 
-from typing import Mapping
+from collections.abc import Mapping
 
-from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from grpo_jax import masked
 
