@@ -1,304 +1,299 @@
-"""What a run's config holds, as frozen dataclasses. The values, one comment each, are in configs/default.py.
+"""Every setting of a run: its type, default, range and meaning, once.
 
-`ml_collections.ConfigDict` stops at the door: entry points call `from_dict` once and pass these structs on.
+`Config` is a tree of frozen dataclasses. The section `algo` is in `grpo_jax/algo/settings.py`,
+where the variants of the algorithm bring their own settings. `configs/default.py` turns these
+defaults into the `ConfigDict` that a user changes; entry points turn it back with `from_dict` and
+pass the dataclasses on, so that no other code knows `ml_collections`.
+
+This file is longer than the others because it is one table: nothing here computes.
 """
 
 import dataclasses
-import difflib
-from typing import Any, Mapping, get_type_hints
+from collections.abc import Mapping
+from typing import Any
 
-from grpo_jax.settings import ConfigError
+from grpo_jax import settings
+from grpo_jax.algo.settings import Algo
+from grpo_jax.settings import above, at_least, below_one, fraction, one_of, setting
+
+DTYPES = ("float32", "bfloat16")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SCHEDULES = ("constant", "linear", "cosine")
+NOT_NEGATIVE = at_least(0)
+POSITIVE = at_least(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  path: str
-  dtype: str
-  embed_dim: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  mlp_dim: int
-  rope_theta: float
-  tie_embeddings: bool
+  """The policy's decoder."""
+
+  path: str = setting(
+    "", "a Hugging Face folder, or OWNER/NAME[@REVISION] there; '' = random weights of this shape"
+  )
+  dtype: str = setting(
+    "float32", "dtype of the computation; master weights are always float32", one_of(DTYPES)
+  )
+  embed_dim: int = setting(64, "width D; this key and those below shape a random model", POSITIVE)
+  num_layers: int = setting(2, "layers L", POSITIVE)
+  num_heads: int = setting(4, "query heads H", POSITIVE)
+  num_kv_heads: int = setting(4, "key and value heads K; must divide num_heads", POSITIVE)
+  head_dim: int = setting(16, "size E of a head; must be even", POSITIVE)
+  mlp_dim: int = setting(256, "width F of the MLP", POSITIVE)
+  rope_theta: float = setting(10000.0, "base of the rotary frequencies", above(0))
+  tie_embeddings: bool = setting(True, "use the embedding as the output head")
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-  rank: int
-  alpha: float
-  rslora: bool
-  targets: tuple[str, ...]
-  path: str
-  base_dtype: str
+  """Low-rank adapters on the weights of model.path, which are then frozen and the reference."""
+
+  rank: int = setting(0, "rank of the adapters; 0 trains all weights", NOT_NEGATIVE)
+  alpha: float = setting(32.0, "an adapter's product is scaled by alpha / rank", above(0))
+  rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
+  targets: tuple[str, ...] = setting(PROJECTIONS, "the projections that get an adapter")
+  path: str = setting(
+    "", "a PEFT folder to continue from; the four keys above must match it. '' = new adapters"
+  )
+  base_dtype: str = setting(
+    "bfloat16",
+    "dtype of the frozen weights: int8, int4 and nf4 quantise them",
+    one_of((*DTYPES, "int8", "int4", "nf4")),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-  task: str
-  path: str
-  tokenizer: str
-  prompt: str
-  chat: bool
-  system: str
-  max_prompt_tokens: int
+  """The problems."""
+
+  task: str = setting("arithmetic", "a name of grpo_jax/data/tasks.py")
+  path: str = setting("", "a folder with train.jsonl and test.jsonl; '' = the task's own source")
+  tokenizer: str = setting(
+    "",
+    "tokenizer.json, tokenizer.model or their folder; '' = that of model.path, or one id per"
+    " character of the task",
+  )
+  prompt: str = setting(
+    "{question}", "the template of a prompt, with fields of an example in braces"
+  )
+  chat: bool = setting(
+    False,
+    "render prompts with the tokenizer's chat template: data.prompt is then the user's message, or"
+    " one field that holds messages",
+  )
+  system: str = setting("", "the system message of conversations that have none; needs data.chat")
+  max_prompt_tokens: int = setting(64, "S; longer prompts are dropped and counted", POSITIVE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-  prompts: int
-  group_size: int
-  micro_batch: int
+class BatchSize:
+  """How many completions a step samples, and in which parts an update computes them."""
+
+  prompts: int = setting(
+    32, "P per GRPO step; an optimizer step uses prompts / algo.minibatches of them", POSITIVE
+  )
+  group_size: int = setting(
+    8,
+    "G completions of each prompt",
+    at_least(2, "an advantage is relative to the group, so a group needs 2 completions or more"),
+  )
+  micro_batch: int = setting(
+    0,
+    "prompts per forward and backward pass; 0 = all. It does not change the update",
+    NOT_NEGATIVE,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  max_tokens: int
-  temperature: float
-  top_k: int
-  top_p: float
-  min_p: float
-  stop_ids: tuple[int, ...]
-  dtype: str
-  layout: str
+  """How completions are sampled in training.
+
+  With a filter (top_k, top_p, min_p), tokens are drawn from another distribution than the learned
+  one, which is the whole softmax. The metric sampler/filter_gap_mean measures the difference.
+  """
+
+  max_tokens: int = setting(64, "T, the longest completion", POSITIVE)
+  temperature: float = setting(
+    1.0, "of the first step", above(0, "training needs completions that differ")
+  )
+  temperature_schedule: str = setting(
+    "constant",
+    "how the temperature goes from temperature to temperature_end over the GRPO steps",
+    one_of(SCHEDULES),
+  )
+  temperature_end: float = setting(
+    1.0, "of the last step, where temperature_schedule is not constant", above(0)
+  )
+  top_k: int = setting(0, "draw from the k likeliest tokens; 0 = off", NOT_NEGATIVE)
+  top_p: float = setting(
+    1.0, "draw from the likeliest tokens of this probability", fraction("1 is off")
+  )
+  min_p: float = setting(
+    0.0, "drop tokens less likely than min_p times the likeliest", below_one("0 is off")
+  )
+  stop_ids: tuple[int, ...] = setting(
+    (), "token ids that end a completion, in addition to the tokenizer's and the model's own"
+  )
+  dtype: str = setting(
+    "", "dtype of weights, cache and computation; '' = model.dtype", one_of(("", *DTYPES))
+  )
+  layout: str = setting(
+    "train",
+    "how the weights lie while sampling: train = as in the update, tensor = split over mesh.tensor"
+    " alone",
+    one_of(("train", "tensor")),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-  functions: tuple[str, ...]
-  weights: tuple[float, ...]
-  batch: int
-  dtype: str
-  step_separator: str
+  """What scores completions. The last three settings are for reward models."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Algo:
-  advantage: str
-  std_ddof: int
-  std_eps: float
-  batch_weighting: str
-  batch_std_eps: float
-  pass_k: int
-  ratio: str
-  updates_per_batch: int
-  minibatches: int
-  old_logprobs: str
-  surrogate: str
-  clip_low: float
-  clip_high: float
-  ratio_max: float
-  dual_clip: float
-  tau_pos: float
-  tau_neg: float
-  k_pos: float
-  lambda_pos: float
-  k_neg: float
-  lambda_neg: float
-  cov_fraction: float
-  cov_low: float
-  cov_high: float
-  cov_kl_coef: float
-  dro_beta: float
-  aggregation: str
-  length_norm: int
-  kl: str
-  kl_coef: float
-  kl_in: str
-  kl_importance_weighted: bool
-  kl_target: float
-  kl_horizon: int
-  ref_sync_steps: int
-  ref_mixup: float
-  correction: str
-  correction_level: str
-  correction_low: float
-  correction_high: float
-  off_policy_threshold: float
-  mask_truncated: bool
-  top_entropy_quantile: float
-  entropy_coef: float
-  entropy_target: float
-  entropy_step: float
-  dynamic_sampling: bool
-  max_resample_rounds: int
-  overlong: float
+  functions: tuple[str, ...] = setting(
+    ("strict",),
+    "names of grpo_jax/rewards, path/file.py:function, or Hugging Face folders of reward models",
+  )
+  weights: tuple[float, ...] = setting((1.0,), "the weight of each function")
+  batch: int = setting(
+    64, "texts scored at once; a multiple of mesh.data x mesh.fsdp x mesh.expert", POSITIVE
+  )
+  dtype: str = setting(
+    "", "dtype of weights and computation; '' = model.dtype", one_of(("", *DTYPES))
+  )
+  step_separator: str = setting("\n", "separates the steps that a *ForTokenClassification scores")
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  remat: bool
-  logprob_chunk: int
-  router_aux_coef: float
+  """How an update is computed."""
+
+  remat: bool = setting(
+    False, "recompute each layer in the backward pass: less memory, a third more time"
+  )
+  logprob_chunk: int = setting(2048, "tokens whose [tokens, V] logits exist at once", POSITIVE)
+  router_aux_coef: float = setting(
+    0.0,
+    "weight of the loss that makes a mixture of experts use all experts evenly, over prompts and"
+    " completions. Checkpoints were trained with 0.001; the metrics router/* say whether it is"
+    " needed. With batch.micro_batch it costs one more forward pass",
+    NOT_NEGATIVE,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  learning_rate: float
-  schedule: str
-  warmup_steps: int
-  b1: float
-  b2: float
-  eps: float
-  weight_decay: float
-  max_grad_norm: float
+  """The optax optimizer of the GRPO steps."""
+
+  name: str = setting("adamw", "a name of grpo_jax/learner/optimizer.py")
+  learning_rate: float = setting(1e-6, "the peak, after the warmup", NOT_NEGATIVE)
+  schedule: str = setting(
+    "constant", "after the warmup: constant, or to 0 at the last step", one_of(SCHEDULES)
+  )
+  warmup_steps: int = setting(0, "optimizer steps of linear warmup", NOT_NEGATIVE)
+  b1: float = setting(0.9, "decay of the first moment, or momentum", below_one())
+  b2: float = setting(0.999, "decay of the second moment", below_one())
+  eps: float = setting(1e-8, "added to the root of the second moment", NOT_NEGATIVE)
+  weight_decay: float = setting(0.0, "decay of matrices; norms and biases have none", NOT_NEGATIVE)
+  max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", at_least(0, "0 is off"))
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-  steps: int
-  batch: int
-  learning_rate: float
-  warmup_steps: int
+  """Supervised steps on the task's worked solutions, before GRPO."""
+
+  steps: int = setting(0, "how many", NOT_NEGATIVE)
+  batch: int = setting(128, "examples in each", POSITIVE)
+  learning_rate: float = setting(1e-3, "constant after the warmup", NOT_NEGATIVE)
+  warmup_steps: int = setting(10, "steps of linear warmup", NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-  every: int
-  examples: int
-  batch: int
-  function: str
-  samples: int
-  temperature: float
+  """Evaluation on the test split."""
+
+  every: int = setting(
+    0, "GRPO steps between evaluations, with one before the first; 0 = never", NOT_NEGATIVE
+  )
+  examples: int = setting(256, "how many test problems, from the first on", POSITIVE)
+  batch: int = setting(128, "problems decoded at once", POSITIVE)
+  function: str = setting("strict", "the reward function that decides: 1 is right, all else is not")
+  samples: int = setting(
+    0, "k draws of each problem for mean@k, pass@k and maj@k; 0 = greedy only", NOT_NEGATIVE
+  )
+  temperature: float = setting(1.0, "of those draws", above(0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-  every: int
-  keep: int
+  """Checkpoints."""
+
+  every: int = setting(100, "steps; 0 = only at the end and on SIGTERM", NOT_NEGATIVE)
+  keep: int = setting(3, "how many of the newest are kept", POSITIVE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-  every: int
-  completions_every: int
-  tensorboard: bool
-  wandb: str
+  """What a run writes while it trains."""
+
+  every: int = setting(1, "steps between rows of metrics.jsonl", POSITIVE)
+  completions_every: int = setting(
+    50, "steps between saved and shown completions; 0 = never", NOT_NEGATIVE
+  )
+  tensorboard: bool = setting(True, "write TensorBoard's event files")
+  wandb: str = setting("", "a project of Weights & Biases (pip install -e '.[wandb]'); '' = off")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-  data: int
-  fsdp: int
-  expert: int
-  tensor: int
+  """How many devices lie along each axis. One axis may be -1: it takes what the others leave."""
+
+  data: int = setting(-1, "splits the rows of a batch")
+  fsdp: int = setting(1, "splits rows, parameters and optimizer state")
+  expert: int = setting(1, "splits rows and the experts of a mixture")
+  tensor: int = setting(1, "splits heads and the inner width of each layer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run."""
 
-  seed: int
-  steps: int
-  model: Model
-  lora: Lora
-  data: Data
-  batch: Batch
-  sampling: Sampling
-  reward: Reward
-  algo: Algo
-  learner: Learner
-  optimizer: Optimizer
-  warm_start: WarmStart
-  eval: Eval
-  checkpoint: Checkpoint
-  log: Log
-  mesh: Mesh
+  seed: int = setting(0, "numbers depend on it and on the step, on nothing else")
+  steps: int = setting(100, "GRPO steps, after those of the warm start", NOT_NEGATIVE)
+  model: Model = Model()
+  lora: Lora = Lora()
+  data: Data = Data()
+  batch: BatchSize = BatchSize()
+  sampling: Sampling = Sampling()
+  reward: Reward = Reward()
+  algo: Algo = Algo()
+  learner: Learner = Learner()
+  optimizer: Optimizer = Optimizer()
+  warm_start: WarmStart = WarmStart()
+  eval: Eval = Eval()
+  checkpoint: Checkpoint = Checkpoint()
+  log: Log = Log()
+  mesh: Mesh = Mesh()
 
 
-def from_dict(values: Mapping[str, Any], cls: type = Config, prefix: str = "") -> Any:
-  """Nested plain values -> `cls`. Raises ConfigError for an unknown key, a missing key or a wrong type.
+def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
+  """A config from nested plain values. A missing key gets its default.
 
-  An int stands for a float, a list for a tuple; nothing else is converted.
+  Args:
+    values: Nested dicts, such as those of a ConfigDict or of a run's config.json. An int may stand
+      for a float and a list for a tuple. Nothing else is converted.
+    saved: True for the config of an earlier run. A key that did not exist then gets the value that
+      reproduces the behaviour of that time.
+
+  Raises:
+    ConfigError: For an unknown key or a wrong type.
   """
-  hints = get_type_hints(cls)
-  for key in values:
-    if key not in hints:
-      raise _unknown(prefix + key)
-  out = {}
-  for key, hint in hints.items():
-    if key not in values:
-      raise ConfigError(f"config key {prefix}{key} is missing: start from configs/default.py")
-    out[key] = _convert(values[key], hint, prefix + key)
-  return cls(**out)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-  """The inverse of `from_dict`, as JSON holds it (tuples become lists)."""
-  if dataclasses.is_dataclass(config):
-    return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
-  return list(config) if isinstance(config, tuple) else config
-
-
-def keys(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-  """Every key, such as algo.clip_high, and its type; a section's is its dataclass."""
-  out = {}
-  for key, hint in get_type_hints(cls).items():
-    out[prefix + key] = hint
-    if dataclasses.is_dataclass(hint):
-      out |= keys(hint, f"{prefix}{key}.")
-  return out
+  return settings.from_dict(values, Config, saved)
 
 
 def check_key(name: str) -> None:
-  """Raises ConfigError unless `name` is a key and not a section."""
-  known = keys()
-  if name not in known:
-    raise _unknown(name)
-  if dataclasses.is_dataclass(known[name]):
-    inside = (f"{name}.{field.name}" for field in dataclasses.fields(known[name]))
-    raise ConfigError(f"config key {name} is a section: set one of {', '.join(inside)}")
+  """Raises ConfigError unless `name`, such as algo.clip_high, is the key of a setting."""
+  settings.check_key(name, Config)
 
 
-def wrong_type(name: str, value: Any) -> ConfigError:
-  """The error for a value that key `name` cannot have."""
-  if value is None:
-    return ConfigError(f"config key {name} has no value yet: give it one with --config.{name}=...")
-  return ConfigError(f"config key {name} must be {_NAMES[keys()[name]]}, got {value!r}")
-
-
-_NAMES = {
-  int: "a whole number",
-  float: "a number",
-  bool: "True or False",
-  str: "a string",
-  tuple[int, ...]: "a list of whole numbers",
-  tuple[float, ...]: "a list of numbers",
-  tuple[str, ...]: "a list of strings",
-}
-
-
-def _unknown(name):
-  section, _, last = name.rpartition(".")
-  known, split = keys(), lambda key: key.rpartition(".")
-  here = [split(key)[2] for key in known if split(key)[0] == section]
-  meant = [f"{section}.{near}".strip(".") for near in difflib.get_close_matches(last, here, n=1)]
-  meant = meant or [key for key in known if split(key)[2] == last]  # under another section
-  meant = meant or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-  if meant:
-    return ConfigError(f"config key {name} is unknown: did you mean {' or '.join(meant)}?")
-  where = (
-    f"{section or 'a config'} has {', '.join(here)}"
-    if here
-    else "they are all in configs/default.py"
-  )
-  return ConfigError(f"config key {name} is unknown: {where}")
-
-
-def _convert(value, hint, name):
-  if dataclasses.is_dataclass(hint):
-    if not isinstance(value, Mapping):
-      raise ConfigError(f"config key {name} must be a section of keys, got {value!r}")
-    return from_dict(value, hint, name + ".")
-  if hasattr(hint, "__args__"):
-    element = hint.__args__[0]
-    if isinstance(value, (list, tuple)) and all(_fits(v, element) for v in value):
-      return tuple(map(element, value))
-  elif _fits(value, hint):
-    return hint(value)
-  raise wrong_type(name, value)
-
-
-def _fits(value, hint):
-  return type(value) is hint or (hint is float and type(value) is int)
+def wrong_type(name: str, value: Any) -> settings.ConfigError:
+  """The error for a value of the wrong type for key `name`."""
+  return settings.wrong_type(name, value, settings.keys(Config)[name])
