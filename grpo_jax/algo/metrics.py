@@ -65,6 +65,17 @@ def summed(value: jax.Array) -> Metric:
 _MERGE = {"mean": jnp.add, "sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
+_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -jnp.inf, "min": jnp.inf}
+
+
+def neutral(like: Metrics) -> Metrics:
+  """Metrics of the same names that change nothing when they are merged."""
+  return {
+    name: metric.replace(value=jnp.float32(_NEUTRAL[metric.reduction]), weight=jnp.float32(0))
+    for name, metric in like.items()
+  }
+
+
 def merge(first: Metrics, second: Metrics) -> Metrics:
   """The metrics of two micro-batches of one update as those of both."""
   return {name: _merge_two(first[name], second[name]) for name in first}
@@ -76,6 +87,11 @@ def merge_updates(first: Metrics, second: Metrics) -> Metrics:
     name: first[name] if first[name].first_update_only else _merge_two(first[name], second[name])
     for name in first
   }
+
+
+def mean_value(metric: Metric) -> jax.Array:
+  """The value of a mean inside a compiled function, 0 where it has no weight."""
+  return masked.divide(metric.value, metric.weight)
 
 
 def reduced(metrics: Mapping[str, Metric]) -> dict[str, float]:

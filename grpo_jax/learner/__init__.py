@@ -1,1 +1,19 @@
 """The learner: log-probs of completions that share their prompt, and one update."""
+
+from grpo_jax.learner.objectives import Objective, grpo, supervised
+from grpo_jax.learner.token_stats import StatsOptions, batch_stats, split_batch, whole_batch_stats
+from grpo_jax.learner.train_step import UpdateRule, init_state, sync_reference, train_step
+
+__all__ = [
+  "Objective",
+  "StatsOptions",
+  "UpdateRule",
+  "batch_stats",
+  "grpo",
+  "init_state",
+  "split_batch",
+  "supervised",
+  "sync_reference",
+  "train_step",
+  "whole_batch_stats",
+]

@@ -1,43 +1,136 @@
-"""AdamW with a schedule and clipping, through optax."""
+"""Optimizers by name, through optax: a schedule, clipping and one of `OPTIMIZERS`."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import optax
 
 from grpo_jax.config import Optimizer
+from grpo_jax.settings import ConfigError
 
-SCHEDULES = {  # after the warmup: (peak, updates left) -> schedule
-  "constant": lambda peak, n: optax.constant_schedule(peak),
-  "linear": lambda peak, n: optax.linear_schedule(peak, 0.0, n),
-  "cosine": lambda peak, n: optax.cosine_decay_schedule(peak, n),
-}
-
-
-def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
-  """Updates done -> learning rate: linear warmup, then constant, or linear or cosine to 0 at `steps`."""
-  decay = SCHEDULES[config.schedule](config.learning_rate, max(1, steps - config.warmup_steps))
-  if not config.warmup_steps:
-    return decay
-  # The first update already moves: at 0 it would be a step that changes nothing.
-  warmup = lambda count: config.learning_rate * (count + 1) / (config.warmup_steps + 1)
-  return optax.join_schedules([warmup, decay], [config.warmup_steps])
+MATRIX_RMS = 0.2  # Muon's updates then have the size of AdamW's (2502.16982, section 2.2)
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
-  """AdamW (Loshchilov 1711.05101) of float32 master weights; norms and biases are not decayed."""
-  matrices = lambda params: jax.tree_util.tree_map_with_path(
-    lambda path, _: path[-1].key not in ("scale", "bias"), params
+  """The optimizer of a run: clip the gradient's norm, then the named optimizer.
+
+  Args:
+    config: Its settings. Norms and biases are never decayed.
+    steps: How many updates the run makes: a decaying schedule ends there.
+
+  Raises:
+    ConfigError: For a name that is not in OPTIMIZERS.
+  """
+  if config.name not in OPTIMIZERS:
+    names = ", ".join(repr(name) for name in OPTIMIZERS)
+    raise ConfigError(f"config key optimizer.name is {config.name!r}: choose one of {names}")
+  clip = optax.identity()
+  if config.max_grad_norm:
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+  return optax.chain(clip, OPTIMIZERS[config.name](config, learning_rate(config, steps)))
+
+
+def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
+  """A function from the number of updates so far to the learning rate.
+
+  A linear warmup, then constant, or a linear or cosine decay to 0 at `steps`. The first update of
+  the warmup already moves: at a rate of 0 it would change nothing.
+  """
+  decay_steps = max(1, steps - config.warmup_steps)
+  schedules = {
+    "constant": optax.constant_schedule(config.learning_rate),
+    "linear": optax.linear_schedule(config.learning_rate, 0.0, decay_steps),
+    "cosine": optax.cosine_decay_schedule(config.learning_rate, decay_steps),
+  }
+  if not config.warmup_steps:
+    return schedules[config.schedule]
+
+  def warmup(count: jax.Array) -> jax.Array:
+    return config.learning_rate * (count + 1) / (config.warmup_steps + 1)
+
+  return optax.join_schedules([warmup, schedules[config.schedule]], [config.warmup_steps])
+
+
+def adamw(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+  """AdamW (Loshchilov 1711.05101)."""
+  return optax.adamw(
+    rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decayed
   )
-  clip = (
-    optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-  )
+
+
+def lion(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+  """Lion (Chen 2302.06675): one moment. Its learning rate is about a tenth of AdamW's."""
+  return optax.lion(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=decayed)
+
+
+def sgd(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+  """Gradient descent with momentum b1, and weight decay apart from the gradient."""
   return optax.chain(
-    clip,
-    optax.adamw(
-      learning_rate(config, steps),
-      config.b1,
-      config.b2,
-      config.eps,
-      weight_decay=config.weight_decay,
-      mask=matrices,
-    ),
+    optax.trace(config.b1) if config.b1 else optax.identity(),
+    optax.add_decayed_weights(config.weight_decay, decayed),
+    optax.scale_by_learning_rate(rate),
   )
+
+
+def adafactor(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+  """Adafactor (Shazeer 1804.04235): the second moment of a matrix is kept as rows and columns.
+
+  Updates are clipped to an RMS of 1, and are not scaled by the parameters' own size, so that the
+  learning rate means what it means for AdamW.
+  """
+  return optax.chain(
+    optax.scale_by_factored_rms(),
+    optax.clip_by_block_rms(1.0),
+    optax.add_decayed_weights(config.weight_decay, decayed),
+    optax.scale_by_learning_rate(rate),
+  )
+
+
+def muon(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+  """Muon (Jordan 2024; Liu 2502.16982) for the layers' matrices, AdamW for all else."""
+  return optax.contrib.muon(
+    rate,
+    weight_decay=config.weight_decay,
+    weight_decay_mask=decayed,
+    adam_b1=config.b1,
+    adam_b2=config.b2,
+    muon_weight_dimension_numbers=_matrix_axes,
+    consistent_rms=MATRIX_RMS,
+  )
+
+
+OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule], optax.GradientTransformation]] = {
+  "adamw": adamw,
+  "adafactor": adafactor,
+  "lion": lion,
+  "muon": muon,
+  "sgd": sgd,
+}
+
+
+def decayed(params: Any) -> Any:
+  """True for the parameters that weight decay applies to: all but scales of norms and biases."""
+
+  def is_decayed(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+    del leaf
+    return path[-1].key not in ("scale", "bias")
+
+  return jax.tree_util.tree_map_with_path(is_decayed, params)
+
+
+def _matrix_axes(params: Any) -> Any:
+  """Which axes of each parameter are a matrix's inputs and outputs; None leaves it to AdamW."""
+
+  def axes(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+    keys = [part.key for part in path if hasattr(part, "key")]
+    if "embed" in keys or "head" in keys or leaf.ndim < 2:
+      return None
+    in_attention = leaf.ndim == 3 and "attention" in keys
+    if in_attention and "o" in keys:  # [H, E, D]
+      return optax.contrib.MuonDimensionNumbers((-3, -2), -1)
+    if in_attention:  # [D, H, E]
+      return optax.contrib.MuonDimensionNumbers(-3, (-2, -1))
+    return optax.contrib.MuonDimensionNumbers(-2, -1)
+
+  return jax.tree_util.tree_map_with_path(axes, params)

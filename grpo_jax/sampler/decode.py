@@ -1,29 +1,41 @@
-"""The decode loop. It takes a step function, a cache and a key, not a model."""
+"""The decode loop. It takes a step function, a cache and a key, and knows no model."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from grpo_jax.config import Sampling
-from grpo_jax.sampler.logits import draws_per_token, sample_token
+from grpo_jax.sampler.logits import Decoding, draws_per_token, sample_token
 from grpo_jax.types import Completions
 
+# step(cache, token_B, time) -> (logits_BV of the next token, cache)
 Step = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# grow(cache, capacity) -> the cache with room for `capacity` tokens a row
+Grow = Callable[[Any, int], Any]
 
 
 @struct.dataclass
 class _Loop:
+  """The state of the loop. Rows and tokens are [B] and [B, T]."""
+
   time: jax.Array  # int32 scalar, tokens drawn so far
   token_B: jax.Array
   done_B: jax.Array
-  out: Completions  # [B, T] and [B]
+  lengths_B: jax.Array
+  stopped_by_B: jax.Array
+  tokens_BT: jax.Array
+  logprobs_BT: jax.Array
+  behavior_logprobs_BT: jax.Array
   cache: Any
 
 
 def capacities(max_tokens: int) -> list[int]:
-  """The cache's sizes on the way to `max_tokens`: at most four, each double the one before, none below 32."""
+  """The sizes of the cache on the way to `max_tokens`.
+
+  There are at most four. Each is double the one before. None is below 32 unless `max_tokens` is.
+  """
   sizes = [max_tokens]
   while len(sizes) < 4 and sizes[-1] > 32:
     sizes.append(max(32, -(-sizes[-1] // 2)))
@@ -32,63 +44,97 @@ def capacities(max_tokens: int) -> list[int]:
 
 def decode(
   step: Step,
-  grow: Callable[[Any, int], Any],
+  grow: Grow,
   cache: Any,
-  logits_PV: jax.Array,
-  key: jax.Array,
-  first_row: jax.Array | int = 0,
-  *,
-  group_size: int,
-  sampling: Sampling,
+  logits_BV: jax.Array,
+  uniforms_BTN: jax.Array,
+  temperature_B: jax.Array,
+  decoding: Decoding,
 ) -> Completions:
-  """Draws G completions of each prompt; ends early when every row has.
+  """Draws a completion for each row, and ends early when every row has stopped.
 
-  step(cache, tokens_B, time) -> (logits_BV, cache): what follows tokens [P * G], the rows' time-th ones; the cache
-  comes with room for `capacities(max_tokens)[0]` tokens a row, and grow(cache, n) makes room for n.
-  logits_PV: what follows each prompt. Row b draws with fold_in(key, first_row + b), whatever the other rows do.
+  Args:
+    step: Computes the logits that follow token_B, the time-th token of each row.
+    grow: Gives the cache more room.
+    cache: The cache after the prompts, with room for `capacities(max_tokens)[0]` tokens a row.
+    logits_BV: The logits that follow the prompts.
+    uniforms_BTN: Uniform numbers in [0, 1), from `row_uniforms`.
+    temperature_B: float32. Greedy decoding ignores it.
+    decoding: Filters, stop ids and the longest completion T.
+
+  Returns:
+    Completions with arrays [B, T] and [B]: rows are not grouped yet.
   """
-  P, (B, T) = logits_PV.shape[0], (logits_PV.shape[0] * group_size, sampling.max_tokens)
-  stop_ids = jnp.asarray(sampling.stop_ids, jnp.int32)
-  keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, first_row + jnp.arange(B))
-  uniforms_BTN = jax.vmap(
-    lambda k: jax.random.uniform(k, (T, draws_per_token(logits_PV.shape[1])))
-  )(keys_B)
+  B, T = logits_BV.shape[0], decoding.max_tokens
+  stop_ids = jnp.asarray(decoding.stop_ids, jnp.int32)
 
-  def advance(loop: _Loop, logits_BV) -> _Loop:
-    """Draws the token at `time` for the rows still going."""
-    token_B, logprob_B, sampling_logprob_B = sample_token(
-      logits_BV, uniforms_BTN[:, loop.time], sampling
+  def advance(loop: _Loop, logits_BV: jax.Array) -> _Loop:
+    """Draws the token at `time` for the rows that still go on."""
+    token_B, logprob_B, behavior_B = sample_token(
+      logits_BV, uniforms_BTN[:, loop.time], temperature_B, decoding
     )
-    token_B, going_B = token_B.astype(jnp.int32), ~loop.done_B
+    token_B = token_B.astype(jnp.int32)
+    going_B = ~loop.done_B
     stopped_B = going_B & (token_B[:, None] == stop_ids).any(-1)
-    put = lambda out_BT, x_B: jax.lax.dynamic_update_index_in_dim(
-      out_BT, jnp.where(going_B, x_B, 0), loop.time, 1
+
+    def put(out_BT: jax.Array, x_B: jax.Array) -> jax.Array:
+      x_B = jnp.where(going_B, x_B, 0)
+      return jax.lax.dynamic_update_index_in_dim(out_BT, x_B, loop.time, 1)
+
+    return _Loop(
+      time=loop.time + 1,
+      token_B=token_B,
+      done_B=loop.done_B | stopped_B,
+      lengths_B=loop.lengths_B + going_B,
+      stopped_by_B=jnp.where(stopped_B, token_B, loop.stopped_by_B),
+      tokens_BT=put(loop.tokens_BT, token_B),
+      logprobs_BT=put(loop.logprobs_BT, logprob_B),
+      behavior_logprobs_BT=put(loop.behavior_logprobs_BT, behavior_B),
+      cache=loop.cache,
     )
-    out = Completions(
-      put(loop.out.tokens_PGT, token_B),
-      loop.out.lengths_PG + going_B,
-      put(loop.out.logprobs_PGT, logprob_B),
-      put(loop.out.sampling_logprobs_PGT, sampling_logprob_B),
-      jnp.where(stopped_B, token_B, loop.out.stopped_by_PG),
-    )
-    return _Loop(loop.time + 1, token_B, loop.done_B | stopped_B, out, loop.cache)
 
   def body(loop: _Loop) -> _Loop:
     logits_BV, cache = step(loop.cache, loop.token_B, loop.time - 1)
     return advance(loop.replace(cache=cache), logits_BV)
 
-  zeros = lambda dtype: jnp.zeros((B, T), dtype)
-  out = Completions(
-    zeros(jnp.int32),
-    jnp.zeros(B, jnp.int32),
-    zeros(jnp.float32),
-    zeros(jnp.float32),
-    jnp.full(B, -1, jnp.int32),
-  )
-  loop = _Loop(jnp.int32(0), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), out, cache)
-  loop = advance(loop, jnp.repeat(logits_PV, group_size, axis=0))
+  loop = advance(_start(B, T, cache), logits_BV)
   for capacity in capacities(T):
     loop = loop.replace(cache=grow(loop.cache, capacity))
-    going = lambda loop, capacity=capacity: (loop.time < min(T, capacity + 1)) & ~loop.done_B.all()
-    loop = jax.lax.while_loop(going, body, loop)
-  return jax.tree.map(lambda x: x.reshape(P, group_size, *x.shape[1:]), loop.out)
+    end = min(T, capacity + 1)
+
+    def unfinished(loop: _Loop, end: int = end) -> jax.Array:
+      return (loop.time < end) & ~loop.done_B.all()
+
+    loop = jax.lax.while_loop(unfinished, body, loop)
+  return Completions(
+    tokens_PGT=loop.tokens_BT,
+    lengths_PG=loop.lengths_B,
+    sampled_PGT=jnp.arange(T) < loop.lengths_B[:, None],
+    logprobs_PGT=loop.logprobs_BT,
+    behavior_logprobs_PGT=loop.behavior_logprobs_BT,
+    stopped_by_PG=loop.stopped_by_B,
+  )
+
+
+def row_uniforms(key: jax.Array, rows_B: jax.Array, max_tokens: int, vocabulary: int) -> jax.Array:
+  """The uniform numbers of each row, float32 [B, T, N].
+
+  Row b draws with fold_in(key, rows_B[b]), so its tokens do not depend on the other rows.
+  """
+  shape = (max_tokens, draws_per_token(vocabulary))
+  keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
+  return jax.vmap(lambda row_key: jax.random.uniform(row_key, shape))(keys_B)
+
+
+def _start(rows: int, max_tokens: int, cache: Any) -> _Loop:
+  return _Loop(
+    time=jnp.int32(0),
+    token_B=jnp.zeros(rows, jnp.int32),
+    done_B=jnp.zeros(rows, bool),
+    lengths_B=jnp.zeros(rows, jnp.int32),
+    stopped_by_B=jnp.full(rows, -1, jnp.int32),
+    tokens_BT=jnp.zeros((rows, max_tokens), jnp.int32),
+    logprobs_BT=jnp.zeros((rows, max_tokens), jnp.float32),
+    behavior_logprobs_BT=jnp.zeros((rows, max_tokens), jnp.float32),
+    cache=cache,
+  )

@@ -1,53 +1,91 @@
-"""From logits to a token: the filters, the draw, and the log-probs of what was drawn."""
+"""From logits to a token: filters, the draw, and the log-probs of the drawn token."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import Sampling
-
-BRANCH = 16  # of the tree over the vocabulary that a draw goes down
+BRANCH = 16  # children of a node in the tree over the vocabulary
 
 
-def filtered(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-  """Tempered logits with -inf outside top-k, then top-p, then min-p (the order of Hugging Face's generate).
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+  """How tokens are drawn and when a row ends.
 
-  top-p keeps the fewest most likely tokens whose probability reaches p (Holtzman 1904.09751); min-p those of at least
-  p times the largest probability (Nguyen 2407.01082). Equal logits at a threshold are kept or dropped together.
+  Attributes:
+    max_tokens: T, the longest completion.
+    stop_ids: The token ids that end a completion.
+    top_k: Draw from the k likeliest tokens. 0 is off.
+    top_p: Draw from the fewest likeliest tokens whose probability reaches p. 1 is off.
+    min_p: Drop tokens less likely than min_p times the likeliest. 0 is off.
+    greedy: Take the likeliest token and ignore the temperature.
   """
-  if sampling.top_k:
-    kept_BK = jax.lax.top_k(logits_BV, min(sampling.top_k, logits_BV.shape[-1]))[0]
+
+  max_tokens: int
+  stop_ids: tuple[int, ...] = ()
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  greedy: bool = False
+
+  @property
+  def filters(self) -> bool:
+    """Whether tokens are drawn from another distribution than softmax(logits / temperature)."""
+    return bool(self.top_k) or self.top_p < 1 or bool(self.min_p)
+
+
+def filtered(logits_BV: jax.Array, decoding: Decoding) -> jax.Array:
+  """Logits with -inf where a filter drops the token: top-k first, then top-p, then min-p.
+
+  That is the order of Hugging Face's generate. For top-p see Holtzman 1904.09751, for min-p Nguyen
+  2407.01082. Equal logits at a threshold are kept or dropped together.
+
+  Args:
+    logits_BV: float32, already divided by the temperature.
+    decoding: The filters.
+  """
+  if decoding.top_k:
+    count = min(decoding.top_k, logits_BV.shape[-1])
+    kept_BK = jax.lax.top_k(logits_BV, count)[0]
     logits_BV = jnp.where(logits_BV < kept_BK[:, -1:], -jnp.inf, logits_BV)
-  if sampling.top_p < 1:
+  if decoding.top_p < 1:
     sorted_BV = -jnp.sort(-logits_BV, axis=-1)
     probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
     before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-    least_B1 = jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf).min(-1, keepdims=True)
-    logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-  if sampling.min_p:
-    least_B1 = logits_BV.max(-1, keepdims=True) + jnp.log(sampling.min_p)
+    kept_BV = jnp.where(before_BV < decoding.top_p, sorted_BV, jnp.inf)
+    logits_BV = jnp.where(logits_BV < kept_BV.min(-1, keepdims=True), -jnp.inf, logits_BV)
+  if decoding.min_p:
+    least_B1 = logits_BV.max(-1, keepdims=True) + jnp.log(decoding.min_p)
     logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
   return logits_BV
 
 
 def draws_per_token(vocabulary: int) -> int:
-  """Uniform numbers that one token takes: the levels of the tree."""
+  """How many uniform numbers one token takes: the levels of the tree that `draw` descends."""
   return 1 + (draws_per_token(-(-vocabulary // BRANCH)) if vocabulary > BRANCH else 0)
 
 
 def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> jax.Array:
-  """Tokens [B] ~ softmax(logits), from N = draws_per_token(V) uniforms in [0, 1) each.
+  """Draws a token from softmax(logits) for each row.
 
-  Down a tree whose nodes hold the weight below them, choosing one of at most BRANCH children by inversion at each. That
-  is one pass over V, where a noise per token (Gumbel) would cost most of a decode step; and few boundaries for rounding
-  to cross, so that the same key gives the same tokens on another mesh.
+  It descends a tree whose nodes hold the weight below them, and chooses one of at most BRANCH
+  children by inversion at each level. That is one pass over V, where a noise per token (Gumbel)
+  would cost most of a decode step. It also leaves few boundaries for rounding to cross, so that the
+  same key gives the same tokens on another mesh.
+
+  Args:
+    logits_BV: float32, may hold -inf.
+    uniforms_BN: Uniform numbers in [0, 1), N = draws_per_token(V).
+
+  Returns:
+    Tokens, integers [B].
   """
   levels = [jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))]
   while levels[-1].shape[1] > BRANCH:
-    blocks = jnp.pad(levels[-1], ((0, 0), (0, -levels[-1].shape[1] % BRANCH))).reshape(
-      len(logits_BV), -1, BRANCH
-    )
-    levels[-1] = blocks
-    levels.append(blocks.sum(-1))
+    padding = -levels[-1].shape[1] % BRANCH
+    padded = jnp.pad(levels[-1], ((0, 0), (0, padding)))
+    levels[-1] = padded.reshape(len(logits_BV), -1, BRANCH)
+    levels.append(levels[-1].sum(-1))
   token_B = _invert(levels.pop(), uniforms_BN[:, 0])
   for blocks, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
     children = jnp.take_along_axis(blocks, token_B[:, None, None], axis=1)[:, 0]
@@ -55,32 +93,38 @@ def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> jax.Array:
   return token_B
 
 
-def _invert(weights_BN, uniform_B):
-  """The first entry whose cumulative share exceeds the uniform; never one of weight 0, whatever the rounding."""
-  cumulative_BN = jnp.cumsum(weights_BN, axis=-1)
-  index_B = (cumulative_BN <= uniform_B[:, None] * cumulative_BN[:, -1:]).sum(-1)
-  return jnp.where(index_B < weights_BN.shape[-1], index_B, weights_BN.argmax(-1))
-
-
 def log_prob(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-  """log softmax(logits)[token], [B] float32."""
-  return jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(
-    logits_BV, axis=-1
-  )
+  """log softmax(logits)[token], float32 [B]."""
+  chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
+  return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def sample_token(
-  logits_BV: jax.Array, uniforms_BN: jax.Array, sampling: Sampling
-) -> tuple[jax.Array, ...]:
-  """(token, logprob, sampling_logprob), each [B]; see `types.Completions` for the two.
+  logits_BV: jax.Array, uniforms_BN: jax.Array, temperature_B: jax.Array, decoding: Decoding
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Draws the next token of each row.
 
-  At temperature 0 the likeliest token is taken with sampling_logprob 0, and logprob is that of temperature 1.
+  Returns:
+    (token, logprob, behavior_logprob), each [B]. The first log-prob is under softmax(logits /
+    temperature), the second under the distribution after the filters. With `greedy`, the first is
+    of temperature 1 and the second is 0, because the choice is certain.
   """
-  if sampling.temperature == 0:
+  if decoding.greedy:
     tokens_B = logits_BV.argmax(-1)
     return tokens_B, log_prob(logits_BV, tokens_B), jnp.zeros(tokens_B.shape)
-  tempered_BV = logits_BV / sampling.temperature
-  kept_BV = filtered(tempered_BV, sampling)
+  tempered_BV = logits_BV / temperature_B[:, None]
+  kept_BV = filtered(tempered_BV, decoding)
   tokens_B = draw(kept_BV, uniforms_BN)
   logprobs_B = log_prob(tempered_BV, tokens_B)
-  return tokens_B, logprobs_B, logprobs_B if kept_BV is tempered_BV else log_prob(kept_BV, tokens_B)
+  behavior_B = log_prob(kept_BV, tokens_B) if decoding.filters else logprobs_B
+  return tokens_B, logprobs_B, behavior_B
+
+
+def _invert(weights_BN: jax.Array, uniform_B: jax.Array) -> jax.Array:
+  """The first entry whose cumulative weight exceeds the uniform number.
+
+  It is never an entry of weight 0, whatever the rounding.
+  """
+  cumulative_BN = jnp.cumsum(weights_BN, axis=-1)
+  index_B = (cumulative_BN <= uniform_B[:, None] * cumulative_BN[:, -1:]).sum(-1)
+  return jnp.where(index_B < weights_BN.shape[-1], index_B, weights_BN.argmax(-1))

@@ -1,0 +1,169 @@
+"""Log-probs, entropies and KL of completion tokens, without ever holding all their logits."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from grpo_jax import masked, model
+from grpo_jax.algo import kl
+from grpo_jax.config import Learner
+from grpo_jax.learner.features import completion_features
+from grpo_jax.types import Batch, TokenStats
+
+
+@dataclasses.dataclass(frozen=True)
+class StatsOptions:
+  """What to compute and in which pieces.
+
+  Attributes:
+    model: The policy's model.
+    learner: Chunk size and rematerialisation.
+    entropy_gradient: Whether entropies have a gradient.
+    full_kl: Whether to compute KL(policy || reference) over the whole vocabulary.
+  """
+
+  model: model.ModelConfig
+  learner: Learner
+  entropy_gradient: bool = False
+  full_kl: bool = False
+
+
+@struct.dataclass
+class TokenInputs:
+  """Rows of tokens and the hidden states that predict them.
+
+  Attributes:
+    hidden_BTD: Of the policy.
+    reference_hidden_BTD: Of the reference, or None where its KL is not requested.
+    tokens_BT: int32.
+  """
+
+  hidden_BTD: jax.Array
+  reference_hidden_BTD: jax.Array | None
+  tokens_BT: jax.Array
+
+
+def batch_stats(
+  params: model.Params, reference: model.Params | None, batch: Batch, options: StatsOptions
+) -> TokenStats:
+  """Stats of a batch's completion tokens under softmax(logits / temperature), 0 at padding.
+
+  Args:
+    params: All parameters of the policy.
+    reference: All parameters of the reference. They are read for `full_kl` alone.
+    batch: Prompts, completions, the loss mask and temperatures.
+    options: What to compute.
+  """
+  P, G, T = batch.completions_PGT.shape
+
+  def features(params: model.Params) -> tuple[jax.Array, Any]:
+    hidden_PGTD, routing = completion_features(params, options.model, batch, options.learner.remat)
+    return hidden_PGTD.reshape(P * G, T, -1), routing
+
+  hidden_BTD, routing = features(params)
+  reference_BTD = jax.lax.stop_gradient(features(reference)[0]) if options.full_kl else None
+  inputs = TokenInputs(hidden_BTD, reference_BTD, batch.completions_PGT.reshape(P * G, T))
+  temperature_B = jnp.repeat(batch.temperature_P, G)
+  stats = token_stats(params, reference, inputs, temperature_B, options)
+
+  def ungroup(x_BT: jax.Array) -> jax.Array:
+    return masked.masked(x_BT.reshape(P, G, T), batch.mask_PGT)
+
+  return jax.tree.map(ungroup, stats).replace(routing=routing)
+
+
+def token_stats(
+  params: model.Params,
+  reference: model.Params | None,
+  inputs: TokenInputs,
+  temperature_B: jax.Array,
+  options: StatsOptions,
+) -> TokenStats:
+  """Stats of tokens, [B, T] each.
+
+  A device holds the logits of about `logprob_chunk` tokens at a time, in the backward pass too, and
+  of one position of its rows at least. Chunks are slices of T, so that rows stay on the device
+  where they are.
+  """
+  B, T = inputs.tokens_BT.shape
+  positions_per_chunk = max(1, options.learner.logprob_chunk * options.model.row_shards // B)
+  chunks = -(-T // positions_per_chunk)
+  width = -(-T // chunks)
+
+  def split(x: jax.Array) -> jax.Array:
+    """[B, T, ...] -> [chunks, B, width, ...]"""
+    padding = [(0, 0), (0, chunks * width - T)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.moveaxis(jnp.pad(x, padding).reshape(B, chunks, width, *x.shape[2:]), 1, 0)
+
+  def join(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
+
+  @jax.checkpoint
+  def chunk_stats(chunk: TokenInputs) -> TokenStats:
+    return _stats_of_chunk(params, reference, chunk, temperature_B, options)
+
+  return jax.tree.map(join, jax.lax.map(chunk_stats, jax.tree.map(split, inputs)))
+
+
+def _stats_of_chunk(
+  params: model.Params,
+  reference: model.Params | None,
+  chunk: TokenInputs,
+  temperature_B: jax.Array,
+  options: StatsOptions,
+) -> TokenStats:
+  temperature_B11 = temperature_B[:, None, None]
+  logits = model.unembed(params, options.model, chunk.hidden_BTD) / temperature_B11
+  log_total = jax.nn.logsumexp(logits, axis=-1)
+  # A masked sum instead of a gather: its gradient is elementwise, and a vocabulary that is sharded
+  # over devices needs no exchange.
+  is_token = jnp.arange(logits.shape[-1]) == chunk.tokens_BT[..., None]
+  logprobs_BT = jnp.where(is_token, logits, 0).sum(-1) - log_total
+  full_kl_BT = None
+  if options.full_kl:
+    reference_logits = model.unembed(reference, options.model, chunk.reference_hidden_BTD)
+    full_kl_BT = kl.full(logits, reference_logits / temperature_B11)
+  if not options.entropy_gradient:
+    logits, log_total = jax.lax.stop_gradient((logits, log_total))
+  probs = jnp.exp(logits - log_total[..., None])
+  entropies_BT = log_total - (probs * logits).sum(-1)
+  return TokenStats(logprobs_PGT=logprobs_BT, entropies_PGT=entropies_BT, full_kl_PGT=full_kl_BT)
+
+
+def split_batch(batch: Batch, size: int) -> Batch:
+  """Every array [P, ...] as [P / size, size, ...]. Size 0 makes one part.
+
+  Part m takes the prompts m, m + M, ..., so that each device holds its share of every part.
+  """
+
+  def split(x: jax.Array) -> jax.Array:
+    return x.reshape(size or x.shape[0], -1, *x.shape[1:]).swapaxes(0, 1)
+
+  return jax.tree.map(split, batch)
+
+
+def in_micro_batches(function: Callable[[Batch], Any], batch: Batch, size: int) -> Any:
+  """function(batch), a tree of arrays [P, ...], computed one micro-batch at a time.
+
+  It is for results without a gradient.
+  """
+
+  def join(x: jax.Array) -> jax.Array:
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+  return jax.tree.map(join, jax.lax.map(function, split_batch(batch, size)))
+
+
+def whole_batch_stats(
+  params: model.Params, batch: Batch, options: StatsOptions, micro_batch: int
+) -> TokenStats:
+  """`batch_stats` in micro-batches, without a reference and without gradients."""
+
+  def stats(part: Batch) -> TokenStats:
+    return batch_stats(params, None, part, options)
+
+  return in_micro_batches(stats, batch, micro_batch)
