@@ -8,8 +8,8 @@ pass the dataclasses on, so that no other code knows `ml_collections`.
 This file is longer than the others because it is one table: nothing here computes.
 """
 
-import dataclasses
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 from grpo_jax import settings
@@ -289,6 +289,20 @@ def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
   return settings.from_dict(values, Config, saved)
 
 
+def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+  """The config of an earlier run with the keys that did not exist then.
+
+  They get the values that reproduce the behaviour of that time. Keys that only the earlier config
+  has are kept.
+  """
+  return _merged(settings.to_dict(from_dict({}, saved=True)), saved)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+  """The inverse of `from_dict`, as JSON holds it: tuples become lists."""
+  return settings.to_dict(config)
+
+
 def check_key(name: str) -> None:
   """Raises ConfigError unless `name`, such as algo.clip_high, is the key of a setting."""
   settings.check_key(name, Config)
@@ -297,3 +311,13 @@ def check_key(name: str) -> None:
 def wrong_type(name: str, value: Any) -> settings.ConfigError:
   """The error for a value of the wrong type for key `name`."""
   return settings.wrong_type(name, value, settings.keys(Config)[name])
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+  """Nested dicts with the values of `changes` in the place of those of `values`."""
+  merged = dict(values)
+  for key, change in changes.items():
+    inner = merged.get(key)
+    both = isinstance(inner, Mapping) and isinstance(change, Mapping)
+    merged[key] = _merged(inner, change) if both else change
+  return merged

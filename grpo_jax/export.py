@@ -1,4 +1,4 @@
-"""Writes a run's policy as a Hugging Face folder that `transformers` loads; or its adapters, as one that `peft` does.
+"""Writes a run's policy as a Hugging Face folder, or its adapters as a PEFT folder.
 
 python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
 """
@@ -13,36 +13,31 @@ from grpo_jax.run import cli
 from grpo_jax.settings import ConfigError
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
   del argv
   if not flags.FLAGS.out:
     raise ConfigError("flag --out is missing: the folder to write")
   out = Path(flags.FLAGS.out).expanduser()
   policy = cli.open_policy()
-  shape, params = policy.run.model, policy.params
+  parameters = policy.run.parameters
+  shape = parameters.model
   if flags.FLAGS.adapter:
     if shape.lora is None:
       raise ConfigError(
-        "flag --adapter: this run trained all weights, it has no adapters; leave the flag out"
+        "flag --adapter: this run trained all weights and has no adapters; leave the flag out"
       )
-    model.save_adapters(out, shape, params, *hub.parts(policy.run.config.model.path))
+    base, revision = hub.parts(policy.run.config.model.path)
+    model.save_adapters(out, shape, policy.params, base, revision)
+    written = "adapters"
   else:
-    model.save(out, shape, policy.run.parameters.policy(params))
+    model.save(out, shape, parameters.policy(policy.params))
+    written = "parameters, adapters merged," if shape.lora else "parameters"
   policy.run.tokenizer.save(out)
-  what = (
-    "adapters"
-    if flags.FLAGS.adapter
-    else "parameters, adapters merged,"
-    if shape.lora
-    else "parameters"
-  )
-  print(f"{policy.name}: its {what} (float32) and the tokenizer are in {out}")
+  print(f"{policy.name}: its {written} (float32) and the tokenizer are in {out}")
 
 
 if __name__ == "__main__":
-  flags.DEFINE_bool(
-    "adapter", False, "of a run with lora.rank: the adapters alone, as PEFT saves them, not merged"
-  )
-  flags.DEFINE_string("out", None, "the folder to write; either empty or not there yet")
+  flags.DEFINE_bool("adapter", False, "write the adapters of a LoRA run alone, not merged")
+  flags.DEFINE_string("out", None, "the folder to write: it must be empty or not exist yet")
   cli.define_policy_flags()
   cli.run(main)

@@ -4,9 +4,9 @@ The sections in `grpo_jax/config.py` are dataclasses whose fields are made by `s
 variants of the algorithm in `grpo_jax/algo/` bring their own, as dicts from names to `Setting`s.
 """
 
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import difflib
-from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 

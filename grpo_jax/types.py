@@ -16,9 +16,9 @@ Structs are frozen. Build them by keyword, so that a new field with a default br
 
 from typing import Any
 
+from flax import struct
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 
 @struct.dataclass

@@ -124,7 +124,7 @@ def _matrix_axes(params: Any) -> Any:
 
   def axes(path: tuple[Any, ...], leaf: jax.Array) -> Any:
     keys = [part.key for part in path if hasattr(part, "key")]
-    if "embed" in keys or "head" in keys or leaf.ndim < 2:
+    if leaf.ndim < 2 or {"embed", "head", "bias"} & set(keys):
       return None
     in_attention = leaf.ndim == 3 and "attention" in keys
     if in_attention and "o" in keys:  # [H, E, D]

@@ -1,17 +1,18 @@
-"""The edge of the entry points: flags, and errors of the user as one line and exit code 2."""
+"""What the entry points share: flags, and errors of the user as one line and exit code 2."""
 
+from collections.abc import Callable, Iterator
 import dataclasses
 import json
 import logging
 import math
+from pathlib import Path
 import re
 import sys
 import traceback
-from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
-import jax
 from absl import app, flags
+import jax
 from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.algo.presets import PRESETS
@@ -21,11 +22,13 @@ from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.terminal import Loading
 from grpo_jax.settings import ConfigError
 
-flags.disclaim_key_flags()  # so that --help shows a program's flags that are defined here
+flags.disclaim_key_flags()  # so that --help shows the flags that a program defines here
+
+Change = Callable[[Config], Config]
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-  """absl's app.run for `main`, with every error of the user's on one line of stderr and exit code 2."""
+  """absl's app.run for `main`. Every ConfigError is one line of stderr and exit code 2."""
   app.define_help_flags()
   logging.getLogger("absl").setLevel(logging.WARNING)
   try:
@@ -36,7 +39,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def read_config() -> Config:
-  """The --config flag, its overrides applied, as frozen dataclasses."""
+  """The --config flag with its overrides applied."""
   value = flags.FLAGS.config
   if not flags.FLAGS["config"].present:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
@@ -44,12 +47,19 @@ def read_config() -> Config:
     raise ConfigError(
       "flag --config: get_config() of that file must return a ConfigDict, as in configs/default.py"
     )
-  return _absolute(from_dict(value.to_dict()))
+  return _with_absolute_paths(from_dict(value.to_dict()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """Something to sample from: a run's checkpoint, or a Hugging Face folder."""
+  """A policy to sample from.
+
+  Attributes:
+    name: How to call it in messages.
+    run: The parts that its config describes.
+    params: Its trained parameters.
+    step: The step of its checkpoint, 0 for a Hugging Face folder.
+  """
 
   name: str
   run: Run
@@ -58,9 +68,9 @@ class Policy:
 
 
 def define_policy_flags() -> None:
-  """--workdir and --step, or --config: what `open_policy` reads."""
+  """Defines what `open_policy` reads: --workdir and --step, or --config."""
   flags.DEFINE_string(
-    "workdir", None, "a run's folder: its newest whole checkpoint, or the one of --step"
+    "workdir", None, "a run's folder: its newest whole checkpoint, or that of --step"
   )
   flags.DEFINE_integer("step", None, "the checkpoint's step")
   config_flags.DEFINE_config_file(
@@ -68,89 +78,98 @@ def define_policy_flags() -> None:
   )
 
 
-def open_policy(change: Callable[[Config], Config] = lambda config: config) -> Policy:
-  """The policy that the flags name; `change` is applied to its config before anything is built."""
-  workdir, step = (
-    flags.FLAGS.workdir and str(Path(flags.FLAGS.workdir).expanduser()),
-    flags.FLAGS.step,
-  )
-  if (workdir is None) == (flags.FLAGS.config is None):
+def unchanged(config: Config) -> Config:
+  """A `Change` that changes nothing."""
+  return config
+
+
+def open_policy(change: Change = unchanged) -> Policy:
+  """The policy that the flags name. `change` is applied to its config before it is built."""
+  values = flags.FLAGS
+  if (values.workdir is None) == (values.config is None):
     raise ConfigError(
       "give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER"
     )
-  if workdir is None:
+  if values.workdir is None:
     config = change(read_config())
     built = Run(config, Loading())
     return Policy(config.model.path or "random weights", built, built.initial_params(), 0)
-  built = Run(change(_fitting(saved_config(workdir))), Loading())
-  step, params = Checkpoints(Path(workdir) / "checkpoints", keep=1).restore_params(
-    built.parameters.abstract, step
-  )
+  workdir = Path(values.workdir).expanduser()
+  built = Run(change(_on_this_machine(saved_config(workdir))), Loading())
+  checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
+  step, params = checkpoints.restore_params(built.parameters.abstract, values.step)
   return Policy(f"{workdir}, step {step}", built, params, step)
 
 
-def saved_config(workdir: str) -> Config:
-  """The config a run's folder was made with."""
+def saved_config(workdir: str | Path) -> Config:
+  """The config that a run's folder was made with."""
   file = Path(workdir) / "config.json"
   if not file.is_file():
     raise ConfigError(f"workdir {workdir} has no config.json: it is not the folder of a run")
   try:
-    return from_dict(json.loads(file.read_text()))
+    return from_dict(json.loads(file.read_text()), saved=True)
   except ValueError as error:
     raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
-def _absolute(config: Config) -> Config:
-  """The config with the whole paths of what it names, so that its run can be used from another folder."""
-  whole = lambda path: (
-    str(Path(path).expanduser().absolute()) if path and Path(path).expanduser().exists() else path
-  )
-  reward = lambda name: (
-    ":".join([whole(name.rpartition(":")[0]), name.rpartition(":")[2]])
-    if ":" in name
-    else whole(name)
-  )
-  model, data, rewards = config.model, config.data, config.reward
-  return dataclasses.replace(
+def _with_absolute_paths(config: Config) -> Config:
+  """The config with absolute paths, so that its run can be used from another folder."""
+
+  def absolute(path: str) -> str:
+    expanded = Path(path).expanduser()
+    return str(expanded.absolute()) if path and expanded.exists() else path
+
+  def absolute_reward(name: str) -> str:
+    file, colon, function = name.rpartition(":")
+    return f"{absolute(file)}:{function}" if colon else absolute(name)
+
+  replace = dataclasses.replace
+  functions = tuple(absolute_reward(name) for name in config.reward.functions)
+  return replace(
     config,
-    model=dataclasses.replace(model, path=whole(model.path)),
-    lora=dataclasses.replace(config.lora, path=whole(config.lora.path)),
-    data=dataclasses.replace(data, path=whole(data.path), tokenizer=whole(data.tokenizer)),
-    reward=dataclasses.replace(rewards, functions=tuple(map(reward, rewards.functions))),
-    eval=dataclasses.replace(config.eval, function=reward(config.eval.function)),
+    model=replace(config.model, path=absolute(config.model.path)),
+    lora=replace(config.lora, path=absolute(config.lora.path)),
+    data=replace(
+      config.data,
+      path=absolute(config.data.path),
+      tokenizer=absolute(config.data.tokenizer),
+    ),
+    reward=replace(config.reward, functions=functions),
+    eval=replace(config.eval, function=absolute_reward(config.eval.function)),
   )
 
 
-def _fitting(config: Config) -> Config:
-  """The config on this machine: a mesh of other devices than it was trained on gives way to this one's."""
-  asked = dataclasses.astuple(config.mesh)
-  product = math.prod(n for n in asked if n != -1)
-  fits = jax.device_count() % product == 0 if -1 in asked else jax.device_count() == product
-  return config if fits else dataclasses.replace(config, mesh=Mesh(-1, 1, 1, 1))
+def _on_this_machine(config: Config) -> Config:
+  """The config with a mesh that fits this machine's devices, if its own does not."""
+  sizes = dataclasses.astuple(config.mesh)
+  product = math.prod(size for size in sizes if size != -1)
+  devices = jax.device_count()
+  fits = devices % product == 0 if -1 in sizes else devices == product
+  return config if fits else dataclasses.replace(config, mesh=Mesh(data=-1))
 
 
-def _parse(argv):
-  """Flags into flags.FLAGS. absl, ml_collections and the config file each raise their own errors: -> ConfigError."""
-  given = list(_config_flags(argv))
-  for key, value in given:
+def _parse(argv: list[str]) -> list[str]:
+  """Parses flags into flags.FLAGS.
+
+  absl, ml_collections and the config file each raise errors of their own. They become ConfigErrors.
+  """
+  overrides = list(_config_flags(argv))
+  for key, value in overrides:
+    file = value.split(":")[0]
     if key:
       check_key(key)
-    elif not Path(value.split(":")[0]).is_file():
-      raise ConfigError(f"flag --config={value}: there is no file {value.split(':')[0]!r}")
+    elif not Path(file).is_file():
+      raise ConfigError(f"flag --config={value}: there is no file {file!r}")
   try:
     rest = flags.FLAGS(argv)[1:]
   except Exception as error:
-    for key, value in given:
-      if key and str(error).startswith(f"flag --config.{key}={value}: "):
-        raise wrong_type(key, value) from None
-    where = next((_inside(value, error) for key, value in given if not key), None)
-    raise ConfigError(where or str(error).strip().split("\n")[0] or type(error).__name__) from None
+    raise _flag_error(error, overrides) from None
   if rest:
     raise ConfigError(f"argument {rest[0]!r} is not a flag: write --name=value")
   return argv
 
 
-def _config_flags(argv):
+def _config_flags(argv: list[str]) -> Iterator[tuple[str, str]]:
   """(key, value) of each --config.KEY=VALUE, and ("", FILE) of --config=FILE."""
   for flag, following in zip(argv[1:], [*argv[2:], ""]):
     name, equals, value = flag.partition("=")
@@ -158,16 +177,30 @@ def _config_flags(argv):
       yield name.partition("config")[2][1:], value if equals else following
 
 
-def _inside(config, error):
-  """Where in the config file an error came from and what it is; None if it came from elsewhere."""
+def _flag_error(error: Exception, overrides: list[tuple[str, str]]) -> ConfigError:
+  for key, value in overrides:
+    if key and str(error).startswith(f"flag --config.{key}={value}: "):
+      return wrong_type(key, value)
+  for key, value in overrides:
+    in_file = None if key else _error_in_config(value, error)
+    if in_file:
+      return ConfigError(in_file)
+  return ConfigError(str(error).strip().split("\n")[0] or type(error).__name__)
+
+
+def _error_in_config(config: str, error: BaseException | None) -> str | None:
+  """Where in the config file an error was raised, and what it is. None if it was elsewhere."""
   file, _, preset = config.partition(":")
   while error:
-    lines = [
-      f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(file)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file)]
     if lines and isinstance(error, KeyError) and error.args == (preset,):
       names = ", ".join(PRESETS)
-      return f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has {names}"
+      return (
+        f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has"
+        f" {names}"
+      )
     if lines:
       return f"{file} line {lines[-1]}: {type(error).__name__}: {' '.join(str(error).split())}"
     error = error.__context__
+  return None

@@ -1,182 +1,224 @@
-"""Where a step's batch comes from: prompts, their completions and scores. Groups of equal rewards may be drawn anew."""
+"""Collects a step's batch: prompts, completions and rewards."""
 
 import dataclasses
 from typing import Any
 
+from flax import struct
 import jax
 import numpy as np
+import optax
 
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.config import Sampling
 from grpo_jax.data import loader
-from grpo_jax.rewards import name_of
-from grpo_jax.run import rollout
 from grpo_jax.run.build import Run
+from grpo_jax.run.clock import Clock
+from grpo_jax.run.rollout import Rollouts, concatenate, take
+from grpo_jax.run.rollout_metrics import completion_rows, rollout_metrics, score_metrics
+from grpo_jax.run.scoring import OVERLONG, groups_that_differ, with_overlong
 from grpo_jax.settings import ConfigError
-from grpo_jax.types import Batch, Completions, Scores
+from grpo_jax.types import Batch, Rewards
+
+HostState = dict[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-  """Groups on the host, the first axis of all."""
+@struct.dataclass
+class Groups:
+  """Completions of P prompts and their rewards, on the host.
 
-  where_P: np.ndarray  # int64, which training prompts
-  out: Completions
-  scored: rollout.Scored
+  Attributes:
+    indices_P: int64, which training prompts they are.
+    rollouts: The completions.
+    rewards: Of the reward functions.
+  """
+
+  indices_P: np.ndarray
+  rollouts: Rollouts
+  rewards: Rewards
 
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-  """A batch on the mesh, without advantages, and what is known of it on the host."""
+  """What a step learns from.
+
+  Attributes:
+    batch: On the mesh, without advantages and reference log-probs.
+    rewards: On the mesh.
+    rows: One object per completion of the batch, for completions/ and for the terminal.
+    metrics: Of everything that was sampled, including groups that are not in the batch.
+    host: The host state after the step.
+  """
 
   batch: Batch
-  scores: Scores
-  drawn: Drawn
-  prompts: loader.PromptBatch
-  metrics: dict[str, float]  # of everything sampled
-
-  def rows(self) -> list[dict[str, Any]]:
-    """One object per completion, for completions/ and the terminal."""
-    return rollout.rows(self.drawn.out, self.drawn.scored, self.prompts)
+  rewards: Rewards
+  rows: list[dict[str, Any]]
+  metrics: dict[str, float]
+  host: HostState
 
 
 class Collector:
-  """Compiled once; `collector(params, index, clock)` is a pure function of the weights and the step's index."""
+  """Samples and scores a step's batch.
+
+  It is a pure function of the policy, the step's index and the host state. Host state is a dict of
+  numpy arrays that lives from step to step and is saved in checkpoints: counters now, and whatever
+  a curriculum has to remember.
+
+  Attributes:
+    prompts: The training prompts.
+  """
 
   def __init__(self, run: Run):
+    """Raises ConfigError for reward functions that cannot be used."""
     self._run, self._config = run, run.config
+    algo = run.config.algo
     self.prompts = run.prompts("train")
-    algo, sampling = run.config.algo, run.config.sampling
     self._rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
-    self._sample = run.sampler(sampling, run.config.batch.group_size)
-    needs_greedy = algo.advantage == "greedy_baseline"
-    self._greedy = (
-      run.sampler(dataclasses.replace(sampling, temperature=0.0), 1) if needs_greedy else None
-    )
-    self._weights = run.reward_weights
-    self._functions = (
-      run.functions
-    )  # what is wrong with the rewards is told before anything is written
-    if algo.overlong and "overlong" in map(name_of, self._functions):
+    self._rollout = run.rollout(run.config.batch.group_size)
+    needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
+    self._greedy_rollout = run.rollout(1, greedy=True) if needs_greedy else None
+    self._score = run.scorer  # made here, so that its errors come before anything is written
+    if algo.overlong and OVERLONG in self._score.names:
       raise ConfigError(
-        "reward.functions: a function named overlong, beside algo.overlong; rename it, or set that to 0"
+        "reward.functions: a function is named overlong, which is the name of the penalty that"
+        " algo.overlong adds; rename it, or set that to 0"
       )
 
-  def __call__(self, params: Any, index: int, clock: Any) -> Collected:
-    """`params` as Parameters.for_sampling gives them; `clock.lap(name)` is told what the time went to."""
-    P, drawn, live = self._config.batch.prompts, [], 0
+  def initial_host_state(self) -> HostState:
+    """The host state of a run's first GRPO step."""
+    return {"num_tokens": np.int64(0)}
+
+  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
+    """Collects the batch of a GRPO step.
+
+    Args:
+      params: The policy, as `Parameters.for_sampling` returns it.
+      index: The number of the GRPO step, from 0.
+      host: The host state before the step.
+      clock: Counts the time of sampling and of rewards.
+    """
+    P = self._config.batch.prompts
+    sampling = self._config.sampling
+    temperature = temperature_at(sampling, index, self._config.steps)
+    drawn: list[Groups] = []
+    live = 0  # groups whose rewards differ
     while len(drawn) < self._rounds and live < P:
-      number = index * self._rounds + len(drawn)
-      where_P = loader.indices(self._config.seed, number, P, len(self.prompts))
-      on_mesh, prompts, arrays = self._draw(self._sample, params, where_P, number)
-      out = self._run.fetch(on_mesh)
-      clock.lap("sample")
-      drawn.append(Drawn(where_P, out, self._score(out, prompts)))
-      live += int(drawn[-1].scored.differ_P.sum())
-      clock.lap("reward")
-    everything = _joined(drawn)
+      drawn.append(self._draw(params, index * self._rounds + len(drawn), temperature, clock))
+      live += int(groups_that_differ(drawn[-1].rewards).sum())
+    everything = concatenate(drawn)
     chosen, live_P = everything, np.ones(P, np.float32)
     if self._rounds > 1:
-      chosen, live_P = _chosen(everything, P)
-      prompts = loader.prompt_batch(self.prompts, chosen.where_P)
-      on_mesh, arrays = self._run.put((chosen.out, (prompts.prompts_PS, prompts.prompt_lengths_P)))
-    greedy_P1K = self._greedy_scores(params, chosen.where_P, index, clock) if self._greedy else None
-    scores = self._run.put(self._scores(chosen, live_P, greedy_P1K))
-    batch = self._run.to_batch(on_mesh, *arrays, self._run.put(live_P))
+      chosen, live_P = _choose(everything, P)
+    prompts = loader.prompt_batch(self.prompts, chosen.indices_P)
+    rewards = self._shaped(chosen)
+    if self._greedy_rollout is not None:
+      rewards = self._with_greedy(rewards, params, prompts, index, clock)
+    rows = completion_rows(chosen.rollouts, prompts, rewards, self._names)
+    batch, rewards = self._put(chosen, prompts, rewards, live_P, temperature)
     clock.lap("reward")
-    return Collected(batch, scores, chosen, prompts, self._metrics(everything, live))
+    metrics = self._metrics(everything, live)
+    if sampling.temperature_schedule != "constant":
+      metrics["sampling/temperature"] = temperature
+    host = host | {"num_tokens": host["num_tokens"] + metrics["completions/tokens"]}
+    metrics["num_tokens"] = int(host["num_tokens"])
+    return Collected(batch, rewards, rows, metrics, host)
 
-  def _draw(self, sampler, params, where_P, number):
-    prompts = loader.prompt_batch(self.prompts, where_P)
-    arrays = self._run.put((prompts.prompts_PS, prompts.prompt_lengths_P))
-    return (
-      sampler(params, *arrays, jax.random.fold_in(self._run.key("sample"), number)),
-      prompts,
-      arrays,
-    )
+  @property
+  def _names(self) -> list[str]:
+    """Of the scores in `Rewards`."""
+    penalty = [OVERLONG] if self._config.algo.overlong else []
+    return [*self._score.names, *penalty]
 
-  def _score(self, out, prompts):
-    """Every process gets the first one's numbers, not its steps: it alone calls reward functions that are no models."""
-    run, algo = self._run, self._config.algo
-    scored = rollout.score(
-      out, prompts, run.tokenizer.decode, self._functions, self._config.reward.weights
-    )
-    if algo.overlong:
-      scored = rollout.with_overlong(scored, out, self._config.sampling.max_tokens, algo.overlong)
-    # As a list: a dict would come back in another order, and the scores have the order of their weights.
-    rewards_PG, scores = run.from_first_process((scored.rewards_PG, list(scored.scores.values())))
-    return dataclasses.replace(
-      scored, rewards_PG=rewards_PG, scores=dict(zip(scored.scores, scores))
-    )
-
-  def _greedy_scores(self, params, where_P, index, clock):
-    """[P, 1, K], of each prompt's greedy completion."""
-    on_mesh, prompts, _ = self._draw(self._greedy, params, where_P, index)
-    out = self._run.fetch(on_mesh)
+  def _draw(self, params: Any, number: int, temperature: float, clock: Clock) -> Groups:
+    """The number-th draw of the run: a batch of prompts, completed and scored."""
+    P = self._config.batch.prompts
+    indices_P = loader.indices(self._config.seed, number, P, len(self.prompts))
+    prompts = loader.prompt_batch(self.prompts, indices_P)
+    key = jax.random.fold_in(self._run.key("sample"), number)
+    rollouts = self._rollout(params, prompts, key, temperature)
     clock.lap("sample")
-    return np.stack(list(self._score(out, prompts).scores.values()), -1)
+    groups = Groups(indices_P, rollouts, self._score(rollouts, prompts))
+    clock.lap("reward")
+    return groups
 
-  def _scores(self, chosen, live_P, greedy_P1K):
-    """What fills up a batch counts as not scored, and stays out of every mean."""
-    scores_PGK = np.where(
-      live_P[:, None, None], np.stack(list(chosen.scored.scores.values()), -1), np.float32(np.nan)
-    )
-    run, (rewards_PGT, ends_PGT) = self._run, (None, None)
-    if self._config.algo.advantage == "process":
-      of_steps = (
-        np.zeros(chosen.out.tokens_PGT.shape, np.float32),
-        np.zeros(chosen.out.tokens_PGT.shape, np.float32),
+  def _shaped(self, groups: Groups) -> Rewards:
+    """The rewards with the penalty for length where that is on."""
+    fraction = self._config.algo.overlong
+    if not fraction:
+      return groups.rewards
+    max_tokens = self._config.sampling.max_tokens
+    return with_overlong(groups.rewards, groups.rollouts.completions, max_tokens, fraction)
+
+  def _with_greedy(
+    self, rewards: Rewards, params: Any, prompts: loader.PromptBatch, index: int, clock: Clock
+  ) -> Rewards:
+    """The rewards with the scores of each prompt's greedy completion."""
+    key = jax.random.fold_in(self._run.key("sample"), index)
+    rollouts = self._greedy_rollout(params, prompts, key)
+    clock.lap("sample")
+    greedy = self._shaped(Groups(None, rollouts, self._score(rollouts, prompts)))
+    return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
+
+  def _put(
+    self,
+    groups: Groups,
+    prompts: loader.PromptBatch,
+    rewards: Rewards,
+    live_P: np.ndarray,
+    temperature: float,
+  ) -> tuple[Batch, Rewards]:
+    """The batch and its rewards on the mesh.
+
+    Groups that only fill up the batch count as not scored, so that they stay out of every mean.
+    """
+    is_live = live_P[:, None, None] != 0
+    rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
+    temperature_P = np.full(len(live_P), temperature, np.float32)
+    completions, rewards, arrays = self._run.hosts.put(
+      (
+        groups.rollouts.completions,
+        rewards,
+        (prompts.prompts_PS, prompts.prompt_lengths_P, temperature_P, live_P),
       )
-      if run.is_first_process:
-        of_steps = rollout.step_rewards(
-          chosen.out, chosen.scored, self._weights, run.tokenizer.decode
-        )
-      rewards_PGT, ends_PGT = run.from_first_process(of_steps)
-    return Scores(scores_PGK, greedy_P1K, rewards_PGT, ends_PGT)
+    )
+    return self._run.programs.to_batch(completions, *arrays), rewards
 
-  def _metrics(self, everything, live):
-    metrics = rollout.metrics(everything.out, everything.scored)
-    metrics["completions/tokens"] = int(everything.out.lengths_PG.sum())
+  def _metrics(self, everything: Groups, live: int) -> dict[str, float]:
+    completions = everything.rollouts.completions
+    metrics = rollout_metrics(completions, everything.rewards, self._score.names)
+    if self._config.algo.overlong:
+      metrics |= score_metrics(self._shaped(everything), self._names)
     if self._rounds > 1:
-      P, groups = self._config.batch.prompts, len(everything.where_P)
+      P, groups = self._config.batch.prompts, len(everything.indices_P)
       metrics |= {
         "dynamic_sampling/rounds": groups / P,
         "dynamic_sampling/kept": min(live, P),
         "dynamic_sampling/dropped": groups - live,  # all rewards equal
-        "dynamic_sampling/discarded": max(0, live - P),
-      }  # more than the batch holds
+        "dynamic_sampling/discarded": max(0, live - P),  # more than the batch holds
+      }
     return metrics
 
 
-def _joined(drawn):
-  if len(drawn) == 1:
-    return drawn[0]
-  join = lambda *x: np.concatenate(x)
-  scored = [d.scored for d in drawn]
-  steps = {name: sum((s.steps[name] for s in scored), []) for name in scored[0].steps}
-  return Drawn(
-    join(*(d.where_P for d in drawn)),
-    jax.tree.map(join, *(d.out for d in drawn)),
-    rollout.Scored(
-      sum((s.texts for s in scored), []),
-      join(*(s.rewards_PG for s in scored)),
-      {name: join(*(s.scores[name] for s in scored)) for name in scored[0].scores},
-      steps,
-    ),
-  )
-
-
-def _chosen(everything, P):
-  """The first P groups whose rewards differ, and where there are fewer, others for their places: -> groups, 1 or 0 [P]."""
-  differ = everything.scored.differ_P
-  live = np.flatnonzero(differ)[:P]
-  rows = np.concatenate([live, np.flatnonzero(~differ)[: P - len(live)]])
-  s, G = everything.scored, everything.out.lengths_PG.shape[1]
-  steps = {
-    name: [values[p * G + g] for p in rows for g in range(G)] for name, values in s.steps.items()
+def temperature_at(sampling: Sampling, index: int, steps: int) -> float:
+  """The sampling temperature of GRPO step `index`, of `steps`."""
+  first, last, decay_steps = sampling.temperature, sampling.temperature_end, max(1, steps - 1)
+  schedules = {
+    "constant": optax.constant_schedule(first),
+    "linear": optax.linear_schedule(first, last, decay_steps),
+    "cosine": optax.cosine_decay_schedule(first, decay_steps, alpha=last / first),
   }
-  take = lambda x: x[rows]
-  scores = {name: take(values) for name, values in s.scores.items()}
-  scored = rollout.Scored([s.texts[p] for p in rows], take(s.rewards_PG), scores, steps)
-  return (
-    Drawn(take(everything.where_P), jax.tree.map(take, everything.out), scored),
-    (np.arange(P) < len(live)).astype(np.float32),
-  )
+  return float(schedules[sampling.temperature_schedule](index))
+
+
+def _choose(everything: Groups, count: int) -> tuple[Groups, np.ndarray]:
+  """The first `count` groups whose rewards differ.
+
+  Where there are fewer, other groups fill their places.
+
+  Returns:
+    The groups, and float32 [count]: 1 for those whose rewards differ, 0 for the others.
+  """
+  differ = groups_that_differ(everything.rewards)
+  live = np.flatnonzero(differ)[:count]
+  others = np.flatnonzero(~differ)[: count - len(live)]
+  chosen = take(everything, np.concatenate([live, others]))
+  return chosen, (np.arange(count) < len(live)).astype(np.float32)

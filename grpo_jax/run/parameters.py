@@ -1,150 +1,212 @@
-"""A run's parameters: where they come from and how they lie; with adapters, those that are trained and those under them."""
+"""A run's parameters: where they come from and how they lie on the mesh.
 
+Without LoRA, all parameters are trained. With LoRA, the adapters are trained, on top of a frozen
+`base`.
+"""
+
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-from typing import Any, Callable
+from typing import Any
 
-import jax
 from flax.traverse_util import flatten_dict
+import jax
 
 from grpo_jax import model
-from grpo_jax.config import Config
+from grpo_jax.config import Config, Sampling
 from grpo_jax.parallel import sharding
 from grpo_jax.settings import ConfigError
 
-Progress = Callable[[int, int], None]  # (bytes of a checkpoint read, of how many)
+Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
+
+
+def no_progress(done: int, total: int) -> None:
+  """A `Progress` that shows nothing."""
+  del done, total
 
 
 class Parameters:
-  """Built from a config and the shape of its model.
+  """The parameters of a run.
 
-  Attributes: `model`, that shape on the mesh; `abstract`, shapes and shardings of what is trained: all parameters, or the
-  adapters; `abstract_base`, of the frozen ones under these, or None. Raises ConfigError for adapters that do not fit.
+  Attributes:
+    model: The model's shape, with its adapters and its place on the mesh.
+    abstract: Shapes and shardings of the trained parameters.
+    abstract_base: Those of the frozen base, or None without LoRA.
   """
 
   def __init__(
-    self, config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh, progress: Progress
+    self,
+    config: Config,
+    shape: model.ModelConfig,
+    mesh: jax.sharding.Mesh,
+    progress: Progress = no_progress,
   ):
-    self._config, self._mesh, self._progress = config, mesh, progress
-    self.model = dataclasses.replace(
-      shape, lora=_lora(config), **sharding.model_shardings(shape, mesh)
-    )
-    whole = self._placed(
-      jax.eval_shape(functools.partial(model.init, config=self.model), jax.random.key(0))
-    )
-    self._count = sum(x.size for x in jax.tree.leaves(whole))
-    self._places = flatten_dict(
-      jax.tree.map(lambda x: x.sharding, whole), sep="/"
-    )  # of a checkpoint's tensors
-    if self.model.lora and shape.num_experts and config.lora.base_dtype in model.QUANTISED:
-      raise ConfigError(
-        f"config key lora.base_dtype is {config.lora.base_dtype!r}: experts, most of a mixture's weights, are"
-        " not quantised here; choose 'bfloat16'"
-      )
-    self.abstract, self.abstract_base = whole, None
+    """Raises ConfigError for adapters that do not fit the model."""
+    self._config = config
+    self._mesh = mesh
+    self._progress = progress
+    shardings = sharding.model_shardings(shape, mesh)
+    self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
+    init = functools.partial(model.init, config=self.model)
+    whole = self._placed(jax.eval_shape(init, jax.random.key(0)))
+    self._count = count(whole)
+    self._checkpoint_places = _places(whole)
+    self.abstract = whole
+    self.abstract_base = None
     if self.model.lora is not None:
-      self.abstract_base = self._placed(jax.eval_shape(self._frozen, whole))
-      init = functools.partial(model.init_adapters, config=self.model, base=whole)
-      self.abstract = self._placed(jax.eval_shape(init, jax.random.key(0)))
-
-  def describe(self) -> str:
-    """How many there are."""
-    adapters = f"{sum(x.size for x in jax.tree.leaves(self.abstract)):,} parameters in adapters on "
-    return f"{adapters * bool(self.model.lora)}{self._count:,} {'frozen ones' if self.model.lora else 'parameters'}"
+      self._check_quantisation()
+      self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
+      adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
+      self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
 
   @property
   def abstract_policy(self) -> Any:
-    """Shapes and shardings of all that the policy is computed from."""
-    return (
-      self.abstract if self.model.lora is None else model.join(self.abstract_base, self.abstract)
-    )
+    """Shapes and shardings of all parameters of the policy."""
+    if self.model.lora is None:
+      return self.abstract
+    return model.join(self.abstract_base, self.abstract)
+
+  def describe(self) -> str:
+    """How many parameters there are, for the header of a run."""
+    if self.model.lora is None:
+      return f"{self._count:,} parameters"
+    return f"{count(self.abstract):,} parameters in adapters on {self._count:,} frozen ones"
 
   def initial(self, key: jax.Array) -> Any:
-    """What is trained, before the first update: the checkpoint's parameters or random ones; or adapters that change
-    nothing, or those of lora.path."""
-    init, shardings = model.init, jax.tree.map(lambda x: x.sharding, self.abstract)
+    """The trained parameters before the first update, in their places on the mesh.
+
+    They are those of the checkpoint at model.path, or random ones. With LoRA they are the adapters
+    at lora.path, or new ones that change nothing.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
     if self._config.lora.path:
-      put = lambda x, place: jax.make_array_from_callback(x.shape, place, lambda i: x[i])
-      return jax.tree.map(put, model.load_adapters(self._config.lora.path, self.model), shardings)
+      adapters = model.load_adapters(self._config.lora.path, self.model)
+      return jax.tree.map(_put, adapters, shardings)
     if self.model.lora is not None:
-      init = functools.partial(model.init_adapters, base=self.abstract_base)
+      init = functools.partial(model.init_adapters, config=self.model, base=self.abstract_base)
     elif self._config.model.path:
-      return self._loaded(lambda name, x: x.astype("float32"), self.abstract)
-    return jax.jit(functools.partial(init, config=self.model), out_shardings=shardings)(key)
+      return self._loaded(_as_float32, self.abstract)
+    else:
+      init = functools.partial(model.init, config=self.model)
+    return jax.jit(init, out_shardings=shardings)(key)
 
   @functools.cached_property
   def base(self) -> Any:
-    """The frozen parameters under the adapters, in lora.base_dtype; None without adapters."""
+    """The frozen parameters under the adapters, in lora.base_dtype. None without LoRA."""
     if self.model.lora is None:
       return None
-    return self._loaded(
-      functools.partial(model.quantised, dtype=self._config.lora.base_dtype), self.abstract_base
-    )
-
-  def _loaded(self, convert, abstract):
-    """The checkpoint's parameters, as `convert` makes them, where `abstract` has them."""
-    places = flatten_dict(jax.tree.map(lambda x: x.sharding, abstract), sep="/")
-    placed = lambda name, x: jax.lax.with_sharding_constraint(convert(name, x), places[name])
-    return model.load(self._config.model.path, self._places, placed, progress=self._progress)[1]
+    convert = functools.partial(model.quantised, dtype=self._config.lora.base_dtype)
+    return self._loaded(convert, self.abstract_base)
 
   def policy(self, trained: Any) -> Any:
-    """All that the policy is computed from: `trained`, on top of the frozen parameters where it is adapters."""
+    """All parameters of the policy whose trained parameters are given."""
     return trained if self.model.lora is None else model.join(self.base, trained)
 
   def for_sampling(self, trained: Any) -> Any:
-    """The policy's parameters in sampling.dtype and sampling.layout. Frozen ones are converted once."""
+    """All parameters of the policy in sampling.dtype and sampling.layout.
+
+    The base is converted once and kept.
+    """
     trained = self._converted(trained)
-    return trained if self.model.lora is None else model.join(self._sampled_base, trained)
+    return trained if self.model.lora is None else model.join(self._sampling_base, trained)
+
+  def sampling_dtype(self, x: Any) -> Any:
+    """The dtype in which a parameter is sampled from.
+
+    Norm scales stay float32, because the learner multiplies with them in float32. Quantised arrays
+    stay as they are.
+    """
+    dtype = self._config.sampling.dtype
+    is_converted = dtype and x.ndim > 1 and x.dtype in ("float32", "bfloat16")
+    return dtype if is_converted else x.dtype
 
   @functools.cached_property
-  def _sampled_base(self):
+  def _sampling_base(self) -> Any:
     return self._converted(self.base)
 
-  def _converted(self, params):
-    sampling = self._config.sampling
-    same = all(x.dtype == self.sampled_dtype(x) for x in jax.tree.leaves(params))
-    return params if sampling.layout == "train" and same else self._convert(params)
+  def _converted(self, params: Any) -> Any:
+    has_dtype = all(x.dtype == self.sampling_dtype(x) for x in jax.tree.leaves(params))
+    if has_dtype and self._config.sampling.layout == "train":
+      return params
+    return self._convert(params)
 
   @functools.cached_property
-  def _convert(self):
-    def convert(params):
-      params = jax.tree.map(lambda x: x.astype(self.sampled_dtype(x)), params)
+  def _convert(self) -> Callable[[Any], Any]:
+    def convert(params: Any) -> Any:
+      params = jax.tree.map(lambda x: x.astype(self.sampling_dtype(x)), params)
       places = sharding.param_specs(params, self._mesh, self._config.sampling.layout)
       return jax.lax.with_sharding_constraint(params, places)
 
     return jax.jit(convert)
 
-  def sampled_dtype(self, x: Any) -> Any:
-    """In which a parameter is sampled from. Norm scales stay float32, as the learner multiplies with them; what is quantised
-    stays so."""
-    dtype = self._config.sampling.dtype
-    return dtype if dtype and x.ndim > 1 and x.dtype in ("float32", "bfloat16") else x.dtype
+  def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
+    """The checkpoint's parameters as `convert` returns them, placed as in `abstract`."""
+    places = _places(abstract)
 
-  def _frozen(self, params):
-    quantised = lambda path, x: model.quantised(
-      sharding.leaf_path(path), x, self._config.lora.base_dtype
-    )
-    return jax.tree_util.tree_map_with_path(quantised, params)
+    def place(name: str, x: jax.Array) -> Any:
+      return jax.lax.with_sharding_constraint(convert(name, x), places[name])
 
-  def _placed(self, abstract):
-    specs = sharding.param_specs(abstract, self._mesh)
-    return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, specs
-    )
+    path = self._config.model.path
+    return model.load(path, self._checkpoint_places, place, progress=self._progress)[1]
+
+  def _base_of(self, params: Any) -> Any:
+    def quantise(path: tuple[Any, ...], x: jax.Array) -> Any:
+      return model.quantised(sharding.leaf_path(path), x, self._config.lora.base_dtype)
+
+    return jax.tree_util.tree_map_with_path(quantise, params)
+
+  def _placed(self, abstract: Any) -> Any:
+    def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree.map(place, abstract, sharding.param_specs(abstract, self._mesh))
+
+  def _check_quantisation(self) -> None:
+    dtype = self._config.lora.base_dtype
+    if self.model.num_experts and dtype in model.QUANTISED:
+      raise ConfigError(
+        f"config key lora.base_dtype is {dtype!r}: experts, most of a mixture's weights, are not"
+        " quantised here; choose 'bfloat16'"
+      )
 
 
-def _lora(config: Config) -> model.Lora | None:
-  c = config.lora
-  if not c.rank:
+def count(params: Any) -> int:
+  """The number of parameters in a tree."""
+  return sum(x.size for x in jax.tree.leaves(params))
+
+
+def sampling_config(shape: model.ModelConfig, sampling: Sampling) -> model.ModelConfig:
+  """The model as it is computed while sampling."""
+  return dataclasses.replace(shape, dtype=sampling.dtype or shape.dtype)
+
+
+def lora_of(config: Config) -> model.Lora | None:
+  """The adapters that a config describes, or None. Raises ConfigError if lora.path differs."""
+  lora = config.lora
+  if not lora.rank:
     return None
-  targets = tuple(sorted({name.removesuffix("_proj") for name in c.targets}))
-  asked = model.Lora(c.rank, c.alpha, c.rslora, targets)
-  if c.path:
-    for key, value in dataclasses.asdict(model.load_lora(c.path)).items():
-      if value != getattr(asked, key):
-        value = tuple(f"{name}_proj" for name in value) if key == "targets" else value
+  targets = tuple(sorted({name.removesuffix("_proj") for name in lora.targets}))
+  described = model.Lora(lora.rank, lora.alpha, lora.rslora, targets)
+  if lora.path:
+    for key, saved in dataclasses.asdict(model.load_lora(lora.path)).items():
+      if saved != getattr(described, key):
+        value = tuple(f"{name}_proj" for name in saved) if key == "targets" else saved
         raise ConfigError(
-          f"config key lora.{key} is {getattr(c, key)!r}: the adapters of {c.path} have {value!r}, set it to"
-          " that"
+          f"config key lora.{key} is {getattr(lora, key)!r}: the adapters of {lora.path} have"
+          f" {value!r}, set it to that"
         )
-  return asked
+  return described
+
+
+def _places(abstract: Any) -> Mapping[str, jax.sharding.Sharding]:
+  """The sharding of every parameter, by its path."""
+  return flatten_dict(jax.tree.map(lambda x: x.sharding, abstract), sep="/")
+
+
+def _as_float32(name: str, x: jax.Array) -> jax.Array:
+  del name
+  return x.astype("float32")
+
+
+def _put(x: Any, where: jax.sharding.Sharding) -> jax.Array:
+  return jax.make_array_from_callback(x.shape, where, lambda index: x[index])

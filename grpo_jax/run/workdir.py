@@ -5,13 +5,14 @@ the infinities, which JSON has not, are null. The event files are a view of it f
 seconds before a kill.
 """
 
+from collections.abc import Mapping
 import json
 import math
 import os
+from pathlib import Path
 import re
 import secrets
-from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from tensorboardX import SummaryWriter
 

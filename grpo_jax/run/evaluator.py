@@ -1,0 +1,130 @@
+"""Held-out accuracy of a policy: greedy, mean@k, unbiased pass@k and maj@k, with 95% intervals."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.config import Eval
+from grpo_jax.data.loader import Prompts, prompt_batch
+from grpo_jax.rewards.answers import final_answer
+from grpo_jax.run import estimators
+from grpo_jax.run.build import Run
+from grpo_jax.run.rollout import Rollout
+
+Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+  """A `Progress` that shows nothing."""
+  del what, done, total
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+  """G completions of each of N problems.
+
+  Attributes:
+    right_NG: bool.
+    lengths_NG: int32, tokens.
+    cut_off_NG: bool, True where the completion did not stop within sampling.max_tokens.
+    answers: [N][G], what each completion votes for. None is no vote.
+  """
+
+  right_NG: np.ndarray
+  lengths_NG: np.ndarray
+  cut_off_NG: np.ndarray
+  answers: list[list[Any]]
+
+
+class Evaluator:
+  """Evaluates policies: `evaluator(params, step) -> metrics`. It is compiled once.
+
+  Attributes:
+    prompts: The test problems whose prompts are not too long.
+  """
+
+  def __init__(self, run: Run, progress: Progress = no_progress):
+    """Raises ConfigError for an evaluation that cannot be run."""
+    self._run, self._config, self._progress = run, run.config.eval, progress
+    run.hosts.check_rows(eval__batch=self._config.batch)
+    self.prompts: Prompts = run.prompts("test")
+    self._score = run.eval_scorer()
+    self._greedy = run.rollout(1, greedy=True)
+    self._sampled = run.rollout(self._config.samples) if self._config.samples else None
+
+  def __call__(self, params: Any, step: int) -> dict[str, float]:
+    """Metrics under eval/.
+
+    Args:
+      params: The policy, as `Parameters.for_sampling` returns it.
+      step: What the random numbers of the draws depend on.
+    """
+    key = jax.random.fold_in(self._run.key("evaluate"), step)
+    greedy = self._draws("greedy", self._greedy, params, key)
+    right = int(greedy.right_NG.sum())
+    metrics = named("accuracy", estimators.proportion(right, len(greedy.right_NG)))
+    metrics["eval/mean_length"] = float(greedy.lengths_NG.mean())
+    metrics["eval/clipped_ratio"] = float(greedy.cut_off_NG.mean())
+    if self._sampled is not None:
+      draws = self._draws("draws", self._sampled, params, key)
+      metrics |= sample_metrics(draws, self._config.samples)
+    return metrics
+
+  def _draws(self, what: str, rollout: Rollout, params: Any, key: jax.Array) -> Draws:
+    """Completes every problem.
+
+    The last batch is filled up with problems seen before, which do not count.
+    """
+    size, total = self._config.batch, len(self.prompts)
+    right, lengths, cut_off, answers = [], [], [], []
+    for start in range(0, total, size):
+      count = min(size, total - start)
+      prompts = prompt_batch(self.prompts, (start + np.arange(size)) % total)
+      rollouts = rollout(params, prompts, key, self._config.temperature, start)
+      scores_PG = self._score(rollouts, prompts).scores_PGJ[..., 0]
+      right.append(scores_PG[:count] == 1)
+      lengths.append(rollouts.completions.lengths_PG[:count])
+      cut_off.append(rollouts.completions.stopped_by_PG[:count] < 0)
+      texts = rollouts.texts_PG[:count]
+      answers += [[final_answer(text) for text in group] for group in texts]
+      self._progress(what, start + count, total)
+    return Draws(np.concatenate(right), np.concatenate(lengths), np.concatenate(cut_off), answers)
+
+
+def sample_metrics(draws: Draws, samples: int) -> dict[str, float]:
+  """mean@k, pass@k for powers of two up to k, and maj@k, for k = `samples`."""
+  right_N = draws.right_NG.sum(1)
+  metrics = named(f"mean@{samples}", estimators.mean(draws.right_NG.mean(1)))
+  powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
+  last = [samples] if samples > 1 else []
+  for k in powers + last:
+    passed_N = estimators.pass_at_k(right_N, samples, k)
+    metrics |= named(f"pass@{k}", estimators.mean(passed_N))
+  majorities = [estimators.majority(a, r) for a, r in zip(draws.answers, draws.right_NG)]
+  return metrics | named(f"maj@{samples}", estimators.mean(np.array(majorities)))
+
+
+def named(name: str, estimate: estimators.Estimate) -> dict[str, float]:
+  """An estimate as three metrics: eval/NAME, and eval/NAME_low and _high, its 95% interval."""
+  value, low, high = estimate
+  return {f"eval/{name}": value, f"eval/{name}_low": low, f"eval/{name}_high": high}
+
+
+def table(metrics: dict[str, float], config: Eval, max_tokens: int) -> list[str]:
+  """The metrics as lines for a reader."""
+  estimates = []
+  for name, value in metrics.items():
+    if f"{name}_low" in metrics:
+      low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+      estimates.append(f"  {name:14}{value:7.1%}   95% interval {low:6.1%} to {high:6.1%}")
+  length, cut_off = metrics["eval/mean_length"], metrics["eval/clipped_ratio"]
+  lines = [
+    f"greedy: {length:.1f} tokens on average, {cut_off:.1%} cut off at {max_tokens}",
+    estimates[0],
+  ]
+  if config.samples:
+    lines.append(f"{config.samples} draws of each at temperature {config.temperature:g}:")
+  return lines + estimates[1:]

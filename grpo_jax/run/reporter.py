@@ -1,0 +1,160 @@
+"""What a run writes and shows: rows of metrics, evaluations, completions and the terminal."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from grpo_jax.algo.settings import settings_idle_at_ratio_one
+from grpo_jax.config import Config
+from grpo_jax.parallel import sharding
+from grpo_jax.run.build import Run
+from grpo_jax.run.clock import Clock
+from grpo_jax.run.evaluator import Evaluator
+from grpo_jax.run.terminal import Terminal
+from grpo_jax.run.workdir import Writer
+
+COMPLETIONS_SHOWN = 4
+
+
+class Reporter:
+  """Reports a run's steps. The first process writes and shows, and all evaluate together.
+
+  Attributes:
+    evaluator: What evaluates the policy, or None where eval.every is 0.
+  """
+
+  def __init__(self, run: Run, workdir: Path):
+    """Raises ConfigError for an evaluation that cannot be run."""
+    self._run = run
+    self._workdir = workdir
+    self._writer: Writer | None = None
+    self._first_grpo_step = run.config.warm_start.steps
+    self._last_step = last_step(run.config)
+    console = None if run.hosts.is_first else Console(quiet=True)
+    self._terminal = Terminal(self._last_step, 0, console)
+    self.evaluator = Evaluator(run) if run.config.eval.every else None
+
+  def open(self, start_step: int) -> None:
+    """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
+    log = self._run.config.log
+    self._writer = self._run.hosts.on_first(
+      lambda: Writer(self._workdir, start_step, log.tensorboard, log.wandb)
+    )
+
+  def close(self) -> None:
+    """Closes the files and leaves the terminal as it was."""
+    if self._writer:
+      self._writer.close()
+    self._terminal.close()
+
+  def say(self, text: str) -> None:
+    """Prints a line."""
+    self._terminal.say(text)
+
+  def warn(self, text: str) -> None:
+    """Prints a warning."""
+    self._terminal.say(f"warning: {text}")
+
+  def start(self, step: int, params: Any) -> None:
+    """Evaluates before the first step of a run that has no warm start."""
+    if step == 0 and self._evaluation_is_due(0):
+      self._write(0, self._evaluate(0, params))
+
+  def step(self, step: int, params: Any, metrics: dict, rows: list[dict] | None) -> None:
+    """Reports a finished step, with the evaluation where one is due.
+
+    Args:
+      step: The number of steps so far.
+      params: The trained parameters.
+      metrics: The step's row.
+      rows: One object per completion, or None.
+    """
+    if rows is not None:
+      self._completions(step, rows)
+    if self._evaluation_is_due(step):
+      metrics = metrics | self._evaluate(step, params)
+    elif step % self._run.config.log.every and step != self._last_step:
+      return
+    self._write(step, metrics)
+
+  def finish(self, step: int) -> None:
+    """Says where everything is."""
+    if step < self._last_step:
+      self.say(f"stopped at step {step}; run the same command again to resume")
+    else:
+      self.say(f"finished: metrics, completions and checkpoints are in {self._workdir}")
+
+  def header(self, lines: list[str]) -> None:
+    """Prints what is about to run."""
+    self._terminal.header(lines)
+
+  def _evaluation_is_due(self, step: int) -> bool:
+    every = self._run.config.eval.every
+    index = step - self._first_grpo_step
+    return bool(every) and index >= 0 and (index % every == 0 or step == self._last_step)
+
+  def _evaluate(self, step: int, params: Any) -> dict[str, float]:
+    clock = Clock()
+    metrics = self.evaluator(self._run.parameters.for_sampling(params), step)
+    return metrics | {"time/evaluate": clock.total()}
+
+  def _write(self, step: int, metrics: dict[str, float]) -> None:
+    values = {name: float(value) for name, value in metrics.items()}
+    if self._writer:
+      self._writer.write(step, values)
+    self._terminal.update(step, values)
+
+  def _completions(self, step: int, rows: list[dict]) -> None:
+    if self._writer:
+      self._writer.completions(step, rows)
+    # A few rows that are of several prompts and several members of their groups.
+    apart = max(1, len(rows) // COMPLETIONS_SHOWN - 1)
+    self._terminal.completions(step, rows[::apart])
+
+
+def last_step(config: Config) -> int:
+  """The number of steps of a run, those of the warm start included."""
+  return config.warm_start.steps + config.steps
+
+
+def header_lines(run: Run, prompts: list[tuple[str, Any]], step: int, workdir: Path) -> list[str]:
+  """What a user should know before the first step.
+
+  Args:
+    run: The run.
+    prompts: (name of the split, its prompts).
+    step: Where the run resumes, 0 for a new one.
+    workdir: The run's folder.
+  """
+  config, device = run.config, jax.devices()[0]
+  axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
+  lines = [
+    f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes};"
+    f" {run.parameters.describe()}; {config.batch.prompts} prompts x"
+    f" {config.batch.group_size} completions of at most {config.sampling.max_tokens} tokens"
+  ]
+  for split, kept in prompts:
+    if kept.dropped:
+      lines.append(
+        f"{kept.dropped} {split} prompts are longer than data.max_prompt_tokens ="
+        f" {config.data.max_prompt_tokens} and left out; {len(kept)} remain"
+      )
+  undivided = sharding.undivided(run.parameters.abstract_policy, run.mesh)
+  if undivided:
+    lines.append(f"{len(undivided)} dimensions of parameters are not split, such as {undivided[0]}")
+  replicated = sharding.replicated(run.programs.abstract_state, run.mesh)
+  if replicated:
+    lines.append(
+      f"{len(replicated)} arrays of the optimizer are replicated, such as {replicated[0]}"
+    )
+  idle = settings_idle_at_ratio_one(config.algo)
+  if idle:
+    lines.append(
+      f"one update per batch, so the ratio is 1 and algo.{', algo.'.join(idle)} change nothing;"
+      " algo.minibatches or algo.updates_per_batch would make them matter"
+    )
+  if step:
+    lines.append(f"resuming from step {step} of {last_step(config)} in {workdir}")
+  return lines

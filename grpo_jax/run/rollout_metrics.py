@@ -1,0 +1,92 @@
+"""What a rollout reports: metrics under TRL's names, and a row per completion for completions/."""
+
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.data.loader import PromptBatch
+from grpo_jax.run.rollout import Rollouts
+from grpo_jax.run.scoring import OVERLONG, groups_that_differ
+from grpo_jax.types import Completions, Rewards
+
+
+def rollout_metrics(
+  completions: Completions, rewards: Rewards, names: list[str]
+) -> dict[str, float]:
+  """Metrics of sampled completions.
+
+  `reward_std` is over all completions and not within groups, as in TRL. `frac_reward_zero_std` is
+  the fraction of groups whose scored rewards do not differ, or that have none.
+  `sampler/filter_gap_mean` is how much likelier a token was drawn than the policy has it: 0 without
+  top-k, top-p and min-p.
+
+  Args:
+    completions: As numpy arrays.
+    rewards: Of the reward functions, without the penalty for length.
+    names: Of the functions.
+  """
+  rewards_PG = np.asarray(rewards.score_PG)
+  scored = rewards_PG[~np.isnan(rewards_PG)]
+  sampled_tokens = completions.sampled_PGT.sum()
+  gap_PGT = completions.behavior_logprobs_PGT - completions.logprobs_PGT
+  metrics = {
+    "reward": float(scored.mean()) if scored.size else float("nan"),
+    "reward_std": float(scored.std(ddof=1)) if scored.size > 1 else float("nan"),
+    "frac_reward_zero_std": float(1 - groups_that_differ(rewards).mean()),
+    "completions/mean_length": float(completions.lengths_PG.mean()),
+    "completions/min_length": float(completions.lengths_PG.min()),
+    "completions/max_length": float(completions.lengths_PG.max()),
+    "completions/clipped_ratio": float((completions.stopped_by_PG < 0).mean()),
+    "completions/tokens": int(sampled_tokens),
+    "sampler/filter_gap_mean": float(gap_PGT.sum() / sampled_tokens),
+  }
+  return metrics | score_metrics(rewards, names)
+
+
+def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
+  """The mean score of each function, and how many completions it did not score."""
+  metrics = {}
+  for name, scores_PG in zip(names, np.moveaxis(rewards.scores_PGJ, -1, 0), strict=True):
+    scored = scores_PG[~np.isnan(scores_PG)]
+    metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
+    metrics[f"rewards/{name}/unscored"] = int(np.isnan(scores_PG).sum())
+  return metrics
+
+
+def completion_rows(
+  rollouts: Rollouts, prompts: PromptBatch, rewards: Rewards, names: list[str]
+) -> list[dict[str, Any]]:
+  """One JSON-ready object per completion, for completions/ and for the terminal.
+
+  Args:
+    rollouts: The completions.
+    prompts: Their prompts.
+    rewards: The scores of the functions, and where it is on, the penalty for length as the last.
+    names: Of the functions and of the penalty.
+  """
+  penalties = [name == OVERLONG for name in names]
+  functions = rewards.replace(
+    scores_PGJ=rewards.scores_PGJ[..., ~np.array(penalties)],
+    weights=tuple(w for w, is_penalty in zip(rewards.weights, penalties) if not is_penalty),
+  )
+  rewards_PG = np.asarray(functions.score_PG)
+  rows = []
+  for p, g in np.ndindex(rewards_PG.shape):
+    scores = {
+      f"rewards/{name}": _number(score)
+      for name, score in zip(names, rewards.scores_PGJ[p, g], strict=True)
+    }
+    row = {
+      "prompt": prompts.texts[p],
+      "completion": rollouts.texts_PG[p, g],
+      "reward": _number(rewards_PG[p, g]),
+      **scores,
+      "length": int(rollouts.completions.lengths_PG[p, g]),
+      "stopped_by": int(rollouts.completions.stopped_by_PG[p, g]),
+    }
+    rows.append(row)
+  return rows
+
+
+def _number(value: float) -> float | None:
+  return None if np.isnan(value) else float(value)

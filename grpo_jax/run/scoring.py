@@ -1,0 +1,166 @@
+"""From rollouts to rewards: calls reward functions and places the rewards of steps on tokens."""
+
+import bisect
+from collections.abc import Callable, Sequence
+import os
+
+import numpy as np
+
+from grpo_jax import rewards as rewards_lib
+from grpo_jax.data.loader import PromptBatch
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rewards.overlong import overlong
+from grpo_jax.run.rollout import Rollouts, sampled_ids
+from grpo_jax.types import Completions, Rewards
+
+OVERLONG = "overlong"  # the name under which the penalty for length reports
+
+DecodeText = Callable[[list[int]], str]
+
+
+class Scorer:
+  """Scores rollouts with a run's reward functions. All processes call it together.
+
+  Attributes:
+    names: What the J functions report under.
+    weights: The weight of each function.
+  """
+
+  def __init__(
+    self,
+    functions: Sequence[rewards_lib.Reward],
+    weights: Sequence[float],
+    hosts: Hosts,
+    decode_text: DecodeText,
+    needs_steps: bool = False,
+  ):
+    """`needs_steps`: the advantage is of steps, so their rewards are placed on tokens."""
+    self._functions = functions
+    self.names = [rewards_lib.name_of(function) for function in functions]
+    self.weights = tuple(weights)
+    self._hosts = hosts
+    self._decode_text = decode_text
+    self._needs_steps = needs_steps
+
+  def __call__(self, rollouts: Rollouts, prompts: PromptBatch) -> Rewards:
+    """Rewards as numpy arrays, the same on every process."""
+    P, G = rollouts.texts_PG.shape
+    columns = completion_columns(rollouts, prompts)
+    texts = list(rollouts.texts_PG.ravel())
+    _, scores, steps = rewards_lib.score(self._functions, self.weights, texts, columns)
+    # Only the first process calls functions that are not reward models, so its numbers count.
+    scores_NJ = np.stack(list(scores.values()), -1)
+    scores_NJ = self._hosts.from_first(scores_NJ)
+    step_rewards_PGT = step_ends_PGT = None
+    if self._needs_steps:
+      on_tokens = no_steps(rollouts.completions)
+      if self._hosts.is_first:
+        on_tokens = steps_on_tokens(rollouts, list(steps.values()), self.weights, self._decode_text)
+      step_rewards_PGT, step_ends_PGT = self._hosts.from_first(on_tokens)
+    return Rewards(
+      scores_PGJ=scores_NJ.reshape(P, G, -1),
+      weights=self.weights,
+      step_rewards_PGT=step_rewards_PGT,
+      step_ends_PGT=step_ends_PGT,
+    )
+
+
+def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
+  """What reward functions are called with: a value for each of the P * G completions."""
+  P, G = rollouts.texts_PG.shape
+  columns = {
+    name: [value for value in values for _ in range(G)] for name, values in prompts.columns.items()
+  }
+  columns["completion_ids"] = [
+    sampled_ids(rollouts.completions, p, g) for p in range(P) for g in range(G)
+  ]
+  return columns
+
+
+def groups_that_differ(rewards: Rewards) -> np.ndarray:
+  """bool [P], groups in which two scored rewards differ. Others teach nothing."""
+  totals_PG = np.asarray(rewards.total_PG)
+  scored_PG = ~np.isnan(totals_PG)
+  largest_P = np.where(scored_PG, totals_PG, -np.inf).max(1)
+  smallest_P = np.where(scored_PG, totals_PG, np.inf).min(1)
+  return largest_P > smallest_P
+
+
+def with_overlong(
+  rewards: Rewards, completions: Completions, max_tokens: int, fraction: float
+) -> Rewards:
+  """The rewards with DAPO's penalty for length as one more function of weight 1.
+
+  The penalty is of completions that reach into the last `fraction` of max_tokens. A completion that
+  no function scored has none. As a step, a penalty of 0 is left out: it would count in the mean.
+  """
+  penalty_PG = overlong(completions.lengths_PG, max_tokens, round(fraction * max_tokens))
+  penalty_PG = np.where(np.asarray(rewards.scored_PG), penalty_PG, np.float32(np.nan))
+  shaped = rewards.replace(
+    scores_PGJ=np.concatenate([rewards.scores_PGJ, penalty_PG[..., None]], -1),
+    weights=(*rewards.weights, 1.0),
+  )
+  if rewards.step_rewards_PGT is None:
+    return shaped
+  T = completions.tokens_PGT.shape[-1]
+  at_last_PGT = np.arange(T) == completions.lengths_PG[..., None] - 1
+  penalised_PGT = at_last_PGT & (penalty_PG < 0)[..., None]
+  penalty_PGT = np.where(penalised_PGT, penalty_PG[..., None], 0)
+  return shaped.replace(
+    step_rewards_PGT=rewards.step_rewards_PGT + penalty_PGT.astype(np.float32),
+    step_ends_PGT=np.maximum(rewards.step_ends_PGT, penalised_PGT.astype(np.float32)),
+  )
+
+
+def no_steps(completions: Completions) -> tuple[np.ndarray, np.ndarray]:
+  """Rewards and ends [P, G, T] of completions without a step."""
+  shape = completions.tokens_PGT.shape
+  return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+
+
+def steps_on_tokens(
+  rollouts: Rollouts,
+  steps: Sequence[Sequence[rewards_lib.Steps]],
+  weights: Sequence[float],
+  decode_text: DecodeText,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Places the reward of each step at the token with the step's last character.
+
+  Args:
+    rollouts: P * G completions.
+    steps: For each function, the steps (end in characters, reward) of each completion.
+    weights: Of the functions. Steps that end at one token become one, with the weighted sum.
+    decode_text: Makes a text from token ids.
+
+  Returns:
+    (rewards, ends), float32 [P, G, T]: ends is 1 at the tokens where a step ends. A step that ends
+    with the text ends at the completion's last token.
+  """
+  rewards_PGT, ends_PGT = no_steps(rollouts.completions)
+  G = rollouts.texts_PG.shape[1]
+  for weight, steps_of_rows in zip(weights, steps, strict=True):
+    for row, row_steps in enumerate(steps_of_rows):
+      p, g = divmod(row, G)
+      for end, reward in row_steps:
+        t = _token_of_character(rollouts, p, g, end, decode_text)
+        rewards_PGT[p, g, t] += weight * reward
+        ends_PGT[p, g, t] = 1
+  return rewards_PGT, ends_PGT
+
+
+def _token_of_character(
+  rollouts: Rollouts, p: int, g: int, end: int, decode_text: DecodeText
+) -> int:
+  """The place in the row of the token that completes the first `end` characters of the text."""
+  text = rollouts.texts_PG[p, g]
+  ids = sampled_ids(rollouts.completions, p, g)
+  places = np.flatnonzero(rollouts.completions.sampled_PGT[p, g])
+  if end >= len(text):
+    return int(places[-1])
+
+  def characters_written(count: int) -> int:
+    # Not the length of the decoded text: when a character is cut between its bytes, each part may
+    # be decoded to a character of its own.
+    return len(os.path.commonprefix([text, decode_text(ids[:count])]))
+
+  return int(places[bisect.bisect_left(range(1, len(ids)), end, key=characters_written)])

@@ -1,0 +1,139 @@
+"""The two kinds of steps: a supervised one of the warm start, and one of GRPO."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.algo import metrics as metrics_lib
+from grpo_jax.algo.metrics import Metrics
+from grpo_jax.data import loader
+from grpo_jax.learner.optimizer import learning_rate
+from grpo_jax.run.build import Run
+from grpo_jax.run.clock import Clock
+from grpo_jax.run.collect import Collected, Collector
+from grpo_jax.run.state import RunState, StateStore
+from grpo_jax.types import Batch, TrainState
+
+
+class StepResult(NamedTuple):
+  """What a step returns.
+
+  Attributes:
+    state: The state after the step.
+    metrics: A row of metrics.jsonl.
+    rows: One object per completion, or None where completions are not logged.
+  """
+
+  state: RunState
+  metrics: dict[str, float]
+  rows: list[dict[str, Any]] | None = None
+
+
+class WarmStep:
+  """A supervised update on worked solutions."""
+
+  def __init__(self, run: Run, prompts: loader.Prompts):
+    self._run = run
+    self._prompts = prompts
+
+  def __call__(self, state: RunState, step: int) -> StepResult:
+    run, config, clock = self._run, self._run.config, Clock()
+    size = config.warm_start.batch
+    indices = loader.indices(config.seed, step, size, len(self._prompts))
+    examples = loader.supervised_batch(
+      self._prompts, indices, run.tokenizer, config.sampling.max_tokens
+    )
+    batch = Batch(
+      prompts_PS=examples.prompts.prompts_PS,
+      prompt_lengths_P=examples.prompts.prompt_lengths_P,
+      completions_PGT=examples.completions_PT[:, None],
+      mask_PGT=examples.mask_PT[:, None],
+      temperature_P=np.ones(size, np.float32),
+    )
+    update = run.programs.warm_update
+    train, update_metrics = update(state.train, run.parameters.base, None, run.hosts.put(batch))
+    reduced = metrics_lib.reduced(update_metrics)
+    metrics = {f"warm_start/{name}": value for name, value in reduced.items()}
+    metrics |= {"warm_start/dropped": examples.dropped, "time/step": clock.total()}
+    return StepResult(state.replace(train=train), metrics)
+
+
+class GrpoStep:
+  """Sample, score, compare within the group, update."""
+
+  def __init__(self, run: Run, collector: Collector, store: StateStore):
+    self._run = run
+    self._collect = collector
+    self._store = store
+    self._algo = run.config.algo
+    updates = run.config.steps * self._algo.updates_per_step
+    self._learning_rate = learning_rate(run.config.optimizer, updates)
+
+  def __call__(self, state: RunState, step: int) -> StepResult:
+    """`step` counts the warm start's steps, too."""
+    run, algo, clock = self._run, self._algo, Clock()
+    index = step - run.config.warm_start.steps
+    policy = run.parameters.for_sampling(state.train.params)
+    collected = self._collect(policy, index, state.host, clock)
+    batch, advantage_metrics = self._prepare(state, collected)
+    clock.lap("reference")
+    train, update_metrics = self._update(state, batch)
+    state = state.replace(train=train, host=collected.host)
+    if algo.ref_sync_steps and (index + 1) % algo.ref_sync_steps == 0:
+      state = self._store.sync_reference(state)
+    clock.lap("update")
+    metrics = collected.metrics | advantage_metrics | update_metrics
+    metrics |= self._step_metrics(index, metrics, clock)
+    return StepResult(state, metrics, self._rows(index, collected, batch))
+
+  def _prepare(self, state: RunState, collected: Collected) -> tuple[Batch, dict[str, float]]:
+    """The batch with the reference's log-probs and its advantages, and metrics of these."""
+    batch = collected.batch
+    if self._algo.uses_reference and not self._algo.needs_full_kl:
+      reference = self._store.reference_params(state)
+      logprobs_PGT = self._run.programs.logprobs(reference, batch)
+      batch = batch.replace(ref_logprobs_PGT=logprobs_PGT)
+    with_advantages = self._run.programs.with_advantages
+    batch, metrics = with_advantages(batch, collected.rewards, state.train.coefs.kl)
+    return jax.block_until_ready(batch), jax.device_get(metrics)
+
+  def _update(self, state: RunState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
+    """algo.updates_per_batch passes over the minibatches."""
+    run, algo, train = self._run, self._algo, state.train
+    base, reference = run.parameters.base, self._store.reference_params(state)
+    if not algo.old_is_policy and algo.old_logprobs == "recomputed":
+      logprobs_PGT = run.programs.logprobs(run.parameters.policy(train.params), batch)
+      batch = batch.replace(old_logprobs_PGT=logprobs_PGT)
+    parts = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
+    measured: Metrics | None = None
+    for _ in range(algo.updates_per_batch):
+      for part in parts:
+        train, metrics = run.programs.update(train, base, reference, part)
+        merged = metrics if measured is None else metrics_lib.merge_updates(measured, metrics)
+        measured = merged
+    reduced = metrics_lib.reduced(measured)
+    if algo.kl_target:
+      reduced["kl_coef"] = float(train.coefs.kl)  # of the next update
+    if algo.entropy_target:
+      reduced["entropy_coef"] = float(train.coefs.entropy)
+    return train, reduced
+
+  def _step_metrics(self, index: int, metrics: dict[str, float], clock: Clock) -> dict[str, float]:
+    last_update = (index + 1) * self._algo.updates_per_step - 1
+    seconds = {"step": clock.total()} | clock.laps
+    out = {f"time/{name}": value for name, value in seconds.items()}
+    out["learning_rate"] = float(self._learning_rate(last_update))
+    out["perf/tokens_per_second"] = metrics["completions/tokens"] / seconds["step"]
+    return out
+
+  def _rows(self, index: int, collected: Collected, batch: Batch) -> list[dict[str, Any]] | None:
+    """The batch's completions, each with the advantage of its first token, where they are due."""
+    every = self._run.config.log.completions_every
+    if not every or (index + 1) % every:
+      return None
+    advantages_PG = self._run.hosts.fetch(batch.advantages_PGT[..., 0])
+    return [
+      row | {"advantage": float(advantage)}
+      for row, advantage in zip(collected.rows, advantages_PG.ravel(), strict=True)
+    ]
