@@ -6,21 +6,20 @@ comes back as another number, without an error. So each checkpoint carries a man
 dtype and a digest of its bits, compared after each restore.
 """
 
-from collections.abc import Callable
 import json
 import logging
-from pathlib import Path
 import re
 import sys
-from typing import Any
 import zlib
+from pathlib import Path
+from typing import Any, Callable
 
-from absl import logging as absl_logging
 import jax
-from jax import lax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from absl import logging as absl_logging
+from jax import lax
+from jax.experimental import multihost_utils
 
 from grpo_jax.settings import ConfigError
 

@@ -1,7 +1,7 @@
 """Accuracy estimates from draws, each with its 95% interval. Plain numpy."""
 
-from collections.abc import Hashable, Sequence
 import math
+from typing import Hashable, Sequence
 
 import numpy as np
 

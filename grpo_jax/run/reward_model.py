@@ -1,16 +1,15 @@
 """Learned rewards: Hugging Face folders of models that score a text, or the steps of one, on the policy's mesh."""
 
-from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Sequence
 
-from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 import numpy as np
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh
 
 from grpo_jax import model
 from grpo_jax.config import Reward

@@ -1,9 +1,8 @@
 """What a user sees of a run: a progress bar on a terminal, a line now and then in a file or a pipe."""
 
-from collections.abc import Mapping, Sequence
 import sys
 from time import monotonic
-from typing import Any
+from typing import Any, Mapping, Sequence
 
 from rich import box
 from rich.console import Console

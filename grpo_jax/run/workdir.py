@@ -5,14 +5,13 @@ the infinities, which JSON has not, are null. The event files are a view of it f
 seconds before a kill.
 """
 
-from collections.abc import Mapping
 import json
 import math
 import os
-from pathlib import Path
 import re
 import secrets
-from typing import Any
+from pathlib import Path
+from typing import Any, Mapping
 
 from tensorboardX import SummaryWriter
 
