@@ -29,7 +29,8 @@ setup(
     "tokenizers",
   ],
   extras_require={
-    "test": ["hypothesis", "math-verify", "pytest", "pytest-xdist"],
+    "test": ["hypothesis", "math-verify", "mypy==2.4.1", "pytest", "pytest-xdist", "ruff==0.17.6"],
+    "mutation": ["cosmic-ray"],
     "plot": ["matplotlib"],
     "math": ["math-verify"],
     "wandb": ["wandb"],

@@ -1,50 +1,53 @@
-"""Imports go down only: a room may import lower floors and itself, never its neighbours or what is above it."""
+"""Imports go down only: a room may import lower floors and itself, never what is beside or above."""
 
 import ast
 from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
-ROOT = Path(__file__).parents[1] / "grpo_jax"
-FLOORS = {
-  "config": 0,
-  "types": 0,
-  "masked": 0,
-  "hub": 0.5,
-  "algo": 1,
-  "model": 1,
-  "sampler": 1,
-  "rewards": 1,
-  "data": 1,
-  "parallel": 1,
-  "optim": 1,
-  "estimators": 1,
-  "learner": 2,
-  "reward_model": 2,
-  "rollout": 2,
-  "run_checks": 2,
-  "parameters": 2,
-  "run": 3,
-  "checkpoint": 3,
-  "metrics": 3,
-  "terminal": 3,
-  "cli": 4,
-  "collect": 4,
-  "evaluate": 5,
-  "export": 5,
-  "sample": 5,
-  "train": 6,
-}
-FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+PACKAGE = Path(__file__).parents[1] / "grpo_jax"
+FLOORS = [
+  {"settings", "types", "masked"},
+  {"algo"},
+  {"config"},
+  {"model", "sampler", "rewards", "data", "parallel"},
+  {"learner"},
+  {"run"},
+  {"train", "evaluate", "sample", "export"},
+]
+# Floors of the modules inside run/, from the parts to the loop.
+RUN_FLOORS = [
+  {"clock", "estimators", "stop", "terminal", "checkpoint_format"},
+  {"checkpoint", "workdir", "parameters", "reward_model", "sampling", "checks"},
+  {"rollout", "programs"},
+  {"scoring"},
+  {"rollout_metrics", "build"},
+  {"collect", "evaluator", "cli"},
+  {"state", "reporter"},
+  {"steps"},
+]
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
-def room(path):
-  return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def relative(path):
+  return str(path.relative_to(PACKAGE))
 
 
-def imported(path):
-  """Every module that a file imports, `from package import module` resolved to both."""
-  for node in ast.walk(ast.parse(path.read_text())):
+def room_of(path):
+  return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def floor_of(name, floors):
+  found = [number for number, names in enumerate(floors) if name in names]
+  assert found, f"{name} has no floor: add it to tests/floors_test.py"
+  return found[0]
+
+
+def imported(path, nodes=ast.walk):
+  """Every module that a file imports. `from package import module` counts as both."""
+  for node in nodes(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
     if isinstance(node, ast.ImportFrom):
@@ -53,41 +56,67 @@ def imported(path):
       yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down(path):
-  here = room(path)
-  for name in imported(path):
-    if name.startswith("grpo_jax."):
-      there = name.split(".")[1]
-      if there != here:
-        assert there in FLOORS, f"{name} has no floor"
-        assert FLOORS[there] < FLOORS[here], (
-          f"{here} (floor {FLOORS[here]}) imports {there} (floor {FLOORS[there]})"
-        )
-
-
 def packages(path):
   return {name.split(".")[0] for name in imported(path)}
 
 
-@pytest.mark.parametrize(
-  "path", [p for p in FILES if room(p) in ("rewards", "data")], ids=lambda p: p.name
-)
-def test_rewards_and_data_know_no_jax(path):
-  assert not packages(path) & {"jax", "flax", "optax", "orbax"}
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_go_down(path):
+  here = room_of(path)
+  for name in imported(path, _outside_type_checking):
+    parts = name.split(".")
+    if parts[0] == "grpo_jax" and len(parts) > 1 and parts[1] != here:
+      above = floor_of(parts[1], FLOORS) >= floor_of(here, FLOORS)
+      assert not above, f"{here} imports {parts[1]}, which is not on a lower floor"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_config_dicts_stop_at_the_door_and_no_other_framework_comes_in(path):
-  entry_points = {"cli", "train", "evaluate", "export", "sample"}
-  assert "ml_collections" not in packages(path) or room(path) in entry_points
+@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "run"], ids=relative)
+def test_imports_inside_run_go_down(path):
+  here = path.stem
+  for name in imported(path):
+    parts = name.split(".")
+    if parts[:2] == ["grpo_jax", "run"] and len(parts) > 2 and parts[2] != here:
+      below = floor_of(parts[2], RUN_FLOORS) < floor_of(here, RUN_FLOORS)
+      assert below, f"run/{here} imports run/{parts[2]}, which is not on a lower floor"
+
+
+def test_the_top_level_shows_entry_points_and_rooms():
+  assert {path.name.removesuffix(".py") for path in PACKAGE.iterdir()} - {
+    "__init__",
+    "__pycache__",
+  } == set.union(*FLOORS)
+
+
+def test_rewards_and_data_never_import_jax():
+  """Worker processes that call reward functions must start fast."""
+  code = (
+    "import sys; import grpo_jax.rewards, grpo_jax.data.loader, grpo_jax.data.tasks,"
+    " grpo_jax.data.tokenizer;"
+    " assert not {'jax', 'flax', 'optax', 'orbax'} & set(sys.modules)"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_only_entry_points_know_config_dicts_and_nobody_imports_another_framework(path):
+  is_entry_point = path.parent == PACKAGE or path.stem == "cli"
+  assert "ml_collections" not in packages(path) or is_entry_point
   assert not packages(path) & {"torch", "tensorflow", "transformers"}
 
 
 def test_only_the_model_room_sees_modules():
+  inside = ("flax.linen", "grpo_jax.model.layers", "grpo_jax.model.transformer")
   for path in FILES:
-    if room(path) != "model":
-      assert not any(
-        name.startswith(("flax.linen", "grpo_jax.model.layers", "grpo_jax.model.transformer"))
-        for name in imported(path)
-      ), path
+    if room_of(path) != "model":
+      assert not any(name.startswith(inside) for name in imported(path)), path
+
+
+def _outside_type_checking(tree):
+  """The nodes that run, without those under `if TYPE_CHECKING:`."""
+  skipped = {
+    inner
+    for node in ast.walk(tree)
+    if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    for inner in ast.walk(node)
+  }
+  return [node for node in ast.walk(tree) if node not in skipped]

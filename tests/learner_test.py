@@ -1,4 +1,7 @@
-"""The learner against a plain computation that shares nothing, and its promises about splits and bad gradients."""
+"""The learner against a plain computation that shares nothing, and what it promises about splits.
+
+It also promises that a bad gradient changes nothing.
+"""
 
 import dataclasses
 import functools
@@ -10,17 +13,19 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax import model
-from grpo_jax.algo import presets, selection
-from grpo_jax.config import Algo, Learner, Optimizer
+from grpo_jax import learner, model
+from grpo_jax.algo import presets, token_selection as selection
+from grpo_jax.algo import metrics as metrics_lib
+from grpo_jax.config import Learner, Optimizer
 from grpo_jax.learner import optimizer as optim
-from grpo_jax.learner import train_step as learner
-from grpo_jax.types import Batch, Coefs
+from grpo_jax.types import Batch, Coefficients
 
 CONFIG = model.ModelConfig(
   vocab_size=31, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24
 )
-ALGO, LEARNER, TEMPERATURE = Algo(**presets.row("grpo")), Learner(False, 20, 0.0), 0.7
+ALGO = presets.preset("grpo")
+LEARNER, TEMPERATURE = Learner(logprob_chunk=20), 0.7
+OPTIONS = learner.StatsOptions(CONFIG, LEARNER)
 P, G, S, T = 4, 3, 6, 5
 
 
@@ -33,38 +38,49 @@ def params():
 
 def make_batch(seed=0, lengths=None):
   rng = np.random.default_rng(seed)
-  integers = lambda low, high, *shape: jnp.asarray(rng.integers(low, high, shape), jnp.int32)
+
+  def integers(low, high, *shape):
+    return jnp.asarray(rng.integers(low, high, shape), jnp.int32)
+
+  def normal(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
   lengths_PG = integers(1, T + 1, P, G) if lengths is None else lengths
   mask = (jnp.arange(T) < lengths_PG[..., None]).astype(jnp.float32)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   advantages = jnp.broadcast_to(normal(P, G, 1), (P, G, T))
   return Batch(
-    integers(0, 31, P, S),
-    integers(1, S + 1, P),
-    integers(0, 31, P, G, T),
-    mask,
-    advantages,
-    normal(P, G, T),
+    prompts_PS=integers(0, 31, P, S),
+    prompt_lengths_P=integers(1, S + 1, P),
+    completions_PGT=integers(0, 31, P, G, T),
+    mask_PGT=mask,
+    temperature_P=jnp.full(P, TEMPERATURE),
+    advantages_PGT=advantages,
+    sampler_logprobs_PGT=normal(P, G, T),
     ref_logprobs_PGT=-3 + normal(P, G, T),
   )
 
 
 @jax.jit
 def plain_table(params, batch):
-  """log pi of every token [P, G, T, V]. Prompt and completion of each row in one sequence, nothing shared or chunked."""
-  rows = lambda x: jnp.repeat(x, G, axis=0)
-  lengths, own = rows(batch.prompt_lengths_P), batch.completions_PGT.reshape(P * G, T)
+  """log pi of every token [P, G, T, V].
+
+  Prompt and completion of each row are one sequence. Nothing is shared or chunked.
+  """
+  lengths = jnp.repeat(batch.prompt_lengths_P, G)
+  own = batch.completions_PGT.reshape(P * G, T)
+  prompts = jnp.repeat(batch.prompts_PS, G, axis=0)
   place = jnp.arange(S + T) - lengths[:, None]  # of each slot within the completion
   joined = jnp.where(
     place < 0,
-    jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))),
+    jnp.pad(prompts, ((0, 0), (0, T))),
     jnp.take_along_axis(own, jnp.clip(place, 0, T - 1), axis=1),
   )
   logits, _ = model.forward(
     params, CONFIG, joined, jnp.broadcast_to(jnp.arange(S + T), joined.shape)
   )
   before = (lengths - 1)[:, None] + jnp.arange(T)
-  table = jnp.take_along_axis(jax.nn.log_softmax(logits / TEMPERATURE), before[..., None], axis=1)
+  logprobs = jax.nn.log_softmax(logits / jnp.repeat(batch.temperature_P, G)[:, None, None])
+  table = jnp.take_along_axis(logprobs, before[..., None], axis=1)
   return table.reshape(P, G, T, -1)
 
 
@@ -85,35 +101,44 @@ def plain_loss(params, batch):
   return ((per_token * batch.mask_PGT).sum(-1) / batch.mask_PGT.sum(-1)).mean()
 
 
-grpo = functools.partial(
-  learner.grpo, config=CONFIG, algo=ALGO, temperature=TEMPERATURE, learner=LEARNER
-)
+grpo = functools.partial(learner.grpo, config=CONFIG, algo=ALGO, learner=LEARNER)
 SGD = optax.sgd(1.0)
 
 
 @jax.jit
+def jitted_stats(params, batch):
+  return learner.batch_stats(params, None, batch, OPTIONS)
+
+
 def jitted_logprobs(params, batch):
-  return learner.stats(params, None, CONFIG, batch, TEMPERATURE, LEARNER).logprobs_PGT
+  return jitted_stats(params, batch).logprobs_PGT
 
 
 @functools.lru_cache
-def jitted_step(loss, optimizer, micro):
-  return jax.jit(
-    lambda state, frozen, batch: learner.train_step(state, frozen, batch, loss, optimizer, micro)
-  )
+def jitted_step(objective, optimizer, micro_batch):
+  rule = learner.UpdateRule(objective, optimizer, micro_batch)
+  return jax.jit(functools.partial(learner.train_step, rule=rule))
 
 
-def step(params, batch, loss=grpo(), micro=0, optimizer=SGD, algo=ALGO, frozen=None):
-  return jitted_step(loss, optimizer, micro)(
-    learner.init_state(params, optimizer, algo), frozen, batch
-  )
+def step(params, batch, objective=None, micro=0, optimizer=SGD, algo=ALGO, reference=None):
+  """The state after one update, and its metrics as numbers."""
+  objective = GRPO if objective is None else objective
+  state = learner.init_state(params, optimizer, algo)
+  state, metrics = jitted_step(objective, optimizer, micro)(state, None, reference, batch)
+  return state, metrics_lib.reduced(metrics)
 
 
-def gradient(loss, batch, params):
-  """Lowered, of a whole batch's loss."""
-  return jax.jit(
-    jax.grad(lambda p: loss.share(p, None, batch, loss.whole(batch, Coefs(0.04, 0.0)))[0])
-  ).lower(params)
+GRPO = grpo()
+
+
+def lowered_gradient(objective, batch, params):
+  """The gradient of a whole batch's loss, lowered and not compiled."""
+  weights = objective.batch_weights(batch, Coefficients(kl=0.04, entropy=0.0))
+
+  def loss(params):
+    return objective.part_loss(params, None, batch, weights)[0]
+
+  return jax.jit(jax.grad(loss)).lower(params)
 
 
 def assert_close(a, b, atol=1e-5):
@@ -140,12 +165,13 @@ def test_loss_and_gradient_equal_the_plain_ones(params):
 @pytest.mark.parametrize("chunk", [1, 12, 24, 10**6])
 def test_chunks_change_nothing(params, chunk):
   batch = make_batch()
-  loss = lambda p, c: learner.stats(
-    p, None, CONFIG, batch, TEMPERATURE, Learner(False, c, 0.0)
-  ).logprobs_PGT.sum()
-  assert_close(
-    *(jax.jit(jax.value_and_grad(functools.partial(loss, c=c)))(params) for c in (chunk, 7))
-  )
+
+  def loss(params, chunk):
+    options = learner.StatsOptions(CONFIG, Learner(logprob_chunk=chunk))
+    return learner.batch_stats(params, None, batch, options).logprobs_PGT.sum()
+
+  gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+  assert_close(gradient(params, chunk), gradient(params, 7))
 
 
 def test_whole_logits_never_exist(params):

@@ -7,30 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import Sampling
 from grpo_jax.sampler import logits as logits_lib
-from grpo_jax.sampler.decode import capacities, decode
+from grpo_jax.sampler.decode import capacities, decode, row_uniforms
+from grpo_jax.sampler.logits import Decoding
 
-PLAIN = Sampling(
-  max_tokens=8,
-  temperature=1.0,
-  top_k=0,
-  top_p=1.0,
-  min_p=0.0,
-  stop_ids=(1,),
-  dtype="",
-  layout="train",
-)
+PLAIN = Decoding(max_tokens=8, stop_ids=(1,))
 PROBS = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 LOGITS = jnp.log(jnp.array(PROBS))
 
 
-def sampling(**change):
+def decoding(**change):
   return dataclasses.replace(PLAIN, **change)
 
 
 def kept(**change):
-  return np.isfinite(logits_lib.filtered(LOGITS[None], sampling(**change)))[0].tolist()
+  return np.isfinite(logits_lib.filtered(LOGITS[None], decoding(**change)))[0].tolist()
 
 
 def test_top_k_keeps_the_k_likeliest():
@@ -78,9 +69,8 @@ def test_frequencies_are_the_probabilities(size):
   """Every frequency of 40,000 draws within five standard deviations."""
   probs = np.random.default_rng(size).dirichlet(np.full(size, 0.5)).astype(np.float32)
   logits = jnp.broadcast_to(jnp.log(probs), (40000, size))
-  tokens, logprobs, _ = jax.jit(logits_lib.sample_token, static_argnums=2)(
-    logits, uniforms(40000, size), PLAIN
-  )
+  sample = jax.jit(logits_lib.sample_token, static_argnums=3)
+  tokens, logprobs, _ = sample(logits, uniforms(40000, size), jnp.ones(40000), PLAIN)
   frequencies = np.bincount(tokens, minlength=size) / 40000
   assert (np.abs(frequencies - probs) <= 5 * np.sqrt(probs / 40000) + 1e-9).all()
   np.testing.assert_allclose(logprobs, np.log(probs)[tokens], rtol=1e-4, atol=1e-5)
@@ -97,20 +87,31 @@ def test_the_draw_never_takes_what_was_filtered_out():
 
 
 def test_both_logprobs():
-  """Temperature 2 under top-k 2: `logprob` is tempered and unfiltered, `sampling_logprob` that of the two kept."""
+  """Temperature 2 and top-k 2: the first is tempered, the second is also of the two kept tokens."""
   tempered = PROBS**0.5 / (PROBS**0.5).sum()
   u = jnp.linspace(0, 0.999, 50)[:, None]
   tokens, logprobs, drawn = logits_lib.sample_token(
-    jnp.broadcast_to(LOGITS, (50, 5)), u, sampling(temperature=2.0, top_k=2)
+    jnp.broadcast_to(LOGITS, (50, 5)), u, jnp.full(50, 2.0), decoding(top_k=2)
   )
   assert set(tokens.tolist()) == {0, 1}
   np.testing.assert_allclose(logprobs, np.log(tempered)[tokens], rtol=1e-5)
   np.testing.assert_allclose(drawn, np.log(tempered[:2] / tempered[:2].sum())[tokens], rtol=1e-5)
 
 
-def test_temperature_zero_is_greedy():
+def test_rows_have_temperatures_of_their_own():
+  """At temperatures 1/2 and 2, probabilities are squares and roots of those at 1."""
+  temperatures = jnp.repeat(jnp.array([0.5, 2.0]), 50)
+  u = jnp.tile(jnp.linspace(0, 0.999, 50), 2)[:, None]
+  logits = jnp.broadcast_to(LOGITS, (100, 5))
+  tokens, logprobs, _ = logits_lib.sample_token(logits, u, temperatures, PLAIN)
+  for rows, power in ((slice(50), 2), (slice(50, 100), 0.5)):
+    expected = PROBS**power / (PROBS**power).sum()
+    np.testing.assert_allclose(logprobs[rows], np.log(expected)[tokens[rows]], rtol=1e-5)
+
+
+def test_greedy_takes_the_likeliest_token():
   tokens, logprobs, drawn = logits_lib.sample_token(
-    LOGITS[None], jnp.array([[0.99]]), sampling(temperature=0.0)
+    LOGITS[None], jnp.array([[0.99]]), jnp.array([3.0]), decoding(greedy=True)
   )
   assert int(tokens[0]) == 0 and float(drawn[0]) == 0
   np.testing.assert_allclose(logprobs, np.log(0.4), rtol=1e-5)
@@ -121,19 +122,28 @@ def test_temperature_zero_is_greedy():
 V = 16
 
 
-def run(step, max_tokens=8, P=2, G=3, key=0, stop_ids=(1,), first=None, jit=True):
+def run(step, max_tokens=8, P=2, G=3, key=0, stop_ids=(1,), first=None):
+  """Completions [P, G, ...] that start from the logits `first` [P, V]."""
   first = jnp.zeros((P, V)) if first is None else first
-  grow = lambda cache, capacity: cache
-  f = lambda key: decode(
-    step,
-    grow,
-    jnp.int32(0),
-    first,
-    key,
-    group_size=G,
-    sampling=sampling(max_tokens=max_tokens, stop_ids=stop_ids),
-  )
-  return (jax.jit(f) if jit else f)(jax.random.key(key))
+  P = len(first)
+
+  def grow(cache, capacity):
+    del capacity
+    return cache
+
+  def complete(key):
+    out = decode(
+      step,
+      grow,
+      jnp.int32(0),
+      jnp.repeat(first, G, axis=0),
+      row_uniforms(key, jnp.arange(P * G), max_tokens, V),
+      jnp.ones(P * G),
+      decoding(max_tokens=max_tokens, stop_ids=stop_ids),
+    )
+    return jax.tree.map(lambda x: x.reshape(P, G, *x.shape[1:]), out)
+
+  return jax.jit(complete)(jax.random.key(key))
 
 
 def always(token):
@@ -146,7 +156,10 @@ def uniform_step(cache, token_B, time):
 
 def test_tokens_follow_the_step_function():
   """Each token is the one before plus one, from 3 on, until stop id 6."""
-  step = lambda cache, token_B, time: (jax.vmap(always)(token_B + 1), cache)
+
+  def step(cache, token_B, time):
+    return jax.vmap(always)(token_B + 1), cache
+
   out = run(step, first=jnp.stack([always(3), always(5)]), stop_ids=(6, 9))
   np.testing.assert_array_equal(
     out.tokens_PGT[:, 0], [[3, 4, 5, 6, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]]
@@ -176,9 +189,9 @@ def test_log_probs_are_zero_at_padding():
   out = run(uniform_step, max_tokens=40, P=4, G=4)
   padding = np.arange(40) >= np.array(out.lengths_PG)[..., None]
   assert padding.any()
-  assert (np.array(out.logprobs_PGT)[padding] == 0).all() and (
-    np.array(out.sampling_logprobs_PGT)[padding] == 0
-  ).all()
+  assert (np.array(out.logprobs_PGT)[padding] == 0).all()
+  assert (np.array(out.behavior_logprobs_PGT)[padding] == 0).all()
+  np.testing.assert_array_equal(out.sampled_PGT, ~padding)
   np.testing.assert_allclose(np.array(out.logprobs_PGT)[~padding], -np.log(V), rtol=1e-5)
 
 
@@ -224,15 +237,17 @@ def test_every_token_finds_room_in_the_cache():
     jax.debug.callback(lambda t, n=slots.shape[0]: seen.append((int(t), n)), time)
     return jnp.zeros((token_B.shape[0], V)), (used + 1, slots)
 
-  grow = lambda cache, capacity: (cache[0], jnp.zeros(capacity))
+  def grow(cache, capacity):
+    return cache[0], jnp.zeros(capacity)
+
   decode(
     step,
     grow,
     (jnp.int32(0), jnp.zeros(32)),
     jnp.zeros((1, V)),
-    jax.random.key(0),
-    group_size=1,
-    sampling=sampling(max_tokens=100, stop_ids=()),
+    row_uniforms(jax.random.key(0), jnp.arange(1), 100, V),
+    jnp.ones(1),
+    decoding(max_tokens=100, stop_ids=()),
   )
   jax.effects_barrier()
   assert [t for t, _ in seen] == list(range(99)) and all(t < n for t, n in seen)
