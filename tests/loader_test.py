@@ -44,7 +44,7 @@ def chats(tokens, examples, **changes):
 @settings(max_examples=60)
 def test_every_epoch_has_every_example_once(seed, size, count):
   steps = -(-3 * size // count)
-  drawn = np.concatenate([loader.indices(seed, step, count, size) for step in range(steps)])[
+  drawn = np.concatenate([loader.step_indices(seed, step, count, size) for step in range(steps)])[
     : 3 * size
   ]
   for epoch in drawn.reshape(3, size):
@@ -53,29 +53,29 @@ def test_every_epoch_has_every_example_once(seed, size, count):
 
 @given(st.integers(0, 2**40), st.integers(1, 5))
 def test_batch_size_does_not_change_the_order(seed, count):
-  whole = loader.indices(seed, 0, 60, 23)
-  parts = [loader.indices(seed, step, count, 23) for step in range(60 // count)]
+  whole = loader.step_indices(seed, 0, 60, 23)
+  parts = [loader.step_indices(seed, step, count, 23) for step in range(60 // count)]
   assert np.concatenate(parts).tolist() == whole[: 60 // count * count].tolist()
 
 
 def test_indices_are_shuffled_and_pure():
-  first = loader.indices(7, 3, 32, 1000)
-  assert first.tolist() == loader.indices(7, 3, 32, 1000).tolist()
-  epochs = loader.indices(7, 0, 2000, 1000).reshape(2, 1000)
+  first = loader.step_indices(7, 3, 32, 1000)
+  assert first.tolist() == loader.step_indices(7, 3, 32, 1000).tolist()
+  epochs = loader.step_indices(7, 0, 2000, 1000).reshape(2, 1000)
   for a, b in [
     (epochs[0], epochs[1]),
     (epochs[0], np.arange(1000)),
-    (epochs[0], loader.indices(8, 0, 1000, 1000)),
+    (epochs[0], loader.step_indices(8, 0, 1000, 1000)),
   ]:
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.15 and (a == b).sum() < 10
-  assert loader.indices(-1, 0, 5, 5).shape == (5,)
+  assert loader.step_indices(-1, 0, 5, 5).shape == (5,)
 
 
 def test_indices_are_the_same_for_ever():
   words = np.random.Philox(key=np.array([3, 1], np.uint64)).random_raw(6)
-  assert loader.indices(3, 1, 6, 6).tolist() == np.argsort(words).tolist()
-  assert loader.indices(3, 0, 8, 8).tolist() == [6, 1, 5, 2, 7, 4, 3, 0]
-  assert loader.indices(0, 10**9, 4, 10**4).shape == (4,)
+  assert loader.step_indices(3, 1, 6, 6).tolist() == np.argsort(words).tolist()
+  assert loader.step_indices(3, 0, 8, 8).tolist() == [6, 1, 5, 2, 7, 4, 3, 0]
+  assert loader.step_indices(0, 10**9, 4, 10**4).shape == (4,)
 
 
 def test_prompts_drop_and_count_the_long_ones():
@@ -152,7 +152,7 @@ def test_arithmetic_prompts_are_made_quickly():
   made = loader.Prompts(task.train, tokenizer.characters(task.alphabet), data)
   assert len(made) == 20_000 and made.dropped == 0
   assert time.process_time() - start < 4  # about 0.5 s when the machine is free
-  batch = loader.prompt_batch(made, loader.indices(0, 5, 32, len(made)))
+  batch = loader.prompt_batch(made, loader.step_indices(0, 5, 32, len(made)))
   assert batch.prompts_PS.shape == (32, 64) and batch.columns["answer"][0] == str(
     eval(batch.texts[0][:-1])
   )

@@ -10,6 +10,7 @@ floats, and a number with an exponent is not an answer. The time is linear in th
 text, for any text.
 """
 
+import collections
 import re
 import unicodedata
 from collections.abc import Callable
@@ -85,11 +86,10 @@ def _after_anchor(text: str) -> Number | None:
 
 
 def _last_number(text: str) -> Number | None:
-  match = None
-  for match in _NUMBER.finditer(text):
-    pass  # keeps the last match
-  if match is None or match["exponent"]:
+  last_match = collections.deque(_NUMBER.finditer(text), maxlen=1)
+  if not last_match or last_match[0]["exponent"]:
     return None
+  match = last_match[0]
   # After a term, the sign is an operator: the last number of "10-5" is 5 and not -5.
   before = text[match.start() - 1 : match.start()]
   sign_is_operator = before.isalnum() or before in tuple(")]}")
