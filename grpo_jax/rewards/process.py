@@ -32,7 +32,7 @@ def _score_steps(completion: str, equations: list[str], gold: str) -> list[tuple
     if part.startswith("####"):
       reward = strict(completions=[part], answer=[gold])[0]
     else:
-      is_finished = completion[end - 1] == ";"
+      is_finished = completion[end - 1 : end] == ";"
       reward = i < len(equations) and part == equations[i] and is_finished
     steps.append((max(1, end), float(reward)))
     if end == len(completion):
