@@ -191,7 +191,7 @@ def test_bad_sources_are_named(tmp_path):
 
 
 def test_gsm8k_through_tfds_without_tensorflow(tmp_path):
-  """TFDS's builder writes its files from three rows. A new process then reads them as a user does."""
+  """TFDS writes its files from three rows. A new process then reads them as a user does."""
   pytest.importorskip("tensorflow_datasets")
   rows = [dict(ROW, question=f"{ROW['question']} {i}") for i in range(3)]
   (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -59,7 +59,8 @@ class SentencePieceCodec:
       model: The contents of tokenizer.model.
       added_tokens: Tokens by their ids, in the form of added_tokens_decoder in
         tokenizer_config.json. They extend the vocabulary of the model, or describe tokens in it.
-      special_texts: The texts of tokens in the model's vocabulary that are special.
+      special_texts: The texts of special tokens. Those that are not in the model's vocabulary are
+        ignored.
       legacy: Whether every part of a text after a special token begins with a space. If false, only
         the first part of the text does.
     """

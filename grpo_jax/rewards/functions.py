@@ -43,9 +43,10 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
     raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
   file, _, attribute = name.rpartition(":")
   if not file.endswith(".py"):
-    or_model = ", nor a reward model's folder" if key == "reward.functions" else ""
+    or_model = " or a reward model's folder" if key == "reward.functions" else ""
     raise ConfigError(
-      f"{key}: {name!r} is none of {', '.join(REWARDS)}, nor a path/file.py:function{or_model}"
+      f"{key}: {name!r} is unknown: choose one of {', '.join(REWARDS)}, or give"
+      f" path/file.py:function{or_model}"
     )
   path = pathlib.Path(file).expanduser()
   if not path.is_file():

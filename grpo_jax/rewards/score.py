@@ -44,7 +44,7 @@ def score(
   if not functions or len(weights) != len(functions):
     raise ConfigError(
       f"reward.weights: {len(weights)} weights for {len(functions)} functions in reward.functions;"
-      " give as many, at least one"
+      " give one weight for each function, and at least one function"
     )
   steps = {name_of(function): _call(function, list(completions), columns) for function in functions}
   scores = {
@@ -102,7 +102,7 @@ def _as_steps(value: Any, text: str) -> Steps:
     return [(int(end), float(reward)) for end, reward in value]
   if math.isnan(float(value)):
     return []
-  # The token that ends an empty completion can carry a reward too, so its end counts as 1.
+  # An empty completion still has the token that ended it, so its step ends at 1 and not at 0.
   return [(max(1, len(text)), float(value))]
 
 
