@@ -1,4 +1,7 @@
-"""Token ids against those that transformers gave (tests/golden/make_tokenizers.py), plain and through chat templates."""
+"""Token ids are those of transformers, for plain texts and for conversations.
+
+tests/golden/make_tokenizers.py made the tokenizers and wrote down what transformers returned.
+"""
 
 import hashlib
 import json
@@ -40,24 +43,23 @@ def family(request):
 
 
 def test_plain_texts(family):
-  name, ours, expected = family
+  _, ours, expected = family
   texts = [case["text"] for case in expected["texts"]]
-  assert len(texts) > 30 and ours.encode_batch(texts) == [case["ids"] for case in expected["texts"]]
+  assert len(texts) > 30
+  assert ours.encode_batch(texts) == [case["ids"] for case in expected["texts"]]
 
 
-def test_prompts_begin_as_the_tokenizer_says_and_never_end(family):
+def test_prompts_get_the_prefix_and_no_end_token(family):
   name, ours, expected = family
   for case in expected["texts"]:
-    theirs = (
-      case["prompt_ids"][:-1] if name == "phi" else case["prompt_ids"]
-    )  # phi's post-processor adds </s>
-    assert [*ours.prefix_ids, *case["ids"]] == theirs
-  assert list(ours.prefix_ids) == ours.encode(PREFIX[name]) and len(ours.prefix_ids) == bool(
-    PREFIX[name]
-  )
-  assert list(ours.stop_ids) == ours.encode(STOPS[name]) and len(ours.stop_ids) == STOPS[
-    name
-  ].count(">")
+    expected_ids = case["prompt_ids"]
+    if name == "phi":
+      expected_ids = expected_ids[:-1]  # phi's post-processor adds </s>
+    assert [*ours.prefix_ids, *case["ids"]] == expected_ids
+  assert list(ours.prefix_ids) == ours.encode(PREFIX[name])
+  assert len(ours.prefix_ids) == bool(PREFIX[name])
+  assert list(ours.stop_ids) == ours.encode(STOPS[name])
+  assert len(ours.stop_ids) == STOPS[name].count(">")
 
 
 def test_conversations(family):
@@ -65,38 +67,39 @@ def test_conversations(family):
   refused = [case for case in expected["chats"] if "error" in case]
   assert len(expected["chats"]) == 14 and len(refused) == (4 if name == "gemma" else 0)
   for case in expected["chats"]:
-    render = lambda: ours.render(case["messages"], case["generation_prompt"])
+    messages, generation_prompt = case["messages"], case["generation_prompt"]
     if "error" in case:
       with pytest.raises(ConfigError, match="tokenizer_config.json .*" + case["error"]):
-        render()
+        ours.render(messages, generation_prompt)
     else:
-      assert render() == case["text"] and ours.encode(case["text"]) == case["ids"]
+      assert ours.render(messages, generation_prompt) == case["text"]
+      assert ours.encode(case["text"]) == case["ids"]
 
 
-def test_what_follows_is_encoded_and_decoded_without_a_stray_space(family):
+def test_completions_are_encoded_and_decoded_without_an_added_space(family):
   name, ours, expected = family
-  first = " " * (name in SPACE_FIRST)
   for case in expected["texts"]:
     text = case["text"]
-    # Special tokens are not decoded, ▁ is a space, qwen composes accents; an added token has no space before it.
+    # These texts do not survive a round trip: special tokens are not decoded, ▁ becomes a space,
+    # qwen composes accents, and no space is put before an added token.
     if any(c in text for c in "<▁\u0301") or text.startswith("[note]"):
       continue
     assert ours.decode(ours.encode_batch_after([text])[0]) == text
-    has_one = (
-      not text or name != "phi" and text[0] == " "
-    )  # `transformers` puts none before a space
-    assert ours.decode(case["ids"]) == first * (not has_one) + text
-  # Anywhere that a text is cut between two tokens, the decoded parts are the whole.
+    # Except for phi, `transformers` puts no space before a text that begins with one.
+    begins_with_space = name != "phi" and text.startswith(" ")
+    space_added = name in SPACE_FIRST and text and not begins_with_space
+    assert ours.decode(case["ids"]) == (" " if space_added else "") + text
+  # Wherever the token ids are cut in two, the two decoded parts are together the whole text.
   ids = ours.encode_batch_after(["Ann's 3 boxes:  π é\n 北 🦜 #### 72"])[0]
   for cut in range(len(ids)):
     parts = ours.decode(ids[:cut]), ours.decode(ids[cut:])
-    if "\ufffd" not in parts[0] + parts[1]:  # not within a character
+    if "\ufffd" not in parts[0] + parts[1]:  # the cut is not within a character
       assert "".join(parts) == ours.decode(ids)
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="no GSM8K text: set GSM8K_DIR")
 def test_gsm8k(family):
-  """By digests of what transformers gave for the 1,319 test problems."""
+  """Compares hashes of the token ids of GSM8K's 1,319 test problems."""
   name, ours, _ = family
   rows = [json.loads(line) for line in GSM8K.open(encoding="utf-8")]
   expected = json.loads((FOLDER / "gsm8k.json").read_text())[name]
@@ -111,8 +114,7 @@ def test_gsm8k(family):
     "chat, prompt": [ours.render(chat) for chat in prompts],
     "chat, answered": [ours.render(chat, generation_prompt=False) for chat in answered],
   }
-  for what, of in found.items():
-    assert (
-      hashlib.sha256(json.dumps(ours.encode_batch(of)).encode()).hexdigest() == expected[what]
-    ), what
+  for kind, kind_texts in found.items():
+    ids = json.dumps(ours.encode_batch(kind_texts))
+    assert hashlib.sha256(ids.encode()).hexdigest() == expected[kind], kind
   assert [ours.decode(ids) for ids in ours.encode_batch_after(texts)] == texts

@@ -19,74 +19,79 @@ SPLIT = [
 ]
 
 
-DATA = Data("", "", "", prompt="{question}?", chat=False, system="", max_prompt_tokens=3)
+DATA = Data(
+  task="",
+  path="",
+  tokenizer="",
+  prompt="{question}?",
+  chat=False,
+  system="",
+  max_prompt_tokens=3,
+)
+CHAT = dataclasses.replace(DATA, prompt="{question}", chat=True, max_prompt_tokens=99)
 
 
-def prompts(max_tokens=3, template="{question}?"):
-  return loader.Prompts(
-    SPLIT, TOKENIZER, dataclasses.replace(DATA, prompt=template, max_prompt_tokens=max_tokens)
-  )
+def make_prompts(max_tokens=3, template="{question}?"):
+  """The prompts of SPLIT."""
+  data = dataclasses.replace(DATA, prompt=template, max_prompt_tokens=max_tokens)
+  return loader.Prompts(SPLIT, TOKENIZER, data)
+
+
+def make_chats(tokens, examples, **changes):
+  """The prompts of `examples` with data.chat, and with other changes to the config."""
+  return loader.Prompts(examples, tokens, dataclasses.replace(CHAT, **changes))
 
 
 def family(name):
+  """The tokenizer of a model family."""
   return tokenizer.load(Path(__file__).parent / "golden/tokenizers" / name)
-
-
-def chats(tokens, examples, **changes):
-  return loader.Prompts(
-    examples,
-    tokens,
-    dataclasses.replace(DATA, prompt="{question}", chat=True, max_prompt_tokens=99, **changes),
-  )
 
 
 @given(st.integers(0, 2**40), st.integers(1, 40), st.integers(1, 17))
 @settings(max_examples=60)
 def test_every_epoch_has_every_example_once(seed, size, count):
-  steps = -(-3 * size // count)
-  drawn = np.concatenate([loader.indices(seed, step, count, size) for step in range(steps)])[
-    : 3 * size
-  ]
-  for epoch in drawn.reshape(3, size):
+  num_steps = -(-3 * size // count)  # enough for three epochs
+  steps = [loader.step_indices(seed, step, count, size) for step in range(num_steps)]
+  for epoch in np.concatenate(steps)[: 3 * size].reshape(3, size):
     assert sorted(epoch) == list(range(size))
 
 
 @given(st.integers(0, 2**40), st.integers(1, 5))
 def test_batch_size_does_not_change_the_order(seed, count):
-  whole = loader.indices(seed, 0, 60, 23)
-  parts = [loader.indices(seed, step, count, 23) for step in range(60 // count)]
+  whole = loader.step_indices(seed, 0, 60, 23)
+  parts = [loader.step_indices(seed, step, count, 23) for step in range(60 // count)]
   assert np.concatenate(parts).tolist() == whole[: 60 // count * count].tolist()
 
 
-def test_indices_are_shuffled_and_pure():
-  first = loader.indices(7, 3, 32, 1000)
-  assert first.tolist() == loader.indices(7, 3, 32, 1000).tolist()
-  epochs = loader.indices(7, 0, 2000, 1000).reshape(2, 1000)
+def test_indices_are_shuffled_and_depend_only_on_the_arguments():
+  first = loader.step_indices(7, 3, 32, 1000)
+  assert first.tolist() == loader.step_indices(7, 3, 32, 1000).tolist()
+  epochs = loader.step_indices(7, 0, 2000, 1000).reshape(2, 1000)
   for a, b in [
     (epochs[0], epochs[1]),
     (epochs[0], np.arange(1000)),
-    (epochs[0], loader.indices(8, 0, 1000, 1000)),
+    (epochs[0], loader.step_indices(8, 0, 1000, 1000)),
   ]:
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.15 and (a == b).sum() < 10
-  assert loader.indices(-1, 0, 5, 5).shape == (5,)
+  assert loader.step_indices(-1, 0, 5, 5).shape == (5,)
 
 
-def test_indices_are_the_same_for_ever():
+def test_indices_never_change():
   words = np.random.Philox(key=np.array([3, 1], np.uint64)).random_raw(6)
-  assert loader.indices(3, 1, 6, 6).tolist() == np.argsort(words).tolist()
-  assert loader.indices(3, 0, 8, 8).tolist() == [6, 1, 5, 2, 7, 4, 3, 0]
-  assert loader.indices(0, 10**9, 4, 10**4).shape == (4,)
+  assert loader.step_indices(3, 1, 6, 6).tolist() == np.argsort(words).tolist()
+  assert loader.step_indices(3, 0, 8, 8).tolist() == [6, 1, 5, 2, 7, 4, 3, 0]
+  assert loader.step_indices(0, 10**9, 4, 10**4).shape == (4,)
 
 
-def test_prompts_drop_and_count_the_long_ones():
-  made = prompts()
+def test_prompts_that_are_too_long_are_dropped_and_counted():
+  made = make_prompts()
   assert (len(made), made.dropped, made.max_tokens) == (2, 1, 3)
   assert made.examples == (SPLIT[0], SPLIT[2]) and made.texts == ("ab?", "a?")
-  assert prompts(7).dropped == 0
+  assert make_prompts(7).dropped == 0
 
 
 def test_prompt_batch():
-  batch = loader.prompt_batch(prompts(4), np.array([1, 0, 1]))
+  batch = loader.prompt_batch(make_prompts(4), np.array([1, 0, 1]))
   np.testing.assert_array_equal(batch.prompts_PS, [[2, 9, 0, 0], [2, 3, 9, 0], [2, 9, 0, 0]])
   assert batch.prompts_PS.dtype == batch.prompt_lengths_P.dtype == np.int32
   assert batch.prompt_lengths_P.tolist() == [2, 3, 2]
@@ -99,20 +104,17 @@ def test_prompt_batch():
   }
 
 
-def test_supervised_batch_ends_solutions_and_leaves_out_the_long_ones():
-  batch = loader.supervised_batch(prompts(), np.array([0, 1]), TOKENIZER, 4)
-  np.testing.assert_array_equal(
-    batch.completions_PT, [[4, 5, 1, 0], [0, 0, 0, 0]]
-  )  # c d <eos>; cdefg<eos> has 6
+def test_supervised_batch_ends_solutions_and_leaves_out_long_ones():
+  batch = loader.supervised_batch(make_prompts(), np.array([0, 1]), TOKENIZER, 4)
+  # The first solution is c d <eos>. The second one, cdefg<eos>, has 6 tokens.
+  np.testing.assert_array_equal(batch.completions_PT, [[4, 5, 1, 0], [0, 0, 0, 0]])
   np.testing.assert_array_equal(batch.mask_PT, [[1, 1, 1, 0], [0, 0, 0, 0]])
   assert batch.completions_PT.dtype == np.int32 and batch.mask_PT.dtype == np.float32
   assert batch.dropped == 1 and batch.prompts.texts == ("ab?", "a?")
-  whole = loader.supervised_batch(prompts(), np.array([0, 1]), TOKENIZER, 6)
-  assert (
-    whole.dropped == 0
-    and whole.completions_PT[1].tolist() == [4, 5, 6, 7, 8, 1]
-    and whole.mask_PT[1].all()
-  )
+  whole = loader.supervised_batch(make_prompts(), np.array([0, 1]), TOKENIZER, 6)
+  assert whole.dropped == 0
+  assert whole.completions_PT[1].tolist() == [4, 5, 6, 7, 8, 1]
+  assert whole.mask_PT[1].all()
 
 
 @pytest.mark.parametrize(
@@ -130,19 +132,19 @@ def test_supervised_batch_ends_solutions_and_leaves_out_the_long_ones():
 )
 def test_bad_templates_are_named(template, message):
   with pytest.raises(ConfigError, match=message):
-    prompts(template=template)
+    make_prompts(template=template)
 
 
-def test_bad_lengths_and_tokenizers_are_named(monkeypatch):
+def test_bad_lengths_and_tokenizers_are_named():
   with pytest.raises(
     ConfigError, match="data.max_prompt_tokens=1 drops all 3 prompts; the shortest one has 2 tokens"
   ):
-    prompts(1)
+    make_prompts(1)
   with pytest.raises(ConfigError, match="'z'"):
-    prompts(template="{question}z")
+    make_prompts(template="{question}z")
   endless = dataclasses.replace(TOKENIZER, stop_ids=())
   with pytest.raises(ConfigError, match="data.tokenizer names no end-of-sequence token"):
-    loader.supervised_batch(prompts(), np.array([0]), endless, 4)
+    loader.supervised_batch(make_prompts(), np.array([0]), endless, 4)
 
 
 def test_arithmetic_prompts_are_made_quickly():
@@ -152,10 +154,9 @@ def test_arithmetic_prompts_are_made_quickly():
   made = loader.Prompts(task.train, tokenizer.characters(task.alphabet), data)
   assert len(made) == 20_000 and made.dropped == 0
   assert time.process_time() - start < 4  # about 0.5 s when the machine is free
-  batch = loader.prompt_batch(made, loader.indices(0, 5, 32, len(made)))
-  assert batch.prompts_PS.shape == (32, 64) and batch.columns["answer"][0] == str(
-    eval(batch.texts[0][:-1])
-  )
+  batch = loader.prompt_batch(made, loader.step_indices(0, 5, 32, len(made)))
+  assert batch.prompts_PS.shape == (32, 64)
+  assert batch.columns["answer"][0] == str(eval(batch.texts[0][:-1]))
 
 
 # Conversations.
@@ -164,33 +165,30 @@ USER, SYSTEM = {"role": "user", "content": "2 pens?"}, {"role": "system", "conte
 EXAMPLE = {"question": "2 pens?", "solution": "two", "answer": "2"}
 
 
-def test_a_plain_prompt_begins_as_the_tokenizer_says():
-  for name, first in (("llama3", "<|begin_of_text|>"), ("llama2", "<s>"), ("qwen", "")):
+def test_a_plain_prompt_begins_with_the_prefix():
+  for name, prefix in (("llama3", "<|begin_of_text|>"), ("llama2", "<s>"), ("qwen", "")):
     tokens = family(name)
     made = loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=20))
     assert made.texts == ("2 pens??",) and made.messages is None
-    assert made.tokens[0].tolist() == tokens.encode(first) + tokens.encode("2 pens??")
-    n = len(made.tokens[0])
-    with pytest.raises(
-      ConfigError, match=f"the shortest one has {n} tokens"
-    ):  # the first token counts
+    assert made.tokens[0].tolist() == tokens.encode(prefix) + tokens.encode("2 pens??")
+    n = len(made.tokens[0])  # the prefix counts
+    with pytest.raises(ConfigError, match=f"the shortest one has {n} tokens"):
       loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=n - 1))
-    # A solution is no prompt: no first token, no space that the prompt does not have; one stop token.
+    # A solution has no prefix, no added space before it, and one stop token after it.
     batch = loader.supervised_batch(made, np.array([0]), tokens, 9)
     ids = batch.completions_PT[0, batch.mask_PT[0] > 0].tolist()
-    assert (
-      tokens.decode(ids) == "two"
-      and ids[-1] == tokens.stop_ids[0]
-      and not set(ids) & set(tokens.prefix_ids)
-    )
+    assert tokens.decode(ids) == "two"
+    assert ids[-1] == tokens.stop_ids[0]
+    assert not set(ids) & set(tokens.prefix_ids)
 
 
 def test_the_prompt_is_the_users_message_of_a_conversation():
   tokens = family("llama3")
-  made = chats(tokens, [EXAMPLE], system="Count.")
+  made = make_chats(tokens, [EXAMPLE], system="Count.")
   text = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCount.<|eot_id|><|start_header_id|>user"
-    "<|end_header_id|>\n\n2 pens?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCount.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n2 pens?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
   )
   assert made.texts == (text,) and made.tokens[0].tolist() == tokens.encode(text)
   assert made.tokens[0].tolist().count(tokens.prefix_ids[0]) == 1
@@ -201,37 +199,22 @@ def test_the_prompt_is_the_users_message_of_a_conversation():
     "solution": ["two"] * 2,
     "answer": ["2"] * 2,
   }
-  framed = loader.Prompts(
-    [EXAMPLE],
-    tokens,
-    dataclasses.replace(DATA, chat=True, prompt="Q: {question}", max_prompt_tokens=99),
-  )
+  framed = make_chats(tokens, [EXAMPLE], prompt="Q: {question}")
   assert framed.messages == ([{"role": "user", "content": "Q: 2 pens?"}],)
 
 
-def test_an_example_may_hold_the_messages_itself():
+def test_a_field_of_the_example_may_hold_the_messages():
   tokens = family("qwen")
-  said = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
-  alone = chats(
-    tokens,
-    [{"question": said}, {"question": [SYSTEM, USER]}, {"question": "2 pens?"}],
-    system="Be brief.",
-  )
+  dialogue = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
+  questions = [dialogue, [SYSTEM, USER], "2 pens?"]
+  made = make_chats(tokens, [{"question": q} for q in questions], system="Be brief.")
   brief = {"role": "system", "content": "Be brief."}
-  assert alone.messages == (
-    [brief, *said],
-    [SYSTEM, USER],
-    [brief, USER],
-  )  # a conversation's own system message stays
-  assert alone.texts[0] == tokens.render([brief, *said]) and alone.texts[0].endswith(
-    "<|im_start|>assistant\n"
-  )
-  as_trl = loader.Prompts(
-    [{"prompt": [USER]}],
-    tokens,
-    dataclasses.replace(DATA, chat=True, prompt="{prompt}", max_prompt_tokens=99),
-  )
-  assert as_trl.messages == ([USER],)
+  # The second conversation keeps its own system message.
+  assert made.messages == ([brief, *dialogue], [SYSTEM, USER], [brief, USER])
+  assert made.texts[0] == tokens.render([brief, *dialogue])
+  assert made.texts[0].endswith("<|im_start|>assistant\n")
+  as_in_trl = make_chats(tokens, [{"prompt": [USER]}], prompt="{prompt}")
+  assert as_in_trl.messages == ([USER],)
 
 
 @pytest.mark.parametrize(
@@ -261,15 +244,9 @@ def test_an_example_may_hold_the_messages_itself():
     (dict(prompt="{qestion}"), "x", r"data.prompt='\{qestion\}' cannot be filled"),
   ],
 )
-def test_what_is_no_conversation_is_named(changes, question, message):
+def test_a_value_that_is_not_a_conversation_is_named(changes, question, message):
   with pytest.raises(ConfigError, match=message) as error:
-    loader.Prompts(
-      [{"question": question}],
-      family("qwen"),
-      dataclasses.replace(
-        DATA, **{"chat": True, "prompt": "{question}", "max_prompt_tokens": 99} | changes
-      ),
-    )
+    make_chats(family("qwen"), [{"question": question}], **changes)
   assert "\n" not in str(error.value)
 
 

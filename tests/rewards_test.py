@@ -18,11 +18,12 @@ from grpo_jax.rewards.overlong import overlong
 from grpo_jax.settings import ConfigError
 
 
-def one(function, text, gold="72"):
-  return function(completions=[text], answer=[gold], prompts=["?"])[0]
+def score_of(function, completion, gold="72"):
+  """What a reward function returns for one completion."""
+  return function(completions=[completion], answer=[gold], prompts=["?"])[0]
 
 
-def gsm8k(split):
+def gsm8k_solutions(split):
   folder = os.environ.get("GSM8K_DIR", pathlib.Path(__file__).parents[2] / "shared/data/gsm8k")
   path = pathlib.Path(folder) / f"{split}.jsonl"
   if not path.is_file():
@@ -32,7 +33,7 @@ def gsm8k(split):
 
 @pytest.mark.parametrize("split, size", [("train", 7473), ("test", 1319)])
 def test_every_gsm8k_gold_scores_one(split, size):
-  solutions = gsm8k(split)
+  solutions = gsm8k_solutions(split)
   golds = [text.split("####")[1].strip() for text in solutions]
   plain = [gold.replace(",", "") for gold in golds]
   assert len(solutions) == size
@@ -79,7 +80,7 @@ def test_every_gsm8k_gold_scores_one(split, size):
   ],
 )
 def test_strict_accepts(text, gold):
-  assert one(strict, text, gold) == 1.0
+  assert score_of(strict, text, gold) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_strict_accepts(text, gold):
   ],
 )
 def test_strict_refuses(text):
-  assert one(strict, text) == 0.0
+  assert score_of(strict, text) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_strict_refuses(text):
   ],
 )
 def test_flexible_accepts(text, gold):
-  assert one(flexible, text, gold) == 1.0
+  assert score_of(flexible, text, gold) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_flexible_accepts(text, gold):
   ],
 )
 def test_flexible_refuses(text, gold):
-  assert one(flexible, text, gold) == 0.0
+  assert score_of(flexible, text, gold) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_flexible_refuses(text, gold):
   ],
 )
 def test_boxed_accepts(text, gold):
-  assert one(boxed, text, gold) == 1.0
+  assert score_of(boxed, text, gold) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -208,16 +209,15 @@ def test_boxed_accepts(text, gold):
   ],
 )
 def test_boxed_refuses(text):
-  assert one(boxed, text) == 0.0
+  assert score_of(boxed, text) == 0.0
 
 
-def written(number, decimals, commas, zeros):
-  whole, _, fraction = (
-    f"{abs(number):,}".partition(".") if commas else f"{abs(number)}".partition(".")
-  )
-  return f"{'-' if number < 0 else ''}{whole}" + (
-    f".{decimals}{'0' * zeros}" if decimals or zeros else ""
-  )
+def write(number, decimals, commas, zeros):
+  """A number as text, with or without thousands separators and with extra zeros at the end."""
+  sign = "-" if number < 0 else ""
+  whole = f"{abs(number):,}" if commas else f"{abs(number)}"
+  fraction = f".{decimals}{'0' * zeros}" if decimals or zeros else ""
+  return f"{sign}{whole}{fraction}"
 
 
 @given(
@@ -229,25 +229,24 @@ def written(number, decimals, commas, zeros):
 )
 @example(0, "", False, 2, "{}")
 def test_a_number_scores_one_however_it_is_written(number, decimals, commas, zeros, form):
-  gold = written(number, decimals, False, 0)
-  text = form.format(written(number, decimals, commas, zeros))
+  gold = write(number, decimals, False, 0)
+  other_gold = write(number + 1, decimals, True, 0)
+  text = form.format(write(number, decimals, commas, zeros))
   for completion, function in (
     (f"#### {text}", strict),
     (f"It is {text}", flexible),
     (f"\\boxed{{{text}}}", boxed),
   ):
-    assert one(function, completion, gold) == 1.0
-    assert one(function, completion, written(number + 1, decimals, True, 0)) == 0.0
+    assert score_of(function, completion, gold) == 1.0
+    assert score_of(function, completion, other_gold) == 0.0
 
 
 @given(st.text(alphabet="0123456789.,-$#\\boxed{} \nea%", max_size=60), st.integers(0, 99))
 def test_any_text_scores_zero_or_one(text, gold):
   for function in (strict, flexible, boxed):
-    assert one(function, text, str(gold)) in (0.0, 1.0)
-    assert (
-      one(function, f"{text}\n#### {gold} or {gold + 1} \\boxed{{{gold},{gold + 1}}}", str(gold))
-      == 0.0
-    )
+    assert score_of(function, text, str(gold)) in (0.0, 1.0)
+    undecided = f"{text}\n#### {gold} or {gold + 1} \\boxed{{{gold},{gold + 1}}}"
+    assert score_of(function, undecided, str(gold)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -274,16 +273,16 @@ def test_any_text_scores_zero_or_one(text, gold):
 def test_a_million_characters_take_linear_time(body):
   start = time.process_time()
   for function in (strict, flexible, boxed):
-    one(function, body)
-    one(function, f"#### {body} \\boxed{{{body}}}")
+    score_of(function, body)
+    score_of(function, f"#### {body} \\boxed{{{body}}}")
   assert time.process_time() - start < 10  # quadratic would be hours
 
 
-def test_a_gold_that_is_no_number_is_not_scored():
+def test_a_gold_answer_that_is_not_a_number_gives_no_score():
   assert strict(completions=["#### 72", "#### 72"], answer=["seventy", "72"]) == [None, 1.0]
 
 
-def test_score_sums_what_is_there():
+def test_score_is_the_weighted_sum_over_the_functions_that_scored():
   def length(completions, **columns):
     return [len(text) for text in completions]
 
@@ -301,7 +300,7 @@ def test_score_sums_what_is_there():
   np.testing.assert_array_equal(total, [2, np.nan])
 
 
-def test_a_list_of_steps_counts_its_mean_and_a_number_is_one_step_at_the_end():
+def test_steps_score_their_mean_and_a_number_is_one_step_at_the_end():
   def steps(completions, **_):
     return [[(2, 1), (5, 0.5)], [], None]
 
@@ -321,11 +320,11 @@ def test_a_list_of_steps_counts_its_mean_and_a_number_is_one_step_at_the_end():
     (
       "7+15=22;22-6=17;17+9=26;#### 26",
       [(8, 1), (16, 0), (24, 0), (31, 0)],
-    ),  # after an error nothing is as it should be
+    ),  # after an error, all later steps are wrong
     ("#### 25", [(7, 1)]),
     ("#### 24", [(7, 0)]),
-    ("7+15=22;#### 25", [(8, 1), (15, 1)]),  # the answer is right wherever it comes
-    ("7+15=22;7+15=22;", [(8, 1), (16, 0)]),  # a step said twice earns once
+    ("7+15=22;#### 25", [(8, 1), (15, 1)]),  # the answer may come at any place
+    ("7+15=22;7+15=22;", [(8, 1), (16, 0)]),  # a repeated step is rewarded once
     ("7+15=22;22-6=16;16+9=25;25+1=26;", [(8, 1), (16, 1), (24, 1), (32, 0)]),
     ("7+15=22", [(7, 0)]),  # unfinished
     ("", [(1, 0)]),
@@ -337,18 +336,17 @@ def test_worked_steps(text, expected):
   assert found == [[(end, float(reward)) for end, reward in expected]]
 
 
-def test_every_worked_solution_of_the_task_earns_all_its_steps():
-  for example in Arithmetic("train")[:300]:
+def test_all_steps_of_the_worked_solutions_score_one():
+  for problem in Arithmetic("train")[:300]:
     (steps,) = rewards.REWARDS["worked_steps"](
-      completions=[example["solution"]], question=[example["question"]], answer=[example["answer"]]
+      completions=[problem["solution"]], question=[problem["question"]], answer=[problem["answer"]]
     )
-    assert len(steps) == example["solution"].count(";") + 1 and all(
-      reward == 1 for _, reward in steps
-    )
+    assert len(steps) == problem["solution"].count(";") + 1
+    assert all(reward == 1 for _, reward in steps)
 
 
 def test_overlong_by_hand():
-  """DAPO's: 20480 tokens, of which 4096 are the margin."""
+  """DAPO's setting: a limit of 20480 tokens, the last 4096 of which are the margin."""
   lengths = [16384, 17408, 18432, 20480, 20481]
   np.testing.assert_array_equal(
     overlong(np.array(lengths), 20480, 4096), np.float32([0, -0.25, -0.5, -1, -1])
@@ -367,7 +365,7 @@ def test_overlong_by_hand():
     (lambda completions, **_: [[(1, float("nan"))], 1], "infinite"),
   ],
 )
-def test_score_names_the_function_that_misbehaves(bad, message):
+def test_score_names_a_function_that_returns_invalid_values(bad, message):
   bad.__name__ = "my_reward"
   with pytest.raises(ConfigError, match=f"my_reward.*{message}"):
     rewards.score([bad], [1.0], ["a", "b"], {})
@@ -380,38 +378,57 @@ def test_score_names_the_function_that_misbehaves(bad, message):
     ([], [], "reward.weights"),
   ],
 )
-def test_score_refuses_functions_and_weights_that_do_not_match(functions, weights, message):
+def test_score_refuses_weights_that_do_not_match_the_functions(functions, weights, message):
   with pytest.raises(ConfigError, match=message):
     rewards.score(functions, weights, ["a"], {"answer": ["1"]})
 
 
-def test_two_rewards_of_one_name_are_refused_at_the_start(tmp_path):
+def is_learned(name):
+  """An `is_model` for which models are the folders with the name "learned"."""
+  return name.endswith("/learned")
+
+
+def test_two_functions_with_the_same_name_are_refused(tmp_path):
   file = tmp_path / "mine.py"
   file.write_text("def strict(completions, **columns):\n  return [0.0] * len(completions)\n")
   with pytest.raises(ConfigError, match="same name"):
-    rewards.resolve_all(["strict", f"{file}:strict"], None)
-  assert rewards.resolve_all(["strict", "flexible"], None) == [strict, rewards.REWARDS["flexible"]]
+    rewards.resolve_all(["strict", f"{file}:strict"], None, is_learned)
+  found = rewards.resolve_all(["strict", "flexible"], None, is_learned)
+  assert found == [strict, rewards.REWARDS["flexible"]]
 
 
-def test_a_folder_with_a_config_is_a_model(tmp_path):
-  (tmp_path / "learned").mkdir()
-  (tmp_path / "learned" / "config.json").write_text("{}")
-  found = rewards.resolve_all(["strict", str(tmp_path / "learned")], lambda name: boxed)
-  assert found == [strict, boxed]
+def test_only_reward_functions_may_name_a_model(tmp_path):
+  loaded = []
+
+  def load_model(name):
+    loaded.append(name)
+    return boxed
+
+  learned = str(tmp_path / "learned")
+  assert rewards.resolve_all(["strict", learned], load_model, is_learned) == [strict, boxed]
+  assert loaded == [learned]
   with pytest.raises(
     ConfigError,
     match="eval.function: .*learned' is a model's folder, which only reward.functions may name",
   ):
-    rewards.resolve(str(tmp_path / "learned"), "eval.function")
+    rewards.resolve(learned, "eval.function", is_learned)
+
+
+def test_a_built_in_function_comes_before_a_model_of_its_name():
+  assert rewards.resolve_all(["strict"], None, lambda name: True) == [strict]
+  assert rewards.resolve("strict", "eval.function", lambda name: True) is strict
 
 
 def test_resolve(tmp_path):
   file = tmp_path / "mine.py"
   file.write_text(
-    "def shout(completions, **columns):\n  return [float(t.isupper()) for t in completions]\nthree = 3\n"
+    "def shout(completions, **columns):\n"
+    "  return [float(t.isupper()) for t in completions]\n"
+    "three = 3\n"
   )
-  assert rewards.resolve("strict") is strict
-  assert rewards.resolve(f"{file}:shout")(completions=["A", "a"]) == [1.0, 0.0]
+  assert rewards.resolve("strict", "reward.functions", is_learned) is strict
+  shout = rewards.resolve(f"{file}:shout", "reward.functions", is_learned)
+  assert shout(completions=["A", "a"]) == [1.0, 0.0]
   for name in (
     "strikt",
     f"{tmp_path}/none.py:f",
@@ -421,14 +438,16 @@ def test_resolve(tmp_path):
     f"{file}:",
   ):
     with pytest.raises(ConfigError, match="reward.functions") as error:
-      rewards.resolve(name)
+      rewards.resolve(name, "reward.functions", is_learned)
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
 def test_rewards_and_data_need_no_jax():
   code = (
-    "import sys; import grpo_jax.rewards, grpo_jax.data.loader, grpo_jax.data.tasks, grpo_jax.data.tokenizer;"
-    "print(sorted({'jax', 'flax', 'ml_collections', 'tensorflow', 'tensorflow_datasets'} & set(sys.modules)))"
+    "import sys; import grpo_jax.rewards, grpo_jax.data.loader, grpo_jax.data.tasks,"
+    " grpo_jax.data.tokenizer;"
+    "others = {'jax', 'flax', 'ml_collections', 'tensorflow', 'tensorflow_datasets'};"
+    "print(sorted(others & set(sys.modules)))"
   )
   root = pathlib.Path(__file__).parents[1]
   out = subprocess.run(
@@ -455,7 +474,7 @@ def test_formulas(text, gold, expected):
   assert symbolic.math(completions=[text], answer=[gold]) == [expected]
 
 
-def test_a_formula_that_would_take_for_ever_is_wrong(monkeypatch):
+def test_a_formula_beyond_the_time_limit_is_wrong(monkeypatch):
   monkeypatch.setattr(symbolic, "SECONDS", 1)
   start = time.monotonic()
   assert symbolic.math(completions=[r"\boxed{9^{9^{9^{9^9}}}}"], answer=["7"]) == [0.0]

@@ -31,9 +31,10 @@ def data(task="gsm8k", path=""):
   )
 
 
-def folder(path, train, test=json.dumps(ROW)):
+def write_folder(path, train):
+  """Writes the text `train` to train.jsonl and one valid example to test.jsonl."""
   (path / "train.jsonl").write_text(train)
-  (path / "test.jsonl").write_text(test)
+  (path / "test.jsonl").write_text(json.dumps(ROW))
   return path
 
 
@@ -56,11 +57,9 @@ def test_arithmetic_is_right(task):
     running = re.match(r"\d+", question)[0]
     for step, term in zip(steps, re.findall(r"[+-]\d+", question)):
       left, right = step.split("=")
-      assert (
-        left == running + term
-        and eval(left) == int(right)
-        and 0 <= int(right) <= arithmetic.MAX_TOTAL
-      )
+      assert left == running + term
+      assert eval(left) == int(right)
+      assert 0 <= int(right) <= arithmetic.MAX_TOTAL
       running = right
     worked += bool(steps)
     assert strict(completions=[solution], answer=[example["answer"]]) == [1.0]
@@ -72,16 +71,16 @@ def test_arithmetic_splits_share_no_problem(task):
   assert len(task.train) == 20_000 and len(task.test) == 2_000
   assert not train & test
   assert len(train) > 19_000 and len(test) > 1_900
-  drawn = [
-    "test" == arithmetic.split_of(f"{a}+{b}-{c}+3=")
+  is_test = [
+    arithmetic.split_of(f"{a}+{b}-{c}+3=") == "test"
     for a in range(20)
     for b in range(20)
     for c in range(20)
   ]
-  assert 0.08 < sum(drawn) / len(drawn) < 0.12
+  assert 0.08 < sum(is_test) / len(is_test) < 0.12
 
 
-def test_arithmetic_items_are_pure_functions_of_their_number(task):
+def test_arithmetic_examples_depend_only_on_their_number(task):
   assert task.train[0] == {
     "question": "2+12+8-15=",
     "solution": "2+12=14;14+8=22;22-15=7;#### 7",
@@ -97,23 +96,21 @@ def test_arithmetic_items_are_pure_functions_of_their_number(task):
 
 def test_gsm8k_folder(tmp_path):
   lines = f"{json.dumps(ROW)}\n\n{json.dumps(ROW, ensure_ascii=False)}\n"
-  task = tasks.make_task(data(path=folder(tmp_path, lines)))
+  task = tasks.make_task(data(path=write_folder(tmp_path, lines)))
   expected = {
     "question": ROW["question"],
     "solution": "5+6 = 11 é\nTimes 100: 1,100.\n#### 1,100",
     "answer": "1100",
   }
   assert task.train == [expected, expected] and task.test == [expected]
-  assert (
-    set(task.alphabet) == set(expected["question"] + expected["solution"])
-    and "<" not in task.alphabet
-  )
+  assert set(task.alphabet) == set(expected["question"] + expected["solution"])
+  assert "<" not in task.alphabet
   assert len(task.alphabet) == len(set(task.alphabet))
   with pytest.raises(dataclasses.FrozenInstanceError):
     task.train = []
 
 
-def test_gsm8k_itself():
+def test_the_real_gsm8k():
   path = pathlib.Path(
     os.environ.get("GSM8K_DIR", pathlib.Path(__file__).parents[2] / "shared/data/gsm8k")
   )
@@ -126,15 +123,16 @@ def test_gsm8k_itself():
   )
   for split in (task.train, task.test):
     assert not any("<<" in e["solution"] or "," in e["answer"] for e in split)
-    assert set(
-      strict(completions=[e["solution"] for e in split], answer=[e["answer"] for e in split])
-    ) == {1.0}
+    solutions, answers = zip(*((e["solution"], e["answer"]) for e in split))
+    assert set(strict(completions=solutions, answer=answers)) == {1.0}
 
 
 def test_questions_may_be_lists_of_messages(tmp_path):
   messages = [{"role": "system", "content": "Ä"}, {"role": "user", "content": "5+6?"}]
-  task = tasks.make_task(data(path=folder(tmp_path, json.dumps(ROW | {"question": messages}))))
-  assert task.train[0]["question"] == messages and set("Ä5+6?H\u2028") <= set(task.alphabet)
+  path = write_folder(tmp_path, json.dumps(ROW | {"question": messages}))
+  task = tasks.make_task(data(path=path))
+  assert task.train[0]["question"] == messages
+  assert set("Ä5+6?H\u2028") <= set(task.alphabet)
 
 
 @pytest.mark.parametrize(
@@ -162,20 +160,21 @@ def test_questions_may_be_lists_of_messages(tmp_path):
 )
 def test_gsm8k_refuses_bad_files(tmp_path, train, message):
   with pytest.raises(ConfigError, match=message) as error:
-    tasks.make_task(data(path=folder(tmp_path, train)))
+    tasks.make_task(data(path=write_folder(tmp_path, train)))
   assert "\n" not in str(error.value)
 
 
 def test_math_folder(tmp_path):
   row = {"problem": "1/2?", "answer": r"\frac12", "solution": r"So $\boxed{\frac12}$.", "level": 5}
   bare = {"question": "2?", "answer": "2"}
-  task = tasks.make_task(data("math", folder(tmp_path, json.dumps(row) + "\n" + json.dumps(bare))))
+  lines = json.dumps(row) + "\n" + json.dumps(bare)
+  task = tasks.make_task(data("math", write_folder(tmp_path, lines)))
   assert task.train == [
     {"question": "1/2?", "solution": row["solution"], "answer": r"\frac12"},
     {"question": "2?", "solution": "2", "answer": "2"},
   ]
   with pytest.raises(ConfigError, match="line 1 has no text field 'answer'"):
-    tasks.make_task(data("math", folder(tmp_path, json.dumps({"problem": "?"}))))
+    tasks.make_task(data("math", write_folder(tmp_path, json.dumps({"problem": "?"}))))
   with pytest.raises(ConfigError, match="data.path is empty"):
     tasks.make_task(data("math"))
 
@@ -192,7 +191,7 @@ def test_bad_sources_are_named(tmp_path):
 
 
 def test_gsm8k_through_tfds_without_tensorflow(tmp_path):
-  """TFDS's own builder writes its ArrayRecord files from three rows; a fresh process then reads them as a user does."""
+  """TFDS writes its files from three rows. A new process then reads them as a user does."""
   pytest.importorskip("tensorflow_datasets")
   rows = [dict(ROW, question=f"{ROW['question']} {i}") for i in range(3)]
   (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -219,13 +218,10 @@ def test_gsm8k_through_tfds_without_tensorflow(tmp_path):
   assert out.returncode == 0, out.stderr
   train, test, tensorflow = json.loads(out.stdout.splitlines()[-1])
   assert sorted(e["question"] for e in train) == sorted(row["question"] for row in rows)
-  assert (
-    train[0]["solution"] == "5+6 = 11 é\nTimes 100: 1,100.\n#### 1,100"
-    and train[0]["answer"] == "1100"
-  )
-  assert (
-    sorted(e["question"] for e in test) == sorted(e["question"] for e in train) and not tensorflow
-  )
+  assert train[0]["solution"] == "5+6 = 11 é\nTimes 100: 1,100.\n#### 1,100"
+  assert train[0]["answer"] == "1100"
+  assert sorted(e["question"] for e in test) == sorted(e["question"] for e in train)
+  assert not tensorflow
 
 
 def test_gsm8k_that_tfds_cannot_provide(monkeypatch):

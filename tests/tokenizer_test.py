@@ -24,7 +24,11 @@ CHARACTERS = tokenizer.characters(ALPHABET)
 
 
 def byte_level(folder, **files):
-  """A folder as Hugging Face writes it: byte-level BPE, two special tokens, truncation and padding switched on."""
+  """Makes a folder with a byte-level BPE tokenizer, as Hugging Face writes it.
+
+  It has two special tokens, and truncation and padding are switched on. `files` are JSON files to
+  put beside it, without their suffix.
+  """
   engine = tokenizers.Tokenizer(tokenizers.models.BPE())
   engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   engine.decoder = tokenizers.decoders.ByteLevel()
@@ -47,7 +51,8 @@ def byte_level(folder, **files):
   return folder
 
 
-def trained(path, **options):
+def train_sentencepiece(path, **options):
+  """Writes a small tokenizer.model to `path`."""
   out = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(TEXTS * 5),
@@ -65,12 +70,18 @@ def trained(path, **options):
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
-  return trained(
-    tmp_path_factory.mktemp("pieces") / "tokenizer.model", vocab_size=320, model_type="bpe"
-  )
+  path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
+  return train_sentencepiece(path, vocab_size=320, model_type="bpe")
 
 
-def test_characters_have_the_ids_of_their_places():
+def contents(folder):
+  """The contents of all files in a folder by their relative paths."""
+  return {
+    str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+  }
+
+
+def test_characters_have_the_ids_of_their_positions():
   made = tokenizer.characters("ab \na")
   assert (made.vocab_size, made.pad_id, made.stop_ids) == (6, 0, (1,))
   assert made.encode("ba \n a") == [3, 2, 4, 5, 4, 2]
@@ -145,12 +156,12 @@ def test_tokenizer_json(tmp_path):
     ({}, (), 0),
   ],
 )
-def test_special_ids_come_from_the_files_beside(tmp_path, files, stop_ids, pad_id):
+def test_special_ids_come_from_the_json_files(tmp_path, files, stop_ids, pad_id):
   loaded = tokenizer.load(byte_level(tmp_path / "hf", **files))
   assert (loaded.stop_ids, loaded.pad_id) == (stop_ids, pad_id)
 
 
-def test_loaded_files_are_saved_as_they_were(tmp_path, pieces):
+def test_loaded_files_are_saved_unchanged(tmp_path, pieces):
   folder = byte_level(
     tmp_path / "hf",
     tokenizer_config={"eos_token": "<|end|>", "chat_template": "é"},
@@ -160,15 +171,12 @@ def test_loaded_files_are_saved_as_they_were(tmp_path, pieces):
   (folder / "additional_chat_templates").mkdir()
   for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
     (folder / name).write_text("{{ é }}")
-  contents = lambda where: {
-    str(p.relative_to(where)): p.read_bytes() for p in where.rglob("*") if p.is_file()
-  }
-  before = {name: content for name, content in contents(folder).items() if name != "config.json"}
+  expected = contents(folder)
+  del expected["config.json"]  # belongs to the model
   tokenizer.load(folder).save(tmp_path / "out")
-  assert contents(tmp_path / "out") == before
-  assert tokenizer.load(tmp_path / "out").encode(TEXTS[0]) == tokenizer.load(
-    folder / "tokenizer.json"
-  ).encode(TEXTS[0])
+  assert contents(tmp_path / "out") == expected
+  ids = tokenizer.load(tmp_path / "out").encode(TEXTS[0])
+  assert ids == tokenizer.load(folder / "tokenizer.json").encode(TEXTS[0])
 
 
 def test_sentencepiece(tmp_path, pieces):
@@ -178,10 +186,8 @@ def test_sentencepiece(tmp_path, pieces):
     assert loaded.encode(text) == known.encode(text)
     assert loaded.decode(loaded.encode(text)) == " " + text  # the model puts a space before a text
     assert loaded.decode(loaded.encode_batch_after([text])[0]) == text
-  assert (
-    loaded.encode_batch(TEXTS) == [loaded.encode(text) for text in TEXTS]
-    and loaded.encode_batch([]) == []
-  )
+  assert loaded.encode_batch(TEXTS) == [loaded.encode(text) for text in TEXTS]
+  assert loaded.encode_batch([]) == []
   assert (loaded.vocab_size, loaded.stop_ids, loaded.pad_id) == (320, (known.eos_id(),), 3)
   ids = loaded.encode_batch_after(["x"])[0]
   assert loaded.decode([known.bos_id(), *ids, known.eos_id(), 3, 3, 320, 100_000]) == "x"
@@ -207,13 +213,13 @@ def test_bad_tokenizers_are_named(tmp_path):
     tokenizer.load(folder)
 
 
-# What stands before a prompt, and what comes between.
+# Prefixes, and special tokens inside a text.
 
 
 @pytest.mark.parametrize(
-  "about, prefix",
+  "config, prefix",
   [
-    ({}, (0,)),  # the post-processor of tokenizer.json has the word
+    ({}, (0,)),  # the post-processor of tokenizer.json decides
     ({"bos_token": "<|im_end|>"}, (0,)),
     ({"bos_token": "<|im_end|>", "add_bos_token": True}, (1,)),
     ({"bos_token": "<|end|>", "add_bos_token": False}, ()),
@@ -221,11 +227,11 @@ def test_bad_tokenizers_are_named(tmp_path):
     ({"bos_token": None, "add_bos_token": True}, ()),
   ],
 )
-def test_what_stands_before_a_prompt(tmp_path, pieces, about, prefix):
-  assert tokenizer.load(byte_level(tmp_path / "hf", tokenizer_config=about)).prefix_ids == prefix
+def test_the_prefix_of_a_prompt(tmp_path, pieces, config, prefix):
+  assert tokenizer.load(byte_level(tmp_path / "hf", tokenizer_config=config)).prefix_ids == prefix
   (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"bos_token": "<s>"}))
-  assert tokenizer.load(tmp_path).prefix_ids == ((1,) if about.get("add_bos_token") else ())
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}))
+  assert tokenizer.load(tmp_path).prefix_ids == ((1,) if config.get("add_bos_token") else ())
 
 
 @pytest.mark.parametrize(
@@ -236,10 +242,9 @@ def test_what_stands_before_a_prompt(tmp_path, pieces, about, prefix):
   ],
   ids=str,
 )
-def test_sentencepiece_of_other_kinds(tmp_path, options):
-  known = sentencepiece.SentencePieceProcessor(
-    model_file=str(trained(tmp_path / "tokenizer.model", **options))
-  )
+def test_other_kinds_of_sentencepiece_models(tmp_path, options):
+  path = train_sentencepiece(tmp_path / "tokenizer.model", **options)
+  known = sentencepiece.SentencePieceProcessor(model_file=str(path))
   loaded = tokenizer.load(tmp_path)
   for text in [*TEXTS, "unseen: Ωß ✓"]:
     assert loaded.encode(text) == known.encode(text)
@@ -249,25 +254,22 @@ def test_sentencepiece_of_other_kinds(tmp_path, options):
 def test_special_tokens_beyond_a_sentencepiece_model(tmp_path, pieces):
   (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
   (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 320}))
-  (tmp_path / "tokenizer_config.json").write_text(
-    json.dumps(
-      {
-        "eos_token": "<|im_end|>",
-        "added_tokens_decoder": {
-          "321": {"content": "[word]", "special": False},
-          "325": {"content": "<|user|>", "rstrip": True},
-        },
-      }
-    )
-  )
-  loaded, known = (
-    tokenizer.load(tmp_path),
-    sentencepiece.SentencePieceProcessor(model_file=str(pieces)),
-  )
+  config = {
+    "eos_token": "<|im_end|>",
+    "added_tokens_decoder": {
+      "321": {"content": "[word]", "special": False},
+      "325": {"content": "<|user|>", "rstrip": True},
+    },
+  }
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  loaded = tokenizer.load(tmp_path)
+  known = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
   assert (loaded.vocab_size, loaded.stop_ids) == (326, (320,))
-  after = lambda text: known.encode("=" + text)[
-    len(known.encode("=")) :
-  ]  # "=" begins no longer piece than itself
+
+  def after(text):
+    """Token ids of `text` without a space before it. No piece begins with "=" but "=" itself."""
+    return known.encode("=" + text)[len(known.encode("=")) :]
+
   assert loaded.encode("x<|im_end|>7+[word] b<|user|> \n x</s>") == [
     *known.encode("x"),
     320,
@@ -280,10 +282,8 @@ def test_special_tokens_beyond_a_sentencepiece_model(tmp_path, pieces):
   ]
   assert loaded.decode([*after("7+"), 321, 320, *after(" b"), 325, 2, 322]) == "7+[word] b"
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": True}))
-  assert tokenizer.load(tmp_path).encode("</s>x") == [
-    2,
-    *known.encode("x"),
-  ]  # each part begins as a text does
+  # With legacy, a part after a special token begins with a space, as a whole text does.
+  assert tokenizer.load(tmp_path).encode("</s>x") == [2, *known.encode("x")]
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
@@ -296,16 +296,15 @@ def test_spaces_of_a_metaspace_tokenizer(tmp_path, scheme):
   )
   engine.save(str(tmp_path / "tokenizer.json"))
   loaded = tokenizer.load(tmp_path)
-  assert (
-    engine.decode(loaded.encode("and")) == "and" and loaded.decode(loaded.encode("and")) == " and"
-  )
+  assert engine.decode(loaded.encode("and")) == "and"
+  assert loaded.decode(loaded.encode("and")) == " and"
   ids = loaded.encode("two and a line")
   assert loaded.decode(ids) == " two and a line" == "".join(loaded.decode([i]) for i in ids)
   assert loaded.decode(loaded.encode_batch_after(["and a"])[0]) == "and a"
 
 
-def test_a_llama_tokenizer_is_taken_at_its_word_where_transformers_does(tmp_path):
-  """With Mistral's model, and Phi-3's, transformers reads tokenizer.json itself."""
+def test_tokenizer_json_of_a_llama_tokenizer_is_used_only_for_other_models(tmp_path):
+  """As in transformers, which uses it with the models of Mistral and Phi-3."""
   folder = Path(__file__).parent / "golden/tokenizers/llama2_json"
   for name in ("tokenizer.json", "tokenizer_config.json"):
     (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -319,21 +318,19 @@ def test_a_llama_tokenizer_is_taken_at_its_word_where_transformers_does(tmp_path
   assert "config.json" not in tokenizer.load(tmp_path).files
 
 
-def test_characters_of_several_tokens(pieces):
+def test_a_character_that_is_split_into_several_tokens(pieces):
   loaded = tokenizer.load(pieces)
-  ids = loaded.encode_batch_after(["é✓"])[0]  # é is a piece, ✓ three bytes
+  ids = loaded.encode_batch_after(["é✓"])[0]  # é is a piece, ✓ is three bytes
   assert [loaded.decode(ids[:n]) for n in range(1, 5)] == ["é", "é\ufffd", "é\ufffd\ufffd", "é✓"]
 
 
 # Chat templates.
 
 
-def chatty(folder, template, **files):
-  return tokenizer.load(
-    byte_level(
-      folder, tokenizer_config={"eos_token": "<|im_end|>", "chat_template": template}, **files
-    )
-  )
+def with_template(folder, template, **files):
+  """A tokenizer with a chat template, and further JSON files beside it."""
+  config = {"eos_token": "<|im_end|>", "chat_template": template}
+  return tokenizer.load(byte_level(folder, tokenizer_config=config, **files))
 
 
 HELLO = [{"role": "user", "content": "<b> & é", "more": [1, "é"]}]
@@ -356,12 +353,12 @@ HELLO = [{"role": "user", "content": "<b> & é", "more": [1, "é"]}]
     ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
   ],
 )
-def test_chat_templates_have_what_transformers_gives_them(tmp_path, template, text):
-  assert chatty(tmp_path / "hf", template).render(HELLO) == text
+def test_chat_templates_can_use_what_transformers_provides(tmp_path, template, text):
+  assert with_template(tmp_path / "hf", template).render(HELLO) == text
 
 
 @pytest.mark.parametrize(
-  "template, words",
+  "template, message",
   [
     (
       "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -375,34 +372,40 @@ def test_chat_templates_have_what_transformers_gives_them(tmp_path, template, te
     ("{{ range(10 ** 9) | list }}", "OverflowError: Range too big"),
   ],
 )
-def test_a_template_that_fails_is_named_in_one_line(tmp_path, template, words):
+def test_a_failing_template_is_named_in_one_line(tmp_path, template, message):
   with pytest.raises(
     ConfigError, match="^the chat template in tokenizer_config.json cannot "
   ) as error:
-    chatty(tmp_path / "hf", template).render(HELLO)
-  assert words in str(error.value) and "\n" not in str(error.value)
+    with_template(tmp_path / "hf", template).render(HELLO)
+  assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_where_the_chat_template_is(tmp_path):
+def test_where_a_chat_template_is_found(tmp_path):
   several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-  assert chatty(tmp_path / "a", several, chat_template={"chat_template": "j"}).render(HELLO) == "d"
-  assert chatty(tmp_path / "b", None, chat_template={"chat_template": "j"}).render(HELLO) == "j"
+  assert (
+    with_template(tmp_path / "a", several, chat_template={"chat_template": "j"}).render(HELLO)
+    == "d"
+  )
+  assert (
+    with_template(tmp_path / "b", None, chat_template={"chat_template": "j"}).render(HELLO) == "j"
+  )
   (tmp_path / "a/chat_template.jinja").write_text("file")
   loaded = tokenizer.load(tmp_path / "a")
   assert loaded.render(HELLO) == "file"
   loaded.save(tmp_path / "saved")
   assert tokenizer.load(tmp_path / "saved").render(HELLO) == "file"
-  for absent in (chatty(tmp_path / "c", None), chatty(tmp_path / "d", several[:1]), CHARACTERS):
+  without_default = with_template(tmp_path / "d", several[:1])
+  for made in (with_template(tmp_path / "c", None), without_default, CHARACTERS):
     with pytest.raises(ConfigError, match="no chat template .* set data.chat=False"):
-      absent.render(HELLO)
+      made.render(HELLO)
 
 
 @pytest.mark.parametrize(
   "messages", [[], "hello", [{"role": "user"}], [{"role": "user", "content": None}], ["hello"]]
 )
-def test_what_is_no_conversation_is_refused(tmp_path, messages):
+def test_a_value_that_is_not_a_conversation_is_refused(tmp_path, messages):
   with pytest.raises(
     ConfigError,
     match="^the chat template in tokenizer_config.json: a (conversation|message) must be ",
   ):
-    chatty(tmp_path / "hf", "x").render(messages)
+    with_template(tmp_path / "hf", "x").render(messages)

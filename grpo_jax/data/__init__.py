@@ -1,0 +1,1 @@
+"""Tasks, tokenizers, chat templates, and batches of prompts."""

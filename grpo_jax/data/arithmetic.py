@@ -1,31 +1,38 @@
-"""Sums of several steps, such as `7+15-6+9=`: made when asked for, no file needed.
+"""Sums of several steps, such as `7+15-6+9=`, generated on the fly.
 
-The worked solution goes left to right, `7+15=22;22-6=16;16+9=25;#### 25`; the direct one is `#### 25`. A model that was
-warm-started on both knows both ways; what reinforcement learning finds is that working the problem out pays.
+The solution of an example has one of two forms. The worked form goes from left to right,
+`7+15=22;22-6=16;16+9=25;#### 25`. The direct form is the answer alone, `#### 25`. A model that was
+warm-started on both can produce both. Reinforcement learning then finds out that the worked form is
+right more often.
 """
 
 import random
 import zlib
-from typing import Sequence
+from collections.abc import Sequence
+from typing import overload
 
 OPERANDS = 4
 MAX_OPERAND = 20  # operands are 1..MAX_OPERAND
 MAX_TOTAL = 99  # running totals are 0..MAX_TOTAL
-WORKED_SHARE = 0.4  # of the examples have the worked solution, the others the direct one
+WORKED_SHARE = 0.4  # the fraction of examples whose solution is worked
 SIZES = {"train": 20_000, "test": 2_000}
 ALPHABET = "0123456789+-=;# "
 
 
-class Arithmetic(Sequence):
-  """A split: item i is a pure function of (split, i)."""
+class Arithmetic(Sequence[dict[str, str]]):
+  """The examples of a split, "train" or "test". Example i depends only on the split and i."""
 
-  def __init__(self, split: str):
+  def __init__(self, split: str) -> None:
     self._split = split
 
   def __len__(self) -> int:
     return SIZES[self._split]
 
-  def __getitem__(self, index):
+  @overload
+  def __getitem__(self, index: int) -> dict[str, str]: ...
+  @overload
+  def __getitem__(self, index: slice) -> list[dict[str, str]]: ...
+  def __getitem__(self, index: int | slice) -> dict[str, str] | list[dict[str, str]]:
     if isinstance(index, slice):
       return [self[i] for i in range(*index.indices(len(self)))]
     if not -len(self) <= index < len(self):
@@ -34,32 +41,36 @@ class Arithmetic(Sequence):
 
 
 def split_of(question: str) -> str:
-  """The split a problem belongs to, by its text: about one in ten is a test problem, and none is in both."""
+  """The split that a question belongs to: "test" for about one question in ten, else "train".
+
+  It depends on the text alone, so that no question is in both splits.
+  """
   return "test" if zlib.crc32(question.encode()) % 10 == 0 else "train"
 
 
-def _example(split, index):
-  rng = random.Random(
-    f"{split}/{index}"
-  )  # only its random(), whose numbers Python promises to keep
+def _example(split: str, index: int) -> dict[str, str]:
+  # Only random() is called on it, because Python promises that its numbers never change.
+  rng = random.Random(f"{split}/{index}")
   while True:
     question, steps, total = _problem(rng)
     if split_of(question) == split:
       break
   direct = f"#### {total}"
-  worked = rng.random() < WORKED_SHARE
+  is_worked = rng.random() < WORKED_SHARE
   return {
     "question": question,
-    "solution": f"{steps}{direct}" if worked else direct,
+    "solution": f"{steps}{direct}" if is_worked else direct,
     "answer": str(total),
   }
 
 
-def _problem(rng):
+def _problem(rng: random.Random) -> tuple[str, str, int]:
+  """A question, the steps of its worked solution and its answer."""
   total = _operand(rng)
   question, steps = str(total), ""
   for _ in range(OPERANDS - 1):
-    operand, sign = _operand(rng), 1 if rng.random() < 0.5 else -1
+    operand = _operand(rng)
+    sign = 1 if rng.random() < 0.5 else -1
     if not 0 <= total + sign * operand <= MAX_TOTAL:
       sign = -sign
     term = f"{'+' if sign > 0 else '-'}{operand}"
@@ -69,5 +80,5 @@ def _problem(rng):
   return f"{question}=", steps, total
 
 
-def _operand(rng):
+def _operand(rng: random.Random) -> int:
   return 1 + int(rng.random() * MAX_OPERAND)

@@ -1,174 +1,241 @@
-"""Batches as pure functions of the step: nothing to rewind when a run resumes."""
+"""Batches of prompts. The batch of a step depends only on the step and the seed.
+
+A run that resumes therefore has no position in the data to restore.
+"""
 
 import dataclasses
 import string
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.config import Data
 from grpo_jax.data import chat
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError
 
+if TYPE_CHECKING:
+  from grpo_jax.config import Data
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-  """P prompts of at most S tokens."""
+  """P prompts of at most S tokens.
 
-  prompts_PS: np.ndarray  # int32, right-padded
-  prompt_lengths_P: np.ndarray  # int32, tokens before the padding
-  texts: tuple[str, ...]  # the prompts, those of conversations as their template rendered them
-  columns: dict[str, list[Any]]  # what rewards are given (grpo_jax/rewards), lists of P
+  Attributes:
+    prompts_PS: int32, right-padded.
+    prompt_lengths_P: int32, the number of tokens before the padding.
+    texts: The P prompts as texts. With data.chat: as the chat template rendered them.
+    columns: What reward functions get (see grpo_jax/rewards), as lists of P entries.
+  """
+
+  prompts_PS: np.ndarray
+  prompt_lengths_P: np.ndarray
+  texts: tuple[str, ...]
+  columns: dict[str, list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedBatch:
-  """Prompts and the solutions to imitate, of at most T tokens including the one that ends them."""
+  """P prompts with the solutions to imitate, of at most T tokens with the token that ends them.
+
+  Attributes:
+    prompts: The prompts.
+    completions_PT: int32, the solutions, right-padded.
+    mask_PT: float32, 1 on the tokens of the solution. A row of zeros for a solution that is too
+      long.
+    dropped: How many solutions are too long.
+  """
 
   prompts: PromptBatch
-  completions_PT: np.ndarray  # int32, right-padded
-  mask_PT: np.ndarray  # float32, 1 on the solution's tokens; a row of zeros where it did not fit
-  dropped: int  # solutions that did not fit
+  completions_PT: np.ndarray
+  mask_PT: np.ndarray
+  dropped: int
 
 
 class Prompts:
-  """The examples of a split whose prompts have at most data.max_prompt_tokens tokens, formatted and tokenised once.
+  """The examples of a split with their prompts, formatted and tokenized once.
 
-  A prompt is data.prompt, filled in and begun as the tokenizer says a text begins; or with data.chat a conversation,
-  rendered up to where the answer begins. Of that, data.prompt is the user's message, or the one field with its messages.
+  Examples whose prompt has more than data.max_prompt_tokens tokens are left out.
 
-  Attributes: `examples` (those kept), `texts` and `tokens` (their prompts; int32 arrays), `messages` (their
-  conversations; None without data.chat), `dropped` (how many are too long), `max_tokens` (S).
+  Without data.chat, a prompt is the text of data.prompt with its fields filled in, after the
+  tokenizer's prefix. With data.chat, it is a conversation, rendered up to where the assistant's
+  answer begins. data.prompt then gives the user's message, or names the one field that holds the
+  messages.
+
+  Attributes:
+    examples: The examples that are kept.
+    texts: Their prompts as texts.
+    tokens: Their prompts as token ids, int32 arrays.
+    messages: Their conversations, or None without data.chat.
+    dropped: How many examples are left out.
+    max_tokens: The longest prompt that is kept (S).
+    pad_id: The id of the padding token.
   """
 
-  def __init__(self, split: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, data: Data):
+  def __init__(
+    self, split: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, data: "Data"
+  ) -> None:
+    """Formats and tokenizes the prompts.
+
+    Raises:
+      ConfigError: data.prompt does not fit the examples, or no prompt is short enough.
+    """
     examples = list(split)
-    messages = [_conversation(data, example) for example in examples] if data.chat else None
-    texts = (
-      [tokenizer.render(one) for one in messages]
-      if data.chat
-      else [_format(data.prompt, e) for e in examples]
-    )
-    tokens = tokenizer.encode_batch(texts)
-    if not all(tokens):
+    messages: list[chat.Messages] | None = None
+    if data.chat:
+      messages = [_conversation(data, example) for example in examples]
+      texts = [tokenizer.render(conversation) for conversation in messages]
+      prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
+    else:
+      texts = [_fill(data.prompt, example) for example in examples]
+      prefix_ids = tokenizer.prefix_ids
+    text_tokens = tokenizer.encode_batch(texts)
+    if not all(text_tokens):
       raise ConfigError(
         f"data.prompt={data.prompt!r} makes a prompt without tokens; it must hold some text"
       )
-    if not data.chat:  # a chat template writes <s> or the like itself
-      tokens = [[*tokenizer.prefix_ids, *ids] for ids in tokens]
-    keep = [i for i, ids in enumerate(tokens) if len(ids) <= data.max_prompt_tokens]
-    if not keep:
+    tokens = [[*prefix_ids, *ids] for ids in text_tokens]
+    kept = [i for i, ids in enumerate(tokens) if len(ids) <= data.max_prompt_tokens]
+    if not kept:
       shortest = min(map(len, tokens), default=0)
       raise ConfigError(
         f"data.max_prompt_tokens={data.max_prompt_tokens} drops all {len(examples)} prompts;"
         f" the shortest one has {shortest} tokens"
       )
-    self.examples = tuple(examples[i] for i in keep)
-    self.texts = tuple(texts[i] for i in keep)
-    self.tokens = [np.array(tokens[i], np.int32) for i in keep]
-    self.messages = messages and tuple(messages[i] for i in keep)
-    self.dropped = len(examples) - len(keep)
+    self.examples = tuple(examples[i] for i in kept)
+    self.texts = tuple(texts[i] for i in kept)
+    self.tokens = [np.array(tokens[i], np.int32) for i in kept]
+    self.messages = tuple(messages[i] for i in kept) if messages else None
+    self.dropped = len(examples) - len(kept)
     self.max_tokens = data.max_prompt_tokens
-    self._pad_id = tokenizer.pad_id
+    self.pad_id = tokenizer.pad_id
 
   def __len__(self) -> int:
     return len(self.examples)
 
 
-def indices(seed: int, step: int, count: int, size: int) -> np.ndarray:
-  """Which of `size` examples the step's `count` places get, int64 [count].
+def step_indices(seed: int, step: int, count: int, size: int) -> np.ndarray:
+  """The examples that a step uses.
 
-  Place i of step s is position p = s * count + i: member p % size of a permutation that is new in each epoch p // size.
-  So every epoch has every example exactly once, wherever the steps cut it.
+  Every epoch visits the examples in a new random order. Step s takes the next `count` of them:
+  place i of step s is position p = s * count + i of the run, and this is member p % size of the
+  permutation of epoch p // size. So every epoch has every example exactly once, even if it ends in
+  the middle of a step.
+
+  Args:
+    seed: The seed of the permutations.
+    step: The step.
+    count: How many examples a step uses.
+    size: How many examples there are.
+
+  Returns:
+    Their indices, int64 [count].
   """
   positions = step * count + np.arange(count)
   epochs = positions // size
-  out = np.empty(count, np.int64)
+  indices = np.empty(count, np.int64)
   for epoch in np.unique(epochs):
-    here = epochs == epoch
-    out[here] = _permutation(seed, int(epoch), size)[positions[here] % size]
-  return out
+    in_epoch = epochs == epoch
+    order = _permutation(seed, int(epoch), size)
+    indices[in_epoch] = order[positions[in_epoch] % size]
+  return indices
 
 
 def prompt_batch(prompts: Prompts, indices: np.ndarray) -> PromptBatch:
-  """The prompts at `indices` [P]."""
+  """The prompts at `indices`, an integer array [P]."""
   tokens = [prompts.tokens[i] for i in indices]
   examples = [prompts.examples[i] for i in indices]
   texts = tuple(prompts.texts[i] for i in indices)
-  columns = {"prompts": list(texts)} | {
-    key: [e[key] for e in examples] for key in prompts.examples[0]
-  }
+  columns: dict[str, list[Any]] = {"prompts": list(texts)}
+  for field in prompts.examples[0]:
+    columns[field] = [example[field] for example in examples]
   if prompts.messages:
     columns["messages"] = [prompts.messages[i] for i in indices]
+  prompts_PS = _pad(tokens, prompts.max_tokens, prompts.pad_id)
   lengths_P = np.array([len(ids) for ids in tokens], np.int32)
-  return PromptBatch(_pad(tokens, prompts.max_tokens, prompts._pad_id), lengths_P, texts, columns)
+  return PromptBatch(prompts_PS, lengths_P, texts, columns)
 
 
 def supervised_batch(
   prompts: Prompts, indices: np.ndarray, tokenizer: Tokenizer, max_tokens: int
 ) -> SupervisedBatch:
-  """The prompts at `indices` with their solutions, each ended by the first stop id.
+  """The prompts at `indices` with their solutions, for the warm start.
 
-  A solution longer than `max_tokens` (T) is left out of the loss whole: cut off, it would teach not to stop.
+  The first stop id ends every solution. A solution that is too long is left out of the loss as a
+  whole, because a solution without its end would teach the model not to stop.
+
+  Args:
+    prompts: The prompts of a split whose examples have a `solution`.
+    indices: Integer array [P].
+    tokenizer: Encodes the solutions.
+    max_tokens: The longest solution, with the token that ends it (T).
+
+  Raises:
+    ConfigError: The tokenizer has no stop id.
   """
   if not tokenizer.stop_ids:
     raise ConfigError(
-      "data.tokenizer names no end-of-sequence token, which the warm start must teach; add eos_token to"
-      " its tokenizer_config.json"
+      "data.tokenizer names no end-of-sequence token, which the warm start must teach; add"
+      " eos_token to its tokenizer_config.json"
     )
   batch = prompt_batch(prompts, indices)
-  tokens = [
-    ids + [tokenizer.stop_ids[0]] for ids in tokenizer.encode_batch_after(batch.columns["solution"])
-  ]
+  end_id = tokenizer.stop_ids[0]
+  tokens = [[*ids, end_id] for ids in tokenizer.encode_batch_after(batch.columns["solution"])]
   fitting = [ids if len(ids) <= max_tokens else [] for ids in tokens]
+  completions_PT = _pad(fitting, max_tokens, tokenizer.pad_id)
   lengths_P = np.array([len(ids) for ids in fitting])
   mask_PT = (np.arange(max_tokens) < lengths_P[:, None]).astype(np.float32)
   dropped = int((lengths_P == 0).sum())
-  return SupervisedBatch(batch, _pad(fitting, max_tokens, tokenizer.pad_id), mask_PT, dropped)
+  return SupervisedBatch(batch, completions_PT, mask_PT, dropped)
 
 
-def _permutation(seed, epoch, size):
-  # Sorting raw Philox words, not Generator.permutation: numpy promises the words for ever, the method's stream not.
+def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+  # Sorting raw words of Philox instead of Generator.permutation, because numpy promises that the
+  # words never change, but promises nothing about the methods of Generator.
   philox = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64))
   return np.argsort(philox.random_raw(size), kind="stable")
 
 
-def _pad(rows, width, pad_id):
-  out = np.full((len(rows), width), pad_id, np.int32)
-  for row, ids in zip(out, rows):
-    row[: len(ids)] = ids
-  return out
+def _pad(rows: Sequence[Sequence[int] | np.ndarray], width: int, pad_id: int) -> np.ndarray:
+  padded = np.full((len(rows), width), pad_id, np.int32)
+  for padded_row, ids in zip(padded, rows):
+    padded_row[: len(ids)] = ids
+  return padded
 
 
-def _conversation(data: Data, example: Mapping[str, Any]) -> chat.Messages:
-  """The messages that a model is to answer, data.system the first of them where there is no other."""
-  messages = example.get(data.prompt[1:-1])
-  if data.prompt != f"{{{data.prompt[1:-1]}}}" or not isinstance(
-    messages, list
-  ):  # not one field alone, with messages
-    messages = [{"role": "user", "content": _format(data.prompt, example)}]
+def _conversation(data: "Data", example: Mapping[str, Any]) -> chat.Messages:
+  """The conversation that the model is to continue.
+
+  It begins with a system message of data.system, unless it has a system message of its own.
+  """
+  field = data.prompt[1:-1]
+  prompt_is_one_field = data.prompt == f"{{{field}}}"
+  if prompt_is_one_field and isinstance(example.get(field), list):
+    messages = example[field]
+  else:
+    messages = [{"role": "user", "content": _fill(data.prompt, example)}]
   chat.check(messages, f"data.prompt={data.prompt!r}")
-  with_system = data.system and messages[0]["role"] != "system"
-  return [{"role": "system", "content": data.system}, *messages] if with_system else messages
+  if data.system and messages[0]["role"] != "system":
+    return [{"role": "system", "content": data.system}, *messages]
+  return messages
 
 
-def _format(template, example):
+def _fill(template: str, example: Mapping[str, Any]) -> str:
+  """The template with its fields replaced by those of the example."""
   try:
-    lists = [
-      name
-      for _, name, _, _ in string.Formatter().parse(template)
-      if isinstance(example.get(name), list)
-    ]
+    fields = [field for _, field, _, _ in string.Formatter().parse(template)]
     text = template.format(**example)
   except (KeyError, IndexError, ValueError, AttributeError) as error:
+    names = ", ".join(f"{{{name}}}" for name in example)
     raise ConfigError(
       f"data.prompt={template!r} cannot be filled ({type(error).__name__}: {error}); its fields are"
-      f" {', '.join('{%s}' % key for key in example)}, and a plain brace is written twice"
+      f" {names}, and a plain brace is written twice"
     ) from None
+  lists = [field for field in fields if isinstance(example.get(field), list)]
   if lists:
     raise ConfigError(
-      f"data.prompt={template!r}: {lists[0]} is a list of messages, which only a chat template makes a text"
-      f" of; set data.chat=True and data.prompt='{{{lists[0]}}}'"
+      f"data.prompt={template!r}: {lists[0]} is a list of messages, which only a chat template can"
+      f" turn into text; set data.chat=True and data.prompt='{{{lists[0]}}}'"
     )
   return text

@@ -1,31 +1,58 @@
-"""Where problems come from. An example is a dict of `question`, `solution` (ends in `#### answer`) and `answer`.
+"""Tasks: the training and test examples of a problem, generated or read from files.
 
-A question is a text, or a list of messages, each with a text `role` and a text `content`, as in TRL (see data.chat).
+An example is a dict with three fields. `question` is a text, or a conversation as in TRL: a list of
+messages, each with a text `role` and a text `content` (see data.chat). `solution` is the text that
+the warm start imitates. `answer` is the gold answer that the reward functions read.
 """
 
 import dataclasses
 import json
 import pathlib
 import re
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from grpo_jax import config
 from grpo_jax.data import chat
 from grpo_jax.data.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.settings import ConfigError
 
-_CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes to a calculator: not text to imitate
+if TYPE_CHECKING:
+  from grpo_jax.config import Data
+
+Example = dict[str, Any]
+
+# GSM8K's annotations for a calculator, such as <<5+6=11>>. The warm start must not imitate them.
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  train: Sequence[dict[str, Any]]
-  test: Sequence[dict[str, Any]]
-  alphabet: str  # every character of its examples
+  """The examples of a task.
+
+  Attributes:
+    train: The training examples.
+    test: The test examples.
+    alphabet: Every character of the examples, for a tokenizer of characters.
+  """
+
+  train: Sequence[Example]
+  test: Sequence[Example]
+  alphabet: str
+
+
+def make_task(data: "Data") -> Task:
+  """The task that `data.task` names.
+
+  Raises:
+    ConfigError: The name is unknown, or the data cannot be read.
+  """
+  if data.task not in TASKS:
+    raise ConfigError(f"data.task={data.task!r} is unknown: choose one of {', '.join(TASKS)}")
+  return TASKS[data.task](data.path)
 
 
 def arithmetic(path: str) -> Task:
-  """Sums of several steps, generated. `path` must be empty."""
+  """Generated sums of several steps. `path` must be empty."""
   if path:
     raise ConfigError(
       f"data.path={path!r}: the arithmetic task makes its own problems; leave data.path empty"
@@ -34,64 +61,74 @@ def arithmetic(path: str) -> Task:
 
 
 def gsm8k(path: str) -> Task:
-  """Grade-school word problems from `path`/{train,test}.jsonl, or through TensorFlow Datasets if `path` is empty."""
-  splits = [
-    _jsonl(pathlib.Path(path).expanduser() / f"{s}.jsonl", _number) if path else _tfds(s)
-    for s in ("train", "test")
-  ]
-  return _task(splits)
+  """GSM8K, grade-school word problems whose answers are numbers.
+
+  They are read from train.jsonl and test.jsonl in the folder `path`. If `path` is empty, they come
+  from TensorFlow Datasets.
+  """
+  train, test = (
+    _read_jsonl(path, split, _gsm8k_example) if path else _gsm8k_from_tfds(split)
+    for split in ("train", "test")
+  )
+  return _task(train, test)
 
 
 def math(path: str) -> Task:
-  """Problems with formulas for answers from `path`/{train,test}.jsonl, as MATH-500 has them: objects with `problem` (or
-  `question`) and `answer`; a `solution` is what a warm start imitates."""
+  """Problems whose answers are formulas, from train.jsonl and test.jsonl in the folder `path`.
+
+  The fields are those of MATH-500: a line is an object with `problem` (or `question`) and `answer`.
+  A `solution` may be added. Without it, the warm start imitates the answer.
+  """
   if not path:
     raise ConfigError(
       "data.path is empty: the task math needs a folder with train.jsonl and test.jsonl"
     )
-  splits = [
-    _jsonl(pathlib.Path(path).expanduser() / f"{s}.jsonl", _formula) for s in ("train", "test")
-  ]
-  return _task(splits)
+  train, test = (_read_jsonl(path, split, _math_example) for split in ("train", "test"))
+  return _task(train, test)
 
 
-def _task(splits):
-  texts = (
-    text
-    for split in splits
-    for example in split
-    for text in (*_contents(example["question"]), example["solution"])
-  )
-  return Task(*splits, alphabet="".join(sorted(set().union(*texts))))
+TASKS: dict[str, Callable[[str], Task]] = {"arithmetic": arithmetic, "gsm8k": gsm8k, "math": math}
 
 
-TASKS = {"arithmetic": arithmetic, "gsm8k": gsm8k, "math": math}
+def _task(train: list[Example], test: list[Example]) -> Task:
+  characters: set[str] = set()
+  for example in (*train, *test):
+    characters.update(*_contents(example["question"]), example["solution"])
+  return Task(train, test, alphabet="".join(sorted(characters)))
 
 
-def make_task(data: config.Data) -> Task:
-  """The task that the config names. Raises ConfigError for an unknown name or unreadable data."""
-  if data.task not in TASKS:
-    raise ConfigError(f"data.task={data.task!r} is unknown: choose one of {', '.join(TASKS)}")
-  return TASKS[data.task](data.path)
+def _contents(question: str | chat.Messages) -> Iterator[str]:
+  if isinstance(question, str):
+    yield question
+  else:
+    yield from (message["content"] for message in question)
 
 
-def _contents(question):
-  return [question] if isinstance(question, str) else [message["content"] for message in question]
+def _read_jsonl(
+  folder: str, split: str, make_example: Callable[[Any, str], Example]
+) -> list[Example]:
+  """The examples in the file of a split.
 
-
-def _jsonl(path: pathlib.Path, read: Callable[[Any, str], dict[str, Any]]) -> list[dict[str, Any]]:
+  Args:
+    folder: The folder with the file.
+    split: "train" or "test".
+    make_example: Makes an example of the JSON value of a line. The second argument names the line
+      in errors.
+  """
+  path = pathlib.Path(folder).expanduser() / f"{split}.jsonl"
   try:
     text = path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(
-      f"data.path: cannot read {path} ({error}); it must be a folder with train.jsonl and test.jsonl"
+      f"data.path: cannot read {path} ({error}); it must be a folder with train.jsonl and"
+      " test.jsonl"
     ) from None
   examples = []
-  for number, line in enumerate(
-    text.split("\n"), start=1
-  ):  # not splitlines: U+2028 may stand inside a JSON string
+  # Not splitlines(), because it also splits at U+2028, which may be part of a JSON string.
+  for number, line in enumerate(text.split("\n"), start=1):
     if line.strip():
-      examples.append(read(_object(line, f"{path} line {number}"), f"{path} line {number}"))
+      where = f"{path} line {number}"
+      examples.append(make_example(_parse_line(line, where), where))
   if not examples:
     raise ConfigError(
       f"data.path: {path} is empty; each line must be an object with question and answer"
@@ -99,7 +136,7 @@ def _jsonl(path: pathlib.Path, read: Callable[[Any, str], dict[str, Any]]) -> li
   return examples
 
 
-def _object(line, where):
+def _parse_line(line: str, where: str) -> Any:
   try:
     return json.loads(line)
   except json.JSONDecodeError as error:
@@ -108,16 +145,18 @@ def _object(line, where):
     ) from None
 
 
-def _tfds(split: str) -> list[dict[str, Any]]:
+def _gsm8k_from_tfds(split: str) -> list[Example]:
   try:
-    import tensorflow_datasets as tfds  # imported here: slow, and only this source needs it
-    import tensorflow_datasets.text.gsm8k  # registers the builder; to find it by name TFDS would need TensorFlow
+    # Imported here because the import is slow and no other task needs the package. The second
+    # import registers the data set. TFDS would need TensorFlow to find it by its name.
+    import tensorflow_datasets as tfds
+    import tensorflow_datasets.text.gsm8k
 
     source = tfds.data_source("gsm8k", split=split)
     rows = [{key: value.decode() for key, value in row.items()} for row in source]
-  except (
-    Exception
-  ) as error:  # no package, no network, no disk, a damaged folder: the way out is the same
+  except Exception as error:
+    # There may be no package, no network, no disk space, or a damaged folder. Each has an exception
+    # of its own kind, and the user can do the same about all of them.
     raise ConfigError(
       "data.task=gsm8k: TensorFlow Datasets could not provide it"
       f" ({type(error).__name__}: {' '.join(str(error).split()):.160}); pass"
@@ -125,40 +164,43 @@ def _tfds(split: str) -> list[dict[str, Any]]:
       ' network: python -c "import tensorflow_datasets as tfds, tensorflow_datasets.text.gsm8k;'
       " tfds.data_source('gsm8k')\""
     ) from error
-  return [_number(row, f"tfds gsm8k {split} example {i}") for i, row in enumerate(rows)]
+  return [_gsm8k_example(row, f"tfds gsm8k {split} example {i}") for i, row in enumerate(rows)]
 
 
-def _text(row, where, *names, kinds=str):
-  """The first of the fields that is there."""
-  found = next(
-    (row[name] for name in names if isinstance(row, dict) and isinstance(row.get(name), kinds)),
-    None,
-  )
-  if found is None:
-    raise ConfigError(
-      f"data.path: {where} has no text field {' or '.join(map(repr, names))}; each must have one"
-    )
-  if isinstance(found, list):
-    chat.check(found, f"data.path: {where}")
-  return found
-
-
-def _formula(row: Any, where: str) -> dict[str, Any]:
-  question, answer = (
-    _text(row, where, "problem", "question", kinds=(str, list)),
-    _text(row, where, "answer"),
-  )
-  return {
-    "question": question,
-    "solution": _text(row, where, "solution", "answer"),
-    "answer": answer,
-  }
-
-
-def _number(row: Any, where: str) -> dict[str, Any]:
-  question = _text(row, where, "question", kinds=(str, list))
+def _gsm8k_example(row: Any, where: str) -> Example:
+  question = _question(row, where, "question")
   solution = _CALCULATOR.sub("", _text(row, where, "answer"))
   _, anchor, answer = solution.rpartition("####")
   if not anchor:
     raise ConfigError(f"data.path: {where}: the answer must end in '#### NUMBER'")
   return {"question": question, "solution": solution, "answer": answer.replace(",", "").strip()}
+
+
+def _math_example(row: Any, where: str) -> Example:
+  question = _question(row, where, "problem", "question")
+  answer = _text(row, where, "answer")
+  solution = _text(row, where, "solution", "answer")
+  return {"question": question, "solution": solution, "answer": answer}
+
+
+def _question(row: Any, where: str, *names: str) -> str | chat.Messages:
+  """The first of the fields `names` that is a text or a conversation."""
+  question = _field(row, where, names, (str, list))
+  if not isinstance(question, str):
+    chat.check(question, f"data.path: {where}")
+  return question
+
+
+def _text(row: Any, where: str, *names: str) -> str:
+  """The first of the fields `names` that is a text."""
+  return _field(row, where, names, (str,))
+
+
+def _field(row: Any, where: str, names: Sequence[str], types: tuple[type, ...]) -> Any:
+  if isinstance(row, Mapping):
+    for name in names:
+      if isinstance(row.get(name), types):
+        return row[name]
+  raise ConfigError(
+    f"data.path: {where} has no text field {' or '.join(map(repr, names))}; each must have one"
+  )

@@ -1,17 +1,26 @@
-"""Rewards for answers that are one number: 1.0 if the completion's number equals the gold `answer`, else 0.0.
+"""Rewards for answers that are a number: 1.0 if the completion's answer equals the gold `answer`.
 
-They differ in where they look: `strict` after the last `####`, `flexible` at the last number, `boxed` in the last
-`\\boxed{...}`. Numbers are compared as exact decimals (72 = 72.0 = 0072 = $72; never through floats, no exponents), at
-any length in linear time. The score is None where the gold itself is no number: the reward does not apply.
+The functions differ in where they look for the completion's answer: `strict` after the last `####`,
+`flexible` at the last number, `boxed` in the last `\\boxed{...}`. Another answer, or no answer,
+scores 0.0. The score is None where the gold answer is not a number, so that the function does not
+apply.
+
+Numbers are compared as exact decimals, so 72 = 72.0 = 0072 = $72. They are never converted to
+floats, and a number with an exponent is not an answer. The time is linear in the length of the
+text, for any text.
 """
 
+import collections
 import re
 import unicodedata
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-# What may stand between the marker and the number: emphasis, currency, the opening of a formula. No words.
+# What may stand between the marker and the number: emphasis, currency, the opening of a formula.
+# Words may not.
 _OPENING = r"(?:[\s*_`:=(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)(?![a-zA-Z]))*"
-# One run of digits, commas and dots, taken whole, so that "1,0,0" is one malformed number and not three good ones.
+# A run of digits, commas and dots is matched as a whole, so that "1,0,0" is one malformed number,
+# not three good ones.
 _RUN = r"(?P<sign>[-+−]?)(?:\\?[$€£¥])?(?P<run>(?:(?<![\w.)])\.)?[0-9][0-9.,]*)"
 _ANSWER = re.compile(_OPENING + _RUN)
 _NUMBER = re.compile(_RUN + r"(?P<exponent>[eE][-+]?[0-9]+)?")
@@ -22,58 +31,75 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 class Number(NamedTuple):
-  """An exact decimal without leading or trailing zeros; equal values are equal tuples."""
+  """An exact decimal, without leading zeros and without trailing zeros after the point.
+
+  Two numbers of the same value are equal tuples.
+
+  Attributes:
+    negative: Whether the number is less than 0.
+    whole: The digits before the decimal point, empty for 0.
+    fraction: The digits after the decimal point.
+  """
 
   negative: bool
   whole: str
   fraction: str
 
 
-def strict(completions: list[str], answer: list[str], **columns) -> list[float | None]:
-  """1.0 if the number right after the last `####` is the answer and no other number follows on its line."""
+def strict(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+  """1.0 if the answer directly follows the last `####` and no other number is on that line."""
   return _score(_after_anchor, completions, answer)
 
 
-def flexible(completions: list[str], answer: list[str], **columns) -> list[float | None]:
+def flexible(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   """1.0 if the last number of the text is the answer."""
-  return _score(_last, completions, answer)
+  return _score(_last_number, completions, answer)
 
 
-def boxed(completions: list[str], answer: list[str], **columns) -> list[float | None]:
+def boxed(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   """1.0 if the last `\\boxed{...}` holds the answer and no other number."""
   return _score(_in_box, completions, answer)
 
 
 def final_answer(text: str) -> Number | None:
-  """What a text answers, for votes: the number after `####`, else in a box, else the last one; None if none."""
-  return _after_anchor(text) or _in_box(text) or _last(text)
+  """The answer of a text, for a majority vote.
+
+  It is the number after `####`, else the number in a box, else the last number of the text. None if
+  the text has no number.
+  """
+  return _after_anchor(text) or _in_box(text) or _last_number(text)
 
 
-def _score(find: Callable[[str], Number | None], completions, answers):
-  golds = [_leading(answer) for answer in answers]
+def _score(
+  find_answer: Callable[[str], Number | None], completions: list[str], answers: list[str]
+) -> list[float | None]:
+  golds = [_leading_number(answer) for answer in answers]
   return [
-    None if gold is None else float(find(text) == gold)
+    None if gold is None else float(find_answer(text) == gold)
     for text, gold in zip(completions, golds, strict=True)
   ]
 
 
 def _after_anchor(text: str) -> Number | None:
   _, anchor, tail = text.rpartition("####")
-  return _leading(tail) if anchor else None
+  return _leading_number(tail) if anchor else None
 
 
-def _last(text: str) -> Number | None:
-  match = None
-  for match in _NUMBER.finditer(text):
-    pass
-  if match is None or match["exponent"]:
+def _last_number(text: str) -> Number | None:
+  last_match = collections.deque(_NUMBER.finditer(text), maxlen=1)
+  if not last_match or last_match[0]["exponent"]:
     return None
+  match = last_match[0]
+  # After a term, the sign is an operator: the last number of "10-5" is 5 and not -5.
   before = text[match.start() - 1 : match.start()]
-  is_operator = before.isalnum() or before in tuple(")]}")  # 10-5 ends in 5, not in -5
-  sign = "" if is_operator else match["sign"]
+  sign_is_operator = before.isalnum() or before in tuple(")]}")
+  sign = "" if sign_is_operator else match["sign"]
   number = _decimal(sign, match["run"])
-  # A run that is no number is a list without spaces, as in (3,72): its last member is the last number.
-  return number or _decimal("", match["run"].rstrip(".,").rpartition(",")[2])
+  if number is not None:
+    return number
+  # A run that is not a number is a list without spaces, as in (3,72). Take its last member.
+  last_member = match["run"].rstrip(".,").rpartition(",")[2]
+  return _decimal("", last_member)
 
 
 def _in_box(text: str) -> Number | None:
@@ -86,24 +112,30 @@ def _in_box(text: str) -> Number | None:
     depth += {"{": 1, "}": -1}.get(match[0], 0)
     if depth == 0 and match[0] == "}":
       content = _LATEX_COMMA.sub(",", tail[1 : match.start()])
-      return _leading(" ".join(content.splitlines()))
+      return _leading_number(" ".join(content.splitlines()))
   return None
 
 
-def _leading(text: str) -> Number | None:
-  """The number that `text` opens with, unless the rest of its line holds another one: naming two is no answer."""
+def _leading_number(text: str) -> Number | None:
+  """The number at the start of `text`. None if the rest of the line has another number.
+
+  A completion that gives two answers has not decided on either.
+  """
   match = _ANSWER.match(text)
   if match is None:
     return None
   rest = text[match.end() :].partition("\n")[0]
-  if _CHANGES_THE_VALUE.search(rest) or any(unicodedata.category(c)[0] == "N" for c in rest):
+  has_number = any(unicodedata.category(character)[0] == "N" for character in rest)
+  if has_number or _CHANGES_THE_VALUE.search(rest):
     return None
   return _decimal(match["sign"], match["run"])
 
 
 def _decimal(sign: str, run: str) -> Number | None:
-  match = _DECIMAL.fullmatch(run.rstrip(".,"))  # what ends a sentence is not part of the number
+  match = _DECIMAL.fullmatch(run.rstrip(".,"))  # "72." may end a sentence
   if match is None or not match[0]:
     return None
-  whole, fraction = match[1].replace(",", "").lstrip("0"), (match[2] or "").rstrip("0")
-  return Number(sign in ("-", "−") and bool(whole or fraction), whole, fraction)
+  whole = match[1].replace(",", "").lstrip("0")
+  fraction = (match[2] or "").rstrip("0")
+  is_zero = not whole and not fraction
+  return Number(sign in ("-", "−") and not is_zero, whole, fraction)

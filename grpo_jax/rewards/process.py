@@ -1,36 +1,47 @@
-"""Rewards for steps: lists of (end, number), `end` counting the characters of the completion up to the step's end."""
+"""Process rewards: they score the steps of a completion instead of the whole.
+
+They return a list of steps (end, number) for each completion. `end` counts the characters of the
+completion up to the end of the step.
+"""
 
 import re
+from typing import Any
 
 from grpo_jax.rewards.answers import strict
 
 
 def worked_steps(
-  completions: list[str], question: list[str], answer: list[str], **columns
+  completions: list[str], question: list[str], answer: list[str], **columns: Any
 ) -> list[list[tuple[int, float]]]:
-  """For sums such as `7+15-6=`: a completion's parts between semicolons, each 1.0 if it is what stands there in the
-  worked solution `7+15=22;22-6=16;#### 16`, else 0.0. The answer after `####` is a step wherever it comes."""
+  """Scores the steps of worked sums, such as the question `7+15-6=`.
+
+  Semicolons end the steps of a completion. A step gets 1.0 if it is equal to the step at the same
+  place in the worked solution `7+15=22;22-6=16;#### 16`, else 0.0. The answer after `####` may come
+  at any place.
+  """
   return [
-    _judged(text, _equations(sum_), gold) for text, sum_, gold in zip(completions, question, answer)
+    _score_steps(completion, _equations(sum_text), gold)
+    for completion, sum_text, gold in zip(completions, question, answer)
   ]
 
 
-def _judged(text, equations, gold):
+def _score_steps(completion: str, equations: list[str], gold: str) -> list[tuple[int, float]]:
   steps, end = [], 0
-  for i, part in enumerate(text.split(";")):
-    end = min(end + len(part) + 1, len(text))
+  for i, part in enumerate(completion.split(";")):
+    end = min(end + len(part) + 1, len(completion))
     if part.startswith("####"):
-      right = strict(completions=[part], answer=[gold])[0]
+      reward = strict(completions=[part], answer=[gold])[0]
     else:
-      right = i < len(equations) and part == equations[i] and text[end - 1] == ";"
-    steps.append((max(1, end), float(right)))
-    if end == len(text):
+      is_finished = completion[end - 1 : end] == ";"
+      reward = i < len(equations) and part == equations[i] and is_finished
+    steps.append((max(1, end), float(reward)))
+    if end == len(completion):
       break
   return steps
 
 
-def _equations(question):
-  """`7+15-6=` -> [`7+15=22`, `22-6=16`]."""
+def _equations(question: str) -> list[str]:
+  """The steps of the worked solution: `7+15-6=` -> [`7+15=22`, `22-6=16`]."""
   first, *terms = re.findall(r"[+-]?\d+", question)
   total, equations = int(first), []
   for term in terms:

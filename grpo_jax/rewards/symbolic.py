@@ -1,32 +1,44 @@
-"""Rewards for answers that are formulas, through math-verify (pip install -e '.[math]')."""
+"""A reward for answers that are formulas. It needs math-verify: pip install -e '.[math]'."""
 
 import logging
+from typing import Any
 
 from grpo_jax.settings import ConfigError
 
-SECONDS = 5  # for one answer, to be read and to be compared: then it counts as wrong
+# The time limit for parsing an answer, and again for comparing it. A slower answer counts as wrong.
+SECONDS = 5
 
 
-def math(completions: list[str], answer: list[str], **columns) -> list[float | None]:
-  r"""1.0 if the last answer of the text, \boxed{} before others, equals the gold one as an expression: 1/2 = \frac12 = 0.5.
+def math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+  r"""1.0 if the last formula of the text equals the gold answer as an expression, else 0.0.
 
-  None where the gold cannot be read. Raises ConfigError where math-verify is not installed.
+  For example, 1/2 equals \frac12 and 0.5. A formula in \boxed{} takes precedence over others.
+
+  Returns:
+    The scores. None where the gold answer is not a formula that math-verify can parse.
+
+  Raises:
+    ConfigError: math-verify is not installed.
   """
   try:
-    from math_verify import parse, verify  # here: an extra, and sympy is slow to import
+    # Imported here because it is an optional package, and because sympy is slow to import.
+    from math_verify import parse, verify
   except ImportError:
     raise ConfigError(
       "reward math needs the package math-verify: pip install -e '.[math]'"
     ) from None
-  logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-  )  # it tells of each answer that took too long
-  read = lambda text: parse(text, parsing_timeout=SECONDS, raise_on_error=False)
-  golds = {gold: read(rf"\boxed{{{gold}}}") for gold in set(answer)}
-  right = lambda text, gold: float(
-    verify(gold, read(text), timeout_seconds=SECONDS, raise_on_error=False)
-  )
+  # Below this level it logs a warning for every answer that reaches the time limit.
+  logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+  def read(text: str) -> list[Any]:
+    return parse(text, parsing_timeout=SECONDS, raise_on_error=False)
+
+  def compare(gold: list[Any], completion: str) -> float:
+    is_equal = verify(gold, read(completion), timeout_seconds=SECONDS, raise_on_error=False)
+    return float(is_equal)
+
+  golds = {text: read(rf"\boxed{{{text}}}") for text in set(answer)}
   return [
-    right(text, golds[gold]) if golds[gold] else None
-    for text, gold in zip(completions, answer, strict=True)
+    compare(golds[gold_text], completion) if golds[gold_text] else None
+    for completion, gold_text in zip(completions, answer, strict=True)
   ]

@@ -1,0 +1,69 @@
+"""The files of a tokenizer: tokenizer.json or tokenizer.model, and the files beside it."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.settings import ConfigError
+
+_BESIDE = (
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "generation_config.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+  "tokenizer.model",
+)
+
+
+def find(path: str | pathlib.Path, key: str) -> pathlib.Path:
+  """The file that defines the tokenizer in `path`.
+
+  Args:
+    path: A .json file, a .model file, or a folder with tokenizer.json or tokenizer.model. If the
+      folder has both, tokenizer.json is used.
+    key: The config key that holds `path`, for error messages.
+
+  Raises:
+    ConfigError: There is no such file.
+  """
+  path = pathlib.Path(path).expanduser()
+  if path.is_dir():
+    candidates = (path / "tokenizer.json", path / "tokenizer.model")
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+      raise ConfigError(f"{key}: {path} holds neither tokenizer.json nor tokenizer.model")
+    return found
+  if not path.is_file() or path.suffix not in (".json", ".model"):
+    raise ConfigError(
+      f"{key}: {path} must be a tokenizer.json, a tokenizer.model or a folder with one"
+    )
+  return path
+
+
+def read(path: pathlib.Path) -> dict[str, bytes]:
+  """The contents of a tokenizer's files, by the names under which they can be saved again.
+
+  `path`, which may have any name, becomes tokenizer.json or tokenizer.model.
+  """
+  paths = {name: path.with_name(name) for name in _BESIDE}
+  for template in path.parent.glob("additional_chat_templates/*.jinja"):
+    paths[f"{template.parent.name}/{template.name}"] = template
+  paths[f"tokenizer{path.suffix}"] = path
+  return {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
+
+
+def read_json(files: Mapping[str, bytes], name: str) -> Any:
+  """The JSON value in the file `name`, or an empty dict if there is no such file.
+
+  Raises:
+    ConfigError: The file is not JSON.
+  """
+  try:
+    return json.loads(files.get(name, b"{}"))
+  except ValueError as error:
+    raise ConfigError(f"data.tokenizer: {name} beside the tokenizer is not JSON: {error}") from None

@@ -1,0 +1,115 @@
+"""Reward functions by their names in the config."""
+
+import hashlib
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from grpo_jax.rewards import answers, process, symbolic
+from grpo_jax.settings import ConfigError
+
+# The steps of one completion, as pairs (end in characters, reward).
+Steps = list[tuple[int, float]]
+# A reward function. `grpo_jax/rewards/__init__.py` describes its arguments and what it returns.
+Reward = Callable[..., Sequence[float | Steps | None]]
+
+REWARDS: dict[str, Reward] = {
+  "strict": answers.strict,
+  "flexible": answers.flexible,
+  "boxed": answers.boxed,
+  "math": symbolic.math,
+  "worked_steps": process.worked_steps,
+}
+
+
+def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
+  """The reward function that a config key names. It is never a reward model.
+
+  Args:
+    name: A key of `REWARDS`, or `path/file.py:function`. The file is executed.
+    key: The config key that holds `name`, for error messages.
+    is_model: Returns whether a name is the folder of a model, or the name of one on
+      huggingface.co.
+
+  Raises:
+    ConfigError: `name` is a model, or there is no such function.
+  """
+  if name in REWARDS:
+    return REWARDS[name]
+  if is_model(name):
+    raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
+  file, _, attribute = name.rpartition(":")
+  if not file.endswith(".py"):
+    or_model = " or a reward model's folder" if key == "reward.functions" else ""
+    raise ConfigError(
+      f"{key}: {name!r} is unknown: choose one of {', '.join(REWARDS)}, or give"
+      f" path/file.py:function{or_model}"
+    )
+  path = pathlib.Path(file).expanduser()
+  if not path.is_file():
+    raise ConfigError(f"{key}: {name!r}: there is no file {path}")
+  function = getattr(_load_module(path.resolve()), attribute, None)
+  if not callable(function):
+    raise ConfigError(f"{key}: {name!r}: {path} defines no function {attribute!r}")
+  return function
+
+
+def resolve_all(
+  names: Sequence[str], load_model: Callable[[str], Reward], is_model: Callable[[str], bool]
+) -> list[Reward]:
+  """The reward functions and reward models that `reward.functions` names, in its order.
+
+  Args:
+    names: The value of the config key `reward.functions`.
+    load_model: Loads the reward model of a name for which `is_model` is true.
+    is_model: Returns whether a name is the folder of a model, or the name of one on
+      huggingface.co. It decides only about names that are not in `REWARDS`.
+
+  Raises:
+    ConfigError: A name has no function, or two functions have the same `name_of`, so that their
+      metrics would have the same names too.
+  """
+  functions = []
+  for name in names:
+    if name not in REWARDS and is_model(name):
+      functions.append(load_model(name))
+    else:
+      functions.append(resolve(name, "reward.functions", is_model))
+  function_names = [name_of(function) for function in functions]
+  if len(set(function_names)) < len(function_names):
+    raise ConfigError(
+      f"reward.functions: two functions have the same name in {function_names}; rename one"
+    )
+  return functions
+
+
+def name_of(function: Reward) -> str:
+  """The name of a reward function in metrics and in error messages."""
+  return getattr(function, "__name__", type(function).__name__)
+
+
+def silent(function: Reward) -> Reward:
+  """A reward function that has the name of `function` and scores nothing.
+
+  It takes the place of `function` on a process that leaves the call to another process.
+  """
+
+  def score_nothing(completions: Sequence[str], **_columns: Any) -> list[None]:
+    return [None] * len(completions)
+
+  score_nothing.__name__ = name_of(function)
+  return score_nothing
+
+
+def _load_module(path: pathlib.Path) -> ModuleType:
+  path_hash = hashlib.sha1(str(path).encode()).hexdigest()[:12]
+  module_name = f"reward_file_{path_hash}"
+  spec = importlib.util.spec_from_file_location(module_name, path)
+  module = importlib.util.module_from_spec(spec)
+  # dataclasses and pickle look up the module of a class here, so it must be there before it runs.
+  sys.modules[module_name] = module
+  spec.loader.exec_module(module)
+  return module
