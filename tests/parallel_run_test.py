@@ -72,7 +72,7 @@ def one_step(run, steps=2):
   tokens, losses, gaps = [], [], []
   for step in range(steps):
     with traces() as traced:
-      batch = loader.prompt_batch(prompts, loader.indices(0, step, 16, len(prompts)))
+      batch = loader.prompt_batch(prompts, loader.step_indices(0, step, 16, len(prompts)))
       arrays = run.put((batch.prompts_PS, batch.prompt_lengths_P))
       out = sample(
         run.parameters.for_sampling(state.params),

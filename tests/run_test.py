@@ -194,7 +194,7 @@ def test_groups_that_teach_nothing_give_way_to_fresh_ones(tmp_path):
   while len(expected) < P:
     number = 1 * 10 + rounds
     prompts = loader.prompt_batch(
-      collect.prompts, loader.indices(0, number, P, len(collect.prompts))
+      collect.prompts, loader.step_indices(0, number, P, len(collect.prompts))
     )
     out = run.sampler(run.config.sampling, G)(
       params,
@@ -309,7 +309,7 @@ def test_an_update_without_a_token_changes_nothing_and_is_in_no_mean(tmp_path):
 
 def test_without_dynamic_sampling_a_step_is_one_draw_of_its_own_number(tmp_path):
   run, collect, params = collector(tmp_path, SOMETIMES)
-  where = loader.indices(0, 3, P, len(collect.prompts))
+  where = loader.step_indices(0, 3, P, len(collect.prompts))
   found = collect(params, 3, Lap())
   assert list(found.prompts.texts) == [collect.prompts.texts[i] for i in where]
   assert not any(name.startswith("dynamic_sampling") for name in found.metrics)
@@ -409,7 +409,7 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
     state, step = trainer.restore_or_init()
     greedy = trainer.run.sampler(dataclasses.replace(c.sampling, temperature=0.0), 1)
     prompts = loader.prompt_batch(
-      trainer.collect.prompts, loader.indices(0, 0, P, len(trainer.collect.prompts))
+      trainer.collect.prompts, loader.step_indices(0, 0, P, len(trainer.collect.prompts))
     )
     out = trainer.run.fetch(
       greedy(state.params, prompts.prompts_PS, prompts.prompt_lengths_P, jax.random.key(7))
@@ -459,7 +459,7 @@ def test_what_was_sampled_is_what_is_trained(tmp_path):
   found = collect(run.initial_params(), 0, Lap())
   completions, ids, messages, prompts = run.functions[0].__globals__["seen"][0]
 
-  batch, where = found.batch, loader.indices(0, 0, P, 2)
+  batch, where = found.batch, loader.step_indices(0, 0, P, 2)
   assert messages[::G] == [
     [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{2 + i} pens?"}]
     for i in where

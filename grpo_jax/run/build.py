@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -93,13 +94,14 @@ class Run:
   def scorer(self) -> Scorer:
     """The reward functions of training. Raises ConfigError for functions that cannot be used."""
     reward = self.config.reward
-    functions = resolve_all(reward.functions, self._reward_model)
+    functions = resolve_all(reward.functions, self._reward_model, is_reward_model)
     needs_steps = ADVANTAGES[self.config.algo.advantage].needs_steps
     return self._scorer(functions, reward.weights, needs_steps)
 
   def eval_scorer(self) -> Scorer:
     """The function that decides in evaluation what is right."""
-    return self._scorer([resolve(self.config.eval.function, "eval.function")], (1.0,))
+    function = resolve(self.config.eval.function, "eval.function", is_reward_model)
+    return self._scorer([function], (1.0,))
 
   def initial_params(self) -> Any:
     """The trained parameters before the first update, on the mesh."""
@@ -136,6 +138,12 @@ class Run:
       return tokenizer.load(path)
     characters_of_prompt = config.data.prompt.replace("{question}", "")
     return tokenizer.characters(self.task.alphabet + characters_of_prompt)
+
+
+def is_reward_model(name: str) -> bool:
+  """Whether a reward's name is that of a model: on huggingface.co, or of a folder here."""
+  folder = Path(name).expanduser()
+  return hub.is_name(name) or (folder / "config.json").is_file()
 
 
 def _set_matmul_precision(config: Config) -> None:

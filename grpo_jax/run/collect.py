@@ -131,7 +131,7 @@ class Collector:
   def _draw(self, params: Any, number: int, temperature: float, clock: Clock) -> Groups:
     """The number-th draw of the run: a batch of prompts, completed and scored."""
     P = self._config.batch.prompts
-    indices_P = loader.indices(self._config.seed, number, P, len(self.prompts))
+    indices_P = loader.step_indices(self._config.seed, number, P, len(self.prompts))
     prompts = loader.prompt_batch(self.prompts, indices_P)
     key = jax.random.fold_in(self._run.key("sample"), number)
     rollouts = self._rollout(params, prompts, key, temperature)

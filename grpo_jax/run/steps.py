@@ -40,7 +40,7 @@ class WarmStep:
   def __call__(self, state: RunState, step: int) -> StepResult:
     run, config, clock = self._run, self._run.config, Clock()
     size = config.warm_start.batch
-    indices = loader.indices(config.seed, step, size, len(self._prompts))
+    indices = loader.step_indices(config.seed, step, size, len(self._prompts))
     examples = loader.supervised_batch(
       self._prompts, indices, run.tokenizer, config.sampling.max_tokens
     )
