@@ -34,8 +34,8 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
     ConfigError: The checkpoint holds another tree.
   """
   subtrees, structure = _groups_of(abstract)
-  strict = {group: tree for group, tree in subtrees.items() if group not in optional}
-  wanted = fmt.flatten(strict)
+  leaves = fmt.flatten(abstract)
+  wanted = {name: leaf for name, leaf in leaves.items() if fmt.group_of(name) not in optional}
   reader = _make_reader()
 
   manifest_args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
@@ -50,14 +50,16 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
   if damaged:
     raise Damaged(f"{damaged} is not what was saved")
 
-  groups = fmt.by_group(arrays)
+  saved_groups = fmt.by_group(arrays)
   restored = []
   for group, tree in subtrees.items():
-    if group in strict:
-      leaves = [arrays[name] for name in fmt.flatten({group: tree})]
-      restored.append(jax.tree.unflatten(jax.tree.structure(tree), leaves))
+    if group not in optional:
+      in_order = [arrays[name] for name in fmt.flatten({group: tree})]
+      restored.append(jax.tree.unflatten(jax.tree.structure(tree), in_order))
+    elif group in saved_groups:
+      restored.append(fmt.nested(saved_groups[group])[group])
     else:
-      restored.append(fmt.nested(groups[group])[group] if group in groups else tree)
+      restored.append(tree)
   return jax.tree.unflatten(structure, restored)
 
 
