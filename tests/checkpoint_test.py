@@ -15,8 +15,8 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.run import checkpoint
 from grpo_jax.run.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.run.checkpoint_format import device_digest
 from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -320,7 +320,7 @@ def test_digest_changes_with_the_lowest_bit_of_any_element_and_with_order(dtype)
   for i in range(x.size):
     variants.append(x.copy())
     variants[-1].view(np.uint8).reshape(24, -1)[i, 0] ^= 1
-  digests = {int(checkpoint._digest(v)) for v in variants}
+  digests = {int(device_digest(v)) for v in variants}
   assert len(digests) == len(variants) == 26
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType
@@ -14,54 +14,73 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-  """All devices as a [data, fsdp, expert, tensor] mesh; an axis of -1 takes what the others leave.
+  """All devices as a [data, fsdp, expert, tensor] mesh.
 
-  Raises ConfigError where the axes do not multiply to the number of devices.
+  Args:
+    config: The size of each axis. One of them may be -1: it takes the devices that the others
+      leave.
+    devices: The devices of the mesh. None means all of them.
+
+  Raises:
+    ConfigError: The sizes do not multiply to the number of devices.
   """
   devices = jax.devices() if devices is None else devices
-  sizes, count = [getattr(config, axis) for axis in AXES], len(devices)
-  asked = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes))
+  count = len(devices)
+  sizes = [getattr(config, axis) for axis in AXES]
+  settings = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes))
   if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
     raise ConfigError(
-      f"{asked}: each must be at least 1, and one of them may be -1 for what is left"
+      f"{settings}: each must be at least 1, and one of them may be -1 for what is left"
     )
-  known = math.prod(size for size in sizes if size != -1)
-  sizes = [count // known if size == -1 else size for size in sizes]
+  fixed = math.prod(size for size in sizes if size != -1)
+  sizes = [count // fixed if size == -1 else size for size in sizes]
   if math.prod(sizes) != count:
-    raise ConfigError(f"{asked} does not fit {count} devices: choose axes whose product is {count}")
+    raise ConfigError(
+      f"{settings} does not fit {count} devices: choose axes whose product is {count}"
+    )
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def initialize_distributed() -> None:
-  """Joins the processes of a Slurm step, a TPU pod or JAX_COORDINATOR_ADDRESS; does nothing elsewhere.
+  """Joins the processes of a Slurm step, of a TPU pod or of JAX_COORDINATOR_ADDRESS.
 
-  Call it before any other use of JAX. Under Slurm, JAX gives each task one GPU: start as many tasks per node as it has
-  GPUs. Elsewhere, JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID say who is who.
+  Does nothing elsewhere, or if the processes have joined already. Call it before any other use of
+  JAX.
+
+  Under Slurm, JAX gives each task one GPU: start as many tasks per node as the node has GPUs.
+  Without Slurm or a TPU pod, set three environment variables for each process:
+  JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+
+  Raises:
+    ConfigError: JAX_COORDINATOR_ADDRESS is set, and one of the other two is not a number.
   """
   if jax.distributed.is_initialized():
     return
   if "JAX_COORDINATOR_ADDRESS" in os.environ:
     jax.distributed.initialize(
-      num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID")
+      num_processes=_number_from_environment("JAX_NUM_PROCESSES"),
+      process_id=_number_from_environment("JAX_PROCESS_ID"),
     )
-  elif _several_processes(os.environ):
+  elif _has_several_processes(os.environ):
     jax.distributed.initialize()
 
 
-def _number(variable):
+def _number_from_environment(variable: str) -> int:
   value = os.environ.get(variable, "")
   if not value.isdecimal():
     raise ConfigError(
-      f"environment variable {variable} is {value!r}: beside JAX_COORDINATOR_ADDRESS it must be a number"
+      f"environment variable {variable} is {value!r}: beside JAX_COORDINATOR_ADDRESS it must be a "
+      "number"
     )
   return int(value)
 
 
-def _several_processes(environ: Mapping[str, str]) -> bool:
-  tasks = int(
-    environ.get("SLURM_STEP_NUM_TASKS", 1)
-  )  # of this srun: an allocation alone starts nothing
+def _has_several_processes(environ: Mapping[str, str]) -> bool:
+  """True inside a Slurm step of several tasks, or on a TPU of several hosts."""
+  # The tasks of this srun: an allocation alone starts none.
+  tasks = int(environ.get("SLURM_STEP_NUM_TASKS", 1))
   hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", "")).split(",")
-  # On a Cloud TPU VM importing jax sets the first; a notebook's TPU without a metadata server sets the second.
+  # On a Cloud TPU VM, importing jax sets TPU_ML_PLATFORM. A notebook's TPU without a metadata
+  # server sets TPU_SKIP_MDS_QUERY.
   cloud_tpu = environ.get("TPU_ML_PLATFORM") == "JAX" and "TPU_SKIP_MDS_QUERY" not in environ
   return tasks > 1 or len(hosts) > 1 or cloud_tpu

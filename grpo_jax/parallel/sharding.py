@@ -8,9 +8,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax.settings import ConfigError
 
-QUANTISED = r"(/qvalue|/scale)?"  # a kernel that is has two leaves; scales are fewer
-# Path of a parameter -> the mesh axis that splits each dimension. "fsdp" splits D everywhere, "tensor" the other large
-# axis, so that a layer needs one sum over "tensor" after o and one after down; "expert" splits a mixture's experts.
+# The mesh axes that split the first axis of a batch.
+ROW_AXES = ("data", "fsdp", "expert")
+
+# A quantised kernel has two leaves. Its scales have fewer elements than its values.
+QUANTISED = r"(/qvalue|/scale)?"
+# Path of a parameter -> the mesh axis that splits each dimension. "fsdp" splits D everywhere.
+# "tensor" splits the other large dimension, so that a layer needs one sum over "tensor" after o and
+# one after down. "expert" splits the experts of a sparse layer. The rank of an adapter is too short
+# to split.
 RULES = (
   (r"embed/embedding", ("tensor", "fsdp")),
   (r"layers_\d+/(attention|mlp)(_post)?_norm/scale", (None,)),
@@ -20,10 +26,7 @@ RULES = (
   (r"layers_\d+/attention/o/kernel" + QUANTISED, ("tensor", None, "fsdp")),
   (r"layers_\d+/mlp/(gate|up)/kernel" + QUANTISED, ("fsdp", "tensor")),
   (r"layers_\d+/mlp/down/kernel" + QUANTISED, ("tensor", "fsdp")),
-  (
-    r"layers_\d+/(attention/[qkv]|mlp/(gate|up))/lora_a",
-    ("fsdp", None),
-  ),  # a rank is too short to split
+  (r"layers_\d+/(attention/[qkv]|mlp/(gate|up))/lora_a", ("fsdp", None)),
   (r"layers_\d+/attention/[qkv]/lora_b", (None, "tensor", None)),
   (r"layers_\d+/attention/o/lora_a", ("tensor", None, None)),
   (r"layers_\d+/mlp/(gate|up)/lora_b", (None, "tensor")),
@@ -37,10 +40,11 @@ RULES = (
   (r"score/kernel", ("fsdp", None)),
   (r"score/bias", (None,)),
 )
+# The axes of RULES that each layout of the weights keeps.
 LAYOUTS = {
   "train": ("fsdp", "expert", "tensor"),
   "tensor": ("expert", "tensor"),
-}  # the axes of RULES that a layout keeps
+}
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:
@@ -49,101 +53,160 @@ def leaf_path(path: tuple[Any, ...]) -> str:
 
 
 def param_specs(params: Any, mesh: Mesh, layout: str = "train") -> Any:
-  """The NamedSharding of every leaf (anything with a shape). layout "tensor" leaves weights whole along fsdp.
+  """The NamedSharding of every parameter.
 
-  A dimension that its axis does not divide stays whole. Raises ConfigError for a path that RULES does not know.
+  A dimension that its axis does not divide stays whole.
+
+  Args:
+    params: A tree of parameters, or of anything with a shape.
+    mesh: The mesh of the run.
+    layout: "train", or "tensor" for weights that stay whole along fsdp.
+
+  Raises:
+    ConfigError: RULES has no rule for a path, or LAYOUTS no such layout.
   """
 
-  def sharding(path, leaf):
+  def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
     axes = _axes(leaf_path(path), leaf, layout)
-    return NamedSharding(
-      mesh, PartitionSpec(*(a if _divides(mesh, a, n) else None for a, n in zip(axes, leaf.shape)))
-    )
+    split = [axis if _divides(mesh, axis, size) else None for axis, size in zip(axes, leaf.shape)]
+    return NamedSharding(mesh, PartitionSpec(*split))
 
   return jax.tree_util.tree_map_with_path(sharding, params)
 
 
 def undivided(params: Any, mesh: Mesh, layout: str = "train") -> list[str]:
-  """One line for each dimension that stays whole because its axis does not divide it."""
-  return [
-    f"{leaf_path(path)}: dimension {d} of {n} is not divisible by {axis}={mesh.shape[axis]}"
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    for d, (axis, n) in enumerate(zip(_axes(leaf_path(path), leaf, layout), leaf.shape))
-    if not _divides(mesh, axis, n)
-  ]
+  """One line for each dimension of a parameter that stays whole because no axis divides it."""
+  lines = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = leaf_path(path)
+    for dimension, (axis, size) in enumerate(zip(_axes(name, leaf, layout), leaf.shape)):
+      if axis is not None and not _divides(mesh, axis, size):
+        lines.append(
+          f"{name}: dimension {dimension} of {size} is not divisible by {axis}={mesh.shape[axis]}"
+        )
+  return lines
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
-  """The NamedSharding of every leaf of a TrainState: moments lie as their parameters do, scalars everywhere.
+  """The NamedSharding of every leaf of a TrainState.
 
-  Raises ConfigError for an array of the optimizer that has no parameter's path and shape.
+  An array of the optimizer that has a parameter's path and shape, such as a moment, lies as the
+  parameter does. An array that has a parameter's path and all its dimensions but one, such as
+  Adafactor's mean over rows (Shazeer & Stern 1804.04235), lies as the dimensions that are left.
+  Everything else lies whole on every device: `replicated` lists it.
   """
-  of_params = param_specs(state.params, mesh)
-  known = {
-    leaf_path(path): (leaf.shape, sharding)
-    for (path, leaf), sharding in zip(
-      jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(of_params)
-    )
-  }
+  placement = _Placement(state.params, mesh)
 
-  def sharding(path, leaf):
-    if not leaf.shape:
-      return NamedSharding(mesh, PartitionSpec())
-    keys = leaf_path(path).split("/")
-    for suffix in ("/".join(keys[i:]) for i in range(len(keys))):
-      if suffix in known and known[suffix][0] == leaf.shape:
-        return known[suffix][1]
-    raise ConfigError(
-      f"{leaf_path(path)} {leaf.shape} of the optimizer has no parameter's path and shape: "
-      "teach grpo_jax/parallel/sharding.py where it lies"
-    )
+  def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    return placement.find(leaf_path(path), leaf.shape) or NamedSharding(mesh, PartitionSpec())
 
   return jax.tree_util.tree_map_with_path(sharding, state)
 
 
+def replicated(state: Any, mesh: Mesh) -> list[str]:
+  """One line for each optimizer array of a TrainState that lies whole on every device.
+
+  Lists the arrays that `state_shardings` cannot match to a parameter, except those of one element.
+  The list is empty if the mesh does not split parameters.
+  """
+  if all(mesh.shape[axis] == 1 for axis in LAYOUTS["train"]):
+    return []
+  placement = _Placement(state.params, mesh)
+  return [
+    f"{leaf_path(path)} {leaf.shape} of the optimizer lies whole on every device"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+    if leaf.size > 1 and placement.find(leaf_path(path), leaf.shape) is None
+  ]
+
+
+class _Placement:
+  """Finds the place of an array by the parameter that its path ends with."""
+
+  def __init__(self, params: Any, mesh: Mesh) -> None:
+    self._mesh = mesh
+    shardings = jax.tree.leaves(param_specs(params, mesh))
+    self._params = {
+      leaf_path(path): (leaf.shape, sharding)
+      for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(params), shardings)
+    }
+
+  def find(self, path: str, shape: tuple[int, ...]) -> NamedSharding | None:
+    """The sharding of the array at `path`, or None if it fits no parameter."""
+    keys = path.split("/")
+    suffixes = ("/".join(keys[start:]) for start in range(len(keys)))
+    matches = [self._params[suffix] for suffix in suffixes if suffix in self._params]
+    for param_shape, sharding in matches:
+      if shape == param_shape:
+        return sharding
+    for param_shape, sharding in matches:
+      reduced = _without_one_dimension(param_shape, sharding.spec, shape)
+      if reduced is not None:
+        return NamedSharding(self._mesh, reduced)
+    return None
+
+
+def _without_one_dimension(
+  param_shape: tuple[int, ...], spec: PartitionSpec, shape: tuple[int, ...]
+) -> PartitionSpec | None:
+  """The spec of a parameter for an array that lacks one of its dimensions.
+
+  None if `shape` is no such array, or if dimensions of equal size leave open which one it lacks.
+  """
+  specs = {
+    PartitionSpec(*spec[:dimension], *spec[dimension + 1 :])
+    for dimension in range(len(param_shape))
+    if shape == param_shape[:dimension] + param_shape[dimension + 1 :]
+  }
+  return specs.pop() if len(specs) == 1 else None
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Prompts, the leading axis of a batch, over data, fsdp and expert."""
-  return NamedSharding(mesh, PartitionSpec(("data", "fsdp", "expert")))
+  """The first axis of a batch, its prompts, over data, fsdp and expert."""
+  return NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
 
 def table_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
-  """The embedding [V, D] while tokens are looked up: whole along D, so that the rows found lie where the batch does."""
-  return NamedSharding(
-    mesh, PartitionSpec("tensor" if _divides(mesh, "tensor", vocabulary) else None)
-  )
+  """The embedding [V, D] while tokens are looked up.
+
+  It is whole along D, so that the rows that are found lie where the batch does.
+  """
+  return NamedSharding(mesh, PartitionSpec(_axis_if_divides(mesh, "tensor", vocabulary)))
 
 
 def experts_sharding(mesh: Mesh, experts: int, width: int) -> NamedSharding:
-  """Experts' matrices [X, D, M] while tokens go through them: each device has all of D of its experts."""
-  return NamedSharding(
-    mesh,
-    PartitionSpec(
-      "expert" if _divides(mesh, "expert", experts) else None,
-      None,
-      "tensor" if _divides(mesh, "tensor", width) else None,
-    ),
-  )
+  """The experts' matrices [X, D, M] while tokens pass through them.
+
+  Each device has all of D of its experts.
+  """
+  expert_axis = _axis_if_divides(mesh, "expert", experts)
+  width_axis = _axis_if_divides(mesh, "tensor", width)
+  return NamedSharding(mesh, PartitionSpec(expert_axis, None, width_axis))
 
 
 def model_shardings(shape: Any, mesh: Mesh) -> dict[str, NamedSharding]:
-  """The fields of a model's config that say where its activations and what they meet lie."""
-  return dict(
-    rows=batch_sharding(mesh),
-    table=table_sharding(mesh, shape.vocab_size),
-    experts=experts_sharding(mesh, shape.num_experts, shape.expert_dim),
-  )
+  """The fields of a model's config that place its activations and the weights that they meet."""
+  return {
+    "rows": batch_sharding(mesh),
+    "table": table_sharding(mesh, shape.vocab_size),
+    "experts": experts_sharding(mesh, shape.num_experts, shape.expert_dim),
+  }
 
 
 def _axes(name: str, leaf: Any, layout: str) -> tuple[str | None, ...]:
+  """The mesh axis of each dimension of a parameter, by RULES."""
   if layout not in LAYOUTS:
     raise ConfigError(f"weights layout {layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
   for pattern, axes in RULES:
     if re.fullmatch(pattern, name) and len(axes) == len(leaf.shape):
-      return tuple(a if a in LAYOUTS[layout] else None for a in axes)
+      return tuple(axis if axis in LAYOUTS[layout] else None for axis in axes)
   raise ConfigError(
     f"parameter {name} {leaf.shape} has no rule: add one to RULES in grpo_jax/parallel/sharding.py"
   )
 
 
-def _divides(mesh: Mesh, axis: str | None, length: int) -> bool:
-  return axis is None or length % mesh.shape[axis] == 0
+def _axis_if_divides(mesh: Mesh, axis: str, size: int) -> str | None:
+  return axis if _divides(mesh, axis, size) else None
+
+
+def _divides(mesh: Mesh, axis: str | None, size: int) -> bool:
+  return axis is None or size % mesh.shape[axis] == 0

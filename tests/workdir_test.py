@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_jax.run import workdir as metrics
 from grpo_jax.run.workdir import Writer, open_run, read
 from grpo_jax.settings import ConfigError
 
@@ -288,7 +287,7 @@ def test_wandb_gets_the_rows_and_goes_on_with_the_same_run(tmp_path, monkeypatch
 def test_files_are_replaced_in_one_step(tmp_path, monkeypatch):
   open_run(tmp_path, CONFIG)
   before = (tmp_path / "config.json").read_bytes()
-  monkeypatch.setattr(metrics.os, "replace", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+  monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
   with pytest.raises(KeyboardInterrupt):
     open_run(tmp_path, changed("steps", 200))
   assert (tmp_path / "config.json").read_bytes() == before

@@ -1,0 +1,109 @@
+"""Moves arrays between the processes and the mesh, and lets the processes agree on what to do."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from grpo_jax.parallel.sharding import ROW_AXES, batch_sharding
+from grpo_jax.settings import ConfigError
+
+T = TypeVar("T")
+
+
+def any_process(here: bool) -> bool:
+  """True on every process if `here` is true on any. All processes must call it together."""
+  if jax.process_count() == 1:
+    return here
+  return bool(multihost_utils.process_allgather(np.array(here)).any())
+
+
+class Hosts:
+  """The processes of a run and their mesh.
+
+  Every process calls the methods together and in the same order, because most of them communicate.
+  """
+
+  def __init__(self, mesh: jax.sharding.Mesh) -> None:
+    self.mesh = mesh
+
+  @property
+  def is_first(self) -> bool:
+    """True on the process that scores, and that writes everything except checkpoints."""
+    return jax.process_index() == 0
+
+  @property
+  def row_shards(self) -> int:
+    """The number of parts that the mesh splits the first axis of a batch into."""
+    return math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
+
+  def check_rows(self, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError unless the mesh divides every batch size.
+
+    Args:
+      sizes: Batch sizes by config key, such as {"batch.prompts": 64}.
+    """
+    for key, size in sizes.items():
+      if size % self.row_shards:
+        raise ConfigError(
+          f"config key {key} is {size}: it must be a multiple of mesh.data x mesh.fsdp x "
+          f"mesh.expert = {self.row_shards}"
+        )
+
+  def put(self, tree: Any) -> Any:
+    """Puts host arrays onto the mesh, with their first axis over data x fsdp x expert.
+
+    Args:
+      tree: Arrays that are the same on every process.
+    """
+    sharding = batch_sharding(self.mesh)
+
+    def put_array(array: Any) -> jax.Array:
+      array = np.asarray(array)
+      return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put_array, tree)
+
+  def fetch(self, tree: Any) -> Any:
+    """Arrays of the mesh as whole numpy arrays on every process."""
+    if jax.process_count() > 1:
+      tree = multihost_utils.process_allgather(tree, tiled=True)
+    return jax.device_get(tree)
+
+  def from_first(self, tree: Any) -> Any:
+    """The first process's arrays, as numpy arrays on every process.
+
+    Args:
+      tree: Arrays of the same structure, shapes and dtypes on every process.
+    """
+    if jax.process_count() > 1:
+      tree = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+    return tree
+
+  def any_process(self, here: bool) -> bool:
+    """True on every process if `here` is true on any."""
+    return any_process(here)
+
+  def on_first(self, act: Callable[[], T]) -> T | None:
+    """Runs act() on the first process alone.
+
+    Returns:
+      The result of act() on the first process, None on the others.
+
+    Raises:
+      Exception: act() failed. The first process raises the error of act(). The others raise a
+        ConfigError, so that none of them waits for the first.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    if self.is_first:
+      try:
+        result = act()
+      except Exception as caught:
+        error = caught
+    if self.any_process(error is not None):
+      raise error or ConfigError("the first process has ended: see what it says")
+    return result

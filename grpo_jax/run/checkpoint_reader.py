@@ -1,0 +1,128 @@
+"""Reads one checkpoint from disk and verifies that its arrays are the ones that were saved."""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+from grpo_jax.parallel.hosts import any_process
+from grpo_jax.run import checkpoint_format as fmt
+
+T = TypeVar("T")
+
+
+class Damaged(Exception):
+  """A checkpoint that cannot be read, or that does not hold the numbers that were saved."""
+
+
+def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool = True) -> Any:
+  """The tree of the checkpoint at `path`.
+
+  Args:
+    path: The folder of one step.
+    abstract: The tree to restore. Its top level is a dict or a dataclass of groups. Each leaf has a
+      shape and a dtype, and a sharding where the array belongs on the devices.
+    optional: Names of groups on the host that a checkpoint may lack. Such a group is restored as
+      nested dicts of numpy arrays with the leaves that were saved, whichever leaves `abstract` has
+      there. Where the checkpoint lacks the group, the value in `abstract` is returned.
+    whole: Whether the checkpoint must hold no groups that `abstract` lacks.
+
+  Raises:
+    Damaged: The checkpoint cannot be read, or is not what was saved.
+    ConfigError: The checkpoint holds another tree.
+  """
+  subtrees, structure = _groups_of(abstract)
+  leaves = fmt.flatten(abstract)
+  wanted = {name: leaf for name, leaf in leaves.items() if fmt.group_of(name) not in optional}
+  reader = _make_reader()
+
+  manifest_args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+  manifest = _attempt(lambda: fmt.unseal(reader.restore(path, manifest_args)["manifest"]))
+  groups_to_check = subtrees.keys() | (fmt.by_group(manifest).keys() if whole else set())
+  strict_entries = _entries_of(manifest, groups_to_check - set(optional))
+  fmt.check_same_leaves(path, strict_entries, wanted)
+  saved = strict_entries | _entries_of(manifest, subtrees.keys() & set(optional))
+
+  arrays = _attempt(lambda: _read_arrays(reader, path, saved, wanted))
+  damaged = fmt.first_damaged(_select(arrays, saved, on_host=False), saved)
+  if damaged:
+    raise Damaged(f"{damaged} is not what was saved")
+
+  saved_groups = fmt.by_group(arrays)
+  restored = []
+  for group, tree in subtrees.items():
+    if group not in optional:
+      in_order = [arrays[name] for name in fmt.flatten({group: tree})]
+      restored.append(jax.tree.unflatten(jax.tree.structure(tree), in_order))
+    elif group in saved_groups:
+      restored.append(fmt.nested(saved_groups[group])[group])
+    else:
+      restored.append(tree)
+  return jax.tree.unflatten(structure, restored)
+
+
+def _groups_of(tree: Any) -> tuple[dict[str, Any], Any]:
+  """Splits the top level of a tree into {group: subtree} and the structure that joins them."""
+  children, structure = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)
+  return {jax.tree_util.keystr(path, simple=True): child for path, child in children}, structure
+
+
+def _entries_of(manifest: fmt.Manifest, groups: Collection[str]) -> fmt.Manifest:
+  return {name: entry for name, entry in manifest.items() if fmt.group_of(name) in groups}
+
+
+def _make_reader() -> ocp.Checkpointer:
+  """A reader for this process alone.
+
+  It has no barriers, because a process that cannot read would leave the others waiting in them.
+  """
+  process = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(
+    primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
+  )
+  options = ocp.CompositeOptions(multiprocessing_options=alone)
+  handler = ocp.CompositeCheckpointHandler(composite_options=options)
+  return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _read_arrays(
+  reader: ocp.Checkpointer, path: Path, saved: fmt.Manifest, wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Every array in the manifest `saved`, by name. Those of the host are verified."""
+  targets = {}
+  for name, entry in saved.items():
+    on_host = fmt.is_host_entry(entry) or name not in wanted
+    targets[name] = fmt.empty_host_array(entry) if on_host else wanted[name]
+  on_disk = {name: leaf for name, leaf in targets.items() if not fmt.is_manifest_only(leaf)}
+  items = {
+    group: ocp.args.StandardRestore(leaves) for group, leaves in fmt.by_group(on_disk).items()
+  }
+  restored = reader.restore(path, ocp.args.Composite(**items))
+  arrays = targets | {name: restored[fmt.group_of(name)][name] for name in on_disk}
+  # Here and not with the arrays on the devices, whose digest all processes compute together. A
+  # process that alone reads a file wrongly must not be the only one that gives up.
+  damaged = fmt.first_damaged(_select(arrays, saved, on_host=True), saved)
+  if damaged:
+    raise ValueError(f"{damaged} is not what was saved")
+  return arrays
+
+
+def _select(arrays: Mapping[str, Any], saved: fmt.Manifest, on_host: bool) -> dict[str, Any]:
+  return {
+    name: array for name, array in arrays.items() if fmt.is_host_entry(saved[name]) == on_host
+  }
+
+
+def _attempt(read: Callable[[], T]) -> T:
+  """The result of read(). Raises Damaged on every process if it failed on any."""
+  result: T
+  reason = ""
+  try:
+    result = read()
+  except Exception as error:  # json, orbax, tensorstore and the file system each have their own
+    reason = str(error.__cause__ or error).split("\n")[0][:150] or type(error).__name__
+  if any_process(bool(reason)):
+    raise Damaged(reason or "on another host")
+  return result

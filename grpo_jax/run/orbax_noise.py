@@ -1,0 +1,45 @@
+"""Silences what orbax prints beside the errors that it raises.
+
+The reader of a checkpoint reports a damaged file in one line. Without these filters, that line
+would drown in what orbax and asyncio print about the tasks that they gave up.
+"""
+
+import logging
+import re
+import sys
+from types import CodeType
+from typing import TYPE_CHECKING
+
+from absl import logging as absl_logging
+
+if TYPE_CHECKING:
+  from sys import UnraisableHookArgs
+
+
+def silence_orbax() -> None:
+  """Installs the filters. Call it once, before orbax reads or writes anything."""
+  report = sys.unraisablehook
+
+  def report_unless_orbax(unraisable: "UnraisableHookArgs") -> None:
+    if not _is_orbax_noise(unraisable):
+      report(unraisable)
+
+  sys.unraisablehook = report_unless_orbax
+  logging.getLogger("asyncio").addFilter(_keep_asyncio_record)
+  absl_logging.get_absl_logger().addFilter(_keep_absl_record)
+
+
+def _is_orbax_noise(unraisable: "UnraisableHookArgs") -> bool:
+  """True for tasks that orbax abandons when it cannot read an array."""
+  code: CodeType | None = getattr(unraisable.object, "cr_code", None)
+  abandoned = code is not None and "orbax" in code.co_filename
+  return abandoned or str(unraisable.exc_value) == "Event loop is closed"
+
+
+def _keep_asyncio_record(record: logging.LogRecord) -> bool:
+  return not re.search("orbax|tensorstore", record.getMessage())
+
+
+def _keep_absl_record(record: logging.LogRecord) -> bool:
+  """Drops orbax's progress messages, which users of absl.app would see."""
+  return record.levelno >= logging.WARNING or "orbax" not in record.pathname

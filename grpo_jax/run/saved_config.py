@@ -1,0 +1,80 @@
+"""A run's config.json, and whether a run may continue under another config."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.settings import ConfigError
+
+# A run may continue with other values of these keys. They do not change what is computed: they say
+# how often something is saved or shown, and where and in which parts an update is computed.
+_MAY_DIFFER = (
+  "checkpoint.",
+  "eval.",
+  "log.",
+  "mesh.",
+  "learner.remat",
+  "learner.logprob_chunk",
+  "batch.micro_batch",
+  "reward.batch",
+)
+
+
+def load_config(path: Path) -> dict[str, Any]:
+  """The nested values in a config.json. Raises ConfigError if it cannot be read."""
+  try:
+    config = json.loads(path.read_bytes())
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      f"{path} cannot be read ({error}): put it back, or name another --workdir"
+    ) from error
+  if not isinstance(config, dict):
+    raise ConfigError(f"{path} is not a config: put it back, or name another --workdir")
+  return config
+
+
+def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Nested values as a config.json holds them, with lists for tuples."""
+  return json.loads(json.dumps(config))
+
+
+def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+  """Raises ConfigError at the first key whose new value would make the run another one.
+
+  Args:
+    path: The config.json of the run, for the error message.
+    old: The nested values that the run has had so far.
+    new: The nested values under which it is to continue.
+  """
+  old, new = _flat(old), _flat(new)
+  for key in [*new, *old]:
+    is_same = key in old and key in new and old[key] == new[key]
+    if is_same or key.startswith(_MAY_DIFFER):
+      continue
+    if key == "steps" and _schedule_is_constant(old) and _schedule_is_constant(new):
+      continue
+    reason = " (its learning-rate schedule ends at the last step)" if key == "steps" else ""
+    raise ConfigError(
+      f"{path} has {key} = {_shown(old, key)}, this run {_shown(new, key)}{reason}: "
+      "name another --workdir, or keep the old value"
+    )
+
+
+def _schedule_is_constant(flat: Mapping[str, Any]) -> bool:
+  return flat.get("optimizer.schedule") == "constant"
+
+
+def _shown(flat: Mapping[str, Any], key: str) -> str:
+  return repr(flat[key]) if key in flat else "no such key"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Nested values by dotted key, such as {"model.path": ""}."""
+  flat = {}
+  for key, value in config.items():
+    if isinstance(value, Mapping):
+      flat.update(_flat(value, f"{prefix}{key}."))
+    else:
+      flat[prefix + key] = value
+  return flat
