@@ -67,7 +67,7 @@ def _prompts(run: Run) -> PromptBatch:
     data = dataclasses.replace(data, prompt="{question}", chat=False)
   prompts = Prompts([{"question": text}], run.tokenizer, data)
   prompts.max_tokens = len(prompts.tokens[0])
-  return prompt_batch(prompts, np.zeros(run.hosts.rows, int))
+  return prompt_batch(prompts, np.zeros(run.hosts.row_shards, int))
 
 
 def _print(rollouts: Rollouts, count: int) -> None:

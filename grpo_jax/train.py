@@ -114,11 +114,13 @@ def _check_batches(run: Run) -> None:
   """Raises ConfigError for batches that the mesh does not divide."""
   config = run.config
   run.hosts.check_rows(
-    batch__prompts=config.batch.prompts,
-    batch__micro_batch=config.batch.micro_batch,
-    warm_start__batch=config.warm_start.batch if config.warm_start.steps else 0,
+    {
+      "batch.prompts": config.batch.prompts,
+      "batch.micro_batch": config.batch.micro_batch,
+      "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
+    }
   )
-  part, rows = config.batch.prompts // config.algo.minibatches, run.hosts.rows
+  part, rows = config.batch.prompts // config.algo.minibatches, run.hosts.row_shards
   if part % rows:
     raise ConfigError(
       f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts /"

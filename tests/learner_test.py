@@ -135,10 +135,10 @@ GRPO = grpo()
 
 def lowered_gradient(objective, batch, params):
   """The gradient of a whole batch's loss, lowered and not compiled."""
-  weights = objective.batch_weights(batch, Coefficients(kl=0.04, entropy=0.0))
+  of_batch = objective.totals(batch, Coefficients(kl=0.04, entropy=0.0))
 
   def loss(params):
-    return objective.part_loss(params, None, batch, weights)[0]
+    return objective.part_loss(params, None, batch, of_batch)[0]
 
   return jax.jit(jax.grad(loss)).lower(params)
 

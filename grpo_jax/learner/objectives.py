@@ -4,19 +4,19 @@ A batch is computed in micro-batches. Whatever depends on the whole batch is com
 split, so that the losses of the parts, and their gradients, add up to those of the whole.
 """
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
+from flax import struct
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from grpo_jax import masked, model
-from grpo_jax.algo import controllers, metrics, selection
+from grpo_jax.algo import controllers, metrics, token_selection
 from grpo_jax.algo.balance import balance_loss
 from grpo_jax.algo.metrics import Metrics
-from grpo_jax.algo.objective import batch_weights, objective
+from grpo_jax.algo.objective import Totals, objective, totals
 from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features
@@ -51,15 +51,15 @@ class Objective:
       under LoRA adapters, and None without LoRA.
     prepare: (policy, whole batch, micro-batch size) -> the batch with what its parts need to know
       of the whole.
-    batch_weights: (whole batch, coefficients) -> what the losses of the parts are divided by and
-      multiplied with.
-    part_loss: (policy, reference, part, weights) -> the part's summand of the loss, and its report.
+    totals: (whole batch, coefficients) -> what the parts of the batch share: the divisors of means
+      and the coefficients.
+    part_loss: (policy, reference, part, totals) -> the part's summand of the loss, and its report.
     adapt: (coefficients, metrics, completions in the batch) -> the next update's coefficients.
   """
 
   join: Callable[[Any, Any], model.Params]
   prepare: Callable[[model.Params, Batch, int], Batch]
-  batch_weights: Callable[[Batch, Coefficients], Any]
+  totals: Callable[[Batch, Coefficients], Any]
   part_loss: Callable[[model.Params, Any, Batch, Any], tuple[jax.Array, PartReport]]
   adapt: Callable[[Coefficients, Metrics, int], Coefficients]
 
@@ -70,11 +70,11 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
   plain = StatsOptions(config, learner)
 
   def prepare(params: model.Params, batch: Batch, micro_batch: int) -> Batch:
-    if not selection.is_needed(algo):
+    if not token_selection.is_needed(algo):
       return batch
     stats = whole_batch_stats(params, batch, plain, micro_batch)
     old_PGT = stats.logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
-    selected = selection.select(
+    selected = token_selection.select(
       stats.logprobs_PGT,
       old_PGT,
       stats.entropies_PGT,
@@ -84,14 +84,14 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     )
     return batch.replace(selection=selected, routing=jax.lax.stop_gradient(stats.routing))
 
-  def weights(batch: Batch, coefs: Coefficients) -> Any:
-    return batch_weights(batch, coefs, algo)
+  def totals_of(batch: Batch, coefs: Coefficients) -> Totals:
+    return totals(batch, coefs, algo)
 
   def part_loss(
-    params: model.Params, reference: model.Params | None, part: Batch, weights: Any
+    params: model.Params, reference: model.Params | None, part: Batch, of_batch: Totals
   ) -> tuple[jax.Array, PartReport]:
     stats = batch_stats(params, reference, part, options)
-    loss, measured = objective(stats, part, weights, algo)
+    loss, measured = objective(stats, part, of_batch, algo)
     measured |= _sampler_gap(stats.logprobs_PGT, part)
     return loss, PartReport(measured, stats.routing)
 
@@ -101,7 +101,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     return controllers.adapted(coefs, kl, entropy, completions, algo)
 
   return with_balance_loss(
-    Objective(_join(config), prepare, weights, part_loss, adapt), config, learner
+    Objective(_join(config), prepare, totals_of, part_loss, adapt), config, learner
   )
 
 
@@ -156,20 +156,20 @@ def with_balance_loss(
     routing = in_micro_batches(route, batch, micro_batch)
     return batch.replace(routing=jax.lax.stop_gradient(routing))
 
-  def weights(batch: Batch, coefs: Coefficients) -> tuple[Any, Routing | None]:
-    return objective.batch_weights(batch, coefs), sum_rows(batch.routing)
+  def totals_and_routing(batch: Batch, coefs: Coefficients) -> tuple[Any, Routing | None]:
+    return objective.totals(batch, coefs), sum_rows(batch.routing)
 
   def part_loss(
-    params: model.Params, reference: Any, part: Batch, weights: tuple[Any, Routing | None]
+    params: model.Params, reference: Any, part: Batch, of_batch: tuple[Any, Routing | None]
   ) -> tuple[jax.Array, PartReport]:
-    own_weights, whole = weights
-    loss, report = objective.part_loss(params, reference, part, own_weights)
+    own_totals, whole = of_batch
+    loss, report = objective.part_loss(params, reference, part, own_totals)
     own = sum_rows(report.routing)
     whole = own if whole is None else whole
     balance = balance_loss(whole.assigned_BLX.sum(0), own.probs_BLX.sum(0), whole.tokens_BL.sum())
     return loss + learner.router_aux_coef * balance, report
 
-  return Objective(objective.join, prepare, weights, part_loss, objective.adapt)
+  return Objective(objective.join, prepare, totals_and_routing, part_loss, objective.adapt)
 
 
 def sum_rows(routing: Routing | None) -> Routing | None:

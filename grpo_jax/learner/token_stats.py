@@ -1,12 +1,12 @@
 """Log-probs, entropies and KL of completion tokens, without ever holding all their logits."""
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
+from flax import struct
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from grpo_jax import masked, model
 from grpo_jax.algo import kl

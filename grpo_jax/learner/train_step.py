@@ -93,10 +93,10 @@ def _accumulate_gradients(
 ) -> tuple[Any, jax.Array, PartReport]:
   """The gradient, the loss and the report of the whole batch, one micro-batch at a time."""
   objective = rule.objective
-  weights = objective.batch_weights(batch, state.coefs)
+  of_batch = objective.totals(batch, state.coefs)
 
   def loss_of(trained: Any, part: Batch) -> tuple[jax.Array, PartReport]:
-    return objective.part_loss(objective.join(trained, base), reference, part, weights)
+    return objective.part_loss(objective.join(trained, base), reference, part, of_batch)
 
   def part_of(part: Batch) -> tuple[Any, jax.Array, PartReport]:
     (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, part)

@@ -123,7 +123,7 @@ class Run:
 
   def _reward_model(self, path: str) -> RewardModel:
     reward = self.config.reward
-    self.hosts.check_rows(reward__batch=reward.batch)
+    self.hosts.check_rows({"reward.batch": reward.batch})
     dtype = reward.dtype or self.config.model.dtype
     scorer = RewardModel(
       path, dataclasses.replace(reward, dtype=dtype), self.mesh, self.hosts.put, self.hosts.fetch

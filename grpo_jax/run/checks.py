@@ -1,12 +1,12 @@
 """What a config's values must satisfy before anything is built.
 
 The range of each setting stands with the setting. Here are the checks between settings. Those of
-the section `algo` are in `grpo_jax/algo/settings.py`.
+the section `algo` are in `grpo_jax/algo/checks.py`.
 """
 
 from typing import Any
 
-from grpo_jax.algo.settings import check as check_algo
+from grpo_jax.algo.checks import check as check_algo
 from grpo_jax.config import PROJECTIONS, Config
 from grpo_jax.settings import ConfigError, check_ranges
 
@@ -21,7 +21,7 @@ def check(config: Config) -> None:
     prompts=config.batch.prompts,
     group_size=config.batch.group_size,
     max_tokens=sampling.max_tokens,
-    filters=(sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0),
+    sampler_filters=(sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0),
   )
   _check_lora(config)
   if not config.model.path:

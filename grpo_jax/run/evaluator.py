@@ -49,7 +49,7 @@ class Evaluator:
   def __init__(self, run: Run, progress: Progress = no_progress):
     """Raises ConfigError for an evaluation that cannot be run."""
     self._run, self._config, self._progress = run, run.config.eval, progress
-    run.hosts.check_rows(eval__batch=self._config.batch)
+    run.hosts.check_rows({"eval.batch": self._config.batch})
     self.prompts: Prompts = run.prompts("test")
     self._score = run.eval_scorer()
     self._greedy = run.rollout(1, greedy=True)

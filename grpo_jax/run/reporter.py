@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from grpo_jax.algo.settings import settings_idle_at_ratio_one
+from grpo_jax.algo.checks import settings_idle_at_ratio_one
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
 from grpo_jax.run.build import Run

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from flax import struct
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from grpo_jax.sampler.logits import Decoding, draws_per_token, sample_token
 from grpo_jax.types import Completions
