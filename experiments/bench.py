@@ -21,12 +21,12 @@ first, which compiles.
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 import json
 import random
 import resource
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax

@@ -14,15 +14,15 @@ an effect. The learning rate falls from 1e-4 to 0. Everything else comes from th
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 import functools
 import os
+from pathlib import Path
 import queue
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -180,7 +180,7 @@ def mean_curve(runs: Sequence[Rows]) -> tuple[list[int], list[float]]:
 
 
 def plot(results: Results, seeds: Sequence[int], path: Path) -> None:
-  """Draws one small plot per preset: each seed in color, the means of all presets in grey."""
+  """Draws one small plot per preset: each seed in colour, the means of all presets in grey."""
   height = -(-len(results) // COLUMNS)
   figure, axes = plt.subplots(
     height,

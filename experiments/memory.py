@@ -16,22 +16,22 @@ On a CPU, the memory of the device is the memory of the host, so `peak` is both 
 peak of the whole process, so each command needs a process of its own.
 """
 
+from collections.abc import Callable, Sequence
 import json
 import math
 import os
+from pathlib import Path
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
 from jax.experimental import topologies
 from ml_collections import ConfigDict
+import ml_dtypes
+import numpy as np
 from safetensors.numpy import save_file
 
 from configs import gsm8k
@@ -62,11 +62,11 @@ def write(folder: Path) -> None:
   folder.mkdir(parents=True)
   (folder / "config.json").write_text(json.dumps(huggingface.config_json(SHAPE)))
   sizes, rng, tensors = families.sizes(SHAPE), np.random.default_rng(0), {}
-  for row in families.FAMILIES["qwen2"].tensors(SHAPE):
-    shape = row.their_shape(sizes)
+  for spec in families.FAMILIES["qwen2"].tensors(SHAPE):
+    shape = spec.hf_shape(sizes)
     random = rng.standard_normal(shape, np.float32) / math.sqrt(shape[-1])
     is_matrix = len(shape) > 1
-    tensors[row.theirs] = (random if is_matrix else np.ones(shape)).astype(ml_dtypes.bfloat16)
+    tensors[spec.hf_name] = (random if is_matrix else np.ones(shape)).astype(ml_dtypes.bfloat16)
   save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
   tokenizer.characters(arithmetic.ALPHABET).save(folder)
 
@@ -123,7 +123,7 @@ def compile_for_tpu(folder: Path, dtype: str = "", topology: str = "v4:2x2x1") -
   devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
   run = make_run(folder, dtype, devices, micro_batch=1)
   out = {
-    "state": num_bytes(run.abstract_state),
+    "state": num_bytes(run.programs.abstract_state),
     "frozen": num_bytes(run.parameters.abstract_base),
   }
   for name, lowered in (("update", lower_update(run)), ("sample", lower_sampler(run))):
@@ -135,7 +135,7 @@ def compile_for_tpu(folder: Path, dtype: str = "", topology: str = "v4:2x2x1") -
 
 def lower_update(run: Run) -> Any:
   """The update of one batch of the run's config, before compilation."""
-  c, place = run.config, run.model.rows
+  c, place = run.config, run.parameters.model.rows
   P, G, S, T = c.batch.prompts, c.batch.group_size, c.data.max_prompt_tokens, c.sampling.max_tokens
 
   def integers(*shape: int) -> Any:
@@ -155,25 +155,30 @@ def lower_update(run: Run) -> Any:
     behavior_logprobs_PGT=floats(P, G, T),
     ref_logprobs_PGT=floats(P, G, T),
   )
-  return run.update.lower(run.abstract_state, run.parameters.abstract_base, batch)
+  update: Any = run.programs.update
+  reference = None  # the update reads its log-probs from the batch
+  base = run.parameters.abstract_base
+  return update.lower(run.programs.abstract_state, base, reference, batch)
 
 
 def lower_sampler(run: Run) -> Any:
   """The sampler of the run's config, before compilation, with weights in the sampling dtype."""
   c, parameters = run.config, run.parameters
+  place = parameters.model.rows
 
   def integers(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, "int32", sharding=run.model.rows)
+    return jax.ShapeDtypeStruct(shape, "int32", sharding=place)
 
   def converted(x: Any, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
   policy = parameters.abstract_policy
-  weights = jax.tree.map(converted, policy, jax.tree.map(parameters.sampled_dtype, policy))
+  weights = jax.tree.map(converted, policy, jax.tree.map(parameters.sampling_dtype, policy))
   P, S = c.batch.prompts, c.data.max_prompt_tokens
   key = jax.eval_shape(lambda: jax.random.key(0))
-  sampler: Any = run.sampler(c.sampling, c.batch.group_size)
-  return sampler.lower(weights, integers(P, S), integers(P), key)
+  temperature_P = jax.ShapeDtypeStruct((P,), "float32", sharding=place)
+  sampler: Any = run.programs.sampler(c.batch.group_size)
+  return sampler.lower(weights, integers(P, S), integers(P), key, temperature_P)
 
 
 def num_bytes(tree: Any) -> int:

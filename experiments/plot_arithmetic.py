@@ -10,9 +10,9 @@ python experiments/plot_arithmetic.py /tmp/arithmetic_0 /tmp/arithmetic_1 /tmp/a
 Accuracy and length are those of greedy answers to held-out problems.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+import sys
 
 import matplotlib.pyplot as plt
 

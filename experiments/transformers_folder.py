@@ -16,16 +16,16 @@ These are checks to run by hand. The package does not need this file.
 """
 
 import argparse
+from collections.abc import Callable
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 VOCABULARY = 2048
