@@ -1,16 +1,25 @@
-"""GRPO from scratch on a laptop: sums of several steps.
+"""Trains a small model from random weights on sums of several steps, such as 7+15-6+9=.
 
-  python -m grpo_jax.train --config=configs/arithmetic.py --workdir=/tmp/arithmetic
+Command:  python -m grpo_jax.train --config=configs/arithmetic.py --workdir=/tmp/arithmetic
+Hardware: two CPU cores of a laptop are enough.
+Memory:   1 GB.
+Time:     about 7 minutes.
+Result:   held-out greedy accuracy after the warm start and at the end:
+          seed 0: 15.2% -> 99.4%
+          seed 1: 22.7% -> 96.5%
+          seed 2: 43.2% -> 98.8%
 
-Two CPU cores: about 7 minutes (experiments/LOG.md). Held-out greedy accuracy after the warm start and at the end, seeds
-0, 1, 2: 18% to 99%, 24% to 95%, 45% to 99.6%, as the answers grow from 10 to 17 tokens to 32: GRPO finds that working a
-sum out pays.
+The warm start teaches a mixture of direct and worked answers. After it, the model answers most sums
+directly and wrongly. GRPO then rewards right answers only. The model learns to work the sums out,
+and its answers grow from between 9 and 16 tokens to 32. The numbers are from experiments/LOG.md.
 """
+
+from ml_collections import ConfigDict
 
 from configs import default
 
 
-def get_config(preset="grpo"):
+def get_config(preset: str = "grpo") -> ConfigDict:
   c = default.get_config(preset)
   c.steps = 400
   c.data.max_prompt_tokens = 12
@@ -18,9 +27,8 @@ def get_config(preset="grpo"):
   c.batch.group_size = 8
   c.sampling.max_tokens = 40
   if preset == "process":
-    c.reward.functions = (
-      "worked_steps",
-    )  # each step of the worked solution is judged, and the answer
+    # This reward function scores each step of a worked solution, and the answer.
+    c.reward.functions = ("worked_steps",)
   c.warm_start.steps = 1000
   c.warm_start.batch = 128
   c.warm_start.learning_rate = 3e-3

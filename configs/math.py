@@ -1,29 +1,32 @@
-"""GRPO on competition problems whose answers are formulas (MATH), from a 7B checkpoint such as Qwen2.5-7B-Instruct, on a pod.
+"""Trains a 7B checkpoint on competition problems with formulas as answers (MATH), on a pod.
 
-  python -m grpo_jax.train --config=configs/math.py --config.model.path=Qwen/Qwen2.5-7B-Instruct \
-      --config.data.path=FOLDER --workdir=DIR
+Command:  pip install -e '.[math]'
+          python -m grpo_jax.train --config=configs/math.py \
+            --config.model.path=Qwen/Qwen2.5-7B-Instruct --config.data.path=FOLDER --workdir=DIR
+Hardware: 16 devices of 32 GB (TPU v4, v5p) or 8 devices of 80 GB. This is an estimate.
+Memory:   by estimate, 122 GB over all devices for the float32 master weights, optimizer moments and
+          reference of 7.6B parameters, and 4 GB of bfloat16 weights per device for sampling.
+Time:     not measured. No run on a pod has been made yet.
+Result:   not measured. Before training, Qwen2.5-7B-Instruct solves 75.5% of MATH (its report,
+          2412.15115).
 
-FOLDER holds train.jsonl and test.jsonl, objects with `problem` and `answer` as MATH-500 has them. Answers are compared as
-expressions: pip install -e '.[math]'.
+FOLDER holds train.jsonl and test.jsonl. Each line is an object with `problem` and `answer`, as in
+MATH-500. The reward function `math` compares answers as mathematical expressions.
 
-Settings as published: DAPO's objective, clip bounds, dynamic sampling and penalty of length (2503.14476) with
---config=configs/math.py:dapo; Qwen's own instruction for mathematics.
-Hardware: by estimate, 7.6B parameters with float32 master weights, moments and reference are 122 GB over all devices, beside
-4 GB of bfloat16 weights per device for sampling: 16 devices of 32 GB (TPU v4, v5p) or 8 of 80 GB. mesh.fsdp=-1 splits
-everything over all of them.
-Not measured here: time per step, memory, and the accuracy reached. Others' figures: Qwen2.5-7B-Instruct has 75.5% on MATH
-before (its report, 2412.15115).
+For DAPO's published objective, clip bounds, dynamic sampling and length penalty (2503.14476), use
+--config=configs/math.py:dapo. The system message is Qwen's own instruction for mathematics.
+mesh.fsdp=-1 splits parameters and optimizer state over all devices.
 """
 
-from ml_collections import config_dict
+from ml_collections import ConfigDict, config_dict
 
 from configs import gsm8k
 
 
-def get_config(preset="grpo"):
-  c = gsm8k.get_config(preset)  # its optimizer, dtypes, groups and intervals
+def get_config(preset: str = "grpo") -> ConfigDict:
+  c = gsm8k.get_config(preset)  # for its optimizer, dtypes, group size and intervals
   c.data.task = "math"
-  c.data.path = config_dict.placeholder(str)  # to be given
+  c.data.path = config_dict.placeholder(str)  # the user has to give a folder
   c.data.prompt = "{question}"
   c.data.system = "Please reason step by step, and put your final answer within \\boxed{}."
   c.data.max_prompt_tokens = 512

@@ -1,29 +1,38 @@
-"""One fixed GRPO job through this project's sampler, reward, reference and update, timed. Prints one JSON line.
+"""Times one fixed GRPO job through the real sampler, reward, reference and update.
 
-  python experiments/bench.py                                                                   # tiny
+  python experiments/bench.py                                                             # tiny
   python experiments/bench.py --d 512 --layers 8 --heads 8 --ff 2048 --vocab 8192 \
-                              --prompts 8 --plen 64 --clen 128 --steps 4                        # small
+                              --prompts 8 --plen 64 --clen 128 --steps 4                  # small
 
-A Qwen2 decoder of random float32 weights; each step samples G completions of at most `clen` tokens for each of `prompts`
-prompts of `plen` tokens (temperature 1, stop at eos), rewards the count of three letters, and makes one update
-(kl_coef 0.04 with a frozen reference, AdamW, learning rate 1e-4).
+The model is a Qwen2 decoder with random float32 weights. Each step takes `prompts` prompts of
+`plen` tokens and samples G completions of at most `clen` tokens for each (temperature 1, stop at
+eos). The reward counts three letters. Then the step makes one update with a frozen reference
+(kl_coef 0.04, AdamW, learning rate 1e-4).
 
-gen_s: sampling, rewards and reference log-probs; step_s: the whole step; sample_s, reference_s, update_s: parts of it.
-Medians over the steps after the first, which compiles; compile_s: what the first step took longer. tokens: really emitted
-per step, median. peak_mb: of this process.
+The script prints one line of JSON. Times are in seconds. They are medians over all steps but the
+first, which compiles.
+
+  gen_s        sampling, rewards and log-probs of the reference
+  step_s       the whole step
+  sample_s, reference_s, update_s   parts of the step
+  compile_s    how much longer the first step took than the median step
+  tokens       tokens actually emitted per step, median
+  peak_mb      peak memory of this process
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 import json
 import random
 import resource
 import statistics
 import tempfile
+from typing import Any
 
 import jax
 
 from configs import default
-from grpo_jax.config import from_dict
+from grpo_jax.config import Config, from_dict
 from grpo_jax.data import tasks
 from grpo_jax.rewards import REWARDS
 from grpo_jax.train import Trainer
@@ -34,27 +43,27 @@ SIZES = dict(
 LETTERS = [chr(c) for c in range(33, 33 + 62)]
 
 
-def letters(completions, **_):
+def count_letters(completions: Sequence[str], **_: Any) -> list[float]:
   """The number of A, B and C in each completion."""
   return [float(sum(character in "ABC" for character in text)) for text in completions]
 
 
-def config_of(a):
-  """The job as a config of this project."""
+def make_config(args: argparse.Namespace) -> Config:
+  """The config of the job whose sizes are in `args`."""
   c = default.get_config()
-  c.seed, c.steps = a.seed, a.steps + 1
+  c.seed, c.steps = args.seed, args.steps + 1
   c.model.update(
-    embed_dim=a.d,
-    num_layers=a.layers,
-    num_heads=a.heads,
-    num_kv_heads=a.heads,
-    head_dim=a.d // a.heads,
-    mlp_dim=a.ff,
+    embed_dim=args.d,
+    num_layers=args.layers,
+    num_heads=args.heads,
+    num_kv_heads=args.heads,
+    head_dim=args.d // args.heads,
+    mlp_dim=args.ff,
     tie_embeddings=True,
   )
-  c.data.update(task="letters", max_prompt_tokens=a.plen)
-  c.batch.update(prompts=a.prompts, group_size=a.G)
-  c.sampling.max_tokens = a.clen
+  c.data.update(task="letters", max_prompt_tokens=args.plen)
+  c.batch.update(prompts=args.prompts, group_size=args.G)
+  c.sampling.max_tokens = args.clen
   c.reward.functions = ("letters",)
   c.algo.kl_coef = 0.04
   c.optimizer.learning_rate = 1e-4
@@ -63,45 +72,59 @@ def config_of(a):
   return from_dict(c.to_dict())
 
 
-def main():
+def register_job(args: argparse.Namespace) -> None:
+  """Adds the task `letters`, with random prompts, and its reward function."""
+  rng = random.Random(0)
+  prompts = [
+    {"question": "".join(rng.choices(LETTERS, k=args.plen))}
+    for _ in range(args.prompts * (args.steps + 2))
+  ]
+  padding = [chr(0x4E00 + i) for i in range(args.vocab - 2 - len(LETTERS))]
+  alphabet = "".join(LETTERS + padding)
+
+  def letters(path: str) -> tasks.Task:
+    del path
+    return tasks.Task(prompts, prompts, alphabet)
+
+  tasks.TASKS["letters"] = letters
+  REWARDS["letters"] = count_letters
+
+
+def median_seconds(rows: Sequence[Mapping[str, float]], *parts: str) -> float:
+  """The median over the rows of the time that these parts of a step took together."""
+  return statistics.median(sum(row[f"time/{part}"] for part in parts) for row in rows)
+
+
+def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   for name, value in SIZES.items():
     parser.add_argument(f"--{name}", type=int, default=value)
-  a = parser.parse_args()
+  args = parser.parse_args()
+  register_job(args)
 
-  rng = random.Random(0)
-  prompts = [
-    {"question": "".join(rng.choices(LETTERS, k=a.plen))} for _ in range(a.prompts * (a.steps + 2))
-  ]
-  alphabet = LETTERS + [chr(0x4E00 + i) for i in range(a.vocab - 2 - len(LETTERS))]
-  tasks.TASKS["letters"] = lambda path: tasks.Task(prompts, prompts, "".join(alphabet))
-  REWARDS["letters"] = letters
-
-  trainer = Trainer(config_of(a), tempfile.mkdtemp())
+  trainer = Trainer(make_config(args), tempfile.mkdtemp())
   state, rows = trainer.run.init_state(trainer.run.initial_params()), []
   trainer.frozen = trainer.run.initial_params()
-  for step in range(a.steps + 1):
+  for step in range(args.steps + 1):
     state, metrics = trainer.grpo_step(state, step)
     rows.append(metrics)
-  seconds = lambda row, names: sum(row[f"time/{name}"] for name in names)
-  median = lambda names: statistics.median(seconds(row, names) for row in rows[1:])
-  print(
-    json.dumps(
-      dict(
-        peer="grpo_jax",
-        gen_s=median(["sample", "reward", "reference"]),
-        step_s=median(["step"]),
-        tokens=statistics.median(row["completions/tokens"] for row in rows[1:]),
-        sample_s=median(["sample"]),
-        reference_s=median(["reference"]),
-        update_s=median(["update"]),
-        compile_s=rows[0]["time/step"] - median(["step"]),
-        peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        params=sum(x.size for x in jax.tree.leaves(state.params)),
-        device=jax.devices()[0].device_kind,
-      )
-    )
+
+  compiled = rows[1:]
+  step_s = median_seconds(compiled, "step")
+  result = dict(
+    peer="grpo_jax",
+    gen_s=median_seconds(compiled, "sample", "reward", "reference"),
+    step_s=step_s,
+    tokens=statistics.median(row["completions/tokens"] for row in compiled),
+    sample_s=median_seconds(compiled, "sample"),
+    reference_s=median_seconds(compiled, "reference"),
+    update_s=median_seconds(compiled, "update"),
+    compile_s=rows[0]["time/step"] - step_s,
+    peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    params=sum(x.size for x in jax.tree.leaves(state.params)),
+    device=jax.devices()[0].device_kind,
   )
+  print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,63 +1,81 @@
-"""Makes a small random checkpoint with `transformers`, and compares what a folder computes there and here.
+"""Makes a small random checkpoint with transformers, and compares grpo_jax with transformers on it.
 
   pip install torch transformers peft
   python experiments/transformers_folder.py make --out=FOLDER --text=train.jsonl [--dtype=bfloat16]
-  python experiments/transformers_folder.py compare --folder=FOLDER --text=test.jsonl [--adapter=FOLDER]
+  python experiments/transformers_folder.py compare --folder=FOLDER --text=test.jsonl \
+    [--adapter=FOLDER]
 
-`make`: a Qwen2 decoder of 2 layers, and a byte-level BPE tokenizer trained on the text, with a chat template. `compare`: token
-ids of 8 conversations, a question and its answer of the text, and the largest difference of a logit, in float32; with an
-adapter, there through peft. For checks by hand; nothing of the package needs it.
+`make` writes a Qwen2 decoder of 2 layers and a byte-level BPE tokenizer with a chat template. The
+tokenizer is trained on the text.
+
+`compare` takes 8 questions with their answers from the text, as conversations. It compares their
+token ids and prints the largest difference of a logit in float32. With --adapter, transformers
+loads the adapter through peft.
+
+These are checks to run by hand. The package does not need this file.
 """
 
 import argparse
+from collections.abc import Callable
+import dataclasses
 import itertools
 import json
+from typing import Any
 
 import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 VOCABULARY = 2048
-
-
 TEMPLATE = (
-  "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+  "{% for m in messages %}"
+  "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+  "{% endfor %}"
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+PAD, END, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
+CONVERSATIONS = 8  # that `compare` reads
 
 
-def rows(path, count):
-  """The first lines of a jsonl file."""
+def read_lines(path: str, count: int) -> list[dict[str, Any]]:
+  """The first `count` objects of a jsonl file."""
   with open(path, encoding="utf-8") as file:
     return [json.loads(line) for line in itertools.islice(file, count)]
 
 
-def make(out, text, dtype):
+def train_tokenizer(text: str) -> Tokenizer:
+  """A byte-level BPE tokenizer, trained on questions and answers of a jsonl file."""
   engine = Tokenizer(models.BPE())
   engine.normalizer = normalizers.NFC()
+  # As in Qwen2's tokenizer: transformers 5 replaces any other pre-tokenizer by this one.
   engine.pre_tokenizer = pre_tokenizers.Sequence(
-    [  # as Qwen2's, which transformers 5 puts in the place of any other
+    [
       pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
   )
   engine.decoder = decoders.ByteLevel()
-  special = ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
-  alphabet = pre_tokenizers.ByteLevel.alphabet()
-  texts = ["{question}\n{answer}".format(**row) for row in rows(text, 2000)]
-  engine.train_from_iterator(
-    texts,
-    trainers.BpeTrainer(
-      vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    ),
+  trainer = trainers.BpeTrainer(
+    vocab_size=VOCABULARY,
+    special_tokens=[PAD, END, START],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
   )
+  engine.train_from_iterator(
+    ["{question}\n{answer}".format(**row) for row in read_lines(text, 2000)], trainer
+  )
+  return engine
+
+
+def make(out: str, text: str, dtype: str) -> None:
+  """Writes tokenizer and random model into the folder `out`."""
   transformers.PreTrainedTokenizerFast(
-    tokenizer_object=engine,
-    eos_token=special[1],
-    pad_token=special[0],
-    additional_special_tokens=special[2:],
+    tokenizer_object=train_tokenizer(text),
+    eos_token=END,
+    pad_token=PAD,
+    additional_special_tokens=[START],
     chat_template=TEMPLATE,
   ).save_pretrained(out)
   torch.manual_seed(0)
@@ -73,67 +91,73 @@ def make(out, text, dtype):
     eos_token_id=1,
     pad_token_id=0,
     bos_token_id=None,
-    initializer_range=0.2,
-  )  # at the usual 0.02 all logits would be near 0
-  model = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-  model.save_pretrained(out)
+    initializer_range=0.2,  # at the usual 0.02 all logits would be near 0
+  )
+  qwen2 = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+  qwen2.save_pretrained(out)
 
 
-def compare(folder, text, adapter):
-  import dataclasses
-
+def compare(folder: str, text: str, adapter: str | None) -> None:
+  """Prints how far grpo_jax and transformers are apart on the folder, with or without adapter."""
+  # Imported here, so that `make` also runs where grpo_jax is not installed.
   import jax.numpy as jnp
 
   from grpo_jax import model
   from grpo_jax.data import tokenizer
 
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-  their_tokenizer, our_tokenizer = (
-    transformers.AutoTokenizer.from_pretrained(folder),
-    tokenizer.load(folder),
-  )
+  torch_model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+  torch_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  our_tokenizer = tokenizer.load(folder)
   config, params = model.load(folder)
   if adapter:
-    import peft
+    import peft  # only adapters need it
 
-    theirs = peft.PeftModel.from_pretrained(theirs, adapter)
+    torch_model = peft.PeftModel.from_pretrained(torch_model, adapter)
     config = dataclasses.replace(config, lora=model.load_lora(adapter))
     params = model.join(params, model.load_adapters(adapter, config))
-  largest, scale, same = 0.0, 0.0, 0
-  for row in rows(text, 8):
+  largest_difference, largest_logit, equal = 0.0, 0.0, 0
+  for row in read_lines(text, CONVERSATIONS):
     messages = [
       {"role": "user", "content": row["question"]},
       {"role": "assistant", "content": row["answer"]},
     ]
-    ids = their_tokenizer.apply_chat_template(messages, return_dict=False)
-    same += ids == our_tokenizer.encode(our_tokenizer.render(messages, generation_prompt=False))
+    ids = torch_tokenizer.apply_chat_template(messages, return_dict=False)
+    rendered = our_tokenizer.render(messages, generation_prompt=False)
+    equal += ids == our_tokenizer.encode(rendered)
     with torch.no_grad():
-      expected = theirs(torch.tensor([ids])).logits[0].numpy()
-    logits, _ = model.forward(params, config, jnp.array([ids]), jnp.arange(len(ids))[None])
-    scale = max(scale, float(np.abs(expected).max()))
-    largest = max(largest, float(np.abs(np.asarray(logits[0]) - expected).max()))
+      expected = torch_model(torch.tensor([ids])).logits[0].numpy()
+    positions = jnp.arange(len(ids))[None]
+    logits, _ = model.forward(params, config, jnp.array([ids]), positions)
+    difference = float(np.abs(np.asarray(logits[0]) - expected).max())
+    largest_difference = max(largest_difference, difference)
+    largest_logit = max(largest_logit, float(np.abs(expected).max()))
   print(
-    f"{adapter or folder}: token ids equal in {same} of 8 conversations, largest difference of a logit {largest:.1e} "
-    f"(logits up to {scale:.1f})"
+    f"{adapter or folder}: token ids equal in {equal} of {CONVERSATIONS} conversations, "
+    f"largest difference of a logit {largest_difference:.1e} (logits up to {largest_logit:.1f})"
   )
 
 
-def main():
+def parse_arguments() -> dict[str, Any]:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   commands = parser.add_subparsers(dest="command", required=True)
-  making, comparing = commands.add_parser("make"), commands.add_parser("compare")
-  making.add_argument("--out", required=True)
-  making.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-  comparing.add_argument("--folder", required=True)
-  comparing.add_argument("--adapter")
-  for command in (making, comparing):
+  make_parser, compare_parser = commands.add_parser("make"), commands.add_parser("compare")
+  make_parser.add_argument("--out", required=True)
+  make_parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+  compare_parser.add_argument("--folder", required=True)
+  compare_parser.add_argument("--adapter")
+  for command in (make_parser, compare_parser):
     command.add_argument(
       "--text", required=True, help="a jsonl file with question and answer, such as GSM8K's"
     )
-  arguments = vars(parser.parse_args())
-  {"make": make, "compare": compare}[arguments.pop("command")](**arguments)
+  return vars(parser.parse_args())
+
+
+def main() -> None:
+  commands: dict[str, Callable[..., None]] = {"make": make, "compare": compare}
+  arguments = parse_arguments()
+  commands[arguments.pop("command")](**arguments)
 
 
 if __name__ == "__main__":
