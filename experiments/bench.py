@@ -23,6 +23,7 @@ first, which compiles.
 import argparse
 from collections.abc import Mapping, Sequence
 import json
+from pathlib import Path
 import random
 import resource
 import statistics
@@ -35,7 +36,11 @@ from configs import default
 from grpo_jax.config import Config, from_dict
 from grpo_jax.data import tasks
 from grpo_jax.rewards import REWARDS
-from grpo_jax.train import Trainer
+from grpo_jax.run.build import Run
+from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.collect import Collector
+from grpo_jax.run.state import StateStore
+from grpo_jax.run.steps import GrpoStep
 
 SIZES = dict(
   d=128, layers=4, heads=4, ff=512, vocab=64, prompts=32, G=8, plen=16, clen=32, steps=8, seed=0
@@ -102,11 +107,15 @@ def main() -> None:
   args = parser.parse_args()
   register_job(args)
 
-  trainer = Trainer(make_config(args), tempfile.mkdtemp())
-  state, rows = trainer.run.init_state(trainer.run.initial_params()), []
-  trainer.frozen = trainer.run.initial_params()
+  run, workdir = Run(make_config(args)), Path(tempfile.mkdtemp())
+  collector = Collector(run)
+  checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
+  store = StateStore(run, workdir, checkpoints, collector.initial_host_state())
+  take_step = GrpoStep(run, collector, store)
+  state, _, _ = store.restore_or_init()
+  rows = []
   for step in range(args.steps + 1):
-    state, metrics = trainer.grpo_step(state, step)
+    state, metrics, _ = take_step(state, step)
     rows.append(metrics)
 
   compiled = rows[1:]
@@ -121,7 +130,7 @@ def main() -> None:
     update_s=median_seconds(compiled, "update"),
     compile_s=rows[0]["time/step"] - step_s,
     peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    params=sum(x.size for x in jax.tree.leaves(state.params)),
+    params=sum(x.size for x in jax.tree.leaves(state.train.params)),
     device=jax.devices()[0].device_kind,
   )
   print(json.dumps(result))

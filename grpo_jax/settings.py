@@ -118,7 +118,7 @@ def from_dict(values: Mapping[str, Any], section: type, saved: bool = False) -> 
   return _section(values, section, saved, "", section)
 
 
-def _section(values: Mapping[str, Any], section: type, saved: bool, prefix: str, root: type) -> Any:
+def _section(values: Mapping[str, Any], section: Any, saved: bool, prefix: str, root: type) -> Any:
   kinds = get_type_hints(section)
   for key in values:
     if key not in kinds:
@@ -144,7 +144,7 @@ def to_dict(config: Any) -> dict[str, Any]:
   return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
-def keys(section: type, prefix: str = "") -> dict[str, type]:
+def keys(section: Any, prefix: str = "") -> dict[str, Any]:
   """Every key, such as algo.clip_high, with its type. A section has its dataclass as its type."""
   out = {}
   for name, kind in get_type_hints(section).items():

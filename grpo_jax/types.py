@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 
 
-@struct.dataclass
-class Completions:
+class Completions(struct.PyTreeNode):
   """What a rollout returns for P prompts: G completions each, as arrays on the devices or in numpy.
 
   A row holds tokens that the policy sampled and, in a conversation with an environment, tokens that
@@ -47,8 +46,7 @@ class Completions:
   stopped_by_PG: jax.Array
 
 
-@struct.dataclass
-class Rewards:
+class Rewards(struct.PyTreeNode):
   """What advantages are computed from. NaN means that a completion was not scored.
 
   Attributes:
@@ -97,8 +95,7 @@ class Rewards:
     return jnp.where(scored, jnp.nansum(weights_J * scores, -1), jnp.nan)
 
 
-@struct.dataclass
-class Routing:
+class Routing(struct.PyTreeNode):
   """What the routers of the L sparse layers did, as sums over the counted tokens of a row.
 
   Attributes:
@@ -114,8 +111,7 @@ class Routing:
   entropy_BL: jax.Array
 
 
-@struct.dataclass
-class TokenStats:
+class TokenStats(struct.PyTreeNode):
   """What the learner computes for the completion tokens of a batch, 0 at padding.
 
   Attributes:
@@ -132,8 +128,7 @@ class TokenStats:
   routing: Routing | None = None
 
 
-@struct.dataclass
-class TokenSelection:
+class TokenSelection(struct.PyTreeNode):
   """How the objective treats each token, computed from the whole batch before it is split.
 
   Attributes:
@@ -146,8 +141,7 @@ class TokenSelection:
   chosen_PGT: jax.Array
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
   """What an update learns from, with the prompts on the first axis of every array.
 
   Attributes:
@@ -182,16 +176,14 @@ class Batch:
   routing: Routing | None = None
 
 
-@struct.dataclass
-class Coefficients:
+class Coefficients(struct.PyTreeNode):
   """Coefficients of the objective that controllers may change, float32 scalars."""
 
   kl: jax.Array
   entropy: jax.Array
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
   """All that an update changes.
 
   Attributes:

@@ -29,8 +29,7 @@ from grpo_jax.learner.token_stats import (
 from grpo_jax.types import Batch, Coefficients, Routing
 
 
-@struct.dataclass
-class PartReport:
+class PartReport(struct.PyTreeNode):
   """What a part of a batch reports beside its loss.
 
   Attributes:

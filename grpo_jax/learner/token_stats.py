@@ -32,8 +32,7 @@ class StatsOptions:
   full_kl: bool = False
 
 
-@struct.dataclass
-class TokenInputs:
+class TokenInputs(struct.PyTreeNode):
   """Rows of tokens and the hidden states that predict them.
 
   Attributes:

@@ -22,8 +22,7 @@ from grpo_jax.types import Batch, Rewards
 HostState = dict[str, np.ndarray]
 
 
-@struct.dataclass
-class Groups:
+class Groups(struct.PyTreeNode):
   """Completions of P prompts and their rewards, on the host.
 
   Attributes:

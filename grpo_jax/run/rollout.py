@@ -19,8 +19,7 @@ from grpo_jax.run.sampling import Sampler
 from grpo_jax.types import Completions
 
 
-@struct.dataclass
-class Rollouts:
+class Rollouts(struct.PyTreeNode):
   """Completions of P prompts on the host.
 
   Attributes:

@@ -12,8 +12,7 @@ from grpo_jax.run.collect import HostState
 from grpo_jax.types import TrainState
 
 
-@struct.dataclass
-class RunState:
+class RunState(struct.PyTreeNode):
   """All that a run changes.
 
   Attributes:

@@ -16,8 +16,7 @@ Step = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 Grow = Callable[[Any, int], Any]
 
 
-@struct.dataclass
-class _Loop:
+class _Loop(struct.PyTreeNode):
   """The state of the loop. Rows and tokens are [B] and [B, T]."""
 
   time: jax.Array  # int32 scalar, tokens drawn so far
