@@ -1,7 +1,13 @@
-"""The only place where a mask meets a reduction. Masked-out entries may hold anything, NaN included."""
+"""Reductions under a mask. An entry counts where the mask is not 0.
+
+This is the only module where a mask meets a reduction. Other entries may hold anything, NaN
+included.
+"""
 
 import jax
 import jax.numpy as jnp
+
+Axis = int | tuple[int, ...] | None
 
 
 def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -9,59 +15,69 @@ def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
   return jnp.where(mask != 0, x, 0)
 
 
-def total(x: jax.Array, mask: jax.Array, axis=None, keepdims=False) -> jax.Array:
-  """Sum over the entries that count."""
+def total(x: jax.Array, mask: jax.Array, axis: Axis = None, keepdims: bool = False) -> jax.Array:
+  """The sum of the entries that count."""
   return masked(x, mask).sum(axis, keepdims=keepdims)
 
 
-def count(mask: jax.Array, axis=None, keepdims=False) -> jax.Array:
+def count(mask: jax.Array, axis: Axis = None, keepdims: bool = False) -> jax.Array:
   """How many entries count."""
   return (mask != 0).sum(axis, keepdims=keepdims)
 
 
-def mean(x: jax.Array, mask: jax.Array, axis=None, keepdims=False) -> jax.Array:
-  """Mean over the entries that count; 0 where none does."""
+def mean(x: jax.Array, mask: jax.Array, axis: Axis = None, keepdims: bool = False) -> jax.Array:
+  """The mean of the entries that count, 0 if there are none."""
   return divide(total(x, mask, axis, keepdims), count(mask, axis, keepdims))
 
 
 def divide(sum_: jax.Array, weight: jax.Array) -> jax.Array:
-  """sum / weight, 0 where the weight is 0: the one division of a mean carried as (sum, weight)."""
+  """sum / weight, 0 where the weight is 0.
+
+  Every mean that is carried as (sum, weight) is divided here.
+  """
   return jnp.where(weight > 0, sum_ / jnp.where(weight > 0, weight, 1), 0)
 
 
-def largest(x: jax.Array, mask: jax.Array, axis=None, keepdims=False) -> jax.Array:
-  """Maximum over the entries that count; -inf where none does."""
+def largest(x: jax.Array, mask: jax.Array, axis: Axis = None, keepdims: bool = False) -> jax.Array:
+  """The maximum of the entries that count, -inf if there are none."""
   return jnp.where(mask != 0, x, -jnp.inf).max(axis, keepdims=keepdims)
 
 
-def smallest(x: jax.Array, mask: jax.Array, axis=None, keepdims=False) -> jax.Array:
-  """Minimum over the entries that count; inf where none does."""
+def smallest(x: jax.Array, mask: jax.Array, axis: Axis = None, keepdims: bool = False) -> jax.Array:
+  """The minimum of the entries that count, inf if there are none."""
   return jnp.where(mask != 0, x, jnp.inf).min(axis, keepdims=keepdims)
 
 
-def differ(x: jax.Array, mask: jax.Array, axis=None) -> jax.Array:
-  """Whether the entries that count are not all equal, axes kept. By max > min: the float std of 0.7 x 12 is not 0."""
+def differ(x: jax.Array, mask: jax.Array, axis: Axis = None) -> jax.Array:
+  """bool, True where the entries that count are not all equal. Reduced axes are kept.
+
+  It compares maximum and minimum because the float standard deviation of twelve times 0.7 is not 0.
+  """
   return largest(x, mask, axis, True) > smallest(x, mask, axis, True)
 
 
 def centered(
-  x: jax.Array, mask: jax.Array, axis=None, weights: jax.Array | float = 1.0
+  x: jax.Array, mask: jax.Array, axis: Axis = None, weights: jax.Array | float = 1.0
 ) -> jax.Array:
-  """x minus its weighted mean over `axis`; exactly 0 where all are equal, and where the mask is 0."""
+  """x minus its weighted mean over `axis`.
+
+  It is exactly 0 where the entries that count are all equal, and where the mask is 0.
+  """
   weights = masked(jnp.broadcast_to(weights, x.shape), mask)
-  mean_ = divide(
-    (weights * masked(x, mask)).sum(axis, keepdims=True), weights.sum(axis, keepdims=True)
-  )
-  return jnp.where(differ(x, mask, axis), masked(x - mean_, mask), 0)
+  weighted_sum = (weights * masked(x, mask)).sum(axis, keepdims=True)
+  center = divide(weighted_sum, weights.sum(axis, keepdims=True))
+  return jnp.where(differ(x, mask, axis), masked(x - center, mask), 0)
 
 
 def std(
-  x: jax.Array, mask: jax.Array, ddof: int, axis=None, weights: jax.Array | float = 1.0
+  x: jax.Array, mask: jax.Array, ddof: int, axis: Axis = None, weights: jax.Array | float = 1.0
 ) -> jax.Array:
-  """Weighted standard deviation over `axis`, axes kept; `ddof` is taken from the sum of weights. 1 where all are equal."""
+  """Weighted standard deviation over `axis`, 1 where the entries that count are all equal.
+
+  Reduced axes are kept. `ddof` is subtracted from the sum of the weights.
+  """
   deviations = centered(x, mask, axis, weights)
   weights = masked(jnp.broadcast_to(weights, x.shape), mask)
-  variance = divide(
-    (weights * deviations**2).sum(axis, keepdims=True), weights.sum(axis, keepdims=True) - ddof
-  )
+  squares = (weights * deviations**2).sum(axis, keepdims=True)
+  variance = divide(squares, weights.sum(axis, keepdims=True) - ddof)
   return jnp.sqrt(jnp.where(differ(x, mask, axis), variance, 1))

@@ -1,54 +1,166 @@
-"""Aggregations: (values [P, G, T], mask, algo) -> (sum, weight). The mean is sum / weight over the whole optimizer batch.
+"""Aggregations: how the losses of tokens become one number.
 
-Sums of any split of the batch add up, and so do weights, which depend on the mask alone. A sequence without a loss token
-is not counted.
+Each gives a mean as (sum, weight). Sums and weights of the parts of a batch add up, and a weight
+depends on the mask alone, so the sum of a part is divided by the weight of the whole batch. A
+sequence without a loss token is not counted.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 
 from grpo_jax import masked
-from grpo_jax.config import Algo
+from grpo_jax.algo.record import Example, SettingsByName
+from grpo_jax.settings import Setting, Settings, at_least
 
 Mean = tuple[jax.Array, jax.Array]
 
 
-def token_mean(x_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> Mean:
-  """sum(x) / number of tokens (DAPO 2503.14476, eq. 12 over the batch)."""
-  del algo
-  return masked.total(x_PGT, mask_PGT), masked.count(mask_PGT)
+@dataclasses.dataclass(frozen=True)
+class Aggregation:
+  """One way to average over tokens.
+
+  Attributes:
+    compute: (values_PGT, mask_PGT, algo) -> (sum, weight), scalars.
+    examples: Inputs are `values` and `mask`, nested [P, G, T]. Outputs are `sum` and `weight`.
+    settings: What `compute` reads.
+  """
+
+  compute: Callable[[jax.Array, jax.Array, Settings], Mean]
+  examples: tuple[Example, ...]
+  settings: SettingsByName = dataclasses.field(default_factory=dict)
 
 
-def sequence_mean(x_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> Mean:
-  """Mean over sequences of their token mean (GRPO 2402.03300, eq. 3)."""
-  del algo
-  return masked.mean(x_PGT, mask_PGT, -1).sum(), _sequences(mask_PGT)
+AGGREGATIONS: dict[str, Aggregation] = {}
 
-
-def sequence_sum(x_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> Mean:
-  """Mean over sequences of their token sum (RLOO 2402.14740; with ratio `sequence`, LUSPO 2602.05261)."""
-  del algo
-  return masked.total(x_PGT, mask_PGT), _sequences(mask_PGT)
-
-
-def constant(x_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> Mean:
-  """sum(x) / (sequences * length_norm): no length in the weight of a token (Dr. GRPO 2503.20783)."""
-  return masked.total(x_PGT, mask_PGT), _sequences(mask_PGT) * algo.length_norm
-
-
-def prompt_mean(x_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> Mean:
-  """Mean over prompts of the token mean of their group (DAPO 2503.14476, eq. 8)."""
-  del algo
-  return masked.mean(x_PGT, mask_PGT, (1, 2)).sum(), (mask_PGT != 0).any((1, 2)).sum()
-
-
-def _sequences(mask_PGT):
-  return (mask_PGT != 0).any(-1).sum()
-
-
-AGGREGATIONS = {
-  "token_mean": token_mean,
-  "sequence_mean": sequence_mean,
-  "sequence_sum": sequence_sum,
-  "constant": constant,
-  "prompt_mean": prompt_mean,
+# The first prompt has rows of 2 and 4 tokens and a row without tokens. The second has one token.
+_INPUTS = {
+  "values": [
+    [[1, 1, None, None], [-1, -1, -1, -1], [None, None, None, None]],
+    [[None, None, None, None], [9, None, None, None], [None, None, None, None]],
+  ],
+  "mask": [[[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], [[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]],
 }
+
+
+def token_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
+  """sum(x) / number of tokens (DAPO 2503.14476, eq. 12 over the batch).
+
+  Args:
+    values_PGT: Anything, NaN included, where the mask is 0.
+    mask_PGT: The loss mask.
+    algo: Not read.
+
+  Returns:
+    (sum of the values, number of tokens)
+  """
+  del algo
+  return masked.total(values_PGT, mask_PGT), masked.count(mask_PGT)
+
+
+AGGREGATIONS["token_mean"] = Aggregation(
+  compute=token_mean,
+  examples=(Example(_INPUTS, {"sum": 2 - 4 + 9, "weight": 7}),),
+)
+
+
+def sequence_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
+  """Mean over sequences of their token mean (GRPO 2402.03300, eq. 3).
+
+  Args:
+    values_PGT: Anything, NaN included, where the mask is 0.
+    mask_PGT: The loss mask.
+    algo: Not read.
+
+  Returns:
+    (sum of the sequences' means, number of sequences)
+  """
+  del algo
+  return masked.mean(values_PGT, mask_PGT, -1).sum(), _sequences(mask_PGT)
+
+
+AGGREGATIONS["sequence_mean"] = Aggregation(
+  compute=sequence_mean,
+  examples=(Example(_INPUTS, {"sum": 1 - 1 + 9, "weight": 3}),),
+)
+
+
+def sequence_sum(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
+  """Mean over sequences of their token sum (RLOO 2402.14740).
+
+  With the ratio `sequence` it is LUSPO 2602.05261.
+
+  Args:
+    values_PGT: Anything, NaN included, where the mask is 0.
+    mask_PGT: The loss mask.
+    algo: Not read.
+
+  Returns:
+    (sum of the values, number of sequences)
+  """
+  del algo
+  return masked.total(values_PGT, mask_PGT), _sequences(mask_PGT)
+
+
+AGGREGATIONS["sequence_sum"] = Aggregation(
+  compute=sequence_sum,
+  examples=(Example(_INPUTS, {"sum": 2 - 4 + 9, "weight": 3}),),
+)
+
+
+def constant(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
+  """sum(x) / (sequences * length_norm) (Dr. GRPO 2503.20783).
+
+  The weight of a token does not depend on the length of its sequence.
+
+  Args:
+    values_PGT: Anything, NaN included, where the mask is 0.
+    mask_PGT: The loss mask.
+    algo: Reads `length_norm`.
+
+  Returns:
+    (sum of the values, number of sequences times length_norm)
+  """
+  return masked.total(values_PGT, mask_PGT), _sequences(mask_PGT) * algo.length_norm
+
+
+AGGREGATIONS["constant"] = Aggregation(
+  compute=constant,
+  settings={
+    "length_norm": Setting(
+      0, "constant: tokens that a sequence counts as; 0 = sampling.max_tokens", at_least(0)
+    )
+  },
+  examples=(Example(_INPUTS, {"sum": 2 - 4 + 9, "weight": 3 * 8}, {"length_norm": 8}),),
+)
+
+
+def prompt_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
+  """Mean over prompts of the token mean of their group (DAPO 2503.14476, eq. 8).
+
+  Args:
+    values_PGT: Anything, NaN included, where the mask is 0.
+    mask_PGT: The loss mask.
+    algo: Not read.
+
+  Returns:
+    (sum of the groups' means, number of prompts that have a token)
+  """
+  del algo
+  prompts = (mask_PGT != 0).any((1, 2)).sum()
+  return masked.mean(values_PGT, mask_PGT, (1, 2)).sum(), prompts
+
+
+AGGREGATIONS["prompt_mean"] = Aggregation(
+  compute=prompt_mean,
+  examples=(
+    Example(_INPUTS, {"sum": (2 - 4) / 6 + 9, "weight": 2}),
+    Example({"values": [[[3]], [[None]]], "mask": [[[1]], [[0]]]}, {"sum": 3, "weight": 1}),
+  ),
+)
+
+
+def _sequences(mask_PGT: jax.Array) -> jax.Array:
+  """How many sequences have a loss token."""
+  return (mask_PGT != 0).any(-1).sum()

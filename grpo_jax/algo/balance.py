@@ -1,7 +1,4 @@
-"""How evenly the routers of a mixture of experts spread tokens: the auxiliary loss, and metrics.
-
-Arguments are sums over the tokens that count: of each prompt, once, and of the loss. Sums of the parts of a batch add up.
-"""
+"""How evenly the routers of a mixture of experts spread tokens: an auxiliary loss, and metrics."""
 
 import jax
 
@@ -9,23 +6,46 @@ from grpo_jax import masked
 from grpo_jax.types import Routing
 
 
-def balance_loss(given_X: jax.Array, probs_X: jax.Array, tokens: jax.Array) -> jax.Array:
-  """X sum_x f_x P_x (Switch 2101.03961, eq. 4-6; with several experts a token, f sums to their number, as in transformers).
+def balance_loss(assigned_X: jax.Array, probs_X: jax.Array, tokens: jax.Array) -> jax.Array:
+  """X sum_x f_x P_x (Switch 2101.03961, eq. 4-6).
 
-  f: tokens of a whole batch given to each expert / tokens; no gradient. P: probabilities of the batch, or of a part of
-  it, / tokens of all of it: the parts' losses add up. All are sums over layers, too. 0 without a token.
+  f_x is the fraction of the tokens that are sent to expert x, and P_x is the mean of its
+  probability. If a token uses several experts, f sums to their number, as in transformers.
+
+  The losses of the parts of a batch add up if `assigned_X` and `tokens` are those of the whole
+  batch and `probs_X` is that of the part.
+
+  Args:
+    assigned_X: How many tokens were sent to each expert, summed over layers. It gets no gradient.
+    probs_X: The sum of the routers' probabilities, over layers and tokens.
+    tokens: How many tokens were counted, summed over layers, a scalar.
+
+  Returns:
+    A scalar, 0 if no token was counted.
   """
-  return given_X.size * masked.divide((jax.lax.stop_gradient(given_X) * probs_X).sum(), tokens**2)
+  products_X = jax.lax.stop_gradient(assigned_X) * probs_X
+  return assigned_X.size * masked.divide(products_X.sum(), tokens**2)
 
 
 def balance_metrics(routing: Routing) -> dict[str, jax.Array]:
-  """Of the routing of a whole batch. load: an expert's share of its layer's tokens, relative to all experts' mean."""
-  x: Routing = jax.tree.map(lambda x: x.sum(0), routing)
-  load_LX = masked.divide(x.given_BLX, x.given_BLX.mean(-1, keepdims=True))
+  """Metrics of the routing of a whole batch.
+
+  The load of an expert is the number of tokens that it got, divided by the mean over the experts of
+  its layer.
+
+  Args:
+    routing: Sums over any rows, B on the first axis.
+
+  Returns:
+    Names and float32 scalars.
+  """
+  total: Routing = jax.tree.map(lambda x: x.sum(0), routing)
+  assigned_LX, probs_LX, tokens_L = total.assigned_BLX, total.probs_BLX, total.tokens_BL
+  load_LX = masked.divide(assigned_LX, assigned_LX.mean(-1, keepdims=True))
   return {
-    "router/aux_loss": balance_loss(x.given_BLX.sum(0), x.probs_BLX.sum(0), x.tokens_BL.sum()),
+    "router/aux_loss": balance_loss(assigned_LX.sum(0), probs_LX.sum(0), tokens_L.sum()),
     "router/load_max": load_LX.max(),
     "router/load_min": load_LX.min(),
     "router/dead": (load_LX == 0).mean(),
-    "router/entropy": masked.divide(x.entropy_BL.sum(), x.tokens_BL.sum()),
+    "router/entropy": masked.divide(total.entropy_BL.sum(), tokens_L.sum()),
   }

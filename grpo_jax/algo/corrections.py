@@ -1,51 +1,197 @@
-"""Weights for the gap between the sampler (mu) and the policy that the update starts from (old). No gradient.
+"""Weights for the gap between the sampler and the policy that the update starts from.
 
-w = exp(old - mu): of the token; or of the row, the product (`sequence`) or geometric mean (`geometric`) of its tokens'.
+w = exp(old - mu), where mu is the log-prob under the distribution that the token was drawn from and
+old is the log-prob under the policy before the update. A level says whether w belongs to a token or
+to a row, and a correction says what becomes of it. Weights have no gradient.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
-from grpo_jax.config import Algo
+from grpo_jax.algo.record import Example, SettingsByName
+from grpo_jax.settings import Setting, Settings, at_least
 
-LEVELS = {  # (log w [P, G, T], mask) -> log w, broadcast
-  "token": lambda x_PGT, mask_PGT: x_PGT,
-  "sequence": lambda x_PGT, mask_PGT: masked.total(x_PGT, mask_PGT, -1, keepdims=True),
-  "geometric": lambda x_PGT, mask_PGT: masked.mean(x_PGT, mask_PGT, -1, keepdims=True),
+
+@dataclasses.dataclass(frozen=True)
+class CorrectionLevel:
+  """What one weight belongs to.
+
+  Attributes:
+    compute: (log_w_PGT, mask_PGT) -> log w of the level, [P, G, T] or [P, G, 1].
+    examples: Inputs are `w`, the weights of the single tokens of one row, and its `mask`. The
+      output is `weights`.
+    shared_by_row: True if all tokens of a row have the same weight.
+  """
+
+  compute: Callable[[jax.Array, jax.Array], jax.Array]
+  examples: tuple[Example, ...]
+  shared_by_row: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+  """What becomes of a weight.
+
+  Attributes:
+    compute: (weights_PGT, algo) -> [P, G, T].
+    examples: The input is `weights`, a list. The output is `corrected`.
+    settings: What `compute` reads.
+  """
+
+  compute: Callable[[jax.Array, Settings], jax.Array]
+  examples: tuple[Example, ...]
+  settings: SettingsByName = dataclasses.field(default_factory=dict)
+
+
+LEVELS: dict[str, CorrectionLevel] = {}
+CORRECTIONS: dict[str, Correction] = {}
+
+BOUNDS = {
+  "correction_low": Setting(0.0, "lower bound of the weights", at_least(0)),
+  "correction_high": Setting(0.0, "upper bound of the weights; 0 = no bound", at_least(0)),
 }
+_ROW = {"w": [2, 4, 0.5, 3], "mask": [1, 1, 1, 0]}
 
 
-def none(w_PGT: jax.Array, algo: Algo) -> jax.Array:
+def token(log_w_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
+  """The weight of the token."""
+  del mask_PGT
+  return log_w_PGT
+
+
+LEVELS["token"] = CorrectionLevel(
+  token, (Example(_ROW, {"weights": [2, 4, 0.5, 1]}),), shared_by_row=False
+)
+
+
+def sequence(log_w_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
+  """The product of the weights of the row's tokens."""
+  return masked.total(log_w_PGT, mask_PGT, -1, keepdims=True)
+
+
+LEVELS["sequence"] = CorrectionLevel(sequence, (Example(_ROW, {"weights": [4, 4, 4, 4]}),))
+
+
+def geometric(log_w_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
+  """The geometric mean of the weights of the row's tokens."""
+  return masked.mean(log_w_PGT, mask_PGT, -1, keepdims=True)
+
+
+LEVELS["geometric"] = CorrectionLevel(
+  geometric,
+  (Example(_ROW, {"weights": [1.5874011] * 4}),),  # the cube root of 4
+)
+
+
+def none(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
   """1."""
   del algo
-  return jnp.ones_like(w_PGT)
+  return jnp.ones_like(weights_PGT)
 
 
-def truncate(w_PGT: jax.Array, algo: Algo) -> jax.Array:
-  """w limited to [correction_low, correction_high] (truncated importance sampling, TIS: Yao et al. 2025; decoupled PPO,
-  AReaL 2505.24298). Worked: mu .2, old .25, pi .3, A 1, clip .2: 1.25 min(1.2, 1.2) = 1.5."""
-  return jnp.clip(w_PGT, algo.correction_low, algo.correction_high or jnp.inf)
+CORRECTIONS["none"] = Correction(
+  none, (Example({"weights": [0.25, 1.25, 7]}, {"corrected": [1, 1, 1]}),)
+)
 
 
-def mask(w_PGT: jax.Array, algo: Algo) -> jax.Array:
-  """w inside [correction_low, correction_high], 0 outside (MIS; IcePop with .5 and 5)."""
-  inside_PGT = (w_PGT >= algo.correction_low) & (w_PGT <= (algo.correction_high or jnp.inf))
-  return jnp.where(inside_PGT, w_PGT, 0)
+def truncate(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """w limited to [correction_low, correction_high] (TIS, Yao et al. 2025).
+
+  Truncated importance sampling. It is also decoupled PPO (AReaL 2505.24298). Worked: mu .2,
+  old .25, pi .3, A 1, clip .2: 1.25 min(1.2, 1.2) = 1.5.
+
+  Args:
+    weights_PGT: w.
+    algo: Reads `correction_low` and `correction_high`.
+
+  Returns:
+    [P, G, T]
+  """
+  return jnp.clip(weights_PGT, algo.correction_low, algo.correction_high or jnp.inf)
 
 
-CORRECTIONS = {"none": none, "truncate": truncate, "mask": mask}
+CORRECTIONS["truncate"] = Correction(
+  truncate,
+  settings=BOUNDS,
+  examples=(
+    Example(
+      {"weights": [0.25, 1.25, 7]},
+      {"corrected": [0.5, 1.25, 5]},
+      {"correction_low": 0.5, "correction_high": 5.0},
+    ),
+    Example({"weights": [0.25, 7]}, {"corrected": [0.5, 7]}, {"correction_low": 0.5}),
+    Example({"weights": [0.25, 7]}, {"corrected": [0.25, 5]}, {"correction_high": 5.0}),
+  ),
+)
 
 
-def importance(old_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo) -> jax.Array:
-  """w [P, G, T] at the level of algo.correction_level, before any bound."""
-  log_w_PGT = LEVELS[algo.correction_level](masked.masked(old_PGT - mu_PGT, mask_PGT), mask_PGT)
+def mask(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """w inside [correction_low, correction_high], 0 outside (MIS; IcePop with .5 and 5).
+
+  Args:
+    weights_PGT: w.
+    algo: Reads `correction_low` and `correction_high`.
+
+  Returns:
+    [P, G, T]
+  """
+  high = algo.correction_high or jnp.inf
+  inside_PGT = (weights_PGT >= algo.correction_low) & (weights_PGT <= high)
+  return jnp.where(inside_PGT, weights_PGT, 0)
+
+
+CORRECTIONS["mask"] = Correction(
+  mask,
+  settings=BOUNDS,
+  examples=(
+    Example(
+      {"weights": [0.25, 0.5, 1.25, 5, 7]},
+      {"corrected": [0, 0.5, 1.25, 5, 0]},
+      {"correction_low": 0.5, "correction_high": 5.0},
+    ),
+    Example({"weights": [0.25, 7]}, {"corrected": [0, 7]}, {"correction_low": 0.5}),
+    Example({"weights": [0.25, 7]}, {"corrected": [0.25, 0]}, {"correction_high": 5.0}),
+  ),
+)
+
+
+def importance(
+  old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings
+) -> jax.Array:
+  """w at the level of `algo.correction_level`, before any bound.
+
+  Args:
+    old_logprobs_PGT: Log-probs under the policy before the update.
+    mu_PGT: Log-probs under the distribution that the tokens were drawn from.
+    mask_PGT: The loss mask.
+    algo: Reads `correction_level`.
+
+  Returns:
+    [P, G, T]
+  """
+  log_w_PGT = masked.masked(old_logprobs_PGT - mu_PGT, mask_PGT)
+  log_w_PGT = LEVELS[algo.correction_level].compute(log_w_PGT, mask_PGT)
   return jnp.exp(jnp.broadcast_to(log_w_PGT, mask_PGT.shape))
 
 
 def correction_weights(
-  old_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Algo
+  old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings
 ) -> jax.Array:
-  """Weights [P, G, T] of the surrogate, 0 where the mask is."""
-  weights_PGT = CORRECTIONS[algo.correction](importance(old_PGT, mu_PGT, mask_PGT, algo), algo)
+  """Weights of the surrogate.
+
+  Args:
+    old_logprobs_PGT: Log-probs under the policy before the update.
+    mu_PGT: Log-probs under the distribution that the tokens were drawn from.
+    mask_PGT: The loss mask.
+    algo: Reads `correction`, `correction_level` and the settings of the correction.
+
+  Returns:
+    [P, G, T], 0 where the mask is 0.
+  """
+  weights_PGT = importance(old_logprobs_PGT, mu_PGT, mask_PGT, algo)
+  weights_PGT = CORRECTIONS[algo.correction].compute(weights_PGT, algo)
   return jax.lax.stop_gradient(masked.masked(weights_PGT, mask_PGT))

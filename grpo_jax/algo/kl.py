@@ -1,52 +1,178 @@
-"""KL(pi || ref) per token: estimates from the token that was sampled, (logprobs, ref_logprobs) -> [P, G, T], with
-d = lp - ref; and the whole of it, `full`, from both distributions."""
+"""KL(policy || reference) at each token.
+
+Estimates read the log-probs of the token that was sampled, with d = lp - ref. `full` reads both
+distributions. A `+` after a name keeps the value of the estimate and takes the gradient of k2.
+"""
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.algo.record import Example
+
+Estimate = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class KLEstimator:
+  """One way to compute the KL divergence at a token.
+
+  Attributes:
+    compute: (logprobs_PGT, ref_logprobs_PGT) -> [P, G, T], or (logits [..., V], ref_logits
+      [..., V]) -> [...] if `reads_logits`.
+    examples: Inputs are `policy` and `reference`: lists of probabilities of sampled tokens, or of
+      distributions if `reads_logits`. Outputs are `kl` and `gradient`, its derivative by the
+      log-prob, or by the logits if `reads_logits`.
+    reads_logits: True if `compute` needs whole distributions.
+    replaces_gradient: True if the gradient is not that of the value.
+  """
+
+  compute: Estimate
+  examples: tuple[Example, ...]
+  reads_logits: bool = False
+  replaces_gradient: bool = False
+
+
+KL: dict[str, KLEstimator] = {}
+
+# d = ln 2, -ln 2 and 0
+_INPUTS = {"policy": [0.5, 0.25, 0.3], "reference": [0.25, 0.5, 0.3]}
+_LN2 = 0.6931472
+
 
 def k1(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
-  """d: unbiased, of either sign."""
+  """d: unbiased, of either sign.
+
+  Args:
+    logprobs_PGT: lp.
+    ref_logprobs_PGT: ref.
+
+  Returns:
+    [P, G, T]
+  """
   return logprobs_PGT - ref_logprobs_PGT
 
 
+KL["k1"] = KLEstimator(k1, (Example(_INPUTS, {"kl": [_LN2, -_LN2, 0], "gradient": [1, 1, 1]}),))
+
+
 def absolute(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
-  """|d|."""
-  return jnp.abs(logprobs_PGT - ref_logprobs_PGT)
+  """|d|. Its gradient is 0 where d is 0.
+
+  Args:
+    logprobs_PGT: lp.
+    ref_logprobs_PGT: ref.
+
+  Returns:
+    [P, G, T]
+  """
+  d_PGT = logprobs_PGT - ref_logprobs_PGT
+  # The gradient of jnp.abs at 0 is 1. It would push every token before anything has moved.
+  return d_PGT * jax.lax.stop_gradient(jnp.sign(d_PGT))
+
+
+KL["abs"] = KLEstimator(
+  absolute, (Example(_INPUTS, {"kl": [_LN2, _LN2, 0], "gradient": [1, -1, 0]}),)
+)
 
 
 def k2(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
-  """d^2 / 2: its gradient, d, is on average that of the KL (Schulman 2020; 2506.09477)."""
+  """d^2 / 2: its gradient, d, is on average that of the KL (Schulman 2020; 2506.09477).
+
+  Args:
+    logprobs_PGT: lp.
+    ref_logprobs_PGT: ref.
+
+  Returns:
+    [P, G, T]
+  """
   return 0.5 * (logprobs_PGT - ref_logprobs_PGT) ** 2
 
 
+KL["k2"] = KLEstimator(
+  k2, (Example(_INPUTS, {"kl": [0.2402265, 0.2402265, 0], "gradient": [_LN2, -_LN2, 0]}),)
+)
+
+
 def k3(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
-  """e^-d + d - 1: unbiased, never negative (Schulman 2020; GRPO 2402.03300, eq. 4)."""
+  """e^-d + d - 1: unbiased, never negative (Schulman 2020; GRPO 2402.03300, eq. 4).
+
+  Args:
+    logprobs_PGT: lp.
+    ref_logprobs_PGT: ref.
+
+  Returns:
+    [P, G, T]
+  """
   d_PGT = logprobs_PGT - ref_logprobs_PGT
-  # expm1 keeps the value exact for small d. From d = -20 on, e^-d goes on along its tangent: a gradient of 5e8 points
-  # the right way, and its square is still finite where the gradient's norm is taken.
+  # expm1 keeps the value exact for small d. Below d = -20, e^-d continues along its tangent: its
+  # gradient of 5e8 still points the right way, and the square of that, which the norm of the
+  # gradient takes, is still finite.
   bounded_PGT = jnp.minimum(-d_PGT, 20.0)
-  return jnp.expm1(bounded_PGT) + jnp.exp(bounded_PGT) * (-d_PGT - bounded_PGT) + d_PGT
+  tangent_PGT = jnp.exp(bounded_PGT) * (-d_PGT - bounded_PGT)
+  return jnp.expm1(bounded_PGT) + tangent_PGT + d_PGT
 
 
-def straight_through(estimate):
-  """The value of `estimate`, the gradient of k2."""
+KL["k3"] = KLEstimator(
+  k3,
+  (
+    # 1/2 + ln 2 - 1 and 2 - ln 2 - 1; the gradient is 1 - e^-d.
+    Example(_INPUTS, {"kl": [0.1931472, 0.3068528, 0], "gradient": [0.5, -1, 0]}),
+    # d = -30, beyond the tangent: e^20 (1 + 10) - 1 - 30 with the gradient 1 - e^20.
+    Example(
+      {"policy": [9.357623e-14], "reference": [1.0]},
+      {"kl": [5.336817e9], "gradient": [-4.851652e8]},
+    ),
+  ),
+)
 
-  def value(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
-    gradient = k2(logprobs_PGT, ref_logprobs_PGT)
-    return gradient + jax.lax.stop_gradient(estimate(logprobs_PGT, ref_logprobs_PGT) - gradient)
 
-  return value
+def straight_through(estimate: Estimate) -> Estimate:
+  """The estimate with the value of `estimate` and the gradient of k2."""
+
+  def compute(logprobs_PGT: jax.Array, ref_logprobs_PGT: jax.Array) -> jax.Array:
+    gradient_PGT = k2(logprobs_PGT, ref_logprobs_PGT)
+    value_PGT = estimate(logprobs_PGT, ref_logprobs_PGT)
+    return gradient_PGT + jax.lax.stop_gradient(value_PGT - gradient_PGT)
+
+  return compute
+
+
+def _with_gradient_of_k2(record: KLEstimator) -> KLEstimator:
+  value = record.examples[0].expected["kl"]
+  example = Example(_INPUTS, {"kl": value, "gradient": [_LN2, -_LN2, 0]})
+  return KLEstimator(straight_through(record.compute), (example,), replaces_gradient=True)
+
+
+KL |= {f"{name}+": _with_gradient_of_k2(record) for name, record in KL.items()}
 
 
 def full(logits_V: jax.Array, ref_logits_V: jax.Array) -> jax.Array:
-  """sum over the last axis, the vocabulary, of pi (log pi - log ref): [..., V] twice -> [...], with its own gradient.
+  """sum over the vocabulary of pi (log pi - log ref), with its own gradient.
 
-  It is exact for the token's distribution, so it needs no estimate of a gradient, and has no + form.
+  It is exact for the token's distribution. So its gradient needs no estimate, and it has no + form.
+
+  Args:
+    logits_V: The policy's logits [..., V], divided by the temperature.
+    ref_logits_V: The reference's, likewise.
+
+  Returns:
+    [...]
   """
   logprobs_V, ref_logprobs_V = jax.nn.log_softmax(logits_V), jax.nn.log_softmax(ref_logits_V)
   return (jnp.exp(logprobs_V) * (logprobs_V - ref_logprobs_V)).sum(-1)
 
 
-KL = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
-KL |= {f"{name}+": straight_through(estimate) for name, estimate in KL.items()}
+KL["full"] = KLEstimator(
+  full,
+  (
+    # 3/4 ln(3/2) + 1/4 ln(1/2). The gradient by the logits is pi (log pi - log ref - KL).
+    Example(
+      {"policy": [[0.75, 0.25]], "reference": [[0.5, 0.5]]},
+      {"kl": [0.1308120], "gradient": [[0.2059898, -0.2059898]]},
+    ),
+  ),
+  reads_logits=True,
+)

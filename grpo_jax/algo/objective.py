@@ -1,7 +1,8 @@
-"""The objective, J = agg( surrogate - kl_coef KL ) + entropy_coef H, and what it tells of itself.
+"""The objective that an update minimises, and its metrics.
 
-A batch may come in parts. What takes all of it to know, the weights of the means (`whole`) and the selection of tokens,
-is given, so that the parts' shares of the loss add up to the whole's.
+J = agg(surrogate - kl_coef KL) + entropy_coef H, and the loss is -J. A batch may be split. What
+depends on the whole batch, the divisors of the means (`totals`) and the token selection, is
+computed before the split, so that the losses of the parts add up to the loss of the whole.
 """
 
 import jax
@@ -9,141 +10,174 @@ import jax.numpy as jnp
 from flax import struct
 
 from grpo_jax import masked
-from grpo_jax.algo import selection as selection_lib
+from grpo_jax.algo import metrics as metrics_lib
+from grpo_jax.algo import token_selection
 from grpo_jax.algo.aggregation import AGGREGATIONS
 from grpo_jax.algo.corrections import correction_weights, importance
 from grpo_jax.algo.kl import KL
+from grpo_jax.algo.metrics import Metrics
 from grpo_jax.algo.ratios import RATIOS
-from grpo_jax.algo.surrogates import BOUNDS, SURROGATES, Terms
-from grpo_jax.config import Algo
-from grpo_jax.types import Batch, Coefs, Routing, TokenStats
+from grpo_jax.algo.surrogates import SURROGATES, Terms
+from grpo_jax.settings import Settings
+from grpo_jax.types import Batch, Coefficients, TokenStats
 
 sg = jax.lax.stop_gradient
 
 
 @struct.dataclass
-class Whole:
-  """What the parts of an optimizer batch have in common."""
+class Totals:
+  """What the parts of an optimizer batch share.
 
-  loss_weight: jax.Array  # of the aggregation
-  entropy_weight: jax.Array  # tokens kept
-  coefs: Coefs
-
-
-@struct.dataclass
-class Told:
-  """Metrics of a part of a batch."""
-
-  means: dict[str, tuple[jax.Array, jax.Array]]  # (sum, weight)
-  maxima: dict[str, jax.Array]
-  minima: dict[str, jax.Array]
-  routing: Routing | None = None  # of each prompt's group, with its gradient
-
-
-def has_entropy_bonus(algo: Algo) -> bool:
-  """Whether the entropy needs a gradient."""
-  return bool(algo.entropy_coef or algo.entropy_target)
-
-
-def whole(batch: Batch, coefs: Coefs, algo: Algo) -> Whole:
-  """Of a whole optimizer batch."""
-  kept_PGT = batch.mask_PGT if batch.selection is None else batch.selection.kept_PGT
-  weight = AGGREGATIONS[algo.aggregation](jnp.zeros_like(batch.mask_PGT), batch.mask_PGT, algo)[1]
-  return Whole(weight, masked.count(kept_PGT), coefs)
-
-
-def objective(stats: TokenStats, batch: Batch, of_all: Whole, algo: Algo) -> tuple[jax.Array, Told]:
-  """A part's share of the loss of the whole batch, to be minimised (GRPO 2402.03300, eq. 3, and its family).
-
-  The order: surrogate; rows too far off-policy and tokens of low entropy count 0; weights of the correction; KL;
-  aggregation, whose weight counts every token of the loss; entropy bonus.
+  Attributes:
+    loss_weight: float32 scalar, the weight of the aggregation over the whole batch.
+    entropy_weight: float32 scalar, how many tokens of the whole batch have a weight above 0.
+    coefs: The coefficients of this update.
   """
-  x = _terms(stats.logprobs_PGT, batch, algo)
-  loss_PGT = SURROGATES[algo.surrogate](x, algo)
-  if algo.off_policy_threshold:
-    drift_PG1 = masked.mean(_mu(x, batch) - sg(x.logprobs_PGT), x.mask_PGT, -1, keepdims=True)
-    loss_PGT = jnp.where(
-      (x.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold), 0, loss_PGT
-    )
-  if algo.surrogate != "gmpo":  # there, the kept tokens are those of the geometric mean
-    loss_PGT = masked.masked(loss_PGT, x.kept_PGT)
-  if algo.surrogate != "vespo":  # there, the weights are in the sequence's weight
-    loss_PGT = loss_PGT * x.weights_PGT
-  told = _told(x, stats.entropies_PGT, batch, algo)
-  if algo.kl_coef:
-    kl_PGT = _kl(x, stats, batch, algo)
-    told.means["kl"] = masked.total(sg(kl_PGT), x.mask_PGT), masked.count(x.mask_PGT)
-    if algo.kl_importance_weighted:  # DeepSeek-V3.2 2512.02556: unbiased where pi is no longer old
-      kl_PGT = kl_PGT * jnp.exp(x.d_PGT)
-    if algo.kl_in == "loss":  # else the rewards have it
-      loss_PGT = loss_PGT + of_all.coefs.kl * kl_PGT
-  loss = masked.divide(
-    AGGREGATIONS[algo.aggregation](loss_PGT, x.mask_PGT, algo)[0], of_all.loss_weight
-  )
-  if has_entropy_bonus(algo):
-    entropy = masked.divide(masked.total(stats.entropies_PGT, x.kept_PGT), of_all.entropy_weight)
-    loss = loss - of_all.coefs.entropy * entropy
-  return loss, told
+
+  loss_weight: jax.Array
+  entropy_weight: jax.Array
+  coefs: Coefficients
 
 
-def _terms(logprobs_PGT, batch, algo):
+def totals(batch: Batch, coefs: Coefficients, algo: Settings) -> Totals:
+  """The divisors and coefficients of a whole optimizer batch, for `objective` on its parts.
+
+  Args:
+    batch: The whole batch. Its mask and its selection are read.
+    coefs: The coefficients of this update.
+    algo: Names the aggregation.
+
+  Returns:
+    The totals.
+  """
   mask_PGT = batch.mask_PGT
-  selection = batch.selection or selection_lib.trivial(mask_PGT)
+  selection = batch.selection or token_selection.trivial(mask_PGT)
+  _, loss_weight = AGGREGATIONS[algo.aggregation].compute(jnp.zeros_like(mask_PGT), mask_PGT, algo)
+  return Totals(
+    loss_weight=loss_weight, entropy_weight=masked.count(selection.weights_PGT), coefs=coefs
+  )
+
+
+def objective(
+  stats: TokenStats, batch: Batch, of_batch: Totals, algo: Settings
+) -> tuple[jax.Array, Metrics]:
+  """The loss of a batch, or of a part of it (GRPO 2402.03300, eq. 3, and its family).
+
+  The order is: the surrogate; rows too far off-policy and the weights of tokens; the weights of the
+  correction; the KL term; the aggregation, which counts every token of the loss, also those of
+  weight 0; the entropy bonus. `Surrogate` records may apply weights of tokens and of the correction
+  themselves.
+
+  Args:
+    stats: What the learner computed for the tokens of the batch or part, with gradients.
+    batch: The batch or part, with its advantages and its selection.
+    of_batch: The totals of the whole batch.
+    algo: The `Algo` of the run.
+
+  Returns:
+    The loss, a scalar that is added up over the parts, and its metrics.
+  """
+  terms = _terms(stats.logprobs_PGT, batch, algo)
+  loss_PGT = _surrogate_loss(terms, batch, algo)
+  metrics = _metrics(terms, stats.entropies_PGT, batch, algo)
+  if algo.uses_reference:
+    kl_PGT = _kl(terms, stats, batch, algo)
+    metrics["kl"] = metrics_lib.mean(kl_PGT, terms.mask_PGT)
+    if not algo.kl_in_reward:
+      if (
+        algo.kl_importance_weighted
+      ):  # unbiased where pi is no longer old (DeepSeek-V3.2 2512.02556)
+        kl_PGT = kl_PGT * jnp.exp(terms.d_PGT)
+      loss_PGT = loss_PGT + of_batch.coefs.kl * kl_PGT
+  loss_sum, _ = AGGREGATIONS[algo.aggregation].compute(loss_PGT, terms.mask_PGT, algo)
+  loss = masked.divide(loss_sum, of_batch.loss_weight)
+  if algo.has_entropy_bonus:
+    entropy_sum = masked.total(stats.entropies_PGT, terms.weights_PGT)
+    loss = loss - of_batch.coefs.entropy * masked.divide(entropy_sum, of_batch.entropy_weight)
+  return loss, metrics
+
+
+def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Settings) -> Terms:
+  mask_PGT = batch.mask_PGT
+  selection = batch.selection or token_selection.trivial(mask_PGT)
   logprobs_PGT = masked.masked(logprobs_PGT, mask_PGT)
-  # One update per batch: old is the policy itself, so that the ratio is 1 and carries only the gradient.
-  old_PGT = (
-    sg(logprobs_PGT)
-    if batch.old_logprobs_PGT is None
-    else masked.masked(batch.old_logprobs_PGT, mask_PGT)
+  if batch.old_logprobs_PGT is None:
+    # Old is the policy itself: the ratio is 1 and carries only the gradient.
+    old_logprobs_PGT = sg(logprobs_PGT)
+  else:
+    old_logprobs_PGT = masked.masked(batch.old_logprobs_PGT, mask_PGT)
+  terms = Terms(
+    logprobs_PGT=logprobs_PGT,
+    old_logprobs_PGT=old_logprobs_PGT,
+    ratio_PGT=RATIOS[algo.ratio].compute(logprobs_PGT, old_logprobs_PGT, mask_PGT),
+    advantages_PGT=masked.masked(batch.advantages_PGT, mask_PGT),
+    mask_PGT=mask_PGT,
+    weights_PGT=selection.weights_PGT,
+    chosen_PGT=selection.chosen_PGT,
+    corrections_PGT=jnp.ones_like(mask_PGT),
   )
-  ratio_PGT = RATIOS[algo.ratio](logprobs_PGT, old_PGT, mask_PGT)
-  x = Terms(
-    logprobs_PGT,
-    old_PGT,
-    ratio_PGT,
-    masked.masked(batch.advantages_PGT, mask_PGT),
-    mask_PGT,
-    selection.kept_PGT,
-    selection.chosen_PGT,
-    jnp.ones_like(mask_PGT),
-  )
-  if algo.correction == "none":
-    return x
-  return x.replace(weights_PGT=correction_weights(old_PGT, _mu(x, batch), mask_PGT, algo))
+  if not algo.has_correction:
+    return terms
+  mu_PGT = _behavior_logprobs(terms, batch)
+  return terms.replace(corrections_PGT=correction_weights(old_logprobs_PGT, mu_PGT, mask_PGT, algo))
 
 
-def _kl(x, stats, batch, algo):
-  if stats.full_kl_PGT is not None:
-    return masked.masked(stats.full_kl_PGT, x.mask_PGT)
-  return KL[algo.kl](x.logprobs_PGT, masked.masked(batch.ref_logprobs_PGT, x.mask_PGT))
+def _surrogate_loss(terms: Terms, batch: Batch, algo: Settings) -> jax.Array:
+  """The loss of each token before the KL term, [P, G, T]."""
+  surrogate = SURROGATES[algo.surrogate]
+  loss_PGT = surrogate.loss(terms, algo)
+  if algo.off_policy_threshold:
+    gap_PGT = _behavior_logprobs(terms, batch) - sg(terms.logprobs_PGT)
+    drift_PG1 = masked.mean(gap_PGT, terms.mask_PGT, -1, keepdims=True)
+    dropped_PGT = (terms.advantages_PGT < 0) & (drift_PG1 > algo.off_policy_threshold)
+    loss_PGT = jnp.where(dropped_PGT, 0, loss_PGT)
+  if not surrogate.weighs_tokens_itself:
+    loss_PGT = masked.masked(loss_PGT * terms.weights_PGT, terms.weights_PGT)
+  if not surrogate.applies_correction_itself:
+    loss_PGT = loss_PGT * terms.corrections_PGT
+  return loss_PGT
 
 
-def _mu(x, batch):
-  given = batch.sampling_logprobs_PGT
-  return x.old_logprobs_PGT if given is None else masked.masked(given, x.mask_PGT)
+def _kl(terms: Terms, stats: TokenStats, batch: Batch, algo: Settings) -> jax.Array:
+  if algo.needs_full_kl:
+    return masked.masked(stats.full_kl_PGT, terms.mask_PGT)
+  ref_logprobs_PGT = masked.masked(batch.ref_logprobs_PGT, terms.mask_PGT)
+  return KL[algo.kl].compute(terms.logprobs_PGT, ref_logprobs_PGT)
 
 
-def _told(x, entropies_PGT, batch, algo):
-  mask_PGT, ratio_PGT, count = x.mask_PGT, sg(x.ratio_PGT), masked.count(x.mask_PGT)
-  mean = lambda x_PGT: (masked.total(x_PGT.astype(mask_PGT.dtype), mask_PGT), count)
-  means = {"entropy": mean(sg(entropies_PGT)), "ratio/mean": mean(ratio_PGT)}
-  if algo.surrogate in BOUNDS:
-    low_PGT, high_PGT = sg(BOUNDS[algo.surrogate](x, algo))
-    means |= {
-      "clip_ratio/low_mean": mean(low_PGT),
-      "clip_ratio/high_mean": mean(high_PGT),
-      "clip_ratio/region_mean": mean(low_PGT | high_PGT),
+def _behavior_logprobs(terms: Terms, batch: Batch) -> jax.Array:
+  """mu, the log-probs under the distribution that the tokens were drawn from."""
+  if batch.behavior_logprobs_PGT is None:
+    return terms.old_logprobs_PGT
+  return masked.masked(batch.behavior_logprobs_PGT, terms.mask_PGT)
+
+
+def _metrics(terms: Terms, entropies_PGT: jax.Array, batch: Batch, algo: Settings) -> Metrics:
+  mask_PGT = terms.mask_PGT
+  metrics = {
+    "entropy": metrics_lib.mean(entropies_PGT, mask_PGT),
+    "ratio/mean": metrics_lib.mean(terms.ratio_PGT, mask_PGT),
+    "ratio/max": metrics_lib.largest(terms.ratio_PGT, mask_PGT),
+    "ratio/min": metrics_lib.smallest(terms.ratio_PGT, mask_PGT),
+  }
+  bounds = SURROGATES[algo.surrogate].bounds
+  if bounds is not None:
+    low_PGT, high_PGT = bounds(terms, algo)
+    metrics |= {
+      "clip_ratio/low_mean": metrics_lib.mean(low_PGT, mask_PGT),
+      "clip_ratio/high_mean": metrics_lib.mean(high_PGT, mask_PGT),
+      "clip_ratio/region_mean": metrics_lib.mean(low_PGT | high_PGT, mask_PGT),
     }
   if batch.selection is not None:
-    means |= {"selection/kept": mean(x.kept_PGT != 0), "selection/chosen": mean(x.chosen_PGT != 0)}
-  if algo.correction != "none":
-    raw_PGT = importance(x.old_logprobs_PGT, _mu(x, batch), mask_PGT, algo)
-    means |= {
-      "correction/weight_mean": mean(x.weights_PGT),
-      "correction/changed": mean(x.weights_PGT != raw_PGT),
+    metrics |= {
+      "selection/kept": metrics_lib.mean(terms.weights_PGT != 0, mask_PGT),
+      "selection/chosen": metrics_lib.mean(terms.chosen_PGT != 0, mask_PGT),
     }
-  return Told(
-    means,
-    {"ratio/max": masked.largest(ratio_PGT, mask_PGT)},
-    {"ratio/min": masked.smallest(ratio_PGT, mask_PGT)},
-  )
+  if algo.has_correction:
+    mu_PGT = _behavior_logprobs(terms, batch)
+    raw_PGT = importance(terms.old_logprobs_PGT, mu_PGT, mask_PGT, algo)
+    metrics |= {
+      "correction/weight_mean": metrics_lib.mean(terms.corrections_PGT, mask_PGT),
+      "correction/changed": metrics_lib.mean(terms.corrections_PGT != raw_PGT, mask_PGT),
+    }
+  return metrics

@@ -1,0 +1,198 @@
+"""Advantages that divide by a standard deviation of the whole batch."""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax import masked
+from grpo_jax.algo.advantages.record import BATCH_WEIGHTING, STD_DDOF, STD_EPS, Advantage
+from grpo_jax.algo.record import Example
+from grpo_jax.settings import Setting, Settings, at_least
+from grpo_jax.types import Rewards
+
+ADVANTAGES: dict[str, Advantage] = {}
+
+BATCH_SETTINGS = {"std_ddof": STD_DDOF, "std_eps": STD_EPS, "batch_weighting": BATCH_WEIGHTING}
+BATCH_STD_EPS = Setting(1e-4, "gdpo: added to the standard deviation of the batch", at_least(0))
+
+
+def group_mean_batch_std(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A = (r - mean_g) / (std of the batch + eps) (LitePPO 2508.08221).
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
+    algo: Reads `std_ddof`, `std_eps` and `batch_weighting`.
+
+  Returns:
+    [P, G]
+  """
+  centered_PG = masked.centered(rewards.total_PG, rewards.scored_PG, 1)
+  weights_PG = _batch_weights(mask_PGT, algo)
+  std = masked.std(rewards.total_PG, rewards.scored_PG, algo.std_ddof, None, weights_PG)
+  return centered_PG / (std + algo.std_eps)
+
+
+ADVANTAGES["group_mean_batch_std"] = Advantage(
+  compute=group_mean_batch_std,
+  settings=BATCH_SETTINGS,
+  examples=(
+    # means of the groups 1 and 5, of the batch 3; variance (9 + 1 + 1 + 9) / 4 = 5
+    Example(
+      {"scores": [[0, 2, None], [4, 6, None]]},
+      {"advantages": [[-(5**-0.5), 5**-0.5, 0], [-(5**-0.5), 5**-0.5, 0]]},
+      {"std_ddof": 0, "std_eps": 0.0},
+    ),
+    # Per token: mean of the batch (0 + 3 * 4) / 4 = 3, variance (9 + 3) / (4 - 1) = 4
+    Example(
+      {"scores": [[0, 4]], "lengths": [[1, 3]]},
+      {"advantages": [[-2 / 2.5, 2 / 2.5]]},
+      {"std_ddof": 1, "std_eps": 0.5, "batch_weighting": "token"},
+    ),
+  ),
+)
+
+
+def batch_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A = (r - mean) / (std + eps) over the batch, without groups (REINFORCE++ 2501.03262).
+
+  With a KL penalty in the reward, each token has a reward of its own, the score minus the KL of the
+  token and of those after it: r_t = score - sum over u >= t of KL_u. The mean and the standard
+  deviation are then over all tokens.
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask.
+    algo: Reads `std_ddof`, `std_eps` and `batch_weighting`.
+
+  Returns:
+    [P, G], or [P, G, T] with a KL penalty in the reward.
+  """
+  if rewards.kl_penalty_PGT is None:
+    return _batch_whitened(rewards.total_PG, rewards, mask_PGT, algo, algo.std_eps)
+  later_kl_PGT = jnp.flip(jnp.cumsum(jnp.flip(rewards.kl_penalty_PGT, -1), -1), -1)
+  reward_PGT = rewards.score_PG[..., None] - later_kl_PGT
+  scored_PGT = mask_PGT * rewards.scored_PG[..., None]
+  std = masked.std(reward_PGT, scored_PGT, algo.std_ddof)
+  return masked.centered(reward_PGT, scored_PGT) / (std + algo.std_eps)
+
+
+ADVANTAGES["batch_normalized"] = Advantage(
+  compute=batch_normalized,
+  settings=BATCH_SETTINGS,
+  equal_rewards_teach=True,
+  examples=(
+    # mean 3, variance (9 + 1 + 1 + 9) / (4 - 1) = 20/3
+    Example(
+      {"scores": [[0, 2, None], [4, 6, None]]},
+      {"advantages": [[-1.161895, -0.387298, 0], [0.387298, 1.161895, 0]]},
+      {"std_eps": 0.0},
+    ),
+    # Per token: mean (0 + 3 * 4) / 4 = 3, variance (9 + 3) / (4 - 1) = 4
+    Example(
+      {"scores": [[0, 4]], "lengths": [[1, 3]]},
+      {"advantages": [[-3 / 2.5, 1 / 2.5]]},
+      {"std_eps": 0.5, "batch_weighting": "token"},
+    ),
+    # Rewards of the tokens 1 - .5, 1 - .25, 1, and 1 - .25; mean 3/4, variance (1/16 + 1/16) / 4
+    Example(
+      {
+        "scores": [[1, 1, None]],
+        "lengths": [[3, 1, 2]],
+        "kl_penalty": [[[0.25, 0.25, 0], [0.25, 0, 0], [0.1, 0.3, 0]]],
+      },
+      {"advantages": [[[-(2**0.5), 0, 2**0.5], [0, 0, 0], [0, 0, 0]]]},
+      {"std_ddof": 0, "std_eps": 0.0},
+    ),
+  ),
+)
+
+
+def group_centered_batch_whitened(
+  rewards: Rewards, mask_PGT: jax.Array, algo: Settings
+) -> jax.Array:
+  """r - mean_g, then whitened over the batch (REINFORCE++-baseline 2501.03262).
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
+    algo: Reads `std_ddof`, `std_eps` and `batch_weighting`.
+
+  Returns:
+    [P, G]
+  """
+  centered_PG = masked.centered(rewards.total_PG, rewards.scored_PG, 1)
+  return _batch_whitened(centered_PG, rewards, mask_PGT, algo, algo.std_eps)
+
+
+ADVANTAGES["group_centered_batch_whitened"] = Advantage(
+  compute=group_centered_batch_whitened,
+  settings=BATCH_SETTINGS,
+  examples=(
+    # centered -1, 1, -3, 3; variance 20 / 4 = 5
+    Example(
+      {"scores": [[0, 2, None], [4, 10, None]]},
+      {"advantages": [[-(5**-0.5), 5**-0.5, 0], [-3 * 5**-0.5, 3 * 5**-0.5, 0]]},
+      {"std_ddof": 0, "std_eps": 0.0},
+    ),
+    # Centered -2, 2. Per token: mean (-2 + 3 * 2) / 4 = 1, variance (9 + 3) / (4 - 1) = 4
+    Example(
+      {"scores": [[0, 4]], "lengths": [[1, 3]]},
+      {"advantages": [[-3 / 2.5, 1 / 2.5]]},
+      {"std_eps": 0.5, "batch_weighting": "token"},
+    ),
+  ),
+)
+
+
+def gdpo(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """Normalises each reward in its group, adds them up, then whitens the batch (GDPO 2601.05242).
+
+  z_j = (r_j - mean_g r_j) / (std_g r_j + std_eps) for each reward function j. Their sum is
+  v = sum_j weight_j z_j, and A = (v - mean v) / (std v + batch_std_eps) over the batch.
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
+    algo: Reads `std_ddof`, `std_eps`, `batch_std_eps` and `batch_weighting`.
+
+  Returns:
+    [P, G]
+  """
+  scored_PGJ = ~jnp.isnan(rewards.scores_PGJ)
+  std_P1J = masked.std(rewards.scores_PGJ, scored_PGJ, algo.std_ddof, 1)
+  z_PGJ = masked.centered(rewards.scores_PGJ, scored_PGJ, 1) / (std_P1J + algo.std_eps)
+  weights_J = jnp.asarray(rewards.weights, z_PGJ.dtype)
+  sum_PG = (weights_J * z_PGJ).sum(-1)
+  return _batch_whitened(sum_PG, rewards, mask_PGT, algo, algo.batch_std_eps)
+
+
+ADVANTAGES["gdpo"] = Advantage(
+  compute=gdpo,
+  settings=BATCH_SETTINGS | {"batch_std_eps": BATCH_STD_EPS},
+  equal_rewards_teach=True,
+  takes_kl_penalty=False,
+  examples=(
+    # z of the first reward (std 1, + 1) 1/2, -1/2 and of the second (std 2, + 1) -2/3, 2/3.
+    # v = 1/2 - 4/3 = -5/6 and 5/6, whose standard deviation is 5/6.
+    Example(
+      {"scores": [[[2, 0], [0, 4], [None, None]]], "weights": (1.0, 2.0)},
+      {"advantages": [[-0.625, 0.625, 0]]},
+      {"std_ddof": 0, "std_eps": 1.0, "batch_std_eps": 0.5},
+    ),
+  ),
+)
+
+
+def _batch_whitened(
+  x_PG: jax.Array, rewards: Rewards, mask_PGT: jax.Array, algo: Settings, eps: float
+) -> jax.Array:
+  """x minus its mean over the batch, divided by its standard deviation plus eps."""
+  weights_PG = _batch_weights(mask_PGT, algo)
+  std = masked.std(x_PG, rewards.scored_PG, algo.std_ddof, None, weights_PG)
+  return masked.centered(x_PG, rewards.scored_PG, None, weights_PG) / (std + eps)
+
+
+def _batch_weights(mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """How often each completion counts in statistics of the batch, [P, G]."""
+  lengths_PG = mask_PGT.sum(-1)
+  return lengths_PG if algo.batch_weighting == "token" else jnp.ones_like(lengths_PG)

@@ -1,0 +1,184 @@
+"""Advantages that compare a completion with its group or with the prompt's greedy completion.
+
+Where all rewards of a group are equal, advantages that know only the group are exactly 0.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax import masked
+from grpo_jax.algo.advantages.record import STD_DDOF, STD_EPS, Advantage
+from grpo_jax.algo.record import Example
+from grpo_jax.settings import Settings
+from grpo_jax.types import Rewards
+
+ADVANTAGES: dict[str, Advantage] = {}
+
+
+def group_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A = (r - mean_g) / (std_g + eps) (GRPO, DeepSeekMath 2402.03300, section 4.1.2).
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask. Not read.
+    algo: Reads `std_ddof` and `std_eps`.
+
+  Returns:
+    [P, G]
+  """
+  del mask_PGT
+  centered_PG = masked.centered(rewards.total_PG, rewards.scored_PG, 1)
+  std_P1 = masked.std(rewards.total_PG, rewards.scored_PG, algo.std_ddof, 1)
+  return centered_PG / (std_P1 + algo.std_eps)
+
+
+ADVANTAGES["group_normalized"] = Advantage(
+  compute=group_normalized,
+  settings={"std_ddof": STD_DDOF, "std_eps": STD_EPS},
+  examples=(
+    # mean 1/2, std 1/2
+    Example(
+      {"scores": [[1, 1, 0, 0]]},
+      {"advantages": [[1, 1, -1, -1]]},
+      {"std_ddof": 0, "std_eps": 0.0},
+    ),
+    # mean 1/4, variance (9/16 + 3/16) / 3 = 1/4
+    Example(
+      {"scores": [[1, 0, 0, 0]]},
+      {"advantages": [[1.5, -0.5, -0.5, -0.5]]},
+      {"std_ddof": 1, "std_eps": 0.0},
+    ),
+    # eps 1/2 doubles the divisor of the example before
+    Example(
+      {"scores": [[1, 0, 0, 0]]}, {"advantages": [[0.75, -0.25, -0.25, -0.25]]}, {"std_eps": 0.5}
+    ),
+    # Completions without a score stay out of the statistics. Groups do not mix.
+    Example(
+      {"scores": [[2, None, 0, None], [None, None, None, 1]]},
+      {"advantages": [[1, 0, -1, 0], [0, 0, 0, 0]]},
+      {"std_ddof": 0, "std_eps": 0.0},
+    ),
+  ),
+)
+
+
+def group_centered(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A = r - mean_g (Dr. GRPO 2503.20783).
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask. Not read.
+    algo: Not read.
+
+  Returns:
+    [P, G]
+  """
+  del mask_PGT, algo
+  return masked.centered(rewards.total_PG, rewards.scored_PG, 1)
+
+
+ADVANTAGES["group_centered"] = Advantage(
+  compute=group_centered,
+  examples=(
+    Example(
+      {"scores": [[1, 0, 0, 0], [5, None, 2, 5]]},
+      {"advantages": [[0.75, -0.25, -0.25, -0.25], [1, 0, -2, 1]]},
+    ),
+  ),
+)
+
+
+def leave_one_out(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A_i = r_i - mean of the others = G / (G - 1) (r_i - mean_g) (RLOO 2402.14740, eq. 6).
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask. Not read.
+    algo: Not read.
+
+  Returns:
+    [P, G]. The only scored completion of a group gets 0.
+  """
+  del mask_PGT, algo
+  count_P1 = masked.count(rewards.scored_PG, 1, keepdims=True)
+  centered_PG = masked.centered(rewards.total_PG, rewards.scored_PG, 1)
+  return centered_PG * masked.divide(count_P1, count_P1 - 1)
+
+
+ADVANTAGES["leave_one_out"] = Advantage(
+  compute=leave_one_out,
+  examples=(
+    Example({"scores": [[1, 0, 0, 0]]}, {"advantages": [[1, -1 / 3, -1 / 3, -1 / 3]]}),
+    # 3 - (1 + 2) / 2, 1 - (3 + 2) / 2, 2 - (3 + 1) / 2, of the three that were scored
+    Example(
+      {"scores": [[3, 1, None, 2], [None, 7, None, None]]},
+      {"advantages": [[1.5, -1.5, 0, 0], [0, 0, 0, 0]]},
+    ),
+    # The KL penalty of all tokens of a completion is taken from its reward: 1/2 and 0 remain.
+    Example(
+      {"scores": [[1, 1]], "kl_penalty": [[[0.25, 0.25, 0, 0], [0, 0, 0.5, 0.5]]]},
+      {"advantages": [[0.5, -0.5]]},
+    ),
+  ),
+)
+
+
+def opo(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A = r - sum(length r) / sum(length) over the group (OPO 2505.23585, eq. 5).
+
+  The mean weighted by length is the baseline that makes the variance of the gradient smallest.
+
+  Args:
+    rewards: The rewards of P prompts with G completions each.
+    mask_PGT: The loss mask, which gives the lengths.
+    algo: Not read.
+
+  Returns:
+    [P, G]
+  """
+  del algo
+  lengths_PG = mask_PGT.sum(-1)
+  return masked.centered(rewards.total_PG, rewards.scored_PG, 1, lengths_PG)
+
+
+ADVANTAGES["opo"] = Advantage(
+  compute=opo,
+  examples=(
+    # Baselines (1 + 0) / (1 + 3) = 1/4 and (3 + 0) / 4 = 3/4. The third completion has no score.
+    Example(
+      {"scores": [[1, 0, None], [0, 1, None]], "lengths": [[1, 3, 9], [1, 3, 9]]},
+      {"advantages": [[0.75, -0.25, 0], [-0.75, 0.25, 0]]},
+    ),
+  ),
+)
+
+
+def greedy_baseline(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """A = r - reward of the prompt's greedy completion (ReMax 2310.10505, eq. 3).
+
+  Args:
+    rewards: The rewards of P prompts with G completions each, and the greedy ones.
+    mask_PGT: The loss mask. Not read.
+    algo: Not read.
+
+  Returns:
+    [P, G]. A prompt whose greedy completion has no score gets 0.
+  """
+  del mask_PGT, algo
+  baseline_P1 = rewards.greedy_score_P[:, None]
+  both_scored_PG = rewards.scored_PG & ~jnp.isnan(baseline_P1)
+  return masked.masked(rewards.total_PG - baseline_P1, both_scored_PG)
+
+
+ADVANTAGES["greedy_baseline"] = Advantage(
+  compute=greedy_baseline,
+  equal_rewards_teach=True,
+  takes_kl_penalty=False,
+  needs_greedy=True,
+  examples=(
+    Example(
+      {"scores": [[1, 0, None], [1, 0, 0], [2, 2, 2]], "greedy_scores": [1, None, 0.5]},
+      {"advantages": [[0, -1, 0], [0, 0, 0], [1.5, 1.5, 1.5]]},
+    ),
+  ),
+)

@@ -1,0 +1,189 @@
+"""What must hold between the settings of the algorithm, and which of them change nothing."""
+
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.corrections import LEVELS
+from grpo_jax.algo.kl import KL
+from grpo_jax.algo.ratios import RATIOS
+from grpo_jax.algo.record import require
+from grpo_jax.algo.settings import Algo
+from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.algo.token_selection import has_weights
+
+
+def check(
+  algo: Algo, *, prompts: int, group_size: int, max_tokens: int, sampler_filters: bool
+) -> None:
+  """Raises ConfigError at the first setting that cannot be run with the others.
+
+  The ranges of single settings are not checked here: they must hold already.
+
+  Args:
+    algo: The settings.
+    prompts: Prompts of a batch.
+    group_size: Completions of a prompt.
+    max_tokens: The longest completion.
+    sampler_filters: Whether top-k, top-p or min-p is on.
+  """
+  _check_batch(algo, prompts, group_size)
+  _check_overlong(algo, max_tokens)
+  _check_variants(algo, group_size)
+  if algo.has_correction:
+    _check_correction(algo, sampler_filters)
+  _check_kl(algo)
+
+
+def settings_idle_at_ratio_one(algo: Algo) -> tuple[str, ...]:
+  """Names of the settings that a user changed and that change no gradient while the ratio is 1.
+
+  The ratio is 1 with one update per batch. With several updates there are no such settings.
+  """
+  if not algo.old_is_policy:
+    return ()
+  surrogate = SURROGATES[algo.surrogate]
+  idle = ["old_logprobs", *surrogate.idle_at_ratio_one]
+  if surrogate.applies_correction_itself and algo.has_correction:
+    idle = ["old_logprobs"]  # its settings shape the weight of the correction, too
+  if not RATIOS[algo.ratio].shared_by_row or _rows_are_uniform(algo):
+    idle.insert(0, "ratio")
+  defaults = Algo()
+  return tuple(name for name in idle if getattr(algo, name) != getattr(defaults, name))
+
+
+def _rows_are_uniform(algo: Algo) -> bool:
+  """Whether all tokens of a completion have one advantage and one weight."""
+  token_advantages = ADVANTAGES[algo.advantage].per_token or algo.kl_in_reward
+  token_corrections = algo.has_correction and not LEVELS[algo.correction_level].shared_by_row
+  chosen = SURROGATES[algo.surrogate].select is not None
+  return not (token_advantages or token_corrections or chosen or has_weights(algo))
+
+
+def _check_batch(algo: Algo, prompts: int, group_size: int) -> None:
+  require(
+    prompts % algo.minibatches == 0,
+    algo,
+    "minibatches",
+    f"it must divide batch.prompts = {prompts}",
+  )
+  completions = prompts * group_size // algo.minibatches
+  require(
+    not algo.kl_target or algo.kl_horizon >= completions,
+    algo,
+    "kl_horizon",
+    f"it must be at least the {completions} completions of an update",
+  )
+  require(
+    algo.std_ddof < group_size,
+    algo,
+    "std_ddof",
+    f"it must be below batch.group_size = {group_size}",
+  )
+
+
+def _check_overlong(algo: Algo, max_tokens: int) -> None:
+  require(
+    not algo.overlong or round(algo.overlong * max_tokens) >= 1,
+    algo,
+    "overlong",
+    f"of sampling.max_tokens = {max_tokens} that is not one token",
+  )
+  require(
+    not algo.overlong or not ADVANTAGES[algo.advantage].counts_right_answers,
+    algo,
+    "overlong",
+    f"{algo.advantage} counts right answers, which a penalty would make wrong; set 0",
+  )
+
+
+def _check_variants(algo: Algo, group_size: int) -> None:
+  advantage, surrogate = ADVANTAGES[algo.advantage], SURROGATES[algo.surrogate]
+  require(
+    not algo.dynamic_sampling or not advantage.equal_rewards_teach,
+    algo,
+    "dynamic_sampling",
+    f"with the advantage {algo.advantage} a group of equal rewards teaches, too; set False",
+  )
+  if advantage.check is not None:
+    advantage.check(algo, group_size)
+  if surrogate.ratios is not None:
+    names = " or ".join(repr(name) for name in surrogate.ratios)
+    require(
+      algo.ratio in surrogate.ratios,
+      algo,
+      "ratio",
+      f"the surrogate {algo.surrogate} has its own ratio; leave this at {names}",
+    )
+  if surrogate.check is not None:
+    surrogate.check(algo)
+
+
+def _check_correction(algo: Algo, sampler_filters: bool) -> None:
+  row_levels = " or ".join(repr(name) for name, level in LEVELS.items() if level.shared_by_row)
+  require(
+    not RATIOS[algo.ratio].shared_by_row or LEVELS[algo.correction_level].shared_by_row,
+    algo,
+    "correction_level",
+    f"a weight per token undoes the {algo.ratio} ratio; choose {row_levels}",
+  )
+  require(
+    bool(algo.correction_low or algo.correction_high),
+    algo,
+    "correction",
+    "set algo.correction_low or algo.correction_high, or it changes nothing",
+  )
+  require(
+    algo.old_is_policy or algo.old_logprobs == "recomputed" or sampler_filters,
+    algo,
+    "correction",
+    "the old log-probs are the sampler's own, so every weight is 1;"
+    " set algo.old_logprobs='recomputed'",
+  )
+  require(
+    not algo.correction_high or algo.correction_low < algo.correction_high,
+    algo,
+    "correction_low",
+    f"it must be below algo.correction_high = {algo.correction_high}",
+  )
+
+
+def _check_kl(algo: Algo) -> None:
+  kl = KL[algo.kl]
+  if algo.kl_in_reward:
+    require(
+      not kl.replaces_gradient,
+      algo,
+      "kl",
+      "in a reward it has no gradient to replace; leave out the +",
+    )
+    require(
+      not algo.kl_importance_weighted,
+      algo,
+      "kl_importance_weighted",
+      "in a reward it has no ratio; choose False",
+    )
+    of_tokens = [name for name, x in KL.items() if not (x.reads_logits or x.replaces_gradient)]
+    require(
+      not kl.reads_logits,
+      algo,
+      "kl",
+      "a reward is of the token that was sampled;"
+      f" choose {', '.join(of_tokens[:-1])} or {of_tokens[-1]}",
+    )
+    require(
+      ADVANTAGES[algo.advantage].takes_kl_penalty,
+      algo,
+      "kl_in",
+      f"the advantage {algo.advantage} is of the rewards alone; choose 'loss'",
+    )
+  require(
+    not kl.reads_logits or not algo.kl_importance_weighted,
+    algo,
+    "kl_importance_weighted",
+    "the full KL is of a whole distribution, not of the token that was sampled; choose False",
+  )
+  for name in ("kl_target", "ref_sync_steps"):
+    require(
+      algo.uses_reference or not getattr(algo, name),
+      algo,
+      name,
+      "with algo.kl_coef = 0 there is no reference; set algo.kl_coef",
+    )

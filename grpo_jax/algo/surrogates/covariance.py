@@ -1,0 +1,210 @@
+"""Surrogates that treat the tokens of highest covariance apart (Entropy mechanism 2505.22617).
+
+The covariance of a token says how much its log-prob and its advantage are high together:
+(A - mean A)(lp - mean lp), with means over the tokens of the batch (eq. 8).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax import masked
+from grpo_jax.algo.kl import absolute
+from grpo_jax.algo.record import Example, require
+from grpo_jax.algo.surrogates.clipped import PPO_SETTINGS, ppo_bounds, ppo_clip
+from grpo_jax.algo.surrogates.record import BatchTokens, Surrogate, Terms
+from grpo_jax.settings import ANY, Setting, Settings, above, at_least
+
+SURROGATES: dict[str, Surrogate] = {}
+
+COV_FRACTION = Setting(
+  2e-4, "clip_cov, kl_cov: the fraction of the tokens that is chosen", above(0)
+)
+
+
+def clip_cov(terms: Terms, algo: Settings) -> jax.Array:
+  """ppo_clip, but 0 at the chosen tokens (2505.22617, eq. 10-11).
+
+  Args:
+    terms: Arrays [P, G, T].
+    algo: Reads what `ppo_clip` reads.
+
+  Returns:
+    [P, G, T]
+  """
+  return jnp.where(terms.chosen_PGT != 0, 0, ppo_clip(terms, algo))
+
+
+def clip_cov_select(tokens: BatchTokens, algo: Settings) -> jax.Array:
+  """Tokens with a covariance in (cov_low, cov_high) that PPO does not clip.
+
+  At most `cov_fraction` of all tokens are chosen. The paper draws them at random. Here they are
+  those of highest covariance, so that they do not depend on a seed.
+
+  Args:
+    tokens: The tokens of the whole batch, [P, G, T].
+    algo: Reads `cov_low`, `cov_high`, `cov_fraction`, `clip_low` and `clip_high`.
+
+  Returns:
+    bool [P, G, T]
+  """
+  covariance_PGT = _covariance(tokens)
+  A_PGT, w_PGT = tokens.advantages_PGT, tokens.ratio_PGT
+  clipped_up_PGT = (w_PGT > 1 + algo.clip_high) & (A_PGT > 0)
+  clipped_down_PGT = (w_PGT < 1 - algo.clip_low) & (A_PGT < 0)
+  in_band_PGT = (covariance_PGT > algo.cov_low) & (covariance_PGT < algo.cov_high)
+  candidates_PGT = tokens.mask_PGT * (in_band_PGT & ~clipped_up_PGT & ~clipped_down_PGT)
+  return _highest(covariance_PGT, candidates_PGT, _budget(tokens.mask_PGT, algo))
+
+
+def _check_band(algo: Settings) -> None:
+  require(
+    algo.cov_low < algo.cov_high,
+    algo,
+    "cov_low",
+    f"it must be below algo.cov_high = {algo.cov_high}",
+  )
+
+
+# Means -3 and 0, so the covariances are 4, 1, 0 and 6. The last token is padding.
+_TOKENS = {
+  "lp": [-1, -2, -4, -5, -90],
+  "A": [2, 1, 0, -3, 50],
+  "w": [1, 1, 1, 1, 1],
+  "mask": [1, 1, 1, 1, 0],
+}
+
+SURROGATES["clip_cov"] = Surrogate(
+  loss=clip_cov,
+  bounds=ppo_bounds,
+  select=clip_cov_select,
+  settings=PPO_SETTINGS
+  | {
+    "cov_fraction": COV_FRACTION,
+    "cov_low": Setting(1.0, "clip_cov: lower end of the band of covariances", ANY),
+    "cov_high": Setting(5.0, "clip_cov: upper end of the band of covariances", ANY),
+  },
+  idle_at_ratio_one=tuple(PPO_SETTINGS),
+  check=_check_band,
+  examples=(
+    Example(
+      {
+        "w": [1.1, 1.1, 0.9, 0.9, 1.5, 0.5],
+        "A": [1, -1, 1, -1, 1, -1],
+        "chosen": [1, 0, 0, 1, 0, 0],
+      },
+      {
+        "loss": [0, 1.1, -0.9, 0, -1.2, 0.8],
+        "gradient": [0, 1.1, -0.9, 0, 0, 0],
+        "low": [0, 0, 0, 0, 0, 1],
+        "high": [0, 0, 0, 0, 1, 0],
+      },
+    ),
+    # Half of four tokens; 0 and 6 are outside the band.
+    Example(
+      _TOKENS,
+      {"chosen": [1, 1, 0, 0, 0]},
+      {"cov_fraction": 0.5, "cov_low": 0.5, "cov_high": 5.0},
+    ),
+    # The ends of the band do not belong to it. A budget below one token is one token.
+    Example(_TOKENS, {"chosen": [1, 0, 0, 0, 0]}, {"cov_low": 1.0, "cov_high": 6.0}),
+    Example(_TOKENS, {"chosen": [0, 0, 0, 1, 0]}, {"cov_low": 4.0, "cov_high": 7.0}),
+    # The first token is clipped at w 1.5; the fourth is clipped at w .5 and not at 1.5.
+    Example(
+      _TOKENS | {"w": [1.5, 1, 1, 0.5, 1]},
+      {"chosen": [0, 1, 0, 0, 0]},
+      {"cov_low": 0.5, "cov_high": 7.0},
+    ),
+    Example(
+      _TOKENS | {"w": [0.5, 1, 1, 1.5, 1]},
+      {"chosen": [1, 0, 0, 1, 0]},
+      {"cov_fraction": 0.5, "cov_low": 0.5, "cov_high": 7.0},
+    ),
+    Example(
+      _TOKENS | {"w": [1.15, 1, 1, 0.75, 1]},
+      {"chosen": [0, 1, 0, 1, 0]},
+      {
+        "cov_fraction": 0.5,
+        "cov_low": 0.5,
+        "cov_high": 7.0,
+        "clip_low": 0.3,
+        "clip_high": 0.1,
+      },
+    ),
+  ),
+)
+
+
+def kl_cov(terms: Terms, algo: Settings) -> jax.Array:
+  """-w A, plus cov_kl_coef |d| at the chosen tokens (2505.22617, eq. 12-13).
+
+  The gradient of |d| is 0 where d is 0, as it is in the first update of a batch.
+
+  Args:
+    terms: Arrays [P, G, T].
+    algo: Reads `cov_kl_coef`.
+
+  Returns:
+    [P, G, T]
+  """
+  loss_PGT = -terms.ratio_PGT * terms.advantages_PGT
+  distance_PGT = absolute(terms.logprobs_PGT, terms.old_logprobs_PGT)
+  penalty_PGT = algo.cov_kl_coef * distance_PGT
+  return jnp.where(terms.chosen_PGT != 0, loss_PGT + penalty_PGT, loss_PGT)
+
+
+def kl_cov_select(tokens: BatchTokens, algo: Settings) -> jax.Array:
+  """The `cov_fraction` of all tokens that have the highest covariance, bool [P, G, T]."""
+  return _highest(_covariance(tokens), tokens.mask_PGT, _budget(tokens.mask_PGT, algo))
+
+
+SURROGATES["kl_cov"] = Surrogate(
+  loss=kl_cov,
+  select=kl_cov_select,
+  settings={
+    "cov_fraction": COV_FRACTION,
+    "cov_kl_coef": Setting(1.0, "kl_cov: weight of |d| at the chosen tokens", at_least(0)),
+  },
+  idle_at_ratio_one=("cov_fraction", "cov_kl_coef"),
+  examples=(
+    # 2 |d| = .8109302 and 1.3862944
+    Example(
+      {"w": [1.5, 0.5, 1.5, 0.5, 1], "A": [1, 1, -1, -1, 1], "chosen": [1, 0, 0, 1, 1]},
+      {"loss": [-0.6890698, -0.5, 1.5, 1.8862944, -1], "gradient": [0.5, -0.5, 1.5, -1.5, -1]},
+      {"cov_kl_coef": 2.0},
+    ),
+    Example(_TOKENS, {"chosen": [1, 0, 0, 1, 0]}, {"cov_fraction": 0.5}),
+    Example(_TOKENS, {"chosen": [0, 0, 0, 1, 0]}),
+    # Of equal covariances the first ones are chosen: a tenth of 30 tokens is 3.
+    Example(
+      {"lp": [-1] * 30, "A": [1] * 30, "w": [1] * 30, "mask": [1] * 30},
+      {"chosen": [1] * 3 + [0] * 27},
+      {"cov_fraction": 0.1},
+    ),
+  ),
+)
+
+
+def _covariance(tokens: BatchTokens) -> jax.Array:
+  """The covariance of each token, 0 at padding."""
+  return _deviation(tokens.advantages_PGT, tokens.mask_PGT) * _deviation(
+    tokens.logprobs_PGT, tokens.mask_PGT
+  )
+
+
+def _deviation(x_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
+  return masked.masked(x_PGT - masked.mean(x_PGT, mask_PGT), mask_PGT)
+
+
+def _budget(mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+  """max(1, floor(cov_fraction n)).
+
+  The product is raised a little before it is rounded down: in float32, 0.1 * 30 is below 3.
+  """
+  return jnp.maximum(1, jnp.floor(algo.cov_fraction * masked.count(mask_PGT) * (1 + 1e-6)))
+
+
+def _highest(x_PGT: jax.Array, mask_PGT: jax.Array, count: jax.Array) -> jax.Array:
+  """True at the `count` entries with the highest x. Of equal ones, the first are taken."""
+  order = jnp.argsort(jnp.where(mask_PGT != 0, -x_PGT, jnp.inf).ravel(), stable=True)
+  rank = jnp.zeros(order.size, jnp.int32).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
+  return (rank.reshape(x_PGT.shape) < count) & (mask_PGT != 0)

@@ -1,0 +1,137 @@
+"""Surrogates that leave out tokens whose distribution has moved too far (DPPO 2602.04879).
+
+With p = e^lp and q = e^old, a distribution is reduced to the sampled token against all others.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.algo.record import Example
+from grpo_jax.algo.surrogates.record import CLIP_SETTINGS, RATIO_MAX, Surrogate, Terms
+from grpo_jax.settings import Settings
+
+SURROGATES: dict[str, Surrogate] = {}
+
+DPPO_SETTINGS = CLIP_SETTINGS | {"ratio_max": RATIO_MAX}
+
+
+def dppo_tv(terms: Terms, algo: Settings) -> jax.Array:
+  """-sg[min(w, ratio_max)] A lp, 0 outside `tv_bounds` (DPPO 2602.04879).
+
+  Args:
+    terms: Arrays [P, G, T].
+    algo: Reads `clip_low`, `clip_high` and `ratio_max`.
+
+  Returns:
+    [P, G, T]
+  """
+  low_PGT, high_PGT = tv_bounds(terms, algo)
+  return jnp.where(low_PGT | high_PGT, 0, _limited_reinforce(terms, algo))
+
+
+def tv_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
+  """Total variation: q - p above clip_low where A <= 0, and p - q above clip_high where A > 0."""
+  moved_PGT = jnp.exp(terms.logprobs_PGT) - jnp.exp(terms.old_logprobs_PGT)
+  positive_PGT = terms.advantages_PGT > 0
+  return ~positive_PGT & (-moved_PGT > algo.clip_low), positive_PGT & (moved_PGT > algo.clip_high)
+
+
+SURROGATES["dppo_tv"] = Surrogate(
+  loss=dppo_tv,
+  bounds=tv_bounds,
+  settings=DPPO_SETTINGS,
+  ratios=("token",),
+  idle_at_ratio_one=tuple(DPPO_SETTINGS),
+  examples=(
+    # q = .5, so p - q is .25, .15, -.25, -.075, .25, -.25 and -.25.
+    Example(
+      {"w": [1.5, 1.3, 0.5, 0.85, 1.5, 0.5, 0.5], "A": [1, 1, -1, -1, -1, 1, 0]},
+      {
+        "loss": [0, 0.5600178, 0, -0.7273162, -0.4315231, 0.6931472, 0],
+        "gradient": [0, -1.3, 0, 0.85, 1.5, -0.5, 0],
+        "low": [0, 0, 1, 0, 0, 0, 1],
+        "high": [1, 0, 0, 0, 0, 0, 0],
+      },
+      {"clip_low": 0.1, "clip_high": 0.2},
+    ),
+    Example(
+      {"w": [1.3, 1.1], "A": [2, 2]},
+      {"gradient": [-2.4, -2.2], "low": [0, 0], "high": [0, 0]},
+      {"ratio_max": 1.2},
+    ),
+  ),
+)
+
+
+def dppo_kl(terms: Terms, algo: Settings) -> jax.Array:
+  """-sg[min(w, ratio_max)] A lp, 0 outside `kl_bounds` (DPPO 2602.04879).
+
+  Args:
+    terms: Arrays [P, G, T].
+    algo: Reads `clip_low`, `clip_high` and `ratio_max`.
+
+  Returns:
+    [P, G, T]
+  """
+  low_PGT, high_PGT = kl_bounds(terms, algo)
+  return jnp.where(low_PGT | high_PGT, 0, _limited_reinforce(terms, algo))
+
+
+def kl_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
+  """KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) above a bound.
+
+  It counts where the token has moved the way A pushes it: above clip_low with p < q where A <= 0,
+  and above clip_high with p > q where A > 0.
+  """
+  lp_PGT, old_PGT = terms.logprobs_PGT, terms.old_logprobs_PGT
+  q_PGT = jnp.exp(old_PGT)
+  of_token_PGT = q_PGT * (old_PGT - lp_PGT)
+  of_others_PGT = (1 - q_PGT) * (_log_of_others(old_PGT) - _log_of_others(lp_PGT))
+  divergence_PGT = of_token_PGT + of_others_PGT
+  positive_PGT = terms.advantages_PGT > 0
+  return (
+    ~positive_PGT & (lp_PGT < old_PGT) & (divergence_PGT > algo.clip_low),
+    positive_PGT & (lp_PGT > old_PGT) & (divergence_PGT > algo.clip_high),
+  )
+
+
+SURROGATES["dppo_kl"] = Surrogate(
+  loss=dppo_kl,
+  bounds=kl_bounds,
+  settings=DPPO_SETTINGS,
+  ratios=("token",),
+  idle_at_ratio_one=tuple(DPPO_SETTINGS),
+  examples=(
+    # q = .5: the divergence is .143841 at w 1.5 and .5, and .047155 at w 1.3 and .7.
+    Example(
+      {"w": [1.5, 1.3, 0.5, 0.5, 1.5, 0.5], "A": [1, 1, -1, 1, -1, 0]},
+      {
+        "loss": [0.4315231, 0.5600178, 0, 0.6931472, -0.4315231, 0],
+        "gradient": [-1.5, -1.3, 0, -0.5, 1.5, 0],
+        "low": [0, 0, 1, 0, 0, 1],
+        "high": [0, 0, 0, 0, 0, 0],
+      },
+      {"clip_low": 0.1, "clip_high": 0.2},
+    ),
+    # q = .2: the divergence is .091516 at w 2 and .044403 at w 1/2.
+    Example(
+      {"w": [2, 2, 0.5], "A": [1, -1, -1], "old": [0.2, 0.2, 0.2]},
+      {"gradient": [0, 2, 0.5], "low": [0, 0, 0], "high": [1, 0, 0]},
+      {"clip_low": 0.05, "clip_high": 0.09},
+    ),
+    Example({"w": [1.3, 1.1], "A": [2, 2]}, {"gradient": [-2.4, -2.2]}, {"ratio_max": 1.2}),
+  ),
+)
+
+
+def _limited_reinforce(terms: Terms, algo: Settings) -> jax.Array:
+  """-sg[min(w, ratio_max)] A lp."""
+  w_PGT = jnp.exp(terms.d_PGT)
+  if algo.ratio_max:
+    w_PGT = jnp.minimum(w_PGT, algo.ratio_max)
+  return -jax.lax.stop_gradient(w_PGT) * terms.advantages_PGT * terms.logprobs_PGT
+
+
+def _log_of_others(logprobs_PGT: jax.Array) -> jax.Array:
+  """log(1 - p). p is kept below 1, where the logarithm is finite."""
+  return jnp.log1p(-jnp.exp(jnp.minimum(logprobs_PGT, -1e-7)))

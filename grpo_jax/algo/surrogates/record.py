@@ -1,0 +1,117 @@
+"""The record of a surrogate, what a surrogate reads, and the settings that several share.
+
+In docstrings, w is the ratio, A the advantage, lp the policy's log-prob, old the log-prob before
+the update, d = lp - old, and sg a stopped gradient.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from flax import struct
+
+from grpo_jax.algo.record import Example, SettingsByName
+from grpo_jax.settings import Setting, Settings, above, zero_or_above
+
+
+@struct.dataclass
+class Terms:
+  """What a surrogate reads, float32 [P, G, T] each.
+
+  Attributes:
+    logprobs_PGT: lp, 0 at padding.
+    old_logprobs_PGT: old, 0 at padding.
+    ratio_PGT: w, computed as `algo.ratio` says.
+    advantages_PGT: A, 0 at padding.
+    mask_PGT: The loss mask.
+    weights_PGT: The weight of each token, from the token selection. 0 leaves a token out.
+    chosen_PGT: 1 at the tokens that `Surrogate.select` chose.
+    corrections_PGT: The weights of the correction, 1 without a correction.
+  """
+
+  logprobs_PGT: jax.Array
+  old_logprobs_PGT: jax.Array
+  ratio_PGT: jax.Array
+  advantages_PGT: jax.Array
+  mask_PGT: jax.Array
+  weights_PGT: jax.Array
+  chosen_PGT: jax.Array
+  corrections_PGT: jax.Array
+
+  @property
+  def d_PGT(self) -> jax.Array:
+    """lp - old."""
+    return self.logprobs_PGT - self.old_logprobs_PGT
+
+
+@struct.dataclass
+class BatchTokens:
+  """What is known of the tokens of a whole optimizer batch before the update, [P, G, T] each.
+
+  Attributes:
+    logprobs_PGT: The policy's log-probs.
+    ratio_PGT: w, computed as `algo.ratio` says.
+    entropies_PGT: Entropy of the distribution that the token is drawn from.
+    advantages_PGT: A.
+    mask_PGT: The loss mask.
+  """
+
+  logprobs_PGT: jax.Array
+  ratio_PGT: jax.Array
+  entropies_PGT: jax.Array
+  advantages_PGT: jax.Array
+  mask_PGT: jax.Array
+
+
+Loss = Callable[[Terms, Settings], jax.Array]
+Bounds = Callable[[Terms, Settings], tuple[jax.Array, jax.Array]]
+Select = Callable[[BatchTokens, Settings], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Surrogate:
+  """One way to turn ratios and advantages into a loss.
+
+  Attributes:
+    loss: (terms, algo) -> the loss of each token, [P, G, T]. It never reduces over tokens.
+    examples: Inputs are lists over the tokens of one row: `w`, `A`, and where they are read `old`
+      (probabilities, 1/2 if missing), `mask`, `weights`, `chosen` and `corrections`. Outputs are
+      `loss`, `gradient`, the derivative of the summed loss by each lp, and `low` and `high` if
+      there are `bounds`. For `select`, the inputs are `lp`, `w`, `A` and `mask`, and the output is
+      `chosen`.
+    settings: What `loss`, `bounds` and `select` read.
+    bounds: (terms, algo) -> two bool [P, G, T], True where the lower and the upper bound of the
+      surrogate limit the token.
+    select: (tokens of the whole batch, algo) -> bool [P, G, T], the tokens that the loss treats in
+      its own special way.
+    ratios: The names of the ratios that the loss can be combined with. None means all.
+    weighs_tokens_itself: True if `loss` uses `Terms.weights_PGT`, so that nobody else applies them.
+    applies_correction_itself: True if `loss` uses `Terms.corrections_PGT`, likewise.
+    idle_at_ratio_one: Names of settings that change no gradient where every ratio is 1.
+    check: (algo) -> None. Raises ConfigError if the settings do not fit together.
+  """
+
+  loss: Loss
+  examples: tuple[Example, ...]
+  settings: SettingsByName = dataclasses.field(default_factory=dict)
+  bounds: Bounds | None = None
+  select: Select | None = None
+  ratios: tuple[str, ...] | None = None
+  weighs_tokens_itself: bool = False
+  applies_correction_itself: bool = False
+  idle_at_ratio_one: tuple[str, ...] = ()
+  check: Callable[[Settings], None] | None = None
+
+
+CLIP_LOW = Setting(
+  0.2, "the ratio is limited to [1 - clip_low, 1 + clip_high]; see the surrogate", above(0)
+)
+CLIP_HIGH = Setting(
+  0.2, "the ratio is limited to [1 - clip_low, 1 + clip_high]; see the surrogate", above(0)
+)
+RATIO_MAX = Setting(
+  0.0,
+  "ppo_clip, clip_cov, dppo: limit of the ratio where it is not clipped; 0 = off",
+  zero_or_above(1, "a lower limit stops the gradient of tokens that have not moved; 0 is off"),
+)
+CLIP_SETTINGS = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}

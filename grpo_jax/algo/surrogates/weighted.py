@@ -1,0 +1,69 @@
+"""Surrogates that weigh -A lp without a bound on the ratio: reinforce and dro."""
+
+import jax
+
+from grpo_jax.algo.record import Example
+from grpo_jax.algo.surrogates.record import Surrogate, Terms
+from grpo_jax.settings import Setting, Settings, at_least
+
+SURROGATES: dict[str, Surrogate] = {}
+
+
+def reinforce(terms: Terms, algo: Settings) -> jax.Array:
+  """-A lp (Williams 1992; RLOO 2402.14740; GPG 2504.02546).
+
+  Args:
+    terms: Arrays [P, G, T].
+    algo: Not read.
+
+  Returns:
+    [P, G, T]
+  """
+  del algo
+  return -terms.advantages_PGT * terms.logprobs_PGT
+
+
+SURROGATES["reinforce"] = Surrogate(
+  loss=reinforce,
+  ratios=("token",),
+  examples=(
+    # lp = ln .75 and ln .25
+    Example(
+      {"w": [1.5, 0.5, 1.5, 0.5], "A": [2, 2, -2, -2]},
+      {"loss": [0.5753641, 2.7725887, -0.5753641, -2.7725887], "gradient": [-2, -2, 2, 2]},
+    ),
+  ),
+)
+
+
+def dro(terms: Terms, algo: Settings) -> jax.Array:
+  """-(lp A - dro_beta / 2 d^2) (DRO 2405.19107, eq. 4).
+
+  Args:
+    terms: Arrays [P, G, T].
+    algo: Reads `dro_beta`.
+
+  Returns:
+    [P, G, T]
+  """
+  penalty_PGT = 0.5 * algo.dro_beta * terms.d_PGT**2
+  return penalty_PGT - terms.logprobs_PGT * terms.advantages_PGT
+
+
+SURROGATES["dro"] = Surrogate(
+  loss=dro,
+  ratios=("token",),
+  settings={"dro_beta": Setting(0.05, "dro: weight of the squared log-ratio", at_least(0))},
+  idle_at_ratio_one=("dro_beta",),
+  examples=(
+    # d = ln 1.5 = .4054651 and -ln 2; the loss is d^2 - A lp, its gradient 2 d - A.
+    Example(
+      {"w": [1.5, 0.5, 1.5, 0.5], "A": [1, 1, -1, -1]},
+      {
+        "loss": [0.4520840, 1.8667474, -0.1232801, -0.9058413],
+        "gradient": [-0.1890698, -2.3862944, 1.8109302, -0.3862944],
+      },
+      {"dro_beta": 2.0},
+    ),
+  ),
+)
