@@ -5,8 +5,8 @@ depends on the mask alone, so the sum of a part is divided by the weight of the 
 sequence without a loss token is not counted.
 """
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
 import jax
 

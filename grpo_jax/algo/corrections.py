@@ -5,8 +5,8 @@ old is the log-prob under the policy before the update. A level says whether w b
 to a row, and a correction says what becomes of it. Weights have no gradient.
 """
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp

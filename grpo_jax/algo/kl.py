@@ -4,8 +4,8 @@ Estimates read the log-probs of the token that was sampled, with d = lp - ref. `
 distributions. A `+` after a name keeps the value of the estimate and takes the gradient of k2.
 """
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp

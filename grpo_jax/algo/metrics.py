@@ -6,16 +6,15 @@ who passes it on has to know what it is.
 
 from collections.abc import Mapping
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from grpo_jax import masked
 
 
-@struct.dataclass
-class Metric:
+class Metric(struct.PyTreeNode):
   """A value that is not reduced yet.
 
   Attributes:

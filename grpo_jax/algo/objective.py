@@ -5,9 +5,9 @@ depends on the whole batch, the divisors of the means (`totals`) and the token s
 computed before the split, so that the losses of the parts add up to the loss of the whole.
 """
 
+from flax import struct
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from grpo_jax import masked
 from grpo_jax.algo import metrics as metrics_lib
@@ -24,8 +24,7 @@ from grpo_jax.types import Batch, Coefficients, TokenStats
 sg = jax.lax.stop_gradient
 
 
-@struct.dataclass
-class Totals:
+class Totals(struct.PyTreeNode):
   """What the parts of an optimizer batch share.
 
   Attributes:

@@ -1,7 +1,7 @@
 """Ratios w = pi / pi_old between the policy and the policy before the update."""
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp

@@ -5,8 +5,8 @@ its worked examples. Each axis has one dict of records, such as `ADVANTAGES`. Th
 package looks a record up by its name and never compares names.
 """
 
-import dataclasses
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 from grpo_jax.settings import ConfigError, Setting, Settings

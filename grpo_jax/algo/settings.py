@@ -1,7 +1,7 @@
 """`Algo`: the choices and settings of the algorithm. Its fields are collected from the records."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from grpo_jax.algo.advantages import ADVANTAGES

@@ -4,8 +4,8 @@ It gives each token a weight for the surrogate, and it chooses the tokens that t
 in its own special way. Neither has a gradient. To add a weight, write its function and its record.
 """
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp

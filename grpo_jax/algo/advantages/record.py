@@ -1,7 +1,7 @@
 """The record of an advantage, and the settings that several advantages share."""
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
 import jax
 

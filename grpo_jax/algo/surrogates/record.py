@@ -4,18 +4,17 @@ In docstrings, w is the ratio, A the advantage, lp the policy's log-prob, old th
 the update, d = lp - old, and sg a stopped gradient.
 """
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 
-import jax
 from flax import struct
+import jax
 
 from grpo_jax.algo.record import Example, SettingsByName
 from grpo_jax.settings import Setting, Settings, above, zero_or_above
 
 
-@struct.dataclass
-class Terms:
+class Terms(struct.PyTreeNode):
   """What a surrogate reads, float32 [P, G, T] each.
 
   Attributes:
@@ -44,8 +43,7 @@ class Terms:
     return self.logprobs_PGT - self.old_logprobs_PGT
 
 
-@struct.dataclass
-class BatchTokens:
+class BatchTokens(struct.PyTreeNode):
   """What is known of the tokens of a whole optimizer batch before the update, [P, G, T] each.
 
   Attributes:
