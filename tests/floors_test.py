@@ -19,7 +19,8 @@ FLOORS = [
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
-  {"clock", "estimators", "stop", "terminal", "checkpoint_format"},
+  {"clock", "estimators", "stop", "terminal", "checkpoint_format", "json_files", "orbax_noise"},
+  {"checkpoint_reader", "saved_config"},
   {"checkpoint", "workdir", "parameters", "reward_model", "sampling", "checks"},
   {"rollout", "programs"},
   {"scoring"},
