@@ -465,9 +465,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 from grpo_jax.run.checkpoint import Checkpoints
 mesh = jax.make_mesh((2,), ("data",))
-make = jax.jit(lambda seed: {"params": {"w": jax.random.normal(jax.random.key(seed), (400, 30))}},
-               out_shardings=NamedSharding(mesh, P("data")))
-asked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(0))
+make_weights = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (400, 30)),
+                       out_shardings=NamedSharding(mesh, P("data")))
+def make(seed):
+  host = {"count": np.array(2**40 + seed), "weights": np.linspace(0, seed, 1000)}
+  return {"params": {"w": make_weights(seed)}, "host": host}
+weights = make_weights(0)
+wanted = {"params": {"w": jax.ShapeDtypeStruct(weights.shape, weights.dtype, sharding=weights.sharding)}, "host": None}
 store = Checkpoints(sys.argv[3], 2, warn=lambda text: None)
 for step in (1, 2):
   store.save(step, make(step))
@@ -477,9 +481,12 @@ if jax.process_index() == 0:  # only the other process reads this file
   part = max(parts, key=lambda p: p.stat().st_size)
   part.write_bytes(part.read_bytes()[:10])
 multihost_utils.sync_global_devices("damaged")
-step, state = store.restore_latest(asked)
+step, state = store.restore_latest(wanted, optional=("host",))
 assert step == 1 and store.steps() == [1]
-np.testing.assert_array_equal(state["params"]["w"].addressable_data(0), make(1)["params"]["w"].addressable_data(0))
+np.testing.assert_array_equal(state["params"]["w"].addressable_data(0), make_weights(1).addressable_data(0))
+for name, array in make(1)["host"].items():
+  assert state["host"][name].dtype == array.dtype
+  np.testing.assert_array_equal(state["host"][name], array)
 store.save(2, make(2))
 store.close()
 assert store.steps() == [1, 2]

@@ -34,8 +34,8 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
     ConfigError: The checkpoint holds another tree.
   """
   subtrees, structure = _groups_of(abstract)
-  leaves = fmt.flatten(abstract)
-  wanted = {name: leaf for name, leaf in leaves.items() if fmt.group_of(name) not in optional}
+  named_leaves = fmt.flatten(abstract).items()
+  wanted = {name: leaf for name, leaf in named_leaves if fmt.group_of(name) not in optional}
   reader = _make_reader()
 
   manifest_args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
@@ -49,18 +49,19 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=False), saved)
   if damaged:
     raise Damaged(f"{damaged} is not what was saved")
-
-  saved_groups = fmt.by_group(arrays)
-  restored = []
-  for group, tree in subtrees.items():
-    if group not in optional:
-      in_order = [arrays[name] for name in fmt.flatten({group: tree})]
-      restored.append(jax.tree.unflatten(jax.tree.structure(tree), in_order))
-    elif group in saved_groups:
-      restored.append(fmt.nested(saved_groups[group])[group])
-    else:
-      restored.append(tree)
+  restored = [_restore_group(group, tree, arrays, optional) for group, tree in subtrees.items()]
   return jax.tree.unflatten(structure, restored)
+
+
+def _restore_group(
+  group: str, abstract: Any, arrays: Mapping[str, Any], optional: Collection[str]
+) -> Any:
+  """One group of the restored tree, from all the named arrays."""
+  if group not in optional:
+    leaves = [arrays[name] for name in fmt.flatten({group: abstract})]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+  in_group = {name: array for name, array in arrays.items() if fmt.group_of(name) == group}
+  return fmt.nested(in_group)[group] if in_group else abstract
 
 
 def _groups_of(tree: Any) -> tuple[dict[str, Any], Any]:
