@@ -82,7 +82,7 @@ class RewardModel:
         f"reward.functions: the tokenizer in {folder} has {self._tokens.vocab_size} ids, its model "
         f"{shape.vocab_size}: download or save it again"
       )
-    shardings = sharding.model_shardings(shape, mesh)
+    shardings: dict[str, Any] = sharding.model_shardings(shape, mesh)
     self._model = dataclasses.replace(shape, dtype=config.dtype, **shardings)
     self._make_texts = TEXTS_BY_LABELS[shape.labels]
     self._batch = config.batch
