@@ -91,7 +91,7 @@ def _make_reader() -> ocp.Checkpointer:
 def _read_arrays(
   reader: ocp.Checkpointer, path: Path, saved: fmt.Manifest, wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Every array in the manifest `saved`, by name. Those of the host are verified."""
+  """Every array in the manifest `saved`, by name. Verifies the arrays of the host."""
   targets = {}
   for name, entry in saved.items():
     on_host = fmt.is_host_entry(entry) or name not in wanted
@@ -102,8 +102,8 @@ def _read_arrays(
   }
   restored = reader.restore(path, ocp.args.Composite(**items))
   arrays = targets | {name: restored[fmt.group_of(name)][name] for name in on_disk}
-  # Here and not with the arrays on the devices, whose digest all processes compute together. A
-  # process that alone reads a file wrongly must not be the only one that gives up.
+  # Each process verifies its own copy of these. It does so inside `_attempt`, so that all processes
+  # give up if one of them has read a file wrongly.
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=True), saved)
   if damaged:
     raise ValueError(f"{damaged} is not what was saved")
