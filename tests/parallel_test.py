@@ -1,3 +1,6 @@
+"""The mesh, the start of several processes, and where every array lies on the mesh."""
+
+import dataclasses
 import os
 import socket
 import subprocess
@@ -21,11 +24,12 @@ from grpo_jax.parallel.sharding import (
   batch_sharding,
   leaf_path,
   param_specs,
+  replicated,
   state_shardings,
   undivided,
 )
 from grpo_jax.settings import ConfigError
-from grpo_jax.types import Coefs, TrainState
+from grpo_jax.types import Coefficients, TrainState
 
 CONFIG = ModelConfig(
   vocab_size=64,
@@ -55,11 +59,11 @@ def specs(mesh, config=CONFIG, **kwargs):
 
 
 @pytest.mark.parametrize(
-  "asked, sizes",
+  "axes, sizes",
   [((-1, 1, 1, 1), (8, 1, 1, 1)), ((2, -1, 1, 2), (2, 2, 1, 2)), ((1, 2, -1, 2), (1, 2, 2, 2))],
 )
-def test_mesh_axes(asked, sizes):
-  mesh = make_mesh(Mesh(*asked))
+def test_mesh_axes(axes, sizes):
+  mesh = make_mesh(Mesh(*axes))
   assert mesh.axis_names == ("data", "fsdp", "expert", "tensor") and mesh.devices.shape == sizes
   assert mesh.axis_types == (AxisType.Auto,) * 4
   assert set(mesh.devices.flat) == set(jax.devices())
@@ -72,7 +76,7 @@ def test_mesh_of_chosen_devices():
 
 
 @pytest.mark.parametrize(
-  "asked",
+  "axes",
   [
     (3, 1, 1, 1),
     (-1, 3, 1, 1),
@@ -83,12 +87,11 @@ def test_mesh_of_chosen_devices():
     (-2, 4, 1, -1),
   ],
 )
-def test_mesh_that_does_not_fit_is_refused_with_its_numbers(asked):
+def test_mesh_that_does_not_fit_is_refused_with_its_numbers(axes):
   with pytest.raises(ConfigError) as error:
-    make_mesh(Mesh(*asked))
-  assert "mesh.data={}, mesh.fsdp={}, mesh.expert={}, mesh.tensor={}".format(*asked) in str(
-    error.value
-  )
+    make_mesh(Mesh(*axes))
+  settings = "mesh.data={}, mesh.fsdp={}, mesh.expert={}, mesh.tensor={}".format(*axes)
+  assert settings in str(error.value)
 
 
 # --- Several processes ---
@@ -98,10 +101,8 @@ def test_mesh_that_does_not_fit_is_refused_with_its_numbers(asked):
   "environ, several",
   [
     ({}, False),
-    (
-      {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"},
-      False,
-    ),  # sbatch or salloc, without srun
+    # sbatch or salloc without srun.
+    ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, False),
     ({"SLURM_STEP_NUM_TASKS": "1"}, False),
     ({"SLURM_STEP_NUM_TASKS": "8"}, True),
     ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
@@ -126,7 +127,8 @@ from grpo_jax.config import Mesh
 from grpo_jax.parallel import mesh
 mesh.initialize_distributed()
 mesh.initialize_distributed()  # a second call changes nothing
-print(jax.process_index(), jax.process_count(), mesh.make_mesh(Mesh(data=-1, fsdp=1, expert=1, tensor=1)).devices.size)
+devices = mesh.make_mesh(Mesh(data=-1, fsdp=1, expert=1, tensor=1)).devices
+print(jax.process_index(), jax.process_count(), devices.size)
 """
   with socket.socket() as free:
     free.bind(("localhost", 0))
@@ -208,15 +210,23 @@ def test_dimension_that_its_axis_does_not_divide_stays_whole():
 # --- A state on the mesh ---
 
 
-def abstract_state():
-  matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-  optimizer = optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(lambda count: 1e-3, mask=matrices)
-  )
-  make = lambda params: TrainState(
-    jnp.int32(0), params, optimizer.init(params), Coefs(jnp.float32(0), jnp.float32(0))
-  )
-  return jax.eval_shape(make, shapes())
+def is_matrix(params):
+  return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+ADAMW = optax.chain(
+  optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3), mask=is_matrix)
+)
+
+
+def abstract_state(optimizer=ADAMW, config=CONFIG):
+  def make(params):
+    coefs = Coefficients(kl=jnp.float32(0), entropy=jnp.float32(0))
+    return TrainState(
+      step=jnp.int32(0), params=params, opt_state=optimizer.init(params), coefs=coefs
+    )
+
+  return jax.eval_shape(make, shapes(config))
 
 
 def test_moments_lie_as_their_parameters_and_scalars_everywhere():
@@ -227,16 +237,123 @@ def test_moments_lie_as_their_parameters_and_scalars_everywhere():
   assert by_path(found.params) == params
   adam = found.opt_state[1][0]
   assert by_path(adam.mu) == by_path(adam.nu) == params
-  assert found.step == adam.count == NamedSharding(mesh, P())
+  assert found.step == adam.count == found.coefs.kl == NamedSharding(mesh, P())
+  assert replicated(state, mesh) == []
 
 
 @pytest.mark.parametrize(
-  "path", ["memory", "mu/final_norm/scale"]
-)  # the second of another shape than the parameter
-def test_array_of_the_optimizer_without_a_parameter_is_refused(path):
-  strange = abstract_state().replace(opt_state={path: jax.ShapeDtypeStruct((3,), jnp.float32)})
-  with pytest.raises(ConfigError, match=rf"opt_state/{path} \(3,\)"):
-    state_shardings(strange, make_mesh(Mesh(8, 1, 1, 1)))
+  "optimizer, moments",
+  [
+    (optax.lion(1e-3), lambda opt_state: opt_state[0].mu),
+    (optax.sgd(1e-3, momentum=0.9), lambda opt_state: opt_state[0].trace),
+    (optax.MultiSteps(optax.sgd(1e-3), 4), lambda opt_state: opt_state.acc_grads),
+  ],
+  ids=["lion", "sgd", "multi_steps"],
+)
+def test_any_array_with_a_parameters_path_and_shape_lies_as_the_parameter(optimizer, moments):
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
+  state = abstract_state(optimizer)
+  found = moments(state_shardings(state, mesh).opt_state)
+  assert by_path(found) == by_path(param_specs(shapes(), mesh))
+  assert replicated(state, mesh) == []
+
+
+def test_the_moments_of_adafactor_lie_as_the_dimensions_that_are_left():
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
+  optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+  state = abstract_state(optimizer)
+  factored = state_shardings(state, mesh).opt_state[0]
+  # The embedding [V, D] = [64, 16] lies as ("tensor", "fsdp").
+  assert state.opt_state[0].v_row["embed"]["embedding"].shape == (16,)
+  assert factored.v_row["embed"]["embedding"].spec == P("fsdp")
+  assert factored.v_col["embed"]["embedding"].spec == P("tensor")
+  # The kernel of o [H, E, D] = [4, 8, 16] lies as ("tensor", None, "fsdp").
+  o_kernel = ("layers_0", "attention", "o", "kernel")
+  assert leaf_at(state.opt_state[0].v_row, o_kernel).shape == (4, 8)
+  assert leaf_at(factored.v_row, o_kernel).spec == P("tensor", None)
+  assert leaf_at(state.opt_state[0].v_col, o_kernel).shape == (4, 16)
+  assert leaf_at(factored.v_col, o_kernel).spec == P("tensor", "fsdp")
+  # Norm scales are not factored: v is a moment as Adam's, v_row and v_col are placeholders.
+  assert factored.v["final_norm"]["scale"].spec == P(None)
+  assert factored.v_row["final_norm"]["scale"].spec == P()
+  assert replicated(state, mesh) == []
+
+
+def leaf_at(tree, keys):
+  for key in keys:
+    tree = tree[key]
+  return tree
+
+
+def test_moments_of_adafactor_whose_dimension_is_ambiguous_are_listed():
+  """A square matrix does not show which of its dimensions a moment lacks."""
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
+  square = dataclasses.replace(CONFIG, mlp_dim=CONFIG.embed_dim)
+  state = abstract_state(optax.adafactor(1e-3, min_dim_size_to_factor=8), square)
+  factored = state_shardings(state, mesh).opt_state[0]
+  assert leaf_at(factored.v_row, ("layers_1", "mlp", "down", "kernel")).spec == P()
+  lines = replicated(state, mesh)
+  # Two moments of gate, up and down in two layers.
+  assert len(lines) == 2 * 3 * 2
+  assert (
+    "opt_state/0/v_row/layers_0/mlp/gate/kernel (16,) of the optimizer lies whole on every device"
+    in lines
+  )
+  assert replicated(state, make_mesh(Mesh(8, 1, 1, 1))) == []
+
+
+def test_the_moments_of_muon_lie_as_their_parameters():
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
+  state = abstract_state(optax.contrib.muon(1e-3))
+  found = state_shardings(state, mesh).opt_state
+  params = by_path(param_specs(shapes(), mesh))
+  muon = by_path(found.inner_states["muon"].inner_state[0].mu)
+  adam = by_path(found.inner_states["adam"].inner_state[0].mu)
+  assert muon and adam and muon | adam == params
+  (line,) = replicated(state, mesh)
+  assert "ns_coeffs (3,) of the optimizer lies whole on every device" in line
+
+
+@pytest.mark.parametrize(
+  "optimizer",
+  [optax.adafactor(1e-3, min_dim_size_to_factor=8), optax.contrib.muon(1e-3)],
+  ids=["adafactor", "muon"],
+)
+def test_an_optimizer_updates_a_state_that_lies_on_the_mesh(optimizer):
+  """The same numbers on one device and on eight."""
+  rng = np.random.default_rng(0)
+  params = {
+    "embed": {"embedding": rng.standard_normal((64, 16), np.float32)},
+    "layers_0": {"attention": {"o": {"kernel": rng.standard_normal((4, 8, 16), np.float32)}}},
+    "final_norm": {"scale": rng.standard_normal(16, np.float32)},
+  }
+
+  def update(params, opt_state):
+    updates, _ = optimizer.update(jax.tree.map(jnp.sin, params), opt_state, params)
+    return optax.apply_updates(params, updates)
+
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
+  coefs = Coefficients(kl=jnp.float32(0), entropy=jnp.float32(0))
+  opt_state = optimizer.init(params)
+  state = TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, coefs=coefs)
+  placed = jax.device_put(state, state_shardings(state, mesh))
+  found = jax.jit(update)(placed.params, placed.opt_state)
+  expected = jax.jit(update)(params, opt_state)
+  # Muon's Newton-Schulz iterations are in bfloat16.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize(
+  "path, shape", [("memory", (3,)), ("mu/final_norm/scale", (3,)), ("mu/embed/embedding", (64, 3))]
+)
+def test_array_of_the_optimizer_without_a_parameter_lies_everywhere_and_is_listed(path, shape):
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
+  memory = jax.ShapeDtypeStruct(shape, jnp.float32)
+  state = abstract_state().replace(opt_state={path: memory, "count": jnp.zeros((1,))})
+  assert state_shardings(state, mesh).opt_state[path] == NamedSharding(mesh, P())
+  assert replicated(state, mesh) == [
+    f"opt_state/{path} {shape} of the optimizer lies whole on every device"
+  ]
 
 
 def test_batch_is_split_by_prompts_over_all_axes_but_tensor():
@@ -248,13 +365,17 @@ def test_batch_is_split_by_prompts_over_all_axes_but_tensor():
 
 
 def test_numbers_do_not_depend_on_the_mesh():
+  def make():
+    return model.init(jax.random.key(0), CONFIG)
+
+  def forward(params, tokens):
+    return model.forward(params, CONFIG, tokens, positions)[0]
+
   mesh = make_mesh(Mesh(2, 2, 1, 2))
-  make = lambda: model.init(jax.random.key(0), CONFIG)
   tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, CONFIG.vocab_size)
   positions = jnp.broadcast_to(jnp.arange(6), tokens.shape)
-  forward = jax.jit(lambda params, tokens: model.forward(params, CONFIG, tokens, positions)[0])
   split = jax.jit(make, out_shardings=param_specs(shapes(), mesh))()
   gate = split["layers_0"]["mlp"]["gate"]["kernel"]
   assert gate.addressable_shards[0].data.shape == (16 // 2, 32 // 2)
-  logits = forward(split, jax.device_put(tokens, batch_sharding(mesh)))
-  np.testing.assert_allclose(logits, forward(jax.jit(make)(), tokens), atol=1e-5)
+  logits = jax.jit(forward)(split, jax.device_put(tokens, batch_sharding(mesh)))
+  np.testing.assert_allclose(logits, jax.jit(forward)(jax.jit(make)(), tokens), atol=1e-5)

@@ -1,3 +1,5 @@
+"""What the user sees: on a terminal, in a pipe, and of texts that could steer a terminal."""
+
 import fcntl
 import io
 import os
@@ -16,7 +18,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_jax.run import terminal
-from grpo_jax.run.terminal import Terminal, shorten, visible
+from grpo_jax.run.terminal import Loading, Terminal
+from grpo_jax.run.terminal_text import duration, shorten, visible
 
 METRICS = {
   "reward": 0.7123,
@@ -29,22 +32,25 @@ METRICS = {
 
 @pytest.fixture
 def clock(monkeypatch):
-  """Seconds, set by the test."""
+  """A list of one number, the time in seconds. The test sets it."""
   now = [0.0]
   monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
   return now
 
 
 def plain(width=80, total=400, start=0, encoding="utf-8"):
+  """A Terminal that writes to a file, and a function that returns what it wrote so far."""
   raw = io.BytesIO()
   stream = io.TextIOWrapper(raw, encoding=encoding)
-  return Terminal(total, start, Console(file=stream, width=width)), lambda: raw.getvalue().decode(
-    encoding
-  )
+
+  def written():
+    return raw.getvalue().decode(encoding)
+
+  return Terminal(total, start, Console(file=stream, width=width)), written
 
 
 def screen(text):
-  """What is left on the screen of bytes that only move to the start of a line and clear it."""
+  """The lines that stay on the screen. The text may only go to the start of a line and clear it."""
   lines = []
   for line in text.split("\n"):
     line = line.rstrip("\r").split("\r")[-1]
@@ -65,7 +71,7 @@ def test_a_row_reads_as_documented(clock):
   )
 
 
-def test_a_pipe_gets_a_line_every_few_seconds_and_every_eval_and_the_last(clock):
+def test_a_pipe_gets_a_line_every_few_seconds_and_at_each_eval_and_the_last_step(clock):
   out, text = plain(total=100)
   for step in range(1, 101):
     clock[0] = step / 8
@@ -75,16 +81,15 @@ def test_a_pipe_gets_a_line_every_few_seconds_and_every_eval_and_the_last(clock)
   assert "\x1b" not in text() and "\r" not in text()
 
 
-def test_the_warm_start_says_so_and_its_pace_is_not_the_pace_of_grpo(clock):
+def test_the_warm_start_is_named_and_its_pace_is_not_used_for_grpo(clock):
   out, text = plain(total=10)
   for step in range(1, 9):
     clock[0] += 100.0 if step > 5 else 5.0
     out.update(step, METRICS if step > 5 else {"warm_start/loss": 2.5})
   lines = text().splitlines()
   assert lines[0] == "step 1/10  warm start  loss 2.500"
-  assert not any(
-    "left" in line for line in lines[:6]
-  )  # the sixth is the first of grpo, which compiles
+  # The sixth step is the first of GRPO, which compiles.
+  assert not any("left" in line for line in lines[:6])
   assert lines[6].endswith("left 5m00s") and lines[7].endswith("left 3m20s")
 
 
@@ -101,7 +106,7 @@ def test_the_warm_start_says_so_and_its_pace_is_not_the_pace_of_grpo(clock):
   ],
 )
 def test_durations(seconds, text):
-  assert terminal._duration(seconds) == text
+  assert duration(seconds) == text
 
 
 def test_metrics_that_are_absent_or_not_numbers_do_no_harm(clock):
@@ -122,21 +127,19 @@ def test_the_bar_stays_on_one_line_and_shows_the_last_accuracy(clock, width):
     values = {"warm_start/loss": 1.234} if step <= 100 else METRICS
     out.update(step, {**values, "eval/accuracy": 0.8123} if step == 200 else values)
     if step == 50:
-      assert (
-        "warm start 50/400" in screen(stream.getvalue())[-1]
-        and "loss 1.234" in screen(stream.getvalue())[-1]
-      )
+      bar = screen(stream.getvalue())[-1]
+      assert "warm start 50/400" in bar and "loss 1.234" in bar
   out.say("saving [bold]now[/bold]")
   out.close()
   lines = [line for line in screen(stream.getvalue()) if line]
-  assert (
-    lines[:2] == ["arithmetic, 1.06M parameters", "saving [bold]now[/bold]"] and len(lines) == 3
-  )
+  assert lines[:2] == ["arithmetic, 1.06M parameters", "saving [bold]now[/bold]"]
+  assert len(lines) == 3
   assert lines[2].startswith("grpo 250/400") and "reward 0.71  accuracy 81.2%" in lines[2]
   assert width < 80 or lines[2].endswith("5321 tok/s  left 2m30s")
   assert width < 80 or "━━━━" in lines[2]
   frames = re.split(r"[\r\n]", stream.getvalue())
-  assert max(cell_len(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", f)) for f in frames) <= width
+  without_escapes = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frame) for frame in frames]
+  assert max(map(cell_len, without_escapes)) <= width
 
 
 ROWS = [
@@ -196,6 +199,26 @@ def test_shortened_text_keeps_its_ends(text, length):
     assert text.startswith(head) and text.endswith(tail)
 
 
+@pytest.mark.parametrize(
+  "is_terminal, expected",
+  [
+    (True, "\rloading weights: 1.0 of 4.0 GB\033[K\rloading weights: 3.0 of 4.0 GB\033[K\r\033[K"),
+    (False, "loading weights: 3.0 of 4.0 GB\n"),
+  ],
+)
+def test_loading_is_one_changing_line_on_a_terminal_and_a_line_at_times_in_a_file(
+  clock, monkeypatch, is_terminal, expected
+):
+  stream = io.StringIO()
+  monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+  monkeypatch.setattr(sys, "stderr", stream)
+  loading = Loading()
+  for seconds, gigabytes in [(0.05, 0.5), (1.0, 1.0), (1.05, 2.0), (3.5, 3.0), (3.51, 4.0)]:
+    clock[0] = seconds
+    loading(int(gigabytes * 1e9), int(4e9))
+  assert stream.getvalue() == expected
+
+
 LOOP = """
 from grpo_jax.run.terminal import Terminal
 out = Terminal(20, 0)
@@ -229,7 +252,7 @@ def test_on_a_real_terminal():
   try:
     while chunk := os.read(master, 4096):
       output += chunk
-  except OSError:  # Linux reports the end of a pseudo-terminal so
+  except OSError:  # Linux reports the end of a pseudo-terminal like this.
     pass
   assert child.wait(timeout=30) == 0
   text = output.decode()

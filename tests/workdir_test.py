@@ -1,3 +1,5 @@
+"""A run's folder: its config, its rows and completions, also after a kill at any moment."""
+
 import copy
 import json
 import os
@@ -37,7 +39,7 @@ def changed(key, value, config=CONFIG):
 
 
 def begin(workdir, config):
-  """A run that has written its first row."""
+  """Starts a run and writes its first row."""
   open_run(workdir, config)
   (workdir / "metrics.jsonl").write_text('{"step": 0}\n')
 
@@ -61,7 +63,7 @@ def test_a_new_run_stores_its_config(tmp_path):
     ("eval", {"every": 10, "batch": 4}),
   ],
 )
-def test_what_changes_nothing_of_what_was_done_may_differ(tmp_path, key, value):
+def test_keys_that_do_not_change_the_computation_may_differ(tmp_path, key, value):
   begin(tmp_path, CONFIG)
   open_run(tmp_path, changed(key, value))
   stored = json.loads((tmp_path / "config.json").read_text())
@@ -98,17 +100,84 @@ def test_steps_may_not_differ_where_the_learning_rate_depends_on_them(tmp_path, 
     open_run(tmp_path, changed("steps", 200, config))
 
 
-def test_a_run_that_failed_before_its_first_row_may_be_given_another_config(tmp_path):
+def test_a_run_that_failed_before_its_first_row_may_get_another_config(tmp_path):
   open_run(tmp_path, CONFIG)
   open_run(tmp_path, changed("model.path", "corrected"))
   assert json.loads((tmp_path / "config.json").read_text())["model"]["path"] == "corrected"
 
 
-def test_a_config_of_something_else_is_refused(tmp_path):
+def complete(config):
+  """Adds the keys that a config.json lacks, with the values of the time before they existed."""
+  before = changed("optimizer.schedule", "linear", changed("model.embed_dim", 32))
+  completed = copy.deepcopy(dict(config))
+  for key, value in before.items():
+    if isinstance(value, dict):
+      completed[key] = {**value, **completed.get(key, {})}
+    else:
+      completed.setdefault(key, value)
+  return completed
+
+
+@pytest.mark.parametrize(
+  "completing, message",
+  [(None, "has seed = no such key, this run 0"), (complete, "has model.embed_dim = 32, this run")],
+)
+def test_a_config_of_something_else_is_refused(tmp_path, completing, message):
   (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-  with pytest.raises(ConfigError, match="no such key"):
-    open_run(tmp_path, CONFIG)
+  with pytest.raises(ConfigError, match=message):
+    open_run(tmp_path, CONFIG, completing)
   assert (tmp_path / "config.json").read_text() == '{"model_type": "qwen2"}'
+
+
+def test_a_config_of_something_else_with_equal_values_is_refused_by_its_own_key(tmp_path):
+  (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+  message = "has model_type = 'qwen2', this run no such key"
+  with pytest.raises(ConfigError, match=message):
+    open_run(tmp_path, complete({}), complete)
+
+
+def without(key, config=CONFIG):
+  out = copy.deepcopy(config)
+  *sections, last = key.split(".")
+  place = out
+  for section in sections:
+    place = place[section]
+  del place[last]
+  return out
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("key", ["model.embed_dim", "reward.weights", "model", "seed"])
+def test_a_config_that_lacks_a_newer_key_continues_with_the_old_behaviour(tmp_path, key, begun):
+  old = without(key)
+  config = complete(old)  # its tuples are lists in the file
+  (begin if begun else open_run)(tmp_path, old)
+  open_run(tmp_path, config, complete)
+  assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(config))
+  open_run(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+  "key, message",
+  [
+    ("model.embed_dim", "model.embed_dim = 32, this run 64: name another --workdir, or keep"),
+    ("optimizer.schedule", "optimizer.schedule = 'linear', this run 'constant': name another"),
+    ("model", "model.embed_dim = 32, this run 64: name another --workdir"),
+  ],
+)
+def test_a_newer_key_with_another_value_than_the_old_behaviour_is_refused(tmp_path, key, message):
+  begin(tmp_path, without(key))
+  before = (tmp_path / "config.json").read_bytes()
+  with pytest.raises(ConfigError, match=message) as error:
+    open_run(tmp_path, CONFIG, complete)
+  assert "\n" not in str(error.value)
+  assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_key_that_no_longer_exists_is_refused(tmp_path):
+  begin(tmp_path, changed("model.heads", 4))
+  with pytest.raises(ConfigError, match="model.heads = 4, this run no such key"):
+    open_run(tmp_path, CONFIG, complete)
 
 
 def test_folders_of_other_things_are_refused(tmp_path):
@@ -152,9 +221,9 @@ def test_rows_are_strict_json_with_step_first_and_order_kept(tmp_path):
   }
   writer.write(0, values)
   line = (tmp_path / "metrics.jsonl").read_text()  # before close: a kill now would not lose it
-  assert (
-    line
-    == '{"step": 0, "z": 0.1, "a": 3, "nan": null, "inf": null, "f32": 0.10000000149011612, "jax": 0.5}\n'
+  assert line == (
+    '{"step": 0, "z": 0.1, "a": 3, "nan": null, "inf": null, "f32": 0.10000000149011612, '
+    '"jax": 0.5}\n'
   )
   writer.close()
   assert read(tmp_path) == [json.loads(line)]
@@ -181,9 +250,8 @@ def test_killed_at_any_byte_and_resumed_equals_never_killed(tmp_path_factory, da
   write_rows(folder, -1, 6)
   whole = (folder / "metrics.jsonl").read_bytes()
   cut = data.draw(st.integers(0, len(whole)))
-  done = (
-    whole[:cut].count(b"\n") - 1
-  )  # the last step whose row is there; a checkpoint is never of a later one
+  # The last step whose row is there. No checkpoint is of a later one.
+  done = whole[:cut].count(b"\n") - 1
   (folder / "metrics.jsonl").write_bytes(whole[:cut])
   write_rows(folder, data.draw(st.integers(-1, done)), 6)
   assert (folder / "metrics.jsonl").read_bytes() == whole
@@ -198,14 +266,16 @@ def test_half_a_last_line_is_dropped_and_a_broken_middle_is_an_error(tmp_path):
   assert path.read_bytes().count(b"\n") == 3 and path.read_bytes().endswith(b"}\n")
   lines = path.read_bytes().split(b"\n")
   path.write_bytes(b"\n".join([lines[0], b"\x00\x00", *lines[2:]]))
-  for call in (lambda: read(tmp_path), lambda: Writer(tmp_path, 2, tensorboard=False)):
-    with pytest.raises(ConfigError, match="metrics.jsonl line 2 is not a row of metrics"):
-      call()
+  message = "metrics.jsonl line 2 is not a row of metrics"
+  with pytest.raises(ConfigError, match=message):
+    read(tmp_path)
+  with pytest.raises(ConfigError, match=message):
+    Writer(tmp_path, 2, tensorboard=False)
   with pytest.raises(ConfigError, match="nowhere/metrics.jsonl does not exist"):
     read(tmp_path / "nowhere")
 
 
-def test_completions_keep_any_text_and_later_ones_go_at_a_resume(tmp_path):
+def test_completions_keep_any_text_and_a_resume_removes_later_ones(tmp_path):
   rows = [
     {
       "prompt": "2+2\n",
@@ -223,26 +293,29 @@ def test_completions_keep_any_text_and_later_ones_go_at_a_resume(tmp_path):
   (line,) = (folder / "000005.jsonl").read_bytes().decode("utf-8").split("\n")[:-1]
   assert json.loads(line) == {**rows[0], "reward": None, "length": 3}
   assert "ü日" in line
-  (folder / "000006.jsonl.new").write_text("{")  # killed in the midst
+  (folder / "000006.jsonl.new").write_text("{")  # a kill left it half written
   (folder / "notes.txt").write_text("the user's own")
   Writer(tmp_path, 9, tensorboard=False).close()
   assert sorted(os.listdir(folder)) == ["000005.jsonl", "notes.txt"]
 
 
 def events(folder):
+  """The events in all of TensorBoard's files, in the order of the files' suffixes."""
   from tensorboardX.proto import event_pb2
 
   out = []
-  for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda p: p.name.rsplit(".", 1)[-1]):
-    content, at = path.read_bytes(), 0
-    while at < len(content):
-      (length,) = struct.unpack_from("<Q", content, at)
-      out.append(event_pb2.Event.FromString(content[at + 12 : at + 12 + length]))
-      at += length + 16
+  paths = folder.glob("events.out.tfevents.*")
+  for path in sorted(paths, key=lambda path: path.name.rsplit(".", 1)[-1]):
+    content, position = path.read_bytes(), 0
+    while position < len(content):
+      (length,) = struct.unpack_from("<Q", content, position)
+      start = position + 12
+      out.append(event_pb2.Event.FromString(content[start : start + length]))
+      position += length + 16
   return out
 
 
-def test_tensorboard_gets_the_rows_and_forgets_those_done_again(tmp_path):
+def test_tensorboard_gets_the_rows_and_forgets_those_that_run_again(tmp_path):
   for start in (-1, 1):
     writer = Writer(tmp_path, start, tensorboard=True)
     for step in range(start + 1, 4):
@@ -250,9 +323,8 @@ def test_tensorboard_gets_the_rows_and_forgets_those_done_again(tmp_path):
     writer.close()
   visible = {}
   for event in events(tmp_path):
-    if (
-      event.session_log.status == event.session_log.START
-    ):  # TensorBoard drops what it has from this step on
+    # At a new start, TensorBoard drops what it has from this step on.
+    if event.session_log.status == event.session_log.START:
       visible = {step: value for step, value in visible.items() if step < event.step}
     for value in event.summary.value:
       assert value.tag == "reward" and event.step not in visible
@@ -261,7 +333,7 @@ def test_tensorboard_gets_the_rows_and_forgets_those_done_again(tmp_path):
   assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2
 
 
-def test_wandb_gets_the_rows_and_goes_on_with_the_same_run(tmp_path, monkeypatch):
+def test_wandb_gets_the_rows_and_a_resume_continues_the_same_run(tmp_path, monkeypatch):
   opened, logged = [], []
   run = types.SimpleNamespace(
     log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("end")
@@ -284,10 +356,14 @@ def test_wandb_gets_the_rows_and_goes_on_with_the_same_run(tmp_path, monkeypatch
     Writer(tmp_path, 0, tensorboard=False, wandb="sums")
 
 
+def raise_interrupt(*_):
+  raise KeyboardInterrupt
+
+
 def test_files_are_replaced_in_one_step(tmp_path, monkeypatch):
   open_run(tmp_path, CONFIG)
   before = (tmp_path / "config.json").read_bytes()
-  monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+  monkeypatch.setattr(os, "replace", raise_interrupt)
   with pytest.raises(KeyboardInterrupt):
     open_run(tmp_path, changed("steps", 200))
   assert (tmp_path / "config.json").read_bytes() == before

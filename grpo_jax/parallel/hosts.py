@@ -41,7 +41,7 @@ class Hosts:
     return math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
 
   def check_rows(self, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError unless the mesh divides every batch size.
+    """Raises ConfigError unless every batch size is a multiple of `row_shards`.
 
     Args:
       sizes: Batch sizes by config key, such as {"batch.prompts": 64}.

@@ -112,9 +112,10 @@ def replicated(state: Any, mesh: Mesh) -> list[str]:
   if all(mesh.shape[axis] == 1 for axis in LAYOUTS["train"]):
     return []
   placement = _Placement(state.params, mesh)
+  arrays = jax.tree_util.tree_leaves_with_path({"opt_state": state.opt_state})
   return [
     f"{leaf_path(path)} {leaf.shape} of the optimizer lies whole on every device"
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+    for path, leaf in arrays
     if leaf.size > 1 and placement.find(leaf_path(path), leaf.shape) is None
   ]
 

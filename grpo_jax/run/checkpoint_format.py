@@ -96,7 +96,7 @@ def empty_host_array(entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def is_manifest_only(leaf: Any) -> bool:
-  """True for an empty numpy array. Orbax cannot write it, and its manifest entry says it all."""
+  """True for an empty numpy array. Orbax cannot write it, and its entry is enough."""
   return isinstance(leaf, np.ndarray) and leaf.size == 0
 
 

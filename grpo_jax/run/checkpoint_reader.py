@@ -34,8 +34,8 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
     ConfigError: The checkpoint holds another tree.
   """
   subtrees, structure = _groups_of(abstract)
-  leaves = fmt.flatten(abstract)
-  wanted = {name: leaf for name, leaf in leaves.items() if fmt.group_of(name) not in optional}
+  named_leaves = fmt.flatten(abstract).items()
+  wanted = {name: leaf for name, leaf in named_leaves if fmt.group_of(name) not in optional}
   reader = _make_reader()
 
   manifest_args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
@@ -49,18 +49,19 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=False), saved)
   if damaged:
     raise Damaged(f"{damaged} is not what was saved")
-
-  saved_groups = fmt.by_group(arrays)
-  restored = []
-  for group, tree in subtrees.items():
-    if group not in optional:
-      in_order = [arrays[name] for name in fmt.flatten({group: tree})]
-      restored.append(jax.tree.unflatten(jax.tree.structure(tree), in_order))
-    elif group in saved_groups:
-      restored.append(fmt.nested(saved_groups[group])[group])
-    else:
-      restored.append(tree)
+  restored = [_restore_group(group, tree, arrays, optional) for group, tree in subtrees.items()]
   return jax.tree.unflatten(structure, restored)
+
+
+def _restore_group(
+  group: str, abstract: Any, arrays: Mapping[str, Any], optional: Collection[str]
+) -> Any:
+  """One group of the restored tree, from all the named arrays."""
+  if group not in optional:
+    leaves = [arrays[name] for name in fmt.flatten({group: abstract})]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+  in_group = {name: array for name, array in arrays.items() if fmt.group_of(name) == group}
+  return fmt.nested(in_group)[group] if in_group else abstract
 
 
 def _groups_of(tree: Any) -> tuple[dict[str, Any], Any]:
@@ -90,7 +91,7 @@ def _make_reader() -> ocp.Checkpointer:
 def _read_arrays(
   reader: ocp.Checkpointer, path: Path, saved: fmt.Manifest, wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Every array in the manifest `saved`, by name. Those of the host are verified."""
+  """Every array in the manifest `saved`, by name. Verifies the arrays of the host."""
   targets = {}
   for name, entry in saved.items():
     on_host = fmt.is_host_entry(entry) or name not in wanted
@@ -101,8 +102,8 @@ def _read_arrays(
   }
   restored = reader.restore(path, ocp.args.Composite(**items))
   arrays = targets | {name: restored[fmt.group_of(name)][name] for name in on_disk}
-  # Here and not with the arrays on the devices, whose digest all processes compute together. A
-  # process that alone reads a file wrongly must not be the only one that gives up.
+  # Each process verifies its own copy of these. It does so inside `_attempt`, so that all processes
+  # give up if one of them has read a file wrongly.
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=True), saved)
   if damaged:
     raise ValueError(f"{damaged} is not what was saved")

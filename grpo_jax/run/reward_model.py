@@ -1,9 +1,13 @@
-"""Learned rewards: Hugging Face folders of models that score a text, or the steps of one, on the policy's mesh."""
+"""Learned rewards: models in Hugging Face folders that score a text or its steps.
+
+They lie on the policy's mesh, and all processes compute them together.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +24,33 @@ from grpo_jax.parallel import sharding
 from grpo_jax.rewards import Steps
 from grpo_jax.settings import ConfigError
 
+# A text, or the messages of a conversation.
+Prompt = str | Sequence[Mapping[str, str]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-  """What a reward model reads of a completion."""
+  """What a reward model reads for one completion.
+
+  Attributes:
+    ids: The token ids of the prompt and the completion.
+    marks: For each step, its end in characters of the completion, and the position in `ids` of the
+      token whose score is the step's score.
+  """
 
   ids: list[int]
-  marks: list[
-    tuple[int, int]
-  ]  # of each step: (its end in characters of the completion, the token whose score it gets)
+  marks: list[tuple[int, int]]
 
 
 class RewardModel:
-  """A reward as grpo_jax/rewards has them, called after its folder. All processes call it together, with the same texts.
+  """A reward function, as grpo_jax/rewards describes them, that is named after its folder.
 
-  *ForSequenceClassification scores a text by what its head gives at the last token, as TRL's GRPOTrainer does;
-  *ForTokenClassification each step by the probability of label 1 at the last token of the separator after it, as TRL's
-  PRMTrainer trains it. A text longer than the model's positions gets None. Raises ConfigError for a folder that is no
-  reward model of these families, or whose tokenizer cannot be read.
+  Every process calls it together with the others and with the same texts.
+
+  A *ForSequenceClassification model scores a text by the output of its head at the last token, as
+  TRL's GRPOTrainer does. A *ForTokenClassification model scores each step by the probability of
+  label 1 at the last token of the separator after the step, as TRL's PRMTrainer trains it. A text
+  that is longer than the model's positions is not scored.
   """
 
   def __init__(
@@ -47,9 +60,19 @@ class RewardModel:
     mesh: Mesh,
     put: Callable[[Any], Any],
     fetch: Callable[[Any], Any],
-  ):
-    """`name`: a folder, or a name of huggingface.co. `put` and `fetch` move host arrays onto the mesh, their first axis over
-    data x fsdp x expert, and back."""
+  ) -> None:
+    """Reads the model onto the mesh.
+
+    Args:
+      name: A folder, or a name on huggingface.co.
+      config: The section `reward`. Its dtype is the one to compute with.
+      mesh: The mesh of the run.
+      put: Puts host arrays onto the mesh, with their first axis over data x fsdp x expert.
+      fetch: Brings such arrays back as numpy arrays.
+
+    Raises:
+      ConfigError: The folder is no reward model of a known family, or its tokenizer cannot be read.
+    """
     folder = Path(hub.folder(name, "reward.functions")).expanduser()
     self.__name__ = Path(name).expanduser().resolve().name
     shape = model.load_config(folder, model.SCORERS)
@@ -59,112 +82,137 @@ class RewardModel:
         f"reward.functions: the tokenizer in {folder} has {self._tokens.vocab_size} ids, its model "
         f"{shape.vocab_size}: download or save it again"
       )
-    self._model = dataclasses.replace(
-      shape, dtype=config.dtype, **sharding.model_shardings(shape, mesh)
-    )
-    self._read = READERS[shape.labels]
-    self._batch, self._separator, self._put, self._fetch = (
-      config.batch,
-      config.step_separator,
-      put,
-      fetch,
-    )
-    abstract = jax.eval_shape(functools.partial(model.init, config=self._model), jax.random.key(0))
-    places = flatten_dict(sharding.param_specs(abstract, mesh), sep="/")
-    # Frozen, so they are kept as they are computed with; norm scales are float32, as they are multiplied with.
-    cast = lambda name, x: jax.lax.with_sharding_constraint(
-      model.quantised(name, x, config.dtype), places[name]
-    )
-    self._params = model.load(folder, places, cast, model.SCORERS)[1]
+    shardings: dict[str, Any] = sharding.model_shardings(shape, mesh)
+    self._model = dataclasses.replace(shape, dtype=config.dtype, **shardings)
+    self._make_texts = TEXTS_BY_LABELS[shape.labels]
+    self._batch = config.batch
+    self._separator = config.step_separator
+    self._put = put
+    self._fetch = fetch
+    self._params = _load_params(folder, self._model, mesh)
     self._scores = jax.jit(self._forward, out_shardings=sharding.batch_sharding(mesh))
 
   def __call__(
-    self, completions: Sequence[str], prompts: Sequence[str], **columns
+    self, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
   ) -> list[Steps | None]:
-    """Of each completion its steps; a score of the whole text is one, at the end."""
-    texts = self._read(self._tokens, self._separator, columns.get("messages", prompts), completions)
-    out: list[Steps | None] = [None] * len(texts)
+    """The scored steps of each completion, or None for one that is not scored.
+
+    The score of a whole text is returned as one step that ends where the completion ends.
+    """
+    conversations = columns.get("messages", prompts)
+    texts = self._make_texts(self._tokens, self._separator, conversations, completions)
+    scored_steps: list[Steps | None] = [None] * len(texts)
     fitting = [i for i, text in enumerate(texts) if len(text.ids) <= self._model.max_positions]
-    fitting.sort(key=lambda i: len(texts[i].ids))  # so that those scored together are about as long
+    # Sorted, so that the texts of a batch have about the same length.
+    fitting.sort(key=lambda i: len(texts[i].ids))
     for start in range(0, len(fitting), self._batch):
       chosen = fitting[start : start + self._batch]
-      scores_BT = self._fetch(
-        self._scores(self._params, self._put(self._padded([texts[i].ids for i in chosen])))
-      )
+      tokens_BT = self._put(self._padded([texts[i].ids for i in chosen]))
+      scores_BT = self._fetch(self._scores(self._params, tokens_BT))
       for i, scores_T in zip(chosen, scores_BT):
-        out[i] = [(end, float(scores_T[t])) for end, t in texts[i].marks]
-    return out
+        scored_steps[i] = [(end, float(scores_T[position])) for end, position in texts[i].marks]
+    return scored_steps
 
   def check_conversations(self) -> None:
-    """Raises ConfigError where the model cannot read them."""
+    """Raises ConfigError if the model cannot read conversations."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     try:
-      self._tokens.render(
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
-        generation_prompt=False,
-      )
+      self._tokens.render(messages, generation_prompt=False)
     except ConfigError as error:
-      raise ConfigError(
-        f"reward.functions: {self.__name__}: {str(error).removeprefix('data.tokenizer: ')}"
-      ) from None
+      reason = str(error).removeprefix("data.tokenizer: ")
+      raise ConfigError(f"reward.functions: {self.__name__}: {reason}") from None
 
-  def _padded(self, rows):
-    """int32 [reward.batch, T]: T is a power of two, so that few lengths are ever compiled."""
-    T = min(1 << (len(rows[-1]) - 1).bit_length(), self._model.max_positions)
+  def _padded(self, rows: Sequence[list[int]]) -> np.ndarray:
+    """int32 [reward.batch, T] from rows that are sorted by length.
+
+    T is a power of two, so that only few lengths are compiled.
+    """
+    longest = len(rows[-1])
+    T = min(1 << (longest - 1).bit_length(), self._model.max_positions)
     tokens_BT = np.zeros((self._batch, T), np.int32)
-    for row, ids in zip(tokens_BT, rows):
-      row[: len(ids)] = ids
+    for tokens_T, ids in zip(tokens_BT, rows):
+      tokens_T[: len(ids)] = ids
     return tokens_BT
 
-  def _forward(self, params, tokens_BT):
+  def _forward(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
+    """float32 [B, T]: the score at each token."""
     config = dataclasses.replace(self._model, length=tokens_BT.shape[1])
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    with jax.default_matmul_precision(
-      "float32" if config.dtype == "float32" else None
-    ):  # whatever the policy's
+    # Set here, because the process-wide default is the policy's precision.
+    precision = "float32" if config.dtype == "float32" else None
+    with jax.default_matmul_precision(precision):
       hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
       return model.score(params, config, hidden_BTD)
 
 
+def _load_params(folder: Path, config: model.ModelConfig, mesh: Mesh) -> Any:
+  """The parameters in `folder`, in their places on the mesh and in the dtypes they are used in."""
+  abstract = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+  places = flatten_dict(sharding.param_specs(abstract, mesh), sep="/")
+
+  def place(name: str, array: jax.Array) -> jax.Array:
+    # The model is frozen, so its weights need no float32 copy. Norm scales stay float32, because
+    # they are multiplied in float32.
+    used = model.quantised(name, array, config.dtype)
+    return jax.lax.with_sharding_constraint(used, places[name])
+
+  return model.load(folder, places, place, model.SCORERS)[1]
+
+
 def whole_texts(
-  tokens: Tokenizer, separator: str, prompts: Sequence[str], completions: Sequence[str]
+  tokens: Tokenizer, separator: str, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[Text]:
-  """Prompt and completion as one text, scored at its last token that is not the one for padding, as transformers does."""
+  """Prompt and completion as one text with one score.
+
+  The score is the one at the last token that is not the padding token, as in transformers.
+  """
   del separator
-  ids = tokens.encode_batch([_text(tokens, *both) for both in zip(prompts, completions)])
-  last = lambda row: max((t for t, token in enumerate(row) if token != tokens.pad_id), default=0)
+  pairs = zip(prompts, completions)
+  rows = tokens.encode_batch([_text(tokens, prompt, answer) for prompt, answer in pairs])
   return [
-    Text(row, [(max(1, len(completion)), last(row))]) for row, completion in zip(ids, completions)
+    Text(ids, [(max(1, len(completion)), _last_position(ids, tokens.pad_id))])
+    for ids, completion in zip(rows, completions)
   ]
 
 
 def stepwise(
-  tokens: Tokenizer, separator: str, prompts: Sequence[str], completions: Sequence[str]
+  tokens: Tokenizer, separator: str, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[Text]:
-  """Prompt, then each step and the separator, tokenised one by one as in training, after what begins a text.
+  """The beginning-of-text token, the prompt, then each step and a separator.
 
-  Steps are what the separator leaves of a completion, blank ones left out; a completion that has no other is one step.
+  Each part is tokenised alone, as in training. A completion is split into steps at the separator.
+  Blank steps are left out. A completion with only blank steps is one step.
   """
-  encode = tokens.encode_batch
-  steps = [_steps(completion, separator) for completion in completions]
-  begin, end = encode([tokens.special.get("bos_token", ""), separator])
-  openings = encode([_text(tokens, prompt) for prompt in prompts])
-  bodies = iter(encode([step for of_one in steps for step, _ in of_one]))
+  steps = [_split_steps(completion, separator) for completion in completions]
+  bos_ids, separator_ids = tokens.encode_batch([tokens.special.get("bos_token", ""), separator])
+  openings = tokens.encode_batch([_text(tokens, prompt) for prompt in prompts])
+  all_steps = [step for steps_of_completion in steps for step, _ in steps_of_completion]
+  encoded_steps = iter(tokens.encode_batch(all_steps))
   texts = []
-  for opening, of_one in zip(openings, steps):
-    ids, marks = opening if opening[:1] == begin else begin + opening, []
-    for _, at in of_one:
-      ids = ids + next(bodies) + end
-      marks.append((at, len(ids) - 1))
+  for opening, steps_of_completion in zip(openings, steps):
+    # A chat template may have written the beginning-of-text token already.
+    ids = opening if opening[:1] == bos_ids else bos_ids + opening
+    marks = []
+    for _, end in steps_of_completion:
+      ids = ids + next(encoded_steps) + separator_ids
+      marks.append((end, len(ids) - 1))
     texts.append(Text(ids, marks))
   return texts
 
 
-READERS = {1: whole_texts, 2: stepwise}  # of ModelConfig.labels
+# By ModelConfig.labels: one label scores a text, two say whether a step is wrong or right.
+TEXTS_BY_LABELS = {1: whole_texts, 2: stepwise}
 
 
-def _steps(completion, separator):
-  """[(step, its end in characters of the completion, its separator included)]."""
-  steps, end = [], 0
+def _last_position(ids: Sequence[int], pad_id: int) -> int:
+  """The position of the last token that is not the padding token, or 0."""
+  return max((position for position, token in enumerate(ids) if token != pad_id), default=0)
+
+
+def _split_steps(completion: str, separator: str) -> list[tuple[str, int]]:
+  """Each step with its end in characters of the completion, which includes its separator."""
+  steps = []
+  end = 0
   for step in completion.split(separator):
     end = min(end + len(step) + len(separator), len(completion))
     if step.strip():
@@ -172,9 +220,14 @@ def _steps(completion, separator):
   return steps or [(completion, max(1, len(completion)))]
 
 
-def _text(tokens, prompt, completion=None):
-  """As the model reads it: a prompt of messages through its own chat template, up to the answer or with it."""
+def _text(tokens: Tokenizer, prompt: Prompt, completion: str | None = None) -> str:
+  """The text that the model reads: the prompt alone, or the prompt and the completion.
+
+  A conversation passes through the model's own chat template.
+  """
   if isinstance(prompt, str):
     return prompt + (completion or "")
-  answer = [] if completion is None else [{"role": "assistant", "content": completion}]
-  return tokens.render([*prompt, *answer], generation_prompt=not answer)
+  if completion is None:
+    return tokens.render(prompt, generation_prompt=True)
+  answer = {"role": "assistant", "content": completion}
+  return tokens.render([*prompt, answer], generation_prompt=False)
