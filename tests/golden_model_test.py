@@ -111,7 +111,7 @@ def test_log_probs_of_sampler_and_learner_agree(name):
     advantages_PGT=None,
     sampler_logprobs_PGT=None,
   )
-  ours = jax.jit(lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64, 0.0)))(
-    params
-  ).logprobs_PGT
-  assert out.lengths_PG.max() == 30 and np.abs(ours - out.logprobs_PGT * mask).max() < 1e-4
+  logprobs_PGT = jax.jit(
+    lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64, 0.0))
+  )(params).logprobs_PGT
+  assert out.lengths_PG.max() == 30 and np.abs(logprobs_PGT - out.logprobs_PGT * mask).max() < 1e-4

@@ -52,10 +52,10 @@ def test_logits_are_those_of_peft(name):
   """Run `pytest -s -n 0` to print the largest differences."""
   config, base, adapters = read(name)
   expected = np.load(GOLDEN / "lora" / name / "expected.npz")["logits"]
-  ours, alone = (
+  adapted, alone = (
     logits_of(config, params, ADAPTERS[name]) for params in (model.join(base, adapters), base)
   )
-  difference = np.abs(ours - expected).max()
+  difference = np.abs(adapted - expected).max()
   print(f"{name}: largest difference of a logit {difference:.1e}")
   assert difference <= 1e-4 and np.abs(alone - expected).max() > 0.3  # the adapters do something
 

@@ -59,8 +59,8 @@ def load(
     path: The folder.
     places: The sharding of each leaf. None puts all of them on the default device.
     convert: Makes a leaf of the tree from its name and the array in the dtype of the file. It runs
-      on the devices under `jax.jit`. Leaves that differ only in the number of their layer share
-      one call, which gets the name in the first of these layers.
+      on the devices under `jax.jit`. Leaves that differ only in the number of their layer are
+      compiled once, with the name in the first of these layers.
     labels: The heads that the model may have, as `ModelConfig.labels` counts them: 0 for a language
       model, or the keys of SCORERS.
     progress: Called after each leaf with the bytes read so far and the bytes to read in total.

@@ -436,7 +436,7 @@ FAMILIES = (qwen, llama3, llama2, llama2_json, gemma, phi)
 
 def expected(folder):
   """What transformers makes of TEXTS and CONVERSATIONS with the tokenizer of a folder."""
-  theirs = transformers.AutoTokenizer.from_pretrained(folder)
+  reference = transformers.AutoTokenizer.from_pretrained(folder)
   chats = []
   for messages in CONVERSATIONS:
     for prompt in (True, False):
@@ -445,8 +445,10 @@ def expected(folder):
           dict(
             messages=messages,
             generation_prompt=prompt,
-            text=theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False),
-            ids=theirs.apply_chat_template(
+            text=reference.apply_chat_template(
+              messages, add_generation_prompt=prompt, tokenize=False
+            ),
+            ids=reference.apply_chat_template(
               messages, add_generation_prompt=prompt, return_dict=False
             ),
           )
@@ -455,7 +457,9 @@ def expected(folder):
         chats.append(dict(messages=messages, generation_prompt=prompt, error=str(error)))
   plain = [
     dict(
-      text=text, ids=theirs.encode(text, add_special_tokens=False), prompt_ids=theirs.encode(text)
+      text=text,
+      ids=reference.encode(text, add_special_tokens=False),
+      prompt_ids=reference.encode(text),
     )
     for text in TEXTS
   ]
@@ -479,10 +483,10 @@ def compare(path):
   digests = {}
   for make in FAMILIES:
     name, counts = make.__name__, {}
-    ours = tokenizer.load(FOLDER / name)
+    tested = tokenizer.load(FOLDER / name)
     with tempfile.TemporaryDirectory() as saved:
-      ours.save(saved)
-      theirs = transformers.AutoTokenizer.from_pretrained(saved)
+      tested.save(saved)
+      reference = transformers.AutoTokenizer.from_pretrained(saved)
     for split in ("train", "test"):  # digests of "test" replace those of "train"
       rows = [json.loads(line) for line in (Path(path) / f"{split}.jsonl").open(encoding="utf-8")]
       texts = [row[key] for row in rows for key in ("question", "answer")]
@@ -497,16 +501,19 @@ def compare(path):
       ]
       prompts = [chat[:-1] for chat in chats]
       pairs = {
-        "plain": (theirs(texts, add_special_tokens=False)["input_ids"], ours.encode_batch(texts)),
+        "plain": (
+          reference(texts, add_special_tokens=False)["input_ids"],
+          tested.encode_batch(texts),
+        ),
         "chat, prompt": (
-          theirs.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False),
-          ours.encode_batch([ours.render(chat) for chat in prompts]),
+          reference.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False),
+          tested.encode_batch([tested.render(chat) for chat in prompts]),
         ),
         "chat, answered": (
-          theirs.apply_chat_template(chats, return_dict=False),
-          ours.encode_batch([ours.render(chat, generation_prompt=False) for chat in chats]),
+          reference.apply_chat_template(chats, return_dict=False),
+          tested.encode_batch([tested.render(chat, generation_prompt=False) for chat in chats]),
         ),
-        "round trip": (texts, [ours.decode(ids) for ids in ours.encode_batch_after(texts)]),
+        "round trip": (texts, [tested.decode(ids) for ids in tested.encode_batch_after(texts)]),
       }
       for what, (first, second) in pairs.items():
         equal, of = counts.get(what, (0, 0))
