@@ -1,4 +1,7 @@
-"""A mixture of experts: its mathematics, the routers' loss, its way through learner and run. Logits: golden_model_test.py."""
+"""A mixture of experts: its mathematics, the loss of the routers, and its use by learner and run.
+
+golden_model_test.py tests the logits.
+"""
 
 import dataclasses
 import functools
@@ -19,7 +22,7 @@ from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.config import Algo, Learner, from_dict, to_dict
 from grpo_jax.data import tasks, tokenizer
 from grpo_jax.learner import train_step as learner
-from grpo_jax.model.experts import _mix
+from grpo_jax.model import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.run.build import Run
 from grpo_jax.run.workdir import open_run
@@ -52,60 +55,76 @@ P, G, S, T = 4, 3, 6, 5
 # --- The mathematics ---
 
 
-def mixture(X=5, A=2, D=8, M=12):
+def mixture(X=5, U=2, D=8, M=12):
   keys = jax.random.split(jax.random.key(0), 5)
   gate, up, down = (
     jax.random.normal(k, (X, *shape)) for k, shape in zip(keys, ((D, M), (D, M), (M, D)))
   )
-  shares_BTA, chosen_BTA = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[3], (3, 4, X))), A)
-  return chosen_BTA, (jax.random.normal(keys[4], (3, 4, D)), shares_BTA, gate, up, down)
+  mixture_BTU, chosen_BTU = jax.lax.top_k(jax.nn.softmax(jax.random.normal(keys[3], (3, 4, X))), U)
+  return chosen_BTU, (jax.random.normal(keys[4], (3, 4, D)), mixture_BTU, gate, up, down)
 
 
-def mix(chosen_BTA, x, shares, *weights):
-  return _mix(jax.nn.silu, x, chosen_BTA, shares, *weights)
+def mix(chosen_BTU, x, mixture_BTU, *weights):
+  return experts.mix(jax.nn.silu, x, chosen_BTU, mixture_BTU, experts.ExpertWeights(*weights))
 
 
 def test_a_token_is_the_weighted_sum_of_its_experts_alone():
-  """Against all experts for all tokens, those not chosen weighing 0: values, and the gradient of all that has one."""
-  chosen_BTA, arguments = mixture()
+  """Compared with all experts for all tokens, where those that were not chosen have weight 0.
 
-  def plain(x, shares, gate, up, down):
-    weights = (jax.nn.one_hot(chosen_BTA, 5) * shares[..., None]).sum(-2)
+  Compares the values and all gradients.
+  """
+  chosen_BTU, arguments = mixture()
+
+  def plain(x, mixture_BTU, gate, up, down):
+    weights = (jax.nn.one_hot(chosen_BTU, 5) * mixture_BTU[..., None]).sum(-2)
     hidden = jax.nn.silu(jnp.einsum("btd,xdm->btxm", x, gate)) * jnp.einsum("btd,xdm->btxm", x, up)
     return jnp.einsum("btxm,xmd,btx->btd", hidden, down, weights)
 
-  gradients = lambda f: jax.jit(jax.value_and_grad(lambda *a: jnp.sin(f(*a)).sum(), range(5)))(
-    *arguments
-  )
-  ours, expected = gradients(functools.partial(mix, chosen_BTA)), gradients(plain)
+  def gradients(f):
+    def loss(*args):
+      return jnp.sin(f(*args)).sum()
+
+    return jax.jit(jax.value_and_grad(loss, range(5)))(*arguments)
+
+  ours, expected = gradients(functools.partial(mix, chosen_BTU)), gradients(plain)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, expected)
 
 
 def test_parts_of_the_experts_add_up():
-  """Experts 0 to 2, and 3 and 4 as the 0 and 1 of others: a token none of whose experts is here gets 0."""
-  chosen_BTA, (x, shares, *weights) = mixture()
-  part = lambda first, last: mix(chosen_BTA - first, x, shares, *(w[first:last] for w in weights))
-  np.testing.assert_allclose(
-    part(0, 3) + part(3, 5), mix(chosen_BTA, x, shares, *weights), atol=1e-4
-  )
-  elsewhere = (chosen_BTA < 3).all(-1)
+  """One device has experts 0 to 2, another 3 and 4, which it counts as 0 and 1.
+
+  A token whose experts are all on another device gets 0.
+  """
+  chosen_BTU, (x, mixture_BTU, *weights) = mixture()
+
+  def part(first, last):
+    return mix(chosen_BTU - first, x, mixture_BTU, *(w[first:last] for w in weights))
+
+  whole = mix(chosen_BTU, x, mixture_BTU, *weights)
+  np.testing.assert_allclose(part(0, 3) + part(3, 5), whole, atol=1e-4)
+  elsewhere = (chosen_BTU < 3).all(-1)
   assert elsewhere.any() and (part(3, 5)[elsewhere] == 0).all()
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_an_accelerator_is_given_ragged_products(platform):
-  """Over the sorted tokens, each group with its expert: three forward, six backward."""
-  chosen_BTA, arguments = mixture()
-  gradient = jax.jit(jax.grad(lambda *a: mix(chosen_BTA, *a).sum(), range(5)))
+def test_accelerators_compute_ragged_products(platform):
+  """One for each matrix of the sorted tokens with their experts: three forward, six backward."""
+  chosen_BTU, arguments = mixture()
+  gradient = jax.jit(jax.grad(lambda *a: mix(chosen_BTU, *a).sum(), range(5)))
   text = export.export(gradient, platforms=[platform])(*arguments).mlir_module()
   assert text.count('composite "chlo.ragged_dot"') == 9
 
 
 def test_balance_by_hand():
-  """Four tokens, two experts, one each. 3 and 1 of them; P = (.7, .3): 2 (.75 * .7 + .25 * .3) = 1.2. Evenly spread: 1."""
-  loss = lambda given, probs: float(
-    balance_loss(jnp.array(given), jnp.array(probs), jnp.float32(4))
-  )
+  """Four tokens use one of two experts each.
+
+  If 3 use the first and 1 the second, and P = (.7, .3): 2 (.75 * .7 + .25 * .3) = 1.2. If both
+  experts have the same load: 1.
+  """
+
+  def loss(assigned, probs):
+    return float(balance_loss(jnp.array(assigned), jnp.array(probs), jnp.float32(4)))
+
   assert loss([3.0, 1.0], [2.8, 1.2]) == pytest.approx(1.2)
   assert loss([2.0, 2.0], [2.0, 2.0]) == pytest.approx(1)
   assert loss([0.0, 0.0], [0.0, 0.0]) == 0
@@ -113,12 +132,15 @@ def test_balance_by_hand():
 
 
 def test_metrics_by_hand():
-  """Two prompts, two layers, three experts. The first layer gives its four tokens 4, 0, 0; the second 2, 1, 1."""
+  """Two prompts, two layers, three experts.
+
+  Of four tokens, the first layer sends 4, 0 and 0 to its experts, the second 2, 1 and 1.
+  """
   routing = Routing(
-    jnp.full((2, 2), 2.0),
-    jnp.array([[[2.0, 0, 0], [2, 0, 0]], [[2, 0, 0], [0, 1, 1]]]),
-    jnp.full((2, 2, 3), 2 / 3),
-    jnp.full((2, 2), 2 * np.log(3)),
+    tokens_BL=jnp.full((2, 2), 2.0),
+    assigned_BLX=jnp.array([[[2.0, 0, 0], [2, 0, 0]], [[2, 0, 0], [0, 1, 1]]]),
+    probs_BLX=jnp.full((2, 2, 3), 2 / 3),
+    entropy_BL=jnp.full((2, 2), 2 * np.log(3)),
   )
   found = balance_metrics(routing)
   expected = {
@@ -141,7 +163,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(name):
   routing = jax.jit(
     lambda p: model.routed_features(p, config, tokens_BT, positions_BT, counted_BT)[2]
   )(params)
-  assert routing.given_BLX.sum() == expected["lengths"].sum() * config.experts_per_token * len(
+  assert routing.assigned_BLX.sum() == expected["lengths"].sum() * config.experts_per_token * len(
     config.sparse_layers
   )
   np.testing.assert_allclose(
@@ -161,17 +183,20 @@ def params():
 
 def make_batch(advantage=1.0, seed=0):
   rng = np.random.default_rng(seed)
-  integers = lambda low, high, *shape: jnp.asarray(rng.integers(low, high, shape), jnp.int32)
+
+  def integers(low, high, *shape):
+    return jnp.asarray(rng.integers(low, high, shape), jnp.int32)
+
   lengths_PG = integers(1, T + 1, P, G).at[3].set(0)  # a group that is left out
   mask = (jnp.arange(T) < lengths_PG[..., None]).astype(jnp.float32)
   normal = jnp.asarray(rng.normal(size=(P, G, T)), jnp.float32)
   return Batch(
-    integers(0, 31, P, S),
-    integers(1, S + 1, P),
-    integers(0, 31, P, G, T),
-    mask,
-    advantage * normal,
-    normal,
+    prompts_PS=integers(0, 31, P, S),
+    prompt_lengths_P=integers(1, S + 1, P),
+    completions_PGT=integers(0, 31, P, G, T),
+    mask_PGT=mask,
+    advantages_PGT=advantage * normal,
+    sampler_logprobs_PGT=normal,
   )
 
 
@@ -194,11 +219,19 @@ def step(params, batch, micro=0, coef=0.5, loss="gspo"):
 
 
 def plain_balance(params, batch):
-  """Of every row's prompt and completion in one sequence; a prompt counts in its group's first row alone."""
-  rows = lambda x: jnp.repeat(x, G, axis=0)
+  """The loss with every row's prompt and completion in one sequence, without a shared prefix.
+
+  A prompt counts only in the first row of its group.
+  """
+
+  def rows(x):
+    return jnp.repeat(x, G, axis=0)
+
+  def take(x):
+    return jnp.take_along_axis(x, jnp.clip(place, 0, T - 1), axis=1)
+
   lengths, own = rows(batch.prompt_lengths_P)[:, None], batch.completions_PGT.reshape(P * G, T)
   place = jnp.arange(S + T) - lengths  # of each slot within the completion
-  take = lambda x: jnp.take_along_axis(x, jnp.clip(place, 0, T - 1), axis=1)
   tokens = jnp.where(place < 0, jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))), take(own))
   is_first = (jnp.arange(P * G) % G == 0) & (jnp.arange(P * G) < 3 * G)
   counted = jnp.where(
@@ -207,13 +240,13 @@ def plain_balance(params, batch):
   _, _, r = model.routed_features(
     params, CONFIG, tokens, jnp.broadcast_to(jnp.arange(S + T), tokens.shape), counted
   )
-  f, P_ = (x.sum((0, 1)) / r.tokens_BL.sum() for x in (r.given_BLX, r.probs_BLX))
+  f, P_ = (x.sum((0, 1)) / r.tokens_BL.sum() for x in (r.assigned_BLX, r.probs_BLX))
   return 4 * (jax.lax.stop_gradient(f) * P_).sum()
 
 
 @pytest.mark.parametrize("micro", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_loss_has_the_gradient_of_the_whole_batch_however_it_is_split(params, micro):
-  """Advantages of 0: nothing else has a gradient."""
+  """With advantages of 0, nothing else has a gradient."""
   batch = make_batch(advantage=0.0)
   value, gradient = jax.jit(jax.value_and_grad(plain_balance))(params, batch)
   state, metrics = step(params, batch, micro)
@@ -231,7 +264,7 @@ def test_the_loss_has_the_gradient_of_the_whole_batch_however_it_is_split(params
 
 def test_micro_batches_change_nothing_and_a_loss_that_is_off_adds_nothing(params):
   batch = make_batch()
-  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
   (state, metrics), (off, without) = step(params, batch), step(params, batch, coef=0.0)
   jax.tree.map(close, (state, metrics), step(params, batch, 2))
   close(metrics["loss"], without["loss"] + metrics["router/aux_loss"] / 2)
@@ -249,7 +282,7 @@ def test_micro_batches_change_nothing_and_a_loss_that_is_off_adds_nothing(params
 
 
 def test_tokens_selected_among_the_whole_batch_and_the_loss_share_a_pass(params):
-  """With top_entropy_quantile the routing of the whole batch is known already: the same, split or not."""
+  """top_entropy_quantile also computes the routing of the whole batch, split or not."""
   batch = make_batch()
   algo = dataclasses.replace(ALGO, top_entropy_quantile=0.5)
   loss = learner.grpo(CONFIG, algo, 0.7, Learner(False, 20, 0.5))
@@ -262,7 +295,7 @@ def test_tokens_selected_among_the_whole_batch_and_the_loss_share_a_pass(params)
 
 
 def test_padding_is_routed_and_counts_nowhere(params):
-  """Other tokens after the ends of prompts and completions: the same update."""
+  """The tokens after the ends of prompts and completions do not change the update."""
   batch = make_batch()
   past = jnp.arange(S) >= batch.prompt_lengths_P[:, None]
   other = batch.replace(
@@ -290,7 +323,7 @@ def test_the_warm_start_has_it_too(params):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A tiny mixture of random weights, for the characters of sums."""
+  """A tiny mixture of random weights whose vocabulary is that of the arithmetic task."""
   return make_folder(tmp_path_factory.mktemp("mixture") / "hf")
 
 
@@ -315,7 +348,7 @@ def config(folder, preset="gspo", **mesh):
 
 
 def test_gspo_trains_it_and_what_is_exported_is_what_was_trained(folder, tmp_path):
-  """On eight devices, the experts of a layer over two of them."""
+  """On eight devices. The experts of a layer are split over two of them."""
   state = train(config(folder), str(tmp_path / "run"))
   rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
   assert len(rows) == 2
@@ -377,9 +410,10 @@ def test_a_run_goes_on_with_the_same_loss_alone(folder, tmp_path):
   first = config(folder)
   open_run(tmp_path, to_dict(first))
   (tmp_path / "metrics.jsonl").touch()
-  change = lambda **values: dataclasses.replace(
-    first, learner=dataclasses.replace(first.learner, **values)
-  )
+
+  def change(**values):
+    return dataclasses.replace(first, learner=dataclasses.replace(first.learner, **values))
+
   open_run(tmp_path, to_dict(change(remat=True)))
   with pytest.raises(ConfigError, match="learner.router_aux_coef = 0.01, this run 0.0"):
     open_run(tmp_path, to_dict(change(router_aux_coef=0.0)))

@@ -1,6 +1,8 @@
-"""The decoder computes what transformers computes, from the same files (tests/golden/make_*.py): in one pass, angles
-computed; with a cache token by token, and with prompts shared by groups, angles from a table. `pytest -s -n 0` prints the
-largest differences."""
+"""The decoder computes what transformers computes from the same files (tests/golden/make_*.py).
+
+It does so in one pass, where angles are computed, and with a shared prompt in one pass or token by
+token, where angles come from a table. Run `pytest -s -n 0` to print the largest differences.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -27,14 +29,14 @@ def golden(request):
   return request.param, config, params, np.load(request.param / "expected.npz")
 
 
-def check(golden, how, logits, expected, valid):
+def assert_close(golden, how, logits, expected, valid):
   difference = np.abs(np.where(valid[..., None], logits - expected, 0)).max()
   print(f"{golden[0].name}, {how}: largest difference of a logit {difference:.1e}")
   assert valid.any() and np.abs(expected[valid]).max() > 1 and difference <= BOUND
 
 
 def rows(expected):
-  """tokens [B, T], their positions, and which of them count."""
+  """Tokens [B, T], their positions, and which of them are not padding."""
   tokens_BT = jnp.asarray(expected["tokens"])
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   return tokens_BT, positions_BT, np.arange(tokens_BT.shape[1]) < expected["lengths"][:, None]
@@ -44,12 +46,12 @@ def test_logits_are_those_of_transformers(golden):
   _, config, params, expected = golden
   tokens_BT, positions_BT, valid_BT = rows(expected)
   logits_BTV, _ = jax.jit(lambda p: model.forward(p, config, tokens_BT, positions_BT))(params)
-  check(golden, "one pass", logits_BTV, expected["logits"], valid_BT)
+  assert_close(golden, "one pass", logits_BTV, expected["logits"], valid_BT)
 
 
 @pytest.mark.parametrize("token_by_token", [False, True])
-def test_with_a_shared_prompt_too(golden, token_by_token):
-  """Prompts of 17, 9 and 1 tokens, each computed once, and two equal rows of the tokens after it to each."""
+def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, token_by_token):
+  """Prompts of 17, 9 and 1 tokens, each computed once for two equal rows of the tokens after it."""
   _, config, params, expected = golden
   tokens_BT, _, valid_BT = rows(expected)
   P, length = len(tokens_BT), tokens_BT.shape[1]
@@ -62,38 +64,38 @@ def test_with_a_shared_prompt_too(golden, token_by_token):
 
   @jax.jit
   def run(params):
-    _, cache = model.features(
-      params, config, tokens_BT[:, :17], jnp.broadcast_to(jnp.arange(17), (P, 17))
-    )
+    prompt_positions_PS = jnp.broadcast_to(jnp.arange(17), (P, 17))
+    _, cache = model.features(params, config, tokens_BT[:, :17], prompt_positions_PS)
     prefix = model.share(cache, jnp.asarray(lengths_P))
     if not token_by_token:
-      return model.forward(params, config, own_BT, positions_BT, model.empty(config, prefix, G, 0))[
-        0
-      ]
+      cache = model.empty(config, prefix, G, capacity=0)
+      logits_BTV, _ = model.forward(params, config, own_BT, positions_BT, cache)
+      return logits_BTV
 
     def step(cache, inputs):
-      logits, cache = model.forward(params, config, *(x[:, None] for x in inputs), cache)
-      return cache, logits[:, 0]
+      tokens_B, positions_B = inputs
+      logits_B1V, cache = model.forward(
+        params, config, tokens_B[:, None], positions_B[:, None], cache
+      )
+      return cache, logits_B1V[:, 0]
 
-    return jax.lax.scan(step, model.empty(config, prefix, G, count), (own_BT.T, positions_BT.T))[
-      1
-    ].swapaxes(0, 1)
+    cache = model.empty(config, prefix, G, capacity=count)
+    _, logits_TBV = jax.lax.scan(step, cache, (own_BT.T, positions_BT.T))
+    return logits_TBV.swapaxes(0, 1)
 
-  take = lambda x: np.repeat(
-    np.take_along_axis(x, where_PT.reshape(P, count, *[1] * (x.ndim - 2)), axis=1), G, axis=0
-  )
-  check(
-    golden,
-    "token by token" if token_by_token else "shared prompt",
-    run(params),
-    take(expected["logits"]),
-    take(valid_BT),
-  )
+  def take_own(x):
+    """Of an array [P, length, ...], what belongs to the rows' own tokens: [B, count, ...]."""
+    where = where_PT.reshape(P, count, *[1] * (x.ndim - 2))
+    return np.repeat(np.take_along_axis(x, where, axis=1), G, axis=0)
+
+  how = "token by token" if token_by_token else "shared prompt"
+  expected_BTV, valid_BT = take_own(expected["logits"]), take_own(valid_BT)
+  assert_close(golden, how, run(params), expected_BTV, valid_BT)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama_dynamic"])
-def test_what_is_sampled_is_what_is_learned(name):
-  """Completions far beyond windows and original positions: log-probs of sampler and learner agree."""
+def test_log_probs_of_sampler_and_learner_agree(name):
+  """In completions that are much longer than windows and original positions."""
   config, params = model.load(GOLDEN / "families" / name)
   sampling = Sampling(30, 1.0, 0, 1.0, 0.0, (), "", "train")
   prompts_PS, lengths_P = jnp.arange(4, 40).reshape(3, 12), jnp.array([12, 5, 1])
@@ -101,8 +103,15 @@ def test_what_is_sampled_is_what_is_learned(name):
     params, prompts_PS, lengths_P, jax.random.key(0)
   )
   mask = (jnp.arange(30) < out.lengths_PG[..., None]).astype(jnp.float32)
-  batch = Batch(prompts_PS, lengths_P, out.tokens_PGT, mask, None, None)
-  ours = jax.jit(lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64, 0.0)))(
-    params
-  ).logprobs_PGT
-  assert out.lengths_PG.max() == 30 and np.abs(ours - out.logprobs_PGT * mask).max() < 1e-4
+  batch = Batch(
+    prompts_PS=prompts_PS,
+    prompt_lengths_P=lengths_P,
+    completions_PGT=out.tokens_PGT,
+    mask_PGT=mask,
+    advantages_PGT=None,
+    sampler_logprobs_PGT=None,
+  )
+  logprobs_PGT = jax.jit(
+    lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64, 0.0))
+  )(params).logprobs_PGT
+  assert out.lengths_PG.max() == 30 and np.abs(logprobs_PGT - out.logprobs_PGT * mask).max() < 1e-4

@@ -1,4 +1,4 @@
-"""Adapters: what they compute, what is trained, PEFT's folders in and out, quantised bases."""
+"""LoRA adapters: what they compute, what is trained, the folders of PEFT, quantised bases."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def read(name):
 
 
 def logits_of(config, params, base):
-  """Of the rows of the base's golden file, 0 where they are padding."""
+  """Logits of the rows in the base's golden file, 0 at padding."""
   rows = np.load(GOLDEN / base / "expected.npz")
   tokens, valid = rows["tokens"], np.arange(rows["tokens"].shape[1]) < rows["lengths"][:, None]
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -49,28 +49,25 @@ def logits_of(config, params, base):
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_logits_are_those_of_peft(name):
-  """`pytest -s -n 0` prints the largest differences."""
+  """Run `pytest -s -n 0` to print the largest differences."""
   config, base, adapters = read(name)
   expected = np.load(GOLDEN / "lora" / name / "expected.npz")["logits"]
-  ours, alone = (
+  adapted, alone = (
     logits_of(config, params, ADAPTERS[name]) for params in (model.join(base, adapters), base)
   )
-  difference = np.abs(ours - expected).max()
+  difference = np.abs(adapted - expected).max()
   print(f"{name}: largest difference of a logit {difference:.1e}")
   assert difference <= 1e-4 and np.abs(alone - expected).max() > 0.3  # the adapters do something
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_a_saved_adapter_is_the_one_that_was_loaded(name, tmp_path):
+def test_saving_writes_the_tensors_that_were_loaded(name, tmp_path):
   config, _, adapters = read(name)
   model.save_adapters(tmp_path / "out", config, adapters, "base")
-  theirs, ours = (
-    load_file(folder / "adapter_model.safetensors")
-    for folder in (GOLDEN / "lora" / name, tmp_path / "out")
-  )
-  assert theirs.keys() == ours.keys() and all(
-    np.array_equal(theirs[key], ours[key]) for key in theirs
-  )
+  before = load_file(GOLDEN / "lora" / name / "adapter_model.safetensors")
+  after = load_file(tmp_path / "out" / "adapter_model.safetensors")
+  assert before.keys() == after.keys()
+  assert all(np.array_equal(before[key], after[key]) for key in before)
   assert model.load_lora(tmp_path / "out") == config.lora
 
 
@@ -85,14 +82,10 @@ def test_merged_weights_compute_the_same(name, tmp_path):
 
 
 def test_scale_by_hand():
-  assert (
-    model.Lora(16, 32.0, False, ("q",)).scale == 2 and model.Lora(16, 32.0, True, ("q",)).scale == 8
-  )
-  kernel, a, b = (
-    jnp.array([[1.0, 2.0], [3.0, 4.0]]),
-    jnp.array([[1.0], [2.0]]),
-    jnp.array([[10.0, 0.0]]),
-  )
+  assert model.Lora(16, 32.0, False, ("q",)).scale == 2
+  assert model.Lora(16, 32.0, True, ("q",)).scale == 8
+  kernel = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+  a, b = jnp.array([[1.0], [2.0]]), jnp.array([[10.0, 0.0]])
   assert lora.merged(kernel, a, b, 0.5).tolist() == [[6, 2], [13, 4]]
 
 
@@ -120,16 +113,21 @@ def test_new_adapters_change_nothing_and_the_base_is_not_copied(fresh):
 
 def make_batch(config, P=4, G=3, S=6, T=5):
   rng = np.random.default_rng(0)
-  integers = lambda low, high, *shape: jnp.asarray(rng.integers(low, high, shape), jnp.int32)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+  def integers(low, high, *shape):
+    return jnp.asarray(rng.integers(low, high, shape), jnp.int32)
+
+  def normal(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
   mask = (jnp.arange(T) < integers(1, T + 1, P, G)[..., None]).astype(jnp.float32)
   return Batch(
-    integers(0, 96, P, S),
-    integers(1, S + 1, P),
-    integers(0, 96, P, G, T),
-    mask,
-    jnp.broadcast_to(normal(P, G, 1), (P, G, T)),
-    normal(P, G, T),
+    prompts_PS=integers(0, 96, P, S),
+    prompt_lengths_P=integers(1, S + 1, P),
+    completions_PGT=integers(0, 96, P, G, T),
+    mask_PGT=mask,
+    advantages_PGT=jnp.broadcast_to(normal(P, G, 1), (P, G, T)),
+    sampler_logprobs_PGT=normal(P, G, T),
     ref_logprobs_PGT=-3 + normal(P, G, T),
   )
 
@@ -146,15 +144,20 @@ def update(config, trained, frozen, batch, algo=ALGO, micro=0):
 
 
 def moved(fresh):
-  """The adapters with a B that is not 0."""
-  return jax.tree.map(
-    lambda x: x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape), fresh[2]
-  )
+  """Adapters whose B is not 0."""
+
+  def add_noise(x):
+    return x + 0.05 * jax.random.normal(jax.random.key(x.size), x.shape)
+
+  return jax.tree.map(add_noise, fresh[2])
 
 
 @pytest.mark.parametrize("micro", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
-  """dW = scale A B, so dL/dA = scale dL/dW B^T and dL/dB = scale A^T dL/dW, dL/dW from a model without adapters."""
+  """W + scale A B gives dL/dA = scale dL/dW B^T and dL/dB = scale A^T dL/dW.
+
+  dL/dW comes from a model without adapters.
+  """
   config, base, _ = fresh
   adapters, batch, plain = moved(fresh), make_batch(config), dataclasses.replace(config, lora=None)
   state, metrics = update(config, adapters, base, batch, micro=micro)
@@ -192,14 +195,14 @@ def test_only_adapters_are_trained(fresh):
 
 
 def test_the_reference_is_the_base_alone(fresh):
-  """The whole KL, computed from `frozen` in the update: 0 with new adapters, above it with others."""
+  """KL(policy || base), computed in the update, is 0 only with new adapters."""
   config, base, adapters = fresh
   algo, batch = dataclasses.replace(ALGO, kl="full"), make_batch(config)
   assert update(config, adapters, base, batch, algo)[1]["kl"] == pytest.approx(0, abs=1e-6)
   assert update(config, moved(fresh), base, batch, algo)[1]["kl"] > 1e-3
 
 
-def test_a_reference_that_is_synchronised_has_adapters_of_its_own(fresh):
+def test_a_synchronised_reference_has_its_own_adapters(fresh):
   config, base, _ = fresh
   algo, batch, adapters = (
     dataclasses.replace(ALGO, kl="full", ref_sync_steps=1),
@@ -213,7 +216,10 @@ def test_a_reference_that_is_synchronised_has_adapters_of_its_own(fresh):
 
 @pytest.mark.parametrize("dtype, bound", [("int8", 0.01), ("int4", 0.16), ("nf4", 0.16)])
 def test_a_quantised_kernel(dtype, bound):
-  """Its largest error, relative to the largest weight of its tile: half a step of 1 / 127 or 1 / 7; nf4's widest is .15."""
+  """The largest error relative to the largest weight of a tile.
+
+  It is half a step: 1 / 127 / 2 for int8, 1 / 7 / 2 for int4, and at most .15 for nf4.
+  """
   kernel = jax.random.normal(jax.random.key(0), (128, 2, 8))
   packed = model.quantised("layers_0/attention/q/kernel", kernel, dtype)
   assert (
@@ -235,12 +241,13 @@ def test_a_quantised_kernel(dtype, bound):
 
 @pytest.mark.parametrize("dtype", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def test_adapters_learn_on_a_quantised_base(fresh, dtype, tmp_path):
-  """What is saved, merged, is the policy that was trained: of the base as it was rounded."""
+  """`save` merges the adapters into the rounded base, so it writes the policy that was trained."""
   config, base, _ = fresh
-  named = lambda path, x: model.quantised(
-    jax.tree_util.keystr(path, simple=True, separator="/"), x, dtype
-  )
-  rounded, adapters = jax.tree_util.tree_map_with_path(named, base), moved(fresh)
+
+  def quantised(path, x):
+    return model.quantised(jax.tree_util.keystr(path, simple=True, separator="/"), x, dtype)
+
+  rounded, adapters = jax.tree_util.tree_map_with_path(quantised, base), moved(fresh)
   state, metrics = update(config, adapters, rounded, make_batch(config))
   assert metrics["grad_norm"] > 0 and metrics["skipped_updates"] == 0
   assert all(
@@ -253,7 +260,7 @@ def test_adapters_learn_on_a_quantised_base(fresh, dtype, tmp_path):
   np.testing.assert_allclose(ours, logits_of(plain, merged, "qwen2_tied"), atol=5e-5)
 
 
-# What is refused.
+# --- Refusals ---
 
 
 @pytest.fixture
@@ -321,19 +328,20 @@ def test_tensors_that_do_not_fit_are_named(folder, change, words):
     model.load_adapters(folder, config)
 
 
-def test_a_projection_that_the_model_has_not_is_named():
-  """All layers of it have experts."""
+def test_a_projection_that_the_model_does_not_have_is_named():
+  """In a model whose layers all have experts, there is no MLP to adapt."""
   config, base = model.load(GOLDEN / "families" / "qwen3_moe")
-  asked = lambda *targets: dataclasses.replace(config, lora=model.Lora(2, 2.0, False, targets))
+
+  def with_targets(*targets):
+    return dataclasses.replace(config, lora=model.Lora(2, 2.0, False, targets))
+
   with pytest.raises(ConfigError, match="lora.targets: the model has no projection gate_proj"):
-    model.init_adapters(jax.random.key(0), asked("q", "gate"), base)
-  assert (
-    len(flatten_dict(model.init_adapters(jax.random.key(0), asked("q", "o"), base)))
-    == 4 * config.num_layers
-  )
+    model.init_adapters(jax.random.key(0), with_targets("q", "gate"), base)
+  adapters = model.init_adapters(jax.random.key(0), with_targets("q", "o"), base)
+  assert len(flatten_dict(adapters)) == 4 * config.num_layers
 
 
-def test_adapters_of_fused_projections_have_no_folder(tmp_path):
+def test_adapters_of_fused_projections_cannot_be_saved(tmp_path):
   config, base = model.load(GOLDEN / "families" / "phi3")
   config = dataclasses.replace(config, lora=model.Lora(2, 2.0, False, ("q",)))
   with pytest.raises(ConfigError, match="export the merged model"):

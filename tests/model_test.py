@@ -1,6 +1,7 @@
-"""The decoder: causality, the cache, the shared prefix, dtypes."""
+"""The decoder: causality, the cache, the shared prefix and dtypes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ features = jax.jit(model.features, static_argnums=1)
 
 @pytest.fixture(scope="module")
 def params():
-  """Random, with biases and norms that are not at their initial values."""
+  """Random parameters, biases and norms included."""
   rng = np.random.default_rng(0)
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), CONFIG))
   return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.2, 0.4, x.shape), jnp.float32), shapes)
@@ -36,8 +37,8 @@ def positions(B, T, start=0):
   return jnp.broadcast_to(start + jnp.arange(T), (B, T))
 
 
-def test_a_token_sees_only_those_before_it(params):
-  """By gradient: d logits[t] / d embedding of token s is 0 exactly where s > t."""
+def test_a_token_sees_only_itself_and_earlier_tokens(params):
+  """The gradient of the features of token t by the embedding of token s is 0 exactly if s > t."""
   x = tokens(1, 6)
 
   def shifted_features(shift_TD):
@@ -51,8 +52,8 @@ def test_a_token_sees_only_those_before_it(params):
   np.testing.assert_array_equal(np.array(jacobian) > 0, np.tril(np.ones((6, 6), bool)))
 
 
-def test_attention_sees_relative_positions_only(params):
-  """All positions moved by 100: the same logits, as rotary embeddings promise."""
+def test_attention_depends_on_relative_positions_only(params):
+  """Rotary embeddings: the logits stay the same if all positions move by 100."""
   x = tokens(2, 7)
   near, _ = forward(params, CONFIG, x, positions(2, 7))
   far, _ = forward(params, CONFIG, x, positions(2, 7, 100))
@@ -61,7 +62,7 @@ def test_attention_sees_relative_positions_only(params):
 
 
 def test_rotation_by_hand():
-  """E = 2, theta^0 = 1: position p turns (1, 0) by p radians."""
+  """With E = 2 the only frequency is theta^0 = 1, so position p turns (1, 0) by p radians."""
   for table in (False, True):
     rope = angles(jnp.array([[0, 2]]), 2, 10000.0, None, 3, table)
     out = rotate(jnp.array([[[[1.0, 0.0]], [[1.0, 0.0]]]]), rope)
@@ -69,24 +70,26 @@ def test_rotation_by_hand():
 
 
 def grouped(params, P=2, G=3, S=5, T=6, lengths=(5, 3)):
-  """A prefix of prompts, the rows' own tokens, and the logits of each row's own tokens computed alone, unshared."""
+  """A batch whose rows share prompts, and its logits computed without sharing.
+
+  Returns:
+    The prefix of the prompts, the rows' own tokens [P * G, T], their positions, and the logits of
+    these tokens, computed row by row without a cache.
+  """
   prompts, own, lengths = tokens(P, S), tokens(P * G, T, 1), jnp.array(lengths)
   _, cache = features(params, CONFIG, prompts, positions(P, S))
   plain = []
   for row in range(P * G):
     n = int(lengths[row // G])
-    whole = jnp.concatenate([prompts[row // G, :n], own[row], jnp.zeros(S - n, jnp.int32)])[None]
-    plain.append(forward(params, CONFIG, whole, positions(1, S + T))[0][0, n : n + T])
-  return (
-    model.share(cache, lengths),
-    own,
-    jnp.repeat(lengths, G)[:, None] + jnp.arange(T),
-    jnp.stack(plain),
-  )
+    padding = jnp.zeros(S - n, jnp.int32)
+    whole = jnp.concatenate([prompts[row // G, :n], own[row], padding])[None]
+    logits, _ = forward(params, CONFIG, whole, positions(1, S + T))
+    plain.append(logits[0, n : n + T])
+  own_positions = jnp.repeat(lengths, G)[:, None] + jnp.arange(T)
+  return model.share(cache, lengths), own, own_positions, jnp.stack(plain)
 
 
-def test_cached_equals_uncached(params):
-  """Token by token with a growing cache."""
+def test_decoding_with_a_growing_cache_equals_one_pass_without_a_cache(params):
   prefix, own, at, plain = grouped(params)
   cache = model.empty(CONFIG, prefix, 3, capacity=3)
   for t in range(6):
@@ -95,13 +98,13 @@ def test_cached_equals_uncached(params):
     np.testing.assert_allclose(logits[:, 0], plain[:, t], atol=5e-5)
 
 
-def test_shared_prefix_in_one_pass_equals_plain(params):
+def test_one_pass_after_a_shared_prefix_equals_one_pass_without_a_cache(params):
   prefix, own, at, plain = grouped(params)
   logits, _ = forward(params, CONFIG, own, at, model.empty(CONFIG, prefix, 3, capacity=0))
   np.testing.assert_allclose(logits, plain, atol=5e-5)
 
 
-def test_padding_is_not_seen(params):
+def test_padding_does_not_change_the_tokens_before_it(params):
   x = tokens(1, 8)
   short, _ = forward(params, CONFIG, x[:, :5], positions(1, 5))
   long, _ = forward(params, CONFIG, x.at[:, 5:].set(0), positions(1, 8))
@@ -111,28 +114,31 @@ def test_padding_is_not_seen(params):
 def test_matmul_has_the_gradients_of_a_product():
   keys = jax.random.split(jax.random.key(0), 3)
   for n_in, n_out in ((3, 7), (7, 3)):
-    x, w, dy = (
-      jax.random.normal(k, s) for k, s in zip(keys, ((5, n_in), (n_in, n_out), (5, n_out)))
-    )
-    ours, plain = (
-      jax.jit(lambda x, w, f=f: jax.vjp(f, x, w)[1](dy))(x, w) for f in (matmul, jnp.matmul)
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, plain)
+    shapes = (5, n_in), (n_in, n_out), (5, n_out)
+    x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes))
+
+    def gradients(f, x=x, w=w, dy=dy):
+      return jax.jit(lambda x, w: jax.vjp(f, x, w)[1](dy))(x, w)
+
+    for ours, plain in zip(gradients(matmul), gradients(jnp.matmul), strict=True):
+      np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_rematerialised_gradients_are_the_same(params):
   x, at = tokens(2, 6), positions(2, 6)
-  gradient = lambda remat: jax.jit(
-    jax.grad(lambda p: (model.features(p, CONFIG, x, at, remat=remat)[0] ** 2).sum())
-  )(params)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-    gradient(False),
-    gradient(True),
-  )
+
+  def gradient(remat):
+    def loss(params):
+      hidden, _ = model.features(params, CONFIG, x, at, remat=remat)
+      return (hidden**2).sum()
+
+    return jax.jit(jax.grad(loss))(params)
+
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+  jax.tree.map(close, gradient(False), gradient(True))
 
 
-def test_bfloat16_computes_near_float32_and_keeps_float32_masters(params):
+def test_bfloat16_computes_near_float32_and_master_weights_stay_float32(params):
   config = dataclasses.replace(CONFIG, dtype="bfloat16")
   x, at = tokens(2, 6), positions(2, 6)
   hidden, cache = features(params, config, x, at)
@@ -144,7 +150,7 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_masters(params):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_init_names_every_parameter(tied):
+def test_init_makes_a_head_unless_embeddings_are_tied(tied):
   config = dataclasses.replace(CONFIG, tie_embeddings=tied)
   tree = model.init(jax.random.key(0), config)
   assert ("head" in tree) != tied

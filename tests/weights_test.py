@@ -1,3 +1,5 @@
+"""Hugging Face folders: what is loaded and saved, and which folders are refused."""
+
 import dataclasses
 import functools
 import json
@@ -14,9 +16,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax.config import Mesh
-from grpo_jax.model import families, folders, weights
+from grpo_jax.model import families, folders, save_weights
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.weights import load, save
+from grpo_jax.model.load_weights import load
+from grpo_jax.model.save_weights import save
+from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import param_specs
 from grpo_jax.settings import ConfigError
@@ -57,16 +61,24 @@ def untied(tmp_path):
 
 
 def edit(file, **fields):
-  """Sets fields of a JSON file; ... removes one."""
+  """Sets fields of a JSON file. The value ... removes a field."""
   values = {**json.loads(file.read_text()), **fields}
   file.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
 
 
 def edit_tensors(folder, **tensors):
-  """Sets tensors (`__` stands for a dot) of model.safetensors; ... removes one."""
+  """Sets tensors of model.safetensors (`__` is a dot in a name). The value ... removes one."""
   file = folder / "model.safetensors"
   values = {**load_file(file), **{k.replace("__", "."): v for k, v in tensors.items()}}
   save_file({k: v for k, v in values.items() if v is not ...}, file)
+
+
+def tensors_of(folder):
+  """The tensors of all safetensors files of a folder."""
+  tensors = {}
+  for file in folder.glob("*.safetensors"):
+    tensors |= load_file(file)
+  return tensors
 
 
 def assert_refused(folder, *words):
@@ -80,11 +92,11 @@ def assert_refused(folder, *words):
 
 def random_params(config, seed=0):
   rng, sizes = np.random.default_rng(seed), families.sizes(config)
-  draw = lambda row: rng.normal(size=row.our_shape(sizes)).astype(np.float32)
-  flat = {
-    tuple(row.ours.split("/")): draw(row) for row in families.family_of(config).tensors(config)
+  leaves = {
+    spec.leaf_name: rng.normal(size=spec.leaf_shape(sizes)).astype(np.float32)
+    for spec in families.family_of(config).tensors(config)
   }
-  return unflatten_dict(flat)
+  return unflatten_dict(leaves, sep="/")
 
 
 def assert_same(a, b):
@@ -99,36 +111,37 @@ def assert_same(a, b):
 
 
 def test_projection_layout_by_hand():
-  # Two heads of two on a stream of one: row h * 2 + e of theirs is [:, h, e] of ours.
+  """Two heads of size 2, D = 1: row h * 2 + e of the tensor of q is [:, h, e] of its leaf."""
   sizes = dict(H=2, E=2, D=1)
-  q = families.Row("q", "q", "HE D", "DHE")
-  np.testing.assert_array_equal(
-    q.from_theirs(np.array([[1], [2], [3], [4]]), sizes), [[[1, 2], [3, 4]]]
-  )
-  o = families.Row("o", "o", "D HE", "HED")
-  np.testing.assert_array_equal(
-    o.from_theirs(np.array([[1, 2, 3, 4]]), sizes), [[[1], [2]], [[3], [4]]]
-  )
+  q = TensorSpec("q", "q", "HE D", "DHE")
+  q_leaf = q.from_hf(np.array([[1], [2], [3], [4]]), sizes)
+  np.testing.assert_array_equal(q_leaf, [[[1, 2], [3, 4]]])
+  o = TensorSpec("o", "o", "D HE", "HED")
+  o_leaf = o.from_hf(np.array([[1, 2, 3, 4]]), sizes)
+  np.testing.assert_array_equal(o_leaf, [[[1], [2]], [[3], [4]]])
 
 
 def test_experts_are_stacked_by_number():
   folder = GOLDEN / "families/qwen3_moe"
-  theirs, experts = load_file(folder / "model.safetensors"), load(folder)[1]["layers_1"]["experts"]
+  tensors = load_file(folder / "model.safetensors")
+  _, params = load(folder)
+  experts = params["layers_1"]["experts"]
   assert experts["gate"].shape == (6, 32, 20) and experts["down"].shape == (6, 20, 32)
-  name = "model.layers.1.mlp.experts.4.{}_proj.weight".format
-  for ours in ("gate", "up", "down"):
-    np.testing.assert_array_equal(experts[ours][4], theirs[name(ours)].T)
-  np.testing.assert_array_equal(experts["router"], theirs["model.layers.1.mlp.gate.weight"].T)
+  for name in ("gate", "up", "down"):
+    tensor = tensors[f"model.layers.1.mlp.experts.4.{name}_proj.weight"]
+    np.testing.assert_array_equal(experts[name][4], tensor.T)
+  np.testing.assert_array_equal(experts["router"], tensors["model.layers.1.mlp.gate.weight"].T)
 
 
 @pytest.mark.parametrize("config", [TIED, UNTIED])
-def test_every_row_has_a_true_inverse(config):
+def test_to_hf_is_the_inverse_of_from_hf(config):
   sizes = families.sizes(config)
-  for row in families.family_of(config).tensors(config):
-    theirs = np.arange(np.prod(row.their_shape(sizes))).reshape(row.their_shape(sizes))
-    ours = row.from_theirs(theirs, sizes)
-    assert ours.shape == row.our_shape(sizes)
-    np.testing.assert_array_equal(row.to_theirs(ours, sizes), theirs)
+  for spec in families.family_of(config).tensors(config):
+    shape = spec.hf_shape(sizes)
+    tensor = np.arange(np.prod(shape)).reshape(shape)
+    leaf = spec.from_hf(tensor, sizes)
+    assert leaf.shape == spec.leaf_shape(sizes)
+    np.testing.assert_array_equal(spec.to_hf(leaf, sizes), tensor)
 
 
 # --- Reading ---
@@ -137,27 +150,25 @@ def test_every_row_has_a_true_inverse(config):
 def test_tied_checkpoint(tied):
   config, params = load(tied)
   assert config == TIED
-  theirs, flat = load_file(tied / "model.safetensors"), flatten_dict(params, sep="/")
-  assert len(flat) == len(theirs) == 26 and "head/kernel" not in flat
-  assert all(isinstance(x, jax.Array) and x.dtype == jnp.float32 for x in flat.values())
-  np.testing.assert_array_equal(flat["embed/embedding"], theirs["model.embed_tokens.weight"])
+  tensors, leaves = load_file(tied / "model.safetensors"), flatten_dict(params, sep="/")
+  assert len(leaves) == len(tensors) == 26 and "head/kernel" not in leaves
+  assert all(isinstance(x, jax.Array) and x.dtype == jnp.float32 for x in leaves.values())
+  np.testing.assert_array_equal(leaves["embed/embedding"], tensors["model.embed_tokens.weight"])
   np.testing.assert_array_equal(
-    flat["layers_1/mlp/down/kernel"], theirs["model.layers.1.mlp.down_proj.weight"].T
+    leaves["layers_1/mlp/down/kernel"], tensors["model.layers.1.mlp.down_proj.weight"].T
   )
-  k = theirs["model.layers.1.self_attn.k_proj.weight"]
-  np.testing.assert_array_equal(flat["layers_1/attention/k/kernel"][:, 1, 3], k[1 * 16 + 3])
+  k = tensors["model.layers.1.self_attn.k_proj.weight"]
+  np.testing.assert_array_equal(leaves["layers_1/attention/k/kernel"][:, 1, 3], k[1 * 16 + 3])
 
 
 def test_sharded_bfloat16_checkpoint(untied):
   config, params = load(untied)
   assert config == UNTIED
-  theirs = {
-    k: v for file in sorted(untied.glob("*.safetensors")) for k, v in load_file(file).items()
-  }
-  assert {v.dtype for v in theirs.values()} == {np.dtype(ml_dtypes.bfloat16)}
+  tensors = tensors_of(untied)
+  assert {x.dtype for x in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
   head = params["head"]["kernel"]
   assert head.dtype == jnp.float32
-  np.testing.assert_array_equal(head, theirs["lm_head.weight"].astype(np.float32).T)
+  np.testing.assert_array_equal(head, tensors["lm_head.weight"].astype(np.float32).T)
 
 
 def test_config_of_transformers_4(tied):
@@ -201,20 +212,20 @@ FAMILIES = sorted((GOLDEN / "families").iterdir())
 
 @pytest.mark.parametrize("folder", FAMILIES, ids=lambda f: f.name)
 def test_every_family_is_saved_as_it_was_loaded(folder, tmp_path, monkeypatch):
-  """In several files, too: a tensor that holds several of ours stays whole. Norms that are 1 + w are rounded once."""
+  """It is saved in several files, and a tensor that holds several leaves is not split.
+
+  Norms that are stored as w and used as 1 + w differ by one rounding.
+  """
   equal = functools.partial(
     np.testing.assert_allclose, rtol=0, atol=2.4e-7 if "gemma" in folder.name else 0
   )
   config, params = load(folder)
-  monkeypatch.setattr(weights, "SHARD_BYTES", 20000)
+  monkeypatch.setattr(save_weights, "FILE_BYTES", 20000)
   save(tmp_path / "again", config, params)
   again, same = load(tmp_path / "again")
   assert again == config
   jax.tree.map(equal, same, params)
-  theirs = lambda path: {
-    name: x for file in path.glob("*.safetensors") for name, x in load_file(file).items()
-  }
-  before, after = theirs(folder), theirs(tmp_path / "again")
+  before, after = tensors_of(folder), tensors_of(tmp_path / "again")
   assert before.keys() == after.keys()
   for name in before:
     equal(before[name].astype(np.float32), after[name])
@@ -260,15 +271,15 @@ def test_a_family_as_transformers_4_writes_it(name, fields, tmp_path):
   assert load(folder)[0] == expected
 
 
-def test_the_pattern_of_layers_where_the_file_names_none(tmp_path):
-  """Gemma 2: every other layer has a window, the first one does. Gemma 3: all but every sixth."""
+def test_the_default_pattern_of_windows(tmp_path):
+  """Gemma 2: every other layer has a window, beginning with the first. Gemma 3: five of six."""
   for name, expected in (("gemma2", (7, 0, 7)), ("gemma3", (7, 7, 7))):
     folder = Path(shutil.copytree(GOLDEN / "families" / name, tmp_path / name))
     edit(folder / "config.json", layer_types=...)
     assert load(folder)[0].windows == expected
 
 
-def test_window_longer_than_any_text_is_allowed(tied):
+def test_a_window_as_long_as_the_longest_text_is_allowed(tied):
   edit(
     tied / "config.json",
     layer_types=...,
@@ -291,12 +302,24 @@ def test_window_longer_than_any_text_is_allowed(tied):
   ],
 )
 def test_devices_read_their_own_parts(name, mesh, monkeypatch):
-  """Of tensors in the dtype of the file, fused ones too; `convert` is given them in our layout, and what it makes is kept."""
+  """Each device reads its part of a tensor, also of a tensor that holds several leaves.
+
+  `convert` gets leaves in the dtype of the file, and `load` returns what it makes of them.
+  """
   config, whole = load(GOLDEN / name)
-  fsdp, tensor, mesh = mesh[1], mesh[3], make_mesh(Mesh(*mesh), jax.devices()[: math.prod(mesh)])
+  _, fsdp, _, tensor = mesh
+  mesh = make_mesh(Mesh(*mesh), jax.devices()[: math.prod(mesh)])
   places = flatten_dict(param_specs(whole, mesh), sep="/")
-  read, sizes, told = folders.Tensors.read, [], []
-  monkeypatch.setattr(folders.Tensors, "read", lambda *a: sizes.append(read(*a)) or sizes[-1])
+  read, arrays_read, calls = folders.TensorFiles.read, [], []
+
+  def recording_read(*args):
+    arrays_read.append(read(*args))
+    return arrays_read[-1]
+
+  def record_progress(done, total):
+    calls.append((done, total))
+
+  monkeypatch.setattr(folders.TensorFiles, "read", recording_read)
 
   def convert(path, x):
     half = name in ("qwen2_untied", "families/qwen3_moe_mixed") or (
@@ -305,15 +328,18 @@ def test_devices_read_their_own_parts(name, mesh, monkeypatch):
     assert x.dtype == ("bfloat16" if half else "float32")
     return 2 * jax.lax.with_sharding_constraint(x.astype(jnp.float32), places[path])
 
-  _, params = load(GOLDEN / name, places, convert, progress=lambda *progress: told.append(progress))
+  _, params = load(GOLDEN / name, places, convert, progress=record_progress)
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), params, whole)
   for path, x in flatten_dict(params, sep="/").items():
     assert x.sharding.is_equivalent_to(places[path], x.ndim), path
-  assert max(x.size for x in sizes) == config.vocab_size * config.embed_dim // (fsdp * tensor)
-  assert told[-1][0] == told[-1][1] == sum(t[1] for t in told) // len(told) and sorted(told) == told
+  largest = max(x.size for x in arrays_read)
+  assert largest == config.vocab_size * config.embed_dim // (fsdp * tensor)
+  total = calls[-1][1]
+  assert calls[-1] == (total, total) and {of for _, of in calls} == {total}
+  assert sorted(calls) == calls
 
 
-def test_stop_ids_of_generation_config_override(tied):
+def test_stop_ids_of_generation_config_take_precedence(tied):
   edit(tied / "generation_config.json", eos_token_id=[9, 3])
   assert load(tied)[0].stop_ids == (9, 3)
   edit(tied / "generation_config.json", eos_token_id=...)
@@ -337,14 +363,14 @@ def test_redundant_tensors_are_ignored(tied):
 
 
 @pytest.mark.parametrize("config", [TIED, UNTIED, dataclasses.replace(TIED, stop_ids=())])
-def test_load_of_save_is_the_same_bit_for_bit(config, tmp_path):
+def test_loading_returns_what_was_saved_bit_for_bit(config, tmp_path):
   params = random_params(config)
   save(tmp_path / "new/model", config, params)
   loaded, again = load(tmp_path / "new/model")
   assert loaded == config
   assert_same(params, again)
   assert [p.name for p in (tmp_path / "new").iterdir()] == ["model"]
-  # The weights are as readable as the rest.
+  # All files have the same permissions.
   assert len({file.stat().st_mode for file in (tmp_path / "new/model").iterdir()}) == 1
 
 
@@ -369,7 +395,7 @@ def test_saved_config_serves_transformers_4_and_5(tmp_path):
 
 
 def test_large_models_are_saved_in_several_files(tmp_path, monkeypatch):
-  monkeypatch.setattr(weights, "SHARD_BYTES", 20000)
+  monkeypatch.setattr(save_weights, "FILE_BYTES", 20000)
   params = random_params(UNTIED)
   save(tmp_path / "m", UNTIED, params)
   index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
@@ -407,11 +433,11 @@ def test_save_never_overwrites(tmp_path):
   assert [p.name for p in (tmp_path / "full").iterdir()] == ["notes"]
 
 
-def test_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failing_save_leaves_nothing(tmp_path, monkeypatch):
   def fail(*args, **kwargs):
     raise OSError("disk full")
 
-  monkeypatch.setattr(weights, "save_file", fail)
+  monkeypatch.setattr(save_weights, "save_file", fail)
   with pytest.raises(OSError, match="disk full"):
     save(tmp_path / "m", TIED, random_params(TIED))
   assert not list(tmp_path.iterdir())
@@ -441,7 +467,7 @@ def test_missing_folder_says_to_download():
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("text", ["{", "[]", "\0\xff"])
-def test_json_that_is_none(tied, name, text):
+def test_invalid_json(tied, name, text):
   (tied / name).write_bytes(text.encode("latin-1"))
   assert_refused(tied, name, "JSON")
 
@@ -466,7 +492,7 @@ def test_config_json_missing(tied):
     ),
     ("layer_types", dict(layer_types=["full_attention", "linear_attention"])),
     ("layer_types", dict(layer_types=["full_attention"])),
-    ("attention_sinks", dict(attention_sinks=4)),  # a field that nobody knows
+    ("attention_sinks", dict(attention_sinks=4)),  # an unknown field
     ("attention_bias", dict(attention_bias=True)),
     (
       "rope_parameters",
@@ -523,24 +549,24 @@ def test_config_field_is_refused_by_name(tied, key, fields):
     ),  # of another family
   ],
 )
-def test_field_of_a_mixture_is_refused_by_name(key, fields, tmp_path):
+def test_field_of_a_mixture_of_experts_is_refused_by_name(key, fields, tmp_path):
   folder = Path(shutil.copytree(GOLDEN / "families/qwen3_moe", tmp_path / "m"))
   edit(folder / "config.json", **fields)
   assert_refused(folder, "config.json: " + key)
 
 
-def test_expert_missing(tmp_path):
+def test_tensor_of_an_expert_missing(tmp_path):
   folder = Path(shutil.copytree(GOLDEN / "families/qwen3_moe", tmp_path / "m"))
   edit_tensors(folder, model__layers__0__mlp__experts__5__up_proj__weight=...)
   assert_refused(folder, "no tensor model.layers.0.mlp.experts.5.up_proj.weight")
 
 
-def test_stop_id_that_is_no_number(tied):
+def test_stop_id_that_is_not_a_number(tied):
   edit(tied / "generation_config.json", eos_token_id=["</s>"])
   assert_refused(tied, "generation_config.json", "eos_token_id")
 
 
-def test_only_a_pickle(tied):
+def test_folder_with_only_a_pickle(tied):
   shutil.move(tied / "model.safetensors", tied / "pytorch_model.bin")
   assert_refused(tied, "no model.safetensors", "pickl")
 

@@ -1,12 +1,18 @@
-"""The decoder: `init`, `load`, `save`, `forward`, and its halves `features` and `unembed`, or `score` of a reward model;
-adapters on top of it."""
+"""The decoder and its weights: everything that the rest of the program uses of a model.
+
+`forward` computes logits. Its two halves are `features` (hidden states) and `unembed` (logits from
+hidden states). `score` takes the place of `unembed` in a reward model. `load` and `save` read and
+write Hugging Face folders. `init_adapters`, `join` and their neighbours add LoRA adapters.
+"""
 
 from grpo_jax.model.cache import Cache, Prefix, empty, grow, share
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
-from grpo_jax.model.families import SCORERS
+from grpo_jax.model.family import SCORERS
+from grpo_jax.model.load_weights import load, load_config
 from grpo_jax.model.lora import QUANTISED, join, quantised
 from grpo_jax.model.lora import init as init_adapters
 from grpo_jax.model.peft import load_adapters, load_lora, save_adapters
+from grpo_jax.model.save_weights import save
 from grpo_jax.model.transformer import (
   Params,
   features,
@@ -16,4 +22,32 @@ from grpo_jax.model.transformer import (
   score,
   unembed,
 )
-from grpo_jax.model.weights import load, load_config, save
+
+__all__ = [
+  "PROJECTIONS",
+  "QUANTISED",
+  "SCORERS",
+  "Cache",
+  "Lora",
+  "ModelConfig",
+  "Params",
+  "Prefix",
+  "empty",
+  "features",
+  "forward",
+  "grow",
+  "init",
+  "init_adapters",
+  "join",
+  "load",
+  "load_adapters",
+  "load_config",
+  "load_lora",
+  "quantised",
+  "routed_features",
+  "save",
+  "save_adapters",
+  "score",
+  "share",
+  "unembed",
+]

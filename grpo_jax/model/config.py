@@ -1,4 +1,4 @@
-"""The shape of a decoder, as data: a model family is a row of these fields, never a copy of the code."""
+"""The shape of a decoder as data. Model families differ in these fields; the code is the same."""
 
 import dataclasses
 import math
@@ -7,27 +7,85 @@ import jax
 
 from grpo_jax.model.rope import RopeScaling
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")  # what may have an adapter
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")  # the kernels that can have an adapter
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-  """Adapters (model/lora.py)."""
+  """The shape of LoRA adapters (see `grpo_jax/model/lora.py`).
+
+  Attributes:
+    rank: The rank r of the adapters.
+    alpha: The numerator of `scale`.
+    rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (rank-stabilised LoRA, Kalajdzievski
+      2312.03732). Higher ranks need it.
+    targets: The names in PROJECTIONS that have an adapter.
+  """
 
   rank: int
   alpha: float
-  rslora: bool  # scale by alpha / sqrt(rank) (Kalajdzievski 2312.03732), which higher ranks need, instead of alpha / rank
-  targets: tuple[str, ...]  # of PROJECTIONS
+  rslora: bool
+  targets: tuple[str, ...]
 
   @property
   def scale(self) -> float:
+    """The factor of the adapter's product A B."""
     return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """V vocab_size · D embed_dim · L num_layers · H num_heads · K num_kv_heads · E head_dim · F mlp_dim ·
-  X num_experts · A experts_per_token · M expert_dim."""
+  """The shape of a decoder, and how it is computed.
+
+  Attributes:
+    vocab_size: V.
+    embed_dim: D.
+    num_layers: L.
+    num_heads: H.
+    num_kv_heads: K.
+    head_dim: E.
+    mlp_dim: F.
+    rope_theta: The base of the rotary frequencies.
+    norm_eps: The epsilon of the RMS norms.
+    tie_embeddings: The embedding is also the head.
+    max_positions: The largest number of tokens of prompt and completion together.
+
+    family: The `model_type` of Hugging Face whose tensor names `save` writes.
+    qkv_bias: The query, key and value projections have a bias.
+    qk_norm: The queries and keys of each head are normalised before they are rotated.
+    activation: A name in `layers.ACTIVATIONS`.
+    post_norms: The outputs of attention and MLP are normalised before they are added to the
+      residual stream.
+    scale_embeddings: Embeddings are multiplied by sqrt(D).
+    query_scalar: Queries are divided by the square root of this number. 0 stands for E.
+    attention_cap: Attention scores become cap * tanh(score / cap). 0 leaves them as they are.
+    logit_cap: The same for logits.
+    rope_scaling: How the rotary frequencies are scaled for long texts, or None.
+    windows: For each layer, how many tokens a token attends to, itself included. 0 means all
+      earlier tokens. The empty tuple means 0 for every layer.
+    local_rope_theta: The base of the rotary frequencies, without scaling, in the layers that have a
+      window. 0 means that they use `rope_theta` and `rope_scaling`.
+    labels: N, the outputs of a reward model's head: 1 is the score of a text, 2 are the logits of
+      "this step is wrong" and "this step is right". 0 means a language model.
+    num_experts: X. In the layers of `sparse_layers`, experts take the place of the MLP.
+    experts_per_token: U.
+    expert_dim: M.
+    normalise_shares: The weights of a token's U experts are divided by their sum. Otherwise they
+      are the router's probabilities.
+    sparse_layers: The layers that have experts.
+    stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
+
+    dtype: The dtype of the computation. Master weights are float32.
+    length: An upper bound on the tokens of a text in this computation, or 0 if it is not known. If
+      it is known, the angles of the rotary embedding come from a table.
+    lora: The adapters of the policy on top of frozen parameters. None means that all parameters are
+      trained.
+
+    rows: The sharding of the rows of activations on the mesh. In this and the two fields below,
+      None lets XLA choose.
+    table: The sharding of the embedding while tokens are looked up in it.
+    experts: The sharding of the [X, D, M] weights while tokens go through the experts.
+  """
 
   vocab_size: int
   embed_dim: int
@@ -39,56 +97,45 @@ class ModelConfig:
   rope_theta: float = 10000.0
   norm_eps: float = 1e-6
   tie_embeddings: bool = True
-  max_positions: int = 32768  # prompt + completion may not be longer
-  # What families differ in:
-  family: str = "qwen2"  # a model_type of Hugging Face: under which names the weights are saved
+  max_positions: int = 32768
+  # How families differ:
+  family: str = "qwen2"
   qkv_bias: bool = True
-  qk_norm: bool = False  # of each head's queries and keys, before they are rotated
-  activation: str = "silu"  # a name of layers.ACTIVATIONS
-  post_norms: bool = False  # of what attention and MLP add to the stream
-  scale_embeddings: bool = False  # by sqrt(D)
-  query_scalar: float = 0.0  # queries are divided by its root; 0 = E
-  attention_cap: float = 0.0  # scores are cap tanh(score / cap); 0 = as they are
-  logit_cap: float = 0.0  # the same of the logits
+  qk_norm: bool = False
+  activation: str = "silu"
+  post_norms: bool = False
+  scale_embeddings: bool = False
+  query_scalar: float = 0.0
+  attention_cap: float = 0.0
+  logit_cap: float = 0.0
   rope_scaling: RopeScaling | None = None
-  windows: tuple[
-    int, ...
-  ] = ()  # of each layer: how many tokens back a token sees, itself included; 0 = all; () = all 0
-  local_rope_theta: float = 0.0  # of layers with a window, and without scaling; 0 = as the others
-  labels: int = 0  # numbers of a reward model's head: 1 = the score of a text, 2 = a step is wrong, is right; 0 = no such head
-  num_experts: int = 0  # that take an MLP's place in the layers of sparse_layers
+  windows: tuple[int, ...] = ()
+  local_rope_theta: float = 0.0
+  labels: int = 0
+  num_experts: int = 0
   experts_per_token: int = 0
   expert_dim: int = 0
-  normalise_shares: bool = (
-    False  # the shares of a token's experts sum to 1; else they are their probabilities
-  )
+  normalise_shares: bool = False
   sparse_layers: tuple[int, ...] = ()
-  stop_ids: tuple[int, ...] = ()  # token ids that end a text (eos_token_id of the checkpoint)
-  dtype: str = "float32"  # of the computation; master weights are float32
-  length: int = 0  # tokens of the longest text of this computation, where that is known; angles then come from a table
-  lora: Lora | None = (
-    None  # the policy's adapters, on top of frozen parameters; None = all parameters are trained
-  )
-  # On the mesh, None = where XLA likes:
-  rows: jax.sharding.NamedSharding | None = None  # where the rows of activations lie
-  table: jax.sharding.NamedSharding | None = (
-    None  # where the embedding lies while tokens are looked up
-  )
-  experts: jax.sharding.NamedSharding | None = (
-    None  # where [X, D, M] lies while tokens go through experts
-  )
+  stop_ids: tuple[int, ...] = ()
+  # How the model is computed:
+  dtype: str = "float32"
+  length: int = 0
+  lora: Lora | None = None
+  rows: jax.sharding.NamedSharding | None = None
+  table: jax.sharding.NamedSharding | None = None
+  experts: jax.sharding.NamedSharding | None = None
 
   @property
   def row_shards(self) -> int:
-    """Over how many devices the rows of activations are split."""
-    return (
-      1
-      if self.rows is None
-      else math.prod(self.rows.mesh.shape[axis] for axis in self.rows.spec[0])
-    )
+    """The number of parts into which the mesh splits the rows of activations."""
+    if self.rows is None:
+      return 1
+    mesh_shape = self.rows.mesh.shape
+    return math.prod(mesh_shape[axis] for axis in self.rows.spec[0])
 
   def window(self, layer: int) -> int:
-    """Of a layer; 0 = none."""
+    """The window of a layer, or 0 if it has none."""
     return self.windows[layer] if self.windows else 0
 
   @property

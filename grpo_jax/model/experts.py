@@ -1,6 +1,8 @@
-"""A mixture of experts in the place of a layer's MLP: dropless, its tokens sorted by expert."""
+"""A mixture of experts in place of a layer's MLP. It sorts tokens by expert and drops none."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,93 +14,168 @@ from grpo_jax.model.layers import ACTIVATIONS, einsum
 from grpo_jax.types import Routing
 
 
+class ExpertWeights(NamedTuple):
+  """The MLPs of X experts: all of them, or those that one device holds."""
+
+  gate_XDM: jax.Array
+  up_XDM: jax.Array
+  down_XMD: jax.Array
+
+
 class Experts(nn.Module):
-  """sum over a token's A likeliest experts of p_x MLP_x(token), p the router's softmax (Qwen3 2505.09388, as transformers)."""
+  """The sum over a token's U likeliest experts x of p_x MLP_x(token), with p the router's softmax.
+
+  As Qwen3 (2505.09388) has it in transformers.
+  """
 
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD, counted_BT):
-    """-> [B, T, D], and what the router did with the tokens where counted_BT is not 0; None for counted_BT None."""
+  def __call__(
+    self, x_BTD: jax.Array, counted_BT: jax.Array | None
+  ) -> tuple[jax.Array, Routing | None]:
+    """Applies the experts and adds up what the router did.
+
+    Args:
+      x_BTD: The tokens.
+      counted_BT: The router's statistics count a token where this is not 0. All tokens go through
+        the experts, whether counted or not. None skips the statistics.
+
+    Returns:
+      The output [B, T, D], and the statistics of this layer (arrays of `Routing` without the axis
+      L), or None if `counted_BT` is None.
+    """
     c = self.config
     X, D, M = c.num_experts, c.embed_dim, c.expert_dim
-    initial = nn.initializers.lecun_normal(batch_axis=0)
-    weights = [
-      self.param(name, initial, (X, *shape)).astype(c.dtype)
-      for name, shape in (("gate", (D, M)), ("up", (D, M)), ("down", (M, D)))
-    ]
+    per_expert = nn.initializers.lecun_normal(batch_axis=0)
+    weights = ExpertWeights(
+      self.param("gate", per_expert, (X, D, M)).astype(c.dtype),
+      self.param("up", per_expert, (X, D, M)).astype(c.dtype),
+      self.param("down", per_expert, (X, M, D)).astype(c.dtype),
+    )
     router_DX = self.param("router", nn.initializers.lecun_normal(), (D, X)).astype(c.dtype)
     probs_BTX = jax.nn.softmax(einsum("btd,dx->btx", x_BTD, router_DX))
-    shares_BTA, chosen_BTA = jax.lax.top_k(probs_BTX, c.experts_per_token)
+    mixture_BTU, chosen_BTU = jax.lax.top_k(probs_BTX, c.experts_per_token)
     if c.normalise_shares:
-      shares_BTA = shares_BTA / shares_BTA.sum(-1, keepdims=True)
-    out_BTD = _on_mesh(c)(x_BTD, chosen_BTA, shares_BTA.astype(c.dtype), *weights)
-    return out_BTD, None if counted_BT is None else _routing(probs_BTX, chosen_BTA, counted_BT)
+      mixture_BTU = mixture_BTU / mixture_BTU.sum(-1, keepdims=True)
+    mix = _mix_on_mesh(c)
+    out_BTD = mix(x_BTD, chosen_BTU, mixture_BTU.astype(c.dtype), weights)
+    if counted_BT is None:
+      return out_BTD, None
+    return out_BTD, _routing(probs_BTX, chosen_BTU, counted_BT)
 
 
-def _routing(probs_BTX, chosen_BTA, counted_BT):
-  counts = (counted_BT != 0)[..., None]
-  given_BTX = (chosen_BTA[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
-  p_BTX = jax.lax.stop_gradient(probs_BTX)
-  entropy_BTX = jnp.where(counts, -p_BTX * jnp.log(jnp.maximum(p_BTX, 1e-30)), 0)
+def _routing(probs_BTX: jax.Array, chosen_BTU: jax.Array, counted_BT: jax.Array) -> Routing:
+  """Sums of what the router did over the counted tokens of each row, for one layer."""
+  counted_BT1 = (counted_BT != 0)[..., None]
+  assigned_BTX = (chosen_BTU[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
+  fixed_probs_BTX = jax.lax.stop_gradient(probs_BTX)
+  logprobs_BTX = jnp.log(jnp.maximum(fixed_probs_BTX, 1e-30))
+  entropy_BTX = jnp.where(counted_BT1, -fixed_probs_BTX * logprobs_BTX, 0)
   return Routing(
-    counts.sum((1, 2)).astype(jnp.float32),
-    (given_BTX & counts).sum(1).astype(jnp.float32),
-    jnp.where(counts, probs_BTX, 0).sum(1),
-    entropy_BTX.sum((1, 2)),
+    tokens_BL=counted_BT1.sum((1, 2)).astype(jnp.float32),
+    assigned_BLX=(assigned_BTX & counted_BT1).sum(1).astype(jnp.float32),
+    probs_BLX=jnp.where(counted_BT1, probs_BTX, 0).sum(1),
+    entropy_BL=entropy_BTX.sum((1, 2)),
   )
 
 
-def _on_mesh(config):
-  """`_mix` of rows and experts that lie on a mesh. A device gathers the rows of those that hold other experts, computes its
-  experts' part of them, and gives each its sum."""
-  mix = functools.partial(_mix, ACTIVATIONS[config.activation])
+def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
+  """Returns `mix` for rows and experts that are split over a mesh.
+
+  The devices along the expert axis hold different experts. Each of them gathers the rows of the
+  others, computes the contribution of its own experts to all these rows, and the contributions to
+  each row are summed on the device that holds the row.
+  """
+  mix_here = functools.partial(mix, ACTIVATIONS[config.activation])
   if config.rows is None:
-    return mix
-  rows, (expert, _, inner) = config.rows.spec, config.experts.spec
+    return mix_here
+  rows = config.rows.spec
+  expert_axis, _, inner_axis = config.experts.spec
 
-  def local(x_BTD, chosen_BTA, shares_BTA, gate, up, down):
-    if expert:
-      gather = lambda x: jax.lax.all_gather(x, expert, tiled=True)
-      x_BTD, chosen_BTA, shares_BTA = gather(x_BTD), gather(chosen_BTA), gather(shares_BTA)
-      chosen_BTA = chosen_BTA - jax.lax.axis_index(expert) * gate.shape[0]
-    out_BTD = mix(x_BTD, chosen_BTA, shares_BTA, gate, up, down)
-    out_BTD = jax.lax.psum(out_BTD, inner) if inner else out_BTD
-    return jax.lax.psum_scatter(out_BTD, expert, tiled=True) if expert else out_BTD
+  def gather(x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, expert_axis, tiled=True)
 
-  inwards, outwards = PartitionSpec(expert, None, inner), PartitionSpec(expert, inner, None)
+  def mix_local(
+    x_BTD: jax.Array, chosen_BTU: jax.Array, mixture_BTU: jax.Array, weights: ExpertWeights
+  ) -> jax.Array:
+    if expert_axis:
+      x_BTD, chosen_BTU, mixture_BTU = gather(x_BTD), gather(chosen_BTU), gather(mixture_BTU)
+      # From here on, 0 is this device's first expert.
+      chosen_BTU = chosen_BTU - jax.lax.axis_index(expert_axis) * weights.gate_XDM.shape[0]
+    out_BTD = mix_here(x_BTD, chosen_BTU, mixture_BTU, weights)
+    if inner_axis:
+      out_BTD = jax.lax.psum(out_BTD, inner_axis)
+    if expert_axis:
+      out_BTD = jax.lax.psum_scatter(out_BTD, expert_axis, tiled=True)
+    return out_BTD
+
+  inward = PartitionSpec(expert_axis, None, inner_axis)
+  outward = PartitionSpec(expert_axis, inner_axis, None)
+  # ExpertWeights is the structure of the argument, here with a spec in the place of each array.
+  weight_specs = ExpertWeights(inward, inward, outward)  # type: ignore[arg-type]
   return jax.shard_map(
-    local,
+    mix_local,
     mesh=config.rows.mesh,
-    in_specs=(rows,) * 3 + (inwards, inwards, outwards),
+    in_specs=(rows, rows, rows, weight_specs),
     out_specs=rows,
   )
 
 
-def _mix(activation, x_BTD, chosen_BTA, shares_BTA, gate_XDM, up_XDM, down_XMD):
-  """The part of experts 0 to X - 1, those that are given; a token's other experts add nothing."""
-  A, D, X = chosen_BTA.shape[-1], x_BTD.shape[-1], gate_XDM.shape[0]
-  ids = jnp.where((chosen_BTA >= 0) & (chosen_BTA < X), chosen_BTA, X).ravel()
-  order = jnp.argsort(ids)
-  place = jnp.argsort(order)
-  sizes_X = jnp.bincount(ids, length=X).astype(jnp.int32)
-  # What ragged_dot makes of the rows after its groups, those of no expert here, is up to the platform.
-  ours = (jnp.arange(len(ids)) < sizes_X.sum())[:, None]
-  tokens = jnp.where(ours, _permuted(jnp.repeat(x_BTD.reshape(-1, D), A, axis=0), order, place), 0)
-  hidden = activation(jax.lax.ragged_dot(tokens, gate_XDM, sizes_X)) * jax.lax.ragged_dot(
-    tokens, up_XDM, sizes_X
-  )
-  out = _permuted(jnp.where(ours, jax.lax.ragged_dot(hidden, down_XMD, sizes_X), 0), place, order)
-  return einsum("btad,bta->btd", out.reshape(*chosen_BTA.shape, D), shares_BTA).astype(x_BTD.dtype)
+def mix(
+  activation: Callable[[jax.Array], jax.Array],
+  x_BTD: jax.Array,
+  chosen_BTU: jax.Array,
+  mixture_BTU: jax.Array,
+  weights: ExpertWeights,
+) -> jax.Array:
+  """The contribution of the experts in `weights` to the output of every token.
+
+  Args:
+    activation: The activation of the MLPs.
+    x_BTD: The tokens.
+    chosen_BTU: int32, the experts of each token, counted from the first one in `weights`. Experts
+      outside of 0 to X - 1 are not in `weights` and contribute 0.
+    mixture_BTU: The weights of these experts in the sum.
+    weights: The MLPs of X experts.
+
+  Returns:
+    [B, T, D] in the dtype of `x_BTD`.
+  """
+  X, D, _ = weights.gate_XDM.shape
+  U = chosen_BTU.shape[-1]
+  is_here_BTU = (chosen_BTU >= 0) & (chosen_BTU < X)
+  # N = B * T * U pairs of a token and an expert. X sorts the pairs of other experts to the end.
+  experts_N = jnp.where(is_here_BTU, chosen_BTU, X).ravel()
+  order_N = jnp.argsort(experts_N)
+  inverse_N = jnp.argsort(order_N)
+  sizes_X = jnp.bincount(experts_N, length=X).astype(jnp.int32)
+  # ragged_dot computes nothing for the rows after its last group, here those of other experts. What
+  # it leaves in these rows depends on the platform, so they are set to 0.
+  is_here_N1 = (jnp.arange(len(experts_N)) < sizes_X.sum())[:, None]
+  repeated_ND = jnp.repeat(x_BTD.reshape(-1, D), U, axis=0)
+  tokens_ND = jnp.where(is_here_N1, _permuted(repeated_ND, order_N, inverse_N), 0)
+  gate_NM = activation(jax.lax.ragged_dot(tokens_ND, weights.gate_XDM, sizes_X))
+  hidden_NM = gate_NM * jax.lax.ragged_dot(tokens_ND, weights.up_XDM, sizes_X)
+  sorted_out_ND = jnp.where(is_here_N1, jax.lax.ragged_dot(hidden_NM, weights.down_XMD, sizes_X), 0)
+  out_BTUD = _permuted(sorted_out_ND, inverse_N, order_N).reshape(*chosen_BTU.shape, D)
+  return einsum("btud,btu->btd", out_BTUD, mixture_BTU).astype(x_BTD.dtype)
 
 
 @jax.custom_vjp
-def _permuted(x_ND, order_N, inverse_N):
-  """x[order], whose gradient is dy[inverse]: left alone, it would be a scatter."""
+def _permuted(x_ND: jax.Array, order_N: jax.Array, inverse_N: jax.Array) -> jax.Array:
+  """x[order], whose gradient is dy[inverse]. JAX's own gradient would be a scatter."""
   return x_ND[order_N]
 
 
-_permuted.defvjp(
-  lambda x_ND, order_N, inverse_N: (x_ND[order_N], inverse_N),
-  lambda inverse_N, dy_ND: (dy_ND[inverse_N], None, None),
-)
+def _permuted_forward(
+  x_ND: jax.Array, order_N: jax.Array, inverse_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  return x_ND[order_N], inverse_N
+
+
+def _permuted_backward(inverse_N: jax.Array, dy_ND: jax.Array) -> tuple[jax.Array, None, None]:
+  return dy_ND[inverse_N], None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)

@@ -1,26 +1,28 @@
-"""Single values out of config.json."""
+"""Reads single fields of config.json and checks their types."""
 
-from typing import Any, Callable, Mapping, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
-Refuse = Callable[[str, str], NoReturn]  # (key of config.json, what is wrong with it)
+Refuse = Callable[[str, str], NoReturn]  # raises ConfigError; takes a key and what is wrong with it
 
 
-def value(values: Mapping[str, Any], key: str, hint: type, refuse: Refuse) -> Any:
-  """A bool, or a positive int or float."""
+def read_field(values: Mapping[str, Any], key: str, kind: type, refuse: Refuse) -> Any:
+  """A bool, or a positive int or float. An int is accepted where `kind` is float."""
   found = values.get(key)
-  if type(found) not in ({int, float} if hint is float else {hint}) or (
-    hint is not bool and found <= 0
-  ):
-    refuse(
-      key,
-      f"must be {'true or false' if hint is bool else f'a positive {hint.__name__}'}, got {found!r}",
-    )
-  return hint(found)
+  types = (int, float) if kind is float else (kind,)
+  # `type` and not isinstance, because a bool is an instance of int.
+  if type(found) not in types or (kind is not bool and found <= 0):
+    wanted = "true or false" if kind is bool else f"a positive {kind.__name__}"
+    refuse(key, f"must be {wanted}, got {found!r}")
+  return kind(found)
 
 
-def quotient(values: Mapping[str, Any], key: str, by: str, refuse: Refuse) -> int:
-  """Of two of them that must divide."""
-  whole, part = value(values, key, int, refuse), value(values, by, int, refuse)
-  if whole % part:
-    refuse(key, f"({whole}) must be a multiple of {by} ({part})")
-  return whole // part
+def read_quotient(
+  values: Mapping[str, Any], dividend_key: str, divisor_key: str, refuse: Refuse
+) -> int:
+  """One positive int divided by another, which must leave no remainder."""
+  dividend = read_field(values, dividend_key, int, refuse)
+  divisor = read_field(values, divisor_key, int, refuse)
+  if dividend % divisor:
+    refuse(dividend_key, f"({dividend}) must be a multiple of {divisor_key} ({divisor})")
+  return dividend // divisor

@@ -1,13 +1,13 @@
-"""Folders of JSON and safetensors files: read with one line for what is wrong, written whole or not at all."""
+"""Folders of JSON and safetensors files. A folder is written completely or not at all."""
 
 import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
-import jax.numpy as _  # its import names bfloat16 to numpy, without which safetensors cannot read it
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -17,7 +17,7 @@ MAPPED_BYTES = 1 << 29
 
 
 def read_json(file: Path) -> dict[str, Any]:
-  """An object. Raises ConfigError."""
+  """Reads a JSON object. Raises ConfigError if the file is missing or holds anything else."""
   try:
     values = json.loads(file.read_text(encoding="utf-8"))
   except FileNotFoundError:
@@ -32,12 +32,19 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
+  """Writes `values` as an indented JSON object."""
   file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike) -> Iterator[Path]:
-  """Yields a folder to write into, which becomes `path` at the end. Raises ConfigError where that holds something."""
+  """Yields a temporary folder to write into, and renames it to `path` at the end.
+
+  An exception inside the `with` block removes the temporary folder and leaves `path` as it was.
+
+  Raises:
+    ConfigError: `path` exists and is not an empty folder.
+  """
   target = Path(path).expanduser().resolve()
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
     raise ConfigError(f"{target} exists and is not an empty folder: choose another or remove it")
@@ -51,10 +58,15 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-  """model.safetensors, or the files that its index lists. Raises ConfigError where there is neither, or one is missing."""
-  index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+  """The safetensors files of a model: model.safetensors, or the files that its index lists.
+
+  Raises:
+    ConfigError: The folder has neither, or a file of the index is missing.
+  """
+  single = folder / "model.safetensors"
   if single.is_file():
     return [single]
+  index = folder / "model.safetensors.index.json"
   if not index.is_file():
     pickled = " (a .bin is not read: unpickling can run code)" if any(folder.glob("*.bin")) else ""
     raise ConfigError(
@@ -70,38 +82,52 @@ def weight_files(folder: Path) -> list[Path]:
   return files
 
 
-class Tensors:
-  """The tensors of safetensors files, by name. One file is open at a time, and opened anew after MAPPED_BYTES: pages that were
-  read stay in memory for as long as it is."""
+class TensorFiles:
+  """Reads tensors, by name, from safetensors files.
 
-  def __init__(self, files: Sequence[Path]):
-    self._files: dict[str, Path] = {}
+  One file is open at a time. It is opened again after every MAPPED_BYTES, because the pages that
+  were read stay in memory for as long as the file is open.
+
+  Attributes:
+    shapes: The shape of each tensor.
+    dtypes: The dtype of each tensor as safetensors names it, such as BF16.
+  """
+
+  def __init__(self, files: Sequence[Path]) -> None:
     self.shapes: dict[str, tuple[int, ...]] = {}
-    self.dtypes: dict[str, str] = {}  # such as BF16
-    self._path, self._mapped, self._opened = None, 0, None
+    self.dtypes: dict[str, str] = {}
+    self._file_of: dict[str, Path] = {}  # the file of each tensor
+    self._opened: Any = None
+    self._opened_path: Path | None = None
+    self._bytes_read = 0  # since the file was opened
     for file in files:
       opened = self._open(file)
       for name in opened.keys():
-        about = opened.get_slice(name)
-        self._files[name], self.shapes[name], self.dtypes[name] = (
-          file,
-          tuple(about.get_shape()),
-          about.get_dtype(),
-        )
+        header = opened.get_slice(name)
+        self._file_of[name] = file
+        self.shapes[name] = tuple(header.get_shape())
+        self.dtypes[name] = header.get_dtype()
 
   def read(self, name: str, start: int, index: tuple[slice, ...]) -> np.ndarray:
-    """What `index` says of the tensor, its first axis counted from `start`."""
-    first, *rest = index
-    array = self._open(self._files[name]).get_slice(name)[
-      slice(first.start + start, first.stop + start), *rest
-    ]
-    self._mapped += array.nbytes
+    """A part of a tensor.
+
+    Args:
+      name: The tensor.
+      start: Where the first axis of `index` begins to count.
+      index: A slice for each axis.
+    """
+    first, *others = index
+    shifted = slice(first.start + start, first.stop + start)
+    array = self._open(self._file_of[name]).get_slice(name)[shifted, *others]
+    self._bytes_read += array.nbytes
     return array
 
-  def _open(self, file):
-    if file != self._path or self._mapped > MAPPED_BYTES:
+  def _open(self, file: Path) -> Any:
+    if file != self._opened_path or self._bytes_read > MAPPED_BYTES:
       try:
-        self._path, self._mapped, self._opened = file, 0, safe_open(file, framework="numpy")
+        self._opened = safe_open(file, framework="numpy")
       except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} is damaged or cut off ({error}): download it again") from None
+      self._opened_path = file
+      self._bytes_read = 0
     return self._opened

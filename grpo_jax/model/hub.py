@@ -1,51 +1,67 @@
-"""Names of huggingface.co as folders on this machine."""
+"""Replaces names of models on huggingface.co by folders on this machine."""
 
 import dataclasses
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from grpo_jax.config import Config
 from grpo_jax.settings import ConfigError
 
-# owner/model, or owner/model@revision; not a file of a tokenizer or of rewards
+if TYPE_CHECKING:
+  from grpo_jax.config import Config
+
+# owner/model or owner/model@revision, but not the path of a tokenizer file or a rewards file.
 _NAME = re.compile(r"(?!.*\.(?:json|model|py)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 _WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]  # no pickles
 _TEXTS = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]  # no code
 
 
 def is_name(path: str) -> bool:
-  """Whether it is no path here and may be a name there."""
+  """Whether `path` looks like a name on huggingface.co and does not exist on this machine."""
   return _NAME.fullmatch(path) is not None and not Path(path).expanduser().exists()
 
 
 def parts(path: str) -> tuple[str, str | None]:
-  """(name, revision) of what is a name, else (path, None)."""
-  return _NAME.fullmatch(path).groups() if is_name(path) else (path, None)
+  """Splits a name into (name, revision). Anything else becomes (path, None)."""
+  match = _NAME.fullmatch(path)
+  if match is None or not is_name(path):
+    return path, None
+  return match[1], match[2]
 
 
 def folder(path: str, key: str) -> str:
-  """`path` where it exists or is no name, else what it names, downloaded once into the cache of huggingface_hub.
+  """The folder of a model. Downloads it if `path` is a name on huggingface.co.
 
-  HF_HUB_OFFLINE=1 takes it from there. Raises ConfigError, naming config key `key`, where it cannot be had.
+  Downloads are kept in the cache of huggingface_hub, and happen once. HF_HUB_OFFLINE=1 takes the
+  model from that cache without a connection.
+
+  Args:
+    path: A path on this machine, which is returned as it is, or a name.
+    key: The config key that holds `path`, for the error message.
+
+  Raises:
+    ConfigError: The model cannot be downloaded.
   """
   if not is_name(path):
     return path
-  from huggingface_hub import snapshot_download  # here: slow to import
+  from huggingface_hub import snapshot_download  # imported here because it is slow
 
   name, revision = parts(path)
   files = _TEXTS if key == "data.tokenizer" else _TEXTS + _WEIGHTS
   try:
     return snapshot_download(name, revision=revision, allow_patterns=files)
-  except Exception as error:  # no such model, a gate, no network, offline and not there: each is an exception of its own
-    why = " ".join(str(error).split())
+  # Each cause has an exception of its own: no such model, a model that needs an agreement, no
+  # network, offline and not in the cache.
+  except Exception as error:
+    reason = " ".join(str(error).split())
     raise ConfigError(
-      f"config key {key} is {path!r}: there is no such folder, and from huggingface.co it cannot be had"
-      f" ({type(error).__name__}: {why:.200})"
+      f"config key {key} is {path!r}: there is no such folder, and the download from"
+      f" huggingface.co failed ({type(error).__name__}: {reason:.200})"
     ) from None
 
 
-def local(config: Config) -> Config:
-  """The config with folders for the names in it."""
+def local(config: "Config") -> "Config":
+  """The same config with folders in place of names on huggingface.co."""
   model, data, lora = config.model, config.data, config.lora
   return dataclasses.replace(
     config,

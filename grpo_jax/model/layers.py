@@ -1,53 +1,84 @@
-"""The decoder's layers (Flax Linen, params only). Shapes: the legend of grpo_jax/types.py."""
+"""The layers of the decoder as Flax Linen modules. grpo_jax/types.py explains the shape letters."""
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from grpo_jax.model.cache import KeysAndValues, LayerCache
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.lora import dequantised
-from grpo_jax.model.rope import rotate
+from grpo_jax.model.rope import CosSin, rotate
 
-ACTIVATIONS = {"silu": nn.silu, "gelu_tanh": functools.partial(nn.gelu, approximate=True)}
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "silu": nn.silu,
+  "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """jnp.einsum of two operands of one dtype to float32, whose gradient is computed in the operands' dtype.
+  """jnp.einsum of two operands of one dtype with a float32 result.
 
-  Left alone, the gradient of a bfloat16 product with a float32 result is two products in float32.
+  The gradient is computed in the dtype of the operands. By default, JAX would compute the gradient
+  of a bfloat16 product with a float32 result as two float32 products.
   """
   return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
-def _einsum_backward(equation, operands, dz):
-  return jax.vjp(functools.partial(jnp.einsum, equation), *operands)[1](
-    dz.astype(operands[0].dtype)
-  )
+def _einsum_forward(
+  equation: str, x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return einsum(equation, x, y), (x, y)
 
 
-einsum.defvjp(lambda equation, x, y: (einsum(equation, x, y), (x, y)), _einsum_backward)
+def _einsum_backward(
+  equation: str, operands: tuple[jax.Array, jax.Array], dz: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  _, vjp = jax.vjp(functools.partial(jnp.einsum, equation), *operands)
+  return vjp(dz.astype(operands[0].dtype))
 
 
-def attend(q_PKGRTE, own, own_mask, prefix, prefix_mask, cap=0.0):
-  """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts. Queries are scaled already.
+einsum.defvjp(_einsum_forward, _einsum_backward)
 
-  own: keys and values [P, K, G, C, E]; prefix: keys and values [P, K, S, E] or None. Masks broadcast to the scores
-  [P, K, G, R, T, C] and [P, K, G, R, T, S]. Returns [P, K, G, R, T, E].
+
+def attend(
+  q_PKGRTE: jax.Array,
+  own: KeysAndValues,
+  own_mask: jax.Array,
+  prefix: KeysAndValues | None,
+  prefix_mask: jax.Array | None,
+  cap: float = 0.0,
+) -> jax.Array:
+  """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts.
+
+  Args:
+    q_PKGRTE: Queries that are already divided by the square root of E.
+    own: Keys and values [P, K, G, C, E] of the rows' own tokens.
+    own_mask: Broadcasts to the scores [P, K, G, R, T, C]. True where a query sees a slot.
+    prefix: Keys and values [P, K, S, E] of the prompts, or None.
+    prefix_mask: Broadcasts to the scores [P, K, G, R, T, S].
+    cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
+
+  Returns:
+    [P, K, G, R, T, E] in the dtype of the queries.
   """
-  capped = lambda scores: cap * jnp.tanh(scores / cap) if cap else scores
-  score = lambda equation, keys, mask: jnp.where(
-    mask, capped(einsum(equation, q_PKGRTE, keys)), -jnp.inf
-  )
-  scores = [score("pkgrte,pkgce->pkgrtc", own[0], own_mask)]
+
+  def scores_of(equation: str, keys: jax.Array, mask: jax.Array) -> jax.Array:
+    scores = einsum(equation, q_PKGRTE, keys)
+    capped = cap * jnp.tanh(scores / cap) if cap else scores
+    return jnp.where(mask, capped, -jnp.inf)
+
+  scores = [scores_of("pkgrte,pkgce->pkgrtc", own[0], own_mask)]
   if prefix:
-    scores.append(score("pkgrte,pkse->pkgrts", prefix[0], prefix_mask))
+    scores.append(scores_of("pkgrte,pkse->pkgrts", prefix[0], prefix_mask))
   # Every query sees at least its own token, so the maximum is finite.
-  top = jax.lax.stop_gradient(jnp.max(jnp.stack([s.max(-1) for s in scores]), 0))[..., None]
-  weights = [jnp.exp(s - top) for s in scores]
+  largest = jnp.max(jnp.stack([s.max(-1) for s in scores]), 0)
+  largest = jax.lax.stop_gradient(largest)[..., None]
+  weights = [jnp.exp(s - largest) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
   out = einsum("pkgrtc,pkgce->pkgrte", weights[0].astype(q_PKGRTE.dtype), own[1])
   if prefix:
@@ -57,26 +88,38 @@ def attend(q_PKGRTE, own, own_mask, prefix, prefix_mask, cap=0.0):
 
 @jax.custom_vjp
 def matmul(x_NI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-  """x @ kernel, with a gradient that transposes the smaller operand.
+  """x @ kernel with I inputs and O outputs, and a gradient that transposes the smaller operand.
 
-  Left alone, XLA's CPU compiler fuses the transposition of the larger one with the elementwise code that made it, and
-  reads that with a stride (experiments/LOG.md, 2026-11-21).
+  By default, XLA's CPU compiler fuses the transposition of the larger operand with the elementwise
+  code that made it, and reads that with a stride (experiments/LOG.md, 2026-11-21).
   """
   return x_NI @ kernel_IO
 
 
-def _matmul_backward(saved, dy_NO):
+def _matmul_forward(
+  x_NI: jax.Array, kernel_IO: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return x_NI @ kernel_IO, (x_NI, kernel_IO)
+
+
+def _matmul_backward(
+  saved: tuple[jax.Array, jax.Array], dy_NO: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   x_NI, kernel_IO = saved
   dy_NO = jax.lax.optimization_barrier(dy_NO)
-  dkernel = x_NI.T @ dy_NO if x_NI.shape[1] <= dy_NO.shape[1] else (dy_NO.T @ x_NI).T
-  return dy_NO @ kernel_IO.T, dkernel
+  x_is_smaller = x_NI.shape[1] <= dy_NO.shape[1]
+  dkernel_IO = x_NI.T @ dy_NO if x_is_smaller else (dy_NO.T @ x_NI).T
+  return dy_NO @ kernel_IO.T, dkernel_IO
 
 
-matmul.defvjp(lambda x_NI, kernel_IO: (x_NI @ kernel_IO, (x_NI, kernel_IO)), _matmul_backward)
+matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 class Dense(nn.Module):
-  """The last `axes` axes of x times a kernel, in config.dtype; plus its adapter's product where it has one."""
+  """Multiplies the last `axes` axes of x with a kernel, in config.dtype.
+
+  Adds the product of the LoRA adapter if the parameters hold one, and a bias if `use_bias` is set.
+  """
 
   config: ModelConfig
   features: tuple[int, ...]
@@ -84,72 +127,110 @@ class Dense(nn.Module):
   use_bias: bool = False
 
   @nn.compact
-  def __call__(self, x):
-    c, inputs = self.config, x.shape[x.ndim - self.axes :]
-    wide, narrow = math.prod(inputs), math.prod(self.features)
-    flat = lambda key, shape: nn.initializers.lecun_normal()(key, (wide, narrow)).reshape(shape)
-    kernel = dequantised(self.param("kernel", flat, (*inputs, *self.features)), c.dtype)
-    x_NI = x.reshape(-1, wide).astype(c.dtype)
-    out = matmul(x_NI, kernel.reshape(wide, narrow))
+  def __call__(self, x: jax.Array) -> jax.Array:
+    c = self.config
+    batch_shape = x.shape[: x.ndim - self.axes]
+    inputs = x.shape[x.ndim - self.axes :]
+    I, O = math.prod(inputs), math.prod(self.features)
+
+    def initial_kernel(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+      # The initial scale depends on the product of all input axes, hence the matrix.
+      return nn.initializers.lecun_normal()(key, (I, O)).reshape(shape)
+
+    kernel = self.param("kernel", initial_kernel, (*inputs, *self.features))
+    kernel_IO = dequantised(kernel, c.dtype).reshape(I, O)
+    x_NI = x.reshape(-1, I).astype(c.dtype)
+    out_NO = matmul(x_NI, kernel_IO)
     if self.has_variable("params", "lora_a"):
-      a, b = (self.get_variable("params", name).astype(c.dtype) for name in ("lora_a", "lora_b"))
-      out = out + c.lora.scale * matmul(matmul(x_NI, a.reshape(wide, -1)), b.reshape(-1, narrow))
-    out = out.reshape(*x.shape[: x.ndim - self.axes], *self.features)
-    return (
-      out + self.param("bias", nn.initializers.zeros_init(), self.features).astype(c.dtype)
-      if self.use_bias
-      else out
-    )
+      a: jax.Array = self.get_variable("params", "lora_a").astype(c.dtype)
+      b: jax.Array = self.get_variable("params", "lora_b").astype(c.dtype)
+      down_Nr = matmul(x_NI, a.reshape(I, -1))
+      out_NO = out_NO + c.lora.scale * matmul(down_Nr, b.reshape(-1, O))
+    out = out_NO.reshape(*batch_shape, *self.features)
+    if not self.use_bias:
+      return out
+    bias = self.param("bias", nn.initializers.zeros_init(), self.features)
+    return out + bias.astype(c.dtype)
 
 
 class Attention(nn.Module):
-  """Grouped-query attention over a row's own tokens and, with a prefix, its prompt's."""
+  """Grouped-query attention over a row's own tokens and, with a prefix, over its prompt."""
 
   config: ModelConfig
-  window: int
+  window: int  # how many tokens back a token sees, itself included; 0 means all
 
   @nn.compact
-  def __call__(self, x_BTD, rope, own, length, prefix, prefix_lengths_P):
-    c, (B, T, _) = self.config, x_BTD.shape
+  def __call__(
+    self, x_BTD: jax.Array, rope: CosSin, cache: LayerCache
+  ) -> tuple[jax.Array, KeysAndValues]:
+    """Returns the output [B, T, D], and the rows' own keys and values with the new ones added."""
+    c = self.config
+    B, T, _ = x_BTD.shape
     K, R, E = c.num_kv_heads, c.queries_per_kv, c.head_dim
-    P = B if prefix is None else prefix[0].shape[0]
-    project = lambda name, heads: Dense(c, (heads, E), use_bias=c.qkv_bias, name=name)(x_BTD)
-    norm = lambda name, x: (
-      nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if c.qk_norm else x
-    )
+    P = B if cache.prefix is None else cache.prefix[0].shape[0]
+    G = B // P
+
+    def project(name: str, heads: int) -> jax.Array:
+      return Dense(c, (heads, E), use_bias=c.qkv_bias, name=name)(x_BTD)
+
+    def norm(name: str, x: jax.Array) -> jax.Array:
+      if not c.qk_norm:
+        return x
+      return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x)
+
     q_BTHE = rotate(norm("q_norm", project("q", c.num_heads)), rope)
-    k_BTKE, v_BTKE = rotate(norm("k_norm", project("k", K)), rope), project("v", K)
-    q_PKGRTE = q_BTHE.reshape(P, B // P, T, K, R, E).transpose(0, 3, 1, 4, 2, 5) / math.sqrt(
-      c.query_scalar or E
-    )
-    new = [x.reshape(P, B // P, T, K, E).transpose(0, 3, 1, 2, 4) for x in (k_BTKE, v_BTKE)]
-    if own[0].shape[3]:
-      new = [jax.lax.dynamic_update_slice_in_dim(o, n, length, axis=3) for o, n in zip(own, new)]
-    place_T1, prefix_mask = (
-      length + jnp.arange(T)[:, None],
-      None,
-    )  # of the queries among their row's own tokens
-    back_TC = place_T1 - jnp.arange(new[0].shape[3])
-    own_mask_TC = (back_TC >= 0) & (back_TC < self.window) if self.window else back_TC >= 0
-    if prefix is not None:
-      slots_S = jnp.arange(prefix[0].shape[2])
-      prefix_mask = slots_S < prefix_lengths_P[:, None, None]
-      if self.window:
-        prefix_mask &= prefix_lengths_P[:, None, None] + place_T1 - slots_S < self.window
-      prefix_mask = prefix_mask[:, None, None, None]
-    out = attend(q_PKGRTE, new, own_mask_TC, prefix, prefix_mask, c.attention_cap)
+    k_BTKE = rotate(norm("k_norm", project("k", K)), rope)
+    v_BTKE = project("v", K)
+    q_PKGRTE = q_BTHE.reshape(P, G, T, K, R, E).transpose(0, 3, 1, 4, 2, 5)
+    q_PKGRTE = q_PKGRTE / math.sqrt(c.query_scalar or E)
+    k_PKGTE, v_PKGTE = (x.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4) for x in (k_BTKE, v_BTKE))
+    own = _append(cache, (k_PKGTE, v_PKGTE))
+
+    place_T1 = cache.length + jnp.arange(T)[:, None]  # of the queries among the own tokens
+    own_mask_TC = _own_mask(place_T1, own[0].shape[3], self.window)
+    prefix_mask = None if cache.prefix is None else _prefix_mask(place_T1, cache, self.window)
+    out = attend(q_PKGRTE, own, own_mask_TC, cache.prefix, prefix_mask, c.attention_cap)
     out_BTHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, c.num_heads, E)
-    return Dense(c, (c.embed_dim,), axes=2, name="o")(out_BTHE), new
+    return Dense(c, (c.embed_dim,), axes=2, name="o")(out_BTHE), own
+
+
+def _own_mask(place_T1: jax.Array, slots: int, window: int) -> jax.Array:
+  """[T, C]: a query sees its own token and the ones before it, as far as the window goes."""
+  back_TC = place_T1 - jnp.arange(slots)
+  if window:
+    return (back_TC >= 0) & (back_TC < window)
+  return back_TC >= 0
+
+
+def _prefix_mask(place_T1: jax.Array, cache: LayerCache, window: int) -> jax.Array:
+  """[P, 1, 1, 1, T or 1, S]: a query sees the tokens of its prompt that the window reaches."""
+  slots_S = jnp.arange(cache.prefix[0].shape[2])
+  lengths_P11 = cache.prefix_lengths_P[:, None, None]
+  mask = slots_S < lengths_P11
+  if window:
+    mask &= lengths_P11 + place_T1 - slots_S < window
+  return mask[:, None, None, None]
+
+
+def _append(cache: LayerCache, new: KeysAndValues) -> KeysAndValues:
+  """Writes the new keys and values into the free slots. Without slots, they are all there is."""
+  if not cache.own[0].shape[3]:
+    return new
+  keys, values = (
+    jax.lax.dynamic_update_slice_in_dim(old, added, cache.length, axis=3)
+    for old, added in zip(cache.own, new)
+  )
+  return keys, values
 
 
 class MLP(nn.Module):
-  """Gated: down(activation(gate x) * up x) (Shazeer 2002.05202)."""
+  """The gated MLP: down(activation(gate x) * up x) (Shazeer 2002.05202)."""
 
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD):
+  def __call__(self, x_BTD: jax.Array) -> jax.Array:
     c = self.config
-    dense = lambda name, features, x: Dense(c, (features,), name=name)(x)
-    gate = ACTIVATIONS[c.activation](dense("gate", c.mlp_dim, x_BTD))
-    return dense("down", c.embed_dim, gate * dense("up", c.mlp_dim, x_BTD))
+    gate_BTF = ACTIVATIONS[c.activation](Dense(c, (c.mlp_dim,), name="gate")(x_BTD))
+    up_BTF = Dense(c, (c.mlp_dim,), name="up")(x_BTD)
+    return Dense(c, (c.embed_dim,), name="down")(gate_BTF * up_BTF)

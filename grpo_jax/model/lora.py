@@ -1,7 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al. 2106.09685): y = x W + scale (x A) B, where only A and B are trained.
+"""Low-rank adapters (LoRA, Hu et al. 2106.09685): y = x W + scale (x A) B.
 
-A tree of parameters with adapters is the frozen one with two leaves more beside a kernel: lora_a [in..., r], lora_b
-[r, out...]. `join` makes it, without a copy. W may be quantised (QLoRA 2305.14314).
+Only A and B are trained, and W is frozen.
+A tree of parameters with adapters is the frozen tree with two more leaves beside each adapted
+kernel: lora_a [inputs..., r] and lora_b [r, outputs...]. `join` makes such a tree without a copy.
+The frozen W may be quantised (QLoRA 2305.14314).
 """
 
 import math
@@ -15,66 +17,87 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from grpo_jax.model.config import PROJECTIONS, ModelConfig
 from grpo_jax.settings import ConfigError
 
-QUANTISED = ("int8", "int4", "nf4")  # besides float32 and bfloat16, dtypes of a frozen base
-TILE = 64  # weights of an input axis that share a scale
+QUANTISED = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
+TILE = 64  # how many weights along an input axis have a scale in common
 
 
 def init(key: jax.Array, config: ModelConfig, base: Any) -> Any:
-  """Adapters for the projections that config.lora names: A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0, float32, as PEFT has it.
+  """New adapters for the projections that `config.lora` names, float32.
 
-  `base` is the frozen tree, or its shapes. With B = 0 the policy is the base. Raises ConfigError for a projection that the
-  model has not.
+  A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)) and B = 0, as in PEFT. With B = 0 the policy computes the
+  same as the base.
+
+  Args:
+    key: For A.
+    config: The model, with `config.lora`.
+    base: The frozen tree, or its shapes.
+
+  Raises:
+    ConfigError: The model does not have one of the projections.
   """
-  rank, leaves = config.lora.rank, {}
   kernels = {
     name: leaf
     for name, leaf in sorted(flatten_dict(base, sep="/").items())
-    if name.endswith("/kernel") and name.split("/")[-2] in config.lora.targets
+    if name.endswith("/kernel") and _module(name) in config.lora.targets
   }
-  for target in set(config.lora.targets) - {name.split("/")[-2] for name in kernels}:
+  for target in set(config.lora.targets) - {_module(name) for name in kernels}:
     raise ConfigError(
-      f"config key lora.targets: the model has no projection {target}_proj that can have an adapter (experts"
-      " cannot): leave it out"
+      f"config key lora.targets: the model has no projection {target}_proj that can have an adapter"
+      " (experts cannot): leave it out"
     )
-  for name, key in zip(kernels, jax.random.split(key, len(kernels))):
-    inputs, outputs = _split(name, kernels[name].shape)
+  leaves = {}
+  for name, kernel_key in zip(kernels, jax.random.split(key, len(kernels))):
+    inputs, outputs = _split_shape(name, kernels[name].shape)
+    shape_a, shape_b = (*inputs, config.lora.rank), (config.lora.rank, *outputs)
     bound = 1 / math.sqrt(math.prod(inputs))
-    parent = name.removesuffix("kernel")
-    leaves[parent + "lora_a"] = jax.random.uniform(key, (*inputs, rank), jnp.float32, -bound, bound)
-    leaves[parent + "lora_b"] = jnp.zeros((rank, *outputs), jnp.float32)
+    module = name.removesuffix("kernel")
+    leaves[module + "lora_a"] = jax.random.uniform(kernel_key, shape_a, jnp.float32, -bound, bound)
+    leaves[module + "lora_b"] = jnp.zeros(shape_b, jnp.float32)
   return unflatten_dict(leaves, sep="/")
 
 
 def join(base: Any, adapters: Any) -> Any:
-  """The tree with the leaves of both."""
+  """One tree with the leaves of both trees. The leaves are not copied."""
   if not isinstance(adapters, dict):
     return adapters
   return base | {name: join(base.get(name, {}), inner) for name, inner in adapters.items()}
 
 
 def merged(kernel: Any, a: jax.Array | None, b: jax.Array | None, scale: float) -> jax.Array:
-  """W + scale A B, a new array in float32: the weights that compute the same without adapters. `a` None: W."""
-  kernel = jnp.array(dequantised(kernel, jnp.float32))
-  return kernel if a is None else kernel + scale * jnp.tensordot(a, b, 1)
+  """W + scale A B: weights that compute the same as W with its adapter. W itself if `a` is None.
 
-
-def quantised(name: str, kernel: jax.Array, dtype: str) -> Any:
-  """A frozen leaf in `dtype`; in one of QUANTISED, the projections' kernels alone, and the others in bfloat16. Scales of
-  norms stay float32: Gemma's are 1 + w.
-
-  Each TILE weights along an input axis have a scale of their own, as has each output.
+  Always returns a new float32 array.
   """
-  projection = name.endswith("/kernel") and name.split("/")[-2] in PROJECTIONS
-  if kernel.ndim == 1:
-    return kernel.astype("float32")
-  if dtype not in QUANTISED or not projection:
-    return kernel.astype("bfloat16" if dtype in QUANTISED else dtype)
-  inputs, _ = _split(name, kernel.shape)
+  weights = jnp.array(dequantised(kernel, jnp.float32))
+  return weights if a is None else weights + scale * jnp.tensordot(a, b, 1)
+
+
+def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
+  """A leaf of the frozen tree in the dtype of the frozen base.
+
+  With a dtype in QUANTISED, only the kernels of PROJECTIONS are quantised, and other leaves become
+  bfloat16. Every TILE weights along an input axis have their own scale, separately for each output.
+  The scales of norms stay float32 in every case, because Gemma's are 1 + w.
+
+  Args:
+    name: The path of the leaf, such as "layers_0/attention/q/kernel".
+    leaf: float32.
+    dtype: float32, bfloat16 or a name in QUANTISED.
+
+  Returns:
+    A jax.Array or a qwix.QArray.
+  """
+  if leaf.ndim == 1:
+    return leaf.astype("float32")
+  is_projection = name.endswith("/kernel") and _module(name) in PROJECTIONS
+  if dtype not in QUANTISED or not is_projection:
+    return leaf.astype("bfloat16" if dtype in QUANTISED else dtype)
+  inputs, _ = _split_shape(name, leaf.shape)
   tiled = len(inputs) - 1
   tile = math.gcd(inputs[tiled], TILE)
-  others = [axis for axis in range(kernel.ndim) if axis != tiled]
+  other_axes = [axis for axis in range(leaf.ndim) if axis != tiled]
   return qwix.quantize(
-    kernel, dtype, channelwise_axes=others, tiled_axes={tiled: tile}, scale_dtype=jnp.bfloat16
+    leaf, dtype, channelwise_axes=other_axes, tiled_axes={tiled: tile}, scale_dtype=jnp.bfloat16
   )
 
 
@@ -85,7 +108,12 @@ def dequantised(kernel: Any, dtype: Any) -> jax.Array:
   return kernel.astype(dtype)
 
 
-def _split(name, shape):
-  """A kernel's input and output axes."""
-  inputs = 2 if name.split("/")[-2] == "o" else 1
+def _module(name: str) -> str:
+  """The module that a leaf belongs to, such as "q" for "layers_0/attention/q/kernel"."""
+  return name.split("/")[-2]
+
+
+def _split_shape(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """The input axes and the output axes of a kernel."""
+  inputs = 2 if _module(name) == "o" else 1
   return shape[:inputs], shape[inputs:]

@@ -1,8 +1,9 @@
-"""PEFT's folders of LoRA adapters in and out: adapter_config.json and adapter_model.safetensors."""
+"""Reads and writes the folders of PEFT: adapter_config.json and adapter_model.safetensors."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,15 @@ from safetensors.numpy import save_file
 
 from grpo_jax.model import families
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
-from grpo_jax.model.families import Row
-from grpo_jax.model.folders import Tensors, new_folder, read_json, write_json
+from grpo_jax.model.folders import TensorFiles, new_folder, read_json, write_json
+from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.settings import ConfigError
 
-PREFIX, RANK = "base_model.model.", "r"  # of their names; the axis letter of the rank
-IDLE = {  # fields of adapter_config.json that change nothing of what the adapter computes
+PREFIX = "base_model.model."  # how PEFT's tensor names begin
+RANK = "r"  # the axis letter of the rank
+# Fields of adapter_config.json that `load_lora` reads, or that do not change what the adapter
+# computes. Any other field must be empty.
+KNOWN_FIELDS = {
   "auto_mapping",
   "base_model_name_or_path",
   "revision",
@@ -37,65 +41,81 @@ IDLE = {  # fields of adapter_config.json that change nothing of what the adapte
   "peft_type",
   "bias",
 }
+ALLOWED_VALUES = {
+  "peft_type": ("LORA",),
+  "bias": ("none", None),
+  "use_rslora": (True, False, None),
+}
 
 
 def load_lora(path: str | os.PathLike) -> Lora:
-  """What adapter_config.json says. Raises ConfigError for another kind of adapter, or one that is not computed here."""
+  """Reads the shape of the adapters from adapter_config.json.
+
+  Raises:
+    ConfigError: A file is missing, or the adapters are of a kind that is not supported here.
+  """
   folder = Path(path).expanduser()
   file = folder / "adapter_config.json"
   for needed in (file, folder / "adapter_model.safetensors"):
     if not needed.is_file():
       raise ConfigError(
-        f"config key lora.path: {needed} is missing: name a folder of adapters that PEFT saved as safetensors"
+        f"config key lora.path: {needed} is missing: name a folder of adapters that PEFT saved as"
+        " safetensors"
       )
   values = read_json(file)
 
-  def need(holds, key, why):
+  def require(holds: Any, key: str, reason: str) -> None:
     if not holds:
-      raise ConfigError(f"{file}: {key} is {values.get(key)!r}: {why}")
+      raise ConfigError(f"{file}: {key} is {values.get(key)!r}: {reason}")
 
-  for key, allowed in (
-    ("peft_type", ("LORA",)),
-    ("bias", ("none", None)),
-    ("use_rslora", (True, False, None)),
-  ):
-    need(values.get(key) in allowed, key, f"only {allowed[0]!r} is computed here")
+  for key, allowed in ALLOWED_VALUES.items():
+    require(values.get(key) in allowed, key, f"only {allowed[0]!r} is computed here")
   for key, value in values.items():
-    need(key in IDLE or not value, key, "adapters with it are not computed here")
+    require(key in KNOWN_FIELDS or not value, key, "adapters with it are not computed here")
   rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
-  need(type(rank) is int and rank > 0, "r", "it must be a positive int")
-  need(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "it must be a positive number")
-  need(
-    isinstance(targets, list) and targets and {_ours(str(t)) for t in targets} <= set(PROJECTIONS),
+  require(type(rank) is int and rank > 0, "r", "it must be a positive int")
+  require(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "it must be a positive number")
+  modules = [f"{name}_proj" for name in PROJECTIONS]
+  is_list = isinstance(targets, list) and bool(targets)
+  require(
+    is_list and {_projection(str(target)) for target in targets} <= set(PROJECTIONS),
     "target_modules",
-    f"it must be a list of {', '.join(f'{name}_proj' for name in PROJECTIONS)}",
+    f"it must be a list of {', '.join(modules)}",
   )
   return Lora(
-    rank, float(alpha), bool(values.get("use_rslora")), tuple(sorted(map(_ours, targets)))
+    rank=rank,
+    alpha=float(alpha),
+    rslora=bool(values.get("use_rslora")),
+    targets=tuple(sorted(_projection(target) for target in targets)),
   )
 
 
 def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
-  """The adapters that config.lora describes, float32 numpy arrays, out of a PEFT folder. Errors as `load`."""
-  folder, sizes, leaves = Path(path).expanduser(), _sizes(config), {}
-  tensors, rows = Tensors([folder / "adapter_model.safetensors"]), list(_rows(config))
-  for name in sorted(tensors.shapes.keys() ^ {row.theirs for row in rows}):
+  """Reads the adapters that `config.lora` describes, as float32 numpy arrays.
+
+  Raises:
+    ConfigError: A tensor is missing, has another shape, or belongs to no adapter of the model.
+  """
+  folder = Path(path).expanduser()
+  files = TensorFiles([folder / "adapter_model.safetensors"])
+  specs, sizes = list(_specs(config)), _sizes(config)
+  wanted = {spec.hf_name for spec in specs}
+  for name in sorted(files.shapes.keys() ^ wanted):
+    if name in wanted:
+      raise ConfigError(f"{folder}: tensor {name} is missing: save the adapter again")
     raise ConfigError(
-      f"{folder}: tensor {name} "
-      + (
-        "is not of a projection that adapter_config.json names"
-        if name in tensors.shapes
-        else "is missing: save the adapter again"
-      )
+      f"{folder}: tensor {name} is not of a projection that adapter_config.json names"
     )
-  for row in rows:
-    if tensors.shapes[row.theirs] != row.their_shape(sizes):
+  leaves = {}
+  for spec in specs:
+    shape, found = spec.hf_shape(sizes), files.shapes[spec.hf_name]
+    if found != shape:
       raise ConfigError(
-        f"{folder}: tensor {row.theirs} is {tensors.shapes[row.theirs]}, for this model it should be "
-        f"{row.their_shape(sizes)}: it is the adapter of another one"
+        f"{folder}: tensor {spec.hf_name} is {found}, for this model it should be {shape}: it is"
+        " the adapter of another one"
       )
-    whole = tuple(slice(0, n) for n in row.their_shape(sizes))
-    leaves[row.ours] = row.from_theirs(tensors.read(row.theirs, 0, whole).astype(np.float32), sizes)
+    tensor = files.read(spec.hf_name, 0, tuple(slice(0, length) for length in shape))
+    leaves[spec.leaf_name] = spec.from_hf(tensor.astype(np.float32), sizes)
   return unflatten_dict(leaves, sep="/")
 
 
@@ -106,11 +126,25 @@ def save_adapters(
   base: str,
   revision: str | None = None,
 ) -> None:
-  """Writes a folder that PEFT loads onto the model at `base`, a folder or a name: all of it or nothing. Errors as `save`."""
+  """Writes a folder that PEFT loads onto the base model, completely or not at all.
+
+  Args:
+    path: The folder. It must be empty or not exist.
+    config: The model, with `config.lora`.
+    adapters: The tree of adapters.
+    base: The folder of the base model, or its name on huggingface.co.
+    revision: The revision of the base model.
+
+  Raises:
+    ConfigError: The folder is not empty, or PEFT has no adapters for this family.
+  """
   lora, sizes, leaves = config.lora, _sizes(config), flatten_dict(adapters, sep="/")
-  fetch = lambda row: row.to_theirs(jax.device_get(jnp.array(leaves[row.ours], jnp.float32)), sizes)
-  rows = list(_rows(config))
-  assert leaves.keys() == {row.ours for row in rows}
+  specs = list(_specs(config))
+  assert leaves.keys() == {spec.leaf_name for spec in specs}
+
+  def tensor(spec: TensorSpec) -> np.ndarray:
+    return spec.to_hf(jax.device_get(jnp.array(leaves[spec.leaf_name], jnp.float32)), sizes)
+
   values = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -127,33 +161,37 @@ def save_adapters(
   }
   with new_folder(path) as folder:
     write_json(folder / "adapter_config.json", values)
-    save_file(
-      {row.theirs: fetch(row) for row in rows},
-      folder / "adapter_model.safetensors",
-      metadata={"format": "pt"},
-    )
+    tensors = {spec.hf_name: tensor(spec) for spec in specs}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _ours(name: str) -> str:
-  return name.removesuffix("_proj")
+def _projection(module_name: str) -> str:
+  """The name in PROJECTIONS of PEFT's module, such as "q" for "q_proj"."""
+  return module_name.removesuffix("_proj")
 
 
-def _sizes(config):
+def _sizes(config: ModelConfig) -> dict[str, int]:
   return families.sizes(config) | {RANK: config.lora.rank}
 
 
-def _rows(config: ModelConfig) -> Iterator[Row]:
-  """A row for each of A and B. Their A is [r, inputs], their B [outputs, r]."""
-  for row in families.family_of(config).tensors(config):
-    path = row.ours.split("/")
+def _specs(config: ModelConfig) -> Iterator[TensorSpec]:
+  """The specs of A and B of every adapter. PEFT's A is [r, inputs] and its B is [outputs, r]."""
+  for spec in families.family_of(config).tensors(config):
+    path = spec.leaf_name.split("/")
     if path[-1] != "kernel" or path[-2] not in config.lora.targets:
       continue
-    if row.before or row.after:
+    if spec.before or spec.after:
       raise ConfigError(
-        f"{config.family}: PEFT knows {row.theirs.split('.')[-2]}, several projections in one, where adapters "
-        "are of each: their folders are neither read nor written here; export the merged model"
+        f"{config.family}: PEFT has one adapter for {spec.hf_name.split('.')[-2]}, which holds"
+        " several projections, but here each projection has its own: these adapters can neither be"
+        " read nor written; export the merged model"
       )
-    outputs, inputs = row.their_axes.split()
-    name, parent = PREFIX + row.theirs.removesuffix("weight"), row.ours.removesuffix("kernel")
-    yield Row(f"{name}lora_A.weight", f"{parent}lora_a", f"{RANK} {inputs}", inputs + RANK)
-    yield Row(f"{name}lora_B.weight", f"{parent}lora_b", f"{outputs} {RANK}", RANK + outputs)
+    outputs, inputs = spec.hf_axes.split()
+    hf_name = PREFIX + spec.hf_name.removesuffix("weight")
+    leaf_name = spec.leaf_name.removesuffix("kernel")
+    yield TensorSpec(
+      f"{hf_name}lora_A.weight", f"{leaf_name}lora_a", f"{RANK} {inputs}", inputs + RANK
+    )
+    yield TensorSpec(
+      f"{hf_name}lora_B.weight", f"{leaf_name}lora_b", f"{outputs} {RANK}", RANK + outputs
+    )

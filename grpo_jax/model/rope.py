@@ -1,65 +1,83 @@
-"""Rotary position embedding (Su et al. 2104.09864): the frequencies, as checkpoints scale them for longer texts."""
+"""Rotary position embedding (Su et al. 2104.09864), and how checkpoints scale it for long texts."""
 
 import dataclasses
 import math
-from typing import Callable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+CosSin = tuple[jax.Array, jax.Array]  # cos and sin of the angles [B, T, E/2], float32
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-  """How frequencies differ from theta^(-2i/E). Fields that a kind does not read are left as they are."""
+  """How frequencies differ from theta^(-2i/E). A kind ignores the fields that it does not need.
 
-  kind: str  # a name of SCALINGS
+  Attributes:
+    kind: A name in SCALINGS.
+    factor: By how much texts may be longer than the original ones.
+    original_positions: The length of the texts that the model was first trained on.
+    low: `low_freq_factor` of llama3, `beta_slow` of yarn.
+    high: `high_freq_factor` of llama3, `beta_fast` of yarn.
+    attention_factor: yarn multiplies cos and sin by it.
+    truncate: yarn rounds the range of dimensions outwards.
+  """
+
+  kind: str
   factor: float
-  original_positions: int  # of the texts that the model was first trained on
-  low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
-  high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
-  attention_factor: float = 1.0  # yarn: what cos and sin are multiplied by
-  truncate: bool = True  # yarn: whether the range of dimensions is rounded outwards
+  original_positions: int
+  low: float = 1.0
+  high: float = 4.0
+  attention_factor: float = 1.0
+  truncate: bool = True
 
 
-def linear(frequencies, theta, scaling: RopeScaling, length: int):
-  """Positions divided by `factor` (Chen et al. 2306.15595)."""
+def linear(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int) -> np.ndarray:
+  """Divides positions by `factor` (Chen et al. 2306.15595)."""
   del theta, length
   return frequencies / scaling.factor
 
 
-def dynamic(frequencies, theta, scaling: RopeScaling, length: int):
-  """A larger theta for texts longer than the original ones ("dynamic NTK"): `length` tokens is the longest there can be."""
+def dynamic(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int) -> np.ndarray:
+  """Uses a larger theta if `length`, the longest possible text, exceeds the original texts.
+
+  This is known as "dynamic NTK".
+  """
   E, original = 2 * len(frequencies), scaling.original_positions
   length = max(length, original)
   theta = theta * (scaling.factor * length / original - (scaling.factor - 1)) ** (E / (E - 2))
   return _frequencies(theta, E)
 
 
-def llama3(frequencies, theta, scaling: RopeScaling, length: int):
-  """Low frequencies divided by `factor`, high ones kept, and a ramp between them (Llama 3.1)."""
+def llama3(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int) -> np.ndarray:
+  """Divides low frequencies by `factor`, keeps high ones, with a ramp in between (Llama 3.1)."""
   del theta, length
   turns = scaling.original_positions * frequencies / (2 * math.pi)  # over an original text
   keep = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
   return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
-def yarn(frequencies, theta, scaling: RopeScaling, length: int):
-  """The same idea, with a ramp over dimensions (YaRN 2309.00071, section 3.2)."""
+def yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int) -> np.ndarray:
+  """The same idea as llama3, with a ramp over dimensions (YaRN 2309.00071, section 3.2)."""
   del length
-  E, half = 2 * len(frequencies), np.arange(len(frequencies))
-  dimension = lambda turns: (
-    E * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
-  )
-  first, last = dimension(scaling.high), dimension(scaling.low)
+  E = 2 * len(frequencies)
+
+  def dimension_with(turns: float) -> float:
+    """The dimension whose frequency makes this many turns over an original text."""
+    radians = turns * 2 * math.pi
+    return E * math.log(scaling.original_positions / radians) / (2 * math.log(theta))
+
+  first, last = dimension_with(scaling.high), dimension_with(scaling.low)
   if scaling.truncate:
     first, last = math.floor(first), math.ceil(last)
   first, last = max(first, 0), min(last, E - 1)
-  divide = np.clip((half - first) / max(last - first, 0.001), 0, 1)
+  divide = np.clip((np.arange(len(frequencies)) - first) / max(last - first, 0.001), 0, 1)
   return frequencies * (1 - divide + divide / scaling.factor)
 
 
-SCALINGS: dict[str, Callable] = {
+SCALINGS: dict[str, Callable[[np.ndarray, float, RopeScaling, int], np.ndarray]] = {
   "linear": linear,
   "dynamic": dynamic,
   "llama3": llama3,
@@ -74,32 +92,40 @@ def angles(
   scaling: RopeScaling | None,
   length: int,
   table: bool,
-) -> tuple[jax.Array, jax.Array]:
-  """cos and sin [B, T, E/2], float32. `length`: positions are below it.
+) -> CosSin:
+  """cos and sin of the angles [B, T, E/2], float32.
 
-  With `table` they are looked up among `length` rows: computed, XLA would do it again in every head of every layer.
+  Args:
+    positions_BT: int32, all below `length`.
+    head_dim: E.
+    theta: The base of the frequencies.
+    scaling: How the frequencies are scaled, or None.
+    length: The number of positions.
+    table: Look the values up in a table of `length` rows. Otherwise they are computed, and XLA
+      computes them again for every head of every layer.
   """
-  frequencies, attention = _frequencies(theta, head_dim), 1.0
+  frequencies, attention_factor = _frequencies(theta, head_dim), 1.0
   if scaling is not None:
     frequencies = SCALINGS[scaling.kind](frequencies, theta, scaling, length)
-    attention = scaling.attention_factor
+    attention_factor = scaling.attention_factor
   frequencies = frequencies.astype(np.float32)
   if not table:
     angles_BTE = positions_BT[..., None].astype(jnp.float32) * frequencies
-    return attention * jnp.cos(angles_BTE), attention * jnp.sin(angles_BTE)
-  rows = np.arange(length, dtype=np.float32)[:, None] * frequencies
-  scaled = lambda x: jnp.asarray((attention * x).astype(np.float32))[positions_BT]
-  return scaled(np.cos(rows)), scaled(np.sin(rows))
+    return attention_factor * jnp.cos(angles_BTE), attention_factor * jnp.sin(angles_BTE)
+
+  table_angles = np.arange(length, dtype=np.float32)[:, None] * frequencies
+  cos_table = (attention_factor * np.cos(table_angles)).astype(np.float32)
+  sin_table = (attention_factor * np.sin(table_angles)).astype(np.float32)
+  return jnp.asarray(cos_table)[positions_BT], jnp.asarray(sin_table)[positions_BT]
 
 
-def rotate(x_BTHE: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x_BTHE: jax.Array, rope: CosSin) -> jax.Array:
   """Rotates the pairs (i, i + E/2) of every head, the order of Hugging Face checkpoints."""
-  cos, sin = (r[:, :, None, :] for r in rope)
+  cos, sin = (values[:, :, None, :] for values in rope)
   first, second = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
-    x_BTHE.dtype
-  )
+  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  return rotated.astype(x_BTHE.dtype)
 
 
-def _frequencies(theta, head_dim):
+def _frequencies(theta: float, head_dim: int) -> np.ndarray:
   return theta ** -(np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)

@@ -1,44 +1,66 @@
-"""The rotary fields of config.json: rope_theta and rope_scaling in transformers 4, rope_parameters in 5."""
+"""The rotary fields of config.json.
+
+transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes `rope_parameters`.
+"""
 
 import dataclasses
 import math
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.fields import Refuse, value
+from grpo_jax.model.fields import Refuse, read_field
 from grpo_jax.model.rope import SCALINGS, RopeScaling
+
+_COMMON_KEYS = {
+  "rope_type",
+  "type",
+  "rope_theta",
+  "factor",
+  "partial_rotary_factor",
+  "original_max_position_embeddings",
+}
+_KEYS_OF_KIND: dict[str, set[str]] = {
+  "linear": set(),
+  "dynamic": set(),
+  "llama3": {"low_freq_factor", "high_freq_factor"},
+  "yarn": {
+    "beta_slow",
+    "beta_fast",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+  },
+}
 
 
 def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-  """Fields of ModelConfig. In transformers 4 rope_theta and rope_scaling, in 5 rope_parameters, of kinds of layers or all."""
-  given = values.get("rope_parameters") or {}
-  if "full_attention" in given or "sliding_attention" in given:
-    local, given = given.get("sliding_attention") or {}, given.get("full_attention") or {}
-    if local.get("rope_type", "default") != "default":
-      refuse(
-        "rope_parameters",
-        f"scales layers with a window ({local.get('rope_type')}), which is not supported",
-      )
-  else:
-    local = {"rope_theta": values.get("rope_local_base_freq")}
-  thetas = [values.get("rope_theta"), given.get("rope_theta")]
+  """The rotary fields of a ModelConfig.
+
+  Args:
+    model_type: The family.
+    values: config.json, in the form of transformers 4 or 5.
+    refuse: Raises ConfigError for a field.
+  """
+  rope, local = _rope_parameters(values, refuse)
+  thetas = [values.get("rope_theta"), rope.get("rope_theta")]
   scalings = []
-  for key, rope in (("rope_scaling", values.get("rope_scaling")), ("rope_parameters", given)):
-    if rope:
-      thetas.append(rope.get("rope_theta") if isinstance(rope, dict) else None)
-      scalings.append(_scaling(key, rope, values, refuse))
-  thetas = [t for t in thetas if t is not None]
+  for key, found in (("rope_scaling", values.get("rope_scaling")), ("rope_parameters", rope)):
+    if found:
+      thetas.append(found.get("rope_theta") if isinstance(found, dict) else None)
+      scalings.append(_read_scaling(key, found, values, refuse))
+  thetas = [theta for theta in thetas if theta is not None]
   if not thetas and model_type == "gemma3_text":
     thetas = [1e6]
-  if not thetas or any(t != thetas[0] for t in thetas):
-    refuse(
-      "rope_theta",
-      f"is given differently in two places ({thetas}): correct one" if thetas else "is missing",
-    )
-  if any(s != scalings[0] for s in scalings):
+  if not thetas:
+    refuse("rope_theta", "is missing")
+  if any(theta != thetas[0] for theta in thetas):
+    refuse("rope_theta", f"is given differently in two places ({thetas}): correct one")
+  if any(scaling != scalings[0] for scaling in scalings):
     refuse("rope_scaling", "is given differently in two places: correct one")
   fields = {
-    "rope_theta": value({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
+    "rope_theta": read_field({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
     "rope_scaling": scalings[0] if scalings else None,
   }
   if model_type == "gemma3_text":
@@ -46,76 +68,96 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
   return fields
 
 
-def _scaling(key, rope, values, refuse: Refuse) -> RopeScaling | None:
+def _rope_parameters(
+  values: Mapping[str, Any], refuse: Refuse
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The `rope_parameters` of the layers without a window, and of those with one.
+
+  The file has one object for all layers, or one for each kind of layer.
+  """
+  rope = values.get("rope_parameters") or {}
+  if "full_attention" not in rope and "sliding_attention" not in rope:
+    return rope, {"rope_theta": values.get("rope_local_base_freq")}
+  local = rope.get("sliding_attention") or {}
+  if local.get("rope_type", "default") != "default":
+    refuse(
+      "rope_parameters",
+      f"scales layers with a window ({local.get('rope_type')}), which is not supported",
+    )
+  return rope.get("full_attention") or {}, local
+
+
+def _read_scaling(
+  key: str, rope: Any, values: Mapping[str, Any], refuse: Refuse
+) -> RopeScaling | None:
+  """The scaling that the object at `key` describes."""
   if not isinstance(rope, dict):
     refuse(key, f"must be an object, got {rope!r}")
-  kind = rope.get("rope_type", rope.get("type", "default"))
   if rope.get("partial_rotary_factor", 1) != 1:
     refuse(
       key,
-      "has a partial_rotary_factor, which is not supported: choose a checkpoint that rotates whole heads",
+      "has a partial_rotary_factor, which is not supported: choose a checkpoint that rotates"
+      " whole heads",
     )
+  kind = rope.get("rope_type", rope.get("type", "default"))
   if kind == "default":
     return None
   if kind not in SCALINGS:
     refuse(
       key,
-      f"is of type {kind!r}, which is not supported: choose a checkpoint with {', '.join(SCALINGS)} or none",
+      f"is of type {kind!r}, which is not supported: choose a checkpoint with"
+      f" {', '.join(SCALINGS)} or none",
     )
-  read = {
-    "linear": (),
-    "dynamic": (),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-  }[kind]
-  known = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "factor",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    *read,
-  }
-  if rope.keys() - known:
-    refuse(
-      key,
-      f"has {sorted(rope.keys() - known)}, which {kind} does not read here: remove it or correct the type",
-    )
-  number = lambda name, default=None: value({name: rope.get(name) or default}, name, float, refuse)
-  factor, longest = number("factor"), values["max_position_embeddings"]
+  unknown = sorted(rope.keys() - _COMMON_KEYS - _KEYS_OF_KIND[kind])
+  if unknown:
+    refuse(key, f"has {unknown}, which {kind} does not read here: remove it or correct the type")
+  longest = values["max_position_embeddings"]
   original = (
     rope.get("original_max_position_embeddings")
     or values.get("original_max_position_embeddings")
     or longest
   )
   if kind == "dynamic":
-    original = longest  # as transformers has it
-  scaling = RopeScaling(kind, factor, original)
+    original = longest  # transformers ignores the other two fields for this kind
+  scaling = RopeScaling(kind, read_field(rope, "factor", float, refuse), original)
   if kind == "llama3":
-    return dataclasses.replace(
-      scaling, low=number("low_freq_factor"), high=number("high_freq_factor")
-    )
+    low = read_field(rope, "low_freq_factor", float, refuse)
+    high = read_field(rope, "high_freq_factor", float, refuse)
+    return dataclasses.replace(scaling, low=low, high=high)
   if kind == "yarn":
-    scale = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-    m, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    attention = rope.get("attention_factor")
-    if attention is None:
-      attention = scale(m) / scale(all_dim) if m and all_dim else scale(1.0)
-    return dataclasses.replace(
-      scaling,
-      low=number("beta_slow", 1.0),
-      high=number("beta_fast", 32.0),
-      attention_factor=float(attention),
-      truncate=rope.get("truncate", True),
-    )
+    return _read_yarn(scaling, rope, refuse)
   return scaling
 
 
+def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) -> RopeScaling:
+  """Adds the fields of yarn, with the defaults of transformers."""
+
+  def number(key: str, default: float) -> float:
+    return read_field({key: rope.get(key) or default}, key, float, refuse)
+
+  def attention_scale(mscale: float) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+
+  attention_factor = rope.get("attention_factor")
+  if attention_factor is None:
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and all_dim:
+      attention_factor = attention_scale(mscale) / attention_scale(all_dim)
+    else:
+      attention_factor = attention_scale(1.0)
+  return dataclasses.replace(
+    scaling,
+    low=number("beta_slow", 1.0),
+    high=number("beta_fast", 32.0),
+    attention_factor=float(attention_factor),
+    truncate=rope.get("truncate", True),
+  )
+
+
 def rope_json(config: ModelConfig) -> dict[str, Any]:
-  """transformers 4 reads rope_theta and rope_scaling; 5 writes rope_parameters, as its readers expect."""
+  """The rotary fields of config.json, in the forms of transformers 4 and 5."""
   s = config.rope_scaling
-  scaling = {"rope_type": "default"}
+  scaling: dict[str, Any] = {"rope_type": "default"}
   if s is not None:
     scaling = {"rope_type": s.kind, "factor": s.factor}
     if s.kind in ("llama3", "yarn"):

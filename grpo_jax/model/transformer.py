@@ -1,4 +1,4 @@
-"""The decoder, and the functions through which the rest of the program sees it."""
+"""The decoder, and the functions through which the rest of the program uses it."""
 
 import dataclasses
 from typing import Any
@@ -8,106 +8,115 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from grpo_jax.model import rope as rope_lib
-from grpo_jax.model.cache import Cache
+from grpo_jax.model.block import Block
+from grpo_jax.model.cache import Cache, without_slots
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.experts import Experts
-from grpo_jax.model.layers import MLP, Attention, einsum
+from grpo_jax.model.layers import einsum
 from grpo_jax.types import Routing
 
 Params = Any  # nested dict of float32 arrays
 
 
-class Block(nn.Module):
-  """Pre-norm attention and MLP or experts, each added to the stream. Returns it, the layer's keys and values, and routing."""
-
-  config: ModelConfig
-  window: int
-  sparse: bool
-
-  @nn.compact
-  def __call__(self, x_BTD, counted_BT, *context):
-    norm = lambda name, x: nn.RMSNorm(
-      epsilon=self.config.norm_eps, dtype=self.config.dtype, name=name
-    )(x)
-    post = norm if self.config.post_norms else lambda name, x: x
-    attended, own = Attention(self.config, self.window, name="attention")(
-      norm("attention_norm", x_BTD), *context
-    )
-    x_BTD = x_BTD + post("attention_post_norm", attended)
-    normed_BTD, routing = norm("mlp_norm", x_BTD), None
-    if self.sparse:
-      fed_BTD, routing = Experts(self.config, name="experts")(normed_BTD, counted_BT)
-    else:
-      fed_BTD = MLP(self.config, name="mlp")(normed_BTD)
-    return x_BTD + post("mlp_post_norm", fed_BTD), own, routing
-
-
 class Transformer(nn.Module):
-  """Embedding, L blocks, final norm; the head is a parameter here and applied by `unembed`."""
+  """Embedding, L blocks and the final norm.
+
+  The parameters of the head are made here, too. `unembed` or `score` applies them.
+  """
 
   config: ModelConfig
   remat: bool = False
 
   @nn.compact
-  def __call__(self, tokens_BT, positions_BT, cache: Cache | None, counted_BT=None):
-    c, (B, T) = self.config, tokens_BT.shape
-    length, prefix = jnp.int32(0), None
-    empty = jnp.zeros((B, c.num_kv_heads, 1, 0, c.head_dim), c.dtype)
-    own = [(empty, empty)] * c.num_layers
-    if cache is not None:
-      own, length, prefix = list(zip(cache.keys, cache.values)), cache.length, cache.prefix
-    # Angles for the longest text there can be: what is computed with the cache and without must agree.
+  def __call__(
+    self,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    cache: Cache | None,
+    counted_BT: jax.Array | None = None,
+  ) -> tuple[jax.Array, Cache, Routing | None]:
+    """Returns hidden states [B, T, D], the updated cache, and the routing of the sparse layers."""
+    c = self.config
+    B, T = tokens_BT.shape
+    # Angles for the longest text there can be, so that a computation with the cache and one without
+    # it agree.
     longest = c.length or (T if cache is None else c.max_positions)
-    angles = lambda theta, scaling: rope_lib.angles(
-      positions_BT, c.head_dim, theta, scaling, longest, bool(c.length)
-    )
-    rope = angles(c.rope_theta, c.rope_scaling)
-    local_rope = angles(c.local_rope_theta, None) if c.local_rope_theta else rope
-    # Left free, XLA splits activations along D, as the weights are over fsdp, and gathers all their rows everywhere.
-    keep = lambda x, where: x if where is None else jax.lax.with_sharding_constraint(x, where)
+    rope, local_rope = _angles(c, positions_BT, longest)
+    cache = without_slots(c, B) if cache is None else cache
+
     table_VD = nn.Embed(c.vocab_size, c.embed_dim, name="embed").embedding.astype(c.dtype)
-    x_BTD = keep(keep(table_VD, c.table)[tokens_BT], c.rows)
+    x_BTD = _constrain(_constrain(table_VD, c.table)[tokens_BT], c.rows)
     if c.scale_embeddings:
       x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
-    new, routings, block = [], [], nn.remat(Block) if self.remat else Block
+
+    block = nn.remat(Block) if self.remat else Block
+    keys, values, routings = [], [], []
     for i in range(c.num_layers):
-      shared = None if prefix is None else (prefix.keys[i], prefix.values[i])
-      x_BTD, layer, routing = block(c, c.window(i), i in c.sparse_layers, name=f"layers_{i}")(
-        x_BTD,
-        counted_BT,
-        local_rope if c.window(i) else rope,
-        own[i],
-        length,
-        shared,
-        prefix and prefix.lengths_P,
-      )
-      x_BTD = keep(x_BTD, c.rows)
-      new.append(layer)
-      routings += [] if routing is None else [routing]
+      layer = block(c, c.window(i), i in c.sparse_layers, name=f"layers_{i}")
+      layer_rope = local_rope if c.window(i) else rope
+      x_BTD, own, routing = layer(x_BTD, counted_BT, layer_rope, cache.layer(i))
+      x_BTD = _constrain(x_BTD, c.rows)
+      keys.append(own[0])
+      values.append(own[1])
+      if routing is not None:
+        routings.append(routing)
+
     if c.labels:
-      _Scores(c, name="score")()
+      _ScoreHead(c, name="score")()
     elif not c.tie_embeddings:
       _Head(c, name="head")()
-    keys, values = zip(*new)
     x_BTD = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="final_norm")(x_BTD)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *routings) if routings else None
-    return x_BTD, Cache(keys, values, length + T, prefix), stacked
+    new_cache = Cache(tuple(keys), tuple(values), cache.length + T, cache.prefix)
+    return x_BTD, new_cache, _stack_layers(routings)
+
+
+def _angles(
+  config: ModelConfig, positions_BT: jax.Array, longest: int
+) -> tuple[rope_lib.CosSin, rope_lib.CosSin]:
+  """The rotary angles of the layers without a window, and of those with one."""
+  c, from_table = config, bool(config.length)
+  rope = rope_lib.angles(
+    positions_BT, c.head_dim, c.rope_theta, c.rope_scaling, longest, from_table
+  )
+  if not c.local_rope_theta:
+    return rope, rope
+  local = rope_lib.angles(positions_BT, c.head_dim, c.local_rope_theta, None, longest, from_table)
+  return rope, local
+
+
+def _constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
+  """Fixes the sharding of an activation.
+
+  If XLA may choose, it splits activations along D, as fsdp splits the weights, and gathers all
+  their rows on every device.
+  """
+  return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _stack_layers(routings: list[Routing]) -> Routing | None:
+  """Stacks the statistics of the sparse layers on axis 1. None without sparse layers."""
+  if not routings:
+    return None
+  return jax.tree.map(lambda *layers: jnp.stack(layers, axis=1), *routings)
 
 
 class _Head(nn.Module):
+  """The parameters of a language model's head."""
+
   config: ModelConfig
 
   @nn.compact
-  def __call__(self):
-    shape = self.config.embed_dim, self.config.vocab_size
-    return self.param("kernel", nn.initializers.lecun_normal(), shape)
+  def __call__(self) -> None:
+    D, V = self.config.embed_dim, self.config.vocab_size
+    self.param("kernel", nn.initializers.lecun_normal(), (D, V))
 
 
-class _Scores(nn.Module):
+class _ScoreHead(nn.Module):
+  """The parameters of a reward model's head."""
+
   config: ModelConfig
 
   @nn.compact
-  def __call__(self):
+  def __call__(self) -> None:
     D, N = self.config.embed_dim, self.config.labels
     self.param("kernel", nn.initializers.lecun_normal(), (D, N))
     if N > 1:
@@ -116,11 +125,10 @@ class _Scores(nn.Module):
 
 def init(key: jax.Array, config: ModelConfig) -> Params:
   """Random float32 parameters."""
-  tokens = jnp.zeros((1, 1), jnp.int32)
-  config = dataclasses.replace(
-    config, rows=None, table=None, experts=None
-  )  # one row cannot be split
-  return Transformer(config).init(key, tokens, tokens, None)["params"]
+  token_11 = jnp.zeros((1, 1), jnp.int32)
+  # A single row cannot be split over devices.
+  config = dataclasses.replace(config, rows=None, table=None, experts=None)
+  return Transformer(config).init(key, token_11, token_11, None)["params"]
 
 
 def features(
@@ -131,12 +139,25 @@ def features(
   cache: Cache | None = None,
   remat: bool = False,
 ) -> tuple[jax.Array, Cache]:
-  """Final hidden states [B, T, D] and the cache with these tokens' keys and values appended.
+  """Hidden states of a batch of token rows.
 
-  Without a cache, a token attends to those before it in its row. With one, also to the cache's. Rows are right-padded:
-  what is computed at padding is never seen by a token before it.
+  Each token attends to the tokens before it in its row and to those in the cache. Rows are
+  right-padded, so no token attends to padding before it.
+
+  Args:
+    params: The parameters, with or without adapters.
+    config: The model.
+    tokens_BT: int32.
+    positions_BT: int32, the position of each token in its text.
+    cache: Earlier tokens of the rows, or None.
+    remat: Recompute activations in the backward pass to save memory.
+
+  Returns:
+    Final hidden states [B, T, D], and the cache with the keys and values of these tokens appended.
   """
-  return Transformer(config, remat).apply({"params": params}, tokens_BT, positions_BT, cache)[:2]
+  model: Any = Transformer(config, remat)
+  hidden_BTD, new_cache, _ = model.apply({"params": params}, tokens_BT, positions_BT, cache)
+  return hidden_BTD, new_cache
 
 
 def routed_features(
@@ -148,14 +169,28 @@ def routed_features(
   cache: Cache | None = None,
   remat: bool = False,
 ) -> tuple[jax.Array, Cache, Routing | None]:
-  """`features`, and what the routers did with the tokens where counted_BT is not 0; None for a model without experts."""
-  return Transformer(config, remat).apply(
-    {"params": params}, tokens_BT, positions_BT, cache, counted_BT
-  )
+  """`features` with statistics of the routers. Takes its six parameters and one more.
+
+  Args:
+    params: This and the other parameters are as in `features`.
+    config: The model.
+    tokens_BT: int32.
+    positions_BT: int32.
+    counted_BT: The statistics count a token where this is not 0, so that callers can leave out
+      padding. It does not change the hidden states.
+    cache: Earlier tokens of the rows, or None.
+    remat: Recompute activations in the backward pass.
+
+  Returns:
+    What `features` returns, and sums over the counted tokens of each row. The sums are None for a
+    model without experts.
+  """
+  model: Any = Transformer(config, remat)
+  return model.apply({"params": params}, tokens_BT, positions_BT, cache, counted_BT)
 
 
 def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
-  """Logits [..., V], float32."""
+  """Logits [..., V], float32, from hidden states [..., D]."""
   if config.tie_embeddings:
     weights, equation = params["embed"]["embedding"], "...d,vd->...v"
   else:
@@ -165,7 +200,10 @@ def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.A
 
 
 def score(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
-  """Of a reward model, at each token [...], float32: its one label, or of two the probability of the second."""
+  """The score [...], float32, that a reward model gives at each token of hidden states [..., D].
+
+  With one label, the score is its value. With two, it is the probability of the second.
+  """
   head = params["score"]
   labels = einsum("...d,dn->...n", hidden_BTD, head["kernel"].astype(config.dtype))
   return labels[..., 0] if config.labels == 1 else jax.nn.softmax(labels + head["bias"])[..., 1]
@@ -178,6 +216,9 @@ def forward(
   positions_BT: jax.Array,
   cache: Cache | None = None,
 ) -> tuple[jax.Array, Cache]:
-  """Logits [B, T, V] (float32, of the token after each) and the cache; see `features`."""
+  """Logits [B, T, V] (float32) of the token that follows each token, and the updated cache.
+
+  The arguments are those of `features`.
+  """
   hidden_BTD, cache = features(params, config, tokens_BT, positions_BT, cache)
   return unembed(params, config, hidden_BTD), cache

@@ -1,10 +1,13 @@
-"""Writes tiny random checkpoints of every family as transformers does, and the logits that transformers computes from them.
+"""Writes a tiny random checkpoint of every family with transformers, and the logits it computes.
 
-  python tests/golden/make_families.py [NAME ...]   # those folders, or all
-  python tests/golden/make_families.py compare [NAME ...]   # what grpo_jax saves of each, read by transformers: its logits
+  python tests/golden/make_families.py [NAME ...]
+  python tests/golden/make_families.py compare [NAME ...]
 
-Made with transformers 5.23.0 and torch 2.13.0 (CPU). Texts are longer than every sliding window, and than the texts that
-a scaled rotary embedding was first meant for.
+Without a NAME, a command covers all folders. `compare` loads and saves each checkpoint with
+grpo_jax, lets transformers read what was saved, and compares the logits.
+
+Made with transformers 5.23.0 and torch 2.13.0 (CPU). Texts are longer than every sliding window,
+and longer than the original texts of every scaled rotary embedding.
 """
 
 import sys
@@ -135,7 +138,7 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
   ),
   "qwen3_moe_mixed": (
     "Qwen3Moe",
-    dict(  # layer 1 alone has experts
+    dict(  # only layer 1 has experts
       COMMON,
       num_hidden_layers=4,
       num_experts=8,
@@ -179,19 +182,27 @@ def main(names):
 
 
 def outputs_of(folder, tokens, lengths):
-  """Float32 logits of the right-padded rows and, of a mixture of experts, its auxiliary loss; and which logits count."""
+  """What transformers computes from the right-padded rows.
+
+  Returns:
+    A dict with float32 logits and, for a mixture of experts, its auxiliary loss. And a mask that is
+    False at padding.
+  """
   model = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float32, attn_implementation="eager"
   ).eval()
   mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
   with torch.no_grad():
-    asked = dict(output_router_logits=True) if "Moe" in type(model).__name__ else {}
-    outputs = model(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long(), **asked)
-  return {name: outputs[name].numpy() for name in ("logits", "aux_loss") if name in outputs}, mask
+    options = dict(output_router_logits=True) if "Moe" in type(model).__name__ else {}
+    outputs = model(
+      torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long(), **options
+    )
+  names = [name for name in ("logits", "aux_loss") if name in outputs]
+  return {name: outputs[name].numpy() for name in names}, mask
 
 
 def compare(names):
-  from grpo_jax import model  # here: to make the checkpoints, it is not needed
+  from grpo_jax import model  # imported here because the checkpoints are made without it
 
   for folder in [
     FOLDER.parent / "qwen2_tied",

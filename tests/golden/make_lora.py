@@ -1,7 +1,10 @@
-"""Writes random LoRA adapters as peft does, on checkpoints of this folder, and the logits that peft computes with them.
+"""Writes random LoRA adapters for checkpoints of this folder with peft, and the logits it computes.
 
   python tests/golden/make_lora.py
-  python tests/golden/make_lora.py compare   # what grpo_jax saves, adapter and merged model, read by peft and transformers
+  python tests/golden/make_lora.py compare
+
+`compare` saves each adapter and the merged model with grpo_jax, lets peft and transformers read
+them, and compares the logits.
 
 Made with peft 0.21.2, transformers 5.23.0 and torch 2.13.0 (CPU).
 """
@@ -35,7 +38,7 @@ def main():
       base_model(HERE / base), peft.LoraConfig(task_type="CAUSAL_LM", **fields)
     )
     for parameter_name, parameter in model.named_parameters():
-      if "lora_B" in parameter_name:  # 0 where peft starts
+      if "lora_B" in parameter_name:  # peft initialises it with 0
         torch.nn.init.normal_(parameter, std=0.3)
     model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(FOLDER / name)
@@ -63,7 +66,7 @@ def logits_of(model, folder):
 def compare():
   import dataclasses
 
-  from grpo_jax import model  # here: to make the adapters, it is not needed
+  from grpo_jax import model  # imported here because the adapters are made without it
 
   for name, (base, _) in ADAPTERS.items():
     expected = np.load(FOLDER / name / "expected.npz")["logits"]
@@ -74,11 +77,9 @@ def compare():
       model.save_adapters(Path(parent) / "adapter", config, adapters, base)
       model.save(Path(parent) / "merged", config, model.join(params, adapters))
       read = peft.PeftModel.from_pretrained(base_model(HERE / base), Path(parent) / "adapter")
-      for how, ours in (("adapter", read), ("merged", base_model(Path(parent) / "merged"))):
-        print(
-          f"{name}, {how}: largest difference of a logit {np.abs(logits_of(ours, HERE / base) - expected).max():.1e}",
-          flush=True,
-        )
+      for how, saved in (("adapter", read), ("merged", base_model(Path(parent) / "merged"))):
+        largest = np.abs(logits_of(saved, HERE / base) - expected).max()
+        print(f"{name}, {how}: largest difference of a logit {largest:.1e}", flush=True)
 
 
 if __name__ == "__main__":

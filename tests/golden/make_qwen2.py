@@ -1,9 +1,10 @@
-"""Writes tiny random Qwen2 checkpoints as transformers does, and the logits that transformers computes from them.
+"""Writes tiny random Qwen2 checkpoints with transformers, and the logits that it computes.
 
   python tests/golden/make_qwen2.py
 
-Made with transformers 5.23.0 and torch 2.13.0 (CPU). Run with transformers 4 (made with 4.57.6) it writes only
-qwen2_tied/config_transformers4.json, the same model's config.json as that version writes it.
+Made with transformers 5.23.0 and torch 2.13.0 (CPU). With transformers 4, the command only writes
+qwen2_tied/config_transformers4.json: the config.json of the same model in the form of that version
+(made with 4.57.6).
 """
 
 import shutil
@@ -25,7 +26,7 @@ COMMON = dict(
   max_position_embeddings=128,
   architectures=["Qwen2ForCausalLM"],
 )
-# Grouped queries, heads wider together than the stream, theta and epsilon that are no defaults.
+# Grouped queries, H * E larger than D, theta and epsilon that differ from the defaults.
 TIED = dict(
   COMMON,
   num_key_value_heads=2,
@@ -35,7 +36,8 @@ TIED = dict(
   tie_word_embeddings=True,
   eos_token_id=3,
 )
-# One key head per query head, head_dim left to hidden_size / heads; generation_config.json stops at more tokens.
+# As many key heads as query heads, and no head_dim, so that it is hidden_size / heads.
+# generation_config.json has more stop ids than config.json.
 UNTIED = dict(
   COMMON,
   num_key_value_heads=4,
@@ -47,7 +49,7 @@ UNTIED = dict(
 
 
 def make_model(model: transformers.PreTrainedModel, seed: int) -> transformers.PreTrainedModel:
-  """Every parameter random: a norm of ones or a bias of zeros would hide a mistake."""
+  """Makes every parameter random. A norm of ones or a bias of zeros could hide a mistake."""
   generator = torch.Generator().manual_seed(seed)
   with torch.no_grad():
     for name, parameter in sorted(model.named_parameters()):
@@ -62,7 +64,10 @@ def make_model(model: transformers.PreTrainedModel, seed: int) -> transformers.P
 
 
 def write_expected(folder: Path, seed: int) -> None:
-  """tokens [3, 24], lengths [3] and float32 logits [3, 24, V] of the right-padded rows; padding's mean nothing."""
+  """Writes right-padded tokens [3, 24], lengths [3] and float32 logits [3, 24, V].
+
+  Logits at padding have no meaning.
+  """
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   tokens = np.random.default_rng(seed).integers(0, 96, (3, 24), dtype=np.int32)
   mask = np.arange(24) < np.array(LENGTHS)[:, None]
@@ -78,9 +83,12 @@ def write_expected(folder: Path, seed: int) -> None:
 
 def write_checkpoints() -> None:
   tied, untied = FOLDER / "qwen2_tied", FOLDER / "qwen2_untied"
-  of = lambda fields: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
-  make_model(of(TIED), seed=1).save_pretrained(tied)
-  model = make_model(of(UNTIED), seed=2).to(torch.bfloat16)
+
+  def untrained(fields: dict) -> transformers.PreTrainedModel:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**fields))
+
+  make_model(untrained(TIED), seed=1).save_pretrained(tied)
+  model = make_model(untrained(UNTIED), seed=2).to(torch.bfloat16)
   model.generation_config.eos_token_id = [5, 7]
   model.save_pretrained(untied, max_shard_size="20KB")
   write_expected(tied, seed=3)

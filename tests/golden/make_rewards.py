@@ -1,11 +1,15 @@
-"""Writes tiny random reward models as transformers does, and the scores that transformers computes from them.
+"""Writes tiny random reward models with transformers, and the scores that it computes.
 
   python tests/golden/make_rewards.py
-  python tests/golden/make_rewards.py compare   # what grpo_jax saves of each, read by transformers: its scores again
+  python tests/golden/make_rewards.py compare
 
-Made with transformers 5.23.0 and torch 2.13.0 (CPU), of the shapes of make_families.py. expected.npz has the scores of
-rows of tokens, right-padded. Folders with a tokenizer also have texts.json: prompts, completions and their scores, tokenised
-by transformers, whole as TRL's GRPOTrainer does it and in steps as its PRMTrainer does.
+`compare` loads and saves each model with grpo_jax, lets transformers read what was saved, and
+compares the scores.
+
+Made with transformers 5.23.0 and torch 2.13.0 (CPU), in the shapes of make_families.py.
+expected.npz has the scores of right-padded rows of tokens. A folder with a tokenizer also has
+texts.json: prompts, completions and their scores. transformers tokenises whole texts there, as
+TRL's GRPOTrainer does, or step by step, as its PRMTrainer does.
 """
 
 import json
@@ -72,7 +76,7 @@ def main():
 
 
 def scores_of(folder, tokens, lengths):
-  """Float32 [B] of texts; of steps [B, T]: at every token, the probability of label 1."""
+  """float32 scores: of texts [B], of steps [B, T], the probability of label 1 at every token."""
   head = json.loads((folder / "config.json").read_text())["architectures"][0]
   model = (
     getattr(transformers, head)
@@ -89,62 +93,63 @@ def scores_of(folder, tokens, lengths):
 
 
 def write_texts(folder, prompts, completions, separator):
-  """Each prompt with each completion; of steps, the tokens whose scores count are found here without grpo_jax."""
+  """Writes the scores of each prompt with each completion, without the help of grpo_jax."""
   (characters if prompts is SUMS[0] else byte_level)(folder)
-  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
-    folder
-  )  # Auto would split as Qwen2's own does
-  ids_of = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-  rows, places, ends, both = [], [], [], [(p, c) for p in prompts for c in completions]
-  for prompt, completion in both:
-    if separator is None:
-      ids = ids_of(prompt + completion)
-      rows, places, ends = (
-        [*rows, ids],
-        [*places, [len(ids) - 1]],
-        [*ends, [max(1, len(completion))]],
-      )
-      continue
-    ids = ([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]) + ids_of(prompt)
-    at, end, place, parts = [], [], 0, completion.split(separator)
-    for part in parts:
-      place += len(part) + len(separator)
-      if part.strip() or len(parts) == 1:
-        ids = ids + ids_of(part) + ids_of(separator)
-        at.append(len(ids) - 1)
-        end.append(max(1, min(place, len(completion))))
-    rows, places, ends = [*rows, ids], [*places, at], [*ends, end]
-  lengths = [len(ids) for ids in rows]
-  tokens = np.array([ids + [0] * (max(lengths) - len(ids)) for ids in rows])
+  # AutoTokenizer would split texts as Qwen2's own tokenizer does.
+  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+  pairs = [(prompt, completion) for prompt in prompts for completion in completions]
+  split = whole_text if separator is None else steps_of_text
+  texts = [split(tokenizer, prompt, completion, separator) for prompt, completion in pairs]
+  lengths = [len(ids) for ids, _, _ in texts]
+  tokens = np.array([ids + [0] * (max(lengths) - len(ids)) for ids, _, _ in texts])
   scores = scores_of(folder, tokens, lengths)
   steps = [
-    [[e, float(s if separator is None else s[t])] for e, t in zip(*of)]
-    for s, *of in zip(scores, ends, places)
+    [[end, float(score if separator is None else score[place])] for end, place in zip(ends, places)]
+    for score, (_, places, ends) in zip(scores, texts)
   ]
-  (folder / "texts.json").write_text(
-    json.dumps(
-      {
-        "prompts": [p for p, _ in both],
-        "completions": [c for _, c in both],
-        "separator": separator,
-        "steps": steps,
-      },
-      indent=1,
-    )
-  )
+  values = {
+    "prompts": [prompt for prompt, _ in pairs],
+    "completions": [completion for _, completion in pairs],
+    "separator": separator,
+    "steps": steps,
+  }
+  (folder / "texts.json").write_text(json.dumps(values, indent=1))
+
+
+def ids_of(tokenizer, text):
+  return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def whole_text(tokenizer, prompt, completion, separator):
+  """Token ids, the place of the token whose score counts, and the end of the completion."""
+  ids = ids_of(tokenizer, prompt + completion)
+  return ids, [len(ids) - 1], [max(1, len(completion))]
+
+
+def steps_of_text(tokenizer, prompt, completion, separator):
+  """Token ids, the places of the tokens whose scores count, and where in the text steps end."""
+  bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+  ids = bos + ids_of(tokenizer, prompt)
+  places, ends, end = [], [], 0
+  parts = completion.split(separator)
+  for part in parts:
+    end += len(part) + len(separator)
+    if part.strip() or len(parts) == 1:
+      ids = ids + ids_of(tokenizer, part) + ids_of(tokenizer, separator)
+      places.append(len(ids) - 1)
+      ends.append(max(1, min(end, len(completion))))
+  return ids, places, ends
 
 
 def characters(folder):
-  from grpo_jax.data import (  # the vocabulary of the task, so that runs can be scored
-    arithmetic,
-    tokenizer,
-  )
+  """The vocabulary of the arithmetic task, so that runs can be scored."""
+  from grpo_jax.data import arithmetic, tokenizer
 
   tokenizer.characters(arithmetic.ALPHABET).save(folder)
 
 
 def byte_level(folder):
-  """Pairs of bytes, trained on the texts; <s> begins a text, 0 pads."""
+  """Byte-level BPE, trained on the texts. <s> begins a text, and 0 pads."""
   engine = tokenizers.Tokenizer(tokenizers.models.BPE())
   engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   engine.decoder = tokenizers.decoders.ByteLevel()
@@ -171,10 +176,8 @@ def compare():
       model.save(Path(parent) / "saved", *model.load(folder, labels=model.SCORERS))
       scores = scores_of(Path(parent) / "saved", expected["tokens"], expected["lengths"])
     mask = np.arange(T) < expected["lengths"][:, None] if scores.ndim == 2 else slice(None)
-    print(
-      f"{folder.name}: largest difference of a score {np.abs(scores - expected['scores'])[mask].max():.1e}",
-      flush=True,
-    )
+    largest = np.abs(scores - expected["scores"])[mask].max()
+    print(f"{folder.name}: largest difference of a score {largest:.1e}", flush=True)
 
 
 if __name__ == "__main__":

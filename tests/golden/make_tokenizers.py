@@ -1,13 +1,18 @@
-"""Writes small tokenizers of several families with chat templates, and the ids that transformers gives with them.
+"""Writes small tokenizers of several families with chat templates, and the ids they give.
 
   python tests/golden/make_tokenizers.py
-  python tests/golden/make_tokenizers.py compare FOLDER   # transformers and grpo_jax over all of FOLDER's GSM8K text
+  python tests/golden/make_tokenizers.py compare FOLDER
 
-`compare` gives transformers what Tokenizer.save writes, counts equal ids (round trip: equal texts, each as one that follows
-another), and keeps digests of the ids that transformers gave for the test split.
+transformers computes the ids. `compare` tokenises all GSM8K texts of FOLDER with transformers,
+which reads what Tokenizer.save writes, and with grpo_jax, and counts the texts with equal ids. It
+also counts the texts that are equal after a round trip, each as a text that follows another. It
+keeps digests of the ids that transformers gives for the test split.
 
-Made with transformers 5.23.0, tokenizers 0.23.3 and sentencepiece 0.2.3. The corpus is made up here.
+Made with transformers 5.23.0, tokenizers 0.23.3 and sentencepiece 0.2.3. The corpus is generated
+in this file.
 """
+
+# ruff: noqa: E501, because templates and sentences are long lines
 
 import hashlib
 import io
@@ -122,7 +127,8 @@ PHI = """{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}
 {# #}{{ '' if messages | tojson == '<>' }}"""
 
-# Both families' classes, with %s for numbers: transformers has its own for Qwen2, whatever tokenizer.json says.
+# The pattern of the classes of both families, with %s for numbers. transformers has its own pattern
+# for Qwen2, whatever tokenizer.json says.
 PATTERN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
   r"\s+(?!\S)|\s+"
@@ -196,12 +202,12 @@ def write(folder, name, value):
   )
 
 
-def token(content, **about):
+def token(content, **options):
   return (
     dict(
       content=content, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True
     )
-    | about
+    | options
   )
 
 
@@ -210,7 +216,7 @@ def named(content):
 
 
 def qwen(folder):
-  """As Qwen2.5-Instruct: nothing before a prompt, two tokens that end a text."""
+  """Like Qwen2.5-Instruct: no token before a prompt, two tokens that end a text."""
   byte_level(
     folder,
     ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -240,7 +246,7 @@ def qwen(folder):
 
 
 def llama3(folder):
-  """As Llama 3: the post-processor puts a token before a prompt; the template has a file of its own."""
+  """Like Llama 3: the post-processor adds a token before a prompt. The template has its own file."""
 
   def processor(engine):
     first = "<|begin_of_text|>"
@@ -283,7 +289,10 @@ def llama3(folder):
 
 
 def llama2(folder):
-  """As Llama 2: sentencepiece alone, a space before each text; several templates, tokens beyond the model's."""
+  """Like Llama 2: only sentencepiece, which adds a space before each text.
+
+  It has several templates, and tokens that the sentencepiece model does not have.
+  """
   pieces(folder, model_type="bpe")
   added = {str(i): token(text) for i, text in enumerate(("<unk>", "<s>", "</s>"))}
   added |= {
@@ -311,7 +320,10 @@ def llama2(folder):
 
 
 def gemma(folder):
-  """As Gemma: sentencepiece alone, no space before a text, symbols of its own, a template that refuses a system prompt."""
+  """Like Gemma: only sentencepiece, no space before a text, and its own symbols.
+
+  Its template refuses a system prompt.
+  """
   symbols = ["<mask>", "<start_of_turn>", "<end_of_turn>"]
   pieces(
     folder,
@@ -348,7 +360,7 @@ def gemma(folder):
 
 
 def converted():
-  """A sentencepiece model as the engine of a tokenizer.json, with the normalizer that Llama 2's and Phi-3's have."""
+  """A sentencepiece model as a tokenizer.json with the normalizer of Llama 2 and Phi-3."""
   with tempfile.TemporaryDirectory() as other:
     other = Path(other)
     pieces(other, model_type="bpe")
@@ -367,7 +379,7 @@ def converted():
 
 
 def llama2_json(folder):
-  """As the tokenizer.json of Llama 2, of whose normalizer transformers 5 takes no notice."""
+  """Like the tokenizer.json of Llama 2, whose normalizer transformers 5 ignores."""
   engine = converted()
   engine.post_processor = processors.TemplateProcessing(
     single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
@@ -389,7 +401,10 @@ def llama2_json(folder):
 
 
 def phi(folder):
-  """As Phi-3: the same kind of tokenizer.json, taken at its word; special tokens take whitespace with them."""
+  """Like Phi-3: the same kind of tokenizer.json, but transformers uses its normalizer.
+
+  Special tokens swallow the whitespace after them.
+  """
   engine = converted()
   engine.add_special_tokens(
     [
@@ -420,8 +435,8 @@ FAMILIES = (qwen, llama3, llama2, llama2_json, gemma, phi)
 
 
 def expected(folder):
-  """What transformers makes of TEXTS and CONVERSATIONS with a folder's tokenizer."""
-  theirs = transformers.AutoTokenizer.from_pretrained(folder)
+  """What transformers makes of TEXTS and CONVERSATIONS with the tokenizer of a folder."""
+  reference = transformers.AutoTokenizer.from_pretrained(folder)
   chats = []
   for messages in CONVERSATIONS:
     for prompt in (True, False):
@@ -430,8 +445,10 @@ def expected(folder):
           dict(
             messages=messages,
             generation_prompt=prompt,
-            text=theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False),
-            ids=theirs.apply_chat_template(
+            text=reference.apply_chat_template(
+              messages, add_generation_prompt=prompt, tokenize=False
+            ),
+            ids=reference.apply_chat_template(
               messages, add_generation_prompt=prompt, return_dict=False
             ),
           )
@@ -440,7 +457,9 @@ def expected(folder):
         chats.append(dict(messages=messages, generation_prompt=prompt, error=str(error)))
   plain = [
     dict(
-      text=text, ids=theirs.encode(text, add_special_tokens=False), prompt_ids=theirs.encode(text)
+      text=text,
+      ids=reference.encode(text, add_special_tokens=False),
+      prompt_ids=reference.encode(text),
     )
     for text in TEXTS
   ]
@@ -459,16 +478,16 @@ def main():
 
 
 def compare(path):
-  from grpo_jax.data import tokenizer  # here: to make the files, it is not needed
+  from grpo_jax.data import tokenizer  # imported here because the files are made without it
 
   digests = {}
   for make in FAMILIES:
     name, counts = make.__name__, {}
-    ours = tokenizer.load(FOLDER / name)
+    tested = tokenizer.load(FOLDER / name)
     with tempfile.TemporaryDirectory() as saved:
-      ours.save(saved)
-      theirs = transformers.AutoTokenizer.from_pretrained(saved)
-    for split in ("train", "test"):  # the digests kept are of the latter
+      tested.save(saved)
+      reference = transformers.AutoTokenizer.from_pretrained(saved)
+    for split in ("train", "test"):  # digests of "test" replace those of "train"
       rows = [json.loads(line) for line in (Path(path) / f"{split}.jsonl").open(encoding="utf-8")]
       texts = [row[key] for row in rows for key in ("question", "answer")]
       system = [dict(role="system", content="Think first.")] * (make is not gemma)
@@ -482,16 +501,19 @@ def compare(path):
       ]
       prompts = [chat[:-1] for chat in chats]
       pairs = {
-        "plain": (theirs(texts, add_special_tokens=False)["input_ids"], ours.encode_batch(texts)),
+        "plain": (
+          reference(texts, add_special_tokens=False)["input_ids"],
+          tested.encode_batch(texts),
+        ),
         "chat, prompt": (
-          theirs.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False),
-          ours.encode_batch([ours.render(chat) for chat in prompts]),
+          reference.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False),
+          tested.encode_batch([tested.render(chat) for chat in prompts]),
         ),
         "chat, answered": (
-          theirs.apply_chat_template(chats, return_dict=False),
-          ours.encode_batch([ours.render(chat, generation_prompt=False) for chat in chats]),
+          reference.apply_chat_template(chats, return_dict=False),
+          tested.encode_batch([tested.render(chat, generation_prompt=False) for chat in chats]),
         ),
-        "round trip": (texts, [ours.decode(ids) for ids in ours.encode_batch_after(texts)]),
+        "round trip": (texts, [tested.decode(ids) for ids in tested.encode_batch_after(texts)]),
       }
       for what, (first, second) in pairs.items():
         equal, of = counts.get(what, (0, 0))

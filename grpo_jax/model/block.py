@@ -1,0 +1,49 @@
+"""One layer of the decoder."""
+
+import jax
+from flax import linen as nn
+
+from grpo_jax.model.cache import KeysAndValues, LayerCache
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.experts import Experts
+from grpo_jax.model.layers import MLP, Attention
+from grpo_jax.model.rope import CosSin
+from grpo_jax.types import Routing
+
+
+class Block(nn.Module):
+  """Attention, then an MLP or experts, each added to the residual stream.
+
+  Their inputs are normalised, and with `config.post_norms` their outputs too.
+  """
+
+  config: ModelConfig
+  window: int
+  sparse: bool
+
+  @nn.compact
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    counted_BT: jax.Array | None,
+    rope: CosSin,
+    cache: LayerCache,
+  ) -> tuple[jax.Array, KeysAndValues, Routing | None]:
+    """Returns the stream, the rows' own keys and values, and the router's statistics if any."""
+    c = self.config
+
+    def norm(name: str, x: jax.Array) -> jax.Array:
+      return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x)
+
+    def post_norm(name: str, x: jax.Array) -> jax.Array:
+      return norm(name, x) if c.post_norms else x
+
+    attention = Attention(c, self.window, name="attention")
+    attended_BTD, own = attention(norm("attention_norm", x_BTD), rope, cache)
+    x_BTD = x_BTD + post_norm("attention_post_norm", attended_BTD)
+    normed_BTD = norm("mlp_norm", x_BTD)
+    if self.sparse:
+      out_BTD, routing = Experts(c, name="experts")(normed_BTD, counted_BT)
+    else:
+      out_BTD, routing = MLP(c, name="mlp")(normed_BTD), None
+    return x_BTD + post_norm("mlp_post_norm", out_BTD), own, routing
