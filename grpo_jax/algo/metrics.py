@@ -4,6 +4,7 @@ A metric is made where its value is computed, as in `metrics["kl"] = mean(kl_PGT
 who passes it on has to know what it is.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -85,7 +86,7 @@ def reduced(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def _merge_two(first: Metric, second: Metric) -> Metric:
   value = _MERGE[first.reduction](first.value, second.value)
-  return first.replace(value=value, weight=first.weight + second.weight)
+  return dataclasses.replace(first, value=value, weight=first.weight + second.weight)
 
 
 def _number(metric: Metric) -> float:
