@@ -153,6 +153,87 @@ def test_presets_are_accepted_and_their_values_are_in_range(name):
     check_range(f"algo.{field.name}", getattr(settings, field.name), allowed)
 
 
+# The table of the papers: advantage, ratio, surrogate, aggregation, and other settings.
+TABLE = {
+  "grpo": ("group_normalized", "token", "ppo_clip", "sequence_mean", dict(kl_coef=0.04)),
+  "dr_grpo": ("group_centered", "token", "ppo_clip", "constant", {}),
+  "bnpo": ("group_normalized", "token", "ppo_clip", "token_mean", {}),
+  "dapo": (
+    "group_normalized",
+    "token",
+    "ppo_clip",
+    "token_mean",
+    dict(clip_high=0.28, minibatches=4, dynamic_sampling=True, overlong=0.2),
+  ),
+  "gspo": (
+    "group_normalized",
+    "sequence",
+    "ppo_clip",
+    "sequence_mean",
+    dict(clip_low=3e-4, clip_high=4e-4, minibatches=4),
+  ),
+  "gspo_token": (
+    "group_normalized",
+    "sequence_token",
+    "ppo_clip",
+    "sequence_mean",
+    dict(clip_low=3e-4, clip_high=4e-4, minibatches=4),
+  ),
+  "gmpo": (
+    "group_centered",
+    "token",
+    "gmpo",
+    "sequence_mean",
+    dict(clip_low=0.4, clip_high=0.4, minibatches=4),
+  ),
+  "cispo": (
+    "group_normalized",
+    "token",
+    "cispo",
+    "token_mean",
+    dict(clip_low=1.0, clip_high=4.0, minibatches=4),
+  ),
+  "sapo": ("group_normalized", "token", "sapo", "sequence_mean", dict(minibatches=4)),
+  "luspo": (
+    "group_normalized",
+    "sequence",
+    "ppo_clip",
+    "sequence_sum",
+    dict(clip_low=2e-3, clip_high=2.5e-3, minibatches=4),
+  ),
+  "vespo": ("group_normalized", "token", "vespo", "token_mean", dict(minibatches=4)),
+  "rloo": (
+    "leave_one_out",
+    "token",
+    "reinforce",
+    "sequence_sum",
+    dict(kl="k1", kl_coef=0.03, kl_in="reward"),
+  ),
+  "reinforce_pp": (
+    "batch_normalized",
+    "token",
+    "ppo_clip",
+    "token_mean",
+    dict(kl="k1", kl_coef=0.001, kl_in="reward"),
+  ),
+  "lite_ppo": ("group_mean_batch_std", "token", "ppo_clip", "token_mean", {}),
+  "opo": ("opo", "token", "ppo_clip", "token_mean", {}),
+  "remax": ("greedy_baseline", "token", "reinforce", "sequence_sum", {}),
+  "gpg": ("group_centered", "token", "reinforce", "token_mean", {}),
+  "clip_cov": ("group_normalized", "token", "clip_cov", "token_mean", dict(minibatches=4)),
+  "kl_cov": ("group_normalized", "token", "kl_cov", "token_mean", dict(minibatches=4)),
+  "pass_at_k": ("pass_at_k", "token", "ppo_clip", "token_mean", {}),
+  "process": ("process", "token", "ppo_clip", "sequence_mean", dict(kl_coef=0.04)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_presets_are_those_of_the_papers(name):
+  *choices, others = TABLE[name]
+  axes = ("advantage", "ratio", "surrogate", "aggregation")
+  assert presets.preset(name) == Algo(**dict(zip(axes, choices)), **others)
+
+
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_properties_of_advantages_are_enforced(name):
   record = ADVANTAGES[name]
