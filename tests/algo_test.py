@@ -1,5 +1,7 @@
-"""The algorithm: arithmetic by hand, and what must hold for every member of the family. tests/golden_test.py has the
-numbers of others."""
+"""The objective: what must hold for every member of the family, and its metrics by hand.
+
+tests/variants_test.py tests the records one by one, tests/golden_test.py has numbers of others.
+"""
 
 import dataclasses
 import functools
@@ -9,225 +11,81 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_jax import masked
-from grpo_jax.algo import controllers, kl, presets, selection
+from grpo_jax.algo import presets, token_selection
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.aggregation import AGGREGATIONS
+from grpo_jax.algo.checks import settings_idle_at_ratio_one
+from grpo_jax.algo.corrections import CORRECTIONS, LEVELS
 from grpo_jax.algo.kl import KL
-from grpo_jax.algo.objective import objective, whole
+from grpo_jax.algo.metrics import reduced
+from grpo_jax.algo.objective import objective, totals
 from grpo_jax.algo.ratios import RATIOS
+from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
-from grpo_jax.config import Algo
-from grpo_jax.run.checks import TOKEN_ONLY
-from grpo_jax.types import Batch, Coefs, Rewards, TokenStats
+from grpo_jax.algo.token_selection import TOKEN_WEIGHTS, TokenWeight
+from grpo_jax.types import Batch, Coefficients, Rewards, TokenSelection, TokenStats
 
-GRPO = Algo(**presets.row("grpo"))
-
-
-def algo(**change):
-  return dataclasses.replace(GRPO, **change)
+GRPO = presets.preset("grpo")
+P, G, T = 8, 3, 6
 
 
-def rewards(values, T=4, **more):
-  """Of one function; every completion has T tokens."""
-  values = jnp.asarray(values, jnp.float32)
-  return Rewards(values[None], jnp.ones(1), jnp.ones((*values.shape, T)), **more)
+def algo(**changes):
+  return dataclasses.replace(GRPO, **changes)
 
 
-# Advantages.
+# The family: every surrogate with each ratio that it can be combined with, and every aggregation.
+# KLs, masks, corrections and their levels take turns. The slow tests have every KL.
+
+PAIRS = [
+  (surrogate, ratio)
+  for surrogate, record in SURROGATES.items()
+  for ratio in record.ratios or RATIOS
+]
+FEW_KLS = itertools.cycle(KL)
+FEW = [[(aggregation, next(FEW_KLS)) for aggregation in AGGREGATIONS] for _ in PAIRS]
+ALL = [list(itertools.product(AGGREGATIONS, KL)) for _ in PAIRS]
 
 
-@pytest.mark.parametrize(
-  "values, ddof, expected",
-  [
-    ([1, 1, 0, 0], 0, [1, 1, -1, -1]),  # mean 1/2, std 1/2
-    ([1, 0, 0, 0], 1, [1.5, -0.5, -0.5, -0.5]),  # mean 1/4, variance (9/16 + 3/16) / 3 = 1/4
-    ([2, np.nan, 0, np.nan], 0, [1, 0, -1, 0]),  # the unscored stay out
-    ([np.nan, np.nan, np.nan, 1], 1, [0, 0, 0, 0]),
-  ],
-)
-def test_group_normalized(values, ddof, expected):
-  out = ADVANTAGES["group_normalized"](rewards([values]), algo(std_ddof=ddof, std_eps=0.0))
-  np.testing.assert_allclose(out, [expected], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-  "name", [name for name in ADVANTAGES if name not in ("process", "greedy_baseline")]
-)
-def test_equal_rewards_have_advantage_exactly_zero(name):
-  """0.7 twelve times: the float mean is not 0.7, and its float deviation is not 0."""
-  out = ADVANTAGES[name](rewards(np.full((3, 12), 0.7)), algo(std_eps=0.0, batch_std_eps=0.0))
-  assert (out == 0).all()
-
-
-def test_equal_rewards_of_steps_have_advantage_exactly_zero():
-  ends = jnp.ones((3, 12, 4)).at[0, :6, 1].set(0)
-  r = rewards(np.zeros((3, 12)), step_rewards_PGT=ends * 0.7, step_ends_PGT=ends)
-  assert (ADVANTAGES["process"](r, algo(std_eps=0.0)) == 0).all()
-
-
-def test_greedy_baseline():
-  """The greedy completions of the two prompts got 1 and nothing."""
-  r = rewards([[1, 0], [1, 0]], greedy_P=jnp.array([1, np.nan]))
-  np.testing.assert_array_equal(ADVANTAGES["greedy_baseline"](r, GRPO), [[0, -1], [0, 0]])
-
-
-def test_the_kl_in_the_reward():
-  """RLOO: completions lose the sum of their penalty. REINFORCE++: a token loses its own and that of those after it."""
-  penalty = jnp.array([[[0.25, 0.25, 0, 0], [0, 0, 0.5, 0.5]]])
-  r = rewards([[1, 1]], penalty_PGT=penalty)
-  np.testing.assert_allclose(ADVANTAGES["leave_one_out"](r, GRPO), [[0.5, -0.5]])
-  to_go = np.array([0.5, 0.75, 1, 1, 0, 0, 0, 0.5])
-  expected = (to_go - to_go.mean()) / to_go.std(ddof=1)
-  out = ADVANTAGES["batch_normalized"](r, algo(std_eps=0.0))
-  np.testing.assert_allclose(out.ravel(), expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-  "name", [name for name in ADVANTAGES if name not in ("process", "greedy_baseline")]
-)
-def test_members_and_prompts_may_be_permuted(name):
-  rng = np.random.default_rng(0)
-  values, lengths = rng.integers(0, 2, (3, 8)).astype(np.float32), rng.integers(1, 5, (3, 8, 1))
-  make = lambda p, g: ADVANTAGES[name](
-    rewards(values[p][:, g]).replace(
-      mask_PGT=jnp.asarray(np.arange(4) < lengths[p][:, g], jnp.float32)
-    ),
-    GRPO,
+def members(surrogate, ratio, variants, quantile, correction, level):
+  """The settings of the variants (aggregation, KL) of one combination."""
+  shared = algo(
+    surrogate=surrogate,
+    ratio=ratio,
+    kl_coef=0.1,
+    length_norm=7,
+    cov_fraction=0.2,
+    cov_low=0.1,
+    top_entropy_quantile=quantile,
+    entropy_coef=0.02,
+    correction=correction,
+    correction_level=level,
+    correction_high=1.5,
   )
-  p, g = rng.permutation(3), rng.permutation(8)
-  np.testing.assert_allclose(make(np.arange(3), np.arange(8))[p][:, g], make(p, g), atol=1e-6)
+  return tuple(dataclasses.replace(shared, aggregation=a, kl=kl) for a, kl in variants)
 
 
-def test_groups_do_not_mix():
-  values = jnp.array([[1.0, 0, 0, 0], [100, 100, 300, 100]])
-  both = ADVANTAGES["group_normalized"](rewards(values), GRPO)
-  alone = jnp.concatenate(
-    [ADVANTAGES["group_normalized"](rewards(row[None]), GRPO) for row in values]
-  )
-  np.testing.assert_array_equal(both, alone)
-
-
-# KL and aggregation.
-
-
-def test_k3_by_hand():
-  """d = ln 2: 1/2 + ln 2 - 1."""
-  assert float(kl.k3(jnp.log(0.5), jnp.log(0.25))) == pytest.approx(0.5 + np.log(2) - 1, rel=1e-6)
-  assert float(kl.k3(jnp.float32(-3), jnp.float32(-3))) == 0
-
-
-@given(st.floats(-200, 50, width=32).filter(lambda d: abs(d) > 1e-3))
-@settings(deadline=None, max_examples=60)
-def test_k3_is_finite_with_a_gradient_of_the_right_sign(d):
-  """d k3 / d lp = 1 - e^-d: pulls back from both sides, however far."""
-  value, gradient = jax.value_and_grad(lambda lp: kl.k3(lp, jnp.float32(0)))(jnp.float32(d))
-  assert np.isfinite(value) and value >= 0 and abs(gradient) < 1e9
-  assert np.sign(gradient) == np.sign(d)
-
-
-@pytest.mark.parametrize("name", ["k1", "k3"])
-def test_estimates_are_unbiased(name):
-  """Their mean under pi over a whole distribution is KL(pi || ref)."""
-  pi, ref = jnp.array([0.5, 0.3, 0.2]), jnp.array([0.2, 0.2, 0.6])
-  np.testing.assert_allclose(
-    (pi * KL[name](jnp.log(pi), jnp.log(ref))).sum(), (pi * jnp.log(pi / ref)).sum(), rtol=1e-5
-  )
-
-
-def test_aggregations_by_hand():
-  """Rows of 2 and 4 tokens with values 1 and -1; a row without tokens is not counted."""
-  mask = jnp.array([[[1.0, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]])
-  values = jnp.array([[[1.0, 1, 9, 9], [-1, -1, -1, -1], [jnp.nan] * 4]])
-  mean = lambda name: float(np.divide(*AGGREGATIONS[name](values, mask, algo(length_norm=8))))
-  found = {name: mean(name) for name in AGGREGATIONS}
-  assert found == pytest.approx(
-    {
-      "sequence_mean": 0,
-      "token_mean": -2 / 6,
-      "sequence_sum": -1,
-      "constant": -2 / 16,
-      "prompt_mean": -2 / 6,
-    }
-  )
-
-
-def test_full_kl_by_hand_and_its_gradient():
-  """pi = [3/4, 1/4], ref = [1/2, 1/2]: 3/4 ln(3/2) + 1/4 ln(1/2). d / d logits = pi (log pi - log ref - KL)."""
-  pi, ref = np.array([0.75, 0.25]), np.array([0.5, 0.5])
-  value, gradient = jax.value_and_grad(lambda x: kl.full(x, jnp.log(ref)))(
-    jnp.log(pi) + 7
-  )  # logits may be shifted
-  expected = (pi * np.log(pi / ref)).sum()
-  assert float(value) == pytest.approx(expected, rel=1e-5)
-  np.testing.assert_allclose(gradient, pi * (np.log(pi / ref) - expected), rtol=1e-5)
-
-
-# Coefficients that follow what is measured.
-
-
-@pytest.mark.parametrize(
-  "measured, coef", [(0.2, 0.105), (0.11, 0.1025), (0.1, 0.1), (0.09, 0.0975), (0, 0.095)]
-)
-def test_the_kl_coefficient_follows_the_kl(measured, coef):
-  """Target .1, 256 completions of a horizon of 1024: .1 (1 + clip(kl / .1 - 1, -.2, .2) / 4)."""
-  a = algo(kl_target=0.1, kl_horizon=1024)
-  assert float(controllers.proportional(jnp.float32(0.1), measured, 256, a)) == pytest.approx(
-    coef, rel=1e-5
-  )
-
-
-def test_the_entropy_coefficient_goes_up_and_down_and_not_below_zero():
-  a = algo(entropy_target=0.5, entropy_step=0.01)
-  found = [
-    float(controllers.stepwise(jnp.float32(c), h, a))
-    for c, h in ((0.02, 0.4), (0.02, 0.6), (0.02, 0.5), (0.005, 0.6))
-  ]
-  assert found == pytest.approx([0.03, 0.01, 0.02, 0])
-
-
-# The objective, over the whole family: every surrogate with each ratio it reads and every aggregation, KLs going round
-# among them; with the marker slow, every KL too. Masks and corrections go round.
-
-PAIRS = [(s, r) for s in SURROGATES for r in RATIOS if r == "token" or s not in TOKEN_ONLY]
-KINDS = [*KL, "full"]
-_kinds = itertools.cycle(KINDS)
-FEW = [[(a, next(_kinds)) for a in AGGREGATIONS] for _ in PAIRS]
-ALL = [[*itertools.product(AGGREGATIONS, KINDS)] for _ in PAIRS]
-FAMILY = [
-  pytest.param(
-    [
-      algo(
-        surrogate=s,
-        ratio=r,
-        aggregation=a,
-        kl=k,
-        kl_coef=0.1,
-        length_norm=7,
-        cov_fraction=0.2,
-        cov_low=0.1,
-        top_entropy_quantile=q,
-        entropy_coef=0.02,
-        correction=c,
-        correction_high=1.5,
-      )
-      for a, k in variants
-    ],
-    id=f"{s}-{r}-{q}-{c}-{len(variants)}",
-    marks=marks,
-  )
-  for variants_of_pairs, marks in ((FEW, ()), (ALL, pytest.mark.slow))
-  for (s, r), variants, q, c in zip(
+def family(variants_of_pairs, marks=()):
+  turns = zip(
     PAIRS,
     variants_of_pairs,
     itertools.cycle([1.0, 0.5]),
-    itertools.cycle(["none", "truncate", "mask"]),
+    itertools.cycle(CORRECTIONS),
+    itertools.cycle(reversed(LEVELS)),
   )
-]
-P, G, T = 8, 3, 6
+  return [
+    pytest.param(
+      members(*pair, variants, quantile, correction, level),
+      id=f"{'-'.join(pair)}-{quantile}-{correction}-{level}-{len(variants)}",
+      marks=marks,
+    )
+    for pair, variants, quantile, correction, level in turns
+  ]
+
+
+FAST_FAMILY = family(FEW)
+FAMILY = FAST_FAMILY + family(ALL, pytest.mark.slow)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,249 +94,425 @@ class Case:
   batch: Batch
 
 
-def case(seed=0, mask=None):
+def make_case(seed=0, mask=None):
   rng = np.random.default_rng(seed)
-  normal = lambda low, scale: jnp.asarray(rng.normal(low, scale, (P, G, T)), jnp.float32)
+
+  def normal(mean, scale, shape=(P, G, T)):
+    return jnp.asarray(rng.normal(mean, scale, shape), jnp.float32)
+
   lengths = rng.integers(1, T + 1, (P, G, 1))
-  mask = jnp.asarray(np.arange(T) < lengths, jnp.float32) if mask is None else mask
-  lp = normal(-2, 0.5)
-  A = jnp.broadcast_to(jnp.asarray(rng.normal(size=(P, G, 1)), jnp.float32), (P, G, T))
-  stats = TokenStats(lp, jnp.abs(normal(1, 0.5)), jnp.abs(normal(0.2, 0.1)))
-  return Case(
-    stats,
-    Batch(
-      None, None, None, mask, A, None, lp + normal(0, 0.3), lp + normal(0, 0.2), lp + normal(0, 0.3)
-    ),
+  lp, A = normal(-2, 0.5), normal(0, 1, (P, G, 1))
+  stats = TokenStats(
+    logprobs_PGT=lp,
+    entropies_PGT=jnp.abs(normal(1, 0.5)),
+    full_kl_PGT=jnp.abs(normal(0.2, 0.1)),
   )
+  batch = Batch(
+    mask_PGT=jnp.asarray(np.arange(T) < lengths, jnp.float32) if mask is None else mask,
+    advantages_PGT=jnp.broadcast_to(A, (P, G, T)),
+    behavior_logprobs_PGT=lp + normal(0, 0.3),
+    old_logprobs_PGT=lp + normal(0, 0.2),
+    ref_logprobs_PGT=lp + normal(0, 0.3),
+  )
+  return Case(stats, batch)
 
 
-def losses(stats, batch, of_all, algos):
+def with_selection(stats, batch, settings):
+  if not token_selection.is_needed(settings):
+    return batch
+  old = stats.logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
+  selection = token_selection.select(
+    stats.logprobs_PGT,
+    old,
+    stats.entropies_PGT,
+    batch.advantages_PGT,
+    batch.mask_PGT,
+    settings,
+  )
+  return batch.replace(selection=selection)
+
+
+def losses(stats, batch, of_batch, algos):
   """[len(algos)]."""
-  asked = lambda a: stats if a.kl == "full" else stats.replace(full_kl_PGT=None)
-  return jnp.stack([objective(asked(a), batch, of_all[a.aggregation], a)[0] for a in algos])
+  return jnp.stack([objective(stats, batch, of_batch[a.aggregation], a)[0] for a in algos])
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def parts(c, algos):
-  """Losses [variants] and their gradients of the batch as a whole, and of its prompts one by one, stacked."""
-  stats, batch, a = *c, algos[0]
-  if selection.is_needed(a):
-    batch = batch.replace(
-      selection=selection.select(
-        stats.logprobs_PGT,
-        batch.old_logprobs_PGT,
-        stats.entropies_PGT,
-        batch.advantages_PGT,
-        batch.mask_PGT,
-        a,
-      )
-    )
-  of_all = {x.aggregation: whole(batch, Coefs(0.1, 0.02), x) for x in algos}
-  both = lambda stats, batch: (
-    losses(stats, batch, of_all, algos),
-    jax.jacrev(losses)(stats, batch, of_all, algos),
-  )
-  one = lambda x: x[:, None]  # a prompt with the axis of prompts
-  return both(stats, batch), jax.lax.map(
-    lambda part: both(*part), jax.tree.map(one, (stats, batch))
-  )
+@functools.partial(jax.jit, static_argnums=2)
+def compute(stats, batch, algos):
+  """Losses and gradients of the whole batch, and of its prompts one by one, stacked."""
+  batch = with_selection(stats, batch, algos[0])
+  coefs = Coefficients(kl=0.1, entropy=0.02)
+  of_batch = {a.aggregation: totals(batch, coefs, a) for a in algos}
+
+  def losses_and_gradients(stats, batch):
+    gradients = jax.jacrev(losses)(stats, batch, of_batch, algos)
+    return losses(stats, batch, of_batch, algos), gradients
+
+  def of_prompt(part):
+    return losses_and_gradients(*jax.tree.map(lambda x: x[None], part))
+
+  return losses_and_gradients(stats, batch), jax.lax.map(of_prompt, (stats, batch))
 
 
-def computed(c, algos):
-  return jax.device_get(parts((c.stats, c.batch), tuple(algos)))
+def computed(case, algos):
+  return jax.device_get(compute(case.stats, case.batch, algos))
 
 
-def assert_close(a, b, atol=1e-6):
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=atol), a, b)
+def assert_close(found, expected):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
 
 
 @pytest.mark.parametrize("algos", FAMILY)
 def test_split_order_and_padding_change_nothing(algos):
-  """Shares of the prompts one by one add up to the whole. Permuting prompts and members permutes the gradient. Other
-  numbers at padding change nothing and have no gradient; nor, among all kinds, do three positions more of them."""
-  c, rng = case(), np.random.default_rng(1)
-  (loss, gradient), (of_parts, gradients) = computed(c, algos)
-  np.testing.assert_allclose(of_parts.sum(0), loss, rtol=1e-5, atol=1e-6)
-  assert_close(jax.tree.map(lambda x: np.moveaxis(x[:, :, 0], 0, 1), gradients), gradient)
+  """The losses of single prompts add up, permutations permute, and padding may hold anything."""
+  case, rng = make_case(), np.random.default_rng(1)
+  (loss, gradient), (part_losses, part_gradients) = computed(case, algos)
+  assert_close(part_losses.sum(0), loss)
+  assert_close(jax.tree.map(lambda x: np.moveaxis(x[:, :, 0], 0, 1), part_gradients), gradient)
   assert np.abs(gradient.logprobs_PGT).reshape(len(algos), -1).max(1).all()
 
   p, g = rng.permutation(P), rng.permutation(G)
-  move = lambda tree: jax.tree.map(lambda x: x[p][:, g], tree)
-  (other, others), _ = computed(Case(move(c.stats), move(c.batch)), algos)
-  np.testing.assert_allclose(other, loss, rtol=1e-5, atol=1e-6)
-  assert_close(others, jax.tree.map(lambda x: x[:, p][:, :, g], gradient))
+  moved = jax.tree.map(lambda x: x[p][:, g], (case.stats, case.batch))
+  (moved_loss, moved_gradient), _ = computed(Case(*moved), algos)
+  assert_close(moved_loss, loss)
+  assert_close(moved_gradient, jax.tree.map(lambda x: x[:, p][:, :, g], gradient))
 
-  more = 3 * (len(algos) > len(AGGREGATIONS))  # another shape is another compilation
-  wide = lambda x, value: jnp.pad(
-    jnp.where(c.batch.mask_PGT > 0, x, value), [(0, 0), (0, 0), (0, more)], constant_values=value
-  )
-  padded = jax.tree.map(lambda x: wide(x, -7.0), c.batch).replace(
-    mask_PGT=wide(c.batch.mask_PGT, 0.0)
-  )
-  (other, others), _ = computed(
-    Case(jax.tree.map(lambda x: wide(x, -50.0), c.stats), padded), algos
-  )
-  np.testing.assert_allclose(other, loss, rtol=1e-5, atol=1e-6)
-  assert_close(jax.tree.map(lambda x: x[..., :T], others), gradient)
-  assert all((x[:, padded.mask_PGT == 0] == 0).all() for x in jax.tree.leaves(others))
+  # Another shape is another compilation, so only the slow tests add positions.
+  added = 3 if len(algos) > len(AGGREGATIONS) else 0
+
+  def pad(x, value):
+    x = jnp.where(case.batch.mask_PGT > 0, x, value)
+    return jnp.pad(x, [(0, 0), (0, 0), (0, added)], constant_values=value)
+
+  stats = jax.tree.map(lambda x: pad(x, -50.0), case.stats)
+  batch = jax.tree.map(lambda x: pad(x, -7.0), case.batch)
+  batch = batch.replace(mask_PGT=pad(case.batch.mask_PGT, 0.0))
+  (padded_loss, padded_gradient), _ = computed(Case(stats, batch), algos)
+  assert_close(padded_loss, loss)
+  assert_close(jax.tree.map(lambda x: x[..., :T], padded_gradient), gradient)
+  assert all((x[:, batch.mask_PGT == 0] == 0).all() for x in jax.tree.leaves(padded_gradient))
 
 
 @pytest.mark.parametrize("algos", FAMILY)
 def test_an_empty_mask_gives_zero_not_nan(algos):
-  (loss, gradient), _ = computed(case(mask=jnp.zeros((P, G, T))), algos)
+  (loss, gradient), _ = computed(make_case(mask=jnp.zeros((P, G, T))), algos)
   assert (loss == 0).all() and all((x == 0).all() for x in jax.tree.leaves(gradient))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "algos",
-  [param.values[0] for param in FAMILY[: len(PAIRS)]],
-  ids=[p.id for p in FAMILY[: len(PAIRS)]],
-)
+@pytest.mark.parametrize("algos", FAST_FAMILY)
 @pytest.mark.parametrize("devices", [2, 8])
 def test_any_number_of_devices_gives_the_numbers_of_one(algos, devices):
   mesh = jax.make_mesh(
     (devices,), ("data",), devices=jax.devices()[:devices], axis_types=(jax.sharding.AxisType.Auto,)
   )
-  put = lambda tree: jax.device_put(tree, jax.NamedSharding(mesh, jax.P("data")))
-  c = case()
-  alone, split = computed(c, algos)[0], computed(Case(put(c.stats), put(c.batch)), algos)[0]
-  np.testing.assert_allclose(split[0], alone[0], rtol=1e-5, atol=1e-6)
-  assert_close(split[1], alone[1])
+  case = make_case()
+  sharding = jax.NamedSharding(mesh, jax.P("data"))
+  split = Case(*jax.device_put((case.stats, case.batch), sharding))
+  assert_close(computed(split, algos)[0], computed(case, algos)[0])
 
 
-@pytest.mark.parametrize("algos", FAMILY[: len(PAIRS)])
-def test_at_ratio_one_the_gradient_is_reinforce(algos):
-  """d loss / d lp_t = -A times the token's weight in the aggregation, where old is the policy itself."""
-  plain = dict(
-    kl_coef=0.0,
-    entropy_coef=0.0,
-    correction="none",
-    top_entropy_quantile=1.0,
-    cov_kl_coef=0.0,
-    cov_low=98.0,
-    cov_high=99.0,
+# One update per batch: old is the policy itself.
+
+
+def at_ratio_one(case):
+  return case.batch.replace(old_logprobs_PGT=None, behavior_logprobs_PGT=None)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def gradients_by_logprobs(stats, batch, algos):
+  """The gradients by the log-probs under several settings, stacked."""
+
+  def gradient(settings):
+    selected = with_selection(stats, batch, settings)
+    coefs = Coefficients(kl=settings.kl_coef, entropy=settings.entropy_coef)
+    of_batch = totals(selected, coefs, settings)
+
+    def loss(lp):
+      return objective(stats.replace(logprobs_PGT=lp), selected, of_batch, settings)[0]
+
+    return jax.grad(loss)(stats.logprobs_PGT)
+
+  return jnp.stack([gradient(settings) for settings in algos])
+
+
+@pytest.mark.parametrize("surrogate, ratio", PAIRS)
+def test_at_ratio_one_the_gradient_is_reinforce(surrogate, ratio):
+  """d loss / d lp_t = -A times the token's weight in the aggregation."""
+  plain = algo(
+    surrogate=surrogate, ratio=ratio, kl_coef=0.0, length_norm=7, cov_low=98.0, cov_high=99.0
   )
-  algos = {a.aggregation: dataclasses.replace(a, **plain) for a in algos}.values()
-  c = case()
-  b = c.batch.replace(
-    old_logprobs_PGT=None, sampling_logprobs_PGT=None, selection=selection.trivial(c.batch.mask_PGT)
-  )
-  for a in algos:
-    of_all = whole(b, Coefs(0.0, 0.0), a)
-    gradient = jax.grad(
-      lambda lp: objective(TokenStats(lp, c.stats.entropies_PGT), b, of_all, a)[0]
-    )(c.stats.logprobs_PGT)
-    weight = (
-      jax.grad(lambda x: AGGREGATIONS[a.aggregation](x, b.mask_PGT, a)[0])(jnp.ones((P, G, T)))
-      / of_all.loss_weight
-    )
-    expected = -b.advantages_PGT * weight
-    if a.ratio == "sequence" or a.surrogate == "gmpo":  # a row's tokens share its gradient
-      lengths = b.mask_PGT.sum(-1, keepdims=True)
-      expected = jnp.where(b.mask_PGT > 0, (expected.sum(-1, keepdims=True) / lengths), 0)
+  algos = tuple(dataclasses.replace(plain, aggregation=name) for name in AGGREGATIONS)
+  case = make_case()
+  batch = at_ratio_one(case)
+  found = gradients_by_logprobs(case.stats, batch, algos)
+  mask = batch.mask_PGT
+  for settings, gradient in zip(algos, found, strict=True):
+    aggregate = functools.partial(AGGREGATIONS[settings.aggregation].compute, algo=settings)
+    weights = jax.grad(lambda x: aggregate(x, mask)[0])(jnp.ones((P, G, T)))  # noqa: B023
+    expected = -batch.advantages_PGT * weights / aggregate(mask, mask)[1]
+    if RATIOS[ratio].shared_by_row or SURROGATES[surrogate].weighs_tokens_itself:
+      row_mean = expected.sum(-1, keepdims=True) / mask.sum(-1, keepdims=True)
+      expected = jnp.where(mask > 0, row_mean, 0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-  "name, w, A, low, high",
-  [
-    ("ppo_clip", 0.5, -1, 1, 0),
-    ("ppo_clip", 0.5, 1, 0, 0),
-    ("ppo_clip", 1.5, 1, 0, 1),
-    ("ppo_clip", 1.5, -1, 0, 0),
-    ("cispo", 1.5, -1, 0, 1),
-    ("cispo", 0.5, 1, 1, 0),
-    ("gmpo", 1.45, 1, 0, 0),
-    ("gmpo", 1.5, 1, 0, 1),
-    ("gmpo", 0.66, -1, 1, 0),  # e^.4 = 1.49, e^-.4 = .67
-    ("dppo_tv", 1.5, 1, 0, 1),
-    ("dppo_tv", 1.3, 1, 0, 0),  # old .5: p - q is .25, .15
-    ("reinforce", 2.0, 1, None, None),
-    ("sapo", 2.0, 1, None, None),
-  ],
+def changed(setting, value):
+  """Another value, inside the range of the setting."""
+  return {"ratio_max": 1.7, "dual_clip": 1.7, "cov_fraction": 0.02}.get(setting, value * 1.5)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_which_settings_of_a_surrogate_are_idle_at_ratio_one(surrogate):
+  """Exactly those that its record names change no gradient, and the header of a run names them."""
+  record = SURROGATES[surrogate]
+  shared = algo(surrogate=surrogate, kl_coef=0.0, cov_fraction=0.5, cov_low=0.1, cov_high=1.0)
+  algos = [
+    dataclasses.replace(shared, **{name: changed(name, getattr(shared, name))})
+    for name in record.settings
+  ]
+  case = make_case()
+  found = gradients_by_logprobs(case.stats, at_ratio_one(case), (shared, *algos))
+  for name, gradient, settings in zip(record.settings, found[1:], algos, strict=True):
+    is_idle = np.allclose(gradient, found[0], rtol=1e-5, atol=1e-9)
+    assert is_idle == (name in record.idle_at_ratio_one), name
+    if is_idle:
+      assert name in settings_idle_at_ratio_one(settings)
+      several = dataclasses.replace(settings, minibatches=2)
+      assert settings_idle_at_ratio_one(several) == ()
+
+
+# The objective by hand, for one row of four tokens.
+
+
+def row(*values):
+  return jnp.array([[values]], jnp.float32)
+
+
+OLD = row(-1, -1, -1, -1)
+HAND = Case(
+  TokenStats(logprobs_PGT=OLD + jnp.log(row(1.5, 0.5, 1.1, 9)), entropies_PGT=row(1, 2, 3, 9)),
+  Batch(
+    mask_PGT=row(1, 1, 1, 0),
+    advantages_PGT=row(1, 1, 1, 5),
+    behavior_logprobs_PGT=OLD - jnp.log(row(2, 0.5, 1, 7)),
+    old_logprobs_PGT=OLD,
+    ref_logprobs_PGT=OLD + jnp.log(row(1, 0.5, 1.1, 3)),
+  ),
 )
-def test_what_is_clipped_is_told(name, w, A, low, high):
-  """Bounds .2, gmpo .4."""
-  a = algo(
-    surrogate=name,
-    kl_coef=0.0,
-    clip_low=0.4 if name == "gmpo" else 0.2,
-    clip_high=0.4 if name == "gmpo" else 0.2,
+TOKEN_MEAN = dict(aggregation="token_mean", kl_coef=0.0)
+
+
+def by_hand(settings, **changes):
+  """Loss and reduced metrics of HAND with some fields of its batch replaced."""
+  batch = HAND.batch.replace(**changes)
+  coefs = Coefficients(kl=settings.kl_coef, entropy=settings.entropy_coef)
+  loss, metrics = objective(HAND.stats, batch, totals(batch, coefs, settings), settings)
+  return float(loss), reduced(metrics)
+
+
+def test_the_objective_by_hand():
+  """The ratios are 1.5, .5 and 1.1, clipped at 1.2: -(1.2 + .5 + 1.1) / 3."""
+  loss, metrics = by_hand(algo(**TOKEN_MEAN))
+  assert loss == pytest.approx(-2.8 / 3, rel=1e-5)
+  assert metrics == pytest.approx(
+    {
+      "entropy": 2,
+      "ratio/mean": 3.1 / 3,
+      "ratio/max": 1.5,
+      "ratio/min": 0.5,
+      "clip_ratio/low_mean": 0,
+      "clip_ratio/high_mean": 1 / 3,
+      "clip_ratio/region_mean": 1 / 3,
+    },
+    rel=1e-5,
   )
-  old, one = jnp.log(jnp.full((1, 1, 1), 0.5)), jnp.ones((1, 1, 1))
-  b = Batch(None, None, None, one, A * one, None, old_logprobs_PGT=old)
-  _, told = objective(TokenStats(old + jnp.log(w), one), b, whole(b, Coefs(0.0, 0.0), a), a)
-  found = [told.means.get(f"clip_ratio/{side}_mean", (None,))[0] for side in ("low", "high")]
-  assert found == [low, high]
+
+
+def test_bounds_on_both_sides_by_hand():
+  """cispo limits 1.5 and .5. sapo has no bounds to count."""
+  _, metrics = by_hand(algo(surrogate="cispo", **TOKEN_MEAN))
+  sides = ("low", "high", "region")
+  found = [metrics[f"clip_ratio/{side}_mean"] for side in sides]
+  assert found == pytest.approx([1 / 3, 1 / 3, 2 / 3])
+  _, metrics = by_hand(algo(surrogate="sapo", **TOKEN_MEAN))
+  assert not any(name.startswith("clip_ratio/") for name in metrics)
+
+
+def test_the_kl_term_by_hand():
+  """k1 is ln 1.5, 0 and 0, and weighted by the ratio it is 1.5 ln 1.5."""
+  k1 = np.log(1.5)
+  settings = algo(**TOKEN_MEAN | dict(kl="k1", kl_coef=0.1))
+  loss, metrics = by_hand(settings)
+  assert loss == pytest.approx((-2.8 + 0.1 * k1) / 3, rel=1e-5)
+  assert metrics["kl"] == pytest.approx(k1 / 3, rel=1e-5)
+  loss, metrics = by_hand(dataclasses.replace(settings, kl_importance_weighted=True))
+  assert loss == pytest.approx((-2.8 + 0.1 * 1.5 * k1) / 3, rel=1e-5)
+  assert metrics["kl"] == pytest.approx(k1 / 3, rel=1e-5)
+  loss, metrics = by_hand(dataclasses.replace(settings, kl_in="reward"))
+  assert loss == pytest.approx(-2.8 / 3, rel=1e-5)
+  assert metrics["kl"] == pytest.approx(k1 / 3, rel=1e-5)
+
+
+def test_the_coefficients_of_the_batch_are_used():
+  settings = algo(**TOKEN_MEAN | dict(kl="k1", kl_coef=0.1, entropy_coef=0.01))
+  coefs = Coefficients(kl=0.5, entropy=0.25)
+  of_batch = totals(HAND.batch, coefs, settings)
+  loss, _ = objective(HAND.stats, HAND.batch, of_batch, settings)
+  assert float(loss) == pytest.approx((-2.8 + 0.5 * np.log(1.5)) / 3 - 0.25 * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["entropy_coef", "entropy_target"])
+def test_the_entropy_bonus_has_a_gradient(name):
+  settings = algo(**TOKEN_MEAN | {name: 0.5})
+  of_batch = totals(HAND.batch, Coefficients(kl=0.0, entropy=0.3), settings)
+
+  def loss(entropies):
+    stats = HAND.stats.replace(entropies_PGT=entropies)
+    return objective(stats, HAND.batch, of_batch, settings)[0]
+
+  gradient = jax.grad(loss)(HAND.stats.entropies_PGT)
+  np.testing.assert_allclose(gradient, row(-0.1, -0.1, -0.1, 0), rtol=1e-6)
+
+
+def test_weights_of_tokens_by_hand():
+  """A weight scales a token's surrogate. The mean still counts every token of the loss."""
+  selection = TokenSelection(weights_PGT=row(0.5, 0, 2, 0), chosen_PGT=row(0, 1, 0, 0))
+  settings = algo(**TOKEN_MEAN | dict(entropy_coef=0.1))
+  loss, metrics = by_hand(settings, selection=selection)
+  expected = -(0.5 * 1.2 + 2 * 1.1) / 3 - 0.1 * (1 + 3) / 2
+  assert loss == pytest.approx(expected, rel=1e-5)
+  assert metrics["selection/kept"] == pytest.approx(2 / 3)
+  assert metrics["selection/chosen"] == pytest.approx(1 / 3)
+
+
+def test_a_token_of_weight_zero_may_have_any_loss():
+  selection = TokenSelection(weights_PGT=row(0, 1, 1, 0), chosen_PGT=row(0, 0, 0, 0))
+  advantages = row(np.inf, 1, 1, 0)
+  loss, _ = by_hand(algo(**TOKEN_MEAN), selection=selection, advantages_PGT=advantages)
+  assert loss == pytest.approx(-1.6 / 3, rel=1e-5)
+
+
+def test_corrections_by_hand():
+  """old / mu is 2, .5 and 1, truncated at 1.5: -(1.5 1.2 + .5 .5 + 1.1) / 3."""
+  settings = algo(**TOKEN_MEAN, correction="truncate", correction_high=1.5)
+  loss, metrics = by_hand(settings)
+  assert loss == pytest.approx(-(1.8 + 0.25 + 1.1) / 3, rel=1e-5)
+  assert metrics["correction/weight_mean"] == pytest.approx(3 / 3, rel=1e-5)
+  assert metrics["correction/changed"] == pytest.approx(1 / 3)
+  _, metrics = by_hand(settings, behavior_logprobs_PGT=None)
+  assert metrics["correction/weight_mean"] == 1
+
+
+def test_rows_too_far_off_policy_are_left_out():
+  """mean(mu - lp) = -ln(2 .5 1 * 1.5 .5 1.1) / 3 = .0641. Only rows with A < 0 are left out."""
+  negative = row(-1, -1, -1, 0)
+  far = algo(**TOKEN_MEAN, off_policy_threshold=0.06)
+  near = algo(**TOKEN_MEAN, off_policy_threshold=0.07)
+  assert by_hand(far, advantages_PGT=negative)[0] == 0
+  assert by_hand(near, advantages_PGT=negative)[0] == pytest.approx((1.5 + 0.8 + 1.1) / 3, rel=1e-5)
+  assert by_hand(far)[0] == pytest.approx(-2.8 / 3, rel=1e-5)
+
+
+def test_the_worked_example_of_decoupled_ppo():
+  """mu .2, old .25, pi .3, A 1: 1.25 min(1.2, 1.2) = 1.5."""
+  one = jnp.ones((1, 1, 1))
+  settings = algo(**TOKEN_MEAN, correction="truncate", correction_high=5.0)
+  batch = Batch(
+    mask_PGT=one,
+    advantages_PGT=one,
+    behavior_logprobs_PGT=jnp.log(0.2 * one),
+    old_logprobs_PGT=jnp.log(0.25 * one),
+  )
+  of_batch = totals(batch, Coefficients(kl=0.0, entropy=0.0), settings)
+  loss, _ = objective(TokenStats(jnp.log(0.3 * one), one), batch, of_batch, settings)
+  assert float(loss) == pytest.approx(-1.5, rel=1e-5)
+
+
+# Token selection.
+
+
+def test_weights_of_several_records_multiply(monkeypatch):
+  """A new weight needs a record and nothing else."""
+  by_entropy = TokenWeight(
+    compute=lambda tokens, settings: tokens.entropies_PGT,
+    is_on=lambda settings: settings.minibatches == 2,
+    settings={},
+    examples=(),
+  )
+  monkeypatch.setitem(TOKEN_WEIGHTS, "by_entropy", by_entropy)
+  args = [HAND.stats.logprobs_PGT, OLD, HAND.stats.entropies_PGT]
+  args += [HAND.batch.advantages_PGT, HAND.batch.mask_PGT]
+  on = algo(top_entropy_quantile=0.5, minibatches=2)
+  np.testing.assert_array_equal(token_selection.select(*args, on).weights_PGT, row(0, 2, 3, 0))
+  assert token_selection.is_needed(algo(minibatches=2))
+  assert not token_selection.is_needed(algo())
+  off = token_selection.select(*args, algo())
+  np.testing.assert_array_equal(off.weights_PGT, HAND.batch.mask_PGT)
+  np.testing.assert_array_equal(off.chosen_PGT, row(0, 0, 0, 0))
+
+
+def test_the_selection_reads_the_ratio_of_the_config_and_has_no_gradient():
+  """Of ratios 1.5, .9 and .9, only the token ratio is clipped. Their geometric mean is 1.067."""
+  lp = OLD + jnp.log(row(1.5, 0.9, 0.9, 1))
+  A = row(3, 0, 0, 0)
+  args = [OLD, HAND.stats.entropies_PGT, A, row(1, 1, 1, 0)]
+  settings = dict(surrogate="clip_cov", cov_low=0.1)
+  of_token = token_selection.select(lp, *args, algo(**settings))
+  of_row = token_selection.select(lp, *args, algo(**settings, ratio="sequence"))
+  np.testing.assert_array_equal(of_token.chosen_PGT, row(0, 1, 0, 0))
+  np.testing.assert_array_equal(of_row.chosen_PGT, row(1, 0, 0, 0))
 
 
 # Presets.
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
-def test_no_choice_of_a_preset_makes_another_of_its_choices_dead(name):
-  """Each of its choices, put back to the default, changes advantages or the gradient, under all the others."""
-  c, rng = case(), np.random.default_rng(2)
-  steps = dict(
+def preset_batch(case, settings, spread):
+  """A batch with the advantages of the preset, and with ratios that are `spread` times as far."""
+  rng = np.random.default_rng(3)
+  mask, batch = case.batch.mask_PGT, case.batch
+  rewards = Rewards(
+    scores_PGJ=jnp.asarray(rng.integers(0, 2, (P, G, 1)), jnp.float32),
+    weights=(1.0,),
+    greedy_scores_PJ=jnp.zeros((P, 1)),
     step_rewards_PGT=jnp.asarray(rng.random((P, G, T)), jnp.float32),
-    step_ends_PGT=c.batch.mask_PGT,
-    greedy_P=jnp.zeros(P),
+    step_ends_PGT=mask,
   )
-  lengths = c.batch.mask_PGT
-  scores = jnp.asarray(rng.integers(0, 2, (1, P, G)), jnp.float32)
+  if settings.kl_in_reward:
+    kl_PGT = KL[settings.kl].compute(batch.old_logprobs_PGT, batch.ref_logprobs_PGT)
+    rewards = rewards.replace(kl_penalty_PGT=settings.kl_coef * masked.masked(kl_PGT, mask))
+  A = ADVANTAGES[settings.advantage].compute(rewards, mask, settings)
+  A_PGT = jnp.broadcast_to(A if A.ndim == 3 else A[..., None], (P, G, T))
+  lp = case.stats.logprobs_PGT
+  old = None if settings.old_is_policy else lp + spread * (batch.old_logprobs_PGT - lp)
+  return batch.replace(advantages_PGT=A_PGT, old_logprobs_PGT=old)
 
-  def result(row, spread):
-    a = Algo(**{**row, "length_norm": 7, "pass_k": 2})
-    penalty = (
-      a.kl_coef
-      * (a.kl_in == "reward")
-      * masked.masked(
-        KL[a.kl](c.batch.old_logprobs_PGT, c.batch.ref_logprobs_PGT), c.batch.mask_PGT
-      )
-    )
-    A = ADVANTAGES[a.advantage](
-      Rewards(
-        scores, jnp.ones(1), lengths, penalty_PGT=penalty if a.kl_in == "reward" else None, **steps
-      ),
-      a,
-    )
-    b = c.batch.replace(
-      advantages_PGT=jnp.broadcast_to(A if A.ndim == 3 else A[..., None], (P, G, T))
-    )
-    b = b.replace(
-      old_logprobs_PGT=c.stats.logprobs_PGT + spread * (b.old_logprobs_PGT - c.stats.logprobs_PGT)
-    )
-    if a.updates_per_batch * a.minibatches == 1:
-      b = b.replace(old_logprobs_PGT=None)
-    if selection.is_needed(a):
-      old = c.stats.logprobs_PGT if b.old_logprobs_PGT is None else b.old_logprobs_PGT
-      b = b.replace(
-        selection=selection.select(
-          c.stats.logprobs_PGT, old, c.stats.entropies_PGT, b.advantages_PGT, b.mask_PGT, a
-        )
-      )
-    of_all = whole(b, Coefs(a.kl_coef, a.entropy_coef), a)
-    return jax.grad(lambda lp: objective(TokenStats(lp, c.stats.entropies_PGT), b, of_all, a)[0])(
-      c.stats.logprobs_PGT
-    )
 
-  results = lambda row: np.stack(
-    [result(row, spread) for spread in (1, 8)]
-  )  # ratios at the bounds, and far beyond
-  row = presets.row(name)
-  gradients = results(row)
-  elsewhere = {"dynamic_sampling", "overlong"}  # in what is sampled and scored
-  if presets.row(name)["surrogate"] == "reinforce" and presets.row(name)["minibatches"] == 1:
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_every_choice_of_a_preset_matters(name):
+  """Each choice, set back to its default, changes the gradient under all the others."""
+  case, defaults = make_case(), Algo()
+  chosen = dataclasses.replace(presets.preset(name), length_norm=7, pass_k=2)
+
+  def gradients(settings):
+    found = [
+      gradients_by_logprobs(case.stats, preset_batch(case, settings, spread), (settings,))
+      for spread in (1, 8)  # ratios near the bounds, and far beyond them
+    ]
+    return np.stack(found)
+
+  expected = gradients(chosen)
+  elsewhere = {"dynamic_sampling", "overlong"}  # they change what is sampled and scored
+  if chosen.surrogate == "reinforce" and chosen.old_is_policy:
     elsewhere.add("surrogate")  # at ratio 1 PPO's gradient is REINFORCE's
   for key in presets.PRESETS[name].keys() - elsewhere:
-    assert np.abs(results({**row, key: presets.DEFAULTS[key]}) - gradients).max() > 1e-6, key
+    plain = dataclasses.replace(chosen, **{key: getattr(defaults, key)})
+    assert np.abs(gradients(plain) - expected).max() > 1e-6, key
 
 
-def test_every_preset_is_a_row_of_known_settings():
-  for name, row in presets.PRESETS.items():
-    assert row.keys() <= presets.DEFAULTS.keys(), name
-    assert all(type(value) is type(presets.DEFAULTS[key]) for key, value in row.items()), name
-    assert all(presets.DEFAULTS[key] != value for key, value in row.items()), (
-      f"{name} repeats a default"
-    )
+def test_presets_name_known_settings_and_no_defaults():
+  defaults = vars(Algo())
+  for name, changes in presets.PRESETS.items():
+    assert changes.keys() <= defaults.keys(), name
+    assert all(type(value) is type(defaults[key]) for key, value in changes.items()), name
+    assert all(defaults[key] != value for key, value in changes.items()), f"{name}: a default"

@@ -94,7 +94,7 @@ def run_advantages(case, inputs, algo):
 
 
 def steps_of(case, inputs):
-  P, G, dtype = inputs.P, inputs.G, inputs.dtype
+  G, dtype = inputs.G, inputs.dtype
   mask_PGT = inputs.rows("mask")
   rewards_PGT, ends_PGT = np.zeros(mask_PGT.shape), np.zeros(mask_PGT.shape)
   rows = zip(inputs.raw("step_rewards"), inputs.raw("step_ends"), strict=True)

@@ -182,6 +182,14 @@ def test_worked_examples(axis, name):
         assert (np.asarray(found[output])[zeros] == 0).all(), "0 must be exact"
 
 
+@pytest.mark.parametrize("axis, name", RECORDS)
+def test_a_record_cannot_be_changed(axis, name):
+  record = AXES[axis][name]
+  for value in (record, record.examples[0]):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+      value.settings = {}
+
+
 # What the examples of a record must cover.
 
 

@@ -3,6 +3,8 @@
 They change once per optimizer update. The coefficients are part of the checkpoint.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -35,9 +37,9 @@ def adapted(
     The coefficients, unchanged where `algo` sets no target.
   """
   if algo.kl_target:
-    coefs = coefs.replace(kl=proportional(coefs.kl, kl, completions, algo))
+    coefs = dataclasses.replace(coefs, kl=proportional(coefs.kl, kl, completions, algo))
   if algo.entropy_target:
-    coefs = coefs.replace(entropy=stepwise(coefs.entropy, entropy, algo))
+    coefs = dataclasses.replace(coefs, entropy=stepwise(coefs.entropy, entropy, algo))
   return coefs
 
 

@@ -5,6 +5,7 @@ who passes it on has to know what it is.
 """
 
 from collections.abc import Mapping
+import dataclasses
 
 from flax import struct
 import jax
@@ -100,7 +101,7 @@ def reduced(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def _merge_two(first: Metric, second: Metric) -> Metric:
   value = _MERGE[first.reduction](first.value, second.value)
-  return first.replace(value=value, weight=first.weight + second.weight)
+  return dataclasses.replace(first, value=value, weight=first.weight + second.weight)
 
 
 def _number(metric: Metric) -> float:

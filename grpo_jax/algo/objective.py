@@ -5,6 +5,8 @@ depends on the whole batch, the divisors of the means (`totals`) and the token s
 computed before the split, so that the losses of the parts add up to the loss of the whole.
 """
 
+import dataclasses
+
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -118,7 +120,8 @@ def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Settings) -> Terms:
   if not algo.has_correction:
     return terms
   mu_PGT = _behavior_logprobs(terms, batch)
-  return terms.replace(corrections_PGT=correction_weights(old_logprobs_PGT, mu_PGT, mask_PGT, algo))
+  corrections_PGT = correction_weights(old_logprobs_PGT, mu_PGT, mask_PGT, algo)
+  return dataclasses.replace(terms, corrections_PGT=corrections_PGT)
 
 
 def _surrogate_loss(terms: Terms, batch: Batch, algo: Settings) -> jax.Array:

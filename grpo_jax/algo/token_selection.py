@@ -129,8 +129,10 @@ def select(
   for record in TOKEN_WEIGHTS.values():
     if record.is_on(algo):
       weights_PGT = jnp.where(mask_PGT != 0, record.compute(tokens, algo), 0)
-      selection = selection.replace(weights_PGT=selection.weights_PGT * weights_PGT)
+      weights_PGT = selection.weights_PGT * weights_PGT
+      selection = dataclasses.replace(selection, weights_PGT=weights_PGT)
   choose = SURROGATES[algo.surrogate].select
   if choose is not None:
-    selection = selection.replace(chosen_PGT=choose(tokens, algo).astype(mask_PGT.dtype))
+    chosen_PGT = choose(tokens, algo).astype(mask_PGT.dtype)
+    selection = dataclasses.replace(selection, chosen_PGT=chosen_PGT)
   return jax.lax.stop_gradient(selection)

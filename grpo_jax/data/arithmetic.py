@@ -6,10 +6,10 @@ warm-started on both can produce both. Reinforcement learning then finds out tha
 right more often.
 """
 
-import random
-import zlib
 from collections.abc import Sequence
+import random
 from typing import overload
+import zlib
 
 OPERANDS = 4
 MAX_OPERAND = 20  # operands are 1..MAX_OPERAND

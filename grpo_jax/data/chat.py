@@ -4,9 +4,9 @@ A chat template is a jinja2 program that somebody else wrote. It runs in jinja2'
 can use what `transformers` provides to chat templates, and nothing else.
 """
 
+from collections.abc import Mapping, Sequence
 import datetime
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2

@@ -1,8 +1,8 @@
 """Texts to token ids and back with a Hugging Face tokenizer (tokenizer.json)."""
 
+from collections.abc import Mapping, Sequence
 import itertools
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers

@@ -3,9 +3,9 @@
 A run that resumes therefore has no position in the data to restore.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import string
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

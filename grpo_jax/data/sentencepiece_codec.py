@@ -3,9 +3,9 @@
 The model file knows only some special tokens. The others are in the JSON files beside it.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sentencepiece

@@ -5,11 +5,11 @@ messages, each with a text `role` and a text `content` (see data.chat). `solutio
 the warm start imitates. `answer` is the gold answer that the reward functions read.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_jax.data import chat

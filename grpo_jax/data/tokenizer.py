@@ -4,11 +4,11 @@ There are three kinds of tokenizers: one id per character (`characters`), Huggin
 tokenizer.json, and sentencepiece's tokenizer.model (`load`).
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import tokenizers

@@ -1,8 +1,8 @@
 """The files of a tokenizer: tokenizer.json or tokenizer.model, and the files beside it."""
 
+from collections.abc import Mapping
 import json
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.settings import ConfigError

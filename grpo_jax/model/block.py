@@ -1,7 +1,7 @@
 """One layer of the decoder."""
 
-import jax
 from flax import linen as nn
+import jax
 
 from grpo_jax.model.cache import KeysAndValues, LayerCache
 from grpo_jax.model.config import ModelConfig

@@ -8,9 +8,9 @@ order with the slots first.
 
 import dataclasses
 
+from flax import struct
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from grpo_jax.model.config import ModelConfig
 

@@ -1,7 +1,7 @@
 """Which fields of config.json are read, which are ignored, and which values are not supported."""
 
-import re
 from collections.abc import Mapping
+import re
 from typing import Any
 
 from grpo_jax.model.family import Family

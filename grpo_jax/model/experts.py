@@ -1,12 +1,12 @@
 """A mixture of experts in place of a layer's MLP. It sorts tokens by expert and drops none."""
 
-import functools
 from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from grpo_jax.model.config import ModelConfig

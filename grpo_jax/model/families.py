@@ -3,8 +3,8 @@
 A family is data. Its table drives both loading and saving.
 """
 
-import re
 from collections.abc import Mapping
+import re
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig

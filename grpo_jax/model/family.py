@@ -1,7 +1,7 @@
 """What a model family and a kind of reward model are: which tensors their checkpoints have."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig

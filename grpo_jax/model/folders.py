@@ -1,11 +1,11 @@
 """Folders of JSON and safetensors files. A folder is written completely or not at all."""
 
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+import shutil
 from typing import Any
 
 import numpy as np

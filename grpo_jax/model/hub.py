@@ -1,8 +1,8 @@
 """Replaces names of models on huggingface.co by folders on this machine."""
 
 import dataclasses
-import re
 from pathlib import Path
+import re
 from typing import TYPE_CHECKING
 
 from grpo_jax.settings import ConfigError

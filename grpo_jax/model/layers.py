@@ -1,12 +1,12 @@
 """The layers of the decoder as Flax Linen modules. grpo_jax/types.py explains the shape letters."""
 
+from collections.abc import Callable
 import functools
 import math
-from collections.abc import Callable
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from grpo_jax.model.cache import KeysAndValues, LayerCache
 from grpo_jax.model.config import ModelConfig

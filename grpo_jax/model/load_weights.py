@@ -1,18 +1,18 @@
 """Loads Hugging Face folders. families.py and huggingface.py explain the names in them."""
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import itertools
 import math
 import os
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+import re
 from typing import Any
 
+from flax.traverse_util import unflatten_dict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from grpo_jax.model import families, huggingface
 from grpo_jax.model.config import ModelConfig

@@ -9,10 +9,10 @@ The frozen W may be quantised (QLoRA 2305.14314).
 import math
 from typing import Any
 
+from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
 import qwix
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.model.config import PROJECTIONS, ModelConfig
 from grpo_jax.settings import ConfigError

@@ -1,14 +1,14 @@
 """Reads and writes the folders of PEFT: adapter_config.json and adapter_model.safetensors."""
 
-import os
 from collections.abc import Iterator
+import os
 from pathlib import Path
 from typing import Any
 
+from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
 from grpo_jax.model import families

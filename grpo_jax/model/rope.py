@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2104.09864), and how checkpoints scale it for long texts."""
 
+from collections.abc import Callable
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp

@@ -3,9 +3,9 @@
 transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes `rope_parameters`.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig

@@ -1,15 +1,15 @@
 """Saves Hugging Face folders. families.py and huggingface.py explain the names in them."""
 
+from collections.abc import Mapping
 import math
 import os
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
+import shutil
 from typing import Any
 
+from flax.traverse_util import flatten_dict
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
 from grpo_jax.model import families, huggingface

@@ -4,14 +4,14 @@ In this and the neighbouring files, a "tensor" is an array in a Hugging Face fol
 an array in the tree of parameters. "hf" marks what belongs to the tensor.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 Sizes = Mapping[str, int]  # the length of each axis letter

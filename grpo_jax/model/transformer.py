@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from grpo_jax.model import rope as rope_lib
 from grpo_jax.model.block import Block

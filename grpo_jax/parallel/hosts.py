@@ -1,12 +1,12 @@
 """Moves arrays between the processes and the mesh, and lets the processes agree on what to do."""
 
-import math
 from collections.abc import Callable, Mapping
+import math
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
+import numpy as np
 
 from grpo_jax.parallel.sharding import ROW_AXES, batch_sharding
 from grpo_jax.settings import ConfigError

@@ -1,8 +1,8 @@
 """The mesh of devices: its axes, and the start of several processes."""
 
+from collections.abc import Mapping, Sequence
 import math
 import os
-from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType

@@ -11,10 +11,10 @@ text, for any text.
 """
 
 import collections
-import re
-import unicodedata
 from collections.abc import Callable
+import re
 from typing import Any, NamedTuple
+import unicodedata
 
 # What may stand between the marker and the number: emphasis, currency, the opening of a formula.
 # Words may not.

@@ -1,10 +1,10 @@
 """Reward functions by their names in the config."""
 
+from collections.abc import Callable, Sequence
 import hashlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Calls reward functions and checks what they return."""
 
-import math
 from collections.abc import Mapping, Sequence
+import math
 from typing import Any
 
 import numpy as np

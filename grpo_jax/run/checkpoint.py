@@ -5,15 +5,15 @@ when it is complete, so a save that is killed leaves only a temporary folder. Th
 checkpoints are kept. `checkpoint_format.py` says how damage is noticed.
 """
 
-import logging
 from collections.abc import Callable, Collection
+import logging
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from grpo_jax.run import checkpoint_format as fmt
 from grpo_jax.run import checkpoint_reader

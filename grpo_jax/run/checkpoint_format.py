@@ -8,16 +8,16 @@ There are two kinds of digest. An array on the devices may be split over several
 entry holds a `digest` that the devices compute. A numpy array on the host has a `crc32` instead.
 """
 
-import json
-import zlib
 from collections.abc import Mapping
+import json
 from pathlib import Path
 from typing import Any
+import zlib
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from grpo_jax.settings import ConfigError
 

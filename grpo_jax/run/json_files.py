@@ -1,9 +1,9 @@
 """The JSON in a run's folder: files that are replaced in one step, and files of one row a line."""
 
+from collections.abc import Mapping
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 

@@ -3,17 +3,17 @@
 They lie on the policy's mesh, and all processes compute them together.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
+import numpy as np
 
 from grpo_jax import model
 from grpo_jax.config import Reward

@@ -1,7 +1,7 @@
 """A run's config.json, and whether a run may continue under another config."""
 
-import json
 from collections.abc import Mapping
+import json
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,7 @@
 """What the user sees of a run: a progress bar on a terminal, or occasional lines in a file."""
 
-import sys
 from collections.abc import Mapping, Sequence
+import sys
 from time import monotonic
 from typing import Any
 

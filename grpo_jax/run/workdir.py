@@ -5,11 +5,11 @@ is on disk when `Writer.write` returns. The event files show the same rows to Te
 lack the last seconds before a kill.
 """
 
+from collections.abc import Callable, Mapping
 import json
+from pathlib import Path
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from tensorboardX import SummaryWriter

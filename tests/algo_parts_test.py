@@ -1,0 +1,257 @@
+"""Masked reductions, metrics, KL estimates, controllers and the routers' balance, by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_jax import masked
+from grpo_jax.algo import controllers, metrics
+from grpo_jax.algo.balance import balance_loss, balance_metrics
+from grpo_jax.algo.kl import KL, full, k3
+from grpo_jax.algo.settings import Algo
+from grpo_jax.types import Coefficients, Routing
+
+X = jnp.array([[1.0, 3, jnp.nan], [5, jnp.nan, jnp.nan], [jnp.nan] * 3])
+MASK = jnp.array([[1.0, 1, 0], [1, 0, 0], [0, 0, 0]])
+
+
+# Masked reductions.
+
+
+@pytest.mark.parametrize(
+  "reduce, along_rows, of_all",
+  [
+    (lambda *axis: masked.total(X, MASK, *axis), [4, 5, 0], 9),
+    (lambda *axis: masked.count(MASK, *axis), [2, 1, 0], 3),
+    (lambda *axis: masked.mean(X, MASK, *axis), [2, 5, 0], 3),
+    (lambda *axis: masked.largest(X, MASK, *axis), [3, 5, -np.inf], 5),
+    (lambda *axis: masked.smallest(X, MASK, *axis), [1, 5, np.inf], 1),
+  ],
+  ids=["total", "count", "mean", "largest", "smallest"],
+)
+def test_masked_reductions(reduce, along_rows, of_all):
+  np.testing.assert_array_equal(reduce(1), along_rows)
+  np.testing.assert_array_equal(reduce(1, True), np.array(along_rows)[:, None])
+  assert reduce() == of_all and reduce().shape == ()
+
+
+def test_any_mask_but_zero_counts():
+  mask = jnp.array([-1.0, 0.5, 2, 0])
+  np.testing.assert_array_equal(masked.masked(jnp.array([1.0, 2, 3, jnp.inf]), mask), [1, 2, 3, 0])
+  assert masked.count(mask) == 3
+
+
+def test_divide():
+  found = masked.divide(jnp.array([6.0, 1, 1]), jnp.array([4.0, 0, -1]))
+  np.testing.assert_array_equal(found, [1.5, 0, 0])
+  gradient = jax.grad(lambda weight: masked.divide(jnp.float32(1), weight))(jnp.float32(0))
+  assert gradient == 0
+
+
+def test_differ():
+  x = jnp.array([[1.0, 2, 9], [0.7, 0.7, 9], [4, 9, 9], [9, 9, 9]])
+  mask = jnp.array([[1.0, 1, 0], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
+  np.testing.assert_array_equal(masked.differ(x, mask, 1), [[True], [False], [False], [False]])
+  assert masked.differ(x, mask).shape == (1, 1)
+
+
+def test_centered_and_std():
+  """1 and 3 with weights 1 and 3: mean 2.5, squares 2.25 and .25."""
+  weights = jnp.array([[1.0, 3, 5], [2, 2, 2], [1, 1, 1]])
+  np.testing.assert_array_equal(masked.centered(X, MASK, 1), [[-1, 1, 0], [0, 0, 0], [0, 0, 0]])
+  np.testing.assert_array_equal(
+    masked.centered(X, MASK, 1, weights), [[-1.5, 0.5, 0], [0, 0, 0], [0, 0, 0]]
+  )
+  np.testing.assert_array_equal(masked.std(X, MASK, 0, 1), [[1], [1], [1]])
+  np.testing.assert_allclose(masked.std(X, MASK, 1, 1), [[2**0.5], [1], [1]], rtol=1e-6)
+  np.testing.assert_allclose(
+    masked.std(X, MASK, 1, 1, weights), [[(3 / 3) ** 0.5], [1], [1]], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    masked.std(X, MASK, 0, 1, weights), [[(3 / 4) ** 0.5], [1], [1]], rtol=1e-6
+  )
+  np.testing.assert_allclose(masked.std(X, MASK, 0), [[(8 / 3) ** 0.5]], rtol=1e-6)
+  np.testing.assert_array_equal(masked.centered(X, MASK), [[-2, 0, 0], [2, 0, 0], [0, 0, 0]])
+
+
+# Metrics.
+
+
+def test_metrics_of_masked_values():
+  x, mask = jnp.array([1.0, 2, 6, 99]), jnp.array([1.0, 1, 1, 0])
+  found = {
+    "mean": metrics.mean(x, mask),
+    "bools": metrics.mean(x > 1, mask),
+    "empty": metrics.mean(x, 0 * mask),
+    "largest": metrics.largest(x, mask),
+    "smallest": metrics.smallest(x, mask),
+    "weighted": metrics.weighted(jnp.float32(4), 3),
+    "not counted": metrics.weighted(jnp.float32(jnp.nan), 0),
+    "summed": metrics.summed(jnp.int32(5)),
+  }
+  assert all(x.value.dtype == x.weight.dtype == jnp.float32 for x in found.values())
+  assert metrics.reduced(found) == pytest.approx(
+    {
+      "mean": 3,
+      "bools": 2 / 3,
+      "empty": np.nan,
+      "largest": 6,
+      "smallest": 1,
+      "weighted": 4,
+      "not counted": np.nan,
+      "summed": 5,
+    },
+    nan_ok=True,
+  )
+
+
+def test_metrics_have_no_gradient():
+  def values(x):
+    mask = jnp.ones(2)
+    found = metrics.mean(x, mask), metrics.largest(x, mask), metrics.smallest(x, mask)
+    return sum(metric.value for metric in found)
+
+  np.testing.assert_array_equal(jax.grad(values)(jnp.array([1.0, 2])), [0, 0])
+
+
+def test_merging_metrics():
+  """Micro-batches merge by their reduction. Of later updates some metrics are dropped."""
+
+  def of(value, weight):
+    mask = jnp.arange(8) < weight
+    x = jnp.full(8, float(value))
+    first = metrics.mean(x, mask).replace(first_update_only=True)
+    return {
+      "mean": metrics.mean(x, mask),
+      "first": first,
+      "max": metrics.largest(x, mask),
+      "min": metrics.smallest(x, mask),
+      "sum": metrics.summed(jnp.float32(value)),
+    }
+
+  both = {"mean": 3.5, "max": 5, "min": 2, "sum": 7}
+  for merge, first in ((metrics.merge, 3.5), (metrics.merge_updates, 2)):
+    assert metrics.reduced(merge(of(2, 4), of(5, 4))) == both | {"first": first}
+  unequal = metrics.reduced(metrics.merge(of(2, 1), of(5, 3)))
+  assert unequal["mean"] == (2 + 3 * 5) / 4
+  unequal = metrics.reduced(metrics.merge_updates(of(5, 3), of(2, 1)))
+  assert (unequal["mean"], unequal["first"]) == ((2 + 3 * 5) / 4, 5)
+
+
+# KL.
+
+
+@given(st.floats(-200, 50, width=32).filter(lambda d: abs(d) > 1e-3))
+@settings(deadline=None, max_examples=60)
+def test_k3_is_finite_with_a_gradient_of_the_right_sign(d):
+  """d k3 / d lp = 1 - e^-d pulls back from both sides, however far."""
+  value, gradient = jax.value_and_grad(lambda lp: k3(lp, jnp.float32(0)))(jnp.float32(d))
+  assert np.isfinite(value) and value >= 0 and abs(gradient) < 1e9
+  assert np.sign(gradient) == np.sign(d)
+
+
+def test_k3_is_zero_where_nothing_differs():
+  assert float(k3(jnp.float32(-3), jnp.float32(-3))) == 0
+
+
+@pytest.mark.parametrize("name", ["k1", "k3", "k1+", "k3+"])
+def test_unbiased_estimates(name):
+  """Their mean under pi over a whole distribution is KL(pi || ref)."""
+  pi, ref = jnp.array([0.5, 0.3, 0.2]), jnp.array([0.2, 0.2, 0.6])
+  estimates = KL[name].compute(jnp.log(pi), jnp.log(ref))
+  np.testing.assert_allclose((pi * estimates).sum(), (pi * jnp.log(pi / ref)).sum(), rtol=1e-5)
+
+
+def test_full_kl_does_not_depend_on_a_shift_of_the_logits():
+  pi, ref = jnp.array([[0.75, 0.25]]), jnp.array([[0.5, 0.5]])
+  shifted = full(jnp.log(pi) + 7, jnp.log(ref) - 3)
+  assert shifted.shape == (1,)
+  np.testing.assert_allclose(shifted, full(jnp.log(pi), jnp.log(ref)), rtol=1e-5)
+
+
+# Coefficients that follow a measured value.
+
+
+@pytest.mark.parametrize(
+  "measured, coef", [(0.2, 0.105), (0.11, 0.1025), (0.1, 0.1), (0.09, 0.0975), (0, 0.095)]
+)
+def test_the_kl_coefficient_follows_the_kl(measured, coef):
+  """Target .1, 256 completions of a horizon of 1024: .1 (1 + clip(kl / .1 - 1, -.2, .2) / 4)."""
+  algo = Algo(kl_target=0.1, kl_horizon=1024)
+  found = controllers.proportional(jnp.float32(0.1), measured, 256, algo)
+  assert float(found) == pytest.approx(coef, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+  "coef, entropy, expected",
+  [(0.02, 0.4, 0.03), (0.02, 0.6, 0.01), (0.02, 0.5, 0.02), (0.005, 0.6, 0)],
+)
+def test_the_entropy_coefficient_follows_the_entropy_and_stays_above_zero(coef, entropy, expected):
+  algo = Algo(entropy_target=0.5, entropy_step=0.01)
+  found = controllers.stepwise(jnp.float32(coef), entropy, algo)
+  assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_only_coefficients_with_a_target_change():
+  coefs = controllers.initial(Algo(kl_coef=0.1, entropy_coef=0.2))
+  assert (coefs.kl.dtype, coefs.entropy.dtype) == (jnp.float32, jnp.float32)
+
+  def adapted(**changes):
+    found = controllers.adapted(coefs, 1.0, 0.0, 100, Algo(**changes))
+    return float(found.kl), float(found.entropy)
+
+  targets = dict(kl_target=0.5, kl_horizon=1000), dict(entropy_target=0.5, entropy_step=0.1)
+  assert adapted() == pytest.approx((0.1, 0.2))
+  assert adapted(**targets[0]) == pytest.approx((0.1 * 1.02, 0.2))
+  assert adapted(**targets[1]) == pytest.approx((0.1, 0.3))
+  assert adapted(**targets[0], **targets[1]) == pytest.approx((0.1 * 1.02, 0.3))
+  unused = controllers.adapted(Coefficients(kl=0.1, entropy=0.2), None, 0.0, 100, Algo())
+  assert unused == Coefficients(kl=0.1, entropy=0.2)
+
+
+# The balance of routers.
+
+
+@pytest.mark.parametrize(
+  "assigned, probs, tokens, expected",
+  [
+    ([3.0, 1.0], [2.8, 1.2], 4, 2 * (0.75 * 0.7 + 0.25 * 0.3)),
+    ([2.0, 2.0], [2.0, 2.0], 4, 1),
+    ([0.0, 0.0], [0.0, 0.0], 4, 0),
+    ([0.0, 0.0], [0.0, 0.0], 0, 0),
+    ([2.0, 0.0, 2.0], [1.0, 0.5, 0.5], 2, 3 * (1 * 0.5 + 1 * 0.25)),
+  ],
+)
+def test_balance_loss(assigned, probs, tokens, expected):
+  found = balance_loss(jnp.array(assigned), jnp.array(probs), jnp.float32(tokens))
+  assert float(found) == pytest.approx(expected)
+
+
+def test_only_the_probabilities_have_a_gradient():
+  arrays = jnp.array([3.0, 1.0]), jnp.array([2.8, 1.2])
+  by_assigned, by_probs = jax.grad(lambda *x: balance_loss(*x, jnp.float32(4)), (0, 1))(*arrays)
+  np.testing.assert_array_equal(by_assigned, [0, 0])
+  np.testing.assert_allclose(by_probs, [2 * 3 / 16, 2 * 1 / 16])
+
+
+def test_balance_metrics():
+  """Two rows, two layers, three experts. The layers give their four tokens 4, 0, 0 and 1, 2, 1."""
+  routing = Routing(
+    tokens_BL=jnp.full((2, 2), 2.0),
+    assigned_BLX=jnp.array([[[2.0, 0, 0], [1, 1, 0]], [[2, 0, 0], [0, 1, 1]]]),
+    probs_BLX=jnp.array([[[1.0, 0.5, 0.5], [1, 0.5, 0.5]], [[2, 0, 0], [1, 0.5, 0.5]]]),
+    entropy_BL=jnp.array([[1.0, 0.5], [0.25, 0.25]]),
+  )
+  found = {name: float(value) for name, value in balance_metrics(routing).items()}
+  assert found == pytest.approx(
+    {
+      "router/aux_loss": 3 * (5 * 5 + 2 * 1.5 + 1 * 1.5) / 64,
+      "router/load_max": 3,
+      "router/load_min": 0,
+      "router/dead": 2 / 6,
+      "router/entropy": 2 / 8,
+    }
+  )
