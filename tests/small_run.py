@@ -35,7 +35,7 @@ def small_config(preset="grpo", **algo):
   return from_dict(config.to_dict())
 
 
-def with_section(config, name, **values):
+def with_section(config, name, /, **values):
   """The config with other values in one of its sections."""
   section = dataclasses.replace(getattr(config, name), **values)
   return dataclasses.replace(config, **{name: section})
