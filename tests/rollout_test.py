@@ -1,145 +1,254 @@
-"""The host's half of a step: texts, rewards, metrics and rows."""
+"""The host's half of a step: texts, rewards, the rewards of steps, metrics and rows."""
 
 import dataclasses
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import Data
+from grpo_jax.config import Data, Mesh
 from grpo_jax.data import tokenizer
 from grpo_jax.data.loader import Prompts, prompt_batch
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.run import rollout
-from grpo_jax.types import Completions
+from grpo_jax.run.rollout import PolicyRollout, Rollouts, sampled_ids, texts_of
+from grpo_jax.run.rollout_metrics import completion_rows, rollout_metrics, score_metrics
+from grpo_jax.run.scoring import Scorer, completion_columns, groups_that_differ, with_overlong
+from grpo_jax.types import Completions, Rewards
 
 NAN = float("nan")
 TOKENS = tokenizer.characters("0123456789+=# ")
 EOS = TOKENS.stop_ids[0]
 EXAMPLES = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 6))]
-DATA = Data("", "", "", prompt="{question}", chat=False, system="", max_prompt_tokens=8)
-PROMPTS = prompt_batch(Prompts(EXAMPLES, TOKENS, DATA), np.arange(3))
+PROMPTS = prompt_batch(Prompts(EXAMPLES, TOKENS, Data(max_prompt_tokens=8)), np.arange(3))
+HOSTS = Hosts(make_mesh(Mesh(), jax.devices()[:1]))
 
 
 def completions(texts, width=8):
-  """Of [P][G] texts; one that ends in $ was stopped by the end-of-sequence token, another was cut off."""
+  """Completions with the [P][G] texts.
+
+  The end-of-sequence token stopped a text that ends in $. Another one was cut off. An environment
+  wrote what is in square brackets.
+  """
   P, G = len(texts), len(texts[0])
   tokens_PGT, lengths_PG = np.zeros((P, G, width), np.int32), np.zeros((P, G), np.int32)
+  sampled_PGT = np.zeros((P, G, width), bool)
   stopped_by_PG = np.full((P, G), -1, np.int32)
   for p, g in np.ndindex(P, G):
-    text = texts[p][g]
-    ids = TOKENS.encode(text.rstrip("$")) + [EOS] * text.endswith("$")
-    tokens_PGT[p, g, : len(ids)], lengths_PG[p, g] = ids, len(ids)
-    stopped_by_PG[p, g] = EOS if text.endswith("$") else -1
+    is_sampled = True
+    for character in texts[p][g]:
+      if character in "[]":
+        is_sampled = character == "]"
+        continue
+      t = lengths_PG[p, g]
+      tokens_PGT[p, g, t] = EOS if character == "$" else TOKENS.encode(character)[0]
+      sampled_PGT[p, g, t] = is_sampled
+      lengths_PG[p, g] += 1
+    if texts[p][g].endswith("$"):
+      stopped_by_PG[p, g] = EOS
   zeros_PGT = np.zeros(tokens_PGT.shape, np.float32)
-  return Completions(tokens_PGT, lengths_PG, zeros_PGT, zeros_PGT, stopped_by_PG)
+  return Completions(
+    tokens_PGT=tokens_PGT,
+    lengths_PG=lengths_PG,
+    sampled_PGT=sampled_PGT,
+    logprobs_PGT=zeros_PGT,
+    behavior_logprobs_PGT=zeros_PGT,
+    stopped_by_PG=stopped_by_PG,
+  )
 
 
-def score(texts, *functions):
-  weights = (1.0,) * len(functions)
-  return rollout.score(completions(texts), PROMPTS, TOKENS.decode, functions, weights)
+def rollouts_of(texts, width=8):
+  found = completions(texts, width)
+  return Rollouts(completions=found, texts_PG=texts_of(found, TOKENS.decode))
+
+
+def scorer(*functions, weights=None, needs_steps=False, decode=TOKENS.decode):
+  weights = weights or (1.0,) * len(functions)
+  return Scorer(functions, weights, HOSTS, decode, needs_steps)
+
+
+def score(texts, *functions, **options):
+  """The rewards of the texts under these functions."""
+  return scorer(*functions, **options)(rollouts_of(texts), PROMPTS)
 
 
 def fixed(rewards_PG, name="fixed"):
-  """A reward function that gives these numbers, in order; NaN stands for None."""
+  """A reward function that returns these numbers in order. NaN stands for None."""
 
   def function(completions, **_):
-    return [None if np.isnan(r) else r for r in np.ravel(rewards_PG)]
+    return [None if np.isnan(reward) else reward for reward in np.ravel(rewards_PG)]
 
   function.__name__ = name
   return function
 
 
 def measure(rewards_PG):
+  """The metrics of completions with these rewards."""
   texts = [["0$"] * len(group) for group in rewards_PG]
-  return rollout.metrics(completions(texts), score(texts, fixed(rewards_PG)))
+  return rollout_metrics(completions(texts), score(texts, fixed(rewards_PG)), ["fixed"])
 
 
 def test_texts_are_decoded_up_to_their_length_without_the_stop_token():
-  out = completions([["12$", "#### 3", "$"], ["4", "5$", "66$"], ["7", "8", "9$"]])
-  out.tokens_PGT[0, 0, 3:] = TOKENS.encode("99999")  # what lies beyond a completion is nobody's
-  scored = rollout.score(out, PROMPTS, TOKENS.decode, [fixed(np.zeros((3, 3)))], (1.0,))
-  assert scored.texts == [["12", "#### 3", ""], ["4", "5", "66"], ["7", "8", "9"]]
+  found = completions([["12$", "#### 3", "$"], ["4", "5$", "66$"], ["7", "8", "9$"]])
+  found.tokens_PGT[0, 0, 3:] = TOKENS.encode("99999")  # padding belongs to nobody
+  texts_PG = texts_of(found, TOKENS.decode)
+  assert texts_PG.tolist() == [["12", "#### 3", ""], ["4", "5", "66"], ["7", "8", "9"]]
+  assert texts_PG.shape == (3, 3) and texts_PG.dtype == object
+
+
+def test_texts_and_ids_are_of_the_sampled_tokens_alone():
+  found = completions([["1[#7]2$", "12"], ["[###]4", "[#]$"]])
+  assert texts_of(found, TOKENS.decode).tolist() == [["12", "12"], ["4", ""]]
+  assert sampled_ids(found, 0, 0) == [*TOKENS.encode("12"), EOS]
+  assert sampled_ids(found, 1, 0) == TOKENS.encode("4")
+  assert found.lengths_PG.tolist() == [[5, 2], [4, 2]]
+
+
+def test_the_policy_samples_every_prompt_at_the_temperature_and_its_completions_come_to_the_host():
+  texts = [["12$", "3"], ["4", "5$"], ["6", "7"]]
+  calls = []
+
+  def sample(params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt):
+    calls.append((params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt))
+    return jax.tree.map(jnp.asarray, completions(texts))
+
+  policy = PolicyRollout(sample, HOSTS, TOKENS.decode)
+  found = policy("params", PROMPTS, "key", temperature=0.7, first_prompt=5)
+  params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt = calls[0]
+  assert (params, key, first_prompt) == ("params", "key", 5)
+  assert all(isinstance(x, jax.Array) for x in (prompts_PS, prompt_lengths_P, temperature_P))
+  np.testing.assert_array_equal(prompts_PS, PROMPTS.prompts_PS)
+  np.testing.assert_array_equal(prompt_lengths_P, PROMPTS.prompt_lengths_P)
+  np.testing.assert_array_equal(temperature_P, np.full(3, 0.7, np.float32))
+  assert found.texts_PG.tolist() == [["12", "3"], ["4", "5"], ["6", "7"]]
+  assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(found.completions))
+  jax.tree.map(np.testing.assert_array_equal, found.completions, completions(texts))
+
+
+def test_groups_can_be_taken_and_put_one_after_the_other():
+  first = rollouts_of([["1", "2"], ["3$", "4"]])
+  second = rollouts_of([["5", "6$"]])
+  both = rollout.concatenate([first, second])
+  expected = rollouts_of([["1", "2"], ["3$", "4"], ["5", "6$"]])
+  jax.tree.map(np.testing.assert_array_equal, both, expected)
+  taken = rollout.take(both, np.array([2, 0]))
+  expected = rollouts_of([["5", "6$"], ["1", "2"]])
+  jax.tree.map(np.testing.assert_array_equal, taken, expected)
 
 
 def test_every_group_member_is_scored_with_its_own_prompts_fields():
   seen = []
 
-  def echo(completions, prompts, question, answer, **_):
-    seen.extend(zip(completions, prompts, question, answer))
+  def echo(completions, prompts, question, answer, completion_ids, **_):
+    seen.extend(zip(completions, prompts, question, answer, completion_ids))
     return [float(c == a) for c, a in zip(completions, answer)]
 
-  texts = [["3$", "7"], ["3", "7$"], ["11$", "11"]]  # 1+2, 3+4, 5+6
-  scored = score(texts, echo)
-  np.testing.assert_array_equal(scored.rewards_PG, [[1, 0], [0, 1], [1, 1]])
-  assert seen == [
-    (text.rstrip("$"), e["question"], e["question"], e["answer"])
-    for group, e in zip(texts, EXAMPLES)
-    for text in group
-  ]
+  texts = [["3$", "7"], ["3", "7$"], ["11$", "1[0]1"]]  # 1+2, 3+4, 5+6
+  rewards = score(texts, echo)
+  np.testing.assert_array_equal(rewards.score_PG, [[1, 0], [0, 1], [1, 1]])
+  expected = []
+  for group, example in zip(texts, EXAMPLES):
+    question, answer = example["question"], example["answer"]
+    for text in group:
+      written = text.replace("[0]", "").rstrip("$")
+      ids = TOKENS.encode(written) + [EOS] * text.endswith("$")
+      expected.append((written, question, question, answer, ids))
+  assert seen == expected
+  columns = completion_columns(rollouts_of(texts), PROMPTS)
+  assert columns["answer"] == [example["answer"] for example in EXAMPLES for _ in range(2)]
 
 
 def test_rewards_are_weighted_and_each_functions_scores_are_kept():
   first, second = np.array([[1, 0], [1, NAN], [0, NAN]]), np.array([[2, 4], [NAN, 6], [8, NAN]])
-  scored = rollout.score(
-    completions([["0", "1"]] * 3),
-    PROMPTS,
-    TOKENS.decode,
-    [fixed(first, "a"), fixed(second, "b")],
-    (1.0, 0.5),
-  )
-  np.testing.assert_array_equal(
-    scored.rewards_PG, [[2, 2], [1, 3], [4, NAN]]
-  )  # None counts nothing; both None: NaN
-  np.testing.assert_array_equal(scored.scores["a"], first)
-  np.testing.assert_array_equal(scored.scores["b"], second)
-  values = rollout.metrics(completions([["0", "1"]] * 3), scored)
+  texts = [["0", "1"]] * 3
+  score_texts = scorer(fixed(first, "a"), fixed(second, "b"), weights=(1.0, 0.5))
+  rewards = score_texts(rollouts_of(texts), PROMPTS)
+  # None counts as nothing. Where both are None, the reward is NaN.
+  np.testing.assert_array_equal(rewards.score_PG, [[2, 2], [1, 3], [4, NAN]])
+  np.testing.assert_array_equal(rewards.scores_PGJ, np.stack([first, second], -1))
+  assert rewards.scores_PGJ.dtype == np.float32 and rewards.weights == (1.0, 0.5)
+  assert rewards.step_rewards_PGT is None and rewards.step_ends_PGT is None
+  assert score_texts.names == ["a", "b"] and score_texts.weights == (1.0, 0.5)
+  values = rollout_metrics(completions(texts), rewards, score_texts.names)
   assert values["rewards/a/unscored"] == 2 and values["rewards/b/unscored"] == 2
   assert values["rewards/a/mean"] == 0.5 and values["rewards/b/mean"] == 5.0  # 2/4 and 20/4
+  alone = score_metrics(rewards, score_texts.names)
+  assert alone == {name: values[name] for name in alone} and len(alone) == 4
 
 
 def test_reward_and_its_spread_leave_unscored_completions_out():
   values = measure([[1, 0, NAN, 1], [0, 0, 0, NAN], [1, 1, 1, 1]])
-  # Ten scored rewards, six of them 1: variance 10 * .6 * .4 / 9.
+  # Ten scored rewards, six of them 1: variance 10 * 0.6 * 0.4 / 9.
   assert values["reward"] == pytest.approx(0.6)
   assert values["reward_std"] == pytest.approx((2.4 / 9) ** 0.5)
 
 
 @pytest.mark.parametrize(
-  "group, has_none",
+  "group, differs",
   [
-    ([0, 1, 0, 0], 0),
-    ([0.7, 0.7, 0.7, 0.7], 1),
-    ([0.7, NAN, 0.7, 0.7], 1),
-    ([NAN, NAN, NAN, 0.3], 1),
-    ([NAN] * 4, 1),
-    ([0.1, 0.1 + 1e-6, 0.1, NAN], 0),
+    ([0, 1, 0, 0], True),
+    ([0.7, 0.7, 0.7, 0.7], False),
+    ([0.7, NAN, 0.7, 0.7], False),
+    ([NAN, NAN, NAN, 0.3], False),
+    ([NAN] * 4, False),
+    ([0.1, 0.1 + 1e-6, 0.1, NAN], True),
   ],
 )
-def test_a_group_has_no_spread_where_no_two_scored_rewards_differ(group, has_none):
-  assert measure([group, [0, 1, 1, 0], [0, NAN, 1, 0]])["frac_reward_zero_std"] == pytest.approx(
-    has_none / 3
-  )
+def test_a_group_has_no_spread_where_no_two_scored_rewards_differ(group, differs):
+  rewards_PG = [group, [0, 1, 1, 0], [0, NAN, 1, 0]]
+  expected = (1 - differs) / 3
+  assert measure(rewards_PG)["frac_reward_zero_std"] == pytest.approx(expected)
+  rewards = score([["0$"] * 4] * 3, fixed(rewards_PG))
+  assert groups_that_differ(rewards).tolist() == [differs, True, True]
 
 
-def test_nothing_scored_is_nan_and_warns_of_nothing(recwarn):
+def test_where_nothing_is_scored_metrics_are_nan_without_a_warning(recwarn):
   values = measure(np.full((3, 2), NAN))
   assert np.isnan([values["reward"], values["reward_std"], values["rewards/fixed/mean"]]).all()
   assert values["frac_reward_zero_std"] == 1 and not recwarn.list
 
 
-def test_lengths_count_the_stop_token_and_clipped_are_those_without_one():
+def test_lengths_count_the_stop_token_and_the_clipped_are_those_without_one():
   texts = [["12$", "1234"], ["$", "1"], ["12345$", "12345678"]]  # lengths 3 4 1 1 6 8
-  values = rollout.metrics(completions(texts), score(texts, fixed(np.zeros((3, 2)))))
+  rewards = score(texts, fixed(np.zeros((3, 2))))
+  values = rollout_metrics(completions(texts), rewards, ["fixed"])
   lengths = [values[f"completions/{name}_length"] for name in ("mean", "min", "max")]
-  assert lengths == [pytest.approx(23 / 6), 1, 8] and values["completions/clipped_ratio"] == 0.5
+  assert lengths == [pytest.approx(23 / 6), 1, 8]
+  assert values["completions/clipped_ratio"] == 0.5 and values["completions/tokens"] == 23
+
+
+def test_tokens_and_the_filters_gap_are_of_the_sampled_tokens_alone():
+  """Nobody drew the tokens of an environment, so their log-probs may hold anything."""
+  found = completions([["1[23]4$", "12"], ["1", "[12]34$"], ["5$", "6"]])
+  sampled_PGT = found.sampled_PGT
+  assert sampled_PGT.sum() == 12 and found.lengths_PG.sum() == 16
+  gap_PGT = np.random.default_rng(0).random(sampled_PGT.shape).astype(np.float32)
+  is_token = np.arange(8) < found.lengths_PG[..., None]
+  found = found.replace(
+    logprobs_PGT=np.where(is_token, np.where(sampled_PGT, -gap_PGT, NAN), 0),
+    behavior_logprobs_PGT=np.zeros_like(gap_PGT),
+  )
+  rewards = score([["0$"] * 2] * 3, fixed(np.zeros((3, 2))))
+  values = rollout_metrics(found, rewards, ["fixed"])
+  assert values["completions/tokens"] == 12
+  assert values["sampler/filter_gap_mean"] == pytest.approx(gap_PGT[sampled_PGT].mean())
 
 
 def test_rows_are_json_in_group_order_and_no_function_hides_another_field():
-  texts = [["1$", "2"], ["3$", "4"], ["5$", "6"]]
-  rewards_PG = [[0, 1], [NAN, 3], [4, 5]]
-  scored = score(texts, fixed(rewards_PG, "reward"), fixed(np.ones((3, 2)), "length"))
-  rows = rollout.rows(completions(texts), scored, PROMPTS)
+  texts = [["1$", "2"], ["3$", "4"], ["5[+]$", "6"]]
+  functions = fixed([[0, 1], [NAN, 3], [4, 5]], "reward"), fixed(np.ones((3, 2)), "length")
+  rewards = score(texts, *functions)
+  rows = completion_rows(
+    rollouts_of(texts),
+    PROMPTS,
+    np.asarray(rewards.score_PG),
+    rewards.scores_PGJ,
+    ["reward", "length"],
+  )
   assert json.loads(json.dumps(rows, allow_nan=False)) == rows
   assert rows[2] == {
     "prompt": "3+4=",
@@ -160,49 +269,100 @@ def test_rows_are_json_in_group_order_and_no_function_hides_another_field():
     "stopped_by": -1,
   }
   assert [row["completion"] for row in rows] == list("123456")
+  assert [row["length"] for row in rows] == [2, 1, 2, 1, 3, 1]
 
 
 def test_overlong_is_a_step_only_where_it_takes_something():
-  """The last quarter of 8 tokens: 3 tokens 0, 7 tokens -1/2, 8 tokens -1; what no function scored has no penalty."""
-  out = completions([["12$", "123456$"], ["12345678", "12345678"]] + [["1$", "2$"]])
-  scored = score(
-    [["12$", "123456$"], ["12345678", "12345678"]] + [["1$", "2$"]],
-    fixed([[1, 1], [1, NAN], [1, 1]]),
-  )
-  shaped = rollout.with_overlong(scored, out, max_tokens=8, share=0.25)
-  np.testing.assert_array_equal(shaped.scores["overlong"], [[0, -0.5], [-1, NAN], [0, 0]])
-  assert shaped.steps["overlong"] == [[], [(6, -0.5)], [(8, -1.0)], [], [], []]
-  np.testing.assert_array_equal(shaped.rewards_PG, scored.rewards_PG)
-  rewards_PGT, ends_PGT = rollout.step_rewards(out, shaped, (2.0, 1.0), TOKENS.decode)
-  np.testing.assert_array_equal(
-    rewards_PGT[0], [[0, 0, 2, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1.5, 0]]
-  )
-  np.testing.assert_array_equal(ends_PGT.sum(-1), [[1, 1], [1, 0], [1, 1]])
+  """The last quarter of 8 tokens: 3 tokens 0, 7 tokens -1/2, 8 tokens -1.
+
+  A completion that no function scored has no penalty.
+  """
+  texts = [["12$", "123456$"], ["12345678", "12345678"], ["1$", "2$"]]
+  function = fixed([[1, 1], [1, NAN], [1, 1]])
+  rewards = score(texts, function, weights=(2.0,), needs_steps=True)
+  shaped = with_overlong(rewards, completions(texts), max_tokens=8, fraction=0.25)
+  np.testing.assert_array_equal(shaped.scores_PGJ[..., 0], rewards.scores_PGJ[..., 0])
+  np.testing.assert_array_equal(shaped.scores_PGJ[..., 1], [[0, -0.5], [-1, NAN], [0, 0]])
+  assert shaped.weights == (2.0, 1.0) and shaped.scores_PGJ.dtype == np.float32
+  expected_PGT, ends_PGT = np.zeros((3, 2, 8)), np.zeros((3, 2, 8))
+  # The step of the function and that of the penalty end at the same token.
+  for p, g, t, reward in (
+    (0, 0, 2, 2.0),
+    (0, 1, 6, 2 - 0.5),
+    (1, 0, 7, 2 - 1.0),
+    (2, 0, 1, 2.0),
+    (2, 1, 1, 2.0),
+  ):
+    expected_PGT[p, g, t], ends_PGT[p, g, t] = reward, 1
+  np.testing.assert_array_equal(shaped.step_rewards_PGT, expected_PGT)
+  np.testing.assert_array_equal(shaped.step_ends_PGT, ends_PGT)
 
 
-@pytest.mark.parametrize(
-  "family", ["llama2", "qwen"]
-)  # bytes as pieces of sentencepiece, byte-level pieces
+def test_a_penalty_is_a_step_of_its_own_where_no_step_ends_at_the_last_token():
+  texts = [["12345678", "123456$"], ["12$", "1$"]]
+
+  def first_character(completions, **_):
+    return [[(1, 1.0)] for _ in completions]
+
+  rewards = score(texts, first_character, needs_steps=True)
+  shaped = with_overlong(rewards, completions(texts), max_tokens=8, fraction=0.25)
+  np.testing.assert_array_equal(shaped.step_ends_PGT.sum(-1), [[2, 2], [1, 1]])
+  np.testing.assert_array_equal(shaped.step_rewards_PGT[0, 0], [1, 0, 0, 0, 0, 0, 0, -1])
+  np.testing.assert_array_equal(shaped.step_rewards_PGT[0, 1], [1, 0, 0, 0, 0, 0, -0.5, 0])
+
+
+def test_overlong_without_steps_adds_a_score_alone():
+  rewards = Rewards(scores_PGJ=np.ones((1, 2, 1), np.float32), weights=(3.0,))
+  shaped = with_overlong(rewards, completions([["12345678", "1$"]]), max_tokens=8, fraction=0.25)
+  np.testing.assert_array_equal(shaped.score_PG, [[2, 3]])
+  assert shaped.step_rewards_PGT is None and shaped.step_ends_PGT is None
+
+
+def test_the_rewards_of_steps_land_on_sampled_tokens():
+  """Characters are counted in the sampled text. Tokens of an environment are in between."""
+  texts = [["12[##]34$", "[7]12"], ["1[+]$", "[=]$"]]
+
+  def per_character(completions, **_):
+    return [[(i + 1, float(c)) for i, c in enumerate(text)] or 9.0 for text in completions]
+
+  rewards = score(texts, per_character, needs_steps=True)
+  expected_PGT = [
+    # 1 2 # # 3 4 $: the last step ends with the text, so at the stop token.
+    [[1, 2, 0, 0, 3, 0, 4, 0], [0, 1, 2, 0, 0, 0, 0, 0]],
+    [[0, 0, 1, 0, 0, 0, 0, 0], [0, 9, 0, 0, 0, 0, 0, 0]],
+  ]
+  np.testing.assert_array_equal(rewards.step_rewards_PGT, expected_PGT)
+  np.testing.assert_array_equal(rewards.step_ends_PGT, np.array(expected_PGT) > 0)
+
+
+# Pieces of sentencepiece are bytes where need be. Byte-level pieces are always bytes.
+@pytest.mark.parametrize("family", ["llama2", "qwen"])
 @pytest.mark.parametrize("text", ["🦜🦜é;x=北;1", " a;🦜", "é;;"])
 def test_a_step_ends_at_the_token_with_its_last_character(family, text):
-  """Also where characters are several tokens, of which a part may decode to more characters than the whole."""
+  """Also where a character is several tokens.
+
+  A part of such a character may be decoded to more characters than the whole.
+  """
   tokens = tokenizer.load(Path(__file__).parent / f"golden/tokenizers/{family}")
   ids = [*tokens.encode_batch_after([text])[0], tokens.stop_ids[0]]
-  out = completions([["0"]], width=len(ids))
-  out.tokens_PGT[0, 0], out.lengths_PG[0, 0] = ids, len(ids)
-  of_semicolons = lambda completions, **_: [
-    [(i + 1, float(i)) for i, c in enumerate(x) if c == ";"] for x in completions
-  ]
+  found = completions([["0"]], width=len(ids))
+  found.tokens_PGT[0, 0], found.sampled_PGT[0, 0], found.lengths_PG[0, 0] = ids, True, len(ids)
+  rollouts = Rollouts(completions=found, texts_PG=texts_of(found, tokens.decode))
+  assert rollouts.texts_PG.tolist() == [[text]]
+
+  def semicolons(completions, **_):
+    return [
+      [(i + 1, float(i)) for i, c in enumerate(written) if c == ";"] for written in completions
+    ]
+
   prompts = dataclasses.replace(PROMPTS, texts=("",), columns={})
-  scored = rollout.score(out, prompts, tokens.decode, [of_semicolons], (1.0,))
-  assert scored.texts == [[text]]
-  rewards_PGT, ends_PGT = rollout.step_rewards(out, scored, (1.0,), tokens.decode)
-  # By hand: the token after which this many semicolons are written for the first time, the stop token for the last one.
+  rewards = scorer(semicolons, needs_steps=True, decode=tokens.decode)(rollouts, prompts)
+  # By hand: the token after which this many semicolons are written for the first time, and the
+  # stop token for a semicolon at the end of the text.
   counts = [tokens.decode(ids[: t + 1]).count(";") for t in range(len(ids))]
   where = [counts.index(n) for n in range(1, text.count(";") + 1)]
   if text.endswith(";"):
     where[-1] = len(ids) - 1
-  np.testing.assert_array_equal(np.flatnonzero(ends_PGT[0, 0]), where)
-  np.testing.assert_array_equal(
-    rewards_PGT[0, 0, where], [i for i, c in enumerate(text) if c == ";"]
-  )
+  np.testing.assert_array_equal(np.flatnonzero(rewards.step_ends_PGT[0, 0]), where)
+  expected = [i for i, c in enumerate(text) if c == ";"]
+  np.testing.assert_array_equal(rewards.step_rewards_PGT[0, 0, where], expected)

@@ -111,7 +111,8 @@ class Collector:
     rewards = self._shaped(chosen)
     if self._greedy_rollout is not None:
       rewards = self._with_greedy(rewards, params, prompts, index, clock)
-    rows = completion_rows(chosen.rollouts, prompts, rewards, self._names)
+    rewards_PG = np.asarray(chosen.rewards.score_PG)
+    rows = completion_rows(chosen.rollouts, prompts, rewards_PG, rewards.scores_PGJ, self._names)
     batch, rewards = self._put(chosen, prompts, rewards, live_P, temperature)
     clock.lap("reward")
     metrics = self._metrics(everything, live)

@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.run.rollout import Rollouts
-from grpo_jax.run.scoring import OVERLONG, groups_that_differ
+from grpo_jax.run.scoring import groups_that_differ
 from grpo_jax.types import Completions, Rewards
 
 
@@ -29,6 +29,7 @@ def rollout_metrics(
   scored = rewards_PG[~np.isnan(rewards_PG)]
   sampled_tokens = completions.sampled_PGT.sum()
   gap_PGT = completions.behavior_logprobs_PGT - completions.logprobs_PGT
+  gap_PGT = np.where(completions.sampled_PGT, gap_PGT, 0)
   metrics = {
     "reward": float(scored.mean()) if scored.size else float("nan"),
     "reward_std": float(scored.std(ddof=1)) if scored.size > 1 else float("nan"),
@@ -54,27 +55,25 @@ def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
 
 
 def completion_rows(
-  rollouts: Rollouts, prompts: PromptBatch, rewards: Rewards, names: list[str]
+  rollouts: Rollouts,
+  prompts: PromptBatch,
+  rewards_PG: np.ndarray,
+  scores_PGJ: np.ndarray,
+  names: list[str],
 ) -> list[dict[str, Any]]:
   """One JSON-ready object per completion, for completions/ and for the terminal.
 
   Args:
     rollouts: The completions.
     prompts: Their prompts.
-    rewards: The scores of the functions, and where it is on, the penalty for length as the last.
-    names: Of the functions and of the penalty.
+    rewards_PG: Their rewards, without the penalty for length.
+    scores_PGJ: The scores of the functions, and of the penalty where that is on.
+    names: Of these scores.
   """
-  penalties = [name == OVERLONG for name in names]
-  functions = rewards.replace(
-    scores_PGJ=rewards.scores_PGJ[..., ~np.array(penalties)],
-    weights=tuple(w for w, is_penalty in zip(rewards.weights, penalties) if not is_penalty),
-  )
-  rewards_PG = np.asarray(functions.score_PG)
   rows = []
   for p, g in np.ndindex(rewards_PG.shape):
     scores = {
-      f"rewards/{name}": _number(score)
-      for name, score in zip(names, rewards.scores_PGJ[p, g], strict=True)
+      f"rewards/{name}": _number(score) for name, score in zip(names, scores_PGJ[p, g], strict=True)
     }
     row = {
       "prompt": prompts.texts[p],
