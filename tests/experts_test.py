@@ -9,19 +9,19 @@ import json
 from pathlib import Path
 
 import jax
+from jax import export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import export
 
 from configs import default
-from grpo_jax import model
+from grpo_jax import learner, model
+from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo import presets
 from grpo_jax.algo.balance import balance_loss, balance_metrics
-from grpo_jax.config import Algo, Learner, from_dict, to_dict
+from grpo_jax.config import Learner, from_dict, to_dict
 from grpo_jax.data import tasks, tokenizer
-from grpo_jax.learner import train_step as learner
 from grpo_jax.model import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.run.build import Run
@@ -48,7 +48,7 @@ CONFIG = model.ModelConfig(
   normalise_shares=True,
   sparse_layers=(0, 1),
 )
-ALGO = Algo(**presets.row("gspo") | dict(kl_coef=0.0))
+ALGO = presets.preset("gspo")
 P, G, S, T = 4, 3, 6, 5
 
 
@@ -195,27 +195,30 @@ def make_batch(advantage=1.0, seed=0):
     prompt_lengths_P=integers(1, S + 1, P),
     completions_PGT=integers(0, 31, P, G, T),
     mask_PGT=mask,
+    temperature_P=jnp.full(P, 0.7),
     advantages_PGT=advantage * normal,
     sampler_logprobs_PGT=normal,
   )
 
 
 OBJECTIVES = {
-  "gspo": functools.partial(learner.grpo, CONFIG, ALGO, 0.7),
+  "gspo": functools.partial(learner.grpo, CONFIG, ALGO),
   "warm": functools.partial(learner.supervised, CONFIG),
 }
 
 
 @functools.cache
-def jitted(loss, micro, coef):
-  loss = OBJECTIVES[loss](Learner(False, 20, coef))
-  return jax.jit(
-    lambda state, batch: learner.train_step(state, None, batch, loss, optax.sgd(1.0), micro)
-  )
+def jitted(objective, micro, coef):
+  objective = OBJECTIVES[objective](Learner(logprob_chunk=20, router_aux_coef=coef))
+  rule = learner.UpdateRule(objective, optax.sgd(1.0), micro)
+  return jax.jit(functools.partial(learner.train_step, rule=rule))
 
 
-def step(params, batch, micro=0, coef=0.5, loss="gspo"):
-  return jitted(loss, micro, coef)(learner.init_state(params, optax.sgd(1.0), ALGO), batch)
+def step(params, batch, micro=0, coef=0.5, objective="gspo"):
+  """The state after one update, and its metrics."""
+  state = learner.init_state(params, optax.sgd(1.0), ALGO)
+  state, metrics = jitted(objective, micro, coef)(state, None, None, batch)
+  return state, metrics_lib.reduced(metrics)
 
 
 def plain_balance(params, batch):
@@ -285,13 +288,13 @@ def test_tokens_selected_among_the_whole_batch_and_the_loss_share_a_pass(params)
   """top_entropy_quantile also computes the routing of the whole batch, split or not."""
   batch = make_batch()
   algo = dataclasses.replace(ALGO, top_entropy_quantile=0.5)
-  loss = learner.grpo(CONFIG, algo, 0.7, Learner(False, 20, 0.5))
-  known = [
-    jax.jit(lambda p, micro=micro: loss.prepare(p, batch, micro).routing)(params)
-    for micro in (0, 2)
-  ]
-  assert known[0].tokens_BL.sum() > 0
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *known)
+  objective = learner.grpo(CONFIG, algo, Learner(logprob_chunk=20, router_aux_coef=0.5))
+  routings = []
+  for micro in (0, 2):
+    prepare = jax.jit(functools.partial(objective.prepare, micro_batch=micro))
+    routings.append(prepare(params, batch).routing)
+  assert routings[0].tokens_BL.sum() > 0
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *routings)
 
 
 def test_padding_is_routed_and_counts_nowhere(params):
@@ -312,7 +315,7 @@ def test_padding_is_routed_and_counts_nowhere(params):
 @pytest.mark.slow
 def test_the_warm_start_has_it_too(params):
   batch = make_batch()
-  losses = [step(params, batch, coef=coef, loss="warm")[1] for coef in (0.0, 0.5)]
+  losses = [step(params, batch, coef=coef, objective="warm")[1] for coef in (0.0, 0.5)]
   np.testing.assert_allclose(
     losses[1]["loss"] - losses[0]["loss"], losses[1]["router/aux_loss"] / 2, rtol=1e-4
   )
@@ -362,10 +365,10 @@ def test_gspo_trains_it_and_what_is_exported_is_what_was_trained(folder, tmp_pat
     )
     assert 0 < row["router/entropy"] <= np.log(4) and row["router/aux_loss"] > 0
   before, shape = model.load(folder)[1], model.load_config(folder)
-  model.save(tmp_path / "out", shape, state.params)
+  model.save(tmp_path / "out", shape, state.train.params)
   after = model.load(tmp_path / "out")
   assert after[0] == shape
-  jax.tree.map(np.testing.assert_array_equal, after[1], jax.device_get(state.params))
+  jax.tree.map(np.testing.assert_array_equal, after[1], jax.device_get(state.train.params))
   assert (
     np.abs(
       after[1]["layers_1"]["experts"]["router"] - before["layers_1"]["experts"]["router"]
@@ -401,7 +404,7 @@ def test_experts_lie_on_their_axis_or_whole_where_it_does_not_divide_them(folder
   }
   assert shards == {"router": (8, 4), "gate": (2, 8, 6), "up": (2, 8, 6), "down": (2, 6, 8)}
   run = Run(config(folder, expert=8, tensor=1))
-  assert run.model.experts.spec == jax.sharding.PartitionSpec(None, None, "tensor")
+  assert run.parameters.model.experts.spec == jax.sharding.PartitionSpec(None, None, "tensor")
   whole = sharding.undivided(run.parameters.abstract, run.mesh)
   assert "layers_1/experts/gate: dimension 0 of 4 is not divisible by expert=8" in whole
 

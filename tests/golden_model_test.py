@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax import model
-from grpo_jax.config import Learner, Sampling
-from grpo_jax.learner import train_step as learner
-from grpo_jax.run import rollout
+from grpo_jax import learner, model
+from grpo_jax.config import Learner
+from grpo_jax.run.sampling import make_sampler
+from grpo_jax.sampler.logits import Decoding
 from grpo_jax.types import Batch
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -97,21 +97,20 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, token_by_
 def test_log_probs_of_sampler_and_learner_agree(name):
   """In completions that are much longer than windows and original positions."""
   config, params = model.load(GOLDEN / "families" / name)
-  sampling = Sampling(30, 1.0, 0, 1.0, 0.0, (), "", "train")
+  decoding = Decoding(max_tokens=30, stop_ids=config.stop_ids)
+  temperature_P = jnp.ones(3)
   prompts_PS, lengths_P = jnp.arange(4, 40).reshape(3, 12), jnp.array([12, 5, 1])
-  out = jax.jit(rollout.make_sampler(config, sampling, G))(
-    params, prompts_PS, lengths_P, jax.random.key(0)
-  )
+  sample = jax.jit(make_sampler(config, decoding, G))
+  out = sample(params, prompts_PS, lengths_P, jax.random.key(0), temperature_P)
   mask = (jnp.arange(30) < out.lengths_PG[..., None]).astype(jnp.float32)
   batch = Batch(
     prompts_PS=prompts_PS,
     prompt_lengths_P=lengths_P,
     completions_PGT=out.tokens_PGT,
     mask_PGT=mask,
-    advantages_PGT=None,
-    sampler_logprobs_PGT=None,
+    temperature_P=temperature_P,
   )
-  logprobs_PGT = jax.jit(
-    lambda p: learner.stats(p, None, config, batch, 1.0, Learner(False, 64, 0.0))
-  )(params).logprobs_PGT
+  options = learner.StatsOptions(config, Learner(logprob_chunk=64))
+  stats = jax.jit(learner.batch_stats, static_argnums=3)
+  logprobs_PGT = stats(params, None, batch, options).logprobs_PGT
   assert out.lengths_PG.max() == 30 and np.abs(logprobs_PGT - out.logprobs_PGT * mask).max() < 1e-4
