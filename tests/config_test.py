@@ -120,14 +120,16 @@ def test_the_default_config_holds_the_defaults_and_the_preset(name):
   assert types == {key: type(value) for key, value in defaults.items()}
 
 
-def test_the_command_line_can_change_every_key():
+def test_the_command_line_can_change_every_key(monkeypatch):
   """ml_collections takes no override of a list, so the lists of a config must be tuples there."""
   values = flat(default.get_config().to_dict())
   values["reward.functions"], values["sampling.stop_ids"] = ("strict", "format"), (3, 5)
   flag_values = flags.FlagValues()
   config_flags.DEFINE_config_file("config", flag_values=flag_values)
   overrides = [f"--config.{key}={value}" for key, value in values.items()]
-  flag_values(["program", f"--config={ROOT}/configs/default.py", *overrides])
+  argv = ["program", f"--config={ROOT}/configs/default.py", *overrides]
+  monkeypatch.setattr(sys, "argv", argv)  # ml_collections reads the overrides there
+  flag_values(argv)
   assert flat(flag_values.config.to_dict()) == values
 
 

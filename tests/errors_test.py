@@ -18,6 +18,7 @@ from grpo_jax import model
 from grpo_jax.config import from_dict, to_dict
 from grpo_jax.data import tokenizer
 from grpo_jax.data.arithmetic import ALPHABET
+from grpo_jax.run.cli import saved_config
 from grpo_jax.settings import ConfigError
 from grpo_jax.train import Trainer, train
 
@@ -288,6 +289,28 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path):
   message = f"--workdir={tmp_path} is not empty and has no config.json: name a new folder"
   assert str(error.value) == message
   assert contents(tmp_path) == {"thesis.tex": b"x"}
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    (None, "workdir {folder} has no config.json: it is not the folder of a run"),
+    ("{", "{file} cannot be read (Expecting property name"),
+    ("[]", "{file} is not a config: put it back, or name another --workdir"),
+    ('{"width": 3}', "{file} cannot be read: config key width is unknown: "),
+    ('{"steps": "a"}', "{file} cannot be read: config key steps must be a whole number, got 'a'"),
+    ('{"model": 3}', "{file} cannot be read: config key model must be a section of keys, got 3"),
+  ],
+)
+def test_a_folder_without_a_usable_config_is_refused(tmp_path, text, message):
+  file = tmp_path / "config.json"
+  if text is not None:
+    file.write_text(text)
+  with pytest.raises(ConfigError) as error:
+    saved_config(tmp_path)
+  message = message.replace("{folder}", str(tmp_path)).replace("{file}", str(file))
+  assert str(error.value).startswith(message)
+  assert "\n" not in str(error.value)
 
 
 # The command line, in new processes.
