@@ -15,4 +15,5 @@ from grpo_jax.config import Config
 def get_config(preset: str = "grpo") -> ConfigDict:
   """The defaults with a preset of grpo_jax/algo/presets.py: --config=configs/X.py:PRESET."""
   config = Config(algo=presets.preset(preset))
+  # With tuples, because the command line cannot override a list of a ConfigDict.
   return ConfigDict(dataclasses.asdict(config))

@@ -1,11 +1,11 @@
 """Masked reductions, metrics, KL estimates, controllers and the routers' balance, by hand."""
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_jax import masked
 from grpo_jax.algo import controllers, metrics

@@ -2,14 +2,14 @@
 
 import json
 import os
+from pathlib import Path
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
+from checkpoint_test import abstract, same
 import jax.numpy as jnp
 import numpy as np
-from checkpoint_test import abstract, same
 
 from grpo_jax.run.checkpoint import Checkpoints
 

@@ -2,10 +2,10 @@
 
 import json
 import os
+from pathlib import Path
 import random
 import re
 import shutil
-from pathlib import Path
 
 import flax
 import jax

@@ -1,38 +1,61 @@
-"""The config: its keys, how plain values become structs, and that a whole run reads every key."""
+"""The config: its settings, how plain values become one, and that a whole run reads every key."""
 
 import dataclasses
-import functools
 import importlib
 import json
-import sys
 from pathlib import Path
+import sys
+from typing import get_type_hints
 
+from absl import flags
 import jax
 import jax.numpy as jnp
+from ml_collections import config_flags
 import pytest
 
 from configs import arithmetic, default
 from grpo_jax import config as config_lib
-from grpo_jax import model
-from grpo_jax.algo import selection
-from grpo_jax.algo.objective import objective, whole
-from grpo_jax.algo.presets import PRESETS
+from grpo_jax import model, settings
+from grpo_jax.algo import checks as algo_checks
+from grpo_jax.algo import settings as algo_settings
+from grpo_jax.algo import token_selection
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.aggregation import AGGREGATIONS
+from grpo_jax.algo.corrections import CORRECTIONS, LEVELS
+from grpo_jax.algo.kl import KL
+from grpo_jax.algo.objective import objective, totals
+from grpo_jax.algo.presets import PRESETS, preset
+from grpo_jax.algo.ratios import RATIOS
+from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
-from grpo_jax.config import Config, check_key, from_dict, keys, to_dict
+from grpo_jax.config import Config, check_key, completed, from_dict, to_dict
 from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.loader import Prompts
+from grpo_jax.run import checks, workdir
 from grpo_jax.run.build import Run
-from grpo_jax.run.checks import check
-from grpo_jax.settings import ConfigError
+from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.cli import saved_config
+from grpo_jax.run.evaluator import Evaluator
+from grpo_jax.settings import ConfigError, Setting, at_least, setting
 from grpo_jax.train import train
-from grpo_jax.types import Batch, Coefs, Scores, TokenStats
+from grpo_jax.types import Batch, Coefficients, Rewards, TokenStats
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = [Config, *(hint for hint in keys().values() if dataclasses.is_dataclass(hint))]
+KINDS = get_type_hints(Config)
+SECTIONS = [Config, *(kind for kind in KINDS.values() if dataclasses.is_dataclass(kind))]
+
+
+def flat(values):
+  """Nested values by dotted key."""
+  out = {}
+  for name, value in values.items():
+    inner = flat(value) if isinstance(value, dict) else None
+    out |= {name: value} if inner is None else {f"{name}.{key}": x for key, x in inner.items()}
+  return out
 
 
 def changed(**changes):
-  """configs/default.py as plain values; changes by key, with __ for the dot."""
+  """configs/default.py as plain values, with changes by key. __ stands for the dot."""
   values = default.get_config().to_dict()
   for key, value in changes.items():
     section, _, last = key.rpartition("__")
@@ -40,19 +63,83 @@ def changed(**changes):
   return values
 
 
+def without(values, *keys):
+  """Nested values without these keys."""
+  values = json.loads(json.dumps(values))
+  for key in keys:
+    section, _, last = key.rpartition(".")
+    del (values[section] if section else values)[last]
+  return values
+
+
+# The settings.
+
+
+def fits(value, kind):
+  if hasattr(kind, "__args__"):  # tuple[int, ...]
+    return type(value) is tuple and all(type(item) is kind.__args__[0] for item in value)
+  return type(value) is kind
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_setting_is_complete(section):
+  """A type, a default of that type and in its range, and a meaning."""
+  kinds = get_type_hints(section)
+  assert section.__doc__ and kinds.keys() == {field.name for field in dataclasses.fields(section)}
+  for field in dataclasses.fields(section):
+    if dataclasses.is_dataclass(kinds[field.name]):
+      assert field.default == kinds[field.name]()
+      continue
+    declared = field.metadata["setting"]
+    assert type(declared) is Setting and declared.default == field.default
+    values = [declared.default] if declared.before is None else [declared.default, declared.before]
+    for value in values:
+      assert fits(value, kinds[field.name]), (field.name, value)
+      assert declared.range.contains(value), (field.name, value)
+    assert declared.meaning.strip() == declared.meaning != "", field.name
+    assert declared.range.requirement, field.name
+
+
+def test_every_value_is_of_a_type_that_errors_can_name():
+  for key, kind in flat(settings.keys(Config)).items():
+    if not dataclasses.is_dataclass(kind):
+      assert str(config_lib.wrong_type(key, object)).startswith(f"config key {key} must be ")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_default_config_holds_the_defaults_and_the_preset(name):
+  values = default.get_config(name).to_dict()
+  assert values == dataclasses.asdict(Config(algo=preset(name)))
+  assert from_dict(values) == Config(algo=preset(name))
+  defaults = flat(dataclasses.asdict(Config()))
+  assert flat(values).keys() == defaults.keys()
+  differing = {key: value for key, value in flat(values).items() if value != defaults[key]}
+  of_preset = {f"algo.{key}": value for key, value in PRESETS[name].items()}
+  assert differing == {key: x for key, x in of_preset.items() if x != defaults[key]}
+  types = {key: type(value) for key, value in flat(values).items()}
+  assert types == {key: type(value) for key, value in defaults.items()}
+
+
+def test_the_command_line_can_change_every_key(monkeypatch):
+  """ml_collections takes no override of a list, so the lists of a config must be tuples there."""
+  values = flat(default.get_config().to_dict())
+  values["reward.functions"], values["sampling.stop_ids"] = ("strict", "format"), (3, 5)
+  flag_values = flags.FlagValues()
+  config_flags.DEFINE_config_file("config", flag_values=flag_values)
+  overrides = [f"--config.{key}={value}" for key, value in values.items()]
+  argv = ["program", f"--config={ROOT}/configs/default.py", *overrides]
+  monkeypatch.setattr(sys, "argv", argv)  # ml_collections reads the overrides there
+  flag_values(argv)
+  assert flat(flag_values.config.to_dict()) == values
+
+
+# Plain values.
+
+
 def test_round_trip_through_json():
   config = from_dict(changed(sampling__stop_ids=[3, 5]))
   assert config.sampling.stop_ids == (3, 5)
   assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-
-
-def test_defaults_hold_every_key_and_no_other():
-  flat = {
-    name if type(value) is not dict else f"{name}.{key}"
-    for name, value in default.get_config().to_dict().items()
-    for key in (value if type(value) is dict else "-")
-  }
-  assert flat == {key for key, hint in keys().items() if not dataclasses.is_dataclass(hint)}
 
 
 def test_an_int_stands_for_a_float_and_nothing_else_is_converted():
@@ -101,22 +188,73 @@ def test_a_wrong_value_is_named(key, value, message):
   assert str(error.value) == message
 
 
-def test_a_missing_key_is_named():
-  values = changed()
-  del values["eval"]["every"]
-  with pytest.raises(
-    ConfigError, match=r"^config key eval\.every is missing: start from configs/default\.py$"
-  ):
-    from_dict(values)
+def test_a_missing_key_gets_its_default():
+  assert from_dict({}) == Config()
+  values = without(changed(eval__every=7, seed=3), "eval.batch", "sampling", "steps")
+  config = from_dict(values)
+  assert (config.seed, config.eval.every) == (3, 7)
+  assert config == from_dict(changed(eval__every=7, seed=3))
+  assert from_dict({"eval": {"every": 7}}).eval == config_lib.Eval(every=7)
+  assert from_dict({"algo": {"kl": "k1"}}).algo == Algo(kl="k1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A section with newer settings."""
+
+  old: int = setting(1, "as old as the section")
+  newer: float = setting(0.5, "0 is what runs did before", at_least(0), before=0.0)
+  flag: bool = setting(True, "False is what runs did before", before=False)
+  names: tuple[str, ...] = setting(("a",), "the default is what runs did before")
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  """A config."""
+
+  seed: int = setting(0, "as old as the config")
+  part: Part = Part()
+
+
+def test_a_missing_key_of_a_saved_config_gets_the_value_of_that_time(monkeypatch):
+  monkeypatch.setattr(config_lib, "Config", Whole)
+  assert from_dict({}) == Whole(seed=0, part=Part(old=1, newer=0.5, flag=True, names=("a",)))
+  before = Part(old=1, newer=0.0, flag=False, names=("a",))
+  assert from_dict({}, saved=True) == Whole(part=before)
+  saved = {"seed": 4, "part": {"old": 2, "flag": True}}
+  expected = Whole(seed=4, part=Part(old=2, newer=0.0, flag=True, names=("a",)))
+  assert from_dict(saved, saved=True) == expected
+  assert from_dict(saved) == dataclasses.replace(expected, part=Part(old=2, flag=True))
+  # A whole config of now is as it is, saved or not.
+  assert from_dict(to_dict(Whole()), saved=True) == Whole()
+
+  assert completed(saved) == to_dict(expected)
+  assert completed({}) == to_dict(Whole(part=before))
+  assert completed(to_dict(Whole())) == to_dict(Whole())
+  # What only the earlier config has is kept, so that a run of another program is noticed.
+  foreign = {"part": {"gone": 1}, "width": 3, "more": {"key": []}}
+  assert completed(foreign) == to_dict(Whole(part=before)) | {
+    "part": to_dict(before) | {"gone": 1},
+    "width": 3,
+    "more": {"key": []},
+  }
+  assert saved == {"seed": 4, "part": {"old": 2, "flag": True}}  # the arguments are not changed
+
+
+def test_a_saved_config_has_no_unknown_keys_and_no_wrong_types():
+  with pytest.raises(ConfigError, match=r"^config key algo\.clip is unknown: did you mean algo\."):
+    from_dict({"algo": {"clip": 0.2}}, saved=True)
+  with pytest.raises(ConfigError, match=r"^config key seed must be a whole number, got 'a'$"):
+    from_dict({"seed": "a"}, saved=True)
 
 
 @pytest.mark.parametrize(
   "key, message",
   [
     ("agol.clip_high", "did you mean algo.clip_high?"),  # the section is wrong
-    ("agol.clip_hihg", "did you mean algo.clip_high?"),  # so are both
-    ("every", "did you mean eval.every or checkpoint.every or log.every?"),  # it is left out
-    ("xyz.abc", "they are all in configs/default.py"),
+    ("agol.clip_hihg", "did you mean algo.clip_high?"),  # both are wrong
+    ("every", "did you mean eval.every or checkpoint.every or log.every?"),  # it is missing
+    ("xyz.abc", "they are all in grpo_jax/config.py"),
     ("mesh", "set one of mesh.data, mesh.fsdp, mesh.expert, mesh.tensor"),
   ],
 )
@@ -136,16 +274,195 @@ def test_every_config_loads(name, preset):
   module = importlib.import_module(f"configs.{name}")
   values = module.get_config(preset).to_dict()
   for section in ("model", "data"):
-    if values[section]["path"] is None:  # to be given
+    if values[section]["path"] is None:  # the user has to give it
       values[section]["path"] = "given"
-  check(from_dict(values))
+  checks.check(from_dict(values))
   assert name == "default" or f"--config=configs/{name}.py" in module.__doc__
 
 
+# The config of an earlier run.
+
+NEWER = (
+  "optimizer.name",
+  "sampling.temperature_schedule",
+  "sampling.temperature_end",
+  "learner.router_aux_coef",
+  "algo.overlong",
+  "eval.temperature",
+  "lora",
+)
+
+
+def tiny():
+  """configs/arithmetic.py with the smallest model."""
+  c = arithmetic.get_config()
+  c.model.update(embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8)
+  c.batch.update(prompts=8, group_size=2)
+  c.eval.update(every=0, examples=8, batch=8)
+  c.optimizer.update(schedule="constant", warmup_steps=0)
+  c.steps, c.warm_start.steps, c.sampling.max_tokens = 1, 0, 4
+  return c
+
+
+@pytest.fixture(scope="module")
+def older_run(tmp_path_factory):
+  """A run of one step whose config.json lacks the keys of `NEWER`."""
+  folder = tmp_path_factory.mktemp("older") / "run"
+  train(from_dict(tiny().to_dict()), folder)
+  path = folder / "config.json"
+  path.write_text(json.dumps(without(json.loads(path.read_text()), *NEWER)))
+  return folder
+
+
+@pytest.mark.parametrize(
+  "key, value, message",
+  [
+    ("optimizer__name", "lion", "optimizer.name = 'adamw', this run 'lion'"),
+    (
+      "sampling__temperature_schedule",
+      "linear",
+      "sampling.temperature_schedule = 'constant', this run 'linear'",
+    ),
+    ("algo__kl_coef", 0.2, "algo.kl_coef = 0.04, this run 0.2"),  # the older config has this key
+  ],
+)
+def test_an_older_run_does_not_continue_with_another_value(older_run, key, value, message):
+  values, path = tiny().to_dict(), older_run / "config.json"
+  section, _, last = key.partition("__")
+  values[section][last] = value
+  before = path.read_bytes()
+  with pytest.raises(ConfigError) as error:
+    train(from_dict(values), older_run)
+  advice = "name another --workdir, or keep the old value"
+  assert str(error.value) == f"{path} has {message}: {advice}"
+  assert path.read_bytes() == before and [row["step"] for row in workdir.read(older_run)] == [1]
+
+
+def test_an_older_run_evaluates_and_resumes(older_run):
+  config = from_dict(tiny().to_dict())
+  assert saved_config(older_run) == config
+  run = Run(saved_config(older_run))
+  checkpoints = Checkpoints(older_run / "checkpoints", keep=3)
+  step, params = checkpoints.restore_params(run.parameters.abstract)
+  metrics = Evaluator(run)(run.parameters.for_sampling(params), step)
+  assert step == 1 and 0 <= metrics["eval/accuracy"] <= 1
+
+  state = train(dataclasses.replace(config, steps=2), older_run)
+  assert int(state.train.step) == 2
+  assert [row["step"] for row in workdir.read(older_run)] == [1, 2]
+  # From now on, the file has every key.
+  completed_values = json.loads((older_run / "config.json").read_text())
+  assert completed_values == json.loads(json.dumps(to_dict(dataclasses.replace(config, steps=2))))
+
+
+# Every key is read.
+
+REWARD_MODEL = ROOT / "tests" / "golden" / "rewards" / "qwen2_steps"
+REGISTRIES = {
+  "advantage": ADVANTAGES,
+  "ratio": RATIOS,
+  "surrogate": SURROGATES,
+  "aggregation": AGGREGATIONS,
+  "kl": KL,
+  "correction": CORRECTIONS,
+  "correction_level": LEVELS,
+}
+# No use of a value: a check, a copy, a comparison, or a place in error messages.
+NO_USE = {
+  dataclasses.__file__,
+  config_lib.__file__,
+  settings.__file__,
+  checks.__file__,
+  algo_checks.__file__,
+  "<string>",  # the methods that dataclasses writes
+}
+
+
+@pytest.fixture
+def reads(monkeypatch):
+  """The set of the (section, setting) that code has read since the test began."""
+  reads = set()
+
+  def recorded(self, name):
+    frame = sys._getframe(1)
+    # Properties such as Algo.uses_reference read settings for somebody else.
+    while frame.f_code.co_filename == algo_settings.__file__:
+      frame = frame.f_back
+    if frame.f_code.co_filename not in NO_USE:
+      reads.add((type(self), name))
+    return object.__getattribute__(self, name)
+
+  for section in SECTIONS:
+    monkeypatch.setattr(section, "__getattribute__", recorded, raising=False)
+  return reads
+
+
+def variants():
+  """(name, record, changes of Algo() that make an update use the record), of every registry."""
+  for key, registry in REGISTRIES.items():
+    for name, record in registry.items():
+      yield f"{key}={name}", record, of_examples(record) | {key: name}
+  for name, record in token_selection.TOKEN_WEIGHTS.items():
+    yield name, record, of_examples(record)
+
+
+def of_examples(record):
+  """Settings under which the record does something: those of its worked examples together."""
+  return {name: x for example in record.examples for name, x in example.settings.items()}
+
+
+def trace_step(algo):
+  """Traces advantages, token selection and loss of a batch. Nothing is computed."""
+
+  def step(x):
+    rewards = Rewards(
+      scores_PGJ=x[..., :1],
+      weights=(1.0,),
+      greedy_scores_PJ=x[:, 0, :1],
+      step_rewards_PGT=x,
+      step_ends_PGT=x,
+    )
+    advantages = ADVANTAGES[algo.advantage].compute(rewards, x, algo)
+    advantages = advantages if advantages.ndim == 3 else advantages[..., None]
+    selection = token_selection.select(x, x, x, x, x, algo)
+    batch = Batch(
+      mask_PGT=x,
+      advantages_PGT=x * advantages,
+      behavior_logprobs_PGT=x,
+      old_logprobs_PGT=x,
+      ref_logprobs_PGT=x,
+      selection=selection,
+    )
+    stats = TokenStats(logprobs_PGT=x, entropies_PGT=x, full_kl_PGT=x)
+    coefs = Coefficients(kl=jnp.float32(0.1), entropy=jnp.float32(0.1))
+    return objective(stats, batch, totals(batch, coefs, algo), algo)[0]
+
+  jax.eval_shape(step, jax.ShapeDtypeStruct((4, 3, 5), jnp.float32))
+
+
+@pytest.mark.parametrize(
+  "record, changes", [pytest.param(*rest, id=name) for name, *rest in variants()]
+)
+def test_a_record_reads_the_settings_that_it_brings(record, changes, reads):
+  algo = Algo(**{"kl_coef": 0.1, "off_policy_threshold": 0.1} | changes)
+  trace_step(algo)
+  unread = set(getattr(record, "settings", {})) - {name for _, name in reads}
+  assert not unread
+
+
 def with_adapters(config, folder):
-  """On a checkpoint, which it writes there."""
+  """The config with adapters on a checkpoint, which it writes into `folder`."""
   characters = tokenizer.characters(tasks.ALPHABET)
-  shape = model.ModelConfig(characters.vocab_size, 8, 1, 2, 2, 4, 8, max_positions=64)
+  shape = model.ModelConfig(
+    vocab_size=characters.vocab_size,
+    embed_dim=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=8,
+    max_positions=64,
+  )
   model.save(folder, shape, model.init(jax.random.key(0), shape))
   characters.save(folder)
   replace = dataclasses.replace
@@ -158,60 +475,19 @@ def with_adapters(config, folder):
   )
 
 
-VARIANTS = [
-  dict(
-    advantage="gdpo",
-    aggregation="constant",
-    correction="truncate",
-    correction_high=2.0,
-    dynamic_sampling=False,
-    old_logprobs="recomputed",
-  ),
-  dict(advantage="pass_at_k", overlong=0.0, off_policy_threshold=0.1, entropy_coef=0.1),
-]
-REWARDS = ROOT / "tests" / "golden" / "rewards"
+def test_a_whole_run_reads_every_key(tmp_path, reads):
+  """Warm start, GRPO with a reference, a reward model, evaluation, adapters, conversations.
 
-
-def trace(run):
-  """The functions of a step, without computing them."""
-  shape = lambda *s, dtype=jnp.float32: jax.ShapeDtypeStruct(s, dtype)
-  values, integers = shape(16, 3, 4), functools.partial(shape, dtype=jnp.int32)
-  batch = Batch(
-    integers(16, 12),
-    integers(16),
-    integers(16, 3, 4),
-    values,
-    values,
-    values,
-    values,
-    values,
-    values,
-  )
-  run.with_advantages.eval_shape(batch, Scores(shape(16, 3, 1)), shape())
-  run.update.eval_shape(run.abstract_state, run.parameters.abstract, batch)
-
-
-def trace_loss(algo):
-  """That of a step whose model is not of interest."""
-
-  def loss(x):
-    selected = selection.select(x, x, x, x, x, algo)
-    batch = Batch(None, None, None, x, x, x, x, x, x, selection=selected)
-    return objective(
-      TokenStats(x, x), batch, whole(batch, Coefs(algo.kl_coef, algo.entropy_coef), algo), algo
-    )
-
-  jax.eval_shape(loss, jax.ShapeDtypeStruct((16, 3, 4), jnp.float32))
-
-
-def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
-  """Warm start, GRPO with a reference, evaluation. A check of a value, a copy or a comparison is no use of it."""
-  c = arithmetic.get_config()
-  c.model.update(embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8)
+  The records of the registries are traced one by one.
+  """
+  c = tiny()
   c.batch.update(prompts=16, group_size=3)
+  c.sampling.temperature_schedule = "linear"
+  c.reward.update(functions=(str(REWARD_MODEL),), step_separator=";")
   c.algo.update(
     minibatches=2,
-    pass_k=2,
+    old_logprobs="recomputed",
+    kl_coef=0.1,
     kl_target=0.1,
     ref_sync_steps=1,
     entropy_target=0.1,
@@ -219,48 +495,24 @@ def test_a_whole_run_reads_every_key(tmp_path, monkeypatch):
     max_resample_rounds=1,
     overlong=0.5,
   )
-  c.eval.update(every=1, examples=8, batch=8, samples=2)
-  c.steps, c.warm_start.steps = 1, 2
-  c.warm_start.batch, c.sampling.max_tokens, c.algo.kl_coef = 8, 4, 0.1
-  config, read = from_dict(c.to_dict()), set()
-  no_use = {
-    dataclasses.__file__,
-    config_lib.__file__,
-    sys.modules[check.__module__].__file__,
-    "<string>",
-  }
-
-  def recorded(self, name):
-    if sys._getframe(1).f_code.co_filename not in no_use:
-      read.add((type(self), name))
-    return object.__getattribute__(self, name)
-
-  for section in SECTIONS:
-    monkeypatch.setattr(section, "__getattribute__", recorded, raising=False)
-  jax.config.update("jax_disable_most_optimizations", True)  # what it computes does not matter
+  c.eval.update(every=1, samples=2)
+  c.warm_start.update(steps=2, batch=8)
+  config = from_dict(c.to_dict())
+  jax.config.update("jax_disable_most_optimizations", True)  # the numbers do not matter
   try:
-    train(config, str(tmp_path / "run"))
+    train(config, tmp_path / "run")
     Run(with_adapters(config, tmp_path / "hf"))
-    chatty = tokenizer.load(ROOT / "tests/golden/tokenizers/qwen")
-    Prompts(
-      [{"question": "1+1="}],
-      chatty,
-      dataclasses.replace(config.data, chat=True, max_prompt_tokens=99),
-    )
-    reward = dataclasses.replace(
-      config.reward, functions=(str(REWARDS / "qwen2_steps"),), step_separator=";"
-    )
-    Run(dataclasses.replace(config, reward=reward)).functions[0](completions=["1"], prompts=["1="])
-    for change in VARIANTS:
-      trace(Run(dataclasses.replace(config, algo=dataclasses.replace(config.algo, **change))))
-    for surrogate in SURROGATES:
-      trace_loss(dataclasses.replace(config.algo, surrogate=surrogate, top_entropy_quantile=0.5))
+    with_chat_template = tokenizer.load(ROOT / "tests/golden/tokenizers/qwen")
+    conversations = dataclasses.replace(config.data, chat=True, max_prompt_tokens=99)
+    Prompts([{"question": "1+1="}], with_chat_template, conversations)
+    for _, _, changes in variants():
+      trace_step(dataclasses.replace(config.algo, **changes))
   finally:
     jax.config.update("jax_disable_most_optimizations", False)
   unread = [
     f"{section.__name__}.{field.name}"
     for section in SECTIONS
     for field in dataclasses.fields(section)
-    if (section, field.name) not in read
+    if (section, field.name) not in reads
   ]
   assert not unread

@@ -1,11 +1,12 @@
-"""Bad input: one line that names the key or file and says what to do, exit code 2, and nothing written over."""
+"""Bad input ends in one line that names the key or file, exit code 2, and no file overwritten."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
+from pathlib import Path
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from grpo_jax import model
 from grpo_jax.config import from_dict, to_dict
 from grpo_jax.data import tokenizer
 from grpo_jax.data.arithmetic import ALPHABET
+from grpo_jax.run.cli import saved_config
 from grpo_jax.settings import ConfigError
 from grpo_jax.train import Trainer, train
 
@@ -26,9 +28,8 @@ ROOT = Path(__file__).parents[1]
 def config(**changes):
   """configs/arithmetic.py with changes by key, with __ for the dot."""
   values = arithmetic.get_config().to_dict()
-  values["batch"].update(
-    prompts=32, group_size=8, micro_batch=0
-  )  # numbers that messages below name
+  # The messages below name these numbers.
+  values["batch"].update(prompts=32, group_size=8, micro_batch=0)
   values["optimizer"].update(learning_rate=3e-4, schedule="constant")
   for key, value in changes.items():
     section, _, last = key.rpartition("__")
@@ -158,6 +159,12 @@ def contents(folder):
     (dict(algo__std_ddof=8), ["algo.std_ddof is 8", "below batch.group_size = 8"]),
     (dict(optimizer__schedule="step"), ["optimizer.schedule is 'step'", "'cosine'"]),
     (dict(optimizer__learning_rate=-1e-3), ["optimizer.learning_rate is -0.001", "at least 0"]),
+    (dict(optimizer__name="adam"), ["optimizer.name is 'adam'", "choose one of 'adamw', "]),
+    (
+      dict(sampling__temperature_schedule="step"),
+      ["sampling.temperature_schedule is 'step'", "'cosine'"],
+    ),
+    (dict(sampling__temperature_end=0.0), ["sampling.temperature_end is 0.0", "above 0"]),
     (
       dict(reward__functions=["nosuch"]),
       ["reward.functions", "'nosuch'", "strict", "path/file.py:function"],
@@ -180,7 +187,7 @@ def contents(folder):
     ),
     (dict(reward__batch=0), ["reward.batch is 0", "at least 1"]),
     (dict(reward__dtype="int8"), ["reward.dtype is 'int8'", "'float32', 'bfloat16'"]),
-    (dict(reward__step_separator=""), ["reward.step_separator is ''", "at least a character"]),
+    (dict(reward__step_separator=""), ["reward.step_separator is ''", "at least one character"]),
     (
       dict(reward__weights=[1.0, 2.0]),
       ["reward.weights is (1.0, 2.0)", "one number for each", "'strict'"],
@@ -255,22 +262,21 @@ def test_another_config_leaves_a_run_alone(run_folder, changes, words):
   assert contents(run_folder) == before
 
 
-def test_a_run_may_be_made_longer_and_watched_otherwise(run_folder):
+def test_a_run_may_become_longer_and_be_logged_and_computed_differently(run_folder):
   before = contents(run_folder)
-  Trainer(
-    config(
-      steps=500,
-      eval__every=7,
-      checkpoint__every=3,
-      log__every=2,
-      mesh__fsdp=2,
-      mesh__data=-1,
-      batch__micro_batch=8,
-      learner__remat=True,
-      reward__batch=16,
-    ),
-    str(run_folder),
+  longer = config(
+    steps=500,
+    eval__every=7,
+    checkpoint__every=3,
+    log__every=2,
+    mesh__fsdp=2,
+    mesh__data=-1,
+    batch__micro_batch=8,
+    learner__remat=True,
+    reward__batch=16,
   )
+  with contextlib.ExitStack() as stack:
+    Trainer(longer, run_folder, stack)
   after = contents(run_folder)
   assert json.loads(after.pop("config.json"))["steps"] == 500
   assert after == {name: content for name, content in before.items() if name != "config.json"}
@@ -280,14 +286,34 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path):
   (tmp_path / "thesis.tex").write_text("x")
   with pytest.raises(ConfigError) as error:
     train(config(), str(tmp_path))
-  assert (
-    str(error.value)
-    == f"--workdir={tmp_path} is not empty and has no config.json: name a new folder"
-  )
+  message = f"--workdir={tmp_path} is not empty and has no config.json: name a new folder"
+  assert str(error.value) == message
   assert contents(tmp_path) == {"thesis.tex": b"x"}
 
 
-# The command line, in processes of its own.
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    (None, "workdir {folder} has no config.json: it is not the folder of a run"),
+    ("{", "{file} cannot be read (Expecting property name"),
+    ("[]", "{file} is not a config: put it back, or name another --workdir"),
+    ('{"width": 3}', "{file} cannot be read: config key width is unknown: "),
+    ('{"steps": "a"}', "{file} cannot be read: config key steps must be a whole number, got 'a'"),
+    ('{"model": 3}', "{file} cannot be read: config key model must be a section of keys, got 3"),
+  ],
+)
+def test_a_folder_without_a_usable_config_is_refused(tmp_path, text, message):
+  file = tmp_path / "config.json"
+  if text is not None:
+    file.write_text(text)
+  with pytest.raises(ConfigError) as error:
+    saved_config(tmp_path)
+  message = message.replace("{folder}", str(tmp_path)).replace("{file}", str(file))
+  assert str(error.value).startswith(message)
+  assert "\n" not in str(error.value)
+
+
+# The command line, in new processes.
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +322,13 @@ def broken_model(tmp_path_factory):
   folder = tmp_path_factory.mktemp("model") / "broken"
   tokens = tokenizer.characters(ALPHABET)
   shape = model.ModelConfig(
-    tokens.vocab_size, embed_dim=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8
+    vocab_size=tokens.vocab_size,
+    embed_dim=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=8,
   )
   abstract = jax.eval_shape(lambda key: model.init(key, shape), jax.random.key(0))
   model.save(folder, shape, jax.tree.map(lambda x: np.zeros(x.shape, np.float32), abstract))
@@ -308,7 +340,8 @@ def broken_model(tmp_path_factory):
 
 
 CONFIG = "--config=configs/arithmetic.py"
-COMMANDS = {  # name: (flags, words of the message); RUN, MODEL and FILE stand for paths
+# name: (flags, words of the message). RUN, MODEL and FILE stand for paths.
+COMMANDS = {
   "unknown key": (
     [CONFIG, "RUN", "--config.algo.clip_hih=0.3"],
     ["config key algo.clip_hih is unknown: did you mean algo.clip_high?"],
@@ -346,9 +379,10 @@ COMMANDS = {  # name: (flags, words of the message); RUN, MODEL and FILE stand f
 }
 
 
-def started(*arguments):
+def run_program(name, *flags):
+  """The finished process of python -m grpo_jax.NAME with one device."""
   return subprocess.run(
-    [sys.executable, "-m", "grpo_jax.train", *arguments],
+    [sys.executable, "-m", f"grpo_jax.{name}", *flags],
     cwd=ROOT,
     capture_output=True,
     text=True,
@@ -357,8 +391,15 @@ def started(*arguments):
   )
 
 
+def in_parallel(function, arguments):
+  """function(x) for each x of `arguments`, by x."""
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    return dict(zip(arguments, pool.map(function, arguments)))
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory, broken_model):
+def finished(tmp_path_factory, broken_model):
+  """By the name of the command: its process and its workdir."""
   folder = tmp_path_factory.mktemp("commands")
   (folder / "broken.py").write_text("def get_config():\n  return 1 / 0\n")
 
@@ -371,25 +412,38 @@ def answers(tmp_path_factory, broken_model):
     arguments = COMMANDS[name][0]
     for word, path in paths.items():
       arguments = [argument.replace(word, path) for argument in arguments]
-    return started(*arguments), folder / name
+    return run_program("train", *arguments), folder / name
 
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    return dict(zip(COMMANDS, pool.map(run, COMMANDS)))
+  return in_parallel(run, COMMANDS)
+
+
+def error_line(process):
+  """The only line that the process wrote, after "error: "."""
+  assert process.returncode == 2 and process.stdout == ""
+  (line,) = process.stderr.splitlines()
+  assert line.startswith("error: ")
+  return line.removeprefix("error: ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_bad_command_is_answered_in_one_line(answers, broken_model, name):
-  answer, workdir = answers[name]
-  assert answer.returncode == 2 and answer.stdout == ""
-  (line,) = answer.stderr.splitlines()
-  assert line.startswith("error: ")
+def test_a_bad_command_ends_in_one_line(finished, broken_model, name):
+  process, workdir = finished[name]
+  line = error_line(process)
   for word in COMMANDS[name][1]:
     assert word.replace("MODEL", str(broken_model)) in line
   assert not (workdir / "metrics.jsonl").exists() and not (workdir / "checkpoints").exists()
 
 
+def test_the_other_programs_end_in_one_line_too():
+  programs = ("evaluate", "sample", "export")
+  finished = in_parallel(lambda name: run_program(name, "--nosuch=3"), programs)
+  for process in finished.values():
+    assert error_line(process) == "Unknown command line flag 'nosuch'"
+
+
 def test_prompts_that_are_too_long_are_counted(tmp_path):
-  answer = started(
+  process = run_program(
+    "train",
     CONFIG,
     f"--workdir={tmp_path}",
     "--config.data.max_prompt_tokens=10",
@@ -397,9 +451,9 @@ def test_prompts_that_are_too_long_are_counted(tmp_path):
     "--config.warm_start.steps=0",
     "--config.eval.every=0",
   )
-  (left_out,) = [line for line in answer.stdout.splitlines() if "left out" in line]
-  count, remaining = (
-    int(word) for word in left_out.replace(",", "").split() if word.isdecimal() and len(word) > 2
-  )
-  assert answer.returncode == 0 and "data.max_prompt_tokens = 10" in left_out
-  assert 0 < count < count + remaining == 20_000
+  assert process.returncode == 0, process.stderr
+  (line,) = [line for line in process.stdout.splitlines() if "left out" in line]
+  assert "data.max_prompt_tokens = 10" in line
+  words = line.replace(",", "").split()
+  dropped, remaining = (int(word) for word in words if word.isdecimal() and len(word) > 2)
+  assert 0 < dropped < dropped + remaining == 20_000

@@ -3,10 +3,10 @@
 import itertools
 import math
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+import numpy as np
+import pytest
 
 from grpo_jax.run import estimators
 

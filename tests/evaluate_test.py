@@ -1,21 +1,21 @@
-"""Accuracy estimates against enumeration and simulation, and the evaluator on a tiny policy."""
+"""Estimates of accuracy, by enumeration and simulation, and the evaluator on a tiny policy."""
 
 import dataclasses
 import itertools
 import math
 import zlib
 
+from hypothesis import given
+from hypothesis import strategies as st
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from configs import arithmetic
 from grpo_jax.config import from_dict
-from grpo_jax.evaluate import Evaluator, table
 from grpo_jax.run import estimators
 from grpo_jax.run.build import Run
+from grpo_jax.run.evaluator import Evaluator, no_progress, table
 
 # Intervals.
 
@@ -23,7 +23,8 @@ from grpo_jax.run.build import Run
 @pytest.mark.parametrize(
   "right, count, low, high",
   [
-    (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I, method 3, with the next three
+    # The first four are from Newcombe 1998, table I, method 3.
+    (81, 263, 0.2553, 0.3662),
     (15, 148, 0.0624, 0.1605),
     (0, 20, 0.0000, 0.1611),
     (1, 29, 0.0061, 0.1718),
@@ -55,7 +56,8 @@ def test_mean_of_zeros_and_ones_is_a_proportion(right):
 
 
 def test_mean_by_hand():
-  # Variance 1/6, so three values count as 3 * 1/4 / (1/6) = 4.5 draws: half = z / (1 + z^2 / 4.5) sqrt(...) = 0.3393.
+  # The variance is 1/6, so three values count as 3 * 1/4 / (1/6) = 4.5 draws. Half the width is
+  # z / (1 + z^2 / 4.5) sqrt(...) = 0.3393.
   assert estimators.mean(np.array([0.0, 0.5, 1.0])) == pytest.approx(
     (0.5, 0.1607, 0.8393), abs=5e-5
   )
@@ -69,7 +71,7 @@ def test_interval_of_equal_values_is_not_empty(values):
 
 DRAWS = 8
 RATES = {  # how often each problem is solved: distributions over problems
-  "any": lambda rng, n: rng.beta(1, 1, n),
+  "uniform": lambda rng, n: rng.beta(1, 1, n),
   "mostly never": lambda rng, n: rng.beta(0.1, 2, n),
   "mostly always": lambda rng, n: rng.beta(20, 0.5, n),
   "all alike": lambda rng, n: np.full(n, 0.5),
@@ -91,17 +93,18 @@ def test_interval_of_a_mean_over_problems_covers_the_truth(rates, k):
     inside.append(low <= truth <= high)
     widths.append(high - low)
     least.append(2 * estimators.Z95 * values_N.std() / 16)
-  assert (
-    np.mean(inside) > 0.88
-  )  # 0.95 where the values are many; less where they are few, as near 0 or 1
-  assert (
-    np.mean(widths) < 1.1 * np.mean(least) + 2 * estimators.Z95**2 / 256
-  )  # no wider than it must be
+  # 0.95 where the values are many, and less where they are few, as near 0 or 1.
+  assert np.mean(inside) > 0.88
+  # No wider than necessary.
+  assert np.mean(widths) < 1.1 * np.mean(least) + 2 * estimators.Z95**2 / 256
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.97])
 def test_interval_of_a_proportion_covers_the_rate(rate):
-  """Exactly, by summing the binomial distribution. Coverage swings with the rate; its least is about 0.93 here."""
+  """Exactly, by summing the binomial distribution.
+
+  Coverage oscillates with the rate. For these rates the lowest is about 0.93.
+  """
   n = 256
   ends = [estimators.proportion(c, n)[1:] for c in range(n + 1)]
   chance = [math.comb(n, c) * rate**c * (1 - rate) ** (n - c) for c in range(n + 1)]
@@ -111,12 +114,12 @@ def test_interval_of_a_proportion_covers_the_rate(rate):
 # pass@k and maj@k.
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_right_answer():
   n = 6
   for c, k in itertools.product(range(n + 1), range(1, n + 1)):
     draws = [True] * c + [False] * (n - c)
-    share = np.mean([any(subset) for subset in itertools.combinations(draws, k)])
-    assert estimators.pass_at_k(np.array([c]), n, k) == pytest.approx(share)
+    fraction = np.mean([any(subset) for subset in itertools.combinations(draws, k)])
+    assert estimators.pass_at_k(np.array([c]), n, k) == pytest.approx(fraction)
 
 
 @given(
@@ -146,9 +149,9 @@ def test_pass_at_k_of_all_draws_is_whether_any_is_right_and_at_1_the_mean():
     ([None, None, 3], [0, 0, 1], 1),
     ([None, None], [0, 0], 0),
     ([], [], 0),
-    ([3, 3, 5], [0, 1, 0], 1),
+    ([3, 3, 5], [0, 1, 0], 1),  # the reward did not find the first 3
   ],
-)  # the last: one 3 was not where the reward looks
+)
 def test_majority_by_hand(answers, right, expected):
   assert estimators.majority(answers, right) == pytest.approx(expected)
 
@@ -163,8 +166,9 @@ def test_majority_does_not_depend_on_the_order(answers, order):
 # The evaluator.
 
 
-def coin(completions, prompts, **_):
-  """Right for about half of the problems, by their texts alone; on every seventh it has no opinion."""
+def coin(completions, prompts, **columns):
+  """Right for about half of the problems, by their texts. It does not score every seventh."""
+  del columns
   hashes = [zlib.crc32(f"{p}|{c}".encode()) for p, c in zip(prompts, completions)]
   return [None if h % 7 == 0 else float(h % 2) for h in hashes]
 
@@ -185,59 +189,74 @@ def with_eval(config, **changes):
   return dataclasses.replace(config, eval=dataclasses.replace(config.eval, **changes))
 
 
-def evaluate(config, steps=(0,), progress=lambda *_: None):
+def evaluate(config, steps=(0,), progress=no_progress):
   run = Run(config)
   evaluator, params = Evaluator(run, progress), run.initial_params()
   return [evaluator(params, step) for step in steps]
 
 
-def test_metrics_are_those_of_each_problem_once_whatever_the_batch(config):
+def test_each_problem_counts_once_whatever_the_batch(config):
   """30 problems in batches of 8, 16 and 40 leave 2, 2 and 10 places to fill up."""
   first, *others = (evaluate(with_eval(config, batch=batch, samples=2))[0] for batch in (8, 16, 40))
   assert others == [first] * 2 and 0 < first["eval/mean@2"] < 1
-  run = Run(config)
-  params, right, lengths = run.initial_params(), [], []
-  sampler = run.sampler(dataclasses.replace(config.sampling, temperature=0.0), 1)
-  for text in run.prompts("test").texts:  # one at a time, on all eight devices
-    ids = run.tokenizer.encode(text)
-    prompts = np.array([ids + [0] * (12 - len(ids))] * 8, np.int32), np.full(8, len(ids), np.int32)
-    out = run.fetch(sampler(params, *run.put(prompts), jax.random.key(0)))
-    lengths.append(out.lengths_PG[0, 0])
-    right += coin([run.tokenizer.decode(out.tokens_PGT[0, 0, : lengths[-1]])], [text])
-  assert None in right and 5 < right.count(1.0) < 25 and len(right) == 30
-  assert first["eval/accuracy"] == right.count(1.0) / 30
+  scores, lengths, stopped = greedy_one_at_a_time(Run(config))
+  assert None in scores and 5 < scores.count(1.0) < 25 and len(scores) == 30
+  assert first["eval/accuracy"] == scores.count(1.0) / 30
   assert first["eval/mean_length"] == pytest.approx(np.mean(lengths))
+  assert first["eval/clipped_ratio"] == 1 - np.mean(stopped)
 
 
-def test_only_draws_depend_on_the_step_and_all_metrics_have_their_interval(config):
+def greedy_one_at_a_time(run):
+  """Scores, lengths and whether it stopped, of each problem's greedy completion.
+
+  Every problem is a batch of its own, repeated on all eight devices.
+  """
+  params, scores, lengths, stopped = run.initial_params(), [], [], []
+  sampler = run.programs.sampler(1, greedy=True)
+  for text in run.prompts("test").texts:
+    ids = run.tokenizer.encode(text)
+    prompts_PS = np.array([ids + [0] * (12 - len(ids))] * 8, np.int32)
+    arrays = (prompts_PS, np.full(8, len(ids), np.int32), np.ones(8, np.float32))
+    prompts_PS, lengths_P, temperature_P = run.hosts.put(arrays)
+    sampled = sampler(params, prompts_PS, lengths_P, jax.random.key(0), temperature_P)
+    completions = run.hosts.fetch(sampled)
+    lengths.append(completions.lengths_PG[0, 0])
+    stopped.append(completions.stopped_by_PG[0, 0] >= 0)
+    completion = run.tokenizer.decode(completions.tokens_PGT[0, 0, : lengths[-1]])
+    scores += coin([completion], [text])
+  return scores, lengths, stopped
+
+
+def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(config):
   config = with_eval(config, samples=4)
-  told = []
-  one, again, other = evaluate(config, steps=(3, 3, 4), progress=lambda *now: told.append(now))
-  assert one == again
-  greedy = {name for name in one if "@" not in name}
+  progress = []
+  metrics, again, of_other_step = evaluate(
+    config, steps=(3, 3, 4), progress=lambda *arguments: progress.append(arguments)
+  )
+  assert metrics == again
+  greedy = {name for name in metrics if "@" not in name}
   names = {"accuracy", "mean@4", "pass@2", "pass@4", "maj@4"}
-  assert set(one) == {f"eval/{name}{end}" for name in names for end in ("", "_low", "_high")} | {
-    "eval/mean_length",
-    "eval/clipped_ratio",
-  }
-  assert (
-    all(one[name] == other[name] for name in greedy) and one["eval/mean@4"] != other["eval/mean@4"]
-  )
-  assert 0 < one["eval/mean@4"] <= one["eval/pass@2"] <= one["eval/pass@4"] <= 1
+  with_intervals = {f"eval/{name}{end}" for name in names for end in ("", "_low", "_high")}
+  assert set(metrics) == with_intervals | {"eval/mean_length", "eval/clipped_ratio"}
+  assert all(metrics[name] == of_other_step[name] for name in greedy)
+  assert metrics["eval/mean@4"] != of_other_step["eval/mean@4"]
+  assert 0 < metrics["eval/mean@4"] <= metrics["eval/pass@2"] <= metrics["eval/pass@4"] <= 1
   for name in names:
-    assert one[f"eval/{name}_low"] <= one[f"eval/{name}"] <= one[f"eval/{name}_high"]
-  assert told[:8] == [(what, done, 30) for what in ("greedy", "draws") for done in (8, 16, 24, 30)]
-  lines = table(one, config)
+    low, high = metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]
+    assert low <= metrics[f"eval/{name}"] <= high
+  expected = [(what, done, 30) for what in ("greedy", "draws") for done in (8, 16, 24, 30)]
+  assert progress == expected * 3
+  lines = table(metrics, config.eval, config.sampling.max_tokens)
   assert max(map(len, lines)) <= 80 and sum("95% interval" in line for line in lines) == len(names)
+  assert lines[0].endswith(f"{metrics['eval/clipped_ratio']:.1%} cut off at 6")
 
 
-def test_problems_too_long_are_left_out_of_the_count(config):
+def test_problems_that_are_too_long_do_not_count(config):
   config = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=10))
-  evaluator = Evaluator(Run(config))
-  count = sum(len(text) <= 10 for text in (e["question"] for e in Run(config).task.test[:30]))
-  assert 0 < count < 30 and (len(evaluator.prompts), evaluator.prompts.dropped) == (
-    count,
-    30 - count,
-  )
-  accuracy = evaluate(config)[0]["eval/accuracy"]
+  run = Run(config)
+  evaluator = Evaluator(run)
+  count = sum(len(example["question"]) <= 10 for example in run.task.test[:30])
+  assert 0 < count < 30
+  assert (len(evaluator.prompts), evaluator.prompts.dropped) == (count, 30 - count)
+  accuracy = evaluator(run.initial_params(), 0)["eval/accuracy"]
   assert round(accuracy * count, 9).is_integer()

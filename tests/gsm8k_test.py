@@ -1,11 +1,11 @@
-"""configs/gsm8k.py from a Hugging Face folder to a Hugging Face folder, by the commands a user types."""
+"""configs/gsm8k.py with the commands of a user, from one Hugging Face folder to another."""
 
 import dataclasses
 import json
 import os
+from pathlib import Path
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ GSM8K = Path(os.environ.get("GSM8K_DIR", ROOT.parent / "shared/data/gsm8k"))
 needs_gsm8k = pytest.mark.skipif(
   not (GSM8K / "test.jsonl").is_file(), reason="no GSM8K text: set GSM8K_DIR"
 )
-VOCABULARY = 4096  # of the model; the tokenizer has at most as many ids
+VOCABULARY = 4096  # of the model. The tokenizer has at most as many ids.
 SMALL = [
   "--config.steps=2",
   "--config.batch.prompts=4",
@@ -41,18 +41,21 @@ SMALL = [
   "--config.checkpoint.every=1",
 ]
 TEMPLATE = (
-  "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + eos_token + '\n' }}{% endfor %}"
+  "{% for m in messages %}"
+  "{{ '<|im_start|>' + m.role + '\n' + m.content + eos_token + '\n' }}"
+  "{% endfor %}"
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LENGTH = "def length(completions, **_):\n  return [len(text) for text in completions]\n"
+LENGTH = "def length(completions, **columns):\n  return [len(text) for text in completions]\n"
 
 
 def problems(count):
   for i in range(count):
     a, b = 2 + i % 7, 3 + i % 5
+    boxes = f"The boxes hold {a}*{b}=<<{a}*{b}={a * b}>>{a * b} pens."
     yield {
       "question": f"Ann has {a} boxes of {b} pens and one pen more. How many pens does she have?",
-      "answer": f"The boxes hold {a}*{b}=<<{a}*{b}={a * b}>>{a * b} pens.\nShe has {a * b + 1}.\n#### {a * b + 1}",
+      "answer": f"{boxes}\nShe has {a * b + 1}.\n#### {a * b + 1}",
     }
 
 
@@ -60,12 +63,20 @@ def problems(count):
 def text(tmp_path_factory):
   folder = tmp_path_factory.mktemp("text")
   for split, count in (("train", 24), ("test", 12)):
-    (folder / f"{split}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems(count)))
+    write_lines(folder / f"{split}.jsonl", problems(count))
   return folder
 
 
+def write_lines(path, objects):
+  path.write_text("".join(json.dumps(x) + "\n" for x in objects))
+
+
+def read_lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def write_tokenizer(folder, corpus):
-  """Byte-level BPE, as Qwen's."""
+  """Byte-level BPE like that of Qwen."""
   engine = tokenizers.Tokenizer(tokenizers.models.BPE())
   engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   engine.decoder = tokenizers.decoders.ByteLevel()
@@ -87,7 +98,7 @@ def write_tokenizer(folder, corpus):
 def make_checkpoint(folder, corpus):
   """A tiny random Qwen2 with a tokenizer for `corpus`."""
   shape = model.ModelConfig(
-    VOCABULARY,
+    vocab_size=VOCABULARY,
     embed_dim=16,
     num_layers=1,
     num_heads=4,
@@ -111,7 +122,7 @@ def checkpoint(tmp_path_factory):
 
 
 def start(module, *flags):
-  """A process of one device."""
+  """Starts python -m grpo_jax.MODULE with one device."""
   environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "COLUMNS": "80"}
   return subprocess.Popen(
     [sys.executable, "-m", f"grpo_jax.{module}", *flags],
@@ -130,7 +141,10 @@ def finish(process):
 
 
 def train(workdir, checkpoint, text, name="gsm8k"):
-  """-> the rows of metrics.jsonl. Rewards are lengths: a random model would never earn another one."""
+  """Trains by the command line and returns the rows of metrics.jsonl.
+
+  Rewards are lengths, because a random model would never earn another reward.
+  """
   reward = workdir.parent / "length.py"
   reward.write_text(LENGTH)
   finish(
@@ -144,17 +158,17 @@ def train(workdir, checkpoint, text, name="gsm8k"):
       *SMALL,
     )
   )
-  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  return read_lines(workdir / "metrics.jsonl")
 
 
-def read_config(checkpoint, text, **changes):
+def gsm8k_config(checkpoint, text):
   values = gsm8k.get_config().to_dict()
   values["model"]["path"], values["data"]["path"] = str(checkpoint), str(text)
-  return from_dict(values | changes)
+  return from_dict(values)
 
 
-def test_config_without_a_checkpoint_is_refused_in_one_line():
-  with pytest.raises(ConfigError, match=r"^config key model\.path .*$"):
+def test_the_config_needs_a_checkpoint():
+  with pytest.raises(ConfigError, match=r"^config key model\.path has no value yet: .*$"):
     from_dict(gsm8k.get_config().to_dict())
 
 
@@ -167,32 +181,23 @@ def trained(tmp_path_factory, checkpoint, text):
 def test_two_steps_with_evaluation_completions_and_checkpoints(trained, checkpoint, text):
   workdir, rows = trained
   assert [row["step"] for row in rows] == [0, 1, 2]
-  assert [name in row for row in rows for name in ("loss", "eval/accuracy")] == [
-    False,
-    True,
-    True,
-    False,
-    True,
-    True,
-  ]
-  assert rows[1]["reward"] == rows[1]["rewards/length/mean"] > 0 and rows[1]["kl"] == pytest.approx(
-    0, abs=1e-4
-  )
+  assert ["loss" in row for row in rows] == [False, True, True]
+  assert ["eval/accuracy" in row for row in rows] == [True, False, True]
+  assert rows[1]["reward"] == rows[1]["rewards/length/mean"] > 0
+  assert rows[1]["kl"] == pytest.approx(0, abs=1e-4)
   assert rows[1]["grad_norm"] > 0 and rows[1]["skipped_updates"] == 0
-  shown = [
-    json.loads(line) for line in (workdir / "completions" / "000001.jsonl").read_text().splitlines()
-  ]
+  completions = read_lines(workdir / "completions" / "000001.jsonl")
   questions = {p["question"] for p in problems(24)}
   begin, end = "<|im_start|>user\n", " Let's think"
-  assert len(shown) == 8 and all(
-    row["prompt"].removeprefix(begin).partition(end)[0] in questions for row in shown
-  )
-  assert Checkpoints(workdir / "checkpoints", 3).steps() == [1, 2]
+  assert len(completions) == 8
+  for row in completions:
+    assert row["prompt"].removeprefix(begin).partition(end)[0] in questions
+  assert Checkpoints(workdir / "checkpoints", keep=3).steps() == [1, 2]
 
 
 def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   workdir, rows = trained
-  out, questions = tmp_path / "out" / "hf", ["--question=How many?", "--max_tokens=5", "--seed=3"]
+  out = tmp_path / "out" / "hf"
   commands = [
     start("evaluate", f"--workdir={workdir}", "--samples=2"),
     start(
@@ -201,8 +206,10 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
       f"--config.model.path={checkpoint}",
       f"--config.data.path={text}",
       "--config.data.system=Think.",
+      "--question=How many?",
       "--n=3",
-      *questions,
+      "--max_tokens=5",
+      "--seed=3",
     ),
     start("export", f"--workdir={workdir}", f"--out={out}"),
   ]
@@ -213,25 +220,31 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   assert all(f"  eval/{name} " in evaluated for name in ("accuracy", "mean@2", "pass@2", "maj@2"))
   assert max(map(len, evaluated.splitlines()[1:])) <= 80
 
-  prompt = gsm8k.get_config().data.prompt.format(question="How many?")
-  length = len(
-    tokenizer.load(checkpoint).encode(
-      f"<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-    )
-  )
+  user = gsm8k.get_config().data.prompt.format(question="How many?")
+  messages = f"<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
+  length = len(tokenizer.load(checkpoint).encode(f"{messages}<|im_start|>assistant\n"))
   assert sampled.startswith(f"{checkpoint}: prompt of {length} tokens, temperature 1\n")
   assert sampled.count("\n--- ") == 3
 
-  run = Run(read_config(checkpoint, text))
-  step, params = Checkpoints(workdir / "checkpoints", 3).restore_params(run.parameters.abstract)
+  assert_exported(workdir, checkpoint, text, out)
+
+
+def assert_exported(workdir, checkpoint, text, out):
+  """`out` holds the newest checkpoint's parameters, bit by bit, and the tokenizer's files."""
+  run = Run(gsm8k_config(checkpoint, text))
+  checkpoints = Checkpoints(workdir / "checkpoints", keep=3)
+  step, params = checkpoints.restore_params(run.parameters.abstract)
   shape, exported = model.load(out)
-  same = jax.tree.map(
-    lambda a, b: np.array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)),
-    params,
-    exported,
-  )
-  moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), exported, model.load(checkpoint)[1])
-  assert step == 2 and all(jax.tree.leaves(same)) and all(jax.tree.leaves(moved))
+
+  def same_bits(a, b):
+    return np.array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
+
+  def moved(a, b):
+    return not np.array_equal(a, b)
+
+  assert step == 2
+  assert all(jax.tree.leaves(jax.tree.map(same_bits, params, exported)))
+  assert all(jax.tree.leaves(jax.tree.map(moved, exported, model.load(checkpoint)[1])))
   assert shape == model.load_config(checkpoint)
   for name in ("tokenizer.json", "tokenizer_config.json"):
     assert (out / name).read_bytes() == (checkpoint / name).read_bytes()
@@ -239,52 +252,41 @@ def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_with_adapters(checkpoint, text, tmp_path):
-  rows = train(tmp_path / "run", checkpoint, text, "gsm8k_lora")
-  assert (
-    [row["step"] for row in rows] == [0, 1, 2]
-    and rows[2]["grad_norm"] > 0
-    and rows[2]["reward"] > 0
-  )
-  finish(start("export", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}", "--adapter"))
-  config = dataclasses.replace(
-    model.load_config(checkpoint), lora=model.load_lora(tmp_path / "out")
-  )
-  adapters = model.load_adapters(tmp_path / "out", config)
-  assert config.lora.rank == 64 and np.abs(adapters["layers_0"]["mlp"]["down"]["lora_b"]).max() > 0
-  assert (tmp_path / "out" / "tokenizer_config.json").read_bytes() == (
-    checkpoint / "tokenizer_config.json"
-  ).read_bytes()
+  workdir, out = tmp_path / "run", tmp_path / "out"
+  rows = train(workdir, checkpoint, text, "gsm8k_lora")
+  assert [row["step"] for row in rows] == [0, 1, 2]
+  assert rows[2]["grad_norm"] > 0 and rows[2]["reward"] > 0
+  finish(start("export", f"--workdir={workdir}", f"--out={out}", "--adapter"))
+  shape = dataclasses.replace(model.load_config(checkpoint), lora=model.load_lora(out))
+  adapters = model.load_adapters(out, shape)
+  assert shape.lora.rank == 64
+  assert np.abs(adapters["layers_0"]["mlp"]["down"]["lora_b"]).max() > 0
+  name = "tokenizer_config.json"
+  assert (out / name).read_bytes() == (checkpoint / name).read_bytes()
 
 
 @pytest.mark.slow
 def test_the_recipe_for_formulas(checkpoint, tmp_path):
   for split, count in (("train", 8), ("test", 10)):
-    (tmp_path / f"{split}.jsonl").write_text(
-      "".join(
-        json.dumps({"problem": f"What is ${i} / 2$?", "answer": rf"\frac{{{i}}}{{2}}"}) + "\n"
-        for i in range(count)
-      )
-    )
+    examples = [
+      {"problem": f"What is ${i} / 2$?", "answer": rf"\frac{{{i}}}{{2}}"} for i in range(count)
+    ]
+    write_lines(tmp_path / f"{split}.jsonl", examples)
   rows = train(tmp_path / "run", checkpoint, tmp_path, "math")
   assert [row["step"] for row in rows] == [0, 1, 2] and rows[2]["eval/accuracy"] >= 0
-  shown = (tmp_path / "run" / "completions" / "000001.jsonl").read_text()
-  assert "<|im_start|>system\\nPlease reason step by step" in shown
+  completions = (tmp_path / "run" / "completions" / "000001.jsonl").read_text()
+  assert "<|im_start|>system\\nPlease reason step by step" in completions
 
 
 @needs_gsm8k
 def test_real_problems_train_and_fit(tmp_path):
   task = tasks.gsm8k(str(GSM8K))
-  checkpoint = make_checkpoint(
-    tmp_path / "hf", [e["question"] + e["solution"] for e in task.train[:2000]]
-  )
-  config = read_config(checkpoint, GSM8K).data
-  test, few = (
-    Prompts(examples, tokenizer.load(checkpoint), config)
-    for examples in (task.test, task.train[:500])
-  )
-  assert len(test) == 1319 and few.dropped == 0
+  corpus = [example["question"] + example["solution"] for example in task.train[:2000]]
+  checkpoint = make_checkpoint(tmp_path / "hf", corpus)
+  data, tokens = gsm8k_config(checkpoint, GSM8K).data, tokenizer.load(checkpoint)
+  assert len(Prompts(task.test, tokens, data)) == 1319
+  assert Prompts(task.train[:500], tokens, data).dropped == 0
   rows = train(tmp_path / "run", checkpoint, GSM8K)
-  assert [row["step"] for row in rows] == [0, 1, 2] and all(
-    np.isfinite(rows[2][name]) for name in ("loss", "kl")
-  )
+  assert [row["step"] for row in rows] == [0, 1, 2]
+  assert np.isfinite(rows[2]["loss"]) and np.isfinite(rows[2]["kl"])
   assert rows[2]["reward"] > 0 and rows[2]["eval/accuracy_high"] < 0.5

@@ -1,10 +1,10 @@
 """What the processes of a run do together: one process here, two of them in a subprocess each."""
 
 import os
+from pathlib import Path
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp

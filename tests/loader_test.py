@@ -1,11 +1,11 @@
 import dataclasses
-import time
 from pathlib import Path
+import time
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import numpy as np
+import pytest
 
 from grpo_jax.config import Data
 from grpo_jax.data import loader, tasks, tokenizer

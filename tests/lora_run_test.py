@@ -4,11 +4,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+from gsm8k_test import finish, start
 import jax
 import numpy as np
-import pytest
-from gsm8k_test import finish, start
 from parallel_run_test import ONE, make_run, one_step
+import pytest
 
 from configs import arithmetic
 from grpo_jax import model

@@ -5,10 +5,10 @@ import itertools
 import re
 
 import jax
+from jax import export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 
 from configs import default
 from grpo_jax import model

@@ -2,18 +2,18 @@
 
 import dataclasses
 import os
+from pathlib import Path
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from grpo_jax import model
 from grpo_jax.config import Mesh

@@ -2,15 +2,15 @@
 
 import json
 import os
+from pathlib import Path
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+from lora_run_test import REWARD  # the second is a fixture
 import pytest
-from lora_run_test import REWARD, checkpoint  # the second is a fixture
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]

@@ -7,11 +7,11 @@ without.
 import concurrent.futures
 import json
 import os
+from pathlib import Path
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 

@@ -3,8 +3,8 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
+import shutil
 
 import jax
 import jax.numpy as jnp

@@ -5,10 +5,10 @@ import subprocess
 import sys
 import time
 
-import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+import numpy as np
+import pytest
 
 from grpo_jax import rewards
 from grpo_jax.data.arithmetic import Arithmetic

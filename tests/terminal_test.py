@@ -3,17 +3,17 @@
 import fcntl
 import io
 import os
+from pathlib import Path
 import pty
 import re
 import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+import pytest
 from rich.cells import cell_len
 from rich.console import Console
 

@@ -3,11 +3,11 @@ import io
 import json
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_jax.data import tokenizer
 from grpo_jax.settings import ConfigError

@@ -4,15 +4,15 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 from pathlib import Path
+import shutil
 
+from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax.config import Mesh

@@ -7,11 +7,11 @@ import struct
 import sys
 import types
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_jax.run.workdir import Writer, open_run, read
 from grpo_jax.settings import ConfigError

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 import dataclasses
-import json
 import logging
 import math
 from pathlib import Path
@@ -19,6 +18,7 @@ from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config, Mesh, check_key, from_dict, wrong_type
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.saved_config import load_config
 from grpo_jax.run.terminal import Loading
 from grpo_jax.settings import ConfigError
 
@@ -106,9 +106,10 @@ def saved_config(workdir: str | Path) -> Config:
   file = Path(workdir) / "config.json"
   if not file.is_file():
     raise ConfigError(f"workdir {workdir} has no config.json: it is not the folder of a run")
+  values = load_config(file)
   try:
-    return from_dict(json.loads(file.read_text()), saved=True)
-  except ValueError as error:
+    return from_dict(values, saved=True)
+  except ConfigError as error:
     raise ConfigError(f"{file} cannot be read: {error}") from None
 
 

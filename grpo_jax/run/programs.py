@@ -25,6 +25,7 @@ class Programs:
   """Jitted functions of a config, a mesh and a model. They hold no parameters and no state."""
 
   def __init__(self, config: Config, mesh: Mesh, parameters: Parameters):
+    """Raises ConfigError for an optimizer that does not exist."""
     self._config = config
     self._mesh = mesh
     self._parameters = parameters
@@ -32,6 +33,9 @@ class Programs:
     self._algo = algo_of(config)
     self._rows = sharding.batch_sharding(mesh)
     self._everywhere = NamedSharding(mesh, PartitionSpec())
+    # Made here, so that an unknown name is an error before a run writes anything.
+    updates = config.steps * self._algo.updates_per_step
+    self._optimizer = make_optimizer(config.optimizer, updates)
 
   @functools.cached_property
   def abstract_state(self) -> TrainState:
@@ -114,11 +118,6 @@ class Programs:
     sync = functools.partial(learner.sync_reference, mixup=self._algo.ref_mixup)
     places = jax.tree.map(lambda x: x.sharding, self._parameters.abstract)
     return jax.jit(sync, donate_argnums=0, out_shardings=places)
-
-  @functools.cached_property
-  def _optimizer(self) -> Any:
-    updates = self._config.steps * self._algo.updates_per_step
-    return make_optimizer(self._config.optimizer, updates)
 
   @property
   def _state_places(self) -> TrainState:
