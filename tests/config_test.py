@@ -100,6 +100,17 @@ def test_every_setting_is_complete(section):
     assert declared.range.requirement, field.name
 
 
+# Any number is right: a seed and bounds of a covariance. The mesh is checked against the devices.
+NUMBERS_WITHOUT_A_RANGE = {"seed", "cov_low", "cov_high", "data", "fsdp", "expert", "tensor"}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_number_has_a_range(section):
+  for field in dataclasses.fields(section):
+    if type(field.default) in (int, float) and field.name not in NUMBERS_WITHOUT_A_RANGE:
+      assert field.metadata["setting"].range is not settings.ANY, field.name
+
+
 def test_every_value_is_of_a_type_that_errors_can_name():
   for key, kind in flat(settings.keys(Config)).items():
     if not dataclasses.is_dataclass(kind):
