@@ -424,3 +424,10 @@ def test_records_are_found_under_their_settings():
   for axis, records in AXES.items():
     if axis != "token_weight":
       assert getattr(Algo(), axis) in records
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_with_bounds_reports_where_they_are_at_work(name):
+  """A record that reads clip_low or clip_high has the function of the metrics clip_ratio/*."""
+  reads_bounds = {"clip_low", "clip_high"} & SURROGATES[name].settings.keys()
+  assert bool(reads_bounds) == (SURROGATES[name].bounds is not None)
