@@ -35,6 +35,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -54,7 +55,7 @@ TESTS = (  # the fastest first, because the first failure ends a run
   "tests/algo_test.py",
   "tests/golden_test.py",
 )
-TIMEOUT = 900  # seconds, after which a mutant counts as caught
+TIMEOUT = 1800  # seconds, after which a mutant counts as caught
 ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu",
   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -119,7 +120,7 @@ def mutants_of(file: str) -> Iterator[Mutant]:
 
 def excluded_spans(tree: ast.Module) -> list[tuple[Position, Position]]:
   """Where a change could not be noticed, or always would be."""
-  excluded = []
+  excluded: list[Any] = []
   for node in ast.walk(tree):
     if isinstance(node, ast.FunctionDef):
       excluded += [node.returns] if node.returns else []
@@ -155,7 +156,7 @@ def _is_used_only_in(spans: list[tuple[Position, Position]], tree: ast.Module, n
   return name.startswith("_") and bool(uses) and all(inside)
 
 
-def _span(node: ast.AST) -> tuple[Position, Position]:
+def _span(node: Any) -> tuple[Position, Position]:
   return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
