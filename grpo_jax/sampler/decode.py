@@ -65,32 +65,10 @@ def decode(
     Completions with arrays [B, T] and [B]: rows are not grouped yet.
   """
   B, T = logits_BV.shape[0], decoding.max_tokens
-  stop_ids = jnp.asarray(decoding.stop_ids, jnp.int32)
 
   def advance(loop: _Loop, logits_BV: jax.Array) -> _Loop:
-    """Draws the token at `time` for the rows that still go on."""
-    token_B, logprob_B, behavior_B = sample_token(
-      logits_BV, uniforms_BTN[:, loop.time], temperature_B, decoding
-    )
-    token_B = token_B.astype(jnp.int32)
-    going_B = ~loop.done_B
-    stopped_B = going_B & (token_B[:, None] == stop_ids).any(-1)
-
-    def put(out_BT: jax.Array, x_B: jax.Array) -> jax.Array:
-      x_B = jnp.where(going_B, x_B, 0)
-      return jax.lax.dynamic_update_index_in_dim(out_BT, x_B, loop.time, 1)
-
-    return _Loop(
-      time=loop.time + 1,
-      token_B=token_B,
-      done_B=loop.done_B | stopped_B,
-      lengths_B=loop.lengths_B + going_B,
-      stopped_by_B=jnp.where(stopped_B, token_B, loop.stopped_by_B),
-      tokens_BT=put(loop.tokens_BT, token_B),
-      logprobs_BT=put(loop.logprobs_BT, logprob_B),
-      behavior_logprobs_BT=put(loop.behavior_logprobs_BT, behavior_B),
-      cache=loop.cache,
-    )
+    uniforms_BN = uniforms_BTN[:, loop.time]
+    return _append(loop, sample_token(logits_BV, uniforms_BN, temperature_B, decoding), decoding)
 
   def body(loop: _Loop) -> _Loop:
     logits_BV, cache = step(loop.cache, loop.token_B, loop.time - 1)
@@ -112,6 +90,33 @@ def decode(
     logprobs_PGT=loop.logprobs_BT,
     behavior_logprobs_PGT=loop.behavior_logprobs_BT,
     stopped_by_PG=loop.stopped_by_B,
+  )
+
+
+def _append(
+  loop: _Loop, drawn: tuple[jax.Array, jax.Array, jax.Array], decoding: Decoding
+) -> _Loop:
+  """Writes the drawn token of each row at `time`, for the rows that still go on."""
+  token_B, logprob_B, behavior_B = drawn
+  token_B = token_B.astype(jnp.int32)
+  stop_ids = jnp.asarray(decoding.stop_ids, jnp.int32)
+  going_B = ~loop.done_B
+  stopped_B = going_B & (token_B[:, None] == stop_ids).any(-1)
+
+  def put(out_BT: jax.Array, x_B: jax.Array) -> jax.Array:
+    x_B = jnp.where(going_B, x_B, 0)
+    return jax.lax.dynamic_update_index_in_dim(out_BT, x_B, loop.time, 1)
+
+  return _Loop(
+    time=loop.time + 1,
+    token_B=token_B,
+    done_B=loop.done_B | stopped_B,
+    lengths_B=loop.lengths_B + going_B,
+    stopped_by_B=jnp.where(stopped_B, token_B, loop.stopped_by_B),
+    tokens_BT=put(loop.tokens_BT, token_B),
+    logprobs_BT=put(loop.logprobs_BT, logprob_B),
+    behavior_logprobs_BT=put(loop.behavior_logprobs_BT, behavior_B),
+    cache=loop.cache,
   )
 
 
