@@ -3,9 +3,10 @@
 import dataclasses
 import json
 from pathlib import Path
+import subprocess
+import sys
 import tarfile
 
-from gsm8k_test import finish, start
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -35,6 +36,12 @@ def unpack(tmp_path, monkeypatch):
   return unpack
 
 
+def start(command, *flags):
+  return subprocess.Popen(
+    [sys.executable, "-m", f"grpo_jax.{command}", *flags], stdout=subprocess.PIPE, text=True
+  )
+
+
 def expected(name):
   return json.loads((GOLDEN / f"{name}.json").read_text())
 
@@ -52,9 +59,8 @@ def test_an_old_run_continues_as_the_old_version_continued_it(name, unpack):
   config = cli.saved_config(workdir)
   state = train(dataclasses.replace(config, steps=config.steps + MORE), workdir)
 
-  assert int(state.train.step) == saved_at + (MORE * config.algo.updates_per_step) if (
-    config.warm_start.steps
-  ) else MORE * 2
+  updates = (config.steps + MORE) * config.algo.updates_per_step
+  assert int(state.train.step) == config.warm_start.steps + updates
   found = read(workdir)
   assert [row["step"] for row in found] == [row["step"] for row in rows]
   assert found[: len(before)] == before
@@ -81,3 +87,23 @@ def test_the_rows_of_old_runs_can_tell_a_wrong_state():
   assert len({row["kl_coef"] for row in rows}) == MORE
   first = expected("warm_start_done")["rows"][-MORE]
   assert abs(first["kl"]) < 1e-6  # the reference is the policy that the warm start ends with
+
+
+def test_an_old_run_is_evaluated_and_exported_as_by_the_old_version(unpack, tmp_path):
+  """The printed accuracies are the same text, and the exported weights the same bits."""
+  workdir, out = unpack("fixed_reference"), tmp_path / "exported"
+  evaluate = start("evaluate", f"--workdir={workdir}")
+  export = start("export", f"--workdir={workdir}", f"--out={out}")
+  printed, _ = evaluate.communicate()
+  export.communicate()
+  assert evaluate.returncode == export.returncode == 0
+  first, *lines = printed.splitlines()
+  assert first == f"{workdir}, step 6: 20 test problems of arithmetic"
+  assert lines == expected("fixed_reference")["evaluation"]
+  ours, old = (
+    load_file(out / "model.safetensors"),
+    load_file(GOLDEN / "fixed_reference.safetensors"),
+  )
+  assert ours.keys() == old.keys() and len(ours) > 10
+  for name, weight in ours.items():
+    np.testing.assert_array_equal(weight, old[name], strict=True)

@@ -65,7 +65,11 @@ def command(name, *flags):
 def rows(workdir):
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   return [
-    {key: value for key, value in json.loads(line).items() if not key.startswith(("time/", "perf/"))}
+    {
+      key: value
+      for key, value in json.loads(line).items()
+      if not key.startswith(("time/", "perf/"))
+    }
     for line in lines
   ]
 
