@@ -21,17 +21,28 @@ from grpo_jax.settings import ConfigError
 from grpo_jax.train import train
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-  """A random Qwen2 that reads sums."""
-  folder = tmp_path_factory.mktemp("base") / "hf"
+def make_checkpoint(folder):
+  """Saves a random Qwen2 that reads sums. Returns its folder."""
   characters = tokenizer.characters(tasks.ALPHABET)
   shape = model.ModelConfig(
-    characters.vocab_size, 32, 2, 8, 8, 4, 96, max_positions=64, stop_ids=(1,)
+    vocab_size=characters.vocab_size,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=4,
+    mlp_dim=96,
+    max_positions=64,
+    stop_ids=(1,),
   )
   model.save(folder, shape, model.init(jax.random.key(7), shape))
   characters.save(folder)
   return str(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+  return make_checkpoint(tmp_path_factory.mktemp("base") / "hf")
 
 
 @pytest.mark.slow
