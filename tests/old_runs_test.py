@@ -3,10 +3,9 @@
 import dataclasses
 import json
 from pathlib import Path
-import subprocess
-import sys
 import tarfile
 
+from gsm8k_test import finish, start
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -34,12 +33,6 @@ def unpack(tmp_path, monkeypatch):
     return tmp_path / name
 
   return unpack
-
-
-def start(command, *flags):
-  return subprocess.Popen(
-    [sys.executable, "-m", f"grpo_jax.{command}", *flags], stdout=subprocess.PIPE, text=True
-  )
 
 
 def expected(name):
@@ -94,10 +87,8 @@ def test_an_old_run_is_evaluated_and_exported_as_by_the_old_version(unpack, tmp_
   workdir, out = unpack("fixed_reference"), tmp_path / "exported"
   evaluate = start("evaluate", f"--workdir={workdir}")
   export = start("export", f"--workdir={workdir}", f"--out={out}")
-  printed, _ = evaluate.communicate()
-  export.communicate()
-  assert evaluate.returncode == export.returncode == 0
-  first, *lines = printed.splitlines()
+  first, *lines = finish(evaluate).splitlines()
+  finish(export)
   assert first == f"{workdir}, step 6: 20 test problems of arithmetic"
   assert lines == expected("fixed_reference")["evaluation"]
   ours, old = (
