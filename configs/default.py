@@ -4,13 +4,16 @@ grpo_jax/config.py lists the settings with their meanings and ranges, and
 grpo_jax/algo/settings.py those of the section `algo`.
 """
 
+import dataclasses
+
 from ml_collections import ConfigDict
 
 from grpo_jax.algo import presets
-from grpo_jax.config import Config, to_dict
+from grpo_jax.config import Config
 
 
 def get_config(preset: str = "grpo") -> ConfigDict:
   """The defaults with a preset of grpo_jax/algo/presets.py: --config=configs/X.py:PRESET."""
   config = Config(algo=presets.preset(preset))
-  return ConfigDict(to_dict(config))
+  # With tuples, because the command line cannot override a list of a ConfigDict.
+  return ConfigDict(dataclasses.asdict(config))
