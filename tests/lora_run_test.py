@@ -1,13 +1,12 @@
-"""Whole runs with adapters: on eight devices, stopped and resumed, exported; what cannot be run is refused."""
+"""Whole runs with adapters: on eight devices, resumed and exported, and what is refused."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 from gsm8k_test import finish, start
 import jax
 import numpy as np
-from parallel_run_test import ONE, make_run, one_step
+from parallel_run_test import ONE, assert_same_numbers, make_run, train_steps
 import pytest
 
 from configs import arithmetic
@@ -17,21 +16,33 @@ from grpo_jax.data import tasks, tokenizer
 from grpo_jax.run import cli
 from grpo_jax.run.build import Run
 from grpo_jax.run.checks import check
+from grpo_jax.run.workdir import read
 from grpo_jax.settings import ConfigError
 from grpo_jax.train import train
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-  """A random Qwen2 that reads sums."""
-  folder = tmp_path_factory.mktemp("base") / "hf"
+def make_checkpoint(folder):
+  """Saves a random Qwen2 that reads sums. Returns its folder."""
   characters = tokenizer.characters(tasks.ALPHABET)
   shape = model.ModelConfig(
-    characters.vocab_size, 32, 2, 8, 8, 4, 96, max_positions=64, stop_ids=(1,)
+    vocab_size=characters.vocab_size,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=4,
+    mlp_dim=96,
+    max_positions=64,
+    stop_ids=(1,),
   )
   model.save(folder, shape, model.init(jax.random.key(7), shape))
   characters.save(folder)
   return str(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+  return make_checkpoint(tmp_path_factory.mktemp("base") / "hf")
 
 
 @pytest.mark.slow
@@ -42,100 +53,112 @@ def test_eight_devices_give_the_numbers_of_one(checkpoint):
     sampling=dict(layout="tensor"),
     algo=dict(kl_coef=0.1),
   )
-  tokens, losses, gaps, params = one_step(make_run(ONE, **sections))
   run = make_run((2, 2, 2), **sections)
-  ours = one_step(run)
-  np.testing.assert_array_equal(ours[0], tokens)
-  for mine, theirs in zip(ours[1], losses):
-    for name in ("loss", "kl", "entropy", "grad_norm"):
-      assert mine[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-4), name
-  assert max(gaps + ours[2]) < 1e-4
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), ours[3], params)
+  assert_same_numbers(train_steps(run), train_steps(make_run(ONE, **sections)), rel=1e-4)
   kernel = run.parameters.base["layers_0"]["mlp"]["gate"]["kernel"].qvalue
   assert kernel.dtype == "int8" and kernel.addressable_shards[0].data.shape == (16, 48)
 
 
 def config(checkpoint, **changes):
   c = arithmetic.get_config()
-  c.model.path, c.lora.rank, c.lora.base_dtype, c.lora.targets = (
-    checkpoint,
-    2,
-    "float32",
-    ("q_proj", "down_proj"),
-  )
+  c.model.path = checkpoint
+  c.lora.update(rank=2, base_dtype="float32", targets=("q_proj", "down_proj"))
   c.batch.update(prompts=8, group_size=4)
   c.sampling.max_tokens, c.steps, c.warm_start.steps = 8, 3, 0
   c.optimizer.update(schedule="constant", warmup_steps=0, learning_rate=0.05)
   c.eval.update(every=0)
-  c.checkpoint.every, c.log.completions_every, c.log.tensorboard, c.mesh.data, c.mesh.fsdp = (
-    1,
-    0,
-    False,
-    2,
-    4,
-  )
+  c.checkpoint.every = 1
+  c.log.update(completions_every=0, tensorboard=False)
+  c.mesh.update(data=2, fsdp=4)
   c.update(changes)
   return from_dict(c.to_dict())
 
 
-REWARD = "def digits(completions, **_): return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
+REWARD = """
+def digits(completions, **_):
+  return [sum(c.isdigit() for c in text) / 8 for text in completions]
+"""
+
+
+def rows_of(workdir):
+  return [
+    {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+    for row in read(workdir)
+  ]
+
+
+def train_twice(folder, checkpoint, **changes):
+  """Trains without a stop in `whole`, and with one after the first step in `resumed`.
+
+  Returns the states at the end.
+  """
+  (folder / "reward.py").write_text(REWARD)
+  changes["reward"] = dict(functions=(f"{folder}/reward.py:digits",), weights=(1.0,))
+  train(config(checkpoint, steps=1, **changes), folder / "resumed")
+  return [train(config(checkpoint, **changes), folder / name) for name in ("whole", "resumed")]
 
 
 @pytest.fixture(scope="module")
 def trained(checkpoint, tmp_path_factory):
-  """(workdir of a run that was stopped and resumed, what it ended with; the same of one that was not stopped)."""
+  """The folder of `train_twice`, and what it returns."""
   folder = tmp_path_factory.mktemp("runs")
-  (folder / "reward.py").write_text(REWARD)
-  reward = dict(functions=(f"{folder}/reward.py:digits",), weights=(1.0,))
-  states = []
-  for name, steps in (("whole", (3,)), ("resumed", (1, 3))):
-    for count in steps:
-      state = train(config(checkpoint, steps=count, reward=reward), str(folder / name))
-    states.append(jax.device_get(state))
-  return folder, states
+  return folder, train_twice(folder, checkpoint)
 
 
 def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(trained):
   folder, (whole, resumed) = trained
   jax.tree.map(np.testing.assert_array_equal, whole, resumed)
-  assert any(
-    np.abs(x).max() > 0 for x in jax.tree.leaves(whole.params["layers_0"]["mlp"]["down"]["lora_b"])
-  )
-  rows = [
-    json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()
-  ]
+  assert rows_of(folder / "whole") == rows_of(folder / "resumed")
+  down = whole.train.params["layers_0"]["mlp"]["down"]
+  assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(down["lora_b"]))
+  rows = rows_of(folder / "whole")
   assert [row["step"] for row in rows] == [1, 2, 3]
-  assert abs(rows[0]["kl"]) < 1e-6 < 1e-4 < rows[2]["kl"]  # the reference stays where it was
-  saved = sum(
-    file.stat().st_size
-    for file in (folder / "whole" / "checkpoints" / "3").rglob("*")
-    if file.is_file()
-  )
-  assert saved < 200_000  # the adapters and their moments, not the base
-  assert not (folder / "whole" / "reference").exists()
+  # The reference is the base, and stays where it was.
+  assert abs(rows[0]["kl"]) < 1e-6 < 1e-4 < rows[2]["kl"]
+  assert whole.reference is None and not (folder / "whole" / "reference").exists()
+  # The adapters and their moments are saved, but not the base.
+  files = (folder / "whole" / "checkpoints" / "3").rglob("*")
+  assert sum(file.stat().st_size for file in files if file.is_file()) < 200_000
+
+
+def test_a_reference_of_adapters_moves_and_is_resumed(checkpoint, tmp_path):
+  """After the second of three steps it becomes the policy, so the KL of the third step is 0."""
+  algo = dict(kl_coef=0.1, ref_sync_steps=2, ref_mixup=1.0)
+  whole, resumed = train_twice(tmp_path, checkpoint, algo=algo)
+  jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+  rows = rows_of(tmp_path / "whole")
+  assert rows == rows_of(tmp_path / "resumed")
+  first, second, third = (row["kl"] for row in rows)
+  assert abs(first) < 1e-6 and second > 1e-5 and abs(third) < 1e-6
+  assert whole.reference.keys() == whole.train.params.keys()
+  assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(whole.reference["layers_0"]["mlp"]))
 
 
 def test_export_of_adapters_and_of_the_merged_model(trained, checkpoint, tmp_path):
   workdir, (whole, _) = trained[0] / "whole", trained[1]
-  commands = [
+  exports = [
     start("export", f"--workdir={workdir}", f"--out={tmp_path / 'adapter'}", "--adapter"),
     start("export", f"--workdir={workdir}", f"--out={tmp_path / 'merged'}"),
   ]
-  said = [finish(process) for process in commands]
-  assert "its adapters (float32)" in said[0] and "parameters, adapters merged," in said[1]
-  asked = model.load_lora(tmp_path / "adapter")
+  printed = [finish(process) for process in exports]
+  assert "its adapters (float32)" in printed[0]
+  assert "parameters, adapters merged," in printed[1]
   shape, base = model.load(checkpoint)
-  shape = dataclasses.replace(shape, lora=asked)
+  shape = dataclasses.replace(shape, lora=model.load_lora(tmp_path / "adapter"))
   adapters = model.load_adapters(tmp_path / "adapter", shape)
-  jax.tree.map(np.testing.assert_array_equal, adapters, whole.params)
+  jax.tree.map(np.testing.assert_array_equal, adapters, whole.train.params)
+  merged_shape, merged = model.load(tmp_path / "merged")
   tokens = np.arange(10)[None]
-  merged = model.load(tmp_path / "merged")
-  logits = [
-    model.forward(params, c, tokens, tokens)[0]
-    for params, c in ((model.join(base, adapters), shape), merged[::-1], (base, shape))
-  ]
-  np.testing.assert_allclose(logits[0], logits[1], atol=1e-5)
-  assert np.abs(logits[0] - logits[2]).max() > 1e-3
+  joined_logits, merged_logits, base_logits = (
+    model.forward(params, shape_of_params, tokens, tokens)[0]
+    for params, shape_of_params in (
+      (model.join(base, adapters), shape),
+      (merged, merged_shape),
+      (base, shape),
+    )
+  )
+  np.testing.assert_allclose(joined_logits, merged_logits, atol=1e-5)
+  assert np.abs(joined_logits - base_logits).max() > 1e-3
 
 
 def test_a_mixture_is_not_quantised(tmp_path):
@@ -143,41 +166,38 @@ def test_a_mixture_is_not_quantised(tmp_path):
     tmp_path / "hf", *model.load(Path(__file__).parent / "golden" / "families" / "qwen3_moe")
   )
   tokenizer.characters(tasks.ALPHABET).save(tmp_path / "hf")
-  c = config(str(tmp_path / "hf"))
+  lora = dict(rank=2, targets=("q_proj",), base_dtype="int8")
   with pytest.raises(ConfigError, match="config key lora.base_dtype is 'int8': experts"):
-    Run(
-      dataclasses.replace(
-        c, lora=dataclasses.replace(c.lora, targets=("q_proj",), base_dtype="int8")
-      )
-    )
+    Run(config(str(tmp_path / "hf"), lora=lora))
 
 
-def test_paths_are_whole_in_what_is_saved(tmp_path, monkeypatch):
-  """So that a run can be used from another folder."""
+def test_saved_paths_are_absolute(tmp_path, monkeypatch):
+  """A run can then be used from another folder."""
   (tmp_path / "adapters" / "mine").mkdir(parents=True)
   monkeypatch.chdir(tmp_path)
   c = arithmetic.get_config()
   c.lora.path = c.data.tokenizer = c.model.path = "adapters/mine"
   c.reward.functions = ("strict", "adapters/mine", "adapters/mine:f")
-  found, whole = cli._absolute(from_dict(c.to_dict())), str(tmp_path / "adapters" / "mine")
-  assert found.lora.path == found.data.tokenizer == found.model.path == whole
-  assert found.reward.functions == ("strict", whole, f"{whole}:f")
+  found = cli._with_absolute_paths(from_dict(c.to_dict()))
+  absolute = str(tmp_path / "adapters" / "mine")
+  assert found.lora.path == found.data.tokenizer == found.model.path == absolute
+  assert found.reward.functions == ("strict", absolute, f"{absolute}:f")
 
 
-def test_training_goes_on_from_a_folder_of_adapters(trained, checkpoint, tmp_path):
-  whole = trained[1][0]
+def test_training_continues_from_a_folder_of_adapters(trained, checkpoint, tmp_path):
+  saved = trained[1][0].train.params
   c = config(checkpoint)
-  run = Run(c)
-  model.save_adapters(tmp_path / "adapter", run.model, whole.params, checkpoint)
-  again = dataclasses.replace(c, lora=dataclasses.replace(c.lora, path=str(tmp_path / "adapter")))
-  jax.tree.map(
-    np.testing.assert_array_equal, jax.device_get(Run(again).initial_params()), whole.params
-  )
-  other = dataclasses.replace(again, lora=dataclasses.replace(again.lora, alpha=5.0))
-  with pytest.raises(
-    ConfigError, match=r"config key lora.alpha is 5.0: the adapters of .* have 32.0, set it to that"
-  ):
-    Run(other)
+  model.save_adapters(tmp_path / "adapter", Run(c).parameters.model, saved, checkpoint)
+
+  def with_lora(**changes):
+    changes["path"] = str(tmp_path / "adapter")
+    return dataclasses.replace(c, lora=dataclasses.replace(c.lora, **changes))
+
+  initial = jax.device_get(Run(with_lora()).initial_params())
+  jax.tree.map(np.testing.assert_array_equal, initial, saved)
+  words = r"config key lora.alpha is 5.0: the adapters of .* have 32.0, set it to that"
+  with pytest.raises(ConfigError, match=words):
+    Run(with_lora(alpha=5.0))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +214,7 @@ def test_training_goes_on_from_a_folder_of_adapters(trained, checkpoint, tmp_pat
     ("warm_start", dict(steps=1), "warm-start without adapters"),
   ],
 )
-def test_what_cannot_be_run_is_named(checkpoint, section, changes, words):
+def test_what_cannot_be_run_is_refused(checkpoint, section, changes, words):
   c = config(checkpoint)
   with pytest.raises(ConfigError, match=words):
     check(dataclasses.replace(c, **{section: dataclasses.replace(getattr(c, section), **changes)}))

@@ -1,8 +1,13 @@
-"""Any factorisation of eight devices gives the numbers of one; nothing is traced twice; it all lowers for TPU and GPU."""
+"""Every mesh of eight devices gives the numbers of one device. Nothing is traced twice.
+
+And the compiled functions lower for TPUs and GPUs.
+"""
 
 import contextlib
+import dataclasses
 import itertools
 import re
+from typing import Any, NamedTuple
 
 import jax
 from jax import export
@@ -12,11 +17,12 @@ import pytest
 
 from configs import default
 from grpo_jax import model
+from grpo_jax.algo.metrics import reduced
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.run.build import Run
-from grpo_jax.types import Batch, Scores
+from grpo_jax.types import Batch, Rewards
 
 ONE, OFTEN = (1, 1, 1), [(2, 2, 2)]
 EIGHT = [
@@ -26,9 +32,8 @@ EIGHT = [
 ]
 
 
-MIXTURES = [
-  m for m in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(m) == 8
-]  # data, fsdp, tensor, expert
+MIXTURES = [m for m in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(m) == 8]
+AXES = ("data", "fsdp", "tensor", "expert")  # of the tuples above, which may lack the last
 
 
 def config(mesh, **sections):
@@ -38,7 +43,7 @@ def config(mesh, **sections):
   c.warm_start.batch = c.eval.batch = 8
   c.data.max_prompt_tokens, c.sampling.max_tokens = 12, 40
   c.optimizer.learning_rate = 1e-2
-  c.mesh.update(dict(zip(("data", "fsdp", "tensor", "expert"), mesh)))
+  c.mesh.update(dict(zip(AXES, mesh)))
   for section, values in sections.items():
     c[section].update(values)
   return from_dict(c.to_dict())
@@ -51,11 +56,13 @@ def make_run(mesh, **sections):
 
 @contextlib.contextmanager
 def traces():
-  """Yields a list that gets one entry for each function that JAX traces."""
+  """Yields a list that gets an entry for each function that JAX traces."""
   found = []
-  listen = lambda event, seconds, **_: (
-    found.append(event) if event == "/jax/core/compile/jaxpr_trace_duration" else None
-  )
+
+  def listen(event, seconds, **_):
+    if event == "/jax/core/compile/jaxpr_trace_duration":
+      found.append(event)
+
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     yield found
@@ -63,84 +70,103 @@ def traces():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def one_step(run, steps=2):
-  """Two steps of sampling, reference and update, the second without tracing. Rewards are a function of the tokens."""
+class Trained(NamedTuple):
+  """What some steps give: sampled tokens and metrics of each, and the parameters at the end."""
+
+  tokens: list
+  metrics: list
+  params: Any
+
+  @property
+  def largest_gap(self):
+    """Between the log-probs of sampler and learner, over all steps."""
+    return max(metrics["sampler/logprob_gap_max"] for metrics in self.metrics)
+
+
+def train_steps(run, steps=2):
+  """Steps of sampling, reference and update. Only the first one traces.
+
+  Rewards are a function of the tokens.
+  """
+  programs, hosts, parameters = run.programs, run.hosts, run.parameters
   prompts = run.prompts("train")
-  state = run.init_state(run.initial_params())
-  reference = run.parameters.base if run.model.lora else run.initial_params()
-  sample = run.sampler(run.config.sampling, run.config.batch.group_size)
-  tokens, losses, gaps = [], [], []
+  state = programs.init_state(run.initial_params())
+  reference = parameters.base if parameters.model.lora else run.initial_params()
+  rollout = run.rollout(run.config.batch.group_size)
+  tokens, metrics = [], []
   for step in range(steps):
     with traces() as traced:
       batch = loader.prompt_batch(prompts, loader.step_indices(0, step, 16, len(prompts)))
-      arrays = run.put((batch.prompts_PS, batch.prompt_lengths_P))
-      out = sample(
-        run.parameters.for_sampling(state.params),
-        *arrays,
-        jax.random.fold_in(run.key("sample"), step),
-      )
-      host = run.fetch(out)
-      rewards = (host.tokens_PGT % 3 == 1).sum(-1).astype(np.float32)
-      learned = run.to_batch(out, *arrays, *run.put([np.ones(16, np.float32)]))
-      learned = learned.replace(ref_logprobs_PGT=run.logprobs(reference, learned))
-      learned, _ = run.with_advantages(learned, run.put(Scores(rewards[..., None])), state.coefs.kl)
-      state, metrics = run.update(state, reference, learned)
-      tokens.append(host.tokens_PGT)
-      losses.append({k: float(v) for k, v in metrics.items()})
-      gaps.append(losses[-1]["sampler/logprob_gap_max"])
+      key = jax.random.fold_in(run.key("sample"), step)
+      completions = rollout(parameters.for_sampling(state.params), batch, key).completions
+      scores_PG = (completions.tokens_PGT % 3 == 1).sum(-1).astype(np.float32)
+      ones_P = np.ones(16, np.float32)
+      arrays = (completions, batch.prompts_PS, batch.prompt_lengths_P, ones_P, ones_P)
+      learned = programs.to_batch(*hosts.put(arrays))
+      learned = learned.replace(ref_logprobs_PGT=programs.logprobs(reference, learned))
+      rewards = hosts.put(Rewards(scores_PGJ=scores_PG[..., None], weights=(1.0,)))
+      learned, _ = programs.with_advantages(learned, rewards, state.coefs.kl)
+      state, measured = programs.update(state, parameters.base, reference, learned)
+      tokens.append(completions.tokens_PGT)
+      metrics.append(reduced(measured))
     assert bool(traced) == (step == 0)
-  return tokens, losses, gaps, jax.device_get(state.params)
+  return Trained(tokens, metrics, jax.device_get(state.params))
 
 
-def abstract_batch(run, place=lambda x: x):
-  """Shapes of what `update` is given; place(shape) puts one somewhere."""
-  shape = lambda *s, dtype=jnp.int32: place(jax.ShapeDtypeStruct(s, dtype))
-  real = lambda *s: shape(*s, dtype=jnp.float32)
-  values = real(16, 4, 40)
+def assert_same_numbers(ours, theirs, rel=1e-5, more=()):
+  """The same samples, metrics up to rounding, and parameters, where Adam magnifies rounding."""
+  np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+  for mine, wanted in zip(ours.metrics, theirs.metrics, strict=True):
+    for name in ("loss", "kl", "entropy", "grad_norm", *more):
+      assert mine[name] == pytest.approx(wanted[name], abs=1e-5, rel=rel), name
+  assert max(ours.largest_gap, theirs.largest_gap) < 1e-4
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), ours.params, theirs.params)
+
+
+def abstract_batch(run, place=None):
+  """The shapes of what `update` reads. `place` is their sharding."""
+
+  def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
+
+  values = shape(16, 4, 40)
   return Batch(
-    shape(16, 12),
-    shape(16),
-    shape(16, 4, 40),
-    values,
-    values,
-    values,
-    values,
+    prompts_PS=shape(16, 12, dtype=jnp.int32),
+    prompt_lengths_P=shape(16, dtype=jnp.int32),
+    completions_PGT=shape(16, 4, 40, dtype=jnp.int32),
+    mask_PGT=values,
+    temperature_P=shape(16),
+    advantages_PGT=values,
+    sampler_logprobs_PGT=values,
+    behavior_logprobs_PGT=values,
     ref_logprobs_PGT=values,
   )
 
 
 @pytest.fixture(scope="module")
 def alone():
-  return one_step(make_run(ONE))
+  return train_steps(make_run(ONE))
 
 
 @pytest.mark.parametrize("mesh", EIGHT, ids=str)
 def test_eight_devices_give_the_numbers_of_one(mesh, alone):
-  """One of them with a layout of its own for sampling. And nothing is traced twice, though lengths and keys differ."""
-  run = make_run(mesh, sampling=dict(layout="tensor" if mesh == (2, 2, 2) else "train"))
-  tokens, losses, gaps, params = one_step(run)
-  np.testing.assert_array_equal(tokens, alone[0])
-  for ours, theirs in zip(losses, alone[1]):
-    for name in ("loss", "kl", "entropy", "grad_norm"):
-      assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), name
-  assert max(gaps) < 1e-4
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), params, alone[3]
-  )  # Adam magnifies rounding
+  """Nothing is traced twice, though lengths and keys differ. One mesh has a sampling layout."""
+  layout = "tensor" if mesh == (2, 2, 2) else "train"
+  assert_same_numbers(train_steps(make_run(mesh, sampling=dict(layout=layout))), alone)
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-  """Of four experts, two a token: sections of its config, and the numbers of one device."""
+  """Sections of a config with four experts, two for each token, and the numbers of one device."""
   tokens, path = make_run(ONE).tokenizer, str(tmp_path_factory.mktemp("mixture") / "hf")
   shape = ModelConfig(
-    tokens.vocab_size,
-    32,
-    1,
-    4,
-    2,
-    8,
-    96,
+    vocab_size=tokens.vocab_size,
+    embed_dim=32,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=96,
     family="qwen3_moe",
     qkv_bias=False,
     qk_norm=True,
@@ -155,68 +181,70 @@ def mixture(tmp_path_factory):
   sections = dict(
     model=dict(path=path), sampling=dict(max_tokens=12), learner=dict(router_aux_coef=0.1)
   )
-  return sections, one_step(make_run(ONE, **sections))
+  return sections, train_steps(make_run(ONE, **sections))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MIXTURES, ids=str)
 def test_experts_on_eight_devices_give_the_numbers_of_one(mesh, mixture):
-  """Split where their axis divides four of them, else whole."""
+  """The four experts are split where the size of their axis divides them."""
   sections, alone = mixture
-  tokens, losses, gaps, params = one_step(make_run(mesh, **sections))
-  np.testing.assert_array_equal(tokens, alone[0])
-  for ours, theirs in zip(losses, alone[1]):
-    assert ours["router/aux_loss"] > 1
-    for name in (
-      "loss",
-      "kl",
-      "entropy",
-      "grad_norm",
-      *(name for name in theirs if name.startswith("router/")),
-    ):
-      assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), name
-  assert max(gaps) < 1e-4
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), params, alone[3])
+  routers = [name for name in alone.metrics[0] if name.startswith("router/")]
+  ours = train_steps(make_run(mesh, **sections))
+  assert_same_numbers(ours, alone, more=routers)
+  assert all(metrics["router/aux_loss"] > 1 for metrics in ours.metrics)
 
 
 def test_sampling_weights_have_a_layout_and_dtype_of_their_own():
   run = make_run((2, 2, 2), sampling=dict(layout="tensor", dtype="bfloat16"))
   params = run.initial_params()
-  ours = run.parameters.for_sampling(params)
-  kernel, sampled = (
-    params["layers_0"]["mlp"]["gate"]["kernel"],
-    ours["layers_0"]["mlp"]["gate"]["kernel"],
-  )
-  assert sampled.dtype == jnp.bfloat16 and kernel.dtype == jnp.float32
-  assert kernel.addressable_shards[0].data.shape == (16, 48) and sampled.addressable_shards[
-    0
-  ].data.shape == (32, 48)
-  _, losses, gaps, _ = one_step(run, 1)
-  assert 1e-6 < gaps[0] < 0.3 and np.isfinite(losses[0]["loss"])
+  converted = run.parameters.for_sampling(params)
+  trained, sampled = (tree["layers_0"]["mlp"]["gate"]["kernel"] for tree in (params, converted))
+  assert (trained.dtype, sampled.dtype) == (jnp.float32, jnp.bfloat16)
+  assert trained.addressable_shards[0].data.shape == (16, 48)
+  assert sampled.addressable_shards[0].data.shape == (32, 48)
+  result = train_steps(run, steps=1)
+  assert 1e-6 < result.largest_gap < 0.3 and np.isfinite(result.metrics[0]["loss"])
+
+
+def collectives(lowered):
+  """The shapes of the arrays that the devices exchange in a lowered function."""
+  text = re.sub(r"/\*.*?\*/", "", lowered.compile().as_text())
+  names = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+  moved = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", text)
+  return {
+    tuple(map(int, filter(None, sizes.split(","))))
+    for result in moved
+    for sizes in re.findall(r"\[([\d,]*)\]", result)
+  }
 
 
 def test_under_fsdp_weights_travel_and_activations_stay():
-  """The collectives of sampler and update move parameters, their gradients and scalars, nothing else."""
+  """The collectives of sampler and update move parameters, their gradients and scalars alone."""
   run = make_run((1, 8, 1))
-  place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=run.model.rows)
-  batch, key = abstract_batch(run, place), jax.eval_shape(lambda: jax.random.key(0))
-  sampler = run.sampler(run.config.sampling, 4)
-  V, D, F, heads = run.model.vocab_size, 32, 96, (8, 4)
+  programs, parameters = run.programs, run.parameters
+  batch = abstract_batch(run, parameters.model.rows)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  prompts = batch.prompts_PS, batch.prompt_lengths_P
+  sampler = programs.sampler(4)
+  V, D, F, heads = parameters.model.vocab_size, 32, 96, (8, 4)
   for lowered in (
-    sampler.lower(run.parameters.abstract, batch.prompts_PS, batch.prompt_lengths_P, key),
-    run.update.lower(run.abstract_state, None, batch),
+    sampler.lower(parameters.abstract, *prompts, key, batch.temperature_P),
+    programs.update.lower(programs.abstract_state, None, None, batch),
   ):
-    text = re.sub(r"/\*.*?\*/", "", lowered.compile().as_text())
-    moved = re.findall(
-      r"= (.*?) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(",
-      text,
-    )
-    shapes = {
-      tuple(map(int, filter(None, dims.split(","))))
-      for one in moved
-      for dims in re.findall(r"\[([\d,]*)\]", one)
-    }
+    shapes = collectives(lowered)
     assert (D, F) in shapes and shapes <= {(V, D), (D, F), (F, D), (D, D), (D,), heads, ()}
+
+
+def unplaced(tree):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def assert_has(batch, wanted):
+  """Every field that `wanted` has is the same in `batch`."""
+  for field in dataclasses.fields(wanted):
+    value = getattr(wanted, field.name)
+    assert value is None or getattr(batch, field.name) == value, field.name
 
 
 @pytest.mark.parametrize("platform, dtype", [("tpu", "bfloat16"), ("cuda", "float32")])
@@ -227,32 +255,24 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
     sampling=dict(top_k=5, top_p=0.9, min_p=0.01),
     learner=dict(remat=True),
   )
-  plain = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-  params, state, batch = (
-    plain(run.parameters.abstract),
-    plain(run.abstract_state),
-    abstract_batch(run),
-  )
+  programs, wanted = run.programs, abstract_batch(run)
+  params, state = unplaced(run.parameters.abstract), unplaced(programs.abstract_state)
+  prompts, temperature_P = (wanted.prompts_PS, wanted.prompt_lengths_P), wanted.temperature_P
   key = jax.eval_shape(lambda: jax.random.key(0))
-  prompts = batch.prompts_PS, batch.prompt_lengths_P
-  sampler = run.sampler(run.config.sampling, 4)
+  sampler = programs.sampler(4)
+  completions = unplaced(sampler.eval_shape(params, *prompts, key, temperature_P))
   live_P = jax.ShapeDtypeStruct((16,), jnp.float32)
-  made = plain(
-    run.to_batch.eval_shape(plain(sampler.eval_shape(params, *prompts, key)), *prompts, live_P)
-  )
-  assert made == batch.replace(ref_logprobs_PGT=None, advantages_PGT=None)
-  scores, coef = (
-    Scores(jax.ShapeDtypeStruct((16, 4, 1), jnp.float32)),
-    jax.ShapeDtypeStruct((), jnp.float32),
-  )
-  assert (
-    plain(run.with_advantages.eval_shape(batch.replace(advantages_PGT=None), scores, coef)[0])
-    == batch
-  )
+  batch = unplaced(programs.to_batch.eval_shape(completions, *prompts, temperature_P, live_P))
+  assert batch.ref_logprobs_PGT is None and batch.advantages_PGT is None
+  batch = batch.replace(ref_logprobs_PGT=wanted.ref_logprobs_PGT)
+  rewards = Rewards(scores_PGJ=jax.ShapeDtypeStruct((16, 4, 1), jnp.float32), weights=(1.0,))
+  coef = jax.ShapeDtypeStruct((), jnp.float32)
+  batch = unplaced(programs.with_advantages.eval_shape(batch, rewards, coef)[0])
+  assert_has(batch, wanted)
   for function, arguments in (
-    (sampler, (params, *prompts, key)),
-    (run.update, (state, params, batch)),
-    (run.logprobs, (params, batch)),
+    (sampler, (params, *prompts, key, temperature_P)),
+    (programs.update, (state, None, params, batch)),
+    (programs.logprobs, (params, batch)),
   ):
     exported = export.export(function, platforms=[platform])(*arguments)
     assert exported.platforms == (platform,) and "stablehlo" in exported.mlir_module()

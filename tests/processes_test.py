@@ -1,6 +1,5 @@
-"""Two processes, as on two hosts, do what one does."""
+"""Two processes, as on two hosts, give the numbers of one."""
 
-import json
 import os
 from pathlib import Path
 import signal
@@ -9,21 +8,24 @@ import subprocess
 import sys
 import time
 
-from lora_run_test import REWARD  # the second is a fixture
+from lora_run_test import REWARD, make_checkpoint, rows_of
 import pytest
+
+from grpo_jax.run.json_files import read_metrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 KEYS = """
-  model.embed_dim=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=2 model.head_dim=8 model.mlp_dim=32
-  batch.prompts=8 batch.group_size=4 sampling.max_tokens=8 optimizer.schedule=constant warm_start.steps=3
-  warm_start.batch=8 eval.every=2 eval.examples=20 eval.batch=8 eval.samples=2 checkpoint.every=2 log.tensorboard=False
+  model.embed_dim=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=2 model.head_dim=8
+  model.mlp_dim=32 batch.prompts=8 batch.group_size=4 sampling.max_tokens=8
+  optimizer.schedule=constant warm_start.steps=3 warm_start.batch=8 eval.every=2 eval.examples=20
+  eval.batch=8 eval.samples=2 checkpoint.every=2 log.tensorboard=False
   mesh.data=2 mesh.fsdp=2 mesh.tensor=2
 """.split()
 
 
-def started(count, workdir, **keys):
-  """`count` processes of 8 / count devices, all on one workdir."""
+def start(count, workdir, **keys):
+  """Starts `count` processes of 8 / count devices, all on one workdir."""
   with socket.socket() as s:
     s.bind(("localhost", 0))
     address = f"localhost:{s.getsockname()[1]}"
@@ -53,45 +55,57 @@ def started(count, workdir, **keys):
   return processes
 
 
-def ended(processes):
+def finish(processes):
+  """Waits for the processes. Returns their exit codes and what they printed."""
   outputs = [process.communicate(timeout=500)[0] for process in processes]
   return [process.returncode for process in processes], outputs
 
 
-def rows(workdir):
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  return [
-    {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))}
-    for line in lines
-  ]
+def train(count, workdir, **keys):
+  """Trains with `count` processes. Returns the rows of metrics, without times."""
+  codes, outputs = finish(start(count, workdir, **keys))
+  assert codes == [0] * count, outputs
+  return rows_of(workdir)
 
 
-def test_two_processes_give_the_numbers_of_one_stop_together_and_go_on(tmp_path):
-  assert ended(started(1, tmp_path / "one", steps=4))[0] == [0]
-  assert ended(started(2, tmp_path / "two", steps=4))[0] == [0, 0]
-  one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-  assert len(one) == len(two) == 7
-  for ours, theirs in zip(two, one):
-    assert ours == pytest.approx(theirs, abs=1e-5)
+def assert_same(ours, theirs):
+  assert len(ours) == len(theirs)
+  for row, wanted in zip(ours, theirs):
+    assert row == pytest.approx(wanted, abs=1e-5)
 
-  both = started(2, tmp_path / "two", steps=100_000)
-  while len(rows(tmp_path / "two")) < 10:  # they go on from step 7
+
+def test_two_processes_give_the_numbers_of_one_and_stop_together_and_resume(tmp_path):
+  one, two = train(1, tmp_path / "one", steps=4), train(2, tmp_path / "two", steps=4)
+  assert len(one) == 7
+  assert_same(two, one)
+
+  both = start(2, tmp_path / "two", steps=100_000)
+  # They resume from step 7. The last line of the file may be half written.
+  while len(read_metrics(tmp_path / "two" / "metrics.jsonl")) < 10:
     assert both[0].poll() is None
     time.sleep(0.2)
-  both[1].send_signal(signal.SIGTERM)  # asked alone, it takes the other with it
-  codes, outputs = ended(both)
-  assert codes == [0, 0] and "going on from step 7" in outputs[0]
-  step = rows(tmp_path / "two")[-1]["step"]
+  both[1].send_signal(signal.SIGTERM)  # to one of them, and both stop
+  codes, outputs = finish(both)
+  assert codes == [0, 0] and "resuming from step 7" in outputs[0]
+  step = rows_of(tmp_path / "two")[-1]["step"]
   assert f"stopped at step {step}" in outputs[0]
   assert (tmp_path / "two" / "checkpoints" / str(step)).is_dir()
 
 
 def test_an_error_of_the_first_process_ends_both(tmp_path):
   (tmp_path / "thesis.tex").write_text("x")
-  codes, outputs = ended(started(2, tmp_path, steps=1))
-  assert (
-    codes == [2, 2] and "is not empty" in outputs[0] and "first process has ended" in outputs[1]
-  )
+  codes, outputs = finish(start(2, tmp_path, steps=1))
+  assert codes == [2, 2]
+  assert "is not empty" in outputs[0] and "first process has ended" in outputs[1]
+
+
+STEPS_AND_PARITY = """
+def steps(completions, **_):
+  return [[(i + 1, float(ch in '123')) for i, ch in enumerate(c)] for c in completions]
+
+def even(completions, **_):
+  return [float(sum(map(ord, c)) % 2) for c in completions]
+"""
 
 
 @pytest.mark.parametrize(
@@ -99,13 +113,12 @@ def test_an_error_of_the_first_process_ends_both(tmp_path):
   [{"algo.dynamic_sampling": True, "algo.overlong": 0.5}, {"algo.advantage": "process"}],
   ids=str,
 )
-def test_what_the_first_process_scores_reaches_the_others_as_it_is(tmp_path, algo):
-  """Two functions of unequal weights, their names not in the alphabet's order; one gives steps. And a reward model, which
-  both processes compute."""
-  (tmp_path / "reward.py").write_text(
-    "def steps(completions, **_):\n  return [[(i + 1, float(ch in '123')) for i, ch in enumerate(c)] for c in completions]\n"
-    "def even(completions, **_):\n  return [float(sum(map(ord, c)) % 2) for c in completions]\n"
-  )
+def test_rewards_of_the_first_process_reach_the_others(tmp_path, algo):
+  """Two functions of different weights, of which one gives steps, and a reward model.
+
+  The names of the functions are not in alphabetical order. Both processes compute the model.
+  """
+  (tmp_path / "reward.py").write_text(STEPS_AND_PARITY)
   keys = {
     "warm_start.steps": 0,
     "steps": 2,
@@ -117,23 +130,17 @@ def test_what_the_first_process_scores_reaches_the_others_as_it_is(tmp_path, alg
     ),
     **algo,
   }
-  assert ended(started(1, tmp_path / "one", **keys))[0] == [0]
-  assert ended(started(2, tmp_path / "two", **keys))[0] == [0, 0]
-  one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-  assert (
-    len(one) == len(two) == 3
-    and one[1]["advantage/std"] > 0.1
-    and one[1]["rewards/qwen2/unscored"] == 0
-  )
-  for ours, theirs in zip(two, one):
-    assert ours == pytest.approx(theirs, abs=1e-5)
+  one, two = train(1, tmp_path / "one", **keys), train(2, tmp_path / "two", **keys)
+  assert len(one) == 3 and one[1]["advantage/std"] > 0.1
+  assert one[1]["rewards/qwen2/unscored"] == 0
+  assert_same(two, one)
 
 
-def test_adapters_on_two_processes_are_those_of_one(tmp_path, checkpoint):
-  """On a quantised base that both read from a checkpoint; the reference is the base; then both go on from what is saved."""
+def test_adapters_on_two_processes_are_those_of_one(tmp_path):
+  """On a quantised base that both processes read. The reference is the base. Both resume."""
   (tmp_path / "reward.py").write_text(REWARD)
   keys = {
-    "model.path": checkpoint,
+    "model.path": make_checkpoint(tmp_path / "hf"),
     "lora.rank": 4,
     "lora.base_dtype": "int8",
     "algo.kl_coef": 0.1,
@@ -142,11 +149,8 @@ def test_adapters_on_two_processes_are_those_of_one(tmp_path, checkpoint):
     "optimizer.warmup_steps": 0,
     "reward.functions": (f"{tmp_path}/reward.py:digits",),
   }
-  for steps in (2, 4):
-    assert ended(started(2, tmp_path / "two", steps=steps, **keys))[0] == [0, 0]
-  assert ended(started(1, tmp_path / "one", steps=4, **keys))[0] == [0]
-  one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+  train(2, tmp_path / "two", steps=2, **keys)
+  two = train(2, tmp_path / "two", steps=4, **keys)
+  one = train(1, tmp_path / "one", steps=4, **keys)
   assert [row["step"] for row in one] == [0, 1, 2, 3, 4] and one[4]["kl"] > 1e-3
-  assert [row["step"] for row in two] == [0, 1, 2, 3, 4]
-  for ours, theirs in zip(two, one):
-    assert ours == pytest.approx(theirs, abs=1e-5)
+  assert_same(two, one)

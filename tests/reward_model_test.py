@@ -1,5 +1,8 @@
-"""Reward models score as transformers does (tests/golden/make_rewards.py): tokens, texts and steps, and in whole runs.
-`pytest -s -n 0` prints the largest differences."""
+"""Reward models score as transformers does: tokens, texts and steps, and in whole runs.
+
+tests/golden/make_rewards.py made the expected scores. `pytest -s -n 0` prints the largest
+differences.
+"""
 
 import dataclasses
 import json
@@ -15,17 +18,23 @@ from configs import default
 from grpo_jax import model, rewards
 from grpo_jax.config import from_dict
 from grpo_jax.data import tokenizer
+from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.run import reward_model
 from grpo_jax.run.build import Run
+from grpo_jax.run.clock import Clock
 from grpo_jax.run.collect import Collector
+from grpo_jax.run.workdir import read
 from grpo_jax.settings import ConfigError
-from grpo_jax.train import Clock, train
+from grpo_jax.train import train
 
 GOLDEN = Path(__file__).parent / "golden" / "rewards"
 FOLDERS = sorted(GOLDEN.iterdir())
 WITH_TEXTS = [folder for folder in FOLDERS if (folder / "texts.json").exists()]
 BOUND = 1e-4
-name = lambda folder: folder.name
+
+
+def folder_name(folder):
+  return folder.name
 
 
 def config(functions, weights=None, preset="grpo", mesh=(8, 1, 1), **sections):
@@ -47,14 +56,20 @@ def config(functions, weights=None, preset="grpo", mesh=(8, 1, 1), **sections):
 
 
 def the_reward(folder, **sections):
-  """The reward model in `folder`, as a run has it."""
-  return Run(config([folder], **sections)).functions[0]
+  """The reward model in `folder`, as a run builds it."""
+  (reward,) = functions_of(Run(config([folder], **sections)))
+  return reward
+
+
+def functions_of(run):
+  """The reward functions that the run's scorer calls."""
+  return run.scorer._functions
 
 
 # Tokens.
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=folder_name)
 def test_scores_of_tokens_are_those_of_transformers(folder):
   config, params = model.load(folder, labels=model.SCORERS)
   expected = np.load(folder / "expected.npz")
@@ -73,26 +88,28 @@ def test_scores_of_tokens_are_those_of_transformers(folder):
   assert np.ptp(wanted) > 0.5 and difference <= BOUND
 
 
-@pytest.mark.parametrize("folder", [GOLDEN / "gemma3", GOLDEN / "qwen2_steps"], ids=name)
+@pytest.mark.parametrize("folder", [GOLDEN / "gemma3", GOLDEN / "qwen2_steps"], ids=folder_name)
 def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
   config, params = model.load(folder, labels=model.SCORERS)
   model.save(tmp_path / "saved", config, params)
-  theirs = lambda f: json.loads((f / "config.json").read_text())["architectures"]
-  assert theirs(tmp_path / "saved") == theirs(folder)
+  architectures = [
+    json.loads((where / "config.json").read_text())["architectures"]
+    for where in (tmp_path / "saved", folder)
+  ]
+  assert architectures[0] == architectures[1]
   again, saved = model.load(tmp_path / "saved", labels=model.SCORERS)
   assert again == config and "head" not in saved
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2.4e-7), saved, params
-  )  # norms that are 1 + w
+  # The scales of some norms are saved as w and used as 1 + w.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2.4e-7), saved, params)
 
 
 # Texts.
 
 
 @pytest.mark.parametrize("dtype, bound", [("float32", BOUND), ("bfloat16", 0.2)])
-@pytest.mark.parametrize("folder", WITH_TEXTS, ids=name)
+@pytest.mark.parametrize("folder", WITH_TEXTS, ids=folder_name)
 def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
-  """Its own tokenizer; eight devices, eight texts at once, not the sixteen of a batch."""
+  """With its own tokenizer, on eight devices. There are eight texts, and a batch is sixteen."""
   expected = json.loads((folder / "texts.json").read_text())
   score = the_reward(
     folder, reward=dict(step_separator=expected["separator"] or "\n", dtype=dtype), mesh=(2, 2, 2)
@@ -112,17 +129,18 @@ def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
 
 
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)], ids=str)
-@pytest.mark.parametrize("folder", [GOLDEN / "qwen2", GOLDEN / "llama_steps"], ids=name)
+@pytest.mark.parametrize("folder", [GOLDEN / "qwen2", GOLDEN / "llama_steps"], ids=folder_name)
 def test_a_score_depends_on_its_text_alone(folder, mesh):
-  """Not on order, batch, padding or mesh: 21 texts in batches of 16 or 8, backwards."""
+  """Not on order, batch, padding or mesh: 21 texts in batches of 16 or 8, in reverse."""
   expected = json.loads((folder / "texts.json").read_text())
   sections = dict(
     reward=dict(batch=8 if mesh[0] == 8 else 16, step_separator=expected["separator"] or "\n"),
     mesh=mesh,
   )
-  many = lambda key: (expected[key] * 3)[20::-1]
-  found = the_reward(folder, **sections)(completions=many("completions"), prompts=many("prompts"))
-  for ours, theirs in zip(found, many("steps"), strict=True):
+  many = {key: (expected[key] * 3)[20::-1] for key in ("completions", "prompts", "steps")}
+  score = the_reward(folder, **sections)
+  found = score(completions=many["completions"], prompts=many["prompts"])
+  for ours, theirs in zip(found, many["steps"], strict=True):
     np.testing.assert_allclose(ours, theirs, atol=BOUND)
 
 
@@ -156,12 +174,15 @@ TOKENS = tokenizer.characters("abcd;\n ")
   ],
 )
 def test_where_steps_end_by_hand(completion, separator, tokens, marks):
-  """After the prompt `d`, its token 0: characters of the completion, and the place of each separator's last token."""
+  """Marks are the characters up to a step's end, and the place of its separator's last token.
+
+  The prompt is `d`, the token at place 0.
+  """
   (text,) = reward_model.stepwise(TOKENS, separator, ["d"], [completion])
   assert text == reward_model.Text(TOKENS.encode("d" + tokens), marks)
 
 
-def test_what_begins_a_text_comes_before_its_steps_alone():
+def test_the_token_that_begins_a_text_is_added_for_steps_only():
   begun = dataclasses.replace(TOKENS, special={"bos_token": "<eos>"})
   assert reward_model.stepwise(begun, ";", ["d"], ["a"])[0] == reward_model.Text(
     [1, *TOKENS.encode("da;")], [(1, 3)]
@@ -171,8 +192,8 @@ def test_what_begins_a_text_comes_before_its_steps_alone():
   )
 
 
-def test_a_text_is_scored_before_what_pads():
-  """As transformers has it: a template may end in the token that also fills up."""
+def test_a_text_is_scored_at_its_last_token_that_is_not_padding():
+  """As transformers does, although a template may end in the token that also pads."""
   padded = dataclasses.replace(TOKENS, pad_id=TOKENS.encode("b")[0])
   assert reward_model.whole_texts(padded, ";", ["d"], ["abb"])[0].marks == [(3, 1)]
 
@@ -184,7 +205,7 @@ def test_a_model_without_a_template_is_refused_where_there_are_conversations(tmp
   with pytest.raises(
     ConfigError, match=f"^reward.functions: {WITH_TEXTS[0].name}: no chat template"
   ):
-    Run(c).functions
+    functions_of(Run(c))
 
 
 def test_a_conversation_goes_through_the_models_own_template():
@@ -207,78 +228,87 @@ def test_a_conversation_goes_through_the_models_own_template():
 # Whole runs.
 
 
-def run_of(tmp_path, *args, **kwargs):
-  """-> (rows of metrics, rows of completions of each step)."""
-  train(config(*args, **kwargs), str(tmp_path / "run"))
-  read = lambda file: [json.loads(line) for line in file.read_text().splitlines()]
-  return read(tmp_path / "run" / "metrics.jsonl"), [
-    read(f) for f in sorted((tmp_path / "run" / "completions").iterdir())
-  ]
+def train_and_read(tmp_path, *args, **kwargs):
+  """Returns the rows of metrics, and the rows of completions of each step."""
+  workdir = tmp_path / "run"
+  train(config(*args, **kwargs), workdir)
+  files = sorted((workdir / "completions").iterdir())
+  return read(workdir), [list(map(json.loads, file.read_text().splitlines())) for file in files]
 
 
 def expected_scores(folder, rows, separator=";"):
-  """Of each completion, its scores: each of the last token of all that is before it. All rows at once, without a mesh."""
+  """The scores of each completion, each computed from the text up to its token.
+
+  It takes all rows at once, without a mesh.
+  """
   config, params = model.load(folder, labels=model.SCORERS)
   encode, tokens_BT, places = tokenizer.load(folder).encode, np.zeros((len(rows), 64), np.int32), []
   for tokens_T, row in zip(tokens_BT, rows):
     parts = [row["completion"]]
     if config.labels == 2:
-      parts = [part + separator for part in parts[0].split(separator) if part.strip()] or [
-        parts[0] + separator
-      ]
+      steps = [part for part in row["completion"].split(separator) if part.strip()]
+      parts = [step + separator for step in steps or [row["completion"]]]
     ids = encode(row["prompt"] + "".join(parts))
     tokens_T[: len(ids)] = ids
-    places.append(
-      len(row["prompt"]) + np.cumsum([len(part) for part in parts]) - 1
-    )  # a token is a character
+    # A token is a character.
+    places.append(len(row["prompt"]) + np.cumsum([len(part) for part in parts]) - 1)
   positions_BT = np.broadcast_to(np.arange(64), tokens_BT.shape)
-  score = jax.jit(
-    lambda p: model.score(p, config, model.features(p, config, tokens_BT, positions_BT)[0])
-  )
-  return [scores_T[where] for scores_T, where in zip(np.asarray(score(params)), places)]
+
+  @jax.jit
+  def score(params):
+    hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
+    return model.score(params, config, hidden_BTD)
+
+  scores = np.asarray(score(params))
+  return [scores_T[where] for scores_T, where in zip(scores, places)]
 
 
 def test_a_run_learns_from_reward_models_and_a_function_on_any_mesh(tmp_path):
-  """The rewards are those of an independent computation. Another mesh gives the same ones of the first step."""
+  """The rewards are those of an independent computation.
+
+  Another mesh gives the same rewards of the first step.
+  """
   models = ("qwen2", "qwen2_steps")
   functions = [GOLDEN / "qwen2", "strict", GOLDEN / "qwen2_steps"], (2.0, 1.0, -3.0)
-  metrics, steps = run_of(tmp_path, *functions, mesh=(2, 2, 2), reward=dict(step_separator=";"))
+  separator = dict(step_separator=";")
+  metrics, steps = train_and_read(tmp_path, *functions, mesh=(2, 2, 2), reward=separator)
   assert [row["step"] for row in metrics] == [1, 2] and len(steps) == 2
-  for told, rows in zip(metrics, steps):
+  for measured, rows in zip(metrics, steps):
     expected = {
       name: np.array([s.mean() for s in expected_scores(GOLDEN / name, rows)]) for name in models
     }
     for name in models:
-      np.testing.assert_allclose(
-        [row[f"rewards/{name}"] for row in rows], expected[name], atol=BOUND
-      )
-      assert told[f"rewards/{name}/mean"] == pytest.approx(expected[name].mean(), abs=BOUND)
-      assert told[f"rewards/{name}/unscored"] == 0
-    total = (
-      2 * expected["qwen2"] + [row["rewards/strict"] for row in rows] - 3 * expected["qwen2_steps"]
-    )
+      found = [row[f"rewards/{name}"] for row in rows]
+      np.testing.assert_allclose(found, expected[name], atol=BOUND)
+      assert measured[f"rewards/{name}/mean"] == pytest.approx(expected[name].mean(), abs=BOUND)
+      assert measured[f"rewards/{name}/unscored"] == 0
+    strict = np.array([row["rewards/strict"] for row in rows])
+    total = 2 * expected["qwen2"] + strict - 3 * expected["qwen2_steps"]
     np.testing.assert_allclose([row["reward"] for row in rows], total, atol=5 * BOUND)
-    assert told["advantage/std"] > 0.1 and told["grad_norm"] > 0
-  run = Run(config(*functions, mesh=(8, 1, 1), reward=dict(step_separator=";")))
-  found = Collector(run)(run.initial_params(), 0, Clock())
-  for ours, theirs in zip(found.rows(), steps[0], strict=True):
+    assert measured["advantage/std"] > 0.1 and measured["grad_norm"] > 0
+  run = Run(config(*functions, mesh=(8, 1, 1), reward=separator))
+  collector = Collector(run)
+  host = collector.initial_host_state()
+  collected = collector(run.initial_params(), 0, host, Clock())
+  for ours, theirs in zip(collected.rows, steps[0], strict=True):
     assert ours == pytest.approx({key: theirs[key] for key in ours}, abs=5 * BOUND)
 
 
 def test_steps_of_a_process_reward_model_reach_the_tokens(tmp_path):
-  """With preset process, the advantage of the first token is the sum over all steps of the completion: each one's score
-  less the mean of its group's steps, by their deviation."""
-  (told, _), (rows, _) = run_of(
+  """The advantage of the first token is the sum over all steps of the completion.
+
+  A step counts with its score, less the mean of all steps of the group, divided by their deviation.
+  """
+  (measured, _), (rows, _) = train_and_read(
     tmp_path, [GOLDEN / "qwen2_steps"], preset="process", reward=dict(step_separator=";")
   )
   scores = expected_scores(GOLDEN / "qwen2_steps", rows)
   for group in (slice(i, i + 3) for i in range(0, len(rows), 3)):
     values = np.concatenate(scores[group])
     first = [((s - values.mean()) / (values.std(ddof=1) + 1e-4)).sum() for s in scores[group]]
-    np.testing.assert_allclose(
-      [row["advantage"] for row in rows[group]], first, rtol=1e-2, atol=1e-2
-    )
-  assert max(map(len, scores)) > 1 and told["advantage/std"] > 0.1
+    found = [row["advantage"] for row in rows[group]]
+    np.testing.assert_allclose(found, first, rtol=1e-2, atol=1e-2)
+  assert max(map(len, scores)) > 1 and measured["advantage/std"] > 0.1
 
 
 # What is refused.
@@ -286,7 +316,7 @@ def test_steps_of_a_process_reward_model_reach_the_tokens(tmp_path):
 
 @pytest.fixture
 def copied(tmp_path):
-  """make(folder of tests/golden, fields of its config.json) -> a copy of it, with the tokenizer of sums."""
+  """make(folder of tests/golden, **fields) -> a copy with other fields in its config.json."""
 
   def make(folder, **fields):
     copy = shutil.copytree(GOLDEN.parent / folder, tmp_path / "model")
@@ -360,28 +390,30 @@ def test_a_folder_that_is_no_reward_model_is_refused(copied, folder, fields, wor
   if "score.weight" in words[0] or "tensor" in words[0]:
     tokenizer.load(GOLDEN / "qwen2").save(folder)
   elif words[0] != "reward.functions":
-    (folder / "tokenizer.json").unlink(missing_ok=True)  # what is wrong with the model comes first
+    # Errors of the model come before those of the tokenizer.
+    (folder / "tokenizer.json").unlink(missing_ok=True)
   with pytest.raises(ConfigError) as error:
     the_reward(folder)
   message = str(error.value)
-  assert (
-    "\n" not in message and str(folder) in message and all(word in message for word in words)
-  ), message
+  assert "\n" not in message and str(folder) in message
+  assert all(word in message for word in words), message
 
 
-def test_one_name_twice_and_a_reward_model_as_policy_are_refused():
+def test_a_name_that_occurs_twice_is_refused():
+  run = Run(config([GOLDEN / "qwen2", str(GOLDEN / "qwen2") + "/"]))
   with pytest.raises(ConfigError, match="two functions have the same name"):
-    Run(config([GOLDEN / "qwen2", str(GOLDEN / "qwen2") + "/"])).functions
-  with pytest.raises(
-    ConfigError, match="architectures is .*Classification.*choose a checkpoint of Qwen2ForCausalLM$"
-  ):
+    functions_of(run)
+
+
+def test_a_reward_model_as_policy_is_refused():
+  words = "architectures is .*Classification.*choose a checkpoint of Qwen2ForCausalLM$"
+  with pytest.raises(ConfigError, match=words):
     Run(config(["strict"], model=dict(path=str(GOLDEN / "qwen2"))))
 
 
 def test_where_another_process_scores_functions_are_silent_and_models_are_not(monkeypatch):
-  monkeypatch.setattr(Run, "is_first_process", False)
-  model_reward, strict = Run(config([GOLDEN / "qwen2", "strict"])).functions
-  assert rewards.name_of(strict) == "strict" and strict(completions=["#### 3"], answer=["3"]) == [
-    None
-  ]
+  monkeypatch.setattr(Hosts, "is_first", False)
+  model_reward, strict = functions_of(Run(config([GOLDEN / "qwen2", "strict"])))
+  assert rewards.name_of(strict) == "strict"
+  assert strict(completions=["#### 3"], answer=["3"]) == [None]
   assert len(model_reward(completions=["1"], prompts=["2="])[0]) == 1

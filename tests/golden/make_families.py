@@ -10,14 +10,14 @@ Made with transformers 5.23.0 and torch 2.13.0 (CPU). Texts are longer than ever
 and longer than the original texts of every scaled rotary embedding.
 """
 
+from pathlib import Path
 import sys
 import tempfile
-from pathlib import Path
 
+from make_qwen2 import make_model
 import numpy as np
 import torch
 import transformers
-from make_qwen2 import make_model
 
 FOLDER, T, LENGTHS = Path(__file__).parent / "families", 40, (40, 23, 1)
 COMMON = dict(

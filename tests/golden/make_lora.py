@@ -9,9 +9,9 @@ them, and compares the logits.
 Made with peft 0.21.2, transformers 5.23.0 and torch 2.13.0 (CPU).
 """
 
+from pathlib import Path
 import sys
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import peft

@@ -7,9 +7,9 @@ qwen2_tied/config_transformers4.json: the config.json of the same model in the f
 (made with 4.57.6).
 """
 
+from pathlib import Path
 import shutil
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch

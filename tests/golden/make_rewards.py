@@ -13,16 +13,16 @@ TRL's GRPOTrainer does, or step by step, as its PRMTrainer does.
 """
 
 import json
+from pathlib import Path
 import sys
 import tempfile
-from pathlib import Path
 
+from make_families import FAMILIES, config_of
+from make_qwen2 import make_model
 import numpy as np
 import tokenizers
 import torch
 import transformers
-from make_families import FAMILIES, config_of
-from make_qwen2 import make_model
 
 FOLDER, T, LENGTHS = Path(__file__).parent / "rewards", 40, (40, 23, 1)
 SMALL = dict(hidden_size=16, intermediate_size=24, vocab_size=48)

@@ -17,16 +17,16 @@ in this file.
 import hashlib
 import io
 import json
+from pathlib import Path
 import random
 import shutil
 import sys
 import tempfile
-from pathlib import Path
 
 import sentencepiece
 import tokenizers
-import transformers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
+import transformers
 
 FOLDER = Path(__file__).parent / "tokenizers"
 TEXTS = [
