@@ -156,7 +156,11 @@ def _is_used_only_in(spans: list[tuple[Position, Position]], tree: ast.Module, n
 
 
 def _span(node: ast.AST) -> tuple[Position, Position]:
-  return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+  """Where the node begins, its decorators included, and where it ends."""
+  starts = [(node.lineno, node.col_offset)]
+  for decorator in getattr(node, "decorator_list", []):
+    starts.append((decorator.lineno, decorator.col_offset - 1))  # the @
+  return min(starts), (node.end_lineno, node.end_col_offset)
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
