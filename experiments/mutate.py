@@ -119,7 +119,7 @@ def mutants_of(file: str) -> Iterator[Mutant]:
 
 def excluded_spans(tree: ast.Module) -> list[tuple[Position, Position]]:
   """Where a change could not be noticed, or always would be."""
-  excluded = []
+  excluded: list[ast.expr | ast.stmt] = []
   for node in ast.walk(tree):
     if isinstance(node, ast.FunctionDef):
       excluded += [node.returns] if node.returns else []
@@ -155,7 +155,7 @@ def _is_used_only_in(spans: list[tuple[Position, Position]], tree: ast.Module, n
   return name.startswith("_") and bool(uses) and all(inside)
 
 
-def _span(node: ast.AST) -> tuple[Position, Position]:
+def _span(node: ast.expr | ast.stmt) -> tuple[Position, Position]:
   """Where the node begins, its decorators included, and where it ends."""
   starts = [(node.lineno, node.col_offset)]
   for decorator in getattr(node, "decorator_list", []):
