@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 setup(
   name="grpo_jax",
   version="0.1.0",
-  description="Group Relative Policy Optimization for language models, in JAX: laptop, GPU and TPU pod",
+  description="Group Relative Policy Optimization for language models, in JAX",
   packages=find_packages(include=["grpo_jax", "grpo_jax.*", "configs"]),
   python_requires=">=3.11",
   install_requires=[

@@ -35,7 +35,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from typing import Any
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -48,13 +47,23 @@ FILES = (
   "grpo_jax/masked.py",
   ESTIMATORS,
 )
-TESTS = (  # the fastest first, because the first failure ends a run
-  "tests/algo_parts_test.py",
-  "tests/algo_checks_test.py",
-  "tests/variants_test.py",
-  "tests/algo_test.py",
-  "tests/golden_test.py",
-)
+# The tests of a mutant, those of its file first, because the first failure ends a run.
+CHECKS, PARTS = "tests/algo_checks_test.py", "tests/algo_parts_test.py"
+VARIANTS = "tests/variants_test.py"
+LONG = ("tests/golden_test.py", "tests/algo_test.py")
+FIRST = {"checks.py": CHECKS, "settings.py": CHECKS, "presets.py": CHECKS} | {
+  name: PARTS for name in ("masked.py", "metrics.py", "kl.py", "controllers.py", "balance.py")
+}
+
+
+def tests_of(file: str) -> list[str]:
+  """The tests that run on a mutant of this file, in their order."""
+  if file == ESTIMATORS:
+    return ["tests/estimators_test.py"]
+  first = FIRST.get(Path(file).name, VARIANTS)
+  return list(dict.fromkeys((first, VARIANTS, PARTS, CHECKS, *LONG)))
+
+
 TIMEOUT = 1800  # seconds, after which a mutant counts as caught
 ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu",
@@ -120,7 +129,7 @@ def mutants_of(file: str) -> Iterator[Mutant]:
 
 def excluded_spans(tree: ast.Module) -> list[tuple[Position, Position]]:
   """Where a change could not be noticed, or always would be."""
-  excluded: list[Any] = []
+  excluded: list[ast.expr | ast.stmt] = []
   for node in ast.walk(tree):
     if isinstance(node, ast.FunctionDef):
       excluded += [node.returns] if node.returns else []
@@ -156,8 +165,12 @@ def _is_used_only_in(spans: list[tuple[Position, Position]], tree: ast.Module, n
   return name.startswith("_") and bool(uses) and all(inside)
 
 
-def _span(node: Any) -> tuple[Position, Position]:
-  return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+def _span(node: ast.expr | ast.stmt) -> tuple[Position, Position]:
+  """Where the node begins, its decorators included, and where it ends."""
+  starts = [(node.lineno, node.col_offset)]
+  for decorator in getattr(node, "decorator_list", []):
+    starts.append((decorator.lineno, decorator.col_offset - 1))  # the @
+  return min(starts), (node.end_lineno, node.end_col_offset)
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
@@ -192,14 +205,13 @@ def copy_tree(folder: Path) -> Path:
 
 def failing_test(tree: Path, file: str, cache: str) -> str | None:
   """The first test that fails, "timeout", or None if all pass."""
-  tests = ("tests/estimators_test.py",) if file == ESTIMATORS else TESTS
   # The shared cache of compiled programs is set here, so the one of conftest.py is not wanted.
   options = ["-n", "0", "-x", "-q", "--noconftest", "-p", "no:cacheprovider", "--durations=0"]
   environment = os.environ | ENVIRONMENT
   environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "PYTHONPATH": str(tree)}
   environment.pop("GOLDEN_DIR", None)
   process = subprocess.Popen(
-    [sys.executable, "-m", "pytest", *options, *tests],
+    [sys.executable, "-m", "pytest", *options, *tests_of(file)],
     cwd=tree,
     env=environment,
     stdout=subprocess.PIPE,

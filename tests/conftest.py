@@ -1,4 +1,7 @@
-"""Eight simulated devices, and code that compiles soon and is kept for the session, before anything imports jax."""
+"""Sets up JAX before anything imports it: eight simulated devices, and quick compilation.
+
+Compiled programs are kept for the session.
+"""
 
 import importlib.metadata
 import os

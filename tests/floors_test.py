@@ -1,4 +1,4 @@
-"""Imports go down only: a room may import lower floors and itself, never what is beside or above."""
+"""Imports go down only: a room imports itself and lower floors, never what is beside or above."""
 
 import ast
 from pathlib import Path

@@ -402,7 +402,7 @@ def test_completions_of_one_token(params):
   ],
 )
 def test_schedules(schedule, rates):
-  """One warmup update, then four: linear loses a quarter each, cosine is (1 + cos(pi n / 4)) / 2."""
+  """One warmup update, then four. Cosine is (1 + cos(pi n / 4)) / 2."""
   rate = optim.learning_rate(Optimizer(learning_rate=1.0, schedule=schedule, warmup_steps=1), 5)
   np.testing.assert_allclose([rate(n) for n in range(5)], rates, atol=1e-6)
 

@@ -40,8 +40,8 @@ def pass_at_k(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Arra
   # For a wrong answer: the chance that the k - 1 answers drawn with it are wrong, too.
   others_wrong_P1 = _chance_of_all_wrong(answers_P1 - 1, wrong_P1 - 1, algo.pass_k - 1)
   gain_PG = 1 - mean_P1 - jnp.where(right_PG, 0, others_wrong_P1)
-  std_P1 = jnp.sqrt(jnp.where(variance_P1 > 0, variance_P1, 1))
-  return masked.masked(gain_PG / (std_P1 + algo.std_eps), rewards.scored_PG & (variance_P1 > 0))
+  varies_PG = rewards.scored_PG & (variance_P1 > 0)
+  return masked.masked(gain_PG / (jnp.sqrt(variance_P1) + algo.std_eps), varies_PG)
 
 
 def _chance_of_all_wrong(answers: jax.Array, wrong: jax.Array, k: int) -> jax.Array:
