@@ -21,10 +21,12 @@ class Range:
   Attributes:
     contains: Returns whether a value is allowed.
     requirement: What an error message says, such as "it must be at least 1".
+    choices: The allowed names, where the range is a list of names.
   """
 
   contains: Callable[[Any], bool]
   requirement: str
+  choices: tuple[str, ...] = ()
 
 
 def at_least(low: float, note: str = "") -> Range:
@@ -55,8 +57,8 @@ def zero_or_above(low: float, note: str = "") -> Range:
 
 def one_of(names: Collection[str]) -> Range:
   """One of `names`."""
-  choices = ", ".join(repr(name) for name in names)
-  return Range(lambda value: value in names, f"choose one of {choices}")
+  listed = ", ".join(repr(name) for name in names)
+  return Range(lambda value: value in names, f"choose one of {listed}", tuple(names))
 
 
 ANY = Range(lambda value: True, "any value is allowed")

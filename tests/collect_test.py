@@ -271,6 +271,16 @@ def test_what_was_sampled_is_what_is_trained(tmp_path):
   assert sum(a != b for a, b in zip(again, ids)) > P * G / 2
 
 
+def test_every_schedule_goes_from_the_first_temperature_to_the_last():
+  """A new schedule is tested as soon as the config allows its name."""
+  field = Sampling.__dataclass_fields__["temperature_schedule"]
+  for schedule in set(field.metadata["setting"].range.choices) - {"constant"}:
+    sampling = Sampling(temperature=2.0, temperature_schedule=schedule, temperature_end=0.5)
+    found = [temperature_at(sampling, i, 5) for i in range(5)]
+    assert found[0] == pytest.approx(2.0) and found[-1] == pytest.approx(0.5), schedule
+    assert found == sorted(found, reverse=True), schedule
+
+
 def test_the_constant_temperature_ignores_where_it_would_end():
   sampling = Sampling(temperature=0.7, temperature_end=0.1)
   assert [temperature_at(sampling, i, 5) for i in range(5)] == [0.7] * 5
