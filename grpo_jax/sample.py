@@ -85,7 +85,9 @@ if __name__ == "__main__":
   flags.DEFINE_string("prompt", None, "the text to complete, as the model reads it")
   flags.DEFINE_string("question", None, "a problem, which data.prompt and data.chat then frame")
   flags.DEFINE_integer("n", 4, "how many completions")
-  flags.DEFINE_float("temperature", None, "0 takes the likeliest token each time, once")
+  flags.DEFINE_float(
+    "temperature", None, "0 takes the likeliest token (default: sampling.temperature)"
+  )
   flags.DEFINE_integer("max_tokens", None, "longest completion (default: sampling.max_tokens)")
   flags.DEFINE_integer("seed", 0, "another seed gives other completions")
   cli.define_policy_flags()

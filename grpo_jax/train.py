@@ -77,9 +77,10 @@ class Trainer:
     self.store = StateStore(self._run, workdir, self._checkpoints, host_state)
     self.warm_step = WarmStep(self._run, collector.prompts)
     self.grpo_step = GrpoStep(self._run, collector, self.store)
+    # They close in the reverse order: signals are handled until the last save is written.
+    self._asked_to_stop = stack.enter_context(stop_signals(self.reporter.warn))
     stack.callback(self.reporter.close)
     stack.callback(self._checkpoints.close)
-    self._asked_to_stop = stack.enter_context(stop_signals(self.reporter.warn))
 
   def restore_or_init(self) -> tuple[RunState, int]:
     """The state and the number of steps so far: of the newest whole checkpoint, or of a new run."""
@@ -97,7 +98,7 @@ class Trainer:
     return self._run.hosts.any_process(self._asked_to_stop())
 
   def save_if_due(self, state: RunState, step: int) -> None:
-    """Saves a checkpoint every checkpoint.every steps. All rows up to it are written by then."""
+    """Saves a checkpoint every checkpoint.every steps, after the rows of metrics up to `step`."""
     every = self._config.checkpoint.every
     if every and step % every == 0:
       self.store.save(step, state)

@@ -1,4 +1,4 @@
-"""The structs that cross rooms, and the legend of the letters in the names of arrays.
+"""The structs that several packages share, and the legend of the letters in names of arrays.
 
   P  prompts                   H  query heads              X  experts
   G  completions of a prompt   K  key and value heads      U  experts that a token uses
@@ -34,7 +34,7 @@ class Completions(struct.PyTreeNode):
     logprobs_PGT: float32, log-probs under softmax(logits / temperature), which is the distribution
       that the learner computes.
     behavior_logprobs_PGT: float32, log-probs under the distribution that the token was drawn from:
-      the same after top-k, top-p and min-p.
+      that softmax after the filters top-k, top-p and min-p.
     stopped_by_PG: int32, the stop id that ended the row, or -1 where the length limit cut it off.
   """
 
@@ -116,8 +116,8 @@ class TokenStats(struct.PyTreeNode):
 
   Attributes:
     logprobs_PGT: float32.
-    entropies_PGT: float32, entropy of the distribution that the token is drawn from.
-    full_kl_PGT: float32, KL(policy || reference) of that distribution, or None if it was not
+    entropies_PGT: float32, entropy of softmax(logits / temperature), before any filter.
+    full_kl_PGT: float32, KL(policy || reference) over the whole vocabulary, or None if it was not
       requested.
     routing: Sums over each prompt's group, or None for a model without experts.
   """

@@ -92,6 +92,17 @@ def test_another_config_is_refused_and_the_old_one_stays(tmp_path, key, value, m
   assert (tmp_path / "config.json").read_bytes() == before
 
 
+def test_steps_may_not_differ_where_the_temperature_depends_on_them(tmp_path):
+  """A config from before the temperature schedule has none, so it is constant."""
+  before = CONFIG | {"sampling": {"temperature": 1.0}}
+  config = changed("sampling.temperature_schedule", "linear", before)
+  begin(tmp_path / "scheduled", config)
+  with pytest.raises(ConfigError, match="steps = 100, this run 200 .*schedule"):
+    open_run(tmp_path / "scheduled", changed("steps", 200, config))
+  begin(tmp_path / "older", before)
+  open_run(tmp_path / "older", changed("steps", 200, before))
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_steps_may_not_differ_where_the_learning_rate_depends_on_them(tmp_path, schedule):
   config = changed("optimizer.schedule", schedule)

@@ -27,10 +27,10 @@ sg = jax.lax.stop_gradient
 
 
 class Totals(struct.PyTreeNode):
-  """What the parts of an optimizer batch share.
+  """What the parts of an optimizer batch share. An optimizer batch is what one update learns from.
 
   Attributes:
-    loss_weight: float32 scalar, the weight of the aggregation over the whole batch.
+    loss_weight: float32 scalar, what the aggregation divides the summed loss of the batch by.
     entropy_weight: float32 scalar, how many tokens of the whole batch have a weight above 0.
     coefs: The coefficients of this update.
   """
@@ -64,10 +64,15 @@ def objective(
 ) -> tuple[jax.Array, Metrics]:
   """The loss of a batch, or of a part of it (GRPO 2402.03300, eq. 3, and its family).
 
-  The order is: the surrogate; rows too far off-policy and the weights of tokens; the weights of the
-  correction; the KL term; the aggregation, which counts every token of the loss, also those of
-  weight 0; the entropy bonus. `Surrogate` records may apply weights of tokens and of the correction
-  themselves.
+  The order is:
+
+  1. The surrogate. It may apply the weights of 3 and 4 itself, if its record says so.
+  2. The loss becomes 0 where A < 0 in rows that are too far off-policy.
+  3. The weights of the token selection.
+  4. The weights of the correction.
+  5. The KL term.
+  6. The aggregation. It counts every token of the loss, also those of weight 0.
+  7. The entropy bonus.
 
   Args:
     stats: What the learner computed for the tokens of the batch or part, with gradients.
@@ -85,9 +90,8 @@ def objective(
     kl_PGT = _kl(terms, stats, batch, algo)
     metrics["kl"] = metrics_lib.mean(kl_PGT, terms.mask_PGT)
     if not algo.kl_in_reward:
-      if (
-        algo.kl_importance_weighted
-      ):  # unbiased where pi is no longer old (DeepSeek-V3.2 2512.02556)
+      if algo.kl_importance_weighted:
+        # Unbiased also after pi has moved away from old (DeepSeek-V3.2 2512.02556).
         kl_PGT = kl_PGT * jnp.exp(terms.d_PGT)
       loss_PGT = loss_PGT + of_batch.coefs.kl * kl_PGT
   loss_sum, _ = AGGREGATIONS[algo.aggregation].compute(loss_PGT, terms.mask_PGT, algo)

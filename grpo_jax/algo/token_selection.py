@@ -110,7 +110,7 @@ def select(
   Args:
     logprobs_PGT: The policy's log-probs before the update.
     old_logprobs_PGT: The old log-probs, the same where old is the policy itself.
-    entropies_PGT: The entropies of the distributions that the tokens were drawn from.
+    entropies_PGT: The entropies of softmax(logits / temperature) at the tokens.
     advantages_PGT: The advantages.
     mask_PGT: The loss mask.
     algo: Names the surrogate and the ratio, and has the settings of the weights.

@@ -30,6 +30,13 @@ def stop_and_pad_ids(
 
   The stop ids are the eos_token of tokenizer_config.json, then the one of special_tokens_map.json,
   then the eos_token_id of generation_config.json. Any of them may be missing.
+
+  Args:
+    files: The files beside the tokenizer.
+    token_to_id: The id of a token, or None.
+
+  Returns:
+    (stop ids without repetitions, id of the padding token or None)
   """
   stop_ids, pad_ids = [], []
   for name in ("tokenizer_config.json", "special_tokens_map.json"):

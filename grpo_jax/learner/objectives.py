@@ -191,6 +191,7 @@ def _sampler_gap(logprobs_PGT: jax.Array, batch: Batch) -> Metrics:
   """How far the sampler's log-probs are from the learner's, for the policy that sampled."""
   gap_PGT = jnp.abs(jax.lax.stop_gradient(logprobs_PGT) - batch.sampler_logprobs_PGT)
   gap_PGT = masked.masked(gap_PGT, batch.mask_PGT)
+  # Padding, where the gap is 0, counts in the maximum: without a token it is 0 and not -inf.
   gaps = {
     "sampler/logprob_gap_mean": metrics.mean(gap_PGT, batch.mask_PGT),
     "sampler/logprob_gap_max": metrics.largest(gap_PGT, jnp.ones_like(gap_PGT)),

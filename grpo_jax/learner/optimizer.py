@@ -34,8 +34,8 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
 def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
   """A function from the number of updates so far to the learning rate.
 
-  A linear warmup, then constant, or a linear or cosine decay to 0 at `steps`. The first update of
-  the warmup already moves: at a rate of 0 it would change nothing.
+  A linear warmup, then constant, or a linear or cosine decay to 0 at update number `steps`. The
+  warmup does not start at 0, because an update with a rate of 0 would change nothing.
   """
   decay_steps = max(1, steps - config.warmup_steps)
   schedules = {

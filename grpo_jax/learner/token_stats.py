@@ -53,7 +53,7 @@ def batch_stats(
 
   Args:
     params: All parameters of the policy.
-    reference: All parameters of the reference. They are read for `full_kl` alone.
+    reference: All parameters of the reference. Read only with `options.full_kl`.
     batch: Prompts, completions, the loss mask and temperatures.
     options: What to compute.
   """
@@ -136,7 +136,8 @@ def _stats_of_chunk(
 def split_batch(batch: Batch, size: int) -> Batch:
   """Every array [P, ...] as [P / size, size, ...]. Size 0 makes one part.
 
-  Part m takes the prompts m, m + M, ..., so that each device holds its share of every part.
+  Of M parts, part m takes the prompts m, m + M, m + 2 M, ..., so that each device holds its share
+  of every part.
   """
 
   def split(x: jax.Array) -> jax.Array:

@@ -1,4 +1,7 @@
-"""One update: accumulate gradients, guard, apply, report. Pure; the caller compiles it."""
+"""One update: accumulate gradients, check that they are finite, apply them, report metrics.
+
+The functions are pure. The caller compiles them.
+"""
 
 import dataclasses
 from typing import Any
@@ -135,7 +138,7 @@ def _where(condition: jax.Array, first: Any, second: Any) -> Any:
 def _metrics(
   loss: jax.Array, grad_norm: jax.Array, is_good: jax.Array, tokens: jax.Array, report: PartReport
 ) -> Metrics:
-  """The metrics of an update. One without a token in its loss counts in no mean."""
+  """The metrics of an update. An update without a token in its loss counts in no mean."""
   has_tokens = tokens > 0
   out = report.metrics | {
     "loss": metrics.weighted(loss, has_tokens),

@@ -29,7 +29,17 @@ class Block(nn.Module):
     rope: CosSin,
     cache: LayerCache,
   ) -> tuple[jax.Array, KeysAndValues, Routing | None]:
-    """Returns the stream, the rows' own keys and values, and the router's statistics if any."""
+    """Applies the layer.
+
+    Args:
+      x_BTD: The residual stream.
+      counted_BT: The router's statistics count a token where this is not 0. None skips them.
+      rope: The rotary angles of the tokens.
+      cache: The earlier tokens that the rows attend to.
+
+    Returns:
+      The residual stream, the rows' own keys and values, and the router's statistics or None.
+    """
     c = self.config
 
     def norm(name: str, x: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
   Args:
     model_type: The family.
     values: config.json, in the form of transformers 4 or 5.
-    refuse: Raises ConfigError for a field.
+    refuse: refuse(field, reason) raises ConfigError.
   """
   rope, local = _rope_parameters(values, refuse)
   thetas = [values.get("rope_theta"), rope.get("rope_theta")]

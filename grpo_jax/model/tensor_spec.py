@@ -87,7 +87,8 @@ class TensorSpec:
     """The tensor, or the leaf's part of it.
 
     Args:
-      leaf: The leaf, or of a leaf that holds all experts the one with the number `expert`.
+      leaf: The leaf. Of a leaf that holds all experts, it is the slice of number `expert`, without
+        the axis X.
       sizes: The length of each axis letter.
     """
     letters = self.hf_axes.replace(" ", "")

@@ -142,7 +142,7 @@ def features(
   """Hidden states of a batch of token rows.
 
   Each token attends to the tokens before it in its row and to those in the cache. Rows are
-  right-padded, so no token attends to padding before it.
+  right-padded, so no token has padding before it to attend to.
 
   Args:
     params: The parameters, with or without adapters.

@@ -15,11 +15,11 @@ from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.rollout import Rollouts, concatenate, take
 from grpo_jax.run.rollout_metrics import completion_rows, rollout_metrics, score_metrics
-from grpo_jax.run.scoring import OVERLONG, groups_that_differ, with_overlong
+from grpo_jax.run.scoring import OVERLONG, groups_that_differ, host_scores, with_overlong
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Rewards
 
-HostState = dict[str, np.ndarray]
+HostState = dict[str, np.ndarray | np.generic]
 
 
 class Groups(struct.PyTreeNode):
@@ -28,7 +28,7 @@ class Groups(struct.PyTreeNode):
   Attributes:
     indices_P: int64, which training prompts they are.
     rollouts: The completions.
-    rewards: Of the reward functions.
+    rewards: From the reward functions, without the penalty for length.
   """
 
   indices_P: np.ndarray
@@ -42,15 +42,16 @@ class Collected:
 
   Attributes:
     batch: On the mesh, without advantages and reference log-probs.
-    rewards: On the mesh.
-    rows: One object per completion of the batch, for completions/ and for the terminal.
+    rewards: On the mesh, with the penalty for length where that is on.
+    rows: One object per completion of the batch, for completions/ and for the terminal. None where
+      log.completions_every leaves the step out.
     metrics: Of everything that was sampled, including groups that are not in the batch.
     host: The host state after the step.
   """
 
   batch: Batch
   rewards: Rewards
-  rows: list[dict[str, Any]]
+  rows: list[dict[str, Any]] | None
   metrics: dict[str, float]
   host: HostState
 
@@ -108,11 +109,14 @@ class Collector:
     if self._rounds > 1:
       chosen, live_P = _choose(everything, P)
     prompts = loader.prompt_batch(self.prompts, chosen.indices_P)
-    rewards = self._shaped(chosen)
+    rewards = self._shaped(chosen.rewards, chosen.rollouts)
     if self._greedy_rollout is not None:
       rewards = self._with_greedy(rewards, params, prompts, index, clock)
-    rewards_PG = np.asarray(chosen.rewards.score_PG)
-    rows = completion_rows(chosen.rollouts, prompts, rewards_PG, rewards.scores_PGJ, self._names)
+    rows = None
+    every = self._config.log.completions_every
+    if every and (index + 1) % every == 0:
+      rewards_PG = host_scores(chosen.rewards)
+      rows = completion_rows(chosen.rollouts, prompts, rewards_PG, rewards.scores_PGJ, self._names)
     batch, rewards = self._put(chosen, prompts, rewards, live_P, temperature)
     clock.lap("reward")
     metrics = self._metrics(everything, live)
@@ -124,12 +128,12 @@ class Collector:
 
   @property
   def _names(self) -> list[str]:
-    """Of the scores in `Rewards`."""
+    """The names of the scores in `Rewards`."""
     penalty = [OVERLONG] if self._config.algo.overlong else []
     return [*self._score.names, *penalty]
 
   def _draw(self, params: Any, number: int, temperature: float, clock: Clock) -> Groups:
-    """The number-th draw of the run: a batch of prompts, completed and scored."""
+    """Draw `number` of the run, from 0: a batch of prompts, completed and scored."""
     P = self._config.batch.prompts
     indices_P = loader.step_indices(self._config.seed, number, P, len(self.prompts))
     prompts = loader.prompt_batch(self.prompts, indices_P)
@@ -140,22 +144,22 @@ class Collector:
     clock.lap("reward")
     return groups
 
-  def _shaped(self, groups: Groups) -> Rewards:
+  def _shaped(self, rewards: Rewards, rollouts: Rollouts) -> Rewards:
     """The rewards with the penalty for length where that is on."""
     fraction = self._config.algo.overlong
     if not fraction:
-      return groups.rewards
+      return rewards
     max_tokens = self._config.sampling.max_tokens
-    return with_overlong(groups.rewards, groups.rollouts.completions, max_tokens, fraction)
+    return with_overlong(rewards, rollouts.completions, max_tokens, fraction)
 
   def _with_greedy(
     self, rewards: Rewards, params: Any, prompts: loader.PromptBatch, index: int, clock: Clock
   ) -> Rewards:
-    """The rewards with the scores of each prompt's greedy completion."""
+    """Adds the score of each prompt's greedy completion to the rewards of GRPO step `index`."""
     key = jax.random.fold_in(self._run.key("sample"), index)
     rollouts = self._greedy_rollout(params, prompts, key)
     clock.lap("sample")
-    greedy = self._shaped(Groups(None, rollouts, self._score(rollouts, prompts)))
+    greedy = self._shaped(self._score(rollouts, prompts), rollouts)
     return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
 
   def _put(
@@ -186,7 +190,8 @@ class Collector:
     completions = everything.rollouts.completions
     metrics = rollout_metrics(completions, everything.rewards, self._score.names)
     if self._config.algo.overlong:
-      metrics |= score_metrics(self._shaped(everything), self._names)
+      shaped = self._shaped(everything.rewards, everything.rollouts)
+      metrics |= score_metrics(shaped, self._names)
     if self._rounds > 1:
       P, groups = self._config.batch.prompts, len(everything.indices_P)
       metrics |= {
@@ -199,7 +204,7 @@ class Collector:
 
 
 def temperature_at(sampling: Sampling, index: int, steps: int) -> float:
-  """The sampling temperature of GRPO step `index`, of `steps`."""
+  """The sampling temperature of GRPO step `index`, from 0, in a run of `steps` GRPO steps."""
   first, last, decay_steps = sampling.temperature, sampling.temperature_end, max(1, steps - 1)
   schedules = {
     "constant": optax.constant_schedule(first),

@@ -77,12 +77,13 @@ class Programs:
 
   @functools.cached_property
   def minibatches(self) -> Callable[[Batch], list[Batch]]:
-    """batch -> its algo.minibatches parts, one for each optimizer step."""
+    """batch -> its algo.minibatches parts, one for each optimizer step of a pass."""
     parts = self._algo.minibatches
     size = self._config.batch.prompts // parts
 
     def minibatches(batch: Batch) -> list[Batch]:
       stacked = learner.split_batch(batch, size)
+      # B023 fears that the lambda outlives this i, but it is called at once.
       return [jax.tree.map(lambda x: x[i], stacked) for i in range(parts)]  # noqa: B023
 
     return jax.jit(minibatches, out_shardings=self._rows)

@@ -45,9 +45,11 @@ class Reporter:
 
   def close(self) -> None:
     """Closes the files and leaves the terminal as it was."""
-    if self._writer:
-      self._writer.close()
-    self._terminal.close()
+    try:
+      if self._writer:
+        self._writer.close()
+    finally:
+      self._terminal.close()
 
   def say(self, text: str) -> None:
     """Prints a line."""

@@ -100,4 +100,6 @@ def take(tree: Any, rows: np.ndarray) -> Any:
 
 def concatenate(trees: list[Any]) -> Any:
   """The groups of all trees, one after the other."""
+  if len(trees) == 1:
+    return trees[0]
   return jax.tree.map(lambda *parts: np.concatenate(parts), *trees)

@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.run.rollout import Rollouts
-from grpo_jax.run.scoring import groups_that_differ
+from grpo_jax.run.scoring import groups_that_differ, host_scores
 from grpo_jax.types import Completions, Rewards
 
 
@@ -25,7 +25,7 @@ def rollout_metrics(
     rewards: Of the reward functions, without the penalty for length.
     names: Of the functions.
   """
-  rewards_PG = np.asarray(rewards.score_PG)
+  rewards_PG = host_scores(rewards)
   scored = rewards_PG[~np.isnan(rewards_PG)]
   sampled_tokens = completions.sampled_PGT.sum()
   gap_PGT = completions.behavior_logprobs_PGT - completions.logprobs_PGT

@@ -52,17 +52,19 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     is_same = key in old and key in new and old[key] == new[key]
     if is_same or key.startswith(_MAY_DIFFER):
       continue
-    if key == "steps" and _schedule_is_constant(old) and _schedule_is_constant(new):
+    if key == "steps" and _schedules_are_constant(old) and _schedules_are_constant(new):
       continue
-    reason = " (its learning-rate schedule ends at the last step)" if key == "steps" else ""
+    reason = " (a schedule ends at the last step)" if key == "steps" else ""
     raise ConfigError(
       f"{path} has {key} = {_shown(old, key)}, this run {_shown(new, key)}{reason}: "
       "name another --workdir, or keep the old value"
     )
 
 
-def _schedule_is_constant(flat: Mapping[str, Any]) -> bool:
-  return flat.get("optimizer.schedule") == "constant"
+def _schedules_are_constant(flat: Mapping[str, Any]) -> bool:
+  """Whether nothing depends on the number of steps. Older configs have no temperature schedule."""
+  temperature = flat.get("sampling.temperature_schedule", "constant")
+  return flat.get("optimizer.schedule") == temperature == "constant"
 
 
 def _shown(flat: Mapping[str, Any], key: str) -> str:

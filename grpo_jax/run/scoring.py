@@ -11,6 +11,7 @@ from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards.overlong import overlong
 from grpo_jax.run.rollout import Rollouts, sampled_ids
+from grpo_jax.settings import ConfigError
 from grpo_jax.types import Completions, Rewards
 
 OVERLONG = "overlong"  # the name under which the penalty for length reports
@@ -22,7 +23,7 @@ class Scorer:
   """Scores rollouts with a run's reward functions. All processes call it together.
 
   Attributes:
-    names: What the J functions report under.
+    names: The names under which the J functions report.
     weights: The weight of each function.
   """
 
@@ -34,7 +35,7 @@ class Scorer:
     decode_text: DecodeText,
     needs_steps: bool = False,
   ):
-    """`needs_steps`: the advantage is of steps, so their rewards are placed on tokens."""
+    """`needs_steps`: whether the advantage reads the rewards of steps, placed on tokens."""
     self._functions = functions
     self.names = [rewards_lib.name_of(function) for function in functions]
     self.weights = tuple(weights)
@@ -47,7 +48,7 @@ class Scorer:
     P, G = rollouts.texts_PG.shape
     columns = completion_columns(rollouts, prompts)
     texts = list(rollouts.texts_PG.ravel())
-    _, scores, steps = rewards_lib.score(self._functions, self.weights, texts, columns)
+    scores, steps = self._call_functions(texts, columns)
     # Only the first process calls functions that are not reward models, so its numbers count.
     scores_NJ = np.stack(list(scores.values()), -1)
     scores_NJ = self._hosts.from_first(scores_NJ)
@@ -64,6 +65,19 @@ class Scorer:
       step_ends_PGT=step_ends_PGT,
     )
 
+  def _call_functions(
+    self, texts: list[str], columns: dict[str, list]
+  ) -> tuple[dict[str, np.ndarray], dict[str, list[rewards_lib.Steps]]]:
+    """The scores and steps of each function. An error on one process ends all of them."""
+    error: Exception | None = None
+    try:
+      _, scores, steps = rewards_lib.score(self._functions, self.weights, texts, columns)
+    except Exception as caught:
+      error = caught
+    if self._hosts.any_process(error is not None):
+      raise error or ConfigError("another process has ended: see what it says")
+    return scores, steps
+
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
   """What reward functions are called with: a value for each of the P * G completions."""
@@ -77,9 +91,17 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
   return columns
 
 
+def host_scores(rewards: Rewards) -> np.ndarray:
+  """`Rewards.score_PG` of numpy arrays, float32 [P, G], summed in float64 on the host."""
+  scores_PGJ = rewards.scores_PGJ.astype(np.float64)
+  totals_PG = np.nansum(scores_PGJ * np.array(rewards.weights), -1)
+  unscored_PG = np.isnan(scores_PGJ).all(-1)
+  return np.where(unscored_PG, np.nan, totals_PG).astype(np.float32)
+
+
 def groups_that_differ(rewards: Rewards) -> np.ndarray:
   """bool [P], groups in which two scored rewards differ. Others teach nothing."""
-  totals_PG = np.asarray(rewards.total_PG)
+  totals_PG = host_scores(rewards)
   scored_PG = ~np.isnan(totals_PG)
   largest_P = np.where(scored_PG, totals_PG, -np.inf).max(1)
   smallest_P = np.where(scored_PG, totals_PG, np.inf).min(1)
@@ -91,11 +113,13 @@ def with_overlong(
 ) -> Rewards:
   """The rewards with DAPO's penalty for length as one more function of weight 1.
 
-  The penalty is of completions that reach into the last `fraction` of max_tokens. A completion that
-  no function scored has none. As a step, a penalty of 0 is left out: it would count in the mean.
+  A completion has a penalty if it reaches into the last `fraction` of max_tokens and a function
+  scored it. With rewards of steps, the penalty is also the reward of a step that ends at the last
+  token. A penalty of 0 makes no such step, because the step would count in the mean over steps.
   """
   penalty_PG = overlong(completions.lengths_PG, max_tokens, round(fraction * max_tokens))
-  penalty_PG = np.where(np.asarray(rewards.scored_PG), penalty_PG, np.float32(np.nan))
+  scored_PG = ~np.isnan(rewards.scores_PGJ).all(-1)
+  penalty_PG = np.where(scored_PG, penalty_PG, np.float32(np.nan))
   shaped = rewards.replace(
     scores_PGJ=np.concatenate([rewards.scores_PGJ, penalty_PG[..., None]], -1),
     weights=(*rewards.weights, 1.0),
@@ -129,7 +153,8 @@ def steps_on_tokens(
   Args:
     rollouts: P * G completions.
     steps: For each function, the steps (end in characters, reward) of each completion.
-    weights: Of the functions. Steps that end at one token become one, with the weighted sum.
+    weights: Of the functions. Steps that end at the same token become one step, whose reward is the
+      weighted sum.
     decode_text: Makes a text from token ids.
 
   Returns:
@@ -151,7 +176,7 @@ def steps_on_tokens(
 def _token_of_character(
   rollouts: Rollouts, p: int, g: int, end: int, decode_text: DecodeText
 ) -> int:
-  """The place in the row of the token that completes the first `end` characters of the text."""
+  """The index of the token in its row with which the first `end` characters are complete."""
   text = rollouts.texts_PG[p, g]
   ids = sampled_ids(rollouts.completions, p, g)
   places = np.flatnonzero(rollouts.completions.sampled_PGT[p, g])

@@ -18,8 +18,8 @@ class RunState(struct.PyTreeNode):
   Attributes:
     train: What updates change.
     reference: The reference policy, as trained parameters: all parameters, or adapters. None where
-      no KL term needs it, before the first GRPO step, and with LoRA as long as the reference is the
-      base without adapters.
+      no KL term needs it, during the warm start if the reference is then frozen, and with LoRA if
+      the reference is the base without adapters.
     host: numpy arrays on the host, such as counters.
   """
 
@@ -47,7 +47,8 @@ class StateStore:
     self._has_warm_start = run.config.warm_start.steps > 0
 
   def restore_or_init(self) -> tuple[RunState, int, bool]:
-    """(state, step, whether the state is of a checkpoint)."""
+    """(state, step, whether the state comes from a checkpoint)."""
+    _ = self._run.parameters.base  # read now, so that no step's time holds it
     restored = self._checkpoints.restore_latest(self._abstract(), optional=("host",))
     if restored is None:
       return self._init(), 0, False
@@ -62,7 +63,7 @@ class StateStore:
     return RunState(train, reference, host), step, True
 
   def begin_grpo(self, state: RunState) -> RunState:
-    """After the warm start: a fresh optimizer, and the policy of now becomes the reference."""
+    """Ends the warm start: resets the optimizer and makes the current policy the reference."""
     if not self._has_warm_start:
       return state
     reference = self._first_reference(state.train.params)

@@ -15,6 +15,8 @@ from grpo_jax.run.collect import Collected, Collector
 from grpo_jax.run.state import RunState, StateStore
 from grpo_jax.types import Batch, TrainState
 
+_merge_updates = jax.jit(metrics_lib.merge_updates)
+
 
 class StepResult(NamedTuple):
   """What a step returns.
@@ -22,7 +24,7 @@ class StepResult(NamedTuple):
   Attributes:
     state: The state after the step.
     metrics: A row of metrics.jsonl.
-    rows: One object per completion, or None where completions are not logged.
+    rows: One object per completion, or None if completions are not logged at this step.
   """
 
   state: RunState
@@ -55,7 +57,11 @@ class WarmStep:
     train, update_metrics = update(state.train, run.parameters.base, None, run.hosts.put(batch))
     reduced = metrics_lib.reduced(update_metrics)
     metrics = {f"warm_start/{name}": value for name, value in reduced.items()}
-    metrics |= {"warm_start/dropped": examples.dropped, "time/step": clock.total()}
+    metrics |= {
+      "warm_start/tokens": float(examples.mask_PT.sum()),
+      "warm_start/dropped": examples.dropped,
+      "time/step": clock.total(),
+    }
     return StepResult(state.replace(train=train), metrics)
 
 
@@ -74,8 +80,10 @@ class GrpoStep:
     """`step` counts the warm start's steps, too."""
     run, algo, clock = self._run, self._algo, Clock()
     index = step - run.config.warm_start.steps
-    policy = run.parameters.for_sampling(state.train.params)
-    collected = self._collect(policy, index, state.host, clock)
+    # Not kept in a variable: the converted copy must be freed before the update.
+    collected = self._collect(
+      run.parameters.for_sampling(state.train.params), index, state.host, clock
+    )
     batch, advantage_metrics = self._prepare(state, collected)
     clock.lap("reference")
     train, update_metrics = self._update(state, batch)
@@ -85,10 +93,10 @@ class GrpoStep:
     clock.lap("update")
     metrics = collected.metrics | advantage_metrics | update_metrics
     metrics |= self._step_metrics(index, metrics, clock)
-    return StepResult(state, metrics, self._rows(index, collected, batch))
+    return StepResult(state, metrics, self._rows(collected, batch))
 
   def _prepare(self, state: RunState, collected: Collected) -> tuple[Batch, dict[str, float]]:
-    """The batch with the reference's log-probs and its advantages, and metrics of these."""
+    """Adds the reference's log-probs and the advantages to the batch. Also returns metrics."""
     batch = collected.batch
     if self._algo.uses_reference and not self._algo.needs_full_kl:
       reference = self._store.reference_params(state)
@@ -99,7 +107,7 @@ class GrpoStep:
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
   def _update(self, state: RunState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
-    """algo.updates_per_batch passes over the minibatches."""
+    """Passes algo.updates_per_batch times over the minibatches."""
     run, algo, train = self._run, self._algo, state.train
     base, reference = run.parameters.base, self._store.reference_params(state)
     if not algo.old_is_policy and algo.old_logprobs == "recomputed":
@@ -110,11 +118,10 @@ class GrpoStep:
     for _ in range(algo.updates_per_batch):
       for part in parts:
         train, metrics = run.programs.update(train, base, reference, part)
-        merged = metrics if measured is None else metrics_lib.merge_updates(measured, metrics)
-        measured = merged
+        measured = metrics if measured is None else _merge_updates(measured, metrics)
     reduced = metrics_lib.reduced(measured)
     if algo.kl_target:
-      reduced["kl_coef"] = float(train.coefs.kl)  # of the next update
+      reduced["kl_coef"] = float(train.coefs.kl)  # the coefficient of the next update
     if algo.entropy_target:
       reduced["entropy_coef"] = float(train.coefs.entropy)
     return train, reduced
@@ -127,10 +134,9 @@ class GrpoStep:
     out["perf/tokens_per_second"] = metrics["completions/tokens"] / seconds["step"]
     return out
 
-  def _rows(self, index: int, collected: Collected, batch: Batch) -> list[dict[str, Any]] | None:
-    """The batch's completions, each with the advantage of its first token, where they are due."""
-    every = self._run.config.log.completions_every
-    if not every or (index + 1) % every:
+  def _rows(self, collected: Collected, batch: Batch) -> list[dict[str, Any]] | None:
+    """Completions with the advantage of their first token. None if the step logs no completions."""
+    if collected.rows is None:
       return None
     advantages_PG = self._run.hosts.fetch(batch.advantages_PGT[..., 0])
     return [

@@ -53,7 +53,7 @@ def decode(
   """Draws a completion for each row, and ends early when every row has stopped.
 
   Args:
-    step: Computes the logits that follow token_B, the time-th token of each row.
+    step: Computes the logits that follow token_B, token number `time` (from 0) of each row.
     grow: Gives the cache more room.
     cache: The cache after the prompts, with room for `capacities(max_tokens)[0]` tokens a row.
     logits_BV: The logits that follow the prompts.
@@ -77,6 +77,7 @@ def decode(
   loop = advance(_start(B, T, cache), logits_BV)
   for capacity in capacities(T):
     loop = loop.replace(cache=grow(loop.cache, capacity))
+    # The token that was drawn last needs no slot, because no step has read it yet.
     end = min(T, capacity + 1)
 
     def unfinished(loop: _Loop, end: int = end) -> jax.Array:
@@ -131,6 +132,7 @@ def row_uniforms(key: jax.Array, rows_B: jax.Array, max_tokens: int, vocabulary:
 
 
 def _start(rows: int, max_tokens: int, cache: Any) -> _Loop:
+  """The state before the first token."""
   return _Loop(
     time=jnp.int32(0),
     token_B=jnp.zeros(rows, jnp.int32),

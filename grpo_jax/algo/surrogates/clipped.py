@@ -20,9 +20,9 @@ PPO_SETTINGS = CLIP_SETTINGS | {"ratio_max": RATIO_MAX, "dual_clip": DUAL_CLIP}
 def ppo_clip(terms: Terms, algo: Settings) -> jax.Array:
   """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) (PPO 1707.06347, eq. 7).
 
-  Different bounds are the clip-higher of DAPO 2503.14476. `ratio_max` limits the w that is not
-  clipped (INTELLECT-2 2505.07291). Where A < 0, the loss is at most -dual_clip A (dual-clip PPO
-  1912.09729). Both are off at 0.
+  clip_high > clip_low is the clip-higher of DAPO 2503.14476. `ratio_max` limits w in the first,
+  unclipped term (INTELLECT-2 2505.07291). With `dual_clip`, the loss is at most -dual_clip A where
+  A < 0 (dual-clip PPO 1912.09729). 0 turns `ratio_max` or `dual_clip` off.
 
   Args:
     terms: Arrays [P, G, T].
@@ -42,7 +42,7 @@ def ppo_clip(terms: Terms, algo: Settings) -> jax.Array:
 
 
 def ppo_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
-  """Tokens without a gradient because their ratio has gone far enough the way A pushes it."""
+  """Tokens without a gradient, because A pushes their ratio further past the bound it has left."""
   w_PGT, A_PGT = terms.ratio_PGT, terms.advantages_PGT
   return (w_PGT < 1 - algo.clip_low) & (A_PGT < 0), (w_PGT > 1 + algo.clip_high) & (A_PGT > 0)
 
@@ -94,7 +94,7 @@ SURROGATES["ppo_clip"] = Surrogate(
 def cispo(terms: Terms, algo: Settings) -> jax.Array:
   """-sg[clip(w, 1 - clip_low, 1 + clip_high)] A lp (MiniMax-M1 2506.13585, eq. 4-5).
 
-  A `clip_low` of 1 is no lower bound.
+  With a `clip_low` of 1 there is no lower bound.
 
   Args:
     terms: Arrays [P, G, T].
@@ -108,7 +108,7 @@ def cispo(terms: Terms, algo: Settings) -> jax.Array:
 
 
 def cispo_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
-  """Tokens whose weight is the bound."""
+  """Tokens whose ratio is outside the bounds, so that their weight is the bound."""
   return terms.ratio_PGT < 1 - algo.clip_low, terms.ratio_PGT > 1 + algo.clip_high
 
 

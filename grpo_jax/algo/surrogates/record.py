@@ -49,7 +49,7 @@ class BatchTokens(struct.PyTreeNode):
   Attributes:
     logprobs_PGT: The policy's log-probs.
     ratio_PGT: w, computed as `algo.ratio` says.
-    entropies_PGT: Entropy of the distribution that the token is drawn from.
+    entropies_PGT: Entropy of softmax(logits / temperature), before any filter of the sampler.
     advantages_PGT: A.
     mask_PGT: The loss mask.
   """
