@@ -121,6 +121,7 @@ def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(trained):
   assert sum(file.stat().st_size for file in files if file.is_file()) < 200_000
 
 
+@pytest.mark.slow
 def test_a_reference_of_adapters_moves_and_is_resumed(checkpoint, tmp_path):
   """After the second of three steps it becomes the policy, so the KL of the third step is 0."""
   algo = dict(kl_coef=0.1, ref_sync_steps=2, ref_mixup=1.0)

@@ -39,7 +39,14 @@ def expected(name):
   return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["fixed_reference", "warm_start_done", "moving_reference"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "fixed_reference",
+    pytest.param("warm_start_done", marks=pytest.mark.slow),
+    pytest.param("moving_reference", marks=pytest.mark.slow),
+  ],
+)
 def test_an_old_run_continues_as_the_old_version_continued_it(name, unpack):
   """On eight devices, where the old version had one."""
   workdir, rows = unpack(name), expected(name)["rows"]

@@ -363,13 +363,13 @@ def checkpoint(tmp_path_factory):
   "kind, warm_steps, has_adapters",
   [
     ("fixed", 2, False),
-    ("moving", 2, False),
-    ("unused", 2, False),
-    ("fixed", 0, False),
+    pytest.param("moving", 2, False, marks=pytest.mark.slow),
+    pytest.param("unused", 2, False, marks=pytest.mark.slow),
+    pytest.param("fixed", 0, False, marks=pytest.mark.slow),
     ("moving", 0, False),
-    ("fixed", 0, True),
+    pytest.param("fixed", 0, True, marks=pytest.mark.slow),
     ("moving", 0, True),
-    ("unused", 0, True),
+    pytest.param("unused", 0, True, marks=pytest.mark.slow),
   ],
 )
 def test_a_state_is_restored_as_it_was_after_every_step(
@@ -443,6 +443,7 @@ def killed_after(last, config, workdir, monkeypatch):
       train(config, workdir)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_moving_reference_is_the_same_after_kills(tmp_path, monkeypatch):
   """Its newest checkpoint is of the end of the warm start, then of the step that moved it."""
   (tmp_path / "reward.py").write_text(DIGITS)

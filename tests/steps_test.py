@@ -73,7 +73,7 @@ def assert_same(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("old", ["sampler", "recomputed"])
+@pytest.mark.parametrize("old", [pytest.param("sampler", marks=pytest.mark.slow), "recomputed"])
 def test_several_updates_are_train_steps_one_after_the_other(old, tmp_path):
   """Two passes over two minibatches, by hand.
 
