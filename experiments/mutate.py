@@ -27,6 +27,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import multiprocessing
 import os
 from pathlib import Path
 import queue
@@ -39,6 +40,7 @@ import tempfile
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
+import pytest
 
 ROOT = Path(__file__).parents[1]
 ESTIMATORS = "grpo_jax/run/estimators.py"
@@ -73,6 +75,9 @@ ENVIRONMENT = {
   "OMP_NUM_THREADS": "1",
   "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
+
+# What every mutant needs and no mutant changes. It is imported once.
+PRELOADED = ["jax.numpy", "flax.struct", "optax", "hypothesis", "_pytest.assertion.rewrite"]
 
 Position = tuple[int, int]  # line from 1, column from 0
 
@@ -203,38 +208,64 @@ def copy_tree(folder: Path) -> Path:
   return folder
 
 
-def failing_test(tree: Path, file: str, cache: str) -> str | None:
+def failing_test(tree: Path, file: str) -> str | None:
   """The first test that fails, "timeout", or None if all pass."""
-  # The shared cache of compiled programs is set here, so the one of conftest.py is not wanted.
-  options = ["-n", "0", "-x", "-q", "--noconftest", "-p", "no:cacheprovider", "--durations=0"]
-  environment = os.environ | ENVIRONMENT
-  environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "PYTHONPATH": str(tree)}
-  environment.pop("GOLDEN_DIR", None)
-  process = subprocess.Popen(
-    [sys.executable, "-m", "pytest", *options, *tests_of(file)],
-    cwd=tree,
-    env=environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-  try:
-    output, _ = process.communicate(timeout=TIMEOUT)
-  except subprocess.TimeoutExpired:
+  output = tree / "mutate_output.txt"
+  context = multiprocessing.get_context("forkserver")
+  process = context.Process(target=_run_tests, args=(str(tree), file, str(output)))
+  process.start()
+  process.join(TIMEOUT)
+  if process.is_alive():
     process.kill()
-    process.communicate()
     return "timeout"
-  if process.returncode == 0:
+  if process.exitcode == 0:
     return None
-  failed = [x for x in output.splitlines() if x.startswith(("FAILED", "ERROR"))]
-  return failed[0].split(" - ")[0] if failed else "pytest did not start"
+  lines = output.read_text(errors="replace").splitlines() if output.exists() else []
+  failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+  return failed[0].split(" - ")[0] if failed else f"exit code {process.exitcode}"
+
+
+def _run_tests(tree: str, file: str, output: str) -> None:
+  """Runs pytest in a process that has imported JAX and the test tools, and nothing of the tree."""
+  descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+  os.dup2(descriptor, 1)
+  os.dup2(descriptor, 2)
+  os.chdir(tree)
+  sys.path.insert(0, tree)
+  # The shared cache of compiled programs is set already, so the one of conftest.py is not wanted.
+  options = ["-n", "0", "-x", "-q", "--noconftest", "-p", "no:cacheprovider", "--durations=0"]
+  code = pytest.main([*options, *tests_of(file)], plugins=[_OwnAxisFirst(file)])
+  os._exit(int(code))
+
+
+class _OwnAxisFirst:
+  """Runs the tests of the records in the changed file before those of other records."""
+
+  AXES = {
+    "surrogates": "[surrogate-",
+    "advantages": "[advantage-",
+    "ratios": "[ratio-",
+    "aggregation": "[aggregation-",
+    "corrections": "[correction",
+    "token_selection": "[token_weight-",
+    "kl": "[kl-",
+  }
+
+  def __init__(self, file: str) -> None:
+    path = Path(file)
+    self._marker = self.AXES.get(path.parent.name, self.AXES.get(path.stem, "["))
+
+  def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+    items.sort(key=lambda item: self._marker not in item.nodeid)
 
 
 def run(mutants: dict[int, Mutant], jobs: int) -> dict[int, Mutant]:
   """Tests the mutants, reports on each, and returns the survivors."""
   survivors: dict[int, Mutant] = {}
   with tempfile.TemporaryDirectory(prefix="mutate_") as folder:
-    cache = str(Path(folder, "compiled"))
+    os.environ.update(ENVIRONMENT, JAX_COMPILATION_CACHE_DIR=str(Path(folder, "compiled")))
+    os.environ.pop("GOLDEN_DIR", None)
+    multiprocessing.set_forkserver_preload(["__main__", *PRELOADED])
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for job in range(jobs):
       trees.put(copy_tree(Path(folder, str(job))))
@@ -244,14 +275,14 @@ def run(mutants: dict[int, Mutant], jobs: int) -> dict[int, Mutant]:
       path = tree / mutant.file
       try:
         path.write_text(mutant.code())
-        return failing_test(tree, mutant.file, cache)
+        return failing_test(tree, mutant.file)
       finally:
         path.write_text(source_of(mutant.file))
         trees.put(tree)
 
     tree = trees.get()
     for file in (ESTIMATORS, "grpo_jax/masked.py"):
-      failed = failing_test(tree, file, cache)
+      failed = failing_test(tree, file)
       if failed is not None:
         sys.exit(f"the tests fail without a mutant: {failed}")
     trees.put(tree)
