@@ -36,6 +36,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -263,7 +264,8 @@ def run(mutants: dict[int, Mutant], jobs: int) -> dict[int, Mutant]:
   """Tests the mutants, reports on each, and returns the survivors."""
   survivors: dict[int, Mutant] = {}
   with tempfile.TemporaryDirectory(prefix="mutate_") as folder:
-    os.environ.update(ENVIRONMENT, JAX_COMPILATION_CACHE_DIR=str(Path(folder, "compiled")))
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(folder, "compiled")))
     os.environ.pop("GOLDEN_DIR", None)
     multiprocessing.set_forkserver_preload(["__main__", *PRELOADED])
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
