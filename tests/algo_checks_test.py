@@ -423,3 +423,15 @@ def test_settings_idle_at_ratio_one(changes, idle):
 def test_idle_settings_are_settings_of_their_record():
   for record in SURROGATES.values():
     assert set(record.idle_at_ratio_one) <= set(record.settings)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_of_the_rewards_alone_refuse_a_kl_in_the_reward(name):
+  """A KL penalty would make a right answer wrong, or meet a greedy completion that has none."""
+  refused = {"gdpo", "pass_at_k", "greedy_baseline", "process"}
+  settings = dict(advantage=name, kl="k1", kl_coef=0.1, kl_in="reward")
+  if name not in refused:
+    check(**settings)
+    return
+  with pytest.raises(ConfigError, match=r"config key algo\.kl_in is 'reward'"):
+    check(**settings)

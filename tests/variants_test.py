@@ -371,9 +371,15 @@ def test_an_advantage_says_what_it_needs(name):
   rewards, mask = random_rewards(0)
   full = record.compute(rewards, mask, PLAIN)
   assert (full.ndim == 3) == record.per_token
-  if not record.needs_greedy:
+  if record.needs_greedy:
+    better = rewards.replace(greedy_scores_PJ=rewards.greedy_scores_PJ + 1)
+    assert (record.compute(better, mask, PLAIN) != full).any()
+  else:
     rewards = rewards.replace(greedy_scores_PJ=None)
-  if not record.needs_steps:
+  if record.needs_steps:
+    turned = rewards.replace(step_rewards_PGT=rewards.step_rewards_PGT[::-1])
+    assert (record.compute(turned, mask, PLAIN) != full).any()
+  else:
     rewards = rewards.replace(step_rewards_PGT=None, step_ends_PGT=None)
   np.testing.assert_array_equal(record.compute(rewards, mask, PLAIN), full)
   penalised = rewards.replace(kl_penalty_PGT=0.3 * mask * jnp.arange(4.0))
