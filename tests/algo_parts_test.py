@@ -255,3 +255,11 @@ def test_balance_metrics():
       "router/entropy": 2 / 8,
     }
   )
+
+
+def test_a_scalar_of_weight_one_counts_and_one_of_weight_zero_does_not():
+  """The loss of an update counts with the truth of "it has tokens"."""
+  counted = metrics.weighted(jnp.float32(3.0), jnp.bool_(True))
+  left_out = metrics.weighted(jnp.float32(np.nan), jnp.bool_(False))
+  merged = metrics.merge_updates({"loss": counted}, {"loss": left_out})
+  assert metrics.reduced(merged) == {"loss": 3.0}
