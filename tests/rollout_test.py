@@ -258,6 +258,9 @@ def test_rows_are_json_in_group_order_and_no_function_hides_another_field():
     "rewards/length": 1.0,
     "length": 2,
     "stopped_by": EOS,
+    "prompt_ids": TOKENS.encode("3+4="),
+    "completion_ids": [*TOKENS.encode("3"), EOS],
+    "logprobs": [0.0, 0.0],
   }
   assert rows[3] == {
     "prompt": "3+4=",
@@ -267,6 +270,9 @@ def test_rows_are_json_in_group_order_and_no_function_hides_another_field():
     "rewards/length": 1.0,
     "length": 1,
     "stopped_by": -1,
+    "prompt_ids": TOKENS.encode("3+4="),
+    "completion_ids": TOKENS.encode("4"),
+    "logprobs": [0.0],
   }
   assert [row["completion"] for row in rows] == list("123456")
   assert [row["length"] for row in rows] == [2, 1, 2, 1, 3, 1]

@@ -1,6 +1,7 @@
 """A GRPO step as a whole: its updates, the state that it leaves, and what it reports."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from small_run import (
   G,
   P,
+  S,
   T,
   batch_of,
   grpo_step,
@@ -26,6 +28,7 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.data import loader
 from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.run.collect import Collected, Collector
+from grpo_jax.run.json_files import json_line
 from grpo_jax.run.programs import algo_of
 from grpo_jax.run.state import RunState, StateStore
 from grpo_jax.train import train
@@ -255,6 +258,48 @@ def test_the_host_state_counts_sampled_tokens_and_survives_a_checkpoint(tmp_path
   state, metrics, _ = step(state, 2)
   assert metrics["num_tokens"] == total
   assert_same(state, states[2])
+
+
+def replayed_batch(run, rows):
+  """The batch of a step from its rows in completions/, as a reader of the files would make it."""
+
+  def table(name, length, dtype):
+    filled = np.zeros((P * G, length), dtype)
+    for i, row in enumerate(rows):
+      filled[i, : len(row[name])] = row[name]
+    return filled.reshape(P, G, length)
+
+  lengths_PG = np.array([len(row["completion_ids"]) for row in rows]).reshape(P, G)
+  logprobs_PGT = table("logprobs", T, np.float32)
+  mask_PGT = (np.arange(T) < lengths_PG[..., None]).astype(np.float32)
+  advantages_PG1 = np.array([row["advantage"] for row in rows], np.float32).reshape(P, G, 1)
+  batch = batch_of(run)
+  return batch.replace(
+    prompts_PS=jnp.asarray(table("prompt_ids", S, np.int32)[:, 0]),
+    prompt_lengths_P=jnp.asarray([len(row["prompt_ids"]) for row in rows[::G]], jnp.int32),
+    completions_PGT=jnp.asarray(table("completion_ids", T, np.int32)),
+    mask_PGT=jnp.asarray(mask_PGT),
+    sampler_logprobs_PGT=jnp.asarray(logprobs_PGT),
+    behavior_logprobs_PGT=jnp.asarray(logprobs_PGT),
+    advantages_PGT=jnp.asarray(mask_PGT * advantages_PG1),
+  )
+
+
+def test_a_step_can_be_replayed_from_its_rows_of_completions(tmp_path):
+  """The update from the rows is bit for bit that of the step. Their texts alone would not do.
+
+  A random model samples <pad>, which no text holds.
+  """
+  run = small_run(with_reward(small_config(kl_coef=0.0), tmp_path, CODES))
+  step, _, _ = grpo_step(run, tmp_path)
+  state, _, rows = step(first_state(run), 0)
+  rows = [json.loads(json_line(row)) for row in rows]
+  ids = [row["completion_ids"] for row in rows]
+  assert ids != [run.tokenizer.encode(row["completion"]) for row in rows]
+  assert any(0 in row for row in ids)
+
+  replayed, _ = run.programs.update(first_state(run).train, None, None, replayed_batch(run, rows))
+  assert_same(replayed, state.train)
 
 
 def test_a_checkpoint_keeps_what_else_the_host_state_holds(tmp_path):

@@ -63,6 +63,9 @@ def completion_rows(
 ) -> list[dict[str, Any]]:
   """One JSON-ready object per completion, for completions/ and for the terminal.
 
+  The texts are for readers. The ids and log-probs are what a step can be replayed from: two
+  different rows of ids may have the same text, because special tokens have none.
+
   Args:
     rollouts: The completions.
     prompts: Their prompts.
@@ -70,8 +73,9 @@ def completion_rows(
     scores_PGJ: The scores of the functions, and of the penalty where that is on.
     names: Of these scores.
   """
-  rows = []
+  rows, completions = [], rollouts.completions
   for p, g in np.ndindex(rewards_PG.shape):
+    length = int(completions.lengths_PG[p, g])
     scores = {
       f"rewards/{name}": _number(score) for name, score in zip(names, scores_PGJ[p, g], strict=True)
     }
@@ -80,11 +84,19 @@ def completion_rows(
       "completion": rollouts.texts_PG[p, g],
       "reward": _number(rewards_PG[p, g]),
       **scores,
-      "length": int(rollouts.completions.lengths_PG[p, g]),
-      "stopped_by": int(rollouts.completions.stopped_by_PG[p, g]),
+      "length": length,
+      "stopped_by": int(completions.stopped_by_PG[p, g]),
+      "prompt_ids": prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]].tolist(),
+      "completion_ids": completions.tokens_PGT[p, g, :length].tolist(),
+      "logprobs": [_shortest(x) for x in completions.logprobs_PGT[p, g, :length]],
     }
     rows.append(row)
   return rows
+
+
+def _shortest(value: np.floating) -> float:
+  """The float with the fewest digits that is still this float32."""
+  return float(str(value))
 
 
 def _number(value: float) -> float | None:
