@@ -170,6 +170,12 @@ class Learner:
     False, "recompute each layer in the backward pass: less memory, a third more time"
   )
   logprob_chunk: int = setting(2048, "tokens whose [tokens, V] logits exist at once", POSITIVE)
+  max_skipped_updates: int = setting(
+    5,
+    "the run stops after this many updates in a row that were skipped because their gradient was"
+    " not finite; 0 = never",
+    NOT_NEGATIVE,
+  )
   router_aux_coef: float = setting(
     0.0,
     "weight of the loss that makes a mixture of experts use all experts evenly, over prompts and"

@@ -6,6 +6,7 @@ python -m grpo_jax.sample --config=configs/gsm8k.py --config.model.path=FOLDER -
 """
 
 import dataclasses
+import sys
 
 from absl import flags
 import jax
@@ -15,6 +16,7 @@ from grpo_jax.data.loader import PromptBatch, Prompts, prompt_batch
 from grpo_jax.run import cli
 from grpo_jax.run.build import Run
 from grpo_jax.run.rollout import Rollouts
+from grpo_jax.run.terminal_text import visible
 from grpo_jax.settings import ConfigError
 
 
@@ -78,7 +80,9 @@ def _print(rollouts: Rollouts, count: int) -> None:
     end = "stopped" if completions.stopped_by_PG[0, g] >= 0 else "cut off"
     logprob = completions.logprobs_PGT[0, g].sum()
     print(f"\n--- {g + 1}: {length} {tokens}, {end}, log-prob {logprob:.2f}")
-    print(rollouts.texts_PG[0, g])
+    text = rollouts.texts_PG[0, g]
+    # Control characters of a model could steer a terminal. A file gets the text as it is.
+    print("\n".join(map(visible, text.split("\n"))) if sys.stdout.isatty() else text)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ class ConfigError(ValueError):
   """Bad input from the user: one line that names the key or file and says what to do."""
 
 
+class RunFailed(Exception):
+  """A run that began and cannot go on: one line that says what failed and what is saved."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
   """The values that a setting may have.

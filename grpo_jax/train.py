@@ -5,10 +5,12 @@ python -m grpo_jax.train --config=configs/arithmetic.py --workdir=DIR [--config.
 Run the same command again to resume from the newest checkpoint.
 """
 
+from collections.abc import Iterator
 import contextlib
 from pathlib import Path
 
 from absl import flags
+import jax
 from ml_collections import config_flags
 
 from grpo_jax import config as config_lib
@@ -18,27 +20,43 @@ from grpo_jax.run import cli
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.collect import Collector
+from grpo_jax.run.ends import Stopped
+from grpo_jax.run.progress import SkippedUpdates
 from grpo_jax.run.reporter import Reporter, header_lines, last_step
 from grpo_jax.run.state import RunState, StateStore
-from grpo_jax.run.steps import GrpoStep, WarmStep
-from grpo_jax.run.stop import stop_signals
+from grpo_jax.run.steps import GrpoStep, StepResult, WarmStep
+from grpo_jax.run.stop import StopRequest, stop_signals
 from grpo_jax.run.terminal import Loading
 from grpo_jax.run.workdir import open_run
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 
 
 def train(config: Config, workdir: str | Path) -> RunState:
-  """The whole job: the steps of the warm start, then those of GRPO, counted together."""
+  """The whole job: the steps of the warm start, then those of GRPO, counted together.
+
+  Args:
+    config: The run.
+    workdir: Its folder, which is created or resumed.
+
+  Returns:
+    The state after the last step.
+
+  Raises:
+    ConfigError: The config or the folder cannot be used. Nothing was run.
+    RunFailed: The run cannot go on. What could be saved is saved.
+    Stopped: The run was asked to stop. Its state is saved, and the same call goes on.
+  """
   with contextlib.ExitStack() as stack:
     trainer = Trainer(config, Path(workdir).expanduser(), stack)
     state, step = trainer.restore_or_init()
     while step < trainer.last_step and not trainer.should_stop():
       if step == trainer.first_grpo_step:
         state = trainer.store.begin_grpo(state)
-      take_step = trainer.warm_step if step < trainer.first_grpo_step else trainer.grpo_step
-      state, metrics, rows = take_step(state, step)
-      step += 1
-      trainer.reporter.step(step, state.train.params, metrics, rows)
+      with trainer.saving_on_failure(state, step, f"step {step + 1}"):
+        result = trainer.take_step(state, step)
+      state, step = result.state, step + 1
+      with trainer.saving_on_failure(state, step, f"evaluation after step {step}"):
+        trainer.reporter.step(step, state.train.params, result.metrics, result.rows)
       trainer.save_if_due(state, step)
     trainer.finish(state, step)
   return state
@@ -50,7 +68,6 @@ class Trainer:
   Attributes:
     first_grpo_step, last_step: Where the phases of the run begin and end.
     store: The state of the run and its checkpoints.
-    warm_step, grpo_step: The two kinds of steps.
     reporter: What is written and shown.
   """
 
@@ -65,7 +82,8 @@ class Trainer:
     self._run = Run(config, Loading())
     _check_batches(self._run)
     collector = Collector(self._run)
-    self.reporter = Reporter(self._run, workdir)
+    stop_request = StopRequest()
+    self.reporter = Reporter(self._run, workdir, stop_request.ask)
     self._prompts = collector.prompts
     hosts = self._run.hosts
     # From here on, the folder belongs to this config.
@@ -75,10 +93,12 @@ class Trainer:
     )
     host_state = collector.initial_host_state()
     self.store = StateStore(self._run, workdir, self._checkpoints, host_state)
-    self.warm_step = WarmStep(self._run, collector.prompts)
-    self.grpo_step = GrpoStep(self._run, collector, self.store)
+    self._warm_step = WarmStep(self._run, collector.prompts)
+    self._grpo_step = GrpoStep(self._run, collector, self.store)
+    self._skipped = SkippedUpdates(config.learner.max_skipped_updates)
     # They close in the reverse order: signals are handled until the last save is written.
-    self._asked_to_stop = stack.enter_context(stop_signals(self.reporter.warn))
+    self._asked_to_stop = stop_request
+    stack.enter_context(stop_signals(stop_request))
     stack.callback(self.reporter.close)
     stack.callback(self._checkpoints.close)
 
@@ -90,25 +110,78 @@ class Trainer:
     if self.reporter.evaluator:
       splits.append(("test", self.reporter.evaluator.prompts))
     self.reporter.header(header_lines(self._run, splits, step, self._workdir))
-    self.reporter.start(step, state.train.params)
+    with self.saving_on_failure(state, step, f"evaluation after step {step}"):
+      self.reporter.start(step, state.train.params)
     return state, step
+
+  def take_step(self, state: RunState, step: int) -> StepResult:
+    """A step of the phase that `step` belongs to."""
+    in_warm_start = step < self.first_grpo_step
+    result = (self._warm_step if in_warm_start else self._grpo_step)(state, step)
+    updates = 1 if in_warm_start else self._config.algo.updates_per_step
+    self._skipped.count(result.metrics, updates)
+    return result
 
   def should_stop(self) -> bool:
     """True on every process if any process was asked to stop."""
     return self._run.hosts.any_process(self._asked_to_stop())
 
   def save_if_due(self, state: RunState, step: int) -> None:
-    """Saves a checkpoint every checkpoint.every steps, after the rows of metrics up to `step`."""
+    """Saves a checkpoint every checkpoint.every steps, after the rows of metrics up to `step`.
+
+    While updates are skipped there is nothing new to save, and a save would delete an older
+    checkpoint, from before.
+
+    Raises:
+      RunFailed: Too many updates in a row were skipped.
+    """
+    if self._skipped.are_too_many:
+      self._checkpoints.wait()
+      raise self._skipped.failure(max(self._checkpoints.steps(), default=None))
     every = self._config.checkpoint.every
-    if every and step % every == 0:
+    if every and step % every == 0 and not self._skipped.in_a_row:
       self.store.save(step, state)
 
+  @contextlib.contextmanager
+  def saving_on_failure(self, state: RunState, step: int, doing: str) -> Iterator[None]:
+    """Saves the state of `step` if what is done next fails. `doing` says what that is."""
+    try:
+      yield
+    except RunFailed as error:  # raised on all processes together
+      self._save(state, step)
+      saved = f"step {step} is saved" if step else "no step was finished"
+      raise RunFailed(f"{doing}: {error}; {saved}, the same command goes on") from error
+    except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt):
+      # A save is made by all processes together, and the others may not have failed. An update
+      # takes the arrays of the state before it, which then cannot be saved.
+      if jax.process_count() == 1 and not _is_deleted(state):
+        self._save(state, step)
+      raise
+
   def finish(self, state: RunState, step: int) -> None:
-    """Saves what is not saved yet, and waits until it is written."""
-    if step:
-      self.store.save(step, state)
+    """Saves what is not saved yet, and waits until it is written.
+
+    Raises:
+      Stopped: The last step is not reached.
+    """
+    is_unfinished = step < self.last_step
+    # A resumed run takes the skipped steps again.
+    if not (is_unfinished and self._skipped.in_a_row):
+      self._save(state, step)
     self._checkpoints.wait()
     self.reporter.finish(step)
+    if is_unfinished:
+      raise Stopped(f"at step {step} of {self.last_step}")
+
+  def _save(self, state: RunState, step: int) -> None:
+    if step:
+      self.store.save(step, state)
+      self._checkpoints.wait()
+
+
+def _is_deleted(state: RunState) -> bool:
+  arrays = jax.tree.leaves(state.train.params)
+  return any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays)
 
 
 def _check_batches(run: Run) -> None:

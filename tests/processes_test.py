@@ -86,7 +86,7 @@ def test_two_processes_give_the_numbers_of_one_and_stop_together_and_resume(tmp_
     time.sleep(0.2)
   both[1].send_signal(signal.SIGTERM)  # to one of them, and both stop
   codes, outputs = finish(both)
-  assert codes == [0, 0] and "resuming from step 7" in outputs[0]
+  assert codes == [75, 75] and "resuming from step 7" in outputs[0]
   step = rows_of(tmp_path / "two")[-1]["step"]
   assert f"stopped at step {step}" in outputs[0]
   assert (tmp_path / "two" / "checkpoints" / str(step)).is_dir()

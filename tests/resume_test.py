@@ -22,6 +22,7 @@ import pytest
 from configs import default
 from grpo_jax.config import from_dict
 from grpo_jax.run.build import Run
+from grpo_jax.run import ends
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.reporter import Reporter
 from grpo_jax.run.state import StateStore
@@ -223,7 +224,7 @@ def killed_without_warm_start(path, plain):
   for moment in (before_first_row, after_first_save):
     life.kill(moment)
     assert life.folder.rows() == plain.rows()[: len(life.folder.rows())]
-  assert life.interrupt(has_six_rows, signal.SIGTERM) == 0
+  assert life.interrupt(has_six_rows, signal.SIGTERM) == ends.STOPPED
   stopped_at = life.folder.rows()[-1]["step"]
   assert 5 <= stopped_at < 8 and life.folder.saved()[-1] == stopped_at and not life.folder.saving()
   assert f"stopped at step {stopped_at}; run the same command again to resume" in life.output()

@@ -359,15 +359,16 @@ def test_overlong_by_hand():
     (lambda completions, **_: [1.0], "returned 1 scores for 2 completions"),
     (lambda completions, **_: 1.0, "must return a list"),
     (lambda completions, **_: ["x", 1], "must return a list"),
-    (lambda completions, **_: [1, float("inf")], "infinite"),
+    (lambda completions, **_: [1, float("inf")], "not finite"),
+    (lambda completions, **_: [1, 1e39], "not finite in float32"),
     (lambda completions, **_: [1, [2, 3]], "must return a list"),
     (lambda completions, **_: [1, [(2, 1)]], "ends outside"),
-    (lambda completions, **_: [[(1, float("nan"))], 1], "infinite"),
+    (lambda completions, **_: [[(1, float("nan"))], 1], "not finite"),
   ],
 )
 def test_score_names_a_function_that_returns_invalid_values(bad, message):
   bad.__name__ = "my_reward"
-  with pytest.raises(ConfigError, match=f"my_reward.*{message}"):
+  with pytest.raises(rewards.RewardError, match=f"my_reward.*{message}"):
     rewards.score([bad], [1.0], ["a", "b"], {})
 
 

@@ -64,8 +64,8 @@ def train_step(
 
   Returns:
     The state after the update, and metrics that are not reduced yet. A batch without a token in the
-    loss, or a gradient that is not finite, changes only the step: the metric `skipped_updates` is
-    then 1.
+    loss, or a gradient that is not finite, changes only the step. The metric `skipped_updates` is 1
+    where the gradient was not finite.
   """
   objective = rule.objective
   policy = objective.join(state.params, base)
@@ -73,10 +73,10 @@ def train_step(
   grads, loss, report = _accumulate_gradients(state, base, reference, batch, rule)
   tokens = masked.count(batch.mask_PGT)
   grad_norm = optax.tree.norm(grads)
-  is_good = jnp.isfinite(grad_norm) & (tokens > 0)
+  is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
   next_state = _apply(state, grads, report.metrics, batch, rule)
-  next_state = _where(is_good, next_state, state).replace(step=state.step + 1)
-  return next_state, _metrics(loss, grad_norm, is_good, tokens, report)
+  next_state = _where(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
+  return next_state, _metrics(loss, grad_norm, is_finite, tokens, report)
 
 
 def sync_reference(reference: Any, params: Any, mixup: float) -> Any:
@@ -136,14 +136,14 @@ def _where(condition: jax.Array, first: Any, second: Any) -> Any:
 
 
 def _metrics(
-  loss: jax.Array, grad_norm: jax.Array, is_good: jax.Array, tokens: jax.Array, report: PartReport
+  loss: jax.Array, grad_norm: jax.Array, is_finite: jax.Array, tokens: jax.Array, report: PartReport
 ) -> Metrics:
   """The metrics of an update. An update without a token in its loss counts in no mean."""
   has_tokens = tokens > 0
   out = report.metrics | {
     "loss": metrics.weighted(loss, has_tokens),
     "grad_norm": metrics.weighted(grad_norm, has_tokens),
-    "skipped_updates": metrics.summed(1.0 - is_good),
+    "skipped_updates": metrics.summed(1.0 - is_finite),
   }
   if report.routing is not None:
     for name, value in balance_metrics(report.routing).items():

@@ -18,6 +18,9 @@ completions:
 A function names the arguments that it reads and takes the others as `**columns`. The prompts and
 completions are always texts. (For a conversational data set, TRL passes lists of messages.)
 
+Each function gets its own copies, so it may change them. What it raises ends the run with one line,
+after the last finished step is saved. That includes sys.exit.
+
 The function returns a list of N entries. An entry is one of three:
 
   a number        the score of the completion. It must be finite. NaN means None.
@@ -32,6 +35,7 @@ For example, a function that prefers short completions:
     return [-len(text) / 100 for text in completions]
 """
 
+from grpo_jax.rewards.call import RewardError, check_arguments
 from grpo_jax.rewards.functions import (
   REWARDS,
   Reward,
@@ -46,7 +50,9 @@ from grpo_jax.rewards.score import score
 __all__ = [
   "REWARDS",
   "Reward",
+  "RewardError",
   "Steps",
+  "check_arguments",
   "name_of",
   "resolve",
   "resolve_all",

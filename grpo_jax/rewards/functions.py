@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_jax.rewards import answers, process, symbolic
+from grpo_jax.rewards.call import describe
 from grpo_jax.settings import ConfigError
 
 # The steps of one completion, as pairs (end in characters, reward).
@@ -51,7 +52,7 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   path = pathlib.Path(file).expanduser()
   if not path.is_file():
     raise ConfigError(f"{key}: {name!r}: there is no file {path}")
-  function = getattr(_load_module(path.resolve()), attribute, None)
+  function = getattr(_load_module(path.resolve(), key), attribute, None)
   if not callable(function):
     raise ConfigError(f"{key}: {name!r}: {path} defines no function {attribute!r}")
   return function
@@ -104,12 +105,19 @@ def silent(function: Reward) -> Reward:
   return score_nothing
 
 
-def _load_module(path: pathlib.Path) -> ModuleType:
+def _load_module(path: pathlib.Path, key: str) -> ModuleType:
+  """Executes the file. Raises ConfigError for whatever it raises, sys.exit included."""
   path_hash = hashlib.sha1(str(path).encode()).hexdigest()[:12]
   module_name = f"reward_file_{path_hash}"
   spec = importlib.util.spec_from_file_location(module_name, path)
   module = importlib.util.module_from_spec(spec)
   # dataclasses and pickle look up the module of a class here, so it must be there before it runs.
   sys.modules[module_name] = module
-  spec.loader.exec_module(module)
+  try:
+    spec.loader.exec_module(module)
+  except BaseException as error:
+    del sys.modules[module_name]
+    if isinstance(error, KeyboardInterrupt):
+      raise
+    raise ConfigError(f"{key}: {path} cannot be executed: {describe(error, path)}") from None
   return module

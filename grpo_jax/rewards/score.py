@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.rewards.call import RewardError, call
 from grpo_jax.rewards.functions import Reward, Steps, name_of
 from grpo_jax.settings import ConfigError
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def score(
@@ -38,8 +41,8 @@ def score(
     where the completion ends.
 
   Raises:
-    ConfigError: The weights do not match the functions, or a function does not return N valid
-      entries.
+    ConfigError: The weights do not match the functions.
+    RewardError: A function raised something, or does not return N valid entries.
   """
   if not functions or len(weights) != len(functions):
     raise ConfigError(
@@ -53,7 +56,11 @@ def score(
   }
   total_N = np.zeros(len(completions))
   for weight, scores_N in zip(weights, scores.values()):
-    total_N += weight * np.nan_to_num(scores_N)
+    total_N += weight * np.nan_to_num(scores_N.astype(np.float64))
+  if np.abs(total_N).max(initial=0) > LARGEST:
+    raise RewardError(
+      f"the weighted sum of the rewards is {np.abs(total_N).max():.3g}, which float32 cannot hold"
+    )
   unscored_N = np.all([np.isnan(scores_N) for scores_N in scores.values()], axis=0)
   rewards_N = np.where(unscored_N, np.nan, total_N).astype(np.float32)
   return rewards_N, scores, steps
@@ -64,18 +71,18 @@ def _call(
 ) -> list[Steps]:
   """The steps of every completion, after all checks."""
   name = name_of(function)
-  values = function(completions=completions, **columns)
+  values = call(function, name, {"completions": completions, **columns})
   try:
     values = list(values)
     steps = [_as_steps(value, text) for value, text in zip(values, completions)]
-  except (TypeError, ValueError):
-    raise ConfigError(
-      f"reward.functions: {name} must return a list of numbers, None or lists of steps"
+  except Exception:
+    raise RewardError(
+      f"reward function {name} must return a list of numbers, None or lists of steps"
       f" (end, number), got {values!r:.80}"
     ) from None
   if len(values) != len(completions):
-    raise ConfigError(
-      f"reward.functions: {name} returned {len(values)} scores for {len(completions)} completions"
+    raise RewardError(
+      f"reward function {name} returned {len(values)} scores for {len(completions)} completions"
     )
   for steps_of_one, text in zip(steps, completions):
     _check_steps(name, steps_of_one, text)
@@ -83,13 +90,14 @@ def _call(
 
 
 def _check_steps(name: str, steps: Steps, text: str) -> None:
-  if not all(math.isfinite(reward) for _, reward in steps):
-    raise ConfigError(
-      f"reward.functions: {name} returned an infinite score; every score must be finite or None"
+  if not all(abs(reward) <= LARGEST for _, reward in steps):
+    raise RewardError(
+      f"reward function {name} returned a score that is not finite in float32; every score must be"
+      " finite or None"
     )
   if not all(0 < end <= max(1, len(text)) for end, _ in steps):
-    raise ConfigError(
-      f"reward.functions: {name} returned a step that ends outside its completion of {len(text)}"
+    raise RewardError(
+      f"reward function {name} returned a step that ends outside its completion of {len(text)}"
       f" characters: {steps!r:.80}"
     )
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import io
 import logging
 import math
+import os
 from pathlib import Path
 import re
 import sys
@@ -16,9 +18,11 @@ from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config, Mesh, check_key, from_dict, wrong_type
+from grpo_jax.run import ends
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.saved_config import load_config
+from grpo_jax.run.stdout import discard_stdout
 from grpo_jax.run.terminal import Loading
 from grpo_jax.settings import ConfigError
 
@@ -28,14 +32,28 @@ Change = Callable[[Config], Config]
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-  """absl's app.run for `main`. Every ConfigError is one line of stderr and exit code 2."""
+  """Runs `main` with the flags of the command line, and exits.
+
+  The exit code is 0 if it did all of its work, 2 for bad input, 75 for a run that was asked to stop
+  and goes on with the same command, and 1 for other failures. What went wrong is one line of
+  stderr. Only a defect of the program prints a traceback.
+  """
+  _open_standard_streams()
   app.define_help_flags()
   logging.getLogger("absl").setLevel(logging.WARNING)
   try:
     main(_parse(sys.argv))
-  except ConfigError as error:
-    print("error:", *str(error).splitlines(), file=sys.stderr)
-    sys.exit(2)
+    sys.stdout.flush()
+  except BaseException as error:
+    ended = ends.exit_of(error)
+    if ended is None:
+      raise
+    code, line = ended
+    if line:
+      print(line, file=sys.stderr)
+    if isinstance(error, BrokenPipeError):
+      discard_stdout()
+    sys.exit(code)
 
 
 def read_config() -> Config:
@@ -111,6 +129,24 @@ def saved_config(workdir: str | Path) -> Config:
     return from_dict(values, saved=True)
   except ConfigError as error:
     raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def _open_standard_streams() -> None:
+  """Makes printing safe: no stream is missing, and no character that it cannot encode is an error.
+
+  A closed stream would otherwise give its number to the next file that is opened, and what is
+  printed would land in that file.
+  """
+  for number in range(3):
+    try:
+      os.fstat(number)
+    except OSError:
+      os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+  sys.stdout = sys.stdout or open(os.devnull, "w")
+  sys.stderr = sys.stderr or open(os.devnull, "w")
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="backslashreplace")
 
 
 def _with_absolute_paths(config: Config) -> Config:

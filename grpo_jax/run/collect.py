@@ -77,6 +77,7 @@ class Collector:
     needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
     self._greedy_rollout = run.rollout(1, greedy=True) if needs_greedy else None
     self._score = run.scorer  # made here, so that its errors come before anything is written
+    self._score.check_arguments(self.prompts, "reward.functions")
     if algo.overlong and OVERLONG in self._score.names:
       raise ConfigError(
         "reward.functions: a function is named overlong, which is the name of the penalty that"

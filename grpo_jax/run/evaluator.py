@@ -52,6 +52,7 @@ class Evaluator:
     run.hosts.check_rows({"eval.batch": self._config.batch})
     self.prompts: Prompts = run.prompts("test")
     self._score = run.eval_scorer()
+    self._score.check_arguments(self.prompts, "eval.function")
     self._greedy = run.rollout(1, greedy=True)
     self._sampled = run.rollout(self._config.samples) if self._config.samples else None
 

@@ -1,5 +1,6 @@
 """What a run writes and shows: rows of metrics, evaluations, completions and the terminal."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from grpo_jax.parallel import sharding
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.evaluator import Evaluator
+from grpo_jax.run.stdout import Stdout
 from grpo_jax.run.terminal import Terminal
 from grpo_jax.run.workdir import Writer
+from grpo_jax.settings import RunFailed
 
 COMPLETIONS_SHOWN = 4
 
@@ -25,14 +28,24 @@ class Reporter:
     evaluator: What evaluates the policy, or None where eval.every is 0.
   """
 
-  def __init__(self, run: Run, workdir: Path):
-    """Raises ConfigError for an evaluation that cannot be run."""
+  def __init__(self, run: Run, workdir: Path, on_lost_stdout: Callable[[str], None]):
+    """Prints and writes nothing yet.
+
+    Args:
+      run: The run.
+      workdir: Its folder.
+      on_lost_stdout: Gets the reason when stdout cannot be written any more.
+
+    Raises:
+      ConfigError: The evaluation cannot be run.
+    """
     self._run = run
     self._workdir = workdir
     self._writer: Writer | None = None
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
-    console = None if run.hosts.is_first else Console(quiet=True)
+    is_first = run.hosts.is_first
+    console = Console(file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first)
     self._terminal = Terminal(self._last_step, 0, console)
     self.evaluator = Evaluator(run) if run.config.eval.every else None
 
@@ -60,9 +73,21 @@ class Reporter:
     self._terminal.say(f"warning: {text}")
 
   def start(self, step: int, params: Any) -> None:
-    """Evaluates before the first step of a run that has no warm start."""
-    if step == 0 and self._evaluation_is_due(0):
+    """Makes the evaluation of `step` if it is due and metrics.jsonl does not have it.
+
+    That is so before the first step of a run that has no warm start, and where the evaluation of
+    the last step failed.
+    """
+    if not self._evaluation_is_due(step):
+      return
+    if step == 0:
       self._write(0, self._evaluate(0, params))
+    elif self._run.hosts.any_process(
+      self._writer is not None and self._writer.lacks_evaluation(step)
+    ):
+      values = self._evaluate(step, params)
+      if self._writer:
+        self._writer.add_to_last(values)
 
   def step(self, step: int, params: Any, metrics: dict, rows: list[dict] | None) -> None:
     """Reports a finished step, with the evaluation where one is due.
@@ -76,7 +101,11 @@ class Reporter:
     if rows is not None:
       self._completions(step, rows)
     if self._evaluation_is_due(step):
-      metrics = metrics | self._evaluate(step, params)
+      try:
+        metrics = metrics | self._evaluate(step, params)
+      except RunFailed:
+        self._write(step, metrics)  # the next start makes the evaluation
+        raise
     elif step % self._run.config.log.every and step != self._last_step:
       return
     self._write(step, metrics)

@@ -16,6 +16,7 @@ _MAY_DIFFER = (
   "mesh.",
   "learner.remat",
   "learner.logprob_chunk",
+  "learner.max_skipped_updates",
   "batch.micro_batch",
   "reward.batch",
 )

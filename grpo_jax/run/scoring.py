@@ -7,11 +7,11 @@ import os
 import numpy as np
 
 from grpo_jax import rewards as rewards_lib
-from grpo_jax.data.loader import PromptBatch
+from grpo_jax.data.loader import PromptBatch, Prompts, prompt_batch
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards.overlong import overlong
 from grpo_jax.run.rollout import Rollouts, sampled_ids
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import RunFailed
 from grpo_jax.types import Completions, Rewards
 
 OVERLONG = "overlong"  # the name under which the penalty for length reports
@@ -42,6 +42,13 @@ class Scorer:
     self._hosts = hosts
     self._decode_text = decode_text
     self._needs_steps = needs_steps
+
+  def check_arguments(self, prompts: Prompts, key: str) -> None:
+    """Raises ConfigError unless the functions that `key` names can be called for these prompts."""
+    first = prompt_batch(prompts, np.zeros(1, int))
+    columns = ["completions", "completion_ids", *first.columns]
+    for function, name in zip(self._functions, self.names):
+      rewards_lib.check_arguments(function, name, key, columns)
 
   def __call__(self, rollouts: Rollouts, prompts: PromptBatch) -> Rewards:
     """Rewards as numpy arrays, the same on every process."""
@@ -75,7 +82,7 @@ class Scorer:
     except Exception as caught:
       error = caught
     if self._hosts.any_process(error is not None):
-      raise error or ConfigError("another process has ended: see what it says")
+      raise error or RunFailed("a reward function failed on another process: see what it says")
     return scores, steps
 
 

@@ -1,31 +1,99 @@
-"""Stopping a run: SIGTERM and Ctrl-C ask it to finish its step, save and leave."""
+"""Stopping a run before its end: on a signal, or when nobody reads what it prints.
+
+A run that is asked to stop finishes its step, saves and leaves. A second signal ends it at once.
+"""
 
 from collections.abc import Callable, Iterator
 import contextlib
+import os
 import signal
+import socket
+import threading
 from types import FrameType
+
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class StopRequest:
+  """Whether this process was asked to stop its run. Any thread may ask."""
+
+  def __init__(self) -> None:
+    self._asked = threading.Event()
+    self._first = threading.Lock()  # whoever gets it says why
+
+  def ask(self, reason: str) -> None:
+    """Asks, and says why on stderr the first time."""
+    self._asked.set()
+    if self._first.acquire(blocking=False):
+      _write(2, f"{reason}: stopping after this step; a second signal leaves at once\n".encode())
+
+  def __call__(self) -> bool:
+    """True if somebody asked."""
+    return self._asked.is_set()
 
 
 @contextlib.contextmanager
-def stop_signals(warn: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-  """Yields a function that says whether this process was asked to stop.
+def stop_signals(request: StopRequest) -> Iterator[None]:
+  """Until it is left, the first SIGTERM, Ctrl-C or SIGHUP asks to stop and the second one leaves.
 
-  A second Ctrl-C leaves at once.
+  A thread reads the signals, because the main thread may be inside a compiler or a function that
+  does not return. A signal that was ignored before, as `nohup` ignores SIGHUP, stays ignored.
   """
-  received: list[int] = []
+  if threading.current_thread() is not threading.main_thread():
+    yield  # only the main thread may handle signals
+    return
+  numbers = [
+    number
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if signal.getsignal(number) is not signal.SIG_IGN
+  ]
 
   def on_signal(number: int, frame: FrameType | None) -> None:
     del frame
-    if received and number == signal.SIGINT:
-      raise KeyboardInterrupt
-    received.append(number)
-    hint = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
-    warn(f"stopping after this step{hint}")
+    request.ask(signal.Signals(number).name)
 
-  handled = (signal.SIGTERM, signal.SIGINT)
-  before = {number: signal.signal(number, on_signal) for number in handled}
+  reader, writer = socket.socketpair()
+  writer.setblocking(False)
+  thread = threading.Thread(target=_watch, args=(reader, numbers, on_signal), daemon=True)
+  before = {number: signal.signal(number, on_signal) for number in numbers}
+  wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+  thread.start()
   try:
-    yield lambda: bool(received)
+    yield
   finally:
+    signal.set_wakeup_fd(wakeup_before)
     for number, handler in before.items():
       signal.signal(number, handler)
+    writer.close()  # ends the thread
+    thread.join()
+    reader.close()
+
+
+def _watch(
+  reader: socket.socket, numbers: list[signal.Signals], on_signal: Callable[[int, None], None]
+) -> None:
+  """Reads the numbers of signals as the interpreter's handler in C writes them."""
+  received = 0
+  while data := reader.recv(64):
+    for number in data:
+      if number not in numbers:
+        continue  # another library's signal
+      received += 1
+      if received > 1:
+        _leave(number)
+      on_signal(number, None)
+
+
+def _leave(number: int) -> None:
+  if os.isatty(1):
+    _write(1, _SHOW_CURSOR)
+  name = signal.Signals(number).name
+  line = f"{name} again: left at once; the same command goes on from the newest checkpoint\n"
+  _write(2, line.encode())
+  os._exit(128 + number)
+
+
+def _write(fd: int, text: bytes) -> None:
+  """Writes to a stream past its buffer, which the interrupted thread may be writing to."""
+  with contextlib.suppress(OSError):
+    os.write(fd, text)

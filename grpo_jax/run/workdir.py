@@ -78,9 +78,10 @@ class Writer:
     workdir = Path(workdir)
     self._wandb = _open_wandb(wandb, workdir) if wandb else None
     self._completions = workdir / "completions"
-    self._last_step = _truncate_metrics(workdir / "metrics.jsonl", start_step)
+    self._path = workdir / "metrics.jsonl"
+    self._last_step = _truncate_metrics(self._path, start_step)
     _remove_completions(self._completions, start_step)
-    self._file = open(workdir / "metrics.jsonl", "ab")
+    self._file = open(self._path, "ab")
     self._board = _open_tensorboard(workdir, start_step) if tensorboard else None
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -97,12 +98,24 @@ class Writer:
     self._file.write(json_line(row))
     self._file.flush()
     self._last_step = step
-    finite = {name: value for name, value in plain(values).items() if value is not None}
-    if self._board is not None:
-      for name, value in finite.items():
-        self._board.add_scalar(name, value, step)
-    if self._wandb is not None:
-      self._wandb.log(finite, step=step)
+    self._show(step, values)
+
+  def lacks_evaluation(self, step: int) -> bool:
+    """Whether the last row is that of `step` and holds no evaluation."""
+    if self._last_step != step:
+      return False
+    last_row, _ = read_metrics(self._path)[-1]
+    return not any(name.startswith("eval/") for name in last_row)
+
+  def add_to_last(self, values: Mapping[str, float]) -> None:
+    """Adds values to the last row of metrics.jsonl."""
+    rows = read_metrics(self._path)
+    last_row, _ = rows.pop()
+    self._file.close()
+    content = b"".join(line for _, line in rows)
+    replace_file(self._path, content + json_line(last_row | dict(values)))
+    self._file = open(self._path, "ab")
+    self._show(last_row["step"], values)
 
   def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
     """Writes the rows to completions/NNNNNN.jsonl, either all of them or no file at all."""
@@ -117,6 +130,15 @@ class Writer:
       self._board.close()
     if self._wandb is not None:
       self._wandb.finish()
+
+  def _show(self, step: int, values: Mapping[str, float]) -> None:
+    """Sends values to TensorBoard and to Weights & Biases."""
+    finite = {name: value for name, value in plain(values).items() if value is not None}
+    if self._board is not None:
+      for name, value in finite.items():
+        self._board.add_scalar(name, value, step)
+    if self._wandb is not None:
+      self._wandb.log(finite, step=step)
 
 
 def read(workdir: str | Path) -> list[dict[str, Any]]:

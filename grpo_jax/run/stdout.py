@@ -1,0 +1,48 @@
+"""Stdout that may be closed while a program runs, as in `train | head -1`."""
+
+from collections.abc import Callable
+import contextlib
+import os
+import sys
+from typing import Any
+
+
+class Stdout:
+  """A text stream to sys.stdout. What cannot be written is reported once and not raised."""
+
+  def __init__(self, on_lost: Callable[[str], None]) -> None:
+    """`on_lost` gets the reason when stdout cannot be written any more."""
+    self._on_lost = on_lost
+    self._is_lost = False
+    self._stream = sys.stdout  # a progress bar replaces sys.stdout while it is drawn
+
+  def write(self, text: str) -> int:
+    """Writes to sys.stdout, or nowhere once that has failed."""
+    self._attempt(lambda: self._stream.write(text))
+    return len(text)
+
+  def flush(self) -> None:
+    """Flushes sys.stdout."""
+    self._attempt(self._stream.flush)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)  # isatty, encoding, fileno
+
+  def _attempt(self, write: Callable[[], Any]) -> None:
+    if self._is_lost:
+      return
+    try:
+      write()
+    except OSError as error:
+      self._is_lost = True
+      discard_stdout()
+      reason = "was closed" if isinstance(error, BrokenPipeError) else f"fails ({error.strerror})"
+      self._on_lost(f"stdout {reason}")
+
+
+def discard_stdout() -> None:
+  """Sends what is still in stdout's buffer nowhere, so that the interpreter's exit can flush it."""
+  with contextlib.suppress(OSError, ValueError):
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

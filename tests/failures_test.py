@@ -1,0 +1,384 @@
+"""Runs that fail or are stopped: what is saved, what is said, and how the same command goes on."""
+
+import dataclasses
+import io
+import os
+from pathlib import Path
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from small_run import small_config, with_reward, with_section
+
+from grpo_jax import rewards
+from grpo_jax.rewards import call
+from grpo_jax.run import cli
+from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.ends import Stopped
+from grpo_jax.run.progress import SkippedUpdates
+from grpo_jax.run.stdout import Stdout
+from grpo_jax.run.workdir import read
+from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.train import train
+
+ROOT = Path(__file__).parents[1]
+
+# "reward 3 exit" in plan.txt: at its third call, the function reward exits.
+REWARDS = """
+import os, pathlib, signal, sys
+calls = {"reward": 0, "decides": 0}
+plan = pathlib.Path(__file__).with_name("plan.txt")
+
+def act(name):
+  calls[name] += 1
+  wanted, number, action = plan.read_text().split() if plan.exists() else ("", 0, "")
+  if name == wanted and calls[name] == int(number):
+    if action == "raise":
+      raise ValueError("no\\nluck")
+    if action == "exit":
+      sys.exit(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def reward(completions, **_):
+  act("reward")
+  return [sum(map(ord, c)) / 100 for c in completions]
+
+def decides(completions, **_):
+  act("decides")
+  return [float(len(c) % 2) for c in completions]
+"""
+
+
+def without_times(rows):
+  return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def saved_steps(workdir):
+  return Checkpoints(workdir / "checkpoints", keep=1).steps()
+
+
+def test_what_a_function_raises_and_a_signal_lose_nothing(tmp_path):
+  """A run that fails in a step and in an evaluation and is stopped is in the end the same run."""
+  config = with_reward(dataclasses.replace(small_config(), steps=6), tmp_path, REWARDS)
+  function = f"{tmp_path}/reward.py:decides"
+  config = with_section(config, "eval", every=2, examples=4, batch=4, function=function)
+  config = with_section(config, "checkpoint", every=0)
+  config = with_section(config, "mesh", data=1, fsdp=1, tensor=-1)
+  train(config, tmp_path / "undisturbed")
+  run, plan = tmp_path / "run", tmp_path / "plan.txt"
+
+  plan.write_text("reward 3 exit")
+  with pytest.raises(RunFailed) as error:
+    train(config, run)
+  words = f"step 3: reward function reward raised SystemExit: 0 ({tmp_path}/reward.py line 13)"
+  assert str(error.value) == f"{words}; step 2 is saved, the same command goes on"
+  assert saved_steps(run) == [2] and len(read(run)) == 3
+
+  plan.write_text("decides 1 raise")  # at step 4; those of steps 0 and 2 are made
+  with pytest.raises(RunFailed) as error:
+    train(config, run)
+  words = "evaluation after step 4: reward function decides raised ValueError: no luck ("
+  assert str(error.value).startswith(words) and "\n" not in str(error.value)
+  assert saved_steps(run) == [2, 4]
+  last_row = read(run)[-1]
+  assert last_row["step"] == 4 and "reward" in last_row and "eval/accuracy" not in last_row
+
+  plan.write_text("reward 1 stop")
+  with pytest.raises(Stopped):
+    train(config, run)
+  assert saved_steps(run) == [2, 4, 5]
+  assert "eval/accuracy" in read(run)[-2]  # made when the run began again
+
+  plan.unlink()
+  train(config, run)
+  assert without_times(read(run)) == without_times(read(tmp_path / "undisturbed"))
+
+
+def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(tmp_path):
+  config = dataclasses.replace(small_config(kl_coef=0.1), steps=9)
+  config = with_section(config, "optimizer", learning_rate=1e30, max_grad_norm=0.0)
+  config = with_section(config, "checkpoint", every=1, keep=1)
+  config = with_section(config, "learner", max_skipped_updates=3)
+  source = "def reward(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]\n"
+  with pytest.raises(RunFailed, match="the last 3 updates were skipped.*learning_rate") as error:
+    train(with_reward(config, tmp_path, source), tmp_path / "run")
+  rows = read(tmp_path / "run")
+  first_skipped = next(row["step"] for row in rows if row["skipped_updates"])
+  assert [row["skipped_updates"] for row in rows[-3:]] == [1, 1, 1]
+  assert saved_steps(tmp_path / "run") == [first_skipped - 1]
+  assert f"of step {first_skipped - 1}, is from before" in str(error.value)
+  assert len(rows) == first_skipped + 2 < 9
+
+
+def test_skipped_updates_are_counted_in_a_row():
+  skipped = SkippedUpdates(limit=4)
+  for metrics, updates, expected in (
+    ({"warm_start/skipped_updates": 1}, 1, 1),
+    ({"skipped_updates": 2}, 2, 3),
+    ({"skipped_updates": 1}, 2, 0),  # one of the two was good
+    ({"skipped_updates": 2}, 2, 2),
+  ):
+    skipped.count(metrics, updates)
+    assert skipped.in_a_row == expected and not skipped.are_too_many
+  skipped.count({"skipped_updates": 2}, 2)
+  assert skipped.are_too_many and "no checkpoint is saved" in str(skipped.failure(None))
+  endless = SkippedUpdates(limit=0)
+  endless.count({"skipped_updates": 99}, 99)
+  assert not endless.are_too_many
+
+
+# Reward functions.
+
+
+def test_each_function_gets_its_own_arguments():
+  def spoils(completions, completion_ids, messages, **columns):
+    completions.clear()
+    completion_ids[0].append(99)
+    messages[0][0]["content"] = "spoiled"
+    columns["answer"][:] = ["spoiled"] * 2
+    columns["array"][0][:] = -1
+    return [0.0, 0.0]
+
+  def looks(completions, **columns):
+    seen.update(columns, completions=completions)
+    return [0.0, 0.0]
+
+  seen = {}
+  message = {"role": "user", "content": "1+1="}
+  columns = {
+    "completion_ids": [[1], [2]],
+    "messages": [[message], [message]],
+    "answer": ["2", "2"],
+    "array": [np.ones(1), np.ones(1)],
+  }
+  rewards.score([spoils, looks], [1.0, 1.0], ["a", "b"], columns)
+  assert seen["completions"] == ["a", "b"] and seen["answer"] == ["2", "2"]
+  assert seen["completion_ids"] == [[1], [2]] and seen["array"][0][0] == 1
+  assert seen["messages"][0][0]["content"] == message["content"] == "1+1="
+  assert seen["messages"][0][0] is not seen["messages"][1][0]
+
+
+def test_a_weighted_sum_beyond_float32_is_refused():
+  with pytest.raises(rewards.RewardError, match="the weighted sum of the rewards is 3e.39"):
+    rewards.score([lambda completions, **_: [3e38]], [10.0], ["a"], {})
+
+
+def generator_that_exits(completions, **_):
+  yield 1.0
+  sys.exit(0)
+
+
+def without_reply(completions, **_):
+  time.sleep(0.5)
+  return [0.0]
+
+
+def test_a_generator_that_exits_is_named():
+  with pytest.raises(rewards.RewardError, match="generator_that_exits raised SystemExit: 0"):
+    rewards.score([generator_that_exits], [1.0], ["a", "b"], {})
+
+
+def test_a_function_that_does_not_return_is_named_again_and_again(monkeypatch, capsys):
+  monkeypatch.setattr(call, "SECONDS_BETWEEN_WARNINGS", 0.1)
+  rewards.score([without_reply], [1.0], ["a"], {})
+  lines = capsys.readouterr().err.splitlines()
+  assert lines[0] == "warning: reward function without_reply has not returned for 0.1 s"
+  assert len(lines) > 1
+
+
+async def asynchronous(completions, **_):
+  return [0.0] * len(completions)
+
+
+class Keyed:
+  def __call__(self, completions, *, difficulty, **_):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+  "function, words",
+  [
+    (lambda completions: [0.0], "unexpected keyword argument 'prompts'.*as \\*\\*columns"),
+    (lambda prompts, /, completions: [0.0], "keyword arguments completions, prompts"),
+    (lambda completions, level, **_: [0.0], "missing a required argument: 'level'"),
+    (Keyed(), "missing a required argument: 'difficulty'"),
+    (asynchronous, "async function"),
+  ],
+)
+def test_a_function_that_cannot_be_called_is_refused_at_the_start(function, words):
+  with pytest.raises(ConfigError, match=f"^reward.functions: f.*{words}") as error:
+    rewards.check_arguments(function, "f", "reward.functions", ["completions", "prompts"])
+  assert "\n" not in str(error.value)
+
+
+def test_the_signature_is_checked_before_anything_is_written(tmp_path):
+  config = with_reward(small_config(), tmp_path, "def reward(completions):\n  return [0.0]\n")
+  with pytest.raises(ConfigError, match="reward.functions: reward.completions. cannot be called"):
+    train(config, tmp_path / "run")
+  evaluated = with_section(small_config(), "eval", every=1, examples=8, batch=8)
+  evaluated = with_section(evaluated, "eval", function=config.reward.functions[0])
+  with pytest.raises(ConfigError, match="eval.function: reward.completions. cannot be called"):
+    train(evaluated, tmp_path / "run")
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+  "source, words",
+  [
+    ("import sys\nsys.exit(0)\n", "SystemExit: 0 ({file} line 2)"),
+    ("def reward(:\n", "SyntaxError: invalid syntax ({name}, line 1)"),
+    ("\nimport nosuchpackage\n", "ModuleNotFoundError: No module named 'nosuchpackage' ({file}"),
+    ("def f():\n  return f()\nf()\n", "RecursionError"),
+    ("x = '\\0'\n1/0", "ZeroDivisionError: division by zero ({file} line 2)"),
+  ],
+)
+def test_a_file_that_cannot_be_executed_is_one_line(tmp_path, source, words):
+  file = tmp_path / "mine.py"
+  file.write_text(source)
+  with pytest.raises(ConfigError) as error:
+    rewards.resolve(f"{file}:reward", "reward.functions", lambda name: False)
+  words = words.replace("{file}", str(file)).replace("{name}", file.name)
+  assert f"reward.functions: {file} cannot be executed: {words}" in str(error.value)
+  assert "\n" not in str(error.value)
+
+
+# The ends of a program.
+
+
+def end_of(monkeypatch, capsys, error):
+  """The exit code and the lines of stderr of a program that raises `error`."""
+
+  def main(argv):
+    raise error
+
+  monkeypatch.setattr(cli, "_parse", lambda argv: argv)
+  with pytest.raises(SystemExit) as raised:
+    cli.run(main)
+  return raised.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "error, code, line",
+  [
+    (ConfigError("bad\nkey"), 2, "error: bad key\n"),
+    (RunFailed("disk"), 1, "error: disk\n"),
+    (Stopped(), 75, ""),
+    (KeyboardInterrupt(), 130, "interrupted\n"),
+    (MemoryError(), 1, "error: out of memory: lower batch.micro_batch, "),
+    (MemoryError("Unable to allocate 9 TiB"), 1, "error: out of memory (Unable to allocate 9 TiB)"),
+  ],
+)
+def test_every_end_has_its_code_and_its_line(monkeypatch, capsys, error, code, line):
+  found, lines = end_of(monkeypatch, capsys, error)
+  assert found == code and lines.startswith(line) and lines.count("\n") <= 1
+  assert line or not lines
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+  monkeypatch.setattr(cli, "_parse", lambda argv: argv)
+  with pytest.raises(ZeroDivisionError):
+    cli.run(lambda argv: 1 / 0)
+
+
+class Closed(io.StringIO):
+  """A stream whose reader has gone, or whose disk is full."""
+
+  def __init__(self, error):
+    super().__init__()
+    self._error = error
+
+  def write(self, text):
+    raise self._error
+
+
+@pytest.mark.parametrize(
+  "error, reason",
+  [
+    (BrokenPipeError(32, "Broken pipe"), "stdout was closed"),
+    (OSError(28, "No space left on device"), "stdout fails (No space left on device)"),
+  ],
+)
+def test_a_lost_stdout_is_reported_once(monkeypatch, error, reason):
+  monkeypatch.setattr(sys, "stdout", Closed(error))
+  reasons = []
+  stdout = Stdout(reasons.append)
+  assert stdout.write("one\n") == 4 and stdout.write("two\n") == 4
+  stdout.flush()
+  assert reasons == [reason]
+
+
+# The same in real processes.
+
+FLAGS = """
+  model.embed_dim=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=2 model.head_dim=8
+  model.mlp_dim=32 batch.prompts=8 batch.group_size=4 sampling.max_tokens=8 steps=4
+  optimizer.schedule=constant warm_start.steps=0 eval.every=0 log.tensorboard=False
+""".split()
+
+
+def start(workdir, function, stdout=subprocess.PIPE):
+  """A process that trains with a reward function of this source, named reward."""
+  file = workdir.with_suffix(".py")
+  file.write_text(function)
+  command = [sys.executable, "-m", "grpo_jax.train", "--config=configs/arithmetic.py"]
+  flags = [f"--config.{flag}" for flag in FLAGS]
+  functions = f"--config.reward.functions=('{file}:reward',)"
+  return subprocess.Popen(
+    [*command, *flags, functions, f"--workdir={workdir}"],
+    cwd=ROOT,
+    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+    stdout=stdout,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def wait_for(file):
+  deadline = time.monotonic() + 300
+  while not file.exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+
+
+HANGS = """
+import pathlib, time
+calls = 0
+def reward(completions, **_):
+  global calls
+  calls += 1
+  while calls == 2:
+    pathlib.Path(__file__).with_suffix(".hangs").touch()
+  return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_ends_a_run_whose_function_does_not_return(tmp_path, number):
+  process = start(tmp_path / "run", HANGS)
+  wait_for(tmp_path / "run.hangs")
+  process.send_signal(number)
+  time.sleep(1)
+  assert process.poll() is None
+  process.send_signal(number)
+  _, lines = process.communicate(timeout=10)
+  assert process.returncode == 128 + number
+  assert [line.split(":")[0] for line in lines.splitlines()] == [
+    number.name,
+    f"{number.name} again",
+  ]
+
+
+@pytest.mark.slow
+def test_a_run_whose_stdout_is_closed_saves_and_says_so(tmp_path):
+  slow = "import time\ndef reward(completions, **_):\n  time.sleep(1)\n  return [1.0, 2.0] * 16\n"
+  process = start(tmp_path / "run", slow)
+  process.stdout.readline()
+  process.stdout.close()
+  lines = process.stderr.read()
+  assert process.wait(timeout=300) == 75
+  assert lines.startswith("stdout was closed: stopping after this step") and lines.count("\n") == 1
+  assert saved_steps(tmp_path / "run")
