@@ -21,8 +21,8 @@ import pytest
 
 from configs import default
 from grpo_jax.config import from_dict
-from grpo_jax.run.build import Run
 from grpo_jax.run import ends
+from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.reporter import Reporter
 from grpo_jax.run.state import StateStore
