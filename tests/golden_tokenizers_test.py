@@ -7,9 +7,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
+import re
+import shutil
 
 import pytest
 
+from grpo_jax import model
 from grpo_jax.data import tokenizer
 from grpo_jax.settings import ConfigError
 
@@ -118,3 +121,67 @@ def test_gsm8k(family):
     ids = json.dumps(ours.encode_batch(kind_texts))
     assert hashlib.sha256(ids.encode()).hexdigest() == expected[kind], kind
   assert [ours.decode(ids) for ids in ours.encode_batch_after(texts)] == texts
+
+
+def test_what_transformers_reads_of_a_tokenizer_of_characters():
+  """The recorded files are those that we write, so the recorded ids are those of our folders."""
+  folder = FOLDER / "characters"
+  expected = json.loads((folder / "expected.json").read_text())
+  ours = tokenizer.characters(expected["alphabet"])
+  assert {name: json.loads(content) for name, content in ours.files.items()} == {
+    name: json.loads((folder / name).read_bytes()) for name in ours.files
+  }
+  assert expected["texts"][0]["ids"] == [*range(2, 2 + len(expected["alphabet"]))]
+  for case in expected["texts"]:
+    assert ours.encode(case["text"]) == case["ids"]
+    assert case["decoded"] == case["text"]
+    assert ours.decode(case["ids"]) == re.sub("<eos>|<pad>", "", case["text"])
+
+
+# The models of golden/ with whose config.json the tokenizer of each family occurs.
+MODELS = {
+  "qwen": ("qwen2_tied", "families/qwen3", "families/qwen3_moe"),
+  "llama3": ("families/llama3",),
+  "llama2": ("families/llama", "families/mistral"),
+  "llama2_json": ("families/llama", "families/mistral"),
+  "gemma": ("families/gemma2", "families/gemma3"),
+  "phi": ("families/phi3",),
+  "characters": (
+    "qwen2_tied",
+    "families/qwen3",
+    "families/qwen3_moe",
+    "families/llama",
+    "families/mistral",
+    "families/phi3",
+    "families/gemma2",
+    "families/gemma3",
+  ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name, model_name", [(name, one) for name, models in MODELS.items() for one in models]
+)
+def test_transformers_reads_an_exported_folder_as_we_do(name, model_name, tmp_path):
+  """AutoTokenizer gives the same ids for the folder that was loaded, for ours, and as we do."""
+  transformers = pytest.importorskip("transformers")
+  source, out = tmp_path / "source", tmp_path / "out"
+  shutil.copytree(FOLDER / name, source)
+  shutil.copy(FOLDER.parent / model_name / "config.json", source)
+  model.save(out, *model.load(FOLDER.parent / model_name))
+  ours = tokenizer.load(source)
+  ours.save(out)
+  texts = [case["text"] for case in json.loads((source / "expected.json").read_text())["texts"]]
+  if name != "characters":
+    texts += [
+      f" {c}{c}1{c} {c}  a{c}" for c in map(chr, (*range(32, 0x250), *range(0x2010, 0x2070)))
+    ]
+  before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (source, out))
+  assert type(before) is type(after)
+  ids = after(texts, add_special_tokens=False)["input_ids"]
+  assert ids == before(texts, add_special_tokens=False)["input_ids"]
+  different = [text for text, a, b in zip(texts, ids, ours.encode_batch(texts)) if a != b]
+  assert not different, (len(different), len(texts))
+  if name == "characters":
+    assert after.batch_decode(ids) == texts

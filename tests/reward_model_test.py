@@ -382,7 +382,11 @@ def copied(tmp_path):
       ["tensor score.weight is (2, 16), by config.json it should be (1, 16)"],
     ),
     ("rewards/qwen3", {}, ["reward.functions", "holds neither tokenizer.json nor tokenizer.model"]),
-    ("rewards/qwen2", dict(vocab_size=10), ["reward.functions", "has 18 ids, its model 10"]),
+    (
+      "rewards/qwen2",
+      dict(vocab_size=10),
+      ["reward.functions", "of 18 ids does not fit", "has 10"],
+    ),
   ],
 )
 def test_a_folder_that_is_no_reward_model_is_refused(copied, folder, fields, words):

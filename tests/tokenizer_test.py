@@ -21,6 +21,7 @@ TEXTS = [
   "x",
 ]
 CHARACTERS = tokenizer.characters(ALPHABET)
+GOLDEN = Path(__file__).parent / "golden/tokenizers"
 
 
 def byte_level(folder, **files):
@@ -109,13 +110,86 @@ def test_a_character_outside_the_alphabet_is_named(tmp_path):
 
 def test_characters_saved_and_loaded_are_the_same(tmp_path):
   CHARACTERS.save(tmp_path / "new/folder")
-  loaded = tokenizer.load(tmp_path / "new/folder")
+  loaded = tokenizer.load(tmp_path / "new/folder").for_model(CHARACTERS.vocab_size, "the model")
   assert loaded.encode(ALPHABET) == CHARACTERS.encode(ALPHABET) == list(range(2, 2 + len(ALPHABET)))
   assert loaded.decode(range(loaded.vocab_size)) == ALPHABET
   for name in ("vocab_size", "stop_ids", "pad_id", "files"):
     assert getattr(loaded, name) == getattr(CHARACTERS, name)
   config = json.loads((tmp_path / "new/folder/tokenizer_config.json").read_text())
   assert config["tokenizer_class"] == "PreTrainedTokenizerFast" and config["eos_token"] == "<eos>"
+
+
+def test_characters_that_an_earlier_version_saved_keep_their_ids():
+  loaded = tokenizer.load(GOLDEN / "words")
+  alphabet = "0123456789+-=;# "
+  assert loaded.encode(alphabet + "<eos>") == [*range(2, 18), 1]
+  assert (loaded.vocab_size, loaded.stop_ids, loaded.pad_id) == (18, (1,), 0)
+  assert loaded.decode([*range(18), 1]) == alphabet
+  with pytest.raises(ConfigError, match="the character 'Q' is not in the vocabulary"):
+    loaded.encode("1Q")
+
+
+@pytest.mark.parametrize("character", "è©Ω")  # è has bytes of é and ©, © a byte of é
+def test_a_character_that_shares_bytes_with_the_alphabet_is_refused(character, tmp_path):
+  made = tokenizer.characters("é©"[: 1 + (character == "è")] + "x")
+  made.save(tmp_path)
+  for tested in (made, tokenizer.load(tmp_path).for_model(made.vocab_size, "the model")):
+    assert tested.encode("éx<eos>") == [2, made.vocab_size - 1, 1]
+    with pytest.raises(ConfigError, match=f"the character '{character}' is not in the vocabulary"):
+      tested.encode(f"x{character}x")
+
+
+def test_a_bpe_without_a_token_for_unknown_characters_names_them(tmp_path):
+  """The tokenizers library leaves such characters out."""
+  engine = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+  engine.normalizer = tokenizers.normalizers.Lowercase()
+  engine.add_tokens(["[note]"])
+  engine.save(str(tmp_path / "tokenizer.json"))
+  loaded = tokenizer.load(tmp_path)
+  assert loaded.encode("AB[note]b") == [2, 3, 1]
+  with pytest.raises(ConfigError, match="the character 'o' is not in the vocabulary"):
+    loaded.encode_batch(["ab[note]", "abo"])
+
+
+# Ids that a model lacks.
+
+
+def test_a_special_token_beyond_the_model_may_not_occur_in_a_text(tmp_path):
+  special = {"eos_token": "<|end|>", "pad_token": "<|im_end|>"}
+  folder = byte_level(tmp_path / "hf", tokenizer_config=special)
+  engine = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+  size = engine.get_vocab_size()
+  engine.add_special_tokens(["<|endoftext|>"])
+  engine.save(str(folder / "tokenizer.json"))
+  (folder / "tokenizer_config.json").write_text(
+    json.dumps(special | {"pad_token": "<|endoftext|>"})
+  )
+  loaded = tokenizer.load(folder)
+  assert (loaded.vocab_size, loaded.pad_id) == (size + 1, size)
+  fitting = loaded.for_model(size, "the model")
+  assert (fitting.vocab_size, fitting.pad_id, fitting.stop_ids) == (size, 0, (0,))
+  assert fitting.encode_batch(TEXTS) == loaded.encode_batch(TEXTS)
+  assert loaded.encode("x<|endoftext|>")[-1] == size
+  for encode in (fitting.encode_batch, fitting.encode_batch_after):
+    with pytest.raises(ConfigError, match=r"a token of 'x<\|endoftext\|>' is not in .* the model"):
+      encode(["x", "x<|endoftext|>"])
+  larger = loaded.for_model(size + 9, "the model")
+  assert (larger.vocab_size, larger.pad_id) == (size + 1, size)
+
+
+def test_a_tokenizer_that_does_not_fit_a_model_is_refused(tmp_path):
+  loaded = tokenizer.load(byte_level(tmp_path / "hf", tokenizer_config={"eos_token": "<|im_end|>"}))
+  # An ordinary token beyond the model, then the one that ends a text.
+  for size in (loaded.vocab_size - 1, 1):
+    message = f"^KEY: a tokenizer of {loaded.vocab_size} ids does not fit MODEL, which has {size}$"
+    with pytest.raises(ConfigError, match=message):
+      loaded.for_model(size, "MODEL", "KEY")
+  only_special = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+  only_special.add_special_tokens(["<eos>"])
+  only_special.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+  with pytest.raises(ConfigError, match="of 2 ids does not fit the model, which has 1"):
+    tokenizer.load(tmp_path).for_model(1, "the model")
 
 
 def test_tokenizer_json(tmp_path):
@@ -305,7 +379,7 @@ def test_spaces_of_a_metaspace_tokenizer(tmp_path, scheme):
 
 def test_tokenizer_json_of_a_llama_tokenizer_is_used_only_for_other_models(tmp_path):
   """As in transformers, which uses it with the models of Mistral and Phi-3."""
-  folder = Path(__file__).parent / "golden/tokenizers/llama2_json"
+  folder = GOLDEN / "llama2_json"
   for name in ("tokenizer.json", "tokenizer_config.json"):
     (tmp_path / name).write_bytes((folder / name).read_bytes())
   known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 import itertools
 import json
+import re
 from typing import Any
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from grpo_jax.data.special_tokens import SpecialToken
 from grpo_jax.data.tokenizer_files import read_json
@@ -45,6 +47,10 @@ class HuggingFaceCodec:
     self.vocab_size = max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
     self.special_tokens: Mapping[str, SpecialToken] = {}
     self.prefix_ids = _post_processor_prefix(self._engine)
+    self._symbols = _needed_symbols(parts["model"])
+    self._expressible: set[str] = set()  # characters that _check_characters has seen
+    added_tokens = [token.content for token in self._engine.get_added_tokens_decoder().values()]
+    self._added_token = re.compile("|".join(map(re.escape, added_tokens)))
 
   def token_to_id(self, token: str) -> int | None:
     """The id of a token, or None if it is not in the vocabulary."""
@@ -52,15 +58,42 @@ class HuggingFaceCodec:
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts. Some tokenizers put a space before each text."""
-    return _encode_batch(self._engine, texts)
+    return self._encode_batch(self._engine, texts)
 
   def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts that follow other texts, so that no space is put before them."""
-    return _encode_batch(self._engine_after, texts)
+    return self._encode_batch(self._engine_after, texts)
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text that the tokens add to the text before them."""
     return self._engine_after.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def _encode_batch(self, engine: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    if self._symbols is not None:
+      self._check_characters(texts)
+    try:
+      return [row.ids for row in engine.encode_batch(list(texts), add_special_tokens=False)]
+    except Exception:  # the library has no exception type of its own for an unknown character
+      characters = sorted(set("".join(texts)))
+      unknown = next((c for c in characters if not _can_encode(engine, c)), None)
+      if unknown is None:
+        raise
+      raise _unknown(unknown) from None
+
+  def _check_characters(self, texts: Sequence[str]) -> None:
+    """Raises ConfigError for a character that the model would leave out without a word."""
+    if self._expressible.issuperset("".join(texts)):
+      return
+    other_texts = "".join(self._added_token.sub("", text) for text in texts)
+    for character in sorted(set(other_texts) - self._expressible):
+      normalizer, pre_tokenizer = self._engine_after.normalizer, self._engine_after.pre_tokenizer
+      text = normalizer.normalize_str(character) if normalizer else character
+      words = (
+        [word for word, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text]
+      )
+      if not self._symbols.issuperset("".join(words)):
+        raise _unknown(character)
+      self._expressible.add(character)
 
 
 def _make_engine(parts: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -145,17 +178,21 @@ def _is_special(id_and_mask: tuple[int, int]) -> bool:
   return bool(id_and_mask[1])
 
 
-def _encode_batch(engine: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-  try:
-    return [encoding.ids for encoding in engine.encode_batch(list(texts), add_special_tokens=False)]
-  except Exception:  # the library has no exception type of its own for an unknown character
-    characters = sorted(set("".join(texts)))
-    unknown = next((c for c in characters if not _can_encode(engine, c)), None)
-    if unknown is None:
-      raise
-    raise ConfigError(
-      f"data.tokenizer: the character {unknown!r} is not in the vocabulary"
-    ) from None
+def _needed_symbols(model: Mapping[str, Any]) -> frozenset[str] | None:
+  """The symbols of which a text must consist, or None if the model expresses every text.
+
+  A BPE leaves out the symbols that it does not know, unless it has a token or bytes for them.
+  """
+  says_unknown = model.get("unk_token") is not None or model.get("byte_fallback")
+  has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+  if model.get("type") != "BPE" or says_unknown or has_affixes:
+    return None
+  symbols = frozenset(token for token in model["vocab"] if len(token) == 1)
+  return None if symbols.issuperset(pre_tokenizers.ByteLevel.alphabet()) else symbols
+
+
+def _unknown(character: str) -> ConfigError:
+  return ConfigError(f"data.tokenizer: the character {character!r} is not in the vocabulary")
 
 
 def _can_encode(engine: tokenizers.Tokenizer, character: str) -> bool:

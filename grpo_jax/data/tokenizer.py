@@ -7,13 +7,11 @@ tokenizer.json, and sentencepiece's tokenizer.model (`load`).
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
-import json
 import pathlib
 from typing import Protocol
 
-import tokenizers
-
 from grpo_jax.data import (
+  character_files,
   chat,
   huggingface_codec,
   sentencepiece_codec,
@@ -58,7 +56,7 @@ class Tokenizer:
   Encoding turns special tokens in a text into their ids and adds no others.
 
   Attributes:
-    vocab_size: The highest id + 1.
+    vocab_size: The highest id that a text may have + 1.
     stop_ids: The ids of the tokens that end a text, possibly none. The warm start writes the first
       one after a solution.
     pad_id: The id of the padding token.
@@ -92,7 +90,7 @@ class Tokenizer:
     Raises:
       ConfigError: The vocabulary cannot express a character.
     """
-    return self.codec.encode_batch(texts)
+    return self._checked(texts, self.codec.encode_batch(texts))
 
   def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of each text, for texts that follow another text, as a completion does.
@@ -103,7 +101,7 @@ class Tokenizer:
     Raises:
       ConfigError: The vocabulary cannot express a character.
     """
-    return self.codec.encode_batch_after(texts)
+    return self._checked(texts, self.codec.encode_batch_after(texts))
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of a completion, which follows another text.
@@ -125,6 +123,50 @@ class Tokenizer:
         forbids; or `messages` is not a conversation.
     """
     return self._template.render(messages, generation_prompt, self.special)
+
+  def for_model(self, vocab_size: int, model: str, key: str = "data.tokenizer") -> "Tokenizer":
+    """The same tokenizer for a model that may have fewer ids.
+
+    Ids beyond those of the model are allowed for special tokens and for parts of characters, such
+    as a <|endoftext|> that another program added. A text that has such a token is refused.
+
+    Args:
+      vocab_size: How many ids the model has.
+      model: What to call the model in errors.
+      key: The config key that chose the tokenizer, for errors.
+
+    Raises:
+      ConfigError: The model lacks the id of a token that ends or begins a text, or of an ordinary
+        token.
+    """
+    beyond = range(vocab_size, self.codec.vocab_size)
+    needed = any(i in beyond for i in (*self.stop_ids, *self.prefix_ids))
+    # The decoder leaves special tokens out and makes U+FFFD of a part of a character.
+    if needed or any(self.codec.decode([i]).strip("\ufffd") for i in beyond):
+      raise ConfigError(
+        f"{key}: a tokenizer of {self.codec.vocab_size} ids does not fit {model}, which has"
+        f" {vocab_size}"
+      )
+    pad_id = self.pad_id
+    if pad_id in beyond:
+      pad_id = self.stop_ids[0] if self.stop_ids else 0
+    size = min(vocab_size, self.codec.vocab_size)
+    return dataclasses.replace(self, vocab_size=size, pad_id=pad_id)
+
+  def _checked(self, texts: Sequence[str], rows: list[list[int]]) -> list[list[int]]:
+    """The rows of ids, all below `vocab_size`."""
+    for text, ids in zip(texts, rows, strict=True):
+      if max(ids, default=0) < self.vocab_size:
+        continue
+      for character in sorted(set(text)):
+        if max(self.codec.encode_batch([character])[0], default=0) >= self.vocab_size:
+          raise ConfigError(
+            f"data.tokenizer: the character {character!r} is not in the vocabulary of the model"
+          )
+      raise ConfigError(
+        f"data.tokenizer: a token of {text[:80]!r} is not in the vocabulary of the model"
+      )
+    return rows
 
   @functools.cached_property
   def _template(self) -> chat.Template:
@@ -148,24 +190,10 @@ def characters(alphabet: str) -> Tokenizer:
   Id 0 is `<pad>`, id 1 is `<eos>`. The characters of the alphabet follow in their order, a repeated
   character once.
   """
-  tokens = ("<pad>", "<eos>", *dict.fromkeys(alphabet))
-  vocabulary = {token: i for i, token in enumerate(tokens)}
-  engine = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
-  engine.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-  engine.decoder = tokenizers.decoders.Fuse()
-  engine.add_special_tokens(["<pad>", "<eos>"])
-  special = {"eos_token": "<eos>", "pad_token": "<pad>"}
-  config = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "clean_up_tokenization_spaces": False,
-    **special,
-  }
-  files = {
-    "tokenizer.json": engine.to_str(pretty=True).encode(),
-    "tokenizer_config.json": json.dumps(config, indent=2).encode(),
-    "special_tokens_map.json": json.dumps(special, indent=2).encode(),
-  }
-  return _tokenizer(huggingface_codec.from_files(files, model_type=None), files)
+  alphabet = "".join(dict.fromkeys(alphabet))
+  files = character_files.make(alphabet)
+  codec = huggingface_codec.from_files(files, model_type=None)
+  return _tokenizer(codec, files).for_model(2 + len(alphabet), "the alphabet")
 
 
 def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:

@@ -135,7 +135,11 @@ class Run:
   def _load_tokenizer(self, config: Config) -> tokenizer.Tokenizer:
     path = config.data.tokenizer or config.model.path
     if path:
-      return tokenizer.load(path)
+      tokens = tokenizer.load(path)
+      if config.model.path:
+        size = model.load_config(config.model.path).vocab_size
+        tokens = tokens.for_model(size, config.model.path, "config key data.tokenizer")
+      return tokens
     characters_of_prompt = config.data.prompt.replace("{question}", "")
     return tokenizer.characters(self.task.alphabet + characters_of_prompt)
 
@@ -157,11 +161,6 @@ def _model_shape(config: Config, tokens: tokenizer.Tokenizer) -> model.ModelConf
   shaped = config.model
   if shaped.path:
     shape = model.load_config(shaped.path)
-    if tokens.vocab_size > shape.vocab_size:
-      raise ConfigError(
-        f"config key data.tokenizer: {tokens.vocab_size} ids do not fit the"
-        f" {shape.vocab_size} of {shaped.path}"
-      )
   else:
     shape = model.ModelConfig(
       vocab_size=tokens.vocab_size,

@@ -76,12 +76,8 @@ class RewardModel:
     folder = Path(hub.folder(name, "reward.functions")).expanduser()
     self.__name__ = Path(name).expanduser().resolve().name
     shape = model.load_config(folder, model.SCORERS)
-    self._tokens = tokenizer.load(folder, "reward.functions")
-    if self._tokens.vocab_size > shape.vocab_size:
-      raise ConfigError(
-        f"reward.functions: the tokenizer in {folder} has {self._tokens.vocab_size} ids, its model "
-        f"{shape.vocab_size}: download or save it again"
-      )
+    tokens = tokenizer.load(folder, "reward.functions")
+    self._tokens = tokens.for_model(shape.vocab_size, str(folder), "reward.functions")
     shardings: dict[str, Any] = sharding.model_shardings(shape, mesh)
     self._model = dataclasses.replace(shape, dtype=config.dtype, **shardings)
     self._make_texts = TEXTS_BY_LABELS[shape.labels]

@@ -1,6 +1,6 @@
 """Writes small tokenizers of several families with chat templates, and the ids they give.
 
-  python tests/golden/make_tokenizers.py
+  python tests/golden/make_tokenizers.py [NAME]
   python tests/golden/make_tokenizers.py compare FOLDER
 
 transformers computes the ids. `compare` tokenises all GSM8K texts of FOLDER with transformers,
@@ -20,6 +20,7 @@ import json
 from pathlib import Path
 import random
 import shutil
+import string
 import sys
 import tempfile
 
@@ -431,7 +432,48 @@ def phi(folder):
   )
 
 
+# ASCII, the other characters of GSM8K, and some that Unicode composes, replaces or splits: accents,
+# Ångström, Korean, a soft hyphen. Some are symbols of bytes in byte-level tokenizers, such as Ġ.
+ALPHABET = (
+  string.printable
+  + "\xa0¢£³¼½¾×çèéñ÷А\u200b–—‘’“”\u2028€−√"
+  + "\u0301\u0344\u212bÀńĠĊ\xad\x85Ω北\u1100\u1161가🦜"
+)
+MODEL_TYPES = (
+  "qwen2",
+  "qwen3",
+  "qwen3_moe",
+  "llama",
+  "mistral",
+  "phi3",
+  "gemma2",
+  "gemma3_text",
+)
+
+
+def characters(folder):
+  """What `tokenizer.characters` writes, and the ids of texts for a model of any type."""
+  from grpo_jax.data import tokenizer  # the other files are made without it
+
+  tokenizer.characters(ALPHABET).save(folder)
+  texts = [ALPHABET, ALPHABET[::-1], "#### 21", "<eos> a <pad>", "  two\n\n  lines ", ""]
+  texts += [f" {c}{c}1{c} {c}  a{c}" for c in ALPHABET]
+  cases = {}
+  for model_type in MODEL_TYPES:
+    write(folder, "config.json", {"model_type": model_type})
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = reference(texts)["input_ids"]
+    decoded = reference.batch_decode(rows)
+    cases[model_type] = [
+      dict(text=text, ids=ids, decoded=again) for text, ids, again in zip(texts, rows, decoded)
+    ]
+  (folder / "config.json").unlink()
+  assert all(found == cases["qwen2"] for found in cases.values())
+  write(folder, "expected.json", dict(alphabet=ALPHABET, texts=cases["qwen2"]))
+
+
 FAMILIES = (qwen, llama3, llama2, llama2_json, gemma, phi)
+NAMES = [make.__name__ for make in (*FAMILIES, characters)]
 
 
 def expected(folder):
@@ -467,11 +509,14 @@ def expected(folder):
 
 
 def main():
-  for make in FAMILIES:
+  made = [make for make in (*FAMILIES, characters) if make.__name__ in (sys.argv[1:] or NAMES)]
+  for make in made:
     folder = FOLDER / make.__name__
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make(folder)
+    if make is characters:
+      continue
     (folder / "expected.json").write_text(
       json.dumps(expected(folder), ensure_ascii=False, separators=(",", ":")) + "\n"
     )
