@@ -21,9 +21,9 @@ FLOORS = [
 RUN_FLOORS = [
   {"clock", "estimators", "stop", "terminal_text"}
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
-  {"checkpoint_reader", "terminal"},
+  {"checkpoint_reader", "terminal", "events", "disk"},
   {"checkpoint", "workdir", "parameters", "reward_model", "sampling", "checks"},
-  {"rollout", "programs"},
+  {"rollout", "programs", "lock"},
   {"scoring"},
   {"rollout_metrics", "build"},
   {"collect", "evaluator", "cli"},

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config, Mesh, check_key, from_dict, wrong_type
+from grpo_jax.run import disk
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.saved_config import load_config
@@ -36,6 +37,13 @@ def run(main: Callable[[list[str]], None]) -> None:
   except ConfigError as error:
     print("error:", *str(error).splitlines(), file=sys.stderr)
     sys.exit(2)
+  except Exception as error:
+    workdir = flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None
+    line = disk.explain(error, workdir)
+    if line is None:
+      raise
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(1)
 
 
 def read_config() -> Config:
