@@ -48,7 +48,7 @@ def digits(completions, **_):
   time.sleep(0.1)
   return [sum(c.isdigit() for c in text) / 12 for text in completions]
 """
-PATIENCE = 300  # seconds
+PATIENCE = 1800  # seconds, on a machine with other things to do
 DISK_BYTES = 6 << 20
 
 
@@ -58,9 +58,9 @@ class Job:
   def __init__(self, folder: Path) -> None:
     self._folder = folder
     (folder / "reward.py").write_text(REWARD)
-    self._environment = os.environ | {
+    self._environment = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")} | os.environ
+    self._environment |= {
       "JAX_NUM_CPU_DEVICES": "1",
-      "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
       "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
