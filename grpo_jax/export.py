@@ -9,6 +9,7 @@ from absl import flags
 
 from grpo_jax import model
 from grpo_jax.model import hub
+from grpo_jax.model.folders import new_folder
 from grpo_jax.run import cli
 from grpo_jax.settings import ConfigError
 
@@ -21,18 +22,20 @@ def main(argv: list[str]) -> None:
   policy = cli.open_policy()
   parameters = policy.run.parameters
   shape = parameters.model
-  if flags.FLAGS.adapter:
-    if shape.lora is None:
-      raise ConfigError(
-        "flag --adapter: this run trained all weights and has no adapters; leave the flag out"
-      )
-    base, revision = hub.parts(policy.run.config.model.path)
-    model.save_adapters(out, shape, policy.params, base, revision)
-    written = "adapters"
-  else:
-    model.save(out, shape, parameters.policy(policy.params))
-    written = "parameters, adapters merged," if shape.lora else "parameters"
-  policy.run.tokenizer.save(out)
+  if flags.FLAGS.adapter and shape.lora is None:
+    raise ConfigError(
+      "flag --adapter: this run trained all weights and has no adapters; leave the flag out"
+    )
+  # `out` appears when the weights and the tokenizer are both in it.
+  with new_folder(out) as folder:
+    if flags.FLAGS.adapter:
+      base, revision = hub.parts(policy.run.config.model.path)
+      model.save_adapters(folder, shape, policy.params, base, revision)
+      written = "adapters"
+    else:
+      model.save(folder, shape, parameters.policy(policy.params))
+      written = "parameters, adapters merged," if shape.lora else "parameters"
+    policy.run.tokenizer.save(folder)
   print(f"{policy.name}: its {written} (float32) and the tokenizer are in {out}")
 
 

@@ -16,7 +16,7 @@ from ml_collections import config_flags
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
 from grpo_jax.parallel.mesh import initialize_distributed
-from grpo_jax.run import cli
+from grpo_jax.run import cli, lock
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.collect import Collector
@@ -86,7 +86,8 @@ class Trainer:
     self.reporter = Reporter(self._run, workdir, stop_request.ask)
     self._prompts = collector.prompts
     hosts = self._run.hosts
-    # From here on, the folder belongs to this config.
+    # From here on, the folder belongs to this run and this config.
+    hosts.on_first(lambda: stack.enter_context(lock.held(workdir, self.reporter.warn)))
     hosts.on_first(lambda: open_run(workdir, config_lib.to_dict(config), config_lib.completed))
     self._checkpoints = Checkpoints(
       workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn

@@ -21,9 +21,9 @@ FLOORS = [
 RUN_FLOORS = [
   {"clock", "ends", "estimators", "progress", "stdout", "stop", "terminal_text"}
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
-  {"checkpoint_reader", "terminal"},
+  {"checkpoint_reader", "terminal", "events", "disk", "weights_and_biases"},
   {"checkpoint", "workdir", "parameters", "reward_model", "sampling", "checks"},
-  {"rollout", "programs"},
+  {"rollout", "programs", "lock"},
   {"scoring"},
   {"rollout_metrics", "build"},
   {"collect", "evaluator", "cli"},

@@ -5,11 +5,13 @@ import contextlib
 import json
 import os
 from pathlib import Path
+import re
 import shutil
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from grpo_jax.settings import ConfigError
 
@@ -44,17 +46,33 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
 
   Raises:
     ConfigError: `path` exists and is not an empty folder.
+    OSError: It cannot be written. The error names `path` and not the temporary folder.
   """
   target = Path(path).expanduser().resolve()
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
     raise ConfigError(f"{target} exists and is not an empty folder: choose another or remove it")
   partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-  partial.mkdir(parents=True)
   try:
+    partial.mkdir(parents=True)
     yield partial
     os.replace(partial, target)
+  except OSError as error:
+    if error.filename is None or str(error.filename).startswith(str(partial)):
+      error.filename = str(target)
+    raise
   finally:
     shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
+  """Writes a safetensors file. Raises OSError if the disk cannot be written."""
+  try:
+    save_file(tensors, file, metadata={"format": "pt"})
+  except SafetensorError as error:
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None:
+      raise
+    raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
 
 
 def weight_files(folder: Path) -> list[Path]:

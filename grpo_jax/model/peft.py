@@ -9,11 +9,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from grpo_jax.model import families
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
-from grpo_jax.model.folders import TensorFiles, new_folder, read_json, write_json
+from grpo_jax.model.folders import TensorFiles, new_folder, read_json, write_json, write_tensors
 from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.settings import ConfigError
 
@@ -162,7 +161,7 @@ def save_adapters(
   with new_folder(path) as folder:
     write_json(folder / "adapter_config.json", values)
     tensors = {spec.hf_name: tensor(spec) for spec in specs}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_tensors(folder / "adapter_model.safetensors", tensors)
 
 
 def _projection(module_name: str) -> str:

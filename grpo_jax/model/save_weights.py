@@ -10,11 +10,10 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from grpo_jax.model import families, huggingface
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.folders import new_folder, write_json
+from grpo_jax.model.folders import new_folder, write_json, write_tensors
 from grpo_jax.model.lora import merged
 from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.settings import ConfigError
@@ -73,7 +72,7 @@ def _write_weights(folder: Path, config: ModelConfig, leaves: Mapping[str, Any])
     tensors = {
       hf_name: _tensor(config, specs, leaves) for hf_name, specs in specs_of_tensor.items()
     }
-    save_file(tensors, folder / name, metadata={"format": "pt"})
+    write_tensors(folder / name, tensors)
     # safetensors writes files that only their owner can read.
     shutil.copymode(folder / "config.json", folder / name)
     weight_map |= dict.fromkeys(tensors, name)

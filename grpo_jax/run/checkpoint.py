@@ -8,6 +8,7 @@ checkpoints are kept. `checkpoint_format.py` says how damage is noticed.
 from collections.abc import Callable, Collection
 import logging
 from pathlib import Path
+import shutil
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from grpo_jax.run import checkpoint_format as fmt
 from grpo_jax.run import checkpoint_reader
+from grpo_jax.run.json_files import naming
 from grpo_jax.run.orbax_noise import silence_orbax
 from grpo_jax.settings import ConfigError
 
@@ -26,7 +28,8 @@ silence_orbax()
 class Checkpoints:
   """The checkpoints of one run.
 
-  Only `save` and `restore_latest` change the folder, and only one run may call them.
+  Only `save`, `restore_latest` and `remove_unfinished` change the folder, and only one run may call
+  them.
   """
 
   def __init__(
@@ -46,9 +49,13 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """The steps whose checkpoints are complete (damaged or not), ascending."""
-    if not self.directory.is_dir():
-      return []
-    return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal())
+    return fmt.saved_steps(self.directory)
+
+  def remove_unfinished(self) -> None:
+    """Removes what saves have left that were killed or that failed. It may fill the disk."""
+    if jax.process_index() == 0:
+      for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path)
 
   def save(self, step: int, state: Any) -> None:
     """Copies `state` and starts to write it. Does nothing if the step is already there.
@@ -64,7 +71,8 @@ class Checkpoints:
 
     Raises:
       ValueError: A key in `state` contains a dot.
-      Exception: Whatever went wrong with the save before this one.
+      Exception: Whatever went wrong with the save before this one. `disk.explain` says whether the
+        disk is the reason.
     """
     self.wait()
     if step in self.steps():
@@ -75,7 +83,8 @@ class Checkpoints:
       group: ocp.args.StandardSave(arrays) for group, arrays in fmt.by_group(on_disk).items()
     }
     items["manifest"] = ocp.args.JsonSave(fmt.seal(fmt.describe(flat)))
-    self._writer().save(step, args=ocp.args.Composite(**items), force=True)
+    with naming(self.directory):
+      self._writer().save(step, args=ocp.args.Composite(**items), force=True)
 
   def restore_latest(
     self, abstract_state: Any, optional: Collection[str] = ()
@@ -141,13 +150,15 @@ class Checkpoints:
   def wait(self) -> None:
     """Returns when everything that was saved is on disk. Raises if that failed."""
     if self._manager is not None:
-      self._manager.wait_until_finished()
+      with naming(self.directory):
+        self._manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits as `wait` does, then frees the threads. The object can be used again."""
     manager, self._manager = self._manager, None
     if manager is not None:
-      manager.close()
+      with naming(self.directory):
+        manager.close()
 
   def _writer(self) -> ocp.CheckpointManager:
     if self._manager is None:

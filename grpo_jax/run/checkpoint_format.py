@@ -24,6 +24,13 @@ from grpo_jax.settings import ConfigError
 Manifest = dict[str, dict[str, Any]]
 
 
+def saved_steps(directory: Path) -> list[int]:
+  """The steps whose checkpoints in this folder are complete (damaged or not), ascending."""
+  if not directory.is_dir():
+    return []
+  return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
 def flatten(tree: Any) -> dict[str, Any]:
   """The leaves of a tree by name, such as {"params.layer.w": leaf}.
 

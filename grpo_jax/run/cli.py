@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config, Mesh, check_key, from_dict, wrong_type
-from grpo_jax.run import ends
+from grpo_jax.run import disk, ends
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.saved_config import load_config
@@ -45,7 +45,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     main(_parse(sys.argv))
     sys.stdout.flush()
   except BaseException as error:
-    ended = ends.exit_of(error)
+    ended = ends.exit_of(error) or _failed_write(error)
     if ended is None:
       raise
     code, line = ended
@@ -129,6 +129,13 @@ def saved_config(workdir: str | Path) -> Config:
     return from_dict(values, saved=True)
   except ConfigError as error:
     raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def _failed_write(error: BaseException) -> tuple[int, str] | None:
+  """The exit code and the line for a disk that cannot be written, or None for another error."""
+  workdir = flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None
+  line = disk.explain(error, workdir) if isinstance(error, Exception) else None
+  return (ends.FAILED, f"error: {line}") if line else None
 
 
 def _open_standard_streams() -> None:

@@ -1,6 +1,7 @@
 """The JSON in a run's folder: files that are replaced in one step, and files of one row a line."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import json
 import math
 import os
@@ -11,13 +12,60 @@ from grpo_jax.settings import ConfigError
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-  """Writes the file atomically: a reader, or a kill, sees the old content or the new content."""
+  """Writes the file atomically: a reader, or a kill, sees the old content or the new content.
+
+  Raises:
+    OSError: It cannot be written. The old content stays.
+  """
   new = path.with_name(path.name + ".new")
-  with open(new, "wb") as file:
-    file.write(content.encode() if isinstance(content, str) else content)
-    file.flush()
-    os.fsync(file.fileno())
+  try:
+    with naming(path), open(new, "wb") as file:
+      file.write(content.encode() if isinstance(content, str) else content)
+      file.flush()
+      os.fsync(file.fileno())
+  except OSError:
+    new.unlink(missing_ok=True)  # a full disk needs the room
+    raise
   os.replace(new, path)
+
+
+class AppendedFile:
+  """A file that grows by whole pieces: a piece that cannot be written leaves no part of itself."""
+
+  def __init__(self, path: Path) -> None:
+    self._path = path
+    self._file = open(path, "ab", buffering=0)
+
+  def append(self, content: bytes) -> None:
+    """Appends all of `content`. A kill loses none of it once `append` has returned.
+
+    Raises:
+      OSError: It cannot be written. The file is as it was before.
+    """
+    size = os.fstat(self._file.fileno()).st_size
+    try:
+      with naming(self._path):
+        rest = memoryview(content)
+        while rest:  # a disk that becomes full takes a part
+          rest = rest[self._file.write(rest) :]
+    except BaseException:
+      with contextlib.suppress(OSError):  # otherwise the next start removes the part
+        self._file.truncate(size)
+      raise
+
+  def close(self) -> None:
+    self._file.close()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+  """Gives an OSError the name of the file. One that is raised by a write has none."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is None:
+      error.filename = str(path)
+    raise
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
 """Silences what orbax prints beside the errors that it raises.
 
-The reader of a checkpoint reports a damaged file in one line. Without these filters, that line
-would drown in what orbax and asyncio print about the tasks that they gave up.
+A damaged file or a full disk is reported in one line. Without these filters, that line would drown
+in what orbax and asyncio print about the tasks that they gave up.
 """
 
 import logging
@@ -41,5 +41,5 @@ def _keep_asyncio_record(record: logging.LogRecord) -> bool:
 
 
 def _keep_absl_record(record: logging.LogRecord) -> bool:
-  """Drops orbax's progress messages, which users of absl.app would see."""
-  return record.levelno >= logging.WARNING or "orbax" not in record.pathname
+  """Drops orbax's progress messages, and its errors: it raises each of them, too."""
+  return record.levelno == logging.WARNING or "orbax" not in record.pathname

@@ -53,8 +53,10 @@ class Reporter:
     """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
     log = self._run.config.log
     self._writer = self._run.hosts.on_first(
-      lambda: Writer(self._workdir, start_step, log.tensorboard, log.wandb)
+      lambda: Writer(self._workdir, start_step, log.tensorboard, log.wandb, self.warn)
     )
+    if self._writer:
+      self._writer.warn_of_missing_rows(start_step, log.every)
 
   def close(self) -> None:
     """Closes the files and leaves the terminal as it was."""

@@ -49,6 +49,8 @@ class StateStore:
   def restore_or_init(self) -> tuple[RunState, int, bool]:
     """(state, step, whether the state comes from a checkpoint)."""
     _ = self._run.parameters.base  # read now, so that no step's time holds it
+    for store in (self._checkpoints, Checkpoints(self._reference_path, keep=1)):
+      store.remove_unfinished()
     restored = self._checkpoints.restore_latest(self._abstract(), optional=("host",))
     if restored is None:
       return self._init(), 0, False

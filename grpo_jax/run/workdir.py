@@ -1,22 +1,38 @@
 """A run's folder: config.json, metrics.jsonl, completions/ and TensorBoard's event files.
 
-metrics.jsonl is the record of the run. Each line is a strict JSON object with `step` first, and it
-is on disk when `Writer.write` returns. The event files show the same rows to TensorBoard, and may
-lack the last seconds before a kill.
+metrics.jsonl is the record of the run. Each line is a strict JSON object with `step` first. The
+event files show the same rows to TensorBoard. A row is in both when `Writer.write` returns.
 """
 
 from collections.abc import Callable, Mapping
 import json
+import logging
 from pathlib import Path
 import re
-import secrets
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
-from grpo_jax.run.json_files import json_line, plain, read_metrics, replace_file
+from grpo_jax.run.events import Events
+from grpo_jax.run.json_files import AppendedFile, json_line, plain, read_metrics, replace_file
 from grpo_jax.run.saved_config import as_json, check_same_run, load_config
+from grpo_jax.run.weights_and_biases import open_wandb
 from grpo_jax.settings import ConfigError
+
+LOCK_FILE = "run.lock"  # what grpo_jax/run/lock.py locks
+# What a run that was killed at its start may leave in the folder, beside its config.json.
+_OF_THE_START = {LOCK_FILE, "config.json.new"}
+
+
+def make_folder(workdir: Path) -> None:
+  """Creates the folder of a run, if it is not there.
+
+  Raises:
+    ConfigError: Something else is in its place.
+    OSError: The disk cannot be written.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+  except (FileExistsError, NotADirectoryError) as error:
+    raise ConfigError(f"--workdir={workdir} cannot be created: {error.strerror}") from error
 
 
 def open_run(
@@ -39,10 +55,7 @@ def open_run(
   workdir = Path(workdir)
   path = workdir / "config.json"
   config = as_json(config)
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise ConfigError(f"--workdir={workdir} cannot be created: {error.strerror}") from error
+  make_folder(workdir)
   if path.exists():
     saved = load_config(path)
     old = as_json(complete(saved)) if complete else saved
@@ -52,8 +65,7 @@ def open_run(
     is_foreign = old.keys() != config.keys()
     if has_begun or is_foreign:
       check_same_run(path, old, config)
-  elif any(entry.name != "config.json.new" for entry in workdir.iterdir()):
-    # A run that was killed at its start leaves at most config.json.new.
+  elif any(entry.name not in _OF_THE_START for entry in workdir.iterdir()):
     raise ConfigError(f"--workdir={workdir} is not empty and has no config.json: name a new folder")
   replace_file(path, json.dumps(config, indent=2) + "\n")
 
@@ -62,41 +74,66 @@ class Writer:
   """Appends to a run's folder. Only one process may write."""
 
   def __init__(
-    self, workdir: str | Path, start_step: int, tensorboard: bool, wandb: str = ""
+    self,
+    workdir: str | Path,
+    start_step: int,
+    tensorboard: bool,
+    wandb: str = "",
+    warn: Callable[[str], None] = logging.warning,
   ) -> None:
     """Opens the files, and removes what they hold of later steps, which will run again.
+
+    Without a checkpoint all steps run again. What the files hold is then kept under other names.
 
     Args:
       workdir: The folder, which exists.
       start_step: The step of the checkpoint that was restored, or -1 without one.
       tensorboard: Whether to write event files.
       wandb: A project of Weights & Biases, or "" to send nothing there.
+      warn: Receives a line if the run starts over.
 
     Raises:
       ConfigError: metrics.jsonl is damaged, or Weights & Biases cannot be used.
+      OSError: The folder cannot be written.
     """
     workdir = Path(workdir)
-    self._wandb = _open_wandb(wandb, workdir) if wandb else None
+    self._wandb = open_wandb(wandb, workdir) if wandb else None
     self._completions = workdir / "completions"
+    if start_step < 0:
+      _keep_what_was_there(workdir, warn)
     self._path = workdir / "metrics.jsonl"
     self._last_step = _truncate_metrics(self._path, start_step)
     _remove_completions(self._completions, start_step)
-    self._file = open(self._path, "ab")
-    self._board = _open_tensorboard(workdir, start_step) if tensorboard else None
+    self._file = AppendedFile(self._path)
+    self._events = Events(workdir, start_step) if tensorboard else None
+    self._warn = warn
+
+  def warn_of_missing_rows(self, start_step: int, every: int) -> None:
+    """Warns if metrics.jsonl ends too early.
+
+    Args:
+      start_step: The step of the checkpoint that was restored, or -1 without one.
+      every: How many steps lie between two rows at most.
+    """
+    last_step = self._last_step or 0
+    if start_step - last_step >= every:
+      self._warn(
+        f"metrics.jsonl ends at step {last_step} and the checkpoint is of step {start_step}:"
+        " the rows between them are missing"
+      )
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Appends one row to metrics.jsonl. A kill loses no row once `write` has returned.
 
     Raises:
       ValueError: `step` is not later than the last step.
+      OSError: The row cannot be written. metrics.jsonl has no part of it.
     """
     if self._last_step is not None and step <= self._last_step:
       raise ValueError(
         f"step {step} is not later than step {self._last_step}, which is written already"
       )
-    row = {"step": step, **values}
-    self._file.write(json_line(row))
-    self._file.flush()
+    self._file.append(json_line({"step": step, **values}))
     self._last_step = step
     self._show(step, values)
 
@@ -114,7 +151,7 @@ class Writer:
     self._file.close()
     content = b"".join(line for _, line in rows)
     replace_file(self._path, content + json_line(last_row | dict(values)))
-    self._file = open(self._path, "ab")
+    self._file = AppendedFile(self._path)
     self._show(last_row["step"], values)
 
   def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
@@ -126,17 +163,16 @@ class Writer:
   def close(self) -> None:
     """Closes the files, and ends the run at Weights & Biases."""
     self._file.close()
-    if self._board is not None:
-      self._board.close()
+    if self._events is not None:
+      self._events.close()
     if self._wandb is not None:
       self._wandb.finish()
 
   def _show(self, step: int, values: Mapping[str, float]) -> None:
     """Sends values to TensorBoard and to Weights & Biases."""
     finite = {name: value for name, value in plain(values).items() if value is not None}
-    if self._board is not None:
-      for name, value in finite.items():
-        self._board.add_scalar(name, value, step)
+    if self._events is not None:
+      self._events.write(step, finite)
     if self._wandb is not None:
       self._wandb.log(finite, step=step)
 
@@ -151,6 +187,20 @@ def read(workdir: str | Path) -> list[dict[str, Any]]:
   if not path.is_file():
     raise ConfigError(f"{path} does not exist: is {workdir} a run's folder?")
   return [row for row, _ in read_metrics(path)]
+
+
+def _keep_what_was_there(workdir: Path, warn: Callable[[str], None]) -> None:
+  """Renames the rows and completions of a run whose checkpoints are gone, to metrics.jsonl.1."""
+  metrics, completions = workdir / "metrics.jsonl", workdir / "completions"
+  old = [completions] if any(completions.glob("[0-9]*.jsonl")) else []
+  if metrics.exists() and metrics.stat().st_size:
+    old.append(metrics)
+  number = 1
+  while any(path.with_name(f"{path.name}.{number}").exists() for path in (metrics, completions)):
+    number += 1
+  kept = [path.rename(path.with_name(f"{path.name}.{number}")).name for path in old]
+  if kept:
+    warn(f"{workdir} has no checkpoint: starting over; what was there is in {' and '.join(kept)}")
 
 
 def _truncate_metrics(path: Path, start_step: int) -> int | None:
@@ -177,43 +227,3 @@ def _remove_completions(folder: Path, start_step: int) -> None:
     match = re.fullmatch(r"(\d{6,})\.jsonl(\.new)?", path.name)
     if match and (match[2] or int(match[1]) > start_step):
       path.unlink()
-
-
-def _open_tensorboard(workdir: Path, start_step: int) -> SummaryWriter:
-  # The library names a file by the second and overwrites it. The suffix keeps two starts within one
-  # second apart.
-  suffix = f".{len(list(workdir.glob('events.out.tfevents.*')))}"
-  return SummaryWriter(
-    str(workdir), purge_step=start_step + 1, flush_secs=5, filename_suffix=suffix
-  )
-
-
-def _open_wandb(project: str, workdir: Path) -> Any:
-  """The run of this folder at Weights & Biases, which a resumed run continues.
-
-  Rows that are there already stay, even if their steps run again.
-  """
-  try:
-    import wandb  # here, because it is an optional dependency
-  except ImportError:
-    raise ConfigError(
-      "config key log.wandb needs the package wandb: pip install -e '.[wandb]'"
-    ) from None
-  id_path = workdir / "wandb_id"
-  if not id_path.exists():
-    replace_file(id_path, secrets.token_hex(8))
-  try:
-    return wandb.init(
-      project=project,
-      id=id_path.read_text(),
-      resume="allow",
-      name=workdir.name,
-      dir=str(workdir),
-      config=load_config(workdir / "config.json"),
-      settings=wandb.Settings(console="off"),
-    )
-  except Exception as error:  # no key, no network, no such project: each has its own exception
-    reason = " ".join(str(error).split())
-    raise ConfigError(
-      f"config key log.wandb is {project!r}: {reason:.200}; WANDB_MODE=offline needs no network"
-    ) from error

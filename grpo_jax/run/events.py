@@ -1,0 +1,56 @@
+"""TensorBoard's event files, written by the training thread.
+
+The writer of tensorboardX has a thread of its own. When the disk is full, that thread dies, and the
+run then waits for it for ever.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+import re
+import socket
+import struct
+import time
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+
+from grpo_jax.run.json_files import AppendedFile
+
+_VERSION = "brain.Event:2"
+
+
+class Events:
+  """One event file. Each start of a run writes its own."""
+
+  def __init__(self, workdir: Path, start_step: int) -> None:
+    """Creates the file. TensorBoard forgets what it has of steps after `start_step`."""
+    # TensorBoard wants the time in the name. The count keeps two starts within a second apart.
+    number = len(list(workdir.glob("events.out.tfevents.*")))
+    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{number}"
+    self._file = AppendedFile(workdir / name)
+    self._append(Event(file_version=_VERSION))
+    self._append(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Appends finite numbers by name."""
+    scalars = [Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()]
+    self._append(Event(step=step, summary=Summary(value=scalars)))
+
+  def close(self) -> None:
+    self._file.close()
+
+  def _append(self, event: Event) -> None:
+    event.wall_time = time.time()
+    content = event.SerializeToString()
+    length = struct.pack("<Q", len(content))
+    self._file.append(length + _checksum(length) + content + _checksum(content))
+
+
+def _tag(name: str) -> str:
+  """The name with the characters that TensorBoard allows."""
+  return re.sub(r"[^-/\w.]", "_", name).lstrip("/")
+
+
+def _checksum(content: bytes) -> bytes:
+  return struct.pack("<I", masked_crc32c(content))
