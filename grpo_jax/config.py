@@ -12,15 +12,18 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from grpo_jax import settings
+from grpo_jax import plain_values
 from grpo_jax.algo.settings import Algo
-from grpo_jax.settings import above, at_least, below_one, fraction, one_of, setting
+from grpo_jax.settings import ConfigError, above, at_least, below_one, fraction, one_of, setting
 
 DTYPES = ("float32", "bfloat16")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SCHEDULES = ("constant", "linear", "cosine")
 NOT_NEGATIVE = at_least(0)
 POSITIVE = at_least(1)
+# No batch or model in use is near these. They keep a typing error from being built for hours.
+ROWS = at_least(1, at_most=2**20)
+WIDTH = at_least(1, at_most=2**17)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +36,12 @@ class Model:
   dtype: str = setting(
     "float32", "dtype of the computation; master weights are always float32", one_of(DTYPES)
   )
-  embed_dim: int = setting(64, "width D; this key and those below shape a random model", POSITIVE)
-  num_layers: int = setting(2, "layers L", POSITIVE)
-  num_heads: int = setting(4, "query heads H", POSITIVE)
-  num_kv_heads: int = setting(4, "key and value heads K; must divide num_heads", POSITIVE)
-  head_dim: int = setting(16, "size E of a head; must be even", POSITIVE)
-  mlp_dim: int = setting(256, "width F of the MLP", POSITIVE)
+  embed_dim: int = setting(64, "width D; this key and those below shape a random model", WIDTH)
+  num_layers: int = setting(2, "layers L", at_least(1, at_most=512))
+  num_heads: int = setting(4, "query heads H", WIDTH)
+  num_kv_heads: int = setting(4, "key and value heads K; must divide num_heads", WIDTH)
+  head_dim: int = setting(16, "size E of a head; must be even", WIDTH)
+  mlp_dim: int = setting(256, "width F of the MLP", WIDTH)
   rope_theta: float = setting(10000.0, "base of the rotary frequencies", above(0))
   tie_embeddings: bool = setting(True, "use the embedding as the output head")
 
@@ -89,12 +92,14 @@ class BatchSize:
   """How many completions a step samples, and in which parts an update computes them."""
 
   prompts: int = setting(
-    32, "P per GRPO step; an optimizer step uses prompts / algo.minibatches of them", POSITIVE
+    32, "P per GRPO step; an optimizer step uses prompts / algo.minibatches of them", ROWS
   )
   group_size: int = setting(
     8,
     "G completions of each prompt",
-    at_least(2, "an advantage is relative to the group, so a group needs 2 completions or more"),
+    at_least(
+      2, "an advantage is relative to the group, so a group needs 2 completions or more", 2**20
+    ),
   )
   micro_batch: int = setting(
     0,
@@ -154,7 +159,7 @@ class Reward:
   )
   weights: tuple[float, ...] = setting((1.0,), "the weight of each function")
   batch: int = setting(
-    64, "texts scored at once; a multiple of mesh.data x mesh.fsdp x mesh.expert", POSITIVE
+    64, "texts scored at once; a multiple of mesh.data x mesh.fsdp x mesh.expert", ROWS
   )
   dtype: str = setting(
     "", "dtype of weights and computation; '' = model.dtype", one_of(("", *DTYPES))
@@ -207,7 +212,7 @@ class WarmStart:
   """Supervised steps on the task's worked solutions, before GRPO."""
 
   steps: int = setting(0, "how many", NOT_NEGATIVE)
-  batch: int = setting(128, "examples in each", POSITIVE)
+  batch: int = setting(128, "examples in each", ROWS)
   learning_rate: float = setting(1e-3, "constant after the warmup", NOT_NEGATIVE)
   warmup_steps: int = setting(10, "steps of linear warmup", NOT_NEGATIVE)
 
@@ -220,10 +225,12 @@ class Eval:
     0, "GRPO steps between evaluations, with one before the first; 0 = never", NOT_NEGATIVE
   )
   examples: int = setting(256, "how many test problems, from the first on", POSITIVE)
-  batch: int = setting(128, "problems decoded at once", POSITIVE)
+  batch: int = setting(128, "problems decoded at once", ROWS)
   function: str = setting("strict", "the reward function that decides: 1 is right, all else is not")
   samples: int = setting(
-    0, "k draws of each problem for mean@k, pass@k and maj@k; 0 = greedy only", NOT_NEGATIVE
+    0,
+    "k draws of each problem for mean@k, pass@k and maj@k; 0 = greedy only",
+    at_least(0, at_most=2**20),
   )
   temperature: float = setting(1.0, "of those draws", above(0))
 
@@ -292,7 +299,7 @@ def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
   Raises:
     ConfigError: For an unknown key or a wrong type.
   """
-  return settings.from_dict(values, Config, saved)
+  return plain_values.from_dict(values, Config, saved)
 
 
 def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,22 +308,22 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
   They get the values that reproduce the behaviour of that time. Keys that only the earlier config
   has are kept.
   """
-  return _merged(settings.to_dict(from_dict({}, saved=True)), saved)
+  return _merged(plain_values.to_dict(from_dict({}, saved=True)), saved)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
   """The inverse of `from_dict`, as JSON holds it: tuples become lists."""
-  return settings.to_dict(config)
+  return plain_values.to_dict(config)
 
 
 def check_key(name: str) -> None:
   """Raises ConfigError unless `name`, such as algo.clip_high, is the key of a setting."""
-  settings.check_key(name, Config)
+  plain_values.check_key(name, Config)
 
 
-def wrong_type(name: str, value: Any) -> settings.ConfigError:
+def wrong_type(name: str, value: Any) -> ConfigError:
   """The error for a value of the wrong type for key `name`."""
-  return settings.wrong_type(name, value, settings.keys(Config)[name])
+  return plain_values.wrong_type(name, value, plain_values.keys(Config)[name])
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

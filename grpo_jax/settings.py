@@ -4,10 +4,13 @@ The sections in `grpo_jax/config.py` are dataclasses whose fields are made by `s
 variants of the algorithm in `grpo_jax/algo/` bring their own, as dicts from names to `Setting`s.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 import dataclasses
-import difflib
-from typing import TYPE_CHECKING, Any, get_type_hints
+import math
+from typing import TYPE_CHECKING, Any
+
+LARGEST_INT = 2**31 - 1  # what an int32 holds, which is what numbers are on the devices
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e30  # inside float32, with room to compute with them
 
 
 class ConfigError(ValueError):
@@ -33,9 +36,11 @@ class Range:
   choices: tuple[str, ...] = ()
 
 
-def at_least(low: float, note: str = "") -> Range:
-  """Values from `low` on. `note` is added to the error message, such as "0 is off"."""
-  return Range(lambda value: value >= low, _with_note(f"it must be at least {low}", note))
+def at_least(low: float, note: str = "", at_most: float = math.inf) -> Range:
+  """Values from `low` to `at_most`. `note` is added to the error message, such as "0 is off"."""
+  limit = f" and at most {at_most}" if at_most < math.inf else ""
+  requirement = _with_note(f"it must be at least {low}{limit}", note)
+  return Range(lambda value: low <= value <= at_most, requirement)
 
 
 def above(low: float, note: str = "") -> Range:
@@ -102,9 +107,42 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     key, value = prefix + field.name, getattr(config, field.name)
     if dataclasses.is_dataclass(value):
       check_ranges(value, f"{key}.")
-    elif not field.metadata["setting"].range.contains(value):
-      requirement = field.metadata["setting"].range.requirement
-      raise ConfigError(f"config key {key} is {value!r}: {requirement}")
+      continue
+    declared = field.metadata["setting"].range
+    if not declared.contains(value):
+      raise ConfigError(f"config key {key} is {shown(value)}: {declared.requirement}")
+    for number in value if isinstance(value, tuple) else (value,):
+      requirement = _unusable(number)
+      if requirement:
+        raise ConfigError(f"config key {key} is {shown(value)}: {requirement}")
+
+
+def _unusable(value: Any) -> str:
+  """What a value must be that can be neither computed with nor written. Empty for other values."""
+  if type(value) is int and abs(value) > LARGEST_INT:
+    return f"it must be between -{LARGEST_INT} and {LARGEST_INT}"
+  if type(value) is float and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+    return f"it must be finite, and its size 0 or between {SMALLEST_FLOAT} and {LARGEST_FLOAT}"
+  if type(value) is str and ("\0" in value or not is_text(value)):
+    return "it must be text, without NUL and without half of a surrogate pair"
+  return ""
+
+
+def is_text(value: str) -> bool:
+  """Whether UTF-8 can hold a string. It cannot hold half of a surrogate pair, as JSON can."""
+  try:
+    value.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
+
+
+def shown(value: Any) -> str:
+  """A value as an error message shows it, in at most 200 characters."""
+  try:
+    return f"{value!r:.200}"
+  except Exception:  # Python writes no int of more than 4,300 digits, and an object may do anything
+    return f"a {type(value).__name__} that cannot be printed"
 
 
 class Settings:
@@ -117,115 +155,6 @@ class Settings:
   if TYPE_CHECKING:
 
     def __getattr__(self, name: str) -> Any: ...
-
-
-def from_dict(values: Mapping[str, Any], section: type, saved: bool = False) -> Any:
-  """Nested plain values as the dataclass `section`. See `grpo_jax.config.from_dict`."""
-  return _section(values, section, saved, "", section)
-
-
-def _section(values: Mapping[str, Any], section: Any, saved: bool, prefix: str, root: type) -> Any:
-  kinds = get_type_hints(section)
-  for key in values:
-    if key not in kinds:
-      raise _unknown_key(prefix + key, root)
-  converted = {}
-  for field in dataclasses.fields(section):
-    key, kind = prefix + field.name, kinds[field.name]
-    if dataclasses.is_dataclass(kind):
-      inner = values.get(field.name, {})
-      if not isinstance(inner, Mapping):
-        raise ConfigError(f"config key {key} must be a section of keys, got {inner!r}")
-      converted[field.name] = _section(inner, kind, saved, f"{key}.", root)
-      continue
-    declared = field.metadata["setting"]
-    missing = declared.before if saved and declared.before is not None else declared.default
-    given = field.name in values
-    converted[field.name] = _converted(values[field.name], kind, key) if given else missing
-  return section(**converted)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-  """The inverse of `from_dict`, as JSON holds it: tuples become lists."""
-  return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
-
-
-def keys(section: Any, prefix: str = "") -> dict[str, Any]:
-  """Every key, such as algo.clip_high, with its type. A section has its dataclass as its type."""
-  out = {}
-  for name, kind in get_type_hints(section).items():
-    out[prefix + name] = kind
-    if dataclasses.is_dataclass(kind):
-      out |= keys(kind, f"{prefix}{name}.")
-  return out
-
-
-def check_key(name: str, section: type) -> None:
-  """Raises ConfigError unless `name` is the key of a setting."""
-  all_keys = keys(section)
-  if name not in all_keys:
-    raise _unknown_key(name, section)
-  if dataclasses.is_dataclass(all_keys[name]):
-    inside = (f"{name}.{key}" for key in get_type_hints(all_keys[name]))
-    raise ConfigError(f"config key {name} is a section: set one of {', '.join(inside)}")
-
-
-def wrong_type(name: str, value: Any, kind: Any) -> ConfigError:
-  """The error for a value of the wrong type for key `name`."""
-  if value is None:
-    return ConfigError(f"config key {name} has no value yet: give it one with --config.{name}=...")
-  return ConfigError(f"config key {name} must be {_TYPE_NAMES[kind]}, got {value!r}")
-
-
-_TYPE_NAMES = {
-  int: "a whole number",
-  float: "a number",
-  bool: "True or False",
-  str: "a string",
-  tuple[int, ...]: "a list of whole numbers",
-  tuple[float, ...]: "a list of numbers",
-  tuple[str, ...]: "a list of strings",
-}
-
-
-def _converted(value: Any, kind: Any, name: str) -> Any:
-  if hasattr(kind, "__args__"):
-    element = kind.__args__[0]
-    if isinstance(value, (list, tuple)) and all(_fits(item, element) for item in value):
-      return tuple(element(item) for item in value)
-  elif _fits(value, kind):
-    return kind(value)
-  raise wrong_type(name, value, kind)
-
-
-def _fits(value: Any, kind: type) -> bool:
-  return type(value) is kind or (kind is float and type(value) is int)
-
-
-def _plain(value: Any) -> Any:
-  if dataclasses.is_dataclass(value):
-    return to_dict(value)
-  return list(value) if isinstance(value, tuple) else value
-
-
-def _unknown_key(name: str, root: type) -> ConfigError:
-  """The error for a key that does not exist, with the key that was probably meant."""
-  all_keys = list(keys(root))
-  section, _, last = name.rpartition(".")
-  siblings = [key.rpartition(".")[2] for key in all_keys if key.rpartition(".")[0] == section]
-  close = difflib.get_close_matches(last, siblings, n=1)
-  candidates = [f"{section}.{key}".strip(".") for key in close]
-  if not candidates:  # the right key in the wrong section
-    candidates = [key for key in all_keys if key.rpartition(".")[2] == last]
-  if not candidates:
-    candidates = difflib.get_close_matches(name, all_keys, n=1, cutoff=0.8)
-  if candidates:
-    return ConfigError(f"config key {name} is unknown: did you mean {' or '.join(candidates)}?")
-  if siblings:
-    where = f"{section or 'a config'} has {', '.join(siblings)}"
-  else:
-    where = "they are all in grpo_jax/config.py"
-  return ConfigError(f"config key {name} is unknown: {where}")
 
 
 def _with_note(requirement: str, note: str) -> str:

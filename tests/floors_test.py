@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = [
-  {"settings", "types", "masked"},
-  {"algo"},
+  {"settings", "files", "types", "masked"},
+  {"algo", "plain_values"},
   {"config"},
   {"model", "sampler", "rewards", "data", "parallel"},
   {"learner"},

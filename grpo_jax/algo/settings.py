@@ -44,7 +44,7 @@ ADVANTAGE_SETTINGS = {
 
 RATIO_SETTINGS = {
   "ratio": Setting("token", "a name in algo/ratios.py", one_of(RATIOS)),
-  "updates_per_batch": Setting(1, "passes over a batch", at_least(1)),
+  "updates_per_batch": Setting(1, "passes over a batch", at_least(1, at_most=1000)),
   "minibatches": Setting(
     1,
     "optimizer steps in a pass. With one pass and one step the ratio is 1, and no bound on it"
@@ -142,7 +142,7 @@ SAMPLING_SETTINGS = {
     3,
     "at most so many more batches are sampled for that; what is still missing is left out of the"
     " loss",
-    at_least(1),
+    at_least(1, at_most=1000),
   ),
   "overlong": Setting(
     0.0,

@@ -1,22 +1,23 @@
 """Conversations to text, through the chat template that comes with a tokenizer.
 
-A chat template is a jinja2 program that somebody else wrote. It runs in jinja2's sandbox. There it
-can use what `transformers` provides to chat templates, and nothing else.
+A chat template is a jinja2 program that somebody else wrote. It runs in a process of its own, which
+limits what it may do, and how much time and memory it may take: `chat_process.py`.
 """
 
 from collections.abc import Mapping, Sequence
-import datetime
 import json
+from pathlib import Path
+import signal
+import subprocess
+import sys
+import threading
 from typing import Any, NoReturn
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
+from grpo_jax.data.chat_process import SECONDS
 from grpo_jax.data.tokenizer_files import read_json
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, is_text
+
+_TOGETHER = 64  # conversations that are sent to the process at once, which saves time
 
 # A conversation. Each message has a text `role` and a text `content`, and may have more.
 Messages = Sequence[Mapping[str, Any]]
@@ -75,7 +76,7 @@ def find_template(files: Mapping[str, bytes]) -> tuple[str, str]:
 
 
 class Template:
-  """A chat template, compiled."""
+  """A chat template."""
 
   def __init__(self, source: str, file: str) -> None:
     """Compiles a template.
@@ -87,95 +88,101 @@ class Template:
     Raises:
       ConfigError: The source is not a jinja2 template.
     """
-    self._file = file
-    try:
-      self._template = _environment().from_string(source)
-    except jinja2.TemplateError as error:
-      raise self._error("cannot be read", error) from None
+    self._source, self._file = source, file
+    answer = _PROCESS.ask({"source": source, "shared": {}, "conversations": []})
+    if "error" in answer:
+      self._refuse("cannot be read", answer["error"])
 
   def render(
-    self, messages: Messages, generation_prompt: bool, special_tokens: Mapping[str, str]
-  ) -> str:
-    """The conversation as text.
+    self,
+    conversations: Sequence[Messages],
+    generation_prompt: bool,
+    special_tokens: Mapping[str, str],
+  ) -> list[str]:
+    """Conversations as texts.
 
     Args:
-      messages: The conversation.
-      generation_prompt: Whether the text ends with the marks that open the assistant's answer.
+      conversations: The conversations.
+      generation_prompt: Whether a text ends with the marks that open the assistant's answer.
       special_tokens: The special tokens that the template may use, such as {"eos_token": "</s>"}.
 
     Raises:
-      ConfigError: `messages` is not a conversation, or the template refuses it, fails, or tries
-        something that the sandbox forbids.
+      ConfigError: One of them is not a conversation, or the template refuses it, fails, tries
+        something that the sandbox forbids, or takes too much time or memory.
     """
-    check(messages, f"the chat template in {self._file}")
-    messages_without_none = [
-      {key: value for key, value in message.items() if value is not None} for message in messages
-    ]
-    try:
-      return self._template.render(
-        special_tokens,
-        messages=messages_without_none,
-        add_generation_prompt=generation_prompt,
-        tools=None,
-        documents=None,
-      )
-    except Exception as error:  # the template is a program, so it can raise any exception
-      raise self._error("cannot render a conversation", error) from None
+    for messages in conversations:
+      check(messages, f"the chat template in {self._file}")
+    shared = {
+      **special_tokens,
+      "add_generation_prompt": generation_prompt,
+      "tools": None,
+      "documents": None,
+    }
+    texts: list[str] = []
+    for start in range(0, len(conversations), _TOGETHER):
+      some = [_without_none(messages) for messages in conversations[start : start + _TOGETHER]]
+      answer = _PROCESS.ask({"source": self._source, "shared": shared, "conversations": some})
+      if "error" in answer:
+        self._refuse("cannot render a conversation", answer["error"])
+      texts += answer["texts"]
+    if not all(map(is_text, texts)):
+      self._refuse("cannot render a conversation", "it makes half of a surrogate pair")
+    return texts
 
-  def _error(self, problem: str, error: Exception) -> ConfigError:
-    message = " ".join(str(error).split())
-    return ConfigError(
-      f"the chat template in {self._file} {problem}: {type(error).__name__}: {message:.200}"
+  def _refuse(self, problem: str, error: str) -> NoReturn:
+    raise ConfigError(
+      f"the chat template in {self._file} {problem}: {' '.join(error.split()):.240}"
     )
+
+
+class _Process:
+  """The process of `chat_process.py`. It is started when it is first needed, and after its death.
+
+  It ends when this process does, because its input then ends.
+  """
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._process: subprocess.Popen[bytes] | None = None
+
+  def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a question, as `chat_process.py` describes both."""
+    line = json.dumps(question).encode() + b"\n"
+    with self._lock:
+      if self._process is None:
+        self._process = subprocess.Popen(
+          [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py"))],
+          stdin=subprocess.PIPE,
+          stdout=subprocess.PIPE,
+          start_new_session=True,  # so that Ctrl-C reaches this process alone
+        )
+      try:
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+      except BaseException as error:  # Ctrl-C too: what is half sent or half read is lost
+        self._process.kill()
+        if not isinstance(error, OSError):
+          self._process = None
+          raise
+        answer = b""
+      if answer.endswith(b"\n"):
+        return json.loads(answer)
+      code = self._process.wait()
+      self._process = None
+    if code == -signal.SIGALRM:
+      return {"error": f"it was stopped because it did not end within {SECONDS} seconds"}
+    return {"error": f"its process died with exit code {code}"}
+
+
+_PROCESS = _Process()
+
+
+def _without_none(messages: Messages) -> Messages:
+  return [{key: x for key, x in message.items() if x is not None} for message in messages]
 
 
 def _is_message(message: Any) -> bool:
   if not isinstance(message, Mapping):
     return False
   return all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def _environment() -> jinja2.Environment:
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
-  )
-  environment.filters["tojson"] = _tojson
-  environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-  return environment
-
-
-def _tojson(
-  value: Any,
-  ensure_ascii: bool = False,
-  indent: int | None = None,
-  separators: tuple[str, str] | None = None,
-  sort_keys: bool = False,
-) -> str:
-  """Replaces jinja2's own filter, which escapes <, > and & for HTML."""
-  return json.dumps(
-    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-  )
-
-
-def _raise_exception(message: str) -> NoReturn:
-  raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-  return datetime.datetime.now().strftime(format)
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-  """Renders `{% generation %} TEXT {% endgeneration %}` as TEXT.
-
-  The block marks the words of the assistant for programs that build a loss mask from it.
-  """
-
-  tags = {"generation"}
-
-  def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-    line = next(parser.stream).lineno
-    content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-    return jinja2.nodes.Scope(content, lineno=line)

@@ -85,7 +85,7 @@ class Prompts:
     messages: list[chat.Messages] | None = None
     if data.chat:
       messages = [_conversation(data, example) for example in examples]
-      texts = [tokenizer.render(conversation) for conversation in messages]
+      texts = tokenizer.render_batch(messages)
       prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
     else:
       texts = [_fill(data.prompt, example) for example in examples]
@@ -223,19 +223,35 @@ def _conversation(data: "Data", example: Mapping[str, Any]) -> chat.Messages:
 
 def _fill(template: str, example: Mapping[str, Any]) -> str:
   """The template with its fields replaced by those of the example."""
+  names = ", ".join(f"{{{name}}}" for name in example)
   try:
-    fields = [field for _, field, _, _ in string.Formatter().parse(template)]
-    text = template.format(**example)
-  except (KeyError, IndexError, ValueError, AttributeError) as error:
-    names = ", ".join(f"{{{name}}}" for name in example)
+    parts = list(string.Formatter().parse(template))
+  except ValueError as error:
     raise ConfigError(
-      f"data.prompt={template!r} cannot be filled ({type(error).__name__}: {error}); its fields are"
-      f" {names}, and a plain brace is written twice"
+      f"data.prompt={template!r} cannot be filled ({error}); its fields are {names}, and a plain"
+      " brace is written twice"
     ) from None
-  lists = [field for field in fields if isinstance(example.get(field), list)]
-  if lists:
+  if all(field is None for _, field, _, _ in parts):
     raise ConfigError(
-      f"data.prompt={template!r}: {lists[0]} is a list of messages, which only a chat template can"
-      f" turn into text; set data.chat=True and data.prompt='{{{lists[0]}}}'"
+      f"data.prompt={template!r} has no field, so all prompts would be the same; its fields are"
+      f" {names}"
     )
-  return text
+  texts = []
+  for literal, field, width, conversion in parts:
+    texts.append(literal)
+    if field is None:
+      continue
+    # A field is a name and nothing else: a width could fill memory, and an attribute of a text
+    # means nothing in a prompt.
+    if field not in example or width or conversion:
+      raise ConfigError(
+        f"data.prompt={template!r} cannot be filled: {{{field}}} with all that stands in its braces"
+        f" is not one of its fields, which are {names}; a plain brace is written twice"
+      )
+    if isinstance(example[field], list):
+      raise ConfigError(
+        f"data.prompt={template!r}: {field} is a list of messages, which only a chat template can"
+        f" turn into text; set data.chat=True and data.prompt='{{{field}}}'"
+      )
+    texts.append(str(example[field]))
+  return "".join(texts)

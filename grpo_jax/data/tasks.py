@@ -12,9 +12,11 @@ import pathlib
 import re
 from typing import TYPE_CHECKING, Any
 
+from grpo_jax import files
 from grpo_jax.data import chat
 from grpo_jax.data.arithmetic import ALPHABET, Arithmetic
-from grpo_jax.settings import ConfigError
+from grpo_jax.data.download import check_connection
+from grpo_jax.settings import ConfigError, is_text
 
 if TYPE_CHECKING:
   from grpo_jax.config import Data
@@ -23,6 +25,7 @@ Example = dict[str, Any]
 
 # GSM8K's annotations for a calculator, such as <<5+6=11>>. The warm start must not imitate them.
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
+_DEEPEST = 32  # of lists and objects in each other, in a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +120,7 @@ def _read_jsonl(
   """
   path = pathlib.Path(folder).expanduser() / f"{split}.jsonl"
   try:
-    text = path.read_text(encoding="utf-8")
+    text = files.read_bytes(path).decode("utf-8")
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(
       f"data.path: cannot read {path} ({error}); it must be a folder with train.jsonl and"
@@ -128,7 +131,9 @@ def _read_jsonl(
   for number, line in enumerate(text.split("\n"), start=1):
     if line.strip():
       where = f"{path} line {number}"
-      examples.append(make_example(_parse_line(line, where), where))
+      example = make_example(_parse_line(line, where), where)
+      _check_values(example, where)
+      examples.append(example)
   if not examples:
     raise ConfigError(
       f"data.path: {path} is empty; each line must be an object with question and answer"
@@ -139,19 +144,39 @@ def _read_jsonl(
 def _parse_line(line: str, where: str) -> Any:
   try:
     return json.loads(line)
-  except json.JSONDecodeError as error:
+  except (ValueError, RecursionError) as error:  # a ValueError is also an int of 4,300 digits
     raise ConfigError(
       f"data.path: {where} is not JSON ({error}); each line must be one object"
     ) from None
 
 
+def _check_values(value: Any, where: str, depth: int = 0) -> None:
+  """Refuses what JSON can hold, but later steps cannot compute with or write."""
+  if isinstance(value, str) and not is_text(value):
+    raise ConfigError(
+      f"data.path: {where} has half of a surrogate pair (such as \\ud800), which is no character:"
+      " remove it"
+    )
+  if depth > _DEEPEST:
+    raise ConfigError(f"data.path: {where} has more than {_DEEPEST} levels of lists and objects")
+  if isinstance(value, Mapping):
+    value = [*value.keys(), *value.values()]
+  if isinstance(value, list):
+    for item in value:
+      _check_values(item, where, depth + 1)
+
+
 def _gsm8k_from_tfds(split: str) -> list[Example]:
   try:
     # Imported here because the import is slow and no other task needs the package. The second
-    # import registers the data set. TFDS would need TensorFlow to find it by its name.
+    # import registers the data set, too. TFDS would need TensorFlow to find it by its name.
     import tensorflow_datasets as tfds
-    import tensorflow_datasets.text.gsm8k
+    from tensorflow_datasets.text.gsm8k import gsm8k as module
 
+    builder = module.Gsm8k(file_format="array_record")
+    if not builder.is_prepared():
+      # Without a network, TFDS would try again for minutes.
+      check_connection(module._URLS[split], "GSM8K", builder.data_dir)
     source = tfds.data_source("gsm8k", split=split)
     rows = [{key: value.decode() for key, value in row.items()} for row in source]
   except Exception as error:

@@ -122,7 +122,13 @@ class Tokenizer:
       ConfigError: There is no chat template, it fails, or it tries something that the sandbox
         forbids; or `messages` is not a conversation.
     """
-    return self._template.render(messages, generation_prompt, self.special)
+    return self.render_batch([messages], generation_prompt)[0]
+
+  def render_batch(
+    self, conversations: Sequence[chat.Messages], generation_prompt: bool = True
+  ) -> list[str]:
+    """Each conversation as text: see `render`."""
+    return self._template.render(conversations, generation_prompt, self.special)
 
   def for_model(self, vocab_size: int, model: str, key: str = "data.tokenizer") -> "Tokenizer":
     """The same tokenizer for a model that may have fewer ids.

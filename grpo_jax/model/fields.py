@@ -1,7 +1,10 @@
 """Reads single fields of config.json and checks their types."""
 
 from collections.abc import Callable, Mapping
+import math
 from typing import Any, NoReturn
+
+from grpo_jax.settings import LARGEST_INT, shown
 
 Refuse = Callable[[str, str], NoReturn]  # raises ConfigError; takes a key and what is wrong with it
 
@@ -11,10 +14,16 @@ def read_field(values: Mapping[str, Any], key: str, kind: type, refuse: Refuse) 
   found = values.get(key)
   types = (int, float) if kind is float else (kind,)
   # `type` and not isinstance, because a bool is an instance of int.
-  if type(found) not in types or (kind is not bool and found <= 0):
+  if type(found) not in types or not (kind is bool or _is_positive(found)):
     wanted = "true or false" if kind is bool else f"a positive {kind.__name__}"
-    refuse(key, f"must be {wanted}, got {found!r}")
+    refuse(key, f"must be {wanted}, got {shown(found)}")
   return kind(found)
+
+
+def _is_positive(number: float) -> bool:
+  """Whether a number is above 0 and no larger than any that a model can have."""
+  largest = LARGEST_INT if type(number) is int else math.inf
+  return 0 < number <= largest and number < math.inf
 
 
 def read_quotient(

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from grpo_jax import files
 from grpo_jax.settings import ConfigError
 
 MAPPED_BYTES = 1 << 29
@@ -21,12 +22,14 @@ MAPPED_BYTES = 1 << 29
 def read_json(file: Path) -> dict[str, Any]:
   """Reads a JSON object. Raises ConfigError if the file is missing or holds anything else."""
   try:
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = json.loads(files.read_bytes(file).decode("utf-8"))
   except FileNotFoundError:
     raise ConfigError(
       f"{file} is missing: the folder must be one that transformers saved"
     ) from None
-  except ValueError as error:
+  except OSError as error:
+    raise ConfigError(f"{file} cannot be read ({error}): download or save it again") from None
+  except (ValueError, RecursionError) as error:
     raise ConfigError(f"{file} is not JSON ({error}): download or save it again") from None
   if not isinstance(values, dict):
     raise ConfigError(f"{file} is not a JSON object: download or save it again")
@@ -79,13 +82,19 @@ def weight_files(folder: Path) -> list[Path]:
   """The safetensors files of a model: model.safetensors, or the files that its index lists.
 
   Raises:
-    ConfigError: The folder has neither, or a file of the index is missing.
+    ConfigError: The folder has neither, or a file of the index is missing or elsewhere.
   """
   single = folder / "model.safetensors"
   if single.is_file():
     return [single]
   index = folder / "model.safetensors.index.json"
   if not index.is_file():
+    shards = sorted(file.name for file in folder.glob("model-*.safetensors"))
+    if shards:
+      raise ConfigError(
+        f"{folder} has {len(shards)} parts of a model, such as {shards[0]}, and no {index.name}"
+        " that says what is in them: download or save it again"
+      )
     pickled = " (a .bin is not read: unpickling can run code)" if any(folder.glob("*.bin")) else ""
     raise ConfigError(
       f"{folder} has no model.safetensors{pickled}: download or save it as safetensors"
@@ -93,11 +102,15 @@ def weight_files(folder: Path) -> list[Path]:
   weight_map = read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise ConfigError(f"{index} has no weight_map: download it again")
-  files = [folder / name for name in sorted(set(weight_map.values()))]
-  for file in files:
+  for name in weight_map.values():
+    # A name alone: with a path, the index could make this program read any file.
+    if not isinstance(name, str) or Path(name).name != name:
+      raise ConfigError(f"{index} lists {name!r}, which is not the name of a file beside it")
+  parts = [folder / name for name in sorted(set(weight_map.values()))]
+  for file in parts:
     if not file.is_file():
       raise ConfigError(f"{file} is missing, {index.name} lists it: download it again")
-  return files
+  return parts
 
 
 class TensorFiles:
@@ -121,6 +134,10 @@ class TensorFiles:
     for file in files:
       opened = self._open(file)
       for name in opened.keys():
+        if name in self._file_of:
+          raise ConfigError(
+            f"{file} and {self._file_of[name]} both have the tensor {name}: download them again"
+          )
         header = opened.get_slice(name)
         self._file_of[name] = file
         self.shapes[name] = tuple(header.get_shape())

@@ -14,7 +14,9 @@ from grpo_jax.model.family import Family
 from grpo_jax.model.fields import Refuse, read_field, read_quotient
 from grpo_jax.model.layer_kinds import read_num_experts, read_sparse_layers, read_windows
 from grpo_jax.model.rope_json import read_rope, rope_json
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, shown
+
+_MOST_LAYERS = 4096
 
 
 def read_config(
@@ -35,11 +37,10 @@ def read_config(
   def refuse(key: str, reason: str) -> NoReturn:
     raise ConfigError(f"{file}: {key} {reason}")
 
-  family = FAMILIES.get(values.get("model_type"))
+  family = FAMILIES.get(str(values.get("model_type")))
   if family is None:
-    refuse(
-      "model_type", f"is {values.get('model_type')!r}: choose a checkpoint of {', '.join(FAMILIES)}"
-    )
+    found = shown(values.get("model_type"))
+    refuse("model_type", f"is {found}: choose a checkpoint of {', '.join(FAMILIES)}")
   head_labels = _read_labels(family, values, labels, refuse)
   check_fields(values, family, refuse)
   values = _with_defaults(family, values, refuse)
@@ -71,12 +72,10 @@ def _read_labels(
   """Which of the heads that the model may have it does have, as `ModelConfig.labels`."""
   head_of = {family.architecture_with(count): count for count in labels}
   found = values.get("architectures") or [family.architecture]
-  architecture = next((name for name in found if name in head_of), None)
+  listed = found if isinstance(found, list) else []
+  architecture = next((name for name in map(str, listed) if name in head_of), None)
   if architecture is None:
-    refuse(
-      "architectures",
-      f"is {values.get('architectures')}: choose a checkpoint of {' or '.join(head_of)}",
-    )
+    refuse("architectures", f"is {shown(found)}: choose a checkpoint of {' or '.join(head_of)}")
   names = values.get("id2label")
   # transformers, too, assumes 2 labels if the file has neither field.
   count = len(names) if isinstance(names, dict) else values.get("num_labels", 2)
@@ -111,6 +110,8 @@ def _read_fields(family: Family, values: Mapping[str, Any], refuse: Refuse) -> d
       fields[name] = 0.0
     else:
       fields[name] = read_field(values, key, types[name], refuse)
+  if fields["num_layers"] > _MOST_LAYERS:
+    refuse("num_hidden_layers", f"is {fields['num_layers']}, more than any model has: correct it")
   read_quotient(values, "num_attention_heads", "num_key_value_heads", refuse)
   return fields
 

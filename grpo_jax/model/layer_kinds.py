@@ -5,6 +5,7 @@ from typing import Any
 
 from grpo_jax.model.family import Family
 from grpo_jax.model.fields import Refuse, read_field
+from grpo_jax.settings import shown
 
 _QWEN = ("qwen2", "qwen3", "qwen3_moe")
 _WITH_DEFAULT_WINDOW = (*_QWEN, "mistral", "gemma2", "gemma3_text")
@@ -57,10 +58,12 @@ def _default_pattern(model_type: str, values: Mapping[str, Any]) -> list[bool]:
 def _listed_pattern(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> list[bool]:
   """Which layers have a window according to `layer_types`."""
   types, count = values["layer_types"], values["num_hidden_layers"]
-  if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
+  kinds = ("full_attention", "sliding_attention")
+  if not isinstance(types, list) or len(types) != count or any(kind not in kinds for kind in types):
     refuse(
       "layer_types",
-      f"is {types}: it must name full_attention or sliding_attention for each of {count} layers",
+      f"is {shown(types)}: it must name full_attention or sliding_attention for each of {count}"
+      " layers",
     )
   if model_type in _QWEN and not values.get("use_sliding_window"):
     return [False] * count

@@ -28,8 +28,14 @@ Progress = Callable[[int, int], None]
 
 
 def load_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
-  """The shape of the model in a Hugging Face folder. Reads no weights. See `load`."""
-  _, config = _read_config(path, labels)
+  """The shape of the model in a Hugging Face folder. See `load`.
+
+  Reads no weights. If they are there, their names and shapes must be those of config.json.
+  """
+  family, config = _read_config(path, labels)
+  folder = Path(path).expanduser()
+  if any(folder.glob("*.safetensors")):
+    _check_names_and_shapes(TensorFiles(weight_files(folder)), family, config, folder)
   return config
 
 
@@ -69,7 +75,8 @@ def load(
     The config and the tree of parameters.
 
   Raises:
-    ConfigError: The folder is incomplete or damaged, or the model cannot be computed exactly here.
+    ConfigError: The folder is incomplete or damaged, or has a weight that is not finite, or the
+      model cannot be computed exactly here.
   """
   family, config = _read_config(path, labels)
   folder = Path(path).expanduser()
@@ -77,8 +84,8 @@ def load(
   _check_tensors(files, family, config, folder)
   sizes, specs = families.sizes(config), list(family.tensors(config))
 
-  def to_leaf(spec: TensorSpec, tensor: jax.Array) -> Any:
-    return convert(spec.leaf_name, spec.from_hf(tensor, sizes))
+  def to_leaf(spec: TensorSpec, tensor: jax.Array) -> tuple[Any, jax.Array]:
+    return convert(spec.leaf_name, spec.from_hf(tensor, sizes)), jnp.isfinite(tensor).all()
 
   def count_bytes(some: Sequence[TensorSpec]) -> int:
     return sum(
@@ -88,7 +95,7 @@ def load(
   compiled = jax.jit(to_leaf, static_argnums=0)
   total, done = count_bytes(specs), 0
   first_alike: dict[str, str] = {}  # name without the layer -> the first such name
-  leaves = {}
+  leaves, are_finite = {}, {}
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
     of_leaf = list(group)  # several where each expert has a tensor of its own
     sharding = of_leaf[0].hf_sharding(places[name]) if places else None
@@ -96,9 +103,16 @@ def load(
     # The layers of a kind get the same spec, so that one compilation serves them all.
     first = first_alike.setdefault(re.sub(r"layers_\d+", "", name), name)
     common = dataclasses.replace(of_leaf[0], hf_name="", leaf_name=first)
-    leaves[name] = compiled(common, tensor)
+    leaves[name], are_finite[of_leaf[0].hf_name] = compiled(common, tensor)
     done += count_bytes(of_leaf)
     progress(done, total)
+  # Fetched here at once, so that reading never waits for the devices.
+  for name, is_finite in jax.device_get(are_finite).items():
+    if not is_finite:
+      raise ConfigError(
+        f"{folder}: tensor {name}, or one that is stacked with it, has a value that is NaN or"
+        " infinite: download it again, or train it again from an earlier checkpoint"
+      )
   return config, unflatten_dict(leaves, sep="/")
 
 
@@ -151,12 +165,35 @@ def _read_tensor(
 
 def _check_tensors(files: TensorFiles, family: Family, config: ModelConfig, folder: Path) -> None:
   """Refuses missing, wrong and additional tensors before the first one is read."""
+  expected = _check_names_and_shapes(files, family, config, folder)
+  head, embedding = family.head.hf_name, family.embedding.hf_name
+  for name in sorted(files.shapes.keys() - expected):
+    if name == head and not config.labels:
+      # The embeddings are tied. A head that equals the embedding is harmless, but transformers 5
+      # would use one that differs.
+      if not _are_equal(files, head, embedding):
+        raise ConfigError(
+          f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json"
+        )
+    elif not families.HARMLESS.search(name):
+      raise ConfigError(
+        f"{folder}: tensor {name} does not belong to the model of its config.json: correct either"
+      )
+
+
+def _check_names_and_shapes(
+  files: TensorFiles, family: Family, config: ModelConfig, folder: Path
+) -> set[str]:
+  """Refuses missing and wrong tensors. Returns the names of the model's tensors.
+
+  It stops at the first one, because a damaged config.json may describe a model without end.
+  """
   sizes = families.sizes(config)
-  expected = {}
+  expected = set()
   for spec in family.tensors(config):
+    name = spec.hf_name
     _, _, length = spec.hf_range(sizes)
-    expected[spec.hf_name] = (length, *spec.hf_shape(sizes)[1:])
-  for name, wanted in expected.items():
+    wanted = (length, *spec.hf_shape(sizes)[1:])
     if name not in files.shapes:
       raise ConfigError(
         f"{folder} has no tensor {name}: download it again or correct its config.json"
@@ -170,19 +207,8 @@ def _check_tensors(files: TensorFiles, family: Family, config: ModelConfig, fold
       raise ConfigError(
         f"{folder}: tensor {name} is {dtype}: save it as float32, float16 or bfloat16"
       )
-  head, embedding = family.head.hf_name, family.embedding.hf_name
-  for name in sorted(files.shapes.keys() - expected.keys()):
-    if name == head and not config.labels:
-      # The embeddings are tied. A head that equals the embedding is harmless, but transformers 5
-      # would use one that differs.
-      if not _are_equal(files, head, embedding):
-        raise ConfigError(
-          f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json"
-        )
-    elif not families.HARMLESS.search(name):
-      raise ConfigError(
-        f"{folder}: tensor {name} does not belong to the model of its config.json: correct either"
-      )
+    expected.add(name)
+  return expected
 
 
 def _are_equal(files: TensorFiles, first: str, second: str) -> bool:

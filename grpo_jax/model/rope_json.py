@@ -11,6 +11,7 @@ from typing import Any
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.fields import Refuse, read_field
 from grpo_jax.model.rope import SCALINGS, RopeScaling
+from grpo_jax.settings import shown
 
 _COMMON_KEYS = {
   "rope_type",
@@ -64,7 +65,8 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
     "rope_scaling": scalings[0] if scalings else None,
   }
   if model_type == "gemma3_text":
-    fields["local_rope_theta"] = float(local.get("rope_theta") or 1e4)
+    theta = {"rope_theta": local.get("rope_theta") or 1e4}
+    fields["local_rope_theta"] = read_field(theta, "rope_theta", float, refuse)
   return fields
 
 
@@ -75,16 +77,24 @@ def _rope_parameters(
 
   The file has one object for all layers, or one for each kind of layer.
   """
-  rope = values.get("rope_parameters") or {}
+  rope = _object(values, "rope_parameters", "rope_parameters", refuse)
   if "full_attention" not in rope and "sliding_attention" not in rope:
     return rope, {"rope_theta": values.get("rope_local_base_freq")}
-  local = rope.get("sliding_attention") or {}
+  local = _object(rope, "sliding_attention", "rope_parameters", refuse)
   if local.get("rope_type", "default") != "default":
     refuse(
       "rope_parameters",
       f"scales layers with a window ({local.get('rope_type')}), which is not supported",
     )
-  return rope.get("full_attention") or {}, local
+  return _object(rope, "full_attention", "rope_parameters", refuse), local
+
+
+def _object(values: Mapping[str, Any], name: str, key: str, refuse: Refuse) -> dict[str, Any]:
+  """The object that `values` has under a name, or an empty one. `key` is named in the error."""
+  found = values.get(name) or {}
+  if not isinstance(found, dict):
+    refuse(key, f"must be an object, got {shown(found)}")
+  return found
 
 
 def _read_scaling(
@@ -92,7 +102,7 @@ def _read_scaling(
 ) -> RopeScaling | None:
   """The scaling that the object at `key` describes."""
   if not isinstance(rope, dict):
-    refuse(key, f"must be an object, got {rope!r}")
+    refuse(key, f"must be an object, got {shown(rope)}")
   if rope.get("partial_rotary_factor", 1) != 1:
     refuse(
       key,
@@ -102,21 +112,19 @@ def _read_scaling(
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind == "default":
     return None
-  if kind not in SCALINGS:
+  if kind not in list(SCALINGS):
     refuse(
       key,
-      f"is of type {kind!r}, which is not supported: choose a checkpoint with"
+      f"is of type {shown(kind)}, which is not supported: choose a checkpoint with"
       f" {', '.join(SCALINGS)} or none",
     )
   unknown = sorted(rope.keys() - _COMMON_KEYS - _KEYS_OF_KIND[kind])
   if unknown:
     refuse(key, f"has {unknown}, which {kind} does not read here: remove it or correct the type")
   longest = values["max_position_embeddings"]
-  original = (
-    rope.get("original_max_position_embeddings")
-    or values.get("original_max_position_embeddings")
-    or longest
-  )
+  name = "original_max_position_embeddings"
+  found = {name: rope.get(name) or values.get(name) or longest}
+  original = read_field(found, name, int, refuse)
   if kind == "dynamic":
     original = longest  # transformers ignores the other two fields for this kind
   scaling = RopeScaling(kind, read_field(rope, "factor", float, refuse), original)
@@ -138,19 +146,19 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
   def attention_scale(mscale: float) -> float:
     return 0.1 * mscale * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
 
-  attention_factor = rope.get("attention_factor")
-  if attention_factor is None:
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    if mscale and all_dim:
-      attention_factor = attention_scale(mscale) / attention_scale(all_dim)
-    else:
-      attention_factor = attention_scale(1.0)
+  if rope.get("attention_factor") is not None:
+    attention_factor = read_field(rope, "attention_factor", float, refuse)
+  elif rope.get("mscale") and rope.get("mscale_all_dim"):
+    mscale, all_dim = number("mscale", 1.0), number("mscale_all_dim", 1.0)
+    attention_factor = attention_scale(mscale) / attention_scale(all_dim)
+  else:
+    attention_factor = attention_scale(1.0)
   return dataclasses.replace(
     scaling,
     low=number("beta_slow", 1.0),
     high=number("beta_fast", 32.0),
-    attention_factor=float(attention_factor),
-    truncate=rope.get("truncate", True),
+    attention_factor=attention_factor,
+    truncate=read_field({"truncate": True} | rope, "truncate", bool, refuse),
   )
 
 

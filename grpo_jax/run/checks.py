@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_jax.algo.checks import check as check_algo
 from grpo_jax.config import PROJECTIONS, Config
-from grpo_jax.settings import ConfigError, check_ranges
+from grpo_jax.settings import LARGEST_INT, ConfigError, check_ranges
 
 
 def check(config: Config) -> None:
@@ -24,6 +24,7 @@ def check(config: Config) -> None:
     sampler_filters=(sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0),
   )
   _check_lora(config)
+  _check_sizes(config)
   if not config.model.path:
     _check_shape(config)
 
@@ -93,6 +94,30 @@ def _check_lora(config: Config) -> None:
     "a mixture of the factors of two adapters is not a mixture of their weights; with lora.rank"
     " choose 1",
   )
+
+
+def _check_sizes(config: Config) -> None:
+  """Refuses products that an int32, which counts steps and tokens on the devices, cannot hold."""
+  steps = config.warm_start.steps + config.steps * config.algo.updates_per_step
+  _require(
+    steps <= LARGEST_INT,
+    "steps",
+    config.steps,
+    f"with warm_start.steps and the updates of a step that makes {steps} updates, of at most"
+    f" {LARGEST_INT}",
+  )
+  row = config.data.max_prompt_tokens + config.sampling.max_tokens
+  for key, value, rows in (
+    ("batch.prompts", config.batch.prompts, config.batch.prompts * config.batch.group_size),
+    ("warm_start.batch", config.warm_start.batch, config.warm_start.batch),
+    ("eval.batch", config.eval.batch, config.eval.batch * max(1, config.eval.samples)),
+  ):
+    _require(
+      rows * row <= LARGEST_INT,
+      key,
+      value,
+      f"that makes a batch of {rows} rows of up to {row} tokens; {LARGEST_INT} tokens fit",
+    )
 
 
 def _check_shape(config: Config) -> None:

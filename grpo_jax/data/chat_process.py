@@ -1,0 +1,118 @@
+"""The process that runs chat templates. `chat.py` starts it.
+
+A chat template may loop for ever, or fill memory with a few characters ("a" * 10 ** 10). Inside one
+process, nothing can stop both. So it runs here: in jinja2's sandbox, where it can use what
+`transformers` provides to chat templates and nothing else, and under limits of the system.
+
+Each line of stdin is a question: {"source": the template, "shared": the variables of every
+conversation, "conversations": lists of messages}. Each line of stdout answers it: {"texts": ...} or
+{"error": ...}.
+
+This file imports nothing of grpo_jax, so that it starts fast.
+"""
+
+import datetime
+import functools
+import json
+import resource
+import signal
+import sys
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+SECONDS = 5  # for one conversation, which takes well under a millisecond
+_MEMORY = 1 << 30  # bytes
+_LONGEST = 10_000_000  # characters of a rendered conversation
+
+
+def main() -> None:
+  # Not every system limits memory. All of them limit time.
+  hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+  limit = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
+  try:
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+  except (ValueError, OSError):
+    pass
+  for line in sys.stdin.buffer:
+    answer = json.dumps(_answer(**json.loads(line)))
+    signal.alarm(0)
+    sys.stdout.write(f"{answer}\n")
+    sys.stdout.flush()
+
+
+def _answer(
+  source: str, shared: dict[str, Any], conversations: list[list[dict[str, Any]]]
+) -> dict[str, Any]:
+  texts = []
+  try:
+    # Nobody handles this signal, so it ends the process, even in the middle of an instruction.
+    signal.alarm(SECONDS)
+    template = _compiled(source)
+    for messages in conversations:
+      signal.alarm(SECONDS)
+      texts.append(template.render(shared, messages=messages))
+      if len(texts[-1]) > _LONGEST:
+        return {"error": f"its text has more than {_LONGEST} characters"}
+    return {"texts": texts}
+  except Exception as error:  # the template is a program, so it can raise any exception
+    return {"error": f"{type(error).__name__}: {str(error):.1000}"}
+
+
+@functools.lru_cache(8)
+def _compiled(source: str) -> jinja2.Template:
+  return _environment().from_string(source)
+
+
+def _environment() -> jinja2.Environment:
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+  )
+  environment.filters["tojson"] = _tojson
+  environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+  return environment
+
+
+def _tojson(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """Replaces jinja2's own filter, which escapes <, > and & for HTML."""
+  return json.dumps(
+    value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+  )
+
+
+def _raise_exception(message: str) -> NoReturn:
+  raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+  return datetime.datetime.now().strftime(format)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+  """Renders `{% generation %} TEXT {% endgeneration %}` as TEXT.
+
+  The block marks the words of the assistant for programs that build a loss mask from it.
+  """
+
+  tags = {"generation"}
+
+  def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    line = next(parser.stream).lineno
+    content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    return jinja2.nodes.Scope(content, lineno=line)
+
+
+if __name__ == "__main__":
+  main()

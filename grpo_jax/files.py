@@ -1,0 +1,21 @@
+"""Files that a user names: only regular ones are read.
+
+A pipe or a device that lies where a file should be would block a program for ever, or fill memory.
+"""
+
+from pathlib import Path
+import stat
+
+
+def read_bytes(path: Path) -> bytes:
+  """The content of a regular file, or of one that a link leads to.
+
+  Raises:
+    OSError: There is none, or it cannot be read.
+  """
+  mode = path.stat().st_mode
+  if stat.S_ISDIR(mode):
+    raise IsADirectoryError(f"{path} is a folder")
+  if not stat.S_ISREG(mode):
+    raise OSError(f"{path} is a pipe or a device, not a regular file")
+  return path.read_bytes()

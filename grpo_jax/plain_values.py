@@ -1,0 +1,119 @@
+"""Settings as nested plain values, such as those of a config file or of a run's config.json."""
+
+from collections.abc import Mapping
+import dataclasses
+import difflib
+from typing import Any, get_type_hints
+
+from grpo_jax.settings import LARGEST_FLOAT, ConfigError, shown
+
+
+def from_dict(values: Mapping[str, Any], section: type, saved: bool = False) -> Any:
+  """Nested plain values as the dataclass `section`. See `grpo_jax.config.from_dict`."""
+  return _section(values, section, saved, "", section)
+
+
+def _section(values: Mapping[str, Any], section: Any, saved: bool, prefix: str, root: type) -> Any:
+  kinds = get_type_hints(section)
+  for key in values:
+    if key not in kinds:
+      raise _unknown_key(prefix + key, root)
+  converted = {}
+  for field in dataclasses.fields(section):
+    key, kind = prefix + field.name, kinds[field.name]
+    if dataclasses.is_dataclass(kind):
+      inner = values.get(field.name, {})
+      if not isinstance(inner, Mapping):
+        raise ConfigError(f"config key {key} must be a section of keys, got {shown(inner)}")
+      converted[field.name] = _section(inner, kind, saved, f"{key}.", root)
+      continue
+    declared = field.metadata["setting"]
+    missing = declared.before if saved and declared.before is not None else declared.default
+    given = field.name in values
+    converted[field.name] = _converted(values[field.name], kind, key) if given else missing
+  return section(**converted)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+  """The inverse of `from_dict`, as JSON holds it: tuples become lists."""
+  return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def keys(section: Any, prefix: str = "") -> dict[str, Any]:
+  """Every key, such as algo.clip_high, with its type. A section has its dataclass as its type."""
+  out = {}
+  for name, kind in get_type_hints(section).items():
+    out[prefix + name] = kind
+    if dataclasses.is_dataclass(kind):
+      out |= keys(kind, f"{prefix}{name}.")
+  return out
+
+
+def check_key(name: str, section: type) -> None:
+  """Raises ConfigError unless `name` is the key of a setting."""
+  all_keys = keys(section)
+  if name not in all_keys:
+    raise _unknown_key(name, section)
+  if dataclasses.is_dataclass(all_keys[name]):
+    inside = (f"{name}.{key}" for key in get_type_hints(all_keys[name]))
+    raise ConfigError(f"config key {name} is a section: set one of {', '.join(inside)}")
+
+
+def wrong_type(name: str, value: Any, kind: Any) -> ConfigError:
+  """The error for a value of the wrong type for key `name`."""
+  if value is None:
+    return ConfigError(f"config key {name} has no value yet: give it one with --config.{name}=...")
+  return ConfigError(f"config key {name} must be {_TYPE_NAMES[kind]}, got {shown(value)}")
+
+
+_TYPE_NAMES = {
+  int: "a whole number",
+  float: "a number",
+  bool: "True or False",
+  str: "a string",
+  tuple[int, ...]: "a list of whole numbers",
+  tuple[float, ...]: "a list of numbers",
+  tuple[str, ...]: "a list of strings",
+}
+
+
+def _converted(value: Any, kind: Any, name: str) -> Any:
+  if hasattr(kind, "__args__"):
+    element = kind.__args__[0]
+    if isinstance(value, (list, tuple)) and all(_fits(item, element) for item in value):
+      return tuple(element(item) for item in value)
+  elif _fits(value, kind):
+    return kind(value)
+  raise wrong_type(name, value, kind)
+
+
+def _fits(value: Any, kind: type) -> bool:
+  if kind is float and type(value) is int:
+    return abs(value) <= LARGEST_FLOAT  # beyond it, float() may fail
+  return type(value) is kind
+
+
+def _plain(value: Any) -> Any:
+  if dataclasses.is_dataclass(value):
+    return to_dict(value)
+  return list(value) if isinstance(value, tuple) else value
+
+
+def _unknown_key(name: str, root: type) -> ConfigError:
+  """The error for a key that does not exist, with the key that was probably meant."""
+  all_keys = list(keys(root))
+  section, _, last = name.rpartition(".")
+  siblings = [key.rpartition(".")[2] for key in all_keys if key.rpartition(".")[0] == section]
+  close = difflib.get_close_matches(last, siblings, n=1)
+  candidates = [f"{section}.{key}".strip(".") for key in close]
+  if not candidates:  # the right key in the wrong section
+    candidates = [key for key in all_keys if key.rpartition(".")[2] == last]
+  if not candidates:
+    candidates = difflib.get_close_matches(name, all_keys, n=1, cutoff=0.8)
+  if candidates:
+    return ConfigError(f"config key {name} is unknown: did you mean {' or '.join(candidates)}?")
+  if siblings:
+    where = f"{section or 'a config'} has {', '.join(siblings)}"
+  else:
+    where = "they are all in grpo_jax/config.py"
+  return ConfigError(f"config key {name} is unknown: {where}")
