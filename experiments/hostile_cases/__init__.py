@@ -1,0 +1,33 @@
+"""Hostile inputs as rows, a module for each topic."""
+
+from hostile_cases import (
+  adapters,
+  config_files,
+  data,
+  flags,
+  models,
+  rewards,
+  surroundings,
+  texts,
+  values,
+  workdirs,
+)
+from hostile_cases.case import Case
+
+TOPICS = (
+  flags,
+  values,
+  config_files,
+  data,
+  models,
+  texts,
+  adapters,
+  rewards,
+  workdirs,
+  surroundings,
+)
+ALL: list[Case] = [case for topic in TOPICS for case in topic.CASES]
+
+_names = [case.name for case in ALL]
+_twice = sorted({name for name in _names if _names.count(name) > 1})
+assert not _twice, f"two cases have the same name: {_twice}"
