@@ -44,6 +44,15 @@ def main(argv: list[str]) -> None:
   _print(rollout(params, prompts, key, temperature), count)
 
 
+def shown(text: str, on_terminal: bool) -> str:
+  """A completion as it is printed.
+
+  On a terminal, control characters other than newlines become escapes, because a model's text could
+  otherwise steer it. A file gets the text as it is.
+  """
+  return "\n".join(map(visible, text.split("\n"))) if on_terminal else text
+
+
 def _check_flags() -> None:
   values = flags.FLAGS
   if not values.prompt and not values.question:
@@ -80,9 +89,7 @@ def _print(rollouts: Rollouts, count: int) -> None:
     end = "stopped" if completions.stopped_by_PG[0, g] >= 0 else "cut off"
     logprob = completions.logprobs_PGT[0, g].sum()
     print(f"\n--- {g + 1}: {length} {tokens}, {end}, log-prob {logprob:.2f}")
-    text = rollouts.texts_PG[0, g]
-    # Control characters of a model could steer a terminal. A file gets the text as it is.
-    print("\n".join(map(visible, text.split("\n"))) if sys.stdout.isatty() else text)
+    print(shown(rollouts.texts_PG[0, g], sys.stdout.isatty()))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from grpo_jax import sample
 from grpo_jax.run import terminal
 from grpo_jax.run.terminal import Loading, Terminal
 from grpo_jax.run.terminal_text import duration, shorten, visible
@@ -197,6 +198,12 @@ def test_shortened_text_keeps_its_ends(text, length):
   else:
     head, tail = short.split(" … ", 1) if text.count(" … ") == 0 else (short[:1], short[-1:])
     assert text.startswith(head) and text.endswith(tail)
+
+
+def test_a_sampled_text_cannot_steer_a_terminal_and_is_whole_in_a_file():
+  text = "one\n\x1b[2Jtwo\x07\r\nthree"
+  assert sample.shown(text, on_terminal=True) == "one\n\\x1b[2Jtwo\\x07\\r\nthree"
+  assert sample.shown(text, on_terminal=False) == text
 
 
 @pytest.mark.parametrize(
