@@ -142,7 +142,7 @@ def test_what_transformers_reads_of_a_tokenizer_of_characters():
 MODELS = {
   "qwen": ("qwen2_tied", "families/qwen3", "families/qwen3_moe"),
   "llama3": ("families/llama3",),
-  "llama2": ("families/llama", "families/mistral"),
+  "llama2": ("families/llama",),
   "llama2_json": ("families/llama", "families/mistral"),
   "gemma": ("families/gemma2", "families/gemma3"),
   "phi": ("families/phi3",),

@@ -129,12 +129,12 @@ def test_characters_that_an_earlier_version_saved_keep_their_ids():
     loaded.encode("1Q")
 
 
-@pytest.mark.parametrize("character", "è©Ω")  # è has bytes of é and ©, © a byte of é
+@pytest.mark.parametrize("character", "è©Ω")  # the first two have bytes of é and ¨ alone
 def test_a_character_that_shares_bytes_with_the_alphabet_is_refused(character, tmp_path):
-  made = tokenizer.characters("é©"[: 1 + (character == "è")] + "x")
+  made = tokenizer.characters("é¨x")
   made.save(tmp_path)
-  for tested in (made, tokenizer.load(tmp_path).for_model(made.vocab_size, "the model")):
-    assert tested.encode("éx<eos>") == [2, made.vocab_size - 1, 1]
+  for tested in (made, tokenizer.load(tmp_path).for_model(5, "the model")):
+    assert (tested.vocab_size, tested.encode("éx¨<eos>")) == (5, [2, 4, 3, 1])
     with pytest.raises(ConfigError, match=f"the character '{character}' is not in the vocabulary"):
       tested.encode(f"x{character}x")
 

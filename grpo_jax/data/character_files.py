@@ -53,9 +53,8 @@ def _engine(alphabet: Sequence[str]) -> tokenizers.Tokenizer:
     if len(symbols) == 1:
       tokens.append(symbols)
     elif character in _SYMBOLS:
-      first, second = symbols
       tokens.append(symbols)
-      merges.append((first, second))
+      merges.append((symbols[0], symbols[1]))
     else:
       tokens.append(character)
       added.append(tokenizers.AddedToken(character, normalized=False))
