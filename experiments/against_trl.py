@@ -55,7 +55,7 @@ BOUNDS = {
   "advantage": (1e-6, 1e-6),
   "log-prob of a token": (1e-3, 1e-2),
 }
-WEIGHTS_BOUND = 0.1  # of the weights at the end, relative to how far they moved
+WEIGHTS_BOUND = 1e-3  # of the weights at the end, relative to how far they moved
 
 
 def grpo_jax(out: Path, module: str, name: str, *arguments: str) -> None:
@@ -69,6 +69,9 @@ def grpo_jax(out: Path, module: str, name: str, *arguments: str) -> None:
 def train(out: Path, name: str, settings: Mapping[str, Any]) -> Path:
   """The folder of a run of grpo_jax with these settings. Starts or resumes it if it is not done."""
   workdir = out / name
+  rows = run_folder.read(workdir) if (workdir / "metrics.jsonl").exists() else []
+  if rows and rows[-1]["step"] == settings["steps"] + settings.get("warm_start.steps", 0):
+    return workdir
   flags = [f"--config.{key}={value}" for key, value in settings.items()]
   common = ["--config.log.tensorboard=False", "--config.checkpoint.every=0"]
   arguments = ["--config=configs/default.py", f"--workdir={workdir}", *common, *flags]
