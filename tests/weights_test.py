@@ -437,7 +437,7 @@ def test_a_failing_save_leaves_nothing(tmp_path, monkeypatch):
   def fail(*args, **kwargs):
     raise OSError("disk full")
 
-  monkeypatch.setattr(save_weights, "save_file", fail)
+  monkeypatch.setattr(folders, "save_file", fail)
   with pytest.raises(OSError, match="disk full"):
     save(tmp_path / "m", TIED, random_params(TIED))
   assert not list(tmp_path.iterdir())

@@ -367,6 +367,47 @@ def test_wandb_gets_the_rows_and_a_resume_continues_the_same_run(tmp_path, monke
     Writer(tmp_path, 0, tensorboard=False, wandb="sums")
 
 
+def test_without_checkpoints_the_run_starts_over_and_keeps_what_was_there(tmp_path):
+  """As when a user has removed checkpoints/, or a kill came before the first one."""
+  warnings = []
+  for first in ("a", "b"):
+    writer = Writer(tmp_path, -1, tensorboard=False, warn=warnings.append)
+    writer.write(1, {first: 1.0})
+    writer.completions(1, [{"completion": first}])
+    writer.close()
+  Writer(tmp_path, -1, tensorboard=False, warn=warnings.append).close()
+  for number, first in enumerate(("a", "b"), 1):
+    rows = (tmp_path / f"metrics.jsonl.{number}").read_text()
+    assert rows == f'{{"step": 1, "{first}": 1.0}}\n'
+    completions = (tmp_path / f"completions.{number}" / "000001.jsonl").read_text()
+    assert completions == f'{{"completion": "{first}"}}\n'
+    assert f"{tmp_path} has no checkpoint: starting over" in warnings[number - 1]
+    assert f"completions.{number} and metrics.jsonl.{number}" in warnings[number - 1]
+  assert read(tmp_path) == [] and not (tmp_path / "completions").exists()
+  assert len(warnings) == 2
+  Writer(tmp_path, -1, tensorboard=False, warn=warnings.append).close()
+  assert len(warnings) == 2 and not (tmp_path / "metrics.jsonl.3").exists()
+
+
+@pytest.mark.parametrize(
+  "steps, start, every, missing",
+  [
+    ([1, 2, 3], 3, 1, None),
+    ([1, 2, 3], 2, 1, None),
+    ([], -1, 1, None),
+    ([5], 9, 5, None),  # a row every five steps
+    ([1, 2, 3], 8, 1, "metrics.jsonl ends at step 3 and the checkpoint is of step 8"),
+    ([], 4, 1, "metrics.jsonl ends at step 0 and the checkpoint is of step 4"),
+  ],
+)
+def test_missing_rows_are_mentioned(tmp_path, steps, start, every, missing):
+  (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+  warnings = []
+  writer = Writer(tmp_path, start, tensorboard=False, warn=warnings.append)
+  writer.warn_of_missing_rows(start, every)
+  assert len(warnings) == bool(missing) and (not missing or missing in warnings[0])
+
+
 def raise_interrupt(*_):
   raise KeyboardInterrupt
 

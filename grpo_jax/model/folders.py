@@ -60,7 +60,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
     yield partial
     os.replace(partial, target)
   except OSError as error:
-    if error.filename is None or str(error.filename).startswith(str(partial)):
+    if error.errno and str(error.filename or partial).startswith(str(partial)):
       error.filename = str(target)
     raise
   finally:

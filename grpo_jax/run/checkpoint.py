@@ -187,8 +187,9 @@ class Checkpoints:
       except checkpoint_reader.Damaged as error:
         damaged[path] = error
     reason = next(iter(damaged.values()))
+    which = f": every checkpoint of steps {steps}" if len(steps) > 1 else f"/{steps[0]}"
     raise ConfigError(
-      f"{self.directory}: every checkpoint of steps {steps} is damaged ({reason}): "
+      f"{self.directory}{which} is damaged ({reason}): "
       "put back a copy, or start over in another workdir"
     )
 
@@ -213,11 +214,12 @@ def restore_tree(path: str | Path, abstract: Any) -> Any:
   Raises:
     ConfigError: The folder does not exist, is damaged, or holds another tree.
   """
-  store = Checkpoints(path, keep=1)
-  steps = store.steps()
+  steps = fmt.saved_steps(Path(path))
   if not steps:
-    raise ConfigError(f"{path} does not exist or holds nothing: it is written when a run starts")
-  return store.restore(steps[-1], {"tree": abstract})["tree"]
+    raise ConfigError(
+      f"{path} does not exist or holds nothing: put back a copy, or start over in another workdir"
+    )
+  return Checkpoints(path, keep=1).restore(steps[-1], {"tree": abstract})["tree"]
 
 
 def _own_array(leaf: Any) -> jax.Array | np.ndarray:
