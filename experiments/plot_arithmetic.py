@@ -11,7 +11,7 @@ Accuracy and length are those of greedy answers to held-out problems. All runs n
 of steps, of the warm start and of GRPO.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 import statistics
 import sys
@@ -23,6 +23,11 @@ from grpo_jax.run.cli import saved_config
 
 STEPS = "GRPO steps after the warm start"
 IN_TABLE = (0, 20, 50, 100)  # and the last
+SUMMARIES: Mapping[str, Callable[[Iterable[float]], float]] = {
+  "lowest": min,
+  "median": statistics.median,
+  "highest": max,
+}
 ACCURACY, LENGTH = "eval/accuracy", "eval/mean_length"
 
 Row = Mapping[str, float]
@@ -68,15 +73,13 @@ def table(runs: Mapping[int, Run]) -> list[str]:
   steps = [*IN_TABLE, end]
   lines = ["| seed | " + " | ".join(map(str, steps)) + " | length |", "|---" * 7 + "|"]
   for seed, run in sorted(runs.items()):
-    cells = [f"{run[step][ACCURACY]:.1%}" for step in steps]
-    lines.append(f"| {seed} | " + " | ".join(cells) + f" | {lengths(run[0], run[end])} |")
-  medians = [f"{statistics.median(run[s][ACCURACY] for run in runs.values()):.1%}" for s in steps]
-  return [*lines, "| median | " + " | ".join(medians) + " | |"]
-
-
-def lengths(first: Row, last: Row) -> str:
-  """The mean lengths of an answer before and after the GRPO steps."""
-  return f"{first[LENGTH]:.1f} -> {last[LENGTH]:.1f}"
+    accuracies = " | ".join(f"{run[step][ACCURACY]:.1%}" for step in steps)
+    length = f"{run[0][LENGTH]:.1f} -> {run[end][LENGTH]:.1f}"
+    lines.append(f"| {seed} | {accuracies} | {length} |")
+  for name, summary in SUMMARIES.items():
+    columns = ([run[step][ACCURACY] for run in runs.values()] for step in steps)
+    lines.append(f"| {name} | " + " | ".join(f"{summary(x):.1%}" for x in columns) + " | |")
+  return lines
 
 
 if __name__ == "__main__":
