@@ -121,7 +121,7 @@ def contents(folder):
     (dict(algo__overlong=1.0), ["algo.overlong is 1.0", "[0, 1)"]),
     (
       dict(algo__overlong=0.01),
-      ["algo.overlong is 0.01", "sampling.max_tokens = 40", "not one token"],
+      ["algo.overlong is 0.01", "sampling.max_tokens = 36", "not one token"],
     ),
     (
       dict(algo__overlong=0.2, algo__advantage="pass_at_k"),
