@@ -1,10 +1,10 @@
 """Runs the programs on hostile inputs, and checks that each ends as its user would want.
 
-python experiments/hostile.py [--only=PATTERN] [--jobs=2] [--keep=FOLDER] [--list]
+python experiments/hostile.py [--only=WORD,WORD] [--jobs=2] [--keep=FOLDER] [--list]
 
 The cases are rows in `hostile_cases/`, a file for each topic. A row has a command, the exit code
 and the words that its user should get. `hostile_cases/case.py` explains the fields of a row. To add
-a case, add a row to the list of its topic.
+a case, add a row to the list of its topic. --only=model/,chat/ runs two topics.
 
 Each command runs as a process of its own, in a folder of its own, without a network. Beside code
 and words, these things are checked for every case:
@@ -12,18 +12,19 @@ and words, these things are checked for every case:
 * No output holds "Traceback (most recent call last)", and no line is longer than 2000 characters.
 * stderr has at most 5 lines, not counting warnings and progress.
 * Code 0 means that the work is done: every step of a training run has one row in metrics.jsonl and
-  the last step has a checkpoint, an evaluation printed its table, a sample its completions, and an
-  exported folder holds its files.
+  the last step has a checkpoint, and an exported folder holds its files. What an evaluation or a
+  sample prints is among the words of its row.
 * Code 75 means that the state is saved: the last row of metrics.jsonl has a checkpoint.
 * No file is lost. What was in the folder before the command is there after it: unchanged, with
-  something appended, or under another name. A row lists exceptions in `may_change`.
+  something appended, or under another name. A run that has begun may write its config.json again.
+  A row lists other exceptions in `may_change`.
 * Nothing is silent for more than 10 seconds, from the start on. The time in which a thread of the
   process waited for a core is taken off each silence (schedstat of Linux), so that other programs
-  on the machine do not count. Compiled programs are kept between the runs of this script, so that
-  compilation of the small models does not count either.
+  on the machine do not count. Compiled programs are kept between the runs of this script. A case
+  that compiled in its first run may have been silent for longer: run it a second time.
 
 The programs under test are those of the tree that holds this script. The exit code is 1 if a case
-fails. The failing ones are at the end of the output, each with what it printed.
+fails. Each failing case says at once what is wrong, and again at the end with what it printed.
 
 Exit codes of the programs: 0 done, 1 failed, 2 bad input, 75 stopped early with its state saved,
 128 + N left at once on a second signal N.
@@ -125,6 +126,7 @@ def main() -> None:
           flush=True,
         )
         if problems:
+          print(f"       {'; '.join(problems)}", flush=True)
           failed.append((case, ended, problems))
   for case, ended, problems in failed:
     print(f"\n=== {case.name}\n$ {case.command:.500}\nexpected: {case.code} {case.words}")
@@ -197,8 +199,8 @@ class Place:
         problems += [f"then: {problem}" for problem in found]
         ended = dataclasses.replace(ended, output=f"{ended.output}\n--- then\n{second.output}")
       return case, ended, problems
-    except AssertionError as error:  # of a step of the setup
-      return case, Ended(), [f"the case itself: {error}"]
+    except Exception as error:  # a step of the setup failed
+      return case, Ended(), [f"the case itself: {error!r}"]
     finally:
       shutil.rmtree(folder, ignore_errors=True)
 

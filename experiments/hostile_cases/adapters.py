@@ -57,7 +57,7 @@ PATHS = [
   _field("unknown field", "magic", magic=1),
   _field("targets a pattern", "target_modules", target_modules=".*_proj"),
   _field("targets of numbers", "target_modules", target_modules=[1, 2]),
-  _field("targets twice", "target_modules", target_modules=["q_proj", "q_proj"]),
+  _field("targets twice", "targets", target_modules=["q_proj", "q_proj"]),
   _field("targets unknown", "target_modules", target_modules=["c_attn"]),
   _lora("tensor missing", _first(lambda arrays, name: arrays.pop(name)), "is missing"),
   _lora("tensor too many", _first(lambda arrays, name: arrays.update(x=arrays[name])), "tensor x"),

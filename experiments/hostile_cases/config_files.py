@@ -27,8 +27,8 @@ def _body(name: str, line: str, *words: str, code: int | tuple[int, ...] = 2) ->
 
 
 CASES = [
-  _file("syntax error", "def get_config(:\n", "c.py line 1", "SyntaxError"),
-  _file("indentation", "def get_config():\nreturn 1\n", "c.py line 2", "IndentationError"),
+  _file("syntax error", "def get_config(:\n", "c.py", "line 1"),
+  _file("indentation", "def get_config():\nreturn 1\n", "c.py", "line 2"),
   _file("empty", "", "c.py", "get_config"),
   _file("null bytes", b"\x00\x00\x00", "c.py"),
   _file("binary", bytes(range(256)), "c.py"),

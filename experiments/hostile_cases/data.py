@@ -131,7 +131,7 @@ LINES = [
   _line("only spaces after the anchor", row(answer="####   "), "####"),
   _line("words after the anchor", row(answer="#### two"), code=(0, 2)),
   _line("empty answer", row(answer=""), "####"),
-  _line("empty question", row("")),
+  _train("empty question", GOOD + row("") + GOOD, "prompt"),
   _line("question of spaces", row("   "), code=(0, 2)),
   _line("empty conversation", row([]), "conversation"),
   _line("conversation of texts", row(["1+1="]), "message"),
