@@ -19,7 +19,7 @@ FLOORS = [
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
-  {"clock", "estimators", "patience", "stop", "terminal_text"}
+  {"clock", "estimators", "flag_errors", "patience", "stop", "terminal_text"}
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
   {"checkpoint_reader", "terminal"},
   {"checkpoint", "workdir", "parameters", "reward_model", "sampling", "checks"},

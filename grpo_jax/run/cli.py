@@ -8,17 +8,16 @@ import os
 from pathlib import Path
 import re
 import sys
-import traceback
 from typing import Any
 
 from absl import app, flags
 import jax
 from ml_collections import ConfigDict, config_flags
 
-from grpo_jax.algo.presets import PRESETS
-from grpo_jax.config import Config, Mesh, check_key, from_dict, wrong_type
+from grpo_jax.config import Config, Mesh, check_key, from_dict
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.flag_errors import flag_error
 from grpo_jax.run.patience import told_if_slow
 from grpo_jax.run.saved_config import load_config
 from grpo_jax.run.terminal import Loading
@@ -48,7 +47,7 @@ def read_config() -> Config:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
   failure = vars(value).get("_error") if hasattr(value, "__dict__") else None
   if isinstance(failure, OSError):  # what ml_collections makes of one in the config file
-    raise _flag_error(failure, [("", file)])
+    raise flag_error(failure, [("", file)])
   if not isinstance(value, ConfigDict):
     raise ConfigError(
       f"flag --config={file}: get_config() of that file must return a ConfigDict, as in"
@@ -188,7 +187,7 @@ def _parse(argv: list[str]) -> list[str]:
   except BaseException as error:  # a config file is a program, so it can raise any exception
     if isinstance(error, SystemExit) and _asks_for_help(argv):
       sys.exit(0)  # the help is printed
-    raise _flag_error(error, overrides) from None
+    raise flag_error(error, overrides) from None
   finally:
     logging.disable(logging.NOTSET)
   if rest:
@@ -206,42 +205,3 @@ def _config_flags(argv: list[str]) -> Iterator[tuple[str, str]]:
 
 def _asks_for_help(argv: list[str]) -> bool:
   return any(re.fullmatch(r"--?(help(short|full|xml)?|\?)", flag) for flag in argv[1:])
-
-
-def _flag_error(error: BaseException, overrides: list[tuple[str, str]]) -> ConfigError:
-  for key, value in overrides:
-    if key and str(error).startswith(f"flag --config.{key}={value}: "):
-      return wrong_type(key, value)
-  for key, value in overrides:
-    in_file = None if key else _error_in_config(value, error)
-    if in_file:
-      return ConfigError(in_file)
-  return ConfigError(str(error).strip().split("\n")[0] or type(error).__name__)
-
-
-def _error_in_config(config: str, error: BaseException | None) -> str | None:
-  """Where in the config file an error was raised, and what it is. None if it was elsewhere."""
-  file, _, preset = config.partition(":")
-  found = str(error)
-  if isinstance(error, AttributeError) and "has no attribute 'get_config'" in found:
-    return f"flag --config={config}: {file} defines no get_config(), as configs/default.py does"
-  while error:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file)]
-    if lines and isinstance(error, KeyError) and error.args == (preset,):
-      names = ", ".join(PRESETS)
-      return (
-        f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has"
-        f" {names}"
-      )
-    text = " ".join(str(error).split())
-    if isinstance(error, SyntaxError) and error.filename and Path(error.filename) == Path(file):
-      lines, text = [error.lineno], error.msg
-    if isinstance(error, SystemExit):
-      text = "a config file must not end the program"
-    if lines:
-      return f"{file} line {lines[-1]}: {type(error).__name__}: {text:.300}"
-    if error.__context__ is None and not isinstance(error, flags.Error):
-      return f"{file} cannot be read as a config: {type(error).__name__}: {text:.300}"
-    error = error.__context__
-  return None
