@@ -23,6 +23,7 @@ NOT_NEGATIVE = at_least(0)
 POSITIVE = at_least(1)
 # No batch or model in use is near these. They keep a typing error from being built for hours.
 ROWS = at_least(1, at_most=2**20)
+TOKENS = at_least(1, at_most=2**24)
 WIDTH = at_least(1, at_most=2**17)
 
 
@@ -84,7 +85,7 @@ class Data:
     " one field that holds messages",
   )
   system: str = setting("", "the system message of conversations that have none; needs data.chat")
-  max_prompt_tokens: int = setting(64, "S; longer prompts are dropped and counted", POSITIVE)
+  max_prompt_tokens: int = setting(64, "S; longer prompts are dropped and counted", TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Sampling:
   one, which is the whole softmax. The metric sampler/filter_gap_mean measures the difference.
   """
 
-  max_tokens: int = setting(64, "T, the longest completion", POSITIVE)
+  max_tokens: int = setting(64, "T, the longest completion", TOKENS)
   temperature: float = setting(
     1.0, "of the first step", above(0, "training needs completions that differ")
   )

@@ -17,7 +17,7 @@ from grpo_jax.run import cli
 from grpo_jax.run.build import Run
 from grpo_jax.run.rollout import Rollouts
 from grpo_jax.run.terminal_text import visible
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text, shown
 
 
 def main(argv: list[str]) -> None:
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
   _print(rollout(params, prompts, key, temperature), count)
 
 
-def shown(text: str, on_terminal: bool) -> str:
+def printable(text: str, on_terminal: bool) -> str:
   """A completion as it is printed.
 
   On a terminal, control characters other than newlines become escapes, because a model's text could
@@ -64,10 +64,23 @@ def _check_flags() -> None:
       "give --prompt or --question, not both: a question is put into data.prompt and, with"
       " data.chat, into the chat template; a prompt goes to the model as it is"
     )
-  for name, least in (("n", 1), ("temperature", 0), ("max_tokens", 1)):
+  for name, least, most in (
+    ("n", 1, 2**16),
+    ("temperature", 0, 1000),
+    ("max_tokens", 1, LARGEST_INT),
+    ("seed", -LARGEST_INT, LARGEST_INT),
+    ("step", 0, LARGEST_INT),
+  ):
     value = values[name].value
-    if value is not None and value < least:
-      raise ConfigError(f"flag --{name} is {value}: it must be at least {least}")
+    if value is not None and not least <= value <= most:  # NaN is refused, too
+      raise ConfigError(
+        f"flag --{name} is {shown(value)}: it must be at least {least} and at most {most}"
+      )
+  if values.temperature and values.temperature < SMALLEST_FLOAT:
+    raise ConfigError(f"flag --temperature is {values.temperature}: for the likeliest token set 0")
+  text = values.prompt or values.question
+  if not is_text(text):
+    raise ConfigError("flag --prompt or --question: it is not text in UTF-8")
 
 
 def _prompts(run: Run) -> PromptBatch:
@@ -89,7 +102,7 @@ def _print(rollouts: Rollouts, count: int) -> None:
     end = "stopped" if completions.stopped_by_PG[0, g] >= 0 else "cut off"
     logprob = completions.logprobs_PGT[0, g].sum()
     print(f"\n--- {g + 1}: {length} {tokens}, {end}, log-prob {logprob:.2f}")
-    print(shown(rollouts.texts_PG[0, g], sys.stdout.isatty()))
+    print(printable(rollouts.texts_PG[0, g], sys.stdout.isatty()))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def shown(value: Any) -> str:
   try:
     return f"{value!r:.200}"
   except Exception:  # Python writes no int of more than 4,300 digits, and an object may do anything
-    return f"a {type(value).__name__} that cannot be printed"
+    return f"a value of type {type(value).__name__} that cannot be printed"
 
 
 class Settings:

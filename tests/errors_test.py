@@ -199,7 +199,7 @@ def contents(folder):
     (dict(data__prompt="{quesiton}"), ["data.prompt='{quesiton}'", "{question}"]),
     (dict(data__system="Count."), ["data.system is 'Count.'", "set data.chat=True"]),
     (dict(data__chat=True), ["no chat template", "tokenizer_config.json", "data.chat=False"]),
-    (dict(data__prompt=""), ["data.prompt=''", "must hold some text"]),
+    (dict(data__prompt=""), ["data.prompt=''", "has no field"]),
     (
       dict(data__max_prompt_tokens=3),
       ["data.max_prompt_tokens=3", "all 20000 prompts", "shortest one has 8 tokens"],

@@ -127,7 +127,14 @@ def test_supervised_batch_ends_solutions_and_leaves_out_long_ones():
     ("{question} {}", "data.prompt"),
     ("{question", "data.prompt"),
     ("{question.x}", "data.prompt"),
-    ("", "data.prompt='' makes a prompt without tokens"),
+    ("", "data.prompt='' has no field, so all prompts would be the same"),
+    ("Solve:", "data.prompt='Solve:' has no field, .* its fields are "),
+    ("{{question}}", "has no field"),
+    ("{question:>999999999}", "cannot be filled"),
+    ("{question:{answer}}", "cannot be filled"),
+    ("{question.__class__}", "cannot be filled"),
+    ("{question[0]}", "cannot be filled"),
+    ("{question!r}", "cannot be filled"),
   ],
 )
 def test_bad_templates_are_named(template, message):

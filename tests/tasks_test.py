@@ -227,10 +227,11 @@ def test_gsm8k_through_tfds_without_tensorflow(tmp_path):
 def test_gsm8k_that_tfds_cannot_provide(monkeypatch):
   tfds = pytest.importorskip("tensorflow_datasets")
 
-  def no_network(*args, **kwargs):
+  def damaged(*args, **kwargs):
     raise OSError("Failed to resolve\nthe host")
 
-  monkeypatch.setattr(tfds, "data_source", no_network)
+  monkeypatch.setattr(tasks, "check_connection", str.format)  # as if there were a network
+  monkeypatch.setattr(tfds, "data_source", damaged)
   message = "OSError: Failed to resolve the host.*--config.data.path=FOLDER with train.jsonl"
   with pytest.raises(ConfigError, match=message) as error:
     tasks.make_task(data())

@@ -202,8 +202,8 @@ def test_shortened_text_keeps_its_ends(text, length):
 
 def test_a_sampled_text_cannot_steer_a_terminal_and_is_whole_in_a_file():
   text = "one\n\x1b[2Jtwo\x07\r\nthree"
-  assert sample.shown(text, on_terminal=True) == "one\n\\x1b[2Jtwo\\x07\\r\nthree"
-  assert sample.shown(text, on_terminal=False) == text
+  assert sample.printable(text, on_terminal=True) == "one\n\\x1b[2Jtwo\\x07\\r\nthree"
+  assert sample.printable(text, on_terminal=False) == text
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from grpo_jax.data.chat_process import SECONDS
 from grpo_jax.data.tokenizer_files import read_json
 from grpo_jax.settings import ConfigError, is_text
 
+SECONDS = 5  # for one conversation, which takes well under a millisecond
 _TOGETHER = 64  # conversations that are sent to the process at once, which saves time
 
 # A conversation. Each message has a text `role` and a text `content`, and may have more.
@@ -151,7 +151,7 @@ class _Process:
     with self._lock:
       if self._process is None:
         self._process = subprocess.Popen(
-          [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py"))],
+          [sys.executable, "-P", Path(__file__).with_name("chat_process.py"), str(SECONDS)],
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,
           start_new_session=True,  # so that Ctrl-C reaches this process alone

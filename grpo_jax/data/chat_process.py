@@ -6,7 +6,7 @@ process, nothing can stop both. So it runs here: in jinja2's sandbox, where it c
 
 Each line of stdin is a question: {"source": the template, "shared": the variables of every
 conversation, "conversations": lists of messages}. Each line of stdout answers it: {"texts": ...} or
-{"error": ...}.
+{"error": ...}. The argument is how many seconds one conversation may take.
 
 This file imports nothing of grpo_jax, so that it starts fast.
 """
@@ -25,7 +25,6 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-SECONDS = 5  # for one conversation, which takes well under a millisecond
 _MEMORY = 1 << 30  # bytes
 _LONGEST = 10_000_000  # characters of a rendered conversation
 
@@ -39,22 +38,22 @@ def main() -> None:
   except (ValueError, OSError):
     pass
   for line in sys.stdin.buffer:
-    answer = json.dumps(_answer(**json.loads(line)))
+    answer = json.dumps(_answer(int(sys.argv[1]), **json.loads(line)))
     signal.alarm(0)
     sys.stdout.write(f"{answer}\n")
     sys.stdout.flush()
 
 
 def _answer(
-  source: str, shared: dict[str, Any], conversations: list[list[dict[str, Any]]]
+  seconds: int, source: str, shared: dict[str, Any], conversations: list[list[dict[str, Any]]]
 ) -> dict[str, Any]:
   texts = []
   try:
     # Nobody handles this signal, so it ends the process, even in the middle of an instruction.
-    signal.alarm(SECONDS)
+    signal.alarm(seconds)
     template = _compiled(source)
     for messages in conversations:
-      signal.alarm(SECONDS)
+      signal.alarm(seconds)
       texts.append(template.render(shared, messages=messages))
       if len(texts[-1]) > _LONGEST:
         return {"error": f"its text has more than {_LONGEST} characters"}

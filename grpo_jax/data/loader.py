@@ -246,7 +246,8 @@ def _fill(template: str, example: Mapping[str, Any]) -> str:
     if field not in example or width or conversion:
       raise ConfigError(
         f"data.prompt={template!r} cannot be filled: {{{field}}} with all that stands in its braces"
-        f" is not one of its fields, which are {names}; a plain brace is written twice"
+        f" is not a field of the examples; its fields are {names}, and a plain brace is written"
+        " twice"
       )
     if isinstance(example[field], list):
       raise ConfigError(

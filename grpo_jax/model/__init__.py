@@ -11,7 +11,7 @@ from grpo_jax.model.family import SCORERS
 from grpo_jax.model.load_weights import load, load_config
 from grpo_jax.model.lora import QUANTISED, join, quantised
 from grpo_jax.model.lora import init as init_adapters
-from grpo_jax.model.peft import load_adapters, load_lora, save_adapters
+from grpo_jax.model.peft import base_of, check_adapters, load_adapters, load_lora, save_adapters
 from grpo_jax.model.save_weights import save
 from grpo_jax.model.transformer import (
   Params,
@@ -32,6 +32,8 @@ __all__ = [
   "ModelConfig",
   "Params",
   "Prefix",
+  "base_of",
+  "check_adapters",
   "empty",
   "features",
   "forward",

@@ -29,6 +29,16 @@ def parts(path: str) -> tuple[str, str | None]:
   return match[1], match[2]
 
 
+def short_name(path: str) -> str:
+  """The name of a model without its owner, revision and place, such as qwen2.5-0.5b.
+
+  In the cache of huggingface_hub, a model lies in models--OWNER--NAME/snapshots/REVISION.
+  """
+  cached = re.search(r"models--(?:.*--)?([^/]+)/snapshots/", path + "/")
+  name = cached[1] if cached else Path(path.partition("@")[0]).name
+  return name.lower()
+
+
 def folder(path: str, key: str) -> str:
   """The folder of a model. Downloads it if `path` is a name on huggingface.co.
 

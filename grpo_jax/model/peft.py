@@ -89,13 +89,42 @@ def load_lora(path: str | os.PathLike) -> Lora:
   )
 
 
+def base_of(path: str | os.PathLike) -> str:
+  """The name or the folder of the model that the adapters were trained on. "" if it is not said."""
+  base = read_json(Path(path).expanduser() / "adapter_config.json").get("base_model_name_or_path")
+  return base if isinstance(base, str) else ""
+
+
+def check_adapters(path: str | os.PathLike, config: ModelConfig) -> None:
+  """Checks the names and the shapes of adapters, and reads none of them. See `load_adapters`."""
+  _open_adapters(Path(path).expanduser(), config)
+
+
 def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
   """Reads the adapters that `config.lora` describes, as float32 numpy arrays.
 
   Raises:
-    ConfigError: A tensor is missing, has another shape, or belongs to no adapter of the model.
+    ConfigError: A tensor is missing, has another shape, belongs to no adapter of the model, or has
+      a value that is not finite.
   """
   folder = Path(path).expanduser()
+  files, sizes = _open_adapters(folder, config), _sizes(config)
+  leaves = {}
+  for spec in _specs(config):
+    shape = spec.hf_shape(sizes)
+    tensor = files.read(spec.hf_name, 0, tuple(slice(0, length) for length in shape))
+    tensor = tensor.astype(np.float32)
+    if not np.isfinite(tensor).all():
+      raise ConfigError(
+        f"{folder}: tensor {spec.hf_name} has a value that is NaN or infinite: train the adapter"
+        " again from an earlier checkpoint"
+      )
+    leaves[spec.leaf_name] = spec.from_hf(tensor, sizes)
+  return unflatten_dict(leaves, sep="/")
+
+
+def _open_adapters(folder: Path, config: ModelConfig) -> TensorFiles:
+  """The file of the adapters, which has those that `config.lora` describes and no others."""
   files = TensorFiles([folder / "adapter_model.safetensors"])
   specs, sizes = list(_specs(config)), _sizes(config)
   wanted = {spec.hf_name for spec in specs}
@@ -105,7 +134,6 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
     raise ConfigError(
       f"{folder}: tensor {name} is not of a projection that adapter_config.json names"
     )
-  leaves = {}
   for spec in specs:
     shape, found = spec.hf_shape(sizes), files.shapes[spec.hf_name]
     if found != shape:
@@ -113,9 +141,7 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
         f"{folder}: tensor {spec.hf_name} is {found}, for this model it should be {shape}: it is"
         " the adapter of another one"
       )
-    tensor = files.read(spec.hf_name, 0, tuple(slice(0, length) for length in shape))
-    leaves[spec.leaf_name] = spec.from_hf(tensor.astype(np.float32), sizes)
-  return unflatten_dict(leaves, sep="/")
+  return files
 
 
 def save_adapters(

@@ -158,7 +158,7 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
     low=number("beta_slow", 1.0),
     high=number("beta_fast", 32.0),
     attention_factor=attention_factor,
-    truncate=read_field({"truncate": True} | rope, "truncate", bool, refuse),
+    truncate=read_field({"truncate": True, **rope}, "truncate", bool, refuse),
   )
 
 

@@ -17,8 +17,9 @@ from grpo_jax.model import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.rewards import Reward, resolve, resolve_all, silent
-from grpo_jax.run.checks import check
+from grpo_jax.run.checks import check, check_memory
 from grpo_jax.run.parameters import Parameters, Progress, no_progress
+from grpo_jax.run.patience import told_if_slow
 from grpo_jax.run.programs import Programs
 from grpo_jax.run.reward_model import RewardModel
 from grpo_jax.run.rollout import PolicyRollout, Rollout
@@ -37,6 +38,7 @@ class Run:
     hosts: What moves arrays between the processes and the mesh.
     tokenizer: Texts to token ids and back.
     parameters: Where the parameters come from and how they lie.
+    remarks: What a user should know of the config, though it can be run.
     programs: The compiled functions.
   """
 
@@ -58,15 +60,19 @@ class Run:
     """
     check(config)
     self.config = config
-    local = hub.local(config)
+    with told_if_slow("looking for models on huggingface.co"):
+      local = hub.local(config)
     _set_matmul_precision(config)
     self.mesh = make_mesh(config.mesh, devices)
-    if local.model.path:
-      model.load_config(local.model.path)  # so that its errors come before those of a tokenizer
+    # Read first, so that its errors come before those of a tokenizer.
+    loaded = model.load_config(local.model.path) if local.model.path else None
     self.tokenizer = self._load_tokenizer(local)
-    shape = _model_shape(local, self.tokenizer)
+    shape = _model_shape(local, self.tokenizer, loaded)
     _check_experts(config, shape, self.mesh)
-    self.parameters = Parameters(local, shape, self.mesh, progress)
+    with told_if_slow(f"laying out {shape.num_layers} layers"):
+      self.parameters = Parameters(local, shape, self.mesh, progress)
+    check_memory(self.parameters.abstract_policy, self.mesh)
+    self.remarks = _remarks(config, local)
     self.hosts = Hosts(self.mesh)
     _check_length(config, shape)
     self.programs = Programs(config, self.mesh, self.parameters)
@@ -74,14 +80,16 @@ class Run:
   @functools.cached_property
   def task(self) -> tasks.Task:
     """The data set. It is made on first use, because to sample or to export none is needed."""
-    return tasks.make_task(self.config.data)
+    with told_if_slow(f"reading the data of task {self.config.data.task}"):
+      return tasks.make_task(self.config.data)
 
   def prompts(self, split: str) -> Prompts:
     """The prompts of the split "train" or "test": of the latter, the first eval.examples."""
     examples = getattr(self.task, split)
     if split == "test":
       examples = examples[: self.config.eval.examples]
-    return Prompts(examples, self.tokenizer, self.config.data)
+    with told_if_slow(f"making the {split} prompts"):
+      return Prompts(examples, self.tokenizer, self.config.data)
 
   def rollout(
     self, group_size: int, greedy: bool = False, max_tokens: int | None = None
@@ -156,11 +164,13 @@ def _set_matmul_precision(config: Config) -> None:
   jax.config.update("jax_default_matmul_precision", precision)
 
 
-def _model_shape(config: Config, tokens: tokenizer.Tokenizer) -> model.ModelConfig:
-  """The shape of the checkpoint at model.path, or the one that the config gives."""
+def _model_shape(
+  config: Config, tokens: tokenizer.Tokenizer, loaded: model.ModelConfig | None
+) -> model.ModelConfig:
+  """The shape of the checkpoint at model.path, or without one that which the config gives."""
   shaped = config.model
-  if shaped.path:
-    shape = model.load_config(shaped.path)
+  if loaded is not None:
+    shape = loaded
   else:
     shape = model.ModelConfig(
       vocab_size=tokens.vocab_size,
@@ -184,6 +194,20 @@ def _check_experts(config: Config, shape: model.ModelConfig, mesh: jax.sharding.
   ):
     if value != off and not shape.num_experts:
       raise ConfigError(f"config key {key} is {value}: the model has no experts; set {off}")
+
+
+def _remarks(config: Config, local: Config) -> tuple[str, ...]:
+  """Whether the adapters at lora.path were trained on another model, as far as names say."""
+  if not config.lora.path:
+    return ()
+  base = model.base_of(local.lora.path)
+  # Folders are moved and copied, so only the last part of a path says something.
+  if not base or hub.short_name(base) == hub.short_name(config.model.path):
+    return ()
+  return (
+    f"the adapters of lora.path = {config.lora.path} were trained on {base!r}, not on model.path ="
+    f" {config.model.path}; only their shapes are sure to fit",
+  )
 
 
 def _check_length(config: Config, shape: model.ModelConfig) -> None:

@@ -4,7 +4,11 @@ The range of each setting stands with the setting. Here are the checks between s
 the section `algo` are in `grpo_jax/algo/checks.py`.
 """
 
+import math
+import os
 from typing import Any
+
+import jax
 
 from grpo_jax.algo.checks import check as check_algo
 from grpo_jax.config import PROJECTIONS, Config
@@ -27,6 +31,30 @@ def check(config: Config) -> None:
   _check_sizes(config)
   if not config.model.path:
     _check_shape(config)
+
+
+def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
+  """Raises ConfigError if the parameters alone are larger than the memory that they would lie in.
+
+  Args:
+    params: Shapes and shardings.
+    mesh: The devices. Nothing is checked if they do not say how much memory they have.
+  """
+  needed = sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params)
+  )
+  if mesh.devices.flat[0].platform == "cpu":  # all its devices lie in the memory of this machine
+    needed *= len(mesh.local_devices)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  else:
+    local = mesh.local_devices
+    memory = ((local and local[0].memory_stats()) or {}).get("bytes_limit", math.inf)
+  if needed > memory:
+    raise ConfigError(
+      f"the parameters alone take {needed / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB of"
+      " memory: choose a smaller model.path, lower model.embed_dim, model.mlp_dim or"
+      " model.num_layers, or split it over more devices with mesh.fsdp"
+    )
 
 
 def _require(holds: Any, key: str, value: Any, why: str) -> None:

@@ -9,22 +9,22 @@ import os
 from pathlib import Path
 import re
 import sys
-import traceback
 from typing import Any
 
 from absl import app, flags
 import jax
 from ml_collections import ConfigDict, config_flags
 
-from grpo_jax.algo.presets import PRESETS
-from grpo_jax.config import Config, Mesh, check_key, from_dict, wrong_type
+from grpo_jax.config import Config, Mesh, check_key, from_dict
 from grpo_jax.run import disk, ends
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.flag_errors import flag_error
+from grpo_jax.run.patience import told_if_slow
 from grpo_jax.run.saved_config import load_config
 from grpo_jax.run.stdout import discard_stdout
 from grpo_jax.run.terminal import Loading
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, shown
 
 flags.disclaim_key_flags()  # so that --help shows the flags that a program defines here
 
@@ -59,13 +59,25 @@ def run(main: Callable[[list[str]], None]) -> None:
 def read_config() -> Config:
   """The --config flag with its overrides applied."""
   value = flags.FLAGS.config
+  file = next((given for key, given in _config_flags(sys.argv) if not key), "")
   if not flags.FLAGS["config"].present:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
+  failure = vars(value).get("_error") if hasattr(value, "__dict__") else None
+  if isinstance(failure, OSError):  # what ml_collections makes of one in the config file
+    raise flag_error(failure, [("", file)])
   if not isinstance(value, ConfigDict):
     raise ConfigError(
-      "flag --config: get_config() of that file must return a ConfigDict, as in configs/default.py"
+      f"flag --config={file}: get_config() of that file must return a ConfigDict, as in"
+      " configs/default.py"
     )
-  return _with_absolute_paths(from_dict(value.to_dict()))
+  try:
+    values = value.to_dict()
+  except Exception as error:  # a section inside itself, or a value that cannot be copied
+    raise ConfigError(
+      f"flag --config={file}: its ConfigDict cannot be read ({type(error).__name__}:"
+      f" {' '.join(str(error).split()):.200})"
+    ) from None
+  return _with_absolute_paths(from_dict(values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,27 +171,30 @@ def _open_standard_streams() -> None:
 def _with_absolute_paths(config: Config) -> Config:
   """The config with absolute paths, so that its run can be used from another folder."""
 
-  def absolute(path: str) -> str:
-    expanded = Path(path).expanduser()
-    return str(expanded.absolute()) if path and expanded.exists() else path
+  def absolute(key: str, path: str) -> str:
+    try:
+      expanded = Path(path).expanduser()
+      return str(expanded.absolute()) if path and expanded.exists() else path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, NUL in it
+      raise ConfigError(f"config key {key} is {shown(path)}: {error}") from None
 
-  def absolute_reward(name: str) -> str:
+  def absolute_reward(key: str, name: str) -> str:
     file, colon, function = name.rpartition(":")
-    return f"{absolute(file)}:{function}" if colon else absolute(name)
+    return f"{absolute(key, file)}:{function}" if colon else absolute(key, name)
 
   replace = dataclasses.replace
-  functions = tuple(absolute_reward(name) for name in config.reward.functions)
+  functions = tuple(absolute_reward("reward.functions", x) for x in config.reward.functions)
   return replace(
     config,
-    model=replace(config.model, path=absolute(config.model.path)),
-    lora=replace(config.lora, path=absolute(config.lora.path)),
+    model=replace(config.model, path=absolute("model.path", config.model.path)),
+    lora=replace(config.lora, path=absolute("lora.path", config.lora.path)),
     data=replace(
       config.data,
-      path=absolute(config.data.path),
-      tokenizer=absolute(config.data.tokenizer),
+      path=absolute("data.path", config.data.path),
+      tokenizer=absolute("data.tokenizer", config.data.tokenizer),
     ),
     reward=replace(config.reward, functions=functions),
-    eval=replace(config.eval, function=absolute_reward(config.eval.function)),
+    eval=replace(config.eval, function=absolute_reward("eval.function", config.eval.function)),
   )
 
 
@@ -202,12 +217,21 @@ def _parse(argv: list[str]) -> list[str]:
     file = value.split(":")[0]
     if key:
       check_key(key)
-    elif not Path(file).is_file():
-      raise ConfigError(f"flag --config={value}: there is no file {file!r}")
+    elif not os.path.isfile(file):
+      found = "is not a regular file" if os.path.exists(file) else "does not exist"
+      raise ConfigError(f"flag --config={value}: {shown(file)} {found}")
   try:
-    rest = flags.FLAGS(argv)[1:]
-  except Exception as error:
-    raise _flag_error(error, overrides) from None
+    logging.disable(logging.WARNING)  # ml_collections warns of what becomes an error here
+    with told_if_slow("reading --config"):
+      rest = flags.FLAGS(argv)[1:]
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # a config file is a program, so it can raise any exception
+    if isinstance(error, SystemExit) and _asks_for_help(argv):
+      sys.exit(0)  # the help is printed
+    raise flag_error(error, overrides) from None
+  finally:
+    logging.disable(logging.NOTSET)
   if rest:
     raise ConfigError(f"argument {rest[0]!r} is not a flag: write --name=value")
   return argv
@@ -221,30 +245,5 @@ def _config_flags(argv: list[str]) -> Iterator[tuple[str, str]]:
       yield name.partition("config")[2][1:], value if equals else following
 
 
-def _flag_error(error: Exception, overrides: list[tuple[str, str]]) -> ConfigError:
-  for key, value in overrides:
-    if key and str(error).startswith(f"flag --config.{key}={value}: "):
-      return wrong_type(key, value)
-  for key, value in overrides:
-    in_file = None if key else _error_in_config(value, error)
-    if in_file:
-      return ConfigError(in_file)
-  return ConfigError(str(error).strip().split("\n")[0] or type(error).__name__)
-
-
-def _error_in_config(config: str, error: BaseException | None) -> str | None:
-  """Where in the config file an error was raised, and what it is. None if it was elsewhere."""
-  file, _, preset = config.partition(":")
-  while error:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file)]
-    if lines and isinstance(error, KeyError) and error.args == (preset,):
-      names = ", ".join(PRESETS)
-      return (
-        f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has"
-        f" {names}"
-      )
-    if lines:
-      return f"{file} line {lines[-1]}: {type(error).__name__}: {' '.join(str(error).split())}"
-    error = error.__context__
-  return None
+def _asks_for_help(argv: list[str]) -> bool:
+  return any(re.fullmatch(r"--?(help(short|full|xml)?|\?)", flag) for flag in argv[1:])

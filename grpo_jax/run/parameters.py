@@ -58,6 +58,8 @@ class Parameters:
       self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
       adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
+    if config.lora.path:
+      model.check_adapters(config.lora.path, self.model)
 
   @property
   def abstract_policy(self) -> Any:

@@ -188,6 +188,7 @@ def header_lines(run: Run, prompts: list[tuple[str, Any]], step: int, workdir: P
       f"one update per batch, so the ratio is 1 and algo.{', algo.'.join(idle)} change nothing;"
       " algo.minibatches or algo.updates_per_batch would make them matter"
     )
+  lines += [f"warning: {remark}" for remark in run.remarks]
   if step:
     lines.append(f"resuming from step {step} of {last_step(config)} in {workdir}")
   return lines

@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.algo.record import Example
-from grpo_jax.algo.surrogates.record import CLIP_SETTINGS, RATIO_MAX, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import (
+  CLIP_SETTINGS,
+  RATIO_MAX,
+  Surrogate,
+  Terms,
+  check_lower_bound,
+)
 from grpo_jax.settings import Setting, Settings, above, zero_or_above
 
 SURROGATES: dict[str, Surrogate] = {}
@@ -52,6 +58,7 @@ SURROGATES["ppo_clip"] = Surrogate(
   bounds=ppo_bounds,
   settings=PPO_SETTINGS,
   idle_at_ratio_one=tuple(PPO_SETTINGS),
+  check=check_lower_bound,
   examples=(
     Example(
       {"w": [1.5, 0.5, 1.5, 0.5, 0.9, 1.1, 1.5, 0.5], "A": [1, 1, -1, -1, -1, 1, 0, 0]},

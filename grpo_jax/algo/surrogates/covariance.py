@@ -11,7 +11,7 @@ from grpo_jax import masked
 from grpo_jax.algo.kl import absolute
 from grpo_jax.algo.record import Example, require
 from grpo_jax.algo.surrogates.clipped import PPO_SETTINGS, ppo_bounds, ppo_clip
-from grpo_jax.algo.surrogates.record import BatchTokens, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import BatchTokens, Surrogate, Terms, check_lower_bound
 from grpo_jax.settings import ANY, Setting, Settings, above, at_least
 
 SURROGATES: dict[str, Surrogate] = {}
@@ -56,7 +56,8 @@ def clip_cov_select(tokens: BatchTokens, algo: Settings) -> jax.Array:
   return _highest(covariance_PGT, candidates_PGT, _budget(tokens.mask_PGT, algo))
 
 
-def _check_band(algo: Settings) -> None:
+def _check(algo: Settings) -> None:
+  check_lower_bound(algo)
   require(
     algo.cov_low < algo.cov_high,
     algo,
@@ -84,7 +85,7 @@ SURROGATES["clip_cov"] = Surrogate(
     "cov_high": Setting(5.0, "clip_cov: upper end of the band of covariances", ANY),
   },
   idle_at_ratio_one=tuple(PPO_SETTINGS),
-  check=_check_band,
+  check=_check,
   examples=(
     Example(
       {

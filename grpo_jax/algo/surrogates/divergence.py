@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.algo.record import Example
-from grpo_jax.algo.surrogates.record import CLIP_SETTINGS, RATIO_MAX, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import (
+  CLIP_SETTINGS,
+  RATIO_MAX,
+  Surrogate,
+  Terms,
+  check_lower_bound,
+)
 from grpo_jax.settings import Settings
 
 SURROGATES: dict[str, Surrogate] = {}
@@ -41,6 +47,7 @@ SURROGATES["dppo_tv"] = Surrogate(
   bounds=tv_bounds,
   settings=DPPO_SETTINGS,
   ratios=("token",),
+  check=check_lower_bound,
   idle_at_ratio_one=tuple(DPPO_SETTINGS),
   examples=(
     # q = .5, so p - q is .25, .15, -.25, -.075, .25, -.25 and -.25.

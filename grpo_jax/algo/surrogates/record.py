@@ -10,7 +10,7 @@ import dataclasses
 from flax import struct
 import jax
 
-from grpo_jax.algo.record import Example, SettingsByName
+from grpo_jax.algo.record import Example, SettingsByName, require
 from grpo_jax.settings import Setting, Settings, above, zero_or_above
 
 
@@ -112,4 +112,17 @@ RATIO_MAX = Setting(
   "ppo_clip, clip_cov, dppo: limit of the ratio where it is not clipped; 0 = off",
   zero_or_above(1, "a lower limit stops the gradient of tokens that have not moved; 0 is off"),
 )
+
+
 CLIP_SETTINGS = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
+
+
+def check_lower_bound(algo: Settings) -> None:
+  """Refuses a clip_low that bounds nothing, for the surrogates that are meant to have a bound."""
+  require(
+    algo.clip_low < 1,
+    algo,
+    "clip_low",
+    f"neither a ratio nor a probability falls by 1, so {algo.surrogate} would have no lower bound;"
+    " choose less than 1, or the surrogate cispo, which is meant to have none",
+  )
