@@ -5,12 +5,12 @@ A run that resumes therefore has no position in the data to restore.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import string
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_jax.data import chat
+from grpo_jax.data.prompt_template import fill
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError
 
@@ -88,7 +88,7 @@ class Prompts:
       texts = tokenizer.render_batch(messages)
       prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
     else:
-      texts = [_fill(data.prompt, example) for example in examples]
+      texts = [fill(data.prompt, example) for example in examples]
       prefix_ids = tokenizer.prefix_ids
     text_tokens = tokenizer.encode_batch(texts)
     if not all(text_tokens):
@@ -214,45 +214,8 @@ def _conversation(data: "Data", example: Mapping[str, Any]) -> chat.Messages:
   if prompt_is_one_field and isinstance(example.get(field), list):
     messages = example[field]
   else:
-    messages = [{"role": "user", "content": _fill(data.prompt, example)}]
+    messages = [{"role": "user", "content": fill(data.prompt, example)}]
   chat.check(messages, f"data.prompt={data.prompt!r}")
   if data.system and messages[0]["role"] != "system":
     return [{"role": "system", "content": data.system}, *messages]
   return messages
-
-
-def _fill(template: str, example: Mapping[str, Any]) -> str:
-  """The template with its fields replaced by those of the example."""
-  names = ", ".join(f"{{{name}}}" for name in example)
-  try:
-    parts = list(string.Formatter().parse(template))
-  except ValueError as error:
-    raise ConfigError(
-      f"data.prompt={template!r} cannot be filled ({error}); its fields are {names}, and a plain"
-      " brace is written twice"
-    ) from None
-  if all(field is None for _, field, _, _ in parts):
-    raise ConfigError(
-      f"data.prompt={template!r} has no field, so all prompts would be the same; its fields are"
-      f" {names}"
-    )
-  texts = []
-  for literal, field, width, conversion in parts:
-    texts.append(literal)
-    if field is None:
-      continue
-    # A field is a name and nothing else: a width could fill memory, and an attribute of a text
-    # means nothing in a prompt.
-    if field not in example or width or conversion:
-      raise ConfigError(
-        f"data.prompt={template!r} cannot be filled: {{{field}}} with all that stands in its braces"
-        f" is not a field of the examples; its fields are {names}, and a plain brace is written"
-        " twice"
-      )
-    if isinstance(example[field], list):
-      raise ConfigError(
-        f"data.prompt={template!r}: {field} is a list of messages, which only a chat template can"
-        f" turn into text; set data.chat=True and data.prompt='{{{field}}}'"
-      )
-    texts.append(str(example[field]))
-  return "".join(texts)

@@ -106,14 +106,19 @@ def load(
     leaves[name], are_finite[of_leaf[0].hf_name] = compiled(common, tensor)
     done += count_bytes(of_leaf)
     progress(done, total)
-  # Fetched here at once, so that reading never waits for the devices.
-  for name, is_finite in jax.device_get(are_finite).items():
+  _check_finite(are_finite, folder)
+  return config, unflatten_dict(leaves, sep="/")
+
+
+def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
+  """Raises ConfigError for the first tensor that has a value which is not finite."""
+  # Fetched at once and at the end, so that reading never waits for the devices.
+  for name, is_finite in jax.device_get(dict(are_finite)).items():
     if not is_finite:
       raise ConfigError(
         f"{folder}: tensor {name}, or one that is stacked with it, has a value that is NaN or"
         " infinite: download it again, or train it again from an earlier checkpoint"
       )
-  return config, unflatten_dict(leaves, sep="/")
 
 
 def _read_config(path: str | os.PathLike, labels: Collection[int]) -> tuple[Family, ModelConfig]:

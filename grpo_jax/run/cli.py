@@ -218,8 +218,9 @@ def _parse(argv: list[str]) -> list[str]:
     if key:
       check_key(key)
     elif not os.path.isfile(file):
-      found = "is not a regular file" if os.path.exists(file) else "does not exist"
-      raise ConfigError(f"flag --config={value}: {shown(file)} {found}")
+      if os.path.exists(file):
+        raise ConfigError(f"flag --config={value}: {shown(file)} is not a regular file")
+      raise ConfigError(f"flag --config={value}: there is no file {shown(file)}")
   try:
     logging.disable(logging.WARNING)  # ml_collections warns of what becomes an error here
     with told_if_slow("reading --config"):
