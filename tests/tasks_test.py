@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from configs.arithmetic import get_config
 from grpo_jax import config
 from grpo_jax.data import arithmetic, tasks
 from grpo_jax.rewards.answers import strict
@@ -64,6 +65,15 @@ def test_arithmetic_is_right(task):
     worked += bool(steps)
     assert strict(completions=[solution], answer=[example["answer"]]) == [1.0]
   assert abs(worked / 5000 - arithmetic.WORKED_SHARE) < 0.03  # 4 standard deviations
+
+
+def test_the_quick_start_has_room_for_every_sum(task):
+  quick_start = get_config()
+  for example in [*task.train, *task.test]:
+    assert len(example["question"]) <= quick_start.data.max_prompt_tokens
+    assert len(example["solution"]) + len("E") <= quick_start.sampling.max_tokens  # E ends it
+  longest = "20+20=40;40+20=60;60+20=80;#### 80"
+  assert len(longest) < quick_start.sampling.max_tokens
 
 
 def test_arithmetic_splits_share_no_problem(task):
