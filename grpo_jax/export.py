@@ -3,8 +3,6 @@
 python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
 """
 
-from pathlib import Path
-
 from absl import flags
 
 from grpo_jax import model
@@ -18,7 +16,7 @@ def main(argv: list[str]) -> None:
   del argv
   if not flags.FLAGS.out:
     raise ConfigError("flag --out is missing: the folder to write")
-  out = Path(flags.FLAGS.out).expanduser()
+  out = cli.folder_of_flag("out")
   policy = cli.open_policy()
   parameters = policy.run.parameters
   shape = parameters.model

@@ -21,6 +21,7 @@ from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.collect import Collector
 from grpo_jax.run.ends import Stopped
+from grpo_jax.run.patience import told_if_slow
 from grpo_jax.run.progress import SkippedUpdates
 from grpo_jax.run.reporter import Reporter, header_lines, last_step
 from grpo_jax.run.state import RunState, StateStore
@@ -96,6 +97,7 @@ class Trainer:
     self.store = StateStore(self._run, workdir, self._checkpoints, host_state)
     self._warm_step = WarmStep(self._run, collector.prompts)
     self._grpo_step = GrpoStep(self._run, collector, self.store)
+    self._phases_seen: set[bool] = set()  # the first step of a phase compiles
     self._skipped = SkippedUpdates(config.learner.max_skipped_updates)
     # They close in the reverse order: signals are handled until the last save is written.
     self._asked_to_stop = stop_request
@@ -112,13 +114,18 @@ class Trainer:
       splits.append(("test", self.reporter.evaluator.prompts))
     self.reporter.header(header_lines(self._run, splits, step, self._workdir))
     with self.saving_on_failure(state, step, f"evaluation after step {step}"):
-      self.reporter.start(step, state.train.params)
+      with told_if_slow("compiling and evaluating"):
+        self.reporter.start(step, state.train.params)
     return state, step
 
   def take_step(self, state: RunState, step: int) -> StepResult:
     """A step of the phase that `step` belongs to."""
     in_warm_start = step < self.first_grpo_step
-    result = (self._warm_step if in_warm_start else self._grpo_step)(state, step)
+    compiles = in_warm_start not in self._phases_seen
+    self._phases_seen.add(in_warm_start)
+    doing = f"compiling and taking step {step + 1}"
+    with told_if_slow(doing) if compiles else contextlib.nullcontext():
+      result = (self._warm_step if in_warm_start else self._grpo_step)(state, step)
     updates = 1 if in_warm_start else self._config.algo.updates_per_step
     self._skipped.count(result.metrics, updates)
     return result
@@ -209,8 +216,9 @@ def main(argv: list[str]) -> None:
   config = cli.read_config()
   if not flags.FLAGS.workdir:
     raise ConfigError("flag --workdir is missing: name a folder for metrics and checkpoints")
+  workdir = cli.folder_of_flag("workdir")
   initialize_distributed()
-  train(config, flags.FLAGS.workdir)
+  train(config, workdir)
 
 
 if __name__ == "__main__":

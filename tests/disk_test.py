@@ -252,7 +252,8 @@ def test_a_run_goes_on_when_there_is_room(small_disk, capfd):
   with pytest.raises(Exception) as error:  # noqa: B017 - each library has its own
     train(config, workdir)
   assert f"{workdir}/checkpoints" in str(disk.explain(error.value, workdir))
-  assert capfd.readouterr().err == ""
+  lines = capfd.readouterr().err.splitlines()
+  assert not [line for line in lines if not line.startswith("still ")]  # said on a slow machine
   (disk_folder / "ballast").unlink()
   train(config, workdir)
   assert [row["step"] for row in read(workdir)] == [1]

@@ -19,11 +19,10 @@ FLOORS = [
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
-  {"clock", "ends", "estimators", "flag_errors", "patience", "progress", "stdout", "stop"}
-  | {"terminal_text"}
+  {"clock", "estimators", "flag_errors", "patience", "progress", "stdout", "stop", "terminal_text"}
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
   {"checkpoint_reader", "terminal", "events", "disk", "weights_and_biases"},
-  {"checkpoint", "workdir", "parameters", "reward_model", "sampling", "checks"},
+  {"checkpoint", "ends", "workdir", "parameters", "reward_model", "sampling", "checks"},
   {"rollout", "programs", "lock"},
   {"scoring"},
   {"rollout_metrics", "build"},

@@ -419,3 +419,33 @@ def test_files_are_replaced_in_one_step(tmp_path, monkeypatch):
   with pytest.raises(KeyboardInterrupt):
     open_run(tmp_path, changed("steps", 200))
   assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+  "rows, number",
+  [
+    (b'{"step": 1}\n{"step": 1}\n', 2),
+    (b'{"step": 2}\n{"step": 1}\n', 2),
+    (b"[" * 100_000 + b"\n", 1),
+  ],
+)
+def test_rows_that_are_no_later_steps_are_refused_before_anything_is_written(
+  tmp_path, rows, number
+):
+  open_run(tmp_path, CONFIG)
+  (tmp_path / "metrics.jsonl").write_bytes(rows)
+  before = (tmp_path / "config.json").stat().st_mtime_ns
+  with pytest.raises(ConfigError, match=f"metrics.jsonl line {number} is not a row of metrics"):
+    open_run(tmp_path, CONFIG)
+  assert (tmp_path / "config.json").stat().st_mtime_ns == before
+
+
+def test_what_is_no_file_or_no_folder_is_refused(tmp_path):
+  open_run(tmp_path, CONFIG)
+  (tmp_path / "completions").write_bytes(b"")
+  with pytest.raises(ConfigError, match="completions is not a folder: move it away"):
+    open_run(tmp_path, CONFIG)
+  (tmp_path / "completions").unlink()
+  os.mkfifo(tmp_path / "metrics.jsonl")
+  with pytest.raises(ConfigError, match="metrics.jsonl cannot be read .*pipe or a device"):
+    open_run(tmp_path, CONFIG)

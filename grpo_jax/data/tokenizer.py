@@ -220,7 +220,9 @@ def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
     if main_file.suffix == ".model":
       codec = sentencepiece_codec.from_files(files)
     else:
-      codec = huggingface_codec.from_files(files, _model_type(main_file.with_name("config.json")))
+      codec = huggingface_codec.from_files(
+        files, tokenizer_files.model_type(main_file.with_name("config.json"))
+      )
     return _tokenizer(codec, files)
   except ConfigError:
     raise
@@ -228,14 +230,6 @@ def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
     raise ConfigError(
       f"{key}: {main_file} cannot be read as a tokenizer{main_file.suffix}: {error}"
     ) from error
-
-
-def _model_type(config_file: pathlib.Path) -> str | None:
-  """The `model_type` in the config.json of a model, or None without such a file."""
-  if not config_file.is_file():
-    return None
-  config = tokenizer_files.read_json({"config.json": config_file.read_bytes()}, "config.json")
-  return config.get("model_type")
 
 
 def _tokenizer(codec: Codec, files: Mapping[str, bytes]) -> Tokenizer:

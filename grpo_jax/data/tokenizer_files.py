@@ -67,3 +67,11 @@ def read_json(files: Mapping[str, bytes], name: str) -> Any:
     return json.loads(files.get(name, b"{}"))
   except ValueError as error:
     raise ConfigError(f"data.tokenizer: {name} beside the tokenizer is not JSON: {error}") from None
+
+
+def model_type(config_file: pathlib.Path) -> str | None:
+  """The `model_type` in the config.json of a model, or None without such a file."""
+  if not config_file.is_file():
+    return None
+  config = read_json({"config.json": config_file.read_bytes()}, "config.json")
+  return config.get("model_type")

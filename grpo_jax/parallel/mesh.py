@@ -52,17 +52,31 @@ def initialize_distributed() -> None:
   JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
   Raises:
-    ConfigError: JAX_COORDINATOR_ADDRESS is set, and one of the other two is not a number.
+    ConfigError: JAX_COORDINATOR_ADDRESS is set, and one of the other two is not a number; or the
+      processes do not find each other.
   """
   if jax.distributed.is_initialized():
     return
   if "JAX_COORDINATOR_ADDRESS" in os.environ:
-    jax.distributed.initialize(
+    _join(
       num_processes=_number_from_environment("JAX_NUM_PROCESSES"),
       process_id=_number_from_environment("JAX_PROCESS_ID"),
     )
   elif _has_several_processes(os.environ):
-    jax.distributed.initialize()
+    _join()
+
+
+def _join(**places: int) -> None:
+  """jax.distributed.initialize, whose errors become ConfigErrors."""
+  try:
+    jax.distributed.initialize(**places)
+  except Exception as error:  # each way to start has errors of its own
+    reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+    raise ConfigError(
+      f"the environment describes several processes, which JAX cannot join ({reason}): set"
+      " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset the variables of"
+      " Slurm or of the TPU pod"
+    ) from error
 
 
 def _number_from_environment(variable: str) -> int:
@@ -78,9 +92,11 @@ def _number_from_environment(variable: str) -> int:
 def _has_several_processes(environ: Mapping[str, str]) -> bool:
   """True inside a Slurm step of several tasks, or on a TPU of several hosts."""
   # The tasks of this srun: an allocation alone starts none.
-  tasks = int(environ.get("SLURM_STEP_NUM_TASKS", 1))
+  tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+  if not tasks.isdecimal():
+    raise ConfigError(f"environment variable SLURM_STEP_NUM_TASKS is {tasks!r}: not a number")
   hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", "")).split(",")
   # On a Cloud TPU VM, importing jax sets TPU_ML_PLATFORM. A notebook's TPU without a metadata
   # server sets TPU_SKIP_MDS_QUERY.
   cloud_tpu = environ.get("TPU_ML_PLATFORM") == "JAX" and "TPU_SKIP_MDS_QUERY" not in environ
-  return tasks > 1 or len(hosts) > 1 or cloud_tpu
+  return int(tasks) > 1 or len(hosts) > 1 or cloud_tpu

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 import dataclasses
-import io
 import logging
 import math
 import os
@@ -16,15 +15,14 @@ import jax
 from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.config import Config, Mesh, check_key, from_dict
-from grpo_jax.run import disk, ends
+from grpo_jax.run import ends
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.flag_errors import flag_error
 from grpo_jax.run.patience import told_if_slow
 from grpo_jax.run.saved_config import load_config
-from grpo_jax.run.stdout import discard_stdout
 from grpo_jax.run.terminal import Loading
-from grpo_jax.settings import ConfigError, shown
+from grpo_jax.settings import ConfigError, is_text, shown
 
 flags.disclaim_key_flags()  # so that --help shows the flags that a program defines here
 
@@ -38,22 +36,18 @@ def run(main: Callable[[list[str]], None]) -> None:
   and goes on with the same command, and 1 for other failures. What went wrong is one line of
   stderr. Only a defect of the program prints a traceback.
   """
-  _open_standard_streams()
+  ends.open_standard_streams()
   app.define_help_flags()
   logging.getLogger("absl").setLevel(logging.WARNING)
   try:
     main(_parse(sys.argv))
     sys.stdout.flush()
   except BaseException as error:
-    ended = ends.exit_of(error) or _failed_write(error)
+    workdir = flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None
+    ended = ends.exit_of(error, workdir)
     if ended is None:
       raise
-    code, line = ended
-    if line:
-      print(line, file=sys.stderr)
-    if isinstance(error, BrokenPipeError):
-      discard_stdout()
-    sys.exit(code)
+    ends.leave(*ended)
 
 
 def read_config() -> Config:
@@ -97,6 +91,23 @@ class Policy:
   step: int
 
 
+def folder_of_flag(name: str) -> Path:
+  """The folder that a flag names.
+
+  Raises:
+    ConfigError: It is not a folder of a file system.
+  """
+  value = getattr(flags.FLAGS, name)
+  if "://" in value:
+    raise ConfigError(f"flag --{name}={value}: object storage is not supported; name a folder")
+  if not is_text(value):
+    raise ConfigError(f"flag --{name}={value!r}: the name is not UTF-8; choose another one")
+  try:
+    return Path(value).expanduser()
+  except RuntimeError as error:  # ~NAME of nobody
+    raise ConfigError(f"flag --{name}={value}: {error}") from None
+
+
 def define_policy_flags() -> None:
   """Defines what `open_policy` reads: --workdir and --step, or --config."""
   flags.DEFINE_string(
@@ -124,7 +135,7 @@ def open_policy(change: Change = unchanged) -> Policy:
     config = change(read_config())
     built = Run(config, Loading())
     return Policy(config.model.path or "random weights", built, built.initial_params(), 0)
-  workdir = Path(values.workdir).expanduser()
+  workdir = folder_of_flag("workdir")
   built = Run(change(_on_this_machine(saved_config(workdir))), Loading())
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
   step, params = checkpoints.restore_params(built.parameters.abstract, values.step)
@@ -141,31 +152,6 @@ def saved_config(workdir: str | Path) -> Config:
     return from_dict(values, saved=True)
   except ConfigError as error:
     raise ConfigError(f"{file} cannot be read: {error}") from None
-
-
-def _failed_write(error: BaseException) -> tuple[int, str] | None:
-  """The exit code and the line for a disk that cannot be written, or None for another error."""
-  workdir = flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None
-  line = disk.explain(error, workdir) if isinstance(error, Exception) else None
-  return (ends.FAILED, f"error: {line}") if line else None
-
-
-def _open_standard_streams() -> None:
-  """Makes printing safe: no stream is missing, and no character that it cannot encode is an error.
-
-  A closed stream would otherwise give its number to the next file that is opened, and what is
-  printed would land in that file.
-  """
-  for number in range(3):
-    try:
-      os.fstat(number)
-    except OSError:
-      os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-  sys.stdout = sys.stdout or open(os.devnull, "w")
-  sys.stderr = sys.stderr or open(os.devnull, "w")
-  for stream in (sys.stdout, sys.stderr):
-    if isinstance(stream, io.TextIOWrapper):
-      stream.reconfigure(errors="backslashreplace")
 
 
 def _with_absolute_paths(config: Config) -> Config:

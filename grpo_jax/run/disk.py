@@ -19,6 +19,9 @@ _REMEDIES = {
   errno.EACCES: "it can be written",
   errno.EPERM: "it can be written",
   errno.EIO: "the disk works",
+  errno.EISDIR: "no folder is in its place",
+  errno.EFBIG: "files may be larger (ulimit -f)",
+  errno.EMFILE: "more files may be open (ulimit -n)",
 }
 
 

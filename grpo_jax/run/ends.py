@@ -1,13 +1,21 @@
 """How a program ends: its exit code, and the line that says why."""
 
+import io
+import os
 import signal
+import sys
+from typing import NoReturn
 
+from grpo_jax.run import disk
+from grpo_jax.run.stdout import discard_stdout
+from grpo_jax.run.terminal_text import shorten, visible
 from grpo_jax.settings import ConfigError, RunFailed
 
 FAILED = 1
 BAD_INPUT = 2
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 
+_LONGEST_LINE = 1500  # a value that a message quotes may be of any length
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
@@ -15,11 +23,41 @@ class Stopped(Exception):
   """A run was asked to stop before its last step. Its state is saved."""
 
 
-def exit_of(error: BaseException) -> tuple[int, str] | None:
+def open_standard_streams() -> None:
+  """Makes printing safe: no stream is missing, and no character that it cannot encode is an error.
+
+  A closed stream would otherwise give its number to the next file that is opened, and what is
+  printed would land in that file.
+  """
+  for number in range(3):
+    try:
+      os.fstat(number)
+    except OSError:
+      os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+  sys.stdout = sys.stdout or open(os.devnull, "w")
+  sys.stderr = sys.stderr or open(os.devnull, "w")
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="backslashreplace")
+
+
+def leave(code: int, line: str) -> NoReturn:
+  """Prints the line to stderr, if it is not empty, and exits with the code."""
+  if line:
+    print(line, file=sys.stderr)
+  try:
+    sys.stdout.flush()
+  except OSError:
+    discard_stdout()
+  sys.exit(code)
+
+
+def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str] | None:
   """The exit code and the line for stderr that an error ends a program with.
 
   Args:
     error: What a program raised.
+    workdir: The run's folder, if the program has one.
 
   Returns:
     The code and the line, which is empty if everything is said already. None for an error that is
@@ -37,7 +75,11 @@ def exit_of(error: BaseException) -> tuple[int, str] | None:
     return FAILED, "error: stdout was closed before everything was printed"
   if is_out_of_memory(error):
     return FAILED, f"error: {memory_line(error)}"
-  return None
+  if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    return BAD_INPUT, f"error: JAX_PLATFORMS={_one_line(platforms)}: {_one_line(error)}"
+  failed_write = disk.explain(error, workdir) if isinstance(error, Exception) else None
+  return (FAILED, f"error: {_one_line(failed_write)}") if failed_write else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -58,5 +100,6 @@ def memory_line(error: BaseException) -> str:
   )
 
 
-def _one_line(error: BaseException) -> str:
-  return " ".join(str(error).splitlines())
+def _one_line(text: object) -> str:
+  """Printable text without newlines, of a length that fits a screen."""
+  return shorten(visible(" ".join(str(text).splitlines())), _LONGEST_LINE)

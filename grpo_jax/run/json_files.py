@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from grpo_jax import files
 from grpo_jax.settings import ConfigError
 
 
@@ -93,20 +94,24 @@ def read_metrics(path: Path) -> list[tuple[dict[str, Any], bytes]]:
   """The rows of a metrics.jsonl, each with its line. Leaves out a last line that is half written.
 
   Raises:
-    ConfigError: Another line is not a row of metrics.
+    ConfigError: The file cannot be read, or another line is not a later row of metrics.
   """
-  lines = path.read_bytes().split(b"\n")
-  rows = []
+  try:
+    lines = files.read_bytes(path).split(b"\n")
+  except OSError as error:
+    raise ConfigError(f"{path} cannot be read ({error}): put it back, or move it away") from error
+  rows: list[tuple[dict[str, Any], bytes]] = []
   for number, line in enumerate(lines, start=1):
     try:
       row = json.loads(line)
-      if type(row["step"]) is not int:
+      if type(row["step"]) is not int or (rows and row["step"] <= rows[-1][0]["step"]):
         raise TypeError
       rows.append((row, line + b"\n"))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
       # After the last newline comes nothing, or the part of a row that a kill left.
       if number < len(lines):
         raise ConfigError(
-          f"{path} line {number} is not a row of metrics: repair or remove that line"
+          f"{path} line {number} is not a row of metrics of a later step than the line before:"
+          " repair or remove that line"
         ) from error
   return rows

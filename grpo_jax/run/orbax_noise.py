@@ -7,6 +7,7 @@ in what orbax and asyncio print about the tasks that they gave up.
 import logging
 import re
 import sys
+import traceback
 from types import CodeType
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,10 @@ def _is_orbax_noise(unraisable: "UnraisableHookArgs") -> bool:
 
 
 def _keep_asyncio_record(record: logging.LogRecord) -> bool:
-  return not re.search("orbax|tensorstore", record.getMessage())
+  """Drops what asyncio says about tasks of orbax: it raises their errors, too."""
+  frames = traceback.extract_tb(record.exc_info[2]) if record.exc_info else []
+  places = [record.getMessage(), *(frame.filename for frame in frames)]
+  return not any(re.search("orbax|tensorstore", place) for place in places)
 
 
 def _keep_absl_record(record: logging.LogRecord) -> bool:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_jax import files
 from grpo_jax.settings import ConfigError
 
 # A run may continue with other values of these keys. They do not change what is computed: they say
@@ -25,8 +26,8 @@ _MAY_DIFFER = (
 def load_config(path: Path) -> dict[str, Any]:
   """The nested values in a config.json. Raises ConfigError if it cannot be read."""
   try:
-    config = json.loads(path.read_bytes())
-  except (OSError, ValueError) as error:
+    config = json.loads(files.read_bytes(path))
+  except (OSError, ValueError, RecursionError) as error:
     raise ConfigError(
       f"{path} cannot be read ({error}): put it back, or name another --workdir"
     ) from error

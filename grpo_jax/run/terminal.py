@@ -105,7 +105,7 @@ class Terminal:
 
   def say(self, text: str) -> None:
     """Prints one line, above the bar if there is one."""
-    self._console.print(self._text(text), soft_wrap=True)
+    self._console.print(self._text(visible(text)), soft_wrap=True)
 
   def close(self) -> None:
     """Leaves the last state of the bar on the screen, and the cursor as it was."""

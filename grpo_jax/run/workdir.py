@@ -50,7 +50,7 @@ def open_run(
       run's config is noticed. None means that no key is added.
 
   Raises:
-    ConfigError: The folder cannot be created, holds another run, or holds other things.
+    ConfigError: The folder cannot be created, holds another run or other things, or is damaged.
   """
   workdir = Path(workdir)
   path = workdir / "config.json"
@@ -67,6 +67,11 @@ def open_run(
       check_same_run(path, old, config)
   elif any(entry.name not in _OF_THE_START for entry in workdir.iterdir()):
     raise ConfigError(f"--workdir={workdir} is not empty and has no config.json: name a new folder")
+  for name in ("checkpoints", "completions"):
+    if (workdir / name).exists() and not (workdir / name).is_dir():
+      raise ConfigError(f"{workdir / name} is not a folder: move it away")
+  if (workdir / "metrics.jsonl").exists():
+    read_metrics(workdir / "metrics.jsonl")
   replace_file(path, json.dumps(config, indent=2) + "\n")
 
 
