@@ -16,7 +16,7 @@ def main(argv: list[str]) -> None:
   del argv
   if not flags.FLAGS.out:
     raise ConfigError("flag --out is missing: the folder to write")
-  out = cli.folder_of_flag("out")
+  out = cli.folder_of_flag("out", flags.FLAGS.out)
   policy = cli.open_policy()
   parameters = policy.run.parameters
   shape = parameters.model

@@ -216,7 +216,7 @@ def main(argv: list[str]) -> None:
   config = cli.read_config()
   if not flags.FLAGS.workdir:
     raise ConfigError("flag --workdir is missing: name a folder for metrics and checkpoints")
-  workdir = cli.folder_of_flag("workdir")
+  workdir = cli.folder_of_flag("workdir", flags.FLAGS.workdir)
   initialize_distributed()
   train(config, workdir)
 

@@ -91,13 +91,12 @@ class Policy:
   step: int
 
 
-def folder_of_flag(name: str) -> Path:
-  """The folder that a flag names.
+def folder_of_flag(name: str, value: str) -> Path:
+  """The folder that the flag `name` has as its value.
 
   Raises:
     ConfigError: It is not a folder of a file system.
   """
-  value = getattr(flags.FLAGS, name)
   if "://" in value:
     raise ConfigError(f"flag --{name}={value}: object storage is not supported; name a folder")
   if not is_text(value):
@@ -135,7 +134,7 @@ def open_policy(change: Change = unchanged) -> Policy:
     config = change(read_config())
     built = Run(config, Loading())
     return Policy(config.model.path or "random weights", built, built.initial_params(), 0)
-  workdir = folder_of_flag("workdir")
+  workdir = folder_of_flag("workdir", values.workdir)
   built = Run(change(_on_this_machine(saved_config(workdir))), Loading())
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
   step, params = checkpoints.restore_params(built.parameters.abstract, values.step)
