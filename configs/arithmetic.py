@@ -3,15 +3,15 @@
 Command:  python -m grpo_jax.train --config=configs/arithmetic.py --workdir=/tmp/arithmetic
 Hardware: two CPU cores of a laptop are enough.
 Memory:   1 GB.
-Time:     about 7 minutes.
-Result:   held-out greedy accuracy after the warm start and at the end:
-          seed 0: 15.4% -> 99.6%
-          seed 1: 23.8% -> 96.7%
-          seed 2: 45.1% -> 98.4%
+Time:     7 minutes, measured beside other work.
+Result:   held-out greedy accuracy of seeds 0 to 9:
+          after the warm start    10.5% to 40.6%, median 21.2%
+          after 50 GRPO steps     85.2% to 96.3%, median 93.6%
+          at the end              93.4% to 99.6%, median 97.9%
 
 The warm start teaches a mixture of direct and worked answers. After it, the model answers most sums
 directly and wrongly. GRPO then rewards right answers only. The model learns to work the sums out,
-and its answers grow from between 9 and 17 tokens to 32. The numbers are from experiments/LOG.md.
+and its answers grow from between 8 and 16 tokens to 32. The numbers are from experiments/LOG.md.
 """
 
 from ml_collections import ConfigDict
@@ -22,7 +22,8 @@ from configs import default
 def get_config(preset: str = "grpo") -> ConfigDict:
   c = default.get_config(preset)
   c.steps = 250
-  # Texts have at most 48 tokens. With the default of 10,000 their positions look too much alike.
+  # Texts have at most 48 tokens. With the default base of 10,000, some seeds learn too late where
+  # the last operand stands.
   c.model.rope_theta = 100.0
   c.data.max_prompt_tokens = 12
   c.batch.prompts = 32
