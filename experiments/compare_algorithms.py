@@ -7,8 +7,8 @@ It writes a table and a plot: compare_algorithms.md and compare_algorithms.png i
 It takes about an hour and a half on two CPU cores. Run the same command again to resume after a
 kill. Finished runs are read and not repeated, so you may add to --presets and --seeds later.
 
-Each seed has one warm start: 1,000 supervised steps of configs/arithmetic.py, exported as a Hugging
-Face folder. Every preset starts from that folder and makes 60 steps of 32 prompts x 8 completions.
+Each seed has one warm start: 1,000 supervised steps of configs/arithmetic.py with the default base
+of the rotary angles, exported as a Hugging Face folder. Every preset starts from that folder and makes 60 steps of 32 prompts x 8 completions.
 Each step makes four updates of 8 prompts, so that ratios differ from 1 and the bounds on them have
 an effect. The learning rate falls from 1e-4 to 0. Everything else comes from the preset.
 """
@@ -36,7 +36,7 @@ Results = Mapping[str, Sequence[Rows]]  # preset -> one run per seed
 
 STEPS, EVERY, WARM_STEPS, TARGET = 60, 3, 1000, 0.9
 COMMON = f"""
-  steps={STEPS} warm_start.steps=0 algo.minibatches=4
+  steps={STEPS} warm_start.steps=0 algo.minibatches=4 sampling.max_tokens=40
   optimizer.learning_rate=1e-4 optimizer.schedule=linear optimizer.warmup_steps=0
   eval.every={EVERY} eval.examples=512 eval.batch=512 checkpoint.every=20 checkpoint.keep=1
   log.completions_every={STEPS} log.tensorboard=False
@@ -91,6 +91,8 @@ def warm_start(machine: Machine, out: Path, seed: int) -> None:
     "--config=configs/arithmetic.py",
     f"--config.seed={seed}",
     "--config.steps=0",
+    "--config.model.rope_theta=10000.0",
+    "--config.sampling.max_tokens=40",
     f"--config.warm_start.steps={WARM_STEPS}",
     "--config.log.tensorboard=False",
     f"--workdir={workdir}",
