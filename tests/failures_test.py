@@ -319,6 +319,25 @@ FLAGS = """
 """.split()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has the device that is full")
+def test_a_stream_that_cannot_be_flushed_does_not_change_the_exit_code(monkeypatch):
+  """The interpreter flushes both at its exit, and makes the code 120 if it cannot."""
+  with open("/dev/full", "w") as out, open("/dev/full", "w", buffering=1) as err:
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+
+    def bad_input(arguments):
+      out.write("a row")
+      raise ConfigError("seed")
+
+    monkeypatch.setattr(cli, "_parse", list)
+    with pytest.raises(SystemExit) as ended:
+      cli.run(bad_input)
+    assert ended.value.code == 2
+    out.flush()
+    err.flush()
+
+
 def start(workdir, function, stdout=subprocess.PIPE):
   """A process that trains with a reward function of this source, named reward."""
   file = workdir.with_suffix(".py")

@@ -353,12 +353,30 @@ def test_overlong_by_hand():
   )
 
 
+class Unprintable(Exception):
+  def __repr__(self):
+    raise KeyError
+
+  __str__ = __repr__
+
+
+def throw(error):
+  raise error
+
+
 @pytest.mark.parametrize(
   "bad, message",
   [
     (lambda completions, **_: [1.0], "returned 1 scores for 2 completions"),
     (lambda completions, **_: 1.0, "must return a list"),
     (lambda completions, **_: ["x", 1], "must return a list"),
+    (lambda completions, **_: ["1", 1], "must return a list"),
+    (lambda completions, **_: "12", "must return a list"),
+    (lambda completions, **_: b"12", "must return a list"),
+    (lambda completions, **_: {0: 1.0, 1: 2.0}, "must return a list"),
+    (lambda completions, **_: {1.0, 2.0}, "must return a list"),
+    (lambda completions, **_: Unprintable(), "must return a list.*Unprintable"),
+    (lambda completions, **_: throw(Unprintable()), "raised Unprintable"),
     (lambda completions, **_: [1, float("inf")], "not finite"),
     (lambda completions, **_: [1, 1e39], "not finite in float32"),
     (lambda completions, **_: [1, [2, 3]], "must return a list"),

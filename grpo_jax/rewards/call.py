@@ -83,7 +83,7 @@ def describe(error: BaseException, file: pathlib.Path | None = None) -> str:
     error: The exception.
     file: The file of the user. None means the file in which it was raised.
   """
-  text = " ".join(str(error).split())
+  text = " ".join(text_of(error).split())
   named = f"{type(error).__name__}: {text:.200}" if text else type(error).__name__
   if isinstance(error, SyntaxError):
     return named  # it names its file and line itself
@@ -93,6 +93,14 @@ def describe(error: BaseException, file: pathlib.Path | None = None) -> str:
     if (frame.filename != __file__ if file is None else frame.filename == str(file))
   ]
   return f"{named} ({frames[-1].filename} line {frames[-1].lineno})" if frames else named
+
+
+def text_of(value: Any, convert: Callable[[Any], str] = str) -> str:
+  """str(value) or repr(value), of an object of the user whose own method may raise."""
+  try:
+    return convert(value)
+  except Exception:
+    return f"{type(value).__name__} that cannot be printed"
 
 
 def own_copy(value: Any) -> Any:

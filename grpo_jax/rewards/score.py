@@ -1,12 +1,12 @@
 """Calls reward functions and checks what they return."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 import math
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.rewards.call import RewardError, call
+from grpo_jax.rewards.call import RewardError, call, text_of
 from grpo_jax.rewards.functions import Reward, Steps, name_of
 from grpo_jax.settings import ConfigError
 
@@ -73,12 +73,14 @@ def _call(
   name = name_of(function)
   values = call(function, name, {"completions": completions, **columns})
   try:
+    if isinstance(values, (str, bytes, Mapping, Set)):  # what they list is no score in its place
+      raise TypeError
     values = list(values)
     steps = [_as_steps(value, text) for value, text in zip(values, completions)]
   except Exception:
     raise RewardError(
       f"reward function {name} must return a list of numbers, None or lists of steps"
-      f" (end, number), got {values!r:.80}"
+      f" (end, number), got {text_of(values, repr):.80}"
     ) from None
   if len(values) != len(completions):
     raise RewardError(
@@ -106,6 +108,8 @@ def _as_steps(value: Any, text: str) -> Steps:
   """What a function returned for the completion `text`, as steps. None and NaN are no steps."""
   if value is None:
     return []
+  if isinstance(value, (str, bytes)):  # float("1") is a number
+    raise TypeError
   if isinstance(value, (list, tuple)):
     return [(int(end), float(reward)) for end, reward in value]
   if math.isnan(float(value)):

@@ -48,6 +48,8 @@ def run(main: Callable[[list[str]], None]) -> None:
     if ended is None:
       raise
     ends.leave(*ended)
+  finally:
+    ends.flush_standard_streams()
 
 
 def read_config() -> Config:

@@ -1,5 +1,6 @@
 """How a program ends: its exit code, and the line that says why."""
 
+import contextlib
 import io
 import os
 import signal
@@ -7,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from grpo_jax.run import disk
-from grpo_jax.run.stdout import discard_stdout
+from grpo_jax.run.stdout import discard
 from grpo_jax.run.terminal_text import shorten, visible
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -44,12 +45,21 @@ def open_standard_streams() -> None:
 def leave(code: int, line: str) -> NoReturn:
   """Prints the line to stderr, if it is not empty, and exits with the code."""
   if line:
-    print(line, file=sys.stderr)
-  try:
-    sys.stdout.flush()
-  except OSError:
-    discard_stdout()
+    with contextlib.suppress(OSError):  # nobody can be told
+      print(line, file=sys.stderr)
   sys.exit(code)
+
+
+def flush_standard_streams() -> None:
+  """Writes what is still in their buffers, or discards it where that fails.
+
+  The interpreter would otherwise fail to flush them when it exits, and change the exit code to 120.
+  """
+  for stream in filter(None, (sys.stdout, sys.stderr)):
+    try:
+      stream.flush()
+    except (OSError, ValueError):  # ValueError: somebody closed it
+      discard(stream)
 
 
 def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str] | None:

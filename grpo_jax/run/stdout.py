@@ -4,7 +4,7 @@ from collections.abc import Callable
 import contextlib
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 
 class Stdout:
@@ -35,14 +35,14 @@ class Stdout:
       write()
     except OSError as error:
       self._is_lost = True
-      discard_stdout()
+      discard(sys.stdout)
       reason = "was closed" if isinstance(error, BrokenPipeError) else f"fails ({error.strerror})"
       self._on_lost(f"stdout {reason}")
 
 
-def discard_stdout() -> None:
-  """Sends what is still in stdout's buffer nowhere, so that the interpreter's exit can flush it."""
+def discard(stream: TextIO) -> None:
+  """Sends what is in a stream's buffer nowhere, so that the interpreter can flush it at exit."""
   with contextlib.suppress(OSError, ValueError):
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
