@@ -197,6 +197,8 @@ def test_folders_of_other_things_are_refused(tmp_path):
     open_run(tmp_path, CONFIG)
   with pytest.raises(ConfigError, match="thesis.tex cannot be created"):
     open_run(tmp_path / "thesis.tex", CONFIG)
+  with pytest.raises(ConfigError, match="xxx cannot be created"):
+    open_run(tmp_path / ("x" * 300), CONFIG)
   assert os.listdir(tmp_path) == ["thesis.tex"]
 
 

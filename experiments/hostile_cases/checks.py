@@ -68,7 +68,7 @@ def _wrong_output(case: Case, ended: Ended) -> Iterator[str]:
   if "Traceback (most recent call last)" in ended.output:
     yield "a traceback"
   lines = [line for line in ended.stderr.splitlines() if line.strip()]
-  counted = [line for line in lines if not re.match(r"loading|warning", line)]
+  counted = [line for line in lines if not re.match(r"loading|warning|still ", line)]
   if len(counted) > case.lines:
     yield f"{len(counted)} lines on stderr"
   if ended.code == 2 and not lines and "2>&" not in case.command and not case.tty:

@@ -50,7 +50,7 @@ def run_process(case: Case, command: str, folder: Path, environment: Mapping[str
     stdout=slave if case.tty else subprocess.PIPE,
     stderr=slave if case.tty else subprocess.PIPE,
     start_new_session=True,
-    preexec_fn=_drop_rights if case.as_user and os.geteuid() == 0 else None,
+    preexec_fn=lambda: _prepare_process(case),
   )
   if case.tty:
     os.close(slave)
@@ -65,6 +65,17 @@ def run_process(case: Case, command: str, folder: Path, environment: Mapping[str
     process.wait()
     if case.tty:
       os.close(master)
+
+
+def _prepare_process(case: Case) -> None:
+  for number in (
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGHUP,
+  ):  # a job in the background ignores them
+    signal.signal(number, signal.SIG_DFL)
+  if case.as_user and os.geteuid() == 0:
+    _drop_rights()
 
 
 def _drop_rights() -> None:

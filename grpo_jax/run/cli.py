@@ -104,9 +104,13 @@ def folder_of_flag(name: str, value: str) -> Path:
   if not is_text(value):
     raise ConfigError(f"flag --{name}={value!r}: the name is not UTF-8; choose another one")
   try:
-    return Path(value).expanduser()
+    folder = Path(value).expanduser()
+    folder.exists()
   except RuntimeError as error:  # ~NAME of nobody
     raise ConfigError(f"flag --{name}={value}: {error}") from None
+  except OSError as error:  # a name that is too long
+    raise ConfigError(f"flag --{name}={value}: {error.strerror}") from None
+  return folder
 
 
 def define_policy_flags() -> None:

@@ -5,6 +5,7 @@ event files show the same rows to TensorBoard. A row is in both when `Writer.wri
 """
 
 from collections.abc import Callable, Mapping
+import errno
 import json
 import logging
 from pathlib import Path
@@ -20,6 +21,15 @@ from grpo_jax.settings import ConfigError
 LOCK_FILE = "run.lock"  # what grpo_jax/run/lock.py locks
 # What a run that was killed at its start may leave in the folder, beside its config.json.
 _OF_THE_START = {LOCK_FILE, "config.json.new"}
+# What is wrong with a path, and not with its disk.
+_NO_FOLDER = {
+  errno.EEXIST,
+  errno.ENOTDIR,
+  errno.ENOENT,  # below /proc
+  errno.ENAMETOOLONG,
+  errno.ELOOP,
+  errno.EINVAL,
+}
 
 
 def make_folder(workdir: Path) -> None:
@@ -31,7 +41,9 @@ def make_folder(workdir: Path) -> None:
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-  except (FileExistsError, NotADirectoryError) as error:
+  except OSError as error:
+    if error.errno not in _NO_FOLDER:
+      raise
     raise ConfigError(f"--workdir={workdir} cannot be created: {error.strerror}") from error
 
 
