@@ -5,8 +5,8 @@
 
 The run has a warm start and steps of GRPO, with a checkpoint every second step. First it runs twice
 undisturbed. These two must agree, and the second one, whose programs are compiled already, says how
-long a process lives. Where a later one lives less long, that time counts. The moment of a kill, or of the full disk, is uniform over that time, so many
-fall into the start of the process.
+long a process lives. Where a later one lives less long, that time counts. The moment of a kill, or
+of the full disk, is uniform over that time, so many fall into the start of the process.
 
 Each disturbed run goes on with the same command until it is finished. Then every row of metrics
 (without times), every byte of completions and every bit of the newest checkpoint (parameters,
