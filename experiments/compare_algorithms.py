@@ -8,9 +8,10 @@ It takes about an hour and a half on two CPU cores. Run the same command again t
 kill. Finished runs are read and not repeated, so you may add to --presets and --seeds later.
 
 Each seed has one warm start: 1,000 supervised steps of configs/arithmetic.py with the default base
-of the rotary angles, exported as a Hugging Face folder. Every preset starts from that folder and makes 60 steps of 32 prompts x 8 completions.
-Each step makes four updates of 8 prompts, so that ratios differ from 1 and the bounds on them have
-an effect. The learning rate falls from 1e-4 to 0. Everything else comes from the preset.
+of the rotary angles, exported as a Hugging Face folder. Every preset starts from that folder and
+makes 60 steps of 32 prompts x 8 completions. Each step makes four updates of 8 prompts, so that
+ratios differ from 1 and the bounds on them have an effect. The learning rate falls from 1e-4 to 0.
+Everything else comes from the preset.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 The run has a warm start and steps of GRPO, with a checkpoint every second step. First it runs twice
 undisturbed. These two must agree, and the second one, whose programs are compiled already, says how
-long a process lives. The moment of a kill, or of the full disk, is uniform over that time, so many
-fall into the start of the process.
+long a process lives. Where a later one lives less long, that time counts. The moment of a kill, or
+of the full disk, is uniform over that time, so many fall into the start of the process.
 
 Each disturbed run goes on with the same command until it is finished. Then every row of metrics
 (without times), every byte of completions and every bit of the newest checkpoint (parameters,
@@ -195,13 +195,16 @@ def kill(job: Job, folder: Path, tally: Tally, seconds: float, count: int) -> No
     workdir = folder / f"run-{tally.counts['finished runs']}"
     is_finished = False
     while not is_finished:
-      process = job.start(workdir)
+      is_new = not workdir.exists()
+      process, start = job.start(workdir), time.monotonic()
       try:
         # After the last kill, the run may finish.
         code = process.wait(random.uniform(0, seconds) if kills < count else PATIENCE)
         if code:
           raise RuntimeError(f"exit code {code}: {job.errors()}")
         is_finished = True
+        if is_new:  # the machine has become faster, and a process lives less long
+          seconds = min(seconds, time.monotonic() - start)
       except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -401,3 +401,12 @@ def test_a_run_whose_stdout_is_closed_saves_and_says_so(tmp_path):
   assert process.wait(timeout=300) == 75
   assert lines.startswith("stdout was closed: stopping after this step") and lines.count("\n") == 1
   assert saved_steps(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_program_imports_prints_no_traceback(tmp_path):
+  process = start(tmp_path / "run", HANGS)
+  time.sleep(0.3)
+  process.send_signal(signal.SIGINT)
+  _, lines = process.communicate(timeout=60)
+  assert process.returncode in (-signal.SIGINT, 130) and "Traceback" not in lines

@@ -266,7 +266,7 @@ def test_the_runs_that_were_never_killed_could_show_a_difference(runs):
   for rows in (warm.rows()[4:], alone.rows()[1:]):
     # The policy learns, so that parameters and samples change, and leaves its reference behind.
     assert len({row["loss"] for row in rows}) == len(rows)
-    assert rows[-1]["kl"] > 1e-3
+    assert rows[-1]["kl"] > 1e-4
     # The counter of tokens is in the checkpoint.
     tokens = np.cumsum([row["completions/tokens"] for row in rows])
     assert [row["num_tokens"] for row in rows] == tokens.tolist()

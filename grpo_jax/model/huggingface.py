@@ -75,7 +75,8 @@ def _read_labels(
   listed = found if isinstance(found, list) else []
   architecture = next((name for name in map(str, listed) if name in head_of), None)
   if architecture is None:
-    refuse("architectures", f"is {shown(found)}: choose a checkpoint of {' or '.join(head_of)}")
+    named = shown(values.get("architectures"))
+    refuse("architectures", f"is {named}: choose a checkpoint of {' or '.join(head_of)}")
   names = values.get("id2label")
   # transformers, too, assumes 2 labels if the file has neither field.
   count = len(names) if isinstance(names, dict) else values.get("num_labels", 2)

@@ -4,6 +4,7 @@ The range of each setting stands with the setting. Here are the checks between s
 the section `algo` are in `grpo_jax/algo/checks.py`.
 """
 
+from collections.abc import Sequence
 import math
 import os
 from typing import Any
@@ -45,10 +46,9 @@ def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
   )
   if mesh.devices.flat[0].platform == "cpu":  # all its devices lie in the memory of this machine
     needed *= len(mesh.local_devices)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = 1.0 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   else:
-    local = mesh.local_devices
-    memory = ((local and local[0].memory_stats()) or {}).get("bytes_limit", math.inf)
+    memory = _device_memory(mesh.local_devices)
   if needed > memory:
     raise ConfigError(
       f"the parameters alone take {needed / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB of"
@@ -122,6 +122,15 @@ def _check_lora(config: Config) -> None:
     "a mixture of the factors of two adapters is not a mixture of their weights; with lora.rank"
     " choose 1",
   )
+
+
+def _device_memory(devices: Sequence[jax.Device]) -> float:
+  """The bytes of one device, infinity if it does not say. One that only compiles has none."""
+  try:
+    stats = devices[0].memory_stats() if devices else None
+  except jax.errors.JaxRuntimeError:
+    stats = None
+  return (stats or {}).get("bytes_limit", math.inf)
 
 
 def _check_sizes(config: Config) -> None:

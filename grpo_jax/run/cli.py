@@ -36,6 +36,7 @@ def run(main: Callable[[list[str]], None]) -> None:
   and goes on with the same command, and 1 for other failures. What went wrong is one line of
   stderr. Only a defect of the program prints a traceback.
   """
+  ends.interruptible()
   ends.open_standard_streams()
   app.define_help_flags()
   logging.getLogger("absl").setLevel(logging.WARNING)

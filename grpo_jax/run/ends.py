@@ -42,6 +42,12 @@ def open_standard_streams() -> None:
       stream.reconfigure(errors="backslashreplace")
 
 
+def interruptible() -> None:
+  """Makes Ctrl-C raise KeyboardInterrupt, unless it is ignored. The imports before could not."""
+  if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def leave(code: int, line: str) -> NoReturn:
   """Prints the line to stderr, if it is not empty, and exits with the code."""
   if line:
