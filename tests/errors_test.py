@@ -76,6 +76,8 @@ def contents(folder):
       dict(sampling__max_tokens=40000),
       ["data.max_prompt_tokens + sampling.max_tokens are 40012", "32768 positions"],
     ),
+    (dict(sampling__stop_ids=[-1]), ["sampling.stop_ids holds -1", "0 to 17"]),
+    (dict(sampling__stop_ids=[1, 18]), ["sampling.stop_ids holds 18", "0 to 17"]),
     (dict(model__dtype="float64"), ["model.dtype is 'float64'", "'float32', 'bfloat16'"]),
     (dict(sampling__dtype="int8"), ["sampling.dtype is 'int8'", "'float32', 'bfloat16'"]),
     (dict(model__num_kv_heads=3), ["model.num_heads is 4", "model.num_kv_heads = 3"]),

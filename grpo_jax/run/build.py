@@ -75,6 +75,7 @@ class Run:
     self.remarks = _remarks(config, local)
     self.hosts = Hosts(self.mesh)
     _check_length(config, shape)
+    _check_stop_ids(config, shape)
     self.programs = Programs(config, self.mesh, self.parameters)
 
   @functools.cached_property
@@ -208,6 +209,15 @@ def _remarks(config: Config, local: Config) -> tuple[str, ...]:
     f"the adapters of lora.path = {config.lora.path} were trained on {base!r}, not on model.path ="
     f" {config.model.path}; only their shapes are sure to fit",
   )
+
+
+def _check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
+  for stop_id in config.sampling.stop_ids:
+    if not 0 <= stop_id < shape.vocab_size:
+      raise ConfigError(
+        f"config key sampling.stop_ids holds {stop_id}: the model's ids are 0 to"
+        f" {shape.vocab_size - 1}"
+      )
 
 
 def _check_length(config: Config, shape: model.ModelConfig) -> None:
