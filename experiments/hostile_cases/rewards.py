@@ -194,7 +194,7 @@ DOES = [
   _does("decodes rubbish", "b'\\xff'.decode()", 1, "f", "UnicodeDecodeError", **SAVED),
   _does("sends itself a SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)", 75, "resume", **SAVED),
   _does("sends itself a SIGINT", "os.kill(os.getpid(), signal.SIGINT)", 75, **SAVED),
-  _does("kills itself", "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", 137, then="train $REWARD", **SAVED),
+  _does("kills itself", "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", 137, then="train $REWARD --config.steps=2", **SAVED),
   _does("ignores signals", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"),
   _does("takes the signals", "signal.signal(signal.SIGTERM, lambda *a: None); os.kill(os.getpid(), signal.SIGTERM)"),
   _does("prints megabytes", "print('x\\n' * 1000000)"),
