@@ -3,9 +3,7 @@
 
 from typing import Any
 
-import numpy as np
-
-from hostile_cases.case import Case, Step, cut, edit_json, remove, tensors
+from hostile_cases.case import Case, Step, cut, edit_json, remove
 
 CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 FROM = "train $LORA --config.lora.path=adapter"
@@ -23,22 +21,10 @@ def _field(name: str, *words: str, **changes: Any) -> Case:
   return _lora(name, edit_json(CONFIG, **changes), *words)
 
 
-def _first(change: Any) -> Step:
-  def step(arrays: dict[str, np.ndarray]) -> None:
-    change(arrays, sorted(arrays)[0])
-
-  return tensors(WEIGHTS, step)
-
-
 PATHS = [
   _lora("no config", remove(CONFIG), "lora.path", "adapter_config.json"),
   _lora("config is no json", cut(CONFIG), "adapter_config.json"),
 ]
 
-SETTINGS = [
-]  # fmt: skip
 
-LATER = [
-]  # fmt: skip
-
-CASES = [*PATHS, *SETTINGS, *LATER]
+CASES = [*PATHS]

@@ -71,7 +71,5 @@ LINES = [
 ]
 
 WARM = f"train $GSM {LIMIT} --config.warm_start.steps=1 --config.warm_start.batch=4"
-STARTS = [
-]  # fmt: skip
 
-CASES = [*FOLDERS, *FILES, *LINES, *STARTS]
+CASES = [*FOLDERS, *FILES, *LINES]

@@ -1,7 +1,6 @@
 # ruff: noqa: E501  (a row is a line)
 """Folders of models: config.json, weights, and names on huggingface.co without a network."""
 
-import json
 import struct
 from typing import Any
 
@@ -75,10 +74,6 @@ FIELDS = [
 ]
 
 
-def _shard(weight_map: Any) -> Step:
-  return write(INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 def _set(name: str, value: float) -> Step:
   def change(arrays: dict[str, np.ndarray]) -> None:
     arrays[name].flat[0] = value
@@ -86,19 +81,8 @@ def _set(name: str, value: float) -> Step:
   return tensors(WEIGHTS, change)
 
 
-def _retyped(dtype: str) -> Step:
-  def change(values: dict[str, Any]) -> None:
-    values["model.norm.weight"]["dtype"] = dtype
-
-  return header(WEIGHTS, change)
-
-
 def _moved_offsets(values: dict[str, Any]) -> None:
   values["model.norm.weight"]["data_offsets"] = [0, 64]
-
-
-def _far_offsets(values: dict[str, Any]) -> None:
-  values["model.norm.weight"]["data_offsets"] = [1 << 40, (1 << 40) + 64]
 
 
 WEIGHT_FILES = [
@@ -121,21 +105,6 @@ WEIGHT_FILES = [
 SHARDED = (move(WEIGHTS, "model/model-00001-of-00001.safetensors"),)
 
 
-def _index(name: str, content: Any, *words: str, code: int | tuple[int, ...] = 2) -> Case:
-  text = content if isinstance(content, str) else json.dumps(content)
-  return Case(
-    f"model/index {name}",
-    "train $MODEL",
-    code,
-    words,
-    needs="model",
-    setup=(*SHARDED, write(INDEX, text)),
-  )
-
-
-SHARDS = []
-
-
 def _path(name: str, path: str, *words: str, **more: Any) -> Case:
   return Case(f"model/{name}", f"train $RUN --config.model.path={path}", 2, words, **more)
 
@@ -144,4 +113,4 @@ PATHS = [
   _path("long name", "x" * 5000, "model"),
 ]  # fmt: skip
 
-CASES = [*FIELDS, *WEIGHT_FILES, *SHARDS, *PATHS]
+CASES = [*FIELDS, *WEIGHT_FILES, *PATHS]

@@ -130,8 +130,6 @@ RETURNS = [
   _file("returns megabytes to show", "def f(completions, **c): return 'x' * 10**8\n", (1, 2), "f must return"),
 ]  # fmt: skip
 
-SIGNATURES = [
-]  # fmt: skip
 
 SAVED: dict[str, Any] = {"saved": 1}
 DOES = [
@@ -161,25 +159,11 @@ DOES = [
 ]  # fmt: skip
 
 EVAL_RUN = "train $RUN --config.eval.every=1 --config.eval.function=reward.py:f"
-EVAL = [
-]  # fmt: skip
 
 TWICE = "train $REWARD --config.steps=1 && {} && train $REWARD --config.steps=3"
-AGAIN = [
-]  # fmt: skip
 
 MODEL = "train $RUN --config.reward.functions=\"('scorer',)\""
 NANS = tensors("scorer/model.safetensors", lambda arrays: arrays.update({"score.weight": arrays["score.weight"] * np.float32(np.nan)}))  # fmt: skip
 
 
-def _scorer(name: str, code: int | tuple[int, ...], *words: str, **more: Any) -> Case:
-  more.setdefault("command", MODEL)
-  return Case(
-    f"reward/model {name}", code=code, words=words, needs="scorer steps_scorer model", **more
-  )
-
-
-MODELS = [
-]  # fmt: skip
-
-CASES = [*FILES, *NAMES, *RETURNS, *SIGNATURES, *DOES, *EVAL, *AGAIN, *MODELS]
+CASES = [*FILES, *NAMES, *RETURNS, *DOES]

@@ -97,17 +97,9 @@ def _env(
   return Case(f"env/{name}", command, code, words, env=env, tty=tty, lines=lines, limit=limit)
 
 
-TERMINALS = [
-]  # fmt: skip
-
 PLACES = [
   _env("folder is gone and full paths", (0, 1, 2), command="D=$PWD; mkdir d; cd d; rmdir ../d; train --config=$D/tiny.py --workdir=$D/run"),
 ]  # fmt: skip
 
-LIBRARIES = [
-]  # fmt: skip
 
-LIMITS = [
-]  # fmt: skip
-
-CASES = [*SIGNALS, *STREAMS, *TERMINALS, *PLACES, *LIBRARIES, *LIMITS]
+CASES = [*SIGNALS, *STREAMS, *PLACES]

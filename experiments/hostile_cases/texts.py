@@ -1,7 +1,6 @@
 # ruff: noqa: E501  (a row is a line)
 """Tokenizers and chat templates."""
 
-import json
 from typing import Any
 
 from hostile_cases.case import (
@@ -35,33 +34,6 @@ def _tokens(
   )
 
 
-def _part(name: str, *words: str, code: int | tuple[int, ...] = 2, **changes: Any) -> Case:
-  """tokenizer.json with other parts."""
-  return _tokens(name, edit_json(FILE, **changes), *words, code=code)
-
-
-def _vocab(name: str, old: str, new: str, *words: str, code: int | tuple[int, ...] = 2) -> Case:
-  def step(folder: Any) -> None:
-    values = json.loads((folder / FILE).read_text())
-    text = json.dumps(values)
-    assert old in text
-    (folder / FILE).write_text(text.replace(old, new, 1))
-
-  return _tokens(name, step, *words, code=code)
-
-
-def _no_eos() -> tuple[Step, ...]:
-  return (
-    edit_json(CONFIG, eos_token=...), edit_json(SPECIAL, eos_token=...),
-    edit_json("model/config.json", eos_token_id=None),
-    lambda folder: (folder / GENERATION).unlink(missing_ok=True),
-  )  # fmt: skip
-
-
-TOKENIZERS = [
-]  # fmt: skip
-
-
 def _chat(
   name: str, template: str | bytes, *words: str, code: int | tuple[int, ...] = 2, **more: Any
 ) -> Case:
@@ -90,4 +62,4 @@ TEMPLATES = [
   _config_template("a number", 3, "chat"),
 ]  # fmt: skip
 
-CASES = [*TOKENIZERS, *TEMPLATES]
+CASES = [*TEMPLATES]

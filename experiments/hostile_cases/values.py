@@ -13,11 +13,6 @@ def _fine(name: str, flags: str, *words: str, needs: str = "") -> Case:
   return Case(f"values/{name}", f"train $RUN {flags}", 0, ("finished", *words), needs=needs)
 
 
-def _either(name: str, flags: str, needs: str = "") -> Case:
-  """Refused or done, but not something in between."""
-  return Case(f"values/{name}", f"train $RUN {flags}", (0, 2), needs=needs, absent=("nan",))
-
-
 # No machine has the memory: the limit keeps the machine of this script usable.
 def _too_large(name: str, flags: str, *words: str) -> Case:
   return Case(f"values/{name}", f"ulimit -v 30000000; train $RUN {flags}", (1, 2), words)

@@ -3,7 +3,6 @@
 
 import json
 from pathlib import Path
-import shutil
 from typing import Any
 
 from hostile_cases.case import (
@@ -189,32 +188,11 @@ DAMAGE = [
 ]  # fmt: skip
 
 
-def _copy(old: str, new: str) -> Step:
-  def step(folder: Path) -> None:
-    shutil.copytree(folder / old, folder / new)
-
-  return step
-
-
-STORE = [
-]  # fmt: skip
-
 GO_ON = (
   "train --config=tiny.py --workdir=warm --config.warm_start.steps=2 --config.warm_start.batch=4"
   " --config.algo.kl_coef=0.1 --config.steps=4"
 )
 
-
-def _warm(
-  name: str, steps: tuple[Step, ...], code: int | tuple[int, ...], *words: str, **more: Any
-) -> Case:
-  return Case(
-    f"run/{name}", more.pop("command", GO_ON), code, words, needs="warm", setup=steps, **more
-  )
-
-
-REFERENCE = [
-]  # fmt: skip
 
 EVALUATE = "evaluate --workdir=run"
 READERS = [
@@ -229,4 +207,4 @@ READERS = [
   _run("evaluate: another width", _set("model.mlp_dim", 64), 2, "checkpoints", command=EVALUATE),
 ]  # fmt: skip
 
-CASES = [*CONFIGS, *ROWS, *DAMAGE, *STORE, *REFERENCE, *READERS]
+CASES = [*CONFIGS, *ROWS, *DAMAGE, *READERS]
