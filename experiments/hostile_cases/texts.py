@@ -5,33 +5,12 @@ from typing import Any
 
 from hostile_cases.case import (
   Case,
-  Step,
   edit_json,
   write,
 )  # fmt: skip
 
 FILE, CONFIG = "model/tokenizer.json", "model/tokenizer_config.json"
 SPECIAL, GENERATION = "model/special_tokens_map.json", "model/generation_config.json"
-
-
-def _tokens(
-  name: str,
-  steps: Step | tuple[Step, ...],
-  *words: str,
-  code: int | tuple[int, ...] = 2,
-  **more: Any,
-) -> Case:
-  """A run from the model of the fixture, whose tokenizer is changed."""
-  setup = steps if isinstance(steps, tuple) else (steps,)
-  return Case(
-    f"tokenizer/{name}",
-    more.pop("command", "train $MODEL"),
-    code,
-    words,
-    needs="model",
-    setup=setup,
-    **more,
-  )
 
 
 def _chat(
