@@ -87,17 +87,6 @@ def write(file: str, content: str | bytes) -> Step:
   return step
 
 
-def replace_text(file: str, old: str, new: str) -> Step:
-  """Replaces a text in a file, which must hold it."""
-
-  def step(folder: Path) -> None:
-    text = (folder / file).read_text()
-    assert old in text, f"{file} has no {old!r}"
-    (folder / file).write_text(text.replace(old, new, 1))
-
-  return step
-
-
 def cut(pattern: str, keep: float = 0.5) -> Step:
   """Truncates the files that match, to a fraction of their length."""
 

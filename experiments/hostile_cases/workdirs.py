@@ -3,7 +3,6 @@
 
 import json
 from pathlib import Path
-import shutil
 from typing import Any
 
 from hostile_cases.case import (
@@ -68,34 +67,6 @@ def _set(path: str, value: Any) -> Step:
 
 
 CONFIGS = [
-  Case("run/goes on", MORE, 0, ("resuming from step 3", "finished"), needs="run"),
-  Case("run/is finished", "train $RUN", 0, ("finished",), needs="run"),
-  Case(
-    "run/is to become shorter",
-    "train $RUN --config.steps=2",
-    (0, 2),
-    needs="run",
-    may_change=(CONFIG,),
-  ),
-  Case("run/other seed", MORE + " --config.seed=1", 2, ("seed",), needs="run"),
-  Case(
-    "run/other model", MORE + " --config.model.num_layers=2", 2, ("model.num_layers",), needs="run"
-  ),
-  Case(
-    "run/other preset",
-    "train --config=tiny.py:gspo --workdir=run --config.steps=5",
-    2,
-    ("algo.",),
-    needs="run",
-  ),
-  Case(
-    "run/keep fewer",
-    MORE + " --config.checkpoint.keep=1",
-    0,
-    ("finished",),
-    needs="run",
-    may_change=("run/checkpoints/*", CONFIG),
-  ),
   _run("config cut off", cut(CONFIG), 2, CONFIG),
   _run("config empty", write(CONFIG, ""), 2, CONFIG),
   _run("config a list", write(CONFIG, "[]"), 2, CONFIG),
@@ -116,13 +87,6 @@ CONFIGS = [
   ),
   _run("config unreadable", mode(CONFIG, 0), 2, CONFIG, as_user=True),
   _run("config not writable", mode(CONFIG, 0o444), (0, 2), as_user=True),
-  _run(
-    "half written config beside",
-    write("run/config.json.new", "{"),
-    0,
-    "finished",
-    may_change=("run/config.json.new", CONFIG),
-  ),
 ]
 
 ROWS = [
@@ -188,26 +152,6 @@ ROWS = [
     may_change=(METRICS,),
   ),
   _run("metrics not writable", mode(METRICS, 0o444), (1, 2), "metrics.jsonl", as_user=True),
-  _run(
-    "completions a file",
-    (remove("run/completions"), write("run/completions", "x")),
-    (1, 2),
-    "completions",
-  ),
-  _run("completions with other files", write("run/completions/notes.txt", "x"), 0, "finished"),
-  _run(
-    "completions with a folder of a later step",
-    make_folder("run/completions/000009.jsonl"),
-    (0, 1, 2),
-    "000009.jsonl",
-  ),
-  _run(
-    "completions not writable",
-    mode("run/completions", 0o555),
-    (1, 2),
-    "completions",
-    as_user=True,
-  ),
 ]
 
 
@@ -227,7 +171,6 @@ DAMAGE = [
   _damaged("with a flipped manifest", flip(f"{FILES}/manifest/metadata")),
   _damaged("with an empty manifest", write(f"{FILES}/manifest/metadata", "")),
   _damaged("with another manifest", write(f"{FILES}/manifest/metadata", "[]")),
-  _damaged("with cut parameters", cut(f"{FILES}/params/ocdbt.process_0/d/*")),
   _damaged("with flipped parameters", flip(f"{FILES}/params/ocdbt.process_0/d/*")),
   _damaged("without parameters", remove(f"{FILES}/params")),
   _damaged("without data of parameters", remove(f"{FILES}/params/ocdbt.process_0/d/*")),
@@ -239,68 +182,17 @@ DAMAGE = [
   _damaged("without a step", remove(f"{FILES}/step")),
   _damaged("with flipped coefficients", flip(f"{FILES}/coefs/d/*")),
   _damaged("that is a file", remove(FILES), write(FILES, "x")),
-  _damaged("with a fifo inside", fifo(f"{FILES}/params/_METADATA")),
-  _damaged("that is a link to nothing", remove(FILES), link(FILES, "nowhere")),
   # The arrays are as they were saved: nothing is lost.
   _run("newest checkpoint with flipped ends", flip(f"{FILES}/params/ocdbt.process_0/d/*", 1.0), 0, "resuming from step 3", "finished"),
   _run("newest checkpoint without metadata", remove(f"{FILES}/params/_METADATA"), 0, "resuming from step 3", "finished"),
-  _run("all checkpoints damaged", flip("run/checkpoints/*/params/ocdbt.process_0/d/*"), 2, "every checkpoint"),
-  _run("all checkpoints empty", remove("run/checkpoints/*/*"), 2, "every checkpoint"),
 ]  # fmt: skip
 
-
-def _copy(old: str, new: str) -> Step:
-  def step(folder: Path) -> None:
-    shutil.copytree(folder / old, folder / new)
-
-  return step
-
-
-STORE = [
-  _run("checkpoints removed", remove(CHECKPOINTS), 0, "starting over", may_change=("run/completions/*", CONFIG)),
-  _run("checkpoints a file", (remove(CHECKPOINTS), write(CHECKPOINTS, "x")), 2, "checkpoints"),
-  _run("checkpoints a link", (move(CHECKPOINTS, "c"), link(CHECKPOINTS, "../c")), 0, "finished"),
-  _run("checkpoints not writable", mode(CHECKPOINTS, 0o555), (1, 2), "checkpoints", as_user=True),
-  _run("checkpoints unreadable", mode(CHECKPOINTS, 0), 2, "checkpoints", as_user=True),
-  _run("a foreign file among them", write(f"{CHECKPOINTS}/notes.txt", "x"), 0, "finished"),
-  _run("a file with a number as name", write(f"{CHECKPOINTS}/7", "x"), 0, "finished", may_change=(METRICS, CONFIG)),
-  _run("a folder of other digits", make_folder(f"{CHECKPOINTS}/٩"), 0, "finished"),
-  _run("a folder of leading zeros", make_folder(f"{CHECKPOINTS}/0009"), 0, "finished"),
-  _run("a huge number", make_folder(f"{CHECKPOINTS}/99999999999999999999999"), 0, "finished"),
-  _run("a negative number", make_folder(f"{CHECKPOINTS}/-1"), 0, "finished"),
-  _run("a half written checkpoint", write(f"{CHECKPOINTS}/4.orbax-checkpoint-tmp-1/x", "x"), 0, "finished", may_change=("*tmp*",)),
-  _run("a backup beside", _copy(FILES, f"{FILES}.bak"), 0, "finished"),
-  _run("a damaged one set aside before", (make_folder(f"{FILES}.damaged"), remove(f"{FILES}/params")), 0, "damaged-2", may_change=(METRICS, CONFIG)),
-  _run("a checkpoint under another number", move(FILES, f"{CHECKPOINTS}/4"), (0, 2), may_change=(METRICS, CONFIG)),
-  _run("a checkpoint of another model", (remove(CHECKPOINTS), move("warm/checkpoints", CHECKPOINTS)), (0, 2), needs="run warm", may_change=(METRICS, CONFIG, "run/*")),
-  _run("events of rubbish", write("run/events.out.tfevents.1.x", bytes(99)), 0, "finished"),
-  _run("a file of the user", write("run/notes.txt", "x"), 0, "finished"),
-]  # fmt: skip
 
 GO_ON = (
   "train --config=tiny.py --workdir=warm --config.warm_start.steps=2 --config.warm_start.batch=4"
   " --config.algo.kl_coef=0.1 --config.steps=4"
 )
 
-
-def _warm(
-  name: str, steps: tuple[Step, ...], code: int | tuple[int, ...], *words: str, **more: Any
-) -> Case:
-  return Case(
-    f"run/{name}", more.pop("command", GO_ON), code, words, needs="warm", setup=steps, **more
-  )
-
-
-REFERENCE = [
-  _warm("with a reference goes on", (), 0, "finished"),
-  _warm("reference gone", (remove("warm/reference"),), 2, "reference"),
-  _warm("reference empty", (remove("warm/reference/*"),), 2, "reference"),
-  _warm("reference flipped", (flip("warm/reference/*/tree/ocdbt.process_0/d/*"),), 2, "reference"),
-  _warm("reference without a manifest", (remove("warm/reference/*/manifest"),), 2, "reference"),
-  _warm("reference a file", (remove("warm/reference"), write("warm/reference", "x")), 2, "reference"),
-  _warm("reference gone but only sampled", (remove("warm/reference"),), 0, "--- 4:", command="sample --workdir=warm --prompt=1"),
-  _warm("reference gone before it is made", (remove("warm/reference"), remove("warm/checkpoints/3"), remove("warm/checkpoints/4")), 0, "finished", may_change=("warm/metrics.jsonl", "warm/config.json", "warm/completions/*")),
-]  # fmt: skip
 
 EVALUATE = "evaluate --workdir=run"
 READERS = [
@@ -313,10 +205,6 @@ READERS = [
   _run("evaluate: config of deep lists", write(CONFIG, "[" * 99_999 + "]" * 99_999), 2, CONFIG, command=EVALUATE),
   _run("evaluate: a wrong mesh", _set("mesh.data", 0), (0, 2), command=EVALUATE),
   _run("evaluate: another width", _set("model.mlp_dim", 64), 2, "checkpoints", command=EVALUATE),
-  _run("evaluate: unreadable checkpoints", mode(CHECKPOINTS, 0), 2, "checkpoints", command=EVALUATE, as_user=True),
-  _run("export: newest damaged", remove(f"{FILES}/params"), 0, "step 2", command="export --workdir=run --out=x"),
-  _run("export: an unfinished run", _set("steps", 9), (0, 1, 2), command="export --workdir=run --out=x"),
-  _run("sample: checkpoints a file", (remove(CHECKPOINTS), write(CHECKPOINTS, "x")), 2, "checkpoint", command="sample --workdir=run --prompt=1"),
 ]  # fmt: skip
 
-CASES = [*CONFIGS, *ROWS, *DAMAGE, *STORE, *REFERENCE, *READERS]
+CASES = [*CONFIGS, *ROWS, *DAMAGE, *READERS]
