@@ -71,8 +71,6 @@ def contents(folder):
     (dict(sampling__top_p=1.5), ["sampling.top_p is 1.5", "(0, 1]"]),
     (dict(sampling__min_p=1.0), ["sampling.min_p is 1.0", "[0, 1)"]),
     (dict(sampling__top_k=-1), ["sampling.top_k is -1", "at least 0"]),
-    (dict(sampling__stop_ids=(3, -1)), ["sampling.stop_ids has -1", "from 0 to"]),
-    (dict(sampling__stop_ids=(999,)), ["sampling.stop_ids has 999", "from 0 to"]),
     (dict(sampling__layout="whole"), ["sampling.layout is 'whole'", "'train', 'tensor'"]),
     (
       dict(sampling__max_tokens=40000),

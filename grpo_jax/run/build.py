@@ -184,11 +184,6 @@ def _model_shape(
       rope_theta=shaped.rope_theta,
       tie_embeddings=shaped.tie_embeddings,
     )
-  for stop_id in config.sampling.stop_ids:
-    if not 0 <= stop_id < shape.vocab_size:
-      raise ConfigError(
-        f"sampling.stop_ids has {stop_id}: the model's ids go from 0 to {shape.vocab_size - 1}"
-      )
   stop_ids = tuple(dict.fromkeys((*tokens.stop_ids, *shape.stop_ids)))
   return dataclasses.replace(shape, stop_ids=stop_ids, dtype=shaped.dtype)
 
