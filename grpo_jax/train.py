@@ -16,14 +16,14 @@ from ml_collections import config_flags
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
 from grpo_jax.parallel.mesh import initialize_distributed
+from grpo_jax.patience import told_if_slow
 from grpo_jax.run import cli, lock
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.collect import Collector
 from grpo_jax.run.ends import Stopped
-from grpo_jax.run.patience import told_if_slow
-from grpo_jax.run.progress import SkippedUpdates
 from grpo_jax.run.reporter import Reporter, header_lines, last_step
+from grpo_jax.run.skipped_updates import SkippedUpdates
 from grpo_jax.run.state import RunState, StateStore
 from grpo_jax.run.steps import GrpoStep, StepResult, WarmStep
 from grpo_jax.run.stop import StopRequest, stop_signals

@@ -18,7 +18,7 @@ from grpo_jax.rewards import call
 from grpo_jax.run import cli
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.ends import Stopped
-from grpo_jax.run.progress import SkippedUpdates
+from grpo_jax.run.skipped_updates import SkippedUpdates
 from grpo_jax.run.stdout import Stdout
 from grpo_jax.run.workdir import read
 from grpo_jax.settings import ConfigError, RunFailed

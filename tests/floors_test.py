@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = [
-  {"settings", "files", "types", "masked"},
+  {"settings", "files", "patience", "types", "masked"},
   {"algo", "plain_values"},
   {"config"},
   {"model", "sampler", "rewards", "data", "parallel"},
@@ -19,7 +19,7 @@ FLOORS = [
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
-  {"clock", "estimators", "flag_errors", "patience", "progress", "stdout", "stop", "terminal_text"}
+  {"clock", "estimators", "flag_errors", "skipped_updates", "stdout", "stop", "terminal_text"}
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
   {"checkpoint_reader", "terminal", "events", "disk", "weights_and_biases"},
   {"checkpoint", "ends", "workdir", "parameters", "reward_model", "sampling", "checks"},

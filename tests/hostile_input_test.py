@@ -21,10 +21,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from grpo_jax import model
+from grpo_jax import model, patience
 from grpo_jax.data import chat, download, tokenizer
 from grpo_jax.data.arithmetic import ALPHABET
-from grpo_jax.run import patience
 from grpo_jax.run.build import Run
 from grpo_jax.run.reporter import header_lines
 from grpo_jax.settings import LARGEST_INT, ConfigError, shown

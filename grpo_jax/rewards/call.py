@@ -5,15 +5,13 @@ line. One that does not return is named every minute.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
 import copy
 import inspect
 import pathlib
-import sys
-import threading
 import traceback
 from typing import Any
 
+from grpo_jax import patience
 from grpo_jax.settings import ConfigError, RunFailed
 
 SECONDS_BETWEEN_WARNINGS = 60.0
@@ -37,7 +35,10 @@ def call(function: Callable[..., Any], name: str, columns: Mapping[str, Sequence
     RewardError: It raised something. sys.exit counts, so that a function cannot end a run quietly.
   """
   own_columns = {column: own_copy(values) for column, values in columns.items()}
-  with _named_while_waiting(name):
+  with patience.telling(
+    lambda waited: f"warning: reward function {name} has not returned for {waited:g} s",
+    SECONDS_BETWEEN_WARNINGS,
+  ):
     try:
       values = function(**own_columns)
       return list(values) if isinstance(values, Iterator) else values
@@ -112,22 +113,3 @@ def own_copy(value: Any) -> Any:
   if type(value) is dict:
     return {key: own_copy(item) for key, item in value.items()}
   return copy.deepcopy(value)
-
-
-@contextlib.contextmanager
-def _named_while_waiting(name: str) -> Iterator[None]:
-  """Says on stderr every minute that `name` has not returned."""
-  returned = threading.Event()
-
-  def watch() -> None:
-    waited = 0.0
-    while not returned.wait(SECONDS_BETWEEN_WARNINGS):
-      waited += SECONDS_BETWEEN_WARNINGS
-      line = f"warning: reward function {name} has not returned for {waited:g} s"
-      print(line, file=sys.stderr, flush=True)
-
-  threading.Thread(target=watch, daemon=True).start()
-  try:
-    yield
-  finally:
-    returned.set()

@@ -16,10 +16,10 @@ from grpo_jax.data.loader import Prompts
 from grpo_jax.model import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.patience import told_if_slow
 from grpo_jax.rewards import Reward, resolve, resolve_all, silent
 from grpo_jax.run.checks import check, check_memory
 from grpo_jax.run.parameters import Parameters, Progress, no_progress
-from grpo_jax.run.patience import told_if_slow
 from grpo_jax.run.programs import Programs
 from grpo_jax.run.reward_model import RewardModel
 from grpo_jax.run.rollout import PolicyRollout, Rollout
@@ -66,7 +66,7 @@ class Run:
     self.mesh = make_mesh(config.mesh, devices)
     # Read first, so that its errors come before those of a tokenizer.
     loaded = model.load_config(local.model.path) if local.model.path else None
-    self.tokenizer = self._load_tokenizer(local)
+    self.tokenizer = self._load_tokenizer(local, loaded)
     shape = _model_shape(local, self.tokenizer, loaded)
     _check_experts(config, shape, self.mesh)
     with told_if_slow(f"laying out {shape.num_layers} layers"):
@@ -141,13 +141,14 @@ class Run:
       scorer.check_conversations()
     return scorer
 
-  def _load_tokenizer(self, config: Config) -> tokenizer.Tokenizer:
+  def _load_tokenizer(
+    self, config: Config, loaded: model.ModelConfig | None
+  ) -> tokenizer.Tokenizer:
     path = config.data.tokenizer or config.model.path
     if path:
       tokens = tokenizer.load(path)
-      if config.model.path:
-        size = model.load_config(config.model.path).vocab_size
-        tokens = tokens.for_model(size, config.model.path, "config key data.tokenizer")
+      if loaded is not None:
+        tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens
     characters_of_prompt = config.data.prompt.replace("{question}", "")
     return tokenizer.characters(self.task.alphabet + characters_of_prompt)

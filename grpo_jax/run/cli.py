@@ -15,11 +15,11 @@ import jax
 from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.config import Config, Mesh, check_key, from_dict
+from grpo_jax.patience import told_if_slow
 from grpo_jax.run import ends
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.flag_errors import flag_error
-from grpo_jax.run.patience import told_if_slow
 from grpo_jax.run.saved_config import load_config
 from grpo_jax.run.terminal import Loading
 from grpo_jax.settings import ConfigError, is_text, shown

@@ -89,8 +89,8 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
     return 128 + signal.SIGINT, "interrupted"
   if isinstance(error, BrokenPipeError):
     return FAILED, "error: stdout was closed before everything was printed"
-  if is_out_of_memory(error):
-    return FAILED, f"error: {memory_line(error)}"
+  if _is_out_of_memory(error):
+    return FAILED, f"error: {_memory_line(error)}"
   if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
     platforms = os.environ.get("JAX_PLATFORMS", "")
     return BAD_INPUT, f"error: JAX_PLATFORMS={_one_line(platforms)}: {_one_line(error)}"
@@ -98,7 +98,7 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
   return (FAILED, f"error: {_one_line(failed_write)}") if failed_write else None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
   """Whether the host or a device had not enough memory."""
   from_xla = type(error).__name__ == "JaxRuntimeError"
   return isinstance(error, MemoryError) or (
@@ -106,7 +106,7 @@ def is_out_of_memory(error: BaseException) -> bool:
   )
 
 
-def memory_line(error: BaseException) -> str:
+def _memory_line(error: BaseException) -> str:
   """What went wrong and which keys to lower."""
   details = f" ({str(error).splitlines()[0]:.120})" if str(error) else ""
   return (
