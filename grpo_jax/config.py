@@ -175,6 +175,12 @@ class Learner:
   remat: bool = setting(
     False, "recompute each layer in the backward pass: less memory, a third more time"
   )
+  remat_policy: str = setting(
+    "nothing_saveable",
+    "with remat, what a layer keeps for the backward pass: a policy of jax.checkpoint_policies."
+    " dots_with_no_batch_dims_saveable keeps the projections: less time, more memory",
+    one_of(("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")),
+  )
   logprob_chunk: int = setting(2048, "tokens whose [tokens, V] logits exist at once", POSITIVE)
   max_skipped_updates: int = setting(
     5,
@@ -189,6 +195,11 @@ class Learner:
     " needed. With batch.micro_batch it costs one more forward pass",
     NOT_NEGATIVE,
   )
+
+  @property
+  def saved_activations(self) -> str:
+    """What a layer keeps for the backward pass: remat_policy, or "" for everything."""
+    return self.remat_policy if self.remat else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,8 +90,9 @@ class Trainer:
     # From here on, the folder belongs to this run and this config.
     hosts.on_first(lambda: stack.enter_context(lock.held(workdir, self.reporter.warn)))
     hosts.on_first(lambda: open_run(workdir, config_lib.to_dict(config), config_lib.completed))
+    layers_of = self._run.parameters.layers_of
     self._checkpoints = Checkpoints(
-      workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn
+      workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn, layers_of
     )
     host_state = collector.initial_host_state()
     self.store = StateStore(self._run, workdir, self._checkpoints, host_state)

@@ -150,7 +150,7 @@ def with_balance_loss(
       return batch
 
     def route(part: Batch) -> Routing | None:
-      return completion_features(params, config, part, learner.remat)[1]
+      return completion_features(params, config, part, learner.saved_activations)[1]
 
     routing = in_micro_batches(route, batch, micro_batch)
     return batch.replace(routing=jax.lax.stop_gradient(routing))

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from grpo_jax import model
 from grpo_jax.config import Optimizer
 from grpo_jax.settings import ConfigError
 
@@ -81,7 +82,7 @@ def adafactor(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransfor
   """
   return optax.chain(
     optax.scale_by_factored_rms(),
-    optax.clip_by_block_rms(1.0),
+    _clip_by_layer_rms(1.0),
     optax.add_decayed_weights(config.weight_decay, decayed),
     optax.scale_by_learning_rate(rate),
   )
@@ -109,6 +110,23 @@ OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule], optax.GradientTransf
 }
 
 
+def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
+  """optax.clip_by_block_rms, with each layer of a stack as a block of its own."""
+  clip = optax.clip_by_block_rms(threshold)
+
+  def clip_parameter(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+    def clip_block(block: jax.Array) -> jax.Array:
+      return clip.update(block, optax.EmptyState())[0]
+
+    return model.per_layer(clip_block, path[0].key)(update)
+
+  def clip_all(updates: Any, params: Any = None) -> Any:
+    del params
+    return jax.tree_util.tree_map_with_path(clip_parameter, updates)
+
+  return optax.stateless(clip_all)
+
+
 def decayed(params: Any) -> Any:
   """True for the parameters that weight decay applies to: all but scales of norms and biases."""
 
@@ -124,9 +142,10 @@ def _matrix_axes(params: Any) -> Any:
 
   def axes(path: tuple[Any, ...], leaf: jax.Array) -> Any:
     keys = [part.key for part in path if hasattr(part, "key")]
-    if leaf.ndim < 2 or {"embed", "head", "bias"} & set(keys):
+    is_vector = leaf.ndim < 2 + model.is_stacked(keys[0])
+    if is_vector or {"embed", "head", "bias"} & set(keys):
       return None
-    in_attention = leaf.ndim == 3 and "attention" in keys
+    in_attention = keys[-1] == "kernel" and "attention" in keys
     if in_attention and "o" in keys:  # [H, E, D]
       return optax.contrib.MuonDimensionNumbers((-3, -2), -1)
     if in_attention:  # [D, H, E]

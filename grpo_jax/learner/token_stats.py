@@ -60,7 +60,8 @@ def batch_stats(
   P, G, T = batch.completions_PGT.shape
 
   def features(params: model.Params) -> tuple[jax.Array, Any]:
-    hidden_PGTD, routing = completion_features(params, options.model, batch, options.learner.remat)
+    saved = options.learner.saved_activations
+    hidden_PGTD, routing = completion_features(params, options.model, batch, saved)
     return hidden_PGTD.reshape(P * G, T, -1), routing
 
   hidden_BTD, routing = features(params)

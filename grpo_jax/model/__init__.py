@@ -5,6 +5,7 @@ hidden states). `score` takes the place of `unembed` in a reward model. `load` a
 write Hugging Face folders. `init_adapters`, `join` and their neighbours add LoRA adapters.
 """
 
+from grpo_jax.model.attention import Groups
 from grpo_jax.model.cache import Cache, Prefix, empty, grow, share
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
 from grpo_jax.model.family import SCORERS
@@ -13,12 +14,13 @@ from grpo_jax.model.lora import QUANTISED, join, quantised
 from grpo_jax.model.lora import init as init_adapters
 from grpo_jax.model.peft import base_of, check_adapters, load_adapters, load_lora, save_adapters
 from grpo_jax.model.save_weights import save
+from grpo_jax.model.stacks import is_stacked, layer_names, per_layer, unrolled
 from grpo_jax.model.transformer import (
   Params,
   features,
   forward,
+  group_features,
   init,
-  routed_features,
   score,
   unembed,
 )
@@ -28,6 +30,7 @@ __all__ = [
   "QUANTISED",
   "SCORERS",
   "Cache",
+  "Groups",
   "Lora",
   "ModelConfig",
   "Params",
@@ -37,19 +40,23 @@ __all__ = [
   "empty",
   "features",
   "forward",
+  "group_features",
   "grow",
   "init",
   "init_adapters",
   "join",
+  "is_stacked",
+  "layer_names",
   "load",
   "load_adapters",
   "load_config",
   "load_lora",
   "quantised",
-  "routed_features",
+  "per_layer",
   "save",
   "save_adapters",
   "score",
   "share",
   "unembed",
+  "unrolled",
 ]

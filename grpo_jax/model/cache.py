@@ -1,11 +1,12 @@
 """The key/value cache: a struct that `features` takes as an argument and returns updated.
 
 The keys and values that a row attends to lie in two parts. The prompt's part is held once for the
-whole group, in `Prefix`. The other part holds the row's own tokens. Arrays are [P, K, G, C, E]: the
-slots C lie next to E, because the einsums of decoding read this order several times faster than an
-order with the slots first.
+whole group, in `Prefix`. The other part holds the row's own tokens. Arrays are [L, P, K, G, C, E]
+with the layers of a stack (see stacks.py) on the first axis. The slots C lie next to E, because the
+einsums of decoding read this order several times faster than an order with the slots first.
 """
 
+from collections.abc import Mapping
 import dataclasses
 
 from flax import struct
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.layers import Attend, KeysAndValues, attend
+from grpo_jax.model.scan import LayerMemory, Pass
 
-PerLayer = tuple[jax.Array, ...]  # one array for each layer
-KeysAndValues = tuple[jax.Array, jax.Array]
+PerStack = dict[str, jax.Array]  # one array for each stack of layers
 
 
 @struct.dataclass
@@ -23,68 +25,36 @@ class Prefix:
   """The keys and values of the prompts, which the G rows of a group share.
 
   Attributes:
-    keys: [P, K, S, E] for each layer.
-    values: [P, K, S, E] for each layer.
+    keys: [L, P, K, S, E] for each stack.
+    values: [L, P, K, S, E] for each stack.
     lengths_P: int32, how many tokens each prompt has. Slots after them are not attended to.
   """
 
-  keys: PerLayer
-  values: PerLayer
+  keys: PerStack
+  values: PerStack
   lengths_P: jax.Array
 
 
 @struct.dataclass
-class LayerCache:
-  """The cache of one layer: what its attention reads besides the new tokens.
-
-  Attributes:
-    own: Keys and values [P, K, G, C, E] of the rows' own earlier tokens.
-    length: int32 scalar, how many of the C slots are in use.
-    prefix: Keys and values [P, K, S, E] of the prompts, or None.
-    prefix_lengths_P: int32, how many tokens each prompt has, or None.
-  """
-
-  own: KeysAndValues
-  length: jax.Array
-  prefix: KeysAndValues | None
-  prefix_lengths_P: jax.Array | None
-
-
-@struct.dataclass
 class Cache:
-  """The cache of all layers. Rows are ordered by group: row p * G + g is `keys[layer][p, :, g]`.
+  """The cache of all layers. Rows are ordered by group: row p * G + g is `keys[stack][:, p, :, g]`.
 
   Attributes:
-    keys: [P, K, G, C, E] for each layer. C may be 0.
-    values: [P, K, G, C, E] for each layer.
+    keys: [L, P, K, G, C, E] for each stack.
+    values: [L, P, K, G, C, E] for each stack.
     length: int32 scalar, how many of the C slots are in use.
     prefix: The prompts of the groups, or None where the rows share no prompt.
   """
 
-  keys: PerLayer
-  values: PerLayer
+  keys: PerStack
+  values: PerStack
   length: jax.Array
   prefix: Prefix | None = None
 
   @property
   def capacity(self) -> int:
     """C, the number of slots for a row's own tokens."""
-    return self.keys[0].shape[3]
-
-  def layer(self, index: int) -> LayerCache:
-    """The cache of layer `index`."""
-    own = self.keys[index], self.values[index]
-    if self.prefix is None:
-      return LayerCache(own, self.length, None, None)
-    prefix = self.prefix.keys[index], self.prefix.values[index]
-    return LayerCache(own, self.length, prefix, self.prefix.lengths_P)
-
-
-def without_slots(config: ModelConfig, rows: int) -> Cache:
-  """A cache that holds nothing: each of the `rows` attends only to its own tokens of this call."""
-  no_slots = jnp.zeros((rows, config.num_kv_heads, 1, 0, config.head_dim), config.dtype)
-  layers = (no_slots,) * config.num_layers
-  return Cache(layers, layers, jnp.int32(0))
+    return next(iter(self.keys.values())).shape[4]
 
 
 def empty(config: ModelConfig, prefix: Prefix, group_size: int, capacity: int) -> Cache:
@@ -96,27 +66,123 @@ def empty(config: ModelConfig, prefix: Prefix, group_size: int, capacity: int) -
     group_size: G, the rows of each prompt.
     capacity: C, the slots for each row's own tokens.
   """
-  P = prefix.lengths_P.shape[0]
-  shape = (P, config.num_kv_heads, group_size, capacity, config.head_dim)
-  layers = (jnp.zeros(shape, prefix.keys[0].dtype),) * config.num_layers
-  return Cache(layers, layers, jnp.int32(0), prefix)
+  shape = (prefix.lengths_P.shape[0], config.num_kv_heads, group_size, capacity, config.head_dim)
+
+  def zeros(prompt_keys: jax.Array) -> jax.Array:
+    return jnp.zeros((len(prompt_keys), *shape), prompt_keys.dtype)
+
+  nothing = jax.tree.map(zeros, prefix.keys)
+  return Cache(nothing, nothing, jnp.int32(0), prefix)
 
 
 def share(cache: Cache, lengths_P: jax.Array) -> Prefix:
   """Makes the cache of a forward pass over prompts [P, S] the prefix of their groups."""
 
-  def first_row(layers: PerLayer) -> PerLayer:
-    return tuple(layer[:, :, 0] for layer in layers)
+  def first_row(x: jax.Array) -> jax.Array:
+    return x[:, :, :, 0]
 
-  return Prefix(first_row(cache.keys), first_row(cache.values), lengths_P)
+  keys, values = jax.tree.map(first_row, (cache.keys, cache.values))
+  return Prefix(keys, values, lengths_P)
 
 
 def grow(cache: Cache, capacity: int) -> Cache:
   """The same cache with `capacity` slots, which must not be fewer than it has."""
-  new_slots = (0, capacity - cache.capacity)
-  widths = [(0, 0), (0, 0), (0, 0), new_slots, (0, 0)]
+  widths = [(0, 0)] * 4 + [(0, capacity - cache.capacity), (0, 0)]
 
-  def pad(layers: PerLayer) -> PerLayer:
-    return tuple(jnp.pad(layer, widths) for layer in layers)
+  def pad(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, widths)
 
-  return dataclasses.replace(cache, keys=pad(cache.keys), values=pad(cache.values))
+  keys, values = jax.tree.map(pad, (cache.keys, cache.values))
+  return dataclasses.replace(cache, keys=keys, values=values)
+
+
+def with_cache(config: ModelConfig, window: int, cache: Cache) -> Attend:
+  """Attention of new tokens [B, T] to themselves and to the rows' earlier tokens in `cache`.
+
+  The returned function takes the layer's `LayerMemory`. Beside its output, it returns the stack's
+  keys and values with the new ones written into their slots.
+  """
+  K, E = config.num_kv_heads, config.head_dim
+
+  def attend_with_cache(
+    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, memory: LayerMemory
+  ) -> tuple[jax.Array, KeysAndValues]:
+    B, T, H, _ = q_BTHE.shape
+    _, P, _, G, C, _ = memory.own[0].shape
+    q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
+    zero = jnp.int32(0)
+    start = (memory.place, zero, zero, zero, cache.length, zero)
+
+    def write(stack: jax.Array, new_BTKE: jax.Array) -> jax.Array:
+      new_PKGTE = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
+      return jax.lax.dynamic_update_slice(stack, new_PKGTE[None].astype(stack.dtype), start)
+
+    stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
+    own_keys, own_values = (
+      jax.lax.dynamic_index_in_dim(stack, memory.place, keepdims=False) for stack in stacks_of_own
+    )
+    place_T1 = cache.length + jnp.arange(T)[:, None]  # of the queries among the own tokens
+    own_mask_TC = _own_mask(place_T1, C, window)
+    prefix_mask = None if cache.prefix is None else _prefix_mask(place_T1, cache.prefix, window)
+    out = attend(
+      q_PKGRTE,
+      (own_keys, own_values),
+      own_mask_TC,
+      memory.prefix,
+      prefix_mask,
+      config.attention_cap,
+    )
+    return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), stacks_of_own
+
+  return attend_with_cache
+
+
+def to_pass(config: ModelConfig, cache: Cache) -> Pass:
+  """The pass of new tokens that attend to themselves and to those in the cache."""
+
+  def pairs(layers: Cache | Prefix) -> dict[str, KeysAndValues]:
+    return {name: (keys, layers.values[name]) for name, keys in layers.keys.items()}
+
+  def attend_of(window: int) -> Attend:
+    return with_cache(config, window, cache)
+
+  return Pass(attend_of, pairs(cache), pairs(cache.prefix) if cache.prefix else {})
+
+
+def updated(cache: Cache, own: Mapping[str, KeysAndValues], tokens: int) -> Cache:
+  """The cache after a pass of `to_pass` over rows of `tokens` new tokens."""
+  keys, values = ({name: pair[i] for name, pair in own.items()} for i in (0, 1))
+  return dataclasses.replace(cache, keys=keys, values=values, length=cache.length + tokens)
+
+
+def of_rows(kept: Mapping[str, KeysAndValues], tokens: int) -> Cache:
+  """The cache after a pass over rows of `tokens` tokens without one.
+
+  Args:
+    kept: Keys and values [L, B, T, K, E] of each stack.
+    tokens: T.
+  """
+
+  def ordered(x_LBTKE: jax.Array) -> jax.Array:
+    return x_LBTKE.transpose(0, 1, 3, 2, 4)[:, :, :, None]
+
+  keys, values = ({name: ordered(pair[i]) for name, pair in kept.items()} for i in (0, 1))
+  return Cache(keys, values, jnp.int32(tokens))
+
+
+def _own_mask(place_T1: jax.Array, slots: int, window: int) -> jax.Array:
+  """[T, C]: a query sees its own token and the ones before it, as far as the window goes."""
+  back_TC = place_T1 - jnp.arange(slots)
+  if window:
+    return (back_TC >= 0) & (back_TC < window)
+  return back_TC >= 0
+
+
+def _prefix_mask(place_T1: jax.Array, prefix: Prefix, window: int) -> jax.Array:
+  """[P, 1, 1, 1, T or 1, S]: a query sees the tokens of its prompt that the window reaches."""
+  slots_S = jnp.arange(next(iter(prefix.keys.values())).shape[3])
+  lengths_P11 = prefix.lengths_P[:, None, None]
+  mask = slots_S < lengths_P11
+  if window:
+    mask &= lengths_P11 + place_T1 - slots_S < window
+  return mask[:, None, None, None]

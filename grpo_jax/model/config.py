@@ -78,6 +78,7 @@ class ModelConfig:
     dtype: The dtype of the computation. Master weights are float32.
     length: An upper bound on the tokens of a text in this computation, or 0 if it is not known. If
       it is known, the angles of the rotary embedding come from a table.
+    unrolled: The arrays of each layer are apart, instead of stacked with those of other layers.
     lora: The adapters of the policy on top of frozen parameters. None means that all parameters are
       trained.
 
@@ -121,6 +122,7 @@ class ModelConfig:
   # How the model is computed:
   dtype: str = "float32"
   length: int = 0
+  unrolled: bool = False
   lora: Lora | None = None
   rows: jax.sharding.NamedSharding | None = None
   table: jax.sharding.NamedSharding | None = None

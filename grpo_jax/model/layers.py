@@ -3,16 +3,20 @@
 from collections.abc import Callable
 import functools
 import math
+from typing import Any
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.cache import KeysAndValues, LayerCache
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.lora import dequantised
 from grpo_jax.model.rope import CosSin, rotate
 
+KeysAndValues = tuple[jax.Array, jax.Array]
+# attend(q_BTHE, k_BTKE, v_BTKE, memory) -> (out_BTHE, what the caller keeps). The queries are
+# rotated and scaled. `memory` is what the layer has besides its parameters, such as a cache.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "silu": nn.silu,
   "gelu_tanh": functools.partial(nn.gelu, approximate=True),
@@ -154,24 +158,18 @@ class Dense(nn.Module):
 
 
 class Attention(nn.Module):
-  """Grouped-query attention over a row's own tokens and, with a prefix, over its prompt."""
+  """The projections of grouped-query attention. `attend` computes what lies between them."""
 
   config: ModelConfig
-  window: int  # how many tokens back a token sees, itself included; 0 means all
+  attend: Attend
 
   @nn.compact
-  def __call__(
-    self, x_BTD: jax.Array, rope: CosSin, cache: LayerCache
-  ) -> tuple[jax.Array, KeysAndValues]:
-    """Returns the output [B, T, D], and the rows' own keys and values with the new ones added."""
+  def __call__(self, x_BTD: jax.Array, rope: CosSin, memory: Any) -> tuple[jax.Array, Any]:
+    """Returns the output [B, T, D], and what `attend` returns beside its output."""
     c = self.config
-    B, T, _ = x_BTD.shape
-    K, R, E = c.num_kv_heads, c.queries_per_kv, c.head_dim
-    P = B if cache.prefix is None else cache.prefix[0].shape[0]
-    G = B // P
 
     def project(name: str, heads: int) -> jax.Array:
-      return Dense(c, (heads, E), use_bias=c.qkv_bias, name=name)(x_BTD)
+      return Dense(c, (heads, c.head_dim), use_bias=c.qkv_bias, name=name)(x_BTD)
 
     def norm(name: str, x: jax.Array) -> jax.Array:
       if not c.qk_norm:
@@ -179,48 +177,11 @@ class Attention(nn.Module):
       return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x)
 
     q_BTHE = rotate(norm("q_norm", project("q", c.num_heads)), rope)
-    k_BTKE = rotate(norm("k_norm", project("k", K)), rope)
-    v_BTKE = project("v", K)
-    q_PKGRTE = q_BTHE.reshape(P, G, T, K, R, E).transpose(0, 3, 1, 4, 2, 5)
-    q_PKGRTE = q_PKGRTE / math.sqrt(c.query_scalar or E)
-    k_PKGTE, v_PKGTE = (x.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4) for x in (k_BTKE, v_BTKE))
-    own = _append(cache, (k_PKGTE, v_PKGTE))
-
-    place_T1 = cache.length + jnp.arange(T)[:, None]  # of the queries among the own tokens
-    own_mask_TC = _own_mask(place_T1, own[0].shape[3], self.window)
-    prefix_mask = None if cache.prefix is None else _prefix_mask(place_T1, cache, self.window)
-    out = attend(q_PKGRTE, own, own_mask_TC, cache.prefix, prefix_mask, c.attention_cap)
-    out_BTHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, c.num_heads, E)
-    return Dense(c, (c.embed_dim,), axes=2, name="o")(out_BTHE), own
-
-
-def _own_mask(place_T1: jax.Array, slots: int, window: int) -> jax.Array:
-  """[T, C]: a query sees its own token and the ones before it, as far as the window goes."""
-  back_TC = place_T1 - jnp.arange(slots)
-  if window:
-    return (back_TC >= 0) & (back_TC < window)
-  return back_TC >= 0
-
-
-def _prefix_mask(place_T1: jax.Array, cache: LayerCache, window: int) -> jax.Array:
-  """[P, 1, 1, 1, T or 1, S]: a query sees the tokens of its prompt that the window reaches."""
-  slots_S = jnp.arange(cache.prefix[0].shape[2])
-  lengths_P11 = cache.prefix_lengths_P[:, None, None]
-  mask = slots_S < lengths_P11
-  if window:
-    mask &= lengths_P11 + place_T1 - slots_S < window
-  return mask[:, None, None, None]
-
-
-def _append(cache: LayerCache, new: KeysAndValues) -> KeysAndValues:
-  """Writes the new keys and values into the free slots. Without slots, they are all there is."""
-  if not cache.own[0].shape[3]:
-    return new
-  keys, values = (
-    jax.lax.dynamic_update_slice_in_dim(old, added, cache.length, axis=3)
-    for old, added in zip(cache.own, new)
-  )
-  return keys, values
+    k_BTKE = rotate(norm("k_norm", project("k", c.num_kv_heads)), rope)
+    v_BTKE = project("v", c.num_kv_heads)
+    q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
+    out_BTHE, kept = self.attend(q_BTHE, k_BTKE, v_BTKE, memory)
+    return Dense(c, (c.embed_dim,), axes=2, name="o")(out_BTHE), kept
 
 
 class MLP(nn.Module):

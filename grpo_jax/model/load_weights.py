@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import math
 import os
 from pathlib import Path
-import re
 from typing import Any
 
 from flax.traverse_util import unflatten_dict
@@ -18,11 +18,12 @@ from grpo_jax.model import families, huggingface
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.family import Family
 from grpo_jax.model.folders import TensorFiles, read_json, weight_files
+from grpo_jax.model.stacks import Places, of_layer
 from grpo_jax.model.tensor_spec import Sizes, TensorSpec
 from grpo_jax.settings import ConfigError
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
-Places = Mapping[str, jax.sharding.NamedSharding]  # the sharding of each leaf
+Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
 Convert = Callable[[str, jax.Array], Any]
 Progress = Callable[[int, int], None]
 
@@ -51,10 +52,11 @@ def no_progress(done: int, total: int) -> None:
 
 def load(
   path: str | os.PathLike,
-  places: Places | None = None,
+  shardings: Shardings | None = None,
   convert: Convert = to_float32,
   labels: Collection[int] = (0,),
   progress: Progress = no_progress,
+  converted: Shardings | None = None,
 ) -> tuple[ModelConfig, Any]:
   """Loads a Hugging Face folder.
 
@@ -63,13 +65,13 @@ def load(
 
   Args:
     path: The folder.
-    places: The sharding of each leaf. None puts all of them on the default device.
-    convert: Makes a leaf of the tree from its name and the array in the dtype of the file. It runs
-      on the devices under `jax.jit`. Leaves that differ only in the number of their layer are
-      compiled once, with the name in the first of these layers.
+    shardings: The sharding of each parameter. None puts all of them on the default device.
+    convert: Makes a parameter from its name and the array in the dtype of the file. It runs on the
+      devices under `jax.jit`. Of a stacked parameter, it is given one layer at a time.
     labels: The heads that the model may have, as `ModelConfig.labels` counts them: 0 for a language
       model, or the keys of SCORERS.
     progress: Called after each leaf with the bytes read so far and the bytes to read in total.
+    converted: The shardings of what `convert` returns. None means `shardings`.
 
   Returns:
     The config and the tree of parameters.
@@ -84,30 +86,88 @@ def load(
   _check_tensors(files, family, config, folder)
   sizes, specs = families.sizes(config), list(family.tensors(config))
 
-  def to_leaf(spec: TensorSpec, tensor: jax.Array) -> tuple[Any, jax.Array]:
-    return convert(spec.leaf_name, spec.from_hf(tensor, sizes)), jnp.isfinite(tensor).all()
-
   def count_bytes(some: Sequence[TensorSpec]) -> int:
     return sum(
       math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in some
     )
 
-  compiled = jax.jit(to_leaf, static_argnums=0)
+  put = _Put(config, convert, converted or shardings)
+  places = Places(config)
   total, done = count_bytes(specs), 0
-  first_alike: dict[str, str] = {}  # name without the layer -> the first such name
-  leaves, are_finite = {}, {}
+  leaves: dict[str, Any] = {}
+  are_finite = {}
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
     of_leaf = list(group)  # several where each expert has a tensor of its own
-    sharding = of_leaf[0].hf_sharding(places[name]) if places else None
+    spec, (parameter, place) = of_leaf[0], places.find(name)
+    sharding = None
+    if shardings:
+      whole = shardings[parameter]
+      sharding = spec.hf_sharding(whole if place is None else of_layer(whole))
     tensor = _read_tensor(files, of_leaf, sizes, sharding)
-    # The layers of a kind get the same spec, so that one compilation serves them all.
-    first = first_alike.setdefault(re.sub(r"layers_\d+", "", name), name)
-    common = dataclasses.replace(of_leaf[0], hf_name="", leaf_name=first)
-    leaves[name], are_finite[of_leaf[0].hf_name] = compiled(common, tensor)
+    # The layers of a stack get the same spec, so that one compilation serves them all.
+    common = dataclasses.replace(spec, hf_name="", leaf_name=parameter)
+    leaves[parameter], is_finite = put(common, leaves.get(parameter), place, tensor)
+    are_finite[spec.hf_name] = is_finite
     done += count_bytes(of_leaf)
     progress(done, total)
   _check_finite(are_finite, folder)
   return config, unflatten_dict(leaves, sep="/")
+
+
+class _Put:
+  """Makes parameters from the tensors of a checkpoint, one layer after another."""
+
+  def __init__(self, config: ModelConfig, convert: Convert, shardings: Shardings | None):
+    """`shardings` are those of what `convert` returns, or None."""
+    self._sizes, self._places = families.sizes(config), Places(config)
+    self._convert, self._shardings = convert, shardings
+    self._whole = jax.jit(self._place_whole, static_argnums=0)
+    self._empty = jax.jit(self._make_empty, static_argnums=0)
+    self._into_stack = jax.jit(self._place_into_stack, static_argnums=0, donate_argnums=1)
+
+  def __call__(
+    self, spec: TensorSpec, stack: Any, place: int | None, tensor: Any
+  ) -> tuple[Any, jax.Array]:
+    """The parameter with this tensor in it, and whether the tensor is finite.
+
+    Args:
+      spec: The tensor's spec, with the parameter's name.
+      stack: The parameter so far, or None. It is donated.
+      place: The number of the layer in the stack, or None for a parameter without layers.
+      tensor: In the dtype of the file.
+    """
+    if place is None:
+      return self._whole(spec, tensor)
+    if stack is None:
+      stack = self._empty(spec, tensor)
+    return self._into_stack(spec, stack, place, tensor)
+
+  def _leaf(self, spec: TensorSpec, tensor: jax.Array) -> Any:
+    return self._convert(spec.leaf_name, spec.from_hf(tensor, self._sizes))
+
+  def _placed(self, name: str, leaf: Any) -> Any:
+    if self._shardings is None:
+      return leaf
+    return jax.lax.with_sharding_constraint(leaf, self._shardings[name])
+
+  def _place_whole(self, spec: TensorSpec, tensor: jax.Array) -> tuple[Any, jax.Array]:
+    return self._placed(spec.leaf_name, self._leaf(spec, tensor)), jnp.isfinite(tensor).all()
+
+  def _make_empty(self, spec: TensorSpec, tensor: jax.Array) -> Any:
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+      return jnp.zeros(self._places.shape(spec.leaf_name, x.shape), x.dtype)
+
+    leaf = jax.eval_shape(functools.partial(self._leaf, spec), tensor)
+    return self._placed(spec.leaf_name, jax.tree.map(zeros, leaf))
+
+  def _place_into_stack(
+    self, spec: TensorSpec, stack: Any, place: jax.Array, tensor: jax.Array
+  ) -> tuple[Any, jax.Array]:
+    def write(whole: jax.Array, layer: jax.Array) -> jax.Array:
+      return jax.lax.dynamic_update_index_in_dim(whole, layer, place, 0)
+
+    stack = jax.tree.map(write, stack, self._leaf(spec, tensor))
+    return self._placed(spec.leaf_name, stack), jnp.isfinite(tensor).all()
 
 
 def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import qwix
 
 from grpo_jax.model.config import PROJECTIONS, ModelConfig
+from grpo_jax.model.stacks import layer_names, stacked
 from grpo_jax.settings import ConfigError
 
 QUANTISED = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
@@ -35,25 +36,26 @@ def init(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   Raises:
     ConfigError: The model does not have one of the projections.
   """
-  kernels = {
-    name: leaf
-    for name, leaf in sorted(flatten_dict(base, sep="/").items())
-    if name.endswith("/kernel") and _module(name) in config.lora.targets
+  shapes = {
+    name: leaf.shape[1:]
+    for stack, leaf in flatten_dict(base, sep="/").items()
+    if stack.endswith("/kernel") and _module(stack) in config.lora.targets
+    for name in layer_names(stack, config)
   }
-  for target in set(config.lora.targets) - {_module(name) for name in kernels}:
+  for target in set(config.lora.targets) - {_module(name) for name in shapes}:
     raise ConfigError(
       f"config key lora.targets: the model has no projection {target}_proj that can have an adapter"
       " (experts cannot): leave it out"
     )
   leaves = {}
-  for name, kernel_key in zip(kernels, jax.random.split(key, len(kernels))):
-    inputs, outputs = _split_shape(name, kernels[name].shape)
+  for name, kernel_key in zip(sorted(shapes), jax.random.split(key, len(shapes))):
+    inputs, outputs = _split_shape(name, shapes[name])
     shape_a, shape_b = (*inputs, config.lora.rank), (config.lora.rank, *outputs)
     bound = 1 / math.sqrt(math.prod(inputs))
     module = name.removesuffix("kernel")
     leaves[module + "lora_a"] = jax.random.uniform(kernel_key, shape_a, jnp.float32, -bound, bound)
     leaves[module + "lora_b"] = jnp.zeros(shape_b, jnp.float32)
-  return unflatten_dict(leaves, sep="/")
+  return stacked(unflatten_dict(leaves, sep="/"), config)
 
 
 def join(base: Any, adapters: Any) -> Any:
@@ -64,7 +66,7 @@ def join(base: Any, adapters: Any) -> Any:
 
 
 def merged(kernel: Any, a: jax.Array | None, b: jax.Array | None, scale: float) -> jax.Array:
-  """W + scale A B: weights that compute the same as W with its adapter. W itself if `a` is None.
+  """W + scale A B for one layer: what W with its adapter computes. W if `a` is None.
 
   Always returns a new float32 array.
   """
@@ -73,7 +75,7 @@ def merged(kernel: Any, a: jax.Array | None, b: jax.Array | None, scale: float) 
 
 
 def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
-  """A leaf of the frozen tree in the dtype of the frozen base.
+  """A leaf of the frozen tree, for one layer, in the dtype of the frozen base.
 
   With a dtype in QUANTISED, only the kernels of PROJECTIONS are quantised, and other leaves become
   bfloat16. Every TILE weights along an input axis have their own scale, separately for each output.

@@ -13,6 +13,7 @@ import numpy as np
 from grpo_jax.model import families
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
 from grpo_jax.model.folders import TensorFiles, new_folder, read_json, write_json, write_tensors
+from grpo_jax.model.stacks import Places, stacked
 from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.settings import ConfigError
 
@@ -120,7 +121,7 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
         " again from an earlier checkpoint"
       )
     leaves[spec.leaf_name] = spec.from_hf(tensor, sizes)
-  return unflatten_dict(leaves, sep="/")
+  return stacked(unflatten_dict(leaves, sep="/"), config, np.stack)
 
 
 def _open_adapters(folder: Path, config: ModelConfig) -> TensorFiles:
@@ -164,11 +165,12 @@ def save_adapters(
     ConfigError: The folder is not empty, or PEFT has no adapters for this family.
   """
   lora, sizes, leaves = config.lora, _sizes(config), flatten_dict(adapters, sep="/")
-  specs = list(_specs(config))
-  assert leaves.keys() == {spec.leaf_name for spec in specs}
+  specs, places = list(_specs(config)), Places(config)
+  assert leaves.keys() == {places.find(spec.leaf_name)[0] for spec in specs}
 
   def tensor(spec: TensorSpec) -> np.ndarray:
-    return spec.to_hf(jax.device_get(jnp.array(leaves[spec.leaf_name], jnp.float32)), sizes)
+    leaf = jnp.array(places.take(leaves, spec.leaf_name), jnp.float32)
+    return spec.to_hf(jax.device_get(leaf), sizes)
 
   values = {
     "peft_type": "LORA",

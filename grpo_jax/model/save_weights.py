@@ -15,6 +15,7 @@ from grpo_jax.model import families, huggingface
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.folders import new_folder, write_json, write_tensors
 from grpo_jax.model.lora import merged
+from grpo_jax.model.stacks import Places
 from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.settings import ConfigError
 
@@ -43,9 +44,11 @@ def save(path: str | os.PathLike, config: ModelConfig, params: Any) -> None:
 
 def _check_leaves(path: str | os.PathLike, config: ModelConfig, leaves: Mapping[str, Any]) -> None:
   """Raises ConfigError unless the leaves are those of the config and have its shapes."""
-  sizes = families.sizes(config)
-  specs = families.family_of(config).tensors(config)
-  wanted = {spec.leaf_name: spec.leaf_shape(sizes) for spec in specs}
+  sizes, places = families.sizes(config), Places(config)
+  wanted = {}
+  for spec in families.family_of(config).tensors(config):
+    name, _ = places.find(spec.leaf_name)
+    wanted[name] = places.shape(name, spec.leaf_shape(sizes))
   found = {
     name: np.shape(leaf)
     for name, leaf in leaves.items()
@@ -108,11 +111,13 @@ def _tensor(config: ModelConfig, specs: list[TensorSpec], leaves: Mapping[str, A
 
 def _part(config: ModelConfig, spec: TensorSpec, leaves: Mapping[str, Any]) -> np.ndarray:
   """What one leaf contributes to a tensor, with its adapter merged."""
-  leaf = leaves[spec.leaf_name]
+  places = Places(config)
+  leaf = places.take(leaves, spec.leaf_name)
   if spec.expert is not None:
     leaf = leaf[spec.expert]
   module = spec.leaf_name.removesuffix("kernel")
-  a, b = leaves.get(module + "lora_a"), leaves.get(module + "lora_b")
+  has_adapter = places.find(module + "lora_a")[0] in leaves
+  a, b = (places.take(leaves, module + x) if has_adapter else None for x in ("lora_a", "lora_b"))
   scale = config.lora.scale if config.lora else 0.0
   # `merged` makes a new array. JAX keeps the host copy of an array for as long as the array lives,
   # so fetching the parameters themselves would fill the host's memory.

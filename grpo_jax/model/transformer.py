@@ -1,4 +1,4 @@
-"""The decoder, and the functions through which the rest of the program uses it."""
+"""The decoder as pure functions, through which the rest of the program uses it."""
 
 import dataclasses
 from typing import Any
@@ -7,96 +7,54 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.model import cache as cache_lib
 from grpo_jax.model import rope as rope_lib
+from grpo_jax.model.attention import Groups, in_groups
 from grpo_jax.model.block import Block
-from grpo_jax.model.cache import Cache, without_slots
+from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import einsum
+from grpo_jax.model.scan import Inputs, Outputs, Pass, apply_layers, constrain
+from grpo_jax.model.stacks import stacked
 from grpo_jax.types import Routing
 
 Params = Any  # nested dict of float32 arrays
 
 
-class Transformer(nn.Module):
-  """Embedding, L blocks and the final norm.
+def init(key: jax.Array, config: ModelConfig) -> Params:
+  """Random float32 parameters."""
+  # A single row cannot be split over devices.
+  config = dataclasses.replace(config, rows=None, table=None, experts=None)
+  return stacked(_SingleLayers(config).init(key)["params"], config)
 
-  The parameters of the head are made here, too. `unembed` or `score` applies them.
-  """
+
+class _SingleLayers(nn.Module):
+  """Makes the parameters of a decoder, with an entry for each layer."""
 
   config: ModelConfig
-  remat: bool = False
 
   @nn.compact
-  def __call__(
-    self,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    cache: Cache | None,
-    counted_BT: jax.Array | None = None,
-  ) -> tuple[jax.Array, Cache, Routing | None]:
-    """Returns hidden states [B, T, D], the updated cache, and the routing of the sparse layers."""
+  def __call__(self) -> None:
     c = self.config
-    B, T = tokens_BT.shape
-    # Angles for the longest text there can be, so that a computation with the cache and one without
-    # it agree.
-    longest = c.length or (T if cache is None else c.max_positions)
-    rope, local_rope = _angles(c, positions_BT, longest)
-    cache = without_slots(c, B) if cache is None else cache
-
-    table_VD = nn.Embed(c.vocab_size, c.embed_dim, name="embed").embedding.astype(c.dtype)
-    x_BTD = _constrain(_constrain(table_VD, c.table)[tokens_BT], c.rows)
-    if c.scale_embeddings:
-      x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
-
-    block = nn.remat(Block) if self.remat else Block
-    keys, values, routings = [], [], []
-    for i in range(c.num_layers):
-      layer = block(c, c.window(i), i in c.sparse_layers, name=f"layers_{i}")
-      layer_rope = local_rope if c.window(i) else rope
-      x_BTD, own, routing = layer(x_BTD, counted_BT, layer_rope, cache.layer(i))
-      x_BTD = _constrain(x_BTD, c.rows)
-      keys.append(own[0])
-      values.append(own[1])
-      if routing is not None:
-        routings.append(routing)
-
+    nn.Embed(c.vocab_size, c.embed_dim, name="embed")(jnp.zeros((1, 1), jnp.int32))
+    x_11D = jnp.zeros((1, 1, c.embed_dim), c.dtype)
+    rope = rope_lib.angles(jnp.zeros((1, 1), jnp.int32), c.head_dim, c.rope_theta, None, 1, False)
+    for layer in range(c.num_layers):
+      Block(c, layer in c.sparse_layers, _no_attention, name=f"layers_{layer}")(
+        x_11D, None, rope, None
+      )
     if c.labels:
       _ScoreHead(c, name="score")()
     elif not c.tie_embeddings:
       _Head(c, name="head")()
-    x_BTD = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="final_norm")(x_BTD)
-    new_cache = Cache(tuple(keys), tuple(values), cache.length + T, cache.prefix)
-    return x_BTD, new_cache, _stack_layers(routings)
+    nn.RMSNorm(name="final_norm")(x_11D)
 
 
-def _angles(
-  config: ModelConfig, positions_BT: jax.Array, longest: int
-) -> tuple[rope_lib.CosSin, rope_lib.CosSin]:
-  """The rotary angles of the layers without a window, and of those with one."""
-  c, from_table = config, bool(config.length)
-  rope = rope_lib.angles(
-    positions_BT, c.head_dim, c.rope_theta, c.rope_scaling, longest, from_table
-  )
-  if not c.local_rope_theta:
-    return rope, rope
-  local = rope_lib.angles(positions_BT, c.head_dim, c.local_rope_theta, None, longest, from_table)
-  return rope, local
-
-
-def _constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-  """Fixes the sharding of an activation.
-
-  If XLA may choose, it splits activations along D, as fsdp splits the weights, and gathers all
-  their rows on every device.
-  """
-  return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _stack_layers(routings: list[Routing]) -> Routing | None:
-  """Stacks the statistics of the sparse layers on axis 1. None without sparse layers."""
-  if not routings:
-    return None
-  return jax.tree.map(lambda *layers: jnp.stack(layers, axis=1), *routings)
+def _no_attention(
+  q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, memory: None
+) -> tuple[jax.Array, None]:
+  del k_BTKE, v_BTKE, memory
+  return q_BTHE, None
 
 
 class _Head(nn.Module):
@@ -123,23 +81,14 @@ class _ScoreHead(nn.Module):
       self.param("bias", nn.initializers.zeros, (N,))
 
 
-def init(key: jax.Array, config: ModelConfig) -> Params:
-  """Random float32 parameters."""
-  token_11 = jnp.zeros((1, 1), jnp.int32)
-  # A single row cannot be split over devices.
-  config = dataclasses.replace(config, rows=None, table=None, experts=None)
-  return Transformer(config).init(key, token_11, token_11, None)["params"]
-
-
 def features(
   params: Params,
   config: ModelConfig,
   tokens_BT: jax.Array,
   positions_BT: jax.Array,
   cache: Cache | None = None,
-  remat: bool = False,
 ) -> tuple[jax.Array, Cache]:
-  """Hidden states of a batch of token rows.
+  """Hidden states of a batch of token rows, without a gradient.
 
   Each token attends to the tokens before it in its row and to those in the cache. Rows are
   right-padded, so no token has padding before it to attend to.
@@ -149,44 +98,88 @@ def features(
     config: The model.
     tokens_BT: int32.
     positions_BT: int32, the position of each token in its text.
-    cache: Earlier tokens of the rows, or None.
-    remat: Recompute activations in the backward pass to save memory.
+    cache: Earlier tokens of the rows, with free slots for these, or None.
 
   Returns:
     Final hidden states [B, T, D], and the cache with the keys and values of these tokens appended.
   """
-  model: Any = Transformer(config, remat)
-  hidden_BTD, new_cache, _ = model.apply({"params": params}, tokens_BT, positions_BT, cache)
-  return hidden_BTD, new_cache
+  c, T = config, tokens_BT.shape[1]
+  if cache is not None:
+    # Angles for the longest text there can be, so that a computation with the cache and one without
+    # it agree.
+    angles = _angles(c, positions_BT, c.length or c.max_positions)
+    out = _apply(params, c, tokens_BT, Inputs(*angles, None), cache_lib.to_pass(c, cache))
+    return _final_norm(params, c, out.x_BTD), cache_lib.updated(cache, out.own, T)
+  groups = Groups(jnp.full(len(tokens_BT), T, jnp.int32), prompt_slots=T)
+  run = Pass(in_groups(c, groups, keep=True))
+  out = _apply(params, c, tokens_BT, Inputs(*_angles(c, positions_BT, c.length or T), None), run)
+  return _final_norm(params, c, out.x_BTD), cache_lib.of_rows(out.kept, T)
 
 
-def routed_features(
+def group_features(
+  params: Params,
+  config: ModelConfig,
+  tokens_PN: jax.Array,
+  groups: Groups,
+  counted_PN: jax.Array | None = None,
+  remat: str = "",
+) -> tuple[jax.Array, Routing | None]:
+  """Hidden states of prompts and of all their completions, in one pass and with a gradient.
+
+  Args:
+    params: The parameters, with or without adapters.
+    config: The model.
+    tokens_PN: int32, a prompt and its completions one after another, as `groups` describes.
+    groups: Where prompts and completions lie.
+    counted_PN: The routers' statistics count a token where this is not 0. It does not change the
+      hidden states. None skips the statistics.
+    remat: Which activations are saved for the backward pass (see `apply_layers`).
+
+  Returns:
+    Final hidden states [P, N, D], and sums over the counted tokens of each group, or None for a
+    model without experts.
+  """
+  c = config
+  longest = c.length or groups.prompt_slots + groups.slots
+  inputs = Inputs(*_angles(c, groups.positions, longest), counted_PN)
+  out = _apply(params, c, tokens_PN, inputs, Pass(in_groups(c, groups)), remat)
+  return _final_norm(params, c, out.x_BTD), out.routing
+
+
+def _apply(
   params: Params,
   config: ModelConfig,
   tokens_BT: jax.Array,
-  positions_BT: jax.Array,
-  counted_BT: jax.Array,
-  cache: Cache | None = None,
-  remat: bool = False,
-) -> tuple[jax.Array, Cache, Routing | None]:
-  """`features` with statistics of the routers. Takes its six parameters and one more.
+  inputs: Inputs,
+  run: Pass,
+  remat: str = "",
+) -> Outputs:
+  """Embedding and layers."""
+  c = config
+  table_VD = params["embed"]["embedding"].astype(c.dtype)
+  x_BTD = constrain(constrain(table_VD, c.table)[tokens_BT], c.rows)
+  if c.scale_embeddings:
+    x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
+  return apply_layers(params, c, x_BTD, inputs, run, remat)
 
-  Args:
-    params: This and the other parameters are as in `features`.
-    config: The model.
-    tokens_BT: int32.
-    positions_BT: int32.
-    counted_BT: The statistics count a token where this is not 0, so that callers can leave out
-      padding. It does not change the hidden states.
-    cache: Earlier tokens of the rows, or None.
-    remat: Recompute activations in the backward pass.
 
-  Returns:
-    What `features` returns, and sums over the counted tokens of each row. The sums are None for a
-    model without experts.
-  """
-  model: Any = Transformer(config, remat)
-  return model.apply({"params": params}, tokens_BT, positions_BT, cache, counted_BT)
+def _final_norm(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
+  norm: Any = nn.RMSNorm(epsilon=config.norm_eps, dtype=config.dtype)
+  return norm.apply({"params": params["final_norm"]}, x_BTD)
+
+
+def _angles(
+  config: ModelConfig, positions_BT: jax.Array, longest: int
+) -> tuple[rope_lib.CosSin, rope_lib.CosSin]:
+  """The rotary angles of the layers without a window, and of those with one."""
+  c, from_table = config, bool(config.length)
+  rope = rope_lib.angles(
+    positions_BT, c.head_dim, c.rope_theta, c.rope_scaling, longest, from_table
+  )
+  if not c.local_rope_theta:
+    return rope, rope
+  local = rope_lib.angles(positions_BT, c.head_dim, c.local_rope_theta, None, longest, from_table)
+  return rope, local
 
 
 def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:

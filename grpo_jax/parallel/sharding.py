@@ -11,6 +11,8 @@ from grpo_jax.settings import ConfigError
 # The mesh axes that split the first axis of a batch.
 ROW_AXES = ("data", "fsdp", "expert")
 
+# The layers of a stack lie on a first axis, which no axis of the mesh splits. RULES leave it out.
+LAYER = r"layers_\d+/"
 # A quantised kernel has two leaves. Its scales have fewer elements than its values.
 QUANTISED = r"(/qvalue|/scale)?"
 # Path of a parameter -> the mesh axis that splits each dimension. "fsdp" splits D everywhere.
@@ -19,22 +21,22 @@ QUANTISED = r"(/qvalue|/scale)?"
 # to split.
 RULES = (
   (r"embed/embedding", ("tensor", "fsdp")),
-  (r"layers_\d+/(attention|mlp)(_post)?_norm/scale", (None,)),
-  (r"layers_\d+/attention/[qk]_norm/scale", (None,)),
-  (r"layers_\d+/attention/[qkv]/kernel" + QUANTISED, ("fsdp", "tensor", None)),
-  (r"layers_\d+/attention/[qkv]/bias", ("tensor", None)),
-  (r"layers_\d+/attention/o/kernel" + QUANTISED, ("tensor", None, "fsdp")),
-  (r"layers_\d+/mlp/(gate|up)/kernel" + QUANTISED, ("fsdp", "tensor")),
-  (r"layers_\d+/mlp/down/kernel" + QUANTISED, ("tensor", "fsdp")),
-  (r"layers_\d+/(attention/[qkv]|mlp/(gate|up))/lora_a", ("fsdp", None)),
-  (r"layers_\d+/attention/[qkv]/lora_b", (None, "tensor", None)),
-  (r"layers_\d+/attention/o/lora_a", ("tensor", None, None)),
-  (r"layers_\d+/mlp/(gate|up)/lora_b", (None, "tensor")),
-  (r"layers_\d+/mlp/down/lora_a", ("tensor", None)),
-  (r"layers_\d+/(attention/o|mlp/down)/lora_b", (None, "fsdp")),
-  (r"layers_\d+/experts/router", ("fsdp", None)),
-  (r"layers_\d+/experts/(gate|up)", ("expert", "fsdp", "tensor")),
-  (r"layers_\d+/experts/down", ("expert", "tensor", "fsdp")),
+  (LAYER + r"(attention|mlp)(_post)?_norm/scale", (None,)),
+  (LAYER + r"attention/[qk]_norm/scale", (None,)),
+  (LAYER + r"attention/[qkv]/kernel" + QUANTISED, ("fsdp", "tensor", None)),
+  (LAYER + r"attention/[qkv]/bias", ("tensor", None)),
+  (LAYER + r"attention/o/kernel" + QUANTISED, ("tensor", None, "fsdp")),
+  (LAYER + r"mlp/(gate|up)/kernel" + QUANTISED, ("fsdp", "tensor")),
+  (LAYER + r"mlp/down/kernel" + QUANTISED, ("tensor", "fsdp")),
+  (LAYER + r"(attention/[qkv]|mlp/(gate|up))/lora_a", ("fsdp", None)),
+  (LAYER + r"attention/[qkv]/lora_b", (None, "tensor", None)),
+  (LAYER + r"attention/o/lora_a", ("tensor", None, None)),
+  (LAYER + r"mlp/(gate|up)/lora_b", (None, "tensor")),
+  (LAYER + r"mlp/down/lora_a", ("tensor", None)),
+  (LAYER + r"(attention/o|mlp/down)/lora_b", (None, "fsdp")),
+  (LAYER + r"experts/router", ("fsdp", None)),
+  (LAYER + r"experts/(gate|up)", ("expert", "fsdp", "tensor")),
+  (LAYER + r"experts/down", ("expert", "tensor", "fsdp")),
   (r"final_norm/scale", (None,)),
   (r"head/kernel", ("fsdp", "tensor")),
   (r"score/kernel", ("fsdp", None)),
@@ -197,9 +199,10 @@ def _axes(name: str, leaf: Any, layout: str) -> tuple[str | None, ...]:
   """The mesh axis of each dimension of a parameter, by RULES."""
   if layout not in LAYOUTS:
     raise ConfigError(f"weights layout {layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
+  stack_axis = (None,) if re.match(LAYER, name) else ()
   for pattern, axes in RULES:
-    if re.fullmatch(pattern, name) and len(axes) == len(leaf.shape):
-      return tuple(axis if axis in LAYOUTS[layout] else None for axis in axes)
+    if re.fullmatch(pattern, name) and len(stack_axis + axes) == len(leaf.shape):
+      return *stack_axis, *(axis if axis in LAYOUTS[layout] else None for axis in axes)
   raise ConfigError(
     f"parameter {name} {leaf.shape} has no rule: add one to RULES in grpo_jax/parallel/sharding.py"
   )

@@ -33,7 +33,11 @@ class Checkpoints:
   """
 
   def __init__(
-    self, directory: str | Path, keep: int, warn: Callable[[str], None] = logging.warning
+    self,
+    directory: str | Path,
+    keep: int,
+    warn: Callable[[str], None] = logging.warning,
+    layers_of: checkpoint_reader.LayersOf = checkpoint_reader.no_layers,
   ) -> None:
     """Does not touch the disk.
 
@@ -41,10 +45,12 @@ class Checkpoints:
       directory: The folder of the checkpoints. The first save creates it.
       keep: How many checkpoints are kept. A save deletes older ones.
       warn: Receives one line for each damaged checkpoint.
+      layers_of: As in `checkpoint_reader.read`, for checkpoints of earlier versions.
     """
     self.directory = Path(directory).absolute()
     self._keep = keep
     self._warn = warn
+    self._layers_of = layers_of
     self._manager: ocp.CheckpointManager | None = None
 
   def steps(self) -> list[int]:
@@ -183,7 +189,8 @@ class Checkpoints:
           f"{self.directory} has no checkpoint of step {step}: there are {self.steps()}"
         )
       try:
-        return step, checkpoint_reader.read(path, abstract, optional, whole), damaged
+        state = checkpoint_reader.read(path, abstract, optional, whole, self._layers_of)
+        return step, state, damaged
       except checkpoint_reader.Damaged as error:
         damaged[path] = error
     reason = next(iter(damaged.values()))
@@ -204,12 +211,17 @@ def save_tree(path: str | Path, tree: Any) -> None:
   store.close()
 
 
-def restore_tree(path: str | Path, abstract: Any) -> Any:
+def restore_tree(
+  path: str | Path,
+  abstract: Any,
+  layers_of: checkpoint_reader.LayersOf = checkpoint_reader.no_layers,
+) -> Any:
   """The tree that `save_tree` wrote to `path`.
 
   Args:
     path: The folder given to `save_tree`.
     abstract: The shapes, dtypes and shardings of the tree.
+    layers_of: As in `checkpoint_reader.read`, for trees of earlier versions.
 
   Raises:
     ConfigError: The folder does not exist, is damaged, or holds another tree.
@@ -219,7 +231,8 @@ def restore_tree(path: str | Path, abstract: Any) -> Any:
     raise ConfigError(
       f"{path} does not exist or holds nothing: put back a copy, or start over in another workdir"
     )
-  return Checkpoints(path, keep=1).restore(steps[-1], {"tree": abstract})["tree"]
+  store = Checkpoints(path, keep=1, layers_of=layers_of)
+  return store.restore(steps[-1], {"tree": abstract})["tree"]
 
 
 def _own_array(leaf: Any) -> jax.Array | np.ndarray:

@@ -8,7 +8,7 @@ There are two kinds of digest. An array on the devices may be split over several
 entry holds a `digest` that the devices compute. A numpy array on the host has a `crc32` instead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import zlib
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from grpo_jax.settings import ConfigError
@@ -131,6 +132,41 @@ def check_same_leaves(path: Path, saved: Manifest, wanted: Mapping[str, Any]) ->
         f"checkpoint {path} has {there.get(name, 'nothing')} for {name} where this config needs "
         f"{here.get(name, 'nothing')}: use the config it was saved with, or another workdir"
       )
+
+
+def in_layers(
+  saved: Manifest, wanted: Mapping[str, Any], layers_of: Callable[[str], Sequence[str]]
+) -> dict[str, Sequence[str]]:
+  """The arrays of `wanted` whose layers the checkpoint holds apart, as earlier versions saved them.
+
+  Args:
+    saved: The manifest entries of the checkpoint.
+    wanted: The leaves that the config needs, by name.
+    layers_of: The name of a leaf -> the names of its layers, in their order, or nothing.
+
+  Returns:
+    The name of each such leaf -> the names of its layers.
+  """
+  found = {}
+  for name, leaf in wanted.items():
+    names = layers_of(name)
+    shapes = [saved[layer]["shape"] for layer in names if layer in saved]
+    if names and shapes == [list(leaf.shape[1:])] * len(names):
+      found[name] = names
+  return found
+
+
+def one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
+  """The shape of a layer of a stacked leaf, with the place where the stack lies."""
+  sharding = getattr(leaf, "sharding", None)
+  if isinstance(sharding, NamedSharding):
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+  return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+
+def stack(layers: Sequence[jax.Array], leaf: Any) -> jax.Array:
+  """The layers as one array that lies where `leaf` does."""
+  return jax.jit(lambda *x: jnp.stack(x), out_shardings=leaf.sharding)(*layers)
 
 
 def _entry(leaf: jax.Array | np.ndarray) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Reads one checkpoint from disk and verifies that its arrays are the ones that were saved."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,13 +11,26 @@ from grpo_jax.parallel.hosts import any_process
 from grpo_jax.run import checkpoint_format as fmt
 
 T = TypeVar("T")
+LayersOf = Callable[[str], Sequence[str]]
 
 
 class Damaged(Exception):
   """A checkpoint that cannot be read, or that does not hold the numbers that were saved."""
 
 
-def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool = True) -> Any:
+def no_layers(name: str) -> Sequence[str]:
+  """The `layers_of` of trees without stacked layers."""
+  del name
+  return ()
+
+
+def read(
+  path: Path,
+  abstract: Any,
+  optional: Collection[str] = (),
+  whole: bool = True,
+  layers_of: LayersOf = no_layers,
+) -> Any:
   """The tree of the checkpoint at `path`.
 
   Args:
@@ -28,6 +41,8 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
       nested dicts of numpy arrays with the leaves that were saved, whichever leaves `abstract` has
       there. Where the checkpoint lacks the group, the value in `abstract` is returned.
     whole: Whether the checkpoint must hold no groups that `abstract` lacks.
+    layers_of: The name of a leaf -> the names of the single layers that it holds. Where a
+      checkpoint has these instead, as earlier versions saved them, they are stacked.
 
   Raises:
     Damaged: The checkpoint cannot be read, or is not what was saved.
@@ -42,6 +57,9 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
   manifest = _attempt(lambda: fmt.unseal(reader.restore(path, manifest_args)["manifest"]))
   groups_to_check = subtrees.keys() | (fmt.by_group(manifest).keys() if whole else set())
   strict_entries = _entries_of(manifest, groups_to_check - set(optional))
+  apart = fmt.in_layers(strict_entries, wanted, layers_of)
+  stacks = {name: wanted.pop(name) for name in apart}
+  wanted |= {name: fmt.one_layer(stacks[stack]) for stack, names in apart.items() for name in names}
   fmt.check_same_leaves(path, strict_entries, wanted)
   saved = strict_entries | _entries_of(manifest, subtrees.keys() & set(optional))
 
@@ -49,6 +67,8 @@ def read(path: Path, abstract: Any, optional: Collection[str] = (), whole: bool 
   damaged = fmt.first_damaged(_select(arrays, saved, on_host=False), saved)
   if damaged:
     raise Damaged(f"{damaged} is not what was saved")
+  for name, layers in apart.items():
+    arrays[name] = fmt.stack([arrays.pop(layer) for layer in layers], stacks[name])
   restored = [_restore_group(group, tree, arrays, optional) for group, tree in subtrees.items()]
   return jax.tree.unflatten(structure, restored)
 

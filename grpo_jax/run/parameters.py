@@ -15,6 +15,7 @@ import jax
 from grpo_jax import model
 from grpo_jax.config import Config, Sampling
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.sharding import leaf_path
 from grpo_jax.settings import ConfigError
 
 Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
@@ -68,6 +69,10 @@ class Parameters:
       return self.abstract
     return model.join(self.abstract_base, self.abstract)
 
+  def layers_of(self, name: str) -> list[str]:
+    """The single layers that a leaf of a checkpoint holds (see `checkpoint_reader.read`)."""
+    return model.layer_names(name, self.model)
+
   def describe(self) -> str:
     """How many parameters there are, for the header of a run."""
     if self.model.lora is None:
@@ -112,14 +117,15 @@ class Parameters:
     trained = self._converted(trained)
     return trained if self.model.lora is None else model.join(self._sampling_base, trained)
 
-  def sampling_dtype(self, x: Any) -> Any:
-    """The dtype in which a parameter is sampled from.
+  def sampling_dtype(self, name: str, x: Any) -> Any:
+    """The dtype in which the parameter of this path is sampled from.
 
     Norm scales stay float32, because the learner multiplies with them in float32. Quantised arrays
     stay as they are.
     """
     dtype = self._config.sampling.dtype
-    is_converted = dtype and x.ndim > 1 and x.dtype in ("float32", "bfloat16")
+    is_vector = x.ndim == 1 + model.is_stacked(name)
+    is_converted = dtype and not is_vector and x.dtype in ("float32", "bfloat16")
     return dtype if is_converted else x.dtype
 
   @functools.cached_property
@@ -127,15 +133,19 @@ class Parameters:
     return self._converted(self.base)
 
   def _converted(self, params: Any) -> Any:
-    has_dtype = all(x.dtype == self.sampling_dtype(x) for x in jax.tree.leaves(params))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    has_dtype = all(x.dtype == self.sampling_dtype(leaf_path(path), x) for path, x in leaves)
     if has_dtype and self._config.sampling.layout == "train":
       return params
     return self._convert(params)
 
   @functools.cached_property
   def _convert(self) -> Callable[[Any], Any]:
+    def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+      return x.astype(self.sampling_dtype(leaf_path(path), x))
+
     def convert(params: Any) -> Any:
-      params = jax.tree.map(lambda x: x.astype(self.sampling_dtype(x)), params)
+      params = jax.tree_util.tree_map_with_path(cast, params)
       places = sharding.param_specs(params, self._mesh, self._config.sampling.layout)
       return jax.lax.with_sharding_constraint(params, places)
 
@@ -143,17 +153,15 @@ class Parameters:
 
   def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
     """The checkpoint's parameters as `convert` returns them, placed as in `abstract`."""
-    places = _places(abstract)
-
-    def place(name: str, x: jax.Array) -> Any:
-      return jax.lax.with_sharding_constraint(convert(name, x), places[name])
-
-    path = self._config.model.path
-    return model.load(path, self._checkpoint_places, place, progress=self._progress)[1]
+    path, places = self._config.model.path, self._checkpoint_places
+    progress, converted = self._progress, _places(abstract)
+    return model.load(path, places, convert, progress=progress, converted=converted)[1]
 
   def _base_of(self, params: Any) -> Any:
     def quantise(path: tuple[Any, ...], x: jax.Array) -> Any:
-      return model.quantised(sharding.leaf_path(path), x, self._config.lora.base_dtype)
+      name, dtype = leaf_path(path), self._config.lora.base_dtype
+      convert = functools.partial(model.quantised, name, dtype=dtype)
+      return model.per_layer(convert, name)(x)
 
     return jax.tree_util.tree_map_with_path(quantise, params)
 

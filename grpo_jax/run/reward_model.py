@@ -146,13 +146,10 @@ def _load_params(folder: Path, config: model.ModelConfig, mesh: Mesh) -> Any:
   abstract = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
   places = flatten_dict(sharding.param_specs(abstract, mesh), sep="/")
 
-  def place(name: str, array: jax.Array) -> jax.Array:
-    # The model is frozen, so its weights need no float32 copy. Norm scales stay float32, because
-    # they are multiplied in float32.
-    used = model.quantised(name, array, config.dtype)
-    return jax.lax.with_sharding_constraint(used, places[name])
-
-  return model.load(folder, places, place, model.SCORERS)[1]
+  # The model is frozen, so its weights need no float32 copy. Norm scales stay float32, because they
+  # are multiplied in float32.
+  convert = functools.partial(model.quantised, dtype=config.dtype)
+  return model.load(folder, places, convert, model.SCORERS)[1]
 
 
 def whole_texts(

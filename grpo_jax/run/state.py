@@ -110,7 +110,9 @@ class StateStore:
       return None
     if not self._has_warm_start:
       return self._run.initial_params()
-    return restore_tree(self._reference_path, self._run.parameters.abstract)
+    return restore_tree(
+      self._reference_path, self._run.parameters.abstract, self._run.parameters.layers_of
+    )
 
   def _abstract(self) -> dict[str, Any]:
     abstract = self._run.programs.abstract_state

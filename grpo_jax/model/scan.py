@@ -1,0 +1,171 @@
+"""Applies the layers of a decoder: a loop over each segment, so that depth compiles at no cost."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model.block import Block
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.layers import Attend, KeysAndValues
+from grpo_jax.model.rope import CosSin
+from grpo_jax.model.stacks import Segment, segments
+from grpo_jax.types import Routing
+
+
+class Pass(NamedTuple):
+  """What the tokens of a pass attend to.
+
+  Attributes:
+    attend: The window of a layer -> its attention.
+    own: For each stack, the keys and values [L, ...] that the layers read and write.
+    prefix: For each stack, the keys and values [L, ...] that they only read.
+  """
+
+  attend: Callable[[int], Attend]
+  own: dict[str, KeysAndValues] = {}
+  prefix: dict[str, KeysAndValues] = {}
+
+
+class LayerMemory(NamedTuple):
+  """What the attention of one layer reads and writes besides the new tokens.
+
+  Attributes:
+    own: Keys and values [L, P, K, G, C, E] of the layer's whole stack.
+    place: int32 scalar, the number of the layer in its stack.
+    prefix: Keys and values [P, K, S, E] of the prompts for this layer, or None.
+  """
+
+  own: KeysAndValues
+  place: jax.Array
+  prefix: KeysAndValues | None
+
+
+class Inputs(NamedTuple):
+  """What every layer reads besides the residual stream.
+
+  Attributes:
+    rope: The rotary angles of the layers without a window.
+    local_rope: Those of the layers with one.
+    counted_BT: The routers' statistics count a token where this is not 0. None skips them.
+  """
+
+  rope: CosSin
+  local_rope: CosSin
+  counted_BT: jax.Array | None
+
+
+class Outputs(NamedTuple):
+  """What the layers leave behind.
+
+  Attributes:
+    x_BTD: The residual stream.
+    own: `Pass.own` after the pass.
+    kept: For each stack, what its attention returned beside its output where there is no `own`.
+    routing: The routing of the sparse layers, or None.
+  """
+
+  x_BTD: jax.Array
+  own: dict[str, KeysAndValues]
+  kept: dict[str, Any]
+  routing: Routing | None
+
+
+def apply_layers(
+  params: Any, config: ModelConfig, x_BTD: jax.Array, inputs: Inputs, run: Pass, remat: str = ""
+) -> Outputs:
+  """Applies all layers.
+
+  Args:
+    params: The parameters, stacked as stacks.py describes.
+    config: The model.
+    x_BTD: The residual stream before the first layer.
+    inputs: What every layer reads.
+    run: What the tokens attend to.
+    remat: Which activations of a layer are saved for the backward pass: a name in
+      jax.checkpoint_policies. The others are computed again. "" saves all.
+  """
+  own, kept, routings = {}, {}, []
+  for segment in segments(config):
+    layers = {
+      name: _layer(config, segment, segment.first + j, inputs, run, remat)
+      for j, name in enumerate(segment.names)
+    }
+    x_BTD, own_of, kept_of, routing = _apply_segment(params, segment, layers, x_BTD, run)
+    own.update(own_of)
+    kept.update(kept_of)
+    if routing is not None:
+      routings.append(routing)
+  routing = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *routings) if routings else None
+  return Outputs(x_BTD, own, kept, routing)
+
+
+# layer(parameters, x_BTD, memory) -> (x_BTD, what attention returned beside its output, routing)
+Layer = Callable[[Any, jax.Array, LayerMemory | None], tuple[jax.Array, Any, Routing | None]]
+
+
+def _layer(
+  config: ModelConfig, segment: Segment, number: int, inputs: Inputs, run: Pass, remat: str
+) -> Layer:
+  """The layer of this number as a function of its parameters."""
+  window = config.window(number)
+  block = Block(config, number in config.sparse_layers, run.attend(window))
+  rope = inputs.local_rope if window else inputs.rope
+
+  def layer(
+    params: Any, x_BTD: jax.Array, memory: LayerMemory | None
+  ) -> tuple[jax.Array, Any, Routing | None]:
+    out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, rope, memory)
+    return constrain(out[0], config.rows), *out[1:]
+
+  if not remat:
+    return layer
+  policy = getattr(jax.checkpoint_policies, remat)
+  # A loop keeps XLA from sharing the recomputed values with the first ones. Without a loop,
+  # something else must.
+  return jax.checkpoint(layer, policy=policy, prevent_cse=segment.count == 1)
+
+
+def _apply_segment(
+  params: Any, segment: Segment, layers: dict[str, Layer], x_BTD: jax.Array, run: Pass
+) -> Outputs:
+  """Applies the layers of a segment, which are given by the names of their stacks."""
+
+  def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
+    (x_BTD, own), (params, prefix, place) = carry, of_pattern
+    own, kept, routings = dict(own), {}, []
+    for name, layer in layers.items():
+      memory = LayerMemory(own[name], place, prefix.get(name)) if name in own else None
+      x_BTD, rest, routing = layer(params[name], x_BTD, memory)
+      (own if name in own else kept)[name] = rest
+      if routing is not None:
+        routings.append(routing)
+    routing = jax.tree.map(lambda *parts: jnp.stack(parts), *routings) if routings else None
+    return (x_BTD, own), (kept, routing)
+
+  def of_segment(by_stack: Any) -> Any:
+    return {name: by_stack[name] for name in layers if name in by_stack}
+
+  carry = x_BTD, of_segment(run.own)
+  of_patterns = of_segment(params), of_segment(run.prefix), jnp.arange(segment.count)
+  if segment.count == 1:
+    (x_BTD, own), out = pattern(carry, jax.tree.map(lambda x: x[0], of_patterns))
+    kept, routing = jax.tree.map(lambda x: x[None], out)
+  else:
+    (x_BTD, own), (kept, routing) = jax.lax.scan(pattern, carry, of_patterns)
+
+  def in_order(x: jax.Array) -> jax.Array:
+    """[patterns, sparse layers of a pattern, B, ...] -> [B, layers, ...]"""
+    return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, 1)
+
+  return Outputs(x_BTD, own, kept, jax.tree.map(in_order, routing))
+
+
+def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
+  """Fixes the sharding of an activation.
+
+  If XLA may choose, it splits activations along D, as fsdp splits the weights, and gathers all
+  their rows on every device.
+  """
+  return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)

@@ -1,0 +1,166 @@
+"""Which layers lie stacked in one array, and how to go from single layers to stacks and back.
+
+The tree of parameters has no entry for each layer. `layers_0` holds layer 0 and all later layers
+that are scanned together with it, on a first axis. In a model whose layers alternate, such as Gemma
+2 with a window in every other layer, `layers_0` holds layers 0, 2, 4, ... and `layers_1` holds
+layers 1, 3, 5, ... A `Segment` is a stretch of layers in which one pattern repeats.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from grpo_jax.model.config import ModelConfig
+
+_LONGEST_PERIOD = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """Layers `first` to `first + period * count - 1`: a pattern of `period` layers, `count` times.
+
+  Layer first + period * k + j is number k in the stack `layers_{first + j}`.
+  """
+
+  first: int
+  period: int
+  count: int
+
+  @property
+  def names(self) -> list[str]:
+    """The entries of the tree of parameters that hold the segment's stacks."""
+    return [f"layers_{self.first + j}" for j in range(self.period)]
+
+  @property
+  def end(self) -> int:
+    """The number of the first layer after the segment."""
+    return self.first + self.period * self.count
+
+
+def segments(config: ModelConfig) -> list[Segment]:
+  """The segments of a model, in the order of its layers.
+
+  From the first layer on, each segment is the pattern that covers the most layers by repeating. An
+  unrolled model has a segment for each layer.
+  """
+  L = config.num_layers
+  if config.unrolled:
+    return [Segment(layer, 1, 1) for layer in range(L)]
+  kinds = [(config.window(layer), layer in config.sparse_layers) for layer in range(L)]
+  found: list[Segment] = []
+  first = 0
+  while first < L:
+    candidates = [_segment(kinds, first, period) for period in range(1, _LONGEST_PERIOD + 1)]
+    # A pattern that does not repeat covers nothing, except for a single layer.
+    repeating = [segment for segment in candidates if segment.count > 1 or segment.period == 1]
+    # Of patterns that cover equally many layers, max takes the first one, which is the shortest.
+    found.append(max(repeating, key=lambda segment: segment.end))
+    first = found[-1].end
+  return found
+
+
+def _segment(kinds: list[Any], first: int, period: int) -> Segment:
+  """The segment with the given first layer and period that has the most layers."""
+  pattern, count = kinds[first : first + period], 1
+  start = first + period
+  while kinds[start : start + period] == pattern:
+    count, start = count + 1, start + period
+  return Segment(first, period, count)
+
+
+def stacks(config: ModelConfig) -> dict[str, list[int]]:
+  """The layers that each stack holds, in their order: {"layers_0": [0, 2, 4], ...}."""
+  return {
+    name: list(range(segment.first + j, segment.end, segment.period))
+    for segment in segments(config)
+    for j, name in enumerate(segment.names)
+  }
+
+
+def is_stacked(name: str) -> bool:
+  """Whether the parameter of this path, such as layers_0/mlp/up/kernel, has an axis of layers."""
+  return name.startswith("layers_")
+
+
+def per_layer(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+  """A function of a layer's arrays as a function of the arrays of parameter `name`."""
+  return jax.vmap(function) if is_stacked(name) else function
+
+
+def stacked(
+  layers: Mapping[str, Any], config: ModelConfig, stack: Callable[..., Any] = jnp.stack
+) -> dict[str, Any]:
+  """The tree of parameters whose `layers_{i}` hold single layers, as one with stacks.
+
+  `stack` joins the arrays of several layers. It is np.stack for arrays that stay on the host.
+  """
+  tree = {name: entry for name, entry in layers.items() if not is_stacked(name)}
+  for name, numbers in stacks(config).items():
+    of_stack = [layers[f"layers_{number}"] for number in numbers]
+    tree[name] = jax.tree.map(lambda *leaves: stack(leaves), *of_stack)
+  return tree
+
+
+def unrolled(params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+  """The parameters of `config` as those of the same model with `unrolled` set."""
+  tree = {name: entry for name, entry in params.items() if not is_stacked(name)}
+  for name, numbers in stacks(config).items():
+    for place, number in enumerate(numbers):
+      tree[f"layers_{number}"] = jax.tree.map(lambda x, at=place: x[at : at + 1], params[name])
+  return tree
+
+
+class Places:
+  """Where the arrays of single layers lie in the stacks of a model."""
+
+  def __init__(self, config: ModelConfig) -> None:
+    self._places = {
+      f"layers_{number}": (stack, place)
+      for stack, numbers in stacks(config).items()
+      for place, number in enumerate(numbers)
+    }
+    self._sizes = {stack: len(numbers) for stack, numbers in stacks(config).items()}
+
+  def find(self, name: str) -> tuple[str, int | None]:
+    """The name of the parameter that holds the array `name` of a single layer, and its number.
+
+    The number is None for a parameter outside of the layers.
+    """
+    if not is_stacked(name):
+      return name, None
+    layer, _, rest = name.partition("/")
+    stack, place = self._places[layer]
+    return f"{stack}/{rest}", place
+
+  def take(self, leaves: Mapping[str, Any], name: str) -> Any:
+    """The array `name` of a single layer, from the parameters by their names."""
+    stack, place = self.find(name)
+    return leaves[stack] if place is None else leaves[stack][place]
+
+  def shape(self, name: str, of_layer: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the parameter `name` whose single layers have the shape `of_layer`."""
+    stack = name.partition("/")[0]
+    return (self._sizes[stack], *of_layer) if is_stacked(name) else of_layer
+
+
+def of_layer(sharding: NamedSharding) -> NamedSharding:
+  """The sharding of a single layer of a stacked parameter."""
+  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def layer_names(name: str, config: ModelConfig) -> list[str]:
+  """The paths of the single layers whose arrays the parameter `name` holds, in their order.
+
+  The separator of the path may be any character. A parameter outside of the layers has none.
+  """
+  found = re.search(r"\blayers_\d+", name)
+  if found is None:
+    return []
+  before, after = name[: found.start()], name[found.end() :]
+  numbers = stacks(config).get(found.group(), [])
+  return [f"{before}layers_{number}{after}" for number in numbers]
