@@ -173,7 +173,7 @@ def lower_sampler(run: Run) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
   policy = parameters.abstract_policy
-  weights = jax.tree.map(converted, policy, jax.tree.map(parameters.sampling_dtype, policy))
+  weights = jax.tree.map(converted, policy, jax.tree_util.tree_map_with_path(lambda p, x: parameters.sampling_dtype(jax.tree_util.keystr(p, simple=True, separator="/"), x), policy))
   P, S = c.batch.prompts, c.data.max_prompt_tokens
   key = jax.eval_shape(lambda: jax.random.key(0))
   temperature_P = jax.ShapeDtypeStruct((P,), "float32", sharding=place)

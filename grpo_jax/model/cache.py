@@ -11,6 +11,7 @@ import dataclasses
 
 from flax import struct
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
@@ -43,36 +44,42 @@ class Cache:
     keys: [L, P, K, G, C, E] for each stack.
     values: [L, P, K, G, C, E] for each stack.
     length: int32 scalar, how many of the C slots are in use.
+    capacity: How many of the C slots attention reads. Those after them must be free.
     prefix: The prompts of the groups, or None where the rows share no prompt.
   """
 
   keys: PerStack
   values: PerStack
   length: jax.Array
+  capacity: int = struct.field(pytree_node=False)
   prefix: Prefix | None = None
 
   @property
-  def capacity(self) -> int:
+  def slots(self) -> int:
     """C, the number of slots for a row's own tokens."""
     return next(iter(self.keys.values())).shape[4]
 
 
-def empty(config: ModelConfig, prefix: Prefix, group_size: int, capacity: int) -> Cache:
+def empty(
+  config: ModelConfig, prefix: Prefix, group_size: int, capacity: int, slots: int = 0
+) -> Cache:
   """A cache for G rows per prompt of `prefix`, without any tokens of their own yet.
 
   Args:
     config: The model.
     prefix: The prompts, as `share` returns them.
     group_size: G, the rows of each prompt.
-    capacity: C, the slots for each row's own tokens.
+    capacity: The slots for each row's own tokens that attention reads.
+    slots: C, the slots that there are, so that `grow` up to C copies nothing. At least `capacity`.
   """
-  shape = (prefix.lengths_P.shape[0], config.num_kv_heads, group_size, capacity, config.head_dim)
+  P, C = prefix.lengths_P.shape[0], max(slots, capacity)
+  shape = (P, config.num_kv_heads, group_size, C, config.head_dim)
 
   def zeros(prompt_keys: jax.Array) -> jax.Array:
     return jnp.zeros((len(prompt_keys), *shape), prompt_keys.dtype)
 
   nothing = jax.tree.map(zeros, prefix.keys)
-  return Cache(nothing, nothing, jnp.int32(0), prefix)
+  return Cache(nothing, nothing, jnp.int32(0), capacity, prefix)
 
 
 def share(cache: Cache, lengths_P: jax.Array) -> Prefix:
@@ -86,14 +93,14 @@ def share(cache: Cache, lengths_P: jax.Array) -> Prefix:
 
 
 def grow(cache: Cache, capacity: int) -> Cache:
-  """The same cache with `capacity` slots, which must not be fewer than it has."""
-  widths = [(0, 0)] * 4 + [(0, capacity - cache.capacity), (0, 0)]
+  """The same cache with another capacity, which must not be smaller than the one it has."""
+  widths = [(0, 0)] * 4 + [(0, max(0, capacity - cache.slots)), (0, 0)]
 
   def pad(x: jax.Array) -> jax.Array:
     return jnp.pad(x, widths)
 
   keys, values = jax.tree.map(pad, (cache.keys, cache.values))
-  return dataclasses.replace(cache, keys=keys, values=values)
+  return dataclasses.replace(cache, keys=keys, values=values, capacity=capacity)
 
 
 def with_cache(config: ModelConfig, window: int, cache: Cache) -> Attend:
@@ -108,25 +115,28 @@ def with_cache(config: ModelConfig, window: int, cache: Cache) -> Attend:
     q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, memory: LayerMemory
   ) -> tuple[jax.Array, KeysAndValues]:
     B, T, H, _ = q_BTHE.shape
-    _, P, _, G, C, _ = memory.own[0].shape
+    (_, P, _, G, _, _), C = memory.own[0].shape, cache.capacity
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
     zero = jnp.int32(0)
     start = (memory.place, zero, zero, zero, cache.length, zero)
 
     def write(stack: jax.Array, new_BTKE: jax.Array) -> jax.Array:
       new_PKGTE = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
-      return jax.lax.dynamic_update_slice(stack, new_PKGTE[None].astype(stack.dtype), start)
+      stack = jax.lax.dynamic_update_slice(stack, new_PKGTE[None].astype(stack.dtype), start)
+      return _slots_last(stack, config)
 
     stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
-    own_keys, own_values = (
-      jax.lax.dynamic_index_in_dim(stack, memory.place, keepdims=False) for stack in stacks_of_own
-    )
+
+    def read(stack: jax.Array) -> jax.Array:
+      layer = (memory.place, zero, zero, zero, zero, zero)
+      return jax.lax.dynamic_slice(stack, layer, (1, P, K, G, C, E))[0]
+
     place_T1 = cache.length + jnp.arange(T)[:, None]  # of the queries among the own tokens
     own_mask_TC = _own_mask(place_T1, C, window)
     prefix_mask = None if cache.prefix is None else _prefix_mask(place_T1, cache.prefix, window)
     out = attend(
       q_PKGRTE,
-      (own_keys, own_values),
+      (read(stacks_of_own[0]), read(stacks_of_own[1])),
       own_mask_TC,
       memory.prefix,
       prefix_mask,
@@ -167,7 +177,18 @@ def of_rows(kept: Mapping[str, KeysAndValues], tokens: int) -> Cache:
     return x_LBTKE.transpose(0, 1, 3, 2, 4)[:, :, :, None]
 
   keys, values = ({name: ordered(pair[i]) for name, pair in kept.items()} for i in (0, 1))
-  return Cache(keys, values, jnp.int32(tokens))
+  return Cache(keys, values, jnp.int32(tokens), tokens)
+
+
+def _slots_last(stack: jax.Array, config: ModelConfig) -> jax.Array:
+  """Fixes the order of a stack [L, P, K, G, C, E] in the memory of a TPU: the slots vary fastest.
+
+  A TPU pads the axis that varies fastest to 128. If XLA may choose, it takes E, which is 64 in
+  small models, and a second order for the other stack, and keeps copies in both.
+  """
+  if config.platform != "tpu" or config.head_dim % 128 == 0:
+    return stack
+  return with_layout_constraint(stack, Layout(major_to_minor=(0, 1, 2, 3, 5, 4)))
 
 
 def _own_mask(place_T1: jax.Array, slots: int, window: int) -> jax.Array:

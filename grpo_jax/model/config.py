@@ -136,6 +136,11 @@ class ModelConfig:
     mesh_shape = self.rows.mesh.shape
     return math.prod(mesh_shape[axis] for axis in self.rows.spec[0])
 
+  @property
+  def platform(self) -> str:
+    """The platform of the mesh's devices, such as "cpu", or "" without a mesh."""
+    return self.rows.mesh.devices.flat[0].platform if self.rows is not None else ""
+
   def window(self, layer: int) -> int:
     """The window of a layer, or 0 if it has none."""
     return self.windows[layer] if self.windows else 0

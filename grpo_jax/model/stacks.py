@@ -110,6 +110,8 @@ def unrolled(params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
   """The parameters of `config` as those of the same model with `unrolled` set."""
   tree = {name: entry for name, entry in params.items() if not is_stacked(name)}
   for name, numbers in stacks(config).items():
+    if name not in params:  # no layer of the stack has an adapter
+      continue
     for place, number in enumerate(numbers):
       tree[f"layers_{number}"] = jax.tree.map(lambda x, at=place: x[at : at + 1], params[name])
   return tree

@@ -143,9 +143,7 @@ def open_policy(change: Change = unchanged) -> Policy:
     return Policy(config.model.path or "random weights", built, built.initial_params(), 0)
   workdir = folder_of_flag("workdir", values.workdir)
   built = Run(change(_on_this_machine(saved_config(workdir))), Loading())
-  checkpoints = Checkpoints(
-    workdir / "checkpoints", keep=1, layers_of=built.parameters.layers_of
-  )
+  checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=built.parameters.layers_of)
   step, params = checkpoints.restore_params(built.parameters.abstract, values.step)
   return Policy(f"{workdir}, step {step}", built, params, step)
 

@@ -135,7 +135,8 @@ class Parameters:
   def _converted(self, params: Any) -> Any:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     has_dtype = all(x.dtype == self.sampling_dtype(leaf_path(path), x) for path, x in leaves)
-    if has_dtype and self._config.sampling.layout == "train":
+    is_unrolled = sampling_config(self.model, self._config.sampling).unrolled
+    if has_dtype and self._config.sampling.layout == "train" and not is_unrolled:
       return params
     return self._convert(params)
 
@@ -146,6 +147,8 @@ class Parameters:
 
     def convert(params: Any) -> Any:
       params = jax.tree_util.tree_map_with_path(cast, params)
+      if sampling_config(self.model, self._config.sampling).unrolled:
+        params = model.unrolled(params, self.model)
       places = sharding.param_specs(params, self._mesh, self._config.sampling.layout)
       return jax.lax.with_sharding_constraint(params, places)
 
@@ -187,7 +190,10 @@ def count(params: Any) -> int:
 
 def sampling_config(shape: model.ModelConfig, sampling: Sampling) -> model.ModelConfig:
   """The model as it is computed while sampling."""
-  return dataclasses.replace(shape, dtype=sampling.dtype or shape.dtype)
+  # A CPU copies the part of a stack that a product reads, for every token. The compilers for
+  # accelerators read it in place, and take a time to compile that grows with unrolled layers.
+  unrolled = shape.platform == "cpu"
+  return dataclasses.replace(shape, dtype=sampling.dtype or shape.dtype, unrolled=unrolled)
 
 
 def lora_of(config: Config) -> model.Lora | None:

@@ -69,7 +69,13 @@ def make_sampler(config: model.ModelConfig, decoding: Decoding, group_size: int)
     completions = decode(
       step,
       model.grow,
-      model.empty(rows_config, prefix, group_size, capacities(decoding.max_tokens)[0]),
+      model.empty(
+        rows_config,
+        prefix,
+        group_size,
+        capacity=capacities(decoding.max_tokens)[0],
+        slots=0 if config.unrolled else decoding.max_tokens,
+      ),
       jnp.repeat(logits_PV, group_size, axis=0),
       row_uniforms(key, rows_B, decoding.max_tokens, logits_PV.shape[-1]),
       jnp.repeat(temperature_P, group_size),

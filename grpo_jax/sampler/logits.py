@@ -83,13 +83,15 @@ def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> jax.Array:
   levels = [jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))]
   while levels[-1].shape[1] > BRANCH:
     padding = -levels[-1].shape[1] % BRANCH
-    padded = jnp.pad(levels[-1], ((0, 0), (0, padding)))
-    levels[-1] = padded.reshape(len(logits_BV), -1, BRANCH)
-    levels.append(levels[-1].sum(-1))
+    levels[-1] = jnp.pad(levels[-1], ((0, 0), (0, padding)))
+    # Not as a sum over [B, N / BRANCH, BRANCH]: a TPU pads the last axis of an array to 128.
+    block = (1, BRANCH)
+    levels.append(jax.lax.reduce_window(levels[-1], 0.0, jax.lax.add, block, block, "VALID"))
   token_B = _invert(levels.pop(), uniforms_BN[:, 0])
-  for blocks, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
-    children = jnp.take_along_axis(blocks, token_B[:, None, None], axis=1)[:, 0]
-    token_B = token_B * BRANCH + _invert(children, uniform_B)
+  for weights_BN, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
+    children = token_B[:, None] * BRANCH + jnp.arange(BRANCH)
+    chosen_BN = jnp.take_along_axis(weights_BN, children, axis=1)
+    token_B = token_B * BRANCH + _invert(chosen_BN, uniform_B)
   return token_B
 
 
