@@ -1,7 +1,8 @@
 """The decoder computes what transformers computes from the same files (tests/golden/make_*.py).
 
-It does so in one pass, where angles are computed, and with a shared prompt in one pass or token by
-token, where angles come from a table. Run `pytest -s -n 0` to print the largest differences.
+It does so in one pass, where angles are computed, and with a shared prompt, where angles come from
+a table: as the learner does it, and with the cache in one pass and token by token. Run
+`pytest -s -n 0` to print the largest differences.
 """
 
 import dataclasses
@@ -49,8 +50,8 @@ def test_logits_are_those_of_transformers(golden):
   assert_close(golden, "one pass", logits_BTV, expected["logits"], valid_BT)
 
 
-@pytest.mark.parametrize("token_by_token", [False, True])
-def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, token_by_token):
+@pytest.mark.parametrize("how", ["learner", "cache", "token by token"])
+def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
   """Prompts of 17, 9 and 1 tokens, each computed once for two equal rows of the tokens after it."""
   _, config, params, expected = golden
   tokens_BT, _, valid_BT = rows(expected)
@@ -64,11 +65,17 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, token_by_
 
   @jax.jit
   def run(params):
+    if how == "learner":
+      groups = model.Groups(jnp.asarray(lengths_P), 17, G, count)
+      tokens_PN = jnp.concatenate([tokens_BT[:, :17], own_BT.reshape(P, G * count)], 1)
+      hidden_PND, _ = model.group_features(params, config, tokens_PN, groups)
+      return model.unembed(params, config, hidden_PND[:, 17:].reshape(P * G, count, -1))
+
     prompt_positions_PS = jnp.broadcast_to(jnp.arange(17), (P, 17))
     _, cache = model.features(params, config, tokens_BT[:, :17], prompt_positions_PS)
     prefix = model.share(cache, jnp.asarray(lengths_P))
-    if not token_by_token:
-      cache = model.empty(config, prefix, G, capacity=0)
+    cache = model.empty(config, prefix, G, capacity=count)
+    if how == "cache":
       logits_BTV, _ = model.forward(params, config, own_BT, positions_BT, cache)
       return logits_BTV
 
@@ -79,7 +86,6 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, token_by_
       )
       return cache, logits_B1V[:, 0]
 
-    cache = model.empty(config, prefix, G, capacity=count)
     _, logits_TBV = jax.lax.scan(step, cache, (own_BT.T, positions_BT.T))
     return logits_TBV.swapaxes(0, 1)
 
@@ -88,9 +94,8 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, token_by_
     where = where_PT.reshape(P, count, *[1] * (x.ndim - 2))
     return np.repeat(np.take_along_axis(x, where, axis=1), G, axis=0)
 
-  how = "token by token" if token_by_token else "shared prompt"
   expected_BTV, valid_BT = take_own(expected["logits"]), take_own(valid_BT)
-  assert_close(golden, how, run(params), expected_BTV, valid_BT)
+  assert_close(golden, f"shared prompt, {how}", run(params), expected_BTV, valid_BT)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama_dynamic"])

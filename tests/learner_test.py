@@ -192,7 +192,8 @@ def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
   config = dataclasses.replace(CONFIG, dtype="bfloat16")
   text = lowered_gradient(grpo(config=config), make_batch(), params).as_text()
   operands = re.findall(r"stablehlo\.dot_general .* : \((.*)\) ->", text)
-  assert len(operands) > 50 and not [line for line in operands if "f32" in line.replace("bf16", "")]
+  # A loop over the layers shows the products of one layer.
+  assert len(operands) > 30 and not [line for line in operands if "f32" in line.replace("bf16", "")]
 
 
 def test_a_token_far_from_the_reference_does_not_stop_the_run(params):
@@ -212,9 +213,11 @@ def test_micro_batches_change_nothing(params, micro):
   assert_close(whole[1], split[1], atol=1e-5)
 
 
-def test_rematerialisation_changes_nothing(params):
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_with_no_batch_dims_saveable"])
+def test_rematerialisation_changes_nothing(params, policy):
   batch = make_batch()
-  other = step(params, batch, grpo(learner=Learner(remat=True, logprob_chunk=20)))
+  recomputing = Learner(remat=True, remat_policy=policy, logprob_chunk=20)
+  other = step(params, batch, grpo(learner=recomputing))
   assert_close(step(params, batch)[0].params, other[0].params, atol=1e-6)
 
 
@@ -467,13 +470,14 @@ def test_muon_turns_a_matrix_into_an_orthogonal_update(params):
   updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
   layer = updates["layers_0"]
   matrices = {
-    "q": layer["attention"]["q"]["kernel"].reshape(16, 32),
-    "o": layer["attention"]["o"]["kernel"].reshape(32, 16),
+    "q": layer["attention"]["q"]["kernel"].reshape(2, 16, 32),
+    "o": layer["attention"]["o"]["kernel"].reshape(2, 32, 16),
     "up": layer["mlp"]["up"]["kernel"],
   }
-  for name, matrix in matrices.items():
-    singular = np.linalg.svd(np.asarray(matrix), compute_uv=False)
-    assert singular.max() / singular.min() < 2, name
+  for name, of_layers in matrices.items():
+    for matrix in np.asarray(of_layers):
+      singular = np.linalg.svd(matrix, compute_uv=False)
+      assert singular.max() / singular.min() < 2, name
 
 
 def test_an_unknown_optimizer_is_named():

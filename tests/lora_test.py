@@ -106,10 +106,13 @@ def test_new_adapters_change_nothing_and_the_base_is_not_copied(fresh):
   )
   leaves = flatten_dict(joined)
   assert all(leaves[path] is leaf for path, leaf in flatten_dict(base).items())
-  a = adapters["layers_1"]["mlp"]["down"]["lora_a"]
-  bound = 1 / math.sqrt(a.shape[0])
-  assert a.shape == (config.mlp_dim, 3) and 0.8 * bound < jnp.abs(a).max() <= bound
-  assert len(leaves) == len(flatten_dict(base)) + 2 * 7 * config.num_layers
+  a = adapters["layers_0"]["mlp"]["down"]["lora_a"]
+  bound = 1 / math.sqrt(config.mlp_dim)
+  assert a.shape == (config.num_layers, config.mlp_dim, 3)
+  for of_layer in a:
+    assert 0.8 * bound < jnp.abs(of_layer).max() <= bound
+  assert jnp.abs(a[0] - a[1]).max() > bound  # each layer has random numbers of its own
+  assert len(leaves) == len(flatten_dict(base)) + 2 * 7
 
 
 def make_batch(config, P=4, G=3, S=6, T=5):
@@ -164,9 +167,10 @@ def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
   adapters, batch, plain = moved(fresh), make_batch(config), dataclasses.replace(config, lora=None)
   state, metrics = update(config, adapters, base, batch, micro=micro)
   leaves, flat = flatten_dict(adapters, sep="/"), flatten_dict(base, sep="/")
+  merge = functools.partial(lora.merged, scale=config.lora.scale)
   merged = {
-    name: lora.merged(
-      x, *(leaves.get(name.replace("kernel", n)) for n in ("lora_a", "lora_b")), config.lora.scale
+    name: model.per_layer(merge, name)(
+      x, *(leaves.get(name.replace("kernel", n)) for n in ("lora_a", "lora_b"))
     )
     for name, x in flat.items()
   }
@@ -178,12 +182,15 @@ def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
   for name, x in ours.items():
     parent, which = name.rsplit("/", 1)
     a, b, d = leaves[parent + "/lora_a"], leaves[parent + "/lora_b"], dW[parent + "/kernel"]
-    inputs = a.ndim - 1
-    expected = (
-      jnp.tensordot(d, b, (tuple(range(inputs, d.ndim)), tuple(range(1, b.ndim))))
-      if which == "lora_a"
-      else jnp.tensordot(a, d, (tuple(range(inputs)), tuple(range(inputs))))
-    )
+    inputs = a.ndim - 2  # of one layer
+
+    def to_a(d, b, inputs=inputs):
+      return jnp.tensordot(d, b, (tuple(range(inputs, d.ndim)), tuple(range(1, b.ndim))))
+
+    def to_b(d, a, inputs=inputs):
+      return jnp.tensordot(a, d, (tuple(range(inputs)), tuple(range(inputs))))
+
+    expected = jax.vmap(to_a)(d, b) if which == "lora_a" else jax.vmap(to_b)(d, a)
     np.testing.assert_allclose(x, config.lora.scale * expected, atol=2e-5, err_msg=name)
     assert jnp.abs(x).max() > 1e-5
 
@@ -245,7 +252,8 @@ def test_adapters_learn_on_a_quantised_base(fresh, dtype, tmp_path):
   config, base, _ = fresh
 
   def quantised(path, x):
-    return model.quantised(jax.tree_util.keystr(path, simple=True, separator="/"), x, dtype)
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return model.per_layer(lambda layer: model.quantised(name, layer, dtype), name)(x)
 
   rounded, adapters = jax.tree_util.tree_map_with_path(quantised, base), moved(fresh)
   state, metrics = update(config, adapters, rounded, make_batch(config))
@@ -338,7 +346,8 @@ def test_a_projection_that_the_model_does_not_have_is_named():
   with pytest.raises(ConfigError, match="lora.targets: the model has no projection gate_proj"):
     model.init_adapters(jax.random.key(0), with_targets("q", "gate"), base)
   adapters = model.init_adapters(jax.random.key(0), with_targets("q", "o"), base)
-  assert len(flatten_dict(adapters)) == 4 * config.num_layers
+  assert len(flatten_dict(adapters)) == 4
+  assert {len(x) for x in jax.tree.leaves(adapters)} == {config.num_layers}
 
 
 def test_adapters_of_fused_projections_cannot_be_saved(tmp_path):

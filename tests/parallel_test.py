@@ -165,21 +165,34 @@ print(jax.process_index(), jax.process_count(), devices.size)
 def test_every_parameter_has_its_rule():
   found = specs(make_mesh(Mesh(2, 2, 1, 2)))
   assert found["embed/embedding"] == P("tensor", "fsdp")
-  assert found["layers_1/attention/q/kernel"] == P("fsdp", "tensor", None)
-  assert found["layers_1/attention/k/bias"] == P("tensor", None)
-  assert found["layers_1/attention/o/kernel"] == P("tensor", None, "fsdp")
-  assert found["layers_0/mlp/gate/kernel"] == found["layers_0/mlp/up/kernel"] == P("fsdp", "tensor")
-  assert found["layers_0/mlp/down/kernel"] == P("tensor", "fsdp")
+  # No axis of the mesh splits the layers of a stack.
+  assert found["layers_0/attention/q/kernel"] == P(None, "fsdp", "tensor", None)
+  assert found["layers_0/attention/k/bias"] == P(None, "tensor", None)
+  assert found["layers_0/attention/o/kernel"] == P(None, "tensor", None, "fsdp")
+  gate, up, down = (found[f"layers_0/mlp/{name}/kernel"] for name in ("gate", "up", "down"))
+  assert gate == up == P(None, "fsdp", "tensor") and down == P(None, "tensor", "fsdp")
   assert found["head/kernel"] == P("fsdp", "tensor")
-  norms = "layers_0/attention_norm/scale", "layers_1/mlp_norm/scale", "final_norm/scale"
-  assert {found[name] for name in norms} == {P(None)}
-  assert len(found) == 2 * 12 + 3
+  norms = "layers_0/attention_norm/scale", "layers_0/mlp_norm/scale"
+  assert {found[name] for name in norms} == {P(None, None)}
+  assert found["final_norm/scale"] == P(None)
+  assert len(found) == 12 + 3
+
+
+def test_every_stack_has_the_rules_of_a_layer():
+  mesh = make_mesh(Mesh(2, 2, 1, 2))
+  alternating = dataclasses.replace(CONFIG, num_layers=4, windows=(4, 0, 4, 0))
+  found, alone = specs(mesh, alternating), specs(mesh)
+  assert any(name.startswith("layers_1/") for name in found)
+  for name, spec in found.items():
+    assert spec == alone[name.replace("layers_1", "layers_0")], name
+  shape = shapes(alternating)["layers_0"]["mlp"]["up"]["kernel"].shape
+  assert shape == (2, CONFIG.embed_dim, CONFIG.mlp_dim)
 
 
 def test_layout_of_the_sampler_is_whole_along_fsdp():
   found = specs(make_mesh(Mesh(2, 2, 1, 2)), layout="tensor")
   assert found["embed/embedding"] == P("tensor", None)
-  assert found["layers_1/attention/o/kernel"] == P("tensor", None, None)
+  assert found["layers_0/attention/o/kernel"] == P(None, "tensor", None, None)
   with pytest.raises(ConfigError, match="'replicated'.*train, tensor"):
     specs(make_mesh(Mesh(2, 2, 1, 2)), layout="replicated")
 
@@ -198,12 +211,12 @@ def test_unknown_path_is_refused_by_name(path):
 def test_dimension_that_its_axis_does_not_divide_stays_whole():
   mesh = make_mesh(Mesh(1, 2, 1, 4))  # two kv heads on tensor=4
   found = specs(mesh)
-  assert found["layers_0/attention/k/kernel"] == P("fsdp", None, None)
-  assert found["layers_0/attention/k/bias"] == P(None, None)
-  assert found["layers_0/attention/q/kernel"] == P("fsdp", "tensor", None)
+  assert found["layers_0/attention/k/kernel"] == P(None, "fsdp", None, None)
+  assert found["layers_0/attention/k/bias"] == P(None, None, None)
+  assert found["layers_0/attention/q/kernel"] == P(None, "fsdp", "tensor", None)
   lines = undivided(shapes(), mesh)
-  assert "layers_1/attention/v/kernel: dimension 1 of 2 is not divisible by tensor=4" in lines
-  assert len(lines) == 2 * 4  # k and v, kernel and bias, of both layers
+  assert "layers_0/attention/v/kernel: dimension 2 of 2 is not divisible by tensor=4" in lines
+  assert len(lines) == 4  # k and v, kernel and bias
   assert undivided(shapes(), make_mesh(Mesh(2, 2, 1, 2))) == []
 
 
@@ -267,12 +280,12 @@ def test_the_moments_of_adafactor_lie_as_the_dimensions_that_are_left():
   assert state.opt_state[0].v_row["embed"]["embedding"].shape == (16,)
   assert factored.v_row["embed"]["embedding"].spec == P("fsdp")
   assert factored.v_col["embed"]["embedding"].spec == P("tensor")
-  # The kernel of o [H, E, D] = [4, 8, 16] lies as ("tensor", None, "fsdp").
+  # The kernels of o [L, H, E, D] = [2, 4, 8, 16] lie as (None, "tensor", None, "fsdp").
   o_kernel = ("layers_0", "attention", "o", "kernel")
-  assert leaf_at(state.opt_state[0].v_row, o_kernel).shape == (4, 8)
-  assert leaf_at(factored.v_row, o_kernel).spec == P("tensor", None)
-  assert leaf_at(state.opt_state[0].v_col, o_kernel).shape == (4, 16)
-  assert leaf_at(factored.v_col, o_kernel).spec == P("tensor", "fsdp")
+  assert leaf_at(state.opt_state[0].v_row, o_kernel).shape == (2, 4, 8)
+  assert leaf_at(factored.v_row, o_kernel).spec == P(None, "tensor", None)
+  assert leaf_at(state.opt_state[0].v_col, o_kernel).shape == (2, 4, 16)
+  assert leaf_at(factored.v_col, o_kernel).spec == P(None, "tensor", "fsdp")
   # Norm scales are not factored: v is a moment as Adam's, v_row and v_col are placeholders.
   assert factored.v["final_norm"]["scale"].spec == P(None)
   assert factored.v_row["final_norm"]["scale"].spec == P()
@@ -291,14 +304,12 @@ def test_moments_of_adafactor_whose_dimension_is_ambiguous_are_listed():
   square = dataclasses.replace(CONFIG, mlp_dim=CONFIG.embed_dim)
   state = abstract_state(optax.adafactor(1e-3, min_dim_size_to_factor=8), square)
   factored = state_shardings(state, mesh).opt_state[0]
-  assert leaf_at(factored.v_row, ("layers_1", "mlp", "down", "kernel")).spec == P()
+  assert leaf_at(factored.v_row, ("layers_0", "mlp", "down", "kernel")).spec == P()
   lines = replicated(state, mesh)
-  # Two moments of gate, up and down in two layers.
-  assert len(lines) == 2 * 3 * 2
-  assert (
-    "opt_state/0/v_row/layers_0/mlp/gate/kernel (16,) of the optimizer lies whole on every device"
-    in lines
-  )
+  # Two moments of gate, up and down.
+  assert len(lines) == 2 * 3
+  name = "opt_state/0/v_row/layers_0/mlp/gate/kernel"
+  assert f"{name} (2, 16) of the optimizer lies whole on every device" in lines
   assert replicated(state, make_mesh(Mesh(8, 1, 1, 1))) == []
 
 
@@ -324,7 +335,7 @@ def test_an_optimizer_updates_a_state_that_lies_on_the_mesh(optimizer):
   rng = np.random.default_rng(0)
   params = {
     "embed": {"embedding": rng.standard_normal((64, 16), np.float32)},
-    "layers_0": {"attention": {"o": {"kernel": rng.standard_normal((4, 8, 16), np.float32)}}},
+    "layers_0": {"attention": {"o": {"kernel": rng.standard_normal((2, 4, 8, 16), np.float32)}}},
     "final_norm": {"scale": rng.standard_normal(16, np.float32)},
   }
 
@@ -376,6 +387,6 @@ def test_numbers_do_not_depend_on_the_mesh():
   positions = jnp.broadcast_to(jnp.arange(6), tokens.shape)
   split = jax.jit(make, out_shardings=param_specs(shapes(), mesh))()
   gate = split["layers_0"]["mlp"]["gate"]["kernel"]
-  assert gate.addressable_shards[0].data.shape == (16 // 2, 32 // 2)
+  assert gate.addressable_shards[0].data.shape == (2, 16 // 2, 32 // 2)
   logits = jax.jit(forward)(split, jax.device_put(tokens, batch_sharding(mesh)))
   np.testing.assert_allclose(logits, jax.jit(forward)(jax.jit(make)(), tokens), atol=1e-5)

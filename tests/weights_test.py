@@ -20,6 +20,7 @@ from grpo_jax.model import families, folders, save_weights
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.load_weights import load
 from grpo_jax.model.save_weights import save
+from grpo_jax.model.stacks import Places, stacked
 from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import param_specs
@@ -96,7 +97,7 @@ def random_params(config, seed=0):
     spec.leaf_name: rng.normal(size=spec.leaf_shape(sizes)).astype(np.float32)
     for spec in families.family_of(config).tensors(config)
   }
-  return unflatten_dict(leaves, sep="/")
+  return stacked(unflatten_dict(leaves, sep="/"), config, np.stack)
 
 
 def assert_same(a, b):
@@ -125,7 +126,7 @@ def test_experts_are_stacked_by_number():
   folder = GOLDEN / "families/qwen3_moe"
   tensors = load_file(folder / "model.safetensors")
   _, params = load(folder)
-  experts = params["layers_1"]["experts"]
+  experts = {name: x[1] for name, x in params["layers_0"]["experts"].items()}
   assert experts["gate"].shape == (6, 32, 20) and experts["down"].shape == (6, 20, 32)
   for name in ("gate", "up", "down"):
     tensor = tensors[f"model.layers.1.mlp.experts.4.{name}_proj.weight"]
@@ -151,14 +152,34 @@ def test_tied_checkpoint(tied):
   config, params = load(tied)
   assert config == TIED
   tensors, leaves = load_file(tied / "model.safetensors"), flatten_dict(params, sep="/")
-  assert len(leaves) == len(tensors) == 26 and "head/kernel" not in leaves
+  assert len(tensors) == 2 + 2 * 12 and len(leaves) == 2 + 12 and "head/kernel" not in leaves
   assert all(isinstance(x, jax.Array) and x.dtype == jnp.float32 for x in leaves.values())
   np.testing.assert_array_equal(leaves["embed/embedding"], tensors["model.embed_tokens.weight"])
-  np.testing.assert_array_equal(
-    leaves["layers_1/mlp/down/kernel"], tensors["model.layers.1.mlp.down_proj.weight"].T
-  )
-  k = tensors["model.layers.1.self_attn.k_proj.weight"]
-  np.testing.assert_array_equal(leaves["layers_1/attention/k/kernel"][:, 1, 3], k[1 * 16 + 3])
+  for layer in range(2):
+    down = tensors[f"model.layers.{layer}.mlp.down_proj.weight"].T
+    np.testing.assert_array_equal(leaves["layers_0/mlp/down/kernel"][layer], down)
+    k = tensors[f"model.layers.{layer}.self_attn.k_proj.weight"]
+    found = leaves["layers_0/attention/k/kernel"][layer, :, 1, 3]
+    np.testing.assert_array_equal(found, k[1 * 16 + 3])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen2_window", "qwen3_moe_mixed"])
+def test_every_layer_is_read_into_its_place_and_written_from_it(name, tmp_path):
+  """In models whose layers differ."""
+  config, params = load(GOLDEN / "families" / name)
+  leaves, places = flatten_dict(params, sep="/"), Places(config)
+  tensors, sizes = tensors_of(GOLDEN / "families" / name), families.sizes(config)
+  assert {len(x) for path, x in leaves.items() if path.startswith("layers_")} != {config.num_layers}
+  for spec in families.family_of(config).tensors(config):
+    leaf = places.take(leaves, spec.leaf_name)
+    leaf = leaf if spec.expert is None else leaf[spec.expert]
+    expected = tensors[spec.hf_name].astype(np.float32)
+    # Gemma's norms are 1 + w, which rounds w.
+    np.testing.assert_allclose(
+      spec.to_hf(np.asarray(leaf), sizes), expected, atol=1e-6, err_msg=spec.leaf_name
+    )
+  save(tmp_path / "m", config, params)
+  assert_same(params, load(tmp_path / "m")[1])
 
 
 def test_sharded_bfloat16_checkpoint(untied):
@@ -304,12 +325,13 @@ def test_a_window_as_long_as_the_longest_text_is_allowed(tied):
 def test_devices_read_their_own_parts(name, mesh, monkeypatch):
   """Each device reads its part of a tensor, also of a tensor that holds several leaves.
 
-  `convert` gets leaves in the dtype of the file, and `load` returns what it makes of them.
+  `convert` gets single layers in the dtype of the file, and `load` returns what it makes of them.
   """
   config, whole = load(GOLDEN / name)
   _, fsdp, _, tensor = mesh
   mesh = make_mesh(Mesh(*mesh), jax.devices()[: math.prod(mesh)])
   places = flatten_dict(param_specs(whole, mesh), sep="/")
+  whole_leaves = flatten_dict(whole, sep="/")
   read, arrays_read, calls = folders.TensorFiles.read, [], []
 
   def recording_read(*args):
@@ -326,7 +348,8 @@ def test_devices_read_their_own_parts(name, mesh, monkeypatch):
       "gemma" in name and "norm" not in path
     )
     assert x.dtype == ("bfloat16" if half else "float32")
-    return 2 * jax.lax.with_sharding_constraint(x.astype(jnp.float32), places[path])
+    assert x.shape == whole_leaves[path].shape[path.startswith("layers_") :]
+    return 2 * x.astype(jnp.float32)
 
   _, params = load(GOLDEN / name, places, convert, progress=record_progress)
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), params, whole)
@@ -448,11 +471,13 @@ def test_save_refuses_parameters_of_another_config(tmp_path):
   with pytest.raises(ConfigError, match="head/kernel is absent"):
     save(tmp_path / "m", dataclasses.replace(TIED, tie_embeddings=False), params)
   with pytest.raises(
-    ConfigError, match=r"attention/k/bias is \(2, 16\), by its config it should be \(4, 16\)"
+    ConfigError, match=r"attention/k/bias is \(2, 2, 16\), by its config it should be \(2, 4, 16\)"
   ):
     save(tmp_path / "m", dataclasses.replace(TIED, num_kv_heads=4), params)
-  with pytest.raises(ConfigError, match="layers_1/.* absent"):
+  with pytest.raises(ConfigError, match=r"layers_0/.* is \(2, .* should be \(1, "):
     save(tmp_path / "m", dataclasses.replace(TIED, num_layers=1), params)
+  with pytest.raises(ConfigError, match=r"layers_0/.* is \(2, .* should be \(1, "):
+    save(tmp_path / "m", dataclasses.replace(TIED, windows=(8, 0)), params)
   with pytest.raises(ConfigError, match="qkv_bias=False"):
     save(tmp_path / "m", dataclasses.replace(TIED, qkv_bias=False), params)
   assert not list(tmp_path.iterdir())
