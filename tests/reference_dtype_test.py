@@ -1,4 +1,4 @@
-"""A reference in bfloat16: where its numbers are those of float32, where it lies, what is refused."""
+"""A reference in bfloat16: where its numbers are those of float32, where it lies, and limits."""
 
 import dataclasses
 
@@ -119,9 +119,19 @@ def test_a_resumed_run_finds_the_same_reference(warm_steps, algo, tmp_path):
     assert_same(found.reference, run.parameters.reference(found.train.params))
 
 
+def test_adapters_as_the_reference_stay_float32(tmp_path):
+  """They are small. The weights under them are in lora.base_dtype."""
+  algo = dict(ref_sync_steps=1, ref_mixup=1.0)
+  path = make_checkpoint(tmp_path / "hf")
+  config = with_section(config_with("float32", "bfloat16", **algo), "model", path=path)
+  run = small_run(with_section(config, "lora", rank=2))
+  assert dtypes(run.parameters.reference(run.initial_params())) == [{"float32"}, set()]
+  assert {x.dtype for x in jax.tree.leaves(run.parameters.abstract_reference)} == {jnp.dtype("float32")}
+
+
 def test_a_reference_that_moves_gradually_is_refused():
   with pytest.raises(ConfigError, match=r"^config key model\.reference_dtype is 'bfloat16': a ref"):
     check(config_with("bfloat16", "bfloat16", ref_sync_steps=5, ref_mixup=0.6))
   check(config_with("bfloat16", "bfloat16", ref_sync_steps=5, ref_mixup=1.0))
-  check(config_with("bfloat16", "bfloat16", ref_sync_steps=5, ref_mixup=0.6, kl_coef=0.0))
+  check(config_with("bfloat16", "bfloat16", ref_mixup=0.6))
   check(config_with("bfloat16", "float32", ref_sync_steps=5, ref_mixup=0.6))

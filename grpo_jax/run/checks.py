@@ -127,7 +127,7 @@ def _check_lora(config: Config) -> None:
 
 def _check_reference(config: Config) -> None:
   algo, dtype = config.algo, config.model.reference_dtype
-  moves_gradually = algo.uses_reference and algo.ref_sync_steps and algo.ref_mixup < 1
+  moves_gradually = algo.ref_sync_steps and algo.ref_mixup < 1
   _require(
     dtype == "float32" or not moves_gradually,
     "model.reference_dtype",
