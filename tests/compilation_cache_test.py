@@ -95,7 +95,11 @@ def test_without_a_home_folder_in_the_environment_it_is_that_of_the_system(tmp_p
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
   (tmp_path / "file").write_text("in its place")
-  for folder, reason in ((tmp_path / "file", "File exists"), ("/proc/nothing", "No such file")):
+  for folder, reason in (
+    (tmp_path / "file", "File exists"),
+    ("/proc/nothing", "No such file"),
+    ("/proc", "No such file"),  # it is there, but takes no file
+  ):
     out, err = python(COMPILING, str(folder))
     expected = f"warning: compiled programs are not kept: compilation_cache={folder}: {reason}"
     assert out == "None\n" and err.startswith(expected) and err.count("\n") == 1

@@ -126,7 +126,9 @@ def test_adapters_as_the_reference_stay_float32(tmp_path):
   config = with_section(config_with("float32", "bfloat16", **algo), "model", path=path)
   run = small_run(with_section(config, "lora", rank=2))
   assert dtypes(run.parameters.reference(run.initial_params())) == [{"float32"}, set()]
-  assert {x.dtype for x in jax.tree.leaves(run.parameters.abstract_reference)} == {jnp.dtype("float32")}
+  assert {x.dtype for x in jax.tree.leaves(run.parameters.abstract_reference)} == {
+    jnp.dtype("float32")
+  }
 
 
 def test_a_reference_that_moves_gradually_is_refused():

@@ -61,7 +61,8 @@ class Run:
     """
     check(config)
     self.config = config
-    compilation_cache.use(config.compilation_cache)
+    if devices is None:  # given ones may be of a topology, which compiles and loads no program
+      compilation_cache.use(config.compilation_cache)
     with told_if_slow("looking for models on huggingface.co"):
       local = hub.local(config)
     _set_matmul_precision(config)
