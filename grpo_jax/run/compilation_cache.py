@@ -1,8 +1,8 @@
 """A folder that keeps compiled programs, so that the next start of a run need not compile them.
 
 JAX reads and writes the folder. The name of an entry is a hash of the program, of the versions and
-flags of the compiler and of the kind of device, features of a CPU included. So a program that was
-compiled for another machine is never loaded.
+flags of the compiler and of the kind of device, features of a CPU included. So a program for
+another kind of machine has another name.
 """
 
 import os

@@ -16,9 +16,9 @@ class RunState(struct.PyTreeNode):
 
   Attributes:
     train: What updates change.
-    reference: The reference policy, as trained parameters: all parameters, or adapters. None where
-      no KL term needs it, during the warm start if the reference is then frozen, and with LoRA if
-      the reference is the base without adapters.
+    reference: The reference policy, as trained parameters: all parameters in model.reference_dtype,
+      or adapters. None where no KL term needs it, during the warm start if the reference is then
+      frozen, and with LoRA if the reference is the base without adapters.
     host: numpy arrays on the host, such as counters.
   """
 
