@@ -32,6 +32,7 @@ def get_config(preset: str = "grpo") -> ConfigDict:
   # The user has to give a checkpoint: random weights would never earn a first reward.
   c.model.path = config_dict.placeholder(str)
   c.model.dtype = "bfloat16"
+  c.model.reference_dtype = "bfloat16"  # changes no number, because the computation is bfloat16
   c.data.task = "gsm8k"
   c.data.chat = True
   c.data.prompt = '{question} Let\'s think step by step and output the final answer after "####".'

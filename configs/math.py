@@ -4,8 +4,9 @@ Command:  pip install -e '.[math]'
           python -m grpo_jax.train --config=configs/math.py \
             --config.model.path=Qwen/Qwen2.5-7B-Instruct --config.data.path=FOLDER --workdir=DIR
 Hardware: 16 devices of 32 GB (TPU v4, v5p) or 8 devices of 80 GB. This is an estimate.
-Memory:   by estimate, 122 GB over all devices for the float32 master weights, optimizer moments and
-          reference of 7.6B parameters, and 4 GB of bfloat16 weights per device for sampling.
+Memory:   by estimate, 107 GB over all devices for the float32 master weights and optimizer moments
+          and the bfloat16 reference of 7.6B parameters, and 4 GB of bfloat16 weights per device for
+          sampling.
 Time:     not measured. No run on a pod has been made yet.
 Result:   not measured. Before training, Qwen2.5-7B-Instruct solves 75.5% of MATH (its report,
           2412.15115).

@@ -37,6 +37,13 @@ class Model:
   dtype: str = setting(
     "float32", "dtype of the computation; master weights are always float32", one_of(DTYPES)
   )
+  reference_dtype: str = setting(
+    "float32",
+    "dtype of the matrices of a reference that is a copy of the policy. bfloat16 halves its memory,"
+    " and changes no number where model.dtype is bfloat16 too. With lora.rank it has no effect: see"
+    " lora.base_dtype",
+    one_of(DTYPES),
+  )
   embed_dim: int = setting(64, "width D; this key and those below shape a random model", WIDTH)
   num_layers: int = setting(2, "layers L", at_least(1, at_most=512))
   num_heads: int = setting(4, "query heads H", WIDTH)
@@ -215,6 +222,12 @@ class Optimizer:
   b1: float = setting(0.9, "decay of the first moment, or momentum", below_one())
   b2: float = setting(0.999, "decay of the second moment", below_one())
   eps: float = setting(1e-8, "added to the root of the second moment", NOT_NEGATIVE)
+  moments_dtype: str = setting(
+    "float32",
+    "dtype of the first moment, or momentum. The second moment is always float32: with b2 = 0.999"
+    " it changes by a thousandth in a step, which bfloat16 would round away",
+    one_of(DTYPES),
+  )
   weight_decay: float = setting(0.0, "decay of matrices; norms and biases have none", NOT_NEGATIVE)
   max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", at_least(0, "0 is off"))
 
@@ -283,6 +296,12 @@ class Config:
 
   seed: int = setting(0, "numbers depend on it and on the step, on nothing else")
   steps: int = setting(100, "GRPO steps, after those of the warm start", NOT_NEGATIVE)
+  compilation_cache: str = setting(
+    "auto",
+    "a folder that keeps compiled programs, so that the next start does not compile them again."
+    " auto = grpo_jax in the user's cache folder, '' = none. The environment variable"
+    " JAX_COMPILATION_CACHE_DIR has precedence. The folder grows, and can be deleted at any time",
+  )
   model: Model = Model()
   lora: Lora = Lora()
   data: Data = Data()

@@ -19,7 +19,16 @@ FLOORS = [
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
-  {"clock", "estimators", "flag_errors", "skipped_updates", "stdout", "stop", "terminal_text"}
+  {
+    "clock",
+    "compilation_cache",
+    "estimators",
+    "flag_errors",
+    "skipped_updates",
+    "stdout",
+    "stop",
+    "terminal_text",
+  }
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
   {"checkpoint_reader", "terminal", "events", "disk", "weights_and_biases"},
   {"checkpoint", "ends", "workdir", "parameters", "reward_model", "sampling", "checks"},

@@ -330,6 +330,26 @@ def test_full_kl_equals_the_plain_one_with_its_gradient(params, micro=2):
   assert_close(jax.tree.map(lambda old, new: old - new, params, state.params), expected)
 
 
+def test_full_kl_costs_one_forward_pass_of_the_reference(params):
+  """By the multiplications that the compiler counts, also where layers are computed twice."""
+  batch = make_batch()
+  options = dataclasses.replace(LEARNER, remat=True, logprob_chunk=1000)
+
+  def flops(function, *arguments):
+    return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
+
+  def update(kl, reference):
+    algo = dataclasses.replace(ALGO, kl=kl, kl_coef=0.5)
+    rule = learner.UpdateRule(grpo(algo=algo, learner=options), SGD)
+    state = learner.init_state(params, SGD, algo)
+    return flops(functools.partial(learner.train_step, rule=rule), state, None, reference, batch)
+
+  stats = learner.StatsOptions(CONFIG, options)
+  forward = flops(lambda p, b: learner.batch_stats(p, None, b, stats), params, batch)
+  # The logits of the reference are computed again in the backward pass, as those of the policy are.
+  assert 0.9 < (update("full", params) - update("k3", None)) / forward < 1.3
+
+
 def test_the_coefficients_follow_what_is_measured_and_count_in_the_next_update(params):
   """The KL is above its target by more than a fifth: .5 (1 + .2 * 12 / 24) = .55.
 
@@ -438,10 +458,13 @@ def test_experts_and_adapters_are_decayed_too():
   assert {name for name, x in updates["layer"].items() if x.any()} == set(names) - {"scale", "bias"}
 
 
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
-def test_every_optimizer_lowers_a_loss(params, name):
+@pytest.mark.parametrize(
+  "name, dtype", [*((name, "float32") for name in optim.OPTIMIZERS), ("muon", "bfloat16")]
+)
+def test_every_optimizer_lowers_a_loss(params, name, dtype):
   """Ten updates of |p - t|^2 / 2 over all parameters, whose gradient is p - t."""
-  config = Optimizer(name=name, learning_rate=0.02 if name != "sgd" else 0.5, max_grad_norm=0.0)
+  rate = 0.02 if name != "sgd" else 0.5
+  config = Optimizer(name=name, learning_rate=rate, max_grad_norm=0.0, moments_dtype=dtype)
   optimizer = optim.make_optimizer(config, 10)
   targets = jax.tree.map(jnp.zeros_like, params)
 
@@ -456,6 +479,33 @@ def test_every_optimizer_lowers_a_loss(params, name):
     moved, state = update(moved, state)
   before, after = (optax.tree.norm(jax.tree.map(jnp.subtract, p, targets)) for p in (params, moved))
   assert after < 0.9 * before
+
+
+@pytest.mark.parametrize("name, share", [("adamw", 0.75), ("lion", 0.5), ("sgd", 0.5)])
+def test_first_moments_in_bfloat16_take_half_and_learning_goes_on(params, name, share):
+  """Of AdamW's two moments, the second stays float32. Muon has AdamW's for some parameters."""
+  rate = 0.5 if name == "sgd" else 0.02
+  objective = learner.supervised(CONFIG, LEARNER)
+  batch, sizes, losses = make_batch(), [], []
+  for dtype in ("float32", "bfloat16"):
+    config = Optimizer(name=name, learning_rate=rate / 4, max_grad_norm=0.0, moments_dtype=dtype)
+    optimizer = optim.make_optimizer(config, 20)
+    state = learner.init_state(params, optimizer, ALGO)
+    sizes.append(sum(x.nbytes for x in jax.tree.leaves(state.opt_state) if x.ndim))
+    losses.append([])
+    for _ in range(20):
+      state, metrics = jitted_step(objective, optimizer, 0)(state, None, None, batch)
+      losses[-1].append(metrics_lib.reduced(metrics)["loss"])
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+  assert sizes[1] == share * sizes[0]
+  exact, rounded = np.array(losses)
+  assert exact[0] == rounded[0] and exact[-1] < 0.9 * exact[0]
+  assert 0 < abs(exact - rounded).max() < 0.02 * (exact[0] - exact[-1])
+
+
+def test_adafactor_has_no_first_moment():
+  with pytest.raises(ConfigError, match=r"^config key optimizer\.moments_dtype is 'bfloat16': ada"):
+    optim.make_optimizer(Optimizer(name="adafactor", moments_dtype="bfloat16"), 1)
 
 
 def test_muon_turns_a_matrix_into_an_orthogonal_update(params):

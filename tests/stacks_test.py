@@ -47,7 +47,7 @@ MODELS = {
   "mixture": mixture(2, 0, 1),
   "first dense": mixture(4, 1, 2, 3),
   "every other sparse": mixture(4, 1, 3),
-  "two periods": dataclasses.replace(mixture(8, 3, 7), windows=(3, 0) * 4),
+  "two periods": dataclasses.replace(mixture(8, 1, 3, 5, 7), windows=(3, 0, 0, 0) * 2),
 }
 
 
@@ -94,7 +94,7 @@ def assert_close(a, b, **bounds):
     (mixture(48, *range(48)), [Segment(0, 1, 48)]),
     (mixture(27, *range(1, 27)), [Segment(0, 1, 1), Segment(1, 1, 26)]),
     (mixture(8, 1, 3, 5, 7), [Segment(0, 2, 4)]),
-    # Windows repeat every 2 layers, experts every 4.
+    # Windows repeat every 4 layers, experts every 2.
     (MODELS["two periods"], [Segment(0, 4, 2)]),
   ],
 )

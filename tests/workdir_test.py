@@ -19,6 +19,7 @@ from grpo_jax.settings import ConfigError
 CONFIG = {
   "seed": 0,
   "steps": 100,
+  "compilation_cache": "auto",
   "model": {"path": "", "embed_dim": 64},
   "reward": {"functions": ("strict", "format"), "weights": (1.0, 0.5)},
   "optimizer": {"learning_rate": 1e-6, "schedule": "constant"},
@@ -56,6 +57,7 @@ def test_a_new_run_stores_its_config(tmp_path):
   "key, value",
   [
     ("steps", 200),
+    ("compilation_cache", ""),
     ("eval.every", 0),
     ("checkpoint.every", 7),
     ("checkpoint.keep", 1),

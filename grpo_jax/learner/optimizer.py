@@ -21,7 +21,7 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     steps: How many updates the run makes: a decaying schedule ends there.
 
   Raises:
-    ConfigError: For a name that is not in OPTIMIZERS.
+    ConfigError: For a name that is not in OPTIMIZERS, or a moments_dtype that it does not have.
   """
   if config.name not in OPTIMIZERS:
     names = ", ".join(repr(name) for name in OPTIMIZERS)
@@ -56,19 +56,34 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
 def adamw(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
   """AdamW (Loshchilov 1711.05101)."""
   return optax.adamw(
-    rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decayed
+    rate,
+    config.b1,
+    config.b2,
+    config.eps,
+    mu_dtype=config.moments_dtype,
+    weight_decay=config.weight_decay,
+    mask=decayed,
   )
 
 
 def lion(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
   """Lion (Chen 2302.06675): one moment. Its learning rate is about a tenth of AdamW's."""
-  return optax.lion(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=decayed)
+  return optax.lion(
+    rate,
+    config.b1,
+    config.b2,
+    mu_dtype=config.moments_dtype,
+    weight_decay=config.weight_decay,
+    mask=decayed,
+  )
 
 
 def sgd(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
   """Gradient descent with momentum b1, and weight decay apart from the gradient."""
   return optax.chain(
-    optax.trace(config.b1) if config.b1 else optax.identity(),
+    optax.trace(config.b1, accumulator_dtype=config.moments_dtype)
+    if config.b1
+    else optax.identity(),
     optax.add_decayed_weights(config.weight_decay, decayed),
     optax.scale_by_learning_rate(rate),
   )
@@ -80,6 +95,11 @@ def adafactor(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransfor
   Updates are clipped to an RMS of 1, and are not scaled by the parameters' own size, so that the
   learning rate means what it means for AdamW.
   """
+  if config.moments_dtype != "float32":
+    raise ConfigError(
+      f"config key optimizer.moments_dtype is {config.moments_dtype!r}: adafactor has no first"
+      " moment; set 'float32'"
+    )
   return optax.chain(
     optax.scale_by_factored_rms(),
     _clip_by_layer_rms(1.0),
@@ -94,6 +114,7 @@ def muon(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformatio
     rate,
     weight_decay=config.weight_decay,
     weight_decay_mask=decayed,
+    mu_dtype=config.moments_dtype,
     adam_b1=config.b1,
     adam_b2=config.b2,
     muon_weight_dimension_numbers=_matrix_axes,

@@ -82,9 +82,14 @@ def train_step(
 def sync_reference(reference: Any, params: Any, mixup: float) -> Any:
   """Moves the reference: (1 - mixup) reference + mixup params.
 
-  TR-DPO 2404.09656, equations 6 and 7. With mixup 1 it is the iterative GRPO of DeepSeekMath.
+  TR-DPO 2404.09656, equations 6 and 7. With mixup 1 it is the iterative GRPO of DeepSeekMath. The
+  reference keeps its dtype.
   """
-  return jax.tree.map(lambda ref, param: (1 - mixup) * ref + mixup * param, reference, params)
+
+  def moved(ref: jax.Array, param: jax.Array) -> jax.Array:
+    return ((1 - mixup) * ref + mixup * param).astype(ref.dtype)
+
+  return jax.tree.map(moved, reference, params)
 
 
 def _accumulate_gradients(

@@ -18,6 +18,7 @@ from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.patience import told_if_slow
 from grpo_jax.rewards import Reward, resolve, resolve_all, silent
+from grpo_jax.run import compilation_cache
 from grpo_jax.run.checks import check, check_memory
 from grpo_jax.run.parameters import Parameters, Progress, no_progress
 from grpo_jax.run.programs import Programs
@@ -60,6 +61,8 @@ class Run:
     """
     check(config)
     self.config = config
+    if devices is None:  # given ones may be of a topology, which compiles and loads no program
+      compilation_cache.use(config.compilation_cache)
     with told_if_slow("looking for models on huggingface.co"):
       local = hub.local(config)
     _set_matmul_precision(config)
@@ -115,6 +118,10 @@ class Run:
   def initial_params(self) -> Any:
     """The trained parameters before the first update, on the mesh."""
     return self.parameters.initial(self.key("init"))
+
+  def initial_reference(self) -> Any:
+    """A copy of them for the reference, in model.reference_dtype."""
+    return self.parameters.initial_reference(self.key("init"))
 
   def key(self, stream: str) -> jax.Array:
     """The root of one of the run's `STREAMS` of random numbers."""

@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     sampler_filters=(sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0),
   )
   _check_lora(config)
+  _check_reference(config)
   _check_sizes(config)
   if not config.model.path:
     _check_shape(config)
@@ -121,6 +122,18 @@ def _check_lora(config: Config) -> None:
     algo.ref_mixup,
     "a mixture of the factors of two adapters is not a mixture of their weights; with lora.rank"
     " choose 1",
+  )
+
+
+def _check_reference(config: Config) -> None:
+  algo, dtype = config.algo, config.model.reference_dtype
+  moves_gradually = algo.ref_sync_steps and algo.ref_mixup < 1
+  _require(
+    dtype == "float32" or not moves_gradually,
+    "model.reference_dtype",
+    dtype,
+    f"a reference that moves by algo.ref_mixup = {algo.ref_mixup} would lose small changes to"
+    " rounding; set 'float32', algo.ref_mixup=1 or algo.ref_sync_steps=0",
   )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 import jax
+import jax.numpy as jnp
 
 from grpo_jax import model
 from grpo_jax.config import Config, Sampling
@@ -33,6 +34,7 @@ class Parameters:
     model: The model's shape, with its adapters and its place on the mesh.
     abstract: Shapes and shardings of the trained parameters.
     abstract_base: Those of the frozen base, or None without LoRA.
+    abstract_reference: Those of a reference that is a copy of the trained parameters.
   """
 
   def __init__(
@@ -59,6 +61,7 @@ class Parameters:
       self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
       adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
+    self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
     if config.lora.path:
       model.check_adapters(config.lora.path, self.model)
 
@@ -97,6 +100,16 @@ class Parameters:
       init = functools.partial(model.init, config=self.model)
     return jax.jit(init, out_shardings=shardings)(key)
 
+  def initial_reference(self, key: jax.Array) -> Any:
+    """`reference(initial(key))`, without a float32 copy of a whole checkpoint."""
+    if self.model.lora is None and self._config.model.path:
+      return self._loaded(self._reference_leaf, self.abstract_reference)
+    return self.reference(self.initial(key))
+
+  def reference(self, trained: Any) -> Any:
+    """A copy of the trained parameters in model.reference_dtype, which a reference is kept in."""
+    return self._copy_reference(trained)
+
   @functools.cached_property
   def base(self) -> Any:
     """The frozen parameters under the adapters, in lora.base_dtype. None without LoRA."""
@@ -118,15 +131,8 @@ class Parameters:
     return trained if self.model.lora is None else model.join(self._sampling_base, trained)
 
   def sampling_dtype(self, name: str, x: Any) -> Any:
-    """The dtype in which the parameter of this path is sampled from.
-
-    Norm scales stay float32, because the learner multiplies with them in float32. Quantised arrays
-    stay as they are.
-    """
-    dtype = self._config.sampling.dtype
-    is_vector = x.ndim == 1 + model.is_stacked(name)
-    is_converted = dtype and not is_vector and x.dtype in ("float32", "bfloat16")
-    return dtype if is_converted else x.dtype
+    """The dtype in which the parameter of this path is sampled from."""
+    return _matrix_dtype(x, x.ndim - model.is_stacked(name), self._config.sampling.dtype)
 
   @functools.cached_property
   def _sampling_base(self) -> Any:
@@ -153,6 +159,24 @@ class Parameters:
       return jax.lax.with_sharding_constraint(params, places)
 
     return jax.jit(convert)
+
+  @functools.cached_property
+  def _copy_reference(self) -> Callable[[Any], Any]:
+    places = jax.tree.map(lambda x: x.sharding, self.abstract_reference)
+    return jax.jit(self._reference_of, out_shardings=places)
+
+  def _reference_of(self, trained: Any) -> Any:
+    def copy(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+      name = leaf_path(path)
+      return model.per_layer(functools.partial(self._reference_leaf, name), name)(x)
+
+    return jax.tree_util.tree_map_with_path(copy, trained)
+
+  def _reference_leaf(self, name: str, x: jax.Array) -> jax.Array:
+    del name
+    x = x.astype("float32")  # a checkpoint's vectors may be bfloat16
+    dtype = "" if self.model.lora is not None else self._config.model.reference_dtype
+    return jnp.copy(x.astype(_matrix_dtype(x, x.ndim, dtype)))
 
   def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
     """The checkpoint's parameters as `convert` returns them, placed as in `abstract`."""
@@ -181,6 +205,18 @@ class Parameters:
         f"config key lora.base_dtype is {dtype!r}: experts, most of a mixture's weights, are not"
         " quantised here; choose 'bfloat16'"
       )
+
+
+def _matrix_dtype(x: Any, ndim: int, dtype: str) -> Any:
+  """The dtype of a parameter whose tree is kept in `dtype`, where '' changes nothing.
+
+  `ndim` are its dimensions without the one of stacked layers.
+
+  Norm scales stay float32, because they are multiplied with in float32. Quantised arrays stay as
+  they are.
+  """
+  is_converted = dtype and ndim > 1 and x.dtype in ("float32", "bfloat16")
+  return dtype if is_converted else x.dtype
 
 
 def count(params: Any) -> int:

@@ -117,7 +117,7 @@ class Programs:
   def sync_reference(self) -> Callable[[Any, Any], Any]:
     """(reference, trained parameters) -> the reference, moved by algo.ref_mixup. It is donated."""
     sync = functools.partial(learner.sync_reference, mixup=self._algo.ref_mixup)
-    places = jax.tree.map(lambda x: x.sharding, self._parameters.abstract)
+    places = jax.tree.map(lambda x: x.sharding, self._parameters.abstract_reference)
     return jax.jit(sync, donate_argnums=0, out_shardings=places)
 
   @property

@@ -9,8 +9,10 @@ from grpo_jax import files
 from grpo_jax.settings import ConfigError
 
 # A run may continue with other values of these keys. They do not change what is computed: they say
-# how often something is saved or shown, and where and in which parts an update is computed.
+# how often something is saved or shown, where compiled programs are kept, and where and in which
+# parts an update is computed.
 _MAY_DIFFER = (
+  "compilation_cache",
   "checkpoint.",
   "eval.",
   "log.",

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from flax import struct
-import jax
 
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints, restore_tree, save_tree
@@ -17,9 +16,9 @@ class RunState(struct.PyTreeNode):
 
   Attributes:
     train: What updates change.
-    reference: The reference policy, as trained parameters: all parameters, or adapters. None where
-      no KL term needs it, during the warm start if the reference is then frozen, and with LoRA if
-      the reference is the base without adapters.
+    reference: The reference policy, as trained parameters: all parameters in model.reference_dtype,
+      or adapters. None where no KL term needs it, during the warm start if the reference is then
+      frozen, and with LoRA if the reference is the base without adapters.
     host: numpy arrays on the host, such as counters.
   """
 
@@ -101,7 +100,7 @@ class StateStore:
     """A copy of the policy, where the reference is neither unused nor the base."""
     if not self._run.config.algo.uses_reference or self._base_is_reference:
       return None
-    return jax.tree.map(lambda x: x.copy(), params)
+    return self._run.parameters.reference(params)
 
   def _frozen_reference(self) -> Any:
     """The reference that is not in the checkpoint, of a run in its GRPO phase."""
@@ -109,14 +108,15 @@ class StateStore:
     if not algo.uses_reference or self._base_is_reference:
       return None
     if not self._has_warm_start:
-      return self._run.initial_params()
+      return self._run.initial_reference()
+    parameters = self._run.parameters
     return restore_tree(
-      self._reference_path, self._run.parameters.abstract, self._run.parameters.layers_of
+      self._reference_path, parameters.abstract_reference, parameters.layers_of
     )
 
   def _abstract(self) -> dict[str, Any]:
     abstract = self._run.programs.abstract_state
-    reference = self._run.parameters.abstract if self._reference_moves else None
+    reference = self._run.parameters.abstract_reference if self._reference_moves else None
     return self._tree(RunState(abstract, reference, self._initial_host))
 
   def _tree(self, state: RunState) -> dict[str, Any]:

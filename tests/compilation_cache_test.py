@@ -1,0 +1,124 @@
+"""The second start of a run compiles nothing, and a cache that cannot be used stops no run."""
+
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLAGS = """
+  model.embed_dim=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=1 model.head_dim=8
+  model.mlp_dim=32 batch.prompts=4 batch.group_size=4 sampling.max_tokens=4 algo.kl_coef=0.5 steps=1
+  warm_start.steps=0 eval.every=0
+""".split()
+# What JAX did, as it counts it. A program that is not written because it is small is no cache miss.
+COUNTING = """
+import collections, runpy, sys
+from jax import monitoring
+
+events = collections.Counter()
+monitoring.register_event_listener(lambda name, **_: events.update([name]))
+sys.argv = sys.argv[1:]
+try:
+  runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit as end:
+  assert not end.code, end.code
+for name in ("compile_requests_use_cache", "cache_hits"):
+  print(name, events["/jax/compilation_cache/" + name])
+"""
+# Compiles two programs, and a few of JAX's own.
+COMPILING = """
+import sys
+import jax
+from grpo_jax.run import compilation_cache
+
+compilation_cache.use(sys.argv[1])
+print(jax.config.jax_compilation_cache_dir)
+assert jax.jit(lambda x: x + 1)(2) == 3
+assert jax.jit(lambda x: x + 2)(2) == 4
+"""
+
+
+def python(code, *argv, **environment):
+  """Runs the code on one device, with a cache of its own. Returns its output and its stderr."""
+  inherited = {key: x for key, x in os.environ.items() if "CACHE" not in key}
+  done = subprocess.run(
+    [sys.executable, "-c", code, *argv],
+    cwd=ROOT,
+    env=inherited | {"JAX_NUM_CPU_DEVICES": "1"} | environment,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout, done.stderr
+
+
+def test_the_second_start_of_a_run_compiles_nothing(tmp_path):
+  def start(number):
+    keys = [f"--config.{key}" for key in FLAGS]
+    workdir = f"--workdir={tmp_path / str(number)}"
+    train = ("grpo_jax.train", "--config=configs/arithmetic.py", workdir, *keys)
+    out, _ = python(COUNTING, *train, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    requests, hits = (int(line.split()[1]) for line in out.splitlines()[-2:])
+    (folder,) = (tmp_path / "cache" / "grpo_jax").iterdir()
+    return requests, hits, {path.name for path in folder.glob("*-cache")}
+
+  requests, _, entries = start(1)
+  assert requests > 20 and any(name.startswith("jit_train_step") for name in entries)
+  requests, hits, entries_then = start(2)
+  assert hits == requests > 20 and entries_then == entries
+
+
+@pytest.mark.parametrize("folder", ["auto", "here", ""])
+def test_where_compiled_programs_are_kept(folder, tmp_path):
+  given = str(tmp_path / "here") if folder == "here" else folder
+  out, err = python(COMPILING, given, XDG_CACHE_HOME=str(tmp_path / "home"))
+  entries = list(tmp_path.rglob("jit__lambda*-cache"))
+  assert (len(entries), err) == (2 if folder else 0, "")
+  where = {"auto": tmp_path / "home" / "grpo_jax", "here": tmp_path / "here"}.get(folder)
+  assert out.startswith(str(where))
+
+
+def test_the_environment_variable_has_precedence(tmp_path):
+  mine = str(tmp_path / "mine")
+  out, _ = python(COMPILING, str(tmp_path / "other"), JAX_COMPILATION_CACHE_DIR=mine)
+  assert out == f"{mine}\n" and not (tmp_path / "other").exists()
+
+
+def test_without_a_home_folder_in_the_environment_it_is_that_of_the_system(tmp_path):
+  """XDG_CACHE_HOME must be absolute, or it does not count."""
+  out, _ = python(COMPILING, "auto", XDG_CACHE_HOME="relative", HOME=str(tmp_path))
+  assert out.startswith(f"{tmp_path}/.cache/grpo_jax/jax-")
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+  (tmp_path / "file").write_text("in its place")
+  for folder, reason in (
+    (tmp_path / "file", "File exists"),
+    ("/proc/nothing", "No such file"),
+    ("/proc", "No such file"),  # it is there, but takes no file
+  ):
+    out, err = python(COMPILING, str(folder))
+    expected = f"warning: compiled programs are not kept: compilation_cache={folder}: {reason}"
+    assert out == "None\n" and err.startswith(expected) and err.count("\n") == 1
+
+
+def test_damaged_entries_are_one_line_and_are_written_again(tmp_path):
+  _, err = python(COMPILING, str(tmp_path))
+  entries = list(tmp_path.glob("*-cache"))
+  for entry in entries:
+    os.truncate(entry, entry.stat().st_size // 2)
+  _, err = python(COMPILING, str(tmp_path))
+  assert err.startswith(f"warning: compiled programs in {tmp_path}: Error reading")
+  assert err.count("\n") == 1 and set(tmp_path.glob("*-cache")) == set(entries)
+  assert python(COMPILING, str(tmp_path))[1] == ""
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path):
+  limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+  ignored = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+  _, err = python(ignored + limited + COMPILING, str(tmp_path))
+  assert err.startswith(f"warning: compiled programs in {tmp_path}: Error writing")
+  assert err.count("\n") == 1
