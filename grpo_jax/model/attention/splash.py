@@ -41,14 +41,12 @@ def make_attend(interpret: bool = False) -> Attend:
     k_BKCE = _pad(k_BCKE, sides).swapaxes(1, 2)
     v_BKCE = _pad(v_BCKE, sides).swapaxes(1, 2)
     kernel = _kernel(T + padding, past + past_padding, H, block, view, interpret)
-    if real_BC is None:
-      out_BHTE = jax.vmap(kernel)(q_BHTE, k_BKCE, v_BKCE)
-    else:
+    segments = None
+    if real_BC is not None:
       # A token sees those of its segment. All queries are in segment 1, as are the real keys.
       segments_BC = _pad(real_BC.astype(jnp.int32), sides)
-      segments_BT = jnp.ones((len(q_BTHE), T + padding), jnp.int32)
-      segments = splash.SegmentIds(segments_BT, segments_BC)
-      out_BHTE = jax.vmap(kernel)(q_BHTE, k_BKCE, v_BKCE, segments)
+      segments = splash.SegmentIds(jnp.ones((len(q_BTHE), T + padding), jnp.int32), segments_BC)
+    out_BHTE = jax.vmap(kernel)(q_BHTE, k_BKCE, v_BKCE, segments)
     return out_BHTE[:, :, :T].swapaxes(1, 2)
 
   return by_rows(attend_rows)
