@@ -34,7 +34,8 @@ def _attend_rows(
   rows_at_a_time = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, fitting))
 
   def attend_row(row: tuple[jax.Array, ...]) -> jax.Array:
-    return _attend_row(*row, chunk, view)
+    q_THE, k_CKE, v_CKE, real_C = row
+    return _attend_row(q_THE, k_CKE, v_CKE, real_C, chunk, view)
 
   if real_BC is None:
     real_BC = jnp.ones((B, C), bool)
@@ -59,7 +60,11 @@ def _attend_row(
   C = k_CKE.shape[0]
   chunks = -(-T // chunk)
   padded = jnp.pad(q_THE, ((0, chunks * chunk - T), (0, 0), (0, 0)))
-  q_NQHE = padded.reshape(chunks, chunk, H, E)
+  # If the starts did not depend on the row, JAX would compute the masks of all chunks, [T, C], once
+  # for all rows.
+  q_NQHE, starts_N = jax.lax.optimization_barrier(
+    (padded.reshape(chunks, chunk, H, E), jnp.arange(chunks) * chunk)
+  )
   # What each chunk adds to the gradient of keys and values is summed in float32.
   keys_and_values = k_CKE.astype(jnp.float32), v_CKE.astype(jnp.float32)
   outs = []
@@ -69,8 +74,7 @@ def _attend_row(
     seen = min(C, C - T + end * chunk)
     k, v = (x[:seen] for x in keys_and_values)
     attend_chunk = jax.checkpoint(_chunk_attention(k, v, real_C[:seen], C - T, view))
-    starts_N = jnp.arange(first, end) * chunk
-    outs.append(jax.lax.map(attend_chunk, (q_NQHE[first:end], starts_N)))
+    outs.append(jax.lax.map(attend_chunk, (q_NQHE[first:end], starts_N[first:end])))
   return jnp.concatenate(outs).reshape(chunks * chunk, H, E)[:T]
 
 

@@ -91,9 +91,13 @@ def on_mesh(attend: Attend) -> Attend:
     head_axis = "tensor" if H % size == 0 else None
     if head_axis and K % size:
       k_PNKE, v_PNKE = (jnp.repeat(x, H // K, axis=2) for x in (k_PNKE, v_PNKE))
+
+    def attend_here(q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array) -> jax.Array:
+      return attend(q, k, v, lengths_P, view)
+
     heads = PartitionSpec(row_axes, None, head_axis, None)
     return jax.shard_map(
-      lambda *arrays: attend(*arrays, view),
+      attend_here,
       mesh=mesh,
       in_specs=(heads, heads, heads, PartitionSpec(row_axes)),
       out_specs=heads,

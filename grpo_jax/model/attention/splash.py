@@ -88,7 +88,8 @@ class _Causal(splash.LocalMask):
 
 
 @functools.lru_cache
-def _mask(T: int, past: int, window: int) -> splash.LocalMask:
+def mask_of(T: int, past: int, window: int) -> splash.LocalMask:
+  """The mask of T queries and `past` + T keys. A window of 0 hides nothing."""
   before = window - 1 if window else None
   return _Causal((T, past + T), window_size=(before, 0), offset=past)
 
@@ -106,7 +107,7 @@ def _kernel(
     block_kv_dq=block,
   )
   return splash.make_splash_mha(
-    splash.MultiHeadMask([_mask(T, past, view.reach)] * heads),
+    splash.MultiHeadMask([mask_of(T, past, view.reach)] * heads),
     block_sizes=sizes,
     head_shards=1,
     q_seq_shards=1,
