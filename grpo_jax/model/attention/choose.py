@@ -1,0 +1,50 @@
+"""Which implementation of attention a run uses."""
+
+from grpo_jax.model.attention import chunked, cudnn, dense, splash
+from grpo_jax.model.attention.view import Attend
+
+# All compute the same, to rounding.
+ATTENTION: dict[str, Attend] = {
+  "dense": dense.attend,
+  "chunked": chunked.attend,
+  "splash": splash.attend,
+  "cudnn": cudnn.attend,
+}
+BEST = {"cpu": "dense", "tpu": "splash", "gpu": "cudnn"}
+
+
+def choose(
+  name: str, platform: str, dtype: str, head_dim: int, cap: float = 0.0
+) -> tuple[str, str]:
+  """Chooses an implementation that can compute the model's attention.
+
+  Args:
+    name: A name in ATTENTION, or "auto" for the best one of the platform.
+    platform: The platform of the mesh's devices. It may differ from where the program is compiled.
+    dtype: The dtype of the computation.
+    head_dim: E.
+    cap: The cap of the scores. 0 means none.
+
+  Returns:
+    A name in ATTENTION, and a sentence for the user if it is not the one that was wanted, else "".
+  """
+  wanted = BEST.get(platform, "chunked") if name == "auto" else name
+  reason = why_not(wanted, platform, dtype, head_dim, cap)
+  if not reason:
+    return wanted, ""
+  return "chunked", f"attention is computed in chunks, without a kernel: {reason}"
+
+
+def why_not(name: str, platform: str, dtype: str, head_dim: int, cap: float) -> str:
+  """Why the implementation cannot compute this, or "" if it can. `choose` has the parameters."""
+  if name == "splash":
+    return "" if platform == "tpu" else f"splash runs on TPUs, not on a {platform}"
+  if name != "cudnn":
+    return ""
+  if platform != "gpu":
+    return f"cudnn runs on GPUs, not on a {platform}"
+  if dtype not in ("bfloat16", "float16"):
+    return f"cudnn computes bfloat16 and float16, not {dtype}"
+  if head_dim % 8 or head_dim > cudnn.MAX_HEAD_DIM:
+    return f"cudnn takes heads of up to {cudnn.MAX_HEAD_DIM} in steps of 8, not {head_dim}"
+  return "cudnn cannot cap the scores" if cap else ""

@@ -1,0 +1,120 @@
+"""Attention in plain JAX whose memory is linear in the tokens, for any platform.
+
+A row's queries are computed a chunk at a time, and the backward pass computes the scores of a chunk
+again. Each chunk reads all its keys from memory, so a kernel is faster where there is one.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model import layers
+from grpo_jax.model.attention.rows import by_rows
+from grpo_jax.model.attention.view import View
+
+MAX_CHUNK = 512  # queries
+MAX_SCORES = 2**25  # the scores that exist at a time: 128 MiB in float32
+SPANS = 4  # The queries of span s of SPANS skip the keys that only later spans see.
+
+
+def _attend_rows(
+  q_BTHE: jax.Array,
+  k_BCKE: jax.Array,
+  v_BCKE: jax.Array,
+  real_BC: jax.Array | None,
+  view: View,
+) -> jax.Array:
+  """Attention of rows, as `rows.AttendRows` describes it."""
+  B, T, H, _ = q_BTHE.shape
+  C = k_BCKE.shape[1]
+  fitting = MAX_SCORES // (H * _keys_of_chunk(min(T, MAX_CHUNK), C, view))
+  chunk = min(T, MAX_CHUNK, max(8, fitting // 8 * 8))
+  fitting = MAX_SCORES // (H * chunk * _keys_of_chunk(chunk, C, view))
+  rows_at_a_time = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, fitting))
+
+  def attend_row(row: tuple[jax.Array, ...]) -> jax.Array:
+    q_THE, k_CKE, v_CKE, real_C = row
+    return _attend_row(q_THE, k_CKE, v_CKE, real_C, chunk, view)
+
+  if real_BC is None:
+    real_BC = jnp.ones((B, C), bool)
+  return jax.lax.map(attend_row, (q_BTHE, k_BCKE, v_BCKE, real_BC), batch_size=rows_at_a_time)
+
+
+def _keys_of_chunk(chunk: int, C: int, view: View) -> int:
+  """How many keys the queries of one chunk see, at most."""
+  return min(C, view.reach + chunk - 1) if view.reach else C
+
+
+def _attend_row(
+  q_THE: jax.Array,
+  k_CKE: jax.Array,
+  v_CKE: jax.Array,
+  real_C: jax.Array,
+  chunk: int,
+  view: View,
+) -> jax.Array:
+  """Attention [T, H, E] of one row, in chunks of queries."""
+  T, H, E = q_THE.shape
+  C = k_CKE.shape[0]
+  chunks = -(-T // chunk)
+  padded = jnp.pad(q_THE, ((0, chunks * chunk - T), (0, 0), (0, 0)))
+  # If the starts did not depend on the row, JAX would compute the masks of all chunks, [T, C], once
+  # for all rows.
+  q_NQHE, starts_N = jax.lax.optimization_barrier(
+    (padded.reshape(chunks, chunk, H, E), jnp.arange(chunks) * chunk)
+  )
+  # What each chunk adds to the gradient of keys and values is summed in float32.
+  keys_and_values = k_CKE.astype(jnp.float32), v_CKE.astype(jnp.float32)
+  outs = []
+  spans = min(chunks, 1 if view.reach else SPANS)
+  for span in range(spans):
+    first, end = chunks * span // spans, chunks * (span + 1) // spans
+    seen = min(C, C - T + end * chunk)
+    k, v = (x[:seen] for x in keys_and_values)
+    attend_chunk = jax.checkpoint(_chunk_attention(k, v, real_C[:seen], C - T, view))
+    outs.append(jax.lax.map(attend_chunk, (q_NQHE[first:end], starts_N[first:end])))
+  return jnp.concatenate(outs).reshape(chunks * chunk, H, E)[:T]
+
+
+def _chunk_attention(
+  k_CKE: jax.Array, v_CKE: jax.Array, real_C: jax.Array, past: int, view: View
+) -> Callable[[tuple[jax.Array, jax.Array]], jax.Array]:
+  """Returns the attention [Q, H, E] of a chunk of Q queries: of it and of its first query's number.
+
+  Args:
+    k_CKE: float32, the row's keys.
+    v_CKE: float32, the row's values.
+    real_C: False at the keys that no query sees.
+    past: How many keys come before the key of query 0.
+    view: The window and the cap.
+  """
+
+  def attend_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+    q_QHE, start = chunk
+    Q, H, E = q_QHE.shape
+    C, K, _ = k_CKE.shape
+    width = _keys_of_chunk(Q, C, view)
+    # The last chunk may end in padding. It sees what the last query sees.
+    place_Q = jnp.minimum(past + start + jnp.arange(Q), C - 1)
+    first_key = jnp.clip(past + start - view.reach + 1, 0, C - width) if width < C else 0
+
+    def seen(x: jax.Array) -> jax.Array:
+      return jax.lax.dynamic_slice_in_dim(x, first_key, width)
+
+    back_QC = place_Q[:, None] - (first_key + jnp.arange(width))
+    mask_QC = (back_QC >= 0) & seen(real_C)
+    if view.reach:
+      mask_QC = mask_QC & (back_QC < view.reach)
+    own = tuple(
+      seen(x).astype(q_QHE.dtype).transpose(1, 0, 2)[None, :, None] for x in (k_CKE, v_CKE)
+    )
+    q_PKGRQE = q_QHE.reshape(1, 1, Q, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
+    out = layers.attend(q_PKGRQE, own, mask_QC, None, None, view.cap)
+    return out.transpose(0, 2, 4, 1, 3, 5).reshape(Q, H, E)
+
+  return attend_chunk
+
+
+attend = by_rows(_attend_rows)

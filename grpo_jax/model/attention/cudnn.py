@@ -1,0 +1,112 @@
+"""Attention by cuDNN's flash kernel for NVIDIA GPUs: linear in memory.
+
+Each completion is a row of its own, with the prompt before it, so that the only mask is the causal
+one. The kernel then computes the prompt G times. It could not compute completions against a shared
+prompt: the log-sum-exps that would join both parts come from JAX rounded to bfloat16 and without a
+gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model.attention.rows import on_mesh
+from grpo_jax.model.attention.view import Attend, View
+
+MAX_HEAD_DIM = 128  # of GPUs before Hopper
+
+
+def make_attend(implementation: str = "cudnn") -> Attend:
+  """The attention of groups, as `view.Attend` describes it, without its caps.
+
+  Args:
+    implementation: Of jax.nn.dot_product_attention. "xla" runs on any platform. For tests.
+  """
+
+  def attend(
+    q_PNHE: jax.Array,
+    k_PNKE: jax.Array,
+    v_PNKE: jax.Array,
+    prompt_lengths_P: jax.Array,
+    view: View,
+  ) -> jax.Array:
+    window = (view.reach - 1, 0) if view.reach else None
+
+    def causal(q_BCHE: jax.Array, k_BCKE: jax.Array, v_BCKE: jax.Array) -> jax.Array:
+      return jax.nn.dot_product_attention(
+        q_BCHE,
+        k_BCKE,
+        v_BCKE,
+        scale=1.0,
+        is_causal=True,
+        local_window_size=window,
+        implementation=implementation,
+      )
+
+    if view.completions == 0:
+      return causal(q_PNHE, k_PNKE, v_PNKE)
+    rows = (_rows(x, prompt_lengths_P, view) for x in (q_PNHE, k_PNKE, v_PNKE))
+    return _groups(causal(*rows), prompt_lengths_P, view)
+
+  return on_mesh(attend)
+
+
+attend = make_attend()
+
+
+def _rows(x_PNHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
+  """[P * G, C, H, E]: prompt, completion and the prompt's padding, for each completion."""
+  P, _, H, E = x_PNHE.shape
+  S, G, T = view.prompt_slots, view.completions, view.slots
+  prompt_PGSHE = jnp.broadcast_to(x_PNHE[:, None, :S], (P, G, S, H, E))
+  own_PGTHE = x_PNHE[:, S:].reshape(P, G, T, H, E)
+  rows_BCHE = jnp.concatenate([prompt_PGSHE, own_PGTHE], axis=2).reshape(P * G, S + T, H, E)
+  padding_last, padding_between = _orders(lengths_P, view)
+  return _permuted(rows_BCHE, padding_last, padding_between)
+
+
+def _groups(x_BCHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
+  """[P, N, H, E]: what `_rows` took. The prompt is that of the group's first row."""
+  P, (H, E) = lengths_P.shape[0], x_BCHE.shape[2:]
+  S, G, T = view.prompt_slots, view.completions, view.slots
+  padding_last, padding_between = _orders(lengths_P, view)
+  rows_PGCHE = _permuted(x_BCHE, padding_between, padding_last).reshape(P, G, S + T, H, E)
+  own_PNHE = rows_PGCHE[:, :, S:].reshape(P, G * T, H, E)
+  return jnp.concatenate([rows_PGCHE[:, 0, :S], own_PNHE], axis=1)
+
+
+def _orders(lengths_P: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
+  """The slots [P * G, S + T] of a row in two orders, each the inverse of the other.
+
+  The first takes the prompt's padding from before the completion to the end of the row.
+  """
+  S, G, T = view.prompt_slots, view.completions, view.slots
+  slots_C = jnp.arange(S + T)
+  lengths_P1 = lengths_P[:, None]
+  end_P1 = lengths_P1 + T
+  after_prompt = jnp.where(slots_C < end_P1, slots_C - lengths_P1 + S, slots_C - T)
+  padding_last = jnp.where(slots_C < lengths_P1, slots_C, after_prompt)
+  after_prompt = jnp.where(slots_C < S, slots_C + T, slots_C - S + lengths_P1)
+  padding_between = jnp.where(slots_C < lengths_P1, slots_C, after_prompt)
+  return jnp.repeat(padding_last, G, axis=0), jnp.repeat(padding_between, G, axis=0)
+
+
+@jax.custom_vjp
+def _permuted(x_BCHE: jax.Array, order_BC: jax.Array, inverse_BC: jax.Array) -> jax.Array:
+  """x[:, order], whose gradient is dy[:, inverse]. JAX's own gradient would be a scatter."""
+  return jnp.take_along_axis(x_BCHE, order_BC[..., None, None], axis=1)
+
+
+def _permuted_forward(
+  x_BCHE: jax.Array, order_BC: jax.Array, inverse_BC: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _permuted(x_BCHE, order_BC, inverse_BC), (order_BC, inverse_BC)
+
+
+def _permuted_backward(
+  orders: tuple[jax.Array, jax.Array], dy_BCHE: jax.Array
+) -> tuple[jax.Array, None, None]:
+  order_BC, inverse_BC = orders
+  return _permuted(dy_BCHE, inverse_BC, order_BC), None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)

@@ -1,0 +1,60 @@
+"""Attention with whole matrices of scores: the fastest on a CPU, and quadratic in memory."""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model import layers
+from grpo_jax.model.attention.view import View
+
+
+def attend(
+  q_PNHE: jax.Array,
+  k_PNKE: jax.Array,
+  v_PNKE: jax.Array,
+  prompt_lengths_P: jax.Array,
+  view: View,
+) -> jax.Array:
+  """Attention of groups, as `view.Attend` describes it. XLA splits it over a mesh by itself."""
+  P, N, H, E = q_PNHE.shape
+  K = k_PNKE.shape[2]
+  S, G, T = view.prompt_slots, view.completions, view.slots
+
+  def prompt(x: jax.Array) -> jax.Array:
+    return x[:, :S].transpose(0, 2, 1, 3)
+
+  def completions(x: jax.Array) -> jax.Array:
+    return x[:, S:].reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
+
+  q_PKRNE = q_PNHE.reshape(P, N, K, H // K, E).transpose(0, 2, 3, 1, 4)
+  prefix = prompt(k_PNKE), prompt(v_PNKE)
+  as_own = prefix[0][:, :, None], prefix[1][:, :, None]
+  q_PK1RSE = q_PKRNE[:, :, None, :, :S]
+  out = layers.attend(q_PK1RSE, as_own, _causal(S, view.reach), None, None, view.cap)
+  out_PSHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, S, H, E)
+  if G == 0:
+    return out_PSHE
+
+  q_PKRGTE = q_PKRNE[..., S:, :].reshape(P, K, H // K, G, T, E)
+  own = completions(k_PNKE), completions(v_PNKE)
+  sees_prompt = _sees_prompt(prompt_lengths_P, view)
+  q_PKGRTE = q_PKRGTE.swapaxes(2, 3)
+  out = layers.attend(q_PKGRTE, own, _causal(T, view.reach), prefix, sees_prompt, view.cap)
+  rest_PNHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G * T, H, E)
+  return jnp.concatenate([out_PSHE, rest_PNHE], axis=1)
+
+
+def _causal(tokens: int, window: int) -> jax.Array:
+  """[tokens, tokens]: True where the token of a row sees that of a column."""
+  back = jnp.arange(tokens)[:, None] - jnp.arange(tokens)
+  return (back >= 0) & (back < window) if window else back >= 0
+
+
+def _sees_prompt(lengths_P: jax.Array, view: View) -> jax.Array:
+  """[P, 1, 1, 1, T or 1, S]: True where a token of a completion sees one of its prompt."""
+  slots_S = jnp.arange(view.prompt_slots)
+  lengths_P11 = lengths_P[:, None, None]
+  sees = slots_S < lengths_P11
+  if view.reach:
+    back = lengths_P11 + jnp.arange(view.slots)[:, None] - slots_S
+    sees = sees & (back < view.reach)
+  return sees[:, None, None, None]

@@ -1,0 +1,107 @@
+"""Attention of groups as attention of rows: prompts, and completions that each follow a prompt.
+
+A row has T queries and C >= T keys: first those of the prompt that it follows, then its own. Query
+t is the token of key C - T + t. Prompts are rows with C = T.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from grpo_jax.model.attention.view import Attend, View
+
+# attend(q_BTHE, k_BCKE, v_BCKE, real_BC, view) -> out_BTHE. A query sees its own key and the keys
+# before it, of those the view's window and, if it is not None, only those where real_BC is True.
+AttendRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, View], jax.Array]
+
+
+def by_rows(attend_rows: AttendRows) -> Attend:
+  """Makes an attention of groups out of an attention of rows. Takes care of the mesh."""
+
+  def attend(
+    q_PNHE: jax.Array,
+    k_PNKE: jax.Array,
+    v_PNKE: jax.Array,
+    prompt_lengths_P: jax.Array,
+    view: View,
+  ) -> jax.Array:
+    P, _, H, E = q_PNHE.shape
+    S, G, T = view.prompt_slots, view.completions, view.slots
+    prompt_out = attend_rows(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], None, view)
+    if G == 0:
+      return prompt_out
+    k_BCKE = _after_prompts(k_PNKE, prompt_lengths_P, view)
+    v_BCKE = _after_prompts(v_PNKE, prompt_lengths_P, view)
+    real_BC = jnp.repeat(_real(prompt_lengths_P, view), G, axis=0)
+    q_BTHE = q_PNHE[:, S:].reshape(P * G, T, H, E)
+    out_BTHE = attend_rows(q_BTHE, k_BCKE, v_BCKE, real_BC, view)
+    return jnp.concatenate([prompt_out, out_BTHE.reshape(P, G * T, H, E)], axis=1)
+
+  return on_mesh(attend)
+
+
+def _after_prompts(x_PNKE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
+  """[P * G, S + T, K, E]: what each completion's row holds.
+
+  With a window, the prompt moves to the right of its S slots. The distance of two tokens is then
+  the distance of their slots, as it must be for masks that are known before the program runs.
+  """
+  P, _, K, E = x_PNKE.shape
+  S, G, T = view.prompt_slots, view.completions, view.slots
+  prompt_PSKE = x_PNKE[:, :S]
+  if view.reach:
+    prompt_PSKE = jax.vmap(lambda x_SKE, shift: jnp.roll(x_SKE, shift, 0))(
+      prompt_PSKE, S - lengths_P
+    )
+  prompt_PGSKE = jnp.broadcast_to(prompt_PSKE[:, None], (P, G, S, K, E))
+  own_PGTKE = x_PNKE[:, S:].reshape(P, G, T, K, E)
+  return jnp.concatenate([prompt_PGSKE, own_PGTKE], axis=2).reshape(P * G, S + T, K, E)
+
+
+def _real(lengths_P: jax.Array, view: View) -> jax.Array:
+  """[P, S + T]: True where the rows that `_after_prompts` builds hold a token."""
+  S = view.prompt_slots
+  slots_C = jnp.arange(S + view.slots)
+  if view.reach:
+    return slots_C >= S - lengths_P[:, None]
+  return (slots_C < lengths_P[:, None]) | (slots_C >= S)
+
+
+def on_mesh(attend: Attend) -> Attend:
+  """Runs `attend` on each device's groups and heads, if `view.rows` names a mesh.
+
+  The heads are split over the axis `tensor` if its size divides H. If it does not divide K, keys
+  and values are repeated for each query head.
+  """
+
+  def attend_on_mesh(
+    q_PNHE: jax.Array,
+    k_PNKE: jax.Array,
+    v_PNKE: jax.Array,
+    prompt_lengths_P: jax.Array,
+    view: View,
+  ) -> jax.Array:
+    if view.rows is None:
+      return attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view)
+    mesh, row_axes = view.rows.mesh, view.rows.spec[0]
+    H, K = q_PNHE.shape[2], k_PNKE.shape[2]
+    size = mesh.shape.get("tensor", 1)
+    head_axis = "tensor" if H % size == 0 else None
+    if head_axis and K % size:
+      k_PNKE, v_PNKE = (jnp.repeat(x, H // K, axis=2) for x in (k_PNKE, v_PNKE))
+
+    def attend_here(q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array) -> jax.Array:
+      return attend(q, k, v, lengths_P, view)
+
+    heads = PartitionSpec(row_axes, None, head_axis, None)
+    return jax.shard_map(
+      attend_here,
+      mesh=mesh,
+      in_specs=(heads, heads, heads, PartitionSpec(row_axes)),
+      out_specs=heads,
+      check_vma=False,  # the outputs of kernels do not say over which axes they vary
+    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P)
+
+  return attend_on_mesh

@@ -1,0 +1,116 @@
+"""Attention by JAX's splash kernel for TPUs: linear in memory, without the blocks nobody sees."""
+
+from collections.abc import Callable
+import functools
+import math
+
+import jax
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.model.attention.rows import by_rows
+from grpo_jax.model.attention.view import Attend, View
+
+BLOCKS = (128, 256, 512)  # queries, and keys, that the kernel treats at a time
+# A block costs about as much as this many scores, besides its own. A guess, not measured.
+BLOCK_COST = 40_000
+
+
+def make_attend(interpret: bool = False) -> Attend:
+  """The attention of groups, as `view.Attend` describes it.
+
+  Args:
+    interpret: Emulate the kernel, so that it runs on any platform. For tests.
+  """
+
+  def attend_rows(
+    q_BTHE: jax.Array,
+    k_BCKE: jax.Array,
+    v_BCKE: jax.Array,
+    real_BC: jax.Array | None,
+    view: View,
+  ) -> jax.Array:
+    T, H = q_BTHE.shape[1:3]
+    past = k_BCKE.shape[1] - T
+    block = block_size(T, past)
+    past_padding, padding = -past % block, -T % block
+    # Padding goes to the left of the prompt and to the right of the row.
+    sides = (past_padding, padding)
+    q_BHTE = _pad(q_BTHE, (0, padding)).swapaxes(1, 2)
+    k_BKCE = _pad(k_BCKE, sides).swapaxes(1, 2)
+    v_BKCE = _pad(v_BCKE, sides).swapaxes(1, 2)
+    kernel = _kernel(T + padding, past + past_padding, H, block, view, interpret)
+    segments = None
+    if real_BC is not None:
+      # A token sees those of its segment. All queries are in segment 1, as are the real keys.
+      segments_BC = _pad(real_BC.astype(jnp.int32), sides)
+      segments = splash.SegmentIds(jnp.ones((len(q_BTHE), T + padding), jnp.int32), segments_BC)
+    out_BHTE = jax.vmap(kernel)(q_BHTE, k_BKCE, v_BKCE, segments)
+    return out_BHTE[:, :, :T].swapaxes(1, 2)
+
+  return by_rows(attend_rows)
+
+
+attend = make_attend()
+
+
+def _pad(x: jax.Array, sides: tuple[int, int]) -> jax.Array:
+  return jnp.pad(x, [(0, 0), sides] + [(0, 0)] * (x.ndim - 2))
+
+
+def block_size(T: int, past: int) -> int:
+  """The block, of BLOCKS, with which T queries and `past` + T keys cost the least."""
+
+  def cost(block: int) -> int:
+    own, before = math.ceil(T / block), math.ceil(past / block)
+    return (own * before + own * (own + 1) // 2) * (block**2 + BLOCK_COST)
+
+  return min(BLOCKS, key=cost)
+
+
+class _Causal(splash.LocalMask):
+  """The library's mask, which answers for a whole block where all its entries are the same.
+
+  The library asks for every block of the mask, to find those that are all False or all True.
+  """
+
+  def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+    queries, keys = index
+    least_back = queries.start + self.offset - (keys.stop - 1)
+    most_back = queries.stop - 1 + self.offset - keys.start
+    before = self.window_size[0]
+    if least_back >= 0 and (before is None or most_back <= before):
+      return np.True_
+    if most_back < 0 or (before is not None and least_back > before):
+      return np.False_
+    return super().__getitem__(index)
+
+
+@functools.lru_cache
+def mask_of(T: int, past: int, window: int) -> splash.LocalMask:
+  """The mask of T queries and `past` + T keys. A window of 0 hides nothing."""
+  before = window - 1 if window else None
+  return _Causal((T, past + T), window_size=(before, 0), offset=past)
+
+
+def _kernel(
+  T: int, past: int, heads: int, block: int, view: View, interpret: bool
+) -> Callable[..., jax.Array]:
+  """Attention [H, T, E] of queries [H, T, E] to keys and values [K, past + T, E] of one row."""
+  sizes = splash.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_q_dq=block,
+    block_kv_dq=block,
+  )
+  return splash.make_splash_mha(
+    splash.MultiHeadMask([mask_of(T, past, view.reach)] * heads),
+    block_sizes=sizes,
+    head_shards=1,
+    q_seq_shards=1,
+    attn_logits_soft_cap=view.cap or None,
+    interpret=interpret,
+  )

@@ -1,0 +1,47 @@
+"""What the tokens of a group see of each other."""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+from jax.sharding import NamedSharding
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+  """Which tokens of a group see each other, and how their scores become weights.
+
+  A group has N = S + G * T slots: its prompt, right-padded, then its completions one after another.
+  A token of the prompt sees itself and the tokens before it. A token of a completion sees the
+  prompt's tokens, itself and the tokens before it in its own completion.
+
+  Attributes:
+    prompt_slots: S.
+    completions: G. 0 means that there are only prompts.
+    slots: T, the slots of each completion.
+    window: How many tokens back a token sees, itself included. Token t of a completion follows
+      token t - 1, and token 0 follows the last token of the prompt. 0 means all tokens.
+    cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
+    rows: The sharding of the groups on the mesh, whose axis `tensor` splits the heads. None means
+      one device.
+  """
+
+  prompt_slots: int
+  completions: int = 0
+  slots: int = 0
+  window: int = 0
+  cap: float = 0.0
+  rows: NamedSharding | None = None
+
+  @property
+  def reach(self) -> int:
+    """The window, or 0 if it hides nothing."""
+    longest = self.prompt_slots + (self.slots if self.completions else 0)
+    return self.window if self.window < longest else 0
+
+
+# attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view) -> out_PNHE, in the dtype of the queries.
+#
+# The queries are already scaled and rotated. H = K * R, and query head k * R + r belongs to the key
+# and value head k. The outputs at the padding of a prompt are finite and mean nothing.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, View], jax.Array]
