@@ -44,6 +44,13 @@ class Model:
     " lora.base_dtype",
     one_of(DTYPES),
   )
+  attention: str = setting(
+    "auto",
+    "how attention is computed in the update, in prefill and in scoring: dense holds all scores;"
+    " chunked holds a few; splash is a kernel for TPUs and cudnn one for GPUs. auto takes the"
+    " best one that the platform has",
+    one_of(("auto", "dense", "chunked", "splash", "cudnn")),
+  )
   embed_dim: int = setting(64, "width D; this key and those below shape a random model", WIDTH)
   num_layers: int = setting(2, "layers L", at_least(1, at_most=512))
   num_heads: int = setting(4, "query heads H", WIDTH)

@@ -160,6 +160,8 @@ class Batch(struct.PyTreeNode):
     selection: How tokens are treated. None means weight 1 for every token of the loss.
     routing: The routing of each prompt's group before the update, where a loss over the whole batch
       needs it.
+    slots: How many slots the tokens of a group's completions are computed in, one completion after
+      another. None means in rows of T.
   """
 
   prompts_PS: jax.Array | None = None
@@ -174,6 +176,7 @@ class Batch(struct.PyTreeNode):
   ref_logprobs_PGT: jax.Array | None = None
   selection: TokenSelection | None = None
   routing: Routing | None = None
+  slots: int | None = struct.field(pytree_node=False, default=None)
 
 
 class Coefficients(struct.PyTreeNode):

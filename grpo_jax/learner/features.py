@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import model
+from grpo_jax.learner.packed import lengths
 from grpo_jax.types import Batch, Routing
 
 
@@ -25,26 +26,71 @@ def completion_features(
       jax.checkpoint_policies, or "" for all.
 
   Returns:
-    Hidden states [P, G, T, D], and the routing of each group, [P, ...], or None for a model without
-    experts. The routing counts a group's prompt once, if any of the group's tokens is in the loss,
-    and the completion tokens of the loss except the last, which predict nothing.
+    Hidden states [P, M, D] of the tokens that are predicted, M = G * T, or packed as `packings`
+    says where `batch.slots` is set; and the routing of each group, [P, ...], or None for a model
+    without experts. The routing counts a group's prompt once, if any of the group's tokens is in
+    the loss, and the completion tokens of the loss except the last, which predict nothing.
   """
   P, G, T = batch.completions_PGT.shape
   S = batch.prompts_PS.shape[1]
   config = dataclasses.replace(config, length=S + T)
-  groups = model.Groups(batch.prompt_lengths_P, S, G, T - 1)
+  inputs = targets = None
+  if batch.slots is not None:
+    inputs, targets = packings(batch)
+  groups = model.Groups(batch.prompt_lengths_P, S, G, T - 1, inputs)
 
   def join(prompt_PS: jax.Array, completion_PGT: jax.Array) -> jax.Array:
     rest_PN = completion_PGT[..., :-1].reshape(P, G * (T - 1))
+    if inputs is not None:
+      rest_PN = model.pack(rest_PN, inputs)
     return jnp.concatenate([prompt_PS, rest_PN], 1)
 
   learns_P = (batch.mask_PGT != 0).any((1, 2))
   is_prompt_PS = jnp.arange(S) < batch.prompt_lengths_P[:, None]
   counted_PN = join(is_prompt_PS & learns_P[:, None], batch.mask_PGT != 0)
+  if inputs is not None:
+    counted_PN = counted_PN.at[:, S:].multiply(inputs.token_PN >= 0)
   tokens_PN = join(batch.prompts_PS, batch.completions_PGT)
   hidden_PND, routing = model.group_features(params, config, tokens_PN, groups, counted_PN, remat)
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
+  if targets is not None:
+    return _shifted(hidden_PND[:, S:], last_P1D, inputs, targets, T), routing
   first_PG1D = jnp.broadcast_to(last_P1D[:, None], (P, G, 1, hidden_PND.shape[-1]))
-  rest_PGTD = hidden_PND[:, S:].reshape(P, G, T - 1, -1)
-  return jnp.concatenate([first_PG1D, rest_PGTD], axis=2), routing
+  rest_PGTD = hidden_PND[:, S:].reshape(P, G, T - 1, hidden_PND.shape[-1])
+  return jnp.concatenate([first_PG1D, rest_PGTD], axis=2).reshape(P, G * T, hidden_PND.shape[-1]), routing
+
+
+def packings(batch: Batch) -> tuple[model.Packing, model.Packing]:
+  """Where the tokens lie that the layers compute, and where those that they predict."""
+  _, G, T = batch.completions_PGT.shape
+  lengths_PG = lengths(batch.mask_PGT)
+  inputs = model.make_packing(jnp.maximum(lengths_PG - 1, 0), T - 1, batch.slots)
+  # A group predicts at most G tokens more than it computes: the first one of each completion.
+  return inputs, model.make_packing(lengths_PG, T, batch.slots + G)
+
+
+def _shifted(
+  hidden_PND: jax.Array,
+  last_P1D: jax.Array,
+  inputs: model.Packing,
+  targets: model.Packing,
+  tokens: int,
+) -> jax.Array:
+  """The hidden state that predicts each target [P, M, D].
+
+  Args:
+    hidden_PND: Of the inputs.
+    last_P1D: Of the prompts' last tokens.
+    inputs: The packing of the inputs, which are the tokens of rows of T - 1.
+    targets: The packing of the targets, which are the tokens of rows of T.
+    tokens: T.
+  """
+  row_PM, time_PM = jnp.divmod(jnp.maximum(targets.token_PN, 0), tokens)
+  before_PM = row_PM * (tokens - 1) + jnp.maximum(time_PM - 1, 0)
+  source_PM = jnp.take_along_axis(inputs.slot_PC, before_PM, 1)
+  row_PN, time_PN = jnp.divmod(jnp.maximum(inputs.token_PN, 0), tokens - 1)
+  target_PN = jnp.take_along_axis(targets.slot_PC, row_PN * tokens + time_PN + 1, 1)
+  target_PN = jnp.where(inputs.token_PN >= 0, target_PN, -1)
+  rest_PMD = model.move(hidden_PND, source_PM, target_PN)
+  return jnp.where((time_PM == 0)[..., None], last_P1D, rest_PMD)

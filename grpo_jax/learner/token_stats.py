@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 from flax import struct
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from grpo_jax import masked, model
 from grpo_jax.algo import kl
 from grpo_jax.config import Learner
-from grpo_jax.learner.features import completion_features
+from grpo_jax.learner.features import completion_features, packings
+from grpo_jax.learner.packed import sorted_by_tokens, with_fewest_slots
 from grpo_jax.types import Batch, TokenStats
 
 
@@ -58,22 +60,24 @@ def batch_stats(
     options: What to compute.
   """
   P, G, T = batch.completions_PGT.shape
+  targets = None if batch.slots is None else packings(batch)[1]
 
   def features(params: model.Params) -> tuple[jax.Array, Any]:
-    saved = options.learner.saved_activations
-    hidden_PGTD, routing = completion_features(params, options.model, batch, saved)
-    return hidden_PGTD.reshape(P * G, T, -1), routing
+    return completion_features(params, options.model, batch, options.learner.saved_activations)
 
-  hidden_BTD, routing = features(params)
-  reference_BTD = jax.lax.stop_gradient(features(reference)[0]) if options.full_kl else None
-  inputs = TokenInputs(hidden_BTD, reference_BTD, batch.completions_PGT.reshape(P * G, T))
-  temperature_B = jnp.repeat(batch.temperature_P, G)
-  stats = token_stats(params, reference, inputs, temperature_B, options)
+  hidden_PMD, routing = features(params)
+  reference_PMD = jax.lax.stop_gradient(features(reference)[0]) if options.full_kl else None
+  tokens_PM = batch.completions_PGT.reshape(P, G * T)
+  if targets is not None:
+    tokens_PM = model.pack(tokens_PM, targets)
+  inputs = TokenInputs(hidden_PMD, reference_PMD, tokens_PM)
+  stats = token_stats(params, reference, inputs, batch.temperature_P, options)
 
-  def ungroup(x_BT: jax.Array) -> jax.Array:
-    return masked.masked(x_BT.reshape(P, G, T), batch.mask_PGT)
+  def in_rows(x_PM: jax.Array) -> jax.Array:
+    x_PC = x_PM if targets is None else model.unpack(x_PM, targets)
+    return masked.masked(x_PC.reshape(P, G, T), batch.mask_PGT)
 
-  return jax.tree.map(ungroup, stats).replace(routing=routing)
+  return jax.tree.map(in_rows, stats).replace(routing=routing)
 
 
 def token_stats(
@@ -152,11 +156,15 @@ def in_micro_batches(function: Callable[[Batch], Any], batch: Batch, size: int) 
 
   It is for results without a gradient.
   """
+  batch, order_P = sorted_by_tokens(batch, size)
 
   def join(x: jax.Array) -> jax.Array:
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+    x = x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+    return x if order_P is None else x[jnp.argsort(order_P)]
 
-  return jax.tree.map(join, jax.lax.map(function, split_batch(batch, size)))
+  parts = split_batch(batch, size)
+  of_part = functools.partial(with_fewest_slots, function)
+  return jax.tree.map(join, jax.lax.map(of_part, parts))
 
 
 def whole_batch_stats(

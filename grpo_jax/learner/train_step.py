@@ -16,6 +16,7 @@ from grpo_jax.algo.balance import balance_metrics
 from grpo_jax.algo.metrics import Metrics
 from grpo_jax.algo.settings import Algo
 from grpo_jax.learner.objectives import Objective, PartReport
+from grpo_jax.learner.packed import sorted_by_tokens, with_fewest_slots
 from grpo_jax.learner.token_stats import split_batch
 from grpo_jax.types import Batch, TrainState
 
@@ -111,10 +112,11 @@ def _accumulate_gradients(
     return grads, loss, report
 
   def add(total: tuple, part: Batch) -> tuple[tuple, None]:
-    grads, loss, report = part_of(part)
+    grads, loss, report = with_fewest_slots(part_of, part)
     sums = jax.tree.map(jnp.add, total[:3], (grads, loss, report.routing))
     return (*sums, metrics.merge(total[3], report.metrics)), None
 
+  batch, _ = sorted_by_tokens(batch, rule.micro_batch)
   parts = split_batch(batch, rule.micro_batch)
   shapes = jax.eval_shape(part_of, jax.tree.map(lambda x: x[0], parts))
   grads, loss, report = shapes

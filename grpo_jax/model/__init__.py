@@ -5,7 +5,15 @@ hidden states). `score` takes the place of `unembed` in a reward model. `load` a
 write Hugging Face folders. `init_adapters`, `join` and their neighbours add LoRA adapters.
 """
 
-from grpo_jax.model.attention import Groups
+from grpo_jax.model.attention import (
+  Groups,
+  Packing,
+  attention_of,
+  make_packing,
+  move,
+  pack,
+  unpack,
+)
 from grpo_jax.model.cache import Cache, Prefix, empty, grow, share
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
 from grpo_jax.model.family import SCORERS
@@ -33,8 +41,10 @@ __all__ = [
   "Groups",
   "Lora",
   "ModelConfig",
+  "Packing",
   "Params",
   "Prefix",
+  "attention_of",
   "base_of",
   "check_adapters",
   "empty",
@@ -52,11 +62,15 @@ __all__ = [
   "load_config",
   "load_lora",
   "quantised",
+  "make_packing",
+  "move",
+  "pack",
   "per_layer",
   "save",
   "save_adapters",
   "score",
   "share",
   "unembed",
+  "unpack",
   "unrolled",
 ]

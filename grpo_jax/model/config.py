@@ -76,6 +76,7 @@ class ModelConfig:
     stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
 
     dtype: The dtype of the computation. Master weights are float32.
+    attention: A name in `attention.ATTENTION`, or "auto" for the best one of the platform.
     length: An upper bound on the tokens of a text in this computation, or 0 if it is not known. If
       it is known, the angles of the rotary embedding come from a table.
     unrolled: The arrays of each layer are apart, instead of stacked with those of other layers.
@@ -121,6 +122,7 @@ class ModelConfig:
   stop_ids: tuple[int, ...] = ()
   # How the model is computed:
   dtype: str = "float32"
+  attention: str = "auto"
   length: int = 0
   unrolled: bool = False
   lora: Lora | None = None

@@ -75,7 +75,8 @@ class Run:
     with told_if_slow(f"laying out {shape.num_layers} layers"):
       self.parameters = Parameters(local, shape, self.mesh, progress)
     check_memory(self.parameters.abstract_policy, self.mesh)
-    self.remarks = _remarks(config, local)
+    remark = model.attention_of(self.parameters.model)[1]
+    self.remarks = (*_remarks(config, local), *([remark] if remark else []))
     self.hosts = Hosts(self.mesh)
     _check_length(config, shape)
     _check_stop_ids(config, shape)
@@ -193,7 +194,9 @@ def _model_shape(
       tie_embeddings=shaped.tie_embeddings,
     )
   stop_ids = tuple(dict.fromkeys((*tokens.stop_ids, *shape.stop_ids)))
-  return dataclasses.replace(shape, stop_ids=stop_ids, dtype=shaped.dtype)
+  return dataclasses.replace(
+    shape, stop_ids=stop_ids, dtype=shaped.dtype, attention=shaped.attention
+  )
 
 
 def _check_experts(config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh) -> None:

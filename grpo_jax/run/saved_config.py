@@ -18,6 +18,7 @@ _MAY_DIFFER = (
   "log.",
   "mesh.",
   "learner.remat",
+  "model.attention",
   "learner.logprob_chunk",
   "learner.max_skipped_updates",
   "batch.micro_batch",

@@ -110,9 +110,7 @@ class StateStore:
     if not self._has_warm_start:
       return self._run.initial_reference()
     parameters = self._run.parameters
-    return restore_tree(
-      self._reference_path, parameters.abstract_reference, parameters.layers_of
-    )
+    return restore_tree(self._reference_path, parameters.abstract_reference, parameters.layers_of)
 
   def _abstract(self) -> dict[str, Any]:
     abstract = self._run.programs.abstract_state

@@ -1,0 +1,95 @@
+"""Computes as many tokens as the loss has: packs completions, and sorts groups by their tokens.
+
+The slots in which a group's tokens are computed are a shape, so there are only a few sizes, and the
+program is compiled for each of them. Which one a micro-batch takes is decided on the devices.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.types import Batch
+
+_SIZES = 4
+_FEWEST_SLOTS = 128
+
+
+def lengths(mask_PGT: jax.Array) -> jax.Array:
+  """int32 [P, G]: how many tokens of each completion there are up to the last one in the loss."""
+  ends = jnp.arange(1, mask_PGT.shape[-1] + 1)
+  return jnp.where(mask_PGT != 0, ends, 0).max(-1)
+
+
+def slot_sizes(completions: int, tokens: int) -> list[int | None]:
+  """The numbers of slots that G completions of T tokens can be computed in, ascending.
+
+  None, the last one, means rows of T. It suits groups whose completions are all long.
+  """
+  full = completions * (tokens - 1)  # a row's last token predicts nothing
+  sizes: list[int | None] = [None]
+  size = full
+  while len(sizes) < _SIZES and size // 2 >= _FEWEST_SLOTS:
+    size = -(-size // 2)
+    sizes.append(size)
+  return sizes[::-1]
+
+
+def with_fewest_slots(function: Callable[[Batch], Any], batch: Batch) -> Any:
+  """function(batch) with as few slots as hold the tokens of the loss.
+
+  The function must not be differentiated: all sizes would keep their activations.
+  """
+  _, G, T = batch.completions_PGT.shape
+  sizes = slot_sizes(G, T)
+  branches = [functools.partial(_with_slots, function, size) for size in sizes]
+  if len(branches) == 1:
+    return branches[0](batch)
+  return jax.lax.switch(_size_index(batch.mask_PGT, sizes), branches, batch)
+
+
+def _with_slots(function: Callable[[Batch], Any], slots: int | None, batch: Batch) -> Any:
+  return function(batch.replace(slots=slots))
+
+
+def _size_index(mask_PGT: jax.Array, sizes: list[int | None]) -> jax.Array:
+  """Which of the sizes is the smallest one that holds each group's tokens."""
+  needed = _inputs(lengths(mask_PGT)).sum(1).max()
+  return (needed > jnp.array(sizes[:-1])).sum()
+
+
+def _inputs(lengths_PG: jax.Array) -> jax.Array:
+  """How many tokens of each completion predict another one."""
+  return jnp.maximum(lengths_PG - 1, 0)
+
+
+def computed_tokens(batch: Batch) -> jax.Array:
+  """How many tokens `with_fewest_slots` computes, prompts with their padding included."""
+  P, G, T = batch.completions_PGT.shape
+  sizes = slot_sizes(G, T)
+  counts = jnp.array([G * (T - 1) if size is None else size for size in sizes])
+  slots = counts[_size_index(batch.mask_PGT, sizes)] if len(sizes) > 1 else counts[0]
+  return P * (batch.prompts_PS.shape[1] + slots)
+
+
+def real_tokens(batch: Batch) -> jax.Array:
+  """How many tokens a computation without padding would take."""
+  return batch.prompt_lengths_P.sum() + _inputs(lengths(batch.mask_PGT)).sum()
+
+
+def sorted_by_tokens(batch: Batch, micro_batch: int) -> tuple[Batch, jax.Array | None]:
+  """The batch in an order in which `split_batch` puts groups with equally many tokens together.
+
+  Returns:
+    The batch, and where each of its prompts was. None if the order does not matter.
+  """
+  P, G, T = batch.completions_PGT.shape
+  parts = P // (micro_batch or P)
+  if parts == 1 or micro_batch == 1 or len(slot_sizes(G, T)) == 1:
+    return batch, None
+  order_P = jnp.argsort(lengths(batch.mask_PGT).sum(1))
+  # Part m takes the prompts m, m + parts, m + 2 parts, ...
+  order_P = order_P.reshape(parts, micro_batch).T.ravel()
+  return jax.tree.map(lambda x: x[order_P], batch), order_P

@@ -1,0 +1,83 @@
+"""Groups of prompts and completions as the layers see them, with completions packed or in rows."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model import layers
+from grpo_jax.model.attention.choose import ATTENTION, choose
+from grpo_jax.model.attention.packing import Packing, pack, unpack
+from grpo_jax.model.attention.view import View
+from grpo_jax.model.config import ModelConfig
+
+
+class Groups(NamedTuple):
+  """Where the tokens of each group lie: S slots for its prompt, then those of its completions.
+
+  Attributes:
+    lengths_P: int32, how many tokens each prompt has. It is right-padded to S.
+    prompt_slots: S.
+    completions: G. 0 where there are only prompts.
+    slots: T, the slots of each completion.
+    packing: Where the completions' tokens lie in a stream of N slots. None means in G rows of T.
+  """
+
+  lengths_P: jax.Array
+  prompt_slots: int
+  completions: int = 0
+  slots: int = 0
+  packing: Packing | None = None
+
+  @property
+  def positions(self) -> jax.Array:
+    """int32 [P, S + N] or [P, S + G * T], the position of each token in its text."""
+    P = len(self.lengths_P)
+    prompt_PS = jnp.broadcast_to(jnp.arange(self.prompt_slots), (P, self.prompt_slots))
+    place_PC = jnp.broadcast_to(jnp.arange(self.slots), (P, self.completions, self.slots))
+    place_PC = place_PC.reshape(P, self.completions * self.slots)
+    if self.packing is not None:
+      place_PC = pack(place_PC, self.packing)
+    return jnp.concatenate([prompt_PS, self.lengths_P[:, None] + place_PC], 1)
+
+
+def in_groups(
+  config: ModelConfig, groups: Groups, keep: bool = False
+) -> Callable[[int], layers.Attend]:
+  """window -> attention of the tokens of groups. With `keep`, it returns their keys and values."""
+  S = groups.prompt_slots
+  attend = ATTENTION[attention_of(config)[0]]
+
+  def rows_of(x_PNHE: jax.Array) -> jax.Array:
+    """Prompts and completions with the completions in rows."""
+    if groups.packing is None:
+      return x_PNHE
+    return jnp.concatenate([x_PNHE[:, :S], unpack(x_PNHE[:, S:], groups.packing)], 1)
+
+  def stream_of(x_PNHE: jax.Array) -> jax.Array:
+    """The inverse of `rows_of`."""
+    if groups.packing is None:
+      return x_PNHE
+    return jnp.concatenate([x_PNHE[:, :S], pack(x_PNHE[:, S:], groups.packing)], 1)
+
+  def attend_of(window: int) -> layers.Attend:
+    view = View(S, groups.completions, groups.slots, window, config.attention_cap, config.rows)
+
+    def attend_in_groups(
+      q_PNHE: jax.Array, k_PNKE: jax.Array, v_PNKE: jax.Array, memory: None
+    ) -> tuple[jax.Array, Any]:
+      del memory
+      q, k, v = (rows_of(x) for x in (q_PNHE, k_PNKE, v_PNKE))
+      out_PNHE = stream_of(attend(q, k, v, groups.lengths_P, view))
+      return out_PNHE, ((k_PNKE, v_PNKE) if keep else None)
+
+    return attend_in_groups
+
+  return attend_of
+
+
+def attention_of(config: ModelConfig) -> tuple[str, str]:
+  """The implementation that computes a model's attention, and a remark as `choose` has it."""
+  platform = config.platform or jax.default_backend()
+  return choose(config.attention, platform, config.dtype, config.head_dim, config.attention_cap)
