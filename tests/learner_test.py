@@ -183,8 +183,8 @@ def test_whole_logits_never_exist(params):
   big = model.init(jax.random.key(0), config)
   objective = grpo(config=config, learner=Learner(logprob_chunk=192))
   text = lowered_gradient(objective, batch, big).as_text()
-  assert "192x1x997xf32" in text  # a chunk: one token of each row
-  assert "192x5x997" not in text and "960x997" not in text and "5x192x1x997" not in text
+  assert "64x3x997xf32" in text  # a chunk: three tokens of each group
+  assert "64x15x997" not in text and "960x997" not in text and "5x64x3x997" not in text
 
 
 def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
@@ -237,7 +237,9 @@ def test_padding_changes_nothing(params):
     ref_logprobs_PGT=wide(batch.ref_logprobs_PGT, -99.0),
     prompts_PS=jnp.pad(batch.prompts_PS, ((0, 0), (0, 3)), constant_values=9),
   )
-  assert_close(step(params, batch), step(params, padded), atol=1e-5)
+  (state, metrics), (padded_state, padded_metrics) = step(params, batch), step(params, padded)
+  assert padded_metrics.pop("perf/padding") > metrics.pop("perf/padding") >= 1
+  assert_close((state, metrics), (padded_state, padded_metrics), atol=1e-5)
 
 
 def test_prompts_and_members_can_be_permuted(params):

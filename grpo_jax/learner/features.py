@@ -29,7 +29,7 @@ def completion_features(
     Hidden states [P, M, D] of the tokens that are predicted, M = G * T, or packed as `packings`
     says where `batch.slots` is set; and the routing of each group, [P, ...], or None for a model
     without experts. The routing counts a group's prompt once, if any of the group's tokens is in
-    the loss, and the completion tokens of the loss except the last, which predict nothing.
+    the loss, and a completion's tokens of the loss except the last one, which predicts nothing.
   """
   P, G, T = batch.completions_PGT.shape
   S = batch.prompts_PS.shape[1]
@@ -37,7 +37,7 @@ def completion_features(
   inputs = targets = None
   if batch.slots is not None:
     inputs, targets = packings(batch)
-  groups = model.Groups(batch.prompt_lengths_P, S, G, T - 1, inputs)
+  groups = model.Groups(batch.prompt_lengths_P, S, G if T > 1 else 0, T - 1, inputs)
 
   def join(prompt_PS: jax.Array, completion_PGT: jax.Array) -> jax.Array:
     rest_PN = completion_PGT[..., :-1].reshape(P, G * (T - 1))
@@ -47,9 +47,10 @@ def completion_features(
 
   learns_P = (batch.mask_PGT != 0).any((1, 2))
   is_prompt_PS = jnp.arange(S) < batch.prompt_lengths_P[:, None]
-  counted_PN = join(is_prompt_PS & learns_P[:, None], batch.mask_PGT != 0)
+  predicts_PGT = jnp.arange(T) < lengths(batch.mask_PGT)[..., None] - 1
+  counted_PN = join(is_prompt_PS & learns_P[:, None], (batch.mask_PGT != 0) & predicts_PGT)
   if inputs is not None:
-    counted_PN = counted_PN.at[:, S:].multiply(inputs.token_PN >= 0)
+    counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
   tokens_PN = join(batch.prompts_PS, batch.completions_PGT)
   hidden_PND, routing = model.group_features(params, config, tokens_PN, groups, counted_PN, remat)
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
@@ -58,7 +59,9 @@ def completion_features(
     return _shifted(hidden_PND[:, S:], last_P1D, inputs, targets, T), routing
   first_PG1D = jnp.broadcast_to(last_P1D[:, None], (P, G, 1, hidden_PND.shape[-1]))
   rest_PGTD = hidden_PND[:, S:].reshape(P, G, T - 1, hidden_PND.shape[-1])
-  return jnp.concatenate([first_PG1D, rest_PGTD], axis=2).reshape(P, G * T, hidden_PND.shape[-1]), routing
+  return jnp.concatenate([first_PG1D, rest_PGTD], axis=2).reshape(
+    P, G * T, hidden_PND.shape[-1]
+  ), routing
 
 
 def packings(batch: Batch) -> tuple[model.Packing, model.Packing]:

@@ -16,7 +16,12 @@ from grpo_jax.algo.balance import balance_metrics
 from grpo_jax.algo.metrics import Metrics
 from grpo_jax.algo.settings import Algo
 from grpo_jax.learner.objectives import Objective, PartReport
-from grpo_jax.learner.packed import sorted_by_tokens, with_fewest_slots
+from grpo_jax.learner.packed import (
+  computed_tokens,
+  real_tokens,
+  sorted_by_tokens,
+  with_fewest_slots,
+)
 from grpo_jax.learner.token_stats import split_batch
 from grpo_jax.types import Batch, TrainState
 
@@ -72,12 +77,13 @@ def train_step(
   policy = objective.join(state.params, base)
   batch = objective.prepare(policy, batch, rule.micro_batch)
   grads, loss, report = _accumulate_gradients(state, base, reference, batch, rule)
-  tokens = masked.count(batch.mask_PGT)
+  tokens, parts = masked.count(batch.mask_PGT), _in_parts(batch, rule.micro_batch)
   grad_norm = optax.tree.norm(grads)
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
   next_state = _apply(state, grads, report.metrics, batch, rule)
   next_state = _where(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
-  return next_state, _metrics(loss, grad_norm, is_finite, tokens, report)
+  measured = _metrics(loss, grad_norm, is_finite, tokens, report)
+  return next_state, measured | {"perf/padding": _padding(parts)}
 
 
 def sync_reference(reference: Any, params: Any, mixup: float) -> Any:
@@ -116,8 +122,7 @@ def _accumulate_gradients(
     sums = jax.tree.map(jnp.add, total[:3], (grads, loss, report.routing))
     return (*sums, metrics.merge(total[3], report.metrics)), None
 
-  batch, _ = sorted_by_tokens(batch, rule.micro_batch)
-  parts = split_batch(batch, rule.micro_batch)
+  parts = _in_parts(batch, rule.micro_batch)
   shapes = jax.eval_shape(part_of, jax.tree.map(lambda x: x[0], parts))
   grads, loss, report = shapes
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, loss, report.routing))
@@ -136,6 +141,17 @@ def _apply(
     opt_state=opt_state,
     coefs=rule.objective.adapt(state.coefs, measured, P * G),
   )
+
+
+def _in_parts(batch: Batch, micro_batch: int) -> Batch:
+  """The micro-batches of a batch: arrays [parts, micro_batch, ...]."""
+  return split_batch(sorted_by_tokens(batch, micro_batch)[0], micro_batch)
+
+
+def _padding(parts: Batch) -> metrics.Metric:
+  """How many tokens the layers compute for each token that there is."""
+  real = jax.vmap(real_tokens)(parts).sum()
+  return metrics.weighted(jax.vmap(computed_tokens)(parts).sum() / real, real)
 
 
 def _where(condition: jax.Array, first: Any, second: Any) -> Any:

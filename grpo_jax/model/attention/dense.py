@@ -1,5 +1,7 @@
 """Attention with whole matrices of scores: the fastest on a CPU, and quadratic in memory."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -40,6 +42,53 @@ def attend(
   q_PKGRTE = q_PKRGTE.swapaxes(2, 3)
   out = layers.attend(q_PKGRTE, own, _causal(T, view.reach), prefix, sees_prompt, view.cap)
   rest_PNHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G * T, H, E)
+  return jnp.concatenate([out_PSHE, rest_PNHE], axis=1)
+
+
+def attend_packed(
+  q_PNHE: jax.Array,
+  k_PNKE: jax.Array,
+  v_PNKE: jax.Array,
+  prompt_lengths_P: jax.Array,
+  token_PN: jax.Array,
+  view: View,
+) -> jax.Array:
+  """The same for completions that lie one after another in a stream of N - S slots.
+
+  Its scores are [N, N] for each group, where those of rows are [G, T, T].
+
+  Args:
+    q_PNHE: This and the next three parameters are as in `view.Attend`.
+    k_PNKE: Keys.
+    v_PNKE: Values.
+    prompt_lengths_P: int32.
+    token_PN: int32 [P, N - S], which token g * T + t lies in each slot of the stream, or -1.
+    view: What tokens see of each other.
+  """
+  P, N, H, E = q_PNHE.shape
+  K, S = k_PNKE.shape[2], view.prompt_slots
+  row_PN, place_PN = jnp.divmod(token_PN, view.slots)
+  back_PNN = place_PN[:, :, None] - place_PN[:, None]
+  sees = (row_PN[:, :, None] == row_PN[:, None]) & (back_PNN >= 0)
+  slots_S, lengths_P11 = jnp.arange(S), prompt_lengths_P[:, None, None]
+  sees_prompt = slots_S < lengths_P11
+  if view.reach:
+    sees &= back_PNN < view.reach
+    sees_prompt &= lengths_P11 + place_PN[..., None] - slots_S < view.reach
+  prompts = dataclasses.replace(view, completions=0)
+  prompt_qkv = (x[:, :S] for x in (q_PNHE, k_PNKE, v_PNKE))
+  out_PSHE = attend(*prompt_qkv, prompt_lengths_P, dataclasses.replace(prompts, window=view.reach))
+
+  def as_row(x_PNKE: jax.Array) -> jax.Array:
+    return x_PNKE.transpose(0, 2, 1, 3)[:, :, None]
+
+  q_PK1RNE = q_PNHE[:, S:].reshape(P, N - S, K, H // K, E).transpose(0, 2, 3, 1, 4)[:, :, None]
+  own = as_row(k_PNKE[:, S:]), as_row(v_PNKE[:, S:])
+  prefix = as_row(k_PNKE[:, :S])[:, :, 0], as_row(v_PNKE[:, :S])[:, :, 0]
+  out = layers.attend(
+    q_PK1RNE, own, sees[:, None, None, None], prefix, sees_prompt[:, None, None, None], view.cap
+  )
+  rest_PNHE = out[:, :, 0].transpose(0, 3, 1, 2, 4).reshape(P, N - S, H, E)
   return jnp.concatenate([out_PSHE, rest_PNHE], axis=1)
 
 

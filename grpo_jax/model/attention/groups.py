@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model import layers
+from grpo_jax.model.attention import dense
 from grpo_jax.model.attention.choose import ATTENTION, choose
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
@@ -47,7 +48,14 @@ def in_groups(
 ) -> Callable[[int], layers.Attend]:
   """window -> attention of the tokens of groups. With `keep`, it returns their keys and values."""
   S = groups.prompt_slots
-  attend = ATTENTION[attention_of(config)[0]]
+  name = attention_of(config)[0]
+  attend = ATTENTION[name]
+  # Where few tokens are left, whole scores of the stream are fewer than those of the rows.
+  is_stream = (
+    name == "dense"
+    and groups.packing is not None
+    and groups.packing.token_PN.shape[1] <= 2 * groups.slots
+  )
 
   def rows_of(x_PNHE: jax.Array) -> jax.Array:
     """Prompts and completions with the completions in rows."""
@@ -68,6 +76,10 @@ def in_groups(
       q_PNHE: jax.Array, k_PNKE: jax.Array, v_PNKE: jax.Array, memory: None
     ) -> tuple[jax.Array, Any]:
       del memory
+      if is_stream:
+        token_PN = groups.packing.token_PN
+        out_PNHE = dense.attend_packed(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, token_PN, view)
+        return out_PNHE, None
       q, k, v = (rows_of(x) for x in (q_PNHE, k_PNKE, v_PNKE))
       out_PNHE = stream_of(attend(q, k, v, groups.lengths_P, view))
       return out_PNHE, ((k_PNKE, v_PNKE) if keep else None)

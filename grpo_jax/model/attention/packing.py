@@ -54,7 +54,7 @@ def unpack(x_PN: jax.Array, packing: Packing) -> jax.Array:
 
 def _used(packing: Packing) -> jax.Array:
   """[P, G * T]: the slot of each token, or -1 where it is not in the stream."""
-  token_PN, slot_PC = packing
+  slot_PC, token_PN = packing
   back_PC = jnp.take_along_axis(token_PN, slot_PC, 1)
   return jnp.where(back_PC == jnp.arange(slot_PC.shape[1]), slot_PC, -1)
 
