@@ -112,6 +112,20 @@ class Parameters:
     trained = self._converted(trained)
     return trained if self.model.lora is None else model.join(self._sampling_base, trained)
 
+  def abstract_for_sampling(self, abstract: Any) -> Any:
+    """Shapes and shardings of parameters as they are sampled from.
+
+    `abstract` itself, if they are sampled from as they are.
+    """
+    if self._can_be_sampled_from(abstract):
+      return abstract
+    places = sharding.param_specs(abstract, self._mesh, self._config.sampling.layout)
+
+    def convert(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape, self.sampling_dtype(x), sharding=where)
+
+    return jax.tree.map(convert, abstract, places)
+
   def sampling_dtype(self, x: Any) -> Any:
     """The dtype in which a parameter is sampled from.
 
@@ -127,10 +141,11 @@ class Parameters:
     return self._converted(self.base)
 
   def _converted(self, params: Any) -> Any:
+    return params if self._can_be_sampled_from(params) else self._convert(params)
+
+  def _can_be_sampled_from(self, params: Any) -> bool:
     has_dtype = all(x.dtype == self.sampling_dtype(x) for x in jax.tree.leaves(params))
-    if has_dtype and self._config.sampling.layout == "train":
-      return params
-    return self._convert(params)
+    return has_dtype and self._config.sampling.layout == "train"
 
   @functools.cached_property
   def _convert(self) -> Callable[[Any], Any]:
