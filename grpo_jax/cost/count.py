@@ -181,7 +181,7 @@ def _start(loop: Instruction, computation: Computation, condition: Computation) 
 
 
 def _changed(body: Computation) -> float:
-  """The bytes of what a loop carries, without what each round hands on as it got it."""
+  """The bytes of main memory that a loop carries, without what each round hands on unchanged."""
   (argument,) = body.parameters.values()
   total = 0.0
   for position, name in enumerate(body.root.operands):
@@ -191,5 +191,5 @@ def _changed(body: Computation) -> float:
       and result.operands == (argument.name,)
       and result.attribute(r"index=(\d+)") == str(position)
     )
-    total += 0 if is_handed_on else result.bytes
+    total += 0 if is_handed_on else result.main_bytes
   return total
