@@ -214,3 +214,74 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   result = count(text.replace("{COST}", estimate))
   assert (result.whole.flops, result.whole.memory_bytes) == (1000, 500 + 64)
   assert result.notes == ("the operations of unknown are not counted: it does not declare them",)
+
+
+# How the compiler for TPUs writes a loop of 5 rounds, an all-gather that goes on during a product,
+# and a reduce-scatter.
+ON_A_TPU = """HloModule m, num_partitions=4
+%body (b: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %b = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %x = f32[8]{0} get-tuple-element(%b), index=1
+  %next = f32[8]{0} negate(%x)
+  ROOT %t = (s32[], f32[8]{0}) tuple(%i, %next)
+}
+%condition (c: (s32[], f32[8])) -> pred[] {
+  %c = (s32[], f32[8]{0}) parameter(0)
+  %end = s32[]{:T(128)} constant(7)
+  %j = s32[] get-tuple-element(%c), index=0
+  ROOT %lt = pred[] compare(%j, %end), direction=LT
+}
+%start (s: f32[8]) -> (f32[8], f32[32], u32[]) {
+  %s = f32[8]{0} parameter(0)
+  %g1 = f32[32]{0} all-gather(%s), replica_groups=[1,4]<=[4], frontend_attributes={chain_id="0"}
+  ROOT %k1 = (f32[8]{0}, f32[32]{0}, u32[]{:S(2)}) custom-call(%g1), custom_call_target="AsyncCollectiveStart"
+}
+%step (q0: f32[8], q1: f32[32], q2: f32[4,4]) -> (f32[4,4], f32[8], f32[32]) {
+  %q0 = f32[8]{0} parameter(0)
+  %q1 = f32[32]{0} parameter(1)
+  %q2 = f32[4,4]{1,0} parameter(2)
+  %g2 = f32[32]{0} all-gather(%q0), replica_groups=[1,4]<=[4], frontend_attributes={chain_id="0"}
+  %dot = f32[4,4]{1,0} dot(%q2, %q2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t2 = (f32[4,4]{1,0}, f32[8]{0}, f32[32]{0}) tuple(%dot, %q0, %g2)
+}
+%done (r0: f32[8], r1: f32[32]) -> f32[32] {
+  %r0 = f32[8]{0} parameter(0)
+  %r1 = f32[32]{0} parameter(1)
+  %g3 = f32[32]{0} all-gather(%r0), replica_groups=[1,4]<=[4], frontend_attributes={chain_id="0"}
+  ROOT %k3 = f32[32]{0} custom-call(%r0, %r1, %g3), custom_call_target="AsyncCollectiveDone"
+}
+%all-reduce-scatter.1 (u: f32[32]) -> f32[8] {
+  %u = f32[32]{0} parameter(0)
+  %sum = f32[32]{0} all-reduce(%u), replica_groups=[1,4]<=[4], to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %part = f32[8]{0} dynamic-slice(%sum, %zero), dynamic_slice_sizes={8}
+}
+ENTRY %main (p: f32[8], m: f32[4,4]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %m = f32[4,4]{1,0} parameter(1)
+  %two = s32[] constant(2)
+  %two.copy = s32[] copy(%two)
+  %t0 = (s32[], f32[8]{0}) tuple(%two.copy, %p)
+  %loop = (s32[], f32[8]{0}) while(%t0), condition=%condition, body=%body
+  %x1 = f32[8]{0} get-tuple-element(%loop), index=1
+  %f1 = (f32[8]{0}, f32[32]{0}, u32[]{:S(2)}) fusion(%x1), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, calls=%start
+  %a = f32[8]{0} get-tuple-element(%f1), index=0
+  %b1 = f32[32]{0} get-tuple-element(%f1), index=1
+  %f2 = (f32[4,4]{1,0}, f32[8]{0}, f32[32]{0}) fusion(%a, %b1, %m), kind=kOutput, calls=%step
+  %b2 = f32[32]{0} get-tuple-element(%f2), index=2
+  %f3 = f32[32]{0} fusion(%a, %b2), kind=kCustom, calls=%done
+  ROOT %f4 = f32[8]{0} fusion(%f3), kind=kCustom, calls=%all-reduce-scatter.1
+}"""  # noqa: E501
+
+
+def test_the_ways_of_a_tpu_count_once():
+  whole = count(ON_A_TPU).whole
+  assert whole.flops == 2 * 4**3
+  gather, scatter = 3 / 4 * 4 * 32, 3 / 4 * 4 * 32
+  assert whole.link_bytes == gather + scatter
+  counter = 4 + 4  # its copy before the loop
+  conditions = 5 * (4 + 4 + 1)
+  loop = 5 * 2 * 4 * 8
+  product = 2 * 4 * 16
+  assert whole.memory_bytes == counter + conditions + loop + 4 * (8 + 32) + product + 4 * (32 + 8)

@@ -7,8 +7,10 @@ faster memory on the chip counts nothing.
 """
 
 import math
+import re
 
 from grpo_jax.cost.hlo import Array, Computation, Instruction, Module
+from grpo_jax.cost.links import OPCODES, counts_here
 from grpo_jax.cost.operations import declared
 
 # They move nothing: a name for a part, for several parts, or for what another instruction started.
@@ -84,6 +86,8 @@ def _sliced(source: Instruction, inside: Computation) -> float | None:
   """The bytes of the slices that are read of an array in a fusion, or None if all of it is."""
   total = 0.0
   for user in inside.users[source.name]:
+    if (user.is_root and user.opcode == "tuple") or _is_elsewhere(user, inside):
+      continue  # handed on, which reads nothing
     if user.opcode in _RENAMES:
       further = _sliced(user, inside)
       if further is None:
@@ -101,11 +105,15 @@ def _sliced(source: Instruction, inside: Computation) -> float | None:
 def _written_by_fusion(instruction: Instruction, inside: Computation) -> float:
   """The bytes that a fusion writes."""
   root = inside.root
+  if "AsyncCollectiveDone" in root.attributes:
+    return 0.0  # the fusions before it wrote
   roots = [root]
   if root.opcode == "tuple":
     roots = [inside.operand(root, i) for i in range(len(root.operands))]
   if len(roots) != len(instruction.arrays):
-    return instruction.main_bytes
+    handed_on = instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}")
+    skipped = {int(number) for number in re.findall(r"\{(\d+)\}: ", handed_on)}
+    return sum(x.main_bytes for i, x in enumerate(instruction.arrays) if i not in skipped)
   return sum(_moved(_written(x, inside), (to,)) for x, to in zip(roots, instruction.arrays))
 
 
@@ -114,7 +122,15 @@ def _written(root: Instruction, inside: Computation) -> float:
     root = inside.operand(root, 0)
   if root.opcode in _UPDATES:
     return inside.operand(root, _UPDATES[root.opcode]).bytes
-  return root.bytes
+  is_handed_on = root.opcode == "parameter" or _is_elsewhere(root, inside)
+  return 0.0 if is_handed_on else root.bytes
+
+
+def _is_elsewhere(instruction: Instruction, inside: Computation) -> bool:
+  """Whether it is the part of an asynchronous collective that another fusion counts."""
+  if "AsyncCollectiveDone" in instruction.attributes:
+    return True
+  return instruction.opcode in OPCODES and not counts_here(instruction, inside)
 
 
 def _moved(size: float, arrays: tuple[Array, ...]) -> float:
