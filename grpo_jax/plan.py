@@ -61,7 +61,8 @@ def plan(run: Run, topology: str) -> None:
   device, count = run.mesh.devices.flat[0], run.mesh.size
   chip, memory = chip_of(device), memory_of(device)
   size = "unknown memory" if memory is None else f"{memory / 1e9:,.2f} GB for programs"
-  print(f"{device.device_kind}, {count} of {topology}: {size} on each; {run.parameters.describe()}")
+  print(f"{device.device_kind}, {count} of {topology}: {size} on each")
+  print(run.parameters.describe())
   phases: list[Phase] = []
   for program in programs(run):
     with told_if_slow(f"compiling {program.name}"):
@@ -69,7 +70,7 @@ def plan(run: Run, topology: str) -> None:
   tables = (
     plan_table.memory_table(phases),
     plan_table.work_table(phases, chip),
-    plan_table.token_lines(phases, chip),
+    [*plan_table.token_lines(phases, chip), *plan_table.step_lines(phases, chip)],
     plan_table.notes(phases),
     [plan_table.verdict(phases, memory)],
   )

@@ -29,7 +29,7 @@ def memory_table(phases: Sequence[Phase]) -> list[str]:
 def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
   """What one device does in one run of each program, and the time that takes at least."""
   header = ["one run", "a step", "TFLOP", "memory GB", "links GB"]
-  header += ["compute s", "memory s", "links s", "bound by", "compiled in s"]
+  header += ["compute s", "memory s", "links s", "limit", "compile s"]
   rows = [header]
   for phase in phases:
     seconds = _number(phase.compile_seconds, 1)
@@ -67,6 +67,17 @@ def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
       line += f": at least {limits[slowest] * 1e3:,.2f} ms ({slowest})"
     lines.append(line)
   return lines
+
+
+def step_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
+  """The time that a step takes at least, where the chip is known and everything was compiled."""
+  if chip is None or any(phase.failure for phase in phases):
+    return []
+  seconds = 0.0
+  for phase in phases:
+    if phase.runs.isdecimal():  # others do not run in every step
+      seconds += int(phase.runs) * max(seconds_by_limit(phase.counted.whole, chip).values())
+  return [f"a step without evaluation takes at least {seconds:,.2f} s"]
 
 
 def notes(phases: Sequence[Phase]) -> list[str]:
