@@ -37,16 +37,12 @@ def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
       rows.append([phase.name, phase.runs, *[_UNKNOWN] * 7, seconds])
       continue
     done = phase.counted.whole
-    amounts = (
-      _number(done.flops / 1e12, 3),
-      _number(done.memory_bytes / 1e9),
-      _number(done.link_bytes / 1e9),
-    )
+    amounts = (done.flops / 1e12, done.memory_bytes / 1e9, done.link_bytes / 1e9)
     bounds = [_UNKNOWN] * 4
     if chip is not None:
       limits = seconds_by_limit(done, chip)
-      bounds = [*(_number(x, 3) for x in limits.values()), max(limits, key=limits.__getitem__)]
-    rows.append([phase.name, phase.runs, *amounts, *bounds, seconds])
+      bounds = [*map(_short, limits.values()), max(limits, key=limits.__getitem__)]
+    rows.append([phase.name, phase.runs, *map(_short, amounts), *bounds, seconds])
   return _columns(rows)
 
 
@@ -58,13 +54,13 @@ def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
       continue
     done = phase.counted.open_loops * (1 / phase.tokens)
     line = (
-      f"{phase.name}, each of {phase.tokens} rounds: {done.flops / 1e9:,.2f} GFLOP,"
-      f" {done.memory_bytes / 1e6:,.1f} MB memory, {done.link_bytes / 1e6:,.2f} MB links"
+      f"{phase.name}, each of {phase.tokens} rounds: {_short(done.flops / 1e9)} GFLOP,"
+      f" {_short(done.memory_bytes / 1e6)} MB memory, {_short(done.link_bytes / 1e6)} MB links"
     )
     if chip is not None:
       limits = seconds_by_limit(done, chip)
       slowest = max(limits, key=limits.__getitem__)
-      line += f": at least {limits[slowest] * 1e3:,.2f} ms ({slowest})"
+      line += f": at least {_short(limits[slowest] * 1e3)} ms ({slowest})"
     lines.append(line)
   return lines
 
@@ -77,7 +73,7 @@ def step_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
   for phase in phases:
     if phase.runs.isdecimal():  # others do not run in every step
       seconds += int(phase.runs) * max(seconds_by_limit(phase.counted.whole, chip).values())
-  return [f"a step without evaluation takes at least {seconds:,.2f} s"]
+  return [f"a step without evaluation takes at least {_short(seconds)} s"]
 
 
 def notes(phases: Sequence[Phase]) -> list[str]:
@@ -110,6 +106,11 @@ def verdict(phases: Sequence[Phase], memory: float | None) -> str:
 
 def _number(value: float, digits: int = 2) -> str:
   return f"{value:,.{digits}f}"
+
+
+def _short(value: float) -> str:
+  """Three digits, and all of those before the point."""
+  return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
