@@ -40,8 +40,10 @@ def devices_of(topology: str, chips: int | None) -> list[Any]:
   Raises:
     ConfigError: There is no such topology, or the compiler for it is not installed.
   """
-  cpu = re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", topology)
-  if cpu:
+  if topology.startswith("cpu"):
+    cpu = re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", topology)
+    if not cpu:
+      raise ConfigError(f"flag --topology={topology}: write cpu:N for N devices of this machine")
     jax.config.update("jax_num_cpu_devices", int(cpu[1] or 1))
     devices = jax.devices("cpu")
   else:

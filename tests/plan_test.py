@@ -183,6 +183,7 @@ def test_the_command_needs_nothing_of_a_model_but_its_config_json(tmp_path):
   "topology,chips,message",
   [
     ("cpu:8", 9, "--chips=9: cpu:8 has 8 chips"),
+    ("cpu:0", None, "--topology=cpu:0: write cpu:N"),
     ("v99:2x2", None, "--topology=v99:2x2"),
   ],
 )
