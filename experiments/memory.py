@@ -4,8 +4,6 @@
     Writes random bfloat16 weights in that shape, as one file of 3.1 GB.
   python experiments/memory.py load FOLDER [DTYPE]
     Loads them as float32 master weights, or as frozen weights of lora.base_dtype=DTYPE.
-  python experiments/memory.py compile FOLDER [DTYPE [TOPOLOGY]]
-    Reports what update and sampler hold on a TPU. Needs jax[tpu], but no TPU.
   python experiments/memory.py step FOLDER DTYPE
     Makes one real step with adapters of rank 32 and a tiny batch.
 
@@ -28,7 +26,6 @@ import time
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 from ml_collections import ConfigDict
 import ml_dtypes
 import numpy as np
@@ -41,7 +38,6 @@ from grpo_jax.data import arithmetic, tokenizer
 from grpo_jax.model import families, huggingface
 from grpo_jax.run.build import Run
 from grpo_jax.train import train
-from grpo_jax.types import Batch
 
 SHAPE = model.ModelConfig(
   vocab_size=151936,
@@ -81,8 +77,8 @@ def make_config(folder: Path, dtype: str, **batch: int) -> ConfigDict:
   return c
 
 
-def make_run(folder: Path, dtype: str, devices: Sequence[Any] | None = None, **batch: int) -> Run:
-  return Run(from_dict(make_config(folder, dtype, **batch).to_dict()), devices=devices)
+def make_run(folder: Path, dtype: str) -> Run:
+  return Run(from_dict(make_config(folder, dtype).to_dict()))
 
 
 def read_from_disk(file: Path) -> float:
@@ -115,76 +111,6 @@ def load(folder: Path, dtype: str = "") -> dict[str, float]:
   }
 
 
-def compile_for_tpu(folder: Path, dtype: str = "", topology: str = "v4:2x2x1") -> dict[str, int]:
-  """What update and sampler hold on one TPU, by its compiler.
-
-  A step has 64 x 8 completions of 512 tokens after prompts of 320. A micro-batch is one prompt.
-  """
-  devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
-  run = make_run(folder, dtype, devices, micro_batch=1)
-  out = {
-    "state": num_bytes(run.programs.abstract_state),
-    "frozen": num_bytes(run.parameters.abstract_base),
-  }
-  for name, lowered in (("update", lower_update(run)), ("sample", lower_sampler(run))):
-    memory = lowered.compile().memory_analysis()
-    out[f"{name}_arguments"] = memory.argument_size_in_bytes
-    out[f"{name}_temporary"] = memory.temp_size_in_bytes
-  return out
-
-
-def lower_update(run: Run) -> Any:
-  """The update of one batch of the run's config, before compilation."""
-  c, place = run.config, run.parameters.model.rows
-  P, G, S, T = c.batch.prompts, c.batch.group_size, c.data.max_prompt_tokens, c.sampling.max_tokens
-
-  def integers(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, "int32", sharding=place)
-
-  def floats(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=place)
-
-  batch = Batch(
-    prompts_PS=integers(P, S),
-    prompt_lengths_P=integers(P),
-    completions_PGT=integers(P, G, T),
-    mask_PGT=floats(P, G, T),
-    temperature_P=floats(P),
-    advantages_PGT=floats(P, G, T),
-    sampler_logprobs_PGT=floats(P, G, T),
-    behavior_logprobs_PGT=floats(P, G, T),
-    ref_logprobs_PGT=floats(P, G, T),
-  )
-  update: Any = run.programs.update
-  reference = None  # the update reads its log-probs from the batch
-  base = run.parameters.abstract_base
-  return update.lower(run.programs.abstract_state, base, reference, batch)
-
-
-def lower_sampler(run: Run) -> Any:
-  """The sampler of the run's config, before compilation, with weights in the sampling dtype."""
-  c, parameters = run.config, run.parameters
-  place = parameters.model.rows
-
-  def integers(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, "int32", sharding=place)
-
-  def converted(x: Any, dtype: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-
-  policy = parameters.abstract_policy
-  weights = jax.tree.map(converted, policy, jax.tree_util.tree_map_with_path(lambda p, x: parameters.sampling_dtype(jax.tree_util.keystr(p, simple=True, separator="/"), x), policy))
-  P, S = c.batch.prompts, c.data.max_prompt_tokens
-  key = jax.eval_shape(lambda: jax.random.key(0))
-  temperature_P = jax.ShapeDtypeStruct((P,), "float32", sharding=place)
-  sampler: Any = run.programs.sampler(c.batch.group_size)
-  return sampler.lower(weights, integers(P, S), integers(P), key, temperature_P)
-
-
-def num_bytes(tree: Any) -> int:
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def step(folder: Path, dtype: str = "") -> dict[str, int]:
   """One real step of 1 x 2 completions of 16 tokens."""
   c = make_config(folder, dtype, prompts=1, group_size=2, micro_batch=1)
@@ -204,7 +130,6 @@ def peak() -> int:
 COMMANDS: dict[str, Callable[..., Any]] = {
   "write": write,
   "load": load,
-  "compile": compile_for_tpu,
   "step": step,
 }
 

@@ -20,6 +20,7 @@ from grpo_jax.patience import told_if_slow
 from grpo_jax.run import cli, lock
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.checks import check_batches
 from grpo_jax.run.collect import Collector
 from grpo_jax.run.ends import Stopped
 from grpo_jax.run.reporter import Reporter, header_lines, last_step
@@ -81,7 +82,7 @@ class Trainer:
     self._config, self._workdir = config, workdir
     self.first_grpo_step, self.last_step = config.warm_start.steps, last_step(config)
     self._run = Run(config, Loading())
-    _check_batches(self._run)
+    check_batches(config, self._run.hosts)
     collector = Collector(self._run)
     stop_request = StopRequest()
     self.reporter = Reporter(self._run, workdir, stop_request.ask)
@@ -191,25 +192,6 @@ class Trainer:
 def _is_deleted(state: RunState) -> bool:
   arrays = jax.tree.leaves(state.train.params)
   return any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays)
-
-
-def _check_batches(run: Run) -> None:
-  """Raises ConfigError for batches that the mesh does not divide."""
-  config = run.config
-  run.hosts.check_rows(
-    {
-      "batch.prompts": config.batch.prompts,
-      "batch.micro_batch": config.batch.micro_batch,
-      "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
-    }
-  )
-  part, rows = config.batch.prompts // config.algo.minibatches, run.hosts.row_shards
-  if part % rows:
-    raise ConfigError(
-      f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts /"
-      f" algo.minibatches = {part} must be a multiple of mesh.data x mesh.fsdp x mesh.expert ="
-      f" {rows}"
-    )
 
 
 def main(argv: list[str]) -> None:

@@ -437,7 +437,7 @@ def test_a_bad_command_ends_in_one_line(finished, broken_model, name):
 
 
 def test_the_other_programs_end_in_one_line_too():
-  programs = ("evaluate", "sample", "export")
+  programs = ("evaluate", "sample", "export", "plan")
   finished = in_parallel(lambda name: run_program(name, "--nosuch=3"), programs)
   for process in finished.values():
     assert error_line(process) == "Unknown command line flag 'nosuch'"

@@ -10,12 +10,12 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = [
   {"settings", "files", "patience", "types", "masked"},
-  {"algo", "plain_values"},
+  {"algo", "cost", "plain_values"},
   {"config"},
   {"model", "sampler", "rewards", "data", "parallel"},
   {"learner"},
   {"run"},
-  {"train", "evaluate", "sample", "export"},
+  {"train", "evaluate", "sample", "export", "plan"},
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
@@ -35,9 +35,9 @@ RUN_FLOORS = [
   {"rollout", "programs", "lock"},
   {"scoring"},
   {"rollout_metrics", "build"},
-  {"collect", "evaluator", "cli"},
-  {"state", "reporter"},
-  {"steps"},
+  {"collect", "evaluator", "cli", "plan_programs"},
+  {"state", "reporter", "plan_phases"},
+  {"steps", "plan_table"},
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -48,6 +48,7 @@ class Run:
     config: Config,
     progress: Progress = no_progress,
     devices: Sequence[jax.Device] | None = None,
+    tokens: tokenizer.Tokenizer | None = None,
   ):
     """Builds the parts.
 
@@ -55,6 +56,7 @@ class Run:
       config: What to build.
       progress: Called with how much of a checkpoint has been read.
       devices: The devices of the mesh. None means all.
+      tokens: The tokenizer. None means the one that the config names.
 
     Raises:
       ConfigError: For a config that cannot be run.
@@ -69,7 +71,7 @@ class Run:
     self.mesh = make_mesh(config.mesh, devices)
     # Read first, so that its errors come before those of a tokenizer.
     loaded = model.load_config(local.model.path) if local.model.path else None
-    self.tokenizer = self._load_tokenizer(local, loaded)
+    self.tokenizer = tokens or self._load_tokenizer(local, loaded)
     shape = _model_shape(local, self.tokenizer, loaded)
     _check_experts(config, shape, self.mesh)
     with told_if_slow(f"laying out {shape.num_layers} layers"):

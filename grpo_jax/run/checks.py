@@ -4,15 +4,15 @@ The range of each setting stands with the setting. Here are the checks between s
 the section `algo` are in `grpo_jax/algo/checks.py`.
 """
 
-from collections.abc import Sequence
 import math
-import os
 from typing import Any
 
 import jax
 
 from grpo_jax.algo.checks import check as check_algo
 from grpo_jax.config import PROJECTIONS, Config
+from grpo_jax.parallel.chips import machine_memory, reported_memory
+from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.settings import LARGEST_INT, ConfigError, check_ranges
 
 
@@ -47,14 +47,33 @@ def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
   )
   if mesh.devices.flat[0].platform == "cpu":  # all its devices lie in the memory of this machine
     needed *= len(mesh.local_devices)
-    memory = 1.0 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory: float | None = machine_memory()
   else:
-    memory = _device_memory(mesh.local_devices)
-  if needed > memory:
+    memory = reported_memory(mesh.local_devices[0]) if mesh.local_devices else None
+  if memory is not None and needed > memory:
     raise ConfigError(
       f"the parameters alone take {needed / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB of"
       " memory: choose a smaller model.path, lower model.embed_dim, model.mlp_dim or"
       " model.num_layers, or split it over more devices with mesh.fsdp"
+    )
+
+
+def check_batches(config: Config, hosts: Hosts) -> None:
+  """Raises ConfigError for batches of training that the mesh does not divide."""
+  hosts.check_rows(
+    {
+      "batch.prompts": config.batch.prompts,
+      "batch.micro_batch": config.batch.micro_batch,
+      "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
+      "eval.batch": config.eval.batch if config.eval.every else 0,
+    }
+  )
+  part, rows = config.batch.prompts // config.algo.minibatches, hosts.row_shards
+  if part % rows:
+    raise ConfigError(
+      f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts /"
+      f" algo.minibatches = {part} must be a multiple of mesh.data x mesh.fsdp x mesh.expert ="
+      f" {rows}"
     )
 
 
@@ -135,15 +154,6 @@ def _check_reference(config: Config) -> None:
     f"a reference that moves by algo.ref_mixup = {algo.ref_mixup} would lose small changes to"
     " rounding; set 'float32', algo.ref_mixup=1 or algo.ref_sync_steps=0",
   )
-
-
-def _device_memory(devices: Sequence[jax.Device]) -> float:
-  """The bytes of one device, infinity if it does not say. One that only compiles has none."""
-  try:
-    stats = devices[0].memory_stats() if devices else None
-  except jax.errors.JaxRuntimeError:
-    stats = None
-  return (stats or {}).get("bytes_limit", math.inf)
 
 
 def _check_sizes(config: Config) -> None:

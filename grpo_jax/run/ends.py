@@ -14,6 +14,7 @@ from grpo_jax.settings import ConfigError, RunFailed
 
 FAILED = 1
 BAD_INPUT = 2
+DOES_NOT_FIT = 3
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 
 _LONGEST_LINE = 1500  # a value that a message quotes may be of any length
@@ -22,6 +23,10 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 class Stopped(Exception):
   """A run was asked to stop before its last step. Its state is saved."""
+
+
+class DoesNotFit(Exception):
+  """A run needs more memory than its devices have. Its plan is printed."""
 
 
 def open_standard_streams() -> None:
@@ -85,6 +90,8 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
     return FAILED, f"error: {_one_line(error)}"
   if isinstance(error, Stopped):
     return STOPPED, ""
+  if isinstance(error, DoesNotFit):
+    return DOES_NOT_FIT, ""
   if isinstance(error, KeyboardInterrupt):
     return 128 + signal.SIGINT, "interrupted"
   if isinstance(error, BrokenPipeError):

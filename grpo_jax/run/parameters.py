@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import model
-from grpo_jax.config import Config, Sampling
+from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.sharding import leaf_path
+from grpo_jax.run.sampling_weights import SamplingWeights, matrix_dtype
 from grpo_jax.settings import ConfigError
 
 Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
@@ -34,6 +35,7 @@ class Parameters:
     model: The model's shape, with its adapters and its place on the mesh.
     abstract: Shapes and shardings of the trained parameters.
     abstract_base: Those of the frozen base, or None without LoRA.
+    sampling: How the sampler reads the parameters.
     abstract_reference: Those of a reference that is a copy of the trained parameters.
   """
 
@@ -50,6 +52,7 @@ class Parameters:
     self._progress = progress
     shardings = sharding.model_shardings(shape, mesh)
     self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
+    self.sampling = SamplingWeights(self.model, config.sampling, mesh)
     init = functools.partial(model.init, config=self.model)
     whole = self._placed(jax.eval_shape(init, jax.random.key(0)))
     self._count = count(whole)
@@ -127,38 +130,12 @@ class Parameters:
 
     The base is converted once and kept.
     """
-    trained = self._converted(trained)
+    trained = self.sampling.convert(trained)
     return trained if self.model.lora is None else model.join(self._sampling_base, trained)
-
-  def sampling_dtype(self, name: str, x: Any) -> Any:
-    """The dtype in which the parameter of this path is sampled from."""
-    return _matrix_dtype(x, x.ndim - model.is_stacked(name), self._config.sampling.dtype)
 
   @functools.cached_property
   def _sampling_base(self) -> Any:
-    return self._converted(self.base)
-
-  def _converted(self, params: Any) -> Any:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    has_dtype = all(x.dtype == self.sampling_dtype(leaf_path(path), x) for path, x in leaves)
-    is_unrolled = sampling_config(self.model, self._config.sampling).unrolled
-    if has_dtype and self._config.sampling.layout == "train" and not is_unrolled:
-      return params
-    return self._convert(params)
-
-  @functools.cached_property
-  def _convert(self) -> Callable[[Any], Any]:
-    def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-      return x.astype(self.sampling_dtype(leaf_path(path), x))
-
-    def convert(params: Any) -> Any:
-      params = jax.tree_util.tree_map_with_path(cast, params)
-      if sampling_config(self.model, self._config.sampling).unrolled:
-        params = model.unrolled(params, self.model)
-      places = sharding.param_specs(params, self._mesh, self._config.sampling.layout)
-      return jax.lax.with_sharding_constraint(params, places)
-
-    return jax.jit(convert)
+    return self.sampling.convert(self.base)
 
   @functools.cached_property
   def _copy_reference(self) -> Callable[[Any], Any]:
@@ -176,7 +153,7 @@ class Parameters:
     del name
     x = x.astype("float32")  # a checkpoint's vectors may be bfloat16
     dtype = "" if self.model.lora is not None else self._config.model.reference_dtype
-    return jnp.copy(x.astype(_matrix_dtype(x, x.ndim, dtype)))
+    return jnp.copy(x.astype(matrix_dtype(x, x.ndim, dtype)))
 
   def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
     """The checkpoint's parameters as `convert` returns them, placed as in `abstract`."""
@@ -207,29 +184,9 @@ class Parameters:
       )
 
 
-def _matrix_dtype(x: Any, ndim: int, dtype: str) -> Any:
-  """The dtype of a parameter whose tree is kept in `dtype`, where '' changes nothing.
-
-  `ndim` are its dimensions without the one of stacked layers.
-
-  Norm scales stay float32, because they are multiplied with in float32. Quantised arrays stay as
-  they are.
-  """
-  is_converted = dtype and ndim > 1 and x.dtype in ("float32", "bfloat16")
-  return dtype if is_converted else x.dtype
-
-
 def count(params: Any) -> int:
   """The number of parameters in a tree."""
   return sum(x.size for x in jax.tree.leaves(params))
-
-
-def sampling_config(shape: model.ModelConfig, sampling: Sampling) -> model.ModelConfig:
-  """The model as it is computed while sampling."""
-  # A CPU copies the part of a stack that a product reads, for every token. The compilers for
-  # accelerators read it in place, and take a time to compile that grows with unrolled layers.
-  unrolled = shape.platform == "cpu"
-  return dataclasses.replace(shape, dtype=sampling.dtype or shape.dtype, unrolled=unrolled)
 
 
 def lora_of(config: Config) -> model.Lora | None:

@@ -16,7 +16,7 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Config, Optimizer
 from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
-from grpo_jax.run.parameters import Parameters, sampling_config
+from grpo_jax.run.parameters import Parameters
 from grpo_jax.run.sampling import Sampler, decoding_of, make_sampler
 from grpo_jax.types import Batch, Completions, Rewards, TrainState
 
@@ -55,7 +55,7 @@ class Programs:
     self, group_size: int, greedy: bool = False, max_tokens: int | None = None
   ) -> Sampler:
     """The sampler of `run/sampling.py`, for the parameters of `Parameters.for_sampling`."""
-    config = sampling_config(self._model, self._config.sampling)
+    config = self._parameters.sampling.model
     decoding = decoding_of(self._config.sampling, config.stop_ids, greedy)
     if max_tokens is not None:
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)

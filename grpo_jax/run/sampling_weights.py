@@ -1,0 +1,79 @@
+"""The parameters as the sampler reads them: in their own dtype, layout and arrangement of layers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from grpo_jax import model
+from grpo_jax.config import Sampling
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.sharding import leaf_path
+
+
+class SamplingWeights:
+  """Converts parameters for the sampler.
+
+  Attributes:
+    model: The model as it is computed while sampling.
+  """
+
+  def __init__(self, shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh):
+    self._trained_model, self._sampling, self._mesh = shape, sampling, mesh
+    self.model = sampling_config(shape, sampling)
+    self._convert = jax.jit(self._converted)
+
+  def convert(self, params: Any) -> Any:
+    """The parameters as they are sampled from: themselves, or a copy."""
+    return params if self.suits(params) else self._convert(params)
+
+  def abstract(self, params: Any) -> Any:
+    """`convert` for shapes and shardings."""
+    if self.suits(params):
+      return params
+    converted = jax.eval_shape(self._in_dtype, params)
+    places = sharding.param_specs(converted, self._mesh, self._sampling.layout)
+
+    def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree.map(place, converted, places)
+
+  def suits(self, params: Any) -> bool:
+    """Whether the parameters can be sampled from as they are."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    has_dtype = all(x.dtype == self._dtype(leaf_path(path), x) for path, x in leaves)
+    return has_dtype and self._sampling.layout == "train" and not self.model.unrolled
+
+  def _dtype(self, name: str, x: Any) -> Any:
+    return matrix_dtype(x, x.ndim - model.is_stacked(name), self._sampling.dtype)
+
+  def _in_dtype(self, params: Any) -> Any:
+    def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+      return x.astype(self._dtype(leaf_path(path), x))
+
+    params = jax.tree_util.tree_map_with_path(cast, params)
+    return model.unrolled(params, self._trained_model) if self.model.unrolled else params
+
+  def _converted(self, params: Any) -> Any:
+    params = self._in_dtype(params)
+    places = sharding.param_specs(params, self._mesh, self._sampling.layout)
+    return jax.lax.with_sharding_constraint(params, places)
+
+
+def sampling_config(shape: model.ModelConfig, sampling: Sampling) -> model.ModelConfig:
+  """The model as it is computed while sampling."""
+  # A CPU copies the part of a stack that a product reads, for every token. The compilers for
+  # accelerators read it in place, and the time that they take grows with unrolled layers.
+  unrolled = shape.platform == "cpu"
+  return dataclasses.replace(shape, dtype=sampling.dtype or shape.dtype, unrolled=unrolled)
+
+
+def matrix_dtype(x: Any, ndim: int, dtype: str) -> Any:
+  """The dtype of a parameter whose tree is kept in `dtype`, where '' changes nothing.
+
+  Norm scales stay float32, because they are multiplied with in float32. Quantised arrays stay as
+  they are. `ndim` are the dimensions without the one of stacked layers.
+  """
+  is_converted = dtype and ndim > 1 and x.dtype in ("float32", "bfloat16")
+  return dtype if is_converted else x.dtype

@@ -1,0 +1,245 @@
+"""`python -m grpo_jax.plan`: what it predicts, against formulas and runs on this machine's CPU."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from small_run import small_config, small_run, with_section
+
+from grpo_jax import plan
+from grpo_jax.parallel import chips
+from grpo_jax.run import ends, plan_table
+from grpo_jax.run.parameters import count
+from grpo_jax.run.plan_phases import compiled, decode_rounds
+from grpo_jax.run.plan_programs import programs, shape_alone
+from grpo_jax.sampler.decode import capacities
+from grpo_jax.settings import ConfigError
+
+ROOT = Path(__file__).parents[1]
+P, G, S, T = 4, 4, 32, 33
+D, L, H, K, E, F = 64, 2, 4, 2, 16, 256
+QWEN2 = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "model_type": "qwen2",
+  "vocab_size": 300,
+  "hidden_size": 32,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 2,
+  "num_key_value_heads": 1,
+  "intermediate_size": 64,
+  "tie_word_embeddings": True,
+  "rope_theta": 1e6,
+  "max_position_embeddings": 128,
+  "rms_norm_eps": 1e-6,
+  "eos_token_id": 299,
+  "hidden_act": "silu",
+}
+
+
+def config_of_all_phases():
+  config = with_section(
+    small_config(),
+    "model",
+    embed_dim=D,
+    num_layers=L,
+    num_heads=H,
+    num_kv_heads=K,
+    head_dim=E,
+    mlp_dim=F,
+  )
+  config = with_section(config, "batch", prompts=P, group_size=G, micro_batch=2)
+  config = with_section(config, "sampling", max_tokens=T, dtype="bfloat16")
+  config = with_section(config, "data", max_prompt_tokens=S)
+  return with_section(config, "eval", every=5, examples=8, batch=4)
+
+
+@pytest.fixture(scope="module")
+def run():
+  return small_run(config_of_all_phases())
+
+
+@pytest.fixture(scope="module")
+def phases(run):
+  return {program.name: compiled(program) for program in programs(run)}
+
+
+def forward_flops(vocabulary, rows, new, seen, logits):
+  """One pass of `rows` rows over `new` tokens that attend to `seen` tokens; then logits."""
+  per_layer = D * E * (2 * H + 2 * K) + 3 * D * F
+  attention = 4 * H * E * seen
+  return rows * new * L * (2 * per_layer + attention) + 2 * vocabulary * D * logits
+
+
+def test_operations_are_those_of_the_formula(run, phases):
+  vocabulary = run.tokenizer.vocab_size
+  prompts = forward_flops(vocabulary, P, S, S, 0)
+  forward = prompts + forward_flops(vocabulary, P * G, T - 1, S + T - 1, P * G * T)
+  assert phases["reference"].counted.whole.flops == forward
+  np.testing.assert_allclose(phases["update"].counted.whole.flops, 3 * forward, rtol=0.01)
+  sample = phases["sample"].counted
+  prefill = sample.whole.flops - sample.open_loops.flops
+  assert prefill == prompts + 2 * vocabulary * D * P
+  # The loops read a cache of 32 or 33 tokens after the prompt.
+  decode = [forward_flops(vocabulary, P * G, T - 1, S + size, P * G * (T - 1)) for size in (32, 33)]
+  assert decode[0] <= sample.open_loops.flops <= decode[1]
+
+
+def test_memory_is_what_a_run_holds(run, phases):
+  parameters = count(run.parameters.abstract)
+  state = 4 * parameters
+  for phase in phases.values():
+    assert phase.memory["weights"] == phase.memory["reference"] == state
+    assert 2 * state <= phase.memory["moments"] < 2 * state + 1000
+  copy = phases["sample"].memory["sampling copy"]
+  assert state / 2 < copy < 0.6 * state  # norm scales stay float32
+  assert "sampling copy" not in phases["update"].memory
+  assert phases["update"].memory["gradients"] == state
+  cache = 2 * 2 * L * P * K * G * T * E
+  assert cache <= phases["sample"].memory["cache"] < 1.2 * cache
+  assert phases["evaluate"].memory["cache"] < 0.3 * phases["sample"].memory["cache"]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 32, 33, 64, 100, 512, 1000])
+def test_the_rounds_of_the_decode_loops_add_up_to_the_tokens_after_the_first(max_tokens):
+  ends_of_loops = [min(max_tokens, capacity + 1) for capacity in capacities(max_tokens)]
+  rounds = decode_rounds(max_tokens)
+  assert sum(rounds.get(end, 0) for end in ends_of_loops) == max_tokens - 1
+
+
+def test_lora_holds_a_frozen_base_and_no_reference(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+  config = with_section(small_config(), "model", path=str(tmp_path))
+  config = with_section(config, "lora", rank=2)
+  config = with_section(config, "sampling", dtype="bfloat16")
+  tokens = plan.tokenizer.characters("")
+  built = plan.Run(shape_alone(config), devices=jax.devices()[:1], tokens=tokens)
+  sample = next(programs(built))
+  base = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(built.parameters.abstract_base))
+  assert sample.held["frozen base"] == base
+  assert sample.held["reference"] == sample.held["base for sampling"] == 0
+  assert 0 < sample.held["sampling copy"] < sample.held["weights"] < base / 4
+
+
+def test_a_plan_is_printed_and_ends_with_whether_the_run_fits(run, phases, monkeypatch, capsys):
+  monkeypatch.setattr(plan, "programs", lambda run: phases.values())
+  monkeypatch.setattr(plan, "compiled", lambda phase: phase)
+  plan.plan(run, "cpu")
+  lines = capsys.readouterr().out.splitlines()
+  assert max(map(len, lines)) <= 100
+  names = ["sample", "reference", "update", "evaluate"]
+  assert any(line.split()[-4:] == names for line in lines)
+  assert lines[-1].startswith("fits: update needs 0.01 GB")
+  small = chips.Chip(1e6, 1e12, 1e9, 1e9)
+  monkeypatch.setitem(chips.CHIPS, "cpu", small)
+  with pytest.raises(ends.DoesNotFit) as caught:
+    plan.plan(run, "cpu")
+  assert ends.exit_of(caught.value) == (3, "")
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[-1].startswith("does not fit: update needs 0.01 GB of 0.00 GB")
+  names_of_a_step = ["sample", "reference", "update"]
+  seconds = sum(phases[name].counted.whole.memory_bytes for name in names_of_a_step) / 1e9
+  assert f"a step without evaluation takes at least {seconds:.3g} s" in lines
+  bounds = [line.split()[-2] for line in lines if line.split()[:1] in [[name] for name in names]]
+  assert bounds[:4] == ["memory"] * 4
+
+
+def test_what_the_compiler_refuses_does_not_fit(phases):
+  refused = dataclasses.replace(phases["update"], memory={}, counted=None, failure="too large")
+  all_phases = [phases["sample"], refused]
+  assert plan_table.verdict(all_phases, 1e12).startswith("does not fit: update")
+  assert plan_table.memory_table(all_phases)[-1].split()[-1] == "-"
+  assert "update cannot be compiled: too large" in plan_table.notes(all_phases)
+
+
+def command(*flags):
+  return subprocess.run(
+    [sys.executable, "-m", "grpo_jax.plan", "--config=configs/arithmetic.py", *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+  )
+
+
+def test_the_command_needs_nothing_of_a_model_but_its_config_json(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+  small = ["warm_start.steps=0", "eval.every=0", "algo.kl_coef=0", "sampling.max_tokens=4"]
+  small += [f"model.path={tmp_path}", "data.task=gsm8k", "batch.prompts=2", "mesh.fsdp=2"]
+  done = command("--topology=cpu:2", "--chips=2", *(f"--config.{value}" for value in small))
+  assert done.returncode == 0, done.stderr
+  first, *_, last = done.stdout.splitlines()
+  assert first.startswith("cpu, 2 of cpu:2: ")
+  assert last.startswith("fits: ")
+
+
+@pytest.mark.parametrize(
+  "topology,chips,message",
+  [
+    ("cpu:8", 9, "--chips=9: cpu:8 has 8 chips"),
+    ("cpu:0", None, "--topology=cpu:0: write cpu:N"),
+    ("v99:2x2", None, "--topology=v99:2x2"),
+  ],
+)
+def test_other_topologies_are_refused(topology, chips, message):
+  with pytest.raises(ConfigError, match=message):
+    plan.devices_of(topology, chips)
+
+
+def test_a_name_on_huggingface_co_whose_config_is_not_here_is_refused():
+  config = with_section(small_config(), "model", path="nobody/nothing")
+  with pytest.raises(ConfigError, match="a plan downloads nothing"):
+    shape_alone(config)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs jax[tpu]")
+def test_a_tpu_that_is_not_here_is_planned_for():
+  config = with_section(small_config(), "mesh", data=1, fsdp=4, tensor=1)
+  devices = plan.devices_of("v5e:2x2", None)
+  assert chips.memory_of(devices[0]) == 15.75 * 2**30
+  sample = compiled(next(programs(plan.Run(config, devices=devices))))
+  assert sample.counted.open_loops.link_bytes > 0
+
+
+MEASURE = """
+import resource, sys
+import conftest
+import jax
+from plan_test import config_of_large_activations, small_run
+from grpo_jax.run.plan_programs import programs
+run = small_run(config_of_large_activations())
+(update,) = [program for program in programs(run) if program.name == "update"]
+executable = update.lower().compile()
+def fill(x):
+  return jax.device_put(jax.numpy.ones(x.shape, x.dtype), x.sharding)
+arguments = jax.tree.map(fill, update.lower.args)
+def peak():
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+jax.block_until_ready(executable(*arguments))
+sizes = executable.memory_analysis()
+print(sizes.temp_size_in_bytes, peak() - before)
+"""
+
+
+def config_of_large_activations():
+  config = with_section(config_of_all_phases(), "batch", prompts=40, group_size=8, micro_batch=0)
+  return with_section(config, "learner", logprob_chunk=64)
+
+
+@pytest.mark.slow
+def test_an_update_takes_the_memory_that_is_predicted():
+  """Of the temporary arrays, which the CPU's memory grows by."""
+  done = subprocess.run(
+    [sys.executable, "-c", MEASURE], cwd=ROOT / "tests", capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  predicted, measured = map(int, done.stdout.split())
+  assert predicted > 2e8
+  np.testing.assert_allclose(measured, predicted, rtol=0.2)
