@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -18,13 +17,12 @@ from grpo_jax.model import families, huggingface
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.family import Family
 from grpo_jax.model.folders import TensorFiles, read_json, weight_files
+from grpo_jax.model.put_tensors import Convert, Put, Shardings
 from grpo_jax.model.stacks import Places, of_layer
 from grpo_jax.model.tensor_spec import Sizes, TensorSpec
 from grpo_jax.settings import ConfigError
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
-Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
-Convert = Callable[[str, jax.Array], Any]
 Progress = Callable[[int, int], None]
 
 
@@ -91,7 +89,7 @@ def load(
       math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in some
     )
 
-  put = _Put(config, convert, converted or shardings)
+  put = Put(config, convert, converted or shardings)
   places = Places(config)
   total, done = count_bytes(specs), 0
   leaves: dict[str, Any] = {}
@@ -112,62 +110,6 @@ def load(
     progress(done, total)
   _check_finite(are_finite, folder)
   return config, unflatten_dict(leaves, sep="/")
-
-
-class _Put:
-  """Makes parameters from the tensors of a checkpoint, one layer after another."""
-
-  def __init__(self, config: ModelConfig, convert: Convert, shardings: Shardings | None):
-    """`shardings` are those of what `convert` returns, or None."""
-    self._sizes, self._places = families.sizes(config), Places(config)
-    self._convert, self._shardings = convert, shardings
-    self._whole = jax.jit(self._place_whole, static_argnums=0)
-    self._empty = jax.jit(self._make_empty, static_argnums=0)
-    self._into_stack = jax.jit(self._place_into_stack, static_argnums=0, donate_argnums=1)
-
-  def __call__(
-    self, spec: TensorSpec, stack: Any, place: int | None, tensor: Any
-  ) -> tuple[Any, jax.Array]:
-    """The parameter with this tensor in it, and whether the tensor is finite.
-
-    Args:
-      spec: The tensor's spec, with the parameter's name.
-      stack: The parameter so far, or None. It is donated.
-      place: The number of the layer in the stack, or None for a parameter without layers.
-      tensor: In the dtype of the file.
-    """
-    if place is None:
-      return self._whole(spec, tensor)
-    if stack is None:
-      stack = self._empty(spec, tensor)
-    return self._into_stack(spec, stack, place, tensor)
-
-  def _leaf(self, spec: TensorSpec, tensor: jax.Array) -> Any:
-    return self._convert(spec.leaf_name, spec.from_hf(tensor, self._sizes))
-
-  def _placed(self, name: str, leaf: Any) -> Any:
-    if self._shardings is None:
-      return leaf
-    return jax.lax.with_sharding_constraint(leaf, self._shardings[name])
-
-  def _place_whole(self, spec: TensorSpec, tensor: jax.Array) -> tuple[Any, jax.Array]:
-    return self._placed(spec.leaf_name, self._leaf(spec, tensor)), jnp.isfinite(tensor).all()
-
-  def _make_empty(self, spec: TensorSpec, tensor: jax.Array) -> Any:
-    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-      return jnp.zeros(self._places.shape(spec.leaf_name, x.shape), x.dtype)
-
-    leaf = jax.eval_shape(functools.partial(self._leaf, spec), tensor)
-    return self._placed(spec.leaf_name, jax.tree.map(zeros, leaf))
-
-  def _place_into_stack(
-    self, spec: TensorSpec, stack: Any, place: jax.Array, tensor: jax.Array
-  ) -> tuple[Any, jax.Array]:
-    def write(whole: jax.Array, layer: jax.Array) -> jax.Array:
-      return jax.lax.dynamic_update_index_in_dim(whole, layer, place, 0)
-
-    stack = jax.tree.map(write, stack, self._leaf(spec, tensor))
-    return self._placed(spec.leaf_name, stack), jnp.isfinite(tensor).all()
 
 
 def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:

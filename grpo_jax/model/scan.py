@@ -134,7 +134,8 @@ def _apply_segment(
 
   def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
     (x_BTD, own), (params, prefix, place) = carry, of_pattern
-    own, kept, routings = dict(own), {}, []
+    own, routings = dict(own), []
+    kept: dict[str, Any] = {}
     for name, layer in layers.items():
       memory = LayerMemory(own[name], place, prefix.get(name)) if name in own else None
       x_BTD, rest, routing = layer(params[name], x_BTD, memory)

@@ -189,8 +189,8 @@ class Checkpoints:
           f"{self.directory} has no checkpoint of step {step}: there are {self.steps()}"
         )
       try:
-        state = checkpoint_reader.read(path, abstract, optional, whole, self._layers_of)
-        return step, state, damaged
+        read = checkpoint_reader.read(path, abstract, optional, whole, self._layers_of)
+        return step, read, damaged
       except checkpoint_reader.Damaged as error:
         damaged[path] = error
     reason = next(iter(damaged.values()))
@@ -231,8 +231,9 @@ def restore_tree(
     raise ConfigError(
       f"{path} does not exist or holds nothing: put back a copy, or start over in another workdir"
     )
-  store = Checkpoints(path, keep=1, layers_of=layers_of)
-  return store.restore(steps[-1], {"tree": abstract})["tree"]
+  return Checkpoints(path, keep=1, layers_of=layers_of).restore(steps[-1], {"tree": abstract})[
+    "tree"
+  ]
 
 
 def _own_array(leaf: Any) -> jax.Array | np.ndarray:

@@ -1,4 +1,4 @@
-"""The parameters as the sampler reads them: in their own dtype, layout and arrangement of layers."""
+"""The parameters as the sampler reads them, with a dtype, a layout and stacks of their own."""
 
 import dataclasses
 from typing import Any

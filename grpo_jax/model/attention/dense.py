@@ -75,9 +75,8 @@ def attend_packed(
   if view.reach:
     sees &= back_PNN < view.reach
     sees_prompt &= lengths_P11 + place_PN[..., None] - slots_S < view.reach
-  prompts = dataclasses.replace(view, completions=0)
-  prompt_qkv = (x[:, :S] for x in (q_PNHE, k_PNKE, v_PNKE))
-  out_PSHE = attend(*prompt_qkv, prompt_lengths_P, dataclasses.replace(prompts, window=view.reach))
+  prompts = dataclasses.replace(view, completions=0, window=view.reach)
+  out_PSHE = attend(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], prompt_lengths_P, prompts)
 
   def as_row(x_PNKE: jax.Array) -> jax.Array:
     return x_PNKE.transpose(0, 2, 1, 3)[:, :, None]
