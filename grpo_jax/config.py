@@ -118,7 +118,8 @@ class BatchSize:
   )
   micro_batch: int = setting(
     0,
-    "prompts per forward and backward pass; 0 = all. It does not change the update",
+    "prompts per forward and backward pass; 0 = as many as fit the memory of a device. It does not"
+    " change the update",
     NOT_NEGATIVE,
   )
 
@@ -157,10 +158,11 @@ class Sampling:
     "", "dtype of weights, cache and computation; '' = model.dtype", one_of(("", *DTYPES))
   )
   layout: str = setting(
-    "train",
-    "how the weights lie while sampling: train = as in the update, tensor = split over mesh.tensor"
-    " alone",
-    one_of(("train", "tensor")),
+    "auto",
+    "how the weights lie while sampling: train = as in the update, so that mesh.fsdp sends them for"
+    " every token; tensor = split over mesh.tensor and mesh.expert alone; auto = tensor where that"
+    " fits",
+    one_of(("auto", "train", "tensor")),
   )
 
 

@@ -202,10 +202,7 @@ class Checkpoints:
 
 
 def save_tree(path: str | Path, tree: Any) -> None:
-  """Writes one tree of arrays and waits until it is on disk.
-
-  If the process is killed meanwhile, `path` still holds the tree that it held before.
-  """
+  """Writes a tree of arrays and waits. If it is killed, `path` still holds the earlier tree."""
   store = Checkpoints(path, keep=1)
   store.save(max(store.steps(), default=-1) + 1, {"tree": tree})
   store.close()
@@ -231,9 +228,8 @@ def restore_tree(
     raise ConfigError(
       f"{path} does not exist or holds nothing: put back a copy, or start over in another workdir"
     )
-  return Checkpoints(path, keep=1, layers_of=layers_of).restore(steps[-1], {"tree": abstract})[
-    "tree"
-  ]
+  store = Checkpoints(path, keep=1, layers_of=layers_of)
+  return store.restore(steps[-1], {"tree": abstract})["tree"]
 
 
 def _own_array(leaf: Any) -> jax.Array | np.ndarray:

@@ -11,6 +11,7 @@ import optax
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Sampling
 from grpo_jax.data import loader
+from grpo_jax.run import lengths
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.rollout import Rollouts, concatenate, take
@@ -178,9 +179,12 @@ class Collector:
     is_live = live_P[:, None, None] != 0
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
     temperature_P = np.full(len(live_P), temperature, np.float32)
+    completions = groups.rollouts.completions
+    max_tokens = self._config.sampling.max_tokens
+    completions, rewards = lengths.cut((completions, rewards), completions.lengths_PG, max_tokens)
     completions, rewards, arrays = self._run.hosts.put(
       (
-        groups.rollouts.completions,
+        completions,
         rewards,
         (prompts.prompts_PS, prompts.prompt_lengths_P, temperature_P, live_P),
       )

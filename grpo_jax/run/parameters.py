@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.chips import memory_of
 from grpo_jax.parallel.sharding import leaf_path
-from grpo_jax.run.sampling_weights import SamplingWeights, matrix_dtype
+from grpo_jax.run import fitting
+from grpo_jax.run.sampling_weights import SamplingWeights, cast_for_sampling, matrix_dtype
 from grpo_jax.settings import ConfigError
 
 Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
@@ -52,7 +54,6 @@ class Parameters:
     self._progress = progress
     shardings = sharding.model_shardings(shape, mesh)
     self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
-    self.sampling = SamplingWeights(self.model, config.sampling, mesh)
     init = functools.partial(model.init, config=self.model)
     whole = self._placed(jax.eval_shape(init, jax.random.key(0)))
     self._count = count(whole)
@@ -65,6 +66,7 @@ class Parameters:
       adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
     self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
+    self.sampling = SamplingWeights(self.model, config.sampling, mesh, self._sampling_layout())
     if config.lora.path:
       model.check_adapters(config.lora.path, self.model)
 
@@ -174,6 +176,14 @@ class Parameters:
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
     return jax.tree.map(place, abstract, sharding.param_specs(abstract, self._mesh))
+
+  def _sampling_layout(self) -> str:
+    cast = functools.partial(cast_for_sampling, dtype=self._config.sampling.dtype)
+    copy = jax.eval_shape(cast, self.abstract_policy)
+    # Weights and two moments.
+    held = 3 * fitting.device_bytes(self.abstract) + fitting.device_bytes(self.abstract_reference)
+    memory = memory_of(self._mesh.devices.flat[0])
+    return fitting.layout(self._config.sampling.layout, copy, held, self._mesh, memory)
 
   def _check_quantisation(self) -> None:
     dtype = self._config.lora.base_dtype

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
-import math
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
@@ -15,6 +14,7 @@ from grpo_jax.config import Config
 from grpo_jax.model import hub
 from grpo_jax.parallel import sharding
 from grpo_jax.run.build import Run
+from grpo_jax.run.fitting import device_bytes
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch
 
@@ -204,12 +204,6 @@ class _Parts:
       return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self._rows)
 
     return jax.tree.map(place, batch)
-
-
-def device_bytes(tree: Any) -> float:
-  """The bytes of a tree of shapes and shardings on one device."""
-  leaves = jax.tree.leaves(tree)
-  return sum(1.0 * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def _resized(x: Any, size: int, axis: int) -> jax.ShapeDtypeStruct:

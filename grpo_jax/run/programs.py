@@ -16,6 +16,8 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Config, Optimizer
 from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.chips import memory_of
+from grpo_jax.run import fitting
 from grpo_jax.run.parameters import Parameters
 from grpo_jax.run.sampling import Sampler, decoding_of, make_sampler
 from grpo_jax.types import Batch, Completions, Rewards, TrainState
@@ -45,6 +47,23 @@ class Programs:
     return jax.tree.map(
       lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, places
     )
+
+  @functools.cached_property
+  def micro_batch(self) -> int:
+    """How many prompts an update computes at once: batch.micro_batch, or what fits."""
+    parameters = self._parameters
+    gradients = parameters.abstract
+    held = sum(
+      fitting.device_bytes(tree)
+      for tree in (
+        self.abstract_state,
+        gradients,
+        parameters.abstract_base,
+        parameters.abstract_reference,
+      )
+    )
+    memory = memory_of(self._mesh.devices.flat[0])
+    return fitting.micro_batch(self._config, self._model, held, self._mesh, memory)
 
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:
@@ -92,7 +111,7 @@ class Programs:
   def logprobs(self) -> Callable[[Any, Batch], jax.Array]:
     """(all parameters, batch) -> log-probs of the completions, [P, G, T]."""
     options = learner.StatsOptions(self._model, self._config.learner)
-    micro_batch = self._config.batch.micro_batch
+    micro_batch = self.micro_batch
 
     def logprobs(params: Any, batch: Batch) -> jax.Array:
       return learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
@@ -103,7 +122,7 @@ class Programs:
   def update(self) -> Callable[..., tuple[TrainState, Any]]:
     """(state, base, reference, batch) -> (state, metrics): a GRPO update. It donates the state."""
     objective = learner.grpo(self._model, self._algo, self._config.learner)
-    return self._train_step(objective, self._optimizer, self._config.batch.micro_batch)
+    return self._train_step(objective, self._optimizer, self.micro_batch)
 
   @functools.cached_property
   def warm_update(self) -> Callable[..., tuple[TrainState, Any]]:

@@ -166,7 +166,8 @@ def header_lines(run: Run, prompts: list[tuple[str, Any]], step: int, workdir: P
   lines = [
     f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes};"
     f" {run.parameters.describe()}; {config.batch.prompts} prompts x"
-    f" {config.batch.group_size} completions of at most {config.sampling.max_tokens} tokens"
+    f" {config.batch.group_size} completions of at most {config.sampling.max_tokens} tokens,"
+    f" {run.programs.micro_batch} prompts at once in the update"
   ]
   for split, kept in prompts:
     if kept.dropped:

@@ -16,10 +16,15 @@ class SamplingWeights:
 
   Attributes:
     model: The model as it is computed while sampling.
+    layout: How the weights lie on the mesh.
   """
 
-  def __init__(self, shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh):
+  def __init__(
+    self, shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh, layout: str
+  ):
+    """`layout` is a name in sharding.LAYOUTS."""
     self._trained_model, self._sampling, self._mesh = shape, sampling, mesh
+    self.layout = layout
     self.model = sampling_config(shape, sampling)
     self._convert = jax.jit(self._converted)
 
@@ -32,7 +37,7 @@ class SamplingWeights:
     if self.suits(params):
       return params
     converted = jax.eval_shape(self._in_dtype, params)
-    places = sharding.param_specs(converted, self._mesh, self._sampling.layout)
+    places = sharding.param_specs(converted, self._mesh, self.layout)
 
     def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -42,22 +47,17 @@ class SamplingWeights:
   def suits(self, params: Any) -> bool:
     """Whether the parameters can be sampled from as they are."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    has_dtype = all(x.dtype == self._dtype(leaf_path(path), x) for path, x in leaves)
-    return has_dtype and self._sampling.layout == "train" and not self.model.unrolled
-
-  def _dtype(self, name: str, x: Any) -> Any:
-    return matrix_dtype(x, x.ndim - model.is_stacked(name), self._sampling.dtype)
+    dtype = self._sampling.dtype
+    has_dtype = all(x.dtype == sampling_dtype(leaf_path(path), x, dtype) for path, x in leaves)
+    return has_dtype and self.layout == "train" and not self.model.unrolled
 
   def _in_dtype(self, params: Any) -> Any:
-    def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-      return x.astype(self._dtype(leaf_path(path), x))
-
-    params = jax.tree_util.tree_map_with_path(cast, params)
+    params = cast_for_sampling(params, self._sampling.dtype)
     return model.unrolled(params, self._trained_model) if self.model.unrolled else params
 
   def _converted(self, params: Any) -> Any:
     params = self._in_dtype(params)
-    places = sharding.param_specs(params, self._mesh, self._sampling.layout)
+    places = sharding.param_specs(params, self._mesh, self.layout)
     return jax.lax.with_sharding_constraint(params, places)
 
 
@@ -67,6 +67,20 @@ def sampling_config(shape: model.ModelConfig, sampling: Sampling) -> model.Model
   # accelerators read it in place, and the time that they take grows with unrolled layers.
   unrolled = shape.platform == "cpu"
   return dataclasses.replace(shape, dtype=sampling.dtype or shape.dtype, unrolled=unrolled)
+
+
+def cast_for_sampling(params: Any, dtype: str) -> Any:
+  """The parameters in sampling.dtype."""
+
+  def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    return x.astype(sampling_dtype(leaf_path(path), x, dtype))
+
+  return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def sampling_dtype(name: str, x: Any, dtype: str) -> Any:
+  """The dtype in which the parameter of this path is sampled from."""
+  return matrix_dtype(x, x.ndim - model.is_stacked(name), dtype)
 
 
 def matrix_dtype(x: Any, ndim: int, dtype: str) -> Any:

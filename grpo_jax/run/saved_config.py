@@ -22,6 +22,7 @@ _MAY_DIFFER = (
   "learner.logprob_chunk",
   "learner.max_skipped_updates",
   "batch.micro_batch",
+  "sampling.layout",
   "reward.batch",
 )
 
