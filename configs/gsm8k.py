@@ -3,8 +3,9 @@
 Command:  python -m grpo_jax.train --config=configs/gsm8k.py \
             --config.model.path=Qwen/Qwen2.5-0.5B-Instruct --workdir=DIR
 Hardware: one accelerator of 40 GB for a model of 0.5B parameters. This is an estimate.
-Memory:   not measured. To use less, lower batch.micro_batch first, then eval.batch and
-          batch.prompts, or train adapters (configs/gsm8k_lora.py).
+Memory:   not measured. python -m grpo_jax.plan says whether the run fits (README, "Will it fit?").
+          To use less, lower batch.micro_batch first, then eval.batch and batch.prompts, or train
+          adapters (configs/gsm8k_lora.py).
 Time:     not measured.
 Result:   not measured. verl reports for Qwen2.5-0.5B-Instruct, with its own prompts: 49.6% before
           training, 54.3% after GRPO with LoRA, 56.7% after PPO.
@@ -14,7 +15,8 @@ template, add --config.data.chat=False. The problems come from TensorFlow Datase
 with train.jsonl and test.jsonl: --config.data.path=FOLDER.
 
 On several devices, --config.mesh.fsdp=-1 --config.mesh.data=1 splits the parameters and the
-optimizer state over all of them. batch.micro_batch must then be a multiple of their number.
+optimizer state over all of them. batch.micro_batch must then be a multiple of their number, or 0,
+which means as many prompts as fit.
 
 The settings are published ones: objective, learning rate and KL coefficient from DeepSeekMath
 (2402.03300), group size and temperature from TRL, and the instruction in the prompt from the GSM8K

@@ -208,7 +208,7 @@ class Learner:
     0.0,
     "weight of the loss that makes a mixture of experts use all experts evenly, over prompts and"
     " completions. Checkpoints were trained with 0.001; the metrics router/* say whether it is"
-    " needed. With batch.micro_batch it costs one more forward pass",
+    " needed. Where an update has several micro-batches, it costs one more forward pass",
     NOT_NEGATIVE,
   )
 
