@@ -197,7 +197,12 @@ class Learner:
     " dots_with_no_batch_dims_saveable keeps the projections: less time, more memory",
     one_of(("nothing_saveable", "dots_with_no_batch_dims_saveable", "dots_saveable")),
   )
-  logprob_chunk: int = setting(2048, "tokens whose [tokens, V] logits exist at once", POSITIVE)
+  logprob_chunk: int = setting(
+    0,
+    "tokens whose [tokens, V] logits exist at once; 0 = at most 2048, so that they take less than"
+    " 1 GiB",
+    NOT_NEGATIVE,
+  )
   max_skipped_updates: int = setting(
     5,
     "the run stops after this many updates in a row that were skipped because their gradient was"

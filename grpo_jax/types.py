@@ -161,7 +161,7 @@ class Batch(struct.PyTreeNode):
     routing: The routing of each prompt's group before the update, where a loss over the whole batch
       needs it.
     slots: How many slots the tokens of a group's completions are computed in, one completion after
-      another. None means in rows of T.
+      another. 0 means in rows of T. None means that each micro-batch takes what it needs.
   """
 
   prompts_PS: jax.Array | None = None

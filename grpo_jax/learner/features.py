@@ -35,7 +35,7 @@ def completion_features(
   S = batch.prompts_PS.shape[1]
   config = dataclasses.replace(config, length=S + T)
   inputs = targets = None
-  if batch.slots is not None:
+  if batch.slots:
     inputs, targets = packings(batch)
   groups = model.Groups(batch.prompt_lengths_P, S, G if T > 1 else 0, T - 1, inputs)
 

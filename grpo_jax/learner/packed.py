@@ -1,7 +1,9 @@
 """Computes as many tokens as the loss has: packs completions, and sorts groups by their tokens.
 
-The slots in which a group's tokens are computed are a shape, so there are only a few sizes, and the
-program is compiled for each of them. Which one a micro-batch takes is decided on the devices.
+The slots in which a group's tokens are computed are a shape, so there are only a few sizes. On a
+CPU, a program holds the code for each of them, and every micro-batch takes the smallest one on the
+device. The compilers for accelerators take too long for that. There, the host chooses one size for
+the whole batch, and a program is compiled when its size first occurs.
 """
 
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.types import Batch
 
@@ -37,12 +40,37 @@ def slot_sizes(completions: int, tokens: int) -> list[int | None]:
   return sizes[::-1]
 
 
+def slots_of_batch(lengths_PG: np.ndarray, tokens: int, platform: str) -> int | None:
+  """`Batch.slots` for completions of these lengths, on the host.
+
+  Args:
+    lengths_PG: How many tokens each completion has.
+    tokens: T.
+    platform: That of the mesh.
+
+  Returns:
+    None on a CPU, so that each micro-batch takes its own. Otherwise the smallest number of eighths
+    of a group's tokens that holds every group, or 0 for rows of T.
+  """
+  if platform == "cpu":
+    return None
+  full = lengths_PG.shape[1] * (tokens - 1)
+  eighth = -(-full // 8)
+  if eighth < _FEWEST_SLOTS:
+    return 0
+  needed = int(np.maximum(lengths_PG - 1, 0).sum(1).max())
+  slots = eighth * max(1, -(-needed // eighth))
+  return slots if slots < full else 0
+
+
 def with_fewest_slots(function: Callable[[Batch], Any], batch: Batch) -> Any:
   """function(batch) with as few slots as hold the tokens of the loss.
 
   The function must not be differentiated: all sizes would keep their activations.
   """
   _, G, T = batch.completions_PGT.shape
+  if batch.slots is not None:
+    return function(batch)
   sizes = slot_sizes(G, T)
   branches = [functools.partial(_with_slots, function, size) for size in sizes]
   if len(branches) == 1:
@@ -68,6 +96,8 @@ def _inputs(lengths_PG: jax.Array) -> jax.Array:
 def computed_tokens(batch: Batch) -> jax.Array:
   """How many tokens `with_fewest_slots` computes, prompts with their padding included."""
   P, G, T = batch.completions_PGT.shape
+  if batch.slots is not None:
+    return P * (batch.prompts_PS.shape[1] + (batch.slots or G * (T - 1)))
   sizes = slot_sizes(G, T)
   counts = jnp.array([G * (T - 1) if size is None else size for size in sizes])
   slots = counts[_size_index(batch.mask_PGT, sizes)] if len(sizes) > 1 else counts[0]
@@ -87,7 +117,8 @@ def sorted_by_tokens(batch: Batch, micro_batch: int) -> tuple[Batch, jax.Array |
   """
   P, G, T = batch.completions_PGT.shape
   parts = P // (micro_batch or P)
-  if parts == 1 or micro_batch == 1 or len(slot_sizes(G, T)) == 1:
+  has_one_size = batch.slots is not None or len(slot_sizes(G, T)) == 1
+  if parts == 1 or micro_batch == 1 or has_one_size:
     return batch, None
   order_P = jnp.argsort(lengths(batch.mask_PGT).sum(1))
   # Part m takes the prompts m, m + parts, m + 2 parts, ...

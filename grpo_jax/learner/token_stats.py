@@ -60,7 +60,7 @@ def batch_stats(
     options: What to compute.
   """
   P, G, T = batch.completions_PGT.shape
-  targets = None if batch.slots is None else packings(batch)[1]
+  targets = packings(batch)[1] if batch.slots else None
 
   def features(params: model.Params) -> tuple[jax.Array, Any]:
     return completion_features(params, options.model, batch, options.learner.saved_activations)
@@ -94,7 +94,8 @@ def token_stats(
   where they are.
   """
   B, T = inputs.tokens_BT.shape
-  positions_per_chunk = max(1, options.learner.logprob_chunk * options.model.row_shards // B)
+  chunk = options.learner.logprob_chunk or default_chunk(options.model.vocab_size)
+  positions_per_chunk = max(1, chunk * options.model.row_shards // B)
   chunks = -(-T // positions_per_chunk)
   width = -(-T // chunks)
 
@@ -111,6 +112,15 @@ def token_stats(
     return _stats_of_chunk(params, reference, chunk, temperature_B, options)
 
   return jax.tree.map(join, jax.lax.map(chunk_stats, jax.tree.map(split, inputs)))
+
+
+def default_chunk(vocabulary: int) -> int:
+  """How many tokens' logits a device holds at once, so that they take less than 1 GiB.
+
+  There are about four arrays of that size, in float32: the logits, their exponentials and the
+  gradients of both.
+  """
+  return max(1, min(2048, 2**30 // (16 * vocabulary)))
 
 
 def _stats_of_chunk(

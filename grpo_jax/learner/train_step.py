@@ -123,6 +123,8 @@ def _accumulate_gradients(
     return (*sums, metrics.merge(total[3], report.metrics)), None
 
   parts = _in_parts(batch, rule.micro_batch)
+  if len(parts.prompts_PS) == 1:  # no second array of gradients to add up in
+    return with_fewest_slots(part_of, jax.tree.map(lambda x: x[0], parts))
   shapes = jax.eval_shape(part_of, jax.tree.map(lambda x: x[0], parts))
   grads, loss, report = shapes
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, loss, report.routing))

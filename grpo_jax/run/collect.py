@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 
+from grpo_jax import learner
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Sampling
 from grpo_jax.data import loader
@@ -182,6 +183,8 @@ class Collector:
     completions = groups.rollouts.completions
     max_tokens = self._config.sampling.max_tokens
     completions, rewards = lengths.cut((completions, rewards), completions.lengths_PG, max_tokens)
+    tokens, platform = completions.tokens_PGT.shape[-1], self._run.parameters.model.platform
+    slots = learner.slots_of_batch(completions.lengths_PG, tokens, platform)
     completions, rewards, arrays = self._run.hosts.put(
       (
         completions,
@@ -189,7 +192,7 @@ class Collector:
         (prompts.prompts_PS, prompts.prompt_lengths_P, temperature_P, live_P),
       )
     )
-    return self._run.programs.to_batch(completions, *arrays), rewards
+    return self._run.programs.to_batch(completions, *arrays).replace(slots=slots), rewards
 
   def _metrics(self, everything: Groups, live: int) -> dict[str, float]:
     completions = everything.rollouts.completions

@@ -10,6 +10,7 @@ import jax
 
 from grpo_jax import model
 from grpo_jax.config import Config
+from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.parallel import sharding
 
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them.
@@ -101,6 +102,6 @@ def activation_bytes(
   saved = L * layer / 2
   if config.learner.remat:
     saved = L * tokens * D * item
-  chunk = max(config.learner.logprob_chunk, prompts)
+  chunk = max(config.learner.logprob_chunk or default_chunk(shape.vocab_size), prompts)
   logits = _LOGITS_COPIES * chunk * shape.vocab_size * 4 / split
   return saved + 2 * layer + logits

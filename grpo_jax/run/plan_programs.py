@@ -166,6 +166,7 @@ class _Parts:
       completions_PGT=_resized(self._batch.completions_PGT, 1, axis=1),
       mask_PGT=_resized(self._batch.mask_PGT, 1, axis=1),
       temperature_P=self._batch.temperature_P,
+      slots=self._slots,
     )
     batch = self._with_rows(batch, self._config.warm_start.batch)
     update: Any = self._run.programs.warm_update
@@ -185,7 +186,13 @@ class _Parts:
     completions = jax.eval_shape(sampler, self._sampled, *prompts)
     tokens_PS, lengths_P, _, temperature_P, _ = prompts
     arguments = (completions, tokens_PS, lengths_P, temperature_P, temperature_P)
-    return self._with_rows(jax.eval_shape(self._run.programs.to_batch, *arguments), P)
+    batch = self._with_rows(jax.eval_shape(self._run.programs.to_batch, *arguments), P)
+    return batch.replace(slots=self._slots)
+
+  @property
+  def _slots(self) -> int | None:
+    """`Batch.slots` of completions that all have max_tokens tokens."""
+    return None if self._run.parameters.model.platform == "cpu" else 0
 
   def _prompts(self, count: int) -> tuple[Any, ...]:
     """The arguments of a sampler after the parameters."""

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax import learner
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo.metrics import Metrics
 from grpo_jax.data import loader
@@ -52,6 +53,11 @@ class WarmStep:
       completions_PGT=examples.completions_PT[:, None],
       mask_PGT=examples.mask_PT[:, None],
       temperature_P=np.ones(size, np.float32),
+      slots=learner.slots_of_batch(
+        examples.mask_PT.sum(1, keepdims=True).astype(int),
+        examples.mask_PT.shape[1],
+        run.parameters.model.platform,
+      ),
     )
     update = run.programs.warm_update
     train, update_metrics = update(state.train, run.parameters.base, None, run.hosts.put(batch))
