@@ -50,7 +50,7 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
   inputs = [computation.operand(instruction, i) for i in range(len(instruction.operands))]
   if opcode == "fusion":
     inside = module.computations[instruction.called["calls"][0]]
-    reads = sum(_read_by_fusion(x, inside, number) for number, x in enumerate(inputs))
+    reads = sum(_read_by_fusion(x, inside, number, module) for number, x in enumerate(inputs))
     return reads + _written_by_fusion(instruction, inside)
   if opcode in _SLICES:
     indices = sum(x.main_bytes for x in inputs[1:])
@@ -73,23 +73,30 @@ def traffic(instruction: Instruction, computation: Computation, module: Module) 
   return sum(x.main_bytes for x in inputs) + instruction.main_bytes
 
 
-def _read_by_fusion(operand: Instruction, inside: Computation, number: int) -> float:
+def _read_by_fusion(
+  operand: Instruction, inside: Computation, number: int, module: Module
+) -> float:
   """The bytes that a fusion reads of its operand `number`."""
   parameter = inside.parameters.get(number)
   if parameter is None:
     return operand.main_bytes
-  sliced = _sliced(parameter, inside)
+  sliced = _sliced(parameter, inside, module)
   return _moved(operand.bytes if sliced is None else min(sliced, operand.bytes), operand.arrays)
 
 
-def _sliced(source: Instruction, inside: Computation) -> float | None:
+def _sliced(source: Instruction, inside: Computation, module: Module) -> float | None:
   """The bytes of the slices that are read of an array in a fusion, or None if all of it is."""
   total = 0.0
   for user in inside.users[source.name]:
     if (user.is_root and user.opcode == "tuple") or _is_elsewhere(user, inside):
       continue  # handed on, which reads nothing
     if user.opcode in _RENAMES:
-      further = _sliced(user, inside)
+      further = _sliced(user, inside, module)
+      if further is None:
+        return None
+      total += further
+    elif user.opcode == "fusion":
+      further = _sliced_by_fusion(source, user, module)
       if further is None:
         return None
       total += further
@@ -99,6 +106,21 @@ def _sliced(source: Instruction, inside: Computation) -> float | None:
       total += user.bytes
     elif user.opcode not in _UPDATES:
       return None
+  return total
+
+
+def _sliced_by_fusion(source: Instruction, fusion: Instruction, module: Module) -> float | None:
+  """The bytes of the slices that a fusion inside a fusion reads, or None if it reads all."""
+  inside = module.computations[fusion.called["calls"][0]]
+  total = 0.0
+  for number, operand in enumerate(fusion.operands):
+    parameter = inside.parameters.get(number)
+    if operand != source.name or parameter is None:
+      continue
+    further = _sliced(parameter, inside, module)
+    if further is None:
+      return None
+    total += further
   return total
 
 

@@ -76,9 +76,19 @@ def seconds_by_limit(done: cost.Cost, chip: Chip) -> dict[str, float]:
   }
 
 
+def _temporary(sizes: Any) -> float:
+  """The bytes that a program holds at its worst moment beside its arguments.
+
+  The compiler's sum over arrays is larger: arrays whose lives do not overlap share their place.
+  """
+  new_outputs = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+  at_peak = sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - new_outputs
+  return max(0, min(sizes.temp_size_in_bytes, at_peak)) if at_peak > 0 else sizes.temp_size_in_bytes
+
+
 def _memory(program: Program, sizes: Any, carried_bytes: float) -> dict[str, float]:
   """Bytes by kind: what the run holds, and what the program adds to it."""
-  temporary = sizes.temp_size_in_bytes
+  temporary = _temporary(sizes)
   # At most `temporary`: a compiler may keep a part in a faster memory or in an argument's place.
   inner = {
     "cache": min(carried_bytes, temporary),
