@@ -237,9 +237,9 @@ def plain_balance(params, batch):
   place = jnp.arange(S + T) - lengths  # of each slot within the completion
   tokens = jnp.where(place < 0, jnp.pad(rows(batch.prompts_PS), ((0, 0), (0, T))), take(own))
   is_first = (jnp.arange(P * G) % G == 0) & (jnp.arange(P * G) < 3 * G)
-  counted = jnp.where(
-    place < 0, is_first[:, None], take(batch.mask_PGT.reshape(P * G, T)) * (place < T - 1) > 0
-  )
+  mask_BT = batch.mask_PGT.reshape(P * G, T)
+  predicts_BT = jnp.arange(T) < (mask_BT * jnp.arange(1, T + 1)).max(1, keepdims=True) - 1
+  counted = jnp.where(place < 0, is_first[:, None], take(mask_BT * predicts_BT) * (place < T) > 0)
   groups = model.Groups(jnp.full(P * G, S + T), S + T)
   _, r = model.group_features(params, CONFIG, tokens, groups, counted)
   f, P_ = (x.sum((0, 1)) / r.tokens_BL.sum() for x in (r.assigned_BLX, r.probs_BLX))

@@ -226,14 +226,14 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   batch = abstract_batch(run, parameters.model.rows)
   key = jax.eval_shape(lambda: jax.random.key(0))
   prompts = batch.prompts_PS, batch.prompt_lengths_P
-  sampler = programs.sampler(4)
+  weights = parameters.sampling.abstract(parameters.abstract)
+  sampling = programs.sampler(4).lower(weights, *prompts, key, batch.temperature_P)
+  assert collectives(sampling) <= {()}  # by default, the weights lie whole while sampling
   V, D, F, heads = parameters.model.vocab_size, 32, 96, (8, 4)
-  for lowered in (
-    sampler.lower(parameters.abstract, *prompts, key, batch.temperature_P),
-    programs.update.lower(programs.abstract_state, None, None, batch),
-  ):
-    shapes = collectives(lowered)
-    assert (D, F) in shapes and shapes <= {(V, D), (D, F), (F, D), (D, D), (D,), heads, ()}
+  shapes = collectives(programs.update.lower(programs.abstract_state, None, None, batch))
+  layer = {(D, F), (F, D), (D, D), (D,), heads}
+  stacks = {(L, *shape) for L in (1, 2) for shape in layer}
+  assert shapes & {(D, F), (1, D, F), (2, D, F)} and shapes <= {(V, D), (2,), ()} | layer | stacks
 
 
 def unplaced(tree):
@@ -257,10 +257,11 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   )
   programs, wanted = run.programs, abstract_batch(run)
   params, state = unplaced(run.parameters.abstract), unplaced(programs.abstract_state)
+  weights = unplaced(run.parameters.sampling.abstract(run.parameters.abstract))
   prompts, temperature_P = (wanted.prompts_PS, wanted.prompt_lengths_P), wanted.temperature_P
   key = jax.eval_shape(lambda: jax.random.key(0))
   sampler = programs.sampler(4)
-  completions = unplaced(sampler.eval_shape(params, *prompts, key, temperature_P))
+  completions = unplaced(sampler.eval_shape(weights, *prompts, key, temperature_P))
   live_P = jax.ShapeDtypeStruct((16,), jnp.float32)
   batch = unplaced(programs.to_batch.eval_shape(completions, *prompts, temperature_P, live_P))
   assert batch.ref_logprobs_PGT is None and batch.advantages_PGT is None
@@ -270,7 +271,7 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   batch = unplaced(programs.with_advantages.eval_shape(batch, rewards, coef)[0])
   assert_has(batch, wanted)
   for function, arguments in (
-    (sampler, (params, *prompts, key, temperature_P)),
+    (sampler, (weights, *prompts, key, temperature_P)),
     (programs.update, (state, None, params, batch)),
     (programs.logprobs, (params, batch)),
   ):

@@ -123,7 +123,8 @@ def test_lora_holds_a_frozen_base_and_no_reference(tmp_path):
   sample = next(programs(built))
   base = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(built.parameters.abstract_base))
   assert sample.held["frozen base"] == base
-  assert sample.held["reference"] == sample.held["base for sampling"] == 0
+  assert sample.held["reference"] == 0
+  assert sample.held["base for sampling"] == base  # a CPU samples from layers that lie apart
   assert 0 < sample.held["sampling copy"] < sample.held["weights"] < base / 4
 
 

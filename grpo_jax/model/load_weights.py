@@ -97,11 +97,9 @@ def load(
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
     of_leaf = list(group)  # several where each expert has a tensor of its own
     spec, (parameter, place) = of_leaf[0], places.find(name)
-    sharding = None
-    if shardings:
-      whole = shardings[parameter]
-      sharding = spec.hf_sharding(whole if place is None else of_layer(whole))
-    tensor = _read_tensor(files, of_leaf, sizes, sharding)
+    whole = shardings[parameter] if shardings else None
+    of_spec = whole if whole is None or place is None else of_layer(whole)
+    tensor = _read_tensor(files, of_leaf, sizes, of_spec and spec.hf_sharding(of_spec))
     # The layers of a stack get the same spec, so that one compilation serves them all.
     common = dataclasses.replace(spec, hf_name="", leaf_name=parameter)
     leaves[parameter], is_finite = put(common, leaves.get(parameter), place, tensor)

@@ -52,7 +52,8 @@ def compiled(program: Program) -> Phase:
   seconds = time.perf_counter() - start
   if not failure:
     counted = cost.count(executable.as_text(), decode_rounds(program.tokens + 1))
-    memory = _memory(program, executable.memory_analysis(), counted.carried_bytes)
+    temporary = _temporary(executable)
+    memory = _memory(program, executable.memory_analysis(), temporary, counted.carried_bytes)
   return Phase(program.name, program.runs, program.tokens, memory, counted, seconds, failure)
 
 
@@ -76,19 +77,24 @@ def seconds_by_limit(done: cost.Cost, chip: Chip) -> dict[str, float]:
   }
 
 
-def _temporary(sizes: Any) -> float:
-  """The bytes that a program holds at its worst moment beside its arguments.
+def _temporary(executable: Any) -> float:
+  """The bytes that a program holds at its worst moment beside its arguments and outputs.
 
-  The compiler's sum over arrays is larger: arrays whose lives do not overlap share their place.
+  What the compiler for TPUs calls temporary counts arrays that share a place several times. Its
+  peak is the size of the place where its buffers lie.
   """
+  sizes = executable.memory_analysis()
+  device = next(iter(jax.tree.leaves(executable.input_shardings)[0].device_set))
+  if device.platform != "tpu":
+    return sizes.temp_size_in_bytes
   new_outputs = max(0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
-  at_peak = sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - new_outputs
-  return max(0, min(sizes.temp_size_in_bytes, at_peak)) if at_peak > 0 else sizes.temp_size_in_bytes
+  return max(0, sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - new_outputs)
 
 
-def _memory(program: Program, sizes: Any, carried_bytes: float) -> dict[str, float]:
+def _memory(
+  program: Program, sizes: Any, temporary: float, carried_bytes: float
+) -> dict[str, float]:
   """Bytes by kind: what the run holds, and what the program adds to it."""
-  temporary = _temporary(sizes)
   # At most `temporary`: a compiler may keep a part in a faster memory or in an argument's place.
   inner = {
     "cache": min(carried_bytes, temporary),
