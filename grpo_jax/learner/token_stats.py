@@ -106,13 +106,11 @@ def token_stats(
   def join(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
 
+  @jax.checkpoint
   def chunk_stats(chunk: TokenInputs) -> TokenStats:
     return _stats_of_chunk(params, reference, chunk, temperature_B, options)
 
-  if chunks == 1:
-    # The backward pass starts with these logits, so that computing them again frees no memory.
-    return chunk_stats(inputs)
-  return jax.tree.map(join, jax.lax.map(jax.checkpoint(chunk_stats), jax.tree.map(split, inputs)))
+  return jax.tree.map(join, jax.lax.map(chunk_stats, jax.tree.map(split, inputs)))
 
 
 def _stats_of_chunk(
