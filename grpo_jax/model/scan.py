@@ -135,8 +135,8 @@ def _is_unrolled(config: ModelConfig, segment: Segment) -> bool:
 
   On a CPU, a loop copies the weights of each layer out of their stacks, and activations and
   gradients into and out of others. With 4 layers of D = 128, an update took a sixth longer. With 8
-  of D = 512, it took only a fiftieth longer, and straight code took more than twice as long to
-  compile. Hence the limit. On accelerators, nothing was measured: they keep the loop.
+  of D = 512, no difference was clear, and straight code took more than twice as long to compile.
+  Hence the limit. On accelerators, nothing was measured: they keep the loop.
   """
   platform = config.platform or jax.default_backend()
   return platform == "cpu" and segment.period * segment.count <= _MOST_UNROLLED_LAYERS
