@@ -17,6 +17,11 @@ first, which compiles.
   sample_s, reference_s, update_s   parts of the step
   compile_s    how much longer the first step took than the median step
   tokens       tokens actually emitted per step, median
+  matmul_share the update's FLOP/s, divided by those of a plain float32 product [N, D] x [D, F] that
+               runs in this process just after the steps. N are the tokens of a step. The update
+               counts 6 FLOPs for each weight of a layer and each token of prompts and completions,
+               and 6 for each weight of the head and each token of completions. It counts neither
+               attention scores nor padding
   peak_mb      peak memory of this process
 """
 
@@ -28,9 +33,11 @@ import random
 import resource
 import statistics
 import tempfile
+import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from configs import default
 from grpo_jax.config import Config, from_dict
@@ -100,6 +107,27 @@ def median_seconds(rows: Sequence[Mapping[str, float]], *parts: str) -> float:
   return statistics.median(sum(row[f"time/{part}"] for part in parts) for row in rows)
 
 
+def plain_flops(N: int, D: int, F: int) -> float:
+  """The FLOP/s of a float32 product [N, D] x [D, F], the median of seven."""
+  x_ND, y_DF = jnp.ones((N, D)), jnp.ones((D, F))
+  product = jax.jit(jnp.matmul)
+  product(x_ND, y_DF).block_until_ready()  # compiles
+  times = []
+  for _ in range(7):
+    start = time.perf_counter()
+    product(x_ND, y_DF).block_until_ready()
+    times.append(time.perf_counter() - start)
+  return 2 * N * D * F / statistics.median(times)
+
+
+def update_flops(params: Mapping[str, Any], prompt_tokens: int, tokens: float) -> float:
+  """The FLOPs of an update, as `matmul_share` counts them. The head is the embedding."""
+  head = params["embed"]["embedding"].size
+  stacks = [entry for name, entry in params.items() if name.startswith("layers_")]
+  in_layers = sum(x.size for x in jax.tree.leaves(stacks))
+  return 6 * (in_layers * (prompt_tokens + tokens) + head * tokens)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   for name, value in SIZES.items():
@@ -120,14 +148,19 @@ def main() -> None:
 
   compiled = rows[1:]
   step_s = median_seconds(compiled, "step")
+  update_s = median_seconds(compiled, "update")
+  tokens = statistics.median(row["completions/tokens"] for row in compiled)
+  prompt_tokens = args.prompts * args.plen
+  plain = plain_flops(int(prompt_tokens + tokens), args.d, args.ff)
   result = dict(
     peer="grpo_jax",
     gen_s=median_seconds(compiled, "sample", "reward", "reference"),
     step_s=step_s,
-    tokens=statistics.median(row["completions/tokens"] for row in compiled),
+    tokens=tokens,
     sample_s=median_seconds(compiled, "sample"),
     reference_s=median_seconds(compiled, "reference"),
-    update_s=median_seconds(compiled, "update"),
+    update_s=update_s,
+    matmul_share=update_flops(state.train.params, prompt_tokens, tokens) / update_s / plain,
     compile_s=rows[0]["time/step"] - step_s,
     peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     params=sum(x.size for x in jax.tree.leaves(state.train.params)),

@@ -192,6 +192,13 @@ class MLP(nn.Module):
   @nn.compact
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     c = self.config
-    gate_BTF = ACTIVATIONS[c.activation](Dense(c, (c.mlp_dim,), name="gate")(x_BTD))
+
+    # The backward pass computes the activation again. To save it and its derivative would take
+    # longer on a CPU, and more memory everywhere.
+    @jax.checkpoint
+    def gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+      return ACTIVATIONS[c.activation](gate_BTF) * up_BTF
+
+    gate_BTF = Dense(c, (c.mlp_dim,), name="gate")(x_BTD)
     up_BTF = Dense(c, (c.mlp_dim,), name="up")(x_BTD)
-    return Dense(c, (c.embed_dim,), name="down")(gate_BTF * up_BTF)
+    return Dense(c, (c.embed_dim,), name="down")(gated(gate_BTF, up_BTF))
