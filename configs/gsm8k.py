@@ -41,7 +41,7 @@ def get_config(preset: str = "grpo") -> ConfigDict:
   c.data.max_prompt_tokens = 320
   c.batch.prompts = 64
   c.batch.group_size = 8
-  c.batch.micro_batch = 8
+  c.batch.micro_batch = 0
   c.sampling.max_tokens = 512
   # Casting the weights once per step is cheaper than reading float32 weights for every token.
   c.sampling.dtype = "bfloat16"
