@@ -1,0 +1,112 @@
+"""What is chosen from lengths and from the memory of a device, and what older checkpoints hold."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax import model
+from grpo_jax.config import BatchSize, Config, Data, Mesh, Sampling
+from grpo_jax.learner import slots_of_batch
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.sharding import batch_sharding, param_specs
+from grpo_jax.run import fitting, lengths
+from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.settings import ConfigError
+
+CONFIG = Config(
+  batch=BatchSize(prompts=16, group_size=4),
+  sampling=Sampling(max_tokens=64),
+  data=Data(max_prompt_tokens=32),
+)
+
+
+def shape_on(mesh, **fields):
+  shape = model.ModelConfig(
+    vocab_size=96, embed_dim=16, num_layers=3, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+  )
+  return dataclasses.replace(shape, rows=batch_sharding(mesh), **fields)
+
+
+def test_the_largest_micro_batch_that_fits_is_taken():
+  mesh = make_mesh(Mesh(2, 1, 1, 1), jax.devices()[:2])
+  shape = shape_on(mesh)
+  choose = functools.partial(fitting.micro_batch, shape=shape, held=1000.0, mesh=mesh)
+  for prompts in (2, 4, 8, 16):  # multiples of the two devices that divide 16
+    needed = fitting.activation_bytes(CONFIG, shape, prompts // 2, mesh)
+    memory = (needed + 1000) / 0.85 + 1
+    assert choose(CONFIG, memory=memory) == prompts
+    assert choose(CONFIG, memory=memory - 100) == max(2, prompts // 2)
+  assert choose(CONFIG, memory=None) == 16
+  given = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, micro_batch=4))
+  assert choose(given, memory=1.0) == choose(given, memory=None) == 4
+
+
+def test_weights_lie_whole_while_sampling_where_they_fit():
+  mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
+  params = {"embed": {"embedding": jax.ShapeDtypeStruct((100, 40), jnp.float32)}}
+  layout = functools.partial(fitting.layout, "auto", params, 1000.0, mesh)
+  enough = (1000 + 16000) * 2 / 0.85
+  assert layout(enough + 1) == layout(None) == "tensor" and layout(enough - 1) == "train"
+  assert fitting.layout("train", params, 0.0, mesh, None) == "train"
+  whole = make_mesh(Mesh(4, 1, 1, 1), jax.devices()[:4])
+  assert fitting.layout("auto", params, 0.0, whole, None) == "train"
+
+
+def test_completions_are_cut_to_a_few_lengths():
+  assert lengths.sizes(512) == [64, 128, 256, 512] and lengths.sizes(36) == [36]
+  tree = {"tokens": np.arange(2 * 3 * 512).reshape(2, 3, 512), "scores": np.ones((2, 3, 1))}
+  cut = lengths.cut(tree, np.array([[5, 65, 1], [0, 2, 3]]), 512)
+  np.testing.assert_array_equal(cut["tokens"], tree["tokens"][..., :128])
+  assert cut["scores"].shape == (2, 3, 1)
+  assert lengths.cut(tree, np.array([[512]]), 512)["tokens"].shape == (2, 3, 512)
+
+
+def test_on_an_accelerator_the_host_chooses_eighths():
+  """Of 4 x 512 inputs, an eighth is 256. A completion of n tokens has n - 1."""
+  counts = np.array([[129, 129, 1, 0], [1, 1, 1, 1]])
+  assert slots_of_batch(counts, 513, "tpu") == 256
+  assert slots_of_batch(counts + 1, 513, "tpu") == 512
+  assert slots_of_batch(np.full((1, 4), 513), 513, "gpu") == 0  # rows
+  assert slots_of_batch(counts, 513, "cpu") is None
+  assert slots_of_batch(np.array([[3, 4]]), 9, "tpu") == 0  # too few to pack
+
+
+@pytest.mark.parametrize("windows", [(), (4, 0, 4)])
+def test_a_checkpoint_of_single_layers_is_restored_as_stacks(windows, tmp_path):
+  """As versions before 2026-11-22 saved them: parameters and moments, on a mesh."""
+  mesh = make_mesh(Mesh(1, 2, 1, 1), jax.devices()[:2])
+  config = shape_on(mesh, windows=windows)
+  apart = dataclasses.replace(config, unrolled=True)
+  params = model.init(jax.random.key(0), config)
+  layers = jax.tree.map(lambda x: x, model.unrolled(params, config))
+  for name in [name for name in layers if name.startswith("layers_")]:
+    layers[name] = jax.tree.map(lambda x: x[0], layers[name])
+  assert set(layers) == set(model.init(jax.random.key(0), apart))
+  optimizer = optax.adamw(1e-3)
+  saved = {"params": layers, "opt_state": optimizer.init(layers)}
+  store = Checkpoints(tmp_path, keep=1)
+  store.save(3, saved)
+  store.close()
+
+  def place(x, where):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+  places = param_specs(params, mesh)
+  wanted = {"params": jax.tree.map(place, params, places)}
+  wanted["opt_state"] = jax.eval_shape(optimizer.init, wanted["params"])
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  wanted["opt_state"] = jax.tree.map(lambda x: place(x, everywhere), wanted["opt_state"])
+  layers_of = functools.partial(model.layer_names, config=config)
+  step, restored = Checkpoints(tmp_path, keep=1, layers_of=layers_of).restore_latest(wanted)
+  assert step == 3
+  jax.tree.map(np.testing.assert_array_equal, restored["params"], params)
+  assert jax.tree.map(jnp.shape, restored["opt_state"][0].mu) == jax.tree.map(jnp.shape, params)
+  gate = restored["params"]["layers_0"]["mlp"]["gate"]["kernel"]
+  assert gate.sharding.is_equivalent_to(places["layers_0"]["mlp"]["gate"]["kernel"], gate.ndim)
+  with pytest.raises(ConfigError, match="layers_0"):
+    Checkpoints(tmp_path, keep=1).restore_latest(wanted)
