@@ -285,3 +285,29 @@ def test_the_ways_of_a_tpu_count_once():
   loop = 5 * 2 * 4 * 8
   product = 2 * 4 * 16
   assert whole.memory_bytes == counter + conditions + loop + 4 * (8 + 32) + product + 4 * (32 + 8)
+
+
+NESTED = """HloModule m, is_scheduled=true
+%inner (q: f32[24,64], i: s32[]) -> f32[1,64] {
+  %q = f32[24,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,64]{1,0} dynamic-slice(%q, %i, %zero), dynamic_slice_sizes={1,64}
+}
+%outer (p: f32[24,64], j: s32[]) -> f32[1,64] {
+  %p = f32[24,64]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %layer = f32[1,64]{1,0} fusion(%p, %j), kind=kLoop, calls=%inner
+  ROOT %twice = f32[1,64]{1,0} add(%layer, %layer)
+}
+ENTRY %main (a: f32[24,64], k: s32[]) -> f32[1,64] {
+  %a = f32[24,64]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  ROOT %f = f32[1,64]{1,0} fusion(%a, %k), kind=kOutput, calls=%outer
+}"""
+
+
+def test_a_slice_in_a_fusion_inside_a_fusion_is_a_slice():
+  """As a decoder that scans its layers reads one layer's cache: 64 floats in, 64 out, an index."""
+  counted = count(NESTED)
+  assert counted.whole.memory_bytes == 4 * (64 + 64) + 4
