@@ -4,10 +4,12 @@ Command:  python -m grpo_jax.train --config=configs/gsm8k_lora.py \
             --config.model.path=Qwen/Qwen2.5-1.5B-Instruct --workdir=DIR
 Export:   python -m grpo_jax.export --workdir=DIR --out=FOLDER
           This writes the merged model. With --adapter it writes a folder that PEFT loads.
-Hardware: one accelerator.
-Memory:   a model of 1.5B parameters takes 3.1 GB of frozen weights and 0.9 GB of adapters with
-          their optimizer moments. Activations come on top, and 11 GB while 512 completions are
-          sampled at once. The TPU compiler gave these numbers (experiments/LOG.md).
+Hardware: one TPU v5e chip for a model of 1.5B parameters. Not run on one yet.
+Memory:   by plan, 15.67 GB of the 16.91 GB that programs can use there, in evaluation; 13.50 GB
+          while sampling and 8.57 GB in the update. Lower eval.batch or batch.prompts for less.
+Limit:    by plan, sampling is bound by the memory's speed and the update by computation; a step
+          takes at least 23.8 s. python -m grpo_jax.plan --config=configs/gsm8k_lora.py
+          --config.model.path=FOLDER --topology=v5e:2x2 --chips=1
 Time:     not measured.
 Result:   not measured. verl reports after GRPO with LoRA: 54.3% for 0.5B, 77.9% for 1.5B, 86.1% for
           3B, 93.4% for 7B.
