@@ -3,10 +3,13 @@
 Command:  pip install -e '.[math]'
           python -m grpo_jax.train --config=configs/math.py \
             --config.model.path=Qwen/Qwen2.5-7B-Instruct --config.data.path=FOLDER --workdir=DIR
-Hardware: 16 devices of 32 GB (TPU v4, v5p) or 8 devices of 80 GB. This is an estimate.
-Memory:   by estimate, 107 GB over all devices for the float32 master weights and optimizer moments
-          and the bfloat16 reference of 7.6B parameters, and 4 GB of bfloat16 weights per device for
-          sampling.
+Hardware: 16 chips, TPU v5p (v5p:2x2x4) or v6e (v6e:4x4). Not run on them yet.
+Memory:   by plan, 43.73 GB of the 102.80 GB that programs can use on a v5p, and 20.73 of 33.55 GB on
+          a v6e. Every chip holds all weights in bfloat16 while it samples (15.23 GB).
+Limit:    by plan for v5p:2x2x4, sampling is bound by the memory's speed and the update by
+          computation; a step takes at least 52.5 s. python -m grpo_jax.plan
+          --config=configs/math.py --config.model.path=FOLDER --config.data.path=FOLDER
+          --topology=v5p:2x2x4
 Time:     not measured. No run on a pod has been made yet.
 Result:   not measured. Before training, Qwen2.5-7B-Instruct solves 75.5% of MATH (its report,
           2412.15115).

@@ -138,6 +138,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, case):
   assert_close(with_gradients(HERE[name], case), expected(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("name", ["chunked", "splash"])
 def test_blocks_and_chunks_join_without_a_seam(name, case, monkeypatch):
@@ -169,6 +170,7 @@ def test_groups_and_heads_split_over_a_mesh(name, mesh_shape, heads, kv_heads):
   assert_close(with_gradients(HERE[name], case, view), expected(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chunked", "splash"])
 def test_no_array_is_as_large_as_the_scores(name):
   S, T = 512, 8192

@@ -34,10 +34,15 @@ def config_with(dtype, reference_dtype, **algo):
 
 def dtypes(params):
   """Those of the matrices and those of the vectors."""
-  leaves = jax.tree.leaves(params)
+  leaves = jax.tree_util.tree_leaves_with_path(params)
   return [
-    {str(x.dtype) for x in leaves if (x.ndim > 1) == is_matrix} for is_matrix in (True, False)
+    {str(x.dtype) for path, x in leaves if is_matrix(path, x) == wanted} for wanted in (True, False)
   ]
+
+
+def is_matrix(path, x):
+  """Without the axis of stacked layers."""
+  return x.ndim - path[0].key.startswith("layers_") > 1
 
 
 def assert_same(found, expected):
@@ -81,7 +86,8 @@ def test_a_copy_is_as_large_as_its_dtype_says_and_shares_no_memory():
     run = small_run(config_with("float32", reference_dtype))
     params = run.initial_params()
     reference = run.parameters.reference(params)
-    matrices = [(x, y) for x, y in zip(*map(jax.tree.leaves, (params, reference))) if x.ndim > 1]
+    pairs = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(reference))
+    matrices = [(x, y) for (path, x), y in pairs if is_matrix(path, x)]
     assert sum(y.nbytes for _, y in matrices) == share * sum(x.nbytes for x, _ in matrices)
     jax.tree.map(lambda x: x.delete(), params)  # as an update does, which takes the arrays over
     assert all(np.isfinite(np.asarray(y, np.float32)).all() for y in jax.tree.leaves(reference))

@@ -194,7 +194,15 @@ def loss_and_gradient(config, remat=""):
   return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.parametrize("name", ["alternating", "rest", "first dense", "two periods"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param("alternating", marks=pytest.mark.slow),
+    pytest.param("rest", marks=pytest.mark.slow),
+    pytest.param("first dense", marks=pytest.mark.slow),
+    "two periods",
+  ],
+)
 def test_stacked_layers_compute_what_layers_apart_compute(name):
   """Hidden states, the statistics of the routers in the order of the layers, and the gradient."""
   config = MODELS[name]
@@ -210,7 +218,7 @@ def test_stacked_layers_compute_what_layers_apart_compute(name):
     assert jnp.abs(x).max() > 0, path
 
 
-@pytest.mark.parametrize("name", ["alternating", "rest"])
+@pytest.mark.parametrize("name", ["alternating", pytest.param("rest", marks=pytest.mark.slow)])
 def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
   """A prompt, then two tokens at once and one alone."""
   config = MODELS[name]
@@ -239,7 +247,9 @@ def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
   assert cache.length == 3
 
 
-@pytest.mark.parametrize("name", ["alternating", "first dense"])
+@pytest.mark.parametrize(
+  "name", ["alternating", pytest.param("first dense", marks=pytest.mark.slow)]
+)
 def test_what_is_saved_for_the_backward_pass_changes_no_number(name):
   """In a loop, and in a layer that is alone in its segment."""
   config = MODELS[name]
@@ -254,7 +264,7 @@ def equations(jaxpr):
   return len(jaxpr.eqns) + sum(equations(inner) for inner in subjaxprs(jaxpr))
 
 
-@pytest.mark.parametrize("remat", ["", "nothing_saveable"])
+@pytest.mark.parametrize("remat", [pytest.param("", marks=pytest.mark.slow), "nothing_saveable"])
 @pytest.mark.parametrize("windows", [(0,), (3, 0)])
 def test_the_program_of_an_update_does_not_grow_with_depth(windows, remat):
   def size(repeats, **how):
