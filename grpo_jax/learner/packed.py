@@ -32,11 +32,14 @@ def slot_sizes(completions: int, tokens: int) -> list[int | None]:
   None, the last one, means rows of T. It suits groups whose completions are all long.
   """
   full = completions * (tokens - 1)  # a row's last token predicts nothing
-  sizes: list[int | None] = [None]
-  size = full
-  while len(sizes) < _SIZES and size // 2 >= _FEWEST_SLOTS:
-    size = -(-size // 2)
-    sizes.append(size)
+  return [*halvings(full, _FEWEST_SLOTS)[:-1], None]
+
+
+def halvings(full: int, fewest: int) -> list[int]:
+  """At most four sizes up to `full`, ascending, each half of the next and at least `fewest`."""
+  sizes = [full]
+  while len(sizes) < _SIZES and sizes[-1] // 2 >= fewest:
+    sizes.append(-(-sizes[-1] // 2))
   return sizes[::-1]
 
 

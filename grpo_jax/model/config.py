@@ -146,8 +146,3 @@ class ModelConfig:
   def window(self, layer: int) -> int:
     """The window of a layer, or 0 if it has none."""
     return self.windows[layer] if self.windows else 0
-
-  @property
-  def queries_per_kv(self) -> int:
-    """R = H / K."""
-    return self.num_heads // self.num_kv_heads

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-_SIZES = 4
+from grpo_jax.learner.packed import halvings
+
 _SHORTEST = 64
 
 
@@ -14,10 +15,7 @@ def sizes(max_tokens: int) -> list[int]:
 
   They are few, because the programs of a step are compiled for each of them.
   """
-  found = [max_tokens]
-  while len(found) < _SIZES and found[-1] // 2 >= _SHORTEST:
-    found.append(-(-found[-1] // 2))
-  return found[::-1]
+  return halvings(max_tokens, _SHORTEST)
 
 
 def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:
