@@ -199,8 +199,7 @@ class Learner:
   )
   logprob_chunk: int = setting(
     0,
-    "tokens whose [tokens, V] logits exist at once; 0 = at most 2048, so that they take less than"
-    " 1 GiB",
+    "tokens whose [tokens, V] logits exist at once; 0 = as many as take 1 GiB",
     NOT_NEGATIVE,
   )
   max_skipped_updates: int = setting(

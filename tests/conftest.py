@@ -1,6 +1,6 @@
 """Sets up JAX before anything imports it: eight simulated devices, and quick compilation.
 
-Compiled programs are kept for the session.
+Compiled programs are kept for the session, in a folder that its processes share.
 """
 
 import importlib.metadata
@@ -14,12 +14,17 @@ if [int(n) for n in importlib.metadata.version("jaxlib").split(".")[:2]] < [
   12,
 ]:  # later ones have no such flag
   flags.append("--xla_cpu_use_fusion_emitters=false")
-_cache = tempfile.TemporaryDirectory(prefix="grpo_jax_compiled_")  # removed when the session ends
+# A worker inherits the folder of the process that started it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+  _folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
+else:
+  _cache = tempfile.TemporaryDirectory(prefix="grpo_jax_compiled_")  # removed when the session ends
+  _folder = _cache.name
 os.environ.update(
   JAX_PLATFORMS="cpu",
   JAX_NUM_CPU_DEVICES="8",
   XLA_FLAGS=" ".join([os.environ.get("XLA_FLAGS", ""), *flags]),
-  JAX_COMPILATION_CACHE_DIR=_cache.name,
+  JAX_COMPILATION_CACHE_DIR=_folder,
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
   JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
   HF_HUB_OFFLINE="1",

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from grpo_jax import model
-from grpo_jax.config import BatchSize, Config, Data, Mesh, Sampling
+from grpo_jax.config import BatchSize, Config, Data, Eval, Mesh, Sampling
 from grpo_jax.learner import slots_of_batch
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, param_specs
@@ -49,12 +49,23 @@ def test_the_largest_micro_batch_that_fits_is_taken():
 def test_weights_lie_whole_while_sampling_where_they_fit():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
   params = {"embed": {"embedding": jax.ShapeDtypeStruct((100, 40), jnp.float32)}}
-  layout = functools.partial(fitting.layout, "auto", params, 1000.0, mesh)
-  enough = (1000 + 16000) * 2 / 0.85
+  shape = shape_on(mesh)
+  # 3 layers, 2 heads of 8 numbers, keys and values: 4 prompts of a device, each of 32 + 4 * 64
+  # tokens. Four copies of 16 rows of 96 logits.
+  cache = 4 * (32 + 4 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 16 * 96 * 4
+  config = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8))
+  assert fitting.cache_bytes(config, shape, mesh) == cache
+  drawn = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8, samples=16))
+  assert fitting.cache_bytes(drawn, shape, mesh) == (
+    2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 32 * 96 * 4
+  )
+  layout = functools.partial(fitting.layout, config, shape, params, 1000.0, mesh)
+  enough = (1000 + 16000 + cache) / 0.93
   assert layout(enough + 1) == layout(None) == "tensor" and layout(enough - 1) == "train"
-  assert fitting.layout("train", params, 0.0, mesh, None) == "train"
+  given = dataclasses.replace(config, sampling=Sampling(layout="train"))
+  assert fitting.layout(given, shape, params, 0.0, mesh, None) == "train"
   whole = make_mesh(Mesh(4, 1, 1, 1), jax.devices()[:4])
-  assert fitting.layout("auto", params, 0.0, whole, None) == "train"
+  assert fitting.layout(config, shape, params, 0.0, whole, None) == "train"
 
 
 def test_completions_are_cut_to_a_few_lengths():

@@ -52,9 +52,8 @@ from pathlib import Path
 from grpo_jax.run.lock import held
 
 with held(Path(sys.argv[1]), print):
-  child = os.fork()
-  if child:
-    print(child, flush=True)
+  if not os.fork():
+    print(os.getpid(), flush=True)  # by the child, which has closed its copy of the lock by then
   time.sleep(600)
 """
 

@@ -106,7 +106,12 @@ def test_the_reference_made_again_from_the_checkpoint_is_the_first_one(tmp_path,
 
 
 @pytest.mark.parametrize(
-  "warm_steps, algo", [(0, {}), (1, {}), (0, dict(ref_sync_steps=1, ref_mixup=1.0))]
+  "warm_steps, algo",
+  [
+    (0, {}),
+    pytest.param(1, {}, marks=pytest.mark.slow),
+    (0, dict(ref_sync_steps=1, ref_mixup=1.0)),
+  ],
 )
 def test_a_resumed_run_finds_the_same_reference(warm_steps, algo, tmp_path):
   """Frozen: made again, or from the folder `reference`. Moving: from the checkpoint."""

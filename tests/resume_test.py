@@ -5,7 +5,6 @@ which are killed again and again: one run with a warm start, one without. Then, 
 every kind of reference.
 """
 
-import concurrent.futures
 import json
 import os
 from pathlib import Path
@@ -168,10 +167,6 @@ def in_first_save(folder):
   return folder.saving() == [2] and not folder.saved()
 
 
-def in_warm_start(folder):
-  return folder.saved() == [2] and len(folder.rows()) == 3
-
-
 def reference_half_written(folder):
   return folder.saving("reference") and len(folder.rows()) == 4
 
@@ -182,10 +177,6 @@ def in_first_grpo_step(folder):
 
 def in_first_save_of_grpo(folder):
   return folder.saving() == [6]
-
-
-def in_grpo(folder):
-  return folder.saved()[-1:] == [6] and len(folder.rows()) == 7
 
 
 def before_first_row(folder):
@@ -204,17 +195,10 @@ def has_six_rows(folder):
 def killed_with_warm_start(path, plain):
   """Steps 1 to 4 are the warm start. Checkpoints are at 2, 4, 6, 8 and 10."""
   life = Life(path, WARM)
-  for moment in (
-    in_first_save,
-    in_warm_start,
-    reference_half_written,
-    in_first_grpo_step,
-    in_first_save_of_grpo,
-    in_grpo,
-  ):
+  for moment in (in_first_save, reference_half_written, in_first_grpo_step, in_first_save_of_grpo):
     life.kill(moment)
     assert life.folder.rows() == plain.rows()[: len(life.folder.rows())]
-  assert "resuming from step 6 of 10" in life.finish()
+  assert "resuming from step 4 of 10" in life.finish()
   return life.folder
 
 
@@ -239,16 +223,13 @@ def killed_without_warm_start(path, plain):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-  new = tmp_path_factory.mktemp
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    warm, alone = pool.map(never_killed, (new("warm"), new("alone")), (WARM, ALONE))
-    return {
-      "warm": warm,
-      "alone": alone,
-      "warm killed": pool.submit(killed_with_warm_start, new("warm_killed"), warm),
-      "alone killed": pool.submit(killed_without_warm_start, new("alone_killed"), alone),
-    }
+def warm(tmp_path_factory):
+  return never_killed(tmp_path_factory.mktemp("warm"), WARM)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+  return never_killed(tmp_path_factory.mktemp("alone"), ALONE)
 
 
 def assert_same(folder, plain):
@@ -259,30 +240,31 @@ def assert_same(folder, plain):
   assert not folder.saving()
 
 
-def test_the_runs_that_were_never_killed_could_show_a_difference(runs):
-  warm, alone = runs["warm"], runs["alone"]
+def assert_could_show_a_difference(rows):
+  """The policy learns, so that parameters and samples change, and leaves its reference behind."""
+  assert len({row["loss"] for row in rows}) == len(rows)
+  assert rows[-1]["kl"] > 1e-4
+  # The counter of tokens is in the checkpoint.
+  tokens = np.cumsum([row["completions/tokens"] for row in rows])
+  assert [row["num_tokens"] for row in rows] == tokens.tolist()
+
+
+def test_killed_with_a_warm_start(warm, tmp_path):
   assert [row["step"] for row in warm.rows()] == [*range(1, 11)]
-  assert [row["step"] for row in alone.rows()] == [*range(9)]
-  for rows in (warm.rows()[4:], alone.rows()[1:]):
-    # The policy learns, so that parameters and samples change, and leaves its reference behind.
-    assert len({row["loss"] for row in rows}) == len(rows)
-    assert rows[-1]["kl"] > 1e-4
-    # The counter of tokens is in the checkpoint.
-    tokens = np.cumsum([row["completions/tokens"] for row in rows])
-    assert [row["num_tokens"] for row in rows] == tokens.tolist()
   assert [row["step"] for row in warm.rows() if "eval/accuracy" in row] == [4, 6, 8, 10]
+  assert_could_show_a_difference(warm.rows()[4:])
   groups = {name.partition(".")[0] for name in warm.bits()}
   assert groups == {"step", "params", "opt_state", "coefs", "host"}
+  folder = killed_with_warm_start(tmp_path, warm)
+  assert_same(folder, warm)
+  assert folder.bits("reference") == warm.bits("reference")
 
 
-def test_killed_with_a_warm_start(runs):
-  folder = runs["warm killed"].result()
-  assert_same(folder, runs["warm"])
-  assert folder.bits("reference") == runs["warm"].bits("reference")
-
-
-def test_killed_and_stopped_and_damaged_without_a_warm_start(runs):
-  assert_same(runs["alone killed"].result(), runs["alone"])
+@pytest.mark.slow
+def test_killed_and_stopped_and_damaged_without_a_warm_start(alone, tmp_path):
+  assert [row["step"] for row in alone.rows()] == [*range(9)]
+  assert_could_show_a_difference(alone.rows()[1:])
+  assert_same(killed_without_warm_start(tmp_path, alone), alone)
 
 
 # Every kind of reference, in this process.
@@ -363,7 +345,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize(
   "kind, warm_steps, has_adapters",
   [
-    ("fixed", 2, False),
+    pytest.param("fixed", 2, False, marks=pytest.mark.slow),
     pytest.param("moving", 2, False, marks=pytest.mark.slow),
     pytest.param("unused", 2, False, marks=pytest.mark.slow),
     pytest.param("fixed", 0, False, marks=pytest.mark.slow),

@@ -106,7 +106,9 @@ def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
 # Texts.
 
 
-@pytest.mark.parametrize("dtype, bound", [("float32", BOUND), ("bfloat16", 0.2)])
+@pytest.mark.parametrize(
+  "dtype, bound", [("float32", BOUND), pytest.param("bfloat16", 0.2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("folder", WITH_TEXTS, ids=folder_name)
 def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
   """With its own tokenizer, on eight devices. There are eight texts, and a batch is sixteen."""

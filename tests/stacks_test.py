@@ -199,8 +199,8 @@ def loss_and_gradient(config, remat=""):
   [
     pytest.param("alternating", marks=pytest.mark.slow),
     pytest.param("rest", marks=pytest.mark.slow),
-    pytest.param("first dense", marks=pytest.mark.slow),
-    "two periods",
+    "first dense",
+    pytest.param("two periods", marks=pytest.mark.slow),
   ],
 )
 def test_stacked_layers_compute_what_layers_apart_compute(name):

@@ -91,13 +91,16 @@ def token_stats(
 
   A device holds the logits of about `logprob_chunk` tokens at a time, in the backward pass too, and
   of one position of its rows at least. Chunks are slices of T, so that rows stay on the device
-  where they are.
+  where they are. The backward pass computes the logits of several chunks again, and keeps those of
+  a single one.
   """
   B, T = inputs.tokens_BT.shape
   chunk = options.learner.logprob_chunk or default_chunk(options.model.vocab_size)
   positions_per_chunk = max(1, chunk * options.model.row_shards // B)
   chunks = -(-T // positions_per_chunk)
   width = -(-T // chunks)
+  if chunks == 1:
+    return _stats_of_chunk(params, reference, inputs, temperature_B, options)
 
   def split(x: jax.Array) -> jax.Array:
     """[B, T, ...] -> [chunks, B, width, ...]"""
@@ -120,7 +123,7 @@ def default_chunk(vocabulary: int) -> int:
   There are about four arrays of that size, in float32: the logits, their exponentials and the
   gradients of both.
   """
-  return max(1, min(2048, 2**30 // (16 * vocabulary)))
+  return max(1, 2**30 // (16 * vocabulary))
 
 
 def _stats_of_chunk(

@@ -100,9 +100,8 @@ def load(
     whole = shardings[parameter] if shardings else None
     of_spec = whole if whole is None or place is None else of_layer(whole)
     tensor = _read_tensor(files, of_leaf, sizes, of_spec and spec.hf_sharding(of_spec))
-    # The layers of a stack get the same spec, so that one compilation serves them all.
-    common = dataclasses.replace(spec, hf_name="", leaf_name=parameter)
-    leaves[parameter], is_finite = put(common, leaves.get(parameter), place, tensor)
+    of_parameter = dataclasses.replace(spec, leaf_name=parameter)
+    leaves[parameter], is_finite = put(of_parameter, leaves.get(parameter), place, tensor)
     are_finite[spec.hf_name] = is_finite
     done += count_bytes(of_leaf)
     progress(done, total)

@@ -1,6 +1,7 @@
 """Makes parameters on the devices from the tensors of a checkpoint."""
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,11 +22,8 @@ class Put:
 
   def __init__(self, config: ModelConfig, convert: Convert, shardings: Shardings | None):
     """`shardings` are those of what `convert` returns, or None."""
-    self._sizes, self._places = families.sizes(config), Places(config)
+    self._sizes, self._places = tuple(families.sizes(config).items()), Places(config)
     self._convert, self._shardings = convert, shardings
-    self._whole = jax.jit(self._place_whole, static_argnums=0)
-    self._empty = jax.jit(self._make_empty, static_argnums=0)
-    self._into_stack = jax.jit(self._place_into_stack, static_argnums=0, donate_argnums=1)
 
   def __call__(
     self, spec: TensorSpec, stack: Any, place: int | None, tensor: Any
@@ -38,35 +36,57 @@ class Put:
       place: The number of the layer in the stack, or None for a parameter without layers.
       tensor: In the dtype of the file.
     """
+    # The layers of a stack get the same spec, so that one compilation serves them all.
+    spec = dataclasses.replace(spec, hf_name="")
+    where = self._shardings and self._shardings[spec.leaf_name]
+    layers = self._places.shape(spec.leaf_name, ())
+    how = _Conversion(spec, self._sizes, self._convert, layers, where)
     if place is None:
-      return self._whole(spec, tensor)
+      return _whole(how, tensor)
     if stack is None:
-      stack = self._empty(spec, tensor)
-    return self._into_stack(spec, stack, place, tensor)
+      stack = _empty_stack(how, tensor)
+    return _into_stack(how, stack, place, tensor)
 
-  def _leaf(self, spec: TensorSpec, tensor: jax.Array) -> Any:
-    return self._convert(spec.leaf_name, spec.from_hf(tensor, self._sizes))
 
-  def _placed(self, name: str, leaf: Any) -> Any:
-    if self._shardings is None:
-      return leaf
-    return jax.lax.with_sharding_constraint(leaf, self._shardings[name])
+@dataclasses.dataclass(frozen=True)
+class _Conversion:
+  """How tensors become a parameter. Equal ones share a compilation, from load to load."""
 
-  def _place_whole(self, spec: TensorSpec, tensor: jax.Array) -> tuple[Any, jax.Array]:
-    return self._placed(spec.leaf_name, self._leaf(spec, tensor)), jnp.isfinite(tensor).all()
+  spec: TensorSpec
+  sizes: tuple[tuple[str, int], ...]
+  convert: Convert
+  layers: tuple[int, ...]  # how many there are, or ()
+  sharding: Any
 
-  def _make_empty(self, spec: TensorSpec, tensor: jax.Array) -> Any:
-    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-      return jnp.zeros(self._places.shape(spec.leaf_name, x.shape), x.dtype)
+  def layer(self, tensor: jax.Array) -> Any:
+    leaf = self.spec.from_hf(tensor, dict(self.sizes))
+    return self.convert(self.spec.leaf_name, leaf)
 
-    leaf = jax.eval_shape(functools.partial(self._leaf, spec), tensor)
-    return self._placed(spec.leaf_name, jax.tree.map(zeros, leaf))
+  def placed(self, parameter: Any) -> Any:
+    if self.sharding is None:
+      return parameter
+    return jax.lax.with_sharding_constraint(parameter, self.sharding)
 
-  def _place_into_stack(
-    self, spec: TensorSpec, stack: Any, place: jax.Array, tensor: jax.Array
-  ) -> tuple[Any, jax.Array]:
-    def write(whole: jax.Array, layer: jax.Array) -> jax.Array:
-      return jax.lax.dynamic_update_index_in_dim(whole, layer, place, 0)
 
-    stack = jax.tree.map(write, stack, self._leaf(spec, tensor))
-    return self._placed(spec.leaf_name, stack), jnp.isfinite(tensor).all()
+@functools.partial(jax.jit, static_argnums=0)
+def _whole(how: _Conversion, tensor: jax.Array) -> tuple[Any, jax.Array]:
+  return how.placed(how.layer(tensor)), jnp.isfinite(tensor).all()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _empty_stack(how: _Conversion, tensor: jax.Array) -> Any:
+  def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros((*how.layers, *x.shape), x.dtype)
+
+  return how.placed(jax.tree.map(zeros, jax.eval_shape(how.layer, tensor)))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _into_stack(
+  how: _Conversion, stack: Any, place: jax.Array, tensor: jax.Array
+) -> tuple[Any, jax.Array]:
+  def write(whole: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(whole, layer, place, 0)
+
+  stack = jax.tree.map(write, stack, how.layer(tensor))
+  return how.placed(stack), jnp.isfinite(tensor).all()

@@ -13,9 +13,11 @@ from grpo_jax.config import Config
 from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.parallel import sharding
 
-# A step needs more than the estimate: arrays that overlap in time, and gaps between them.
-_USABLE = 0.85
-_LOGITS_COPIES = 4  # of a chunk: logits, weights, and the gradients of both
+# A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
+# sampler holds is mostly weights and caches, whose sizes are known.
+_USABLE_BY_UPDATE, _USABLE_BY_SAMPLER = 0.85, 0.93
+# Of a chunk in an update: logits, weights, and the gradients of both. A sampler sorts and filters.
+_LOGITS_COPIES = 4
 
 
 def device_bytes(tree: Any) -> float:
@@ -25,30 +27,56 @@ def device_bytes(tree: Any) -> float:
 
 
 def layout(
-  name: str, params: Any, held: float, mesh: jax.sharding.Mesh, memory: float | None
+  config: Config,
+  shape: model.ModelConfig,
+  params: Any,
+  held: float,
+  mesh: jax.sharding.Mesh,
+  memory: float | None,
 ) -> str:
-  """The layout of the sampler's weights: `name` itself, or what "auto" means.
+  """The layout of the sampler's weights: sampling.layout itself, or what "auto" means.
 
   Weights that lie whole along fsdp need not travel for every token.
 
   Args:
-    name: sampling.layout.
-    params: All parameters of the policy: shapes, dtypes of sampling and shardings.
+    config: The config of the run.
+    shape: The model on the mesh.
+    params: All parameters of the policy: shapes and dtypes as in sampling.
     held: Bytes that one device holds while it samples, without the sampler's weights.
     mesh: The mesh of the run.
     memory: The bytes of a device, or None if they are not known.
   """
-  if name != "auto":
-    return name
+  if config.sampling.layout != "auto":
+    return config.sampling.layout
   if mesh.shape["fsdp"] == 1:
     return "train"  # the same places, so that weights of the right dtype need no copy
+  if memory is None:
+    return "tensor"
   places = sharding.param_specs(params, mesh, "tensor")
   placed = jax.tree.map(
     lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, places
   )
-  # The other half is for the cache, the logits and what else a step holds.
-  fits = memory is None or held + device_bytes(placed) <= _USABLE * memory / 2
-  return "tensor" if fits else "train"
+  needed = held + device_bytes(placed) + cache_bytes(config, shape, mesh)
+  return "tensor" if needed <= _USABLE_BY_SAMPLER * memory else "train"
+
+
+def cache_bytes(config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh) -> float:
+  """The bytes of one device's keys, values and logits while the largest batch is sampled."""
+  S, T, split = config.data.max_prompt_tokens, config.sampling.max_tokens, mesh.shape["tensor"]
+  item = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4
+  per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
+  if shape.num_kv_heads % split == 0:
+    per_token /= split
+  groups = [(config.batch.prompts, config.batch.group_size)]
+  if config.eval.every:
+    groups.append((config.eval.batch, max(1, config.eval.samples)))
+  # The prompt's part is held once for its group.
+  sizes = [
+    prompts * (S + rows * T) * per_token
+    + _LOGITS_COPIES * prompts * rows * shape.vocab_size / split * 4
+    for prompts, rows in groups
+  ]
+  return max(sizes) / shape.row_shards
 
 
 def micro_batch(
@@ -77,7 +105,7 @@ def micro_batch(
   sizes = [size for size in range(row_shards, prompts + 1, row_shards) if prompts % size == 0] or [
     prompts
   ]
-  free = _USABLE * memory - held
+  free = _USABLE_BY_UPDATE * memory - held
   fitting = [
     size for size in sizes if activation_bytes(config, shape, size // row_shards, mesh) <= free
   ]

@@ -183,7 +183,7 @@ class Parameters:
     # Weights and two moments.
     held = 3 * fitting.device_bytes(self.abstract) + fitting.device_bytes(self.abstract_reference)
     memory = memory_of(self._mesh.devices.flat[0])
-    return fitting.layout(self._config.sampling.layout, copy, held, self._mesh, memory)
+    return fitting.layout(self._config, self.model, copy, held, self._mesh, memory)
 
   def _check_quantisation(self) -> None:
     dtype = self._config.lora.base_dtype
