@@ -118,8 +118,8 @@ class BatchSize:
   )
   micro_batch: int = setting(
     0,
-    "prompts per forward and backward pass; 0 = as many as fit the memory of a device. It does not"
-    " change the update",
+    "prompts per forward and backward pass; 0 = as many as fit the memory of a device, and on a"
+    " CPU at most 2048 tokens. It does not change the update",
     NOT_NEGATIVE,
   )
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from grpo_jax import model
-from grpo_jax.config import BatchSize, Config, Data, Eval, Mesh, Sampling
+from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Sampling
 from grpo_jax.learner import slots_of_batch
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, param_specs
@@ -41,7 +41,13 @@ def test_the_largest_micro_batch_that_fits_is_taken():
     memory = (needed + 1000) / 0.85 + 1
     assert choose(CONFIG, memory=memory) == prompts
     assert choose(CONFIG, memory=memory - 100) == max(2, prompts // 2)
-  assert choose(CONFIG, memory=None) == 16
+  assert choose(CONFIG, memory=None) == 8  # a CPU, 288 tokens each, 2048 on each of two devices
+  small = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=32))
+  assert choose(small, memory=None) == 16
+  long = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=4096))
+  assert choose(long, memory=None) == 2
+  balanced = dataclasses.replace(CONFIG, learner=Learner(router_aux_coef=0.001))
+  assert choose(balanced, memory=None) == 16
   given = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, micro_batch=4))
   assert choose(given, memory=1.0) == choose(given, memory=None) == 4
 

@@ -1,11 +1,23 @@
 """The compiled programs of a run: what a batch holds, and the advantages that it gets."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_run import G, P, T, batch_of, random_completions, small_config, small_run
+from small_run import (
+  G,
+  P,
+  T,
+  batch_of,
+  random_completions,
+  small_config,
+  small_run,
+  with_section,
+)
 
 from grpo_jax.algo.settings import Algo
+from grpo_jax.run.plan_programs import programs
 from grpo_jax.types import Rewards
 
 
@@ -98,3 +110,14 @@ def test_metrics_of_the_advantages_say_how_much_of_the_batch_teaches():
   tokens = np.broadcast_to(advantages_PG1, (P, G, T))[np.asarray(batch.mask_PGT) > 0]
   for name, value in (("std", tokens.std()), ("min", tokens.min()), ("max", tokens.max())):
     assert metrics[f"advantage/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+def test_a_decoded_token_is_written_into_the_cache_without_a_copy():
+  """Once for the keys and once for the values of each layer."""
+  config = with_section(small_config(), "model", num_layers=2, num_kv_heads=2)
+  run = small_run(with_section(config, "sampling", max_tokens=40))
+  (sampler,) = (program for program in programs(run) if program.name == "sample")
+  text = sampler.lower().compile().as_text()
+  cache = rf"= f32\[(?:1,)?{P},2,{G},40,8\]\S* "
+  assert len(re.findall(cache + r"dynamic-update-slice\(", text)) == 4
+  assert not re.findall(cache + r"copy\(", text)

@@ -4,6 +4,9 @@ The keys and values that a row attends to lie in two parts. The prompt's part is
 whole group, in `Prefix`. The other part holds the row's own tokens. Arrays are [L, P, K, G, C, E]
 with the layers of a stack (see stacks.py) on the first axis. The slots C lie next to E, because the
 einsums of decoding read this order several times faster than an order with the slots first.
+
+The row's own part has no axis L where a stack has one layer, as on a CPU. There, XLA would compute
+the write of a new token a second time to drop the axis, and copy the cache for that.
 """
 
 from collections.abc import Mapping
@@ -38,11 +41,11 @@ class Prefix:
 
 @struct.dataclass
 class Cache:
-  """The cache of all layers. Rows are ordered by group: row p * G + g is `keys[stack][:, p, :, g]`.
+  """The cache of all layers. Rows are ordered by group: number p * G + g is row g of prompt p.
 
   Attributes:
-    keys: [L, P, K, G, C, E] for each stack.
-    values: [L, P, K, G, C, E] for each stack.
+    keys: [L, P, K, G, C, E] for each stack, or [P, K, G, C, E] if L is 1.
+    values: The same.
     length: int32 scalar, how many of the C slots are in use.
     capacity: How many of the C slots attention reads. Those after them must be free.
     prefix: The prompts of the groups, or None where the rows share no prompt.
@@ -57,7 +60,7 @@ class Cache:
   @property
   def slots(self) -> int:
     """C, the number of slots for a row's own tokens."""
-    return next(iter(self.keys.values())).shape[4]
+    return next(iter(self.keys.values())).shape[-2]
 
 
 def empty(
@@ -76,7 +79,8 @@ def empty(
   shape = (P, config.num_kv_heads, group_size, C, config.head_dim)
 
   def zeros(prompt_keys: jax.Array) -> jax.Array:
-    return jnp.zeros((len(prompt_keys), *shape), prompt_keys.dtype)
+    layers = len(prompt_keys)
+    return jnp.zeros((layers, *shape) if layers > 1 else shape, prompt_keys.dtype)
 
   nothing = jax.tree.map(zeros, prefix.keys)
   return Cache(nothing, nothing, jnp.int32(0), capacity, prefix)
@@ -94,10 +98,10 @@ def share(cache: Cache, lengths_P: jax.Array) -> Prefix:
 
 def grow(cache: Cache, capacity: int) -> Cache:
   """The same cache with another capacity, which must not be smaller than the one it has."""
-  widths = [(0, 0)] * 4 + [(0, max(0, capacity - cache.slots)), (0, 0)]
+  added = max(0, capacity - cache.slots)
 
   def pad(x: jax.Array) -> jax.Array:
-    return jnp.pad(x, widths)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, added), (0, 0)])
 
   keys, values = jax.tree.map(pad, (cache.keys, cache.values))
   return dataclasses.replace(cache, keys=keys, values=values, capacity=capacity)
@@ -115,24 +119,25 @@ def with_cache(config: ModelConfig, window: int, cache: Cache) -> Attend:
     q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, memory: LayerMemory
   ) -> tuple[jax.Array, KeysAndValues]:
     B, T, H, _ = q_BTHE.shape
-    (_, P, _, G, _, _), C = memory.own[0].shape, cache.capacity
+    P, _, G, _, _ = memory.own[0].shape[-5:]
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
-    zero = jnp.int32(0)
-    start = (memory.place, zero, zero, zero, cache.length, zero)
 
     def write(stack: jax.Array, new_BTKE: jax.Array) -> jax.Array:
-      new_PKGTE = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
-      stack = jax.lax.dynamic_update_slice(stack, new_PKGTE[None].astype(stack.dtype), start)
-      return _slots_last(stack, config)
-
-    stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
+      new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4).astype(stack.dtype)
+      start = _start(stack, memory.place, cache.length)
+      new = new.reshape((1,) * (stack.ndim - 5) + new.shape)
+      return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config)
 
     def read(stack: jax.Array) -> jax.Array:
-      layer = (memory.place, zero, zero, zero, zero, zero)
-      return jax.lax.dynamic_slice(stack, layer, (1, P, K, G, C, E))[0]
+      shape = (P, K, G, cache.capacity, E)
+      if stack.shape == shape:
+        return stack
+      start = _start(stack, memory.place, 0)
+      return jax.lax.dynamic_slice(stack, start, (1,) * (stack.ndim - 5) + shape).reshape(shape)
 
+    stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
     place_T1 = cache.length + jnp.arange(T)[:, None]  # of the queries among the own tokens
-    own_mask_TC = _own_mask(place_T1, C, window)
+    own_mask_TC = _own_mask(place_T1, cache.capacity, window)
     prefix_mask = None if cache.prefix is None else _prefix_mask(place_T1, cache.prefix, window)
     out = attend(
       q_PKGRTE,
@@ -181,14 +186,20 @@ def of_rows(kept: Mapping[str, KeysAndValues], tokens: int) -> Cache:
 
 
 def _slots_last(stack: jax.Array, config: ModelConfig) -> jax.Array:
-  """Fixes the order of a stack [L, P, K, G, C, E] in the memory of a TPU: the slots vary fastest.
+  """Fixes the order of a stack [..., C, E] in the memory of a TPU: the slots vary fastest.
 
   A TPU pads the axis that varies fastest to 128. If XLA may choose, it takes E, which is 64 in
   small models, and a second order for the other stack, and keeps copies in both.
   """
   if config.platform != "tpu" or config.head_dim % 128 == 0:
     return stack
-  return with_layout_constraint(stack, Layout(major_to_minor=(0, 1, 2, 3, 5, 4)))
+  *outer, slots, element = range(stack.ndim)
+  return with_layout_constraint(stack, Layout(major_to_minor=(*outer, element, slots)))
+
+
+def _start(stack: jax.Array, layer: jax.Array, slot: jax.Array | int) -> list[jax.Array]:
+  """The indices where a layer's slots lie in its stack, with or without the axis L."""
+  return [jnp.int32(i) for i in (layer, 0, 0, 0, slot, 0)][-stack.ndim :]
 
 
 def _own_mask(place_T1: jax.Array, slots: int, window: int) -> jax.Array:

@@ -21,7 +21,7 @@ class Pass(NamedTuple):
 
   Attributes:
     attend: The window of a layer -> its attention.
-    own: For each stack, the keys and values [L, ...] that the layers read and write.
+    own: For each stack, the keys and values that the layers read and write, as in `Cache`.
     prefix: For each stack, the keys and values [L, ...] that they only read.
   """
 
@@ -34,7 +34,7 @@ class LayerMemory(NamedTuple):
   """What the attention of one layer reads and writes besides the new tokens.
 
   Attributes:
-    own: Keys and values [L, P, K, G, C, E] of the layer's whole stack.
+    own: Keys and values of the layer's whole stack, as in `Cache`.
     place: int32 scalar, the number of the layer in its stack.
     prefix: Keys and values [P, K, S, E] of the prompts for this layer, or None.
   """

@@ -16,6 +16,9 @@ from grpo_jax.parallel import sharding
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
 # sampler holds is mostly weights and caches, whose sizes are known.
 _USABLE_BY_UPDATE, _USABLE_BY_SAMPLER = 0.85, 0.93
+# A CPU takes a sixth to a third longer for each token of a part with four to eight times as many,
+# whose activations are too large for its caches (experiments/LOG.md, 2026-11-22).
+_TOKENS_ON_CPU = 2048
 # Of a chunk in an update: logits, weights, and the gradients of both. A sampler sorts and filters.
 _LOGITS_COPIES = 4
 
@@ -88,8 +91,9 @@ def micro_batch(
 ) -> int:
   """How many prompts an update computes at once: batch.micro_batch itself, or what 0 means.
 
-  That is the largest number whose activations fit beside what is held. It divides the prompts of an
-  update and is a multiple of the rows of the mesh.
+  That is the largest number whose activations fit beside what is held, or on a CPU the largest
+  number with at most 2,048 tokens. It divides the prompts of an update and is a multiple of the
+  rows of the mesh.
 
   Args:
     config: The config of the run.
@@ -98,18 +102,25 @@ def micro_batch(
     mesh: The mesh of the run.
     memory: The bytes of a device, or None if they are not known. Then it is all prompts.
   """
+  if config.batch.micro_batch:
+    return config.batch.micro_batch
   prompts = config.batch.prompts // config.algo.minibatches
-  if config.batch.micro_batch or memory is None:
-    return config.batch.micro_batch or prompts
   row_shards = shape.row_shards
   sizes = [size for size in range(row_shards, prompts + 1, row_shards) if prompts % size == 0] or [
     prompts
   ]
-  free = _USABLE_BY_UPDATE * memory - held
-  fitting = [
-    size for size in sizes if activation_bytes(config, shape, size // row_shards, mesh) <= free
-  ]
-  return max(fitting, default=sizes[0])
+  if memory is not None:
+    free = _USABLE_BY_UPDATE * memory - held
+    fitting = [
+      size for size in sizes if activation_bytes(config, shape, size // row_shards, mesh) <= free
+    ]
+    return max(fitting, default=sizes[0])
+  # A loss that reads the routers of all micro-batches costs a forward pass if there are several.
+  if mesh.devices.flat[0].platform != "cpu" or config.learner.router_aux_coef:
+    return prompts
+  tokens = config.data.max_prompt_tokens + config.batch.group_size * config.sampling.max_tokens
+  quick = [size for size in sizes if size // row_shards * tokens <= _TOKENS_ON_CPU]
+  return max(quick, default=sizes[0])
 
 
 def activation_bytes(
