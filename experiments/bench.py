@@ -7,7 +7,7 @@
 The model is a Qwen2 decoder with random float32 weights. Each step takes `prompts` prompts of
 `plen` tokens and samples G completions of at most `clen` tokens for each (temperature 1, stop at
 eos). The reward counts three letters. Then the step makes one update with a frozen reference
-(kl_coef 0.04, AdamW, learning rate 1e-4).
+(kl_coef 0.04, AdamW, learning rate 1e-4), `micro` prompts at a time (0: the program's choice).
 
 The script prints one line of JSON. Times are in seconds. They are medians over all steps but the
 first, which compiles.
@@ -50,7 +50,18 @@ from grpo_jax.run.state import StateStore
 from grpo_jax.run.steps import GrpoStep
 
 SIZES = dict(
-  d=128, layers=4, heads=4, ff=512, vocab=64, prompts=32, G=8, plen=16, clen=32, steps=8, seed=0
+  d=128,
+  layers=4,
+  heads=4,
+  ff=512,
+  vocab=64,
+  prompts=32,
+  G=8,
+  plen=16,
+  clen=32,
+  steps=8,
+  seed=0,
+  micro=0,
 )
 LETTERS = [chr(c) for c in range(33, 33 + 62)]
 
@@ -74,7 +85,7 @@ def make_config(args: argparse.Namespace) -> Config:
     tie_embeddings=True,
   )
   c.data.update(task="letters", max_prompt_tokens=args.plen)
-  c.batch.update(prompts=args.prompts, group_size=args.G)
+  c.batch.update(prompts=args.prompts, group_size=args.G, micro_batch=args.micro)
   c.sampling.max_tokens = args.clen
   c.reward.functions = ("letters",)
   c.algo.kl_coef = 0.04

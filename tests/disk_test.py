@@ -242,6 +242,7 @@ def test_an_export_whose_tokenizer_cannot_be_written_leaves_nothing(tmp_path, mo
   assert "model.safetensors" in written and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_there_is_room(small_disk, capfd):
   disk_folder, leave = small_disk
   config = with_section(small_config(), "log", tensorboard=True)

@@ -42,6 +42,7 @@ def evaluate(config, steps=(0,), progress=no_progress):
   return [evaluator(params, step) for step in steps]
 
 
+@pytest.mark.slow
 def test_each_problem_counts_once_whatever_the_batch(config):
   """30 problems in batches of 8, 16 and 40 leave 2, 2 and 10 places to fill up."""
   first, *others = (evaluate(with_eval(config, batch=batch, samples=2))[0] for batch in (8, 16, 40))

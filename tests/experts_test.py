@@ -345,6 +345,7 @@ def config(folder, preset="gspo", **mesh):
   return from_dict(c.to_dict())
 
 
+@pytest.mark.slow
 def test_gspo_trains_it_and_what_is_exported_is_what_was_trained(folder, tmp_path):
   """On eight devices. The experts of a layer are split over two of them."""
   state = train(config(folder), str(tmp_path / "run"))

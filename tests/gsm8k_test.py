@@ -195,6 +195,7 @@ def test_two_steps_with_evaluation_completions_and_checkpoints(trained, checkpoi
   assert Checkpoints(workdir / "checkpoints", keep=3).steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_evaluate_sample_and_export(trained, checkpoint, text, tmp_path):
   workdir, rows = trained
   out = tmp_path / "out" / "hf"

@@ -246,7 +246,8 @@ def test_a_quantised_kernel(dtype, bound):
   assert model.quantised("final_norm/scale", kernel[0, 0], dtype).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "nf4"])
 def test_adapters_learn_on_a_quantised_base(fresh, dtype, tmp_path):
   """`save` merges the adapters into the rounded base, so it writes the policy that was trained."""
   config, base, _ = fresh

@@ -110,7 +110,7 @@ def test_the_reference_made_again_from_the_checkpoint_is_the_first_one(tmp_path,
   [
     (0, {}),
     pytest.param(1, {}, marks=pytest.mark.slow),
-    (0, dict(ref_sync_steps=1, ref_mixup=1.0)),
+    pytest.param(0, dict(ref_sync_steps=1, ref_mixup=1.0), marks=pytest.mark.slow),
   ],
 )
 def test_a_resumed_run_finds_the_same_reference(warm_steps, algo, tmp_path):

@@ -192,10 +192,10 @@ def has_six_rows(folder):
   return len(folder.rows()) == 6
 
 
-def killed_with_warm_start(path, plain):
+def killed_with_warm_start(path, plain, moments):
   """Steps 1 to 4 are the warm start. Checkpoints are at 2, 4, 6, 8 and 10."""
   life = Life(path, WARM)
-  for moment in (in_first_save, reference_half_written, in_first_grpo_step, in_first_save_of_grpo):
+  for moment in moments:
     life.kill(moment)
     assert life.folder.rows() == plain.rows()[: len(life.folder.rows())]
   assert "resuming from step 4 of 10" in life.finish()
@@ -249,13 +249,23 @@ def assert_could_show_a_difference(rows):
   assert [row["num_tokens"] for row in rows] == tokens.tolist()
 
 
-def test_killed_with_a_warm_start(warm, tmp_path):
+@pytest.mark.parametrize(
+  "moments",
+  [
+    (reference_half_written, in_first_save_of_grpo),
+    pytest.param(
+      (in_first_save, in_first_grpo_step, in_first_save_of_grpo), marks=pytest.mark.slow
+    ),
+  ],
+  ids=["in two saves", "in three"],
+)
+def test_killed_with_a_warm_start(moments, warm, tmp_path):
   assert [row["step"] for row in warm.rows()] == [*range(1, 11)]
   assert [row["step"] for row in warm.rows() if "eval/accuracy" in row] == [4, 6, 8, 10]
   assert_could_show_a_difference(warm.rows()[4:])
   groups = {name.partition(".")[0] for name in warm.bits()}
   assert groups == {"step", "params", "opt_state", "coefs", "host"}
-  folder = killed_with_warm_start(tmp_path, warm)
+  folder = killed_with_warm_start(tmp_path, warm, moments)
   assert_same(folder, warm)
   assert folder.bits("reference") == warm.bits("reference")
 

@@ -130,7 +130,11 @@ def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
   assert difference <= bound
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+  "mesh",
+  [(8, 1, 1), pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 2, 2), (1, 1, 8)],
+  ids=str,
+)
 @pytest.mark.parametrize("folder", [GOLDEN / "qwen2", GOLDEN / "llama_steps"], ids=folder_name)
 def test_a_score_depends_on_its_text_alone(folder, mesh):
   """Not on order, batch, padding or mesh: 21 texts in batches of 16 or 8, in reverse."""
@@ -148,9 +152,16 @@ def test_a_score_depends_on_its_text_alone(folder, mesh):
 
 def test_few_lengths_are_compiled():
   score = the_reward(GOLDEN / "qwen2")
+  compute, lengths = score._scores, set()
+
+  def record(params, tokens_BT):
+    lengths.add(tokens_BT.shape[1])
+    return compute(params, tokens_BT)
+
+  score._scores = record
   for n in (1, 2, 3, 5, 8, 13, 20, 27, 31):
     score(completions=["1" * n] * n, prompts=["7+15="] * n)
-  assert score._scores._cache_size() == 4  # 8, 16, 32 and 64 tokens
+  assert lengths == {8, 16, 32, 64}
 
 
 def test_a_text_longer_than_the_positions_is_not_scored():
@@ -297,6 +308,7 @@ def test_a_run_learns_from_reward_models_and_a_function_on_any_mesh(tmp_path):
       assert value == pytest.approx(theirs[key], abs=5 * BOUND), key
 
 
+@pytest.mark.slow
 def test_steps_of_a_process_reward_model_reach_the_tokens(tmp_path):
   """The advantage of the first token is the sum over all steps of the completion.
 
