@@ -36,13 +36,15 @@ def test_the_largest_micro_batch_that_fits_is_taken():
   mesh = make_mesh(Mesh(2, 1, 1, 1), jax.devices()[:2])
   shape = shape_on(mesh)
   choose = functools.partial(fitting.micro_batch, shape=shape, held=1000.0, mesh=mesh)
-  for prompts in (2, 4, 8, 16):  # multiples of the two devices that divide 16
-    needed = fitting.activation_bytes(CONFIG, shape, prompts // 2, mesh)
-    memory = (needed + 1000) / 0.85 + 1
-    assert choose(CONFIG, memory=memory) == prompts
-    assert choose(CONFIG, memory=memory - 100) == max(2, prompts // 2)
-  assert choose(CONFIG, memory=None) == 8  # a CPU, 288 tokens each, 2048 on each of two devices
   small = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=32))
+  for prompts in (2, 4, 8, 16):  # multiples of the two devices that divide 16
+    needed = fitting.activation_bytes(small, shape, prompts // 2, mesh)
+    memory = (needed + 1000) / 0.85 + 1
+    assert choose(small, memory=memory) == prompts
+    assert choose(small, memory=memory - 100) == max(2, prompts // 2)
+  assert (
+    choose(CONFIG, memory=1e12) == choose(CONFIG, memory=None) == 8
+  )  # a CPU, 288 tokens each, 2048 on each of two devices
   assert choose(small, memory=None) == 16
   long = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=4096))
   assert choose(long, memory=None) == 2

@@ -91,16 +91,15 @@ def micro_batch(
 ) -> int:
   """How many prompts an update computes at once: batch.micro_batch itself, or what 0 means.
 
-  That is the largest number whose activations fit beside what is held, or on a CPU the largest
-  number with at most 2,048 tokens. It divides the prompts of an update and is a multiple of the
-  rows of the mesh.
+  That is the largest number whose activations fit beside what is held and, on a CPU, that has at
+  most 2,048 tokens. It divides the prompts of an update and is a multiple of the rows of the mesh.
 
   Args:
     config: The config of the run.
     shape: The model on the mesh.
     held: Bytes that one device holds while it updates: state, reference and gradients.
     mesh: The mesh of the run.
-    memory: The bytes of a device, or None if they are not known. Then it is all prompts.
+    memory: The bytes of a device, or None if they are not known. Then all fit.
   """
   if config.batch.micro_batch:
     return config.batch.micro_batch
@@ -111,16 +110,15 @@ def micro_batch(
   ]
   if memory is not None:
     free = _USABLE_BY_UPDATE * memory - held
-    fitting = [
+    sizes = [
       size for size in sizes if activation_bytes(config, shape, size // row_shards, mesh) <= free
-    ]
-    return max(fitting, default=sizes[0])
+    ] or sizes[:1]
   # A loss that reads the routers of all micro-batches costs a forward pass if there are several.
-  if mesh.devices.flat[0].platform != "cpu" or config.learner.router_aux_coef:
-    return prompts
-  tokens = config.data.max_prompt_tokens + config.batch.group_size * config.sampling.max_tokens
-  quick = [size for size in sizes if size // row_shards * tokens <= _TOKENS_ON_CPU]
-  return max(quick, default=sizes[0])
+  if mesh.devices.flat[0].platform == "cpu" and not config.learner.router_aux_coef:
+    tokens = config.data.max_prompt_tokens + config.batch.group_size * config.sampling.max_tokens
+    few = [size for size in sizes if size // row_shards * tokens <= _TOKENS_ON_CPU]
+    sizes = few or sizes[:1]
+  return max(sizes)
 
 
 def activation_bytes(
