@@ -62,9 +62,9 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
   # tokens. Four copies of 16 rows of 96 logits.
   cache = 4 * (32 + 4 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 16 * 96 * 4
   config = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8))
-  assert fitting.cache_bytes(config, shape, mesh) == cache
+  assert fitting.sampler_bytes(config, shape, mesh) == cache
   drawn = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8, samples=16))
-  assert fitting.cache_bytes(drawn, shape, mesh) == (
+  assert fitting.sampler_bytes(drawn, shape, mesh) == (
     2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 32 * 96 * 4
   )
   layout = functools.partial(fitting.layout, config, shape, params, 1000.0, mesh)

@@ -16,8 +16,8 @@ from grpo_jax.parallel import sharding
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
 # sampler holds is mostly weights and caches, whose sizes are known.
 _USABLE_BY_UPDATE, _USABLE_BY_SAMPLER = 0.85, 0.93
-# A CPU takes a sixth to a third longer for each token of a part with four to eight times as many,
-# whose activations are too large for its caches (experiments/LOG.md, 2026-11-22).
+# With eight times as many, an update took a quarter to a third longer on a CPU, whose caches do not
+# hold the activations (experiments/LOG.md, 2026-11-22).
 _TOKENS_ON_CPU = 2048
 # Of a chunk in an update: logits, weights, and the gradients of both. A sampler sorts and filters.
 _LOGITS_COPIES = 4
@@ -59,11 +59,11 @@ def layout(
   placed = jax.tree.map(
     lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, places
   )
-  needed = held + device_bytes(placed) + cache_bytes(config, shape, mesh)
+  needed = held + device_bytes(placed) + sampler_bytes(config, shape, mesh)
   return "tensor" if needed <= _USABLE_BY_SAMPLER * memory else "train"
 
 
-def cache_bytes(config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh) -> float:
+def sampler_bytes(config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh) -> float:
   """The bytes of one device's keys, values and logits while the largest batch is sampled."""
   S, T, split = config.data.max_prompt_tokens, config.sampling.max_tokens, mesh.shape["tensor"]
   item = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4

@@ -108,7 +108,7 @@ class Parameters:
   def initial_reference(self, key: jax.Array) -> Any:
     """`reference(initial(key))`, without a float32 copy of a whole checkpoint."""
     if self.model.lora is None and self._config.model.path:
-      return self._loaded(self._reference_leaf, self.abstract_reference)
+      return self._loaded(self._to_reference, self.abstract_reference)
     return self.reference(self.initial(key))
 
   def reference(self, trained: Any) -> Any:
@@ -147,15 +147,15 @@ class Parameters:
   def _reference_of(self, trained: Any) -> Any:
     def copy(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
       name = leaf_path(path)
-      return model.per_layer(functools.partial(self._reference_leaf, name), name)(x)
+      return model.per_layer(functools.partial(self._to_reference, name), name)(x)
 
     return jax.tree_util.tree_map_with_path(copy, trained)
 
-  def _reference_leaf(self, name: str, x: jax.Array) -> jax.Array:
-    del name
-    x = x.astype("float32")  # a checkpoint's vectors may be bfloat16
+  @property
+  def _to_reference(self) -> Callable[[str, jax.Array], jax.Array]:
+    # Not a method: JAX keeps the function for its compiled programs, and the weights must go.
     dtype = "" if self.model.lora is not None else self._config.model.reference_dtype
-    return jnp.copy(x.astype(matrix_dtype(x, x.ndim, dtype)))
+    return functools.partial(_reference_leaf, dtype=dtype)
 
   def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
     """The checkpoint's parameters as `convert` returns them, placed as in `abstract`."""
@@ -225,6 +225,12 @@ def _places(abstract: Any) -> Mapping[str, jax.sharding.Sharding]:
 def _as_float32(name: str, x: jax.Array) -> jax.Array:
   del name
   return x.astype("float32")
+
+
+def _reference_leaf(name: str, x: jax.Array, dtype: str) -> jax.Array:
+  del name
+  x = x.astype("float32")  # a checkpoint's vectors may be bfloat16
+  return jnp.copy(x.astype(matrix_dtype(x, x.ndim, dtype)))
 
 
 def _put(x: Any, where: jax.sharding.Sharding) -> jax.Array:
