@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
   policy = cli.open_policy(_on_sums)
   run = policy.run
   params, prompts = run.parameters.for_sampling(policy.params), run.prompts("test")
-  answers = [example["answer"] for example in prompts.examples]
+  answers = [prompts.example(i)["answer"] for i in range(len(prompts))]
 
   def draw(rollout: Rollout) -> np.ndarray:
     """Texts [N, G]."""
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
   print(f"  of these {right_NG[worked_NG].mean():.1%} are right,")
   if not worked_NG.all():
     print(f"  of the direct ones {right_NG[~worked_NG].mean():.1%}")
-  rates = step_rates(prompts.texts, texts_NG, worked_NG)
+  rates = step_rates([x.text for x in prompts.make(range(SUMS))], texts_NG, worked_NG)
   print("each step, where the steps before it are right:", *[f"{rate:.1%}" for rate in rates])
   counts = right_NG.sum(1)[~greedy_N]
   print(

@@ -29,6 +29,7 @@ def main(argv: list[str]) -> None:
   def with_flags(config: Config) -> Config:
     return dataclasses.replace(config, eval=dataclasses.replace(config.eval, **changes))
 
+  cli.join_processes()
   policy = cli.open_policy(with_flags)
   config = policy.run.config
   evaluator = Evaluator(policy.run, show_progress)

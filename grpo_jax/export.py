@@ -3,6 +3,8 @@
 python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
 """
 
+import contextlib
+
 from absl import flags
 
 from grpo_jax import model
@@ -17,6 +19,7 @@ def main(argv: list[str]) -> None:
   if not flags.FLAGS.out:
     raise ConfigError("flag --out is missing: the folder to write")
   out = cli.folder_of_flag("out", flags.FLAGS.out)
+  cli.join_processes()
   policy = cli.open_policy()
   parameters = policy.run.parameters
   shape = parameters.model
@@ -24,16 +27,18 @@ def main(argv: list[str]) -> None:
     raise ConfigError(
       "flag --adapter: this run trained all weights and has no adapters; leave the flag out"
     )
+  hosts = policy.run.hosts
   # `out` appears when the weights and the tokenizer are both in it.
-  with new_folder(out) as folder:
+  with new_folder(out) if hosts.is_first else contextlib.nullcontext() as folder:
     if flags.FLAGS.adapter:
       base, revision = hub.parts(policy.run.config.model.path)
-      model.save_adapters(folder, shape, policy.params, base, revision)
+      model.save_adapters(folder, shape, policy.params, base, revision, hosts.fetch)
       written = "adapters"
     else:
-      model.save(folder, shape, parameters.policy(policy.params))
+      model.save(folder, shape, parameters.policy(policy.params), hosts.fetch)
       written = "parameters, adapters merged," if shape.lora else "parameters"
-    policy.run.tokenizer.save(folder)
+    if folder is not None:
+      policy.run.tokenizer.save(folder)
   print(f"{policy.name}: its {written} (float32) and the tokenizer are in {out}")
 
 

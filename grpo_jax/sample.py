@@ -12,7 +12,8 @@ from absl import flags
 import jax
 import numpy as np
 
-from grpo_jax.data.loader import PromptBatch, Prompts, prompt_batch
+from grpo_jax.data.loader import PromptBatch, prompt_batch
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.run import cli
 from grpo_jax.run.build import Run
 from grpo_jax.run.rollout import Rollouts
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> None:
   del argv
   values = flags.FLAGS
   _check_flags()
+  cli.join_processes()
   policy = cli.open_policy()
   run, sampling = policy.run, policy.run.config.sampling
   temperature = sampling.temperature if values.temperature is None else values.temperature
@@ -90,8 +92,8 @@ def _prompts(run: Run) -> PromptBatch:
   if flags.FLAGS.prompt:
     data = dataclasses.replace(data, prompt="{question}", chat=False)
   prompts = Prompts([{"question": text}], run.tokenizer, data)
-  prompts.max_tokens = len(prompts.tokens[0])
-  return prompt_batch(prompts, np.zeros(run.hosts.row_shards, int))
+  prompts.max_tokens = len(prompts.make([0])[0].ids)
+  return prompt_batch(prompts, np.zeros(run.hosts.row_shards, int), run.hosts)
 
 
 def _print(rollouts: Rollouts, count: int) -> None:

@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
-from grpo_jax.parallel.mesh import initialize_distributed
+from grpo_jax.parallel.processes import initialize_distributed
 from grpo_jax.patience import told_if_slow
 from grpo_jax.run import cli, lock
 from grpo_jax.run.build import Run

@@ -59,7 +59,8 @@ def test_a_step_without_dynamic_sampling_is_one_draw_of_its_own_number(tmp_path)
   small = Small(with_reward(small_config(), tmp_path, SOMETIMES))
   prompts = small.collector.prompts
   found = small(3)
-  assert prompts_of(found) == [prompts.texts[i] for i in loader.step_indices(0, 3, P, len(prompts))]
+  made = prompts.make(loader.step_indices(0, 3, P, len(prompts)))
+  assert prompts_of(found) == [prompt.text for prompt in made]
   assert not any(name.startswith("dynamic_sampling") for name in found.metrics)
   assert "sampling/temperature" not in found.metrics
   again = small(3)
@@ -79,9 +80,10 @@ def test_groups_of_equal_rewards_are_replaced_by_fresh_ones(tmp_path):
     number = 1 * 10 + rounds
     drawn = loader.prompt_batch(prompts, loader.step_indices(0, number, P, len(prompts)))
     rollouts = rollout(small.params, drawn, jax.random.fold_in(run.key("sample"), number))
-    live = [p for p, text in enumerate(drawn.texts) if text.endswith(DIFFERS)]
+    drawn_texts = drawn.columns["prompts"]
+    live = [p for p, text in enumerate(drawn_texts) if text.endswith(DIFFERS)]
     tokens += [rollouts.completions.tokens_PGT[p] for p in live]
-    texts += [drawn.texts[p] for p in live]
+    texts += [drawn_texts[p] for p in live]
     sampled += int(rollouts.completions.lengths_PG.sum())
     rounds += 1
   assert rounds > 1

@@ -30,7 +30,7 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.config import Config, check_key, completed, from_dict, to_dict
 from grpo_jax.data import tasks, tokenizer
-from grpo_jax.data.loader import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.run import checks, workdir
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints

@@ -51,9 +51,7 @@ class TwoTurns:
         prompt = prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]]
         asked = [*prompt, *first.tokens_PGT[p, g], *ANSWER]
         asked_BS[row, : len(asked)], lengths_B[row] = asked, len(asked)
-    second_prompts = PromptBatch(
-      prompts_PS=asked_BS, prompt_lengths_P=lengths_B, texts=("",) * P * G, columns={}
-    )
+    second_prompts = PromptBatch(prompts_PS=asked_BS, prompt_lengths_P=lengths_B)
     second_key = jax.random.fold_in(key, 1)
     second = self._second(params, second_prompts, second_key, temperature).completions
     completions = _joined(first, jax.tree.map(lambda x: x[:, 0], second), goes_on_PG)

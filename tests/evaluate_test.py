@@ -61,8 +61,9 @@ def greedy_one_at_a_time(run):
   """
   params, scores, lengths, stopped = run.initial_params(), [], [], []
   sampler = run.programs.sampler(1, greedy=True)
-  for text in run.prompts("test").texts:
-    ids = run.tokenizer.encode(text)
+  prompts = run.prompts("test")
+  for prompt in prompts.make(range(len(prompts))):
+    ids = prompt.ids
     prompts_PS = np.array([ids + [0] * (12 - len(ids))] * 8, np.int32)
     arrays = (prompts_PS, np.full(8, len(ids), np.int32), np.ones(8, np.float32))
     prompts_PS, lengths_P, temperature_P = run.hosts.put(arrays)
@@ -71,7 +72,7 @@ def greedy_one_at_a_time(run):
     lengths.append(completions.lengths_PG[0, 0])
     stopped.append(completions.stopped_by_PG[0, 0] >= 0)
     completion = run.tokenizer.decode(completions.tokens_PGT[0, 0, : lengths[-1]])
-    scores += coin([completion], [text])
+    scores += coin([completion], [prompt.text])
   return scores, lengths, stopped
 
 

@@ -16,7 +16,7 @@ from configs import gsm8k
 from grpo_jax import model
 from grpo_jax.config import from_dict
 from grpo_jax.data import tasks, tokenizer
-from grpo_jax.data.loader import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.settings import ConfigError

@@ -36,7 +36,11 @@ def test_one_process_is_the_first_and_the_only_one():
   hosts = hosts_of(8, 1, 1, 1)
   assert hosts.is_first and hosts.any_process(True) is True and hosts.any_process(False) is False
   tree = {"reward": np.array([1.5])}
-  assert hosts.from_first(tree) is tree
+  assert hosts.join_rows(tree) is tree
+  assert hosts.own_rows(5) == slice(0, 5) and hosts.index == 0
+  assert hosts.on_each(lambda: "result") == "result"
+  with pytest.raises(ZeroDivisionError):
+    hosts.on_each(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize("error", [ConfigError("no disk"), OSError("no disk")])
@@ -71,7 +75,7 @@ import numpy as np
 from grpo_jax.config import Mesh
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 
 hosts = Hosts(make_mesh(Mesh(data=2, fsdp=1, expert=1, tensor=1)))
 process = jax.process_index()
@@ -80,9 +84,25 @@ rows = np.arange(12, dtype=np.int32).reshape(4, 3)
 on_mesh = hosts.put({"rows": rows})
 assert on_mesh["rows"].addressable_data(0).shape == (2, 3)
 np.testing.assert_array_equal(hosts.fetch(on_mesh)["rows"], rows)
-first = hosts.from_first([np.float32(process), np.full(3, process)])
-assert first[0] == 0 and not first[1].any() and type(first[1]) is np.ndarray
 assert hosts.any_process(process == 1) and not hosts.any_process(False)
+# Five rows: three of the first process, two of the second. One row: of the first.
+assert hosts.own_rows(5) == (slice(0, 3), slice(3, 5))[process]
+assert hosts.own_rows(1) == (slice(0, 1), slice(1, 1))[process]
+whole = np.arange(10, dtype=np.float32).reshape(5, 2)
+whole[3, 0] = np.nan
+for rows in (whole, whole[:1], whole[:0]):
+  own = rows[hosts.own_rows(len(rows))]
+  joined = hosts.join_rows({"a": own, "b": own[:, 0] > 2})
+  np.testing.assert_array_equal(joined["a"], rows)
+  np.testing.assert_array_equal(joined["b"], rows[:, 0] > 2)
+assert hosts.on_each(lambda: process) == process
+for failing in (0, 1):
+  try:
+    hosts.on_each(lambda: 1 // int(process != failing))
+  except (ZeroDivisionError, RunFailed) as error:
+    assert isinstance(error, ZeroDivisionError) == (process == failing)
+  else:
+    raise AssertionError
 calls = []
 result = hosts.on_first(lambda: calls.append("called") or "result")
 assert (calls, result) == ((["called"], "result") if process == 0 else ([], None))

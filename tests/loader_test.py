@@ -9,6 +9,7 @@ import pytest
 
 from grpo_jax.config import Data
 from grpo_jax.data import loader, tasks, tokenizer
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.settings import ConfigError
 
 TOKENIZER = tokenizer.characters("abcdefg?")
@@ -34,12 +35,17 @@ CHAT = dataclasses.replace(DATA, prompt="{question}", chat=True, max_prompt_toke
 def make_prompts(max_tokens=3, template="{question}?"):
   """The prompts of SPLIT."""
   data = dataclasses.replace(DATA, prompt=template, max_prompt_tokens=max_tokens)
-  return loader.Prompts(SPLIT, TOKENIZER, data)
+  return Prompts(SPLIT, TOKENIZER, data)
 
 
 def make_chats(tokens, examples, **changes):
   """The prompts of `examples` with data.chat, and with other changes to the config."""
-  return loader.Prompts(examples, tokens, dataclasses.replace(CHAT, **changes))
+  return Prompts(examples, tokens, dataclasses.replace(CHAT, **changes))
+
+
+def all_of(prompts, name):
+  """The attribute `name` of every prompt."""
+  return [getattr(prompt, name) for prompt in prompts.make(range(len(prompts)))]
 
 
 def family(name):
@@ -86,7 +92,8 @@ def test_indices_never_change():
 def test_prompts_that_are_too_long_are_dropped_and_counted():
   made = make_prompts()
   assert (len(made), made.dropped, made.max_tokens) == (2, 1, 3)
-  assert made.examples == (SPLIT[0], SPLIT[2]) and made.texts == ("ab?", "a?")
+  assert all_of(made, "example") == [SPLIT[0], SPLIT[2]] and made.example(1) is SPLIT[2]
+  assert all_of(made, "text") == ["ab?", "a?"]
   assert make_prompts(7).dropped == 0
 
 
@@ -95,7 +102,6 @@ def test_prompt_batch():
   np.testing.assert_array_equal(batch.prompts_PS, [[2, 9, 0, 0], [2, 3, 9, 0], [2, 9, 0, 0]])
   assert batch.prompts_PS.dtype == batch.prompt_lengths_P.dtype == np.int32
   assert batch.prompt_lengths_P.tolist() == [2, 3, 2]
-  assert batch.texts == ("a?", "ab?", "a?")
   assert batch.columns == {
     "prompts": ["a?", "ab?", "a?"],
     "question": ["a", "ab", "a"],
@@ -110,7 +116,7 @@ def test_supervised_batch_ends_solutions_and_leaves_out_long_ones():
   np.testing.assert_array_equal(batch.completions_PT, [[4, 5, 1, 0], [0, 0, 0, 0]])
   np.testing.assert_array_equal(batch.mask_PT, [[1, 1, 1, 0], [0, 0, 0, 0]])
   assert batch.completions_PT.dtype == np.int32 and batch.mask_PT.dtype == np.float32
-  assert batch.dropped == 1 and batch.prompts.texts == ("ab?", "a?")
+  assert batch.dropped == 1 and batch.prompts.columns["prompts"] == ["ab?", "a?"]
   whole = loader.supervised_batch(make_prompts(), np.array([0, 1]), TOKENIZER, 6)
   assert whole.dropped == 0
   assert whole.completions_PT[1].tolist() == [4, 5, 6, 7, 8, 1]
@@ -158,12 +164,12 @@ def test_arithmetic_prompts_are_made_quickly():
   task = tasks.arithmetic("")
   start = time.process_time()
   data = dataclasses.replace(DATA, prompt="{question}", max_prompt_tokens=64)
-  made = loader.Prompts(task.train, tokenizer.characters(task.alphabet), data)
+  made = Prompts(task.train, tokenizer.characters(task.alphabet), data)
   assert len(made) == 20_000 and made.dropped == 0
   assert time.process_time() - start < 4  # about 0.5 s when the machine is free
   batch = loader.prompt_batch(made, loader.step_indices(0, 5, 32, len(made)))
   assert batch.prompts_PS.shape == (32, 64)
-  assert batch.columns["answer"][0] == str(eval(batch.texts[0][:-1]))
+  assert batch.columns["answer"][0] == str(eval(batch.columns["prompts"][0][:-1]))
 
 
 # Conversations.
@@ -175,12 +181,13 @@ EXAMPLE = {"question": "2 pens?", "solution": "two", "answer": "2"}
 def test_a_plain_prompt_begins_with_the_prefix():
   for name, prefix in (("llama3", "<|begin_of_text|>"), ("llama2", "<s>"), ("qwen", "")):
     tokens = family(name)
-    made = loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=20))
-    assert made.texts == ("2 pens??",) and made.messages is None
-    assert made.tokens[0].tolist() == tokens.encode(prefix) + tokens.encode("2 pens??")
-    n = len(made.tokens[0])  # the prefix counts
+    made = Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=20))
+    (prompt,) = made.make([0])
+    assert prompt.text == "2 pens??" and prompt.messages is None
+    assert prompt.ids == tokens.encode(prefix) + tokens.encode("2 pens??")
+    n = len(prompt.ids)  # the prefix counts
     with pytest.raises(ConfigError, match=f"the shortest one has {n} tokens"):
-      loader.Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=n - 1))
+      Prompts([EXAMPLE], tokens, dataclasses.replace(DATA, max_prompt_tokens=n - 1))
     # A solution has no prefix, no added space before it, and one stop token after it.
     batch = loader.supervised_batch(made, np.array([0]), tokens, 9)
     ids = batch.completions_PT[0, batch.mask_PT[0] > 0].tolist()
@@ -197,8 +204,9 @@ def test_the_prompt_is_the_users_message_of_a_conversation():
     "<|start_header_id|>user<|end_header_id|>\n\n2 pens?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
   )
-  assert made.texts == (text,) and made.tokens[0].tolist() == tokens.encode(text)
-  assert made.tokens[0].tolist().count(tokens.prefix_ids[0]) == 1
+  (prompt,) = made.make([0])
+  assert prompt.text == text and prompt.ids == tokens.encode(text)
+  assert prompt.ids.count(tokens.prefix_ids[0]) == 1
   assert loader.prompt_batch(made, np.array([0, 0])).columns == {
     "prompts": [text] * 2,
     "messages": [[SYSTEM, USER]] * 2,
@@ -207,7 +215,7 @@ def test_the_prompt_is_the_users_message_of_a_conversation():
     "answer": ["2"] * 2,
   }
   framed = make_chats(tokens, [EXAMPLE], prompt="Q: {question}")
-  assert framed.messages == ([{"role": "user", "content": "Q: 2 pens?"}],)
+  assert all_of(framed, "messages") == [[{"role": "user", "content": "Q: 2 pens?"}]]
 
 
 def test_a_field_of_the_example_may_hold_the_messages():
@@ -217,11 +225,12 @@ def test_a_field_of_the_example_may_hold_the_messages():
   made = make_chats(tokens, [{"question": q} for q in questions], system="Be brief.")
   brief = {"role": "system", "content": "Be brief."}
   # The second conversation keeps its own system message.
-  assert made.messages == ([brief, *dialogue], [SYSTEM, USER], [brief, USER])
-  assert made.texts[0] == tokens.render([brief, *dialogue])
-  assert made.texts[0].endswith("<|im_start|>assistant\n")
+  assert all_of(made, "messages") == [[brief, *dialogue], [SYSTEM, USER], [brief, USER]]
+  text = all_of(made, "text")[0]
+  assert text == tokens.render([brief, *dialogue])
+  assert text.endswith("<|im_start|>assistant\n")
   as_in_trl = make_chats(tokens, [{"prompt": [USER]}], prompt="{prompt}")
-  assert as_in_trl.messages == ([USER],)
+  assert all_of(as_in_trl, "messages") == [[USER]]
 
 
 @pytest.mark.parametrize(
@@ -261,4 +270,4 @@ def test_a_tokenizer_without_a_chat_template_is_named():
   with pytest.raises(
     ConfigError, match="data.tokenizer: no chat template .* or set data.chat=False"
   ):
-    loader.Prompts(SPLIT, TOKENIZER, dataclasses.replace(DATA, chat=True))
+    Prompts(SPLIT, TOKENIZER, dataclasses.replace(DATA, chat=True))

@@ -18,8 +18,9 @@ import pytest
 from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.parallel import mesh as mesh_lib
-from grpo_jax.parallel.mesh import initialize_distributed, make_mesh
+from grpo_jax.parallel import processes
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.processes import initialize_distributed
 from grpo_jax.parallel.sharding import (
   batch_sharding,
   leaf_path,
@@ -114,8 +115,8 @@ def test_mesh_that_does_not_fit_is_refused_with_its_numbers(axes):
 )
 def test_only_a_cluster_starts_several_processes(environ, several, monkeypatch):
   calls = []
-  monkeypatch.setattr(jax.distributed, "initialize", lambda: calls.append(1))
-  monkeypatch.setattr(mesh_lib.os, "environ", environ)
+  monkeypatch.setattr(jax.distributed, "initialize", lambda **_: calls.append(1))
+  monkeypatch.setattr(processes.os, "environ", environ)
   initialize_distributed()
   assert bool(calls) == several
 
@@ -124,9 +125,9 @@ def test_two_slurm_tasks_join():
   program = """
 import jax
 from grpo_jax.config import Mesh
-from grpo_jax.parallel import mesh
-mesh.initialize_distributed()
-mesh.initialize_distributed()  # a second call changes nothing
+from grpo_jax.parallel import mesh, processes
+processes.initialize_distributed()
+processes.initialize_distributed()  # a second call changes nothing
 devices = mesh.make_mesh(Mesh(data=-1, fsdp=1, expert=1, tensor=1)).devices
 print(jax.process_index(), jax.process_count(), devices.size)
 """
@@ -153,7 +154,7 @@ print(jax.process_index(), jax.process_count(), devices.size)
     )
     for i in range(2)
   ]
-  assert [task.communicate(timeout=60)[0].split() for task in tasks] == [
+  assert [task.communicate(timeout=60)[0].splitlines()[-1].split() for task in tasks] == [
     ["0", "2", "2"],
     ["1", "2", "2"],
   ]

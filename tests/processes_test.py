@@ -25,11 +25,16 @@ KEYS = """
 
 
 def start(count, workdir, **keys):
-  """Starts `count` processes of 8 / count devices, all on one workdir."""
+  """Starts `count` processes of 8 / count devices that train, all on one workdir."""
+  flags = [f"--config.{key}" for key in (*KEYS, *(f"{k}={v}" for k, v in keys.items()))]
+  return start_command(count, "train", "--config=configs/arithmetic.py", *flags, workdir=workdir)
+
+
+def start_command(count, name, *flags, workdir, own_flags=((), ())):
+  """Starts `count` processes of a command. `own_flags[i]` are those of process i alone."""
   with socket.socket() as s:
     s.bind(("localhost", 0))
     address = f"localhost:{s.getsockname()[1]}"
-  flags = [f"--config.{key}" for key in (*KEYS, *(f"{k}={v}" for k, v in keys.items()))]
   processes = []
   for i in range(count):
     env = os.environ | {
@@ -42,10 +47,10 @@ def start(count, workdir, **keys):
     command = [
       sys.executable,
       "-m",
-      "grpo_jax.train",
-      "--config=configs/arithmetic.py",
+      f"grpo_jax.{name}",
       f"--workdir={workdir}",
       *flags,
+      *own_flags[i],
     ]
     processes.append(
       subprocess.Popen(
@@ -99,6 +104,111 @@ def test_an_error_of_the_first_process_ends_both(tmp_path):
   assert "is not empty" in outputs[0] and "first process has ended" in outputs[1]
 
 
+ENDED = (
+  "error: process {} of 2 (counted from 0) has ended: see what it says; then run the same command"
+  " on all hosts to go on from the newest checkpoint"
+)
+
+
+def wait_for_rows(workdir, count, process):
+  """Waits until metrics.jsonl has `count` rows."""
+  metrics = workdir / "metrics.jsonl"
+  while not metrics.exists() or len(read_metrics(metrics)) < count:
+    assert process.poll() is None
+    time.sleep(0.2)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_end_with_one_line_when_one_is_killed_and_the_command_goes_on(tmp_path, killed):
+  both = start(2, tmp_path, steps=100_000)
+  wait_for_rows(tmp_path, 8, both[0])
+  both[killed].kill()
+  killed_at = time.monotonic()
+  codes, outputs = finish(both)
+  assert time.monotonic() - killed_at < 30
+  assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1
+  lines = outputs[1 - killed].splitlines()
+  assert lines[-1] == ENDED.format(killed)
+  assert not any("Traceback" in line for line in lines)
+  both = start(2, tmp_path, steps=100_000)
+  wait_for_rows(tmp_path, 14, both[0])
+  both[0].send_signal(signal.SIGTERM)
+  codes, outputs = finish(both)
+  assert codes == [75, 75] and "resuming from step" in outputs[0]
+
+
+def test_an_error_of_one_process_ends_the_other_at_once(tmp_path):
+  """The flags of the second process are wrong, so the first one waits for it in vain."""
+  flags = ("--config=configs/arithmetic.py", *(f"--config.{key}" for key in (*KEYS, "steps=2")))
+  started = time.monotonic()
+  both = start_command(
+    2,
+    "train",
+    *flags,
+    workdir=tmp_path,
+    own_flags=((), ("--config.reward.functions=('nowhere.py:f',)",)),
+  )
+  codes, outputs = finish(both)
+  assert time.monotonic() - started < 90
+  assert codes == [1, 2] and outputs[0].splitlines()[-1] == ENDED.format(1)
+  assert "nowhere.py" in outputs[1].splitlines()[-1]
+
+
+def test_a_second_run_on_the_same_folder_is_refused_and_named(tmp_path):
+  first = start(2, tmp_path, steps=100_000)
+  wait_for_rows(tmp_path, 3, first[0])
+  codes, outputs = finish(start(2, tmp_path, steps=100_000))
+  assert codes == [2, 2]
+  assert f"is in use by process {first[0].pid} on {socket.gethostname()} since" in outputs[0]
+  first[0].send_signal(signal.SIGTERM)
+  assert finish(first)[0] == [75, 75]
+
+
+def test_evaluate_sample_and_export_on_two_processes_do_what_they_do_on_one(tmp_path):
+  train(1, tmp_path / "run", steps=2)
+
+  def printed(count, *command):
+    codes, outputs = finish(start_command(count, *command, workdir=tmp_path / "run"))
+    assert codes == [0] * count, outputs
+    return [[x for x in text.splitlines() if "[Gloo]" not in x] for text in outputs]
+
+  for command in (("evaluate", "--samples=4"), ("sample", "--prompt=7+15-6+9=", "--n=2")):
+    (one,) = printed(1, *command)
+    assert printed(2, *command) == [one, []] and len(one) > 3
+  for count in (1, 2):
+    printed(count, "export", f"--out={tmp_path}/{count}")
+  files = sorted(path.name for path in (tmp_path / "1").iterdir())
+  assert files == sorted(path.name for path in (tmp_path / "2").iterdir()) and len(files) > 3
+  for name in files:
+    assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+def test_two_processes_score_in_little_more_than_half_the_time(tmp_path):
+  """64 completions, of which each takes 0.1 s: 6.4 s on one process."""
+  (tmp_path / "reward.py").write_text(SLOW_REWARD)
+  keys = {
+    "steps": 2,
+    "warm_start.steps": 0,
+    "batch.prompts": 16,
+    "eval.every": 0,
+    "reward.functions": (f"{tmp_path}/reward.py:slow",),
+  }
+  one, two = train(1, tmp_path / "one", **keys), train(2, tmp_path / "two", **keys)
+  assert_same(two, one)
+  seconds = [
+    [row["time/reward"] for row, _ in read_metrics(tmp_path / name / "metrics.jsonl")]
+    for name in ("one", "two")
+  ]
+  print("seconds of rewards on one process and on two:", *seconds)
+  assert min(seconds[0]) > 6.4 and max(seconds[1]) < 0.6 * min(seconds[0])
+
+
+SLOW_REWARD = """
+import time
+def slow(completions, **_):
+  time.sleep(0.1 * len(completions))
+  return [float(len(text)) for text in completions]
+"""
 STEPS_AND_PARITY = """
 def steps(completions, **_):
   return [[(i + 1, float(ch in '123')) for i, ch in enumerate(c)] for c in completions]
@@ -113,7 +223,7 @@ def even(completions, **_):
   [{"algo.dynamic_sampling": True, "algo.overlong": 0.5}, {"algo.advantage": "process"}],
   ids=str,
 )
-def test_rewards_of_the_first_process_reach_the_others(tmp_path, algo):
+def test_rewards_of_each_process_reach_the_others(tmp_path, algo):
   """Two functions of different weights, of which one gives steps, and a reward model.
 
   The names of the functions are not in alphabetical order. Both processes compute the model.

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from configs import default
-from grpo_jax import model, rewards
+from grpo_jax import model
 from grpo_jax.config import from_dict
 from grpo_jax.data import tokenizer
-from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.run import reward_model
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
@@ -428,11 +427,3 @@ def test_a_reward_model_as_policy_is_refused():
   words = "architectures is .*Classification.*choose a checkpoint of Qwen2ForCausalLM$"
   with pytest.raises(ConfigError, match=words):
     Run(config(["strict"], model=dict(path=str(GOLDEN / "qwen2"))))
-
-
-def test_where_another_process_scores_functions_are_silent_and_models_are_not(monkeypatch):
-  monkeypatch.setattr(Hosts, "is_first", False)
-  model_reward, strict = functions_of(Run(config([GOLDEN / "qwen2", "strict"])))
-  assert rewards.name_of(strict) == "strict"
-  assert strict(completions=["#### 3"], answer=["3"]) == [None]
-  assert len(model_reward(completions=["1"], prompts=["2="])[0]) == 1

@@ -11,7 +11,8 @@ import pytest
 
 from grpo_jax.config import Data, Mesh
 from grpo_jax.data import tokenizer
-from grpo_jax.data.loader import Prompts, prompt_batch
+from grpo_jax.data.loader import prompt_batch
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.run import rollout
@@ -24,7 +25,8 @@ NAN = float("nan")
 TOKENS = tokenizer.characters("0123456789+=# ")
 EOS = TOKENS.stop_ids[0]
 EXAMPLES = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 6))]
-PROMPTS = prompt_batch(Prompts(EXAMPLES, TOKENS, Data(max_prompt_tokens=8)), np.arange(3))
+SPLIT = Prompts(EXAMPLES, TOKENS, Data(max_prompt_tokens=8))
+PROMPTS, PROMPTS_MADE = prompt_batch(SPLIT, np.arange(3)), SPLIT.make(range(3))
 HOSTS = Hosts(make_mesh(Mesh(), jax.devices()[:1]))
 
 
@@ -244,7 +246,7 @@ def test_rows_are_json_in_group_order_and_no_function_hides_another_field():
   rewards = score(texts, *functions)
   rows = completion_rows(
     rollouts_of(texts),
-    PROMPTS,
+    PROMPTS_MADE,
     np.asarray(rewards.score_PG),
     rewards.scores_PGJ,
     ["reward", "length"],
@@ -361,7 +363,7 @@ def test_a_step_ends_at_the_token_with_its_last_character(family, text):
       [(i + 1, float(i)) for i, c in enumerate(written) if c == ";"] for written in completions
     ]
 
-  prompts = dataclasses.replace(PROMPTS, texts=("",), columns={})
+  prompts = dataclasses.replace(PROMPTS, own=slice(0, 1), columns={})
   rewards = scorer(semicolons, needs_steps=True, decode=tokens.decode)(rollouts, prompts)
   # By hand: the token after which this many semicolons are written for the first time, and the
   # stop token for a semicolon at the end of the text.

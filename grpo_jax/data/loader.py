@@ -3,19 +3,15 @@
 A run that resumes therefore has no position in the data to restore.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from grpo_jax.data import chat
-from grpo_jax.data.prompt_template import fill
+from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompts
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError
-
-if TYPE_CHECKING:
-  from grpo_jax.config import Data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +21,15 @@ class PromptBatch:
   Attributes:
     prompts_PS: int32, right-padded.
     prompt_lengths_P: int32, the number of tokens before the padding.
-    texts: The P prompts as texts. With data.chat: as the chat template rendered them.
-    columns: What reward functions get (see grpo_jax/rewards), as lists of P entries.
+    own: The rows that this process scores. None where nothing is scored.
+    columns: What reward functions get (see grpo_jax/rewards), as lists of one entry for each of
+      these rows.
   """
 
   prompts_PS: np.ndarray
   prompt_lengths_P: np.ndarray
-  texts: tuple[str, ...]
-  columns: dict[str, list[Any]]
+  own: slice = dataclasses.field(default_factory=lambda: slice(0, 0))
+  columns: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,68 +48,6 @@ class SupervisedBatch:
   completions_PT: np.ndarray
   mask_PT: np.ndarray
   dropped: int
-
-
-class Prompts:
-  """The examples of a split with their prompts, formatted and tokenized once.
-
-  Examples whose prompt has more than data.max_prompt_tokens tokens are left out.
-
-  Without data.chat, a prompt is the text of data.prompt with its fields filled in, after the
-  tokenizer's prefix. With data.chat, it is a conversation, rendered up to where the assistant's
-  answer begins. data.prompt then gives the user's message, or names the one field that holds the
-  messages.
-
-  Attributes:
-    examples: The examples that are kept.
-    texts: Their prompts as texts.
-    tokens: Their prompts as token ids, int32 arrays.
-    messages: Their conversations, or None without data.chat.
-    dropped: How many examples are left out.
-    max_tokens: The longest prompt that is kept (S).
-    pad_id: The id of the padding token.
-  """
-
-  def __init__(
-    self, split: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, data: "Data"
-  ) -> None:
-    """Formats and tokenizes the prompts.
-
-    Raises:
-      ConfigError: data.prompt does not fit the examples, or no prompt is short enough.
-    """
-    examples = list(split)
-    messages: list[chat.Messages] | None = None
-    if data.chat:
-      messages = [_conversation(data, example) for example in examples]
-      texts = tokenizer.render_batch(messages)
-      prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
-    else:
-      texts = [fill(data.prompt, example) for example in examples]
-      prefix_ids = tokenizer.prefix_ids
-    text_tokens = tokenizer.encode_batch(texts)
-    if not all(text_tokens):
-      raise ConfigError(
-        f"data.prompt={data.prompt!r} makes a prompt without tokens; it must hold some text"
-      )
-    tokens = [[*prefix_ids, *ids] for ids in text_tokens]
-    kept = [i for i, ids in enumerate(tokens) if len(ids) <= data.max_prompt_tokens]
-    if not kept:
-      shortest = min(map(len, tokens), default=0)
-      raise ConfigError(
-        f"data.max_prompt_tokens={data.max_prompt_tokens} drops all {len(examples)} prompts;"
-        f" the shortest one has {shortest} tokens"
-      )
-    self.examples = tuple(examples[i] for i in kept)
-    self.texts = tuple(texts[i] for i in kept)
-    self.tokens = [np.array(tokens[i], np.int32) for i in kept]
-    self.messages = tuple(messages[i] for i in kept) if messages else None
-    self.dropped = len(examples) - len(kept)
-    self.max_tokens = data.max_prompt_tokens
-    self.pad_id = tokenizer.pad_id
-
-  def __len__(self) -> int:
-    return len(self.examples)
 
 
 def step_indices(seed: int, step: int, count: int, size: int) -> np.ndarray:
@@ -142,23 +77,30 @@ def step_indices(seed: int, step: int, count: int, size: int) -> np.ndarray:
   return indices
 
 
-def prompt_batch(prompts: Prompts, indices: np.ndarray) -> PromptBatch:
-  """The prompts at `indices`, an integer array [P]."""
-  tokens = [prompts.tokens[i] for i in indices]
-  examples = [prompts.examples[i] for i in indices]
-  texts = tuple(prompts.texts[i] for i in indices)
-  columns: dict[str, list[Any]] = {"prompts": list(texts)}
-  for field in prompts.examples[0]:
-    columns[field] = [example[field] for example in examples]
-  if prompts.messages:
-    columns["messages"] = [prompts.messages[i] for i in indices]
-  prompts_PS = _pad(tokens, prompts.max_tokens, prompts.pad_id)
-  lengths_P = np.array([len(ids) for ids in tokens], np.int32)
-  return PromptBatch(prompts_PS, lengths_P, texts, columns)
+def prompt_batch(
+  prompts: Prompts, indices: np.ndarray, processes: Processes = ONE_PROCESS
+) -> PromptBatch:
+  """The prompts at `indices`, an integer array [P]. Each process tokenizes its rows of them."""
+  own = processes.own_rows(len(indices))
+  made = processes.on_each(lambda: prompts.make(indices[own]))
+  columns: dict[str, list[Any]] = {"prompts": [prompt.text for prompt in made]}
+  for field in prompts.example(0):
+    columns[field] = [prompt.example[field] for prompt in made]
+  if all(prompt.messages for prompt in made):
+    columns["messages"] = [prompt.messages for prompt in made]
+  tokens = [prompt.ids for prompt in made]
+  prompts_PS, lengths_P = processes.join_rows(
+    (_pad(tokens, prompts.max_tokens, prompts.pad_id), np.array([*map(len, tokens)], np.int32))
+  )
+  return PromptBatch(prompts_PS, lengths_P, own, columns)
 
 
 def supervised_batch(
-  prompts: Prompts, indices: np.ndarray, tokenizer: Tokenizer, max_tokens: int
+  prompts: Prompts,
+  indices: np.ndarray,
+  tokenizer: Tokenizer,
+  max_tokens: int,
+  processes: Processes = ONE_PROCESS,
 ) -> SupervisedBatch:
   """The prompts at `indices` with their solutions, for the warm start.
 
@@ -170,6 +112,7 @@ def supervised_batch(
     indices: Integer array [P].
     tokenizer: Encodes the solutions.
     max_tokens: The longest solution, with the token that ends it (T).
+    processes: Each of them tokenizes its rows.
 
   Raises:
     ConfigError: The tokenizer has no stop id.
@@ -179,12 +122,14 @@ def supervised_batch(
       "data.tokenizer names no end-of-sequence token, which the warm start must teach; add"
       " eos_token to its tokenizer_config.json"
     )
-  batch = prompt_batch(prompts, indices)
+  batch = prompt_batch(prompts, indices, processes)
   end_id = tokenizer.stop_ids[0]
-  tokens = [[*ids, end_id] for ids in tokenizer.encode_batch_after(batch.columns["solution"])]
+  encoded = processes.on_each(lambda: tokenizer.encode_batch_after(batch.columns["solution"]))
+  tokens = [[*ids, end_id] for ids in encoded]
   fitting = [ids if len(ids) <= max_tokens else [] for ids in tokens]
-  completions_PT = _pad(fitting, max_tokens, tokenizer.pad_id)
-  lengths_P = np.array([len(ids) for ids in fitting])
+  completions_PT, lengths_P = processes.join_rows(
+    (_pad(fitting, max_tokens, tokenizer.pad_id), np.array([*map(len, fitting)], np.int32))
+  )
   mask_PT = (np.arange(max_tokens) < lengths_P[:, None]).astype(np.float32)
   dropped = int((lengths_P == 0).sum())
   return SupervisedBatch(batch, completions_PT, mask_PT, dropped)
@@ -202,20 +147,3 @@ def _pad(rows: Sequence[Sequence[int] | np.ndarray], width: int, pad_id: int) ->
   for padded_row, ids in zip(padded, rows):
     padded_row[: len(ids)] = ids
   return padded
-
-
-def _conversation(data: "Data", example: Mapping[str, Any]) -> chat.Messages:
-  """The conversation that the model is to continue.
-
-  It begins with a system message of data.system, unless it has a system message of its own.
-  """
-  field = data.prompt[1:-1]
-  prompt_is_one_field = data.prompt == f"{{{field}}}"
-  if prompt_is_one_field and isinstance(example.get(field), list):
-    messages = example[field]
-  else:
-    messages = [{"role": "user", "content": fill(data.prompt, example)}]
-  chat.check(messages, f"data.prompt={data.prompt!r}")
-  if data.system and messages[0]["role"] != "system":
-    return [{"role": "system", "content": data.system}, *messages]
-  return messages

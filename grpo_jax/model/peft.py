@@ -13,6 +13,7 @@ import numpy as np
 from grpo_jax.model import families
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
 from grpo_jax.model.folders import TensorFiles, new_folder, read_json, write_json, write_tensors
+from grpo_jax.model.save_weights import Fetch
 from grpo_jax.model.stacks import Places, stacked
 from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.settings import ConfigError
@@ -146,20 +147,22 @@ def _open_adapters(folder: Path, config: ModelConfig) -> TensorFiles:
 
 
 def save_adapters(
-  path: str | os.PathLike,
+  path: str | os.PathLike | None,
   config: ModelConfig,
   adapters: Any,
   base: str,
   revision: str | None = None,
+  fetch: Fetch = jax.device_get,
 ) -> None:
   """Writes a folder that PEFT loads onto the base model, completely or not at all.
 
   Args:
-    path: The folder. It must be empty or not exist.
+    path: The folder. It must be empty or not exist. None writes nothing, as in `save`.
     config: The model, with `config.lora`.
     adapters: The tree of adapters.
     base: The folder of the base model, or its name on huggingface.co.
     revision: The revision of the base model.
+    fetch: Brings an array to the host, as in `save`.
 
   Raises:
     ConfigError: The folder is not empty, or PEFT has no adapters for this family.
@@ -170,7 +173,7 @@ def save_adapters(
 
   def tensor(spec: TensorSpec) -> np.ndarray:
     leaf = jnp.array(places.take(leaves, spec.leaf_name), jnp.float32)
-    return spec.to_hf(jax.device_get(leaf), sizes)
+    return spec.to_hf(fetch(leaf), sizes)
 
   values = {
     "peft_type": "LORA",
@@ -186,9 +189,11 @@ def save_adapters(
     "inference_mode": True,
     "fan_in_fan_out": False,
   }
+  tensors = {spec.hf_name: tensor(spec) for spec in specs}
+  if path is None:
+    return
   with new_folder(path) as folder:
     write_json(folder / "adapter_config.json", values)
-    tensors = {spec.hf_name: tensor(spec) for spec in specs}
     write_tensors(folder / "adapter_model.safetensors", tensors)
 
 

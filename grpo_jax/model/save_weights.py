@@ -1,6 +1,7 @@
 """Saves Hugging Face folders. families.py and huggingface.py explain the names in them."""
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Callable, Iterable, Mapping
 import math
 import os
 from pathlib import Path
@@ -20,29 +21,44 @@ from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.settings import ConfigError
 
 FILE_BYTES = 4 << 30  # of one safetensors file, which is what the host holds at a time
+Fetch = Callable[[jax.Array], np.ndarray]
 Specs = dict[str, list[TensorSpec]]  # tensor -> the leaves that it holds, in their order
 
 
-def save(path: str | os.PathLike, config: ModelConfig, params: Any) -> None:
+def save(
+  path: str | os.PathLike | None, config: ModelConfig, params: Any, fetch: Fetch = jax.device_get
+) -> None:
   """Writes a folder of float32 weights, which transformers 4 and 5 read, completely or not at all.
 
   Args:
-    path: The folder. It must be empty or not exist.
+    path: The folder. It must be empty or not exist. None writes nothing: of several processes, one
+      writes, and the others call this to help fetching.
     config: The model.
     params: Its parameters. Adapters are merged into the weights.
+    fetch: Brings an array to the host. Several processes call it together.
 
   Raises:
     ConfigError: The folder is not empty, or `params` are not those of `config`.
   """
   leaves = flatten_dict(params, sep="/")
   _check_leaves(path, config, leaves)
+  files = _assign_to_files(config)
+  tensors_of_files = (
+    {name: _tensor(config, specs, leaves, fetch) for name, specs in specs_of_tensor.items()}
+    for specs_of_tensor in files
+  )
+  if path is None:
+    collections.deque(tensors_of_files, maxlen=0)
+    return
   with new_folder(path) as folder:
     write_json(folder / "config.json", huggingface.config_json(config))
     write_json(folder / "generation_config.json", huggingface.stop_ids_json(config))
-    _write_weights(folder, config, leaves)
+    _write_weights(folder, tensors_of_files, len(files))
 
 
-def _check_leaves(path: str | os.PathLike, config: ModelConfig, leaves: Mapping[str, Any]) -> None:
+def _check_leaves(
+  path: str | os.PathLike | None, config: ModelConfig, leaves: Mapping[str, Any]
+) -> None:
   """Raises ConfigError unless the leaves are those of the config and have its shapes."""
   sizes, places = families.sizes(config), Places(config)
   wanted = {}
@@ -63,24 +79,22 @@ def _check_leaves(path: str | os.PathLike, config: ModelConfig, leaves: Mapping[
       )
 
 
-def _write_weights(folder: Path, config: ModelConfig, leaves: Mapping[str, Any]) -> None:
-  """Writes the safetensors files and, if there are several, their index."""
-  files = _assign_to_files(config)
+def _write_weights(
+  folder: Path, tensors_of_files: Iterable[dict[str, np.ndarray]], count: int
+) -> None:
+  """Writes the `count` safetensors files and, if there are several, their index."""
   weight_map: dict[str, str] = {}
   total = 0
-  for number, specs_of_tensor in enumerate(files, 1):
+  for number, tensors in enumerate(tensors_of_files, 1):
     name = "model.safetensors"
-    if len(files) > 1:
-      name = f"model-{number:05}-of-{len(files):05}.safetensors"
-    tensors = {
-      hf_name: _tensor(config, specs, leaves) for hf_name, specs in specs_of_tensor.items()
-    }
+    if count > 1:
+      name = f"model-{number:05}-of-{count:05}.safetensors"
     write_tensors(folder / name, tensors)
     # safetensors writes files that only their owner can read.
     shutil.copymode(folder / "config.json", folder / name)
     weight_map |= dict.fromkeys(tensors, name)
     total += sum(tensor.nbytes for tensor in tensors.values())
-  if len(files) > 1:
+  if count > 1:
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / "model.safetensors.index.json", index)
 
@@ -103,13 +117,17 @@ def _assign_to_files(config: ModelConfig) -> list[Specs]:
   return files
 
 
-def _tensor(config: ModelConfig, specs: list[TensorSpec], leaves: Mapping[str, Any]) -> np.ndarray:
+def _tensor(
+  config: ModelConfig, specs: list[TensorSpec], leaves: Mapping[str, Any], fetch: Fetch
+) -> np.ndarray:
   """The tensor of one or several leaves."""
-  parts = [_part(config, spec, leaves) for spec in specs]
+  parts = [_part(config, spec, leaves, fetch) for spec in specs]
   return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _part(config: ModelConfig, spec: TensorSpec, leaves: Mapping[str, Any]) -> np.ndarray:
+def _part(
+  config: ModelConfig, spec: TensorSpec, leaves: Mapping[str, Any], fetch: Fetch
+) -> np.ndarray:
   """What one leaf contributes to a tensor, with its adapter merged."""
   places = Places(config)
   leaf = places.take(leaves, spec.leaf_name)
@@ -121,4 +139,4 @@ def _part(config: ModelConfig, spec: TensorSpec, leaves: Mapping[str, Any]) -> n
   scale = config.lora.scale if config.lora else 0.0
   # `merged` makes a new array. JAX keeps the host copy of an array for as long as the array lives,
   # so fetching the parameters themselves would fill the host's memory.
-  return spec.to_hf(jax.device_get(merged(leaf, a, b, scale)), families.sizes(config))
+  return spec.to_hf(fetch(merged(leaf, a, b, scale)), families.sizes(config))

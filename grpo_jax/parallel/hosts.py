@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping
 import math
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
 from grpo_jax.parallel.sharding import ROW_AXES, batch_sharding
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 
 T = TypeVar("T")
 
@@ -32,8 +32,13 @@ class Hosts:
 
   @property
   def is_first(self) -> bool:
-    """True on the process that scores, and that writes everything except checkpoints."""
+    """True on the process that writes everything except checkpoints, and that prints."""
     return jax.process_index() == 0
+
+  @property
+  def index(self) -> int:
+    """The number of this process, from 0."""
+    return jax.process_index()
 
   @property
   def row_shards(self) -> int:
@@ -73,19 +78,41 @@ class Hosts:
       tree = multihost_utils.process_allgather(tree, tiled=True)
     return jax.device_get(tree)
 
-  def from_first(self, tree: Any) -> Any:
-    """The first process's arrays, as numpy arrays on every process.
+  def own_rows(self, count: int) -> slice:
+    """Which of `count` rows this process works on: about count / processes of them, in a row."""
+    processes, index = jax.process_count(), jax.process_index()
+    # Rounded up, so that the first process has the first row even if there are few.
+    return slice(-(-count * index // processes), -(-count * (index + 1) // processes))
+
+  def join_rows(self, tree: Any) -> Any:
+    """The rows of all processes, one after the other, as numpy arrays on every process.
 
     Args:
-      tree: Arrays of the same structure, shapes and dtypes on every process.
+      tree: Arrays of int32, float32 or bool: the rows of this process. Their number may differ from
+        process to process. Everything else is the same on every process.
     """
-    if jax.process_count() > 1:
-      tree = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
-    return tree
+    if jax.process_count() == 1:
+      return tree
+    return jax.tree.map(_join_rows, tree)
 
   def any_process(self, here: bool) -> bool:
     """True on every process if `here` is true on any."""
     return any_process(here)
+
+  def on_each(self, act: Callable[[], T]) -> T:
+    """Runs act() on every process.
+
+    Returns:
+      The result of act() on this process.
+
+    Raises:
+      Exception: act() failed on some processes. They raise the error of act(). The others raise a
+        RunFailed, so that no process waits for one that has failed.
+    """
+    result, error = _attempt(act)
+    if self.any_process(error is not None):
+      raise error or RunFailed("another process has failed: see what it says")
+    return cast(T, result)
 
   def on_first(self, act: Callable[[], T]) -> T | None:
     """Runs act() on the first process alone.
@@ -97,13 +124,23 @@ class Hosts:
       Exception: act() failed. The first process raises the error of act(). The others raise a
         ConfigError, so that none of them waits for the first.
     """
-    result: T | None = None
-    error: Exception | None = None
-    if self.is_first:
-      try:
-        result = act()
-      except Exception as caught:
-        error = caught
+    result, error = _attempt(act) if self.is_first else (None, None)
     if self.any_process(error is not None):
       raise error or ConfigError("the first process has ended: see what it says")
     return result
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+  """(the result of act(), what it raised)."""
+  try:
+    return act(), None
+  except Exception as error:
+    return None, error
+
+
+def _join_rows(rows: np.ndarray) -> np.ndarray:
+  counts = multihost_utils.process_allgather(np.array(len(rows)))
+  padded = np.zeros((counts.max(), *rows.shape[1:]), rows.dtype)
+  padded[: len(rows)] = rows
+  parts = multihost_utils.process_allgather(padded)
+  return np.concatenate([part[:count] for part, count in zip(parts, counts)])

@@ -43,7 +43,6 @@ from grpo_jax.rewards.functions import (
   name_of,
   resolve,
   resolve_all,
-  silent,
 )
 from grpo_jax.rewards.score import score
 
@@ -57,5 +56,4 @@ __all__ = [
   "resolve",
   "resolve_all",
   "score",
-  "silent",
 ]

@@ -6,7 +6,6 @@ import importlib.util
 import pathlib
 import sys
 from types import ModuleType
-from typing import Any
 
 from grpo_jax.rewards import answers, process, symbolic
 from grpo_jax.rewards.call import describe
@@ -90,19 +89,6 @@ def resolve_all(
 def name_of(function: Reward) -> str:
   """The name of a reward function in metrics and in error messages."""
   return getattr(function, "__name__", type(function).__name__)
-
-
-def silent(function: Reward) -> Reward:
-  """A reward function that has the name of `function` and scores nothing.
-
-  It takes the place of `function` on a process that leaves the call to another process.
-  """
-
-  def score_nothing(completions: Sequence[str], **_columns: Any) -> list[None]:
-    return [None] * len(completions)
-
-  score_nothing.__name__ = name_of(function)
-  return score_nothing
 
 
 def _load_module(path: pathlib.Path, key: str) -> ModuleType:

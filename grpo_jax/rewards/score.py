@@ -1,6 +1,7 @@
 """Calls reward functions and checks what they return."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ def score(
   weights: Sequence[float],
   completions: Sequence[str],
   columns: Mapping[str, Sequence[Any]],
+  on_each: Callable[[Callable[[], list[Steps]]], list[Steps]] = lambda act: act(),
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Steps]]]:
   """Scores N completions with every reward function.
 
@@ -27,6 +29,8 @@ def score(
     completions: N texts.
     columns: The other arguments of the functions, lists of N entries: the prompts, token ids and
       fields of the examples.
+    on_each: Calls each function. Where several processes score, it is `Hosts.on_each`, so that an
+      error on one of them is an error on all before the next function is called.
 
   Returns:
     Three values, of which the last two are dicts from the names of the functions:
@@ -49,7 +53,10 @@ def score(
       f"reward.weights: {len(weights)} weights for {len(functions)} functions in reward.functions;"
       " give one weight for each function, and at least one function"
     )
-  steps = {name_of(function): _call(function, list(completions), columns) for function in functions}
+  steps = {
+    name_of(function): on_each(functools.partial(_call, function, list(completions), columns))
+    for function in functions
+  }
   scores = {
     name: np.array([_mean_reward(steps_of_one) for steps_of_one in steps_of_all], np.float32)
     for name, steps_of_all in steps.items()

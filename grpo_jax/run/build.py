@@ -12,12 +12,12 @@ from grpo_jax import model
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Config
 from grpo_jax.data import tasks, tokenizer
-from grpo_jax.data.loader import Prompts
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.model import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.patience import told_if_slow
-from grpo_jax.rewards import Reward, resolve, resolve_all, silent
+from grpo_jax.rewards import Reward, resolve, resolve_all
 from grpo_jax.run import compilation_cache
 from grpo_jax.run.checks import check, check_memory
 from grpo_jax.run.parameters import Parameters, Progress, no_progress
@@ -96,7 +96,7 @@ class Run:
     if split == "test":
       examples = examples[: self.config.eval.examples]
     with told_if_slow(f"making the {split} prompts"):
-      return Prompts(examples, self.tokenizer, self.config.data)
+      return Prompts(examples, self.tokenizer, self.config.data, self.hosts)
 
   def rollout(
     self, group_size: int, greedy: bool = False, max_tokens: int | None = None
@@ -133,20 +133,13 @@ class Run:
   def _scorer(
     self, functions: Sequence[Reward], weights: Sequence[float], needs_steps: bool = False
   ) -> Scorer:
-    """All processes compute a reward model together. The first one alone calls other functions."""
-    called = [
-      function if self.hosts.is_first or isinstance(function, RewardModel) else silent(function)
-      for function in functions
-    ]
-    return Scorer(called, weights, self.hosts, self.tokenizer.decode, needs_steps)
+    return Scorer(functions, weights, self.hosts, self.tokenizer.decode, needs_steps)
 
   def _reward_model(self, path: str) -> RewardModel:
     reward = self.config.reward
     self.hosts.check_rows({"reward.batch": reward.batch})
     dtype = reward.dtype or self.config.model.dtype
-    scorer = RewardModel(
-      path, dataclasses.replace(reward, dtype=dtype), self.mesh, self.hosts.put, self.hosts.fetch
-    )
+    scorer = RewardModel(path, dataclasses.replace(reward, dtype=dtype), self.hosts)
     if self.config.data.chat:
       scorer.check_conversations()
     return scorer

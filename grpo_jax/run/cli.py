@@ -15,6 +15,7 @@ import jax
 from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.config import Config, Mesh, check_key, from_dict
+from grpo_jax.parallel import processes
 from grpo_jax.patience import told_if_slow
 from grpo_jax.run import ends
 from grpo_jax.run.build import Run
@@ -43,9 +44,13 @@ def run(main: Callable[[list[str]], None]) -> None:
   try:
     main(_parse(sys.argv))
     sys.stdout.flush()
+    processes.ended()
   except BaseException as error:
+    together = processes.failed_together()
     workdir = flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None
     ended = ends.exit_of(error, workdir)
+    if not together:  # the others wait for this process, and leaving in peace would wait for them
+      ends.leave_at_once(error, ended)
     if ended is None:
       raise
     ends.leave(*ended)
@@ -112,6 +117,13 @@ def folder_of_flag(name: str, value: str) -> Path:
   except OSError as error:  # a name that is too long
     raise ConfigError(f"flag --{name}={value}: {error.strerror}") from None
   return folder
+
+
+def join_processes() -> None:
+  """Joins the processes of a command on several hosts, of which the first one prints."""
+  processes.initialize_distributed()
+  if jax.distributed.is_initialized() and jax.process_index():
+    sys.stdout = open(os.devnull, "w")
 
 
 def define_policy_flags() -> None:

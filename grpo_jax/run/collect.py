@@ -15,7 +15,7 @@ from grpo_jax.data import loader
 from grpo_jax.run import lengths
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
-from grpo_jax.run.rollout import Rollouts, concatenate, take
+from grpo_jax.run.rollout import Rollouts, concatenate, take, texts_of
 from grpo_jax.run.rollout_metrics import completion_rows, rollout_metrics, score_metrics
 from grpo_jax.run.scoring import OVERLONG, groups_that_differ, host_scores, with_overlong
 from grpo_jax.settings import ConfigError
@@ -46,7 +46,7 @@ class Collected:
     batch: On the mesh, without advantages and reference log-probs.
     rewards: On the mesh, with the penalty for length where that is on.
     rows: One object per completion of the batch, for completions/ and for the terminal. None where
-      log.completions_every leaves the step out.
+      log.completions_every leaves the step out. Empty on the processes that write nothing.
     metrics: Of everything that was sampled, including groups that are not in the batch.
     host: The host state after the step.
   """
@@ -111,15 +111,14 @@ class Collector:
     chosen, live_P = everything, np.ones(P, np.float32)
     if self._rounds > 1:
       chosen, live_P = _choose(everything, P)
-    prompts = loader.prompt_batch(self.prompts, chosen.indices_P)
+    prompts = loader.prompt_batch(self.prompts, chosen.indices_P, self._run.hosts)
     rewards = self._shaped(chosen.rewards, chosen.rollouts)
     if self._greedy_rollout is not None:
       rewards = self._with_greedy(rewards, params, prompts, index, clock)
     rows = None
     every = self._config.log.completions_every
     if every and (index + 1) % every == 0:
-      rewards_PG = host_scores(chosen.rewards)
-      rows = completion_rows(chosen.rollouts, prompts, rewards_PG, rewards.scores_PGJ, self._names)
+      rows = self._rows(chosen, rewards) if self._run.hosts.is_first else []
     batch, rewards = self._put(chosen, prompts, rewards, live_P, temperature)
     clock.lap("reward")
     metrics = self._metrics(everything, live)
@@ -135,11 +134,22 @@ class Collector:
     penalty = [OVERLONG] if self._config.algo.overlong else []
     return [*self._score.names, *penalty]
 
+  def _rows(self, groups: Groups, rewards: Rewards) -> list[dict[str, Any]]:
+    """One object per completion, with the texts of all processes."""
+    completions = groups.rollouts.completions
+    return completion_rows(
+      Rollouts(completions, texts_of(completions, self._run.tokenizer.decode)),
+      self.prompts.make(groups.indices_P),
+      host_scores(groups.rewards),
+      rewards.scores_PGJ,
+      self._names,
+    )
+
   def _draw(self, params: Any, number: int, temperature: float, clock: Clock) -> Groups:
     """Draw `number` of the run, from 0: a batch of prompts, completed and scored."""
     P = self._config.batch.prompts
     indices_P = loader.step_indices(self._config.seed, number, P, len(self.prompts))
-    prompts = loader.prompt_batch(self.prompts, indices_P)
+    prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
     key = jax.random.fold_in(self._run.key("sample"), number)
     rollouts = self._rollout(params, prompts, key, temperature)
     clock.lap("sample")

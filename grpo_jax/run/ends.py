@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 from grpo_jax.run import disk
@@ -59,6 +60,20 @@ def leave(code: int, line: str) -> NoReturn:
     with contextlib.suppress(OSError):  # nobody can be told
       print(line, file=sys.stderr)
   sys.exit(code)
+
+
+def leave_at_once(error: BaseException, ended: tuple[int, str] | None) -> NoReturn:
+  """Ends the process without waiting for anything, such as other processes.
+
+  Args:
+    error: What ends it.
+    ended: What `exit_of` says of the error.
+  """
+  code, line = ended or (FAILED, "".join(traceback.format_exception(error)))
+  with contextlib.suppress(OSError, ValueError):
+    print(line, file=sys.stderr, end="\n" if line else "")
+  flush_standard_streams()
+  os._exit(code)
 
 
 def flush_standard_streams() -> None:

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from grpo_jax.config import Eval
-from grpo_jax.data.loader import Prompts, prompt_batch
+from grpo_jax.data.loader import prompt_batch
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.rewards.answers import final_answer
 from grpo_jax.run import estimators
 from grpo_jax.run.build import Run
@@ -30,13 +31,13 @@ class Draws:
     right_NG: bool.
     lengths_NG: int32, tokens.
     cut_off_NG: bool, True where the completion did not stop within sampling.max_tokens.
-    answers: [N][G], what each completion votes for. None is no vote.
+    majority_N: float32, the chance that a majority vote over the completions is right.
   """
 
   right_NG: np.ndarray
   lengths_NG: np.ndarray
   cut_off_NG: np.ndarray
-  answers: list[list[Any]]
+  majority_N: np.ndarray
 
 
 class Evaluator:
@@ -80,19 +81,29 @@ class Evaluator:
     The last batch is filled up with problems seen before, which do not count.
     """
     size, total = self._config.batch, len(self.prompts)
-    right, lengths, cut_off, answers = [], [], [], []
+    right, lengths, cut_off, majority = [], [], [], []
     for start in range(0, total, size):
       count = min(size, total - start)
-      prompts = prompt_batch(self.prompts, (start + np.arange(size)) % total)
+      indices = (start + np.arange(size)) % total
+      prompts = prompt_batch(self.prompts, indices, self._run.hosts)
       rollouts = rollout(params, prompts, key, self._config.temperature, start)
       scores_PG = self._score(rollouts, prompts).scores_PGJ[..., 0]
       right.append(scores_PG[:count] == 1)
       lengths.append(rollouts.completions.lengths_PG[:count])
       cut_off.append(rollouts.completions.stopped_by_PG[:count] < 0)
-      texts = rollouts.texts_PG[:count]
-      answers += [[final_answer(text) for text in group] for group in texts]
+      own_majority = majority_right(rollouts.texts_PG[prompts.own], scores_PG[prompts.own] == 1)
+      majority.append(self._run.hosts.join_rows(own_majority)[:count])
       self._progress(what, start + count, total)
-    return Draws(np.concatenate(right), np.concatenate(lengths), np.concatenate(cut_off), answers)
+    return Draws(*map(np.concatenate, (right, lengths, cut_off, majority)))
+
+
+def majority_right(texts_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:
+  """The chance that a majority vote over the G texts of each problem is right, float32 [P]."""
+  chances = [
+    estimators.majority([final_answer(text) for text in texts], right)
+    for texts, right in zip(texts_PG, right_PG)
+  ]
+  return np.array(chances, np.float32)
 
 
 def sample_metrics(draws: Draws, samples: int) -> dict[str, float]:
@@ -104,8 +115,7 @@ def sample_metrics(draws: Draws, samples: int) -> dict[str, float]:
   for k in powers + last:
     passed_N = estimators.pass_at_k(right_N, samples, k)
     metrics |= named(f"pass@{k}", estimators.mean(passed_N))
-  majorities = [estimators.majority(a, r) for a, r in zip(draws.answers, draws.right_NG)]
-  return metrics | named(f"maj@{samples}", estimators.mean(np.array(majorities)))
+  return metrics | named(f"maj@{samples}", estimators.mean(draws.majority_N.astype(float)))
 
 
 def named(name: str, estimate: estimators.Estimate) -> dict[str, float]:

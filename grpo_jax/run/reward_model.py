@@ -3,7 +3,7 @@
 They lie on the policy's mesh, and all processes compute them together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 from pathlib import Path
@@ -21,6 +21,7 @@ from grpo_jax.data import tokenizer
 from grpo_jax.data.tokenizer import Tokenizer
 from grpo_jax.model import hub
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards import Steps
 from grpo_jax.settings import ConfigError
 
@@ -45,7 +46,7 @@ class Text:
 class RewardModel:
   """A reward function, as grpo_jax/rewards describes them, that is named after its folder.
 
-  Every process calls it together with the others and with the same texts.
+  Every process calls it together with the others, each with its own texts.
 
   A *ForSequenceClassification model scores a text by the output of its head at the last token, as
   TRL's GRPOTrainer does. A *ForTokenClassification model scores each step by the probability of
@@ -57,18 +58,14 @@ class RewardModel:
     self,
     name: str,
     config: Reward,
-    mesh: Mesh,
-    put: Callable[[Any], Any],
-    fetch: Callable[[Any], Any],
+    hosts: Hosts,
   ) -> None:
     """Reads the model onto the mesh.
 
     Args:
       name: A folder, or a name on huggingface.co.
       config: The section `reward`. Its dtype is the one to compute with.
-      mesh: The mesh of the run.
-      put: Puts host arrays onto the mesh, with their first axis over data x fsdp x expert.
-      fetch: Brings such arrays back as numpy arrays.
+      hosts: The mesh of the run and its processes.
 
     Raises:
       ConfigError: The folder is no reward model of a known family, or its tokenizer cannot be read.
@@ -78,15 +75,14 @@ class RewardModel:
     shape = model.load_config(folder, model.SCORERS)
     tokens = tokenizer.load(folder, "reward.functions")
     self._tokens = tokens.for_model(shape.vocab_size, str(folder), "reward.functions")
-    shardings: dict[str, Any] = sharding.model_shardings(shape, mesh)
+    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh)
     self._model = dataclasses.replace(shape, dtype=config.dtype, **shardings)
     self._make_texts = TEXTS_BY_LABELS[shape.labels]
     self._batch = config.batch
     self._separator = config.step_separator
-    self._put = put
-    self._fetch = fetch
-    self._params = _load_params(folder, self._model, mesh)
-    self._scores = jax.jit(self._forward, out_shardings=sharding.batch_sharding(mesh))
+    self._hosts = hosts
+    self._params = _load_params(folder, self._model, hosts.mesh)
+    self._scores = jax.jit(self._forward, out_shardings=sharding.batch_sharding(hosts.mesh))
 
   def __call__(
     self, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
@@ -96,17 +92,27 @@ class RewardModel:
     The score of a whole text is returned as one step that ends where the completion ends.
     """
     conversations = columns.get("messages", prompts)
-    texts = self._make_texts(self._tokens, self._separator, conversations, completions)
+    texts = self._hosts.on_each(
+      lambda: self._make_texts(self._tokens, self._separator, conversations, completions)
+    )
+    own_lengths = np.array([len(text.ids) for text in texts], np.int32)
+    lengths_N, owners_N = self._hosts.join_rows(
+      (own_lengths, np.full(len(texts), self._hosts.index, np.int32))
+    )
+    tokens_NT = self._hosts.join_rows(_padded(texts, lengths_N.max(initial=0)))
+    own_N = np.cumsum(owners_N == self._hosts.index) - 1  # of a row here, its number in `texts`
     scored_steps: list[Steps | None] = [None] * len(texts)
-    fitting = [i for i, text in enumerate(texts) if len(text.ids) <= self._model.max_positions]
+    fitting = np.flatnonzero(lengths_N <= self._model.max_positions)
     # Sorted, so that the texts of a batch have about the same length.
-    fitting.sort(key=lambda i: len(texts[i].ids))
+    fitting = fitting[np.argsort(lengths_N[fitting], kind="stable")]
     for start in range(0, len(fitting), self._batch):
       chosen = fitting[start : start + self._batch]
-      tokens_BT = self._put(self._padded([texts[i].ids for i in chosen]))
-      scores_BT = self._fetch(self._scores(self._params, tokens_BT))
+      tokens_BT = self._hosts.put(self._batch_of(tokens_NT[chosen], lengths_N[chosen[-1]]))
+      scores_BT = self._hosts.fetch(self._scores(self._params, tokens_BT))
       for i, scores_T in zip(chosen, scores_BT):
-        scored_steps[i] = [(end, float(scores_T[position])) for end, position in texts[i].marks]
+        if owners_N[i] == self._hosts.index:
+          marks = texts[own_N[i]].marks
+          scored_steps[own_N[i]] = [(end, float(scores_T[position])) for end, position in marks]
     return scored_steps
 
   def check_conversations(self) -> None:
@@ -118,16 +124,15 @@ class RewardModel:
       reason = str(error).removeprefix("data.tokenizer: ")
       raise ConfigError(f"reward.functions: {self.__name__}: {reason}") from None
 
-  def _padded(self, rows: Sequence[list[int]]) -> np.ndarray:
-    """int32 [reward.batch, T] from rows that are sorted by length.
+  def _batch_of(self, rows: np.ndarray, longest: int) -> np.ndarray:
+    """int32 [reward.batch, T] from padded rows, of which the longest has `longest` tokens.
 
     T is a power of two, so that only few lengths are compiled.
     """
-    longest = len(rows[-1])
-    T = min(1 << (longest - 1).bit_length(), self._model.max_positions)
+    T = min(1 << (int(longest) - 1).bit_length(), self._model.max_positions)
     tokens_BT = np.zeros((self._batch, T), np.int32)
-    for tokens_T, ids in zip(tokens_BT, rows):
-      tokens_T[: len(ids)] = ids
+    width = min(T, rows.shape[1])
+    tokens_BT[: len(rows), :width] = rows[:, :width]
     return tokens_BT
 
   def _forward(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
@@ -191,6 +196,14 @@ def stepwise(
       marks.append((end, len(ids) - 1))
     texts.append(Text(ids, marks))
   return texts
+
+
+def _padded(texts: Sequence[Text], width: int) -> np.ndarray:
+  """The token ids of N texts, int32 [N, width]."""
+  tokens_NT = np.zeros((len(texts), width), np.int32)
+  for tokens_T, text in zip(tokens_NT, texts):
+    tokens_T[: len(text.ids)] = text.ids
+  return tokens_NT
 
 
 # By ModelConfig.labels: one label scores a text, two say whether a step is wrong or right.

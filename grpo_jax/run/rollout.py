@@ -25,7 +25,8 @@ class Rollouts(struct.PyTreeNode):
   Attributes:
     completions: As numpy arrays.
     texts_PG: object array of str: the sampled text of each completion, without the token that ended
-      it where that is a special token.
+      it where that is a special token. Only the rows that this process scores are filled in, the
+      others hold None.
   """
 
   completions: Completions
@@ -77,14 +78,19 @@ class PolicyRollout:
     prompts_PS, lengths_P, temperature_P = arrays
     sampled = self._sample(params, prompts_PS, lengths_P, key, temperature_P, first_prompt)
     completions = self._hosts.fetch(sampled)
-    return Rollouts(completions=completions, texts_PG=texts_of(completions, self._decode_text))
+    texts_PG = texts_of(completions, self._decode_text, prompts.own)
+    return Rollouts(completions=completions, texts_PG=texts_PG)
 
 
-def texts_of(completions: Completions, decode_text: Callable[[list[int]], str]) -> np.ndarray:
-  """The sampled tokens of each completion as a text, object array [P, G]."""
-  texts_PG = np.empty(completions.lengths_PG.shape, object)
-  for p, g in np.ndindex(texts_PG.shape):
-    texts_PG[p, g] = decode_text(sampled_ids(completions, p, g))
+def texts_of(
+  completions: Completions, decode_text: Callable[[list[int]], str], rows: slice = slice(None)
+) -> np.ndarray:
+  """The sampled tokens of the completions in `rows` as texts, object array [P, G]."""
+  P, G = completions.lengths_PG.shape
+  texts_PG = np.full((P, G), None, object)
+  for p in range(P)[rows]:
+    for g in range(G):
+      texts_PG[p, g] = decode_text(sampled_ids(completions, p, g))
   return texts_PG
 
 
@@ -93,7 +99,7 @@ def sampled_ids(completions: Completions, p: int, g: int) -> list[int]:
   return completions.tokens_PGT[p, g][completions.sampled_PGT[p, g]].tolist()
 
 
-def take(tree: Any, rows: np.ndarray) -> Any:
+def take(tree: Any, rows: np.ndarray | slice) -> Any:
   """The same groups of every array of a tree: of `Rollouts`, `Rewards` or both."""
   return jax.tree.map(lambda x: x[rows], tree)
 

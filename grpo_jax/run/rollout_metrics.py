@@ -1,10 +1,11 @@
 """What a rollout reports: metrics under TRL's names, and a row per completion for completions/."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.loader import PromptBatch
+from grpo_jax.data.prompts import Prompt
 from grpo_jax.run.rollout import Rollouts
 from grpo_jax.run.scoring import groups_that_differ, host_scores
 from grpo_jax.types import Completions, Rewards
@@ -56,7 +57,7 @@ def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
 
 def completion_rows(
   rollouts: Rollouts,
-  prompts: PromptBatch,
+  prompts: Sequence[Prompt],
   rewards_PG: np.ndarray,
   scores_PGJ: np.ndarray,
   names: list[str],
@@ -68,7 +69,7 @@ def completion_rows(
 
   Args:
     rollouts: The completions.
-    prompts: Their prompts.
+    prompts: Their P prompts.
     rewards_PG: Their rewards, without the penalty for length.
     scores_PGJ: The scores of the functions, and of the penalty where that is on.
     names: Of these scores.
@@ -80,13 +81,13 @@ def completion_rows(
       f"rewards/{name}": _number(score) for name, score in zip(names, scores_PGJ[p, g], strict=True)
     }
     row = {
-      "prompt": prompts.texts[p],
+      "prompt": prompts[p].text,
       "completion": rollouts.texts_PG[p, g],
       "reward": _number(rewards_PG[p, g]),
       **scores,
       "length": length,
       "stopped_by": int(completions.stopped_by_PG[p, g]),
-      "prompt_ids": prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]].tolist(),
+      "prompt_ids": prompts[p].ids,
       "completion_ids": completions.tokens_PGT[p, g, :length].tolist(),
       "logprobs": [_shortest(x) for x in completions.logprobs_PGT[p, g, :length]],
     }

@@ -7,11 +7,11 @@ import os
 import numpy as np
 
 from grpo_jax import rewards as rewards_lib
-from grpo_jax.data.loader import PromptBatch, Prompts, prompt_batch
+from grpo_jax.data.loader import PromptBatch, prompt_batch
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards.overlong import overlong
-from grpo_jax.run.rollout import Rollouts, sampled_ids
-from grpo_jax.settings import RunFailed
+from grpo_jax.run.rollout import Rollouts, sampled_ids, take
 from grpo_jax.types import Completions, Rewards
 
 OVERLONG = "overlong"  # the name under which the penalty for length reports
@@ -21,6 +21,8 @@ DecodeText = Callable[[list[int]], str]
 
 class Scorer:
   """Scores rollouts with a run's reward functions. All processes call it together.
+
+  A function gets the completions of whole groups, but only those of its own process.
 
   Attributes:
     names: The names under which the J functions report.
@@ -51,43 +53,33 @@ class Scorer:
       rewards_lib.check_arguments(function, name, key, columns)
 
   def __call__(self, rollouts: Rollouts, prompts: PromptBatch) -> Rewards:
-    """Rewards as numpy arrays, the same on every process."""
-    P, G = rollouts.texts_PG.shape
-    columns = completion_columns(rollouts, prompts)
-    texts = list(rollouts.texts_PG.ravel())
-    scores, steps = self._call_functions(texts, columns)
-    # Only the first process calls functions that are not reward models, so its numbers count.
-    scores_NJ = np.stack(list(scores.values()), -1)
-    scores_NJ = self._hosts.from_first(scores_NJ)
-    step_rewards_PGT = step_ends_PGT = None
-    if self._needs_steps:
-      on_tokens = no_steps(rollouts.completions)
-      if self._hosts.is_first:
-        on_tokens = steps_on_tokens(rollouts, list(steps.values()), self.weights, self._decode_text)
-      step_rewards_PGT, step_ends_PGT = self._hosts.from_first(on_tokens)
-    return Rewards(
-      scores_PGJ=scores_NJ.reshape(P, G, -1),
-      weights=self.weights,
-      step_rewards_PGT=step_rewards_PGT,
-      step_ends_PGT=step_ends_PGT,
+    """Rewards as numpy arrays, the same on every process. Each process scores its own prompts."""
+    own = take(rollouts, prompts.own)
+    P, G = own.texts_PG.shape
+    texts, columns = list(own.texts_PG.ravel()), completion_columns(own, prompts)
+    _, scores, steps = rewards_lib.score(
+      self._functions, self.weights, texts, columns, self._hosts.on_each
     )
-
-  def _call_functions(
-    self, texts: list[str], columns: dict[str, list]
-  ) -> tuple[dict[str, np.ndarray], dict[str, list[rewards_lib.Steps]]]:
-    """The scores and steps of each function. An error on one process ends all of them."""
-    error: Exception | None = None
-    try:
-      _, scores, steps = rewards_lib.score(self._functions, self.weights, texts, columns)
-    except Exception as caught:
-      error = caught
-    if self._hosts.any_process(error is not None):
-      raise error or RunFailed("a reward function failed on another process: see what it says")
-    return scores, steps
+    scores_PGJ = np.stack(list(scores.values()), -1).reshape(P, G, -1)
+    on_tokens = None, None
+    if self._needs_steps:
+      on_tokens = steps_on_tokens(own, list(steps.values()), self.weights, self._decode_text)
+    scores_PGJ, (rewards_PGT, ends_PGT) = self._hosts.join_rows((scores_PGJ, on_tokens))
+    return Rewards(
+      scores_PGJ=scores_PGJ,
+      weights=self.weights,
+      step_rewards_PGT=rewards_PGT,
+      step_ends_PGT=ends_PGT,
+    )
 
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
-  """What reward functions are called with: a value for each of the P * G completions."""
+  """What reward functions are called with: a value for each of the completions.
+
+  Args:
+    rollouts: The completions of the prompts that this process scores.
+    prompts: The batch, whose columns hold these prompts.
+  """
   P, G = rollouts.texts_PG.shape
   columns = {
     name: [value for value in values for _ in range(G)] for name, values in prompts.columns.items()

@@ -9,6 +9,7 @@ from grpo_jax import learner
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo.metrics import Metrics
 from grpo_jax.data import loader
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
@@ -36,7 +37,7 @@ class StepResult(NamedTuple):
 class WarmStep:
   """A supervised update on worked solutions."""
 
-  def __init__(self, run: Run, prompts: loader.Prompts):
+  def __init__(self, run: Run, prompts: Prompts):
     self._run = run
     self._prompts = prompts
 
@@ -45,7 +46,7 @@ class WarmStep:
     size = config.warm_start.batch
     indices = loader.step_indices(config.seed, step, size, len(self._prompts))
     examples = loader.supervised_batch(
-      self._prompts, indices, run.tokenizer, config.sampling.max_tokens
+      self._prompts, indices, run.tokenizer, config.sampling.max_tokens, run.hosts
     )
     batch = Batch(
       prompts_PS=examples.prompts.prompts_PS,
@@ -145,6 +146,8 @@ class GrpoStep:
     if collected.rows is None:
       return None
     advantages_PG = self._run.hosts.fetch(batch.advantages_PGT[..., 0])
+    if not collected.rows:
+      return None
     return [
       row | {"advantage": float(advantage)}
       for row, advantage in zip(collected.rows, advantages_PG.ravel(), strict=True)
