@@ -114,7 +114,8 @@ class Trainer:
     splits = [("training", self._prompts)]
     if self.reporter.evaluator:
       splits.append(("test", self.reporter.evaluator.prompts))
-    self.reporter.header(header_lines(self._run, splits, step, self._workdir))
+    devices = self.store.saved_devices
+    self.reporter.header(header_lines(self._run, splits, step, self._workdir, devices))
     with self.saving_on_failure(state, step, f"evaluation after step {step}"):
       with told_if_slow("compiling and evaluating"):
         self.reporter.start(step, state.train.params)

@@ -1,5 +1,6 @@
 """Two processes, as on two hosts, give the numbers of one."""
 
+import json
 import os
 from pathlib import Path
 import signal
@@ -24,13 +25,14 @@ KEYS = """
 """.split()
 
 
-def start(count, workdir, **keys):
-  """Starts `count` processes of 8 / count devices that train, all on one workdir."""
+def start(count, workdir, devices=8, **keys):
+  """Starts `count` processes that train, all on one workdir."""
   flags = [f"--config.{key}" for key in (*KEYS, *(f"{k}={v}" for k, v in keys.items()))]
-  return start_command(count, "train", "--config=configs/arithmetic.py", *flags, workdir=workdir)
+  flags = ["--config=configs/arithmetic.py", *flags]
+  return start_command(count, "train", *flags, workdir=workdir, devices=devices)
 
 
-def start_command(count, name, *flags, workdir, own_flags=((), ())):
+def start_command(count, name, *flags, workdir, own_flags=((), ()), devices=8):
   """Starts `count` processes of a command. `own_flags[i]` are those of process i alone."""
   with socket.socket() as s:
     s.bind(("localhost", 0))
@@ -38,7 +40,7 @@ def start_command(count, name, *flags, workdir, own_flags=((), ())):
   processes = []
   for i in range(count):
     env = os.environ | {
-      "JAX_NUM_CPU_DEVICES": str(8 // count),
+      "JAX_NUM_CPU_DEVICES": str(devices // count),
       "JAX_NUM_PROCESSES": str(count),
       "JAX_PROCESS_ID": str(i),
       "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
@@ -95,6 +97,38 @@ def test_two_processes_give_the_numbers_of_one_and_stop_together_and_resume(tmp_
   step = rows_of(tmp_path / "two")[-1]["step"]
   assert f"stopped at step {step}" in outputs[0]
   assert (tmp_path / "two" / "checkpoints" / str(step)).is_dir()
+
+
+def test_a_run_goes_on_with_fewer_and_more_devices(tmp_path):
+  """The batches are the same, and the numbers to rounding."""
+  keys = {
+    "mesh.data": -1,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "algo.kl_coef": 0.1,
+    "log.completions_every": 1,
+  }
+  whole = train(1, tmp_path / "whole", steps=10, **keys)
+  steps, before = 0, None
+  for count, devices in ((1, 8), (1, 4), (1, 2), (1, 1), (2, 8)):
+    steps += 2
+    processes = start(count, tmp_path / "moved", devices, steps=steps, **keys)
+    codes, outputs = finish(processes)
+    assert codes == [0] * count, outputs
+    line = f"on {devices} devices instead of {before}"
+    assert (line in " ".join(outputs[0].split())) == (before is not None)
+    before = devices
+  moved = rows_of(tmp_path / "moved")
+  assert [row["step"] for row in moved] == [row["step"] for row in whole]
+  for row, wanted in zip(moved, whole):
+    for name in row.keys() & wanted.keys():
+      assert row[name] == pytest.approx(wanted[name], abs=1e-5), name
+  prompts = [
+    [json.loads(line)["prompt_ids"] for line in (tmp_path / name / file).read_text().splitlines()]
+    for name in ("whole", "moved")
+    for file in ("completions/000012.jsonl",)
+  ]
+  assert prompts[0] == prompts[1]
 
 
 def test_an_error_of_the_first_process_ends_both(tmp_path):

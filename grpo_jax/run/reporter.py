@@ -152,7 +152,13 @@ def last_step(config: Config) -> int:
   return config.warm_start.steps + config.steps
 
 
-def header_lines(run: Run, prompts: list[tuple[str, Any]], step: int, workdir: Path) -> list[str]:
+def header_lines(
+  run: Run,
+  prompts: list[tuple[str, Any]],
+  step: int,
+  workdir: Path,
+  saved_devices: int | None = None,
+) -> list[str]:
   """What a user should know before the first step.
 
   Args:
@@ -160,6 +166,7 @@ def header_lines(run: Run, prompts: list[tuple[str, Any]], step: int, workdir: P
     prompts: (name of the split, its prompts).
     step: Where the run resumes, 0 for a new one.
     workdir: The run's folder.
+    saved_devices: The number of devices on which the run was before, if that is known.
   """
   config, device = run.config, jax.devices()[0]
   axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
@@ -191,5 +198,10 @@ def header_lines(run: Run, prompts: list[tuple[str, Any]], step: int, workdir: P
     )
   lines += [f"warning: {remark}" for remark in run.remarks]
   if step:
-    lines.append(f"resuming from step {step} of {last_step(config)} in {workdir}")
+    devices = run.mesh.size
+    moved = f", on {devices} devices instead of {saved_devices}"
+    has_moved = saved_devices not in (None, devices)
+    lines.append(
+      f"resuming from step {step} of {last_step(config)} in {workdir}{moved if has_moved else ''}"
+    )
   return lines

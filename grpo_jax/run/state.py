@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from flax import struct
+import numpy as np
 
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints, restore_tree, save_tree
 from grpo_jax.run.collect import HostState
 from grpo_jax.types import TrainState
+
+_DEVICES = "num_devices"  # of the group `host` of a checkpoint, not of the host state
 
 
 class RunState(struct.PyTreeNode):
@@ -32,11 +35,15 @@ class StateStore:
 
   A reference that moves is part of every checkpoint. One that stays is written once, after the warm
   start, to the folder `reference`. Without a warm start it is made again from the config.
+
+  Attributes:
+    saved_devices: The number of devices that the restored checkpoint was saved on, if it says so.
   """
 
   def __init__(self, run: Run, workdir: Path, checkpoints: Checkpoints, host: HostState):
     """`host` is the host state of a run's first step."""
     self._run = run
+    self.saved_devices: int | None = None
     self._reference_path = workdir / "reference"
     self._checkpoints = checkpoints
     self._initial_host = host
@@ -60,7 +67,10 @@ class StateStore:
     in_warm_start = self._has_warm_start and step <= self._run.config.warm_start.steps
     if reference is None and not in_warm_start:
       reference = self._frozen_reference()
-    host = self._initial_host | (tree["host"] or {})
+    saved_host = dict(tree["host"] or {})
+    if _DEVICES in saved_host:
+      self.saved_devices = int(saved_host.pop(_DEVICES))
+    host = self._initial_host | saved_host
     return RunState(train, reference, host), step, True
 
   def begin_grpo(self, state: RunState) -> RunState:
@@ -125,6 +135,6 @@ class StateStore:
       "params": train.params,
       "opt_state": train.opt_state,
       "coefs": train.coefs,
-      "host": state.host,
+      "host": state.host | {_DEVICES: np.int64(self._run.mesh.size)},
     }
     return tree | {"reference": state.reference} if self._reference_moves else tree
