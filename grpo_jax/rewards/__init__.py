@@ -18,6 +18,9 @@ completions:
 A function names the arguments that it reads and takes the others as `**columns`. The prompts and
 completions are always texts. (For a conversational data set, TRL passes lists of messages.)
 
+On several hosts, each process calls the functions with the completions of its own prompts: whole
+groups, but not the whole batch.
+
 Each function gets its own copies, so it may change them. What it raises ends the run with one line,
 after the last finished step is saved. That includes sys.exit.
 
