@@ -4,9 +4,10 @@ A launcher builds command lines and nothing else. The engine of the cluster and 
 Nothing here imports jax, so that a login node without accelerators can launch.
 """
 
-from grpo_jax.launchers import local
+from grpo_jax.launchers import local, slurm
 from grpo_jax.launchers.launcher import Launcher
 
 LAUNCHERS = {
   "local": Launcher(local.launch),
+  "slurm": Launcher(slurm.launch, slurm.queued, waits=False),
 }

@@ -1,4 +1,4 @@
-"""One run on this machine: its processes, their logs, and how it ends."""
+"""The processes of one run on this machine, which end together."""
 
 from collections.abc import Sequence
 import contextlib
@@ -14,12 +14,13 @@ from grpo_jax.launchers.launcher import STOPPED
 from grpo_jax.launchers.units import Unit
 from grpo_jax.run.terminal_text import shorten, visible
 
-# The others wait for a process that is gone. What they still have to say, they say within this.
-_GRACE_SECONDS = 30.0
+GRACE_SECONDS = 30  # what the others get to end by themselves when one process has ended
+# Processes that end for the same reason do so together. The first of them says the reason.
+_TOGETHER_SECONDS = 2.0
 _LONGEST_TAIL = 300
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Process:
   """One process of a run.
 
@@ -33,90 +34,103 @@ class Process:
   log: Path
   log_start: int
 
-  def send(self, number: int) -> None:
-    """Sends a signal to this process alone. What it started hears from it."""
-    if self.process.poll() is None:
-      self.process.send_signal(number)
+  @property
+  def code(self) -> int | None:
+    """Its exit code, -N after signal N, or None while it runs."""
+    return self.process.poll()
+
+  @property
+  def has_failed(self) -> bool:
+    return self.code not in (None, 0, STOPPED)
 
   def kill(self) -> None:
-    """Ends it and everything that it started and left behind."""
+    """Ends it, and what it started and left behind."""
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self.process.pid, signal.SIGKILL)
     self.process.wait()
 
   def tail(self) -> str:
     """The line of its log that says best why it ended: the last error, else the last line."""
-    with open(self.log, "rb") as file:
-      file.seek(self.log_start)
-      lines = file.read().decode(errors="replace").split("\n")
+    try:
+      with open(self.log, "rb") as file:
+        file.seek(self.log_start)
+        lines = file.read().decode(errors="replace").split("\n")
+    except OSError as error:
+      return f"its log cannot be read ({error.strerror})"
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return shorten(visible((errors or lines or ["it printed nothing"])[-1]), _LONGEST_TAIL)
 
 
 class ProcessGroup:
-  """The processes of one run, which end together."""
+  """The processes of one run.
+
+  Attributes:
+    unit: The run.
+    failed: The process that failed first, as far as `poll` has seen.
+  """
 
   def __init__(self, unit: Unit, hosts: int, log_folder: Path) -> None:
-    """Starts them."""
+    """Starts them.
+
+    Raises:
+      OSError: A log cannot be written, or a process cannot be started.
+    """
     self.unit = unit
-    self.processes: list[Process] = []
-    self._first_end = 0.0
-    self._cause: Process | None = None
+    self.failed: Process | None = None
+    self._processes: list[Process] = []
+    self._first_end: float | None = None
     try:
       for index, environment in enumerate(environments(hosts)):
-        log = log_folder / log_name(unit, index, hosts)
-        self.processes.append(_start(unit.command(), environment, log))
+        name = f"{unit.name or 'run'}{f'.{index}' if hosts > 1 else ''}.log"
+        self._processes.append(_start(unit.command(), environment, log_folder / name))
     except BaseException:
       self.kill()
       raise
 
-  def send(self, number: int) -> None:
-    """Sends a signal to each process that still runs."""
-    for process in self.processes:
-      process.send(number)
+  def poll(self) -> int | None:
+    """The exit code of the run, or None while one of its processes runs.
 
-  def has_ended(self) -> bool:
-    """Whether all processes have ended. Ends those that outlive another one for too long."""
-    ended = [one for one in self.processes if one.process.poll() is not None]
-    failed = [one for one in ended if one.process.returncode not in (0, STOPPED)]
-    self._cause = self._cause or next(iter(failed), None)
-    if ended and not self._first_end:
-      self._first_end = time.monotonic()
-    if ended and time.monotonic() - self._first_end > _GRACE_SECONDS:
-      self.kill()
-    elif len(ended) == len(self.processes):
-      self.kill()  # what they started and left behind
-    return all(one.process.poll() is not None for one in self.processes)
+    Ends the processes that outlive another one for too long. They may wait for it for ever.
+
+    Returns:
+      The code of the process that failed first, else 75 if one was stopped, else 0.
+    """
+    ended = [one for one in self._processes if one.code is not None]
+    if not ended:
+      return None
+    self._first_end = self._first_end or time.monotonic()
+    waited = time.monotonic() - self._first_end
+    all_ended = len(ended) == len(self._processes)
+    if not self.failed and (all_ended or waited > _TOGETHER_SECONDS):
+      self.failed = next((one for one in ended if one.has_failed), None)
+    if not all_ended and waited < GRACE_SECONDS:
+      return None
+    self.kill()
+    if self.failed:
+      return self.failed.code
+    return max((one.code for one in self._processes), key=abs)
+
+  def send(self, number: int) -> None:
+    """Sends a signal to each process that still runs. What it started hears from it."""
+    for one in self._processes:
+      if one.code is None:
+        one.process.send_signal(number)
 
   def kill(self) -> None:
     """Ends all processes at once."""
-    for process in self.processes:
-      process.kill()
+    for one in self._processes:
+      one.kill()
 
-  @property
-  def exit_code(self) -> int:
-    """That of the process that failed first, else the largest one. After the end of all."""
-    codes = [one.process.returncode for one in self.processes]
-    return self._cause.process.returncode if self._cause else max(codes, key=abs)
-
-  def failure(self) -> str:
-    """What went wrong, in one line."""
-    one = self._cause or max(self.processes, key=lambda one: abs(one.process.returncode))
-    number = self.processes.index(one)
-    count = len(self.processes)
-    which = f"process {number} of {count} " if count > 1 else ""
-    others = ", and the others were ended" if count > 1 else ""
-    return f"{which}{how_it_ended(self.exit_code)}{others}: {one.tail()} ({one.log})"
-
-
-def how_it_ended(code: int) -> str:
-  """An exit code of subprocess in words."""
-  if code >= 0:
-    return f"exited with {code}"
-  with contextlib.suppress(ValueError):
-    return f"was killed by {signal.Signals(-code).name}"
-  return f"was killed by signal {-code}"
+  def how_it_failed(self) -> str:
+    """How the process that failed first has ended, such as "process 1 of 2 exited with 1"."""
+    count = len(self._processes)
+    which = f"process {self._processes.index(self.failed)} of {count} " if count > 1 else ""
+    code = self.failed.code
+    if code >= 0:
+      return f"{which}exited with {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"{which}was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def environments(hosts: int) -> list[dict[str, str]]:
@@ -132,24 +146,20 @@ def environments(hosts: int) -> list[dict[str, str]]:
   return [common | {"JAX_PROCESS_ID": str(index)} for index in range(hosts)]
 
 
-def log_name(unit: Unit, index: int, hosts: int) -> str:
-  """The name of the log of a process of a run."""
-  return f"{unit.name or 'run'}{f'.{index}' if hosts > 1 else ''}.log"
-
-
 def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> Process:
   with open(log, "ab") as file:
+    start = os.fstat(file.fileno()).st_size
     process = subprocess.Popen(
       command,
       env=os.environ | environment,
       stdin=subprocess.DEVNULL,
       stdout=file,
       stderr=subprocess.STDOUT,
-      # Ctrl-C on the terminal shall reach it through the launcher only, because a second signal
-      # makes it leave at once.
+      # The terminal's Ctrl-C then reaches it through the launcher alone. A second signal would
+      # make it leave without saving.
       start_new_session=True,
     )
-    return Process(process, log, os.fstat(file.fileno()).st_size)
+  return Process(process, log, start)
 
 
 def _free_port() -> int:
