@@ -15,7 +15,8 @@ FLOORS = [
   {"model", "sampler", "rewards", "data", "parallel"},
   {"learner"},
   {"run"},
-  {"train", "evaluate", "sample", "export", "plan"},
+  {"launchers"},
+  {"train", "evaluate", "sample", "export", "plan", "launch"},
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [

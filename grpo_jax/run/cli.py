@@ -1,6 +1,6 @@
 """What the entry points share: flags, and errors of the user as one line and exit code 2."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import logging
 import math
@@ -30,8 +30,8 @@ flags.disclaim_key_flags()  # so that --help shows the flags that a program defi
 Change = Callable[[Config], Config]
 
 
-def run(main: Callable[[list[str]], None]) -> None:
-  """Runs `main` with the flags of the command line, and exits.
+def run(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
+  """Runs `main` with the flags of the command line, or with those of `argv`, and exits.
 
   The exit code is 0 if it did all of its work, 2 for bad input, 75 for a run that was asked to stop
   and goes on with the same command, and 1 for other failures. What went wrong is one line of
@@ -42,7 +42,7 @@ def run(main: Callable[[list[str]], None]) -> None:
   app.define_help_flags()
   logging.getLogger("absl").setLevel(logging.WARNING)
   try:
-    main(_parse(sys.argv))
+    main(_parse(list(argv or sys.argv), flags.FLAGS))
     sys.stdout.flush()
     processes.ended()
   except BaseException as error:
@@ -58,11 +58,18 @@ def run(main: Callable[[list[str]], None]) -> None:
     ends.flush_standard_streams()
 
 
-def read_config() -> Config:
+def config_of(train_flags: Sequence[str]) -> Config:
+  """The config that these flags of grpo_jax.train give. Leaves the flags of this program alone."""
+  values, argv = flags.FlagValues(), [sys.argv[0], *train_flags]
+  config_flags.DEFINE_config_file("config", None, "", flag_values=values, sys_argv=argv)
+  return read_config(_parse(argv, values), values)
+
+
+def read_config(argv: Sequence[str] = (), values: flags.FlagValues = flags.FLAGS) -> Config:
   """The --config flag with its overrides applied."""
-  value = flags.FLAGS.config
-  file = next((given for key, given in _config_flags(sys.argv) if not key), "")
-  if not flags.FLAGS["config"].present:
+  value = values.config
+  file = next((given for key, given in _config_flags(argv or sys.argv) if not key), "")
+  if not values["config"].present:
     raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
   failure = vars(value).get("_error") if hasattr(value, "__dict__") else None
   if isinstance(failure, OSError):  # what ml_collections makes of one in the config file
@@ -211,8 +218,8 @@ def _on_this_machine(config: Config) -> Config:
   return config if fits else dataclasses.replace(config, mesh=Mesh(data=-1))
 
 
-def _parse(argv: list[str]) -> list[str]:
-  """Parses flags into flags.FLAGS.
+def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
+  """Parses flags into `values`.
 
   absl, ml_collections and the config file each raise errors of their own. They become ConfigErrors.
   """
@@ -228,7 +235,7 @@ def _parse(argv: list[str]) -> list[str]:
   try:
     logging.disable(logging.WARNING)  # ml_collections warns of what becomes an error here
     with told_if_slow("reading --config"):
-      rest = flags.FLAGS(argv)[1:]
+      rest = values(argv)[1:]
   except KeyboardInterrupt:
     raise
   except BaseException as error:  # a config file is a program, so it can raise any exception
@@ -242,7 +249,7 @@ def _parse(argv: list[str]) -> list[str]:
   return argv
 
 
-def _config_flags(argv: list[str]) -> Iterator[tuple[str, str]]:
+def _config_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
   """(key, value) of each --config.KEY=VALUE, and ("", FILE) of --config=FILE."""
   for flag, following in zip(argv[1:], [*argv[2:], ""]):
     name, equals, value = flag.partition("=")

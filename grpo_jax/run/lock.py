@@ -55,6 +55,26 @@ def held(workdir: Path, warn: Callable[[str], None]) -> Iterator[None]:
       os.close(descriptor)
 
 
+def holder(workdir: Path) -> str:
+  """Who holds the folder, such as "process 7 on HOST since ...", or "" if nobody does.
+
+  Changes nothing. Says "" too where the file system has no locks.
+  """
+  try:
+    descriptor = os.open(workdir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+  except OSError:  # such as no file, which is what a run leaves that ends by itself
+    return ""
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return _written(descriptor)
+  except OSError:
+    return ""
+  finally:
+    os.close(descriptor)
+  return ""
+
+
 def _open_locked(path: Path) -> tuple[int, bool]:
   """(the locked file, whether its file system has locks)."""
   while True:
@@ -65,10 +85,10 @@ def _open_locked(path: Path) -> tuple[int, bool]:
         return descriptor, True
       # Its holder removed it between our `open` and our `flock`. Another run may lock a new file.
     except BlockingIOError:
-      holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
+      holds = _written(descriptor)
       os.close(descriptor)
       raise ConfigError(
-        f"--workdir={path.parent} is in use by {holder}: wait for its end, or name another folder"
+        f"--workdir={path.parent} is in use by {holds}: wait for its end, or name another folder"
       ) from None
     except OSError as error:
       if error.errno in _NO_LOCKS:
@@ -76,6 +96,11 @@ def _open_locked(path: Path) -> tuple[int, bool]:
       os.close(descriptor)
       raise
     os.close(descriptor)
+
+
+def _written(descriptor: int) -> str:
+  """Who wrote the file of a lock that is held."""
+  return os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

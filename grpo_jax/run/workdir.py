@@ -19,8 +19,9 @@ from grpo_jax.run.weights_and_biases import open_wandb
 from grpo_jax.settings import ConfigError
 
 LOCK_FILE = "run.lock"  # what grpo_jax/run/lock.py locks
-# What a run that was killed at its start may leave in the folder, beside its config.json.
-_OF_THE_START = {LOCK_FILE, "config.json.new"}
+LAUNCH_FOLDER = "launch"  # where grpo_jax/launchers/ keep logs and scripts
+# What a new run may find in its folder: of a launcher, or of a run that was killed at its start.
+_OF_THE_START = {LOCK_FILE, LAUNCH_FOLDER, "config.json.new"}
 # What is wrong with a path, and not with its disk.
 _NO_FOLDER = {
   errno.EEXIST,

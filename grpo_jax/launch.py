@@ -1,0 +1,202 @@
+"""Starts one run, or the runs of a sweep, on this machine or on a cluster.
+
+python -m grpo_jax.launch --on=local --workdir=DIR [--sweep=FILE] -- --config=configs/arithmetic.py
+python -m grpo_jax.launch --workdir=DIR [--sweep=FILE] --table
+
+What follows -- are flags of grpo_jax.train. Run the same command again to go on with the runs that
+are not finished. --table starts nothing and shows how far they are.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from pathlib import Path
+import re
+import sys
+from typing import Any
+
+from absl import flags
+
+from grpo_jax import config as config_lib
+from grpo_jax.config import Config
+from grpo_jax.launchers import LAUNCHERS
+from grpo_jax.launchers.launcher import DONE, STOPPED, Launcher, say
+from grpo_jax.launchers.options import ALL, Options
+from grpo_jax.launchers.progress import progress
+from grpo_jax.launchers.sweep import load_sweep
+from grpo_jax.launchers.table import table
+from grpo_jax.launchers.units import Unit, units
+from grpo_jax.run import cli
+from grpo_jax.run.saved_config import as_json, check_same_run, load_config
+from grpo_jax.settings import ConfigError
+
+
+def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
+  """Does what the flags of the launcher say, and prints the table of the runs.
+
+  Args:
+    values: The flags of `define_flags`.
+    train_flags: Those of grpo_jax.train that all runs have.
+
+  Returns:
+    The exit code: 0 if all runs are finished or, where nobody waits for them, submitted; 75 if the
+    same command goes on; 1 if a run failed.
+
+  Raises:
+    ConfigError: The flags, the sweep or a folder cannot be used. Nothing was started.
+    RunFailed: The engine of the cluster fails.
+  """
+  if not values.workdir:
+    raise ConfigError("flag --workdir is missing: name the folder of the run or of the sweep")
+  workdir = cli.folder_of_flag("workdir", values.workdir)
+  launcher = _launcher(values)
+  sweep = load_sweep(values.sweep) if values.sweep else None
+  runs = units(str(workdir), train_flags, sweep)
+  if values.table:
+    _check_there_are_runs(workdir, sweep is not None)
+    print("\n".join(table(runs, launcher.queued(runs))))
+    return DONE
+  if not train_flags:
+    raise ConfigError("write flags of grpo_jax.train after --: -- --config=configs/arithmetic.py")
+  options = _options(values)
+  todo = _to_start(runs, launcher)
+  code = launcher.launch(todo, options) if todo else DONE
+  if options.dry_run:
+    return code
+  print("\n".join(table(runs, launcher.queued(runs))))
+  are_finished = all(progress(run.workdir).is_finished for run in runs)
+  return STOPPED if code == DONE and launcher.waits and not are_finished else code
+
+
+def _launcher(values: flags.FlagValues) -> Launcher:
+  """The launcher that --on names. A table needs none."""
+  choices = ", ".join(LAUNCHERS)
+  if values.on is None and values.table:
+    return Launcher(launch=_nothing)
+  if values.on is None:
+    raise ConfigError(f"flag --on is missing: choose one of {choices}")
+  if values.on not in LAUNCHERS:
+    raise ConfigError(f"flag --on={values.on} is unknown: choose one of {choices}")
+  return LAUNCHERS[values.on]
+
+
+def _nothing(runs: Sequence[Unit], options: Options) -> int:
+  """Starts none of them."""
+  del runs, options
+  return DONE
+
+
+def _options(values: flags.FlagValues) -> Options:
+  """The options that the flags give.
+
+  Raises:
+    ConfigError: The launcher does not read one of them.
+  """
+  given: dict[str, Any] = {}
+  for field in dataclasses.fields(Options):
+    value, launchers = values[field.name].value, field.metadata["launchers"]
+    given[field.name] = tuple(value) if isinstance(value, list) else value
+    if given[field.name] != field.default and values.on not in launchers:
+      raise ConfigError(
+        f"flag --{field.name} does nothing with --on={values.on}: it is for {', '.join(launchers)}"
+      )
+  return Options(**given)
+
+
+def _to_start(runs: Sequence[Unit], launcher: Launcher) -> list[Unit]:
+  """The runs that are to be started. Says which of the others are left alone, and why.
+
+  Raises:
+    ConfigError: The settings of a run cannot be used, or are not those of its folder.
+  """
+  last_steps = [_checked_last_step(run) for run in runs]
+  queued = launcher.queued(runs)
+  todo, finished = [], 0
+  for run, last_step in zip(runs, last_steps):
+    found = progress(run.workdir, last_step)
+    if found.holder or run.title in queued:
+      why = queued.get(run.title) or f"{found.holder} trains it"
+      say(f"left alone {run.title}: {why}")
+    elif found.is_finished:
+      finished += 1
+    else:
+      todo.append(run)
+  say(
+    f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {finished} finished, {len(todo)} to start"
+  )
+  return todo
+
+
+def _checked_last_step(run: Unit) -> int:
+  """The step at which a run is finished, by its flags.
+
+  Raises:
+    ConfigError: The flags cannot be used, or are not those with which the run began.
+  """
+  try:
+    config = cli.config_of(run.flags)
+    _check_folder(Path(run.workdir), config)
+  except ConfigError as error:
+    raise ConfigError(f"run {run.name}: {error}" if run.name else str(error)) from None
+  return config.warm_start.steps + config.steps
+
+
+def _check_folder(workdir: Path, config: Config) -> None:
+  file = workdir / "config.json"
+  if file.is_file() and any((workdir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+    old = config_lib.completed(load_config(file))
+    check_same_run(file, as_json(old), as_json(config_lib.to_dict(config)))
+
+
+def _check_there_are_runs(workdir: Path, is_sweep: bool) -> None:
+  """Raises ConfigError if the table of a folder would be empty by mistake."""
+  if not workdir.is_dir():
+    raise ConfigError(f"flag --workdir={workdir}: there is no such folder")
+  if not is_sweep and any(workdir.glob("*/config.json")):
+    raise ConfigError(f"flag --workdir={workdir} is the folder of a sweep: add --sweep=FILE")
+
+
+def define_flags(values: flags.FlagValues) -> None:
+  """Defines the flags that `launch` reads, among them one for each option."""
+  on = f"where to run: {', '.join(LAUNCHERS)}"
+  workdir = "the folder of the run, or the common one of a sweep's runs"
+  sweep = "a Python file whose sweep() yields the settings of each run"
+  table_alone = "start nothing, and print how far the runs are"
+  flags.DEFINE_string("on", None, on, flag_values=values)
+  flags.DEFINE_string("workdir", None, workdir, flag_values=values)
+  flags.DEFINE_string("sweep", None, sweep, flag_values=values)
+  flags.DEFINE_boolean("table", False, table_alone, flag_values=values)
+  for field in dataclasses.fields(Options):
+    launchers = field.metadata["launchers"]
+    of = "" if launchers == ALL else f"--on={'|'.join(launchers)}: "
+    given = (field.name, field.default, of + field.metadata["meaning"])
+    if isinstance(field.default, bool):
+      flags.DEFINE_boolean(*given, flag_values=values)
+    elif isinstance(field.default, int):
+      lowest = field.metadata["lowest"]
+      flags.DEFINE_integer(*given, lower_bound=lowest, flag_values=values)
+    elif isinstance(field.default, tuple):
+      flags.DEFINE_multi_string(*given, flag_values=values)
+    else:
+      flags.DEFINE_string(*given, flag_values=values)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+  """The command line before -- and what follows it."""
+  end = argv.index("--") if "--" in argv else len(argv)
+  return list(argv[:end]), list(argv[end + 1 :])
+
+
+def main(argv: Sequence[str], train_flags: Sequence[str], misplaced: Sequence[str]) -> None:
+  del argv
+  if misplaced:
+    raise ConfigError(f"flag {misplaced[0]} is one of grpo_jax.train: write it after --")
+  sys.exit(launch(flags.FLAGS, train_flags))
+
+
+if __name__ == "__main__":
+  define_flags(flags.FLAGS)
+  before, after = split(sys.argv)
+  of_train = [flag for flag in before if re.match(r"--?config(\.|=|$)", flag)]
+  own = [flag for flag in before if flag not in of_train]
+  cli.run(functools.partial(main, train_flags=after, misplaced=of_train), own)

@@ -1,0 +1,13 @@
+"""Starts runs of `grpo_jax.train` on this machine or on a cluster.
+
+A launcher builds command lines and nothing else. The engine of the cluster and JAX do the rest.
+Nothing here imports jax, so that a login node without accelerators can launch.
+"""
+
+from grpo_jax.launchers import local, slurm
+from grpo_jax.launchers.launcher import Launcher
+
+LAUNCHERS = {
+  "local": Launcher(local.launch),
+  "slurm": Launcher(slurm.launch, slurm.queued, waits=False),
+}

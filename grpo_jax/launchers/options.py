@@ -1,0 +1,45 @@
+"""What a user can tell a launcher: each option with its default, meaning and launchers, once."""
+
+import dataclasses
+from typing import Any
+
+ALL = ("local", "slurm", "ray", "xmanager")
+
+
+def _option(default: Any, meaning: str, *launchers: str, lowest: int = 0) -> Any:
+  """A field that is a flag of `grpo_jax.launch`, of the type of its default.
+
+  Args:
+    default: The value where the user gives none.
+    meaning: The help of the flag.
+    *launchers: The launchers that read the option, or none for all. The others refuse the flag.
+    lowest: The lowest value of a number.
+  """
+  metadata = {"meaning": meaning, "launchers": launchers or ALL, "lowest": lowest}
+  return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """How runs are started. No option changes what a run computes."""
+
+  hosts: int = _option(
+    1, "hosts of one run; with --on=local, processes of one run on the CPU", lowest=1
+  )
+  at_once: int = _option(0, "runs at once; 0 = one with --on=local, else as many as there is room")
+  dry_run: bool = _option(False, "print what would be started, and start nothing")
+  tasks_per_host: int = _option(
+    1, "processes on each host: as many as it has GPUs, and one on a CPU", "slurm", lowest=1
+  )
+  time_limit: str = _option("", "limit of a job as Slurm writes it, such as 24:00:00", "slurm")
+  stop_ahead: int = _option(
+    300,
+    "seconds before the limit at which a run saves, and its job is queued again: more than a step"
+    " and a save take",
+    "slurm",
+    lowest=1,
+  )
+  partition: str = _option("", "where jobs are queued; '' = the cluster's default", "slurm")
+  sbatch: tuple[str, ...] = _option(
+    (), "another option of sbatch, such as --sbatch=--gres=gpu:8; can be given repeatedly", "slurm"
+  )

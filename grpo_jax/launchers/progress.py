@@ -1,0 +1,97 @@
+"""How far a run is, read from its folder alone. "Starts nothing twice" and the table read it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.run import lock
+from grpo_jax.run.saved_config import load_config
+
+_ACCURACY = "eval/accuracy"
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """How far a run is.
+
+  Attributes:
+    step: The last step of its metrics, 0 without any.
+    last_step: The step at which it is finished, those of the warm start included. None for a run
+      whose config is not known.
+    accuracy: The newest held-out accuracy, in [0, 1]. None without any.
+    holder: The process that trains it now, such as "process 7 on HOST since ...", or "".
+    is_finished: Whether all of its work is done and saved.
+  """
+
+  step: int
+  last_step: int | None
+  accuracy: float | None
+  holder: str
+  is_finished: bool
+
+  def __str__(self) -> str:
+    if self.is_finished:
+      return "finished"
+    at = f"at {self.step} of {self.last_step}"
+    if self.holder:
+      return f"running, {at}" if self.last_step is not None else "starting"
+    return at if self.step else "not started"
+
+
+def progress(workdir: str | Path, last_step: int | None = None) -> Progress:
+  """How far the run of a folder is. Changes nothing, and needs no folder to be there.
+
+  Args:
+    workdir: The folder of a run.
+    last_step: The number of steps that the run shall have. None means that of its config.json.
+
+  Raises:
+    ConfigError: config.json is damaged.
+  """
+  folder = Path(workdir)
+  holder = lock.holder(folder)
+  config = load_config(folder / "config.json") if (folder / "config.json").is_file() else {}
+  if last_step is None and config:
+    last_step = config.get("steps", 0) + config.get("warm_start", {}).get("steps", 0)
+  rows = _rows(folder / "metrics.jsonl")
+  last = _newest(rows, "step")
+  step = last.get("step", 0)
+  is_evaluated = not config.get("eval", {}).get("every") or _ACCURACY in last
+  is_finished = (
+    not holder
+    and last_step is not None
+    and step >= last_step
+    and is_evaluated  # the next start makes up for an evaluation that failed
+    and _newest_checkpoint(folder / "checkpoints") >= last_step
+  )
+  accuracy = _newest(rows, _ACCURACY).get(_ACCURACY)
+  return Progress(step, last_step, accuracy, holder, is_finished)
+
+
+def _rows(path: Path) -> list[bytes]:
+  """The whole lines of metrics.jsonl. A kill, or a run that goes on, leaves a half line."""
+  try:
+    return path.read_bytes().split(b"\n")[:-1]
+  except OSError:
+    return []
+
+
+def _newest(rows: list[bytes], key: str) -> dict[str, Any]:
+  """The last row that has a number for this key, or {}. Files are long, so few rows are parsed."""
+  for line in reversed(rows):
+    if f'"{key}"'.encode() in line:
+      try:
+        row = json.loads(line)
+      except ValueError:  # a start of the run names the line
+        continue
+      if row.get(key) is not None:
+        return row
+  return {}
+
+
+def _newest_checkpoint(folder: Path) -> int:
+  """The step of the newest checkpoint, -1 without any."""
+  if not folder.is_dir():
+    return -1
+  return max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=-1)

@@ -1,0 +1,98 @@
+"""The table of a sweep: its settings, best first, with accuracies over seeds."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+import statistics
+
+from grpo_jax.launchers.progress import Progress, progress
+from grpo_jax.launchers.sweep import SEED, name_of
+from grpo_jax.launchers.units import Unit
+
+_NONE = "-"
+_COVERED = 0.95
+_LEGEND = (
+  "accuracy: the mean over seeds of each run's newest held-out accuracy; interval: 95% t-interval"
+  " of that mean"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+  """The runs of one setting, which differ in their seeds."""
+
+  setting: str
+  accuracies: list[float]
+  runs: list[tuple[str, str]]  # the seed, and how far the run is
+
+  def cells(self) -> list[str]:
+    mean = f"{statistics.fmean(self.accuracies):.1%}" if self.accuracies else _NONE
+    low_high = t_interval(self.accuracies)
+    interval = f"{low_high[0]:.1%} to {low_high[1]:.1%}" if low_high else _NONE
+    return [self.setting, mean, interval, str(len(self.accuracies)), _how_far(self.runs)]
+
+
+def table(units: Sequence[Unit], queued: Mapping[str, str]) -> list[str]:
+  """The runs by setting, best accuracy first, as lines for a reader.
+
+  Args:
+    units: The runs.
+    queued: By title, words for runs that an engine has and that do not run yet.
+  """
+  by_setting: dict[str, list[tuple[Unit, Progress]]] = {}
+  for unit in units:
+    setting = {key: value for key, value in unit.overrides.items() if key != SEED}
+    name = name_of(setting) if setting else unit.workdir if not unit.name else "as configured"
+    by_setting.setdefault(name, []).append((unit, progress(unit.workdir)))
+  rows = [_row(name, runs, queued) for name, runs in by_setting.items()]
+  rows.sort(key=lambda row: -statistics.fmean(row.accuracies) if row.accuracies else math.inf)
+  header = ["setting", "accuracy", "interval", "seeds", "progress"]
+  return [*_columns([header, *(row.cells() for row in rows)]), _LEGEND]
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float] | None:
+  """Student's 95% interval of the mean: mean ± t(0.975, n - 1) * s / sqrt(n).
+
+  Args:
+    values: Independent values. s is their standard deviation with n - 1.
+
+  Returns:
+    Its low and high end, or None for fewer than two values.
+  """
+  if len(values) < 2:
+    return None
+  from scipy.special import stdtrit  # takes a moment to import
+
+  t = float(stdtrit(len(values) - 1, (1 + _COVERED) / 2))
+  mean = statistics.fmean(values)
+  half = t * statistics.stdev(values) / math.sqrt(len(values))
+  return mean - half, mean + half
+
+
+def _row(name: str, runs: list[tuple[Unit, Progress]], queued: Mapping[str, str]) -> _Row:
+  accuracies = [found.accuracy for _, found in runs if found.accuracy is not None]
+  far = []
+  for unit, found in runs:
+    words = str(found)
+    if unit.title in queued and not found.holder:
+      words = f"{queued[unit.title]}, {words}" if found.step else queued[unit.title]
+    far.append((str(unit.overrides.get(SEED, "")), words))
+  return _Row(name, accuracies, far)
+
+
+def _how_far(runs: list[tuple[str, str]]) -> str:
+  """Such as "2 finished; 1 at 40 of 250 (seed 3)"."""
+  by_words: dict[str, list[str]] = {}
+  for seed, words in runs:
+    by_words.setdefault(words, []).append(seed)
+  if len(by_words) == 1:
+    return next(iter(by_words))
+  parts = []
+  for words, seeds in by_words.items():
+    parts.append(f"seed {', '.join(seeds)} {words}")
+  return "; ".join(parts)
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,0 +1,77 @@
+"""What a launcher starts: runs of `grpo_jax.train`, each with its folder and its flags."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from pathlib import Path
+import re
+import sys
+from typing import Any
+
+from grpo_jax.launchers.sweep import flag_value, name_of
+from grpo_jax.settings import ConfigError
+
+TRAIN = "grpo_jax.train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+  """One run.
+
+  Attributes:
+    name: The name of its folder below that of the sweep, or "" for a run without a sweep.
+    workdir: Its folder, as an absolute path.
+    overrides: The settings that the sweep gives it, by config key.
+    flags: All flags of `grpo_jax.train` except --workdir.
+  """
+
+  name: str
+  workdir: str
+  overrides: Mapping[str, Any]
+  flags: tuple[str, ...]
+
+  @property
+  def title(self) -> str:
+    """How to call the run in messages."""
+    return self.name or self.workdir
+
+  def command(self, python: str = sys.executable) -> list[str]:
+    """The command that trains it, and that goes on with it."""
+    return [python, "-m", TRAIN, *self.flags, f"--workdir={self.workdir}"]
+
+
+def units(
+  workdir: str, flags: Sequence[str], sweep: Iterable[Mapping[str, Any]] | None = None
+) -> list[Unit]:
+  """The runs of a sweep, or the only one.
+
+  Args:
+    workdir: The folder of the run, or the common folder of the sweep's runs.
+    flags: The flags of `grpo_jax.train` that all runs have, without --workdir.
+    sweep: The settings of each run by config key, as `load_sweep` returns them. None means one run.
+
+  Raises:
+    ConfigError: `flags` sets --workdir, or a key that the sweep sets too.
+  """
+  folder = Path(workdir).expanduser().absolute()
+  if any(re.match(r"--?workdir(=|$)", flag) for flag in flags):
+    raise ConfigError(
+      "flag --workdir stands after --: write it before, because it is the launcher's"
+    )
+  if sweep is None:
+    return [Unit("", str(folder), {}, tuple(flags))]
+  given = _keys(flags)
+  made = []
+  for overrides in sweep:
+    for key in overrides:
+      if key in given:
+        raise ConfigError(f"config key {key} is set by the sweep and by --config.{key}: remove one")
+    own = [f"--config.{key}={flag_value(value)}" for key, value in overrides.items()]
+    name = name_of(overrides)
+    made.append(Unit(name, str(folder / name), overrides, (*flags, *own)))
+  return made
+
+
+def _keys(flags: Sequence[str]) -> set[str]:
+  """The config keys that these flags set."""
+  matches = (re.match(r"--?config\.([^=]+)", flag) for flag in flags)
+  return {match[1] for match in matches if match}
