@@ -1,9 +1,11 @@
 """grpo_jax as a library: what a notebook or a script calls, and what a call leaves behind."""
 
 import dataclasses
+import gc
 import importlib
 import inspect
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -227,3 +229,118 @@ def test_a_task_that_cannot_be_used_is_one_line(tmp_path, train, message):
 
   with pytest.raises(grpo_jax.ConfigError, match=message):
     grpo_jax.train(config(data__task="mine"), tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_what_ends_a_call_early_saves_and_frees_memory(tmp_path):
+  """Each way to end is an exception, after which the next call goes on where it was."""
+  before = surroundings()
+
+  def fail(step):
+    raise ValueError("no luck")
+
+  def leave(step):
+    raise SystemExit(0)
+
+  def interrupt(step):
+    os.kill(os.getpid(), signal.SIGINT)
+
+  def interrupt_twice(step):
+    interrupt(step)
+    interrupt(step)
+
+  for number, (callback, kind, message) in enumerate(
+    (
+      (fail, grpo_jax.RunFailed, r"step 1: fail raised ValueError: no luck \(.*step 1 is saved"),
+      (leave, grpo_jax.RunFailed, "step 2: leave raised SystemExit: 0 .*step 2 is saved"),
+      (interrupt, grpo_jax.Stopped, "at step 3 of 6, which is saved: the same call goes on"),
+      (interrupt_twice, KeyboardInterrupt, "^$"),
+    ),
+    start=1,
+  ):
+    with pytest.raises(kind, match=message) as error:
+      grpo_jax.train(config(steps=6), tmp_path / "run", callback)
+    assert "\n" not in str(error.value)
+    # The error is still referred to, as a notebook does, and keeps no arrays.
+    assert surroundings() == before
+    assert grpo_jax.read_metrics(tmp_path / "run")[-1]["step"] == number
+  ended = []
+  thread = threading.Thread(  # which cannot handle signals
+    target=lambda: ended.append(grpo_jax.train(config(steps=6), tmp_path / "run").step)
+  )
+  thread.start()
+  thread.join()
+  assert ended == [6] and surroundings() == before
+  rows = grpo_jax.read_metrics(tmp_path / "run")
+  grpo_jax.train(config(steps=6), tmp_path / "whole")
+  assert without_times(rows) == without_times(grpo_jax.read_metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_another_definition_under_the_same_name_counts_in_the_next_run(tmp_path):
+  """As when a cell of a notebook is changed and run again."""
+
+  def run(name, letter, factor):
+    @grpo_jax.register_task
+    def letters(path):
+      examples = [{"question": f"{letter * n}=", "solution": letter} for n in range(1, 8)]
+      return grpo_jax.Task(examples, examples[:4])
+
+    @grpo_jax.register_reward
+    def mine(completions, **columns):
+      return [text.count(letter) for text in completions]
+
+    @grpo_jax.register_surrogate
+    def scaled(terms, algo):
+      return -factor * terms.ratio_PGT * terms.advantages_PGT
+
+    own = {"data.task": "letters", "algo.surrogate": "scaled", "reward.functions": ("mine",)}
+    grpo_jax.train(config(steps=1, algo__kl_coef=0.0).replace(own), tmp_path / name)
+    completions = grpo_jax.read_completions(tmp_path / name)
+    assert {row["prompt"].strip(letter) for row in completions} == {"="}
+    assert all(row["reward"] == row["completion"].count(letter) for row in completions)
+    return grpo_jax.read_metrics(tmp_path / name)[0]
+
+  once, twice, other = run("a", "a", 1.0), run("b", "a", 2.0), run("c", "b", 1.0)
+  assert once["reward"] > 0 < other["reward"]
+  assert twice["grad_norm"] == pytest.approx(2 * once["grad_norm"])
+
+
+@pytest.mark.slow
+def test_a_policy_samples_evaluates_and_exports(tmp_path, capsys):
+  """The numbers are those of the run's own evaluation."""
+  changes = dict(eval__every=1, eval__examples=8, eval__batch=8, eval__samples=4)
+  grpo_jax.train(config(steps=1, eval__function="digits", **changes), tmp_path / "run")
+  last = grpo_jax.read_metrics(tmp_path / "run")[-1]
+  before = surroundings()
+  policy = grpo_jax.load_policy(tmp_path / "run")
+  assert repr(policy) == f"Policy({tmp_path / 'run'}, step 1)"
+  metrics = policy.evaluate()
+  assert metrics == {name: last[name] for name in metrics} and "eval/pass@4" in metrics
+  fewer = policy.evaluate(samples=0, examples=4)
+  assert "eval/pass@4" not in fewer and fewer["eval/accuracy"] in (0, 0.25, 0.5, 0.75, 1)
+
+  drawn = policy.sample("1+2=", n=3)
+  assert drawn == policy.sample("1+2=", n=3) != policy.sample("1+2=", n=3, seed=1)
+  assert len(drawn) == 3 and all(1 <= one.length <= 5 and one.logprob < 0 for one in drawn)
+  assert len(policy.sample("1+2=", temperature=0, max_tokens=2)) == 1
+  for changed, message in (
+    ({"n": 0}, "n is 0: it must be at least 1"),
+    ({"temperature": -1.0}, "temperature is -1.0"),
+    ({"max_tokens": 2**30}, "do not fit the model's"),
+  ):
+    with pytest.raises(grpo_jax.ConfigError, match=message):
+      policy.sample("1+2=", **changed)
+
+  out = policy.export(tmp_path / "out")
+  with pytest.raises(grpo_jax.ConfigError, match="is not an empty folder"):
+    policy.export(out)
+  with pytest.raises(grpo_jax.ConfigError, match="has no adapters"):
+    policy.export(tmp_path / "adapters", adapter=True)
+  exported = grpo_jax.load_policy(config(model__path=str(out), steps=1))
+  assert [c.text for c in exported.sample("1+2=", n=3)] == [c.text for c in drawn]
+  with pytest.raises(grpo_jax.ConfigError, match="step 7"):
+    grpo_jax.load_policy(tmp_path / "run", step=7)
+  del policy, exported
+  gc.collect()
+  assert surroundings() == before
