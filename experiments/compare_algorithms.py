@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.run import workdir as run_folder
-from grpo_jax.run.cli import saved_config
+from grpo_jax.run.reading import read_config
 
 Rows = Sequence[Mapping[str, Any]]  # the metrics of one run
 Results = Mapping[str, Sequence[Rows]]  # preset -> one run per seed
@@ -125,7 +125,7 @@ def train(machine: Machine, out: Path, preset: str, seed: int) -> Rows:
 
 def check_settings(workdir: Path) -> None:
   """Exits if the run in this folder was made with other settings than COMMON."""
-  saved: Any = saved_config(str(workdir))
+  saved: Any = read_config(str(workdir))
   for key, value in (item.split("=") for item in COMMON):
     found = functools.reduce(getattr, key.split("."), saved)
     if str(found) != value and found != type(found)(value):

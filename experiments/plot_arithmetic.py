@@ -19,7 +19,7 @@ import sys
 import matplotlib.pyplot as plt
 
 from grpo_jax.run import workdir as run_folder
-from grpo_jax.run.cli import saved_config
+from grpo_jax.run.reading import read_config
 
 STEPS = "GRPO steps after the warm start"
 IN_TABLE = (0, 20, 50, 100)  # and the last
@@ -36,7 +36,7 @@ Run = Mapping[int, Row]  # GRPO step -> its row of metrics
 
 def main(workdirs: Sequence[str]) -> None:
   """Draws one thin line for each of the runs in these folders, and a thick one for their median."""
-  runs = {saved_config(workdir).seed: evaluations(workdir) for workdir in workdirs}
+  runs = {read_config(workdir).seed: evaluations(workdir) for workdir in workdirs}
   figure, (accuracy, length) = plt.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
   percents = [{step: 100 * row[ACCURACY] for step, row in run.items()} for run in runs.values()]
   draw(accuracy, percents)
@@ -50,7 +50,7 @@ def main(workdirs: Sequence[str]) -> None:
 
 def evaluations(workdir: str) -> Run:
   """The rows of a run that have an evaluation."""
-  first = saved_config(workdir).warm_start.steps
+  first = read_config(workdir).warm_start.steps
   rows = run_folder.read(workdir)
   return {int(row["step"]) - first: row for row in rows if ACCURACY in row}
 

@@ -1,9 +1,85 @@
-"""Group Relative Policy Optimization for language models, in JAX."""
+"""Group Relative Policy Optimization for language models, in JAX.
 
+What a notebook or a script needs:
+
+  config = grpo_jax.load_config("arithmetic", {"steps": 50})
+  grpo_jax.train(config, "/tmp/run")
+  grpo_jax.read_metrics("/tmp/run")
+  grpo_jax.load_policy("/tmp/run").sample("7+15-6+9=")
+
+Each name of `__all__` is imported when it is first used, so that `import grpo_jax` takes no time.
+"""
+
+import importlib
 import signal
 import sys
+from typing import TYPE_CHECKING, Any
 
 if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
   # `python -m grpo_jax.train` imports for seconds. Until `cli.run` handles it, Ctrl-C ends the
   # process at once and prints no traceback of an import.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+if TYPE_CHECKING:
+  from grpo_jax.algo.surrogates import register_surrogate
+  from grpo_jax.config import Config
+  from grpo_jax.data.own_task import register_task
+  from grpo_jax.data.tasks import Task
+  from grpo_jax.rewards.functions import register_reward
+  from grpo_jax.run.callback import Step
+  from grpo_jax.run.ends import Stopped
+  from grpo_jax.run.load_policy import load_policy
+  from grpo_jax.run.policy import Completion, Policy
+  from grpo_jax.run.reading import completion_steps, read_completions, read_config, read_metrics
+  from grpo_jax.run.recipes import load_config
+  from grpo_jax.settings import ConfigError, RunFailed
+  from grpo_jax.train import train
+
+__all__ = [
+  "Completion",
+  "Config",
+  "ConfigError",
+  "Policy",
+  "RunFailed",
+  "Step",
+  "Stopped",
+  "Task",
+  "completion_steps",
+  "load_config",
+  "load_policy",
+  "read_completions",
+  "read_config",
+  "read_metrics",
+  "register_reward",
+  "register_surrogate",
+  "register_task",
+  "train",
+]
+
+_MODULES = {
+  "algo.surrogates": ("register_surrogate",),
+  "config": ("Config",),
+  "data.own_task": ("register_task",),
+  "data.tasks": ("Task",),
+  "rewards.functions": ("register_reward",),
+  "run.callback": ("Step",),
+  "run.ends": ("Stopped",),
+  "run.load_policy": ("load_policy",),
+  "run.policy": ("Completion", "Policy"),
+  "run.reading": ("completion_steps", "read_completions", "read_config", "read_metrics"),
+  "run.recipes": ("load_config",),
+  "settings": ("ConfigError", "RunFailed"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+  if name == "train":  # the module, which can be called: see there
+    return importlib.import_module("grpo_jax.train")
+  if name not in _MODULE_OF:
+    raise AttributeError(f"module 'grpo_jax' has no attribute {name!r}")
+  return getattr(importlib.import_module(f"grpo_jax.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -330,6 +330,28 @@ class Config:
   log: Log = Log()
   mesh: Mesh = Mesh()
 
+  def replace(self, changes: Mapping[str, Any]) -> "Config":
+    """The config with other values, by key: {"optimizer.learning_rate": 1e-5, "seed": 1}.
+
+    Raises:
+      ConfigError: For an unknown key or a wrong type.
+    """
+    return from_dict(changed(to_dict(self), changes))
+
+
+def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+  """Nested plain values with other values at keys such as optimizer.learning_rate.
+
+  Raises:
+    ConfigError: For an unknown key.
+  """
+  nested: dict[str, Any] = {}
+  for key, value in changes.items():
+    check_key(key)
+    section, _, name = key.rpartition(".")
+    (nested.setdefault(section, {}) if section else nested)[name] = value
+  return _merged(values, nested)
+
 
 def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
   """A config from nested plain values. A missing key gets its default.

@@ -3,13 +3,8 @@
 python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
 """
 
-import contextlib
-
 from absl import flags
 
-from grpo_jax import model
-from grpo_jax.model import hub
-from grpo_jax.model.folders import new_folder
 from grpo_jax.run import cli
 from grpo_jax.settings import ConfigError
 
@@ -21,24 +16,14 @@ def main(argv: list[str]) -> None:
   out = cli.folder_of_flag("out", flags.FLAGS.out)
   cli.join_processes()
   policy = cli.open_policy()
-  parameters = policy.run.parameters
-  shape = parameters.model
-  if flags.FLAGS.adapter and shape.lora is None:
+  shape, adapter = policy.run.parameters.model, flags.FLAGS.adapter
+  if adapter and shape.lora is None:
     raise ConfigError(
       "flag --adapter: this run trained all weights and has no adapters; leave the flag out"
     )
-  hosts = policy.run.hosts
-  # `out` appears when the weights and the tokenizer are both in it.
-  with new_folder(out) if hosts.is_first else contextlib.nullcontext() as folder:
-    if flags.FLAGS.adapter:
-      base, revision = hub.parts(policy.run.config.model.path)
-      model.save_adapters(folder, shape, policy.params, base, revision, hosts.fetch)
-      written = "adapters"
-    else:
-      model.save(folder, shape, parameters.policy(policy.params), hosts.fetch)
-      written = "parameters, adapters merged," if shape.lora else "parameters"
-    if folder is not None:
-      policy.run.tokenizer.save(folder)
+  policy.export(out, adapter)
+  merged = "parameters, adapters merged," if shape.lora else "parameters"
+  written = "adapters" if adapter else merged
   print(f"{policy.name}: its {written} (float32) and the tokenizer are in {out}")
 
 

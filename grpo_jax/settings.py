@@ -13,7 +13,14 @@ LARGEST_INT = 2**31 - 1  # what an int32 holds, which is what numbers are on the
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e30  # inside float32, with room to compute with them
 
 
-class ConfigError(ValueError):
+class OneLineError(Exception):
+  """An error whose message says everything. A notebook shows it without a traceback."""
+
+  def _render_traceback_(self) -> list[str]:  # IPython calls it
+    return [f"{type(self).__name__}: {self}"]
+
+
+class ConfigError(OneLineError, ValueError):
   """Bad input from the user: one line that names the key or file and says what to do."""
 
 
@@ -64,10 +71,11 @@ def zero_or_above(low: float, note: str = "") -> Range:
   return Range(lambda value: value == 0 or value > low, requirement)
 
 
-def one_of(names: Collection[str]) -> Range:
-  """One of `names`."""
+def one_of(names: Collection[str], note: str = "") -> Range:
+  """One of `names`, to which some may be added later."""
   listed = ", ".join(repr(name) for name in names)
-  return Range(lambda value: value in names, f"choose one of {listed}", tuple(names))
+  requirement = f"choose one of {listed}" + (f", {note}" if note else "")
+  return Range(lambda value: value in names, requirement, tuple(names))
 
 
 ANY = Range(lambda value: True, "any value is allowed")

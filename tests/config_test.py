@@ -34,8 +34,9 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.run import checks, workdir
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.cli import saved_config
 from grpo_jax.run.evaluator import Evaluator
+from grpo_jax.run.loop import run_steps
+from grpo_jax.run.reading import read_config
 from grpo_jax.settings import ConfigError, Setting, at_least, setting
 from grpo_jax.train import train
 from grpo_jax.types import Batch, Coefficients, Rewards, TokenStats
@@ -351,14 +352,14 @@ def test_an_older_run_does_not_continue_with_another_value(older_run, key, value
 
 def test_an_older_run_evaluates_and_resumes(older_run):
   config = from_dict(tiny().to_dict())
-  assert saved_config(older_run) == config
-  run = Run(saved_config(older_run))
+  assert read_config(older_run) == config
+  run = Run(read_config(older_run))
   checkpoints = Checkpoints(older_run / "checkpoints", keep=3)
   step, params = checkpoints.restore_params(run.parameters.abstract)
   metrics = Evaluator(run)(run.parameters.for_sampling(params), step)
   assert step == 1 and 0 <= metrics["eval/accuracy"] <= 1
 
-  state = train(dataclasses.replace(config, steps=2), older_run)
+  state = run_steps(dataclasses.replace(config, steps=2), older_run).state
   assert int(state.train.step) == 2
   assert [row["step"] for row in workdir.read(older_run)] == [1, 2]
   # From now on, the file has every key.

@@ -21,6 +21,7 @@ from grpo_jax.model import save
 from grpo_jax.run import cli, disk
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.json_files import AppendedFile, replace_file
+from grpo_jax.run.policy import Policy
 from grpo_jax.run.workdir import Writer, open_run, read
 from grpo_jax.train import train
 
@@ -226,7 +227,7 @@ def test_an_export_to_a_full_disk_leaves_nothing(small_disk, free):
 
 def test_an_export_whose_tokenizer_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
   run = small_run(small_config())
-  policy = cli.Policy("policy", run, run.initial_params(), 0)
+  policy = Policy("policy", run, run.initial_params(), 0)
   out, written = tmp_path / "out", []
 
   def fail(self, folder):

@@ -18,9 +18,11 @@ from grpo_jax import model
 from grpo_jax.config import from_dict, to_dict
 from grpo_jax.data import tokenizer
 from grpo_jax.data.arithmetic import ALPHABET
-from grpo_jax.run.cli import saved_config
+from grpo_jax.run.loop import Trainer
+from grpo_jax.run.reading import read_config
+from grpo_jax.run.stop import leaving_on_second_signal
 from grpo_jax.settings import ConfigError
-from grpo_jax.train import Trainer, train
+from grpo_jax.train import train
 
 ROOT = Path(__file__).parents[1]
 
@@ -278,7 +280,7 @@ def test_a_run_may_become_longer_and_be_logged_and_computed_differently(run_fold
     reward__batch=16,
   )
   with contextlib.ExitStack() as stack:
-    Trainer(longer, run_folder, stack)
+    Trainer(longer, run_folder, stack, leaving_on_second_signal)
   after = contents(run_folder)
   assert json.loads(after.pop("config.json"))["steps"] == 500
   assert after == {name: content for name, content in before.items() if name != "config.json"}
@@ -309,7 +311,7 @@ def test_a_folder_without_a_usable_config_is_refused(tmp_path, text, message):
   if text is not None:
     file.write_text(text)
   with pytest.raises(ConfigError) as error:
-    saved_config(tmp_path)
+    read_config(tmp_path)
   message = message.replace("{folder}", str(tmp_path)).replace("{file}", str(file))
   assert str(error.value).startswith(message)
   assert "\n" not in str(error.value)

@@ -25,9 +25,9 @@ from grpo_jax.data import tasks, tokenizer
 from grpo_jax.model import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.run.build import Run
+from grpo_jax.run.loop import run_steps
 from grpo_jax.run.workdir import open_run
 from grpo_jax.settings import ConfigError
-from grpo_jax.train import train
 from grpo_jax.types import Batch, Routing
 
 GOLDEN = Path(__file__).parent / "golden/families"
@@ -348,7 +348,7 @@ def config(folder, preset="gspo", **mesh):
 @pytest.mark.slow
 def test_gspo_trains_it_and_what_is_exported_is_what_was_trained(folder, tmp_path):
   """On eight devices. The experts of a layer are split over two of them."""
-  state = train(config(folder), str(tmp_path / "run"))
+  state = run_steps(config(folder), str(tmp_path / "run")).state
   rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
   assert len(rows) == 2
   for row in rows:

@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = [
   {"settings", "files", "patience", "types", "masked"},
+  {"registry"},
   {"algo", "cost", "plain_values"},
   {"config"},
   {"model", "sampler", "rewards", "data", "parallel"},
@@ -27,7 +28,9 @@ RUN_FLOORS = [
     "fitting",
     "flag_errors",
     "lengths",
+    "notebook",
     "sampling_weights",
+    "recipes",
     "skipped_updates",
     "stdout",
     "stop",
@@ -35,13 +38,24 @@ RUN_FLOORS = [
   }
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
   {"checkpoint_reader", "terminal", "events", "disk", "weights_and_biases"},
-  {"checkpoint", "ends", "workdir", "parameters", "reward_model", "sampling", "checks"},
-  {"rollout", "programs", "lock"},
+  {
+    "callback",
+    "checkpoint",
+    "ends",
+    "library",
+    "workdir",
+    "parameters",
+    "reward_model",
+    "sampling",
+    "checks",
+  },
+  {"rollout", "programs", "lock", "reading"},
   {"scoring"},
   {"rollout_metrics", "build"},
-  {"collect", "evaluator", "cli", "plan_programs"},
-  {"state", "reporter", "plan_phases"},
-  {"steps", "plan_table"},
+  {"collect", "evaluator", "plan_programs"},
+  {"state", "reporter", "plan_phases", "policy"},
+  {"steps", "plan_table", "load_policy"},
+  {"loop", "cli"},
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

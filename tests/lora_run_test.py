@@ -13,12 +13,12 @@ from configs import arithmetic
 from grpo_jax import model
 from grpo_jax.config import from_dict
 from grpo_jax.data import tasks, tokenizer
-from grpo_jax.run import cli
 from grpo_jax.run.build import Run
 from grpo_jax.run.checks import check
+from grpo_jax.run.loop import run_steps
+from grpo_jax.run.recipes import with_absolute_paths
 from grpo_jax.run.workdir import read
 from grpo_jax.settings import ConfigError
-from grpo_jax.train import train
 
 
 def make_checkpoint(folder):
@@ -94,8 +94,9 @@ def train_twice(folder, checkpoint, **changes):
   """
   (folder / "reward.py").write_text(REWARD)
   changes["reward"] = dict(functions=(f"{folder}/reward.py:digits",), weights=(1.0,))
-  train(config(checkpoint, steps=1, **changes), folder / "resumed")
-  return [train(config(checkpoint, **changes), folder / name) for name in ("whole", "resumed")]
+  run_steps(config(checkpoint, steps=1, **changes), folder / "resumed")
+  runs = [run_steps(config(checkpoint, **changes), folder / name) for name in ("whole", "resumed")]
+  return [run.state for run in runs]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +180,7 @@ def test_saved_paths_are_absolute(tmp_path, monkeypatch):
   c = arithmetic.get_config()
   c.lora.path = c.data.tokenizer = c.model.path = "adapters/mine"
   c.reward.functions = ("strict", "adapters/mine", "adapters/mine:f")
-  found = cli._with_absolute_paths(from_dict(c.to_dict()))
+  found = with_absolute_paths(from_dict(c.to_dict()))
   absolute = str(tmp_path / "adapters" / "mine")
   assert found.lora.path == found.data.tokenizer == found.model.path == absolute
   assert found.reward.functions == ("strict", absolute, f"{absolute}:f")

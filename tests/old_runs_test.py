@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_jax.run import cli
 from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.loop import run_steps
+from grpo_jax.run.reading import read_config
 from grpo_jax.run.workdir import read
-from grpo_jax.train import train
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "old_runs"
@@ -56,8 +56,8 @@ def test_an_old_run_continues_as_the_old_version_continued_it(name, unpack):
   assert "name" not in old_keys["optimizer"]
   assert "host" not in {path.name for path in (workdir / "checkpoints" / str(saved_at)).iterdir()}
 
-  config = cli.saved_config(workdir)
-  state = train(dataclasses.replace(config, steps=config.steps + MORE), workdir)
+  config = read_config(workdir)
+  state = run_steps(dataclasses.replace(config, steps=config.steps + MORE), workdir).state
 
   updates = (config.steps + MORE) * config.algo.updates_per_step
   assert int(state.train.step) == config.warm_start.steps + updates

@@ -20,9 +20,9 @@ from small_run import (
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.checks import check
 from grpo_jax.run.collect import Collector
+from grpo_jax.run.loop import run_steps
 from grpo_jax.run.state import StateStore
 from grpo_jax.settings import ConfigError
-from grpo_jax.train import train
 
 CODES = "def reward(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]\n"
 
@@ -117,7 +117,7 @@ def test_a_resumed_run_finds_the_same_reference(warm_steps, algo, tmp_path):
   """Frozen: made again, or from the folder `reference`. Moving: from the checkpoint."""
   config = with_reward(config_with("float32", "bfloat16", **algo), tmp_path, CODES)
   config = with_section(config, "warm_start", steps=warm_steps, batch=4)
-  state = train(config, tmp_path / "run")
+  state = run_steps(config, tmp_path / "run").state
   assert dtypes(state.reference) == [{"bfloat16"}, {"float32"}]
   run = small_run(config)
   checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)

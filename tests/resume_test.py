@@ -23,10 +23,10 @@ from grpo_jax.config import from_dict
 from grpo_jax.run import ends
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.loop import run_steps
 from grpo_jax.run.reporter import Reporter
 from grpo_jax.run.state import StateStore
 from grpo_jax.run.workdir import read
-from grpo_jax.train import train
 
 ROOT = Path(__file__).parents[1]
 FLAGS = """
@@ -426,14 +426,15 @@ def killed_after(last, config, workdir, monkeypatch):
   original = Reporter.step
 
   def report(self, step, params, metrics, rows):
-    original(self, step, params, metrics, rows)
+    row = original(self, step, params, metrics, rows)
     if step == last:
       raise Killed
+    return row
 
   with monkeypatch.context() as patched:
     patched.setattr(Reporter, "step", report)
     with pytest.raises(Killed):
-      train(config, workdir)
+      run_steps(config, workdir)
 
 
 @pytest.mark.slow
@@ -441,10 +442,10 @@ def test_a_run_with_a_moving_reference_is_the_same_after_kills(tmp_path, monkeyp
   """Its newest checkpoint is of the end of the warm start, then of the step that moved it."""
   (tmp_path / "reward.py").write_text(DIGITS)
   c = config(tmp_path, REFERENCES["moving"], warm_steps=2)
-  whole = train(c, tmp_path / "whole")
+  whole = run_steps(c, tmp_path / "whole").state
   for last in (3, 5):
     killed_after(last, c, tmp_path / "killed", monkeypatch)
-  killed = train(c, tmp_path / "killed")
+  killed = run_steps(c, tmp_path / "killed").state
   assert_equal(killed, whole)
   ours, theirs = (
     [without_times(row) for row in read(tmp_path / name)] for name in ("killed", "whole")

@@ -29,9 +29,9 @@ from grpo_jax.data import loader
 from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.run.collect import Collected, Collector
 from grpo_jax.run.json_files import json_line
+from grpo_jax.run.loop import run_steps
 from grpo_jax.run.programs import algo_of
 from grpo_jax.run.state import RunState, StateStore
-from grpo_jax.train import train
 from grpo_jax.types import Rewards
 
 # A score that differs between nearly all completions.
@@ -361,9 +361,9 @@ def test_a_run_with_a_moving_reference_and_coefficients_resumes_where_it_stopped
   """Two steps, then two more after a restart, are four steps, bit for bit."""
   algo = dict(kl_target=0.01, kl_horizon=100, entropy_target=2.0, ref_sync_steps=3, ref_mixup=0.5)
   config = with_reward(small_config(**algo), tmp_path, CODES)
-  whole = train(dataclasses.replace(config, steps=4), tmp_path / "whole")
-  train(dataclasses.replace(config, steps=2), tmp_path / "parts")
-  parts = train(dataclasses.replace(config, steps=4), tmp_path / "parts")
+  whole = run_steps(dataclasses.replace(config, steps=4), tmp_path / "whole").state
+  run_steps(dataclasses.replace(config, steps=2), tmp_path / "parts")
+  parts = run_steps(dataclasses.replace(config, steps=4), tmp_path / "parts").state
   assert_same(parts, whole)
   assert float(whole.train.coefs.kl) != np.float32(0.04) and float(whole.train.coefs.entropy) > 0
   assert whole.host["num_tokens"] > 0

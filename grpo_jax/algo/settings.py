@@ -60,7 +60,11 @@ RATIO_SETTINGS = {
 }
 
 SURROGATE_SETTINGS = {
-  "surrogate": Setting("ppo_clip", "a name in algo/surrogates", one_of(SURROGATES)),
+  "surrogate": Setting(
+    "ppo_clip",
+    "a name in algo/surrogates",
+    one_of(SURROGATES, "or call grpo_jax.register_surrogate first"),
+  ),
   **settings_of(SURROGATES),
 }
 

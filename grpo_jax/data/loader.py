@@ -123,6 +123,11 @@ def supervised_batch(
       " eos_token to its tokenizer_config.json"
     )
   batch = prompt_batch(prompts, indices, processes)
+  if "solution" not in batch.columns:
+    raise ConfigError(
+      "config key warm_start.steps: the warm start imitates the field solution, which the examples"
+      " of data.task do not have; set 0"
+    )
   end_id = tokenizer.stop_ids[0]
   encoded = processes.on_each(lambda: tokenizer.encode_batch_after(batch.columns["solution"]))
   tokens = [[*ids, end_id] for ids in encoded]

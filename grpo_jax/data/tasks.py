@@ -35,12 +35,20 @@ class Task:
   Attributes:
     train: The training examples.
     test: The test examples.
-    alphabet: Every character of the examples, for a tokenizer of characters.
+    alphabet: Every character of the examples, for a tokenizer of characters. If it is not given,
+      it is collected from their questions and solutions.
   """
 
   train: Sequence[Example]
   test: Sequence[Example]
-  alphabet: str
+  alphabet: str = ""
+
+  def __post_init__(self) -> None:
+    if not self.alphabet:
+      characters: set[str] = set()
+      for example in (*self.train, *self.test):
+        characters.update(*_contents(example.get("question", "")), example.get("solution", ""))
+      object.__setattr__(self, "alphabet", "".join(sorted(characters)))  # the class is frozen
 
 
 def make_task(data: "Data") -> Task:
@@ -50,7 +58,10 @@ def make_task(data: "Data") -> Task:
     ConfigError: The name is unknown, or the data cannot be read.
   """
   if data.task not in TASKS:
-    raise ConfigError(f"data.task={data.task!r} is unknown: choose one of {', '.join(TASKS)}")
+    raise ConfigError(
+      f"data.task={data.task!r} is unknown: choose one of {', '.join(TASKS)}, or call"
+      " grpo_jax.register_task first"
+    )
   return TASKS[data.task](data.path)
 
 
@@ -73,7 +84,7 @@ def gsm8k(path: str) -> Task:
     _read_jsonl(path, split, _gsm8k_example) if path else _gsm8k_from_tfds(split)
     for split in ("train", "test")
   )
-  return _task(train, test)
+  return Task(train, test)
 
 
 def math(path: str) -> Task:
@@ -87,17 +98,10 @@ def math(path: str) -> Task:
       "data.path is empty: the task math needs a folder with train.jsonl and test.jsonl"
     )
   train, test = (_read_jsonl(path, split, _math_example) for split in ("train", "test"))
-  return _task(train, test)
+  return Task(train, test)
 
 
 TASKS: dict[str, Callable[[str], Task]] = {"arithmetic": arithmetic, "gsm8k": gsm8k, "math": math}
-
-
-def _task(train: list[Example], test: list[Example]) -> Task:
-  characters: set[str] = set()
-  for example in (*train, *test):
-    characters.update(*_contents(example["question"]), example["solution"])
-  return Task(train, test, alphabet="".join(sorted(characters)))
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:

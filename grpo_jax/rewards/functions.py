@@ -7,6 +7,7 @@ import pathlib
 import sys
 from types import ModuleType
 
+from grpo_jax.registry import register
 from grpo_jax.rewards import answers, process, symbolic
 from grpo_jax.rewards.call import describe
 from grpo_jax.settings import ConfigError
@@ -23,6 +24,26 @@ REWARDS: dict[str, Reward] = {
   "math": symbolic.math,
   "worked_steps": process.worked_steps,
 }
+
+
+def register_reward(function: Reward) -> Reward:
+  """Gives a reward function of this program a name in configs: its own.
+
+  It can be used as a decorator. `reward.functions` and `eval.function` then find the name. The
+  config that a run saves holds the name alone, so a program that goes on with the run registers the
+  function first.
+
+  Args:
+    function: See `grpo_jax/rewards/__init__.py` for its arguments and what it returns.
+
+  Returns:
+    The function.
+
+  Raises:
+    ConfigError: A reward function of grpo_jax has this name, or it has none.
+  """
+  register("reward function", REWARDS, name_of(function), function)
+  return function
 
 
 def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
@@ -46,7 +67,7 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
     or_model = " or a reward model's folder" if key == "reward.functions" else ""
     raise ConfigError(
       f"{key}: {name!r} is unknown: choose one of {', '.join(REWARDS)}, or give"
-      f" path/file.py:function{or_model}"
+      f" path/file.py:function{or_model}, or call grpo_jax.register_reward first"
     )
   path = pathlib.Path(file).expanduser()
   if not path.is_file():

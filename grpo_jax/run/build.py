@@ -1,6 +1,7 @@
 """A run's parts, built from its config: what train, evaluate, sample and export have in common."""
 
 from collections.abc import Sequence
+import copy
 import dataclasses
 import functools
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax
 
 from grpo_jax import model
 from grpo_jax.algo.advantages import ADVANTAGES
-from grpo_jax.config import Config
+from grpo_jax.config import Config, Eval
 from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.model import hub
@@ -67,7 +68,7 @@ class Run:
       compilation_cache.use(config.compilation_cache)
     with told_if_slow("looking for models on huggingface.co"):
       local = hub.local(config)
-    _set_matmul_precision(config)
+    set_matmul_precision(config)
     self.mesh = make_mesh(config.mesh, devices)
     # Read first, so that its errors come before those of a tokenizer.
     loaded = model.load_config(local.model.path) if local.model.path else None
@@ -113,6 +114,12 @@ class Run:
     needs_steps = ADVANTAGES[self.config.algo.advantage].needs_steps
     return self._scorer(functions, reward.weights, needs_steps)
 
+  def with_eval(self, settings: Eval) -> "Run":
+    """The same parts with other settings of the evaluation."""
+    run = copy.copy(self)
+    run.config = dataclasses.replace(self.config, eval=settings)
+    return run
+
   def eval_scorer(self) -> Scorer:
     """The function that decides in evaluation what is right."""
     function = resolve(self.config.eval.function, "eval.function", is_reward_model)
@@ -157,16 +164,16 @@ class Run:
     return tokenizer.characters(self.task.alphabet + characters_of_prompt)
 
 
+def set_matmul_precision(config: Config) -> None:
+  """Makes float32 products exact. By default, JAX rounds to bfloat16 on a TPU, to TF32 on a GPU."""
+  precision = "float32" if config.model.dtype == "float32" else None
+  jax.config.update("jax_default_matmul_precision", precision)
+
+
 def is_reward_model(name: str) -> bool:
   """Whether a reward's name is that of a model: on huggingface.co, or of a folder here."""
   folder = Path(name).expanduser()
   return hub.is_name(name) or (folder / "config.json").is_file()
-
-
-def _set_matmul_precision(config: Config) -> None:
-  """By default, a float32 product is one of bfloat16 on a TPU and of TF32 on a GPU."""
-  precision = "float32" if config.model.dtype == "float32" else None
-  jax.config.update("jax_default_matmul_precision", precision)
 
 
 def _model_shape(

@@ -1,33 +1,27 @@
 """What the entry points share: flags, and errors of the user as one line and exit code 2."""
 
 from collections.abc import Callable, Iterator, Sequence
-import dataclasses
 import logging
-import math
 import os
 from pathlib import Path
 import re
 import sys
-from typing import Any
 
 from absl import app, flags
 import jax
 from ml_collections import ConfigDict, config_flags
 
-from grpo_jax.config import Config, Mesh, check_key, from_dict
+from grpo_jax.config import Config, check_key, from_dict
 from grpo_jax.parallel import processes
 from grpo_jax.patience import told_if_slow
 from grpo_jax.run import ends
-from grpo_jax.run.build import Run
-from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.flag_errors import flag_error
-from grpo_jax.run.saved_config import load_config
-from grpo_jax.run.terminal import Loading
+from grpo_jax.run.load_policy import Change, policy_of_config, policy_of_run, unchanged
+from grpo_jax.run.policy import Policy
+from grpo_jax.run.recipes import with_absolute_paths
 from grpo_jax.settings import ConfigError, is_text, shown
 
 flags.disclaim_key_flags()  # so that --help shows the flags that a program defines here
-
-Change = Callable[[Config], Config]
 
 
 def run(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
@@ -86,24 +80,7 @@ def read_config(argv: Sequence[str] = (), values: flags.FlagValues = flags.FLAGS
       f"flag --config={file}: its ConfigDict cannot be read ({type(error).__name__}:"
       f" {' '.join(str(error).split()):.200})"
     ) from None
-  return _with_absolute_paths(from_dict(values))
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-  """A policy to sample from.
-
-  Attributes:
-    name: How to call it in messages.
-    run: The parts that its config describes.
-    params: Its trained parameters.
-    step: The step of its checkpoint, 0 for a Hugging Face folder.
-  """
-
-  name: str
-  run: Run
-  params: Any
-  step: int
+  return with_absolute_paths(from_dict(values))
 
 
 def folder_of_flag(name: str, value: str) -> Path:
@@ -144,11 +121,6 @@ def define_policy_flags() -> None:
   )
 
 
-def unchanged(config: Config) -> Config:
-  """A `Change` that changes nothing."""
-  return config
-
-
 def open_policy(change: Change = unchanged) -> Policy:
   """The policy that the flags name. `change` is applied to its config before it is built."""
   values = flags.FLAGS
@@ -157,65 +129,8 @@ def open_policy(change: Change = unchanged) -> Policy:
       "give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER"
     )
   if values.workdir is None:
-    config = change(read_config())
-    built = Run(config, Loading())
-    return Policy(config.model.path or "random weights", built, built.initial_params(), 0)
-  workdir = folder_of_flag("workdir", values.workdir)
-  built = Run(change(_on_this_machine(saved_config(workdir))), Loading())
-  checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=built.parameters.layers_of)
-  step, params = checkpoints.restore_params(built.parameters.abstract, values.step)
-  return Policy(f"{workdir}, step {step}", built, params, step)
-
-
-def saved_config(workdir: str | Path) -> Config:
-  """The config that a run's folder was made with."""
-  file = Path(workdir) / "config.json"
-  if not file.is_file():
-    raise ConfigError(f"workdir {workdir} has no config.json: it is not the folder of a run")
-  values = load_config(file)
-  try:
-    return from_dict(values, saved=True)
-  except ConfigError as error:
-    raise ConfigError(f"{file} cannot be read: {error}") from None
-
-
-def _with_absolute_paths(config: Config) -> Config:
-  """The config with absolute paths, so that its run can be used from another folder."""
-
-  def absolute(key: str, path: str) -> str:
-    try:
-      expanded = Path(path).expanduser()
-      return str(expanded.absolute()) if path and expanded.exists() else path
-    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, NUL in it
-      raise ConfigError(f"config key {key} is {shown(path)}: {error}") from None
-
-  def absolute_reward(key: str, name: str) -> str:
-    file, colon, function = name.rpartition(":")
-    return f"{absolute(key, file)}:{function}" if colon else absolute(key, name)
-
-  replace = dataclasses.replace
-  functions = tuple(absolute_reward("reward.functions", x) for x in config.reward.functions)
-  return replace(
-    config,
-    model=replace(config.model, path=absolute("model.path", config.model.path)),
-    lora=replace(config.lora, path=absolute("lora.path", config.lora.path)),
-    data=replace(
-      config.data,
-      path=absolute("data.path", config.data.path),
-      tokenizer=absolute("data.tokenizer", config.data.tokenizer),
-    ),
-    reward=replace(config.reward, functions=functions),
-    eval=replace(config.eval, function=absolute_reward("eval.function", config.eval.function)),
-  )
-
-
-def _on_this_machine(config: Config) -> Config:
-  """The config with a mesh that fits this machine's devices, if its own does not."""
-  sizes = dataclasses.astuple(config.mesh)
-  product = math.prod(size for size in sizes if size != -1)
-  devices = jax.device_count()
-  fits = devices % product == 0 if -1 in sizes else devices == product
-  return config if fits else dataclasses.replace(config, mesh=Mesh(data=-1))
+    return policy_of_config(change(read_config()))
+  return policy_of_run(folder_of_flag("workdir", values.workdir), values.step, change)
 
 
 def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:

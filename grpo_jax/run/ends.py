@@ -11,7 +11,7 @@ from typing import NoReturn
 from grpo_jax.run import disk
 from grpo_jax.run.stdout import discard
 from grpo_jax.run.terminal_text import shorten, visible
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.settings import ConfigError, OneLineError, RunFailed
 
 FAILED = 1
 BAD_INPUT = 2
@@ -22,7 +22,7 @@ _LONGEST_LINE = 1500  # a value that a message quotes may be of any length
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
-class Stopped(Exception):
+class Stopped(OneLineError):
   """A run was asked to stop before its last step. Its state is saved."""
 
 

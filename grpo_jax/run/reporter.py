@@ -45,7 +45,12 @@ class Reporter:
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
     is_first = run.hosts.is_first
-    console = Console(file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first)
+    console = Console(
+      file=Stdout(on_lost_stdout),
+      highlight=False,
+      quiet=not is_first,
+      force_jupyter=False,  # lines and tables are text in a notebook, too
+    )
     self._terminal = Terminal(self._last_step, 0, console)
     self.evaluator = Evaluator(run) if run.config.eval.every else None
 
@@ -91,7 +96,7 @@ class Reporter:
       if self._writer:
         self._writer.add_to_last(values)
 
-  def step(self, step: int, params: Any, metrics: dict, rows: list[dict] | None) -> None:
+  def step(self, step: int, params: Any, metrics: dict, rows: list[dict] | None) -> dict:
     """Reports a finished step, with the evaluation where one is due.
 
     Args:
@@ -99,6 +104,9 @@ class Reporter:
       params: The trained parameters.
       metrics: The step's row.
       rows: One object per completion, or None.
+
+    Returns:
+      The metrics, with those of the evaluation.
     """
     if rows is not None:
       self._completions(step, rows)
@@ -109,8 +117,9 @@ class Reporter:
         self._write(step, metrics)  # the next start makes the evaluation
         raise
     elif step % self._run.config.log.every and step != self._last_step:
-      return
+      return metrics
     self._write(step, metrics)
+    return metrics
 
   def finish(self, step: int) -> None:
     """Says where everything is."""

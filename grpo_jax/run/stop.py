@@ -1,6 +1,7 @@
 """Stopping a run before its end: on a signal, or when nobody reads what it prints.
 
-A run that is asked to stop finishes its step, saves and leaves. A second signal ends it at once.
+A run that is asked to stop finishes its step, saves and leaves. A second signal ends it at once:
+the process of a program, and in a notebook only the call.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ import threading
 from types import FrameType
 
 _SHOW_CURSOR = b"\x1b[?25h"
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
   """Whether this process was asked to stop its run. Any thread may ask."""
 
   def __init__(self) -> None:
+    self.second = "a second signal leaves at once"  # what the first one says of it
     self._asked = threading.Event()
     self._first = threading.Lock()  # whoever gets it says why
 
@@ -25,7 +28,7 @@ class StopRequest:
     """Asks, and says why on stderr the first time."""
     self._asked.set()
     if self._first.acquire(blocking=False):
-      _write(2, f"{reason}: stopping after this step; a second signal leaves at once\n".encode())
+      _write(2, f"{reason}: stopping after this step; {self.second}\n".encode())
 
   def __call__(self) -> bool:
     """True if somebody asked."""
@@ -33,8 +36,8 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_signals(request: StopRequest) -> Iterator[None]:
-  """Until it is left, the first SIGTERM, Ctrl-C or SIGHUP asks to stop and the second one leaves.
+def leaving_on_second_signal(request: StopRequest) -> Iterator[None]:
+  """Until it is left, the first SIGTERM, Ctrl-C or SIGHUP asks to stop and the second one exits.
 
   A thread reads the signals, because the main thread may be inside a compiler or a function that
   does not return. A signal that was ignored before, as `nohup` ignores SIGHUP, stays ignored.
@@ -42,11 +45,7 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
   if threading.current_thread() is not threading.main_thread():
     yield  # only the main thread may handle signals
     return
-  numbers = [
-    number
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    if signal.getsignal(number) is not signal.SIG_IGN
-  ]
+  numbers = _not_ignored()
 
   def on_signal(number: int, frame: FrameType | None) -> None:
     del frame
@@ -67,6 +66,38 @@ def stop_signals(request: StopRequest) -> Iterator[None]:
     writer.close()  # ends the thread
     thread.join()
     reader.close()
+
+
+@contextlib.contextmanager
+def raising_on_second_signal(request: StopRequest) -> Iterator[None]:
+  """The same, but the second signal raises KeyboardInterrupt, so that the process goes on.
+
+  This is for programs that are not ours: a script, or a notebook whose stop button sends Ctrl-C.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield  # only the main thread may handle signals
+    return
+  request.second = "a second signal interrupts it"
+  received = 0
+
+  def on_signal(number: int, frame: FrameType | None) -> None:
+    del frame
+    nonlocal received
+    received += 1
+    if received > 1:
+      raise KeyboardInterrupt
+    request.ask(signal.Signals(number).name)
+
+  before = {number: signal.signal(number, on_signal) for number in _not_ignored()}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _not_ignored() -> list[signal.Signals]:
+  return [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _watch(

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from grpo_jax.run import notebook
 from grpo_jax.run.terminal_text import shorten, step_parts, visible
 
 _SECONDS_BETWEEN_LINES = 3.0
@@ -23,7 +24,8 @@ _WARM_START = "warm start"
 class Terminal:
   """The output of one run.
 
-  On a terminal it is a progress bar. In a file or a pipe it is a line every few seconds.
+  On a terminal or in a notebook it is a progress bar. In a file or a pipe it is a line every few
+  seconds.
   """
 
   def __init__(self, total_steps: int, start_step: int, console: Console | None = None) -> None:
@@ -39,9 +41,10 @@ class Terminal:
     self._last_accuracy: float | None = None
     self._clock = _Clock(total_steps)
     self._printed_at = self._drawn_at = -float("inf")
-    self._bar: Progress | None = None
-    if self._console.is_terminal and not self._console.is_dumb_terminal:
-      self._bar = _make_bar(self._console, total_steps)
+    self._bar: Progress | notebook.Bar | None = None
+    in_notebook = notebook.is_running()
+    if in_notebook or (self._console.is_terminal and not self._console.is_dumb_terminal):
+      self._bar = notebook.Bar() if in_notebook else _make_bar(self._console, total_steps)
       self._task = self._bar.add_task("", total=total_steps, completed=start_step, text="")
 
   def header(self, lines: Sequence[str]) -> None:
@@ -114,7 +117,7 @@ class Terminal:
 
   def _draw(
     self,
-    bar: Progress,
+    bar: Progress | notebook.Bar,
     step: int,
     phase: str,
     metrics: Mapping[str, Any],

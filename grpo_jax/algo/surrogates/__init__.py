@@ -1,12 +1,14 @@
 """Surrogates: the loss of a token.
 
-To add one, write its function and its record into one of the files of this folder.
+To add one, write its function and its record into one of the files of this folder. A program adds
+its own with `register_surrogate`.
 """
 
 from grpo_jax.algo.surrogates import averaged, clipped, covariance, divergence, weighted
-from grpo_jax.algo.surrogates.record import BatchTokens, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import BatchTokens, Loss, Surrogate, Terms
+from grpo_jax.registry import register
 
-__all__ = ["SURROGATES", "BatchTokens", "Surrogate", "Terms"]
+__all__ = ["SURROGATES", "BatchTokens", "Surrogate", "Terms", "register_surrogate"]
 
 SURROGATES: dict[str, Surrogate] = (
   clipped.SURROGATES
@@ -15,3 +17,24 @@ SURROGATES: dict[str, Surrogate] = (
   | covariance.SURROGATES
   | divergence.SURROGATES
 )
+
+
+def register_surrogate(loss: Loss) -> Loss:
+  """Gives a surrogate of this program a name in configs: that of its function.
+
+  It can be used as a decorator. `algo.surrogate` then finds the name. The config that a run saves
+  holds the name alone, so a program that goes on with the run registers the function first.
+
+  Args:
+    loss: (terms, algo) -> the loss of each token, [P, G, T], in JAX. `Terms` has what it reads:
+      ratios, advantages, log-probs and the mask. It does not average over tokens, because
+      `algo.aggregation` does. It may read any setting of `algo`, such as algo.clip_high.
+
+  Returns:
+    The function.
+
+  Raises:
+    ConfigError: A surrogate of grpo_jax has this name, or it has none.
+  """
+  register("surrogate", SURROGATES, loss.__name__, Surrogate(loss=loss, examples=()))
+  return loss

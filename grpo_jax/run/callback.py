@@ -1,0 +1,85 @@
+"""What a run tells its caller after each step."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rewards.call import describe
+from grpo_jax.settings import RunFailed
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A step that is finished.
+
+  Attributes:
+    workdir: The run's folder.
+    step: The number of steps so far, those of the warm start included.
+    last_step: The number of steps of the whole run.
+    metrics: The step's row of metrics.jsonl without its `step`, and with the evaluation where one
+      was made.
+  """
+
+  workdir: Path
+  step: int
+  last_step: int
+  metrics: Mapping[str, Any] = dataclasses.field(repr=False)
+
+  @property
+  def is_last(self) -> bool:
+    """Whether the run has no further step."""
+    return self.step >= self.last_step
+
+
+# Called after each step. If it returns True, the run is saved and ends.
+Callback = Callable[[Step], bool | None]
+
+
+class Callbacks:
+  """Calls a run's callback on the first process.
+
+  Attributes:
+    latest: The step that was reported last, or None before the first one.
+    ask_to_stop: Whether the callback asked to stop. The same on every process.
+  """
+
+  def __init__(self, callback: Callback | None, workdir: Path, last_step: int, hosts: Hosts):
+    self._callback, self._hosts = callback, hosts
+    self._workdir, self._last_step = workdir, last_step
+    self.latest: Step | None = None
+    self.ask_to_stop = False
+
+  def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Reports a step.
+
+    Raises:
+      RunFailed: The callback raised something. KeyboardInterrupt is raised as it is.
+    """
+    self.latest = self.step_of(step, metrics)
+    if self._callback is None:
+      return
+    answer, error = None, None
+    if self._hosts.is_first:
+      try:
+        answer = self._callback(self.latest)
+      except KeyboardInterrupt:
+        raise
+      except BaseException as caught:  # sys.exit, too: a run must not end quietly
+        error = caught
+    if self._hosts.any_process(error is not None):
+      name = getattr(self._callback, "__name__", type(self._callback).__name__)
+      what = f"{name} raised {describe(error)}" if error else f"see what {name} raised"
+      raise RunFailed(what) from error
+    # Not every true value: a callback that returns its plot does not ask to stop.
+    wants_to_stop = isinstance(answer, (bool, np.bool_)) and bool(answer)
+    self.ask_to_stop = self._hosts.any_process(wants_to_stop)
+
+  def step_of(self, step: int, metrics: Mapping[str, Any]) -> Step:
+    """The struct for a step of this run."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return Step(self._workdir, step, self._last_step, MappingProxyType(numbers))

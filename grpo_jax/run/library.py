@@ -1,0 +1,44 @@
+"""What a call from a notebook or a script must leave behind: nothing."""
+
+from collections.abc import Iterator
+import contextlib
+import gc
+import traceback
+import warnings
+
+import jax
+
+# What a run changes in JAX's configuration, which belongs to the caller.
+_SETTINGS = (
+  "jax_default_matmul_precision",
+  "jax_compilation_cache_dir",
+  "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+@contextlib.contextmanager
+def leaving_nothing_behind() -> Iterator[None]:
+  """Restores JAX's settings and frees the memory of the devices, however the block ends.
+
+  A notebook keeps the traceback of the last error. Its frames would keep the arrays of a run that
+  failed, and the next run might find no memory. So they are cleared.
+  """
+  before = {name: getattr(jax.config, name) for name in _SETTINGS}
+  show_warning = warnings.showwarning
+  try:
+    yield
+  except BaseException as error:
+    _clear_frames(error)
+    raise
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+    warnings.showwarning = show_warning
+    gc.collect()  # a run's parts refer to each other
+
+
+def _clear_frames(error: BaseException | None) -> None:
+  """Deletes the local variables of all calls that an error and its causes went through."""
+  while error is not None:
+    traceback.clear_frames(error.__traceback__)
+    error = error.__cause__ or error.__context__

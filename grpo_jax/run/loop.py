@@ -1,0 +1,226 @@
+"""The loop: the steps of the warm start, then those of GRPO, counted together."""
+
+from collections.abc import Callable, Iterator
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from grpo_jax import config as config_lib
+from grpo_jax.config import Config
+from grpo_jax.patience import told_if_slow
+from grpo_jax.run import lock
+from grpo_jax.run.build import Run
+from grpo_jax.run.callback import Callback, Callbacks, Step
+from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.run.checks import check_batches
+from grpo_jax.run.collect import Collector
+from grpo_jax.run.ends import Stopped
+from grpo_jax.run.reporter import Reporter, header_lines, last_step
+from grpo_jax.run.skipped_updates import SkippedUpdates
+from grpo_jax.run.state import RunState, StateStore
+from grpo_jax.run.steps import GrpoStep, StepResult, WarmStep
+from grpo_jax.run.stop import StopRequest, leaving_on_second_signal
+from grpo_jax.run.terminal import Loading
+from grpo_jax.run.workdir import open_run
+from grpo_jax.settings import RunFailed
+
+Signals = Callable[[StopRequest], contextlib.AbstractContextManager[None]]
+
+
+class Ended(NamedTuple):
+  """How a run ended.
+
+  Attributes:
+    state: The state after the last step that was taken.
+    step: That step. Its metrics are empty if there was nothing left to do.
+  """
+
+  state: RunState
+  step: Step
+
+
+def run_steps(
+  config: Config,
+  workdir: str | Path,
+  callback: Callback | None = None,
+  signals: Signals = leaving_on_second_signal,
+) -> Ended:
+  """The whole job, or what is left of it.
+
+  Args:
+    config: The run.
+    workdir: Its folder, which is created or resumed.
+    callback: Called after each step. See `grpo_jax/run/callback.py`.
+    signals: Decides what the signals of `grpo_jax/run/stop.py` do while the run takes steps.
+
+  Returns:
+    The state and the last step. It is earlier than the run's last step if the callback asked to
+    stop.
+
+  Raises:
+    ConfigError: The config or the folder cannot be used. Nothing was run.
+    RunFailed: The run cannot go on. What could be saved is saved.
+    Stopped: The run was asked to stop, but not by the callback. Its state is saved, and the same
+      call goes on.
+  """
+  with contextlib.ExitStack() as stack:
+    trainer = Trainer(config, Path(workdir).expanduser(), stack, signals)
+    callbacks = trainer.callbacks(callback)
+    state, step = trainer.restore_or_init()
+    while step < trainer.last_step and not trainer.should_stop() and not callbacks.ask_to_stop:
+      if step == trainer.first_grpo_step:
+        state = trainer.store.begin_grpo(state)
+      with trainer.saving_on_failure(state, step, f"step {step + 1}"):
+        result = trainer.take_step(state, step)
+      state, step = result.state, step + 1
+      with trainer.saving_on_failure(state, step, f"evaluation after step {step}"):
+        metrics = trainer.reporter.step(step, state.train.params, result.metrics, result.rows)
+      with trainer.saving_on_failure(state, step, f"callback after step {step}"):
+        callbacks(step, metrics)
+      trainer.save_if_due(state, step)
+    trainer.finish(state, step, was_asked_to=callbacks.ask_to_stop)
+  return Ended(state, callbacks.latest or callbacks.step_of(step, {}))
+
+
+class Trainer:
+  """The parts of the loop, and what happens before and after it.
+
+  Attributes:
+    first_grpo_step, last_step: Where the phases of the run begin and end.
+    store: The state of the run and its checkpoints.
+    reporter: What is written and shown.
+  """
+
+  def __init__(self, config: Config, workdir: Path, stack: contextlib.ExitStack, signals: Signals):
+    """Builds everything before it writes anything. `stack` closes what is opened.
+
+    Raises:
+      ConfigError: For a config or a folder that cannot be used.
+    """
+    self._config, self._workdir = config, workdir
+    self.first_grpo_step, self.last_step = config.warm_start.steps, last_step(config)
+    self._run = Run(config, Loading())
+    check_batches(config, self._run.hosts)
+    collector = Collector(self._run)
+    stop_request = StopRequest()
+    self.reporter = Reporter(self._run, workdir, stop_request.ask)
+    self._prompts = collector.prompts
+    hosts = self._run.hosts
+    # From here on, the folder belongs to this run and this config.
+    hosts.on_first(lambda: stack.enter_context(lock.held(workdir, self.reporter.warn)))
+    hosts.on_first(lambda: open_run(workdir, config_lib.to_dict(config), config_lib.completed))
+    layers_of = self._run.parameters.layers_of
+    self._checkpoints = Checkpoints(
+      workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn, layers_of
+    )
+    host_state = collector.initial_host_state()
+    self.store = StateStore(self._run, workdir, self._checkpoints, host_state)
+    self._warm_step = WarmStep(self._run, collector.prompts)
+    self._grpo_step = GrpoStep(self._run, collector, self.store)
+    self._phases_seen: set[bool] = set()  # the first step of a phase compiles
+    self._skipped = SkippedUpdates(config.learner.max_skipped_updates)
+    # They close in the reverse order: signals are handled until the last save is written.
+    self._asked_to_stop = stop_request
+    stack.enter_context(signals(stop_request))
+    stack.callback(self.reporter.close)
+    stack.callback(self._checkpoints.close)
+
+  def callbacks(self, callback: Callback | None) -> Callbacks:
+    """What calls the user's callback after each step."""
+    return Callbacks(callback, self._workdir, self.last_step, self._run.hosts)
+
+  def restore_or_init(self) -> tuple[RunState, int]:
+    """The state and the number of steps so far: of the newest whole checkpoint, or of a new run."""
+    state, step, restored = self.store.restore_or_init()
+    self.reporter.open(step if restored else -1)
+    splits = [("training", self._prompts)]
+    if self.reporter.evaluator:
+      splits.append(("test", self.reporter.evaluator.prompts))
+    devices = self.store.saved_devices
+    self.reporter.header(header_lines(self._run, splits, step, self._workdir, devices))
+    with self.saving_on_failure(state, step, f"evaluation after step {step}"):
+      with told_if_slow("compiling and evaluating"):
+        self.reporter.start(step, state.train.params)
+    return state, step
+
+  def take_step(self, state: RunState, step: int) -> StepResult:
+    """A step of the phase that `step` belongs to."""
+    in_warm_start = step < self.first_grpo_step
+    compiles = in_warm_start not in self._phases_seen
+    self._phases_seen.add(in_warm_start)
+    doing = f"compiling and taking step {step + 1}"
+    with told_if_slow(doing) if compiles else contextlib.nullcontext():
+      result = (self._warm_step if in_warm_start else self._grpo_step)(state, step)
+    updates = 1 if in_warm_start else self._config.algo.updates_per_step
+    self._skipped.count(result.metrics, updates)
+    return result
+
+  def should_stop(self) -> bool:
+    """True on every process if any process was asked to stop."""
+    return self._run.hosts.any_process(self._asked_to_stop())
+
+  def save_if_due(self, state: RunState, step: int) -> None:
+    """Saves a checkpoint every checkpoint.every steps, after the rows of metrics up to `step`.
+
+    While updates are skipped there is nothing new to save, and a save would delete an older
+    checkpoint, from before.
+
+    Raises:
+      RunFailed: Too many updates in a row were skipped.
+    """
+    if self._skipped.are_too_many:
+      self._checkpoints.wait()
+      raise self._skipped.failure(max(self._checkpoints.steps(), default=None))
+    every = self._config.checkpoint.every
+    if every and step % every == 0 and not self._skipped.in_a_row:
+      self.store.save(step, state)
+
+  @contextlib.contextmanager
+  def saving_on_failure(self, state: RunState, step: int, doing: str) -> Iterator[None]:
+    """Saves the state of `step` if what is done next fails. `doing` says what that is."""
+    try:
+      yield
+    except RunFailed as error:  # raised on all processes together
+      self._save(state, step)
+      saved = f"step {step} is saved" if step else "no step was finished"
+      raise RunFailed(f"{doing}: {error}; {saved}, the same command goes on") from error
+    except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt):
+      # A save is made by all processes together, and the others may not have failed. An update
+      # takes the arrays of the state before it, which then cannot be saved.
+      if jax.process_count() == 1 and not _is_deleted(state):
+        self._save(state, step)
+      raise
+
+  def finish(self, state: RunState, step: int, was_asked_to: bool) -> None:
+    """Saves what is not saved yet, and waits until it is written.
+
+    Args:
+      state: The state of the run.
+      step: The number of steps so far.
+      was_asked_to: Whether the callback asked to stop.
+
+    Raises:
+      Stopped: The last step is not reached, and the callback did not ask for it.
+    """
+    is_unfinished = step < self.last_step
+    # A resumed run takes the skipped steps again.
+    if not (is_unfinished and self._skipped.in_a_row):
+      self._save(state, step)
+    self._checkpoints.wait()
+    self.reporter.finish(step)
+    if is_unfinished and not was_asked_to:
+      raise Stopped(
+        f"at step {step} of {self.last_step}, which is saved: the same call goes on from there"
+      )
+
+  def _save(self, state: RunState, step: int) -> None:
+    if step:
+      self.store.save(step, state)
+      self._checkpoints.wait()
+
+
+def _is_deleted(state: RunState) -> bool:
+  arrays = jax.tree.leaves(state.train.params)
+  return any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays)

@@ -1,0 +1,86 @@
+"""A progress bar in a notebook: an output of its cell that changes in place.
+
+rich's own bar would need ipywidgets, whose outputs are empty when the notebook is opened again.
+"""
+
+from html import escape
+import sys
+from time import monotonic
+from typing import Any
+
+_SECONDS_BETWEEN_UPDATES = 0.5
+_CHARACTERS = 40  # of the bar, where a page shows plain text
+
+
+def is_running() -> bool:
+  """Whether this process is the kernel of a notebook. IPython on a terminal is none."""
+  ipython = sys.modules.get("IPython")
+  shell = ipython.get_ipython() if ipython else None
+  return getattr(shell, "kernel", None) is not None
+
+
+class Bar:
+  """What `Terminal` uses of rich.progress.Progress, for one task.
+
+  A page holds its last state, so a notebook that is read later shows how the run ended.
+  """
+
+  def __init__(self) -> None:
+    """Shows nothing yet."""
+    self._handle: Any = None
+    self._state: dict[str, Any] = {}
+    self._shown: dict[str, Any] = {}
+    self._shown_at = -float("inf")
+
+  def add_task(self, description: str, **state: Any) -> int:
+    """Sets the state: total, completed and text. Returns the number of the task."""
+    self._state = {"description": description, **state}
+    return 0
+
+  def update(self, task: int, **state: Any) -> None:
+    """Changes the state."""
+    del task
+    self._state = self._state | state
+
+  def start(self) -> None:
+    """Shows nothing yet, because the first `refresh` does."""
+
+  def refresh(self) -> None:
+    """Shows the state, unless it was shown just now."""
+    is_last = self._state["completed"] >= self._state["total"]
+    if is_last or monotonic() - self._shown_at >= _SECONDS_BETWEEN_UPDATES:
+      self._show()
+
+  def stop(self) -> None:
+    """Shows the last state."""
+    if self._handle is not None:
+      self._show()
+
+  def _show(self) -> None:
+    from IPython.display import display  # a notebook has it
+
+    if self._state == self._shown:
+      return
+    self._shown, self._shown_at = self._state, monotonic()
+    content = {"text/plain": as_text(self._state), "text/html": as_html(self._state)}
+    if self._handle is None:
+      self._handle = display(content, raw=True, display_id=True)
+    else:
+      self._handle.update(content, raw=True)
+
+
+def as_text(state: dict[str, Any]) -> str:
+  """The bar in characters."""
+  filled = round(_CHARACTERS * state["completed"] / max(1, state["total"]))
+  bar = "█" * filled + "░" * (_CHARACTERS - filled)
+  return f"{state['description']} {bar} {state['text']}"
+
+
+def as_html(state: dict[str, Any]) -> str:
+  """The bar as an element that browsers draw."""
+  return (
+    '<div style="font-family: monospace; white-space: pre-wrap">'
+    f"{escape(state['description'])} "
+    f'<progress value="{state["completed"]}" max="{max(1, state["total"])}"></progress> '
+    f"{escape(state['text'])}</div>"
+  )

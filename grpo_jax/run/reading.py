@@ -1,0 +1,97 @@
+"""Reads what a run wrote. The run may still go on."""
+
+import dataclasses
+import json
+from pathlib import Path
+import re
+from types import MappingProxyType
+from typing import Any
+
+from grpo_jax import files
+from grpo_jax.config import Config, from_dict
+from grpo_jax.run.callback import Step
+from grpo_jax.run.saved_config import load_config
+from grpo_jax.run.workdir import read
+from grpo_jax.settings import ConfigError
+
+Row = dict[str, Any]
+
+
+def read_config(workdir: str | Path) -> Config:
+  """The config that a run's folder was made with.
+
+  Raises:
+    ConfigError: There is no such file, or it is damaged.
+  """
+  file = _folder(workdir) / "config.json"
+  if not file.is_file():
+    raise ConfigError(f"workdir {workdir} has no config.json: it is not the folder of a run")
+  values = load_config(file)
+  try:
+    return from_dict(values, saved=True)
+  except ConfigError as error:
+    raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def read_metrics(workdir: str | Path) -> list[Row]:
+  """The rows of a run's metrics.jsonl, from its first step on.
+
+  Returns:
+    Dicts from the names of metrics to numbers, with `step` first. A number that is not finite is
+    None. Rows have different names: only some have an evaluation, and those of the warm start have
+    names of their own.
+
+  Raises:
+    ConfigError: The file does not exist or is damaged.
+  """
+  return read(_folder(workdir))
+
+
+def completion_steps(workdir: str | Path) -> list[int]:
+  """The steps whose completions a run saved, as `log.completions_every` says, in order."""
+  names = (path.name for path in (_folder(workdir) / "completions").glob("*.jsonl"))
+  return sorted(int(name[:-6]) for name in names if re.fullmatch(r"\d{6,}\.jsonl", name))
+
+
+def read_completions(workdir: str | Path, step: int | None = None) -> list[Row]:
+  """The completions that a run sampled in a step, group by group.
+
+  Args:
+    workdir: The run's folder.
+    step: One of `completion_steps`. None means the newest.
+
+  Returns:
+    One dict for each completion, with `prompt`, `completion`, `reward` (None where no function
+    scored it), `rewards/NAME`, `advantage`, `length` in tokens, `stopped_by`, `prompt_ids`,
+    `completion_ids` and `logprobs`. The members of a group follow each other.
+
+  Raises:
+    ConfigError: The step was not saved, or its file is damaged.
+  """
+  steps = completion_steps(workdir)
+  if not steps:
+    raise ConfigError(
+      f"{workdir} has no completions yet: log.completions_every says after how many steps they are"
+      " saved"
+    )
+  step = steps[-1] if step is None else step
+  if step not in steps:
+    saved = ", ".join(map(str, steps[-20:]))
+    more = "..., " if len(steps) > 20 else ""
+    raise ConfigError(f"{workdir} has no completions of step {step}, but of {more}{saved}")
+  path = _folder(workdir) / "completions" / f"{step:06d}.jsonl"
+  try:
+    return [json.loads(line) for line in files.read_bytes(path).splitlines()]
+  except (OSError, ValueError) as error:
+    raise ConfigError(f"{path} cannot be read ({error}): move it away") from error
+
+
+def with_last_row(step: Step) -> Step:
+  """The step with the last row of its run's metrics.jsonl."""
+  rows = read_metrics(step.workdir)
+  metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
+  return dataclasses.replace(step, metrics=MappingProxyType(metrics))
+
+
+def _folder(workdir: str | Path) -> Path:
+  return Path(workdir).expanduser()

@@ -1,0 +1,346 @@
+"""grpo_jax as a library: what a notebook or a script calls, and what a call leaves behind."""
+
+import dataclasses
+import gc
+import importlib
+import inspect
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+
+import grpo_jax
+from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.data.tasks import TASKS
+from grpo_jax.rewards import REWARDS
+from tests.small_run import small_config
+
+
+def config(**changes):
+  keys = {key.replace("__", "."): value for key, value in changes.items()}
+  small = {"reward.functions": ("digits",), "checkpoint.every": 0}
+  return small_config().replace({**small, **keys})
+
+
+def digits(completions, **columns):
+  return [sum(map(str.isdigit, text)) for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def registered():
+  """The tables as they were, afterwards."""
+  before = [(table, dict(table)) for table in (REWARDS, TASKS, SURROGATES)]
+  grpo_jax.register_reward(digits)
+  yield
+  for table, entries in before:
+    table.clear()
+    table.update(entries)
+
+
+def without_times(rows):
+  return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def surroundings():
+  """What a call must not change."""
+  return {
+    "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+    "wakeup": signal.set_wakeup_fd(-1),
+    "precision": jax.config.jax_default_matmul_precision,
+    "cache": jax.config.jax_compilation_cache_dir,
+    "root": (logging.root.level, list(logging.root.handlers)),
+    "absl": logging.getLogger("absl").level,
+    "threads": threading.active_count(),
+    "arrays": len(jax.live_arrays()),
+  }
+
+
+def test_the_import_takes_nothing_and_every_name_is_there():
+  code = (
+    "import sys, grpo_jax; assert not {'jax', 'numpy', 'absl'} & set(sys.modules);"
+    "grpo_jax.Config; assert 'jax' in sys.modules"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)
+  assert set(grpo_jax.__all__) == {*grpo_jax._MODULE_OF, "train"} <= set(dir(grpo_jax))
+  for name in grpo_jax.__all__:
+    assert getattr(grpo_jax, name).__doc__
+  with pytest.raises(AttributeError, match="no attribute 'trian'"):
+    grpo_jax.trian  # noqa: B018  the access is what is tested
+
+
+def test_train_is_a_function_and_a_module_however_it_is_imported():
+  module = importlib.import_module("grpo_jax.train")
+  assert grpo_jax.train is module and callable(module)
+  assert inspect.signature(module) == inspect.signature(module.train)
+  with pytest.raises(grpo_jax.ConfigError, match="needs a grpo_jax.Config and got a dict"):
+    grpo_jax.train({}, "unused")
+
+
+def test_a_callback_stops_a_run_which_goes_on_and_leaves_nothing_behind(tmp_path):
+  before, steps = surroundings(), []
+
+  def stop_once(step):
+    steps.append(step)
+    return "this is no request" if step.step == 2 else step.step == 1
+
+  stopped = grpo_jax.train(config(steps=2), tmp_path, stop_once)
+  assert (stopped.step, stopped.last_step, stopped.is_last) == (1, 2, False)
+  finished = grpo_jax.train(config(steps=2), str(tmp_path), stop_once)
+  assert finished == steps[1] and finished.is_last and len(steps) == 2
+  reported = [{"step": step.step, **step.metrics} for step in steps]
+  assert grpo_jax.read_metrics(tmp_path) == reported
+  assert surroundings() == before and not (tmp_path / "run.lock").exists()
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    stopped.step = 2
+  with pytest.raises(TypeError):
+    stopped.metrics["reward"] = 1.0
+
+  again = grpo_jax.train(config(steps=2), tmp_path, stop_once)  # nothing is left to do
+  assert again == finished and len(steps) == 2
+  assert grpo_jax.read_config(tmp_path) == config(steps=2)
+
+
+def test_completions_are_read_by_step(tmp_path):
+  folder = tmp_path / "completions"
+  with pytest.raises(grpo_jax.ConfigError, match="no completions yet: log.completions_every"):
+    grpo_jax.read_completions(tmp_path)
+  folder.mkdir()
+  for step in (2, 10, 1000000):
+    (folder / f"{step:06d}.jsonl").write_text(f'{{"reward": {step}}}\n{{"reward": null}}\n')
+  (folder / "000003.jsonl.new").write_text("{")
+  assert grpo_jax.completion_steps(str(tmp_path)) == [2, 10, 1000000]
+  assert grpo_jax.read_completions(tmp_path) == [{"reward": 1000000}, {"reward": None}]
+  assert grpo_jax.read_completions(tmp_path, 2)[0] == {"reward": 2}
+  with pytest.raises(grpo_jax.ConfigError, match="no completions of step 3, but of 2, 10, 1000000"):
+    grpo_jax.read_completions(tmp_path, 3)
+  (folder / "000010.jsonl").write_text("{")
+  with pytest.raises(grpo_jax.ConfigError, match="000010.jsonl cannot be read"):
+    grpo_jax.read_completions(tmp_path, 10)
+
+
+def test_recipes_by_name_and_by_file(tmp_path):
+  made = grpo_jax.load_config("arithmetic:dapo", {"seed": 3, "optimizer.b1": 0})
+  assert made.steps == 250 and made.algo.clip_high == 0.28
+  assert (made.seed, made.optimizer.b1, made.optimizer.learning_rate) == (3, 0.0, 2e-4)
+  (tmp_path / "mine.py").write_text(
+    "from configs import arithmetic\n\n\ndef get_config(preset='gspo'):\n"
+    "  c = arithmetic.get_config(preset)\n  c.steps = 7\n  return c\n"
+  )
+  mine = grpo_jax.load_config(tmp_path / "mine.py")
+  assert (mine.steps, mine.algo.ratio) == (7, "sequence")
+  assert grpo_jax.load_config(f"{tmp_path}/mine.py:rloo").algo.advantage == "leave_one_out"
+  changed = mine.replace({"algo.clip_high": 0.3, "reward.functions": ["flexible"]})
+  assert changed.algo.clip_high == 0.3 and changed.reward.functions == ("flexible",)
+  assert mine.algo.clip_high != 0.3 and changed.steps == 7
+
+
+@pytest.mark.parametrize(
+  ("recipe", "changes", "message"),
+  [
+    ("arithmetics", {}, "there is no recipe 'arithmetics': choose one of arithmetic, default"),
+    ("nowhere.py", {}, "there is no recipe 'nowhere.py'"),
+    ("arithmetic:nosuch", {}, "recipe arithmetic:nosuch: there is no preset 'nosuch'"),
+    ("arithmetic", {"algo.clip_hihg": 1}, "algo.clip_hihg is unknown: did you mean algo.clip_high"),
+    ("arithmetic", {"algo": 1}, "config key algo is a section"),
+    ("arithmetic", {"steps": "many"}, "config key steps must be a whole number, got 'many'"),
+    ("gsm8k", {}, "config key model.path has no value yet"),
+  ],
+)
+def test_a_config_that_cannot_be_made_is_one_line(recipe, changes, message):
+  with pytest.raises(grpo_jax.ConfigError, match=message) as error:
+    grpo_jax.load_config(recipe, changes)
+  assert error.value._render_traceback_() == [f"ConfigError: {error.value}"]
+
+
+def test_a_recipe_that_raises_is_named(tmp_path):
+  for source, message in (
+    ("1 / 0", r"mine.py cannot be executed: ZeroDivisionError: division by zero .*mine.py line 1"),
+    ("import sys\nsys.exit()", "mine.py cannot be executed: SystemExit"),
+    ("def get_config():\n  return 1 / 0", "ZeroDivisionError"),
+    ("", "mine.py has no function get_config"),
+  ):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(grpo_jax.ConfigError, match=message):
+      grpo_jax.load_config(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize(
+  ("register", "table"),
+  [
+    (grpo_jax.register_reward, REWARDS),
+    (grpo_jax.register_surrogate, SURROGATES),
+    (grpo_jax.register_task, TASKS),
+  ],
+)
+def test_registered_functions_are_found_by_name_and_can_be_replaced(register, table):
+  def mine(*args):
+    return args
+
+  assert register(mine) is mine
+  first = table["mine"]
+  function = mine
+
+  def mine(*args):
+    return args, args
+
+  register(mine)
+  assert table["mine"] is not first and mine is not function
+  with pytest.raises(grpo_jax.ConfigError, match="'<lambda>': give the function a name"):
+    register(lambda *args: 1)
+  taken = next(iter(table))
+  mine.__name__ = taken
+  with pytest.raises(grpo_jax.ConfigError, match=f"named '{taken}': give yours another name"):
+    register(mine)
+
+
+def test_a_name_that_this_process_has_not_registered_says_what_to_do(tmp_path):
+  for key, value, name in (
+    ("reward.functions", ("gone",), "register_reward"),
+    ("algo.surrogate", "gone", "register_surrogate"),
+    ("data.task", "gone", "register_task"),
+  ):
+    with pytest.raises(grpo_jax.ConfigError, match=f"{key}.*gone.*or call grpo_jax.{name} first"):
+      grpo_jax.train(config().replace({key: value}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+  ("train", "message"),
+  [
+    (None, "task mine returned a NoneType: it must be a grpo_jax.Task"),
+    ([], r"task mine: train has no examples"),
+    (
+      [{"question": "1", "answer": ""}, {"answer": "2"}],
+      r"train\[1\] must be a dict with a question",
+    ),
+    ([{"question": "1"}, {"question": "2", "answer": "2"}], "has the fields question, answer, and"),
+    ([{"question": [{"role": "user"}]}], r"train\[0\]"),
+  ],
+)
+def test_a_task_that_cannot_be_used_is_one_line(tmp_path, train, message):
+  @grpo_jax.register_task
+  def mine(path):
+    test = [{"question": "1"}]
+    return None if train is None else grpo_jax.Task(train, test, alphabet="12")
+
+  with pytest.raises(grpo_jax.ConfigError, match=message):
+    grpo_jax.train(config(data__task="mine"), tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_what_ends_a_call_early_saves_and_frees_memory(tmp_path):
+  """Each way to end is an exception, after which the next call goes on where it was."""
+  before = surroundings()
+
+  def fail(step):
+    raise ValueError("no luck")
+
+  def leave(step):
+    raise SystemExit(0)
+
+  def interrupt(step):
+    os.kill(os.getpid(), signal.SIGINT)
+
+  def interrupt_twice(step):
+    interrupt(step)
+    interrupt(step)
+
+  for number, (callback, kind, message) in enumerate(
+    (
+      (fail, grpo_jax.RunFailed, r"step 1: fail raised ValueError: no luck \(.*step 1 is saved"),
+      (leave, grpo_jax.RunFailed, "step 2: leave raised SystemExit: 0 .*step 2 is saved"),
+      (interrupt, grpo_jax.Stopped, "at step 3 of 6, which is saved: the same call goes on"),
+      (interrupt_twice, KeyboardInterrupt, "^$"),
+    ),
+    start=1,
+  ):
+    with pytest.raises(kind, match=message) as error:
+      grpo_jax.train(config(steps=6), tmp_path / "run", callback)
+    assert "\n" not in str(error.value)
+    # The error is still referred to, as a notebook does, and keeps no arrays.
+    assert surroundings() == before
+    assert grpo_jax.read_metrics(tmp_path / "run")[-1]["step"] == number
+  ended = []
+  thread = threading.Thread(  # which cannot handle signals
+    target=lambda: ended.append(grpo_jax.train(config(steps=6), tmp_path / "run").step)
+  )
+  thread.start()
+  thread.join()
+  assert ended == [6] and surroundings() == before
+  rows = grpo_jax.read_metrics(tmp_path / "run")
+  grpo_jax.train(config(steps=6), tmp_path / "whole")
+  assert without_times(rows) == without_times(grpo_jax.read_metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_another_definition_under_the_same_name_counts_in_the_next_run(tmp_path):
+  """As when a cell of a notebook is changed and run again."""
+
+  def run(name, letter, factor):
+    @grpo_jax.register_task
+    def letters(path):
+      examples = [{"question": f"{letter * n}=", "solution": letter} for n in range(1, 8)]
+      return grpo_jax.Task(examples, examples[:4])
+
+    @grpo_jax.register_reward
+    def mine(completions, **columns):
+      return [text.count(letter) for text in completions]
+
+    @grpo_jax.register_surrogate
+    def scaled(terms, algo):
+      return -factor * terms.ratio_PGT * terms.advantages_PGT
+
+    own = {"data.task": "letters", "algo.surrogate": "scaled", "reward.functions": ("mine",)}
+    grpo_jax.train(config(steps=1, algo__kl_coef=0.0).replace(own), tmp_path / name)
+    completions = grpo_jax.read_completions(tmp_path / name)
+    assert {row["prompt"].strip(letter) for row in completions} == {"="}
+    assert all(row["reward"] == row["completion"].count(letter) for row in completions)
+    return grpo_jax.read_metrics(tmp_path / name)[0]
+
+  once, twice, other = run("a", "a", 1.0), run("b", "a", 2.0), run("c", "b", 1.0)
+  assert once["reward"] > 0 < other["reward"]
+  assert twice["grad_norm"] == pytest.approx(2 * once["grad_norm"])
+
+
+@pytest.mark.slow
+def test_a_policy_samples_evaluates_and_exports(tmp_path, capsys):
+  """The numbers are those of the run's own evaluation."""
+  changes = dict(eval__every=1, eval__examples=8, eval__batch=8, eval__samples=4)
+  grpo_jax.train(config(steps=1, eval__function="digits", **changes), tmp_path / "run")
+  last = grpo_jax.read_metrics(tmp_path / "run")[-1]
+  before = surroundings()
+  policy = grpo_jax.load_policy(tmp_path / "run")
+  assert repr(policy) == f"Policy({tmp_path / 'run'}, step 1)"
+  metrics = policy.evaluate()
+  assert metrics == {name: last[name] for name in metrics} and "eval/pass@4" in metrics
+  fewer = policy.evaluate(samples=0, examples=4)
+  assert "eval/pass@4" not in fewer and fewer["eval/accuracy"] in (0, 0.25, 0.5, 0.75, 1)
+
+  drawn = policy.sample("1+2=", n=3)
+  assert drawn == policy.sample("1+2=", n=3) != policy.sample("1+2=", n=3, seed=1)
+  assert len(drawn) == 3 and all(1 <= one.length <= 5 and one.logprob < 0 for one in drawn)
+  assert len(policy.sample("1+2=", temperature=0, max_tokens=2)) == 1
+  for changed, message in (
+    ({"n": 0}, "n is 0: it must be at least 1"),
+    ({"temperature": -1.0}, "temperature is -1.0"),
+    ({"max_tokens": 2**30}, "do not fit the model's"),
+  ):
+    with pytest.raises(grpo_jax.ConfigError, match=message):
+      policy.sample("1+2=", **changed)
+
+  out = policy.export(tmp_path / "out")
+  with pytest.raises(grpo_jax.ConfigError, match="is not an empty folder"):
+    policy.export(out)
+  with pytest.raises(grpo_jax.ConfigError, match="has no adapters"):
+    policy.export(tmp_path / "adapters", adapter=True)
+  exported = grpo_jax.load_policy(config(model__path=str(out), steps=1))
+  assert [c.text for c in exported.sample("1+2=", n=3)] == [c.text for c in drawn]
+  with pytest.raises(grpo_jax.ConfigError, match="step 7"):
+    grpo_jax.load_policy(tmp_path / "run", step=7)
+  del policy, exported
+  gc.collect()
+  assert surroundings() == before
