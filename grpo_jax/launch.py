@@ -27,6 +27,7 @@ from grpo_jax.launchers.sweep import load_sweep
 from grpo_jax.launchers.table import table
 from grpo_jax.launchers.units import Unit, units
 from grpo_jax.run import cli
+from grpo_jax.run.checks import check
 from grpo_jax.run.saved_config import as_json, check_same_run, load_config
 from grpo_jax.settings import ConfigError
 
@@ -52,8 +53,10 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
   launcher = _launcher(values)
   sweep = load_sweep(values.sweep) if values.sweep else None
   runs = units(str(workdir), train_flags, sweep)
+  _check_kind(workdir, sweep is not None)
   if values.table:
-    _check_there_are_runs(workdir, sweep is not None)
+    if not workdir.is_dir():
+      raise ConfigError(f"flag --workdir={workdir}: there is no such folder")
     print("\n".join(table(runs, launcher.queued(runs))))
     return DONE
   if not train_flags:
@@ -135,6 +138,7 @@ def _checked_last_step(run: Unit) -> int:
   """
   try:
     config = cli.config_of(run.flags)
+    check(config)
     _check_folder(Path(run.workdir), config)
   except ConfigError as error:
     raise ConfigError(f"run {run.name}: {error}" if run.name else str(error)) from None
@@ -148,11 +152,12 @@ def _check_folder(workdir: Path, config: Config) -> None:
     check_same_run(file, as_json(old), as_json(config_lib.to_dict(config)))
 
 
-def _check_there_are_runs(workdir: Path, is_sweep: bool) -> None:
-  """Raises ConfigError if the table of a folder would be empty by mistake."""
-  if not workdir.is_dir():
-    raise ConfigError(f"flag --workdir={workdir}: there is no such folder")
-  if not is_sweep and any(workdir.glob("*/config.json")):
+def _check_kind(workdir: Path, is_sweep: bool) -> None:
+  """Raises ConfigError if a folder of a sweep is given for that of a run, or the reverse."""
+  is_run = (workdir / "config.json").exists()
+  if is_sweep and is_run:
+    raise ConfigError(f"flag --workdir={workdir} is the folder of a run: name another for a sweep")
+  if not is_sweep and not is_run and any(workdir.glob("*/config.json")):
     raise ConfigError(f"flag --workdir={workdir} is the folder of a sweep: add --sweep=FILE")
 
 
