@@ -322,14 +322,16 @@ folder, common = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 index = os.environ.get("JAX_PROCESS_ID", "")
 print("this is", folder.name, index, flush=True)
 asked = []
-signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+for number in (signal.SIGTERM, signal.SIGINT):
+  signal.signal(number, lambda number, frame: asked.append(number))
 with open(common / "starts", "a") as file:
   file.write(f"{folder.name} {os.getpid()}\\n")
 while (common / "wait").exists() and not (common / "fail" / (folder.name + index)).exists():
   time.sleep(0.01)
   if asked:
+    print("saving", flush=True)
     time.sleep(0.3)
-    sys.exit(143 if len(asked) > 1 else 75)
+    sys.exit(130 if asked == [signal.SIGTERM, signal.SIGINT] else 75)
 if (common / "fail" / (folder.name + index)).exists():
   print("error: no luck", index)
   print("bye")
@@ -488,10 +490,9 @@ def test_a_signal_stops_all_runs_and_leaves_no_process(fakes, number):
 def test_a_second_signal_reaches_the_runs_too(fakes):
   driver = start_driver(fakes, hosts=1, at_once=1, count=1)
   driver.send_signal(signal.SIGTERM)
-  for line in driver.stderr:
-    if "SIGTERM" in line:
-      break
-  time.sleep(0.05)
+  log = fakes.workdir / "launch" / f"{fakes.units[0].name}.log"
+  while "saving" not in log.read_text():
+    time.sleep(0.02)
   driver.send_signal(signal.SIGTERM)
   driver.communicate(timeout=30)
   assert driver.returncode == 75 and not is_alive(fakes.starts()[0][1])

@@ -95,7 +95,9 @@ def cluster(folder, kill_wait=60):
       if command is munge:
         _wait_for(lambda: (folder / "munge.socket").exists(), processes, folder)
     idle = "\n".join(["idle"] * len(NODES))
-    _wait_for(lambda: _output(env, "sinfo", "-h", "-N", "-o", "%T") == idle, processes, folder)
+    _wait_for(
+      lambda: _output(env, "sinfo", "-h", "-N", "-p", "all", "-o", "%T") == idle, processes, folder
+    )
     yield env
   finally:
     _end(processes, env)

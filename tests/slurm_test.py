@@ -225,7 +225,7 @@ class Slurm:
   def wait_until(self, is_true, limit=300):
     end = time.monotonic() + limit
     while not is_true():
-      assert time.monotonic() < end, self.run("squeue") + self.log()
+      assert time.monotonic() < end, self.run("squeue") + self.log()[-2000:]
       time.sleep(0.5)
 
 
