@@ -159,7 +159,7 @@ def test_a_run_without_a_sweep_is_found_too(fake_slurm):
 def test_what_slurm_refuses_is_one_line(fake_slurm, monkeypatch):
   (run,) = units(str(fake_slurm / "run"), FLAGS)
   refuse = 'echo "error: Batch job submission failed:" >&2; echo "Invalid partition" >&2; exit 1'
-  programs(fake_slurm, sbatch=refuse, squeue="echo down >&2; exit 1")
+  programs(fake_slurm, sbatch=refuse, squeue="echo squeue: down >&2; exit 1")
   with pytest.raises(RunFailed, match="^sbatch: error: Batch job submission failed: Invalid part"):
     slurm.launch([run], Options(partition="x"))
   assert not list((fake_slurm / "run" / "launch").iterdir())
