@@ -23,6 +23,7 @@ setup(
     "qwix",
     "rich",
     "safetensors",
+    "scipy",  # jax needs it too
     "sentencepiece",
     "tensorboardX",
     "tensorflow-datasets",

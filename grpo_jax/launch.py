@@ -8,27 +8,25 @@ are not finished. --table starts nothing and shows how far they are.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from pathlib import Path
 import re
 import sys
-from typing import Any
 
 from absl import flags
 
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
-from grpo_jax.launchers import LAUNCHERS
+from grpo_jax.launchers import LAUNCHERS, option_flags
 from grpo_jax.launchers.launcher import DONE, STOPPED, Launcher, say
-from grpo_jax.launchers.options import ALL, Options
 from grpo_jax.launchers.progress import progress
 from grpo_jax.launchers.sweep import load_sweep
 from grpo_jax.launchers.table import table
 from grpo_jax.launchers.units import Unit, units
 from grpo_jax.run import cli
+from grpo_jax.run.checks import check
 from grpo_jax.run.saved_config import as_json, check_same_run, load_config
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 
 
 def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
@@ -49,17 +47,19 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
   if not values.workdir:
     raise ConfigError("flag --workdir is missing: name the folder of the run or of the sweep")
   workdir = cli.folder_of_flag("workdir", values.workdir)
-  launcher = _launcher(values)
+  launcher = None if values.table and not values.on else _launcher(values.on)
   sweep = load_sweep(values.sweep) if values.sweep else None
   runs = units(str(workdir), train_flags, sweep)
+  _check_kind(workdir, sweep is not None)
   if values.table:
-    _check_there_are_runs(workdir, sweep is not None)
-    print("\n".join(table(runs, launcher.queued(runs))))
+    if not workdir.is_dir():
+      raise ConfigError(f"flag --workdir={workdir}: there is no such folder")
+    print("\n".join(table(runs, launcher.queued(runs) if launcher else {})))
     return DONE
   if not train_flags:
     raise ConfigError("write flags of grpo_jax.train after --: -- --config=configs/arithmetic.py")
-  options = _options(values)
-  todo = _to_start(runs, launcher)
+  options = option_flags.options_of(values, values.on)
+  todo = _to_start(runs, launcher, options.dry_run)
   code = launcher.launch(todo, options) if todo else DONE
   if options.dry_run:
     return code
@@ -68,49 +68,36 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
   return STOPPED if code == DONE and launcher.waits and not are_finished else code
 
 
-def _launcher(values: flags.FlagValues) -> Launcher:
-  """The launcher that --on names. A table needs none."""
+def _launcher(name: str | None) -> Launcher:
+  """The launcher that --on names."""
   choices = ", ".join(LAUNCHERS)
-  if values.on is None and values.table:
-    return Launcher(launch=_nothing)
-  if values.on is None:
+  if name is None:
     raise ConfigError(f"flag --on is missing: choose one of {choices}")
-  if values.on not in LAUNCHERS:
-    raise ConfigError(f"flag --on={values.on} is unknown: choose one of {choices}")
-  return LAUNCHERS[values.on]
+  if name not in LAUNCHERS:
+    raise ConfigError(f"flag --on={name} is unknown: choose one of {choices}")
+  return LAUNCHERS[name]
 
 
-def _nothing(runs: Sequence[Unit], options: Options) -> int:
-  """Starts none of them."""
-  del runs, options
-  return DONE
-
-
-def _options(values: flags.FlagValues) -> Options:
-  """The options that the flags give.
-
-  Raises:
-    ConfigError: The launcher does not read one of them.
-  """
-  given: dict[str, Any] = {}
-  for field in dataclasses.fields(Options):
-    value, launchers = values[field.name].value, field.metadata["launchers"]
-    given[field.name] = tuple(value) if isinstance(value, list) else value
-    if given[field.name] != field.default and values.on not in launchers:
-      raise ConfigError(
-        f"flag --{field.name} does nothing with --on={values.on}: it is for {', '.join(launchers)}"
-      )
-  return Options(**given)
-
-
-def _to_start(runs: Sequence[Unit], launcher: Launcher) -> list[Unit]:
+def _to_start(runs: Sequence[Unit], launcher: Launcher, is_dry: bool) -> list[Unit]:
   """The runs that are to be started. Says which of the others are left alone, and why.
+
+  Args:
+    runs: All runs.
+    launcher: Knows which of them are queued.
+    is_dry: Nothing will be started, so a queue that cannot be asked is a warning.
 
   Raises:
     ConfigError: The settings of a run cannot be used, or are not those of its folder.
+    RunFailed: The queue cannot be asked.
   """
   last_steps = [_checked_last_step(run) for run in runs]
-  queued = launcher.queued(runs)
+  try:
+    queued = launcher.queued(runs)
+  except RunFailed as error:
+    if not is_dry:
+      raise
+    say(f"warning: {error}")
+    queued = {}
   todo, finished = [], 0
   for run, last_step in zip(runs, last_steps):
     found = progress(run.workdir, last_step)
@@ -135,6 +122,7 @@ def _checked_last_step(run: Unit) -> int:
   """
   try:
     config = cli.config_of(run.flags)
+    check(config)
     _check_folder(Path(run.workdir), config)
   except ConfigError as error:
     raise ConfigError(f"run {run.name}: {error}" if run.name else str(error)) from None
@@ -148,11 +136,12 @@ def _check_folder(workdir: Path, config: Config) -> None:
     check_same_run(file, as_json(old), as_json(config_lib.to_dict(config)))
 
 
-def _check_there_are_runs(workdir: Path, is_sweep: bool) -> None:
-  """Raises ConfigError if the table of a folder would be empty by mistake."""
-  if not workdir.is_dir():
-    raise ConfigError(f"flag --workdir={workdir}: there is no such folder")
-  if not is_sweep and any(workdir.glob("*/config.json")):
+def _check_kind(workdir: Path, is_sweep: bool) -> None:
+  """Raises ConfigError if a folder of a sweep is given for that of a run, or the reverse."""
+  is_run = (workdir / "config.json").exists()
+  if is_sweep and is_run:
+    raise ConfigError(f"flag --workdir={workdir} is the folder of a run: name another for a sweep")
+  if not is_sweep and not is_run and any(workdir.glob("*/config.json")):
     raise ConfigError(f"flag --workdir={workdir} is the folder of a sweep: add --sweep=FILE")
 
 
@@ -166,19 +155,7 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_string("workdir", None, workdir, flag_values=values)
   flags.DEFINE_string("sweep", None, sweep, flag_values=values)
   flags.DEFINE_boolean("table", False, table_alone, flag_values=values)
-  for field in dataclasses.fields(Options):
-    launchers = field.metadata["launchers"]
-    of = "" if launchers == ALL else f"--on={'|'.join(launchers)}: "
-    given = (field.name, field.default, of + field.metadata["meaning"])
-    if isinstance(field.default, bool):
-      flags.DEFINE_boolean(*given, flag_values=values)
-    elif isinstance(field.default, int):
-      lowest = field.metadata["lowest"]
-      flags.DEFINE_integer(*given, lower_bound=lowest, flag_values=values)
-    elif isinstance(field.default, tuple):
-      flags.DEFINE_multi_string(*given, flag_values=values)
-    else:
-      flags.DEFINE_string(*given, flag_values=values)
+  option_flags.define(values)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -380,15 +380,16 @@ def test_a_second_signal_ends_a_run_whose_function_does_not_return(tmp_path, num
   process = start(tmp_path / "run", HANGS)
   wait_for(tmp_path / "run.hangs")
   process.send_signal(number)
+  if number == signal.SIGTERM:
+    process.send_signal(number)  # soon after the first one it counts as the same
+    time.sleep(3)
   time.sleep(1)
   assert process.poll() is None
   process.send_signal(number)
   _, lines = process.communicate(timeout=10)
   assert process.returncode == 128 + number
-  assert [line.split(":")[0] for line in lines.splitlines()] == [
-    number.name,
-    f"{number.name} again",
-  ]
+  said = [line.split(":")[0] for line in lines.splitlines() if not line.startswith("still ")]
+  assert said == [number.name, f"{number.name} again"]
 
 
 @pytest.mark.slow

@@ -126,6 +126,12 @@ def test_rewards_and_data_never_import_jax():
   subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_launchers_never_import_jax():
+  """A login node may have no accelerator, and the jax of a TPU's machine waits for others."""
+  code = "import sys, grpo_jax.launchers; assert 'jax' not in sys.modules"
+  subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_only_entry_points_know_config_dicts_and_nobody_imports_another_framework(path):
   is_entry_point = path.parent == PACKAGE or path.stem == "cli"

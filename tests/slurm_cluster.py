@@ -1,10 +1,10 @@
-"""A Slurm cluster of one node on this machine: a slurmctld, a slurmd and a munged of its own.
+"""A Slurm cluster on this machine, of its own daemons: munged, slurmctld and two slurmd.
 
 python tests/slurm_cluster.py FOLDER    # until Ctrl-C; FOLDER is new and keeps configs and logs
 
 It needs Debian's slurm-wlm and munge, or their like, and no root, no accounting and no cgroups.
-Other clusters on the machine are left alone: ports, sockets and files are its own, and everybody
-who is to use it needs its SLURM_CONF in the environment.
+Other clusters on the machine are left alone: ports, sockets and files are its own, and whoever
+uses it has its SLURM_CONF in the environment. Jobs of the partition "urgent" preempt others.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ import subprocess
 import sys
 import time
 
-NODE = "node0"
-CPUS = 2
+# Slurm wants nodes of different names, and JAX must find the machine by each: that is 127.0.0.1.
+NODES = (socket.gethostname(), "0x7f000001")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 _SYSTEM_FOLDERS = "/usr/sbin:/sbin"  # which an ordinary user's PATH may lack
 _START_SECONDS = 60
@@ -27,17 +27,16 @@ _START_SECONDS = 60
 CONFIG = """
 ClusterName=tests
 SlurmctldHost={host}
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 # A job that is queued again waits for the end of its old credential: 2 minutes by default.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -47,8 +46,13 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=1,requeue_delay=1
 MpiDefault=none
 ReturnToService=2
 KillWait={kill_wait}
-NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=all Nodes={node} Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+"""
+NODE = "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
+PARTITIONS = """\
+PartitionName=all Nodes=ALL Default=YES State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP
 """
 
 
@@ -70,18 +74,13 @@ def cluster(folder, kill_wait=60):
     The environment in which sbatch and the others use it.
   """
   folder = Path(folder).absolute()
-  for name in ("state", "spool"):
+  for name in ("state", *(f"spool-{node}" for node in NODES)):
     (folder / name).mkdir(parents=True)
-  config = CONFIG.format(
-    host=socket.gethostname(),
-    ports=_free_ports(2),
-    user=pwd.getpwuid(os.getuid()).pw_name,
-    folder=folder,
-    kill_wait=kill_wait,
-    node=NODE,
-    cpus=CPUS,
-  )
-  (folder / "slurm.conf").write_text(config)
+  host, user = socket.gethostname(), pwd.getpwuid(os.getuid()).pw_name
+  port, *ports = _free_ports(1 + len(NODES))
+  nodes = [NODE.format(name=name, port=port) for name, port in zip(NODES, ports)]
+  config = CONFIG.format(host=host, port=port, user=user, folder=folder, kill_wait=kill_wait)
+  (folder / "slurm.conf").write_text("".join([config, *nodes, PARTITIONS]))
   (folder / "munge.key").write_bytes(os.urandom(128))
   (folder / "munge.key").chmod(0o400)
   env = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf"}
@@ -90,18 +89,23 @@ def cluster(folder, kill_wait=60):
   try:
     munge = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket"]
     munge += [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
-    for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", NODE]):
+    slurmds = [["slurmd", "-D", "-N", node] for node in NODES]
+    for command in (munge, ["slurmctld", "-D"], *slurmds):
       processes.append(_start(command, folder, env))
       if command is munge:
         _wait_for(lambda: (folder / "munge.socket").exists(), processes, folder)
-    _wait_for(lambda: _output(env, "sinfo", "-h", "-o", "%T") == "idle", processes, folder)
+    idle = "\n".join(["idle"] * len(NODES))
+    _wait_for(
+      lambda: _output(env, "sinfo", "-h", "-N", "-p", "all", "-o", "%T") == idle, processes, folder
+    )
     yield env
   finally:
     _end(processes, env)
 
 
 def _start(command, folder, env):
-  with open(folder / f"{command[0]}.log", "ab") as log:
+  name = command[0] if command[0] != "slurmd" else f"slurmd-{command[-1]}"
+  with open(folder / f"{name}.log", "ab") as log:
     return subprocess.Popen(
       [_path(command[0]), *command[1:]],
       env=env,
@@ -114,7 +118,7 @@ def _start(command, folder, env):
 
 def _end(processes, env):
   """Cancels the jobs, waits for their end, and ends the daemons, the last one first."""
-  if len(processes) == 3:
+  if len(processes) > 2:
     subprocess.run(["scancel", "--me", "--signal=KILL", "--full"], env=env, capture_output=True)
     subprocess.run(["scancel", "--me"], env=env, capture_output=True)
     with contextlib.suppress(TimeoutError):

@@ -18,6 +18,10 @@ from grpo_jax.run.workdir import make_folder
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0
+# What runs get for the first, second and third signal to the launcher. A second SIGTERM soon after
+# the first one would count as the same.
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+_ENDED_BY_SIGNAL = {code for number in _PASSED_ON for code in (-number, 128 + number)}
 
 
 def launch(units: Sequence[Unit], options: Options) -> int:
@@ -100,10 +104,7 @@ class _Work:
       if self._passed_on == 1:
         say(f"{name}: waiting until what runs has saved; a second signal makes it leave at once")
       for group in self._running:
-        if self._passed_on > 2:
-          group.kill()
-        else:
-          group.send(signal.SIGTERM)
+        group.send(_PASSED_ON[min(self._passed_on, len(_PASSED_ON)) - 1])
 
   def _collect(self) -> None:
     """Takes out the runs that have ended, and says how."""
@@ -120,7 +121,7 @@ class _Work:
     """Says how a run ended. Returns which of the three ends it counts as."""
     title = group.unit.title
     # A run that has not begun to train does not handle the signal.
-    by_signal = bool(self._signals) and code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    by_signal = bool(self._signals) and code in _ENDED_BY_SIGNAL
     if code == STOPPED or by_signal:
       say(f"stopped {title}: {_how_far(group.unit)}")
       return STOPPED

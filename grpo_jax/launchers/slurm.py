@@ -113,5 +113,6 @@ def _output(command: Sequence[str]) -> str:
   with told_if_slow(f"waiting for {command[0]}"):
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
   if done.returncode:
-    raise RunFailed(f"{command[0]}: {' '.join(done.stderr.split()) or f'exit {done.returncode}'}")
+    reason = " ".join(done.stderr.split()).removeprefix(f"{command[0]}: ")
+    raise RunFailed(f"{command[0]}: {reason or f'exit code {done.returncode}'}")
   return done.stdout

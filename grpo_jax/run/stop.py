@@ -10,9 +10,12 @@ import os
 import signal
 import socket
 import threading
+import time
 from types import FrameType
 
 _SHOW_CURSOR = b"\x1b[?25h"
+# Slurm sends SIGTERM twice to a job that it preempts. Within this time, both count as one.
+_SAME_SECONDS = 3.0
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -104,15 +107,17 @@ def _watch(
   reader: socket.socket, numbers: list[signal.Signals], on_signal: Callable[[int, None], None]
 ) -> None:
   """Reads the numbers of signals as the interpreter's handler in C writes them."""
-  received = 0
+  first_at: float | None = None
   while data := reader.recv(64):
     for number in data:
       if number not in numbers:
         continue  # another library's signal
-      received += 1
-      if received > 1:
+      now = time.monotonic()
+      if first_at is None:
+        first_at = now
+        on_signal(number, None)
+      elif number != signal.SIGTERM or now - first_at > _SAME_SECONDS:
         _leave(number)
-      on_signal(number, None)
 
 
 def _leave(number: int) -> None:
