@@ -16,8 +16,8 @@ FLOORS = [
   {"model", "sampler", "rewards", "data", "parallel"},
   {"learner"},
   {"run"},
-  {"launchers"},
-  {"train", "evaluate", "sample", "export", "plan", "launch"},
+  {"launchers", "reporting"},
+  {"train", "evaluate", "sample", "export", "plan", "launch", "report"},
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
@@ -49,7 +49,7 @@ RUN_FLOORS = [
     "sampling",
     "checks",
   },
-  {"rollout", "programs", "lock", "reading"},
+  {"rollout", "programs", "lock", "reading", "environment"},
   {"scoring"},
   {"rollout_metrics", "build"},
   {"collect", "evaluator", "plan_programs"},
