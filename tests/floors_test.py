@@ -31,13 +31,14 @@ RUN_FLOORS = [
     "notebook",
     "sampling_weights",
     "recipes",
+    "shown_completions",
     "skipped_updates",
     "stdout",
     "stop",
     "terminal_text",
   }
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
-  {"checkpoint_reader", "terminal", "events", "disk", "weights_and_biases"},
+  {"checkpoint_reader", "terminal", "json_console", "events", "disk", "weights_and_biases"},
   {
     "callback",
     "checkpoint",
