@@ -33,6 +33,7 @@ setup(
     "test": ["hypothesis", "math-verify", "mypy==2.4.1", "pytest", "pytest-xdist", "ruff==0.17.6"],
     "mutation": ["cosmic-ray"],
     "plot": ["matplotlib"],
+    "report": ["bokeh"],
     "math": ["math-verify"],
     "wandb": ["wandb"],
     "cuda": ["jax[cuda]"],

@@ -291,6 +291,11 @@ class Log:
   )
   tensorboard: bool = setting(True, "write TensorBoard's event files")
   wandb: str = setting("", "a project of Weights & Biases (pip install -e '.[wandb]'); '' = off")
+  console: str = setting(
+    "auto",
+    "what stdout shows: auto = a progress bar or lines for a reader, json = one object a line",
+    one_of(("auto", "json")),
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ FLOORS = [
   {"model", "sampler", "rewards", "data", "parallel"},
   {"learner"},
   {"run"},
-  {"launchers"},
-  {"train", "evaluate", "sample", "export", "plan", "launch"},
+  {"launchers", "reporting"},
+  {"train", "evaluate", "sample", "export", "plan", "launch", "report"},
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
@@ -31,13 +31,14 @@ RUN_FLOORS = [
     "notebook",
     "sampling_weights",
     "recipes",
+    "shown_completions",
     "skipped_updates",
     "stdout",
     "stop",
     "terminal_text",
   }
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
-  {"checkpoint_reader", "terminal", "events", "disk", "weights_and_biases"},
+  {"checkpoint_reader", "terminal", "json_console", "events", "disk", "weights_and_biases"},
   {
     "callback",
     "checkpoint",
@@ -49,7 +50,7 @@ RUN_FLOORS = [
     "sampling",
     "checks",
   },
-  {"rollout", "programs", "lock", "reading"},
+  {"rollout", "programs", "lock", "reading", "environment"},
   {"scoring"},
   {"rollout_metrics", "build"},
   {"collect", "evaluator", "plan_programs"},

@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import json
 import os
 from pathlib import Path
 import pty
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from grpo_jax import sample
 from grpo_jax.run import terminal
+from grpo_jax.run.json_console import JsonConsole
 from grpo_jax.run.terminal import Loading, Terminal
 from grpo_jax.run.terminal_text import duration, shorten, visible
 
@@ -268,3 +270,22 @@ def test_on_a_real_terminal():
   assert re.fullmatch(r"grpo 20/20 ━+ reward 1.00  99 tok/s", lines[-1]) and len(lines[-1]) == 80
   assert "\x1b[2J" not in text
   assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
+
+
+def test_a_cluster_gets_one_json_object_a_line():
+  stream = io.StringIO()
+  terminal = JsonConsole(Console(file=stream, width=20))
+  terminal.header(["8 x cpu [bold]mesh", "warning: a remark"])
+  terminal.update(3, {"reward": 0.5, "kl": float("nan")})
+  terminal.say("finished: everything is in a folder with a long name")
+  terminal.say("warning: disk")
+  terminal.close()
+  lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+  assert all(line.pop("time").endswith("+00:00") for line in lines)
+  assert lines == [
+    {"event": "header", "text": "8 x cpu [bold]mesh"},
+    {"event": "warning", "text": "a remark"},
+    {"event": "step", "step": 3, "reward": 0.5, "kl": None},
+    {"event": "message", "text": "finished: everything is in a folder with a long name"},
+    {"event": "warning", "text": "disk"},
+  ]

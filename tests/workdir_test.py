@@ -348,6 +348,91 @@ def test_tensorboard_gets_the_rows_and_forgets_those_that_run_again(tmp_path):
   assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2
 
 
+ROWS = [
+  {
+    "prompt": "1+1=",
+    "completion": "<b>2</b> *|*\nend",
+    "reward": 1.0,
+    "advantage": -0.5,
+    "length": 3,
+    "rewards/strict": None,
+    "completion_ids": [1, 2],
+  }
+]
+
+
+def test_tensorboard_gets_completions_as_text_that_is_not_markup(tmp_path):
+  open_run(tmp_path, CONFIG)
+  writer = Writer(tmp_path, -1, tensorboard=True)
+  writer.completions(2, ROWS)
+  writer.close()
+  (found,) = [(e.step, v) for e in events(tmp_path) for v in e.summary.value]
+  step, value = found
+  assert (step, value.tag) == (2, "completions")
+  assert value.metadata.plugin_data.plugin_name == "text"
+  assert value.tensor.string_val[0].decode().splitlines() == [
+    "| prompt | completion | reward | advantage | length | rewards/strict |",
+    "|---|---|---|---|---|---|",
+    "| 1&#43;1= | &lt;b&gt;2&lt;/b&gt; &#42;&#124;&#42;<br>end | 1 | -0.5 | 3 | - |",
+  ]
+
+
+def leveldb_records(log):
+  """The records of a file of W&B: LevelDB's log format after a header of 7 bytes.
+
+  Blocks of 32 KiB hold chunks: a checksum (4 bytes), a length (2), a kind (1: a whole record; 2, 3
+  and 4: its first, middle and last part) and the content.
+  """
+  at, parts = 7, []  # the header is in the first block
+  log = bytes(7) + log
+  while at + 7 <= len(log):
+    room = 32768 - at % 32768
+    if room < 7:
+      at += room
+      continue
+    length, kind = struct.unpack("<HB", log[at + 4 : at + 7])
+    if kind == 0:
+      break
+    parts.append(log[at + 7 : at + 7 + length])
+    at += 7 + length
+    if kind in (1, 4):
+      yield b"".join(parts)
+      parts = []
+
+
+@pytest.mark.slow
+def test_a_real_offline_run_of_wandb_has_config_rows_and_completions_and_goes_on(
+  tmp_path, monkeypatch
+):
+  pytest.importorskip("wandb")
+  from wandb.proto import wandb_internal_pb2
+
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  open_run(tmp_path, CONFIG)
+  for start in (-1, 1):
+    writer = Writer(tmp_path, start, tensorboard=False, wandb="sums")
+    writer.completions(start + 2, ROWS)
+    writer.write(start + 2, {"reward": 0.5 + start})
+    writer.close()
+  identity = (tmp_path / "wandb_id").read_text()
+  files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+  assert len(files) == 2  # each start has a file, of the same run
+  history, configs = [], []
+  for file in files:
+    for data in leveldb_records(file.read_bytes()[7:]):
+      record = wandb_internal_pb2.Record.FromString(data)
+      if record.HasField("history"):
+        items = record.history.item
+        history.append({x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items})
+      for update in record.run.config.update if record.HasField("run") else ():
+        configs.append(update.key or "/".join(update.nested_key))
+  assert [row["reward"] for row in history] == [-0.5, 1.5]
+  assert all(any("completions" in key for key in row) for row in history)
+  assert set(CONFIG) <= {key.split("/")[0] for key in configs}
+  tables = list((tmp_path / "wandb").glob("offline-run-*/files/media/table/completions_*.json"))
+  assert json.loads(tables[0].read_text())["data"][0][:3] == ["1+1=", ROWS[0]["completion"], 1.0]
+
+
 def test_wandb_gets_the_rows_and_a_resume_continues_the_same_run(tmp_path, monkeypatch):
   opened, logged = [], []
   run = types.SimpleNamespace(

@@ -12,7 +12,8 @@ import struct
 import time
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboardX.proto.tensor_pb2 import TensorProto
 from tensorboardX.record_writer import masked_crc32c
 
 from grpo_jax.run.json_files import AppendedFile
@@ -36,6 +37,13 @@ class Events:
     """Appends finite numbers by name."""
     scalars = [Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()]
     self._append(Event(step=step, summary=Summary(value=scalars)))
+
+  def write_text(self, step: int, name: str, text: str) -> None:
+    """Appends a text, which TensorBoard shows as Markdown."""
+    content = TensorProto(dtype="DT_STRING", string_val=[text.encode()])
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    value = Summary.Value(tag=_tag(name), tensor=content, metadata=metadata)
+    self._append(Event(step=step, summary=Summary(value=[value])))
 
   def close(self) -> None:
     self._file.close()

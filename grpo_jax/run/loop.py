@@ -10,7 +10,7 @@ import jax
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
 from grpo_jax.patience import told_if_slow
-from grpo_jax.run import lock
+from grpo_jax.run import environment, lock
 from grpo_jax.run.build import Run
 from grpo_jax.run.callback import Callback, Callbacks, Step
 from grpo_jax.run.checkpoint import Checkpoints
@@ -111,6 +111,7 @@ class Trainer:
     # From here on, the folder belongs to this run and this config.
     hosts.on_first(lambda: stack.enter_context(lock.held(workdir, self.reporter.warn)))
     hosts.on_first(lambda: open_run(workdir, config_lib.to_dict(config), config_lib.completed))
+    hosts.on_first(lambda: environment.add(workdir, environment.here()))
     layers_of = self._run.parameters.layers_of
     self._checkpoints = Checkpoints(
       workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn, layers_of

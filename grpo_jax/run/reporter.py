@@ -13,6 +13,7 @@ from grpo_jax.parallel import sharding
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.evaluator import Evaluator
+from grpo_jax.run.json_console import JsonConsole
 from grpo_jax.run.stdout import Stdout
 from grpo_jax.run.terminal import Terminal
 from grpo_jax.run.workdir import Writer
@@ -51,7 +52,8 @@ class Reporter:
       quiet=not is_first,
       force_jupyter=False,  # lines and tables are text in a notebook, too
     )
-    self._terminal = Terminal(self._last_step, 0, console)
+    as_json = run.config.log.console == "json"
+    self._terminal = JsonConsole(console) if as_json else Terminal(self._last_step, 0, console)
     self.evaluator = Evaluator(run) if run.config.eval.every else None
 
   def open(self, start_step: int) -> None:

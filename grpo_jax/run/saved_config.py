@@ -53,7 +53,7 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     old: The nested values that the run has had so far.
     new: The nested values under which it is to continue.
   """
-  old, new = _flat(old), _flat(new)
+  old, new = flat(old), flat(new)
   for key in [*new, *old]:
     is_same = key in old and key in new and old[key] == new[key]
     if is_same or key.startswith(_MAY_DIFFER):
@@ -77,12 +77,12 @@ def _shown(flat: Mapping[str, Any], key: str) -> str:
   return repr(flat[key]) if key in flat else "no such key"
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """Nested values by dotted key, such as {"model.path": ""}."""
-  flat = {}
+  found = {}
   for key, value in config.items():
     if isinstance(value, Mapping):
-      flat.update(_flat(value, f"{prefix}{key}."))
+      found.update(flat(value, f"{prefix}{key}."))
     else:
-      flat[prefix + key] = value
-  return flat
+      found[prefix + key] = value
+  return found

@@ -1,11 +1,13 @@
 """A run at Weights & Biases, an optional service that shows metrics."""
 
+from collections.abc import Sequence
 from pathlib import Path
 import secrets
 from typing import Any
 
 from grpo_jax.run.json_files import replace_file
 from grpo_jax.run.saved_config import load_config
+from grpo_jax.run.shown_completions import MOST_SHOWN, columns
 from grpo_jax.settings import ConfigError
 
 
@@ -38,3 +40,12 @@ def open_wandb(project: str, workdir: Path) -> Any:
     raise ConfigError(
       f"config key log.wandb is {project!r}: {reason:.200}; WANDB_MODE=offline needs no network"
     ) from error
+
+
+def completions_table(rows: Sequence[dict[str, Any]]) -> Any:
+  """A table of the first completions of a step."""
+  import wandb
+
+  names = columns(rows)
+  data = [[row.get(name) for name in names] for row in rows[:MOST_SHOWN]]
+  return wandb.Table(columns=names, data=data)

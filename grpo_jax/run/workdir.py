@@ -15,7 +15,8 @@ from typing import Any
 from grpo_jax.run.events import Events
 from grpo_jax.run.json_files import AppendedFile, json_line, plain, read_metrics, replace_file
 from grpo_jax.run.saved_config import as_json, check_same_run, load_config
-from grpo_jax.run.weights_and_biases import open_wandb
+from grpo_jax.run.shown_completions import completions_as_markdown
+from grpo_jax.run.weights_and_biases import completions_table, open_wandb
 from grpo_jax.settings import ConfigError
 
 LOCK_FILE = "run.lock"  # what grpo_jax/run/lock.py locks
@@ -173,10 +174,17 @@ class Writer:
     self._show(last_row["step"], values)
 
   def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-    """Writes the rows to completions/NNNNNN.jsonl, either all of them or no file at all."""
+    """Writes the rows to completions/NNNNNN.jsonl, either all of them or no file at all.
+
+    TensorBoard and Weights & Biases get the first of them.
+    """
     self._completions.mkdir(exist_ok=True)
     content = b"".join(json_line(row) for row in rows)
     replace_file(self._completions / f"{step:06d}.jsonl", content)
+    if self._events is not None:
+      self._events.write_text(step, "completions", completions_as_markdown(rows))
+    if self._wandb is not None:
+      self._wandb.log({"completions": completions_table(rows)}, step=step)
 
   def close(self) -> None:
     """Closes the files, and ends the run at Weights & Biases."""

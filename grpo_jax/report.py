@@ -1,0 +1,66 @@
+"""Writes one page that shows runs: settings, curves and completions.
+
+python -m grpo_jax.report DIR [DIR ...] --out=page.html
+
+A DIR is the folder of a run, or a folder of such folders, as a sweep makes it. The page is one file
+that needs no network and no server.
+"""
+
+from collections.abc import Sequence
+import functools
+from pathlib import Path
+import sys
+
+from absl import flags
+
+from grpo_jax.reporting.page import page
+from grpo_jax.reporting.runs import read_run, with_unique_names
+from grpo_jax.run import cli
+from grpo_jax.run.json_files import replace_file
+from grpo_jax.settings import ConfigError
+
+
+def main(argv: Sequence[str], folders: Sequence[str]) -> None:
+  del argv
+  if not folders:
+    raise ConfigError("name the folder of at least one run: grpo_jax.report DIR --out=page.html")
+  if not flags.FLAGS.out:
+    raise ConfigError("flag --out is missing: the page to write, such as page.html")
+  out = cli.folder_of_flag("out", flags.FLAGS.out)
+  if out.is_dir():
+    raise ConfigError(f"flag --out={out} is a folder: name a file in it, such as {out}/page.html")
+  runs = [read_run(str(path)) for folder in folders for path in _run_folders(folder)]
+  text = page(with_unique_names(runs))
+  replace_file(out, text)
+  print(f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(text) / 1e6:.1f} MB")
+
+
+def _run_folders(folder: str) -> list[Path]:
+  """The folder itself, or the runs in it."""
+  path = Path(folder).expanduser()
+  if (path / "config.json").is_file():
+    return [path]
+  inside = sorted(found.parent for found in path.glob("*/config.json"))
+  if not inside:
+    raise ConfigError(f"{folder} is not the folder of a run: it has no config.json")
+  return inside
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+  """The command line without the folders, and the folders."""
+  own, folders = list(argv[:1]), []
+  rest = iter(argv[1:])
+  for argument in rest:
+    if not argument.startswith("-"):
+      folders.append(argument)
+      continue
+    own.append(argument)
+    if argument.lstrip("-") == "out":
+      own += [value for value in [next(rest, None)] if value is not None]
+  return own, folders
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("out", None, "the page to write, such as page.html")
+  given, of_runs = split(sys.argv)
+  cli.run(functools.partial(main, folders=of_runs), given)

@@ -1,0 +1,146 @@
+"""The runs of a page, read from their folders, and what tells them apart."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.config import Config, to_dict
+from grpo_jax.run import environment
+from grpo_jax.run.reading import completion_steps, read_config, read_metrics
+from grpo_jax.run.saved_config import flat
+from grpo_jax.settings import ConfigError
+
+SEED = "seed"
+_SAME = {SEED, "compilation_cache"}  # runs of a series may differ in these
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownRun:
+  """A run as its folder has it.
+
+  Attributes:
+    name: How the page calls it.
+    folder: Its folder.
+    config: What it was made with.
+    rows: The rows of metrics.jsonl.
+    starts: Where and when it was started, as `run/environment.py` writes it.
+    completion_steps: The steps with saved completions.
+  """
+
+  name: str
+  folder: Path
+  config: Config
+  rows: list[dict[str, Any]]
+  starts: list[dict[str, Any]]
+  completion_steps: list[int]
+
+  @property
+  def settings(self) -> dict[str, Any]:
+    """The settings by config key."""
+    return flat(to_dict(self.config))
+
+  @property
+  def last_step(self) -> int:
+    """The number of its steps, those of the warm start included."""
+    return self.config.warm_start.steps + self.config.steps
+
+  @property
+  def step(self) -> int:
+    """The last step with a row, 0 without any."""
+    return self.rows[-1]["step"] if self.rows else 0
+
+  @property
+  def state(self) -> str:
+    """How far it is, for a reader."""
+    if self.step >= self.last_step:
+      return f"finished, {self.last_step:,} steps"
+    return f"step {self.step:,} of {self.last_step:,}"
+
+  def newest(self, metric: str) -> float | None:
+    """The last value of a metric, or None without one."""
+    return next((row[metric] for row in reversed(self.rows) if row.get(metric) is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+  """Runs that differ in their seeds alone. A page draws them as one curve with a band.
+
+  Attributes:
+    label: What tells it apart from the other series.
+    runs: The runs.
+  """
+
+  label: str
+  runs: tuple[ShownRun, ...]
+
+
+def read_run(folder: str) -> ShownRun:
+  """A run's folder.
+
+  Raises:
+    ConfigError: It is not the folder of a run, or a file in it is damaged.
+  """
+  path = Path(folder).expanduser()
+  config = read_config(path)
+  rows = read_metrics(path) if (path / "metrics.jsonl").exists() else []
+  return ShownRun(
+    name=path.resolve().name,
+    folder=path,
+    config=config,
+    rows=rows,
+    starts=environment.read(path),
+    completion_steps=completion_steps(path),
+  )
+
+
+def with_unique_names(runs: Sequence[ShownRun]) -> list[ShownRun]:
+  """Runs of the same name are called by their folders instead.
+
+  Raises:
+    ConfigError: A folder is given twice.
+  """
+  folders = [run.folder.resolve() for run in runs]
+  for folder in folders:
+    if folders.count(folder) > 1:
+      raise ConfigError(f"{folder} is given twice: name each run's folder once")
+  names = [run.name for run in runs]
+  return [
+    dataclasses.replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run
+    for run in runs
+  ]
+
+
+def group(runs: Sequence[ShownRun]) -> list[Series]:
+  """The runs in series, in the order of their first runs."""
+  by_settings: dict[str, list[ShownRun]] = {}
+  for run in runs:
+    settings = {key: value for key, value in run.settings.items() if key not in _SAME}
+    by_settings.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
+  groups = list(by_settings.values())
+  differing = differences([members[0].settings for members in groups])
+  return [Series(_label(members, differing), tuple(members)) for members in groups]
+
+
+def differences(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+  """The keys whose values are not the same everywhere, except the seed."""
+  keys = dict.fromkeys(key for one in settings for key in one if key not in _SAME)
+  return [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
+
+
+def changed(run: ShownRun) -> dict[str, tuple[Any, Any]]:
+  """The settings that differ from their defaults: (value, default) by config key."""
+  defaults = flat(to_dict(Config()))
+  return {
+    key: (value, defaults.get(key))
+    for key, value in run.settings.items()
+    if value != defaults.get(key)
+  }
+
+
+def _label(members: Sequence[ShownRun], differing: Sequence[str]) -> str:
+  settings = members[0].settings
+  parts = [f"{key.rpartition('.')[2]} {settings.get(key)}" for key in differing]
+  name = ", ".join(parts) if 0 < len(", ".join(parts)) <= 60 else members[0].name
+  return f"{name} ({len(members)} seeds)" if len(members) > 1 else name
