@@ -60,6 +60,7 @@ def saved_steps(workdir):
   return Checkpoints(workdir / "checkpoints", keep=1).steps()
 
 
+@pytest.mark.slow
 def test_what_a_function_raises_and_a_signal_lose_nothing(tmp_path):
   """A run that fails in a step and in an evaluation and is stopped is in the end the same run."""
   config = with_reward(dataclasses.replace(small_config(), steps=6), tmp_path, REWARDS)

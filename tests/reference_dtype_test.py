@@ -49,7 +49,8 @@ def assert_same(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("kl", ["k3", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", ["k3", "full"])
 def test_where_computation_is_in_bfloat16_a_bfloat16_reference_changes_no_bit(kl, tmp_path):
   """Two steps with both references, on a policy that has left them."""
   results = []

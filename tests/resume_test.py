@@ -253,12 +253,11 @@ def assert_could_show_a_difference(rows):
   "moments",
   [
     (reference_half_written, in_first_save_of_grpo),
-    pytest.param(
-      (in_first_save, in_first_grpo_step, in_first_save_of_grpo), marks=pytest.mark.slow
-    ),
+    (in_first_save, in_first_grpo_step, in_first_save_of_grpo),
   ],
   ids=["in two saves", "in three"],
 )
+@pytest.mark.slow
 def test_killed_with_a_warm_start(moments, warm, tmp_path):
   assert [row["step"] for row in warm.rows()] == [*range(1, 11)]
   assert [row["step"] for row in warm.rows() if "eval/accuracy" in row] == [4, 6, 8, 10]

@@ -275,6 +275,7 @@ def expected_scores(folder, rows, separator=";"):
   return [scores_T[where] for scores_T, where in zip(scores, places)]
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_reward_models_and_a_function_on_any_mesh(tmp_path):
   """The rewards are those of an independent computation.
 

@@ -269,7 +269,7 @@ def equations(jaxpr):
 
 
 @pytest.mark.parametrize("remat", [pytest.param("", marks=pytest.mark.slow), "nothing_saveable"])
-@pytest.mark.parametrize("windows", [(0,), (3, 0)])
+@pytest.mark.parametrize("windows", [(0,), pytest.param((3, 0), marks=pytest.mark.slow)])
 def test_the_program_of_an_update_does_not_grow_with_depth(windows, remat):
   def size(repeats, **how):
     config = dataclasses.replace(of_windows(*windows * repeats), **how)

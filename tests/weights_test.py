@@ -163,7 +163,10 @@ def test_tied_checkpoint(tied):
     np.testing.assert_array_equal(found, k[1 * 16 + 3])
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen2_window", "qwen3_moe_mixed"])
+@pytest.mark.parametrize(
+  "name",
+  ["gemma2", "gemma3", "qwen2_window", pytest.param("qwen3_moe_mixed", marks=pytest.mark.slow)],
+)
 def test_every_layer_is_read_into_its_place_and_written_from_it(name, tmp_path):
   """In models whose layers differ."""
   config, params = load(GOLDEN / "families" / name)

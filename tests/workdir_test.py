@@ -404,7 +404,7 @@ def leveldb_records(log):
 def test_a_real_offline_run_of_wandb_has_config_rows_and_completions_and_goes_on(
   tmp_path, monkeypatch
 ):
-  pytest.importorskip("wandb")
+  wandb = pytest.importorskip("wandb")
   from wandb.proto import wandb_internal_pb2
 
   monkeypatch.setenv("WANDB_MODE", "offline")
@@ -414,6 +414,7 @@ def test_a_real_offline_run_of_wandb_has_config_rows_and_completions_and_goes_on
     writer.completions(start + 2, ROWS)
     writer.write(start + 2, {"reward": 0.5 + start})
     writer.close()
+  wandb.teardown()  # its files are complete at the end of the process
   identity = (tmp_path / "wandb_id").read_text()
   files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
   assert len(files) == 2  # each start has a file, of the same run
