@@ -34,6 +34,7 @@ setup(
     "plot": ["matplotlib"],
     "math": ["math-verify"],
     "wandb": ["wandb"],
+    "gcs": ["gcsfs"],
     "cuda": ["jax[cuda]"],
     "tpu": ["jax[tpu]"],
   },

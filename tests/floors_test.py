@@ -21,6 +21,7 @@ FLOORS = [
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
+  {"bucket"},
   {
     "clock",
     "compilation_cache",
@@ -51,7 +52,8 @@ RUN_FLOORS = [
   },
   {"rollout", "programs", "lock", "reading"},
   {"scoring"},
-  {"rollout_metrics", "build"},
+  {"rollout_metrics", "build", "bucket_lock"},
+  {"bucket_files"},
   {"collect", "evaluator", "plan_programs"},
   {"state", "reporter", "plan_phases", "policy"},
   {"steps", "plan_table", "load_policy"},

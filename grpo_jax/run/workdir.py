@@ -12,6 +12,7 @@ from pathlib import Path
 import re
 from typing import Any
 
+from grpo_jax.run.bucket import folder, is_bucket
 from grpo_jax.run.events import Events
 from grpo_jax.run.json_files import AppendedFile, json_line, plain, read_metrics, replace_file
 from grpo_jax.run.saved_config import as_json, check_same_run, load_config
@@ -40,6 +41,8 @@ def make_folder(workdir: Path) -> None:
     ConfigError: Something else is in its place.
     OSError: The disk cannot be written.
   """
+  if is_bucket(workdir):  # a folder is there as soon as an object is
+    return
   try:
     workdir.mkdir(parents=True, exist_ok=True)
   except OSError as error:
@@ -65,7 +68,7 @@ def open_run(
   Raises:
     ConfigError: The folder cannot be created, holds another run or other things, or is damaged.
   """
-  workdir = Path(workdir)
+  workdir = folder(workdir)
   path = workdir / "config.json"
   config = as_json(config)
   make_folder(workdir)
@@ -201,7 +204,7 @@ def read(workdir: str | Path) -> list[dict[str, Any]]:
   Raises:
     ConfigError: The file does not exist or is damaged.
   """
-  path = Path(workdir) / "metrics.jsonl"
+  path = folder(workdir) / "metrics.jsonl"
   if not path.is_file():
     raise ConfigError(f"{path} does not exist: is {workdir} a run's folder?")
   return [row for row, _ in read_metrics(path)]
