@@ -32,8 +32,8 @@ class Times:
     looks: Between two looks of a run that waits.
   """
 
-  renewed: float = 20
-  expires: float = 180
+  renewed: float = 10
+  expires: float = 120
   settles: float = 2
   looks: float = 2
 
