@@ -59,7 +59,7 @@ def reaching(path: Any, fails_with: type[Exception] = RunFailed) -> Iterator[Non
   except Exception as error:
     if not is_bucket(path):
       raise
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise fails_with(
       f"{path} cannot be used ({reason:.300}): check the name, the credentials and the network;"
       " then the same command goes on"
