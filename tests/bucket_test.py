@@ -11,6 +11,7 @@ from etils import epath
 import fsspec
 import pytest
 
+from grpo_jax import patience
 from grpo_jax.run import bucket, bucket_files, bucket_lock
 from grpo_jax.run import checkpoint_format as fmt
 from grpo_jax.run.bucket_lock import BucketLock, Times
@@ -44,10 +45,13 @@ def test_a_folder_in_a_bucket_keeps_its_name():
   assert bucket.folder(workdir) == workdir and bucket.is_bucket(workdir)
 
 
-def test_failures_in_a_bucket_become_one_line():
+def test_failures_in_a_bucket_become_one_line(monkeypatch, capfd):
+  monkeypatch.setattr(patience, "_SECONDS", 0.05)
   with pytest.raises(RunFailed, match=r"gs://b/a cannot be used \(OSError: no route\)"):
     with bucket.reaching("gs://b/a"):
+      time.sleep(0.2)
       raise OSError("no\nroute")
+  assert "still waiting for gs://b/a after" in capfd.readouterr().err
   with pytest.raises(OSError, match="no route"), bucket.reaching("/a"):
     raise OSError("no route")
   with pytest.raises(ConfigError, match="other"), bucket.reaching("gs://b/a"):

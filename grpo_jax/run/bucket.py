@@ -15,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from grpo_jax.patience import told_if_slow
 from grpo_jax.settings import ConfigError, RunFailed
 
 _SCHEME = "gs://"
@@ -48,12 +49,13 @@ def folder(name: str | Path) -> Path:
 
 @contextlib.contextmanager
 def reaching(path: Any, fails_with: type[Exception] = RunFailed) -> Iterator[None]:
-  """Makes one line of whatever fails in a bucket. Errors of other folders stay as they are.
+  """Makes one line of what fails in a bucket, and says what takes long. Leaves other folders alone.
 
   Each of gcsfs, google.auth, aiohttp and tensorstore has exceptions of its own.
   """
   try:
-    yield
+    with told_if_slow(f"waiting for {path}") if is_bucket(path) else contextlib.nullcontext():
+      yield
   except (ConfigError, RunFailed):
     raise
   except Exception as error:
