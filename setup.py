@@ -36,6 +36,7 @@ setup(
     "report": ["bokeh"],
     "math": ["math-verify"],
     "wandb": ["wandb"],
+    "gcs": ["gcsfs"],
     "cuda": ["jax[cuda]"],
     "tpu": ["jax[tpu]"],
   },

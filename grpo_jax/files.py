@@ -13,6 +13,8 @@ def read_bytes(path: Path) -> bytes:
   Raises:
     OSError: There is none, or it cannot be read.
   """
+  if not isinstance(path, Path):  # an object in a bucket, which is always regular
+    return path.read_bytes()
   mode = path.stat().st_mode
   if stat.S_ISDIR(mode):
     raise IsADirectoryError(f"{path} is a folder")

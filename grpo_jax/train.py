@@ -52,7 +52,7 @@ def train(config: Config, workdir: str | Path, callback: Callback | None = None)
     raise ConfigError(
       f"train needs a grpo_jax.Config and got a {type(config).__name__}: see grpo_jax.load_config"
     )
-  folder = cli.folder_of_flag("workdir", str(workdir))
+  folder = cli.folder_of_run(str(workdir))
   with leaving_nothing_behind():
     step = run_steps(config, folder, callback, raising_on_second_signal).step
   return step if step.metrics else with_last_row(step)
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
   config = cli.read_config()
   if not flags.FLAGS.workdir:
     raise ConfigError("flag --workdir is missing: name a folder for metrics and checkpoints")
-  workdir = cli.folder_of_flag("workdir", flags.FLAGS.workdir)
+  workdir = cli.folder_of_run(flags.FLAGS.workdir)
   initialize_distributed()
   run_steps(config, workdir)
 

@@ -21,6 +21,7 @@ FLOORS = [
 ]
 # Floors of the modules inside run/, from the parts to the loop.
 RUN_FLOORS = [
+  {"bucket"},
   {
     "clock",
     "compilation_cache",
@@ -38,7 +39,8 @@ RUN_FLOORS = [
     "terminal_text",
   }
   | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
-  {"checkpoint_reader", "terminal", "json_console", "events", "disk", "weights_and_biases"},
+  {"checkpoint_reader", "terminal", "json_console", "events", "disk", "weights_and_biases"}
+  | {"earlier_rows"},
   {
     "callback",
     "checkpoint",
@@ -52,7 +54,8 @@ RUN_FLOORS = [
   },
   {"rollout", "programs", "lock", "reading", "environment"},
   {"scoring"},
-  {"rollout_metrics", "build"},
+  {"rollout_metrics", "build", "bucket_lock"},
+  {"bucket_files"},
   {"collect", "evaluator", "plan_programs"},
   {"state", "reporter", "plan_phases", "policy"},
   {"steps", "plan_table", "load_policy"},

@@ -1,16 +1,16 @@
 """Saves and restores checkpoints through orbax: asynchronous, atomic, and never silently damaged.
 
-A checkpoint is a folder named by its step. Orbax writes it under a temporary name and renames it
-when it is complete, so a save that is killed leaves only a temporary folder. The newest few
+A checkpoint is a folder named by its step. When it is complete, orbax renames it from a temporary
+name, or adds a last object in a bucket, so what a killed save leaves is known. The newest few
 checkpoints are kept. `checkpoint_format.py` says how damage is noticed.
 """
 
 from collections.abc import Callable, Collection
 import logging
 from pathlib import Path
-import shutil
 from typing import Any
 
+from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from grpo_jax.run import checkpoint_format as fmt
 from grpo_jax.run import checkpoint_reader
+from grpo_jax.run.bucket import folder, is_bucket, reaching
 from grpo_jax.run.json_files import naming
 from grpo_jax.run.orbax_noise import silence_orbax
 from grpo_jax.settings import ConfigError
@@ -47,7 +48,7 @@ class Checkpoints:
       warn: Receives one line for each damaged checkpoint.
       layers_of: As in `checkpoint_reader.read`, for checkpoints of earlier versions.
     """
-    self.directory = Path(directory).absolute()
+    self.directory = folder(directory) if is_bucket(directory) else Path(directory).absolute()
     self._keep = keep
     self._warn = warn
     self._layers_of = layers_of
@@ -60,8 +61,8 @@ class Checkpoints:
   def remove_unfinished(self) -> None:
     """Removes what saves have left that were killed or that failed. It may fill the disk."""
     if jax.process_index() == 0:
-      for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(path)
+      for path in fmt.unfinished(self.directory):
+        epath.Path(path).rmtree()
 
   def save(self, step: int, state: Any) -> None:
     """Copies `state` and starts to write it. Does nothing if the step is already there.
@@ -89,7 +90,7 @@ class Checkpoints:
       group: ocp.args.StandardSave(arrays) for group, arrays in fmt.by_group(on_disk).items()
     }
     items["manifest"] = ocp.args.JsonSave(fmt.seal(fmt.describe(flat)))
-    with naming(self.directory):
+    with naming(self.directory), reaching(self.directory):
       self._writer().save(step, args=ocp.args.Composite(**items), force=True)
 
   def restore_latest(
@@ -156,21 +157,22 @@ class Checkpoints:
   def wait(self) -> None:
     """Returns when everything that was saved is on disk. Raises if that failed."""
     if self._manager is not None:
-      with naming(self.directory):
+      with naming(self.directory), reaching(self.directory):
         self._manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits as `wait` does, then frees the threads. The object can be used again."""
     manager, self._manager = self._manager, None
     if manager is not None:
-      with naming(self.directory):
+      with naming(self.directory), reaching(self.directory):
         manager.close()
 
   def _writer(self) -> ocp.CheckpointManager:
     if self._manager is None:
       options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
-        cleanup_tmp_directories=True,
+        # In a bucket, orbax would also remove what others have put there.
+        cleanup_tmp_directories=not is_bucket(self.directory),
         # Otherwise garbled metadata of an old checkpoint would stop the run.
         lightweight_initialize=True,
       )
@@ -223,12 +225,12 @@ def restore_tree(
   Raises:
     ConfigError: The folder does not exist, is damaged, or holds another tree.
   """
-  steps = fmt.saved_steps(Path(path))
+  store = Checkpoints(path, keep=1, layers_of=layers_of)
+  steps = store.steps()
   if not steps:
     raise ConfigError(
       f"{path} does not exist or holds nothing: put back a copy, or start over in another workdir"
     )
-  store = Checkpoints(path, keep=1, layers_of=layers_of)
   return store.restore(steps[-1], {"tree": abstract})["tree"]
 
 

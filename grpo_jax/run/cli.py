@@ -14,7 +14,7 @@ from ml_collections import ConfigDict, config_flags
 from grpo_jax.config import Config, check_key, from_dict
 from grpo_jax.parallel import processes
 from grpo_jax.patience import told_if_slow
-from grpo_jax.run import ends
+from grpo_jax.run import bucket, ends
 from grpo_jax.run.flag_errors import flag_error
 from grpo_jax.run.load_policy import Change, policy_of_config, policy_of_run, unchanged
 from grpo_jax.run.policy import Policy
@@ -90,7 +90,7 @@ def folder_of_flag(name: str, value: str) -> Path:
     ConfigError: It is not a folder of a file system.
   """
   if "://" in value:
-    raise ConfigError(f"flag --{name}={value}: object storage is not supported; name a folder")
+    raise ConfigError(f"flag --{name}={value}: object storage is not supported here; name a folder")
   if not is_text(value):
     raise ConfigError(f"flag --{name}={value!r}: the name is not UTF-8; choose another one")
   try:
@@ -101,6 +101,11 @@ def folder_of_flag(name: str, value: str) -> Path:
   except OSError as error:  # a name that is too long
     raise ConfigError(f"flag --{name}={value}: {error.strerror}") from None
   return folder
+
+
+def folder_of_run(name: str) -> Path:
+  """The folder that --workdir names: of a file system, or of a bucket. Raises ConfigError."""
+  return bucket.folder(name) if "://" in name else folder_of_flag("workdir", name)
 
 
 def join_processes() -> None:
@@ -130,7 +135,7 @@ def open_policy(change: Change = unchanged) -> Policy:
     )
   if values.workdir is None:
     return policy_of_config(change(read_config()))
-  return policy_of_run(folder_of_flag("workdir", values.workdir), values.step, change)
+  return policy_of_run(folder_of_run(values.workdir), values.step, change)
 
 
 def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:

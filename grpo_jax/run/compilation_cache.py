@@ -45,12 +45,17 @@ def use(folder: str) -> None:
   _report_failures_once(path)
 
 
-def _automatic() -> Path:
-  """The user's cache folder. Each version of JAX has its own, so that old ones can be deleted."""
+def user_cache() -> Path:
+  """The folder below the user's cache folder that belongs to grpo_jax."""
   base = Path(os.environ.get("XDG_CACHE_HOME", ""))
   if not base.is_absolute():
     base = Path.home() / ".cache"
-  return base / "grpo_jax" / f"jax-{jax.__version__}"
+  return base / "grpo_jax"
+
+
+def _automatic() -> Path:
+  """The user's cache folder. Each version of JAX has its own, so that old ones can be deleted."""
+  return user_cache() / f"jax-{jax.__version__}"
 
 
 def _report_failures_once(folder: Path) -> None:

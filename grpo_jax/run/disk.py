@@ -9,7 +9,9 @@ import os
 from pathlib import Path
 import re
 
+from grpo_jax.run.bucket import folder
 from grpo_jax.run.checkpoint_format import saved_steps
+from grpo_jax.settings import ConfigError, RunFailed
 
 # What must be true before the same command can go on, by the error number.
 _REMEDIES = {
@@ -36,17 +38,17 @@ def explain(error: BaseException, workdir: str | Path | None = None) -> str | No
     number, path = _number_and_path(one)
     if number in _REMEDIES:
       where = f"{path}: " if path else ""
-      saved = f"{_saved(Path(workdir).expanduser())}; " if workdir else ""
+      saved = f"{_saved(workdir)}; " if workdir else ""
       return (
         f"{where}{os.strerror(number)}; {saved}run the same command again when {_REMEDIES[number]}"
       )
   return None
 
 
-def _saved(workdir: Path) -> str:
+def _saved(workdir: str | Path) -> str:
   try:
-    steps = saved_steps(workdir / "checkpoints")
-  except OSError:
+    steps = saved_steps(folder(workdir) / "checkpoints")
+  except (OSError, ConfigError, RunFailed):
     return "its checkpoints cannot be listed"
   return f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint is saved yet"
 

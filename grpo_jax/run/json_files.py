@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax import files
+from grpo_jax.run.bucket import is_bucket, reaching
 from grpo_jax.settings import ConfigError
 
 
@@ -18,10 +19,15 @@ def replace_file(path: Path, content: str | bytes) -> None:
   Raises:
     OSError: It cannot be written. The old content stays.
   """
+  content = content.encode() if isinstance(content, str) else content
+  if is_bucket(path):  # a bucket replaces an object in one step
+    with reaching(path):
+      path.write_bytes(content)
+    return
   new = path.with_name(path.name + ".new")
   try:
     with naming(path), open(new, "wb") as file:
-      file.write(content.encode() if isinstance(content, str) else content)
+      file.write(content)
       file.flush()
       os.fsync(file.fileno())
   except OSError:

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from grpo_jax.config import Config, Mesh
+from grpo_jax.run.bucket import folder
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.library import leaving_nothing_behind
@@ -35,7 +36,7 @@ def load_policy(source: Config | str | Path, step: int | None = None) -> Policy:
     if isinstance(source, Config):
       return policy_of_config(with_absolute_paths(source))
     check_numbers({"step": step}, "load_policy(): ")
-    return policy_of_run(Path(source).expanduser(), step)
+    return policy_of_run(folder(source), step)
 
 
 def unchanged(config: Config) -> Config:

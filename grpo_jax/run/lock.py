@@ -24,12 +24,13 @@ _locked: set[int] = set()  # the descriptors of this process
 
 
 @contextlib.contextmanager
-def held(workdir: Path, warn: Callable[[str], None]) -> Iterator[None]:
+def held(workdir: Path, warn: Callable[[str], None], name: Path | None = None) -> Iterator[None]:
   """Creates the folder and keeps other runs out of it. Only a run's first process may call it.
 
   Args:
     workdir: The run's folder.
     warn: Receives a line where the lock cannot keep out runs on other machines.
+    name: How the user named the folder, if not by `workdir`.
 
   Raises:
     ConfigError: Another run holds the folder, or the folder cannot be created.
@@ -37,7 +38,7 @@ def held(workdir: Path, warn: Callable[[str], None]) -> Iterator[None]:
   """
   make_folder(workdir)
   path = workdir / LOCK_FILE
-  descriptor, has_locks = _open_locked(path)
+  descriptor, has_locks = _open_locked(path, name or workdir)
   _locked.add(descriptor)
   try:
     _warn_of_others(
@@ -75,7 +76,7 @@ def holder(workdir: Path) -> str:
   return ""
 
 
-def _open_locked(path: Path) -> tuple[int, bool]:
+def _open_locked(path: Path, name: Path) -> tuple[int, bool]:
   """(the locked file, whether its file system has locks)."""
   while True:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -88,7 +89,7 @@ def _open_locked(path: Path) -> tuple[int, bool]:
       holds = _written(descriptor)
       os.close(descriptor)
       raise ConfigError(
-        f"--workdir={path.parent} is in use by {holds}: wait for its end, or name another folder"
+        f"--workdir={name} is in use by {holds}: wait for its end, or name another folder"
       ) from None
     except OSError as error:
       if error.errno in _NO_LOCKS:

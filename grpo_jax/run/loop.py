@@ -10,7 +10,9 @@ import jax
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
 from grpo_jax.patience import told_if_slow
-from grpo_jax.run import environment, lock
+from grpo_jax.run import environment
+from grpo_jax.run.bucket import folder
+from grpo_jax.run.bucket_files import run_files
 from grpo_jax.run.build import Run
 from grpo_jax.run.callback import Callback, Callbacks, Step
 from grpo_jax.run.checkpoint import Checkpoints
@@ -66,7 +68,7 @@ def run_steps(
       call goes on.
   """
   with contextlib.ExitStack() as stack:
-    trainer = Trainer(config, Path(workdir).expanduser(), stack, signals)
+    trainer = Trainer(config, folder(workdir), stack, signals)
     callbacks = trainer.callbacks(callback)
     state, step = trainer.restore_or_init()
     while step < trainer.last_step and not trainer.should_stop() and not callbacks.ask_to_stop:
@@ -109,9 +111,11 @@ class Trainer:
     self._prompts = collector.prompts
     hosts = self._run.hosts
     # From here on, the folder belongs to this run and this config.
-    hosts.on_first(lambda: stack.enter_context(lock.held(workdir, self.reporter.warn)))
+    self._files = run_files(workdir, self.reporter.warn, stop_request.ask)
+    hosts.on_first(lambda: stack.enter_context(self._files.held()))
     hosts.on_first(lambda: open_run(workdir, config_lib.to_dict(config), config_lib.completed))
     hosts.on_first(lambda: environment.add(workdir, environment.here()))
+    hosts.on_first(self._files.download)
     layers_of = self._run.parameters.layers_of
     self._checkpoints = Checkpoints(
       workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn, layers_of
@@ -176,7 +180,10 @@ class Trainer:
       raise self._skipped.failure(max(self._checkpoints.steps(), default=None))
     every = self._config.checkpoint.every
     if every and step % every == 0 and not self._skipped.in_a_row:
+      self._run.hosts.on_first(self._files.upload)  # the rows of a checkpoint come before it
       self.store.save(step, state)
+    elif self._run.hosts.is_first:
+      self._files.upload_if_due()
 
   @contextlib.contextmanager
   def saving_on_failure(self, state: RunState, step: int, doing: str) -> Iterator[None]:
@@ -218,6 +225,7 @@ class Trainer:
 
   def _save(self, state: RunState, step: int) -> None:
     if step:
+      self._run.hosts.on_first(self._files.upload)
       self.store.save(step, state)
       self._checkpoints.wait()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_jax import files
 from grpo_jax.config import Config, from_dict
+from grpo_jax.run.bucket import folder, reaching
 from grpo_jax.run.callback import Step
 from grpo_jax.run.saved_config import load_config
 from grpo_jax.run.workdir import read
@@ -23,10 +24,11 @@ def read_config(workdir: str | Path) -> Config:
   Raises:
     ConfigError: There is no such file, or it is damaged.
   """
-  file = _folder(workdir) / "config.json"
-  if not file.is_file():
-    raise ConfigError(f"workdir {workdir} has no config.json: it is not the folder of a run")
-  values = load_config(file)
+  file = folder(workdir) / "config.json"
+  with reaching(workdir, ConfigError):
+    if not file.is_file():
+      raise ConfigError(f"workdir {workdir} has no config.json: it is not the folder of a run")
+    values = load_config(file)
   try:
     return from_dict(values, saved=True)
   except ConfigError as error:
@@ -44,12 +46,13 @@ def read_metrics(workdir: str | Path) -> list[Row]:
   Raises:
     ConfigError: The file does not exist or is damaged.
   """
-  return read(_folder(workdir))
+  with reaching(workdir, ConfigError):
+    return read(workdir)
 
 
 def completion_steps(workdir: str | Path) -> list[int]:
   """The steps whose completions a run saved, as `log.completions_every` says, in order."""
-  names = (path.name for path in (_folder(workdir) / "completions").glob("*.jsonl"))
+  names = (path.name for path in (folder(workdir) / "completions").glob("*.jsonl"))
   return sorted(int(name[:-6]) for name in names if re.fullmatch(r"\d{6,}\.jsonl", name))
 
 
@@ -79,7 +82,7 @@ def read_completions(workdir: str | Path, step: int | None = None) -> list[Row]:
     saved = ", ".join(map(str, steps[-20:]))
     more = "..., " if len(steps) > 20 else ""
     raise ConfigError(f"{workdir} has no completions of step {step}, but of {more}{saved}")
-  path = _folder(workdir) / "completions" / f"{step:06d}.jsonl"
+  path = folder(workdir) / "completions" / f"{step:06d}.jsonl"
   try:
     return [json.loads(line) for line in files.read_bytes(path).splitlines()]
   except (OSError, ValueError) as error:
@@ -91,7 +94,3 @@ def with_last_row(step: Step) -> Step:
   rows = read_metrics(step.workdir)
   metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
   return dataclasses.replace(step, metrics=MappingProxyType(metrics))
-
-
-def _folder(workdir: str | Path) -> Path:
-  return Path(workdir).expanduser()

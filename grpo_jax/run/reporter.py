@@ -10,6 +10,7 @@ from rich.console import Console
 from grpo_jax.algo.checks import settings_idle_at_ratio_one
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
+from grpo_jax.run.bucket_files import local_files
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.evaluator import Evaluator
@@ -60,7 +61,7 @@ class Reporter:
     """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
     log = self._run.config.log
     self._writer = self._run.hosts.on_first(
-      lambda: Writer(self._workdir, start_step, log.tensorboard, log.wandb, self.warn)
+      lambda: Writer(local_files(self._workdir), start_step, log.tensorboard, log.wandb, self.warn)
     )
     if self._writer:
       self._writer.warn_of_missing_rows(start_step, log.every)

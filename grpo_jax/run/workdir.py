@@ -9,9 +9,10 @@ import errno
 import json
 import logging
 from pathlib import Path
-import re
 from typing import Any
 
+from grpo_jax.run.bucket import folder, is_bucket
+from grpo_jax.run.earlier_rows import keep_what_was_there, remove_completions, truncate_metrics
 from grpo_jax.run.events import Events
 from grpo_jax.run.json_files import AppendedFile, json_line, plain, read_metrics, replace_file
 from grpo_jax.run.saved_config import as_json, check_same_run, load_config
@@ -41,6 +42,8 @@ def make_folder(workdir: Path) -> None:
     ConfigError: Something else is in its place.
     OSError: The disk cannot be written.
   """
+  if is_bucket(workdir):  # a folder is there as soon as an object is
+    return
   try:
     workdir.mkdir(parents=True, exist_ok=True)
   except OSError as error:
@@ -66,7 +69,7 @@ def open_run(
   Raises:
     ConfigError: The folder cannot be created, holds another run or other things, or is damaged.
   """
-  workdir = Path(workdir)
+  workdir = folder(workdir)
   path = workdir / "config.json"
   config = as_json(config)
   make_folder(workdir)
@@ -119,10 +122,10 @@ class Writer:
     self._wandb = open_wandb(wandb, workdir) if wandb else None
     self._completions = workdir / "completions"
     if start_step < 0:
-      _keep_what_was_there(workdir, warn)
+      keep_what_was_there(workdir, warn)
     self._path = workdir / "metrics.jsonl"
-    self._last_step = _truncate_metrics(self._path, start_step)
-    _remove_completions(self._completions, start_step)
+    self._last_step = truncate_metrics(self._path, start_step)
+    remove_completions(self._completions, start_step)
     self._file = AppendedFile(self._path)
     self._events = Events(workdir, start_step) if tensorboard else None
     self._warn = warn
@@ -209,47 +212,7 @@ def read(workdir: str | Path) -> list[dict[str, Any]]:
   Raises:
     ConfigError: The file does not exist or is damaged.
   """
-  path = Path(workdir) / "metrics.jsonl"
+  path = folder(workdir) / "metrics.jsonl"
   if not path.is_file():
     raise ConfigError(f"{path} does not exist: is {workdir} a run's folder?")
   return [row for row, _ in read_metrics(path)]
-
-
-def _keep_what_was_there(workdir: Path, warn: Callable[[str], None]) -> None:
-  """Renames the rows and completions of a run whose checkpoints are gone, to metrics.jsonl.1."""
-  metrics, completions = workdir / "metrics.jsonl", workdir / "completions"
-  old = [completions] if any(completions.glob("[0-9]*.jsonl")) else []
-  if metrics.exists() and metrics.stat().st_size:
-    old.append(metrics)
-  number = 1
-  while any(path.with_name(f"{path.name}.{number}").exists() for path in (metrics, completions)):
-    number += 1
-  kept = [path.rename(path.with_name(f"{path.name}.{number}")).name for path in old]
-  if kept:
-    warn(f"{workdir} has no checkpoint: starting over; what was there is in {' and '.join(kept)}")
-
-
-def _truncate_metrics(path: Path, start_step: int) -> int | None:
-  """Removes the rows after `start_step` and a half-written row.
-
-  Returns:
-    The last step that is left, or None without one.
-  """
-  if not path.exists():
-    return None
-  kept = [(row, line) for row, line in read_metrics(path) if row["step"] <= start_step]
-  content = b"".join(line for _, line in kept)
-  if content != path.read_bytes():
-    replace_file(path, content)
-  if not kept:
-    return None
-  last_row, _ = kept[-1]
-  return last_row["step"]
-
-
-def _remove_completions(folder: Path, start_step: int) -> None:
-  """Removes the files of steps after `start_step` and half-written files, and no others."""
-  for path in folder.glob("*"):
-    match = re.fullmatch(r"(\d{6,})\.jsonl(\.new)?", path.name)
-    if match and (match[2] or int(match[1]) > start_step):
-      path.unlink()
