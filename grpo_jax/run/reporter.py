@@ -10,6 +10,7 @@ from rich.console import Console
 from grpo_jax.algo.checks import settings_idle_at_ratio_one
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
+from grpo_jax.run import notebook
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.evaluator import Evaluator
@@ -49,7 +50,9 @@ class Reporter:
       file=Stdout(on_lost_stdout),
       highlight=False,
       quiet=not is_first,
-      force_jupyter=False,  # lines and tables are text in a notebook, too
+      # Lines and tables are plain text in a notebook, too, though its kernel asks for colours.
+      force_jupyter=False,
+      color_system=None if notebook.is_running() else "auto",
     )
     self._terminal = Terminal(self._last_step, 0, console)
     self.evaluator = Evaluator(run) if run.config.eval.every else None
