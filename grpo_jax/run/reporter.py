@@ -46,13 +46,10 @@ class Reporter:
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
     is_first = run.hosts.is_first
+    # Lines and tables are plain text in a notebook, too, though its kernel asks for colours.
+    plain = {"color_system": None, "width": 100} if notebook.is_running() else {}
     console = Console(
-      file=Stdout(on_lost_stdout),
-      highlight=False,
-      quiet=not is_first,
-      # Lines and tables are plain text in a notebook, too, though its kernel asks for colours.
-      force_jupyter=False,
-      color_system=None if notebook.is_running() else "auto",
+      file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first, force_jupyter=False, **plain
     )
     self._terminal = Terminal(self._last_step, 0, console)
     self.evaluator = Evaluator(run) if run.config.eval.every else None
