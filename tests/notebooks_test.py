@@ -181,3 +181,68 @@ def test_the_gsm8k_notebook_goes_on_after_its_runtime_has_gone(run, tmp_path, mo
   assert "resuming from step 4 of 12 in gsm8k" in texts(again, "stdout")
   steps = [row["step"] for row in grpo_jax.read_metrics(tmp_path / "gsm8k")]
   assert steps == list(range(13))
+
+
+SETTINGS = {
+  "steps": 10_000,
+  "warm_start.steps": 0,
+  "batch.prompts": 8,
+  "batch.group_size": 2,
+  "sampling.max_tokens": 4,
+  "eval.every": 0,
+  "checkpoint.every": 0,
+  "log.completions_every": 0,
+}
+
+
+@pytest.mark.slow
+def test_the_stop_button_saves_and_the_cell_goes_on(run, tmp_path):
+  """Also: an error of a user's function shows the user's line, and bad input is one line."""
+  from jupyter_client.manager import KernelManager
+
+  kernel = KernelManager()
+  kernel.start_kernel(cwd=str(tmp_path))
+  client = kernel.client()
+  client.start_channels()
+  client.wait_for_ready(timeout=60)
+
+  def messages(code, stop_at=None):
+    """What a cell shows. The stop button is pressed when it shows `stop_at`."""
+    request, shown = client.execute(code), []
+    while True:
+      message = client.get_iopub_msg(timeout=300)
+      if message["parent_header"].get("msg_id") != request:
+        continue
+      shown.append((message["msg_type"], message["content"]))
+      if shown[-1] == ("status", {"execution_state": "idle"}):
+        return shown
+      if stop_at and stop_at in str(message["content"]):
+        kernel.interrupt_kernel()
+        stop_at = None
+
+  def errors(shown):
+    return ["\n".join(content["traceback"]) for kind, content in shown if kind == "error"]
+
+  try:
+    load = f"import grpo_jax\nconfig = grpo_jax.load_config('arithmetic', {SETTINGS})"
+    assert not errors(messages(load))
+    stopped = messages("grpo_jax.train(config, 'run')", stop_at="grpo 1/")
+    (error,) = errors(stopped)
+    found = re.fullmatch(
+      r"Stopped: at step (\d+) of 10000, which is saved: the same call goes on from there", error
+    )
+    assert found
+    assert [kind for kind, _ in stopped].count("display_data") == 1  # the bar
+    once_more = messages("grpo_jax.train(config, 'run', lambda step: 1 / 0)")
+    assert f"resuming from step {found[1]} of 10000" in str(once_more)
+    (error,) = errors(once_more)
+    assert "grpo_jax.train(config, 'run', lambda step: 1 / 0)" in error
+    assert "loop.py" not in error and f"step {int(found[1]) + 1} is saved" in error
+    (error,) = errors(messages("config.replace({'stepz': 1})"))
+    assert error == "ConfigError: config key stepz is unknown: did you mean steps?"
+    # The kernel's own handler is back: the next press of the button interrupts a cell.
+    (error,) = errors(messages("print('now')\nimport time\ntime.sleep(60)", stop_at="now"))
+    assert "KeyboardInterrupt" in error
+  finally:
+    client.stop_channels()
+    kernel.shutdown_kernel(now=True)
