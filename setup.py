@@ -30,7 +30,16 @@ setup(
     "tokenizers",
   ],
   extras_require={
-    "test": ["hypothesis", "math-verify", "mypy==2.4.1", "pytest", "pytest-xdist", "ruff==0.17.6"],
+    "test": [
+      "hypothesis",
+      "math-verify",
+      "mypy==2.4.1",
+      "nbformat",
+      "pytest",
+      "pytest-xdist",
+      "ruff==0.17.6",
+    ],
+    "notebooks": ["ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat"],
     "mutation": ["cosmic-ray"],
     "plot": ["matplotlib"],
     "report": ["bokeh"],

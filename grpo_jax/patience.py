@@ -28,6 +28,10 @@ def telling(line: Callable[[float], str], seconds: float) -> Iterator[None]:
     teller.join()
 
 
-def told_if_slow(what: str) -> contextlib.AbstractContextManager[None]:
+def told_if_slow(what: str | Callable[[], str]) -> contextlib.AbstractContextManager[None]:
   """Prints `what`, such as "reading FILE", after each 8 seconds that the block has not ended."""
-  return telling(lambda waited: f"still {what} after {waited:.0f} seconds", _SECONDS)
+
+  def line(waited: float) -> str:
+    return f"still {what if isinstance(what, str) else what()} after {waited:.0f} seconds"
+
+  return telling(line, _SECONDS)

@@ -7,6 +7,8 @@ variants of the algorithm in `grpo_jax/algo/` bring their own, as dicts from nam
 from collections.abc import Callable, Collection
 import dataclasses
 import math
+import os
+import traceback
 from typing import TYPE_CHECKING, Any
 
 LARGEST_INT = 2**31 - 1  # what an int32 holds, which is what numbers are on the devices
@@ -14,17 +16,27 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e30  # inside float32, with room to comp
 
 
 class OneLineError(Exception):
-  """An error whose message says everything. A notebook shows it without a traceback."""
+  """An error whose message says everything.
+
+  A notebook shows the message, and of the traceback only what is not ours: where a function of the
+  user raised what caused it.
+  """
 
   def _render_traceback_(self) -> list[str]:  # IPython calls it
-    return [f"{type(self).__name__}: {self}"]
+    cause: BaseException = self
+    while cause.__cause__ is not None:
+      cause = cause.__cause__
+    frames = traceback.extract_tb(cause.__traceback__) if cause is not self else []
+    package = os.path.dirname(__file__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(package)]
+    return [*traceback.format_list(theirs), f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(OneLineError, ValueError):
   """Bad input from the user: one line that names the key or file and says what to do."""
 
 
-class RunFailed(Exception):
+class RunFailed(OneLineError):
   """A run that began and cannot go on: one line that says what failed and what is saved."""
 
 

@@ -10,7 +10,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-import tokenizers
 
 from configs import gsm8k
 from grpo_jax import model
@@ -20,13 +19,13 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.settings import ConfigError
+from tests.small_qwen import make_checkpoint, problems
 
 ROOT = Path(__file__).parents[1]
 GSM8K = Path(os.environ.get("GSM8K_DIR", ROOT.parent / "shared/data/gsm8k"))
 needs_gsm8k = pytest.mark.skipif(
   not (GSM8K / "test.jsonl").is_file(), reason="no GSM8K text: set GSM8K_DIR"
 )
-VOCABULARY = 4096  # of the model. The tokenizer has at most as many ids.
 SMALL = [
   "--config.steps=2",
   "--config.batch.prompts=4",
@@ -40,23 +39,7 @@ SMALL = [
   "--config.eval.batch=8",
   "--config.checkpoint.every=1",
 ]
-TEMPLATE = (
-  "{% for m in messages %}"
-  "{{ '<|im_start|>' + m.role + '\n' + m.content + eos_token + '\n' }}"
-  "{% endfor %}"
-  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 LENGTH = "def length(completions, **columns):\n  return [len(text) for text in completions]\n"
-
-
-def problems(count):
-  for i in range(count):
-    a, b = 2 + i % 7, 3 + i % 5
-    boxes = f"The boxes hold {a}*{b}=<<{a}*{b}={a * b}>>{a * b} pens."
-    yield {
-      "question": f"Ann has {a} boxes of {b} pens and one pen more. How many pens does she have?",
-      "answer": f"{boxes}\nShe has {a * b + 1}.\n#### {a * b + 1}",
-    }
 
 
 @pytest.fixture(scope="module")
@@ -73,45 +56,6 @@ def write_lines(path, objects):
 
 def read_lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write_tokenizer(folder, corpus):
-  """Byte-level BPE like that of Qwen."""
-  engine = tokenizers.Tokenizer(tokenizers.models.BPE())
-  engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  engine.decoder = tokenizers.decoders.ByteLevel()
-  engine.train_from_iterator(
-    corpus,
-    tokenizers.trainers.BpeTrainer(
-      vocab_size=VOCABULARY,
-      special_tokens=["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
-      show_progress=False,
-      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    ),
-  )
-  engine.save(str(folder / "tokenizer.json"))
-  (folder / "tokenizer_config.json").write_text(
-    json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE})
-  )
-
-
-def make_checkpoint(folder, corpus):
-  """A tiny random Qwen2 with a tokenizer for `corpus`."""
-  shape = model.ModelConfig(
-    vocab_size=VOCABULARY,
-    embed_dim=16,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    rope_theta=1e6,
-    max_positions=1024,
-    stop_ids=(1, 0),
-  )
-  model.save(folder, shape, model.init(jax.random.key(7), shape))
-  write_tokenizer(folder, corpus)
-  return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Reward functions: they score the completions that the policy wrote.
 
 `reward.functions` in the config names them. A name is one of `REWARDS`, a function of a file as
-`path/file.py:function`, or a reward model: its folder, or its name on huggingface.co.
+`path/file.py:function`, or a reward model: its folder, or its name on huggingface.co. A program
+that calls `grpo_jax.train` adds its own functions to `REWARDS` with `grpo_jax.register_reward`.
 
 A reward function is called with keyword arguments only, each a list with one entry for each of N
 completions:

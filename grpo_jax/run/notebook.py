@@ -22,7 +22,8 @@ def is_running() -> bool:
 class Bar:
   """What `Terminal` uses of rich.progress.Progress, for one task.
 
-  A page holds its last state, so a notebook that is read later shows how the run ended.
+  Its state has one value more: `below`, a text under the bar. A page holds the last state, so a
+  notebook that is read later shows how the run ended.
   """
 
   def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Bar:
 
   def add_task(self, description: str, **state: Any) -> int:
     """Sets the state: total, completed and text. Returns the number of the task."""
-    self._state = {"description": description, **state}
+    self._state = {"description": description, "below": "", **state}
     return 0
 
   def update(self, task: int, **state: Any) -> None:
@@ -73,14 +74,16 @@ def as_text(state: dict[str, Any]) -> str:
   """The bar in characters."""
   filled = round(_CHARACTERS * state["completed"] / max(1, state["total"]))
   bar = "█" * filled + "░" * (_CHARACTERS - filled)
-  return f"{state['description']} {bar} {state['text']}"
+  below = f"\n{state['below']}" if state["below"] else ""
+  return f"{state['description']} {bar} {state['text']}{below}"
 
 
 def as_html(state: dict[str, Any]) -> str:
   """The bar as an element that browsers draw."""
   return (
-    '<div style="font-family: monospace; white-space: pre-wrap">'
+    '<div style="font-family: monospace; white-space: pre; overflow-x: auto">'
     f"{escape(state['description'])} "
     f'<progress value="{state["completed"]}" max="{max(1, state["total"])}"></progress> '
     f"{escape(state['text'])}</div>"
+    f'<pre style="font-family: monospace; line-height: 1.2">{escape(state["below"])}</pre>'
   )

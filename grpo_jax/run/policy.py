@@ -15,6 +15,7 @@ from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.model import hub
 from grpo_jax.model.folders import new_folder
+from grpo_jax.patience import told_if_slow
 from grpo_jax.run import compilation_cache
 from grpo_jax.run.build import Run, set_matmul_precision
 from grpo_jax.run.evaluator import Evaluator
@@ -91,7 +92,7 @@ class Policy:
     max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
     numbers = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     check_numbers(numbers, "sample(): ")
-    with self._settings():
+    with self._settings(), told_if_slow("compiling and sampling"):
       # Questions up to this length share one compiled program.
       prompt = self.prompt(question, shortest=self.run.config.data.max_prompt_tokens)
       return self.complete(prompt, n, temperature, max_tokens, seed)
@@ -111,9 +112,15 @@ class Policy:
     """
     given = {"eval.samples": samples, "eval.examples": examples}
     changes = {key: value for key, value in given.items() if value is not None}
-    with self._settings():
+    progress = "compiling"
+
+    def note(what: str, done: int, total: int) -> None:
+      nonlocal progress
+      progress = f"{what}: {done} of {total} problems"
+
+    with self._settings(), told_if_slow(lambda: f"evaluating ({progress})"):
       run = self.run.with_eval(self.run.config.replace(changes).eval)
-      return Evaluator(run)(self._for_sampling, self.step)
+      return Evaluator(run, note)(self._for_sampling, self.step)
 
   def export(self, out: str | Path, adapter: bool = False) -> Path:
     """Writes the policy as a Hugging Face folder, which transformers can load.

@@ -10,6 +10,7 @@ from rich.console import Console
 from grpo_jax.algo.checks import settings_idle_at_ratio_one
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
+from grpo_jax.run import notebook
 from grpo_jax.run.bucket_files import local_files
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
@@ -47,11 +48,10 @@ class Reporter:
     self._first_grpo_step = run.config.warm_start.steps
     self._last_step = last_step(run.config)
     is_first = run.hosts.is_first
+    # Lines and tables are plain text in a notebook, too, though its kernel asks for colours.
+    plain = {"color_system": None, "width": 100} if notebook.is_running() else {}
     console = Console(
-      file=Stdout(on_lost_stdout),
-      highlight=False,
-      quiet=not is_first,
-      force_jupyter=False,  # lines and tables are text in a notebook, too
+      file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first, force_jupyter=False, **plain
     )
     as_json = run.config.log.console == "json"
     self._terminal = JsonConsole(console) if as_json else Terminal(self._last_step, 0, console)

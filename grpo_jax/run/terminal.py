@@ -74,12 +74,15 @@ class Terminal:
         phase_name = [phase] if phase != _GRPO else []
         parts = [f"step {step}/{self._total}", *phase_name, *step_parts(metrics, seconds_left)]
         self.say("  ".join(parts))
-    elif now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or is_last:
-      self._drawn_at = now
-      self._draw(self._bar, step, phase, metrics, seconds_left)
+    else:
+      self._update(self._bar, step, phase, metrics, seconds_left)
+      if now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or is_last:
+        self._drawn_at = now
+        self._bar.start()
+        self._bar.refresh()
 
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table of the first few completions of a step.
+    """Prints a table of the first few completions of a step. A notebook shows the newest table.
 
     Args:
       step: The step that sampled them.
@@ -104,7 +107,12 @@ class Terminal:
         "-" if row["reward"] is None else f"{row['reward']:.2f}",
         str(row["length"]),
       )
-    self._console.print(table)
+    if isinstance(self._bar, notebook.Bar):
+      with self._console.capture() as captured:
+        self._console.print(table)
+      self._bar.update(self._task, below=captured.get())
+    else:
+      self._console.print(table)
 
   def say(self, text: str) -> None:
     """Prints one line, above the bar if there is one."""
@@ -115,7 +123,7 @@ class Terminal:
     if self._bar is not None:
       self._bar.stop()
 
-  def _draw(
+  def _update(
     self,
     bar: Progress | notebook.Bar,
     step: int,
@@ -134,8 +142,6 @@ class Terminal:
       completed=step,
       text="  ".join(step_parts(shown, seconds_left)),
     )
-    bar.start()
-    bar.refresh()
 
   def _text(self, text: str) -> Text:
     """Text that is never read as markup, with "?" for what the stream cannot encode."""
