@@ -6,6 +6,9 @@ Compiled programs are kept for the session, in a folder that its processes share
 import importlib.metadata
 import os
 import tempfile
+import zlib
+
+import pytest
 
 # Most of the suite's time is compilation. What is compiled need not be fast.
 flags = ["--xla_backend_optimization_level=0"]
@@ -29,3 +32,21 @@ os.environ.update(
   JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
   HF_HUB_OFFLINE="1",
 )
+
+
+def pytest_addoption(parser):
+  parser.addoption("--part", default="", help="K/N: only part K, from 0, of N parts of the tests")
+
+
+def pytest_collection_modifyitems(config, items):
+  """Deselects the tests of other parts. A test's part depends on its name alone."""
+  part = config.getoption("--part")
+  if not part:
+    return
+  number, of, count = part.partition("/")
+  if not (of and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+    raise pytest.UsageError(f"--part={part}: write K/N with K from 0 to N - 1")
+  is_kept = [zlib.crc32(item.nodeid.encode()) % int(count) == int(number) for item in items]
+  others = [item for item, kept in zip(items, is_kept) if not kept]
+  config.hook.pytest_deselected(items=others)
+  items[:] = [item for item, kept in zip(items, is_kept) if kept]
