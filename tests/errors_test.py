@@ -1,6 +1,5 @@
 """Bad input ends in one line that names the key or file, exit code 2, and no file overwritten."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -317,7 +316,7 @@ def test_a_folder_without_a_usable_config_is_refused(tmp_path, text, message):
   assert "\n" not in str(error.value)
 
 
-# The command line, in new processes.
+# The command line.
 
 
 @pytest.fixture(scope="module")
@@ -383,80 +382,64 @@ COMMANDS = {
 }
 
 
-def run_program(name, *flags):
-  """The finished process of python -m grpo_jax.NAME with one device."""
-  return subprocess.run(
-    [sys.executable, "-m", f"grpo_jax.{name}", *flags],
+@pytest.fixture
+def command(tmp_path, broken_model):
+  """command(NAME) -> the flags of that command. Its workdir is RUN in the folder of the test."""
+  (tmp_path / "broken.py").write_text("def get_config():\n  return 1 / 0\n")
+  paths = {
+    "RUN": f"--workdir={tmp_path / 'RUN'}",
+    "MODEL": str(broken_model),
+    "FILE": str(tmp_path / "broken.py"),
+  }
+
+  def command(name):
+    for flag in COMMANDS[name][0]:
+      for word, path in paths.items():
+        flag = flag.replace(word, path)
+      yield flag
+
+  return command
+
+
+def assert_refused(code, out, err, words):
+  """Nothing but one line with these words was written."""
+  assert (code, out) == (2, "")
+  (line,) = err.splitlines()
+  assert line.startswith("error: ") and all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_bad_command_ends_in_one_line(start, command, broken_model, tmp_path, name):
+  words = [word.replace("MODEL", str(broken_model)) for word in COMMANDS[name][1]]
+  assert_refused(*start("train", *command(name)), words)
+  workdir = tmp_path / "RUN"
+  assert not (workdir / "metrics.jsonl").exists() and not (workdir / "checkpoints").exists()
+
+
+def test_a_bad_command_ends_in_one_line_in_a_process_of_its_own(command):
+  """One that fails late, after JAX has written what it writes."""
+  done = subprocess.run(
+    [sys.executable, "-m", "grpo_jax.train", *command("missing tensor")],
     cwd=ROOT,
     capture_output=True,
     text=True,
     env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
     timeout=600,
   )
+  assert_refused(done.returncode, done.stdout, done.stderr, ["has no tensor model.norm.weight"])
 
 
-def in_parallel(function, arguments):
-  """function(x) for each x of `arguments`, by x."""
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    return dict(zip(arguments, pool.map(function, arguments)))
+@pytest.mark.parametrize("name", ["evaluate", "sample", "export", "plan"])
+def test_the_other_programs_end_in_one_line_too(start, name):
+  assert_refused(*start(name, "--nosuch=3"), ["error: Unknown command line flag 'nosuch'"])
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, broken_model):
-  """By the name of the command: its process and its workdir."""
-  folder = tmp_path_factory.mktemp("commands")
-  (folder / "broken.py").write_text("def get_config():\n  return 1 / 0\n")
-
-  def run(name):
-    paths = {
-      "RUN": f"--workdir={folder / name}",
-      "MODEL": str(broken_model),
-      "FILE": str(folder / "broken.py"),
-    }
-    arguments = COMMANDS[name][0]
-    for word, path in paths.items():
-      arguments = [argument.replace(word, path) for argument in arguments]
-    return run_program("train", *arguments), folder / name
-
-  return in_parallel(run, COMMANDS)
-
-
-def error_line(process):
-  """The only line that the process wrote, after "error: "."""
-  assert process.returncode == 2 and process.stdout == ""
-  (line,) = process.stderr.splitlines()
-  assert line.startswith("error: ")
-  return line.removeprefix("error: ")
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_bad_command_ends_in_one_line(finished, broken_model, name):
-  process, workdir = finished[name]
-  line = error_line(process)
-  for word in COMMANDS[name][1]:
-    assert word.replace("MODEL", str(broken_model)) in line
-  assert not (workdir / "metrics.jsonl").exists() and not (workdir / "checkpoints").exists()
-
-
-def test_the_other_programs_end_in_one_line_too():
-  programs = ("evaluate", "sample", "export", "plan")
-  finished = in_parallel(lambda name: run_program(name, "--nosuch=3"), programs)
-  for process in finished.values():
-    assert error_line(process) == "Unknown command line flag 'nosuch'"
-
-
-def test_prompts_that_are_too_long_are_counted(tmp_path):
-  process = run_program(
-    "train",
-    CONFIG,
-    f"--workdir={tmp_path}",
-    "--config.data.max_prompt_tokens=10",
-    "--config.steps=0",
-    "--config.warm_start.steps=0",
-    "--config.eval.every=0",
-  )
-  assert process.returncode == 0, process.stderr
-  (line,) = [line for line in process.stdout.splitlines() if "left out" in line]
+def test_prompts_that_are_too_long_are_counted(start, tmp_path):
+  keys = ("data.max_prompt_tokens=10", "steps=0", "warm_start.steps=0", "eval.every=0")
+  flags = [f"--config.{key}" for key in keys]
+  code, out, err = start("train", CONFIG, f"--workdir={tmp_path / 'run'}", *flags)
+  assert code == 0, err
+  (line,) = [line for line in out.splitlines() if "left out" in line]
   assert "data.max_prompt_tokens = 10" in line
   words = line.replace(",", "").split()
   dropped, remaining = (int(word) for word in words if word.isdecimal() and len(word) > 2)

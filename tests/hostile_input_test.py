@@ -8,13 +8,10 @@ import json
 import math
 import os
 from pathlib import Path
-import runpy
 import shutil
 import signal
-import sys
 import threading
 
-from absl import app, flags
 from errors_test import config
 import jax
 import numpy as np
@@ -385,25 +382,6 @@ def test_adapters_that_are_not_finite_are_named(tmp_path, folder):
 
 
 # Programs, as the command line starts them.
-
-
-@pytest.fixture
-def start(monkeypatch, capsys):
-  """Runs a program in this process: start(NAME, *FLAGS) returns (code, stdout, stderr)."""
-  before = set(flags.FLAGS)
-
-  def start(name, *arguments):
-    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    sys.modules.pop("config_config", None)  # where ml_collections keeps the config file of before
-    with pytest.raises(SystemExit) as end:
-      runpy.run_module(f"grpo_jax.{name}", run_name="__main__", alter_sys=False)
-    return end.value.code, *capsys.readouterr()
-
-  yield start
-  for name in set(flags.FLAGS) - before:
-    delattr(flags.FLAGS, name)
-  flags.FLAGS.unparse_flags()
-  app._define_help_flags_called = "help" in before
 
 
 @pytest.mark.parametrize(
