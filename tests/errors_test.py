@@ -282,6 +282,8 @@ def test_a_run_may_become_longer_and_be_logged_and_computed_differently(run_fold
     Trainer(longer, run_folder, stack, leaving_on_second_signal)
   after = contents(run_folder)
   assert json.loads(after.pop("config.json"))["steps"] == 500
+  (start,) = json.loads(after.pop("environment.json"))
+  assert start["devices"] == 8 and start["platform"] == "cpu" and start["processes"] == 1
   assert after == {name: content for name, content in before.items() if name != "config.json"}
 
 
