@@ -66,7 +66,7 @@ def test_a_sweep_that_is_interrupted_goes_on_and_leaves_no_process(tmp_path):
   launcher = start(tmp_path / "x", *flags, "--at_once=2", steps=100_000)
   wait_for_steps(launcher, *workdirs)
   assert len(processes_of(tmp_path)) == 2
-  launcher.send_signal(signal.SIGINT)
+  launcher.send_signal(signal.SIGTERM)
   shown, said = launcher.communicate(timeout=200)
   assert launcher.returncode == 75 and said.count("stopped seed=") == 2
   assert not processes_of(tmp_path)

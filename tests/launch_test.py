@@ -40,8 +40,8 @@ def sweep():
       yield {"seed": seed, "optimizer.learning_rate": learning_rate}
 """
 LEGEND = (
-  "accuracy: the mean over seeds of each run's newest held-out accuracy; interval: 95% t-interval"
-  " of that mean"
+  "accuracy: the mean over seeds of each run's newest held-out accuracy; interval: its 95%"
+  " t-interval over seeds, within 0% to 100%"
 )
 
 
@@ -122,11 +122,10 @@ def test_scalars_of_numpy_and_lists_become_values_of_flags(tmp_path):
 
 
 def test_names_are_the_settings_with_the_seed_last():
-  assert (
-    name_of({"seed": 1, "optimizer.learning_rate": 1e-3}) == "optimizer.learning_rate=0.001,seed=1"
-  )
-  assert (
-    name_of({"seed": 1, "algo.kl": "k3", "batch.prompts": 8}) == "algo.kl=k3,batch.prompts=8,seed=1"
+  rate = {"seed": 1, "optimizer.learning_rate": 1e-3}
+  assert name_of(rate) == "optimizer.learning_rate=0.001,seed=1"
+  assert name_of({"seed": 1, "warm_start.steps": 8, "algo.kl": "k3"}) == (
+    "algo.kl=k3,warm_start.steps=8,seed=1"
   )
 
 
@@ -252,6 +251,8 @@ def test_progress_is_read_from_the_folder(tmp_path):
     assert found.holder.startswith(f"process {os.getpid()} on ") and not found.is_finished
     assert str(found) == "running, at 3 of 3"
   assert not progress(tmp_path / "begun").holder
+  with lock.held(tmp_path / "done", print):
+    assert not progress(tmp_path / "done").is_finished  # it writes what is still missing
 
 
 def test_a_run_whose_last_evaluation_failed_is_not_finished(tmp_path):
@@ -294,6 +295,9 @@ def test_the_table_has_the_best_setting_first_with_intervals_over_seeds(tmp_path
 def test_the_table_of_seeds_alone_and_of_one_run(tmp_path):
   runs = units(str(tmp_path), TRAIN, [{"seed": 0}, {"seed": 1}])
   assert table(runs, {})[1] == "as configured  -         -         0      not started"
+  for run, accuracy in zip(runs, (0.3, 0.7)):  # 0.5 plus or minus 12.7062 * 0.2, and no more than 1
+    write_run(Path(run.workdir), rows=[evaluated(3, accuracy)], checkpoint=3)
+  assert table(runs, {})[1] == "as configured  50.0%     0.0% to 100.0%  2      finished"
   (only,) = units(str(tmp_path / "run"), TRAIN)
   write_run(tmp_path / "run", rows=[evaluated(3, 0.5)], checkpoint=3)
   assert table([only], {})[1].split() == [f"{tmp_path}/run", "50.0%", "-", "1", "finished"]
@@ -333,7 +337,7 @@ while (common / "wait").exists() and not (common / "fail" / (folder.name + index
     time.sleep(0.3)
     sys.exit(130 if asked == [signal.SIGTERM, signal.SIGINT] else 75)
 if (common / "fail" / (folder.name + index)).exists():
-  print("error: no luck", index)
+  print((common / "fail" / (folder.name + index)).read_text() or f"error: no luck {index}")
   print("bye")
   sys.exit(1)
 folder.mkdir(exist_ok=True)
@@ -391,16 +395,20 @@ def test_a_sweep_runs_and_nothing_runs_twice(fakes, capsys):
   assert "seed 0 finished; seed 1 not started" in shown.out
   assert sorted(fakes.names_started()) == sorted(unit.name for unit in fakes.units)
 
+  (fakes.folder / "fail" / fakes.units[1].name).write_text("something else")
+  assert fakes.launch() == 1  # the error in the log is of the start before
+  assert f"failed {fakes.units[1].name}: exited with 1: bye ({log})" in capsys.readouterr().err
+
   (fakes.folder / "fail" / fakes.units[1].name).unlink()
   assert fakes.launch() == 0
-  assert fakes.names_started()[4:] == [fakes.units[1].name]
-  assert Path(log).read_text().count("this is") == 2  # the first start is not lost
+  assert fakes.names_started()[4:] == [fakes.units[1].name] * 2
+  assert Path(log).read_text().count("this is") == 3  # no start is lost
   shown = capsys.readouterr()
   assert "4 runs: 3 finished, 1 to start" in shown.err
   assert shown.out.splitlines()[1].endswith("50.0%     50.0% to 50.0%  2      finished")
 
   assert fakes.launch() == 0
-  assert len(fakes.starts()) == 5
+  assert len(fakes.starts()) == 6
   assert "4 runs: 4 finished, 0 to start" in capsys.readouterr().err
 
 
@@ -436,12 +444,14 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(fakes, capsys):
 # Signals and dead processes, in a process of its own.
 
 DRIVER = """
-import sys
+import signal, sys
 from grpo_jax.launchers import local, process_group
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import Unit
 
 common, hosts, at_once, *names = sys.argv[1:]
+for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job ignores them
+  signal.signal(number, signal.SIG_DFL)
 local.GRACE_SECONDS = process_group.GRACE_SECONDS = 1.0
 process_group._TOGETHER_SECONDS = 0.2
 Unit.command = lambda u: [sys.executable, "-S", "-E", f"{common}/fake.py", u.workdir, common]

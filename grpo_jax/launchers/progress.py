@@ -70,9 +70,9 @@ def progress(workdir: str | Path, last_step: int | None = None) -> Progress:
 
 
 def _rows(path: Path) -> list[bytes]:
-  """The whole lines of metrics.jsonl. A kill, or a run that goes on, leaves a half line."""
+  """The lines of metrics.jsonl. The last one may be half written."""
   try:
-    return path.read_bytes().split(b"\n")[:-1]
+    return path.read_bytes().split(b"\n")
   except OSError:
     return []
 
@@ -83,7 +83,7 @@ def _newest(rows: list[bytes], key: str) -> dict[str, Any]:
     if f'"{key}"'.encode() in line:
       try:
         row = json.loads(line)
-      except ValueError:  # a start of the run names the line
+      except ValueError:  # half a line; of a damaged one, the next start of the run complains
         continue
       if row.get(key) is not None:
         return row

@@ -12,8 +12,8 @@ from grpo_jax.launchers.units import Unit
 _NONE = "-"
 _COVERED = 0.95
 _LEGEND = (
-  "accuracy: the mean over seeds of each run's newest held-out accuracy; interval: 95% t-interval"
-  " of that mean"
+  "accuracy: the mean over seeds of each run's newest held-out accuracy; interval: its 95%"
+  " t-interval over seeds, within 0% to 100%"
 )
 
 
@@ -27,8 +27,8 @@ class _Row:
 
   def cells(self) -> list[str]:
     mean = f"{statistics.fmean(self.accuracies):.1%}" if self.accuracies else _NONE
-    low_high = t_interval(self.accuracies)
-    interval = f"{low_high[0]:.1%} to {low_high[1]:.1%}" if low_high else _NONE
+    ends = t_interval(self.accuracies)
+    interval = f"{max(ends[0], 0):.1%} to {min(ends[1], 1):.1%}" if ends else _NONE
     return [self.setting, mean, interval, str(len(self.accuracies)), _how_far(self.runs)]
 
 
