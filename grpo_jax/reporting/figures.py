@@ -33,7 +33,7 @@ PANELS = (
   Panel("Held-out accuracy (greedy)", "accuracy", (("eval/accuracy", ""),), percent=True),
   Panel("Reward", "mean reward", (("reward", ""),)),
   Panel("Completion length", "tokens", (("completions/mean_length", ""),)),
-  Panel("Dead groups", "groups whose rewards are equal", (("frac_reward_zero_std", ""),), True),
+  Panel("Dead groups: all rewards equal", "groups", (("frac_reward_zero_std", ""),), True),
   Panel("Entropy", "nats per token", (("entropy", ""),)),
   Panel("KL to the reference", "nats per token", (("kl", ""),)),
   Panel(

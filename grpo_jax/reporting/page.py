@@ -36,7 +36,7 @@ def page(runs: Sequence[ShownRun]) -> str:
     jinja2.Environment(autoescape=True)
     .from_string(PAGE)
     .render(
-      title=", ".join(run.name for run in runs[:4]) + (", ..." if len(runs) > 4 else ""),
+      title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
       runs=[_summary(run, series) for run in runs],
       differing=_differing(series),
       changed={run.name: changed(run) for run in _firsts(series)},
