@@ -255,7 +255,7 @@ def end_of(monkeypatch, capsys, error):
   def main(argv):
     raise error
 
-  monkeypatch.setattr(cli, "_parse", lambda argv: argv)
+  monkeypatch.setattr(cli, "_parse", lambda argv, values: argv)
   with pytest.raises(SystemExit) as raised:
     cli.run(main)
   return raised.value.code, capsys.readouterr().err
@@ -279,7 +279,7 @@ def test_every_end_has_its_code_and_its_line(monkeypatch, capsys, error, code, l
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):
-  monkeypatch.setattr(cli, "_parse", lambda argv: argv)
+  monkeypatch.setattr(cli, "_parse", lambda argv, values: argv)
   with pytest.raises(ZeroDivisionError):
     cli.run(lambda argv: 1 / 0)
 
@@ -331,7 +331,7 @@ def test_a_stream_that_cannot_be_flushed_does_not_change_the_exit_code(monkeypat
       out.write("a row")
       raise ConfigError("seed")
 
-    monkeypatch.setattr(cli, "_parse", list)
+    monkeypatch.setattr(cli, "_parse", lambda argv, values: argv)
     with pytest.raises(SystemExit) as ended:
       cli.run(bad_input)
     assert ended.value.code == 2
