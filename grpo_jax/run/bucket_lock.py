@@ -21,6 +21,9 @@ from grpo_jax.run.workdir import LOCK_FILE
 from grpo_jax.settings import ConfigError, RunFailed
 
 
+_LOOKS_AT_A_DAMAGED_LOCK, _SECONDS_BETWEEN_LOOKS = 5, 0.1
+
+
 @dataclasses.dataclass(frozen=True)
 class Times:
   """How often the object is written and read, in seconds.
@@ -125,12 +128,14 @@ class BucketLock:
       )
 
   def _read(self) -> _Held | None:
-    try:
-      return _Held(**json.loads(self._path.read_text()))
-    except FileNotFoundError:
-      return None
-    except (ValueError, TypeError):
-      raise ConfigError(f"{self._path} is not a run's lock: remove it if no run goes on") from None
+    for _ in range(_LOOKS_AT_A_DAMAGED_LOCK):  # it may be read while it is written
+      try:
+        return _Held(**json.loads(self._path.read_text()))
+      except FileNotFoundError:
+        return None
+      except (ValueError, TypeError):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    raise ConfigError(f"{self._path} is not a run's lock: remove it if no run goes on")
 
   def _write(self) -> None:
     self._path.write_text(json.dumps(dataclasses.asdict(_Held(self._holder, time.time()))))
