@@ -20,7 +20,6 @@ from grpo_jax.run.bucket import reaching
 from grpo_jax.run.workdir import LOCK_FILE
 from grpo_jax.settings import ConfigError, RunFailed
 
-
 _LOOKS_AT_A_DAMAGED_LOCK, _SECONDS_BETWEEN_LOOKS = 5, 0.1
 
 
