@@ -55,6 +55,7 @@ def python(code, *argv, **environment):
   return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_second_start_of_a_run_compiles_nothing(tmp_path):
   def start(number):
     keys = [f"--config.{key}" for key in FLAGS]
