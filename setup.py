@@ -46,6 +46,7 @@ setup(
     "math": ["math-verify"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],
+    "ray": ["ray"],
     "cuda": ["jax[cuda]"],
     "tpu": ["jax[tpu]"],
   },

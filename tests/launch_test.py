@@ -154,10 +154,10 @@ def test_a_unit_has_its_folder_and_the_flags_of_its_settings(tmp_path):
   "command_line, words",
   [
     (["--on=local", "--", *TRAIN], "flag --workdir is missing"),
-    (["--workdir=DIR", "--", *TRAIN], "flag --on is missing: choose one of local, slurm"),
+    (["--workdir=DIR", "--", *TRAIN], "flag --on is missing: choose one of local, ray, slurm"),
     (
       ["--on=pbs", "--workdir=DIR", "--", *TRAIN],
-      "--on=pbs is unknown: choose one of local, slurm",
+      "--on=pbs is unknown: choose one of local, ray, slurm",
     ),
     (["--on=local", "--workdir=DIR"], "write flags of grpo_jax.train after --"),
     (["--on=local", "--workdir=DIR", "--", "--confg=1"], "Unknown command line flag 'confg'"),
@@ -452,7 +452,7 @@ from grpo_jax.launchers.units import Unit
 common, hosts, at_once, *names = sys.argv[1:]
 for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job ignores them
   signal.signal(number, signal.SIG_DFL)
-local.GRACE_SECONDS = process_group.GRACE_SECONDS = 1.0
+process_group.GRACE_SECONDS = 1.0
 process_group._TOGETHER_SECONDS = 0.2
 Unit.command = lambda u: [sys.executable, "-S", "-E", f"{common}/fake.py", u.workdir, common]
 units = [Unit(name, f"{common}/x/{name}", {}, ()) for name in names]

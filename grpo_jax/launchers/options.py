@@ -43,3 +43,9 @@ class Options:
   sbatch: tuple[str, ...] = _option(
     (), "another option of sbatch, such as --sbatch=--gres=gpu:8; can be given repeatedly", "slurm"
   )
+  ray_resources: str = _option(
+    "", 'what a run reserves on each host beside a CPU, as JSON such as {"GPU": 8}', "ray"
+  )
+  restarts: int = _option(
+    3, "how often a run goes on from its checkpoint after it has lost a host", "ray"
+  )

@@ -1,18 +1,18 @@
-"""The processes of one run on this machine, which end together."""
+"""The processes of one run, which end together."""
 
-from collections.abc import Sequence
+import abc
+from collections.abc import Mapping, Sequence
 import contextlib
-import dataclasses
 import os
 from pathlib import Path
 import signal
-import socket
 import subprocess
 import time
 
-from grpo_jax.launchers.launcher import STOPPED
+from grpo_jax.launchers.launcher import STOPPED, launch_folder, say
 from grpo_jax.launchers.units import Unit
 from grpo_jax.run.terminal_text import shorten, visible
+from grpo_jax.run.workdir import make_folder
 
 GRACE_SECONDS = 30  # what the others get to end by themselves when one process has ended
 # Processes that end for the same reason do so together. The first of them says the reason.
@@ -20,46 +20,72 @@ _TOGETHER_SECONDS = 2.0
 _LONGEST_TAIL = 300
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
+class Process(abc.ABC):
   """One process of a run.
 
   Attributes:
-    process: The process, the leader of a session of its own.
     log: The file that has what it prints.
-    log_start: Where in the file it began. Earlier starts of the run wrote what is before.
+    place: Where it runs, such as "on HOST", for messages. "" means on this machine.
   """
 
-  process: subprocess.Popen
-  log: Path
-  log_start: int
+  def __init__(self, log: Path, place: str = "") -> None:
+    self.log, self.place = log, place
+    # Earlier starts of the run wrote what is before.
+    self._log_start = log.stat().st_size if log.exists() else 0
 
   @property
+  @abc.abstractmethod
   def code(self) -> int | None:
     """Its exit code, -N after signal N, or None while it runs."""
-    return self.process.poll()
+
+  @abc.abstractmethod
+  def send(self, number: int) -> None:
+    """Sends it a signal, if it still runs. What it started hears from it."""
+
+  @abc.abstractmethod
+  def kill(self) -> None:
+    """Ends it, and what it started and left behind."""
 
   @property
   def has_failed(self) -> bool:
     return self.code not in (None, 0, STOPPED)
 
-  def kill(self) -> None:
-    """Ends it, and what it started and left behind."""
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(self.process.pid, signal.SIGKILL)
-    self.process.wait()
+  def how_it_ended(self) -> str:
+    """Such as "exited with 1"."""
+    if self.code >= 0:
+      return f"exited with {self.code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-self.code, f'signal {-self.code}')}"
 
   def tail(self) -> str:
     """The line of its log that says best why it ended: the last error, else the last line."""
     try:
       with open(self.log, "rb") as file:
-        file.seek(self.log_start)
+        file.seek(self._log_start)
         lines = file.read().decode(errors="replace").split("\n")
     except OSError as error:
       return f"its log cannot be read ({error.strerror})"
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return shorten(visible((errors or lines or ["it printed nothing"])[-1]), _LONGEST_TAIL)
+
+
+class LocalProcess(Process):
+  """A process on this machine, the leader of a session of its own."""
+
+  def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    super().__init__(log)
+    self._process = start_process(command, environment, log)
+
+  @property
+  def code(self) -> int | None:
+    return self._process.poll()
+
+  def send(self, number: int) -> None:
+    self._process.send_signal(number)  # does nothing after its end
+
+  def kill(self) -> None:
+    kill_session(self._process)
 
 
 class ProcessGroup:
@@ -70,23 +96,13 @@ class ProcessGroup:
     failed: The process that failed first, as far as `poll` has seen.
   """
 
-  def __init__(self, unit: Unit, hosts: int, log_folder: Path) -> None:
-    """Starts them.
+  waits = False  # for room
 
-    Raises:
-      OSError: A log cannot be written, or a process cannot be started.
-    """
+  def __init__(self, unit: Unit, processes: Sequence[Process]) -> None:
     self.unit = unit
     self.failed: Process | None = None
-    self._processes: list[Process] = []
+    self._processes = processes
     self._first_end: float | None = None
-    try:
-      for index, environment in enumerate(environments(hosts)):
-        name = f"{unit.name or 'run'}{f'.{index}' if hosts > 1 else ''}.log"
-        self._processes.append(_start(unit.command(), environment, log_folder / name))
-    except BaseException:
-      self.kill()
-      raise
 
   def poll(self) -> int | None:
     """The exit code of the run, or None while one of its processes runs.
@@ -103,66 +119,78 @@ class ProcessGroup:
     waited = time.monotonic() - self._first_end
     all_ended = len(ended) == len(self._processes)
     if not self.failed and (all_ended or waited > _TOGETHER_SECONDS):
-      self.failed = next((one for one in ended if one.has_failed), None)
+      self.failed = _first_failure(ended)
+      if self.failed and not all_ended:
+        end = f"so the others end within {GRACE_SECONDS} seconds"
+        say(f"{self.unit.title}: {self._how_it_failed()}, {end}")
     if not all_ended and waited < GRACE_SECONDS:
       return None
     self.kill()
     if self.failed:
       return self.failed.code
-    return max((one.code for one in self._processes), key=abs)
+    code = max((one.code for one in self._processes), key=abs)
+    if code not in (0, STOPPED):  # killed now, because it has outlived the others
+      self.failed = _first_failure(self._processes)
+    return code
 
   def send(self, number: int) -> None:
-    """Sends a signal to each process that still runs. What it started hears from it."""
+    """Sends a signal to each process that still runs."""
     for one in self._processes:
-      if one.code is None:
-        one.process.send_signal(number)
+      one.send(number)
 
   def kill(self) -> None:
     """Ends all processes at once."""
     for one in self._processes:
       one.kill()
 
-  def how_it_failed(self) -> str:
+  def why_it_failed(self) -> str:
+    """Such as "process 1 of 2 exited with 1: error: ... (LOG)"."""
+    return f"{self._how_it_failed()}: {self.failed.tail()} ({self.failed.log})"
+
+  def _how_it_failed(self) -> str:
     """How the process that failed first has ended, such as "process 1 of 2 exited with 1"."""
     count = len(self._processes)
-    which = f"process {self._processes.index(self.failed)} of {count} " if count > 1 else ""
-    code = self.failed.code
-    if code >= 0:
-      return f"{which}exited with {code}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"{which}was killed by {names.get(-code, f'signal {-code}')}"
+    name = "the process" if self.failed.place else ""
+    if count > 1:
+      name = f"process {self._processes.index(self.failed)} of {count}"
+    return " ".join(filter(None, [name, self.failed.place, self.failed.how_it_ended()]))
 
 
-def environments(hosts: int) -> list[dict[str, str]]:
-  """What each process of a run needs in its environment to find the others."""
-  if hosts == 1:
-    return [{}]
-  common = {
-    "JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}",
-    "JAX_NUM_PROCESSES": str(hosts),
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    "JAX_PLATFORMS": "cpu",
-  }
-  return [common | {"JAX_PROCESS_ID": str(index)} for index in range(hosts)]
+def make_logs(unit: Unit, count: int) -> list[Path]:
+  """The log of each process of a run. Makes their folder."""
+  folder = launch_folder(unit)
+  make_folder(folder)
+  suffixes = [f".{index}.log" for index in range(count)] if count > 1 else [".log"]
+  return [folder / f"{unit.name or 'run'}{suffix}" for suffix in suffixes]
 
 
-def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> Process:
+def start_process(
+  command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen:
+  """Starts a process as the leader of a session, and appends what it prints to its log.
+
+  The terminal's Ctrl-C then reaches it through the launcher alone. A second signal would make it
+  leave without saving.
+  """
   with open(log, "ab") as file:
-    start = os.fstat(file.fileno()).st_size
-    process = subprocess.Popen(
+    return subprocess.Popen(
       command,
-      env=os.environ | environment,
+      env=os.environ | dict(environment),
       stdin=subprocess.DEVNULL,
       stdout=file,
       stderr=subprocess.STDOUT,
-      # The terminal's Ctrl-C then reaches it through the launcher alone. A second signal would
-      # make it leave without saving.
       start_new_session=True,
     )
-  return Process(process, log, start)
 
 
-def _free_port() -> int:
-  with socket.socket() as listener:
-    listener.bind(("localhost", 0))
-    return listener.getsockname()[1]
+def kill_session(process: subprocess.Popen) -> None:
+  """Ends a process of `start_process`, and what it started and left behind."""
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, signal.SIGKILL)
+  process.wait()
+
+
+def _first_failure(ended: Sequence[Process]) -> Process | None:
+  """The process that others failed with, which is rather one that was killed."""
+  failed = [one for one in ended if one.has_failed]
+  return min(failed, key=lambda one: one.code >= 0, default=None)

@@ -1,0 +1,117 @@
+"""Runs on a Ray cluster: a placement group for each run, with an actor on each of its hosts."""
+
+from collections.abc import Mapping, Sequence
+import json
+import shlex
+
+from grpo_jax.launchers.launcher import DONE, say
+from grpo_jax.launchers.options import Options
+from grpo_jax.launchers.units import Unit
+from grpo_jax.launchers.work import work
+from grpo_jax.patience import told_if_slow
+from grpo_jax.settings import ConfigError
+
+_ACCELERATORS = ("GPU", "TPU")
+
+
+def launch(units: Sequence[Unit], options: Options) -> int:
+  """Trains the units on the hosts of the cluster, and waits for their end, as `work` says.
+
+  Each host of a run is an actor that runs one process. Several hosts of a run are on different
+  nodes. As many runs go on at once as there is room for. If a host is lost, the other processes of
+  its run are ended, and the run goes on from its checkpoint where there is room.
+
+  Args:
+    units: What to train.
+    options: Reads hosts, at_once, ray_resources, restarts and dry_run.
+
+  Returns:
+    0 if all are finished, 1 if one failed, else 75.
+
+  Raises:
+    ConfigError: The package ray is missing, there is no cluster, or an option cannot be used.
+  """
+  resources = parse_resources(options.ray_resources)
+  if options.dry_run:
+    for unit in units:
+      print(f"# {options.hosts} x {json.dumps(resources)}: {unit.title}")
+      print(shlex.join(unit.command("python")))
+    return DONE
+  try:
+    import ray  # here, because it is an optional dependency
+
+    from grpo_jax.launchers.ray_run import RayRun
+  except ImportError:
+    raise ConfigError("flag --on=ray needs the package ray: pip install -e '.[ray]'") from None
+  _connect()
+  try:
+    _warn_of_little_room(ray.nodes(), resources, options.hosts)
+    return work(
+      units,
+      lambda unit: RayRun(unit, options.hosts, resources, options.restarts),
+      options.at_once or len(units),
+    )
+  finally:
+    ray.shutdown()
+
+
+def parse_resources(text: str) -> dict[str, float]:
+  """What --ray_resources reserves on each host of a run: amounts by Ray's name of the resource.
+
+  Raises:
+    ConfigError: It is not a JSON object of positive numbers.
+  """
+  try:
+    given = json.loads(text or "{}")
+  except ValueError:
+    given = None
+  are_amounts = isinstance(given, dict) and all(
+    isinstance(amount, int | float) and not isinstance(amount, bool) and amount > 0
+    for amount in given.values()
+  )
+  if not are_amounts:
+    raise ConfigError(
+      f"flag --ray_resources={text}: write an object of JSON such as"
+      ' {"GPU": 8}, with amounts'
+      " above 0"
+    )
+  return {"CPU": 1} | given
+
+
+def _connect() -> None:
+  """Connects to the cluster of RAY_ADDRESS, else to that of this machine.
+
+  Raises:
+    ConfigError: There is none, or it cannot be used from here.
+  """
+  import ray
+
+  try:
+    with told_if_slow("connecting to the Ray cluster"):
+      ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+  except Exception as error:  # each way to fail has its own exception
+    reason = " ".join(str(error).split())
+    raise ConfigError(
+      f"flag --on=ray: {reason:.300}; run this on a machine of the cluster, or set RAY_ADDRESS"
+    ) from error
+
+
+def _warn_of_little_room(
+  nodes: Sequence[Mapping], resources: Mapping[str, float], hosts: int
+) -> None:
+  """Says what a user would otherwise wait for or search for."""
+  alive = [node["Resources"] for node in nodes if node["Alive"]]
+  fitting = [
+    node for node in alive if all(node.get(key, 0) >= amount for key, amount in resources.items())
+  ]
+  if len(fitting) < hosts:
+    say(
+      f"warning: a run needs {hosts} nodes with {json.dumps(resources)}, and the cluster has"
+      f" {len(fitting)}: waiting for more"
+    )
+  for name in _ACCELERATORS:
+    if any(name in node for node in alive) and not any(key in resources for key in _ACCELERATORS):
+      say(
+        f"warning: the cluster has {name}s and no run reserves any, so runs can share a host: add"
+        f" --ray_resources='{{\"{name}\": 8}}' with the number of one host"
+      )

@@ -1,0 +1,166 @@
+"""One host of a run on a Ray cluster: the actor there, and what the launcher knows of its process.
+
+This file needs the package ray.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import os
+from pathlib import Path
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from grpo_jax.launchers.launcher import FAILED, STOPPED
+from grpo_jax.launchers.process_group import Process, kill_session, start_process
+from grpo_jax.launchers.units import Unit
+from grpo_jax.run.terminal_text import shorten
+
+LOST = -int(signal.SIGKILL)  # the code of a process that nobody can ask any more
+_SECONDS_TO_ANSWER = 10
+_LONGEST_REASON = 200
+# Ray gives it to each host of a slice of TPUs, and JAX wants processes in this order.
+_TPU_WORKER_LABEL = "ray.io/tpu-worker-id"
+
+# Ends with the actor, however that ends: an actor that is killed cannot end its processes. 1 is
+# PR_SET_PDEATHSIG of prctl(2), which Python does not have.
+_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+  os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where an actor is.
+
+  Attributes:
+    host: The name of its machine.
+    node: Ray's id of its node.
+    address: host:port, where a process of it can listen.
+    tpu_worker: The number of the host in its slice of TPUs, 0 without TPUs.
+  """
+
+  host: str
+  node: str
+  address: str
+  tpu_worker: int
+
+  def __str__(self) -> str:
+    return f"{self.host} (node {self.node[:8]})"
+
+
+class HostActor:
+  """Runs one process of a run on its node. It needs two threads: one of them waits in `run`."""
+
+  def __init__(self) -> None:
+    self._process: subprocess.Popen | None = None
+    self._early: list[int] = []  # signals from before the process
+    self._lock = threading.Lock()
+
+  def place(self) -> Place:
+    """Where the actor is."""
+    context = ray.get_runtime_context()
+    labels = context.get_node_labels() or {}
+    with socket.socket() as listener:
+      listener.bind(("", 0))
+      port = listener.getsockname()[1]
+    return Place(
+      host=socket.gethostname(),
+      node=context.get_node_id(),
+      address=f"{ray.util.get_node_ip_address()}:{port}",
+      tpu_worker=int(labels.get(_TPU_WORKER_LABEL, 0)),
+    )
+
+  def run(self, unit: Unit, environment: Mapping[str, str], folder: str, log: str) -> int:
+    """Trains the unit in this working folder, and waits for the end.
+
+    Returns:
+      The exit code, or -N after signal N.
+
+    Raises:
+      OSError: A folder is missing here.
+    """
+    os.chdir(folder)
+    command = unit.command()  # with the Python of this node
+    if sys.platform == "linux":
+      command = [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *command]
+    with self._lock:
+      if self._early:
+        return STOPPED
+      self._process = start_process(command, environment, Path(log))
+    return self._process.wait()
+
+  def send(self, number: int) -> None:
+    """Sends the process a signal."""
+    with self._lock:
+      if self._process:
+        self._process.send_signal(number)
+      else:
+        self._early.append(number)
+
+  def kill(self) -> None:
+    """Ends the process and what it has started."""
+    self.send(signal.SIGKILL)
+    if self._process:
+      kill_session(self._process)
+
+
+class RemoteProcess(Process):
+  """The process of an actor."""
+
+  def __init__(self, actor: Any, place: Place, log: Path) -> None:
+    super().__init__(log, f"on {place}")
+    self._actor = actor
+    self._end: ray.ObjectRef | None = None
+    self._code: int | None = None
+    self._why = ""  # it has no exit code of its own
+
+  def start(self, unit: Unit, environment: Mapping[str, str]) -> None:
+    """Starts it in the working folder of the launcher."""
+    self._end = self._actor.run.remote(unit, environment, os.getcwd(), str(self.log))
+
+  @property
+  def code(self) -> int | None:
+    if self._code is None and ray.wait([self._end], timeout=0)[0]:
+      self._take_end()
+    return self._code
+
+  def send(self, number: int) -> None:
+    if self.code is None:
+      self._actor.send.remote(number)
+
+  def kill(self) -> None:
+    if self.code is None:
+      self._actor.kill.remote()
+      if ray.wait([self._end], timeout=_SECONDS_TO_ANSWER)[0]:
+        self._take_end()
+      else:
+        self._code, self._why = LOST, "was lost: its node does not answer"
+
+  def how_it_ended(self) -> str:
+    return self._why or super().how_it_ended()
+
+  def _take_end(self) -> None:
+    try:
+      self._code = ray.get(self._end)
+    except RayTaskError as error:
+      self._code, self._why = FAILED, f"could not be started: {error.cause}"
+    except RayError as error:
+      self._code, self._why = LOST, f"was lost: {reason_of(error)}"
+
+
+def reason_of(error: RayError) -> str:
+  """The part of Ray's text that says why an actor is gone, such as "its node has died"."""
+  text = " ".join(str(error).split())
+  found = re.search(r"The actor (?:is dead|died) because (.*?)(?:\.|$)", text)
+  return shorten(found[1] if found else text, _LONGEST_REASON)
