@@ -154,10 +154,13 @@ def test_a_unit_has_its_folder_and_the_flags_of_its_settings(tmp_path):
   "command_line, words",
   [
     (["--on=local", "--", *TRAIN], "flag --workdir is missing"),
-    (["--workdir=DIR", "--", *TRAIN], "flag --on is missing: choose one of local, ray, slurm"),
+    (
+      ["--workdir=DIR", "--", *TRAIN],
+      "flag --on is missing: choose one of local, ray, slurm, xmanager",
+    ),
     (
       ["--on=pbs", "--workdir=DIR", "--", *TRAIN],
-      "--on=pbs is unknown: choose one of local, ray, slurm",
+      "--on=pbs is unknown: choose one of local, ray, slurm, xmanager",
     ),
     (["--on=local", "--workdir=DIR"], "write flags of grpo_jax.train after --"),
     (["--on=local", "--workdir=DIR", "--", "--confg=1"], "Unknown command line flag 'confg'"),

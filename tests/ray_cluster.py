@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this machine.
 
-python tests/ray_cluster.py [NODES]    # until Ctrl-C; each node has one CPU
+python tests/ray_cluster.py [NODES]    # until Ctrl-C; each node has two CPUs
 """
 
 import contextlib
@@ -10,32 +10,36 @@ import time
 
 from ray.cluster_utils import Cluster
 
+STORE_BYTES = 80 * 2**20  # about the least that Ray takes; its default is a third of the memory
+
 
 @contextlib.contextmanager
 def cluster(nodes):
   """Starts a cluster whose head has no room for runs, and ends it.
 
   Args:
-    nodes: How many nodes of one CPU it has.
+    nodes: How many nodes of two CPUs it has.
 
   Yields:
-    (the cluster, the environment in which programs use it)
+    (the cluster, its nodes but the head, the environment in which programs use it)
   """
-  store = 80 * 2**20  # bytes, the least that Ray takes; the default is a third of the memory
-  head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": store}
+  head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
   made = Cluster(initialize_head=True, head_node_args=head)
   try:
-    for index in range(nodes):
-      # The label that hosts of a TPU slice have, the other way round.
-      labels = {"ray.io/tpu-worker-id": str(nodes - 1 - index)}
-      made.add_node(num_cpus=1, object_store_memory=store, labels=labels)
-    yield made, os.environ | {"RAY_ADDRESS": made.address}
+    added = [add_node(made, index) for index in range(nodes)]
+    yield made, added, os.environ | {"RAY_ADDRESS": made.address}
   finally:
     made.shutdown()
 
 
+def add_node(made, tpu_worker):
+  """Adds a node of two CPUs with this number in a slice of TPUs."""
+  labels = {"ray.io/tpu-worker-id": str(tpu_worker)}
+  return made.add_node(num_cpus=2, object_store_memory=STORE_BYTES, labels=labels)
+
+
 def main():
-  with cluster(int((sys.argv[1:] or ["2"])[0])) as (_, env):
+  with cluster(int((sys.argv[1:] or ["2"])[0])) as (*_, env):
     print(f"export RAY_ADDRESS={env['RAY_ADDRESS']}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
       while True:

@@ -4,11 +4,12 @@ A launcher builds command lines and nothing else. The engine of the cluster and 
 Nothing here imports jax, so that a login node without accelerators can launch.
 """
 
-from grpo_jax.launchers import local, ray_cluster, slurm
+from grpo_jax.launchers import local, ray_cluster, slurm, xmanager
 from grpo_jax.launchers.launcher import Launcher
 
 LAUNCHERS = {
   "local": Launcher(local.launch),
   "ray": Launcher(ray_cluster.launch),
   "slurm": Launcher(slurm.launch, slurm.queued, waits=False),
+  "xmanager": Launcher(xmanager.launch),
 }

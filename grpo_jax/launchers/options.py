@@ -24,9 +24,16 @@ class Options:
   """How runs are started. No option changes what a run computes."""
 
   hosts: int = _option(
-    1, "hosts of one run; with --on=local, processes of one run on the CPU", lowest=1
+    1,
+    "hosts of one run; with --on=local, processes of one run on the CPU",
+    "local",
+    "slurm",
+    "ray",
+    lowest=1,
   )
-  at_once: int = _option(0, "runs at once; 0 = one with --on=local, else as many as there is room")
+  at_once: int = _option(
+    0, "runs at once; 0 = one with --on=local|xmanager, else as many as there is room"
+  )
   dry_run: bool = _option(False, "print what would be started, and start nothing")
   tasks_per_host: int = _option(
     1, "processes on each host: as many as it has GPUs, and one on a CPU", "slurm", lowest=1
@@ -48,4 +55,9 @@ class Options:
   )
   restarts: int = _option(
     3, "how often a run goes on from its checkpoint after it has lost a host", "ray"
+  )
+  xm: tuple[str, ...] = _option(
+    (),
+    "a flag of experiments/xm_launch.py, such as --xm=--executor=vertex; can be given repeatedly",
+    "xmanager",
   )

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 import json
+import os
+import re
 import shlex
+import socket
 
 from grpo_jax.launchers.launcher import DONE, say
 from grpo_jax.launchers.options import Options
@@ -88,12 +91,24 @@ def _connect() -> None:
 
   try:
     with told_if_slow("connecting to the Ray cluster"):
+      _check_somebody_listens(os.environ.get("RAY_ADDRESS", ""))
       ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
   except Exception as error:  # each way to fail has its own exception
     reason = " ".join(str(error).split())
     raise ConfigError(
       f"flag --on=ray: {reason:.300}; run this on a machine of the cluster, or set RAY_ADDRESS"
     ) from error
+
+
+def _check_somebody_listens(address: str) -> None:
+  """Raises OSError for a host:port where nobody listens. Ray would try it again for ten minutes."""
+  if match := re.fullmatch(r"([^:/]+):(\d+)", address):
+    try:
+      socket.create_connection((match[1], int(match[2])), timeout=10).close()
+    except OSError as error:
+      raise OSError(
+        f"RAY_ADDRESS={address} cannot be reached ({error.strerror or error})"
+      ) from None
 
 
 def _warn_of_little_room(

@@ -154,7 +154,8 @@ class RemoteProcess(Process):
     try:
       self._code = ray.get(self._end)
     except RayTaskError as error:
-      self._code, self._why = FAILED, f"could not be started: {error.cause}"
+      self._code = FAILED
+      self._why = f"could not be started: {error.cause}; all hosts need the launcher's folders"
     except RayError as error:
       self._code, self._why = LOST, f"was lost: {reason_of(error)}"
 

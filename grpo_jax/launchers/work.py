@@ -137,7 +137,8 @@ class _Work:
     # A run that has not begun to train does not handle the signal.
     by_signal = bool(self._signals) and code in _ENDED_BY_SIGNAL
     if code == STOPPED or by_signal:
-      say(f"stopped {title}: {_how_far(run.unit)}")
+      if not run.waits:
+        say(f"stopped {title}: {_how_far(run.unit)}")
       return STOPPED
     if code:
       say(f"failed {title}: {run.why_it_failed()}")

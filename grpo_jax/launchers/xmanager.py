@@ -1,0 +1,50 @@
+"""Runs as work units of XManager, which experiments/xm_launch.py launches."""
+
+from collections.abc import Sequence
+import os
+from pathlib import Path
+import shlex
+import shutil
+import sys
+import tempfile
+
+from grpo_jax.launchers.launcher import DONE
+from grpo_jax.launchers.options import Options
+from grpo_jax.launchers.units import Unit
+from grpo_jax.settings import ConfigError
+
+_SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "xm_launch.py"
+
+
+def launch(units: Sequence[Unit], options: Options) -> int:
+  """Runs `xmanager launch` in the place of this program, or prints the commands of the runs.
+
+  Args:
+    units: What to train.
+    options: Reads at_once, xm and dry_run.
+
+  Returns:
+    0 after a dry run.
+
+  Raises:
+    ConfigError: There is no xmanager, or no script for it.
+  """
+  lines = [shlex.join(unit.command()) for unit in units]
+  if options.dry_run:
+    print("\n".join(lines))
+    return DONE
+  program = shutil.which("xmanager")
+  if not program:
+    raise ConfigError(
+      "flag --on=xmanager: there is no xmanager on the PATH: pip install uv && uv tool install"
+      " xmanager"
+    )
+  if not _SCRIPT.is_file():
+    raise ConfigError(f"flag --on=xmanager: there is no {_SCRIPT}: use the source tree")
+  runs = tempfile.TemporaryFile("w")  # the next program inherits it, and it leaves nothing behind
+  runs.write("".join(f"{line}\n" for line in lines))
+  runs.flush()
+  os.set_inheritable(runs.fileno(), True)
+  own = [f"--runs=/dev/fd/{runs.fileno()}", f"--at_once={options.at_once or 1}", *options.xm]
+  sys.stdout.flush()
+  os.execv(program, [program, "launch", str(_SCRIPT), "--", *own])
