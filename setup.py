@@ -9,25 +9,25 @@ setup(
   packages=find_packages(include=["grpo_jax", "grpo_jax.*", "configs"]),
   python_requires=">=3.11",
   install_requires=[
-    "absl-py",
-    "array_record",  # how tensorflow-datasets reads without TensorFlow
-    "flax",
-    "huggingface_hub",
-    "importlib_resources",  # tensorflow-datasets imports it and does not ask for it
+    "absl-py>=2.1",
+    "array_record>=0.7.2",  # how tensorflow-datasets reads without TensorFlow
+    "flax>=0.12.6",
+    "huggingface_hub>=1.0",
+    "importlib_resources>=6.4",  # tensorflow-datasets imports it and does not ask for it
     "jax>=0.10",
-    "jinja2",
-    "ml-collections",
-    "numpy",
-    "optax",
+    "jinja2>=3.1",
+    "ml-collections>=1.0",
+    "numpy>=2.1",
+    "optax>=0.2.6",
     "orbax-checkpoint>=0.11.36",
-    "qwix",
-    "rich",
-    "safetensors",
-    "scipy",  # jax needs it too
-    "sentencepiece",
-    "tensorboardX",
-    "tensorflow-datasets",
-    "tokenizers",
+    "qwix>=0.1.5",
+    "rich>=13.9",
+    "safetensors>=0.5",
+    "scipy>=1.14",  # jax needs it too
+    "sentencepiece>=0.2.0",
+    "tensorboardX>=2.6.2",
+    "tensorflow-datasets>=4.9.7",
+    "tokenizers>=0.21",
   ],
   extras_require={
     "test": [
