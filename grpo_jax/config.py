@@ -168,7 +168,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-  """What scores completions. The last three settings are for reward models."""
+  """What scores completions. The last settings are for reward models and the teacher."""
 
   functions: tuple[str, ...] = setting(
     ("strict",),
@@ -182,6 +182,17 @@ class Reward:
     "", "dtype of weights and computation; '' = model.dtype", one_of(("", *DTYPES))
   )
   step_separator: str = setting("\n", "separates the steps that a *ForTokenClassification scores")
+  teacher: str = setting(
+    "",
+    "on-policy distillation: a Hugging Face folder with the policy's tokenizer, or"
+    " OWNER/NAME[@REVISION]. '' = off",
+  )
+  teacher_weight: float = setting(
+    1.0,
+    "weight of log-prob of the teacher - log-prob of the policy, which is added to each token's"
+    " advantage; reward.weights of 0 leave the teacher alone",
+    NOT_NEGATIVE,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

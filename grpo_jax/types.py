@@ -157,6 +157,8 @@ class Batch(struct.PyTreeNode):
     old_logprobs_PGT: float32, log-probs of the policy before the batch's first update. None means
       that they are the current policy's own, so that the ratio is 1.
     ref_logprobs_PGT: float32, log-probs of the reference, or None where no KL term needs them.
+    teacher_logprobs_PGT: float32, log-probs of the teacher, until the advantages have them. None
+      without a teacher.
     selection: How tokens are treated. None means weight 1 for every token of the loss.
     routing: The routing of each prompt's group before the update, where a loss over the whole batch
       needs it.
@@ -174,6 +176,7 @@ class Batch(struct.PyTreeNode):
   behavior_logprobs_PGT: jax.Array | None = None
   old_logprobs_PGT: jax.Array | None = None
   ref_logprobs_PGT: jax.Array | None = None
+  teacher_logprobs_PGT: jax.Array | None = None
   selection: TokenSelection | None = None
   routing: Routing | None = None
   slots: int | None = struct.field(pytree_node=False, default=None)

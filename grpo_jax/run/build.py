@@ -26,6 +26,7 @@ from grpo_jax.run.programs import Programs
 from grpo_jax.run.reward_model import RewardModel
 from grpo_jax.run.rollout import PolicyRollout, Rollout
 from grpo_jax.run.scoring import Scorer
+from grpo_jax.run.teacher import Teacher
 from grpo_jax.settings import ConfigError
 
 STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
@@ -113,6 +114,13 @@ class Run:
     functions = resolve_all(reward.functions, self._reward_model, is_reward_model)
     needs_steps = ADVANTAGES[self.config.algo.advantage].needs_steps
     return self._scorer(functions, reward.weights, needs_steps)
+
+  @functools.cached_property
+  def teacher(self) -> Teacher | None:
+    """The teacher of on-policy distillation, or None. Raises ConfigError for one that cannot be."""
+    if not self.config.reward.teacher:
+      return None
+    return Teacher(self.config, self.tokenizer, self.hosts, self.programs.micro_batch)
 
   def with_eval(self, settings: Eval) -> "Run":
     """The same parts with other settings of the evaluation."""

@@ -78,7 +78,8 @@ class Collector:
     self._rollout = run.rollout(run.config.batch.group_size)
     needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
     self._greedy_rollout = run.rollout(1, greedy=True) if needs_greedy else None
-    self._score = run.scorer  # made here, so that its errors come before anything is written
+    # Made here, so that their errors come before anything is written.
+    self._score, self._teacher = run.scorer, run.teacher
     self._score.check_arguments(self.prompts, "reward.functions")
     if algo.overlong and OVERLONG in self._score.names:
       raise ConfigError(
@@ -120,6 +121,8 @@ class Collector:
     if every and (index + 1) % every == 0:
       rows = self._rows(chosen, rewards) if self._run.hosts.is_first else []
     batch, rewards = self._put(chosen, prompts, rewards, live_P, temperature)
+    if self._teacher is not None:
+      batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
     clock.lap("reward")
     metrics = self._metrics(everything, live)
     if sampling.temperature_schedule != "constant":

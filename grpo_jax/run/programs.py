@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_jax import learner, masked
 from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.distillation import teacher_advantages
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Config, Optimizer
@@ -190,6 +191,11 @@ class Programs:
     if advantages.ndim == 2:
       advantages = advantages[..., None]
     advantages_PGT = mask_PGT * advantages
+    teacher_metrics = {}
+    if batch.teacher_logprobs_PGT is not None:
+      own_PGT = teacher_advantages(batch.teacher_logprobs_PGT, batch.sampler_logprobs_PGT, mask_PGT)
+      advantages_PGT = advantages_PGT + self._config.reward.teacher_weight * own_PGT
+      teacher_metrics["teacher/reverse_kl"] = -masked.mean(own_PGT, mask_PGT)
     learns_PG = (advantages_PGT != 0).any(-1)
     deviations_PGT = advantages_PGT - masked.mean(advantages_PGT, mask_PGT)
     metrics = {
@@ -199,7 +205,8 @@ class Programs:
       "batch/completions": learns_PG.sum(),
       "batch/tokens": (learns_PG[..., None] * mask_PGT).sum(),
     }
-    return batch.replace(advantages_PGT=advantages_PGT), metrics
+    batch = batch.replace(advantages_PGT=advantages_PGT, teacher_logprobs_PGT=None)
+    return batch, metrics | teacher_metrics
 
 
 def algo_of(config: Config) -> Algo:

@@ -5,14 +5,11 @@ They lie on the policy's mesh, and all processes compute them together.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
-from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 import numpy as np
 
 from grpo_jax import model
@@ -23,6 +20,7 @@ from grpo_jax.model import hub
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards import Steps
+from grpo_jax.run.frozen_model import load_frozen
 from grpo_jax.settings import ConfigError
 
 # A text, or the messages of a conversation.
@@ -81,7 +79,7 @@ class RewardModel:
     self._batch = config.batch
     self._separator = config.step_separator
     self._hosts = hosts
-    self._params = _load_params(folder, self._model, hosts.mesh)
+    self._params = load_frozen(folder, self._model, hosts.mesh, model.SCORERS)
     self._scores = jax.jit(self._forward, out_shardings=sharding.batch_sharding(hosts.mesh))
 
   def __call__(
@@ -144,17 +142,6 @@ class RewardModel:
     with jax.default_matmul_precision(precision):
       hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
       return model.score(params, config, hidden_BTD)
-
-
-def _load_params(folder: Path, config: model.ModelConfig, mesh: Mesh) -> Any:
-  """The parameters in `folder`, in their places on the mesh and in the dtypes they are used in."""
-  abstract = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
-  places = flatten_dict(sharding.param_specs(abstract, mesh), sep="/")
-
-  # The model is frozen, so its weights need no float32 copy. Norm scales stay float32, because they
-  # are multiplied in float32.
-  convert = functools.partial(model.quantised, dtype=config.dtype)
-  return model.load(folder, places, convert, model.SCORERS)[1]
 
 
 def whole_texts(
