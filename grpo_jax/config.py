@@ -196,6 +196,34 @@ class Reward:
 
 
 @dataclasses.dataclass(frozen=True)
+class Curriculum:
+  """Which training prompts are drawn, by how many of their completions passed.
+
+  A prompt whose completions all passed, or all failed, teaches nothing in a group. What is drawn
+  less often also counts less in the mean over prompts: nothing corrects for that.
+  """
+
+  pass_score: float = setting(1.0, "a completion passes if its score is at least this", above(0))
+  rest: int = setting(
+    0,
+    "GRPO steps for which a prompt is passed over after all or none of its completions passed;"
+    " 0 = off",
+    NOT_NEGATIVE,
+  )
+  floor: float = setting(
+    1.0,
+    "a prompt of pass rate p is taken with probability floor + (1 - floor) 4 p (1 - p) when its"
+    " turn comes. 1 = off, and new prompts are always taken",
+    fraction("1 is off"),
+  )
+
+  @property
+  def chooses(self) -> bool:
+    """Whether pass rates change what is drawn."""
+    return self.rest > 0 or self.floor < 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Learner:
   """How an update is computed."""
 
@@ -337,6 +365,7 @@ class Config:
   batch: BatchSize = BatchSize()
   sampling: Sampling = Sampling()
   reward: Reward = Reward()
+  curriculum: Curriculum = Curriculum()
   algo: Algo = Algo()
   learner: Learner = Learner()
   optimizer: Optimizer = Optimizer()

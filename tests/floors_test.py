@@ -25,6 +25,7 @@ RUN_FLOORS = [
   {
     "clock",
     "compilation_cache",
+    "curriculum",
     "estimators",
     "fitting",
     "flag_errors",

@@ -67,9 +67,22 @@ def step_indices(seed: int, step: int, count: int, size: int) -> np.ndarray:
   Returns:
     Their indices, int64 [count].
   """
-  positions = step * count + np.arange(count)
+  return indices_at(seed, step * count + np.arange(count), size)
+
+
+def indices_at(seed: int, positions: np.ndarray, size: int) -> np.ndarray:
+  """The examples at places of the order that `step_indices` describes.
+
+  Args:
+    seed: The seed of the permutations.
+    positions: int64, the places.
+    size: How many examples there are.
+
+  Returns:
+    Their indices, int64, of the shape of `positions`.
+  """
   epochs = positions // size
-  indices = np.empty(count, np.int64)
+  indices = np.empty(len(positions), np.int64)
   for epoch in np.unique(epochs):
     in_epoch = epochs == epoch
     order = _permutation(seed, int(epoch), size)
