@@ -1,10 +1,11 @@
 """Reward functions: they score the completions that the policy wrote.
 
-`reward.functions` in the config names them. A name is one of `REWARDS`, a function of a file as
-`path/file.py:function`, or a reward model: its folder, or its name on huggingface.co. A program
-that calls `grpo_jax.train` adds its own functions to `REWARDS` with `grpo_jax.register_reward`.
+`reward.functions` in the config names them. A name is one of `REWARDS`, a function or object as
+`path/file.py:function` or `package.module:function`, or a reward model: its folder, or its name on
+huggingface.co. A program that calls `grpo_jax.train` adds its own functions to `REWARDS` with
+`grpo_jax.register_reward`.
 
-A reward function is called with keyword arguments only, each a list with one entry for each of N
+A reward function is called with keyword arguments only. Most are lists with one entry for each of N
 completions:
 
   completions     the texts that the policy wrote, without special tokens
@@ -16,14 +17,16 @@ completions:
   question, solution, answer, ...
                   every field of the examples that the prompts were made from
 
-A function names the arguments that it reads and takes the others as `**columns`. The prompts and
-completions are always texts. (For a conversational data set, TRL passes lists of messages.)
+The others are (a field of the examples with such a name is hidden):
 
-On several hosts, each process calls the functions with the completions of its own prompts: whole
-groups, but not the whole batch.
+  step            the number of the step, as in metrics.jsonl
+  log_metric      log_metric(name, value): the row of metrics has the mean over all calls of the
+                  step. In evaluation it is not written.
+  log_extra       log_extra(column, values): one value for each completion. The files in
+                  completions/ have it as `extra/COLUMN`.
 
-Each function gets its own copies, so it may change them. What it raises ends the run with one line,
-after the last finished step is saved. That includes sys.exit.
+A function names the arguments that it reads and takes the others as `**columns`. Its signature is
+checked before a run starts.
 
 The function returns a list of N entries. An entry is one of three:
 
@@ -37,25 +40,46 @@ For example, a function that prefers short completions:
 
   def brevity(completions, **columns):
     return [-len(text) / 100 for text in completions]
+
+An `async def` works, too. Its calls for different prompts run side by side.
+
+**Where it is called.** Worker processes call functions, `reward.workers` of them, each time with the
+completions of one prompt. A call may take `reward.timeout` seconds, and a worker may have
+`reward.memory` GiB. One that hangs, or ends in whatever way, is killed with what it started. The
+completions of the call are then scored again one by one, each in a new worker, and those that fail
+alone have no reward. An object with state has it in each worker, and loses it with the worker.
+What a function prints goes to stderr. JAX computes on the CPU there.
+
+A function that is marked `in_process`, a reward model, and with `reward.workers=0` every function is
+called in the process of the run: with all completions that the process scores, and without limits.
+`grpo_jax/rewards/marks.py` lists the marks.
+
+Each call gets its own copies, so it may change them. What it raises ends the run with one line,
+after the last finished step is saved. With `reward.on_error="none"` it costs the completions that
+fail alone their rewards. The metrics `rewards/NAME/errors`, `/timeouts` and `/crashes` count the
+completions that have no reward for one of these reasons.
+
+On several hosts, each process scores the completions of its own prompts: whole groups, but not the
+whole batch.
 """
 
-from grpo_jax.rewards.call import RewardError, check_arguments
-from grpo_jax.rewards.functions import (
-  REWARDS,
-  Reward,
-  Steps,
-  name_of,
-  resolve,
-  resolve_all,
-)
-from grpo_jax.rewards.score import score
+from grpo_jax.rewards.answer import Answer, RewardError, Steps
+from grpo_jax.rewards.call import check_arguments
+from grpo_jax.rewards.caller import Caller
+from grpo_jax.rewards.functions import REWARDS, Reward, name_of, resolve, resolve_all
+from grpo_jax.rewards.pool import Pool
+from grpo_jax.rewards.score import combined, score
 
 __all__ = [
   "REWARDS",
+  "Answer",
+  "Caller",
+  "Pool",
   "Reward",
   "RewardError",
   "Steps",
   "check_arguments",
+  "combined",
   "name_of",
   "resolve",
   "resolve_all",

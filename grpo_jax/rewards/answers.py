@@ -16,6 +16,8 @@ import re
 from typing import Any, NamedTuple
 import unicodedata
 
+from grpo_jax.rewards.marks import in_process
+
 # What may stand between the marker and the number: emphasis, currency, the opening of a formula.
 # Words may not.
 _OPENING = r"(?:[\s*_`:=(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)(?![a-zA-Z]))*"
@@ -46,16 +48,19 @@ class Number(NamedTuple):
   fraction: str
 
 
+@in_process
 def strict(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   """1.0 if the answer directly follows the last `####` and no other number is on that line."""
   return _score(_after_anchor, completions, answer)
 
 
+@in_process
 def flexible(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   """1.0 if the last number of the text is the answer."""
   return _score(_last_number, completions, answer)
 
 
+@in_process
 def boxed(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   """1.0 if the last `\\boxed{...}` holds the answer and no other number."""
   return _score(_in_box, completions, answer)

@@ -1,53 +1,161 @@
 """Calls reward functions of users, whose code may do anything.
 
 A function gets its own copies of its arguments. What it raises, sys.exit included, becomes one
-line. One that does not return is named every minute.
+line. One that is called in the process of the run and does not return is named every minute.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import contextlib
 import copy
 import inspect
-import pathlib
-import traceback
+import sys
+import threading
 from typing import Any
 
 from grpo_jax import patience
+from grpo_jax.rewards.answer import (
+  Answer,
+  ContractError,
+  Log,
+  RewardError,
+  answer_of,
+  joined,
+  no_answer,
+)
+from grpo_jax.rewards.marks import has_mark
+from grpo_jax.rewards.text import describe
 from grpo_jax.settings import ConfigError, RunFailed
 
 SECONDS_BETWEEN_WARNINGS = 60.0
+# What every function gets beside the columns.
+EXTRA_ARGUMENTS = ("step", "log_metric", "log_extra")
+
+Columns = Mapping[str, Sequence[Any]]
 
 _ATOMS = (str, int, float, bool, type(None))
 
 
-class RewardError(RunFailed):
-  """A reward function failed, or returned something that is not a reward."""
-
-
-def call(function: Callable[..., Any], name: str, columns: Mapping[str, Sequence[Any]]) -> Any:
-  """function(**columns) on copies of the columns.
+def call_here(
+  function: Callable[..., Any], name: str, columns: Columns, step: int = 0
+) -> Answer:
+  """Calls a function in this process. What it prints goes to stderr, as from a worker.
 
   Args:
     function: The reward function.
     name: What messages call it.
-    columns: Its arguments.
+    columns: Its arguments: the completions and other lists with an entry for each of them.
+    step: The number of the step.
 
   Raises:
-    RewardError: It raised something. sys.exit counts, so that a function cannot end a run quietly.
+    RewardError: It raised something, or returned something else than rewards. sys.exit counts, so
+      that a function cannot end a run quietly.
   """
-  own_columns = {column: own_copy(values) for column, values in columns.items()}
-  with patience.telling(
-    lambda waited: f"warning: reward function {name} has not returned for {waited:g} s",
-    SECONDS_BETWEEN_WARNINGS,
+  with (
+    patience.telling(
+      lambda waited: f"warning: reward function {name} has not returned for {waited:g} s",
+      SECONDS_BETWEEN_WARNINGS,
+    ),
+    contextlib.redirect_stdout(sys.stderr),
   ):
-    try:
-      values = function(**own_columns)
-      return list(values) if isinstance(values, Iterator) else values
-    except (RunFailed, KeyboardInterrupt):
+    return call(function, name, columns, step)
+
+
+def call_in_parts(
+  function: Callable[..., Any], name: str, columns: Columns, step: int, group_size: int
+) -> Answer:
+  """As `call_here`, but what fails costs only the completions their rewards that fail alone.
+
+  A call that raises something is made again for each group, and then for each completion.
+  """
+  count = len(columns["completions"])
+  try:
+    return call_here(function, name, columns, step)
+  except RewardError as error:
+    part = group_size if count > group_size else 1
+    if isinstance(error.__cause__, ConfigError):
       raise
-    except ConfigError as error:  # a built-in function lacks its package
-      raise RewardError(str(error)) from error
-    except BaseException as error:
-      raise RewardError(f"reward function {name} raised {describe(error)}") from error
+    is_smallest = count <= 1 or (part == 1 and has_mark(function, "whole_groups"))
+    if isinstance(error, ContractError) or is_smallest:
+      return no_answer(count, "error", str(error))
+  starts = [range(start, min(start + part, count)) for start in range(0, count, part)]
+  return joined(
+    count,
+    (
+      (rows, call_in_parts(function, name, rows_of(columns, rows), step, group_size))
+      for rows in starts
+    ),
+  )
+
+
+def call(function: Callable[..., Any], name: str, columns: Columns, step: int = 0) -> Answer:
+  """As `call_here`, but what the function prints goes where this process prints."""
+  log = Log(len(columns["completions"]))
+  with failing_as_reward_error(name):
+    values = function(**arguments(function, columns, step, log))
+    if inspect.isawaitable(values):
+      values = _awaited(values)
+    values = list(values) if isinstance(values, Iterator) else values
+  return answer_of(name, values, columns["completions"], log)
+
+
+async def call_async(
+  function: Callable[..., Any], name: str, columns: Columns, step: int, timeout: float
+) -> Answer:
+  """As `call`, for an async function, whose result is waited for in the running event loop.
+
+  Raises:
+    TimeoutError: It has not returned after `timeout` seconds.
+    RewardError: As in `call_here`.
+  """
+  log = Log(len(columns["completions"]))
+  with failing_as_reward_error(name):
+    waiting = asyncio.ensure_future(function(**arguments(function, columns, step, log)))
+    # Not wait_for, which does not tell its own TimeoutError from one that the function raised.
+    done, _ = await asyncio.wait([waiting], timeout=timeout)
+    values = waiting.result() if done else None
+  if not done:
+    waiting.cancel()
+    raise TimeoutError
+  return answer_of(name, values, columns["completions"], log)
+
+
+@contextlib.contextmanager
+def failing_as_reward_error(name: str) -> Iterator[None]:
+  """What the function of this name raises becomes a RewardError, whose cause it is."""
+  try:
+    yield
+  except (RunFailed, KeyboardInterrupt):
+    raise
+  except ConfigError as error:  # a built-in function lacks its package
+    raise RewardError(str(error)) from error
+  except BaseException as error:
+    raise RewardError(f"reward function {name} raised {describe(error)}") from error
+
+
+def arguments(
+  function: Callable[..., Any], columns: Columns, step: int, log: Log
+) -> dict[str, Any]:
+  """The keyword arguments of a call, which share nothing with `columns`."""
+  copies = {column: own_copy(values) for column, values in columns.items()}
+  if has_mark(function, "conversational") and "messages" in copies:
+    copies["prompts"] = own_copy(copies["messages"])
+    copies["completions"] = [
+      [{"role": "assistant", "content": text}] for text in columns["completions"]
+    ]
+  return copies | {"step": step, "log_metric": log.metric, "log_extra": log.extra}
+
+
+def rows_of(columns: Columns, rows: Sequence[int]) -> dict[str, list[Any]]:
+  """Some entries of every column."""
+  return {column: [values[row] for row in rows] for column, values in columns.items()}
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+  """Whether a function, or an object's __call__, is an `async def`."""
+  return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+    getattr(type(function), "__call__", None)  # noqa: B004  it is a method, not a test
+  )
 
 
 def check_arguments(function: Callable[..., Any], name: str, key: str, columns: list[str]) -> None:
@@ -57,51 +165,25 @@ def check_arguments(function: Callable[..., Any], name: str, key: str, columns: 
     function: The reward function.
     name: What messages call it.
     key: The config key that names it.
-    columns: The names of its arguments.
+    columns: The names of its arguments, without `EXTRA_ARGUMENTS`.
 
   Raises:
-    ConfigError: It is an async function, or lacks one of the arguments, or needs another one.
+    ConfigError: It lacks one of the arguments, or needs another one, or is an async generator.
   """
-  if inspect.iscoroutinefunction(function):
-    raise ConfigError(f"{key}: {name} is an async function, which is not supported: use def")
+  if inspect.isasyncgenfunction(function):
+    raise ConfigError(f"{key}: {name} yields in an async function: return a list instead")
+  names = list(dict.fromkeys([*columns, *EXTRA_ARGUMENTS]))
   try:
     signature = inspect.signature(function)
   except (TypeError, ValueError):  # some functions that are written in C have none
     return
   try:
-    signature.bind(**dict.fromkeys(columns))
+    signature.bind(**dict.fromkeys(names))
   except TypeError as error:
     raise ConfigError(
       f"{key}: {name}{signature} cannot be called ({error}): it gets the keyword arguments"
-      f" {', '.join(columns)}; take those that it does not read as **columns"
+      f" {', '.join(names)}; take those that it does not read as **columns"
     ) from None
-
-
-def describe(error: BaseException, file: pathlib.Path | None = None) -> str:
-  """An exception in one line: its type, its message, and the line of the user's code.
-
-  Args:
-    error: The exception.
-    file: The file of the user. None means the file in which it was raised.
-  """
-  text = " ".join(text_of(error).split())
-  named = f"{type(error).__name__}: {text:.200}" if text else type(error).__name__
-  if isinstance(error, SyntaxError):
-    return named  # it names its file and line itself
-  frames = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    if (frame.filename != __file__ if file is None else frame.filename == str(file))
-  ]
-  return f"{named} ({frames[-1].filename} line {frames[-1].lineno})" if frames else named
-
-
-def text_of(value: Any, convert: Callable[[Any], str] = str) -> str:
-  """str(value) or repr(value), of an object of the user whose own method may raise."""
-  try:
-    return convert(value)
-  except Exception:
-    return f"{type(value).__name__} that cannot be printed"
 
 
 def own_copy(value: Any) -> Any:
@@ -113,3 +195,28 @@ def own_copy(value: Any) -> Any:
   if type(value) is dict:
     return {key: own_copy(item) for key, item in value.items()}
   return copy.deepcopy(value)
+
+
+def _awaited(waiting: Awaitable[Any]) -> Any:
+  """The result of what an async function returned.
+
+  It is waited for in a thread of its own, because a notebook runs an event loop in this one.
+  """
+  outcome: list[Any] = []
+
+  async def wait() -> Any:
+    return await waiting
+
+  def run() -> None:
+    try:
+      outcome.extend((asyncio.run(wait()), None))
+    except BaseException as error:
+      outcome.extend((None, error))
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  thread.join()
+  value, error = outcome
+  if error is not None:
+    raise error
+  return value

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import hashlib
+import importlib
 import importlib.util
 import pathlib
 import sys
@@ -9,11 +10,10 @@ from types import ModuleType
 
 from grpo_jax.registry import register
 from grpo_jax.rewards import answers, process, symbolic
-from grpo_jax.rewards.call import describe
+from grpo_jax.rewards.answer import Steps
+from grpo_jax.rewards.text import describe
 from grpo_jax.settings import ConfigError
 
-# The steps of one completion, as pairs (end in characters, reward).
-Steps = list[tuple[int, float]]
 # A reward function. `grpo_jax/rewards/__init__.py` describes its arguments and what it returns.
 Reward = Callable[..., Sequence[float | Steps | None]]
 
@@ -24,6 +24,7 @@ REWARDS: dict[str, Reward] = {
   "math": symbolic.math,
   "worked_steps": process.worked_steps,
 }
+_BUILT_IN = frozenset(REWARDS)
 
 
 def register_reward(function: Reward) -> Reward:
@@ -50,7 +51,8 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   """The reward function that a config key names. It is never a reward model.
 
   Args:
-    name: A key of `REWARDS`, or `path/file.py:function`. The file is executed.
+    name: A key of `REWARDS`, or `path/file.py:function`, or `package.module:function`. The file is
+      executed, and the module is imported.
     key: The config key that holds `name`, for error messages.
     is_model: Returns whether a name is the folder of a model, or the name of one on
       huggingface.co.
@@ -63,19 +65,19 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   if is_model(name):
     raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
   file, _, attribute = name.rpartition(":")
+  if not file.endswith(".py") and all(part.isidentifier() for part in file.split(".")):
+    return _function_of(_import(file, key), attribute, name, key)
   if not file.endswith(".py"):
     or_model = " or a reward model's folder" if key == "reward.functions" else ""
     raise ConfigError(
       f"{key}: {name!r} is unknown: choose one of {', '.join(REWARDS)}, or give"
-      f" path/file.py:function{or_model}, or call grpo_jax.register_reward first"
+      f" path/file.py:function or package.module:function{or_model}, or call"
+      " grpo_jax.register_reward first"
     )
   path = pathlib.Path(file).expanduser()
   if not path.is_file():
     raise ConfigError(f"{key}: {name!r}: there is no file {path}")
-  function = getattr(_load_module(path.resolve(), key), attribute, None)
-  if not callable(function):
-    raise ConfigError(f"{key}: {name!r}: {path} defines no function {attribute!r}")
-  return function
+  return _function_of(_load_module(path.resolve(), key), attribute, name, key)
 
 
 def resolve_all(
@@ -107,9 +109,31 @@ def resolve_all(
   return functions
 
 
+def is_named(name: str) -> bool:
+  """Whether any process finds the function of this name: it is one of ours, or of a file."""
+  return ":" in name or name in _BUILT_IN
+
+
 def name_of(function: Reward) -> str:
   """The name of a reward function in metrics and in error messages."""
   return getattr(function, "__name__", type(function).__name__)
+
+
+def _function_of(module: ModuleType, attribute: str, name: str, key: str) -> Reward:
+  function = getattr(module, attribute, None)
+  if not callable(function):
+    raise ConfigError(f"{key}: {name!r}: {module.__file__} defines no function {attribute!r}")
+  return function
+
+
+def _import(module_name: str, key: str) -> ModuleType:
+  """Imports a module. Raises ConfigError for whatever that raises, sys.exit included."""
+  try:
+    return importlib.import_module(module_name)
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:
+    raise ConfigError(f"{key}: {module_name} cannot be imported: {describe(error)}") from None
 
 
 def _load_module(path: pathlib.Path, key: str) -> ModuleType:

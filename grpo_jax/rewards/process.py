@@ -8,8 +8,10 @@ import re
 from typing import Any
 
 from grpo_jax.rewards.answers import strict
+from grpo_jax.rewards.marks import in_process
 
 
+@in_process
 def worked_steps(
   completions: list[str], question: list[str], answer: list[str], **columns: Any
 ) -> list[list[tuple[int, float]]]:

@@ -1,17 +1,39 @@
-"""Calls reward functions and checks what they return."""
+"""Combines what several reward functions say of the same completions."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
-import functools
+from collections.abc import Callable, Mapping, Sequence
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.rewards.call import RewardError, call, text_of
-from grpo_jax.rewards.functions import Reward, Steps, name_of
+from grpo_jax.rewards.answer import LARGEST, Answer, RewardError, Steps
+from grpo_jax.rewards.call import Columns, call_here
+from grpo_jax.rewards.functions import Reward, name_of
 from grpo_jax.settings import ConfigError
 
-LARGEST = float(np.finfo(np.float32).max)
+
+class Scores(NamedTuple):
+  """The scores of N completions.
+
+  Attributes:
+    rewards_N: float32 [N], the weighted sum over the functions that scored the completion. NaN
+      where no function did.
+    by_function: The scores of each function by name, float32 [N]: the mean over the completion's
+      steps. NaN where it has no steps.
+    steps: The steps of each function by name, N lists.
+  """
+
+  rewards_N: np.ndarray
+  by_function: dict[str, np.ndarray]
+  steps: dict[str, list[Steps]]
+
+
+def answer_or_raise(function: Reward, columns: Columns) -> Answer:
+  """What a function says, called in this process. Raises RewardError for any failure."""
+  answer = call_here(function, name_of(function), columns)
+  if answer.failures:
+    raise RewardError(answer.failures[0].text)
+  return answer
 
 
 def score(
@@ -19,8 +41,8 @@ def score(
   weights: Sequence[float],
   completions: Sequence[str],
   columns: Mapping[str, Sequence[Any]],
-  on_each: Callable[[Callable[[], list[Steps]]], list[Steps]] = lambda act: act(),
-) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, list[Steps]]]:
+  answer: Callable[[Reward, Columns], Answer] = answer_or_raise,
+) -> Scores:
   """Scores N completions with every reward function.
 
   Args:
@@ -29,20 +51,7 @@ def score(
     completions: N texts.
     columns: The other arguments of the functions, lists of N entries: the prompts, token ids and
       fields of the examples.
-    on_each: Calls each function. Where several processes score, it is `Hosts.on_each`, so that an
-      error on one of them is an error on all before the next function is called.
-
-  Returns:
-    Three values, of which the last two are dicts from the names of the functions:
-
-    The rewards, float32 [N]: the weighted sum over the functions that scored the completion. NaN
-    where no function did.
-
-    The scores of each function, float32 [N]: the mean over the completion's steps. NaN where it has
-    no steps.
-
-    The steps of each function, N lists. A score for the whole completion is a single step that ends
-    where the completion ends.
+    answer: Calls a function.
 
   Raises:
     ConfigError: The weights do not match the functions.
@@ -53,15 +62,20 @@ def score(
       f"reward.weights: {len(weights)} weights for {len(functions)} functions in reward.functions;"
       " give one weight for each function, and at least one function"
     )
-  steps = {
-    name_of(function): on_each(functools.partial(_call, function, list(completions), columns))
-    for function in functions
-  }
+  columns = {"completions": list(completions), **columns}
+  answers = {name_of(function): answer(function, columns) for function in functions}
+  return combined(answers, weights)
+
+
+def combined(answers: Mapping[str, Answer], weights: Sequence[float]) -> Scores:
+  """The scores from the answers of the functions by name. Raises RewardError for an overflow."""
+  steps = {name: one.steps for name, one in answers.items()}
   scores = {
     name: np.array([_mean_reward(steps_of_one) for steps_of_one in steps_of_all], np.float32)
     for name, steps_of_all in steps.items()
   }
-  total_N = np.zeros(len(completions))
+  count = len(next(iter(scores.values())))
+  total_N = np.zeros(count)
   for weight, scores_N in zip(weights, scores.values()):
     total_N += weight * np.nan_to_num(scores_N.astype(np.float64))
   if np.abs(total_N).max(initial=0) > LARGEST:
@@ -70,59 +84,7 @@ def score(
     )
   unscored_N = np.all([np.isnan(scores_N) for scores_N in scores.values()], axis=0)
   rewards_N = np.where(unscored_N, np.nan, total_N).astype(np.float32)
-  return rewards_N, scores, steps
-
-
-def _call(
-  function: Reward, completions: list[str], columns: Mapping[str, Sequence[Any]]
-) -> list[Steps]:
-  """The steps of every completion, after all checks."""
-  name = name_of(function)
-  values = call(function, name, {"completions": completions, **columns})
-  try:
-    if isinstance(values, (str, bytes, Mapping, Set)):  # what they list is no score in its place
-      raise TypeError
-    values = list(values)
-    steps = [_as_steps(value, text) for value, text in zip(values, completions)]
-  except Exception:
-    raise RewardError(
-      f"reward function {name} must return a list of numbers, None or lists of steps"
-      f" (end, number), got {text_of(values, repr):.80}"
-    ) from None
-  if len(values) != len(completions):
-    raise RewardError(
-      f"reward function {name} returned {len(values)} scores for {len(completions)} completions"
-    )
-  for steps_of_one, text in zip(steps, completions):
-    _check_steps(name, steps_of_one, text)
-  return steps
-
-
-def _check_steps(name: str, steps: Steps, text: str) -> None:
-  if not all(abs(reward) <= LARGEST for _, reward in steps):
-    raise RewardError(
-      f"reward function {name} returned a score that is not finite in float32; every score must be"
-      " finite or None"
-    )
-  if not all(0 < end <= max(1, len(text)) for end, _ in steps):
-    raise RewardError(
-      f"reward function {name} returned a step that ends outside its completion of {len(text)}"
-      f" characters: {steps!r:.80}"
-    )
-
-
-def _as_steps(value: Any, text: str) -> Steps:
-  """What a function returned for the completion `text`, as steps. None and NaN are no steps."""
-  if value is None:
-    return []
-  if isinstance(value, (str, bytes)):  # float("1") is a number
-    raise TypeError
-  if isinstance(value, (list, tuple)):
-    return [(int(end), float(reward)) for end, reward in value]
-  if math.isnan(float(value)):
-    return []
-  # An empty completion still has the token that ended it, so its step ends at 1 and not at 0.
-  return [(max(1, len(text)), float(value))]
+  return Scores(rewards_N, scores, steps)
 
 
 def _mean_reward(steps: Steps) -> float:

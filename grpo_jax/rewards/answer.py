@@ -1,0 +1,206 @@
+"""What a reward function says of N completions, after all checks."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.rewards.text import text_of
+from grpo_jax.settings import RunFailed
+
+LARGEST = float(np.finfo(np.float32).max)
+
+# The steps of one completion, as pairs (end in characters, reward).
+Steps = list[tuple[int, float]]
+
+
+class RewardError(RunFailed):
+  """A reward function failed, or returned something that is not a reward."""
+
+
+class ContractError(RewardError):
+  """A reward function returned something else than a reward for each completion."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+  """Why a completion has no reward.
+
+  Attributes:
+    row: Which completion of the call it is, from 0.
+    kind: "error" for what the function raised or returned, "timeout" or "crash".
+    text: One line that names the function.
+  """
+
+  row: int
+  kind: str
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """The rewards of N completions, and what the function logged.
+
+  Attributes:
+    steps: The steps of each completion. A score for the whole completion is a single step that ends
+      where the completion ends. None and NaN are no steps.
+    failures: The completions whose reward is missing because something failed.
+    metrics: What `log_metric` got, as pairs (name, value).
+    extras: What `log_extra` got: values of all completions by column.
+  """
+
+  steps: list[Steps]
+  failures: list[Failure] = dataclasses.field(default_factory=list)
+  metrics: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+  extras: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+
+
+class Log:
+  """`log_metric` and `log_extra` for a call with `count` completions."""
+
+  def __init__(self, count: int) -> None:
+    self._count = count
+    self.metrics: list[tuple[str, float]] = []
+    self.extras: dict[str, list[Any]] = {}
+
+  def metric(self, name: str, value: float) -> None:
+    """Logs a number. The row of metrics has its mean over the calls of a step."""
+    self.metrics.append((str(name), float(value)))
+
+  def extra(self, column: str, values: Sequence[Any]) -> None:
+    """Logs a value for each completion, for the files in completions/."""
+    values = [_as_json(value) for value in values]
+    if len(values) != self._count:
+      raise ValueError(
+        f"log_extra({column!r}) got {len(values)} values for {self._count} completions"
+      )
+    self.extras[str(column)] = values
+
+
+def answer_of(name: str, values: Any, completions: Sequence[str], log: Log) -> Answer:
+  """Checks what a function returned.
+
+  Args:
+    name: Of the function.
+    values: What it returned.
+    completions: The texts that it got.
+    log: What it logged.
+
+  Raises:
+    ContractError: `values` is no list of one entry for each completion.
+  """
+  try:
+    if isinstance(values, (str, bytes, Mapping, Set)):  # what they list is no score in its place
+      raise TypeError
+    values = list(values)
+    steps = [_as_steps(value, text) for value, text in zip(values, completions)]
+  except Exception:
+    raise ContractError(
+      f"reward function {name} must return a list of numbers, None or lists of steps"
+      f" (end, number), got {text_of(values, repr):.80}"
+    ) from None
+  if len(values) != len(completions):
+    raise ContractError(
+      f"reward function {name} returned {len(values)} scores for {len(completions)} completions"
+    )
+  failures = []
+  for row, text in enumerate(completions):
+    problem = _problem(steps[row], text)
+    if problem:
+      failures.append(Failure(row, "error", f"reward function {name} returned {problem}"))
+      steps[row] = []
+  return Answer(steps, failures, log.metrics, log.extras)
+
+
+def no_answer(count: int, kind: str, text: str) -> Answer:
+  """The answer for `count` completions that all failed for one reason."""
+  return Answer([[] for _ in range(count)], [Failure(row, kind, text) for row in range(count)])
+
+
+def joined(count: int, parts: Iterable[tuple[Sequence[int], Answer]]) -> Answer:
+  """The answer for `count` completions, from answers for some of their rows each."""
+  whole = Answer([[] for _ in range(count)])
+  for rows, part in parts:
+    for row, steps in zip(rows, part.steps, strict=True):
+      whole.steps[row] = steps
+    whole.failures.extend(dataclasses.replace(one, row=rows[one.row]) for one in part.failures)
+    whole.metrics.extend(part.metrics)
+    for column, values in part.extras.items():
+      column_values = whole.extras.setdefault(column, [None] * count)
+      for row, value in zip(rows, values, strict=True):
+        column_values[row] = value
+  whole.failures.sort(key=lambda one: one.row)
+  return whole
+
+
+def to_json(answer: Answer) -> dict[str, Any]:
+  """The answer as JSON holds it."""
+  return dataclasses.asdict(answer)
+
+
+def from_json(values: Any, count: int) -> Answer:
+  """The inverse of `to_json`.
+
+  Raises:
+    ValueError: `values` is no answer for `count` completions.
+  """
+  try:
+    steps = [[(int(end), float(reward)) for end, reward in one] for one in values["steps"]]
+    failures = [
+      Failure(int(one["row"]), str(one["kind"]), str(one["text"])) for one in values["failures"]
+    ]
+    metrics = [(str(name), float(value)) for name, value in values["metrics"]]
+    extras = {str(column): list(column_values) for column, column_values in values["extras"].items()}
+  except (TypeError, KeyError, AttributeError, OverflowError) as error:
+    raise ValueError(str(error)) from None
+  rewards = [reward for one in steps for _, reward in one]
+  if (
+    len(steps) != count
+    or not all(abs(reward) <= LARGEST for reward in rewards)
+    or not all(0 <= one.row < count for one in failures)
+    or not all(len(column_values) == count for column_values in extras.values())
+  ):
+    raise ValueError("the numbers do not fit the call")
+  return Answer(steps, failures, metrics, extras)
+
+
+def _problem(steps: Steps, text: str) -> str:
+  """What is wrong with the steps of a completion, or nothing."""
+  if not all(abs(reward) <= LARGEST for _, reward in steps):
+    return (
+      "a score that is not finite in float32; every score must be finite or None, for the"
+      f" completion {text!r:.40}"
+    )
+  if not all(0 < end <= max(1, len(text)) for end, _ in steps):
+    return f"a step that ends outside its completion of {len(text)} characters: {steps!r:.80}"
+  return ""
+
+
+def _as_steps(value: Any, text: str) -> Steps:
+  """What a function returned for the completion `text`, as steps. None and NaN are no steps."""
+  if value is None:
+    return []
+  if isinstance(value, (str, bytes)):  # float("1") is a number
+    raise TypeError
+  if isinstance(value, (list, tuple)):
+    return [(int(end), float(reward)) for end, reward in value]
+  if math.isnan(float(value)):
+    return []
+  # An empty completion still has the token that ended it, so its step ends at 1 and not at 0.
+  return [(max(1, len(text)), float(value))]
+
+
+def _as_json(value: Any) -> Any:
+  """A value as JSON can hold it. Others become texts."""
+  if isinstance(value, np.generic):
+    value = value.item()
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  try:
+    json.dumps(value, allow_nan=False)
+  except (TypeError, ValueError, RecursionError):
+    return text_of(value, repr)
+  return value

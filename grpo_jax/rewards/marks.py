@@ -1,0 +1,29 @@
+"""Marks: attributes of a reward function that change how it is called.
+
+A function has a mark if the attribute is true, as after `brevity.whole_groups = True`. An object
+with `__call__` has it from its class. The functions here set marks as decorators.
+
+  in_process      The function is called in the process of the run, with all completions that this
+                  process scores at once, and without limits. For functions that are sure to end,
+                  that use the devices of the run, or that keep state that must be in one place.
+  whole_groups    The function compares the completions of a prompt. It is never called with a part
+                  of them: if a call fails, no completion of the prompt has a reward.
+  conversational  With data.chat, the function gets `prompts` and `completions` as lists of messages,
+                  as TRL passes them.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def in_process(function: F) -> F:
+  """Calls the function in the process of the run."""
+  function.__dict__["in_process"] = True
+  return function
+
+
+def has_mark(function: Callable[..., Any], mark: str) -> bool:
+  """Whether a function has the mark of this name."""
+  return bool(getattr(function, mark, False))
