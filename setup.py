@@ -31,6 +31,7 @@ setup(
   ],
   extras_require={
     "test": [
+      "cloudpickle",
       "hypothesis",
       "math-verify",
       "mypy==2.4.1",
@@ -44,6 +45,7 @@ setup(
     "plot": ["matplotlib"],
     "report": ["bokeh"],
     "math": ["math-verify"],
+    "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],
     "ray": ["ray"],

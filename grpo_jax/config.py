@@ -172,9 +172,31 @@ class Reward:
 
   functions: tuple[str, ...] = setting(
     ("strict",),
-    "names of grpo_jax/rewards, path/file.py:function, or Hugging Face folders of reward models",
+    "names of grpo_jax/rewards, path/file.py:function, package.module:function, or Hugging Face"
+    " folders of reward models",
   )
   weights: tuple[float, ...] = setting((1.0,), "the weight of each function")
+  on_error: str = setting(
+    "stop",
+    "what follows when a function raises or returns something that is no reward: stop = the run"
+    " saves and stops; none = the completions that fail alone have no reward, and are counted. A"
+    " policy can then learn to write what a function fails on, where other rewards would be lower",
+    one_of(("stop", "none")),
+  )
+  workers: int = setting(
+    -1,
+    "processes that call functions; -1 = one for each CPU core that this process of the run has;"
+    " 0 = none: the process of the run calls them, without the two limits below, and a debugger"
+    " can stop in them",
+    at_least(-1, at_most=2**12),
+  )
+  timeout: float = setting(
+    30.0,
+    "seconds that a worker may take for the completions of one prompt, and for one of them alone if"
+    " that was not enough",
+    above(0),
+  )
+  memory: float = setting(4.0, "GiB that a worker may have; 0 = no limit", NOT_NEGATIVE)
   batch: int = setting(
     64, "texts scored at once; a multiple of mesh.data x mesh.fsdp x mesh.expert", ROWS
   )

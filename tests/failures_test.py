@@ -190,8 +190,8 @@ def test_a_function_that_does_not_return_is_named_again_and_again(monkeypatch, c
   assert len(lines) > 1
 
 
-async def asynchronous(completions, **_):
-  return [0.0] * len(completions)
+async def asynchronous_generator(completions, **_):
+  yield 0.0
 
 
 class Keyed:
@@ -206,7 +206,7 @@ class Keyed:
     (lambda prompts, /, completions: [0.0], "keyword arguments completions, prompts"),
     (lambda completions, level, **_: [0.0], "missing a required argument: 'level'"),
     (Keyed(), "missing a required argument: 'difficulty'"),
-    (asynchronous, "async function"),
+    (asynchronous_generator, "yields in an async function"),
   ],
 )
 def test_a_function_that_cannot_be_called_is_refused_at_the_start(function, words):

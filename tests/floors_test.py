@@ -55,6 +55,7 @@ RUN_FLOORS = [
   },
   {"reward_model", "teacher", "rollout", "programs", "lock", "reading", "environment"},
   {"scoring"},
+  {"scorer"},
   {"rollout_metrics", "build", "bucket_lock"},
   {"bucket_files"},
   {"collect", "evaluator", "plan_programs"},

@@ -15,10 +15,12 @@ from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.rewards import Caller
 from grpo_jax.run import rollout
 from grpo_jax.run.rollout import PolicyRollout, Rollouts, sampled_ids, texts_of
 from grpo_jax.run.rollout_metrics import completion_rows, rollout_metrics, score_metrics
-from grpo_jax.run.scoring import Scorer, completion_columns, groups_that_differ, with_overlong
+from grpo_jax.run.scorer import Scorer, completion_columns
+from grpo_jax.run.scoring import groups_that_differ, with_overlong
 from grpo_jax.types import Completions, Rewards
 
 NAN = float("nan")
@@ -70,12 +72,12 @@ def rollouts_of(texts, width=8):
 
 def scorer(*functions, weights=None, needs_steps=False, decode=TOKENS.decode):
   weights = weights or (1.0,) * len(functions)
-  return Scorer(functions, weights, HOSTS, decode, needs_steps)
+  return Scorer(functions, weights, HOSTS, decode, Caller(None), needs_steps)
 
 
 def score(texts, *functions, **options):
   """The rewards of the texts under these functions."""
-  return scorer(*functions, **options)(rollouts_of(texts), PROMPTS)
+  return scorer(*functions, **options)(rollouts_of(texts), PROMPTS).rewards
 
 
 def fixed(rewards_PG, name="fixed"):
@@ -168,7 +170,7 @@ def test_rewards_are_weighted_and_each_functions_scores_are_kept():
   first, second = np.array([[1, 0], [1, NAN], [0, NAN]]), np.array([[2, 4], [NAN, 6], [8, NAN]])
   texts = [["0", "1"]] * 3
   score_texts = scorer(fixed(first, "a"), fixed(second, "b"), weights=(1.0, 0.5))
-  rewards = score_texts(rollouts_of(texts), PROMPTS)
+  rewards = score_texts(rollouts_of(texts), PROMPTS).rewards
   # None counts as nothing. Where both are None, the reward is NaN.
   np.testing.assert_array_equal(rewards.score_PG, [[2, 2], [1, 3], [4, NAN]])
   np.testing.assert_array_equal(rewards.scores_PGJ, np.stack([first, second], -1))
@@ -364,7 +366,7 @@ def test_a_step_ends_at_the_token_with_its_last_character(family, text):
     ]
 
   prompts = dataclasses.replace(PROMPTS, own=slice(0, 1), columns={})
-  rewards = scorer(semicolons, needs_steps=True, decode=tokens.decode)(rollouts, prompts)
+  rewards = scorer(semicolons, needs_steps=True, decode=tokens.decode)(rollouts, prompts).rewards
   # By hand: the token after which this many semicolons are written for the first time, and the
   # stop token for a semicolon at the end of the text.
   counts = [tokens.decode(ids[: t + 1]).count(";") for t in range(len(ids))]

@@ -31,6 +31,7 @@ def small_config(preset="grpo", **algo):
   config.optimizer.learning_rate = 1e-2
   config.mesh.update(data=1, fsdp=1, tensor=-1)
   config.log.update(completions_every=1, tensorboard=False)
+  config.reward.workers = 0  # they take half a second to start
   config.algo.update(algo)
   return from_dict(config.to_dict())
 

@@ -349,7 +349,7 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
   all_prompts = run.prompts("train")
   prompts = loader.prompt_batch(all_prompts, loader.step_indices(0, 0, P, len(all_prompts)))
   greedy = run.rollout(1, greedy=True)(state.train.params, prompts, jax.random.key(7))
-  expected_P1 = np.asarray(run.scorer(greedy, prompts).score_PG)
+  expected_P1 = np.asarray(run.scorer(greedy, prompts).rewards.score_PG)
   _, _, rows = step(state, 0)
   baselines = np.array([row["reward"] - row["advantage"] for row in rows]).reshape(P, G)
   np.testing.assert_allclose(baselines, np.tile(expected_P1, G), rtol=1e-5, atol=1e-5)

@@ -43,16 +43,16 @@ For example, a function that prefers short completions:
 
 An `async def` works, too. Its calls for different prompts run side by side.
 
-**Where it is called.** Worker processes call functions, `reward.workers` of them, each time with the
+**Where it is called.** `reward.workers` worker processes call functions, each time with the
 completions of one prompt. A call may take `reward.timeout` seconds, and a worker may have
 `reward.memory` GiB. One that hangs, or ends in whatever way, is killed with what it started. The
 completions of the call are then scored again one by one, each in a new worker, and those that fail
 alone have no reward. An object with state has it in each worker, and loses it with the worker.
 What a function prints goes to stderr. JAX computes on the CPU there.
 
-A function that is marked `in_process`, a reward model, and with `reward.workers=0` every function is
-called in the process of the run: with all completions that the process scores, and without limits.
-`grpo_jax/rewards/marks.py` lists the marks.
+A function that is marked `in_process`, a reward model, and with `reward.workers=0` every function
+is called in the process of the run: with all completions that the process scores, and without
+limits. `grpo_jax/rewards/marks.py` lists the marks.
 
 Each call gets its own copies, so it may change them. What it raises ends the run with one line,
 after the last finished step is saved. With `reward.on_error="none"` it costs the completions that

@@ -153,7 +153,9 @@ def from_json(values: Any, count: int) -> Answer:
       Failure(int(one["row"]), str(one["kind"]), str(one["text"])) for one in values["failures"]
     ]
     metrics = [(str(name), float(value)) for name, value in values["metrics"]]
-    extras = {str(column): list(column_values) for column, column_values in values["extras"].items()}
+    extras = {
+      str(column): list(column_values) for column, column_values in values["extras"].items()
+    }
   except (TypeError, KeyError, AttributeError, OverflowError) as error:
     raise ValueError(str(error)) from None
   rewards = [reward for one in steps for _, reward in one]

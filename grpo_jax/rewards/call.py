@@ -36,9 +36,7 @@ Columns = Mapping[str, Sequence[Any]]
 _ATOMS = (str, int, float, bool, type(None))
 
 
-def call_here(
-  function: Callable[..., Any], name: str, columns: Columns, step: int = 0
-) -> Answer:
+def call_here(function: Callable[..., Any], name: str, columns: Columns, step: int = 0) -> Answer:
   """Calls a function in this process. What it prints goes to stderr, as from a worker.
 
   Args:

@@ -5,7 +5,7 @@ of a text, and reward models are called in the process of the run. All others ar
 unless reward.workers is 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from grpo_jax.rewards.answer import Answer, RewardError, joined
@@ -27,37 +27,41 @@ class Caller:
     alone their rewards.
     """
     self._pool, self.stops_on_error = pool, stops_on_error
-    self._keys: dict[str, str] = {}  # of functions that workers call, by name
+    self._for_workers: list[tuple[Reward, str]] = []  # with their keys in the pool
 
-  def add(self, source: str, function: Reward) -> str:
-    """Prepares a function for calls.
-
-    Args:
-      source: Its name in the config.
-      function: The function.
+  def add(self, functions: Mapping[str, Reward]) -> tuple[str, ...]:
+    """Prepares functions, by their names in the config.
 
     Returns:
-      Why it is called in this process although workers should call it. Empty otherwise.
+      For each function that should be called by workers and cannot, a line that says why.
 
     Raises:
-      ConfigError: A worker cannot load it.
+      ConfigError: A worker cannot load one of them.
     """
-    name = name_of(function)
-    if self._pool is None or has_mark(function, "in_process"):
-      return ""
-    try:
-      self._pool.add(source, function, is_named(source))
-    except NotPortable as error:
-      return (
-        f"reward function {name} is called in the process of the run, without limits of time and"
-        f" memory, because it cannot be sent to a worker: {error}"
-      )
-    self._keys[name] = source
-    return ""
+    remarks = []
+    for source, function in functions.items():
+      if self._pool is None or has_mark(function, "in_process"):
+        continue
+      name = name_of(function)
+      try:
+        self._pool.add(source, function, is_named(source))
+      except NotPortable as error:
+        remarks.append(
+          f"reward function {name} is called in the process of the run, without limits of time and"
+          f" memory, because it cannot be sent to a worker: {error}"
+        )
+      else:
+        self._for_workers.append((function, source))
+    return tuple(remarks)
 
-  def uses_workers(self, name: str) -> bool:
-    """Whether workers call the function of this name."""
-    return name in self._keys
+  def close(self) -> None:
+    """Ends the workers."""
+    if self._pool is not None:
+      self._pool.close()
+
+  def uses_workers(self, function: Reward) -> bool:
+    """Whether workers call a function."""
+    return any(one is function for one, _ in self._for_workers)
 
   def start(
     self, functions: Sequence[Reward], columns: Columns, step: int, group_size: int
@@ -76,29 +80,30 @@ class Caller:
     """
     count = len(columns["completions"])
     groups = [range(start, start + group_size) for start in range(0, count, group_size)]
-    sent = [function for function in functions if self.uses_workers(name_of(function))]
-    calls = [self._call(function, columns, rows, step) for function in sent for rows in groups]
+    sent = [function for function in functions if self.uses_workers(function)]
+    calls = [
+      self._call(function, rows_of(columns, rows), step) for function in sent for rows in groups
+    ]
     answers = self._pool.start(calls) if calls else None
 
     def answer(function: Reward) -> Answer:
-      name = name_of(function)
-      if not self.uses_workers(name):
+      if not self.uses_workers(function):
         found = self._call_here(function, columns, step, group_size)
       else:
-        found = joined(count, zip(groups, _of_function(answers, sent.index(function), groups)))
+        found = joined(count, zip(groups, _of_function(answers, _index(sent, function), groups)))
       self._check(found)
       return found
 
     return answer
 
-  def _call(self, function: Reward, columns: Columns, rows: range, step: int) -> Call:
+  def _call(self, function: Reward, columns: Columns, step: int) -> Call:
     return Call(
-      self._keys[name_of(function)],
-      name_of(function),
-      rows_of(columns, rows),
-      step,
-      is_async(function),
-      has_mark(function, "whole_groups"),
+      key=next(key for one, key in self._for_workers if one is function),
+      name=name_of(function),
+      columns=columns,
+      step=step,
+      is_async=is_async(function),
+      whole_groups=has_mark(function, "whole_groups"),
     )
 
   def _call_here(self, function: Reward, columns: Columns, step: int, group_size: int) -> Answer:
@@ -111,6 +116,11 @@ class Caller:
     errors = [one for one in answer.failures if one.kind == "error"]
     if errors and self.stops_on_error:
       raise RewardError(errors[0].text)
+
+
+def _index(functions: Sequence[Reward], function: Reward) -> int:
+  """Not list.index, because objects of users may compare in any way."""
+  return next(i for i, one in enumerate(functions) if one is function)
 
 
 def _of_function(

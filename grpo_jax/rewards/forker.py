@@ -9,6 +9,7 @@ have been given to another process. On Linux it also becomes the parent of what 
 left behind.
 """
 
+from collections.abc import Callable
 import ctypes
 import gc
 import os
@@ -68,9 +69,12 @@ class Forker:
   def answer(self) -> None:
     """Receives one request and sends its result."""
     kind, *details = messages.receive(self._channel)
-    result = {"load": self._load, "start": self._start, "end": self._end}[kind](*details)
-    if self._channel.fileno() >= 0:
-      messages.send_line(self._channel, result)
+    requests: dict[str, Callable[..., dict[str, Any]]] = {
+      "load": self._load,
+      "start": self._start,
+      "end": self._end,
+    }
+    messages.send_line(self._channel, requests[kind](*details))
 
   def end_all(self) -> None:
     """Ends every worker."""

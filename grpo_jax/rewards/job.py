@@ -1,8 +1,8 @@
 """A job: calls of reward functions, which workers make side by side.
 
 A worker makes one call after the other. It may get several at once, so that cheap functions do not
-wait for messages. It must answer something within the time limit: if it does not, or if it ends, the
-call that it was in has failed, and the calls behind it go to another worker.
+wait for messages. It must answer something within the time limit. If it does not, or if it ends,
+the call that it was in has failed, and the calls behind it go to another worker.
 
 A call that failed is made again, for one completion at a time, each in a new worker. What fails
 there has no reward. A function that must see whole groups is called again with the whole group.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_jax.rewards.answer import Answer, RewardError, from_json, joined, no_answer
 from grpo_jax.rewards.call import Columns, rows_of
-from grpo_jax.rewards.worker import CALLS_AT_ONCE, Request
+from grpo_jax.rewards.worker import Request
 from grpo_jax.rewards.workers import Worker
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class Job:
 
   def __init__(self, pool: "Pool", calls: Sequence[Call]) -> None:
     self._pool, self._calls = pool, calls
-    self._tasks = [_Task(i, range(len(call.columns["completions"]))) for i, call in enumerate(calls)]
+    self._tasks = [
+      _Task(i, range(len(call.columns["completions"]))) for i, call in enumerate(calls)
+    ]
     self._queue = collections.deque(range(len(calls)))  # indices of tasks
     self._open = len(calls)  # tasks without an answer
     self._parts: list[list[tuple[Sequence[int], Answer]]] = [[] for _ in calls]
@@ -159,7 +161,7 @@ class Job:
       return
     first_deadline = min(one.deadline for one in waiting)
     seconds = min(first_deadline - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
-    by_channel = {one.channel: one for one in waiting}
+    by_channel: dict[Any, Worker] = {one.channel: one for one in waiting}
     for channel in connection.wait(list(by_channel), max(0.0, seconds)):
       self._read(by_channel[channel])
     for worker in waiting:

@@ -8,8 +8,8 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   that use the devices of the run, or that keep state that must be in one place.
   whole_groups    The function compares the completions of a prompt. It is never called with a part
                   of them: if a call fails, no completion of the prompt has a reward.
-  conversational  With data.chat, the function gets `prompts` and `completions` as lists of messages,
-                  as TRL passes them.
+  conversational  With data.chat, the function gets `prompts` and `completions` as lists of
+                  messages, as TRL passes them.
 """
 
 from collections.abc import Callable

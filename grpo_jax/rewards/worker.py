@@ -99,6 +99,7 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
 def _answer(channel: socket.socket, request: Request, make: Callable[[], Any]) -> None:
   """Makes a call and sends its answer. What ends a worker ends it after that."""
   ends = False
+  reply: dict[str, Any]
   try:
     reply = {"answer": to_json(make())}
   except TimeoutError:

@@ -25,7 +25,7 @@ from grpo_jax.run.parameters import Parameters, Progress, no_progress
 from grpo_jax.run.programs import Programs
 from grpo_jax.run.reward_model import RewardModel
 from grpo_jax.run.rollout import PolicyRollout, Rollout
-from grpo_jax.run.scoring import Scorer
+from grpo_jax.run.scorer import Scorer, make_caller
 from grpo_jax.run.teacher import Teacher
 from grpo_jax.settings import ConfigError
 
@@ -82,6 +82,7 @@ class Run:
     remark = model.attention_of(self.parameters.model)[1]
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))
     self.hosts = Hosts(self.mesh)
+    self._caller = make_caller(config.reward, self.hosts)  # for training and for evaluation
     _check_length(config, shape)
     _check_stop_ids(config, shape)
     self.programs = Programs(config, self.mesh, self.parameters)
@@ -111,9 +112,9 @@ class Run:
   def scorer(self) -> Scorer:
     """The reward functions of training. Raises ConfigError for functions that cannot be used."""
     reward = self.config.reward
-    functions = resolve_all(reward.functions, self._reward_model, is_reward_model)
+    found = resolve_all(reward.functions, self._reward_model, is_reward_model)
     needs_steps = ADVANTAGES[self.config.algo.advantage].needs_steps
-    return self._scorer(functions, reward.weights, needs_steps)
+    return self._scorer(dict(zip(reward.functions, found)), reward.weights, needs_steps)
 
   @functools.cached_property
   def teacher(self) -> Teacher | None:
@@ -130,8 +131,12 @@ class Run:
 
   def eval_scorer(self) -> Scorer:
     """The function that decides in evaluation what is right."""
-    function = resolve(self.config.eval.function, "eval.function", is_reward_model)
-    return self._scorer([function], (1.0,))
+    name = self.config.eval.function
+    return self._scorer({name: resolve(name, "eval.function", is_reward_model)}, (1.0,))
+
+  def close(self) -> None:
+    """Ends the workers that call reward functions."""
+    self._caller.close()
 
   def initial_params(self) -> Any:
     """The trained parameters before the first update, on the mesh."""
@@ -146,9 +151,11 @@ class Run:
     return jax.random.fold_in(jax.random.key(self.config.seed), STREAMS.index(stream))
 
   def _scorer(
-    self, functions: Sequence[Reward], weights: Sequence[float], needs_steps: bool = False
+    self, functions: dict[str, Reward], weights: Sequence[float], needs_steps: bool = False
   ) -> Scorer:
-    return Scorer(functions, weights, self.hosts, self.tokenizer.decode, needs_steps)
+    self.remarks += self.hosts.on_each(lambda: self._caller.add(functions))
+    decode, found = self.tokenizer.decode, list(functions.values())
+    return Scorer(found, weights, self.hosts, decode, self._caller, needs_steps)
 
   def _reward_model(self, path: str) -> RewardModel:
     reward = self.config.reward

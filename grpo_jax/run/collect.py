@@ -6,17 +6,17 @@ from typing import Any
 from flax import struct
 import jax
 import numpy as np
-import optax
 
 from grpo_jax import learner
 from grpo_jax.algo.advantages import ADVANTAGES
-from grpo_jax.config import Sampling
 from grpo_jax.data import loader
 from grpo_jax.run import lengths
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.rollout import Rollouts, concatenate, take, texts_of
 from grpo_jax.run.rollout_metrics import completion_rows, rollout_metrics, score_metrics
+from grpo_jax.run.sampling import temperature_at
+from grpo_jax.run.scorer import Report
 from grpo_jax.run.scoring import OVERLONG, groups_that_differ, host_scores, with_overlong
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Rewards
@@ -31,11 +31,13 @@ class Groups(struct.PyTreeNode):
     indices_P: int64, which training prompts they are.
     rollouts: The completions.
     rewards: From the reward functions, without the penalty for length.
+    extras_PG: object array of dicts: what the functions gave to log_extra.
   """
 
   indices_P: np.ndarray
   rollouts: Rollouts
   rewards: Rewards
+  extras_PG: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +106,14 @@ class Collector:
     sampling = self._config.sampling
     temperature = temperature_at(sampling, index, self._config.steps)
     drawn: list[Groups] = []
+    report = Report()
+    step = self._config.warm_start.steps + index + 1
     live = 0  # groups whose rewards differ
     while len(drawn) < self._rounds and live < P:
-      drawn.append(self._draw(params, index * self._rounds + len(drawn), temperature, clock))
+      number = index * self._rounds + len(drawn)
+      groups, of_draw = self._draw(params, number, step, temperature, clock)
+      drawn.append(groups)
+      report += of_draw
       live += int(groups_that_differ(drawn[-1].rewards).sum())
     everything = concatenate(drawn)
     chosen, live_P = everything, np.ones(P, np.float32)
@@ -124,7 +131,7 @@ class Collector:
     if self._teacher is not None:
       batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
     clock.lap("reward")
-    metrics = self._metrics(everything, live)
+    metrics = report.metrics() | self._metrics(everything, live)
     if sampling.temperature_schedule != "constant":
       metrics["sampling/temperature"] = temperature
     host = host | {"num_tokens": host["num_tokens"] + metrics["completions/tokens"]}
@@ -146,9 +153,12 @@ class Collector:
       host_scores(groups.rewards),
       rewards.scores_PGJ,
       self._names,
+      groups.extras_PG,
     )
 
-  def _draw(self, params: Any, number: int, temperature: float, clock: Clock) -> Groups:
+  def _draw(
+    self, params: Any, number: int, step: int, temperature: float, clock: Clock
+  ) -> tuple[Groups, Report]:
     """Draw `number` of the run, from 0: a batch of prompts, completed and scored."""
     P = self._config.batch.prompts
     indices_P = loader.step_indices(self._config.seed, number, P, len(self.prompts))
@@ -156,9 +166,9 @@ class Collector:
     key = jax.random.fold_in(self._run.key("sample"), number)
     rollouts = self._rollout(params, prompts, key, temperature)
     clock.lap("sample")
-    groups = Groups(indices_P, rollouts, self._score(rollouts, prompts))
+    scored = self._score(rollouts, prompts, step)
     clock.lap("reward")
-    return groups
+    return Groups(indices_P, rollouts, scored.rewards, scored.extras_PG), scored.report
 
   def _shaped(self, rewards: Rewards, rollouts: Rollouts) -> Rewards:
     """The rewards with the penalty for length where that is on."""
@@ -175,7 +185,7 @@ class Collector:
     key = jax.random.fold_in(self._run.key("sample"), index)
     rollouts = self._greedy_rollout(params, prompts, key)
     clock.lap("sample")
-    greedy = self._shaped(self._score(rollouts, prompts), rollouts)
+    greedy = self._shaped(self._score(rollouts, prompts).rewards, rollouts)
     return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
 
   def _put(
@@ -222,17 +232,6 @@ class Collector:
         "dynamic_sampling/discarded": max(0, live - P),  # more than the batch holds
       }
     return metrics
-
-
-def temperature_at(sampling: Sampling, index: int, steps: int) -> float:
-  """The sampling temperature of GRPO step `index`, from 0, in a run of `steps` GRPO steps."""
-  first, last, decay_steps = sampling.temperature, sampling.temperature_end, max(1, steps - 1)
-  schedules = {
-    "constant": optax.constant_schedule(first),
-    "linear": optax.linear_schedule(first, last, decay_steps),
-    "cosine": optax.cosine_decay_schedule(first, decay_steps, alpha=last / first),
-  }
-  return float(schedules[sampling.temperature_schedule](index))
 
 
 def _choose(everything: Groups, count: int) -> tuple[Groups, np.ndarray]:

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
 from grpo_jax.config import Eval
-from grpo_jax.data.loader import prompt_batch
+from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.rewards.answers import final_answer
 from grpo_jax.run import estimators
 from grpo_jax.run.build import Run
-from grpo_jax.run.rollout import Rollout
+from grpo_jax.run.rollout import Rollout, Rollouts
+from grpo_jax.run.scorer import Scored
 
 Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
 
@@ -65,36 +67,51 @@ class Evaluator:
       step: What the random numbers of the draws depend on.
     """
     key = jax.random.fold_in(self._run.key("evaluate"), step)
-    greedy = self._draws("greedy", self._greedy, params, key)
+    greedy = self._draws("greedy", self._greedy, params, key, step)
     right = int(greedy.right_NG.sum())
     metrics = named("accuracy", estimators.proportion(right, len(greedy.right_NG)))
     metrics["eval/mean_length"] = float(greedy.lengths_NG.mean())
     metrics["eval/clipped_ratio"] = float(greedy.cut_off_NG.mean())
     if self._sampled is not None:
-      draws = self._draws("draws", self._sampled, params, key)
+      draws = self._draws("draws", self._sampled, params, key, step)
       metrics |= sample_metrics(draws, self._config.samples)
     return metrics
 
-  def _draws(self, what: str, rollout: Rollout, params: Any, key: jax.Array) -> Draws:
+  def _draws(self, what: str, rollout: Rollout, params: Any, key: jax.Array, step: int) -> Draws:
     """Completes every problem.
 
-    The last batch is filled up with problems seen before, which do not count.
+    The last batch is filled up with problems seen before, which do not count. While a batch is
+    sampled, the workers score the one before.
     """
     size, total = self._config.batch, len(self.prompts)
-    right, lengths, cut_off, majority = [], [], [], []
+    drawn: list[Draws] = []
+    finish: Callable[[], Draws] | None = None
     for start in range(0, total, size):
       count = min(size, total - start)
       indices = (start + np.arange(size)) % total
       prompts = prompt_batch(self.prompts, indices, self._run.hosts)
       rollouts = rollout(params, prompts, key, self._config.temperature, start)
-      scores_PG = self._score(rollouts, prompts).scores_PGJ[..., 0]
-      right.append(scores_PG[:count] == 1)
-      lengths.append(rollouts.completions.lengths_PG[:count])
-      cut_off.append(rollouts.completions.stopped_by_PG[:count] < 0)
-      own_majority = majority_right(rollouts.texts_PG[prompts.own], scores_PG[prompts.own] == 1)
-      majority.append(self._run.hosts.join_rows(own_majority)[:count])
-      self._progress(what, start + count, total)
-    return Draws(*map(np.concatenate, (right, lengths, cut_off, majority)))
+      scored = self._score.start(rollouts, prompts, step)
+      if finish is not None:
+        drawn.append(finish())
+        self._progress(what, start, total)
+      finish = functools.partial(self._draws_of, rollouts, prompts, scored, count)
+    drawn.append(finish())
+    self._progress(what, total, total)
+    return Draws(*(np.concatenate(parts) for parts in zip(*map(dataclasses.astuple, drawn))))
+
+  def _draws_of(
+    self, rollouts: Rollouts, prompts: PromptBatch, scored: Callable[[], Scored], count: int
+  ) -> Draws:
+    """The first `count` problems of a batch. `scored` waits for their scores."""
+    right_PG = scored().rewards.scores_PGJ[..., 0] == 1
+    own_majority = majority_right(rollouts.texts_PG[prompts.own], right_PG[prompts.own])
+    return Draws(
+      right_NG=right_PG[:count],
+      lengths_NG=rollouts.completions.lengths_PG[:count],
+      cut_off_NG=rollouts.completions.stopped_by_PG[:count] < 0,
+      majority_N=self._run.hosts.join_rows(own_majority)[:count],
+    )
 
 
 def majority_right(texts_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:

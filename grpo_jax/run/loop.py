@@ -104,6 +104,7 @@ class Trainer:
     self._config, self._workdir = config, workdir
     self.first_grpo_step, self.last_step = config.warm_start.steps, last_step(config)
     self._run = Run(config, Loading())
+    stack.callback(self._run.close)
     check_batches(config, self._run.hosts)
     collector = Collector(self._run)
     stop_request = StopRequest()

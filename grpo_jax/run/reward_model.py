@@ -52,6 +52,8 @@ class RewardModel:
   that is longer than the model's positions is not scored.
   """
 
+  in_process = True  # it computes on the devices of the run: see grpo_jax/rewards/marks.py
+
   def __init__(
     self,
     name: str,

@@ -61,6 +61,7 @@ def completion_rows(
   rewards_PG: np.ndarray,
   scores_PGJ: np.ndarray,
   names: list[str],
+  extras_PG: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
   """One JSON-ready object per completion, for completions/ and for the terminal.
 
@@ -73,6 +74,7 @@ def completion_rows(
     rewards_PG: Their rewards, without the penalty for length.
     scores_PGJ: The scores of the functions, and of the penalty where that is on.
     names: Of these scores.
+    extras_PG: What functions gave to log_extra, as dicts by column.
   """
   rows, completions = [], rollouts.completions
   for p, g in np.ndindex(rewards_PG.shape):
@@ -80,11 +82,13 @@ def completion_rows(
     scores = {
       f"rewards/{name}": _number(score) for name, score in zip(names, scores_PGJ[p, g], strict=True)
     }
+    extras = {} if extras_PG is None else extras_PG[p, g]
     row = {
       "prompt": prompts[p].text,
       "completion": rollouts.texts_PG[p, g],
       "reward": _number(rewards_PG[p, g]),
       **scores,
+      **{f"extra/{column}": value for column, value in extras.items()},
       "length": length,
       "stopped_by": int(completions.stopped_by_PG[p, g]),
       "prompt_ids": prompts[p].ids,

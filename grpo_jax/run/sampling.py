@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from grpo_jax import model
 from grpo_jax.config import Sampling
@@ -84,3 +85,14 @@ def make_sampler(config: model.ModelConfig, decoding: Decoding, group_size: int)
     return jax.tree.map(lambda x: x.reshape(P, group_size, *x.shape[1:]), completions)
 
   return sample
+
+
+def temperature_at(sampling: Sampling, index: int, steps: int) -> float:
+  """The sampling temperature of GRPO step `index`, from 0, in a run of `steps` GRPO steps."""
+  first, last, decay_steps = sampling.temperature, sampling.temperature_end, max(1, steps - 1)
+  schedules = {
+    "constant": optax.constant_schedule(first),
+    "linear": optax.linear_schedule(first, last, decay_steps),
+    "cosine": optax.cosine_decay_schedule(first, decay_steps, alpha=last / first),
+  }
+  return float(schedules[sampling.temperature_schedule](index))

@@ -24,6 +24,10 @@ _MAY_DIFFER = (
   "batch.micro_batch",
   "sampling.layout",
   "reward.batch",
+  "reward.memory",
+  "reward.on_error",
+  "reward.timeout",
+  "reward.workers",
 )
 
 

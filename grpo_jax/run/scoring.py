@@ -1,4 +1,4 @@
-"""From rollouts to rewards: calls reward functions and places the rewards of steps on tokens."""
+"""Rewards of rollouts on the host: sums, the penalty for length, and steps placed on tokens."""
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -7,87 +7,13 @@ import os
 import numpy as np
 
 from grpo_jax import rewards as rewards_lib
-from grpo_jax.data.loader import PromptBatch, prompt_batch
-from grpo_jax.data.prompts import Prompts
-from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards.overlong import overlong
-from grpo_jax.run.rollout import Rollouts, sampled_ids, take
+from grpo_jax.run.rollout import Rollouts, sampled_ids
 from grpo_jax.types import Completions, Rewards
 
 OVERLONG = "overlong"  # the name under which the penalty for length reports
 
 DecodeText = Callable[[list[int]], str]
-
-
-class Scorer:
-  """Scores rollouts with a run's reward functions. All processes call it together.
-
-  A function gets the completions of whole groups, but only those of its own process.
-
-  Attributes:
-    names: The names under which the J functions report.
-    weights: The weight of each function.
-  """
-
-  def __init__(
-    self,
-    functions: Sequence[rewards_lib.Reward],
-    weights: Sequence[float],
-    hosts: Hosts,
-    decode_text: DecodeText,
-    needs_steps: bool = False,
-  ):
-    """`needs_steps`: whether the advantage reads the rewards of steps, placed on tokens."""
-    self._functions = functions
-    self.names = [rewards_lib.name_of(function) for function in functions]
-    self.weights = tuple(weights)
-    self._hosts = hosts
-    self._decode_text = decode_text
-    self._needs_steps = needs_steps
-
-  def check_arguments(self, prompts: Prompts, key: str) -> None:
-    """Raises ConfigError unless the functions that `key` names can be called for these prompts."""
-    first = prompt_batch(prompts, np.zeros(1, int))
-    columns = ["completions", "completion_ids", *first.columns]
-    for function, name in zip(self._functions, self.names):
-      rewards_lib.check_arguments(function, name, key, columns)
-
-  def __call__(self, rollouts: Rollouts, prompts: PromptBatch) -> Rewards:
-    """Rewards as numpy arrays, the same on every process. Each process scores its own prompts."""
-    own = take(rollouts, prompts.own)
-    P, G = own.texts_PG.shape
-    texts, columns = list(own.texts_PG.ravel()), completion_columns(own, prompts)
-    _, scores, steps = rewards_lib.score(
-      self._functions, self.weights, texts, columns, self._hosts.on_each
-    )
-    scores_PGJ = np.stack(list(scores.values()), -1).reshape(P, G, -1)
-    on_tokens = None, None
-    if self._needs_steps:
-      on_tokens = steps_on_tokens(own, list(steps.values()), self.weights, self._decode_text)
-    scores_PGJ, (rewards_PGT, ends_PGT) = self._hosts.join_rows((scores_PGJ, on_tokens))
-    return Rewards(
-      scores_PGJ=scores_PGJ,
-      weights=self.weights,
-      step_rewards_PGT=rewards_PGT,
-      step_ends_PGT=ends_PGT,
-    )
-
-
-def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
-  """What reward functions are called with: a value for each of the completions.
-
-  Args:
-    rollouts: The completions of the prompts that this process scores.
-    prompts: The batch, whose columns hold these prompts.
-  """
-  P, G = rollouts.texts_PG.shape
-  columns = {
-    name: [value for value in values for _ in range(G)] for name, values in prompts.columns.items()
-  }
-  columns["completion_ids"] = [
-    sampled_ids(rollouts.completions, p, g) for p in range(P) for g in range(G)
-  ]
-  return columns
 
 
 def host_scores(rewards: Rewards) -> np.ndarray:
