@@ -79,7 +79,7 @@ class Caller:
       RewardError if the run must stop.
     """
     count = len(columns["completions"])
-    groups = [range(start, start + group_size) for start in range(0, count, group_size)]
+    groups = [range(start, min(start + group_size, count)) for start in range(0, count, group_size)]
     sent = [function for function in functions if self.uses_workers(function)]
     calls = [
       self._call(function, rows_of(columns, rows), step) for function in sent for rows in groups

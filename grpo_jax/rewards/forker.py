@@ -24,7 +24,9 @@ from typing import Any
 
 from grpo_jax.rewards import messages, worker
 from grpo_jax.rewards.functions import resolve
+from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rewards.text import describe
+from grpo_jax.settings import ConfigError
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # at whether the process of the run still exists
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -86,6 +88,8 @@ class Forker:
     threads = _threads()
     try:
       function = load(kind, data)
+    except ConfigError as error:
+      return {"error": str(error)}
     except BaseException as error:
       return {"error": describe(error)}
     if _threads() > threads:
@@ -140,10 +144,15 @@ class Forker:
 
 
 def load(kind: str, data: bytes) -> Any:
-  """A function from what `grpo_jax.rewards.workers.portable` made of it."""
+  """A function from what `grpo_jax.rewards.workers.portable` made of it, ready to be called."""
+  function: Any
   if kind == "name":
-    return resolve(data.decode(), "reward.functions", lambda name: False)
-  return pickle.loads(data)
+    function = resolve(data.decode(), "reward.functions", lambda name: False)
+  else:
+    function = pickle.loads(data)
+  if has_mark(function, "prepare"):
+    function.prepare()
+  return function
 
 
 def _children() -> set[int]:

@@ -10,6 +10,8 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   of them: if a call fails, no completion of the prompt has a reward.
   conversational  With data.chat, the function gets `prompts` and `completions` as lists of
                   messages, as TRL passes them.
+  prepare         A function without arguments that does slow work for all calls, such as an import.
+                  It is called once, in the process that workers are forked from.
 """
 
 from collections.abc import Callable
@@ -22,6 +24,16 @@ def in_process(function: F) -> F:
   """Calls the function in the process of the run."""
   function.__dict__["in_process"] = True
   return function
+
+
+def prepared_by(prepare: Callable[[], Any]) -> Callable[[F], F]:
+  """Calls `prepare` before workers call the function."""
+
+  def mark(function: F) -> F:
+    function.__dict__["prepare"] = prepare
+    return function
+
+  return mark
 
 
 def has_mark(function: Callable[..., Any], mark: str) -> bool:

@@ -62,9 +62,11 @@ class Pool:
     self._functions[source] = portable(source, function, is_named)
     with self._one_job:
       self._end_workers()  # they do not have the function
-      if self._forkers:
-        self._load(source)
-      else:
+      if not self._forkers:
+        self._start_forker()
+      elif not self._forkers[-1].load(source, *self._functions[source]):
+        self._late.add(source)
+        self._forkers.pop().close()
         self._start_forker()
 
   def start(self, calls: Sequence[Call]) -> "Future[list[Answer]]":
@@ -122,16 +124,16 @@ class Pool:
       raise RewardError("the process that starts workers for reward functions was killed again")
     for worker in self.workers:
       worker.is_orphan = True
-    self._forkers.append(Forker())
-    for source in self._functions:
-      self._load(source)
-
-  def _load(self, source: str) -> None:
-    if not self._forkers[-1].load(source, source, *self._functions[source]):
-      # Loading started a thread in the forker. The next one leaves this function to the workers.
-      self._late.add(source)
-      _close([self._forkers.pop()])
-      self._start_forker()
+    while True:
+      forker = Forker()
+      early = [source for source in self._functions if source not in self._late]
+      with_threads = [one for one in early if not forker.load(one, *self._functions[one])]
+      if not with_threads:
+        break
+      # A forker with threads cannot fork. The next one leaves these functions to the workers.
+      self._late.update(with_threads)
+      forker.close()
+    self._forkers.append(forker)
 
   def _end_workers(self) -> None:
     for worker in list(self.workers):

@@ -1,14 +1,37 @@
 """A reward for answers that are formulas. It needs math-verify: pip install -e '.[math]'."""
 
+from collections.abc import Callable
 import logging
 from typing import Any
 
+from grpo_jax.rewards.marks import prepared_by
 from grpo_jax.settings import ConfigError
 
 # The time limit for parsing an answer, and again for comparing it. A slower answer counts as wrong.
 SECONDS = 5
 
 
+def _import() -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """math-verify's functions parse and verify. Raises ConfigError if it is not installed."""
+  try:
+    # Imported here because it is an optional package, and because sympy is slow to import.
+    from math_verify import parse, verify
+  except ImportError:
+    raise ConfigError(
+      "reward math needs the package math-verify: pip install -e '.[math]'"
+    ) from None
+  # Below this level it logs a warning for every answer that reaches the time limit.
+  logging.getLogger("math_verify").setLevel(logging.ERROR)
+  return parse, verify
+
+
+def _warm_up() -> None:
+  """Makes a first comparison, which imports what is left and fills caches."""
+  parse, verify = _import()
+  verify(parse(r"\boxed{\frac12}"), parse("0.5"))
+
+
+@prepared_by(_warm_up)
 def math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   r"""1.0 if the last formula of the text equals the gold answer as an expression, else 0.0.
 
@@ -20,15 +43,7 @@ def math(completions: list[str], answer: list[str], **columns: Any) -> list[floa
   Raises:
     ConfigError: math-verify is not installed.
   """
-  try:
-    # Imported here because it is an optional package, and because sympy is slow to import.
-    from math_verify import parse, verify
-  except ImportError:
-    raise ConfigError(
-      "reward math needs the package math-verify: pip install -e '.[math]'"
-    ) from None
-  # Below this level it logs a warning for every answer that reaches the time limit.
-  logging.getLogger("math_verify").setLevel(logging.ERROR)
+  parse, verify = _import()
 
   def read(text: str) -> list[Any]:
     return parse(text, parsing_timeout=SECONDS, raise_on_error=False)

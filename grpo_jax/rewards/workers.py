@@ -81,14 +81,17 @@ class Forker:
       )
     self._lines = messages.Lines(self._channel)
 
-  def load(self, key: str, source: str, kind: str, data: bytes) -> bool:
-    """Loads a function. Returns False if each worker must load it for itself.
+  def load(self, source: str, kind: str, data: bytes) -> bool:
+    """Loads a function. Returns False if that started a thread.
 
     Raises:
       ConfigError: It cannot be loaded.
     """
     with told_if_slow(f"loading reward function {source} for the workers"):
-      result = self._ask("load", key, kind, data)
+      try:
+        result = self._ask("load", source, kind, data)
+      except ForkerEnded:
+        result = {"error": "the process ended"}
     if "error" in result:
       raise ConfigError(
         f"reward.functions: {source} cannot be loaded in a worker process ({result['error']}):"

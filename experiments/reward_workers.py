@@ -1,0 +1,147 @@
+"""Workers for reward functions, measured: throughput, and a run whose reward hangs and crashes.
+
+python experiments/reward_workers.py --calls=10000    # math-verify: a plain loop and two workers
+python experiments/reward_workers.py --run=/tmp/run   # 50 steps, with and without failures
+
+The first prints CPU seconds, too: they do not depend on what else the machine computes. The second
+trains a tiny model with a reward that hangs on one completion in twenty and kills its process on
+another one in twenty, and compares the time with that of the same run without failures.
+"""
+
+import argparse
+from collections.abc import Sequence
+import dataclasses
+from pathlib import Path
+import resource
+import subprocess
+import time
+
+from grpo_jax import load_config, rewards, train
+from grpo_jax.rewards.job import Call
+from grpo_jax.rewards.symbolic import math
+from grpo_jax.run.reading import read_metrics
+
+GROUP = 8
+FAILURES = '''
+import os, zlib
+
+def fails(completions, **_):
+  """Of 20 completions, one hangs and one kills its process. Which ones depends on their texts."""
+  scores = []
+  for text in completions:
+    place = zlib.crc32(text.encode()) % 20
+    while place == 0:
+      pass
+    if place == 1:
+      os._exit(1)
+    scores.append(len(text) / 100)
+  return scores
+
+def works(completions, **_):
+  return [len(text) / 100 for text in completions]
+'''
+
+
+def problems(count: int) -> tuple[list[str], list[str]]:
+  """Completions with a formula, and gold answers. Half of them are equal."""
+  texts, golds = [], []
+  for i in range(count):
+    wrong = i % 2
+    texts.append(
+      rf"We add the parts. So \boxed{{\frac{{{i + wrong}}}{{{i % 7 + 2}}} + \sqrt{{{i}}}}}."
+    )
+    golds.append(rf"\sqrt{{{i}}} + {i}/{i % 7 + 2}")
+  return texts, golds
+
+
+def cpu_seconds(who: int) -> float:
+  """The CPU time of this process, or of its children that have ended."""
+  usage = resource.getrusage(who)
+  return usage.ru_utime + usage.ru_stime
+
+
+def throughput(count: int, workers: int) -> None:
+  """Prints the time of `count` calls of math-verify, in a plain loop and by workers."""
+  texts, golds = problems(count)
+  math(completions=texts[:1], answer=golds[:1])  # imports
+  groups = [slice(start, start + GROUP) for start in range(0, count, GROUP)]
+  start, cpu = time.monotonic(), cpu_seconds(resource.RUSAGE_SELF)
+  plain = [one for rows in groups for one in math(completions=texts[rows], answer=golds[rows])]
+  plain_seconds, plain_cpu = time.monotonic() - start, cpu_seconds(resource.RUSAGE_SELF) - cpu
+  pool = rewards.Pool(workers, timeout=30.0, memory=4.0)
+  pool.add("math", math, is_named=True)
+  calls = [
+    Call("math", "math", {"completions": texts[rows], "answer": golds[rows]}) for rows in groups
+  ]
+  cpu = cpu_seconds(resource.RUSAGE_CHILDREN)
+  pool.start(calls[:workers]).result()  # starts them
+  start, own_cpu = time.monotonic(), cpu_seconds(resource.RUSAGE_SELF)
+  answers = pool.start(calls).result()
+  seconds, own_cpu = time.monotonic() - start, cpu_seconds(resource.RUSAGE_SELF) - own_cpu
+  pool.close()
+  cpu = cpu_seconds(resource.RUSAGE_CHILDREN) - cpu
+  found = [steps[0][1] for answer in answers for steps in answer.steps]
+  assert found == plain and sum(plain) == count / 2
+  ratio = plain_seconds / seconds
+  print(f"{count} calls of math-verify")
+  print(f"plain loop: {plain_seconds:.1f} s, {plain_cpu:.1f} CPU s")
+  print(f"{workers} workers: {seconds:.1f} s, {cpu:.1f} CPU s with their start", end="")
+  print(f", and {own_cpu:.1f} CPU s of the process of the run")
+  print(f"{ratio:.2f} times as fast, which is {ratio / workers:.0%} of {workers} cores")
+
+
+def failing_run(folder: Path, steps: int, timeout: float) -> None:
+  """Prints the time of a run with a reward that fails and of one with a reward that works."""
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "failing.py").write_text(FAILURES)
+  config = load_config("arithmetic")
+  config = config.replace(
+    {
+      "steps": steps,
+      "warm_start.steps": 0,
+      "eval.every": 0,
+      "batch.prompts": 8,
+      "batch.group_size": GROUP,
+      "reward.timeout": timeout,
+      "reward.workers": 2,
+    }
+  )
+  seconds = {}
+  for name in ("works", "fails"):
+    functions = (f"{folder}/failing.py:{name}",)
+    reward = dataclasses.replace(config.reward, functions=functions)
+    start = time.monotonic()
+    train(dataclasses.replace(config, reward=reward), folder / name)
+    seconds[name] = time.monotonic() - start
+  rows = read_metrics(folder / "fails")
+  counts = {
+    kind: int(sum(row[f"rewards/fails/{kind}"] for row in rows))
+    for kind in ("timeouts", "crashes", "errors")
+  }
+  # A completion that hangs takes the limit twice: in its group, and alone. Two workers wait.
+  limits = 2 * timeout * counts["timeouts"] / 2
+  allowed = 1.3 * seconds["works"] + limits
+  print(
+    f"without failures {seconds['works']:.1f} s, with failures {seconds['fails']:.1f} s: {counts}"
+  )
+  print(f"at most 1.3 times the first and the time limits: {allowed:.1f} s")
+  left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+  print(f"{left.count('grpo_jax.rewards.forker')} processes of workers are left")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--calls", type=int, default=0, help="calls of math-verify")
+  parser.add_argument("--workers", type=int, default=2)
+  parser.add_argument("--run", type=Path, help="a folder for the two runs")
+  parser.add_argument("--steps", type=int, default=50)
+  parser.add_argument("--timeout", type=float, default=1.0, help="reward.timeout of the runs")
+  options = parser.parse_args(arguments)
+  if options.calls:
+    throughput(options.calls, options.workers)
+  if options.run:
+    failing_run(options.run, options.steps, options.timeout)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,395 @@
+"""Worker processes: what a reward function does costs a completion its reward, and nothing else."""
+
+import json
+import os
+from pathlib import Path
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import hostile_rewards
+import numpy as np
+import pytest
+
+from grpo_jax import rewards
+from grpo_jax.rewards import messages, workers
+from grpo_jax.rewards.answer import Answer, Failure, from_json, joined, to_json
+from grpo_jax.rewards.call import call_in_parts
+from grpo_jax.rewards.job import Call
+from grpo_jax.settings import ConfigError
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "tests" / "hostile_rewards.py"
+TIMEOUT = 1.0
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+
+
+@pytest.fixture(scope="module")
+def pool():
+  pool = rewards.Pool(2, TIMEOUT, memory=1.0)
+  yield pool
+  pool.close()
+
+
+def answers(pool, name, groups, **options):
+  """What a function of hostile_rewards.py says of groups of completions."""
+  key = f"{FILE}:{name}"
+  pool.add(key, None, is_named=True)
+  calls = [Call(key, name, {"completions": group}, step=7, **options) for group in groups]
+  return pool.start(calls).result(timeout=60)
+
+
+def scores(answer):
+  return [steps[0][1] if steps else None for steps in answer.steps]
+
+
+def children(process):
+  """The processes below a process, as pairs (number, command)."""
+  found, waiting = [], [process]
+  while waiting:
+    number = waiting.pop()
+    try:
+      text = Path(f"/proc/{number}/task/{number}/children").read_text()
+    except OSError:
+      continue
+    waiting += [int(child) for child in text.split()]
+    found += [int(child) for child in text.split()]
+  return found
+
+
+def is_alive(process):
+  try:
+    return " Z " not in Path(f"/proc/{process}/stat").read_text()
+  except OSError:
+    return False
+
+
+def test_answers_come_in_the_order_of_the_calls(pool):
+  rng = np.random.default_rng(0)
+  groups = [["x" * n for n in rng.integers(0, 9, rng.integers(1, 6))] for _ in range(200)]
+  for group, answer in zip(groups, answers(pool, "lengths", groups), strict=True):
+    assert scores(answer) == [float(len(text)) for text in group] and not answer.failures
+  assert answers(pool, "lengths", [["none", "a"]])[0].steps == [[], [(1, 1.0)]]
+  assert answers(pool, "lengths", []) == []
+
+
+@pytest.mark.parametrize(
+  "text, kind, words",
+  [
+    ("loop", "timeout", "has not returned within reward.timeout = 1 s"),
+    ("regex", "timeout", "has not returned"),
+    ("power", "timeout", "has not returned"),
+    ("stop", "timeout", "has not returned"),
+    ("_exit", "crash", "ended with exit code 0"),
+    ("_exit3", "crash", "ended with exit code 3"),
+    ("exit", "crash", "raised SystemExit: 0"),
+    ("kill", "crash", "was killed"),
+    ("segv", "crash", "was ended by SIGSEGV"),
+    ("list", "crash", "raised MemoryError"),
+    ("balloon", "crash", "raised MemoryError"),
+    ("garbage", "crash", "sent something that is no answer"),
+    ("close", "crash", ""),
+    ("raise", "error", f"raised ValueError: no luck ({FILE} line"),
+  ],
+)
+def test_a_completion_costs_only_its_own_reward(pool, text, kind, words):
+  groups = [["a", text, "bbb"], ["cc", "dddd"], ["eeeee"]]
+  first, *others = answers(pool, "lengths", groups)
+  assert scores(first) == [1, None, 3]
+  assert [scores(answer) for answer in others] == [[2, 4], [5]]
+  (failure,) = first.failures
+  assert (failure.row, failure.kind) == (1, kind)
+  assert "reward function lengths" in failure.text and words in failure.text
+  assert not any(answer.failures for answer in others)
+  assert scores(answers(pool, "lengths", [["ffffff"]])[0]) == [6]
+
+
+def test_several_failures_in_a_batch(pool):
+  groups = [["a", "_exit"], ["kill", "bb"], ["ccc", "exit"], ["raise", "dddd"], ["ee"]] * 4
+  found = answers(pool, "lengths", groups)
+  expected = [[1, None], [None, 2], [3, None], [None, 4], [2]] * 4
+  assert [scores(answer) for answer in found] == expected
+  kinds = [failure.kind for answer in found for failure in answer.failures]
+  assert kinds.count("crash") == 12 and kinds.count("error") == 4
+  assert len(pool.workers) <= 2
+
+
+def test_an_alarm_that_a_call_leaves_behind_costs_no_other_call_its_reward(pool):
+  groups = [["alarm"], *[["sleep"]] * 12]
+  assert [scores(answer) for answer in answers(pool, "lengths", groups)] == [[5.0]] * 13
+
+
+@on_linux
+def test_what_a_function_leaves_behind_ends_with_its_worker():
+  pool = rewards.Pool(1, 5.0)
+  (answer,) = answers(pool, "lengths", [["daemon"]])
+  assert scores(answer) == [6]
+  (worker,) = pool.workers
+  forker = pool._forkers[-1]._process.pid
+  left = set(children(forker)) - {worker.process}
+  assert left and all(map(is_alive, left))
+  answers(pool, "lengths", [["kill"]])
+  assert not any(map(is_alive, left))
+  answers(pool, "lengths", [["daemon", "daemon"]])
+  everything = [forker, *children(forker)]
+  assert len(everything) > 2
+  pool.close()
+  assert not any(map(is_alive, everything))
+
+
+SCRIPT = f"""
+import os, sys, time
+from grpo_jax import rewards
+from grpo_jax.rewards.job import Call
+pool = rewards.Pool(2, 600.0)
+pool.add("{FILE}:lengths", None, True)
+pool.start([Call("{FILE}:lengths", "lengths", {{"completions": ["daemon", "loop"]}})] * 2)
+print(pool._forkers[-1]._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@on_linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_the_run_is_killed(number):
+  run = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=ROOT, stdout=subprocess.PIPE)
+  forker = int(run.stdout.readline())
+  deadline = time.monotonic() + 30
+  while len(children(forker)) < 4:  # two workers and what they started
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+  everything = [forker, *children(forker)]
+  run.send_signal(number)
+  run.wait()
+  while any(map(is_alive, everything)):
+    assert time.monotonic() < deadline, everything
+    time.sleep(0.05)
+
+
+def test_a_run_survives_the_end_of_the_process_that_starts_workers():
+  pool = rewards.Pool(2, 5.0)
+  assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
+  for _ in range(2):
+    os.kill(pool._forkers[-1]._process.pid, signal.SIGKILL)
+    time.sleep(0.1)
+    found = answers(pool, "lengths", [["a", "bb"], ["ccc"], ["kill", "a"]])
+    assert [scores(answer) for answer in found] == [[1, 2], [3], [None, 1]]
+  pool.close()
+
+
+def test_close_does_not_wait_for_a_call():
+  pool = rewards.Pool(1, 600.0)
+  pool.add(f"{FILE}:lengths", None, is_named=True)
+  future = pool.start([Call(f"{FILE}:lengths", "lengths", {"completions": ["loop"]})])
+  start = time.monotonic()
+  pool.close()
+  with pytest.raises(rewards.RewardError, match="are closed"):
+    future.result(timeout=10)
+  assert time.monotonic() - start < 10
+
+
+def test_a_function_that_needs_whole_groups_never_gets_a_part(pool):
+  found = answers(pool, "ranks", [["b", "kill", "a"], ["b", "c", "a"]], whole_groups=True)
+  assert [scores(answer) for answer in found] == [[None] * 3, [1, 2, 0]]
+  assert [failure.kind for failure in found[0].failures] == ["crash"] * 3
+
+
+def test_a_wrong_number_of_scores_is_not_tried_again(pool):
+  (answer,) = answers(pool, "short", [["a", "b"]])
+  assert scores(answer) == [None, None]
+  assert [failure.text for failure in answer.failures] == [
+    "reward function short returned 1 scores for 2 completions"
+  ] * 2
+
+
+def test_a_score_that_is_not_finite_costs_its_row(pool):
+  (answer,) = answers(pool, "infinite", [["1", "inf", "nan", "2"]])
+  assert scores(answer) == [1, None, None, 2]
+  assert [failure.row for failure in answer.failures] == [1]
+  assert "not finite" in answer.failures[0].text and "'inf'" in answer.failures[0].text
+
+
+def test_what_a_function_logs(pool):
+  (answer,) = answers(pool, "logs", [["a", "bb"]])
+  assert answer.metrics == [("step_seen", 7.0), ("letters", 3.0)]
+  assert answer.extras == {"upper": ["A", "BB"], "odd": ["{1, 2}", None]}
+  (answer,) = answers(pool, "logs_too_few", [["a", "bb", "c"]])
+  assert scores(answer) == [0, 0, 0]  # each of them alone is right
+  assert answer.extras == {"one": [1, 1, 1]}
+
+
+def test_async_calls_run_side_by_side(pool):
+  start = time.monotonic()
+  for name in ("waits", "waits_object"):
+    found = answers(pool, name, [["a", "bb"]] * 20, is_async=True)
+    assert [scores(answer) for answer in found] == [[1, 2]] * 20
+  assert time.monotonic() - start < 5  # 12 s one after the other
+
+
+def test_an_async_call_that_hangs_or_raises_costs_only_its_own_reward(pool):
+  groups = [["a", "forever"], ["blocks", "bb"], ["raise", "ccc"], ["dddd"]]
+  found = answers(pool, "waits", groups, is_async=True)
+  assert [scores(answer) for answer in found] == [[1, None], [None, 2], [None, 3], [4]]
+  failures = [failure for answer in found for failure in answer.failures]
+  assert [failure.kind for failure in failures] == ["timeout", "timeout", "error"]
+  assert "raised TimeoutError: of the function itself" in failures[2].text
+
+
+def test_math_verify_that_never_ends_is_stopped():
+  pool = rewards.Pool(1, 1.0)
+  pool.add("math", None, is_named=True)
+  texts, golds = [r"\boxed{5^{5^{5^{5^5}}}}", r"\boxed{\frac12}"], ["5", "0.5"]
+  call = Call("math", "math", {"completions": texts, "answer": golds})
+  (answer,) = pool.start([call]).result()
+  pool.close()
+  assert scores(answer) == [None, 1] and answer.failures[0].kind == "timeout"
+
+
+def test_a_function_that_only_this_program_has_is_sent_by_value(pool):
+  bonus = 3.0
+
+  class Object:
+    def __call__(self, completions, **_):
+      return [len(text) + bonus for text in completions]
+
+  caller = rewards.Caller(pool)
+  function = Object()
+  assert caller.add({"mine": function}) == () and caller.uses_workers(function)
+  answer = caller.start([function], {"completions": ["a", "bb", "ccc"]}, 1, 2)(function)
+  assert scores(answer) == [4, 5, 6]
+
+
+def test_a_function_that_cannot_be_sent_is_called_here(pool, monkeypatch):
+  lock = socket.socket()
+
+  def locked(completions, **_):
+    return [float(lock.fileno() >= 0)] * len(completions)
+
+  caller = rewards.Caller(pool)
+  (remark,) = caller.add({"locked": locked})
+  assert remark.startswith("reward function locked is called in the process of the run")
+  assert scores(caller.start([locked], {"completions": ["a"]}, 1, 1)(locked)) == [1]
+  lock.close()
+  monkeypatch.setitem(sys.modules, "cloudpickle", None)
+  with pytest.raises(workers.NotPortable, match=r"pip install -e '.\[workers\]'"):
+    workers.portable("f", len, is_named=False)
+
+
+def test_only_functions_that_are_not_marked_go_to_workers(pool):
+  caller = rewards.Caller(pool)
+  strict, math = rewards.REWARDS["strict"], rewards.REWARDS["math"]
+  assert caller.add({"strict": strict, "math": math}) == ()
+  assert caller.uses_workers(math) and not caller.uses_workers(strict)
+  assert not rewards.Caller(None).uses_workers(math)
+
+
+def test_a_module_that_starts_a_thread_is_loaded_by_each_worker(tmp_path):
+  (tmp_path / "threads.py").write_text(
+    "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    "def reward(completions, **_):\n  return [float(threading.active_count())] * len(completions)\n"
+  )
+  pool, key = rewards.Pool(1, 5.0), f"{tmp_path}/threads.py:reward"
+  pool.add(key, None, is_named=True)
+  (answer,) = pool.start([Call(key, "reward", {"completions": ["a"]})]).result()
+  pool.close()
+  assert scores(answer) == [2]  # the worker has the thread, which a fork would have lost
+
+
+def test_a_function_that_no_worker_can_load_is_bad_input(tmp_path):
+  pool = rewards.Pool(1, 5.0)
+  with pytest.raises(ConfigError, match="no file .*absent.py.*reward.workers=0"):
+    pool.add(f"{tmp_path}/absent.py:f", None, is_named=True)
+  pool.close()
+
+
+def test_arguments_that_cannot_be_sent_name_the_function(pool):
+  pool.add(f"{FILE}:lengths", None, is_named=True)
+  columns = {"completions": ["a"], "open": [socket.socket()]}
+  with pytest.raises(rewards.RewardError, match="lengths: its arguments cannot be sent"):
+    pool.start([Call(f"{FILE}:lengths", "lengths", columns)]).result()
+  assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
+
+
+def test_what_a_function_prints_goes_to_stderr():
+  source = SCRIPT.replace('"daemon", "loop"', '"print"').replace(
+    "time.sleep(600)", "time.sleep(1); pool.close()"
+  )
+  done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+  assert done.stdout.strip().isdecimal() and "printed by a function" in done.stderr
+
+
+def test_in_this_process_a_call_that_raises_is_split_too():
+  texts = ["a", "raise", "bbb", "cc"]
+  columns = {"completions": texts}
+  answer = call_in_parts(hostile_rewards.lengths, "lengths", columns, 1, 2)
+  assert scores(answer) == [1, None, 3, 2] and [one.row for one in answer.failures] == [1]
+  answer = call_in_parts(hostile_rewards.ranks, "ranks", columns, 1, 2)
+  assert scores(answer) == [None, None, 0, 1]
+  answer = call_in_parts(hostile_rewards.short, "short", columns, 1, 2)
+  assert scores(answer) == [None] * 4
+  caller = rewards.Caller(None, stops_on_error=False)
+  answer = caller.start([hostile_rewards.waits], {"completions": ["a"]}, 1, 1)
+  assert scores(answer(hostile_rewards.waits)) == [1]
+
+
+def test_the_state_of_an_object_lives_in_its_worker():
+  pool = rewards.Pool(1, 5.0)
+  found = [scores(answer) for answer in answers(pool, "counts", [["a"]] * 3)]
+  pool.close()
+  assert found == [[1], [2], [3]] and hostile_rewards.counts.calls == 0
+
+
+def test_conversations_as_trl_passes_them():
+  columns = {"prompts": ["<hi>"], "completions": ["x"], "messages": [[{"content": "hi"}]]}
+  answer = call_in_parts(hostile_rewards.talks, "talks", columns, 1, 1)
+  assert scores(answer) == [1] and columns["completions"] == ["x"]
+
+
+def test_an_answer_survives_json_and_nonsense_is_refused():
+  answer = Answer([[(1, 0.5)], []], [Failure(1, "error", "no")], [("a", 1.0)], {"b": [1, "c"]})
+  values = json.loads(json.dumps(to_json(answer)))
+  assert from_json(values, 2) == answer
+  for change in (
+    {"steps": [[[1, 0.5]]]},
+    {"steps": [[[1, 1e300]], []]},
+    {"steps": [[[1, float("nan")]], []]},
+    {"steps": 3},
+    {"failures": [{"row": 2, "kind": "error", "text": ""}]},
+    {"failures": [{}]},
+    {"extras": {"b": [1]}},
+    {"metrics": [1]},
+  ):
+    with pytest.raises(ValueError):
+      from_json(values | change, 2)
+  for nonsense in ([], None, "x", {}):
+    with pytest.raises(ValueError):
+      from_json(nonsense, 2)
+
+
+def test_answers_for_parts_are_put_together():
+  one = Answer([[(1, 1.0)]], [], [("m", 1.0)], {"e": ["x"]})
+  two = Answer([[], [(1, 3.0)]], [Failure(0, "crash", "c")], [("m", 2.0)])
+  whole = joined(3, [([1], one), ([2, 0], two)])
+  assert scores(whole) == [3, 1, None] and whole.failures == [Failure(2, "crash", "c")]
+  assert whole.metrics == [("m", 1.0), ("m", 2.0)] and whole.extras == {"e": [None, "x", None]}
+
+
+@pytest.mark.parametrize("data", [b"x\n", b"[]\n", b"1\n", b"[" * 100_000 + b"\n", b"\xff\n"])
+def test_lines_that_are_no_objects_are_refused(data):
+  ours, theirs = socket.socketpair()
+  with ours, theirs:
+    lines = messages.Lines(ours)
+    theirs.sendall(b'{"a": 1}\n{"b"')
+    assert lines.read() == [{"a": 1}]
+    theirs.sendall(b": 2}\n")
+    assert lines.read() == [{"b": 2}]
+    theirs.sendall(data)
+    with pytest.raises(ValueError):
+      while True:
+        lines.read()
+    theirs.close()
+    with pytest.raises(EOFError):
+      lines.read()
