@@ -1,5 +1,6 @@
 """Worker processes: what a reward function does costs a completion its reward, and nothing else."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -8,17 +9,26 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 
 import hostile_rewards
+import jax
 import numpy as np
 import pytest
+from small_run import small_config, with_reward, with_section
 
 from grpo_jax import rewards
+from grpo_jax.config import Mesh, to_dict
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.rewards import messages, workers
 from grpo_jax.rewards.answer import Answer, Failure, from_json, joined, to_json
 from grpo_jax.rewards.call import call_in_parts
 from grpo_jax.rewards.job import Call
-from grpo_jax.settings import ConfigError
+from grpo_jax.run.reading import read_completions, read_metrics
+from grpo_jax.run.saved_config import check_same_run
+from grpo_jax.settings import ConfigError, RunFailed, check_ranges
+from grpo_jax.train import train
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests" / "hostile_rewards.py"
@@ -393,3 +403,92 @@ def test_lines_that_are_no_objects_are_refused(data):
     theirs.close()
     with pytest.raises(EOFError):
       lines.read()
+
+
+REWARD = """
+import os, time, zlib
+
+def reward(completions, step, log_metric, log_extra, **_):
+  log_metric("my/step", step)
+  log_metric("my/size", len(completions))
+  log_extra("upper", [text.upper() for text in completions])
+  scores = []
+  for text in completions:
+    print("a line of the function", flush=True)
+    place = zlib.crc32(text.encode()) % 6
+    while place == 0:
+      time.sleep(1)
+    if place == 1:
+      os._exit(0)
+    if place == 2:
+      raise ValueError(text)
+    scores.append(float(place))
+  return scores
+
+def decides(completions, **_):
+  return [float(zlib.crc32(text.encode()) % 2) for text in completions]
+"""
+
+
+def place_of(text):
+  return zlib.crc32(text.encode()) % 6
+
+
+def test_a_run_whose_reward_hangs_crashes_and_raises_ends(tmp_path, capfd):
+  config = with_reward(small_config(), tmp_path, REWARD)
+  config = with_section(config, "eval", every=2, examples=8, batch=4)
+  config = with_section(config, "eval", function=f"{tmp_path}/reward.py:decides")
+  config = with_section(config, "reward", workers=2, timeout=0.3, on_error="none")
+  config = with_section(config, "log", completions_every=1, tensorboard=False, console="json")
+  train(dataclasses.replace(config, steps=2), tmp_path / "run")
+  metrics = read_metrics(tmp_path / "run")[1:]
+  found = set()
+  for row in metrics:
+    completions = read_completions(tmp_path / "run", row["step"])
+    places = [place_of(one["completion"]) for one in completions]
+    found |= set(places)
+    expected = [None if place < 3 else place for place in places]
+    assert [one["rewards/reward"] for one in completions] == expected
+    counts = [row[f"rewards/reward/{name}"] for name in ("timeouts", "crashes", "errors")]
+    assert counts == [places.count(place) for place in range(3)]
+    assert row["rewards/reward/unscored"] == sum(place < 3 for place in places)
+    assert row["my/step"] == row["step"] and "eval/accuracy" in row or row["step"] == 1
+    for one, score in zip(completions, expected):
+      if score is not None:
+        assert one["extra/upper"] == one["completion"].upper()
+  assert found >= {0, 1, 2, 3}
+  out, err = capfd.readouterr()
+  assert all(json.loads(line) for line in out.splitlines())
+  assert "a line of the function" in err
+  assert "warning: step 1: " in err and "completions have no reward of reward (" in err
+
+
+def test_an_exception_in_a_worker_stops_the_run_after_it_is_saved(tmp_path):
+  source = "def reward(completions, step, **_):\n  return [1 / (2 - step) for _ in completions]\n"
+  config = with_reward(small_config(), tmp_path, source)
+  config = with_section(config, "reward", workers=1)
+  with pytest.raises(RunFailed) as error:
+    train(dataclasses.replace(config, steps=3), tmp_path / "run")
+  assert str(error.value) == (
+    "step 2: reward function reward raised ZeroDivisionError: division by zero"
+    f" ({tmp_path}/reward.py line 2); step 1 is saved, the same command goes on"
+  )
+
+
+def test_the_settings_of_workers_do_not_make_another_run():
+  old = to_dict(small_config())
+  new = small_config().replace(
+    {"reward.workers": 3, "reward.timeout": 1.5, "reward.memory": 0.0, "reward.on_error": "none"}
+  )
+  check_same_run(Path("config.json"), old, to_dict(new))
+  with pytest.raises(ConfigError, match="reward.on_error is 'maybe': choose one of 'stop', 'none'"):
+    check_ranges(small_config().replace({"reward.on_error": "maybe"}))
+
+
+def test_cores_are_shared_by_processes_that_have_the_same(monkeypatch):
+  hosts = Hosts(make_mesh(Mesh(), jax.devices()[:1]))
+  own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+  assert hosts.cores() == own
+  monkeypatch.setattr(hosts, "join_rows", lambda rows: np.concatenate([rows, rows, rows + 1]))
+  monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(10)), raising=False)
+  assert hosts.cores() == 5

@@ -1,5 +1,6 @@
 """Calls a run's reward functions for rollouts, and counts what failed."""
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
@@ -190,10 +191,12 @@ def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
   """A line that names the first completion without a reward, and why it has none."""
   first = answer.failures[0]
   p, g = divmod(first.row, place.group_size)
+  kinds = collections.Counter(failure.kind for failure in answer.failures)
+  counted = ", ".join(f"{_KINDS[kind]}: {count}" for kind, count in sorted(kinds.items()))
   return (
     f"warning: step {place.step}: {len(answer.failures)} of {len(answer.steps)} completions have no"
-    f" reward of {name}. The first is completion {g} of prompt {place.first_prompt + p}:"
-    f" {first.text}"
+    f" reward of {name} ({counted}). The first is completion {g} of prompt"
+    f" {place.first_prompt + p}: {first.text}"
   )
 
 
