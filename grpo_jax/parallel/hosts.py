@@ -2,10 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import math
-import os
-import socket
 from typing import Any, TypeVar, cast
-import zlib
 
 import jax
 from jax.experimental import multihost_utils
@@ -109,15 +106,6 @@ class Hosts:
     text = "".join(f"{line}\n" for line in lines)
     codes = self.join_rows(np.frombuffer(text.encode("ascii"), np.uint8).astype(np.int32))
     return codes.astype(np.uint8).tobytes().decode("ascii").splitlines()
-
-  def cores(self) -> int:
-    """How many CPU cores this process has, if processes that have the same cores share them."""
-    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    count = len(own) or os.cpu_count() or 1
-    place = zlib.crc32(f"{socket.gethostname()} {own}".encode())
-    places = self.join_rows(np.array([place], np.uint32).view(np.int32))
-    sharing = int((places.view(np.uint32) == place).sum())
-    return max(1, count // sharing)
 
   def any_process(self, here: bool) -> bool:
     """True on every process if `here` is true on any."""

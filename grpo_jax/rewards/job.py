@@ -231,10 +231,8 @@ class Job:
       self._failed(task, kind, said, 2 if call.is_async else 1)
 
   def _too_late(self, call: Call) -> str:
-    return (
-      f"reward function {call.name} has not returned within reward.timeout ="
-      f" {self._pool.timeout:g} s"
-    )
+    limit = f"reward.timeout = {self._pool.timeout:g} s"
+    return f"reward function {call.name} has not returned within {limit}"
 
   def _failed(
     self, task: _Task, kind: str, text: str, retries: int, is_final: bool = False

@@ -14,6 +14,7 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.config import Reward
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.parallel.cores import cores
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.run.rollout import Rollouts, sampled_ids, take
 from grpo_jax.run.scoring import DecodeText, steps_on_tokens
@@ -202,7 +203,7 @@ def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
 
 def make_caller(config: Reward, hosts: Hosts) -> rewards_lib.Caller:
   """What calls the reward functions of a run. All processes make theirs together."""
-  count = hosts.cores() if config.workers < 0 else config.workers
+  count = cores(hosts) if config.workers < 0 else config.workers
   pool = rewards_lib.Pool(count, config.timeout, config.memory) if count else None
   return rewards_lib.Caller(pool, stops_on_error=config.on_error == "stop")
 
