@@ -20,7 +20,7 @@ from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.patience import told_if_slow
 from grpo_jax.rewards import Reward, resolve, resolve_all
 from grpo_jax.run import compilation_cache
-from grpo_jax.run.checks import check, check_memory
+from grpo_jax.run.checks import check, check_length, check_memory, check_stop_ids
 from grpo_jax.run.parameters import Parameters, Progress, no_progress
 from grpo_jax.run.programs import Programs
 from grpo_jax.run.reward_model import RewardModel
@@ -83,8 +83,8 @@ class Run:
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))
     self.hosts = Hosts(self.mesh)
     self._caller = make_caller(config.reward, self.hosts)  # for training and for evaluation
-    _check_length(config, shape)
-    _check_stop_ids(config, shape)
+    check_length(config, shape)
+    check_stop_ids(config, shape)
     self.programs = Programs(config, self.mesh, self.parameters)
 
   @functools.cached_property
@@ -237,21 +237,3 @@ def _remarks(config: Config, local: Config) -> tuple[str, ...]:
     f"the adapters of lora.path = {config.lora.path} were trained on {base!r}, not on model.path ="
     f" {config.model.path}; only their shapes are sure to fit",
   )
-
-
-def _check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
-  for stop_id in config.sampling.stop_ids:
-    if not 0 <= stop_id < shape.vocab_size:
-      raise ConfigError(
-        f"config key sampling.stop_ids holds {stop_id}: the model's ids are 0 to"
-        f" {shape.vocab_size - 1}"
-      )
-
-
-def _check_length(config: Config, shape: model.ModelConfig) -> None:
-  longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-  if longest > shape.max_positions:
-    raise ConfigError(
-      f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model"
-      f" has {shape.max_positions} positions"
-    )

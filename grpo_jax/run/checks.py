@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from grpo_jax import model
 from grpo_jax.algo.checks import check as check_algo
 from grpo_jax.config import PROJECTIONS, Config
 from grpo_jax.parallel.chips import machine_memory, reported_memory
@@ -74,6 +75,26 @@ def check_batches(config: Config, hosts: Hosts) -> None:
       f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts /"
       f" algo.minibatches = {part} must be a multiple of mesh.data x mesh.fsdp x mesh.expert ="
       f" {rows}"
+    )
+
+
+def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
+  """Raises ConfigError for a stop id that the model does not have."""
+  for stop_id in config.sampling.stop_ids:
+    if not 0 <= stop_id < shape.vocab_size:
+      raise ConfigError(
+        f"config key sampling.stop_ids holds {stop_id}: the model's ids are 0 to"
+        f" {shape.vocab_size - 1}"
+      )
+
+
+def check_length(config: Config, shape: model.ModelConfig) -> None:
+  """Raises ConfigError if prompt and completion may not fit the model's positions."""
+  longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+  if longest > shape.max_positions:
+    raise ConfigError(
+      f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model"
+      f" has {shape.max_positions} positions"
     )
 
 
