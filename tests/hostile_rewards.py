@@ -65,6 +65,12 @@ def lengths(completions, **_):
   return scores
 
 
+def sizes(completions, **_):
+  for text in completions:
+    act(text)
+  return [float(len(completions))] * len(completions)
+
+
 def ranks(completions, **_):
   return [float(sorted(completions).index(text)) for text in completions if act(text) is None]
 

@@ -13,6 +13,7 @@ from lora_run_test import REWARD, make_checkpoint, rows_of
 import pytest
 
 from grpo_jax.run.json_files import read_metrics
+from grpo_jax.run.reading import read_completions
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -231,6 +232,7 @@ def test_two_processes_score_in_little_more_than_half_the_time(tmp_path):
     "batch.prompts": 16,
     "eval.every": 0,
     "reward.functions": (f"{tmp_path}/reward.py:slow",),
+    "reward.workers": 1,
   }
   one, two = train(1, tmp_path / "one", **keys), train(2, tmp_path / "two", **keys)
   assert_same(two, one)
@@ -246,6 +248,19 @@ SLOW_REWARD = """
 import time
 def slow(completions, **_):
   time.sleep(0.1 * len(completions))
+  return [float(len(text)) for text in completions]
+"""
+FAILS_AND_LOGS = """
+import os, zlib
+def fails(completions, step, log_metric, log_extra, **_):
+  for text in completions:
+    place = zlib.crc32(text.encode()) % 8
+    if place == 0:
+      os._exit(1)
+    if place == 1:
+      raise ValueError(text)
+    log_metric("my/place", place)
+  log_extra("upper", [text.upper() for text in completions])
   return [float(len(text)) for text in completions]
 """
 STEPS_AND_PARITY = """
@@ -283,6 +298,28 @@ def test_rewards_of_each_process_reach_the_others(tmp_path, algo):
   assert len(one) == 3 and one[1]["advantage/std"] > 0.1
   assert one[1]["rewards/qwen2/unscored"] == 0
   assert_same(two, one)
+
+
+def test_what_fails_and_what_is_logged_on_each_process_reaches_the_others(tmp_path):
+  (tmp_path / "reward.py").write_text(FAILS_AND_LOGS)
+  keys = {
+    "warm_start.steps": 0,
+    "steps": 2,
+    "log.completions_every": 1,
+    "reward.on_error": "none",
+    "reward.workers": 1,
+    "reward.functions": (f"{tmp_path}/reward.py:fails",),
+  }
+  rows = {}
+  for count in (1, 2):
+    rows[count] = train(count, tmp_path / str(count), **keys)
+    for step in (1, 2):
+      for one in read_completions(tmp_path / str(count), step):
+        failed = one["rewards/fails"] is None
+        assert failed or one["extra/upper"] == one["completion"].upper()
+  assert rows[1][1]["rewards/fails/crashes"] > 0 and rows[1][1]["rewards/fails/errors"] > 0
+  assert 2 <= rows[1][1]["my/place"] <= 7
+  assert_same(rows[2], rows[1])
 
 
 def test_adapters_on_two_processes_are_those_of_one(tmp_path):

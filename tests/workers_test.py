@@ -127,6 +127,13 @@ def test_several_failures_in_a_batch(pool):
   assert len(pool.workers) <= 2
 
 
+def test_the_calls_behind_one_that_fails_are_not_split(pool):
+  """A worker gets many cheap calls at once. It answers none after the one that kills it."""
+  groups = [["a", "b"]] * 60 + [["kill", "a"]] + [["a", "b"]] * 60
+  found = [scores(answer) for answer in answers(pool, "sizes", groups)]
+  assert found == [[2, 2]] * 60 + [[None, 1]] + [[2, 2]] * 60
+
+
 def test_an_alarm_that_a_call_leaves_behind_costs_no_other_call_its_reward(pool):
   groups = [["alarm"], *[["sleep"]] * 12]
   assert [scores(answer) for answer in answers(pool, "lengths", groups)] == [[5.0]] * 13
