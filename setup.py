@@ -40,7 +40,7 @@ setup(
       "pytest-xdist",
       "ruff==0.17.6",
     ],
-    "notebooks": ["ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat"],
+    "notebooks": ["cloudpickle", "ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat"],
     "mutation": ["cosmic-ray"],
     "plot": ["matplotlib"],
     "report": ["bokeh"],

@@ -17,8 +17,8 @@ import subprocess
 import time
 
 from grpo_jax import load_config, rewards, train
-from grpo_jax.rewards.job import Call
 from grpo_jax.rewards.symbolic import math
+from grpo_jax.rewards.workers import Call
 from grpo_jax.run.reading import read_metrics
 
 GROUP = 8

@@ -25,7 +25,7 @@ from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.rewards import messages, workers
 from grpo_jax.rewards.answer import Answer, Failure, from_json, joined, to_json
 from grpo_jax.rewards.call import call_in_parts
-from grpo_jax.rewards.job import Call
+from grpo_jax.rewards.workers import Call
 from grpo_jax.run.reading import read_completions, read_metrics
 from grpo_jax.run.saved_config import check_same_run
 from grpo_jax.settings import ConfigError, RunFailed, check_ranges
@@ -90,8 +90,8 @@ def test_answers_come_in_the_order_of_the_calls(pool):
   "text, kind, words",
   [
     ("loop", "timeout", "has not returned within reward.timeout = 1 s"),
-    ("regex", "timeout", "has not returned"),
-    ("power", "timeout", "has not returned"),
+    pytest.param("regex", "timeout", "has not returned", marks=pytest.mark.slow),
+    pytest.param("power", "timeout", "has not returned", marks=pytest.mark.slow),
     ("stop", "timeout", "has not returned"),
     ("_exit", "crash", "ended with exit code 0"),
     ("_exit3", "crash", "ended with exit code 3"),
@@ -134,6 +134,16 @@ def test_the_calls_behind_one_that_fails_are_not_split(pool):
   assert found == [[2, 2]] * 60 + [[None, 1]] + [[2, 2]] * 60
 
 
+def test_where_an_error_stops_a_run_the_first_one_ends_all_calls(pool):
+  pool.add(f"{FILE}:lengths", None, is_named=True)
+  call = Call(f"{FILE}:lengths", "lengths", {"completions": ["a", "raise", "sleep"]})
+  start = time.monotonic()
+  with pytest.raises(rewards.RewardError, match="lengths raised ValueError: no luck"):
+    pool.start([call] * 100, stops_on_error=True).result()
+  assert time.monotonic() - start < 10  # 100 times 0.2 s for those that sleep, and 300 workers
+  assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
+
+
 def test_an_alarm_that_a_call_leaves_behind_costs_no_other_call_its_reward(pool):
   groups = [["alarm"], *[["sleep"]] * 12]
   assert [scores(answer) for answer in answers(pool, "lengths", groups)] == [[5.0]] * 13
@@ -160,7 +170,7 @@ def test_what_a_function_leaves_behind_ends_with_its_worker():
 SCRIPT = f"""
 import os, sys, time
 from grpo_jax import rewards
-from grpo_jax.rewards.job import Call
+from grpo_jax.rewards.workers import Call
 pool = rewards.Pool(2, 600.0)
 pool.add("{FILE}:lengths", None, True)
 pool.start([Call("{FILE}:lengths", "lengths", {{"completions": ["daemon", "loop"]}})] * 2)
@@ -257,6 +267,7 @@ def test_an_async_call_that_hangs_or_raises_costs_only_its_own_reward(pool):
   assert "raised TimeoutError: of the function itself" in failures[2].text
 
 
+@pytest.mark.slow
 def test_math_verify_that_never_ends_is_stopped():
   pool = rewards.Pool(1, 1.0)
   pool.add("math", None, is_named=True)
@@ -330,6 +341,7 @@ def test_arguments_that_cannot_be_sent_name_the_function(pool):
   columns = {"completions": ["a"], "open": [socket.socket()]}
   with pytest.raises(rewards.RewardError, match="lengths: its arguments cannot be sent"):
     pool.start([Call(f"{FILE}:lengths", "lengths", columns)]).result()
+  assert not any(worker.pending for worker in pool.workers)
   assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
 
 
@@ -473,6 +485,7 @@ def test_a_run_whose_reward_hangs_crashes_and_raises_ends(tmp_path, capfd):
   assert "warning: step 1: " in err and "completions have no reward of reward (" in err
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_worker_stops_the_run_after_it_is_saved(tmp_path):
   source = "def reward(completions, step, **_):\n  return [1 / (2 - step) for _ in completions]\n"
   config = with_reward(small_config(), tmp_path, source)

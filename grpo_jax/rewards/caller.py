@@ -11,10 +11,9 @@ from concurrent.futures import Future
 from grpo_jax.rewards.answer import Answer, RewardError, joined
 from grpo_jax.rewards.call import Columns, call_here, call_in_parts, is_async, rows_of
 from grpo_jax.rewards.functions import Reward, is_named, name_of
-from grpo_jax.rewards.job import Call
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rewards.pool import Pool
-from grpo_jax.rewards.workers import NotPortable
+from grpo_jax.rewards.workers import Call, NotPortable
 
 
 class Caller:
@@ -84,7 +83,7 @@ class Caller:
     calls = [
       self._call(function, rows_of(columns, rows), step) for function in sent for rows in groups
     ]
-    answers = self._pool.start(calls) if calls else None
+    answers = self._pool.start(calls, self.stops_on_error) if calls else None
 
     def answer(function: Reward) -> Answer:
       if not self.uses_workers(function):

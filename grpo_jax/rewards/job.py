@@ -16,9 +16,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from grpo_jax.rewards.answer import Answer, RewardError, from_json, joined, no_answer
-from grpo_jax.rewards.call import Columns, rows_of
+from grpo_jax.rewards.call import rows_of
 from grpo_jax.rewards.worker import Request
-from grpo_jax.rewards.workers import Worker
+from grpo_jax.rewards.workers import Call, Worker
 
 if TYPE_CHECKING:
   from grpo_jax.rewards.pool import Pool
@@ -28,27 +28,6 @@ _SECONDS_BETWEEN_LOOKS = 1.0  # at whether the pool is closed
 _SECONDS_OF_CALLS = 0.05  # how much work a worker gets at once
 _GRACE = 1.0  # seconds for the loop of an async function to notice that a call is over
 _MOST_FAILED_STARTS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-  """A call of a function with the completions of one prompt.
-
-  Attributes:
-    key: What the pool calls the function.
-    name: What messages call it.
-    columns: Its arguments.
-    step: The number of the step.
-    is_async: Whether it is an async function.
-    whole_groups: Whether it must not be called with a part of these completions.
-  """
-
-  key: str
-  name: str
-  columns: Columns
-  step: int = 0
-  is_async: bool = False
-  whole_groups: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +42,8 @@ class _Task:
 class Job:
   """Makes calls with the workers of a pool."""
 
-  def __init__(self, pool: "Pool", calls: Sequence[Call]) -> None:
-    self._pool, self._calls = pool, calls
+  def __init__(self, pool: "Pool", calls: Sequence[Call], stops_on_error: bool) -> None:
+    self._pool, self._calls, self._stops_on_error = pool, calls, stops_on_error
     self._tasks = [
       _Task(i, range(len(call.columns["completions"]))) for i, call in enumerate(calls)
     ]
@@ -78,12 +57,16 @@ class Job:
     """The answers, in the order of the calls.
 
     Raises:
-      RewardError: No call can be made.
+      RewardError: No call can be made, or a function raised something and that stops the run.
     """
-    while self._open:
-      self._pool.check_open()
-      self._hand_out()
-      self._wait()
+    try:
+      while self._open:
+        self._pool.check_open()
+        self._hand_out()
+        self._wait()
+    finally:
+      for worker in [worker for worker in self._pool.workers if worker.pending]:
+        self._pool.end(worker)
     return [
       joined(len(call.columns["completions"]), parts)
       for call, parts in zip(self._calls, self._parts)
@@ -239,6 +222,8 @@ class Job:
   ) -> None:
     """A call failed. It is made again unless that was done `retries` times."""
     if is_final or task.failed >= retries:
+      if kind == "error" and self._stops_on_error:
+        raise RewardError(text)
       self._parts[task.call].append((task.rows, no_answer(len(task.rows), kind, text)))
       self._open -= 1
       return

@@ -11,8 +11,8 @@ from typing import Any
 import weakref
 
 from grpo_jax.rewards.answer import Answer, RewardError
-from grpo_jax.rewards.job import Call, Job
-from grpo_jax.rewards.workers import Forker, ForkerEnded, Worker, portable
+from grpo_jax.rewards.job import Job
+from grpo_jax.rewards.workers import Call, Forker, ForkerEnded, Worker, portable
 
 _MOST_RESTARTS = 3  # of the forker, which ends only if something kills it
 _SECONDS_TO_STOP = 5.0
@@ -69,14 +69,22 @@ class Pool:
         self._forkers.pop().close()
         self._start_forker()
 
-  def start(self, calls: Sequence[Call]) -> "Future[list[Answer]]":
-    """Makes calls in the background. The future has an answer for each of them, in their order."""
+  def start(self, calls: Sequence[Call], stops_on_error: bool = False) -> "Future[list[Answer]]":
+    """Makes calls in the background.
+
+    Args:
+      calls: The calls.
+      stops_on_error: Whether the first completion for which a function raises something ends all.
+
+    Returns:
+      The future answers, in the order of the calls.
+    """
     future: Future[list[Answer]] = Future()
 
     def run() -> None:
       try:
         with self._one_job:
-          future.set_result(Job(self, calls).run())
+          future.set_result(Job(self, calls, stops_on_error).run())
       except BaseException as error:
         future.set_exception(error)
 

@@ -1,6 +1,7 @@
 """The run's side of the forker and of its workers."""
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 from grpo_jax.patience import told_if_slow
 from grpo_jax.rewards import messages
 from grpo_jax.rewards.answer import RewardError
+from grpo_jax.rewards.call import Columns
 from grpo_jax.rewards.worker import Request
 from grpo_jax.settings import ConfigError
 
@@ -28,6 +30,27 @@ _ENVIRONMENT = {
   "MKL_NUM_THREADS": "1",
   "JAX_PLATFORMS": "cpu",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A call of a function with the completions of one prompt.
+
+  Attributes:
+    key: What the pool calls the function.
+    name: What messages call it.
+    columns: Its arguments.
+    step: The number of the step.
+    is_async: Whether it is an async function.
+    whole_groups: Whether it must not be called with a part of these completions.
+  """
+
+  key: str
+  name: str
+  columns: Columns
+  step: int = 0
+  is_async: bool = False
+  whole_groups: bool = False
 
 
 class NotPortable(Exception):
