@@ -332,6 +332,11 @@ class Eval:
     at_least(0, at_most=2**20),
   )
   temperature: float = setting(1.0, "of those draws", above(0))
+  check_training: bool = setting(
+    False,
+    "eval.function also scores the completions of training, as a check that no update sees: the"
+    " metric check/gap is the mean reward less the fraction that is right",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -358,6 +358,7 @@ def test_the_defaults():
     entropy_step=0.005,
     dynamic_sampling=False,
     max_resample_rounds=3,
+    keep_surplus=False,
     overlong=0.0,
   )
 

@@ -58,6 +58,8 @@ RUN_FLOORS = [
   {"scorer"},
   {"rollout_metrics", "build", "bucket_lock"},
   {"bucket_files"},
+  {"groups"},
+  {"draws"},
   {"collect", "evaluator", "plan_programs"},
   {"state", "reporter", "plan_phases", "policy"},
   {"steps", "plan_table", "load_policy"},

@@ -148,6 +148,12 @@ SAMPLING_SETTINGS = {
     " loss",
     at_least(1, at_most=1000),
   ),
+  "keep_surplus": Setting(
+    False,
+    "dynamic sampling keeps the groups that a batch has no place for, for the next step. They are"
+    " then of the policy before the update: the ratio is to the log-probs that they were sampled"
+    " with",
+  ),
   "overlong": Setting(
     0.0,
     "the last fraction of sampling.max_tokens, over which a reward falls by up to 1",
@@ -166,8 +172,11 @@ class _Derived(Settings):
 
   @property
   def old_is_policy(self) -> bool:
-    """Whether the old log-probs are the policy's own, which is so with one update per batch."""
-    return self.updates_per_step == 1
+    """Whether the old log-probs are the policy's own.
+
+    That is so with one update per batch, if all of it was sampled by the policy of the step.
+    """
+    return self.updates_per_step == 1 and not self.keep_surplus
 
   @property
   def has_entropy_bonus(self) -> bool:

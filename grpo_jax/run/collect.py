@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from flax import struct
 import jax
 import numpy as np
 
@@ -13,31 +12,19 @@ from grpo_jax.data import loader
 from grpo_jax.run import lengths
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
-from grpo_jax.run.rollout import Rollouts, concatenate, take, texts_of
-from grpo_jax.run.rollout_metrics import completion_rows, rollout_metrics, score_metrics
-from grpo_jax.run.sampling import temperature_at
-from grpo_jax.run.scorer import Report
-from grpo_jax.run.scoring import OVERLONG, groups_that_differ, host_scores, with_overlong
+from grpo_jax.run.draws import Drawn, Draws, HostState
+from grpo_jax.run.groups import Groups
+from grpo_jax.run.rollout import Rollouts, texts_of
+from grpo_jax.run.rollout_metrics import (
+  check_metrics,
+  completion_rows,
+  rollout_metrics,
+  score_metrics,
+  with_judgements,
+)
+from grpo_jax.run.scoring import OVERLONG, host_scores, with_overlong
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Rewards
-
-HostState = dict[str, np.ndarray | np.generic]
-
-
-class Groups(struct.PyTreeNode):
-  """Completions of P prompts and their rewards, on the host.
-
-  Attributes:
-    indices_P: int64, which training prompts they are.
-    rollouts: The completions.
-    rewards: From the reward functions, without the penalty for length.
-    extras_PG: object array of dicts: what the functions gave to log_extra.
-  """
-
-  indices_P: np.ndarray
-  rollouts: Rollouts
-  rewards: Rewards
-  extras_PG: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +51,8 @@ class Collector:
   """Samples and scores a step's batch.
 
   It is a pure function of the policy, the step's index and the host state. Host state is a dict of
-  numpy arrays that lives from step to step and is saved in checkpoints: counters now, and whatever
-  a curriculum has to remember.
+  numpy arrays that lives from step to step and is saved in checkpoints: counters, and what `Draws`
+  remembers.
 
   Attributes:
     prompts: The training prompts.
@@ -75,14 +62,12 @@ class Collector:
     """Raises ConfigError for reward functions that cannot be used."""
     self._run, self._config = run, run.config
     algo = run.config.algo
-    self.prompts = run.prompts("train")
-    self._rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
-    self._rollout = run.rollout(run.config.batch.group_size)
     needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
     self._greedy_rollout = run.rollout(1, greedy=True) if needs_greedy else None
     # Made here, so that their errors come before anything is written.
     self._score, self._teacher = run.scorer, run.teacher
-    self._score.check_arguments(self.prompts, "reward.functions")
+    self._draws = Draws(run)
+    self.prompts = self._draws.prompts
     if algo.overlong and OVERLONG in self._score.names:
       raise ConfigError(
         "reward.functions: a function is named overlong, which is the name of the penalty that"
@@ -102,23 +87,8 @@ class Collector:
       host: The host state before the step.
       clock: Counts the time of sampling and of rewards.
     """
-    P = self._config.batch.prompts
-    sampling = self._config.sampling
-    temperature = temperature_at(sampling, index, self._config.steps)
-    drawn: list[Groups] = []
-    report = Report()
-    step = self._config.warm_start.steps + index + 1
-    live = 0  # groups whose rewards differ
-    while len(drawn) < self._rounds and live < P:
-      number = index * self._rounds + len(drawn)
-      groups, of_draw = self._draw(params, number, step, temperature, clock)
-      drawn.append(groups)
-      report += of_draw
-      live += int(groups_that_differ(drawn[-1].rewards).sum())
-    everything = concatenate(drawn)
-    chosen, live_P = everything, np.ones(P, np.float32)
-    if self._rounds > 1:
-      chosen, live_P = _choose(everything, P)
+    drawn = self._draws(params, index, host, clock)
+    chosen = drawn.chosen
     prompts = loader.prompt_batch(self.prompts, chosen.indices_P, self._run.hosts)
     rewards = self._shaped(chosen.rewards, chosen.rollouts)
     if self._greedy_rollout is not None:
@@ -126,15 +96,15 @@ class Collector:
     rows = None
     every = self._config.log.completions_every
     if every and (index + 1) % every == 0:
-      rows = self._rows(chosen, rewards) if self._run.hosts.is_first else []
-    batch, rewards = self._put(chosen, prompts, rewards, live_P, temperature)
+      rows = self._rows(drawn, rewards) if self._run.hosts.is_first else []
+    batch, rewards = self._put(drawn, prompts, rewards)
     if self._teacher is not None:
       batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
     clock.lap("reward")
-    metrics = report.metrics() | self._metrics(everything, live)
-    if sampling.temperature_schedule != "constant":
-      metrics["sampling/temperature"] = temperature
-    host = host | {"num_tokens": host["num_tokens"] + metrics["completions/tokens"]}
+    metrics = self._metrics(drawn.sampled) | drawn.metrics
+    if self._config.sampling.temperature_schedule != "constant":
+      metrics["sampling/temperature"] = float(drawn.sampled.temperature_P[0])
+    host = drawn.host | {"num_tokens": host["num_tokens"] + metrics["completions/tokens"]}
     metrics["num_tokens"] = int(host["num_tokens"])
     return Collected(batch, rewards, rows, metrics, host)
 
@@ -144,10 +114,11 @@ class Collector:
     penalty = [OVERLONG] if self._config.algo.overlong else []
     return [*self._score.names, *penalty]
 
-  def _rows(self, groups: Groups, rewards: Rewards) -> list[dict[str, Any]]:
+  def _rows(self, drawn: Drawn, rewards: Rewards) -> list[dict[str, Any]]:
     """One object per completion, with the texts of all processes."""
+    groups = drawn.chosen
     completions = groups.rollouts.completions
-    return completion_rows(
+    rows = completion_rows(
       Rollouts(completions, texts_of(completions, self._run.tokenizer.decode)),
       self.prompts.make(groups.indices_P),
       host_scores(groups.rewards),
@@ -155,20 +126,7 @@ class Collector:
       self._names,
       groups.extras_PG,
     )
-
-  def _draw(
-    self, params: Any, number: int, step: int, temperature: float, clock: Clock
-  ) -> tuple[Groups, Report]:
-    """Draw `number` of the run, from 0: a batch of prompts, completed and scored."""
-    P = self._config.batch.prompts
-    indices_P = loader.step_indices(self._config.seed, number, P, len(self.prompts))
-    prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
-    key = jax.random.fold_in(self._run.key("sample"), number)
-    rollouts = self._rollout(params, prompts, key, temperature)
-    clock.lap("sample")
-    scored = self._score(rollouts, prompts, step)
-    clock.lap("reward")
-    return Groups(indices_P, rollouts, scored.rewards, scored.extras_PG), scored.report
+    return with_judgements(rows, drawn.pass_rates_P, groups.checks_PG)
 
   def _shaped(self, rewards: Rewards, rollouts: Rollouts) -> Rewards:
     """The rewards with the penalty for length where that is on."""
@@ -189,20 +147,15 @@ class Collector:
     return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
 
   def _put(
-    self,
-    groups: Groups,
-    prompts: loader.PromptBatch,
-    rewards: Rewards,
-    live_P: np.ndarray,
-    temperature: float,
+    self, drawn: Drawn, prompts: loader.PromptBatch, rewards: Rewards
   ) -> tuple[Batch, Rewards]:
     """The batch and its rewards on the mesh.
 
     Groups that only fill up the batch count as not scored, so that they stay out of every mean.
     """
+    groups, live_P = drawn.chosen, drawn.live_P
     is_live = live_P[:, None, None] != 0
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
-    temperature_P = np.full(len(live_P), temperature, np.float32)
     completions = groups.rollouts.completions
     max_tokens = self._config.sampling.max_tokens
     completions, rewards = lengths.cut((completions, rewards), completions.lengths_PG, max_tokens)
@@ -212,38 +165,16 @@ class Collector:
       (
         completions,
         rewards,
-        (prompts.prompts_PS, prompts.prompt_lengths_P, temperature_P, live_P),
+        (prompts.prompts_PS, prompts.prompt_lengths_P, groups.temperature_P, live_P),
       )
     )
     return self._run.programs.to_batch(completions, *arrays).replace(slots=slots), rewards
 
-  def _metrics(self, everything: Groups, live: int) -> dict[str, float]:
-    completions = everything.rollouts.completions
-    metrics = rollout_metrics(completions, everything.rewards, self._score.names)
+  def _metrics(self, sampled: Groups) -> dict[str, float]:
+    completions = sampled.rollouts.completions
+    metrics = rollout_metrics(completions, sampled.rewards, self._score.names)
+    metrics |= check_metrics(host_scores(sampled.rewards), sampled.checks_PG)
     if self._config.algo.overlong:
-      shaped = self._shaped(everything.rewards, everything.rollouts)
+      shaped = self._shaped(sampled.rewards, sampled.rollouts)
       metrics |= score_metrics(shaped, self._names)
-    if self._rounds > 1:
-      P, groups = self._config.batch.prompts, len(everything.indices_P)
-      metrics |= {
-        "dynamic_sampling/rounds": groups / P,
-        "dynamic_sampling/kept": min(live, P),
-        "dynamic_sampling/dropped": groups - live,  # all rewards equal
-        "dynamic_sampling/discarded": max(0, live - P),  # more than the batch holds
-      }
     return metrics
-
-
-def _choose(everything: Groups, count: int) -> tuple[Groups, np.ndarray]:
-  """The first `count` groups whose rewards differ.
-
-  Where there are fewer, other groups fill their places.
-
-  Returns:
-    The groups, and float32 [count]: 1 for those whose rewards differ, 0 for the others.
-  """
-  differ = groups_that_differ(everything.rewards)
-  live = np.flatnonzero(differ)[:count]
-  others = np.flatnonzero(~differ)[: count - len(live)]
-  chosen = take(everything, np.concatenate([live, others]))
-  return chosen, (np.arange(count) < len(live)).astype(np.float32)

@@ -55,6 +55,54 @@ def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
   return metrics
 
 
+def check_metrics(rewards_PG: np.ndarray, checks_PG: np.ndarray) -> dict[str, float]:
+  """How far the reward is from the check that no update sees. Empty without a check.
+
+  A gap that grows says that the policy learns to please the reward functions and not to be right.
+
+  Args:
+    rewards_PG: The rewards, NaN where no function scored.
+    checks_PG: 1 or 0, or NaN without a check.
+  """
+  both = ~np.isnan(rewards_PG) & ~np.isnan(checks_PG)
+  if not both.any():
+    return {}
+  check = float(checks_PG[both].mean())
+  return {"check/mean": check, "check/gap": float(rewards_PG[both].mean()) - check}
+
+
+def with_judgements(
+  rows: list[dict[str, Any]], pass_rates_P: np.ndarray, checks_PG: np.ndarray
+) -> list[dict[str, Any]]:
+  """Rows of completions with what is known beside their rewards.
+
+  Args:
+    rows: One object per completion.
+    pass_rates_P: The pass rates of the prompts before the step, NaN if they had none.
+    checks_PG: 1 or 0, or NaN without a check.
+  """
+  rates_PG = np.broadcast_to(pass_rates_P[:, None], checks_PG.shape)
+  return [
+    row | {"pass_rate": _number(rate)} | ({} if np.isnan(check) else {"check": float(check)})
+    for row, rate, check in zip(rows, rates_PG.ravel(), checks_PG.ravel(), strict=True)
+  ]
+
+
+def most_disputed_first(rows: list[dict[str, Any]], group_size: int) -> list[dict[str, Any]]:
+  """Groups in the order of the largest gap between a reward and its check. Others stay in order."""
+  groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+
+  def gap(group: list[dict[str, Any]]) -> float:
+    gaps = [abs(row["reward"] - row["check"]) for row in group if _has_both(row)]
+    return max(gaps, default=0.0)
+
+  return [row for group in sorted(groups, key=gap, reverse=True) for row in group]
+
+
+def _has_both(row: dict[str, Any]) -> bool:
+  return row.get("reward") is not None and "check" in row
+
+
 def completion_rows(
   rollouts: Rollouts,
   prompts: Sequence[Prompt],

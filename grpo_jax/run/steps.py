@@ -14,6 +14,7 @@ from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.collect import Collected, Collector
+from grpo_jax.run.rollout_metrics import most_disputed_first
 from grpo_jax.run.state import RunState, StateStore
 from grpo_jax.types import Batch, TrainState
 
@@ -148,7 +149,8 @@ class GrpoStep:
     advantages_PG = self._run.hosts.fetch(batch.advantages_PGT[..., 0])
     if not collected.rows:
       return None
-    return [
+    rows = [
       row | {"advantage": float(advantage)}
       for row, advantage in zip(collected.rows, advantages_PG.ravel(), strict=True)
     ]
+    return most_disputed_first(rows, advantages_PG.shape[1])

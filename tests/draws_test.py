@@ -1,0 +1,143 @@
+"""What a step draws: pass rates, groups that are kept for the next step, and a held-out check."""
+
+import dataclasses
+
+from collect_test import SOMETIMES, Small, prompts_of
+import jax
+import numpy as np
+import pytest
+from small_run import G, P, small_config, with_reward, with_section
+
+from grpo_jax.run.groups import choose, from_arrays, to_arrays
+from grpo_jax.run.json_files import read_metrics
+from grpo_jax.run.loop import run_steps
+from grpo_jax.run.reading import read_completions
+from grpo_jax.run.rollout_metrics import check_metrics, most_disputed_first
+from grpo_jax.settings import ConfigError
+
+# About half of the groups differ.
+MIXED = """
+def reward(completions, prompts, completion_ids, **_):
+  ids = [sum(tokens) for tokens in completion_ids]
+  return [float(i % 2) if p.endswith(tuple("13579=")) else 1.0 for i, p in zip(ids, prompts)]
+
+def check(completion_ids, **_):
+  return [float(len(tokens) % 2) for tokens in completion_ids]
+"""
+SURPLUS = dict(dynamic_sampling=True, max_resample_rounds=9, keep_surplus=True, kl_coef=0.0)
+
+
+def with_surplus(small):
+  """A step after which groups are kept, and what it collected."""
+  for index in range(20):
+    found = small(index)
+    if found.metrics["dynamic_sampling/carried"]:
+      return index, found
+  raise AssertionError("no surplus in 20 steps")
+
+
+# Groups that are kept.
+
+
+def test_groups_become_arrays_and_back(tmp_path):
+  small = Small(with_reward(small_config(), tmp_path, MIXED))
+  drawn = small.collector._draws(small.params, 0, {}, _NoClock())
+  arrays = to_arrays(drawn.sampled)
+  assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays))
+  back = from_arrays(arrays, drawn.sampled.rewards.weights)
+  jax.tree.map(np.testing.assert_array_equal, to_arrays(back), arrays)
+  assert back.rewards.weights == drawn.sampled.rewards.weights
+  chosen, live, surplus = choose(back, P)
+  assert len(chosen.indices_P) == P and len(surplus.indices_P) == 0 and live.sum() <= P
+
+
+class _NoClock:
+  def lap(self, name):
+    del name
+
+
+def test_the_surplus_opens_the_next_batch_with_the_log_probs_of_its_own_step(tmp_path):
+  small = Small(with_reward(small_config(**SURPLUS), tmp_path, SOMETIMES))
+  index, found = with_surplus(small)
+  kept = found.host["surplus"]
+  count = len(kept["indices_P"])
+  assert 0 < count == found.metrics["dynamic_sampling/carried"] < P
+  small.params = jax.tree.map(lambda x: x * 1.01, small.params)  # as after an update
+  after = small(index + 1, found.host)
+  texts = [prompt.text for prompt in small.collector.prompts.make(kept["indices_P"])]
+  assert prompts_of(after)[:count] == texts
+  assert after.metrics["dynamic_sampling/from_before"] == count
+  old_PGT = np.asarray(after.batch.old_logprobs_PGT)[:count]
+  width = old_PGT.shape[-1]
+  np.testing.assert_array_equal(old_PGT, kept["completions"]["logprobs_PGT"][..., :width])
+  own = small.run.programs.logprobs(small.params, after.batch)
+  gaps = np.abs(np.asarray(own - after.batch.old_logprobs_PGT)).max((1, 2))
+  assert (gaps[:count] > 1e-3).all() and (gaps[count:] < 1e-4).all()
+  tokens = int(np.asarray(after.batch.mask_PGT)[count:].sum())
+  assert after.metrics["completions/tokens"] >= tokens  # what was sampled now
+  plain = Small(with_reward(small_config(**SURPLUS | {"keep_surplus": False}), tmp_path, SOMETIMES))
+  assert "surplus" not in plain(index).host and plain(index).batch.old_logprobs_PGT is None
+
+
+@pytest.mark.parametrize(
+  "algo, words",
+  [
+    (dict(keep_surplus=True), "there is a surplus only with algo.dynamic_sampling"),
+    (SURPLUS | dict(old_logprobs="recomputed"), "set algo.old_logprobs='sampler'"),
+  ],
+)
+def test_a_surplus_that_nothing_corrects_is_refused(algo, words):
+  with pytest.raises(ConfigError, match=words):
+    Small(small_config(**algo))
+
+
+# The run as a whole.
+
+
+def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path):
+  """With everything that the host remembers: pass rates, the place in the order, a surplus."""
+  config = with_reward(small_config(**SURPLUS), tmp_path, MIXED)
+  config = with_section(config, "curriculum", rest=2, floor=0.5)
+  config = dataclasses.replace(config, steps=4)
+  run_steps(config, tmp_path / "whole")
+  run_steps(config, tmp_path / "resumed", callback=lambda step: step.step == 2)
+  run_steps(config, tmp_path / "resumed")
+  whole, resumed = (
+    [row for row, _ in read_metrics(tmp_path / name / "metrics.jsonl")]
+    for name in ("whole", "resumed")
+  )
+  assert sum(row["dynamic_sampling/from_before"] for row in whole[2:]) > 0
+  assert 0 < whole[-1]["curriculum/seen"] < 1
+  for ours, theirs in zip(whole, resumed, strict=True):
+    timeless = [name for name in ours if not name.startswith(("time/", "perf/"))]
+    assert {name: ours[name] for name in timeless} == {name: theirs[name] for name in timeless}
+  assert all("pass_rate" in row for row in read_completions(tmp_path / "whole", 4))
+
+
+# A check that no update sees.
+
+
+def test_the_check_is_beside_the_reward(tmp_path):
+  config = with_reward(small_config(kl_coef=0.0), tmp_path, MIXED)
+  config = with_section(config, "eval", check_training=True, function=f"{tmp_path}/reward.py:check")
+  found = Small(config)(0)
+  lengths = [row["length"] for row in found.rows]
+  assert [row["check"] for row in found.rows] == [length % 2 for length in lengths]
+  assert found.metrics["check/mean"] == np.mean([length % 2 for length in lengths])
+  gap = np.mean([row["reward"] for row in found.rows]) - found.metrics["check/mean"]
+  assert found.metrics["check/gap"] == pytest.approx(gap)
+
+
+def test_the_gap_is_of_completions_that_both_have_scored():
+  rewards = np.array([[1, 0.5, np.nan], [0, 1, 1]])
+  checks = np.array([[1, 0, 1], [0, np.nan, 0]])
+  assert check_metrics(rewards, checks) == {"check/mean": 0.25, "check/gap": 0.625 - 0.25}
+  assert check_metrics(rewards, np.full((2, 3), np.nan)) == {}
+
+
+def test_the_most_disputed_groups_come_first_and_groups_stay_together():
+  values = [(0, 0), (0, 0), (1, 0.5), (0, 0), (0, 0), (1, 0), (None, 1), (0.1, 0.1)]
+  rows = [dict(number=i, reward=r, check=c) for i, (r, c) in enumerate(values)]
+  assert [row["number"] for row in most_disputed_first(rows, 2)] == [4, 5, 2, 3, 0, 1, 6, 7]
+  plain = [dict(number=i, reward=1.0) for i in range(4)]
+  assert most_disputed_first(plain, G) == plain
