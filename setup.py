@@ -36,6 +36,7 @@ setup(
       "math-verify",
       "mypy==2.4.1",
       "nbformat",
+      "pyarrow",
       "pytest",
       "pytest-xdist",
       "ruff==0.17.6",
@@ -46,6 +47,7 @@ setup(
     "report": ["bokeh"],
     "math": ["math-verify"],
     "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
+    "parquet": ["pyarrow"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],
     "ray": ["ray"],

@@ -14,7 +14,16 @@ from typing import Any
 
 from grpo_jax import plain_values
 from grpo_jax.algo.settings import Algo
-from grpo_jax.settings import ConfigError, above, at_least, below_one, fraction, one_of, setting
+from grpo_jax.settings import (
+  LARGEST_INT,
+  ConfigError,
+  above,
+  at_least,
+  below_one,
+  fraction,
+  one_of,
+  setting,
+)
 
 DTYPES = ("float32", "bfloat16")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -84,7 +93,27 @@ class Data:
   """The problems."""
 
   task: str = setting("arithmetic", "a name of grpo_jax/data/tasks.py")
-  path: str = setting("", "a folder with train.jsonl and test.jsonl; '' = the task's own source")
+  path: str = setting(
+    "",
+    "a folder with train.jsonl and test.jsonl (or .parquet), or one such file; '' = the task's own"
+    " source",
+  )
+  columns: tuple[str, ...] = setting(
+    (),
+    "for data.task=columns: fields of an example that are no columns of the files. NAME=COLUMN,"
+    " such as answer=final_answer, or NAME=TEMPLATE with columns in braces",
+  )
+  held_out: float = setting(
+    0.0, "where there is no test file: the share of training rows that make the test", below_one()
+  )
+  mixture: tuple[str, ...] = setting(
+    (),
+    "several tasks instead of one: TASK, TASK:PATH or NAME=TASK:PATH. Each example says in the"
+    " field task which one it is of",
+  )
+  weights: tuple[float, ...] = setting(
+    (), "the share of each source of data.mixture in an epoch; () = that of its rows"
+  )
   tokenizer: str = setting(
     "",
     "tokenizer.json, tokenizer.model or their folder; '' = that of model.path, or one id per"
@@ -93,13 +122,29 @@ class Data:
   prompt: str = setting(
     "{question}", "the template of a prompt, with fields of an example in braces"
   )
+  prompts: tuple[str, ...] = setting(
+    (), "a template for each source of data.mixture; () = data.prompt for all"
+  )
   chat: bool = setting(
     False,
     "render prompts with the tokenizer's chat template: data.prompt is then the user's message, or"
     " one field that holds messages",
   )
   system: str = setting("", "the system message of conversations that have none; needs data.chat")
+  few_shot: tuple[str, ...] = setting(
+    (),
+    "worked examples after the system message: what the user says and what the assistant answers,"
+    " in turn; needs data.chat",
+  )
   max_prompt_tokens: int = setting(64, "S; longer prompts are dropped and counted", TOKENS)
+  count_at_start: int = setting(
+    50_000,
+    "up to so many rows, a file is checked and its prompts are counted at the start. Rows of a"
+    " larger one are read when a batch needs them, and another one stands in for a prompt that is"
+    " too long",
+    NOT_NEGATIVE,
+    before=LARGEST_INT,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

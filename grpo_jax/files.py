@@ -13,11 +13,15 @@ def read_bytes(path: Path) -> bytes:
   Raises:
     OSError: There is none, or it cannot be read.
   """
-  if not isinstance(path, Path):  # an object in a bucket, which is always regular
-    return path.read_bytes()
+  if isinstance(path, Path):  # an object in a bucket is always regular
+    check_regular(path)
+  return path.read_bytes()
+
+
+def check_regular(path: Path) -> None:
+  """Raises OSError unless `path` is a regular file, or a link that leads to one."""
   mode = path.stat().st_mode
   if stat.S_ISDIR(mode):
     raise IsADirectoryError(f"{path} is a folder")
   if not stat.S_ISREG(mode):
     raise OSError(f"{path} is a pipe or a device, not a regular file")
-  return path.read_bytes()

@@ -11,6 +11,7 @@ import pytest
 from configs.arithmetic import get_config
 from grpo_jax import config
 from grpo_jax.data import arithmetic, tasks
+from grpo_jax.data import tfds as ours
 from grpo_jax.rewards.answers import strict
 from grpo_jax.settings import ConfigError
 
@@ -113,9 +114,9 @@ def test_gsm8k_folder(tmp_path):
     "answer": "1100",
   }
   assert task.train == [expected, expected] and task.test == [expected]
-  assert set(task.alphabet) == set(expected["question"] + expected["solution"])
-  assert "<" not in task.alphabet
-  assert len(task.alphabet) == len(set(task.alphabet))
+  assert set(task.characters()) == set(expected["question"] + expected["solution"])
+  assert "<" not in task.characters()
+  assert len(task.characters()) == len(set(task.characters()))
   with pytest.raises(dataclasses.FrozenInstanceError):
     task.train = []
 
@@ -142,7 +143,7 @@ def test_questions_may_be_lists_of_messages(tmp_path):
   path = write_folder(tmp_path, json.dumps(ROW | {"question": messages}))
   task = tasks.make_task(data(path=path))
   assert task.train[0]["question"] == messages
-  assert set("Ä5+6?H\u2028") <= set(task.alphabet)
+  assert set("Ä5+6?H\u2028") <= set(task.characters())
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_questions_may_be_lists_of_messages(tmp_path):
     (json.dumps(ROW) + '\n{"question": "?"}', r"train.jsonl line 2 has no text field 'answer'"),
     ('{"answer": "#### 1"}', r"train.jsonl line 1 has no text field 'question'"),
     ('{"question": "?", "answer": 3}', r"train.jsonl line 1 has no text field 'answer'"),
-    ("[1]", r"train.jsonl line 1 has no text field"),
+    ("[1]", r"train.jsonl line 1 is not an object"),
     ("\n{oops", r"train.jsonl line 2 is not JSON"),
     (
       '{"question": "?", "answer": "3"}',
@@ -240,7 +241,7 @@ def test_gsm8k_that_tfds_cannot_provide(monkeypatch):
   def damaged(*args, **kwargs):
     raise OSError("Failed to resolve\nthe host")
 
-  monkeypatch.setattr(tasks, "check_connection", str.format)  # as if there were a network
+  monkeypatch.setattr(ours, "check_connection", str.format)  # as if there were a network
   monkeypatch.setattr(tfds, "data_source", damaged)
   message = "OSError: Failed to resolve the host.*--config.data.path=FOLDER with train.jsonl"
   with pytest.raises(ConfigError, match=message) as error:

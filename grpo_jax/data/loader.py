@@ -5,13 +5,14 @@ A run that resumes therefore has no position in the data to restore.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompts
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,8 @@ def supervised_batch(
     processes: Each of them tokenizes its rows.
 
   Raises:
-    ConfigError: The tokenizer has no stop id.
+    ConfigError: The tokenizer has no stop id, or the split has no solutions.
+    RunFailed: An example has none.
   """
   if not tokenizer.stop_ids:
     raise ConfigError(
@@ -142,7 +144,17 @@ def supervised_batch(
       " of data.task do not have; set 0"
     )
   end_id = tokenizer.stop_ids[0]
-  encoded = processes.on_each(lambda: tokenizer.encode_batch_after(batch.columns["solution"]))
+
+  def encode() -> list[list[int]]:
+    solutions = batch.columns["solution"]
+    if not all(isinstance(solution, str) for solution in solutions):
+      raise RunFailed(
+        "config key warm_start.steps: some examples have no text in the field solution, which the"
+        " warm start imitates; set 0"
+      )
+    return tokenizer.encode_batch_after(solutions)
+
+  encoded = processes.on_each(encode)
   tokens = [[*ids, end_id] for ids in encoded]
   fitting = [ids if len(ids) <= max_tokens else [] for ids in tokens]
   completions_PT, lengths_P = processes.join_rows(
@@ -153,11 +165,14 @@ def supervised_batch(
   return SupervisedBatch(batch, completions_PT, mask_PT, dropped)
 
 
+@functools.lru_cache(2)  # a step may end one epoch and begin the next
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
   # Sorting raw words of Philox instead of Generator.permutation, because numpy promises that the
   # words never change, but promises nothing about the methods of Generator.
   philox = np.random.Philox(key=np.array([seed % 2**64, epoch], np.uint64))
-  return np.argsort(philox.random_raw(size), kind="stable")
+  order = np.argsort(philox.random_raw(size), kind="stable")
+  order.flags.writeable = False
+  return order
 
 
 def _pad(rows: Sequence[Sequence[int] | np.ndarray], width: int, pad_id: int) -> np.ndarray:

@@ -2,20 +2,25 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from grpo_jax.data import chat
+from grpo_jax.data.mixture import Mixture
 from grpo_jax.data.prompt_template import fill
+from grpo_jax.data.tasks import templates_of
 from grpo_jax.data.tokenizer import Tokenizer
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 
 if TYPE_CHECKING:
   from grpo_jax.config import Data
 
 T = TypeVar("T")
 _AT_ONCE = 4096  # prompts whose token ids are in memory while they are counted
+_SAMPLED = 256  # prompts that are made at the start where not all of them are
+_MOST_STAND_INS = 4096  # that are tried for a prompt that is too long
 
 
 class Processes(Protocol):
@@ -70,15 +75,19 @@ class Prompt:
 class Prompts:
   """The prompts of a split. They are formatted and tokenized each time that a batch needs them.
 
-  Examples whose prompt has more than data.max_prompt_tokens tokens are left out.
+  Examples whose prompt has more than data.max_prompt_tokens tokens are left out. Of a split with
+  more than data.count_at_start examples, not every prompt is tokenized at the start. There, another
+  example stands in for one that turns out to be too long: always the same one.
 
   Without data.chat, a prompt is the text of data.prompt with its fields filled in, after the
   tokenizer's prefix. With data.chat, it is a conversation, rendered up to where the assistant's
   answer begins. data.prompt then gives the user's message, or names the one field that holds the
-  messages.
+  messages. In a mixture, data.prompts gives each source a template of its own.
 
   Attributes:
     dropped: How many examples are left out.
+    replaced: About which share of the examples is too long, so that others stand in for them. 0
+      where all examples were counted.
     max_tokens: The longest prompt that is kept (S).
     pad_id: The id of the padding token.
   """
@@ -89,78 +98,141 @@ class Prompts:
     tokenizer: Tokenizer,
     data: "Data",
     processes: Processes = ONE_PROCESS,
+    count_all: bool = False,
   ) -> None:
-    """Counts the tokens of every prompt. Each process tokenizes its part of them.
+    """Counts the tokens of every prompt, or of a sample of them. Each process tokenizes its part.
+
+    Args:
+      split: The examples.
+      tokenizer: What makes token ids.
+      data: The section of the config.
+      processes: Those that share the work.
+      count_all: Whether to count all of them, however many there are.
 
     Raises:
       ConfigError: data.prompt does not fit the examples, or no prompt is short enough.
     """
     self._split, self._tokenizer, self._data = split, tokenizer, data
-    own = range(len(split))[processes.own_rows(len(split))]
-    lengths = processes.join_rows(processes.on_each(lambda: self._count(own)))
-    self._kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
-    if not len(self._kept):
-      raise ConfigError(
-        f"data.max_prompt_tokens={data.max_prompt_tokens} drops all {len(split)} prompts;"
-        f" the shortest one has {min(lengths, default=0)} tokens"
-      )
-    self.dropped = len(split) - len(self._kept)
+    self._templates = templates_of(data)
     self.max_tokens = data.max_prompt_tokens
     self.pad_id = tokenizer.pad_id
+    self._counts_later = len(split) > data.count_at_start and not count_all
+    counted = np.arange(len(split))
+    if self._counts_later:
+      counted = counted[:: len(split) // _SAMPLED]
+    own = counted[processes.own_rows(len(counted))]
+    lengths = processes.join_rows(processes.on_each(lambda: self._count(own)))
+    fits = lengths <= data.max_prompt_tokens
+    if not fits.any():
+      some = f"all {len(split)}" if len(counted) == len(split) else f"each of {len(counted)}"
+      raise ConfigError(
+        f"data.max_prompt_tokens={data.max_prompt_tokens} drops {some} prompts;"
+        f" the shortest one has {min(lengths, default=0)} tokens"
+      )
+    self._kept = None if self._counts_later else np.flatnonzero(fits)
+    self.dropped = 0 if self._counts_later else int((~fits).sum())
+    self.replaced = float((~fits).mean()) if self._counts_later else 0.0
 
   def __len__(self) -> int:
-    return len(self._kept)
+    return len(self._split) if self._kept is None else len(self._kept)
 
   def example(self, index: int) -> Mapping[str, Any]:
     """The example that prompt `index` is made from."""
+    if self._kept is None:
+      return self.make([index])[0].example
     return self._split[int(self._kept[index])]
 
   def make(self, indices: Iterable[int]) -> list[Prompt]:
-    """The prompts at `indices`, of those that are kept."""
-    return self._make([self.example(i) for i in indices])
+    """The prompts at `indices`, of those that are kept.
 
-  def _count(self, own: range) -> np.ndarray:
+    Raises:
+      RunFailed: An example cannot be read, or no other one is short enough to stand in for it.
+    """
+    try:
+      if self._kept is not None:
+        return self._make([self._split[int(self._kept[i])] for i in indices])
+      return self._make_with_stand_ins([int(i) for i in indices])
+    except ConfigError as error:  # the run has begun, and saves what it has
+      raise RunFailed(str(error)) from error
+
+  def _count(self, own: np.ndarray) -> np.ndarray:
     """The number of tokens of each prompt, int32."""
     lengths = [
       len(prompt.ids)
       for start in range(0, len(own), _AT_ONCE)
-      for prompt in self._make([self._split[i] for i in own[start : start + _AT_ONCE]])
+      for prompt in self._make([self._split[int(i)] for i in own[start : start + _AT_ONCE]])
     ]
     return np.array(lengths, np.int32)
 
+  def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:
+    made = self._make([self._split[i] for i in indices])
+    for tried in range(_MOST_STAND_INS):
+      long = [place for place, prompt in enumerate(made) if len(prompt.ids) > self.max_tokens]
+      if not long:
+        return made
+      others = self._make([self._split[self._stand_in(indices[place], tried)] for place in long])
+      for place, prompt in zip(long, others):
+        made[place] = prompt
+    raise ConfigError(
+      f"data.max_prompt_tokens={self.max_tokens}: {_MOST_STAND_INS} prompts in a row are longer"
+    )
+
+  def _stand_in(self, index: int, tried: int) -> int:
+    """The example that stands in for one that is too long, after so many that are too long, too."""
+    # A raw word, because numpy promises that it never changes.
+    word = int(np.random.Philox(key=np.array([index, tried], np.uint64)).random_raw())
+    if isinstance(self._split, Mixture):
+      return self._split.stand_in(index, word)
+    return word % len(self._split)
+
   def _make(self, examples: list[Mapping[str, Any]]) -> list[Prompt]:
-    data, tokenizer = self._data, self._tokenizer
+    tokenizer = self._tokenizer
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
-    if data.chat:
-      messages = [_conversation(data, example) for example in examples]
+    if self._data.chat:
+      messages = [self._conversation(example) for example in examples]
       texts = tokenizer.render_batch(messages)
       prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
     else:
-      texts = [fill(data.prompt, example) for example in examples]
+      texts = [fill(self._template(example), example) for example in examples]
       prefix_ids = tokenizer.prefix_ids
     text_ids = tokenizer.encode_batch(texts)
     if not all(text_ids):
       raise ConfigError(
-        f"data.prompt={data.prompt!r} makes a prompt without tokens; it must hold some text"
+        f"data.prompt={self._data.prompt!r} makes a prompt without tokens; it must hold some text"
       )
     return [
       Prompt(example, text, [*prefix_ids, *ids], conversation)
       for example, text, ids, conversation in zip(examples, texts, text_ids, messages)
     ]
 
+  def _template(self, example: Mapping[str, Any]) -> str:
+    if self._templates:
+      return self._templates[example["task"]]
+    return self._data.prompt
 
-def _conversation(data: "Data", example: Mapping[str, Any]) -> chat.Messages:
-  """The conversation that the model is to continue.
+  def _conversation(self, example: Mapping[str, Any]) -> chat.Messages:
+    """The conversation that the model is to continue.
 
-  It begins with a system message of data.system, unless it has a system message of its own.
-  """
-  field = data.prompt[1:-1]
-  prompt_is_one_field = data.prompt == f"{{{field}}}"
-  if prompt_is_one_field and isinstance(example.get(field), list):
-    messages = example[field]
-  else:
-    messages = [{"role": "user", "content": fill(data.prompt, example)}]
-  chat.check(messages, f"data.prompt={data.prompt!r}")
-  if data.system and messages[0]["role"] != "system":
-    return [{"role": "system", "content": data.system}, *messages]
-  return messages
+    It begins with data.system, unless it has a system message of its own. data.few_shot follows
+    if it is a single message.
+    """
+    template, data = self._template(example), self._data
+    field = template[1:-1]
+    if template == f"{{{field}}}" and isinstance(example.get(field), list):
+      messages = example[field]
+    else:
+      messages = [{"role": "user", "content": fill(template, example)}]
+    chat.check(messages, f"data.prompt={template!r}")
+    if len(messages) == 1:
+      messages = [*_shots(data.few_shot), *messages]
+    if data.system and messages[0]["role"] != "system":
+      return [{"role": "system", "content": data.system}, *messages]
+    return messages
+
+
+def _shots(texts: Sequence[str]) -> list[dict[str, str]]:
+  """data.few_shot as messages: the user's and the assistant's in turn."""
+  return [
+    {"role": role, "content": text}
+    for role, text in zip(itertools.cycle(("user", "assistant")), texts)
+  ]

@@ -1,31 +1,26 @@
 """Tasks: the training and test examples of a problem, generated or read from files.
 
-An example is a dict with three fields. `question` is a text, or a conversation as in TRL: a list of
-messages, each with a text `role` and a text `content` (see data.chat). `solution` is the text that
-the warm start imitates. `answer` is the gold answer that the reward functions read.
+An example is a dict. Those of the tasks here have these fields. `question` is a text, or a
+conversation as in TRL: a list of messages, each with a text `role` and a text `content` (see
+data.chat). `solution` is the text that the warm start imitates. `answer` is the gold answer that
+the reward functions read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
-import json
-import pathlib
-import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from grpo_jax import files
-from grpo_jax.data import chat
-from grpo_jax.data.arithmetic import ALPHABET, Arithmetic
-from grpo_jax.data.download import check_connection
-from grpo_jax.settings import ConfigError, is_text
+from grpo_jax.data import arithmetic as sums
+from grpo_jax.data import chat, examples, tfds
+from grpo_jax.data import countdown as number_games
+from grpo_jax.data.mixture import Source, mix, sources_of
+from grpo_jax.data.prompt_template import fields_of
+from grpo_jax.data.rows import Example, Examples
+from grpo_jax.data.splits import examples_of, hold_out, rows_of
+from grpo_jax.settings import ConfigError
 
 if TYPE_CHECKING:
   from grpo_jax.config import Data
-
-Example = dict[str, Any]
-
-# GSM8K's annotations for a calculator, such as <<5+6=11>>. The warm start must not imitate them.
-_CALCULATOR = re.compile(r"<<[^<>]*>>")
-_DEEPEST = 32  # of lists and objects in each other, in a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,44 +29,88 @@ class Task:
 
   Attributes:
     train: The training examples.
-    test: The test examples.
+    test: The test examples. None are given where data.held_out chooses them.
     alphabet: Every character of the examples, for a tokenizer of characters. If it is not given,
-      it is collected from their questions and solutions.
+      `characters` collects it.
   """
 
   train: Sequence[Example]
   test: Sequence[Example]
   alphabet: str = ""
 
-  def __post_init__(self) -> None:
-    if not self.alphabet:
-      characters: set[str] = set()
-      for example in (*self.train, *self.test):
-        characters.update(*_contents(example.get("question", "")), example.get("solution", ""))
-      object.__setattr__(self, "alphabet", "".join(sorted(characters)))  # the class is frozen
+  def characters(self) -> str:
+    """The alphabet. If it was not given, this reads all examples: questions and solutions."""
+    if self.alphabet:
+      return self.alphabet
+    found: set[str] = set()
+    for split in (self.train, self.test):
+      for i in range(len(split)):
+        found.update(*_contents(split[i].get("question", "")), split[i].get("solution") or "")
+    return "".join(sorted(found))
 
 
 def make_task(data: "Data") -> Task:
-  """The task that `data.task` names.
+  """The data set that the section `data` of a config describes.
 
   Raises:
-    ConfigError: The name is unknown, or the data cannot be read.
+    ConfigError: The name of a task is unknown, or the data cannot be read.
   """
-  if data.task not in TASKS:
+  if not data.mixture:
+    if data.prompts or data.weights:
+      key = "prompts" if data.prompts else "weights"
+      raise ConfigError(f"config key data.{key} is for the sources of data.mixture; leave it empty")
+    if data.columns and data.task != "columns":
+      raise ConfigError(
+        f"config key data.columns is {data.columns}: task {data.task} has columns of its own; set"
+        " data.task=columns"
+      )
+    return _one_task(data, Source(data.task, data.task, data.path), data.prompt)
+  if data.path:
     raise ConfigError(
-      f"data.task={data.task!r} is unknown: choose one of {', '.join(TASKS)}, or call"
-      " grpo_jax.register_task first"
+      f"config key data.path is {data.path!r}: with data.mixture each source brings its own, as"
+      " TASK:PATH; leave it empty"
     )
-  return TASKS[data.task](data.path)
+  templates = templates_of(data)
+
+  def open_source(source: Source) -> tuple[Sequence[Example], Sequence[Example]]:
+    task = _one_task(data, source, templates.get(source.name, data.prompt))
+    return task.train, task.test
+
+  return Task(*mix(data.mixture, data.weights, open_source))
+
+
+def characters(data: "Data", task: Task) -> str:
+  """Every character of a task and of the templates, for a tokenizer of characters."""
+  templates = "".join([data.prompt, *data.prompts])
+  return task.characters() + templates.replace("{question}", "")
+
+
+def templates_of(data: "Data") -> dict[str, str]:
+  """The templates of data.prompts by the names of the sources. Empty if there are none.
+
+  Raises:
+    ConfigError: Their number is not that of the sources.
+  """
+  if len(data.prompts) not in (0, len(data.mixture)):
+    raise ConfigError(
+      f"config key data.prompts has {len(data.prompts)} templates: write one for each of"
+      f" data.mixture = {data.mixture}, or none, so that data.prompt is that of all"
+    )
+  return dict(zip([source.name for source in sources_of(data.mixture)], data.prompts))
 
 
 def arithmetic(path: str) -> Task:
   """Generated sums of several steps. `path` must be empty."""
-  if path:
-    raise ConfigError(
-      f"data.path={path!r}: the arithmetic task makes its own problems; leave data.path empty"
-    )
-  return Task(Arithmetic("train"), Arithmetic("test"), ALPHABET)
+  _refuse_path(path, "arithmetic")
+  return Task(sums.Arithmetic("train"), sums.Arithmetic("test"), sums.ALPHABET)
+
+
+def countdown(path: str) -> Task:
+  """Generated problems: combine three numbers so that they make a target. `path` must be empty."""
+  _refuse_path(path, "countdown")
+  return Task(
+    number_games.Countdown("train"), number_games.Countdown("test"), number_games.ALPHABET
+  )
 
 
 def gsm8k(path: str) -> Task:
@@ -80,8 +119,13 @@ def gsm8k(path: str) -> Task:
   They are read from train.jsonl and test.jsonl in the folder `path`. If `path` is empty, they come
   from TensorFlow Datasets.
   """
+  if path:
+    return Task(*examples_of(path, examples.gsm8k))
   train, test = (
-    _read_jsonl(path, split, _gsm8k_example) if path else _gsm8k_from_tfds(split)
+    [
+      examples.gsm8k(row, f"tfds gsm8k {split} example {i}")
+      for i, row in enumerate(tfds.gsm8k(split))
+    ]
     for split in ("train", "test")
   )
   return Task(train, test)
@@ -93,15 +137,65 @@ def math(path: str) -> Task:
   The fields are those of MATH-500: a line is an object with `problem` (or `question`) and `answer`.
   A `solution` may be added. Without it, the warm start imitates the answer.
   """
-  if not path:
+  _require_path(path, "math")
+  return Task(*examples_of(path, examples.math))
+
+
+def svamp(path: str) -> Task:
+  """SVAMP, word problems of one step, with the field names of its authors."""
+  _require_path(path, "svamp")
+  return Task(*examples_of(path, examples.svamp))
+
+
+def columns(path: str, added: Sequence[str] = (), needed: Sequence[str] = ()) -> Task:
+  """Rows with any columns. See `examples.Columns` for `added` and `needed`."""
+  _require_path(path, "columns")
+  train = rows_of(path, "train")
+  make = examples.Columns(train[0], train.where(0), added, needed)
+  test = rows_of(path, "test")
+  return Task(Examples(train, make), Examples(test, make) if test is not None else ())
+
+
+TASKS: dict[str, Callable[[str], Task]] = {
+  "arithmetic": arithmetic,
+  "gsm8k": gsm8k,
+  "math": math,
+  "svamp": svamp,
+  "countdown": countdown,
+  "columns": columns,
+}
+
+
+def _one_task(data: "Data", source: Source, template: str) -> Task:
+  """The task of a source, with a test split, and in memory if it is small."""
+  if source.task not in TASKS:
+    key = f"data.mixture: {source.task!r}" if data.mixture else f"data.task={source.task!r}"
     raise ConfigError(
-      "data.path is empty: the task math needs a folder with train.jsonl and test.jsonl"
+      f"{key} is unknown: choose one of {', '.join(TASKS)}, or call grpo_jax.register_task first"
     )
-  train, test = (_read_jsonl(path, split, _math_example) for split in ("train", "test"))
-  return Task(train, test)
+  if source.task == "columns":
+    task = columns(source.path, data.columns, fields_of(template))
+  else:
+    task = TASKS[source.task](source.path)
+  train = _in_memory(task.train, data.count_at_start)
+  test = _in_memory(task.test, data.count_at_start)
+  if data.held_out and len(test) and not data.mixture:
+    raise ConfigError(
+      f"config key data.held_out is {data.held_out}: task {source.task} has a test split; set 0"
+    )
+  if not len(test):
+    if not data.held_out:
+      raise ConfigError(
+        f"data.path: there is no test split in {source.path} (test.jsonl or test.parquet); add it,"
+        " or hold a part of the training rows out: --config.data.held_out=0.05"
+      )
+    train, test = hold_out(train, data.held_out)
+  return Task(train, test, task.alphabet)
 
 
-TASKS: dict[str, Callable[[str], Task]] = {"arithmetic": arithmetic, "gsm8k": gsm8k, "math": math}
+def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
+  """The examples of a small file as a list, which checks all of them."""
+  return split[:] if isinstance(split, Examples) and len(split) <= at_most else split
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:
@@ -111,125 +205,15 @@ def _contents(question: str | chat.Messages) -> Iterator[str]:
     yield from (message["content"] for message in question)
 
 
-def _read_jsonl(
-  folder: str, split: str, make_example: Callable[[Any, str], Example]
-) -> list[Example]:
-  """The examples in the file of a split.
-
-  Args:
-    folder: The folder with the file.
-    split: "train" or "test".
-    make_example: Makes an example of the JSON value of a line. The second argument names the line
-      in errors.
-  """
-  path = pathlib.Path(folder).expanduser() / f"{split}.jsonl"
-  try:
-    text = files.read_bytes(path).decode("utf-8")
-  except (OSError, UnicodeDecodeError) as error:
+def _refuse_path(path: str, task: str) -> None:
+  if path:
     raise ConfigError(
-      f"data.path: cannot read {path} ({error}); it must be a folder with train.jsonl and"
-      " test.jsonl"
-    ) from None
-  examples = []
-  # Not splitlines(), because it also splits at U+2028, which may be part of a JSON string.
-  for number, line in enumerate(text.split("\n"), start=1):
-    if line.strip():
-      where = f"{path} line {number}"
-      example = make_example(_parse_line(line, where), where)
-      _check_values(example, where)
-      examples.append(example)
-  if not examples:
-    raise ConfigError(
-      f"data.path: {path} is empty; each line must be an object with question and answer"
+      f"data.path={path!r}: the {task} task makes its own problems; leave data.path empty"
     )
-  return examples
 
 
-def _parse_line(line: str, where: str) -> Any:
-  try:
-    return json.loads(line)
-  except (ValueError, RecursionError) as error:  # a ValueError is also an int of 4,300 digits
+def _require_path(path: str, task: str) -> None:
+  if not path:
     raise ConfigError(
-      f"data.path: {where} is not JSON ({error}); each line must be one object"
-    ) from None
-
-
-def _check_values(value: Any, where: str, depth: int = 0) -> None:
-  """Refuses what JSON can hold, but later steps cannot compute with or write."""
-  if isinstance(value, str) and not is_text(value):
-    raise ConfigError(
-      f"data.path: {where} has half of a surrogate pair (such as \\ud800), which is no character:"
-      " remove it"
+      f"data.path is empty: the task {task} needs a folder with train.jsonl and test.jsonl"
     )
-  if depth > _DEEPEST:
-    raise ConfigError(f"data.path: {where} has more than {_DEEPEST} levels of lists and objects")
-  if isinstance(value, Mapping):
-    value = [*value.keys(), *value.values()]
-  if isinstance(value, list):
-    for item in value:
-      _check_values(item, where, depth + 1)
-
-
-def _gsm8k_from_tfds(split: str) -> list[Example]:
-  try:
-    # Imported here because the import is slow and no other task needs the package. The second
-    # import registers the data set, too. TFDS would need TensorFlow to find it by its name.
-    import tensorflow_datasets as tfds
-    from tensorflow_datasets.text.gsm8k import gsm8k as module
-
-    builder = module.Gsm8k(file_format="array_record")
-    if not builder.is_prepared():
-      # Without a network, TFDS would try again for minutes.
-      check_connection(module._URLS[split], "GSM8K", builder.data_dir)
-    source = tfds.data_source("gsm8k", split=split)
-    rows = [{key: value.decode() for key, value in row.items()} for row in source]
-  except Exception as error:
-    # There may be no package, no network, no disk space, or a damaged folder. Each has an exception
-    # of its own kind, and the user can do the same about all of them.
-    raise ConfigError(
-      "data.task=gsm8k: TensorFlow Datasets could not provide it"
-      f" ({type(error).__name__}: {' '.join(str(error).split()):.160}); pass"
-      " --config.data.path=FOLDER with train.jsonl and test.jsonl, or prepare it where there is a"
-      ' network: python -c "import tensorflow_datasets as tfds, tensorflow_datasets.text.gsm8k;'
-      " tfds.data_source('gsm8k')\""
-    ) from error
-  return [_gsm8k_example(row, f"tfds gsm8k {split} example {i}") for i, row in enumerate(rows)]
-
-
-def _gsm8k_example(row: Any, where: str) -> Example:
-  question = _question(row, where, "question")
-  solution = _CALCULATOR.sub("", _text(row, where, "answer"))
-  _, anchor, answer = solution.rpartition("####")
-  if not anchor:
-    raise ConfigError(f"data.path: {where}: the answer must end in '#### NUMBER'")
-  return {"question": question, "solution": solution, "answer": answer.replace(",", "").strip()}
-
-
-def _math_example(row: Any, where: str) -> Example:
-  question = _question(row, where, "problem", "question")
-  answer = _text(row, where, "answer")
-  solution = _text(row, where, "solution", "answer")
-  return {"question": question, "solution": solution, "answer": answer}
-
-
-def _question(row: Any, where: str, *names: str) -> str | chat.Messages:
-  """The first of the fields `names` that is a text or a conversation."""
-  question = _field(row, where, names, (str, list))
-  if not isinstance(question, str):
-    chat.check(question, f"data.path: {where}")
-  return question
-
-
-def _text(row: Any, where: str, *names: str) -> str:
-  """The first of the fields `names` that is a text."""
-  return _field(row, where, names, (str,))
-
-
-def _field(row: Any, where: str, names: Sequence[str], types: tuple[type, ...]) -> Any:
-  if isinstance(row, Mapping):
-    for name in names:
-      if isinstance(row.get(name), types):
-        return row[name]
-  raise ConfigError(
-    f"data.path: {where} has no text field {' or '.join(map(repr, names))}; each must have one"
-  )

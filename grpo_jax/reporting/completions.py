@@ -115,7 +115,7 @@ def _decoder(run: ShownRun) -> tuple[Decode | None, str]:
   try:
     if path:
       return tokenizer.load(path).decode, ""
-    in_prompt = config.data.prompt.replace("{question}", "")
-    return tokenizer.characters(tasks.make_task(config.data).alphabet + in_prompt).decode, ""
+    task = tasks.make_task(config.data)
+    return tokenizer.characters(tasks.characters(config.data, task)).decode, ""
   except (ConfigError, OSError) as error:
     return None, f"completions without tokens, because their tokenizer cannot be read: {error}"

@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 
 from grpo_jax.registry import register
-from grpo_jax.rewards import answers, process, symbolic
+from grpo_jax.rewards import answers, countdown, process, symbolic
 from grpo_jax.rewards.answer import Steps
 from grpo_jax.rewards.text import describe
 from grpo_jax.settings import ConfigError
@@ -21,6 +21,7 @@ REWARDS: dict[str, Reward] = {
   "strict": answers.strict,
   "flexible": answers.flexible,
   "boxed": answers.boxed,
+  "countdown": countdown.countdown,
   "math": symbolic.math,
   "worked_steps": process.worked_steps,
 }

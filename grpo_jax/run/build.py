@@ -99,7 +99,9 @@ class Run:
     if split == "test":
       examples = examples[: self.config.eval.examples]
     with told_if_slow(f"making the {split} prompts"):
-      return Prompts(examples, self.tokenizer, self.config.data, self.hosts)
+      return Prompts(
+        examples, self.tokenizer, self.config.data, self.hosts, count_all=split == "test"
+      )
 
   def rollout(
     self, group_size: int, greedy: bool = False, max_tokens: int | None = None
@@ -175,8 +177,7 @@ class Run:
       if loaded is not None:
         tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens
-    characters_of_prompt = config.data.prompt.replace("{question}", "")
-    return tokenizer.characters(self.task.alphabet + characters_of_prompt)
+    return tokenizer.characters(tasks.characters(config.data, self.task))
 
 
 def set_matmul_precision(config: Config) -> None:

@@ -123,6 +123,19 @@ def _check_batch(config: Config) -> None:
     " into data.prompt",
   )
   _require(
+    data.chat or not data.few_shot,
+    "data.few_shot",
+    data.few_shot,
+    "a prompt that is not a conversation has no earlier messages; set data.chat=True, or write them"
+    " into data.prompt",
+  )
+  _require(
+    len(data.few_shot) % 2 == 0,
+    "data.few_shot",
+    data.few_shot,
+    "after each text of the user, it must hold the assistant's answer",
+  )
+  _require(
     reward.step_separator, "reward.step_separator", "", "it must hold at least one character"
   )
   _require(

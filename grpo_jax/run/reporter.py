@@ -194,6 +194,11 @@ def header_lines(
         f"{kept.dropped} {split} prompts are longer than data.max_prompt_tokens ="
         f" {config.data.max_prompt_tokens} and left out; {len(kept)} remain"
       )
+    if kept.replaced:
+      lines.append(
+        f"about {kept.replaced:.1%} of {len(kept)} {split} prompts are longer than"
+        f" data.max_prompt_tokens = {config.data.max_prompt_tokens}; others stand in for them"
+      )
   undivided = sharding.undivided(run.parameters.abstract_policy, run.mesh)
   if undivided:
     lines.append(f"{len(undivided)} dimensions of parameters are not split, such as {undivided[0]}")

@@ -1,0 +1,27 @@
+from ml_collections import ConfigDict
+
+from configs import default
+
+
+def get_config(preset: str = "grpo") -> ConfigDict:
+  c = default.get_config(preset)
+  c.steps = 200
+  c.model.rope_theta = 100.0
+  c.data.task = "countdown"
+  c.data.max_prompt_tokens = 14
+  c.batch.prompts = 32
+  c.batch.group_size = 8
+  c.sampling.max_tokens = 14
+  c.reward.functions = ("countdown",)
+  c.warm_start.steps = 1000
+  c.warm_start.batch = 128
+  c.warm_start.learning_rate = 3e-3
+  c.optimizer.learning_rate = 2e-4
+  c.optimizer.schedule = "linear"
+  c.optimizer.warmup_steps = 50
+  c.eval.function = "countdown"
+  c.eval.every = 10
+  c.eval.examples = 512
+  c.eval.batch = 512
+  c.checkpoint.every = 100
+  return c

@@ -1,0 +1,93 @@
+"""Rows of Parquet files.
+
+Parquet compresses thousands of rows together, so that one row costs as much to read as all of them.
+At the start, a file is therefore copied, a few rows at a time, to a temporary file in which each
+row can be read alone. That file is never in memory as a whole, and is gone when the program ends.
+"""
+
+import os
+from pathlib import Path
+import tempfile
+from typing import Any
+
+import numpy as np
+
+from grpo_jax import files
+from grpo_jax.settings import ConfigError
+
+_AT_ONCE = 256  # rows that are copied, and later read, together
+
+
+class Parquet:
+  """The rows of a Parquet file, each a dict from the names of its columns."""
+
+  def __init__(self, path: Path) -> None:
+    """Copies the file.
+
+    Raises:
+      OSError: The file cannot be read.
+      ConfigError: It is damaged, pyarrow is not installed, or there is no space for the copy.
+    """
+    try:
+      import pyarrow  # imported here because it is an optional package
+      import pyarrow.parquet
+    except ImportError:
+      raise ConfigError(
+        f"data.path: reading {path} needs the package pyarrow: pip install -e '.[parquet]'"
+      ) from None
+    files.check_regular(path)
+    self._path = path
+    try:
+      copy, counts = _copy(path)
+    except (pyarrow.ArrowException, OSError) as error:
+      if getattr(error, "errno", None) is not None:
+        raise ConfigError(
+          f"data.path: {path} cannot be copied to {tempfile.gettempdir()} ({error}); name a folder"
+          " with more space in the environment variable TMPDIR"
+        ) from None
+      reason = " ".join(str(error).split())
+      raise ConfigError(f"data.path: {path} is not a whole Parquet file ({reason:.200})") from None
+    self._batches = pyarrow.ipc.open_file(copy)
+    self._begins = np.cumsum([0, *counts])
+
+  def __len__(self) -> int:
+    return int(self._begins[-1])
+
+  def __getitem__(self, index: int) -> Any:
+    number = int(np.searchsorted(self._begins, index, side="right")) - 1
+    batch = self._batches.get_batch(number)
+    return batch.slice(index - int(self._begins[number]), 1).to_pylist()[0]
+
+  def where(self, index: int) -> str:
+    """The file and the number of a row."""
+    return f"{self._path} row {index + 1}"
+
+
+def _copy(path: Path) -> tuple[Any, list[int]]:
+  """The copy, whose file has no name any more, and the number of rows in each of its parts."""
+  import pyarrow
+  import pyarrow.parquet
+
+  descriptor, name = tempfile.mkstemp(prefix="grpo_jax_", suffix=".arrow")
+  os.close(descriptor)
+  counts = []
+  try:
+    with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as parquet:
+      schema = _plain(parquet.schema_arrow)
+      with pyarrow.OSFile(name, "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
+        for batch in parquet.iter_batches(_AT_ONCE):
+          writer.write_batch(batch.cast(schema))
+          counts.append(batch.num_rows)
+    return pyarrow.OSFile(name), counts
+  finally:
+    os.unlink(name)  # the open file stays
+
+
+def _plain(schema: Any) -> Any:
+  """The schema without dictionaries, which would have to be the same in the whole file."""
+  import pyarrow
+
+  for number, field in enumerate(schema):
+    if pyarrow.types.is_dictionary(field.type):
+      schema = schema.set(number, field.with_type(field.type.value_type))
+  return schema
