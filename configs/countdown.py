@@ -1,3 +1,16 @@
+"""Trains a small model from random weights on Countdown: combine numbers to make a target.
+
+Command:  python -m grpo_jax.train --config=configs/countdown.py --workdir=/tmp/countdown
+Hardware: two CPU cores of a laptop are enough.
+Memory:   1 GB.
+Time:     TIME
+Result:   RESULT
+
+A prompt such as `10 8 1 = 17:` asks for `#### 10+8-1`. The warm start teaches a mixture of right
+expressions and of hasty ones, which add all numbers. After it, the model adds most of the time. GRPO
+rewards expressions that make the target, and the model looks at the target.
+"""
+
 from ml_collections import ConfigDict
 
 from configs import default
@@ -6,7 +19,7 @@ from configs import default
 def get_config(preset: str = "grpo") -> ConfigDict:
   c = default.get_config(preset)
   c.steps = 200
-  c.model.rope_theta = 100.0
+  c.model.rope_theta = 100.0  # as in configs/arithmetic.py: texts are short
   c.data.task = "countdown"
   c.data.max_prompt_tokens = 14
   c.batch.prompts = 32

@@ -142,7 +142,7 @@ def test_recipes_by_name_and_by_file(tmp_path):
 @pytest.mark.parametrize(
   ("recipe", "changes", "message"),
   [
-    ("arithmetics", {}, "there is no recipe 'arithmetics': choose one of arithmetic, default"),
+    ("arithmetics", {}, "there is no recipe 'arithmetics': choose one of arithmetic, countdown"),
     ("nowhere.py", {}, "there is no recipe 'nowhere.py'"),
     ("arithmetic:nosuch", {}, "recipe arithmetic:nosuch: there is no preset 'nosuch'"),
     ("arithmetic", {"algo.clip_hihg": 1}, "algo.clip_hihg is unknown: did you mean algo.clip_high"),

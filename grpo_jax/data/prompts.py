@@ -119,7 +119,7 @@ class Prompts:
     self._counts_later = len(split) > data.count_at_start and not count_all
     counted = np.arange(len(split))
     if self._counts_later:
-      counted = counted[:: len(split) // _SAMPLED]
+      counted = counted[:: max(1, len(split) // _SAMPLED)]
     own = counted[processes.own_rows(len(counted))]
     lengths = processes.join_rows(processes.on_each(lambda: self._count(own)))
     fits = lengths <= data.max_prompt_tokens

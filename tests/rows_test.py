@@ -1,0 +1,261 @@
+"""Rows of large files: what is indexed equals what is read whole, and bad rows are named."""
+
+import dataclasses
+import errno
+import json
+import os
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from grpo_jax.config import Data, from_dict
+from grpo_jax.data import loader, rows, tasks, tokenizer
+from grpo_jax.data.parquet import Parquet
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.splits import hold_out
+from grpo_jax.settings import LARGEST_INT, ConfigError, RunFailed
+
+LINES = st.lists(
+  st.one_of(
+    st.just(""),
+    st.just(" \t"),
+    st.just("\r"),
+    st.builds(json.dumps, st.dictionaries(st.text(max_size=3), st.text(max_size=9), max_size=2)),
+    st.builds(lambda text: f' {{"ä\u2028": {json.dumps(text, ensure_ascii=False)}}} \r', st.text()),
+  ),
+  max_size=12,
+)
+TOKENIZER = tokenizer.characters("abcdefghijklmnopqrstuvwxyz0123456789 ")
+
+
+def write(path, values):
+  """Writes a jsonl file."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text("".join(json.dumps(value) + "\n" for value in values))
+  return path
+
+
+def questions(count, longest=6):
+  """Rows in the layout of MATH, some with a longer question than others."""
+  return [{"problem": "a" * (1 + i % longest), "answer": str(i)} for i in range(count)]
+
+
+def prompts_of(examples, **changes):
+  """Prompts with data.count_at_start=10."""
+  data = Data(max_prompt_tokens=4, count_at_start=10)
+  return Prompts(examples, TOKENIZER, dataclasses.replace(data, **changes))
+
+
+@given(LINES, st.booleans(), st.integers(1, 40))
+@settings(max_examples=80, deadline=None)
+def test_the_index_finds_what_reading_the_whole_file_finds(tmp_path_factory, lines, ends, at_once):
+  path = tmp_path_factory.mktemp("rows") / "train.jsonl"
+  path.write_bytes(("\n".join(lines) + "\n" * ends).encode("utf-8", "surrogatepass"))
+  expected = [(i, json.loads(line)) for i, line in enumerate(lines, 1) if line.strip()]
+  before, rows._AT_ONCE = rows._AT_ONCE, at_once  # lines that lie across parts of a file
+  try:
+    found = rows.JsonLines(path)
+  finally:
+    rows._AT_ONCE = before
+  assert [found[i] for i in range(len(found))] == [value for _, value in expected]
+  assert [found.where(i) for i in range(len(found))] == [f"{path} line {i}" for i, _ in expected]
+
+
+def test_a_large_file_gives_the_batches_of_a_small_one(tmp_path):
+  write(tmp_path / "train.jsonl", questions(60, longest=4))
+  write(tmp_path / "test.jsonl", questions(3))
+  data = Data(task="math", path=str(tmp_path), max_prompt_tokens=4)
+  read, indexed = (
+    Prompts(tasks.make_task(each).train, TOKENIZER, each)
+    for each in (data, dataclasses.replace(data, count_at_start=20))
+  )
+  assert isinstance(tasks.make_task(data).train, list)
+  for step in range(5):
+    indices = loader.step_indices(1, step, 16, 60)
+    expected, found = (loader.prompt_batch(prompts, indices) for prompts in (read, indexed))
+    np.testing.assert_array_equal(found.prompts_PS, expected.prompts_PS)
+    assert found.columns == expected.columns
+
+
+def test_parquet_has_the_rows_of_the_same_table(tmp_path):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  values = [
+    {"question": f"é{i}", "numbers": [i, 2], "share": i / 2, "kind": "ab"[i % 2]}
+    for i in range(700)
+  ]
+  table = pyarrow.Table.from_pylist(values)
+  table = table.set_column(3, "kind", table["kind"].dictionary_encode())
+  parquet.write_table(table, tmp_path / "train.parquet", row_group_size=300)
+  found = Parquet(tmp_path / "train.parquet")
+  assert [found[i] for i in range(len(found))] == values
+  assert found.where(41).endswith("train.parquet row 42")
+
+
+def test_files_of_a_split_are_joined_in_the_order_of_their_names(tmp_path):
+  parts = [questions(7)[:3], questions(7)[3:4], questions(7)[4:]]
+  for number, part in enumerate(parts):
+    write(tmp_path / f"train-0{number}-of-03.jsonl", part)
+  write(tmp_path / "test.jsonl", questions(1))
+  task = tasks.math(str(tmp_path))
+  assert [example["answer"] for example in task.train] == list("0123456")
+  (tmp_path / "train-02-of-03.jsonl").write_text('{"problem": "a"}\n')
+  with pytest.raises(ConfigError, match="train-02-of-03.jsonl line 1 has no text field 'answer'"):
+    tasks.math(str(tmp_path)).train[4]
+
+
+# Prompts of large splits.
+
+
+def test_another_prompt_stands_in_for_one_that_is_too_long():
+  examples = [{"question": row["problem"], "answer": row["answer"]} for row in questions(6000)]
+  prompts = prompts_of(examples)
+  assert len(prompts) == 6000 and prompts.dropped == 0
+  assert abs(prompts.replaced - 2 / 6) < 0.1
+  made = prompts.make(range(6000))
+  short = [i for i in range(6000) if i % 6 < 4]
+  assert [made[i].example for i in short] == [examples[i] for i in short]
+  stand_ins = [made[i].example["answer"] for i in range(6000) if i % 6 >= 4]
+  assert max(len(prompt.ids) for prompt in made) == 4
+  # They are always the same, whatever else is in the batch, and are spread over the others.
+  alone = [prompts.make([i])[0].example["answer"] for i in (4, 5, 5999)]
+  assert alone == [stand_ins[0], stand_ins[1], stand_ins[-1]]
+  assert len(set(stand_ins)) > 1400 and max(map(stand_ins.count, stand_ins)) < 10
+  assert stand_ins[:3] == ["230", "4129", "4302"]  # they never change
+
+
+def test_a_run_of_an_earlier_version_counts_all_its_prompts():
+  assert Data().count_at_start == 50_000
+  assert from_dict({}, saved=True).data.count_at_start == LARGEST_INT
+  examples = [{"question": row["problem"]} for row in questions(60)]
+  counted = prompts_of(examples, count_at_start=LARGEST_INT)
+  assert (len(counted), counted.dropped, counted.replaced) == (40, 20, 0)
+
+
+def test_prompts_that_are_all_too_long_are_an_error_before_the_run():
+  with pytest.raises(ConfigError, match="drops each of 300 prompts; the shortest one has 6 tokens"):
+    prompts_of([{"question": "a" * 6}] * 600)
+
+
+def test_a_large_permutation_is_made_once():
+  first = loader.step_indices(0, 0, 4, 1_000_000)
+  loader._permutation.cache_clear()
+  for step in range(20):
+    loader.step_indices(0, step, 4, 1_000_000)
+  assert loader._permutation.cache_info().misses == 1
+  assert loader.step_indices(0, 0, 4, 1_000_000).tolist() == first.tolist()
+
+
+# Held-out rows.
+
+
+@given(st.integers(2, 3000), st.floats(0.05, 0.95))
+@settings(max_examples=40)
+def test_held_out_rows_are_a_stable_part(count, share):
+  values = [{"question": str(i)} for i in range(count)]
+  try:
+    train, test = hold_out(values, share)
+  except ConfigError as error:
+    assert "data.held_out" in str(error) and count < 400
+    return
+  numbers = [[int(example["question"]) for example in split] for split in (train, test)]
+  assert sorted(numbers[0] + numbers[1]) == list(range(count)) and all(numbers)
+  longer = hold_out([*values, *values], share)
+  assert [int(e["question"]) for e in longer[1][: len(test)]] == numbers[1]
+  assert abs(len(test) / count - share) < 4 * np.sqrt(share * (1 - share) / count)
+
+
+def test_which_rows_are_held_out_never_changes():
+  _, test = hold_out([{"question": str(i)} for i in range(100)], 0.05)
+  assert [example["question"] for example in test] == ["27", "33", "44", "50"]
+
+
+def test_a_single_file_needs_a_held_out_part(tmp_path):
+  path = str(write(tmp_path / "problems.jsonl", questions(200)))
+  task = tasks.make_task(Data(task="math", path=path, held_out=0.1))
+  assert len(task.train) + len(task.test) == 200 and 5 < len(task.test) < 40
+  with pytest.raises(ConfigError, match="no test split in .*problems.jsonl .*data.held_out=0.05"):
+    tasks.make_task(Data(task="math", path=path))
+  with pytest.raises(ConfigError, match="data.held_out is 0.1: task arithmetic has a test split"):
+    tasks.make_task(Data(held_out=0.1))
+
+
+# Bad rows and files.
+
+
+@pytest.mark.parametrize(
+  "line, words",
+  [
+    (b'{"problem": "a"}', "line 32 has no text field 'answer'"),
+    (b'{"problem": "a", "answer": }', "line 32 is not JSON"),
+    (b'{"problem": "\xff", "answer": "1"}', "line 32 is not JSON .*utf-8"),
+    (b'{"problem": "a", "answer": "\\ud800"}', "line 32 has half of a surrogate pair"),
+  ],
+)
+def test_a_bad_row_of_a_large_file_is_named_when_it_is_read(tmp_path, line, words):
+  path = write(tmp_path / "train.jsonl", questions(1000))
+  lines = path.read_bytes().split(b"\n")
+  path.write_bytes(b"\n".join([*lines[:31], line, *lines[31:]]))
+  write(tmp_path / "test.jsonl", questions(3))
+  data = Data(task="math", path=str(tmp_path), max_prompt_tokens=9, count_at_start=100)
+  with pytest.raises(ConfigError, match=words):
+    tasks.make_task(dataclasses.replace(data, count_at_start=1001))
+  prompts = Prompts(tasks.make_task(data).train, TOKENIZER, data)
+  with pytest.raises(RunFailed, match=words) as error:
+    prompts.make([29, 31])
+  assert str(path) in str(error.value) and "\n" not in str(error.value)
+  assert prompts.make([29])[0].example["answer"] == "29"
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"problem": "a", "answer": "1"', "oops", "3"])
+def test_what_is_no_object_is_named_at_the_start(tmp_path, line):
+  path = write(tmp_path / "train.jsonl", questions(400))
+  path.write_text(f"{path.read_text()}\n{line}")
+  with pytest.raises(ConfigError, match="train.jsonl line 402 is not (JSON|an object)"):
+    rows.JsonLines(path)
+
+
+def test_a_file_that_changes_is_named(tmp_path):
+  path = write(tmp_path / "train.jsonl", questions(5))
+  found = rows.JsonLines(path)
+  with open(path, "a") as file:
+    file.write("{}\n")
+  with pytest.raises(ConfigError, match="train.jsonl was changed while it was in use"):
+    found[0]
+
+
+@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-40], lambda b: b[:4] + b"\xff" * 30 + b[34:]])
+def test_a_damaged_parquet_file_is_named(tmp_path, damage):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  path = tmp_path / "train.parquet"
+  parquet.write_table(pyarrow.Table.from_pylist(questions(50)), path)
+  path.write_bytes(damage(path.read_bytes()))
+  with pytest.raises(ConfigError, match="train.parquet is not a whole Parquet file") as error:
+    tasks.math(str(tmp_path))
+  assert "\n" not in str(error.value)
+
+
+def test_a_copy_without_space_is_named(tmp_path, monkeypatch):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  parquet.write_table(pyarrow.Table.from_pylist(questions(50)), tmp_path / "train.parquet")
+
+  def full(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(pyarrow, "OSFile", full)
+  with pytest.raises(ConfigError, match="No space left on device.*TMPDIR"):
+    Parquet(tmp_path / "train.parquet")
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+  (tmp_path / "train.parquet").write_bytes(b"PAR1")
+  monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+  with pytest.raises(ConfigError, match=r"needs the package pyarrow: pip install -e '\.\[parquet\]'"):
+    tasks.math(str(tmp_path))
