@@ -7,8 +7,8 @@ Time:     TIME
 Result:   RESULT
 
 A prompt such as `10 8 1 = 17:` asks for `#### 10+8-1`. The warm start teaches a mixture of right
-expressions and of hasty ones, which add all numbers. After it, the model adds most of the time. GRPO
-rewards expressions that make the target, and the model looks at the target.
+expressions and of hasty ones, which add all numbers. After it, the model adds most of the time.
+GRPO rewards expressions that make the target, and the model learns to look at the target.
 """
 
 from ml_collections import ConfigDict

@@ -2,7 +2,8 @@
 
   python experiments/large_data.py write FOLDER [ROWS]
     Writes FOLDER/jsonl and FOLDER/parquet, each with a train and a test file. A row is a question
-    of about 250 characters and an answer of about 150. There are 1,000,000 training rows by default.
+    of about 250 characters and an answer of about 150. By default, there are 1,000,000 for
+    training.
   python experiments/large_data.py read FOLDER/jsonl TOKENIZER [COUNT_AT_START]
     Opens the data as a run does, with the tokenizer of a model, and makes ten batches of 256
     prompts. Prints one line of JSON: seconds of the CPU and of the clock, and bytes.

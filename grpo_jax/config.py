@@ -242,6 +242,11 @@ class Reward:
     above(0),
   )
   memory: float = setting(4.0, "GiB that a worker may have; 0 = no limit", NOT_NEGATIVE)
+  tasks: tuple[str, ...] = setting(
+    (),
+    "with data.mixture: the tasks that each function scores, with commas between them, '' for all;"
+    " () = all functions score all tasks",
+  )
   batch: int = setting(
     64, "texts scored at once; a multiple of mesh.data x mesh.fsdp x mesh.expert", ROWS
   )
@@ -370,7 +375,11 @@ class Eval:
   )
   examples: int = setting(256, "how many test problems, from the first on", POSITIVE)
   batch: int = setting(128, "problems decoded at once", ROWS)
-  function: str = setting("strict", "the reward function that decides: 1 is right, all else is not")
+  function: str = setting(
+    "strict",
+    "the reward function that decides: 1 is right, all else is not. With reward.tasks, 'rewards' is"
+    " the first of reward.functions that scores the problem's task",
+  )
   samples: int = setting(
     0,
     "k draws of each problem for mean@k, pass@k and maj@k; 0 = greedy only",

@@ -227,7 +227,9 @@ def test_a_file_that_changes_is_named(tmp_path):
     found[0]
 
 
-@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-40], lambda b: b[:4] + b"\xff" * 30 + b[34:]])
+@pytest.mark.parametrize(
+  "damage", [lambda b: b"", lambda b: b[:-40], lambda b: b[:4] + b"\xff" * 30 + b[34:]]
+)
 def test_a_damaged_parquet_file_is_named(tmp_path, damage):
   pyarrow = pytest.importorskip("pyarrow")
   from pyarrow import parquet
@@ -257,5 +259,7 @@ def test_a_copy_without_space_is_named(tmp_path, monkeypatch):
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
   (tmp_path / "train.parquet").write_bytes(b"PAR1")
   monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-  with pytest.raises(ConfigError, match=r"needs the package pyarrow: pip install -e '\.\[parquet\]'"):
+  with pytest.raises(
+    ConfigError, match=r"needs the package pyarrow: pip install -e '\.\[parquet\]'"
+  ):
     tasks.math(str(tmp_path))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -61,7 +60,7 @@ def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
   if not weights:
     return list(sizes)
   epoch = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-  return [max(size, math.ceil(weight * epoch)) for size, weight in zip(sizes, weights)]
+  return [max(size, round(weight * epoch)) for size, weight in zip(sizes, weights)]
 
 
 class Mixture(Sequence[Example]):

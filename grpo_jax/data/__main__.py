@@ -1,0 +1,57 @@
+"""Shows the data of a run, without a model's weights.
+
+python -m grpo_jax.data --config=configs/X.py --step=100   the prompts of a step
+python -m grpo_jax.data --config=configs/X.py --stats      lengths, duplicates, test overlap
+python -m grpo_jax.data --workdir=DIR --step=100           the prompts of a step of a run
+
+--step counts as metrics.jsonl does. --stats reads every row, and so finds every one that cannot be
+read.
+"""
+
+import shutil
+
+from absl import flags
+from ml_collections import config_flags
+
+from grpo_jax.config import Config
+from grpo_jax.patience import told_if_slow
+from grpo_jax.run import cli
+from grpo_jax.run.dataset import drawn, statistics_lines, step_lines
+from grpo_jax.run.reading import read_config
+from grpo_jax.settings import ConfigError, check_ranges
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  values = flags.FLAGS
+  if (values.step is None) == (not values.stats):
+    raise ConfigError("give either --step=N or --stats")
+  if values.prompts < 1:
+    raise ConfigError(f"flag --prompts={values.prompts}: it must be at least 1")
+  config = _config()
+  check_ranges(config)
+  with told_if_slow("reading the data"):
+    if values.stats:
+      for line in statistics_lines(config):
+        print(line, flush=True)
+    else:
+      width = shutil.get_terminal_size((100, 24)).columns
+      print("\n".join(step_lines(drawn(config, values.step), values.prompts, width)))
+
+
+def _config() -> Config:
+  values = flags.FLAGS
+  if (values.workdir is None) == (values.config is None):
+    raise ConfigError("give either --config=configs/X.py or --workdir=DIR")
+  if values.workdir is None:
+    return cli.read_config()
+  return read_config(cli.folder_of_run(values.workdir))
+
+
+if __name__ == "__main__":
+  config_flags.DEFINE_config_file("config", None, "a config, such as configs/arithmetic.py")
+  flags.DEFINE_string("workdir", None, "instead of --config: the folder of a run")
+  flags.DEFINE_integer("step", None, "the prompts of this step, counted as in metrics.jsonl")
+  flags.DEFINE_bool("stats", False, "lengths, duplicates, and overlap of training and test")
+  flags.DEFINE_integer("prompts", 12, "how many prompts of the step are shown")
+  cli.run(main)

@@ -1,0 +1,102 @@
+"""What the prompts of a data set are like: their lengths, and which occur more than once."""
+
+from collections.abc import Sequence
+import dataclasses
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.settings import ConfigError, RunFailed
+
+if TYPE_CHECKING:
+  from grpo_jax.config import Data
+
+_AT_ONCE = 1024  # prompts that are in memory together
+_BINS = 8  # of a histogram, about
+_BAR = 40  # characters of its longest bar
+_ANY_LENGTH = 2**24  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+  """Of the N examples of a split.
+
+  Attributes:
+    prompt_tokens: int32 [N], the length of each prompt.
+    solution_tokens: int32 [N], that of each solution with the token that ends it. 0 without one.
+    prompt_hashes: uint64 [N], equal for equal prompts.
+  """
+
+  prompt_tokens: np.ndarray
+  solution_tokens: np.ndarray
+  prompt_hashes: np.ndarray
+
+
+def statistics(split: Sequence[Any], tokenizer: Tokenizer, data: "Data") -> Statistics:
+  """Reads every example of a split, and so also finds rows that cannot be read.
+
+  Raises:
+    ConfigError: An example cannot be read, or no prompt can be made of it.
+  """
+  # Prompts of any length, none of which is made before it is needed.
+  data = dataclasses.replace(data, max_prompt_tokens=_ANY_LENGTH, count_at_start=0)
+  prompts = Prompts(split, tokenizer, data)
+  lengths = np.zeros(len(split), np.int32)
+  solutions = np.zeros(len(split), np.int32)
+  hashes = np.zeros(len(split), np.uint64)
+  for start in range(0, len(split), _AT_ONCE):
+    try:
+      made = prompts.make(range(start, min(start + _AT_ONCE, len(split))))
+    except RunFailed as error:
+      raise ConfigError(str(error)) from None
+    texts = [prompt.example.get("solution") for prompt in made]
+    own = slice(start, start + len(made))
+    lengths[own] = [len(prompt.ids) for prompt in made]
+    hashes[own] = [_hash(prompt.text) for prompt in made]
+    encoded = tokenizer.encode_batch_after([text or "" for text in texts])
+    solutions[own] = [len(ids) + 1 if text else 0 for text, ids in zip(texts, encoded)]
+  return Statistics(lengths, solutions, hashes)
+
+
+def histogram(lengths: np.ndarray) -> list[str]:
+  """Lengths in tokens as lines with bars, and a line with median, 95th percentile and maximum.
+
+  A bin is 1, 2 or 5 times a power of ten wide.
+  """
+  low, high = int(lengths.min()), int(lengths.max())
+  width = _round_up((high - low + 1) / _BINS)
+  first = low // width
+  counts = np.bincount(lengths // width - first)
+  lines = []
+  for number, count in enumerate(counts, start=first):
+    begin = number * width
+    label = f"{begin}-{begin + width - 1}" if width > 1 else str(begin)
+    bar = "#" * math.ceil(_BAR * count / counts.max())
+    lines.append(f"  {label:>13}  {count:>9,}  {bar}".rstrip())
+  median, most = np.percentile(lengths, [50, 95], method="higher").astype(int)
+  return [*lines, f"  half have at most {median}, 95% at most {most}, the longest has {high}"]
+
+
+def duplicates(found: Statistics) -> tuple[int, int]:
+  """How many prompts occur more than once, and how many examples repeat an earlier one."""
+  _, counts = np.unique(found.prompt_hashes, return_counts=True)
+  return int((counts > 1).sum()), int((counts - 1).sum())
+
+
+def overlap(train: Statistics, test: Statistics) -> np.ndarray:
+  """The indices of the test examples whose prompt is also in the training split."""
+  return np.flatnonzero(np.isin(test.prompt_hashes, train.prompt_hashes))
+
+
+def _round_up(value: float) -> int:
+  """The next number of 1, 2, 5, 10, 20, 50, ..."""
+  power = 10 ** math.floor(math.log10(max(1.0, value)))
+  return int(next(step * power for step in (1, 2, 5, 10) if step * power >= value))
+
+
+def _hash(text: str) -> int:
+  return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

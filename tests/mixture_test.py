@@ -1,0 +1,365 @@
+"""Mixtures of tasks, rows with any columns, Countdown and SVAMP."""
+
+import collections
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+from small_run import small_config, with_section
+
+from configs.countdown import get_config
+import grpo_jax
+from grpo_jax.config import Config, Data, Eval, Reward
+from grpo_jax.data import countdown, loader, mixture, tasks, tokenizer
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.rewards import score as score_all
+from grpo_jax.rewards.countdown import countdown as score
+from grpo_jax.run.checks import check
+from grpo_jax.run.dataset import drawn
+from grpo_jax.run.evaluator import first_scores
+from grpo_jax.settings import ConfigError
+
+QWEN = tokenizer.load(Path(__file__).parent / "golden/tokenizers/qwen")
+
+
+def folder(path, train, test=()):
+  """A folder with jsonl files of these rows."""
+  path.mkdir(parents=True, exist_ok=True)
+  for split, rows in (("train", train), ("test", test)):
+    if rows:
+      (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return path
+
+
+@pytest.fixture
+def sources(tmp_path):
+  """data.mixture of 3 rows of MATH's layout and 2 rows with columns of their own."""
+  formulas = folder(
+    tmp_path / "m",
+    [{"problem": f"m{i}", "answer": str(i)} for i in range(3)],
+    [{"problem": "mt", "answer": "1"}] * 3,
+  )
+  own = folder(
+    tmp_path / "o", [{"ask": f"o{i}", "kind": i} for i in range(2)], [{"ask": "ot", "kind": 0}]
+  )
+  return (f"math:{formulas}", f"own=columns:{own}")
+
+
+# Countdown.
+
+
+def solutions_of(numbers, target):
+  """Expressions of the numbers in any order, with any signs and brackets, that make the target."""
+  for a, b, c in itertools.permutations(numbers):
+    for first, second in itertools.product("+-*/", repeat=2):
+      for text in (f"({a}{first}{b}){second}{c}", f"{a}{first}({b}{second}{c})"):
+        try:
+          if eval(text) == target:
+            yield text
+        except ZeroDivisionError:
+          pass
+
+
+def test_every_countdown_problem_can_be_solved():
+  hasty = 0
+  for split in ("train", "test"):
+    for example in countdown.Countdown(split)[:1500]:
+      numbers, target, answer = (example[key] for key in ("numbers", "target", "answer"))
+      assert len(numbers) == 3 and all(1 <= n <= countdown.LARGEST for n in numbers)
+      assert 1 <= target <= countdown.LARGEST_TARGET
+      assert eval(answer) == target and next(solutions_of(numbers, target))
+      assert example["question"] == f"{' '.join(map(str, numbers))} = {target}:"
+      added = "+".join(map(str, numbers))
+      assert example["solution"] in (f"#### {answer}", f"#### {added}")
+      hasty += example["solution"] != f"#### {answer}"
+      assert score([f"#### {answer}"], [numbers], [target]) == [1.0]
+      assert set(example["question"] + example["solution"]) <= set(countdown.ALPHABET)
+      assert countdown.split_of(numbers[::-1], target) == split
+  # One problem in nine is a sum, whose hasty solution is right.
+  assert abs(hasty / 3000 - countdown.HASTY_SHARE * 8 / 9) < 0.05
+
+
+def test_countdown_examples_depend_only_on_their_number():
+  assert countdown.Countdown("train")[0] == {
+    "question": "4 3 8 = 9:",
+    "numbers": [4, 3, 8],
+    "target": 9,
+    "answer": "4-3+8",
+    "solution": "#### 4+3+8",
+  }
+  assert countdown.Countdown("test")[-1] == countdown.Countdown("test")[1999]
+  with pytest.raises(IndexError):
+    countdown.Countdown("test")[2000]
+
+
+def test_the_recipe_has_room_for_every_problem():
+  config = get_config()
+  for example in countdown.Countdown("train"):
+    assert len(example["question"]) <= config.data.max_prompt_tokens
+    assert len(example["solution"]) + len("E") <= config.sampling.max_tokens  # E ends it
+
+
+# Rows with any columns.
+
+
+def test_columns_get_other_names_and_templates(tmp_path):
+  rows = [
+    {"body": "Ann has 2.", "asked": "How many?", "gold": 2.0, "tags": ["x"]},
+    {"body": "B", "asked": "C", "gold": 7},
+  ]
+  path = str(folder(tmp_path, rows, rows))
+  data = Data(task="columns", path=path, columns=("answer=gold", "question={body} {asked}"))
+  assert tasks.make_task(data).train == [
+    {**rows[0], "answer": "2", "question": "Ann has 2. How many?"},
+    {**rows[1], "tags": None, "answer": "7", "question": "B C"},
+  ]
+  prompts = Prompts(tasks.make_task(data).train, QWEN, data)
+  assert prompts.make([0])[0].text == "Ann has 2. How many?"
+
+
+@pytest.mark.parametrize(
+  "columns, prompt, words",
+  [
+    (
+      ("answer=gold",),
+      "{a}",
+      "data.columns holds 'answer=gold': .*line 1 has no column 'gold', but a, b",
+    ),
+    (("answer",), "{a}", "data.columns holds 'answer': write NAME=COLUMN"),
+    (
+      ("answer={gold}",),
+      "{a}",
+      "data.columns='{gold}' cannot be filled: .* its fields are {a}, {b}",
+    ),
+    (("answer=b",), "{a}", "train.jsonl line 2 has no 'b', which the config names"),
+    ((), "{b}", "train.jsonl line 2 has no 'b', which the config names"),
+    ((), "{c}", "data.prompt='{c}' cannot be filled.*its fields are {a}, {b}"),
+  ],
+)
+def test_a_missing_column_is_named(tmp_path, columns, prompt, words):
+  path = str(folder(tmp_path, [{"a": "x", "b": "y"}, {"a": "z"}], [{"a": "x", "b": "y"}]))
+  data = Data(task="columns", path=path, columns=columns, prompt=prompt)
+  with pytest.raises(ConfigError, match=words.replace("{", r"\{")) as error:
+    Prompts(tasks.make_task(data).train, QWEN, data)
+  assert "\n" not in str(error.value)
+
+
+def test_columns_of_another_task_are_refused(tmp_path):
+  with pytest.raises(ConfigError, match="task arithmetic has columns of its own"):
+    tasks.make_task(Data(columns=("a=b",)))
+
+
+def test_svamp(tmp_path):
+  row = {
+    "Body": "Each pack costs 76 dollars",
+    "Question": "What do 2 cost?",
+    "Equation": "( 76.0 * 2.0 )",
+    "Answer": 152.0,
+  }
+  whole = {"question_concat": "A. B?", "Answer": "3.0"}
+  task = tasks.svamp(str(folder(tmp_path, [row, whole], [whole])))
+  assert task.train[:] == [
+    {
+      "question": "Each pack costs 76 dollars, What do 2 cost?",
+      "solution": "( 76.0 * 2.0 ) = 152\n#### 152",
+      "answer": "152",
+    },
+    {"question": "A. B?", "solution": "#### 3", "answer": "3"},
+  ]
+
+
+# Mixtures.
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(0.1, 9)), min_size=1, max_size=4))
+def test_an_epoch_has_every_row_and_the_shares_of_the_weights(sources):
+  sizes, weights = zip(*sources)
+  places = mixture.places_of(sizes, weights)
+  assert all(count >= size for count, size in zip(places, sizes))
+  assert any(count == size for count, size in zip(places, sizes))
+  for count, weight in zip(places, weights):
+    assert abs(count - sum(places) * weight / sum(weights)) < 1 + len(places)
+
+
+def test_an_epoch_of_a_mixture():
+  parts = {"a": [{"x": i} for i in range(4)], "b": [{"x": i, "y": 0} for i in range(6)]}
+  whole = mixture.Mixture(parts, mixture.places_of((4, 6), (2.0, 1.0)))
+  order = loader.step_indices(0, 0, len(whole), len(whole))
+  drawn = collections.Counter((whole[int(i)]["task"], whole[int(i)]["x"]) for i in order)
+  assert drawn == {("a", i): 3 for i in range(4)} | {("b", i): 1 for i in range(6)}
+  assert whole[0] == {"x": 0, "y": None, "task": "a"}
+  for index in range(len(whole)):
+    assert whole[whole.stand_in(index, 12345)]["task"] == whole[index]["task"]
+  assert [whole[i] for i in range(-2, 0)] == whole[-2:]
+
+
+def test_a_mixture_of_files(sources):
+  data = Data(mixture=sources, prompts=("M {question}", "O {ask} {kind}"), max_prompt_tokens=9)
+  task = tasks.make_task(data)
+  assert [example["task"] for example in task.train] == ["math"] * 3 + ["own"] * 2
+  assert task.train[4] == {
+    "question": None,
+    "solution": None,
+    "answer": None,
+    "ask": "o1",
+    "kind": 1,
+    "task": "own",
+  }
+  # The sources take turns in the test, so that its first problems have all of them.
+  assert [example["task"] for example in task.test] == ["math", "own", "math", "math"]
+  batch = loader.prompt_batch(Prompts(task.train, QWEN, data), [0, 4])
+  assert batch.columns["prompts"] == ["M m0", "O o1 1"] and batch.columns["task"] == ["math", "own"]
+
+
+@pytest.mark.parametrize(
+  "changes, words",
+  [
+    (dict(path="x"), "data.path is 'x': with data.mixture each source brings its own"),
+    (dict(weights=(1.0,)), r"data.weights is \(1.0,\): it must hold one number above 0 for each"),
+    (dict(weights=(1.0, 0.0)), "one number above 0"),
+    (dict(prompts=("{question}",)), "data.prompts has 1 templates: write one for each"),
+    (dict(mixture=("arithmetic", "arithmetic")), "two sources named arithmetic: write NAME="),
+    (dict(mixture=("arithmetics",)), "data.mixture: 'arithmetics' is unknown: choose one of"),
+    (dict(mixture=("a b",)), "data.mixture holds 'a b': write TASK, TASK:PATH or"),
+    (dict(mixture=(), weights=(1.0,)), "data.weights is for the sources of data.mixture"),
+  ],
+)
+def test_a_mixture_that_cannot_be_made_is_named(sources, changes, words):
+  with pytest.raises(ConfigError, match=words) as error:
+    tasks.make_task(Data(**{"mixture": sources, **changes}))
+  assert "\n" not in str(error.value)
+
+
+# Few-shot examples.
+
+
+def test_few_shot_examples_follow_the_system_message():
+  data = Data(chat=True, system="Count.", few_shot=("1+1?", "2"), max_prompt_tokens=99)
+  messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+  prompts = Prompts([{"question": "2+2?"}, {"question": messages}], QWEN, data)
+  asked, dialogue = prompts.make([0, 1])
+  assert [message["content"] for message in asked.messages] == ["Count.", "1+1?", "2", "2+2?"]
+  assert [message["role"] for message in asked.messages] == ["system", "user", "assistant", "user"]
+  assert [message["content"] for message in dialogue.messages] == ["Count.", "a", "b"]
+
+
+@pytest.mark.parametrize(
+  "changes, words",
+  [
+    (dict(few_shot=("a", "b")), "data.few_shot .*set data.chat=True"),
+    (dict(chat=True, few_shot=("a",)), "after each text of the user"),
+  ],
+)
+def test_few_shot_examples_that_cannot_be_used_are_named(changes, words):
+  with pytest.raises(ConfigError, match=words):
+    check(Config(data=Data(**changes)))
+
+
+# Rewards by task.
+
+
+def test_a_function_scores_the_rows_of_its_tasks_alone():
+  seen = {}
+
+  def first(completions, answer, task, **columns):
+    seen["first"] = (completions, answer, task)
+    return [float(text == gold) for text, gold in zip(completions, answer)]
+
+  def second(completions, target, **columns):
+    seen["second"] = (completions, target)
+    return [0.5] * len(completions)
+
+  def never(completions, **columns):
+    raise AssertionError("no row is of its task")
+
+  def model(completions, **columns):
+    seen["model"] = completions
+    return [float(i) for i in range(len(completions))]
+
+  model.needs_every_row = True
+  columns = {
+    "task": ["a", "b", "a", "c"],
+    "answer": ["x", None, "x", None],
+    "target": [None, 3, None, 4],
+  }
+  tasks_of = ("a", "b, c", "d", "c", "")
+  rewards_N, scores, steps = score_all(
+    [first, second, never, model, lambda completions, **columns: [1.0] * 4],
+    (1.0, 2.0, 1.0, 1.0, 10.0),
+    ["x", "y", "z", "w"],
+    columns,
+    tasks=tasks_of,
+  )
+  assert seen == {
+    "first": (["x", "z"], ["x", "x"], ["a", "a"]),
+    "second": (["y", "w"], [3, 4]),
+    "model": ["x", "y", "z", "w"],
+  }
+  np.testing.assert_array_equal(scores["first"], np.float32([1, np.nan, 0, np.nan]))
+  np.testing.assert_array_equal(scores["second"], np.float32([np.nan, 0.5, np.nan, 0.5]))
+  np.testing.assert_array_equal(scores["model"], np.float32([np.nan] * 3 + [3]))
+  assert np.isnan(scores["never"]).all() and steps["never"] == [[]] * 4
+  assert rewards_N.tolist() == [11, 11, 10, 14]
+
+
+def test_the_first_function_that_scores_a_completion_decides_in_evaluation():
+  scores_PGJ = np.array([[[np.nan, 1, 0]], [[0, 1, 1]], [[np.nan] * 3]])
+  np.testing.assert_array_equal(first_scores(scores_PGJ), [[1], [0], [np.nan]])
+
+
+@pytest.mark.parametrize(
+  "reward, function, words",
+  [
+    (dict(tasks=("a", "b")), "strict", "reward.tasks .*it must hold an entry for each of reward"),
+    (dict(tasks=("arithmetic,b",)), "strict", "'b' is no source of data.mixture, which has arith"),
+    ({}, "rewards", "eval.function is 'rewards': .*reward.tasks, which is empty"),
+  ],
+)
+def test_tasks_of_rewards_are_checked(reward, function, words):
+  config = Config(
+    data=Data(mixture=("arithmetic", "countdown")),
+    reward=Reward(**reward),
+    eval=Eval(function=function),
+  )
+  with pytest.raises(ConfigError, match=words):
+    check(config)
+
+
+@pytest.mark.slow
+def test_a_mixture_is_trained_with_rewards_by_task(tmp_path):
+  config = small_config()
+  config = with_section(
+    config,
+    "data",
+    mixture=("arithmetic", "countdown"),
+    weights=(1.0, 3.0),
+    max_prompt_tokens=16,
+  )
+  config = with_section(
+    config,
+    "reward",
+    functions=("strict", "countdown"),
+    weights=(1.0, 1.0),
+    tasks=("arithmetic", "countdown"),
+  )
+  config = with_section(config, "eval", every=1, examples=16, batch=16, function="rewards")
+  config = with_section(config, "warm_start", steps=1, batch=8)
+  config = with_section(config, "mesh", data=-1, tensor=1)
+  config = dataclasses.replace(with_section(config, "batch", prompts=8), steps=2)
+  grpo_jax.train(config, tmp_path / "run")
+  (drawn_2, drawn_3) = (drawn(config, step) for step in (2, 3))
+  for found, step in ((drawn_2, 2), (drawn_3, 3)):
+    assert found.phase == "GRPO"
+    rows = grpo_jax.read_completions(tmp_path / "run", step)
+    prompts = [prompt.text for prompt in found.prompts.make(found.indices)]
+    assert [row["prompt"] for row in rows[:: config.batch.group_size]] == prompts
+    for row in rows:
+      is_sum = row["prompt"].endswith("=")
+      assert (row["rewards/strict"] is None) == (not is_sum)
+      assert (row["rewards/countdown"] is None) == is_sum
+  assert "eval/accuracy" in grpo_jax.read_metrics(tmp_path / "run")[-1]
