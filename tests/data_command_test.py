@@ -1,0 +1,122 @@
+"""`python -m grpo_jax.data`: the prompts of a step, and statistics of a data set."""
+
+import dataclasses
+import json
+from pathlib import Path
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from small_run import small_config, with_section
+
+from grpo_jax.config import Data
+from grpo_jax.data import loader, tokenizer
+from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
+from grpo_jax.run import dataset
+from grpo_jax.settings import ConfigError
+
+ROOT = Path(__file__).parents[1]
+TOKENIZER = tokenizer.characters("abcdefgh")
+
+
+def of_lengths(lengths):
+  """Statistics of prompts that are equal where their lengths are."""
+  lengths = np.array(lengths, np.int32)
+  return Statistics(lengths, lengths * 0, lengths.astype(np.uint64))
+
+
+def test_statistics_of_examples():
+  questions = ["ab", "abc", "ab", "h" * 70, "ab"]
+  examples = [{"question": text, "solution": text * 2} for text in questions]
+  examples[3]["solution"] = None
+  found = statistics(examples, TOKENIZER, Data(max_prompt_tokens=3))
+  assert found.prompt_tokens.tolist() == [2, 3, 2, 70, 2]
+  assert found.solution_tokens.tolist() == [5, 7, 5, 0, 5]  # with the token that ends it
+  assert duplicates(found) == (1, 2)
+  test = statistics([{"question": "abc"}, {"question": "abcd"}], TOKENIZER, Data())
+  assert overlap(found, test).tolist() == [0]
+  assert test.solution_tokens.tolist() == [0, 0]
+
+
+def test_parts_of_a_large_split_are_put_together(monkeypatch):
+  examples = [{"question": "a" * (1 + i % 7)} for i in range(50)]
+  whole = statistics(examples, TOKENIZER, Data())
+  monkeypatch.setattr("grpo_jax.data.statistics._AT_ONCE", 8)
+  parts = statistics(examples, TOKENIZER, Data())
+  assert parts.prompt_tokens.tolist() == [1 + i % 7 for i in range(50)]
+  np.testing.assert_array_equal(parts.prompt_hashes, whole.prompt_hashes)
+
+
+def test_a_histogram():
+  lengths = np.array([3] * 80 + [19] * 20 + [100])
+  assert histogram(lengths) == [
+    "           0-19        100  ########################################",
+    "          20-39          0",
+    "          40-59          0",
+    "          60-79          0",
+    "          80-99          0",
+    "        100-119          1  #",
+    "  half have at most 3, 95% at most 19, the longest has 100",
+  ]
+  assert histogram(np.array([8, 9]))[:2] == [
+    "              8          1  ########################################",
+    "              9          1  ########################################",
+  ]
+
+
+def test_the_prompts_of_a_step():
+  config = with_section(small_config(), "warm_start", steps=10, batch=6)
+  config = dataclasses.replace(config, steps=100)
+  size = 20_000
+  warm = dataset.drawn(config, 10)
+  assert (warm.phase, warm.may_draw_more) == ("warm start", False)
+  assert warm.indices == loader.step_indices(config.seed, 9, 6, size).tolist()
+  first = dataset.drawn(config, 11)
+  prompts = config.batch.prompts
+  assert (first.phase, first.may_draw_more) == ("GRPO", False)
+  assert first.indices == loader.step_indices(config.seed, 0, prompts, size).tolist()
+  sampling = with_section(config, "algo", dynamic_sampling=True, max_resample_rounds=3)
+  later = dataset.drawn(sampling, 13)
+  assert later.may_draw_more
+  assert later.indices == loader.step_indices(config.seed, 2 * 4, prompts, size).tolist()
+  for step in (0, 111):
+    with pytest.raises(ConfigError, match=f"--step={step}: the run has the steps 1 to 110"):
+      dataset.drawn(config, step)
+
+
+def test_the_lines_of_a_step_fit_a_screen():
+  config = with_section(small_config(), "batch", prompts=32)
+  found = dataset.drawn(config, 1)
+  lines = list(dataset.step_lines(found, 12, 80))
+  made = found.prompts.make(found.indices)
+  assert len(lines) <= 24 and max(map(len, lines)) <= 80
+  assert lines[0].startswith("GRPO: 32 of 20,000 prompts; ")
+  assert lines[2].split() == [str(found.indices[0]), str(len(made[0].ids)), made[0].text]
+  assert lines[14].strip() == "and 20 more (--prompts=32)"
+  assert f"ids: {' '.join(map(str, made[0].ids))}" in lines
+  assert f"answer: {made[0].example['answer']}" in lines
+
+
+def test_what_all_prompts_share_is_left_out_of_a_list():
+  opening, closing = "You are a helpful assistant. ", " Think step by step."
+  texts = [f"{opening}{text}{closing}" for text in ("2+2?", "13-5?")]
+  assert dataset._without_common_parts(texts) == ["… 2+2 …", "… 13-5 …"]
+  assert dataset._without_common_parts(["2+2", "2-2"]) == ["2+2", "2-2"]
+  assert dataset._without_common_parts(texts[:1]) == texts[:1]
+
+
+def test_statistics_name_a_bad_row_of_a_large_file(tmp_path):
+  rows = [json.dumps({"problem": f"a{i}", "answer": "1"}) for i in range(900)]
+  rows[700] = '{"problem": "a"}'
+  (tmp_path / "train.jsonl").write_text("\n".join(rows))
+  (tmp_path / "test.jsonl").write_text(rows[0])
+  flags = ["--config=configs/default.py", "--config.data.task=math"]
+  flags += [f"--config.data.path={tmp_path}", "--config.data.count_at_start=100", "--stats"]
+  flags += [f"--config.data.tokenizer={ROOT / 'tests/golden/tokenizers/qwen'}"]
+  done = subprocess.run(
+    [sys.executable, "-m", "grpo_jax.data", *flags], cwd=ROOT, capture_output=True, text=True
+  )
+  assert done.returncode == 2, done.stderr
+  assert done.stderr.count("\n") == 1
+  assert "train.jsonl line 701 has no text field 'answer'" in done.stderr
