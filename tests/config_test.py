@@ -37,7 +37,8 @@ from grpo_jax.run.build import Run
 from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.evaluator import Evaluator
 from grpo_jax.run.loop import run_steps
-from grpo_jax.run.reading import read_config
+from grpo_jax.run.reading import as_begun, read_config
+from grpo_jax.run.saved_config import check_same_run
 from grpo_jax.settings import ConfigError, Setting, at_least, setting
 from grpo_jax.train import train
 from grpo_jax.types import Batch, Coefficients, Rewards, TokenStats
@@ -349,6 +350,19 @@ def test_an_older_run_does_not_continue_with_another_value(older_run, key, value
   advice = "name another --workdir, or keep the old value"
   assert str(error.value) == f"{path} has {message}: {advice}"
   assert path.read_bytes() == before and [row["step"] for row in workdir.read(older_run)] == [1]
+
+
+def test_the_command_of_an_older_run_goes_on_with_it(older_run, tmp_path):
+  """A setting whose default is not what runs did before gets what they did, and only there."""
+  config = from_dict(tiny().to_dict())
+  assert as_begun(config, older_run) == config and as_begun(config, tmp_path / "new") == config
+  saved = without(json.loads((older_run / "config.json").read_text()), "data.count_at_start")
+  (tmp_path / "config.json").write_text(json.dumps(saved))
+  goes_on = as_begun(config, tmp_path)
+  assert goes_on == config.replace({"data.count_at_start": settings.LARGEST_INT})
+  check_same_run(tmp_path, completed(saved), to_dict(goes_on))
+  chosen = config.replace({"data.count_at_start": 7})
+  assert as_begun(chosen, tmp_path) == chosen
 
 
 def test_an_older_run_evaluates_and_resumes(older_run):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import Data, from_dict
-from grpo_jax.data import loader, rows, tasks, tokenizer
+from grpo_jax.data import examples, loader, rows, tasks, tokenizer
 from grpo_jax.data.parquet import Parquet
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import OneProcess, Prompts
 from grpo_jax.data.splits import hold_out
 from grpo_jax.settings import LARGEST_INT, ConfigError, RunFailed
 
@@ -42,10 +42,10 @@ def questions(count, longest=6):
   return [{"problem": "a" * (1 + i % longest), "answer": str(i)} for i in range(count)]
 
 
-def prompts_of(examples, **changes):
+def prompts_of(split, **changes):
   """Prompts with data.count_at_start=10."""
   data = Data(max_prompt_tokens=4, count_at_start=10)
-  return Prompts(examples, TOKENIZER, dataclasses.replace(data, **changes))
+  return Prompts(split, TOKENIZER, dataclasses.replace(data, **changes))
 
 
 @given(LINES, st.booleans(), st.integers(1, 40))
@@ -111,13 +111,13 @@ def test_files_of_a_split_are_joined_in_the_order_of_their_names(tmp_path):
 
 
 def test_another_prompt_stands_in_for_one_that_is_too_long():
-  examples = [{"question": row["problem"], "answer": row["answer"]} for row in questions(6000)]
-  prompts = prompts_of(examples)
+  split = [{"question": row["problem"], "answer": row["answer"]} for row in questions(6000)]
+  prompts = prompts_of(split)
   assert len(prompts) == 6000 and prompts.dropped == 0
   assert abs(prompts.replaced - 2 / 6) < 0.1
   made = prompts.make(range(6000))
   short = [i for i in range(6000) if i % 6 < 4]
-  assert [made[i].example for i in short] == [examples[i] for i in short]
+  assert [made[i].example for i in short] == [split[i] for i in short]
   stand_ins = [made[i].example["answer"] for i in range(6000) if i % 6 >= 4]
   assert max(len(prompt.ids) for prompt in made) == 4
   # They are always the same, whatever else is in the batch, and are spread over the others.
@@ -130,8 +130,8 @@ def test_another_prompt_stands_in_for_one_that_is_too_long():
 def test_a_run_of_an_earlier_version_counts_all_its_prompts():
   assert Data().count_at_start == 50_000
   assert from_dict({}, saved=True).data.count_at_start == LARGEST_INT
-  examples = [{"question": row["problem"]} for row in questions(60)]
-  counted = prompts_of(examples, count_at_start=LARGEST_INT)
+  split = [{"question": row["problem"]} for row in questions(60)]
+  counted = prompts_of(split, count_at_start=LARGEST_INT)
   assert (len(counted), counted.dropped, counted.replaced) == (40, 20, 0)
 
 
@@ -263,3 +263,32 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     ConfigError, match=r"needs the package pyarrow: pip install -e '\.\[parquet\]'"
   ):
     tasks.math(str(tmp_path))
+
+
+# Several processes.
+
+
+def test_a_process_reads_only_its_rows(tmp_path):
+  write(tmp_path / "train.jsonl", questions(2000, longest=3))
+  write(tmp_path / "test.jsonl", questions(3))
+  read = []
+
+  class Counted(rows.JsonLines):
+    def __getitem__(self, index):
+      read.append(index)
+      return super().__getitem__(index)
+
+  class Second(OneProcess):
+    """The second of two processes."""
+
+    def own_rows(self, count):
+      return slice(count // 2, count)
+
+  data = Data(task="math", path=str(tmp_path), max_prompt_tokens=4, count_at_start=10)
+  split = rows.Examples(Counted(tmp_path / "train.jsonl"), examples.math)
+  prompts = Prompts(split, TOKENIZER, data, Second())
+  assert len(read) < 150  # half of a sample of 256, and the first row
+  read.clear()
+  indices = loader.step_indices(0, 0, 16, 2000)
+  loader.prompt_batch(prompts, indices, Second())
+  assert read == indices[8:].tolist()

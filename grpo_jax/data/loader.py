@@ -98,7 +98,7 @@ def prompt_batch(
   own = processes.own_rows(len(indices))
   made = processes.on_each(lambda: prompts.make(indices[own]))
   columns: dict[str, list[Any]] = {"prompts": [prompt.text for prompt in made]}
-  for field in prompts.example(0):
+  for field in prompts.fields:
     columns[field] = [prompt.example[field] for prompt in made]
   if all(prompt.messages for prompt in made):
     columns["messages"] = [prompt.messages for prompt in made]

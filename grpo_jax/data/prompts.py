@@ -85,6 +85,7 @@ class Prompts:
   messages. In a mixture, data.prompts gives each source a template of its own.
 
   Attributes:
+    fields: The names of an example's fields.
     dropped: How many examples are left out.
     replaced: About which share of the examples is too long, so that others stand in for them. 0
       where all examples were counted.
@@ -114,6 +115,7 @@ class Prompts:
     """
     self._split, self._tokenizer, self._data = split, tokenizer, data
     self._templates = templates_of(data)
+    self.fields = list(split[0]) if len(split) else []
     self.max_tokens = data.max_prompt_tokens
     self.pad_id = tokenizer.pad_id
     self._counts_later = len(split) > data.count_at_start and not count_all

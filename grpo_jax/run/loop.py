@@ -19,6 +19,7 @@ from grpo_jax.run.checkpoint import Checkpoints
 from grpo_jax.run.checks import check_batches
 from grpo_jax.run.collect import Collector
 from grpo_jax.run.ends import Stopped
+from grpo_jax.run.reading import as_begun
 from grpo_jax.run.reporter import Reporter, header_lines, last_step
 from grpo_jax.run.skipped_updates import SkippedUpdates
 from grpo_jax.run.state import RunState, StateStore
@@ -67,6 +68,7 @@ def run_steps(
     Stopped: The run was asked to stop, but not by the callback. Its state is saved, and the same
       call goes on.
   """
+  config = as_begun(config, workdir)
   with contextlib.ExitStack() as stack:
     trainer = Trainer(config, folder(workdir), stack, signals)
     callbacks = trainer.callbacks(callback)

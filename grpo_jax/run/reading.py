@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_jax import files
-from grpo_jax.config import Config, from_dict
+from grpo_jax.config import Config, from_dict, to_dict
 from grpo_jax.run.bucket import folder, reaching
 from grpo_jax.run.callback import Step
-from grpo_jax.run.saved_config import load_config
+from grpo_jax.run.saved_config import flat, load_config
 from grpo_jax.run.workdir import read
 from grpo_jax.settings import ConfigError
 
@@ -33,6 +33,36 @@ def read_config(workdir: str | Path) -> Config:
     return from_dict(values, saved=True)
   except ConfigError as error:
     raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def as_begun(config: Config, workdir: str | Path) -> Config:
+  """The config of a run that an earlier version may have begun.
+
+  A setting that did not exist then gets the value that reproduces the behaviour of that time, if
+  `config` has its default. So the command of that time goes on with the run.
+
+  Args:
+    config: The config under which the run is to begin or to go on.
+    workdir: Its folder, which need not exist.
+
+  Raises:
+    ConfigError: The folder has a config.json that cannot be read.
+  """
+  file = folder(workdir) / "config.json"
+  with reaching(workdir, ConfigError):
+    saved = flat(load_config(file)) if file.is_file() else None
+  if saved is None:
+    return config
+  earlier, default, given = (
+    flat(to_dict(each)) for each in (from_dict({}, saved=True), Config(), config)
+  )
+  return config.replace(
+    {
+      key: value
+      for key, value in earlier.items()
+      if key not in saved and value != default[key] == given[key]
+    }
+  )
 
 
 def read_metrics(workdir: str | Path) -> list[Row]:

@@ -54,6 +54,10 @@ def with_absolute_paths(config: Config) -> Config:
     file, colon, function = name.rpartition(":")
     return f"{absolute(key, file)}:{function}" if colon else absolute(key, name)
 
+  def absolute_source(entry: str) -> str:
+    task, colon, path = entry.partition(":")
+    return f"{task}{colon}{absolute('data.mixture', path)}"
+
   replace = dataclasses.replace
   functions = tuple(absolute_reward("reward.functions", x) for x in config.reward.functions)
   return replace(
@@ -64,6 +68,7 @@ def with_absolute_paths(config: Config) -> Config:
       config.data,
       path=absolute("data.path", config.data.path),
       tokenizer=absolute("data.tokenizer", config.data.tokenizer),
+      mixture=tuple(map(absolute_source, config.data.mixture)),
     ),
     reward=replace(config.reward, functions=functions),
     eval=replace(config.eval, function=absolute_reward("eval.function", config.eval.function)),
