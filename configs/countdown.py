@@ -3,8 +3,11 @@
 Command:  python -m grpo_jax.train --config=configs/countdown.py --workdir=/tmp/countdown
 Hardware: two CPU cores of a laptop are enough.
 Memory:   1 GB.
-Time:     TIME
-Result:   RESULT
+Time:     3 to 5 minutes, measured beside other work; 2 minutes of CPU time.
+Result:   held-out greedy accuracy of seeds 0 to 2:
+          after the warm start    14.3% to 14.5%
+          after 50 GRPO steps     39.3% to 54.5%
+          at the end              51.4% to 57.4%
 
 A prompt such as `10 8 1 = 17:` asks for `#### 10+8-1`. The warm start teaches a mixture of right
 expressions and of hasty ones, which add all numbers. After it, the model adds most of the time.

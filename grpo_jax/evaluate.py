@@ -10,6 +10,7 @@ import sys
 from absl import flags
 
 from grpo_jax.config import Config
+from grpo_jax.data.tasks import name_of
 from grpo_jax.run import cli
 from grpo_jax.run.evaluator import Evaluator, table
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
   dropped = evaluator.prompts.dropped
   left_out = f" ({dropped} longer than data.max_prompt_tokens left out)" if dropped else ""
   count = len(evaluator.prompts)
-  print(f"{policy.name}: {count} test problems of {config.data.task}{left_out}", flush=True)
+  print(f"{policy.name}: {count} test problems of {name_of(config.data)}{left_out}", flush=True)
   metrics = evaluator(policy.run.parameters.for_sampling(policy.params), policy.step)
   print("\n".join(table(metrics, config.eval, config.sampling.max_tokens)))
 

@@ -216,23 +216,29 @@ def test_gsm8k_through_tfds_without_tensorflow(tmp_path):
   builder.download_and_prepare()
   code = (
     "import sys, json; from grpo_jax.data import tasks; task = tasks.gsm8k('');"
-    "print(json.dumps([task.train, task.test, 'tensorflow' in sys.modules]))"
+    "own = tasks.columns(sys.argv[1], ('text={question}!',), ('question',));"
+    "own = [*own.train, *own.test];"
+    "print(json.dumps([task.train, task.test, own, 'tensorflow' in sys.modules]))"
   )
   root = pathlib.Path(__file__).parents[1]
   out = subprocess.run(
-    [sys.executable, "-c", code],
+    [sys.executable, "-c", code, str(builder.data_dir)],
     cwd=root,
     capture_output=True,
     text=True,
     env={**os.environ, "TFDS_DATA_DIR": str(tmp_path)},
   )
   assert out.returncode == 0, out.stderr
-  train, test, tensorflow = json.loads(out.stdout.splitlines()[-1])
+  train, test, own, tensorflow = json.loads(out.stdout.splitlines()[-1])
   assert sorted(e["question"] for e in train) == sorted(row["question"] for row in rows)
   assert train[0]["solution"] == "5+6 = 11 é\nTimes 100: 1,100.\n#### 1,100"
   assert train[0]["answer"] == "1100"
   assert sorted(e["question"] for e in test) == sorted(e["question"] for e in train)
   assert not tensorflow
+  # The folder that TFDS prepared is data.path of the task columns.
+  texts = sorted(row["question"] + "!" for row in rows)
+  assert sorted(example["text"] for example in own) == sorted(texts * 2)
+  assert own[0]["answer"] == ROW["answer"]
 
 
 def test_gsm8k_that_tfds_cannot_provide(monkeypatch):

@@ -79,6 +79,11 @@ def make_task(data: "Data") -> Task:
   return Task(*mix(data.mixture, data.weights, open_source))
 
 
+def name_of(data: "Data") -> str:
+  """What messages call the data set: its task, or those of its mixture."""
+  return " + ".join(source.name for source in sources_of(data.mixture)) or data.task
+
+
 def characters(data: "Data", task: Task) -> str:
   """Every character of a task and of the templates, for a tokenizer of characters."""
   templates = "".join([data.prompt, *data.prompts])

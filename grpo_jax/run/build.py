@@ -90,7 +90,7 @@ class Run:
   @functools.cached_property
   def task(self) -> tasks.Task:
     """The data set. It is made on first use, because to sample or to export none is needed."""
-    with told_if_slow(f"reading the data of task {self.config.data.task}"):
+    with told_if_slow(f"reading the data of task {tasks.name_of(self.config.data)}"):
       return tasks.make_task(self.config.data)
 
   def prompts(self, split: str) -> Prompts:
