@@ -70,15 +70,15 @@ def test_the_prompts_of_a_step():
   config = dataclasses.replace(config, steps=100)
   size = 20_000
   warm = dataset.drawn(config, 10)
-  assert (warm.phase, warm.may_draw_more) == ("warm start", False)
+  assert (warm.phase, warm.remark) == ("warm start", "")
   assert warm.indices == loader.step_indices(config.seed, 9, 6, size).tolist()
   first = dataset.drawn(config, 11)
   prompts = config.batch.prompts
-  assert (first.phase, first.may_draw_more) == ("GRPO", False)
+  assert (first.phase, first.remark) == ("GRPO", "")
   assert first.indices == loader.step_indices(config.seed, 0, prompts, size).tolist()
   sampling = with_section(config, "algo", dynamic_sampling=True, max_resample_rounds=3)
   later = dataset.drawn(sampling, 13)
-  assert later.may_draw_more
+  assert later.remark == ", and more where rewards are all equal"
   assert later.indices == loader.step_indices(config.seed, 2 * 4, prompts, size).tolist()
   for step in (0, 111):
     with pytest.raises(ConfigError, match=f"--step={step}: the run has the steps 1 to 110"):

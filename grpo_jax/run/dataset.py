@@ -24,13 +24,13 @@ class Drawn:
     phase: "warm start" or "GRPO".
     prompts: All training prompts.
     indices: Which of them the step draws.
-    may_draw_more: Whether dynamic sampling may draw more prompts, which depends on rewards.
+    remark: What the rewards of the run may change about them. Empty for nothing.
   """
 
   phase: str
   prompts: Prompts
   indices: list[int]
-  may_draw_more: bool
+  remark: str = ""
 
 
 def open_data(config: Config) -> tuple[tasks.Task, tokenizer.Tokenizer]:
@@ -57,11 +57,14 @@ def drawn(config: Config, step: int) -> Drawn:
   algo, number = config.algo, step - 1
   if number < warm:
     indices = loader.step_indices(config.seed, number, config.warm_start.batch, len(prompts))
-    return Drawn("warm start", prompts, indices.tolist(), False)
+    return Drawn("warm start", prompts, indices.tolist())
   rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
   draw = (number - warm) * rounds
   indices = loader.step_indices(config.seed, draw, config.batch.prompts, len(prompts))
-  return Drawn("GRPO", prompts, indices.tolist(), rounds > 1)
+  remark = ", and more where rewards are all equal" if rounds > 1 else ""
+  if config.curriculum.chooses:
+    remark += ", before the curriculum passes over some of them"
+  return Drawn("GRPO", prompts, indices.tolist(), remark)
 
 
 def step_lines(found: Drawn, count: int, width: int) -> Iterator[str]:
@@ -75,9 +78,8 @@ def step_lines(found: Drawn, count: int, width: int) -> Iterator[str]:
   made = found.prompts.make(found.indices)
   lengths = [len(prompt.ids) for prompt in made]
   mean = sum(lengths) / len(lengths)
-  more = ", and more where rewards are all equal" if found.may_draw_more else ""
   yield (
-    f"{found.phase}: {len(made)} of {len(found.prompts):,} prompts{more};"
+    f"{found.phase}: {len(made)} of {len(found.prompts):,} prompts{found.remark};"
     f" {min(lengths)} to {max(lengths)} tokens, {mean:.1f} on average"
   )
   yield from _left_out("training", found.prompts)
