@@ -29,8 +29,7 @@ from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.config import Config, check_key, completed, from_dict, to_dict
-from grpo_jax.data import tokenizer
-from grpo_jax.data.arithmetic import ALPHABET
+from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.run import checks, workdir
 from grpo_jax.run.build import Run
@@ -479,7 +478,7 @@ def test_a_record_reads_the_settings_that_it_brings(record, changes, reads):
 
 def with_adapters(config, folder):
   """The config with adapters on a checkpoint, which it writes into `folder`."""
-  characters = tokenizer.characters(ALPHABET)
+  characters = tokenizer.characters(tasks.ALPHABET)
   shape = model.ModelConfig(
     vocab_size=characters.vocab_size,
     embed_dim=8,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 from typing import TYPE_CHECKING
 
-from grpo_jax.data import arithmetic as sums
 from grpo_jax.data import chat, examples, tfds
 from grpo_jax.data import countdown as number_games
+from grpo_jax.data.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.data.mixture import Source, mix, sources_of
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.rows import Example, Examples
@@ -107,7 +107,7 @@ def templates_of(data: "Data") -> dict[str, str]:
 def arithmetic(path: str) -> Task:
   """Generated sums of several steps. `path` must be empty."""
   _refuse_path(path, "arithmetic")
-  return Task(sums.Arithmetic("train"), sums.Arithmetic("test"), sums.ALPHABET)
+  return Task(Arithmetic("train"), Arithmetic("test"), ALPHABET)
 
 
 def countdown(path: str) -> Task:
