@@ -17,7 +17,7 @@ import grpo_jax
 from grpo_jax.config import Config, Data, Eval, Reward
 from grpo_jax.data import countdown, loader, mixture, tasks, tokenizer
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.rewards import score as score_all
+from grpo_jax.rewards import Caller, by_task, name_of
 from grpo_jax.rewards.countdown import countdown as score
 from grpo_jax.run.checks import check
 from grpo_jax.run.dataset import drawn
@@ -281,30 +281,42 @@ def test_a_function_scores_the_rows_of_its_tasks_alone():
     seen["model"] = completions
     return [float(i) for i in range(len(completions))]
 
+  def for_all(completions, **columns):
+    return [1.0] * 4
+
   model.needs_every_row = True
   columns = {
     "task": ["a", "b", "a", "c"],
     "answer": ["x", None, "x", None],
     "target": [None, 3, None, 4],
   }
-  tasks_of = ("a", "b, c", "d", "c", "")
-  rewards_N, scores, steps = score_all(
-    [first, second, never, model, lambda completions, **columns: [1.0] * 4],
-    (1.0, 2.0, 1.0, 1.0, 10.0),
-    ["x", "y", "z", "w"],
-    columns,
-    tasks=tasks_of,
-  )
+  functions = [(first, "a"), (second, "b, c"), (never, "d"), (model, "c"), (for_all, "")]
+  columns["completions"] = ["x", "y", "z", "w"]
+  answer = by_task.start(Caller(None), functions, columns, step=3, group_size=1)
+  steps = {name_of(function): answer(function).steps for function, _ in functions}
   assert seen == {
     "first": (["x", "z"], ["x", "x"], ["a", "a"]),
     "second": (["y", "w"], [3, 4]),
     "model": ["x", "y", "z", "w"],
   }
-  np.testing.assert_array_equal(scores["first"], np.float32([1, np.nan, 0, np.nan]))
-  np.testing.assert_array_equal(scores["second"], np.float32([np.nan, 0.5, np.nan, 0.5]))
-  np.testing.assert_array_equal(scores["model"], np.float32([np.nan] * 3 + [3]))
-  assert np.isnan(scores["never"]).all() and steps["never"] == [[]] * 4
-  assert rewards_N.tolist() == [11, 11, 10, 14]
+  assert steps == {
+    "first": [[(1, 1.0)], [], [(1, 0.0)], []],
+    "second": [[], [(1, 0.5)], [], [(1, 0.5)]],
+    "never": [[]] * 4,
+    "model": [[], [], [], [(1, 3.0)]],
+    "for_all": [[(1, 1.0)]] * 4,
+  }
+
+
+def test_the_failures_of_a_task_are_those_of_its_rows():
+  def fails_on_z(completions, **columns):
+    return [1 / (text != "z") for text in completions]
+
+  columns = {"task": ["a", "b", "b"], "completions": ["x", "y", "z"]}
+  caller = Caller(None, stops_on_error=False)
+  answer = by_task.start(caller, [(fails_on_z, "b")], columns, step=0, group_size=1)(fails_on_z)
+  assert answer.steps == [[], [(1, 1.0)], []]
+  assert [failure.row for failure in answer.failures] == [2]
 
 
 def test_the_first_function_that_scores_a_completion_decides_in_evaluation():

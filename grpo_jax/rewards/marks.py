@@ -8,6 +8,9 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   that use the devices of the run, or that keep state that must be in one place.
   whole_groups    The function compares the completions of a prompt. It is never called with a part
                   of them: if a call fails, no completion of the prompt has a reward.
+  needs_every_row Where reward.tasks names tasks for the function, it is still called with the
+                  completions of all tasks, and only its scores of the others are left out. For
+                  functions that all processes compute together.
   conversational  With data.chat, the function gets `prompts` and `completions` as lists of
                   messages, as TRL passes them.
   prepare         A function without arguments that does slow work for all calls, such as an import.

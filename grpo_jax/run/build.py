@@ -18,7 +18,7 @@ from grpo_jax.model import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.patience import told_if_slow
-from grpo_jax.rewards import Reward, resolve, resolve_all
+from grpo_jax.rewards import Reward, by_task, resolve, resolve_all
 from grpo_jax.run import compilation_cache
 from grpo_jax.run.checks import check, check_length, check_memory, check_stop_ids
 from grpo_jax.run.parameters import Parameters, Progress, no_progress
@@ -116,7 +116,9 @@ class Run:
     reward = self.config.reward
     found = resolve_all(reward.functions, self._reward_model, is_reward_model)
     needs_steps = ADVANTAGES[self.config.algo.advantage].needs_steps
-    return self._scorer(dict(zip(reward.functions, found)), reward.weights, needs_steps)
+    return self._scorer(
+      dict(zip(reward.functions, found)), reward.weights, needs_steps, reward.tasks
+    )
 
   @functools.cached_property
   def teacher(self) -> Teacher | None:
@@ -132,8 +134,10 @@ class Run:
     return run
 
   def eval_scorer(self) -> Scorer:
-    """The function that decides in evaluation what is right."""
+    """What decides in evaluation: one function, or those of reward.tasks for their tasks."""
     name = self.config.eval.function
+    if name == by_task.FIRST_OF_TASK:
+      return self.scorer
     return self._scorer({name: resolve(name, "eval.function", is_reward_model)}, (1.0,))
 
   def close(self) -> None:
@@ -152,12 +156,10 @@ class Run:
     """The root of one of the run's `STREAMS` of random numbers."""
     return jax.random.fold_in(jax.random.key(self.config.seed), STREAMS.index(stream))
 
-  def _scorer(
-    self, functions: dict[str, Reward], weights: Sequence[float], needs_steps: bool = False
-  ) -> Scorer:
+  def _scorer(self, functions: dict[str, Reward], weights: Sequence[float], *more: Any) -> Scorer:
     self.remarks += self.hosts.on_each(lambda: self._caller.add(functions))
     decode, found = self.tokenizer.decode, list(functions.values())
-    return Scorer(found, weights, self.hosts, decode, self._caller, needs_steps)
+    return Scorer(found, weights, self.hosts, decode, self._caller, *more)
 
   def _reward_model(self, path: str) -> RewardModel:
     reward = self.config.reward

@@ -15,6 +15,7 @@ from grpo_jax.config import PROJECTIONS, Config
 from grpo_jax.data.mixture import sources_of
 from grpo_jax.parallel.chips import machine_memory, reported_memory
 from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rewards import by_task
 from grpo_jax.settings import LARGEST_INT, ConfigError, check_ranges
 
 
@@ -30,7 +31,9 @@ def check(config: Config) -> None:
     max_tokens=sampling.max_tokens,
     sampler_filters=(sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0),
   )
-  _check_tasks(config)
+  sources = [source.name for source in sources_of(config.data.mixture)]
+  reward = config.reward
+  by_task.check(reward.tasks, reward.functions, sources, config.eval.function)
   _check_lora(config)
   _check_reference(config)
   _check_sizes(config)
@@ -146,32 +149,6 @@ def _check_batch(config: Config) -> None:
     reward.weights,
     f"it must hold one number for each of reward.functions = {reward.functions}, and there must be"
     " at least one",
-  )
-
-
-def _check_tasks(config: Config) -> None:
-  """The settings that tell the tasks of a mixture apart."""
-  data, reward = config.data, config.reward
-  _require(
-    len(reward.tasks) in (0, len(reward.functions)),
-    "reward.tasks",
-    reward.tasks,
-    f"it must hold an entry for each of reward.functions = {reward.functions}, or none",
-  )
-  names = [source.name for source in sources_of(data.mixture)]
-  for entry in reward.tasks:
-    for name in filter(None, map(str.strip, entry.split(","))):
-      _require(
-        name in names,
-        "reward.tasks",
-        reward.tasks,
-        f"{name!r} is no source of data.mixture, which has {', '.join(names) or 'none'}",
-      )
-  _require(
-    config.eval.function != "rewards" or reward.tasks,
-    "eval.function",
-    config.eval.function,
-    "it takes the function for a problem's task from reward.tasks, which is empty",
   )
 
 

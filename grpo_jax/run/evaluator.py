@@ -104,7 +104,7 @@ class Evaluator:
     self, rollouts: Rollouts, prompts: PromptBatch, scored: Callable[[], Scored], count: int
   ) -> Draws:
     """The first `count` problems of a batch. `scored` waits for their scores."""
-    right_PG = scored().rewards.scores_PGJ[..., 0] == 1
+    right_PG = first_scores(scored().rewards.scores_PGJ) == 1
     own_majority = majority_right(rollouts.texts_PG[prompts.own], right_PG[prompts.own])
     return Draws(
       right_NG=right_PG[:count],
@@ -112,6 +112,12 @@ class Evaluator:
       cut_off_NG=rollouts.completions.stopped_by_PG[:count] < 0,
       majority_N=self._run.hosts.join_rows(own_majority)[:count],
     )
+
+
+def first_scores(scores_PGJ: np.ndarray) -> np.ndarray:
+  """Of each completion the score of the first function that scored it, [P, G]. NaN if none did."""
+  first_PG1 = np.argmax(~np.isnan(scores_PGJ), axis=-1, keepdims=True)
+  return np.take_along_axis(scores_PGJ, first_PG1, axis=-1)[..., 0]
 
 
 def majority_right(texts_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:

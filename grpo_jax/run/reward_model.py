@@ -52,7 +52,9 @@ class RewardModel:
   that is longer than the model's positions is not scored.
   """
 
-  in_process = True  # it computes on the devices of the run: see grpo_jax/rewards/marks.py
+  # See grpo_jax/rewards/marks.py. It computes on the devices of the run, all processes together.
+  in_process = True
+  needs_every_row = True
 
   def __init__(
     self,

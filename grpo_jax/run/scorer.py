@@ -16,6 +16,7 @@ from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.parallel.cores import cores
 from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rewards import by_task
 from grpo_jax.run.rollout import Rollouts, sampled_ids, take
 from grpo_jax.run.scoring import DecodeText, steps_on_tokens
 from grpo_jax.types import Rewards
@@ -90,8 +91,19 @@ class Scorer:
     decode_text: DecodeText,
     caller: rewards_lib.Caller,
     needs_steps: bool = False,
+    tasks: Sequence[str] = (),
   ):
-    """`needs_steps`: whether the advantage reads the rewards of steps, placed on tokens."""
+    """Takes the functions.
+
+    Args:
+      functions: The reward functions.
+      weights: Their weights.
+      hosts: The processes that score.
+      decode_text: Makes a text from token ids.
+      caller: What calls the functions.
+      needs_steps: Whether the advantage reads the rewards of steps, placed on tokens.
+      tasks: For each function the tasks that it is for, as in reward.tasks. None mean all.
+    """
     self._functions = functions
     self.names = [rewards_lib.name_of(function) for function in functions]
     self.weights = tuple(weights)
@@ -99,6 +111,7 @@ class Scorer:
     self._decode_text = decode_text
     self._caller = caller
     self._needs_steps = needs_steps
+    self._tasks = tasks or [""] * len(functions)
 
   def check_arguments(self, prompts: Prompts, key: str) -> None:
     """Raises ConfigError unless the functions that `key` names can be called for these prompts."""
@@ -121,7 +134,8 @@ class Scorer:
     own = take(rollouts, prompts.own)
     columns = completion_columns(own, prompts)
     place = _Place(step, prompts.own.start, own.texts_PG.shape[1])
-    answer = self._caller.start(self._functions, columns, step, place.group_size)
+    functions = list(zip(self._functions, self._tasks, strict=True))
+    answer = by_task.start(self._caller, functions, columns, step, place.group_size)
 
     def finish() -> Scored:
       answers = {}
