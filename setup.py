@@ -46,6 +46,7 @@ setup(
     "report": ["bokeh"],
     "math": ["math-verify"],
     "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
+    "schema": ["jsonschema"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],
     "ray": ["ray"],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_jax import files
 from grpo_jax.data import chat
 from grpo_jax.data.arithmetic import ALPHABET, Arithmetic
+from grpo_jax.data.code import code_example
 from grpo_jax.data.download import check_connection
 from grpo_jax.settings import ConfigError, is_text
 
@@ -101,7 +102,26 @@ def math(path: str) -> Task:
   return Task(train, test)
 
 
-TASKS: dict[str, Callable[[str], Task]] = {"arithmetic": arithmetic, "gsm8k": gsm8k, "math": math}
+def code(path: str) -> Task:
+  """Programming problems with tests, from train.jsonl and test.jsonl in the folder `path`.
+
+  The fields are those of MBPP: a line is an object with `text`, `test_list`, and perhaps `code` and
+  `test_setup_code`.
+  """
+  if not path:
+    raise ConfigError(
+      "data.path is empty: the task code needs a folder with train.jsonl and test.jsonl"
+    )
+  train, test = (_read_jsonl(path, split, code_example) for split in ("train", "test"))
+  return Task(train, test)
+
+
+TASKS: dict[str, Callable[[str], Task]] = {
+  "arithmetic": arithmetic,
+  "code": code,
+  "gsm8k": gsm8k,
+  "math": math,
+}
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:
