@@ -94,33 +94,19 @@ def math(path: str) -> Task:
   The fields are those of MATH-500: a line is an object with `problem` (or `question`) and `answer`.
   A `solution` may be added. Without it, the warm start imitates the answer.
   """
-  if not path:
-    raise ConfigError(
-      "data.path is empty: the task math needs a folder with train.jsonl and test.jsonl"
-    )
-  train, test = (_read_jsonl(path, split, _math_example) for split in ("train", "test"))
-  return Task(train, test)
+  return _from_folder(path, "math", _math_example)
 
 
 def code(path: str) -> Task:
-  """Programming problems with tests, from train.jsonl and test.jsonl in the folder `path`.
-
-  The fields are those of MBPP: a line is an object with `text`, `test_list`, and perhaps `code` and
-  `test_setup_code`.
-  """
-  if not path:
-    raise ConfigError(
-      "data.path is empty: the task code needs a folder with train.jsonl and test.jsonl"
-    )
-  train, test = (_read_jsonl(path, split, code_example) for split in ("train", "test"))
-  return Task(train, test)
+  """Programming problems with tests, in the layout of MBPP: see `data/code.py`."""
+  return _from_folder(path, "code", code_example)
 
 
 TASKS: dict[str, Callable[[str], Task]] = {
   "arithmetic": arithmetic,
-  "code": code,
   "gsm8k": gsm8k,
   "math": math,
+  "code": code,
 }
 
 
@@ -129,6 +115,15 @@ def _contents(question: str | chat.Messages) -> Iterator[str]:
     yield question
   else:
     yield from (message["content"] for message in question)
+
+
+def _from_folder(path: str, name: str, make_example: Callable[[Any, str], Example]) -> Task:
+  if not path:
+    raise ConfigError(
+      f"data.path is empty: the task {name} needs a folder with train.jsonl and test.jsonl"
+    )
+  train, test = (_read_jsonl(path, split, make_example) for split in ("train", "test"))
+  return Task(train, test)
 
 
 def _read_jsonl(

@@ -3,6 +3,7 @@
 vLLM, SGLang, llama.cpp and OpenAI's own service answer such requests.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 import os
 from pathlib import Path
@@ -49,13 +50,11 @@ def judge(
   cache: str = "",
   **columns: Any,
 ) -> list[float | None]:
-  """The number that a judge's reply holds, clipped to [lowest, highest].
+  """The number in a judge's reply, clipped to [lowest, highest].
 
   The judge gets `PROMPT`, or the text of prompt_file, with the completion and any columns of the
   data set in braces. What a policy writes is part of that prompt, so it can address the judge:
-  compare with a checker that cannot be talked to.
-
-  The same prompt is asked once: replies are kept in memory, and in `cache` for later runs.
+  compare with a checker that cannot be talked to. The same prompt is asked once.
 
   Args:
     completions: The texts.
@@ -68,35 +67,42 @@ def judge(
     highest: The greatest reward.
     max_tokens: The longest reply.
     at_once: How many requests are under way at once.
-    attempts: How often a request is tried. The pauses between are 1 s, 2 s, 4 s and so on, or as
-      long as the server says.
+    attempts: How often a request is tried, with growing pauses between, or as the server says.
     seconds: The time limit for all requests of a call; reward.timeout should be longer.
     key_variable: The environment variable with the key of the service, if it needs one.
-    cache: A folder that keeps replies. '' = none.
+    cache: A folder that keeps replies for later runs. '' = they are kept in memory only.
     columns: The fields of the prompt.
 
   Returns:
-    The scores. None where the judge gave none in time.
-
-  Raises:
-    RunFailed: The judge gave no score for any completion.
+    The scores. None where the judge gave none in time. If it gave none at all, RunFailed is raised.
   """
   template = _template(prompt_file, "reward judge")
   prompts = [_fill(template, text, columns, i) for i, text in enumerate(completions)]
   client = _client(url, os.environ.get(key_variable, ""), cache)
   deadline = time.monotonic() + seconds
 
-  def ask(prompt: str) -> float | JudgeError:
+  def score(prompt: str) -> float | JudgeError:
     try:
       reply = client.reply(Request(model, prompt, max_tokens), attempts, deadline)
       return min(highest, max(lowest, _number(reply, pattern)))
     except JudgeError as error:
       return error
 
+  return _scores(prompts, score, at_once, url, log_metric)
+
+
+def _scores(
+  prompts: list[str],
+  score: Callable[[str], float | JudgeError],
+  at_once: int,
+  url: str,
+  log_metric: Any,
+) -> list[float | None]:
+  """The score of each prompt. None where there is none, but not everywhere."""
   different = list(dict.fromkeys(prompts))
   with ThreadPoolExecutor(at_once) as pool:
-    scores = dict(zip(different, pool.map(ask, different)))
-  failures = [score for score in scores.values() if isinstance(score, JudgeError)]
+    scores = dict(zip(different, pool.map(score, different)))
+  failures = [one for one in scores.values() if isinstance(one, JudgeError)]
   if different and len(failures) == len(different):
     raise RunFailed(f"the judge at {url} gave no score: {failures[0]}")
   values = [scores[prompt] for prompt in prompts]

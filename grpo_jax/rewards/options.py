@@ -62,7 +62,7 @@ def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
       raise ValueError
     options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    if None in options:  # **{...}
+    if None in options or len(options) < len(call.keywords):  # **{...}, or a name twice
       raise ValueError
     return function, typing.cast(dict[str, Any], options)
   except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
@@ -108,17 +108,26 @@ def bind(
       function.check_options(where, given)
   if not given and not shown_name:
     return function
-  bound = functools.update_wrapper(_Bound(function, **given), function)
-  if shown_name:
-    bound.__name__ = shown_name
+  bound = _Bound(function, **given)
+  bound.__name__ = shown_name or getattr(function, "__name__", type(function).__name__)
   return bound
 
 
 class _Bound(functools.partial[Any]):
-  """A partial function whose keyword arguments a call cannot replace."""
+  """A partial function whose keyword arguments a call cannot replace.
+
+  It has the attributes of the function.
+  """
+
+  __name__: str
 
   def __call__(self, **columns: Any) -> Any:
     return self.func(**(columns | self.keywords))
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("__"):
+      raise AttributeError(name)
+    return getattr(self.func, name)
 
 
 def _parameters(function: Callable[..., Any], is_ours: bool) -> dict[str, inspect.Parameter]:

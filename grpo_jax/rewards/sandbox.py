@@ -13,6 +13,7 @@ A program runs in a process of its own with these bounds:
 
 This is done by bubblewrap (`bwrap`) where it is installed, else by `unshare`, `mount`, `pivot_root`
 and `setpriv` of util-linux. Both need Linux with user namespaces, or root. `find` tries them.
+System calls are refused on x86-64 and ARM64 alone.
 
 The bounds are those of the kernel: a program that exploits a defect of the kernel gets out, and a
 program can measure the time and the load of the machine.

@@ -9,8 +9,13 @@ import struct
 # System calls that the programs do without and that would take them around a limit: new namespaces
 # and mounts, memory that is in no address space, other processes, and rarely used parts of the
 # kernel. The numbers are those of the architectures; from 424 on they are the same everywhere.
-_TABLES = {  # by machine: the number of the architecture, of clone, and of the refused calls
-  "x86_64": (0xC000003E, 56, [29, 101, 165, 248, 249, 250, 272, 298, 308, 310, 311, 319, 321, 323]),
+# By machine: the number of the architecture, of clone, and of the refused calls.
+_TABLES: dict[str, tuple[int, int, list[int]]] = {
+  "x86_64": (
+    0xC000003E,
+    56,
+    [29, 101, 165, 248, 249, 250, 272, 298, 308, 310, 311, 319, 321, 323],
+  ),
   "aarch64": (
     0xC00000B7,
     220,
