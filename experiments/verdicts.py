@@ -25,7 +25,7 @@ from pathlib import Path
 import time
 from typing import Any, NamedTuple
 
-from grpo_jax.rewards import REWARDS
+from grpo_jax.rewards.reasoning import SCORERS as FUNCTIONS
 from grpo_jax.rewards.reasoning import reasoning_accuracy
 
 HERE = Path(__file__).parent
@@ -40,10 +40,10 @@ class Scorer(NamedTuple):
 
 
 SCORERS = {
-  "strict": Scorer(REWARDS["strict"], "#### {}"),
-  "flexible": Scorer(REWARDS["flexible"], "The answer is {}."),
-  "boxed": Scorer(REWARDS["boxed"], "So it is \\boxed{{{}}}."),
-  "math": Scorer(REWARDS["math"], "So it is \\boxed{{{}}}."),
+  "strict": Scorer(FUNCTIONS["strict"], "#### {}"),
+  "flexible": Scorer(FUNCTIONS["flexible"], "The answer is {}."),
+  "boxed": Scorer(FUNCTIONS["boxed"], "So it is \\boxed{{{}}}."),
+  "math": Scorer(FUNCTIONS["math"], "So it is \\boxed{{{}}}."),
   "reasoning_accuracy": Scorer(
     reasoning_accuracy, "<think>Not \\boxed{{0}}.</think>So it is \\boxed{{{}}}."
   ),

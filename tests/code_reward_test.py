@@ -132,13 +132,13 @@ FORGERIES = {
   "values.decode = None\nimport json\njson.loads = json.dumps\ndef add(a, b): return 99",
   "an import of the checker": "import checker\nchecker._passes = lambda *a: True\n"
   "def add(a, b): return 99",
-  "files": "import os, glob\ndef add(a, b):\n  for folder, _, files in os.walk('/'):\n"
-  "    if folder.startswith(('/usr', '/lib', '/root/.pyenv')): continue\n"
+  "files": "import os, glob\ndef add(a, b):\n  for folder, inner, files in os.walk('/'):\n"
+  "    inner[:] = [name for name in inner if name not in ('usr', 'lib', 'lib64', 'versions')]\n"
   "    for name in files:\n      text = open(os.path.join(folder, name), errors='replace').read()\n"
   "      if 'add(-1, 1) ==' in text: return eval(text.split('==')[1][:2])\n  return 99",
   "an attribute that is always true": "class Any:\n  def __getattr__(self, name): return self\n"
   "  def __call__(self, *a): return self\n  def __bool__(self): return True\nadd = Any()",
-  "a huge answer": "def add(a, b): return 'x' * 10**8",
+  "a huge answer": "def add(a, b): return 'x' * 10**7",
   "a deep answer": "def add(a, b):\n  x = []\n  for _ in range(10**5): x = [x]\n  return x",
   "an endless answer": "import itertools\ndef add(a, b): return itertools.count()",
   "an exception": "def add(a, b): raise SystemExit(0)",

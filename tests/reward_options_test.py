@@ -173,7 +173,8 @@ def test_a_function_with_parameters_keeps_its_marks(tmp_path):
 def test_arguments_are_checked_behind_parameters():
   cosine = resolve("cosine(max_length=100)")
   rewards.check_arguments(cosine, "cosine", KEY, ["completions", "answer", "completion_ids", "x"])
-  with pytest.raises(ConfigError, match="missing a required argument: 'answer'"):
+  error = r"cosine\(completions, answer, completion_ids, \*\*columns\) cannot be called"
+  with pytest.raises(ConfigError, match=f"{error} .missing a required argument: 'answer'"):
     rewards.check_arguments(cosine, "cosine", KEY, ["completions", "completion_ids"])
 
 

@@ -124,6 +124,13 @@ class _Bound(functools.partial[Any]):
   def __call__(self, **columns: Any) -> Any:
     return self.func(**(columns | self.keywords))
 
+  @property
+  def __signature__(self) -> inspect.Signature:
+    """What is left to give, as error messages show it."""
+    parameters = inspect.signature(self.func).parameters.values()
+    left = [one for one in parameters if one.name not in self.keywords]
+    return inspect.Signature([one.replace(annotation=one.empty) for one in left])
+
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__"):
       raise AttributeError(name)
