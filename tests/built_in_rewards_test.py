@@ -3,7 +3,9 @@
 from fractions import Fraction
 import itertools
 import json
+import socket
 import sys
+import threading
 import time
 
 from hypothesis import given
@@ -61,8 +63,9 @@ def test_tag_count(text, expected):
 
 def test_regex():
   name = r"regex(pattern=r'<think>.*?</think>\s*<answer>.*?</answer>\s*')"
-  texts = ["<think>a\nb</think>\n<answer>c</answer>\n", "<think>a</think>c", "x<think>"]
-  assert scores(name, texts) == [1, 0, 0]
+  right = "<think>a\nb</think>\n<answer>c</answer>\n"
+  texts = [right, "<think>a</think>c", "x<think>", right + "more", "more" + right]
+  assert scores(name, texts) == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -287,11 +290,26 @@ def test_json_schema_without_a_schema(tmp_path, monkeypatch):
     scores("json_schema", ["{}"])
 
 
+def test_json_schema_knows_only_what_json_has():
+  assert scores("json_schema", ["1", "NaN", "Infinity"], schema=[{"type": "number"}] * 3) == [
+    1,
+    0,
+    0,
+  ]
+
+
 def test_json_schema_asks_no_server():
-  schema = {"$ref": "http://127.0.0.1:9/schema.json"}
-  start = time.monotonic()
-  assert score("json_schema", "{}", schema=schema) == 0
-  assert time.monotonic() - start < 1
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    server.settimeout(0.3)
+    address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
+    asking = threading.Thread(
+      target=score, args=("json_schema", "{}"), kwargs={"schema": {"$ref": address}}, daemon=True
+    )
+    asking.start()
+    with pytest.raises(TimeoutError):
+      server.accept()
+    asking.join(5)
+  assert score("json_schema", "{}", schema={"$ref": address}) == 0
 
 
 LONG = 300_000

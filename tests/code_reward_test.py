@@ -280,6 +280,15 @@ def test_the_task_reads_the_layout_of_mbpp(tmp_path):
   assert resolve("code")(completions=[first["solution"]], **columns) == [1.0]
 
 
+def test_the_task_reads_the_layout_of_sanitized_mbpp(tmp_path):
+  row = {"prompt": "x", "test_list": ["assert f(1)"], "test_imports": ["import math", "import re"]}
+  for split in ("train", "test"):
+    (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
+  first = tasks.make_task(Data(task="code", path=str(tmp_path))).train[0]
+  assert first["test_setup_code"] == "import math\nimport re"
+  assert first["solution"] == first["answer"] == ""
+
+
 @pytest.mark.parametrize(
   "row, error",
   [

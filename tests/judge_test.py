@@ -46,7 +46,7 @@ class Server:
 
     self.http = Quiet(("127.0.0.1", 0), Handler)
     self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-    threading.Thread(target=self.http.serve_forever, daemon=True).start()
+    threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
   def reply(self, handler, answer):
     status, headers, text = answer if isinstance(answer, tuple) else (200, {}, answer)

@@ -201,6 +201,7 @@ def test_a_daemon_is_killed_too(kind):
   assert printed.startswith("daemon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "program",
   [
@@ -235,6 +236,7 @@ def test_memory_is_limited(kind):
   assert printed == f"no memory\n{2**26}\n"
 
 
+@pytest.mark.slow
 def test_gigabytes_of_output_go_nowhere(kind):
   start = time.monotonic()
   program = "chunk = b'x' * 2**20\nfor _ in range(2**10): os.write(1, chunk)"

@@ -13,7 +13,8 @@ def code_example(row: Any, where: str) -> dict[str, Any]:
   The other tests are hidden from the policy: the reward function `code` runs all.
 
   Args:
-    row: The row, with at least `text` and `test_list`. `code` is a solution for the warm start.
+    row: The row, with at least `text` and `test_list`. `code` is a solution for the warm start. In
+      the sanitized MBPP, the text is `prompt` and what the tests need is the list `test_imports`.
     where: Its place, for error messages.
 
   Raises:
@@ -25,7 +26,7 @@ def code_example(row: Any, where: str) -> dict[str, Any]:
   )
   if not tests or not all(isinstance(test, str) for test in tests):
     raise ConfigError(f"data.path: {where}: test_list must be a list of tests, each a text")
-  setup = row.get("test_setup_code") or ""
+  setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
   solution = row.get("code") or ""
   if not isinstance(setup, str) or not isinstance(solution, str):
     raise ConfigError(f"data.path: {where}: test_setup_code and code must be texts")
