@@ -151,10 +151,10 @@ while True:
 
 
 def test_a_fork_bomb_stays_small_and_is_killed(kind):
-  counted = []
-  counter = threading.Timer(0.7, lambda: counted.append(len(programs_with("a bomb of 8"))))
+  counted, name = [], uuid.uuid4().hex
+  counter = threading.Timer(0.7, lambda: counted.append(len(programs_with(name))))
   counter.start()
-  printed = run(kind, f"print('started', flush=True)  # a bomb of 8{BOMB}", wait=1, processes=8)
+  printed = run(kind, f"print('started', flush=True)  # {name}{BOMB}", wait=1, processes=8)
   counter.join()
   assert "started" in printed
   assert 8 <= counted[0] <= 8 + 4  # the sandbox has processes of its own

@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import os
 from pathlib import Path
+import secrets
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from grpo_jax.settings import ConfigError
 
 KINDS = ("bwrap", "unshare")
 NONE = "none"  # limits of resources only
-_NOBODY = "65534"
+_USERS = range(60_000, 65_000)  # they own no files, and containers have them too
 _READ_ONLY = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
 
 _PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -214,7 +215,9 @@ _DROPS_ALL = ("--no-new-privs", "--inh-caps=-all", "--bounding-set=-all")
 
 
 def _becomes_nobody() -> list[str]:
-  return [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
+  # Another user for each program, because the kernel counts processes by user.
+  user = _USERS.start + secrets.randbelow(len(_USERS))
+  return [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
 
 
 def _folders() -> list[str]:
