@@ -174,6 +174,7 @@ def test_countdown_is_exact_and_takes_the_last_answer():
   assert score("countdown", late, **problem) == 0
   assert score("countdown", "#### 8*3\n#### 8/(3-8/3)\nThat is it.", **problem) == 1
   assert score("countdown", "<answer>8*3", **problem) == 0
+  assert score("countdown", "#### 3*8", numbers=None, target=None) is None
 
 
 OPERATORS = st.sampled_from("+-*/")
@@ -248,6 +249,7 @@ def test_choice(text, expected):
 def test_choice_with_another_marker_and_another_gold():
   assert score("choice(marker='####')", "x #### C", answer="C") == 1
   assert score("choice", "Answer: 7", answer="7") is None
+  assert score("choice", "Answer: B", answer=None) is None
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

@@ -153,8 +153,10 @@ def test_a_failure_is_tried_again(serve):
     2: (429, {"Retry-After": "0.1"}, "slow down"),
   }
   server = serve(lambda prompt, number: answers.get(number, "Score: 1"))
+  start = time.monotonic()
   assert judge(server.url, ["a"]) == [1.0]
   assert len(server.requests) == 3
+  assert 0.2 <= time.monotonic() - start < 1  # as long as the server says
   server = serve(lambda prompt, number: (503, {"Retry-After": "0.05"}, "busy"))
   with pytest.raises(
     RunFailed, match=r"the judge at .* gave no score: status 503 busy, tried 2 times"

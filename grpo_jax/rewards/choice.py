@@ -14,7 +14,7 @@ _ANOTHER = re.compile(r"[\s*)\]}.$]*(?:[,/&]|\bor\b|\band\b)[\s*(\[{$]*([A-Z])(?
 
 
 def choice(
-  completions: list[str], answer: list[str], *, marker: str = "Answer:", **columns: Any
+  completions: list[str], answer: list[str | None], *, marker: str = "Answer:", **columns: Any
 ) -> list[float | None]:
   """1.0 if the letter after the last marker is that of the gold answer, else 0.0.
 
@@ -31,7 +31,7 @@ def choice(
   Returns:
     The scores. None where the gold answer is not a letter.
   """
-  golds = [_GOLD.fullmatch(gold.strip()) for gold in answer]
+  golds = [_GOLD.fullmatch((gold or "").strip()) for gold in answer]
   return [
     None if gold is None else float(_letter(text, marker) == gold[1])
     for text, gold in zip(completions, golds, strict=True)

@@ -17,12 +17,12 @@ _LARGEST_INT = 10**12
 
 def countdown(
   completions: list[str],
-  numbers: list[list[int]],
-  target: list[int],
+  numbers: list[list[int] | None],
+  target: list[int | None],
   *,
   format_score: Annotated[float, at_least(0, at_most=1)] = 0.0,
   **columns: Any,
-) -> list[float]:
+) -> list[float | None]:
   """1.0 if the answer is an expression that uses each number exactly once and has the target value.
 
   The answer is the text of the last <answer>...</answer>, else what follows the last `####` on its
@@ -37,9 +37,12 @@ def countdown(
     target: The value to reach.
     format_score: The reward of a completion that has an answer, but a wrong one. (In TinyZero 0.1.)
     columns: Not read.
+
+  Returns:
+    The scores. None for a problem of another task, which has no numbers and no target.
   """
   return [
-    _score(_expression(text), given, goal, format_score)
+    None if given is None or goal is None else _score(_expression(text), given, goal, format_score)
     for text, given, goal in zip(completions, numbers, target, strict=True)
   ]
 
