@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -101,6 +102,24 @@ def test_it_writes_nowhere_but_in_its_own_folder(kind, tmp_path):
   )
   assert printed == f"['{mine}']\n"
   assert not os.path.exists(f"/tmp/{mine}")
+
+
+def test_what_it_sees_is_read_only_even_where_everybody_may_write(kind, monkeypatch):
+  with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+    os.chmod(folder, 0o777)
+    monkeypatch.setattr(sandbox, "_READ_ONLY", (*sandbox._READ_ONLY, folder))
+    printed = run(
+      kind,
+      f"""
+      print(os.listdir({folder!r}))
+      try:
+        open({folder!r} + "/x", "w")
+      except OSError as error:
+        print(error.errno)
+      """,
+    )
+    assert printed == "[]\n30\n"
+    assert not os.listdir(folder)
 
 
 def test_it_reaches_no_network(kind):
