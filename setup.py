@@ -33,6 +33,7 @@ setup(
     "test": [
       "cloudpickle",
       "hypothesis",
+      "jsonschema",
       "math-verify",
       "mypy==2.4.1",
       "nbformat",

@@ -11,8 +11,9 @@ from grpo_jax import rewards
 from grpo_jax.config import Data
 from grpo_jax.data import tasks
 from grpo_jax.rewards import sandbox
+from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.code import program_of
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.settings import ConfigError
 
 # Problems in the layout of MBPP.
 PROBLEMS = [
@@ -190,14 +191,14 @@ def test_completions_run_at_once():
 
 
 def test_a_setup_that_fails_is_an_error_and_not_a_reward():
-  with pytest.raises(RunFailed, match="test_setup_code fails: 'import nothing_of_this_name'"):
+  with pytest.raises(RewardError, match="test_setup_code fails: 'import nothing_of_this_name'"):
     score(PROBLEMS[0]["code"], setup="import nothing_of_this_name")
 
 
 def test_a_sandbox_that_does_not_start_is_an_error_and_not_a_reward(monkeypatch):
   function = resolve("code")
   monkeypatch.setitem(sandbox._WRAP, sandbox.find(), lambda command, limits: ["/bin/false"])
-  with pytest.raises(RunFailed, match="a sandbox did not start in 10 s"):
+  with pytest.raises(RewardError, match="a sandbox did not start in 10 s"):
     function(completions=["x"], test_list=[ADD])
 
 

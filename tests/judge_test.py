@@ -10,7 +10,8 @@ import pytest
 
 from grpo_jax import rewards
 from grpo_jax.rewards import judge as judge_module
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.rewards.answer import RewardError
+from grpo_jax.settings import ConfigError
 
 
 class Server:
@@ -159,7 +160,7 @@ def test_a_failure_is_tried_again(serve):
   assert 0.2 <= time.monotonic() - start < 1  # as long as the server says
   server = serve(lambda prompt, number: (503, {"Retry-After": "0.05"}, "busy"))
   with pytest.raises(
-    RunFailed, match=r"the judge at .* gave no score: status 503 busy, tried 2 times"
+    RewardError, match=r"the judge at .* gave no score: status 503 busy, tried 2 times"
   ):
     judge(server.url, ["a"], ", attempts=2")
   assert len(server.requests) == 2
@@ -167,7 +168,7 @@ def test_a_failure_is_tried_again(serve):
 
 def test_a_request_that_is_wrong_is_not_tried_again(serve):
   server = serve(lambda prompt, number: (401, {}, "no key"))
-  with pytest.raises(RunFailed, match="status 401 no key"):
+  with pytest.raises(RewardError, match="status 401 no key"):
     judge(server.url, ["a"])
   assert len(server.requests) == 1
 
@@ -188,7 +189,7 @@ def test_a_row_that_fails_is_none_and_the_others_have_scores(serve):
 )
 def test_a_reply_that_is_none_is_an_error(serve, reply):
   server = serve(lambda prompt, number: (200, {}, reply))
-  with pytest.raises(RunFailed, match="gave no score"):
+  with pytest.raises(RewardError, match="gave no score"):
     judge(server.url, ["a"])
 
 
@@ -196,7 +197,7 @@ def test_a_judge_that_is_down_is_an_error_and_not_a_hang():
   with socket.create_server(("127.0.0.1", 0)) as free:
     url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
   start = time.monotonic()
-  with pytest.raises(RunFailed, match="gave no score: .*refused, tried . times"):
+  with pytest.raises(RewardError, match="gave no score: .*refused, tried . times"):
     judge(url, ["a", "b"], ", seconds=1, attempts=9")
   assert time.monotonic() - start < 3
 
@@ -210,7 +211,7 @@ def test_a_judge_that_never_ends_its_reply_is_given_up(serve, headers):
 
   server = serve(hang)
   start = time.monotonic()
-  with pytest.raises(RunFailed, match="gave no score: (no reply in time|timed out|.*time)"):
+  with pytest.raises(RewardError, match="gave no score: (no reply in time|timed out|.*time)"):
     judge(server.url, ["a", "b"], ", seconds=0.6")
   assert time.monotonic() - start < 3
 
@@ -219,7 +220,7 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up():
   with socket.create_server(("127.0.0.1", 0)) as silent:
     url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
     start = time.monotonic()
-    with pytest.raises(RunFailed, match="gave no score"):
+    with pytest.raises(RewardError, match="gave no score"):
       judge(url, ["a"], ", seconds=0.5")
     assert time.monotonic() - start < 3
 
@@ -227,7 +228,7 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up():
 def test_the_key_is_sent_and_never_shown(serve, monkeypatch):
   monkeypatch.setenv("MY_KEY", "sesame")
   server = serve(lambda prompt, number: (401, {}, "no"))
-  with pytest.raises(RunFailed) as raised:
+  with pytest.raises(RewardError) as raised:
     judge(server.url, ["a"], ", key_variable='MY_KEY'")
   assert server.headers[0]["Authorization"] == "Bearer sesame"
   assert "sesame" not in str(raised.value)

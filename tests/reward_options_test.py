@@ -1,6 +1,8 @@
 """Parameters of reward functions, as a config writes them."""
 
+import importlib.util
 import inspect
+import os
 import pickle
 
 from hypothesis import given, settings
@@ -10,7 +12,6 @@ import pytest
 from grpo_jax import rewards
 from grpo_jax.config import Config
 from grpo_jax.rewards import options
-from grpo_jax.rewards.built_in import BUILT_IN, LINEAR
 from grpo_jax.run.recipes import with_absolute_paths
 from grpo_jax.settings import ConfigError
 
@@ -107,6 +108,14 @@ def test_a_bad_parameter_is_named(name, error):
     resolve(name)
 
 
+def test_a_scorer_that_is_not_installed_is_named(monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  for name in ("cosine", "reasoning_accuracy"):
+    with pytest.raises(ConfigError, match="scorer='math'. needs the package math-verify"):
+      resolve(name)
+    assert resolve(f"{name}(scorer='strict')")
+
+
 def test_a_parameter_reaches_the_function():
   ids = [[1] * 50]
   cosine = resolve("cosine(max_length=100, scorer='strict', right_long=0)")
@@ -189,5 +198,25 @@ def test_paths_become_absolute_before_parameters(tmp_path, monkeypatch):
   assert resolve(config.eval.function)
 
 
-def test_the_functions_that_need_no_time_limit_are_built_in():
-  assert set(LINEAR) < set(BUILT_IN)
+def test_workers_call_functions_with_parameters(tmp_path):
+  path = write(
+    tmp_path,
+    "import os\n"
+    "def here(completions, *, home=0, **columns): return [float(os.getpid() != home)] * 2\n",
+  )
+  names = (f"{path}:here(home={os.getpid()})", "cosine(max_length=10, scorer='strict')")
+  functions = rewards.resolve_all(names, None, lambda name: False)
+  pool = rewards.Pool(count=1, timeout=20.0, memory=0.0)
+  caller = rewards.Caller(pool)
+  try:
+    assert caller.add(dict(zip(names, functions))) == ()
+    columns = {
+      "completions": ["#### 1", "#### 2"],
+      "answer": ["1", "1"],
+      "completion_ids": [[0] * 5, [0] * 10],
+    }
+    answers = caller.start(functions, columns, 0, 2)
+    found = [[steps[0][1] for steps in answers(function).steps] for function in functions]
+    assert found == [[1.0, 1.0], pytest.approx([0.75, -0.5])]
+  finally:
+    caller.close()

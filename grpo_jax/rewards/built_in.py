@@ -1,7 +1,8 @@
-"""The built-in reward functions that are named in a config, beside those of `answers`.
+"""The built-in reward functions that a config can name, beside those of `answers`.
 
-`LINEAR` are those whose time is linear in the length of the text, for any text and any parameters.
-The others run patterns, packages or programs that can take long, or wait for a server.
+Those that are marked `in_process` take time that is linear in the length of the text, for any text
+and any parameters. The others run patterns, packages or programs that can take long, or wait for a
+server, so workers call them.
 """
 
 from collections.abc import Callable
@@ -33,5 +34,3 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
   "tag_count": tags.tag_count,
   "think_format": tags.think_format,
 }
-
-LINEAR = ("choice", "countdown", "repetition", "soft_overlong", "tag_count", "think_format")

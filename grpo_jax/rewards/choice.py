@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from grpo_jax.rewards.marks import checked_by, in_process
 from grpo_jax.settings import ConfigError
 
 # What may stand between the marker and the letter: emphasis, brackets, the opening of a formula.
@@ -13,6 +14,13 @@ _GOLD = re.compile(r"\(?([A-Z])[).]?")
 _ANOTHER = re.compile(r"[\s*)\]}.$]*(?:[,/&]|\bor\b|\band\b)[\s*(\[{$]*([A-Z])(?![\w'’-])")
 
 
+def _check_marker(where: str, options: dict[str, Any]) -> None:
+  if not options["marker"]:
+    raise ConfigError(f"{where}(marker=''): give what stands before the letter, such as 'Answer:'")
+
+
+@in_process
+@checked_by(_check_marker)
 def choice(
   completions: list[str], answer: list[str | None], *, marker: str = "Answer:", **columns: Any
 ) -> list[float | None]:
@@ -46,11 +54,3 @@ def _letter(text: str, marker: str) -> str | None:
   letter, rest = match.groups()
   another = _ANOTHER.match(rest)
   return None if another and another[1] != letter else letter
-
-
-def _check_marker(where: str, options: dict[str, Any]) -> None:
-  if not options["marker"]:
-    raise ConfigError(f"{where}(marker=''): give what stands before the letter, such as 'Answer:'")
-
-
-choice.__dict__["check_options"] = _check_marker

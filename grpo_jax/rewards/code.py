@@ -28,9 +28,23 @@ import time
 from typing import Annotated, Any
 
 from grpo_jax.rewards import sandbox
-from grpo_jax.settings import ConfigError, RunFailed, above, at_least
+from grpo_jax.rewards.answer import RewardError
+from grpo_jax.rewards.marks import checked_by
+from grpo_jax.settings import ConfigError, above, at_least
 
 
+def _check_sandbox(where: str, options: dict[str, Any]) -> None:
+  if not options["sandboxed"]:
+    return
+  try:
+    sandbox.find()
+  except ConfigError as error:
+    raise ConfigError(
+      f"{where}: {error}. Or let completions do what you may do, with code(sandboxed=False)"
+    ) from None
+
+
+@checked_by(_check_sandbox)
 def code(
   completions: list[str],
   test_list: list[list[str]],
@@ -67,7 +81,7 @@ def code(
 
   Raises:
     ConfigError: There is no sandbox on this machine.
-    RunFailed: A sandbox did not start.
+    RewardError: A sandbox did not start.
   """
   kind = sandbox.find() if sandboxed else sandbox.NONE
   limits = sandbox.Limits(seconds=math.ceil(seconds), memory=int(memory * 2**30))
@@ -127,9 +141,9 @@ def _passed(job: dict[str, Any], limits: sandbox.Limits, kind: str, seconds: flo
   match = re.match(rb"\+([01]*)(!?)", verdict)
   if match is None:
     said = " ".join(verdict.decode(errors="replace").split())[-200:]
-    raise RunFailed(f"a sandbox did not start in {seconds:g} s{': ' if said else ''}{said}")
+    raise RewardError(f"a sandbox did not start in {seconds:g} s{': ' if said else ''}{said}")
   if match[2]:
-    raise RunFailed(f"test_setup_code fails: {job['setup']!r:.200}")
+    raise RewardError(f"test_setup_code fails: {job['setup']!r:.200}")
   return match[1].count(b"1")
 
 
@@ -159,17 +173,3 @@ def _wait(pipe: int, event: int, deadline: float) -> bool:
   poll.register(pipe, event)
   left = deadline - time.monotonic()
   return left > 0 and bool(poll.poll(left * 1000))
-
-
-def _check_sandbox(where: str, options: dict[str, Any]) -> None:
-  if not options["sandboxed"]:
-    return
-  try:
-    sandbox.find()
-  except ConfigError as error:
-    raise ConfigError(
-      f"{where}: {error}. Or let completions do what you may do, with code(sandboxed=False)"
-    ) from None
-
-
-code.__dict__["check_options"] = _check_sandbox

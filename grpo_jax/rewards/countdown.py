@@ -6,6 +6,7 @@ from fractions import Fraction
 import re
 from typing import Annotated, Any
 
+from grpo_jax.rewards.marks import in_process
 from grpo_jax.settings import at_least
 
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
@@ -15,6 +16,7 @@ _LONGEST = (
 _LARGEST_INT = 10**12
 
 
+@in_process
 def countdown(
   completions: list[str],
   numbers: list[list[int] | None],

@@ -65,7 +65,7 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   plain_name, given = options.parse(name, key)
   if plain_name in REWARDS:
     return options.bind(REWARDS[plain_name], plain_name, given, key)
-  if given:
+  if plain_name != name:
     return options.bind(resolve(plain_name, key, is_model), plain_name, given, key)
   if is_model(name):
     raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
@@ -118,7 +118,8 @@ def resolve_all(
 
 def is_named(name: str) -> bool:
   """Whether any process finds the function of this name: it is one of ours, or of a file."""
-  return ":" in name or name in _BUILT_IN
+  plain_name, _ = options.split(name)
+  return ":" in plain_name or plain_name in _BUILT_IN
 
 
 def name_of(function: Reward) -> str:

@@ -13,8 +13,10 @@ import time
 from typing import Annotated, Any
 import urllib.parse
 
+from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.judge_client import Client, JudgeError, Request
-from grpo_jax.settings import ConfigError, RunFailed, above, at_least
+from grpo_jax.rewards.marks import checked_by
+from grpo_jax.settings import ConfigError, above, at_least
 
 PROMPT = """Judge an answer to a question.
 
@@ -32,6 +34,27 @@ Is the answer to judge right? End with one line: Score: 1 if it is, Score: 0 if 
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
+def _check_options(where: str, options: dict[str, Any]) -> None:
+  parts = urllib.parse.urlsplit(options["url"])
+  if parts.scheme not in ("http", "https") or not parts.hostname:
+    raise ConfigError(
+      f"{where}(url={options['url']!r}): give the address of the judge, as in"
+      " judge(url='http://localhost:8000/v1', model='NAME')"
+    )
+  if not options["model"]:
+    raise ConfigError(f"{where}(model=''): give the judge's name at that address")
+  if options["lowest"] >= options["highest"]:
+    raise ConfigError(f"{where}(lowest={options['lowest']}): it must be less than highest")
+  try:
+    groups = re.compile(options["pattern"]).groups
+  except (re.error, OverflowError, RecursionError) as error:
+    raise ConfigError(f"{where}(pattern={options['pattern']!r}): {error}") from None
+  if not groups:
+    raise ConfigError(f"{where}(pattern={options['pattern']!r}): it needs a group, as (\\d+)")
+  _template(options["prompt_file"], where)
+
+
+@checked_by(_check_options)
 def judge(
   completions: list[str],
   log_metric: Any = None,
@@ -45,7 +68,7 @@ def judge(
   max_tokens: Annotated[int, at_least(1)] = 512,
   at_once: Annotated[int, at_least(1, at_most=1024)] = 16,
   attempts: Annotated[int, at_least(1, at_most=20)] = 3,
-  seconds: Annotated[float, above(0)] = 30.0,
+  seconds: Annotated[float, above(0)] = 20.0,
   key_variable: str = "OPENAI_API_KEY",
   cache: str = "",
   **columns: Any,
@@ -74,7 +97,7 @@ def judge(
     columns: The fields of the prompt.
 
   Returns:
-    The scores. None where the judge gave none in time. If it gave none at all, RunFailed is raised.
+    The scores. None where the judge gave none in time. Raises RewardError if it gave none at all.
   """
   template = _template(prompt_file, "reward judge")
   prompts = [_fill(template, text, columns, i) for i, text in enumerate(completions)]
@@ -104,7 +127,7 @@ def _scores(
     scores = dict(zip(different, pool.map(score, different)))
   failures = [one for one in scores.values() if isinstance(one, JudgeError)]
   if different and len(failures) == len(different):
-    raise RunFailed(f"the judge at {url} gave no score: {failures[0]}")
+    raise RewardError(f"the judge at {url} gave no score: {failures[0]}")
   values = [scores[prompt] for prompt in prompts]
   rewards = [None if isinstance(value, JudgeError) else value for value in values]
   if log_metric is not None:
@@ -155,26 +178,3 @@ _clients_lock = threading.Lock()
 def _client(url: str, key: str, cache: str) -> Client:
   with _clients_lock:
     return _clients.setdefault((url, key, cache), Client(url, key, cache))
-
-
-def _check_options(where: str, options: dict[str, Any]) -> None:
-  parts = urllib.parse.urlsplit(options["url"])
-  if parts.scheme not in ("http", "https") or not parts.hostname:
-    raise ConfigError(
-      f"{where}(url={options['url']!r}): give the address of the judge, as in"
-      " judge(url='http://localhost:8000/v1', model='NAME')"
-    )
-  if not options["model"]:
-    raise ConfigError(f"{where}(model=''): give the judge's name at that address")
-  if options["lowest"] >= options["highest"]:
-    raise ConfigError(f"{where}(lowest={options['lowest']}): it must be less than highest")
-  try:
-    groups = re.compile(options["pattern"]).groups
-  except (re.error, OverflowError, RecursionError) as error:
-    raise ConfigError(f"{where}(pattern={options['pattern']!r}): {error}") from None
-  if not groups:
-    raise ConfigError(f"{where}(pattern={options['pattern']!r}): it needs a group, as (\\d+)")
-  _template(options["prompt_file"], where)
-
-
-judge.__dict__["check_options"] = _check_options

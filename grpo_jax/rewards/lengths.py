@@ -5,11 +5,14 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from grpo_jax.rewards.marks import checked_by, in_process, prepared_by
 from grpo_jax.rewards.overlong import overlong
-from grpo_jax.rewards.reasoning import SCORERS
+from grpo_jax.rewards.reasoning import SCORERS, check_scorer, prepare_scorers
 from grpo_jax.settings import ConfigError, above, at_least, one_of
 
 
+@prepared_by(prepare_scorers)
+@checked_by(check_scorer)
 def cosine(
   completions: list[str],
   answer: list[str],
@@ -62,6 +65,16 @@ def cosine(
   return rewards
 
 
+def _check_margin(where: str, options: dict[str, Any]) -> None:
+  if options["margin"] > options["max_length"]:
+    raise ConfigError(
+      f"{where}(margin={options['margin']}): margin must be at most max_length ="
+      f" {options['max_length']}"
+    )
+
+
+@in_process
+@checked_by(_check_margin)
 def soft_overlong(
   completion_ids: list[list[int]],
   *,
@@ -82,14 +95,3 @@ def soft_overlong(
   """
   lengths = np.array([len(ids) for ids in completion_ids])
   return [float(penalty) for penalty in overlong(lengths, max_length, margin)]
-
-
-def _check_margin(where: str, options: dict[str, Any]) -> None:
-  if options["margin"] > options["max_length"]:
-    raise ConfigError(
-      f"{where}(margin={options['margin']}): margin must be at most max_length ="
-      f" {options['max_length']}"
-    )
-
-
-soft_overlong.__dict__["check_options"] = _check_margin

@@ -1,9 +1,11 @@
 """A reward for the answer that follows the reasoning of a completion."""
 
 from collections.abc import Callable
+import importlib.util
 from typing import Annotated, Any
 
 from grpo_jax.rewards import answers, symbolic
+from grpo_jax.rewards.marks import checked_by, prepared_by
 from grpo_jax.settings import ConfigError, one_of
 
 # The functions that compare a completion with the gold answer, for functions that build on one.
@@ -15,6 +17,28 @@ SCORERS: dict[str, Callable[..., list[float | None]]] = {
 }
 
 
+def prepare_scorers() -> None:
+  """What a worker does before it calls a function that may compare formulas."""
+  if importlib.util.find_spec("math_verify"):
+    symbolic.warm_up()
+
+
+def check_scorer(where: str, options: dict[str, Any]) -> None:
+  """Raises ConfigError if the package of the scorer is not installed."""
+  if options["scorer"] == "math" and not importlib.util.find_spec("math_verify"):
+    raise ConfigError(
+      f"{where}(scorer='math') needs the package math-verify: pip install -e '.[math]'"
+    )
+
+
+def _check_options(where: str, options: dict[str, Any]) -> None:
+  check_scorer(where, options)
+  if not options["delimiter"]:
+    raise ConfigError(f"{where}(delimiter=''): give what ends the reasoning, such as '</think>'")
+
+
+@prepared_by(prepare_scorers)
+@checked_by(_check_options)
 def reasoning_accuracy(
   completions: list[str],
   answer: list[str],
@@ -38,11 +62,3 @@ def reasoning_accuracy(
   tails = [text.rpartition(delimiter)[2] if delimiter in text else "" for text in completions]
   scores = SCORERS[scorer](completions=tails, answer=answer)
   return [score if delimiter in text else 0.0 for text, score in zip(completions, scores)]
-
-
-def _check_delimiter(where: str, options: dict[str, Any]) -> None:
-  if not options["delimiter"]:
-    raise ConfigError(f"{where}(delimiter=''): give what ends the reasoning, such as '</think>'")
-
-
-reasoning_accuracy.__dict__["check_options"] = _check_delimiter

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from grpo_jax.rewards.marks import in_process
 from grpo_jax.settings import Range, at_least, one_of
 
 _NOT_POSITIVE = Range(lambda value: value <= 0, "it must be at most 0")
 
 
+@in_process
 def repetition(
   completions: list[str],
   completion_ids: list[list[int]],

@@ -164,7 +164,11 @@ def _problem(kind: str) -> str:
   for tool in tools:
     if not _tool(tool):
       return f"there is no {tool}"
-  program = "import os; os.write(1, str((os.listdir('/tmp'), os.path.exists('/proc/1'))).encode())"
+  # It is empty, shows nothing of other processes, and has this Python and not the system's.
+  program = (
+    "import json, os, sys;"
+    " print(os.listdir('/tmp'), os.path.exists('/proc/1'), sys.version.split()[0], end='')"
+  )
   streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
   process = start(program, Limits(), kind, **streams)
   try:
@@ -173,7 +177,7 @@ def _problem(kind: str) -> str:
     return "it does not answer"
   finally:
     stop(process)
-  if out == b"([], False)":
+  if out.decode(errors="replace") == f"[] False {sys.version.split()[0]}":
     return ""
   return " ".join(err.decode(errors="replace").split())[-200:] or f"it fails ({out!r:.80})"
 
@@ -192,6 +196,9 @@ def _bwrap(command: list[str], limits: Limits) -> list[str]:
     if os.path.islink(folder):
       wrapped += ["--symlink", os.readlink(folder), folder]
     else:
+      # bwrap would make the folders above for root alone.
+      for above in reversed(Path(folder).parents[:-1]):
+        wrapped += ["--perms", "0755", "--dir", str(above)]
       wrapped += ["--ro-bind", folder, folder]
   wrapped += ["--ro-bind", str(_PROGRAMS), _PROGRAMS_INSIDE]
   wrapped += ["--perms", "1777", "--size", str(limits.memory), "--tmpfs", "/tmp"]

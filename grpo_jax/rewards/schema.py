@@ -8,11 +8,18 @@ from pathlib import Path
 import re
 from typing import Any
 
+from grpo_jax.rewards.marks import checked_by
 from grpo_jax.settings import ConfigError
 
 _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
 
 
+def _check_file(where: str, options: dict[str, Any]) -> None:
+  text = _read(options["file"], where) if options["file"] else "{}"
+  _validator(text, f"{where}(file={options['file']!r})")
+
+
+@checked_by(_check_file)
 def json_schema(
   completions: list[str], schema: list[Any] | None = None, *, file: str = "", **columns: Any
 ) -> list[float | None]:
@@ -99,11 +106,3 @@ def _read(file: str, where: str) -> str:
     return Path(file).expanduser().read_text(encoding="utf-8")
   except (OSError, ValueError, RuntimeError) as error:
     raise ConfigError(f"{where}(file={file!r}): it cannot be read: {error}") from None
-
-
-def _check_file(where: str, options: dict[str, Any]) -> None:
-  text = _read(options["file"], where) if options["file"] else "{}"
-  _validator(text, f"{where}(file={options['file']!r})")
-
-
-json_schema.__dict__["check_options"] = _check_file

@@ -3,9 +3,11 @@
 import re
 from typing import Any
 
+from grpo_jax.rewards.marks import checked_by, in_process
 from grpo_jax.settings import ConfigError, shown
 
 
+@in_process
 def think_format(completions: list[str], *, opened: bool = False, **columns: Any) -> list[float]:
   """1.0 if the completion reasons once between <think> and </think>, and then goes on, else 0.0.
 
@@ -26,6 +28,7 @@ def think_format(completions: list[str], *, opened: bool = False, **columns: Any
   ]
 
 
+@in_process
 def tag_count(completions: list[str], **columns: Any) -> list[float]:
   r"""0.25 for each of four tags that occurs exactly once.
 
@@ -36,6 +39,18 @@ def tag_count(completions: list[str], **columns: Any) -> list[float]:
   return [sum(0.25 for mark in marks if text.count(mark) == 1) for text in completions]
 
 
+def _check_pattern(where: str, options: dict[str, Any]) -> None:
+  if not options["pattern"]:
+    raise ConfigError(f"{where} needs a pattern, as in regex(pattern=r'<think>.*</think>.*')")
+  try:
+    re.compile(options["pattern"], re.DOTALL)
+  except (re.error, OverflowError, RecursionError) as error:
+    raise ConfigError(
+      f"{where}(pattern={shown(options['pattern'])}): it is no regular expression: {error}"
+    ) from None
+
+
+@checked_by(_check_pattern)
 def regex(completions: list[str], *, pattern: str = "", **columns: Any) -> list[float]:
   r"""1.0 if the whole completion matches a regular expression, else 0.0.
 
@@ -51,17 +66,3 @@ def regex(completions: list[str], *, pattern: str = "", **columns: Any) -> list[
   """
   matches = re.compile(pattern, re.DOTALL).fullmatch
   return [float(matches(text) is not None) for text in completions]
-
-
-def _check_pattern(where: str, options: dict[str, Any]) -> None:
-  if not options["pattern"]:
-    raise ConfigError(f"{where} needs a pattern, as in regex(pattern=r'<think>.*</think>.*')")
-  try:
-    re.compile(options["pattern"], re.DOTALL)
-  except (re.error, OverflowError, RecursionError) as error:
-    raise ConfigError(
-      f"{where}(pattern={shown(options['pattern'])}): it is no regular expression: {error}"
-    ) from None
-
-
-regex.__dict__["check_options"] = _check_pattern
