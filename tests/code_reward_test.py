@@ -1,6 +1,7 @@
 """The reward for programs that pass tests, and what a policy could write to cheat."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -234,6 +235,35 @@ def test_nothing_is_left_when_the_caller_is_killed():
   while any(alive(pid) for pid in found) and time.monotonic() < deadline:
     time.sleep(0.05)
   assert not any(alive(pid) for pid in found)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_leaves_no_program():
+  name = f"code(seconds=500, memory={0.25 + os.getpid() / 2**30})"  # marks the command lines
+  limit = f"'AS': {int((0.25 + os.getpid() / 2**30) * 2**30)},"
+  pool = rewards.Pool(count=1, timeout=2.0)
+  caller = rewards.Caller(pool)
+  try:
+    function = resolve(name)
+    assert caller.add({name: function}) == ()
+    columns = {
+      "completions": [PROBLEMS[0]["code"], "import time\ntime.sleep(1000)"],
+      "test_list": [ADD, ADD],
+    }
+    answer = caller.start([function], columns, 0, 2)(function)
+    assert [len(steps) for steps in answer.steps] == [1, 0]
+    assert [(one.row, one.kind) for one in answer.failures] == [(1, "timeout")]
+  finally:
+    caller.close()
+  deadline = time.monotonic() + 10
+  while programs_with(limit) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not programs_with(limit)
+
+
+def programs_with(text):
+  done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+  return [line for line in done.splitlines() if text in line]
 
 
 def family(pid):
