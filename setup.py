@@ -33,6 +33,7 @@ setup(
     "test": [
       "cloudpickle",
       "hypothesis",
+      "jsonschema",
       "math-verify",
       "mypy==2.4.1",
       "nbformat",
@@ -48,6 +49,7 @@ setup(
     "math": ["math-verify"],
     "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
     "parquet": ["pyarrow"],
+    "schema": ["jsonschema"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],
     "ray": ["ray"],

@@ -218,7 +218,7 @@ class Reward:
   functions: tuple[str, ...] = setting(
     ("strict",),
     "names of grpo_jax/rewards, path/file.py:function, package.module:function, or Hugging Face"
-    " folders of reward models",
+    " folders of reward models. A function may have parameters, as in cosine(max_length=512)",
   )
   weights: tuple[float, ...] = setting((1.0,), "the weight of each function")
   on_error: str = setting(

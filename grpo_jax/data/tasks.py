@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from grpo_jax.data import chat, examples, tfds
 from grpo_jax.data import countdown as number_games
 from grpo_jax.data.arithmetic import ALPHABET, Arithmetic
+from grpo_jax.data.code import code_example
 from grpo_jax.data.mixture import Source, mix, sources_of
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.rows import Example, Examples
@@ -152,6 +153,12 @@ def svamp(path: str) -> Task:
   return Task(*examples_of(path, examples.svamp))
 
 
+def code(path: str) -> Task:
+  """Programming problems with tests, in the layout of MBPP: see `data/code.py`."""
+  _require_path(path, "code")
+  return Task(*examples_of(path, code_example))
+
+
 def columns(path: str, added: Sequence[str] = (), needed: Sequence[str] = ()) -> Task:
   """Rows with any columns. See `examples.Columns` for `added` and `needed`."""
   _require_path(path, "columns")
@@ -166,6 +173,7 @@ TASKS: dict[str, Callable[[str], Task]] = {
   "gsm8k": gsm8k,
   "math": math,
   "svamp": svamp,
+  "code": code,
   "countdown": countdown,
   "columns": columns,
 }

@@ -36,6 +36,9 @@ The function returns a list of N entries. An entry is one of three:
                   completion up to and including the last one of the step. The score of the
                   completion is the mean of the numbers, or None for an empty list.
 
+`grpo_jax/rewards/built_in.py` lists the functions that are there. A function may have parameters,
+as in `cosine(max_length=512)`: see `grpo_jax/rewards/options.py`.
+
 For example, a function that prefers short completions:
 
   def brevity(completions, **columns):

@@ -1,65 +1,111 @@
-"""The reward of Countdown: 1.0 if the expression uses each number once and makes the target.
-
-The expression is what follows the last `####` on its line, or what the last <answer> tag holds.
-"""
+"""The reward of the game Countdown: reach a target with given numbers and + - * /."""
 
 import ast
+from collections.abc import Sequence
 from fractions import Fraction
 import re
-from typing import Any
+from typing import Annotated, Any
 
-_LONGEST = 200  # characters of an expression
-_TAG = re.compile(r"<answer>(?P<inside>(?:(?!<answer>).)*)</answer>", re.DOTALL)
+from grpo_jax.rewards.marks import in_process
+from grpo_jax.settings import at_least
+
+_ALLOWED = re.compile(r"[0-9+\-*/() ]+")
+_LONGEST = (
+  300  # characters of an expression; it bounds the depth of the tree and the size of numbers
+)
+_LARGEST_INT = 10**12
 
 
+@in_process
 def countdown(
-  completions: list[str], numbers: list[list[int]], target: list[int], **columns: Any
-) -> list[float]:
-  """1.0 where the expression is right, else 0.0.
+  completions: list[str],
+  numbers: list[list[int] | None],
+  target: list[int | None],
+  *,
+  format_score: Annotated[float, at_least(0, at_most=1)] = 0.0,
+  **columns: Any,
+) -> list[float | None]:
+  """1.0 if the answer is an expression that uses each number exactly once and has the target value.
+
+  The answer is the text of the last <answer>...</answer>, else what follows the last `####` on its
+  line. It may hold numbers, + - * / between two values, and parentheses. It is computed in exact
+  fractions, and never by `eval`. The game and format_score are those of TinyZero.
+
+  Worked with numbers 3, 4, 2 and target 10: `3*4-2` is right; `3*4-4+2` uses 4 twice.
 
   Args:
     completions: The texts.
-    numbers: The numbers of each problem. Each must be used exactly once.
-    target: What the expression must make.
+    numbers: The numbers that each problem gives.
+    target: The value to reach.
+    format_score: The reward of a completion that has an answer, but a wrong one. (In TinyZero 0.1.)
     columns: Not read.
+
+  Returns:
+    The scores. None for a problem of another task, which has no numbers and no target.
   """
   return [
-    float(_is_right(text, own_numbers, own_target))
-    for text, own_numbers, own_target in zip(completions, numbers, target, strict=True)
+    None if given is None or goal is None else _score(_expression(text), given, goal, format_score)
+    for text, given, goal in zip(completions, numbers, target, strict=True)
   ]
 
 
-def _is_right(text: str, numbers: list[int], target: int) -> bool:
-  used: list[int] = []
+def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+  """The value of an expression and the numbers in it, or None if it is not one.
+
+  Only + - * / between two values, parentheses and whole numbers are known. A division by zero has
+  no value.
+  """
+  if len(expression) > _LONGEST or not _ALLOWED.fullmatch(expression):
+    return None
   try:
-    tree = ast.parse(_expression(text)[:_LONGEST].strip(), mode="eval")
-    value = _value(tree.body, used)
-  except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
-    return False
-  return sorted(used) == sorted(numbers) and value == target
+    tree = ast.parse(expression.strip(), mode="eval").body
+  except (SyntaxError, ValueError, MemoryError, RecursionError):
+    return None
+  found: list[int] = []
+  value = _value(tree, found)
+  return None if value is None else (value, found)
 
 
-def _expression(text: str) -> str:
-  before, marker, after = text.rpartition("####")
-  if marker:
-    return after.split("\n")[0]
-  tags = list(_TAG.finditer(text))
-  return tags[-1]["inside"] if tags else ""
+def _score(
+  expression: str | None, numbers: Sequence[int], target: int, format_score: float
+) -> float:
+  if expression is None:
+    return 0.0
+  evaluated = evaluate(expression)
+  if evaluated is None:
+    return format_score
+  value, found = evaluated
+  is_right = value == target and sorted(found) == sorted(numbers)
+  return 1.0 if is_right else format_score
 
 
-def _value(node: ast.AST, used: list[int]) -> Fraction:
-  """The value of an expression of whole numbers and + - * /. Raises ValueError for any other."""
-  if isinstance(node, ast.Constant) and type(node.value) is int:
-    used.append(node.value)
+def _expression(text: str) -> str | None:
+  before, closing, _ = text.rpartition("</answer>")
+  _, opening, inside = before.rpartition("<answer>")
+  if closing and opening:
+    return inside.strip()
+  _, anchor, tail = text.rpartition("####")
+  return tail.partition("\n")[0].strip() if anchor else None
+
+
+def _value(node: ast.expr, found: list[int]) -> Fraction | None:
+  """The value of a tree, whose numbers are added to `found`."""
+  if isinstance(node, ast.Constant):
+    if type(node.value) is not int or node.value > _LARGEST_INT:
+      return None
+    found.append(node.value)
     return Fraction(node.value)
-  if isinstance(node, ast.BinOp):
-    left, right = _value(node.left, used), _value(node.right, used)
-    if isinstance(node.op, ast.Add):
-      return left + right
-    if isinstance(node.op, ast.Sub):
-      return left - right
-    if isinstance(node.op, ast.Mult):
-      return left * right
-    if isinstance(node.op, ast.Div):
-      return left / right
-  raise ValueError("it is not an expression of numbers and + - * /")
+  if not isinstance(node, ast.BinOp):
+    return None
+  left, right = _value(node.left, found), _value(node.right, found)
+  if left is None or right is None:
+    return None
+  if isinstance(node.op, ast.Add):
+    return left + right
+  if isinstance(node.op, ast.Sub):
+    return left - right
+  if isinstance(node.op, ast.Mult):
+    return left * right
+  if isinstance(node.op, ast.Div) and right != 0:
+    return left / right
+  return None

@@ -9,8 +9,9 @@ import sys
 from types import ModuleType
 
 from grpo_jax.registry import register
-from grpo_jax.rewards import answers, countdown, process, symbolic
+from grpo_jax.rewards import answers, options, process, symbolic
 from grpo_jax.rewards.answer import Steps
+from grpo_jax.rewards.built_in import BUILT_IN
 from grpo_jax.rewards.text import describe
 from grpo_jax.settings import ConfigError
 
@@ -21,9 +22,9 @@ REWARDS: dict[str, Reward] = {
   "strict": answers.strict,
   "flexible": answers.flexible,
   "boxed": answers.boxed,
-  "countdown": countdown.countdown,
   "math": symbolic.math,
   "worked_steps": process.worked_steps,
+  **BUILT_IN,
 }
 _BUILT_IN = frozenset(REWARDS)
 
@@ -53,7 +54,7 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
 
   Args:
     name: A key of `REWARDS`, or `path/file.py:function`, or `package.module:function`. The file is
-      executed, and the module is imported.
+      executed, and the module is imported. Parameters may follow: see `rewards/options.py`.
     key: The config key that holds `name`, for error messages.
     is_model: Returns whether a name is the folder of a model, or the name of one on
       huggingface.co.
@@ -61,8 +62,11 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   Raises:
     ConfigError: `name` is a model, or there is no such function.
   """
-  if name in REWARDS:
-    return REWARDS[name]
+  plain_name, given = options.parse(name, key)
+  if plain_name in REWARDS:
+    return options.bind(REWARDS[plain_name], plain_name, given, key)
+  if plain_name != name:
+    return options.bind(resolve(plain_name, key, is_model), plain_name, given, key)
   if is_model(name):
     raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
   file, _, attribute = name.rpartition(":")
@@ -98,7 +102,8 @@ def resolve_all(
   """
   functions = []
   for name in names:
-    if name not in REWARDS and is_model(name):
+    plain_name, _ = options.split(name)
+    if plain_name == name not in REWARDS and is_model(name):
       functions.append(load_model(name))
     else:
       functions.append(resolve(name, "reward.functions", is_model))
@@ -106,13 +111,15 @@ def resolve_all(
   if len(set(function_names)) < len(function_names):
     raise ConfigError(
       f"reward.functions: two functions have the same name in {function_names}; rename one"
+      " with the parameter name, as in regex(name='code', pattern='...')"
     )
   return functions
 
 
 def is_named(name: str) -> bool:
   """Whether any process finds the function of this name: it is one of ours, or of a file."""
-  return ":" in name or name in _BUILT_IN
+  plain_name, _ = options.split(name)
+  return ":" in plain_name or plain_name in _BUILT_IN
 
 
 def name_of(function: Reward) -> str:

@@ -39,6 +39,19 @@ def prepared_by(prepare: Callable[[], Any]) -> Callable[[F], F]:
   return mark
 
 
+def checked_by(check: Callable[[str, dict[str, Any]], None]) -> Callable[[F], F]:
+  """Calls `check` with the function's name and its parameters before a run starts.
+
+  It raises ConfigError for parameters that cannot be used. See `rewards/options.py`.
+  """
+
+  def mark(function: F) -> F:
+    function.__dict__["check_options"] = check
+    return function
+
+  return mark
+
+
 def has_mark(function: Callable[..., Any], mark: str) -> bool:
   """Whether a function has the mark of this name."""
   return bool(getattr(function, mark, False))

@@ -25,13 +25,13 @@ def _import() -> tuple[Callable[..., Any], Callable[..., Any]]:
   return parse, verify
 
 
-def _warm_up() -> None:
+def warm_up() -> None:
   """Makes a first comparison, which imports what is left and fills caches."""
   parse, verify = _import()
   verify(parse(r"\boxed{\frac12}"), parse("0.5"))
 
 
-@prepared_by(_warm_up)
+@prepared_by(warm_up)
 def math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   r"""1.0 if the last formula of the text equals the gold answer as an expression, else 0.0.
 

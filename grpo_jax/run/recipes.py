@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_jax.config import Config, changed, from_dict
 from grpo_jax.rewards.call import describe
+from grpo_jax.rewards.options import split
 from grpo_jax.settings import ConfigError, shown
 
 
@@ -51,8 +52,10 @@ def with_absolute_paths(config: Config) -> Config:
       raise ConfigError(f"config key {key} is {shown(path)}: {error}") from None
 
   def absolute_reward(key: str, name: str) -> str:
+    name, parameters = split(name)
     file, colon, function = name.rpartition(":")
-    return f"{absolute(key, file)}:{function}" if colon else absolute(key, name)
+    path = f"{absolute(key, file)}:{function}" if colon else absolute(key, name)
+    return path + parameters
 
   def absolute_source(entry: str) -> str:
     task, colon, path = entry.partition(":")

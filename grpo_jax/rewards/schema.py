@@ -1,0 +1,108 @@
+"""A reward for completions that are JSON of a given form. It needs jsonschema.
+
+It is installed with pip install -e '.[schema]'.
+"""
+
+import json
+from pathlib import Path
+import re
+from typing import Any
+
+from grpo_jax.rewards.marks import checked_by
+from grpo_jax.settings import ConfigError
+
+_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n[ \t]*```", re.DOTALL)
+
+
+def _check_file(where: str, options: dict[str, Any]) -> None:
+  text = _read(options["file"], where) if options["file"] else "{}"
+  _validator(text, f"{where}(file={options['file']!r})")
+
+
+@checked_by(_check_file)
+def json_schema(
+  completions: list[str], schema: list[Any] | None = None, *, file: str = "", **columns: Any
+) -> list[float | None]:
+  """1.0 if the completion is JSON that a JSON Schema accepts, else 0.0.
+
+  The JSON is the whole completion, or what stands in its last block between ``` lines. A schema
+  that refers to another file or address is not followed there.
+
+  A pattern in a schema can take exponential time.
+
+  Args:
+    completions: The texts.
+    schema: The schema of each completion: an object, or its text. It is read if `file` is empty.
+      None is no schema.
+    file: A file with the schema of all completions.
+    columns: Not read.
+
+  Returns:
+    The scores. None where there is no schema.
+
+  Raises:
+    ConfigError: jsonschema is not installed, or there is no column `schema` and no file, or a
+      schema is not valid.
+  """
+  if file:
+    schema = [_read(file, "json_schema")] * len(completions)
+  elif schema is None:
+    raise ConfigError(
+      "reward json_schema needs a column `schema`, or a file, as in json_schema(file='schema.json')"
+    )
+  validators: dict[str, Any] = {}
+  scores: list[float | None] = []
+  for text, one in zip(completions, schema, strict=True):
+    if one is None:
+      scores.append(None)
+      continue
+    key = one if isinstance(one, str) else json.dumps(one)
+    if key not in validators:
+      validators[key] = _validator(key, "reward json_schema")
+    scores.append(float(_accepts(validators[key], text)))
+  return scores
+
+
+def _accepts(validator: Any, text: str) -> bool:
+  blocks = _FENCE.findall(text)
+  try:
+    value = json.loads(blocks[-1] if blocks else text, parse_constant=_refuse)
+    return validator.is_valid(value)
+  except (ValueError, RecursionError):  # a ValueError is also an int of 4,300 digits
+    return False
+  except Exception as error:
+    if type(error).__module__.startswith(("referencing", "jsonschema")):  # a reference to elsewhere
+      return False
+    raise
+
+
+def _refuse(constant: str) -> None:
+  raise ValueError(f"{constant} is not JSON")
+
+
+def _validator(text: str, where: str) -> Any:
+  try:
+    # Imported here because it is an optional package.
+    import jsonschema
+    import referencing
+  except ImportError:
+    raise ConfigError(
+      "reward json_schema needs the package jsonschema: pip install -e '.[schema]'"
+    ) from None
+  try:
+    schema = json.loads(text)
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+  except (ValueError, RecursionError) as error:
+    raise ConfigError(f"{where}: the schema is not JSON: {error}") from None
+  except jsonschema.SchemaError as error:
+    raise ConfigError(f"{where}: it is no JSON Schema: {error.message:.200}") from None
+  # With a registry of its own, a reference to an address is an error and not a request.
+  return kind(schema, registry=referencing.Registry())
+
+
+def _read(file: str, where: str) -> str:
+  try:
+    return Path(file).expanduser().read_text(encoding="utf-8")
+  except (OSError, ValueError, RuntimeError) as error:
+    raise ConfigError(f"{where}(file={file!r}): it cannot be read: {error}") from None

@@ -1,0 +1,238 @@
+"""The judge, against a server of this test that speaks OpenAI's chat completions."""
+
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from grpo_jax import rewards
+from grpo_jax.rewards import judge as judge_module
+from grpo_jax.rewards.answer import RewardError
+from grpo_jax.settings import ConfigError
+
+
+class Server:
+  """Counts requests, and answers each with what `answer(prompt, number)` returns or does."""
+
+  def __init__(self, answer):
+    self.requests, self.headers, self.most_at_once, self._now = [], [], 0, 0
+    self.answer, lock, server = answer, threading.Lock(), self
+
+    class Handler(BaseHTTPRequestHandler):
+      def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with lock:
+          server.requests.append(body)
+          server.headers.append(dict(self.headers))
+          number = len(server.requests)
+          server._now += 1
+          server.most_at_once = max(server.most_at_once, server._now)
+        try:
+          server.reply(self, server.answer(body["messages"][0]["content"], number))
+        finally:
+          with lock:
+            server._now -= 1
+
+      def log_message(self, *args):
+        pass
+
+    class Quiet(ThreadingHTTPServer):
+      daemon_threads = True
+
+      def handle_error(self, *args):  # a client that gave up
+        pass
+
+    self.http = Quiet(("127.0.0.1", 0), Handler)
+    self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+    threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+  def reply(self, handler, answer):
+    status, headers, text = answer if isinstance(answer, tuple) else (200, {}, answer)
+    if status == 200 and isinstance(text, str):
+      text = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+    text = text if isinstance(text, bytes) else text.encode()
+    assert handler.path == "/v1/chat/completions"
+    handler.send_response(status)
+    for name, value in headers.items():
+      handler.send_header(name, value)
+    handler.end_headers()
+    if headers.get("X-Slowly"):
+      for byte in text:
+        handler.wfile.write(bytes([byte]))
+        time.sleep(0.05)
+    handler.wfile.write(text)
+
+
+@pytest.fixture
+def serve():
+  servers = []
+
+  def start(answer):
+    servers.append(Server(answer))
+    return servers[-1]
+
+  yield start
+  for server in servers:
+    server.http.shutdown()
+    server.http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_earlier_replies(monkeypatch):
+  monkeypatch.setattr(judge_module, "_clients", {})
+
+
+def judge(url, completions, parameters="", **columns):
+  name = f"judge(url='{url}', model='m'{parameters})"
+  function = rewards.resolve(name, "reward.functions", lambda name: False)
+  columns = {"question": ["?"] * len(completions), "answer": ["1"] * len(completions)} | columns
+  return function(completions=completions, **columns)
+
+
+def test_the_score_is_the_number_in_the_reply(serve):
+  server = serve(
+    lambda prompt, number: "Well. Score: 0\nNo: **Score: 1**" if "yes" in prompt else "Score: 0"
+  )
+  assert judge(server.url, ["yes", "no"]) == [1.0, 0.0]
+  body = next(body for body in server.requests if "yes" in body["messages"][0]["content"])
+  assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0, 512)
+  assert "Question:\n?\n" in body["messages"][0]["content"]
+
+
+def test_scores_are_clipped(serve):
+  server = serve(lambda prompt, number: "Score: 7")
+  assert judge(server.url, ["a"]) == [1.0]
+  assert judge(server.url, ["a"], ", highest=10, pattern=r'Score: (\\d+)'") == [7.0]
+
+
+def test_a_prompt_of_the_user_is_filled_in_once(serve, tmp_path):
+  (tmp_path / "prompt.txt").write_text("Rate {completion} for {topic}. {completion}")
+  server = serve(lambda prompt, number: "Score: 1")
+  judge(server.url, ["{topic}"], f", prompt_file='{tmp_path}/prompt.txt'", topic=["x {completion}"])
+  sent = server.requests[0]["messages"][0]["content"]
+  assert sent == "Rate {topic} for x {completion}. {topic}"
+  with pytest.raises(ConfigError, match="the prompt has {topic}, and the data set no such column"):
+    judge(server.url, ["a"], f", prompt_file='{tmp_path}/prompt.txt'")
+  (tmp_path / "prompt.txt").write_text("Rate it")
+  with pytest.raises(ConfigError, match="it must hold {completion}"):
+    judge(server.url, ["a"], f", prompt_file='{tmp_path}/prompt.txt'")
+
+
+def test_the_same_prompt_is_asked_once(serve, tmp_path, monkeypatch):
+  server = serve(lambda prompt, number: "Score: 1")
+  cache = f", cache='{tmp_path}/replies'"
+  assert judge(server.url, ["a", "a", "b"], cache) == [1.0] * 3
+  assert len(server.requests) == 2
+  assert judge(server.url, ["b", "a", "c"], cache) == [1.0] * 3
+  assert len(server.requests) == 3
+  monkeypatch.setattr(judge_module, "_clients", {})  # as in another process
+  assert judge(server.url, ["a", "b", "c"], cache) == [1.0] * 3
+  assert len(server.requests) == 3
+  assert judge(server.url, ["a"], cache + ", max_tokens=7") == [1.0]  # another request
+  assert len(server.requests) == 4
+
+
+def test_requests_go_out_at_once(serve):
+  def slow(prompt, number):
+    time.sleep(0.2)
+    return "Score: 1"
+
+  server = serve(slow)
+  texts = [str(i) for i in range(16)]
+  start = time.monotonic()
+  assert judge(server.url, texts, ", at_once=8") == [1.0] * 16
+  assert time.monotonic() - start < 2
+  assert 2 <= server.most_at_once <= 8
+
+
+def test_a_failure_is_tried_again(serve):
+  answers = {
+    1: (503, {"Retry-After": "0.1"}, "busy"),
+    2: (429, {"Retry-After": "0.1"}, "slow down"),
+  }
+  server = serve(lambda prompt, number: answers.get(number, "Score: 1"))
+  start = time.monotonic()
+  assert judge(server.url, ["a"]) == [1.0]
+  assert len(server.requests) == 3
+  assert 0.2 <= time.monotonic() - start < 1  # as long as the server says
+  server = serve(lambda prompt, number: (503, {"Retry-After": "0.05"}, "busy"))
+  with pytest.raises(
+    RewardError, match=r"the judge at .* gave no score: status 503 busy, tried 2 times"
+  ):
+    judge(server.url, ["a"], ", attempts=2")
+  assert len(server.requests) == 2
+
+
+def test_a_request_that_is_wrong_is_not_tried_again(serve):
+  server = serve(lambda prompt, number: (401, {}, "no key"))
+  with pytest.raises(RewardError, match="status 401 no key"):
+    judge(server.url, ["a"])
+  assert len(server.requests) == 1
+
+
+def test_a_row_that_fails_is_none_and_the_others_have_scores(serve):
+  logged = []
+  server = serve(lambda prompt, number: "I cannot say" if "bad" in prompt else "Score: 1")
+  found = judge(
+    server.url, ["ok", "bad", "fine"], log_metric=lambda name, value: logged.append((name, value))
+  )
+  assert found == [1.0, None, 1.0]
+  assert logged == [("judge/failed", 1)]
+
+
+@pytest.mark.parametrize(
+  "reply",
+  [b"", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}', b"\xff"],
+)
+def test_a_reply_that_is_none_is_an_error(serve, reply):
+  server = serve(lambda prompt, number: (200, {}, reply))
+  with pytest.raises(RewardError, match="gave no score"):
+    judge(server.url, ["a"])
+
+
+def test_a_judge_that_is_down_is_an_error_and_not_a_hang():
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+  start = time.monotonic()
+  with pytest.raises(RewardError, match="gave no score: .*refused, tried . times"):
+    judge(url, ["a", "b"], ", seconds=1, attempts=9")
+  assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Slowly": "1"}])
+def test_a_judge_that_never_ends_its_reply_is_given_up(serve, headers):
+  def hang(prompt, number):
+    if not headers:
+      time.sleep(5)
+    return 200, headers, " " * 1000
+
+  server = serve(hang)
+  start = time.monotonic()
+  with pytest.raises(RewardError, match="gave no score: (no reply in time|timed out|.*time)"):
+    judge(server.url, ["a", "b"], ", seconds=0.6")
+  assert time.monotonic() - start < 3
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up():
+  with socket.create_server(("127.0.0.1", 0)) as silent:
+    url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+    start = time.monotonic()
+    with pytest.raises(RewardError, match="gave no score"):
+      judge(url, ["a"], ", seconds=0.5")
+    assert time.monotonic() - start < 3
+
+
+def test_the_key_is_sent_and_never_shown(serve, monkeypatch):
+  monkeypatch.setenv("MY_KEY", "sesame")
+  server = serve(lambda prompt, number: (401, {}, "no"))
+  with pytest.raises(RewardError) as raised:
+    judge(server.url, ["a"], ", key_variable='MY_KEY'")
+  assert server.headers[0]["Authorization"] == "Bearer sesame"
+  assert "sesame" not in str(raised.value)
+
+
+def test_an_empty_batch_asks_nothing():
+  assert judge("http://127.0.0.1:9/v1", []) == []
