@@ -80,7 +80,7 @@ class JsonLines:
       return True
     if not isinstance(_parsed(text, self.where(line)), dict):
       raise ConfigError(
-        f"data.path: {self.where(line)} is not an object, but {text[:40]!r}; each line must be one"
+        f"data.path: {self.where(line)} is not an object, but {text[:40].decode(errors='replace')!r}; each line must be one"
       )
     return False
 
