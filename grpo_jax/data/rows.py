@@ -79,8 +79,9 @@ class JsonLines:
     if not text.strip():
       return True
     if not isinstance(_parsed(text, self.where(line)), dict):
+      start = text[:40].decode(errors="replace")
       raise ConfigError(
-        f"data.path: {self.where(line)} is not an object, but {text[:40].decode(errors='replace')!r}; each line must be one"
+        f"data.path: {self.where(line)} is not an object, but {start!r}; each line must be one"
       )
     return False
 
