@@ -63,7 +63,7 @@ def drawn(config: Config, step: int) -> Drawn:
   indices = loader.step_indices(config.seed, draw, config.batch.prompts, len(prompts))
   remark = ", and more where rewards are all equal" if rounds > 1 else ""
   if config.curriculum.chooses:
-    remark += ", before the curriculum passes over some of them"
+    remark += ", as without the curriculum, which chooses by pass rates"
   return Drawn("GRPO", prompts, indices.tolist(), remark)
 
 
