@@ -328,7 +328,7 @@ def test_the_task_reads_the_layout_of_sanitized_mbpp(tmp_path):
     ({"text": "x", "test_list": []}, "test_list must be a list of tests"),
     ({"text": "x", "test_list": [1]}, "test_list must be a list of tests"),
     ({"text": "x", "test_list": ["assert 1"], "code": 1}, "must be texts"),
-    ([], "line 1 has no text field"),
+    ([], "line 1 is not an object"),
   ],
 )
 def test_a_bad_row_is_named(tmp_path, row, error):
