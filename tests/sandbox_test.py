@@ -250,10 +250,14 @@ def test_memory_is_limited(kind):
     except MemoryError:
       print("no memory")
     print(len(bytearray(2**26)))
+    try:
+      os.memfd_create("memory in no address space")
+    except PermissionError:
+      print("refused")
     """,
     memory=2**28,
   )
-  assert printed == f"no memory\n{2**26}\n"
+  assert printed == f"no memory\n{2**26}\nrefused\n"
 
 
 @pytest.mark.slow

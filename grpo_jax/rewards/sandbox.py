@@ -4,7 +4,7 @@ A program runs in a process of its own with these bounds:
 
   files      it sees only the Python that runs it and the system's libraries, read-only, and an
              empty /tmp in memory. No home folder, no data, no /proc, no environment variables.
-  network    none: a network namespace of its own, whose loopback is down.
+  network    none: a network namespace of its own, with nothing but an empty loopback.
   processes  a process namespace of its own. It sees and signals no other process, and all that it
              started is killed with it, whatever its group or session.
   resources  CPU time, wall time, memory, file size, number of processes: see `Limits`.
@@ -15,8 +15,9 @@ This is done by bubblewrap (`bwrap`) where it is installed, else by `unshare`, `
 and `setpriv` of util-linux. Both need Linux with user namespaces, or root. `find` tries them.
 System calls are refused on x86-64 and ARM64 alone.
 
-The bounds are those of the kernel: a program that exploits a defect of the kernel gets out, and a
-program can measure the time and the load of the machine.
+The bounds are those of the kernel: a program that exploits a defect of the kernel gets out. A
+program can measure the time and the load of the machine, read all that everybody may read in /usr,
+and make the kernel hold the names of many empty files while it runs.
 """
 
 import contextlib
