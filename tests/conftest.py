@@ -17,10 +17,8 @@ import pytest
 # Most of the suite's time is compilation. What is compiled need not be fast.
 # To split a program into parts that compile in parallel costs more than it saves here.
 flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-if [int(n) for n in importlib.metadata.version("jaxlib").split(".")[:2]] < [
-  0,
-  12,
-]:  # later ones have no such flag
+_jaxlib = tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
+if _jaxlib < (0, 12):  # later ones have no such flag
   flags.append("--xla_cpu_use_fusion_emitters=false")
 # A worker inherits the folder of the process that started it.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -56,7 +56,7 @@ def test_eight_devices_give_the_numbers_of_one(checkpoint):
   run = make_run((2, 2, 2), **sections)
   assert_same_numbers(train_steps(run), train_steps(make_run(ONE, **sections)), rel=1e-4)
   kernel = run.parameters.base["layers_0"]["mlp"]["gate"]["kernel"].qvalue
-  assert kernel.dtype == "int8" and kernel.addressable_shards[0].data.shape == (16, 48)
+  assert kernel.dtype == "int8" and kernel.addressable_shards[0].data.shape == (2, 16, 48)
 
 
 def config(checkpoint, **changes):

@@ -136,13 +136,14 @@ def test_only_a_kernel_is_a_notebook(monkeypatch):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
   """Runs a notebook with tiny settings, in a folder that has the model of the GSM8K notebook."""
   for package in ("nbclient", "ipykernel", "matplotlib"):
     pytest.importorskip(package, reason="pip install -e '.[notebooks]'")
   from colabs.run import execute
 
   make_checkpoint(tmp_path / "model", [p["question"] + p["answer"] for p in problems(24)])
+  monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # as on a laptop
   return functools.partial(execute, folder=tmp_path, tiny=True)
 
 

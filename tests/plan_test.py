@@ -230,7 +230,7 @@ print(sizes.temp_size_in_bytes, peak() - before)
 
 
 def config_of_large_activations():
-  config = with_section(config_of_all_phases(), "batch", prompts=40, group_size=8, micro_batch=0)
+  config = with_section(config_of_all_phases(), "batch", prompts=40, group_size=8, micro_batch=40)
   return with_section(config, "learner", logprob_chunk=64)
 
 
