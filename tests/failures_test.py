@@ -393,10 +393,18 @@ def test_a_second_signal_ends_a_run_whose_function_does_not_return(tmp_path, num
   assert said == [number.name, f"{number.name} again"]
 
 
+SLEEPS = """
+import time
+
+def reward(completions, **_):
+  time.sleep(1)
+  return [*map(len, completions)]
+"""
+
+
 @pytest.mark.slow
 def test_a_run_whose_stdout_is_closed_saves_and_says_so(tmp_path):
-  slow = "import time\ndef reward(completions, **_):\n  time.sleep(1)\n  return [*map(len, completions)]\n"
-  process = start(tmp_path / "run", slow)
+  process = start(tmp_path / "run", SLEEPS)
   process.stdout.readline()
   process.stdout.close()
   lines = [x for x in process.stderr.read().splitlines() if not x.startswith("still compiling")]
