@@ -119,7 +119,7 @@ KEYS = """
   model.embed_dim=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=2 model.head_dim=8
   model.mlp_dim=32 batch.prompts=8 batch.group_size=4 sampling.max_tokens=8
   optimizer.schedule=constant warm_start.steps=3 warm_start.batch=8 eval.every=2 eval.examples=20
-  eval.batch=20 checkpoint.every=2 log.tensorboard=False
+  eval.batch=20 checkpoint.every=2 log.tensorboard=False reward.workers=0
 """.split()
 TRAIN = ["--config=configs/arithmetic.py", *(f"--config.{key}" for key in KEYS)]
 REWARDS = """
