@@ -214,6 +214,7 @@ def test_it_runs_without_a_sandbox_only_if_the_config_says_so(monkeypatch):
   assert score("def add(a, b): return 3", parameters="sandboxed=False, seconds=5") == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_caller_is_killed():
   marker = "sleeper_of_the_code_reward"
   call = (
@@ -225,7 +226,7 @@ def test_nothing_is_left_when_the_caller_is_killed():
   children = f"/proc/{caller.pid}/task/{caller.pid}/children"
   started = time.monotonic()
   found: set[str] = set()
-  while len(found) < 4 and time.monotonic() - started < 20:
+  while len(found) < 4 and time.monotonic() - started < 100:
     found = family(str(caller.pid)) - {str(caller.pid)}
     time.sleep(0.05)
   assert len(found) >= 4, children

@@ -45,12 +45,15 @@ def as_begun(config: Config, workdir: str | Path) -> Config:
     config: The config under which the run is to begin or to go on.
     workdir: Its folder, which need not exist.
 
-  Raises:
-    ConfigError: The folder has a config.json that cannot be read.
+  A config.json that cannot be read changes nothing here: another run may be writing it. Who opens the
+  folder finds out.
   """
   file = folder(workdir) / "config.json"
-  with reaching(workdir, ConfigError):
-    saved = flat(load_config(file)) if file.is_file() else None
+  try:
+    with reaching(workdir, ConfigError):
+      saved = flat(load_config(file)) if file.is_file() else None
+  except ConfigError:
+    saved = None
   if saved is None:
     return config
   earlier, default, given = (
