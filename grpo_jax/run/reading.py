@@ -45,8 +45,8 @@ def as_begun(config: Config, workdir: str | Path) -> Config:
     config: The config under which the run is to begin or to go on.
     workdir: Its folder, which need not exist.
 
-  A config.json that cannot be read changes nothing here: another run may be writing it. Who opens the
-  folder finds out.
+  A config.json that cannot be read changes nothing here, because another run may be writing it. Who
+  opens the folder finds out.
   """
   file = folder(workdir) / "config.json"
   try:
