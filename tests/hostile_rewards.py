@@ -11,9 +11,16 @@ import time
 DAEMON = "import os,time; os.setsid() if os.fork() == 0 else os._exit(0); time.sleep(600)"
 
 
+poisoned = []
+
+
 def act(word):
-  """Does what the first word of a completion says. Most of them do nothing."""
-  match word.split(" ")[0]:
+  """Does what a completion says. Most of them say nothing."""
+  if poisoned:
+    raise RuntimeError("poisoned by an earlier call")
+  match word:
+    case "poison":
+      poisoned.append(word)
     case "loop":
       while True:
         pass
@@ -79,7 +86,7 @@ ranks.whole_groups = True
 
 
 def short(completions, **_):
-  return [1.0] * (len(completions) - 1)
+  return [1.0]
 
 
 def infinite(completions, **_):

@@ -144,6 +144,13 @@ def test_where_an_error_stops_a_run_the_first_one_ends_all_calls(pool):
   assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
 
 
+def test_a_call_that_spoils_its_worker_costs_no_other_call_its_reward():
+  pool = rewards.Pool(1, 5.0)
+  found = answers(pool, "lengths", [["poison"], ["a"], ["bb", "ccc"]])
+  pool.close()
+  assert [scores(answer) for answer in found] == [[6], [1], [2, 3]]
+
+
 def test_an_alarm_that_a_call_leaves_behind_costs_no_other_call_its_reward(pool):
   groups = [["alarm"], *[["sleep"]] * 12]
   assert [scores(answer) for answer in answers(pool, "lengths", groups)] == [[5.0]] * 13

@@ -22,7 +22,7 @@ from grpo_jax.rewards.text import describe
 from grpo_jax.settings import ConfigError
 
 CALLS_AT_ONCE = 64  # of an async function
-# What ends a worker, though Python lets a function raise it.
+# What counts as the end of a worker, though Python lets a function raise it.
 _ENDINGS = (MemoryError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
@@ -97,8 +97,7 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
 
 
 def _answer(channel: socket.socket, request: Request, make: Callable[[], Any]) -> None:
-  """Makes a call and sends its answer. What ends a worker ends it after that."""
-  ends = False
+  """Makes a call and sends its answer. After a "crash" the run ends this process."""
   reply: dict[str, Any]
   try:
     reply = {"answer": to_json(make())}
@@ -106,15 +105,12 @@ def _answer(channel: socket.socket, request: Request, make: Callable[[], Any]) -
     reply = {"kind": "timeout", "text": ""}
   except RewardError as error:
     cause = error.__cause__
-    ends = isinstance(cause, _ENDINGS)
-    kind = "crash" if ends else "config" if isinstance(cause, ConfigError) else "error"
+    is_config = isinstance(cause, ConfigError)
+    kind = "crash" if isinstance(cause, _ENDINGS) else "config" if is_config else "error"
     reply = {"kind": kind, "text": str(error), "final": isinstance(error, ContractError)}
   except KeyboardInterrupt:
-    ends = True
     reply = {"kind": "crash", "text": f"reward function {request.name} raised KeyboardInterrupt"}
   messages.send_line(channel, {"number": request.number, **reply})
-  if ends:
-    os._exit(1)
 
 
 async def _answer_at_once(
