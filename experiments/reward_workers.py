@@ -2,10 +2,12 @@
 
 python experiments/reward_workers.py --calls=10000    # math-verify: a plain loop and two workers
 python experiments/reward_workers.py --run=/tmp/run   # 50 steps, with and without failures
+python experiments/reward_workers.py --overlap=/tmp/run  # steps in 1, 2, 4 and 8 parts
 
 The first prints CPU seconds, too: they do not depend on what else the machine computes. The second
 trains a tiny model with a reward that hangs on one completion in twenty and kills its process on
-another one in twenty, and compares the time with that of the same run without failures.
+another one in twenty, and compares the time with that of the same run without failures. The third
+trains with a reward that waits, as a judge does, and prints how long a step samples and waits.
 """
 
 import argparse
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 import dataclasses
 from pathlib import Path
 import resource
+import statistics
 import subprocess
 import time
 
@@ -40,6 +43,14 @@ def fails(completions, **_):
 def works(completions, **_):
   return [len(text) / 100 for text in completions]
 '''
+
+WAITS = """
+import time
+
+def waits(completions, seconds=0.1, **_):
+  time.sleep(seconds)
+  return [len(text) / 100 for text in completions]
+"""
 
 
 def problems(count: int) -> tuple[list[str], list[str]]:
@@ -129,6 +140,34 @@ def failing_run(folder: Path, steps: int, timeout: float) -> None:
   print(f"{left.count('grpo_jax.rewards.forker')} processes of workers are left")
 
 
+def overlap(folder: Path, steps: int, wait: float) -> None:
+  """Prints the times of steps in parts. The reward of a group takes `wait` seconds."""
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "waiting.py").write_text(WAITS)
+  config = load_config("arithmetic")
+  config = config.replace(
+    {
+      "steps": steps,
+      "warm_start.steps": 0,
+      "eval.every": 0,
+      "model.embed_dim": 256,
+      "model.mlp_dim": 1024,
+      "batch.group_size": 16,
+      "reward.functions": (f"{folder}/waiting.py:waits(seconds={wait})",),
+      "reward.workers": 2,
+    }
+  )
+  print(f"{config.batch.prompts} groups, {wait} s each in two workers; medians of {steps} steps")
+  for parts in (1, 2, 4, 8):
+    train(config.replace({"sampling.parts": parts}), folder / str(parts))
+    rows = read_metrics(folder / str(parts))[1:]  # the first step compiles
+    seconds = {
+      name: statistics.median(row[f"time/{name}"] for row in rows)
+      for name in ("step", "sample", "reward")
+    }
+    print(f"{parts} parts: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--calls", type=int, default=0, help="calls of math-verify")
@@ -136,11 +175,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--run", type=Path, help="a folder for the two runs")
   parser.add_argument("--steps", type=int, default=50)
   parser.add_argument("--timeout", type=float, default=1.0, help="reward.timeout of the runs")
+  parser.add_argument("--overlap", type=Path, help="a folder for runs in parts")
+  parser.add_argument("--wait", type=float, default=0.05, help="seconds of the reward of a group")
   options = parser.parse_args(arguments)
   if options.calls:
     throughput(options.calls, options.workers)
   if options.run:
     failing_run(options.run, options.steps, options.timeout)
+  if options.overlap:
+    overlap(options.overlap, options.steps, options.wait)
 
 
 if __name__ == "__main__":

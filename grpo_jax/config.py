@@ -209,6 +209,12 @@ class Sampling:
     " fits",
     one_of(("auto", "train", "tensor")),
   )
+  parts: int = setting(
+    1,
+    "sample a step's prompts in so many parts, one after the other: keys and values take that much"
+    " less memory, and workers score a part while the next is sampled",
+    at_least(1),
+  )
 
 
 @dataclasses.dataclass(frozen=True)

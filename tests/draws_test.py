@@ -1,6 +1,7 @@
 """What a step draws: pass rates, groups that are kept for the next step, and a held-out check."""
 
 import dataclasses
+import time
 
 from collect_test import SOMETIMES, Small, prompts_of
 import jax
@@ -34,6 +35,52 @@ def with_surplus(small):
     if found.metrics["dynamic_sampling/carried"]:
       return index, found
   raise AssertionError("no surplus in 20 steps")
+
+
+# Parts.
+
+SLEEPY = """
+import pathlib
+
+def reward(completions, completion_ids, **_):
+  (pathlib.Path(__file__).parent / "began").touch()
+  return [float(sum(tokens)) for tokens in completion_ids]
+"""
+
+
+def test_a_step_in_parts_collects_what_it_collects_at_once(tmp_path):
+  whole, parts = (
+    Small(with_section(with_reward(small_config(), tmp_path, MIXED), "sampling", parts=parts))(3)
+    for parts in (1, 2)
+  )
+  for ours, theirs in zip(jax.tree.leaves(whole.batch), jax.tree.leaves(parts.batch), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+  for name in ("completion_ids", "reward", "prompt"):
+    assert [row[name] for row in whole.rows] == [row[name] for row in parts.rows]
+  assert whole.metrics == pytest.approx(parts.metrics, rel=1e-5)
+
+
+def test_workers_score_a_part_while_the_next_is_sampled(tmp_path):
+  """The second part is not sampled before a worker has begun to score the first."""
+  config = with_section(with_reward(small_config(), tmp_path, SLEEPY), "sampling", parts=2)
+  small = Small(with_section(config, "reward", workers=1))
+  sample, firsts = small.collector._draws._rollout, []
+
+  def rollout(params, prompts, key, temperature, first_prompt):
+    firsts.append(first_prompt)
+    limit = time.monotonic() + 30
+    while first_prompt and not (tmp_path / "began").exists():
+      assert time.monotonic() < limit, "no worker has begun"
+      time.sleep(0.01)
+    return sample(params, prompts, key, temperature, first_prompt)
+
+  small.collector._draws._rollout = rollout
+  assert len(small(0).rows) == P * G and firsts == [0, P // 2]
+
+
+def test_parts_must_divide_the_prompts():
+  with pytest.raises(ConfigError, match="sampling.parts is 3: it must divide batch.prompts = 4"):
+    Small(with_section(small_config(), "sampling", parts=3))
 
 
 # Groups that are kept.

@@ -74,13 +74,14 @@ def check_batches(config: Config, hosts: Hosts) -> None:
       "eval.batch": config.eval.batch if config.eval.every else 0,
     }
   )
-  part, rows = config.batch.prompts // config.algo.minibatches, hosts.row_shards
-  if part % rows:
-    raise ConfigError(
-      f"config key algo.minibatches is {config.algo.minibatches}: batch.prompts /"
-      f" algo.minibatches = {part} must be a multiple of mesh.data x mesh.fsdp x mesh.expert ="
-      f" {rows}"
-    )
+  parts = {"algo.minibatches": config.algo.minibatches, "sampling.parts": config.sampling.parts}
+  for key, count in parts.items():
+    part = config.batch.prompts // count
+    if part % hosts.row_shards:
+      raise ConfigError(
+        f"config key {key} is {count}: batch.prompts / {key} = {part} must be a multiple of"
+        f" mesh.data x mesh.fsdp x mesh.expert = {hosts.row_shards}"
+      )
 
 
 def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
@@ -120,6 +121,12 @@ def _check_batch(config: Config) -> None:
       batch.micro_batch,
       f"it must divide batch.prompts{divided_by} = {part}",
     )
+  _require(
+    batch.prompts % config.sampling.parts == 0,
+    "sampling.parts",
+    config.sampling.parts,
+    f"it must divide batch.prompts = {batch.prompts}",
+  )
   _require(
     data.chat or not data.system,
     "data.system",

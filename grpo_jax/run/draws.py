@@ -1,5 +1,6 @@
 """Draws the groups of a step: chooses prompts, completes them and scores the completions."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from grpo_jax.run.build import Run
 from grpo_jax.run.clock import Clock
 from grpo_jax.run.curriculum import Curriculum
 from grpo_jax.run.groups import Groups, choose, from_arrays, to_arrays
-from grpo_jax.run.rollout import concatenate, take
+from grpo_jax.run.rollout import Rollouts, concatenate, take
 from grpo_jax.run.sampling import temperature_at
 from grpo_jax.run.scorer import Report
 from grpo_jax.run.scoring import groups_that_differ, host_scores
@@ -103,29 +104,58 @@ class Draws:
   def _complete(
     self, params: Any, indices_P: np.ndarray, when: tuple[int, int], clock: Clock
   ) -> tuple[Groups, Report]:
-    """Completes and scores prompts. `when` is the GRPO step and the draw of the run, from 0."""
+    """Completes and scores prompts. `when` is the GRPO step and the draw of the run, from 0.
+
+    Workers score the completions of a part while the next part is sampled.
+    """
     index, number = when
     temperature = temperature_at(self._config.sampling, index, self._config.steps)
-    prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
     key = jax.random.fold_in(self._run.key("sample"), number)
-    rollouts = self._rollout(params, prompts, key, temperature)
+    size = self._config.batch.prompts // self._config.sampling.parts
+    begun: list[Callable[[], tuple[Groups, Report]]] = []
+    for first in range(0, len(indices_P), size):
+      part_P = indices_P[first : first + size]
+      prompts = loader.prompt_batch(self.prompts, part_P, self._run.hosts)
+      rollouts = self._rollout(params, prompts, key, temperature, first)
+      begun.append(self._start_scores(part_P, temperature, rollouts, prompts, index))
     clock.lap("sample")
-    step = self._config.warm_start.steps + index + 1
-    scored = self._score(rollouts, prompts, step)
-    checks_PG = np.full(scored.extras_PG.shape, np.nan, np.float32)
-    if self._check is not None:
-      is_right_PG = self._check(rollouts, prompts, step).rewards.scores_PGJ[..., 0] == 1
-      checks_PG = is_right_PG.astype(np.float32)
+    groups, reports = zip(*(finish() for finish in begun))
     clock.lap("reward")
-    groups = Groups(
-      indices_P=indices_P,
-      temperature_P=np.full(len(indices_P), temperature, np.float32),
-      rollouts=rollouts,
-      rewards=scored.rewards,
-      extras_PG=scored.extras_PG,
-      checks_PG=checks_PG,
-    )
-    return groups, scored.report
+    return concatenate(groups), sum(reports, Report())
+
+  def _start_scores(
+    self,
+    indices_P: np.ndarray,
+    temperature: float,
+    rollouts: Rollouts,
+    prompts: loader.PromptBatch,
+    index: int,
+  ) -> Callable[[], tuple[Groups, Report]]:
+    """Lets the workers begin with some completions of GRPO step `index`.
+
+    Returns:
+      A function that waits for their scores. All processes call it together.
+    """
+    step = self._config.warm_start.steps + index + 1
+    scores = self._score.start(rollouts, prompts, step)
+    checks = None if self._check is None else self._check.start(rollouts, prompts, step)
+
+    def finish() -> tuple[Groups, Report]:
+      scored = scores()
+      checks_PG = np.full(scored.extras_PG.shape, np.nan, np.float32)
+      if checks is not None:
+        checks_PG = (checks().rewards.scores_PGJ[..., 0] == 1).astype(np.float32)
+      groups = Groups(
+        indices_P=indices_P,
+        temperature_P=np.full(len(indices_P), temperature, np.float32),
+        rollouts=rollouts,
+        rewards=scored.rewards,
+        extras_PG=scored.extras_PG,
+        checks_PG=checks_PG,
+      )
+      return groups, scored.report
+
+    return finish
 
   def _kept(self, host: HostState) -> list[Groups]:
     """The surplus of the step before, if there is one."""

@@ -133,8 +133,8 @@ def _memory_line(error: BaseException) -> str:
   details = f" ({str(error).splitlines()[0]:.120})" if str(error) else ""
   return (
     f"out of memory{details}: lower batch.micro_batch, learner.logprob_chunk, batch.prompts,"
-    " batch.group_size, eval.batch, sampling.max_tokens or the size of the model, or set"
-    " learner.remat=True"
+    " batch.group_size, eval.batch, sampling.max_tokens or the size of the model, raise"
+    " sampling.parts, or set learner.remat=True"
   )
 
 

@@ -70,7 +70,7 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, mesh: jax.sharding.M
   per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
   if shape.num_kv_heads % split == 0:
     per_token /= split
-  groups = [(config.batch.prompts, config.batch.group_size)]
+  groups = [(config.batch.prompts // config.sampling.parts, config.batch.group_size)]
   if config.eval.every:
     groups.append((config.eval.batch, max(1, config.eval.samples)))
   # The prompt's part is held once for its group.

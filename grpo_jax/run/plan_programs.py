@@ -72,7 +72,7 @@ def programs(run: Run) -> Iterator[Program]:
   P, G = config.batch.prompts, config.batch.group_size
   if config.warm_start.steps:
     yield parts.warm_start()
-  yield parts.sampling("sample", "1", P, G)
+  yield parts.sampling("sample", str(config.sampling.parts), P // config.sampling.parts, G)
   if ADVANTAGES[algo.advantage].needs_greedy:
     yield parts.sampling("greedy", "1", P, 1, greedy=True)
   if algo.uses_reference and not algo.needs_full_kl:

@@ -6,7 +6,7 @@ kind. A row may then hold tokens that the environment wrote: `Completions.sample
 there, so that the learner reads them and does not learn to write them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flax import struct
@@ -104,7 +104,7 @@ def take(tree: Any, rows: np.ndarray | slice) -> Any:
   return jax.tree.map(lambda x: x[rows], tree)
 
 
-def concatenate(trees: list[Any]) -> Any:
+def concatenate(trees: Sequence[Any]) -> Any:
   """The groups of all trees, one after the other."""
   if len(trees) == 1:
     return trees[0]

@@ -23,6 +23,7 @@ _MAY_DIFFER = (
   "learner.max_skipped_updates",
   "batch.micro_batch",
   "sampling.layout",
+  "sampling.parts",
   "reward.batch",
   "reward.memory",
   "reward.on_error",
