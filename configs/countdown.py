@@ -5,9 +5,9 @@ Hardware: two CPU cores of a laptop are enough.
 Memory:   1 GB.
 Time:     3 to 5 minutes, measured beside other work; 2 minutes of CPU time.
 Result:   held-out greedy accuracy of seeds 0 to 2:
-          after the warm start    14.3% to 14.5%
-          after 50 GRPO steps     39.3% to 54.5%
-          at the end              51.4% to 57.4%
+          after the warm start    14.3% to 15.8%
+          after 50 GRPO steps     44.1% to 55.1%
+          at the end              52.9% to 57.6%
 
 A prompt such as `10 8 1 = 17:` asks for `#### 10+8-1`. The warm start teaches a mixture of right
 expressions and of hasty ones, which add all numbers. After it, the model adds most of the time.

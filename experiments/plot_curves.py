@@ -1,18 +1,19 @@
-"""Draws experiments/arithmetic.png and prints a table of some runs of the quick start.
+"""Draws the curves of some runs of one config, and prints a table of them.
 
 for seed in 0 1 2 3 4 5 6 7 8 9; do
   python -m grpo_jax.train --config=configs/arithmetic.py --config.seed=$seed \
     --workdir=/tmp/arithmetic_$seed
 done
 pip install -e '.[plot]'
-python experiments/plot_arithmetic.py /tmp/arithmetic_?
+python experiments/plot_curves.py experiments/arithmetic.png /tmp/arithmetic_?
+
+experiments/countdown.png is of configs/countdown.py and seeds 0 to 2.
 
 Accuracy and length are those of greedy answers to held-out problems. All runs need the same number
 of steps, of the warm start and of GRPO.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 import statistics
 import sys
 
@@ -34,7 +35,7 @@ Row = Mapping[str, float]
 Run = Mapping[int, Row]  # GRPO step -> its row of metrics
 
 
-def main(workdirs: Sequence[str]) -> None:
+def main(picture: str, workdirs: Sequence[str]) -> None:
   """Draws one thin line for each of the runs in these folders, and a thick one for their median."""
   runs = {read_config(workdir).seed: evaluations(workdir) for workdir in workdirs}
   figure, (accuracy, length) = plt.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
@@ -44,7 +45,7 @@ def main(workdirs: Sequence[str]) -> None:
   accuracy.set(title="held-out greedy accuracy, %", xlabel=STEPS, ylim=(0, 100))
   length.set(title="mean length of an answer, tokens", xlabel=STEPS, ylim=(0, None))
   accuracy.legend(frameon=False, loc="lower right")
-  figure.savefig(Path(__file__).with_name("arithmetic.png"), dpi=120)
+  figure.savefig(picture, dpi=120)
   print("\n".join(table(runs)))
 
 
@@ -83,6 +84,6 @@ def table(runs: Mapping[int, Run]) -> list[str]:
 
 
 if __name__ == "__main__":
-  if len(sys.argv) < 2:
+  if len(sys.argv) < 3:
     sys.exit(__doc__)
-  main(sys.argv[1:])
+  main(sys.argv[1], sys.argv[2:])
