@@ -101,7 +101,8 @@ class Data:
   columns: tuple[str, ...] = setting(
     (),
     "for data.task=columns: fields of an example that are no columns of the files. NAME=COLUMN,"
-    " such as answer=final_answer, or NAME=TEMPLATE with columns in braces",
+    " such as answer=final_answer, or NAME=TEMPLATE with columns in braces. For one source of"
+    " data.mixture alone: SOURCE:NAME=COLUMN",
   )
   held_out: float = setting(
     0.0, "where there is no test file: the share of training rows that make the test", below_one()

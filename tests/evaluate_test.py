@@ -6,11 +6,12 @@ import zlib
 import jax
 import numpy as np
 import pytest
+from small_run import small_config, small_run, with_reward, with_section
 
 from configs import arithmetic
 from grpo_jax.config import from_dict
 from grpo_jax.run.build import Run
-from grpo_jax.run.evaluator import Evaluator, no_progress, table
+from grpo_jax.run.evaluator import Evaluator, accuracies, no_progress, table
 
 
 def coin(completions, prompts, **columns):
@@ -109,3 +110,29 @@ def test_problems_that_are_too_long_do_not_count(config):
   assert (len(evaluator.prompts), evaluator.prompts.dropped) == (count, 30 - count)
   accuracy = evaluator(run.initial_params(), 0)["eval/accuracy"]
   assert round(accuracy * count, 9).is_integer()
+
+
+def test_a_mixture_has_an_accuracy_for_each_task():
+  right = np.array([True, False, True, True, False])
+  found = accuracies(right, ["a", "b", "b", "a", "b"])
+  assert (found["eval/accuracy"], found["eval/accuracy/a"], found["eval/accuracy/b"]) == (
+    pytest.approx(0.6),
+    1.0,
+    pytest.approx(1 / 3),
+  )
+  assert found["eval/accuracy/a_low"] < 1.0 == found["eval/accuracy/a_high"]
+  assert [name for name in accuracies(right, []) if name.count("/") > 1] == []
+
+
+def test_the_accuracies_of_a_mixture_are_those_of_its_problems(tmp_path):
+  """The check gives a point to sums, and none to Countdown."""
+  source = "def reward(completions, task, **_): return [float(t == 'arithmetic') for t in task]"
+  config = with_reward(small_config(), tmp_path, source)
+  config = with_section(config, "data", mixture=("arithmetic", "countdown"), max_prompt_tokens=14)
+  config = with_section(config, "eval", examples=7, batch=4, function=config.reward.functions[0])
+  run = small_run(config)
+  found = Evaluator(run)(run.parameters.for_sampling(run.initial_params()), 0)
+  assert found["eval/accuracy"] == pytest.approx(4 / 7)  # they take turns
+  assert (found["eval/accuracy/arithmetic"], found["eval/accuracy/countdown"]) == (1.0, 0.0)
+  lines = "\n".join(table(found, config.eval, 5))
+  assert "eval/accuracy/arithmetic" in lines and "0.0%" in lines

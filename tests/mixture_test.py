@@ -149,6 +149,24 @@ def test_a_missing_column_is_named(tmp_path, columns, prompt, words):
   assert "\n" not in str(error.value)
 
 
+def test_an_entry_may_be_for_one_source(tmp_path):
+  """Two sources whose answers have different names."""
+  one = folder(tmp_path / "one", [{"a": "a0", "gold": "1"}] * 2, [{"a": "a1", "gold": "2"}])
+  two = folder(tmp_path / "two", [{"a": "b0", "label": 3}] * 2, [{"a": "b1", "label": 4}])
+  data = Data(
+    mixture=(f"one=columns:{one}", f"two=columns:{two}"),
+    columns=("one:answer=gold", "two:answer=label", "question=Say {a}"),
+  )
+  examples = tasks.make_task(data).test
+  assert [(row["task"], row["answer"], row["question"]) for row in examples] == [
+    ("one", "2", "Say a1"),
+    ("two", "4", "Say b1"),
+  ]
+  unknown = dataclasses.replace(data, columns=("tow:answer=label",))
+  with pytest.raises(ConfigError, match="'tow' is no source of data.mixture, which has one, two"):
+    tasks.make_task(unknown)
+
+
 def test_columns_of_another_task_are_refused(tmp_path):
   with pytest.raises(ConfigError, match="task arithmetic has columns of its own"):
     tasks.make_task(Data(columns=("a=b",)))

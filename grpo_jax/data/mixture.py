@@ -47,6 +47,31 @@ def sources_of(mixture: Sequence[str]) -> list[Source]:
   return sources
 
 
+def columns_of(name: str, columns: Sequence[str], mixture: Sequence[str]) -> list[str]:
+  """The entries of data.columns for a source: those of all sources, and those of it alone.
+
+  Args:
+    name: Of the source.
+    columns: The entries. One that begins with "SOURCE:" is for that source alone.
+    mixture: data.mixture.
+
+  Raises:
+    ConfigError: An entry names a source that is not there.
+  """
+  names = [source.name for source in sources_of(mixture)]
+  entries = []
+  for entry in columns:
+    source, colon, _ = entry.partition("=")[0].rpartition(":")
+    if colon and source not in names:
+      raise ConfigError(
+        f"data.columns holds {entry!r}: {source!r} is no source of data.mixture, which has"
+        f" {', '.join(names) or 'none'}"
+      )
+    if not colon or source == name:
+      entries.append(entry.removeprefix(source + colon))
+  return entries
+
+
 def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
   """How many places of an epoch each source has.
 

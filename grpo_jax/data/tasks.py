@@ -14,7 +14,7 @@ from grpo_jax.data import chat, examples, tfds
 from grpo_jax.data import countdown as number_games
 from grpo_jax.data.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.data.code import code_example
-from grpo_jax.data.mixture import Source, mix, sources_of
+from grpo_jax.data.mixture import Source, columns_of, mix, sources_of
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.rows import Example, Examples
 from grpo_jax.data.splits import examples_of, hold_out, rows_of
@@ -187,7 +187,8 @@ def _one_task(data: "Data", source: Source, template: str) -> Task:
       f"{key} is unknown: choose one of {', '.join(TASKS)}, or call grpo_jax.register_task first"
     )
   if source.task == "columns":
-    task = columns(source.path, data.columns, fields_of(template))
+    added = columns_of(source.name, data.columns, data.mixture)
+    task = columns(source.path, added, fields_of(template))
   else:
     task = TASKS[source.task](source.path)
   train = _in_memory(task.train, data.count_at_start)

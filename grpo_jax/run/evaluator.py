@@ -1,6 +1,6 @@
 """Held-out accuracy of a policy: greedy, mean@k, unbiased pass@k and maj@k, with 95% intervals."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -56,6 +56,9 @@ class Evaluator:
     self.prompts: Prompts = run.prompts("test")
     self._score = run.eval_scorer()
     self._score.check_arguments(self.prompts, "eval.function")
+    self._tasks: list[str] = []  # of each problem of a mixture
+    if run.config.data.mixture:
+      self._tasks = [self.prompts.example(i)["task"] for i in range(len(self.prompts))]
     self._greedy = run.rollout(1, greedy=True)
     self._sampled = run.rollout(self._config.samples) if self._config.samples else None
 
@@ -68,8 +71,7 @@ class Evaluator:
     """
     key = jax.random.fold_in(self._run.key("evaluate"), step)
     greedy = self._draws("greedy", self._greedy, params, key, step)
-    right = int(greedy.right_NG.sum())
-    metrics = named("accuracy", estimators.proportion(right, len(greedy.right_NG)))
+    metrics = accuracies(greedy.right_NG[:, 0], self._tasks)
     metrics["eval/mean_length"] = float(greedy.lengths_NG.mean())
     metrics["eval/clipped_ratio"] = float(greedy.cut_off_NG.mean())
     if self._sampled is not None:
@@ -114,6 +116,20 @@ class Evaluator:
     )
 
 
+def accuracies(right_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
+  """The share of problems with a right answer: eval/accuracy, and eval/accuracy/TASK of each task.
+
+  Args:
+    right_N: bool, whether an answer is right.
+    tasks: The task of each problem, or nothing where there is one task.
+  """
+  metrics = named("accuracy", estimators.proportion(int(right_N.sum()), len(right_N)))
+  for task in dict.fromkeys(tasks):
+    own = right_N[np.array(tasks) == task]
+    metrics |= named(f"accuracy/{task}", estimators.proportion(int(own.sum()), len(own)))
+  return metrics
+
+
 def first_scores(scores_PGJ: np.ndarray) -> np.ndarray:
   """Of each completion the score of the first function that scored it, [P, G]. NaN if none did."""
   first_PG1 = np.argmax(~np.isnan(scores_PGJ), axis=-1, keepdims=True)
@@ -149,16 +165,18 @@ def named(name: str, estimate: estimators.Estimate) -> dict[str, float]:
 
 def table(metrics: dict[str, float], config: Eval, max_tokens: int) -> list[str]:
   """The metrics as lines for a reader."""
-  estimates = []
-  for name, value in metrics.items():
-    if f"{name}_low" in metrics:
-      low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
-      estimates.append(f"  {name:14}{value:7.1%}   95% interval {low:6.1%} to {high:6.1%}")
+  measured = [name for name in metrics if f"{name}_low" in metrics]
+  width = max(14, *(len(name) + 1 for name in measured))
+  greedy, draws = list[str](), list[str]()
+  for name in measured:
+    low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+    line = f"  {name:{width}}{metrics[name]:7.1%}   95% interval {low:6.1%} to {high:6.1%}"
+    (greedy if name.startswith("eval/accuracy") else draws).append(line)
   length, cut_off = metrics["eval/mean_length"], metrics["eval/clipped_ratio"]
   lines = [
     f"greedy: {length:.1f} tokens on average, {cut_off:.1%} cut off at {max_tokens}",
-    estimates[0],
+    *greedy,
   ]
   if config.samples:
     lines.append(f"{config.samples} draws of each at temperature {config.temperature:g}:")
-  return lines + estimates[1:]
+  return lines + draws
