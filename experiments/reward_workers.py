@@ -3,6 +3,7 @@
 python experiments/reward_workers.py --calls=10000    # math-verify: a plain loop and two workers
 python experiments/reward_workers.py --run=/tmp/run   # 50 steps, with and without failures
 python experiments/reward_workers.py --overlap=/tmp/run  # steps in 1, 2, 4 and 8 parts
+python experiments/reward_workers.py --programs=200   # programs in the sandbox, with three tests
 
 The first prints CPU seconds, too: they do not depend on what else the machine computes. The second
 trains a tiny model with a reward that hangs on one completion in twenty and kills its process on
@@ -20,6 +21,7 @@ import subprocess
 import time
 
 from grpo_jax import load_config, rewards, train
+from grpo_jax.rewards.code import code
 from grpo_jax.rewards.symbolic import math
 from grpo_jax.rewards.workers import Call
 from grpo_jax.run.reading import read_metrics
@@ -140,6 +142,26 @@ def failing_run(folder: Path, steps: int, timeout: float) -> None:
   print(f"{left.count('grpo_jax.rewards.forker')} processes of workers are left")
 
 
+def programs(count: int, workers: int) -> None:
+  """Prints how long programs take to be scored in the sandbox. Half of them are right."""
+  texts = [f"def double(x):\n  return x * {2 + i % 2}" for i in range(count)]
+  tests = [["assert double(1) == 2", "assert double('a') == 'aa'", "assert double(0) == 0"]] * count
+  pool = rewards.Pool(workers, timeout=120.0, memory=4.0)
+  pool.add("code", code, is_named=True)
+  calls = [
+    Call("code", "code", {"completions": texts[i : i + GROUP], "test_list": tests[i : i + GROUP]})
+    for i in range(0, count, GROUP)
+  ]
+  pool.start(calls[:workers]).result()  # starts them
+  start = time.monotonic()
+  answers = pool.start(calls).result()
+  seconds = time.monotonic() - start
+  pool.close()
+  right = sum(steps[0][1] for answer in answers for steps in answer.steps)
+  assert right == count / 2
+  print(f"{count} programs in the sandbox: {seconds:.1f} s, {1000 * seconds / count:.0f} ms each")
+
+
 def overlap(folder: Path, steps: int, wait: float) -> None:
   """Prints the times of steps in parts. The reward of a group takes `wait` seconds."""
   folder.mkdir(parents=True, exist_ok=True)
@@ -175,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--run", type=Path, help="a folder for the two runs")
   parser.add_argument("--steps", type=int, default=50)
   parser.add_argument("--timeout", type=float, default=1.0, help="reward.timeout of the runs")
+  parser.add_argument("--programs", type=int, default=0, help="programs of the reward code")
   parser.add_argument("--overlap", type=Path, help="a folder for runs in parts")
   parser.add_argument("--wait", type=float, default=0.05, help="seconds of the reward of a group")
   options = parser.parse_args(arguments)
@@ -182,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     throughput(options.calls, options.workers)
   if options.run:
     failing_run(options.run, options.steps, options.timeout)
+  if options.programs:
+    programs(options.programs, options.workers)
   if options.overlap:
     overlap(options.overlap, options.steps, options.wait)
 
