@@ -11,7 +11,7 @@ import random
 from typing import overload
 import zlib
 
-OPERANDS = 4
+OPERANDS = 4  # of a sum, where nothing else is said
 MAX_OPERAND = 20  # operands are 1..MAX_OPERAND
 MAX_TOTAL = 99  # running totals are 0..MAX_TOTAL
 WORKED_SHARE = 0.4  # the fraction of examples whose solution is worked
@@ -20,10 +20,13 @@ ALPHABET = "0123456789+-=;# "
 
 
 class Arithmetic(Sequence[dict[str, str]]):
-  """The examples of a split, "train" or "test". Example i depends only on the split and i."""
+  """The examples of a split, "train" or "test".
 
-  def __init__(self, split: str) -> None:
-    self._split = split
+  Example i depends only on the split, the number of operands and i.
+  """
+
+  def __init__(self, split: str, operands: int = OPERANDS) -> None:
+    self._split, self._operands = split, operands
 
   def __len__(self) -> int:
     return SIZES[self._split]
@@ -37,7 +40,7 @@ class Arithmetic(Sequence[dict[str, str]]):
       return [self[i] for i in range(*index.indices(len(self)))]
     if not -len(self) <= index < len(self):
       raise IndexError(f"{self._split} has {len(self)} examples, no number {index}")
-    return _example(self._split, index % len(self))
+    return _example(self._split, self._operands, index % len(self))
 
 
 def split_of(question: str) -> str:
@@ -48,11 +51,12 @@ def split_of(question: str) -> str:
   return "test" if zlib.crc32(question.encode()) % 10 == 0 else "train"
 
 
-def _example(split: str, index: int) -> dict[str, str]:
+def _example(split: str, operands: int, index: int) -> dict[str, str]:
   # Only random() is called on it, because Python promises that its numbers never change.
-  rng = random.Random(f"{split}/{index}")
+  name = f"{split}/{index}" if operands == OPERANDS else f"{split}/{operands}/{index}"
+  rng = random.Random(name)
   while True:
-    question, steps, total = _problem(rng)
+    question, steps, total = _problem(rng, operands)
     if split_of(question) == split:
       break
   direct = f"#### {total}"
@@ -64,11 +68,11 @@ def _example(split: str, index: int) -> dict[str, str]:
   }
 
 
-def _problem(rng: random.Random) -> tuple[str, str, int]:
+def _problem(rng: random.Random, operands: int) -> tuple[str, str, int]:
   """A question, the steps of its worked solution and its answer."""
   total = _operand(rng)
   question, steps = str(total), ""
-  for _ in range(OPERANDS - 1):
+  for _ in range(operands - 1):
     operand = _operand(rng)
     sign = 1 if rng.random() < 0.5 else -1
     if not 0 <= total + sign * operand <= MAX_TOTAL:

@@ -22,7 +22,7 @@ def worked_steps(
   at any place.
   """
   return [
-    _score_steps(completion, _equations(sum_text), gold)
+    _score_steps(completion, equations(sum_text), gold)
     for completion, sum_text, gold in zip(completions, question, answer)
   ]
 
@@ -42,7 +42,7 @@ def _score_steps(completion: str, equations: list[str], gold: str) -> list[tuple
   return steps
 
 
-def _equations(question: str) -> list[str]:
+def equations(question: str) -> list[str]:
   """The steps of the worked solution: `7+15-6=` -> [`7+15=22`, `22-6=16`]."""
   first, *terms = re.findall(r"[+-]?\d+", question)
   total, equations = int(first), []

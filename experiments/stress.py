@@ -1,0 +1,275 @@
+"""Finds where each method breaks: runs of every preset under conditions from harmless to hard.
+
+  pip install -e '.[plot]'
+  python experiments/stress.py --out=/tmp/stress --hours=2
+  python experiments/stress_page.py
+
+The first command makes warm starts and then runs cells, one for each CPU core at a time, the most
+telling first. It writes one line of JSON for each cell to experiments/stress.jsonl, and stops after
+so many hours. The same command again goes on with the cells that have no line. The second one
+writes experiments/stress.md with its pictures, from these lines.
+
+  python experiments/stress.py --out=/tmp/stress --repeat=5
+
+runs five cells again that have a line, and compares all their metrics, bit for bit.
+
+`stress_cells.py` says what the cells are. A cell takes 40 steps of 16 x 8 completions.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+import contextlib
+import json
+import multiprocessing
+import os
+from pathlib import Path
+import shutil
+import statistics
+import sys
+import time
+from typing import Any
+import zlib
+
+import stress_cells
+from stress_cells import OPERANDS, TARGETS, Cell
+
+import grpo_jax
+from grpo_jax.data.arithmetic import Arithmetic
+from grpo_jax.rewards.process import equations
+
+LINES = Path(__file__).with_name("stress.jsonl")
+TRAIN, TEST, DRAWS = 8000, 512, 8  # sums of each folder, and draws that measure a warm start
+_CALLS_OF_A_PROCESS = 25  # then a new one takes its place, because compiled programs stay in memory
+
+
+def read_lines(path: Path = LINES) -> list[dict[str, Any]]:
+  """The cells that have run. A last line that was not written to its end is left out."""
+  lines = path.read_text().splitlines() if path.exists() else []
+  rows = []
+  for line in lines:
+    with contextlib.suppress(ValueError):
+      rows.append(json.loads(line))
+  return rows
+
+
+def sums(out: Path, operands: int, worked: float = 1.0) -> Path:
+  """Writes sums as files, and returns their folder.
+
+  Args:
+    out: Where the folder lies.
+    operands: Of each sum.
+    worked: The share of the training sums whose solution is worked. That of the others is the
+      answer 0, so that hardly any of them is right.
+  """
+  folder = out / f"sums_{operands}_{worked:g}"
+  folder.mkdir(parents=True, exist_ok=True)
+  for split, count in (("train", TRAIN), ("test", TEST)):
+    lines = []
+    for i, example in enumerate(Arithmetic(split, operands)[:count]):
+      answer = f"#### {example['answer']}"
+      steps = [*equations(example["question"]), answer]
+      solution = ";".join(steps) if i < worked * count else "#### 0"
+      lines.append(json.dumps(example | {"solution": solution}) + "\n")
+    (folder / f"{split}.jsonl").write_text("".join(lines))
+  return folder
+
+
+def warm_starts(out: Path, seed: int) -> None:
+  """Writes the warm starts of a seed, one for each of TARGETS.
+
+  The model first learns to work sums out. Then it learns how often not to try, so that the share of
+  right draws is about the target.
+  """
+  able = out / f"able_{seed}"
+  if not able.exists():
+    _supervised(out, seed, sums(out, OPERANDS), able, {"warm_start.steps": 800})
+  for target, worked in TARGETS.items():
+    folder = out / f"start_{seed}_{target:g}"
+    if folder.exists():
+      continue
+    hesitant = {"warm_start.steps": 100, "model.path": str(able)}
+    share = _supervised(out, seed, sums(out, OPERANDS, worked), folder, hesitant)
+    print(f"seed {seed}, start {target:.0%}: {share:.1%} of draws are right", flush=True)
+
+
+def _supervised(
+  out: Path, seed: int, data: Path, folder: Path, changes: Mapping[str, Any]
+) -> float:
+  """Writes a model that has imitated solutions. Returns the share of right draws."""
+  settings = stress_cells.COMMON | {
+    "seed": seed,
+    "steps": 0,
+    "data.path": str(data),
+    "warm_start.learning_rate": 2e-3,
+    "eval.batch": 256,
+    "eval.temperature": 1.0,
+  }
+  workdir = out / "warm" / folder.name
+  with _output_to(out / f"warm_{seed}.log"):
+    grpo_jax.train(grpo_jax.load_config("arithmetic", {**settings, **changes}), workdir)
+    policy = grpo_jax.load_policy(workdir)
+    share = policy.evaluate(samples=DRAWS, examples=256)[f"eval/mean@{DRAWS}"]
+    policy.export(folder)
+  return share
+
+
+def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
+  """Runs a cell in this process. Returns its line."""
+  start = time.monotonic()
+  workdir = out / "runs" / str(os.getpid())
+  shutil.rmtree(workdir, ignore_errors=True)
+  failure = ""
+  with _output_to(out / f"log_{os.getpid()}"):
+    try:
+      grpo_jax.train(cell.config(out), workdir)
+    except grpo_jax.RunFailed as error:  # such as a loss that is not finite
+      failure = str(error)
+  line = {"level": cell.level, "method": cell.method, "seed": cell.seed}
+  line |= summary(grpo_jax.read_metrics(workdir))
+  if failure:
+    line["failure"] = failure[:200]
+  return line | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """What a line holds of a run's metrics.
+
+  `digest` is a checksum of all of them but the times. Means are over the last ten steps.
+  """
+  timeless = [
+    {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+    for row in rows
+  ]
+  evaluated = [row for row in rows if "eval/accuracy" in row]
+  steps = [row for row in rows if "loss" in row]
+  line = {
+    "digest": zlib.crc32(json.dumps(timeless, sort_keys=True).encode()),
+    "steps": len(steps),
+    "accuracy": [round(row["eval/accuracy"], 4) for row in evaluated],
+    "length": round(evaluated[-1]["eval/mean_length"], 2),
+  }
+  for key, name in (
+    ("entropy", "entropy"),
+    ("kl", "kl"),
+    ("clipped", "clip_ratio/region_mean"),
+    ("wasted", "wasted"),
+  ):
+    values = [row[name] for row in steps[-10:] if row.get(name) is not None]
+    if values:
+      line[key] = float(f"{statistics.fmean(values):.4g}")
+  ratios = [row["ratio/max"] for row in steps if row.get("ratio/max") is not None]
+  return line | {"ratio": float(f"{max(ratios, default=1.0):.4g}")}
+
+
+@contextlib.contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+  with open(log, "a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    yield
+
+
+def in_processes(
+  jobs: int, calls: Iterator[tuple[Any, ...]], deadline: float = float("inf")
+) -> Iterator[Any]:
+  """The results of calls as they come. Each runs in a process with one CPU core of its own.
+
+  With one core, sums are always made in the same order, so that numbers can be repeated.
+
+  Args:
+    jobs: How many processes there are.
+    calls: A function and its arguments, each.
+    deadline: The time (time.monotonic) after which no call is begun.
+  """
+  cores = sorted(os.sched_getaffinity(0))[:jobs]
+  pools = {core: _pool(core) for core in cores}
+  counts, running = dict.fromkeys(cores, 0), dict[Future[Any], int]()
+  try:
+    for core in cores:
+      _begin(pools[core], core, calls, running)
+    while running:
+      for future in wait(running, return_when=FIRST_COMPLETED).done:
+        core = running.pop(future)
+        counts[core] += 1
+        if counts[core] % _CALLS_OF_A_PROCESS == 0:
+          pools[core].shutdown()
+          pools[core] = _pool(core)
+        if time.monotonic() < deadline:
+          _begin(pools[core], core, calls, running)
+        yield future.result()
+  finally:
+    for pool in pools.values():
+      pool.shutdown(cancel_futures=True)
+
+
+def _pool(core: int) -> ProcessPoolExecutor:
+  context = multiprocessing.get_context("spawn")
+  # Before JAX counts the cores.
+  return ProcessPoolExecutor(1, context, initializer=os.sched_setaffinity, initargs=(0, [core]))
+
+
+def _begin(
+  pool: ProcessPoolExecutor,
+  core: int,
+  calls: Iterator[tuple[Any, ...]],
+  running: dict[Future[Any], int],
+) -> None:
+  call = next(calls, None)
+  if call is not None:
+    running[pool.submit(*call)] = core
+
+
+def cell_of(line: Mapping[str, Any]) -> Cell:
+  """The cell of a line."""
+  return Cell(line["level"], line["method"], line["seed"])
+
+
+def repeat(lines: Sequence[Mapping[str, Any]], out: Path, jobs: int) -> None:
+  """Runs the cells of these lines again. Exits with 1 if a metric differs."""
+  differ = 0
+  found = in_processes(jobs, ((run_cell, cell_of(line), out) for line in lines))
+  before = {cell_of(line): line for line in lines}
+  for line in found:
+    same = line["digest"] == before[cell_of(line)]["digest"]
+    differ += not same
+    print(f"{cell_of(line)}: {'the same' if same else 'DIFFERS'}", flush=True)
+  sys.exit(differ > 0)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  parser.add_argument("--out", type=Path, required=True, help="a folder for the warm starts")
+  parser.add_argument("--hours", type=float, default=24.0, help="no cell begins after these")
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cells at a time")
+  parser.add_argument("--repeat", type=int, default=0, help="so many cells of those that have run")
+  options = parser.parse_args()
+  deadline = time.monotonic() + 3600 * options.hours
+  options.out.mkdir(parents=True, exist_ok=True)
+  lines = read_lines()
+  if options.repeat:
+    # Spread over all that have run.
+    repeat(
+      lines[:: max(1, len(lines) // options.repeat)][: options.repeat], options.out, options.jobs
+    )
+  starts = ((warm_starts, options.out, seed) for seed in range(options.seeds))
+  for operands in sorted({level.operands for level in stress_cells.LEVELS.values()}):
+    sums(options.out, operands)
+  for _ in in_processes(options.jobs, starts):
+    pass
+  has_run = {cell_of(line) for line in lines}
+  left = [cell for cell in stress_cells.cells(options.seeds) if cell not in has_run]
+  calls = ((run_cell, cell, options.out) for cell in left)
+  for done, line in enumerate(in_processes(options.jobs, calls, deadline), 1):
+    with open(LINES, "a") as file:
+      file.write(json.dumps(line) + "\n")
+    print(
+      f"{done} of {len(left)}: {line['level']}, {line['method']}, seed {line['seed']}:"
+      f" {line['accuracy'][0]:.1%} -> {line['accuracy'][-1]:.1%} in {line['seconds']} s",
+      flush=True,
+    )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,279 @@
+"""Draws what `stress.py` measured, and writes the tables of experiments/stress.md.
+
+  pip install -e '.[plot]' && python experiments/stress_page.py
+
+It replaces what stands between <!-- NAME --> and <!-- end --> in stress.md, writes the pictures
+beside it, and prints an analysis of variance of each level. All text outside is written by hand.
+"""
+
+from collections.abc import Mapping, Sequence
+import re
+import statistics
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy import stats
+from stress import LINES, read_lines
+from stress_cells import EVERY, METHODS, REGIMES
+
+PAGE = LINES.with_name("stress.md")
+PER_PICTURE = 3  # heat maps
+SURPRISES: tuple[tuple[str, tuple[str, ...]], ...] = ()  # a level and methods, each
+
+Line = Mapping[str, Any]
+Runs = Mapping[tuple[str, str], Sequence[Line]]  # (level, method) -> one line for each seed
+
+
+def by_cell(lines: Sequence[Line]) -> Runs:
+  """The lines of each level and method, by seed."""
+  runs: dict[tuple[str, str], dict[int, Line]] = {}
+  for line in lines:
+    runs.setdefault((line["level"], line["method"]), {})[line["seed"]] = line
+  return {cell: [line for _, line in sorted(found.items())] for cell, found in runs.items()}
+
+
+def final(line: Line) -> float:
+  """The accuracy at the end."""
+  return line["accuracy"][-1]
+
+
+def mean_of(runs: Runs, level: str, method: str, key: str = "") -> float:
+  """The mean over the seeds of the final accuracy, or of a key of the lines. NaN if none has it."""
+  lines = runs.get((level, method), ())
+  values = [line.get(key) if key else final(line) for line in lines]
+  known = [value for value in values if value is not None]
+  return statistics.fmean(known) if known else float("nan")
+
+
+def half_width(values: Sequence[float]) -> float:
+  """Half of the 95% interval of a mean, by Student's t. NaN for fewer than two values."""
+  if len(values) < 2:
+    return float("nan")
+  return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def steps_to(line: Line, target: float = 0.8) -> int | None:
+  """The first evaluated step at which the accuracy reaches the target."""
+  return next((EVERY * i for i, one in enumerate(line["accuracy"]) if one >= target), None)
+
+
+def collapsed_at(line: Line) -> int | None:
+  """The first evaluated step from which the accuracy stays below half of its best until then.
+
+  None if there is no such step, and where the best is below 10%.
+  """
+  accuracy = line["accuracy"]
+  best = np.maximum.accumulate(accuracy)
+  below = [one < 0.5 * most and most >= 0.1 for one, most in zip(accuracy, best)]
+  if not below[-1]:
+    return None
+  return EVERY * (
+    len(below) - next((i for i, one in enumerate(below[::-1]) if not one), len(below))
+  )
+
+
+def breaks_at(runs: Runs, levels: Sequence[str], method: str, drop: float = 0.1) -> str:
+  """The first level at which a method is `drop` below its best of this regime, at a level before.
+
+  "-" if there is none.
+  """
+  best = 0.0
+  for level in levels:
+    mean = mean_of(runs, level, method)
+    if mean < best - drop:
+      return level
+    best = max(best, mean)
+  return "-"
+
+
+class Variance(NamedTuple):
+  """An analysis of variance of the final accuracies at a level, with two factors.
+
+  Attributes:
+    methods: Standard deviation between the means of methods.
+    seeds: Standard deviation between the means of seeds.
+    rest: What remains of a run when both are known.
+    F: The mean square of the methods over that of the rest.
+    p: The chance of such an F if methods were equal.
+  """
+
+  methods: float
+  seeds: float
+  rest: float
+  F: float
+  p: float
+
+
+def variance(accuracy_MS: np.ndarray) -> Variance:
+  """Of the accuracies of M methods with S seeds."""
+  M, S = accuracy_MS.shape
+  mean = accuracy_MS.mean()
+  methods_M, seeds_S = accuracy_MS.mean(1) - mean, accuracy_MS.mean(0) - mean
+  rest_MS = accuracy_MS - mean - methods_M[:, None] - seeds_S
+  between = S * (methods_M**2).sum() / (M - 1)
+  rest = (rest_MS**2).sum() / ((M - 1) * (S - 1))
+  F = between / rest if rest else float("inf")
+  p = float(stats.f.sf(F, M - 1, (M - 1) * (S - 1)))
+  return Variance(methods_M.std(ddof=1), seeds_S.std(ddof=1), float(np.sqrt(rest)), F, p)
+
+
+def variances(runs: Runs, seeds: int) -> dict[str, Variance]:
+  """Of each level at which all its methods have run with all seeds."""
+  found = {}
+  for level in dict.fromkeys(name for levels in REGIMES.values() for name in levels):
+    lines = [runs[level, method] for method in METHODS if (level, method) in runs]
+    complete = [one for one in lines if len(one) == seeds]
+    if len(complete) == len(lines) > 1:
+      found[level] = variance(np.array([[final(line) for line in one] for one in complete]))
+  return found
+
+
+def variance_table(runs: Runs, seeds: int) -> list[str]:
+  """A row for each level."""
+  rows = ["| level | between methods | between seeds | rest | F | p |", "|---" * 6 + "|"]
+  for level, one in variances(runs, seeds).items():
+    spread = " | ".join(f"{100 * value:.1f}" for value in one[:3])
+    rows.append(f"| {level} | {spread} | {one.F:.1f} | {one.p:.1g} |")
+  return rows
+
+
+def regime_table(runs: Runs, levels: Sequence[str], key: str = "") -> list[str]:
+  """A row for each method: mean and interval at each level, and where it breaks."""
+  has_run = [one for one in levels if any(level == one for level, _ in runs)]
+  rows = [f"| method | {' | '.join(has_run)} | breaks at |", "|---" * (len(has_run) + 2) + "|"]
+  for method in ranked(runs, has_run):
+    cells = []
+    for level in has_run:
+      lines = runs.get((level, method), ())
+      values = [line[key] if key else final(line) for line in lines if not key or key in line]
+      mean, half = (statistics.fmean(values), half_width(values)) if values else (None, None)
+      width = "" if half is None or np.isnan(half) else f" ± {100 * half:.0f}"
+      cells.append("" if mean is None else f"{100 * mean:.1f}{width}")
+    rows.append(f"| {method} | {' | '.join(cells)} | {breaks_at(runs, has_run, method)} |")
+  return rows
+
+
+def cell_table(runs: Runs, level: str) -> list[str]:
+  """What else was measured at a level: means over the seeds."""
+  rows = [
+    "| method | accuracy | steps to 80% | collapsed at | entropy | KL | largest ratio | clipped |",
+    "|---" * 8 + "|",
+  ]
+  for method in ranked(runs, [level]):
+    lines = runs[level, method]
+    reached = ", ".join(str(steps_to(line) or "-") for line in lines)
+    collapsed = ", ".join(str(collapsed_at(line) or "-") for line in lines)
+    means = [
+      f"{mean_of(runs, level, method, key):.3g}" for key in ("entropy", "kl", "ratio", "clipped")
+    ]
+    accuracy = f"{100 * mean_of(runs, level, method):.1f}%"
+    rows.append(f"| {' | '.join([method, accuracy, reached, collapsed, *means])} |")
+  return rows
+
+
+def ranked(runs: Runs, levels: Sequence[str]) -> list[str]:
+  """The methods that have run at these levels, the best mean first."""
+  means = {
+    method: [mean_of(runs, level, method) for level in levels if (level, method) in runs]
+    for method in METHODS
+  }
+  known = {method: statistics.fmean(values) for method, values in means.items() if values}
+  return sorted(known, key=lambda method: -known[method])
+
+
+def heat_map(
+  axes: plt.Axes, runs: Runs, regime: str, methods: Sequence[str], key: str = ""
+) -> None:
+  """A row for each method and a column for each level of a regime."""
+  levels = [one for one in REGIMES[regime] if any(level == one for level, _ in runs)]
+  values = np.array([[mean_of(runs, one, method, key) for one in levels] for method in methods])
+  axes.imshow(100 * values, aspect="auto", vmin=0, vmax=100, cmap="magma_r" if key else "viridis")
+  for (row, column), value in np.ndenumerate(values):
+    if not np.isnan(value):
+      dark = value > 0.55 if key else value < 0.55
+      color = "white" if dark else "black"
+      axes.text(
+        column, row, f"{100 * value:.0f}", ha="center", va="center", color=color, fontsize=7
+      )
+  axes.set_xticks(range(len(levels)), [_short(one) for one in levels], fontsize=7)
+  axes.set_yticks(range(len(methods)), methods, fontsize=7)
+  axes.set_title(f"{regime}: {key or 'accuracy'}, %", fontsize=9)
+
+
+def _short(level: str) -> str:
+  """A level as the label of a column."""
+  return level.split(", ")[0] if "updates" in level else level.replace(" ", "\n")
+
+
+def draw_maps(runs: Runs) -> None:
+  """Writes stress_1.png and so on."""
+  wanted = [(regime, "") for regime, levels in REGIMES.items() if _has_run(runs, levels)]
+  if any(regime == "reward for length" for regime, _ in wanted):
+    wanted.append(("reward for length", "wasted"))
+  for number, start in enumerate(range(0, len(wanted), PER_PICTURE), 1):
+    part = wanted[start : start + PER_PICTURE]
+    figure, row = plt.subplots(
+      1, len(part), figsize=(4.6 * len(part), 6.4), constrained_layout=True, squeeze=False
+    )
+    for axes, (regime, key) in zip(row[0], part):
+      levels = REGIMES[regime]
+      heat_map(
+        axes, runs, regime, ranked(runs, [one for one in levels if _has_run(runs, [one])]), key
+      )
+    figure.savefig(LINES.with_name(f"stress_{number}.png"), dpi=110)
+    plt.close(figure)
+
+
+def _has_run(runs: Runs, levels: Sequence[str]) -> bool:
+  return any(level in levels for level, _ in runs)
+
+
+def draw_surprises(runs: Runs) -> None:
+  """Writes stress_curves.png: the accuracy of each seed, by step."""
+  if not SURPRISES:
+    return
+  figure, row = plt.subplots(
+    1, len(SURPRISES), figsize=(4.2 * len(SURPRISES), 3.2), sharey=True, constrained_layout=True
+  )
+  for axes, (level, methods) in zip(row, SURPRISES):
+    for number, method in enumerate(methods):
+      for i, line in enumerate(runs[level, method]):
+        accuracy = [100 * one for one in line["accuracy"]]
+        steps = [EVERY * i for i in range(len(accuracy))]
+        axes.plot(steps, accuracy, color=f"C{number}", lw=1.2, label=None if i else method)
+    axes.set(title=level, xlabel="step", ylim=(0, 100))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+  row[0].set_ylabel("held-out greedy accuracy, %")
+  figure.savefig(LINES.with_name("stress_curves.png"), dpi=110)
+  plt.close(figure)
+
+
+def with_tables(page: str, tables: Mapping[str, Sequence[str]]) -> str:
+  """The page with these tables in their places."""
+  for name, rows in tables.items():
+    place = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    text = "\n".join(rows) + "\n"
+    page = place.sub(lambda found, text=text: f"{found[1]}{text}{found[2]}", page)
+  return page
+
+
+def main() -> None:
+  lines = read_lines()
+  runs = by_cell(lines)
+  seeds = 1 + max(line["seed"] for line in lines)
+  tables = {regime: regime_table(runs, levels) for regime, levels in REGIMES.items()}
+  tables["wasted"] = regime_table(runs, REGIMES["reward for length"], "wasted")
+  tables |= {f"cells: {level}": cell_table(runs, level) for level, _ in runs}
+  tables["variance"] = variance_table(runs, seeds)
+  hours = sum(line["seconds"] for line in lines) / 3600
+  tables["size"] = [f"{len(lines)} runs, {hours:.1f} hours of one CPU core."]
+  PAGE.write_text(with_tables(PAGE.read_text(), tables))
+  draw_maps(runs)
+  draw_surprises(runs)
+  print("\n".join(tables["variance"]))
+
+
+if __name__ == "__main__":
+  main()
