@@ -39,7 +39,8 @@ from grpo_jax.data.arithmetic import Arithmetic
 from grpo_jax.rewards.process import equations
 
 LINES = Path(__file__).with_name("stress.jsonl")
-TRAIN, TEST, DRAWS = 8000, 512, 8  # sums of each folder, and draws that measure a warm start
+TRAIN, TEST = 8000, 512  # sums of each folder
+DRAWS, NEAR = 8, 1.25  # of each sum, to measure a warm start, and how far it may be from its target
 _CALLS_OF_A_PROCESS = 25  # then a new one takes its place, because compiled programs stay in memory
 
 
@@ -63,7 +64,9 @@ def sums(out: Path, operands: int, worked: float = 1.0) -> Path:
       answer 0, so that hardly any of them is right.
   """
   folder = out / f"sums_{operands}_{worked:g}"
-  folder.mkdir(parents=True, exist_ok=True)
+  if folder.exists():
+    return folder
+  folder.mkdir(parents=True)
   for split, count in (("train", TRAIN), ("test", TEST)):
     lines = []
     for i, example in enumerate(Arithmetic(split, operands)[:count]):
@@ -78,25 +81,30 @@ def sums(out: Path, operands: int, worked: float = 1.0) -> Path:
 def warm_starts(out: Path, seed: int) -> None:
   """Writes the warm starts of a seed, one for each of TARGETS.
 
-  The model first learns to work sums out. Then it learns how often not to try, so that the share of
-  right draws is about the target.
+  The model first learns to work sums out. Then it learns how often not to try. It learns that again
+  with other solutions until the share of right draws is near the target.
   """
-  able = out / f"able_{seed}"
+  folder = out / f"seed_{seed}"
+  able = folder / "able"
   if not able.exists():
-    _supervised(out, seed, sums(out, OPERANDS), able, {"warm_start.steps": 800})
+    _supervised(folder, seed, sums(out, OPERANDS), "able", {"warm_start.steps": 800})
   for target, worked in TARGETS.items():
-    folder = out / f"start_{seed}_{target:g}"
-    if folder.exists():
-      continue
-    hesitant = {"warm_start.steps": 100, "model.path": str(able)}
-    share = _supervised(out, seed, sums(out, OPERANDS, worked), folder, hesitant)
-    print(f"seed {seed}, start {target:.0%}: {share:.1%} of draws are right", flush=True)
+    start = folder / f"start_{target:g}"
+    while not start.exists():
+      data = sums(folder, OPERANDS, worked)
+      hesitant = {"warm_start.steps": 100, "model.path": str(able)}
+      name = f"tried_{target:g}_{worked:g}"
+      share = _supervised(folder, seed, data, name, hesitant)
+      print(f"seed {seed}, {worked:.3g} worked: {share:.1%} of draws are right", flush=True)
+      if 1 / NEAR < share / target < NEAR:
+        (folder / name).rename(start)
+      worked = round(worked * min(2, max(0.5, target / share)), 4)
 
 
 def _supervised(
-  out: Path, seed: int, data: Path, folder: Path, changes: Mapping[str, Any]
+  folder: Path, seed: int, data: Path, name: str, changes: Mapping[str, Any]
 ) -> float:
-  """Writes a model that has imitated solutions. Returns the share of right draws."""
+  """Writes folder/name, a model that has imitated solutions. Returns its share of right draws."""
   settings = stress_cells.COMMON | {
     "seed": seed,
     "steps": 0,
@@ -105,12 +113,12 @@ def _supervised(
     "eval.batch": 256,
     "eval.temperature": 1.0,
   }
-  workdir = out / "warm" / folder.name
-  with _output_to(out / f"warm_{seed}.log"):
+  workdir = folder / "runs" / name
+  with _output_to(folder / "log"):
     grpo_jax.train(grpo_jax.load_config("arithmetic", {**settings, **changes}), workdir)
     policy = grpo_jax.load_policy(workdir)
     share = policy.evaluate(samples=DRAWS, examples=256)[f"eval/mean@{DRAWS}"]
-    policy.export(folder)
+    policy.export(folder / name)
   return share
 
 
@@ -255,7 +263,7 @@ def main() -> None:
     )
   starts = ((warm_starts, options.out, seed) for seed in range(options.seeds))
   for operands in sorted({level.operands for level in stress_cells.LEVELS.values()}):
-    sums(options.out, operands)
+    sums(options.out, operands)  # here, as processes would write them at the same time
   for _ in in_processes(options.jobs, starts):
     pass
   has_run = {cell_of(line) for line in lines}

@@ -15,8 +15,7 @@ from grpo_jax.run.recipes import load_config
 
 STEPS, EVERY, OPERANDS = 40, 4, 3
 LONGEST = 48  # where the reward is for length
-# Shares of right draws of the warm starts, and how many of their solutions are worked. Not each
-# attempt that these teach is right.
+# Shares of right draws of the warm starts, and the shares of worked solutions that are tried first.
 TARGETS = {0.3: 0.45, 0.1: 0.19, 0.03: 0.065, 0.01: 0.02}
 REWARDS = str(Path(__file__).with_name("stress_rewards.py"))
 COMMON: dict[str, Any] = {
@@ -217,7 +216,7 @@ class Cell:
     settings |= {
       "seed": self.seed,
       "data.path": str(starts / f"sums_{level.operands}_1"),
-      "model.path": str(starts / f"start_{self.seed}_{level.start:g}"),
+      "model.path": str(starts / f"seed_{self.seed}" / f"start_{level.start:g}"),
     }
     return load_config(f"arithmetic:{preset}", settings)
 
