@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 from pathlib import Path
@@ -40,7 +41,7 @@ from grpo_jax.rewards.process import equations
 
 LINES = Path(__file__).with_name("stress.jsonl")
 TRAIN, TEST = 8000, 512  # sums of each folder
-DRAWS, NEAR = 8, 1.25  # of each sum, to measure a warm start, and how far it may be from its target
+DRAWS, NEAR = 8, 1.33  # of each sum, to measure a warm start, and how far it may be from its target
 _CALLS_OF_A_PROCESS = 25  # then a new one takes its place, because compiled programs stay in memory
 
 
@@ -89,16 +90,16 @@ def warm_starts(out: Path, seed: int) -> None:
   if not able.exists():
     _supervised(folder, seed, sums(out, OPERANDS), "able", {"warm_start.steps": 800})
   for target, worked in TARGETS.items():
-    start = folder / f"start_{target:g}"
-    while not start.exists():
-      data = sums(folder, OPERANDS, worked)
-      hesitant = {"warm_start.steps": 100, "model.path": str(able)}
+    least, most = worked / 4, worked * 4  # shares that teach too few and too many right draws
+    while not (folder / f"start_{target:g}").exists():
       name = f"tried_{target:g}_{worked:g}"
-      share = _supervised(folder, seed, data, name, hesitant)
+      hesitant = {"warm_start.steps": 100, "model.path": str(able)}
+      share = _supervised(folder, seed, sums(folder, OPERANDS, worked), name, hesitant)
       print(f"seed {seed}, {worked:.3g} worked: {share:.1%} of draws are right", flush=True)
       if 1 / NEAR < share / target < NEAR:
-        (folder / name).rename(start)
-      worked = round(worked * min(2, max(0.5, target / share)), 4)
+        (folder / name).rename(folder / f"start_{target:g}")
+      least, most = (worked, most) if share < target else (least, worked)
+      worked = round(math.sqrt(least * most), 4)
 
 
 def _supervised(
@@ -118,6 +119,7 @@ def _supervised(
     grpo_jax.train(grpo_jax.load_config("arithmetic", {**settings, **changes}), workdir)
     policy = grpo_jax.load_policy(workdir)
     share = policy.evaluate(samples=DRAWS, examples=256)[f"eval/mean@{DRAWS}"]
+    shutil.rmtree(folder / name, ignore_errors=True)  # of a try that was killed
     policy.export(folder / name)
   return share
 

@@ -501,6 +501,7 @@ def with_adapters(config, folder):
   )
 
 
+@pytest.mark.slow
 def test_a_whole_run_reads_every_key(tmp_path, reads):
   """Warm start, GRPO with a reference, a reward model, evaluation, adapters, conversations.
 

@@ -141,6 +141,7 @@ def test_a_surplus_that_nothing_corrects_is_refused(algo, words):
 # The run as a whole.
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path):
   """With everything that the host remembers: pass rates, the place in the order, a surplus."""
   config = with_reward(small_config(**SURPLUS), tmp_path, MIXED)

@@ -79,6 +79,7 @@ def test_tokens_outside_the_mask_have_none():
 # In a run.
 
 
+@pytest.mark.slow
 def test_the_teacher_of_another_shape_grades_each_token(tmp_path):
   """Its log-probs are those of a plain forward pass, and they are added with their weight."""
   shape, params = save_teacher(tmp_path / "teacher")
