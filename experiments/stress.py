@@ -86,6 +86,7 @@ def warm_starts(out: Path, seed: int) -> None:
   with other solutions until the share of right draws is near the target.
   """
   folder = out / f"seed_{seed}"
+  folder.mkdir(parents=True, exist_ok=True)
   able = folder / "able"
   if not able.exists():
     _supervised(folder, seed, sums(out, OPERANDS), "able", {"warm_start.steps": 800})
