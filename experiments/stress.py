@@ -89,7 +89,8 @@ def warm_starts(out: Path, seed: int) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   able = folder / "able"
   if not able.exists():
-    _supervised(folder, seed, sums(out, OPERANDS), "able", {"warm_start.steps": 800})
+    share = _supervised(folder, seed, sums(out, OPERANDS), "able", {"warm_start.steps": 800})
+    print(f"seed {seed}, all worked: {share:.1%} of draws are right", flush=True)
   for target, worked in TARGETS.items():
     least, most = worked / 4, worked * 4  # shares that teach too few and too many right draws
     while not (folder / f"start_{target:g}").exists():

@@ -172,6 +172,26 @@ def cell_table(runs: Runs, level: str) -> list[str]:
   return rows
 
 
+def regime_sections(runs: Runs) -> list[str]:
+  """A table for each regime of which a level has run."""
+  lines = []
+  for regime, levels in REGIMES.items():
+    if _has_run(runs, levels):
+      lines += [f"### {regime.capitalize()}", "", *regime_table(runs, levels), ""]
+  if _has_run(runs, REGIMES["reward for length"]):
+    lines += ["### Reward for length: tokens beyond those of the worked solution, in percent", ""]
+    lines += [*regime_table(runs, REGIMES["reward for length"], "wasted"), ""]
+  return lines
+
+
+def level_sections(runs: Runs) -> list[str]:
+  """A table for each level that has run."""
+  lines = []
+  for level in dict.fromkeys(level for level, _ in runs):
+    lines += [f"### {level}", "", *cell_table(runs, level), ""]
+  return lines
+
+
 def ranked(runs: Runs, levels: Sequence[str]) -> list[str]:
   """The methods that have run at these levels, the best mean first."""
   means = {
@@ -263,10 +283,11 @@ def main() -> None:
   lines = read_lines()
   runs = by_cell(lines)
   seeds = 1 + max(line["seed"] for line in lines)
-  tables = {regime: regime_table(runs, levels) for regime, levels in REGIMES.items()}
-  tables["wasted"] = regime_table(runs, REGIMES["reward for length"], "wasted")
-  tables |= {f"cells: {level}": cell_table(runs, level) for level, _ in runs}
-  tables["variance"] = variance_table(runs, seeds)
+  tables = {
+    "variance": variance_table(runs, seeds),
+    "final accuracies": regime_sections(runs),
+    "cells": level_sections(runs),
+  }
   hours = sum(line["seconds"] for line in lines) / 3600
   tables["size"] = [f"{len(lines)} runs, {hours:.1f} hours of one CPU core."]
   PAGE.write_text(with_tables(PAGE.read_text(), tables))
