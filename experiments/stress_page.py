@@ -173,12 +173,12 @@ def cell_table(runs: Runs, level: str) -> list[str]:
 
 
 def regime_sections(runs: Runs) -> list[str]:
-  """A table for each regime of which a level has run."""
+  """A table for each regime of which two levels have run."""
   lines = []
   for regime, levels in REGIMES.items():
-    if _has_run(runs, levels):
+    if _can_compare(runs, levels):
       lines += [f"### {regime.capitalize()}", "", *regime_table(runs, levels), ""]
-  if _has_run(runs, REGIMES["reward for length"]):
+  if _can_compare(runs, REGIMES["reward for length"]):
     lines += ["### Reward for length: tokens beyond those of the worked solution, in percent", ""]
     lines += [*regime_table(runs, REGIMES["reward for length"], "wasted"), ""]
   return lines
@@ -228,8 +228,8 @@ def _short(level: str) -> str:
 
 def draw_maps(runs: Runs) -> None:
   """Writes stress_1.png and so on."""
-  wanted = [(regime, "") for regime, levels in REGIMES.items() if _has_run(runs, levels)]
-  if any(regime == "reward for length" for regime, _ in wanted):
+  wanted = [(regime, "") for regime, levels in REGIMES.items() if _can_compare(runs, levels)]
+  if ("reward for length", "") in wanted:
     wanted.append(("reward for length", "wasted"))
   for number, start in enumerate(range(0, len(wanted), PER_PICTURE), 1):
     part = wanted[start : start + PER_PICTURE]
@@ -239,14 +239,19 @@ def draw_maps(runs: Runs) -> None:
     for axes, (regime, key) in zip(row[0], part):
       levels = REGIMES[regime]
       heat_map(
-        axes, runs, regime, ranked(runs, [one for one in levels if _has_run(runs, [one])]), key
+        axes,
+        runs,
+        regime,
+        ranked(runs, [one for one in levels if any(level == one for level, _ in runs)]),
+        key,
       )
     figure.savefig(LINES.with_name(f"stress_{number}.png"), dpi=110)
     plt.close(figure)
 
 
-def _has_run(runs: Runs, levels: Sequence[str]) -> bool:
-  return any(level in levels for level, _ in runs)
+def _can_compare(runs: Runs, levels: Sequence[str]) -> bool:
+  """Whether two levels of a regime have run."""
+  return len({level for level, _ in runs} & set(levels)) > 1
 
 
 def draw_surprises(runs: Runs) -> None:
