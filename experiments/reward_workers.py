@@ -12,15 +12,17 @@ trains with a reward that waits, as a judge does, and prints how long a step sam
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from pathlib import Path
 import resource
 import statistics
 import subprocess
 import time
+from typing import Any
 
 from grpo_jax import load_config, rewards, train
+from grpo_jax.config import Config
 from grpo_jax.rewards.code import code
 from grpo_jax.rewards.symbolic import math
 from grpo_jax.rewards.workers import Call
@@ -103,22 +105,18 @@ def throughput(count: int, workers: int) -> None:
   print(f"{ratio:.2f} times as fast, which is {ratio / workers:.0%} of {workers} cores")
 
 
+def config_of(steps: int, changes: Mapping[str, Any]) -> Config:
+  """A run of random weights that evaluates nothing, with two workers."""
+  common = {"steps": steps, "warm_start.steps": 0, "eval.every": 0, "reward.workers": 2}
+  return load_config("arithmetic", {**common, **changes})
+
+
 def failing_run(folder: Path, steps: int, timeout: float) -> None:
   """Prints the time of a run with a reward that fails and of one with a reward that works."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "failing.py").write_text(FAILURES)
-  config = load_config("arithmetic")
-  config = config.replace(
-    {
-      "steps": steps,
-      "warm_start.steps": 0,
-      "eval.every": 0,
-      "batch.prompts": 8,
-      "batch.group_size": GROUP,
-      "reward.timeout": timeout,
-      "reward.workers": 2,
-    }
-  )
+  sizes = {"batch.prompts": 8, "batch.group_size": GROUP}
+  config = config_of(steps, {**sizes, "reward.timeout": timeout})
   seconds = {}
   for name in ("works", "fails"):
     functions = (f"{folder}/failing.py:{name}",)
@@ -166,19 +164,9 @@ def overlap(folder: Path, steps: int, wait: float) -> None:
   """Prints the times of steps in parts. The reward of a group takes `wait` seconds."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "waiting.py").write_text(WAITS)
-  config = load_config("arithmetic")
-  config = config.replace(
-    {
-      "steps": steps,
-      "warm_start.steps": 0,
-      "eval.every": 0,
-      "model.embed_dim": 256,
-      "model.mlp_dim": 1024,
-      "batch.group_size": 16,
-      "reward.functions": (f"{folder}/waiting.py:waits(seconds={wait})",),
-      "reward.workers": 2,
-    }
-  )
+  sizes = {"model.embed_dim": 256, "model.mlp_dim": 1024, "batch.group_size": 16}
+  functions = (f"{folder}/waiting.py:waits(seconds={wait})",)
+  config = config_of(steps, {**sizes, "reward.functions": functions})
   print(f"{config.batch.prompts} groups, {wait} s each in two workers; medians of {steps} steps")
   for parts in (1, 2, 4, 8):
     train(config.replace({"sampling.parts": parts}), folder / str(parts))

@@ -37,7 +37,9 @@ from stress_cells import OPERANDS, TARGETS, Cell
 
 import grpo_jax
 from grpo_jax.data.arithmetic import Arithmetic
+from grpo_jax.model.folders import new_folder
 from grpo_jax.rewards.process import equations
+from grpo_jax.run.json_files import json_line, replace_file
 
 LINES = Path(__file__).with_name("stress.jsonl")
 TRAIN, TEST = 8000, 512  # sums of each folder
@@ -46,13 +48,8 @@ _CALLS_OF_A_PROCESS = 25  # then a new one takes its place, because compiled pro
 
 
 def read_lines(path: Path = LINES) -> list[dict[str, Any]]:
-  """The cells that have run. A last line that was not written to its end is left out."""
-  lines = path.read_text().splitlines() if path.exists() else []
-  rows = []
-  for line in lines:
-    with contextlib.suppress(ValueError):
-      rows.append(json.loads(line))
-  return rows
+  """The lines of the cells that have run."""
+  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def sums(out: Path, operands: int, worked: float = 1.0) -> Path:
@@ -67,15 +64,15 @@ def sums(out: Path, operands: int, worked: float = 1.0) -> Path:
   folder = out / f"sums_{operands}_{worked:g}"
   if folder.exists():
     return folder
-  folder.mkdir(parents=True)
-  for split, count in (("train", TRAIN), ("test", TEST)):
-    lines = []
-    for i, example in enumerate(Arithmetic(split, operands)[:count]):
-      answer = f"#### {example['answer']}"
-      steps = [*equations(example["question"]), answer]
-      solution = ";".join(steps) if i < worked * count else "#### 0"
-      lines.append(json.dumps(example | {"solution": solution}) + "\n")
-    (folder / f"{split}.jsonl").write_text("".join(lines))
+  with new_folder(folder) as files:
+    for split, count in (("train", TRAIN), ("test", TEST)):
+      lines = []
+      for i, example in enumerate(Arithmetic(split, operands)[:count]):
+        answer = f"#### {example['answer']}"
+        steps = [*equations(example["question"]), answer]
+        solution = ";".join(steps) if i < worked * count else "#### 0"
+        lines.append(json.dumps(example | {"solution": solution}) + "\n")
+      (files / f"{split}.jsonl").write_text("".join(lines))
   return folder
 
 
@@ -265,17 +262,17 @@ def main() -> None:
     repeat(
       lines[:: max(1, len(lines) // options.repeat)][: options.repeat], options.out, options.jobs
     )
+  has_run = {cell_of(line) for line in lines}
   starts = ((warm_starts, options.out, seed) for seed in range(options.seeds))
   for operands in sorted({level.operands for level in stress_cells.LEVELS.values()}):
     sums(options.out, operands)  # here, as processes would write them at the same time
   for _ in in_processes(options.jobs, starts):
     pass
-  has_run = {cell_of(line) for line in lines}
   left = [cell for cell in stress_cells.cells(options.seeds) if cell not in has_run]
   calls = ((run_cell, cell, options.out) for cell in left)
   for done, line in enumerate(in_processes(options.jobs, calls, deadline), 1):
-    with open(LINES, "a") as file:
-      file.write(json.dumps(line) + "\n")
+    lines.append(line)
+    replace_file(LINES, b"".join(map(json_line, lines)))
     print(
       f"{done} of {len(left)}: {line['level']}, {line['method']}, seed {line['seed']}:"
       f" {line['accuracy'][0]:.1%} -> {line['accuracy'][-1]:.1%} in {line['seconds']} s",

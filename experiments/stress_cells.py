@@ -60,9 +60,10 @@ class Level:
 def _methods() -> dict[str, tuple[str, dict[str, Any]]]:
   """Each method's preset, and its settings beside those of the preset.
 
-  A preset with a KL term is there twice: as it is, and without. So are presets whose bounds are for
-  a ratio that is a mean over thousands of tokens. Its deviation falls with the root of the length,
-  so that bounds for 32 tokens are about 16 times as wide as those for 8,000.
+  A preset with a KL term is there twice: as it is, and without. Of `process` there is only the one
+  without, because its KL is that of grpo. Presets whose bounds are for a ratio that is a mean over
+  thousands of tokens are there with wider bounds, too: the deviation of such a ratio falls with the
+  root of the length, so bounds for 32 tokens are about 16 times as wide as those for 8,000.
   """
   methods: dict[str, tuple[str, dict[str, Any]]] = {}
   for name, settings in PRESETS.items():
@@ -74,7 +75,7 @@ def _methods() -> dict[str, tuple[str, dict[str, Any]]]:
     if settings.get("ratio") == "sequence":
       bounds = {f"algo.{key}": 16 * settings[key] for key in ("clip_low", "clip_high")}
       methods[f"{name}, 16 x bounds"] = name, _NO_KL | bounds
-  del methods["process"]  # as "process, no KL", whose coefficient is that of grpo
+  del methods["process"]  # its KL is that of grpo
   return methods
 
 
@@ -143,11 +144,7 @@ BASE = "4 updates, 3e-4"  # the harmless end of most regimes
 
 _RATES, _UPDATES = ("3e-4", "1e-3"), (1, 2, 4, 8, 16, 32)
 LEVELS: dict[str, Level] = {
-  **{
-    f"{n} updates, {rate}": _reuse(n, float(rate))
-    for rate in ("3e-4", "1e-3")
-    for n in (1, 2, 4, 8, 16, 32)
-  },
+  **{f"{n} updates, {rate}": _reuse(n, float(rate)) for rate in _RATES for n in _UPDATES},
   **{f"start {target:.0%}": Level(start=target) for target in TARGETS if target != 0.1},
   **{f"flipped {rate:.0%}": _noise(rate, "flipped") for rate in (0.1, 0.2, 0.3)},
   **{f"false positives {rate:.0%}": _noise(rate, "false_positives") for rate in (0.1, 0.2, 0.3)},

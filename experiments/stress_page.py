@@ -140,13 +140,14 @@ def variance_table(runs: Runs, seeds: int) -> list[str]:
 
 def regime_table(runs: Runs, levels: Sequence[str], key: str = "") -> list[str]:
   """A row for each method: mean and interval at each level, and where it breaks."""
-  has_run = [one for one in levels if any(level == one for level, _ in runs)]
+  has_run = _columns(runs, levels)
   rows = [f"| method | {' | '.join(has_run)} | breaks at |", "|---" * (len(has_run) + 2) + "|"]
   for method in ranked(runs, has_run):
     cells = []
     for level in has_run:
       lines = runs.get((level, method), ())
-      values = [line[key] if key else final(line) for line in lines if not key or key in line]
+      values = [line.get(key) if key else final(line) for line in lines]
+      values = [value for value in values if value is not None]
       mean, half = (statistics.fmean(values), half_width(values)) if values else (None, None)
       width = "" if half is None or np.isnan(half) else f" ± {100 * half:.0f}"
       cells.append("" if mean is None else f"{100 * mean:.1f}{width}")
@@ -206,7 +207,7 @@ def heat_map(
   axes: plt.Axes, runs: Runs, regime: str, methods: Sequence[str], key: str = ""
 ) -> None:
   """A row for each method and a column for each level of a regime."""
-  levels = [one for one in REGIMES[regime] if any(level == one for level, _ in runs)]
+  levels = _columns(runs, REGIMES[regime])
   values = np.array([[mean_of(runs, one, method, key) for one in levels] for method in methods])
   axes.imshow(100 * values, aspect="auto", vmin=0, vmax=100, cmap="magma_r" if key else "viridis")
   for (row, column), value in np.ndenumerate(values):
@@ -237,21 +238,19 @@ def draw_maps(runs: Runs) -> None:
       1, len(part), figsize=(4.6 * len(part), 6.4), constrained_layout=True, squeeze=False
     )
     for axes, (regime, key) in zip(row[0], part):
-      levels = REGIMES[regime]
-      heat_map(
-        axes,
-        runs,
-        regime,
-        ranked(runs, [one for one in levels if any(level == one for level, _ in runs)]),
-        key,
-      )
+      heat_map(axes, runs, regime, ranked(runs, REGIMES[regime]), key)
     figure.savefig(LINES.with_name(f"stress_{number}.png"), dpi=110)
     plt.close(figure)
 
 
 def _can_compare(runs: Runs, levels: Sequence[str]) -> bool:
   """Whether two levels of a regime have run."""
-  return len({level for level, _ in runs} & set(levels)) > 1
+  return len(_columns(runs, levels)) > 1
+
+
+def _columns(runs: Runs, levels: Sequence[str]) -> list[str]:
+  """Those of the levels that have run, in their order."""
+  return [one for one in levels if any(level == one for level, _ in runs)]
 
 
 def draw_surprises(runs: Runs) -> None:

@@ -41,12 +41,12 @@ def as_begun(config: Config, workdir: str | Path) -> Config:
   A setting that did not exist then gets the value that reproduces the behaviour of that time, if
   `config` has its default. So the command of that time goes on with the run.
 
+  A config.json that cannot be read changes nothing here, because another run may be writing it.
+  `open_run` reads it again when it holds the folder, and says what is wrong.
+
   Args:
     config: The config under which the run is to begin or to go on.
     workdir: Its folder, which need not exist.
-
-  A config.json that cannot be read changes nothing here, because another run may be writing it. Who
-  opens the folder finds out.
   """
   file = folder(workdir) / "config.json"
   try:
