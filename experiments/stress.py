@@ -13,13 +13,15 @@ writes experiments/stress.md with its pictures, from these lines.
 
 runs five cells again that have a line, and compares all their metrics, bit for bit.
 
-`stress_cells.py` says what the cells are. A cell takes 40 steps of 16 x 8 completions.
+`stress_cells.py` says what the cells are. A cell takes 24 steps of 16 x 8 completions.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -29,22 +31,41 @@ import shutil
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 import zlib
 
+from jax.sharding import Mesh
 import stress_cells
 from stress_cells import OPERANDS, TARGETS, Cell
 
 import grpo_jax
+from grpo_jax.config import Config, Data, Reward
 from grpo_jax.data.arithmetic import Arithmetic
 from grpo_jax.model.folders import new_folder
 from grpo_jax.rewards.process import equations
+from grpo_jax.run import build
 from grpo_jax.run.json_files import json_line, replace_file
+from grpo_jax.run.parameters import Parameters
+from grpo_jax.run.programs import Programs
 
 LINES = Path(__file__).with_name("stress.jsonl")
 TRAIN, TEST = 8000, 512  # sums of each folder
 DRAWS, NEAR = 8, 1.33  # of each sum, to measure a warm start, and how far it may be from its target
-_CALLS_OF_A_PROCESS = 25  # then a new one takes its place, because compiled programs stay in memory
+
+
+class Call(NamedTuple):
+  """A function and its arguments.
+
+  Attributes:
+    function: In a module, so that a process can find it.
+    arguments: By place.
+    family: Equal for calls that can share a process.
+  """
+
+  function: Callable[..., Any]
+  arguments: tuple[Any, ...]
+  family: Any = None
 
 
 def read_lines(path: Path = LINES) -> list[dict[str, Any]]:
@@ -123,13 +144,46 @@ def _supervised(
   return share
 
 
+class SharedPrograms(Programs):
+  """Programs of which each sampler is traced once."""
+
+  sampler = functools.cache(Programs.sampler)
+
+
+@functools.cache
+def _programs_of(key: str) -> list[Programs]:
+  """Where the programs of such configs are kept in this process."""
+  del key
+  return []
+
+
+def shared_programs(config: Config, mesh: Mesh, parameters: Parameters) -> Programs:
+  """The programs of a config: those of an earlier run here that differs in nothing they read.
+
+  To trace them takes longer than most cells take to run. They hold no parameters and no state.
+  """
+  read = dataclasses.replace(
+    config,
+    algo=dataclasses.replace(config.algo, **{"updates_per_batch": 1}),  # a loop around them
+    model=dataclasses.replace(config.model, path=""),  # all warm starts have one shape
+    data=Data(),
+    reward=Reward(),
+    seed=0,
+  )
+  kept = _programs_of(repr(read))
+  if not kept:
+    kept.append(SharedPrograms(config, mesh, parameters))
+  return kept[0]
+
+
 def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
   """Runs a cell in this process. Returns its line."""
   start = time.monotonic()
   workdir = out / "runs" / str(os.getpid())
   shutil.rmtree(workdir, ignore_errors=True)
   failure = ""
-  with _output_to(out / f"log_{os.getpid()}"):
+  sharing = mock.patch.object(build, "Programs", shared_programs)
+  with _output_to(out / f"log_{os.getpid()}"), sharing:
     try:
       grpo_jax.train(cell.config(out), workdir)
     except grpo_jax.RunFailed as error:  # such as a loss that is not finite
@@ -144,7 +198,7 @@ def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """What a line holds of a run's metrics.
 
-  `digest` is a checksum of all of them but the times. Means are over the last ten steps.
+  `digest` is a checksum of all of them but the times. Means are over the last eight steps.
   """
   timeless = [
     {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
@@ -164,7 +218,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ("clipped", "clip_ratio/region_mean"),
     ("wasted", "wasted"),
   ):
-    values = [row[name] for row in steps[-10:] if row.get(name) is not None]
+    values = [row[name] for row in steps[-8:] if row.get(name) is not None]
     if values:
       line[key] = float(f"{statistics.fmean(values):.4g}")
   ratios = [row["ratio/max"] for row in steps if row.get("ratio/max") is not None]
@@ -177,54 +231,71 @@ def _output_to(log: Path) -> Iterator[None]:
     yield
 
 
-def in_processes(
-  jobs: int, calls: Iterator[tuple[Any, ...]], deadline: float = float("inf")
-) -> Iterator[Any]:
-  """The results of calls as they come. Each runs in a process with one CPU core of its own.
+def in_processes(queues: Sequence[Iterable[Call]], deadline: float = float("inf")) -> Iterator[Any]:
+  """The results of calls as they come. Each queue has a process with a CPU core of its own.
 
-  With one core, sums are always made in the same order, so that numbers can be repeated.
+  With one core, sums are always made in the same order, so that numbers can be repeated. A call of
+  another family than the one before gets a new process, because programs stay in memory.
 
   Args:
-    jobs: How many processes there are.
-    calls: A function and its arguments, each.
+    queues: The calls of each process.
     deadline: The time (time.monotonic) after which no call is begun.
   """
-  cores = sorted(os.sched_getaffinity(0))[:jobs]
-  pools = {core: _pool(core) for core in cores}
-  counts, running = dict.fromkeys(cores, 0), dict[Future[Any], int]()
+  cores = sorted(os.sched_getaffinity(0))
+  workers = [_Worker(core, iter(queue)) for core, queue in zip(cores, queues)]
+  running = dict[Future[Any], _Worker]()
   try:
-    for core in cores:
-      _begin(pools[core], core, calls, running)
-    while running:
+    while True:
+      for worker in workers:
+        if worker not in running.values() and time.monotonic() < deadline:
+          future = worker.begin()
+          if future is not None:
+            running[future] = worker
+      if not running:
+        break
       for future in wait(running, return_when=FIRST_COMPLETED).done:
-        core = running.pop(future)
-        counts[core] += 1
-        if counts[core] % _CALLS_OF_A_PROCESS == 0:
-          pools[core].shutdown()
-          pools[core] = _pool(core)
-        if time.monotonic() < deadline:
-          _begin(pools[core], core, calls, running)
+        del running[future]
         yield future.result()
   finally:
-    for pool in pools.values():
-      pool.shutdown(cancel_futures=True)
+    for worker in workers:
+      worker.close()
 
 
-def _pool(core: int) -> ProcessPoolExecutor:
-  context = multiprocessing.get_context("spawn")
-  # Before JAX counts the cores.
-  return ProcessPoolExecutor(1, context, initializer=os.sched_setaffinity, initargs=(0, [core]))
+class _Worker:
+  """A process on one core, which takes the calls of a queue in turn."""
+
+  def __init__(self, core: int, calls: Iterator[Call]):
+    self._core, self._calls = core, calls
+    self._pool: ProcessPoolExecutor | None = None
+    self._family: Any = None
+
+  def begin(self) -> Future[Any] | None:
+    """Begins the next call. None if there is none."""
+    call = next(self._calls, None)
+    if call is None:
+      return None
+    if self._pool is None or call.family != self._family:
+      self.close()
+      context = multiprocessing.get_context("spawn")
+      pin = os.sched_setaffinity  # before JAX counts the cores
+      self._pool = ProcessPoolExecutor(1, context, initializer=pin, initargs=(0, [self._core]))
+      self._family = call.family
+    return self._pool.submit(call.function, *call.arguments)
+
+  def close(self) -> None:
+    """Ends the process."""
+    if self._pool is not None:
+      self._pool.shutdown(cancel_futures=True)
 
 
-def _begin(
-  pool: ProcessPoolExecutor,
-  core: int,
-  calls: Iterator[tuple[Any, ...]],
-  running: dict[Future[Any], int],
-) -> None:
-  call = next(calls, None)
-  if call is not None:
-    running[pool.submit(*call)] = core
+def queues_of(cells: Sequence[Cell], out: Path, jobs: int) -> list[list[Call]]:
+  """One queue for each job. All cells of a method are in one, where they share programs."""
+  methods = {method: i % jobs for i, method in enumerate(stress_cells.METHODS)}
+  queues: list[list[Call]] = [[] for _ in range(jobs)]
+  for cell in cells:
+    call = Call(run_cell, (cell, out), stress_cells.family(cell.level))
+    queues[methods[cell.method]].append(call)
+  return queues
 
 
 def cell_of(line: Mapping[str, Any]) -> Cell:
@@ -235,7 +306,7 @@ def cell_of(line: Mapping[str, Any]) -> Cell:
 def repeat(lines: Sequence[Mapping[str, Any]], out: Path, jobs: int) -> None:
   """Runs the cells of these lines again. Exits with 1 if a metric differs."""
   differ = 0
-  found = in_processes(jobs, ((run_cell, cell_of(line), out) for line in lines))
+  found = in_processes(queues_of([cell_of(line) for line in lines], out, jobs))
   before = {cell_of(line): line for line in lines}
   for line in found:
     same = line["digest"] == before[cell_of(line)]["digest"]
@@ -263,14 +334,18 @@ def main() -> None:
       lines[:: max(1, len(lines) // options.repeat)][: options.repeat], options.out, options.jobs
     )
   has_run = {cell_of(line) for line in lines}
-  starts = ((warm_starts, options.out, seed) for seed in range(options.seeds))
+  seeds = range(options.seeds)
+  starts = [
+    [Call(warm_starts, (options.out, seed)) for seed in seeds[job :: options.jobs]]
+    for job in range(options.jobs)
+  ]
   for operands in sorted({level.operands for level in stress_cells.LEVELS.values()}):
     sums(options.out, operands)  # here, as processes would write them at the same time
-  for _ in in_processes(options.jobs, starts):
+  for _ in in_processes(starts):
     pass
   left = [cell for cell in stress_cells.cells(options.seeds) if cell not in has_run]
-  calls = ((run_cell, cell, options.out) for cell in left)
-  for done, line in enumerate(in_processes(options.jobs, calls, deadline), 1):
+  queues = queues_of(left, options.out, options.jobs)
+  for done, line in enumerate(in_processes(queues, deadline), 1):
     lines.append(line)
     replace_file(LINES, b"".join(map(json_line, lines)))
     print(

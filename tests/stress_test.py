@@ -2,6 +2,7 @@
 
 from pathlib import Path
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from grpo_jax.rewards.process import equations
 from grpo_jax.run.checks import check
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+import stress
 import stress_cells
 import stress_rewards
 
@@ -42,12 +44,44 @@ def test_every_cell_has_a_config_that_can_be_run(tmp_path):
   assert levels == set(stress_cells.LEVELS) == {cell.level for cell in cells}
 
 
-def test_the_most_telling_cells_come_first_and_all_seeds_of_a_level_together():
+def test_the_most_telling_cells_come_first_and_all_seeds_of_a_method_together():
   cells = list(stress_cells.cells(2))
   levels = list(dict.fromkeys(cell.level for cell in cells))
   assert tuple(levels[: len(stress_cells.ORDER)]) == stress_cells.ORDER
-  seeds = [cell.seed for cell in cells if cell.level == levels[0]]
-  assert seeds == sorted(seeds) and set(seeds) == {0, 1}
+  assert [cell.seed for cell in cells[:4]] == [0, 1, 0, 1]
+  assert cells[0].method == cells[1].method != cells[2].method
+
+
+def test_levels_of_a_family_differ_in_nothing_that_a_program_reads(tmp_path):
+  """`stress.shared_programs` leaves these settings out when it compares configs."""
+  family = stress_cells.family
+  assert family(stress_cells.BASE) == family("32 updates, 3e-4") == family("flipped 20%")
+  assert family(stress_cells.BASE) == family("start 1%")
+  for other in ("2 updates, 3e-4", "4 updates, 1e-3", "4 operands", "bonus 0.1", "top-p 0.9"):
+    assert family(stress_cells.BASE) != family(other)
+
+
+def test_programs_are_shared_by_configs_that_differ_in_nothing_they_read(tmp_path):
+  made = []
+
+  class Counted(stress.Programs):
+    def __init__(self, config, mesh, parameters):
+      made.append(config)
+
+  def programs(level, method="dapo", seed=0):
+    config = stress_cells.Cell(level, method, seed).config(tmp_path)
+    return stress.shared_programs(config, None, None)
+
+  with mock.patch.object(stress, "SharedPrograms", Counted):
+    stress._programs_of.cache_clear()
+    first = programs(stress_cells.BASE)
+    assert first is programs(stress_cells.BASE, seed=1) is programs("start 1%")
+    assert first is programs("16 updates, 3e-4") is programs("flipped 20%")
+    assert len(made) == 1
+    for level in ("4 updates, 1e-3", "2 updates, 3e-4", "bonus 0.1", "top-p 0.9"):
+      assert programs(level) is not first
+    assert programs(stress_cells.BASE, "cispo") is not first
+  stress._programs_of.cache_clear()
 
 
 def test_a_variant_differs_from_its_preset_in_what_its_name_says(tmp_path):
