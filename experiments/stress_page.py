@@ -1,9 +1,10 @@
-"""Draws what `stress.py` measured, and writes the tables of experiments/stress.md.
+"""Draws what `stress.py` measured, and writes its tables.
 
   pip install -e '.[plot]' && python experiments/stress_page.py
 
-It replaces what stands between <!-- NAME --> and <!-- end --> in stress.md, writes the pictures
-beside it, and prints an analysis of variance of each level. All text outside is written by hand.
+It replaces what stands between <!-- NAME --> and <!-- end --> in experiments/stress.md, and prints
+an analysis of variance of each level. All text outside is written by hand. It also writes the
+pictures beside that page, and all of stress_tables.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,10 @@ from stress import LINES, read_lines
 from stress_cells import EVERY, METHODS, REGIMES
 
 PAGE = LINES.with_name("stress.md")
+TABLES = LINES.with_name("stress_tables.md")
 PER_PICTURE = 3  # heat maps
+# Regimes whose levels go from harmless to hard.
+BREAKING = [name for name in REGIMES if "corrections" not in name]
 SURPRISES: tuple[tuple[str, tuple[str, ...]], ...] = ()  # a level and methods, each
 
 Line = Mapping[str, Any]
@@ -96,6 +100,8 @@ class Variance(NamedTuple):
     rest: What remains of a run when both are known.
     F: The mean square of the methods over that of the rest.
     p: The chance of such an F if methods were equal.
+    apart: How far apart the means of two methods have to be, so that with 95% no pair is farther
+      apart if all methods are equal (Tukey's range test).
   """
 
   methods: float
@@ -103,6 +109,7 @@ class Variance(NamedTuple):
   rest: float
   F: float
   p: float
+  apart: float
 
 
 def variance(accuracy_MS: np.ndarray) -> Variance:
@@ -114,8 +121,10 @@ def variance(accuracy_MS: np.ndarray) -> Variance:
   between = S * (methods_M**2).sum() / (M - 1)
   rest = (rest_MS**2).sum() / ((M - 1) * (S - 1))
   F = between / rest if rest else float("inf")
-  p = float(stats.f.sf(F, M - 1, (M - 1) * (S - 1)))
-  return Variance(methods_M.std(ddof=1), seeds_S.std(ddof=1), float(np.sqrt(rest)), F, p)
+  freedom = (M - 1) * (S - 1)
+  p = float(stats.f.sf(F, M - 1, freedom))
+  apart = float(stats.studentized_range.ppf(0.95, M, freedom) * np.sqrt(rest / S))
+  return Variance(methods_M.std(ddof=1), seeds_S.std(ddof=1), float(np.sqrt(rest)), F, p, apart)
 
 
 def variances(runs: Runs, seeds: int) -> dict[str, Variance]:
@@ -131,17 +140,52 @@ def variances(runs: Runs, seeds: int) -> dict[str, Variance]:
 
 def variance_table(runs: Runs, seeds: int) -> list[str]:
   """A row for each level."""
-  rows = ["| level | between methods | between seeds | rest | F | p |", "|---" * 6 + "|"]
+  rows = [
+    "| level | between methods | between seeds | rest | F | p | apart |",
+    "|---" * 7 + "|",
+  ]
   for level, one in variances(runs, seeds).items():
     spread = " | ".join(f"{100 * value:.1f}" for value in one[:3])
-    rows.append(f"| {level} | {spread} | {one.F:.1f} | {one.p:.1g} |")
+    rows.append(f"| {level} | {spread} | {one.F:.1f} | {one.p:.1g} | {100 * one.apart:.0f} |")
+  return rows
+
+
+def breaks_table(runs: Runs) -> list[str]:
+  """A row for each method, and a column for each regime of which two levels have run."""
+  regimes = [
+    name for name, levels in REGIMES.items() if name in BREAKING and _can_compare(runs, levels)
+  ]
+  rows = [f"| method | {' | '.join(regimes)} |", "|---" * (len(regimes) + 1) + "|"]
+  for method in METHODS:
+    cells = [breaks_at(runs, _columns(runs, REGIMES[name]), method) for name in regimes]
+    rows.append(f"| {method} | {' | '.join(cells)} |")
+  return rows
+
+
+def pairs_table(runs: Runs, drop: float = 0.1) -> list[str]:
+  """A row for each preset that is there with and without one of its settings."""
+  rows = [
+    "| pair | levels | mean difference | at least 10 points better | at least 10 points worse |",
+    "|---" * 5 + "|",
+  ]
+  for variant in METHODS:
+    preset = METHODS[variant][0]
+    levels = [level for level, method in runs if method == variant and (level, preset) in runs]
+    if variant == preset or not levels:
+      continue
+    gaps = {one: mean_of(runs, one, variant) - mean_of(runs, one, preset) for one in levels}
+    better = [f"{one} ({100 * gap:+.0f})" for one, gap in gaps.items() if gap >= drop]
+    worse = [f"{one} ({100 * gap:+.0f})" for one, gap in gaps.items() if gap <= -drop]
+    mean = 100 * statistics.fmean(gaps.values())
+    found = [f"{variant} against {preset}", str(len(levels)), f"{mean:+.1f}"]
+    rows.append(f"| {' | '.join([*found, '; '.join(better), '; '.join(worse)])} |")
   return rows
 
 
 def regime_table(runs: Runs, levels: Sequence[str], key: str = "") -> list[str]:
-  """A row for each method: mean and interval at each level, and where it breaks."""
+  """A row for each method: mean and interval at each level."""
   has_run = _columns(runs, levels)
-  rows = [f"| method | {' | '.join(has_run)} | breaks at |", "|---" * (len(has_run) + 2) + "|"]
+  rows = [f"| method | {' | '.join(has_run)} |", "|---" * (len(has_run) + 1) + "|"]
   for method in ranked(runs, has_run):
     cells = []
     for level in has_run:
@@ -151,7 +195,7 @@ def regime_table(runs: Runs, levels: Sequence[str], key: str = "") -> list[str]:
       mean, half = (statistics.fmean(values), half_width(values)) if values else (None, None)
       width = "" if half is None or np.isnan(half) else f" ± {100 * half:.0f}"
       cells.append("" if mean is None else f"{100 * mean:.1f}{width}")
-    rows.append(f"| {method} | {' | '.join(cells)} | {breaks_at(runs, has_run, method)} |")
+    rows.append(f"| {method} | {' | '.join(cells)} |")
   return rows
 
 
@@ -163,14 +207,20 @@ def cell_table(runs: Runs, level: str) -> list[str]:
   ]
   for method in ranked(runs, [level]):
     lines = runs[level, method]
-    reached = ", ".join(str(steps_to(line) or "-") for line in lines)
-    collapsed = ", ".join(str(collapsed_at(line) or "-") for line in lines)
+    reached = ", ".join(_or_dash(steps_to(line)) for line in lines)
+    collapsed = ", ".join(_or_dash(collapsed_at(line)) for line in lines)
     means = [
       f"{mean_of(runs, level, method, key):.3g}" for key in ("entropy", "kl", "ratio", "clipped")
     ]
     accuracy = f"{100 * mean_of(runs, level, method):.1f}%"
-    rows.append(f"| {' | '.join([method, accuracy, reached, collapsed, *means])} |")
+    stopped = sum("failure" in line for line in lines)
+    name = f"{method} (stopped early: {stopped})" if stopped else method
+    rows.append(f"| {' | '.join([name, accuracy, reached, collapsed, *means])} |")
   return rows
+
+
+def _or_dash(step: int | None) -> str:
+  return "-" if step is None else str(step)
 
 
 def regime_sections(runs: Runs) -> list[str]:
@@ -283,18 +333,41 @@ def with_tables(page: str, tables: Mapping[str, Sequence[str]]) -> str:
   return page
 
 
+TABLES_HEAD = """# The tables of the stress test
+
+`python experiments/stress_page.py` writes this file from [stress.jsonl](stress.jsonl).
+[stress.md](stress.md) says what the runs are and what they show.
+
+## Final accuracies
+
+In percent, with the 95% interval of the mean (Student's t over the seeds). The best mean comes
+first.
+
+"""
+LEVELS_HEAD = """## What else was measured
+
+The steps and the collapse are those of each seed. An accuracy has collapsed when it falls below
+half of its best until then and stays there. Entropy, KL and the share of clipped tokens are means
+over the last eight steps, and the ratio is the largest of the run. A run stops early when many
+updates in a row are not finite.
+
+"""
+
+
 def main() -> None:
   lines = read_lines()
   runs = by_cell(lines)
   seeds = 1 + max(line["seed"] for line in lines)
-  tables = {
-    "variance": variance_table(runs, seeds),
-    "final accuracies": regime_sections(runs),
-    "cells": level_sections(runs),
-  }
   hours = sum(line["seconds"] for line in lines) / 3600
-  tables["size"] = [f"{len(lines)} runs, {hours:.1f} hours of one CPU core."]
+  tables = {
+    "size": [f"{len(lines)} runs, {hours:.1f} hours of one CPU core."],
+    "variance": variance_table(runs, seeds),
+    "breaks": breaks_table(runs),
+    "pairs": pairs_table(runs),
+  }
   PAGE.write_text(with_tables(PAGE.read_text(), tables))
+  sections = [TABLES_HEAD, *regime_sections(runs), LEVELS_HEAD, *level_sections(runs)]
+  TABLES.write_text("\n".join(sections).rstrip() + "\n")
   draw_maps(runs)
   draw_surprises(runs)
   print("\n".join(tables["variance"]))
