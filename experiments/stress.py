@@ -168,6 +168,7 @@ def shared_programs(config: Config, mesh: Mesh, parameters: Parameters) -> Progr
     model=dataclasses.replace(config.model, path=""),  # all warm starts have one shape
     data=Data(),
     reward=Reward(),
+    steps=1,  # the learning rate does not depend on it
     seed=0,
   )
   kept = _programs_of(repr(read))

@@ -146,6 +146,7 @@ _RATES, _UPDATES = ("3e-4", "1e-3"), (1, 2, 4, 8, 16, 32)
 LEVELS: dict[str, Level] = {
   **{f"{n} updates, {rate}": _reuse(n, float(rate)) for rate in _RATES for n in _UPDATES},
   **{f"start {target:.0%}": Level(start=target) for target in TARGETS if target != 0.1},
+  "start 1%, 48 steps": Level({"steps": 2 * STEPS}, start=0.01),
   **{f"flipped {rate:.0%}": _noise(rate, "flipped") for rate in (0.1, 0.2, 0.3)},
   **{f"false positives {rate:.0%}": _noise(rate, "false_positives") for rate in (0.1, 0.2, 0.3)},
   **{f"{count} operands": _operands(count) for count in (4, 5)},
@@ -161,7 +162,7 @@ LEVELS: dict[str, Level] = {
 # What the columns of the heat maps are, from harmless to hard.
 REGIMES: dict[str, tuple[str, ...]] = {
   **{f"reuse, rate {rate}": tuple(f"{n} updates, {rate}" for n in _UPDATES) for rate in _RATES},
-  "sparse": ("start 30%", BASE, "start 3%", "start 1%"),
+  "sparse": ("start 30%", BASE, "start 3%", "start 1%", "start 1%, 48 steps"),
   "flipped rewards": (BASE, "flipped 10%", "flipped 20%", "flipped 30%"),
   "false positives": (BASE, *(f"false positives {rate}%" for rate in (10, 20, 30))),
   "longer sums": (BASE, "4 operands", "5 operands"),
@@ -183,6 +184,7 @@ ORDER: tuple[str, ...] = (
   "flipped 30%",
   "false positives 30%",
   "start 3%",
+  "start 1%, 48 steps",
   "32 updates, 3e-4",
   "8 updates, 1e-3",
   "4 updates, 1e-3",
@@ -207,7 +209,7 @@ ORDER: tuple[str, ...] = (
 
 def family(level: str) -> tuple[tuple[str, Any], ...]:
   """Equal for levels whose runs differ in nothing that a compiled program reads."""
-  without = ("reward.functions", "algo.updates_per_batch")
+  without = ("reward.functions", "algo.updates_per_batch", "steps")
   settings = COMMON | dict(LEVELS[level].settings)
   return tuple(sorted((key, value) for key, value in settings.items() if key not in without))
 

@@ -77,6 +77,7 @@ def test_programs_are_shared_by_configs_that_differ_in_nothing_they_read(tmp_pat
     first = programs(stress_cells.BASE)
     assert first is programs(stress_cells.BASE, seed=1) is programs("start 1%")
     assert first is programs("16 updates, 3e-4") is programs("flipped 20%")
+    assert first is programs("start 1%, 48 steps")
     assert len(made) == 1
     for level in ("4 updates, 1e-3", "2 updates, 3e-4", "bonus 0.1", "top-p 0.9"):
       assert programs(level) is not first
