@@ -421,6 +421,18 @@ def test_settings_idle_at_ratio_one(changes, idle):
   assert checks.settings_idle_at_ratio_one(Algo(**changes)) == idle
 
 
+@pytest.mark.parametrize(
+  "changes, moves",
+  [
+    (dict(surrogate="reinforce", minibatches=4, updates_per_batch=2), True),
+    (dict(surrogate="reinforce", minibatches=4), False),
+    (dict(surrogate="ppo_clip", minibatches=4, updates_per_batch=2), False),
+  ],
+)
+def test_many_updates_without_a_ratio_move_unseen(changes, moves):
+  assert checks.moves_unseen(Algo(**changes)) == moves
+
+
 def test_idle_settings_are_settings_of_their_record():
   for record in SURROGATES.values():
     assert set(record.idle_at_ratio_one) <= set(record.settings)

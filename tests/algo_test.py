@@ -286,6 +286,18 @@ def test_which_settings_of_a_surrogate_are_idle_at_ratio_one(surrogate):
       assert settings_idle_at_ratio_one(several) == ()
 
 
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_which_surrogates_read_the_ratio(surrogate):
+  """Old log-probs of another policy change the gradient, except where the record says so."""
+  case = make_case()
+  settings = (algo(surrogate=surrogate, kl_coef=0.0, cov_fraction=0.5),)
+  moved, unmoved = (
+    gradients_by_logprobs(case.stats, batch, settings)[0]
+    for batch in (case.batch, at_ratio_one(case))
+  )
+  assert np.allclose(moved, unmoved, rtol=1e-5, atol=1e-9) != SURROGATES[surrogate].reads_ratio
+
+
 # The objective by hand, for one row of four tokens.
 
 

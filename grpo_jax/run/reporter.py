@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from grpo_jax.algo.checks import settings_idle_at_ratio_one
+from grpo_jax.algo.checks import moves_unseen, settings_idle_at_ratio_one
+from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
 from grpo_jax.run import notebook
@@ -207,12 +208,7 @@ def header_lines(
     lines.append(
       f"{len(replicated)} arrays of the optimizer are replicated, such as {replicated[0]}"
     )
-  idle = settings_idle_at_ratio_one(config.algo)
-  if idle:
-    lines.append(
-      f"one update per batch, so the ratio is 1 and algo.{', algo.'.join(idle)} change nothing;"
-      " algo.minibatches or algo.updates_per_batch would make them matter"
-    )
+  lines += _about_updates(config.algo)
   lines += [f"warning: {remark}" for remark in run.remarks]
   if step:
     devices = run.mesh.size
@@ -222,3 +218,19 @@ def header_lines(
       f"resuming from step {step} of {last_step(config)} in {workdir}{moved if has_moved else ''}"
     )
   return lines
+
+
+def _about_updates(algo: Algo) -> list[str]:
+  """What the number of updates per batch means for these settings."""
+  idle = settings_idle_at_ratio_one(algo)
+  if idle:
+    return [
+      f"one update per batch, so the ratio is 1 and algo.{', algo.'.join(idle)} change nothing;"
+      " algo.minibatches or algo.updates_per_batch would make them matter"
+    ]
+  if moves_unseen(algo):
+    return [
+      f"warning: algo.surrogate={algo.surrogate} has no ratio, so nothing limits the"
+      f" {algo.updates_per_step} updates per batch; choose fewer, or another surrogate"
+    ]
+  return []

@@ -86,6 +86,7 @@ class Surrogate:
     weighs_tokens_itself: True if `loss` uses `Terms.weights_PGT`, so that nobody else applies them.
     applies_correction_itself: True if `loss` uses `Terms.corrections_PGT`, likewise.
     idle_at_ratio_one: Names of settings that change no gradient where every ratio is 1.
+    reads_ratio: False if the loss does not see how far the policy has moved since it sampled.
     check: (algo) -> None. Raises ConfigError if the settings do not fit together.
   """
 
@@ -98,6 +99,7 @@ class Surrogate:
   weighs_tokens_itself: bool = False
   applies_correction_itself: bool = False
   idle_at_ratio_one: tuple[str, ...] = ()
+  reads_ratio: bool = True
   check: Callable[[Settings], None] | None = None
 
 

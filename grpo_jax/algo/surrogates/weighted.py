@@ -26,6 +26,7 @@ def reinforce(terms: Terms, algo: Settings) -> jax.Array:
 SURROGATES["reinforce"] = Surrogate(
   loss=reinforce,
   ratios=("token",),
+  reads_ratio=False,
   examples=(
     # lp = ln .75 and ln .25
     Example(
