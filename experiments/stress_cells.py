@@ -49,12 +49,14 @@ class Level:
     start: The share of right draws of the warm start.
     operands: Of each sum.
     methods: Those that run at it. None mean all.
+    own: What it changes in the settings of every method.
   """
 
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   start: float = 0.1
   operands: int = OPERANDS
   methods: tuple[str, ...] = ()
+  own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _methods() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -80,6 +82,13 @@ def _methods() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 METHODS = _methods()
+# Those without a KL term. gspo_token is gspo.
+_WITHOUT_KL = tuple(
+  name
+  for name, (_, own) in METHODS.items()
+  if _NO_KL.items() <= own.items() and name != "gspo_token"
+)
+_KL_OF_GRPO = {"algo.kl_coef": 0.04}
 # For levels that ask about the sampler and not about the method.
 _FEW = ("grpo, no KL", "cispo", "gspo, 16 x bounds", "gpg")
 
@@ -141,11 +150,13 @@ _CORRECTIONS = {
   for level in ("token", "sequence")
 }
 BASE = "4 updates, 3e-4"  # the harmless end of most regimes
+WITH_KL = "32 updates, 3e-4, all with KL 0.04"
 
 _RATES, _UPDATES = ("3e-4", "1e-3"), (1, 2, 4, 8, 16, 32)
 LEVELS: dict[str, Level] = {
   **{f"{n} updates, {rate}": _reuse(n, float(rate)) for rate in _RATES for n in _UPDATES},
   **{f"start {target:.0%}": Level(start=target) for target in TARGETS if target != 0.1},
+  WITH_KL: dataclasses.replace(_reuse(32, 3e-4), methods=_WITHOUT_KL, own=_KL_OF_GRPO),
   "start 1%, 48 steps": Level({"steps": 2 * STEPS}, start=0.01),
   **{f"flipped {rate:.0%}": _noise(rate, "flipped") for rate in (0.1, 0.2, 0.3)},
   **{f"false positives {rate:.0%}": _noise(rate, "false_positives") for rate in (0.1, 0.2, 0.3)},
@@ -162,6 +173,7 @@ LEVELS: dict[str, Level] = {
 # What the columns of the heat maps are, from harmless to hard.
 REGIMES: dict[str, tuple[str, ...]] = {
   **{f"reuse, rate {rate}": tuple(f"{n} updates, {rate}" for n in _UPDATES) for rate in _RATES},
+  "the KL term of grpo for all": ("32 updates, 3e-4", WITH_KL),
   "sparse": ("start 30%", BASE, "start 3%", "start 1%", "start 1%, 48 steps"),
   "flipped rewards": (BASE, "flipped 10%", "flipped 20%", "flipped 30%"),
   "false positives": (BASE, *(f"false positives {rate}%" for rate in (10, 20, 30))),
@@ -191,6 +203,7 @@ ORDER: tuple[str, ...] = (
   "bonus 0.3",
   "bonus 1.0",
   "bonus 0.1",
+  WITH_KL,
   "top-p 0.9",
   "bfloat16",
   "5 operands",
@@ -210,7 +223,7 @@ ORDER: tuple[str, ...] = (
 def family(level: str) -> tuple[tuple[str, Any], ...]:
   """Equal for levels whose runs differ in nothing that a compiled program reads."""
   without = ("reward.functions", "algo.updates_per_batch", "steps")
-  settings = COMMON | dict(LEVELS[level].settings)
+  settings = COMMON | dict(LEVELS[level].settings) | dict(LEVELS[level].own)
   return tuple(sorted((key, value) for key, value in settings.items() if key not in without))
 
 
@@ -230,7 +243,7 @@ class Cell:
     """
     level = LEVELS[self.level]
     preset, own = METHODS[self.method]
-    settings = COMMON | dict(level.settings) | own
+    settings = COMMON | dict(level.settings) | own | dict(level.own)
     settings |= {
       "seed": self.seed,
       "data.path": str(starts / f"sums_{level.operands}_1"),
