@@ -186,7 +186,8 @@ REGIMES: dict[str, tuple[str, ...]] = {
   },
 }
 
-# The levels in the order in which they run: those that tell methods apart most come first.
+# The levels in the order in which they run: those that tell methods apart most come first. Those
+# that are not named follow.
 ORDER: tuple[str, ...] = (
   BASE,
   "16 updates, 3e-4",
@@ -205,8 +206,9 @@ ORDER: tuple[str, ...] = (
   "bonus 0.1",
   WITH_KL,
   "top-p 0.9",
-  "bfloat16",
+  *(f"top-p 0.9, {name}" for name in _CORRECTIONS),
   "5 operands",
+  "bfloat16",
   "2 updates, 1e-3",
   "1 updates, 1e-3",
   "1 updates, 3e-4",

@@ -100,6 +100,8 @@ class Variance(NamedTuple):
     rest: What remains of a run when both are known.
     F: The mean square of the methods over that of the rest.
     p: The chance of such an F if methods were equal.
+    p_ranks: The same chance by Friedman's test, which reads only the order of the methods within
+      each seed. So it does not mind that collapsed methods vary less than others.
     apart: How far apart the means of two methods have to be, so that with 95% no pair is farther
       apart if all methods are equal (Tukey's range test).
   """
@@ -109,6 +111,7 @@ class Variance(NamedTuple):
   rest: float
   F: float
   p: float
+  p_ranks: float
   apart: float
 
 
@@ -124,7 +127,16 @@ def variance(accuracy_MS: np.ndarray) -> Variance:
   freedom = (M - 1) * (S - 1)
   p = float(stats.f.sf(F, M - 1, freedom))
   apart = float(stats.studentized_range.ppf(0.95, M, freedom) * np.sqrt(rest / S))
-  return Variance(methods_M.std(ddof=1), seeds_S.std(ddof=1), float(np.sqrt(rest)), F, p, apart)
+  p_ranks = float(stats.friedmanchisquare(*accuracy_MS).pvalue)
+  return Variance(
+    methods=methods_M.std(ddof=1),
+    seeds=seeds_S.std(ddof=1),
+    rest=float(np.sqrt(rest)),
+    F=F,
+    p=p,
+    p_ranks=p_ranks,
+    apart=apart,
+  )
 
 
 def variances(runs: Runs, seeds: int) -> dict[str, Variance]:
@@ -141,12 +153,13 @@ def variances(runs: Runs, seeds: int) -> dict[str, Variance]:
 def variance_table(runs: Runs, seeds: int) -> list[str]:
   """A row for each level."""
   rows = [
-    "| level | between methods | between seeds | rest | F | p | apart |",
-    "|---" * 7 + "|",
+    "| level | between methods | between seeds | rest | F | p | p by ranks | apart |",
+    "|---" * 8 + "|",
   ]
   for level, one in variances(runs, seeds).items():
     spread = " | ".join(f"{100 * value:.1f}" for value in one[:3])
-    rows.append(f"| {level} | {spread} | {one.F:.1f} | {one.p:.1g} | {100 * one.apart:.0f} |")
+    chances = f"{one.F:.1f} | {one.p:.1g} | {one.p_ranks:.1g}"
+    rows.append(f"| {level} | {spread} | {chances} | {100 * one.apart:.0f} |")
   return rows
 
 
@@ -157,7 +170,8 @@ def breaks_table(runs: Runs) -> list[str]:
   ]
   rows = [f"| method | {' | '.join(regimes)} |", "|---" * (len(regimes) + 1) + "|"]
   for method in METHODS:
-    cells = [breaks_at(runs, _columns(runs, REGIMES[name]), method) for name in regimes]
+    found = (breaks_at(runs, _columns(runs, REGIMES[name]), method) for name in regimes)
+    cells = [_short(level).replace("\n", " ") for level in found]
     rows.append(f"| {method} | {' | '.join(cells)} |")
   return rows
 
@@ -256,7 +270,7 @@ def ranked(runs: Runs, levels: Sequence[str]) -> list[str]:
 def heat_map(
   axes: plt.Axes, runs: Runs, regime: str, methods: Sequence[str], key: str = ""
 ) -> None:
-  """A row for each method and a column for each level of a regime."""
+  """A row for each of these methods and a column for each level of a regime."""
   levels = _columns(runs, REGIMES[regime])
   values = np.array([[mean_of(runs, one, method, key) for one in levels] for method in methods])
   axes.imshow(100 * values, aspect="auto", vmin=0, vmax=100, cmap="magma_r" if key else "viridis")
@@ -290,7 +304,10 @@ def draw_maps(runs: Runs) -> None:
       1, len(part), figsize=(4.6 * len(part), 6.4), constrained_layout=True, squeeze=False
     )
     for axes, (regime, key) in zip(row[0], part):
-      heat_map(axes, runs, regime, ranked(runs, REGIMES[regime]), key)
+      levels = REGIMES[regime]
+      methods = ranked(runs, levels)
+      compared = [one for one in methods if sum((level, one) in runs for level in levels) > 1]
+      heat_map(axes, runs, regime, compared, key)
     figure.savefig(LINES.with_name(f"stress_{number}.png"), dpi=110)
     plt.close(figure)
 

@@ -169,6 +169,7 @@ def test_the_variance_of_methods_is_told_from_that_of_seeds(page):
   assert found.methods == pytest.approx(3) and found.seeds == pytest.approx(np.sqrt(2))
   assert found.rest == pytest.approx(np.sqrt(1 / 2)) and found.F == pytest.approx(18 / 0.5)
   assert found.p == pytest.approx(1 / (1 + 36))  # F(2, 2): 1 / (1 + F)
+  assert found.p_ranks == pytest.approx(np.exp(-4 / 2))  # ranks 3, 2, 1 twice: chi2(2) = 4
   # The 5% point of the range of 3 means with 2 degrees of freedom, from a printed table.
   assert found.apart == pytest.approx(8.33 * np.sqrt(1 / 2 / 2), rel=1e-3)
 
