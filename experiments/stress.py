@@ -291,12 +291,16 @@ class _Worker:
 
 def queues_of(cells: Sequence[Cell], out: Path, jobs: int) -> list[list[Call]]:
   """One queue for each job. All cells of a method are in one, where they share programs."""
-  methods = {method: i % jobs for i, method in enumerate(stress_cells.METHODS)}
-  queues: list[list[Call]] = [[] for _ in range(jobs)]
+  of_method: dict[str, list[Cell]] = {}
   for cell in cells:
-    call = Call(run_cell, (cell, out), stress_cells.family(cell.level))
-    queues[methods[cell.method]].append(call)
-  return queues
+    of_method.setdefault(cell.method, []).append(cell)
+  taken: list[list[Cell]] = [[] for _ in range(jobs)]
+  for own in sorted(of_method.values(), key=len, reverse=True):
+    min(taken, key=len).extend(own)
+  return [
+    [Call(run_cell, (cell, out), stress_cells.family(cell.level)) for cell in cells if cell in own]
+    for own in map(set, taken)
+  ]
 
 
 def cell_of(line: Mapping[str, Any]) -> Cell:

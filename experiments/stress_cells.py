@@ -123,7 +123,7 @@ def _bonus(size: float) -> Level:
 
 
 def _sampled(changes: Mapping[str, Any], correction: Mapping[str, Any] | None = None) -> Level:
-  settings = {"algo.old_logprobs": "recomputed", "optimizer.learning_rate": 1e-3, **changes}
+  settings = {"algo.old_logprobs": "recomputed", **changes}
   return Level({**settings, **(correction or {})}, methods=_FEW if correction else ())
 
 
@@ -152,6 +152,7 @@ _CORRECTIONS = {
 BASE = "4 updates, 3e-4"  # the harmless end of most regimes
 WITH_KL = "32 updates, 3e-4, all with KL 0.04"
 
+_BONUSES = (0.1, 0.3, 1.0, 10.0)
 _RATES, _UPDATES = ("3e-4", "1e-3"), (1, 2, 4, 8, 16, 32)
 LEVELS: dict[str, Level] = {
   **{f"{n} updates, {rate}": _reuse(n, float(rate)) for rate in _RATES for n in _UPDATES},
@@ -161,7 +162,7 @@ LEVELS: dict[str, Level] = {
   **{f"flipped {rate:.0%}": _noise(rate, "flipped") for rate in (0.1, 0.2, 0.3)},
   **{f"false positives {rate:.0%}": _noise(rate, "false_positives") for rate in (0.1, 0.2, 0.3)},
   **{f"{count} operands": _operands(count) for count in (4, 5)},
-  **{f"bonus {size}": _bonus(size) for size in (0.03, 0.1, 0.3, 1.0)},
+  **{f"bonus {size}": _bonus(size) for size in _BONUSES},
   **{sampler: _sampled(changes) for sampler, changes in _SAMPLERS.items()},
   **{
     f"{sampler}, {name}": _sampled(changes, correction)
@@ -178,8 +179,8 @@ REGIMES: dict[str, tuple[str, ...]] = {
   "flipped rewards": (BASE, "flipped 10%", "flipped 20%", "flipped 30%"),
   "false positives": (BASE, *(f"false positives {rate}%" for rate in (10, 20, 30))),
   "longer sums": (BASE, "4 operands", "5 operands"),
-  "reward for length": tuple(f"bonus {size}" for size in (0.03, 0.1, 0.3, 1.0)),
-  "mismatch": ("4 updates, 1e-3", *_SAMPLERS),
+  "reward for length": tuple(f"bonus {size}" for size in _BONUSES),
+  "mismatch": (BASE, *_SAMPLERS),
   **{
     f"corrections, {sampler}": (sampler, *(f"{sampler}, {name}" for name in _CORRECTIONS))
     for sampler in _SAMPLERS
@@ -203,7 +204,7 @@ ORDER: tuple[str, ...] = (
   "4 updates, 1e-3",
   "bonus 0.3",
   "bonus 1.0",
-  "bonus 0.1",
+  "bonus 10.0",
   WITH_KL,
   "top-p 0.9",
   *(f"top-p 0.9, {name}" for name in _CORRECTIONS),
@@ -217,7 +218,7 @@ ORDER: tuple[str, ...] = (
   "false positives 20%",
   "flipped 10%",
   "false positives 10%",
-  "bonus 0.03",
+  "bonus 0.1",
   "4 operands",
 )
 
