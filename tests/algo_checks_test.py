@@ -425,11 +425,13 @@ def test_settings_idle_at_ratio_one(changes, idle):
   "changes, moves",
   [
     (dict(surrogate="reinforce", minibatches=4, updates_per_batch=2), True),
+    (dict(surrogate="reinforce", minibatches=4, updates_per_batch=2, **REWARD_KL), True),
+    (dict(surrogate="reinforce", minibatches=4, updates_per_batch=2, kl_coef=0.04), False),
     (dict(surrogate="reinforce", minibatches=4), False),
     (dict(surrogate="ppo_clip", minibatches=4, updates_per_batch=2), False),
   ],
 )
-def test_many_updates_without_a_ratio_move_unseen(changes, moves):
+def test_many_updates_with_neither_a_ratio_nor_a_kl_move_unseen(changes, moves):
   assert checks.moves_unseen(Algo(**changes)) == moves
 
 

@@ -231,6 +231,7 @@ def _about_updates(algo: Algo) -> list[str]:
   if moves_unseen(algo):
     return [
       f"warning: algo.surrogate={algo.surrogate} has no ratio, so nothing limits the"
-      f" {algo.updates_per_step} updates per batch; choose fewer, or another surrogate"
+      f" {algo.updates_per_step} updates per batch; choose fewer, set algo.kl_coef with"
+      " algo.kl_in='loss', or choose another surrogate"
     ]
   return []
