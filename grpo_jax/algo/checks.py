@@ -52,8 +52,8 @@ def settings_idle_at_ratio_one(algo: Algo) -> tuple[str, ...]:
 def moves_unseen(algo: Algo) -> bool:
   """Whether a step makes many updates with a loss that does not see how far they have moved.
 
-  With neither a ratio nor a KL term in the loss, 4 updates per batch did no harm, 8 cost accuracy and
-  16 made every run collapse. A KL in the reward did not help (experiments/stress.md).
+  With neither a ratio nor a KL term in the loss, 4 updates per batch did no harm, 8 cost accuracy
+  and 16 made every run collapse. A KL in the reward did not help (experiments/stress.md).
   """
   sees = SURROGATES[algo.surrogate].reads_ratio or (algo.kl_coef > 0 and not algo.kl_in_reward)
   return algo.updates_per_step >= 8 and not sees
