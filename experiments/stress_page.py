@@ -20,10 +20,36 @@ from stress_cells import EVERY, METHODS, REGIMES, WITH_KL
 
 PAGE = LINES.with_name("stress.md")
 TABLES = LINES.with_name("stress_tables.md")
-PER_PICTURE = 3  # heat maps
+# The heat maps of each picture: a regime, and what is shown, where that is not the accuracy.
+PICTURES: dict[str, tuple[tuple[str, str], ...]] = {
+  "reuse": (
+    ("reuse, rate 3e-4", ""),
+    ("reuse, rate 1e-3", ""),
+    ("the KL term of grpo for all", ""),
+  ),
+  "sparse": (("sparse", ""), ("longer sums", "")),
+  "noise": (("flipped rewards", ""), ("false positives", "")),
+  "length": (("reward for length", ""), ("reward for length", "wasted")),
+  "mismatch": (("mismatch", ""), ("corrections, top-p 0.9", ""), ("corrections, bfloat16", "")),
+}
 # Regimes whose levels go from harmless to hard.
 BREAKING = [name for name in REGIMES if not name.startswith(("corrections", "the KL term"))]
-SURPRISES: tuple[tuple[str, tuple[str, ...]], ...] = ()  # a level and methods, each
+# The curves of the page: a title, and for each line the level, the method and its label.
+SURPRISES: dict[str, tuple[tuple[str, str, str], ...]] = {
+  "gpg, 32 updates per batch": (
+    ("32 updates, 3e-4", "gpg", "without a KL term"),
+    (WITH_KL, "gpg", "with KL 0.04"),
+  ),
+  "30% of the rewards flipped": (
+    ("flipped 30%", "reinforce_pp, no KL", "reinforce_pp, no KL"),
+    ("flipped 30%", "gspo", "gspo"),
+    ("flipped 30%", "remax", "remax"),
+  ),
+  "a bonus of 10 for length": (
+    ("bonus 10.0", "vespo", "vespo"),
+    ("bonus 10.0", "luspo", "luspo"),
+  ),
+}
 
 Line = Mapping[str, Any]
 Runs = Mapping[tuple[str, str], Sequence[Line]]  # (level, method) -> one line for each seed
@@ -242,7 +268,7 @@ def regime_sections(runs: Runs) -> list[str]:
   lines = []
   for regime, levels in REGIMES.items():
     if _can_compare(runs, levels):
-      lines += [f"### {regime.capitalize()}", "", *regime_table(runs, levels), ""]
+      lines += [f"### {regime[0].upper()}{regime[1:]}", "", *regime_table(runs, levels), ""]
   if _can_compare(runs, REGIMES["reward for length"]):
     lines += ["### Reward for length: tokens beyond those of the worked solution, in percent", ""]
     lines += [*regime_table(runs, REGIMES["reward for length"], "wasted"), ""]
@@ -294,12 +320,11 @@ def _short(level: str) -> str:
 
 
 def draw_maps(runs: Runs) -> None:
-  """Writes stress_1.png and so on."""
-  wanted = [(regime, "") for regime, levels in REGIMES.items() if _can_compare(runs, levels)]
-  if ("reward for length", "") in wanted:
-    wanted.append(("reward for length", "wasted"))
-  for number, start in enumerate(range(0, len(wanted), PER_PICTURE), 1):
-    part = wanted[start : start + PER_PICTURE]
+  """Writes stress_reuse.png and so on, with the regimes of which two levels have run."""
+  for name, maps in PICTURES.items():
+    part = [(regime, key) for regime, key in maps if _can_compare(runs, REGIMES[regime])]
+    if not part:
+      continue
     figure, row = plt.subplots(
       1, len(part), figsize=(4.6 * len(part), 6.4), constrained_layout=True, squeeze=False
     )
@@ -308,7 +333,7 @@ def draw_maps(runs: Runs) -> None:
       methods = ranked(runs, levels)
       compared = [one for one in methods if sum((level, one) in runs for level in levels) > 1]
       heat_map(axes, runs, regime, compared, key)
-    figure.savefig(LINES.with_name(f"stress_{number}.png"), dpi=110)
+    figure.savefig(LINES.with_name(f"stress_{name}.png"), dpi=110)
     plt.close(figure)
 
 
@@ -324,18 +349,16 @@ def _columns(runs: Runs, levels: Sequence[str]) -> list[str]:
 
 def draw_surprises(runs: Runs) -> None:
   """Writes stress_curves.png: the accuracy of each seed, by step."""
-  if not SURPRISES:
-    return
   figure, row = plt.subplots(
     1, len(SURPRISES), figsize=(4.2 * len(SURPRISES), 3.2), sharey=True, constrained_layout=True
   )
-  for axes, (level, methods) in zip(row, SURPRISES):
-    for number, method in enumerate(methods):
-      for i, line in enumerate(runs[level, method]):
+  for axes, (title, curves) in zip(row, SURPRISES.items()):
+    for number, (level, method, label) in enumerate(curves):
+      for i, line in enumerate(runs.get((level, method), ())):
         accuracy = [100 * one for one in line["accuracy"]]
-        steps = [EVERY * i for i in range(len(accuracy))]
-        axes.plot(steps, accuracy, color=f"C{number}", lw=1.2, label=None if i else method)
-    axes.set(title=level, xlabel="step", ylim=(0, 100))
+        steps = [EVERY * step for step in range(len(accuracy))]
+        axes.plot(steps, accuracy, color=f"C{number}", lw=1.2, label=None if i else label)
+    axes.set(title=title, xlabel="step", ylim=(0, 100))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
   row[0].set_ylabel("held-out greedy accuracy, %")
