@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     kl_coef=0.03,
     kl_in="reward",
   ),
-  # REINFORCE++ 2501.03262. The steadiest with flipped rewards, as its baseline is of the whole batch.
+  # REINFORCE++ 2501.03262. The steadiest with flipped rewards: its baseline is of the whole batch.
   "reinforce_pp": dict(
     advantage="batch_normalized", aggregation="token_mean", kl="k1", kl_coef=0.001, kl_in="reward"
   ),
