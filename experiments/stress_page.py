@@ -316,7 +316,10 @@ def _short(level: str) -> str:
   """A level as the label of a column."""
   if level == WITH_KL:
     return level.split(", ")[-1].replace(" with", "\nwith")
-  return level.split(", ")[0] if "updates" in level else level.replace(" ", "\n")
+  if "updates" in level:
+    count = level.split()[0]
+    return f"{count} update{'s' * (count != '1')}"
+  return level.replace(" ", "\n")
 
 
 def draw_maps(runs: Runs) -> None:
