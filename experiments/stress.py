@@ -308,6 +308,21 @@ def cell_of(line: Mapping[str, Any]) -> Cell:
   return Cell(line["level"], line["method"], line["seed"])
 
 
+def same_start(line: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> bool:
+  """Whether a line begins with the accuracy of those whose runs begin in the same way.
+
+  It does not where lines come from another machine: other processors round otherwise, so the same
+  seeds make other warm starts.
+  """
+
+  def beginning(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    level = one["level"]
+    return stress_cells.family(level), stress_cells.LEVELS[level].start, one["seed"]
+
+  before = (one for one in lines if beginning(one) == beginning(line))
+  return all(one["accuracy"][0] == line["accuracy"][0] for one in before)
+
+
 def repeat(lines: Sequence[Mapping[str, Any]], out: Path, jobs: int) -> None:
   """Runs the cells of these lines again. Exits with 1 if a metric differs."""
   differ = 0
@@ -351,6 +366,8 @@ def main() -> None:
   left = [cell for cell in stress_cells.cells(options.seeds) if cell not in has_run]
   queues = queues_of(left, options.out, options.jobs)
   for done, line in enumerate(in_processes(queues, deadline), 1):
+    if not same_start(line, lines):
+      sys.exit(f"{LINES} has runs from other warm starts, such as another machine's: move it away")
     lines.append(line)
     replace_file(LINES, b"".join(map(json_line, lines)))
     print(

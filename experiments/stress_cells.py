@@ -220,6 +220,7 @@ ORDER: tuple[str, ...] = (
   "false positives 10%",
   "bonus 0.1",
   "4 operands",
+  *(f"bfloat16, {name}" for name in _CORRECTIONS),
 )
 
 

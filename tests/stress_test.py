@@ -103,6 +103,14 @@ def test_longer_sums_have_so_many_operands_and_keep_their_split():
   assert Arithmetic("train", 4)[3] == Arithmetic("train")[3]
 
 
+def test_runs_from_other_warm_starts_are_noticed():
+  lines = [line(stress_cells.BASE, accuracy=(0.01, 0.8))]
+  assert stress.same_start(line("flipped 20%", accuracy=(0.01, 0.5)), lines)
+  assert not stress.same_start(line("flipped 20%", accuracy=(0.02, 0.5)), lines)
+  for other in (line("start 1%"), line("4 operands"), line(stress_cells.BASE, seed=1)):
+    assert stress.same_start(other, lines)
+
+
 # Rewards.
 
 
