@@ -239,11 +239,11 @@ def in_processes(queues: Sequence[Iterable[Call]], deadline: float = float("inf"
   another family than the one before gets a new process, because programs stay in memory.
 
   Args:
-    queues: The calls of each process.
+    queues: The calls of each process, no more of them than there are cores.
     deadline: The time (time.monotonic) after which no call is begun.
   """
-  cores = sorted(os.sched_getaffinity(0))
-  workers = [_Worker(core, iter(queue)) for core, queue in zip(cores, queues)]
+  cores = sorted(os.sched_getaffinity(0))[: len(queues)]
+  workers = [_Worker(core, iter(queue)) for core, queue in zip(cores, queues, strict=True)]
   running = dict[Future[Any], _Worker]()
   try:
     while True:
@@ -342,9 +342,12 @@ def main() -> None:
   parser.add_argument("--out", type=Path, required=True, help="a folder for the warm starts")
   parser.add_argument("--hours", type=float, default=24.0, help="no cell begins after these")
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cells at a time")
+  cores = len(os.sched_getaffinity(0))
+  parser.add_argument("--jobs", type=int, default=cores, help="cells at a time, one a core")
   parser.add_argument("--repeat", type=int, default=0, help="so many cells of those that have run")
   options = parser.parse_args()
+  if not 1 <= options.jobs <= cores:
+    parser.error(f"--jobs must be from 1 to {cores}, the cores of this process")
   deadline = time.monotonic() + 3600 * options.hours
   options.out.mkdir(parents=True, exist_ok=True)
   lines = read_lines()
