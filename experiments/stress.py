@@ -150,11 +150,7 @@ class SharedPrograms(Programs):
   sampler = functools.cache(Programs.sampler)
 
 
-@functools.cache
-def _programs_of(key: str) -> list[Programs]:
-  """Where the programs of such configs are kept in this process."""
-  del key
-  return []
+_kept: dict[str, Programs] = {}  # of this process, by what they read of a config
 
 
 def shared_programs(config: Config, mesh: Mesh, parameters: Parameters) -> Programs:
@@ -171,10 +167,10 @@ def shared_programs(config: Config, mesh: Mesh, parameters: Parameters) -> Progr
     steps=1,  # the learning rate does not depend on it
     seed=0,
   )
-  kept = _programs_of(repr(read))
-  if not kept:
-    kept.append(SharedPrograms(config, mesh, parameters))
-  return kept[0]
+  key = repr(read)
+  if key not in _kept:
+    _kept[key] = SharedPrograms(config, mesh, parameters)
+  return _kept[key]
 
 
 def run_cell(cell: Cell, out: Path) -> dict[str, Any]:

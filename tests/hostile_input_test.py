@@ -369,6 +369,14 @@ def test_adapters_of_another_model_are_refused_or_told(tmp_path, folder):
     assert len(lines) == is_told and all("trained on 'someone/else'" in line for line in lines)
 
 
+def test_many_updates_with_neither_a_ratio_nor_a_kl_are_told(tmp_path):
+  for kl_coef, is_told in ((0.0, True), (0.04, False)):
+    algo = dict(algo__surrogate="reinforce", algo__updates_per_batch=8, algo__kl_coef=kl_coef)
+    run = Run(config(**algo), devices=jax.devices()[:1])
+    lines = [line for line in header_lines(run, [], 0, tmp_path) if "has no ratio" in line]
+    assert len(lines) == is_told and all("the 8 updates per batch" in line for line in lines)
+
+
 def test_adapters_that_are_not_finite_are_named(tmp_path, folder):
   path = adapters_of(tmp_path / "adapters", "hf")
   tensors = load_file(f"{path}/adapter_model.safetensors")

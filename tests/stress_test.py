@@ -52,7 +52,7 @@ def test_the_most_telling_cells_come_first_and_all_seeds_of_a_method_together():
   assert cells[0].method == cells[1].method != cells[2].method
 
 
-def test_levels_of_a_family_differ_in_nothing_that_a_program_reads(tmp_path):
+def test_levels_of_a_family_differ_in_nothing_that_a_program_reads():
   """`stress.shared_programs` leaves these settings out when it compares configs."""
   family = stress_cells.family
   assert family(stress_cells.BASE) == family("32 updates, 3e-4") == family("flipped 20%")
@@ -72,8 +72,7 @@ def test_programs_are_shared_by_configs_that_differ_in_nothing_they_read(tmp_pat
     config = stress_cells.Cell(level, method, seed).config(tmp_path)
     return stress.shared_programs(config, None, None)
 
-  with mock.patch.object(stress, "SharedPrograms", Counted):
-    stress._programs_of.cache_clear()
+  with mock.patch.object(stress, "SharedPrograms", Counted), mock.patch.dict(stress._kept):
     first = programs(stress_cells.BASE)
     assert first is programs(stress_cells.BASE, seed=1) is programs("start 1%")
     assert first is programs("16 updates, 3e-4") is programs("flipped 20%")
@@ -82,7 +81,6 @@ def test_programs_are_shared_by_configs_that_differ_in_nothing_they_read(tmp_pat
     for level in ("4 updates, 1e-3", "2 updates, 3e-4", "bonus 0.1", "top-p 0.9"):
       assert programs(level) is not first
     assert programs(stress_cells.BASE, "cispo") is not first
-  stress._programs_of.cache_clear()
 
 
 def test_a_variant_differs_from_its_preset_in_what_its_name_says(tmp_path):

@@ -23,8 +23,8 @@ PRESETS: dict[str, dict[str, Any]] = {
   "dapo": dict(
     clip_high=0.28, aggregation="token_mean", minibatches=4, dynamic_sampling=True, overlong=0.2
   ),
-  # GSPO 2507.18071, with its four minibatches. The bounds are for thousands of tokens. With 24 of
-  # them it learns slowly from noisy rewards, and with bounds 16 times as wide it does not.
+  # GSPO 2507.18071, with its four minibatches. The bounds are for texts of thousands of tokens.
+  # With 24 tokens it hardly learns from noisy rewards, unless the bounds are 16 times as wide.
   "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, minibatches=4),
   "gspo_token": dict(ratio="sequence_token", clip_low=3e-4, clip_high=4e-4, minibatches=4),
   # GMPO 2507.20673.
@@ -38,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
   ),
   # SAPO 2511.20347. With 32 updates per batch it collapses.
   "sapo": dict(surrogate="sapo", minibatches=4),
-  # LUSPO 2602.05261. As of GSPO: wider bounds for short texts. With them it bears most updates.
+  # LUSPO 2602.05261. Short texts need wider bounds, as with GSPO.
   "luspo": dict(
     ratio="sequence", clip_low=2e-3, clip_high=2.5e-3, aggregation="sequence_sum", minibatches=4
   ),
@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     kl_coef=0.03,
     kl_in="reward",
   ),
-  # REINFORCE++ 2501.03262. The steadiest with flipped rewards: its baseline is of the whole batch.
+  # REINFORCE++ 2501.03262. Its baseline is the mean of the whole batch, not of a group.
   "reinforce_pp": dict(
     advantage="batch_normalized", aggregation="token_mean", kl="k1", kl_coef=0.001, kl_in="reward"
   ),
@@ -61,7 +61,7 @@ PRESETS: dict[str, dict[str, Any]] = {
   "lite_ppo": dict(advantage="group_mean_batch_std", aggregation="token_mean"),
   # OPO 2505.23585.
   "opo": dict(advantage="opo", aggregation="token_mean"),
-  # ReMax 2310.10505. Its baseline is one reward, so flipped rewards hurt it most.
+  # ReMax 2310.10505. Its baseline is one reward. With flipped rewards it forgets what it learned.
   "remax": dict(advantage="greedy_baseline", surrogate="reinforce", aggregation="sequence_sum"),
   # GPG 2504.02546.
   "gpg": dict(advantage="group_centered", surrogate="reinforce", aggregation="token_mean"),
