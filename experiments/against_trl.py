@@ -36,7 +36,7 @@ import safetensors.torch
 import torch
 from trl_job import Job, Replay, Step, replay, train_freely
 
-from grpo_jax.run import workdir as run_folder
+from grpo_jax.storage import workdir as run_folder
 
 Rows = Sequence[Mapping[str, Any]]  # the metrics of each step
 Gaps = dict[str, list[float]]  # a quantity -> how far it is apart at each step

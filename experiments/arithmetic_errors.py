@@ -11,11 +11,11 @@ import re
 
 import numpy as np
 
+from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.rewards.answers import strict
-from grpo_jax.run import cli
-from grpo_jax.run.rollout import Rollout
+from grpo_jax.rewards.functions.final_number import strict
+from grpo_jax.rollouts.rollout import Rollout
 
 SUMS, DRAWS, ROWS = 512, 64, 32
 

@@ -41,13 +41,13 @@ import jax.numpy as jnp
 
 from configs import default
 from grpo_jax.config import Config, from_dict
-from grpo_jax.data import tasks
+from grpo_jax.data.tasks import tasks
+from grpo_jax.programs.run import Run
 from grpo_jax.rewards import REWARDS
-from grpo_jax.run.build import Run
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.collect import Collector
-from grpo_jax.run.state import StateStore
-from grpo_jax.run.steps import GrpoStep
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.training.loop import GrpoStep
+from grpo_jax.training.state import StateStore
 
 SIZES = dict(
   d=128,

@@ -23,8 +23,10 @@ import time
 import numpy as np
 
 from grpo_jax.config import Data
-from grpo_jax.data import loader, tasks, tokenizer
+from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
 
 BATCHES, PROMPTS = 10, 256
 _WORDS = (

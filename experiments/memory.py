@@ -34,9 +34,10 @@ from safetensors.numpy import save_file
 from configs import gsm8k
 from grpo_jax import model
 from grpo_jax.config import from_dict
-from grpo_jax.data import arithmetic, tokenizer
-from grpo_jax.model import families, huggingface
-from grpo_jax.run.build import Run
+from grpo_jax.data.tasks import arithmetic
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.model.huggingface import config_json, families
+from grpo_jax.programs.run import Run
 from grpo_jax.train import train
 
 SHAPE = model.ModelConfig(
@@ -56,7 +57,7 @@ SHAPE = model.ModelConfig(
 def write(folder: Path) -> None:
   """Writes a Hugging Face folder of SHAPE with random weights, and a tokenizer of characters."""
   folder.mkdir(parents=True)
-  (folder / "config.json").write_text(json.dumps(huggingface.config_json(SHAPE)))
+  (folder / "config.json").write_text(json.dumps(config_json.config_json(SHAPE)))
   sizes, rng, tensors = families.sizes(SHAPE), np.random.default_rng(0), {}
   for spec in families.FAMILIES["qwen2"].tensors(SHAPE):
     shape = spec.hf_shape(sizes)

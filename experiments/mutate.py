@@ -4,7 +4,7 @@
   python experiments/mutate.py --count 300 --seed 0
 
 cosmic-ray changes one operator, number, condition or decorator in grpo_jax/algo, masked.py or
-run/estimators.py, and the fast tests of these files run on the change. A change that no test
+evaluation/estimators.py, and the fast tests of these files run on the change. A change that no test
 notices has survived. Survivors are printed with their diffs: each is a missing test, or it does not
 change what the program computes. --only 17,203 repeats mutants of the same draw by their numbers.
 
@@ -44,7 +44,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ESTIMATORS = "grpo_jax/run/estimators.py"
+ESTIMATORS = "grpo_jax/evaluation/estimators.py"
 FILES = (
   *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "grpo_jax/algo").rglob("*.py")),
   "grpo_jax/masked.py",

@@ -19,8 +19,8 @@ import sys
 
 import matplotlib.pyplot as plt
 
-from grpo_jax.run import workdir as run_folder
-from grpo_jax.run.reading import read_config
+from grpo_jax.storage import workdir as run_folder
+from grpo_jax.storage.reading import read_config
 
 STEPS = "GRPO steps after the warm start"
 IN_TABLE = (0, 20, 50, 100)  # and the last

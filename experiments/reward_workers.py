@@ -23,10 +23,10 @@ from typing import Any
 
 from grpo_jax import load_config, rewards, train
 from grpo_jax.config import Config
-from grpo_jax.rewards.code import code
-from grpo_jax.rewards.symbolic import math
-from grpo_jax.rewards.workers import Call
-from grpo_jax.run.reading import read_metrics
+from grpo_jax.rewards.functions.code import code
+from grpo_jax.rewards.functions.symbolic import math
+from grpo_jax.rewards.workers.processes import Call
+from grpo_jax.storage.reading import read_metrics
 
 GROUP = 8
 FAILURES = '''
@@ -137,7 +137,7 @@ def failing_run(folder: Path, steps: int, timeout: float) -> None:
   )
   print(f"at most 1.3 times the first and the time limits: {allowed:.1f} s")
   left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-  print(f"{left.count('grpo_jax.rewards.forker')} processes of workers are left")
+  print(f"{left.count('grpo_jax.rewards.workers.forker')} processes of workers are left")
 
 
 def programs(count: int, workers: int) -> None:

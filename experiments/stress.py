@@ -41,13 +41,13 @@ from stress_cells import OPERANDS, TARGETS, Cell
 
 import grpo_jax
 from grpo_jax.config import Config, Data, Reward
-from grpo_jax.data.arithmetic import Arithmetic
-from grpo_jax.model.folders import new_folder
-from grpo_jax.rewards.process import equations
-from grpo_jax.run import build
-from grpo_jax.run.json_files import json_line, replace_file
-from grpo_jax.run.parameters import Parameters
-from grpo_jax.run.programs import Programs
+from grpo_jax.data.tasks.arithmetic import Arithmetic
+from grpo_jax.model.huggingface.folders import new_folder
+from grpo_jax.programs import run as run_module
+from grpo_jax.programs.compiled import Programs
+from grpo_jax.programs.parameters import Parameters
+from grpo_jax.rewards.functions.worked_steps import equations
+from grpo_jax.storage.json_files import json_line, replace_file
 
 LINES = Path(__file__).with_name("stress.jsonl")
 TRAIN, TEST = 8000, 512  # sums of each folder
@@ -179,7 +179,7 @@ def run_cell(cell: Cell, out: Path) -> dict[str, Any]:
   workdir = out / "runs" / str(os.getpid())
   shutil.rmtree(workdir, ignore_errors=True)
   failure = ""
-  sharing = mock.patch.object(build, "Programs", shared_programs)
+  sharing = mock.patch.object(run_module, "Programs", shared_programs)
   with _output_to(out / f"log_{os.getpid()}"), sharing:
     try:
       grpo_jax.train(cell.config(out), workdir)

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config
-from grpo_jax.run.recipes import load_config
+from grpo_jax.recipes import load_config
 
 STEPS, EVERY, OPERANDS = 24, 4, 3
 LONGEST = 48  # where the reward is for length

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Annotated, Any
 import zlib
 
-from grpo_jax.rewards.answers import strict
+from grpo_jax.rewards.functions.final_number import strict
+from grpo_jax.rewards.functions.worked_steps import equations
 from grpo_jax.rewards.marks import in_process
-from grpo_jax.rewards.process import equations
 from grpo_jax.settings import fraction
 
 

@@ -103,7 +103,7 @@ def compare(folder: str, text: str, adapter: str | None) -> None:
   import jax.numpy as jnp
 
   from grpo_jax import model
-  from grpo_jax.data import tokenizer
+  from grpo_jax.data.tokenizers import tokenizer
 
   torch_model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
   torch_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

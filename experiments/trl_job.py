@@ -15,7 +15,7 @@ import torch
 import transformers
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_jax.data.arithmetic import Arithmetic
+from grpo_jax.data.tasks.arithmetic import Arithmetic
 from grpo_jax.rewards import REWARDS
 
 Row = dict[str, Any]

@@ -25,8 +25,8 @@ from pathlib import Path
 import time
 from typing import Any, NamedTuple
 
-from grpo_jax.rewards.reasoning import SCORERS as FUNCTIONS
-from grpo_jax.rewards.reasoning import reasoning_accuracy
+from grpo_jax.rewards.functions.reasoning import SCORERS as FUNCTIONS
+from grpo_jax.rewards.functions.reasoning import reasoning_accuracy
 
 HERE = Path(__file__).parent
 COLUMNS = ("accepted", "missed", "refused", "fooled", "not applicable", "ms")

@@ -23,17 +23,15 @@ if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int
 if TYPE_CHECKING:
   from grpo_jax.algo.surrogates import register_surrogate
   from grpo_jax.config import Config
-  from grpo_jax.data.own_task import register_task
-  from grpo_jax.data.tasks import Task
-  from grpo_jax.rewards.functions import register_reward
-  from grpo_jax.run.callback import Step
-  from grpo_jax.run.ends import Stopped
-  from grpo_jax.run.load_policy import load_policy
-  from grpo_jax.run.policy import Completion, Policy
-  from grpo_jax.run.reading import completion_steps, read_completions, read_config, read_metrics
-  from grpo_jax.run.recipes import load_config
+  from grpo_jax.console.exit_codes import Stopped
+  from grpo_jax.data.tasks.tasks import Task, register_task
+  from grpo_jax.evaluation.policy import Completion, Policy, load_policy
+  from grpo_jax.recipes import load_config
+  from grpo_jax.rewards.names import register_reward
   from grpo_jax.settings import ConfigError, RunFailed
+  from grpo_jax.storage.reading import completion_steps, read_completions, read_config, read_metrics
   from grpo_jax.train import train
+  from grpo_jax.training.callback import Step
 
 __all__ = [
   "Completion",
@@ -59,16 +57,14 @@ __all__ = [
 _MODULES = {
   "algo.surrogates": ("register_surrogate",),
   "config": ("Config",),
-  "data.own_task": ("register_task",),
-  "data.tasks": ("Task",),
-  "rewards.functions": ("register_reward",),
-  "run.callback": ("Step",),
-  "run.ends": ("Stopped",),
-  "run.load_policy": ("load_policy",),
-  "run.policy": ("Completion", "Policy"),
-  "run.reading": ("completion_steps", "read_completions", "read_config", "read_metrics"),
-  "run.recipes": ("load_config",),
+  "console.exit_codes": ("Stopped",),
+  "data.tasks.tasks": ("Task", "register_task"),
+  "evaluation.policy": ("Completion", "Policy", "load_policy"),
+  "recipes": ("load_config",),
+  "rewards.names": ("register_reward",),
   "settings": ("ConfigError", "RunFailed"),
+  "storage.reading": ("completion_steps", "read_completions", "read_config", "read_metrics"),
+  "training.callback": ("Step",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -92,7 +92,7 @@ class Lora:
 class Data:
   """The problems."""
 
-  task: str = setting("arithmetic", "a name of grpo_jax/data/tasks.py")
+  task: str = setting("arithmetic", "a name of grpo_jax/data/tasks/tasks.py")
   path: str = setting(
     "",
     "a folder with train.jsonl and test.jsonl (or .parquet), or one such file; '' = the task's own"

@@ -9,10 +9,10 @@ import sys
 
 from absl import flags
 
+from grpo_jax import cli
 from grpo_jax.config import Config
-from grpo_jax.data.tasks import name_of
-from grpo_jax.run import cli
-from grpo_jax.run.evaluator import Evaluator, table
+from grpo_jax.data.tasks.tasks import name_of
+from grpo_jax.evaluation.evaluator import Evaluator, table
 
 
 def show_progress(what: str, done: int, total: int) -> None:

@@ -5,7 +5,7 @@ python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
 
 from absl import flags
 
-from grpo_jax.run import cli
+from grpo_jax import cli
 from grpo_jax.settings import ConfigError
 
 

@@ -15,18 +15,19 @@ import sys
 
 from absl import flags
 
+from grpo_jax import cli
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
-from grpo_jax.launchers import LAUNCHERS, option_flags
+from grpo_jax.launchers import LAUNCHERS
+from grpo_jax.launchers import options as options_lib
 from grpo_jax.launchers.launcher import DONE, STOPPED, Launcher, say
 from grpo_jax.launchers.progress import progress
 from grpo_jax.launchers.sweep import load_sweep
 from grpo_jax.launchers.table import table
 from grpo_jax.launchers.units import Unit, units
-from grpo_jax.run import cli
-from grpo_jax.run.checks import check
-from grpo_jax.run.saved_config import as_json, check_same_run, load_config
+from grpo_jax.programs.checks import check
 from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.saved_config import as_json, check_same_run, load_config
 
 
 def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
@@ -58,7 +59,7 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
     return DONE
   if not train_flags:
     raise ConfigError("write flags of grpo_jax.train after --: -- --config=configs/arithmetic.py")
-  options = option_flags.options_of(values, values.on)
+  options = options_lib.options_of(values, values.on)
   todo = _to_start(runs, launcher, options.dry_run)
   code = launcher.launch(todo, options) if todo else DONE
   if options.dry_run:
@@ -155,7 +156,7 @@ def define_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_string("workdir", None, workdir, flag_values=values)
   flags.DEFINE_string("sweep", None, sweep, flag_values=values)
   flags.DEFINE_boolean("table", False, table_alone, flag_values=values)
-  option_flags.define(values)
+  options_lib.define(values)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -18,16 +18,17 @@ import jax
 from jax.experimental import topologies
 from ml_collections import config_flags
 
-from grpo_jax.data import tokenizer
+from grpo_jax import cli
+from grpo_jax.console.exit_codes import DoesNotFit
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.chips import chip_of, memory_of
-from grpo_jax.patience import told_if_slow
-from grpo_jax.run import cli, plan_table
-from grpo_jax.run.build import Run
-from grpo_jax.run.checks import check_batches
-from grpo_jax.run.ends import DoesNotFit
-from grpo_jax.run.plan_phases import Phase, compiled
-from grpo_jax.run.plan_programs import programs, shape_alone
+from grpo_jax.planning import table
+from grpo_jax.planning.phases import Phase, compiled
+from grpo_jax.planning.programs import programs, shape_alone
+from grpo_jax.programs.checks import check_batches
+from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
+from grpo_jax.timing import told_if_slow
 
 
 def devices_of(topology: str, chips: int | None) -> list[Any]:
@@ -70,11 +71,11 @@ def plan(run: Run, topology: str) -> None:
     with told_if_slow(f"compiling {program.name}"):
       phases.append(compiled(program))
   tables = (
-    plan_table.memory_table(phases),
-    plan_table.work_table(phases, chip),
-    [*plan_table.token_lines(phases, chip), *plan_table.step_lines(phases, chip)],
-    plan_table.notes(phases),
-    [plan_table.verdict(phases, memory)],
+    table.memory_table(phases),
+    table.work_table(phases, chip),
+    [*table.token_lines(phases, chip), *table.step_lines(phases, chip)],
+    table.notes(phases),
+    [table.verdict(phases, memory)],
   )
   for lines in tables:
     print("\n".join(["", *lines]))

@@ -13,11 +13,11 @@ import sys
 
 from absl import flags
 
+from grpo_jax import cli
 from grpo_jax.reporting.page import page
 from grpo_jax.reporting.runs import read_run, with_unique_names
-from grpo_jax.run import cli
-from grpo_jax.run.json_files import replace_file
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.json_files import replace_file
 
 
 def main(argv: Sequence[str], folders: Sequence[str]) -> None:

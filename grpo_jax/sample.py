@@ -9,9 +9,9 @@ import sys
 
 from absl import flags
 
-from grpo_jax.run import cli
-from grpo_jax.run.policy import Completion, check_numbers
-from grpo_jax.run.terminal_text import visible
+from grpo_jax import cli
+from grpo_jax.console.text import visible
+from grpo_jax.evaluation.policy import Completion, check_numbers
 from grpo_jax.settings import ConfigError, is_text
 
 

@@ -16,15 +16,15 @@ from types import ModuleType
 from absl import flags
 from ml_collections import config_flags
 
+from grpo_jax import cli
 from grpo_jax.config import Config
+from grpo_jax.console.stop import raising_on_second_signal
 from grpo_jax.parallel.processes import initialize_distributed
-from grpo_jax.run import cli
-from grpo_jax.run.callback import Callback, Step
-from grpo_jax.run.library import leaving_nothing_behind
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.reading import with_last_row
-from grpo_jax.run.stop import raising_on_second_signal
+from grpo_jax.programs.caller_state import leaving_nothing_behind
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.reading import with_last_row
+from grpo_jax.training.callback import Callback, Step
+from grpo_jax.training.loop import run_steps
 
 
 def train(config: Config, workdir: str | Path, callback: Callback | None = None) -> Step:

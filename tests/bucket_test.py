@@ -11,12 +11,12 @@ from etils import epath
 import fsspec
 import pytest
 
-from grpo_jax import patience
-from grpo_jax.run import bucket, bucket_files, bucket_lock
-from grpo_jax.run import checkpoint_format as fmt
-from grpo_jax.run.bucket_lock import BucketLock, Times
-from grpo_jax.run.workdir import LOCK_FILE
+from grpo_jax import timing
 from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage import bucket, bucket_files, bucket_lock
+from grpo_jax.storage import manifest as fmt
+from grpo_jax.storage.bucket_lock import BucketLock, Times
+from grpo_jax.storage.workdir import LOCK_FILE
 
 QUICK = Times(renewed=0.02, expires=0.5, settles=0.02, looks=0.01)
 
@@ -46,7 +46,7 @@ def test_a_folder_in_a_bucket_keeps_its_name():
 
 
 def test_failures_in_a_bucket_become_one_line(monkeypatch, capfd):
-  monkeypatch.setattr(patience, "_SECONDS", 0.05)
+  monkeypatch.setattr(timing, "_SECONDS", 0.05)
   with pytest.raises(RunFailed, match=r"gs://b/a cannot be used \(OSError: no route\)"):
     with bucket.reaching("gs://b/a"):
       time.sleep(0.2)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import pytest
 
 from grpo_jax import rewards
-from grpo_jax.rewards.built_in import BUILT_IN
-from grpo_jax.rewards.countdown import evaluate
+from grpo_jax.rewards.functions.countdown import evaluate
 from grpo_jax.rewards.marks import has_mark
+from grpo_jax.rewards.names import REWARDS
 from grpo_jax.settings import ConfigError
 
 
@@ -330,12 +330,18 @@ HOSTILE = [
 ]
 
 
-LINEAR = [name for name, function in BUILT_IN.items() if has_mark(function, "in_process")]
+LINEAR = [name for name, function in REWARDS.items() if has_mark(function, "in_process")]
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_time_of_linear_functions_is_linear(name):
-  columns = {"answer": "B", "numbers": [1, 2], "target": 3, "completion_ids": [1, 2, 3]}
+  columns = {
+    "answer": "B",
+    "question": "1+2=",
+    "numbers": [1, 2],
+    "target": 3,
+    "completion_ids": [1, 2, 3],
+  }
   for text in HOSTILE:
     start = time.process_time()
     score(name, text, **columns)
@@ -343,8 +349,8 @@ def test_the_time_of_linear_functions_is_linear(name):
 
 
 def test_workers_call_what_can_take_long():
-  others = set(BUILT_IN) - set(LINEAR)
-  assert others == {"code", "cosine", "json_schema", "judge", "reasoning_accuracy", "regex"}
+  others = set(REWARDS) - set(LINEAR)
+  assert others == {"code", "cosine", "json_schema", "judge", "math", "reasoning_accuracy", "regex"}
 
 
 def test_no_function_needs_a_column_that_it_does_not_read():

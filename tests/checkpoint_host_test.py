@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.checkpoint_format import flatten, nested
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.manifest import flatten, nested
 
 
 @flax.struct.dataclass

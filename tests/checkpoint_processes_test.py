@@ -11,7 +11,7 @@ from checkpoint_test import abstract, same
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.storage.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,7 +29,7 @@ def run(script, *args):
 SHARDED = """
 import sys, jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.storage.checkpoint import Checkpoints
 assert len(jax.devices()) == 8
 def abstract(mesh, specs):
   params = {}
@@ -76,7 +76,7 @@ import json, os, random, signal, sys, time, warnings
 from pathlib import Path
 import numpy as np
 import jax, jax.numpy as jnp
-from grpo_jax.run.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.storage.checkpoint import Checkpoints, restore_tree, save_tree
 warnings.simplefilter("ignore")
 
 def tree(step):
@@ -150,7 +150,7 @@ from pathlib import Path
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
-from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.storage.checkpoint import Checkpoints
 mesh = jax.make_mesh((2,), ("data",))
 make_weights = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (400, 30)),
                        out_shardings=NamedSharding(mesh, P("data")))
@@ -212,7 +212,7 @@ logging.set_verbosity(logging.INFO)
 logging.set_stderrthreshold("info")
 import jax, jax.numpy as jnp
 from pathlib import Path
-from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.storage.checkpoint import Checkpoints
 tree = {"params": {f"w{i}": jnp.full((100, 100), i, jnp.float32) for i in range(20)}}
 wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 store = Checkpoints(sys.argv[1], 2, warn=print)

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.run.checkpoint import Checkpoints, restore_tree, save_tree
-from grpo_jax.run.checkpoint_format import device_digest
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.storage.manifest import device_digest
 
 # pytest replaces the hook that keeps orbax's abandoned reads of damaged files quiet.
 pytestmark = [

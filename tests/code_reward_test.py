@@ -10,10 +10,10 @@ import pytest
 
 from grpo_jax import rewards
 from grpo_jax.config import Data
-from grpo_jax.data import tasks
-from grpo_jax.rewards import sandbox
+from grpo_jax.data.tasks import tasks
 from grpo_jax.rewards.answer import RewardError
-from grpo_jax.rewards.code import program_of
+from grpo_jax.rewards.functions.code import program_of
+from grpo_jax.rewards.sandbox import runner
 from grpo_jax.settings import ConfigError
 
 # Problems in the layout of MBPP.
@@ -80,7 +80,7 @@ ADD = PROBLEMS[0]["test_list"]
 @pytest.fixture(scope="module", autouse=True)
 def needs_a_sandbox():
   try:
-    sandbox.find()
+    runner.find()
   except ConfigError as error:
     pytest.skip(str(error))
 
@@ -198,7 +198,7 @@ def test_a_setup_that_fails_is_an_error_and_not_a_reward():
 
 def test_a_sandbox_that_does_not_start_is_an_error_and_not_a_reward(monkeypatch):
   function = resolve("code")
-  monkeypatch.setitem(sandbox._WRAP, sandbox.find(), lambda command, limits: ["/bin/false"])
+  monkeypatch.setitem(runner._WRAP, runner.find(), lambda command, limits: ["/bin/false"])
   with pytest.raises(RewardError, match="a sandbox did not start in 10 s"):
     function(completions=["x"], test_list=[ADD])
 
@@ -207,7 +207,7 @@ def test_it_runs_without_a_sandbox_only_if_the_config_says_so(monkeypatch):
   def none():
     raise ConfigError("programs cannot be sandboxed on this machine")
 
-  monkeypatch.setattr(sandbox, "find", none)
+  monkeypatch.setattr(runner, "find", none)
   with pytest.raises(ConfigError, match=r"^reward.functions: code: programs .*sandboxed=False"):
     resolve("code")
   assert score(PROBLEMS[0]["code"], parameters="sandboxed=False") == 1
@@ -218,7 +218,7 @@ def test_it_runs_without_a_sandbox_only_if_the_config_says_so(monkeypatch):
 def test_nothing_is_left_when_the_caller_is_killed():
   marker = "sleeper_of_the_code_reward"
   call = (
-    "from grpo_jax.rewards.code import code;"
+    "from grpo_jax.rewards.functions.code import code;"
     f" code(completions=['import time\\n#{marker}\\ntime.sleep(1000)'], test_list=[['assert 1']],"
     " seconds=500)"
   )

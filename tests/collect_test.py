@@ -11,9 +11,9 @@ from small_run import G, P, T, small_config, small_run, with_reward, with_sectio
 
 from grpo_jax.config import Sampling
 from grpo_jax.data import loader
-from grpo_jax.run.clock import Clock
-from grpo_jax.run.collect import Collector
-from grpo_jax.run.sampling import temperature_at
+from grpo_jax.programs.sampling import temperature_at
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.timing import Clock
 
 # Groups of prompts that end in 3= or 7= have different rewards. The others have equal ones.
 SOMETIMES = """

@@ -29,17 +29,19 @@ from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.config import Config, check_key, completed, from_dict, to_dict
-from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.run import checks, workdir
-from grpo_jax.run.build import Run
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.evaluator import Evaluator
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.reading import as_begun, read_config
-from grpo_jax.run.saved_config import check_same_run
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.evaluation.evaluator import Evaluator
+from grpo_jax.programs import checks
+from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError, Setting, at_least, setting
+from grpo_jax.storage import workdir
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.reading import as_begun, read_config
+from grpo_jax.storage.saved_config import check_same_run
 from grpo_jax.train import train
+from grpo_jax.training.loop import run_steps
 from grpo_jax.types import Batch, Coefficients, Rewards, TokenStats
 
 ROOT = Path(__file__).parents[1]

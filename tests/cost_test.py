@@ -9,9 +9,9 @@ from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
-from grpo_jax.cost import count, hlo
-from grpo_jax.cost.links import link_bytes
-from grpo_jax.cost.operations import flops
+from grpo_jax.planning.cost import count, hlo
+from grpo_jax.planning.cost.links import link_bytes
+from grpo_jax.planning.cost.operations import flops
 
 M, K, N = 32, 48, 64
 ROWS = 8  # the simulated devices

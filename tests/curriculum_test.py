@@ -7,7 +7,7 @@ import pytest
 
 from grpo_jax.config import Curriculum as Settings
 from grpo_jax.data import loader
-from grpo_jax.run.curriculum import Curriculum
+from grpo_jax.rollouts.curriculum import Curriculum
 from grpo_jax.settings import ConfigError
 
 N = 20

@@ -11,9 +11,10 @@ import pytest
 from small_run import small_config, with_section
 
 from grpo_jax.config import Data
-from grpo_jax.data import loader, tokenizer
+from grpo_jax.console import show_data
+from grpo_jax.data import loader
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
-from grpo_jax.run import dataset
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -69,26 +70,26 @@ def test_the_prompts_of_a_step():
   config = with_section(small_config(), "warm_start", steps=10, batch=6)
   config = dataclasses.replace(config, steps=100)
   size = 20_000
-  warm = dataset.drawn(config, 10)
+  warm = show_data.drawn(config, 10)
   assert (warm.phase, warm.remark) == ("warm start", "")
   assert warm.indices == loader.step_indices(config.seed, 9, 6, size).tolist()
-  first = dataset.drawn(config, 11)
+  first = show_data.drawn(config, 11)
   prompts = config.batch.prompts
   assert (first.phase, first.remark) == ("GRPO", "")
   assert first.indices == loader.step_indices(config.seed, 0, prompts, size).tolist()
   sampling = with_section(config, "algo", dynamic_sampling=True, max_resample_rounds=3)
-  later = dataset.drawn(sampling, 13)
+  later = show_data.drawn(sampling, 13)
   assert later.remark == ", and more where rewards are all equal"
   assert later.indices == loader.step_indices(config.seed, 2 * 4, prompts, size).tolist()
   for step in (0, 111):
     with pytest.raises(ConfigError, match=f"--step={step}: the run has the steps 1 to 110"):
-      dataset.drawn(config, step)
+      show_data.drawn(config, step)
 
 
 def test_the_lines_of_a_step_fit_a_screen():
   config = with_section(small_config(), "batch", prompts=32)
-  found = dataset.drawn(config, 1)
-  lines = list(dataset.step_lines(found, 12, 80))
+  found = show_data.drawn(config, 1)
+  lines = list(show_data.step_lines(found, 12, 80))
   made = found.prompts.make(found.indices)
   assert len(lines) <= 24 and max(map(len, lines)) <= 80
   assert lines[0].startswith("GRPO: 32 of 20,000 prompts; ")
@@ -101,9 +102,9 @@ def test_the_lines_of_a_step_fit_a_screen():
 def test_what_all_prompts_share_is_left_out_of_a_list():
   opening, closing = "You are a helpful assistant. ", " Think step by step."
   texts = [f"{opening}{text}{closing}" for text in ("2+2?", "13-5?")]
-  assert dataset._without_common_parts(texts) == ["… 2+2 …", "… 13-5 …"]
-  assert dataset._without_common_parts(["2+2", "2-2"]) == ["2+2", "2-2"]
-  assert dataset._without_common_parts(texts[:1]) == texts[:1]
+  assert show_data._without_common_parts(texts) == ["… 2+2 …", "… 13-5 …"]
+  assert show_data._without_common_parts(["2+2", "2-2"]) == ["2+2", "2-2"]
+  assert show_data._without_common_parts(texts[:1]) == texts[:1]
 
 
 def test_statistics_name_a_bad_row_of_a_large_file(tmp_path):

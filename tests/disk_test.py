@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from small_run import small_config, small_run, with_section
 
-from grpo_jax import export
-from grpo_jax.data import tokenizer
+from grpo_jax import cli, export
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.evaluation.policy import Policy
 from grpo_jax.model import save
-from grpo_jax.run import cli, disk
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.json_files import AppendedFile, replace_file
-from grpo_jax.run.policy import Policy
-from grpo_jax.run.workdir import Writer, open_run, read
+from grpo_jax.storage import write_errors
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.json_files import AppendedFile, replace_file
+from grpo_jax.storage.workdir import Writer, open_run, read
 from grpo_jax.train import train
 
 NO_ROOM = "No space left on device"
@@ -84,7 +84,7 @@ def raised_while_handling(first):
   ],
 )
 def test_failures_to_write_are_one_line(error, words):
-  line = disk.explain(error)
+  line = write_errors.explain(error)
   assert all(word in line for word in words) and "\n" not in line
   assert "orbax" not in line and "tensorstore" not in line
 
@@ -98,15 +98,15 @@ def test_failures_to_write_are_one_line(error, words):
   ],
 )
 def test_other_failures_are_not_the_disk(error):
-  assert disk.explain(error) is None
+  assert write_errors.explain(error) is None
 
 
 def test_the_line_names_the_newest_checkpoint(tmp_path):
   error = OSError(errno.ENOSPC, NO_ROOM, "/w/a")
-  assert "; no checkpoint is saved yet; run" in disk.explain(error, tmp_path)
+  assert "; no checkpoint is saved yet; run" in write_errors.explain(error, tmp_path)
   for name in ("4", "12", "14.orbax-checkpoint-tmp", "13.damaged"):
     (tmp_path / "checkpoints" / name).mkdir(parents=True)
-  assert "; the newest checkpoint is of step 12; run" in disk.explain(error, tmp_path)
+  assert "; the newest checkpoint is of step 12; run" in write_errors.explain(error, tmp_path)
 
 
 def test_every_program_ends_with_the_line_and_exit_code_1(monkeypatch, capsys):
@@ -196,7 +196,7 @@ def test_a_save_on_a_full_disk_keeps_the_older_checkpoint(small_disk, capfd, cap
     store.wait()
   with contextlib.suppress(OSError, ValueError):
     store.close()
-  assert f"{directory}/checkpoints" in str(disk.explain(error.value))
+  assert f"{directory}/checkpoints" in str(write_errors.explain(error.value))
   assert capfd.readouterr().err == "" and not caplog.records
   assert store.steps() == [1]
 
@@ -253,7 +253,7 @@ def test_a_run_goes_on_when_there_is_room(small_disk, capfd):
   leave(free=60_000)
   with pytest.raises(Exception) as error:  # noqa: B017 - each library has its own
     train(config, workdir)
-  assert f"{workdir}/checkpoints" in str(disk.explain(error.value, workdir))
+  assert f"{workdir}/checkpoints" in str(write_errors.explain(error.value, workdir))
   lines = capfd.readouterr().err.splitlines()
   assert not [line for line in lines if not line.startswith("still ")]  # said on a slow machine
   (disk_folder / "ballast").unlink()

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from small_run import G, P, small_config, with_reward, with_section
 
-from grpo_jax.run.groups import choose, from_arrays, to_arrays
-from grpo_jax.run.json_files import read_metrics
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.reading import read_completions
-from grpo_jax.run.rollout_metrics import check_metrics, most_disputed_first
+from grpo_jax.rollouts.groups import choose, from_arrays, to_arrays
+from grpo_jax.rollouts.rollout_metrics import check_metrics, most_disputed_first
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.json_files import read_metrics
+from grpo_jax.storage.reading import read_completions
+from grpo_jax.training.loop import run_steps
 
 # About half of the groups differ.
 MIXED = """

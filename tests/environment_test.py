@@ -11,9 +11,9 @@ from small_run import G, P, S, grpo_step, small_config, small_run, with_reward, 
 
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.data.loader import PromptBatch
-from grpo_jax.run.clock import Clock
-from grpo_jax.run.collect import Collector
-from grpo_jax.run.rollout import Rollouts, texts_of
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.rollout import Rollouts, texts_of
+from grpo_jax.timing import Clock
 from grpo_jax.types import Completions
 
 TURN = 3  # the most tokens of a turn of the policy

@@ -15,13 +15,13 @@ from safetensors.numpy import load_file, save_file
 from configs import arithmetic
 from grpo_jax import model
 from grpo_jax.config import from_dict, to_dict
-from grpo_jax.data import tokenizer
-from grpo_jax.data.arithmetic import ALPHABET
-from grpo_jax.run.loop import Trainer
-from grpo_jax.run.reading import read_config
-from grpo_jax.run.stop import leaving_on_second_signal
+from grpo_jax.console.stop import leaving_on_second_signal
+from grpo_jax.data.tasks.arithmetic import ALPHABET
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.reading import read_config
 from grpo_jax.train import train
+from grpo_jax.training.loop import Trainer
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from grpo_jax.run import estimators
+from grpo_jax.evaluation import estimators
 
 # A busy machine may take long for one case, and a failure should come back in the next run.
 steady = settings(deadline=None, derandomize=True)

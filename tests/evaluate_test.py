@@ -10,8 +10,8 @@ from small_run import small_config, small_run, with_reward, with_section
 
 from configs import arithmetic
 from grpo_jax.config import from_dict
-from grpo_jax.run.build import Run
-from grpo_jax.run.evaluator import Evaluator, accuracies, no_progress, table
+from grpo_jax.evaluation.evaluator import Evaluator, accuracies, no_progress, table
+from grpo_jax.programs.run import Run
 
 
 def coin(completions, prompts, **columns):

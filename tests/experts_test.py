@@ -21,13 +21,14 @@ from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo import presets
 from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.config import Learner, from_dict, to_dict
-from grpo_jax.data import tasks, tokenizer
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model import experts
 from grpo_jax.parallel import sharding
-from grpo_jax.run.build import Run
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.workdir import open_run
+from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.workdir import open_run
+from grpo_jax.training.loop import run_steps
 from grpo_jax.types import Batch, Routing
 
 GOLDEN = Path(__file__).parent / "golden/families"

@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 from small_run import small_config, with_reward, with_section
 
-from grpo_jax import rewards
+from grpo_jax import cli, rewards
+from grpo_jax.console.exit_codes import Stopped
+from grpo_jax.console.stdout import Stdout
 from grpo_jax.rewards import call
-from grpo_jax.run import cli
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.ends import Stopped
-from grpo_jax.run.skipped_updates import SkippedUpdates
-from grpo_jax.run.stdout import Stdout
-from grpo_jax.run.workdir import read
 from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.workdir import read
 from grpo_jax.train import train
+from grpo_jax.training.loop import SkippedUpdates
 
 ROOT = Path(__file__).parents[1]
 

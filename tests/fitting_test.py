@@ -14,9 +14,10 @@ from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Sampli
 from grpo_jax.learner import slots_of_batch
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, param_specs
-from grpo_jax.run import fitting, lengths
-from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.programs import fitting
+from grpo_jax.rollouts import collect
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.checkpoint import Checkpoints
 
 CONFIG = Config(
   batch=BatchSize(prompts=16, group_size=4),
@@ -77,12 +78,12 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
 
 
 def test_completions_are_cut_to_a_few_lengths():
-  assert lengths.sizes(512) == [64, 128, 256, 512] and lengths.sizes(36) == [36]
+  assert collect.sizes(512) == [64, 128, 256, 512] and collect.sizes(36) == [36]
   tree = {"tokens": np.arange(2 * 3 * 512).reshape(2, 3, 512), "scores": np.ones((2, 3, 1))}
-  cut = lengths.cut(tree, np.array([[5, 65, 1], [0, 2, 3]]), 512)
+  cut = collect.cut(tree, np.array([[5, 65, 1], [0, 2, 3]]), 512)
   np.testing.assert_array_equal(cut["tokens"], tree["tokens"][..., :128])
   assert cut["scores"].shape == (2, 3, 1)
-  assert lengths.cut(tree, np.array([[512]]), 512)["tokens"].shape == (2, 3, 512)
+  assert collect.cut(tree, np.array([[512]]), 512)["tokens"].shape == (2, 3, 512)
 
 
 def test_on_an_accelerator_the_host_chooses_eighths():

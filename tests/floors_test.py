@@ -1,6 +1,7 @@
 """Imports go down only: a room imports itself and lower floors, never what is beside or above."""
 
 import ast
+import graphlib
 from pathlib import Path
 import subprocess
 import sys
@@ -9,62 +10,21 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = [
-  {"settings", "files", "patience", "types", "masked"},
+  {"settings", "files", "timing", "types", "masked"},
   {"registry"},
-  {"algo", "cost", "plain_values"},
+  {"algo", "plain_values"},
   {"config"},
   {"model", "sampler", "rewards", "data", "parallel"},
-  {"learner"},
-  {"run"},
+  {"learner", "recipes"},
+  {"programs", "storage"},
+  {"rollouts", "console"},
+  {"evaluation", "planning"},
+  {"training"},
   {"launchers", "reporting"},
+  {"cli"},
   {"train", "evaluate", "sample", "export", "plan", "launch", "report", "__main__"},
 ]
-# Floors of the modules inside run/, from the parts to the loop.
-RUN_FLOORS = [
-  {"bucket"},
-  {
-    "clock",
-    "compilation_cache",
-    "curriculum",
-    "estimators",
-    "fitting",
-    "flag_errors",
-    "frozen_model",
-    "lengths",
-    "notebook",
-    "sampling_weights",
-    "recipes",
-    "shown_completions",
-    "skipped_updates",
-    "stdout",
-    "stop",
-    "terminal_text",
-  }
-  | {"checkpoint_format", "json_files", "orbax_noise", "saved_config"},
-  {"checkpoint_reader", "terminal", "json_console", "events", "disk", "weights_and_biases"}
-  | {"earlier_rows"},
-  {
-    "callback",
-    "checkpoint",
-    "ends",
-    "library",
-    "workdir",
-    "parameters",
-    "sampling",
-    "checks",
-  },
-  {"reward_model", "teacher", "rollout", "programs", "lock", "reading", "environment"},
-  {"scoring", "dataset"},
-  {"scorer"},
-  {"rollout_metrics", "build", "bucket_lock"},
-  {"bucket_files"},
-  {"groups"},
-  {"draws"},
-  {"collect", "evaluator", "plan_programs"},
-  {"state", "reporter", "plan_phases", "policy"},
-  {"steps", "plan_table", "load_policy"},
-  {"loop", "cli"},
-]
+MOST_MODULES = 15  # of a folder, without the folders in it
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -109,14 +69,49 @@ def test_imports_go_down(path):
       assert not above, f"{here} imports {parts[1]}, which is not on a lower floor"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) == "run"], ids=relative)
-def test_imports_inside_run_go_down(path):
-  here = path.stem
-  for name in imported(path):
-    parts = name.split(".")
-    if parts[:2] == ["grpo_jax", "run"] and len(parts) > 2 and parts[2] != here:
-      below = floor_of(parts[2], RUN_FLOORS) < floor_of(here, RUN_FLOORS)
-      assert below, f"run/{here} imports run/{parts[2]}, which is not on a lower floor"
+def file_of(name):
+  """The file of a module of the package, or None."""
+  inside = PACKAGE.joinpath(*name.split(".")[1:])
+  files = (inside.with_suffix(".py"), inside / "__init__.py")
+  return next((file for file in files if name.startswith("grpo_jax.") and file.is_file()), None)
+
+
+def modules_imported(path):
+  """The files of the package that a file imports, under TYPE_CHECKING too."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      yield from (file_of(alias.name) for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+      for alias in node.names:
+        yield file_of(f"{node.module}.{alias.name}") or file_of(node.module)
+
+
+def circle(graph):
+  """The files of a circle of imports, or nothing."""
+  try:
+    list(graphlib.TopologicalSorter(graph).static_order())
+  except graphlib.CycleError as error:
+    return [relative(path) for path in error.args[1]]
+  return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+  assert not circle({path: {*modules_imported(path)} - {None, path} for path in FILES})
+
+
+def test_a_circle_is_found():
+  first, second, third = FILES[:3]
+  assert not circle({first: {second, third}, second: {third}})
+  assert len(circle({first: {second}, second: {third}, third: {first}})) == 4
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=relative)
+def test_a_folder_is_small_and_says_what_it_is_for(folder):
+  modules = [path for path in folder.glob("*.py") if not path.stem.startswith("__")]
+  if folder != PACKAGE:
+    assert len(modules) <= MOST_MODULES, f"{relative(folder)} has {len(modules)} modules"
+  text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+  assert text and len(text.split()) > 8, f"{relative(folder)}/__init__.py does not say what it is"
 
 
 def test_the_top_level_shows_entry_points_and_rooms():
@@ -129,8 +124,8 @@ def test_the_top_level_shows_entry_points_and_rooms():
 def test_rewards_and_data_never_import_jax():
   """Worker processes that call reward functions must start fast."""
   code = (
-    "import sys; import grpo_jax.rewards, grpo_jax.data.loader, grpo_jax.data.tasks,"
-    " grpo_jax.data.tokenizer;"
+    "import sys; import grpo_jax.rewards, grpo_jax.data.loader, grpo_jax.data.tasks.tasks,"
+    " grpo_jax.data.tokenizers.tokenizer;"
     " assert not {'jax', 'flax', 'optax', 'orbax'} & set(sys.modules)"
   )
   subprocess.run([sys.executable, "-c", code], check=True)
@@ -144,7 +139,7 @@ def test_launchers_never_import_jax():
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_only_entry_points_know_config_dicts_and_nobody_imports_another_framework(path):
-  is_entry_point = path.parent == PACKAGE or path.stem in ("cli", "__main__")
+  is_entry_point = path.parent == PACKAGE or path.stem == "__main__"
   assert "ml_collections" not in packages(path) or is_entry_point
   assert not packages(path) & {"torch", "tensorflow", "transformers"}
 

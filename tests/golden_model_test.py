@@ -15,7 +15,7 @@ import pytest
 
 from grpo_jax import learner, model
 from grpo_jax.config import Learner
-from grpo_jax.run.sampling import make_sampler
+from grpo_jax.programs.sampling import make_sampler
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.types import Batch
 

@@ -13,7 +13,7 @@ import shutil
 import pytest
 
 from grpo_jax import model
-from grpo_jax.data import tokenizer
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.settings import ConfigError
 
 FOLDER = Path(__file__).parent / "golden/tokenizers"

@@ -14,11 +14,12 @@ import pytest
 from configs import gsm8k
 from grpo_jax import model
 from grpo_jax.config import from_dict
-from grpo_jax.data import tasks, tokenizer
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.run.build import Run
-from grpo_jax.run.checkpoint import Checkpoints
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.checkpoint import Checkpoints
 from tests.small_qwen import make_checkpoint, problems
 
 ROOT = Path(__file__).parents[1]

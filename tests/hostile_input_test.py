@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from grpo_jax import model, patience
-from grpo_jax.data import chat, download, tokenizer
-from grpo_jax.data.arithmetic import ALPHABET
-from grpo_jax.run.build import Run
-from grpo_jax.run.reporter import header_lines
+from grpo_jax import model, timing
+from grpo_jax.data.files import download
+from grpo_jax.data.tasks.arithmetic import ALPHABET
+from grpo_jax.data.tokenizers import chat, tokenizer
+from grpo_jax.programs.run import Run
 from grpo_jax.settings import LARGEST_INT, ConfigError, shown
 from grpo_jax.train import train
+from grpo_jax.training.reporter import header_lines
 
 SHAPE = model.ModelConfig(
   vocab_size=18,
@@ -237,8 +238,8 @@ def test_a_chat_template_has_limits(tmp_path, folder, monkeypatch, template, wor
 
 
 def test_what_takes_long_is_told(monkeypatch, capsys):
-  monkeypatch.setattr(patience, "_SECONDS", 0.01)
-  with patience.told_if_slow("waiting for the rain"):
+  monkeypatch.setattr(timing, "_SECONDS", 0.01)
+  with timing.told_if_slow("waiting for the rain"):
     threading.Event().wait(0.3)
   assert "still waiting for the rain after " in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from grpo_jax.model import hub
+from grpo_jax.model.huggingface import hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

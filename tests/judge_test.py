@@ -9,8 +9,8 @@ import time
 import pytest
 
 from grpo_jax import rewards
-from grpo_jax.rewards import judge as judge_module
 from grpo_jax.rewards.answer import RewardError
+from grpo_jax.rewards.functions import judge as judge_module
 from grpo_jax.settings import ConfigError
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from grpo_jax.run.json_files import read_metrics
+from grpo_jax.storage.json_files import read_metrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]

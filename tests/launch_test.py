@@ -16,6 +16,7 @@ import time
 from absl import flags
 import pytest
 
+from grpo_jax import cli
 from grpo_jax import config as config_lib
 from grpo_jax import launch as launch_lib
 from grpo_jax.launchers import local
@@ -24,8 +25,8 @@ from grpo_jax.launchers.progress import progress
 from grpo_jax.launchers.sweep import load_sweep, name_of
 from grpo_jax.launchers.table import t_interval, table
 from grpo_jax.launchers.units import Unit, units
-from grpo_jax.run import cli, lock
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage import lock
 
 ROOT = Path(__file__).parents[1]
 TRAIN = (

@@ -16,7 +16,7 @@ import pytest
 
 import grpo_jax
 from grpo_jax.algo.surrogates import SURROGATES
-from grpo_jax.data.tasks import TASKS
+from grpo_jax.data.tasks.tasks import TASKS
 from grpo_jax.rewards import REWARDS
 from tests.small_run import small_config
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import Data
-from grpo_jax.data import loader, tasks, tokenizer
+from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.settings import ConfigError
 
 TOKENIZER = tokenizer.characters("abcdefg?")

@@ -11,9 +11,9 @@ import sys
 import pytest
 from small_run import small_config
 
-from grpo_jax.run.lock import held
-from grpo_jax.run.workdir import LOCK_FILE, open_run
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.lock import held
+from grpo_jax.storage.workdir import LOCK_FILE, open_run
 from grpo_jax.train import train
 
 
@@ -49,7 +49,7 @@ def test_train_reads_and_writes_nothing_in_a_folder_that_another_run_holds(tmp_p
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from grpo_jax.run.lock import held
+from grpo_jax.storage.lock import held
 
 with held(Path(sys.argv[1]), print):
   if not os.fork():

@@ -12,13 +12,14 @@ import pytest
 from configs import arithmetic
 from grpo_jax import model
 from grpo_jax.config import from_dict
-from grpo_jax.data import tasks, tokenizer
-from grpo_jax.run.build import Run
-from grpo_jax.run.checks import check
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.recipes import with_absolute_paths
-from grpo_jax.run.workdir import read
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.programs.checks import check
+from grpo_jax.programs.run import Run
+from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.workdir import read
+from grpo_jax.training.loop import run_steps
 
 
 def make_checkpoint(folder):

@@ -15,13 +15,15 @@ from small_run import small_config, with_section
 from configs.countdown import get_config
 import grpo_jax
 from grpo_jax.config import Config, Data, Eval, Reward
-from grpo_jax.data import countdown, loader, mixture, tasks, tokenizer
+from grpo_jax.console.show_data import drawn
+from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.rewards import Caller, by_task, name_of
-from grpo_jax.rewards.countdown import countdown as score
-from grpo_jax.run.checks import check
-from grpo_jax.run.dataset import drawn
-from grpo_jax.run.evaluator import first_scores
+from grpo_jax.data.tasks import countdown, mixture, tasks
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.evaluation.evaluator import first_scores
+from grpo_jax.programs.checks import check
+from grpo_jax.rewards import Caller, dispatch, name_of
+from grpo_jax.rewards.functions.countdown import countdown as score
 from grpo_jax.settings import ConfigError
 
 QWEN = tokenizer.load(Path(__file__).parent / "golden/tokenizers/qwen")
@@ -310,7 +312,7 @@ def test_a_function_scores_the_rows_of_its_tasks_alone():
   }
   functions = [(first, "a"), (second, "b, c"), (never, "d"), (model, "c"), (for_all, "")]
   columns["completions"] = ["x", "y", "z", "w"]
-  answer = by_task.start(Caller(None), functions, columns, step=3, group_size=1)
+  answer = dispatch.start(Caller(None), functions, columns, step=3, group_size=1)
   steps = {name_of(function): answer(function).steps for function, _ in functions}
   assert seen == {
     "first": (["x", "z"], ["x", "x"], ["a", "a"]),
@@ -332,7 +334,7 @@ def test_the_failures_of_a_task_are_those_of_its_rows():
 
   columns = {"task": ["a", "b", "b"], "completions": ["x", "y", "z"]}
   caller = Caller(None, stops_on_error=False)
-  answer = by_task.start(caller, [(fails_on_z, "b")], columns, step=0, group_size=1)(fails_on_z)
+  answer = dispatch.start(caller, [(fails_on_z, "b")], columns, step=0, group_size=1)(fails_on_z)
   assert answer.steps == [[], [(1, 1.0)], []]
   assert [failure.row for failure in answer.failures] == [2]
 

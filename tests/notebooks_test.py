@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 import grpo_jax
-from grpo_jax.run import notebook as progress
+from grpo_jax.console import notebook as progress
 from tests.small_qwen import make_checkpoint, problems
 
 FOLDER = Path(__file__).parents[1] / "colabs"
@@ -83,10 +83,8 @@ def test_a_notebook_uses_public_names_only(name):
 
 
 def test_what_the_test_of_public_names_sees():
-  code = (
-    "import grpo_jax.run.loop\nfrom configs import gsm8k\nif True:\n  %pip install x\ngrpo_jax.f()"
-  )
-  assert list(names_of_grpo_jax(code)) == ["grpo_jax.run.loop", "configs", "f"]
+  code = "import grpo_jax.cli\nfrom configs import gsm8k\nif True:\n  %pip install x\ngrpo_jax.f()"
+  assert list(names_of_grpo_jax(code)) == ["grpo_jax.cli", "configs", "f"]
 
 
 def test_the_bar_is_one_output_that_changes(monkeypatch):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.reading import read_config
-from grpo_jax.run.workdir import read
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.reading import read_config
+from grpo_jax.storage.workdir import read
+from grpo_jax.training.loop import run_steps
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "old_runs"

@@ -21,7 +21,7 @@ from grpo_jax.algo.metrics import reduced
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.run.build import Run
+from grpo_jax.programs.run import Run
 from grpo_jax.types import Batch, Rewards
 
 ONE, OFTEN = (1, 1, 1), [(2, 2, 2)]

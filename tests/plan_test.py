@@ -14,11 +14,12 @@ import pytest
 from small_run import small_config, small_run, with_section
 
 from grpo_jax import plan
+from grpo_jax.console import exit_codes
 from grpo_jax.parallel import chips
-from grpo_jax.run import ends, plan_table
-from grpo_jax.run.parameters import count
-from grpo_jax.run.plan_phases import compiled, decode_rounds
-from grpo_jax.run.plan_programs import programs, shape_alone
+from grpo_jax.planning import table
+from grpo_jax.planning.phases import compiled, decode_rounds
+from grpo_jax.planning.programs import programs, shape_alone
+from grpo_jax.programs.parameters import count
 from grpo_jax.sampler.decode import capacities
 from grpo_jax.settings import ConfigError
 
@@ -139,9 +140,9 @@ def test_a_plan_is_printed_and_ends_with_whether_the_run_fits(run, phases, monke
   assert lines[-1].startswith("fits: update needs 0.01 GB")
   small = chips.Chip(1e6, 1e12, 1e9, 1e9)
   monkeypatch.setitem(chips.CHIPS, "cpu", small)
-  with pytest.raises(ends.DoesNotFit) as caught:
+  with pytest.raises(exit_codes.DoesNotFit) as caught:
     plan.plan(run, "cpu")
-  assert ends.exit_of(caught.value) == (3, "")
+  assert exit_codes.exit_of(caught.value) == (3, "")
   lines = capsys.readouterr().out.splitlines()
   assert lines[-1].startswith("does not fit: update needs 0.01 GB of 0.00 GB")
   names_of_a_step = ["sample", "reference", "update"]
@@ -154,9 +155,9 @@ def test_a_plan_is_printed_and_ends_with_whether_the_run_fits(run, phases, monke
 def test_what_the_compiler_refuses_does_not_fit(phases):
   refused = dataclasses.replace(phases["update"], memory={}, counted=None, failure="too large")
   all_phases = [phases["sample"], refused]
-  assert plan_table.verdict(all_phases, 1e12).startswith("does not fit: update")
-  assert plan_table.memory_table(all_phases)[-1].split()[-1] == "-"
-  assert "update cannot be compiled: too large" in plan_table.notes(all_phases)
+  assert table.verdict(all_phases, 1e12).startswith("does not fit: update")
+  assert table.memory_table(all_phases)[-1].split()[-1] == "-"
+  assert "update cannot be compiled: too large" in table.notes(all_phases)
 
 
 def command(*flags):
@@ -213,7 +214,7 @@ import resource, sys
 import conftest
 import jax
 from plan_test import config_of_large_activations, small_run
-from grpo_jax.run.plan_programs import programs
+from grpo_jax.planning.programs import programs
 run = small_run(config_of_large_activations())
 (update,) = [program for program in programs(run) if program.name == "update"]
 executable = update.lower().compile()

@@ -15,9 +15,9 @@ import pytest
 from grpo_jax.launchers import ray_cluster as launcher
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import units
-from grpo_jax.run import lock
-from grpo_jax.run.json_files import read_metrics
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage import lock
+from grpo_jax.storage.json_files import read_metrics
 
 try:
   import ray_cluster

@@ -17,12 +17,12 @@ from small_run import (
   with_section,
 )
 
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.checks import check
-from grpo_jax.run.collect import Collector
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.state import StateStore
+from grpo_jax.programs.checks import check
+from grpo_jax.rollouts.collect import Collector
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.training.loop import run_steps
+from grpo_jax.training.state import StateStore
 
 CODES = "def reward(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]\n"
 

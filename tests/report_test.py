@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import Config, Log, Optimizer, to_dict
-from grpo_jax.data import tokenizer
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.reporting import completions, curves, runs
 from grpo_jax.settings import ConfigError
 

@@ -20,13 +20,13 @@ import pytest
 
 from configs import default
 from grpo_jax.config import from_dict
-from grpo_jax.run import ends
-from grpo_jax.run.build import Run
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.reporter import Reporter
-from grpo_jax.run.state import StateStore
-from grpo_jax.run.workdir import read
+from grpo_jax.console import exit_codes
+from grpo_jax.programs.run import Run
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.workdir import read
+from grpo_jax.training.loop import run_steps
+from grpo_jax.training.reporter import Reporter
+from grpo_jax.training.state import StateStore
 
 ROOT = Path(__file__).parents[1]
 FLAGS = """
@@ -208,7 +208,7 @@ def killed_without_warm_start(path, plain):
   for moment in (before_first_row, after_first_save):
     life.kill(moment)
     assert life.folder.rows() == plain.rows()[: len(life.folder.rows())]
-  assert life.interrupt(has_six_rows, signal.SIGTERM) == ends.STOPPED
+  assert life.interrupt(has_six_rows, signal.SIGTERM) == exit_codes.STOPPED
   stopped_at = life.folder.rows()[-1]["step"]
   assert 5 <= stopped_at < 8 and life.folder.saved()[-1] == stopped_at and not life.folder.saving()
   assert f"stopped at step {stopped_at}; run the same command again to resume" in life.output()

@@ -17,13 +17,13 @@ import pytest
 from configs import default
 from grpo_jax import model
 from grpo_jax.config import from_dict
-from grpo_jax.data import tokenizer
-from grpo_jax.run import reward_model
-from grpo_jax.run.build import Run
-from grpo_jax.run.clock import Clock
-from grpo_jax.run.collect import Collector
-from grpo_jax.run.workdir import read
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.programs.run import Run
+from grpo_jax.rollouts import reward_model
+from grpo_jax.rollouts.collect import Collector
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.workdir import read
+from grpo_jax.timing import Clock
 from grpo_jax.train import train
 
 GOLDEN = Path(__file__).parent / "golden" / "rewards"

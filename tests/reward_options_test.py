@@ -11,8 +11,8 @@ import pytest
 
 from grpo_jax import rewards
 from grpo_jax.config import Config
+from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.rewards import options
-from grpo_jax.run.recipes import with_absolute_paths
 from grpo_jax.settings import ConfigError
 
 KEY = "reward.functions"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from grpo_jax import rewards
-from grpo_jax.data.arithmetic import Arithmetic
-from grpo_jax.rewards import symbolic
-from grpo_jax.rewards.answers import boxed, flexible, strict
-from grpo_jax.rewards.overlong import overlong
+from grpo_jax.data.tasks.arithmetic import Arithmetic
+from grpo_jax.rewards.functions import symbolic
+from grpo_jax.rewards.functions.final_number import boxed, flexible, strict
+from grpo_jax.rewards.functions.lengths import overlong
 from grpo_jax.settings import ConfigError
 
 
@@ -463,8 +463,8 @@ def test_resolve(tmp_path):
 
 def test_rewards_and_data_need_no_jax():
   code = (
-    "import sys; import grpo_jax.rewards, grpo_jax.data.loader, grpo_jax.data.tasks,"
-    " grpo_jax.data.tokenizer;"
+    "import sys; import grpo_jax.rewards, grpo_jax.data.loader, grpo_jax.data.tasks.tasks,"
+    " grpo_jax.data.tokenizers.tokenizer;"
     "others = {'jax', 'flax', 'ml_collections', 'tensorflow', 'tensorflow_datasets'};"
     "print(sorted(others & set(sys.modules)))"
   )

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import Data, Mesh
-from grpo_jax.data import tokenizer
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.rewards import Caller
-from grpo_jax.run import rollout
-from grpo_jax.run.rollout import PolicyRollout, Rollouts, sampled_ids, texts_of
-from grpo_jax.run.rollout_metrics import completion_rows, rollout_metrics, score_metrics
-from grpo_jax.run.scorer import Scorer, completion_columns
-from grpo_jax.run.scoring import groups_that_differ, with_overlong
+from grpo_jax.rollouts import rollout
+from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, texts_of
+from grpo_jax.rollouts.rollout_metrics import completion_rows, rollout_metrics, score_metrics
+from grpo_jax.rollouts.scorer import Scorer, completion_columns
+from grpo_jax.rollouts.scoring import groups_that_differ, with_overlong
 from grpo_jax.types import Completions, Rewards
 
 NAN = float("nan")

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import Data, from_dict
-from grpo_jax.data import examples, loader, rows, tasks, tokenizer
-from grpo_jax.data.parquet import Parquet
+from grpo_jax.data import loader
+from grpo_jax.data.files import rows
+from grpo_jax.data.files.parquet import Parquet
+from grpo_jax.data.files.splits import hold_out
 from grpo_jax.data.prompts import OneProcess, Prompts
-from grpo_jax.data.splits import hold_out
+from grpo_jax.data.tasks import examples, tasks
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.settings import LARGEST_INT, ConfigError, RunFailed
 
 LINES = st.lists(

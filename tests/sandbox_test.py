@@ -15,7 +15,7 @@ import uuid
 
 import pytest
 
-from grpo_jax.rewards import sandbox
+from grpo_jax.rewards.sandbox import runner
 from grpo_jax.settings import ConfigError
 
 KINDS = [pytest.param("bwrap"), pytest.param("unshare", marks=pytest.mark.slow)]
@@ -23,7 +23,7 @@ KINDS = [pytest.param("bwrap"), pytest.param("unshare", marks=pytest.mark.slow)]
 
 @pytest.fixture(params=KINDS)
 def kind(request):
-  reason = sandbox._problem(request.param)
+  reason = runner._problem(request.param)
   if reason:
     pytest.skip(f"{request.param} does not work here: {reason}")
   return request.param
@@ -46,13 +46,13 @@ def run(kind, program, wait=10.0, stdout=subprocess.PIPE, **limits):
   marker = uuid.uuid4().hex
   program = f"# {marker}\nimport os, sys\n{textwrap.dedent(program)}"
   streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": subprocess.STDOUT}
-  process = sandbox.start(program, sandbox.Limits(**({"seconds": 5} | limits)), kind, **streams)
+  process = runner.start(program, runner.Limits(**({"seconds": 5} | limits)), kind, **streams)
   try:
     printed = process.communicate(timeout=wait)[0] or b""
   except subprocess.TimeoutExpired as error:
     printed = error.stdout or b""
   finally:
-    sandbox.stop(process)
+    runner.stop(process)
   deadline = time.monotonic() + 5
   while programs_with(marker) and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -108,7 +108,7 @@ def test_it_writes_nowhere_but_in_its_own_folder(kind, tmp_path):
 def test_what_it_sees_is_read_only_even_where_everybody_may_write(kind, monkeypatch):
   with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
     os.chmod(folder, 0o777)
-    monkeypatch.setattr(sandbox, "_READ_ONLY", (*sandbox._READ_ONLY, folder))
+    monkeypatch.setattr(runner, "_READ_ONLY", (*runner._READ_ONLY, folder))
     printed = run(
       kind,
       f"""
@@ -299,8 +299,8 @@ def test_it_ends_with_the_program_that_started_it(kind, tmp_path):
   code = f"""
 import subprocess, time
 from grpo_jax.rewards import sandbox
-sandbox.start("# {marker}\\nimport time; print('up', flush=True); time.sleep(1000)",
-              sandbox.Limits(), "{kind}", stdin=subprocess.DEVNULL)
+runner.start("# {marker}\\nimport time; print('up', flush=True); time.sleep(1000)",
+              runner.Limits(), "{kind}", stdin=subprocess.DEVNULL)
 time.sleep(1000)
 """
   parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -330,24 +330,24 @@ def test_many_run_at_once(kind):
 
 def test_without_a_sandbox_it_says_what_to_install(monkeypatch):
   monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: None)
-  sandbox.find.cache_clear()
+  runner.find.cache_clear()
   try:
     with pytest.raises(
       ConfigError, match="bwrap: there is no bwrap; unshare: .*install bubblewrap"
     ):
-      sandbox.find()
+      runner.find()
   finally:
-    sandbox.find.cache_clear()
+    runner.find.cache_clear()
 
 
 def test_a_sandbox_that_shows_files_is_not_used(monkeypatch, tmp_path):
-  if sandbox._problem("bwrap"):
+  if runner._problem("bwrap"):
     pytest.skip("bwrap does not work here")
 
   def leaky(command, limits):
-    wrapped = sandbox._bwrap(command, limits)
+    wrapped = runner._bwrap(command, limits)
     place = wrapped.index("--size") - 2
     return [*wrapped[:place], "--ro-bind", "/tmp", "/tmp", *wrapped[place + 6 :]]
 
-  monkeypatch.setitem(sandbox._WRAP, "bwrap", leaky)
-  assert "it fails" in sandbox._problem("bwrap")
+  monkeypatch.setitem(runner._WRAP, "bwrap", leaky)
+  assert "it fails" in runner._problem("bwrap")

@@ -15,10 +15,10 @@ import slurm_cluster
 
 from grpo_jax.launchers import slurm
 from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.slurm_script import names_in, script, seconds
+from grpo_jax.launchers.slurm import names_in, script, seconds
 from grpo_jax.launchers.units import units
-from grpo_jax.run.json_files import read_metrics
 from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.json_files import read_metrics
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ("--config=configs/arithmetic.py", "--config.data.prompt=it's {question}")

@@ -8,11 +8,11 @@ import numpy as np
 
 from configs import default
 from grpo_jax.config import from_dict
-from grpo_jax.run.build import Run
-from grpo_jax.run.checkpoint import Checkpoints
-from grpo_jax.run.collect import Collector
-from grpo_jax.run.state import StateStore
-from grpo_jax.run.steps import GrpoStep
+from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.training.loop import GrpoStep
+from grpo_jax.training.state import StateStore
 from grpo_jax.types import Completions
 
 P, G, T = 4, 3, 5

@@ -27,11 +27,11 @@ from grpo_jax.algo.checks import settings_idle_at_ratio_one
 from grpo_jax.algo.settings import Algo
 from grpo_jax.data import loader
 from grpo_jax.learner.optimizer import make_optimizer
-from grpo_jax.run.collect import Collected, Collector
-from grpo_jax.run.json_files import json_line
-from grpo_jax.run.loop import run_steps
-from grpo_jax.run.programs import algo_of
-from grpo_jax.run.state import RunState, StateStore
+from grpo_jax.programs.compiled import algo_of
+from grpo_jax.rollouts.collect import Collected, Collector
+from grpo_jax.storage.json_files import json_line
+from grpo_jax.training.loop import run_steps
+from grpo_jax.training.state import RunState, StateStore
 from grpo_jax.types import Rewards
 
 # A score that differs between nearly all completions.

@@ -7,10 +7,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from grpo_jax.data.arithmetic import Arithmetic, split_of
-from grpo_jax.rewards.answers import strict
-from grpo_jax.rewards.process import equations
-from grpo_jax.run.checks import check
+from grpo_jax.data.tasks.arithmetic import Arithmetic, split_of
+from grpo_jax.programs.checks import check
+from grpo_jax.rewards.functions.final_number import strict
+from grpo_jax.rewards.functions.worked_steps import equations
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 import stress

@@ -10,9 +10,9 @@ import pytest
 
 from configs.arithmetic import get_config
 from grpo_jax import config
-from grpo_jax.data import arithmetic, tasks
-from grpo_jax.data import tfds as ours
-from grpo_jax.rewards.answers import strict
+from grpo_jax.data.files import tfds as ours
+from grpo_jax.data.tasks import arithmetic, tasks
+from grpo_jax.rewards.functions.final_number import strict
 from grpo_jax.settings import ConfigError
 
 ROW = {

@@ -10,12 +10,13 @@ from small_run import G, P, S, T, small_config, small_run, with_reward, with_sec
 
 from grpo_jax import model
 from grpo_jax.algo.distillation import teacher_advantages
-from grpo_jax.data import tasks, tokenizer
-from grpo_jax.run.clock import Clock
-from grpo_jax.run.collect import Collector
-from grpo_jax.run.json_files import read_metrics
-from grpo_jax.run.loop import run_steps
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.rollouts.collect import Collector
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.json_files import read_metrics
+from grpo_jax.timing import Clock
+from grpo_jax.training.loop import run_steps
 
 LENGTH = "def reward(completions, **_):\n  return [float(len(text)) for text in completions]\n"
 

@@ -19,10 +19,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_jax import sample
-from grpo_jax.run import terminal
-from grpo_jax.run.json_console import JsonConsole
-from grpo_jax.run.terminal import Loading, Terminal
-from grpo_jax.run.terminal_text import duration, shorten, visible
+from grpo_jax.console import terminal
+from grpo_jax.console.json_console import JsonConsole
+from grpo_jax.console.terminal import Loading, Terminal
+from grpo_jax.console.text import duration, shorten, visible
 
 METRICS = {
   "reward": 0.7123,
@@ -229,7 +229,7 @@ def test_loading_is_one_changing_line_on_a_terminal_and_a_line_at_times_in_a_fil
 
 
 LOOP = """
-from grpo_jax.run.terminal import Terminal
+from grpo_jax.console.terminal import Terminal
 out = Terminal(20, 0)
 for step in range(1, 21):
   out.update(step, {"reward": step / 20, "perf/tokens_per_second": 99})

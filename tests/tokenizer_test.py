@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from grpo_jax.data import tokenizer
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.settings import ConfigError
 
 ALPHABET = "0123456789+-=;# \né√"

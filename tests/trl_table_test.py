@@ -9,7 +9,7 @@ import pytest
 
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
-from grpo_jax.run import checks
+from grpo_jax.programs import checks
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 SECTION = README.split("\n## Coming from TRL\n")[1].split("\n## ")[0]

@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax.config import Mesh
-from grpo_jax.model import families, folders, save_weights
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.load_weights import load
-from grpo_jax.model.save_weights import save
+from grpo_jax.model.huggingface import families, folders, save_weights
+from grpo_jax.model.huggingface.load_weights import load
+from grpo_jax.model.huggingface.save_weights import save
+from grpo_jax.model.huggingface.tensor_spec import TensorSpec
 from grpo_jax.model.stacks import Places, stacked
-from grpo_jax.model.tensor_spec import TensorSpec
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import param_specs
 from grpo_jax.settings import ConfigError

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.run.workdir import Writer, open_run, read
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.workdir import Writer, open_run, read
 
 CONFIG = {
   "seed": 0,

@@ -22,13 +22,13 @@ from grpo_jax.config import Mesh, to_dict
 from grpo_jax.parallel.cores import cores
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
-from grpo_jax.rewards import messages, workers
 from grpo_jax.rewards.answer import Answer, Failure, from_json, joined, to_json
 from grpo_jax.rewards.call import call_in_parts
-from grpo_jax.rewards.workers import Call
-from grpo_jax.run.reading import read_completions, read_metrics
-from grpo_jax.run.saved_config import check_same_run
+from grpo_jax.rewards.workers import messages, processes
+from grpo_jax.rewards.workers.processes import Call
 from grpo_jax.settings import ConfigError, RunFailed, check_ranges
+from grpo_jax.storage.reading import read_completions, read_metrics
+from grpo_jax.storage.saved_config import check_same_run
 from grpo_jax.train import train
 
 ROOT = Path(__file__).parents[1]
@@ -177,7 +177,7 @@ def test_what_a_function_leaves_behind_ends_with_its_worker():
 SCRIPT = f"""
 import os, sys, time
 from grpo_jax import rewards
-from grpo_jax.rewards.workers import Call
+from grpo_jax.rewards.workers.processes import Call
 pool = rewards.Pool(2, 600.0)
 pool.add("{FILE}:lengths", None, True)
 pool.start([Call("{FILE}:lengths", "lengths", {{"completions": ["daemon", "loop"]}})] * 2)
@@ -311,8 +311,8 @@ def test_a_function_that_cannot_be_sent_is_called_here(pool, monkeypatch):
   assert scores(caller.start([locked], {"completions": ["a"]}, 1, 1)(locked)) == [1]
   lock.close()
   monkeypatch.setitem(sys.modules, "cloudpickle", None)
-  with pytest.raises(workers.NotPortable, match=r"pip install -e '.\[workers\]'"):
-    workers.portable("f", len, is_named=False)
+  with pytest.raises(processes.NotPortable, match=r"pip install -e '.\[workers\]'"):
+    processes.portable("f", len, is_named=False)
 
 
 def test_only_functions_that_are_not_marked_go_to_workers(pool):

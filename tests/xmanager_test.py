@@ -18,8 +18,8 @@ import pytest
 from grpo_jax.launchers import xmanager
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import units
-from grpo_jax.run.json_files import read_metrics
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.json_files import read_metrics
 
 ROOT = Path(__file__).parents[1]
 RUNS = units("/sweep", ["--config=a b.py"], [{"seed": 0}, {"seed": 1}])

@@ -1,1 +1,4 @@
-"""Tasks, tokenizers, chat templates, and batches of prompts."""
+"""The data of a run: tasks, tokenizers, prompts, and a loader that is a pure function of the step.
+
+It may import parallel's type of hosts, settings and timing, and never jax.
+"""

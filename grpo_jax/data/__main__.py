@@ -13,12 +13,12 @@ import shutil
 from absl import flags
 from ml_collections import config_flags
 
+from grpo_jax import cli
 from grpo_jax.config import Config
-from grpo_jax.patience import told_if_slow
-from grpo_jax.run import cli
-from grpo_jax.run.dataset import drawn, statistics_lines, step_lines
-from grpo_jax.run.reading import read_config
+from grpo_jax.console.show_data import drawn, statistics_lines, step_lines
 from grpo_jax.settings import ConfigError, check_ranges
+from grpo_jax.storage.reading import read_config
+from grpo_jax.timing import told_if_slow
 
 
 def main(argv: list[str]) -> None:

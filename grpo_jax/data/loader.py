@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompts
-from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
 

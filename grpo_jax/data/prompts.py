@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from grpo_jax.data import chat
-from grpo_jax.data.mixture import Mixture
 from grpo_jax.data.prompt_template import fill
-from grpo_jax.data.tasks import templates_of
-from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.data.tasks.mixture import Mixture
+from grpo_jax.data.tasks.tasks import templates_of
+from grpo_jax.data.tokenizers import chat
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
 if TYPE_CHECKING:

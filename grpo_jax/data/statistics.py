@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.data.tokenizer import Tokenizer
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import sys
 
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import Unit
-from grpo_jax.run.workdir import LAUNCH_FOLDER
+from grpo_jax.storage.workdir import LAUNCH_FOLDER
 
-# Exit codes as in grpo_jax/run/ends.py, which imports jax.
+# Exit codes as in grpo_jax/console/exit_codes.py, which imports jax.
 DONE, FAILED, STOPPED = 0, 1, 75
 
 

@@ -9,10 +9,10 @@ import signal
 import subprocess
 import time
 
+from grpo_jax.console.text import shorten, visible
 from grpo_jax.launchers.launcher import STOPPED, launch_folder, say
 from grpo_jax.launchers.units import Unit
-from grpo_jax.run.terminal_text import shorten, visible
-from grpo_jax.run.workdir import make_folder
+from grpo_jax.storage.workdir import make_folder
 
 GRACE_SECONDS = 30  # what the others get to end by themselves when one process has ended
 # Processes that end for the same reason do so together. The first of them says the reason.

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.run import lock
-from grpo_jax.run.saved_config import load_config
+from grpo_jax.storage import lock
+from grpo_jax.storage.saved_config import load_config
 
 _ACCURACY = "eval/accuracy"
 

@@ -11,8 +11,8 @@ from grpo_jax.launchers.launcher import DONE, say
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import Unit
 from grpo_jax.launchers.work import work
-from grpo_jax.patience import told_if_slow
 from grpo_jax.settings import ConfigError
+from grpo_jax.timing import told_if_slow
 
 _ACCELERATORS = ("GPU", "TPU")
 

@@ -17,7 +17,7 @@ from grpo_jax.launchers.launcher import FAILED, STOPPED, say
 from grpo_jax.launchers.process_group import ProcessGroup, make_logs
 from grpo_jax.launchers.ray_host import LOST, HostActor, Place, RemoteProcess, reason_of
 from grpo_jax.launchers.units import Unit
-from grpo_jax.run import lock
+from grpo_jax.storage import lock
 
 # What a run inherits from the launcher's environment. The rest is that of the node.
 _PASSED_ON = ("HF_", "JAX_", "LIBTPU_", "NCCL_", "WANDB_", "XLA_")

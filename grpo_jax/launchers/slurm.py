@@ -1,18 +1,21 @@
 """Runs as jobs of Slurm: a sweep is an array, several hosts of a run are tasks of one srun."""
 
 from collections.abc import Sequence
+import os
 from pathlib import Path
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 
-from grpo_jax.launchers.launcher import DONE, launch_folder, say
+from grpo_jax.launchers.launcher import DONE, STOPPED, launch_folder, say
 from grpo_jax.launchers.options import Options
-from grpo_jax.launchers.slurm_script import job_name, names_in, script
-from grpo_jax.launchers.units import Unit
-from grpo_jax.patience import told_if_slow
-from grpo_jax.run.json_files import replace_file
-from grpo_jax.run.workdir import make_folder
+from grpo_jax.launchers.units import TRAIN, Unit
 from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.json_files import replace_file
+from grpo_jax.storage.workdir import make_folder
+from grpo_jax.timing import told_if_slow
 
 # Jobs that Slurm still lists and that have ended for good.
 _ENDED = {
@@ -116,3 +119,154 @@ def _output(command: Sequence[str]) -> str:
     reason = " ".join(done.stderr.split()).removeprefix(f"{command[0]}: ")
     raise RunFailed(f"{command[0]}: {reason or f'exit code {done.returncode}'}")
   return done.stdout
+
+
+# After the end of one process of a run, srun ends the others, which wait for it.
+_GRACE_SECONDS = 30
+_EARLIEST_SECONDS = 60  # Slurm may send the signal so much earlier
+
+_HEADER = """\
+#!/bin/bash
+# Written by grpo_jax.launch.{contents}
+{options}
+# Slurm queues the job again when it preempts it and when its node fails.
+#SBATCH --requeue
+# So many seconds before the time limit, each process of the run gets SIGTERM. The run then saves
+# its state and exits with {stopped}.
+#SBATCH --signal=TERM@{stop_ahead}
+"""
+
+_BODY = """
+flags=(
+{flags}
+)
+{choice}
+# Since version 22.05, srun does not read this option of sbatch.
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+trap : TERM  # scancel sends it to this shell too, which then waits until the run has saved
+srun --wait={grace} --kill-on-bad-exit=0{label} \\
+  {python} -m {train} "${{flags[@]}}"
+code=$?
+
+# A job that Slurm is ending is not RUNNING any more. Slurm itself queues it again after a
+# preemption, and leaves it ended after scancel.
+state=$(squeue --noheader --jobs="$job" --format=%T)
+if [ "$code" = {stopped} ] && [ "$state" = RUNNING ]; then
+  echo "job $job: stopped and saved, queued again"
+  scontrol requeue "$job"
+fi
+exit "$code"
+"""
+
+
+def script(units: Sequence[Unit], options: Options, path: Path) -> str:
+  """The script for these units, which is submitted as the file `path`.
+
+  Args:
+    units: The only run, or runs of a sweep.
+    options: Reads hosts, tasks_per_host, at_once, time_limit, stop_ahead, partition and sbatch.
+    path: Its file. The comment of the job is this path, by which `queued` finds the job again.
+
+  Raises:
+    ConfigError: The time limit is not one, or is too short for stop_ahead.
+  """
+  _check_time_limit(options)
+  is_sweep = bool(units[0].name)
+  contents = ""
+  if is_sweep:
+    names = (f"#   {index}: {unit.name}" for index, unit in enumerate(units))
+    contents = "\n".join([" Each task of the array trains one run of the sweep:", *names])
+  common = os.path.commonprefix([unit.flags for unit in units])
+  several = options.hosts * options.tasks_per_host > 1
+  header = _HEADER.format(
+    contents=contents,
+    options="\n".join(f"#SBATCH {option}" for option in _options(units, options, path)),
+    stop_ahead=options.stop_ahead,
+    stopped=STOPPED,
+  )
+  return header + _BODY.format(
+    flags="\n".join(f"  {shlex.quote(flag)}" for flag in common),
+    choice=_choice(units, len(common)),
+    grace=_GRACE_SECONDS,
+    label=" --label" if several else "",
+    python=shlex.quote(sys.executable),
+    train=TRAIN,
+    stopped=STOPPED,
+  )
+
+
+def names_in(text: str) -> dict[str, str]:
+  """The names of the runs in a script of a sweep, by the task of the array."""
+  return dict(re.findall(r"^#   (\d+): (.*)$", text, flags=re.MULTILINE))
+
+
+def job_name(units: Sequence[Unit]) -> str:
+  """The name of the job, which is that of the folder of the run or of the sweep."""
+  folder = Path(units[0].workdir)
+  name = (folder.parent if units[0].name else folder).name
+  return re.sub(r"[^\w.=+-]", "_", name, flags=re.ASCII)[:100] or "grpo_jax"
+
+
+def seconds(time_limit: str) -> int | None:
+  """A time limit of Slurm: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None if it is not one."""
+  match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
+  if not match:
+    return None
+  days, *parts = match.groups()
+  numbers = [int(part) for part in parts if part is not None]
+  # With days, the first number is hours. Without, it is minutes, unless there are three.
+  first = 0 if days is not None or len(numbers) == 3 else 1
+  units = (3600, 60, 1)[first : first + len(numbers)]
+  if len(units) < len(numbers):
+    return None
+  return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units))
+
+
+def _check_time_limit(options: Options) -> None:
+  limit = options.time_limit
+  if not limit:
+    return
+  total = seconds(limit)
+  if total is None:
+    raise ConfigError(
+      f"flag --time_limit={limit}: write minutes, hours:minutes:seconds or"
+      " days-hours:minutes:seconds"
+    )
+  if total < options.stop_ahead + _EARLIEST_SECONDS:
+    raise ConfigError(
+      f"flag --time_limit={limit} is {total} seconds: it must be"
+      f" {_EARLIEST_SECONDS} seconds longer than --stop_ahead={options.stop_ahead}, or the run"
+      " would stop as soon as it starts"
+    )
+
+
+def _options(units: Sequence[Unit], options: Options, path: Path) -> list[str]:
+  """The options of sbatch that depend on the runs, in the order of the script."""
+  is_sweep = bool(units[0].name)
+  log = f"{path.parent}/slurm-".replace("%", "%%") + ("%A_%a.log" if is_sweep else "%j.log")
+  lines = [f"--job-name={job_name(units)}", f"--comment={path}"]
+  if is_sweep:
+    limit = f"%{options.at_once}" if options.at_once else ""
+    lines.append(f"--array=0-{len(units) - 1}{limit}")
+  lines += [f"--nodes={options.hosts}", f"--ntasks-per-node={options.tasks_per_host}"]
+  if options.time_limit:
+    lines.append(f"--time={options.time_limit}")
+  if options.partition:
+    lines.append(f"--partition={options.partition}")
+  lines += [f"--chdir={Path.cwd()}", f"--output={log}", "--open-mode=append", *options.sbatch]
+  for line in lines:
+    if "\n" in line:
+      raise ConfigError(f"sbatch takes no option with a newline: {line!r}")
+  return [shlex.quote(line) for line in lines]
+
+
+def _choice(units: Sequence[Unit], common: int) -> str:
+  """The lines that add the flags of one run, and that name its job."""
+  if not units[0].name:
+    return f"flags+=({shlex.quote(f'--workdir={units[0].workdir}')})\njob=$SLURM_JOB_ID\n"
+  lines = ["case $SLURM_ARRAY_TASK_ID in"]
+  for index, unit in enumerate(units):
+    own = (*unit.flags[common:], f"--workdir={unit.workdir}")
+    lines.append(f"  {index}) flags+=({shlex.join(own)}) ;;")
+  # The number of one of the tasks is also that of the whole array, so both parts are needed.
+  return "\n".join([*lines, "esac", "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", ""])

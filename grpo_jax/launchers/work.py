@@ -11,7 +11,7 @@ from typing import Protocol
 from grpo_jax.launchers.launcher import DONE, FAILED, STOPPED, say
 from grpo_jax.launchers.progress import progress
 from grpo_jax.launchers.units import Unit
-from grpo_jax.run import lock
+from grpo_jax.storage import lock
 
 _SECONDS_BETWEEN_POLLS = 0.2
 _SECONDS_BETWEEN_LINES = 60.0

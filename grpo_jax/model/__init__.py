@@ -16,12 +16,18 @@ from grpo_jax.model.attention import (
 )
 from grpo_jax.model.cache import Cache, Prefix, empty, grow, share
 from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
-from grpo_jax.model.family import SCORERS
-from grpo_jax.model.load_weights import load, load_config
+from grpo_jax.model.huggingface.family import SCORERS
+from grpo_jax.model.huggingface.load_weights import load, load_config
+from grpo_jax.model.huggingface.peft import (
+  base_of,
+  check_adapters,
+  load_adapters,
+  load_lora,
+  save_adapters,
+)
+from grpo_jax.model.huggingface.save_weights import save
 from grpo_jax.model.lora import QUANTISED, join, quantised
 from grpo_jax.model.lora import init as init_adapters
-from grpo_jax.model.peft import base_of, check_adapters, load_adapters, load_lora, save_adapters
-from grpo_jax.model.save_weights import save
 from grpo_jax.model.stacks import is_stacked, layer_names, per_layer, unrolled
 from grpo_jax.model.transformer import (
   Params,

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_jax.data import tasks, tokenizer
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.reporting.runs import ShownRun
-from grpo_jax.run.reading import read_completions
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage.reading import read_completions
 
 MOST_STEPS = 12  # of a run, over its whole length
 MOST_GROUPS = 8  # of a step

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config import Config, to_dict
-from grpo_jax.run import environment
-from grpo_jax.run.reading import completion_steps, read_config, read_metrics
-from grpo_jax.run.saved_config import flat
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage import starts
+from grpo_jax.storage.reading import completion_steps, read_config, read_metrics
+from grpo_jax.storage.saved_config import flat
 
 SEED = "seed"
 _SAME = {SEED, "compilation_cache"}  # runs of a series may differ in these
@@ -25,7 +25,7 @@ class ShownRun:
     folder: Its folder.
     config: What it was made with.
     rows: The rows of metrics.jsonl.
-    starts: Where and when it was started, as `run/environment.py` writes it.
+    starts: Where and when it was started, as `storage/starts.py` writes it.
     completion_steps: The steps with saved completions.
   """
 
@@ -90,7 +90,7 @@ def read_run(folder: str) -> ShownRun:
     folder=path,
     config=config,
     rows=rows,
-    starts=environment.read(path),
+    starts=starts.read(path),
     completion_steps=completion_steps(path),
   )
 

@@ -36,7 +36,7 @@ The function returns a list of N entries. An entry is one of three:
                   completion up to and including the last one of the step. The score of the
                   completion is the mean of the numbers, or None for an empty list.
 
-`grpo_jax/rewards/built_in.py` lists the functions that are there. A function may have parameters,
+`grpo_jax/rewards/names.py` lists the functions that are there. A function may have parameters,
 as in `cosine(max_length=512)`: see `grpo_jax/rewards/options.py`.
 
 For example, a function that prefers short completions:
@@ -68,10 +68,10 @@ whole batch.
 
 from grpo_jax.rewards.answer import Answer, RewardError, Steps
 from grpo_jax.rewards.call import check_arguments
-from grpo_jax.rewards.caller import Caller
-from grpo_jax.rewards.functions import REWARDS, Reward, name_of, resolve, resolve_all
-from grpo_jax.rewards.pool import Pool
+from grpo_jax.rewards.dispatch import Caller
+from grpo_jax.rewards.names import REWARDS, Reward, name_of, resolve, resolve_all
 from grpo_jax.rewards.score import combined, score
+from grpo_jax.rewards.workers.pool import Pool
 
 __all__ = [
   "REWARDS",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.rewards.text import text_of
+from grpo_jax.rewards.user_errors import text_of
 from grpo_jax.settings import RunFailed
 
 LARGEST = float(np.finfo(np.float32).max)

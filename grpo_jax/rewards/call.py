@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from grpo_jax import patience
+from grpo_jax import timing
 from grpo_jax.rewards.answer import (
   Answer,
   ContractError,
@@ -24,7 +24,7 @@ from grpo_jax.rewards.answer import (
   no_answer,
 )
 from grpo_jax.rewards.marks import has_mark
-from grpo_jax.rewards.text import describe
+from grpo_jax.rewards.user_errors import describe
 from grpo_jax.settings import ConfigError, RunFailed
 
 SECONDS_BETWEEN_WARNINGS = 60.0
@@ -50,7 +50,7 @@ def call_here(function: Callable[..., Any], name: str, columns: Columns, step: i
       that a function cannot end a run quietly.
   """
   with (
-    patience.telling(
+    timing.telling(
       lambda waited: f"warning: reward function {name} has not returned for {waited:g} s",
       SECONDS_BETWEEN_WARNINGS,
     ),

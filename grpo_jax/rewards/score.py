@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_jax.rewards.answer import LARGEST, Answer, RewardError, Steps
 from grpo_jax.rewards.call import Columns, call_here
-from grpo_jax.rewards.functions import Reward, name_of
+from grpo_jax.rewards.names import Reward, name_of
 from grpo_jax.settings import ConfigError
 
 

@@ -143,7 +143,8 @@ def steps_of_text(tokenizer, prompt, completion, separator):
 
 def characters(folder):
   """The vocabulary of the arithmetic task, so that runs can be scored."""
-  from grpo_jax.data import arithmetic, tokenizer
+  from grpo_jax.data.tasks import arithmetic
+  from grpo_jax.data.tokenizers import tokenizer
 
   tokenizer.characters(arithmetic.ALPHABET).save(folder)
 

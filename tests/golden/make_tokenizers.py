@@ -453,7 +453,7 @@ MODEL_TYPES = (
 
 def characters(folder):
   """What `tokenizer.characters` writes, and the ids of texts for a model of any type."""
-  from grpo_jax.data import tokenizer  # the other files are made without it
+  from grpo_jax.data.tokenizers import tokenizer  # the other files are made without it
 
   tokenizer.characters(ALPHABET).save(folder)
   texts = [ALPHABET, ALPHABET[::-1], "#### 21", "<eos> a <pad>", "  two\n\n  lines ", ""]
@@ -523,7 +523,9 @@ def main():
 
 
 def compare(path):
-  from grpo_jax.data import tokenizer  # imported here because the files are made without it
+  from grpo_jax.data.tokenizers import (
+    tokenizer,  # imported here because the files are made without it
+  )
 
   digests = {}
   for make in FAMILIES:

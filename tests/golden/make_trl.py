@@ -24,7 +24,7 @@ import torch
 import transformers
 import trl
 
-from grpo_jax.data import tasks
+from grpo_jax.data.tasks import tasks
 
 GOLDEN = Path(__file__).parent
 PROMPTS, LENGTH = 12, 10  # greedy completions, and their tokens

@@ -1,0 +1,227 @@
+"""What the entry points share: flags, and errors of the user as one line and exit code 2."""
+
+from collections.abc import Callable, Iterator, Sequence
+import logging
+import os
+from pathlib import Path
+import re
+import sys
+import traceback
+
+from absl import app, flags
+import jax
+from ml_collections import ConfigDict, config_flags
+
+from grpo_jax.algo.presets import PRESETS
+from grpo_jax.config import Config, check_key, from_dict, wrong_type
+from grpo_jax.console import exit_codes
+from grpo_jax.evaluation.policy import Change, Policy, policy_of_config, policy_of_run, unchanged
+from grpo_jax.parallel import processes
+from grpo_jax.recipes import with_absolute_paths
+from grpo_jax.settings import ConfigError, is_text, shown
+from grpo_jax.storage import bucket
+from grpo_jax.timing import told_if_slow
+
+flags.disclaim_key_flags()  # so that --help shows the flags that a program defines here
+
+
+def run(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
+  """Runs `main` with the flags of the command line, or with those of `argv`, and exits.
+
+  The exit code is 0 if it did all of its work, 2 for bad input, 75 for a run that was asked to stop
+  and goes on with the same command, and 1 for other failures. What went wrong is one line of
+  stderr. Only a defect of the program prints a traceback.
+  """
+  exit_codes.interruptible()
+  exit_codes.open_standard_streams()
+  app.define_help_flags()
+  logging.getLogger("absl").setLevel(logging.WARNING)
+  try:
+    main(_parse(list(argv or sys.argv), flags.FLAGS))
+    sys.stdout.flush()
+    processes.ended()
+  except BaseException as error:
+    together = processes.failed_together()
+    workdir = flags.FLAGS["workdir"].value if "workdir" in flags.FLAGS else None
+    ended = exit_codes.exit_of(error, workdir)
+    if not together:  # the others wait for this process, and leaving in peace would wait for them
+      exit_codes.leave_at_once(error, ended)
+    if ended is None:
+      raise
+    exit_codes.leave(*ended)
+  finally:
+    exit_codes.flush_standard_streams()
+
+
+def config_of(train_flags: Sequence[str]) -> Config:
+  """The config that these flags of grpo_jax.train give. Leaves the flags of this program alone."""
+  values, argv = flags.FlagValues(), [sys.argv[0], *train_flags]
+  config_flags.DEFINE_config_file("config", None, "", flag_values=values, sys_argv=argv)
+  return read_config(_parse(argv, values), values)
+
+
+def read_config(argv: Sequence[str] = (), values: flags.FlagValues = flags.FLAGS) -> Config:
+  """The --config flag with its overrides applied."""
+  value = values.config
+  file = next((given for key, given in _config_flags(argv or sys.argv) if not key), "")
+  if not values["config"].present:
+    raise ConfigError("flag --config is missing: for example --config=configs/arithmetic.py")
+  failure = vars(value).get("_error") if hasattr(value, "__dict__") else None
+  if isinstance(failure, OSError):  # what ml_collections makes of one in the config file
+    raise flag_error(failure, [("", file)])
+  if not isinstance(value, ConfigDict):
+    raise ConfigError(
+      f"flag --config={file}: get_config() of that file must return a ConfigDict, as in"
+      " configs/default.py"
+    )
+  try:
+    values = value.to_dict()
+  except Exception as error:  # a section inside itself, or a value that cannot be copied
+    raise ConfigError(
+      f"flag --config={file}: its ConfigDict cannot be read ({type(error).__name__}:"
+      f" {' '.join(str(error).split()):.200})"
+    ) from None
+  return with_absolute_paths(from_dict(values))
+
+
+def folder_of_flag(name: str, value: str) -> Path:
+  """The folder that the flag `name` has as its value.
+
+  Raises:
+    ConfigError: It is not a folder of a file system.
+  """
+  if "://" in value:
+    raise ConfigError(f"flag --{name}={value}: object storage is not supported here; name a folder")
+  if not is_text(value):
+    raise ConfigError(f"flag --{name}={value!r}: the name is not UTF-8; choose another one")
+  try:
+    folder = Path(value).expanduser()
+    folder.exists()
+  except RuntimeError as error:  # ~NAME of nobody
+    raise ConfigError(f"flag --{name}={value}: {error}") from None
+  except OSError as error:  # a name that is too long
+    raise ConfigError(f"flag --{name}={value}: {error.strerror}") from None
+  return folder
+
+
+def folder_of_run(name: str) -> Path:
+  """The folder that --workdir names: of a file system, or of a bucket. Raises ConfigError."""
+  return bucket.folder(name) if "://" in name else folder_of_flag("workdir", name)
+
+
+def join_processes() -> None:
+  """Joins the processes of a command on several hosts, of which the first one prints."""
+  processes.initialize_distributed()
+  if jax.distributed.is_initialized() and jax.process_index():
+    sys.stdout = open(os.devnull, "w")
+
+
+def define_policy_flags() -> None:
+  """Defines what `open_policy` reads: --workdir and --step, or --config."""
+  flags.DEFINE_string(
+    "workdir", None, "a run's folder: its newest whole checkpoint, or that of --step"
+  )
+  flags.DEFINE_integer("step", None, "the checkpoint's step")
+  config_flags.DEFINE_config_file(
+    "config", None, "instead of --workdir: a config, with --config.model.path=FOLDER"
+  )
+
+
+def open_policy(change: Change = unchanged) -> Policy:
+  """The policy that the flags name. `change` is applied to its config before it is built."""
+  values = flags.FLAGS
+  if (values.workdir is None) == (values.config is None):
+    raise ConfigError(
+      "give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER"
+    )
+  if values.workdir is None:
+    return policy_of_config(change(read_config()))
+  return policy_of_run(folder_of_run(values.workdir), values.step, change)
+
+
+def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
+  """Parses flags into `values`.
+
+  absl, ml_collections and the config file each raise errors of their own. They become ConfigErrors.
+  """
+  overrides = list(_config_flags(argv))
+  for key, value in overrides:
+    file = value.split(":")[0]
+    if key:
+      check_key(key)
+    elif not os.path.isfile(file):
+      if os.path.exists(file):
+        raise ConfigError(f"flag --config={value}: {shown(file)} is not a regular file")
+      raise ConfigError(f"flag --config={value}: there is no file {shown(file)}")
+  try:
+    logging.disable(logging.WARNING)  # ml_collections warns of what becomes an error here
+    with told_if_slow("reading --config"):
+      rest = values(argv)[1:]
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # a config file is a program, so it can raise any exception
+    if isinstance(error, SystemExit) and _asks_for_help(argv):
+      sys.exit(0)  # the help is printed
+    raise flag_error(error, overrides) from None
+  finally:
+    logging.disable(logging.NOTSET)
+  if rest:
+    raise ConfigError(f"argument {rest[0]!r} is not a flag: write --name=value")
+  return argv
+
+
+def _config_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+  """(key, value) of each --config.KEY=VALUE, and ("", FILE) of --config=FILE."""
+  for flag, following in zip(argv[1:], [*argv[2:], ""]):
+    name, equals, value = flag.partition("=")
+    if re.match(r"--?config(\.|$)", name):
+      yield name.partition("config")[2][1:], value if equals else following
+
+
+def _asks_for_help(argv: list[str]) -> bool:
+  return any(re.fullmatch(r"--?(help(short|full|xml)?|\?)", flag) for flag in argv[1:])
+
+
+def flag_error(error: BaseException, overrides: list[tuple[str, str]]) -> ConfigError:
+  """The error for what was raised while flags were read.
+
+  Args:
+    error: What was raised.
+    overrides: (key, value) of each --config.KEY=VALUE, and ("", FILE) of --config=FILE.
+  """
+  for key, value in overrides:
+    if key and str(error).startswith(f"flag --config.{key}={value}: "):
+      return wrong_type(key, value)
+  for key, value in overrides:
+    in_file = None if key else _error_in_config(value, error)
+    if in_file:
+      return ConfigError(in_file)
+  return ConfigError(str(error).strip().split("\n")[0] or type(error).__name__)
+
+
+def _error_in_config(config: str, error: BaseException | None) -> str | None:
+  """Where in the config file an error was raised, and what it is. None if it was elsewhere."""
+  file, _, preset = config.partition(":")
+  found = str(error)
+  if isinstance(error, AttributeError) and "has no attribute 'get_config'" in found:
+    return f"flag --config={config}: {file} defines no get_config(), as configs/default.py does"
+  while error:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file)]
+    if lines and isinstance(error, KeyError) and error.args == (preset,):
+      names = ", ".join(PRESETS)
+      return (
+        f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has"
+        f" {names}"
+      )
+    text = " ".join(str(error).split())
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename) == Path(file):
+      lines, text = [error.lineno], error.msg
+    if isinstance(error, SystemExit):
+      text = "a config file must not end the program"
+    if lines:
+      return f"{file} line {lines[-1]}: {type(error).__name__}: {text:.300}"
+    if error.__context__ is None and not isinstance(error, flags.Error):
+      return f"{file} cannot be read as a config: {type(error).__name__}: {text:.300}"
+    error = error.__context__
+  return None

@@ -1,0 +1,143 @@
+"""How a program ends: its exit code, and the line that says why."""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import traceback
+from typing import NoReturn
+
+from grpo_jax.console.stdout import discard
+from grpo_jax.console.text import shorten, visible
+from grpo_jax.settings import ConfigError, OneLineError, RunFailed
+from grpo_jax.storage import write_errors
+
+FAILED = 1
+BAD_INPUT = 2
+DOES_NOT_FIT = 3
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+
+_LONGEST_LINE = 1500  # a value that a message quotes may be of any length
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
+
+
+class Stopped(OneLineError):
+  """A run was asked to stop before its last step. Its state is saved."""
+
+
+class DoesNotFit(Exception):
+  """A run needs more memory than its devices have. Its plan is printed."""
+
+
+def open_standard_streams() -> None:
+  """Makes printing safe: no stream is missing, and no character that it cannot encode is an error.
+
+  A closed stream would otherwise give its number to the next file that is opened, and what is
+  printed would land in that file.
+  """
+  for number in range(3):
+    try:
+      os.fstat(number)
+    except OSError:
+      os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+  sys.stdout = sys.stdout or open(os.devnull, "w")
+  sys.stderr = sys.stderr or open(os.devnull, "w")
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="backslashreplace")
+
+
+def interruptible() -> None:
+  """Makes Ctrl-C raise KeyboardInterrupt, unless it is ignored. The imports before could not."""
+  if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave(code: int, line: str) -> NoReturn:
+  """Prints the line to stderr, if it is not empty, and exits with the code."""
+  if line:
+    with contextlib.suppress(OSError):  # nobody can be told
+      print(line, file=sys.stderr)
+  sys.exit(code)
+
+
+def leave_at_once(error: BaseException, ended: tuple[int, str] | None) -> NoReturn:
+  """Ends the process without waiting for anything, such as other processes.
+
+  Args:
+    error: What ends it.
+    ended: What `exit_of` says of the error.
+  """
+  code, line = ended or (FAILED, "".join(traceback.format_exception(error)))
+  with contextlib.suppress(OSError, ValueError):
+    print(line, file=sys.stderr, end="\n" if line else "")
+  flush_standard_streams()
+  os._exit(code)
+
+
+def flush_standard_streams() -> None:
+  """Writes what is still in their buffers, or discards it where that fails.
+
+  The interpreter would otherwise fail to flush them when it exits, and change the exit code to 120.
+  """
+  for stream in filter(None, (sys.stdout, sys.stderr)):
+    try:
+      stream.flush()
+    except (OSError, ValueError):  # ValueError: somebody closed it
+      discard(stream)
+
+
+def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str] | None:
+  """The exit code and the line for stderr that an error ends a program with.
+
+  Args:
+    error: What a program raised.
+    workdir: The run's folder, if the program has one.
+
+  Returns:
+    The code and the line, which is empty if everything is said already. None for an error that is
+    a defect of the program, whose traceback helps.
+  """
+  if isinstance(error, ConfigError):
+    return BAD_INPUT, f"error: {_one_line(error)}"
+  if isinstance(error, RunFailed):
+    return FAILED, f"error: {_one_line(error)}"
+  if isinstance(error, Stopped):
+    return STOPPED, ""
+  if isinstance(error, DoesNotFit):
+    return DOES_NOT_FIT, ""
+  if isinstance(error, KeyboardInterrupt):
+    return 128 + signal.SIGINT, "interrupted"
+  if isinstance(error, BrokenPipeError):
+    return FAILED, "error: stdout was closed before everything was printed"
+  if _is_out_of_memory(error):
+    return FAILED, f"error: {_memory_line(error)}"
+  if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    return BAD_INPUT, f"error: JAX_PLATFORMS={_one_line(platforms)}: {_one_line(error)}"
+  failed_write = write_errors.explain(error, workdir) if isinstance(error, Exception) else None
+  return (FAILED, f"error: {_one_line(failed_write)}") if failed_write else None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+  """Whether the host or a device had not enough memory."""
+  from_xla = type(error).__name__ == "JaxRuntimeError"
+  return isinstance(error, MemoryError) or (
+    from_xla and any(words in str(error) for words in _OUT_OF_MEMORY)
+  )
+
+
+def _memory_line(error: BaseException) -> str:
+  """What went wrong and which keys to lower."""
+  details = f" ({str(error).splitlines()[0]:.120})" if str(error) else ""
+  return (
+    f"out of memory{details}: lower batch.micro_batch, learner.logprob_chunk, batch.prompts,"
+    " batch.group_size, eval.batch, sampling.max_tokens or the size of the model, raise"
+    " sampling.parts, or set learner.remat=True"
+  )
+
+
+def _one_line(text: object) -> str:
+  """Printable text without newlines, of a length that fits a screen."""
+  return shorten(visible(" ".join(str(text).splitlines())), _LONGEST_LINE)

@@ -1,0 +1,51 @@
+"""What a run shows as JSON, one object a line, for clusters that collect what programs print."""
+
+from collections.abc import Mapping, Sequence
+import datetime
+import json
+from typing import Any
+
+from rich.console import Console
+
+from grpo_jax.storage.json_files import plain
+
+_WARNING = "warning: "
+
+
+class JsonConsole:
+  """Prints what `Terminal` shows, and every row of metrics.jsonl.
+
+  Each object has `time` in UTC and `event`: "header", "step", "warning" or "message". A step has
+  the row's numbers. The others have a `text`. Completions are in completions/ alone.
+  """
+
+  def __init__(self, console: Console) -> None:
+    """`console` prints the lines."""
+    self._console = console
+
+  def header(self, lines: Sequence[str]) -> None:
+    """Prints what the run is about to do."""
+    for line in lines:
+      is_warning = line.startswith(_WARNING)
+      self._print("warning" if is_warning else "header", text=line.removeprefix(_WARNING))
+
+  def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Prints a row. A number that is not finite is null."""
+    self._print("step", step=step, **plain(metrics))
+
+  def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints nothing."""
+
+  def say(self, text: str) -> None:
+    """Prints a line of text."""
+    is_warning = text.startswith(_WARNING)
+    self._print("warning" if is_warning else "message", text=text.removeprefix(_WARNING))
+
+  def close(self) -> None:
+    """Has nothing to close."""
+
+  def _print(self, event: str, **values: Any) -> None:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    line = json.dumps({"time": now, "event": event, **values})
+    self._console.out(line, highlight=False)  # neither wrapped nor read as markup
+    self._console.file.flush()

@@ -1,0 +1,156 @@
+"""The data of a run, as text: the prompts of a step, and what all prompts are like."""
+
+from collections.abc import Iterator
+import dataclasses
+import os
+from typing import Any
+
+from grpo_jax.config import Config
+from grpo_jax.console.text import shorten, visible
+from grpo_jax.data import loader
+from grpo_jax.data.prompts import Prompt, Prompts
+from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.model.huggingface import hub
+from grpo_jax.settings import ConfigError, shown
+
+_COMMON = 12  # characters that all prompts of a step share and that are worth leaving out
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+  """The training prompts that a step draws.
+
+  Attributes:
+    phase: "warm start" or "GRPO".
+    prompts: All training prompts.
+    indices: Which of them the step draws.
+    remark: What the rewards of the run may change about them. Empty for nothing.
+  """
+
+  phase: str
+  prompts: Prompts
+  indices: list[int]
+  remark: str = ""
+
+
+def open_data(config: Config) -> tuple[tasks.Task, tokenizer.Tokenizer]:
+  """The task and the tokenizer of a config. Of a model, only the tokenizer's files are read."""
+  path = hub.folder(config.data.tokenizer or config.model.path, "data.tokenizer")
+  if path:
+    tokens = tokenizer.load(path)  # first, because its errors come sooner
+    return tasks.make_task(config.data), tokens
+  task = tasks.make_task(config.data)
+  return task, tokenizer.characters(tasks.characters(config.data, task))
+
+
+def drawn(config: Config, step: int) -> Drawn:
+  """What the step with the number `step` in metrics.jsonl draws.
+
+  Raises:
+    ConfigError: The run has no such step, or the data cannot be used.
+  """
+  warm, last = config.warm_start.steps, config.warm_start.steps + config.steps
+  if not 1 <= step <= last:
+    raise ConfigError(f"flag --step={step}: the run has the steps 1 to {last}")
+  task, tokens = open_data(config)
+  prompts = Prompts(task.train, tokens, config.data)
+  algo, number = config.algo, step - 1
+  if number < warm:
+    indices = loader.step_indices(config.seed, number, config.warm_start.batch, len(prompts))
+    return Drawn("warm start", prompts, indices.tolist())
+  rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
+  draw = (number - warm) * rounds
+  indices = loader.step_indices(config.seed, draw, config.batch.prompts, len(prompts))
+  remark = ", and more where rewards are all equal" if rounds > 1 else ""
+  if config.curriculum.chooses:
+    remark += ", as without the curriculum, which chooses by pass rates"
+  return Drawn("GRPO", prompts, indices.tolist(), remark)
+
+
+def step_lines(found: Drawn, count: int, width: int) -> Iterator[str]:
+  """The prompts of a step, one a line, and the first of them in full.
+
+  Args:
+    found: The prompts.
+    count: How many to show.
+    width: Characters of a line.
+  """
+  made = found.prompts.make(found.indices)
+  lengths = [len(prompt.ids) for prompt in made]
+  mean = sum(lengths) / len(lengths)
+  yield (
+    f"{found.phase}: {len(made)} of {len(found.prompts):,} prompts{found.remark};"
+    f" {min(lengths)} to {max(lengths)} tokens, {mean:.1f} on average"
+  )
+  yield from _left_out("training", found.prompts)
+  yield f"{'index':>9} {'tokens':>7}  prompt"
+  texts = _without_common_parts([prompt.text for prompt in made])
+  for index, prompt, text in list(zip(found.indices, made, texts))[:count]:
+    yield f"{index:>9} {len(prompt.ids):>7}  {shorten(visible(text), width - 19)}"
+  if len(made) > count:
+    yield f"{'':>17}  and {len(made) - count} more (--prompts={len(made)})"
+  yield ""
+  yield "the first one in full:"
+  yield from _full(made[0], found.prompts.example(found.indices[0]))
+
+
+def statistics_lines(config: Config) -> Iterator[str]:
+  """Lengths, duplicates, and the overlap of training and test. Reads every example."""
+  task, tokens = open_data(config)
+  found: dict[str, Statistics] = {}
+  for split, examples in (("training", task.train), ("test", task.test)):
+    found[split] = each = statistics(examples, tokens, config.data)
+    limit = config.data.max_prompt_tokens
+    longer = int((each.prompt_tokens > limit).sum())
+    yield f"{split}: {len(examples):,} examples, all readable"
+    yield f"tokens of prompts ({longer:,} have more than data.max_prompt_tokens = {limit}):"
+    yield from histogram(each.prompt_tokens)
+    solved = each.solution_tokens[each.solution_tokens > 0]
+    if len(solved):
+      limit = config.sampling.max_tokens
+      longer = int((solved > limit).sum())
+      yield f"tokens of solutions ({longer:,} have more than sampling.max_tokens = {limit}):"
+      yield from histogram(solved)
+    different, repeated = duplicates(each)
+    yield f"duplicates: {different:,} prompts occur more than once, in {repeated:,} more examples"
+    yield ""
+  common = overlap(found["training"], found["test"])
+  such = ""
+  if len(common):
+    (first,) = Prompts([task.test[int(common[0])]], tokens, _any_length(config)).make([0])
+    such = f", such as number {common[0]}: {shorten(visible(first.text), 60)}"
+  yield f"overlap: {len(common):,} of {len(task.test):,} test prompts are also in training{such}"
+
+
+def _any_length(config: Config) -> Any:
+  return dataclasses.replace(config.data, max_prompt_tokens=2**24)
+
+
+def _without_common_parts(texts: list[str]) -> list[str]:
+  """The texts without a long beginning or end that all of them share, such as a chat template's."""
+  if len(set(texts)) == 1:
+    return texts
+  begin = len(os.path.commonprefix(texts))
+  end = len(os.path.commonprefix([text[begin:][::-1] for text in texts]))
+  begin, end = (size if size > _COMMON else 0 for size in (begin, end))
+  opening, closing = "… " if begin else "", " …" if end else ""
+  return [f"{opening}{text[begin : len(text) - end]}{closing}" for text in texts]
+
+
+def _left_out(split: str, prompts: Prompts) -> Iterator[str]:
+  if prompts.dropped:
+    yield f"{prompts.dropped:,} {split} prompts are longer than data.max_prompt_tokens: left out"
+  if prompts.replaced:
+    yield (
+      f"about {prompts.replaced:.1%} of the {split} prompts are longer than"
+      " data.max_prompt_tokens: others stand in for them"
+    )
+
+
+def _full(prompt: Prompt, example: Any) -> Iterator[str]:
+  yield from (visible(line) for line in prompt.text.split("\n"))
+  yield f"ids: {shorten(' '.join(map(str, prompt.ids)), 400)}"
+  for name, value in example.items():
+    yield f"{name}: {shorten(visible(value if isinstance(value, str) else shown(value)), 400)}"

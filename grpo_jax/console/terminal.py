@@ -1,0 +1,217 @@
+"""What the user sees of a run: a progress bar on a terminal, or occasional lines in a file."""
+
+from collections.abc import Mapping, Sequence
+import sys
+from time import monotonic
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from grpo_jax.console import notebook
+from grpo_jax.console.text import shorten, step_parts, visible
+
+_SECONDS_BETWEEN_LINES = 3.0
+_SECONDS_BETWEEN_FRAMES = 0.1
+_MAX_COMPLETIONS = 4
+_GRPO = "grpo"
+_WARM_START = "warm start"
+
+
+class Terminal:
+  """The output of one run.
+
+  On a terminal or in a notebook it is a progress bar. In a file or a pipe it is a line every few
+  seconds.
+  """
+
+  def __init__(self, total_steps: int, start_step: int, console: Console | None = None) -> None:
+    """Prints nothing yet.
+
+    Args:
+      total_steps: The last step of the run, in the counting of `update`.
+      start_step: The step at which the bar starts, in the counting of `update`.
+      console: Where to print. None means stdout.
+    """
+    self._console = console or Console(highlight=False)
+    self._total = total_steps
+    self._last_accuracy: float | None = None
+    self._clock = _Clock(total_steps)
+    self._printed_at = self._drawn_at = -float("inf")
+    self._bar: Progress | notebook.Bar | None = None
+    in_notebook = notebook.is_running()
+    if in_notebook or (self._console.is_terminal and not self._console.is_dumb_terminal):
+      self._bar = notebook.Bar() if in_notebook else _make_bar(self._console, total_steps)
+      self._task = self._bar.add_task("", total=total_steps, completed=start_step, text="")
+
+  def header(self, lines: Sequence[str]) -> None:
+    """Prints what the run is about to do, before its first step."""
+    for line in lines:
+      self.say(line)
+
+  def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Shows a finished step.
+
+    A terminal shows every step. A file gets the first step, the last one, every step with an
+    evaluation, and otherwise one every few seconds.
+
+    Args:
+      step: The number of steps so far.
+      metrics: The step's row of metrics.jsonl.
+    """
+    now = monotonic()
+    phase = _phase(metrics)
+    seconds_left = self._clock.seconds_left(now, step, phase)
+    self._last_accuracy = metrics.get("eval/accuracy", self._last_accuracy)
+    is_last = step >= self._total
+    if self._bar is None:
+      is_due = now - self._printed_at >= _SECONDS_BETWEEN_LINES
+      if is_due or is_last or "eval/accuracy" in metrics:
+        self._printed_at = now
+        phase_name = [phase] if phase != _GRPO else []
+        parts = [f"step {step}/{self._total}", *phase_name, *step_parts(metrics, seconds_left)]
+        self.say("  ".join(parts))
+    else:
+      self._update(self._bar, step, phase, metrics, seconds_left)
+      if now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or is_last:
+        self._drawn_at = now
+        self._bar.start()
+        self._bar.refresh()
+
+  def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a table of the first few completions of a step. A notebook shows the newest table.
+
+    Args:
+      step: The step that sampled them.
+      rows: Each has a prompt, a completion, a reward (None if there is none) and a length.
+    """
+    prompt_width = max(10, (self._console.width - 24) // 3)
+    completion_width = max(10, self._console.width - 24 - prompt_width)
+    table = Table(
+      title=Text(f"completions of step {step}"),
+      title_justify="left",
+      box=box.SIMPLE_HEAD,
+      pad_edge=False,
+    )
+    table.add_column("prompt", width=prompt_width, overflow="fold")
+    table.add_column("completion", width=completion_width, overflow="fold")
+    table.add_column("reward", justify="right", width=6)
+    table.add_column("length", justify="right", width=6)
+    for row in rows[:_MAX_COMPLETIONS]:
+      table.add_row(
+        self._text(shorten(visible(row["prompt"]), 3 * prompt_width)),
+        self._text(shorten(visible(row["completion"]), 3 * completion_width)),
+        "-" if row["reward"] is None else f"{row['reward']:.2f}",
+        str(row["length"]),
+      )
+    if isinstance(self._bar, notebook.Bar):
+      with self._console.capture() as captured:
+        self._console.print(table)
+      self._bar.update(self._task, below=captured.get())
+    else:
+      self._console.print(table)
+
+  def say(self, text: str) -> None:
+    """Prints one line, above the bar if there is one."""
+    self._console.print(self._text(visible(text)), soft_wrap=True)
+
+  def close(self) -> None:
+    """Leaves the last state of the bar on the screen, and the cursor as it was."""
+    if self._bar is not None:
+      self._bar.stop()
+
+  def _update(
+    self,
+    bar: Progress | notebook.Bar,
+    step: int,
+    phase: str,
+    metrics: Mapping[str, Any],
+    seconds_left: float | None,
+  ) -> None:
+    # The bar itself needs room, so it shows fewer metrics than a line.
+    left_out = ("kl", "completions/mean_length")
+    shown = {name: value for name, value in metrics.items() if name not in left_out}
+    if self._last_accuracy is not None:
+      shown["eval/accuracy"] = self._last_accuracy
+    bar.update(
+      self._task,
+      description=f"{phase} {step}/{self._total}",
+      completed=step,
+      text="  ".join(step_parts(shown, seconds_left)),
+    )
+
+  def _text(self, text: str) -> Text:
+    """Text that is never read as markup, with "?" for what the stream cannot encode."""
+    encoding = self._console.encoding
+    return Text(text.encode(encoding, "replace").decode(encoding))
+
+
+class Loading:
+  """Shows on stderr how much of a checkpoint is read.
+
+  On a terminal one line changes. A file gets a line every few seconds.
+  """
+
+  def __init__(self) -> None:
+    self._shown_at = monotonic()
+
+  def __call__(self, done: int, total: int) -> None:
+    """Shows that `done` of `total` bytes are read."""
+    now = monotonic()
+    is_terminal = sys.stderr.isatty()
+    is_finished = done >= total
+    interval = _SECONDS_BETWEEN_FRAMES if is_terminal else _SECONDS_BETWEEN_LINES
+    if now - self._shown_at < interval and not (is_terminal and is_finished):
+      return
+    self._shown_at = now
+    text = f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+    if not is_terminal:
+      output = f"{text}\n"
+    elif is_finished:
+      output = "\r\033[K"
+    else:
+      output = f"\r{text}\033[K"
+    print(output, end="", file=sys.stderr, flush=True)
+
+
+class _Clock:
+  """Estimates the time that is left from the mean time of a step in this phase."""
+
+  def __init__(self, total_steps: int) -> None:
+    self._total = total_steps
+    self._phase: str | None = None
+
+  def seconds_left(self, now: float, step: int, phase: str) -> float | None:
+    """None while it is unknown, at the end, and in the warm start.
+
+    The warm start's pace says nothing about the steps of GRPO. The first step of a phase compiles,
+    so it is not counted.
+    """
+    if phase != self._phase:
+      self._phase = phase
+      self._first_time = now
+      self._first_step = step
+    if phase != _GRPO or step <= self._first_step or step >= self._total:
+      return None
+    seconds_per_step = (now - self._first_time) / (step - self._first_step)
+    return seconds_per_step * (self._total - step)
+
+
+def _make_bar(console: Console, total_steps: int) -> Progress:
+  widest_name = f"{_GRPO} {total_steps}/{total_steps}"
+  name_column = Column(no_wrap=True, min_width=len(widest_name))
+  return Progress(
+    TextColumn("{task.description}", style="bold", table_column=name_column),
+    BarColumn(bar_width=None),
+    TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
+    console=console,
+    auto_refresh=False,
+    expand=True,
+  )
+
+
+def _phase(metrics: Mapping[str, Any]) -> str:
+  return _WARM_START if "warm_start/loss" in metrics else _GRPO

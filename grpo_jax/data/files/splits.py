@@ -1,0 +1,119 @@
+"""Finds the files of a data set, and holds a part of its training rows out where it has no test."""
+
+from collections.abc import Callable, Sequence
+import os
+from pathlib import Path
+
+import numpy as np
+
+from grpo_jax.data.files.parquet import Parquet
+from grpo_jax.data.files.rows import Chosen, Example, Examples, Joined, JsonLines, Row, Rows
+from grpo_jax.data.files.tfds import Prepared
+from grpo_jax.settings import ConfigError
+
+_KINDS: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".parquet": Parquet}
+_LAYOUT = (
+  "it must be a folder with train.jsonl and test.jsonl (or .parquet), or one such file with"
+  " data.held_out"
+)
+
+
+def rows_of(path: str, split: str) -> Rows | None:
+  """The rows of a split.
+
+  A folder has SPLIT.jsonl or SPLIT.parquet, or several files SPLIT-*.jsonl or SPLIT-*.parquet, or
+  was prepared by TensorFlow Datasets. A single file has training rows alone.
+
+  Args:
+    path: data.path.
+    split: "train" or "test".
+
+  Returns:
+    The rows. None if there is no test split.
+
+  Raises:
+    ConfigError: They cannot be read, or there are none.
+  """
+  given = Path(path).expanduser()
+  if os.path.isfile(given / "dataset_info.json"):  # which never raises
+    rows: Rows = Prepared(given, split)
+  else:
+    found = _files(given, split)
+    if not found and split == "test":
+      return None
+    if not found:
+      raise ConfigError(
+        f"data.path: cannot read {given / 'train.jsonl'} (there is no such file); {_LAYOUT}"
+      )
+    parts = [_read(file) for file in found]
+    rows = parts[0] if len(parts) == 1 else Joined(parts)
+    if not len(rows):
+      raise ConfigError(
+        f"data.path: {found[0]} is empty; each line must be an object with question and answer"
+      )
+  if not len(rows) and split == "train":
+    raise ConfigError(f"data.path: {given} has no split {split}")
+  return rows if len(rows) else None
+
+
+def examples_of(
+  path: str, make_example: Callable[[Row, str], Example]
+) -> tuple[Sequence[Example], Sequence[Example]]:
+  """The training and the test examples of files. The latter are none if there is no test file."""
+  train, test = rows_of(path, "train"), rows_of(path, "test")
+  return Examples(train, make_example), Examples(test, make_example) if test is not None else ()
+
+
+def hold_out(
+  examples: Sequence[Example], share: float
+) -> tuple[Sequence[Example], Sequence[Example]]:
+  """Splits examples into those for training and those that are held out.
+
+  Whether an example is held out depends on its number alone. So rows that are added at the end of a
+  file move no other row.
+
+  Args:
+    examples: All of them.
+    share: Which fraction is held out, about.
+
+  Raises:
+    ConfigError: One of the splits has no examples.
+  """
+  # Raw words, because numpy promises that they never change.
+  words = np.random.Philox(key=np.array([0, 2**64 - 1], np.uint64)).random_raw(len(examples))
+  is_held_out = words < np.uint64(share * 2.0**64)
+  if is_held_out.all() or not is_held_out.any():
+    raise ConfigError(
+      f"config key data.held_out is {share}: of {len(examples)} rows, that leaves"
+      f" {int((~is_held_out).sum())} for training and {int(is_held_out.sum())} for the test"
+    )
+  train, test = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+  return Chosen(examples, train), Chosen(examples, test)
+
+
+def _files(path: Path, split: str) -> list[Path]:
+  """The files of a split, in the order of their names. Raises ConfigError if nobody may look."""
+  try:
+    return _found(path, split)
+  except OSError as error:
+    raise ConfigError(f"data.path: cannot read {path} ({error}); {_LAYOUT}") from None
+
+
+def _found(path: Path, split: str) -> list[Path]:
+  if path.suffix in _KINDS and not path.is_dir():
+    return [path] if split == "train" else []
+  for suffix in _KINDS:
+    whole = path / f"{split}{suffix}"
+    if whole.exists() or whole.is_symlink():
+      return [whole]
+    parts = sorted(path.glob(f"{split}-*{suffix}"))
+    if parts:
+      return parts
+  return []
+
+
+def _read(file: Path) -> Rows:
+  try:
+    return _KINDS[file.suffix](file)
+  except OSError as error:
+    raise ConfigError(f"data.path: cannot read {file} ({error}); {_LAYOUT}") from None

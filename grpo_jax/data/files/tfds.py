@@ -1,0 +1,82 @@
+"""Rows of TensorFlow Datasets, which is read without TensorFlow."""
+
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.data.files.download import check_connection
+from grpo_jax.settings import ConfigError
+
+
+class Prepared:
+  """The rows of a split in a folder that TFDS prepared with file_format="array_record"."""
+
+  def __init__(self, folder: Path, split: str) -> None:
+    """Opens the split.
+
+    Raises:
+      ConfigError: The folder cannot be read, or has no such split.
+    """
+    try:
+      import tensorflow_datasets as tfds  # imported here because the import is slow
+
+      builder = tfds.builder_from_directory(folder)
+      self._splits = list(builder.info.splits)
+      self._source = builder.as_data_source(split) if split in self._splits else []
+    except Exception as error:  # each kind of damage has an exception of its own
+      raise ConfigError(
+        f"data.path: TensorFlow Datasets cannot read {folder} ({type(error).__name__}:"
+        f" {' '.join(str(error).split()):.160}); prepare it with file_format='array_record'"
+      ) from None
+    self._folder, self._split = folder, split
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> Any:
+    return _plain(self._source[index])
+
+  def where(self, index: int) -> str:
+    """The folder, the split and the number of a row."""
+    return f"{self._folder} {self._split} example {index}"
+
+
+def gsm8k(split: str) -> list[Any]:
+  """The rows of GSM8K, which TFDS downloads if it is not prepared.
+
+  Raises:
+    ConfigError: TFDS cannot provide it.
+  """
+  try:
+    # Imported here because the import is slow and no other task needs the package. The second
+    # import registers the data set, too. TFDS would need TensorFlow to find it by its name.
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.text.gsm8k import gsm8k as module
+
+    builder = module.Gsm8k(file_format="array_record")
+    if not builder.is_prepared():
+      # Without a network, TFDS would try again for minutes.
+      check_connection(module._URLS[split], "GSM8K", builder.data_dir)
+    return [_plain(row) for row in tfds.data_source("gsm8k", split=split)]
+  except Exception as error:
+    # There may be no package, no network, no disk space, or a damaged folder. Each has an exception
+    # of its own kind, and the user can do the same about all of them.
+    raise ConfigError(
+      "data.task=gsm8k: TensorFlow Datasets could not provide it"
+      f" ({type(error).__name__}: {' '.join(str(error).split()):.160}); pass"
+      " --config.data.path=FOLDER with train.jsonl and test.jsonl, or prepare it where there is a"
+      ' network: python -c "import tensorflow_datasets as tfds, tensorflow_datasets.text.gsm8k;'
+      " tfds.data_source('gsm8k')\""
+    ) from error
+
+
+def _plain(value: Any) -> Any:
+  """What TFDS returns, with texts for bytes and Python's numbers and lists for numpy's."""
+  if isinstance(value, dict):
+    return {key: _plain(item) for key, item in value.items()}
+  if isinstance(value, bytes):
+    return value.decode()
+  if hasattr(value, "tolist"):
+    return _plain(value.tolist())
+  if isinstance(value, list):
+    return [_plain(item) for item in value]
+  return value

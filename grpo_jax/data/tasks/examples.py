@@ -1,0 +1,125 @@
+"""Makes examples of the rows of files: one function for each layout."""
+
+from collections.abc import Mapping, Sequence
+import re
+from typing import Any
+
+from grpo_jax.data.files.rows import Example, Row
+from grpo_jax.data.prompt_template import fill
+from grpo_jax.data.tokenizers import chat
+from grpo_jax.settings import ConfigError
+
+# GSM8K's annotations for a calculator, such as <<5+6=11>>. The warm start must not imitate them.
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+_TEXTS = ("question", "answer", "solution")  # what is read as texts, even if it is a number
+
+
+def gsm8k(row: Row, where: str) -> Example:
+  """A row with `question` and `answer`, which ends in '#### NUMBER'."""
+  question = _question(row, where, "question")
+  solution = _CALCULATOR.sub("", _text(row, where, "answer"))
+  _, anchor, answer = solution.rpartition("####")
+  if not anchor:
+    raise ConfigError(f"data.path: {where}: the answer must end in '#### NUMBER'")
+  return {"question": question, "solution": solution, "answer": answer.replace(",", "").strip()}
+
+
+def math(row: Row, where: str) -> Example:
+  """A row with `problem` (or `question`), `answer`, and perhaps `solution`."""
+  question = _question(row, where, "problem", "question")
+  answer = _text(row, where, "answer")
+  solution = _text(row, where, "solution", "answer")
+  return {"question": question, "solution": solution, "answer": answer}
+
+
+def svamp(row: Row, where: str) -> Example:
+  """A row with SVAMP's names: Body, Question (or question_concat for both), Equation, Answer."""
+  if isinstance(row, Mapping) and isinstance(row.get("question_concat"), str):
+    question = row["question_concat"]
+  else:
+    body, asked = _text(row, where, "Body").strip(), _text(row, where, "Question").strip()
+    question = f"{body}{' ' if body.endswith(('.', '?', '!', ',')) else ', '}{asked}"
+  answer = _as_text(_field(row, where, ("Answer",), (str, int, float)))
+  answer = re.sub(r"\.0+$", "", answer.strip())
+  equation = row.get("Equation")
+  worked = f"{equation.strip()} = {answer}\n" if isinstance(equation, str) else ""
+  return {"question": question, "solution": f"{worked}#### {answer}", "answer": answer}
+
+
+class Columns:
+  """Makes examples of rows with any columns.
+
+  An example has the columns of the first row, and those that data.columns adds.
+  """
+
+  def __init__(self, first: Row, where: str, added: Sequence[str], needed: Sequence[str]) -> None:
+    """Checks what the config says against the first row.
+
+    Args:
+      first: The first row.
+      where: Its place, for error messages.
+      added: data.columns: "NAME=COLUMN" for another name of a column, or "NAME=TEMPLATE" with names
+        of columns in braces.
+      needed: The fields that a prompt is made of.
+
+    Raises:
+      ConfigError: There is no such column.
+    """
+    self._names = list(first)
+    self._added: dict[str, str] = {}
+    for one in added:
+      name, equals, source = one.partition("=")
+      if not (name and equals and source):
+        raise ConfigError(
+          f"data.columns holds {one!r}: write NAME=COLUMN, such as answer=final_answer, or"
+          " NAME=TEMPLATE with columns in braces"
+        )
+      if "{" not in source and source not in first:
+        raise ConfigError(
+          f"data.columns holds {one!r}: {where} has no column {source!r}, but"
+          f" {', '.join(self._names)}"
+        )
+      self._added[name] = source
+    self._needed = {*needed, *(source for source in self._added.values() if "{" not in source)}
+    self._needed &= {*self._names}
+
+  def __call__(self, row: Row, where: str) -> Example:
+    """The example of a row. A column that only this row lacks is None."""
+    for name in self._needed:
+      if row.get(name) is None:
+        raise ConfigError(f"data.path: {where} has no {name!r}, which the config names")
+    example = {name: row.get(name) for name in self._names}
+    for name, source in self._added.items():
+      example[name] = fill(source, row, "data.columns") if "{" in source else row[source]
+    for name in _TEXTS:
+      if isinstance(example.get(name), (int, float)):
+        example[name] = _as_text(example[name])
+    return example
+
+
+def _as_text(value: str | int | float) -> str:
+  is_whole = isinstance(value, float) and value.is_integer()
+  return str(int(value) if is_whole else value)
+
+
+def _question(row: Row, where: str, *names: str) -> str | chat.Messages:
+  """The first of the fields `names` that is a text or a conversation."""
+  question = _field(row, where, names, (str, list))
+  if not isinstance(question, str):
+    chat.check(question, f"data.path: {where}")
+  return question
+
+
+def _text(row: Row, where: str, *names: str) -> str:
+  """The first of the fields `names` that is a text."""
+  return _field(row, where, names, (str,))
+
+
+def _field(row: Row, where: str, names: Sequence[str], types: tuple[type, ...]) -> Any:
+  if isinstance(row, Mapping):
+    for name in names:
+      if isinstance(row.get(name), types):
+        return row[name]
+  raise ConfigError(
+    f"data.path: {where} has no text field {' or '.join(map(repr, names))}; each must have one"
+  )

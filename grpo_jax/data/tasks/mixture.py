@@ -1,0 +1,168 @@
+"""Several tasks in one data set (data.mixture). Every example says in `task` where it is from."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.data.files.rows import Example
+from grpo_jax.settings import ConfigError
+
+_SOURCE = re.compile(r"(?:(?P<name>\w+)=)?(?P<task>\w+)(?::(?P<path>.+))?", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """An entry of data.mixture.
+
+  Attributes:
+    name: What its examples have as `task`.
+    task: The name of its task.
+    path: The data.path of that task.
+  """
+
+  name: str
+  task: str
+  path: str
+
+
+def sources_of(mixture: Sequence[str]) -> list[Source]:
+  """The entries of data.mixture, each TASK, TASK:PATH or NAME=TASK:PATH.
+
+  Raises:
+    ConfigError: An entry cannot be read, or two have the same name.
+  """
+  sources = []
+  for entry in mixture:
+    match = _SOURCE.fullmatch(entry)
+    if not match:
+      raise ConfigError(f"data.mixture holds {entry!r}: write TASK, TASK:PATH or NAME=TASK:PATH")
+    sources.append(Source(match["name"] or match["task"], match["task"], match["path"] or ""))
+  names = [source.name for source in sources]
+  for name in names:
+    if names.count(name) > 1:
+      raise ConfigError(f"data.mixture has two sources named {name}: write NAME={name}:PATH")
+  return sources
+
+
+def columns_of(name: str, columns: Sequence[str], mixture: Sequence[str]) -> list[str]:
+  """The entries of data.columns for a source: those of all sources, and those of it alone.
+
+  Args:
+    name: Of the source.
+    columns: The entries. One that begins with "SOURCE:" is for that source alone.
+    mixture: data.mixture.
+
+  Raises:
+    ConfigError: An entry names a source that is not there.
+  """
+  names = [source.name for source in sources_of(mixture)]
+  entries = []
+  for entry in columns:
+    source, colon, _ = entry.partition("=")[0].rpartition(":")
+    if colon and source not in names:
+      raise ConfigError(
+        f"data.columns holds {entry!r}: {source!r} is no source of data.mixture, which has"
+        f" {', '.join(names) or 'none'}"
+      )
+    if not colon or source == name:
+      entries.append(entry.removeprefix(source + colon))
+  return entries
+
+
+def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+  """How many places of an epoch each source has.
+
+  An epoch has every row at least once. Where weights ask for more of a source than it has rows, its
+  rows come again.
+
+  Args:
+    sizes: The number of rows of each source.
+    weights: The share of each source, up to a common factor. None mean one place for each row.
+  """
+  if not weights:
+    return list(sizes)
+  epoch = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+  return [max(size, round(weight * epoch)) for size, weight in zip(sizes, weights)]
+
+
+class Mixture(Sequence[Example]):
+  """The examples of several sources. A field that a source does not have is None."""
+
+  def __init__(
+    self,
+    parts: dict[str, Sequence[Example]],
+    places: Sequence[int],
+    in_turn: bool = False,
+  ) -> None:
+    """Lays out the places.
+
+    Args:
+      parts: The examples of each source, by its name.
+      places: How many places of the mixture each source has.
+      in_turn: Whether the sources take turns, so that a beginning of the mixture has all of them.
+        Else one follows the other.
+    """
+    self._names, self._parts, self._places = list(parts), list(parts.values()), list(places)
+    self._fields = dict.fromkeys(name for part in self._parts for name in part[0])
+    self._begins = np.cumsum([0, *places])
+    self._order = None
+    if in_turn:
+      rank = np.concatenate([np.arange(count) for count in places])
+      self._order = np.argsort(rank, kind="stable")
+
+  def __len__(self) -> int:
+    return int(self._begins[-1])
+
+  def __getitem__(self, index: Any) -> Any:
+    if isinstance(index, slice):
+      return [self[i] for i in range(*index.indices(len(self)))]
+    if not -len(self) <= index < len(self):
+      raise IndexError(f"there are {len(self)} examples, no number {index}")
+    source, place = self._find(index % len(self))
+    part = self._parts[source]
+    example = part[place % len(part)]
+    return {**self._fields, **example, "task": self._names[source]}
+
+  def stand_in(self, index: int, word: int) -> int:
+    """Another index of the same source, chosen by a random number."""
+    source, _ = self._find(index)
+    return int(self._begins[source]) + word % self._places[source]
+
+  def _find(self, index: int) -> tuple[int, int]:
+    """The source of a place, and the place in that source."""
+    place = index if self._order is None else int(self._order[index])
+    source = int(np.searchsorted(self._begins, place, side="right")) - 1
+    return source, place - int(self._begins[source])
+
+
+def mix(
+  mixture: Sequence[str],
+  weights: Sequence[float],
+  open_source: Callable[[Source], tuple[Sequence[Example], Sequence[Example]]],
+) -> tuple[Mixture, Mixture]:
+  """The training and the test examples of data.mixture.
+
+  Args:
+    mixture: The entries.
+    weights: data.weights.
+    open_source: Returns the training and the test examples of a source.
+
+  Raises:
+    ConfigError: The entries or the weights cannot be used.
+  """
+  sources = sources_of(mixture)
+  if weights and (len(weights) != len(sources) or min(weights) <= 0):
+    raise ConfigError(
+      f"config key data.weights is {tuple(weights)}: it must hold one number above 0 for each of"
+      f" data.mixture = {tuple(mixture)}, or nothing"
+    )
+  opened = {source.name: open_source(source) for source in sources}
+  train = {name: examples for name, (examples, _) in opened.items()}
+  test = {name: examples for name, (_, examples) in opened.items()}
+  return (
+    Mixture(train, places_of([len(part) for part in train.values()], weights)),
+    Mixture(test, [len(part) for part in test.values()], in_turn=True),
+  )

@@ -1,0 +1,288 @@
+"""Tasks: the training and test examples of a problem, generated or read from files.
+
+An example is a dict. Those of the tasks here have these fields. `question` is a text, or a
+conversation as in TRL: a list of messages, each with a text `role` and a text `content` (see
+data.chat). `solution` is the text that the warm start imitates. `answer` is the gold answer that
+the reward functions read.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+from grpo_jax.data.files import tfds
+from grpo_jax.data.files.rows import Example, Examples
+from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
+from grpo_jax.data.prompt_template import fields_of
+from grpo_jax.data.tasks import countdown as number_games
+from grpo_jax.data.tasks import examples
+from grpo_jax.data.tasks.arithmetic import ALPHABET, Arithmetic
+from grpo_jax.data.tasks.code import code_example
+from grpo_jax.data.tasks.mixture import Source, columns_of, mix, sources_of
+from grpo_jax.data.tokenizers import chat
+from grpo_jax.registry import register
+from grpo_jax.settings import ConfigError
+
+if TYPE_CHECKING:
+  from grpo_jax.config import Data
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """The examples of a task.
+
+  Attributes:
+    train: The training examples.
+    test: The test examples. None are given where data.held_out chooses them.
+    alphabet: Every character of the examples, for a tokenizer of characters. If it is not given,
+      `characters` collects it.
+  """
+
+  train: Sequence[Example]
+  test: Sequence[Example]
+  alphabet: str = ""
+
+  def characters(self) -> str:
+    """The alphabet. If it was not given, this reads all examples: questions and solutions."""
+    if self.alphabet:
+      return self.alphabet
+    found: set[str] = set()
+    for split in (self.train, self.test):
+      for i in range(len(split)):
+        found.update(*_contents(split[i].get("question", "")), split[i].get("solution") or "")
+    return "".join(sorted(found))
+
+
+def make_task(data: "Data") -> Task:
+  """The data set that the section `data` of a config describes.
+
+  Raises:
+    ConfigError: The name of a task is unknown, or the data cannot be read.
+  """
+  if not data.mixture:
+    if data.prompts or data.weights:
+      key = "prompts" if data.prompts else "weights"
+      raise ConfigError(f"config key data.{key} is for the sources of data.mixture; leave it empty")
+    if data.columns and data.task != "columns":
+      raise ConfigError(
+        f"config key data.columns is {data.columns}: task {data.task} has columns of its own; set"
+        " data.task=columns"
+      )
+    return _one_task(data, Source(data.task, data.task, data.path), data.prompt)
+  if data.path:
+    raise ConfigError(
+      f"config key data.path is {data.path!r}: with data.mixture each source brings its own, as"
+      " TASK:PATH; leave it empty"
+    )
+  templates = templates_of(data)
+
+  def open_source(source: Source) -> tuple[Sequence[Example], Sequence[Example]]:
+    task = _one_task(data, source, templates.get(source.name, data.prompt))
+    return task.train, task.test
+
+  return Task(*mix(data.mixture, data.weights, open_source))
+
+
+def name_of(data: "Data") -> str:
+  """What messages call the data set: its task, or those of its mixture."""
+  return " + ".join(source.name for source in sources_of(data.mixture)) or data.task
+
+
+def characters(data: "Data", task: Task) -> str:
+  """Every character of a task and of the templates, for a tokenizer of characters."""
+  templates = "".join([data.prompt, *data.prompts])
+  return task.characters() + templates.replace("{question}", "")
+
+
+def templates_of(data: "Data") -> dict[str, str]:
+  """The templates of data.prompts by the names of the sources. Empty if there are none.
+
+  Raises:
+    ConfigError: Their number is not that of the sources.
+  """
+  if len(data.prompts) not in (0, len(data.mixture)):
+    raise ConfigError(
+      f"config key data.prompts has {len(data.prompts)} templates: write one for each of"
+      f" data.mixture = {data.mixture}, or none, so that data.prompt is that of all"
+    )
+  return dict(zip([source.name for source in sources_of(data.mixture)], data.prompts))
+
+
+def arithmetic(path: str) -> Task:
+  """Generated sums of several steps. `path` must be empty."""
+  _refuse_path(path, "arithmetic")
+  return Task(Arithmetic("train"), Arithmetic("test"), ALPHABET)
+
+
+def countdown(path: str) -> Task:
+  """Generated problems: combine three numbers so that they make a target. `path` must be empty."""
+  _refuse_path(path, "countdown")
+  return Task(
+    number_games.Countdown("train"), number_games.Countdown("test"), number_games.ALPHABET
+  )
+
+
+def gsm8k(path: str) -> Task:
+  """GSM8K, grade-school word problems whose answers are numbers.
+
+  They are read from train.jsonl and test.jsonl in the folder `path`. If `path` is empty, they come
+  from TensorFlow Datasets.
+  """
+  if path:
+    return Task(*examples_of(path, examples.gsm8k))
+  train, test = (
+    [
+      examples.gsm8k(row, f"tfds gsm8k {split} example {i}")
+      for i, row in enumerate(tfds.gsm8k(split))
+    ]
+    for split in ("train", "test")
+  )
+  return Task(train, test)
+
+
+def math(path: str) -> Task:
+  """Problems whose answers are formulas, from train.jsonl and test.jsonl in the folder `path`.
+
+  The fields are those of MATH-500: a line is an object with `problem` (or `question`) and `answer`.
+  A `solution` may be added. Without it, the warm start imitates the answer.
+  """
+  _require_path(path, "math")
+  return Task(*examples_of(path, examples.math))
+
+
+def svamp(path: str) -> Task:
+  """SVAMP, word problems of one step, with the field names of its authors."""
+  _require_path(path, "svamp")
+  return Task(*examples_of(path, examples.svamp))
+
+
+def code(path: str) -> Task:
+  """Programming problems with tests, in the layout of MBPP: see `data/tasks/code.py`."""
+  _require_path(path, "code")
+  return Task(*examples_of(path, code_example))
+
+
+def columns(path: str, added: Sequence[str] = (), needed: Sequence[str] = ()) -> Task:
+  """Rows with any columns. See `examples.Columns` for `added` and `needed`."""
+  _require_path(path, "columns")
+  train = rows_of(path, "train")
+  make = examples.Columns(train[0], train.where(0), added, needed)
+  test = rows_of(path, "test")
+  return Task(Examples(train, make), Examples(test, make) if test is not None else ())
+
+
+TASKS: dict[str, Callable[[str], Task]] = {
+  "arithmetic": arithmetic,
+  "gsm8k": gsm8k,
+  "math": math,
+  "svamp": svamp,
+  "code": code,
+  "countdown": countdown,
+  "columns": columns,
+}
+
+
+def _one_task(data: "Data", source: Source, template: str) -> Task:
+  """The task of a source, with a test split, and in memory if it is small."""
+  if source.task not in TASKS:
+    key = f"data.mixture: {source.task!r}" if data.mixture else f"data.task={source.task!r}"
+    raise ConfigError(
+      f"{key} is unknown: choose one of {', '.join(TASKS)}, or call grpo_jax.register_task first"
+    )
+  if source.task == "columns":
+    added = columns_of(source.name, data.columns, data.mixture)
+    task = columns(source.path, added, fields_of(template))
+  else:
+    task = TASKS[source.task](source.path)
+  train = _in_memory(task.train, data.count_at_start)
+  test = _in_memory(task.test, data.count_at_start)
+  if data.held_out and len(test) and not data.mixture:
+    raise ConfigError(
+      f"config key data.held_out is {data.held_out}: task {source.task} has a test split; set 0"
+    )
+  if not len(test):
+    if not data.held_out:
+      raise ConfigError(
+        f"data.path: there is no test split in {source.path} (test.jsonl or test.parquet); add it,"
+        " or hold a part of the training rows out: --config.data.held_out=0.05"
+      )
+    train, test = hold_out(train, data.held_out)
+  return Task(train, test, task.alphabet)
+
+
+def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
+  """The examples of a small file as a list, which checks all of them."""
+  return split[:] if isinstance(split, Examples) and len(split) <= at_most else split
+
+
+def _contents(question: str | chat.Messages) -> Iterator[str]:
+  if isinstance(question, str):
+    yield question
+  else:
+    yield from (message["content"] for message in question)
+
+
+def _refuse_path(path: str, task: str) -> None:
+  if path:
+    raise ConfigError(
+      f"data.path={path!r}: the {task} task makes its own problems; leave data.path empty"
+    )
+
+
+def _require_path(path: str, task: str) -> None:
+  if not path:
+    raise ConfigError(
+      f"data.path is empty: the task {task} needs a folder with train.jsonl and test.jsonl"
+    )
+
+
+MakeTask = Callable[[str], Task]
+
+
+def register_task(make: MakeTask) -> MakeTask:
+  """Gives a task of this program a name in configs: that of its function.
+
+  It can be used as a decorator. `data.task` then finds the name. The config that a run saves holds
+  the name alone, so a program that goes on with the run registers the function first.
+
+  Args:
+    make: It gets data.path and returns a `Task`. An example is a dict with `question`, which is a
+      text or a list of messages, `solution` if there is a warm start, and whatever the reward
+      functions read, such as `answer`. All examples have the same fields.
+
+  Returns:
+    The function.
+
+  Raises:
+    ConfigError: A task of grpo_jax has this name, or it has none.
+  """
+
+  @functools.wraps(make)
+  def make_and_check(path: str) -> Task:
+    task = make(path)
+    _check_task(task, f"task {make.__name__}")
+    return task
+
+  register("task", TASKS, make.__name__, make_and_check)
+  return make
+
+
+def _check_task(task: Any, name: str) -> None:
+  if not isinstance(task, Task):
+    raise ConfigError(f"{name} returned a {type(task).__name__}: it must be a grpo_jax.Task")
+  for split, of_split in (("train", task.train), ("test", task.test)):
+    _check_split(of_split, f"{name}: {split}")
+
+
+def _check_split(of_split: Sequence[Any], where: str) -> None:
+  if not len(of_split):
+    raise ConfigError(f"{where} has no examples")
+  for number, example in enumerate(of_split):
+    if not isinstance(example, dict) or "question" not in example:
+      raise ConfigError(f"{where}[{number}] must be a dict with a question")
+    if example.keys() != of_split[0].keys():
+      fields, expected = ", ".join(example), ", ".join(of_split[0])
+      raise ConfigError(f"{where}[{number}] has the fields {fields}, and the first one {expected}")
+    if not isinstance(example["question"], str):
+      chat.check(example["question"], f"{where}[{number}]")

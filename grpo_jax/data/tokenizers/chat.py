@@ -1,0 +1,188 @@
+"""Conversations to text, through the chat template that comes with a tokenizer.
+
+A chat template is a jinja2 program that somebody else wrote. It runs in a process of its own, which
+limits what it may do, and how much time and memory it may take: `chat_process.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+from pathlib import Path
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any, NoReturn
+
+from grpo_jax.data.tokenizers.tokenizer_files import read_json
+from grpo_jax.settings import ConfigError, is_text
+
+SECONDS = 5  # for one conversation, which takes well under a millisecond
+_TOGETHER = 64  # conversations that are sent to the process at once, which saves time
+
+# A conversation. Each message has a text `role` and a text `content`, and may have more.
+Messages = Sequence[Mapping[str, Any]]
+
+
+def check(messages: Any, where: str) -> None:
+  """Checks that `messages` is a conversation.
+
+  Args:
+    messages: Any value.
+    where: Where the value comes from: the error message begins with it.
+
+  Raises:
+    ConfigError: It is not a list of messages, or it is empty.
+  """
+  if not isinstance(messages, (list, tuple)) or not messages:
+    raise ConfigError(
+      f"{where}: a conversation must be a list of messages, at least one; got {messages!r:.80}"
+    )
+  for message in messages:
+    if not _is_message(message):
+      raise ConfigError(
+        f"{where}: a message must be an object with a text role and a text content;"
+        f" got {message!r:.80}"
+      )
+
+
+def find_template(files: Mapping[str, bytes]) -> tuple[str, str]:
+  """The chat template among the files of a tokenizer.
+
+  If tokenizer_config.json has several templates, the one with the name "default" is used.
+
+  Args:
+    files: Names and contents of the files.
+
+  Returns:
+    The source of the template, and the name of the file that it is in.
+
+  Raises:
+    ConfigError: There is no template.
+  """
+  if "chat_template.jinja" in files:
+    return files["chat_template.jinja"].decode("utf-8"), "chat_template.jinja"
+  for file in ("tokenizer_config.json", "chat_template.json"):
+    template = read_json(files, file).get("chat_template")
+    if isinstance(template, list):
+      sources = {named["name"]: named["template"] for named in template}
+      template = sources.get("default")
+    if template:
+      return template, file
+  raise ConfigError(
+    "data.tokenizer: no chat template is beside the tokenizer (chat_template in"
+    " tokenizer_config.json, or chat_template.jinja); choose the tokenizer of a chat model, or set"
+    " data.chat=False"
+  )
+
+
+class Template:
+  """A chat template."""
+
+  def __init__(self, source: str, file: str) -> None:
+    """Compiles a template.
+
+    Args:
+      source: The text of the template.
+      file: The name of its file, for error messages.
+
+    Raises:
+      ConfigError: The source is not a jinja2 template.
+    """
+    self._source, self._file = source, file
+    answer = _PROCESS.ask({"source": source, "shared": {}, "conversations": []})
+    if "error" in answer:
+      self._refuse("cannot be read", answer["error"])
+
+  def render(
+    self,
+    conversations: Sequence[Messages],
+    generation_prompt: bool,
+    special_tokens: Mapping[str, str],
+  ) -> list[str]:
+    """Conversations as texts.
+
+    Args:
+      conversations: The conversations.
+      generation_prompt: Whether a text ends with the marks that open the assistant's answer.
+      special_tokens: The special tokens that the template may use, such as {"eos_token": "</s>"}.
+
+    Raises:
+      ConfigError: One of them is not a conversation, or the template refuses it, fails, tries
+        something that the sandbox forbids, or takes too much time or memory.
+    """
+    for messages in conversations:
+      check(messages, f"the chat template in {self._file}")
+    shared = {
+      **special_tokens,
+      "add_generation_prompt": generation_prompt,
+      "tools": None,
+      "documents": None,
+    }
+    texts: list[str] = []
+    for start in range(0, len(conversations), _TOGETHER):
+      some = [_without_none(messages) for messages in conversations[start : start + _TOGETHER]]
+      answer = _PROCESS.ask({"source": self._source, "shared": shared, "conversations": some})
+      if "error" in answer:
+        self._refuse("cannot render a conversation", answer["error"])
+      texts += answer["texts"]
+    if not all(map(is_text, texts)):
+      self._refuse("cannot render a conversation", "it makes half of a surrogate pair")
+    return texts
+
+  def _refuse(self, problem: str, error: str) -> NoReturn:
+    raise ConfigError(
+      f"the chat template in {self._file} {problem}: {' '.join(error.split()):.240}"
+    )
+
+
+class _Process:
+  """The process of `chat_process.py`. It is started when it is first needed, and after its death.
+
+  It ends when this process does, because its input then ends.
+  """
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._process: subprocess.Popen[bytes] | None = None
+
+  def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a question, as `chat_process.py` describes both."""
+    line = json.dumps(question).encode() + b"\n"
+    with self._lock:
+      if self._process is None:
+        self._process = subprocess.Popen(
+          [sys.executable, "-P", Path(__file__).with_name("chat_process.py"), str(SECONDS)],
+          stdin=subprocess.PIPE,
+          stdout=subprocess.PIPE,
+          start_new_session=True,  # so that Ctrl-C reaches this process alone
+        )
+      try:
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+      except BaseException as error:  # Ctrl-C too: what is half sent or half read is lost
+        self._process.kill()
+        if not isinstance(error, OSError):
+          self._process = None
+          raise
+        answer = b""
+      if answer.endswith(b"\n"):
+        return json.loads(answer)
+      code = self._process.wait()
+      self._process = None
+    if code == -signal.SIGALRM:
+      return {"error": f"it was stopped because it did not end within {SECONDS} seconds"}
+    return {"error": f"its process died with exit code {code}"}
+
+
+_PROCESS = _Process()
+
+
+def _without_none(messages: Messages) -> Messages:
+  return [{key: x for key, x in message.items() if x is not None} for message in messages]
+
+
+def _is_message(message: Any) -> bool:
+  if not isinstance(message, Mapping):
+    return False
+  return all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,203 @@
+"""Texts to token ids and back with a Hugging Face tokenizer (tokenizer.json)."""
+
+from collections.abc import Mapping, Sequence
+import itertools
+import json
+import re
+from typing import Any
+
+import tokenizers
+from tokenizers import pre_tokenizers
+
+from grpo_jax.data.tokenizers.special_tokens import SpecialToken
+from grpo_jax.data.tokenizers.tokenizer_files import read_json
+from grpo_jax.settings import ConfigError
+
+
+def from_files(files: Mapping[str, bytes], model_type: str | None) -> "HuggingFaceCodec":
+  """The codec of tokenizer.json.
+
+  Args:
+    files: The contents of tokenizer.json and tokenizer_config.json by their names.
+    model_type: The `model_type` in the config.json of the model, None without a config.json.
+  """
+  parts = json.loads(files["tokenizer.json"])
+  config = read_json(files, "tokenizer_config.json")
+  if _is_llama_tokenizer(parts, config, model_type):
+    parts |= _llama_parts(config)
+  return HuggingFaceCodec(parts)
+
+
+class HuggingFaceCodec:
+  """Encodes and decodes with the `tokenizers` library.
+
+  Attributes:
+    vocab_size: The highest id + 1.
+    special_tokens: Empty, because tokenizer.json does not say which token ends a text.
+    prefix_ids: The ids that the tokenizer's post-processor puts before a text.
+  """
+
+  def __init__(self, parts: Mapping[str, Any]) -> None:
+    """Creates a codec from the JSON value of tokenizer.json."""
+    parts_after = dict(parts)
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+      parts_after[name] = _without_space(parts.get(name))
+    self._engine = _make_engine(parts)
+    self._engine_after = self._engine if parts_after == parts else _make_engine(parts_after)
+    self.vocab_size = max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
+    self.special_tokens: Mapping[str, SpecialToken] = {}
+    self.prefix_ids = _post_processor_prefix(self._engine)
+    self._symbols = _needed_symbols(parts["model"])
+    self._expressible: set[str] = set()  # characters that _check_characters has seen
+    added_tokens = [token.content for token in self._engine.get_added_tokens_decoder().values()]
+    self._added_token = re.compile("|".join(map(re.escape, added_tokens)))
+
+  def token_to_id(self, token: str) -> int | None:
+    """The id of a token, or None if it is not in the vocabulary."""
+    return self._engine.token_to_id(token)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts. Some tokenizers put a space before each text."""
+    return self._encode_batch(self._engine, texts)
+
+  def encode_batch_after(self, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts that follow other texts, so that no space is put before them."""
+    return self._encode_batch(self._engine_after, texts)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text that the tokens add to the text before them."""
+    return self._engine_after.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def _encode_batch(self, engine: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    if self._symbols is not None:
+      self._check_characters(texts)
+    try:
+      return [row.ids for row in engine.encode_batch(list(texts), add_special_tokens=False)]
+    except Exception:  # the library has no exception type of its own for an unknown character
+      characters = sorted(set("".join(texts)))
+      unknown = next((c for c in characters if not _can_encode(engine, c)), None)
+      if unknown is None:
+        raise
+      raise _unknown(unknown) from None
+
+  def _check_characters(self, texts: Sequence[str]) -> None:
+    """Raises ConfigError for a character that the model would leave out without a word."""
+    if self._expressible.issuperset("".join(texts)):
+      return
+    other_texts = "".join(self._added_token.sub("", text) for text in texts)
+    for character in sorted(set(other_texts) - self._expressible):
+      normalizer, pre_tokenizer = self._engine_after.normalizer, self._engine_after.pre_tokenizer
+      text = normalizer.normalize_str(character) if normalizer else character
+      words = (
+        [word for word, _ in pre_tokenizer.pre_tokenize_str(text)] if pre_tokenizer else [text]
+      )
+      if not self._symbols.issuperset("".join(words)):
+        raise _unknown(character)
+      self._expressible.add(character)
+
+
+def _make_engine(parts: Mapping[str, Any]) -> tokenizers.Tokenizer:
+  engine = tokenizers.Tokenizer.from_str(json.dumps(parts))
+  # A file may switch these on. Here the loader decides about lengths.
+  engine.no_truncation()
+  engine.no_padding()
+  return engine
+
+
+def _is_llama_tokenizer(
+  parts: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None
+) -> bool:
+  """Whether `transformers` 5 loads the files as its LlamaTokenizer.
+
+  It does so only for tokenizers like those of sentencepiece, not for Llama 3's, which works on
+  bytes.
+  """
+  class_name = str(config.get("tokenizer_class")).removesuffix("Fast")
+  if class_name != "LlamaTokenizer" or model_type not in (None, "llama"):
+    return False
+  works_on_bytes = any(
+    '"ByteLevel"' in json.dumps(parts.get(name)) for name in ("pre_tokenizer", "decoder")
+  )
+  return not works_on_bytes
+
+
+def _llama_parts(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The parts that transformers' LlamaTokenizer uses, whatever tokenizer.json has."""
+  if config.get("add_prefix_space") is False:
+    prepend_scheme = "never"
+  elif config.get("legacy"):
+    prepend_scheme = "always"
+  else:
+    prepend_scheme = "first"
+  pre_tokenizer = {
+    "type": "Metaspace",
+    "replacement": "▁",
+    "prepend_scheme": prepend_scheme,
+    "split": False,
+  }
+  return {"normalizer": None, "pre_tokenizer": pre_tokenizer}
+
+
+def _without_space(part: Any) -> Any:
+  """A part of tokenizer.json, changed so that it neither adds nor removes a space before a text.
+
+  Args:
+    part: A normalizer, a pre-tokenizer or a decoder, or None.
+
+  Returns:
+    The changed part. None if nothing remains of it.
+  """
+  if not part:
+    return part
+  kind = part["type"]
+  if kind == "Sequence":
+    changed = {
+      name: [member for member in map(_without_space, members) if member]
+      for name, members in part.items()
+      if name != "type"
+    }
+    return part | changed
+  if kind == "Prepend" or (kind == "Strip" and part.get("content") == " "):
+    return None
+  if kind in ("Metaspace", "ByteLevel"):
+    no_space = {"prepend_scheme": "never", "add_prefix_space": False}
+    return part | {name: value for name, value in no_space.items() if name in part}
+  return part
+
+
+def _post_processor_prefix(engine: tokenizers.Tokenizer) -> tuple[int, ...]:
+  """The ids that the post-processor puts before a text: the special tokens before "0"."""
+  if engine.post_processor is None:
+    return ()
+  encoding = engine.encode("0")
+  ids_and_masks = zip(encoding.ids, encoding.special_tokens_mask)
+  return tuple(i for i, _ in itertools.takewhile(_is_special, ids_and_masks))
+
+
+def _is_special(id_and_mask: tuple[int, int]) -> bool:
+  return bool(id_and_mask[1])
+
+
+def _needed_symbols(model: Mapping[str, Any]) -> frozenset[str] | None:
+  """The symbols of which a text must consist, or None if the model expresses every text.
+
+  A BPE leaves out the symbols that it does not know, unless it has a token or bytes for them.
+  """
+  says_unknown = model.get("unk_token") is not None or model.get("byte_fallback")
+  has_affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+  if model.get("type") != "BPE" or says_unknown or has_affixes:
+    return None
+  symbols = frozenset(token for token in model["vocab"] if len(token) == 1)
+  return None if symbols.issuperset(pre_tokenizers.ByteLevel.alphabet()) else symbols
+
+
+def _unknown(character: str) -> ConfigError:
+  return ConfigError(f"data.tokenizer: the character {character!r} is not in the vocabulary")
+
+
+def _can_encode(engine: tokenizers.Tokenizer, character: str) -> bool:
+  try:
+    engine.encode(character, add_special_tokens=False)
+  except Exception:
+    return False
+  return True

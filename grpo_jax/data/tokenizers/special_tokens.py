@@ -1,0 +1,81 @@
+"""The special tokens that the JSON files beside a tokenizer name.
+
+In all functions, `files` holds the contents of these files by their names.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from grpo_jax.data.tokenizers.tokenizer_files import read_json
+
+
+class SpecialToken(NamedTuple):
+  """A special token and its id."""
+
+  text: str
+  id: int
+
+
+def texts(files: Mapping[str, bytes]) -> dict[str, str]:
+  """The texts of the special tokens by their roles, such as {"eos_token": "</s>"}."""
+  values = read_json(files, "special_tokens_map.json") | read_json(files, "tokenizer_config.json")
+  found = {role: _text(value) for role, value in values.items() if role.endswith("_token")}
+  return {role: text for role, text in found.items() if text}
+
+
+def stop_and_pad_ids(
+  files: Mapping[str, bytes], token_to_id: Callable[[str], int | None]
+) -> tuple[tuple[int, ...], int | None]:
+  """The ids of the tokens that end a text, and the id of the padding token.
+
+  The stop ids are the eos_token of tokenizer_config.json, then the one of special_tokens_map.json,
+  then the eos_token_id of generation_config.json. Any of them may be missing.
+
+  Args:
+    files: The files beside the tokenizer.
+    token_to_id: The id of a token, or None.
+
+  Returns:
+    (stop ids without repetitions, id of the padding token or None)
+  """
+  stop_ids, pad_ids = [], []
+  for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    values = read_json(files, name)
+    stop_ids.append(token_to_id(_text(values.get("eos_token"))))
+    pad_ids.append(token_to_id(_text(values.get("pad_token"))))
+  generation_ids = read_json(files, "generation_config.json").get("eos_token_id")
+  stop_ids += generation_ids if isinstance(generation_ids, list) else [generation_ids]
+  unique_stop_ids = tuple(dict.fromkeys(i for i in stop_ids if i is not None))
+  return unique_stop_ids, next((i for i in pad_ids if i is not None), None)
+
+
+def prefix_ids(
+  files: Mapping[str, bytes],
+  token_to_id: Callable[[str], int | None],
+  bos_token: str,
+  post_processor_ids: tuple[int, ...],
+) -> tuple[int, ...]:
+  """The ids that a text begins with.
+
+  If tokenizer_config.json has add_bos_token or add_eos_token, a text begins with the bos_token if
+  add_bos_token is true, and else with nothing. If it has neither, the tokenizer's own
+  post-processor decides.
+
+  Args:
+    files: The files beside the tokenizer.
+    token_to_id: The id of a token, or None.
+    bos_token: The text of the bos_token, "" if there is none.
+    post_processor_ids: The ids that the post-processor puts before a text.
+  """
+  config = read_json(files, "tokenizer_config.json")
+  if not config.keys() & {"add_bos_token", "add_eos_token"}:
+    return post_processor_ids
+  bos_id = token_to_id(bos_token)
+  return (bos_id,) if config.get("add_bos_token") and bos_id is not None else ()
+
+
+def _text(token: Any) -> str:
+  """The text of a token, which JSON files write as a string or as an object. "" for no token."""
+  if isinstance(token, dict):
+    return token["content"]
+  return token if isinstance(token, str) else ""

@@ -1,0 +1,182 @@
+"""Held-out accuracy of a policy: greedy, mean@k, unbiased pass@k and maj@k, with 95% intervals."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.config import Eval
+from grpo_jax.data.loader import PromptBatch, prompt_batch
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.evaluation import estimators
+from grpo_jax.programs.run import Run
+from grpo_jax.rewards.functions.final_number import final_answer
+from grpo_jax.rollouts.rollout import Rollout, Rollouts
+from grpo_jax.rollouts.scorer import Scored
+
+Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+  """A `Progress` that shows nothing."""
+  del what, done, total
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+  """G completions of each of N problems.
+
+  Attributes:
+    right_NG: bool.
+    lengths_NG: int32, tokens.
+    cut_off_NG: bool, True where the completion did not stop within sampling.max_tokens.
+    majority_N: float32, the chance that a majority vote over the completions is right.
+  """
+
+  right_NG: np.ndarray
+  lengths_NG: np.ndarray
+  cut_off_NG: np.ndarray
+  majority_N: np.ndarray
+
+
+class Evaluator:
+  """Evaluates policies: `evaluator(params, step) -> metrics`. It is compiled once.
+
+  Attributes:
+    prompts: The test problems whose prompts are not too long.
+  """
+
+  def __init__(self, run: Run, progress: Progress = no_progress):
+    """Raises ConfigError for an evaluation that cannot be run."""
+    self._run, self._config, self._progress = run, run.config.eval, progress
+    run.hosts.check_rows({"eval.batch": self._config.batch})
+    self.prompts: Prompts = run.prompts("test")
+    self._score = run.eval_scorer()
+    self._score.check_arguments(self.prompts, "eval.function")
+    self._tasks: list[str] = []  # of each problem of a mixture
+    if run.config.data.mixture:
+      self._tasks = [self.prompts.example(i)["task"] for i in range(len(self.prompts))]
+    self._greedy = run.rollout(1, greedy=True)
+    self._sampled = run.rollout(self._config.samples) if self._config.samples else None
+
+  def __call__(self, params: Any, step: int) -> dict[str, float]:
+    """Metrics under eval/.
+
+    Args:
+      params: The policy, as `Parameters.for_sampling` returns it.
+      step: What the random numbers of the draws depend on.
+    """
+    key = jax.random.fold_in(self._run.key("evaluate"), step)
+    greedy = self._draws("greedy", self._greedy, params, key, step)
+    metrics = accuracies(greedy.right_NG[:, 0], self._tasks)
+    metrics["eval/mean_length"] = float(greedy.lengths_NG.mean())
+    metrics["eval/clipped_ratio"] = float(greedy.cut_off_NG.mean())
+    if self._sampled is not None:
+      draws = self._draws("draws", self._sampled, params, key, step)
+      metrics |= sample_metrics(draws, self._config.samples)
+    return metrics
+
+  def _draws(self, what: str, rollout: Rollout, params: Any, key: jax.Array, step: int) -> Draws:
+    """Completes every problem.
+
+    The last batch is filled up with problems seen before, which do not count. While a batch is
+    sampled, the workers score the one before.
+    """
+    size, total = self._config.batch, len(self.prompts)
+    drawn: list[Draws] = []
+    finish: Callable[[], Draws] | None = None
+    for start in range(0, total, size):
+      count = min(size, total - start)
+      indices = (start + np.arange(size)) % total
+      prompts = prompt_batch(self.prompts, indices, self._run.hosts)
+      rollouts = rollout(params, prompts, key, self._config.temperature, start)
+      scored = self._score.start(rollouts, prompts, step)
+      if finish is not None:
+        drawn.append(finish())
+        self._progress(what, start, total)
+      finish = functools.partial(self._draws_of, rollouts, prompts, scored, count)
+    drawn.append(finish())
+    self._progress(what, total, total)
+    return Draws(*(np.concatenate(parts) for parts in zip(*map(dataclasses.astuple, drawn))))
+
+  def _draws_of(
+    self, rollouts: Rollouts, prompts: PromptBatch, scored: Callable[[], Scored], count: int
+  ) -> Draws:
+    """The first `count` problems of a batch. `scored` waits for their scores."""
+    right_PG = first_scores(scored().rewards.scores_PGJ) == 1
+    own_majority = majority_right(rollouts.texts_PG[prompts.own], right_PG[prompts.own])
+    return Draws(
+      right_NG=right_PG[:count],
+      lengths_NG=rollouts.completions.lengths_PG[:count],
+      cut_off_NG=rollouts.completions.stopped_by_PG[:count] < 0,
+      majority_N=self._run.hosts.join_rows(own_majority)[:count],
+    )
+
+
+def accuracies(right_N: np.ndarray, tasks: Sequence[str]) -> dict[str, float]:
+  """The share of problems with a right answer: eval/accuracy, and eval/accuracy/TASK of each task.
+
+  Args:
+    right_N: bool, whether an answer is right.
+    tasks: The task of each problem, or nothing where there is one task.
+  """
+  metrics = named("accuracy", estimators.proportion(int(right_N.sum()), len(right_N)))
+  for task in dict.fromkeys(tasks):
+    own = right_N[np.array(tasks) == task]
+    metrics |= named(f"accuracy/{task}", estimators.proportion(int(own.sum()), len(own)))
+  return metrics
+
+
+def first_scores(scores_PGJ: np.ndarray) -> np.ndarray:
+  """Of each completion the score of the first function that scored it, [P, G]. NaN if none did."""
+  first_PG1 = np.argmax(~np.isnan(scores_PGJ), axis=-1, keepdims=True)
+  return np.take_along_axis(scores_PGJ, first_PG1, axis=-1)[..., 0]
+
+
+def majority_right(texts_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:
+  """The chance that a majority vote over the G texts of each problem is right, float32 [P]."""
+  chances = [
+    estimators.majority([final_answer(text) for text in texts], right)
+    for texts, right in zip(texts_PG, right_PG)
+  ]
+  return np.array(chances, np.float32)
+
+
+def sample_metrics(draws: Draws, samples: int) -> dict[str, float]:
+  """mean@k, pass@k for powers of two up to k, and maj@k, for k = `samples`."""
+  right_N = draws.right_NG.sum(1)
+  metrics = named(f"mean@{samples}", estimators.mean(draws.right_NG.mean(1)))
+  powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
+  last = [samples] if samples > 1 else []
+  for k in powers + last:
+    passed_N = estimators.pass_at_k(right_N, samples, k)
+    metrics |= named(f"pass@{k}", estimators.mean(passed_N))
+  return metrics | named(f"maj@{samples}", estimators.mean(draws.majority_N.astype(float)))
+
+
+def named(name: str, estimate: estimators.Estimate) -> dict[str, float]:
+  """An estimate as three metrics: eval/NAME, and eval/NAME_low and _high, its 95% interval."""
+  value, low, high = estimate
+  return {f"eval/{name}": value, f"eval/{name}_low": low, f"eval/{name}_high": high}
+
+
+def table(metrics: dict[str, float], config: Eval, max_tokens: int) -> list[str]:
+  """The metrics as lines for a reader."""
+  measured = [name for name in metrics if f"{name}_low" in metrics]
+  width = max(14, *(len(name) + 1 for name in measured))
+  greedy, draws = list[str](), list[str]()
+  for name in measured:
+    low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+    line = f"  {name:{width}}{metrics[name]:7.1%}   95% interval {low:6.1%} to {high:6.1%}"
+    (greedy if name.startswith("eval/accuracy") else draws).append(line)
+  length, cut_off = metrics["eval/mean_length"], metrics["eval/clipped_ratio"]
+  lines = [
+    f"greedy: {length:.1f} tokens on average, {cut_off:.1%} cut off at {max_tokens}",
+    *greedy,
+  ]
+  if config.samples:
+    lines.append(f"{config.samples} draws of each at temperature {config.temperature:g}:")
+  return lines + draws

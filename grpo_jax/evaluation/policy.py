@@ -1,0 +1,290 @@
+"""A trained policy, and what it can be used for: sampling, evaluation, export."""
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax import model
+from grpo_jax.config import Config, Mesh
+from grpo_jax.console.terminal import Loading
+from grpo_jax.data.loader import PromptBatch, prompt_batch
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.evaluation.evaluator import Evaluator
+from grpo_jax.model.huggingface import hub
+from grpo_jax.model.huggingface.folders import new_folder
+from grpo_jax.programs import compilation_cache
+from grpo_jax.programs.caller_state import leaving_nothing_behind
+from grpo_jax.programs.run import Run, set_matmul_precision
+from grpo_jax.recipes import with_absolute_paths
+from grpo_jax.rollouts.rollout import Rollout
+from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text, shown
+from grpo_jax.storage.bucket import folder
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.reading import read_config
+from grpo_jax.timing import told_if_slow
+
+_LIMITS = {  # of what decides how completions are drawn
+  "n": (1, 2**16),
+  "temperature": (0, 1000),
+  "max_tokens": (1, LARGEST_INT),
+  "seed": (-LARGEST_INT, LARGEST_INT),
+  "step": (0, LARGEST_INT),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """A completion that a policy wrote.
+
+  Attributes:
+    text: What it says.
+    length: Its tokens, with the one that ended it.
+    logprob: The sum of their log-probs.
+    stopped: Whether it ended by itself. If not, it was cut off.
+  """
+
+  text: str
+  length: int
+  logprob: float
+  stopped: bool
+
+
+class Policy:
+  """A policy in the memory of the devices.
+
+  Attributes:
+    name: How to call it in messages.
+    run: The parts that its config describes.
+    params: Its trained parameters.
+    step: The step of its checkpoint, 0 for a Hugging Face folder.
+  """
+
+  def __init__(self, name: str, run: Run, params: Any, step: int):
+    self.name, self.run, self.params, self.step = name, run, params, step
+    self._rollouts: dict[tuple[int, bool, int], Rollout] = {}
+
+  def __repr__(self) -> str:
+    return f"Policy({self.name})"
+
+  def sample(
+    self,
+    question: str | list[dict[str, str]],
+    n: int = 4,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+  ) -> list[Completion]:
+    """Samples completions of one question.
+
+    Args:
+      question: What `data.prompt` and, with `data.chat`, the chat template frame. With `data.chat`
+        it may be a list of messages.
+      n: How many completions. At temperature 0 there is one.
+      temperature: 0 takes the likeliest token. None means sampling.temperature.
+      max_tokens: The longest completion. None means sampling.max_tokens.
+      seed: Another seed gives other completions.
+
+    Raises:
+      ConfigError: A value is out of its range, or the question is too long for the model.
+    """
+    sampling = self.run.config.sampling
+    temperature = sampling.temperature if temperature is None else temperature
+    max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
+    numbers = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    check_numbers(numbers, "sample(): ")
+    with self._settings(), told_if_slow("compiling and sampling"):
+      # Questions up to this length share one compiled program.
+      prompt = self.prompt(question, shortest=self.run.config.data.max_prompt_tokens)
+      return self.complete(prompt, n, temperature, max_tokens, seed)
+
+  def evaluate(self, samples: int | None = None, examples: int | None = None) -> dict[str, float]:
+    """Measures the accuracy on the test problems.
+
+    Args:
+      samples: Draws of each problem for mean@k, pass@k and maj@k. None means eval.samples.
+      examples: How many test problems. None means eval.examples.
+
+    Returns:
+      eval/accuracy and other metrics. NAME_low and NAME_high are a 95% interval.
+
+    Raises:
+      ConfigError: The evaluation cannot be run.
+    """
+    given = {"eval.samples": samples, "eval.examples": examples}
+    changes = {key: value for key, value in given.items() if value is not None}
+    progress = "compiling"
+
+    def note(what: str, done: int, total: int) -> None:
+      nonlocal progress
+      progress = f"{what}: {done} of {total} problems"
+
+    with self._settings(), told_if_slow(lambda: f"evaluating ({progress})"):
+      run = self.run.with_eval(self.run.config.replace(changes).eval)
+      return Evaluator(run, note)(self._for_sampling, self.step)
+
+  def export(self, out: str | Path, adapter: bool = False) -> Path:
+    """Writes the policy as a Hugging Face folder, which transformers can load.
+
+    Args:
+      out: The folder. It must be empty or not exist yet.
+      adapter: Write the adapters of a LoRA run alone, as a PEFT folder.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ConfigError: The folder is not empty, or there are no adapters.
+    """
+    shape, out = self.run.parameters.model, Path(out).expanduser()
+    if adapter and shape.lora is None:
+      raise ConfigError(
+        "adapter=True: this run trained all weights and has no adapters; leave it out"
+      )
+    hosts = self.run.hosts
+    # `out` appears when the weights and the tokenizer are both in it.
+    with new_folder(out) if hosts.is_first else contextlib.nullcontext() as folder:
+      if adapter:
+        base, revision = hub.parts(self.run.config.model.path)
+        model.save_adapters(folder, shape, self.params, base, revision, hosts.fetch)
+      else:
+        model.save(folder, shape, self.run.parameters.policy(self.params), hosts.fetch)
+      if folder is not None:
+        self.run.tokenizer.save(folder)
+    return out
+
+  def prompt(
+    self, text: str | list[dict[str, str]], framed: bool = True, shortest: int = 0
+  ) -> PromptBatch:
+    """A prompt, once for each part of a batch that the mesh makes.
+
+    Args:
+      text: The prompt, or a question.
+      framed: Whether it is a question, for `data.prompt` and the chat template.
+      shortest: It is padded to so many tokens.
+    """
+    if isinstance(text, str) and not is_text(text):
+      raise ConfigError(f"the prompt {shown(text)} is not text in UTF-8")
+    data = dataclasses.replace(self.run.config.data, max_prompt_tokens=2**31)
+    if not framed:
+      data = dataclasses.replace(data, prompt="{question}", chat=False)
+    prompts = Prompts([{"question": text}], self.run.tokenizer, data)
+    prompts.max_tokens = max(shortest, len(prompts.make([0])[0].ids))
+    return prompt_batch(prompts, np.zeros(self.run.hosts.row_shards, int), self.run.hosts)
+
+  def complete(
+    self, prompt: PromptBatch, n: int, temperature: float, max_tokens: int, seed: int
+  ) -> list[Completion]:
+    """Completions of what `prompt` returned. `sample` explains the other arguments."""
+    length, positions = int(prompt.prompt_lengths_P[0]), self.run.parameters.model.max_positions
+    if length + max_tokens > positions:
+      raise ConfigError(
+        f"a prompt of {length} tokens and a completion of {max_tokens} (max_tokens) do not fit the"
+        f" model's {positions} positions"
+      )
+    greedy = temperature == 0
+    count = 1 if greedy else n  # greedy completions would all be the same
+    kind = (count, greedy, max_tokens)
+    if kind not in self._rollouts:
+      self._rollouts[kind] = self.run.rollout(*kind)
+    key = jax.random.fold_in(self.run.key("sample"), seed)
+    rollouts = self._rollouts[kind](self._for_sampling, prompt, key, temperature)
+    completions = rollouts.completions
+    return [
+      Completion(
+        text=rollouts.texts_PG[0, g],
+        length=int(completions.lengths_PG[0, g]),
+        logprob=float(completions.logprobs_PGT[0, g].sum()),
+        stopped=bool(completions.stopped_by_PG[0, g] >= 0),
+      )
+      for g in range(count)
+    ]
+
+  @functools.cached_property
+  def _for_sampling(self) -> Any:
+    return self.run.parameters.for_sampling(self.params)
+
+  @contextlib.contextmanager
+  def _settings(self) -> Iterator[None]:
+    """JAX's settings as the run needs them, for calls from a program that is not ours."""
+    with leaving_nothing_behind():
+      compilation_cache.use(self.run.config.compilation_cache)
+      set_matmul_precision(self.run.config)
+      yield
+
+
+def check_numbers(numbers: Mapping[str, float | None], prefix: str) -> None:
+  """Raises ConfigError for the first of n, temperature, max_tokens, seed and step out of its range.
+
+  Args:
+    numbers: Values by name. None is allowed.
+    prefix: What the error message writes before a name, such as "flag --".
+  """
+  for name, value in numbers.items():
+    least, most = _LIMITS[name]
+    if value is not None and not least <= value <= most:  # NaN is refused, too
+      raise ConfigError(
+        f"{prefix}{name} is {shown(value)}: it must be at least {least} and at most {most}"
+      )
+  temperature = numbers.get("temperature")
+  if temperature and temperature < SMALLEST_FLOAT:
+    raise ConfigError(f"{prefix}temperature is {temperature}: for the likeliest token set 0")
+
+
+Change = Callable[[Config], Config]
+
+
+def load_policy(source: Config | str | Path, step: int | None = None) -> Policy:
+  """Loads a policy, to sample from it, to evaluate it or to export it.
+
+  It takes memory of the devices until nothing refers to it any more.
+
+  Args:
+    source: The folder of a run, or a Config: then it is the model before training.
+    step: The step of the checkpoint. None means the newest.
+
+  Raises:
+    ConfigError: The folder has no such checkpoint, or the config cannot be used.
+  """
+  with leaving_nothing_behind():
+    if isinstance(source, Config):
+      return policy_of_config(with_absolute_paths(source))
+    check_numbers({"step": step}, "load_policy(): ")
+    return policy_of_run(folder(source), step)
+
+
+def unchanged(config: Config) -> Config:
+  """A `Change` that changes nothing."""
+  return config
+
+
+def policy_of_config(config: Config) -> Policy:
+  """The policy before training."""
+  run = Run(config, Loading())
+  return Policy(config.model.path or "random weights", run, run.initial_params(), 0)
+
+
+def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -> Policy:
+  """The policy of a run's checkpoint: the newest, or that of `step`.
+
+  `change` is applied to the run's config before anything is built.
+  """
+  run = Run(change(_on_this_machine(read_config(workdir))), Loading())
+  checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=run.parameters.layers_of)
+  step, params = checkpoints.restore_params(run.parameters.abstract, step)
+  return Policy(f"{workdir}, step {step}", run, params, step)
+
+
+def _on_this_machine(config: Config) -> Config:
+  """The config with a mesh that fits this machine's devices, if its own does not."""
+  sizes = dataclasses.astuple(config.mesh)
+  product = math.prod(size for size in sizes if size != -1)
+  devices = jax.device_count()
+  fits = devices % product == 0 if -1 in sizes else devices == product
+  return config if fits else dataclasses.replace(config, mesh=Mesh(data=-1))

@@ -1,0 +1,133 @@
+"""Which fields of config.json are read, which are ignored, and which values are not supported."""
+
+from collections.abc import Callable, Mapping
+import math
+import re
+from typing import Any, NoReturn
+
+from grpo_jax.model.huggingface.family import Family
+from grpo_jax.settings import LARGEST_INT, shown
+
+FIELDS = {  # field of ModelConfig -> field of config.json; families have more
+  "vocab_size": "vocab_size",
+  "embed_dim": "hidden_size",
+  "num_layers": "num_hidden_layers",
+  "num_heads": "num_attention_heads",
+  "num_kv_heads": "num_key_value_heads",
+  "head_dim": "head_dim",
+  "mlp_dim": "intermediate_size",
+  "norm_eps": "rms_norm_eps",
+  "tie_embeddings": "tie_word_embeddings",
+  "max_positions": "max_position_embeddings",
+}
+Refuse = Callable[[str, str], NoReturn]  # raises ConfigError; takes a key and what is wrong with it
+OPTIONAL = {"attention_cap", "logit_cap"}  # fields of ModelConfig that may be null in config.json
+ACTIVATIONS = {  # activation of ModelConfig -> its names in config.json; the first one is written
+  "silu": ("silu", "swish"),
+  "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+}
+# Fields that can change the mathematics, and the values with which they do not.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+  "attention_dropout": (0,),
+  "resid_pdrop": (0,),
+  "embd_pdrop": (0,),
+  "partial_rotary_factor": (None, 1),
+  "quantization_config": (None,),
+  "use_mrope": (None, False),
+  "attention_bias": (False, None),
+  "mlp_bias": (False, None),
+  "use_bidirectional_attention": (None, False),
+  "is_decoder": (True, False),
+  "is_encoder_decoder": (False,),
+  "add_cross_attention": (False,),
+  "chunk_size_feed_forward": (0,),
+  "tie_encoder_decoder": (False,),
+  "pruned_heads": ({}, None),
+  "token_classification_bias": (True, None),
+}
+# Fields that are read, but not one for one as those of FIELDS are.
+READ = {
+  "model_type",
+  "architectures",
+  "rope_theta",
+  "rope_scaling",
+  "rope_parameters",
+  "rope_local_base_freq",
+  "sliding_window",
+  "sliding_window_pattern",
+  "_sliding_window_pattern",
+  "layer_types",
+  "use_sliding_window",
+  "max_window_layers",
+  "hidden_act",
+  "hidden_activation",
+  "eos_token_id",
+  "original_max_position_embeddings",
+  "id2label",
+  "num_labels",
+  "num_local_experts",
+  "decoder_sparse_step",
+  "mlp_only_layers",
+}
+# Fields that matter only to training, generating or loading with other programs.
+IGNORED = re.compile(
+  r"_.*|.*_token_id|(torch_)?dtype|transformers(_version|_weights)|auto_map|use_cache"
+  r"|initializer_range|pretraining_tp|return_dict.*|output_.*|torchscript|label2id"
+  r"|classifier_dropout|problem_type|finetuning_task|task_specific_params|tokenizer_class|prefix"
+  r"|use_bfloat16|tf_legacy_loss|cache_implementation|bos_token|eos_token|(min|max)_length"
+  r"|do_sample|early_stopping|num_(beams|beam_groups|return_sequences)|diversity_penalty"
+  r"|temperature|top_[kp]|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size"
+  r"|encoder_no_repeat_ngram_size|bad_words_ids|remove_invalid_values"
+  r"|exponential_decay_length_penalty|suppress_tokens|begin_suppress_tokens|forced_.*"
+  r"|cross_attention_hidden_size|name_or_path|router_aux_loss_coef"
+)
+
+
+def fields_of(family: Family) -> dict[str, str]:
+  """Field of ModelConfig -> field of config.json, for all that have the same value in both."""
+  return {**FIELDS, **family.fields}
+
+
+def check_fields(values: Mapping[str, Any], family: Family, refuse: Refuse) -> None:
+  """Refuses fields that are unknown, or that have values which are not supported."""
+  for key, allowed in SUPPORTED.items():
+    if key in values and values[key] not in allowed:
+      refuse(
+        key, f"is {values[key]!r}, which is not supported: choose a checkpoint with {allowed[0]!r}"
+      )
+  known = {*READ, *SUPPORTED, *fields_of(family).values()}
+  for key in values:
+    if key not in known and not IGNORED.fullmatch(key):
+      refuse(
+        key,
+        f"is {values[key]!r}, a field that is not known here: if it does not change what the model"
+        " computes, remove it",
+      )
+
+
+def read_field(values: Mapping[str, Any], key: str, kind: type, refuse: Refuse) -> Any:
+  """A bool, or a positive int or float. An int is accepted where `kind` is float."""
+  found = values.get(key)
+  types = (int, float) if kind is float else (kind,)
+  # `type` and not isinstance, because a bool is an instance of int.
+  if type(found) not in types or not (kind is bool or _is_positive(found)):
+    wanted = "true or false" if kind is bool else f"a positive {kind.__name__}"
+    refuse(key, f"must be {wanted}, got {shown(found)}")
+  return kind(found)
+
+
+def _is_positive(number: float) -> bool:
+  """Whether a number is above 0 and no larger than any that a model can have."""
+  largest = LARGEST_INT if type(number) is int else math.inf
+  return 0 < number <= largest and number < math.inf
+
+
+def read_quotient(
+  values: Mapping[str, Any], dividend_key: str, divisor_key: str, refuse: Refuse
+) -> int:
+  """One positive int divided by another, which must leave no remainder."""
+  dividend = read_field(values, dividend_key, int, refuse)
+  divisor = read_field(values, divisor_key, int, refuse)
+  if dividend % divisor:
+    refuse(dividend_key, f"({dividend}) must be a multiple of {divisor_key} ({divisor})")
+  return dividend // divisor

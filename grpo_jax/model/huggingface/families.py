@@ -1,0 +1,197 @@
+"""The model families: the names and axes of all tensors of a Hugging Face checkpoint, as tables.
+
+A family is data. Its table drives both loading and saving.
+"""
+
+from collections.abc import Mapping
+import re
+from typing import Any
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.huggingface.family import Family
+from grpo_jax.model.huggingface.tensor_spec import TensorSpec
+from grpo_jax.settings import ConfigError
+
+
+def _layer(
+  hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options: Any
+) -> TensorSpec:
+  """The entry of a tensor that layers have."""
+  return TensorSpec(
+    f"model.layers.{{i}}.{hf_name}", f"layers_{{i}}/{leaf_name}", hf_axes, leaf_axes, **options
+  )
+
+
+def _norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorSpec, ...]:
+  """The norms of a layer. `names` are names of leaves -> names of tensors."""
+  return tuple(
+    _layer(f"{hf_name}.weight", f"{leaf_name}/scale", "D", "D", offset=offset)
+    for leaf_name, hf_name in names.items()
+  )
+
+
+def _qk_norms(offset: float = 0.0) -> tuple[TensorSpec, ...]:
+  return (
+    _layer("self_attn.q_norm.weight", "attention/q_norm/scale", "E", "E", offset=offset),
+    _layer("self_attn.k_norm.weight", "attention/k_norm/scale", "E", "E", offset=offset),
+  )
+
+
+def _final_norm(offset: float = 0.0) -> tuple[TensorSpec, ...]:
+  return (TensorSpec("model.norm.weight", "final_norm/scale", "D", "D", offset=offset),)
+
+
+# Leaf -> tensor. Most families normalise before attention and MLP, Gemma before and after.
+_PRE_NORMS = {
+  "attention_norm": "input_layernorm",
+  "mlp_norm": "post_attention_layernorm",
+}
+_SANDWICH_NORMS = {
+  "attention_norm": "input_layernorm",
+  "attention_post_norm": "post_attention_layernorm",
+  "mlp_norm": "pre_feedforward_layernorm",
+  "mlp_post_norm": "post_feedforward_layernorm",
+}
+# fmt: off
+_QKV = (
+  _layer("self_attn.q_proj.weight", "attention/q/kernel", "HE D", "DHE"),
+  _layer("self_attn.k_proj.weight", "attention/k/kernel", "KE D", "DKE"),
+  _layer("self_attn.v_proj.weight", "attention/v/kernel", "KE D", "DKE"),
+)
+_QKV_BIASES = (
+  _layer("self_attn.q_proj.bias", "attention/q/bias", "HE", "HE"),
+  _layer("self_attn.k_proj.bias", "attention/k/bias", "KE", "KE"),
+  _layer("self_attn.v_proj.bias", "attention/v/bias", "KE", "KE"),
+)
+_FUSED_QKV = (
+  _layer("self_attn.qkv_proj.weight", "attention/q/kernel", "HE D", "DHE", after="KE KE"),
+  _layer("self_attn.qkv_proj.weight", "attention/k/kernel", "KE D", "DKE", before="HE", after="KE"),
+  _layer("self_attn.qkv_proj.weight", "attention/v/kernel", "KE D", "DKE", before="HE KE"),
+)
+_O = (
+  _layer("self_attn.o_proj.weight", "attention/o/kernel", "D HE", "HED"),
+)
+_GATE_UP = (
+  _layer("mlp.gate_proj.weight", "mlp/gate/kernel", "F D", "DF", layers="dense"),
+  _layer("mlp.up_proj.weight", "mlp/up/kernel", "F D", "DF", layers="dense"),
+)
+_FUSED_GATE_UP = (
+  _layer("mlp.gate_up_proj.weight", "mlp/gate/kernel", "F D", "DF", after="F"),
+  _layer("mlp.gate_up_proj.weight", "mlp/up/kernel", "F D", "DF", before="F"),
+)
+_DOWN = (
+  _layer("mlp.down_proj.weight", "mlp/down/kernel", "D F", "FD", layers="dense"),
+)
+_EXPERTS = (
+  _layer("mlp.gate.weight", "experts/router", "X D", "DX", layers="sparse"),
+  _layer("mlp.experts.{x}.gate_proj.weight", "experts/gate", "M D", "DM", layers="sparse"),
+  _layer("mlp.experts.{x}.up_proj.weight", "experts/up", "M D", "DM", layers="sparse"),
+  _layer("mlp.experts.{x}.down_proj.weight", "experts/down", "D M", "MD", layers="sparse"),
+)
+# fmt: on
+_PROJECTIONS = _QKV + _O + _GATE_UP + _DOWN
+_FUSED_PROJECTIONS = _FUSED_QKV + _O + _FUSED_GATE_UP + _DOWN
+
+_NO_BIAS = {"qkv_bias": False}
+_GEMMA = {
+  "qkv_bias": False,
+  "activation": "gelu_tanh",
+  "post_norms": True,
+  "scale_embeddings": True,
+}
+# Field of ModelConfig -> field of config.json:
+_GEMMA_FIELDS = {
+  "query_scalar": "query_pre_attn_scalar",
+  "attention_cap": "attn_logit_softcapping",
+  "logit_cap": "final_logit_softcapping",
+}
+_EXPERT_FIELDS = {
+  "num_experts": "num_experts",
+  "experts_per_token": "num_experts_per_tok",
+  "expert_dim": "moe_intermediate_size",
+  "normalise_shares": "norm_topk_prob",
+}
+
+_LLAMA_TABLE = _norms(_PRE_NORMS) + _PROJECTIONS + _final_norm()
+_ALL = (
+  Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    _norms(_PRE_NORMS) + _PROJECTIONS + _QKV_BIASES + _final_norm(),
+    {"qkv_bias": True},
+  ),
+  Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    _norms(_PRE_NORMS) + _PROJECTIONS + _qk_norms() + _final_norm(),
+    {"qkv_bias": False, "qk_norm": True},
+  ),
+  Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _norms(_PRE_NORMS) + _PROJECTIONS + _EXPERTS + _qk_norms() + _final_norm(),
+    {"qkv_bias": False, "qk_norm": True},
+    _EXPERT_FIELDS,
+  ),
+  Family("llama", "LlamaForCausalLM", _LLAMA_TABLE, _NO_BIAS),
+  Family("mistral", "MistralForCausalLM", _LLAMA_TABLE, _NO_BIAS),
+  Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    _norms(_PRE_NORMS) + _FUSED_PROJECTIONS + _final_norm(),
+    _NO_BIAS,
+  ),
+  Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    _norms(_SANDWICH_NORMS, offset=1.0) + _PROJECTIONS + _final_norm(offset=1.0),
+    _GEMMA,
+    _GEMMA_FIELDS,
+  ),
+  Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _norms(_SANDWICH_NORMS, offset=1.0)
+    + _PROJECTIONS
+    + _qk_norms(offset=1.0)
+    + _final_norm(offset=1.0),
+    _GEMMA | {"qk_norm": True},
+    _GEMMA_FIELDS,
+    scorer="Gemma3Text",
+  ),
+)
+FAMILIES = {family.model_type: family for family in _ALL}
+# Tensors of old checkpoints that can be ignored because config.json determines them.
+HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
+
+
+def sizes(config: ModelConfig) -> dict[str, int]:
+  """The length of each axis letter."""
+  return {
+    "V": config.vocab_size,
+    "D": config.embed_dim,
+    "H": config.num_heads,
+    "K": config.num_kv_heads,
+    "E": config.head_dim,
+    "F": config.mlp_dim,
+    "X": config.num_experts,
+    "M": config.expert_dim,
+    "N": config.labels,
+  }
+
+
+def family_of(config: ModelConfig) -> Family:
+  """The family that a model is saved as. Raises ConfigError if no family has such models."""
+  family = FAMILIES.get(config.family)
+  if family is None:
+    raise _unknown_model(f"family={config.family!r}")
+  for name, value in family.fixed.items():
+    if getattr(config, name) != value:
+      raise _unknown_model(f"{name}={getattr(config, name)}")
+  return family
+
+
+def _unknown_model(description: str) -> ConfigError:
+  return ConfigError(
+    f"a model with {description} has no Hugging Face family here: it cannot be saved"
+  )

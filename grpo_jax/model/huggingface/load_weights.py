@@ -1,0 +1,224 @@
+"""Loads Hugging Face folders. families.py and config_json.py explain the names in them."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+import dataclasses
+import itertools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from flax.traverse_util import unflatten_dict
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.huggingface import config_json, families
+from grpo_jax.model.huggingface.family import Family
+from grpo_jax.model.huggingface.folders import TensorFiles, read_json, weight_files
+from grpo_jax.model.huggingface.put_tensors import Convert, Put, Shardings
+from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
+from grpo_jax.model.stacks import Places, of_layer
+from grpo_jax.settings import ConfigError
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
+Progress = Callable[[int, int], None]
+
+
+def load_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
+  """The shape of the model in a Hugging Face folder. See `load`.
+
+  Reads no weights. If they are there, their names and shapes must be those of config.json.
+  """
+  family, config = _read_config(path, labels)
+  folder = Path(path).expanduser()
+  if any(folder.glob("*.safetensors")):
+    _check_names_and_shapes(TensorFiles(weight_files(folder)), family, config, folder)
+  return config
+
+
+def to_float32(name: str, leaf: jax.Array) -> jax.Array:
+  """The default of `load`'s `convert`."""
+  del name
+  return leaf.astype(jnp.float32)
+
+
+def no_progress(done: int, total: int) -> None:
+  """The default of `load`'s `progress`."""
+
+
+def load(
+  path: str | os.PathLike,
+  shardings: Shardings | None = None,
+  convert: Convert = to_float32,
+  labels: Collection[int] = (0,),
+  progress: Progress = no_progress,
+  converted: Shardings | None = None,
+) -> tuple[ModelConfig, Any]:
+  """Loads a Hugging Face folder.
+
+  Each device is sent its own part of a tensor, in the dtype of the file. The host holds one such
+  part at a time, and the mapped pages of one file.
+
+  Args:
+    path: The folder.
+    shardings: The sharding of each parameter. None puts all of them on the default device.
+    convert: Makes a parameter from its name and the array in the dtype of the file. It runs on the
+      devices under `jax.jit`. Of a stacked parameter, it is given one layer at a time.
+    labels: The heads that the model may have, as `ModelConfig.labels` counts them: 0 for a language
+      model, or the keys of SCORERS.
+    progress: Called after each leaf with the bytes read so far and the bytes to read in total.
+    converted: The shardings of what `convert` returns. None means `shardings`.
+
+  Returns:
+    The config and the tree of parameters.
+
+  Raises:
+    ConfigError: The folder is incomplete or damaged, or has a weight that is not finite, or the
+      model cannot be computed exactly here.
+  """
+  family, config = _read_config(path, labels)
+  folder = Path(path).expanduser()
+  files = TensorFiles(weight_files(folder))
+  _check_tensors(files, family, config, folder)
+  sizes, specs = families.sizes(config), list(family.tensors(config))
+
+  def count_bytes(some: Sequence[TensorSpec]) -> int:
+    return sum(
+      math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in some
+    )
+
+  put = Put(config, convert, converted or shardings)
+  places = Places(config)
+  total, done = count_bytes(specs), 0
+  leaves: dict[str, Any] = {}
+  are_finite = {}
+  for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
+    of_leaf = list(group)  # several where each expert has a tensor of its own
+    spec, (parameter, place) = of_leaf[0], places.find(name)
+    whole = shardings[parameter] if shardings else None
+    of_spec = whole if whole is None or place is None else of_layer(whole)
+    tensor = _read_tensor(files, of_leaf, sizes, of_spec and spec.hf_sharding(of_spec))
+    of_parameter = dataclasses.replace(spec, leaf_name=parameter)
+    leaves[parameter], is_finite = put(of_parameter, leaves.get(parameter), place, tensor)
+    are_finite[spec.hf_name] = is_finite
+    done += count_bytes(of_leaf)
+    progress(done, total)
+  _check_finite(are_finite, folder)
+  return config, unflatten_dict(leaves, sep="/")
+
+
+def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
+  """Raises ConfigError for the first tensor that has a value which is not finite."""
+  # Fetched at once and at the end, so that reading never waits for the devices.
+  for name, is_finite in jax.device_get(dict(are_finite)).items():
+    if not is_finite:
+      raise ConfigError(
+        f"{folder}: tensor {name}, or one that is stacked with it, has a value that is NaN or"
+        " infinite: download it again, or train it again from an earlier checkpoint"
+      )
+
+
+def _read_config(path: str | os.PathLike, labels: Collection[int]) -> tuple[Family, ModelConfig]:
+  """Reads config.json, and the stop ids of generation_config.json, which take precedence."""
+  folder = Path(path).expanduser()
+  if not folder.is_dir():
+    raise ConfigError(
+      f"model folder {path} does not exist: download it first, hf download NAME --local-dir FOLDER"
+    )
+  file = folder / "config.json"
+  family, config = config_json.read_config(read_json(file), file, labels)
+  generation = folder / "generation_config.json"
+  if generation.exists():
+    stop_ids = config_json.read_stop_ids(read_json(generation), generation)
+    if stop_ids is not None:
+      config = dataclasses.replace(config, stop_ids=stop_ids)
+  return family, config
+
+
+def _read_tensor(
+  files: TensorFiles,
+  specs: Sequence[TensorSpec],
+  sizes: Sizes,
+  sharding: jax.sharding.NamedSharding | None,
+) -> np.ndarray | jax.Array:
+  """Reads the tensor of a leaf, or those of its experts stacked on a first axis.
+
+  With a sharding, each device reads its own part. Without, the host reads it all.
+  """
+  spec, is_stacked = specs[0], specs[0].expert is not None
+  start, _, _ = spec.hf_range(sizes)
+  shape = spec.hf_shape(sizes)
+  if is_stacked:
+    shape = (len(specs), *shape)
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    # Open ends must be replaced by numbers: the tensor in the file may be longer than the leaf's
+    # part of it.
+    bounded = tuple(slice(*part.indices(length)) for part, length in zip(index, shape))
+    if not is_stacked:
+      return files.read(spec.hf_name, start, bounded)
+    experts, *within = bounded
+    return np.stack([files.read(s.hf_name, start, tuple(within)) for s in specs[experts]])
+
+  if sharding is None:
+    return read((slice(None),) * len(shape))
+  return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _check_tensors(files: TensorFiles, family: Family, config: ModelConfig, folder: Path) -> None:
+  """Refuses missing, wrong and additional tensors before the first one is read."""
+  expected = _check_names_and_shapes(files, family, config, folder)
+  head, embedding = family.head.hf_name, family.embedding.hf_name
+  for name in sorted(files.shapes.keys() - expected):
+    if name == head and not config.labels:
+      # The embeddings are tied. A head that equals the embedding is harmless, but transformers 5
+      # would use one that differs.
+      if not _are_equal(files, head, embedding):
+        raise ConfigError(
+          f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json"
+        )
+    elif not families.HARMLESS.search(name):
+      raise ConfigError(
+        f"{folder}: tensor {name} does not belong to the model of its config.json: correct either"
+      )
+
+
+def _check_names_and_shapes(
+  files: TensorFiles, family: Family, config: ModelConfig, folder: Path
+) -> set[str]:
+  """Refuses missing and wrong tensors. Returns the names of the model's tensors.
+
+  It stops at the first one, because a damaged config.json may describe a model without end.
+  """
+  sizes = families.sizes(config)
+  expected = set()
+  for spec in family.tensors(config):
+    name = spec.hf_name
+    _, _, length = spec.hf_range(sizes)
+    wanted = (length, *spec.hf_shape(sizes)[1:])
+    if name not in files.shapes:
+      raise ConfigError(
+        f"{folder} has no tensor {name}: download it again or correct its config.json"
+      )
+    shape, dtype = files.shapes[name], files.dtypes[name]
+    if shape != wanted:
+      raise ConfigError(
+        f"{folder}: tensor {name} is {shape}, by config.json it should be {wanted}: correct either"
+      )
+    if dtype not in ITEM_BYTES:
+      raise ConfigError(
+        f"{folder}: tensor {name} is {dtype}: save it as float32, float16 or bfloat16"
+      )
+    expected.add(name)
+  return expected
+
+
+def _are_equal(files: TensorFiles, first: str, second: str) -> bool:
+  """Whether two tensors have the same values."""
+
+  def read_whole(name: str) -> np.ndarray:
+    return files.read(name, 0, (slice(0, files.shapes[name][0]),))
+
+  return np.array_equal(read_whole(first), read_whole(second))

@@ -1,0 +1,192 @@
+"""The rotary fields of config.json.
+
+transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes `rope_parameters`.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Any
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.huggingface.config_fields import Refuse, read_field
+from grpo_jax.model.rope import SCALINGS, RopeScaling
+from grpo_jax.settings import shown
+
+_COMMON_KEYS = {
+  "rope_type",
+  "type",
+  "rope_theta",
+  "factor",
+  "partial_rotary_factor",
+  "original_max_position_embeddings",
+}
+_KEYS_OF_KIND: dict[str, set[str]] = {
+  "linear": set(),
+  "dynamic": set(),
+  "llama3": {"low_freq_factor", "high_freq_factor"},
+  "yarn": {
+    "beta_slow",
+    "beta_fast",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+  },
+}
+
+
+def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+  """The rotary fields of a ModelConfig.
+
+  Args:
+    model_type: The family.
+    values: config.json, in the form of transformers 4 or 5.
+    refuse: refuse(field, reason) raises ConfigError.
+  """
+  rope, local = _rope_parameters(values, refuse)
+  thetas = [values.get("rope_theta"), rope.get("rope_theta")]
+  scalings = []
+  for key, found in (("rope_scaling", values.get("rope_scaling")), ("rope_parameters", rope)):
+    if found:
+      thetas.append(found.get("rope_theta") if isinstance(found, dict) else None)
+      scalings.append(_read_scaling(key, found, values, refuse))
+  thetas = [theta for theta in thetas if theta is not None]
+  if not thetas and model_type == "gemma3_text":
+    thetas = [1e6]
+  if not thetas:
+    refuse("rope_theta", "is missing")
+  if any(theta != thetas[0] for theta in thetas):
+    refuse("rope_theta", f"is given differently in two places ({thetas}): correct one")
+  if any(scaling != scalings[0] for scaling in scalings):
+    refuse("rope_scaling", "is given differently in two places: correct one")
+  fields = {
+    "rope_theta": read_field({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
+    "rope_scaling": scalings[0] if scalings else None,
+  }
+  if model_type == "gemma3_text":
+    theta = {"rope_theta": local.get("rope_theta") or 1e4}
+    fields["local_rope_theta"] = read_field(theta, "rope_theta", float, refuse)
+  return fields
+
+
+def _rope_parameters(
+  values: Mapping[str, Any], refuse: Refuse
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The `rope_parameters` of the layers without a window, and of those with one.
+
+  The file has one object for all layers, or one for each kind of layer.
+  """
+  rope = _object(values, "rope_parameters", "rope_parameters", refuse)
+  if "full_attention" not in rope and "sliding_attention" not in rope:
+    return rope, {"rope_theta": values.get("rope_local_base_freq")}
+  local = _object(rope, "sliding_attention", "rope_parameters", refuse)
+  if local.get("rope_type", "default") != "default":
+    refuse(
+      "rope_parameters",
+      f"scales layers with a window ({local.get('rope_type')}), which is not supported",
+    )
+  return _object(rope, "full_attention", "rope_parameters", refuse), local
+
+
+def _object(values: Mapping[str, Any], name: str, key: str, refuse: Refuse) -> dict[str, Any]:
+  """The object that `values` has under a name, or an empty one. `key` is named in the error."""
+  found = values.get(name) or {}
+  if not isinstance(found, dict):
+    refuse(key, f"must be an object, got {shown(found)}")
+  return found
+
+
+def _read_scaling(
+  key: str, rope: Any, values: Mapping[str, Any], refuse: Refuse
+) -> RopeScaling | None:
+  """The scaling that the object at `key` describes."""
+  if not isinstance(rope, dict):
+    refuse(key, f"must be an object, got {shown(rope)}")
+  if rope.get("partial_rotary_factor", 1) != 1:
+    refuse(
+      key,
+      "has a partial_rotary_factor, which is not supported: choose a checkpoint that rotates"
+      " whole heads",
+    )
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  if kind == "default":
+    return None
+  if kind not in list(SCALINGS):
+    refuse(
+      key,
+      f"is of type {shown(kind)}, which is not supported: choose a checkpoint with"
+      f" {', '.join(SCALINGS)} or none",
+    )
+  unknown = sorted(rope.keys() - _COMMON_KEYS - _KEYS_OF_KIND[kind])
+  if unknown:
+    refuse(key, f"has {unknown}, which {kind} does not read here: remove it or correct the type")
+  longest = values["max_position_embeddings"]
+  name = "original_max_position_embeddings"
+  found = {name: rope.get(name) or values.get(name) or longest}
+  original = read_field(found, name, int, refuse)
+  if kind == "dynamic":
+    original = longest  # transformers ignores the other two fields for this kind
+  scaling = RopeScaling(kind, read_field(rope, "factor", float, refuse), original)
+  if kind == "llama3":
+    low = read_field(rope, "low_freq_factor", float, refuse)
+    high = read_field(rope, "high_freq_factor", float, refuse)
+    return dataclasses.replace(scaling, low=low, high=high)
+  if kind == "yarn":
+    return _read_yarn(scaling, rope, refuse)
+  return scaling
+
+
+def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) -> RopeScaling:
+  """Adds the fields of yarn, with the defaults of transformers."""
+
+  def number(key: str, default: float) -> float:
+    return read_field({key: rope.get(key) or default}, key, float, refuse)
+
+  def attention_scale(mscale: float) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+
+  if rope.get("attention_factor") is not None:
+    attention_factor = read_field(rope, "attention_factor", float, refuse)
+  elif rope.get("mscale") and rope.get("mscale_all_dim"):
+    mscale, all_dim = number("mscale", 1.0), number("mscale_all_dim", 1.0)
+    attention_factor = attention_scale(mscale) / attention_scale(all_dim)
+  else:
+    attention_factor = attention_scale(1.0)
+  return dataclasses.replace(
+    scaling,
+    low=number("beta_slow", 1.0),
+    high=number("beta_fast", 32.0),
+    attention_factor=attention_factor,
+    truncate=read_field({"truncate": True, **rope}, "truncate", bool, refuse),
+  )
+
+
+def rope_json(config: ModelConfig) -> dict[str, Any]:
+  """The rotary fields of config.json, in the forms of transformers 4 and 5."""
+  s = config.rope_scaling
+  scaling: dict[str, Any] = {"rope_type": "default"}
+  if s is not None:
+    scaling = {"rope_type": s.kind, "factor": s.factor}
+    if s.kind in ("llama3", "yarn"):
+      scaling["original_max_position_embeddings"] = s.original_positions
+    if s.kind == "llama3":
+      scaling |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
+    if s.kind == "yarn":
+      scaling |= {
+        "beta_slow": s.low,
+        "beta_fast": s.high,
+        "attention_factor": s.attention_factor,
+        "truncate": s.truncate,
+      }
+  full = {"rope_theta": config.rope_theta, **scaling}
+  values = {"rope_theta": config.rope_theta, "rope_parameters": full}
+  if s is not None:
+    values["rope_scaling"] = scaling
+  if config.local_rope_theta:
+    local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+    values |= {
+      "rope_local_base_freq": config.local_rope_theta,
+      "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+  return values

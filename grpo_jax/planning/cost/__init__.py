@@ -1,0 +1,10 @@
+"""What a compiled program does on one device, read from its text: no device is needed.
+
+`hlo` reads XLA's text of an optimised program, `count` adds up what its instructions do:
+floating-point operations (`operations`), traffic with the device's memory (`traffic`) and with
+other devices (`links`).
+"""
+
+from grpo_jax.planning.cost.count import Cost, Counted, count
+
+__all__ = ["Cost", "Counted", "count"]

@@ -1,0 +1,195 @@
+"""Adds up what a program does, with every loop as often as it runs."""
+
+from collections.abc import Mapping
+import dataclasses
+
+from grpo_jax.planning.cost import hlo
+from grpo_jax.planning.cost.hlo import Computation, Instruction, Module
+from grpo_jax.planning.cost.links import OPCODES, counts_here, link_bytes
+from grpo_jax.planning.cost.operations import declared, flops
+from grpo_jax.planning.cost.traffic import is_free, traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """What one device does.
+
+  Attributes:
+    flops: Floating-point operations of matrix products and kernels.
+    memory_bytes: Bytes read from and written to its main memory.
+    link_bytes: Bytes sent to other devices.
+  """
+
+  flops: float = 0.0
+  memory_bytes: float = 0.0
+  link_bytes: float = 0.0
+
+  def __add__(self, other: "Cost") -> "Cost":
+    return Cost(
+      self.flops + other.flops,
+      self.memory_bytes + other.memory_bytes,
+      self.link_bytes + other.link_bytes,
+    )
+
+  def __mul__(self, times: float) -> "Cost":
+    return Cost(self.flops * times, self.memory_bytes * times, self.link_bytes * times)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+  """The cost of a program.
+
+  Attributes:
+    whole: Of the whole program.
+    open_loops: The part of it in loops whose number of rounds depends on data.
+    carried_bytes: The largest number of bytes that a round of such a loop changes of what it
+      carries.
+    notes: What could not be counted.
+  """
+
+  whole: Cost
+  open_loops: Cost
+  carried_bytes: float
+  notes: tuple[str, ...]
+
+
+def count(text: str, rounds: Mapping[int, float] | None = None) -> Counted:
+  """Counts a compiled program.
+
+  Args:
+    text: What `compiled.as_text()` returns.
+    rounds: For loops that may end early, the number of rounds by the largest value that the counter
+      can reach: a loop `while time < 33 and not done` is looked up as 33.
+  """
+  counter = _Counter(hlo.parse(text), rounds or {})
+  whole = counter.computation(counter.module.entry)
+  return Counted(whole, counter.open_loops, counter.carried_bytes, tuple(sorted(counter.notes)))
+
+
+class _Counter:
+  """Counts each computation once and remembers it."""
+
+  def __init__(self, module: Module, rounds: Mapping[int, float]):
+    self.module = module
+    self.open_loops = Cost()
+    self.carried_bytes = 0.0
+    self.notes: set[str] = set()
+    self._rounds = rounds
+    self._known: dict[str, Cost] = {}
+
+  def computation(self, name: str) -> Cost:
+    """The cost of running a computation that is not fused."""
+    if name not in self._known:
+      computation = self.module.computations[name]
+      costs = (self._instruction(x, computation) for x in computation if not is_free(x))
+      self._known[name] = sum(costs, Cost())
+    return self._known[name]
+
+  def _instruction(self, instruction: Instruction, computation: Computation) -> Cost:
+    opcode, called = instruction.opcode, instruction.called
+    if opcode == "while":
+      return self._loop(instruction, computation)
+    if opcode == "call":
+      return self.computation(called["to_apply"][0])
+    if opcode == "async-start":
+      return self.computation(called["calls"][0])
+    if opcode == "conditional":
+      return self._branches(instruction)
+    moved = traffic(instruction, computation, self.module)
+    if opcode == "fusion":
+      inside = self._fused(self.module.computations[called["calls"][0]])
+      return inside + Cost(memory_bytes=moved)
+    return self._work(instruction, computation) + Cost(memory_bytes=moved)
+
+  def _fused(self, inside: Computation) -> Cost:
+    """The work inside a fusion, which does not touch the main memory."""
+    total = Cost()
+    for instruction in inside:
+      if instruction.opcode == "fusion":
+        total += self._fused(self.module.computations[instruction.called["calls"][0]])
+      elif instruction.opcode not in OPCODES or counts_here(instruction, inside):
+        total += self._work(instruction, inside)
+    return total
+
+  def _work(self, instruction: Instruction, computation: Computation) -> Cost:
+    """Operations and bytes to other devices."""
+    if instruction.opcode in OPCODES:
+      sent = link_bytes(instruction, computation, self.module.devices)
+      return Cost(link_bytes=sent)
+    if instruction.opcode == "custom-call" and not is_free(instruction):
+      if not declared(instruction, "flops"):
+        target = instruction.attribute(r'custom_call_target="([^"]*)"')
+        self.notes.add(f"the operations of {target} are not counted: it does not declare them")
+    return Cost(flops=flops(instruction, computation))
+
+  def _branches(self, instruction: Instruction) -> Cost:
+    self.notes.add("of the branches of a conditional, the one with the most operations is counted")
+    called = instruction.called
+    names = called.get("branch_computations") or _two_branches(instruction)
+    costs = [self.computation(name) for name in names]
+    return max(costs, key=lambda cost: (cost.flops, cost.memory_bytes))
+
+  def _loop(self, loop: Instruction, computation: Computation) -> Cost:
+    condition, body = loop.called["condition"][0], loop.called["body"][0]
+    once = self.computation(body) + self.computation(condition)
+    known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+    if known:
+      return once * int(known)
+    opcodes, constants = self._inside(condition)
+    if not {"and", "or", "not", "reduce"} & opcodes and len(constants) == 1:
+      return once * (
+        constants.pop() - _start(loop, computation, self.module.computations[condition])
+      )
+    ends = constants & set(self._rounds)
+    if not ends:
+      self.notes.add(f"a loop of unknown length is counted once: {loop.name}")
+      return once
+    all_rounds = once * self._rounds[max(ends)]
+    self.open_loops += all_rounds
+    self.carried_bytes = max(self.carried_bytes, _changed(self.module.computations[body]))
+    return all_rounds
+
+  def _inside(self, name: str) -> tuple[set[str], set[int]]:
+    """The opcodes and the integer constants of a condition, with those of its fusions."""
+    opcodes, constants = set(), set()
+    for instruction in self.module.computations[name]:
+      opcodes.add(instruction.opcode)
+      if instruction.opcode == "constant" and instruction.arrays[0].dtype in ("s32", "s64", "u32"):
+        constants.add(int(instruction.inputs))
+      for called in instruction.called.get("calls", ()):
+        further = self._inside(called)
+        opcodes |= further[0]
+        constants |= further[1]
+    return opcodes, constants
+
+
+def _two_branches(conditional: Instruction) -> list[str]:
+  pattern = r"{}_computation=%([\w.\-]+)"
+  return [conditional.attribute(pattern.format(branch)) for branch in ("true", "false")]
+
+
+def _start(loop: Instruction, computation: Computation, condition: Computation) -> int:
+  """The value at which a counting loop starts, where the program holds it. Else 0."""
+  counters = [x for x in condition if x.opcode == "get-tuple-element"]
+  carried = computation.operand(loop, 0)
+  if len(counters) != 1 or carried.opcode != "tuple":
+    return 0
+  first = computation.operand(carried, int(counters[0].attribute(r"index=(\d+)")))
+  while first.opcode in ("copy", "bitcast"):
+    first = computation.operand(first, 0)
+  return int(first.inputs) if first.opcode == "constant" else 0
+
+
+def _changed(body: Computation) -> float:
+  """The bytes of main memory that a loop carries, without what each round hands on unchanged."""
+  (argument,) = body.parameters.values()
+  total = 0.0
+  for position, name in enumerate(body.root.operands):
+    result = body.instructions[name]
+    is_handed_on = (
+      result.opcode == "get-tuple-element"
+      and result.operands == (argument.name,)
+      and result.attribute(r"index=(\d+)") == str(position)
+    )
+    total += 0 if is_handed_on else result.main_bytes
+  return total

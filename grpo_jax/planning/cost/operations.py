@@ -1,0 +1,92 @@
+"""Floating-point operations of matrix products, convolutions and kernels.
+
+Everything else is elementwise or a reduction: its time is that of its memory traffic.
+"""
+
+import math
+import re
+
+import numpy as np
+
+from grpo_jax.planning.cost.hlo import Array, Computation, Instruction
+
+
+def flops(instruction: Instruction, computation: Computation) -> float:
+  """The operations of one instruction: 2 for each multiplication with its addition."""
+  if instruction.opcode == "dot":
+    return _dot(instruction, computation)
+  if instruction.opcode == "convolution":
+    return _convolution(instruction, computation)
+  if instruction.opcode == "custom-call":
+    return declared(instruction, "flops")
+  return 0.0
+
+
+def declared(instruction: Instruction, name: str) -> float:
+  """A number of the cost estimate that a kernel carries: "flops" or "bytes_accessed". 0 without."""
+  return float(instruction.attribute(rf'"{name}":\s*"?(\d+)') or 0)
+
+
+def _dot(instruction: Instruction, computation: Computation) -> float:
+  left = computation.operand(instruction, 0).arrays[0]
+  contracted = _numbers(instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
+  return 2.0 * _elements(instruction) * math.prod(left.dims[d] for d in contracted)
+
+
+def _convolution(instruction: Instruction, computation: Computation) -> float:
+  """Counts only products of elements that exist.
+
+  The TPU compiler writes a batch of matrix products as a convolution whose window reaches over the
+  batch, with padding or dilation: most of its products are with nothing, and are not computed.
+  """
+  left = computation.operand(instruction, 0).arrays[0]
+  right = computation.operand(instruction, 1).arrays[0]
+  labels = instruction.attribute(r"dim_labels=([\w\->]+)")
+  left_labels, right_labels, out_labels = re.split(r"_|->", labels)
+  groups = int(instruction.attribute(r"feature_group_count=(\d+)") or 1)
+  batch_groups = int(instruction.attribute(r"batch_group_count=(\d+)") or 1)
+  batch = left.dims[left_labels.index("b")] // batch_groups
+  features_in = left.dims[left_labels.index("f")] // groups
+  features_out = right.dims[right_labels.index("o")]
+  products = float(batch * features_in * features_out)
+  for axis in filter(str.isdigit, out_labels):
+    sizes = [
+      array.dims[names.index(axis)]
+      for array, names in (
+        (left, left_labels),
+        (right, right_labels),
+        (instruction.arrays[0], out_labels),
+      )
+    ]
+    products *= _valid_pairs(instruction, int(axis), *sizes)
+  return 2.0 * products
+
+
+def _valid_pairs(instruction: Instruction, axis: int, left: int, right: int, out: int) -> int:
+  """How many pairs (output position, window position) along an axis meet an element of the left.
+
+  Args:
+    instruction: The convolution, whose attribute `window` is read.
+    axis: The spatial axis.
+    left, right, out: The sizes of the left operand, of the window and of the output along it.
+  """
+  window = instruction.attribute(r"window=\{([^}]*)\}")
+
+  def value(key: str, default: str) -> str:
+    found = re.search(rf"\b{key}=(\S+)", window)
+    return found[1].split("x")[axis] if found else default
+
+  stride, left_dilation = int(value("stride", "1")), int(value("lhs_dilate", "1"))
+  right_dilation, low = int(value("rhs_dilate", "1")), int(value("pad", "0_0").split("_")[0])
+  positions = np.arange(out)[:, None] * stride - low + np.arange(right) * right_dilation
+  inside = (positions >= 0) & (positions < (left - 1) * left_dilation + 1)
+  return int((inside & (positions % left_dilation == 0)).sum())
+
+
+def _elements(instruction: Instruction) -> int:
+  array: Array = instruction.arrays[0]
+  return math.prod(array.dims)
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(number) for number in text.split(",") if number]

@@ -1,0 +1,161 @@
+"""Traffic of one instruction with the device's main memory.
+
+An instruction reads its operands from memory and writes its result there. Inside a fusion nothing
+is read or written but what goes in and out. An operand of which only a slice is used counts as the
+slice, and a result that is an operand with a slice replaced counts as the slice. What lies in a
+faster memory on the chip counts nothing.
+"""
+
+import math
+import re
+
+from grpo_jax.planning.cost.hlo import Array, Computation, Instruction, Module
+from grpo_jax.planning.cost.links import OPCODES, counts_here
+from grpo_jax.planning.cost.operations import declared
+
+# They move nothing: a name for a part, for several parts, or for what another instruction started.
+FREE = frozenset(
+  "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id domain"
+  " opt-barrier add-dependency async-update".split()
+)
+# What the compiler for TPUs calls and what moves nothing.
+_FREE_CALLS = (
+  "AllocateBuffer",
+  "AssumeGatherIndicesInBound",
+  "AsyncCollectiveDone",
+  "AsyncCollectiveStart",
+  "ConcatBitcast",
+  "GatherScatterIndicesBitpacked",
+  "Sharding",
+  "SPMDFullToShardShape",
+  "SPMDShardToFullShape",
+)
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the number of the operand that is written
+_RENAMES = ("bitcast", "reshape")
+
+
+def is_free(instruction: Instruction) -> bool:
+  """Whether an instruction moves nothing."""
+  if instruction.opcode == "custom-call":
+    return instruction.attribute(r'custom_call_target="([^"]*)"') in _FREE_CALLS
+  return instruction.opcode in FREE or instruction.opcode.endswith("-done")
+
+
+def traffic(instruction: Instruction, computation: Computation, module: Module) -> float:
+  """The bytes that one instruction outside of fusions reads and writes."""
+  if is_free(instruction):
+    return 0.0
+  opcode = instruction.opcode
+  inputs = [computation.operand(instruction, i) for i in range(len(instruction.operands))]
+  if opcode == "fusion":
+    inside = module.computations[instruction.called["calls"][0]]
+    reads = sum(_read_by_fusion(x, inside, number, module) for number, x in enumerate(inputs))
+    return reads + _written_by_fusion(instruction, inside)
+  if opcode in _SLICES:
+    indices = sum(x.main_bytes for x in inputs[1:])
+    return _moved(instruction.bytes, inputs[0].arrays) + instruction.main_bytes + indices
+  if opcode in _UPDATES:
+    update, *_ = inputs[_UPDATES[opcode]].arrays
+    others = sum(x.main_bytes for x in inputs[1:])
+    return others + _moved(update.bytes, instruction.arrays)
+  if opcode in ("copy-start", "slice-start"):
+    # ((source), destination, context) or (destination, source, context)
+    part = min(array.bytes for array in instruction.arrays[:2])
+    return sum(_moved(part, (array,)) for array in instruction.arrays[:2])
+  if opcode.endswith("-start"):  # a collective: the result holds the operands, too
+    operands = sum(x.main_bytes for x in inputs)
+    return max(instruction.main_bytes, 2 * operands)
+  if opcode == "custom-call":
+    estimate = declared(instruction, "bytes_accessed")
+    if estimate:
+      return estimate
+  return sum(x.main_bytes for x in inputs) + instruction.main_bytes
+
+
+def _read_by_fusion(
+  operand: Instruction, inside: Computation, number: int, module: Module
+) -> float:
+  """The bytes that a fusion reads of its operand `number`."""
+  parameter = inside.parameters.get(number)
+  if parameter is None:
+    return operand.main_bytes
+  sliced = _sliced(parameter, inside, module)
+  return _moved(operand.bytes if sliced is None else min(sliced, operand.bytes), operand.arrays)
+
+
+def _sliced(source: Instruction, inside: Computation, module: Module) -> float | None:
+  """The bytes of the slices that are read of an array in a fusion, or None if all of it is."""
+  total = 0.0
+  for user in inside.users[source.name]:
+    if (user.is_root and user.opcode == "tuple") or _is_elsewhere(user, inside):
+      continue  # handed on, which reads nothing
+    if user.opcode in _RENAMES:
+      further = _sliced(user, inside, module)
+      if further is None:
+        return None
+      total += further
+    elif user.opcode == "fusion":
+      further = _sliced_by_fusion(source, user, module)
+      if further is None:
+        return None
+      total += further
+    elif user.operands.index(source.name) != 0 or user.operands.count(source.name) > 1:
+      return None
+    elif user.opcode in _SLICES:
+      total += user.bytes
+    elif user.opcode not in _UPDATES:
+      return None
+  return total
+
+
+def _sliced_by_fusion(source: Instruction, fusion: Instruction, module: Module) -> float | None:
+  """The bytes of the slices that a fusion inside a fusion reads, or None if it reads all."""
+  inside = module.computations[fusion.called["calls"][0]]
+  total = 0.0
+  for number, operand in enumerate(fusion.operands):
+    parameter = inside.parameters.get(number)
+    if operand != source.name or parameter is None:
+      continue
+    further = _sliced(parameter, inside, module)
+    if further is None:
+      return None
+    total += further
+  return total
+
+
+def _written_by_fusion(instruction: Instruction, inside: Computation) -> float:
+  """The bytes that a fusion writes."""
+  root = inside.root
+  if "AsyncCollectiveDone" in root.attributes:
+    return 0.0  # the fusions before it wrote
+  roots = [root]
+  if root.opcode == "tuple":
+    roots = [inside.operand(root, i) for i in range(len(root.operands))]
+  if len(roots) != len(instruction.arrays):
+    handed_on = instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}")
+    skipped = {int(number) for number in re.findall(r"\{(\d+)\}: ", handed_on)}
+    return sum(x.main_bytes for i, x in enumerate(instruction.arrays) if i not in skipped)
+  return sum(_moved(_written(x, inside), (to,)) for x, to in zip(roots, instruction.arrays))
+
+
+def _written(root: Instruction, inside: Computation) -> float:
+  while root.opcode in _RENAMES:
+    root = inside.operand(root, 0)
+  if root.opcode in _UPDATES:
+    return inside.operand(root, _UPDATES[root.opcode]).bytes
+  is_handed_on = root.opcode == "parameter" or _is_elsewhere(root, inside)
+  return 0.0 if is_handed_on else root.bytes
+
+
+def _is_elsewhere(instruction: Instruction, inside: Computation) -> bool:
+  """Whether it is the part of an asynchronous collective that another fusion counts."""
+  if "AsyncCollectiveDone" in instruction.attributes:
+    return True
+  return instruction.opcode in OPCODES and not counts_here(instruction, inside)
+
+
+def _moved(size: float, arrays: tuple[Array, ...]) -> float:
+  """`size` bytes of arrays, as far as they lie in main memory."""
+  whole = math.fsum(array.bytes for array in arrays)
+  return size * math.fsum(array.main_bytes for array in arrays) / whole if whole else 0.0

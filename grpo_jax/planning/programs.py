@@ -1,0 +1,217 @@
+"""The programs of a run's steps with the shapes of their arguments, before they are compiled."""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import functools
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+import jax
+
+from grpo_jax import model
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.config import Config
+from grpo_jax.model.huggingface import hub
+from grpo_jax.parallel import sharding
+from grpo_jax.programs.fitting import device_bytes
+from grpo_jax.programs.run import Run
+from grpo_jax.settings import ConfigError
+from grpo_jax.types import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A program before its compilation.
+
+  Attributes:
+    name: What the run does with it.
+    runs: How often it runs in a step, as a text. "3/50" is 3 times every 50 steps.
+    lower: Makes the program.
+    held: Bytes by kind of what the run holds on one device while the program runs.
+    taken: The kinds in `held` that are arguments of the program.
+    gradients: The bytes of its sum of gradients. 0 if it computes none.
+    tokens: The largest number of tokens that its loops decode, after the first. 0 without loops.
+  """
+
+  name: str
+  runs: str
+  lower: Callable[[], Any]
+  held: Mapping[str, float]
+  taken: tuple[str, ...]
+  gradients: float = 0.0
+  tokens: int = 0
+
+
+def shape_alone(config: Config) -> Config:
+  """The config without what changes no shape: the files of adapters, and a model's tokenizer.
+
+  Raises:
+    ConfigError: model.path is the name of a model whose config.json is not on this machine.
+  """
+  path, replace = config.model.path, dataclasses.replace
+  if hub.is_name(path):
+    name, revision = hub.parts(path)
+    file = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(file, str):
+      raise ConfigError(
+        f"config key model.path is {path!r}: a plan downloads nothing; give a folder that holds"
+        " the model's config.json"
+      )
+    path = file.removesuffix("/config.json")
+  return replace(
+    config,
+    model=replace(config.model, path=path),
+    lora=replace(config.lora, path=""),
+    data=replace(config.data, tokenizer="") if path else config.data,
+  )
+
+
+def programs(run: Run) -> Iterator[Program]:
+  """The programs of the run's steps, in the order in which they first run."""
+  config, algo, parts = run.config, run.config.algo, _Parts(run)
+  P, G = config.batch.prompts, config.batch.group_size
+  if config.warm_start.steps:
+    yield parts.warm_start()
+  yield parts.sampling("sample", str(config.sampling.parts), P // config.sampling.parts, G)
+  if ADVANTAGES[algo.advantage].needs_greedy:
+    yield parts.sampling("greedy", "1", P, 1, greedy=True)
+  if algo.uses_reference and not algo.needs_full_kl:
+    yield parts.logprobs("reference", parts.reference, ("frozen base", "reference"))
+  if not algo.old_is_policy and algo.old_logprobs == "recomputed":
+    yield parts.logprobs(
+      "old log-probs", run.parameters.abstract_policy, ("weights", "frozen base")
+    )
+  yield parts.update()
+  if config.eval.every:
+    runs = f"{-(-config.eval.examples // config.eval.batch)}/{config.eval.every}"
+    yield parts.sampling("evaluate", runs, config.eval.batch, 1, greedy=True)
+    if config.eval.samples:
+      yield parts.sampling("draws", runs, config.eval.batch, config.eval.samples)
+
+
+class _Parts:
+  """The arguments of a run's programs, and what the run holds beside them.
+
+  Attributes:
+    reference: All parameters of the reference policy, or None.
+  """
+
+  def __init__(self, run: Run):
+    self._run, self._config = run, run.config
+    parameters, state = run.parameters, run.programs.abstract_state
+    trained, base = parameters.abstract, parameters.abstract_base
+    sampled = parameters.sampling.abstract(trained)
+    sampled_base = None if base is None else parameters.sampling.abstract(base)
+    self._sampled = sampled if base is None else model.join(sampled_base, sampled)
+    self._copy_bytes = 0.0 if sampled is trained else device_bytes(sampled)
+    # As training/state.py keeps it: a copy of what is trained, unless the base is the reference.
+    algo = self._config.algo
+    has_copy = algo.uses_reference and (base is None or algo.ref_sync_steps > 0)
+    self.reference = None
+    if algo.uses_reference:
+      copy = parameters.abstract_reference
+      self.reference = base if not has_copy else copy if base is None else model.join(base, copy)
+    self._held = {
+      "weights": device_bytes(trained),
+      "moments": device_bytes(state) - device_bytes(trained),
+      "frozen base": device_bytes(base),
+      "reference": device_bytes(parameters.abstract_reference) if has_copy else 0.0,
+      # Made once and kept.
+      "base for sampling": 0.0 if sampled_base is base else device_bytes(sampled_base),
+    }
+    self._rows = sharding.batch_sharding(run.mesh)
+
+  def sampling(
+    self, name: str, runs: str, prompts: int, group_size: int, greedy: bool = False
+  ) -> Program:
+    """A sampler."""
+    held = self._held | {"sampling copy": self._copy_bytes}
+    trained = "sampling copy" if self._copy_bytes else "weights"
+    base = "base for sampling" if held["base for sampling"] else "frozen base"
+    arguments = (self._sampled, *self._prompts(prompts))
+    sampler: Any = self._run.programs.sampler(group_size, greedy)
+    tokens = self._config.sampling.max_tokens - 1
+    lower = functools.partial(sampler.lower, *arguments)
+    return Program(name, runs, lower, held, (trained, base), tokens=tokens)
+
+  def logprobs(self, name: str, params: Any, taken: tuple[str, ...]) -> Program:
+    """A pass over the batch without gradients."""
+    logprobs: Any = self._run.programs.logprobs
+    lower = functools.partial(logprobs.lower, params, self._batch)
+    return Program(name, "1", lower, self._held, taken)
+
+  def update(self) -> Program:
+    """A GRPO update."""
+    algo = self._config.algo
+    like_mask = self._batch.mask_PGT
+    batch = self._batch.replace(
+      advantages_PGT=like_mask,
+      old_logprobs_PGT=None if algo.old_is_policy else like_mask,
+      ref_logprobs_PGT=like_mask if algo.uses_reference and not algo.needs_full_kl else None,
+    )
+    part = self._with_rows(batch, self._config.batch.prompts // algo.minibatches)
+    state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
+    update: Any = self._run.programs.update
+    lower = functools.partial(update.lower, state, base, self.reference, part)
+    read_by_loss = ("reference",) if algo.needs_full_kl else ()
+    taken = ("weights", "moments", "frozen base", *read_by_loss)
+    gradients = self._held["weights"]
+    return Program("update", str(algo.updates_per_step), lower, self._held, taken, gradients)
+
+  def warm_start(self) -> Program:
+    """A supervised update on one completion of each prompt, which makes no micro-batches."""
+    batch = Batch(
+      prompts_PS=self._batch.prompts_PS,
+      prompt_lengths_P=self._batch.prompt_lengths_P,
+      completions_PGT=_resized(self._batch.completions_PGT, 1, axis=1),
+      mask_PGT=_resized(self._batch.mask_PGT, 1, axis=1),
+      temperature_P=self._batch.temperature_P,
+      slots=self._slots,
+    )
+    batch = self._with_rows(batch, self._config.warm_start.batch)
+    update: Any = self._run.programs.warm_update
+    lower = functools.partial(update.lower, self._run.programs.abstract_state, None, None, batch)
+    held = self._held
+    if not self._config.algo.ref_sync_steps:
+      held = held | {"reference": 0.0}  # made after the warm start
+    gradients = self._held["weights"]
+    return Program("warm start", "0", lower, held, ("weights", "moments"), gradients)
+
+  @functools.cached_property
+  def _batch(self) -> Batch:
+    """The batch as it is before the reference and the advantages are computed."""
+    P = self._config.batch.prompts
+    prompts = self._prompts(P)
+    sampler = self._run.programs.sampler(self._config.batch.group_size)
+    completions = jax.eval_shape(sampler, self._sampled, *prompts)
+    tokens_PS, lengths_P, _, temperature_P, _ = prompts
+    arguments = (completions, tokens_PS, lengths_P, temperature_P, temperature_P)
+    batch = self._with_rows(jax.eval_shape(self._run.programs.to_batch, *arguments), P)
+    return batch.replace(slots=self._slots)
+
+  @property
+  def _slots(self) -> int | None:
+    """`Batch.slots` of completions that all have max_tokens tokens."""
+    return None if self._run.parameters.model.platform == "cpu" else 0
+
+  def _prompts(self, count: int) -> tuple[Any, ...]:
+    """The arguments of a sampler after the parameters."""
+
+    def rows(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=self._rows)
+
+    tokens_PS = rows("int32", count, self._config.data.max_prompt_tokens)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return tokens_PS, rows("int32", count), key, rows("float32", count), 0
+
+  def _with_rows(self, batch: Batch, count: int) -> Batch:
+    """The batch with so many prompts, on the mesh."""
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self._rows)
+
+    return jax.tree.map(place, batch)
+
+
+def _resized(x: Any, size: int, axis: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)

@@ -1,0 +1,123 @@
+"""The text of a plan: tables of what one device holds and does."""
+
+from collections.abc import Sequence
+
+from grpo_jax.console.text import shorten
+from grpo_jax.parallel.chips import Chip
+from grpo_jax.planning.phases import Phase, seconds_by_limit
+
+_WIDTH = 100
+_UNKNOWN = "-"
+_DOUBTS = (
+  "Not known: fragmentation of the memory at run time, arrays of reward models, and work between",
+  "the programs. Times are bounds from peaks. Decode loops count as if no completion ended early.",
+)
+
+
+def memory_table(phases: Sequence[Phase]) -> list[str]:
+  """What one device holds in each phase, in GB. Kinds of which no phase holds any are left out."""
+  kinds = list(dict.fromkeys(kind for phase in phases for kind in phase.memory))
+  rows = [["GB on one device", *(phase.name for phase in phases)]]
+  for kind in kinds:
+    sizes = [phase.memory.get(kind, 0.0) for phase in phases]
+    if any(size >= 5e6 for size in sizes):
+      rows.append([kind, *(_number(size / 1e9) if size else "" for size in sizes)])
+  totals = [_UNKNOWN if phase.failure else _number(phase.total / 1e9) for phase in phases]
+  return _columns([*rows, ["total", *totals]])
+
+
+def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
+  """What one device does in one run of each program, and the time that takes at least."""
+  header = ["one run", "a step", "TFLOP", "memory GB", "links GB"]
+  header += ["compute s", "memory s", "links s", "limit", "compile s"]
+  rows = [header]
+  for phase in phases:
+    seconds = _number(phase.compile_seconds, 1)
+    if phase.counted is None:
+      rows.append([phase.name, phase.runs, *[_UNKNOWN] * 7, seconds])
+      continue
+    done = phase.counted.whole
+    amounts = (done.flops / 1e12, done.memory_bytes / 1e9, done.link_bytes / 1e9)
+    bounds = [_UNKNOWN] * 4
+    if chip is not None:
+      limits = seconds_by_limit(done, chip)
+      bounds = [*map(_short, limits.values()), max(limits, key=limits.__getitem__)]
+    rows.append([phase.name, phase.runs, *map(_short, amounts), *bounds, seconds])
+  return _columns(rows)
+
+
+def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
+  """What the samplers do for each token, on average over the longest completion."""
+  lines = []
+  for phase in phases:
+    if phase.counted is None or not phase.tokens:
+      continue
+    done = phase.counted.open_loops * (1 / phase.tokens)
+    line = (
+      f"{phase.name}, each of {phase.tokens} rounds: {_short(done.flops / 1e9)} GFLOP,"
+      f" {_short(done.memory_bytes / 1e6)} MB memory, {_short(done.link_bytes / 1e6)} MB links"
+    )
+    if chip is not None:
+      limits = seconds_by_limit(done, chip)
+      slowest = max(limits, key=limits.__getitem__)
+      line += f": at least {_short(limits[slowest] * 1e3)} ms ({slowest})"
+    lines.append(line)
+  return lines
+
+
+def step_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
+  """The time that a step takes at least, where the chip is known and everything was compiled."""
+  if chip is None or any(phase.failure for phase in phases):
+    return []
+  seconds = 0.0
+  for phase in phases:
+    if phase.runs.isdecimal():  # others do not run in every step
+      seconds += int(phase.runs) * max(seconds_by_limit(phase.counted.whole, chip).values())
+  return [f"a step without evaluation takes at least {_short(seconds)} s"]
+
+
+def notes(phases: Sequence[Phase]) -> list[str]:
+  """What could not be compiled or counted, and what a plan never knows."""
+  lines = []
+  for phase in phases:
+    if phase.failure:
+      lines.append(f"{phase.name} cannot be compiled: {phase.failure}")
+    elif phase.counted is not None:
+      lines += [f"{phase.name}: {note}" for note in phase.counted.notes]
+  return [*(shorten(line, 3 * _WIDTH) for line in lines), *_DOUBTS]
+
+
+def verdict(phases: Sequence[Phase], memory: float | None) -> str:
+  """One line: whether the phase that holds most fits.
+
+  Args:
+    phases: All phases.
+    memory: The bytes of one device, or None if they are not known.
+  """
+  most = max(phases, key=lambda phase: phase.total)
+  if memory is None:
+    return f"the memory of this device is not known; {most.name} needs {most.total / 1e9:,.2f} GB"
+  has = f"of {memory / 1e9:,.2f} GB"
+  if most.failure:
+    return f"does not fit: {most.name} needs more than one device has, {has.removeprefix('of ')}"
+  uses = f"{most.name} needs {most.total / 1e9:,.2f} GB {has}, {most.total / memory:.0%}"
+  return f"{'fits' if most.total <= memory else 'does not fit'}: {uses}"
+
+
+def _number(value: float, digits: int = 2) -> str:
+  return f"{value:,.{digits}f}"
+
+
+def _short(value: float) -> str:
+  """Three digits, and all of those before the point."""
+  return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Rows of cells as lines: the first column to the left, the others to the right."""
+  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+  first, *others = widths
+  return [
+    "  ".join([row[0].ljust(first), *(x.rjust(width) for x, width in zip(row[1:], others))])
+    for row in rows
+  ]

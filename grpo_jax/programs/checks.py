@@ -1,0 +1,242 @@
+"""What a config's values must satisfy before anything is built.
+
+The range of each setting stands with the setting. Here are the checks between settings. Those of
+the section `algo` are in `grpo_jax/algo/checks.py`.
+"""
+
+import math
+from typing import Any
+
+import jax
+
+from grpo_jax import model
+from grpo_jax.algo.checks import check as check_algo
+from grpo_jax.config import PROJECTIONS, Config
+from grpo_jax.data.tasks.mixture import sources_of
+from grpo_jax.parallel.chips import machine_memory, reported_memory
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rewards import dispatch
+from grpo_jax.settings import LARGEST_INT, ConfigError, check_ranges
+
+
+def check(config: Config) -> None:
+  """Raises ConfigError at the first value that cannot be run."""
+  check_ranges(config)
+  _check_batch(config)
+  sampling = config.sampling
+  check_algo(
+    config.algo,
+    prompts=config.batch.prompts,
+    group_size=config.batch.group_size,
+    max_tokens=sampling.max_tokens,
+    sampler_filters=(sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0),
+  )
+  sources = [source.name for source in sources_of(config.data.mixture)]
+  reward = config.reward
+  dispatch.check(reward.tasks, reward.functions, sources, config.eval.function)
+  _check_lora(config)
+  _check_reference(config)
+  _check_sizes(config)
+  if not config.model.path:
+    _check_shape(config)
+
+
+def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
+  """Raises ConfigError if the parameters alone are larger than the memory that they would lie in.
+
+  Args:
+    params: Shapes and shardings.
+    mesh: The devices. Nothing is checked if they do not say how much memory they have.
+  """
+  needed = sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params)
+  )
+  if mesh.devices.flat[0].platform == "cpu":  # all its devices lie in the memory of this machine
+    needed *= len(mesh.local_devices)
+    memory: float | None = machine_memory()
+  else:
+    memory = reported_memory(mesh.local_devices[0]) if mesh.local_devices else None
+  if memory is not None and needed > memory:
+    raise ConfigError(
+      f"the parameters alone take {needed / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB of"
+      " memory: choose a smaller model.path, lower model.embed_dim, model.mlp_dim or"
+      " model.num_layers, or split it over more devices with mesh.fsdp"
+    )
+
+
+def check_batches(config: Config, hosts: Hosts) -> None:
+  """Raises ConfigError for batches of training that the mesh does not divide."""
+  hosts.check_rows(
+    {
+      "batch.prompts": config.batch.prompts,
+      "batch.micro_batch": config.batch.micro_batch,
+      "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
+      "eval.batch": config.eval.batch if config.eval.every else 0,
+    }
+  )
+  parts = {"algo.minibatches": config.algo.minibatches, "sampling.parts": config.sampling.parts}
+  for key, count in parts.items():
+    part = config.batch.prompts // count
+    if part % hosts.row_shards:
+      raise ConfigError(
+        f"config key {key} is {count}: batch.prompts / {key} = {part} must be a multiple of"
+        f" mesh.data x mesh.fsdp x mesh.expert = {hosts.row_shards}"
+      )
+
+
+def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
+  """Raises ConfigError for a stop id that the model does not have."""
+  for stop_id in config.sampling.stop_ids:
+    if not 0 <= stop_id < shape.vocab_size:
+      raise ConfigError(
+        f"config key sampling.stop_ids holds {stop_id}: the model's ids are 0 to"
+        f" {shape.vocab_size - 1}"
+      )
+
+
+def check_length(config: Config, shape: model.ModelConfig) -> None:
+  """Raises ConfigError if prompt and completion may not fit the model's positions."""
+  longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+  if longest > shape.max_positions:
+    raise ConfigError(
+      f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model"
+      f" has {shape.max_positions} positions"
+    )
+
+
+def _require(holds: Any, key: str, value: Any, why: str) -> None:
+  if not holds:
+    raise ConfigError(f"config key {key} is {value!r}: {why}")
+
+
+def _check_batch(config: Config) -> None:
+  batch, reward, data = config.batch, config.reward, config.data
+  minibatches = max(1, config.algo.minibatches)
+  part = batch.prompts // minibatches
+  if batch.micro_batch:
+    divided_by = " / algo.minibatches" if minibatches > 1 else ""
+    _require(
+      part % batch.micro_batch == 0,
+      "batch.micro_batch",
+      batch.micro_batch,
+      f"it must divide batch.prompts{divided_by} = {part}",
+    )
+  _require(
+    batch.prompts % config.sampling.parts == 0,
+    "sampling.parts",
+    config.sampling.parts,
+    f"it must divide batch.prompts = {batch.prompts}",
+  )
+  _require(
+    data.chat or not data.system,
+    "data.system",
+    data.system,
+    "a prompt that is not a conversation has no system message; set data.chat=True, or write it"
+    " into data.prompt",
+  )
+  _require(
+    data.chat or not data.few_shot,
+    "data.few_shot",
+    data.few_shot,
+    "a prompt that is not a conversation has no earlier messages; set data.chat=True, or write them"
+    " into data.prompt",
+  )
+  _require(
+    len(data.few_shot) % 2 == 0,
+    "data.few_shot",
+    data.few_shot,
+    "after each text of the user, it must hold the assistant's answer",
+  )
+  _require(
+    reward.step_separator, "reward.step_separator", "", "it must hold at least one character"
+  )
+  _require(
+    len(reward.weights) == len(reward.functions) >= 1,
+    "reward.weights",
+    reward.weights,
+    f"it must hold one number for each of reward.functions = {reward.functions}, and there must be"
+    " at least one",
+  )
+
+
+def _check_lora(config: Config) -> None:
+  lora, algo = config.lora, config.algo
+  if not lora.rank:
+    _require(not lora.path, "lora.path", lora.path, "set lora.rank to the rank of its adapters")
+    return
+  _require(lora.targets, "lora.targets", lora.targets, "name at least one projection")
+  for name in lora.targets:
+    choices = ", ".join(repr(projection) for projection in PROJECTIONS)
+    _require(name in PROJECTIONS, "lora.targets", name, f"choose one of {choices}")
+  _require(
+    config.model.path,
+    "lora.rank",
+    lora.rank,
+    "adapters need the weights of a checkpoint under them; set model.path",
+  )
+  _require(
+    not config.warm_start.steps,
+    "warm_start.steps",
+    config.warm_start.steps,
+    "with lora.rank the frozen weights are the reference: warm-start without adapters, export, and"
+    " give that folder as model.path",
+  )
+  _require(
+    not algo.ref_sync_steps or algo.ref_mixup == 1,
+    "algo.ref_mixup",
+    algo.ref_mixup,
+    "a mixture of the factors of two adapters is not a mixture of their weights; with lora.rank"
+    " choose 1",
+  )
+
+
+def _check_reference(config: Config) -> None:
+  algo, dtype = config.algo, config.model.reference_dtype
+  moves_gradually = algo.ref_sync_steps and algo.ref_mixup < 1
+  _require(
+    dtype == "float32" or not moves_gradually,
+    "model.reference_dtype",
+    dtype,
+    f"a reference that moves by algo.ref_mixup = {algo.ref_mixup} would lose small changes to"
+    " rounding; set 'float32', algo.ref_mixup=1 or algo.ref_sync_steps=0",
+  )
+
+
+def _check_sizes(config: Config) -> None:
+  """Refuses products that an int32, which counts steps and tokens on the devices, cannot hold."""
+  steps = config.warm_start.steps + config.steps * config.algo.updates_per_step
+  _require(
+    steps <= LARGEST_INT,
+    "steps",
+    config.steps,
+    f"with warm_start.steps and the updates of a step that makes {steps} updates, of at most"
+    f" {LARGEST_INT}",
+  )
+  row = config.data.max_prompt_tokens + config.sampling.max_tokens
+  for key, value, rows in (
+    ("batch.prompts", config.batch.prompts, config.batch.prompts * config.batch.group_size),
+    ("warm_start.batch", config.warm_start.batch, config.warm_start.batch),
+    ("eval.batch", config.eval.batch, config.eval.batch * max(1, config.eval.samples)),
+  ):
+    _require(
+      rows * row <= LARGEST_INT,
+      key,
+      value,
+      f"that makes a batch of {rows} rows of up to {row} tokens; {LARGEST_INT} tokens fit",
+    )
+
+
+def _check_shape(config: Config) -> None:
+  shape = config.model
+  _require(
+    shape.num_heads % shape.num_kv_heads == 0,
+    "model.num_heads",
+    shape.num_heads,
+    f"it must be a multiple of model.num_kv_heads = {shape.num_kv_heads}",
+  )
+  _require(
+    shape.head_dim % 2 == 0,
+    "model.head_dim",
+    shape.head_dim,
+    "rotary embeddings turn pairs: it must be even",
+  )

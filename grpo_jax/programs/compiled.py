@@ -1,0 +1,225 @@
+"""The compiled programs of a run. Each is compiled when it is first used."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from grpo_jax import learner, masked
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.distillation import teacher_advantages
+from grpo_jax.algo.kl import KL
+from grpo_jax.algo.settings import Algo
+from grpo_jax.config import Config, Optimizer
+from grpo_jax.learner.optimizer import make_optimizer
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.chips import memory_of
+from grpo_jax.programs import fitting
+from grpo_jax.programs.parameters import Parameters
+from grpo_jax.programs.sampling import Sampler, decoding_of, make_sampler
+from grpo_jax.types import Batch, Completions, Rewards, TrainState
+
+
+class Programs:
+  """Jitted functions of a config, a mesh and a model. They hold no parameters and no state."""
+
+  def __init__(self, config: Config, mesh: Mesh, parameters: Parameters):
+    """Raises ConfigError for an optimizer that does not exist."""
+    self._config = config
+    self._mesh = mesh
+    self._parameters = parameters
+    self._model = parameters.model
+    self._algo = algo_of(config)
+    self._rows = sharding.batch_sharding(mesh)
+    self._everywhere = NamedSharding(mesh, PartitionSpec())
+    # Made here, so that an unknown name is an error before a run writes anything.
+    updates = config.steps * self._algo.updates_per_step
+    self._optimizer = make_optimizer(config.optimizer, updates)
+
+  @functools.cached_property
+  def abstract_state(self) -> TrainState:
+    """Shapes and shardings of the train state."""
+    abstract = jax.eval_shape(self._init_state, self._parameters.abstract)
+    places = sharding.state_shardings(abstract, self._mesh)
+    return jax.tree.map(
+      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, places
+    )
+
+  @functools.cached_property
+  def micro_batch(self) -> int:
+    """How many prompts an update computes at once: batch.micro_batch, or what fits."""
+    parameters = self._parameters
+    gradients = parameters.abstract
+    held = sum(
+      fitting.device_bytes(tree)
+      for tree in (
+        self.abstract_state,
+        gradients,
+        parameters.abstract_base,
+        parameters.abstract_reference,
+      )
+    )
+    memory = memory_of(self._mesh.devices.flat[0])
+    return fitting.micro_batch(self._config, self._model, held, self._mesh, memory)
+
+  @functools.cached_property
+  def init_state(self) -> Callable[[Any], TrainState]:
+    """trained parameters -> the state before the first update. The parameters are donated."""
+    return jax.jit(self._init_state, out_shardings=self._state_places, donate_argnums=0)
+
+  def sampler(
+    self, group_size: int, greedy: bool = False, max_tokens: int | None = None
+  ) -> Sampler:
+    """The sampler of `programs/sampling.py`, for the parameters of `Parameters.for_sampling`."""
+    config = self._parameters.sampling.model
+    decoding = decoding_of(self._config.sampling, config.stop_ids, greedy)
+    if max_tokens is not None:
+      decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
+    return jax.jit(make_sampler(config, decoding, group_size), out_shardings=self._rows)
+
+  @functools.cached_property
+  def to_batch(self) -> Callable[..., Batch]:
+    """(completions, prompts_PS, prompt_lengths_P, temperature_P, live_P) -> Batch.
+
+    The batch has no advantages and no reference log-probs yet. Groups where live_P is 0 are left
+    out of the loss.
+    """
+    return jax.jit(self._to_batch, out_shardings=self._rows)
+
+  @functools.cached_property
+  def with_advantages(self) -> Callable[..., tuple[Batch, dict[str, jax.Array]]]:
+    """(batch, rewards, weight of a KL in the reward) -> the batch with advantages, and metrics."""
+    return jax.jit(self._with_advantages, out_shardings=(self._rows, self._everywhere))
+
+  @functools.cached_property
+  def minibatches(self) -> Callable[[Batch], list[Batch]]:
+    """batch -> its algo.minibatches parts, one for each optimizer step of a pass."""
+    parts = self._algo.minibatches
+    size = self._config.batch.prompts // parts
+
+    def minibatches(batch: Batch) -> list[Batch]:
+      stacked = learner.split_batch(batch, size)
+      # B023 fears that the lambda outlives this i, but it is called at once.
+      return [jax.tree.map(lambda x: x[i], stacked) for i in range(parts)]  # noqa: B023
+
+    return jax.jit(minibatches, out_shardings=self._rows)
+
+  @functools.cached_property
+  def logprobs(self) -> Callable[[Any, Batch], jax.Array]:
+    """(all parameters, batch) -> log-probs of the completions, [P, G, T]."""
+    options = learner.StatsOptions(self._model, self._config.learner)
+    micro_batch = self.micro_batch
+
+    def logprobs(params: Any, batch: Batch) -> jax.Array:
+      return learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
+
+    return jax.jit(logprobs, out_shardings=self._rows)
+
+  @functools.cached_property
+  def update(self) -> Callable[..., tuple[TrainState, Any]]:
+    """(state, base, reference, batch) -> (state, metrics): a GRPO update. It donates the state."""
+    objective = learner.grpo(self._model, self._algo, self._config.learner)
+    return self._train_step(objective, self._optimizer, self.micro_batch)
+
+  @functools.cached_property
+  def warm_update(self) -> Callable[..., tuple[TrainState, Any]]:
+    """(state, base, None, batch) -> (state, metrics): a supervised update. It donates the state."""
+    config = self._config
+    objective = learner.supervised(self._model, config.learner)
+    optimizer = make_optimizer(warm_start_optimizer(config), config.warm_start.steps)
+    return self._train_step(objective, optimizer, micro_batch=0)
+
+  @functools.cached_property
+  def sync_reference(self) -> Callable[[Any, Any], Any]:
+    """(reference, trained parameters) -> the reference, moved by algo.ref_mixup. It is donated."""
+    sync = functools.partial(learner.sync_reference, mixup=self._algo.ref_mixup)
+    places = jax.tree.map(lambda x: x.sharding, self._parameters.abstract_reference)
+    return jax.jit(sync, donate_argnums=0, out_shardings=places)
+
+  @property
+  def _state_places(self) -> TrainState:
+    return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+
+  def _init_state(self, params: Any) -> TrainState:
+    return learner.init_state(params, self._optimizer, self._algo)
+
+  def _train_step(self, objective: learner.Objective, optimizer: Any, micro_batch: int) -> Any:
+    rule = learner.UpdateRule(objective, optimizer, micro_batch)
+
+    def train_step(state: TrainState, base: Any, reference: Any, batch: Batch) -> Any:
+      return learner.train_step(state, base, reference, batch, rule)
+
+    places = (self._state_places, self._everywhere)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=places)
+
+  def _to_batch(
+    self,
+    completions: Completions,
+    prompts_PS: jax.Array,
+    prompt_lengths_P: jax.Array,
+    temperature_P: jax.Array,
+    live_P: jax.Array,
+  ) -> Batch:
+    mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]
+    if self._algo.mask_truncated:
+      mask_PGT = mask_PGT & (completions.stopped_by_PG >= 0)[..., None]
+    old_logprobs_PGT = None if self._algo.old_is_policy else completions.logprobs_PGT
+    return Batch(
+      prompts_PS=prompts_PS,
+      prompt_lengths_P=prompt_lengths_P,
+      completions_PGT=completions.tokens_PGT,
+      mask_PGT=mask_PGT.astype(jnp.float32),
+      temperature_P=temperature_P,
+      sampler_logprobs_PGT=completions.logprobs_PGT,
+      behavior_logprobs_PGT=completions.behavior_logprobs_PGT,
+      old_logprobs_PGT=old_logprobs_PGT,
+    )
+
+  def _with_advantages(
+    self, batch: Batch, rewards: Rewards, kl_coef: jax.Array
+  ) -> tuple[Batch, dict[str, jax.Array]]:
+    algo, mask_PGT = self._algo, batch.mask_PGT
+    if algo.kl_in_reward:
+      estimate = KL[algo.kl].compute
+      kl_PGT = estimate(batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT)
+      rewards = rewards.replace(kl_penalty_PGT=kl_coef * masked.masked(kl_PGT, mask_PGT))
+    advantages = ADVANTAGES[algo.advantage].compute(rewards, mask_PGT, algo)
+    if advantages.ndim == 2:
+      advantages = advantages[..., None]
+    advantages_PGT = mask_PGT * advantages
+    teacher_metrics = {}
+    if batch.teacher_logprobs_PGT is not None:
+      own_PGT = teacher_advantages(batch.teacher_logprobs_PGT, batch.sampler_logprobs_PGT, mask_PGT)
+      advantages_PGT = advantages_PGT + self._config.reward.teacher_weight * own_PGT
+      teacher_metrics["teacher/reverse_kl"] = -masked.mean(own_PGT, mask_PGT)
+    learns_PG = (advantages_PGT != 0).any(-1)
+    deviations_PGT = advantages_PGT - masked.mean(advantages_PGT, mask_PGT)
+    metrics = {
+      "advantage/std": jnp.sqrt(masked.mean(deviations_PGT**2, mask_PGT)),
+      "advantage/min": advantages_PGT.min(),
+      "advantage/max": advantages_PGT.max(),
+      "batch/completions": learns_PG.sum(),
+      "batch/tokens": (learns_PG[..., None] * mask_PGT).sum(),
+    }
+    batch = batch.replace(advantages_PGT=advantages_PGT, teacher_logprobs_PGT=None)
+    return batch, metrics | teacher_metrics
+
+
+def algo_of(config: Config) -> Algo:
+  """config.algo with the length that the aggregation `constant` divides by filled in."""
+  filled_in = {"length_norm": config.algo.length_norm or config.sampling.max_tokens}
+  return dataclasses.replace(config.algo, **filled_in)
+
+
+def warm_start_optimizer(config: Config) -> Optimizer:
+  """The warm start's optimizer. Its state has the same layout as the one of GRPO."""
+  return dataclasses.replace(
+    config.optimizer,
+    learning_rate=config.warm_start.learning_rate,
+    warmup_steps=config.warm_start.warmup_steps,
+    schedule="constant",
+  )

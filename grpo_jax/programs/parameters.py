@@ -1,0 +1,262 @@
+"""A run's parameters: where they come from and how they lie on the mesh.
+
+Without LoRA, all parameters are trained. With LoRA, the adapters are trained, on top of a frozen
+`base`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from flax.traverse_util import flatten_dict
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from grpo_jax import model
+from grpo_jax.config import Config
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.chips import memory_of
+from grpo_jax.parallel.sharding import leaf_path
+from grpo_jax.programs import fitting
+from grpo_jax.programs.sampling_weights import SamplingWeights, cast_for_sampling, matrix_dtype
+from grpo_jax.settings import ConfigError
+
+Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
+
+
+def no_progress(done: int, total: int) -> None:
+  """A `Progress` that shows nothing."""
+  del done, total
+
+
+class Parameters:
+  """The parameters of a run.
+
+  Attributes:
+    model: The model's shape, with its adapters and its place on the mesh.
+    abstract: Shapes and shardings of the trained parameters.
+    abstract_base: Those of the frozen base, or None without LoRA.
+    sampling: How the sampler reads the parameters.
+    abstract_reference: Those of a reference that is a copy of the trained parameters.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    shape: model.ModelConfig,
+    mesh: jax.sharding.Mesh,
+    progress: Progress = no_progress,
+  ):
+    """Raises ConfigError for adapters that do not fit the model."""
+    self._config = config
+    self._mesh = mesh
+    self._progress = progress
+    shardings = sharding.model_shardings(shape, mesh)
+    self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
+    init = functools.partial(model.init, config=self.model)
+    whole = self._placed(jax.eval_shape(init, jax.random.key(0)))
+    self._count = count(whole)
+    self._checkpoint_places = _places(whole)
+    self.abstract = whole
+    self.abstract_base = None
+    if self.model.lora is not None:
+      self._check_quantisation()
+      self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
+      adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
+      self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
+    self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
+    self.sampling = SamplingWeights(self.model, config.sampling, mesh, self._sampling_layout())
+    if config.lora.path:
+      model.check_adapters(config.lora.path, self.model)
+
+  @property
+  def abstract_policy(self) -> Any:
+    """Shapes and shardings of all parameters of the policy."""
+    if self.model.lora is None:
+      return self.abstract
+    return model.join(self.abstract_base, self.abstract)
+
+  def layers_of(self, name: str) -> list[str]:
+    """The single layers that a leaf of a checkpoint holds (see `checkpoint_reader.read`)."""
+    return model.layer_names(name, self.model)
+
+  def describe(self) -> str:
+    """How many parameters there are, for the header of a run."""
+    if self.model.lora is None:
+      return f"{self._count:,} parameters"
+    return f"{count(self.abstract):,} parameters in adapters on {self._count:,} frozen ones"
+
+  def initial(self, key: jax.Array) -> Any:
+    """The trained parameters before the first update, in their places on the mesh.
+
+    They are those of the checkpoint at model.path, or random ones. With LoRA they are the adapters
+    at lora.path, or new ones that change nothing.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+    if self._config.lora.path:
+      adapters = model.load_adapters(self._config.lora.path, self.model)
+      return jax.tree.map(_put, adapters, shardings)
+    if self.model.lora is not None:
+      init = functools.partial(model.init_adapters, config=self.model, base=self.abstract_base)
+    elif self._config.model.path:
+      return self._loaded(_as_float32, self.abstract)
+    else:
+      init = functools.partial(model.init, config=self.model)
+    return jax.jit(init, out_shardings=shardings)(key)
+
+  def initial_reference(self, key: jax.Array) -> Any:
+    """`reference(initial(key))`, without a float32 copy of a whole checkpoint."""
+    if self.model.lora is None and self._config.model.path:
+      return self._loaded(self._to_reference, self.abstract_reference)
+    return self.reference(self.initial(key))
+
+  def reference(self, trained: Any) -> Any:
+    """A copy of the trained parameters in model.reference_dtype, which a reference is kept in."""
+    return self._copy_reference(trained)
+
+  @functools.cached_property
+  def base(self) -> Any:
+    """The frozen parameters under the adapters, in lora.base_dtype. None without LoRA."""
+    if self.model.lora is None:
+      return None
+    convert = functools.partial(model.quantised, dtype=self._config.lora.base_dtype)
+    return self._loaded(convert, self.abstract_base)
+
+  def policy(self, trained: Any) -> Any:
+    """All parameters of the policy whose trained parameters are given."""
+    return trained if self.model.lora is None else model.join(self.base, trained)
+
+  def for_sampling(self, trained: Any) -> Any:
+    """All parameters of the policy in sampling.dtype and sampling.layout.
+
+    The base is converted once and kept.
+    """
+    trained = self.sampling.convert(trained)
+    return trained if self.model.lora is None else model.join(self._sampling_base, trained)
+
+  @functools.cached_property
+  def _sampling_base(self) -> Any:
+    return self.sampling.convert(self.base)
+
+  @functools.cached_property
+  def _copy_reference(self) -> Callable[[Any], Any]:
+    places = jax.tree.map(lambda x: x.sharding, self.abstract_reference)
+    return jax.jit(self._reference_of, out_shardings=places)
+
+  def _reference_of(self, trained: Any) -> Any:
+    def copy(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+      name = leaf_path(path)
+      return model.per_layer(functools.partial(self._to_reference, name), name)(x)
+
+    return jax.tree_util.tree_map_with_path(copy, trained)
+
+  @property
+  def _to_reference(self) -> Callable[[str, jax.Array], jax.Array]:
+    # Not a method: JAX keeps the function for its compiled programs, and the weights must go.
+    dtype = "" if self.model.lora is not None else self._config.model.reference_dtype
+    return functools.partial(_reference_leaf, dtype=dtype)
+
+  def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
+    """The checkpoint's parameters as `convert` returns them, placed as in `abstract`."""
+    path, places = self._config.model.path, self._checkpoint_places
+    progress, converted = self._progress, _places(abstract)
+    return model.load(path, places, convert, progress=progress, converted=converted)[1]
+
+  def _base_of(self, params: Any) -> Any:
+    def quantise(path: tuple[Any, ...], x: jax.Array) -> Any:
+      name, dtype = leaf_path(path), self._config.lora.base_dtype
+      convert = functools.partial(model.quantised, name, dtype=dtype)
+      return model.per_layer(convert, name)(x)
+
+    return jax.tree_util.tree_map_with_path(quantise, params)
+
+  def _placed(self, abstract: Any) -> Any:
+    def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree.map(place, abstract, sharding.param_specs(abstract, self._mesh))
+
+  def _sampling_layout(self) -> str:
+    cast = functools.partial(cast_for_sampling, dtype=self._config.sampling.dtype)
+    copy = jax.eval_shape(cast, self.abstract_policy)
+    # Weights and two moments.
+    held = 3 * fitting.device_bytes(self.abstract) + fitting.device_bytes(self.abstract_reference)
+    memory = memory_of(self._mesh.devices.flat[0])
+    return fitting.layout(self._config, self.model, copy, held, self._mesh, memory)
+
+  def _check_quantisation(self) -> None:
+    dtype = self._config.lora.base_dtype
+    if self.model.num_experts and dtype in model.QUANTISED:
+      raise ConfigError(
+        f"config key lora.base_dtype is {dtype!r}: experts, most of a mixture's weights, are not"
+        " quantised here; choose 'bfloat16'"
+      )
+
+
+def count(params: Any) -> int:
+  """The number of parameters in a tree."""
+  return sum(x.size for x in jax.tree.leaves(params))
+
+
+def lora_of(config: Config) -> model.Lora | None:
+  """The adapters that a config describes, or None. Raises ConfigError if lora.path differs."""
+  lora = config.lora
+  if not lora.rank:
+    return None
+  targets = tuple(sorted({name.removesuffix("_proj") for name in lora.targets}))
+  described = model.Lora(lora.rank, lora.alpha, lora.rslora, targets)
+  if lora.path:
+    for key, saved in dataclasses.asdict(model.load_lora(lora.path)).items():
+      if saved != getattr(described, key):
+        value = tuple(f"{name}_proj" for name in saved) if key == "targets" else saved
+        raise ConfigError(
+          f"config key lora.{key} is {getattr(lora, key)!r}: the adapters of {lora.path} have"
+          f" {value!r}, set it to that"
+        )
+  return described
+
+
+def _places(abstract: Any) -> Mapping[str, jax.sharding.Sharding]:
+  """The sharding of every parameter, by its path."""
+  return flatten_dict(jax.tree.map(lambda x: x.sharding, abstract), sep="/")
+
+
+def _as_float32(name: str, x: jax.Array) -> jax.Array:
+  del name
+  return x.astype("float32")
+
+
+def _reference_leaf(name: str, x: jax.Array, dtype: str) -> jax.Array:
+  del name
+  x = x.astype("float32")  # a checkpoint's vectors may be bfloat16
+  return jnp.copy(x.astype(matrix_dtype(x, x.ndim, dtype)))
+
+
+def _put(x: Any, where: jax.sharding.Sharding) -> jax.Array:
+  return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+
+def load_frozen(
+  folder: Path, config: model.ModelConfig, mesh: Mesh, labels: Collection[int] = (0,)
+) -> Any:
+  """The parameters in a Hugging Face folder, in their places on the mesh.
+
+  No update changes them, so their matrices need no float32 copy: they are kept in `config.dtype`.
+  Norm scales stay float32, because they are multiplied in float32.
+
+  Args:
+    folder: The folder.
+    config: The shape of its model.
+    mesh: The devices.
+    labels: The heads that the model may have, as for `model.load`.
+
+  Raises:
+    ConfigError: The folder is incomplete or damaged.
+  """
+  abstract = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+  places = flatten_dict(sharding.param_specs(abstract, mesh), sep="/")
+  convert = functools.partial(model.quantised, dtype=config.dtype)
+  return model.load(folder, places, convert, labels)[1]

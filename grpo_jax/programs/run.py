@@ -1,0 +1,243 @@
+"""A run's parts, built from its config: what train, evaluate, sample and export have in common."""
+
+from collections.abc import Sequence
+import copy
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from grpo_jax import model
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.config import Config, Eval
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.model.huggingface import hub
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.programs import compilation_cache
+from grpo_jax.programs.checks import check, check_length, check_memory, check_stop_ids
+from grpo_jax.programs.compiled import Programs
+from grpo_jax.programs.parameters import Parameters, Progress, no_progress
+from grpo_jax.rewards import Reward, dispatch, resolve, resolve_all
+from grpo_jax.rollouts.reward_model import RewardModel
+from grpo_jax.rollouts.rollout import PolicyRollout, Rollout
+from grpo_jax.rollouts.scorer import Scorer, make_caller
+from grpo_jax.rollouts.teacher import Teacher
+from grpo_jax.settings import ConfigError
+from grpo_jax.timing import told_if_slow
+
+STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
+
+
+class Run:
+  """The parts of a run.
+
+  Attributes:
+    config: What the run was built from.
+    mesh: The devices.
+    hosts: What moves arrays between the processes and the mesh.
+    tokenizer: Texts to token ids and back.
+    parameters: Where the parameters come from and how they lie.
+    remarks: What a user should know of the config, though it can be run.
+    programs: The compiled functions.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    progress: Progress = no_progress,
+    devices: Sequence[jax.Device] | None = None,
+    tokens: tokenizer.Tokenizer | None = None,
+  ):
+    """Builds the parts.
+
+    Args:
+      config: What to build.
+      progress: Called with how much of a checkpoint has been read.
+      devices: The devices of the mesh. None means all.
+      tokens: The tokenizer. None means the one that the config names.
+
+    Raises:
+      ConfigError: For a config that cannot be run.
+    """
+    check(config)
+    self.config = config
+    if devices is None:  # given ones may be of a topology, which compiles and loads no program
+      compilation_cache.use(config.compilation_cache)
+    with told_if_slow("looking for models on huggingface.co"):
+      local = hub.local(config)
+    set_matmul_precision(config)
+    self.mesh = make_mesh(config.mesh, devices)
+    # Read first, so that its errors come before those of a tokenizer.
+    loaded = model.load_config(local.model.path) if local.model.path else None
+    self.tokenizer = tokens or self._load_tokenizer(local, loaded)
+    shape = _model_shape(local, self.tokenizer, loaded)
+    _check_experts(config, shape, self.mesh)
+    with told_if_slow(f"laying out {shape.num_layers} layers"):
+      self.parameters = Parameters(local, shape, self.mesh, progress)
+    check_memory(self.parameters.abstract_policy, self.mesh)
+    remark = model.attention_of(self.parameters.model)[1]
+    self.remarks = (*_remarks(config, local), *([remark] if remark else []))
+    self.hosts = Hosts(self.mesh)
+    self._caller = make_caller(config.reward, self.hosts)  # for training and for evaluation
+    check_length(config, shape)
+    check_stop_ids(config, shape)
+    self.programs = Programs(config, self.mesh, self.parameters)
+
+  @functools.cached_property
+  def task(self) -> tasks.Task:
+    """The data set. It is made on first use, because to sample or to export none is needed."""
+    with told_if_slow(f"reading the data of task {tasks.name_of(self.config.data)}"):
+      return tasks.make_task(self.config.data)
+
+  def prompts(self, split: str) -> Prompts:
+    """The prompts of the split "train" or "test": of the latter, the first eval.examples."""
+    examples = getattr(self.task, split)
+    if split == "test":
+      examples = examples[: self.config.eval.examples]
+    with told_if_slow(f"making the {split} prompts"):
+      return Prompts(
+        examples, self.tokenizer, self.config.data, self.hosts, count_all=split == "test"
+      )
+
+  def rollout(
+    self, group_size: int, greedy: bool = False, max_tokens: int | None = None
+  ) -> Rollout:
+    """What completes prompts. See `rollouts/rollout.py`."""
+    sampler = self.programs.sampler(group_size, greedy, max_tokens)
+    return PolicyRollout(sampler, self.hosts, self.tokenizer.decode)
+
+  @functools.cached_property
+  def scorer(self) -> Scorer:
+    """The reward functions of training. Raises ConfigError for functions that cannot be used."""
+    reward = self.config.reward
+    found = resolve_all(reward.functions, self._reward_model, is_reward_model)
+    needs_steps = ADVANTAGES[self.config.algo.advantage].needs_steps
+    return self._scorer(
+      dict(zip(reward.functions, found)), reward.weights, needs_steps, reward.tasks
+    )
+
+  @functools.cached_property
+  def teacher(self) -> Teacher | None:
+    """The teacher of on-policy distillation, or None. Raises ConfigError for one that cannot be."""
+    if not self.config.reward.teacher:
+      return None
+    return Teacher(self.config, self.tokenizer, self.hosts, self.programs.micro_batch)
+
+  def with_eval(self, settings: Eval) -> "Run":
+    """The same parts with other settings of the evaluation."""
+    run = copy.copy(self)
+    run.config = dataclasses.replace(self.config, eval=settings)
+    return run
+
+  def eval_scorer(self) -> Scorer:
+    """What decides in evaluation: one function, or those of reward.tasks for their tasks."""
+    name = self.config.eval.function
+    if name == dispatch.FIRST_OF_TASK:
+      return self.scorer
+    return self._scorer({name: resolve(name, "eval.function", is_reward_model)}, (1.0,))
+
+  def close(self) -> None:
+    """Ends the workers that call reward functions."""
+    self._caller.close()
+
+  def initial_params(self) -> Any:
+    """The trained parameters before the first update, on the mesh."""
+    return self.parameters.initial(self.key("init"))
+
+  def initial_reference(self) -> Any:
+    """A copy of them for the reference, in model.reference_dtype."""
+    return self.parameters.initial_reference(self.key("init"))
+
+  def key(self, stream: str) -> jax.Array:
+    """The root of one of the run's `STREAMS` of random numbers."""
+    return jax.random.fold_in(jax.random.key(self.config.seed), STREAMS.index(stream))
+
+  def _scorer(self, functions: dict[str, Reward], weights: Sequence[float], *more: Any) -> Scorer:
+    self.remarks += self.hosts.on_each(lambda: self._caller.add(functions))
+    decode, found = self.tokenizer.decode, list(functions.values())
+    return Scorer(found, weights, self.hosts, decode, self._caller, *more)
+
+  def _reward_model(self, path: str) -> RewardModel:
+    reward = self.config.reward
+    self.hosts.check_rows({"reward.batch": reward.batch})
+    dtype = reward.dtype or self.config.model.dtype
+    scorer = RewardModel(path, dataclasses.replace(reward, dtype=dtype), self.hosts)
+    if self.config.data.chat:
+      scorer.check_conversations()
+    return scorer
+
+  def _load_tokenizer(
+    self, config: Config, loaded: model.ModelConfig | None
+  ) -> tokenizer.Tokenizer:
+    path = config.data.tokenizer or config.model.path
+    if path:
+      tokens = tokenizer.load(path)
+      if loaded is not None:
+        tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
+      return tokens
+    return tokenizer.characters(tasks.characters(config.data, self.task))
+
+
+def set_matmul_precision(config: Config) -> None:
+  """Makes float32 products exact. By default, JAX rounds to bfloat16 on a TPU, to TF32 on a GPU."""
+  precision = "float32" if config.model.dtype == "float32" else None
+  jax.config.update("jax_default_matmul_precision", precision)
+
+
+def is_reward_model(name: str) -> bool:
+  """Whether a reward's name is that of a model: on huggingface.co, or of a folder here."""
+  folder = Path(name).expanduser()
+  return hub.is_name(name) or (folder / "config.json").is_file()
+
+
+def _model_shape(
+  config: Config, tokens: tokenizer.Tokenizer, loaded: model.ModelConfig | None
+) -> model.ModelConfig:
+  """The shape of the checkpoint at model.path, or without one that which the config gives."""
+  shaped = config.model
+  if loaded is not None:
+    shape = loaded
+  else:
+    shape = model.ModelConfig(
+      vocab_size=tokens.vocab_size,
+      embed_dim=shaped.embed_dim,
+      num_layers=shaped.num_layers,
+      num_heads=shaped.num_heads,
+      num_kv_heads=shaped.num_kv_heads,
+      head_dim=shaped.head_dim,
+      mlp_dim=shaped.mlp_dim,
+      rope_theta=shaped.rope_theta,
+      tie_embeddings=shaped.tie_embeddings,
+    )
+  stop_ids = tuple(dict.fromkeys((*tokens.stop_ids, *shape.stop_ids)))
+  return dataclasses.replace(
+    shape, stop_ids=stop_ids, dtype=shaped.dtype, attention=shaped.attention
+  )
+
+
+def _check_experts(config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh) -> None:
+  for key, value, off in (
+    ("mesh.expert", mesh.shape["expert"], 1),
+    ("learner.router_aux_coef", config.learner.router_aux_coef, 0),
+  ):
+    if value != off and not shape.num_experts:
+      raise ConfigError(f"config key {key} is {value}: the model has no experts; set {off}")
+
+
+def _remarks(config: Config, local: Config) -> tuple[str, ...]:
+  """Whether the adapters at lora.path were trained on another model, as far as names say."""
+  if not config.lora.path:
+    return ()
+  base = model.base_of(local.lora.path)
+  # Folders are moved and copied, so only the last part of a path says something.
+  if not base or hub.short_name(base) == hub.short_name(config.model.path):
+    return ()
+  return (
+    f"the adapters of lora.path = {config.lora.path} were trained on {base!r}, not on model.path ="
+    f" {config.model.path}; only their shapes are sure to fit",
+  )

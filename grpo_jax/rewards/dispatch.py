@@ -1,0 +1,225 @@
+"""Calls the reward functions of a run, each in the place where it belongs.
+
+Functions that are marked `in_process`, such as the built-in ones whose time is linear in the length
+of a text, and reward models are called in the process of the run. All others are called by workers,
+unless reward.workers is 0.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+import dataclasses
+
+from grpo_jax.rewards.answer import Answer, RewardError, joined
+from grpo_jax.rewards.call import Columns, call_here, call_in_parts, is_async, rows_of
+from grpo_jax.rewards.marks import has_mark
+from grpo_jax.rewards.names import Reward, is_named, name_of
+from grpo_jax.rewards.workers.pool import Pool
+from grpo_jax.rewards.workers.processes import Call, NotPortable
+from grpo_jax.settings import ConfigError
+
+
+class Caller:
+  """Calls reward functions."""
+
+  def __init__(self, pool: Pool | None, stops_on_error: bool = True) -> None:
+    """Calls them in workers of `pool`. None means always in this process.
+
+    `stops_on_error`: whether what a function raises is raised, or costs the completions that fail
+    alone their rewards.
+    """
+    self._pool, self.stops_on_error = pool, stops_on_error
+    self._for_workers: list[tuple[Reward, str]] = []  # with their keys in the pool
+
+  def add(self, functions: Mapping[str, Reward]) -> tuple[str, ...]:
+    """Prepares functions, by their names in the config.
+
+    Returns:
+      For each function that should be called by workers and cannot, a line that says why.
+
+    Raises:
+      ConfigError: A worker cannot load one of them.
+    """
+    remarks = []
+    for source, function in functions.items():
+      if self._pool is None or has_mark(function, "in_process"):
+        continue
+      name = name_of(function)
+      try:
+        self._pool.add(source, function, is_named(source))
+      except NotPortable as error:
+        remarks.append(
+          f"reward function {name} is called in the process of the run, without limits of time and"
+          f" memory, because it cannot be sent to a worker: {error}"
+        )
+      else:
+        self._for_workers.append((function, source))
+    return tuple(remarks)
+
+  def close(self) -> None:
+    """Ends the workers."""
+    if self._pool is not None:
+      self._pool.close()
+
+  def uses_workers(self, function: Reward) -> bool:
+    """Whether workers call a function."""
+    return any(one is function for one, _ in self._for_workers)
+
+  def start(
+    self, functions: Sequence[Reward], columns: Columns, step: int, group_size: int
+  ) -> Callable[[Reward], Answer]:
+    """Starts calls. The workers begin at once.
+
+    Args:
+      functions: The functions.
+      columns: Their arguments: completions and other lists, with the groups one after the other.
+      step: The number of the step.
+      group_size: How many completions a group has.
+
+    Returns:
+      A function that waits for the answer of one of the functions, or makes its call. It raises
+      RewardError if the run must stop.
+    """
+    count = len(columns["completions"])
+    groups = [range(start, min(start + group_size, count)) for start in range(0, count, group_size)]
+    sent = [function for function in functions if self.uses_workers(function)]
+    calls = [
+      self._call(function, rows_of(columns, rows), step) for function in sent for rows in groups
+    ]
+    answers = self._pool.start(calls, self.stops_on_error) if calls else None
+
+    def answer(function: Reward) -> Answer:
+      if not self.uses_workers(function):
+        found = self._call_here(function, columns, step, group_size)
+      else:
+        found = joined(count, zip(groups, _of_function(answers, _index(sent, function), groups)))
+      self._check(found)
+      return found
+
+    return answer
+
+  def _call(self, function: Reward, columns: Columns, step: int) -> Call:
+    return Call(
+      key=next(key for one, key in self._for_workers if one is function),
+      name=name_of(function),
+      columns=columns,
+      step=step,
+      is_async=is_async(function),
+      whole_groups=has_mark(function, "whole_groups"),
+    )
+
+  def _call_here(self, function: Reward, columns: Columns, step: int, group_size: int) -> Answer:
+    if self.stops_on_error:
+      return call_here(function, name_of(function), columns, step)
+    return call_in_parts(function, name_of(function), columns, step, group_size)
+
+  def _check(self, answer: Answer) -> None:
+    """Raises RewardError for the first failure that must stop the run."""
+    errors = [one for one in answer.failures if one.kind == "error"]
+    if errors and self.stops_on_error:
+      raise RewardError(errors[0].text)
+
+
+def _index(functions: Sequence[Reward], function: Reward) -> int:
+  """Not list.index, because objects of users may compare in any way."""
+  return next(i for i, one in enumerate(functions) if one is function)
+
+
+def _of_function(
+  answers: "Future[list[Answer]] | None", number: int, groups: Sequence[range]
+) -> list[Answer]:
+  """The answers for the groups by one of the functions."""
+  if answers is None:  # there are no groups
+    return []
+  return answers.result()[number * len(groups) : (number + 1) * len(groups)]
+
+
+FIRST_OF_TASK = "rewards"  # as eval.function: the first function that is for a problem's task
+
+
+def names_in(entry: str) -> list[str]:
+  """The tasks in an entry of reward.tasks, such as "gsm8k,svamp". An empty one has none."""
+  return [name.strip() for name in entry.split(",") if name.strip()]
+
+
+def check(
+  tasks: Sequence[str], functions: Sequence[str], sources: Sequence[str], eval_function: str
+) -> None:
+  """Checks reward.tasks.
+
+  Args:
+    tasks: Its value.
+    functions: That of reward.functions.
+    sources: The names of the sources of data.mixture.
+    eval_function: The value of eval.function.
+
+  Raises:
+    ConfigError: It does not fit the other settings.
+  """
+  if len(tasks) not in (0, len(functions)):
+    raise ConfigError(
+      f"config key reward.tasks is {tuple(tasks)}: it must hold an entry for each of"
+      f" reward.functions = {tuple(functions)}, or none"
+    )
+  for name in (name for entry in tasks for name in names_in(entry)):
+    if name not in sources:
+      raise ConfigError(
+        f"config key reward.tasks is {tuple(tasks)}: {name!r} is no source of data.mixture, which"
+        f" has {', '.join(sources) or 'none'}"
+      )
+  if eval_function == FIRST_OF_TASK and not tasks:
+    raise ConfigError(
+      f"config key eval.function is {eval_function!r}: it takes the function for a problem's task"
+      " from reward.tasks, which is empty"
+    )
+
+
+def start(
+  caller: Caller,
+  functions: Sequence[tuple[Reward, str]],
+  columns: Columns,
+  step: int,
+  group_size: int,
+) -> Callable[[Reward], Answer]:
+  """As `Caller.start`, but a function gets only the rows of its tasks, and scores no others.
+
+  Args:
+    caller: What calls the functions.
+    functions: Each with its entry of reward.tasks.
+    columns: The arguments. `task` holds the task of each row.
+    step: The number of the step.
+    group_size: How many completions a group has. They are of one prompt, and so of one task.
+  """
+  everyone = [function for function, entry in functions if not names_in(entry)]
+  answer_everyone = caller.start(everyone, columns, step, group_size)
+  some: list[tuple[Reward, Callable[[], Answer]]] = []
+  for function, entry in functions:
+    if names_in(entry):
+      own = [row for row, task in enumerate(columns["task"]) if task in names_in(entry)]
+      some.append((function, _start_for(caller, function, columns, own, (step, group_size))))
+
+  def answer(function: Reward) -> Answer:
+    for one, answer_rows in some:
+      if one is function:
+        return answer_rows()
+    return answer_everyone(function)
+
+  return answer
+
+
+def _start_for(
+  caller: Caller, function: Reward, columns: Columns, rows: list[int], place: tuple[int, int]
+) -> Callable[[], Answer]:
+  """Starts the calls of a function for some rows. `place` is the step and the size of a group."""
+  count = len(columns["completions"])
+  if has_mark(function, "needs_every_row"):
+    answer_all = caller.start([function], columns, *place)
+    return lambda: _without_others(answer_all(function), set(rows))
+  if not rows:
+    return lambda: Answer([[] for _ in range(count)])
+  answer_rows = caller.start([function], rows_of(columns, rows), *place)
+  return lambda: joined(count, [(rows, answer_rows(function))])
+
+
+def _without_others(answer: Answer, rows: set[int]) -> Answer:
+  steps = [own if row in rows else [] for row, own in enumerate(answer.steps)]
+  return dataclasses.replace(answer, steps=steps)

@@ -1,0 +1,64 @@
+"""A reward for the answer that follows the reasoning of a completion."""
+
+from collections.abc import Callable
+import importlib.util
+from typing import Annotated, Any
+
+from grpo_jax.rewards.functions import final_number, symbolic
+from grpo_jax.rewards.marks import checked_by, prepared_by
+from grpo_jax.settings import ConfigError, one_of
+
+# The functions that compare a completion with the gold answer, for functions that build on one.
+SCORERS: dict[str, Callable[..., list[float | None]]] = {
+  "math": symbolic.math,
+  "strict": final_number.strict,
+  "flexible": final_number.flexible,
+  "boxed": final_number.boxed,
+}
+
+
+def prepare_scorers() -> None:
+  """What a worker does before it calls a function that may compare formulas."""
+  if importlib.util.find_spec("math_verify"):
+    symbolic.warm_up()
+
+
+def check_scorer(where: str, options: dict[str, Any]) -> None:
+  """Raises ConfigError if the package of the scorer is not installed."""
+  if options["scorer"] == "math" and not importlib.util.find_spec("math_verify"):
+    raise ConfigError(
+      f"{where}(scorer='math') needs the package math-verify: pip install -e '.[math]'"
+    )
+
+
+def _check_options(where: str, options: dict[str, Any]) -> None:
+  check_scorer(where, options)
+  if not options["delimiter"]:
+    raise ConfigError(f"{where}(delimiter=''): give what ends the reasoning, such as '</think>'")
+
+
+@prepared_by(prepare_scorers)
+@checked_by(_check_options)
+def reasoning_accuracy(
+  completions: list[str],
+  answer: list[str],
+  *,
+  scorer: Annotated[str, one_of(SCORERS)] = "math",
+  delimiter: str = "</think>",
+  **columns: Any,
+) -> list[float | None]:
+  """1.0 if the answer after the reasoning is right, else 0.0.
+
+  Only what follows the last delimiter counts. A completion without it did not end its reasoning and
+  gets 0.0, even where the scorer does not apply, as in TRL's `reasoning_accuracy_reward`.
+
+  Args:
+    completions: The texts.
+    answer: The gold answers.
+    scorer: The reward function that decides what is right.
+    delimiter: What ends the reasoning.
+    columns: Not read.
+  """
+  tails = [text.rpartition(delimiter)[2] if delimiter in text else "" for text in completions]
+  scores = SCORERS[scorer](completions=tails, answer=answer)
+  return [score if delimiter in text else 0.0 for text, score in zip(completions, scores)]

@@ -1,0 +1,52 @@
+"""Process rewards: they score the steps of a completion instead of the whole.
+
+They return a list of steps (end, number) for each completion. `end` counts the characters of the
+completion up to the end of the step.
+"""
+
+import re
+from typing import Any
+
+from grpo_jax.rewards.functions.final_number import strict
+from grpo_jax.rewards.marks import in_process
+
+
+@in_process
+def worked_steps(
+  completions: list[str], question: list[str], answer: list[str], **columns: Any
+) -> list[list[tuple[int, float]]]:
+  """Scores the steps of worked sums, such as the question `7+15-6=`.
+
+  Semicolons end the steps of a completion. A step gets 1.0 if it is equal to the step at the same
+  place in the worked solution `7+15=22;22-6=16;#### 16`, else 0.0. The answer after `####` may come
+  at any place.
+  """
+  return [
+    _score_steps(completion, equations(sum_text), gold)
+    for completion, sum_text, gold in zip(completions, question, answer)
+  ]
+
+
+def _score_steps(completion: str, equations: list[str], gold: str) -> list[tuple[int, float]]:
+  steps, end = [], 0
+  for i, part in enumerate(completion.split(";")):
+    end = min(end + len(part) + 1, len(completion))
+    if part.startswith("####"):
+      reward = strict(completions=[part], answer=[gold])[0]
+    else:
+      is_finished = completion[end - 1 : end] == ";"
+      reward = i < len(equations) and part == equations[i] and is_finished
+    steps.append((max(1, end), float(reward)))
+    if end == len(completion):
+      break
+  return steps
+
+
+def equations(question: str) -> list[str]:
+  """The steps of the worked solution: `7+15-6=` -> [`7+15=22`, `22-6=16`]."""
+  first, *terms = re.findall(r"[+-]?\d+", question)
+  total, equations = int(first), []
+  for term in terms:
+    equations.append(f"{total}{term}={total + int(term)}")
+    total += int(term)
+  return equations

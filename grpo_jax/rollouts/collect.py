@@ -1,0 +1,386 @@
+"""Collects a step's batch: prompts, completions and rewards."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax import learner
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.data import loader
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.learner.packed import halvings
+from grpo_jax.programs.run import Run
+from grpo_jax.programs.sampling import temperature_at
+from grpo_jax.rollouts.curriculum import Curriculum
+from grpo_jax.rollouts.groups import Groups, choose, from_arrays, to_arrays
+from grpo_jax.rollouts.rollout import Rollouts, concatenate, take, texts_of
+from grpo_jax.rollouts.rollout_metrics import (
+  check_metrics,
+  completion_rows,
+  rollout_metrics,
+  score_metrics,
+  with_judgements,
+)
+from grpo_jax.rollouts.scorer import Report
+from grpo_jax.rollouts.scoring import OVERLONG, groups_that_differ, host_scores, with_overlong
+from grpo_jax.settings import ConfigError
+from grpo_jax.timing import Clock
+from grpo_jax.types import Batch, Rewards
+
+HostState = dict[str, Any]  # nested dicts of numpy arrays
+_MEMORY, _SURPLUS = "curriculum", "surplus"  # keys of the host state
+
+
+class Drawn(NamedTuple):
+  """The groups of a step.
+
+  Attributes:
+    chosen: P groups, the batch.
+    live_P: float32 [P], 0 for groups that only fill up the batch.
+    sampled: All groups that were sampled in this step.
+    pass_rates_P: float32 [P], the pass rates of the chosen prompts before the step, NaN if they had
+      none.
+    metrics: Of the draws.
+    host: The host state after the step.
+  """
+
+  chosen: Groups
+  live_P: np.ndarray
+  sampled: Groups
+  pass_rates_P: np.ndarray
+  metrics: dict[str, float]
+  host: HostState
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+  """What a step learns from.
+
+  Attributes:
+    batch: On the mesh, without advantages and reference log-probs.
+    rewards: On the mesh, with the penalty for length where that is on.
+    rows: One object per completion of the batch, for completions/ and for the terminal. None where
+      log.completions_every leaves the step out. Empty on the processes that write nothing.
+    metrics: Of everything that was sampled, including groups that are not in the batch.
+    host: The host state after the step.
+  """
+
+  batch: Batch
+  rewards: Rewards
+  rows: list[dict[str, Any]] | None
+  metrics: dict[str, float]
+  host: HostState
+
+
+class Collector:
+  """Samples and scores a step's batch.
+
+  It is a pure function of the policy, the step's index and the host state. Host state is a dict of
+  numpy arrays that lives from step to step and is saved in checkpoints: counters, and what `Draws`
+  remembers.
+
+  Attributes:
+    prompts: The training prompts.
+  """
+
+  def __init__(self, run: Run):
+    """Raises ConfigError for reward functions that cannot be used."""
+    self._run, self._config = run, run.config
+    algo = run.config.algo
+    needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
+    self._greedy_rollout = run.rollout(1, greedy=True) if needs_greedy else None
+    # Made here, so that their errors come before anything is written.
+    self._score, self._teacher = run.scorer, run.teacher
+    self._draws = Draws(run)
+    self.prompts = self._draws.prompts
+    if algo.overlong and OVERLONG in self._score.names:
+      raise ConfigError(
+        "reward.functions: a function is named overlong, which is the name of the penalty that"
+        " algo.overlong adds; rename it, or set that to 0"
+      )
+
+  def initial_host_state(self) -> HostState:
+    """The host state of a run's first GRPO step."""
+    return {"num_tokens": np.int64(0)}
+
+  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
+    """Collects the batch of a GRPO step.
+
+    Args:
+      params: The policy, as `Parameters.for_sampling` returns it.
+      index: The number of the GRPO step, from 0.
+      host: The host state before the step.
+      clock: Counts the time of sampling and of rewards.
+    """
+    drawn = self._draws(params, index, host, clock)
+    chosen = drawn.chosen
+    prompts = loader.prompt_batch(self.prompts, chosen.indices_P, self._run.hosts)
+    rewards = self._shaped(chosen.rewards, chosen.rollouts)
+    if self._greedy_rollout is not None:
+      rewards = self._with_greedy(rewards, params, prompts, index, clock)
+    rows = None
+    every = self._config.log.completions_every
+    if every and (index + 1) % every == 0:
+      rows = self._rows(drawn, rewards) if self._run.hosts.is_first else []
+    batch, rewards = self._put(drawn, prompts, rewards)
+    if self._teacher is not None:
+      batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
+    clock.lap("reward")
+    metrics = self._metrics(drawn.sampled) | drawn.metrics
+    if self._config.sampling.temperature_schedule != "constant":
+      metrics["sampling/temperature"] = float(drawn.sampled.temperature_P[0])
+    host = drawn.host | {"num_tokens": host["num_tokens"] + metrics["completions/tokens"]}
+    metrics["num_tokens"] = int(host["num_tokens"])
+    return Collected(batch, rewards, rows, metrics, host)
+
+  @property
+  def _names(self) -> list[str]:
+    """The names of the scores in `Rewards`."""
+    penalty = [OVERLONG] if self._config.algo.overlong else []
+    return [*self._score.names, *penalty]
+
+  def _rows(self, drawn: Drawn, rewards: Rewards) -> list[dict[str, Any]]:
+    """One object per completion, with the texts of all processes."""
+    groups = drawn.chosen
+    completions = groups.rollouts.completions
+    rows = completion_rows(
+      Rollouts(completions, texts_of(completions, self._run.tokenizer.decode)),
+      self.prompts.make(groups.indices_P),
+      host_scores(groups.rewards),
+      rewards.scores_PGJ,
+      self._names,
+      groups.extras_PG,
+    )
+    return with_judgements(rows, drawn.pass_rates_P, groups.checks_PG)
+
+  def _shaped(self, rewards: Rewards, rollouts: Rollouts) -> Rewards:
+    """The rewards with the penalty for length where that is on."""
+    fraction = self._config.algo.overlong
+    if not fraction:
+      return rewards
+    max_tokens = self._config.sampling.max_tokens
+    return with_overlong(rewards, rollouts.completions, max_tokens, fraction)
+
+  def _with_greedy(
+    self, rewards: Rewards, params: Any, prompts: loader.PromptBatch, index: int, clock: Clock
+  ) -> Rewards:
+    """Adds the score of each prompt's greedy completion to the rewards of GRPO step `index`."""
+    key = jax.random.fold_in(self._run.key("sample"), index)
+    rollouts = self._greedy_rollout(params, prompts, key)
+    clock.lap("sample")
+    greedy = self._shaped(self._score(rollouts, prompts).rewards, rollouts)
+    return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
+
+  def _put(
+    self, drawn: Drawn, prompts: loader.PromptBatch, rewards: Rewards
+  ) -> tuple[Batch, Rewards]:
+    """The batch and its rewards on the mesh.
+
+    Groups that only fill up the batch count as not scored, so that they stay out of every mean.
+    """
+    groups, live_P = drawn.chosen, drawn.live_P
+    is_live = live_P[:, None, None] != 0
+    rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
+    completions = groups.rollouts.completions
+    max_tokens = self._config.sampling.max_tokens
+    completions, rewards = cut((completions, rewards), completions.lengths_PG, max_tokens)
+    tokens, platform = completions.tokens_PGT.shape[-1], self._run.parameters.model.platform
+    slots = learner.slots_of_batch(completions.lengths_PG, tokens, platform)
+    completions, rewards, arrays = self._run.hosts.put(
+      (
+        completions,
+        rewards,
+        (prompts.prompts_PS, prompts.prompt_lengths_P, groups.temperature_P, live_P),
+      )
+    )
+    return self._run.programs.to_batch(completions, *arrays).replace(slots=slots), rewards
+
+  def _metrics(self, sampled: Groups) -> dict[str, float]:
+    completions = sampled.rollouts.completions
+    metrics = rollout_metrics(completions, sampled.rewards, self._score.names)
+    metrics |= check_metrics(host_scores(sampled.rewards), sampled.checks_PG)
+    if self._config.algo.overlong:
+      shaped = self._shaped(sampled.rewards, sampled.rollouts)
+      metrics |= score_metrics(shaped, self._names)
+    return metrics
+
+
+class Draws:
+  """Draws the groups of each step. With dynamic sampling, until enough groups differ.
+
+  Attributes:
+    prompts: The training prompts.
+  """
+
+  def __init__(self, run: Run):
+    """Raises ConfigError for reward functions that cannot be used."""
+    self._run, self._config, self._score = run, run.config, run.scorer
+    self.prompts: Prompts = run.prompts("train")
+    self._score.check_arguments(self.prompts, "reward.functions")
+    self._check = run.eval_scorer() if run.config.eval.check_training else None
+    if self._check is not None:
+      self._check.check_arguments(self.prompts, "eval.function")
+    algo = run.config.algo
+    self._rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
+    self._rollout = run.rollout(run.config.batch.group_size)
+    self._curriculum = Curriculum(run.config.curriculum, run.config.seed, len(self.prompts))
+
+  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Drawn:
+    """Draws the groups of GRPO step `index`.
+
+    Args:
+      params: The policy, as `Parameters.for_sampling` returns it.
+      index: The number of the GRPO step, from 0.
+      host: The host state before the step.
+      clock: Counts the time of sampling and of rewards.
+    """
+    P = self._config.batch.prompts
+    before = memory = host.get(_MEMORY, self._curriculum.initial())
+    self._curriculum.check(before)
+    kept = self._kept(host)
+    report, drawn = Report(), list[Groups]()
+    live = from_before = len(kept[0].indices_P) if kept else 0  # groups whose rewards differ
+    while len(drawn) < self._rounds and live < P:
+      number = index * self._rounds + len(drawn)
+      if self._config.curriculum.chooses:
+        indices_P, memory = self._curriculum.draw(memory, index, P)
+      else:
+        indices_P = loader.step_indices(self._config.seed, number, P, len(self.prompts))
+      groups, of_draw = self._complete(params, indices_P, (index, number), clock)
+      scores_PG = host_scores(groups.rewards)
+      memory = self._curriculum.learn(memory, index, indices_P, scores_PG)
+      drawn.append(groups)
+      report += of_draw
+      live += int(groups_that_differ(groups.rewards).sum())
+    sampled = concatenate(drawn)
+    chosen, live_P, surplus = sampled, np.ones(P, np.float32), take(sampled, slice(0))
+    if self._rounds > 1:
+      chosen, live_P, surplus = choose(concatenate([*kept, *drawn]), P)
+    host = {**host, _MEMORY: memory}
+    metrics = report.metrics() | self._curriculum.metrics(memory)
+    if self._rounds > 1:
+      metrics |= self._resampling(len(drawn), live, from_before)
+      host |= self._keep(surplus)
+    pass_rates_P = before["pass_rate"][chosen.indices_P]
+    return Drawn(chosen, live_P, sampled, pass_rates_P, metrics, host)
+
+  def _complete(
+    self, params: Any, indices_P: np.ndarray, when: tuple[int, int], clock: Clock
+  ) -> tuple[Groups, Report]:
+    """Completes and scores prompts. `when` is the GRPO step and the draw of the run, from 0.
+
+    Workers score the completions of a part while the next part is sampled.
+    """
+    index, number = when
+    temperature = temperature_at(self._config.sampling, index, self._config.steps)
+    key = jax.random.fold_in(self._run.key("sample"), number)
+    size = self._config.batch.prompts // self._config.sampling.parts
+    begun: list[Callable[[], tuple[Groups, Report]]] = []
+    for first in range(0, len(indices_P), size):
+      part_P = indices_P[first : first + size]
+      prompts = loader.prompt_batch(self.prompts, part_P, self._run.hosts)
+      rollouts = self._rollout(params, prompts, key, temperature, first)
+      begun.append(self._start_scores(part_P, temperature, rollouts, prompts, index))
+    clock.lap("sample")
+    groups, reports = zip(*(finish() for finish in begun))
+    clock.lap("reward")
+    return concatenate(groups), sum(reports, Report())
+
+  def _start_scores(
+    self,
+    indices_P: np.ndarray,
+    temperature: float,
+    rollouts: Rollouts,
+    prompts: loader.PromptBatch,
+    index: int,
+  ) -> Callable[[], tuple[Groups, Report]]:
+    """Lets the workers begin with some completions of GRPO step `index`.
+
+    Returns:
+      A function that waits for their scores. All processes call it together.
+    """
+    step = self._config.warm_start.steps + index + 1
+    scores = self._score.start(rollouts, prompts, step)
+    checks = None if self._check is None else self._check.start(rollouts, prompts, step)
+
+    def finish() -> tuple[Groups, Report]:
+      scored = scores()
+      checks_PG = np.full(scored.extras_PG.shape, np.nan, np.float32)
+      if checks is not None:
+        checks_PG = (checks().rewards.scores_PGJ[..., 0] == 1).astype(np.float32)
+      groups = Groups(
+        indices_P=indices_P,
+        temperature_P=np.full(len(indices_P), temperature, np.float32),
+        rollouts=rollouts,
+        rewards=scored.rewards,
+        extras_PG=scored.extras_PG,
+        checks_PG=checks_PG,
+      )
+      return groups, scored.report
+
+    return finish
+
+  def _kept(self, host: HostState) -> list[Groups]:
+    """The surplus of the step before, if there is one."""
+    arrays = host.get(_SURPLUS)
+    return [from_arrays(arrays, self._score.weights)] if arrays else []
+
+  def _keep(self, surplus: Groups) -> HostState:
+    """The part of the host state that holds the surplus for the next step.
+
+    Fewer than a batch are kept. So the next step samples, too, and no group is older than a step.
+    """
+    if not self._config.algo.keep_surplus:
+      return {}
+    surplus = take(surplus, slice(self._config.batch.prompts - 1))
+    return {_SURPLUS: to_arrays(surplus) if len(surplus.indices_P) else {}}
+
+  def _resampling(self, rounds: int, live: int, from_before: int) -> dict[str, float]:
+    """Metrics of dynamic sampling, from the number of groups whose rewards differ."""
+    P = self._config.batch.prompts
+    metrics: dict[str, float] = {
+      "dynamic_sampling/rounds": rounds,
+      "dynamic_sampling/kept": min(live, P),
+      "dynamic_sampling/dropped": rounds * P - (live - from_before),  # all rewards equal
+      "dynamic_sampling/discarded": max(0, live - P),  # more than the batch holds
+    }
+    if self._config.algo.keep_surplus:
+      carried = min(metrics.pop("dynamic_sampling/discarded"), P - 1)
+      metrics |= {
+        "dynamic_sampling/from_before": from_before,
+        "dynamic_sampling/carried": carried,
+        "dynamic_sampling/discarded": max(0, live - P) - carried,
+      }
+    return metrics
+
+
+_SHORTEST = 64
+
+
+def sizes(max_tokens: int) -> list[int]:
+  """The lengths to which completions are cut, ascending. Each is about double the one before.
+
+  They are few, because the programs of a step are compiled for each of them.
+  """
+  return halvings(max_tokens, _SHORTEST)
+
+
+def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:
+  """Arrays [P, G, T] of a tree, cut to the smallest size that holds every completion.
+
+  Args:
+    tree: Arrays of the host. Those of fewer than three dimensions stay as they are.
+    lengths_PG: How many tokens each completion has.
+    max_tokens: T.
+  """
+  longest = max(1, int(lengths_PG.max()))
+  size = next(size for size in sizes(max_tokens) if size >= longest)
+
+  def cut_array(x: Any) -> Any:
+    has_tokens = np.ndim(x) == 3 and x.shape[-1] == max_tokens
+    return x[..., :size] if has_tokens else x
+
+  return jax.tree.map(cut_array, tree)

@@ -1,0 +1,116 @@
+"""Rewards of rollouts on the host: sums, the penalty for length, and steps placed on tokens."""
+
+import bisect
+from collections.abc import Callable, Sequence
+import os
+
+import numpy as np
+
+from grpo_jax import rewards as rewards_lib
+from grpo_jax.rewards.functions.lengths import overlong
+from grpo_jax.rollouts.rollout import Rollouts, sampled_ids
+from grpo_jax.types import Completions, Rewards
+
+OVERLONG = "overlong"  # the name under which the penalty for length reports
+
+DecodeText = Callable[[list[int]], str]
+
+
+def host_scores(rewards: Rewards) -> np.ndarray:
+  """`Rewards.score_PG` of numpy arrays, float32 [P, G], summed in float64 on the host."""
+  scores_PGJ = rewards.scores_PGJ.astype(np.float64)
+  totals_PG = np.nansum(scores_PGJ * np.array(rewards.weights), -1)
+  unscored_PG = np.isnan(scores_PGJ).all(-1)
+  return np.where(unscored_PG, np.nan, totals_PG).astype(np.float32)
+
+
+def groups_that_differ(rewards: Rewards) -> np.ndarray:
+  """bool [P], groups in which two scored rewards differ. Others teach nothing."""
+  totals_PG = host_scores(rewards)
+  scored_PG = ~np.isnan(totals_PG)
+  largest_P = np.where(scored_PG, totals_PG, -np.inf).max(1)
+  smallest_P = np.where(scored_PG, totals_PG, np.inf).min(1)
+  return largest_P > smallest_P
+
+
+def with_overlong(
+  rewards: Rewards, completions: Completions, max_tokens: int, fraction: float
+) -> Rewards:
+  """The rewards with DAPO's penalty for length as one more function of weight 1.
+
+  A completion has a penalty if it reaches into the last `fraction` of max_tokens and a function
+  scored it. With rewards of steps, the penalty is also the reward of a step that ends at the last
+  token. A penalty of 0 makes no such step, because the step would count in the mean over steps.
+  """
+  penalty_PG = overlong(completions.lengths_PG, max_tokens, round(fraction * max_tokens))
+  scored_PG = ~np.isnan(rewards.scores_PGJ).all(-1)
+  penalty_PG = np.where(scored_PG, penalty_PG, np.float32(np.nan))
+  shaped = rewards.replace(
+    scores_PGJ=np.concatenate([rewards.scores_PGJ, penalty_PG[..., None]], -1),
+    weights=(*rewards.weights, 1.0),
+  )
+  if rewards.step_rewards_PGT is None:
+    return shaped
+  T = completions.tokens_PGT.shape[-1]
+  at_last_PGT = np.arange(T) == completions.lengths_PG[..., None] - 1
+  penalised_PGT = at_last_PGT & (penalty_PG < 0)[..., None]
+  penalty_PGT = np.where(penalised_PGT, penalty_PG[..., None], 0)
+  return shaped.replace(
+    step_rewards_PGT=rewards.step_rewards_PGT + penalty_PGT.astype(np.float32),
+    step_ends_PGT=np.maximum(rewards.step_ends_PGT, penalised_PGT.astype(np.float32)),
+  )
+
+
+def no_steps(completions: Completions) -> tuple[np.ndarray, np.ndarray]:
+  """Rewards and ends [P, G, T] of completions without a step."""
+  shape = completions.tokens_PGT.shape
+  return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+
+
+def steps_on_tokens(
+  rollouts: Rollouts,
+  steps: Sequence[Sequence[rewards_lib.Steps]],
+  weights: Sequence[float],
+  decode_text: DecodeText,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Places the reward of each step at the token with the step's last character.
+
+  Args:
+    rollouts: P * G completions.
+    steps: For each function, the steps (end in characters, reward) of each completion.
+    weights: Of the functions. Steps that end at the same token become one step, whose reward is the
+      weighted sum.
+    decode_text: Makes a text from token ids.
+
+  Returns:
+    (rewards, ends), float32 [P, G, T]: ends is 1 at the tokens where a step ends. A step that ends
+    with the text ends at the completion's last token.
+  """
+  rewards_PGT, ends_PGT = no_steps(rollouts.completions)
+  G = rollouts.texts_PG.shape[1]
+  for weight, steps_of_rows in zip(weights, steps, strict=True):
+    for row, row_steps in enumerate(steps_of_rows):
+      p, g = divmod(row, G)
+      for end, reward in row_steps:
+        t = _token_of_character(rollouts, p, g, end, decode_text)
+        rewards_PGT[p, g, t] += weight * reward
+        ends_PGT[p, g, t] = 1
+  return rewards_PGT, ends_PGT
+
+
+def _token_of_character(
+  rollouts: Rollouts, p: int, g: int, end: int, decode_text: DecodeText
+) -> int:
+  """The index of the token in its row with which the first `end` characters are complete."""
+  text = rollouts.texts_PG[p, g]
+  ids = sampled_ids(rollouts.completions, p, g)
+  places = np.flatnonzero(rollouts.completions.sampled_PGT[p, g])
+  if end >= len(text):
+    return int(places[-1])
+
+  def characters_written(count: int) -> int:
+    # Not the length of the decoded text: when a character is cut between its bytes, each part may
+    # be decoded to a character of its own.
+    return len(os.path.commonprefix([text, decode_text(ids[:count])]))
+
+  return int(places[bisect.bisect_left(range(1, len(ids)), end, key=characters_written)])

@@ -1,0 +1,149 @@
+"""Reads one checkpoint from disk and verifies that its arrays are the ones that were saved."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+from grpo_jax.parallel.hosts import any_process
+from grpo_jax.storage import manifest as fmt
+
+T = TypeVar("T")
+LayersOf = Callable[[str], Sequence[str]]
+
+
+class Damaged(Exception):
+  """A checkpoint that cannot be read, or that does not hold the numbers that were saved."""
+
+
+def no_layers(name: str) -> Sequence[str]:
+  """The `layers_of` of trees without stacked layers."""
+  del name
+  return ()
+
+
+def read(
+  path: Path,
+  abstract: Any,
+  optional: Collection[str] = (),
+  whole: bool = True,
+  layers_of: LayersOf = no_layers,
+) -> Any:
+  """The tree of the checkpoint at `path`.
+
+  Args:
+    path: The folder of one step.
+    abstract: The tree to restore. Its top level is a dict or a dataclass of groups. Each leaf has a
+      shape and a dtype, and a sharding where the array belongs on the devices.
+    optional: Names of groups on the host that a checkpoint may lack. Such a group is restored as
+      nested dicts of numpy arrays with the leaves that were saved, whichever leaves `abstract` has
+      there. Where the checkpoint lacks the group, the value in `abstract` is returned.
+    whole: Whether the checkpoint must hold no groups that `abstract` lacks.
+    layers_of: The name of a leaf -> the names of the single layers that it holds. Where a
+      checkpoint has these instead, as earlier versions saved them, they are stacked.
+
+  Raises:
+    Damaged: The checkpoint cannot be read, or is not what was saved.
+    ConfigError: The checkpoint holds another tree.
+  """
+  subtrees, structure = _groups_of(abstract)
+  named_leaves = fmt.flatten(abstract).items()
+  wanted = {name: leaf for name, leaf in named_leaves if fmt.group_of(name) not in optional}
+  reader = _make_reader()
+
+  manifest_args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+  manifest = _attempt(lambda: fmt.unseal(reader.restore(path, manifest_args)["manifest"]))
+  groups_to_check = subtrees.keys() | (fmt.by_group(manifest).keys() if whole else set())
+  strict_entries = _entries_of(manifest, groups_to_check - set(optional))
+  apart = fmt.in_layers(strict_entries, wanted, layers_of)
+  stacks = {name: wanted.pop(name) for name in apart}
+  wanted |= {name: fmt.one_layer(stacks[stack]) for stack, names in apart.items() for name in names}
+  fmt.check_same_leaves(path, strict_entries, wanted)
+  saved = strict_entries | _entries_of(manifest, subtrees.keys() & set(optional))
+
+  arrays = _attempt(lambda: _read_arrays(reader, path, saved, wanted))
+  damaged = fmt.first_damaged(_select(arrays, saved, on_host=False), saved)
+  if damaged:
+    raise Damaged(f"{damaged} is not what was saved")
+  for name, layers in apart.items():
+    arrays[name] = fmt.stack([arrays.pop(layer) for layer in layers], stacks[name])
+  restored = [_restore_group(group, tree, arrays, optional) for group, tree in subtrees.items()]
+  return jax.tree.unflatten(structure, restored)
+
+
+def _restore_group(
+  group: str, abstract: Any, arrays: Mapping[str, Any], optional: Collection[str]
+) -> Any:
+  """One group of the restored tree, from all the named arrays."""
+  if group not in optional:
+    leaves = [arrays[name] for name in fmt.flatten({group: abstract})]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+  in_group = {name: array for name, array in arrays.items() if fmt.group_of(name) == group}
+  return fmt.nested(in_group)[group] if in_group else abstract
+
+
+def _groups_of(tree: Any) -> tuple[dict[str, Any], Any]:
+  """Splits the top level of a tree into {group: subtree} and the structure that joins them."""
+  children, structure = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)
+  return {jax.tree_util.keystr(path, simple=True): child for path, child in children}, structure
+
+
+def _entries_of(manifest: fmt.Manifest, groups: Collection[str]) -> fmt.Manifest:
+  return {name: entry for name, entry in manifest.items() if fmt.group_of(name) in groups}
+
+
+def _make_reader() -> ocp.Checkpointer:
+  """A reader for this process alone.
+
+  It has no barriers, because a process that cannot read would leave the others waiting in them.
+  """
+  process = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(
+    primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
+  )
+  options = ocp.CompositeOptions(multiprocessing_options=alone)
+  handler = ocp.CompositeCheckpointHandler(composite_options=options)
+  return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _read_arrays(
+  reader: ocp.Checkpointer, path: Path, saved: fmt.Manifest, wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Every array in the manifest `saved`, by name. Verifies the arrays of the host."""
+  targets = {}
+  for name, entry in saved.items():
+    on_host = fmt.is_host_entry(entry) or name not in wanted
+    targets[name] = fmt.empty_host_array(entry) if on_host else wanted[name]
+  on_disk = {name: leaf for name, leaf in targets.items() if not fmt.is_manifest_only(leaf)}
+  items = {
+    group: ocp.args.StandardRestore(leaves) for group, leaves in fmt.by_group(on_disk).items()
+  }
+  restored = reader.restore(path, ocp.args.Composite(**items))
+  arrays = targets | {name: restored[fmt.group_of(name)][name] for name in on_disk}
+  # Each process verifies its own copy of these. It does so inside `_attempt`, so that all processes
+  # give up if one of them has read a file wrongly.
+  damaged = fmt.first_damaged(_select(arrays, saved, on_host=True), saved)
+  if damaged:
+    raise ValueError(f"{damaged} is not what was saved")
+  return arrays
+
+
+def _select(arrays: Mapping[str, Any], saved: fmt.Manifest, on_host: bool) -> dict[str, Any]:
+  return {
+    name: array for name, array in arrays.items() if fmt.is_host_entry(saved[name]) == on_host
+  }
+
+
+def _attempt(read: Callable[[], T]) -> T:
+  """The result of read(). Raises Damaged on every process if it failed on any."""
+  result: T
+  reason = ""
+  try:
+    result = read()
+  except Exception as error:  # json, orbax, tensorstore and the file system each have their own
+    reason = str(error.__cause__ or error).split("\n")[0][:150] or type(error).__name__
+  if any_process(bool(reason)):
+    raise Damaged(reason or "on another host")
+  return result

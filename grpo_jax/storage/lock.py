@@ -1,0 +1,145 @@
+"""A run's folder belongs to one run at a time.
+
+The run holds a lock of the kernel on a file in the folder. The kernel releases it when the process
+ends, however it ends, so a file that a killed run leaves behind blocks nobody. The file says who
+holds the lock, for the message to others. Programs that only read the folder do not take the lock.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import datetime
+import errno
+import fcntl
+import os
+from pathlib import Path
+import socket
+
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.json_files import naming
+from grpo_jax.storage.workdir import LOCK_FILE, make_folder
+
+# How file systems say that they have no locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
+_locked: set[int] = set()  # the descriptors of this process
+
+
+@contextlib.contextmanager
+def held(workdir: Path, warn: Callable[[str], None], name: Path | None = None) -> Iterator[None]:
+  """Creates the folder and keeps other runs out of it. Only a run's first process may call it.
+
+  Args:
+    workdir: The run's folder.
+    warn: Receives a line where the lock cannot keep out runs on other machines.
+    name: How the user named the folder, if not by `workdir`.
+
+  Raises:
+    ConfigError: Another run holds the folder, or the folder cannot be created.
+    OSError: The folder cannot be written.
+  """
+  make_folder(workdir)
+  path = workdir / LOCK_FILE
+  descriptor, has_locks = _open_locked(path, name or workdir)
+  _locked.add(descriptor)
+  try:
+    _warn_of_others(
+      workdir, os.pread(descriptor, 1000, 0).decode(errors="replace"), has_locks, warn
+    )
+    with naming(path):
+      os.ftruncate(descriptor, 0)
+      os.pwrite(descriptor, f"process {os.getpid()}{_on_this_host()} since {_now()}".encode(), 0)
+    yield
+  finally:
+    if descriptor in _locked:  # not in a forked child
+      _locked.remove(descriptor)
+      with contextlib.suppress(OSError):  # such as a disk that became read-only
+        path.unlink()
+      os.close(descriptor)
+
+
+def holder(workdir: Path) -> str:
+  """Who holds the folder, such as "process 7 on HOST since ...", or "" if nobody does.
+
+  Changes nothing. Says "" too where the file system has no locks.
+  """
+  try:
+    descriptor = os.open(workdir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+  except OSError:  # such as no file, which is what a run leaves that ends by itself
+    return ""
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return _written(descriptor)
+  except OSError:
+    return ""
+  finally:
+    os.close(descriptor)
+  return ""
+
+
+def _open_locked(path: Path, name: Path) -> tuple[int, bool]:
+  """(the locked file, whether its file system has locks)."""
+  while True:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      if _is_at(path, descriptor):
+        return descriptor, True
+      # Its holder removed it between our `open` and our `flock`. Another run may lock a new file.
+    except BlockingIOError:
+      holds = _written(descriptor)
+      os.close(descriptor)
+      raise ConfigError(
+        f"--workdir={name} is in use by {holds}: wait for its end, or name another folder"
+      ) from None
+    except OSError as error:
+      if error.errno in _NO_LOCKS:
+        return descriptor, False
+      os.close(descriptor)
+      raise
+    os.close(descriptor)
+
+
+def _written(descriptor: int) -> str:
+  """Who wrote the file of a lock that is held."""
+  return os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+  try:
+    return os.path.samestat(os.stat(path), os.fstat(descriptor))
+  except FileNotFoundError:
+    return False
+
+
+def _warn_of_others(workdir: Path, left: str, has_locks: bool, warn: Callable[[str], None]) -> None:
+  """Warns where the lock does not prove that nobody else writes.
+
+  Args:
+    workdir: The run's folder.
+    left: Who held the lock and did not release it, or "".
+    has_locks: Whether the file system has locks. Even then, some do not see other machines.
+    warn: Receives the line.
+  """
+  if not has_locks:
+    holder = f" ({left} did)" if left else ""
+    warn(f"{workdir} has no file locks: make sure that no other run uses it{holder}")
+  elif left and _on_this_host() + " " not in left:
+    warn(f"{workdir} was left by {left}: if that run still goes on, stop one of the two")
+
+
+def _on_this_host() -> str:
+  return f" on {socket.gethostname()}"
+
+
+def _now() -> str:
+  return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _release_in_child() -> None:
+  """A forked child that outlives this process must not keep the folder locked."""
+  for descriptor in _locked:
+    os.close(descriptor)
+  _locked.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,0 +1,228 @@
+"""The manifest of a checkpoint: the name, shape, dtype and digest of every array.
+
+Orbax verifies its own index but not the arrays: a flipped bit in an array comes back as another
+number, without an error. So each checkpoint carries a manifest, and the reader compares the digest
+of every array that it restores.
+
+There are two kinds of digest. An array on the devices may be split over several processes, so its
+entry holds a `digest` that the devices compute. A numpy array on the host has a `crc32` instead.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import json
+from pathlib import Path
+from typing import Any
+import zlib
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.bucket import COMMITTED, is_bucket, reaching
+
+Manifest = dict[str, dict[str, Any]]
+
+
+def saved_steps(directory: Path) -> list[int]:
+  """The steps whose checkpoints in this folder are complete (damaged or not), ascending."""
+  with reaching(directory):
+    return sorted(int(path.name) for path in _numbered(directory) if _is_complete(path))
+
+
+def unfinished(directory: Path) -> list[Path]:
+  """What saves have left in this folder that were killed or that failed."""
+  with reaching(directory):
+    if is_bucket(directory):
+      return [path for path in _numbered(directory) if not _is_complete(path)]
+    return list(directory.glob("*.orbax-checkpoint-tmp*"))
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+  """The leaves of a tree by name, such as {"params.layer.w": leaf}.
+
+  Flat, so that it does not matter how orbax treats tuples and empty nodes.
+
+  Raises:
+    ValueError: A key contains a dot, which separates the keys in a name.
+  """
+  flat = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    if any("." in key for key in keys):
+      raise ValueError(f"keys of a saved tree may not contain dots: {keys}")
+    flat[".".join(keys)] = leaf
+  return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """The inverse of `flatten` for nested dicts."""
+  tree: dict[str, Any] = {}
+  for name, leaf in flat.items():
+    *parents, last = name.split(".")
+    node = tree
+    for key in parents:
+      node = node.setdefault(key, {})
+    node[last] = leaf
+  return tree
+
+
+def group_of(name: str) -> str:
+  """The first part of a leaf's name, such as "params"."""
+  return name.split(".")[0]
+
+
+def by_group(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """The leaves by group. A group is an item of its own on disk, so that it can be read alone."""
+  groups: dict[str, dict[str, Any]] = {}
+  for name, leaf in flat.items():
+    groups.setdefault(group_of(name), {})[name] = leaf
+  return groups
+
+
+def describe(flat: Mapping[str, jax.Array | np.ndarray]) -> Manifest:
+  """The manifest entries of named arrays."""
+  # One after the other: of several digests under way at once, each process may start another one
+  # first, and then they wait for each other for ever.
+  return {name: _entry(leaf) for name, leaf in flat.items()}
+
+
+def seal(entries: Manifest) -> dict[str, Any]:
+  """The manifest as it is written to disk: the entries and their checksum."""
+  return {"leaves": entries, "crc32": zlib.crc32(json.dumps(entries, sort_keys=True).encode())}
+
+
+def unseal(manifest: Mapping[str, Any]) -> Manifest:
+  """The entries of a sealed manifest. Raises ValueError if they do not match the checksum."""
+  if manifest != seal(manifest["leaves"]):
+    raise ValueError("the manifest is not what was saved")
+  return manifest["leaves"]
+
+
+def is_host_entry(entry: Mapping[str, Any]) -> bool:
+  """True for a leaf that was saved as a numpy array on the host."""
+  return "crc32" in entry
+
+
+def empty_host_array(entry: Mapping[str, Any]) -> np.ndarray:
+  """An uninitialised numpy array of the entry's shape and dtype."""
+  return np.empty(entry["shape"], jnp.dtype(entry["dtype"]))
+
+
+def is_manifest_only(leaf: Any) -> bool:
+  """True for an empty numpy array. Orbax cannot write it, and its entry is enough."""
+  return isinstance(leaf, np.ndarray) and leaf.size == 0
+
+
+def first_damaged(arrays: Mapping[str, jax.Array | np.ndarray], saved: Manifest) -> str | None:
+  """The name of the first array that does not have the digest of its entry in `saved`, or None."""
+  for name, array in arrays.items():
+    if _digest_of(array, is_host_entry(saved[name])) != _saved_digest(saved[name]):
+      return name
+  return None
+
+
+def check_same_leaves(path: Path, saved: Manifest, wanted: Mapping[str, Any]) -> None:
+  """Raises ConfigError at the first leaf whose name, shape or dtype differs.
+
+  Args:
+    path: The checkpoint, for the error message.
+    saved: The manifest entries to compare.
+    wanted: The leaves that the config needs, by name. Each has a shape and a dtype.
+  """
+  there = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in saved.items()}
+  here = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in wanted.items()}
+  for name in [*here, *there]:
+    if there.get(name) != here.get(name):
+      raise ConfigError(
+        f"checkpoint {path} has {there.get(name, 'nothing')} for {name} where this config needs "
+        f"{here.get(name, 'nothing')}: use the config it was saved with, or another workdir"
+      )
+
+
+def in_layers(
+  saved: Manifest, wanted: Mapping[str, Any], layers_of: Callable[[str], Sequence[str]]
+) -> dict[str, Sequence[str]]:
+  """The arrays of `wanted` whose layers the checkpoint holds apart, as earlier versions saved them.
+
+  Args:
+    saved: The manifest entries of the checkpoint.
+    wanted: The leaves that the config needs, by name.
+    layers_of: The name of a leaf -> the names of its layers, in their order, or nothing.
+
+  Returns:
+    The name of each such leaf -> the names of its layers.
+  """
+  found = {}
+  for name, leaf in wanted.items():
+    names = layers_of(name)
+    shapes = [saved[layer]["shape"] for layer in names if layer in saved]
+    if names and shapes == [list(leaf.shape[1:])] * len(names):
+      found[name] = names
+  return found
+
+
+def one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
+  """The shape of a layer of a stacked leaf, with the place where the stack lies."""
+  sharding = getattr(leaf, "sharding", None)
+  if isinstance(sharding, NamedSharding):
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+  return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+
+def stack(layers: Sequence[jax.Array], leaf: Any) -> jax.Array:
+  """The layers as one array that lies where `leaf` does."""
+  return jax.jit(lambda *x: jnp.stack(x), out_shardings=leaf.sharding)(*layers)
+
+
+def _numbered(directory: Path) -> list[Path]:
+  if not directory.is_dir():
+    return []
+  return [path for path in directory.iterdir() if path.name.isdecimal()]
+
+
+def _is_complete(path: Path) -> bool:
+  """Whether orbax has finished the checkpoint. On a disk, only then does it have this name."""
+  return not is_bucket(path) or (path / COMMITTED).exists()
+
+
+def _entry(leaf: jax.Array | np.ndarray) -> dict[str, Any]:
+  on_host = isinstance(leaf, np.ndarray)
+  kind = "crc32" if on_host else "digest"
+  return {"shape": list(leaf.shape), "dtype": str(leaf.dtype), kind: _digest_of(leaf, on_host)}
+
+
+def _digest_of(array: jax.Array | np.ndarray, on_host: bool) -> int:
+  return zlib.crc32(array.tobytes()) if on_host else int(device_digest(array))
+
+
+def _saved_digest(entry: Mapping[str, Any]) -> int:
+  return entry["crc32"] if is_host_entry(entry) else entry["digest"]
+
+
+@jax.jit
+def device_digest(x: jax.Array) -> jax.Array:
+  """uint32: the sum over all elements of mix(bits ^ mix(index)), modulo 2^32.
+
+  Integer sums do not depend on the order, so the digest is the same on every mesh. `mix` is a
+  bijection, so a change of any one element changes the digest. Other damage goes unnoticed once
+  in 2^32.
+  """
+  if x.dtype == bool:
+    x = x.astype(jnp.uint8)
+  # Elements of eight bytes become two words each.
+  word_dtype = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+  words = lax.bitcast_convert_type(x, word_dtype).astype(jnp.uint32)
+  index = jnp.zeros(words.shape, jnp.uint32)
+  for axis, size in enumerate(words.shape):
+    index = index * size + lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+  return jnp.sum(_mix(words ^ _mix(index)), dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+  """The last step of MurmurHash3, a bijection of uint32."""
+  x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+  x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+  return x ^ (x >> 16)

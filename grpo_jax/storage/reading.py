@@ -1,0 +1,129 @@
+"""Reads what a run wrote. The run may still go on."""
+
+import dataclasses
+import json
+from pathlib import Path
+import re
+from types import MappingProxyType
+from typing import Any
+
+from grpo_jax import files
+from grpo_jax.config import Config, from_dict, to_dict
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.bucket import folder, reaching
+from grpo_jax.storage.saved_config import flat, load_config
+from grpo_jax.storage.workdir import read
+from grpo_jax.training.callback import Step
+
+Row = dict[str, Any]
+
+
+def read_config(workdir: str | Path) -> Config:
+  """The config that a run's folder was made with.
+
+  Raises:
+    ConfigError: There is no such file, or it is damaged.
+  """
+  file = folder(workdir) / "config.json"
+  with reaching(workdir, ConfigError):
+    if not file.is_file():
+      raise ConfigError(f"workdir {workdir} has no config.json: it is not the folder of a run")
+    values = load_config(file)
+  try:
+    return from_dict(values, saved=True)
+  except ConfigError as error:
+    raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def as_begun(config: Config, workdir: str | Path) -> Config:
+  """The config of a run that an earlier version may have begun.
+
+  A setting that did not exist then gets the value that reproduces the behaviour of that time, if
+  `config` has its default. So the command of that time goes on with the run.
+
+  A config.json that cannot be read changes nothing here, because another run may be writing it.
+  `open_run` reads it again when it holds the folder, and says what is wrong.
+
+  Args:
+    config: The config under which the run is to begin or to go on.
+    workdir: Its folder, which need not exist.
+  """
+  file = folder(workdir) / "config.json"
+  try:
+    with reaching(workdir, ConfigError):
+      saved = flat(load_config(file)) if file.is_file() else None
+  except ConfigError:
+    saved = None
+  if saved is None:
+    return config
+  earlier, default, given = (
+    flat(to_dict(each)) for each in (from_dict({}, saved=True), Config(), config)
+  )
+  return config.replace(
+    {
+      key: value
+      for key, value in earlier.items()
+      if key not in saved and value != default[key] == given[key]
+    }
+  )
+
+
+def read_metrics(workdir: str | Path) -> list[Row]:
+  """The rows of a run's metrics.jsonl, from its first step on.
+
+  Returns:
+    Dicts from the names of metrics to numbers, with `step` first. A number that is not finite is
+    None. Rows have different names: only some have an evaluation, and those of the warm start have
+    names of their own.
+
+  Raises:
+    ConfigError: The file does not exist or is damaged.
+  """
+  with reaching(workdir, ConfigError):
+    return read(workdir)
+
+
+def completion_steps(workdir: str | Path) -> list[int]:
+  """The steps whose completions a run saved, as `log.completions_every` says, in order."""
+  names = (path.name for path in (folder(workdir) / "completions").glob("*.jsonl"))
+  return sorted(int(name[:-6]) for name in names if re.fullmatch(r"\d{6,}\.jsonl", name))
+
+
+def read_completions(workdir: str | Path, step: int | None = None) -> list[Row]:
+  """The completions that a run sampled in a step, group by group.
+
+  Args:
+    workdir: The run's folder.
+    step: One of `completion_steps`. None means the newest.
+
+  Returns:
+    One dict for each completion, with `prompt`, `completion`, `reward` (None where no function
+    scored it), `rewards/NAME`, `advantage`, `length` in tokens, `stopped_by`, `prompt_ids`,
+    `completion_ids` and `logprobs`. The members of a group follow each other.
+
+  Raises:
+    ConfigError: The step was not saved, or its file is damaged.
+  """
+  steps = completion_steps(workdir)
+  if not steps:
+    raise ConfigError(
+      f"{workdir} has no completions yet: log.completions_every says after how many steps they are"
+      " saved"
+    )
+  step = steps[-1] if step is None else step
+  if step not in steps:
+    saved = ", ".join(map(str, steps[-20:]))
+    more = "..., " if len(steps) > 20 else ""
+    raise ConfigError(f"{workdir} has no completions of step {step}, but of {more}{saved}")
+  path = folder(workdir) / "completions" / f"{step:06d}.jsonl"
+  try:
+    return [json.loads(line) for line in files.read_bytes(path).splitlines()]
+  except (OSError, ValueError) as error:
+    raise ConfigError(f"{path} cannot be read ({error}): move it away") from error
+
+
+def with_last_row(step: Step) -> Step:
+  """The step with the last row of its run's metrics.jsonl."""
+  rows = read_metrics(step.workdir)
+  metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
+  return dataclasses.replace(step, metrics=MappingProxyType(metrics))

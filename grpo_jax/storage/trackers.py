@@ -1,0 +1,139 @@
+"""TensorBoard's event files, written by the training thread.
+
+The writer of tensorboardX has a thread of its own. When the disk is full, that thread dies, and the
+run then waits for it for ever.
+"""
+
+from collections.abc import Mapping, Sequence
+import html
+from pathlib import Path
+import re
+import secrets
+import socket
+import struct
+import time
+from typing import Any
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboardX.proto.tensor_pb2 import TensorProto
+from tensorboardX.record_writer import masked_crc32c
+
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.json_files import AppendedFile, replace_file
+from grpo_jax.storage.saved_config import load_config
+
+_VERSION = "brain.Event:2"
+
+
+class Events:
+  """One event file. Each start of a run writes its own."""
+
+  def __init__(self, workdir: Path, start_step: int) -> None:
+    """Creates the file. TensorBoard forgets what it has of steps after `start_step`."""
+    # TensorBoard wants the time in the name. The count keeps two starts within a second apart.
+    number = len(list(workdir.glob("events.out.tfevents.*")))
+    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{number}"
+    self._file = AppendedFile(workdir / name)
+    self._append(Event(file_version=_VERSION))
+    self._append(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Appends finite numbers by name."""
+    scalars = [Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()]
+    self._append(Event(step=step, summary=Summary(value=scalars)))
+
+  def write_text(self, step: int, name: str, text: str) -> None:
+    """Appends a text, which TensorBoard shows as Markdown."""
+    content = TensorProto(dtype="DT_STRING", string_val=[text.encode()])
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    value = Summary.Value(tag=_tag(name), tensor=content, metadata=metadata)
+    self._append(Event(step=step, summary=Summary(value=[value])))
+
+  def close(self) -> None:
+    self._file.close()
+
+  def _append(self, event: Event) -> None:
+    event.wall_time = time.time()
+    content = event.SerializeToString()
+    length = struct.pack("<Q", len(content))
+    self._file.append(length + _checksum(length) + content + _checksum(content))
+
+
+def _tag(name: str) -> str:
+  """The name with the characters that TensorBoard allows."""
+  return re.sub(r"[^-/\w.]", "_", name).lstrip("/")
+
+
+def _checksum(content: bytes) -> bytes:
+  return struct.pack("<I", masked_crc32c(content))
+
+
+def open_wandb(project: str, workdir: Path) -> Any:
+  """The run of this folder at Weights & Biases, which a resumed run continues.
+
+  Rows that are there already stay, even if their steps run again.
+  """
+  try:
+    import wandb  # here, because it is an optional dependency
+  except ImportError:
+    raise ConfigError(
+      "config key log.wandb needs the package wandb: pip install -e '.[wandb]'"
+    ) from None
+  id_path = workdir / "wandb_id"
+  if not id_path.exists():
+    replace_file(id_path, secrets.token_hex(8))
+  try:
+    return wandb.init(
+      project=project,
+      id=id_path.read_text(),
+      resume="allow",
+      name=workdir.name,
+      dir=str(workdir),
+      config=load_config(workdir / "config.json"),
+      settings=wandb.Settings(console="off"),
+    )
+  except Exception as error:  # no key, no network, no such project: each has its own exception
+    reason = " ".join(str(error).split())
+    raise ConfigError(
+      f"config key log.wandb is {project!r}: {reason:.200}; WANDB_MODE=offline needs no network"
+    ) from error
+
+
+def completions_table(rows: Sequence[dict[str, Any]]) -> Any:
+  """A table of the first completions of a step."""
+  import wandb
+
+  names = columns(rows)
+  data = [[row.get(name) for name in names] for row in rows[:MOST_SHOWN]]
+  return wandb.Table(columns=names, data=data)
+
+
+MOST_SHOWN = 64  # completions of a step; all of them are in completions/
+_FIRST = ("prompt", "completion", "reward", "advantage", "length")
+_MARKDOWN = "\\`*_{}[]()#+-.!|~"  # html.escape handles & < >
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+  """The fields that a reader wants: no token ids and no log-probs."""
+  scores = [name for name in rows[0] if name.startswith("rewards/")] if rows else []
+  return [*_FIRST, *scores]
+
+
+def completions_as_markdown(rows: Sequence[dict[str, Any]]) -> str:
+  """A table in Markdown. The texts stay texts: nothing in them is read as Markdown or HTML."""
+  names = columns(rows)
+  lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+  for row in rows[:MOST_SHOWN]:
+    lines.append("| " + " | ".join(_cell(row.get(name)) for name in names) + " |")
+  return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+  if isinstance(value, float):
+    return f"{value:.4g}"
+  if not isinstance(value, str):
+    return "-" if value is None else str(value)
+  text = html.escape(value, quote=False)
+  escaped = (f"&#{ord(letter)};" if letter in _MARKDOWN else letter for letter in text)
+  return "".join(escaped).replace("\n", "<br>")

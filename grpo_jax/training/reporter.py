@@ -1,0 +1,237 @@
+"""What a run writes and shows: rows of metrics, evaluations, completions and the terminal."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from grpo_jax.algo.checks import moves_unseen, settings_idle_at_ratio_one
+from grpo_jax.algo.settings import Algo
+from grpo_jax.config import Config
+from grpo_jax.console import notebook
+from grpo_jax.console.json_console import JsonConsole
+from grpo_jax.console.stdout import Stdout
+from grpo_jax.console.terminal import Terminal
+from grpo_jax.evaluation.evaluator import Evaluator
+from grpo_jax.parallel import sharding
+from grpo_jax.programs.run import Run
+from grpo_jax.settings import RunFailed
+from grpo_jax.storage.bucket_files import local_files
+from grpo_jax.storage.workdir import Writer
+from grpo_jax.timing import Clock
+
+COMPLETIONS_SHOWN = 4
+
+
+class Reporter:
+  """Reports a run's steps. The first process writes and shows, and all evaluate together.
+
+  Attributes:
+    evaluator: What evaluates the policy, or None where eval.every is 0.
+  """
+
+  def __init__(self, run: Run, workdir: Path, on_lost_stdout: Callable[[str], None]):
+    """Prints and writes nothing yet.
+
+    Args:
+      run: The run.
+      workdir: Its folder.
+      on_lost_stdout: Gets the reason when stdout cannot be written any more.
+
+    Raises:
+      ConfigError: The evaluation cannot be run.
+    """
+    self._run = run
+    self._workdir = workdir
+    self._writer: Writer | None = None
+    self._first_grpo_step = run.config.warm_start.steps
+    self._last_step = last_step(run.config)
+    is_first = run.hosts.is_first
+    # Lines and tables are plain text in a notebook, too, though its kernel asks for colours.
+    plain = {"color_system": None, "width": 100} if notebook.is_running() else {}
+    console = Console(
+      file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first, force_jupyter=False, **plain
+    )
+    as_json = run.config.log.console == "json"
+    self._terminal = JsonConsole(console) if as_json else Terminal(self._last_step, 0, console)
+    self.evaluator = Evaluator(run) if run.config.eval.every else None
+
+  def open(self, start_step: int) -> None:
+    """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
+    log = self._run.config.log
+    self._writer = self._run.hosts.on_first(
+      lambda: Writer(local_files(self._workdir), start_step, log.tensorboard, log.wandb, self.warn)
+    )
+    if self._writer:
+      self._writer.warn_of_missing_rows(start_step, log.every)
+
+  def close(self) -> None:
+    """Closes the files and leaves the terminal as it was."""
+    try:
+      if self._writer:
+        self._writer.close()
+    finally:
+      self._terminal.close()
+
+  def say(self, text: str) -> None:
+    """Prints a line."""
+    self._terminal.say(text)
+
+  def warn(self, text: str) -> None:
+    """Prints a warning."""
+    self._terminal.say(f"warning: {text}")
+
+  def start(self, step: int, params: Any) -> None:
+    """Makes the evaluation of `step` if it is due and metrics.jsonl does not have it.
+
+    That is so before the first step of a run that has no warm start, and where the evaluation of
+    the last step failed.
+    """
+    if not self._evaluation_is_due(step):
+      return
+    if step == 0:
+      self._write(0, self._evaluate(0, params))
+    elif self._run.hosts.any_process(
+      self._writer is not None and self._writer.lacks_evaluation(step)
+    ):
+      values = self._evaluate(step, params)
+      if self._writer:
+        self._writer.add_to_last(values)
+
+  def step(self, step: int, params: Any, metrics: dict, rows: list[dict] | None) -> dict:
+    """Reports a finished step, with the evaluation where one is due.
+
+    Args:
+      step: The number of steps so far.
+      params: The trained parameters.
+      metrics: The step's row.
+      rows: One object per completion, or None.
+
+    Returns:
+      The metrics, with those of the evaluation.
+    """
+    if rows is not None:
+      self._completions(step, rows)
+    if self._evaluation_is_due(step):
+      try:
+        metrics = metrics | self._evaluate(step, params)
+      except RunFailed:
+        self._write(step, metrics)  # the next start makes the evaluation
+        raise
+    elif step % self._run.config.log.every and step != self._last_step:
+      return metrics
+    self._write(step, metrics)
+    return metrics
+
+  def finish(self, step: int) -> None:
+    """Says where everything is."""
+    if step < self._last_step:
+      self.say(f"stopped at step {step}; run the same command again to resume")
+    else:
+      self.say(f"finished: metrics, completions and checkpoints are in {self._workdir}")
+
+  def header(self, lines: list[str]) -> None:
+    """Prints what is about to run."""
+    self._terminal.header(lines)
+
+  def _evaluation_is_due(self, step: int) -> bool:
+    every = self._run.config.eval.every
+    index = step - self._first_grpo_step
+    return bool(every) and index >= 0 and (index % every == 0 or step == self._last_step)
+
+  def _evaluate(self, step: int, params: Any) -> dict[str, float]:
+    clock = Clock()
+    metrics = self.evaluator(self._run.parameters.for_sampling(params), step)
+    return metrics | {"time/evaluate": clock.total()}
+
+  def _write(self, step: int, metrics: dict[str, float]) -> None:
+    values = {name: float(value) for name, value in metrics.items()}
+    if self._writer:
+      self._writer.write(step, values)
+    self._terminal.update(step, values)
+
+  def _completions(self, step: int, rows: list[dict]) -> None:
+    if self._writer:
+      self._writer.completions(step, rows)
+    # A few rows that are of several prompts and several members of their groups.
+    apart = max(1, len(rows) // COMPLETIONS_SHOWN - 1)
+    self._terminal.completions(step, rows[::apart])
+
+
+def last_step(config: Config) -> int:
+  """The number of steps of a run, those of the warm start included."""
+  return config.warm_start.steps + config.steps
+
+
+def header_lines(
+  run: Run,
+  prompts: list[tuple[str, Any]],
+  step: int,
+  workdir: Path,
+  saved_devices: int | None = None,
+) -> list[str]:
+  """What a user should know before the first step.
+
+  Args:
+    run: The run.
+    prompts: (name of the split, its prompts).
+    step: Where the run resumes, 0 for a new one.
+    workdir: The run's folder.
+    saved_devices: The number of devices on which the run was before, if that is known.
+  """
+  config, device = run.config, jax.devices()[0]
+  axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
+  lines = [
+    f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes};"
+    f" {run.parameters.describe()}; {config.batch.prompts} prompts x"
+    f" {config.batch.group_size} completions of at most {config.sampling.max_tokens} tokens,"
+    f" {run.programs.micro_batch} prompts at once in the update"
+  ]
+  for split, kept in prompts:
+    if kept.dropped:
+      lines.append(
+        f"{kept.dropped} {split} prompts are longer than data.max_prompt_tokens ="
+        f" {config.data.max_prompt_tokens} and left out; {len(kept)} remain"
+      )
+    if kept.replaced:
+      lines.append(
+        f"about {kept.replaced:.1%} of {len(kept)} {split} prompts are longer than"
+        f" data.max_prompt_tokens = {config.data.max_prompt_tokens}; others stand in for them"
+      )
+  undivided = sharding.undivided(run.parameters.abstract_policy, run.mesh)
+  if undivided:
+    lines.append(f"{len(undivided)} dimensions of parameters are not split, such as {undivided[0]}")
+  replicated = sharding.replicated(run.programs.abstract_state, run.mesh)
+  if replicated:
+    lines.append(
+      f"{len(replicated)} arrays of the optimizer are replicated, such as {replicated[0]}"
+    )
+  lines += _about_updates(config.algo)
+  lines += [f"warning: {remark}" for remark in run.remarks]
+  if step:
+    devices = run.mesh.size
+    moved = f", on {devices} devices instead of {saved_devices}"
+    has_moved = saved_devices not in (None, devices)
+    lines.append(
+      f"resuming from step {step} of {last_step(config)} in {workdir}{moved if has_moved else ''}"
+    )
+  return lines
+
+
+def _about_updates(algo: Algo) -> list[str]:
+  """What the number of updates per batch means for these settings."""
+  idle = settings_idle_at_ratio_one(algo)
+  if idle:
+    return [
+      f"one update per batch, so the ratio is 1 and algo.{', algo.'.join(idle)} change nothing;"
+      " algo.minibatches or algo.updates_per_batch would make them matter"
+    ]
+  if moves_unseen(algo):
+    return [
+      f"warning: algo.surrogate={algo.surrogate} has no ratio, so nothing limits the"
+      f" {algo.updates_per_step} updates per batch; choose fewer, set algo.kl_coef with"
+      " algo.kl_in='loss', or choose another surrogate"
+    ]
+  return []

@@ -1,0 +1,140 @@
+"""The state of a run: how it starts, what a checkpoint holds, and where the reference is."""
+
+from pathlib import Path
+from typing import Any
+
+from flax import struct
+import numpy as np
+
+from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.collect import HostState
+from grpo_jax.storage.checkpoint import Checkpoints, restore_tree, save_tree
+from grpo_jax.types import TrainState
+
+_DEVICES = "num_devices"  # of the group `host` of a checkpoint, not of the host state
+
+
+class RunState(struct.PyTreeNode):
+  """All that a run changes.
+
+  Attributes:
+    train: What updates change.
+    reference: The reference policy, as trained parameters: all parameters in model.reference_dtype,
+      or adapters. None where no KL term needs it, during the warm start if the reference is then
+      frozen, and with LoRA if the reference is the base without adapters.
+    host: numpy arrays on the host, such as counters.
+  """
+
+  train: TrainState
+  reference: Any
+  host: HostState
+
+
+class StateStore:
+  """Starts a run's state, saves it and restores it.
+
+  A reference that moves is part of every checkpoint. One that stays is written once, after the warm
+  start, to the folder `reference`. Without a warm start it is made again from the config.
+
+  Attributes:
+    saved_devices: The number of devices that the restored checkpoint was saved on, if it says so.
+  """
+
+  def __init__(self, run: Run, workdir: Path, checkpoints: Checkpoints, host: HostState):
+    """`host` is the host state of a run's first step."""
+    self._run = run
+    self.saved_devices: int | None = None
+    self._reference_path = workdir / "reference"
+    self._checkpoints = checkpoints
+    self._initial_host = host
+    algo = run.config.algo
+    self._reference_moves = algo.uses_reference and bool(algo.ref_sync_steps)
+    self._base_is_reference = run.parameters.model.lora is not None and not algo.ref_sync_steps
+    self._has_warm_start = run.config.warm_start.steps > 0
+
+  def restore_or_init(self) -> tuple[RunState, int, bool]:
+    """(state, step, whether the state comes from a checkpoint)."""
+    _ = self._run.parameters.base  # read now, so that no step's time holds it
+    for store in (self._checkpoints, Checkpoints(self._reference_path, keep=1)):
+      store.remove_unfinished()
+    restored = self._checkpoints.restore_latest(self._abstract(), optional=("host",))
+    if restored is None:
+      return self._init(), 0, False
+    step, tree = restored
+    names = ("step", "params", "opt_state", "coefs")
+    train = TrainState(**{name: tree[name] for name in names})
+    reference = tree.get("reference")
+    in_warm_start = self._has_warm_start and step <= self._run.config.warm_start.steps
+    if reference is None and not in_warm_start:
+      reference = self._frozen_reference()
+    saved_host = dict(tree["host"] or {})
+    if _DEVICES in saved_host:
+      self.saved_devices = int(saved_host.pop(_DEVICES))
+    host = self._initial_host | saved_host
+    return RunState(train, reference, host), step, True
+
+  def begin_grpo(self, state: RunState) -> RunState:
+    """Ends the warm start: resets the optimizer and makes the current policy the reference."""
+    if not self._has_warm_start:
+      return state
+    reference = self._first_reference(state.train.params)
+    if reference is not None and not self._reference_moves:
+      save_tree(self._reference_path, reference)
+    train = self._run.programs.init_state(state.train.params).replace(step=state.train.step)
+    return state.replace(train=train, reference=reference)
+
+  def save(self, step: int, state: RunState) -> None:
+    """Starts to write a checkpoint. A step that is saved already is left as it is."""
+    self._checkpoints.save(step, self._tree(state))
+
+  def reference_params(self, state: RunState) -> Any:
+    """All parameters of the reference policy, or None where no KL term needs them."""
+    if not self._run.config.algo.uses_reference:
+      return None
+    if state.reference is None:
+      return self._run.parameters.base
+    return self._run.parameters.policy(state.reference)
+
+  def sync_reference(self, state: RunState) -> RunState:
+    """Moves the reference towards the policy."""
+    moved = self._run.programs.sync_reference(state.reference, state.train.params)
+    return state.replace(reference=moved)
+
+  def _init(self) -> RunState:
+    params = self._run.initial_params()
+    in_warm_start = self._has_warm_start and not self._reference_moves
+    reference = None if in_warm_start else self._first_reference(params)
+    return RunState(self._run.programs.init_state(params), reference, self._initial_host)
+
+  def _first_reference(self, params: Any) -> Any:
+    """A copy of the policy, where the reference is neither unused nor the base."""
+    if not self._run.config.algo.uses_reference or self._base_is_reference:
+      return None
+    return self._run.parameters.reference(params)
+
+  def _frozen_reference(self) -> Any:
+    """The reference that is not in the checkpoint, of a run in its GRPO phase."""
+    algo = self._run.config.algo
+    if not algo.uses_reference or self._base_is_reference:
+      return None
+    if not self._has_warm_start:
+      return self._run.initial_reference()
+    parameters = self._run.parameters
+    return restore_tree(self._reference_path, parameters.abstract_reference, parameters.layers_of)
+
+  def _abstract(self) -> dict[str, Any]:
+    abstract = self._run.programs.abstract_state
+    reference = self._run.parameters.abstract_reference if self._reference_moves else None
+    return self._tree(RunState(abstract, reference, self._initial_host))
+
+  def _tree(self, state: RunState) -> dict[str, Any]:
+    """What a checkpoint holds. Its names are those of every earlier version."""
+    train = state.train
+    tree = {
+      "step": train.step,
+      "params": train.params,
+      "opt_state": train.opt_state,
+      "coefs": train.coefs,
+      "host": state.host | {_DEVICES: np.int64(self._run.mesh.size)},
+    }
+    return tree | {"reference": state.reference} if self._reference_moves else tree
