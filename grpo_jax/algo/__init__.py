@@ -1,4 +1,4 @@
-"""The algorithm, arrays to arrays: advantages, ratios, surrogates, KL, and the objective of them all.
+"""The algorithm, arrays to arrays: advantages, ratios, surrogates, KL, and their objective.
 
 It may import types, masked, settings and registry. `objective.py` is GRPO's equation.
 """
