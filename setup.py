@@ -20,6 +20,7 @@ setup(
     "numpy>=2.1",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.11.36",
+    "platformdirs>=4.14",
     "qwix>=0.1.5",
     "rich>=14.3",
     "safetensors>=0.7",

@@ -36,7 +36,7 @@ import safetensors.torch
 import torch
 from trl_job import Job, Replay, Step, replay, train_freely
 
-from grpo_jax.storage import workdir as run_folder
+from grpo_jax.storage import reading
 
 Rows = Sequence[Mapping[str, Any]]  # the metrics of each step
 Gaps = dict[str, list[float]]  # a quantity -> how far it is apart at each step
@@ -69,7 +69,7 @@ def grpo_jax(out: Path, module: str, name: str, *arguments: str) -> None:
 def train(out: Path, name: str, settings: Mapping[str, Any]) -> Path:
   """The folder of a run of grpo_jax with these settings. Starts or resumes it if it is not done."""
   workdir = out / name
-  rows = run_folder.read(workdir) if (workdir / "metrics.jsonl").exists() else []
+  rows = reading.read_metrics(workdir) if (workdir / "metrics.jsonl").exists() else []
   if rows and rows[-1]["step"] == settings["steps"] + settings.get("warm_start.steps", 0):
     return workdir
   flags = [f"--config.{key}={value}" for key, value in settings.items()]
@@ -137,7 +137,7 @@ def compare(out: Path) -> list[str]:
   start = warm_start(out)
   settings = {"model.path": start, "log.completions_every": 1}
   workdir = train(out, "recorded", JOB.ours() | settings)
-  ours, recording = run_folder.read(workdir), read_recording(workdir)
+  ours, recording = reading.read_metrics(workdir), read_recording(workdir)
   trainer = replay(JOB, start, recording, out / "replayed", attention="sdpa")
   theirs = trainer.metrics()
   other = replay(JOB, start, recording, out / "replayed", attention="eager").metrics()
@@ -188,7 +188,7 @@ def run_freely(out: Path, seeds: Sequence[int]) -> None:
   runs: dict[str, list[Rows]] = {OURS: [], THEIRS: []}
   for seed in seeds:
     settings = {"model.path": start, "seed": seed}
-    runs[OURS].append(run_folder.read(train(out, f"ours_{seed}", JOB.ours() | settings)))
+    runs[OURS].append(reading.read_metrics(train(out, f"ours_{seed}", JOB.ours() | settings)))
     file = out / f"trl_{seed}.json"
     if not file.exists():
       file.write_text(json.dumps(train_freely(JOB, start, seed, out / f"trl_{seed}")))

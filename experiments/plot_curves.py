@@ -19,7 +19,7 @@ import sys
 
 import matplotlib.pyplot as plt
 
-from grpo_jax.storage import workdir as run_folder
+from grpo_jax.storage import reading
 from grpo_jax.storage.reading import read_config
 
 STEPS = "GRPO steps after the warm start"
@@ -52,7 +52,7 @@ def main(picture: str, workdirs: Sequence[str]) -> None:
 def evaluations(workdir: str) -> Run:
   """The rows of a run that have an evaluation."""
   first = read_config(workdir).warm_start.steps
-  rows = run_folder.read(workdir)
+  rows = reading.read_metrics(workdir)
   return {int(row["step"]) - first: row for row in rows if ACCURACY in row}
 
 

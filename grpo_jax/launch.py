@@ -27,7 +27,7 @@ from grpo_jax.launchers.table import table
 from grpo_jax.launchers.units import Unit, units
 from grpo_jax.programs.checks import check
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.storage.saved_config import as_json, check_same_run, load_config
+from grpo_jax.storage.saved_config import as_json, check_same_run, read_values
 
 
 def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
@@ -133,7 +133,7 @@ def _checked_last_step(run: Unit) -> int:
 def _check_folder(workdir: Path, config: Config) -> None:
   file = workdir / "config.json"
   if file.is_file() and any((workdir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-    old = config_lib.completed(load_config(file))
+    old = config_lib.completed(read_values(file))
     check_same_run(file, as_json(old), as_json(config_lib.to_dict(config)))
 
 

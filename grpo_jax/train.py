@@ -22,8 +22,7 @@ from grpo_jax.console.stop import raising_on_second_signal
 from grpo_jax.parallel.processes import initialize_distributed
 from grpo_jax.programs.caller_state import leaving_nothing_behind
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.reading import with_last_row
-from grpo_jax.training.callback import Callback, Step
+from grpo_jax.training.callback import Callback, Step, with_last_row
 from grpo_jax.training.loop import run_steps
 
 

@@ -36,9 +36,8 @@ from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.programs import checks
 from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError, Setting, at_least, setting
-from grpo_jax.storage import workdir
 from grpo_jax.storage.checkpoint import Checkpoints
-from grpo_jax.storage.reading import as_begun, read_config
+from grpo_jax.storage.reading import as_begun, read_config, read_metrics
 from grpo_jax.storage.saved_config import check_same_run
 from grpo_jax.train import train
 from grpo_jax.training.loop import run_steps
@@ -350,7 +349,7 @@ def test_an_older_run_does_not_continue_with_another_value(older_run, key, value
     train(from_dict(values), older_run)
   advice = "name another --workdir, or keep the old value"
   assert str(error.value) == f"{path} has {message}: {advice}"
-  assert path.read_bytes() == before and [row["step"] for row in workdir.read(older_run)] == [1]
+  assert path.read_bytes() == before and [row["step"] for row in read_metrics(older_run)] == [1]
 
 
 def test_the_command_of_an_older_run_goes_on_with_it(older_run, tmp_path):
@@ -377,7 +376,7 @@ def test_an_older_run_evaluates_and_resumes(older_run):
 
   state = run_steps(dataclasses.replace(config, steps=2), older_run).state
   assert int(state.train.step) == 2
-  assert [row["step"] for row in workdir.read(older_run)] == [1, 2]
+  assert [row["step"] for row in read_metrics(older_run)] == [1, 2]
   # From now on, the file has every key.
   completed_values = json.loads((older_run / "config.json").read_text())
   assert completed_values == json.loads(json.dumps(to_dict(dataclasses.replace(config, steps=2))))

@@ -22,7 +22,9 @@ from grpo_jax.model import save
 from grpo_jax.storage import write_errors
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.json_files import AppendedFile, replace_file
-from grpo_jax.storage.workdir import Writer, open_run, read
+from grpo_jax.storage.reading import read_metrics
+from grpo_jax.storage.rows import Writer
+from grpo_jax.storage.workdir import open_run
 from grpo_jax.train import train
 
 NO_ROOM = "No space left on device"
@@ -171,14 +173,14 @@ def test_rows_on_a_full_disk(small_disk):
   assert (workdir / "config.json").read_text() == '{\n  "seed": 0\n}\n'
   writer.close()
   assert (workdir / "metrics.jsonl").read_bytes().endswith(b"}\n")
-  steps = [row["step"] for row in read(workdir)]
+  steps = [row["step"] for row in read_metrics(workdir)]
   assert steps == list(range(len(steps))) and len(steps) > 10
 
   (workdir / "ballast").unlink()
   again = Writer(workdir, 5, tensorboard=True)
   again.write(6, {})
   again.close()
-  assert [row["step"] for row in read(workdir)] == [*range(7)]
+  assert [row["step"] for row in read_metrics(workdir)] == [*range(7)]
 
 
 def tree(seed, size=4000):
@@ -258,7 +260,7 @@ def test_a_run_goes_on_when_there_is_room(small_disk, capfd):
   assert not [line for line in lines if not line.startswith("still ")]  # said on a slow machine
   (disk_folder / "ballast").unlink()
   train(config, workdir)
-  assert [row["step"] for row in read(workdir)] == [1]
+  assert [row["step"] for row in read_metrics(workdir)] == [1]
   assert not list(workdir.glob("*/*tmp*"))
 
   (workdir / "metrics.jsonl").unlink()

@@ -12,8 +12,8 @@ from small_run import G, P, small_config, with_reward, with_section
 from grpo_jax.rollouts.groups import choose, from_arrays, to_arrays
 from grpo_jax.rollouts.rollout_metrics import check_metrics, most_disputed_first
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.json_files import read_metrics
 from grpo_jax.storage.reading import read_completions
+from grpo_jax.storage.rows import parse_rows
 from grpo_jax.training.loop import run_steps
 
 # About half of the groups differ.
@@ -151,7 +151,7 @@ def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path):
   run_steps(config, tmp_path / "resumed", callback=lambda step: step.step == 2)
   run_steps(config, tmp_path / "resumed")
   whole, resumed = (
-    [row for row, _ in read_metrics(tmp_path / name / "metrics.jsonl")]
+    [row for row, _ in parse_rows(tmp_path / name / "metrics.jsonl")]
     for name in ("whole", "resumed")
   )
   assert sum(row["dynamic_sampling/from_before"] for row in whole[2:]) > 0

@@ -19,7 +19,7 @@ from grpo_jax.console.stdout import Stdout
 from grpo_jax.rewards import call
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.checkpoint import Checkpoints
-from grpo_jax.storage.workdir import read
+from grpo_jax.storage.reading import read_metrics
 from grpo_jax.train import train
 from grpo_jax.training.loop import SkippedUpdates
 
@@ -75,7 +75,7 @@ def test_what_a_function_raises_and_a_signal_lose_nothing(tmp_path):
     train(config, run)
   words = f"step 3: reward function reward raised SystemExit: 0 ({tmp_path}/reward.py line 13)"
   assert str(error.value) == f"{words}; step 2 is saved, the same command goes on"
-  assert saved_steps(run) == [2] and len(read(run)) == 3
+  assert saved_steps(run) == [2] and len(read_metrics(run)) == 3
 
   plan.write_text("decides 1 raise")  # at step 4; those of steps 0 and 2 are made
   with pytest.raises(RunFailed) as error:
@@ -83,18 +83,18 @@ def test_what_a_function_raises_and_a_signal_lose_nothing(tmp_path):
   words = "evaluation after step 4: reward function decides raised ValueError: no luck ("
   assert str(error.value).startswith(words) and "\n" not in str(error.value)
   assert saved_steps(run) == [2, 4]
-  last_row = read(run)[-1]
+  last_row = read_metrics(run)[-1]
   assert last_row["step"] == 4 and "reward" in last_row and "eval/accuracy" not in last_row
 
   plan.write_text("reward 1 stop")
   with pytest.raises(Stopped):
     train(config, run)
   assert saved_steps(run) == [2, 4, 5]
-  assert "eval/accuracy" in read(run)[-2]  # made when the run began again
+  assert "eval/accuracy" in read_metrics(run)[-2]  # made when the run began again
 
   plan.unlink()
   train(config, run)
-  assert without_times(read(run)) == without_times(read(tmp_path / "undisturbed"))
+  assert without_times(read_metrics(run)) == without_times(read_metrics(tmp_path / "undisturbed"))
 
 
 def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(tmp_path):
@@ -105,7 +105,7 @@ def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(
   source = "def reward(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]\n"
   with pytest.raises(RunFailed, match="the last 3 updates were skipped.*learning_rate") as error:
     train(with_reward(config, tmp_path, source), tmp_path / "run")
-  rows = read(tmp_path / "run")
+  rows = read_metrics(tmp_path / "run")
   first_skipped = next(row["step"] for row in rows if row["skipped_updates"])
   assert [row["skipped_updates"] for row in rows[-3:]] == [1, 1, 1]
   assert saved_steps(tmp_path / "run") == [first_skipped - 1]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from grpo_jax.storage.json_files import read_metrics
+from grpo_jax.storage.rows import parse_rows
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ def start(workdir, *flags, steps):
 
 def step_of(workdir):
   path = workdir / "metrics.jsonl"
-  rows = read_metrics(path) if path.exists() else []
+  rows = parse_rows(path) if path.exists() else []
   return rows[-1][0]["step"] if rows else 0
 
 

@@ -18,7 +18,7 @@ from grpo_jax.programs.checks import check
 from grpo_jax.programs.run import Run
 from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.workdir import read
+from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps
 
 
@@ -84,7 +84,7 @@ def digits(completions, **_):
 def rows_of(workdir):
   return [
     {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
-    for row in read(workdir)
+    for row in read_metrics(workdir)
   ]
 
 

@@ -11,8 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from grpo_jax.storage.checkpoint import Checkpoints
-from grpo_jax.storage.reading import read_config
-from grpo_jax.storage.workdir import read
+from grpo_jax.storage.reading import read_config, read_metrics
 from grpo_jax.training.loop import run_steps
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +50,7 @@ def test_an_old_run_continues_as_the_old_version_continued_it(name, unpack):
   """On eight devices, where the old version had one."""
   workdir, rows = unpack(name), expected(name)["rows"]
   (saved_at,) = Checkpoints(workdir / "checkpoints", keep=1).steps()
-  before = read(workdir)
+  before = read_metrics(workdir)
   old_keys = json.loads((workdir / "config.json").read_text())
   assert "name" not in old_keys["optimizer"]
   assert "host" not in {path.name for path in (workdir / "checkpoints" / str(saved_at)).iterdir()}
@@ -61,7 +60,7 @@ def test_an_old_run_continues_as_the_old_version_continued_it(name, unpack):
 
   updates = (config.steps + MORE) * config.algo.updates_per_step
   assert int(state.train.step) == config.warm_start.steps + updates
-  found = read(workdir)
+  found = read_metrics(workdir)
   assert [row["step"] for row in found] == [row["step"] for row in rows]
   assert found[: len(before)] == before
   new = [(ours, old) for ours, old in zip(found, rows) if old["step"] > saved_at]

@@ -12,8 +12,8 @@ import time
 from lora_run_test import REWARD, make_checkpoint, rows_of
 import pytest
 
-from grpo_jax.storage.json_files import read_metrics
 from grpo_jax.storage.reading import read_completions
+from grpo_jax.storage.rows import parse_rows
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def test_two_processes_give_the_numbers_of_one_and_stop_together_and_resume(tmp_
 
   both = start(2, tmp_path / "two", steps=100_000)
   # They resume from step 7. The last line of the file may be half written.
-  while len(read_metrics(tmp_path / "two" / "metrics.jsonl")) < 10:
+  while len(parse_rows(tmp_path / "two" / "metrics.jsonl")) < 10:
     assert both[0].poll() is None
     time.sleep(0.2)
   both[1].send_signal(signal.SIGTERM)  # to one of them, and both stop
@@ -153,7 +153,7 @@ ENDED = (
 def wait_for_rows(workdir, count, process):
   """Waits until metrics.jsonl has `count` rows."""
   metrics = workdir / "metrics.jsonl"
-  while not metrics.exists() or len(read_metrics(metrics)) < count:
+  while not metrics.exists() or len(parse_rows(metrics)) < count:
     assert process.poll() is None
     time.sleep(0.2)
 
@@ -237,7 +237,7 @@ def test_two_processes_score_in_little_more_than_half_the_time(tmp_path):
   one, two = train(1, tmp_path / "one", **keys), train(2, tmp_path / "two", **keys)
   assert_same(two, one)
   seconds = [
-    [row["time/reward"] for row, _ in read_metrics(tmp_path / name / "metrics.jsonl")]
+    [row["time/reward"] for row, _ in parse_rows(tmp_path / name / "metrics.jsonl")]
     for name in ("one", "two")
   ]
   print("seconds of rewards on one process and on two:", *seconds)

@@ -17,7 +17,7 @@ from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import units
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import lock
-from grpo_jax.storage.json_files import read_metrics
+from grpo_jax.storage.rows import parse_rows
 
 try:
   import ray_cluster
@@ -175,7 +175,7 @@ class Launcher:
 
   def step(self):
     path = self.workdir / "metrics.jsonl"
-    rows = read_metrics(path) if path.exists() else []
+    rows = parse_rows(path) if path.exists() else []
     return rows[-1][0]["step"] if rows else 0
 
   def resumed_from(self):

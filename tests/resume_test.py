@@ -23,7 +23,7 @@ from grpo_jax.config import from_dict
 from grpo_jax.console import exit_codes
 from grpo_jax.programs.run import Run
 from grpo_jax.storage.checkpoint import Checkpoints
-from grpo_jax.storage.workdir import read
+from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps
 from grpo_jax.training.reporter import Reporter
 from grpo_jax.training.state import StateStore
@@ -447,7 +447,7 @@ def test_a_run_with_a_moving_reference_is_the_same_after_kills(tmp_path, monkeyp
   killed = run_steps(c, tmp_path / "killed").state
   assert_equal(killed, whole)
   ours, theirs = (
-    [without_times(row) for row in read(tmp_path / name)] for name in ("killed", "whole")
+    [without_times(row) for row in read_metrics(tmp_path / name)] for name in ("killed", "whole")
   )
   assert ours == theirs and [row["step"] for row in ours] == [*range(1, LAST_STEP + 1)]
   assert abs(ours[2]["kl"]) < 1e-6 < 1e-4 < ours[3]["kl"]

@@ -22,7 +22,7 @@ from grpo_jax.programs.run import Run
 from grpo_jax.rollouts import reward_model
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.workdir import read
+from grpo_jax.storage.reading import read_metrics
 from grpo_jax.timing import Clock
 from grpo_jax.train import train
 
@@ -245,7 +245,9 @@ def train_and_read(tmp_path, *args, **kwargs):
   workdir = tmp_path / "run"
   train(config(*args, **kwargs), workdir)
   files = sorted((workdir / "completions").iterdir())
-  return read(workdir), [list(map(json.loads, file.read_text().splitlines())) for file in files]
+  return read_metrics(workdir), [
+    list(map(json.loads, file.read_text().splitlines())) for file in files
+  ]
 
 
 def expected_scores(folder, rows, separator=";"):

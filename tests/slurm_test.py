@@ -18,7 +18,7 @@ from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.slurm import names_in, script, seconds
 from grpo_jax.launchers.units import units
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.storage.json_files import read_metrics
+from grpo_jax.storage.rows import parse_rows
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ("--config=configs/arithmetic.py", "--config.data.prompt=it's {question}")
@@ -219,7 +219,7 @@ class Slurm:
 
   def step(self):
     path = self.workdir / "metrics.jsonl"
-    rows = read_metrics(path) if path.exists() else []
+    rows = parse_rows(path) if path.exists() else []
     return rows[-1][0]["step"] if rows else 0
 
   def wait_until(self, is_true, limit=300):

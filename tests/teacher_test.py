@@ -14,7 +14,7 @@ from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.json_files import read_metrics
+from grpo_jax.storage.rows import parse_rows
 from grpo_jax.timing import Clock
 from grpo_jax.training.loop import run_steps
 
@@ -120,7 +120,7 @@ def test_a_run_learns_from_the_teacher_alone(tmp_path):
   config = with_section(config, "batch", prompts=32, group_size=4)
   config = dataclasses.replace(config, steps=25)
   run_steps(config, tmp_path / "run")
-  kl = [row["teacher/reverse_kl"] for row, _ in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+  kl = [row["teacher/reverse_kl"] for row, _ in parse_rows(tmp_path / "run" / "metrics.jsonl")]
   assert np.mean(kl[-5:]) < 0.8 * np.mean(kl[:3])
 
 

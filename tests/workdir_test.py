@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.workdir import Writer, open_run, read
+from grpo_jax.storage.reading import read_metrics
+from grpo_jax.storage.rows import Writer
+from grpo_jax.storage.workdir import open_run
 
 CONFIG = {
   "seed": 0,
@@ -241,7 +243,7 @@ def test_rows_are_strict_json_with_step_first_and_order_kept(tmp_path):
     '"jax": 0.5}\n'
   )
   writer.close()
-  assert read(tmp_path) == [json.loads(line)]
+  assert read_metrics(tmp_path) == [json.loads(line)]
 
 
 def test_a_step_is_written_once(tmp_path):
@@ -255,7 +257,7 @@ def test_a_step_is_written_once(tmp_path):
   with pytest.raises(ValueError, match="step 4 is not later"):
     again.write(4, {})
   again.write(5, {})
-  assert [row["step"] for row in read(tmp_path)] == [4, 5]
+  assert [row["step"] for row in read_metrics(tmp_path)] == [4, 5]
 
 
 @given(st.data())
@@ -276,18 +278,18 @@ def test_half_a_last_line_is_dropped_and_a_broken_middle_is_an_error(tmp_path):
   write_rows(tmp_path, -1, 2)
   path = tmp_path / "metrics.jsonl"
   path.write_bytes(path.read_bytes() + b'{"step": 3, "rew')
-  assert [row["step"] for row in read(tmp_path)] == [0, 1, 2]
+  assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
   Writer(tmp_path, 2, tensorboard=False).close()
   assert path.read_bytes().count(b"\n") == 3 and path.read_bytes().endswith(b"}\n")
   lines = path.read_bytes().split(b"\n")
   path.write_bytes(b"\n".join([lines[0], b"\x00\x00", *lines[2:]]))
   message = "metrics.jsonl line 2 is not a row of metrics"
   with pytest.raises(ConfigError, match=message):
-    read(tmp_path)
+    read_metrics(tmp_path)
   with pytest.raises(ConfigError, match=message):
     Writer(tmp_path, 2, tensorboard=False)
   with pytest.raises(ConfigError, match="nowhere/metrics.jsonl does not exist"):
-    read(tmp_path / "nowhere")
+    read_metrics(tmp_path / "nowhere")
 
 
 def test_completions_keep_any_text_and_a_resume_removes_later_ones(tmp_path):
@@ -473,7 +475,7 @@ def test_without_checkpoints_the_run_starts_over_and_keeps_what_was_there(tmp_pa
     assert completions == f'{{"completion": "{first}"}}\n'
     assert f"{tmp_path} has no checkpoint: starting over" in warnings[number - 1]
     assert f"completions.{number} and metrics.jsonl.{number}" in warnings[number - 1]
-  assert read(tmp_path) == [] and not (tmp_path / "completions").exists()
+  assert read_metrics(tmp_path) == [] and not (tmp_path / "completions").exists()
   assert len(warnings) == 2
   Writer(tmp_path, -1, tensorboard=False, warn=warnings.append).close()
   assert len(warnings) == 2 and not (tmp_path / "metrics.jsonl.3").exists()

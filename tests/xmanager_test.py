@@ -19,7 +19,7 @@ from grpo_jax.launchers import xmanager
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import units
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.json_files import read_metrics
+from grpo_jax.storage.rows import parse_rows
 
 ROOT = Path(__file__).parents[1]
 RUNS = units("/sweep", ["--config=a b.py"], [{"seed": 0}, {"seed": 1}])
@@ -125,7 +125,7 @@ def end(process, limit=400):
 
 def step_of(workdir):
   path = workdir / "metrics.jsonl"
-  rows = read_metrics(path) if path.exists() else []
+  rows = parse_rows(path) if path.exists() else []
   return rows[-1][0]["step"] if rows else 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.storage import lock
-from grpo_jax.storage.saved_config import load_config
+from grpo_jax.storage.saved_config import read_values
 
 _ACCURACY = "eval/accuracy"
 
@@ -51,7 +51,7 @@ def progress(workdir: str | Path, last_step: int | None = None) -> Progress:
   """
   folder = Path(workdir)
   holder = lock.holder(folder)
-  config = load_config(folder / "config.json") if (folder / "config.json").is_file() else {}
+  config = read_values(folder / "config.json") if (folder / "config.json").is_file() else {}
   if last_step is None and config:
     last_step = config.get("steps", 0) + config.get("warm_start", {}).get("steps", 0)
   rows = _rows(folder / "metrics.jsonl")

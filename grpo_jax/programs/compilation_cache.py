@@ -14,6 +14,7 @@ from typing import Any
 import warnings
 
 import jax
+import platformdirs
 
 AUTO = "auto"
 _FAILURE = re.compile(r"Error (reading|writing) persistent compilation cache entry for '([^']*)'")
@@ -45,17 +46,9 @@ def use(folder: str) -> None:
   _report_failures_once(path)
 
 
-def user_cache() -> Path:
-  """The folder below the user's cache folder that belongs to grpo_jax."""
-  base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-  if not base.is_absolute():
-    base = Path.home() / ".cache"
-  return base / "grpo_jax"
-
-
 def _automatic() -> Path:
   """The user's cache folder. Each version of JAX has its own, so that old ones can be deleted."""
-  return user_cache() / f"jax-{jax.__version__}"
+  return platformdirs.user_cache_path("grpo_jax") / f"jax-{jax.__version__}"
 
 
 def _report_failures_once(folder: Path) -> None:

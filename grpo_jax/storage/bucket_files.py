@@ -15,7 +15,8 @@ import shutil
 import time
 from typing import Any
 
-from grpo_jax.programs.compilation_cache import user_cache
+import platformdirs
+
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage import bucket_lock, lock
 from grpo_jax.storage.bucket import is_bucket, reaching
@@ -30,7 +31,7 @@ def local_files(workdir: Path) -> Path:
   if not is_bucket(workdir):
     return workdir
   digest = hashlib.sha256(str(workdir).encode()).hexdigest()[:16]
-  return user_cache() / "runs" / f"{workdir.name[:100]}-{digest}"
+  return platformdirs.user_cache_path("grpo_jax") / "runs" / f"{workdir.name[:100]}-{digest}"
 
 
 def run_files(

@@ -1,19 +1,16 @@
 """Reads what a run wrote. The run may still go on."""
 
-import dataclasses
 import json
 from pathlib import Path
 import re
-from types import MappingProxyType
 from typing import Any
 
 from grpo_jax import files
 from grpo_jax.config import Config, from_dict, to_dict
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.bucket import folder, reaching
-from grpo_jax.storage.saved_config import flat, load_config
-from grpo_jax.storage.workdir import read
-from grpo_jax.training.callback import Step
+from grpo_jax.storage.rows import parse_rows
+from grpo_jax.storage.saved_config import flat, read_values
 
 Row = dict[str, Any]
 
@@ -28,7 +25,7 @@ def read_config(workdir: str | Path) -> Config:
   with reaching(workdir, ConfigError):
     if not file.is_file():
       raise ConfigError(f"workdir {workdir} has no config.json: it is not the folder of a run")
-    values = load_config(file)
+    values = read_values(file)
   try:
     return from_dict(values, saved=True)
   except ConfigError as error:
@@ -51,7 +48,7 @@ def as_begun(config: Config, workdir: str | Path) -> Config:
   file = folder(workdir) / "config.json"
   try:
     with reaching(workdir, ConfigError):
-      saved = flat(load_config(file)) if file.is_file() else None
+      saved = flat(read_values(file)) if file.is_file() else None
   except ConfigError:
     saved = None
   if saved is None:
@@ -79,8 +76,11 @@ def read_metrics(workdir: str | Path) -> list[Row]:
   Raises:
     ConfigError: The file does not exist or is damaged.
   """
+  path = folder(workdir) / "metrics.jsonl"
   with reaching(workdir, ConfigError):
-    return read(workdir)
+    if not path.is_file():
+      raise ConfigError(f"{path} does not exist: is {workdir} a run's folder?")
+    return [row for row, _ in parse_rows(path)]
 
 
 def completion_steps(workdir: str | Path) -> list[int]:
@@ -120,10 +120,3 @@ def read_completions(workdir: str | Path, step: int | None = None) -> list[Row]:
     return [json.loads(line) for line in files.read_bytes(path).splitlines()]
   except (OSError, ValueError) as error:
     raise ConfigError(f"{path} cannot be read ({error}): move it away") from error
-
-
-def with_last_row(step: Step) -> Step:
-  """The step with the last row of its run's metrics.jsonl."""
-  rows = read_metrics(step.workdir)
-  metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
-  return dataclasses.replace(step, metrics=MappingProxyType(metrics))

@@ -32,7 +32,7 @@ _MAY_DIFFER = (
 )
 
 
-def load_config(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
   """The nested values in a config.json. Raises ConfigError if it cannot be read."""
   try:
     config = json.loads(files.read_bytes(path))

@@ -21,7 +21,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.json_files import AppendedFile, replace_file
-from grpo_jax.storage.saved_config import load_config
+from grpo_jax.storage.saved_config import read_values
 
 _VERSION = "brain.Event:2"
 
@@ -90,7 +90,7 @@ def open_wandb(project: str, workdir: Path) -> Any:
       resume="allow",
       name=workdir.name,
       dir=str(workdir),
-      config=load_config(workdir / "config.json"),
+      config=read_values(workdir / "config.json"),
       settings=wandb.Settings(console="off"),
     )
   except Exception as error:  # no key, no network, no such project: each has its own exception

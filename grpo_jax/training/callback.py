@@ -11,6 +11,7 @@ import numpy as np
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards.call import describe
 from grpo_jax.settings import RunFailed
+from grpo_jax.storage.reading import read_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +84,10 @@ class Callbacks:
     """The struct for a step of this run."""
     numbers = {name: float(value) for name, value in metrics.items()}
     return Step(self._workdir, step, self._last_step, MappingProxyType(numbers))
+
+
+def with_last_row(step: Step) -> Step:
+  """The step with the last row of its run's metrics.jsonl."""
+  rows = read_metrics(step.workdir)
+  metrics = {name: value for name, value in rows[-1].items() if name != "step"} if rows else {}
+  return dataclasses.replace(step, metrics=MappingProxyType(metrics))

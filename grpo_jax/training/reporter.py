@@ -19,7 +19,7 @@ from grpo_jax.parallel import sharding
 from grpo_jax.programs.run import Run
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage.bucket_files import local_files
-from grpo_jax.storage.workdir import Writer
+from grpo_jax.storage.rows import Writer
 from grpo_jax.timing import Clock
 
 COMPLETIONS_SHOWN = 4

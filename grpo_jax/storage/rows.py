@@ -1,0 +1,198 @@
+"""The rows of a run: metrics.jsonl, completions/, and the same rows in TensorBoard's event files.
+
+metrics.jsonl is the record of the run. Each line is a strict JSON object with `step` first. When
+`Writer.write` returns, a row is in it and in the event files.
+"""
+
+from collections.abc import Callable, Mapping
+import json
+import logging
+from pathlib import Path
+import re
+from typing import Any
+
+from grpo_jax import files
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.json_files import AppendedFile, json_line, plain, replace_file
+from grpo_jax.storage.trackers import Events, completions_as_markdown, completions_table, open_wandb
+
+
+class Writer:
+  """Appends to a run's folder. Only one process may write."""
+
+  def __init__(
+    self,
+    workdir: str | Path,
+    start_step: int,
+    tensorboard: bool,
+    wandb: str = "",
+    warn: Callable[[str], None] = logging.warning,
+  ) -> None:
+    """Opens the files, and removes what they hold of later steps, which will run again.
+
+    Without a checkpoint all steps run again. What the files hold is then kept under other names.
+
+    Args:
+      workdir: The folder, which exists.
+      start_step: The step of the checkpoint that was restored, or -1 without one.
+      tensorboard: Whether to write event files.
+      wandb: A project of Weights & Biases, or "" to send nothing there.
+      warn: Receives a line if the run starts over.
+
+    Raises:
+      ConfigError: metrics.jsonl is damaged, or Weights & Biases cannot be used.
+      OSError: The folder cannot be written.
+    """
+    workdir = Path(workdir)
+    self._wandb = open_wandb(wandb, workdir) if wandb else None
+    self._completions = workdir / "completions"
+    if start_step < 0:
+      _keep_what_was_there(workdir, warn)
+    self._path = workdir / "metrics.jsonl"
+    self._last_step = _truncate_metrics(self._path, start_step)
+    _remove_completions(self._completions, start_step)
+    self._file = AppendedFile(self._path)
+    self._events = Events(workdir, start_step) if tensorboard else None
+    self._warn = warn
+
+  def warn_of_missing_rows(self, start_step: int, every: int) -> None:
+    """Warns if metrics.jsonl ends too early.
+
+    Args:
+      start_step: The step of the checkpoint that was restored, or -1 without one.
+      every: How many steps lie between two rows at most.
+    """
+    last_step = self._last_step or 0
+    if start_step - last_step >= every:
+      self._warn(
+        f"metrics.jsonl ends at step {last_step} and the checkpoint is of step {start_step}:"
+        " the rows between them are missing"
+      )
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Appends one row to metrics.jsonl. A kill loses no row once `write` has returned.
+
+    Raises:
+      ValueError: `step` is not later than the last step.
+      OSError: The row cannot be written. metrics.jsonl has no part of it.
+    """
+    if self._last_step is not None and step <= self._last_step:
+      raise ValueError(
+        f"step {step} is not later than step {self._last_step}, which is written already"
+      )
+    self._file.append(json_line({"step": step, **values}))
+    self._last_step = step
+    self._show(step, values)
+
+  def lacks_evaluation(self, step: int) -> bool:
+    """Whether the last row is that of `step` and holds no evaluation."""
+    if self._last_step != step:
+      return False
+    last_row, _ = parse_rows(self._path)[-1]
+    return not any(name.startswith("eval/") for name in last_row)
+
+  def add_to_last(self, values: Mapping[str, float]) -> None:
+    """Adds values to the last row of metrics.jsonl."""
+    rows = parse_rows(self._path)
+    last_row, _ = rows.pop()
+    self._file.close()
+    content = b"".join(line for _, line in rows)
+    replace_file(self._path, content + json_line(last_row | dict(values)))
+    self._file = AppendedFile(self._path)
+    self._show(last_row["step"], values)
+
+  def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows to completions/NNNNNN.jsonl, either all of them or no file at all.
+
+    TensorBoard and Weights & Biases get the first of them.
+    """
+    self._completions.mkdir(exist_ok=True)
+    content = b"".join(json_line(row) for row in rows)
+    replace_file(self._completions / f"{step:06d}.jsonl", content)
+    if self._events is not None:
+      self._events.write_text(step, "completions", completions_as_markdown(rows))
+    if self._wandb is not None:
+      self._wandb.log({"completions": completions_table(rows)}, step=step)
+
+  def close(self) -> None:
+    """Closes the files, and ends the run at Weights & Biases."""
+    self._file.close()
+    if self._events is not None:
+      self._events.close()
+    if self._wandb is not None:
+      self._wandb.finish()
+
+  def _show(self, step: int, values: Mapping[str, float]) -> None:
+    """Sends values to TensorBoard and to Weights & Biases."""
+    finite = {name: value for name, value in plain(values).items() if value is not None}
+    if self._events is not None:
+      self._events.write(step, finite)
+    if self._wandb is not None:
+      self._wandb.log(finite, step=step)
+
+
+def parse_rows(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+  """The rows of a metrics.jsonl, each with its line. Leaves out a last line that is half written.
+
+  Raises:
+    ConfigError: The file cannot be read, or another line is not a later row of metrics.
+  """
+  try:
+    lines = files.read_bytes(path).split(b"\n")
+  except OSError as error:
+    raise ConfigError(f"{path} cannot be read ({error}): put it back, or move it away") from error
+  rows: list[tuple[dict[str, Any], bytes]] = []
+  for number, line in enumerate(lines, start=1):
+    try:
+      row = json.loads(line)
+      if type(row["step"]) is not int or (rows and row["step"] <= rows[-1][0]["step"]):
+        raise TypeError
+      rows.append((row, line + b"\n"))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+      # After the last newline comes nothing, or the part of a row that a kill left.
+      if number < len(lines):
+        raise ConfigError(
+          f"{path} line {number} is not a row of metrics of a later step than the line before:"
+          " repair or remove that line"
+        ) from error
+  return rows
+
+
+def _keep_what_was_there(workdir: Path, warn: Callable[[str], None]) -> None:
+  """Renames the rows and completions of a run whose checkpoints are gone, to metrics.jsonl.1."""
+  metrics, completions = workdir / "metrics.jsonl", workdir / "completions"
+  old = [completions] if any(completions.glob("[0-9]*.jsonl")) else []
+  if metrics.exists() and metrics.stat().st_size:
+    old.append(metrics)
+  number = 1
+  while any(path.with_name(f"{path.name}.{number}").exists() for path in (metrics, completions)):
+    number += 1
+  kept = [path.rename(path.with_name(f"{path.name}.{number}")).name for path in old]
+  if kept:
+    warn(f"{workdir} has no checkpoint: starting over; what was there is in {' and '.join(kept)}")
+
+
+def _truncate_metrics(path: Path, start_step: int) -> int | None:
+  """Removes the rows after `start_step` and a half-written row.
+
+  Returns:
+    The last step that is left, or None without one.
+  """
+  if not path.exists():
+    return None
+  kept = [(row, line) for row, line in parse_rows(path) if row["step"] <= start_step]
+  content = b"".join(line for _, line in kept)
+  if content != path.read_bytes():
+    replace_file(path, content)
+  if not kept:
+    return None
+  last_row, _ = kept[-1]
+  return last_row["step"]
+
+
+def _remove_completions(folder: Path, start_step: int) -> None:
+  """Removes the files of steps after `start_step` and half-written files, and no others."""
+  for path in folder.glob("*"):
+    match = re.fullmatch(r"(\d{6,})\.jsonl(\.new)?", path.name)
+    if match and (match[2] or int(match[1]) > start_step):
+      path.unlink()
