@@ -15,7 +15,7 @@ from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.rewards.functions.final_number import strict
-from grpo_jax.rollouts.rollout import Rollout
+from grpo_jax.rollouts.rollout import Rollout, make_rollout
 
 SUMS, DRAWS, ROWS = 512, 64, 32
 
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> None:
     columns = [np.array(strict(list(texts), answer=answers)) == 1 for texts in texts_NG.T]
     return np.stack(columns, axis=1)
 
-  greedy_N = right(draw(run.rollout(1, greedy=True)))[:, 0]
-  texts_NG = draw(run.rollout(DRAWS))
+  greedy_N = right(draw(make_rollout(run, 1, greedy=True)))[:, 0]
+  texts_NG = draw(make_rollout(run, DRAWS))
   right_NG = right(texts_NG)
   worked_NG = np.vectorize(lambda text: ";" in text)(texts_NG)
   print(policy.name)

@@ -45,6 +45,7 @@ from grpo_jax.data.tasks import tasks
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards import REWARDS
 from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.training.loop import GrpoStep
 from grpo_jax.training.state import StateStore
@@ -147,7 +148,7 @@ def main() -> None:
   register_job(args)
 
   run, workdir = Run(make_config(args)), Path(tempfile.mkdtemp())
-  collector = Collector(run)
+  collector = Collector(run, Scorers(run))
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
   store = StateStore(run, workdir, checkpoints, collector.initial_host_state())
   take_step = GrpoStep(run, collector, store)

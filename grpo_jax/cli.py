@@ -57,10 +57,10 @@ def config_of(train_flags: Sequence[str]) -> Config:
   """The config that these flags of grpo_jax.train give. Leaves the flags of this program alone."""
   values, argv = flags.FlagValues(), [sys.argv[0], *train_flags]
   config_flags.DEFINE_config_file("config", None, "", flag_values=values, sys_argv=argv)
-  return read_config(_parse(argv, values), values)
+  return config_from_flags(_parse(argv, values), values)
 
 
-def read_config(argv: Sequence[str] = (), values: flags.FlagValues = flags.FLAGS) -> Config:
+def config_from_flags(argv: Sequence[str] = (), values: flags.FlagValues = flags.FLAGS) -> Config:
   """The --config flag with its overrides applied."""
   value = values.config
   file = next((given for key, given in _config_flags(argv or sys.argv) if not key), "")
@@ -135,7 +135,7 @@ def open_policy(change: Change = unchanged) -> Policy:
       "give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER"
     )
   if values.workdir is None:
-    return policy_of_config(change(read_config()))
+    return policy_of_config(change(config_from_flags()))
   return policy_of_run(folder_of_run(values.workdir), values.step, change)
 
 

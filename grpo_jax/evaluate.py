@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
   cli.join_processes()
   policy = cli.open_policy(with_flags)
   config = policy.run.config
-  evaluator = Evaluator(policy.run, show_progress)
+  evaluator = Evaluator(policy.run, policy.scorers, show_progress)
   dropped = evaluator.prompts.dropped
   left_out = f" ({dropped} longer than data.max_prompt_tokens left out)" if dropped else ""
   count = len(evaluator.prompts)

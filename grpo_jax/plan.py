@@ -116,7 +116,7 @@ def _chip(device: Any) -> Any:
 
 def main(argv: list[str]) -> None:
   del argv
-  config = shape_alone(cli.read_config())
+  config = shape_alone(cli.config_from_flags())
   topology = flags.FLAGS.topology
   if not topology:
     raise ConfigError("flag --topology is missing: for example --topology=v5e:2x2")

@@ -68,7 +68,7 @@ class _CallableModule(ModuleType):
 
 def main(argv: list[str]) -> None:
   del argv
-  config = cli.read_config()
+  config = cli.config_from_flags()
   if not flags.FLAGS.workdir:
     raise ConfigError("flag --workdir is missing: name a folder for metrics and checkpoints")
   workdir = cli.folder_of_run(flags.FLAGS.workdir)

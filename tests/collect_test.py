@@ -13,6 +13,8 @@ from grpo_jax.config import Sampling
 from grpo_jax.data import loader
 from grpo_jax.programs.sampling import temperature_at
 from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.timing import Clock
 
 # Groups of prompts that end in 3= or 7= have different rewards. The others have equal ones.
@@ -29,7 +31,7 @@ class Small:
 
   def __init__(self, config):
     self.run = small_run(config)
-    self.collector = Collector(self.run)
+    self.collector = Collector(self.run, Scorers(self.run))
     self.params = self.run.initial_params()
 
   def __call__(self, index, host=None):
@@ -76,7 +78,7 @@ def test_groups_of_equal_rewards_are_replaced_by_fresh_ones(tmp_path):
   small = Small(with_reward(config, tmp_path, SOMETIMES))
   run, prompts = small.run, small.collector.prompts
   found = small(1)
-  rollout = run.rollout(G)
+  rollout = make_rollout(run, G)
   tokens, texts, sampled, rounds = [], [], 0, 0
   while len(tokens) < P:
     number = 1 * 10 + rounds
@@ -250,7 +252,7 @@ def test_what_was_sampled_is_what_is_trained(tmp_path):
   small = Small(config)
   tokenizer = small.run.tokenizer
   found = small(0)
-  (function,) = small.run.scorer._functions
+  (function,) = small.collector._score._functions
   completions, ids, messages, prompts = function.__globals__["seen"][0]
 
   batch, indices_P = found.batch, loader.step_indices(0, 0, P, 2)
@@ -265,7 +267,7 @@ def test_what_was_sampled_is_what_is_trained(tmp_path):
 
   drawn = loader.prompt_batch(small.collector.prompts, indices_P)
   key = jax.random.fold_in(small.run.key("sample"), 0)
-  sampled = small.run.rollout(G)(small.params, drawn, key).completions
+  sampled = make_rollout(small.run, G)(small.params, drawn, key).completions
   np.testing.assert_array_equal(batch.completions_PGT, sampled.tokens_PGT)
   np.testing.assert_array_equal(batch.mask_PGT.sum(-1), sampled.lengths_PG)
   rows = zip(sampled.tokens_PGT.reshape(P * G, T), sampled.lengths_PG.ravel())

@@ -35,6 +35,7 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.programs import checks
 from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import ConfigError, Setting, at_least, setting
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import as_begun, read_config, read_metrics
@@ -371,7 +372,7 @@ def test_an_older_run_evaluates_and_resumes(older_run):
   run = Run(read_config(older_run))
   checkpoints = Checkpoints(older_run / "checkpoints", keep=3)
   step, params = checkpoints.restore_params(run.parameters.abstract)
-  metrics = Evaluator(run)(run.parameters.for_sampling(params), step)
+  metrics = Evaluator(run, Scorers(run))(run.parameters.for_sampling(params), step)
   assert step == 1 and 0 <= metrics["eval/accuracy"] <= 1
 
   state = run_steps(dataclasses.replace(config, steps=2), older_run).state

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from grpo_jax.config import Curriculum as Settings
+from grpo_jax.config import Curriculum
 from grpo_jax.data import loader
-from grpo_jax.rollouts.curriculum import Curriculum
+from grpo_jax.rollouts.curriculum import PassRateCurriculum
 from grpo_jax.settings import ConfigError
 
 N = 20
@@ -15,7 +15,7 @@ NAN = np.nan
 
 
 def curriculum(size=N, **settings):
-  return Curriculum(Settings(**settings), seed=3, size=size)
+  return PassRateCurriculum(Curriculum(**settings), seed=3, size=size)
 
 
 def with_rates(chooses, rates, drawn_at=0):

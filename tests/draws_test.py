@@ -64,7 +64,7 @@ def test_workers_score_a_part_while_the_next_is_sampled(tmp_path):
   """The second part is not sampled before a worker has begun to score the first."""
   config = with_section(with_reward(small_config(), tmp_path, SLEEPY), "sampling", parts=2)
   small = Small(with_section(config, "reward", workers=1))
-  sample, firsts = small.collector._draws._rollout, []
+  sample, firsts = small.collector._groups._rollout, []
 
   def rollout(params, prompts, key, temperature, first_prompt):
     firsts.append(first_prompt)
@@ -74,7 +74,7 @@ def test_workers_score_a_part_while_the_next_is_sampled(tmp_path):
       time.sleep(0.01)
     return sample(params, prompts, key, temperature, first_prompt)
 
-  small.collector._draws._rollout = rollout
+  small.collector._groups._rollout = rollout
   assert len(small(0).rows) == P * G and firsts == [0, P // 2]
 
 
@@ -88,7 +88,7 @@ def test_parts_must_divide_the_prompts():
 
 def test_groups_become_arrays_and_back(tmp_path):
   small = Small(with_reward(small_config(), tmp_path, MIXED))
-  drawn = small.collector._draws(small.params, 0, {}, _NoClock())
+  drawn = small.collector._groups(small.params, 0, {}, _NoClock())
   arrays = to_arrays(drawn.sampled)
   assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays))
   back = from_arrays(arrays, drawn.sampled.rewards.weights)
@@ -160,6 +160,18 @@ def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path):
     timeless = [name for name in ours if not name.startswith(("time/", "perf/"))]
     assert {name: ours[name] for name in timeless} == {name: theirs[name] for name in timeless}
   assert all("pass_rate" in row for row in read_completions(tmp_path / "whole", 4))
+
+
+def test_a_run_that_began_before_the_curriculum_remembered_something_goes_on(tmp_path):
+  """A key that its memory lacks begins as in a new run."""
+  small = Small(with_reward(small_config(kl_coef=0.0), tmp_path, MIXED))
+  host = small(0).host
+  new = small(1, host)
+  older = {name: value for name, value in host["curriculum"].items() if name != "drawn_at"}
+  found = small(1, host | {"curriculum": older})
+  assert found.metrics == new.metrics
+  drawn_at = np.asarray(found.host["curriculum"]["drawn_at"])
+  assert (drawn_at == 1).sum() == P and (drawn_at == -1).sum() == len(drawn_at) - P
 
 
 # A check that no update sees.

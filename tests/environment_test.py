@@ -12,7 +12,8 @@ from small_run import G, P, S, grpo_step, small_config, small_run, with_reward, 
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.rollout import Rollouts, texts_of
+from grpo_jax.rollouts.rollout import Rollouts, make_rollout, texts_of
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.timing import Clock
 from grpo_jax.types import Completions
 
@@ -37,8 +38,8 @@ class TwoTurns:
   """
 
   def __init__(self, run):
-    self._first = run.rollout(G, max_tokens=TURN)
-    self._second = run.rollout(1, max_tokens=TURN)
+    self._first = make_rollout(run, G, max_tokens=TURN)
+    self._second = make_rollout(run, 1, max_tokens=TURN)
     self._decode = run.tokenizer.decode
 
   def __call__(self, params, prompts, key, temperature=1.0, first_prompt=0):
@@ -99,8 +100,8 @@ class Small:
     config = with_section(small_config(preset, **algo), "sampling", max_tokens=T)
     self.run = small_run(with_reward(config, folder, STEPS))
     two_turns = TwoTurns(self.run)
-    self.run.rollout = lambda group_size, greedy=False, max_tokens=None: two_turns
-    self.collector = Collector(self.run)
+    self.collector = Collector(self.run, Scorers(self.run))
+    self.collector._groups._rollout = two_turns
     self.params = self.run.initial_params()
     host = self.collector.initial_host_state()
     self.found = self.collector(self.params, 0, host, Clock())
@@ -127,7 +128,7 @@ def test_the_answers_are_in_the_completions_and_neither_in_the_loss_nor_in_the_t
   assert (tokens_PGT[small.is_answer].reshape(-1, 2) == ANSWER).all()
   assert not (small.is_sampled & small.is_answer).any()
   assert (small.is_sampled & (np.arange(T) >= TURN + len(ANSWER))).any()
-  (function,) = small.run.scorer._functions
+  (function,) = small.collector._score._functions
   texts, ids = function.__globals__["seen"][0]
   for row, (p, g) in enumerate(np.ndindex(P, G)):
     sampled = tokens_PGT[p, g][small.is_sampled[p, g]].tolist()

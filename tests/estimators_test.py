@@ -15,6 +15,8 @@ steady = settings(deadline=None, derandomize=True)
 
 # Intervals.
 
+Z95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
+
 
 @pytest.mark.parametrize(
   "right, count, low, high",
@@ -38,7 +40,7 @@ def test_wilson_ends_are_the_rates_that_would_just_be_rejected(case):
   assert 0 <= low <= p <= high <= 1 and low < high
   for end in {low, high} - {0.0, 1.0}:  # |p - end| = z sqrt(end (1 - end) / n)
     assert abs(p - end) == pytest.approx(
-      estimators.Z95 * math.sqrt(end * (1 - end) / count), rel=1e-6, abs=1e-9
+      Z95 * math.sqrt(end * (1 - end) / count), rel=1e-6, abs=1e-9
     )
   mirrored = estimators.proportion(count - right, count)
   assert mirrored == pytest.approx((1 - p, 1 - high, 1 - low))
@@ -92,11 +94,11 @@ def test_interval_of_a_mean_over_problems_covers_the_truth(rates, k):
     _, low, high = estimators.mean(values_N)
     inside.append(low <= truth <= high)
     widths.append(high - low)
-    least.append(2 * estimators.Z95 * values_N.std() / 16)
+    least.append(2 * Z95 * values_N.std() / 16)
   # The coverage is 0.95 where there are many different values, and less near 0 and 1.
   assert np.mean(inside) > 0.88
   # The interval is no wider than it must be.
-  assert np.mean(widths) < 1.1 * np.mean(least) + 2 * estimators.Z95**2 / 256
+  assert np.mean(widths) < 1.1 * np.mean(least) + 2 * Z95**2 / 256
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.97])

@@ -12,6 +12,7 @@ from configs import arithmetic
 from grpo_jax.config import from_dict
 from grpo_jax.evaluation.evaluator import Evaluator, accuracies, no_progress, table
 from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.scorer import Scorers
 
 
 def coin(completions, prompts, **columns):
@@ -39,7 +40,7 @@ def with_eval(config, **changes):
 
 def evaluate(config, steps=(0,), progress=no_progress):
   run = Run(config)
-  evaluator, params = Evaluator(run, progress), run.initial_params()
+  evaluator, params = Evaluator(run, Scorers(run), progress), run.initial_params()
   return [evaluator(params, step) for step in steps]
 
 
@@ -104,7 +105,7 @@ def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(confi
 def test_problems_that_are_too_long_do_not_count(config):
   config = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=10))
   run = Run(config)
-  evaluator = Evaluator(run)
+  evaluator = Evaluator(run, Scorers(run))
   count = sum(len(example["question"]) <= 10 for example in run.task.test[:30])
   assert 0 < count < 30
   assert (len(evaluator.prompts), evaluator.prompts.dropped) == (count, 30 - count)
@@ -131,7 +132,7 @@ def test_the_accuracies_of_a_mixture_are_those_of_its_problems(tmp_path):
   config = with_section(config, "data", mixture=("arithmetic", "countdown"), max_prompt_tokens=14)
   config = with_section(config, "eval", examples=7, batch=4, function=config.reward.functions[0])
   run = small_run(config)
-  found = Evaluator(run)(run.parameters.for_sampling(run.initial_params()), 0)
+  found = Evaluator(run, Scorers(run))(run.parameters.for_sampling(run.initial_params()), 0)
   assert found["eval/accuracy"] == pytest.approx(4 / 7)  # they take turns
   assert (found["eval/accuracy/arithmetic"], found["eval/accuracy/countdown"]) == (1.0, 0.0)
   lines = "\n".join(table(found, config.eval, 5))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from small_run import small_config, with_reward, with_section
@@ -16,12 +17,13 @@ from small_run import small_config, with_reward, with_section
 from grpo_jax import cli, rewards
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stdout import Stdout
+from grpo_jax.programs.parameters import Parameters
 from grpo_jax.rewards import call
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.train import train
-from grpo_jax.training.loop import SkippedUpdates
+from grpo_jax.training.trainer import SkippedUpdates
 
 ROOT = Path(__file__).parents[1]
 
@@ -111,6 +113,31 @@ def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(
   assert saved_steps(tmp_path / "run") == [first_skipped - 1]
   assert f"of step {first_skipped - 1}, is from before" in str(error.value)
   assert len(rows) == first_skipped + 2 < 9
+
+
+def one_step_behind(monkeypatch):
+  """Lets every step sample from the policy before the last update."""
+  for_sampling, kept = Parameters.for_sampling, []
+
+  def stale(self, trained):
+    kept.append(jax.tree.map(np.asarray, trained))
+    return for_sampling(self, jax.device_put(kept[-2:][0]))
+
+  monkeypatch.setattr(Parameters, "for_sampling", stale)
+
+
+def test_a_run_one_step_behind_its_sampler_stops_where_the_ratio_counts_as_one(
+  tmp_path, monkeypatch
+):
+  one_step_behind(monkeypatch)
+  source = "def reward(completions, **_):\n  return [sum(map(ord, c)) / 100 for c in completions]\n"
+  config = with_reward(dataclasses.replace(small_config(), steps=3), tmp_path, source)
+  with pytest.raises(RunFailed, match="not the one that sampled: .* algo.correction=truncate"):
+    train(config, tmp_path / "run")
+  assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+  # What is computed for a policy that is behind may be behind.
+  corrected = with_section(config, "algo", correction="truncate", correction_high=2.0)
+  assert train(corrected, tmp_path / "corrected").step == 3
 
 
 def test_skipped_updates_are_counted_in_a_row():

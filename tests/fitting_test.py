@@ -78,7 +78,7 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
 
 
 def test_completions_are_cut_to_a_few_lengths():
-  assert collect.sizes(512) == [64, 128, 256, 512] and collect.sizes(36) == [36]
+  assert collect.cut_lengths(512) == [64, 128, 256, 512] and collect.cut_lengths(36) == [36]
   tree = {"tokens": np.arange(2 * 3 * 512).reshape(2, 3, 512), "scores": np.ones((2, 3, 1))}
   cut = collect.cut(tree, np.array([[5, 65, 1], [0, 2, 3]]), 512)
   np.testing.assert_array_equal(cut["tokens"], tree["tokens"][..., :128])

@@ -22,6 +22,7 @@ from grpo_jax.config import from_dict
 from grpo_jax.data import loader
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.rollout import make_rollout
 from grpo_jax.types import Batch, Rewards
 
 ONE, OFTEN = (1, 1, 1), [(2, 2, 2)]
@@ -92,7 +93,7 @@ def train_steps(run, steps=2):
   prompts = run.prompts("train")
   state = programs.init_state(run.initial_params())
   reference = parameters.base if parameters.model.lora else run.initial_params()
-  rollout = run.rollout(run.config.batch.group_size)
+  rollout = make_rollout(run, run.config.batch.group_size)
   tokens, metrics = [], []
   for step in range(steps):
     with traces() as traced:

@@ -19,6 +19,7 @@ from small_run import (
 
 from grpo_jax.programs.checks import check
 from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.training.loop import run_steps
@@ -57,7 +58,7 @@ def test_where_computation_is_in_bfloat16_a_bfloat16_reference_changes_no_bit(kl
   for reference_dtype in ("float32", "bfloat16"):
     config = config_with("bfloat16", reference_dtype, kl=kl)
     run = small_run(with_reward(dataclasses.replace(config, steps=2), tmp_path, CODES))
-    step, store, _ = grpo_step(run, tmp_path / reference_dtype, Collector(run))
+    step, store, _ = grpo_step(run, tmp_path / reference_dtype, Collector(run, Scorers(run)))
     state, _, _ = store.restore_or_init()
     assert dtypes(state.reference) == [{reference_dtype}, {"float32"}]
     assert dtypes(state.train.params) == [{"float32"}, {"float32"}]

@@ -21,6 +21,7 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts import reward_model
 from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.timing import Clock
@@ -62,7 +63,7 @@ def the_reward(folder, **sections):
 
 def functions_of(run):
   """The reward functions that the run's scorer calls."""
-  return run.scorer._functions
+  return Scorers(run).training._functions
 
 
 # Tokens.
@@ -302,7 +303,7 @@ def test_a_run_learns_from_reward_models_and_a_function_on_any_mesh(tmp_path):
     np.testing.assert_allclose([row["reward"] for row in rows], total, atol=5 * BOUND)
     assert measured["advantage/std"] > 0.1 and measured["grad_norm"] > 0
   run = Run(config(*functions, mesh=(8, 1, 1), reward=separator))
-  collector = Collector(run)
+  collector = Collector(run, Scorers(run))
   host = collector.initial_host_state()
   collected = collector(run.initial_params(), 0, host, Clock())
   for ours, theirs in zip(collected.rows, steps[0], strict=True):

@@ -19,7 +19,7 @@ from grpo_jax.rewards import Caller
 from grpo_jax.rollouts import rollout
 from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, texts_of
 from grpo_jax.rollouts.rollout_metrics import completion_rows, rollout_metrics, score_metrics
-from grpo_jax.rollouts.scorer import Scorer, completion_columns
+from grpo_jax.rollouts.scorer import Scorer, Weighted, completion_columns
 from grpo_jax.rollouts.scoring import groups_that_differ, with_overlong
 from grpo_jax.types import Completions, Rewards
 
@@ -71,8 +71,8 @@ def rollouts_of(texts, width=8):
 
 
 def scorer(*functions, weights=None, needs_steps=False, decode=TOKENS.decode):
-  weights = weights or (1.0,) * len(functions)
-  return Scorer(functions, weights, HOSTS, decode, Caller(None), needs_steps)
+  weighted = list(map(Weighted, functions, weights or (1.0,) * len(functions)))
+  return Scorer(weighted, HOSTS, decode, Caller(None), needs_steps)
 
 
 def score(texts, *functions, **options):

@@ -10,6 +10,7 @@ from configs import default
 from grpo_jax.config import from_dict
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.training.loop import GrpoStep
 from grpo_jax.training.state import StateStore
@@ -58,7 +59,7 @@ def small_run(config):
 
 def grpo_step(run, workdir, collector=None):
   """(step, store, collector) of a run, as `grpo_jax.train` puts them together."""
-  collector = collector or Collector(run)
+  collector = collector or Collector(run, Scorers(run))
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
   store = StateStore(run, workdir, checkpoints, {"num_tokens": np.int64(0)})
   return GrpoStep(run, collector, store), store, checkpoints

@@ -29,6 +29,8 @@ from grpo_jax.data import loader
 from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.programs.compiled import algo_of
 from grpo_jax.rollouts.collect import Collected, Collector
+from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.storage.json_files import json_line
 from grpo_jax.training.loop import run_steps
 from grpo_jax.training.state import RunState, StateStore
@@ -63,7 +65,7 @@ class Remembers(Collector):
   """A collector that remembers its batches."""
 
   def __init__(self, run):
-    super().__init__(run)
+    super().__init__(run, Scorers(run))
     self.batches = []
 
   def __call__(self, params, index, host, clock):
@@ -348,8 +350,8 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
   state, _, _ = store.restore_or_init()
   all_prompts = run.prompts("train")
   prompts = loader.prompt_batch(all_prompts, loader.step_indices(0, 0, P, len(all_prompts)))
-  greedy = run.rollout(1, greedy=True)(state.train.params, prompts, jax.random.key(7))
-  expected_P1 = np.asarray(run.scorer(greedy, prompts).rewards.score_PG)
+  greedy = make_rollout(run, 1, greedy=True)(state.train.params, prompts, jax.random.key(7))
+  expected_P1 = np.asarray(Scorers(run).training(greedy, prompts).rewards.score_PG)
   _, _, rows = step(state, 0)
   baselines = np.array([row["reward"] - row["advantage"] for row in rows]).reshape(P, G)
   np.testing.assert_allclose(baselines, np.tile(expected_P1, G), rtol=1e-5, atol=1e-5)

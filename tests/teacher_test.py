@@ -13,12 +13,18 @@ from grpo_jax.algo.distillation import teacher_advantages
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.rows import parse_rows
 from grpo_jax.timing import Clock
 from grpo_jax.training.loop import run_steps
 
 LENGTH = "def reward(completions, **_):\n  return [float(len(text)) for text in completions]\n"
+
+
+def collector_of(config):
+  run = small_run(config)
+  return Collector(run, Scorers(run))
 
 
 def save_teacher(folder, characters=tasks.ALPHABET, positions=64):
@@ -86,7 +92,9 @@ def test_the_teacher_of_another_shape_grades_each_token(tmp_path):
   shape, params = save_teacher(tmp_path / "teacher")
   config = with_reward(config_with(tmp_path / "teacher", teacher_weight=0.5), tmp_path, LENGTH)
   run = small_run(config)
-  collected = Collector(run)(run.initial_params(), 0, {"num_tokens": np.int64(0)}, Clock())
+  collected = Collector(run, Scorers(run))(
+    run.initial_params(), 0, {"num_tokens": np.int64(0)}, Clock()
+  )
   batch = collected.batch
   mask_PGT, tokens_PGT = np.asarray(batch.mask_PGT), np.asarray(batch.completions_PGT)
   by_hand_PGT = np.zeros(tokens_PGT.shape)
@@ -130,16 +138,16 @@ def test_a_run_learns_from_the_teacher_alone(tmp_path):
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
   save_teacher(tmp_path / "other", characters="".join(reversed(tasks.ALPHABET)))
   with pytest.raises(ConfigError, match=r"reward\.teacher: token 2 is '.' for the policy and '.'"):
-    Collector(small_run(config_with(tmp_path / "other")))
+    collector_of(config_with(tmp_path / "other"))
   save_teacher(tmp_path / "fewer", characters=tasks.ALPHABET[:-1])
   with pytest.raises(ConfigError, match=r"reward\.teacher: the teacher has \d+ ids and the policy"):
-    Collector(small_run(config_with(tmp_path / "fewer")))
+    collector_of(config_with(tmp_path / "fewer"))
 
 
 def test_a_teacher_with_too_few_positions_is_refused(tmp_path):
   save_teacher(tmp_path / "short", positions=S + T - 1)
   with pytest.raises(ConfigError, match=r"reward\.teacher: the teacher has 16 positions, and"):
-    Collector(small_run(config_with(tmp_path / "short")))
+    collector_of(config_with(tmp_path / "short"))
 
 
 def test_a_teacher_that_is_not_there_is_refused_before_anything_is_written(tmp_path):

@@ -16,6 +16,7 @@ from configs import arithmetic
 from grpo_jax.config import from_dict
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.rollout import make_rollout
 from grpo_jax.settings import ConfigError
 
 FOLDER = Path(__file__).parent / "golden/trl"
@@ -32,7 +33,7 @@ def test_greedy_completions_are_those_of_transformers(name):
   expected = json.loads((FOLDER / "greedy.json").read_text())[name]
   run = run_of(name)
   assert (run.tokenizer.vocab_size, run.tokenizer.stop_ids, run.tokenizer.pad_id) == (18, (1,), 0)
-  rollout = run.rollout(1, greedy=True, max_tokens=10)
+  rollout = make_rollout(run, 1, greedy=True, max_tokens=10)
   # 16 problems, so that they can be split over eight devices.
   prompts = prompt_batch(run.prompts("test"), np.arange(16))
   params = run.parameters.for_sampling(run.initial_params())

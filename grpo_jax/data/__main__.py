@@ -44,7 +44,7 @@ def _config() -> Config:
   if (values.workdir is None) == (values.config is None):
     raise ConfigError("give either --config=configs/X.py or --workdir=DIR")
   if values.workdir is None:
-    return cli.read_config()
+    return cli.config_from_flags()
   return read_config(cli.folder_of_run(values.workdir))
 
 

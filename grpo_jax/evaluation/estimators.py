@@ -1,11 +1,10 @@
-"""Accuracy estimates from samples, each with its 95% interval. Plain numpy."""
+"""Accuracy estimates from samples, each with its 95% interval."""
 
 from collections.abc import Hashable, Sequence
 import math
 
 import numpy as np
-
-Z95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
+from scipy.stats._result_classes import BinomTestResult
 
 Estimate = tuple[float, float, float]  # value, lower end, upper end
 
@@ -45,11 +44,11 @@ def mean(values_N: np.ndarray) -> Estimate:
 
 
 def _wilson(p: float, count: float) -> Estimate:
-  z2 = Z95**2
-  center = (p + z2 / (2 * count)) / (1 + z2 / count)
-  half = Z95 / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count**2))
+  # The class of what scipy.stats.binomtest returns. That function itself takes whole counts alone.
+  result = BinomTestResult(p * count, count, "two-sided", statistic=p, pvalue=1.0)
+  low, high = result.proportion_ci(method="wilson")
   # Rounding must not put p outside its interval, nor the interval outside [0, 1].
-  return p, min(p, max(0.0, center - half)), max(p, min(1.0, center + half))
+  return p, min(p, max(0.0, float(low))), max(p, min(1.0, float(high)))
 
 
 def pass_at_k(right_N: np.ndarray, samples: int, k: int) -> np.ndarray:

@@ -14,8 +14,8 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.evaluation import estimators
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards.functions.final_number import final_answer
-from grpo_jax.rollouts.rollout import Rollout, Rollouts
-from grpo_jax.rollouts.scorer import Scored
+from grpo_jax.rollouts.rollout import Rollout, Rollouts, make_rollout
+from grpo_jax.rollouts.scorer import Scored, Scorers
 
 Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
 
@@ -26,7 +26,7 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draws:
+class Outcomes:
   """G completions of each of N problems.
 
   Attributes:
@@ -49,18 +49,19 @@ class Evaluator:
     prompts: The test problems whose prompts are not too long.
   """
 
-  def __init__(self, run: Run, progress: Progress = no_progress):
+  def __init__(self, run: Run, scorers: Scorers, progress: Progress = no_progress):
     """Raises ConfigError for an evaluation that cannot be run."""
     self._run, self._config, self._progress = run, run.config.eval, progress
     run.hosts.check_rows({"eval.batch": self._config.batch})
     self.prompts: Prompts = run.prompts("test")
-    self._score = run.eval_scorer()
+    self._score = scorers.evaluation
     self._score.check_arguments(self.prompts, "eval.function")
     self._tasks: list[str] = []  # of each problem of a mixture
     if run.config.data.mixture:
       self._tasks = [self.prompts.example(i)["task"] for i in range(len(self.prompts))]
-    self._greedy = run.rollout(1, greedy=True)
-    self._sampled = run.rollout(self._config.samples) if self._config.samples else None
+    self._greedy = make_rollout(run, 1, greedy=True)
+    samples = self._config.samples
+    self._sampled = make_rollout(run, samples) if samples else None
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
     """Metrics under eval/.
@@ -70,24 +71,26 @@ class Evaluator:
       step: What the random numbers of the draws depend on.
     """
     key = jax.random.fold_in(self._run.key("evaluate"), step)
-    greedy = self._draws("greedy", self._greedy, params, key, step)
+    greedy = self._outcomes("greedy", self._greedy, params, key, step)
     metrics = accuracies(greedy.right_NG[:, 0], self._tasks)
     metrics["eval/mean_length"] = float(greedy.lengths_NG.mean())
     metrics["eval/clipped_ratio"] = float(greedy.cut_off_NG.mean())
     if self._sampled is not None:
-      draws = self._draws("draws", self._sampled, params, key, step)
+      draws = self._outcomes("draws", self._sampled, params, key, step)
       metrics |= sample_metrics(draws, self._config.samples)
     return metrics
 
-  def _draws(self, what: str, rollout: Rollout, params: Any, key: jax.Array, step: int) -> Draws:
+  def _outcomes(
+    self, what: str, rollout: Rollout, params: Any, key: jax.Array, step: int
+  ) -> Outcomes:
     """Completes every problem.
 
     The last batch is filled up with problems seen before, which do not count. While a batch is
     sampled, the workers score the one before.
     """
     size, total = self._config.batch, len(self.prompts)
-    drawn: list[Draws] = []
-    finish: Callable[[], Draws] | None = None
+    drawn: list[Outcomes] = []
+    finish: Callable[[], Outcomes] | None = None
     for start in range(0, total, size):
       count = min(size, total - start)
       indices = (start + np.arange(size)) % total
@@ -97,18 +100,18 @@ class Evaluator:
       if finish is not None:
         drawn.append(finish())
         self._progress(what, start, total)
-      finish = functools.partial(self._draws_of, rollouts, prompts, scored, count)
+      finish = functools.partial(self._outcomes_of, rollouts, prompts, scored, count)
     drawn.append(finish())
     self._progress(what, total, total)
-    return Draws(*(np.concatenate(parts) for parts in zip(*map(dataclasses.astuple, drawn))))
+    return Outcomes(*(np.concatenate(parts) for parts in zip(*map(dataclasses.astuple, drawn))))
 
-  def _draws_of(
+  def _outcomes_of(
     self, rollouts: Rollouts, prompts: PromptBatch, scored: Callable[[], Scored], count: int
-  ) -> Draws:
+  ) -> Outcomes:
     """The first `count` problems of a batch. `scored` waits for their scores."""
     right_PG = first_scores(scored().rewards.scores_PGJ) == 1
     own_majority = majority_right(rollouts.texts_PG[prompts.own], right_PG[prompts.own])
-    return Draws(
+    return Outcomes(
       right_NG=right_PG[:count],
       lengths_NG=rollouts.completions.lengths_PG[:count],
       cut_off_NG=rollouts.completions.stopped_by_PG[:count] < 0,
@@ -145,7 +148,7 @@ def majority_right(texts_PG: np.ndarray, right_PG: np.ndarray) -> np.ndarray:
   return np.array(chances, np.float32)
 
 
-def sample_metrics(draws: Draws, samples: int) -> dict[str, float]:
+def sample_metrics(draws: Outcomes, samples: int) -> dict[str, float]:
   """mean@k, pass@k for powers of two up to k, and maj@k, for k = `samples`."""
   right_N = draws.right_NG.sum(1)
   metrics = named(f"mean@{samples}", estimators.mean(draws.right_NG.mean(1)))

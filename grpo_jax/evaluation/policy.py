@@ -23,7 +23,8 @@ from grpo_jax.programs import compilation_cache
 from grpo_jax.programs.caller_state import leaving_nothing_behind
 from grpo_jax.programs.run import Run, set_matmul_precision
 from grpo_jax.recipes import with_absolute_paths
-from grpo_jax.rollouts.rollout import Rollout
+from grpo_jax.rollouts.rollout import Rollout, make_rollout
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text, shown
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.checkpoint import Checkpoints
@@ -127,7 +128,7 @@ class Policy:
 
     with self._settings(), told_if_slow(lambda: f"evaluating ({progress})"):
       run = self.run.with_eval(self.run.config.replace(changes).eval)
-      return Evaluator(run, note)(self._for_sampling, self.step)
+      return Evaluator(run, self.scorers, note)(self._for_sampling, self.step)
 
   def export(self, out: str | Path, adapter: bool = False) -> Path:
     """Writes the policy as a Hugging Face folder, which transformers can load.
@@ -192,7 +193,7 @@ class Policy:
     count = 1 if greedy else n  # greedy completions would all be the same
     kind = (count, greedy, max_tokens)
     if kind not in self._rollouts:
-      self._rollouts[kind] = self.run.rollout(*kind)
+      self._rollouts[kind] = make_rollout(self.run, *kind)
     key = jax.random.fold_in(self.run.key("sample"), seed)
     rollouts = self._rollouts[kind](self._for_sampling, prompt, key, temperature)
     completions = rollouts.completions
@@ -205,6 +206,11 @@ class Policy:
       )
       for g in range(count)
     ]
+
+  @functools.cached_property
+  def scorers(self) -> Scorers:
+    """The reward functions that the config names."""
+    return Scorers(self.run)
 
   @functools.cached_property
   def _for_sampling(self) -> Any:

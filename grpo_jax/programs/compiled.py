@@ -1,4 +1,4 @@
-"""The compiled programs of a run. Each is compiled when it is first used."""
+"""The compiled functions of a run. Each is compiled when it is first used."""
 
 from collections.abc import Callable
 import dataclasses
@@ -6,13 +6,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax import learner, masked
-from grpo_jax.algo.advantages import ADVANTAGES
-from grpo_jax.algo.distillation import teacher_advantages
-from grpo_jax.algo.kl import KL
+from grpo_jax import learner
+from grpo_jax.algo import batch as batch_lib
 from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Config, Optimizer
 from grpo_jax.learner.optimizer import make_optimizer
@@ -21,7 +18,7 @@ from grpo_jax.parallel.chips import memory_of
 from grpo_jax.programs import fitting
 from grpo_jax.programs.parameters import Parameters
 from grpo_jax.programs.sampling import Sampler, decoding_of, make_sampler
-from grpo_jax.types import Batch, Completions, Rewards, TrainState
+from grpo_jax.types import Batch, TrainState
 
 
 class Programs:
@@ -83,17 +80,19 @@ class Programs:
 
   @functools.cached_property
   def to_batch(self) -> Callable[..., Batch]:
-    """(completions, prompts_PS, prompt_lengths_P, temperature_P, live_P) -> Batch.
-
-    The batch has no advantages and no reference log-probs yet. Groups where live_P is 0 are left
-    out of the loss.
-    """
-    return jax.jit(self._to_batch, out_shardings=self._rows)
+    """`algo.batch.to_batch`: (completions, prompts_PS, prompt_lengths_P, temperature_P, live_P)."""
+    to_batch = functools.partial(batch_lib.to_batch, algo=self._algo)
+    return jax.jit(to_batch, out_shardings=self._rows)
 
   @functools.cached_property
   def with_advantages(self) -> Callable[..., tuple[Batch, dict[str, jax.Array]]]:
-    """(batch, rewards, weight of a KL in the reward) -> the batch with advantages, and metrics."""
-    return jax.jit(self._with_advantages, out_shardings=(self._rows, self._everywhere))
+    """`algo.batch.with_advantages`: (batch, rewards, weight of a KL in the reward)."""
+    with_advantages = functools.partial(
+      batch_lib.with_advantages,
+      algo=self._algo,
+      teacher_weight=self._config.reward.teacher_weight,
+    )
+    return jax.jit(with_advantages, out_shardings=(self._rows, self._everywhere))
 
   @functools.cached_property
   def minibatches(self) -> Callable[[Batch], list[Batch]]:
@@ -155,58 +154,6 @@ class Programs:
 
     places = (self._state_places, self._everywhere)
     return jax.jit(train_step, donate_argnums=0, out_shardings=places)
-
-  def _to_batch(
-    self,
-    completions: Completions,
-    prompts_PS: jax.Array,
-    prompt_lengths_P: jax.Array,
-    temperature_P: jax.Array,
-    live_P: jax.Array,
-  ) -> Batch:
-    mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]
-    if self._algo.mask_truncated:
-      mask_PGT = mask_PGT & (completions.stopped_by_PG >= 0)[..., None]
-    old_logprobs_PGT = None if self._algo.old_is_policy else completions.logprobs_PGT
-    return Batch(
-      prompts_PS=prompts_PS,
-      prompt_lengths_P=prompt_lengths_P,
-      completions_PGT=completions.tokens_PGT,
-      mask_PGT=mask_PGT.astype(jnp.float32),
-      temperature_P=temperature_P,
-      sampler_logprobs_PGT=completions.logprobs_PGT,
-      behavior_logprobs_PGT=completions.behavior_logprobs_PGT,
-      old_logprobs_PGT=old_logprobs_PGT,
-    )
-
-  def _with_advantages(
-    self, batch: Batch, rewards: Rewards, kl_coef: jax.Array
-  ) -> tuple[Batch, dict[str, jax.Array]]:
-    algo, mask_PGT = self._algo, batch.mask_PGT
-    if algo.kl_in_reward:
-      estimate = KL[algo.kl].compute
-      kl_PGT = estimate(batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT)
-      rewards = rewards.replace(kl_penalty_PGT=kl_coef * masked.masked(kl_PGT, mask_PGT))
-    advantages = ADVANTAGES[algo.advantage].compute(rewards, mask_PGT, algo)
-    if advantages.ndim == 2:
-      advantages = advantages[..., None]
-    advantages_PGT = mask_PGT * advantages
-    teacher_metrics = {}
-    if batch.teacher_logprobs_PGT is not None:
-      own_PGT = teacher_advantages(batch.teacher_logprobs_PGT, batch.sampler_logprobs_PGT, mask_PGT)
-      advantages_PGT = advantages_PGT + self._config.reward.teacher_weight * own_PGT
-      teacher_metrics["teacher/reverse_kl"] = -masked.mean(own_PGT, mask_PGT)
-    learns_PG = (advantages_PGT != 0).any(-1)
-    deviations_PGT = advantages_PGT - masked.mean(advantages_PGT, mask_PGT)
-    metrics = {
-      "advantage/std": jnp.sqrt(masked.mean(deviations_PGT**2, mask_PGT)),
-      "advantage/min": advantages_PGT.min(),
-      "advantage/max": advantages_PGT.max(),
-      "batch/completions": learns_PG.sum(),
-      "batch/tokens": (learns_PG[..., None] * mask_PGT).sum(),
-    }
-    batch = batch.replace(advantages_PGT=advantages_PGT, teacher_logprobs_PGT=None)
-    return batch, metrics | teacher_metrics
 
 
 def algo_of(config: Config) -> Algo:

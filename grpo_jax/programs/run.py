@@ -1,16 +1,14 @@
-"""A run's parts, built from its config: what train, evaluate, sample and export have in common."""
+"""The parts that a config describes: the mesh, the model, the tokenizer, the data, the programs."""
 
 from collections.abc import Sequence
 import copy
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from grpo_jax import model
-from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Config, Eval
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
@@ -22,11 +20,6 @@ from grpo_jax.programs import compilation_cache
 from grpo_jax.programs.checks import check, check_length, check_memory, check_stop_ids
 from grpo_jax.programs.compiled import Programs
 from grpo_jax.programs.parameters import Parameters, Progress, no_progress
-from grpo_jax.rewards import Reward, dispatch, resolve, resolve_all
-from grpo_jax.rollouts.reward_model import RewardModel
-from grpo_jax.rollouts.rollout import PolicyRollout, Rollout
-from grpo_jax.rollouts.scorer import Scorer, make_caller
-from grpo_jax.rollouts.teacher import Teacher
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
 
@@ -34,7 +27,7 @@ STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is pa
 
 
 class Run:
-  """The parts of a run.
+  """The parts of a run: what train, evaluate, sample and export have in common.
 
   Attributes:
     config: What the run was built from.
@@ -83,7 +76,6 @@ class Run:
     remark = model.attention_of(self.parameters.model)[1]
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))
     self.hosts = Hosts(self.mesh)
-    self._caller = make_caller(config.reward, self.hosts)  # for training and for evaluation
     check_length(config, shape)
     check_stop_ids(config, shape)
     self.programs = Programs(config, self.mesh, self.parameters)
@@ -104,46 +96,11 @@ class Run:
         examples, self.tokenizer, self.config.data, self.hosts, count_all=split == "test"
       )
 
-  def rollout(
-    self, group_size: int, greedy: bool = False, max_tokens: int | None = None
-  ) -> Rollout:
-    """What completes prompts. See `rollouts/rollout.py`."""
-    sampler = self.programs.sampler(group_size, greedy, max_tokens)
-    return PolicyRollout(sampler, self.hosts, self.tokenizer.decode)
-
-  @functools.cached_property
-  def scorer(self) -> Scorer:
-    """The reward functions of training. Raises ConfigError for functions that cannot be used."""
-    reward = self.config.reward
-    found = resolve_all(reward.functions, self._reward_model, is_reward_model)
-    needs_steps = ADVANTAGES[self.config.algo.advantage].needs_steps
-    return self._scorer(
-      dict(zip(reward.functions, found)), reward.weights, needs_steps, reward.tasks
-    )
-
-  @functools.cached_property
-  def teacher(self) -> Teacher | None:
-    """The teacher of on-policy distillation, or None. Raises ConfigError for one that cannot be."""
-    if not self.config.reward.teacher:
-      return None
-    return Teacher(self.config, self.tokenizer, self.hosts, self.programs.micro_batch)
-
   def with_eval(self, settings: Eval) -> "Run":
     """The same parts with other settings of the evaluation."""
     run = copy.copy(self)
     run.config = dataclasses.replace(self.config, eval=settings)
     return run
-
-  def eval_scorer(self) -> Scorer:
-    """What decides in evaluation: one function, or those of reward.tasks for their tasks."""
-    name = self.config.eval.function
-    if name == dispatch.FIRST_OF_TASK:
-      return self.scorer
-    return self._scorer({name: resolve(name, "eval.function", is_reward_model)}, (1.0,))
-
-  def close(self) -> None:
-    """Ends the workers that call reward functions."""
-    self._caller.close()
 
   def initial_params(self) -> Any:
     """The trained parameters before the first update, on the mesh."""
@@ -156,20 +113,6 @@ class Run:
   def key(self, stream: str) -> jax.Array:
     """The root of one of the run's `STREAMS` of random numbers."""
     return jax.random.fold_in(jax.random.key(self.config.seed), STREAMS.index(stream))
-
-  def _scorer(self, functions: dict[str, Reward], weights: Sequence[float], *more: Any) -> Scorer:
-    self.remarks += self.hosts.on_each(lambda: self._caller.add(functions))
-    decode, found = self.tokenizer.decode, list(functions.values())
-    return Scorer(found, weights, self.hosts, decode, self._caller, *more)
-
-  def _reward_model(self, path: str) -> RewardModel:
-    reward = self.config.reward
-    self.hosts.check_rows({"reward.batch": reward.batch})
-    dtype = reward.dtype or self.config.model.dtype
-    scorer = RewardModel(path, dataclasses.replace(reward, dtype=dtype), self.hosts)
-    if self.config.data.chat:
-      scorer.check_conversations()
-    return scorer
 
   def _load_tokenizer(
     self, config: Config, loaded: model.ModelConfig | None
@@ -187,12 +130,6 @@ def set_matmul_precision(config: Config) -> None:
   """Makes float32 products exact. By default, JAX rounds to bfloat16 on a TPU, to TF32 on a GPU."""
   precision = "float32" if config.model.dtype == "float32" else None
   jax.config.update("jax_default_matmul_precision", precision)
-
-
-def is_reward_model(name: str) -> bool:
-  """Whether a reward's name is that of a model: on huggingface.co, or of a folder here."""
-  folder = Path(name).expanduser()
-  return hub.is_name(name) or (folder / "config.json").is_file()
 
 
 def _model_shape(

@@ -14,9 +14,9 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.learner.packed import halvings
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import temperature_at
-from grpo_jax.rollouts.curriculum import Curriculum
-from grpo_jax.rollouts.groups import Groups, choose, from_arrays, to_arrays
-from grpo_jax.rollouts.rollout import Rollouts, concatenate, take, texts_of
+from grpo_jax.rollouts.curriculum import PassRateCurriculum
+from grpo_jax.rollouts.groups import ScoredGroups, choose, from_arrays, to_arrays
+from grpo_jax.rollouts.rollout import Rollouts, concatenate, make_rollout, take, texts_of
 from grpo_jax.rollouts.rollout_metrics import (
   check_metrics,
   completion_rows,
@@ -24,17 +24,19 @@ from grpo_jax.rollouts.rollout_metrics import (
   score_metrics,
   with_judgements,
 )
-from grpo_jax.rollouts.scorer import Report
+from grpo_jax.rollouts.scorer import Report, Scorers
 from grpo_jax.rollouts.scoring import OVERLONG, groups_that_differ, host_scores, with_overlong
+from grpo_jax.rollouts.teacher import Teacher
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import Clock
 from grpo_jax.types import Batch, Rewards
 
 HostState = dict[str, Any]  # nested dicts of numpy arrays
 _MEMORY, _SURPLUS = "curriculum", "surplus"  # keys of the host state
+_SHORTEST_CUT = 64  # tokens
 
 
-class Drawn(NamedTuple):
+class StepGroups(NamedTuple):
   """The groups of a step.
 
   Attributes:
@@ -47,9 +49,9 @@ class Drawn(NamedTuple):
     host: The host state after the step.
   """
 
-  chosen: Groups
+  chosen: ScoredGroups
   live_P: np.ndarray
-  sampled: Groups
+  sampled: ScoredGroups
   pass_rates_P: np.ndarray
   metrics: dict[str, float]
   host: HostState
@@ -79,23 +81,23 @@ class Collector:
   """Samples and scores a step's batch.
 
   It is a pure function of the policy, the step's index and the host state. Host state is a dict of
-  numpy arrays that lives from step to step and is saved in checkpoints: counters, and what `Draws`
-  remembers.
+  numpy arrays that lives from step to step and is saved in checkpoints: counters, and what
+  `GroupSource` remembers.
 
   Attributes:
     prompts: The training prompts.
   """
 
-  def __init__(self, run: Run):
+  def __init__(self, run: Run, scorers: Scorers):
     """Raises ConfigError for reward functions that cannot be used."""
-    self._run, self._config = run, run.config
+    self._run, self._config, self._score = run, run.config, scorers.training
     algo = run.config.algo
     needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
-    self._greedy_rollout = run.rollout(1, greedy=True) if needs_greedy else None
-    # Made here, so that their errors come before anything is written.
-    self._score, self._teacher = run.scorer, run.teacher
-    self._draws = Draws(run)
-    self.prompts = self._draws.prompts
+    self._greedy_rollout = make_rollout(run, 1, greedy=True) if needs_greedy else None
+    # Made here, so that its errors come before anything is written.
+    self._teacher = Teacher(run) if run.config.reward.teacher else None
+    self._groups = GroupSource(run, scorers)
+    self.prompts = self._groups.prompts
     if algo.overlong and OVERLONG in self._score.names:
       raise ConfigError(
         "reward.functions: a function is named overlong, which is the name of the penalty that"
@@ -115,7 +117,7 @@ class Collector:
       host: The host state before the step.
       clock: Counts the time of sampling and of rewards.
     """
-    drawn = self._draws(params, index, host, clock)
+    drawn = self._groups(params, index, host, clock)
     chosen = drawn.chosen
     prompts = loader.prompt_batch(self.prompts, chosen.indices_P, self._run.hosts)
     rewards = self._shaped(chosen.rewards, chosen.rollouts)
@@ -142,7 +144,7 @@ class Collector:
     penalty = [OVERLONG] if self._config.algo.overlong else []
     return [*self._score.names, *penalty]
 
-  def _rows(self, drawn: Drawn, rewards: Rewards) -> list[dict[str, Any]]:
+  def _rows(self, drawn: StepGroups, rewards: Rewards) -> list[dict[str, Any]]:
     """One object per completion, with the texts of all processes."""
     groups = drawn.chosen
     completions = groups.rollouts.completions
@@ -175,7 +177,7 @@ class Collector:
     return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
 
   def _put(
-    self, drawn: Drawn, prompts: loader.PromptBatch, rewards: Rewards
+    self, drawn: StepGroups, prompts: loader.PromptBatch, rewards: Rewards
   ) -> tuple[Batch, Rewards]:
     """The batch and its rewards on the mesh.
 
@@ -198,7 +200,7 @@ class Collector:
     )
     return self._run.programs.to_batch(completions, *arrays).replace(slots=slots), rewards
 
-  def _metrics(self, sampled: Groups) -> dict[str, float]:
+  def _metrics(self, sampled: ScoredGroups) -> dict[str, float]:
     completions = sampled.rollouts.completions
     metrics = rollout_metrics(completions, sampled.rewards, self._score.names)
     metrics |= check_metrics(host_scores(sampled.rewards), sampled.checks_PG)
@@ -208,28 +210,28 @@ class Collector:
     return metrics
 
 
-class Draws:
+class GroupSource:
   """Draws the groups of each step. With dynamic sampling, until enough groups differ.
 
   Attributes:
     prompts: The training prompts.
   """
 
-  def __init__(self, run: Run):
+  def __init__(self, run: Run, scorers: Scorers):
     """Raises ConfigError for reward functions that cannot be used."""
-    self._run, self._config, self._score = run, run.config, run.scorer
+    self._run, self._config, self._score = run, run.config, scorers.training
     self.prompts: Prompts = run.prompts("train")
     self._score.check_arguments(self.prompts, "reward.functions")
-    self._check = run.eval_scorer() if run.config.eval.check_training else None
+    self._check = scorers.evaluation if run.config.eval.check_training else None
     if self._check is not None:
       self._check.check_arguments(self.prompts, "eval.function")
     algo = run.config.algo
     self._rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
-    self._rollout = run.rollout(run.config.batch.group_size)
-    self._curriculum = Curriculum(run.config.curriculum, run.config.seed, len(self.prompts))
+    self._rollout = make_rollout(run, run.config.batch.group_size)
+    self._curriculum = PassRateCurriculum(run.config.curriculum, run.config.seed, len(self.prompts))
 
-  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Drawn:
-    """Draws the groups of GRPO step `index`.
+  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> StepGroups:
+    """GroupSource the groups of GRPO step `index`.
 
     Args:
       params: The policy, as `Parameters.for_sampling` returns it.
@@ -238,10 +240,11 @@ class Draws:
       clock: Counts the time of sampling and of rewards.
     """
     P = self._config.batch.prompts
-    before = memory = host.get(_MEMORY, self._curriculum.initial())
+    # A run of an earlier version may lack what the curriculum remembers now.
+    before = memory = self._curriculum.initial() | host.get(_MEMORY, {})
     self._curriculum.check(before)
     kept = self._kept(host)
-    report, drawn = Report(), list[Groups]()
+    report, drawn = Report(), list[ScoredGroups]()
     live = from_before = len(kept[0].indices_P) if kept else 0  # groups whose rewards differ
     while len(drawn) < self._rounds and live < P:
       number = index * self._rounds + len(drawn)
@@ -265,11 +268,11 @@ class Draws:
       metrics |= self._resampling(len(drawn), live, from_before)
       host |= self._keep(surplus)
     pass_rates_P = before["pass_rate"][chosen.indices_P]
-    return Drawn(chosen, live_P, sampled, pass_rates_P, metrics, host)
+    return StepGroups(chosen, live_P, sampled, pass_rates_P, metrics, host)
 
   def _complete(
     self, params: Any, indices_P: np.ndarray, when: tuple[int, int], clock: Clock
-  ) -> tuple[Groups, Report]:
+  ) -> tuple[ScoredGroups, Report]:
     """Completes and scores prompts. `when` is the GRPO step and the draw of the run, from 0.
 
     Workers score the completions of a part while the next part is sampled.
@@ -278,7 +281,7 @@ class Draws:
     temperature = temperature_at(self._config.sampling, index, self._config.steps)
     key = jax.random.fold_in(self._run.key("sample"), number)
     size = self._config.batch.prompts // self._config.sampling.parts
-    begun: list[Callable[[], tuple[Groups, Report]]] = []
+    begun: list[Callable[[], tuple[ScoredGroups, Report]]] = []
     for first in range(0, len(indices_P), size):
       part_P = indices_P[first : first + size]
       prompts = loader.prompt_batch(self.prompts, part_P, self._run.hosts)
@@ -296,7 +299,7 @@ class Draws:
     rollouts: Rollouts,
     prompts: loader.PromptBatch,
     index: int,
-  ) -> Callable[[], tuple[Groups, Report]]:
+  ) -> Callable[[], tuple[ScoredGroups, Report]]:
     """Lets the workers begin with some completions of GRPO step `index`.
 
     Returns:
@@ -306,12 +309,12 @@ class Draws:
     scores = self._score.start(rollouts, prompts, step)
     checks = None if self._check is None else self._check.start(rollouts, prompts, step)
 
-    def finish() -> tuple[Groups, Report]:
+    def finish() -> tuple[ScoredGroups, Report]:
       scored = scores()
       checks_PG = np.full(scored.extras_PG.shape, np.nan, np.float32)
       if checks is not None:
         checks_PG = (checks().rewards.scores_PGJ[..., 0] == 1).astype(np.float32)
-      groups = Groups(
+      groups = ScoredGroups(
         indices_P=indices_P,
         temperature_P=np.full(len(indices_P), temperature, np.float32),
         rollouts=rollouts,
@@ -323,12 +326,12 @@ class Draws:
 
     return finish
 
-  def _kept(self, host: HostState) -> list[Groups]:
+  def _kept(self, host: HostState) -> list[ScoredGroups]:
     """The surplus of the step before, if there is one."""
     arrays = host.get(_SURPLUS)
     return [from_arrays(arrays, self._score.weights)] if arrays else []
 
-  def _keep(self, surplus: Groups) -> HostState:
+  def _keep(self, surplus: ScoredGroups) -> HostState:
     """The part of the host state that holds the surplus for the next step.
 
     Fewer than a batch are kept. So the next step samples, too, and no group is older than a step.
@@ -357,15 +360,12 @@ class Draws:
     return metrics
 
 
-_SHORTEST = 64
-
-
-def sizes(max_tokens: int) -> list[int]:
+def cut_lengths(max_tokens: int) -> list[int]:
   """The lengths to which completions are cut, ascending. Each is about double the one before.
 
   They are few, because the programs of a step are compiled for each of them.
   """
-  return halvings(max_tokens, _SHORTEST)
+  return halvings(max_tokens, _SHORTEST_CUT)
 
 
 def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:
@@ -377,7 +377,7 @@ def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:
     max_tokens: T.
   """
   longest = max(1, int(lengths_PG.max()))
-  size = next(size for size in sizes(max_tokens) if size >= longest)
+  size = next(size for size in cut_lengths(max_tokens) if size >= longest)
 
   def cut_array(x: Any) -> Any:
     has_tokens = np.ndim(x) == 3 and x.shape[-1] == max_tokens

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from grpo_jax.config import Curriculum as Settings
+from grpo_jax.config import Curriculum
 from grpo_jax.data import loader
 from grpo_jax.settings import ConfigError
 
@@ -15,7 +15,7 @@ _EPOCHS = 2  # how many times a draw looks at every prompt before it takes some 
 
 
 @dataclasses.dataclass(frozen=True)
-class Curriculum:
+class PassRateCurriculum:
   """Draws prompts by their pass rates.
 
   The memory of a run is part of its host state:
@@ -31,7 +31,7 @@ class Curriculum:
     size: N, the number of training prompts.
   """
 
-  settings: Settings
+  settings: Curriculum
   seed: int
   size: int
 

@@ -12,7 +12,7 @@ from grpo_jax.rollouts.scoring import groups_that_differ
 from grpo_jax.types import Completions, Rewards
 
 
-class Groups(struct.PyTreeNode):
+class ScoredGroups(struct.PyTreeNode):
   """Completions of P prompts and their rewards.
 
   Attributes:
@@ -33,7 +33,7 @@ class Groups(struct.PyTreeNode):
   checks_PG: np.ndarray
 
 
-def choose(groups: Groups, count: int) -> tuple[Groups, np.ndarray, Groups]:
+def choose(groups: ScoredGroups, count: int) -> tuple[ScoredGroups, np.ndarray, ScoredGroups]:
   """The first `count` groups whose rewards differ.
 
   Where there are fewer, other groups fill their places.
@@ -49,7 +49,7 @@ def choose(groups: Groups, count: int) -> tuple[Groups, np.ndarray, Groups]:
   return chosen, (np.arange(count) < len(live)).astype(np.float32), take(groups, surplus)
 
 
-def to_arrays(groups: Groups) -> dict[str, Any]:
+def to_arrays(groups: ScoredGroups) -> dict[str, Any]:
   """What a checkpoint keeps of groups: nested dicts of arrays. Texts and extras are left out."""
   rewards = _arrays_of(groups.rewards)
   del rewards["weights"]  # those of the config
@@ -62,7 +62,7 @@ def to_arrays(groups: Groups) -> dict[str, Any]:
   }
 
 
-def from_arrays(arrays: Mapping[str, Any], weights: tuple[float, ...]) -> Groups:
+def from_arrays(arrays: Mapping[str, Any], weights: tuple[float, ...]) -> ScoredGroups:
   """The inverse of `to_arrays`. There are no texts and no extras.
 
   Args:
@@ -74,7 +74,7 @@ def from_arrays(arrays: Mapping[str, Any], weights: tuple[float, ...]) -> Groups
   extras_PG = np.empty(shape, object)
   for index in np.ndindex(shape):
     extras_PG[index] = {}
-  return Groups(
+  return ScoredGroups(
     indices_P=arrays["indices_P"],
     temperature_P=arrays["temperature_P"],
     rollouts=Rollouts(completions, np.full(shape, None, object)),

@@ -1,8 +1,8 @@
 """Rollouts: prompts in, completions out, as arrays and as texts.
 
 This is the one interface through which training, evaluation and `sample` use a policy. To add the
-turns of an environment, or to sample somewhere else, give `Run.rollout` another callable of this
-kind. A row may then hold tokens that the environment wrote: `Completions.sampled_PGT` is False
+turns of an environment, or to sample somewhere else, let `make_rollout` return another callable of
+this kind. A row may then hold tokens that the environment wrote: `Completions.sampled_PGT` is False
 there, so that the learner reads them and does not learn to write them.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import Sampler
 from grpo_jax.types import Completions
 
@@ -80,6 +81,14 @@ class PolicyRollout:
     completions = self._hosts.fetch(sampled)
     texts_PG = texts_of(completions, self._decode_text, prompts.own)
     return Rollouts(completions=completions, texts_PG=texts_PG)
+
+
+def make_rollout(
+  run: Run, group_size: int, greedy: bool = False, max_tokens: int | None = None
+) -> Rollout:
+  """What completes each prompt `group_size` times in training, in evaluation and in `sample`."""
+  sampler = run.programs.sampler(group_size, greedy, max_tokens)
+  return PolicyRollout(sampler, run.hosts, run.tokenizer.decode)
 
 
 def texts_of(

@@ -3,7 +3,9 @@
 import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import json
+from pathlib import Path
 import sys
 from typing import Any, NamedTuple
 
@@ -11,12 +13,16 @@ from flax import struct
 import numpy as np
 
 from grpo_jax import rewards as rewards_lib
-from grpo_jax.config import Reward
+from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.cores import cores
 from grpo_jax.parallel.hosts import Hosts
-from grpo_jax.rewards import dispatch
+from grpo_jax.programs.run import Run
+from grpo_jax.rewards import dispatch, resolve, resolve_all
+from grpo_jax.rewards.dispatch import FIRST_OF_TASK
+from grpo_jax.rollouts.reward_model import RewardModel
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
 from grpo_jax.rollouts.scoring import DecodeText, steps_on_tokens
 from grpo_jax.types import Rewards
@@ -73,6 +79,20 @@ class _Place(NamedTuple):
   group_size: int
 
 
+class Weighted(NamedTuple):
+  """A reward function of a run.
+
+  Attributes:
+    function: The function.
+    weight: Its weight in the sum.
+    tasks: The tasks that it is for, as an entry of reward.tasks. "" means all.
+  """
+
+  function: rewards_lib.Reward
+  weight: float = 1.0
+  tasks: str = ""
+
+
 class Scorer:
   """Scores rollouts with a run's reward functions. All processes call it together.
 
@@ -85,33 +105,29 @@ class Scorer:
 
   def __init__(
     self,
-    functions: Sequence[rewards_lib.Reward],
-    weights: Sequence[float],
+    functions: Sequence[Weighted],
     hosts: Hosts,
     decode_text: DecodeText,
     caller: rewards_lib.Caller,
     needs_steps: bool = False,
-    tasks: Sequence[str] = (),
   ):
     """Takes the functions.
 
     Args:
       functions: The reward functions.
-      weights: Their weights.
       hosts: The processes that score.
       decode_text: Makes a text from token ids.
       caller: What calls the functions.
       needs_steps: Whether the advantage reads the rewards of steps, placed on tokens.
-      tasks: For each function the tasks that it is for, as in reward.tasks. None mean all.
     """
-    self._functions = functions
-    self.names = [rewards_lib.name_of(function) for function in functions]
-    self.weights = tuple(weights)
+    self._functions = [one.function for one in functions]
+    self.names = [rewards_lib.name_of(function) for function in self._functions]
+    self.weights = tuple(one.weight for one in functions)
     self._hosts = hosts
     self._decode_text = decode_text
     self._caller = caller
     self._needs_steps = needs_steps
-    self._tasks = tasks or [""] * len(functions)
+    self._tasks = [one.tasks for one in functions]
 
   def check_arguments(self, prompts: Prompts, key: str) -> None:
     """Raises ConfigError unless the functions that `key` names can be called for these prompts."""
@@ -215,11 +231,65 @@ def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
   )
 
 
-def make_caller(config: Reward, hosts: Hosts) -> rewards_lib.Caller:
-  """What calls the reward functions of a run. All processes make theirs together."""
-  count = cores(hosts) if config.workers < 0 else config.workers
-  pool = rewards_lib.Pool(count, config.timeout, config.memory) if count else None
-  return rewards_lib.Caller(pool, stops_on_error=config.on_error == "stop")
+class Scorers:
+  """The reward functions of a run, for training and for evaluation, and what calls them.
+
+  Attributes:
+    remarks: What a user should know of the functions.
+  """
+
+  def __init__(self, run: Run):
+    """Makes what calls them. All processes make theirs together."""
+    self._run, self._config = run, run.config
+    reward = run.config.reward
+    count = cores(run.hosts) if reward.workers < 0 else reward.workers
+    pool = rewards_lib.Pool(count, reward.timeout, reward.memory) if count else None
+    self._caller = rewards_lib.Caller(pool, stops_on_error=reward.on_error == "stop")
+    self.remarks: tuple[str, ...] = ()
+
+  @functools.cached_property
+  def training(self) -> Scorer:
+    """The functions of training. Raises ConfigError for functions that cannot be used."""
+    reward = self._config.reward
+    found = resolve_all(reward.functions, self._reward_model, is_reward_model)
+    tasks = reward.tasks or [""] * len(found)
+    functions = [Weighted(*one) for one in zip(found, reward.weights, tasks, strict=True)]
+    needs_steps = ADVANTAGES[self._config.algo.advantage].needs_steps
+    return self._scorer(reward.functions, functions, needs_steps)
+
+  @functools.cached_property
+  def evaluation(self) -> Scorer:
+    """What decides in evaluation: one function, or those of reward.tasks for their tasks."""
+    name = self._config.eval.function
+    if name == FIRST_OF_TASK:
+      return self.training
+    return self._scorer([name], [Weighted(resolve(name, "eval.function", is_reward_model))])
+
+  def close(self) -> None:
+    """Ends the workers that call reward functions."""
+    self._caller.close()
+
+  def _scorer(
+    self, names: Sequence[str], functions: Sequence[Weighted], needs_steps: bool = False
+  ) -> Scorer:
+    run, by_name = self._run, dict(zip(names, [one.function for one in functions]))
+    self.remarks += run.hosts.on_each(lambda: self._caller.add(by_name))
+    return Scorer(functions, run.hosts, run.tokenizer.decode, self._caller, needs_steps)
+
+  def _reward_model(self, path: str) -> RewardModel:
+    reward, hosts = self._config.reward, self._run.hosts
+    hosts.check_rows({"reward.batch": reward.batch})
+    dtype = reward.dtype or self._config.model.dtype
+    scorer = RewardModel(path, dataclasses.replace(reward, dtype=dtype), hosts)
+    if self._config.data.chat:
+      scorer.check_conversations()
+    return scorer
+
+
+def is_reward_model(name: str) -> bool:
+  """Whether a reward's name is that of a model: on huggingface.co, or of a folder here."""
+  folder = Path(name).expanduser()
+  return hub.is_name(name) or (folder / "config.json").is_file()
 
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 
 from grpo_jax import learner, model
-from grpo_jax.config import Config
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
-from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.parameters import load_frozen
+from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch
 
@@ -23,23 +22,18 @@ _KEY = "reward.teacher"
 class Teacher:
   """The model of reward.teacher, on the mesh of the policy."""
 
-  def __init__(self, config: Config, tokens: Tokenizer, hosts: Hosts, micro_batch: int):
+  def __init__(self, run: Run):
     """Reads the model.
-
-    Args:
-      config: Reads reward.teacher, reward.dtype, learner and the lengths.
-      tokens: The tokenizer of the policy.
-      hosts: The mesh of the run and its processes.
-      micro_batch: How many prompts are computed at once.
 
     Raises:
       ConfigError: The folder cannot be used, or the teacher has another tokenizer or too few
         positions.
     """
+    config, hosts, micro_batch = run.config, run.hosts, run.programs.micro_batch
     reward = config.reward
     folder = Path(hub.folder(reward.teacher, _KEY)).expanduser()
     shape = model.load_config(folder)
-    _check_tokenizer(tokenizer.load(folder, _KEY), tokens, shape.vocab_size)
+    _check_tokenizer(tokenizer.load(folder, _KEY), run.tokenizer, shape.vocab_size)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > shape.max_positions:
       raise ConfigError(

@@ -1,6 +1,6 @@
 """What a run writes and shows: rows of metrics, evaluations, completions and the terminal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from grpo_jax.console.terminal import Terminal
 from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.parallel import sharding
 from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage.bucket_files import local_files
 from grpo_jax.storage.rows import Writer
@@ -32,11 +33,14 @@ class Reporter:
     evaluator: What evaluates the policy, or None where eval.every is 0.
   """
 
-  def __init__(self, run: Run, workdir: Path, on_lost_stdout: Callable[[str], None]):
+  def __init__(
+    self, run: Run, scorers: Scorers, workdir: Path, on_lost_stdout: Callable[[str], None]
+  ):
     """Prints and writes nothing yet.
 
     Args:
       run: The run.
+      scorers: Its reward functions.
       workdir: Its folder.
       on_lost_stdout: Gets the reason when stdout cannot be written any more.
 
@@ -56,7 +60,7 @@ class Reporter:
     )
     as_json = run.config.log.console == "json"
     self._terminal = JsonConsole(console) if as_json else Terminal(self._last_step, 0, console)
-    self.evaluator = Evaluator(run) if run.config.eval.every else None
+    self.evaluator = Evaluator(run, scorers) if run.config.eval.every else None
 
   def open(self, start_step: int) -> None:
     """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
@@ -168,6 +172,7 @@ def last_step(config: Config) -> int:
 def header_lines(
   run: Run,
   prompts: list[tuple[str, Any]],
+  remarks: Sequence[str],
   step: int,
   workdir: Path,
   saved_devices: int | None = None,
@@ -177,6 +182,7 @@ def header_lines(
   Args:
     run: The run.
     prompts: (name of the split, its prompts).
+    remarks: Warnings about the config.
     step: Where the run resumes, 0 for a new one.
     workdir: The run's folder.
     saved_devices: The number of devices on which the run was before, if that is known.
@@ -209,7 +215,7 @@ def header_lines(
       f"{len(replicated)} arrays of the optimizer are replicated, such as {replicated[0]}"
     )
   lines += _about_updates(config.algo)
-  lines += [f"warning: {remark}" for remark in run.remarks]
+  lines += [f"warning: {remark}" for remark in remarks]
   if step:
     devices = run.mesh.size
     moved = f", on {devices} devices instead of {saved_devices}"

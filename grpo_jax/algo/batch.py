@@ -1,0 +1,83 @@
+"""The batch that an update learns from: which tokens are in the loss, and their advantages."""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax import masked
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.distillation import teacher_advantages
+from grpo_jax.algo.kl import KL
+from grpo_jax.algo.settings import Algo
+from grpo_jax.types import Batch, Completions, Rewards
+
+
+def to_batch(
+  completions: Completions,
+  prompts_PS: jax.Array,
+  prompt_lengths_P: jax.Array,
+  temperature_P: jax.Array,
+  live_P: jax.Array,
+  algo: Algo,
+) -> Batch:
+  """The batch of these completions, without advantages and reference log-probs.
+
+  Args:
+    completions: G completions of each of P prompts.
+    prompts_PS: int32, the prompts.
+    prompt_lengths_P: int32, their lengths.
+    temperature_P: float32, what their completions were sampled at.
+    live_P: 0 leaves a group out of the loss.
+    algo: Reads `mask_truncated` and `old_is_policy`.
+  """
+  mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]
+  if algo.mask_truncated:
+    mask_PGT = mask_PGT & (completions.stopped_by_PG >= 0)[..., None]
+  return Batch(
+    prompts_PS=prompts_PS,
+    prompt_lengths_P=prompt_lengths_P,
+    completions_PGT=completions.tokens_PGT,
+    mask_PGT=mask_PGT.astype(jnp.float32),
+    temperature_P=temperature_P,
+    sampler_logprobs_PGT=completions.logprobs_PGT,
+    behavior_logprobs_PGT=completions.behavior_logprobs_PGT,
+    old_logprobs_PGT=None if algo.old_is_policy else completions.logprobs_PGT,
+  )
+
+
+def with_advantages(
+  batch: Batch, rewards: Rewards, kl_coef: jax.Array, algo: Algo, teacher_weight: float
+) -> tuple[Batch, dict[str, jax.Array]]:
+  """The batch with the advantage of each token, and metrics of the advantages.
+
+  Args:
+    batch: With reference log-probs where a KL is in the reward, and with the teacher's where there
+      is a teacher.
+    rewards: Of the batch's completions.
+    kl_coef: float32 scalar, the weight of a KL in the reward.
+    algo: Names the advantage.
+    teacher_weight: The weight of the teacher's advantages, where there is a teacher.
+  """
+  mask_PGT = batch.mask_PGT
+  if algo.kl_in_reward:
+    kl_PGT = KL[algo.kl].compute(batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT)
+    rewards = rewards.replace(kl_penalty_PGT=kl_coef * masked.masked(kl_PGT, mask_PGT))
+  advantages = ADVANTAGES[algo.advantage].compute(rewards, mask_PGT, algo)
+  if advantages.ndim == 2:
+    advantages = advantages[..., None]
+  advantages_PGT = mask_PGT * advantages
+  teacher_metrics = {}
+  if batch.teacher_logprobs_PGT is not None:
+    own_PGT = teacher_advantages(batch.teacher_logprobs_PGT, batch.sampler_logprobs_PGT, mask_PGT)
+    advantages_PGT = advantages_PGT + teacher_weight * own_PGT
+    teacher_metrics["teacher/reverse_kl"] = -masked.mean(own_PGT, mask_PGT)
+  learns_PG = (advantages_PGT != 0).any(-1)
+  deviations_PGT = advantages_PGT - masked.mean(advantages_PGT, mask_PGT)
+  metrics = {
+    "advantage/std": jnp.sqrt(masked.mean(deviations_PGT**2, mask_PGT)),
+    "advantage/min": advantages_PGT.min(),
+    "advantage/max": advantages_PGT.max(),
+    "batch/completions": learns_PG.sum(),
+    "batch/tokens": (learns_PG[..., None] * mask_PGT).sum(),
+  }
+  batch = batch.replace(advantages_PGT=advantages_PGT, teacher_logprobs_PGT=None)
+  return batch, metrics | teacher_metrics

@@ -1,0 +1,254 @@
+"""What surrounds the training loop: setting up, checking, saving and finishing."""
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from pathlib import Path
+
+import jax
+
+from grpo_jax import config as config_lib
+from grpo_jax.config import Config
+from grpo_jax.console.exit_codes import Stopped
+from grpo_jax.console.stop import StopRequest
+from grpo_jax.console.terminal import Loading
+from grpo_jax.programs.checks import check_batches
+from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.settings import RunFailed
+from grpo_jax.storage import starts
+from grpo_jax.storage.bucket_files import run_files
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.workdir import open_run
+from grpo_jax.timing import told_if_slow
+from grpo_jax.training.callback import Callback, Callbacks
+from grpo_jax.training.reporter import Reporter, header_lines, last_step
+from grpo_jax.training.state import RunState, StateStore
+
+Signals = Callable[[StopRequest], contextlib.AbstractContextManager[None]]
+# Nats per token. In float32, sampler and learner differ by about a millionth.
+_LARGEST_GAP = 1e-3
+
+
+class Trainer:
+  """What happens before the loop, after each step, and at the end.
+
+  Attributes:
+    run: The parts of the run.
+    collector: What collects the batch of a GRPO step.
+    store: The state of the run and its checkpoints.
+    reporter: What is written and shown.
+    first_grpo_step: The number of steps of the warm start.
+    last_step: The number of steps of the whole run.
+  """
+
+  def __init__(self, config: Config, workdir: Path, stack: contextlib.ExitStack, signals: Signals):
+    """Builds everything before it writes anything. `stack` closes what is opened.
+
+    Raises:
+      ConfigError: For a config or a folder that cannot be used.
+    """
+    self._config, self._workdir = config, workdir
+    self.first_grpo_step, self.last_step = config.warm_start.steps, last_step(config)
+    self.run = Run(config, Loading())
+    scorers = Scorers(self.run)
+    stack.callback(scorers.close)
+    hosts = self.run.hosts
+    check_batches(config, hosts)
+    self.collector = Collector(self.run, scorers)
+    self._scorers, stop_request = scorers, StopRequest()
+    self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask)
+    # From here on, the folder belongs to this run and this config.
+    self._files = run_files(workdir, self.reporter.warn, stop_request.ask)
+    hosts.on_first(lambda: stack.enter_context(self._files.held()))
+    hosts.on_first(lambda: open_run(workdir, config_lib.to_dict(config), config_lib.completed))
+    hosts.on_first(lambda: starts.add(workdir, starts.here()))
+    hosts.on_first(self._files.download)
+    layers_of = self.run.parameters.layers_of
+    self._checkpoints = Checkpoints(
+      workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn, layers_of
+    )
+    host_state = self.collector.initial_host_state()
+    self.store = StateStore(self.run, workdir, self._checkpoints, host_state)
+    self._phases_seen: set[bool] = set()  # the first step of a phase compiles
+    self._skipped = SkippedUpdates(config.learner.max_skipped_updates)
+    # They close in the reverse order: signals are handled until the last save is written.
+    self._asked_to_stop = stop_request
+    stack.enter_context(signals(stop_request))
+    stack.callback(self.reporter.close)
+    stack.callback(self._checkpoints.close)
+
+  def callbacks(self, callback: Callback | None) -> Callbacks:
+    """What calls the user's callback after each step."""
+    return Callbacks(callback, self._workdir, self.last_step, self.run.hosts)
+
+  def restore_or_init(self) -> tuple[RunState, int]:
+    """The state and the number of steps so far: of the newest whole checkpoint, or of a new run."""
+    state, step, restored = self.store.restore_or_init()
+    self.reporter.open(step if restored else -1)
+    splits = [("training", self.collector.prompts)]
+    if self.reporter.evaluator:
+      splits.append(("test", self.reporter.evaluator.prompts))
+    devices = self.store.saved_devices
+    remarks = (*self.run.remarks, *self._scorers.remarks)
+    lines = header_lines(self.run, splits, remarks, step, self._workdir, devices)
+    self.reporter.header(lines)
+    with self.saving_on_failure(state, step, f"evaluation after step {step}"):
+      with told_if_slow("compiling and evaluating"):
+        self.reporter.start(step, state.train.params)
+    return state, step
+
+  def telling(self, step: int) -> contextlib.AbstractContextManager[None]:
+    """Says that a step takes long if it compiles, which the first of each phase does."""
+    in_warm_start = step < self.first_grpo_step
+    compiles = in_warm_start not in self._phases_seen
+    self._phases_seen.add(in_warm_start)
+    doing = f"compiling and taking step {step + 1}"
+    return told_if_slow(doing) if compiles else contextlib.nullcontext()
+
+  def should_stop(self) -> bool:
+    """True on every process if any process was asked to stop."""
+    return self.run.hosts.any_process(self._asked_to_stop())
+
+  def check_and_save(self, state: RunState, step: int, metrics: Mapping[str, float]) -> None:
+    """Checks that the step was one to go on from, and saves a checkpoint if one is due.
+
+    While updates are skipped there is nothing new to save, and a save would delete an older
+    checkpoint, from before.
+
+    Args:
+      state: The state after the step.
+      step: The number of steps so far.
+      metrics: The step's row, which is written already.
+
+    Raises:
+      RunFailed: Too many updates in a row were skipped, or the policy is not the one that sampled.
+    """
+    algo = self._config.algo
+    self._skipped.count(metrics, 1 if step <= self.first_grpo_step else algo.updates_per_step)
+    if self._skipped.are_too_many:
+      self._checkpoints.wait()
+      raise self._skipped.failure(max(self._checkpoints.steps(), default=None))
+    check_ratio_of_one(metrics, self._config)
+    every = self._config.checkpoint.every
+    if every and step % every == 0 and not self._skipped.in_a_row:
+      self.run.hosts.on_first(self._files.upload)  # the rows of a checkpoint come before it
+      self.store.save(step, state)
+    elif self.run.hosts.is_first:
+      self._files.upload_if_due()
+
+  @contextlib.contextmanager
+  def saving_on_failure(self, state: RunState, step: int, doing: str) -> Iterator[None]:
+    """Saves the state of `step` if what is done next fails. `doing` says what that is."""
+    try:
+      yield
+    except RunFailed as error:  # raised on all processes together
+      self._save(state, step)
+      saved = f"step {step} is saved" if step else "no step was finished"
+      raise RunFailed(f"{doing}: {error}; {saved}, the same command goes on") from error
+    except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt):
+      # A save is made by all processes together, and the others may not have failed. An update
+      # takes the arrays of the state before it, which then cannot be saved.
+      if jax.process_count() == 1 and not _is_deleted(state):
+        self._save(state, step)
+      raise
+
+  def finish(self, state: RunState, step: int, was_asked_to: bool) -> None:
+    """Saves what is not saved yet, and waits until it is written.
+
+    Args:
+      state: The state of the run.
+      step: The number of steps so far.
+      was_asked_to: Whether the callback asked to stop.
+
+    Raises:
+      Stopped: The last step is not reached, and the callback did not ask for it.
+    """
+    is_unfinished = step < self.last_step
+    # A resumed run takes the skipped steps again.
+    if not (is_unfinished and self._skipped.in_a_row):
+      self._save(state, step)
+    self._checkpoints.wait()
+    self.reporter.finish(step)
+    if is_unfinished and not was_asked_to:
+      raise Stopped(
+        f"at step {step} of {self.last_step}, which is saved: the same call goes on from there"
+      )
+
+  def _save(self, state: RunState, step: int) -> None:
+    if step:
+      self.run.hosts.on_first(self._files.upload)
+      self.store.save(step, state)
+      self._checkpoints.wait()
+
+
+def _is_deleted(state: RunState) -> bool:
+  arrays = jax.tree.leaves(state.train.params)
+  return any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays)
+
+
+class SkippedUpdates:
+  """Counts the updates in a row that were skipped because their gradient was not finite.
+
+  After such a row the policy does not recover: its parameters stay, so the next gradient is no
+  better.
+
+  Attributes:
+    in_a_row: How many there are up to now.
+  """
+
+  def __init__(self, limit: int) -> None:
+    """`limit` is learner.max_skipped_updates."""
+    self._limit = limit
+    self.in_a_row = 0
+
+  def count(self, metrics: Mapping[str, float], updates: int) -> None:
+    """Counts those of a step.
+
+    Args:
+      metrics: The step's metrics.
+      updates: How many updates the step made.
+    """
+    skipped = metrics.get("skipped_updates", metrics.get("warm_start/skipped_updates", 0))
+    self.in_a_row = self.in_a_row + updates if skipped >= updates else 0
+
+  @property
+  def are_too_many(self) -> bool:
+    """Whether the limit is reached."""
+    return 0 < self._limit <= self.in_a_row
+
+  def failure(self, newest_checkpoint: int | None) -> RunFailed:
+    """The error that ends the run."""
+    saved = "no checkpoint is saved"
+    if newest_checkpoint is not None:
+      saved = f"the newest checkpoint, of step {newest_checkpoint}, is from before"
+    return RunFailed(
+      f"the last {self.in_a_row} updates were skipped because their gradient was not finite, so"
+      f" nothing is learned any more (learner.max_skipped_updates); {saved}. Lower"
+      " optimizer.learning_rate in a new run, or look for what is not finite"
+    )
+
+
+def check_ratio_of_one(metrics: Mapping[str, float], config: Config) -> None:
+  """Checks that the ratio was 1 where the objective took it to be 1.
+
+  With one update per batch, the log-probs of the policy before the update take the place of the old
+  ones. That is right only if the same policy sampled. With float32 on both sides, their log-probs
+  then agree to rounding.
+
+  Args:
+    metrics: A step's row.
+    config: The config of the run.
+
+  Raises:
+    RunFailed: Another policy sampled.
+  """
+  gap = metrics.get("sampler/logprob_gap_mean", 0.0)
+  dtypes = {config.model.dtype, config.sampling.dtype or config.model.dtype}
+  is_assumed = config.algo.old_is_policy and not config.algo.has_correction
+  if is_assumed and dtypes == {"float32"} and gap > _LARGEST_GAP:
+    raise RunFailed(
+      f"the policy that was updated is not the one that sampled: log-probs differ by {gap:.2g}"
+      " per token, and one update per batch takes the ratio of the two to be 1. Set"
+      " algo.correction=truncate with algo.correction_high=2, or sample from the current policy"
+    )
