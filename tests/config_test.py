@@ -291,7 +291,7 @@ def test_every_config_loads(name, preset):
   for section in ("model", "data"):
     if values[section]["path"] is None:  # the user has to give it
       values[section]["path"] = "given"
-  checks.check(from_dict(values))
+  checks.check_config(from_dict(values))
   assert name == "default" or f"--config=configs/{name}.py" in module.__doc__
 
 

@@ -14,7 +14,7 @@ from grpo_jax import model
 from grpo_jax.config import from_dict
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.programs.checks import check
+from grpo_jax.programs.checks import check_config
 from grpo_jax.programs.run import Run
 from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.settings import ConfigError
@@ -220,4 +220,4 @@ def test_training_continues_from_a_folder_of_adapters(trained, checkpoint, tmp_p
 def test_what_cannot_be_run_is_refused(checkpoint, section, changes, words):
   c = config(checkpoint)
   with pytest.raises(ConfigError, match=words):
-    check(dataclasses.replace(c, **{section: dataclasses.replace(getattr(c, section), **changes)}))
+    check_config(dataclasses.replace(c, **{section: dataclasses.replace(getattr(c, section), **changes)}))

@@ -21,7 +21,7 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import countdown, mixture, tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import first_scores
-from grpo_jax.programs.checks import check
+from grpo_jax.programs.checks import check_config
 from grpo_jax.rewards import Caller, dispatch, name_of
 from grpo_jax.rewards.functions.countdown import countdown as score
 from grpo_jax.settings import ConfigError
@@ -277,7 +277,7 @@ def test_few_shot_examples_follow_the_system_message():
 )
 def test_few_shot_examples_that_cannot_be_used_are_named(changes, words):
   with pytest.raises(ConfigError, match=words):
-    check(Config(data=Data(**changes)))
+    check_config(Config(data=Data(**changes)))
 
 
 # Rewards by task.
@@ -359,7 +359,7 @@ def test_tasks_of_rewards_are_checked(reward, function, words):
     eval=Eval(function=function),
   )
   with pytest.raises(ConfigError, match=words):
-    check(config)
+    check_config(config)
 
 
 @pytest.mark.slow

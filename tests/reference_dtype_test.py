@@ -17,7 +17,7 @@ from small_run import (
   with_section,
 )
 
-from grpo_jax.programs.checks import check
+from grpo_jax.programs.checks import check_config
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import ConfigError
@@ -146,7 +146,7 @@ def test_adapters_as_the_reference_stay_float32(tmp_path):
 
 def test_a_reference_that_moves_gradually_is_refused():
   with pytest.raises(ConfigError, match=r"^config key model\.reference_dtype is 'bfloat16': a ref"):
-    check(config_with("bfloat16", "bfloat16", ref_sync_steps=5, ref_mixup=0.6))
-  check(config_with("bfloat16", "bfloat16", ref_sync_steps=5, ref_mixup=1.0))
-  check(config_with("bfloat16", "bfloat16", ref_mixup=0.6))
-  check(config_with("bfloat16", "float32", ref_sync_steps=5, ref_mixup=0.6))
+    check_config(config_with("bfloat16", "bfloat16", ref_sync_steps=5, ref_mixup=0.6))
+  check_config(config_with("bfloat16", "bfloat16", ref_sync_steps=5, ref_mixup=1.0))
+  check_config(config_with("bfloat16", "bfloat16", ref_mixup=0.6))
+  check_config(config_with("bfloat16", "float32", ref_sync_steps=5, ref_mixup=0.6))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.data.tasks.arithmetic import Arithmetic, split_of
-from grpo_jax.programs.checks import check
+from grpo_jax.programs.checks import check_config
 from grpo_jax.rewards.functions.final_number import strict
 from grpo_jax.rewards.functions.worked_steps import equations
 
@@ -36,7 +36,7 @@ def test_every_cell_has_a_config_that_can_be_run(tmp_path):
     longest[operands] = max(len(";".join(equations(one)) + ";#### 99") for one in answers)
   for cell in cells[:: len(cells) // 150]:
     config = cell.config(tmp_path)
-    check(config)
+    check_config(config)
     assert config.algo.uses_reference  # so that every run reports its KL
     room = config.sampling.max_tokens * (1 - config.algo.overlong)
     assert room > longest[stress_cells.LEVELS[cell.level].operands]

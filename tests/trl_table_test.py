@@ -82,7 +82,7 @@ def test_every_value_in_the_text_is_allowed(setting):
   config = config_lib.from_dict(nested(key, text))
   needed = {"algo.correction": {"correction_high": 3.0}, "algo.clip_low": {"surrogate": "cispo"}}
   algo = dataclasses.replace(config.algo, **needed.get(key, {}))
-  checks.check(dataclasses.replace(config, algo=algo))
+  checks.check_config(dataclasses.replace(config, algo=algo))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from grpo_jax.rewards import dispatch
 from grpo_jax.settings import LARGEST_INT, ConfigError, check_ranges
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
   """Raises ConfigError at the first value that cannot be run."""
   check_ranges(config)
   _check_batch(config)

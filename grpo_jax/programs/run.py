@@ -17,7 +17,7 @@ from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.programs import compilation_cache
-from grpo_jax.programs.checks import check, check_length, check_memory, check_stop_ids
+from grpo_jax.programs.checks import check_config, check_length, check_memory, check_stop_ids
 from grpo_jax.programs.compiled import Programs
 from grpo_jax.programs.parameters import Parameters, Progress, no_progress
 from grpo_jax.settings import ConfigError
@@ -57,7 +57,7 @@ class Run:
     Raises:
       ConfigError: For a config that cannot be run.
     """
-    check(config)
+    check_config(config)
     self.config = config
     if devices is None:  # given ones may be of a topology, which compiles and loads no program
       compilation_cache.use(config.compilation_cache)
