@@ -25,7 +25,7 @@ from typing import Any
 from absl import app, flags
 from xmanager import xm, xm_local
 
-FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75  # as in the table of README.md
+FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75  # as in the table of docs/runs.md
 _TRAIN = "grpo_jax.train"
 _CONFIG_FLAG = re.compile(r"--?(config(?:\.[^=]+)?)(?:=|$)")
 

@@ -1,4 +1,4 @@
-"""README's section "Coming from TRL": keys exist, and defaults are those of both programs."""
+"""The page "Coming from TRL": keys exist, and defaults are those of both programs."""
 
 import ast
 import dataclasses
@@ -11,8 +11,7 @@ from grpo_jax import config as config_lib
 from grpo_jax.config import Config
 from grpo_jax.programs import checks
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-SECTION = README.split("\n## Coming from TRL\n")[1].split("\n## ")[0]
+SECTION = (Path(__file__).parents[1] / "docs/from_trl.md").read_text()
 HEADER = "| TRL | default | here | default | notes |"
 SECTIONS = [
   field.name for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.type)
@@ -40,7 +39,7 @@ def value_of(config, key):
 
 
 def settings():
-  """Every key=value of the section."""
+  """Every key=value of the page."""
   words = re.findall(r"--config\.([\w.]+=\S+)", SECTION)
   words += [word for word in code(SECTION) if "=" in word and word.split(".")[0] in SECTIONS]
   return sorted(set(words))

@@ -1,0 +1,25 @@
+"""Puts files outside docs/ into the site, at their own paths, so that relative links reach them."""
+
+from pathlib import Path
+import re
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+FILES = ("CHANGELOG.md", "colabs/*.ipynb", "configs/**/*.py", "experiments/*.*", "grpo_jax/**/*.py")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+  root = Path(config.docs_dir).parent
+  for path in sorted(path for pattern in FILES for path in root.glob(pattern)):
+    name = path.relative_to(root).as_posix()
+    target = f"{name.removesuffix('.md')}/index.html" if path.suffix == ".md" else name
+    file = File(f"../{name}", config.docs_dir, config.site_dir, True, dest_uri=target)
+    file.inclusion = InclusionLevel.NOT_IN_NAV
+    files.append(file)
+  return files
+
+
+def on_page_markdown(markdown: str, **kwargs: object) -> str:
+  """The README is for the repository alone: a link to it becomes its text."""
+  return re.sub(r"\[(.+?)\]\(\.\./README\.md[^)]*\)", r"\1", markdown)

@@ -1,0 +1,179 @@
+"""The README and the pages of docs/: links, names of files and settings, tables, and the site."""
+
+import ast
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+import pytest
+
+from grpo_jax import config as config_lib
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.aggregation import AGGREGATIONS
+from grpo_jax.algo.presets import PRESETS
+from grpo_jax.algo.settings import Algo
+from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.config import Config
+from grpo_jax.rewards import REWARDS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+MANUAL = [README, ROOT / "CONTRIBUTING.md", *DOCS]
+LINKED = [*MANUAL, *sorted((ROOT / "experiments").glob("*.md"))]
+SECTIONS = [
+  field.name for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.type)
+]
+PLACEHOLDERS = {"NAME", "X", "FILE"}
+
+
+def each(pages):
+  return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def without_code(text):
+  """Markdown without blocks of code and words in backticks."""
+  return re.sub(r"`[^`\n]*`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.M))
+
+
+def anchors(page):
+  """The anchors that GitHub gives to the headings of a page."""
+  text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.M)
+  headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+  return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def rows(page, header):
+  """The cells of each row of every table under a header."""
+  tables = (ROOT / "docs" / page).read_text().split(header + "\n")[1:]
+  assert tables, f"docs/{page} has no table {header}"
+  for table in tables:
+    for line in table.split("\n\n")[0].splitlines()[1:]:
+      yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def first_column(page, header):
+  """The words in backticks in the first column of a table."""
+  return sorted(word for cells in rows(page, header) for word in re.findall(r"`(.+?)`", cells[0]))
+
+
+def ours(functions):
+  """The names of the functions of grpo_jax: another test may have registered its own."""
+  return sorted(
+    name for name, function in functions.items() if function.__module__.startswith("grpo_jax.")
+  )
+
+
+def is_defined(name):
+  """Whether a module, or a name in one, exists: grpo_jax.train, grpo_jax.config.check_key."""
+  first, *parts = name.split(".")
+  module = ROOT / first
+  while parts and ((module / parts[0]).is_dir() or (module / f"{parts[0]}.py").is_file()):
+    module /= parts.pop(0)
+  file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+  if not parts:
+    return file.is_file()
+  names = set()
+  for node in ast.walk(ast.parse(file.read_text())):
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+      names.add(node.name)
+    elif isinstance(node, ast.ImportFrom):
+      names.update(alias.asname or alias.name for alias in node.names)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      names.add(node.id)
+  return parts[0] in names
+
+
+def test_the_readme_is_a_front_page():
+  lines = README.read_text().splitlines()
+  assert len(lines) <= 200
+  assert "pip install -e '.[test]' && pytest tests" in lines  # .ci/run reads it there
+  assert sum("--config=configs/arithmetic.py --workdir=/tmp/arithmetic" in x for x in lines) == 1
+
+
+@each(LINKED)
+def test_every_relative_link_leads_somewhere(page):
+  wrong = []
+  for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+    path, _, anchor = target.partition("#")
+    if re.match(r"[a-z]+:", target):
+      continue
+    file = (page.parent / path).resolve() if path else page
+    if not file.exists() or (anchor and anchor not in anchors(file)):
+      wrong.append(target)
+  assert not wrong
+
+
+@each(MANUAL)
+def test_every_file_that_is_named_exists(page):
+  folders = "grpo_jax|tests|experiments|configs|colabs|docs"
+  names = re.findall(rf"(?<![\w/.~-])((?:{folders})/[\w./-]*\w)", page.read_text())
+  assert not [
+    name
+    for name in sorted(set(names))
+    if not (ROOT / name).exists() and Path(name).stem not in PLACEHOLDERS
+  ]
+
+
+@each(MANUAL)
+def test_every_name_of_the_package_exists(page):
+  names = re.findall(r"(?<![\w/.])grpo_jax(?:\.[A-Za-z]\w*)+", page.read_text())
+  assert not [name for name in sorted(set(names)) if not is_defined(name)]
+
+
+@each(MANUAL)
+def test_every_key_of_the_config_exists(page):
+  text = page.read_text()
+  keys = set(re.findall(r"--config\.([a-z]\w*(?:\.\w+)*)", text))
+  keys |= set(re.findall(rf"`((?:{'|'.join(SECTIONS)})\.\w+)(?:=[^`]*)?`", text))
+  for key in sorted(keys):
+    config_lib.check_key(key)
+
+
+def test_the_map_of_the_readme_has_every_room():
+  rooms = README.read_text().split("Imports go down this list only:")[1].split("```")[1]
+  folders = {path.name for path in (ROOT / "grpo_jax").rglob("*") if path.is_dir()}
+  named = set(re.findall(r"\b(\w+)/", rooms))
+  assert named <= folders
+  assert {path.parent.name for path in (ROOT / "grpo_jax").glob("*/__init__.py")} <= named
+
+
+def test_every_page_is_in_the_navigation():
+  named = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
+  assert sorted(name for name in named if "/" not in name) == [page.name for page in DOCS]
+
+
+def test_the_site_builds(tmp_path):
+  for module in ("mkdocs", "material", "mkdocstrings_handlers"):
+    if importlib.util.find_spec(module) is None:
+      pytest.skip(f"{module} is not installed: pip install -e '.[docs]'")
+  command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+  environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+  done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert (tmp_path / "experiments/arithmetic.png").is_file()
+
+
+def test_the_tables_of_reward_functions_and_presets_are_complete():
+  assert first_column("rewards.md", "| built-in function | reward |") == ours(REWARDS)
+  assert first_column("algorithm.md", "| preset | paper |") == sorted(PRESETS)
+
+
+def test_the_tables_of_the_variants_are_complete():
+  losses = {name: surrogate.loss for name, surrogate in SURROGATES.items()}
+  header = "| `algo.advantage` | equation or idea |"
+  assert first_column("algorithm.md", header) == sorted(ADVANTAGES)
+  assert first_column("algorithm.md", "| `algo.surrogate` | paper |") == ours(losses)
+  assert first_column("algorithm.md", "| `algo.aggregation` | meaning |") == sorted(AGGREGATIONS)
+
+
+def test_the_tables_of_the_settings_of_the_algorithm_are_complete():
+  table = {cells[0]: cells[1] for cells in rows("algorithm.md", "| key | default | meaning |")}
+  defaults = {field.name: field.default for field in dataclasses.fields(Algo)}
+  assert {key.strip("`"): ast.literal_eval(text.strip("`")) for key, text in table.items()} == {
+    f"algo.{name}": default for name, default in defaults.items()
+  }
