@@ -35,13 +35,20 @@ STATIONS = (
     "training/loop.py",
     ("run_steps", "GrpoStep"),
     ("One step: collect a batch, find its advantages,", "update the parameters as often as asked."),
-    (("params", "the policy"), ("index", "the number of the step"), ("host", "what the host keeps")),
+    (
+      ("params", "the policy"),
+      ("index", "the number of the step"),
+      ("host", "what the host keeps"),
+    ),
     (("training/trainer.py", "set-up, checks and saving"), ("training/state.py", "the reference")),
   ),
   Station(
     "rollouts/collect.py",
     ("Collector", "GroupSource"),
-    ("Draws P prompts, lets the policy complete each", "G times, and lets reward functions score them."),
+    (
+      "Draws P prompts, lets the policy complete each",
+      "G times, and lets reward functions score them.",
+    ),
     (
       ("prompts_PS", "the prompts"),
       ("tokens_PGT", "their completions"),
@@ -90,7 +97,9 @@ STATIONS = (
     ),
   ),
 )
-LAST = "learner/train_step.py adds the gradients up, and the optimizer of optax changes the parameters."
+LAST = (
+  "learner/train_step.py adds the gradients up, and the optimizer of optax changes the parameters."
+)
 
 _WIDTH, _LEFT, _BOX, _HELPERS = 960, 30, 400, 590
 _LINE, _PADDING = 19, 14

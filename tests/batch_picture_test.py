@@ -1,4 +1,4 @@
-"""docs/way_of_a_batch.svg says what the code does: its files, functions, arrays and imports exist."""
+"""docs/way_of_a_batch.svg says what the code does: its files, functions and arrays exist."""
 
 import ast
 from pathlib import Path

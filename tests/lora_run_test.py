@@ -220,4 +220,6 @@ def test_training_continues_from_a_folder_of_adapters(trained, checkpoint, tmp_p
 def test_what_cannot_be_run_is_refused(checkpoint, section, changes, words):
   c = config(checkpoint)
   with pytest.raises(ConfigError, match=words):
-    check_config(dataclasses.replace(c, **{section: dataclasses.replace(getattr(c, section), **changes)}))
+    check_config(
+      dataclasses.replace(c, **{section: dataclasses.replace(getattr(c, section), **changes)})
+    )
