@@ -21,8 +21,8 @@ from rich.console import Console
 from grpo_jax import sample
 from grpo_jax.console import terminal
 from grpo_jax.console.json_console import JsonConsole
-from grpo_jax.console.terminal import Loading, Terminal
-from grpo_jax.console.text import duration, shorten, visible
+from grpo_jax.console.terminal import Loading, Terminal, duration
+from grpo_jax.console.text import shorten, visible
 
 METRICS = {
   "reward": 0.7123,

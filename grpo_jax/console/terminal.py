@@ -12,13 +12,21 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from grpo_jax.console import notebook
-from grpo_jax.console.text import shorten, step_parts, visible
+from grpo_jax.console.text import shorten, visible
 
 _SECONDS_BETWEEN_LINES = 3.0
 _SECONDS_BETWEEN_FRAMES = 0.1
 _MAX_COMPLETIONS = 4
 _GRPO = "grpo"
 _WARM_START = "warm start"
+_FORMATS = (
+  ("warm_start/loss", "loss {:.3f}"),
+  ("reward", "reward {:.2f}"),
+  ("eval/accuracy", "accuracy {:.1%}"),
+  ("kl", "kl {:.2g}"),
+  ("completions/mean_length", "len {:.1f}"),
+  ("perf/tokens_per_second", "{:.0f} tok/s"),
+)
 
 
 class Terminal:
@@ -215,3 +223,25 @@ def _make_bar(console: Console, total_steps: int) -> Progress:
 
 def _phase(metrics: Mapping[str, Any]) -> str:
   return _WARM_START if "warm_start/loss" in metrics else _GRPO
+
+
+def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[str]:
+  """The parts of a step's line, such as ["reward 0.71", "left 2m10s"]."""
+  parts = [form.format(metrics[name]) for name, form in _FORMATS if metrics.get(name) is not None]
+  if metrics.get("skipped_updates"):
+    parts.append("update skipped: gradient not finite")
+  if seconds_left is not None:
+    parts.append(f"left {duration(seconds_left)}")
+  return parts
+
+
+def duration(seconds: float) -> str:
+  """A duration in two units at most: 45s, 2m10s, 3h05m, 2d04h."""
+  s = round(seconds)
+  if s < 60:
+    return f"{s}s"
+  if s < 3600:
+    return f"{s // 60}m{s % 60:02d}s"
+  if s < 86400:
+    return f"{s // 3600}h{s % 3600 // 60:02d}m"
+  return f"{s // 86400}d{s % 86400 // 3600:02d}h"
