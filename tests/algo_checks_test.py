@@ -15,7 +15,7 @@ from grpo_jax.settings import ConfigError, check_ranges
 
 def check(settings=None, prompts=32, group_size=8, max_tokens=40, sampler_filters=False, **changes):
   settings = dataclasses.replace(settings or Algo(), **changes)
-  checks.check(
+  checks.check_algo(
     settings,
     prompts=prompts,
     group_size=group_size,

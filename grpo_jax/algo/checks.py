@@ -10,7 +10,7 @@ from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection import has_weights
 
 
-def check(
+def check_algo(
   algo: Algo, *, prompts: int, group_size: int, max_tokens: int, sampler_filters: bool
 ) -> None:
   """Raises ConfigError at the first setting that cannot be run with the others.
