@@ -1,7 +1,7 @@
 """The defaults of every setting as a ConfigDict. Other configs start from here and change a few.
 
-grpo_jax/config.py lists the settings with their meanings and ranges, and
-grpo_jax/algo/settings.py those of the section `algo`.
+grpo_jax/config.py lists the settings with their meanings and ranges, and the modules of
+grpo_jax/algo those of the section `algo`, which `Algo` in its settings.py brings together.
 """
 
 import dataclasses

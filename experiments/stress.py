@@ -160,7 +160,7 @@ def shared_programs(config: Config, mesh: Mesh, parameters: Parameters) -> Progr
   """
   read = dataclasses.replace(
     config,
-    algo=dataclasses.replace(config.algo, **{"updates_per_batch": 1}),  # a loop around them
+    algo=dataclasses.replace(config.algo, updates_per_batch=1),  # a loop around them
     model=dataclasses.replace(config.model, path=""),  # all warm starts have one shape
     data=Data(),
     reward=Reward(),

@@ -1,7 +1,7 @@
 """Every setting of a run: its type, default, range and meaning, once.
 
 `Config` is a tree of frozen dataclasses. The section `algo` is in `grpo_jax/algo/settings.py`,
-where the variants of the algorithm bring their own settings. `configs/default.py` turns these
+where the settings of the algorithm's variants come together. `configs/default.py` turns these
 defaults into the `ConfigDict` that a user changes; entry points turn it back with `from_dict` and
 pass the dataclasses on, so that no other code knows `ml_collections`.
 

@@ -1,7 +1,7 @@
 """What a setting is: a type, a default, a range and a meaning, written down once.
 
-The sections in `grpo_jax/config.py` are dataclasses whose fields are made by `setting`. The
-variants of the algorithm in `grpo_jax/algo/` bring their own, as dicts from names to `Setting`s.
+The sections in `grpo_jax/config.py` are dataclasses whose fields are made by `setting`, and so are
+the `Settings` that the variants of the algorithm in `grpo_jax/algo/` read.
 """
 
 from collections.abc import Callable, Collection
@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 LARGEST_INT = 2**31 - 1  # what an int32 holds, which is what numbers are on the devices
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e30  # inside float32, with room to compute with them
@@ -113,12 +113,22 @@ class Setting:
 
 def setting(default: Any, meaning: str, range: Range = ANY, before: Any = None) -> Any:
   """A dataclass field that carries its `Setting`."""
-  return field_of(Setting(default, meaning, range, before))
+  one = Setting(default, meaning, range, before)
+  return dataclasses.field(default=default, metadata={"setting": one})
 
 
-def field_of(one: Setting) -> Any:
-  """A dataclass field for a `Setting`."""
-  return dataclasses.field(default=one.default, metadata={"setting": one})
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Settings of the algorithm. This class has none: it is for functions that read nothing.
+
+  A function that reads some has a subclass, whose fields are made by `setting`. `Algo` in
+  `grpo_jax/algo/settings.py` inherits from all of them.
+  """
+
+
+def names_of(settings: type[Settings]) -> tuple[str, ...]:
+  """The names of the settings that a class has, with those that it inherits."""
+  return tuple(field.name for field in dataclasses.fields(settings))
 
 
 def check_ranges(config: Any, prefix: str = "") -> None:
@@ -163,18 +173,6 @@ def shown(value: Any) -> str:
     return f"{value!r:.200}"
   except Exception:  # Python writes no int of more than 4,300 digits, and an object may do anything
     return f"a value of type {type(value).__name__} that cannot be printed"
-
-
-class Settings:
-  """A read-only set of settings with their values as attributes.
-
-  `grpo_jax.algo.settings.Algo` is one. Its fields are collected from the variants, which is why a
-  type checker cannot know them.
-  """
-
-  if TYPE_CHECKING:
-
-    def __getattr__(self, name: str) -> Any: ...
 
 
 def _with_note(requirement: str, note: str) -> str:

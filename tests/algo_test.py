@@ -25,6 +25,7 @@ from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection import TOKEN_WEIGHTS, TokenWeight
+from grpo_jax.settings import Settings, names_of
 from grpo_jax.types import Batch, Coefficients, Rewards, TokenSelection, TokenStats
 
 GRPO = presets.preset("grpo")
@@ -273,11 +274,12 @@ def test_which_settings_of_a_surrogate_are_idle_at_ratio_one(surrogate):
   shared = algo(surrogate=surrogate, kl_coef=0.0, cov_fraction=0.5, cov_low=0.1, cov_high=1.0)
   algos = [
     dataclasses.replace(shared, **{name: changed(name, getattr(shared, name))})
-    for name in record.settings
+    for name in names_of(record.settings)
   ]
   case = make_case()
   found = gradients_by_logprobs(case.stats, at_ratio_one(case), (shared, *algos))
-  for name, gradient, settings in zip(record.settings, found[1:], algos, strict=True):
+  names = names_of(record.settings)
+  for name, gradient, settings in zip(names, found[1:], algos, strict=True):
     is_idle = np.allclose(gradient, found[0], rtol=1e-5, atol=1e-9)
     assert is_idle == (name in record.idle_at_ratio_one), name
     if is_idle:
@@ -420,6 +422,14 @@ def test_corrections_by_hand():
   assert metrics["correction/weight_mean"] == 1
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_vespo_counts_the_correction_of_a_row_once(level):
+  """W = 1.5 .5 1.1 * 2 = 1.65, phi = W^2 e^(3 (1 - W)), and the mean of lp is -1 + ln(.825) / 3."""
+  settings = algo(**TOKEN_MEAN, surrogate="vespo", correction="truncate", correction_level=level)
+  loss, _ = by_hand(settings, behavior_logprobs_PGT=OLD - jnp.log(row(2, 1, 1, 7)))
+  assert loss == pytest.approx(0.3873412 * 1.0641240, rel=1e-5)
+
+
 def test_rows_too_far_off_policy_are_left_out():
   """mean(mu - lp) = -ln(2 .5 1 * 1.5 .5 1.1) / 3 = .0641. Only rows with A < 0 are left out."""
   negative = row(-1, -1, -1, 0)
@@ -453,7 +463,7 @@ def test_weights_of_several_records_multiply(monkeypatch):
   by_entropy = TokenWeight(
     compute=lambda tokens, settings: tokens.entropies_PGT,
     is_on=lambda settings: settings.minibatches == 2,
-    settings={},
+    settings=Settings,
     examples=(),
   )
   monkeypatch.setitem(TOKEN_WEIGHTS, "by_entropy", by_entropy)

@@ -36,7 +36,7 @@ from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.programs import checks
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.scorer import Scorers
-from grpo_jax.settings import ConfigError, Setting, at_least, setting
+from grpo_jax.settings import ConfigError, Setting, Settings, at_least, names_of, setting
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import as_begun, read_config, read_metrics
 from grpo_jax.storage.saved_config import check_same_run
@@ -474,7 +474,7 @@ def trace_step(algo):
 def test_a_record_reads_the_settings_that_it_brings(record, changes, reads):
   algo = Algo(**{"kl_coef": 0.1, "off_policy_threshold": 0.1} | changes)
   trace_step(algo)
-  unread = set(getattr(record, "settings", {})) - {name for _, name in reads}
+  unread = set(names_of(getattr(record, "settings", Settings))) - {name for _, name in reads}
   assert not unread
 
 

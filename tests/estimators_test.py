@@ -90,7 +90,7 @@ def test_interval_of_a_mean_over_problems_covers_the_truth(rates, k):
   inside, widths, least = [], [], []
   for _ in range(400):
     right_N = rng.binomial(DRAWS, RATES[rates](rng, 256))
-    values_N = estimators.pass_at_k(right_N, DRAWS, k)
+    values_N = estimators.unbiased_pass_at_k(right_N, DRAWS, k)
     _, low, high = estimators.mean(values_N)
     inside.append(low <= truth <= high)
     widths.append(high - low)
@@ -121,7 +121,7 @@ def test_pass_at_k_is_the_fraction_of_subsets_with_a_right_answer():
   for c, k in itertools.product(range(n + 1), range(1, n + 1)):
     draws = [True] * c + [False] * (n - c)
     fraction = np.mean([any(subset) for subset in itertools.combinations(draws, k)])
-    assert estimators.pass_at_k(np.array([c]), n, k) == pytest.approx(fraction)
+    assert estimators.unbiased_pass_at_k(np.array([c]), n, k) == pytest.approx(fraction)
 
 
 @steady
@@ -131,15 +131,15 @@ def test_pass_at_k_is_the_fraction_of_subsets_with_a_right_answer():
 def test_pass_at_k_is_unbiased(rate, sizes):
   n, k = sizes
   chance_C = np.array([math.comb(n, c) * rate**c * (1 - rate) ** (n - c) for c in range(n + 1)])
-  assert chance_C @ estimators.pass_at_k(np.arange(n + 1), n, k) == pytest.approx(
+  assert chance_C @ estimators.unbiased_pass_at_k(np.arange(n + 1), n, k) == pytest.approx(
     1 - (1 - rate) ** k
   )
 
 
 def test_pass_at_k_of_all_draws_is_whether_any_is_right_and_at_1_the_mean():
   right_N = np.array([0, 1, 5, 8])
-  np.testing.assert_array_equal(estimators.pass_at_k(right_N, 8, 8), [0, 1, 1, 1])
-  np.testing.assert_allclose(estimators.pass_at_k(right_N, 8, 1), right_N / 8)
+  np.testing.assert_array_equal(estimators.unbiased_pass_at_k(right_N, 8, 8), [0, 1, 1, 1])
+  np.testing.assert_allclose(estimators.unbiased_pass_at_k(right_N, 8, 1), right_N / 8)
 
 
 @pytest.mark.parametrize(

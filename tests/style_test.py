@@ -46,3 +46,23 @@ def test_files_functions_and_classes_are_small(path):
         if isinstance(child, ast.FunctionDef) and not child.name.startswith("_")
       ]
       assert len(methods) <= 12, f"{name}:{node.lineno} {node.name}: {methods}"
+
+
+# Names that once stood for several functions of the package, and the one that they stand for now.
+ONE_MEANING = {
+  "pass_at_k": "algo/advantages/answers.py",
+  "unbiased_pass_at_k": "evaluation/estimators.py",
+  "check_algo": "algo/checks.py",
+  "check_messages": "data/tokenizers/chat.py",
+}
+
+
+@pytest.mark.parametrize("name, file", ONE_MEANING.items())
+def test_a_name_stands_for_one_function(name, file):
+  found = [path for path in PACKAGE if f"\ndef {name}(" in path.read_text()]
+  assert found == [ROOT / "grpo_jax" / file]
+
+
+@pytest.mark.parametrize("file", ["algo/checks.py", "data/tokenizers/chat.py"])
+def test_a_check_says_what_it_checks(file):
+  assert "\ndef check(" not in (ROOT / "grpo_jax" / file).read_text()

@@ -11,28 +11,25 @@ import dataclasses
 import jax
 
 from grpo_jax import masked
-from grpo_jax.algo.record import Example, SettingsByName
-from grpo_jax.settings import Setting, Settings, at_least
+from grpo_jax.algo.record import Example, Record, Records, S
+from grpo_jax.settings import Settings, at_least, one_of, setting
 
 Mean = tuple[jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Aggregation:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Aggregation(Record[S]):
   """One way to average over tokens.
 
   Attributes:
     compute: (values_PGT, mask_PGT, algo) -> (sum, weight), scalars.
     examples: Inputs are `values` and `mask`, nested [P, G, T]. Outputs are `sum` and `weight`.
-    settings: What `compute` reads.
   """
 
-  compute: Callable[[jax.Array, jax.Array, Settings], Mean]
-  examples: tuple[Example, ...]
-  settings: SettingsByName = dataclasses.field(default_factory=dict)
+  compute: Callable[[jax.Array, jax.Array, S], Mean]
 
 
-AGGREGATIONS: dict[str, Aggregation] = {}
+AGGREGATIONS = Records[Aggregation]()
 
 # The first prompt has rows of 2 and 4 tokens and a row without tokens. The second has one token.
 _INPUTS = {
@@ -50,17 +47,16 @@ def token_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Me
   Args:
     values_PGT: Anything, NaN included, where the mask is 0.
     mask_PGT: The loss mask.
-    algo: Not read.
 
   Returns:
     (sum of the values, number of tokens)
   """
-  del algo
   return masked.total(values_PGT, mask_PGT), masked.count(mask_PGT)
 
 
 AGGREGATIONS["token_mean"] = Aggregation(
   compute=token_mean,
+  settings=Settings,
   examples=(Example(_INPUTS, {"sum": 2 - 4 + 9, "weight": 7}),),
 )
 
@@ -71,17 +67,16 @@ def sequence_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) ->
   Args:
     values_PGT: Anything, NaN included, where the mask is 0.
     mask_PGT: The loss mask.
-    algo: Not read.
 
   Returns:
     (sum of the sequences' means, number of sequences)
   """
-  del algo
   return masked.mean(values_PGT, mask_PGT, -1).sum(), _sequences(mask_PGT)
 
 
 AGGREGATIONS["sequence_mean"] = Aggregation(
   compute=sequence_mean,
+  settings=Settings,
   examples=(Example(_INPUTS, {"sum": 1 - 1 + 9, "weight": 3}),),
 )
 
@@ -94,22 +89,30 @@ def sequence_sum(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> 
   Args:
     values_PGT: Anything, NaN included, where the mask is 0.
     mask_PGT: The loss mask.
-    algo: Not read.
 
   Returns:
     (sum of the values, number of sequences)
   """
-  del algo
   return masked.total(values_PGT, mask_PGT), _sequences(mask_PGT)
 
 
 AGGREGATIONS["sequence_sum"] = Aggregation(
   compute=sequence_sum,
+  settings=Settings,
   examples=(Example(_INPUTS, {"sum": 2 - 4 + 9, "weight": 3}),),
 )
 
 
-def constant(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean:
+@dataclasses.dataclass(frozen=True)
+class ConstantSettings(Settings):
+  """Settings of constant."""
+
+  length_norm: int = setting(
+    0, "constant: tokens that a sequence counts as; 0 = sampling.max_tokens", at_least(0)
+  )
+
+
+def constant(values_PGT: jax.Array, mask_PGT: jax.Array, algo: ConstantSettings) -> Mean:
   """sum(x) / (sequences * length_norm) (Dr. GRPO 2503.20783).
 
   The weight of a token does not depend on the length of its sequence.
@@ -117,7 +120,6 @@ def constant(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean
   Args:
     values_PGT: Anything, NaN included, where the mask is 0.
     mask_PGT: The loss mask.
-    algo: Reads `length_norm`.
 
   Returns:
     (sum of the values, number of sequences times length_norm)
@@ -127,11 +129,7 @@ def constant(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> Mean
 
 AGGREGATIONS["constant"] = Aggregation(
   compute=constant,
-  settings={
-    "length_norm": Setting(
-      0, "constant: tokens that a sequence counts as; 0 = sampling.max_tokens", at_least(0)
-    )
-  },
+  settings=ConstantSettings,
   examples=(Example(_INPUTS, {"sum": 2 - 4 + 9, "weight": 3 * 8}, {"length_norm": 8}),),
 )
 
@@ -142,23 +140,32 @@ def prompt_mean(values_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings) -> M
   Args:
     values_PGT: Anything, NaN included, where the mask is 0.
     mask_PGT: The loss mask.
-    algo: Not read.
 
   Returns:
     (sum of the groups' means, number of prompts that have a token)
   """
-  del algo
   prompts = (mask_PGT != 0).any((1, 2)).sum()
   return masked.mean(values_PGT, mask_PGT, (1, 2)).sum(), prompts
 
 
 AGGREGATIONS["prompt_mean"] = Aggregation(
   compute=prompt_mean,
+  settings=Settings,
   examples=(
     Example(_INPUTS, {"sum": (2 - 4) / 6 + 9, "weight": 2}),
     Example({"values": [[[3]], [[None]]], "mask": [[[1]], [[0]]]}, {"sum": 3, "weight": 1}),
   ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice(Settings):
+  aggregation: str = setting("sequence_mean", "a name in algo/aggregation.py", one_of(AGGREGATIONS))
+
+
+@dataclasses.dataclass(frozen=True)
+class AggregationSettings(ConstantSettings, _Choice):
+  """The choice of an aggregation and the settings of all. New settings go in front."""
 
 
 def _sequences(mask_PGT: jax.Array) -> jax.Array:

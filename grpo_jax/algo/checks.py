@@ -10,7 +10,7 @@ from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection import has_weights
 
 
-def check(
+def check_algo(
   algo: Algo, *, prompts: int, group_size: int, max_tokens: int, sampler_filters: bool
 ) -> None:
   """Raises ConfigError at the first setting that cannot be run with the others.
@@ -135,6 +135,13 @@ def _check_variants(algo: Algo, group_size: int) -> None:
       "ratio",
       f"the surrogate {algo.surrogate} has its own ratio; leave this at {names}",
     )
+  require(
+    not surrogate.needs_lower_bound or algo.clip_low < 1,
+    algo,
+    "clip_low",
+    f"neither a ratio nor a probability falls by 1, so {algo.surrogate} would have no lower bound;"
+    " choose less than 1, or the surrogate cispo, which is meant to have none",
+  )
   if surrogate.check is not None:
     surrogate.check(algo)
 

@@ -8,21 +8,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.settings import Settings
+from grpo_jax.algo.settings import Algo
 from grpo_jax.types import Coefficients
 
 
-def initial(algo: Settings) -> Coefficients:
+def initial(algo: Algo) -> Coefficients:
   """The coefficients in the config."""
   return Coefficients(kl=jnp.float32(algo.kl_coef), entropy=jnp.float32(algo.entropy_coef))
 
 
 def adapted(
-  coefs: Coefficients,
-  kl: jax.Array | None,
-  entropy: jax.Array,
-  completions: int,
-  algo: Settings,
+  coefs: Coefficients, kl: jax.Array | None, entropy: jax.Array, completions: int, algo: Algo
 ) -> Coefficients:
   """The coefficients of the next update.
 
@@ -43,7 +39,7 @@ def adapted(
   return coefs
 
 
-def proportional(coef: jax.Array, kl: jax.Array, completions: int, algo: Settings) -> jax.Array:
+def proportional(coef: jax.Array, kl: jax.Array, completions: int, algo: Algo) -> jax.Array:
   """coef (1 + clip(kl / kl_target - 1, -.2, .2) completions / kl_horizon).
 
   Ziegler et al. 1909.08593, section 2.2.
@@ -53,7 +49,7 @@ def proportional(coef: jax.Array, kl: jax.Array, completions: int, algo: Setting
   return coef * (1 + error * completions / algo.kl_horizon)
 
 
-def stepwise(coef: jax.Array, entropy: jax.Array, algo: Settings) -> jax.Array:
+def stepwise(coef: jax.Array, entropy: jax.Array, algo: Algo) -> jax.Array:
   """entropy_step up below entropy_target, down above it, never below 0 (2505.22312, section 5).
 
   That paper, Skywork-OR1, also leaves the bonus out of an update whose entropy is above the target.

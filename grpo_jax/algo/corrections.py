@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
-from grpo_jax.algo.record import Example, SettingsByName
-from grpo_jax.settings import Setting, Settings, at_least
+from grpo_jax.algo.record import Example, Record, Records, S
+from grpo_jax.settings import Settings, at_least, one_of, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,28 +32,21 @@ class CorrectionLevel:
   shared_by_row: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Correction:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Correction(Record[S]):
   """What becomes of a weight.
 
   Attributes:
     compute: (weights_PGT, algo) -> [P, G, T].
     examples: The input is `weights`, a list. The output is `corrected`.
-    settings: What `compute` reads.
   """
 
-  compute: Callable[[jax.Array, Settings], jax.Array]
-  examples: tuple[Example, ...]
-  settings: SettingsByName = dataclasses.field(default_factory=dict)
+  compute: Callable[[jax.Array, S], jax.Array]
 
 
 LEVELS: dict[str, CorrectionLevel] = {}
-CORRECTIONS: dict[str, Correction] = {}
+CORRECTIONS = Records[Correction]()
 
-BOUNDS = {
-  "correction_low": Setting(0.0, "lower bound of the weights", at_least(0)),
-  "correction_high": Setting(0.0, "upper bound of the weights; 0 = no bound", at_least(0)),
-}
 _ROW = {"w": [2, 4, 0.5, 3], "mask": [1, 1, 1, 0]}
 
 
@@ -87,18 +80,27 @@ LEVELS["geometric"] = CorrectionLevel(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class BoundSettings(Settings):
+  """The bounds of a weight."""
+
+  correction_low: float = setting(0.0, "lower bound of the weights", at_least(0))
+  correction_high: float = setting(0.0, "upper bound of the weights; 0 = no bound", at_least(0))
+
+
 def none(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
   """1."""
-  del algo
   return jnp.ones_like(weights_PGT)
 
 
 CORRECTIONS["none"] = Correction(
-  none, (Example({"weights": [0.25, 1.25, 7]}, {"corrected": [1, 1, 1]}),)
+  compute=none,
+  settings=Settings,
+  examples=(Example({"weights": [0.25, 1.25, 7]}, {"corrected": [1, 1, 1]}),),
 )
 
 
-def truncate(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
+def truncate(weights_PGT: jax.Array, algo: BoundSettings) -> jax.Array:
   """w limited to [correction_low, correction_high] (TIS, Yao et al. 2025).
 
   Truncated importance sampling. It is also decoupled PPO (AReaL 2505.24298). Worked: mu .2,
@@ -106,7 +108,6 @@ def truncate(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
 
   Args:
     weights_PGT: w.
-    algo: Reads `correction_low` and `correction_high`.
 
   Returns:
     [P, G, T]
@@ -115,8 +116,8 @@ def truncate(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
 
 
 CORRECTIONS["truncate"] = Correction(
-  truncate,
-  settings=BOUNDS,
+  compute=truncate,
+  settings=BoundSettings,
   examples=(
     Example(
       {"weights": [0.25, 1.25, 7]},
@@ -129,12 +130,11 @@ CORRECTIONS["truncate"] = Correction(
 )
 
 
-def mask(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
+def mask(weights_PGT: jax.Array, algo: BoundSettings) -> jax.Array:
   """w inside [correction_low, correction_high], 0 outside (MIS; IcePop with .5 and 5).
 
   Args:
     weights_PGT: w.
-    algo: Reads `correction_low` and `correction_high`.
 
   Returns:
     [P, G, T]
@@ -145,8 +145,8 @@ def mask(weights_PGT: jax.Array, algo: Settings) -> jax.Array:
 
 
 CORRECTIONS["mask"] = Correction(
-  mask,
-  settings=BOUNDS,
+  compute=mask,
+  settings=BoundSettings,
   examples=(
     Example(
       {"weights": [0.25, 0.5, 1.25, 5, 7]},
@@ -159,8 +159,29 @@ CORRECTIONS["mask"] = Correction(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Choice(Settings):
+  correction: str = setting(
+    "none",
+    "what becomes of the weights for the gap between sampler and learner: a name in"
+    " algo/corrections.py",
+    one_of(CORRECTIONS),
+  )
+  correction_level: str = setting(
+    "token",
+    "what a weight belongs to: the token, or the row with the product ('sequence') or the geometric"
+    " mean ('geometric') of its tokens' weights",
+    one_of(LEVELS),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrectionSettings(BoundSettings, _Choice):
+  """The choice of a correction and the settings of all. New settings go in front."""
+
+
 def importance(
-  old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings
+  old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: CorrectionSettings
 ) -> jax.Array:
   """w at the level of `algo.correction_level`, before any bound.
 
@@ -168,7 +189,6 @@ def importance(
     old_logprobs_PGT: Log-probs under the policy before the update.
     mu_PGT: Log-probs under the distribution that the tokens were drawn from.
     mask_PGT: The loss mask.
-    algo: Reads `correction_level`.
 
   Returns:
     [P, G, T]
@@ -179,7 +199,7 @@ def importance(
 
 
 def correction_weights(
-  old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: Settings
+  old_logprobs_PGT: jax.Array, mu_PGT: jax.Array, mask_PGT: jax.Array, algo: CorrectionSettings
 ) -> jax.Array:
   """Weights of the surrogate.
 

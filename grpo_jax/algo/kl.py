@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.algo.record import Example
+from grpo_jax.settings import Settings, above, at_least, fraction, one_of, setting
 
 Estimate = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -176,3 +177,38 @@ KL["full"] = KLEstimator(
   ),
   reads_logits=True,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class KLSettings(Settings):
+  """The choice of a KL estimator, what becomes of the KL, and how the reference moves."""
+
+  kl: str = setting("k3", "a name in algo/kl.py", one_of(KL))
+  kl_coef: float = setting(
+    0.0,
+    "weight of the KL to the reference; 0 = no reference is kept and no forward pass spent on it",
+    at_least(0),
+  )
+  kl_in: str = setting(
+    "loss",
+    "where the KL counts: in the loss, or in the reward of a completion",
+    one_of(("loss", "reward")),
+  )
+  kl_importance_weighted: bool = setting(False, "multiply the KL by the ratio of the token")
+  kl_target: float = setting(
+    0.0,
+    "above 0, kl_coef is only the initial coefficient: it follows the mean KL of a token to reach"
+    " this value",
+    at_least(0),
+  )
+  kl_horizon: int = setting(
+    10_000, "completions in which the coefficient can change by a fifth", above(0)
+  )
+  ref_sync_steps: int = setting(
+    0, "the reference moves after every so many GRPO steps; 0 = it is frozen", at_least(0)
+  )
+  ref_mixup: float = setting(
+    0.6,
+    "how far the reference moves towards the policy",
+    fraction("1 makes the reference the policy"),
+  )

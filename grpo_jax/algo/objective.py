@@ -15,12 +15,12 @@ from grpo_jax import masked
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo import token_selection
 from grpo_jax.algo.aggregation import AGGREGATIONS
-from grpo_jax.algo.corrections import correction_weights, importance
+from grpo_jax.algo.corrections import LEVELS, correction_weights, importance
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.metrics import Metrics
 from grpo_jax.algo.ratios import RATIOS
+from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES, Terms
-from grpo_jax.settings import Settings
 from grpo_jax.types import Batch, Coefficients, TokenStats
 
 sg = jax.lax.stop_gradient
@@ -40,7 +40,7 @@ class Totals(struct.PyTreeNode):
   coefs: Coefficients
 
 
-def totals(batch: Batch, coefs: Coefficients, algo: Settings) -> Totals:
+def totals(batch: Batch, coefs: Coefficients, algo: Algo) -> Totals:
   """The divisors and coefficients of a whole optimizer batch, for `objective` on its parts.
 
   Args:
@@ -60,7 +60,7 @@ def totals(batch: Batch, coefs: Coefficients, algo: Settings) -> Totals:
 
 
 def objective(
-  stats: TokenStats, batch: Batch, of_batch: Totals, algo: Settings
+  stats: TokenStats, batch: Batch, of_batch: Totals, algo: Algo
 ) -> tuple[jax.Array, Metrics]:
   """The loss of a batch, or of a part of it (GRPO 2402.03300, eq. 3, and its family).
 
@@ -102,7 +102,7 @@ def objective(
   return loss, metrics
 
 
-def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Settings) -> Terms:
+def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Algo) -> Terms:
   mask_PGT = batch.mask_PGT
   selection = batch.selection or token_selection.trivial(mask_PGT)
   logprobs_PGT = masked.masked(logprobs_PGT, mask_PGT)
@@ -125,10 +125,11 @@ def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Settings) -> Terms:
     return terms
   mu_PGT = _behavior_logprobs(terms, batch)
   corrections_PGT = correction_weights(old_logprobs_PGT, mu_PGT, mask_PGT, algo)
-  return dataclasses.replace(terms, corrections_PGT=corrections_PGT)
+  of_row = LEVELS[algo.correction_level].shared_by_row
+  return dataclasses.replace(terms, corrections_PGT=corrections_PGT, corrections_of_row=of_row)
 
 
-def _surrogate_loss(terms: Terms, batch: Batch, algo: Settings) -> jax.Array:
+def _surrogate_loss(terms: Terms, batch: Batch, algo: Algo) -> jax.Array:
   """The loss of each token before the KL term, [P, G, T]."""
   surrogate = SURROGATES[algo.surrogate]
   loss_PGT = surrogate.loss(terms, algo)
@@ -144,7 +145,7 @@ def _surrogate_loss(terms: Terms, batch: Batch, algo: Settings) -> jax.Array:
   return loss_PGT
 
 
-def _kl(terms: Terms, stats: TokenStats, batch: Batch, algo: Settings) -> jax.Array:
+def _kl(terms: Terms, stats: TokenStats, batch: Batch, algo: Algo) -> jax.Array:
   if algo.needs_full_kl:
     return masked.masked(stats.full_kl_PGT, terms.mask_PGT)
   ref_logprobs_PGT = masked.masked(batch.ref_logprobs_PGT, terms.mask_PGT)
@@ -158,7 +159,7 @@ def _behavior_logprobs(terms: Terms, batch: Batch) -> jax.Array:
   return masked.masked(batch.behavior_logprobs_PGT, terms.mask_PGT)
 
 
-def _metrics(terms: Terms, entropies_PGT: jax.Array, batch: Batch, algo: Settings) -> Metrics:
+def _metrics(terms: Terms, entropies_PGT: jax.Array, batch: Batch, algo: Algo) -> Metrics:
   mask_PGT = terms.mask_PGT
   metrics = {
     "entropy": metrics_lib.mean(entropies_PGT, mask_PGT),

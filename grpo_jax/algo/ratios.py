@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from grpo_jax import masked
 from grpo_jax.algo.record import Example
+from grpo_jax.settings import Settings, at_least, one_of, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,3 +119,23 @@ RATIOS["sequence_token"] = Ratio(
     ),
   ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class RatioSettings(Settings):
+  """The choice of a ratio, and how many updates of a batch there are for it to differ from 1."""
+
+  ratio: str = setting("token", "a name in algo/ratios.py", one_of(RATIOS))
+  updates_per_batch: int = setting(1, "passes over a batch", at_least(1, at_most=1000))
+  minibatches: int = setting(
+    1,
+    "optimizer steps in a pass. With one pass and one step the ratio is 1, and no bound on it"
+    " matters",
+    at_least(1),
+  )
+  old_logprobs: str = setting(
+    "sampler",
+    "the ratio's denominator: the log-probs of the sampler ('sampler'), or those that the learner"
+    " computes before the first update ('recomputed')",
+    one_of(("sampler", "recomputed")),
+  )

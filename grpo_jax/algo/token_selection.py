@@ -10,35 +10,41 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.algo.ratios import RATIOS
-from grpo_jax.algo.record import Example, SettingsByName
-from grpo_jax.algo.surrogates import SURROGATES, BatchTokens
-from grpo_jax.settings import Setting, Settings, fraction
+from grpo_jax.algo.ratios import RATIOS, RatioSettings
+from grpo_jax.algo.record import Example, Record, Records, S
+from grpo_jax.algo.surrogates import SURROGATES, BatchTokens, SurrogateSettings
+from grpo_jax.settings import Settings, fraction, setting
 from grpo_jax.types import TokenSelection
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenWeight:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenWeight(Record[S]):
   """One way to weigh tokens. The weights of all that are on are multiplied.
 
   Attributes:
     compute: (tokens of the whole batch, algo) -> weights [P, G, T], read where the mask is 1.
     is_on: (algo) -> whether the settings turn it on.
-    settings: What `compute` and `is_on` read.
     examples: Inputs are lists over the tokens of one row: `entropies` and `mask`, and where they
       are read `lp`, `w` and `A`. The output is `weights`. Their settings turn it on.
   """
 
-  compute: Callable[[BatchTokens, Settings], jax.Array]
-  is_on: Callable[[Settings], bool]
-  settings: SettingsByName
-  examples: tuple[Example, ...]
+  compute: Callable[[BatchTokens, S], jax.Array]
+  is_on: Callable[[S], bool]
 
 
-TOKEN_WEIGHTS: dict[str, TokenWeight] = {}
+TOKEN_WEIGHTS = Records[TokenWeight]()
 
 
-def top_entropy(tokens: BatchTokens, algo: Settings) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class TopEntropySettings(Settings):
+  """Settings of top_entropy."""
+
+  top_entropy_quantile: float = setting(
+    1.0, "the fraction of tokens, those of highest entropy, that learn", fraction("1 is off")
+  )
+
+
+def top_entropy(tokens: BatchTokens, algo: TopEntropySettings) -> jax.Array:
   """1 at the tokens of highest entropy, from its (1 - q) quantile on (2506.01939, eq. 5).
 
   Args:
@@ -53,18 +59,14 @@ def top_entropy(tokens: BatchTokens, algo: Settings) -> jax.Array:
   return (tokens.entropies_PGT >= threshold).astype(tokens.mask_PGT.dtype)
 
 
-def _top_entropy_is_on(algo: Settings) -> bool:
+def _top_entropy_is_on(algo: TopEntropySettings) -> bool:
   return algo.top_entropy_quantile < 1
 
 
 TOKEN_WEIGHTS["top_entropy"] = TokenWeight(
   compute=top_entropy,
   is_on=_top_entropy_is_on,
-  settings={
-    "top_entropy_quantile": Setting(
-      1.0, "the fraction of tokens, those of highest entropy, that learn", fraction("1 is off")
-    )
-  },
+  settings=TopEntropySettings,
   examples=(
     # The threshold is the third of the five entropies. The last token is padding.
     Example(
@@ -82,12 +84,17 @@ TOKEN_WEIGHTS["top_entropy"] = TokenWeight(
 )
 
 
-def is_needed(algo: Settings) -> bool:
+@dataclasses.dataclass(frozen=True)
+class SelectionSettings(TopEntropySettings, SurrogateSettings, RatioSettings):
+  """What the selection reads: the settings of all token weights, and the choices of other axes."""
+
+
+def is_needed(algo: SelectionSettings) -> bool:
   """Whether any choice of the config weighs or chooses tokens."""
   return SURROGATES[algo.surrogate].select is not None or has_weights(algo)
 
 
-def has_weights(algo: Settings) -> bool:
+def has_weights(algo: SelectionSettings) -> bool:
   """Whether any token weight is on."""
   return any(record.is_on(algo) for record in TOKEN_WEIGHTS.values())
 
@@ -103,7 +110,7 @@ def select(
   entropies_PGT: jax.Array,
   advantages_PGT: jax.Array,
   mask_PGT: jax.Array,
-  algo: Settings,
+  algo: SelectionSettings,
 ) -> TokenSelection:
   """The selection of a whole batch. All arrays are [P, G, T].
 

@@ -224,7 +224,7 @@ class Prompts:
       messages = example[field]
     else:
       messages = [{"role": "user", "content": fill(template, example)}]
-    chat.check(messages, f"data.prompt={template!r}")
+    chat.check_messages(messages, f"data.prompt={template!r}")
     if len(messages) == 1:
       messages = [*_shots(data.few_shot), *messages]
     if data.system and messages[0]["role"] != "system":

@@ -51,7 +51,7 @@ def _wilson(p: float, count: float) -> Estimate:
   return p, min(p, max(0.0, float(low))), max(p, min(1.0, float(high)))
 
 
-def pass_at_k(right_N: np.ndarray, samples: int, k: int) -> np.ndarray:
+def unbiased_pass_at_k(right_N: np.ndarray, samples: int, k: int) -> np.ndarray:
   """1 - C(n - c, k) / C(n, k) for each problem, unbiased (Chen 2107.03374, eq. 1).
 
   Worked: n 8, c 1, k 8 -> 1; k 1 -> 1/8; n 4, c 2, k 2 -> 1 - 1/6.

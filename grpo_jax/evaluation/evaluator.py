@@ -155,7 +155,7 @@ def sample_metrics(draws: Outcomes, samples: int) -> dict[str, float]:
   powers = [2**i for i in range(1, samples.bit_length()) if 2**i < samples]
   last = [samples] if samples > 1 else []
   for k in powers + last:
-    passed_N = estimators.pass_at_k(right_N, samples, k)
+    passed_N = estimators.unbiased_pass_at_k(right_N, samples, k)
     metrics |= named(f"pass@{k}", estimators.mean(passed_N))
   return metrics | named(f"maj@{samples}", estimators.mean(draws.majority_N.astype(float)))
 

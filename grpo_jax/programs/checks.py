@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from grpo_jax import model
-from grpo_jax.algo.checks import check as check_algo
+from grpo_jax.algo.checks import check_algo
 from grpo_jax.config import PROJECTIONS, Config
 from grpo_jax.data.tasks.mixture import sources_of
 from grpo_jax.parallel.chips import machine_memory, reported_memory

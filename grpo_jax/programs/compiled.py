@@ -158,8 +158,8 @@ class Programs:
 
 def algo_of(config: Config) -> Algo:
   """config.algo with the length that the aggregation `constant` divides by filled in."""
-  filled_in = {"length_norm": config.algo.length_norm or config.sampling.max_tokens}
-  return dataclasses.replace(config.algo, **filled_in)
+  length_norm = config.algo.length_norm or config.sampling.max_tokens
+  return dataclasses.replace(config.algo, length_norm=length_norm)
 
 
 def warm_start_optimizer(config: Config) -> Optimizer:

@@ -1,20 +1,29 @@
 """Advantages that count right answers instead of averaging rewards."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
-from grpo_jax.algo.advantages.record import STD_EPS, Advantage
-from grpo_jax.algo.record import Example, require
-from grpo_jax.settings import Setting, Settings, at_least
+from grpo_jax.algo.advantages.record import Advantage, EpsSettings
+from grpo_jax.algo.record import Example, Records, require
+from grpo_jax.settings import at_least, setting
 from grpo_jax.types import Rewards
 
-ADVANTAGES: dict[str, Advantage] = {}
-
-PASS_K = Setting(4, "pass_at_k: the number of answers of which one must be right", at_least(1))
+ADVANTAGES = Records[Advantage]()
 
 
-def pass_at_k(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class PassAtKSettings(EpsSettings):
+  """Settings of pass_at_k."""
+
+  pass_k: int = setting(
+    4, "pass_at_k: the number of answers of which one must be right", at_least(1)
+  )
+
+
+def pass_at_k(rewards: Rewards, mask_PGT: jax.Array, algo: PassAtKSettings) -> jax.Array:
   """Advantages whose objective is pass@k (Pass@k training 2508.10751, eq. 12-15).
 
   A reward above 0 is a right answer. Of the n answers of a group c are right. The mean reward of k
@@ -26,7 +35,6 @@ def pass_at_k(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Arra
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask. Not read.
-    algo: Reads `pass_k` and `std_eps`.
 
   Returns:
     [P, G]
@@ -52,7 +60,7 @@ def _chance_of_all_wrong(answers: jax.Array, wrong: jax.Array, k: int) -> jax.Ar
   return chance
 
 
-def _check(algo: Settings, group_size: int) -> None:
+def _check(algo: PassAtKSettings, group_size: int) -> None:
   require(
     algo.pass_k < group_size,
     algo,
@@ -63,20 +71,14 @@ def _check(algo: Settings, group_size: int) -> None:
 
 ADVANTAGES["pass_at_k"] = Advantage(
   compute=pass_at_k,
-  settings={"pass_k": PASS_K, "std_eps": STD_EPS},
+  settings=PassAtKSettings,
   takes_kl_penalty=False,
   counts_right_answers=True,
   check=_check,
   examples=(
     # n 8, k 4 and 1, 2 or 4 right answers, from the paper. The size of a reward does not matter.
     Example(
-      {
-        "scores": [
-          [1, 0, 0, 0, 0, 0, 0, 0],
-          [3, 0.5, 0, 0, -1, 0, 0, 0],
-          [1, 1, 1, 1, 0, 0, 0, 0],
-        ]
-      },
+      {"scores": [[1, 0, 0, 0, 0, 0, 0, 0], [3, 0.5, 0, 0, -1, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]]},
       {
         "advantages": [
           [1] + [-0.1428571] * 7,

@@ -1,27 +1,46 @@
 """Advantages that divide by a standard deviation of the whole batch."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
-from grpo_jax.algo.advantages.record import BATCH_WEIGHTING, STD_DDOF, STD_EPS, Advantage
-from grpo_jax.algo.record import Example
-from grpo_jax.settings import Setting, Settings, at_least
+from grpo_jax.algo.advantages.record import Advantage, StdSettings
+from grpo_jax.algo.record import Example, Records
+from grpo_jax.settings import at_least, one_of, setting
 from grpo_jax.types import Rewards
 
-ADVANTAGES: dict[str, Advantage] = {}
-
-BATCH_SETTINGS = {"std_ddof": STD_DDOF, "std_eps": STD_EPS, "batch_weighting": BATCH_WEIGHTING}
-BATCH_STD_EPS = Setting(1e-4, "gdpo: added to the standard deviation of the batch", at_least(0))
+ADVANTAGES = Records[Advantage]()
 
 
-def group_mean_batch_std(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class BatchSettings(StdSettings):
+  """How the statistics of a batch are computed."""
+
+  batch_weighting: str = setting(
+    "sequence",
+    "in statistics of the batch a completion counts once ('sequence') or once per token ('token')."
+    " batch_normalized with a KL penalty in the reward always counts tokens",
+    one_of(("sequence", "token")),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpoSettings(BatchSettings):
+  """Settings of gdpo."""
+
+  batch_std_eps: float = setting(
+    1e-4, "gdpo: added to the standard deviation of the batch", at_least(0)
+  )
+
+
+def group_mean_batch_std(rewards: Rewards, mask_PGT: jax.Array, algo: BatchSettings) -> jax.Array:
   """A = (r - mean_g) / (std of the batch + eps) (LitePPO 2508.08221).
 
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
-    algo: Reads `std_ddof`, `std_eps` and `batch_weighting`.
 
   Returns:
     [P, G]
@@ -34,7 +53,7 @@ def group_mean_batch_std(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) 
 
 ADVANTAGES["group_mean_batch_std"] = Advantage(
   compute=group_mean_batch_std,
-  settings=BATCH_SETTINGS,
+  settings=BatchSettings,
   examples=(
     # means of the groups 1 and 5, of the batch 3; variance (9 + 1 + 1 + 9) / 4 = 5
     Example(
@@ -52,7 +71,7 @@ ADVANTAGES["group_mean_batch_std"] = Advantage(
 )
 
 
-def batch_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+def batch_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: BatchSettings) -> jax.Array:
   """A = (r - mean) / (std + eps) over the batch, without groups (REINFORCE++ 2501.03262).
 
   With a KL penalty in the reward, each token has a reward of its own, the score minus the KL of the
@@ -62,7 +81,6 @@ def batch_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> j
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask.
-    algo: Reads `std_ddof`, `std_eps` and `batch_weighting`.
 
   Returns:
     [P, G], or [P, G, T] with a KL penalty in the reward.
@@ -78,7 +96,7 @@ def batch_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> j
 
 ADVANTAGES["batch_normalized"] = Advantage(
   compute=batch_normalized,
-  settings=BATCH_SETTINGS,
+  settings=BatchSettings,
   equal_rewards_teach=True,
   examples=(
     # mean 3, variance (9 + 1 + 1 + 9) / (4 - 1) = 20/3
@@ -108,14 +126,13 @@ ADVANTAGES["batch_normalized"] = Advantage(
 
 
 def group_centered_batch_whitened(
-  rewards: Rewards, mask_PGT: jax.Array, algo: Settings
+  rewards: Rewards, mask_PGT: jax.Array, algo: BatchSettings
 ) -> jax.Array:
   """r - mean_g, then whitened over the batch (REINFORCE++-baseline 2501.03262).
 
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
-    algo: Reads `std_ddof`, `std_eps` and `batch_weighting`.
 
   Returns:
     [P, G]
@@ -126,7 +143,7 @@ def group_centered_batch_whitened(
 
 ADVANTAGES["group_centered_batch_whitened"] = Advantage(
   compute=group_centered_batch_whitened,
-  settings=BATCH_SETTINGS,
+  settings=BatchSettings,
   examples=(
     # centered -1, 1, -3, 3; variance 20 / 4 = 5
     Example(
@@ -144,7 +161,7 @@ ADVANTAGES["group_centered_batch_whitened"] = Advantage(
 )
 
 
-def gdpo(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+def gdpo(rewards: Rewards, mask_PGT: jax.Array, algo: GdpoSettings) -> jax.Array:
   """Normalises each reward in its group, adds them up, then whitens the batch (GDPO 2601.05242).
 
   z_j = (r_j - mean_g r_j) / (std_g r_j + std_eps) for each reward function j. Their sum is
@@ -153,7 +170,6 @@ def gdpo(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask, which gives the lengths for `batch_weighting`.
-    algo: Reads `std_ddof`, `std_eps`, `batch_std_eps` and `batch_weighting`.
 
   Returns:
     [P, G]
@@ -168,7 +184,7 @@ def gdpo(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
 
 ADVANTAGES["gdpo"] = Advantage(
   compute=gdpo,
-  settings=BATCH_SETTINGS | {"batch_std_eps": BATCH_STD_EPS},
+  settings=GdpoSettings,
   equal_rewards_teach=True,
   takes_kl_penalty=False,
   examples=(
@@ -184,7 +200,7 @@ ADVANTAGES["gdpo"] = Advantage(
 
 
 def _batch_whitened(
-  x_PG: jax.Array, rewards: Rewards, mask_PGT: jax.Array, algo: Settings, eps: float
+  x_PG: jax.Array, rewards: Rewards, mask_PGT: jax.Array, algo: BatchSettings, eps: float
 ) -> jax.Array:
   """x minus its mean over the batch, divided by its standard deviation plus eps."""
   weights_PG = _batch_weights(mask_PGT, algo)
@@ -192,7 +208,7 @@ def _batch_whitened(
   return masked.centered(x_PG, rewards.scored_PG, None, weights_PG) / (std + eps)
 
 
-def _batch_weights(mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+def _batch_weights(mask_PGT: jax.Array, algo: BatchSettings) -> jax.Array:
   """How often each completion counts in statistics of the batch, [P, G]."""
   lengths_PG = mask_PGT.sum(-1)
   return lengths_PG if algo.batch_weighting == "token" else jnp.ones_like(lengths_PG)

@@ -7,21 +7,20 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
-from grpo_jax.algo.advantages.record import STD_DDOF, STD_EPS, Advantage
-from grpo_jax.algo.record import Example
+from grpo_jax.algo.advantages.record import Advantage, StdSettings
+from grpo_jax.algo.record import Example, Records
 from grpo_jax.settings import Settings
 from grpo_jax.types import Rewards
 
-ADVANTAGES: dict[str, Advantage] = {}
+ADVANTAGES = Records[Advantage]()
 
 
-def group_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+def group_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: StdSettings) -> jax.Array:
   """A = (r - mean_g) / (std_g + eps) (GRPO, DeepSeekMath 2402.03300, section 4.1.2).
 
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask. Not read.
-    algo: Reads `std_ddof` and `std_eps`.
 
   Returns:
     [P, G]
@@ -34,7 +33,7 @@ def group_normalized(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> j
 
 ADVANTAGES["group_normalized"] = Advantage(
   compute=group_normalized,
-  settings={"std_ddof": STD_DDOF, "std_eps": STD_EPS},
+  settings=StdSettings,
   examples=(
     # mean 1/2, std 1/2
     Example(
@@ -68,17 +67,17 @@ def group_centered(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask. Not read.
-    algo: Not read.
 
   Returns:
     [P, G]
   """
-  del mask_PGT, algo
+  del mask_PGT
   return masked.centered(rewards.total_PG, rewards.scored_PG, 1)
 
 
 ADVANTAGES["group_centered"] = Advantage(
   compute=group_centered,
+  settings=Settings,
   examples=(
     Example(
       {"scores": [[1, 0, 0, 0], [5, None, 2, 5]]},
@@ -94,12 +93,11 @@ def leave_one_out(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask. Not read.
-    algo: Not read.
 
   Returns:
     [P, G]. The only scored completion of a group gets 0.
   """
-  del mask_PGT, algo
+  del mask_PGT
   count_P1 = masked.count(rewards.scored_PG, 1, keepdims=True)
   centered_PG = masked.centered(rewards.total_PG, rewards.scored_PG, 1)
   return centered_PG * masked.divide(count_P1, count_P1 - 1)
@@ -107,6 +105,7 @@ def leave_one_out(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.
 
 ADVANTAGES["leave_one_out"] = Advantage(
   compute=leave_one_out,
+  settings=Settings,
   examples=(
     Example({"scores": [[1, 0, 0, 0]]}, {"advantages": [[1, -1 / 3, -1 / 3, -1 / 3]]}),
     # 3 - (1 + 2) / 2, 1 - (3 + 2) / 2, 2 - (3 + 1) / 2, of the three that were scored
@@ -131,18 +130,17 @@ def opo(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
   Args:
     rewards: The rewards of P prompts with G completions each.
     mask_PGT: The loss mask, which gives the lengths.
-    algo: Not read.
 
   Returns:
     [P, G]
   """
-  del algo
   lengths_PG = mask_PGT.sum(-1)
   return masked.centered(rewards.total_PG, rewards.scored_PG, 1, lengths_PG)
 
 
 ADVANTAGES["opo"] = Advantage(
   compute=opo,
+  settings=Settings,
   examples=(
     # Baselines (1 + 0) / (1 + 3) = 1/4 and (3 + 0) / 4 = 3/4. The third completion has no score.
     Example(
@@ -159,12 +157,11 @@ def greedy_baseline(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> ja
   Args:
     rewards: The rewards of P prompts with G completions each, and the greedy ones.
     mask_PGT: The loss mask. Not read.
-    algo: Not read.
 
   Returns:
     [P, G]. A prompt whose greedy completion has no score gets 0.
   """
-  del mask_PGT, algo
+  del mask_PGT
   baseline_P1 = rewards.greedy_score_P[:, None]
   both_scored_PG = rewards.scored_PG & ~jnp.isnan(baseline_P1)
   return masked.masked(rewards.total_PG - baseline_P1, both_scored_PG)
@@ -172,6 +169,7 @@ def greedy_baseline(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> ja
 
 ADVANTAGES["greedy_baseline"] = Advantage(
   compute=greedy_baseline,
+  settings=Settings,
   equal_rewards_teach=True,
   takes_kl_penalty=False,
   needs_greedy=True,

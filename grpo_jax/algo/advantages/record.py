@@ -5,13 +5,13 @@ import dataclasses
 
 import jax
 
-from grpo_jax.algo.record import Example, SettingsByName
-from grpo_jax.settings import Setting, Settings, at_least, one_of
+from grpo_jax.algo.record import Record, S
+from grpo_jax.settings import Settings, at_least, setting
 from grpo_jax.types import Rewards
 
 
-@dataclasses.dataclass(frozen=True)
-class Advantage:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advantage(Record[S]):
   """One way to compute advantages.
 
   Attributes:
@@ -20,7 +20,6 @@ class Advantage:
     examples: Inputs are `scores` (nested [P, G], or [P, G, J] with `weights`), and where they are
       read `lengths` [P, G], `greedy_scores` [P], `step_rewards` [P, G, T] with None where no step
       ends, and `kl_penalty` [P, G, T]. The output is `advantages`.
-    settings: What `compute` reads.
     equal_rewards_teach: True if a group whose rewards are all equal may get advantages other than
       0. Dynamic sampling, which drops such groups, is refused then.
     takes_kl_penalty: True if `compute` can work with a KL penalty in the reward.
@@ -32,27 +31,31 @@ class Advantage:
     check: (algo, group_size) -> None. Raises ConfigError if the settings do not fit together.
   """
 
-  compute: Callable[[Rewards, jax.Array, Settings], jax.Array]
-  examples: tuple[Example, ...]
-  settings: SettingsByName = dataclasses.field(default_factory=dict)
+  compute: Callable[[Rewards, jax.Array, S], jax.Array]
   equal_rewards_teach: bool = False
   takes_kl_penalty: bool = True
   needs_greedy: bool = False
   needs_steps: bool = False
   counts_right_answers: bool = False
   per_token: bool = False
-  check: Callable[[Settings, int], None] | None = None
+  check: Callable[[S, int], None] | None = None
 
 
-STD_DDOF = Setting(
-  1,
-  "what is subtracted from the count in a variance: 1 as in TRL and verl, 0 as in the textbook",
-  at_least(0),
-)
-STD_EPS = Setting(1e-4, "added to a standard deviation before the division by it", at_least(0))
-BATCH_WEIGHTING = Setting(
-  "sequence",
-  "in statistics of the batch a completion counts once ('sequence') or once per token ('token')."
-  " batch_normalized with a KL penalty in the reward always counts tokens",
-  one_of(("sequence", "token")),
-)
+@dataclasses.dataclass(frozen=True)
+class EpsSettings(Settings):
+  """What keeps a division by a standard deviation finite."""
+
+  std_eps: float = setting(
+    1e-4, "added to a standard deviation before the division by it", at_least(0)
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class StdSettings(EpsSettings):
+  """How a standard deviation is computed and divided by."""
+
+  std_ddof: int = setting(
+    1,
+    "what is subtracted from the count in a variance: 1 as in TRL and verl, 0 as in the textbook",
+    at_least(0),
+  )

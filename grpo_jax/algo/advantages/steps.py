@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
-from grpo_jax.algo.advantages.record import STD_DDOF, STD_EPS, Advantage
-from grpo_jax.algo.record import Example
-from grpo_jax.settings import Settings
+from grpo_jax.algo.advantages.record import Advantage, StdSettings
+from grpo_jax.algo.record import Example, Records
 from grpo_jax.types import Rewards
 
-ADVANTAGES: dict[str, Advantage] = {}
+ADVANTAGES = Records[Advantage]()
 
 
-def process(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+def process(rewards: Rewards, mask_PGT: jax.Array, algo: StdSettings) -> jax.Array:
   """Process supervision (DeepSeekMath 2402.03300, section 4.1.3).
 
   z = (r - mean_g) / (std_g + eps) over the rewards of all steps of the group, and A_t is the sum of
@@ -21,7 +20,6 @@ def process(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
   Args:
     rewards: The rewards of the steps of P prompts with G completions each.
     mask_PGT: The loss mask.
-    algo: Reads `std_ddof` and `std_eps`.
 
   Returns:
     [P, G, T]
@@ -35,7 +33,7 @@ def process(rewards: Rewards, mask_PGT: jax.Array, algo: Settings) -> jax.Array:
 
 ADVANTAGES["process"] = Advantage(
   compute=process,
-  settings={"std_ddof": STD_DDOF, "std_eps": STD_EPS},
+  settings=StdSettings,
   equal_rewards_teach=True,
   takes_kl_penalty=False,
   needs_steps=True,

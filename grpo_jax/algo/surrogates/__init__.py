@@ -4,11 +4,15 @@ To add one, write its function and its record into one of the files of this fold
 its own with `register_surrogate`.
 """
 
+import dataclasses
+
+from grpo_jax.algo.record import S
 from grpo_jax.algo.surrogates import averaged, clipped, covariance, divergence, weighted
 from grpo_jax.algo.surrogates.record import BatchTokens, Loss, Surrogate, Terms
 from grpo_jax.registry import register
+from grpo_jax.settings import Settings, one_of, setting
 
-__all__ = ["SURROGATES", "BatchTokens", "Surrogate", "Terms", "register_surrogate"]
+__all__ = ["SURROGATES", "BatchTokens", "SurrogateSettings", "Terms", "register_surrogate"]
 
 SURROGATES: dict[str, Surrogate] = (
   clipped.SURROGATES
@@ -19,7 +23,29 @@ SURROGATES: dict[str, Surrogate] = (
 )
 
 
-def register_surrogate(loss: Loss) -> Loss:
+@dataclasses.dataclass(frozen=True)
+class _Choice(Settings):
+  surrogate: str = setting(
+    "ppo_clip",
+    "a name in algo/surrogates",
+    one_of(SURROGATES, "or call grpo_jax.register_surrogate first"),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class SurrogateSettings(
+  covariance.KlCovSettings,
+  covariance.ClipCovSettings,
+  averaged.VespoSettings,
+  weighted.DroSettings,
+  clipped.SapoSettings,
+  clipped.PpoSettings,
+  _Choice,
+):
+  """The choice of a surrogate and the settings of all. New settings go in front."""
+
+
+def register_surrogate(loss: Loss[S]) -> Loss[S]:
   """Gives a surrogate of this program a name in configs: that of its function.
 
   It can be used as a decorator. `algo.surrogate` then finds the name. The config that a run saves
@@ -28,7 +54,8 @@ def register_surrogate(loss: Loss) -> Loss:
   Args:
     loss: (terms, algo) -> the loss of each token, [P, G, T], in JAX. `Terms` has what it reads:
       ratios, advantages, log-probs and the mask. It does not average over tokens, because
-      `algo.aggregation` does. It may read any setting of `algo`, such as algo.clip_high.
+      `algo.aggregation` does. It may read any setting of `algo`, which is an
+      `grpo_jax.algo.settings.Algo`, such as algo.clip_high.
 
   Returns:
     The function.
@@ -36,5 +63,7 @@ def register_surrogate(loss: Loss) -> Loss:
   Raises:
     ConfigError: A surrogate of grpo_jax has this name, or it has none.
   """
-  register("surrogate", SURROGATES, loss.__name__, Surrogate(loss=loss, examples=()))
+  register(
+    "surrogate", SURROGATES, loss.__name__, Surrogate(loss=loss, settings=Settings, examples=())
+  )
   return loss

@@ -1,18 +1,19 @@
 """Surrogates with one weight for a whole row, made of the ratios of its tokens: gmpo and vespo."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
-from grpo_jax.algo.corrections import LEVELS
-from grpo_jax.algo.record import Example
-from grpo_jax.algo.surrogates.record import CLIP_SETTINGS, Surrogate, Terms
-from grpo_jax.settings import Setting, Settings, above
+from grpo_jax.algo.record import Example, Records
+from grpo_jax.algo.surrogates.record import ClipSettings, Surrogate, Terms
+from grpo_jax.settings import Settings, above, names_of, setting
 
-SURROGATES: dict[str, Surrogate] = {}
+SURROGATES = Records[Surrogate]()
 
 
-def gmpo(terms: Terms, algo: Settings) -> jax.Array:
+def gmpo(terms: Terms, algo: ClipSettings) -> jax.Array:
   """-A exp(mean over the row of c), a geometric mean of clipped ratios (GMPO 2507.20673, eq. 5).
 
   c = min(d, k) where A > 0, else max(d, k), with k = clip(d, -clip_low, clip_high). The mean is
@@ -36,7 +37,7 @@ def gmpo(terms: Terms, algo: Settings) -> jax.Array:
   return -A_PGT * jnp.exp(log_mean_PG1)
 
 
-def gmpo_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
+def gmpo_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
   """Tokens that count as the bound in the row's mean of logarithms."""
   d_PGT, positive_PGT = terms.d_PGT, terms.advantages_PGT > 0
   return (d_PGT < -algo.clip_low) & ~positive_PGT, (d_PGT > algo.clip_high) & positive_PGT
@@ -47,10 +48,10 @@ _GMPO_CLIP = {"clip_low": 0.1, "clip_high": 0.4}
 SURROGATES["gmpo"] = Surrogate(
   loss=gmpo,
   bounds=gmpo_bounds,
-  settings=CLIP_SETTINGS,
+  settings=ClipSettings,
   ratios=("token",),
   weighs_tokens_itself=True,
-  idle_at_ratio_one=tuple(CLIP_SETTINGS),
+  idle_at_ratio_one=names_of(ClipSettings),
   examples=(
     # e^(.4 / 4) = 1.105171
     Example(
@@ -104,7 +105,17 @@ SURROGATES["gmpo"] = Surrogate(
 _SMALLEST_WEIGHT, _LARGEST_LOG_WEIGHT = 1e-8, 20.0
 
 
-def vespo(terms: Terms, algo: Settings) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class VespoSettings(Settings):
+  """Settings of vespo."""
+
+  k_pos: float = setting(2.0, "vespo: power of the weight at advantages from 0 on", above(0))
+  lambda_pos: float = setting(3.0, "vespo: decay of the weight at advantages from 0 on", above(0))
+  k_neg: float = setting(3.0, "vespo: power of the weight at negative advantages", above(0))
+  lambda_neg: float = setting(2.0, "vespo: decay of the weight at negative advantages", above(0))
+
+
+def vespo(terms: Terms, algo: VespoSettings) -> jax.Array:
   """-sg[phi] A lp, phi = W^k e^(lambda (1 - W)) (VESPO 2602.10693, eq. 12).
 
   W is the product of the row's ratios, limited to [1e-8, e^20]. (k, lambda) is (k_pos, lambda_pos)
@@ -112,7 +123,6 @@ def vespo(terms: Terms, algo: Settings) -> jax.Array:
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads `k_pos`, `lambda_pos`, `k_neg`, `lambda_neg` and `correction_level`.
 
   Returns:
     [P, G, T]
@@ -121,7 +131,7 @@ def vespo(terms: Terms, algo: Settings) -> jax.Array:
   log_w_PG1 = jnp.clip(log_w_PG1, jnp.log(_SMALLEST_WEIGHT), _LARGEST_LOG_WEIGHT)
   log_corrections_PGT = jnp.log(jnp.maximum(terms.corrections_PGT, _SMALLEST_WEIGHT))
   # With one weight for a row, every token carries it.
-  of_row = masked.mean if LEVELS[algo.correction_level].shared_by_row else masked.total
+  of_row = masked.mean if terms.corrections_of_row else masked.total
   log_w_PG1 = log_w_PG1 + of_row(log_corrections_PGT, terms.mask_PGT, -1, keepdims=True)
   positive_PGT = terms.advantages_PGT >= 0
   k_PGT = jnp.where(positive_PGT, algo.k_pos, algo.k_neg)
@@ -130,19 +140,12 @@ def vespo(terms: Terms, algo: Settings) -> jax.Array:
   return -jax.lax.stop_gradient(phi_PGT) * terms.advantages_PGT * terms.logprobs_PGT
 
 
-VESPO_SETTINGS = {
-  "k_pos": Setting(2.0, "vespo: power of the weight at advantages from 0 on", above(0)),
-  "lambda_pos": Setting(3.0, "vespo: decay of the weight at advantages from 0 on", above(0)),
-  "k_neg": Setting(3.0, "vespo: power of the weight at negative advantages", above(0)),
-  "lambda_neg": Setting(2.0, "vespo: decay of the weight at negative advantages", above(0)),
-}
-
 SURROGATES["vespo"] = Surrogate(
   loss=vespo,
-  settings=VESPO_SETTINGS,
+  settings=VespoSettings,
   ratios=("token",),
   applies_correction_itself=True,
-  idle_at_ratio_one=tuple(VESPO_SETTINGS),
+  idle_at_ratio_one=names_of(VespoSettings),
   examples=(
     # W 1/2 and 2; lp = ln .25 and ln .5
     Example({"w": [0.5], "A": [1]}, {"loss": [1.5532351], "gradient": [-1.1204223]}),
@@ -161,9 +164,8 @@ SURROGATES["vespo"] = Surrogate(
       {"gradient": [-1.1204223, 0.3397852]},
     ),
     Example(
-      {"w": [0.5, 1], "A": [1, -1], "corrections": [4, 4]},
+      {"w": [0.5, 1], "A": [1, -1], "corrections": [4, 4], "corrections_of_row": True},
       {"gradient": [-0.1991483, 1.0826823]},
-      {"correction_level": "sequence"},
     ),
     # W is limited: (1e-8)^.05 e^3 for too small a product, or a correction of 0.
     Example({"w": [1e-9, 1e-4], "A": [1, 1]}, {"gradient": [-7.9961960] * 2}, {"k_pos": 0.05}),

@@ -1,29 +1,29 @@
 """Surrogates that limit the ratio of each token: ppo_clip, cispo and sapo."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.algo.record import Example
-from grpo_jax.algo.surrogates.record import (
-  CLIP_SETTINGS,
-  RATIO_MAX,
-  Surrogate,
-  Terms,
-  check_lower_bound,
-)
-from grpo_jax.settings import Setting, Settings, above, zero_or_above
+from grpo_jax.algo.record import Example, Records
+from grpo_jax.algo.surrogates.record import ClipSettings, RatioMaxSettings, Surrogate, Terms
+from grpo_jax.settings import Settings, above, names_of, setting, zero_or_above
 
-SURROGATES: dict[str, Surrogate] = {}
-
-DUAL_CLIP = Setting(
-  0.0,
-  "ppo_clip, clip_cov: bound of the loss at negative advantages; 0 = off",
-  zero_or_above(1, "a lower bound stops the gradient of tokens that have not moved; 0 is off"),
-)
-PPO_SETTINGS = CLIP_SETTINGS | {"ratio_max": RATIO_MAX, "dual_clip": DUAL_CLIP}
+SURROGATES = Records[Surrogate]()
 
 
-def ppo_clip(terms: Terms, algo: Settings) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class PpoSettings(RatioMaxSettings):
+  """Settings of ppo_clip and of what is made of it."""
+
+  dual_clip: float = setting(
+    0.0,
+    "ppo_clip, clip_cov: bound of the loss at negative advantages; 0 = off",
+    zero_or_above(1, "a lower bound stops the gradient of tokens that have not moved; 0 is off"),
+  )
+
+
+def ppo_clip(terms: Terms, algo: PpoSettings) -> jax.Array:
   """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) (PPO 1707.06347, eq. 7).
 
   clip_high > clip_low is the clip-higher of DAPO 2503.14476. `ratio_max` limits w in the first,
@@ -32,7 +32,6 @@ def ppo_clip(terms: Terms, algo: Settings) -> jax.Array:
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads `clip_low`, `clip_high`, `ratio_max` and `dual_clip`.
 
   Returns:
     [P, G, T]
@@ -47,7 +46,7 @@ def ppo_clip(terms: Terms, algo: Settings) -> jax.Array:
   return loss_PGT
 
 
-def ppo_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
+def ppo_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
   """Tokens without a gradient, because A pushes their ratio further past the bound it has left."""
   w_PGT, A_PGT = terms.ratio_PGT, terms.advantages_PGT
   return (w_PGT < 1 - algo.clip_low) & (A_PGT < 0), (w_PGT > 1 + algo.clip_high) & (A_PGT > 0)
@@ -56,9 +55,9 @@ def ppo_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
 SURROGATES["ppo_clip"] = Surrogate(
   loss=ppo_clip,
   bounds=ppo_bounds,
-  settings=PPO_SETTINGS,
-  idle_at_ratio_one=tuple(PPO_SETTINGS),
-  check=check_lower_bound,
+  settings=PpoSettings,
+  idle_at_ratio_one=names_of(PpoSettings),
+  needs_lower_bound=True,
   examples=(
     Example(
       {"w": [1.5, 0.5, 1.5, 0.5, 0.9, 1.1, 1.5, 0.5], "A": [1, 1, -1, -1, -1, 1, 0, 0]},
@@ -98,14 +97,13 @@ SURROGATES["ppo_clip"] = Surrogate(
 )
 
 
-def cispo(terms: Terms, algo: Settings) -> jax.Array:
+def cispo(terms: Terms, algo: ClipSettings) -> jax.Array:
   """-sg[clip(w, 1 - clip_low, 1 + clip_high)] A lp (MiniMax-M1 2506.13585, eq. 4-5).
 
   With a `clip_low` of 1 there is no lower bound.
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads `clip_low` and `clip_high`.
 
   Returns:
     [P, G, T]
@@ -114,7 +112,7 @@ def cispo(terms: Terms, algo: Settings) -> jax.Array:
   return -jax.lax.stop_gradient(weight_PGT) * terms.advantages_PGT * terms.logprobs_PGT
 
 
-def cispo_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
+def cispo_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
   """Tokens whose ratio is outside the bounds, so that their weight is the bound."""
   return terms.ratio_PGT < 1 - algo.clip_low, terms.ratio_PGT > 1 + algo.clip_high
 
@@ -122,8 +120,8 @@ def cispo_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
 SURROGATES["cispo"] = Surrogate(
   loss=cispo,
   bounds=cispo_bounds,
-  settings=CLIP_SETTINGS,
-  idle_at_ratio_one=tuple(CLIP_SETTINGS),
+  settings=ClipSettings,
+  idle_at_ratio_one=names_of(ClipSettings),
   examples=(
     # lp = ln .75 = -.2876821, ln .25 = -1.3862944, ln .5 = -.6931472
     Example(
@@ -145,12 +143,19 @@ SURROGATES["cispo"] = Surrogate(
 )
 
 
-def sapo(terms: Terms, algo: Settings) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class SapoSettings(Settings):
+  """Settings of sapo."""
+
+  tau_pos: float = setting(1.0, "sapo: sharpness of the gate at positive advantages", above(0))
+  tau_neg: float = setting(1.05, "sapo: sharpness of the gate at other advantages", above(0))
+
+
+def sapo(terms: Terms, algo: SapoSettings) -> jax.Array:
   """-(4 / tau) sigmoid(tau (w - 1)) A, tau = tau_pos where A > 0, else tau_neg (2511.20347, eq. 6).
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads `tau_pos` and `tau_neg`.
 
   Returns:
     [P, G, T]
@@ -160,15 +165,10 @@ def sapo(terms: Terms, algo: Settings) -> jax.Array:
   return -4 / tau_PGT * gate_PGT * terms.advantages_PGT
 
 
-SAPO_SETTINGS = {
-  "tau_pos": Setting(1.0, "sapo: sharpness of the gate at positive advantages", above(0)),
-  "tau_neg": Setting(1.05, "sapo: sharpness of the gate at other advantages", above(0)),
-}
-
 SURROGATES["sapo"] = Surrogate(
   loss=sapo,
-  settings=SAPO_SETTINGS,
-  idle_at_ratio_one=tuple(SAPO_SETTINGS),
+  settings=SapoSettings,
+  idle_at_ratio_one=names_of(SapoSettings),
   examples=(
     Example(
       {"w": [1, 0.5, 2, 0.5, 2], "A": [1, 1, 1, -1, -1]},

@@ -4,29 +4,50 @@ The covariance of a token says how much its log-prob and its advantage are high 
 (A - mean A)(lp - mean lp), with means over the tokens of the batch (eq. 8).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from grpo_jax import masked
 from grpo_jax.algo.kl import absolute
-from grpo_jax.algo.record import Example, require
-from grpo_jax.algo.surrogates.clipped import PPO_SETTINGS, ppo_bounds, ppo_clip
-from grpo_jax.algo.surrogates.record import BatchTokens, Surrogate, Terms, check_lower_bound
-from grpo_jax.settings import ANY, Setting, Settings, above, at_least
+from grpo_jax.algo.record import Example, Records, require
+from grpo_jax.algo.surrogates.clipped import PpoSettings, ppo_bounds, ppo_clip
+from grpo_jax.algo.surrogates.record import BatchTokens, Surrogate, Terms
+from grpo_jax.settings import ANY, Settings, above, at_least, names_of, setting
 
-SURROGATES: dict[str, Surrogate] = {}
-
-COV_FRACTION = Setting(
-  2e-4, "clip_cov, kl_cov: the fraction of the tokens that is chosen", above(0)
-)
+SURROGATES = Records[Surrogate]()
 
 
-def clip_cov(terms: Terms, algo: Settings) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class CovarianceSettings(Settings):
+  """How many tokens are treated apart."""
+
+  cov_fraction: float = setting(
+    2e-4, "clip_cov, kl_cov: the fraction of the tokens that is chosen", above(0)
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipCovSettings(CovarianceSettings, PpoSettings):
+  """Settings of clip_cov."""
+
+  cov_low: float = setting(1.0, "clip_cov: lower end of the band of covariances", ANY)
+  cov_high: float = setting(5.0, "clip_cov: upper end of the band of covariances", ANY)
+
+
+@dataclasses.dataclass(frozen=True)
+class KlCovSettings(CovarianceSettings):
+  """Settings of kl_cov."""
+
+  cov_kl_coef: float = setting(1.0, "kl_cov: weight of |d| at the chosen tokens", at_least(0))
+
+
+def clip_cov(terms: Terms, algo: PpoSettings) -> jax.Array:
   """ppo_clip, but 0 at the chosen tokens (2505.22617, eq. 10-11).
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads what `ppo_clip` reads.
 
   Returns:
     [P, G, T]
@@ -34,7 +55,7 @@ def clip_cov(terms: Terms, algo: Settings) -> jax.Array:
   return jnp.where(terms.chosen_PGT != 0, 0, ppo_clip(terms, algo))
 
 
-def clip_cov_select(tokens: BatchTokens, algo: Settings) -> jax.Array:
+def clip_cov_select(tokens: BatchTokens, algo: ClipCovSettings) -> jax.Array:
   """Tokens with a covariance in (cov_low, cov_high) that PPO does not clip.
 
   At most `cov_fraction` of all tokens are chosen. The paper draws them at random. Here they are
@@ -42,7 +63,6 @@ def clip_cov_select(tokens: BatchTokens, algo: Settings) -> jax.Array:
 
   Args:
     tokens: The tokens of the whole batch, [P, G, T].
-    algo: Reads `cov_low`, `cov_high`, `cov_fraction`, `clip_low` and `clip_high`.
 
   Returns:
     bool [P, G, T]
@@ -56,8 +76,7 @@ def clip_cov_select(tokens: BatchTokens, algo: Settings) -> jax.Array:
   return _highest(covariance_PGT, candidates_PGT, _budget(tokens.mask_PGT, algo))
 
 
-def _check(algo: Settings) -> None:
-  check_lower_bound(algo)
+def _check(algo: ClipCovSettings) -> None:
   require(
     algo.cov_low < algo.cov_high,
     algo,
@@ -78,13 +97,9 @@ SURROGATES["clip_cov"] = Surrogate(
   loss=clip_cov,
   bounds=ppo_bounds,
   select=clip_cov_select,
-  settings=PPO_SETTINGS
-  | {
-    "cov_fraction": COV_FRACTION,
-    "cov_low": Setting(1.0, "clip_cov: lower end of the band of covariances", ANY),
-    "cov_high": Setting(5.0, "clip_cov: upper end of the band of covariances", ANY),
-  },
-  idle_at_ratio_one=tuple(PPO_SETTINGS),
+  settings=ClipCovSettings,
+  idle_at_ratio_one=names_of(PpoSettings),
+  needs_lower_bound=True,
   check=_check,
   examples=(
     Example(
@@ -102,9 +117,7 @@ SURROGATES["clip_cov"] = Surrogate(
     ),
     # Half of four tokens; 0 and 6 are outside the band.
     Example(
-      _TOKENS,
-      {"chosen": [1, 1, 0, 0, 0]},
-      {"cov_fraction": 0.5, "cov_low": 0.5, "cov_high": 5.0},
+      _TOKENS, {"chosen": [1, 1, 0, 0, 0]}, {"cov_fraction": 0.5, "cov_low": 0.5, "cov_high": 5.0}
     ),
     # The ends of the band do not belong to it. A budget below one token is one token.
     Example(_TOKENS, {"chosen": [1, 0, 0, 0, 0]}, {"cov_low": 1.0, "cov_high": 6.0}),
@@ -123,26 +136,19 @@ SURROGATES["clip_cov"] = Surrogate(
     Example(
       _TOKENS | {"w": [1.15, 1, 1, 0.75, 1]},
       {"chosen": [0, 1, 0, 1, 0]},
-      {
-        "cov_fraction": 0.5,
-        "cov_low": 0.5,
-        "cov_high": 7.0,
-        "clip_low": 0.3,
-        "clip_high": 0.1,
-      },
+      {"cov_fraction": 0.5, "cov_low": 0.5, "cov_high": 7.0, "clip_low": 0.3, "clip_high": 0.1},
     ),
   ),
 )
 
 
-def kl_cov(terms: Terms, algo: Settings) -> jax.Array:
+def kl_cov(terms: Terms, algo: KlCovSettings) -> jax.Array:
   """-w A, plus cov_kl_coef |d| at the chosen tokens (2505.22617, eq. 12-13).
 
   The gradient of |d| is 0 where d is 0, as it is in the first update of a batch.
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads `cov_kl_coef`.
 
   Returns:
     [P, G, T]
@@ -153,7 +159,7 @@ def kl_cov(terms: Terms, algo: Settings) -> jax.Array:
   return jnp.where(terms.chosen_PGT != 0, loss_PGT + penalty_PGT, loss_PGT)
 
 
-def kl_cov_select(tokens: BatchTokens, algo: Settings) -> jax.Array:
+def kl_cov_select(tokens: BatchTokens, algo: CovarianceSettings) -> jax.Array:
   """The `cov_fraction` of all tokens that have the highest covariance, bool [P, G, T]."""
   return _highest(_covariance(tokens), tokens.mask_PGT, _budget(tokens.mask_PGT, algo))
 
@@ -161,11 +167,8 @@ def kl_cov_select(tokens: BatchTokens, algo: Settings) -> jax.Array:
 SURROGATES["kl_cov"] = Surrogate(
   loss=kl_cov,
   select=kl_cov_select,
-  settings={
-    "cov_fraction": COV_FRACTION,
-    "cov_kl_coef": Setting(1.0, "kl_cov: weight of |d| at the chosen tokens", at_least(0)),
-  },
-  idle_at_ratio_one=("cov_fraction", "cov_kl_coef"),
+  settings=KlCovSettings,
+  idle_at_ratio_one=names_of(KlCovSettings),
   examples=(
     # 2 |d| = .8109302 and 1.3862944
     Example(
@@ -196,7 +199,7 @@ def _deviation(x_PGT: jax.Array, mask_PGT: jax.Array) -> jax.Array:
   return masked.masked(x_PGT - masked.mean(x_PGT, mask_PGT), mask_PGT)
 
 
-def _budget(mask_PGT: jax.Array, algo: Settings) -> jax.Array:
+def _budget(mask_PGT: jax.Array, algo: CovarianceSettings) -> jax.Array:
   """max(1, floor(cov_fraction n)).
 
   The product is raised a little before it is rounded down: in float32, 0.1 * 30 is below 3.

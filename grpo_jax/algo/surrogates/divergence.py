@@ -6,27 +6,18 @@ With p = e^lp and q = e^old, a distribution is reduced to the sampled token agai
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.algo.record import Example
-from grpo_jax.algo.surrogates.record import (
-  CLIP_SETTINGS,
-  RATIO_MAX,
-  Surrogate,
-  Terms,
-  check_lower_bound,
-)
-from grpo_jax.settings import Settings
+from grpo_jax.algo.record import Example, Records
+from grpo_jax.algo.surrogates.record import ClipSettings, RatioMaxSettings, Surrogate, Terms
+from grpo_jax.settings import names_of
 
-SURROGATES: dict[str, Surrogate] = {}
-
-DPPO_SETTINGS = CLIP_SETTINGS | {"ratio_max": RATIO_MAX}
+SURROGATES = Records[Surrogate]()
 
 
-def dppo_tv(terms: Terms, algo: Settings) -> jax.Array:
+def dppo_tv(terms: Terms, algo: RatioMaxSettings) -> jax.Array:
   """-sg[min(w, ratio_max)] A lp, 0 outside `tv_bounds` (DPPO 2602.04879).
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads `clip_low`, `clip_high` and `ratio_max`.
 
   Returns:
     [P, G, T]
@@ -35,7 +26,7 @@ def dppo_tv(terms: Terms, algo: Settings) -> jax.Array:
   return jnp.where(low_PGT | high_PGT, 0, _limited_reinforce(terms, algo))
 
 
-def tv_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
+def tv_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
   """Total variation: q - p above clip_low where A <= 0, and p - q above clip_high where A > 0."""
   moved_PGT = jnp.exp(terms.logprobs_PGT) - jnp.exp(terms.old_logprobs_PGT)
   positive_PGT = terms.advantages_PGT > 0
@@ -45,10 +36,10 @@ def tv_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
 SURROGATES["dppo_tv"] = Surrogate(
   loss=dppo_tv,
   bounds=tv_bounds,
-  settings=DPPO_SETTINGS,
+  settings=RatioMaxSettings,
   ratios=("token",),
-  check=check_lower_bound,
-  idle_at_ratio_one=tuple(DPPO_SETTINGS),
+  needs_lower_bound=True,
+  idle_at_ratio_one=names_of(RatioMaxSettings),
   examples=(
     # q = .5, so p - q is .25, .15, -.25, -.075, .25, -.25 and -.25.
     Example(
@@ -70,12 +61,11 @@ SURROGATES["dppo_tv"] = Surrogate(
 )
 
 
-def dppo_kl(terms: Terms, algo: Settings) -> jax.Array:
+def dppo_kl(terms: Terms, algo: RatioMaxSettings) -> jax.Array:
   """-sg[min(w, ratio_max)] A lp, 0 outside `kl_bounds` (DPPO 2602.04879).
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads `clip_low`, `clip_high` and `ratio_max`.
 
   Returns:
     [P, G, T]
@@ -84,7 +74,7 @@ def dppo_kl(terms: Terms, algo: Settings) -> jax.Array:
   return jnp.where(low_PGT | high_PGT, 0, _limited_reinforce(terms, algo))
 
 
-def kl_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
+def kl_bounds(terms: Terms, algo: ClipSettings) -> tuple[jax.Array, jax.Array]:
   """KL divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)) above a bound.
 
   It counts where the token has moved the way A pushes it: above clip_low with p < q where A <= 0,
@@ -105,9 +95,9 @@ def kl_bounds(terms: Terms, algo: Settings) -> tuple[jax.Array, jax.Array]:
 SURROGATES["dppo_kl"] = Surrogate(
   loss=dppo_kl,
   bounds=kl_bounds,
-  settings=DPPO_SETTINGS,
+  settings=RatioMaxSettings,
   ratios=("token",),
-  idle_at_ratio_one=tuple(DPPO_SETTINGS),
+  idle_at_ratio_one=names_of(RatioMaxSettings),
   examples=(
     # q = .5: the divergence is .143841 at w 1.5 and .5, and .047155 at w 1.3 and .7.
     Example(
@@ -131,7 +121,7 @@ SURROGATES["dppo_kl"] = Surrogate(
 )
 
 
-def _limited_reinforce(terms: Terms, algo: Settings) -> jax.Array:
+def _limited_reinforce(terms: Terms, algo: RatioMaxSettings) -> jax.Array:
   """-sg[min(w, ratio_max)] A lp."""
   w_PGT = jnp.exp(terms.d_PGT)
   if algo.ratio_max:

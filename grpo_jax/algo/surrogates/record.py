@@ -10,8 +10,8 @@ import dataclasses
 from flax import struct
 import jax
 
-from grpo_jax.algo.record import Example, SettingsByName, require
-from grpo_jax.settings import Setting, Settings, above, zero_or_above
+from grpo_jax.algo.record import Record, S
+from grpo_jax.settings import Settings, above, setting, zero_or_above
 
 
 class Terms(struct.PyTreeNode):
@@ -26,6 +26,7 @@ class Terms(struct.PyTreeNode):
     weights_PGT: The weight of each token, from the token selection. 0 leaves a token out.
     chosen_PGT: 1 at the tokens that `Surrogate.select` chose.
     corrections_PGT: The weights of the correction, 1 without a correction.
+    corrections_of_row: Whether all tokens of a row have the same correction.
   """
 
   logprobs_PGT: jax.Array
@@ -36,6 +37,7 @@ class Terms(struct.PyTreeNode):
   weights_PGT: jax.Array
   chosen_PGT: jax.Array
   corrections_PGT: jax.Array
+  corrections_of_row: bool = struct.field(pytree_node=False, default=False)
 
   @property
   def d_PGT(self) -> jax.Array:
@@ -61,23 +63,22 @@ class BatchTokens(struct.PyTreeNode):
   mask_PGT: jax.Array
 
 
-Loss = Callable[[Terms, Settings], jax.Array]
-Bounds = Callable[[Terms, Settings], tuple[jax.Array, jax.Array]]
-Select = Callable[[BatchTokens, Settings], jax.Array]
+Loss = Callable[[Terms, S], jax.Array]
+Bounds = Callable[[Terms, S], tuple[jax.Array, jax.Array]]
+Select = Callable[[BatchTokens, S], jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Surrogate:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Surrogate(Record[S]):
   """One way to turn ratios and advantages into a loss.
 
   Attributes:
     loss: (terms, algo) -> the loss of each token, [P, G, T]. It never reduces over tokens.
     examples: Inputs are lists over the tokens of one row: `w`, `A`, and where they are read `old`
-      (probabilities, 1/2 if missing), `mask`, `weights`, `chosen` and `corrections`. Outputs are
-      `loss`, `gradient`, the derivative of the summed loss by each lp, and `low` and `high` if
-      there are `bounds`. For `select`, the inputs are `lp`, `w`, `A` and `mask`, and the output is
-      `chosen`.
-    settings: What `loss`, `bounds` and `select` read.
+      (probabilities, 1/2 if missing), `mask`, `weights`, `chosen`, `corrections` and
+      `corrections_of_row`. Outputs are `loss`, `gradient`, the derivative of the summed loss by
+      each lp, and `low` and `high` if there are `bounds`. For `select`, the inputs are `lp`, `w`,
+      `A` and `mask`, and the output is `chosen`.
     bounds: (terms, algo) -> two bool [P, G, T], True where the lower and the upper bound of the
       surrogate limit the token.
     select: (tokens of the whole batch, algo) -> bool [P, G, T], the tokens that the loss treats in
@@ -87,44 +88,40 @@ class Surrogate:
     applies_correction_itself: True if `loss` uses `Terms.corrections_PGT`, likewise.
     idle_at_ratio_one: Names of settings that change no gradient where every ratio is 1.
     reads_ratio: False if the loss does not see how far the policy has moved since it sampled.
+    needs_lower_bound: True if a `clip_low` of 1 or more, which bounds nothing, is refused.
     check: (algo) -> None. Raises ConfigError if the settings do not fit together.
   """
 
-  loss: Loss
-  examples: tuple[Example, ...]
-  settings: SettingsByName = dataclasses.field(default_factory=dict)
-  bounds: Bounds | None = None
-  select: Select | None = None
+  loss: Loss[S]
+  bounds: Bounds[S] | None = None
+  select: Select[S] | None = None
   ratios: tuple[str, ...] | None = None
   weighs_tokens_itself: bool = False
   applies_correction_itself: bool = False
   idle_at_ratio_one: tuple[str, ...] = ()
   reads_ratio: bool = True
-  check: Callable[[Settings], None] | None = None
+  needs_lower_bound: bool = False
+  check: Callable[[S], None] | None = None
 
 
-CLIP_LOW = Setting(
-  0.2, "the ratio is limited to [1 - clip_low, 1 + clip_high]; see the surrogate", above(0)
-)
-CLIP_HIGH = Setting(
-  0.2, "the ratio is limited to [1 - clip_low, 1 + clip_high]; see the surrogate", above(0)
-)
-RATIO_MAX = Setting(
-  0.0,
-  "ppo_clip, clip_cov, dppo: limit of the ratio where it is not clipped; 0 = off",
-  zero_or_above(1, "a lower limit stops the gradient of tokens that have not moved; 0 is off"),
-)
+@dataclasses.dataclass(frozen=True)
+class ClipSettings(Settings):
+  """The bounds of the ratio."""
+
+  clip_low: float = setting(
+    0.2, "the ratio is limited to [1 - clip_low, 1 + clip_high]; see the surrogate", above(0)
+  )
+  clip_high: float = setting(
+    0.2, "the ratio is limited to [1 - clip_low, 1 + clip_high]; see the surrogate", above(0)
+  )
 
 
-CLIP_SETTINGS = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
+@dataclasses.dataclass(frozen=True)
+class RatioMaxSettings(ClipSettings):
+  """The bounds of the ratio, and a limit where they do not apply."""
 
-
-def check_lower_bound(algo: Settings) -> None:
-  """Refuses a clip_low that bounds nothing, for the surrogates that are meant to have a bound."""
-  require(
-    algo.clip_low < 1,
-    algo,
-    "clip_low",
-    f"neither a ratio nor a probability falls by 1, so {algo.surrogate} would have no lower bound;"
-    " choose less than 1, or the surrogate cispo, which is meant to have none",
+  ratio_max: float = setting(
+    0.0,
+    "ppo_clip, clip_cov, dppo: limit of the ratio where it is not clipped; 0 = off",
+    zero_or_above(1, "a lower limit stops the gradient of tokens that have not moved; 0 is off"),
   )

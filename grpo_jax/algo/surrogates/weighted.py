@@ -1,12 +1,14 @@
 """Surrogates that weigh -A lp without a bound on the ratio: reinforce and dro."""
 
+import dataclasses
+
 import jax
 
-from grpo_jax.algo.record import Example
+from grpo_jax.algo.record import Example, Records
 from grpo_jax.algo.surrogates.record import Surrogate, Terms
-from grpo_jax.settings import Setting, Settings, at_least
+from grpo_jax.settings import Settings, at_least, names_of, setting
 
-SURROGATES: dict[str, Surrogate] = {}
+SURROGATES = Records[Surrogate]()
 
 
 def reinforce(terms: Terms, algo: Settings) -> jax.Array:
@@ -14,17 +16,16 @@ def reinforce(terms: Terms, algo: Settings) -> jax.Array:
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Not read.
 
   Returns:
     [P, G, T]
   """
-  del algo
   return -terms.advantages_PGT * terms.logprobs_PGT
 
 
 SURROGATES["reinforce"] = Surrogate(
   loss=reinforce,
+  settings=Settings,
   ratios=("token",),
   reads_ratio=False,
   examples=(
@@ -37,12 +38,18 @@ SURROGATES["reinforce"] = Surrogate(
 )
 
 
-def dro(terms: Terms, algo: Settings) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class DroSettings(Settings):
+  """Settings of dro."""
+
+  dro_beta: float = setting(0.05, "dro: weight of the squared log-ratio", at_least(0))
+
+
+def dro(terms: Terms, algo: DroSettings) -> jax.Array:
   """-(lp A - dro_beta / 2 d^2) (DRO 2405.19107, eq. 4).
 
   Args:
     terms: Arrays [P, G, T].
-    algo: Reads `dro_beta`.
 
   Returns:
     [P, G, T]
@@ -54,8 +61,8 @@ def dro(terms: Terms, algo: Settings) -> jax.Array:
 SURROGATES["dro"] = Surrogate(
   loss=dro,
   ratios=("token",),
-  settings={"dro_beta": Setting(0.05, "dro: weight of the squared log-ratio", at_least(0))},
-  idle_at_ratio_one=("dro_beta",),
+  settings=DroSettings,
+  idle_at_ratio_one=names_of(DroSettings),
   examples=(
     # d = ln 1.5 = .4054651 and -ln 2; the loss is d^2 - A lp, its gradient 2 d - A.
     Example(

@@ -106,7 +106,7 @@ def _question(row: Row, where: str, *names: str) -> str | chat.Messages:
   """The first of the fields `names` that is a text or a conversation."""
   question = _field(row, where, names, (str, list))
   if not isinstance(question, str):
-    chat.check(question, f"data.path: {where}")
+    chat.check_messages(question, f"data.path: {where}")
   return question
 
 

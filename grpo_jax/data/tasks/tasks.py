@@ -285,4 +285,4 @@ def _check_split(of_split: Sequence[Any], where: str) -> None:
       fields, expected = ", ".join(example), ", ".join(of_split[0])
       raise ConfigError(f"{where}[{number}] has the fields {fields}, and the first one {expected}")
     if not isinstance(example["question"], str):
-      chat.check(example["question"], f"{where}[{number}]")
+      chat.check_messages(example["question"], f"{where}[{number}]")

@@ -23,7 +23,7 @@ _TOGETHER = 64  # conversations that are sent to the process at once, which save
 Messages = Sequence[Mapping[str, Any]]
 
 
-def check(messages: Any, where: str) -> None:
+def check_messages(messages: Any, where: str) -> None:
   """Checks that `messages` is a conversation.
 
   Args:
@@ -111,7 +111,7 @@ class Template:
         something that the sandbox forbids, or takes too much time or memory.
     """
     for messages in conversations:
-      check(messages, f"the chat template in {self._file}")
+      check_messages(messages, f"the chat template in {self._file}")
     shared = {
       **special_tokens,
       "add_generation_prompt": generation_prompt,
