@@ -366,7 +366,9 @@ def test_adapters_of_another_model_are_refused_or_told(tmp_path, folder):
   for base, is_told in (("someone/else", True), ("someone/HF", False), ("", False)):
     path = adapters_of(tmp_path / f"adapters {is_told} {len(base)}", base)
     run = Run(config(lora__path=path, **changes), devices=jax.devices()[:1])
-    lines = [line for line in header_lines(run, [], 0, tmp_path) if "lora.path" in line]
+    lines = [
+      line for line in header_lines(run, [], run.remarks, 0, tmp_path) if "lora.path" in line
+    ]
     assert len(lines) == is_told and all("trained on 'someone/else'" in line for line in lines)
 
 
@@ -374,7 +376,9 @@ def test_many_updates_with_neither_a_ratio_nor_a_kl_are_told(tmp_path):
   for kl_coef, is_told in ((0.0, True), (0.04, False)):
     algo = dict(algo__surrogate="reinforce", algo__updates_per_batch=8, algo__kl_coef=kl_coef)
     run = Run(config(**algo), devices=jax.devices()[:1])
-    lines = [line for line in header_lines(run, [], 0, tmp_path) if "has no ratio" in line]
+    lines = [
+      line for line in header_lines(run, [], run.remarks, 0, tmp_path) if "has no ratio" in line
+    ]
     assert len(lines) == is_told and all("the 8 updates per batch" in line for line in lines)
 
 

@@ -215,7 +215,7 @@ def test_gsm8k_through_tfds_without_tensorflow(tmp_path):
   }
   builder.download_and_prepare()
   code = (
-    "import sys, json; from grpo_jax.data import tasks; task = tasks.gsm8k('');"
+    "import sys, json; from grpo_jax.data.tasks import tasks; task = tasks.gsm8k('');"
     "own = tasks.columns(sys.argv[1], ('text={question}!',), ('question',));"
     "own = [*own.train, *own.test];"
     "print(json.dumps([task.train, task.test, own, 'tensorflow' in sys.modules]))"
