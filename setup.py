@@ -37,6 +37,7 @@ setup(
       "math-verify",
       "mypy==2.4.1",
       "nbformat",
+      "openai",
       "pyarrow",
       "pytest",
       "pytest-xdist",
@@ -50,6 +51,7 @@ setup(
     "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
     "parquet": ["pyarrow"],
     "schema": ["jsonschema"],
+    "judge": ["openai"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],
     "ray": ["ray"],
