@@ -41,6 +41,7 @@ setup(
       "mkdocstrings[python]",
       "mypy==2.4.1",
       "nbformat",
+      "openai",
       "pyarrow",
       "pytest",
       "pytest-xdist",
@@ -55,6 +56,7 @@ setup(
     "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
     "parquet": ["pyarrow"],
     "schema": ["jsonschema"],
+    "judge": ["openai"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],
     "ray": ["ray"],

@@ -25,7 +25,7 @@ from grpo_jax import load_config, rewards, train
 from grpo_jax.config import Config
 from grpo_jax.rewards.functions.code import code
 from grpo_jax.rewards.functions.symbolic import math
-from grpo_jax.rewards.workers.processes import Call
+from grpo_jax.rewards.workers.messages import Call
 from grpo_jax.storage.reading import read_metrics
 
 GROUP = 8

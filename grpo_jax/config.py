@@ -231,8 +231,9 @@ class Reward:
   on_error: str = setting(
     "stop",
     "what follows when a function raises or returns something that is no reward: stop = the run"
-    " saves and stops; none = the completions that fail alone have no reward, and are counted. A"
-    " policy can then learn to write what a function fails on, where other rewards would be lower",
+    " saves and stops; none = it is called again for each completion alone. If it fails again, the"
+    " completion has no reward and is counted. A policy can then learn to write what a function"
+    " fails on, where other rewards would be lower",
     one_of(("stop", "none")),
   )
   workers: int = setting(
@@ -269,7 +270,7 @@ class Reward:
   teacher_weight: float = setting(
     1.0,
     "weight of log-prob of the teacher - log-prob of the policy, which is added to each token's"
-    " advantage; reward.weights of 0 leave the teacher alone",
+    " advantage; with reward.weights of 0 only the teacher teaches",
     NOT_NEGATIVE,
   )
 

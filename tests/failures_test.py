@@ -1,5 +1,6 @@
 """Runs that fail or are stopped: what is saved, what is said, and how the same command goes on."""
 
+import asyncio
 import dataclasses
 import io
 import os
@@ -176,21 +177,18 @@ def test_each_function_gets_its_own_arguments():
   seen = {}
   message = {"role": "user", "content": "1+1="}
   columns = {
+    "completions": ["a", "b"],
     "completion_ids": [[1], [2]],
     "messages": [[message], [message]],
     "answer": ["2", "2"],
     "array": [np.ones(1), np.ones(1)],
   }
-  rewards.score([spoils, looks], [1.0, 1.0], ["a", "b"], columns)
+  answer = rewards.Caller(None).start([spoils, looks], columns, 1, 2)
+  assert answer(spoils).steps == answer(looks).steps == [[(1, 0.0)]] * 2
   assert seen["completions"] == ["a", "b"] and seen["answer"] == ["2", "2"]
   assert seen["completion_ids"] == [[1], [2]] and seen["array"][0][0] == 1
   assert seen["messages"][0][0]["content"] == message["content"] == "1+1="
   assert seen["messages"][0][0] is not seen["messages"][1][0]
-
-
-def test_a_weighted_sum_beyond_float32_is_refused():
-  with pytest.raises(rewards.RewardError, match="the weighted sum of the rewards is 3e.39"):
-    rewards.score([lambda completions, **_: [3e38]], [10.0], ["a"], {})
 
 
 def generator_that_exits(completions, **_):
@@ -205,15 +203,49 @@ def without_reply(completions, **_):
 
 def test_a_generator_that_exits_is_named():
   with pytest.raises(rewards.RewardError, match="generator_that_exits raised SystemExit: 0"):
-    rewards.score([generator_that_exits], [1.0], ["a", "b"], {})
+    call.call_here(generator_that_exits, "generator_that_exits", {"completions": ["a", "b"]})
 
 
 def test_a_function_that_does_not_return_is_named_again_and_again(monkeypatch, capsys):
   monkeypatch.setattr(call, "SECONDS_BETWEEN_WARNINGS", 0.1)
-  rewards.score([without_reply], [1.0], ["a"], {})
+  call.call_here(without_reply, "without_reply", {"completions": ["a"]})
   lines = capsys.readouterr().err.splitlines()
   assert lines[0] == "warning: reward function without_reply has not returned for 0.1 s"
   assert len(lines) > 1
+
+
+INTERRUPTED = """
+import asyncio, os, signal, threading
+from grpo_jax.rewards import call
+
+async def waits(completions, **_):
+  threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+  await asyncio.sleep(600)
+
+try:
+  call.call_here(waits, "waits", {"completions": ["a"]})
+except KeyboardInterrupt:
+  print("interrupted")
+"""
+
+
+def test_ctrl_c_ends_a_program_that_waits_for_an_async_function():
+  command = [sys.executable, "-c", INTERRUPTED]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  assert (done.returncode, done.stdout) == (0, "interrupted\n")
+
+
+async def fails_late(completions, **_):
+  await asyncio.sleep(0)
+  raise SystemExit(3)
+
+
+def test_an_async_function_is_called_where_an_event_loop_runs_and_its_exit_is_named():
+  async def cell():
+    call.call_here(fails_late, "fails_late", {"completions": ["a"]})
+
+  with pytest.raises(rewards.RewardError, match=r"fails_late raised SystemExit: 3 .*failures_test"):
+    asyncio.run(cell())
 
 
 async def asynchronous_generator(completions, **_):

@@ -1,8 +1,10 @@
 """The judge, against a server of this test that speaks OpenAI's chat completions."""
 
+import asyncio
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import json
 import socket
+import sys
 import threading
 import time
 
@@ -26,7 +28,7 @@ class Server:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with lock:
           server.requests.append(body)
-          server.headers.append(dict(self.headers))
+          server.headers.append(self.headers)
           number = len(server.requests)
           server._now += 1
           server.most_at_once = max(server.most_at_once, server._now)
@@ -56,7 +58,7 @@ class Server:
     text = text if isinstance(text, bytes) else text.encode()
     assert handler.path == "/v1/chat/completions"
     handler.send_response(status)
-    for name, value in headers.items():
+    for name, value in ({"Content-Type": "application/json"} | headers).items():
       handler.send_header(name, value)
     handler.end_headers()
     if headers.get("X-Slowly"):
@@ -82,7 +84,7 @@ def serve():
 
 @pytest.fixture(autouse=True)
 def no_memory_of_earlier_replies(monkeypatch):
-  monkeypatch.setattr(judge_module, "_clients", {})
+  monkeypatch.setattr(judge_module, "_replies", {})
 
 
 def judge(url, completions, parameters="", **columns):
@@ -128,7 +130,7 @@ def test_the_same_prompt_is_asked_once(serve, tmp_path, monkeypatch):
   assert len(server.requests) == 2
   assert judge(server.url, ["b", "a", "c"], cache) == [1.0] * 3
   assert len(server.requests) == 3
-  monkeypatch.setattr(judge_module, "_clients", {})  # as in another process
+  monkeypatch.setattr(judge_module, "_replies", {})  # as in another process
   assert judge(server.url, ["a", "b", "c"], cache) == [1.0] * 3
   assert len(server.requests) == 3
   assert judge(server.url, ["a"], cache + ", max_tokens=7") == [1.0]  # another request
@@ -187,8 +189,9 @@ def test_a_row_that_fails_is_none_and_the_others_have_scores(serve):
   "reply",
   [b"", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}', b"\xff"],
 )
-def test_a_reply_that_is_none_is_an_error(serve, reply):
-  server = serve(lambda prompt, number: (200, {}, reply))
+@pytest.mark.parametrize("kind", ["application/json", "text/html"])
+def test_a_reply_that_is_none_is_an_error(serve, reply, kind):
+  server = serve(lambda prompt, number: (200, {"Content-Type": kind}, reply))
   with pytest.raises(RewardError, match="gave no score"):
     judge(server.url, ["a"])
 
@@ -197,7 +200,7 @@ def test_a_judge_that_is_down_is_an_error_and_not_a_hang():
   with socket.create_server(("127.0.0.1", 0)) as free:
     url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
   start = time.monotonic()
-  with pytest.raises(RewardError, match="gave no score: .*refused, tried . times"):
+  with pytest.raises(RewardError, match="gave no score: ConnectionRefused.*, tried . times"):
     judge(url, ["a", "b"], ", seconds=1, attempts=9")
   assert time.monotonic() - start < 3
 
@@ -232,6 +235,45 @@ def test_the_key_is_sent_and_never_shown(serve, monkeypatch):
     judge(server.url, ["a"], ", key_variable='MY_KEY'")
   assert server.headers[0]["Authorization"] == "Bearer sesame"
   assert "sesame" not in str(raised.value)
+
+
+def test_nothing_of_the_environment_reaches_the_judge_but_the_key_that_the_config_names(
+  serve, monkeypatch, capfd
+):
+  monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+  monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+  monkeypatch.setenv("OPENAI_ORG_ID", "organization")
+  monkeypatch.setenv("OPENAI_PROJECT_ID", "project")
+  monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Mine: custom\nAuthorization: Bearer custom")
+  server = serve(lambda prompt, number: "Score: 1")
+  assert judge(server.url, ["a"], ", key_variable='NO_SUCH_KEY'") == [1.0]
+  headers = str(server.headers[0]).lower()
+  assert server.headers[0]["Authorization"] == "Bearer none"
+  assert not any(word in headers for word in ("sesame", "organization", "project", "custom"))
+  assert capfd.readouterr() == ("", "")
+
+
+def test_it_works_where_an_event_loop_runs_as_in_a_notebook(serve):
+  server = serve(lambda prompt, number: "Score: 1")
+
+  async def cell():
+    return judge(server.url, ["a", "b"])
+
+  assert asyncio.run(cell()) == [1.0, 1.0]
+
+
+def test_half_a_character_is_sent_as_a_question_mark(serve):
+  server = serve(lambda prompt, number: "Score: 1")
+  assert judge(server.url, ["a\ud800b"]) == [1.0]
+  assert "a?b" in server.requests[0]["messages"][0]["content"]
+
+
+def test_a_missing_package_is_said_before_the_run(monkeypatch):
+  monkeypatch.setitem(sys.modules, "openai", None)
+  with pytest.raises(
+    ConfigError, match=r"^reward judge needs .*openai: pip install -e '.\[judge\]'$"
+  ):
+    judge("http://127.0.0.1:9/v1", [])
 
 
 def test_an_empty_batch_asks_nothing():

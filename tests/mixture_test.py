@@ -312,7 +312,7 @@ def test_a_function_scores_the_rows_of_its_tasks_alone():
   }
   functions = [(first, "a"), (second, "b, c"), (never, "d"), (model, "c"), (for_all, "")]
   columns["completions"] = ["x", "y", "z", "w"]
-  answer = dispatch.start(Caller(None), functions, columns, step=3, group_size=1)
+  answer = dispatch.start_for_tasks(Caller(None), functions, columns, step=3, group_size=1)
   steps = {name_of(function): answer(function).steps for function, _ in functions}
   assert seen == {
     "first": (["x", "z"], ["x", "x"], ["a", "a"]),
@@ -334,7 +334,9 @@ def test_the_failures_of_a_task_are_those_of_its_rows():
 
   columns = {"task": ["a", "b", "b"], "completions": ["x", "y", "z"]}
   caller = Caller(None, stops_on_error=False)
-  answer = dispatch.start(caller, [(fails_on_z, "b")], columns, step=0, group_size=1)(fails_on_z)
+  answer = dispatch.start_for_tasks(caller, [(fails_on_z, "b")], columns, step=0, group_size=1)(
+    fails_on_z
+  )
   assert answer.steps == [[], [(1, 1.0)], []]
   assert [failure.row for failure in answer.failures] == [2]
 

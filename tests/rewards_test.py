@@ -18,6 +18,14 @@ from grpo_jax.rewards.functions.lengths import overlong
 from grpo_jax.settings import ConfigError
 
 
+def scores_of(functions, weights, completions, columns):
+  """The scores of completions by each function, as a run without workers finds them."""
+  columns = {"completions": completions, **columns}
+  answer = rewards.Caller(None).start(functions, columns, 1, len(completions))
+  answers = {rewards.name_of(function): answer(function) for function in functions}
+  return rewards.scores_of(answers, weights), answers
+
+
 def score_of(function, completion, gold="72"):
   """What a reward function returns for one completion."""
   return function(completions=[completion], answer=[gold], prompts=["?"])[0]
@@ -282,7 +290,7 @@ def test_a_gold_answer_that_is_not_a_number_gives_no_score():
   assert strict(completions=["#### 72", "#### 72"], answer=["seventy", "72"]) == [None, 1.0]
 
 
-def test_score_is_the_weighted_sum_over_the_functions_that_scored():
+def test_the_scores_of_several_functions():
   def length(completions, **columns):
     return [len(text) for text in completions]
 
@@ -290,14 +298,11 @@ def test_score_is_the_weighted_sum_over_the_functions_that_scored():
     return [1 if prompt == "a" else None for prompt in prompts]
 
   columns = {"prompts": ["a", "b"], "answer": ["3", "3"]}
-  total, scores, steps = rewards.score(
-    [length, sometimes, strict], [0.5, 2.0, 1.0], ["#### 3", "four"], columns
-  )
-  assert total.dtype == np.float32 and total.tolist() == [0.5 * 6 + 2 + 1, 0.5 * 4]  # 6 and 2
+  functions = [length, sometimes, strict]
+  scores, _ = scores_of(functions, [0.5, 2.0, 1.0], ["#### 3", "four"], columns)
   assert list(scores) == ["length", "sometimes", "strict"]
-  np.testing.assert_array_equal(scores["sometimes"], [1, np.nan])
-  total, _, _ = rewards.score([sometimes], [2.0], ["x", "y"], columns)
-  np.testing.assert_array_equal(total, [2, np.nan])
+  assert all(scores_N.dtype == np.float32 for scores_N in scores.values())
+  np.testing.assert_array_equal(list(scores.values()), [[6, 4], [1, np.nan], [1, 0]])
 
 
 def test_steps_score_their_mean_and_a_number_is_one_step_at_the_end():
@@ -307,10 +312,20 @@ def test_steps_score_their_mean_and_a_number_is_one_step_at_the_end():
   def whole(completions, **_):
     return [2, None, 3.0]
 
-  total, scores, found = rewards.score([steps, whole], [1.0, 10.0], ["abcde", "abc", ""], {})
+  scores, answers = scores_of([steps, whole], [1.0, 10.0], ["abcde", "abc", ""], {})
   np.testing.assert_array_equal(scores["steps"], np.float32([0.75, np.nan, np.nan]))
-  np.testing.assert_array_equal(total, np.float32([20.75, np.nan, 30]))
-  assert found == {"steps": [[(2, 1.0), (5, 0.5)], [], []], "whole": [[(5, 2.0)], [], [(1, 3.0)]]}
+  np.testing.assert_array_equal(scores["whole"], np.float32([2, np.nan, 3]))
+  assert answers["steps"].steps == [[(2, 1.0), (5, 0.5)], [], []]
+  assert answers["whole"].steps == [[(5, 2.0)], [], [(1, 3.0)]]
+
+
+def test_a_weighted_sum_beyond_float32_is_refused():
+  def large(completions, **_):
+    return [3e38]
+
+  with pytest.raises(rewards.RewardError, match="the weighted sum of the rewards is 3e.39"):
+    scores_of([large], [10.0], ["a"], {})
+  scores_of([large], [1.0], ["a"], {})
 
 
 @pytest.mark.parametrize(
@@ -384,22 +399,10 @@ def throw(error):
     (lambda completions, **_: [[(1, float("nan"))], 1], "not finite"),
   ],
 )
-def test_score_names_a_function_that_returns_invalid_values(bad, message):
+def test_a_function_that_returns_invalid_values_is_named(bad, message):
   bad.__name__ = "my_reward"
   with pytest.raises(rewards.RewardError, match=f"my_reward.*{message}"):
-    rewards.score([bad], [1.0], ["a", "b"], {})
-
-
-@pytest.mark.parametrize(
-  "functions, weights, message",
-  [
-    ([strict], [1.0, 2.0], "reward.weights"),
-    ([], [], "reward.weights"),
-  ],
-)
-def test_score_refuses_weights_that_do_not_match_the_functions(functions, weights, message):
-  with pytest.raises(ConfigError, match=message):
-    rewards.score(functions, weights, ["a"], {"answer": ["1"]})
+    scores_of([bad], [1.0], ["a", "b"], {})
 
 
 def is_learned(name):
@@ -465,7 +468,7 @@ def test_rewards_and_data_need_no_jax():
   code = (
     "import sys; import grpo_jax.rewards, grpo_jax.data.loader, grpo_jax.data.tasks.tasks,"
     " grpo_jax.data.tokenizers.tokenizer;"
-    "others = {'jax', 'flax', 'ml_collections', 'tensorflow', 'tensorflow_datasets'};"
+    "others = {'jax', 'flax', 'ml_collections', 'openai', 'tensorflow', 'tensorflow_datasets'};"
     "print(sorted(others & set(sys.modules)))"
   )
   root = pathlib.Path(__file__).parents[1]

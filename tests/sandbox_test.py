@@ -298,7 +298,7 @@ def test_it_ends_with_the_program_that_started_it(kind, tmp_path):
   marker = uuid.uuid4().hex
   code = f"""
 import subprocess, time
-from grpo_jax.rewards import sandbox
+from grpo_jax.rewards.sandbox import runner
 runner.start("# {marker}\\nimport time; print('up', flush=True); time.sleep(1000)",
               runner.Limits(), "{kind}", stdin=subprocess.DEVNULL)
 time.sleep(1000)

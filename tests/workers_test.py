@@ -22,10 +22,10 @@ from grpo_jax.config import Mesh, to_dict
 from grpo_jax.parallel.cores import cores
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
-from grpo_jax.rewards.answer import Answer, Failure, from_json, joined, to_json
+from grpo_jax.rewards.answer import Answer, Failure, joined
 from grpo_jax.rewards.call import call_in_parts
-from grpo_jax.rewards.workers import messages, processes
-from grpo_jax.rewards.workers.processes import Call
+from grpo_jax.rewards.workers import messages
+from grpo_jax.rewards.workers.messages import Call, answer_from_json, answer_to_json
 from grpo_jax.settings import ConfigError, RunFailed, check_ranges
 from grpo_jax.storage.reading import read_completions, read_metrics
 from grpo_jax.storage.saved_config import check_same_run
@@ -124,7 +124,7 @@ def test_several_failures_in_a_batch(pool):
   assert [scores(answer) for answer in found] == expected
   kinds = [failure.kind for answer in found for failure in answer.failures]
   assert kinds.count("crash") == 12 and kinds.count("error") == 4
-  assert len(pool.workers) <= 2
+  assert len(pool._processes.workers) <= 2
 
 
 def test_the_calls_behind_one_that_fails_are_not_split(pool):
@@ -161,8 +161,8 @@ def test_what_a_function_leaves_behind_ends_with_its_worker():
   pool = rewards.Pool(1, 5.0)
   (answer,) = answers(pool, "lengths", [["daemon"]])
   assert scores(answer) == [6]
-  (worker,) = pool.workers
-  forker = pool._forkers[-1]._process.pid
+  (worker,) = pool._processes.workers
+  forker = pool._processes.forkers[-1]._process.pid
   left = set(children(forker)) - {worker.process}
   assert left and all(map(is_alive, left))
   answers(pool, "lengths", [["kill"]])
@@ -177,11 +177,11 @@ def test_what_a_function_leaves_behind_ends_with_its_worker():
 SCRIPT = f"""
 import os, sys, time
 from grpo_jax import rewards
-from grpo_jax.rewards.workers.processes import Call
+from grpo_jax.rewards.workers.messages import Call
 pool = rewards.Pool(2, 600.0)
 pool.add("{FILE}:lengths", None, True)
 pool.start([Call("{FILE}:lengths", "lengths", {{"completions": ["daemon", "loop"]}})] * 2)
-print(pool._forkers[-1]._process.pid, flush=True)
+print(pool._processes.forkers[-1]._process.pid, flush=True)
 time.sleep(600)
 """
 
@@ -207,8 +207,8 @@ def test_a_run_survives_the_end_of_the_process_that_starts_workers():
   pool = rewards.Pool(2, 5.0)
   assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
   for _ in range(2):
-    before = [worker.process for worker in pool.workers]
-    os.kill(pool._forkers[-1]._process.pid, signal.SIGKILL)
+    before = [worker.process for worker in pool._processes.workers]
+    os.kill(pool._processes.forkers[-1]._process.pid, signal.SIGKILL)
     time.sleep(0.1)
     assert sys.platform != "linux" or not any(map(is_alive, before))
     found = answers(pool, "lengths", [["a", "bb"], ["ccc"], ["kill", "a"]])
@@ -299,6 +299,21 @@ def test_a_function_that_only_this_program_has_is_sent_by_value(pool):
   assert scores(answer) == [4, 5, 6]
 
 
+def test_each_of_several_functions_gets_its_own_answers_of_all_groups(pool):
+  def length(completions, **_):
+    return [len(text) for text in completions]
+
+  def minus(completions, **_):
+    return [-len(text) for text in completions]
+
+  caller = rewards.Caller(pool)
+  assert caller.add({"length": length, "minus": minus}) == ()
+  answer = caller.start([length, minus], {"completions": ["a", "bb", "ccc", "", "d"]}, 1, 2)
+  assert scores(answer(minus)) == [-1, -2, -3, 0, -1]
+  assert scores(answer(length)) == [1, 2, 3, 0, 1]
+  assert caller.start([length], {"completions": []}, 1, 2)(length).steps == []
+
+
 def test_a_function_that_cannot_be_sent_is_called_here(pool, monkeypatch):
   lock = socket.socket()
 
@@ -311,8 +326,8 @@ def test_a_function_that_cannot_be_sent_is_called_here(pool, monkeypatch):
   assert scores(caller.start([locked], {"completions": ["a"]}, 1, 1)(locked)) == [1]
   lock.close()
   monkeypatch.setitem(sys.modules, "cloudpickle", None)
-  with pytest.raises(processes.NotPortable, match=r"pip install -e '.\[workers\]'"):
-    processes.portable("f", len, is_named=False)
+  with pytest.raises(messages.NotPortable, match=r"pip install -e '.\[workers\]'"):
+    messages.portable("f", len, is_named=False)
 
 
 def test_only_functions_that_are_not_marked_go_to_workers(pool):
@@ -348,7 +363,7 @@ def test_arguments_that_cannot_be_sent_name_the_function(pool):
   columns = {"completions": ["a"], "open": [socket.socket()]}
   with pytest.raises(rewards.RewardError, match="lengths: its arguments cannot be sent"):
     pool.start([Call(f"{FILE}:lengths", "lengths", columns)]).result()
-  assert not any(worker.pending for worker in pool.workers)
+  assert not any(worker.pending for worker in pool._processes.workers)
   assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
 
 
@@ -389,8 +404,8 @@ def test_conversations_as_trl_passes_them():
 
 def test_an_answer_survives_json_and_nonsense_is_refused():
   answer = Answer([[(1, 0.5)], []], [Failure(1, "error", "no")], [("a", 1.0)], {"b": [1, "c"]})
-  values = json.loads(json.dumps(to_json(answer)))
-  assert from_json(values, 2) == answer
+  values = json.loads(json.dumps(answer_to_json(answer)))
+  assert answer_from_json(values, 2) == answer
   for change in (
     {"steps": [[[1, 0.5]]]},
     {"steps": [[[1, 1e300]], []]},
@@ -402,10 +417,10 @@ def test_an_answer_survives_json_and_nonsense_is_refused():
     {"metrics": [1]},
   ):
     with pytest.raises(ValueError):
-      from_json(values | change, 2)
+      answer_from_json(values | change, 2)
   for nonsense in ([], None, "x", {}):
     with pytest.raises(ValueError):
-      from_json(nonsense, 2)
+      answer_from_json(nonsense, 2)
 
 
 def test_answers_for_parts_are_put_together():

@@ -33,7 +33,7 @@ def check_config(config: Config) -> None:
   )
   sources = [source.name for source in sources_of(config.data.mixture)]
   reward = config.reward
-  dispatch.check(reward.tasks, reward.functions, sources, config.eval.function)
+  dispatch.check_tasks(reward.tasks, reward.functions, sources, config.eval.function)
   _check_lora(config)
   _check_reference(config)
   _check_sizes(config)

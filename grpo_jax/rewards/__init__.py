@@ -36,8 +36,9 @@ The function returns a list of N entries. An entry is one of three:
                   completion up to and including the last one of the step. The score of the
                   completion is the mean of the numbers, or None for an empty list.
 
-`grpo_jax/rewards/names.py` lists the functions that are there. A function may have parameters,
-as in `cosine(max_length=512)`: see `grpo_jax/rewards/options.py`.
+`grpo_jax/rewards/names.py` lists the functions of this package, which lie in
+`grpo_jax/rewards/functions/`. A function may have parameters, as in `cosine(max_length=512)`: see
+`grpo_jax/rewards/options.py`.
 
 For example, a function that prefers short completions:
 
@@ -48,29 +49,29 @@ An `async def` works, too. Its calls for different prompts run side by side.
 
 **Where it is called.** `reward.workers` worker processes call functions, each time with the
 completions of one prompt. A call may take `reward.timeout` seconds, and a worker may have
-`reward.memory` GiB. One that hangs, or ends in whatever way, is killed with what it started. The
-completions of the call are then scored again one by one, each in a new worker, and those that fail
-alone have no reward. An object with state has it in each worker, and loses it with the worker.
-What a function prints goes to stderr. JAX computes on the CPU there.
+`reward.memory` GiB. One that hangs, or ends in whatever way, is killed with what it started. Each
+completion of the call is then scored again, in a call and a worker of its own. If this call fails,
+too, the completion has no reward. An object with state has it in each worker, and loses it with the
+worker. What a function prints goes to stderr. JAX computes on the CPU there.
 
 A function that is marked `in_process`, a reward model, and with `reward.workers=0` every function
 is called in the process of the run: with all completions that the process scores, and without
 limits. `grpo_jax/rewards/marks.py` lists the marks.
 
 Each call gets its own copies, so it may change them. What it raises ends the run with one line,
-after the last finished step is saved. With `reward.on_error="none"` it costs the completions that
-fail alone their rewards. The metrics `rewards/NAME/errors`, `/timeouts` and `/crashes` count the
-completions that have no reward for one of these reasons.
+after the last finished step is saved. With `reward.on_error="none"` the run goes on: each
+completion of the call is scored again alone, and has no reward if the function raises again. The
+metrics `rewards/NAME/errors`, `/timeouts` and `/crashes` count the completions that have no reward
+for one of these reasons.
 
 On several hosts, each process scores the completions of its own prompts: whole groups, but not the
 whole batch.
 """
 
-from grpo_jax.rewards.answer import Answer, RewardError, Steps
+from grpo_jax.rewards.answer import Answer, RewardError, Steps, scores_of
 from grpo_jax.rewards.call import check_arguments
 from grpo_jax.rewards.dispatch import Caller
 from grpo_jax.rewards.names import REWARDS, Reward, name_of, resolve, resolve_all
-from grpo_jax.rewards.score import combined, score
 from grpo_jax.rewards.workers.pool import Pool
 
 __all__ = [
@@ -82,9 +83,8 @@ __all__ = [
   "RewardError",
   "Steps",
   "check_arguments",
-  "combined",
   "name_of",
   "resolve",
   "resolve_all",
-  "score",
+  "scores_of",
 ]

@@ -1,6 +1,6 @@
-"""What a reward function says of N completions, after all checks."""
+"""What reward functions say of N completions, after all checks."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 import dataclasses
 import json
 import math
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.rewards.user_errors import text_of
 from grpo_jax.settings import RunFailed
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -136,37 +135,38 @@ def joined(count: int, parts: Iterable[tuple[Sequence[int], Answer]]) -> Answer:
   return whole
 
 
-def to_json(answer: Answer) -> dict[str, Any]:
-  """The answer as JSON holds it."""
-  return dataclasses.asdict(answer)
+def scores_of(answers: Mapping[str, Answer], weights: Sequence[float]) -> dict[str, np.ndarray]:
+  """The scores of N completions by each function, from the functions' answers by name.
 
+  Args:
+    answers: What the functions said.
+    weights: Their weights.
 
-def from_json(values: Any, count: int) -> Answer:
-  """The inverse of `to_json`.
+  Returns:
+    float32 [N] by name: the mean over a completion's steps, NaN where it has no steps.
 
   Raises:
-    ValueError: `values` is no answer for `count` completions.
+    RewardError: The weighted sum of a completion overflows.
   """
+  scores = {
+    name: np.array([_mean_reward(steps) for steps in answer.steps], np.float32)
+    for name, answer in answers.items()
+  }
+  sums_N = np.asarray(weights) @ np.nan_to_num(np.array([*scores.values()], np.float64))
+  largest = np.abs(sums_N).max(initial=0)
+  if largest > LARGEST:
+    raise RewardError(
+      f"the weighted sum of the rewards is {largest:.3g}, which float32 cannot hold"
+    )
+  return scores
+
+
+def text_of(value: Any, convert: Callable[[Any], str] = str) -> str:
+  """str(value) or repr(value), of an object of the user whose own method may raise."""
   try:
-    steps = [[(int(end), float(reward)) for end, reward in one] for one in values["steps"]]
-    failures = [
-      Failure(int(one["row"]), str(one["kind"]), str(one["text"])) for one in values["failures"]
-    ]
-    metrics = [(str(name), float(value)) for name, value in values["metrics"]]
-    extras = {
-      str(column): list(column_values) for column, column_values in values["extras"].items()
-    }
-  except (TypeError, KeyError, AttributeError, OverflowError) as error:
-    raise ValueError(str(error)) from None
-  rewards = [reward for one in steps for _, reward in one]
-  if (
-    len(steps) != count
-    or not all(abs(reward) <= LARGEST for reward in rewards)
-    or not all(0 <= one.row < count for one in failures)
-    or not all(len(column_values) == count for column_values in extras.values())
-  ):
-    raise ValueError("the numbers do not fit the call")
-  return Answer(steps, failures, metrics, extras)
+    return convert(value)
+  except Exception:
+    return f"{type(value).__name__} that cannot be printed"
 
 
 def _problem(steps: Steps, text: str) -> str:
@@ -206,3 +206,7 @@ def _as_json(value: Any) -> Any:
   except (TypeError, ValueError, RecursionError):
     return text_of(value, repr)
   return value
+
+
+def _mean_reward(steps: Steps) -> float:
+  return sum(reward for _, reward in steps) / len(steps) if steps else math.nan

@@ -6,12 +6,15 @@ line. One that is called in the process of the run and does not return is named 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 import contextlib
 import copy
 import inspect
+import pathlib
 import sys
 import threading
-from typing import Any
+import traceback
+from typing import Any, TypeVar
 
 from grpo_jax import timing
 from grpo_jax.rewards.answer import (
@@ -22,9 +25,9 @@ from grpo_jax.rewards.answer import (
   answer_of,
   joined,
   no_answer,
+  text_of,
 )
 from grpo_jax.rewards.marks import has_mark
-from grpo_jax.rewards.user_errors import describe
 from grpo_jax.settings import ConfigError, RunFailed
 
 SECONDS_BETWEEN_WARNINGS = 60.0
@@ -34,6 +37,10 @@ EXTRA_ARGUMENTS = ("step", "log_metric", "log_extra")
 Columns = Mapping[str, Sequence[Any]]
 
 _ATOMS = (str, int, float, bool, type(None))
+# An exception that a user's code raised was on its way through these.
+_OWN_FILES = [__file__, str(pathlib.Path(__file__).with_name("answer.py"))]
+
+T = TypeVar("T")
 
 
 def call_here(function: Callable[..., Any], name: str, columns: Columns, step: int = 0) -> Answer:
@@ -62,9 +69,9 @@ def call_here(function: Callable[..., Any], name: str, columns: Columns, step: i
 def call_in_parts(
   function: Callable[..., Any], name: str, columns: Columns, step: int, group_size: int
 ) -> Answer:
-  """As `call_here`, but what fails costs only the completions their rewards that fail alone.
+  """As `call_here`, but a call that raises something is made again with fewer completions.
 
-  A call that raises something is made again for each group, and then for each completion.
+  First for each group, and then for each completion. One for which it raises then has no reward.
   """
   count = len(columns["completions"])
   try:
@@ -92,7 +99,7 @@ def call(function: Callable[..., Any], name: str, columns: Columns, step: int = 
   with failing_as_reward_error(name):
     values = function(**arguments(function, columns, step, log))
     if inspect.isawaitable(values):
-      values = _awaited(values)
+      values = in_thread(lambda: asyncio.run(_result_of(values))).result()
     values = list(values) if isinstance(values, Iterator) else values
   return answer_of(name, values, columns["completions"], log)
 
@@ -195,26 +202,41 @@ def own_copy(value: Any) -> Any:
   return copy.deepcopy(value)
 
 
-def _awaited(waiting: Awaitable[Any]) -> Any:
-  """The result of what an async function returned.
+async def _result_of(waiting: Awaitable[T]) -> T:
+  return await waiting
 
-  It is waited for in a thread of its own, because a notebook runs an event loop in this one.
+
+def in_thread(make: Callable[[], T]) -> "Future[T]":
+  """Calls `make` in a thread of its own, where no event loop runs, as one does in a notebook.
+
+  After Ctrl-C nobody waits for the thread. An executor's would be waited for when Python exits.
   """
-  outcome: list[Any] = []
-
-  async def wait() -> Any:
-    return await waiting
+  future: Future[T] = Future()
 
   def run() -> None:
     try:
-      outcome.extend((asyncio.run(wait()), None))
+      future.set_result(make())
     except BaseException as error:
-      outcome.extend((None, error))
+      future.set_exception(error)
 
-  thread = threading.Thread(target=run, daemon=True)
-  thread.start()
-  thread.join()
-  value, error = outcome
-  if error is not None:
-    raise error
-  return value
+  threading.Thread(target=run, name="rewards", daemon=True).start()
+  return future
+
+
+def describe(error: BaseException, file: pathlib.Path | None = None) -> str:
+  """An exception in one line: its type, its message, and the line of the user's code.
+
+  Args:
+    error: The exception.
+    file: The file of the user. None means the file in which it was raised.
+  """
+  text = " ".join(text_of(error).split())
+  named = f"{type(error).__name__}: {text:.200}" if text else type(error).__name__
+  if isinstance(error, SyntaxError):
+    return named  # it names its file and line itself
+  frames = [
+    frame
+    for frame in traceback.extract_tb(error.__traceback__)
+    if (frame.filename not in _OWN_FILES if file is None else frame.filename == str(file))
+  ]
+  return f"{named} ({frames[-1].filename} line {frames[-1].lineno})" if frames else named

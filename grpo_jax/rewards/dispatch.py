@@ -6,15 +6,14 @@ unless reward.workers is 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 import dataclasses
 
 from grpo_jax.rewards.answer import Answer, RewardError, joined
 from grpo_jax.rewards.call import Columns, call_here, call_in_parts, is_async, rows_of
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rewards.names import Reward, is_named, name_of
+from grpo_jax.rewards.workers.messages import Call, NotPortable
 from grpo_jax.rewards.workers.pool import Pool
-from grpo_jax.rewards.workers.processes import Call, NotPortable
 from grpo_jax.settings import ConfigError
 
 
@@ -24,8 +23,8 @@ class Caller:
   def __init__(self, pool: Pool | None, stops_on_error: bool = True) -> None:
     """Calls them in workers of `pool`. None means always in this process.
 
-    `stops_on_error`: whether what a function raises is raised, or costs the completions that fail
-    alone their rewards.
+    `stops_on_error`: whether what a function raises for a completion is raised, or costs the
+    completion its reward.
     """
     self._pool, self.stops_on_error = pool, stops_on_error
     self._for_workers: list[tuple[Reward, str]] = []  # with their keys in the pool
@@ -88,11 +87,15 @@ class Caller:
     answers = self._pool.start(calls, self.stops_on_error) if calls else None
 
     def answer(function: Reward) -> Answer:
-      if not self.uses_workers(function):
-        found = self._call_here(function, columns, step, group_size)
+      if self.uses_workers(function):
+        # Not list.index, because objects of users may compare in any way.
+        place = next(i for i, one in enumerate(sent) if one is function) * len(groups)
+        found = joined(count, zip(groups, answers.result()[place:] if groups else []))
       else:
-        found = joined(count, zip(groups, _of_function(answers, _index(sent, function), groups)))
-      self._check(found)
+        found = self._call_here(function, columns, step, group_size)
+      errors = [one for one in found.failures if one.kind == "error"]
+      if errors and self.stops_on_error:
+        raise RewardError(errors[0].text)
       return found
 
     return answer
@@ -112,36 +115,16 @@ class Caller:
       return call_here(function, name_of(function), columns, step)
     return call_in_parts(function, name_of(function), columns, step, group_size)
 
-  def _check(self, answer: Answer) -> None:
-    """Raises RewardError for the first failure that must stop the run."""
-    errors = [one for one in answer.failures if one.kind == "error"]
-    if errors and self.stops_on_error:
-      raise RewardError(errors[0].text)
-
-
-def _index(functions: Sequence[Reward], function: Reward) -> int:
-  """Not list.index, because objects of users may compare in any way."""
-  return next(i for i, one in enumerate(functions) if one is function)
-
-
-def _of_function(
-  answers: "Future[list[Answer]] | None", number: int, groups: Sequence[range]
-) -> list[Answer]:
-  """The answers for the groups by one of the functions."""
-  if answers is None:  # there are no groups
-    return []
-  return answers.result()[number * len(groups) : (number + 1) * len(groups)]
-
 
 FIRST_OF_TASK = "rewards"  # as eval.function: the first function that is for a problem's task
 
 
-def names_in(entry: str) -> list[str]:
+def tasks_in(entry: str) -> list[str]:
   """The tasks in an entry of reward.tasks, such as "gsm8k,svamp". An empty one has none."""
   return [name.strip() for name in entry.split(",") if name.strip()]
 
 
-def check(
+def check_tasks(
   tasks: Sequence[str], functions: Sequence[str], sources: Sequence[str], eval_function: str
 ) -> None:
   """Checks reward.tasks.
@@ -160,7 +143,7 @@ def check(
       f"config key reward.tasks is {tuple(tasks)}: it must hold an entry for each of"
       f" reward.functions = {tuple(functions)}, or none"
     )
-  for name in (name for entry in tasks for name in names_in(entry)):
+  for name in (name for entry in tasks for name in tasks_in(entry)):
     if name not in sources:
       raise ConfigError(
         f"config key reward.tasks is {tuple(tasks)}: {name!r} is no source of data.mixture, which"
@@ -173,7 +156,7 @@ def check(
     )
 
 
-def start(
+def start_for_tasks(
   caller: Caller,
   functions: Sequence[tuple[Reward, str]],
   columns: Columns,
@@ -189,12 +172,12 @@ def start(
     step: The number of the step.
     group_size: How many completions a group has. They are of one prompt, and so of one task.
   """
-  everyone = [function for function, entry in functions if not names_in(entry)]
+  everyone = [function for function, entry in functions if not tasks_in(entry)]
   answer_everyone = caller.start(everyone, columns, step, group_size)
   some: list[tuple[Reward, Callable[[], Answer]]] = []
   for function, entry in functions:
-    if names_in(entry):
-      own = [row for row, task in enumerate(columns["task"]) if task in names_in(entry)]
+    if tasks_in(entry):
+      own = [row for row, task in enumerate(columns["task"]) if task in tasks_in(entry)]
       some.append((function, _start_for(caller, function, columns, own, (step, group_size))))
 
   def answer(function: Reward) -> Answer:

@@ -11,6 +11,7 @@ from types import ModuleType
 from grpo_jax.registry import register
 from grpo_jax.rewards import options
 from grpo_jax.rewards.answer import Steps
+from grpo_jax.rewards.call import describe
 from grpo_jax.rewards.functions import (
   choice,
   code,
@@ -25,7 +26,6 @@ from grpo_jax.rewards.functions import (
   tags,
   worked_steps,
 )
-from grpo_jax.rewards.user_errors import describe
 from grpo_jax.settings import ConfigError
 
 # A reward function. `grpo_jax/rewards/__init__.py` describes its arguments and what it returns.

@@ -151,7 +151,7 @@ class Scorer:
     columns = completion_columns(own, prompts)
     place = _Place(step, prompts.own.start, own.texts_PG.shape[1])
     functions = list(zip(self._functions, self._tasks, strict=True))
-    answer = dispatch.start(self._caller, functions, columns, step, place.group_size)
+    answer = dispatch.start_for_tasks(self._caller, functions, columns, step, place.group_size)
 
     def finish() -> Scored:
       answers = {}
@@ -166,12 +166,13 @@ class Scorer:
     self, own: Rollouts, answers: Mapping[str, rewards_lib.Answer], place: _Place
   ) -> Scored:
     """The scores of all processes, from the answers for the rows of this one."""
-    scores = self._hosts.on_each(lambda: rewards_lib.combined(answers, self.weights))
+    scores = self._hosts.on_each(lambda: rewards_lib.scores_of(answers, self.weights))
     P, G = own.texts_PG.shape
-    scores_PGJ = np.stack(list(scores.by_function.values()), -1).reshape(P, G, -1)
+    scores_PGJ = np.stack(list(scores.values()), -1).reshape(P, G, -1)
     on_tokens = None, None
     if self._needs_steps:
-      on_tokens = steps_on_tokens(own, list(scores.steps.values()), self.weights, self._decode_text)
+      steps = [answer.steps for answer in answers.values()]
+      on_tokens = steps_on_tokens(own, steps, self.weights, self._decode_text)
     scores_PGJ, (rewards_PGT, ends_PGT) = self._hosts.join_rows((scores_PGJ, on_tokens))
     rewards = Rewards(
       scores_PGJ=scores_PGJ,

@@ -1,4 +1,4 @@
-"""The built-in reward functions, a subject a file.
+"""The built-in reward functions, a subject a file. `names.py` gives them their names.
 
-They may import what a function is (marks, options) and sandbox/, and never jax.
+They may import sandbox/ and how a function is marked and called (marks, call, answer), never jax.
 """

@@ -1,13 +1,12 @@
 """A reward for programs that pass tests.
 
-The code of a completion runs in a sandbox (see `runner.py`), as one process, the player. The tests
-run in another one, the checker. The checker sends calls with their arguments to the player, gets
-plain data back, and compares. So the code
+The code of a completion runs in a sandbox. Its tests run in another one, which sends calls to the
+code and compares what comes back (see `sandbox/tests.py`). So the code
 
 * never sees a test or an expected value, only the arguments of calls, as a program would,
 * cannot pass by ending early, by printing, by changing builtins or modules, or by returning objects
   that equal everything: they exist only in its own process,
-* cannot reach the checker, which is another process in another sandbox.
+* cannot reach its tests, which run in another process in another sandbox.
 
 It can still pass tests that it could know from its prompt, remember its earlier calls, and guess
 where the possible answers are few. Keep tests that no prompt shows, and more than one.
@@ -18,18 +17,12 @@ Where the code has the name of a builtin, such as `sum`, tests call the builtin.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-import json
 import math
-import os
-import re
-import select
-import subprocess
-import time
 from typing import Annotated, Any
 
-from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.marks import checked_by
 from grpo_jax.rewards.sandbox import runner
+from grpo_jax.rewards.sandbox.tests import count_passed
 from grpo_jax.settings import ConfigError, above, at_least
 
 
@@ -83,15 +76,14 @@ def code(
     ConfigError: There is no sandbox on this machine.
     RewardError: A sandbox did not start.
   """
-  kind = runner.find() if sandboxed else runner.NONE
+  sandbox = runner.find() if sandboxed else runner.NONE
   limits = runner.Limits(seconds=math.ceil(seconds), memory=int(memory * 2**30))
   setups = test_setup_code or [""] * len(completions)
 
   def score(completion: str, tests: list[str], setup: str | None) -> float | None:
     if not tests:
       return None
-    job = {"code": program_of(completion), "tests": list(tests), "setup": setup or ""}
-    passed = _passed(job, limits, kind, seconds)
+    passed = count_passed(program_of(completion), tests, setup or "", limits, sandbox, seconds)
     return passed / len(tests) if fraction else float(passed == len(tests))
 
   with ThreadPoolExecutor(at_once) as pool:
@@ -108,68 +100,3 @@ def program_of(text: str) -> str:
   start = fences[(len(fences) - 1) // 2 * 2]
   end = next((i for i in fences if i > start), len(lines))
   return "\n".join(lines[start + 1 : end])
-
-
-def _passed(job: dict[str, Any], limits: runner.Limits, kind: str, seconds: float) -> int:
-  """How many tests pass."""
-  deadline = time.monotonic() + seconds
-  to_checker, to_player = os.pipe(), os.pipe()
-  started: list[subprocess.Popen[bytes]] = []
-
-  def start(program: str, stdin: int, stdout: int, stderr: int) -> None:
-    streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
-    started.append(runner.start(program, limits, kind, **streams))
-
-  try:
-    try:
-      start("from checker import check; check()", to_checker[0], to_player[1], subprocess.PIPE)
-      start("from player import play; play()", to_player[0], to_checker[1], subprocess.DEVNULL)
-      # The player says nothing before it has its job, and the checker nothing before the player.
-      # So the first line of each pipe is the job, though the pipes have two writers.
-      _send(to_checker[1], {"tests": job["tests"], "setup": job["setup"]}, deadline)
-      _send(to_player[1], {"code": job["code"], "setup": job["setup"]}, deadline)
-    finally:
-      for end in (*to_checker, *to_player):
-        os.close(end)
-    verdict = _read(started[0].stderr.fileno(), 1 + len(job["tests"]), deadline)
-  finally:
-    for process in started:
-      runner.stop(process)
-      if process.stderr:
-        process.stderr.close()
-  # Nothing but the verdict counts, such as what the checker's Python says when it fails.
-  match = re.match(rb"\+([01]*)(!?)", verdict)
-  if match is None:
-    said = " ".join(verdict.decode(errors="replace").split())[-200:]
-    raise RewardError(f"a sandbox did not start in {seconds:g} s{': ' if said else ''}{said}")
-  if match[2]:
-    raise RewardError(f"test_setup_code fails: {job['setup']!r:.200}")
-  return match[1].count(b"1")
-
-
-def _send(pipe: int, job: dict[str, Any], deadline: float) -> None:
-  """Writes a line, of which a pipe may hold only a part. Gives up at the deadline."""
-  os.set_blocking(pipe, False)
-  left = memoryview(json.dumps(job).encode() + b"\n")
-  while left and _wait(pipe, select.POLLOUT, deadline):
-    left = left[os.write(pipe, left) :]
-  os.set_blocking(pipe, True)  # the programs share this
-
-
-def _read(pipe: int, count: int, deadline: float) -> bytes:
-  """The first `count` bytes, or those that there are when the pipe ends or at the deadline."""
-  found = b""
-  while len(found) < count and _wait(pipe, select.POLLIN, deadline):
-    part = os.read(pipe, 4096)
-    if not part:
-      break
-    found += part
-  return found
-
-
-def _wait(pipe: int, event: int, deadline: float) -> bool:
-  """Waits for an event of a pipe. Returns whether it came before the deadline."""
-  poll = select.poll()
-  poll.register(pipe, event)
-  left = deadline - time.monotonic()
-  return left > 0 and bool(poll.poll(left * 1000))

@@ -1,21 +1,26 @@
 """A reward that a language model gives, behind an address that speaks OpenAI's chat completions.
 
-vLLM, SGLang, llama.cpp and OpenAI's own service answer such requests.
+vLLM, SGLang, llama.cpp and OpenAI's own service answer such requests. It needs the package openai:
+pip install -e '.[judge]'.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
+import dataclasses
+import hashlib
+import itertools
+import json
 import os
 from pathlib import Path
+import random
 import re
-import threading
-import time
+import secrets
+from types import ModuleType
 from typing import Annotated, Any
 import urllib.parse
 
 from grpo_jax.rewards.answer import RewardError
-from grpo_jax.rewards.functions.judge_client import Client, JudgeError, Request
-from grpo_jax.rewards.marks import checked_by
+from grpo_jax.rewards.call import in_thread
+from grpo_jax.rewards.marks import checked_by, prepared_by
 from grpo_jax.settings import ConfigError, above, at_least
 
 PROMPT = """Judge an answer to a question.
@@ -32,6 +37,21 @@ Answer to judge:
 Is the answer to judge right? End with one line: Score: 1 if it is, Score: 0 if it is not."""
 
 _FIELD = re.compile(r"\{(\w+)\}")
+_TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+_MOST_IN_MEMORY = 100_000  # replies
+_replies: dict[str, str] = {}  # by the hash of the request
+
+
+class JudgeError(Exception):
+  """There is no score for a prompt: why, in one line."""
+
+
+def _openai() -> ModuleType:
+  try:
+    import openai  # imported here because it is an optional package, and slow to import
+  except ImportError:
+    raise ConfigError("reward judge needs the package openai: pip install -e '.[judge]'") from None
+  return openai
 
 
 def _check_options(where: str, options: dict[str, Any]) -> None:
@@ -52,8 +72,10 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
   if not groups:
     raise ConfigError(f"{where}(pattern={options['pattern']!r}): it needs a group, as (\\d+)")
   _template(options["prompt_file"], where)
+  _openai()
 
 
+@prepared_by(_openai)
 @checked_by(_check_options)
 def judge(
   completions: list[str],
@@ -101,49 +123,28 @@ def judge(
   """
   template = _template(prompt_file, "reward judge")
   prompts = [_fill(template, text, columns, i) for i, text in enumerate(completions)]
-  client = _client(url, os.environ.get(key_variable, ""), cache)
-  deadline = time.monotonic() + seconds
-
-  def score(prompt: str) -> float | JudgeError:
-    try:
-      reply = client.reply(Request(model, prompt, max_tokens), attempts, deadline)
-      return min(highest, max(lowest, _number(reply, pattern)))
-    except JudgeError as error:
-      return error
-
-  return _scores(prompts, score, at_once, url, log_metric)
-
-
-def _scores(
-  prompts: list[str],
-  score: Callable[[str], float | JudgeError],
-  at_once: int,
-  url: str,
-  log_metric: Any,
-) -> list[float | None]:
-  """The score of each prompt. None where there is none, but not everywhere."""
-  different = list(dict.fromkeys(prompts))
-  with ThreadPoolExecutor(at_once) as pool:
-    scores = dict(zip(different, pool.map(score, different)))
-  failures = [one for one in scores.values() if isinstance(one, JudgeError)]
-  if different and len(failures) == len(different):
-    raise RewardError(f"the judge at {url} gave no score: {failures[0]}")
-  values = [scores[prompt] for prompt in prompts]
-  rewards = [None if isinstance(value, JudgeError) else value for value in values]
+  asked = _Judge(url, model, os.environ.get(key_variable, ""), max_tokens, attempts, cache)
+  replies = in_thread(lambda: asyncio.run(asked.replies(prompts, at_once, seconds))).result()
+  scores = [_score(replies[prompt], pattern) for prompt in prompts]
+  problems = [score for score in scores if isinstance(score, JudgeError)]
+  if prompts and len(problems) == len(prompts):
+    raise RewardError(f"the judge at {url} gave no score: {problems[0]}")
   if log_metric is not None:
-    log_metric("judge/failed", rewards.count(None))
-  return rewards
+    log_metric("judge/failed", len(problems))
+  return [
+    None if isinstance(score, JudgeError) else min(highest, max(lowest, score)) for score in scores
+  ]
 
 
-def _number(reply: str, pattern: str) -> float:
-  """The score in a reply."""
-  found = None
-  for match in re.finditer(pattern, reply):
-    found = match[1]
+def _score(reply: str | JudgeError, pattern: str) -> float | JudgeError:
+  """The score in a reply, or why there is none."""
+  if isinstance(reply, JudgeError):
+    return reply
+  matches = list(re.finditer(pattern, reply))
   try:
-    return float(found)
-  except (TypeError, ValueError):
-    raise JudgeError(f"its reply has no score: {' '.join(reply.split())[-100:]!r}") from None
+    return float(matches[-1][1])
+  except (IndexError, TypeError, ValueError):
+    return JudgeError(f"its reply has no score: {' '.join(reply.split())[-100:]!r}")
 
 
 def _fill(template: str, completion: str, columns: dict[str, Any], row: int) -> str:
@@ -156,7 +157,8 @@ def _fill(template: str, completion: str, columns: dict[str, Any], row: int) -> 
       raise ConfigError(f"reward judge: the prompt has {match[0]}, and the data set no such column")
     return str(columns[match[1]][row])
 
-  return _FIELD.sub(value, template)
+  # What no request can hold becomes "?", such as half of a character.
+  return _FIELD.sub(value, template).encode("utf-8", "replace").decode()
 
 
 def _template(file: str, where: str) -> str:
@@ -171,10 +173,116 @@ def _template(file: str, where: str) -> str:
   return text
 
 
-_clients: dict[tuple[str, str, str], Client] = {}
-_clients_lock = threading.Lock()
+@dataclasses.dataclass(frozen=True)
+class _Judge:
+  """A model behind an address, which is asked at temperature 0. The arguments are those of `judge`.
+
+  Attributes:
+    key: The key of the service, or empty.
+  """
+
+  url: str
+  model: str
+  key: str
+  max_tokens: int
+  attempts: int
+  cache: str
+
+  async def replies(
+    self, prompts: list[str], at_once: int, seconds: float
+  ) -> dict[str, str | JudgeError]:
+    """The reply to each prompt, or why there is none after so many seconds."""
+    # The client wants some key. `_reply` tries again, because it knows the deadline.
+    client = _openai().AsyncOpenAI(
+      base_url=self.url, api_key=self.key or "none", max_retries=0, timeout=None
+    )
+    # Else what it took from the environment for OpenAI's own service would go to this address.
+    client.organization = client.project = None
+    client._custom_headers = {}
+    free = asyncio.Semaphore(at_once)
+    deadline = asyncio.get_running_loop().time() + seconds
+
+    async def reply(prompt: str) -> str | JudgeError:
+      try:
+        async with asyncio.timeout_at(deadline), free:
+          return await self._reply(client, prompt, deadline)
+      except TimeoutError:
+        return JudgeError("no reply in time")
+      except JudgeError as error:
+        return error
+
+    different = list(dict.fromkeys(prompts))
+    async with client:
+      return dict(zip(different, await asyncio.gather(*map(reply, different))))
+
+  async def _reply(self, client: Any, prompt: str, deadline: float) -> str:
+    """An earlier reply to this prompt, or a new one. What may be over soon is tried again."""
+    request = [self.url.rstrip("/") + "/chat/completions", self.model, prompt, self.max_tokens]
+    name = hashlib.sha256(json.dumps(request).encode()).hexdigest()
+    reply = self._kept(name)
+    if reply is not None:
+      return reply
+    openai = _openai()
+    for attempt in itertools.count(1):
+      pause = 2 ** (attempt - 1) * random.uniform(0.75, 1.25)
+      try:
+        message = {"role": "user", "content": prompt}
+        completion = await client.chat.completions.create(
+          model=self.model, messages=[message], max_tokens=self.max_tokens, temperature=0
+        )
+        reply = completion.choices[0].message.content
+        break
+      except openai.APIStatusError as error:
+        problem = f"status {error.status_code} {' '.join(error.response.text.split()):.200}"
+        if error.status_code not in _TRY_AGAIN:
+          raise JudgeError(problem) from None
+        after = error.response.headers.get("Retry-After", "")
+        pause = float(after) if re.fullmatch(r"\d+(\.\d+)?", after) else pause
+      except openai.APIConnectionError as error:
+        problem = _shown(_first_cause(error))
+      except Exception as error:  # whatever the client raises for a reply that is none
+        raise JudgeError(f"it sent no chat completion: {_shown(error)}") from None
+      if attempt == self.attempts or asyncio.get_running_loop().time() + pause >= deadline:
+        raise JudgeError(f"{problem}, tried {attempt} times")
+      await asyncio.sleep(pause)
+    if not isinstance(reply, str):
+      raise JudgeError("its reply has no text")
+    self._keep(name, reply)
+    return reply
+
+  def _kept(self, name: str) -> str | None:
+    if name in _replies or not self.cache:
+      return _replies.get(name)
+    try:
+      return self._file(name).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+      return None
+
+  def _keep(self, name: str, reply: str) -> None:
+    if len(_replies) < _MOST_IN_MEMORY:
+      _replies[name] = reply
+    if not self.cache:
+      return
+    file = self._file(name)
+    try:
+      file.parent.mkdir(parents=True, exist_ok=True)
+      # Renamed when it is whole, because other processes read and write the same folder.
+      part = file.with_suffix(f".{secrets.token_hex(8)}")
+      part.write_text(reply, encoding="utf-8", errors="replace")
+      part.replace(file)
+    except OSError as error:
+      raise JudgeError(f"its reply cannot be kept in {file.parent}: {error.strerror}") from None
+
+  def _file(self, name: str) -> Path:
+    return Path(self.cache).expanduser() / name[:2] / name
 
 
-def _client(url: str, key: str, cache: str) -> Client:
-  with _clients_lock:
-    return _clients.setdefault((url, key, cache), Client(url, key, cache))
+def _first_cause(error: BaseException) -> BaseException:
+  """Why there is no connection, which the client's own exception does not say."""
+  while error.__cause__ or error.__context__:
+    error = error.__cause__ or error.__context__
+  return error
+
+
+def _shown(error: BaseException) -> str:
+  return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"

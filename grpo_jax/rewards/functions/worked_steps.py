@@ -19,7 +19,7 @@ def worked_steps(
 
   Semicolons end the steps of a completion. A step gets 1.0 if it is equal to the step at the same
   place in the worked solution `7+15=22;22-6=16;#### 16`, else 0.0. The answer after `####` may come
-  at any place.
+  at any place, and is not scored where the gold answer is not a number.
   """
   return [
     _score_steps(completion, equations(sum_text), gold)
@@ -36,7 +36,8 @@ def _score_steps(completion: str, equations: list[str], gold: str) -> list[tuple
     else:
       is_finished = completion[end - 1 : end] == ";"
       reward = i < len(equations) and part == equations[i] and is_finished
-    steps.append((max(1, end), float(reward)))
+    if reward is not None:
+      steps.append((max(1, end), float(reward)))
     if end == len(completion):
       break
   return steps

@@ -14,7 +14,6 @@ import ctypes
 import gc
 import os
 from pathlib import Path
-import pickle
 import select
 import signal
 import socket
@@ -22,9 +21,7 @@ import sys
 import threading
 from typing import Any
 
-from grpo_jax.rewards.marks import has_mark
-from grpo_jax.rewards.names import resolve
-from grpo_jax.rewards.user_errors import describe
+from grpo_jax.rewards.call import describe
 from grpo_jax.rewards.workers import messages, worker
 from grpo_jax.settings import ConfigError
 
@@ -47,7 +44,7 @@ def main(channel_number: int, run_process: int) -> None:
   try:
     while os.getppid() == run_process:
       if select.select([channel_number], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
-        forker.answer()
+        forker.serve()
   except (EOFError, OSError):
     pass  # the run has ended
   finally:
@@ -68,7 +65,7 @@ class Forker:
     self._functions: dict[str, Any] = {}
     self._workers: set[int] = set()
 
-  def answer(self) -> None:
+  def serve(self) -> None:
     """Receives one request and sends its result."""
     kind, *details = messages.receive(self._channel)
     requests: dict[str, Callable[..., dict[str, Any]]] = {
@@ -87,7 +84,7 @@ class Forker:
     """Loads a function, which workers then have under this key."""
     threads = _threads()
     try:
-      function = load(kind, data)
+      function = messages.load(kind, data)
     except ConfigError as error:
       return {"error": str(error)}
     except BaseException as error:
@@ -100,8 +97,8 @@ class Forker:
     gc.freeze()  # so that collections in the workers do not copy the memory that they share
     return {}
 
-  def _start(self, memory: int, late: dict[str, tuple[str, bytes]]) -> dict[str, Any]:
-    """Forks a worker, which serves the socket that comes with the request."""
+  def _start(self, memory: int, to_load: dict[str, tuple[str, bytes]]) -> dict[str, Any]:
+    """Forks a worker, which loads functions and serves the socket that comes with the request."""
     _, (number,), _, _ = socket.recv_fds(self._channel, 1, 1)
     process = os.fork()
     if process:
@@ -112,10 +109,10 @@ class Forker:
       self._channel.close()
       prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
       functions = self._functions
-      worker.prepare(memory)
+      worker.set_up(memory)
       worker.serve(
         socket.socket(fileno=number),
-        lambda: functions | {key: load(*one) for key, one in late.items()},
+        lambda: functions | {key: messages.load(*one) for key, one in to_load.items()},
       )
     finally:
       os._exit(0)
@@ -141,18 +138,6 @@ class Forker:
           os.waitpid(process, 0)
         except (ProcessLookupError, ChildProcessError):
           pass
-
-
-def load(kind: str, data: bytes) -> Any:
-  """A function from what `processes.portable` made of it, ready to be called."""
-  function: Any
-  if kind == "name":
-    function = resolve(data.decode(), "reward.functions", lambda name: False)
-  else:
-    function = pickle.loads(data)
-  if has_mark(function, "prepare"):
-    function.prepare()
-  return function
 
 
 def _children() -> set[int]:

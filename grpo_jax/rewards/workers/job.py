@@ -13,15 +13,12 @@ from collections.abc import Sequence
 import dataclasses
 from multiprocessing import connection
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from grpo_jax.rewards.answer import Answer, RewardError, from_json, joined, no_answer
+from grpo_jax.rewards.answer import Answer, RewardError, joined, no_answer
 from grpo_jax.rewards.call import rows_of
-from grpo_jax.rewards.workers.processes import Call, Worker
-from grpo_jax.rewards.workers.worker import Request
-
-if TYPE_CHECKING:
-  from grpo_jax.rewards.workers.pool import Pool
+from grpo_jax.rewards.workers.messages import Call, answer_from_json
+from grpo_jax.rewards.workers.processes import Processes, WorkerProcess
 
 _SECONDS_TO_START = 120.0
 _SECONDS_BETWEEN_LOOKS = 1.0  # at whether the pool is closed
@@ -40,15 +37,18 @@ class _Task:
 
 
 class Job:
-  """Makes calls with the workers of a pool."""
+  """Makes calls with worker processes."""
 
-  def __init__(self, pool: "Pool", calls: Sequence[Call], stops_on_error: bool) -> None:
-    self._pool, self._calls, self._stops_on_error = pool, calls, stops_on_error
+  def __init__(
+    self, processes: Processes, calls: Sequence[Call], timeout: float, stops_on_error: bool
+  ) -> None:
+    self._processes, self._timeout = processes, timeout
+    self._calls, self._stops_on_error = calls, stops_on_error
     self._tasks = [
       _Task(i, range(len(call.columns["completions"]))) for i, call in enumerate(calls)
     ]
     self._queue = collections.deque(range(len(calls)))  # indices of tasks
-    self._open = len(calls)  # tasks without an answer
+    self._unanswered = len(calls)  # how many tasks
     self._parts: list[list[tuple[Sequence[int], Answer]]] = [[] for _ in calls]
     self._seconds: dict[str, float] = {}  # of a call, by key
     self._failed_starts = 0
@@ -60,13 +60,14 @@ class Job:
       RewardError: No call can be made, or a function raised something and that stops the run.
     """
     try:
-      while self._open:
-        self._pool.check_open()
+      while self._unanswered:
+        if self._processes.is_closed.is_set():
+          raise RewardError("the worker processes of the reward functions are closed")
         self._hand_out()
         self._wait()
     finally:
-      for worker in [worker for worker in self._pool.workers if worker.pending]:
-        self._pool.end(worker)
+      for worker in [worker for worker in self._processes.workers if worker.pending]:
+        self._processes.end(worker)
     return [
       joined(len(call.columns["completions"]), parts)
       for call, parts in zip(self._calls, self._parts)
@@ -75,12 +76,12 @@ class Job:
   def _hand_out(self) -> None:
     """Gives tasks to the workers that have none."""
     self._retire()
-    workers = self._pool.workers
+    workers = self._processes.workers
     busy = sum(bool(worker.pending) for worker in workers)
-    self._pool.fill(busy + len(self._queue))
+    self._processes.fill(busy + len(self._queue))
     for worker in list(workers):
       if not worker.deadline:
-        worker.deadline = time.monotonic() + max(_SECONDS_TO_START, self._pool.timeout)
+        worker.deadline = time.monotonic() + max(_SECONDS_TO_START, self._timeout)
       is_idle = worker.is_ready and not worker.pending
       if is_idle and self._queue and (worker.is_new or not self._next_needs_new_worker()):
         self._give(worker, self._batch())
@@ -89,10 +90,10 @@ class Job:
     """Ends idle workers where calls that failed need new ones."""
     if not self._next_needs_new_worker():
       return
-    missing = len(self._queue) - sum(worker.is_new for worker in self._pool.workers)
-    idle = [one for one in self._pool.workers if not one.is_new and not one.pending]
+    missing = len(self._queue) - sum(worker.is_new for worker in self._processes.workers)
+    idle = [one for one in self._processes.workers if not one.is_new and not one.pending]
     for worker in idle[: max(0, missing)]:
-      self._pool.end(worker)
+      self._processes.end(worker)
 
   def _next_needs_new_worker(self) -> bool:
     return bool(self._queue) and self._tasks[self._queue[0]].failed > 0
@@ -106,7 +107,7 @@ class Job:
     elif first.failed:
       most = 1
     else:
-      share = -(-len(self._queue) // (2 * len(self._pool.workers)))
+      share = -(-len(self._queue) // (2 * len(self._processes.workers)))
       fitting = int(_SECONDS_OF_CALLS / self._seconds.get(call.key, _SECONDS_OF_CALLS))
       most = max(1, min(share, fitting))
     batch = [self._queue.popleft()]
@@ -117,52 +118,50 @@ class Job:
       batch.append(self._queue.popleft())
     return batch
 
-  def _give(self, worker: Worker, batch: list[int]) -> None:
-    requests = []
+  def _give(self, worker: WorkerProcess, batch: list[int]) -> None:
+    calls = []
     for number in batch:
       task = self._tasks[number]
       call = self._calls[task.call]
-      columns = rows_of(call.columns, task.rows)
-      requests.append(Request(number, call.key, call.name, columns, call.step))
-    is_async = self._calls[self._tasks[batch[0]].call].is_async
-    worker.pending, worker.is_async = list(batch), is_async
+      calls.append((number, dataclasses.replace(call, columns=rows_of(call.columns, task.rows))))
+    worker.pending, worker.is_async = list(batch), calls[0][1].is_async
     self._extend(worker)
     try:
-      worker.send(requests, is_async, self._pool.timeout)
+      worker.send(calls, self._timeout)
     except OSError:
       self._worker_failed(worker, "crash")
 
-  def _extend(self, worker: Worker) -> None:
+  def _extend(self, worker: WorkerProcess) -> None:
     worker.answered_at = time.monotonic()
     grace = _GRACE if worker.is_async else 0
-    worker.deadline = worker.answered_at + self._pool.timeout + grace
+    worker.deadline = worker.answered_at + self._timeout + grace
 
   def _wait(self) -> None:
     """Waits for an answer or for the end of a time limit."""
-    waiting = [one for one in self._pool.workers if one.pending or not one.is_ready]
+    waiting = [one for one in self._processes.workers if one.pending or not one.is_ready]
     if not waiting:
       return
     first_deadline = min(one.deadline for one in waiting)
     seconds = min(first_deadline - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
-    by_channel: dict[Any, Worker] = {one.channel: one for one in waiting}
+    by_channel: dict[Any, WorkerProcess] = {one.channel: one for one in waiting}
     for channel in connection.wait(list(by_channel), max(0.0, seconds)):
       self._read(by_channel[channel])
     for worker in waiting:
-      is_waited_for = worker in self._pool.workers and (worker.pending or not worker.is_ready)
+      is_waited_for = worker in self._processes.workers and (worker.pending or not worker.is_ready)
       if is_waited_for and time.monotonic() > worker.deadline:
         self._worker_failed(worker, "timeout")
 
-  def _read(self, worker: Worker) -> None:
+  def _read(self, worker: WorkerProcess) -> None:
     try:
       for message in worker.read():
-        if worker in self._pool.workers:
+        if worker in self._processes.workers:
           self._take(worker, message)
     except (EOFError, OSError):
       self._worker_failed(worker, "crash")
     except (ValueError, KeyError, TypeError):  # it is no answer
       self._worker_failed(worker, "crash", "sent something that is no answer")
 
-  def _take(self, worker: Worker, message: dict[str, Any]) -> None:
+  def _take(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
     """Takes a message. Raises ValueError, KeyError or TypeError if it is none."""
     if not worker.is_ready:
       if "failed" in message:
@@ -175,10 +174,10 @@ class Job:
     task = self._tasks[number]
     call = self._calls[task.call]
     if "answer" in message:
-      answer = from_json(message["answer"], len(task.rows))
+      answer = answer_from_json(message["answer"], len(task.rows))
       self._note_seconds(call.key, time.monotonic() - worker.answered_at)
       self._parts[task.call].append((task.rows, answer))
-      self._open -= 1
+      self._unanswered -= 1
     else:
       kind, text = str(message["kind"]), str(message["text"])
       if kind == "config":
@@ -194,10 +193,12 @@ class Job:
     before = self._seconds.get(key, seconds)
     self._seconds[key] = max(1e-6, 0.8 * before + 0.2 * seconds)
 
-  def _worker_failed(self, worker: Worker, kind: str, what: str = "", text: str = "") -> None:
+  def _worker_failed(
+    self, worker: WorkerProcess, kind: str, what: str = "", text: str = ""
+  ) -> None:
     """A worker has ended, hangs or sends nonsense. The calls that it was not in are made again."""
     pending, worker.pending = worker.pending, []
-    how = self._pool.end(worker)
+    how = self._processes.end(worker)
     if not worker.is_ready:
       self._failed_starts += 1
       if self._failed_starts >= _MOST_FAILED_STARTS:
@@ -214,7 +215,7 @@ class Job:
       self._failed(task, kind, said, 2 if call.is_async else 1)
 
   def _too_late(self, call: Call) -> str:
-    limit = f"reward.timeout = {self._pool.timeout:g} s"
+    limit = f"reward.timeout = {self._timeout:g} s"
     return f"reward function {call.name} has not returned within {limit}"
 
   def _failed(
@@ -225,11 +226,11 @@ class Job:
       if kind == "error" and self._stops_on_error:
         raise RewardError(text)
       self._parts[task.call].append((task.rows, no_answer(len(task.rows), kind, text)))
-      self._open -= 1
+      self._unanswered -= 1
       return
     whole = self._calls[task.call].whole_groups
     parts = [task.rows] if whole else [[row] for row in task.rows]
     for rows in parts:
       self._queue.append(len(self._tasks))
       self._tasks.append(_Task(task.call, rows, task.failed + 1))
-    self._open += len(parts) - 1
+    self._unanswered += len(parts) - 1

@@ -1,17 +1,118 @@
-"""Messages between the process of a run, the forker and the workers, over stream sockets.
+"""What the process of a run, the forker and the workers send each other, over stream sockets.
 
-What the run sends is pickled, because columns hold any objects. What it receives is JSON, one
-object a line: a worker that sends something else, by accident or not, can do no harm.
+The run sends functions and calls. They are pickled, because columns hold any objects. It gets
+answers as JSON, one object a line: a worker that sends something else, by accident or not, can do
+no harm.
 """
 
+from collections.abc import Callable
+import dataclasses
 import json
 import pickle
 import socket
 import struct
 from typing import Any
 
+from grpo_jax.rewards.answer import LARGEST, Answer, Failure
+from grpo_jax.rewards.call import Columns
+from grpo_jax.rewards.marks import has_mark
+from grpo_jax.rewards.names import resolve
+
 _LENGTH = struct.Struct("!Q")
 _LONGEST_LINE = 2**28  # characters of an answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """A call of a function with the completions of one prompt.
+
+  Attributes:
+    key: What the pool calls the function.
+    name: What messages call it.
+    columns: Its arguments.
+    step: The number of the step.
+    is_async: Whether it is an async function.
+    whole_groups: Whether it must not be called with a part of these completions.
+  """
+
+  key: str
+  name: str
+  columns: Columns
+  step: int = 0
+  is_async: bool = False
+  whole_groups: bool = False
+
+
+class NotPortable(Exception):
+  """A function that cannot be sent to another process. The text says why."""
+
+
+def portable(source: str, function: Callable[..., Any], is_named: bool) -> tuple[str, bytes]:
+  """A function as (kind, data), of which `load` makes it in another process.
+
+  Args:
+    source: The name of the function in the config.
+    function: The function.
+    is_named: Whether any process finds it under that name.
+
+  Raises:
+    NotPortable: It is of a notebook or of the program that started the run, and cannot be pickled.
+  """
+  if is_named:
+    return "name", source.encode()
+  try:
+    import cloudpickle  # imported here because it is an optional package
+  except ImportError:
+    raise NotPortable("it needs the package cloudpickle: pip install -e '.[workers]'") from None
+  try:
+    return "value", cloudpickle.dumps(function)
+  except Exception as error:  # whatever the parts of an object raise
+    raise NotPortable(f"{type(error).__name__}: {' '.join(str(error).split()):.100}") from None
+
+
+def load(kind: str, data: bytes) -> Any:
+  """A function from what `portable` made of it, ready to be called."""
+  function: Any
+  if kind == "name":
+    function = resolve(data.decode(), "reward.functions", lambda name: False)
+  else:
+    function = pickle.loads(data)
+  if has_mark(function, "prepare"):
+    function.prepare()
+  return function
+
+
+def answer_to_json(answer: Answer) -> dict[str, Any]:
+  """An answer as JSON holds it."""
+  return dataclasses.asdict(answer)
+
+
+def answer_from_json(values: Any, count: int) -> Answer:
+  """The inverse of `answer_to_json`.
+
+  Raises:
+    ValueError: `values` is no answer for `count` completions.
+  """
+  try:
+    steps = [[(int(end), float(reward)) for end, reward in one] for one in values["steps"]]
+    failures = [
+      Failure(int(one["row"]), str(one["kind"]), str(one["text"])) for one in values["failures"]
+    ]
+    metrics = [(str(name), float(value)) for name, value in values["metrics"]]
+    extras = {
+      str(column): list(column_values) for column, column_values in values["extras"].items()
+    }
+  except (TypeError, KeyError, AttributeError, OverflowError) as error:
+    raise ValueError(str(error)) from None
+  rewards = [reward for one in steps for _, reward in one]
+  if (
+    len(steps) != count
+    or not all(abs(reward) <= LARGEST for reward in rewards)
+    or not all(0 <= one.row < count for one in failures)
+    or not all(len(column_values) == count for column_values in extras.values())
+  ):
+    raise ValueError("the numbers do not fit the call")
+  return Answer(steps, failures, metrics, extras)
 
 
 def send(channel: socket.socket, message: Any) -> None:

@@ -1,7 +1,6 @@
 """The run's side of the forker and of its workers."""
 
-from collections.abc import Callable, Sequence
-import dataclasses
+from collections.abc import Sequence
 import json
 import os
 import pickle
@@ -9,16 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from typing import Any
+import weakref
 
 from grpo_jax.rewards.answer import RewardError
-from grpo_jax.rewards.call import Columns
 from grpo_jax.rewards.workers import messages
-from grpo_jax.rewards.workers.worker import Request
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
 
 _SECONDS_TO_END = 10.0
+_MOST_RESTARTS = 3  # of the forker, which ends only if something kills it
 _PROGRAM = (
   "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
   " from grpo_jax.rewards.workers.forker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
@@ -32,59 +32,11 @@ _ENVIRONMENT = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-  """A call of a function with the completions of one prompt.
-
-  Attributes:
-    key: What the pool calls the function.
-    name: What messages call it.
-    columns: Its arguments.
-    step: The number of the step.
-    is_async: Whether it is an async function.
-    whole_groups: Whether it must not be called with a part of these completions.
-  """
-
-  key: str
-  name: str
-  columns: Columns
-  step: int = 0
-  is_async: bool = False
-  whole_groups: bool = False
-
-
-class NotPortable(Exception):
-  """A function that cannot be sent to another process. The text says why."""
-
-
 class ForkerEnded(Exception):
   """The forker has ended, for example because the machine had no memory left."""
 
 
-def portable(source: str, function: Callable[..., Any], is_named: bool) -> tuple[str, bytes]:
-  """What `grpo_jax.rewards.workers.forker.load` makes the function of.
-
-  Args:
-    source: The name of the function in the config.
-    function: The function.
-    is_named: Whether any process finds it under that name.
-
-  Raises:
-    NotPortable: It is of a notebook or of the program that started the run, and cannot be pickled.
-  """
-  if is_named:
-    return "name", source.encode()
-  try:
-    import cloudpickle  # imported here because it is an optional package
-  except ImportError:
-    raise NotPortable("it needs the package cloudpickle: pip install -e '.[workers]'") from None
-  try:
-    return "value", cloudpickle.dumps(function)
-  except Exception as error:  # whatever the parts of an object raise
-    raise NotPortable(f"{type(error).__name__}: {' '.join(str(error).split()):.100}") from None
-
-
-class Forker:
+class ForkerProcess:
   """The process that starts and ends workers. See `grpo_jax/rewards/workers/forker.py`."""
 
   def __init__(self) -> None:
@@ -122,19 +74,19 @@ class Forker:
       )
     return "threads" not in result
 
-  def start(self, memory: int, late: dict[str, tuple[str, bytes]]) -> "Worker":
+  def start(self, memory: int, to_load: dict[str, tuple[str, bytes]]) -> "WorkerProcess":
     """Starts a worker.
 
     Args:
       memory: Its limit in bytes, 0 for none.
-      late: The functions that it loads for itself.
+      to_load: The functions that it loads for itself.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-      result = self._ask("start", memory, late, number=theirs.fileno())
-    return Worker(int(result["process"]), ours)
+      result = self._ask("start", memory, to_load, number=theirs.fileno())
+    return WorkerProcess(int(result["process"]), ours)
 
-  def end(self, worker: "Worker") -> str:
+  def end(self, worker: "WorkerProcess") -> str:
     """Kills a worker and what it started. Returns how it had ended, if it had before."""
     worker.channel.close()
     if worker.is_orphan:
@@ -168,7 +120,7 @@ class Forker:
     return results[0]
 
 
-class Worker:
+class WorkerProcess:
   """A worker process.
 
   Attributes:
@@ -190,18 +142,18 @@ class Worker:
     self.deadline, self.answered_at, self.is_orphan = 0.0, 0.0, False
     self._lines = messages.Lines(channel)
 
-  def send(self, requests: Sequence[Request], at_once: bool, timeout: float) -> None:
-    """Sends calls.
+  def send(self, calls: Sequence[tuple[int, messages.Call]], timeout: float) -> None:
+    """Sends calls with their numbers.
 
     Raises:
       OSError: It has ended, or does not read.
       RewardError: The arguments cannot be sent.
     """
     try:
-      data = pickle.dumps((requests, at_once, timeout))
+      data = pickle.dumps((calls, timeout))
     except Exception as error:
       raise RewardError(
-        f"reward function {requests[0].name}: its arguments cannot be sent to a worker process"
+        f"reward function {calls[0][1].name}: its arguments cannot be sent to a worker process"
         f" ({type(error).__name__}: {error}): set reward.workers=0"
       ) from None
     self.is_new = False
@@ -212,3 +164,85 @@ class Worker:
   def read(self) -> list[dict[str, Any]]:
     """What it has answered. Raises EOFError, OSError or ValueError if it has failed."""
     return self._lines.read()
+
+
+class Processes:
+  """The worker processes of a run, and the forker that starts and ends them.
+
+  Attributes:
+    workers: Those that exist.
+    forkers: The last one serves; the others have ended.
+    functions: What workers can call, as `messages.portable` made it.
+    is_closed: Is set when no call may be made any more.
+  """
+
+  def __init__(self, count: int, memory: int) -> None:
+    """Starts nothing yet. There may be `count` workers of `memory` bytes each, 0 for no limit."""
+    self.workers: list[WorkerProcess] = []
+    self.forkers: list[ForkerProcess] = []
+    self.functions: dict[str, tuple[str, bytes]] = {}
+    self.is_closed = threading.Event()
+    self._count, self._memory = count, memory
+    self._loaded_by_workers: set[str] = set()  # those that the forker must not load
+    # Also where nobody calls `close`: at the latest when the interpreter exits.
+    self._finalizer = weakref.finalize(self, _close, self.forkers)
+
+  def add(self, source: str, function: tuple[str, bytes]) -> None:
+    """Lets workers call a function. Raises ConfigError if it cannot be loaded."""
+    self.functions[source] = function
+    for worker in list(self.workers):  # they do not have it
+      self.end(worker)
+    if not self.forkers:
+      self._start_forker()
+    elif not self.forkers[-1].load(source, *function):
+      self._loaded_by_workers.add(source)
+      self.forkers.pop().close()
+      self._start_forker()
+
+  def fill(self, wanted: int) -> None:
+    """Starts workers until there are as many as wanted, or as there may be."""
+    while len(self.workers) < min(self._count, wanted):
+      self.workers.append(self._start_worker())
+
+  def end(self, worker: WorkerProcess) -> str:
+    """Kills a worker with all that it started. Returns how it had ended, if it had before."""
+    self.workers.remove(worker)
+    try:
+      return self.forkers[-1].end(worker)
+    except ForkerEnded:
+      self._start_forker()
+      return "was killed"
+
+  def close(self) -> None:
+    """Ends the forker, and with it all workers."""
+    self._finalizer()
+
+  def _start_worker(self) -> WorkerProcess:
+    while True:
+      to_load = {source: self.functions[source] for source in self._loaded_by_workers}
+      try:
+        return self.forkers[-1].start(self._memory, to_load)
+      except ForkerEnded:
+        self._start_forker()
+
+  def _start_forker(self) -> None:
+    """Starts a forker. The workers of the one before have ended with it."""
+    if len(self.forkers) > _MOST_RESTARTS:
+      raise RewardError("the process that starts workers for reward functions was killed again")
+    for worker in self.workers:
+      worker.is_orphan = True
+    while True:
+      forker = ForkerProcess()
+      early = [source for source in self.functions if source not in self._loaded_by_workers]
+      with_threads = [one for one in early if not forker.load(one, *self.functions[one])]
+      if not with_threads:
+        break
+      # A forker with threads cannot fork. The next one leaves these functions to the workers.
+      self._loaded_by_workers.update(with_threads)
+      forker.close()
+    self.forkers.append(forker)
+
+
+def _close(forkers: Sequence[ForkerProcess]) -> None:
+  for forker in forkers:
+    forker.close()

@@ -5,7 +5,7 @@ because the worker answers each call as soon as it has returned.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import contextlib
 import os
 from pathlib import Path
@@ -13,38 +13,23 @@ import random
 import signal
 import socket
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
-from grpo_jax.rewards.answer import ContractError, RewardError, to_json
-from grpo_jax.rewards.call import Columns, call, call_async
-from grpo_jax.rewards.user_errors import describe
+from grpo_jax.rewards.answer import Answer, ContractError, RewardError
+from grpo_jax.rewards.call import call, call_async, describe
 from grpo_jax.rewards.workers import messages
+from grpo_jax.rewards.workers.messages import Call
 from grpo_jax.settings import ConfigError
 
 CALLS_AT_ONCE = 64  # of an async function
 # What counts as the end of a worker, though Python lets a function raise it.
 _ENDINGS = (MemoryError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
-
-class Request(NamedTuple):
-  """A call.
-
-  Attributes:
-    number: Of the call. The answer has it, too.
-    key: Of the function.
-    name: What messages call the function.
-    columns: Its arguments.
-    step: The number of the step.
-  """
-
-  number: int
-  key: str
-  name: str
-  columns: Columns
-  step: int
+# What a call gave or raised.
+Outcome = Answer | TimeoutError | RewardError | KeyboardInterrupt
 
 
-def prepare(memory: int) -> None:
+def set_up(memory: int) -> None:
   """Makes this process, which was just forked, one that can be killed with all that it starts.
 
   Args:
@@ -86,53 +71,50 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
   messages.send_line(channel, {"ready": True})
   while True:
     try:
-      requests, at_once, timeout = messages.receive(channel)
+      calls, timeout = messages.receive(channel)
     except (EOFError, OSError):
       return
-    if at_once:
-      asyncio.run(_answer_at_once(channel, functions, requests, timeout))
-    else:
-      for request in requests:
-        _answer(channel, request, lambda one=request: call(functions[one.key], *one[2:]))
+    if calls[0][1].is_async:
+      asyncio.run(_answer_at_once(channel, functions, calls, timeout))
+      continue
+    for number, one in calls:
+      try:
+        outcome: Outcome = call(functions[one.key], one.name, one.columns, one.step)
+      except (RewardError, KeyboardInterrupt) as error:
+        outcome = error
+      _send(channel, number, one.name, outcome)
 
 
-def _answer(channel: socket.socket, request: Request, make: Callable[[], Any]) -> None:
-  """Makes a call and sends its answer. After a "crash" the run ends this process."""
+def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> None:
+  """Sends what a call of the function `name` gave or raised. After a "crash" the run kills us."""
   reply: dict[str, Any]
-  try:
-    reply = {"answer": to_json(make())}
-  except TimeoutError:
+  if isinstance(outcome, Answer):
+    reply = {"answer": messages.answer_to_json(outcome)}
+  elif isinstance(outcome, TimeoutError):
     reply = {"kind": "timeout", "text": ""}
-  except RewardError as error:
-    cause = error.__cause__
+  elif isinstance(outcome, RewardError):
+    cause = outcome.__cause__
     is_config = isinstance(cause, ConfigError)
     kind = "crash" if isinstance(cause, _ENDINGS) else "config" if is_config else "error"
-    reply = {"kind": kind, "text": str(error), "final": isinstance(error, ContractError)}
-  except KeyboardInterrupt:
-    reply = {"kind": "crash", "text": f"reward function {request.name} raised KeyboardInterrupt"}
-  messages.send_line(channel, {"number": request.number, **reply})
+    reply = {"kind": kind, "text": str(outcome), "final": isinstance(outcome, ContractError)}
+  else:
+    reply = {"kind": "crash", "text": f"reward function {name} raised KeyboardInterrupt"}
+  messages.send_line(channel, {"number": number, **reply})
 
 
 async def _answer_at_once(
-  channel: socket.socket, functions: dict[str, Any], requests: Sequence[Request], timeout: float
+  channel: socket.socket, functions: dict[str, Any], calls: list[tuple[int, Call]], timeout: float
 ) -> None:
   """Makes calls of an async function side by side, and sends each answer when it is there."""
   free = asyncio.Semaphore(CALLS_AT_ONCE)
 
-  async def make(request: Request) -> None:
+  async def make(number: int, one: Call) -> None:
     async with free:
+      function = functions[one.key]
       try:
-        answer = await call_async(functions[request.key], *request[2:], timeout)
-        outcome: Callable[[], Any] = lambda: answer  # noqa: E731
+        outcome: Outcome = await call_async(function, one.name, one.columns, one.step, timeout)
       except (TimeoutError, RewardError, KeyboardInterrupt) as error:
-        outcome = _raising(error)
-      _answer(channel, request, outcome)
+        outcome = error
+      _send(channel, number, one.name, outcome)
 
-  await asyncio.gather(*(make(request) for request in requests))
-
-
-def _raising(error: BaseException) -> Callable[[], Any]:
-  def make() -> Any:
-    raise error
-
-  return make
+  await asyncio.gather(*(make(number, one) for number, one in calls))

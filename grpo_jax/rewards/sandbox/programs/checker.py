@@ -72,7 +72,7 @@ class Remote:
 _EXCEPTIONS = (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, AttributeError)
 
 
-def check() -> None:
+def run_tests() -> None:
   """Writes the verdict of each test."""
   verdict, answers, requests = (os.fdopen(os.dup(2), "w"), sys.stdin.buffer, sys.stdout.buffer)
   # What a test prints goes nowhere, and what it reads is empty.

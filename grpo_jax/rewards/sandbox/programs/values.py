@@ -11,8 +11,8 @@ _MOST_ITEMS = 100_000  # of an iterator, which may be endless
 _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def encode(value: Any, keep: Any) -> Any:
-  """A value as JSON holds it. keep(value) returns the number of an object that is not plain."""
+def encode(value: Any, number_of: Any) -> Any:
+  """A value as JSON holds it. number_of(value) gives a number to an object that is not plain."""
   if value is None or isinstance(value, bool):
     return value
   for kind in (int, float, str):
@@ -24,19 +24,22 @@ def encode(value: Any, keep: Any) -> Any:
     return ["bytes", value.decode("latin-1")]
   for name, sequence in _SEQUENCES.items():
     if isinstance(value, sequence):
-      return [name, [encode(item, keep) for item in value]]
+      return [name, [encode(item, number_of) for item in value]]
   if isinstance(value, dict):
-    return ["dict", [[encode(key, keep), encode(item, keep)] for key, item in value.items()]]
+    return [
+      "dict",
+      [[encode(key, number_of), encode(item, number_of)] for key, item in value.items()],
+    ]
   if hasattr(value, "__next__"):
-    items = [encode(item, keep) for item in itertools.islice(value, _MOST_ITEMS)]
+    items = [encode(item, number_of) for item in itertools.islice(value, _MOST_ITEMS)]
     return ["iterator", items]
   if isinstance(value, range):
     return ["range", [value.start, value.stop, value.step]]
-  return ["object", keep(value)]
+  return ["object", number_of(value)]
 
 
-def decode(data: Any, get: Any) -> Any:
-  """The inverse. get(number) returns what stands for the other side's object."""
+def decode(data: Any, object_of: Any) -> Any:
+  """The inverse. object_of(number) returns what stands for the other side's object."""
   if not isinstance(data, list):
     return data
   kind, *rest = data
@@ -45,10 +48,10 @@ def decode(data: Any, get: Any) -> Any:
   if kind == "bytes":
     return rest[0].encode("latin-1")
   if kind == "dict":
-    return {decode(key, get): decode(item, get) for key, item in rest[0]}
+    return {decode(key, object_of): decode(item, object_of) for key, item in rest[0]}
   if kind == "object":
-    return get(int(rest[0]))
+    return object_of(int(rest[0]))
   if kind == "range":
     return range(*rest[0])
-  items = [decode(item, get) for item in rest[0]]
+  items = [decode(item, object_of) for item in rest[0]]
   return iter(items) if kind == "iterator" else _SEQUENCES[kind](items)
