@@ -24,7 +24,7 @@ def cache(tmp_path):
 
 CODE = """
 import sys
-from grpo_jax.model import hub
+from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError
 try:
   print(hub.folder(sys.argv[1], "model.path"))

@@ -38,7 +38,7 @@ class Teacher:
     """
     reward = config.reward
     folder = Path(hub.folder(reward.teacher, _KEY)).expanduser()
-    shape = model.load_config(folder)
+    shape = model.load_model_config(folder)
     _check_tokenizer(tokenizer.load(folder, _KEY), tokens, shape.vocab_size)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > shape.max_positions:
