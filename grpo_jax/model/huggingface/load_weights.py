@@ -85,15 +85,8 @@ def load(
   files = TensorFiles(weight_files(folder))
   _check_tensors(files, family, config, folder)
   sizes, specs = families.sizes(config), list(family.tensors(config))
-
-  def count_bytes(some: Sequence[TensorSpec]) -> int:
-    return sum(
-      math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in some
-    )
-
-  put = _Put(config, convert, converted or shardings)
-  places = Places(config)
-  total, done = count_bytes(specs), 0
+  places, targets = Places(config), converted or shardings
+  total, done = _count_bytes(files, specs, sizes), 0
   leaves: dict[str, Any] = {}
   are_finite = {}
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
@@ -102,13 +95,25 @@ def load(
     whole = shardings[parameter] if shardings else None
     of_spec = whole if whole is None or place is None else of_layer(whole)
     tensor = _read_tensor(files, of_leaf, sizes, of_spec and spec.hf_sharding(of_spec))
-    of_parameter = dataclasses.replace(spec, leaf_name=parameter)
-    leaves[parameter], is_finite = put(of_parameter, leaves.get(parameter), place, tensor)
-    are_finite[spec.hf_name] = is_finite
-    done += count_bytes(of_leaf)
+    # The layers of a stack get the same spec, so that one compilation serves them all.
+    how = _Conversion(
+      dataclasses.replace(spec, hf_name="", leaf_name=parameter),
+      tuple(sizes.items()),
+      convert,
+      places.shape(parameter, ()),
+      targets and targets[parameter],
+    )
+    leaves[parameter], are_finite[spec.hf_name] = _put(how, leaves.get(parameter), place, tensor)
+    done += _count_bytes(files, of_leaf, sizes)
     progress(done, total)
   _check_finite(are_finite, folder)
   return config, unflatten_dict(leaves, sep="/")
+
+
+def _count_bytes(files: TensorFiles, specs: Sequence[TensorSpec], sizes: Sizes) -> int:
+  return sum(
+    math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in specs
+  )
 
 
 def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
@@ -228,46 +233,15 @@ def _are_equal(files: TensorFiles, first: str, second: str) -> bool:
   return np.array_equal(read_whole(first), read_whole(second))
 
 
-class _Put:
-  """Makes parameters from the tensors of a checkpoint, one layer after another."""
-
-  def __init__(self, config: ModelConfig, convert: Convert, shardings: Shardings | None):
-    """`shardings` are those of what `convert` returns, or None."""
-    self._sizes, self._places = tuple(families.sizes(config).items()), Places(config)
-    self._convert, self._shardings = convert, shardings
-
-  def __call__(
-    self, spec: TensorSpec, stack: Any, place: int | None, tensor: Any
-  ) -> tuple[Any, jax.Array]:
-    """The parameter with this tensor in it, and whether the tensor is finite.
-
-    Args:
-      spec: The tensor's spec, with the parameter's name.
-      stack: The parameter so far, or None. It is donated.
-      place: The number of the layer in the stack, or None for a parameter without layers.
-      tensor: In the dtype of the file.
-    """
-    # The layers of a stack get the same spec, so that one compilation serves them all.
-    spec = dataclasses.replace(spec, hf_name="")
-    where = self._shardings and self._shardings[spec.leaf_name]
-    layers = self._places.shape(spec.leaf_name, ())
-    how = _Conversion(spec, self._sizes, self._convert, layers, where)
-    if place is None:
-      return _whole(how, tensor)
-    if stack is None:
-      stack = _empty_stack(how, tensor)
-    return _into_stack(how, stack, place, tensor)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Conversion:
   """How tensors become a parameter. Equal ones share a compilation, from load to load."""
 
-  spec: TensorSpec
+  spec: TensorSpec  # of the tensors, without their names
   sizes: tuple[tuple[str, int], ...]
   convert: Convert
   layers: tuple[int, ...]  # how many there are, or ()
-  sharding: Any
+  sharding: Any  # of what `convert` returns, or None
 
   def layer(self, tensor: jax.Array) -> Any:
     leaf = self.spec.from_hf(tensor, dict(self.sizes))
@@ -277,6 +251,24 @@ class _Conversion:
     if self.sharding is None:
       return parameter
     return jax.lax.with_sharding_constraint(parameter, self.sharding)
+
+
+def _put(
+  how: _Conversion, stack: Any, place: int | None, tensor: np.ndarray | jax.Array
+) -> tuple[Any, jax.Array]:
+  """The parameter with this tensor in it, and whether the tensor is finite.
+
+  Args:
+    how: How the tensor becomes the parameter, or a layer of it.
+    stack: The parameter so far, or None. It is donated.
+    place: The number of the layer in the stack, or None for a parameter without layers.
+    tensor: In the dtype of the file.
+  """
+  if place is None:
+    return _whole(how, tensor)
+  if stack is None:
+    stack = _empty_stack(how, tensor)
+  return _into_stack(how, stack, place, tensor)
 
 
 @functools.partial(jax.jit, static_argnums=0)
