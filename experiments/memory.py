@@ -57,7 +57,7 @@ SHAPE = model.ModelConfig(
 def write(folder: Path) -> None:
   """Writes a Hugging Face folder of SHAPE with random weights, and a tokenizer of characters."""
   folder.mkdir(parents=True)
-  (folder / "config.json").write_text(json.dumps(config_json.config_json(SHAPE)))
+  (folder / "config.json").write_text(json.dumps(config_json.config_to_json(SHAPE)))
   sizes, rng, tensors = families.sizes(SHAPE), np.random.default_rng(0), {}
   for spec in families.FAMILIES["qwen2"].tensors(SHAPE):
     shape = spec.hf_shape(sizes)

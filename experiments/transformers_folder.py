@@ -113,7 +113,7 @@ def compare(folder: str, text: str, adapter: str | None) -> None:
     import peft  # only adapters need it
 
     torch_model = peft.PeftModel.from_pretrained(torch_model, adapter)
-    config = dataclasses.replace(config, lora=model.load_lora(adapter))
+    config = dataclasses.replace(config, lora=model.load_adapter_shape(adapter))
     params = model.join(params, model.load_adapters(adapter, config))
   largest_difference, largest_logit, equal = 0.0, 0.0, 0
   for row in read_lines(text, CONVERSATIONS):

@@ -361,7 +361,7 @@ def test_gspo_trains_it_and_what_is_exported_is_what_was_trained(folder, tmp_pat
       and 0 <= row["router/dead"] < 1
     )
     assert 0 < row["router/entropy"] <= np.log(4) and row["router/aux_loss"] > 0
-  before, shape = model.load(folder)[1], model.load_config(folder)
+  before, shape = model.load(folder)[1], model.load_model_config(folder)
   model.save(tmp_path / "out", shape, state.train.params)
   after = model.load(tmp_path / "out")
   assert after[0] == shape

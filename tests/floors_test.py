@@ -151,6 +151,13 @@ def test_only_the_model_room_sees_modules():
       assert not any(name.startswith(inside) for name in imported(path)), path
 
 
+def test_the_decoder_does_not_know_hugging_face():
+  """The list of what the rest of the program uses does, and so does the folder itself."""
+  room, formats = PACKAGE / "model", PACKAGE / "model/huggingface"
+  for path in {*FILES} & {*room.rglob("*.py")} - {*formats.rglob("*.py"), room / "__init__.py"}:
+    assert not any(name.startswith("grpo_jax.model.huggingface") for name in imported(path)), path
+
+
 def _outside_type_checking(tree):
   """The nodes that run, without those under `if TYPE_CHECKING:`."""
   skipped = {

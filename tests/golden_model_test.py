@@ -73,8 +73,8 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
 
     prompt_positions_PS = jnp.broadcast_to(jnp.arange(17), (P, 17))
     _, cache = model.features(params, config, tokens_BT[:, :17], prompt_positions_PS)
-    prefix = model.share(cache, jnp.asarray(lengths_P))
-    cache = model.empty(config, prefix, G, capacity=count)
+    prefix = model.as_prefix(cache, jnp.asarray(lengths_P))
+    cache = model.empty_cache(config, prefix, G, capacity=count)
     if how == "cache":
       logits_BTV, _ = model.forward(params, config, own_BT, positions_BT, cache)
       return logits_BTV

@@ -191,7 +191,7 @@ def assert_exported(workdir, checkpoint, text, out):
   assert step == 2
   assert all(jax.tree.leaves(jax.tree.map(same_bits, params, exported)))
   assert all(jax.tree.leaves(jax.tree.map(moved, exported, model.load(checkpoint)[1])))
-  assert shape == model.load_config(checkpoint)
+  assert shape == model.load_model_config(checkpoint)
   for name in ("tokenizer.json", "tokenizer_config.json"):
     assert (out / name).read_bytes() == (checkpoint / name).read_bytes()
 
@@ -203,7 +203,9 @@ def test_the_recipe_with_adapters(checkpoint, text, tmp_path):
   assert [row["step"] for row in rows] == [0, 1, 2]
   assert rows[2]["grad_norm"] > 0 and rows[2]["reward"] > 0
   finish(start("export", f"--workdir={workdir}", f"--out={out}", "--adapter"))
-  shape = dataclasses.replace(model.load_config(checkpoint), lora=model.load_lora(out))
+  shape = dataclasses.replace(
+    model.load_model_config(checkpoint), lora=model.load_adapter_shape(out)
+  )
   adapters = model.load_adapters(out, shape)
   assert shape.lora.rank == 64
   assert np.abs(adapters["layers_0"]["mlp"]["down"]["lora_b"]).max() > 0

@@ -341,14 +341,14 @@ def test_every_field_of_config_json_is_read_or_refused(tmp_path, family):
     for odd in ODD + (ODD_ROPE if key.startswith("rope") else []):
       (tmp_path / "config.json").write_text(json.dumps(values | {key: odd}))
       with contextlib.suppress(ConfigError):
-        model.load_config(tmp_path)
+        model.load_model_config(tmp_path)
 
 
 # Adapters.
 
 
 def adapters_of(folder, base, shape=SHAPE):
-  lora = model.Lora(rank=2, alpha=32.0, rslora=False, targets=("q",))
+  lora = model.AdapterShape(rank=2, alpha=32.0, rslora=False, targets=("q",))
   shape = model.ModelConfig(**{**vars(shape), "lora": lora})
   whole = jax.eval_shape(lambda key: model.init(key, shape), jax.random.key(0))
   adapters = model.init_adapters(jax.random.key(0), shape, whole)

@@ -147,7 +147,7 @@ def test_export_of_adapters_and_of_the_merged_model(trained, checkpoint, tmp_pat
   assert "its adapters (float32)" in printed[0]
   assert "parameters, adapters merged," in printed[1]
   shape, base = model.load(checkpoint)
-  shape = dataclasses.replace(shape, lora=model.load_lora(tmp_path / "adapter"))
+  shape = dataclasses.replace(shape, lora=model.load_adapter_shape(tmp_path / "adapter"))
   adapters = model.load_adapters(tmp_path / "adapter", shape)
   jax.tree.map(np.testing.assert_array_equal, adapters, whole.train.params)
   merged_shape, merged = model.load(tmp_path / "merged")

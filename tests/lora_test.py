@@ -31,7 +31,7 @@ ALGO = presets.preset("grpo")
 def read(name):
   """(config with the adapters of a golden folder, base, adapters)."""
   config, base = model.load(GOLDEN / ADAPTERS[name])
-  config = dataclasses.replace(config, lora=model.load_lora(GOLDEN / "lora" / name))
+  config = dataclasses.replace(config, lora=model.load_adapter_shape(GOLDEN / "lora" / name))
   return (
     config,
     base,
@@ -69,7 +69,7 @@ def test_saving_writes_the_tensors_that_were_loaded(name, tmp_path):
   after = load_file(tmp_path / "out" / "adapter_model.safetensors")
   assert before.keys() == after.keys()
   assert all(np.array_equal(before[key], after[key]) for key in before)
-  assert model.load_lora(tmp_path / "out") == config.lora
+  assert model.load_adapter_shape(tmp_path / "out") == config.lora
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -83,8 +83,8 @@ def test_merged_weights_compute_the_same(name, tmp_path):
 
 
 def test_scale_by_hand():
-  assert model.Lora(16, 32.0, False, ("q",)).scale == 2
-  assert model.Lora(16, 32.0, True, ("q",)).scale == 8
+  assert model.AdapterShape(16, 32.0, False, ("q",)).scale == 2
+  assert model.AdapterShape(16, 32.0, True, ("q",)).scale == 8
   kernel = jnp.array([[1.0, 2.0], [3.0, 4.0]])
   a, b = jnp.array([[1.0], [2.0]]), jnp.array([[10.0, 0.0]])
   assert lora.merged(kernel, a, b, 0.5).tolist() == [[6, 2], [13, 4]]
@@ -94,7 +94,7 @@ def test_scale_by_hand():
 def fresh():
   """A config with new adapters on every projection, its base, and the adapters."""
   config, base = model.load(GOLDEN / "qwen2_tied")
-  config = dataclasses.replace(config, lora=model.Lora(3, 6.0, False, model.PROJECTIONS))
+  config = dataclasses.replace(config, lora=model.AdapterShape(3, 6.0, False, lora.ADAPTABLE))
   return config, base, model.init_adapters(jax.random.key(1), config, base)
 
 
@@ -296,7 +296,7 @@ def test_another_kind_of_adapter_is_refused_by_name(folder, fields, words):
   file = folder / "adapter_config.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | fields))
   with pytest.raises(ConfigError, match=rf"adapter_config\.json: {words}") as error:
-    model.load_lora(folder)
+    model.load_adapter_shape(folder)
   assert "\n" not in str(error.value)
 
 
@@ -307,7 +307,7 @@ def test_a_missing_file_is_named(folder, name):
     ConfigError,
     match=rf"^config key lora.path: .*{name} is missing: name a folder of adapters that PEFT saved",
   ):
-    model.load_lora(folder)
+    model.load_adapter_shape(folder)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_tensors_that_do_not_fit_are_named(folder, change, words):
   file = folder / "adapter_model.safetensors"
   save_file(change(load_file(file)), file)
   config = dataclasses.replace(
-    model.load_config(GOLDEN / "qwen2_untied"), lora=model.load_lora(folder)
+    model.load_model_config(GOLDEN / "qwen2_untied"), lora=model.load_adapter_shape(folder)
   )
   with pytest.raises(ConfigError, match=words):
     model.load_adapters(folder, config)
@@ -342,7 +342,7 @@ def test_a_projection_that_the_model_does_not_have_is_named():
   config, base = model.load(GOLDEN / "families" / "qwen3_moe")
 
   def with_targets(*targets):
-    return dataclasses.replace(config, lora=model.Lora(2, 2.0, False, targets))
+    return dataclasses.replace(config, lora=model.AdapterShape(2, 2.0, False, targets))
 
   with pytest.raises(ConfigError, match="lora.targets: the model has no projection gate_proj"):
     model.init_adapters(jax.random.key(0), with_targets("q", "gate"), base)
@@ -353,7 +353,7 @@ def test_a_projection_that_the_model_does_not_have_is_named():
 
 def test_adapters_of_fused_projections_cannot_be_saved(tmp_path):
   config, base = model.load(GOLDEN / "families" / "phi3")
-  config = dataclasses.replace(config, lora=model.Lora(2, 2.0, False, ("q",)))
+  config = dataclasses.replace(config, lora=model.AdapterShape(2, 2.0, False, ("q",)))
   with pytest.raises(ConfigError, match="export the merged model"):
     model.save_adapters(
       tmp_path / "out", config, model.init_adapters(jax.random.key(0), config, base), "base"

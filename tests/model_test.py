@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,21 +86,21 @@ def grouped(params, P=2, G=3, S=5, T=6, lengths=(5, 3)):
     logits, _ = forward(params, CONFIG, whole, positions(1, S + T))
     plain.append(logits[0, n : n + T])
   own_positions = jnp.repeat(lengths, G)[:, None] + jnp.arange(T)
-  return model.share(cache, lengths), own, own_positions, jnp.stack(plain)
+  return model.as_prefix(cache, lengths), own, own_positions, jnp.stack(plain)
 
 
 def test_decoding_with_a_growing_cache_equals_one_pass_without_a_cache(params):
   prefix, own, at, plain = grouped(params)
-  cache = model.empty(CONFIG, prefix, 3, capacity=3)
+  cache = model.empty_cache(CONFIG, prefix, 3, capacity=3)
   for t in range(6):
-    cache = model.grow(cache, 6) if t == 3 else cache
+    cache = model.grow_cache(cache, 6) if t == 3 else cache
     logits, cache = forward(params, CONFIG, own[:, t : t + 1], at[:, t : t + 1], cache)
     np.testing.assert_allclose(logits[:, 0], plain[:, t], atol=5e-5)
 
 
 def test_one_pass_after_a_shared_prefix_equals_one_pass_without_a_cache(params):
   prefix, own, at, plain = grouped(params)
-  logits, cache = forward(params, CONFIG, own, at, model.empty(CONFIG, prefix, 3, capacity=6))
+  logits, cache = forward(params, CONFIG, own, at, model.empty_cache(CONFIG, prefix, 3, capacity=6))
   np.testing.assert_allclose(logits, plain, atol=5e-5)
   assert cache.length == 6
 
@@ -159,3 +160,28 @@ def test_init_makes_a_head_unless_embeddings_are_tied(tied):
   assert ("head" in tree) != tied
   assert tree["layers_0"]["attention"]["k"]["kernel"].shape == (2, 16, 2, 8)
   assert tree["layers_0"]["mlp"]["down"]["kernel"].shape == (2, 24, 16)
+
+
+MOE = dict(num_experts=4, experts_per_token=2, expert_dim=12)
+# Of a model: how it differs from CONFIG, and the `checksum` of the parameters that `init` draws.
+DRAWN = [
+  (dict(), 14600.6942),
+  (dict(tie_embeddings=False), 16579.0524),
+  (dict(labels=1), 14643.9872),
+  (dict(labels=2, tie_embeddings=False), 14701.4401),
+  (dict(qkv_bias=False, qk_norm=True, post_norms=True, windows=(4, 0, 4)), 38169.1163),
+  (dict(sparse_layers=(0, 1, 2), tie_embeddings=False, **MOE), 28342.3184),
+  (dict(sparse_layers=(1,), **MOE), 41599.1829),
+]
+
+
+@pytest.mark.parametrize("changes, expected", DRAWN)
+def test_a_seed_gives_the_same_parameters_for_ever(changes, expected):
+  """Old runs and the results of the quick start depend on it."""
+  config = dataclasses.replace(CONFIG, num_layers=3, **changes)
+  leaves = flatten_dict(model.init(jax.random.key(7), config), sep="/")
+  checksum = sum(
+    number * np.abs(np.asarray(leaves[name], np.float64)).sum()
+    for number, name in enumerate(sorted(leaves), 1)
+  )
+  np.testing.assert_allclose(checksum, expected, rtol=1e-6)

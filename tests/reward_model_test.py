@@ -71,7 +71,7 @@ def functions_of(run):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=folder_name)
 def test_scores_of_tokens_are_those_of_transformers(folder):
-  config, params = model.load(folder, labels=model.SCORERS)
+  config, params = model.load(folder, labels=model.REWARD_HEADS)
   expected = np.load(folder / "expected.npz")
   tokens_BT, lengths_B = jnp.asarray(expected["tokens"]), expected["lengths"]
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -90,14 +90,14 @@ def test_scores_of_tokens_are_those_of_transformers(folder):
 
 @pytest.mark.parametrize("folder", [GOLDEN / "gemma3", GOLDEN / "qwen2_steps"], ids=folder_name)
 def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
-  config, params = model.load(folder, labels=model.SCORERS)
+  config, params = model.load(folder, labels=model.REWARD_HEADS)
   model.save(tmp_path / "saved", config, params)
   architectures = [
     json.loads((where / "config.json").read_text())["architectures"]
     for where in (tmp_path / "saved", folder)
   ]
   assert architectures[0] == architectures[1]
-  again, saved = model.load(tmp_path / "saved", labels=model.SCORERS)
+  again, saved = model.load(tmp_path / "saved", labels=model.REWARD_HEADS)
   assert again == config and "head" not in saved
   # The scales of some norms are saved as w and used as 1 + w.
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2.4e-7), saved, params)
@@ -256,7 +256,7 @@ def expected_scores(folder, rows, separator=";"):
 
   It takes all rows at once, without a mesh.
   """
-  config, params = model.load(folder, labels=model.SCORERS)
+  config, params = model.load(folder, labels=model.REWARD_HEADS)
   encode, tokens_BT, places = tokenizer.load(folder).encode, np.zeros((len(rows), 64), np.int32), []
   for tokens_T, row in zip(tokens_BT, rows):
     parts = [row["completion"]]

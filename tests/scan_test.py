@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import model
-from grpo_jax.model import scan
+from grpo_jax.model import blocks
 from grpo_jax.model.layers import MLP
 
 CONFIG = model.ModelConfig(
@@ -30,7 +30,7 @@ def gradient_program(remat):
 def test_a_cpu_runs_straight_code_that_equals_a_loop(monkeypatch, remat):
   params = model.init(jax.random.key(0), CONFIG)
   straight = gradient_program(remat).lower(params)
-  monkeypatch.setattr(scan, "_MOST_UNROLLED_LAYERS", 2)
+  monkeypatch.setattr(blocks, "_MOST_UNROLLED_LAYERS", 2)
   loop = gradient_program(remat).lower(params)
   assert "stablehlo.while" not in straight.as_text()
   assert "stablehlo.while" in loop.as_text()

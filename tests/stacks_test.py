@@ -229,7 +229,7 @@ def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
     prompts_PS = jnp.arange(2 * S).reshape(2, S)
     positions_PS = jnp.broadcast_to(jnp.arange(S), (2, S))
     _, cache = model.features(params, config, prompts_PS, positions_PS)
-    cache = model.empty(config, model.share(cache, LENGTHS_P), G, capacity=3)
+    cache = model.empty_cache(config, model.as_prefix(cache, LENGTHS_P), G, capacity=3)
     positions_BT = jnp.repeat(LENGTHS_P, G)[:, None] + jnp.arange(3)
     logits = []
     for part in (slice(0, 2), slice(2, 3)):

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "grpo_jax").rglob("*.py"))
-# Longer than 250 lines. Each says why at its top.
+# Longer than 400 lines. Each says why at its top.
 LONG_FILES = {"grpo_jax/config.py"}
 
 
@@ -34,7 +34,7 @@ def test_types_are_annotated_and_agree():
 def test_files_functions_and_classes_are_small(path):
   text = path.read_text()
   name = str(path.relative_to(ROOT))
-  assert text.count("\n") <= 250 or name in LONG_FILES, f"{name} has over 250 lines"
+  assert text.count("\n") <= 400 or name in LONG_FILES, f"{name} has over 400 lines"
   for node in ast.walk(ast.parse(text)):
     if isinstance(node, ast.FunctionDef):
       length = node.end_lineno - node.lineno + 1

@@ -3,6 +3,9 @@
 `forward` computes logits. Its two halves are `features` (hidden states) and `unembed` (logits from
 hidden states). `score` takes the place of `unembed` in a reward model. `load` and `save` read and
 write Hugging Face folders. `init_adapters`, `join` and their neighbours add LoRA adapters.
+
+Besides this list, other rooms import `huggingface.hub` (names on huggingface.co) and
+`huggingface.folders`. The decoder does not import huggingface/: only this file and that folder do.
 """
 
 from grpo_jax.model.attention import (
@@ -14,20 +17,19 @@ from grpo_jax.model.attention import (
   pack,
   unpack,
 )
-from grpo_jax.model.cache import Cache, Prefix, empty, grow, share
-from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
-from grpo_jax.model.huggingface.family import SCORERS
-from grpo_jax.model.huggingface.load_weights import load, load_config
+from grpo_jax.model.cache import Cache, as_prefix, empty_cache, grow_cache
+from grpo_jax.model.config import AdapterShape, ModelConfig
+from grpo_jax.model.huggingface.families import REWARD_HEADS
+from grpo_jax.model.huggingface.load_weights import load, load_model_config
 from grpo_jax.model.huggingface.peft import (
-  base_of,
+  base_of_adapters,
   check_adapters,
+  load_adapter_shape,
   load_adapters,
-  load_lora,
   save_adapters,
 )
 from grpo_jax.model.huggingface.save_weights import save
-from grpo_jax.model.lora import QUANTISED, join, quantised
-from grpo_jax.model.lora import init as init_adapters
+from grpo_jax.model.lora import QUANTISED_DTYPES, init_adapters, join, quantised
 from grpo_jax.model.stacks import is_stacked, layer_names, per_layer, unrolled
 from grpo_jax.model.transformer import (
   Params,
@@ -39,44 +41,51 @@ from grpo_jax.model.transformer import (
   unembed,
 )
 
+load_config = load_model_config  # the name by which other programs call it
+
 __all__ = [
-  "PROJECTIONS",
-  "QUANTISED",
-  "SCORERS",
-  "Cache",
-  "Groups",
-  "Lora",
+  # The decoder.
   "ModelConfig",
-  "Packing",
   "Params",
-  "Prefix",
-  "attention_of",
-  "base_of",
-  "check_adapters",
-  "empty",
-  "features",
-  "forward",
-  "group_features",
-  "grow",
   "init",
-  "init_adapters",
-  "join",
+  "forward",
+  "features",
+  "group_features",
+  "unembed",
+  "score",
+  "attention_of",
+  # Where tokens lie.
+  "Groups",
+  "Packing",
+  "make_packing",
+  "pack",
+  "unpack",
+  "move",
+  # The key/value cache.
+  "Cache",
+  "empty_cache",
+  "grow_cache",
+  "as_prefix",
+  # Where the parameters of layers lie.
   "is_stacked",
   "layer_names",
-  "load",
-  "load_adapters",
-  "load_config",
-  "load_lora",
-  "quantised",
-  "make_packing",
-  "move",
-  "pack",
   "per_layer",
-  "save",
-  "save_adapters",
-  "score",
-  "share",
-  "unembed",
-  "unpack",
   "unrolled",
+  # Hugging Face folders.
+  "REWARD_HEADS",
+  "load",
+  "load_config",
+  "load_model_config",
+  "save",
+  # Adapters.
+  "AdapterShape",
+  "QUANTISED_DTYPES",
+  "init_adapters",
+  "join",
+  "quantised",
+  "base_of_adapters",
+  "check_adapters",
+  "load_adapter_shape",
+  "load_adapters",
+  "save_adapters",
 ]

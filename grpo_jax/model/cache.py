@@ -11,15 +11,17 @@ the write of a new token a second time to drop the axis, and copy the cache for 
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 
 from flax import struct
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
+from grpo_jax.model.attention.softmax import own_mask, prompt_mask, softmax_attention
+from grpo_jax.model.blocks import LayerMemory, Pass
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import Attend, KeysAndValues, attend
-from grpo_jax.model.scan import LayerMemory, Pass
+from grpo_jax.model.layers import Attend, KeysAndValues
 
 PerStack = dict[str, jax.Array]  # one array for each stack of layers
 
@@ -63,17 +65,17 @@ class Cache:
     return next(iter(self.keys.values())).shape[-2]
 
 
-def empty(
+def empty_cache(
   config: ModelConfig, prefix: Prefix, group_size: int, capacity: int, slots: int = 0
 ) -> Cache:
   """A cache for G rows per prompt of `prefix`, without any tokens of their own yet.
 
   Args:
     config: The model.
-    prefix: The prompts, as `share` returns them.
+    prefix: The prompts, as `as_prefix` returns them.
     group_size: G, the rows of each prompt.
     capacity: The slots for each row's own tokens that attention reads.
-    slots: C, the slots that there are, so that `grow` up to C copies nothing. At least `capacity`.
+    slots: C, the slots that there are, at least `capacity`: `grow_cache` up to C copies nothing.
   """
   P, C = prefix.lengths_P.shape[0], max(slots, capacity)
   shape = (P, config.num_kv_heads, group_size, C, config.head_dim)
@@ -86,7 +88,7 @@ def empty(
   return Cache(nothing, nothing, jnp.int32(0), capacity, prefix)
 
 
-def share(cache: Cache, lengths_P: jax.Array) -> Prefix:
+def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   """Makes the cache of a forward pass over prompts [P, S] the prefix of their groups."""
 
   def first_row(x: jax.Array) -> jax.Array:
@@ -96,7 +98,7 @@ def share(cache: Cache, lengths_P: jax.Array) -> Prefix:
   return Prefix(keys, values, lengths_P)
 
 
-def grow(cache: Cache, capacity: int) -> Cache:
+def grow_cache(cache: Cache, capacity: int) -> Cache:
   """The same cache with another capacity, which must not be smaller than the one it has."""
   added = max(0, capacity - cache.slots)
 
@@ -107,16 +109,15 @@ def grow(cache: Cache, capacity: int) -> Cache:
   return dataclasses.replace(cache, keys=keys, values=values, capacity=capacity)
 
 
-def with_cache(config: ModelConfig, window: int, cache: Cache) -> Attend:
+def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemory) -> Attend:
   """Attention of new tokens [B, T] to themselves and to the rows' earlier tokens in `cache`.
 
-  The returned function takes the layer's `LayerMemory`. Beside its output, it returns the stack's
-  keys and values with the new ones written into their slots.
+  Beside its output, it returns the stack's keys and values with the new ones in their slots.
   """
   K, E = config.num_kv_heads, config.head_dim
 
   def attend_with_cache(
-    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, memory: LayerMemory
+    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array
   ) -> tuple[jax.Array, KeysAndValues]:
     B, T, H, _ = q_BTHE.shape
     P, _, G, _, _ = memory.own[0].shape[-5:]
@@ -137,16 +138,13 @@ def with_cache(config: ModelConfig, window: int, cache: Cache) -> Attend:
 
     stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
     place_T1 = cache.length + jnp.arange(T)[:, None]  # of the queries among the own tokens
-    own_mask_TC = _own_mask(place_T1, cache.capacity, window)
-    prefix_mask = None if cache.prefix is None else _prefix_mask(place_T1, cache.prefix, window)
-    out = attend(
-      q_PKGRTE,
-      (read(stacks_of_own[0]), read(stacks_of_own[1])),
-      own_mask_TC,
-      memory.prefix,
-      prefix_mask,
-      config.attention_cap,
-    )
+    own_mask_TC, prefix_mask = own_mask(place_T1, cache.capacity, window), None
+    if cache.prefix is not None:
+      slots = memory.prefix[0].shape[-2]
+      prefix_mask = prompt_mask(cache.prefix.lengths_P, slots, place_T1, window)
+    own = read(stacks_of_own[0]), read(stacks_of_own[1])
+    cap = config.attention_cap
+    out = softmax_attention(q_PKGRTE, own, own_mask_TC, memory.prefix, prefix_mask, cap)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), stacks_of_own
 
   return attend_with_cache
@@ -158,10 +156,8 @@ def to_pass(config: ModelConfig, cache: Cache) -> Pass:
   def pairs(layers: Cache | Prefix) -> dict[str, KeysAndValues]:
     return {name: (keys, layers.values[name]) for name, keys in layers.keys.items()}
 
-  def attend_of(window: int) -> Attend:
-    return with_cache(config, window, cache)
-
-  return Pass(attend_of, pairs(cache), pairs(cache.prefix) if cache.prefix else {})
+  attend = functools.partial(with_cache, config, cache)
+  return Pass(attend, pairs(cache), pairs(cache.prefix) if cache.prefix else {})
 
 
 def updated(cache: Cache, own: Mapping[str, KeysAndValues], tokens: int) -> Cache:
@@ -200,21 +196,3 @@ def _slots_last(stack: jax.Array, config: ModelConfig) -> jax.Array:
 def _start(stack: jax.Array, layer: jax.Array, slot: jax.Array | int) -> list[jax.Array]:
   """The indices where a layer's slots lie in its stack, with or without the axis L."""
   return [jnp.int32(i) for i in (layer, 0, 0, 0, slot, 0)][-stack.ndim :]
-
-
-def _own_mask(place_T1: jax.Array, slots: int, window: int) -> jax.Array:
-  """[T, C]: a query sees its own token and the ones before it, as far as the window goes."""
-  back_TC = place_T1 - jnp.arange(slots)
-  if window:
-    return (back_TC >= 0) & (back_TC < window)
-  return back_TC >= 0
-
-
-def _prefix_mask(place_T1: jax.Array, prefix: Prefix, window: int) -> jax.Array:
-  """[P, 1, 1, 1, T or 1, S]: a query sees the tokens of its prompt that the window reaches."""
-  slots_S = jnp.arange(next(iter(prefix.keys.values())).shape[3])
-  lengths_P11 = prefix.lengths_P[:, None, None]
-  mask = slots_S < lengths_P11
-  if window:
-    mask &= lengths_P11 + place_T1 - slots_S < window
-  return mask[:, None, None, None]

@@ -7,11 +7,11 @@ import jax
 
 from grpo_jax.model.rope import RopeScaling
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")  # the kernels that can have an adapter
+ADAPTABLE = ("q", "k", "v", "o", "gate", "up", "down")  # the kernels that can have an adapter
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
+class AdapterShape:
   """The shape of LoRA adapters (see `grpo_jax/model/lora.py`).
 
   Attributes:
@@ -19,7 +19,7 @@ class Lora:
     alpha: The numerator of `scale`.
     rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (rank-stabilised LoRA, Kalajdzievski
       2312.03732). Higher ranks need it.
-    targets: The names in PROJECTIONS that have an adapter.
+    targets: The names in ADAPTABLE that have an adapter.
   """
 
   rank: int
@@ -125,7 +125,7 @@ class ModelConfig:
   attention: str = "auto"
   length: int = 0
   unrolled: bool = False
-  lora: Lora | None = None
+  lora: AdapterShape | None = None
   rows: jax.sharding.NamedSharding | None = None
   table: jax.sharding.NamedSharding | None = None
   experts: jax.sharding.NamedSharding | None = None

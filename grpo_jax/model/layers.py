@@ -14,9 +14,9 @@ from grpo_jax.model.lora import dequantised
 from grpo_jax.model.rope import CosSin, rotate
 
 KeysAndValues = tuple[jax.Array, jax.Array]
-# attend(q_BTHE, k_BTKE, v_BTKE, memory) -> (out_BTHE, what the caller keeps). The queries are
-# rotated and scaled. `memory` is what the layer has besides its parameters, such as a cache.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# attend(q_BTHE, k_BTKE, v_BTKE) -> (out_BTHE, what the caller keeps, such as keys and values). The
+# queries are rotated and scaled.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "silu": nn.silu,
   "gelu_tanh": functools.partial(nn.gelu, approximate=True),
@@ -47,47 +47,6 @@ def _einsum_backward(
 
 
 einsum.defvjp(_einsum_forward, _einsum_backward)
-
-
-def attend(
-  q_PKGRTE: jax.Array,
-  own: KeysAndValues,
-  own_mask: jax.Array,
-  prefix: KeysAndValues | None,
-  prefix_mask: jax.Array | None,
-  cap: float = 0.0,
-) -> jax.Array:
-  """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts.
-
-  Args:
-    q_PKGRTE: Queries that are already divided by the square root of E.
-    own: Keys and values [P, K, G, C, E] of the rows' own tokens.
-    own_mask: Broadcasts to the scores [P, K, G, R, T, C]. True where a query sees a slot.
-    prefix: Keys and values [P, K, S, E] of the prompts, or None.
-    prefix_mask: Broadcasts to the scores [P, K, G, R, T, S].
-    cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
-
-  Returns:
-    [P, K, G, R, T, E] in the dtype of the queries.
-  """
-
-  def scores_of(equation: str, keys: jax.Array, mask: jax.Array) -> jax.Array:
-    scores = einsum(equation, q_PKGRTE, keys)
-    capped = cap * jnp.tanh(scores / cap) if cap else scores
-    return jnp.where(mask, capped, -jnp.inf)
-
-  scores = [scores_of("pkgrte,pkgce->pkgrtc", own[0], own_mask)]
-  if prefix:
-    scores.append(scores_of("pkgrte,pkse->pkgrts", prefix[0], prefix_mask))
-  # Every query sees at least its own token, so the maximum is finite.
-  largest = jnp.max(jnp.stack([s.max(-1) for s in scores]), 0)
-  largest = jax.lax.stop_gradient(largest)[..., None]
-  weights = [jnp.exp(s - largest) for s in scores]
-  total = sum(w.sum(-1, keepdims=True) for w in weights)
-  out = einsum("pkgrtc,pkgce->pkgrte", weights[0].astype(q_PKGRTE.dtype), own[1])
-  if prefix:
-    out = out + einsum("pkgrts,pkse->pkgrte", weights[1].astype(q_PKGRTE.dtype), prefix[1])
-  return (out / total).astype(q_PKGRTE.dtype)
 
 
 @jax.custom_vjp
@@ -161,10 +120,9 @@ class Attention(nn.Module):
   """The projections of grouped-query attention. `attend` computes what lies between them."""
 
   config: ModelConfig
-  attend: Attend
 
   @nn.compact
-  def __call__(self, x_BTD: jax.Array, rope: CosSin, memory: Any) -> tuple[jax.Array, Any]:
+  def __call__(self, x_BTD: jax.Array, rope: CosSin, attend: Attend) -> tuple[jax.Array, Any]:
     """Returns the output [B, T, D], and what `attend` returns beside its output."""
     c = self.config
 
@@ -180,7 +138,7 @@ class Attention(nn.Module):
     k_BTKE = rotate(norm("k_norm", project("k", c.num_kv_heads)), rope)
     v_BTKE = project("v", c.num_kv_heads)
     q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
-    out_BTHE, kept = self.attend(q_BTHE, k_BTKE, v_BTKE, memory)
+    out_BTHE, kept = attend(q_BTHE, k_BTKE, v_BTKE)
     return Dense(c, (c.embed_dim,), axes=2, name="o")(out_BTHE), kept
 
 
@@ -202,3 +160,18 @@ class MLP(nn.Module):
     gate_BTF = Dense(c, (c.mlp_dim,), name="gate")(x_BTD)
     up_BTF = Dense(c, (c.mlp_dim,), name="up")(x_BTD)
     return Dense(c, (c.embed_dim,), name="down")(gated(gate_BTF, up_BTF))
+
+
+class Head(nn.Module):
+  """Float32 numbers [..., outputs] from hidden states [..., D], plus a bias if `use_bias`."""
+
+  config: ModelConfig
+  outputs: int
+  use_bias: bool = False
+
+  @nn.compact
+  def __call__(self, hidden_BTD: jax.Array) -> jax.Array:
+    shape = self.config.embed_dim, self.outputs
+    kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+    out = einsum("...d,dn->...n", hidden_BTD, kernel.astype(self.config.dtype))
+    return out + self.param("bias", nn.initializers.zeros, shape[1:]) if self.use_bias else out

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from grpo_jax.model.config import PROJECTIONS, ModelConfig
+from grpo_jax.model.config import ADAPTABLE, ModelConfig
 from grpo_jax.model.stacks import layer_names, stacked
 from grpo_jax.settings import ConfigError
 
-QUANTISED = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
+QUANTISED_DTYPES = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
 TILE = 64  # how many weights along an input axis have a scale in common
 
 
-def init(key: jax.Array, config: ModelConfig, base: Any) -> Any:
+def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   """New adapters for the projections that `config.lora` names, float32.
 
   A ~ U(-1/sqrt(inputs), 1/sqrt(inputs)) and B = 0, as in PEFT. With B = 0 the policy computes the
@@ -77,23 +77,23 @@ def merged(kernel: Any, a: jax.Array | None, b: jax.Array | None, scale: float) 
 def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   """A leaf of the frozen tree, for one layer, in the dtype of the frozen base.
 
-  With a dtype in QUANTISED, only the kernels of PROJECTIONS are quantised, and other leaves become
-  bfloat16. Every TILE weights along an input axis have their own scale, separately for each output.
-  The scales of norms stay float32 in every case, because Gemma's are 1 + w.
+  With a dtype in QUANTISED_DTYPES, only the kernels of ADAPTABLE are quantised, and other leaves
+  become bfloat16. Every TILE weights along an input axis have their own scale, separately for each
+  output. The scales of norms stay float32 in every case, because Gemma's are 1 + w.
 
   Args:
     name: The path of the leaf, such as "layers_0/attention/q/kernel".
     leaf: float32.
-    dtype: float32, bfloat16 or a name in QUANTISED.
+    dtype: float32, bfloat16 or a name in QUANTISED_DTYPES.
 
   Returns:
     A jax.Array or a qwix.QArray.
   """
   if leaf.ndim == 1:
     return leaf.astype("float32")
-  is_projection = name.endswith("/kernel") and _module(name) in PROJECTIONS
-  if dtype not in QUANTISED or not is_projection:
-    return leaf.astype("bfloat16" if dtype in QUANTISED else dtype)
+  is_projection = name.endswith("/kernel") and _module(name) in ADAPTABLE
+  if dtype not in QUANTISED_DTYPES or not is_projection:
+    return leaf.astype("bfloat16" if dtype in QUANTISED_DTYPES else dtype)
   inputs, _ = _split_shape(name, leaf.shape)
   tiled = len(inputs) - 1
   tile = math.gcd(inputs[tiled], TILE)

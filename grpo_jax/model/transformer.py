@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from grpo_jax.model import cache as cache_lib
 from grpo_jax.model import rope as rope_lib
 from grpo_jax.model.attention import Groups, in_groups
-from grpo_jax.model.block import Block
+from grpo_jax.model.blocks import Block, Inputs, Outputs, Pass, apply_layers, constrain
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import einsum
-from grpo_jax.model.scan import Inputs, Outputs, Pass, apply_layers, constrain
+from grpo_jax.model.layers import Head, einsum
 from grpo_jax.model.stacks import stacked
 from grpo_jax.types import Routing
 
@@ -25,60 +24,42 @@ def init(key: jax.Array, config: ModelConfig) -> Params:
   """Random float32 parameters."""
   # A single row cannot be split over devices.
   config = dataclasses.replace(config, rows=None, table=None, experts=None)
-  return stacked(_SingleLayers(config).init(key)["params"], config)
+  return stacked(_Parts(config).init(key)["params"], config)
 
 
-class _SingleLayers(nn.Module):
-  """Makes the parameters of a decoder, with an entry for each layer."""
+class _Parts(nn.Module):
+  """The parts of a decoder, by the names of their parameters. Each layer has a name of its own."""
 
   config: ModelConfig
 
-  @nn.compact
-  def __call__(self) -> None:
+  def setup(self) -> None:
     c = self.config
-    nn.Embed(c.vocab_size, c.embed_dim, name="embed")(jnp.zeros((1, 1), jnp.int32))
-    x_11D = jnp.zeros((1, 1, c.embed_dim), c.dtype)
-    rope = rope_lib.angles(jnp.zeros((1, 1), jnp.int32), c.head_dim, c.rope_theta, None, 1, False)
-    for layer in range(c.num_layers):
-      Block(c, layer in c.sparse_layers, _no_attention, name=f"layers_{layer}")(
-        x_11D, None, rope, None
-      )
+    self.embed = nn.Embed(c.vocab_size, c.embed_dim)
+    self.layers = [Block(c, layer in c.sparse_layers) for layer in range(c.num_layers)]
+    self.final_norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype)
     if c.labels:
-      _ScoreHead(c, name="score")()
+      self.score = Head(c, c.labels, use_bias=c.labels > 1)
     elif not c.tie_embeddings:
-      _Head(c, name="head")()
-    nn.RMSNorm(name="final_norm")(x_11D)
+      self.head = Head(c, c.vocab_size)
 
-
-def _no_attention(
-  q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, memory: None
-) -> tuple[jax.Array, None]:
-  del k_BTKE, v_BTKE, memory
-  return q_BTHE, None
-
-
-class _Head(nn.Module):
-  """The parameters of a language model's head."""
-
-  config: ModelConfig
-
-  @nn.compact
   def __call__(self) -> None:
-    D, V = self.config.embed_dim, self.config.vocab_size
-    self.param("kernel", nn.initializers.lecun_normal(), (D, V))
+    """Makes the parameters, for which the parts are called one by one. `_hidden` connects them."""
+    c = self.config
+    x_11D, token_11 = jnp.zeros((1, 1, c.embed_dim), c.dtype), jnp.zeros((1, 1), jnp.int32)
+    rope = rope_lib.angles(token_11, c.head_dim, c.rope_theta, None, 1, False)
+    self.embed(token_11)
+    for layer in self.layers:
+      layer(x_11D, None, rope, attend=lambda q, k, v: (q, None))
+    self.final_norm(x_11D)
+    if c.labels:
+      self.score(x_11D)
+    elif not c.tie_embeddings:
+      self.head(x_11D)
 
 
-class _ScoreHead(nn.Module):
-  """The parameters of a reward model's head."""
-
-  config: ModelConfig
-
-  @nn.compact
-  def __call__(self) -> None:
-    D, N = self.config.embed_dim, self.config.labels
-    self.param("kernel", nn.initializers.lecun_normal(), (D, N))
-    if N > 1:
-      self.param("bias", nn.initializers.zeros, (N,))
+def _parts(params: Params, config: ModelConfig) -> Any:
+  """The parts of a decoder with their parameters, except for the layers, which lie stacked."""
+  return _Parts(config).bind({"params": params})
 
 
 def features(
@@ -108,12 +89,12 @@ def features(
     # Angles for the longest text there can be, so that a computation with the cache and one without
     # it agree.
     angles = _angles(c, positions_BT, c.length or c.max_positions)
-    out = _apply(params, c, tokens_BT, Inputs(*angles, None), cache_lib.to_pass(c, cache))
-    return _final_norm(params, c, out.x_BTD), cache_lib.updated(cache, out.own, T)
+    out = _hidden(params, c, tokens_BT, Inputs(*angles, None), cache_lib.to_pass(c, cache))
+    return out.x_BTD, cache_lib.updated(cache, out.own, T)
   groups = Groups(jnp.full(len(tokens_BT), T, jnp.int32), prompt_slots=T)
   run = Pass(in_groups(c, groups, keep=True))
-  out = _apply(params, c, tokens_BT, Inputs(*_angles(c, positions_BT, c.length or T), None), run)
-  return _final_norm(params, c, out.x_BTD), cache_lib.of_rows(out.kept, T)
+  out = _hidden(params, c, tokens_BT, Inputs(*_angles(c, positions_BT, c.length or T), None), run)
+  return out.x_BTD, cache_lib.of_rows(out.kept, T)
 
 
 def group_features(
@@ -142,11 +123,11 @@ def group_features(
   c = config
   longest = c.length or groups.prompt_slots + groups.slots
   inputs = Inputs(*_angles(c, groups.positions, longest), counted_PN)
-  out = _apply(params, c, tokens_PN, inputs, Pass(in_groups(c, groups)), remat)
-  return _final_norm(params, c, out.x_BTD), out.routing
+  out = _hidden(params, c, tokens_PN, inputs, Pass(in_groups(c, groups)), remat)
+  return out.x_BTD, out.routing
 
 
-def _apply(
+def _hidden(
   params: Params,
   config: ModelConfig,
   tokens_BT: jax.Array,
@@ -154,18 +135,14 @@ def _apply(
   run: Pass,
   remat: str = "",
 ) -> Outputs:
-  """Embedding and layers."""
-  c = config
-  table_VD = params["embed"]["embedding"].astype(c.dtype)
+  """Embedding, layers and final norm. `x_BTD` of the outputs are the hidden states."""
+  c, parts = config, _parts(params, config)
+  table_VD = parts.embed.embedding.astype(c.dtype)
   x_BTD = constrain(constrain(table_VD, c.table)[tokens_BT], c.rows)
   if c.scale_embeddings:
     x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
-  return apply_layers(params, c, x_BTD, inputs, run, remat)
-
-
-def _final_norm(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
-  norm: Any = nn.RMSNorm(epsilon=config.norm_eps, dtype=config.dtype)
-  return norm.apply({"params": params["final_norm"]}, x_BTD)
+  out = apply_layers(params, c, x_BTD, inputs, run, remat)
+  return out._replace(x_BTD=parts.final_norm(out.x_BTD))
 
 
 def _angles(
@@ -184,11 +161,11 @@ def _angles(
 
 def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
   """Logits [..., V], float32, from hidden states [..., D]."""
+  parts = _parts(params, config)
   if config.tie_embeddings:
-    weights, equation = params["embed"]["embedding"], "...d,vd->...v"
+    logits = einsum("...d,vd->...v", hidden_BTD, parts.embed.embedding.astype(config.dtype))
   else:
-    weights, equation = params["head"]["kernel"], "...d,dv->...v"
-  logits = einsum(equation, hidden_BTD, weights.astype(config.dtype))
+    logits = parts.head(hidden_BTD)
   return config.logit_cap * jnp.tanh(logits / config.logit_cap) if config.logit_cap else logits
 
 
@@ -197,9 +174,8 @@ def score(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Arr
 
   With one label, the score is its value. With two, it is the probability of the second.
   """
-  head = params["score"]
-  labels = einsum("...d,dn->...n", hidden_BTD, head["kernel"].astype(config.dtype))
-  return labels[..., 0] if config.labels == 1 else jax.nn.softmax(labels + head["bias"])[..., 1]
+  labels = _parts(params, config).score(hidden_BTD)
+  return labels[..., 0] if config.labels == 1 else jax.nn.softmax(labels)[..., 1]
 
 
 def forward(

@@ -189,7 +189,7 @@ class Parameters:
 
   def _check_quantisation(self) -> None:
     dtype = self._config.lora.base_dtype
-    if self.model.num_experts and dtype in model.QUANTISED:
+    if self.model.num_experts and dtype in model.QUANTISED_DTYPES:
       raise ConfigError(
         f"config key lora.base_dtype is {dtype!r}: experts, most of a mixture's weights, are not"
         " quantised here; choose 'bfloat16'"
@@ -201,15 +201,15 @@ def count(params: Any) -> int:
   return sum(x.size for x in jax.tree.leaves(params))
 
 
-def lora_of(config: Config) -> model.Lora | None:
+def lora_of(config: Config) -> model.AdapterShape | None:
   """The adapters that a config describes, or None. Raises ConfigError if lora.path differs."""
   lora = config.lora
   if not lora.rank:
     return None
   targets = tuple(sorted({name.removesuffix("_proj") for name in lora.targets}))
-  described = model.Lora(lora.rank, lora.alpha, lora.rslora, targets)
+  described = model.AdapterShape(lora.rank, lora.alpha, lora.rslora, targets)
   if lora.path:
-    for key, saved in dataclasses.asdict(model.load_lora(lora.path)).items():
+    for key, saved in dataclasses.asdict(model.load_adapter_shape(lora.path)).items():
       if saved != getattr(described, key):
         value = tuple(f"{name}_proj" for name in saved) if key == "targets" else saved
         raise ConfigError(

@@ -66,7 +66,7 @@ class Run:
     set_matmul_precision(config)
     self.mesh = make_mesh(config.mesh, devices)
     # Read first, so that its errors come before those of a tokenizer.
-    loaded = model.load_config(local.model.path) if local.model.path else None
+    loaded = model.load_model_config(local.model.path) if local.model.path else None
     self.tokenizer = tokens or self._load_tokenizer(local, loaded)
     shape = _model_shape(local, self.tokenizer, loaded)
     _check_experts(config, shape, self.mesh)
@@ -170,7 +170,7 @@ def _remarks(config: Config, local: Config) -> tuple[str, ...]:
   """Whether the adapters at lora.path were trained on another model, as far as names say."""
   if not config.lora.path:
     return ()
-  base = model.base_of(local.lora.path)
+  base = model.base_of_adapters(local.lora.path)
   # Folders are moved and copied, so only the last part of a path says something.
   if not base or hub.short_name(base) == hub.short_name(config.model.path):
     return ()

@@ -58,7 +58,7 @@ def make_sampler(config: model.ModelConfig, decoding: Decoding, group_size: int)
     last_token_P = prompt_lengths_P - 1
     last_PD = jnp.take_along_axis(hidden_PSD, last_token_P[:, None, None], axis=1)[:, 0]
     logits_PV = model.unembed(params, rows_config, last_PD)
-    prefix = model.share(cache, prompt_lengths_P)
+    prefix = model.as_prefix(cache, prompt_lengths_P)
     lengths_B = jnp.repeat(prompt_lengths_P, group_size)
 
     def step(cache: model.Cache, token_B: jax.Array, time: jax.Array) -> tuple[jax.Array, Any]:
@@ -69,8 +69,8 @@ def make_sampler(config: model.ModelConfig, decoding: Decoding, group_size: int)
     rows_B = first_prompt * group_size + jnp.arange(P * group_size)
     completions = decode(
       step,
-      model.grow,
-      model.empty(
+      model.grow_cache,
+      model.empty_cache(
         rows_config,
         prefix,
         group_size,

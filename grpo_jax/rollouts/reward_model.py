@@ -74,7 +74,7 @@ class RewardModel:
     """
     folder = Path(hub.folder(name, "reward.functions")).expanduser()
     self.__name__ = Path(name).expanduser().resolve().name
-    shape = model.load_config(folder, model.SCORERS)
+    shape = model.load_model_config(folder, model.REWARD_HEADS)
     tokens = tokenizer.load(folder, "reward.functions")
     self._tokens = tokens.for_model(shape.vocab_size, str(folder), "reward.functions")
     shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh)
@@ -83,7 +83,7 @@ class RewardModel:
     self._batch = config.batch
     self._separator = config.step_separator
     self._hosts = hosts
-    self._params = load_frozen(folder, self._model, hosts.mesh, model.SCORERS)
+    self._params = load_frozen(folder, self._model, hosts.mesh, model.REWARD_HEADS)
     self._scores = jax.jit(self._forward, out_shardings=sharding.batch_sharding(hosts.mesh))
 
   def __call__(

@@ -32,7 +32,7 @@ class Teacher:
     config, hosts, micro_batch = run.config, run.hosts, run.programs.micro_batch
     reward = config.reward
     folder = Path(hub.folder(reward.teacher, _KEY)).expanduser()
-    shape = model.load_config(folder)
+    shape = model.load_model_config(folder)
     _check_tokenizer(tokenizer.load(folder, _KEY), run.tokenizer, shape.vocab_size)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > shape.max_positions:

@@ -71,7 +71,7 @@ def compare():
   for name, (base, _) in ADAPTERS.items():
     expected = np.load(FOLDER / name / "expected.npz")["logits"]
     config, params = model.load(HERE / base)
-    config = dataclasses.replace(config, lora=model.load_lora(FOLDER / name))
+    config = dataclasses.replace(config, lora=model.load_adapter_shape(FOLDER / name))
     adapters = model.load_adapters(FOLDER / name, config)
     with tempfile.TemporaryDirectory() as parent:
       model.save_adapters(Path(parent) / "adapter", config, adapters, base)

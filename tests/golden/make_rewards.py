@@ -174,7 +174,7 @@ def compare():
   for folder in sorted(FOLDER.iterdir()):
     expected = np.load(folder / "expected.npz")
     with tempfile.TemporaryDirectory() as parent:
-      model.save(Path(parent) / "saved", *model.load(folder, labels=model.SCORERS))
+      model.save(Path(parent) / "saved", *model.load(folder, labels=model.REWARD_HEADS))
       scores = scores_of(Path(parent) / "saved", expected["tokens"], expected["lengths"])
     mask = np.arange(T) < expected["lengths"][:, None] if scores.ndim == 2 else slice(None)
     largest = np.abs(scores - expected["scores"])[mask].max()

@@ -1,17 +1,18 @@
 """Attention of groups, whose completions share their prompt, in interchangeable implementations.
 
-Each computes `attend(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view)` as `view.Attend` describes
-it. `dense` is quadratic in memory. The others are linear.
+Each has a function `attend`, which `view.AttendGroups` describes. `dense` is quadratic in memory.
+The others are linear. `softmax` defines attention for `dense`, `chunked` and the cache.
+
+The folder may import the config and the layers of the decoder.
 """
 
 from grpo_jax.model.attention.choose import ATTENTION, choose
 from grpo_jax.model.attention.groups import Groups, attention_of, in_groups
 from grpo_jax.model.attention.packing import Packing, make_packing, move, pack, unpack
-from grpo_jax.model.attention.view import Attend, View
+from grpo_jax.model.attention.view import View
 
 __all__ = [
   "ATTENTION",
-  "Attend",
   "Groups",
   "Packing",
   "View",

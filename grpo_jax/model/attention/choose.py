@@ -1,10 +1,10 @@
 """Which implementation of attention a run uses."""
 
 from grpo_jax.model.attention import chunked, cudnn, dense, splash
-from grpo_jax.model.attention.view import Attend
+from grpo_jax.model.attention.view import AttendGroups
 
 # All compute the same, to rounding.
-ATTENTION: dict[str, Attend] = {
+ATTENTION: dict[str, AttendGroups] = {
   "dense": dense.attend,
   "chunked": chunked.attend,
   "splash": splash.attend,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model import layers
 from grpo_jax.model.attention.rows import by_rows
+from grpo_jax.model.attention.softmax import softmax_attention
 from grpo_jax.model.attention.view import View
 
 MAX_CHUNK = 512  # queries
@@ -22,7 +22,7 @@ def _attend_rows(
   q_BTHE: jax.Array,
   k_BCKE: jax.Array,
   v_BCKE: jax.Array,
-  real_BC: jax.Array | None,
+  is_token_BC: jax.Array | None,
   view: View,
 ) -> jax.Array:
   """Attention of rows, as `rows.AttendRows` describes it."""
@@ -34,24 +34,24 @@ def _attend_rows(
   rows_at_a_time = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, fitting))
 
   def attend_row(row: tuple[jax.Array, ...]) -> jax.Array:
-    q_THE, k_CKE, v_CKE, real_C = row
-    return _attend_row(q_THE, k_CKE, v_CKE, real_C, chunk, view)
+    q_THE, k_CKE, v_CKE, is_token_C = row
+    return _attend_row(q_THE, k_CKE, v_CKE, is_token_C, chunk, view)
 
-  if real_BC is None:
-    real_BC = jnp.ones((B, C), bool)
-  return jax.lax.map(attend_row, (q_BTHE, k_BCKE, v_BCKE, real_BC), batch_size=rows_at_a_time)
+  if is_token_BC is None:
+    is_token_BC = jnp.ones((B, C), bool)
+  return jax.lax.map(attend_row, (q_BTHE, k_BCKE, v_BCKE, is_token_BC), batch_size=rows_at_a_time)
 
 
 def _keys_of_chunk(chunk: int, C: int, view: View) -> int:
   """How many keys the queries of one chunk see, at most."""
-  return min(C, view.reach + chunk - 1) if view.reach else C
+  return min(C, view.hiding_window + chunk - 1) if view.hiding_window else C
 
 
 def _attend_row(
   q_THE: jax.Array,
   k_CKE: jax.Array,
   v_CKE: jax.Array,
-  real_C: jax.Array,
+  is_token_C: jax.Array,
   chunk: int,
   view: View,
 ) -> jax.Array:
@@ -68,25 +68,25 @@ def _attend_row(
   # What each chunk adds to the gradient of keys and values is summed in float32.
   keys_and_values = k_CKE.astype(jnp.float32), v_CKE.astype(jnp.float32)
   outs = []
-  spans = min(chunks, 1 if view.reach else SPANS)
+  spans = min(chunks, 1 if view.hiding_window else SPANS)
   for span in range(spans):
     first, end = chunks * span // spans, chunks * (span + 1) // spans
     seen = min(C, C - T + end * chunk)
     k, v = (x[:seen] for x in keys_and_values)
-    attend_chunk = jax.checkpoint(_chunk_attention(k, v, real_C[:seen], C - T, view))
+    attend_chunk = jax.checkpoint(_chunk_attention(k, v, is_token_C[:seen], C - T, view))
     outs.append(jax.lax.map(attend_chunk, (q_NQHE[first:end], starts_N[first:end])))
   return jnp.concatenate(outs).reshape(chunks * chunk, H, E)[:T]
 
 
 def _chunk_attention(
-  k_CKE: jax.Array, v_CKE: jax.Array, real_C: jax.Array, past: int, view: View
+  k_CKE: jax.Array, v_CKE: jax.Array, is_token_C: jax.Array, past: int, view: View
 ) -> Callable[[tuple[jax.Array, jax.Array]], jax.Array]:
   """Returns the attention [Q, H, E] of a chunk of Q queries: of it and of its first query's number.
 
   Args:
     k_CKE: float32, the row's keys.
     v_CKE: float32, the row's values.
-    real_C: False at the keys that no query sees.
+    is_token_C: False at the keys that no query sees.
     past: How many keys come before the key of query 0.
     view: The window and the cap.
   """
@@ -98,20 +98,20 @@ def _chunk_attention(
     width = _keys_of_chunk(Q, C, view)
     # The last chunk may end in padding. It sees what the last query sees.
     place_Q = jnp.minimum(past + start + jnp.arange(Q), C - 1)
-    first_key = jnp.clip(past + start - view.reach + 1, 0, C - width) if width < C else 0
+    first_key = jnp.clip(past + start - view.hiding_window + 1, 0, C - width) if width < C else 0
 
     def seen(x: jax.Array) -> jax.Array:
       return jax.lax.dynamic_slice_in_dim(x, first_key, width)
 
     back_QC = place_Q[:, None] - (first_key + jnp.arange(width))
-    mask_QC = (back_QC >= 0) & seen(real_C)
-    if view.reach:
-      mask_QC = mask_QC & (back_QC < view.reach)
+    mask_QC = (back_QC >= 0) & seen(is_token_C)
+    if view.hiding_window:
+      mask_QC = mask_QC & (back_QC < view.hiding_window)
     own = tuple(
       seen(x).astype(q_QHE.dtype).transpose(1, 0, 2)[None, :, None] for x in (k_CKE, v_CKE)
     )
     q_PKGRQE = q_QHE.reshape(1, 1, Q, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
-    out = layers.attend(q_PKGRQE, own, mask_QC, None, None, view.cap)
+    out = softmax_attention(q_PKGRQE, own, mask_QC, None, None, view.cap)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(Q, H, E)
 
   return attend_chunk

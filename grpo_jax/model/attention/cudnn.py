@@ -9,14 +9,15 @@ gradient.
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.model.attention.packing import move
 from grpo_jax.model.attention.rows import on_mesh
-from grpo_jax.model.attention.view import Attend, View
+from grpo_jax.model.attention.view import AttendGroups, View
 
 MAX_HEAD_DIM = 128  # of GPUs before Hopper
 
 
-def make_attend(implementation: str = "cudnn") -> Attend:
-  """The attention of groups, as `view.Attend` describes it, without its caps.
+def make_attend(implementation: str = "cudnn") -> AttendGroups:
+  """The attention of groups, as `view.AttendGroups` describes it, without its caps.
 
   Args:
     implementation: Of jax.nn.dot_product_attention. "xla" runs on any platform. For tests.
@@ -29,7 +30,7 @@ def make_attend(implementation: str = "cudnn") -> Attend:
     prompt_lengths_P: jax.Array,
     view: View,
   ) -> jax.Array:
-    window = (view.reach - 1, 0) if view.reach else None
+    window = (view.hiding_window - 1, 0) if view.hiding_window else None
 
     def causal(q_BCHE: jax.Array, k_BCKE: jax.Array, v_BCKE: jax.Array) -> jax.Array:
       return jax.nn.dot_product_attention(
@@ -61,7 +62,7 @@ def _rows(x_PNHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
   own_PGTHE = x_PNHE[:, S:].reshape(P, G, T, H, E)
   rows_BCHE = jnp.concatenate([prompt_PGSHE, own_PGTHE], axis=2).reshape(P * G, S + T, H, E)
   padding_last, padding_between = _orders(lengths_P, view)
-  return _permuted(rows_BCHE, padding_last, padding_between)
+  return move(rows_BCHE, padding_last, padding_between)
 
 
 def _groups(x_BCHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
@@ -69,7 +70,7 @@ def _groups(x_BCHE: jax.Array, lengths_P: jax.Array, view: View) -> jax.Array:
   P, (H, E) = lengths_P.shape[0], x_BCHE.shape[2:]
   S, G, T = view.prompt_slots, view.completions, view.slots
   padding_last, padding_between = _orders(lengths_P, view)
-  rows_PGCHE = _permuted(x_BCHE, padding_between, padding_last).reshape(P, G, S + T, H, E)
+  rows_PGCHE = move(x_BCHE, padding_between, padding_last).reshape(P, G, S + T, H, E)
   own_PNHE = rows_PGCHE[:, :, S:].reshape(P, G * T, H, E)
   return jnp.concatenate([rows_PGCHE[:, 0, :S], own_PNHE], axis=1)
 
@@ -88,25 +89,3 @@ def _orders(lengths_P: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
   after_prompt = jnp.where(slots_C < S, slots_C + T, slots_C - S + lengths_P1)
   padding_between = jnp.where(slots_C < lengths_P1, slots_C, after_prompt)
   return jnp.repeat(padding_last, G, axis=0), jnp.repeat(padding_between, G, axis=0)
-
-
-@jax.custom_vjp
-def _permuted(x_BCHE: jax.Array, order_BC: jax.Array, inverse_BC: jax.Array) -> jax.Array:
-  """x[:, order], whose gradient is dy[:, inverse]. JAX's own gradient would be a scatter."""
-  return jnp.take_along_axis(x_BCHE, order_BC[..., None, None], axis=1)
-
-
-def _permuted_forward(
-  x_BCHE: jax.Array, order_BC: jax.Array, inverse_BC: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _permuted(x_BCHE, order_BC, inverse_BC), (order_BC, inverse_BC)
-
-
-def _permuted_backward(
-  orders: tuple[jax.Array, jax.Array], dy_BCHE: jax.Array
-) -> tuple[jax.Array, None, None]:
-  order_BC, inverse_BC = orders
-  return _permuted(dy_BCHE, inverse_BC, order_BC), None, None
-
-
-_permuted.defvjp(_permuted_forward, _permuted_backward)

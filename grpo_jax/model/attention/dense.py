@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model import layers
+from grpo_jax.model.attention.softmax import own_mask, prompt_mask, softmax_attention
 from grpo_jax.model.attention.view import View
 
 
@@ -16,10 +16,13 @@ def attend(
   prompt_lengths_P: jax.Array,
   view: View,
 ) -> jax.Array:
-  """Attention of groups, as `view.Attend` describes it. XLA splits it over a mesh by itself."""
+  """Attention of groups: `view.AttendGroups`. XLA splits it over a mesh by itself."""
   P, N, H, E = q_PNHE.shape
   K = k_PNKE.shape[2]
-  S, G, T = view.prompt_slots, view.completions, view.slots
+  S, G, T, window = view.prompt_slots, view.completions, view.slots, view.hiding_window
+
+  def causal(tokens: int) -> jax.Array:
+    return own_mask(jnp.arange(tokens)[:, None], tokens, window)
 
   def prompt(x: jax.Array) -> jax.Array:
     return x[:, :S].transpose(0, 2, 1, 3)
@@ -31,16 +34,16 @@ def attend(
   prefix = prompt(k_PNKE), prompt(v_PNKE)
   as_own = prefix[0][:, :, None], prefix[1][:, :, None]
   q_PK1RSE = q_PKRNE[:, :, None, :, :S]
-  out = layers.attend(q_PK1RSE, as_own, _causal(S, view.reach), None, None, view.cap)
+  out = softmax_attention(q_PK1RSE, as_own, causal(S), None, None, view.cap)
   out_PSHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, S, H, E)
   if G == 0:
     return out_PSHE
 
   q_PKRGTE = q_PKRNE[..., S:, :].reshape(P, K, H // K, G, T, E)
   own = completions(k_PNKE), completions(v_PNKE)
-  sees_prompt = _sees_prompt(prompt_lengths_P, view)
+  sees_prompt = prompt_mask(prompt_lengths_P, S, jnp.arange(T)[:, None], window)
   q_PKGRTE = q_PKRGTE.swapaxes(2, 3)
-  out = layers.attend(q_PKGRTE, own, _causal(T, view.reach), prefix, sees_prompt, view.cap)
+  out = softmax_attention(q_PKGRTE, own, causal(T), prefix, sees_prompt, view.cap)
   rest_PNHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G * T, H, E)
   return jnp.concatenate([out_PSHE, rest_PNHE], axis=1)
 
@@ -58,7 +61,7 @@ def attend_packed(
   Its scores are [N, N] for each group, where those of rows are [G, T, T].
 
   Args:
-    q_PNHE: This and the next three parameters are as in `view.Attend`.
+    q_PNHE: This and the next three parameters are as in `view.AttendGroups`.
     k_PNKE: Keys.
     v_PNKE: Values.
     prompt_lengths_P: int32.
@@ -66,16 +69,14 @@ def attend_packed(
     view: What tokens see of each other.
   """
   P, N, H, E = q_PNHE.shape
-  K, S = k_PNKE.shape[2], view.prompt_slots
+  K, S, window = k_PNKE.shape[2], view.prompt_slots, view.hiding_window
   row_PN, place_PN = jnp.divmod(token_PN, view.slots)
   back_PNN = place_PN[:, :, None] - place_PN[:, None]
   sees = (row_PN[:, :, None] == row_PN[:, None]) & (back_PNN >= 0)
-  slots_S, lengths_P11 = jnp.arange(S), prompt_lengths_P[:, None, None]
-  sees_prompt = slots_S < lengths_P11
-  if view.reach:
-    sees &= back_PNN < view.reach
-    sees_prompt &= lengths_P11 + place_PN[..., None] - slots_S < view.reach
-  prompts = dataclasses.replace(view, completions=0, window=view.reach)
+  if window:
+    sees &= back_PNN < window
+  sees_prompt = prompt_mask(prompt_lengths_P, S, place_PN[..., None], window)
+  prompts = dataclasses.replace(view, completions=0, window=window)
   out_PSHE = attend(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], prompt_lengths_P, prompts)
 
   def as_row(x_PNKE: jax.Array) -> jax.Array:
@@ -84,25 +85,7 @@ def attend_packed(
   q_PK1RNE = q_PNHE[:, S:].reshape(P, N - S, K, H // K, E).transpose(0, 2, 3, 1, 4)[:, :, None]
   own = as_row(k_PNKE[:, S:]), as_row(v_PNKE[:, S:])
   prefix = as_row(k_PNKE[:, :S])[:, :, 0], as_row(v_PNKE[:, :S])[:, :, 0]
-  out = layers.attend(
-    q_PK1RNE, own, sees[:, None, None, None], prefix, sees_prompt[:, None, None, None], view.cap
-  )
+  sees = sees[:, None, None, None]
+  out = softmax_attention(q_PK1RNE, own, sees, prefix, sees_prompt, view.cap)
   rest_PNHE = out[:, :, 0].transpose(0, 3, 1, 2, 4).reshape(P, N - S, H, E)
   return jnp.concatenate([out_PSHE, rest_PNHE], axis=1)
-
-
-def _causal(tokens: int, window: int) -> jax.Array:
-  """[tokens, tokens]: True where the token of a row sees that of a column."""
-  back = jnp.arange(tokens)[:, None] - jnp.arange(tokens)
-  return (back >= 0) & (back < window) if window else back >= 0
-
-
-def _sees_prompt(lengths_P: jax.Array, view: View) -> jax.Array:
-  """[P, 1, 1, 1, T or 1, S]: True where a token of a completion sees one of its prompt."""
-  slots_S = jnp.arange(view.prompt_slots)
-  lengths_P11 = lengths_P[:, None, None]
-  sees = slots_S < lengths_P11
-  if view.reach:
-    back = lengths_P11 + jnp.arange(view.slots)[:, None] - slots_S
-    sees = sees & (back < view.reach)
-  return sees[:, None, None, None]

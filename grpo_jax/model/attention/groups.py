@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model import layers
 from grpo_jax.model.attention import dense
 from grpo_jax.model.attention.choose import ATTENTION, choose
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.layers import Attend
 
 
 class Groups(NamedTuple):
@@ -45,8 +45,8 @@ class Groups(NamedTuple):
 
 def in_groups(
   config: ModelConfig, groups: Groups, keep: bool = False
-) -> Callable[[int], layers.Attend]:
-  """window -> attention of the tokens of groups. With `keep`, it returns their keys and values."""
+) -> Callable[[int, Any], Attend]:
+  """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
   S = groups.prompt_slots
   name = attention_of(config)[0]
   attend = ATTENTION[name]
@@ -69,13 +69,13 @@ def in_groups(
       return x_PNHE
     return jnp.concatenate([x_PNHE[:, :S], pack(x_PNHE[:, S:], groups.packing)], 1)
 
-  def attend_of(window: int) -> layers.Attend:
+  def attend_of(window: int, memory: Any) -> Attend:
+    del memory
     view = View(S, groups.completions, groups.slots, window, config.attention_cap, config.rows)
 
     def attend_in_groups(
-      q_PNHE: jax.Array, k_PNKE: jax.Array, v_PNKE: jax.Array, memory: None
+      q_PNHE: jax.Array, k_PNKE: jax.Array, v_PNKE: jax.Array
     ) -> tuple[jax.Array, Any]:
-      del memory
       if is_stream:
         token_PN = groups.packing.token_PN
         out_PNHE = dense.attend_packed(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, token_PN, view)

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from grpo_jax.model.attention.view import Attend, View
+from grpo_jax.model.attention.view import AttendGroups, View
 
-# attend(q_BTHE, k_BCKE, v_BCKE, real_BC, view) -> out_BTHE. A query sees its own key and the keys
-# before it, of those the view's window and, if it is not None, only those where real_BC is True.
+# attend(q_BTHE, k_BCKE, v_BCKE, is_token_BC, view) -> out_BTHE. A query sees its own key and those
+# before it that are in the view's window and, where is_token_BC is not None, are True in it.
 AttendRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, View], jax.Array]
 
 
-def by_rows(attend_rows: AttendRows) -> Attend:
+def by_rows(attend_rows: AttendRows) -> AttendGroups:
   """Makes an attention of groups out of an attention of rows. Takes care of the mesh."""
 
   def attend(
@@ -34,9 +34,9 @@ def by_rows(attend_rows: AttendRows) -> Attend:
       return prompt_out
     k_BCKE = _after_prompts(k_PNKE, prompt_lengths_P, view)
     v_BCKE = _after_prompts(v_PNKE, prompt_lengths_P, view)
-    real_BC = jnp.repeat(_real(prompt_lengths_P, view), G, axis=0)
+    is_token_BC = jnp.repeat(_is_token(prompt_lengths_P, view), G, axis=0)
     q_BTHE = q_PNHE[:, S:].reshape(P * G, T, H, E)
-    out_BTHE = attend_rows(q_BTHE, k_BCKE, v_BCKE, real_BC, view)
+    out_BTHE = attend_rows(q_BTHE, k_BCKE, v_BCKE, is_token_BC, view)
     return jnp.concatenate([prompt_out, out_BTHE.reshape(P, G * T, H, E)], axis=1)
 
   return on_mesh(attend)
@@ -51,7 +51,7 @@ def _after_prompts(x_PNKE: jax.Array, lengths_P: jax.Array, view: View) -> jax.A
   P, _, K, E = x_PNKE.shape
   S, G, T = view.prompt_slots, view.completions, view.slots
   prompt_PSKE = x_PNKE[:, :S]
-  if view.reach:
+  if view.hiding_window:
     prompt_PSKE = jax.vmap(lambda x_SKE, shift: jnp.roll(x_SKE, shift, 0))(
       prompt_PSKE, S - lengths_P
     )
@@ -60,16 +60,16 @@ def _after_prompts(x_PNKE: jax.Array, lengths_P: jax.Array, view: View) -> jax.A
   return jnp.concatenate([prompt_PGSKE, own_PGTKE], axis=2).reshape(P * G, S + T, K, E)
 
 
-def _real(lengths_P: jax.Array, view: View) -> jax.Array:
+def _is_token(lengths_P: jax.Array, view: View) -> jax.Array:
   """[P, S + T]: True where the rows that `_after_prompts` builds hold a token."""
   S = view.prompt_slots
   slots_C = jnp.arange(S + view.slots)
-  if view.reach:
+  if view.hiding_window:
     return slots_C >= S - lengths_P[:, None]
   return (slots_C < lengths_P[:, None]) | (slots_C >= S)
 
 
-def on_mesh(attend: Attend) -> Attend:
+def on_mesh(attend: AttendGroups) -> AttendGroups:
   """Runs `attend` on each device's groups and heads, if `view.rows` names a mesh.
 
   The heads are split over the axis `tensor` if its size divides H. If it does not divide K, keys

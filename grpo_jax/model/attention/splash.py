@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.model.attention.rows import by_rows
-from grpo_jax.model.attention.view import Attend, View
+from grpo_jax.model.attention.view import AttendGroups, View
 
 BLOCKS = (128, 256, 512)  # queries, and keys, that the kernel treats at a time
 # A block costs about as much as this many scores, besides its own. A guess, not measured.
 BLOCK_COST = 40_000
 
 
-def make_attend(interpret: bool = False) -> Attend:
-  """The attention of groups, as `view.Attend` describes it.
+def make_attend(interpret: bool = False) -> AttendGroups:
+  """The attention of groups, as `view.AttendGroups` describes it.
 
   Args:
     interpret: Emulate the kernel, so that it runs on any platform. For tests.
@@ -28,7 +28,7 @@ def make_attend(interpret: bool = False) -> Attend:
     q_BTHE: jax.Array,
     k_BCKE: jax.Array,
     v_BCKE: jax.Array,
-    real_BC: jax.Array | None,
+    is_token_BC: jax.Array | None,
     view: View,
   ) -> jax.Array:
     T, H = q_BTHE.shape[1:3]
@@ -42,9 +42,9 @@ def make_attend(interpret: bool = False) -> Attend:
     v_BKCE = _pad(v_BCKE, sides).swapaxes(1, 2)
     kernel = _kernel(T + padding, past + past_padding, H, block, view, interpret)
     segments = None
-    if real_BC is not None:
-      # A token sees those of its segment. All queries are in segment 1, as are the real keys.
-      segments_BC = _pad(real_BC.astype(jnp.int32), sides)
+    if is_token_BC is not None:
+      # A token sees those of its segment. All queries are in segment 1, as are all keys of tokens.
+      segments_BC = _pad(is_token_BC.astype(jnp.int32), sides)
       segments = splash.SegmentIds(jnp.ones((len(q_BTHE), T + padding), jnp.int32), segments_BC)
     out_BHTE = jax.vmap(kernel)(q_BHTE, k_BKCE, v_BKCE, segments)
     return out_BHTE[:, :, :T].swapaxes(1, 2)
@@ -107,7 +107,7 @@ def _kernel(
     block_kv_dq=block,
   )
   return splash.make_splash_mha(
-    splash.MultiHeadMask([mask_of(T, past, view.reach)] * heads),
+    splash.MultiHeadMask([mask_of(T, past, view.hiding_window)] * heads),
     block_sizes=sizes,
     head_shards=1,
     q_seq_shards=1,

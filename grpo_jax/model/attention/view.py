@@ -34,8 +34,12 @@ class View:
   rows: NamedSharding | None = None
 
   @property
-  def reach(self) -> int:
-    """The window, or 0 if it hides nothing."""
+  def hiding_window(self) -> int:
+    """The window, or 0 if it is so long that it hides no token of the group.
+
+    A window costs the implementations work that they save with 0: they mask by distance, and some
+    move each prompt next to its completion first.
+    """
     longest = self.prompt_slots + (self.slots if self.completions else 0)
     return self.window if self.window < longest else 0
 
@@ -44,4 +48,4 @@ class View:
 #
 # The queries are already scaled and rotated. H = K * R, and query head k * R + r belongs to the key
 # and value head k. The outputs at the padding of a prompt are finite and mean nothing.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, View], jax.Array]
+AttendGroups = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, View], jax.Array]

@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from grpo_jax.model.huggingface.family import Family
+from grpo_jax.model.huggingface.families import Family
 from grpo_jax.settings import LARGEST_INT, shown
 
 FIELDS = {  # field of ModelConfig -> field of config.json; families have more
@@ -22,7 +22,8 @@ FIELDS = {  # field of ModelConfig -> field of config.json; families have more
 }
 Refuse = Callable[[str, str], NoReturn]  # raises ConfigError; takes a key and what is wrong with it
 OPTIONAL = {"attention_cap", "logit_cap"}  # fields of ModelConfig that may be null in config.json
-ACTIVATIONS = {  # activation of ModelConfig -> its names in config.json; the first one is written
+# Activation of ModelConfig -> its names in config.json, of which the first one is written.
+ACTIVATION_NAMES = {
   "silu": ("silu", "swish"),
   "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
 }

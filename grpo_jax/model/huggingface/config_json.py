@@ -9,7 +9,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.huggingface.config_fields import (
-  ACTIVATIONS,
+  ACTIVATION_NAMES,
   OPTIONAL,
   Refuse,
   check_fields,
@@ -17,17 +17,13 @@ from grpo_jax.model.huggingface.config_fields import (
   read_field,
   read_quotient,
 )
-from grpo_jax.model.huggingface.families import FAMILIES, family_of
-from grpo_jax.model.huggingface.family import Family
-from grpo_jax.model.huggingface.layer_kinds import (
-  read_num_experts,
-  read_sparse_layers,
-  read_windows,
-)
-from grpo_jax.model.huggingface.rope_json import read_rope, rope_json
+from grpo_jax.model.huggingface.families import FAMILIES, Family, family_of
+from grpo_jax.model.huggingface.rope_json import read_rope, rope_to_json
 from grpo_jax.settings import ConfigError, shown
 
 _MOST_LAYERS = 4096
+_QWEN = ("qwen2", "qwen3", "qwen3_moe")
+_WITH_DEFAULT_WINDOW = (*_QWEN, "mistral", "gemma2", "gemma3_text")
 
 
 def read_config(
@@ -68,9 +64,9 @@ def read_config(
   config = ModelConfig(
     **fields,
     **family.fixed,
-    windows=read_windows(family.model_type, values, refuse),
+    windows=_read_windows(family.model_type, values, refuse),
     family=family.model_type,
-    sparse_layers=read_sparse_layers(family, values, refuse),
+    sparse_layers=_read_sparse_layers(family, values, refuse),
     labels=head_labels,
     stop_ids=read_stop_ids(values, file) or (),
   )
@@ -105,7 +101,7 @@ def _with_defaults(family: Family, values: Mapping[str, Any], refuse: Refuse) ->
   }
   values = {**defaults, **values}
   if "num_experts" in family.fields:
-    values["num_experts"] = read_num_experts(values, refuse)
+    values["num_experts"] = _read_num_experts(values, refuse)
   if values.get("num_key_value_heads") is None:
     values["num_key_value_heads"] = values.get("num_attention_heads")
   if values.get("head_dim") is None:
@@ -131,12 +127,94 @@ def _read_fields(family: Family, values: Mapping[str, Any], refuse: Refuse) -> d
 def _check_activation(family: Family, values: Mapping[str, Any], refuse: Refuse) -> None:
   """Refuses an activation that is not the family's. An absent one is the family's."""
   activation = values.get("hidden_activation", values.get("hidden_act"))
-  wanted = ACTIVATIONS[family.fixed.get("activation", "silu")]
+  wanted = ACTIVATION_NAMES[family.fixed.get("activation", "silu")]
   if activation not in (None, *wanted):
     refuse(
       "hidden_act",
       f"is {activation!r}, which is not supported: choose a checkpoint with {wanted[0]!r}",
     )
+
+
+def _read_windows(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> tuple[int, ...]:
+  """The window of each layer, or () if no window hides anything.
+
+  Absent fields stand for the defaults of transformers.
+  """
+  default_window = 4096 if model_type in _WITH_DEFAULT_WINDOW else None
+  window = values.get("sliding_window", default_window)
+  if values.get("layer_types") is None:
+    has_window = _default_pattern(model_type, values)
+  else:
+    has_window = _listed_pattern(model_type, values, refuse)
+  if model_type == "qwen3_moe" and any(has_window) != all(has_window):
+    refuse(
+      "layer_types",
+      "names layers with a window and without, which this family does not have: correct it",
+    )
+  if any(has_window) and window is not None and (type(window) is not int or window < 1):
+    refuse("sliding_window", f"must be a positive int, got {window!r}")
+  # A window as long as the longest text hides nothing. Gemma 3 keeps it, because its layers with a
+  # window have other rotary frequencies.
+  if not any(has_window) or not window:
+    return ()
+  if window >= values["max_position_embeddings"] and model_type != "gemma3_text":
+    return ()
+  return tuple(window if has else 0 for has in has_window)
+
+
+def _default_pattern(model_type: str, values: Mapping[str, Any]) -> list[bool]:
+  """Which layers have a window if config.json does not list `layer_types`."""
+  layers = range(values["num_hidden_layers"])
+  use_window = bool(values.get("use_sliding_window"))
+  if model_type in ("qwen2", "qwen3"):
+    first = values.get("max_window_layers", 28)
+    return [use_window and layer >= first for layer in layers]
+  if model_type == "qwen3_moe":
+    return [use_window for _ in layers]
+  if model_type == "gemma2":
+    return [layer % 2 == 0 for layer in layers]
+  if model_type == "gemma3_text":
+    pattern = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", 6))
+    return [(layer + 1) % pattern != 0 for layer in layers]
+  return [model_type in ("mistral", "phi3") for _ in layers]
+
+
+def _listed_pattern(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> list[bool]:
+  """Which layers have a window according to `layer_types`."""
+  types, count = values["layer_types"], values["num_hidden_layers"]
+  kinds = ("full_attention", "sliding_attention")
+  if not isinstance(types, list) or len(types) != count or any(kind not in kinds for kind in types):
+    refuse(
+      "layer_types",
+      f"is {shown(types)}: it must name full_attention or sliding_attention for each of {count}"
+      " layers",
+    )
+  if model_type in _QWEN and not values.get("use_sliding_window"):
+    return [False] * count
+  return [kind == "sliding_attention" for kind in types]
+
+
+def _read_num_experts(values: Mapping[str, Any], refuse: Refuse) -> int | None:
+  """The number of experts: `num_experts` in transformers 4, `num_local_experts` in 5."""
+  found = [values[key] for key in ("num_experts", "num_local_experts") if key in values]
+  if any(count != found[0] for count in found):
+    refuse("num_experts", f"and num_local_experts differ ({found}): correct one")
+  return found[0] if found else None
+
+
+def _read_sparse_layers(
+  family: Family, values: Mapping[str, Any], refuse: Refuse
+) -> tuple[int, ...]:
+  """The layers with experts: every `decoder_sparse_step`-th, except those of `mlp_only_layers`."""
+  if "num_experts" not in family.fields:
+    return ()
+  with_default = {"decoder_sparse_step": 1} | dict(values)
+  step = read_field(with_default, "decoder_sparse_step", int, refuse)
+  dense = values.get("mlp_only_layers") or []
+  if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+    refuse("mlp_only_layers", f"must be a list of layers, got {dense!r}")
+  layers = range(values["num_hidden_layers"])
+  return tuple(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
 
 
 def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | None:
@@ -150,7 +228,7 @@ def read_stop_ids(values: Mapping[str, Any], file: Path) -> tuple[int, ...] | No
   return tuple(ids)
 
 
-def config_json(config: ModelConfig) -> dict[str, Any]:
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
   """The object to write to config.json. Raises ConfigError if no family has such models."""
   family = family_of(config)
   is_gelu = config.activation == "gelu_tanh"
@@ -158,11 +236,11 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     "architectures": [family.architecture_with(config.labels)],
     "model_type": family.model_type,
     **{key: _optional(config, name) for name, key in fields_of(family).items()},
-    **rope_json(config),
-    "hidden_activation" if is_gelu else "hidden_act": ACTIVATIONS[config.activation][0],
+    **rope_to_json(config),
+    "hidden_activation" if is_gelu else "hidden_act": ACTIVATION_NAMES[config.activation][0],
     "attention_dropout": 0.0,
     "sliding_window": _window(config),
-    **stop_ids_json(config),
+    **stop_ids_to_json(config),
     "pad_token_id": None,
     "torch_dtype": "float32",
   }
@@ -173,10 +251,10 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     values[family.fields["query_scalar"]] = int(config.query_scalar)
   if config.rope_scaling and config.rope_scaling.kind == "dynamic":
     values["max_position_embeddings"] = config.rope_scaling.original_positions
-  return values | _layers_json(config, family.model_type)
+  return values | _layers_to_json(config, family.model_type)
 
 
-def _layers_json(config: ModelConfig, model_type: str) -> dict[str, Any]:
+def _layers_to_json(config: ModelConfig, model_type: str) -> dict[str, Any]:
   """The fields that say which layers have experts or a window."""
   layers = range(config.num_layers)
   types = ["sliding_attention" if config.window(i) else "full_attention" for i in layers]
@@ -206,7 +284,7 @@ def _window(config: ModelConfig) -> int | None:
   return max(config.windows, default=0) or None
 
 
-def stop_ids_json(config: ModelConfig) -> dict[str, Any]:
+def stop_ids_to_json(config: ModelConfig) -> dict[str, Any]:
   """The object to write to generation_config.json."""
   ids = list(config.stop_ids)
   if not ids:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -15,23 +16,24 @@ import numpy as np
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.huggingface import config_json, families
-from grpo_jax.model.huggingface.family import Family
+from grpo_jax.model.huggingface.families import Family
 from grpo_jax.model.huggingface.folders import TensorFiles, read_json, weight_files
-from grpo_jax.model.huggingface.put_tensors import Convert, Put, Shardings
 from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
 from grpo_jax.model.stacks import Places, of_layer
 from grpo_jax.settings import ConfigError
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
+Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
+Convert = Callable[[str, jax.Array], Any]
 Progress = Callable[[int, int], None]
 
 
-def load_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
+def load_model_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
   """The shape of the model in a Hugging Face folder. See `load`.
 
   Reads no weights. If they are there, their names and shapes must be those of config.json.
   """
-  family, config = _read_config(path, labels)
+  family, config = _config_of_folder(path, labels)
   folder = Path(path).expanduser()
   if any(folder.glob("*.safetensors")):
     _check_names_and_shapes(TensorFiles(weight_files(folder)), family, config, folder)
@@ -67,7 +69,7 @@ def load(
     convert: Makes a parameter from its name and the array in the dtype of the file. It runs on the
       devices under `jax.jit`. Of a stacked parameter, it is given one layer at a time.
     labels: The heads that the model may have, as `ModelConfig.labels` counts them: 0 for a language
-      model, or the keys of SCORERS.
+      model, or the keys of REWARD_HEADS.
     progress: Called after each leaf with the bytes read so far and the bytes to read in total.
     converted: The shardings of what `convert` returns. None means `shardings`.
 
@@ -78,20 +80,13 @@ def load(
     ConfigError: The folder is incomplete or damaged, or has a weight that is not finite, or the
       model cannot be computed exactly here.
   """
-  family, config = _read_config(path, labels)
+  family, config = _config_of_folder(path, labels)
   folder = Path(path).expanduser()
   files = TensorFiles(weight_files(folder))
   _check_tensors(files, family, config, folder)
   sizes, specs = families.sizes(config), list(family.tensors(config))
-
-  def count_bytes(some: Sequence[TensorSpec]) -> int:
-    return sum(
-      math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in some
-    )
-
-  put = Put(config, convert, converted or shardings)
-  places = Places(config)
-  total, done = count_bytes(specs), 0
+  places, targets = Places(config), converted or shardings
+  total, done = _count_bytes(files, specs, sizes), 0
   leaves: dict[str, Any] = {}
   are_finite = {}
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
@@ -100,13 +95,25 @@ def load(
     whole = shardings[parameter] if shardings else None
     of_spec = whole if whole is None or place is None else of_layer(whole)
     tensor = _read_tensor(files, of_leaf, sizes, of_spec and spec.hf_sharding(of_spec))
-    of_parameter = dataclasses.replace(spec, leaf_name=parameter)
-    leaves[parameter], is_finite = put(of_parameter, leaves.get(parameter), place, tensor)
-    are_finite[spec.hf_name] = is_finite
-    done += count_bytes(of_leaf)
+    # The layers of a stack get the same spec, so that one compilation serves them all.
+    how = _Conversion(
+      dataclasses.replace(spec, hf_name="", leaf_name=parameter),
+      tuple(sizes.items()),
+      convert,
+      places.shape(parameter, ()),
+      targets and targets[parameter],
+    )
+    leaves[parameter], are_finite[spec.hf_name] = _put(how, leaves.get(parameter), place, tensor)
+    done += _count_bytes(files, of_leaf, sizes)
     progress(done, total)
   _check_finite(are_finite, folder)
   return config, unflatten_dict(leaves, sep="/")
+
+
+def _count_bytes(files: TensorFiles, specs: Sequence[TensorSpec], sizes: Sizes) -> int:
+  return sum(
+    math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in specs
+  )
 
 
 def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
@@ -120,7 +127,9 @@ def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
       )
 
 
-def _read_config(path: str | os.PathLike, labels: Collection[int]) -> tuple[Family, ModelConfig]:
+def _config_of_folder(
+  path: str | os.PathLike, labels: Collection[int]
+) -> tuple[Family, ModelConfig]:
   """Reads config.json, and the stop ids of generation_config.json, which take precedence."""
   folder = Path(path).expanduser()
   if not folder.is_dir():
@@ -222,3 +231,65 @@ def _are_equal(files: TensorFiles, first: str, second: str) -> bool:
     return files.read(name, 0, (slice(0, files.shapes[name][0]),))
 
   return np.array_equal(read_whole(first), read_whole(second))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conversion:
+  """How tensors become a parameter. Equal ones share a compilation, from load to load."""
+
+  spec: TensorSpec  # of the tensors, without their names
+  sizes: tuple[tuple[str, int], ...]
+  convert: Convert
+  layers: tuple[int, ...]  # how many there are, or ()
+  sharding: Any  # of what `convert` returns, or None
+
+  def layer(self, tensor: jax.Array) -> Any:
+    leaf = self.spec.from_hf(tensor, dict(self.sizes))
+    return self.convert(self.spec.leaf_name, leaf)
+
+  def placed(self, parameter: Any) -> Any:
+    if self.sharding is None:
+      return parameter
+    return jax.lax.with_sharding_constraint(parameter, self.sharding)
+
+
+def _put(
+  how: _Conversion, stack: Any, place: int | None, tensor: np.ndarray | jax.Array
+) -> tuple[Any, jax.Array]:
+  """The parameter with this tensor in it, and whether the tensor is finite.
+
+  Args:
+    how: How the tensor becomes the parameter, or a layer of it.
+    stack: The parameter so far, or None. It is donated.
+    place: The number of the layer in the stack, or None for a parameter without layers.
+    tensor: In the dtype of the file.
+  """
+  if place is None:
+    return _whole(how, tensor)
+  if stack is None:
+    stack = _empty_stack(how, tensor)
+  return _into_stack(how, stack, place, tensor)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _whole(how: _Conversion, tensor: jax.Array) -> tuple[Any, jax.Array]:
+  return how.placed(how.layer(tensor)), jnp.isfinite(tensor).all()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _empty_stack(how: _Conversion, tensor: jax.Array) -> Any:
+  def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros((*how.layers, *x.shape), x.dtype)
+
+  return how.placed(jax.tree.map(zeros, jax.eval_shape(how.layer, tensor)))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _into_stack(
+  how: _Conversion, stack: Any, place: jax.Array, tensor: jax.Array
+) -> tuple[Any, jax.Array]:
+  def write(whole: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(whole, layer, place, 0)
+
+  stack = jax.tree.map(write, stack, how.layer(tensor))
+  return how.placed(stack), jnp.isfinite(tensor).all()

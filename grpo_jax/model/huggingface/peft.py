@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.model.config import PROJECTIONS, Lora, ModelConfig
+from grpo_jax.model.config import ADAPTABLE, AdapterShape, ModelConfig
 from grpo_jax.model.huggingface import families
 from grpo_jax.model.huggingface.folders import (
   TensorFiles,
@@ -26,8 +26,8 @@ from grpo_jax.settings import ConfigError
 
 PREFIX = "base_model.model."  # how PEFT's tensor names begin
 RANK = "r"  # the axis letter of the rank
-# Fields of adapter_config.json that `load_lora` reads, or that do not change what the adapter
-# computes. Any other field must be empty.
+# Fields of adapter_config.json that `load_adapter_shape` reads, or that do not change what the
+# adapter computes. Any other field must be empty.
 KNOWN_FIELDS = {
   "auto_mapping",
   "base_model_name_or_path",
@@ -55,7 +55,7 @@ ALLOWED_VALUES = {
 }
 
 
-def load_lora(path: str | os.PathLike) -> Lora:
+def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
   """Reads the shape of the adapters from adapter_config.json.
 
   Raises:
@@ -82,14 +82,14 @@ def load_lora(path: str | os.PathLike) -> Lora:
   rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
   require(type(rank) is int and rank > 0, "r", "it must be a positive int")
   require(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "it must be a positive number")
-  modules = [f"{name}_proj" for name in PROJECTIONS]
+  modules = [f"{name}_proj" for name in ADAPTABLE]
   is_list = isinstance(targets, list) and bool(targets)
   require(
-    is_list and {_projection(str(target)) for target in targets} <= set(PROJECTIONS),
+    is_list and {_projection(str(target)) for target in targets} <= set(ADAPTABLE),
     "target_modules",
     f"it must be a list of {', '.join(modules)}",
   )
-  return Lora(
+  return AdapterShape(
     rank=rank,
     alpha=float(alpha),
     rslora=bool(values.get("use_rslora")),
@@ -97,7 +97,7 @@ def load_lora(path: str | os.PathLike) -> Lora:
   )
 
 
-def base_of(path: str | os.PathLike) -> str:
+def base_of_adapters(path: str | os.PathLike) -> str:
   """The name or the folder of the model that the adapters were trained on. "" if it is not said."""
   base = read_json(Path(path).expanduser() / "adapter_config.json").get("base_model_name_or_path")
   return base if isinstance(base, str) else ""
@@ -204,7 +204,7 @@ def save_adapters(
 
 
 def _projection(module_name: str) -> str:
-  """The name in PROJECTIONS of PEFT's module, such as "q" for "q_proj"."""
+  """The name in ADAPTABLE of PEFT's module, such as "q" for "q_proj"."""
   return module_name.removesuffix("_proj")
 
 

@@ -162,7 +162,7 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
   )
 
 
-def rope_json(config: ModelConfig) -> dict[str, Any]:
+def rope_to_json(config: ModelConfig) -> dict[str, Any]:
   """The rotary fields of config.json, in the forms of transformers 4 and 5."""
   s = config.rope_scaling
   scaling: dict[str, Any] = {"rope_type": "default"}

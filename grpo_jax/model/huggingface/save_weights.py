@@ -51,8 +51,8 @@ def save(
     collections.deque(tensors_of_files, maxlen=0)
     return
   with new_folder(path) as folder:
-    write_json(folder / "config.json", config_json.config_json(config))
-    write_json(folder / "generation_config.json", config_json.stop_ids_json(config))
+    write_json(folder / "config.json", config_json.config_to_json(config))
+    write_json(folder / "generation_config.json", config_json.stop_ids_to_json(config))
     _write_weights(folder, tensors_of_files, len(files))
 
 

@@ -1,14 +1,18 @@
-"""Applies the layers of a decoder: a loop over each segment, so that depth costs no compilation."""
+"""A layer of the decoder, and the loops that apply all layers.
+
+One loop for each segment, so that depth costs no compilation.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.block import Block
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import Attend, KeysAndValues
+from grpo_jax.model.experts import Experts
+from grpo_jax.model.layers import MLP, Attend, Attention, KeysAndValues
 from grpo_jax.model.rope import CosSin
 from grpo_jax.model.stacks import Segment, segments
 from grpo_jax.types import Routing
@@ -16,18 +20,48 @@ from grpo_jax.types import Routing
 _MOST_UNROLLED_LAYERS = 4
 
 
-class Pass(NamedTuple):
-  """What the tokens of a pass attend to.
+class Block(nn.Module):
+  """Attention, then an MLP or experts, each added to the residual stream.
 
-  Attributes:
-    attend: The window of a layer -> its attention.
-    own: For each stack, the keys and values that the layers read and write, as in `Cache`.
-    prefix: For each stack, the keys and values [L, ...] that they only read.
+  Their inputs are normalised, and with `config.post_norms` their outputs too.
   """
 
-  attend: Callable[[int], Attend]
-  own: dict[str, KeysAndValues] = {}
-  prefix: dict[str, KeysAndValues] = {}
+  config: ModelConfig
+  sparse: bool
+
+  @nn.compact
+  def __call__(
+    self, x_BTD: jax.Array, counted_BT: jax.Array | None, rope: CosSin, attend: Attend
+  ) -> tuple[jax.Array, Any, Routing | None]:
+    """Applies the layer.
+
+    Args:
+      x_BTD: The residual stream.
+      counted_BT: The router's statistics count a token where this is not 0. None skips them.
+      rope: The rotary angles of the tokens.
+      attend: What lies between the projections of attention.
+
+    Returns:
+      The residual stream, what `attend` returns beside its output, and the router's statistics or
+      None.
+    """
+    c = self.config
+
+    def norm(name: str, x: jax.Array) -> jax.Array:
+      return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x)
+
+    def post_norm(name: str, x: jax.Array) -> jax.Array:
+      return norm(name, x) if c.post_norms else x
+
+    attention = Attention(c, name="attention")
+    attended_BTD, kept = attention(norm("attention_norm", x_BTD), rope, attend)
+    x_BTD = x_BTD + post_norm("attention_post_norm", attended_BTD)
+    normed_BTD = norm("mlp_norm", x_BTD)
+    if self.sparse:
+      out_BTD, routing = Experts(c, name="experts")(normed_BTD, counted_BT)
+    else:
+      out_BTD, routing = MLP(c, name="mlp")(normed_BTD), None
+    return x_BTD + post_norm("mlp_post_norm", out_BTD), kept, routing
 
 
 class LayerMemory(NamedTuple):
@@ -42,6 +76,20 @@ class LayerMemory(NamedTuple):
   own: KeysAndValues
   place: jax.Array
   prefix: KeysAndValues | None
+
+
+class Pass(NamedTuple):
+  """What the tokens of a pass attend to.
+
+  Attributes:
+    attend: The window of a layer and its memory, which is None without `own` -> its attention.
+    own: For each stack, the keys and values that the layers read and write, as in `Cache`.
+    prefix: For each stack, the keys and values [L, ...] that they only read.
+  """
+
+  attend: Callable[[int, LayerMemory | None], Attend]
+  own: dict[str, KeysAndValues] = {}
+  prefix: dict[str, KeysAndValues] = {}
 
 
 class Inputs(NamedTuple):
@@ -112,13 +160,14 @@ def _layer(
 ) -> Layer:
   """The layer of this number as a function of its parameters."""
   window = config.window(number)
-  block = Block(config, number in config.sparse_layers, run.attend(window))
+  block = Block(config, number in config.sparse_layers)
   rope = inputs.local_rope if window else inputs.rope
 
   def layer(
     params: Any, x_BTD: jax.Array, memory: LayerMemory | None
   ) -> tuple[jax.Array, Any, Routing | None]:
-    out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, rope, memory)
+    attend = run.attend(window, memory)
+    out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, rope, attend)
     return constrain(out[0], config.rows), *out[1:]
 
   if not remat:
