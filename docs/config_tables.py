@@ -11,7 +11,7 @@ class ConfigTables(griffe.Extension):
 
   def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
     rows = [_row(field) for field in cls.attributes.values() if _is_setting(field)]
-    if rows:
+    if rows and cls.docstring:
       cls.docstring.value += "\n\nAttributes:\n" + "\n".join(rows)
 
 
