@@ -218,6 +218,8 @@ INTERRUPTED = """
 import asyncio, os, signal, threading
 from grpo_jax.rewards import call
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
 async def waits(completions, **_):
   threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
   await asyncio.sleep(600)

@@ -1,9 +1,16 @@
 """The learner: log-probs of completions that share their prompt, and one update."""
 
-from grpo_jax.learner.objectives import Objective, grpo, supervised
 from grpo_jax.learner.packed import slots_of_batch
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats, split_batch, whole_batch_stats
-from grpo_jax.learner.train_step import UpdateRule, init_state, sync_reference, train_step
+from grpo_jax.learner.train_step import (
+  Objective,
+  UpdateRule,
+  grpo,
+  init_state,
+  supervised,
+  sync_reference,
+  train_step,
+)
 
 __all__ = [
   "Objective",
