@@ -7,6 +7,7 @@
   B  rows: P * G, grouped      D  width of the model       N  labels of a reward model, or a
      by prompt                 F  width of an MLP             count that the docstring explains
   V  vocabulary                L  layers                   C  slots of the KV cache
+  W  slots of a group's targets, the tokens to predict
 
 `logprobs_PGT[..., t]` is the log-prob of completion token t given all tokens before it. Prompts and
 completions are right-padded. A completion includes the token that ended it: stopping is an action.

@@ -13,6 +13,7 @@ import zlib
 from absl import app
 from absl import flags as absl_flags
 import pytest
+import shape_letters
 
 # Most of the suite's time is compilation. What is compiled need not be fast.
 # To split a program into parts that compile in parallel costs more than it saves here.
@@ -35,6 +36,7 @@ os.environ.update(
   JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
   HF_HUB_OFFLINE="1",
 )
+shape_letters.install()  # before anything imports grpo_jax
 
 
 def pytest_addoption(parser):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.sampler import logits as logits_lib
-from grpo_jax.sampler.decode import capacities, decode, row_uniforms
+from grpo_jax.sampler.decode import Rows, capacities, decode, row_uniforms
 from grpo_jax.sampler.logits import Decoding
 
 PLAIN = Decoding(max_tokens=8, stop_ids=(1,))
@@ -132,16 +132,13 @@ def run(step, max_tokens=8, P=2, G=3, key=0, stop_ids=(1,), first=None):
     return cache
 
   def complete(key):
-    out = decode(
-      step,
-      grow,
-      jnp.int32(0),
-      jnp.repeat(first, G, axis=0),
-      row_uniforms(key, jnp.arange(P * G), max_tokens, V),
-      jnp.ones(P * G),
-      decoding(max_tokens=max_tokens, stop_ids=stop_ids),
+    rows = Rows(
+      logits_BV=jnp.repeat(first, G, axis=0),
+      uniforms_BTN=row_uniforms(key, jnp.arange(P * G), max_tokens, V),
+      temperature_B=jnp.ones(P * G),
     )
-    return jax.tree.map(lambda x: x.reshape(P, G, *x.shape[1:]), out)
+    options = decoding(max_tokens=max_tokens, stop_ids=stop_ids)
+    return decode(step, grow, jnp.int32(0), rows, options, G)
 
   return jax.jit(complete)(jax.random.key(key))
 
@@ -240,15 +237,13 @@ def test_every_token_finds_room_in_the_cache():
   def grow(cache, capacity):
     return cache[0], jnp.zeros(capacity)
 
-  decode(
-    step,
-    grow,
-    (jnp.int32(0), jnp.zeros(32)),
-    jnp.zeros((1, V)),
-    row_uniforms(jax.random.key(0), jnp.arange(1), 100, V),
-    jnp.ones(1),
-    decoding(max_tokens=100, stop_ids=()),
+  rows = Rows(
+    logits_BV=jnp.zeros((1, V)),
+    uniforms_BTN=row_uniforms(jax.random.key(0), jnp.arange(1), 100, V),
+    temperature_B=jnp.ones(1),
   )
+  cache = jnp.int32(0), jnp.zeros(32)
+  decode(step, grow, cache, rows, decoding(max_tokens=100, stop_ids=()), 1)
   jax.effects_barrier()
   assert [t for t, _ in seen] == list(range(99)) and all(t < n for t, n in seen)
   assert sorted({n for _, n in seen}) == [32, 50, 100]

@@ -68,7 +68,8 @@ def test_the_advantages_are_the_gradient_of_the_reverse_kl():
   def expected_surrogate(logits):
     logprobs = jax.nn.log_softmax(logits)
     own = jax.lax.stop_gradient(logprobs)
-    advantages = teacher_advantages(teacher_logprobs, own, jnp.ones(7))
+    row = (x[None, None] for x in (teacher_logprobs, own, jnp.ones(7)))
+    advantages = teacher_advantages(*row)[0, 0]
     return (jnp.exp(own) * advantages * logprobs).sum()
 
   np.testing.assert_allclose(
@@ -78,9 +79,9 @@ def test_the_advantages_are_the_gradient_of_the_reverse_kl():
 
 def test_tokens_outside_the_mask_have_none():
   found = teacher_advantages(
-    jnp.array([-1.0, jnp.nan, 0]), jnp.array([-3.0, 1, 5]), jnp.array([1.0, 0, 0])
+    jnp.array([[[-1.0, jnp.nan, 0]]]), jnp.array([[[-3.0, 1, 5]]]), jnp.array([[[1.0, 0, 0]]])
   )
-  np.testing.assert_array_equal(found, [2, 0, 0])
+  np.testing.assert_array_equal(found, [[[2, 0, 0]]])
 
 
 # In a run.

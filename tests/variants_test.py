@@ -131,13 +131,13 @@ def run_aggregation(record, inputs, algo):
 
 def run_kl(record, inputs, algo):
   del algo
-  policy, reference = jnp.log(array(inputs["policy"])), jnp.log(array(inputs["reference"]))
+  policy, reference = (jnp.log(array(inputs[name]))[None, None] for name in ("policy", "reference"))
   gradient = jax.grad(lambda policy: record.compute(policy, reference).sum())(policy)
-  return {"kl": record.compute(policy, reference), "gradient": gradient}
+  return {"kl": record.compute(policy, reference)[0, 0], "gradient": gradient[0, 0]}
 
 
 def run_correction(record, inputs, algo):
-  return {"corrected": record.compute(array(inputs["weights"]), algo)}
+  return {"corrected": record.compute(array(inputs["weights"])[None, None], algo)[0, 0]}
 
 
 def run_correction_level(record, inputs, algo):

@@ -39,13 +39,13 @@ def balance_metrics(routing: Routing) -> dict[str, jax.Array]:
   Returns:
     Names and float32 scalars.
   """
-  total: Routing = jax.tree.map(lambda x: x.sum(0), routing)
-  assigned_LX, probs_LX, tokens_L = total.assigned_BLX, total.probs_BLX, total.tokens_BL
+  assigned_LX, probs_LX = routing.assigned_BLX.sum(0), routing.probs_BLX.sum(0)
+  tokens_L, entropy_L = routing.tokens_BL.sum(0), routing.entropy_BL.sum(0)
   load_LX = masked.divide(assigned_LX, assigned_LX.mean(-1, keepdims=True))
   return {
     "router/aux_loss": balance_loss(assigned_LX.sum(0), probs_LX.sum(0), tokens_L.sum()),
     "router/load_max": load_LX.max(),
     "router/load_min": load_LX.min(),
     "router/dead": (load_LX == 0).mean(),
-    "router/entropy": masked.divide(total.entropy_BL.sum(), tokens_L.sum()),
+    "router/entropy": masked.divide(entropy_L.sum(), tokens_L.sum()),
   }

@@ -194,8 +194,8 @@ def importance(
     [P, G, T]
   """
   log_w_PGT = masked.masked(old_logprobs_PGT - mu_PGT, mask_PGT)
-  log_w_PGT = LEVELS[algo.correction_level].compute(log_w_PGT, mask_PGT)
-  return jnp.exp(jnp.broadcast_to(log_w_PGT, mask_PGT.shape))
+  log_weight = LEVELS[algo.correction_level].compute(log_w_PGT, mask_PGT)
+  return jnp.exp(jnp.broadcast_to(log_weight, mask_PGT.shape))
 
 
 def correction_weights(

@@ -150,20 +150,20 @@ def _with_gradient_of_k2(record: KLEstimator) -> KLEstimator:
 KL |= {f"{name}+": _with_gradient_of_k2(record) for name, record in KL.items()}
 
 
-def full(logits_V: jax.Array, ref_logits_V: jax.Array) -> jax.Array:
+def full(logits: jax.Array, ref_logits: jax.Array) -> jax.Array:
   """sum over the vocabulary of pi (log pi - log ref), with its own gradient.
 
   It is exact for the token's distribution. So its gradient needs no estimate, and it has no + form.
 
   Args:
-    logits_V: The policy's logits [..., V], divided by the temperature.
-    ref_logits_V: The reference's, likewise.
+    logits: The policy's logits [..., V], divided by the temperature.
+    ref_logits: The reference's, likewise.
 
   Returns:
     [...]
   """
-  logprobs_V, ref_logprobs_V = jax.nn.log_softmax(logits_V), jax.nn.log_softmax(ref_logits_V)
-  return (jnp.exp(logprobs_V) * (logprobs_V - ref_logprobs_V)).sum(-1)
+  logprobs, ref_logprobs = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
+  return (jnp.exp(logprobs) * (logprobs - ref_logprobs)).sum(-1)
 
 
 KL["full"] = KLEstimator(

@@ -26,7 +26,7 @@ def completion_features(
       jax.checkpoint_policies, or "" for all.
 
   Returns:
-    Hidden states [P, M, D] of the tokens that are predicted, M = G * T, or packed as `packings`
+    Hidden states [P, W, D] of the tokens that are predicted, W = G * T, or packed as `packings`
     says where `batch.slots` is set; and the routing of each group, [P, ...], or None for a model
     without experts. The routing counts a group's prompt once, if any of the group's tokens is in
     the loss, and a completion's tokens of the loss except the last one, which predicts nothing.
@@ -57,11 +57,10 @@ def completion_features(
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
   if targets is not None:
     return _shifted(hidden_PND[:, S:], last_P1D, inputs, targets, T), routing
-  first_PG1D = jnp.broadcast_to(last_P1D[:, None], (P, G, 1, hidden_PND.shape[-1]))
-  rest_PGTD = hidden_PND[:, S:].reshape(P, G, T - 1, hidden_PND.shape[-1])
-  return jnp.concatenate([first_PG1D, rest_PGTD], axis=2).reshape(
-    P, G * T, hidden_PND.shape[-1]
-  ), routing
+  D = hidden_PND.shape[-1]
+  first_PG1D = jnp.broadcast_to(last_P1D[:, None], (P, G, 1, D))
+  rest = hidden_PND[:, S:].reshape(P, G, T - 1, D)
+  return jnp.concatenate([first_PG1D, rest], axis=2).reshape(P, G * T, D), routing
 
 
 def packings(batch: Batch) -> tuple[model.Packing, model.Packing]:
@@ -80,20 +79,20 @@ def _shifted(
   targets: model.Packing,
   tokens: int,
 ) -> jax.Array:
-  """The hidden state that predicts each target [P, M, D].
+  """The hidden state that predicts each target [P, W, D].
 
   Args:
-    hidden_PND: Of the inputs.
+    hidden_PND: Of the N inputs.
     last_P1D: Of the prompts' last tokens.
     inputs: The packing of the inputs, which are the tokens of rows of T - 1.
     targets: The packing of the targets, which are the tokens of rows of T.
     tokens: T.
   """
-  row_PM, time_PM = jnp.divmod(jnp.maximum(targets.token_PN, 0), tokens)
-  before_PM = row_PM * (tokens - 1) + jnp.maximum(time_PM - 1, 0)
-  source_PM = jnp.take_along_axis(inputs.slot_PC, before_PM, 1)
+  row_PW, time_PW = jnp.divmod(jnp.maximum(targets.token_PN, 0), tokens)
+  before_PW = row_PW * (tokens - 1) + jnp.maximum(time_PW - 1, 0)
+  source_PW = jnp.take_along_axis(inputs.slot_PC, before_PW, 1)
   row_PN, time_PN = jnp.divmod(jnp.maximum(inputs.token_PN, 0), tokens - 1)
   target_PN = jnp.take_along_axis(targets.slot_PC, row_PN * tokens + time_PN + 1, 1)
   target_PN = jnp.where(inputs.token_PN >= 0, target_PN, -1)
-  rest_PMD = model.move(hidden_PND, source_PM, target_PN)
-  return jnp.where((time_PM == 0)[..., None], last_P1D, rest_PMD)
+  rest_PWD = model.move(hidden_PND, source_PW, target_PN)
+  return jnp.where((time_PW == 0)[..., None], last_P1D, rest_PWD)

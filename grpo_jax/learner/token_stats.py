@@ -16,6 +16,9 @@ from grpo_jax.learner.features import completion_features, packings
 from grpo_jax.learner.packed import sorted_by_tokens, with_fewest_slots
 from grpo_jax.types import Batch, TokenStats
 
+# (log-probs, entropies, KL), as `TokenStats` explains them, but [B, T] each.
+Stats = tuple[jax.Array, jax.Array, jax.Array | None]
+
 
 @dataclasses.dataclass(frozen=True)
 class StatsOptions:
@@ -65,19 +68,24 @@ def batch_stats(
   def features(params: model.Params) -> tuple[jax.Array, Any]:
     return completion_features(params, options.model, batch, options.learner.saved_activations)
 
-  hidden_PMD, routing = features(params)
-  reference_PMD = jax.lax.stop_gradient(features(reference)[0]) if options.full_kl else None
-  tokens_PM = batch.completions_PGT.reshape(P, G * T)
-  if targets is not None:
-    tokens_PM = model.pack(tokens_PM, targets)
-  inputs = TokenInputs(hidden_PMD, reference_PMD, tokens_PM)
+  hidden_PWD, routing = features(params)
+  reference_PWD = jax.lax.stop_gradient(features(reference)[0]) if options.full_kl else None
+  tokens = batch.completions_PGT.reshape(P, G * T)
+  tokens_PW = tokens if targets is None else model.pack(tokens, targets)
+  inputs = TokenInputs(hidden_PWD, reference_PWD, tokens_PW)
   stats = token_stats(params, reference, inputs, batch.temperature_P, options)
 
-  def in_rows(x_PM: jax.Array) -> jax.Array:
-    x_PC = x_PM if targets is None else model.unpack(x_PM, targets)
-    return masked.masked(x_PC.reshape(P, G, T), batch.mask_PGT)
+  def in_rows(x_PW: jax.Array) -> jax.Array:
+    rows = x_PW if targets is None else model.unpack(x_PW, targets)
+    return masked.masked(rows.reshape(P, G, T), batch.mask_PGT)
 
-  return jax.tree.map(in_rows, stats).replace(routing=routing)
+  logprobs_PGT, entropies_PGT, full_kl_PGT = jax.tree.map(in_rows, stats)
+  return TokenStats(
+    logprobs_PGT=logprobs_PGT,
+    entropies_PGT=entropies_PGT,
+    full_kl_PGT=full_kl_PGT,
+    routing=routing,
+  )
 
 
 def token_stats(
@@ -86,8 +94,8 @@ def token_stats(
   inputs: TokenInputs,
   temperature_B: jax.Array,
   options: StatsOptions,
-) -> TokenStats:
-  """Stats of tokens, [B, T] each.
+) -> Stats:
+  """Stats of rows of tokens.
 
   A device holds the logits of about `logprob_chunk` tokens at a time, in the backward pass too, and
   of one position of its rows at least. Chunks are slices of T, so that rows stay on the device
@@ -111,7 +119,7 @@ def token_stats(
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
 
   @jax.checkpoint
-  def chunk_stats(chunk: TokenInputs) -> TokenStats:
+  def chunk_stats(chunk: TokenInputs) -> Stats:
     return _stats_of_chunk(params, reference, chunk, temperature_B, options)
 
   return jax.tree.map(join, jax.lax.map(chunk_stats, jax.tree.map(split, inputs)))
@@ -132,7 +140,7 @@ def _stats_of_chunk(
   chunk: TokenInputs,
   temperature_B: jax.Array,
   options: StatsOptions,
-) -> TokenStats:
+) -> Stats:
   temperature_B11 = temperature_B[:, None, None]
   logits = model.unembed(params, options.model, chunk.hidden_BTD) / temperature_B11
   log_total = jax.nn.logsumexp(logits, axis=-1)
@@ -148,7 +156,7 @@ def _stats_of_chunk(
     logits, log_total = jax.lax.stop_gradient((logits, log_total))
   probs = jnp.exp(logits - log_total[..., None])
   entropies_BT = log_total - (probs * logits).sum(-1)
-  return TokenStats(logprobs_PGT=logprobs_BT, entropies_PGT=entropies_BT, full_kl_PGT=full_kl_BT)
+  return logprobs_BT, entropies_BT, full_kl_BT
 
 
 def split_batch(batch: Batch, size: int) -> Batch:

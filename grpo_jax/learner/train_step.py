@@ -325,15 +325,16 @@ def with_balance_loss(
     loss, report = objective.part_loss(params, reference, part, own_totals)
     own = sum_rows(report.routing)
     whole = own if whole is None else whole
-    balance = balance_loss(whole.assigned_BLX.sum(0), own.probs_BLX.sum(0), whole.tokens_BL.sum())
+    assigned_X, probs_X = whole.assigned_BLX.sum((0, 1)), own.probs_BLX.sum((0, 1))
+    balance = balance_loss(assigned_X, probs_X, whole.tokens_BL.sum())
     return loss + learner.router_aux_coef * balance, report
 
   return Objective(objective.join, prepare, totals_and_routing, part_loss, objective.adapt)
 
 
 def sum_rows(routing: Routing | None) -> Routing | None:
-  """The routing of all rows together."""
-  return jax.tree.map(lambda x: x.sum(0), routing)
+  """The routing of all rows together, as one row."""
+  return jax.tree.map(lambda x: x.sum(0, keepdims=True), routing)
 
 
 def _join(config: model.ModelConfig) -> Callable[[Any, Any], model.Params]:

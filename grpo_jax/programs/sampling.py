@@ -10,7 +10,7 @@ import optax
 
 from grpo_jax import model
 from grpo_jax.config import Sampling
-from grpo_jax.sampler.decode import capacities, decode, row_uniforms
+from grpo_jax.sampler.decode import Rows, capacities, decode, row_uniforms
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.types import Completions
 
@@ -67,22 +67,15 @@ def make_sampler(config: model.ModelConfig, decoding: Decoding, group_size: int)
       return logits_B1V[:, 0], cache
 
     rows_B = first_prompt * group_size + jnp.arange(P * group_size)
-    completions = decode(
-      step,
-      model.grow_cache,
-      model.empty_cache(
-        rows_config,
-        prefix,
-        group_size,
-        capacity=capacities(decoding.max_tokens)[0],
-        slots=0 if config.unrolled else decoding.max_tokens,
-      ),
-      jnp.repeat(logits_PV, group_size, axis=0),
-      row_uniforms(key, rows_B, decoding.max_tokens, logits_PV.shape[-1]),
-      jnp.repeat(temperature_P, group_size),
-      decoding,
+    rows = Rows(
+      logits_BV=jnp.repeat(logits_PV, group_size, axis=0),
+      uniforms_BTN=row_uniforms(key, rows_B, decoding.max_tokens, logits_PV.shape[-1]),
+      temperature_B=jnp.repeat(temperature_P, group_size),
     )
-    return jax.tree.map(lambda x: x.reshape(P, group_size, *x.shape[1:]), completions)
+    slots = 0 if config.unrolled else decoding.max_tokens
+    capacity = capacities(decoding.max_tokens)[0]
+    empty = model.empty_cache(rows_config, prefix, group_size, capacity=capacity, slots=slots)
+    return decode(step, model.grow_cache, empty, rows, decoding, group_size)
 
   return sample
 

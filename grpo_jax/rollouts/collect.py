@@ -283,10 +283,10 @@ class GroupSource:
     size = self._config.batch.prompts // self._config.sampling.parts
     begun: list[Callable[[], tuple[ScoredGroups, Report]]] = []
     for first in range(0, len(indices_P), size):
-      part_P = indices_P[first : first + size]
-      prompts = loader.prompt_batch(self.prompts, part_P, self._run.hosts)
+      part = indices_P[first : first + size]
+      prompts = loader.prompt_batch(self.prompts, part, self._run.hosts)
       rollouts = self._rollout(params, prompts, key, temperature, first)
-      begun.append(self._start_scores(part_P, temperature, rollouts, prompts, index))
+      begun.append(self._start_scores(part, temperature, rollouts, prompts, index))
     clock.lap("sample")
     groups, reports = zip(*(finish() for finish in begun))
     clock.lap("reward")

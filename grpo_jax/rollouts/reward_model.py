@@ -109,12 +109,12 @@ class RewardModel:
     fitting = fitting[np.argsort(lengths_N[fitting], kind="stable")]
     for start in range(0, len(fitting), self._batch):
       chosen = fitting[start : start + self._batch]
-      tokens_BT = self._hosts.put(self._batch_of(tokens_NT[chosen], lengths_N[chosen[-1]]))
-      scores_BT = self._hosts.fetch(self._scores(self._params, tokens_BT))
-      for i, scores_T in zip(chosen, scores_BT):
+      tokens = self._hosts.put(self._batch_of(tokens_NT[chosen], lengths_N[chosen[-1]]))
+      scores = self._hosts.fetch(self._scores(self._params, tokens))
+      for i, row in zip(chosen, scores):
         if owners_N[i] == self._hosts.index:
           marks = texts[own_N[i]].marks
-          scored_steps[own_N[i]] = [(end, float(scores_T[position])) for end, position in marks]
+          scored_steps[own_N[i]] = [(end, float(row[position])) for end, position in marks]
     return scored_steps
 
   def check_conversations(self) -> None:

@@ -16,8 +16,22 @@ Step = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 Grow = Callable[[Any, int], Any]
 
 
+class Rows(struct.PyTreeNode):
+  """What the completion of each row is drawn from.
+
+  Attributes:
+    logits_BV: The logits that follow the prompts.
+    uniforms_BTN: Uniform numbers in [0, 1), from `row_uniforms`.
+    temperature_B: float32. Greedy decoding ignores it.
+  """
+
+  logits_BV: jax.Array
+  uniforms_BTN: jax.Array
+  temperature_B: jax.Array
+
+
 class _Loop(struct.PyTreeNode):
-  """The state of the loop. Rows and tokens are [B] and [B, T]."""
+  """The state of the loop."""
 
   time: jax.Array  # int32 scalar, tokens drawn so far
   token_B: jax.Array
@@ -42,13 +56,7 @@ def capacities(max_tokens: int) -> list[int]:
 
 
 def decode(
-  step: Step,
-  grow: Grow,
-  cache: Any,
-  logits_BV: jax.Array,
-  uniforms_BTN: jax.Array,
-  temperature_B: jax.Array,
-  decoding: Decoding,
+  step: Step, grow: Grow, cache: Any, rows: Rows, decoding: Decoding, group_size: int
 ) -> Completions:
   """Draws a completion for each row, and ends early when every row has stopped.
 
@@ -56,25 +64,22 @@ def decode(
     step: Computes the logits that follow token_B, token number `time` (from 0) of each row.
     grow: Gives the cache more room.
     cache: The cache after the prompts, with room for `capacities(max_tokens)[0]` tokens a row.
-    logits_BV: The logits that follow the prompts.
-    uniforms_BTN: Uniform numbers in [0, 1), from `row_uniforms`.
-    temperature_B: float32. Greedy decoding ignores it.
+    rows: What each row is drawn from.
     decoding: Filters, stop ids and the longest completion T.
-
-  Returns:
-    Completions with arrays [B, T] and [B]: rows are not grouped yet.
+    group_size: G. The rows of a prompt are neighbours.
   """
-  B, T = logits_BV.shape[0], decoding.max_tokens
+  T = decoding.max_tokens
 
   def advance(loop: _Loop, logits_BV: jax.Array) -> _Loop:
-    uniforms_BN = uniforms_BTN[:, loop.time]
-    return _append(loop, sample_token(logits_BV, uniforms_BN, temperature_B, decoding), decoding)
+    uniforms_BN = rows.uniforms_BTN[:, loop.time]
+    drawn = sample_token(logits_BV, uniforms_BN, rows.temperature_B, decoding)
+    return _append(loop, drawn, decoding)
 
   def body(loop: _Loop) -> _Loop:
     logits_BV, cache = step(loop.cache, loop.token_B, loop.time - 1)
     return advance(loop.replace(cache=cache), logits_BV)
 
-  loop = advance(_start(B, T, cache), logits_BV)
+  loop = advance(_start(len(rows.logits_BV), T, cache), rows.logits_BV)
   for capacity in capacities(T):
     loop = loop.replace(cache=grow(loop.cache, capacity))
     # The token that was drawn last needs no slot, because no step has read it yet.
@@ -84,13 +89,17 @@ def decode(
       return (loop.time < end) & ~loop.done_B.all()
 
     loop = jax.lax.while_loop(unfinished, body, loop)
+
+  def group(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, group_size, *x.shape[1:])
+
   return Completions(
-    tokens_PGT=loop.tokens_BT,
-    lengths_PG=loop.lengths_B,
-    sampled_PGT=jnp.arange(T) < loop.lengths_B[:, None],
-    logprobs_PGT=loop.logprobs_BT,
-    behavior_logprobs_PGT=loop.behavior_logprobs_BT,
-    stopped_by_PG=loop.stopped_by_B,
+    tokens_PGT=group(loop.tokens_BT),
+    lengths_PG=group(loop.lengths_B),
+    sampled_PGT=group(jnp.arange(T) < loop.lengths_B[:, None]),
+    logprobs_PGT=group(loop.logprobs_BT),
+    behavior_logprobs_PGT=group(loop.behavior_logprobs_BT),
+    stopped_by_PG=group(loop.stopped_by_B),
   )
 
 
@@ -122,7 +131,7 @@ def _append(
 
 
 def row_uniforms(key: jax.Array, rows_B: jax.Array, max_tokens: int, vocabulary: int) -> jax.Array:
-  """The uniform numbers of each row, float32 [B, T, N].
+  """The uniform numbers of each row, float32 [B, T, N], N = draws_per_token(V).
 
   Row b draws with fold_in(key, rows_B[b]), so its tokens do not depend on the other rows.
   """

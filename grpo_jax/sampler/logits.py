@@ -46,8 +46,8 @@ def filtered(logits_BV: jax.Array, decoding: Decoding) -> jax.Array:
   """
   if decoding.top_k:
     count = min(decoding.top_k, logits_BV.shape[-1])
-    kept_BK = jax.lax.top_k(logits_BV, count)[0]
-    logits_BV = jnp.where(logits_BV < kept_BK[:, -1:], -jnp.inf, logits_BV)
+    least_B1 = jax.lax.top_k(logits_BV, count)[0][:, -1:]
+    logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
   if decoding.top_p < 1:
     sorted_BV = -jnp.sort(-logits_BV, axis=-1)
     probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
@@ -88,10 +88,10 @@ def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> jax.Array:
     block = (1, BRANCH)
     levels.append(jax.lax.reduce_window(levels[-1], 0.0, jax.lax.add, block, block, "VALID"))
   token_B = _invert(levels.pop(), uniforms_BN[:, 0])
-  for weights_BN, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
+  for weights, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
     children = token_B[:, None] * BRANCH + jnp.arange(BRANCH)
-    chosen_BN = jnp.take_along_axis(weights_BN, children, axis=1)
-    token_B = token_B * BRANCH + _invert(chosen_BN, uniform_B)
+    chosen = jnp.take_along_axis(weights, children, axis=1)
+    token_B = token_B * BRANCH + _invert(chosen, uniform_B)
   return token_B
 
 
@@ -123,7 +123,7 @@ def sample_token(
 
 
 def _invert(weights_BN: jax.Array, uniform_B: jax.Array) -> jax.Array:
-  """The first entry whose cumulative weight exceeds the uniform number.
+  """The first of N entries whose cumulative weight exceeds the uniform number.
 
   It is never an entry of weight 0, whatever the rounding.
   """
