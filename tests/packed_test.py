@@ -103,6 +103,7 @@ def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
   jax.tree.map(close, grads_of_stream, grads)
 
 
+@pytest.mark.slow
 def test_routing_counts_each_token_once_wherever_it_lies():
   config = dataclasses.replace(
     CONFIG,

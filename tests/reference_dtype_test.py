@@ -107,6 +107,7 @@ def test_the_reference_made_again_from_the_checkpoint_is_the_first_one(tmp_path,
   assert_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "warm_steps, algo",
   [

@@ -358,7 +358,7 @@ def checkpoint(tmp_path_factory):
     pytest.param("moving", 2, False, marks=pytest.mark.slow),
     pytest.param("unused", 2, False, marks=pytest.mark.slow),
     pytest.param("fixed", 0, False, marks=pytest.mark.slow),
-    ("moving", 0, False),
+    pytest.param("moving", 0, False, marks=pytest.mark.slow),
     pytest.param("fixed", 0, True, marks=pytest.mark.slow),
     ("moving", 0, True),
     pytest.param("unused", 0, True, marks=pytest.mark.slow),

@@ -122,6 +122,7 @@ def test_the_teacher_of_another_shape_grades_each_token(tmp_path):
   assert both.teacher_logprobs_PGT is None
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_the_teacher_alone(tmp_path):
   """With reward weights of 0, and also where no group differs."""
   save_teacher(tmp_path / "teacher")

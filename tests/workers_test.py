@@ -265,6 +265,7 @@ def test_async_calls_run_side_by_side(pool):
   assert time.monotonic() - start < 5  # 12 s one after the other
 
 
+@pytest.mark.slow
 def test_an_async_call_that_hangs_or_raises_costs_only_its_own_reward(pool):
   groups = [["a", "forever"], ["blocks", "bb"], ["raise", "ccc"], ["dddd"]]
   found = answers(pool, "waits", groups, is_async=True)
