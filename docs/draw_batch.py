@@ -70,7 +70,6 @@ STATIONS = (
       ("completions_PGT", "the completions"),
       ("mask_PGT", "1 at tokens of the loss"),
       ("advantages_PGT", "their advantages"),
-      ("ref_logprobs_PGT", "the reference's log-probs"),
     ),
     (("algo/advantages/group.py", "advantages [P, G]"),),
   ),
@@ -88,7 +87,7 @@ STATIONS = (
     "algo/objective.py",
     ("objective",),
     ("Ratio, surrogate and KL of each token, and", "their aggregation: the loss, a scalar."),
-    (("grads", "the gradient of the loss"),),
+    (("loss", "of a batch or a part of it"),),
     (
       ("algo/ratios.py", "ratio_PGT"),
       ("algo/surrogates/clipped.py", "loss_PGT"),
@@ -97,9 +96,7 @@ STATIONS = (
     ),
   ),
 )
-LAST = (
-  "learner/train_step.py adds the gradients up, and the optimizer of optax changes the parameters."
-)
+LAST = "learner/train_step.py differentiates it, adds gradients up, and changes the parameters."
 
 _WIDTH, _LEFT, _BOX, _HELPERS = 960, 30, 400, 590
 _LINE, _PADDING = 19, 14

@@ -231,7 +231,7 @@ class GroupSource:
     self._curriculum = PassRateCurriculum(run.config.curriculum, run.config.seed, len(self.prompts))
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> StepGroups:
-    """GroupSource the groups of GRPO step `index`.
+    """Draws the groups of GRPO step `index`.
 
     Args:
       params: The policy, as `Parameters.for_sampling` returns it.

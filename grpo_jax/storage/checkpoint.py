@@ -2,7 +2,7 @@
 
 A checkpoint is a folder named by its step. When it is complete, orbax renames it from a temporary
 name, or adds a last object in a bucket, so what a killed save leaves is known. The newest few
-checkpoints are kept. `checkpoint_format.py` says how damage is noticed.
+checkpoints are kept. `manifest.py` says how damage is noticed.
 """
 
 from collections.abc import Callable, Collection

@@ -145,7 +145,11 @@ class WarmStep:
 
 
 class GrpoStep:
-  """Sample, score, compare within the group, update."""
+  """Sample, score, compare within the group, update.
+
+  `run.programs` has the compiled functions: `with_advantages` is that of algo/batch.py, `update` is
+  `train_step` of learner/train_step.py.
+  """
 
   def __init__(self, run: Run, collector: Collector, store: StateStore):
     self._run = run
