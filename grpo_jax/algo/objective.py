@@ -66,7 +66,8 @@ def objective(
 
   The order is:
 
-  1. The surrogate, such as `ppo_clip` in surrogates/clipped.py. It may apply the weights of 3 and 4 itself, if its record says so.
+  1. The surrogate, such as `ppo_clip` in surrogates/clipped.py. It may apply the weights of 3 and 4
+     itself, if its record says so.
   2. The loss becomes 0 where A < 0 in rows that are too far off-policy.
   3. The weights of the token selection.
   4. The weights of the correction.
