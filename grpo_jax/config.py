@@ -27,7 +27,8 @@ from grpo_jax.settings import (
 
 DTYPES = ("float32", "bfloat16")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SCHEDULES = ("constant", "linear", "cosine")
+LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
+TEMPERATURE_SCHEDULES = ("constant", "linear", "cosine")
 NOT_NEGATIVE = at_least(0)
 POSITIVE = at_least(1)
 # No batch or model in use is near these. They keep a typing error from being built for hours.
@@ -185,7 +186,7 @@ class Sampling:
   temperature_schedule: str = setting(
     "constant",
     "how the temperature goes from temperature to temperature_end over the GRPO steps",
-    one_of(SCHEDULES),
+    one_of(TEMPERATURE_SCHEDULES),
   )
   temperature_end: float = setting(
     1.0, "of the last step, where temperature_schedule is not constant", above(0)
@@ -348,7 +349,9 @@ class Optimizer:
   name: str = setting("adamw", "a name of grpo_jax/learner/optimizer.py")
   learning_rate: float = setting(1e-6, "the peak, after the warmup", NOT_NEGATIVE)
   schedule: str = setting(
-    "constant", "after the warmup: constant, or to 0 at the last step", one_of(SCHEDULES)
+    "constant",
+    "after the warmup: constant, or to 0 at the last step",
+    one_of(LEARNING_RATE_SCHEDULES),
   )
   warmup_steps: int = setting(0, "optimizer steps of linear warmup", NOT_NEGATIVE)
   b1: float = setting(0.9, "decay of the first moment, or momentum", below_one())

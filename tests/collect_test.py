@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from small_run import G, P, T, small_config, small_run, with_reward, with_section
 
-from grpo_jax.config import Sampling
+from grpo_jax.config import TEMPERATURE_SCHEDULES, Sampling
 from grpo_jax.data import loader
-from grpo_jax.programs.sampling import temperature_at
+from grpo_jax.programs.sampling import TEMPERATURES, temperature_at
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.rollout import make_rollout
 from grpo_jax.rollouts.scorer import Scorers
@@ -277,10 +277,13 @@ def test_what_was_sampled_is_what_is_trained(tmp_path):
   assert sum(a != b for a, b in zip(again, ids)) > P * G / 2
 
 
+def test_every_schedule_of_the_config_has_a_function():
+  assert set(TEMPERATURES) == set(TEMPERATURE_SCHEDULES)
+
+
 def test_every_schedule_goes_from_the_first_temperature_to_the_last():
   """A new schedule is tested as soon as the config allows its name."""
-  field = Sampling.__dataclass_fields__["temperature_schedule"]
-  for schedule in set(field.metadata["setting"].range.choices) - {"constant"}:
+  for schedule in set(TEMPERATURE_SCHEDULES) - {"constant"}:
     sampling = Sampling(temperature=2.0, temperature_schedule=schedule, temperature_end=0.5)
     found = [temperature_at(sampling, i, 5) for i in range(5)]
     assert found[0] == pytest.approx(2.0) and found[-1] == pytest.approx(0.5), schedule

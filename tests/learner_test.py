@@ -17,7 +17,7 @@ from grpo_jax import learner, model
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo import presets
 from grpo_jax.algo import token_selection as selection
-from grpo_jax.config import Learner, Optimizer
+from grpo_jax.config import LEARNING_RATE_SCHEDULES, Learner, Optimizer
 from grpo_jax.learner import optimizer as optim
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Coefficients
@@ -432,20 +432,27 @@ def test_schedules(schedule, rates):
   np.testing.assert_allclose([rate(n) for n in range(5)], rates, atol=1e-6)
 
 
-def test_only_matrices_are_decayed_and_gradients_are_clipped(params):
-  """Zero gradient: AdamW changes a parameter by -lr * decay * itself, if at all."""
-  optimizer = optim.make_optimizer(Optimizer(learning_rate=0.1, weight_decay=0.5), 10)
+def test_every_schedule_of_the_config_has_a_function():
+  assert set(optim.LEARNING_RATES) == set(LEARNING_RATE_SCHEDULES)
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_matrices_shrink_and_scales_and_biases_are_left_alone(params, name):
+  """Without a gradient, an update takes rate * decay of a matrix, and nothing of the others."""
+  config = Optimizer(name=name, learning_rate=0.1, weight_decay=0.5)
+  optimizer = optim.make_optimizer(config, 10)
 
   def update(params):
     zeros = jax.tree.map(jnp.zeros_like, params)
     return optimizer.update(zeros, optimizer.init(params), params)[0]
 
-  updates = jax.jit(update)(params)
-  attention, block = updates["layers_0"]["attention"]["q"], updates["layers_0"]
-  np.testing.assert_allclose(
-    attention["kernel"], -0.05 * params["layers_0"]["attention"]["q"]["kernel"], rtol=1e-6
-  )
-  assert (attention["bias"] == 0).all() and (block["mlp_norm"]["scale"] == 0).all()
+  updates = jax.tree_util.tree_leaves_with_path(jax.jit(update)(params))
+  for (path, change), value in zip(updates, jax.tree.leaves(params)):
+    share = 0.0 if path[-1].key in ("scale", "bias") else 0.05
+    np.testing.assert_allclose(
+      change, -share * value, rtol=1e-6, err_msg=jax.tree_util.keystr(path)
+    )
+  assert {path[-1].key for path, _ in updates} >= {"scale", "bias", "kernel", "embedding"}
 
 
 def test_experts_and_adapters_are_decayed_too():
@@ -505,9 +512,23 @@ def test_first_moments_in_bfloat16_take_half_and_learning_goes_on(params, name, 
   assert 0 < abs(exact - rounded).max() < 0.02 * (exact[0] - exact[-1])
 
 
-def test_adafactor_has_no_first_moment():
-  with pytest.raises(ConfigError, match=r"^config key optimizer\.moments_dtype is 'bfloat16': ada"):
-    optim.make_optimizer(Optimizer(name="adafactor", moments_dtype="bfloat16"), 1)
+@pytest.mark.parametrize("b1", [0.9, 0.0])
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_moments_are_in_bfloat16_or_that_is_refused(params, name, b1):
+  try:
+    optimizer = optim.make_optimizer(Optimizer(name=name, b1=b1, moments_dtype="bfloat16"), 1)
+  except ConfigError as error:
+    assert str(error).startswith("config key optimizer.moments_dtype is 'bfloat16': ")
+  else:
+    state = jax.eval_shape(optimizer.init, params)
+    assert jnp.dtype(jnp.bfloat16) in {x.dtype for x in jax.tree.leaves(state)}
+
+
+@pytest.mark.parametrize("name, b1", [("adafactor", 0.9), ("sgd", 0.0)])
+def test_moments_that_an_optimizer_does_not_have_are_in_no_bfloat16(name, b1):
+  with pytest.raises(ConfigError, match=rf"'bfloat16': {name} .*has no .*; set 'float32'$"):
+    optim.make_optimizer(Optimizer(name=name, b1=b1, moments_dtype="bfloat16"), 1)
+  optim.make_optimizer(Optimizer(name=name, b1=b1), 1)
 
 
 def test_muon_turns_a_matrix_into_an_orthogonal_update(params):

@@ -1,4 +1,4 @@
-"""Optimizers by name, through optax: a schedule, clipping and one of `OPTIMIZERS`."""
+"""Optimizers by name, through optax: clipping, one of `OPTIMIZERS`, weight decay and a schedule."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,20 @@ from grpo_jax import model
 from grpo_jax.config import Optimizer
 from grpo_jax.settings import ConfigError
 
+# optimizer.schedule: (learning rate, steps of the decay) -> the rate of an update.
+LEARNING_RATES: dict[str, Callable[[float, int], optax.Schedule]] = {
+  "constant": lambda rate, steps: optax.constant_schedule(rate),
+  "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
+  "cosine": optax.cosine_decay_schedule,
+}
 MATRIX_RMS = 0.2  # Muon's updates then have the size of AdamW's (2502.16982, section 2.2)
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
-  """The optimizer of a run: clip the gradient's norm, then the named optimizer.
+  """The optimizer of a run.
+
+  It clips the gradient's norm. The named optimizer turns the gradient into a step, weight decay is
+  added apart from the gradient, and the learning rate scales both.
 
   Args:
     config: Its settings. Norms and biases are never decayed.
@@ -29,7 +38,12 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
   clip = optax.identity()
   if config.max_grad_norm:
     clip = optax.clip_by_global_norm(config.max_grad_norm)
-  return optax.chain(clip, OPTIMIZERS[config.name](config, learning_rate(config, steps)))
+  update = optax.chain(
+    OPTIMIZERS[config.name](config),
+    optax.add_decayed_weights(config.weight_decay, decayed),
+    optax.scale_by_learning_rate(learning_rate(config, steps)),
+  )
+  return optax.chain(clip, update)
 
 
 def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
@@ -39,81 +53,48 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
   warmup does not start at 0, because an update with a rate of 0 would change nothing.
   """
   decay_steps = max(1, steps - config.warmup_steps)
-  schedules = {
-    "constant": optax.constant_schedule(config.learning_rate),
-    "linear": optax.linear_schedule(config.learning_rate, 0.0, decay_steps),
-    "cosine": optax.cosine_decay_schedule(config.learning_rate, decay_steps),
-  }
+  after_warmup = LEARNING_RATES[config.schedule](config.learning_rate, decay_steps)
   if not config.warmup_steps:
-    return schedules[config.schedule]
+    return after_warmup
 
   def warmup(count: jax.Array) -> jax.Array:
     return config.learning_rate * (count + 1) / (config.warmup_steps + 1)
 
-  return optax.join_schedules([warmup, schedules[config.schedule]], [config.warmup_steps])
+  return optax.join_schedules([warmup, after_warmup], [config.warmup_steps])
 
 
-def adamw(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+def adamw(config: Optimizer) -> optax.GradientTransformation:
   """AdamW (Loshchilov 1711.05101)."""
-  return optax.adamw(
-    rate,
-    config.b1,
-    config.b2,
-    config.eps,
-    mu_dtype=config.moments_dtype,
-    weight_decay=config.weight_decay,
-    mask=decayed,
-  )
+  return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.moments_dtype)
 
 
-def lion(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+def lion(config: Optimizer) -> optax.GradientTransformation:
   """Lion (Chen 2302.06675): one moment. Its learning rate is about a tenth of AdamW's."""
-  return optax.lion(
-    rate,
-    config.b1,
-    config.b2,
-    mu_dtype=config.moments_dtype,
-    weight_decay=config.weight_decay,
-    mask=decayed,
-  )
+  return optax.scale_by_lion(config.b1, config.b2, mu_dtype=config.moments_dtype)
 
 
-def sgd(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
-  """Gradient descent with momentum b1, and weight decay apart from the gradient."""
-  return optax.chain(
-    optax.trace(config.b1, accumulator_dtype=config.moments_dtype)
-    if config.b1
-    else optax.identity(),
-    optax.add_decayed_weights(config.weight_decay, decayed),
-    optax.scale_by_learning_rate(rate),
-  )
+def sgd(config: Optimizer) -> optax.GradientTransformation:
+  """Gradient descent with momentum b1."""
+  if config.b1:
+    return optax.trace(config.b1, accumulator_dtype=config.moments_dtype)
+  _refuse_moments_dtype(config, "sgd with optimizer.b1=0 has no momentum")
+  return optax.identity()
 
 
-def adafactor(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+def adafactor(config: Optimizer) -> optax.GradientTransformation:
   """Adafactor (Shazeer 1804.04235): the second moment of a matrix is kept as rows and columns.
 
   Updates are clipped to an RMS of 1, and are not scaled by the parameters' own size, so that the
   learning rate means what it means for AdamW.
   """
-  if config.moments_dtype != "float32":
-    raise ConfigError(
-      f"config key optimizer.moments_dtype is {config.moments_dtype!r}: adafactor has no first"
-      " moment; set 'float32'"
-    )
-  return optax.chain(
-    optax.scale_by_factored_rms(),
-    _clip_by_layer_rms(1.0),
-    optax.add_decayed_weights(config.weight_decay, decayed),
-    optax.scale_by_learning_rate(rate),
-  )
+  _refuse_moments_dtype(config, "adafactor has no first moment")
+  return optax.chain(optax.scale_by_factored_rms(), _clip_by_layer_rms(1.0))
 
 
-def muon(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+def muon(config: Optimizer) -> optax.GradientTransformation:
   """Muon (Jordan 2024; Liu 2502.16982) for the layers' matrices, AdamW for all else."""
   return optax.contrib.muon(
-    rate,
-    weight_decay=config.weight_decay,
-    weight_decay_mask=decayed,
+    learning_rate=-1.0,  # the step itself: optax turns its sign for the rate
     mu_dtype=config.moments_dtype,
     adam_b1=config.b1,
     adam_b2=config.b2,
@@ -122,13 +103,21 @@ def muon(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformatio
   )
 
 
-OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule], optax.GradientTransformation]] = {
+# From the gradient to a step, to which `make_optimizer` adds weight decay and the learning rate.
+OPTIMIZERS: dict[str, Callable[[Optimizer], optax.GradientTransformation]] = {
   "adamw": adamw,
   "adafactor": adafactor,
   "lion": lion,
   "muon": muon,
   "sgd": sgd,
 }
+
+
+def _refuse_moments_dtype(config: Optimizer, reason: str) -> None:
+  """Raises ConfigError if the config asks for other moments than float32, which do not exist."""
+  dtype = config.moments_dtype
+  if dtype != "float32":
+    raise ConfigError(f"config key optimizer.moments_dtype is {dtype!r}: {reason}; set 'float32'")
 
 
 def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:

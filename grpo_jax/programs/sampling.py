@@ -14,6 +14,12 @@ from grpo_jax.sampler.decode import Rows, capacities, decode, row_uniforms
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.types import Completions
 
+# sampling.temperature_schedule: (first, last, how many steps later) -> the temperature of a step.
+TEMPERATURES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
+  "constant": lambda first, last, steps: optax.constant_schedule(first),
+  "linear": optax.linear_schedule,
+  "cosine": lambda first, last, steps: optax.cosine_decay_schedule(first, steps, last / first),
+}
 # sample(params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt) -> Completions
 Sampler = Callable[..., Completions]
 
@@ -82,10 +88,6 @@ def make_sampler(config: model.ModelConfig, decoding: Decoding, group_size: int)
 
 def temperature_at(sampling: Sampling, index: int, steps: int) -> float:
   """The sampling temperature of GRPO step `index`, from 0, in a run of `steps` GRPO steps."""
-  first, last, decay_steps = sampling.temperature, sampling.temperature_end, max(1, steps - 1)
-  schedules = {
-    "constant": optax.constant_schedule(first),
-    "linear": optax.linear_schedule(first, last, decay_steps),
-    "cosine": optax.cosine_decay_schedule(first, decay_steps, alpha=last / first),
-  }
-  return float(schedules[sampling.temperature_schedule](index))
+  make_schedule = TEMPERATURES[sampling.temperature_schedule]
+  schedule = make_schedule(sampling.temperature, sampling.temperature_end, max(1, steps - 1))
+  return float(schedule(index))
