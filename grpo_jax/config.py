@@ -363,7 +363,12 @@ class Optimizer:
     " it changes by a thousandth in a step, which bfloat16 would round away",
     one_of(DTYPES),
   )
-  weight_decay: float = setting(0.0, "decay of matrices; norms and biases have none", NOT_NEGATIVE)
+  weight_decay: float = setting(
+    0.0,
+    "decay of matrices; norms and biases have none. With muon, the embedding and the head have none"
+    " either",
+    NOT_NEGATIVE,
+  )
   max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", at_least(0, "0 is off"))
 
 

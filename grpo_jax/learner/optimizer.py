@@ -1,4 +1,4 @@
-"""Optimizers by name, through optax: clipping, one of `OPTIMIZERS`, weight decay and a schedule."""
+"""Optimizers by name, through optax: a schedule, clipping and one of `OPTIMIZERS`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +20,7 @@ MATRIX_RMS = 0.2  # Muon's updates then have the size of AdamW's (2502.16982, se
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
-  """The optimizer of a run.
-
-  It clips the gradient's norm. The named optimizer turns the gradient into a step, weight decay is
-  added apart from the gradient, and the learning rate scales both.
+  """The optimizer of a run: clip the gradient's norm, then the named optimizer.
 
   Args:
     config: Its settings. Norms and biases are never decayed.
@@ -38,12 +35,7 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
   clip = optax.identity()
   if config.max_grad_norm:
     clip = optax.clip_by_global_norm(config.max_grad_norm)
-  update = optax.chain(
-    OPTIMIZERS[config.name](config),
-    optax.add_decayed_weights(config.weight_decay, decayed),
-    optax.scale_by_learning_rate(learning_rate(config, steps)),
-  )
-  return optax.chain(clip, update)
+  return optax.chain(clip, OPTIMIZERS[config.name](config, learning_rate(config, steps)))
 
 
 def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
@@ -63,38 +55,69 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
   return optax.join_schedules([warmup, after_warmup], [config.warmup_steps])
 
 
-def adamw(config: Optimizer) -> optax.GradientTransformation:
+def adamw(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
   """AdamW (Loshchilov 1711.05101)."""
-  return optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.moments_dtype)
+  return optax.adamw(
+    rate,
+    config.b1,
+    config.b2,
+    config.eps,
+    mu_dtype=config.moments_dtype,
+    weight_decay=config.weight_decay,
+    mask=decayed,
+  )
 
 
-def lion(config: Optimizer) -> optax.GradientTransformation:
+def lion(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
   """Lion (Chen 2302.06675): one moment. Its learning rate is about a tenth of AdamW's."""
-  return optax.scale_by_lion(config.b1, config.b2, mu_dtype=config.moments_dtype)
+  return optax.lion(
+    rate,
+    config.b1,
+    config.b2,
+    mu_dtype=config.moments_dtype,
+    weight_decay=config.weight_decay,
+    mask=decayed,
+  )
 
 
-def sgd(config: Optimizer) -> optax.GradientTransformation:
-  """Gradient descent with momentum b1."""
+def sgd(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+  """Gradient descent with momentum b1, and weight decay apart from the gradient."""
+  momentum = optax.identity()
   if config.b1:
-    return optax.trace(config.b1, accumulator_dtype=config.moments_dtype)
-  _refuse_moments_dtype(config, "sgd with optimizer.b1=0 has no momentum")
-  return optax.identity()
+    momentum = optax.trace(config.b1, accumulator_dtype=config.moments_dtype)
+  else:
+    _refuse_moments_dtype(config, "sgd with optimizer.b1=0 has no momentum")
+  return optax.chain(
+    momentum,
+    optax.add_decayed_weights(config.weight_decay, decayed),
+    optax.scale_by_learning_rate(rate),
+  )
 
 
-def adafactor(config: Optimizer) -> optax.GradientTransformation:
+def adafactor(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
   """Adafactor (Shazeer 1804.04235): the second moment of a matrix is kept as rows and columns.
 
   Updates are clipped to an RMS of 1, and are not scaled by the parameters' own size, so that the
   learning rate means what it means for AdamW.
   """
   _refuse_moments_dtype(config, "adafactor has no first moment")
-  return optax.chain(optax.scale_by_factored_rms(), _clip_by_layer_rms(1.0))
+  return optax.chain(
+    optax.scale_by_factored_rms(),
+    _clip_by_layer_rms(1.0),
+    optax.add_decayed_weights(config.weight_decay, decayed),
+    optax.scale_by_learning_rate(rate),
+  )
 
 
-def muon(config: Optimizer) -> optax.GradientTransformation:
-  """Muon (Jordan 2024; Liu 2502.16982) for the layers' matrices, AdamW for all else."""
+def muon(config: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
+  """Muon (Jordan 2024; Liu 2502.16982) for the layers' matrices, AdamW for all else.
+
+  optax decays the matrices of Muon alone: the embedding and the head have no weight decay.
+  """
   return optax.contrib.muon(
-    learning_rate=-1.0,  # the step itself: optax turns its sign for the rate
+    rate,
+    weight_decay=config.weight_decay,
+    weight_decay_mask=decayed,
     mu_dtype=config.moments_dtype,
     adam_b1=config.b1,
     adam_b2=config.b2,
@@ -103,8 +126,7 @@ def muon(config: Optimizer) -> optax.GradientTransformation:
   )
 
 
-# From the gradient to a step, to which `make_optimizer` adds weight decay and the learning rate.
-OPTIMIZERS: dict[str, Callable[[Optimizer], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule], optax.GradientTransformation]] = {
   "adamw": adamw,
   "adafactor": adafactor,
   "lion": lion,
@@ -113,11 +135,11 @@ OPTIMIZERS: dict[str, Callable[[Optimizer], optax.GradientTransformation]] = {
 }
 
 
-def _refuse_moments_dtype(config: Optimizer, reason: str) -> None:
-  """Raises ConfigError if the config asks for other moments than float32, which do not exist."""
-  dtype = config.moments_dtype
-  if dtype != "float32":
-    raise ConfigError(f"config key optimizer.moments_dtype is {dtype!r}: {reason}; set 'float32'")
+def _refuse_moments_dtype(config: Optimizer, why: str) -> None:
+  if config.moments_dtype != "float32":
+    raise ConfigError(
+      f"config key optimizer.moments_dtype is {config.moments_dtype!r}: {why}; set 'float32'"
+    )
 
 
 def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
