@@ -4,7 +4,6 @@ from collections.abc import Hashable, Sequence
 import math
 
 import numpy as np
-from scipy.stats._result_classes import BinomTestResult
 
 Estimate = tuple[float, float, float]  # value, lower end, upper end
 
@@ -44,7 +43,10 @@ def mean(values_N: np.ndarray) -> Estimate:
 
 
 def _wilson(p: float, count: float) -> Estimate:
-  # The class of what scipy.stats.binomtest returns. That function itself takes whole counts alone.
+  # Imported here, because it takes half a second and 60 MB. It is the class of what
+  # scipy.stats.binomtest returns: that function itself takes whole counts alone.
+  from scipy.stats._result_classes import BinomTestResult
+
   result = BinomTestResult(p * count, count, "two-sided", statistic=p, pvalue=1.0)
   low, high = result.proportion_ci(method="wilson")
   # Rounding must not put p outside its interval, nor the interval outside [0, 1].
