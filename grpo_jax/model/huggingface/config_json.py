@@ -26,7 +26,7 @@ _QWEN = ("qwen2", "qwen3", "qwen3_moe")
 _WITH_DEFAULT_WINDOW = (*_QWEN, "mistral", "gemma2", "gemma3_text")
 
 
-def read_config(
+def family_and_config(
   values: Mapping[str, Any], file: Path, labels: Collection[int] = (0,)
 ) -> tuple[Family, ModelConfig]:
   """Reads the object in config.json.

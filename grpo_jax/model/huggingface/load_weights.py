@@ -137,7 +137,7 @@ def _config_of_folder(
       f"model folder {path} does not exist: download it first, hf download NAME --local-dir FOLDER"
     )
   file = folder / "config.json"
-  family, config = config_json.read_config(read_json(file), file, labels)
+  family, config = config_json.family_and_config(read_json(file), file, labels)
   generation = folder / "generation_config.json"
   if generation.exists():
     stop_ids = config_json.read_stop_ids(read_json(generation), generation)
