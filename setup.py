@@ -1,12 +1,28 @@
 """grpo_jax: Group Relative Policy Optimization in JAX."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+
+class WithRecipes(build_py):
+  """Puts the recipes of configs/ into the package, where `grpo_jax.configs` finds them."""
+
+  def run(self) -> None:
+    super().run()
+    if not self.editable_mode:
+      for file in Path("configs").glob("[!_]*.py"):
+        self.copy_file(str(file), str(Path(self.build_lib, "grpo_jax/configs", file.name)))
+
 
 setup(
+  cmdclass={"build_py": WithRecipes},
   name="grpo_jax",
   version="0.1.0",
   description="Group Relative Policy Optimization for language models, in JAX",
-  packages=find_packages(include=["grpo_jax", "grpo_jax.*", "configs"]),
+  packages=find_packages(include=["grpo_jax", "grpo_jax.*"]),
+  package_data={"grpo_jax.reporting": ["web/*"]},
   python_requires=">=3.11",
   install_requires=[
     "absl-py>=2.1",
@@ -51,7 +67,6 @@ setup(
     "docs": ["mkdocs", "mkdocs-material", "mkdocstrings[python]"],
     "mutation": ["cosmic-ray"],
     "plot": ["matplotlib"],
-    "report": ["bokeh"],
     "math": ["math-verify"],
     "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
     "parquet": ["pyarrow"],

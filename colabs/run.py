@@ -74,7 +74,8 @@ def main() -> None:
     before = _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
       if tiny:
-        make_checkpoint(Path(folder) / "model", [p["question"] + p["answer"] for p in problems(24)])
+        texts = [problem["question"] + problem["answer"] for problem in problems(24)]
+        make_checkpoint(Path(folder) / "model", texts, every_id_is_text=True)
       store(name, execute(name, Path(folder), tiny))
     print(f"{name}: {_cpu_seconds() - before:.0f} seconds of a CPU core", flush=True)
 

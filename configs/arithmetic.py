@@ -16,7 +16,7 @@ and its answers grow from between 8 and 16 tokens to 32. The numbers are from ex
 
 from ml_collections import ConfigDict
 
-from configs import default
+from grpo_jax.configs import default
 
 
 def get_config(preset: str = "grpo") -> ConfigDict:

@@ -16,7 +16,7 @@ GRPO rewards expressions that make the target, and the model learns to look at t
 
 from ml_collections import ConfigDict
 
-from configs import default
+from grpo_jax.configs import default
 
 
 def get_config(preset: str = "grpo") -> ConfigDict:

@@ -28,7 +28,7 @@ examples of verl.
 
 from ml_collections import ConfigDict, config_dict
 
-from configs import default
+from grpo_jax.configs import default
 
 
 def get_config(preset: str = "grpo") -> ConfigDict:

@@ -22,7 +22,7 @@ a 1.5B model in 1.8 GB, and nf4 in 1.2 GB. experiments/LOG.md shows what that co
 
 from ml_collections import ConfigDict
 
-from configs import gsm8k
+from grpo_jax.configs import gsm8k
 
 
 def get_config(preset: str = "grpo") -> ConfigDict:

@@ -26,7 +26,7 @@ mesh.fsdp=-1 splits parameters and optimizer state over all devices.
 
 from ml_collections import ConfigDict, config_dict
 
-from configs import gsm8k
+from grpo_jax.configs import gsm8k
 
 
 def get_config(preset: str = "grpo") -> ConfigDict:

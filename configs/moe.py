@@ -22,7 +22,7 @@ bfloat16.
 
 from ml_collections import ConfigDict
 
-from configs import math
+from grpo_jax.configs import math
 
 
 def get_config(preset: str = "gspo") -> ConfigDict:

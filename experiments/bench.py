@@ -4,10 +4,15 @@
   python experiments/bench.py --d 512 --layers 8 --heads 8 --ff 2048 --vocab 8192 \
                               --prompts 8 --plen 64 --clen 128 --steps 4                  # small
 
-The model is a Qwen2 decoder with random float32 weights. Each step takes `prompts` prompts of
-`plen` tokens and samples G completions of at most `clen` tokens for each (temperature 1, stop at
-eos). The reward counts three letters. Then the step makes one update with a frozen reference
-(kl_coef 0.04, AdamW, learning rate 1e-4), `micro` prompts at a time (0: the program's choice).
+  python experiments/bench.py --d 896 --layers 24 --heads 14 --kv_heads 2 --ff 4864 \
+                              --vocab 151936 --prompts 16 --plen 256 --clen 512 --steps 3 \
+                              --dtype bfloat16                                          # 0.5B
+
+The model is a Qwen2 decoder with random float32 weights, which computes in --dtype. Each
+step takes `prompts` prompts of `plen` tokens and samples G completions of at most `clen` tokens for
+each (temperature 1, stop at eos). The reward counts three letters. Then the step makes one update
+with a frozen reference (kl_coef 0.04, AdamW, learning rate 1e-4), `micro` prompts at a time (0: the
+program's choice).
 
 The script prints one line of JSON. Times are in seconds. They are medians over all steps but the
 first, which compiles.
@@ -17,12 +22,14 @@ first, which compiles.
   sample_s, reference_s, update_s   parts of the step
   compile_s    how much longer the first step took than the median step
   tokens       tokens actually emitted per step, median
-  matmul_share the update's FLOP/s, divided by those of a plain float32 product [N, D] x [D, F] that
-               runs in this process just after the steps. N are the tokens of a step. The update
-               counts 6 FLOPs for each weight of a layer and each token of prompts and completions,
-               and 6 for each weight of the head and each token of completions. It counts neither
-               attention scores nor padding
+  matmul_share the update's FLOP/s, divided by those of a plain product [N, D] x [D, F] in the
+               model's dtype that runs in this process just after the steps. N are the tokens of
+               a step. The update counts 6 FLOPs for each weight of a layer and each token of
+               prompts and completions, and 6 for each weight of the head and each token of
+               completions. It counts neither attention scores nor padding
+  plain_tflops what that product reaches
   peak_mb      peak memory of this process
+  device_mb    peak memory of the device, where it counts it
 """
 
 import argparse
@@ -54,6 +61,7 @@ SIZES = dict(
   d=128,
   layers=4,
   heads=4,
+  kv_heads=0,  # 0: as many as heads
   ff=512,
   vocab=64,
   prompts=32,
@@ -80,14 +88,19 @@ def make_config(args: argparse.Namespace) -> Config:
     embed_dim=args.d,
     num_layers=args.layers,
     num_heads=args.heads,
-    num_kv_heads=args.heads,
+    num_kv_heads=args.kv_heads or args.heads,
     head_dim=args.d // args.heads,
     mlp_dim=args.ff,
     tie_embeddings=True,
+    dtype=args.dtype,
+    reference_dtype=args.dtype,
+    attention=args.attention,
   )
   c.data.update(task="letters", max_prompt_tokens=args.plen)
   c.batch.update(prompts=args.prompts, group_size=args.G, micro_batch=args.micro)
   c.sampling.max_tokens = args.clen
+  c.sampling.dtype = args.dtype
+  c.learner.remat = args.remat
   c.reward.functions = ("letters",)
   c.algo.kl_coef = 0.04
   c.optimizer.learning_rate = 1e-4
@@ -103,7 +116,7 @@ def register_job(args: argparse.Namespace) -> None:
     {"question": "".join(rng.choices(LETTERS, k=args.plen))}
     for _ in range(args.prompts * (args.steps + 2))
   ]
-  padding = [chr(0x4E00 + i) for i in range(args.vocab - 2 - len(LETTERS))]
+  padding = [chr(0x10000 + i) for i in range(args.vocab - 2 - len(LETTERS))]
   alphabet = "".join(LETTERS + padding)
 
   def letters(path: str) -> tasks.Task:
@@ -119,9 +132,9 @@ def median_seconds(rows: Sequence[Mapping[str, float]], *parts: str) -> float:
   return statistics.median(sum(row[f"time/{part}"] for part in parts) for row in rows)
 
 
-def plain_flops(N: int, D: int, F: int) -> float:
-  """The FLOP/s of a float32 product [N, D] x [D, F], the median of seven."""
-  x_ND, y_DF = jnp.ones((N, D)), jnp.ones((D, F))
+def plain_flops(N: int, D: int, F: int, dtype: str) -> float:
+  """The FLOP/s of a product [N, D] x [D, F], the median of seven."""
+  x_ND, y_DF = jnp.ones((N, D), dtype), jnp.ones((D, F), dtype)
   product = jax.jit(jnp.matmul)
   product(x_ND, y_DF).block_until_ready()  # compiles
   times = []
@@ -144,6 +157,9 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   for name, value in SIZES.items():
     parser.add_argument(f"--{name}", type=int, default=value)
+  parser.add_argument("--dtype", default="float32")
+  parser.add_argument("--attention", default="auto")
+  parser.add_argument("--remat", action="store_true")
   args = parser.parse_args()
   register_job(args)
 
@@ -163,7 +179,7 @@ def main() -> None:
   update_s = median_seconds(compiled, "update")
   tokens = statistics.median(row["completions/tokens"] for row in compiled)
   prompt_tokens = args.prompts * args.plen
-  plain = plain_flops(int(prompt_tokens + tokens), args.d, args.ff)
+  plain = plain_flops(int(prompt_tokens + tokens), args.d, args.ff, args.dtype)
   result = dict(
     peer="grpo_jax",
     gen_s=median_seconds(compiled, "sample", "reward", "reference"),
@@ -174,7 +190,9 @@ def main() -> None:
     update_s=update_s,
     matmul_share=update_flops(state.train.params, prompt_tokens, tokens) / update_s / plain,
     compile_s=rows[0]["time/step"] - step_s,
+    plain_tflops=plain / 1e12,
     peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    device_mb=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**20,
     params=sum(x.size for x in jax.tree.leaves(state.train.params)),
     device=jax.devices()[0].device_kind,
   )

@@ -16,8 +16,8 @@ and words, these things are checked for every case:
   sample prints is among the words of its row.
 * Code 75 means that the state is saved: the last row of metrics.jsonl has a checkpoint.
 * No file is lost. What was in the folder before the command is there after it: unchanged, with
-  something appended, or under another name. A run that has begun may write its config.json again.
-  A row lists other exceptions in `may_change`.
+  something appended, or under another name. A run that has begun may write its config.json and its
+  environment.json again. A row lists other exceptions in `may_change`.
 * Nothing is silent for more than 10 seconds, from the start on. The time in which a thread of the
   process waited for a core is taken off each silence (schedstat of Linux), so that other programs
   on the machine do not count. Compiled programs are kept between the runs of this script. A case
@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 
 # A run whose programs compile within seconds.
-TINY = """from configs import default
+TINY = """from grpo_jax.configs import default
 def get_config(preset="grpo"):
   c = default.get_config(preset)
   c.steps = 3
@@ -78,13 +78,16 @@ VARIABLES = {
   "MODEL": "--config=tiny.py --workdir=run --config.model.path=model",
   "CHAT": "--config=tiny.py --workdir=run --config.model.path=model --config.data.chat=True",
   "LORA": "--config=tiny.py --workdir=run --config.model.path=model --config.lora.rank=2",
-  "REWARD": "--config=tiny.py --workdir=run --config.reward.functions=('reward.py:f',)",
+  # In the process of the run, one call gets all completions of a step.
+  "REWARD": "--config=tiny.py --workdir=run --config.reward.functions=('reward.py:f',)"
+  " --config.reward.workers=0",
 }
 # The commands that make each fixture, in the order in which they can be made.
 FIXTURES = {
   "run": "train $RUN",
   "warm": "train --config=tiny.py --workdir=warm --config.warm_start.steps=2"
-  " --config.warm_start.batch=4 --config.algo.kl_coef=0.1 --config.steps=2",
+  " --config.warm_start.batch=4 --config.algo.kl_coef=0.1 --config.steps=2"
+  " --config.sampling.max_tokens=12",
   "model": "export --workdir=run --out=model",
   "lora": "train --config=tiny.py --workdir=lora --config.model.path=model --config.lora.rank=2"
   " --config.steps=2",
@@ -158,7 +161,7 @@ class Place:
     bin_folder = self.folder / "bin"
     bin_folder.mkdir()
     self.folder.chmod(0o755)
-    for name in ("train", "evaluate", "sample", "export"):
+    for name in ("train", "evaluate", "sample", "export", "report"):
       script = f'#!/bin/sh\nexec nice "{sys.executable}" -m grpo_jax.{name} "$@"\n'
       (bin_folder / name).write_text(script)
       (bin_folder / name).chmod(0o755)

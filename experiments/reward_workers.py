@@ -4,11 +4,14 @@ python experiments/reward_workers.py --calls=10000    # math-verify: a plain loo
 python experiments/reward_workers.py --run=/tmp/run   # 50 steps, with and without failures
 python experiments/reward_workers.py --overlap=/tmp/run  # steps in 1, 2, 4 and 8 parts
 python experiments/reward_workers.py --programs=200   # programs in the sandbox, with three tests
+python experiments/reward_workers.py --parts             # calls that wait, started in parts
 
 The first prints CPU seconds, too: they do not depend on what else the machine computes. The second
 trains a tiny model with a reward that hangs on one completion in twenty and kills its process on
 another one in twenty, and compares the time with that of the same run without failures. The third
-trains with a reward that waits, as a judge does, and prints how long a step samples and waits.
+trains with a reward that waits, as a judge does, and prints how long a step samples and waits. The
+last starts the same calls in 1, 2, 4 and 8 parts, as sampling.parts does. They sleep, so other work
+on the machine changes the times little.
 """
 
 import argparse
@@ -18,6 +21,7 @@ from pathlib import Path
 import resource
 import statistics
 import subprocess
+import tempfile
 import time
 from typing import Any
 
@@ -49,10 +53,14 @@ def works(completions, **_):
 '''
 
 WAITS = """
-import time
+import asyncio, time
 
 def waits(completions, seconds=0.1, **_):
   time.sleep(seconds)
+  return [len(text) / 100 for text in completions]
+
+async def waits_async(completions, seconds=0.1, **_):
+  await asyncio.sleep(seconds)
   return [len(text) / 100 for text in completions]
 """
 
@@ -178,6 +186,28 @@ def overlap(folder: Path, steps: int, wait: float) -> None:
     print(f"{parts} parts: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()))
 
 
+def in_parts(folder: Path) -> None:
+  """Prints the time of calls that sleep, started in parts: an async function, and a plain one."""
+  (folder / "waiting.py").write_text(WAITS)
+  for name, count, seconds, workers in (("waits_async", 64, 0.2, 8), ("waits", 8, 0.8, 8)):
+    key = f"{folder}/waiting.py:{name}(seconds={seconds})"
+    pool = rewards.Pool(workers, timeout=30.0, memory=4.0)
+    pool.add(key, None, is_named=True)
+    calls = [Call(key, name, {"completions": ["a"] * GROUP}, is_async="async" in name)] * count
+    pool.start(calls).result()  # starts the workers
+    for parts in (1, 2, 4, 8):
+      size, times = count // parts, []
+      for _ in range(5):
+        start = time.monotonic()
+        begun = [pool.start(calls[first : first + size]) for first in range(0, count, size)]
+        answers = [answer for one in begun for answer in one.result()]
+        times.append(time.monotonic() - start)
+        assert len(answers) == count
+      took = f"median {statistics.median(times):.2f} s, most {max(times):.2f} s"
+      print(f"{name}: {count} calls of {seconds} s, {workers} workers, {parts} parts: {took}")
+    pool.close()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--calls", type=int, default=0, help="calls of math-verify")
@@ -188,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--programs", type=int, default=0, help="programs of the reward code")
   parser.add_argument("--overlap", type=Path, help="a folder for runs in parts")
   parser.add_argument("--wait", type=float, default=0.05, help="seconds of the reward of a group")
+  parser.add_argument("--parts", action="store_true", help="time calls that start in parts")
   options = parser.parse_args(arguments)
   if options.calls:
     throughput(options.calls, options.workers)
@@ -195,6 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failing_run(options.run, options.steps, options.timeout)
   if options.programs:
     programs(options.programs, options.workers)
+  if options.parts:
+    with tempfile.TemporaryDirectory() as folder:
+      in_parts(Path(folder))
   if options.overlap:
     overlap(options.overlap, options.steps, options.wait)
 

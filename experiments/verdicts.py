@@ -1,6 +1,6 @@
 """What each scorer of answers says of answers that are known to be right or wrong.
 
-Command: python experiments/verdicts.py [--errors] [--gsm8k=FOLDER]
+Command: python experiments/verdicts.py [--errors] [--gsm8k=FOLDER] [--trl]
 
 The answers are in answers.jsonl, written by hand: gold answer, answer, and whether it is right, as
 a teacher would decide. A scorer gets each answer in the form that it reads, such as `#### 72`. An
@@ -14,7 +14,9 @@ answer with a whole `completion` is given as it is. The table counts
   ms               CPU time of a call with one completion, the mean over all answers
 
 and with --errors each answer that was missed or fooled a scorer is listed. --gsm8k scores the
-solutions of GSM8K against their own gold answers: train.jsonl and test.jsonl in a folder.
+solutions of GSM8K against their own gold answers: train.jsonl and test.jsonl in a folder. --trl
+compares `math` with TRL's accuracy_reward (pip install trl), answer by answer. TRL's gets the gold
+answer between dollar signs, because it reads LaTeX.
 """
 
 import argparse
@@ -59,9 +61,12 @@ def main() -> None:
   parser.add_argument("--errors", action="store_true", help="list each missed and fooled answer")
   parser.add_argument("--gsm8k", help="a folder with train.jsonl and test.jsonl")
   parser.add_argument("--scorers", default=",".join(SCORERS), help="some of them")
+  parser.add_argument("--trl", action="store_true", help="compare math with TRL's function")
   flags = parser.parse_args()
   names = [name for name in SCORERS if name in flags.scorers.split(",")]
-  if flags.gsm8k:
+  if flags.trl:
+    print_against_trl()
+  elif flags.gsm8k:
     print_gsm8k(Path(flags.gsm8k), names)
   else:
     print_table(names, flags.errors)
@@ -69,8 +74,7 @@ def main() -> None:
 
 def print_table(names: list[str], list_errors: bool) -> None:
   """The verdicts on answers.jsonl."""
-  text = (HERE / "answers.jsonl").read_text(encoding="utf-8")
-  rows = [json.loads(line) for line in text.splitlines()]
+  rows = read_rows()
   right = sum(row["right"] for row in rows)
   print(f"{len(rows)} answers by hand: {right} right, {len(rows) - right} wrong")
   print(f"| {'scorer':35} | {' | '.join(COLUMNS)} |")
@@ -87,6 +91,33 @@ def print_table(names: list[str], list_errors: bool) -> None:
     ]
   if list_errors:
     print("\n".join(errors))
+
+
+def read_rows() -> list[dict[str, Any]]:
+  """The rows of answers.jsonl."""
+  text = (HERE / "answers.jsonl").read_text(encoding="utf-8")
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def print_against_trl() -> None:
+  """The answers on which math and TRL's accuracy_reward differ."""
+  from trl.rewards import accuracy_reward
+
+  def trl(completions: list[str], answer: list[str]) -> list[float | None]:
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    scores: list[float | None] = accuracy_reward(messages, [f"${gold}$" for gold in answer])
+    return scores
+
+  rows = read_rows()
+  ours, _ = verdicts_of(SCORERS["math"], rows)
+  theirs, _ = verdicts_of(Scorer(trl, SCORERS["math"].form), rows)
+  differ = [triple for triple in zip(rows, ours, theirs) if triple[1] != triple[2]]
+  print(f"{len(differ)} of {len(rows)} answers differ")
+  for name, verdicts in (("math", ours), ("TRL", theirs)):
+    print(f"{name:4} {', '.join(f'{verdicts.count(one)} {one}' for one in COLUMNS[:-1])}")
+  for row, one, other in differ:
+    answer = row.get("answer", row.get("completion"))
+    print(f"math {one:8} TRL {other:14} {row['kind']:13} gold {row['gold']!r}: {answer!r}")
 
 
 def verdicts_of(scorer: Scorer, rows: list[dict[str, Any]]) -> tuple[list[str], float]:

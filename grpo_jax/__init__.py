@@ -32,6 +32,7 @@ if TYPE_CHECKING:
   from grpo_jax.storage.reading import completion_steps, read_completions, read_config, read_metrics
   from grpo_jax.train import train
   from grpo_jax.training.callback import Step
+  from grpo_jax.trl import from_trl
 
 __all__ = [
   "Completion",
@@ -43,6 +44,7 @@ __all__ = [
   "Stopped",
   "Task",
   "completion_steps",
+  "from_trl",
   "load_config",
   "load_policy",
   "read_completions",
@@ -65,6 +67,7 @@ _MODULES = {
   "settings": ("ConfigError", "RunFailed"),
   "storage.reading": ("completion_steps", "read_completions", "read_config", "read_metrics"),
   "training.callback": ("Step",),
+  "trl": ("from_trl",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

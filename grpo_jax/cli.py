@@ -1,24 +1,27 @@
 """What the entry points share: flags, and errors of the user as one line and exit code 2."""
 
 from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import dataclasses
 import logging
 import os
 from pathlib import Path
 import re
 import sys
 import traceback
+from typing import Any
 
 from absl import app, flags
 import jax
 from ml_collections import ConfigDict, config_flags
 
-from grpo_jax.algo.presets import PRESETS
+from grpo_jax.algo.presets import CHOICES
 from grpo_jax.config import Config, check_key, from_dict, wrong_type
 from grpo_jax.console import exit_codes
 from grpo_jax.evaluation.policy import Change, Policy, policy_of_config, policy_of_run, unchanged
 from grpo_jax.parallel import processes
-from grpo_jax.recipes import with_absolute_paths
-from grpo_jax.settings import ConfigError, is_text, shown
+from grpo_jax.recipes import file_of, import_hint, recipe_files, with_absolute_paths
+from grpo_jax.settings import ConfigError, path_of, shown
 from grpo_jax.storage import bucket
 from grpo_jax.timing import told_if_slow
 
@@ -53,10 +56,46 @@ def run(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) ->
     exit_codes.flush_standard_streams()
 
 
+class _ConfigParser(flags.ArgumentParser):
+  """Makes a ConfigDict of the value of --config: a recipe of this package, or a file.
+
+  What a config file prints goes to stderr, because stdout may be for a program.
+  """
+
+  def __init__(self, of_files: flags.ArgumentParser) -> None:
+    """`of_files` is the parser of ml_collections, which executes a file."""
+    self._of_files = of_files
+
+  def parse(self, argument: str) -> Any:
+    """The ConfigDict that get_config() of the file returns. It may also return a `Config`."""
+    with contextlib.redirect_stdout(sys.stderr):
+      config = self._of_files.parse(file_of(argument))
+    if isinstance(config, Config):
+      config = ConfigDict(dataclasses.asdict(config)).lock()
+    return config
+
+
+def define_config_flag(
+  meaning: str = "a config, such as configs/arithmetic.py, or a recipe, such as arithmetic",
+  values: flags.FlagValues = flags.FLAGS,
+  argv: list[str] | None = None,
+) -> None:
+  """Defines --config, which `config_from_flags` reads.
+
+  Args:
+    meaning: What --help says.
+    values: The flags that get it.
+    argv: The command line with its overrides. None means that of this program.
+  """
+  config_flags.DEFINE_config_file("config", None, meaning, flag_values=values, sys_argv=argv)
+  flag = values["config"]
+  flag.parser = _ConfigParser(flag.parser)
+
+
 def config_of(train_flags: Sequence[str]) -> Config:
   """The config that these flags of grpo_jax.train give. Leaves the flags of this program alone."""
   values, argv = flags.FlagValues(), [sys.argv[0], *train_flags]
-  config_flags.DEFINE_config_file("config", None, "", flag_values=values, sys_argv=argv)
+  define_config_flag(values=values, argv=argv)
   return config_from_flags(_parse(argv, values), values)
 
 
@@ -92,16 +131,7 @@ def folder_of_flag(name: str, value: str) -> Path:
   """
   if "://" in value:
     raise ConfigError(f"flag --{name}={value}: object storage is not supported here; name a folder")
-  if not is_text(value):
-    raise ConfigError(f"flag --{name}={value!r}: the name is not UTF-8; choose another one")
-  try:
-    folder = Path(value).expanduser()
-    folder.exists()
-  except RuntimeError as error:  # ~NAME of nobody
-    raise ConfigError(f"flag --{name}={value}: {error}") from None
-  except OSError as error:  # a name that is too long
-    raise ConfigError(f"flag --{name}={value}: {error.strerror}") from None
-  return folder
+  return path_of(value, f"flag --{name}")
 
 
 def folder_of_run(name: str) -> Path:
@@ -122,9 +152,7 @@ def define_policy_flags() -> None:
     "workdir", None, "a run's folder: its newest whole checkpoint, or that of --step"
   )
   flags.DEFINE_integer("step", None, "the checkpoint's step")
-  config_flags.DEFINE_config_file(
-    "config", None, "instead of --workdir: a config, with --config.model.path=FOLDER"
-  )
+  define_config_flag("instead of --workdir: a config, with --config.model.path=FOLDER")
 
 
 def open_policy(change: Change = unchanged) -> Policy:
@@ -144,15 +172,12 @@ def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
 
   absl, ml_collections and the config file each raise errors of their own. They become ConfigErrors.
   """
-  overrides = list(_config_flags(argv))
+  overrides = [(key, value if key else file_of(value)) for key, value in _config_flags(argv)]
   for key, value in overrides:
-    file = value.split(":")[0]
     if key:
       check_key(key)
-    elif not os.path.isfile(file):
-      if os.path.exists(file):
-        raise ConfigError(f"flag --config={value}: {shown(file)} is not a regular file")
-      raise ConfigError(f"flag --config={value}: there is no file {shown(file)}")
+    else:
+      _check_file(value)
   try:
     logging.disable(logging.WARNING)  # ml_collections warns of what becomes an error here
     with told_if_slow("reading --config"):
@@ -168,6 +193,20 @@ def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
   if rest:
     raise ConfigError(f"argument {rest[0]!r} is not a flag: write --name=value")
   return argv
+
+
+def _check_file(config: str) -> None:
+  """Raises ConfigError unless FILE of --config=FILE[:PRESET] is a file."""
+  file = config.split(":")[0]
+  if os.path.isfile(file):
+    return
+  if os.path.exists(file):
+    raise ConfigError(f"flag --config={config}: {shown(file)} is not a regular file")
+  names = ", ".join(recipe_files())
+  raise ConfigError(
+    f"flag --config={config}: there is no file {shown(file)}, and no recipe of this name: they are"
+    f" {names}"
+  )
 
 
 def _config_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -209,18 +248,14 @@ def _error_in_config(config: str, error: BaseException | None) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(file)]
     if lines and isinstance(error, KeyError) and error.args == (preset,):
-      names = ", ".join(PRESETS)
-      return (
-        f"flag --config={config}: {file} has no preset {preset!r}; grpo_jax/algo/presets.py has"
-        f" {names}"
-      )
+      return f"flag --config={config}: {file} has no preset {preset!r}: {CHOICES}"
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) == Path(file):
       lines, text = [error.lineno], error.msg
     if isinstance(error, SystemExit):
       text = "a config file must not end the program"
     if lines:
-      return f"{file} line {lines[-1]}: {type(error).__name__}: {text:.300}"
+      return f"{file} line {lines[-1]}: {type(error).__name__}: {text:.300}{import_hint(error)}"
     if error.__context__ is None and not isinstance(error, flags.Error):
       return f"{file} cannot be read as a config: {type(error).__name__}: {text:.300}"
     error = error.__context__

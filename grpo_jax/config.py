@@ -23,6 +23,7 @@ from grpo_jax.settings import (
   fraction,
   one_of,
   setting,
+  shown,
 )
 
 DTYPES = ("float32", "bfloat16")
@@ -102,8 +103,8 @@ class Data:
   columns: tuple[str, ...] = setting(
     (),
     "for data.task=columns: fields of an example that are no columns of the files. NAME=COLUMN,"
-    " such as answer=final_answer, or NAME=TEMPLATE with columns in braces. For one source of"
-    " data.mixture alone: SOURCE:NAME=COLUMN",
+    " such as answer=final_answer or answer=reward_model.ground_truth, or NAME=TEMPLATE with"
+    " columns in braces. For one source of data.mixture alone: SOURCE:NAME=COLUMN",
   )
   held_out: float = setting(
     0.0, "where there is no test file: the share of training rows that make the test", below_one()
@@ -244,6 +245,12 @@ class Reward:
     " can stop in them",
     at_least(-1, at_most=2**12),
   )
+  max_unscored_steps: int = setting(
+    5,
+    "the run saves and stops after this many GRPO steps in a row in which no completion had a"
+    " reward; 0 = never. A run in which none ever had one fails at its end",
+    NOT_NEGATIVE,
+  )
   timeout: float = setting(
     30.0,
     "seconds that a worker may take for the completions of one prompt, and for one of them alone if"
@@ -253,8 +260,9 @@ class Reward:
   memory: float = setting(4.0, "GiB that a worker may have; 0 = no limit", NOT_NEGATIVE)
   tasks: tuple[str, ...] = setting(
     (),
-    "with data.mixture: the tasks that each function scores, with commas between them, '' for all;"
-    " () = all functions score all tasks",
+    "the tasks that each function scores, with commas between them, '' for all; () = all functions"
+    " score all tasks. The field task of an example says its task: the source of data.mixture, or"
+    " what data.columns puts there, such as task=data_source",
   )
   batch: int = setting(
     64, "texts scored at once; a multiple of mesh.data x mesh.fsdp x mesh.expert", ROWS
@@ -485,8 +493,13 @@ def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
   """Nested plain values with other values at keys such as optimizer.learning_rate.
 
   Raises:
-    ConfigError: For an unknown key.
+    ConfigError: For an unknown key, or if `changes` are no values by key.
   """
+  if not isinstance(changes, Mapping):
+    raise ConfigError(
+      'changes of a config are a dict of values by key, such as {"seed": 1}, got '
+      f"{shown(changes)}"
+    )
   nested: dict[str, Any] = {}
   for key, value in changes.items():
     check_key(key)

@@ -1,10 +1,21 @@
-"""Files that a user names: only regular ones are read.
+"""Files and folders that a user names. Only regular files are read.
 
 A pipe or a device that lies where a file should be would block a program for ever, or fill memory.
 """
 
+import errno
 from pathlib import Path
 import stat
+
+# What is wrong with the path of a new folder, and not with its disk.
+NO_FOLDER = {
+  errno.EEXIST,
+  errno.ENOTDIR,
+  errno.ENOENT,  # below /proc
+  errno.ENAMETOOLONG,
+  errno.ELOOP,
+  errno.EINVAL,
+}
 
 
 def read_bytes(path: Path) -> bytes:

@@ -60,13 +60,16 @@ def launch(values: flags.FlagValues, train_flags: Sequence[str]) -> int:
   if not train_flags:
     raise ConfigError("write flags of grpo_jax.train after --: -- --config=configs/arithmetic.py")
   options = options_lib.options_of(values, values.on)
-  todo = _to_start(runs, launcher, options.dry_run)
+  last_steps = [_checked_last_step(run) for run in runs]
+  is_settled = options.dry_run or launcher.settle(runs)
+  todo = _to_start(runs, last_steps, launcher, options.dry_run)
   code = launcher.launch(todo, options) if todo else DONE
   if options.dry_run:
     return code
   print("\n".join(table(runs, launcher.queued(runs))))
   are_finished = all(progress(run.workdir).is_finished for run in runs)
-  return STOPPED if code == DONE and launcher.waits and not are_finished else code
+  goes_on = not is_settled or (launcher.waits and not are_finished)
+  return STOPPED if code == DONE and goes_on else code
 
 
 def _launcher(name: str | None) -> Launcher:
@@ -79,19 +82,20 @@ def _launcher(name: str | None) -> Launcher:
   return LAUNCHERS[name]
 
 
-def _to_start(runs: Sequence[Unit], launcher: Launcher, is_dry: bool) -> list[Unit]:
+def _to_start(
+  runs: Sequence[Unit], last_steps: Sequence[int], launcher: Launcher, is_dry: bool
+) -> list[Unit]:
   """The runs that are to be started. Says which of the others are left alone, and why.
 
   Args:
     runs: All runs.
+    last_steps: The step at which each of them is finished.
     launcher: Knows which of them are queued.
     is_dry: Nothing will be started, so a queue that cannot be asked is a warning.
 
   Raises:
-    ConfigError: The settings of a run cannot be used, or are not those of its folder.
     RunFailed: The queue cannot be asked.
   """
-  last_steps = [_checked_last_step(run) for run in runs]
   try:
     queued = launcher.queued(runs)
   except RunFailed as error:

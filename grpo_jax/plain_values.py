@@ -16,6 +16,7 @@ def from_dict(values: Mapping[str, Any], section: type, saved: bool = False) -> 
 def _section(values: Mapping[str, Any], section: Any, saved: bool, prefix: str, root: type) -> Any:
   kinds = get_type_hints(section)
   for key in values:
+    _check_is_text(key)
     if key not in kinds:
       raise _unknown_key(prefix + key, root)
   converted = {}
@@ -51,6 +52,7 @@ def keys(section: Any, prefix: str = "") -> dict[str, Any]:
 
 def check_key(name: str, section: type) -> None:
   """Raises ConfigError unless `name` is the key of a setting."""
+  _check_is_text(name)
   all_keys = keys(section)
   if name not in all_keys:
     raise _unknown_key(name, section)
@@ -97,6 +99,11 @@ def _plain(value: Any) -> Any:
   if dataclasses.is_dataclass(value):
     return to_dict(value)
   return list(value) if isinstance(value, tuple) else value
+
+
+def _check_is_text(key: Any) -> None:
+  if not isinstance(key, str):
+    raise ConfigError(f"config key {shown(key)} is no text: write a key such as 'seed'")
 
 
 def _unknown_key(name: str, root: type) -> ConfigError:

@@ -16,7 +16,6 @@ from typing import Any
 from absl import flags
 import jax
 from jax.experimental import topologies
-from ml_collections import config_flags
 
 from grpo_jax import cli
 from grpo_jax.console.exit_codes import DoesNotFit
@@ -132,7 +131,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  config_flags.DEFINE_config_file("config", None, "a config, such as configs/arithmetic.py")
+  cli.define_config_flag()
   flags.DEFINE_string("topology", None, "TPUs, such as v5e:2x2 or v5p:2x2x4, or cpu:N")
   flags.DEFINE_integer("chips", None, "how many of its chips to use (default: all)")
   cli.run(main)

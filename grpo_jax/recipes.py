@@ -4,14 +4,16 @@ from collections.abc import Mapping
 import dataclasses
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_jax.config import Config, changed, from_dict
+from grpo_jax.algo.presets import CHOICES
+from grpo_jax.config import Config, changed, from_dict, to_dict
 from grpo_jax.rewards.call import describe
 from grpo_jax.rewards.options import split
-from grpo_jax.settings import ConfigError, shown
+from grpo_jax.settings import ConfigError, path_text, shown
 
 
 def load_config(recipe: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
@@ -23,22 +25,25 @@ def load_config(recipe: str | Path, changes: Mapping[str, Any] | None = None) ->
     changes: Values by key, such as {"optimizer.learning_rate": 1e-5, "seed": 1}.
 
   Raises:
-    ConfigError: There is no such recipe or key, a value has the wrong type, or a value is missing.
+    ConfigError: There is no such recipe, preset or key, a value has the wrong type, or a value is
+      missing.
   """
-  name, _, preset = str(recipe).partition(":")
-  module = _from_file(name) if name.endswith(".py") else _from_configs(name)
+  name, _, preset = path_text(recipe, "the recipe").partition(":")
+  module = _from_file(name) if name.endswith(".py") else _recipe(name)
   get_config = getattr(module, "get_config", None)
   if not callable(get_config):
     raise ConfigError(f"recipe {name} has no function get_config")
   try:
-    values = (get_config(preset) if preset else get_config()).to_dict()
+    made = get_config(preset) if preset else get_config()
+    values = to_dict(made) if isinstance(made, Config) else made.to_dict()
   except BaseException as error:  # a recipe is a program, so it can raise any exception
     if isinstance(error, KeyboardInterrupt):
       raise
-    reason = f"there is no preset {error}" if isinstance(error, KeyError) else describe(error)
+    no_preset = isinstance(error, KeyError) and error.args == (preset,)
+    reason = f"there is no preset {preset!r}: {CHOICES}" if no_preset else describe(error)
     raise ConfigError(f"recipe {recipe}: {reason}") from None
   # A recipe may leave a value empty, such as model.path, that `changes` has to give.
-  return from_dict(changed(values, changes or {}))
+  return from_dict(changed(values, {} if changes is None else changes))
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -90,17 +95,37 @@ def _from_file(path: str) -> ModuleType:
   except BaseException as error:
     if isinstance(error, KeyboardInterrupt):
       raise
-    raise ConfigError(f"recipe {path} cannot be executed: {describe(error, file)}") from None
+    reason = describe(error, file) + import_hint(error)
+    raise ConfigError(f"recipe {path} cannot be executed: {reason}") from None
   return module
 
 
-def _from_configs(name: str) -> ModuleType:
-  """A recipe of configs/, which is installed with this package."""
-  folder = Path(importlib.import_module("configs").__file__).parent
-  names = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
-  if name not in names:
+def recipe_files() -> dict[str, str]:
+  """The file of each recipe of grpo_jax, by its name."""
+  folders = [Path(folder) for folder in importlib.import_module("grpo_jax.configs").__path__]
+  files = sorted(file for folder in folders for file in folder.glob("[!_]*.py"))
+  return {file.stem: str(file) for file in files}
+
+
+def file_of(config: str) -> str:
+  """FILE[:PRESET] of a value of --config, in which a recipe may stand for its file."""
+  name, colon, preset = config.partition(":")
+  files = {} if os.path.isfile(name) else recipe_files()  # which never raises
+  return f"{files.get(name, name)}{colon}{preset}"
+
+
+def import_hint(error: BaseException) -> str:
+  """Where the recipes are, for a config file that looks for them in `configs`."""
+  if isinstance(error, ImportError) and error.name == "configs":
+    return "; the recipes of grpo_jax are in grpo_jax.configs"
+  return ""
+
+
+def _recipe(name: str) -> ModuleType:
+  """A recipe of grpo_jax."""
+  if name not in recipe_files():
     raise ConfigError(
-      f"there is no recipe {shown(name)}: choose one of {', '.join(names)}, or name a file that"
-      " ends in .py"
+      f"there is no recipe {shown(name)}: choose one of {', '.join(recipe_files())}, or name a file"
+      " that ends in .py"
     )
-  return importlib.import_module(f"configs.{name}")
+  return importlib.import_module(f"grpo_jax.configs.{name}")

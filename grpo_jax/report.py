@@ -10,14 +10,16 @@ from collections.abc import Sequence
 import functools
 from pathlib import Path
 import sys
+import tempfile
 
 from absl import flags
 
 from grpo_jax import cli
 from grpo_jax.reporting.page import page
-from grpo_jax.reporting.runs import read_run, with_unique_names
+from grpo_jax.reporting.runs import ShownRun, read_run, with_unique_names
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.json_files import replace_file
+from grpo_jax.timing import told_if_slow
 
 
 def main(argv: Sequence[str], folders: Sequence[str]) -> None:
@@ -27,12 +29,31 @@ def main(argv: Sequence[str], folders: Sequence[str]) -> None:
   if not flags.FLAGS.out:
     raise ConfigError("flag --out is missing: the page to write, such as page.html")
   out = cli.folder_of_flag("out", flags.FLAGS.out)
-  if out.is_dir():
-    raise ConfigError(f"flag --out={out} is a folder: name a file in it, such as {out}/page.html")
-  runs = [read_run(str(path)) for folder in folders for path in _run_folders(folder)]
-  text = page(with_unique_names(runs))
+  _check_writable(out)
+  paths = [path for folder in folders for path in _run_folders(folder)]
+  runs: list[ShownRun] = []
+  with told_if_slow(lambda: f"reading: {len(runs)} of {len(paths)} runs are read"):
+    for path in paths:
+      runs.append(read_run(str(path)))
+    text = page(with_unique_names(runs))
   replace_file(out, text)
   print(f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(text) / 1e6:.1f} MB")
+
+
+def _check_writable(out: Path) -> None:
+  """Raises ConfigError if no file can be written there. A report of many runs takes a while."""
+  if out.is_dir():
+    raise ConfigError(f"flag --out={out} is a folder: name a file in it, such as {out}/page.html")
+  if out.exists() and not out.is_file():
+    raise ConfigError(f"flag --out={out} is not a regular file: name another one")
+  try:
+    with tempfile.TemporaryFile(dir=out.parent):
+      pass
+  except OSError as error:
+    raise ConfigError(
+      f"flag --out={out}: no file can be written in {out.parent} ({error.strerror}): make that"
+      " folder, or name another one"
+    ) from None
 
 
 def _run_folders(folder: str) -> list[Path]:

@@ -27,6 +27,11 @@ def main(argv: list[str]) -> None:
   prompt = policy.prompt(values.question or values.prompt, framed=bool(values.question))
   length = int(prompt.prompt_lengths_P[0])
   print(f"{policy.name}: prompt of {length} tokens, temperature {temperature:g}", flush=True)
+  if values.prompt and policy.run.config.data.chat:
+    print(
+      "the prompt is sent as it is, without the chat template of data.chat: --question uses it",
+      flush=True,
+    )
   _print(policy.complete(prompt, values.n, temperature, max_tokens, values.seed))
 
 
@@ -67,7 +72,9 @@ def _print(completions: list[Completion]) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_string("prompt", None, "the text to complete, as the model reads it")
-  flags.DEFINE_string("question", None, "a problem, which data.prompt and data.chat then frame")
+  flags.DEFINE_string(
+    "question", None, "a problem, for the field of data.prompt and for the chat template"
+  )
   flags.DEFINE_integer("n", 4, "how many completions")
   flags.DEFINE_float(
     "temperature", None, "0 takes the likeliest token (default: sampling.temperature)"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import dataclasses
 import math
 import os
+from pathlib import Path
 import traceback
 from typing import Any
 
@@ -167,10 +168,46 @@ def is_text(value: str) -> bool:
   return True
 
 
-def shown(value: Any) -> str:
-  """A value as an error message shows it, in at most 200 characters."""
+def path_of(value: Any, name: str) -> Path:
+  """A path on this machine that a user or a program gives.
+
+  Args:
+    value: A text, or a path object such as pathlib.Path. "~" is the folder of the user.
+    name: What an error message calls it, such as "flag --out".
+
+  Raises:
+    ConfigError: It is something else, or no file system has such a path.
+  """
+  text = path_text(value, name)
   try:
-    return f"{value!r:.200}"
+    path = Path(text).expanduser()
+    path.exists()
+  except RuntimeError as error:  # ~NAME of nobody
+    raise ConfigError(f"{name}={text}: {error}") from None
+  except OSError as error:  # a name that is too long
+    raise ConfigError(f"{name}={text:.200}: {error.strerror}") from None
+  return path
+
+
+def path_text(value: Any, name: str) -> str:
+  """The text of a path, which may be one in object storage. Arguments and errors as `path_of`."""
+  try:
+    text = os.fspath(value)
+  except Exception:  # an object's own __fspath__ may raise anything
+    text = None
+  if not isinstance(text, str):
+    raise ConfigError(f"{name} must be a path: a text or a pathlib.Path, got {shown(value)}")
+  if not text:
+    raise ConfigError(f"{name} is empty: name a file or a folder")
+  if "\0" in text or not is_text(text):
+    raise ConfigError(f"{name}={text!r:.200}: a path is UTF-8 without NUL; choose another one")
+  return text
+
+
+def shown(value: Any) -> str:
+  """A value as an error message shows it: one line of at most 200 characters."""
+  try:
+    return f"{value!r:.200}".replace("\n", " ")  # which the repr of an array has
   except Exception:  # Python writes no int of more than 4,300 digits, and an object may do anything
     return f"a value of type {type(value).__name__} that cannot be printed"
 

@@ -2,11 +2,18 @@
 
 from collections.abc import Callable, Iterator
 import contextlib
+import signal
 import sys
 import threading
 import time
+from typing import Any
 
 _SECONDS = 8.0
+_SECONDS_TO_RAISE_AGAIN = 1.0
+
+
+class TookTooLong(BaseException):
+  """A block has not ended in time. No Exception, so that code that catches these cannot stop it."""
 
 
 @contextlib.contextmanager
@@ -36,6 +43,30 @@ def told_if_slow(what: str | Callable[[], str]) -> contextlib.AbstractContextMan
     return f"still {what if isinstance(what, str) else what()} after {waited:.0f} seconds"
 
   return telling(line, _SECONDS)
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+  """Raises TookTooLong in the block if it has not ended after so many seconds.
+
+  Only in the main thread, and where the system has alarms. Elsewhere there is no limit. What a
+  library computes without Python is not interrupted.
+  """
+  is_main = threading.current_thread() is threading.main_thread()
+  if not is_main or not hasattr(signal, "setitimer"):
+    yield
+    return
+
+  def end(*_: Any) -> None:
+    raise TookTooLong
+
+  before = signal.signal(signal.SIGALRM, end)
+  signal.setitimer(signal.ITIMER_REAL, seconds, _SECONDS_TO_RAISE_AGAIN)
+  try:
+    yield
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 class Clock:

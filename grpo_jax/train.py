@@ -14,14 +14,15 @@ import sys
 from types import ModuleType
 
 from absl import flags
-from ml_collections import config_flags
 
 from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.console.stop import raising_on_second_signal
 from grpo_jax.parallel.processes import initialize_distributed
 from grpo_jax.programs.caller_state import leaving_nothing_behind
+from grpo_jax.registry import name_of
 from grpo_jax.settings import ConfigError
+from grpo_jax.storage import bucket
 from grpo_jax.training.callback import Callback, Step, with_last_row
 from grpo_jax.training.loop import run_steps
 
@@ -51,7 +52,13 @@ def train(config: Config, workdir: str | Path, callback: Callback | None = None)
     raise ConfigError(
       f"train needs a grpo_jax.Config and got a {type(config).__name__}: see grpo_jax.load_config"
     )
-  folder = cli.folder_of_run(str(workdir))
+  config = config.replace({})  # its dataclasses take values of any type, and this checks them
+  folder = bucket.folder(workdir)
+  if callback is not None:
+    try:
+      name_of(callback)
+    except ConfigError as error:
+      raise ConfigError(f"the callback cannot be called: {error}") from None
   with leaving_nothing_behind():
     step = run_steps(config, folder, callback, raising_on_second_signal).step
   return step if step.metrics else with_last_row(step)
@@ -77,7 +84,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  config_flags.DEFINE_config_file("config", None, "a config, such as configs/arithmetic.py")
+  cli.define_config_flag()
   flags.DEFINE_string(
     "workdir", None, "the run's folder: created, or resumed if it has a checkpoint"
   )

@@ -79,7 +79,7 @@ def test_groups_of_equal_rewards_are_replaced_by_fresh_ones(tmp_path):
   run, prompts = small.run, small.collector.prompts
   found = small(1)
   rollout = make_rollout(run, G)
-  tokens, texts, sampled, rounds = [], [], 0, 0
+  tokens, texts, sampled, asked, rounds = [], [], 0, 0, 0
   while len(tokens) < P:
     number = 1 * 10 + rounds
     drawn = loader.prompt_batch(prompts, loader.step_indices(0, number, P, len(prompts)))
@@ -89,6 +89,7 @@ def test_groups_of_equal_rewards_are_replaced_by_fresh_ones(tmp_path):
     tokens += [rollouts.completions.tokens_PGT[p] for p in live]
     texts += [drawn_texts[p] for p in live]
     sampled += int(rollouts.completions.lengths_PG.sum())
+    asked += G * int(drawn.prompt_lengths_P.sum())
     rounds += 1
   assert rounds > 1
   np.testing.assert_array_equal(found.batch.completions_PGT, tokens[:P])
@@ -107,7 +108,8 @@ def test_groups_of_equal_rewards_are_replaced_by_fresh_ones(tmp_path):
   # These count everything that was sampled, and not only what is in the batch.
   equal = 1 - len(tokens) / (rounds * P)
   assert found.metrics["frac_reward_zero_std"] == pytest.approx(equal)
-  assert found.metrics["completions/tokens"] == found.metrics["num_tokens"] == sampled
+  counts = [found.metrics[name] for name in ("completions/tokens", "prompts/tokens", "num_tokens")]
+  assert counts == [sampled, asked, sampled + asked]
 
 
 def test_places_that_no_round_fills_are_left_out_of_the_loss_and_of_every_mean(tmp_path):
@@ -253,7 +255,9 @@ def test_what_was_sampled_is_what_is_trained(tmp_path):
   tokenizer = small.run.tokenizer
   found = small(0)
   (function,) = small.collector._score._functions
-  completions, ids, messages, prompts = function.__globals__["seen"][0]
+  completions, ids, messages, prompts = function.__globals__["seen"][
+    -1
+  ]  # the first call was made up
 
   batch, indices_P = found.batch, loader.step_indices(0, 0, P, 2)
   assert messages[::G] == [

@@ -375,6 +375,11 @@ def test_an_older_run_evaluates_and_resumes(older_run):
   metrics = Evaluator(run, Scorers(run))(run.parameters.for_sampling(params), step)
   assert step == 1 and 0 <= metrics["eval/accuracy"] <= 1
 
+  decaying = config.replace({"steps": 2, "optimizer.schedule": "linear"})
+  with pytest.raises(
+    ConfigError, match="steps = 1, this run 2: with optimizer.schedule = 'linear'"
+  ):
+    train(decaying, older_run)
   state = run_steps(dataclasses.replace(config, steps=2), older_run).state
   assert int(state.train.step) == 2
   assert [row["step"] for row in read_metrics(older_run)] == [1, 2]
@@ -526,6 +531,7 @@ def test_a_whole_run_reads_every_key(tmp_path, reads):
   )
   c.eval.update(every=1, samples=2)
   c.warm_start.update(steps=2, batch=8)
+  c.sampling.max_tokens = 16  # so that some solutions fit
   config = from_dict(c.to_dict())
   jax.config.update("jax_disable_most_optimizations", True)  # the numbers do not matter
   try:

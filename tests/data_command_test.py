@@ -99,6 +99,43 @@ def test_the_lines_of_a_step_fit_a_screen():
   assert f"answer: {made[0].example['answer']}" in lines
 
 
+@pytest.fixture
+def mixture(tmp_path):
+  """The config of a mixture of three rows and one row."""
+  for name, rows in (("a", ["ab", "abc", "ab"]), ("b", ["a" * 9])):
+    (tmp_path / name).mkdir()
+    text = "".join(json.dumps({"problem": row, "answer": "1"}) + "\n" for row in rows)
+    for split in ("train", "test"):
+      (tmp_path / name / f"{split}.jsonl").write_text(text)
+  sources = tuple(f"{name}=math:{tmp_path / name}" for name in "ab")
+  return with_section(small_config(), "data", mixture=sources)
+
+
+def test_the_prompts_of_a_mixture_say_their_source(mixture):
+  found = show_data.drawn(mixture, 1)  # 4 prompts, so each of them once
+  lines = list(show_data.step_lines(found, 8, 80))
+  names = [prompt.example["task"] for prompt in found.prompts.make(found.indices)]
+  assert lines[1] == "of a: 3, b: 1"
+  assert lines[2] == "    index  tokens  task  prompt"
+  assert [line.split()[2] for line in lines[3:7]] == names and sorted(names) == list("aaab")
+  assert {line[25:] for line in lines[3:7]} == {"ab", "abc", "a" * 9}
+
+
+def test_statistics_of_a_mixture_are_those_of_each_source(mixture):
+  lines = list(show_data.statistics_lines(with_section(mixture, "data", weights=(1.0, 999.0))))
+  a = "a: 3 examples{}; prompts: half have at most 2, 95% at most 3, the longest has 3"
+  b = "b: 1 examples{}; prompts: half have at most 9, 95% at most 9, the longest has 9"
+  assert lines[0] == "training: 4 examples, all readable"
+  assert [line.strip() for line in lines[1:3]] == [
+    a.format(", 0.1% of an epoch"),
+    b.format(", 99.9% of an epoch"),
+  ]
+  # A prompt that the weights repeat is no duplicate.
+  assert "duplicates: 1 prompts occur more than once, in 1 more examples" in lines
+  test = lines.index("test: 4 examples, all readable")
+  assert [line.strip() for line in lines[test + 1 : test + 3]] == [a.format(""), b.format("")]
+
+
 def test_what_all_prompts_share_is_left_out_of_a_list():
   opening, closing = "You are a helpful assistant. ", " Think step by step."
   texts = [f"{opening}{text}{closing}" for text in ("2+2?", "13-5?")]

@@ -38,10 +38,10 @@ TENSORSTORE = (
 
 @pytest.fixture
 def small_disk(tmp_path):
-  """(a mounted disk of 400 KB, a function that fills it but for some bytes)."""
+  """(a mounted disk of 800 KB, a function that fills it but for some bytes)."""
   mount = tmp_path / "disk"
   mount.mkdir()
-  command = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(mount)]
+  command = ["mount", "-t", "tmpfs", "-o", "size=800k", "tmpfs", str(mount)]
   if sys.platform != "linux" or subprocess.run(command, capture_output=True).returncode:
     pytest.skip("a small disk needs Linux and the right to mount a tmpfs")
 
@@ -250,6 +250,7 @@ def test_a_run_goes_on_when_there_is_room(small_disk, capfd):
   disk_folder, leave = small_disk
   config = with_section(small_config(), "log", tensorboard=True)
   config = with_section(config, "warm_start", steps=1, batch=8)
+  config = with_section(config, "sampling", max_tokens=16)
   config = dataclasses.replace(config, steps=0)  # one program is enough
   workdir = disk_folder / "run"
   leave(free=60_000)

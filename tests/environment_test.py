@@ -137,8 +137,10 @@ def test_the_answers_are_in_the_completions_and_neither_in_the_loss_nor_in_the_t
     length = (small.is_sampled | small.is_answer)[p, g].sum()
     assert found.rows[row]["length"] == length
   count = small.is_sampled.sum()
-  assert found.metrics["completions/tokens"] == found.metrics["num_tokens"] == count
-  assert found.host["num_tokens"] == count
+  assert found.metrics["completions/tokens"] == count
+  assert found.host["num_tokens"] == count + found.metrics["prompts/tokens"]
+  # Lengths count what the policy sampled, as in TRL.
+  assert found.metrics["completions/mean_length"] == count / (P * G)
 
 
 def test_later_tokens_see_the_answers(small):
@@ -234,8 +236,8 @@ def test_a_whole_step_reports_that_sampler_and_learner_agree(tmp_path):
   small = Small(tmp_path, "grpo")
   step, store, _ = grpo_step(small.run, tmp_path, small.collector)
   state, _, _ = store.restore_or_init()
-  state, metrics, rows = step(state, 0)
+  state, metrics, rows, _ = step(state, 0)
   assert metrics["sampler/logprob_gap_max"] < 1e-4 and metrics["skipped_updates"] == 0
-  assert metrics["completions/tokens"] == metrics["num_tokens"] == state.host["num_tokens"]
+  assert metrics["num_tokens"] == state.host["num_tokens"]
   assert metrics["completions/tokens"] < sum(row["length"] for row in rows)
   assert all(np.isfinite(value) for value in metrics.values())

@@ -20,6 +20,9 @@ from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stdout import Stdout
 from grpo_jax.programs.parameters import Parameters
 from grpo_jax.rewards import call
+from grpo_jax.rewards.answer import Answer, Failure
+from grpo_jax.rollouts.rollout_metrics import disjoint
+from grpo_jax.rollouts.scorer import _Place, _why_unscored
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_metrics
@@ -116,6 +119,70 @@ def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(
   assert len(rows) == first_skipped + 2 < 9
 
 
+SOMETIMES = """
+def reward(completions, step, **_):
+  if step in (2, 4, 5):
+    return [None] * len(completions)
+  return [sum(map(ord, c)) / 100 for c in completions]
+
+def never(completions, **_):
+  return [float("nan")] * len(completions)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_without_rewards_stops_saves_and_goes_on(tmp_path):
+  """Steps 4 and 5 in a row have no reward. Going on, step 6 has rewards again."""
+  config = with_reward(dataclasses.replace(small_config(), steps=6), tmp_path, SOMETIMES)
+  config = with_section(config, "checkpoint", every=0)
+  config = with_section(config, "reward", max_unscored_steps=2)
+  with pytest.raises(RunFailed) as error:
+    train(config, tmp_path / "run")
+  said = str(error.value)
+  assert said.startswith(
+    "no completion of the last 2 GRPO steps has a reward, so nothing is learned"
+    " (reward.max_unscored_steps): reward function reward returned no score for any completion"
+    " (the first answer in the data is '"
+  )
+  assert said.endswith("; step 5 is saved, the same command goes on") and "\n" not in said
+  assert saved_steps(tmp_path / "run") == [5]
+  train(config, tmp_path / "run")
+  train(config.replace({"reward.max_unscored_steps": 0}), tmp_path / "undisturbed")
+  rows = [without_times(read_metrics(tmp_path / name)) for name in ("run", "undisturbed")]
+  assert rows[0] == rows[1] and len(rows[0]) == 6
+
+
+def test_a_run_that_never_had_a_reward_stops_and_fails_at_its_end_too(tmp_path):
+  config = with_reward(dataclasses.replace(small_config(), steps=3), tmp_path, SOMETIMES, ["never"])
+  config = with_section(config, "reward", max_unscored_steps=2)
+  words = "no completion of the last {} GRPO steps has a reward, so nothing is learned"
+  with pytest.raises(RunFailed, match=words.format(2) + ".*; step 2 is saved, the same command"):
+    train(config, tmp_path / "run")
+  endless = config.replace({"reward.max_unscored_steps": 0})
+  for _ in range(2):  # the second time, no step is left to take
+    with pytest.raises(RunFailed, match=words.format(3) + ", which are all: "):
+      train(endless, tmp_path / "run")
+  assert saved_steps(tmp_path / "run") == [2, 3]
+
+
+def why_unscored(entry, failures=(), **columns):
+  place = _Place(1, 0, 2, columns)
+  return _why_unscored("f", Answer([[], []], list(failures)), entry, place)
+
+
+def test_why_no_completion_has_a_reward():
+  crash = Failure(0, "crash", "reward function f raised SystemExit: 0")
+  assert why_unscored("", [crash]) == "reward function f raised SystemExit: 0"
+  assert why_unscored("gsm8k, svamp", task=["code", "code"]) == (
+    "reward function f is for gsm8k, svamp alone (reward.tasks), and the prompts are of code"
+  )
+  returned = "reward function f returned no score for any completion"
+  assert why_unscored("code", task=["code", "code"]) == returned
+  assert why_unscored("", answer=["n/a", "n/a"]) == (
+    f"{returned} (the first answer in the data is 'n/a')"
+  )
+
+
 def one_step_behind(monkeypatch):
   """Lets every step sample from the policy before the last update."""
   for_sampling, kept = Parameters.for_sampling, []
@@ -204,6 +271,45 @@ def without_reply(completions, **_):
 def test_a_generator_that_exits_is_named():
   with pytest.raises(rewards.RewardError, match="generator_that_exits raised SystemExit: 0"):
     call.call_here(generator_that_exits, "generator_that_exits", {"completions": ["a", "b"]})
+
+
+@pytest.mark.parametrize(
+  "name", ["step", "time", "event", "eval/accuracy", "", " ", "a\nb", "\x1b[2J", 5]
+)
+def test_log_metric_takes_no_column_of_a_row_and_no_unreadable_name(name):
+  def logs(completions, log_metric, **_):
+    log_metric(name, 99)
+    return [0.0]
+
+  with pytest.raises(rewards.RewardError, match=r"logs raised ValueError: log_metric\(.*") as error:
+    call.call_here(logs, "logs", {"completions": ["a"]})
+  assert f"log_metric({name!r}, ...): " in str(error.value) and str(error.value).isprintable()
+
+
+def test_log_extra_takes_no_unreadable_name():
+  def logs(completions, log_extra, **_):
+    log_extra("a\0b", [1])
+    return [0.0]
+
+  with pytest.raises(rewards.RewardError, match="log_extra.*a name is text of printable charac"):
+    call.call_here(logs, "logs", {"completions": ["a"]})
+
+
+def test_metrics_of_two_parts_with_one_name_are_refused():
+  assert disjoint({"my/size": 1.0}, {"reward": 2.0}, {}) == {"my/size": 1.0, "reward": 2.0}
+  with pytest.raises(RunFailed, match=r"log_metric\('reward', ...\), and the run has a metric of"):
+    disjoint({"my/size": 1.0}, {"reward": 2.0}, {"reward": 1.0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name", ["reward", "completions/tokens", "kl", "learning_rate", "time/step"]
+)
+def test_log_metric_takes_no_metric_of_the_run(tmp_path, name):
+  source = f"def reward(log_metric, completions, **_):\n  log_metric({name!r}, 7)\n"
+  source += "  return [float(len(c)) for c in completions]\n"
+  with pytest.raises(RunFailed, match=f"log_metric.'{name}', .* the run has a metric of this name"):
+    train(with_reward(small_config(), tmp_path, source), tmp_path / "run")
 
 
 def test_a_function_that_does_not_return_is_named_again_and_again(monkeypatch, capsys):

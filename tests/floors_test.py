@@ -15,7 +15,7 @@ FLOORS = [
   {"algo", "plain_values"},
   {"config"},
   {"model", "sampler", "rewards", "data", "parallel"},
-  {"learner", "recipes"},
+  {"learner", "recipes", "configs", "trl"},
   {"programs", "storage"},
   {"rollouts", "console"},
   {"evaluation", "planning"},

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+from pathlib import Path
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -117,6 +119,28 @@ async def waits(completions, **_):
         raise TimeoutError("of the function itself")
   await asyncio.sleep(0.3)
   return [float(len(text)) for text in completions]
+
+
+def arrive(text):
+  """For a text "FOLDER COUNT": leaves a file there. Returns whether all have come."""
+  folder, count = text.split()
+  Path(folder, secrets.token_hex(8)).touch()
+  return lambda: len(os.listdir(folder)) >= int(count)
+
+
+def meets(completions, **_):
+  """Returns when so many completions are being scored at the same time."""
+  have_all = [arrive(text) for text in completions]
+  while not all(have() for have in have_all):
+    time.sleep(0.01)
+  return [1.0] * len(completions)
+
+
+async def meets_async(completions, **_):
+  have_all = [arrive(text) for text in completions]
+  while not all(have() for have in have_all):
+    await asyncio.sleep(0.01)
+  return [float(os.getpid())] * len(completions)
 
 
 class Counts:

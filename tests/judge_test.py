@@ -3,7 +3,9 @@
 import asyncio
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import json
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +14,7 @@ import pytest
 
 from grpo_jax import rewards
 from grpo_jax.rewards.answer import RewardError
+from grpo_jax.rewards.call import call
 from grpo_jax.rewards.functions import judge as judge_module
 from grpo_jax.settings import ConfigError
 
@@ -43,6 +46,7 @@ class Server:
 
     class Quiet(ThreadingHTTPServer):
       daemon_threads = True
+      request_queue_size = 128  # the default of 5 refuses some of many requests at once
 
       def handle_error(self, *args):  # a client that gave up
         pass
@@ -87,11 +91,27 @@ def no_memory_of_earlier_replies(monkeypatch):
   monkeypatch.setattr(judge_module, "_replies", {})
 
 
-def judge(url, completions, parameters="", **columns):
+def answer_of(url, completions, parameters="", **columns):
+  """What the judge says of completions, called as a run without workers calls it."""
   name = f"judge(url='{url}', model='m'{parameters})"
   function = rewards.resolve(name, "reward.functions", lambda name: False)
   columns = {"question": ["?"] * len(completions), "answer": ["1"] * len(completions)} | columns
-  return function(completions=completions, **columns)
+  return call(function, "judge", {"completions": completions} | columns)
+
+
+def judge(url, completions, parameters="", **columns):
+  """The scores."""
+  steps = answer_of(url, completions, parameters, **columns).steps
+  return [one[0][1] if one else None for one in steps]
+
+
+def reason(url, completions, parameters="", **columns):
+  """Why no completion has a score. It is the same for all of them."""
+  answer = answer_of(url, completions, parameters, **columns)
+  assert answer.steps == [[]] * len(completions)
+  assert [one.kind for one in answer.failures] == ["missing"] * len(completions)
+  (text,) = {one.text for one in answer.failures}
+  return text
 
 
 def test_the_score_is_the_number_in_the_reply(serve):
@@ -116,7 +136,7 @@ def test_a_prompt_of_the_user_is_filled_in_once(serve, tmp_path):
   judge(server.url, ["{topic}"], f", prompt_file='{tmp_path}/prompt.txt'", topic=["x {completion}"])
   sent = server.requests[0]["messages"][0]["content"]
   assert sent == "Rate {topic} for x {completion}. {topic}"
-  with pytest.raises(ConfigError, match="the prompt has {topic}, and the data set no such column"):
+  with pytest.raises(RewardError, match="the prompt has {topic}, and the data set no such column"):
     judge(server.url, ["a"], f", prompt_file='{tmp_path}/prompt.txt'")
   (tmp_path / "prompt.txt").write_text("Rate it")
   with pytest.raises(ConfigError, match="it must hold {completion}"):
@@ -161,28 +181,68 @@ def test_a_failure_is_tried_again(serve):
   assert len(server.requests) == 3
   assert 0.2 <= time.monotonic() - start < 1  # as long as the server says
   server = serve(lambda prompt, number: (503, {"Retry-After": "0.05"}, "busy"))
-  with pytest.raises(
-    RewardError, match=r"the judge at .* gave no score: status 503 busy, tried 2 times"
-  ):
-    judge(server.url, ["a"], ", attempts=2")
+  said = reason(server.url, ["a"], ", attempts=2")
+  words = "gave no score: status 503 busy, tried 2 times"
+  assert said == f"reward function judge: the judge at {server.url} {words}"
   assert len(server.requests) == 2
 
 
 def test_a_request_that_is_wrong_is_not_tried_again(serve):
   server = serve(lambda prompt, number: (401, {}, "no key"))
-  with pytest.raises(RewardError, match="status 401 no key"):
-    judge(server.url, ["a"])
+  assert "status 401 no key" in reason(server.url, ["a"])
   assert len(server.requests) == 1
 
 
 def test_a_row_that_fails_is_none_and_the_others_have_scores(serve):
-  logged = []
   server = serve(lambda prompt, number: "I cannot say" if "bad" in prompt else "Score: 1")
-  found = judge(
-    server.url, ["ok", "bad", "fine"], log_metric=lambda name, value: logged.append((name, value))
-  )
-  assert found == [1.0, None, 1.0]
-  assert logged == [("judge/failed", 1)]
+  answer = answer_of(server.url, ["ok", "bad", "fine"])
+  assert answer.steps == [[(2, 1.0)], [], [(4, 1.0)]]
+  assert answer.metrics == [("judge/failed", 1)]
+
+
+def bad_group(prompt, number):
+  """What a server answers that sends no JSON for the completions of one prompt."""
+  return (200, {}, b'{"choices": [') if "bad" in prompt else "Score: 1"
+
+
+def judged_in_workers(server, groups, parameters="", workers=2):
+  """The answers for groups of completions, as a run with workers gets them."""
+  source = f"judge(url='{server.url}', model='m'{parameters})"
+  function = rewards.resolve(source, "reward.functions", lambda name: False)
+  pool = rewards.Pool(workers, 30.0)
+  caller = rewards.Caller(pool)
+  assert caller.add({source: function}) == ()
+  texts = [text for group in groups for text in group]
+  columns = {"completions": texts, "question": ["?"] * len(texts), "answer": ["1"] * len(texts)}
+  start = time.monotonic()
+  answer = caller.start([function], columns, 1, len(groups[0]))(function)
+  seconds = time.monotonic() - start
+  pool.close()
+  return answer, seconds
+
+
+def test_a_group_that_fails_costs_no_other_group_its_scores(serve):
+  server = serve(bad_group)
+  groups = [[f"bad {i}" if p == 3 else f"{p} {i}" for i in range(4)] for p in range(8)]
+  answer, _ = judged_in_workers(server, groups, ", attempts=1")
+  scored = [bool(steps) for steps in answer.steps]
+  assert scored == [p != 3 for p in range(8) for _ in range(4)], answer.failures
+  assert {one.kind for one in answer.failures} == {"missing"}
+  assert "gave no score: it sent no chat completion: JSONDecodeError" in answer.failures[0].text
+  assert len(server.requests) == 32  # no group was asked again
+
+
+def test_at_once_bounds_the_requests_of_all_workers_and_no_call_loses_time_to_others(serve):
+  def slow(prompt, number):
+    time.sleep(0.1)
+    return "Score: 1"
+
+  server = serve(slow)
+  groups = [[f"{p} {i}" for i in range(4)] for p in range(16)]
+  answer, seconds = judged_in_workers(server, groups, ", at_once=6, seconds=1.0")
+  assert answer.steps == [[(len(text), 1.0)] for group in groups for text in group]
+  assert server.most_at_once == 6
+  assert seconds > 1.0  # 64 requests of 0.1 s, 6 at a time: more than the limit of one call
 
 
 @pytest.mark.parametrize(
@@ -192,17 +252,37 @@ def test_a_row_that_fails_is_none_and_the_others_have_scores(serve):
 @pytest.mark.parametrize("kind", ["application/json", "text/html"])
 def test_a_reply_that_is_none_is_an_error(serve, reply, kind):
   server = serve(lambda prompt, number: (200, {"Content-Type": kind}, reply))
-  with pytest.raises(RewardError, match="gave no score"):
-    judge(server.url, ["a"])
+  assert "gave no score" in reason(server.url, ["a"], ", attempts=1")
 
 
-def test_a_judge_that_is_down_is_an_error_and_not_a_hang():
+def test_a_reply_that_is_none_is_tried_again(serve):
+  replies = {1: (200, {}, b'{"choices": ['), 2: (200, {}, b'{"choices": []}')}
+  server = serve(lambda prompt, number: replies.get(number, "Score: 1"))
+  assert "tried 1 times" in reason(server.url, ["a"], ", attempts=1")
+  assert judge(server.url, ["a"], ", attempts=2") == [1.0]
+  assert len(server.requests) == 3
+
+
+def test_a_judge_that_is_down_is_an_error_and_not_a_hang(monkeypatch):
+  monkeypatch.setattr(judge_module.random, "uniform", lambda low, high: 1.0)
   with socket.create_server(("127.0.0.1", 0)) as free:
     url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
   start = time.monotonic()
-  with pytest.raises(RewardError, match="gave no score: ConnectionRefused.*, tried . times"):
-    judge(url, ["a", "b"], ", seconds=1, attempts=9")
+  # It asks at 0 and at 1 second. The next time would be at 3 seconds, which is too late.
+  said = reason(url, ["a"], ", seconds=3, attempts=9")
+  assert re.search("gave no score: ConnectionRefused.*, tried 2 times", said)
   assert time.monotonic() - start < 3
+
+
+def test_no_request_spends_its_time_limit_on_imports():
+  code = (
+    "import sys\n"
+    "from grpo_jax.rewards.functions.judge import judge\n"
+    "judge.prepare()\n"
+    "print('openai.resources.chat.completions.completions' in sys.modules)"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert done.stdout.strip() == "True"
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Slowly": "1"}])
@@ -214,8 +294,8 @@ def test_a_judge_that_never_ends_its_reply_is_given_up(serve, headers):
 
   server = serve(hang)
   start = time.monotonic()
-  with pytest.raises(RewardError, match="gave no score: (no reply in time|timed out|.*time)"):
-    judge(server.url, ["a", "b"], ", seconds=0.6")
+  said = reason(server.url, ["a", "b"], ", seconds=0.6")
+  assert re.search("gave no score: (no reply in time|timed out|.*time)", said)
   assert time.monotonic() - start < 3
 
 
@@ -223,18 +303,16 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up():
   with socket.create_server(("127.0.0.1", 0)) as silent:
     url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
     start = time.monotonic()
-    with pytest.raises(RewardError, match="gave no score"):
-      judge(url, ["a"], ", seconds=0.5")
+    assert "gave no score" in reason(url, ["a"], ", seconds=0.5")
     assert time.monotonic() - start < 3
 
 
 def test_the_key_is_sent_and_never_shown(serve, monkeypatch):
   monkeypatch.setenv("MY_KEY", "sesame")
   server = serve(lambda prompt, number: (401, {}, "no"))
-  with pytest.raises(RewardError) as raised:
-    judge(server.url, ["a"], ", key_variable='MY_KEY'")
+  said = reason(server.url, ["a"], ", key_variable='MY_KEY'")
   assert server.headers[0]["Authorization"] == "Bearer sesame"
-  assert "sesame" not in str(raised.value)
+  assert "sesame" not in said
 
 
 def test_nothing_of_the_environment_reaches_the_judge_but_the_key_that_the_config_names(

@@ -84,6 +84,20 @@ def test_a_sweep_that_is_interrupted_goes_on_and_leaves_no_process(tmp_path):
   assert shown.splitlines()[1].endswith("  2      finished")
 
 
+def test_of_two_launchers_at_once_one_trains_and_no_run_has_failed(tmp_path):
+  launchers = [start(tmp_path / "x", steps=100_000) for _ in range(2)]
+  while all(launcher.poll() is None for launcher in launchers):
+    time.sleep(0.2)
+  loser, winner = sorted(launchers, key=lambda launcher: launcher.poll() is None)
+  shown, said = loser.communicate()
+  assert loser.returncode == 75 and f"left alone {tmp_path}/x: process " in said
+  assert "failed" not in said and (" running, at " in shown or " starting" in shown)
+  wait_for_steps(winner, tmp_path / "x")
+  winner.send_signal(signal.SIGTERM)
+  assert "stopped " in winner.communicate(timeout=100)[1] and winner.returncode == 75
+  assert not processes_of(tmp_path)
+
+
 def test_two_processes_of_a_run_end_together_and_go_on(tmp_path):
   launcher = start(tmp_path / "x", "--hosts=2", steps=100_000)
   wait_for_steps(launcher, tmp_path / "x")

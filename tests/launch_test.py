@@ -16,7 +16,7 @@ import time
 from absl import flags
 import pytest
 
-from grpo_jax import cli
+from grpo_jax import cli, timing
 from grpo_jax import config as config_lib
 from grpo_jax import launch as launch_lib
 from grpo_jax.launchers import local
@@ -84,6 +84,14 @@ def sweep_file(tmp_path):
     (
       "def sweep():\n  yield {'seed': 1, 'steps': 2}\n  yield {'steps': 2.0, 'seed': 1}",
       ["yields {'steps': 2.0, 'seed': 1} twice"],
+    ),
+    (
+      "def sweep():\n  yield {'seed': 1}\n  yield {'seed': '1'}",
+      ["yields {'seed': '1'} and {'seed': 1}, which are the same run"],
+    ),
+    (
+      "class C:\n  def __getattr__(self, n): 1 / 0\ndef sweep(): yield {'seed': C()}",
+      ["no setting"],
     ),
     ("def sweep():\n  i = 0\n  while True: yield {'seed': (i := i + 1)}", ["more than 10000 runs"]),
   ],
@@ -431,6 +439,62 @@ def test_a_run_that_somebody_else_trains_is_left_alone(fakes, capsys):
     # Somebody else starts it while it waits for its turn.
     assert local.launch([fakes.units[2]], Options()) == 75
   assert title not in fakes.names_started() and len(fakes.starts()) == 3
+
+
+# Another launcher has the lock, or has finished the run, before this process asks for it.
+REFUSED = """
+import fcntl, os, pathlib, shutil, sys, time
+folder, common, what = (pathlib.Path(path) for path in sys.argv[1:])
+folder.mkdir()
+if str(what) == "held" and not os.fork():
+  os.setsid()
+  lock = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT)
+  fcntl.flock(lock, fcntl.LOCK_EX)
+  os.write(lock, f"process {os.getpid()} of another launcher".encode())
+  (common / "holds").write_text(str(os.getpid()))
+  time.sleep(60)
+  sys.exit()
+while str(what) == "held" and os.path.isdir(common):
+  if (common / "holds").exists() and (common / "holds").read_text():
+    break
+  time.sleep(0.01)
+if str(what) == "finished":
+  shutil.copy(common / "configs" / folder.name, folder / "config.json")
+  (folder / "metrics.jsonl").write_text('{"step": 3, "eval/accuracy": 0.5}\\n')
+  (folder / "checkpoints" / "3").mkdir(parents=True)
+print("error: --workdir=x is in use by another process: wait for its end")
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(
+  ("what", "code", "line"),
+  [
+    ("held", 75, "left alone {}: process {} of another launcher trains it"),
+    ("finished", 75, "left alone {}: another launcher has finished it"),
+    ("wrong", 1, "failed {}: exited with 2: error: --workdir=x is in use"),
+  ],
+)
+def test_a_run_that_another_launcher_starts_first_has_not_failed(
+  fakes, monkeypatch, capsys, what, code, line
+):
+  (fakes.folder / "fake.py").write_text(REFUSED)
+  command = fakes.command
+  monkeypatch.setattr(Unit, "command", lambda unit: [*command(unit), what])
+  assert local.launch([fakes.units[0]], Options()) == code
+  holds = fakes.folder / "holds"
+  pid = holds.read_text() if holds.exists() else ""
+  if pid:
+    os.kill(int(pid), signal.SIGKILL)
+  assert line.format(fakes.units[0].name, pid) in capsys.readouterr().err
+
+
+def test_a_sweep_that_takes_long_says_so(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(timing, "_SECONDS", 0.05)
+  path = tmp_path / "sweep.py"
+  path.write_text("import time\ndef sweep():\n  time.sleep(0.3)\n  yield {'seed': 1}\n")
+  assert load_sweep(str(path)) == [{"seed": 1}]
+  assert capsys.readouterr().err.startswith(f"still executing {path} after ")
 
 
 def test_a_dry_run_prints_the_commands_and_starts_nothing(fakes, capsys):

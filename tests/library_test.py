@@ -6,12 +6,14 @@ import importlib
 import inspect
 import logging
 import os
+from pathlib import Path
 import signal
 import subprocess
 import sys
 import threading
 
 import jax
+import numpy as np
 import pytest
 
 import grpo_jax
@@ -19,6 +21,9 @@ from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.data.tasks.tasks import TASKS
 from grpo_jax.rewards import REWARDS
 from tests.small_run import small_config
+
+ROOT = Path(__file__).parents[1]
+TOKENIZERS = ROOT / "tests/golden/tokenizers"
 
 
 def config(**changes):
@@ -129,7 +134,7 @@ def test_recipes_by_name_and_by_file(tmp_path):
   assert made.steps == 250 and made.algo.clip_high == 0.28
   assert (made.seed, made.optimizer.b1, made.optimizer.learning_rate) == (3, 0.0, 2e-4)
   (tmp_path / "mine.py").write_text(
-    "from configs import arithmetic\n\n\ndef get_config(preset='gspo'):\n"
+    "from grpo_jax.configs import arithmetic\n\n\ndef get_config(preset='gspo'):\n"
     "  c = arithmetic.get_config(preset)\n  c.steps = 7\n  return c\n"
   )
   mine = grpo_jax.load_config(tmp_path / "mine.py")
@@ -138,6 +143,37 @@ def test_recipes_by_name_and_by_file(tmp_path):
   changed = mine.replace({"algo.clip_high": 0.3, "reward.functions": ["flexible"]})
   assert changed.algo.clip_high == 0.3 and changed.reward.functions == ("flexible",)
   assert mine.algo.clip_high != 0.3 and changed.steps == 7
+
+
+def test_recipes_are_found_where_a_user_has_configs_too(tmp_path):
+  """In a folder that has a package `configs` of its own, and a folder that is named as a recipe."""
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs" / "__init__.py").write_text("")
+  (tmp_path / "arithmetic").mkdir()
+  (tmp_path / "old.py").write_text("from configs import nosuch\n")
+  program = """
+import configs, grpo_jax
+from grpo_jax import cli
+assert "grpo_jax" not in configs.__file__
+assert grpo_jax.load_config("gsm8k:dapo", {"model.path": "m"}).algo.clip_high == 0.28
+assert cli.config_of(["--config=arithmetic:dapo", "--config.seed=3"]).algo.clip_high == 0.28
+assert cli.config_of(["--config", "countdown"]).data.task == "countdown"
+for config in ("old.py", "arithmetics", "arithmetic:ddpo"):
+  for load in (grpo_jax.load_config, lambda name: cli.config_of([f"--config={name}"])):
+    try:
+      load(config)
+    except grpo_jax.ConfigError as error:
+      print(error)
+"""
+  environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+  ended = subprocess.run(
+    [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+  )
+  assert ended.returncode == 0, ended.stderr
+  old, old_flag, unknown, unknown_flag, preset, preset_flag = ended.stdout.splitlines()
+  assert all("recipes of grpo_jax are in grpo_jax.configs" in line for line in (old, old_flag))
+  assert all("arithmetic, countdown, default" in line for line in (unknown, unknown_flag))
+  assert "there is no preset 'ddpo'" in preset and "has no preset 'ddpo'" in preset_flag
 
 
 @pytest.mark.parametrize(
@@ -168,6 +204,112 @@ def test_a_recipe_that_raises_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(grpo_jax.ConfigError, match=message):
       grpo_jax.load_config(tmp_path / "mine.py")
+
+
+class Raises:
+  """An object of a user whose attributes and texts cannot be had."""
+
+  def __getattr__(self, name):
+    return {}[name]
+
+  def __repr__(self):
+    raise RuntimeError("no repr")
+
+  __str__ = __fspath__ = __repr__
+
+
+class RaisesWhenAsked(Raises):
+  def __call__(self, *args, **columns):
+    return None
+
+
+NO_PATHS = [
+  None,
+  5,
+  1.5,
+  True,
+  ["a"],
+  {},
+  b"run",
+  "",
+  "a\0b",
+  "a\udc80",
+  "x" * 5000,
+  "~nobodyhere/x",
+]
+NO_PATHS += [Path("a\0b"), print, Raises(), RaisesWhenAsked(), np.eye(3)]
+FEW_PATHS = [None, 5, b"run", "a\0b", Raises()]  # for calls that take the same way, and longer
+NO_FUNCTIONS = [None, 5, "digits", b"digits", [digits], {}, Path("x"), Raises(), RaisesWhenAsked()]
+NO_STEPS = ["1", b"1", [1], {}, Path("1"), True, 1.5, -1, float("nan"), Raises()]
+NO_CHANGES = [5, ["steps"], "steps", b"steps", [("steps", 1)], False, Raises()]
+NO_CHANGES += [{key: 1} for key in (5, None, b"steps", ("steps",), Path("steps"), "x", Raises())]
+NO_CHANGES += [{"steps": value} for value in ("5", None, [5], {}, 1.5, Path("5"), Raises())]
+NO_CONFIGS = [None, 5, {}, "run", Raises(), grpo_jax.Config(model=5)]
+NO_CONFIGS += [grpo_jax.Config(steps=value) for value in (1.5, None, Raises())]
+
+
+@pytest.mark.parametrize(
+  ("call", "values"),
+  [
+    (grpo_jax.load_config, NO_PATHS),
+    (lambda value: grpo_jax.load_config("arithmetic", value), NO_CHANGES),
+    (lambda value: config().replace(value), [None, *NO_CHANGES]),
+    (lambda value: grpo_jax.train(config(), value), FEW_PATHS),
+    (lambda value: grpo_jax.train(value, "run"), NO_CONFIGS),
+    (lambda value: grpo_jax.train(config(), "run", value), NO_FUNCTIONS[1:]),
+    (grpo_jax.load_policy, [*FEW_PATHS, grpo_jax.Config(model=5), grpo_jax.Config(steps=1.5)]),
+    (lambda value: grpo_jax.load_policy("saved", value), NO_STEPS),
+    (grpo_jax.read_config, NO_PATHS),
+    (grpo_jax.read_metrics, NO_PATHS),
+    (grpo_jax.read_completions, NO_PATHS),
+    (lambda value: grpo_jax.read_completions("saved", value), NO_STEPS),
+    (grpo_jax.completion_steps, NO_PATHS),
+    (grpo_jax.register_reward, NO_FUNCTIONS),
+    (grpo_jax.register_task, NO_FUNCTIONS),
+    (grpo_jax.register_surrogate, NO_FUNCTIONS),
+  ],
+)
+def test_what_a_call_cannot_use_is_one_line_and_nothing_is_written(
+  tmp_path, monkeypatch, call, values
+):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(gc, "collect", lambda: None)  # after each call it takes a second in here
+  (tmp_path / "saved" / "completions").mkdir(parents=True)
+  (tmp_path / "saved" / "completions" / "000001.jsonl").write_text("{}\n")
+  tables = [dict(table) for table in (REWARDS, TASKS, SURROGATES)]
+  for value in values:
+    with pytest.raises(grpo_jax.ConfigError) as error:
+      call(value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1500
+  assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+  assert tables == [REWARDS, TASKS, SURROGATES]
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: grpo_jax.train(config(), None), "workdir must be a path: a text or a pathlib.Path,"),
+    (lambda: grpo_jax.train(config(), "r", 5), "the callback cannot be called: 5 is no function"),
+    (
+      lambda: grpo_jax.load_config(["arithmetic"]),
+      r"the recipe must be a path: .* \['arithmetic'\]",
+    ),
+    (lambda: grpo_jax.load_config("arithmetic", {5: 1}), "config key 5 is no text"),
+    (lambda: grpo_jax.load_config("arithmetic", [1]), r"a dict of values by key, such as .*\[1\]"),
+    (lambda: grpo_jax.train(grpo_jax.Config(steps=1.5), "r"), "steps must be a whole number"),
+    (lambda: grpo_jax.load_policy("r", "1"), r"load_policy\(\): step must be a whole number"),
+    (lambda: grpo_jax.register_reward(None), "a reward function cannot be registered: None is no"),
+    (
+      lambda: grpo_jax.register_task(RaisesWhenAsked()),
+      "__getattr__ of RaisesWhenAsked raises Key",
+    ),
+    (lambda: grpo_jax.load_config("arithmetic:drgrpo"), "no preset 'drgrpo': .* dr_grpo, bnpo"),
+  ],
+)
+def test_the_line_says_what_to_give(tmp_path, monkeypatch, call, message):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(grpo_jax.ConfigError, match=message):
+    call()
 
 
 @pytest.mark.parametrize(
@@ -305,6 +447,33 @@ def test_another_definition_under_the_same_name_counts_in_the_next_run(tmp_path)
   once, twice, other = run("a", "a", 1.0), run("b", "a", 2.0), run("c", "b", 1.0)
   assert once["reward"] > 0 < other["reward"]
   assert twice["grad_norm"] == pytest.approx(2 * once["grad_norm"])
+
+
+def test_sample_takes_a_text_messages_or_a_list_of_either():
+  chat = {"data.chat": True, "data.system": "Sum.", "data.prompt": "{prompt}"}
+  small = {"data.tokenizer": str(TOKENIZERS / "qwen"), "data.max_prompt_tokens": 64}
+  policy = grpo_jax.load_policy(config(sampling__max_tokens=2).replace({**chat, **small}))
+  messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+  messages += [{"role": "user", "content": "Sure?"}]
+  as_text = policy.sample("1+1=", n=2)
+  assert as_text == policy.sample(messages[:1], n=2) != policy.sample(messages, n=2)
+  both = policy.sample(["1+1=", messages], n=2)
+  assert both == [as_text, policy.sample(messages, n=2)]
+  assert policy.sample(["1+1="], n=2) == [as_text]
+  (prompt,) = policy.prompt("1+1=").columns["messages"]
+  assert prompt == [{"role": "system", "content": "Sum."}, messages[0]]
+  for wrong in (7, None, [], [7], ["1+1=", None], {"role": "user"}, [{"role": "user"}], b"1"):
+    with pytest.raises(grpo_jax.ConfigError, match=r"^sample\(\): the question is .*: give a text"):
+      policy.sample(wrong)
+  prompts = {"data.mixture": ("arithmetic", "countdown"), "data.prompts": ("{question}", "{text}")}
+  for changes, message in (
+    ({"data.prompt": "{body} {asked}"}, "data.prompt is .* a question cannot fill 2 fields; give"),
+    (prompts, "data.prompts is .* a question alone has none; give the whole prompt"),
+  ):
+    policy.run.config = policy.run.config.replace(changes)
+    with pytest.raises(grpo_jax.ConfigError, match=message):
+      policy.sample("1+1=")
+    assert policy.prompt("1+1=", framed=False).columns["prompts"] == ["1+1="]
 
 
 @pytest.mark.slow

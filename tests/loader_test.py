@@ -12,7 +12,7 @@ from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 
 TOKENIZER = tokenizer.characters("abcdefg?")
 SPLIT = [
@@ -91,6 +91,30 @@ def test_indices_never_change():
   assert loader.step_indices(0, 10**9, 4, 10**4).shape == (4,)
 
 
+@given(st.integers(0, 2**40), st.integers(1, 300), st.integers(0, 3))
+@settings(max_examples=40)
+def test_a_long_epoch_has_every_example_once_without_a_sort(seed, size, epoch):
+  before, loader._SORTED = loader._SORTED, 0
+  try:
+    whole = loader.indices_at(seed, epoch * size + np.arange(size), size)
+    alone = loader.indices_at(seed, np.array([epoch * size + size // 2]), size)
+  finally:
+    loader._SORTED = before
+  assert sorted(whole) == list(range(size)) and alone == whole[size // 2]
+
+
+def test_a_long_epoch_is_shuffled_and_never_changes(monkeypatch):
+  monkeypatch.setattr(loader, "_SORTED", 0)
+  epochs = loader.step_indices(7, 0, 8000, 4000).reshape(2, 4000)
+  other_seed = loader.step_indices(8, 0, 4000, 4000)
+  for a, b in ((epochs[0], epochs[1]), (epochs[0], np.arange(4000)), (epochs[0], other_seed)):
+    # 5 standard deviations of a correlation, and a Poisson(1) number of equal places
+    assert abs(np.corrcoef(a, b)[0, 1]) < 5 / 4000**0.5 and (a == b).sum() < 10
+  assert abs(np.corrcoef(epochs[0][1:], epochs[0][:-1])[0, 1]) < 5 / 4000**0.5
+  assert loader.step_indices(3, 0, 8, 8).tolist() == [0, 5, 1, 4, 3, 7, 6, 2]
+  assert loader.step_indices(3, 3, 2, 10**9).tolist() == [849459214, 139030414]
+
+
 def test_prompts_that_are_too_long_are_dropped_and_counted():
   made = make_prompts()
   assert (len(made), made.dropped, made.max_tokens) == (2, 1, 3)
@@ -123,6 +147,11 @@ def test_supervised_batch_ends_solutions_and_leaves_out_long_ones():
   assert whole.dropped == 0
   assert whole.completions_PT[1].tolist() == [4, 5, 6, 7, 8, 1]
   assert whole.mask_PT[1].all()
+
+
+def test_a_warm_start_that_would_learn_nothing_is_refused():
+  with pytest.raises(RunFailed, match="max_tokens is 2: all 2 solutions .* raise it"):
+    loader.supervised_batch(make_prompts(), np.arange(2), TOKENIZER, 2)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,6 +139,12 @@ def test_columns_get_other_names_and_templates(tmp_path):
       "{a}",
       "data.columns='{gold}' cannot be filled: .* its fields are {a}, {b}",
     ),
+    (
+      ("answer=a", "answer=b"),
+      "{a}",
+      "data.columns holds two entries for 'answer', 'a' and 'b': leave one of them out",
+    ),
+    (("answer=b.gold",), "{a}", "train.jsonl line 1 has no column 'b.gold', but a, b"),
     (("answer=b",), "{a}", "train.jsonl line 2 has no 'b', which the config names"),
     ((), "{b}", "train.jsonl line 2 has no 'b', which the config names"),
     ((), "{c}", "data.prompt='{c}' cannot be filled.*its fields are {a}, {b}"),
@@ -149,6 +156,54 @@ def test_a_missing_column_is_named(tmp_path, columns, prompt, words):
   with pytest.raises(ConfigError, match=words.replace("{", r"\{")) as error:
     Prompts(tasks.make_task(data).train, QWEN, data)
   assert "\n" not in str(error.value)
+
+
+VERL = {  # a row as verl's examples/data_preprocess/gsm8k.py writes it
+  "data_source": "openai/gsm8k",
+  "prompt": [{"role": "user", "content": "1+1?"}],
+  "ability": "math",
+  "reward_model": {"style": "rule", "ground_truth": "2"},
+  "extra_info": {"split": "train", "index": 0, "answer": "#### 2", "question": "1+1?"},
+}
+
+
+def test_a_field_inside_a_column_is_named_with_a_dot(tmp_path):
+  path = str(folder(tmp_path, [VERL], [VERL]))
+  columns = ("answer=reward_model.ground_truth", "solution=Well: {extra_info.answer}")
+  data = Data(task="columns", path=path, columns=columns, prompt="Q: {extra_info.question}")
+  task = tasks.make_task(data)
+  assert task.train == [{**VERL, "answer": "2", "solution": "Well: #### 2"}]
+  assert Prompts(task.train, QWEN, data).make([0])[0].text == "Q: 1+1?"
+  inner = {"extra_info": {"turns": VERL["prompt"]}}  # messages inside a column
+  data = dataclasses.replace(data, chat=True, prompt="{extra_info.turns}")
+  assert Prompts([inner], QWEN, data).make([0])[0].messages == VERL["prompt"]
+  dotted = {"extra_info.question": "whole", "extra_info": {"question": "inner"}}
+  assert Prompts([dotted], QWEN, Data(prompt="{extra_info.question}")).make([0])[0].text == "whole"
+
+
+@pytest.mark.parametrize(
+  "changes, prompt, words",
+  [
+    ({"extra_info": {}}, "{extra_info.question}", "line 2 has no 'extra_info.question', which the"),
+    ({"extra_info": None}, "{extra_info.question}", "line 2 has no 'extra_info.question', which"),
+    ({"reward_model": {"ground_truth": None}}, "{prompt}", "line 2 has no 'reward_model.ground_tr"),
+    ({}, "{extra_info}", "extra_info is an object; name a field of it: {extra_info.split}, "),
+    ({}, "{extra_info.questoin}", "its fields are .*, {extra_info.answer}, {extra_info.question}"),
+  ],
+)
+def test_a_field_that_is_not_in_a_column_is_named(tmp_path, changes, prompt, words):
+  path = str(folder(tmp_path, [VERL, {**VERL, **changes}], [VERL]))
+  columns = ("answer=reward_model.ground_truth",)
+  data = Data(task="columns", path=path, columns=columns, prompt=prompt)
+  with pytest.raises(ConfigError, match=words.replace("{", r"\{")):
+    Prompts(tasks.make_task(data).train, QWEN, data)
+
+
+def test_a_prompt_of_nothing_is_named(sources):
+  """Before, the prompt was the word None."""
+  data = Data(mixture=sources, max_prompt_tokens=9)
+  with pytest.raises(ConfigError, match="an example of own has no value in question"):
+    Prompts(tasks.make_task(data).train, QWEN, data)
 
 
 def test_an_entry_may_be_for_one_source(tmp_path):
@@ -164,6 +219,9 @@ def test_an_entry_may_be_for_one_source(tmp_path):
     ("one", "2", "Say a1"),
     ("two", "4", "Say b1"),
   ]
+  routed = dataclasses.replace(data, columns=("one:task=gold",))
+  with pytest.raises(ConfigError, match="'one:task=gold': with data.mixture the field task is the"):
+    tasks.make_task(routed)
   unknown = dataclasses.replace(data, columns=("tow:answer=label",))
   with pytest.raises(ConfigError, match="'tow' is no source of data.mixture, which has one, two"):
     tasks.make_task(unknown)
@@ -218,6 +276,20 @@ def test_an_epoch_of_a_mixture():
   assert [whole[i] for i in range(-2, 0)] == whole[-2:]
 
 
+def test_an_epoch_of_many_places_is_not_walked(sources):
+  """One source is drawn twenty million times as often as the other, and gives the vocabulary."""
+  data = Data(mixture=sources, weights=(1.0, 2e7), prompt="{task}", max_prompt_tokens=9)
+  start = time.process_time()
+  task = tasks.make_task(data)
+  letters = tokenizer.characters(tasks.characters(data, task) + "own")
+  prompts = Prompts(task.train, letters, data)
+  indices = loader.step_indices(0, 0, 64, len(prompts))
+  batch = loader.prompt_batch(prompts, indices)
+  assert time.process_time() - start < 2  # reading each place would take minutes
+  assert len(prompts) == 3 + 60_000_000 and set(batch.columns["prompts"]) == {"own"}
+  assert task.train.shares() == {"math": (3, pytest.approx(5e-8)), "own": (2, pytest.approx(1))}
+
+
 def test_a_mixture_of_files(sources):
   data = Data(mixture=sources, prompts=("M {question}", "O {ask} {kind}"), max_prompt_tokens=9)
   task = tasks.make_task(data)
@@ -242,6 +314,14 @@ def test_a_mixture_of_files(sources):
     (dict(path="x"), "data.path is 'x': with data.mixture each source brings its own"),
     (dict(weights=(1.0,)), r"data.weights is \(1.0,\): it must hold one number above 0 for each"),
     (dict(weights=(1.0, 0.0)), "one number above 0"),
+    (dict(weights=(1.0, float("inf"))), "one number above 0"),
+    (dict(weights=(float("nan"), 1.0)), "one number above 0"),
+    (
+      dict(weights=(1e-30, 1e30)),
+      r"data.weights is \(1e-30, 1e\+30\): .* 3e\+60 prompts for 5 rows",
+    ),
+    (dict(weights=(1e-320, 1e300)), "would have inf prompts for 5 rows; bring the weights closer"),
+    (dict(weights=(1.0, 1e9)), "would have 3e[+]09 prompts for 5 rows"),
     (dict(prompts=("{question}",)), "data.prompts has 1 templates: write one for each"),
     (dict(mixture=("arithmetic", "arithmetic")), "two sources named arithmetic: write NAME="),
     (dict(mixture=("arithmetics",)), "data.mixture: 'arithmetics' is unknown: choose one of"),
@@ -266,6 +346,15 @@ def test_few_shot_examples_follow_the_system_message():
   assert [message["content"] for message in asked.messages] == ["Count.", "1+1?", "2", "2+2?"]
   assert [message["role"] for message in asked.messages] == ["system", "user", "assistant", "user"]
   assert [message["content"] for message in dialogue.messages] == ["Count.", "a", "b"]
+
+
+def test_few_shot_examples_follow_a_system_message_of_the_row():
+  data = Data(chat=True, system="Count.", few_shot=("1+1?", "2"), max_prompt_tokens=99)
+  row = [{"role": "system", "content": "Own."}, {"role": "user", "content": "2+2?"}]
+  (asked,) = Prompts([{"question": row}], QWEN, data).make([0])
+  assert [message["content"] for message in asked.messages] == ["Own.", "1+1?", "2", "2+2?"]
+  (alone,) = Prompts([{"question": row[:1]}], QWEN, data).make([0])
+  assert alone.messages == row[:1]
 
 
 @pytest.mark.parametrize(
@@ -382,6 +471,7 @@ def test_a_mixture_is_trained_with_rewards_by_task(tmp_path):
     tasks=("arithmetic", "countdown"),
   )
   config = with_section(config, "eval", every=1, examples=16, batch=16, function="rewards")
+  config = with_section(config, "sampling", max_tokens=16)
   config = with_section(config, "warm_start", steps=1, batch=8)
   config = with_section(config, "mesh", data=-1, tensor=1)
   config = dataclasses.replace(with_section(config, "batch", prompts=8), steps=2)

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.metadata
 from pathlib import Path
 import re
 import sys
@@ -73,13 +74,55 @@ def test_a_notebook_is_a_complete_page(name):
   assert sum(bool(cell.outputs) for cell in cells) >= len(cells) / 2
   assert not outputs(notebook, "error") and not texts(notebook, "stderr")
   assert pictures(notebook)
-  assert not re.search(r"/(tmp|home|root|Users)/", path.read_text())
+  assert not re.search(r"/(tmp|home|root|Users)/|OWNER", path.read_text())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_uses_public_names_only(name):
   used = {name for cell in code_cells(read(name)) for name in names_of_grpo_jax(cell.source)}
   assert {"train", "load_config"} <= used <= set(grpo_jax.__all__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_stores_no_empty_answer(name):
+  """An answer is a line of text above a line such as (16 tokens, cut off)."""
+  assert not re.search(r"(^|\n)\n\(\d+ tokens", texts(read(name), "stdout"))
+
+
+def install(name, folder, monkeypatch, source="", is_installed=False):
+  """What the install cell of a notebook in this folder gives to pip. None for nothing."""
+  cell = next(cell.source for cell in code_cells(read(name)) if "%pip" in cell.source)
+  cell = re.sub(r'%pip install -q "(.*)"', r'given.append(f"\1")', cell)
+  given = []
+  monkeypatch.chdir(folder)
+  with monkeypatch.context() as patched:
+    found = [object()] if is_installed else []
+    patched.setattr(importlib.metadata, "distributions", lambda name: found)
+    exec(cell.replace('SOURCE = ""', f"SOURCE = {source!r}"), {"given": given})
+  return given[0] if given else None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_install_cell_finds_what_lies_beside_the_notebook(name, tmp_path, monkeypatch):
+  def installs(folder, **options):
+    found = install(name, folder, monkeypatch, **options)
+    extras, _, address = (found or "").partition(" @ ")
+    assert not found or re.fullmatch(r"grpo_jax\[(tpu,)?notebooks\]", extras)
+    return address
+
+  assert not installs(tmp_path, is_installed=True)
+  with pytest.raises(FileNotFoundError, match="upload the wheel that `pip wheel .* or give SOURCE"):
+    installs(tmp_path)
+  assert installs(tmp_path, source="git+https://a/b") == "git+https://a/b"
+  assert installs(tmp_path, source="a b") == (tmp_path / "a b").as_uri()
+  checkout = FOLDER.parent
+  assert installs(FOLDER) == installs(checkout) == checkout.as_uri()  # where notebooks lie here
+  (tmp_path / "grpo_jax/grpo_jax").mkdir(parents=True)
+  (tmp_path / "grpo_jax/grpo_jax/__init__.py").write_text("")
+  assert installs(tmp_path) == (tmp_path / "grpo_jax").as_uri()  # a checkout that was uploaded
+  for version in ("0.1.0", "0.2.0"):
+    (tmp_path / f"grpo_jax-{version}-py3-none-any.whl").write_text("")
+  assert installs(tmp_path).endswith("/grpo_jax-0.2.0-py3-none-any.whl")
 
 
 def test_what_the_test_of_public_names_sees():
@@ -140,7 +183,8 @@ def run(tmp_path, monkeypatch):
     pytest.importorskip(package, reason="pip install -e '.[notebooks]'")
   from colabs.run import execute
 
-  make_checkpoint(tmp_path / "model", [p["question"] + p["answer"] for p in problems(24)])
+  corpus = [p["question"] + p["answer"] for p in problems(24)]
+  make_checkpoint(tmp_path / "model", corpus, every_id_is_text=True)
   monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # as on a laptop
   return functools.partial(execute, folder=tmp_path, tiny=True)
 

@@ -73,7 +73,7 @@ def test_an_old_run_continues_as_the_old_version_continued_it(name, unpack):
       else:
         assert ours[key] == pytest.approx(value, abs=1e-4, rel=1e-4), (old["step"], key)
   assert [ours["num_tokens"] for ours, _ in new] == np.cumsum(
-    [old["completions/tokens"] for _, old in new]
+    [old["completions/tokens"] + ours["prompts/tokens"] for ours, old in new]
   ).tolist()
 
 

@@ -59,6 +59,21 @@ def test_if_ray_is_missing_a_line_says_how_to_get_it(tmp_path, monkeypatch):
     launcher.launch(units(str(tmp_path), ["--config=x.py"]), Options())
 
 
+def test_if_there_is_no_cluster_a_line_says_what_to_do(tmp_path, monkeypatch):
+  message = (
+    "Could not find any running Ray instance. Please specify ... by setting `--address` flag"
+  )
+  fake = mock.Mock(**{"init.side_effect": ConnectionError(message)})
+  monkeypatch.setitem(sys.modules, "ray", fake)
+  monkeypatch.setitem(sys.modules, "grpo_jax.launchers.ray_run", mock.Mock())
+  monkeypatch.delenv("RAY_ADDRESS", raising=False)
+  with pytest.raises(
+    ConfigError, match="no Ray cluster runs .*ray start --head.* RAY_ADDRESS=HOST"
+  ):
+    launcher.launch(units(str(tmp_path), ["--config=x.py"]), Options())
+  assert not list(tmp_path.iterdir())
+
+
 # Parts, without a cluster.
 
 needs_ray = pytest.mark.skipif(not ray_cluster, reason="needs ray: pip install -e '.[ray]'")

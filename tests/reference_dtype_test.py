@@ -64,7 +64,7 @@ def test_where_computation_is_in_bfloat16_a_bfloat16_reference_changes_no_bit(kl
     assert dtypes(state.train.params) == [{"float32"}, {"float32"}]
     rows = []
     for index in range(2):
-      state, metrics, _ = step(state, index)
+      state, metrics, _, _ = step(state, index)
       rows.append({k: x for k, x in metrics.items() if not k.startswith(("time/", "perf/"))})
     results.append((rows, state.train))
   (rows, state), (expected_rows, expected_state) = results
@@ -120,6 +120,7 @@ def test_a_resumed_run_finds_the_same_reference(warm_steps, algo, tmp_path):
   """Frozen: made again, or from the folder `reference`. Moving: from the checkpoint."""
   config = with_reward(config_with("float32", "bfloat16", **algo), tmp_path, CODES)
   config = with_section(config, "warm_start", steps=warm_steps, batch=4)
+  config = with_section(config, "sampling", max_tokens=16)
   state = run_steps(config, tmp_path / "run").state
   assert dtypes(state.reference) == [{"bfloat16"}, {"float32"}]
   run = small_run(config)

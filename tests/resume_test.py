@@ -245,7 +245,7 @@ def assert_could_show_a_difference(rows):
   assert len({row["loss"] for row in rows}) == len(rows)
   assert rows[-1]["kl"] > 1e-4
   # The counter of tokens is in the checkpoint.
-  tokens = np.cumsum([row["completions/tokens"] for row in rows])
+  tokens = np.cumsum([row["completions/tokens"] + row["prompts/tokens"] for row in rows])
   assert [row["num_tokens"] for row in rows] == tokens.tolist()
 
 
@@ -291,7 +291,7 @@ def config(folder, algo, warm_steps, lora=None):
   c = default.get_config()
   c.model.update(embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=32)
   c.batch.update(prompts=8, group_size=4)
-  c.data.max_prompt_tokens, c.sampling.max_tokens = 12, 6
+  c.data.max_prompt_tokens, c.sampling.max_tokens = 12, 10
   c.reward.functions = (f"{folder}/reward.py:digits",)
   c.optimizer.learning_rate = 0.05
   c.warm_start.update(steps=warm_steps, batch=8)

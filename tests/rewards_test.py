@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 
 from grpo_jax import rewards
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.settings import Algo
 from grpo_jax.data.tasks.arithmetic import Arithmetic
-from grpo_jax.rewards.functions import symbolic
+from grpo_jax.rewards.call import call, check_arguments
+from grpo_jax.rewards.functions import stated, symbolic
 from grpo_jax.rewards.functions.final_number import boxed, flexible, strict
 from grpo_jax.rewards.functions.lengths import overlong
+from grpo_jax.rewards.options import bind
 from grpo_jax.settings import ConfigError
+from grpo_jax.types import Rewards
 
 
 def scores_of(functions, weights, completions, columns):
@@ -319,13 +324,33 @@ def test_steps_score_their_mean_and_a_number_is_one_step_at_the_end():
   assert answers["whole"].steps == [[(5, 2.0)], [], [(1, 3.0)]]
 
 
-def test_a_weighted_sum_beyond_float32_is_refused():
+def test_a_weighted_sum_whose_square_float32_cannot_hold_is_refused():
   def large(completions, **_):
-    return [3e38]
+    return [5e14, -5e14, 5e14, -5e14]
 
-  with pytest.raises(rewards.RewardError, match="the weighted sum of the rewards is 3e.39"):
-    scores_of([large], [10.0], ["a"], {})
-  scores_of([large], [1.0], ["a"], {})
+  with pytest.raises(rewards.RewardError, match="the weighted sum of the rewards is 5e.15"):
+    scores_of([large], [10.0], ["a"] * 4, {})
+  scores, _ = scores_of([large], [2.0], ["a"] * 4, {})
+  mask_PGT = np.ones((1, 4, 1), np.float32)
+  of_group = Rewards(scores_PGJ=scores["large"].reshape(1, 4, 1), weights=(2.0,))
+  advantages_PG = ADVANTAGES[Algo().advantage].compute(of_group, mask_PGT, Algo())
+  np.testing.assert_allclose(np.abs(advantages_PG), np.sqrt(3 / 4), rtol=1e-3)
+
+
+class Scores:
+  """An object of a user."""
+
+  def __call__(self, completions, *, scale=1.0, **columns):
+    return [scale * len(columns)] * len(completions)
+
+
+def test_a_column_named_self_does_not_reach_an_object():
+  columns = {"completions": ["a"], "self": ["x"], "answer": ["1"]}
+  bound = bind(Scores(), "scores", {"scale": 2.0}, "reward.functions")
+  named = bind(Scores(), "scores", {"name": "n"}, "reward.functions")
+  for function, expected in ((Scores(), 4), (bound, 8), (named, 4)):
+    check_arguments(function, "scores", "reward.functions", list(columns))
+    assert call(function, "scores", columns).steps == [[(1, expected)]]  # answer and three extras
 
 
 @pytest.mark.parametrize(
@@ -393,7 +418,8 @@ def throw(error):
     (lambda completions, **_: Unprintable(), "must return a list.*Unprintable"),
     (lambda completions, **_: throw(Unprintable()), "raised Unprintable"),
     (lambda completions, **_: [1, float("inf")], "not finite"),
-    (lambda completions, **_: [1, 1e39], "not finite in float32"),
+    (lambda completions, **_: [1, 1e39], "not finite or beyond 1e.15"),
+    (lambda completions, **_: [1, -3e38], "not finite or beyond 1e.15"),
     (lambda completions, **_: [1, [2, 3]], "must return a list"),
     (lambda completions, **_: [1, [(2, 1)]], "ends outside"),
     (lambda completions, **_: [[(1, float("nan"))], 1], "not finite"),
@@ -490,10 +516,40 @@ def test_rewards_and_data_need_no_jax():
     (r"\boxed{3}", r"2\sqrt{2}", 0),
     ("nothing", "5", 0),
     (r"\boxed{3}", "", None),
+    ("The answer is not 42.", "42", 0),
+    ("The answer is not 42, it is 43.", "43", 1),
+    ("The answer is 5 hours 30 minutes.", "5", 0),
+    (r"\boxed{5}", "5 hours 30 minutes", None),
+    (r"\boxed{41} no, \boxed{42}", "42", 1),
+    (r"\boxed{41} or \boxed{42}", "42", 0),
+    (r"\boxed{\frac{1}{2}", r"\frac{1}{2}", 0),
+    (r"\boxed{1 234 567}", "1234567", 1),
+    (r"\boxed{1\,234\,567}", "1234567", 1),
+    (r"\boxed{2 1/2}", "2.5", 1),
+    (r"\boxed{1.5e3}", "1500", 1),
+    (r"\boxed{–5}", "-5", 1),
+    (r"\boxed{\text{(C) } 42}", "42", 1),
+    (r"\boxed{0\le x<1}", "[0, 1)", 1),
+    (r"\boxed{40, 41, 42}", "42", 0),
+    (r"\boxed{41 \to 42}", "42", 0),
+    (r"\boxed{z = 2x + 3}", "y = 2x + 3", 0),
+    (r"\boxed{AB = 72}", "72", 1),
+    (r"The answer is $42$ because $6\cdot7=42$.", "42", 1),
+    (r"\boxed{12}", r"12 \text{ m}^2", 1),
   ],
 )
 def test_formulas(text, gold, expected):
   assert symbolic.math(completions=[text], answer=[gold]) == [expected]
+
+
+@pytest.mark.parametrize(
+  "unit", ["\\boxed{", "\\boxed{1}, ", "answer is ", "1 234 ", "not a ", "####"]
+)
+def test_an_answer_is_found_in_linear_time(unit):
+  start = time.process_time()
+  assert stated.as_formula(stated.stated_answer(unit * 50_000) or "") == ""
+  assert stated.as_formula("1" + " " * 900 + "!") == "1 !"
+  assert time.process_time() - start < 5
 
 
 def test_a_formula_beyond_the_time_limit_is_wrong(monkeypatch):

@@ -15,12 +15,13 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
-from grpo_jax.rewards import Caller
+from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rollouts import rollout
 from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, texts_of
 from grpo_jax.rollouts.rollout_metrics import completion_rows, rollout_metrics, score_metrics
 from grpo_jax.rollouts.scorer import Scorer, Weighted, completion_columns
 from grpo_jax.rollouts.scoring import groups_that_differ, with_overlong
+from grpo_jax.settings import ConfigError
 from grpo_jax.types import Completions, Rewards
 
 NAN = float("nan")
@@ -144,6 +145,35 @@ def test_groups_can_be_taken_and_put_one_after_the_other():
   jax.tree.map(np.testing.assert_array_equal, taken, expected)
 
 
+def test_the_column_task_chooses_the_function(capsys):
+  """As in a file of verl with data.columns=('task=data_source',)."""
+  sources = ("openai/gsm8k", "aime", "olympiad")
+  examples = [{**example, "task": source} for example, source in zip(EXAMPLES, sources)]
+  prompts = Prompts(examples, TOKENS, Data(max_prompt_tokens=8))
+  texts = [["#### 3", "3"], ["#### 7", "7"], ["#### 11", "11"]]
+
+  def scorer_for(*names):
+    functions = (REWARDS["strict"], REWARDS["flexible"])
+    weighted = [Weighted(one, 1.0, name) for one, name in zip(functions, names)]
+    return Scorer(weighted, HOSTS, TOKENS.decode, Caller(None))
+
+  score = scorer_for("openai/gsm8k", "aime")
+  score.check_arguments(prompts, "reward.functions")
+  assert "no function for the tasks olympiad: their" in capsys.readouterr().err
+  scores_PGJ = score(rollouts_of(texts), prompt_batch(prompts, np.arange(3))).rewards.scores_PGJ
+  expected = [[[1, NAN], [0, NAN]], [[NAN, 1], [NAN, 1]], [[NAN, NAN]] * 2]
+  np.testing.assert_array_equal(scores_PGJ, expected)
+  for names in (("openai/gsm8k", ""), ("openai/gsm8k, olympiad", "aime")):
+    scorer_for(*names).check_arguments(prompts, "reward.functions")
+  assert capsys.readouterr().err == ""
+  for names, split, words in (
+    (("gsm8k", ""), prompts, "no training example has the task 'gsm8k'; they have aime, olym"),
+    (("aime", ""), SPLIT, "the examples have no field task; .* data.columns=.'task=COLUMN',"),
+  ):
+    with pytest.raises(ConfigError, match=words):
+      scorer_for(*names).check_arguments(split, "reward.functions")
+
+
 def test_every_group_member_is_scored_with_its_own_prompts_fields():
   seen = []
 
@@ -180,8 +210,10 @@ def test_rewards_are_weighted_and_each_functions_scores_are_kept():
   values = rollout_metrics(completions(texts), rewards, score_texts.names)
   assert values["rewards/a/unscored"] == 2 and values["rewards/b/unscored"] == 2
   assert values["rewards/a/mean"] == 0.5 and values["rewards/b/mean"] == 5.0  # 2/4 and 20/4
+  assert values["rewards/a/std"] == pytest.approx((1 / 3) ** 0.5)  # of 1 0 1 0, with 3 below
+  assert values["rewards/b/std"] == pytest.approx((20 / 3) ** 0.5)  # of 2 4 6 8
   alone = score_metrics(rewards, score_texts.names)
-  assert alone == {name: values[name] for name in alone} and len(alone) == 4
+  assert alone == {name: values[name] for name in alone} and len(alone) == 6
 
 
 def test_reward_and_its_spread_leave_unscored_completions_out():
@@ -223,6 +255,11 @@ def test_lengths_count_the_stop_token_and_the_clipped_are_those_without_one():
   lengths = [values[f"completions/{name}_length"] for name in ("mean", "min", "max")]
   assert lengths == [pytest.approx(23 / 6), 1, 8]
   assert values["completions/clipped_ratio"] == 0.5 and values["completions/tokens"] == 23
+  ended = [values[f"completions/{name}_terminated_length"] for name in ("mean", "min", "max")]
+  assert ended == [pytest.approx(10 / 3), 1, 6]  # lengths 3 1 6
+  values = rollout_metrics(completions([["1", "2"]] * 3), rewards, ["fixed"])
+  ended = [values[f"completions/{name}_terminated_length"] for name in ("mean", "min", "max")]
+  assert ended == [0, 0, 0]  # none ended: 0, as in TRL
 
 
 def test_tokens_and_the_filters_gap_are_of_the_sampled_tokens_alone():
@@ -239,6 +276,9 @@ def test_tokens_and_the_filters_gap_are_of_the_sampled_tokens_alone():
   rewards = score([["0$"] * 2] * 3, fixed(np.zeros((3, 2))))
   values = rollout_metrics(found, rewards, ["fixed"])
   assert values["completions/tokens"] == 12
+  # As in TRL, lengths count what the policy sampled: 3 2 1 3 2 1.
+  lengths = [values[f"completions/{name}_length"] for name in ("mean", "min", "max")]
+  assert lengths == [2, 1, 3]
   assert values["sampler/filter_gap_mean"] == pytest.approx(gap_PGT[sampled_PGT].mean())
 
 

@@ -19,6 +19,7 @@ from grpo_jax.data.prompts import OneProcess, Prompts
 from grpo_jax.data.tasks import examples, tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.settings import LARGEST_INT, ConfigError, RunFailed
+from tests.small_run import small_config, small_run, with_section
 
 LINES = st.lists(
   st.one_of(
@@ -98,6 +99,60 @@ def test_parquet_has_the_rows_of_the_same_table(tmp_path):
   assert found.where(41).endswith("train.parquet row 42")
 
 
+def not_utf8():
+  """A column of text that is not UTF-8, as writers that do not check leave it."""
+  import pyarrow
+
+  return pyarrow.StringArray.from_buffers(
+    1, pyarrow.py_buffer(np.array([0, 2], np.int32)), pyarrow.py_buffer(b"\xff\xfe")
+  )
+
+
+@pytest.mark.parametrize(
+  "column, words",
+  [
+    (lambda pyarrow: pyarrow.array(["ab".encode("utf-16")]), "holds bytes that are no text"),
+    (lambda pyarrow: not_utf8(), "cannot be read .*can't decode byte 0xff"),
+    (lambda pyarrow: pyarrow.StructArray.from_arrays([not_utf8()], ["x"]), "cannot be read"),
+    (lambda pyarrow: pyarrow.array([2**62], pyarrow.timestamp("us")), "cannot be read"),
+  ],
+)
+def test_a_parquet_column_that_is_no_text_is_named(tmp_path, column, words):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  table = pyarrow.table({"problem": ["a"], "answer": ["1"], "more": column(pyarrow)})
+  for split in ("train", "test"):
+    parquet.write_table(table, tmp_path / f"{split}.parquet")
+  words = f"train.parquet row 1 column 'more' {words}.*texts are in UTF-8"
+  with pytest.raises(ConfigError, match=words) as error:
+    tasks.make_task(Data(task="math", path=str(tmp_path)))
+  assert "\n" not in str(error.value)
+
+
+def test_bytes_that_are_text_are_read_as_text(tmp_path):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  values = [{"problem": "é".encode(), "answer": "1", "more": [{"x": b"y"}]}]
+  for split in ("train", "test"):
+    parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / f"{split}.parquet")
+  data = Data(task="columns", path=str(tmp_path), prompt="{problem}")
+  assert tasks.make_task(data).train == [{"problem": "é", "answer": "1", "more": [{"x": "y"}]}]
+
+
+def test_files_of_a_split_with_different_columns_are_named(tmp_path):
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  rows = {"train-0": {"q": "a", "answer": "1"}, "train-1": {"q": "b", "gold": "2"}}
+  for name, row in {**rows, "test": rows["train-0"]}.items():
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
+  words = r"train-1.parquet and .*train-0.parquet have different columns \(answer, gold\)"
+  with pytest.raises(ConfigError, match=words):
+    tasks.make_task(Data(task="columns", path=str(tmp_path), prompt="{q}"))
+
+
 def test_files_of_a_split_are_joined_in_the_order_of_their_names(tmp_path):
   parts = [questions(7)[:3], questions(7)[3:4], questions(7)[4:]]
   for number, part in enumerate(parts):
@@ -139,8 +194,21 @@ def test_a_run_of_an_earlier_version_counts_all_its_prompts():
 
 
 def test_prompts_that_are_all_too_long_are_an_error_before_the_run():
-  with pytest.raises(ConfigError, match="drops each of 300 prompts; the shortest one has 6 tokens"):
+  with pytest.raises(
+    ConfigError, match=r"drops each of [0-9]+ drawn prompts; the shortest one has 6 tokens"
+  ):
+    prompts_of([{"question": "a" * 6}] * 60_000)
+  with pytest.raises(ConfigError, match="drops all 600 prompts; the shortest one has 6 tokens"):
     prompts_of([{"question": "a" * 6}] * 600)
+
+
+@pytest.mark.parametrize("short_of", [2, 4, 400])
+def test_a_file_is_usable_whatever_the_order_of_its_rows(short_of):
+  """Every second row fits, or few do. A sample in strides would see only the others."""
+  split = [{"question": "a" * (2 if i % short_of == 1 else 6)} for i in range(1200)]
+  prompts = prompts_of(split, count_at_start=100)
+  assert prompts.replaced == pytest.approx(1 - 1 / short_of, abs=0.1)
+  assert {len(prompt.ids) for prompt in prompts.make(range(12))} == {2}
 
 
 def test_a_large_permutation_is_made_once():
@@ -180,8 +248,12 @@ def test_a_single_file_needs_a_held_out_part(tmp_path):
   path = str(write(tmp_path / "problems.jsonl", questions(200)))
   task = tasks.make_task(Data(task="math", path=path, held_out=0.1))
   assert len(task.train) + len(task.test) == 200 and 5 < len(task.test) < 40
+  without = with_section(small_config(), "data", task="math", path=path)
+  assert not len(tasks.make_task(without.data).test)  # training alone needs none
   with pytest.raises(ConfigError, match="no test split in .*problems.jsonl .*data.held_out=0.05"):
-    tasks.make_task(Data(task="math", path=path))
+    small_run(without).prompts("test")
+  with pytest.raises(ConfigError, match="no test split in .*problems.jsonl .*data.held_out=0.05"):
+    tasks.make_task(Data(mixture=(f"math:{path}", "countdown")))
   with pytest.raises(ConfigError, match="data.held_out is 0.1: task arithmetic has a test split"):
     tasks.make_task(Data(held_out=0.1))
 

@@ -91,7 +91,7 @@ def test_it_writes_nowhere_but_in_its_own_folder(kind, tmp_path):
     kind,
     f"""
     for folder in ("/", "/usr", "/usr/lib", "/lib", "/programs", "/root", "/home", {prefix!r},
-                   {str(tmp_path)!r}, "/etc", "/dev", "/var/tmp"):
+                   "/packages", "/packages/numpy", {str(tmp_path)!r}, "/etc", "/dev", "/var/tmp"):
       try:
         open(os.path.join(folder, {mine!r}), "w")
         print("WROTE", folder)
@@ -194,6 +194,48 @@ def test_a_program_cannot_start_others_by_default(kind):
     """,
   )
   assert printed == "BlockingIOError\nRuntimeError\n"
+
+
+def test_threads_are_no_processes(kind):
+  printed = run(
+    kind,
+    """
+    import ctypes, subprocess, threading, time
+    started = 0
+    try:
+      for started in range(99):
+        threading.Thread(target=time.sleep, args=(2,), daemon=True).start()
+    except RuntimeError:
+      print("threads", started)
+    libc = ctypes.CDLL(None)
+    calls = {"x86_64": [(57,), (58,), (56, 17), (56, 0x4111), (435, 0, 0), (56, 0x10010000)],
+             "aarch64": [(220, 17), (220, 0x4111), (435, 0, 0), (220, 0x10010000)]}
+    print({libc.syscall(*call, 0, 0, 0, 0) for call in calls[os.uname().machine]})
+    for start in (os.fork, lambda: subprocess.run("/bin/true"),
+                  lambda: os.posix_spawn("/bin/true", ["x"], {})):
+      try:
+        start()
+        print("STARTED")
+      except OSError as error:
+        print(type(error).__name__)
+    """,
+    threads=8,
+  )
+  assert printed == "threads 7\n{-1}\n" + "BlockingIOError\n" * 3
+
+
+def test_numpy_is_there_and_no_other_package(kind):
+  printed = run(
+    kind,
+    """
+    import importlib.util
+    import numpy
+    print(numpy.linalg.inv(numpy.eye(200)).sum(), sorted(os.listdir("/packages"))[0])
+    print([name for name in ("jax", "flax", "pytest", "pip") if importlib.util.find_spec(name)])
+    """,
+    memory=2**28,
+  )
+  assert printed == "200.0 numpy\n[]\n"
 
 
 def test_a_daemon_is_killed_too(kind):

@@ -6,10 +6,14 @@ The real cluster is slurmctld and slurmd on this machine: see `slurm_cluster.py`
 import os
 from pathlib import Path
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 
+from launch_run_test import processes_of
+from launch_test import launch
 import pytest
 import slurm_cluster
 
@@ -156,6 +160,41 @@ def test_a_run_without_a_sweep_is_found_too(fake_slurm):
   assert slurm.queued([run]) == {run.workdir: "job 7 pending: JobHeldUser"}
 
 
+@pytest.mark.parametrize(
+  ("then", "code", "words"),
+  [
+    ("", 0, "1 run: 0 finished, 1 to start\nsubmitted job 7: "),
+    ("7|PENDING|BeginTime|{}\n", 0, ": job 7 pending: BeginTime\n1 run: 0 finished, 0 to start\n"),
+    (
+      "7|COMPLETING|None|{}\n",
+      75,
+      "has not ended job 7 in 0.3 seconds: see squeue, and",
+    ),
+  ],
+)
+def test_a_job_that_slurm_is_ending_is_waited_for(
+  fake_slurm, monkeypatch, capsys, then, code, words
+):
+  """Whether it is then gone or queued again, one launch is enough."""
+  monkeypatch.setattr(slurm, "_SECONDS_BETWEEN_LOOKS", 0.01)
+  monkeypatch.setattr(slurm, "_SECONDS_TO_COMPLETE", 0.3)
+  flags = (f"--workdir={fake_slurm}/run", "--on=slurm")
+  train = ("--", f"--config={ROOT}/configs/arithmetic.py")
+  assert launch(*flags, *train) == 0
+  path = f"{fake_slurm}/run/launch/slurm-1.sh"
+  (fake_slurm / "queue").write_text(f"7|COMPLETING|None|{path}\n")
+  (fake_slurm / "later").write_text(then.format(path))
+  programs(  # at the third look, the job has changed
+    fake_slurm,
+    squeue=f"cd {fake_slurm}; echo x >> looks; /bin/cat queue\n"
+    "[ $(/usr/bin/wc -l < looks) != 2 ] || /bin/cp later queue",
+  )
+  capsys.readouterr()
+  assert launch(*flags, *train) == code
+  said = capsys.readouterr().err
+  assert said.startswith("waiting until Slurm has ended job 7\n") and words in said
+
+
 def test_what_slurm_refuses_is_one_line(fake_slurm, monkeypatch):
   (run,) = units(str(fake_slurm / "run"), FLAGS)
   refuse = 'echo "error: Batch job submission failed:" >&2; echo "Invalid partition" >&2; exit 1'
@@ -297,6 +336,24 @@ class TestOnACluster:
     assert not here.run("squeue", "--noheader")  # nobody queued it again
     shown, said = here.launch("--dry_run", "--", *LONG)
     assert "0 finished, 1 to start" in said and shown.startswith("#!/bin/bash")
+
+  def test_one_launch_is_enough_while_slurm_ends_a_job(self, cluster, tmp_path):
+    here = Slurm(cluster, tmp_path / "run")
+    first = submitted(here.launch("--", *LONG)[1])
+    here.wait_until(lambda: here.step() > 5)
+    pids = processes_of(here.workdir)
+    here.run("scancel", first)
+    time.sleep(0.1)  # Slurm wakes it before it asks it to stop
+    for pid in pids:  # it saves later
+      os.kill(pid, signal.SIGSTOP)
+    threading.Timer(25, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids]).start()
+    here.wait_until(lambda: here.state(first) == "COMPLETING", limit=10)
+    _, said = here.launch("--", *LONG)
+    assert f"waiting until Slurm has ended job {first}\n" in said
+    assert "left alone" not in said and submitted(said) != first
+    here.wait_until(lambda: resumed_from(here.log()))
+    here.run("scancel", submitted(said))
+    here.wait_until(lambda: not here.run("squeue", "--noheader"))
 
   def test_a_preempted_job_saves_and_goes_on_by_itself(self, cluster, tmp_path):
     here = Slurm(cluster, tmp_path / "run")

@@ -26,7 +26,7 @@ def problems(count):
     }
 
 
-def write_tokenizer(folder, corpus):
+def trained_tokenizer(corpus):
   """Byte-level BPE like that of Qwen."""
   engine = tokenizers.Tokenizer(tokenizers.models.BPE())
   engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,16 +40,25 @@ def write_tokenizer(folder, corpus):
       initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     ),
   )
+  return engine
+
+
+def write_tokenizer(folder, engine):
   engine.save(str(folder / "tokenizer.json"))
   (folder / "tokenizer_config.json").write_text(
     json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE})
   )
 
 
-def make_checkpoint(folder, corpus):
-  """A tiny random Qwen2 with a tokenizer for `corpus`."""
+def make_checkpoint(folder, corpus, every_id_is_text=False):
+  """A tiny random Qwen2 with a tokenizer for `corpus`.
+
+  Its model has more ids than its tokenizer, as real ones have. With `every_id_is_text` it has as
+  many, so that the random model writes texts that are not empty.
+  """
+  engine = trained_tokenizer(corpus)
   shape = model.ModelConfig(
-    vocab_size=VOCABULARY,
+    vocab_size=engine.get_vocab_size() if every_id_is_text else VOCABULARY,
     embed_dim=16,
     num_layers=1,
     num_heads=4,
@@ -61,5 +70,5 @@ def make_checkpoint(folder, corpus):
     stop_ids=(1, 0),
   )
   model.save(folder, shape, model.init(jax.random.key(7), shape))
-  write_tokenizer(folder, corpus)
+  write_tokenizer(folder, engine)
   return folder

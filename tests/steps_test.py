@@ -110,7 +110,7 @@ def test_several_updates_are_train_steps_one_after_the_other(old, tmp_path):
     updates.append(metrics_lib.reduced(metrics))
 
   step, _, _ = grpo_step(run, tmp_path, collects(batch, rewards))
-  found, metrics, _ = step(first_state(run), 0)
+  found, metrics, _, _ = step(first_state(run), 0)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
     found.train.params,
@@ -145,7 +145,7 @@ def test_an_update_without_a_token_changes_nothing_and_is_in_no_mean(tmp_path):
   expected = metrics_lib.reduced(measured)
 
   step, _, _ = grpo_step(run, tmp_path, collects(batch, rewards))
-  found, metrics, _ = step(first_state(run, reference), 0)
+  found, metrics, _, _ = step(first_state(run, reference), 0)
   assert_same(found.train.replace(step=0), alone.replace(step=0))
   assert int(found.train.step) == 2 and int(alone.step) == 1
   assert metrics["skipped_updates"] == 0
@@ -212,7 +212,7 @@ def test_the_temperature_follows_its_schedule_and_the_learner_follows_the_temper
   state, _, _ = store.restore_or_init()
   for index, temperature in enumerate((1.5, 0.5)):
     params = jax.tree.map(jnp.copy, state.train.params)
-    state, metrics, _ = step(state, index)
+    state, metrics, _, _ = step(state, index)
     batch = collector.batches[index]
     assert metrics["sampling/temperature"] == temperature
     np.testing.assert_array_equal(batch.temperature_P, np.full(P, temperature, np.float32))
@@ -240,9 +240,11 @@ def test_the_host_state_counts_sampled_tokens_and_survives_a_checkpoint(tmp_path
   assert (done, restored, state.host) == (0, False, {"num_tokens": 0})
   total, states = 0, []
   for index in range(3):
-    state, metrics, rows = step(state, index)
+    state, metrics, rows, _ = step(state, index)
     assert metrics["completions/tokens"] == int(collector.batches[index].mask_PGT.sum()) > 0
+    # A prompt counts once for each of its completions, as in TRL.
     total += metrics["completions/tokens"]
+    total += G * int(collector.batches[index].prompt_lengths_P.sum())
     assert metrics["num_tokens"] == total == state.host["num_tokens"]
     assert state.host["num_tokens"].dtype == np.int64
     states.append(jax.tree.map(np.array, state))
@@ -257,7 +259,7 @@ def test_the_host_state_counts_sampled_tokens_and_survives_a_checkpoint(tmp_path
   assert (done, restored) == (2, True)
   assert state.host["num_tokens"].dtype == np.int64
   assert_same(state, states[1])
-  state, metrics, _ = step(state, 2)
+  state, metrics, _, _ = step(state, 2)
   assert metrics["num_tokens"] == total
   assert_same(state, states[2])
 
@@ -294,7 +296,7 @@ def test_a_step_can_be_replayed_from_its_rows_of_completions(tmp_path):
   """
   run = small_run(with_reward(small_config(kl_coef=0.0), tmp_path, CODES))
   step, _, _ = grpo_step(run, tmp_path)
-  state, _, rows = step(first_state(run), 0)
+  state, _, rows, _ = step(first_state(run), 0)
   rows = [json.loads(json_line(row)) for row in rows]
   ids = [row["completion_ids"] for row in rows]
   assert ids != [run.tokenizer.encode(row["completion"]) for row in rows]
@@ -335,11 +337,13 @@ def test_num_tokens_counts_what_was_sampled_and_left_out(tmp_path):
   step, store, _ = grpo_step(run, tmp_path)
   state, _, _ = store.restore_or_init()
   host = {"num_tokens": np.int64(1000)}
-  state, metrics, rows = step(state.replace(host=host), 0)
+  state, metrics, rows, _ = step(state.replace(host=host), 0)
   assert metrics["dynamic_sampling/rounds"] == 3 and metrics["dynamic_sampling/kept"] == 0
   assert metrics["skipped_updates"] == 0 and metrics["batch/tokens"] == 0
   assert metrics["completions/tokens"] > sum(row["length"] for row in rows)
-  assert metrics["num_tokens"] == 1000 + metrics["completions/tokens"] == state.host["num_tokens"]
+  counted = metrics["completions/tokens"] + metrics["prompts/tokens"]
+  assert metrics["prompts/tokens"] > 2 * G * sum(len(row["prompt_ids"]) for row in rows[::G])
+  assert metrics["num_tokens"] == 1000 + counted == state.host["num_tokens"]
   assert host == {"num_tokens": 1000}  # the state of before is as it was
 
 
@@ -352,7 +356,7 @@ def test_remax_compares_with_the_greedy_completion(tmp_path):
   prompts = loader.prompt_batch(all_prompts, loader.step_indices(0, 0, P, len(all_prompts)))
   greedy = make_rollout(run, 1, greedy=True)(state.train.params, prompts, jax.random.key(7))
   expected_P1 = np.asarray(Scorers(run).training(greedy, prompts).rewards.score_PG)
-  _, _, rows = step(state, 0)
+  _, _, rows, _ = step(state, 0)
   baselines = np.array([row["reward"] - row["advantage"] for row in rows]).reshape(P, G)
   np.testing.assert_allclose(baselines, np.tile(expected_P1, G), rtol=1e-5, atol=1e-5)
   assert len({row["reward"] for row in rows}) > 1

@@ -153,6 +153,6 @@ def test_a_teacher_with_too_few_positions_is_refused(tmp_path):
 
 
 def test_a_teacher_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
-  with pytest.raises(ConfigError, match="none"):
+  with pytest.raises(ConfigError, match="^config key reward.teacher: .*/none does not exist"):
     run_steps(config_with(tmp_path / "none"), tmp_path / "run")
   assert not (tmp_path / "run").exists()

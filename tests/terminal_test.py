@@ -41,7 +41,7 @@ def clock(monkeypatch):
   return now
 
 
-def plain(width=80, total=400, start=0, encoding="utf-8"):
+def plain(width=80, total=400, warm=0, encoding="utf-8"):
   """A Terminal that writes to a file, and a function that returns what it wrote so far."""
   raw = io.BytesIO()
   stream = io.TextIOWrapper(raw, encoding=encoding)
@@ -49,7 +49,7 @@ def plain(width=80, total=400, start=0, encoding="utf-8"):
   def written():
     return raw.getvalue().decode(encoding)
 
-  return Terminal(total, start, Console(file=stream, width=width)), written
+  return Terminal(total, warm, Console(file=stream, width=width)), written
 
 
 def screen(text):
@@ -84,16 +84,34 @@ def test_a_pipe_gets_a_line_every_few_seconds_and_at_each_eval_and_the_last_step
   assert "\x1b" not in text() and "\r" not in text()
 
 
-def test_the_warm_start_is_named_and_its_pace_is_not_used_for_grpo(clock):
-  out, text = plain(total=10)
+def test_each_phase_counts_to_its_own_end_with_its_speed_and_time_left(clock):
+  out, text = plain(total=10, warm=5)
   for step in range(1, 9):
     clock[0] += 100.0 if step > 5 else 5.0
-    out.update(step, METRICS if step > 5 else {"warm_start/loss": 2.5})
+    warm = {"warm_start/loss": 2.5, "warm_start/tokens": 600.0, "time/step": 4.0}
+    out.update(step, METRICS if step > 5 else warm)
   lines = text().splitlines()
-  assert lines[0] == "step 1/10  warm start  loss 2.500"
-  # The sixth step is the first of GRPO, which compiles.
-  assert not any("left" in line for line in lines[:6])
+  assert lines[0] == "warm start 1/5  loss 2.500  150 tok/s"  # it compiled: no time left yet
+  assert lines[1] == "warm start 2/5  loss 2.500  150 tok/s  left 15s"
+  assert lines[4] == "warm start 5/5  loss 2.500  150 tok/s"
+  # The sixth step is the first of GRPO, which compiles, and the warm start's pace is not GRPO's.
+  assert lines[5].startswith("step 6/10  reward 0.71") and "left" not in lines[5]
   assert lines[6].endswith("left 5m00s") and lines[7].endswith("left 3m20s")
+
+
+def test_no_estimate_holds_a_compilation_and_each_holds_the_evaluations(clock):
+  out, text = plain(total=101)
+  out.update(0, {"eval/accuracy": 0.1, "time/evaluate": 9.0})
+  for step in range(1, 26):
+    # Step 1 compiles, and step 3 does again. Every fifth step is evaluated.
+    clock[0] += {1: 300.0, 3: 300.0}.get(step, 3.0) + 10.0 * (step % 5 == 0)
+    evaluated = {"eval/accuracy": 0.5, "time/evaluate": 10.0} if step % 5 == 0 else {}
+    out.update(step, METRICS | evaluated)
+  lines = {line.split("/")[0]: line for line in text().splitlines()}
+  assert "left" not in lines["step 0"] and "left" not in lines["step 1"]
+  assert lines["step 2"].endswith("left 4m57s")  # 99 steps of 3 s
+  # 76 steps of 3 s, and the 10 s of an evaluation 5 times in the 24 steps since the first one
+  assert lines["step 25"].endswith("left 6m26s")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +140,7 @@ def test_metrics_that_are_absent_or_not_numbers_do_no_harm(clock):
 def test_the_bar_stays_on_one_line_and_shows_the_last_accuracy(clock, width):
   stream = io.StringIO()
   out = Terminal(
-    400, 0, Console(file=stream, width=width, force_terminal=True, legacy_windows=False)
+    400, 100, Console(file=stream, width=width, force_terminal=True, legacy_windows=False)
   )
   out.header(["arithmetic, 1.06M parameters"])
   for step in range(1, 251):
@@ -131,7 +149,7 @@ def test_the_bar_stays_on_one_line_and_shows_the_last_accuracy(clock, width):
     out.update(step, {**values, "eval/accuracy": 0.8123} if step == 200 else values)
     if step == 50:
       bar = screen(stream.getvalue())[-1]
-      assert "warm start 50/400" in bar and "loss 1.234" in bar
+      assert "warm start 50/100" in bar and "loss 1.234" in bar
   out.say("saving [bold]now[/bold]")
   out.close()
   lines = [line for line in screen(stream.getvalue()) if line]
@@ -276,7 +294,7 @@ def test_a_cluster_gets_one_json_object_a_line():
   stream = io.StringIO()
   terminal = JsonConsole(Console(file=stream, width=20))
   terminal.header(["8 x cpu [bold]mesh", "warning: a remark"])
-  terminal.update(3, {"reward": 0.5, "kl": float("nan")})
+  terminal.update(3, {"reward": 0.5, "kl": float("nan"), "self": 1.0})
   terminal.say("finished: everything is in a folder with a long name")
   terminal.say("warning: disk")
   terminal.close()
@@ -285,7 +303,7 @@ def test_a_cluster_gets_one_json_object_a_line():
   assert lines == [
     {"event": "header", "text": "8 x cpu [bold]mesh"},
     {"event": "warning", "text": "a remark"},
-    {"event": "step", "step": 3, "reward": 0.5, "kl": None},
+    {"event": "step", "step": 3, "reward": 0.5, "kl": None, "self": 1.0},
     {"event": "message", "text": "finished: everything is in a folder with a long name"},
     {"event": "warning", "text": "disk"},
   ]

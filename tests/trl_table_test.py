@@ -6,13 +6,17 @@ from pathlib import Path
 import re
 
 import pytest
+from small_run import small_config
 
+import grpo_jax
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
 from grpo_jax.programs import checks
+from grpo_jax.trl import FIELDS, LOSSES, from_trl
 
 SECTION = (Path(__file__).parents[1] / "docs/from_trl.md").read_text()
 HEADER = "| TRL | default | here | default | notes |"
+METRICS = "| TRL's metric | here | notes |"
 SECTIONS = [
   field.name for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.type)
 ]
@@ -30,6 +34,15 @@ def rows():
       cells = [cell.strip() for cell in line.strip("|").split("|")]
       assert len(cells) == 5, line
       yield tuple(code(cell) for cell in cells[:4])
+
+
+def metric_rows():
+  """(TRL's metrics, ours, notes) of each row of the table of metrics."""
+  (table,) = SECTION.split(METRICS)[1:]
+  for line in table.split("\n\n")[0].strip().splitlines()[1:]:
+    trl, here, notes = (cell.strip() for cell in line.strip("|").split("|"))
+    assert code(here) or here == "not here", line
+    yield code(trl), code(here), notes
 
 
 def value_of(config, key):
@@ -68,6 +81,39 @@ def test_every_default_of_ours_is_the_one_in_the_table():
   assert compared > 50  # else the table is read wrongly
 
 
+def test_from_trl_has_the_same_table():
+  in_page = set()
+  for names, defaults, keys, _ in rows():
+    in_page |= set(names)
+    for name in names:
+      assert set(FIELDS[name].keys) <= set(keys), name
+      assert bool(FIELDS[name].keys) == bool(keys), name
+    for name, default in zip(names, defaults):
+      assert ast.literal_eval(default) == FIELDS[name].default, name
+  assert in_page == FIELDS.keys()
+
+
+def test_from_trl_has_the_same_losses():
+  lines = SECTION.split("| `loss_type` | here |")[1].split("\n\n")[0].strip().splitlines()[1:]
+  found = {}
+  for line in lines:
+    names, here = line.strip("|").split("|")
+    settings = [word.split("=") for word in code(here) if re.match(r"[\w.]+=[\w.]+$", word)]
+    values = {key: value for key, value in settings if key != "algo.length_norm"}
+    found |= dict.fromkeys(code(names), values)
+  assert found == {
+    name: {key: str(value) for key, value in changes.items()} for name, changes in LOSSES.items()
+  }
+
+
+def test_the_flags_of_the_page_are_those_of_from_trl():
+  config = from_trl({"max_steps": 100}, say=None)
+  of_page = re.findall(r"^--config.*$", SECTION.split("```")[1], flags=re.M)
+  for flag in " ".join(of_page).split():
+    key, _, text = flag.removeprefix("--config.").partition("=")
+    assert str(value_of(config, key)) == text, flag
+
+
 def test_every_key_in_the_text_exists():
   keys = [word for word in code(SECTION) if re.fullmatch(rf"({'|'.join(SECTIONS)})\.\w+", word)]
   assert len(keys) > 50
@@ -96,3 +142,32 @@ def test_every_field_that_trl_defines_is_in_the_table_with_its_default():
       assert ast.literal_eval(default) == fields[name].default, name
   assert trl.GRPOConfig.__annotations__.keys() <= in_table
   assert in_table <= fields.keys()
+
+
+def test_a_shared_name_means_the_same_or_the_table_says_what_differs():
+  names = [name for trl, _, _ in metric_rows() for name in trl]
+  assert len(names) == len(set(names)) > 30
+  for trl, here, notes in metric_rows():
+    assert len(here) in (0, len(trl)), trl
+    assert trl != here or notes, trl
+
+
+@pytest.mark.slow
+def test_every_metric_of_the_table_is_in_a_run(tmp_path):
+  config = small_config(entropy_target=0.5, correction="truncate", correction_high=3.0)
+  grpo_jax.train(config, tmp_path)
+  (row,) = grpo_jax.read_metrics(tmp_path)
+  (name,) = (key.split("/")[1] for key in row if key.startswith("rewards/") and "/std" in key)
+  needs_experts = {"router/aux_loss"}
+  ours = {one.replace("NAME", name) for _, here, _ in metric_rows() for one in here}
+  assert ours - row.keys() == needs_experts
+
+
+@pytest.mark.slow
+def test_every_metric_that_trl_logs_is_in_the_table():
+  trainer = pytest.importorskip("trl.trainer.grpo_trainer")
+  source = Path(trainer.__file__).read_text()
+  logged = re.findall(r'_metrics\[(?:mode|"train")\]\[f?"([^"]+)"\]', source)
+  logged = {name.replace("{reward_func_name}", "NAME") for name in logged}
+  of_the_trainer = {"loss", "grad_norm", "learning_rate", "epoch"}  # of transformers
+  assert {name for trl, _, _ in metric_rows() for name in trl} == logged | of_the_trainer

@@ -1,13 +1,10 @@
 """The table of verdicts on answers that were written by hand."""
 
-import json
+import pytest
 
 from experiments import verdicts
 
-
-def rows():
-  text = (verdicts.HERE / "answers.jsonl").read_text(encoding="utf-8")
-  return [json.loads(line) for line in text.splitlines()]
+rows = verdicts.read_rows
 
 
 def test_there_are_at_least_200_different_answers_of_both_kinds():
@@ -19,7 +16,7 @@ def test_there_are_at_least_200_different_answers_of_both_kinds():
 def test_every_answer_has_one_verdict():
   for name in ("strict", "flexible", "boxed", "reasoning_accuracy(scorer='strict')"):
     found, seconds = verdicts.verdicts_of(verdicts.SCORERS[name], rows())
-    assert len(found) == len(rows()) and set(found) == set(verdicts.COLUMNS[:-1])
+    assert len(found) == len(rows()) and set(found) <= set(verdicts.COLUMNS[:-1])
     right = [row["right"] for row in rows()]
     assert all(verdict in ("accepted", "missed") for verdict in verdicts_at(found, right, True))
     assert all(verdict in ("refused", "fooled") for verdict in verdicts_at(found, right, False))
@@ -31,14 +28,27 @@ def verdicts_at(found, right, value):
   return [verdict for verdict, one in kept if one == value and verdict != "not applicable"]
 
 
+def wrong_verdicts(name, kinds=("missed", "fooled")):
+  """The answers that a scorer judges wrongly, in the order of the file."""
+  found, _ = verdicts.verdicts_of(verdicts.SCORERS[name], rows())
+  return [row.get("answer") for row, verdict in zip(rows(), found) if verdict in kinds]
+
+
 def test_what_fools_the_strict_scorers_is_known():
-  found, _ = verdicts.verdicts_of(verdicts.SCORERS["strict"], rows())
-  fooled = [row.get("answer") for row, verdict in zip(rows(), found) if verdict == "fooled"]
-  assert fooled == ["5!", "2x", "2i", None]
-  # The last one answers before </think>, which only reasoning_accuracy sees.
-  found, _ = verdicts.verdicts_of(verdicts.SCORERS["reasoning_accuracy(scorer='strict')"], rows())
-  fooled = [row.get("answer") for row, verdict in zip(rows(), found) if verdict == "fooled"]
-  assert fooled == ["5!", "2x", "2i"]
+  # It answers before </think>, which only reasoning_accuracy sees.
+  assert wrong_verdicts("strict", ["fooled"]) == [None]
+  assert wrong_verdicts("reasoning_accuracy(scorer='strict')", ["fooled"]) == []
+
+
+def test_strict_reads_equations_and_quotients():
+  for text in ("x = 72", "x=72", "144/2", r"\frac{144}{2}", "144 / 2"):
+    assert verdicts.SCORERS["strict"].function([f"#### {text}"], answer=["72"]) == [1.0], text
+
+
+@pytest.mark.slow
+def test_what_math_judges_wrongly_is_known():
+  assert wrong_verdicts("math", ["fooled"]) == [None]  # the same
+  assert wrong_verdicts("math", ["missed"]) == ["five", "$1.8k", "2^{0.5}", r"1>x\ge 0"]
 
 
 def test_the_forms_hold_the_answer_where_the_scorer_looks():

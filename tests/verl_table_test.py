@@ -23,7 +23,6 @@ from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config
 from grpo_jax.data.tasks import tasks
 from grpo_jax.programs import checks
-from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/from_verl.md").read_text()
@@ -178,11 +177,11 @@ def test_strict_reads_the_answers_that_the_text_names():
 
 
 def verl_row(problem, number, split):
-  """A row with verl's columns."""
+  """A row with verl's columns. Every second one is of another data source."""
   question = problem["question"] + ' Output the final answer after "####".'
   truth = problem["answer"].rpartition("#### ")[2]
   return {
-    "data_source": "openai/gsm8k",
+    "data_source": ("openai/gsm8k", "aime")[number % 2],
     "prompt": [{"role": "user", "content": question}],
     "ability": "math",
     "reward_model": {"style": "rule", "ground_truth": truth},
@@ -206,11 +205,11 @@ def folder(tmp_path, monkeypatch):
   write_verl_files(tmp_path / "theirs")
   (tmp_path / "my_scores.py").write_text(
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    '  assert data_source == "openai/gsm8k" and "index" in extra_info\n'
+    '  assert data_source in ("openai/gsm8k", "aime") and "index" in extra_info\n'
     "  right = solution_str.endswith(ground_truth)\n"
     '  return {"score": float(right), "acc": right} if right else 0\n'
   )
-  (tmp_path / "my_rewards.py").write_text(blocks("python")[1])
+  (tmp_path / "my_rewards.py").write_text(blocks("python")[0])
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
   yield tmp_path
@@ -221,21 +220,29 @@ def columns_task(path, **settings):
   return tasks.make_task(config_lib.Data(task="columns", path=path, **settings))
 
 
-def test_the_conversion_makes_files_that_built_in_functions_score(folder):
-  exec(blocks("python")[0], {})
-  task = columns_task("ours", prompt="{prompt}", chat=True)
-  assert (len(task.train), len(task.test)) == (24, 12)
-  example = task.train[3]
+def builtin_words(folder):
+  """The flags of the page for built-in functions, with the sources of the folder's rows."""
+  words = next(
+    words for words in flag_blocks() if any("task=data_source" in word for word in words)
+  )
+  changes = {
+    "FOLDER": str(folder),
+    "DigitalLearningGmbH/MATH-lighteval": "aime",
+    "math": "flexible",
+  }
+  for old, new in changes.items():
+    words = [word.replace(old, new) for word in words]
+  return words
+
+
+def test_built_in_functions_read_files_of_verl_by_their_data_source(folder, monkeypatch):
+  config = parsed(builtin_words(folder / "theirs"), monkeypatch)
+  checks.check_config(config)
+  assert config.reward.tasks == ("openai/gsm8k", "aime")
+  example = tasks.make_task(config.data).train[3]
   assert example["answer"] == example["reward_model"]["ground_truth"]
+  assert example["task"] == example["data_source"] == ("aime" if 3 % 2 else "openai/gsm8k")
   assert example["prompt"][0]["role"] == "user"
-  texts = [f"#### {example['answer']}", "#### 1"]
-  assert rewards.REWARDS["strict"](completions=texts, answer=[example["answer"]] * 2) == [1, 0]
-
-
-def test_a_field_inside_a_column_has_no_name(folder):
-  assert "`answer=reward_model.ground_truth` ends with the error" in PAGE
-  with pytest.raises(ConfigError, match="has no column 'reward_model.ground_truth'"):
-    columns_task("theirs", columns=("answer=reward_model.ground_truth",))
 
 
 def test_the_adapter_scores_rows_of_verl(folder):
@@ -272,27 +279,42 @@ def test_every_metric_of_ours_is_in_a_run(tmp_path):
     assert f"`{name}`" in PAGE and name in found
 
 
-@pytest.mark.slow
-def test_a_run_learns_from_files_of_verl_as_they_are(folder, monkeypatch):
+def run_on_files_of_verl(folder, *words):
+  """The last row of metrics of a run on the folder's files."""
   checkpoint = folder / "hf"
   checkpoint.mkdir()
   make_checkpoint(checkpoint, [p["question"] + p["answer"] for p in problems(24)])
-  words = next(words for words in flag_blocks() if any("verl_score" in word for word in words))
-  words = [word.replace("FOLDER", str(folder / "theirs")) for word in words]
-  words = [word.replace("'my_rewards", f"'{folder}/my_rewards") for word in words]
-  monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
   process = start(
     "train",
     "--config=configs/default.py",
     f"--config.model.path={checkpoint}",
     f"--workdir={folder / 'run'}",
     *words,
-    f"--config.eval.function={folder}/my_rewards.py:verl_score",
     "--config.data.max_prompt_tokens=128",
     *SMALL,
   )
   finish(process)
-  assert "rewards/verl_score/mean" in grpo_jax.read_metrics(folder / "run")[-1]
+  return grpo_jax.read_metrics(folder / "run")[-1]
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_files_of_verl_as_they_are(folder, monkeypatch):
+  words = next(words for words in flag_blocks() if any("verl_score" in word for word in words))
+  words = [word.replace("FOLDER", str(folder / "theirs")) for word in words]
+  words = [word.replace("'my_rewards", f"'{folder}/my_rewards") for word in words]
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+  words += [f"--config.eval.function={folder}/my_rewards.py:verl_score"]
+  assert "rewards/verl_score/mean" in run_on_files_of_verl(folder, *words)
+
+
+@pytest.mark.slow
+def test_a_run_scores_files_of_verl_by_their_data_source(folder):
+  words = [*builtin_words(folder / "theirs"), "--config.log.completions_every=1"]
+  last = run_on_files_of_verl(folder, *words, "--config.eval.every=1")
+  assert {"eval/accuracy/aime", "eval/accuracy/openai/gsm8k"} <= last.keys()
+  rows = grpo_jax.read_completions(folder / "run")
+  scored = {(row["rewards/strict"] is None, row["rewards/flexible"] is None) for row in rows}
+  assert scored == {(True, False), (False, True)}
 
 
 def flat(values, beginning=""):

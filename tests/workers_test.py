@@ -22,9 +22,11 @@ from grpo_jax.config import Mesh, to_dict
 from grpo_jax.parallel.cores import cores
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.rewards import names
 from grpo_jax.rewards.answer import Answer, Failure, joined
 from grpo_jax.rewards.call import call_in_parts
-from grpo_jax.rewards.workers import messages
+from grpo_jax.rewards.workers import messages, processes
+from grpo_jax.rewards.workers.job import Job
 from grpo_jax.rewards.workers.messages import Call, answer_from_json, answer_to_json
 from grpo_jax.settings import ConfigError, RunFailed, check_ranges
 from grpo_jax.storage.reading import read_completions, read_metrics
@@ -203,6 +205,52 @@ def test_nothing_is_left_when_the_run_is_killed(number):
     time.sleep(0.05)
 
 
+@on_linux
+@pytest.mark.parametrize("hangs", ["time.sleep(600)", "re.match('(a+)+$', 'a' * 64 + 'b')"])
+def test_a_forker_that_imports_for_ever_ends_with_the_run(tmp_path, hangs):
+  """Also where it runs no Python, and with what the file has started."""
+  (tmp_path / "slow.py").write_text(
+    "import os, pathlib, re, subprocess, time\n"
+    "started = subprocess.Popen(['sleep', '600'])\n"
+    f"pathlib.Path('{tmp_path}/pids').write_text(f'{{os.getpid()}} {{started.pid}}\\n')\n{hangs}\n"
+  )
+  source = (
+    "from grpo_jax import rewards\n"
+    f"rewards.Pool(1, 5.0).add('{tmp_path}/slow.py:f', None, is_named=True)\n"
+  )
+  run = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
+  deadline = time.monotonic() + 30
+  while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().endswith("\n"):
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+  run.kill()
+  run.wait()
+  left = [int(number) for number in (tmp_path / "pids").read_text().split()]
+  try:
+    while any(map(is_alive, left)):
+      assert time.monotonic() < deadline, left
+      time.sleep(0.05)
+  finally:
+    for process in filter(is_alive, left):
+      os.kill(process, signal.SIGKILL)
+
+
+def test_a_file_that_imports_for_ever_has_a_limit_here_and_in_the_forker(tmp_path, monkeypatch):
+  (tmp_path / "slow.py").write_text(
+    "import time\nwhile True:\n  try:\n    time.sleep(600)\n  except Exception:\n    pass\n"
+  )
+  monkeypatch.setattr(names, "SECONDS_TO_LOAD", 0.3)
+  handler = signal.getsignal(signal.SIGALRM)
+  with pytest.raises(ConfigError, match="reward.functions: .*slow.py is not imported after 0.3 s"):
+    rewards.resolve(f"{tmp_path}/slow.py:f", "reward.functions", lambda name: False)
+  assert signal.getsignal(signal.SIGALRM) is handler
+  monkeypatch.setattr(processes, "_SECONDS_TO_END", 1.0)
+  pool = rewards.Pool(1, 5.0)
+  with pytest.raises(ConfigError, match="process has not loaded it after 1.3 s.*reward.workers=0"):
+    pool.add(f"{tmp_path}/slow.py:f", None, is_named=True)
+  pool.close()
+
+
 def test_a_run_survives_the_end_of_the_process_that_starts_workers():
   pool = rewards.Pool(2, 5.0)
   assert scores(answers(pool, "lengths", [["a"]])[0]) == [1]
@@ -263,6 +311,72 @@ def test_async_calls_run_side_by_side(pool):
     found = answers(pool, name, [["a", "bb"]] * 20, is_async=True)
     assert [scores(answer) for answer in found] == [[1, 2]] * 20
   assert time.monotonic() - start < 5  # 12 s one after the other
+
+
+def in_parts(pool, name, calls, parts, **options):
+  """The answers of calls that are started in parts, as sampling.parts does."""
+  key = f"{FILE}:{name}"
+  pool.add(key, None, is_named=True)
+  made = [Call(key, name, {"completions": [text]}, **options) for text in calls]
+  begun = [pool.start(list(part)) for part in np.array_split(np.array(made, object), parts)]
+  return [answer for future in begun for answer in future.result(timeout=60)]
+
+
+@pytest.mark.parametrize("parts", [1, 4, 64])
+def test_64_async_calls_run_at_the_same_time_in_any_number_of_parts(tmp_path, parts):
+  pool = rewards.Pool(2, 5.0)
+  found = in_parts(pool, "meets_async", [f"{tmp_path} 64"] * 64, parts, is_async=True)
+  pool.close()
+  assert not any(answer.failures for answer in found)
+  assert len(os.listdir(tmp_path)) == 64  # no call was made again
+
+
+def test_more_async_calls_than_a_worker_may_have_run_in_the_next_one(tmp_path):
+  pool = rewards.Pool(2, 5.0)
+  found = in_parts(pool, "meets_async", [f"{tmp_path} 100"] * 100, 3, is_async=True)
+  pool.close()
+  assert not any(answer.failures for answer in found)
+  assert len({scores(answer)[0] for answer in found}) == 2
+
+
+def test_one_worker_makes_all_calls_of_a_function_that_is_marked_so(tmp_path, pool):
+  options = {"is_async": True, "one_worker": True}
+  found = in_parts(pool, "meets_async", [f"{tmp_path} 64"] * 64, 4, **options)
+  assert len({scores(answer)[0] for answer in found}) == 1
+  assert len(os.listdir(tmp_path)) == 64
+
+
+def test_workers_that_are_free_make_the_calls_of_the_next_part(tmp_path):
+  pool = rewards.Pool(4, 5.0)
+  found = in_parts(pool, "meets", [f"{tmp_path} 4"] * 4, 4)
+  pool.close()
+  assert not any(answer.failures for answer in found) and len(os.listdir(tmp_path)) == 4
+
+
+def test_a_job_that_ends_early_costs_the_other_jobs_nothing(pool):
+  key = f"{FILE}:lengths"
+  pool.add(key, None, is_named=True)
+  bad = [Call(key, "lengths", {"completions": [text]}) for text in ("sleep", "raise", "sleep")]
+  good = [Call(key, "lengths", {"completions": ["sleep", "a"]})] * 6
+  futures = [pool.start(calls, stops_on_error=calls is bad) for calls in (good, bad, good)]
+  with pytest.raises(rewards.RewardError, match="no luck"):
+    futures[1].result(timeout=60)
+  for future in (futures[0], futures[2]):
+    found = future.result(timeout=60)
+    assert [scores(answer) for answer in found] == [[5, 1]] * 6
+    assert not any(answer.failures for answer in found)
+
+
+def test_what_was_logged_is_in_the_order_of_the_rows_whichever_answer_comes_first():
+  call = Call("f", "f", {"completions": ["a", "b", "c"]})
+  answers = []
+  for order in ([0, 1, 2], [2, 0, 1]):
+    job = Job([call], stops_on_error=False)
+    tasks = job.failed(*job.tasks(), "crash", "", 1)
+    for row in order:
+      job.answer(tasks[row], Answer([[(1, 1.0)]], [], [("m", float(row))]))
+    answers.append(job.future.result())
+  assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
@@ -399,8 +513,8 @@ def test_the_state_of_an_object_lives_in_its_worker():
 
 def test_conversations_as_trl_passes_them():
   columns = {"prompts": ["<hi>"], "completions": ["x"], "messages": [[{"content": "hi"}]]}
-  answer = call_in_parts(hostile_rewards.talks, "talks", columns, 1, 1)
-  assert scores(answer) == [1] and columns["completions"] == ["x"]
+  answer = rewards.Caller(None).start([hostile_rewards.talks], columns, 1, 1)
+  assert scores(answer(hostile_rewards.talks)) == [1] and columns["completions"] == ["x"]
 
 
 def test_an_answer_survives_json_and_nonsense_is_refused():

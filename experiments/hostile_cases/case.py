@@ -20,9 +20,9 @@ class Case:
 
   Attributes:
     name: Unique. What --only matches.
-    command: A line of bash, run in the folder of the case. The commands train, evaluate, sample and
-      export stand for `python -m grpo_jax.NAME`. The variables of `hostile.VARIABLES`, such as
-      $RUN, stand for flags that many rows share.
+    command: A line of bash, run in the folder of the case. The commands train, evaluate, sample,
+      export and report stand for `python -m grpo_jax.NAME`. The variables of `hostile.VARIABLES`,
+      such as $RUN, stand for flags that many rows share.
     code: The exit code that the user should get, or all that are right. 128 + N for signal N.
     words: Each must be in the output. Words in a row, so line breaks do not matter.
     absent: None may be in the output.
@@ -97,13 +97,17 @@ def cut(pattern: str, keep: float = 0.5) -> Step:
   return step
 
 
-def flip(pattern: str, at: float = 0.5) -> Step:
-  """Flips the bits of one byte of the files that match."""
+def flip(pattern: str, *places: float) -> Step:
+  """Flips the bits of a byte of the files that match: in the middle, or at each of these places.
+
+  A place is a share of the file. Files of arrays hold parts that nothing reads.
+  """
 
   def step(folder: Path) -> None:
     for path in _found(folder, pattern):
       content = bytearray(path.read_bytes())
-      content[int((len(content) - 1) * at)] ^= 0xFF
+      for at in places or (0.5,):
+        content[int((len(content) - 1) * at)] ^= 0xFF
       path.write_bytes(content)
 
   return step

@@ -130,7 +130,10 @@ def _lost(case: Case, folder: Path, code: int | None, before: Snapshot) -> Itera
   for name, (length, digest) in before.files.items():
     if digest in contents or not length:
       continue
-    patterns = [*case.may_change, *(["*/config.json"] if code in (0, 1, 75) else [])]
+    patterns = [
+      *case.may_change,
+      *(["*/config.json", "*/environment.json"] if code in (0, 1, 75) else []),
+    ]
     if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
       continue
     path = folder / name

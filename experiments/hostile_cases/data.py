@@ -1,7 +1,10 @@
 # ruff: noqa: E501  (a row is a line)
 """Data folders, and the rows in train.jsonl and test.jsonl."""
 
+from collections.abc import Mapping
+import datetime
 import json
+from pathlib import Path
 from typing import Any
 
 from hostile_cases.case import Case, Step, fifo, link, mode, write
@@ -28,7 +31,7 @@ def _train(
   name: str, content: str | bytes, *words: str, code: int | tuple[int, ...] = 2, **more: Any
 ) -> Case:
   """train.jsonl with this content, and a good test.jsonl."""
-  command = f"ulimit -v 30000000; train $GSM {LIMIT}"
+  command = f"ulimit -v 30000000; train $GSM {LIMIT} {more.pop('flags', '')}"
   files = {"data/train.jsonl": content, "data/test.jsonl": GOOD}
   return Case(f"data/{name}", command, code, words, files=files, **more)
 
@@ -70,6 +73,101 @@ LINES = [
   _line("one message among numbers", row([{"role": "user", "content": "1"}, 5]), "message"),
 ]
 
-WARM = f"train $GSM {LIMIT} --config.warm_start.steps=1 --config.warm_start.batch=4"
+MIX = "train $RUN --config.data.path='' --config.data.mixture=\"('arithmetic','countdown')\" --config.data.max_prompt_tokens=20"
 
-CASES = [*FOLDERS, *FILES, *LINES]
+# Every second question is too long, where not all are counted.
+TURNS = (row("1+1=") + row("1" * 50 + "=")) * 150
+
+MIXTURES = [
+  Case(
+    "data/weights that overflow",
+    f"{MIX} --config.data.weights='(1e-30,1e30)'",
+    2,
+    ("data.weights", "closer together"),
+  ),
+  Case(
+    "data/weights one to 1e9",
+    f"{MIX} --config.data.weights='(1.0,1e9)'",
+    2,
+    ("data.weights", "closer together"),
+  ),
+  Case(
+    "data/weights of nan",
+    f"{MIX} --config.data.weights=\"(float('nan'),1.0)\"",
+    2,
+    ("data.weights",),
+  ),
+  Case("data/weights 3000 to one", f"{MIX} --config.data.weights='(3000.0,1.0)'", 0, ("finished",)),
+  _train(
+    "every second row is too long",
+    TURNS,
+    code=0,
+    flags="--config.data.count_at_start=100",
+  ),
+]
+
+
+def _parquet(file: str, **columns: Any) -> Step:
+  """Writes a Parquet file with these columns, each a list or an array of pyarrow."""
+
+  def step(folder: Path) -> None:
+    from pyarrow import parquet, table  # an optional package
+
+    (folder / file).parent.mkdir(exist_ok=True)
+    parquet.write_table(table(columns), folder / file)
+
+  return step
+
+
+def _invalid() -> Any:
+  """Six texts that are not UTF-8."""
+  import pyarrow
+
+  return pyarrow.array([b"\xff\xfe"] * 6).view(pyarrow.string())
+
+
+def _columns(
+  name: str, flags: str, code: int, *words: str, parts: tuple[Mapping[str, Any], ...]
+) -> Case:
+  """A run on Parquet files with these columns. The first one is the test, too."""
+  setup = [_parquet("d/test.parquet", **parts[0])]
+  setup += [_parquet(f"d/train-{number}.parquet", **part) for number, part in enumerate(parts)]
+  command = f"train $RUN {LIMIT} --config.data.task=columns --config.data.path=d {flags}"
+  return Case(f"data/{name}", command, code, words, setup=tuple(setup))
+
+
+ASKED, ANSWERS = ["1+1=", "1+2=", "2+1=", "2+2=", "3+1=", "1+3="], ["2", "3", "3", "4", "4", "4"]
+SUMS: Mapping[str, Any] = {"question": ASKED, "answer": ANSWERS}
+VERL = {
+  "data_source": ["gsm8k", "math"] * 3,
+  "reward_model": [{"style": "rule", "ground_truth": answer} for answer in ANSWERS],
+  "extra_info": [{"index": index, "question": text} for index, text in enumerate(ASKED)],
+}
+BY_SOURCE = (
+  "--config.data.prompt='{extra_info.question}' --config.data.columns="
+  "\"('answer=reward_model.ground_truth','question={extra_info.question}','task=data_source')\""
+  " --config.reward.functions=\"('strict','flexible')\" --config.reward.weights='(1.0,1.0)'"
+)
+
+COLUMNS = [
+  _columns("parquet of bytes", "", 0, parts=({**SUMS, "question": [x.encode() for x in ASKED]},)),
+  _columns("parquet of images", "", 2, "column 'image'", "UTF-8", parts=({**SUMS, "image": [b"\xff\xd8"] * 6},)),
+  _columns("parquet that is not utf-8", "", 2, "column 'answer'", "UTF-8", parts=({**SUMS, "answer": _invalid()},)),
+  _columns("parquet of dates", "", 0, parts=({**SUMS, "day": [datetime.date(2020, 1, 1)] * 6},)),
+  _columns("parquet parts with different columns", "", 2, "train-1.parquet", "different columns (answer, gold)",
+           parts=(SUMS, {"question": ASKED, "gold": ANSWERS})),
+  _columns("two columns for one name", "--config.data.columns=\"('answer=a','answer=b')\"", 2, "two entries for 'answer'",
+           parts=({"question": ASKED, "a": ANSWERS, "b": ANSWERS},)),
+  _columns("verl by data source", BY_SOURCE + " --config.reward.tasks=\"('gsm8k','math')\" --config.eval.function=rewards", 0, parts=(VERL,)),
+  _columns("verl by a wrong data source", BY_SOURCE + " --config.reward.tasks=\"('gsm9k','math')\"", 2, "'gsm9k'", "gsm8k, math", parts=(VERL,)),
+  _columns("reward.tasks without a task", "--config.reward.tasks=\"('gsm8k',)\"", 2, "have no field task", parts=(SUMS,)),
+  _columns("an object as a prompt", "--config.data.prompt='{extra_info}'", 2, "name a field of it: {extra_info.index}", parts=(VERL,)),
+]  # fmt: skip
+
+WARM = f"train $GSM {LIMIT} --config.warm_start.steps=1 --config.warm_start.batch=4"
+SOLUTIONS = [
+  Case("data/solutions that fit", f"{WARM} --config.sampling.max_tokens=12", 0, ("finished",), needs="data"),
+  Case("data/solutions that are all too long", f"{WARM} --config.sampling.max_tokens=2", 1, ("sampling.max_tokens", "learn nothing"), needs="data"),
+]  # fmt: skip
+
+CASES = [*FOLDERS, *FILES, *LINES, *MIXTURES, *COLUMNS, *SOLUTIONS]

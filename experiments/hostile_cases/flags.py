@@ -66,6 +66,13 @@ EXPORT = [
   Case("export/onto a file", "export --workdir=run --out=tiny.py", 2, ("tiny.py",), needs="run"),
   Case("export/dev null", "export --workdir=run --out=/dev/null", 2, ("/dev/null",), needs="run"),
   Case(
+    "export/below proc",
+    "export --workdir=run --out=/proc/x",
+    2,
+    ("/proc/x cannot be created: No such file or directory",),
+    needs="run",
+  ),
+  Case(
     "export/onto a hidden file",
     "export --workdir=run --out=x",
     2,
@@ -90,6 +97,32 @@ EXPORT = [
 SAMPLE = [
   Case("sample/nothing", "sample", 2, ("--prompt",)),
   Case(
+    "sample/question for another field",
+    "sample --config=tiny.py --config.data.prompt='{prompt}' --question=1+1= --n=1",
+    0,
+    ("prompt of 4 tokens", "--- 1:"),
+  ),
+  Case(
+    "sample/question for two fields",
+    "sample --config=tiny.py --config.data.prompt='{body} {asked}' --question=1+1=",
+    2,
+    ("cannot fill 2 fields",),
+  ),
+  Case(
+    "sample/question of a mixture with prompts",
+    "sample --config=tiny.py --config.data.path='' --config.data.prompts=\"('{question}','Q{question}')\""
+    " --config.data.mixture=\"('arithmetic','countdown')\" --question=1+1=",
+    2,
+    ("data.prompts", "a question alone has none"),
+  ),
+  Case(
+    "sample/prompt without the chat template",
+    "sample --config=tiny.py --config.model.path=model --config.data.chat=True --prompt=1+1= --n=1",
+    0,
+    ("prompt of 4 tokens", "without the chat template"),
+    needs="model",
+  ),
+  Case(
     "sample/both prompts",
     "sample --workdir=run --prompt=1 --question=2",
     2,
@@ -97,6 +130,13 @@ SAMPLE = [
     needs="run",
   ),
   Case("sample/n zero", "sample --workdir=run --prompt=1 --n=0", 2, ("--n is 0",), needs="run"),
+  Case(
+    "sample/negative seed",
+    "sample --workdir=run --prompt=1 --seed=-1",
+    0,
+    ("--- 4: ",),
+    needs="run",
+  ),
   Case("sample/n a word", "sample --workdir=run --prompt=1 --n=many", 2, ("n",), needs="run"),
   Case(
     "sample/infinite temperature",

@@ -40,7 +40,9 @@ SIGNALS = [
   _signal("term when it begins", (("1 x cpu", TERM),), (75, 143)),
   _signal("int when it begins", (("1 x cpu", INT),), (75, 130)),
   _signal("term in a reward", (("waiting", TERM),), 75, source=STUCK, limit=60),
-  _signal("term twice in a reward", (("waiting", TERM), ("stopping", TERM)), 143, source=STUCK, limit=60),
+  # Slurm sends SIGTERM twice, so both count as one for three seconds.
+  _signal("term twice in a reward", (("waiting", TERM), ("stopping", TERM)), 75, "resume", source=STUCK, limit=60),
+  _signal("term twice, seconds apart", (("waiting", TERM), ("after 8 seconds", TERM)), 143, source=STUCK.replace("(8)", "(20)"), limit=60),
   _signal("int twice in a reward", (("waiting", INT), ("stopping", INT)), 130, source=STUCK, limit=60),
   _signal("hup twice in a reward", (("waiting", HUP), ("stopping", HUP)), 129, source=STUCK, limit=60),
   _signal("term and int", (("waiting", TERM), ("stopping", INT)), 130, source=STUCK, limit=60),
@@ -52,7 +54,7 @@ SIGNALS = [
   _signal("user signal", ((SEEN, signal.SIGUSR1),), (75, 138), then=GO_ON),
   _signal("pipe", ((SEEN, signal.SIGPIPE), ("completions of step 6", TERM)), 75),
   _signal("term at the end", (("completions of step 3", TERM),), (0, 75), command="train $REWARD --config.steps=3"),
-  _signal("term in the warm start", (("warm start", TERM),), (0, 75), command="train $RUN --config.warm_start.steps=30 --config.warm_start.batch=4"),
+  _signal("term in the warm start", (("warm start", TERM),), (0, 75), command="train $RUN --config.warm_start.steps=30 --config.warm_start.batch=4 --config.sampling.max_tokens=12"),
   Case("signal/int while evaluating", "evaluate --workdir=run --samples=300", (0, 130), needs="run", signals=(("step 3", INT),)),
   Case("signal/term while evaluating", "evaluate --workdir=run --samples=300", (0, 143), needs="run", signals=(("step 3", TERM),)),
   Case("signal/int while sampling", "sample --workdir=run --prompt=1", (0, 130), needs="run", signals=(("step 3", INT),)),
@@ -80,6 +82,7 @@ STREAMS = [
   Case("stream/evaluate to a full disk", "evaluate --workdir=run > /dev/full", 1, needs="run"),
   Case("stream/sample to a full disk", "sample --workdir=run --prompt=1 > /dev/full", 1, needs="run"),
   Case("stream/export without stdout", "export --workdir=run --out=x >&-", 0, needs="run"),
+  Case("stream/a warm start in a pipe", "train $RUN --config.warm_start.steps=30 --config.warm_start.batch=4 --config.sampling.max_tokens=12 --config.log.every=1 | cat" + PIPE, 0, ("warm start 1/30", " tok/s", "step 33/33", "finished"), absent=("/33 warm start",)),
   Case("stream/help to nobody", "train --help | true" + PIPE, (0, 1, 141), lines=50),
 ]  # fmt: skip
 

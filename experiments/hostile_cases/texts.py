@@ -1,6 +1,7 @@
 # ruff: noqa: E501  (a row is a line)
 """Tokenizers and chat templates."""
 
+import json
 from typing import Any
 
 from hostile_cases.case import (
@@ -29,8 +30,20 @@ def _config_template(name: str, value: Any, *words: str, code: int = 2) -> Case:
 
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+REWARD = " \"--config.reward.functions=('reward.py:f',)\""
+READS_MESSAGES = "def f(completions, prompts, **columns):\n  return [float(len(c[0]['content']) + len(p[-1]['role'])) for c, p in zip(completions, prompts)]\n"
+FAILS = "def f(completions, **columns):\n  raise TypeError('no server')\n"
 SYSTEM = " --config.data.system=1"
+MESSAGES = [{"role": "system", "content": "1"}, {"role": "user", "content": "2+2="}]
+ROW = json.dumps({"question": MESSAGES, "answer": "#### 4"}) + "\n"
 TEMPLATES = [
+  Case("chat/examples after the system message of a row",
+       "train $CHAT --config.data.path=d --config.data.few_shot=\"('1+1=','2')\" && grep '11+1=22+2=' run/completions/000001.jsonl",
+       0, ("11+1=22+2=",), needs="model",
+       files={f"d/{split}.jsonl": ROW * 4 for split in ("train", "test")},
+       setup=(write("model/chat_template.jinja", PLAIN),)),
+  _chat("a reward that reads messages", PLAIN, "finished", code=0, flags=REWARD, files={"reward.py": READS_MESSAGES}),
+  _chat("a reward that fails on both", PLAIN, "step 1", "no server", code=1, flags=REWARD, files={"reward.py": FAILS}),
   _chat("syntax error", "{% for m in %}", "chat_template.jinja"),
   _chat("empty", "", "prompt"),
   _chat("raises megabytes", "{{ raise_exception('no' * 1000000) }}", "chat_template.jinja"),

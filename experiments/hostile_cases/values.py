@@ -84,4 +84,16 @@ DEVICES = [
   _devices("eval batch on four", "4", "--config.eval.every=1 --config.eval.batch=2", 2, "eval.batch"),
 ]  # fmt: skip
 
-CASES = [*RANGES, *SHAPES, *SAMPLING, *ALGORITHM, *PROMPTS, *MESH, *DEVICES]
+# The row counts each prompt once for each of its completions, as in TRL.
+_COUNT_TOKENS = (
+  "import glob, grpo_jax, json; rows = [json.loads(line) for name in glob.glob('run/completions/*')"
+  " for line in open(name)]; "
+  "counted = sum(len(row['prompt_ids']) + len(row['completion_ids']) for row in rows); "
+  "found = grpo_jax.read_metrics('run')[-1]['num_tokens']; "
+  "print('tokens agree' if found == counted else f'{found} tokens, not {counted}')"
+)
+METRICS = [
+  Case("values/num_tokens counts prompts", f'train $RUN --config.log.completions_every=1 && python -c "{_COUNT_TOKENS}"', 0, ("tokens agree",)),
+]  # fmt: skip
+
+CASES = [*RANGES, *SHAPES, *SAMPLING, *ALGORITHM, *PROMPTS, *MESH, *DEVICES, *METRICS]

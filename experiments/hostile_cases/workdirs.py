@@ -78,6 +78,22 @@ CONFIGS = [
   _run("config a fifo", fifo(CONFIG), 2, CONFIG, limit=40),
   _run("config gone", remove(CONFIG), 2, "run"),
   _run("config of another program", write(CONFIG, '{"width": 3}'), 2, CONFIG),
+  _run(
+    "more steps where the rate decays",
+    _set("optimizer.schedule", "linear"),
+    2,
+    "optimizer.schedule = 'linear'",
+    "grpo_jax.export --workdir=run",
+    command=MORE + " --config.optimizer.schedule=linear",
+  ),
+  _run(
+    "more steps where the rate decayed",
+    _set("optimizer.schedule", "linear"),
+    2,
+    "optimizer.schedule = 'linear'",
+    "grpo_jax.export --workdir=run",
+  ),
+  _run("more steps", (), 0, "finished", saved=5),
   _run("config with an unknown key", _set("algo.magic", 1), 2, "algo.magic"),
   _run("config with a missing section", edit_json(CONFIG, algo=...), (0, 2), may_change=(CONFIG,)),
   _run("config with a text for a section", edit_json(CONFIG, algo="x"), 2, "algo"),
@@ -164,6 +180,7 @@ def _damaged(name: str, *steps: Step) -> Case:
 
 
 FILES = "run/checkpoints/3"
+MANY = tuple(i / 16 for i in range(1, 16))
 DAMAGE = [
   _damaged("empty", remove(f"{FILES}/*")),
   _damaged("without a manifest", remove(f"{FILES}/manifest")),
@@ -171,7 +188,7 @@ DAMAGE = [
   _damaged("with a flipped manifest", flip(f"{FILES}/manifest/metadata")),
   _damaged("with an empty manifest", write(f"{FILES}/manifest/metadata", "")),
   _damaged("with another manifest", write(f"{FILES}/manifest/metadata", "[]")),
-  _damaged("with flipped parameters", flip(f"{FILES}/params/ocdbt.process_0/d/*")),
+  _damaged("with flipped parameters", flip(f"{FILES}/params/ocdbt.process_0/d/*", *MANY)),
   _damaged("without parameters", remove(f"{FILES}/params")),
   _damaged("without data of parameters", remove(f"{FILES}/params/ocdbt.process_0/d/*")),
   _damaged("with a cut index", cut(f"{FILES}/params/manifest.ocdbt")),
@@ -190,15 +207,15 @@ DAMAGE = [
 
 GO_ON = (
   "train --config=tiny.py --workdir=warm --config.warm_start.steps=2 --config.warm_start.batch=4"
-  " --config.algo.kl_coef=0.1 --config.steps=4"
+  " --config.algo.kl_coef=0.1 --config.steps=4 --config.sampling.max_tokens=12"
 )
 
 
 EVALUATE = "evaluate --workdir=run"
 READERS = [
-  _run("evaluate: newest damaged", flip(f"{FILES}/params/ocdbt.process_0/d/*"), 0, "taking step 2", "95% interval", command=EVALUATE),
-  _run("evaluate: that step damaged", flip(f"{FILES}/params/ocdbt.process_0/d/*"), 2, "damaged", command=EVALUATE + " --step=3"),
-  _run("evaluate: all damaged", flip("run/checkpoints/*/params/ocdbt.process_0/d/*"), 2, "damaged", command=EVALUATE),
+  _run("evaluate: newest damaged", flip(f"{FILES}/params/ocdbt.process_0/d/*", *MANY), 0, "taking step 2", "95% interval", command=EVALUATE),
+  _run("evaluate: that step damaged", flip(f"{FILES}/params/ocdbt.process_0/d/*", *MANY), 2, "damaged", command=EVALUATE + " --step=3"),
+  _run("evaluate: all damaged", flip("run/checkpoints/*/params/ocdbt.process_0/d/*", *MANY), 2, "damaged", command=EVALUATE),
   _run("evaluate: optimizer gone", remove("run/checkpoints/*/opt_state"), 0, "95% interval", command=EVALUATE),
   _run("evaluate: metrics gone", remove(METRICS), 0, "95% interval", command=EVALUATE),
   _run("evaluate: config a list", write(CONFIG, "[]"), 2, CONFIG, command=EVALUATE),
@@ -207,4 +224,23 @@ READERS = [
   _run("evaluate: another width", _set("model.mlp_dim", 64), 2, "checkpoints", command=EVALUATE),
 ]  # fmt: skip
 
-CASES = [*CONFIGS, *ROWS, *DAMAGE, *READERS]
+PAGE = "report run --out=page.html"
+PARTIAL = """[]
+null
+{"prompt": "1+2="}
+{"completion": "3"}
+{"prompt": "1+2=", "completion": "3"}
+{"prompt": ["1"], "completion": 3}
+{"prompt": "1+2=", "completion": "3", "completion_ids": [3, 4], "logprobs": [null, -1], "reward": "high", "advantage": [1], "length": {}}
+"""
+REPORTS = [
+  _run("report of completions that lack things", write("run/completions/000003.jsonl", PARTIAL), 0, "page.html: 1 run", command=PAGE, may_change=("run/completions/*",)),
+  _run("report of completions that are no JSON", write("run/completions/000003.jsonl", b"{\xff"), 0, "page.html: 1 run", command=PAGE),
+  _run("report of metrics that are texts and lists", _append(METRICS, '{"step": 4, "reward": "good", "kl": [1], "loss": NaN, "x": 1e999, "y": {"z": 1}}\n'), 0, "page.html: 1 run", command=PAGE),
+  _run("report of a row without a step", write(METRICS, '{"reward": 1}\n{"step": 2}\n'), 2, "line 1 is not a row of metrics", command=PAGE),
+  _run("report into a missing folder", (), 2, "--out=missing/page.html: no file can be written in missing", command="report run --out=missing/page.html"),
+  _run("report into /proc", (), 2, "no file can be written in /proc", command="report run --out=/proc/page.html"),
+  _run("report onto a named pipe", fifo("page.html"), 2, "page.html is not a regular file", command=PAGE),
+]  # fmt: skip
+
+CASES = [*CONFIGS, *ROWS, *DAMAGE, *READERS, *REPORTS]

@@ -75,6 +75,8 @@ PRESETS: dict[str, dict[str, Any]] = {
   "process": dict(advantage="process", kl_coef=0.04),
 }
 
+CHOICES = f"choose one of {', '.join(PRESETS)}"  # what an error message says
+
 
 def preset(name: str) -> Algo:
   """The settings of a preset. Raises KeyError for an unknown name."""

@@ -27,11 +27,11 @@ class JsonConsole:
     """Prints what the run is about to do."""
     for line in lines:
       is_warning = line.startswith(_WARNING)
-      self._print("warning" if is_warning else "header", text=line.removeprefix(_WARNING))
+      self._print("warning" if is_warning else "header", {"text": line.removeprefix(_WARNING)})
 
   def update(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Prints a row. A number that is not finite is null."""
-    self._print("step", step=step, **plain(metrics))
+    self._print("step", {"step": step, **plain(metrics)})
 
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints nothing."""
@@ -39,12 +39,12 @@ class JsonConsole:
   def say(self, text: str) -> None:
     """Prints a line of text."""
     is_warning = text.startswith(_WARNING)
-    self._print("warning" if is_warning else "message", text=text.removeprefix(_WARNING))
+    self._print("warning" if is_warning else "message", {"text": text.removeprefix(_WARNING)})
 
   def close(self) -> None:
     """Has nothing to close."""
 
-  def _print(self, event: str, **values: Any) -> None:
+  def _print(self, event: str, values: Mapping[str, Any]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     line = json.dumps({"time": now, "event": event, **values})
     self._console.out(line, highlight=False)  # neither wrapped nor read as markup

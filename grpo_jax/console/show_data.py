@@ -1,9 +1,12 @@
 """The data of a run, as text: the prompts of a step, and what all prompts are like."""
 
-from collections.abc import Iterator
+import collections
+from collections.abc import Iterator, Mapping
 import dataclasses
 import os
 from typing import Any
+
+import numpy as np
 
 from grpo_jax.config import Config
 from grpo_jax.console.text import shorten, visible
@@ -11,10 +14,12 @@ from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompt, Prompts
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
 from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tasks.mixture import Mixture
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
 
+_LONGEST_NAME = 24  # of a task
 _COMMON = 12  # characters that all prompts of a step share and that are worth leaving out
 
 
@@ -85,10 +90,19 @@ def step_lines(found: Drawn, count: int, width: int) -> Iterator[str]:
     f" {min(lengths)} to {max(lengths)} tokens, {mean:.1f} on average"
   )
   yield from _left_out("training", found.prompts)
-  yield f"{'index':>9} {'tokens':>7}  prompt"
+  tasks_P = [_task(prompt.example) for prompt in made]
+  if any(tasks_P):
+    counts = collections.Counter(tasks_P)
+    yield "of " + ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
+    tasks_P = [f"{name}  " for name in ("task", *tasks_P)]
+  else:
+    tasks_P = ["", *tasks_P]
+  space = max(map(len, tasks_P))
+  yield f"{'index':>9} {'tokens':>7}  {tasks_P[0]:{space}}prompt"
   texts = _without_common_parts([prompt.text for prompt in made])
-  for index, prompt, text in list(zip(found.indices, made, texts))[:count]:
-    yield f"{index:>9} {len(prompt.ids):>7}  {shorten(visible(text), width - 19)}"
+  for index, prompt, name, text in list(zip(found.indices, made, tasks_P[1:], texts))[:count]:
+    text = shorten(visible(text), width - 19 - space)
+    yield f"{index:>9} {len(prompt.ids):>7}  {name:{space}}{text}"
   if len(made) > count:
     yield f"{'':>17}  and {len(made) - count} more (--prompts={len(made)})"
   yield ""
@@ -99,12 +113,20 @@ def step_lines(found: Drawn, count: int, width: int) -> Iterator[str]:
 def statistics_lines(config: Config) -> Iterator[str]:
   """Lengths, duplicates, and the overlap of training and test. Reads every example."""
   task, tokens = open_data(config)
+  if not len(task.test):
+    raise tasks.no_test_split(config.data.path)
   found: dict[str, Statistics] = {}
   for split, examples in (("training", task.train), ("test", task.test)):
+    shares: Mapping[str, float] = {}
+    if isinstance(examples, Mixture) and split == "training":
+      shares = {name: share for name, (_, share) in examples.shares().items()}
+      examples = examples.each_row_once()
     found[split] = each = statistics(examples, tokens, config.data)
     limit = config.data.max_prompt_tokens
     longer = int((each.prompt_tokens > limit).sum())
     yield f"{split}: {len(examples):,} examples, all readable"
+    if config.data.mixture or config.reward.tasks:
+      yield from _by_task(each, shares)
     yield f"tokens of prompts ({longer:,} have more than data.max_prompt_tokens = {limit}):"
     yield from histogram(each.prompt_tokens)
     solved = each.solution_tokens[each.solution_tokens > 0]
@@ -122,6 +144,22 @@ def statistics_lines(config: Config) -> Iterator[str]:
     (first,) = Prompts([task.test[int(common[0])]], tokens, _any_length(config)).make([0])
     such = f", such as number {common[0]}: {shorten(visible(first.text), 60)}"
   yield f"overlap: {len(common):,} of {len(task.test):,} test prompts are also in training{such}"
+
+
+def _by_task(found: Statistics, shares: Mapping[str, float]) -> Iterator[str]:
+  """A line for each task. `shares` are those of an epoch, where it is not that of the examples."""
+  tasks_N = np.array([str(name) for name in found.tasks])
+  for name in np.unique(tasks_N):
+    lengths = found.prompt_tokens[tasks_N == name]
+    drawn_as = f", {shares[name]:.1%} of an epoch" if name in shares else ""
+    tokens_line = histogram(lengths)[-1].strip()
+    yield f"  {_task({'task': name})}: {len(lengths):,} examples{drawn_as}; prompts: {tokens_line}"
+
+
+def _task(example: Mapping[str, Any]) -> str:
+  """The task of an example, as it fits a line. Empty if it has none."""
+  name = example.get("task")
+  return "" if name is None else shorten(visible(str(name)), _LONGEST_NAME)
 
 
 def _any_length(config: Config) -> Any:

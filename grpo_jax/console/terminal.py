@@ -1,6 +1,8 @@
 """What the user sees of a run: a progress bar on a terminal, or occasional lines in a file."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+import statistics
 import sys
 from time import monotonic
 from typing import Any
@@ -17,6 +19,7 @@ from grpo_jax.console.text import shorten, visible
 _SECONDS_BETWEEN_LINES = 3.0
 _SECONDS_BETWEEN_FRAMES = 0.1
 _MAX_COMPLETIONS = 4
+_STEPS_OF_AN_ESTIMATE = 50  # the newest steps tell how long the next will take
 _GRPO = "grpo"
 _WARM_START = "warm start"
 _FORMATS = (
@@ -36,24 +39,28 @@ class Terminal:
   seconds.
   """
 
-  def __init__(self, total_steps: int, start_step: int, console: Console | None = None) -> None:
+  def __init__(
+    self, total_steps: int, warm_start_steps: int = 0, console: Console | None = None
+  ) -> None:
     """Prints nothing yet.
 
     Args:
       total_steps: The last step of the run, in the counting of `update`.
-      start_step: The step at which the bar starts, in the counting of `update`.
+      warm_start_steps: The last step of its warm start, 0 without one. The warm start is counted
+        to this step, and GRPO to the last.
       console: Where to print. None means stdout.
     """
     self._console = console or Console(highlight=False)
     self._total = total_steps
+    self._ends = {_WARM_START: warm_start_steps, _GRPO: total_steps}
     self._last_accuracy: float | None = None
-    self._clock = _Clock(total_steps)
+    self._clock = _Clock()
     self._printed_at = self._drawn_at = -float("inf")
     self._bar: Progress | notebook.Bar | None = None
     in_notebook = notebook.is_running()
     if in_notebook or (self._console.is_terminal and not self._console.is_dumb_terminal):
       self._bar = notebook.Bar() if in_notebook else _make_bar(self._console, total_steps)
-      self._task = self._bar.add_task("", total=total_steps, completed=start_step, text="")
+      self._task = self._bar.add_task("", total=total_steps, completed=0, text="")
 
   def header(self, lines: Sequence[str]) -> None:
     """Prints what the run is about to do, before its first step."""
@@ -72,18 +79,24 @@ class Terminal:
     """
     now = monotonic()
     phase = _phase(metrics)
-    seconds_left = self._clock.seconds_left(now, step, phase)
+    end = self._ends[phase]
+    seconds_left = self._clock.seconds_left(now, step, end, metrics)
     self._last_accuracy = metrics.get("eval/accuracy", self._last_accuracy)
     is_last = step >= self._total
     if self._bar is None:
       is_due = now - self._printed_at >= _SECONDS_BETWEEN_LINES
       if is_due or is_last or "eval/accuracy" in metrics:
         self._printed_at = now
-        phase_name = [phase] if phase != _GRPO else []
-        parts = [f"step {step}/{self._total}", *phase_name, *step_parts(metrics, seconds_left)]
-        self.say("  ".join(parts))
+        name = "step" if phase == _GRPO else phase
+        self.say("  ".join([f"{name} {step}/{end}", *step_parts(metrics, seconds_left)]))
     else:
-      self._update(self._bar, step, phase, metrics, seconds_left)
+      self._bar.update(
+        self._task,
+        description=f"{phase} {step}/{end}",
+        completed=step,
+        total=end,
+        text="  ".join(step_parts(self._fewer(metrics), seconds_left)),
+      )
       if now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or is_last:
         self._drawn_at = now
         self._bar.start()
@@ -131,25 +144,11 @@ class Terminal:
     if self._bar is not None:
       self._bar.stop()
 
-  def _update(
-    self,
-    bar: Progress | notebook.Bar,
-    step: int,
-    phase: str,
-    metrics: Mapping[str, Any],
-    seconds_left: float | None,
-  ) -> None:
-    # The bar itself needs room, so it shows fewer metrics than a line.
+  def _fewer(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line with a bar has room for, with the last accuracy."""
     left_out = ("kl", "completions/mean_length")
     shown = {name: value for name, value in metrics.items() if name not in left_out}
-    if self._last_accuracy is not None:
-      shown["eval/accuracy"] = self._last_accuracy
-    bar.update(
-      self._task,
-      description=f"{phase} {step}/{self._total}",
-      completed=step,
-      text="  ".join(step_parts(shown, seconds_left)),
-    )
+    return shown if self._last_accuracy is None else shown | {"eval/accuracy": self._last_accuracy}
 
   def _text(self, text: str) -> Text:
     """Text that is never read as markup, with "?" for what the stream cannot encode."""
@@ -186,26 +185,44 @@ class Loading:
 
 
 class _Clock:
-  """Estimates the time that is left from the mean time of a step in this phase."""
+  """Estimates the time that is left of a phase: the warm start, or GRPO.
 
-  def __init__(self, total_steps: int) -> None:
-    self._total = total_steps
-    self._phase: str | None = None
+  It counts the median time of a step, so that steps that compile do not matter, and the
+  evaluations as often as they came so far.
+  """
 
-  def seconds_left(self, now: float, step: int, phase: str) -> float | None:
-    """None while it is unknown, at the end, and in the warm start.
+  def __init__(self) -> None:
+    self._phase = ""
+    self._now, self._first, self._last = 0.0, 0, 0
+    self._steps: deque[float] = deque(maxlen=_STEPS_OF_AN_ESTIMATE)
+    self._evaluations: list[float] = []
 
-    The warm start's pace says nothing about the steps of GRPO. The first step of a phase compiles,
-    so it is not counted.
+  def seconds_left(
+    self, now: float, step: int, end: int, metrics: Mapping[str, Any]
+  ) -> float | None:
+    """None while it is unknown, and at the end.
+
+    The first step of a phase compiles, so it is not counted. Step 0 is an evaluation alone.
     """
-    if phase != self._phase:
-      self._phase = phase
-      self._first_time = now
-      self._first_step = step
-    if phase != _GRPO or step <= self._first_step or step >= self._total:
+    phase = _phase(metrics)
+    if step == 0:
       return None
-    seconds_per_step = (now - self._first_time) / (step - self._first_step)
-    return seconds_per_step * (self._total - step)
+    if phase != self._phase:
+      self._phase, self._first = phase, step
+      self._steps.clear()
+      self._evaluations.clear()
+    elif step > self._last:
+      evaluation = metrics.get("time/evaluate") or 0.0
+      self._steps.append(max(0.0, now - self._now - evaluation) / (step - self._last))
+      self._evaluations += [evaluation] if evaluation else []
+    self._now, self._last = now, step
+    if not self._steps or step >= end:
+      return None
+    a_step = statistics.median(self._steps)
+    if self._evaluations:
+      share = len(self._evaluations) / (step - self._first)
+      a_step += share * statistics.median(self._evaluations)
+    return a_step * (end - step)
 
 
 def _make_bar(console: Console, total_steps: int) -> Progress:
@@ -228,6 +245,8 @@ def _phase(metrics: Mapping[str, Any]) -> str:
 def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[str]:
   """The parts of a step's line, such as ["reward 0.71", "left 2m10s"]."""
   parts = [form.format(metrics[name]) for name, form in _FORMATS if metrics.get(name) is not None]
+  if metrics.get("warm_start/tokens") and metrics.get("time/step"):
+    parts.append(f"{metrics['warm_start/tokens'] / metrics['time/step']:.0f} tok/s")
   if metrics.get("skipped_updates"):
     parts.append("update skipped: gradient not finite")
   if seconds_left is not None:

@@ -11,7 +11,6 @@ read.
 import shutil
 
 from absl import flags
-from ml_collections import config_flags
 
 from grpo_jax import cli
 from grpo_jax.config import Config
@@ -49,7 +48,7 @@ def _config() -> Config:
 
 
 if __name__ == "__main__":
-  config_flags.DEFINE_config_file("config", None, "a config, such as configs/arithmetic.py")
+  cli.define_config_flag()
   flags.DEFINE_string("workdir", None, "instead of --config: the folder of a run")
   flags.DEFINE_integer("step", None, "the prompts of this step, counted as in metrics.jsonl")
   flags.DEFINE_bool("stats", False, "lengths, duplicates, and overlap of training and test")

@@ -14,6 +14,9 @@ from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompts
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
+_SORTED = 2**25  # examples up to which an epoch is a sort of random words, within seconds
+_ROUNDS = 6  # of a Feistel network, which gives the order of a longer epoch
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
@@ -86,8 +89,11 @@ def indices_at(seed: int, positions: np.ndarray, size: int) -> np.ndarray:
   indices = np.empty(len(positions), np.int64)
   for epoch in np.unique(epochs):
     in_epoch = epochs == epoch
-    order = _permutation(seed, int(epoch), size)
-    indices[in_epoch] = order[positions[in_epoch] % size]
+    places = positions[in_epoch] % size
+    if size <= _SORTED:
+      indices[in_epoch] = _permutation(seed, int(epoch), size)[places]
+    else:
+      indices[in_epoch] = _scattered(seed, int(epoch), size, places)
   return indices
 
 
@@ -130,7 +136,7 @@ def supervised_batch(
 
   Raises:
     ConfigError: The tokenizer has no stop id, or the split has no solutions.
-    RunFailed: An example has none.
+    RunFailed: An example has none, or all are too long.
   """
   if not tokenizer.stop_ids:
     raise ConfigError(
@@ -160,6 +166,11 @@ def supervised_batch(
   completions_PT, lengths_P = processes.join_rows(
     (_pad(fitting, max_tokens, tokenizer.pad_id), np.array([*map(len, fitting)], np.int32))
   )
+  if not lengths_P.any():
+    raise RunFailed(
+      f"config key sampling.max_tokens is {max_tokens}: all {len(lengths_P)} solutions of a batch"
+      " of the warm start are longer, so it would learn nothing; raise it"
+    )
   mask_PT = (np.arange(max_tokens) < lengths_P[:, None]).astype(np.float32)
   dropped = int((lengths_P == 0).sum())
   return SupervisedBatch(batch, completions_PT, mask_PT, dropped)
@@ -173,6 +184,35 @@ def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
   order = np.argsort(philox.random_raw(size), kind="stable")
   order.flags.writeable = False
   return order
+
+
+def _scattered(seed: int, epoch: int, size: int, places: np.ndarray) -> np.ndarray:
+  """A permutation of range(size) at some places, without computing it at the others.
+
+  A Feistel network permutes the numbers of 2 `half` bits. A number that is not below `size` is
+  permuted again until it is, which keeps the map one to one (cycle walking: Black and Rogaway,
+  Ciphers with arbitrary finite domains, 2002).
+  """
+  key = np.array([seed % 2**64, epoch], np.uint64)
+  words = np.random.Philox(key=key).random_raw(_ROUNDS)
+  half = np.uint64(-(-(size - 1).bit_length() // 2))
+  mask = (np.uint64(1) << half) - np.uint64(1)
+  found = places.astype(np.uint64)
+  outside = np.ones(len(found), bool)
+  while outside.any():
+    left, right = found[outside] >> half, found[outside] & mask
+    for word in words:
+      left, right = right, left ^ (_mixed(right ^ word) & mask)
+    found[outside] = left << half | right
+    outside = found >= np.uint64(size)
+  return found.astype(np.int64)
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+  """Each bit depends on every bit (the last steps of splitmix64, Steele et al. 2014)."""
+  words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return words ^ (words >> np.uint64(31))
 
 
 def _pad(rows: Sequence[Sequence[int] | np.ndarray], width: int, pad_id: int) -> np.ndarray:

@@ -1,10 +1,12 @@
 """Templates, such as data.prompt: texts with the names of fields in braces."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import string
 from typing import Any
 
 from grpo_jax.settings import ConfigError
+
+_ABSENT = object()
 
 
 def fields_of(template: str) -> list[str]:
@@ -13,6 +15,22 @@ def fields_of(template: str) -> list[str]:
     return [field for _, field, _, _ in string.Formatter().parse(template) if field]
   except ValueError:
     return []
+
+
+def value_of(example: Mapping[str, Any], field: str, default: Any = None) -> Any:
+  """The value of a field, such as `answer`, or of one inside it: `reward_model.ground_truth`.
+
+  Returns:
+    The value, or `default` where there is none.
+  """
+  if field in example:
+    return example[field]
+  value: Any = example
+  for name in field.split("."):
+    if not isinstance(value, Mapping) or name not in value:
+      return default
+    value = value[name]
+  return value
 
 
 def fill(template: str, example: Mapping[str, Any], key: str = "data.prompt") -> str:
@@ -25,9 +43,9 @@ def fill(template: str, example: Mapping[str, Any], key: str = "data.prompt") ->
 
   Raises:
     ConfigError: The template is damaged, has no field, or a field that is not the plain name of one
-      of the example's texts.
+      of the example's texts, such as {question}, or of one inside a field: {extra_info.question}.
   """
-  names = ", ".join(f"{{{name}}}" for name in example)
+  names = ", ".join(f"{{{name}}}" for name in names_of(example))
   try:
     parts = list(string.Formatter().parse(template))
   except ValueError as error:
@@ -46,13 +64,21 @@ def fill(template: str, example: Mapping[str, Any], key: str = "data.prompt") ->
       continue
     # A field is a name and nothing else: a width could fill memory, and an attribute of a text
     # means nothing in a prompt.
-    if field not in example or width or conversion:
+    value = value_of(example, field, _ABSENT)
+    if value is _ABSENT or width or conversion:
       raise ConfigError(
         f"{key}={template!r} cannot be filled: {{{field}}} with all that stands in its braces"
         f" is not a field of the examples; its fields are {names}, and a plain brace is written"
         " twice"
       )
-    value = example[field]
+    if value is None:
+      of_task = f" of {example['task']}" if "task" in example else ""
+      raise ConfigError(
+        f"{key}={template!r} cannot be filled: an example{of_task} has no value in {field}"
+      )
+    if isinstance(value, Mapping):
+      inner = ", ".join(f"{{{field}.{name}}}" for name in value)
+      raise ConfigError(f"{key}={template!r}: {field} is an object; name a field of it: {inner}")
     if isinstance(value, list) and any(not isinstance(item, (str, int, float)) for item in value):
       raise ConfigError(
         f"{key}={template!r}: {field} is a list of messages, which only a chat template can"
@@ -60,3 +86,12 @@ def fill(template: str, example: Mapping[str, Any], key: str = "data.prompt") ->
       )
     texts.append(str(value))
   return "".join(texts)
+
+
+def names_of(example: Mapping[str, Any]) -> Iterator[str]:
+  """The names of all fields. Instead of an object, the names of the fields inside it."""
+  for name, value in example.items():
+    if isinstance(value, Mapping) and value:
+      yield from (f"{name}.{inner}" for inner in names_of(value))
+    else:
+      yield name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from grpo_jax.data.prompt_template import fill
+from grpo_jax.data.prompt_template import fill, value_of
 from grpo_jax.data.tasks.mixture import Mixture
 from grpo_jax.data.tasks.tasks import templates_of
 from grpo_jax.data.tokenizers import chat
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _AT_ONCE = 4096  # prompts whose token ids are in memory while they are counted
 _SAMPLED = 256  # prompts that are made at the start where not all of them are
-_MOST_STAND_INS = 4096  # that are tried for a prompt that is too long
+_MOST_STAND_INS = 4096  # that are tried for a prompt that is too long, and at the start if none fit
 
 
 class Processes(Protocol):
@@ -119,14 +119,12 @@ class Prompts:
     self.max_tokens = data.max_prompt_tokens
     self.pad_id = tokenizer.pad_id
     self._counts_later = len(split) > data.count_at_start and not count_all
-    counted = np.arange(len(split))
-    if self._counts_later:
-      counted = counted[:: max(1, len(split) // _SAMPLED)]
-    own = counted[processes.own_rows(len(counted))]
-    lengths = processes.join_rows(processes.on_each(lambda: self._count(own)))
+    lengths = self._lengths(_places(len(split), _SAMPLED if self._counts_later else 0), processes)
+    if self._counts_later and not (lengths <= data.max_prompt_tokens).any():
+      lengths = self._lengths(_places(len(split), _MOST_STAND_INS), processes)
     fits = lengths <= data.max_prompt_tokens
     if not fits.any():
-      some = f"all {len(split)}" if len(counted) == len(split) else f"each of {len(counted)}"
+      some = f"all {len(split)}" if len(lengths) == len(split) else f"each of {len(lengths)} drawn"
       raise ConfigError(
         f"data.max_prompt_tokens={data.max_prompt_tokens} drops {some} prompts;"
         f" the shortest one has {min(lengths, default=0)} tokens"
@@ -137,6 +135,14 @@ class Prompts:
 
   def __len__(self) -> int:
     return len(self._split) if self._kept is None else len(self._kept)
+
+  def tasks(self) -> set[str] | None:
+    """What the examples have as `task`. None if some rows are read later."""
+    if isinstance(self._split, Mixture):
+      return {*self._split.shares()}
+    if self._counts_later:
+      return None
+    return {str(example.get("task")) for example in self._split}
 
   def example(self, index: int) -> Mapping[str, Any]:
     """The example that prompt `index` is made from."""
@@ -156,6 +162,11 @@ class Prompts:
       return self._make_with_stand_ins([int(i) for i in indices])
     except ConfigError as error:  # the run has begun, and saves what it has
       raise RunFailed(str(error)) from error
+
+  def _lengths(self, places: np.ndarray, processes: Processes) -> np.ndarray:
+    """The number of tokens of the prompts at places of the split, int32, on every process."""
+    own = places[processes.own_rows(len(places))]
+    return processes.join_rows(processes.on_each(lambda: self._count(own)))
 
   def _count(self, own: np.ndarray) -> np.ndarray:
     """The number of tokens of each prompt, int32."""
@@ -216,20 +227,33 @@ class Prompts:
     """The conversation that the model is to continue.
 
     It begins with data.system, unless it has a system message of its own. data.few_shot follows
-    if it is a single message.
+    if a single message is left, and not if the example has earlier turns of its own.
     """
     template, data = self._template(example), self._data
     field = template[1:-1]
-    if template == f"{{{field}}}" and isinstance(example.get(field), list):
-      messages = example[field]
+    if template == f"{{{field}}}" and isinstance(value_of(example, field), list):
+      messages = value_of(example, field)
     else:
       messages = [{"role": "user", "content": fill(template, example)}]
     chat.check_messages(messages, f"data.prompt={template!r}")
-    if len(messages) == 1:
-      messages = [*_shots(data.few_shot), *messages]
-    if data.system and messages[0]["role"] != "system":
-      return [{"role": "system", "content": data.system}, *messages]
-    return messages
+    system, turns = list(messages[:1]), list(messages[1:])
+    if system[0]["role"] != "system":
+      system, turns = [], list(messages)
+      if data.system:
+        system = [{"role": "system", "content": data.system}]
+    shots = _shots(data.few_shot) if len(turns) == 1 else []
+    return [*system, *shots, *turns]
+
+
+def _places(size: int, sampled: int) -> np.ndarray:
+  """Places of a split, in ascending order: all of them, or a random sample of about `sampled`.
+
+  A stride instead would see nothing of a file whose rows alternate.
+  """
+  if not 0 < sampled < size:
+    return np.arange(size)
+  words = np.random.Philox(key=np.array([size, 2**64 - 1], np.uint64)).random_raw(sampled)
+  return np.unique(words % np.uint64(size)).astype(np.int64)
 
 
 def _shots(texts: Sequence[str]) -> list[dict[str, str]]:

@@ -29,11 +29,13 @@ class Statistics:
     prompt_tokens: int32 [N], the length of each prompt.
     solution_tokens: int32 [N], that of each solution with the token that ends it. 0 without one.
     prompt_hashes: uint64 [N], equal for equal prompts.
+    tasks: What each example has as `task`.
   """
 
   prompt_tokens: np.ndarray
   solution_tokens: np.ndarray
   prompt_hashes: np.ndarray
+  tasks: Sequence[Any] = ()
 
 
 def statistics(split: Sequence[Any], tokenizer: Tokenizer, data: "Data") -> Statistics:
@@ -48,18 +50,20 @@ def statistics(split: Sequence[Any], tokenizer: Tokenizer, data: "Data") -> Stat
   lengths = np.zeros(len(split), np.int32)
   solutions = np.zeros(len(split), np.int32)
   hashes = np.zeros(len(split), np.uint64)
+  tasks: list[Any] = []
   for start in range(0, len(split), _AT_ONCE):
     try:
       made = prompts.make(range(start, min(start + _AT_ONCE, len(split))))
     except RunFailed as error:
       raise ConfigError(str(error)) from None
+    tasks += [prompt.example.get("task") for prompt in made]
     texts = [prompt.example.get("solution") for prompt in made]
     own = slice(start, start + len(made))
     lengths[own] = [len(prompt.ids) for prompt in made]
     hashes[own] = [_hash(prompt.text) for prompt in made]
     encoded = tokenizer.encode_batch_after([text or "" for text in texts])
     solutions[own] = [len(ids) + 1 if text else 0 for text, ids in zip(texts, encoded)]
-  return Statistics(lengths, solutions, hashes)
+  return Statistics(lengths, solutions, hashes, tasks)
 
 
 def histogram(lengths: np.ndarray) -> list[str]:

@@ -56,9 +56,9 @@ class Evaluator:
     self.prompts: Prompts = run.prompts("test")
     self._score = scorers.evaluation
     self._score.check_arguments(self.prompts, "eval.function")
-    self._tasks: list[str] = []  # of each problem of a mixture
-    if run.config.data.mixture:
-      self._tasks = [self.prompts.example(i)["task"] for i in range(len(self.prompts))]
+    self._tasks: list[str] = []  # of each problem, where rewards depend on it
+    if "task" in self.prompts.fields and (run.config.data.mixture or run.config.reward.tasks):
+      self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
     self._greedy = make_rollout(run, 1, greedy=True)
     samples = self._config.samples
     self._sampled = make_rollout(run, samples) if samples else None

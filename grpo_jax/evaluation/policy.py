@@ -1,12 +1,13 @@
 """A trained policy, and what it can be used for: sampling, evaluation, export."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
 import math
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -15,7 +16,9 @@ from grpo_jax import model
 from grpo_jax.config import Config, Mesh
 from grpo_jax.console.terminal import Loading
 from grpo_jax.data.loader import PromptBatch, prompt_batch
+from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tokenizers import chat
 from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.model.huggingface import hub
 from grpo_jax.model.huggingface.folders import new_folder
@@ -25,11 +28,13 @@ from grpo_jax.programs.run import Run, set_matmul_precision
 from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.rollouts.rollout import Rollout, make_rollout
 from grpo_jax.rollouts.scorer import Scorers
-from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text, shown
+from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text, path_of, shown
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_config
 from grpo_jax.timing import told_if_slow
+
+Question = str | Sequence[Mapping[str, str]]  # a text or messages
 
 _LIMITS = {  # of what decides how completions are drawn
   "n": (1, 2**16),
@@ -74,36 +79,50 @@ class Policy:
   def __repr__(self) -> str:
     return f"Policy({self.name})"
 
+  @overload
+  def sample(self, question: Question, *args: Any, **kwargs: Any) -> list[Completion]: ...
+  @overload
+  def sample(
+    self, question: Sequence[Question], *args: Any, **kwargs: Any
+  ) -> list[list[Completion]]: ...
   def sample(
     self,
-    question: str | list[dict[str, str]],
+    question: Question | Sequence[Question],
     n: int = 4,
     temperature: float | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
-  ) -> list[Completion]:
-    """Samples completions of one question.
+  ) -> list[Completion] | list[list[Completion]]:
+    """Samples completions of a question, or of each question of a list.
 
     Args:
-      question: What `data.prompt` and, with `data.chat`, the chat template frame. With `data.chat`
-        it may be a list of messages.
+      question: What `data.prompt` and, with `data.chat`, the chat template frame: a text or, with
+        `data.chat`, a list of messages (dicts with role and content). Or a list of such questions.
       n: How many completions. At temperature 0 there is one.
       temperature: 0 takes the likeliest token. None means sampling.temperature.
       max_tokens: The longest completion. None means sampling.max_tokens.
       seed: Another seed gives other completions.
 
+    Returns:
+      The completions. For a list of questions, a list of them for each question: what a call with
+      this question alone returns.
+
     Raises:
-      ConfigError: A value is out of its range, or the question is too long for the model.
+      ConfigError: A value is out of its range or no question, or a question is too long for the
+        model.
     """
     sampling = self.run.config.sampling
     temperature = sampling.temperature if temperature is None else temperature
     max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
     numbers = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     check_numbers(numbers, "sample(): ")
+    questions = _questions(question)
     with self._settings(), told_if_slow("compiling and sampling"):
       # Questions up to this length share one compiled program.
-      prompt = self.prompt(question, shortest=self.run.config.data.max_prompt_tokens)
-      return self.complete(prompt, n, temperature, max_tokens, seed)
+      shortest = self.run.config.data.max_prompt_tokens
+      prompts = [self.prompt(one, shortest=shortest) for one in questions]
+      found = [self.complete(one, n, temperature, max_tokens, seed) for one in prompts]
+    return found if questions is question else found[0]
 
   def evaluate(self, samples: int | None = None, examples: int | None = None) -> dict[str, float]:
     """Measures the accuracy on the test problems.
@@ -143,7 +162,7 @@ class Policy:
     Raises:
       ConfigError: The folder is not empty, or there are no adapters.
     """
-    shape, out = self.run.parameters.model, Path(out).expanduser()
+    shape, out = self.run.parameters.model, path_of(out, "out")
     if adapter and shape.lora is None:
       raise ConfigError(
         "adapter=True: this run trained all weights and has no adapters; leave it out"
@@ -160,22 +179,36 @@ class Policy:
         self.run.tokenizer.save(folder)
     return out
 
-  def prompt(
-    self, text: str | list[dict[str, str]], framed: bool = True, shortest: int = 0
-  ) -> PromptBatch:
+  def prompt(self, text: Question, framed: bool = True, shortest: int = 0) -> PromptBatch:
     """A prompt, once for each part of a batch that the mesh makes.
 
     Args:
       text: The prompt, or a question.
-      framed: Whether it is a question, for `data.prompt` and the chat template.
+      framed: Whether it is a question, which takes the place of the field of `data.prompt` and of
+        which the chat template makes a conversation.
       shortest: It is padded to so many tokens.
+
+    Raises:
+      ConfigError: It is not text in UTF-8, or a question does not fit `data.prompt`.
     """
     if isinstance(text, str) and not is_text(text):
       raise ConfigError(f"the prompt {shown(text)} is not text in UTF-8")
     data = dataclasses.replace(self.run.config.data, max_prompt_tokens=2**31)
     if not framed:
       data = dataclasses.replace(data, prompt="{question}", chat=False)
-    prompts = Prompts([{"question": text}], self.run.tokenizer, data)
+    elif data.prompts:
+      raise ConfigError(
+        f"config key data.prompts is {data.prompts}: each source has a template of its own, so a"
+        " question alone has none; give the whole prompt (--prompt)"
+      )
+    fields = {*fields_of(data.prompt)}
+    if len(fields) > 1:
+      raise ConfigError(
+        f"config key data.prompt is {data.prompt!r}: a question cannot fill {len(fields)} fields;"
+        " give the whole prompt (--prompt)"
+      )
+    data = dataclasses.replace(data, mixture=(), prompts=())
+    prompts = Prompts([dict.fromkeys(fields or ["question"], text)], self.run.tokenizer, data)
     prompts.max_tokens = max(shortest, len(prompts.make([0])[0].ids))
     return prompt_batch(prompts, np.zeros(self.run.hosts.row_shards, int), self.run.hosts)
 
@@ -194,7 +227,7 @@ class Policy:
     kind = (count, greedy, max_tokens)
     if kind not in self._rollouts:
       self._rollouts[kind] = make_rollout(self.run, *kind)
-    key = jax.random.fold_in(self.run.key("sample"), seed)
+    key = jax.random.fold_in(self.run.key("sample"), int(seed) % 2**32)  # it takes none below 0
     rollouts = self._rollouts[kind](self._for_sampling, prompt, key, temperature)
     completions = rollouts.completions
     return [
@@ -225,6 +258,26 @@ class Policy:
       yield
 
 
+def _questions(given: Any) -> list[Any]:
+  """Questions in a list: `given` itself if it is a list of several, else one that holds it.
+
+  Raises:
+    ConfigError: It is no question and no list of questions.
+  """
+  if _is_question(given):
+    return [given]
+  if isinstance(given, list) and given and all(map(_is_question, given)):
+    return given
+  raise ConfigError(
+    f"sample(): the question is {shown(given)}: give a text, a list of messages (dicts with a text"
+    " role and a text content), or a list of questions"
+  )
+
+
+def _is_question(given: Any) -> bool:
+  return isinstance(given, str) or chat.is_conversation(given)
+
+
 def check_numbers(numbers: Mapping[str, float | None], prefix: str) -> None:
   """Raises ConfigError for the first of n, temperature, max_tokens, seed and step out of its range.
 
@@ -233,8 +286,13 @@ def check_numbers(numbers: Mapping[str, float | None], prefix: str) -> None:
     prefix: What the error message writes before a name, such as "flag --".
   """
   for name, value in numbers.items():
+    if value is None:
+      continue
+    kind, words = (Real, "number") if name == "temperature" else (Integral, "whole number")
+    if not isinstance(value, kind) or isinstance(value, bool):
+      raise ConfigError(f"{prefix}{name} must be a {words}, got {shown(value)}")
     least, most = _LIMITS[name]
-    if value is not None and not least <= value <= most:  # NaN is refused, too
+    if not least <= value <= most:  # NaN is refused, too
       raise ConfigError(
         f"{prefix}{name} is {shown(value)}: it must be at least {least} and at most {most}"
       )
@@ -260,7 +318,7 @@ def load_policy(source: Config | str | Path, step: int | None = None) -> Policy:
   """
   with leaving_nothing_behind():
     if isinstance(source, Config):
-      return policy_of_config(with_absolute_paths(source))
+      return policy_of_config(with_absolute_paths(source.replace({})))
     check_numbers({"step": step}, "load_policy(): ")
     return policy_of_run(folder(source), step)
 

@@ -10,6 +10,6 @@ from grpo_jax.launchers.launcher import Launcher
 LAUNCHERS = {
   "local": Launcher(local.launch),
   "ray": Launcher(ray_cluster.launch),
-  "slurm": Launcher(slurm.launch, slurm.queued, waits=False),
+  "slurm": Launcher(slurm.launch, slurm.queued, waits=False, settle=slurm.settle),
   "xmanager": Launcher(xmanager.launch),
 }

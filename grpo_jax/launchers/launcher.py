@@ -11,13 +11,19 @@ from grpo_jax.launchers.units import Unit
 from grpo_jax.storage.workdir import LAUNCH_FOLDER
 
 # Exit codes as in grpo_jax/console/exit_codes.py, which imports jax.
-DONE, FAILED, STOPPED = 0, 1, 75
+DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 
 
 def nothing_queued(units: Sequence[Unit]) -> dict[str, str]:
   """The queue of a launcher that has none."""
   del units
   return {}
+
+
+def nothing_to_settle(units: Sequence[Unit]) -> bool:
+  """The same for a launcher without a queue."""
+  del units
+  return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +37,14 @@ class Launcher:
     queued: The units that the engine of the cluster has already: the title of each, with words for
       a reader such as "job 12_3 pending".
     waits: Whether `launch` returns at the end of the runs only.
+    settle: Waits for jobs of the units of which the engine does not know yet whether they go on.
+      Returns whether it knows now.
   """
 
   launch: Callable[[Sequence[Unit], Options], int]
   queued: Callable[[Sequence[Unit]], Mapping[str, str]] = nothing_queued
   waits: bool = True
+  settle: Callable[[Sequence[Unit]], bool] = nothing_to_settle
 
 
 def launch_folder(unit: Unit) -> Path:

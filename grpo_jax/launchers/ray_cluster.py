@@ -94,6 +94,11 @@ def _connect() -> None:
       _check_somebody_listens(os.environ.get("RAY_ADDRESS", ""))
       ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
   except Exception as error:  # each way to fail has its own exception
+    if isinstance(error, ConnectionError) and "RAY_ADDRESS" not in os.environ:
+      raise ConfigError(  # Ray's own message names a flag of its own commands
+        "flag --on=ray: no Ray cluster runs on this machine: start one (ray start --head), run this"
+        " on a machine of a cluster, or set RAY_ADDRESS=HOST:PORT"
+      ) from error
     reason = " ".join(str(error).split())
     raise ConfigError(
       f"flag --on=ray: {reason:.300}; run this on a machine of the cluster, or set RAY_ADDRESS"

@@ -1,6 +1,7 @@
 """Runs as jobs of Slurm: a sweep is an array, several hosts of a run are tasks of one srun."""
 
 from collections.abc import Sequence
+import math
 import os
 from pathlib import Path
 import re
@@ -8,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 
 from grpo_jax.launchers.launcher import DONE, STOPPED, launch_folder, say
 from grpo_jax.launchers.options import Options
@@ -30,6 +32,11 @@ _ENDED = {
   "REVOKED",
   "TIMEOUT",
 }
+# Slurm kills what outlives the end of a job by KillWait, 30 seconds by default.
+_SECONDS_TO_COMPLETE = 180.0
+_SECONDS_BETWEEN_LOOKS = 2.0
+_SECONDS_BETWEEN_LINES = 10.0
+_COMPLETING = " completing"  # how `queued` ends for a job that Slurm is ending
 _HERE = "run this on a machine of the cluster, where sbatch and squeue are"
 
 
@@ -95,6 +102,38 @@ def queued(units: Sequence[Unit]) -> dict[str, str]:
     why = f": {reason}" if state == "PENDING" and reason != "None" else ""
     found[title] = f"job {job} {state.lower()}{why}"
   return found
+
+
+def settle(units: Sequence[Unit]) -> bool:
+  """Waits until Slurm has ended the jobs of the units that are in the state COMPLETING.
+
+  Such a job is either gone soon, so that its run must be submitted again, or queued again by Slurm,
+  so that it must not. Their processes may still save.
+
+  Returns:
+    Whether none is left.
+
+  Raises:
+    RunFailed: As `queued`.
+  """
+  if not shutil.which("squeue"):
+    return True
+  began, said = time.monotonic(), -math.inf
+  while ending := [words for words in queued(units).values() if words.endswith(_COMPLETING)]:
+    jobs = ending[0].removesuffix(_COMPLETING)
+    jobs += f" and {len(ending) - 1} more" if len(ending) > 1 else ""
+    now = time.monotonic()
+    if now - began > _SECONDS_TO_COMPLETE:
+      say(
+        f"Slurm has not ended {jobs} in {_SECONDS_TO_COMPLETE:g} seconds: see squeue, and run the"
+        " same command again when it has"
+      )
+      return False
+    if now - said > _SECONDS_BETWEEN_LINES:
+      said = now
+      say(f"waiting until Slurm has ended {jobs}")
+    time.sleep(_SECONDS_BETWEEN_LOOKS)
+  return True
 
 
 def _read(path: Path, job: str) -> str:

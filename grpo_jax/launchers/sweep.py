@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_jax.rewards.call import describe
 from grpo_jax.settings import ConfigError, shown
+from grpo_jax.timing import told_if_slow
 
 SEED = "seed"
 _MOST_RUNS = 10_000  # a sweep() that never ends shall not fill the memory
@@ -37,15 +38,19 @@ def load_sweep(path: str) -> list[dict[str, Any]]:
   file = Path(path).expanduser()
   if not file.is_file():
     raise ConfigError(f"flag --sweep={path}: there is no file {file}")
-  settings = [_plain(path, one) for one in _yielded(path, file)]
+  with told_if_slow(f"executing {path}"):
+    yielded = _yielded(path, file)
+  settings = [_plain(path, one) for one in yielded]
   if not settings:
     raise ConfigError(f"flag --sweep={path}: sweep() yields nothing")
-  seen: set[frozenset[tuple[str, Any]]] = set()
+  seen: dict[Any, dict[str, Any]] = {}
   for one in settings:
-    items = frozenset(one.items())
-    if items in seen:
-      raise ConfigError(f"flag --sweep={path}: sweep() yields {shown(one)} twice")
-    seen.add(items)
+    # 1 and 1.0 are equal, and 0.001 and '0.001' share a name.
+    for key in (frozenset(one.items()), name_of(one)):
+      first = seen.setdefault(key, one)
+      if first is not one:
+        twice = "twice" if first == one else f"and {shown(first)}, which are the same run"
+        raise ConfigError(f"flag --sweep={path}: sweep() yields {shown(one)} {twice}")
   return settings
 
 
@@ -110,7 +115,8 @@ def _plain(path: str, overrides: Any) -> dict[str, Any]:
 def _plain_value(value: Any) -> Any:
   if isinstance(value, (list, tuple)):
     return tuple(_plain_value(item) for item in value)
-  return value.item() if getattr(value, "ndim", None) == 0 else value
+  # A scalar of numpy. Of any other object, nothing is asked, because it may do anything.
+  return value.item() if hasattr(type(value), "ndim") and value.ndim == 0 else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,7 @@ import time
 from types import FrameType
 from typing import Protocol
 
-from grpo_jax.launchers.launcher import DONE, FAILED, STOPPED, say
+from grpo_jax.launchers.launcher import BAD_INPUT, DONE, FAILED, STOPPED, say
 from grpo_jax.launchers.progress import progress
 from grpo_jax.launchers.units import Unit
 from grpo_jax.storage import lock
@@ -140,6 +140,9 @@ class _Work:
       if not run.waits:
         say(f"stopped {title}: {_how_far(run.unit)}")
       return STOPPED
+    if code == BAD_INPUT and (other := _elsewhere(run.unit)):
+      say(f"left alone {title}: {other}")
+      return STOPPED
     if code:
       say(f"failed {title}: {run.why_it_failed()}")
       return FAILED
@@ -173,6 +176,20 @@ def _received_signals() -> Iterator[list[int]]:
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
+
+
+def _elsewhere(unit: Unit) -> str:
+  """Who else trains a run, or has finished it, or "".
+
+  Two launchers may start a run at the same time. Its folder refuses the second process.
+  """
+  try:
+    found = progress(unit.workdir)
+  except ValueError:  # a damaged config.json, of which the process has said more
+    return ""
+  if found.holder:
+    return f"{found.holder} trains it"
+  return "another launcher has finished it" if found.is_finished else ""
 
 
 def _how_far(unit: Unit) -> str:

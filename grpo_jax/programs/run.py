@@ -87,8 +87,14 @@ class Run:
       return tasks.make_task(self.config.data)
 
   def prompts(self, split: str) -> Prompts:
-    """The prompts of the split "train" or "test": of the latter, the first eval.examples."""
+    """The prompts of the split "train" or "test": of the latter, the first eval.examples.
+
+    Raises:
+      ConfigError: There are none.
+    """
     examples = getattr(self.task, split)
+    if not len(examples):
+      raise tasks.no_test_split(self.config.data.path)
     if split == "test":
       examples = examples[: self.config.eval.examples]
     with told_if_slow(f"making the {split} prompts"):

@@ -1,31 +1,52 @@
 """The completions of a page: those of some steps, with their tokens."""
 
 from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Any
 
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.reporting.columns import finite
 from grpo_jax.reporting.runs import ShownRun
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_completions
 
-MOST_STEPS = 12  # of a run, over its whole length
 MOST_GROUPS = 8  # of a step
 MOST_MEMBERS = 16  # of a group
 MOST_TOKENS = 2000  # of a completion; what follows is left out
+_CHARACTERS_OF_A_TOKEN = 4
 _CONTEXT = 6  # tokens before one that decide how it is written
 _MOST_OF_A_CHARACTER = 4  # tokens: the bytes of UTF-8
 
 Decode = Callable[[list[int]], str]
 
 
-def shown_completions(run: ShownRun) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Share:
+  """What a page has room for of each run.
+
+  Attributes:
+    steps: Of each run, over its whole length.
+    tokens: Of each step. Its first group is always shown.
+  """
+
+  steps: int
+  tokens: int
+
+
+def shares(runs: int) -> Share:
+  """What a page of so many runs has room for of each: about 6 MB of completions in all."""
+  steps = min(12, max(3, 48 // runs))
+  return Share(steps, 400_000 // (steps * runs))
+
+
+def shown_completions(run: ShownRun, share: Share) -> dict[str, Any]:
   """What the page holds of a run's completions, as JSON has it.
 
   Returns:
     `name`; `steps`: for each step its number and its groups; `remarks`: what is left out.
   """
-  steps = evenly(run.completion_steps, MOST_STEPS)
+  steps = evenly(run.completion_steps, share.steps)
   remarks = []
   if len(steps) < len(run.completion_steps):
     remarks.append(f"{len(steps)} of {len(run.completion_steps)} saved steps")
@@ -35,17 +56,19 @@ def shown_completions(run: ShownRun) -> dict[str, Any]:
   shown = []
   for step in steps:
     try:
-      rows = read_completions(run.folder, step)
+      rows = [_Completion.of(row) for row in read_completions(run.folder, step)]
     except ConfigError as error:
       remarks.append(str(error))
       continue
-    groups = _groups(rows, run.config.batch.group_size)
-    if len(groups) > MOST_GROUPS:
-      remark = f"{MOST_GROUPS} of {len(groups)} groups of a step, those with advantages first"
+    if None in rows:
+      remarks.append(f"step {step} without {rows.count(None)} rows that are not completions")
+    groups = sorted(_groups(rows, run.config.batch.group_size), key=_is_dead)
+    fitting = _fitting(groups[:MOST_GROUPS], share.tokens)
+    if len(groups) > len(fitting):
+      remark = f"{len(fitting)} of {len(groups)} groups of a step, those with advantages first"
       remarks += [remark] if remark not in remarks else []
-    groups.sort(key=_is_dead)
-    made = [_group(rows_of_group, decode) for rows_of_group in groups[:MOST_GROUPS]]
-    shown.append({"step": step, "groups": made})
+    made = [_group(rows_of_group, decode) for rows_of_group in fitting]
+    shown += [{"step": step, "groups": made}] if made else []
   return {"name": run.name, "steps": shown, "remarks": remarks}
 
 
@@ -77,36 +100,97 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
   return texts
 
 
-def _groups(rows: Sequence[dict[str, Any]], size: int) -> list[list[dict[str, Any]]]:
-  return [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+@dataclasses.dataclass(frozen=True)
+class _Completion:
+  """A row of completions/. What another program wrote there need not be what grpo_jax writes.
+
+  Attributes:
+    prompt: A text.
+    text: The completion.
+    numbers: reward, advantage, length and the scores of the reward functions, None where unknown.
+    ids: Its tokens, or none without log-probs.
+    logprobs: Of the tokens, None where unknown.
+  """
+
+  prompt: str
+  text: str
+  numbers: dict[str, float | None]
+  ids: list[int]
+  logprobs: list[float | None]
+
+  @classmethod
+  def of(cls, row: Any) -> "_Completion | None":
+    """The completion of a row, or None if it has no texts."""
+    if not isinstance(row, dict):
+      return None
+    prompt, text = row.get("prompt"), row.get("completion")
+    if not isinstance(prompt, str) or not isinstance(text, str):
+      return None
+    ids, logprobs = row.get("completion_ids"), row.get("logprobs")
+    whole = (
+      isinstance(ids, list)
+      and isinstance(logprobs, list)
+      and len(ids) == len(logprobs)
+      and all(type(token) is int and 0 <= token < 2**31 for token in ids)
+    )
+    names = ["reward", "advantage", "length", *(key for key in row if key.startswith("rewards/"))]
+    return cls(
+      prompt=prompt,
+      text=text,
+      numbers={name: finite(row.get(name)) for name in names},
+      ids=ids if whole else [],
+      logprobs=[finite(value) for value in logprobs] if whole else [],
+    )
+
+  @property
+  def size(self) -> int:
+    """The tokens that it takes on a page, about."""
+    return min(MOST_TOKENS, len(self.ids) or len(self.text) // _CHARACTERS_OF_A_TOKEN + 1)
 
 
-def _is_dead(rows: Sequence[dict[str, Any]]) -> bool:
+_Group = list[_Completion]
+
+
+def _groups(rows: Sequence[_Completion | None], size: int) -> list[_Group]:
+  """The groups of a step, without rows that are None and groups that have no others."""
+  groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+  return [found for found in ([row for row in one if row] for one in groups) if found]
+
+
+def _fitting(groups: Sequence[_Group], most_tokens: int) -> list[_Group]:
+  """The first groups that have `most_tokens` together, and at least one."""
+  fitting: list[_Group] = []
+  for rows in groups:
+    most_tokens -= sum(row.size for row in rows[:MOST_MEMBERS])
+    if fitting and most_tokens < 0:
+      break
+    fitting.append(rows)
+  return fitting
+
+
+def _is_dead(rows: _Group) -> bool:
   """Whether nothing is learned from the group."""
-  return not any(row.get("advantage") for row in rows)
+  return not any(row.numbers["advantage"] for row in rows)
 
 
-def _group(rows: Sequence[dict[str, Any]], decode: Decode | None) -> dict[str, Any]:
+def _group(rows: _Group, decode: Decode | None) -> dict[str, Any]:
   return {
-    "prompt": rows[0]["prompt"],
+    "prompt": rows[0].prompt,
     "left_out": max(0, len(rows) - MOST_MEMBERS),
     "members": [_member(row, decode) for row in rows[:MOST_MEMBERS]],
   }
 
 
-def _member(row: dict[str, Any], decode: Decode | None) -> dict[str, Any]:
-  member = {
-    "reward": row.get("reward"),
-    "advantage": row.get("advantage"),
-    "length": row.get("length"),
-    "scores": {key.removeprefix("rewards/"): row[key] for key in row if key.startswith("rewards/")},
-    "text": row["completion"],
+def _member(row: _Completion, decode: Decode | None) -> dict[str, Any]:
+  scores = {name: row.numbers[name] for name in row.numbers if name.startswith("rewards/")}
+  member: dict[str, Any] = {
+    **{name: row.numbers[name] for name in ("reward", "advantage", "length")},
+    "scores": {name.removeprefix("rewards/"): value for name, value in scores.items()},
   }
-  ids, logprobs = row.get("completion_ids"), row.get("logprobs")
-  if decode is not None and ids and logprobs:
-    member["tokens"] = token_texts(ids[:MOST_TOKENS], decode)
-    member["logprobs"] = [round(value, 3) for value in logprobs[:MOST_TOKENS]]
-  return member
+  if decode is None or not row.ids:
+    return member | {"text": row.text[: MOST_TOKENS * _CHARACTERS_OF_A_TOKEN]}
+  logprobs = [None if value is None else round(value, 3) for value in row.logprobs[:MOST_TOKENS]]
+  return member | {"tokens": token_texts(row.ids[:MOST_TOKENS], decode), "logprobs": logprobs}
 
 
 def _decoder(run: ShownRun) -> tuple[Decode | None, str]:

@@ -1,4 +1,4 @@
-"""Curves: one line for each series, with a band, thinned to what a screen can show."""
+"""Curves: the columns of a run's metrics, thinned to what a screen can show, as JSON has them."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -6,89 +6,142 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.reporting.runs import Series, ShownRun
+from grpo_jax.reporting.columns import Columns
+from grpo_jax.reporting.runs import ShownRun
 
 PARTS = ("sample", "reward", "reference", "update", "other")  # of the time of a GRPO step
 MOST_POINTS = 600  # of a curve: a figure has fewer pixels
+MOST_POINTS_OF_RUNS = 9_000  # of the curves of a metric, of all runs together
+_HOUR = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
-  """A line over steps.
+class Metric:
+  """What a page says of a metric that a reader wants first.
 
   Attributes:
-    steps: float64 [N], of several steps that are drawn as one point: their mean.
-    values: float64 [N].
-    low, high: float64 [N], the band around it, or None without one.
+    title: What it shows.
+    unit: Of its vertical axis.
+    percent: Whether values are shown as percentages.
   """
 
-  steps: np.ndarray
-  values: np.ndarray
-  low: np.ndarray | None = None
-  high: np.ndarray | None = None
+  title: str
+  unit: str
+  percent: bool = False
 
 
-def curve(series: Series, metric: str) -> Curve | None:
-  """The curve of a metric.
+USUAL = {
+  "eval/accuracy": Metric("Held-out accuracy (greedy)", "", percent=True),
+  "reward": Metric("Reward", ""),
+  "completions/mean_length": Metric("Completion length", "tokens"),
+  "frac_reward_zero_std": Metric("Dead groups: all rewards equal", "of the groups", percent=True),
+  "entropy": Metric("Entropy", "nats per token"),
+  "kl": Metric("KL to the reference", "nats per token"),
+  "clip_ratio/region_mean": Metric("Clipped tokens", "of the tokens", percent=True),
+  "completions/clipped_ratio": Metric("Completions cut off", "", percent=True),
+  "grad_norm": Metric("Gradient norm", "before clipping"),
+  "warm_start/loss": Metric("Warm start: loss", "nats per token"),
+}
 
-  One run: its values. The band is the metric's own interval (NAME_low and NAME_high) where it has
-  one. Several runs: the mean over the runs at each step that all of them have, with the lowest and
-  the highest run as the band.
+
+def curves(run: ShownRun, most: int = MOST_POINTS) -> dict[str, Any]:
+  """What the page draws of a run.
 
   Returns:
-    The curve, or None if no step has the metric.
+    `warm`: the steps of the warm start. `tables`: each has the metrics that the same rows have, in
+    `values`, and the columns of the axes: `step`, `tokens` (None before GRPO) and `hours`.
+    `left_out`: how many values of a metric are not finite numbers. `seconds`: of the parts of a
+    step.
   """
-  points = [_points(run, metric) for run in series.runs]
-  common = set.intersection(*(set(of_run) for of_run in points))
-  if not common:
-    return None
-  steps = np.array(sorted(common), float)
-  values_RN = np.array([[of_run[step] for step in steps] for of_run in points], float)
-  if len(series.runs) > 1:
-    return thinned(Curve(steps, values_RN.mean(0), values_RN.min(0), values_RN.max(0)))
-  low, high = (_points(series.runs[0], f"{metric}_{end}") for end in ("low", "high"))
-  if low.keys() >= common and high.keys() >= common:
-    low_N, high_N = (np.array([end[step] for step in steps], float) for end in (low, high))
-    return thinned(Curve(steps, values_RN[0], low_N, high_N))
-  return thinned(Curve(steps, values_RN[0]))
+  columns = run.columns
+  tokens = _tokens(columns, run.config.warm_start.steps)
+  by_rows: dict[bytes, list[str]] = {}
+  for name, values_N in columns.values.items():
+    by_rows.setdefault(np.isfinite(values_N).tobytes(), []).append(name)
+  tables = []
+  for names in by_rows.values():
+    rows = np.flatnonzero(np.isfinite(columns.values[names[0]]))
+    if not len(rows):
+      continue
+    axes = {"step": columns.steps, "tokens": tokens, "hours": columns.seconds_N / _HOUR}
+    table: dict[str, Any] = {
+      axis: _axis(thinned(values_N[rows], most), decimals=6 if axis == "hours" else 1)
+      for axis, values_N in axes.items()
+    }
+    table["values"] = {
+      name: _five_digits(thinned(columns.values[name][rows], most)) for name in names
+    }
+    tables.append(table)
+  return {
+    "warm": run.config.warm_start.steps,
+    "tables": tables,
+    "left_out": columns.left_out,
+    "seconds": step_seconds(columns),
+  }
 
 
-def thinned(full: Curve, most: int = MOST_POINTS) -> Curve:
-  """The curve with at most `most` points. Each is the mean of neighbours; the band holds theirs."""
-  count = len(full.steps)
+def points_of_each(runs: int) -> int:
+  """The points of a curve on a page of so many runs."""
+  return min(MOST_POINTS, MOST_POINTS_OF_RUNS // max(1, runs))
+
+
+def thinned(values_N: np.ndarray, most: int) -> np.ndarray:
+  """At most `most` values, each the mean of neighbours, whose numbers differ by one at most."""
+  count = len(values_N)
   if count <= most:
-    return full
+    return values_N
   starts = np.linspace(0, count, most, endpoint=False).astype(int)
   sizes = np.diff([*starts, count])
-  band = full.low is not None and full.high is not None
-  return Curve(
-    steps=np.add.reduceat(full.steps, starts) / sizes,
-    values=np.add.reduceat(full.values, starts) / sizes,
-    low=np.minimum.reduceat(full.low, starts) if band else None,
-    high=np.maximum.reduceat(full.high, starts) if band else None,
-  )
+  # Divided before the sum, which could overflow.
+  return np.add.reduceat(values_N / np.repeat(sizes, sizes), starts)
 
 
-def metrics_of(series: Sequence[Series]) -> set[str]:
-  """The metrics that any run has."""
-  return {name for one in series for run in one.runs for row in run.rows for name in row}
+def shown_metrics(runs: Sequence[ShownRun]) -> list[dict[str, Any]]:
+  """The metrics of the page, those that a reader wants first in front.
+
+  The ends of an interval are drawn as the band of their metric.
+  """
+  names = {name for run in runs for name in run.columns.values}
+  names |= {name for run in runs for name in run.columns.left_out}
+  ends = {name for name in names if name.removesuffix("_low") in names - {name}}
+  ends |= {name for name in names if name.removesuffix("_high") in names - {name}}
+  names -= ends
+  usual = [name for name in USUAL if name in names]
+  shown = []
+  for name in [*usual, *sorted(names - set(usual))]:
+    metric = USUAL.get(name) or Metric(name, "")
+    shown.append({"name": name, "usual": name in USUAL, **dataclasses.asdict(metric)})
+  return shown
 
 
-def step_seconds(series: Series) -> dict[str, float]:
-  """The seconds of each of `PARTS`: the median over the GRPO steps of all runs.
+def step_seconds(columns: Columns) -> dict[str, float]:
+  """The seconds of each of `PARTS`: the median over the GRPO steps. Empty without any.
 
   The median, because the first steps compile.
   """
-  rows = [row for run in series.runs for row in run.rows if row.get("time/sample") is not None]
-  seconds = {}
-  for part in PARTS[:-1]:
-    values = [row.get(f"time/{part}") or 0.0 for row in rows]
-    seconds[part] = float(np.median(values)) if values else 0.0
-  whole = [row.get("time/step") or 0.0 for row in rows]
-  total = float(np.median(whole)) if whole else 0.0
-  return seconds | {"other": max(0.0, total - sum(seconds.values()))}
+  if "time/sample" not in columns.values:
+    return {}
+  rows = np.isfinite(columns.values["time/sample"])
+
+  def median(name: str) -> float:
+    values_N = columns.values.get(name, np.zeros(len(rows)))[rows]
+    return float(np.median(np.nan_to_num(values_N)))
+
+  seconds = {part: median(f"time/{part}") for part in PARTS[:-1]}
+  return seconds | {"other": max(0.0, median("time/step") - sum(seconds.values()))}
 
 
-def _points(run: ShownRun, metric: str) -> dict[float, Any]:
-  """The values of a metric by step. Values that are not finite are left out."""
-  return {row["step"]: row[metric] for row in run.rows if row.get(metric) is not None}
+def _tokens(columns: Columns, warm_start_steps: int) -> np.ndarray:
+  """num_tokens up to each row's step. NaN for rows of the warm start, and where no row has it."""
+  if "num_tokens" not in columns.values:
+    return np.full(len(columns.steps), np.nan)
+  tokens_N = np.nan_to_num(np.fmax.accumulate(columns.values["num_tokens"]))
+  return np.where(columns.steps >= warm_start_steps, tokens_N, np.nan)
+
+
+def _axis(values_N: np.ndarray, decimals: int) -> list[float | None]:
+  return [round(value, decimals) if np.isfinite(value) else None for value in values_N.tolist()]
+
+
+def _five_digits(values_N: np.ndarray) -> list[float]:
+  return [float(f"{value:.5g}") for value in values_N.tolist()]

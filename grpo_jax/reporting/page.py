@@ -1,17 +1,26 @@
-"""The page: one HTML file that needs no network."""
+"""The page: one HTML file that needs no network. `web/` has its HTML, styles and scripts."""
 
 from collections.abc import Sequence
 import json
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from grpo_jax.reporting.completions import shown_completions
-from grpo_jax.reporting.figures import figures
-from grpo_jax.reporting.runs import SEED, Series, ShownRun, changed, differences, group
-from grpo_jax.reporting.template import PAGE
-from grpo_jax.settings import ConfigError
+from grpo_jax.reporting.completions import shares, shown_completions
+from grpo_jax.reporting.curves import PARTS, curves, points_of_each, shown_metrics
+from grpo_jax.reporting.runs import (
+  SEED,
+  Series,
+  ShownRun,
+  changed,
+  differences,
+  group,
+  short_names,
+  written,
+)
 
+WEB = Path(__file__).parent / "web"
 _ACCURACY = "eval/accuracy"
 
 
@@ -20,61 +29,86 @@ def page(runs: Sequence[ShownRun]) -> str:
 
   Args:
     runs: At least one, with different names.
-
-  Raises:
-    ConfigError: Bokeh is not installed.
   """
-  try:
-    import bokeh.embed
-    import bokeh.resources
-  except ImportError as error:
-    raise ConfigError(f"a report needs Bokeh: pip install 'grpo_jax[report]' ({error})") from None
   series = group(runs)
-  drawn = figures(series)
-  script, parts = bokeh.embed.components(drawn) if drawn else ("", [])
+  differing = differences([one.runs[0].settings for one in series])
+  most_points, share = points_of_each(len(runs)), shares(len(runs))
+  data = {
+    "runs": [
+      {"name": run.name, "series": _number_of(run, series), **curves(run, most_points)}
+      for run in runs
+    ],
+    "series": [one.label for one in series],
+    "metrics": shown_metrics(runs),
+    "parts": PARTS,
+  }
+  files = {path.name: path.read_text("utf-8") for path in WEB.iterdir()}
   return (
     jinja2.Environment(autoescape=True)
-    .from_string(PAGE)
+    .from_string(files["page.html"])
     .render(
       title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-      runs=[_summary(run, series) for run in runs],
-      differing=_differing(series),
-      changed={run.name: changed(run) for run in _firsts(series)},
-      bokeh=_bokeh_script(bokeh.resources) if drawn else "",
-      script=script,
-      figures=parts,
-      completions=_as_script([shown_completions(run) for run in runs]),
+      columns=_columns(differing),
+      runs=[_summary(run, differing) for run in runs],
+      settings=[_settings(one) for one in series],
+      files=files,
+      data=_as_script(data),
+      completions=_as_script([shown_completions(run, share) for run in runs]),
     )
   )
 
 
-def _bokeh_script(resources: Any) -> str:
-  """Bokeh itself, without its widgets and formulas, which the page does not use."""
-  return resources.Resources(mode="inline", components=["bokeh"]).render()
+def _number_of(run: ShownRun, series: Sequence[Series]) -> int:
+  return next(number for number, one in enumerate(series) if run in one.runs)
 
 
-def _firsts(series: Sequence[Series]) -> list[ShownRun]:
-  return [one.runs[0] for one in series]
+def _columns(differing: Sequence[str]) -> list[tuple[str, str]]:
+  """The columns of the table of runs: (what the table calls it, what it is in full)."""
+  names = short_names(differing)
+  return [
+    ("run", "the name of its folder"),
+    ("seed", SEED),
+    ("state", "its steps, those of the warm start included"),
+    ("accuracy", "held-out accuracy of the newest evaluation, with its 95% interval"),
+    ("reward", "mean reward of the newest step"),
+    ("time", "of its steps and evaluations"),
+    *((names[key], key) for key in differing),
+  ]
 
 
-def _summary(run: ShownRun, series: Sequence[Series]) -> dict[str, Any]:
-  """A row of the table of runs."""
-  low, high = run.newest(f"{_ACCURACY}_low"), run.newest(f"{_ACCURACY}_high")
-  accuracy = run.newest(_ACCURACY)
-  seconds = sum(row.get("time/step") or 0 for row in run.rows)
+def _summary(run: ShownRun, differing: Sequence[str]) -> list[tuple[str, str]]:
+  """A row of the table of runs: (what it shows, what it is sorted by) of each column."""
+  columns, settings = run.columns, run.settings
+  accuracy, reward = columns.newest(_ACCURACY), columns.newest("reward")
+  low, high = columns.newest(f"{_ACCURACY}_low"), columns.newest(f"{_ACCURACY}_high")
   shown = "-" if accuracy is None else f"{accuracy:.1%}"
-  if low is not None and high is not None:
+  if accuracy is not None and low is not None and high is not None:
     shown += f" ({low:.1%} to {high:.1%})"
-  return {
-    "name": run.name,
-    "series": next(one.label for one in series if run in one.runs),
-    "seed": run.settings[SEED],
-    "state": run.state,
-    "accuracy": shown,
-    "reward": _number(run.newest("reward")),
-    "hours": _duration(seconds),
-    "starts": [_start(start) for start in run.starts] or ["not recorded"],
-  }
+  seconds = float(columns.seconds_N[-1]) if len(columns.steps) else 0.0
+  return [
+    (run.name, run.name),
+    (str(settings[SEED]), str(settings[SEED])),
+    (run.state, str(run.step)),
+    (shown, _sorted_by(accuracy)),
+    ("-" if reward is None else f"{reward:.3g}", _sorted_by(reward)),
+    (_duration(seconds), str(seconds)),
+    *((written(settings.get(key)), str(settings.get(key))) for key in differing),
+  ]
+
+
+def _sorted_by(value: float | None) -> str:
+  return "" if value is None else str(value)
+
+
+def _settings(one: Series) -> dict[str, Any]:
+  """What the page says of the settings of a series, and of the starts of its runs."""
+  rows = [
+    (key, written(value), written(default))
+    for key, (value, default) in changed(one.runs[0]).items()
+    if key != SEED or len(one.runs) == 1
+  ]
+  starts = [(run.name, [_start(start) for start in run.starts]) for run in one.runs]
+  return {"label": one.label, "rows": rows, "starts": starts}
 
 
 def _start(start: dict[str, Any]) -> str:
@@ -87,16 +121,6 @@ def _start(start: dict[str, Any]) -> str:
   return f"{start.get('started')}: {where}, jax {start.get('jax')}{commit}"
 
 
-def _differing(series: Sequence[Series]) -> dict[str, Any]:
-  """The table of the settings in which the series differ."""
-  settings = [one.runs[0].settings for one in series]
-  keys = differences(settings)
-  return {
-    "labels": [one.label for one in series],
-    "rows": [(key, [str(one.get(key, "-")) for one in settings]) for key in keys],
-  }
-
-
 def _duration(seconds: float) -> str:
   if seconds < 90:
     return f"{seconds:.0f} s"
@@ -104,11 +128,7 @@ def _duration(seconds: float) -> str:
   return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
 
 
-def _number(value: float | None) -> str:
-  return "-" if value is None else f"{value:.3g}"
-
-
 def _as_script(value: Any) -> str:
   """JSON that can stand inside <script>: no text of a model can close it."""
-  text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+  text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
   return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config import Config, to_dict
+from grpo_jax.reporting.columns import Columns, columns_of
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import starts
 from grpo_jax.storage.reading import completion_steps, read_config, read_metrics
@@ -24,7 +25,7 @@ class ShownRun:
     name: How the page calls it.
     folder: Its folder.
     config: What it was made with.
-    rows: The rows of metrics.jsonl.
+    columns: The rows of metrics.jsonl.
     starts: Where and when it was started, as `storage/starts.py` writes it.
     completion_steps: The steps with saved completions.
   """
@@ -32,7 +33,7 @@ class ShownRun:
   name: str
   folder: Path
   config: Config
-  rows: list[dict[str, Any]]
+  columns: Columns
   starts: list[dict[str, Any]]
   completion_steps: list[int]
 
@@ -49,7 +50,7 @@ class ShownRun:
   @property
   def step(self) -> int:
     """The last step with a row, 0 without any."""
-    return self.rows[-1]["step"] if self.rows else 0
+    return int(self.columns.steps[-1]) if len(self.columns.steps) else 0
 
   @property
   def state(self) -> str:
@@ -57,10 +58,6 @@ class ShownRun:
     if self.step >= self.last_step:
       return f"finished, {self.last_step:,} steps"
     return f"step {self.step:,} of {self.last_step:,}"
-
-  def newest(self, metric: str) -> float | None:
-    """The last value of a metric, or None without one."""
-    return next((row[metric] for row in reversed(self.rows) if row.get(metric) is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +86,7 @@ def read_run(folder: str) -> ShownRun:
     name=path.resolve().name,
     folder=path,
     config=config,
-    rows=rows,
+    columns=columns_of(rows),
     starts=starts.read(path),
     completion_steps=completion_steps(path),
   )
@@ -139,8 +136,24 @@ def changed(run: ShownRun) -> dict[str, tuple[Any, Any]]:
   }
 
 
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+  """The last part of each key, or the whole key where two would look the same."""
+  lasts = [key.rpartition(".")[2] for key in keys]
+  return {key: key if lasts.count(last) > 1 else last for key, last in zip(keys, lasts)}
+
+
+def written(value: Any) -> str:
+  """A setting as people write it: 0.0003, also where a computation left 0.00030000000000000003."""
+  if isinstance(value, float):
+    mantissa, e, exponent = f"{value:.12g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if e else mantissa
+  if isinstance(value, list | tuple):
+    return ", ".join(map(written, value)) if value else "none"
+  return str(value) if value != "" else "none"
+
+
 def _label(members: Sequence[ShownRun], differing: Sequence[str]) -> str:
-  settings = members[0].settings
-  parts = [f"{key.rpartition('.')[2]} {settings.get(key)}" for key in differing]
-  name = ", ".join(parts) if 0 < len(", ".join(parts)) <= 60 else members[0].name
+  settings, names = members[0].settings, short_names(differing)
+  parts = [f"{names[key]} {written(settings.get(key))}" for key in differing]
+  name = ", ".join(parts) if 0 < len(", ".join(parts)) <= 80 else members[0].name
   return f"{name} ({len(members)} seeds)" if len(members) > 1 else name

@@ -10,18 +10,19 @@ completions:
 
   completions     the texts that the policy wrote, without special tokens
   prompts         the texts that the policy read. With data.chat: the whole conversation as the chat
-                  template rendered it, special tokens included
+                  template rendered it, special tokens included. A function that reads messages gets
+                  messages for both: see below
   completion_ids  the token ids of the completions
   messages        only with data.chat: the conversations that the prompts were rendered from, each
                   a list of {"role": ..., "content": ...}
   question, solution, answer, ...
                   every field of the examples that the prompts were made from
 
-The others are (a field of the examples with such a name is hidden):
+The others are (a field of the examples with such a name, or named self, is hidden):
 
   step            the number of the step, as in metrics.jsonl
   log_metric      log_metric(name, value): the row of metrics has the mean over all calls of the
-                  step. In evaluation it is not written.
+                  step. In evaluation it is not written. The name must be none of the run's own.
   log_extra       log_extra(column, values): one value for each completion. The files in
                   completions/ have it as `extra/COLUMN`.
 
@@ -30,7 +31,8 @@ checked before a run starts.
 
 The function returns a list of N entries. An entry is one of three:
 
-  a number        the score of the completion. It must be finite. NaN means None.
+  a number        the score of the completion. Its size is at most 1e15, so that float32 holds the
+                  variance of a group. NaN means None.
   None            the function does not score this completion, as in TRL
   a list of steps `(end, number)`, for process supervision: `end` counts the characters of the
                   completion up to and including the last one of the step. The score of the
@@ -45,21 +47,36 @@ For example, a function that prefers short completions:
   def brevity(completions, **columns):
     return [-len(text) / 100 for text in completions]
 
-An `async def` works, too. Its calls for different prompts run side by side.
+**Messages, as in TRL.** With data.chat, a function may read messages instead of texts:
+
+  def accuracy(completions, answer, **columns):
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(text.endswith(gold)) for text, gold in zip(texts, answer)]
+
+It then gets each completion as `[{"role": "assistant", "content": TEXT}]`, and each prompt as its
+list of messages. To see what a function of yours reads, the run calls it with one made-up
+completion before it starts: with a text, and if that raises a TypeError or AttributeError, with
+messages. A function that fails on the text and not on the messages gets messages. All others get
+texts, as the functions of this package do. After `accuracy.conversational = True` or `= False`, no
+such call is made.
+
+An `async def` works, too. Its calls for different prompts run side by side: up to 64 in one worker,
+then in the next one. They share the event loop of their worker.
 
 **Where it is called.** `reward.workers` worker processes call functions, each time with the
 completions of one prompt. A call may take `reward.timeout` seconds, and a worker may have
 `reward.memory` GiB. One that hangs, or ends in whatever way, is killed with what it started. Each
 completion of the call is then scored again, in a call and a worker of its own. If this call fails,
-too, the completion has no reward. An object with state has it in each worker, and loses it with the
-worker. What a function prints goes to stderr. JAX computes on the CPU there.
+too, the completion has no reward. A sys.exit counts as such an end. An object with state has it in
+each worker, and loses it with the worker. What a function prints goes to stderr. JAX computes on
+the CPU there.
 
 A function that is marked `in_process`, a reward model, and with `reward.workers=0` every function
 is called in the process of the run: with all completions that the process scores, and without
 limits. `grpo_jax/rewards/marks.py` lists the marks.
 
-Each call gets its own copies, so it may change them. What it raises ends the run with one line,
-after the last finished step is saved. With `reward.on_error="none"` the run goes on: each
+Each call gets its own copies, so it may change them. What else it raises ends the run with one
+line, after the last finished step is saved. With `reward.on_error="none"` the run goes on: each
 completion of the call is scored again alone, and has no reward if the function raises again. The
 metrics `rewards/NAME/errors`, `/timeouts` and `/crashes` count the completions that have no reward
 for one of these reasons.

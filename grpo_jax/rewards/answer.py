@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.settings import RunFailed
+from grpo_jax.settings import RunFailed, shown
 
-LARGEST = float(np.finfo(np.float32).max)
+# float32 holds the squares of such rewards, and sums of them over any batch, which variances need.
+LARGEST = 1e15
+
+# What a row of metrics.jsonl, or of log.console=json, has beside metrics.
+_COLUMNS_OF_A_ROW = ("step", "time", "event")
 
 # The steps of one completion, as pairs (end in characters, reward).
 Steps = list[tuple[int, float]]
@@ -25,12 +29,23 @@ class ContractError(RewardError):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoReward:
+  """What a function returns in place of None to say why a completion has no reward.
+
+  Unlike an exception, it never stops a run.
+  """
+
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Failure:
   """Why a completion has no reward.
 
   Attributes:
     row: Which completion of the call it is, from 0.
-    kind: "error" for what the function raised or returned, "timeout" or "crash".
+    kind: "error" for what the function raised or returned, "timeout", "crash", or "missing" for a
+      `NoReward`.
     text: One line that names the function.
   """
 
@@ -66,17 +81,31 @@ class Log:
     self.extras: dict[str, list[Any]] = {}
 
   def metric(self, name: str, value: float) -> None:
-    """Logs a number. The row of metrics has its mean over the calls of a step."""
-    self.metrics.append((str(name), float(value)))
+    """Logs a number. The row of metrics has its mean over the calls of a step.
+
+    Raises:
+      ValueError: It cannot be the name of a metric, or the row has a column of this name.
+    """
+    _check_name("log_metric", name)
+    if name in _COLUMNS_OF_A_ROW or name.startswith("eval/"):
+      raise ValueError(
+        f"log_metric({name!r}, ...): rows of metrics have a column of this name; choose another"
+      )
+    self.metrics.append((name, float(value)))
 
   def extra(self, column: str, values: Sequence[Any]) -> None:
-    """Logs a value for each completion, for the files in completions/."""
+    """Logs a value for each completion, for the files in completions/.
+
+    Raises:
+      ValueError: It cannot be the name of a column, or `values` are too few or too many.
+    """
+    _check_name("log_extra", column)
     values = [_as_json(value) for value in values]
     if len(values) != self._count:
       raise ValueError(
         f"log_extra({column!r}) got {len(values)} values for {self._count} completions"
       )
-    self.extras[str(column)] = values
+    self.extras[column] = values
 
 
 def answer_of(name: str, values: Any, completions: Sequence[str], log: Log) -> Answer:
@@ -106,9 +135,11 @@ def answer_of(name: str, values: Any, completions: Sequence[str], log: Log) -> A
       f"reward function {name} returned {len(values)} scores for {len(completions)} completions"
     )
   failures = []
-  for row, text in enumerate(completions):
+  for row, (value, text) in enumerate(zip(values, completions)):
     problem = _problem(steps[row], text)
-    if problem:
+    if isinstance(value, NoReward):
+      failures.append(Failure(row, "missing", f"reward function {name}: {value.reason}"))
+    elif problem:
       failures.append(Failure(row, "error", f"reward function {name} returned {problem}"))
       steps[row] = []
   return Answer(steps, failures, log.metrics, log.extras)
@@ -156,7 +187,8 @@ def scores_of(answers: Mapping[str, Answer], weights: Sequence[float]) -> dict[s
   largest = np.abs(sums_N).max(initial=0)
   if largest > LARGEST:
     raise RewardError(
-      f"the weighted sum of the rewards is {largest:.3g}, which float32 cannot hold"
+      f"the weighted sum of the rewards is {largest:.3g}: beyond {LARGEST:g}, float32 cannot hold"
+      " the variance of a group; lower reward.weights or divide the scores"
     )
   return scores
 
@@ -169,11 +201,18 @@ def text_of(value: Any, convert: Callable[[Any], str] = str) -> str:
     return f"{type(value).__name__} that cannot be printed"
 
 
+def _check_name(function: str, name: Any) -> None:
+  if not isinstance(name, str) or not name.strip() or not name.isprintable():
+    raise ValueError(
+      f"{function}({shown(name)}, ...): a name is text of printable characters, and not empty"
+    )
+
+
 def _problem(steps: Steps, text: str) -> str:
   """What is wrong with the steps of a completion, or nothing."""
   if not all(abs(reward) <= LARGEST for _, reward in steps):
     return (
-      "a score that is not finite in float32; every score must be finite or None, for the"
+      f"a score that is not finite or beyond {LARGEST:g}, whose square float32 cannot hold, for the"
       f" completion {text!r:.40}"
     )
   if not all(0 < end <= max(1, len(text)) for end, _ in steps):
@@ -183,7 +222,7 @@ def _problem(steps: Steps, text: str) -> str:
 
 def _as_steps(value: Any, text: str) -> Steps:
   """What a function returned for the completion `text`, as steps. None and NaN are no steps."""
-  if value is None:
+  if value is None or isinstance(value, NoReward):
     return []
   if isinstance(value, (str, bytes)):  # float("1") is a number
     raise TypeError

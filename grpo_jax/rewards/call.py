@@ -27,10 +27,13 @@ from grpo_jax.rewards.answer import (
   no_answer,
   text_of,
 )
+from grpo_jax.rewards.conversation import texts_of
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.settings import ConfigError, RunFailed
 
 SECONDS_BETWEEN_WARNINGS = 60.0
+# No function gets a column of this name: the method __call__ of an object has such an argument.
+HIDDEN = "self"
 # What every function gets beside the columns.
 EXTRA_ARGUMENTS = ("step", "log_metric", "log_extra")
 
@@ -97,11 +100,11 @@ def call(function: Callable[..., Any], name: str, columns: Columns, step: int = 
   """As `call_here`, but what the function prints goes where this process prints."""
   log = Log(len(columns["completions"]))
   with failing_as_reward_error(name):
-    values = function(**arguments(function, columns, step, log))
+    values = function(**arguments(columns, step, log))
     if inspect.isawaitable(values):
       values = in_thread(lambda: asyncio.run(_result_of(values))).result()
     values = list(values) if isinstance(values, Iterator) else values
-  return answer_of(name, values, columns["completions"], log)
+  return answer_of(name, values, texts_of(columns["completions"]), log)
 
 
 async def call_async(
@@ -115,14 +118,14 @@ async def call_async(
   """
   log = Log(len(columns["completions"]))
   with failing_as_reward_error(name):
-    waiting = asyncio.ensure_future(function(**arguments(function, columns, step, log)))
+    waiting = asyncio.ensure_future(function(**arguments(columns, step, log)))
     # Not wait_for, which does not tell its own TimeoutError from one that the function raised.
     done, _ = await asyncio.wait([waiting], timeout=timeout)
     values = waiting.result() if done else None
   if not done:
     waiting.cancel()
     raise TimeoutError
-  return answer_of(name, values, columns["completions"], log)
+  return answer_of(name, values, texts_of(columns["completions"]), log)
 
 
 @contextlib.contextmanager
@@ -138,16 +141,9 @@ def failing_as_reward_error(name: str) -> Iterator[None]:
     raise RewardError(f"reward function {name} raised {describe(error)}") from error
 
 
-def arguments(
-  function: Callable[..., Any], columns: Columns, step: int, log: Log
-) -> dict[str, Any]:
+def arguments(columns: Columns, step: int, log: Log) -> dict[str, Any]:
   """The keyword arguments of a call, which share nothing with `columns`."""
-  copies = {column: own_copy(values) for column, values in columns.items()}
-  if has_mark(function, "conversational") and "messages" in copies:
-    copies["prompts"] = own_copy(copies["messages"])
-    copies["completions"] = [
-      [{"role": "assistant", "content": text}] for text in columns["completions"]
-    ]
+  copies = {name: own_copy(values) for name, values in columns.items() if name != HIDDEN}
   return copies | {"step": step, "log_metric": log.metric, "log_extra": log.extra}
 
 
@@ -177,7 +173,7 @@ def check_arguments(function: Callable[..., Any], name: str, key: str, columns: 
   """
   if inspect.isasyncgenfunction(function):
     raise ConfigError(f"{key}: {name} yields in an async function: return a list instead")
-  names = list(dict.fromkeys([*columns, *EXTRA_ARGUMENTS]))
+  names = [name for name in dict.fromkeys([*columns, *EXTRA_ARGUMENTS]) if name != HIDDEN]
   try:
     signature = inspect.signature(function)
   except (TypeError, ValueError):  # some functions that are written in C have none

@@ -5,9 +5,11 @@ of a text, and reward models are called in the process of the run. All others ar
 unless reward.workers is 0.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 
+from grpo_jax import timing
+from grpo_jax.rewards import conversation
 from grpo_jax.rewards.answer import Answer, RewardError, joined
 from grpo_jax.rewards.call import Columns, call_here, call_in_parts, is_async, rows_of
 from grpo_jax.rewards.marks import has_mark
@@ -28,6 +30,7 @@ class Caller:
     """
     self._pool, self.stops_on_error = pool, stops_on_error
     self._for_workers: list[tuple[Reward, str]] = []  # with their keys in the pool
+    self._conversational: list[tuple[Reward, bool]] = []  # what is known of functions of the user
 
   def add(self, functions: Mapping[str, Reward]) -> tuple[str, ...]:
     """Prepares functions, by their names in the config.
@@ -63,6 +66,36 @@ class Caller:
     """Whether workers call a function."""
     return any(one is function for one, _ in self._for_workers)
 
+  def see_what_it_reads(self, function: Reward, columns: Columns) -> None:
+    """Finds out whether a function of the user reads messages or texts, if that is not known yet.
+
+    Args:
+      function: The function.
+      columns: The arguments for one made-up completion, with the column `messages`.
+
+    Raises:
+      RewardError: A worker cannot start.
+    """
+    known = any(one is function for one, _ in self._conversational)
+    if known or not conversation.is_asked(function):
+      return
+
+    def call_alone(columns: Columns) -> Answer:
+      if self.uses_workers(function):
+        return self._pool.start([self._call(function, columns, 0)]).result()[0]
+      return call_in_parts(function, name_of(function), columns, 0, 1)
+
+    with timing.told_if_slow(f"calling reward function {name_of(function)} for the first time"):
+      found = conversation.reads_messages(call_alone, columns)
+    self._conversational.append((function, found))
+
+  def _columns_of(self, function: Reward, columns: Columns) -> Columns:
+    """The columns as the function reads them: with texts or, if there are any, with messages."""
+    found = next((found for one, found in self._conversational if one is function), False)
+    reads_messages = found or has_mark(function, "conversational")
+    is_conversation = reads_messages and "messages" in columns
+    return conversation.as_messages(columns) if is_conversation else columns
+
   def start(
     self, functions: Sequence[Reward], columns: Columns, step: int, group_size: int
   ) -> Callable[[Reward], Answer]:
@@ -82,7 +115,10 @@ class Caller:
     groups = [range(start, min(start + group_size, count)) for start in range(0, count, group_size)]
     sent = [function for function in functions if self.uses_workers(function)]
     calls = [
-      self._call(function, rows_of(columns, rows), step) for function in sent for rows in groups
+      self._call(function, rows_of(own, rows), step)
+      for function in sent
+      for own in [self._columns_of(function, columns)]
+      for rows in groups
     ]
     answers = self._pool.start(calls, self.stops_on_error) if calls else None
 
@@ -92,7 +128,7 @@ class Caller:
         place = next(i for i, one in enumerate(sent) if one is function) * len(groups)
         found = joined(count, zip(groups, answers.result()[place:] if groups else []))
       else:
-        found = self._call_here(function, columns, step, group_size)
+        found = self._call_here(function, self._columns_of(function, columns), step, group_size)
       errors = [one for one in found.failures if one.kind == "error"]
       if errors and self.stops_on_error:
         raise RewardError(errors[0].text)
@@ -108,6 +144,8 @@ class Caller:
       step=step,
       is_async=is_async(function),
       whole_groups=has_mark(function, "whole_groups"),
+      one_worker=has_mark(function, "one_worker"),
+      at_once=getattr(function, "keywords", {}).get("at_once", 0),
     )
 
   def _call_here(self, function: Reward, columns: Columns, step: int, group_size: int) -> Answer:
@@ -127,7 +165,7 @@ def tasks_in(entry: str) -> list[str]:
 def check_tasks(
   tasks: Sequence[str], functions: Sequence[str], sources: Sequence[str], eval_function: str
 ) -> None:
-  """Checks reward.tasks.
+  """Checks reward.tasks. Without a mixture, its names are checked with the data: `check_names`.
 
   Args:
     tasks: Its value.
@@ -144,16 +182,43 @@ def check_tasks(
       f" reward.functions = {tuple(functions)}, or none"
     )
   for name in (name for entry in tasks for name in tasks_in(entry)):
-    if name not in sources:
+    if sources and name not in sources:
       raise ConfigError(
         f"config key reward.tasks is {tuple(tasks)}: {name!r} is no source of data.mixture, which"
-        f" has {', '.join(sources) or 'none'}"
+        f" has {', '.join(sources)}"
       )
   if eval_function == FIRST_OF_TASK and not tasks:
     raise ConfigError(
       f"config key eval.function is {eval_function!r}: it takes the function for a problem's task"
       " from reward.tasks, which is empty"
     )
+
+
+def check_names(entries: Sequence[str], found: Collection[str] | None) -> list[str]:
+  """Checks the names in reward.tasks against the field `task` of the examples.
+
+  Args:
+    entries: Of reward.tasks.
+    found: The tasks of the training examples. None if they are not known yet.
+
+  Returns:
+    The tasks of examples that no function scores.
+
+  Raises:
+    ConfigError: A name is that of no example.
+  """
+  named = [name for entry in entries for name in tasks_in(entry)]
+  if found is None:
+    return []
+  for name in named:
+    if name not in found:
+      raise ConfigError(
+        f"config key reward.tasks is {tuple(entries)}: no training example has the task {name!r};"
+        f" they have {', '.join(sorted(found)):.400}"
+      )
+  if not all(map(tasks_in, entries)):  # a function for all tasks
+    return []
+  return sorted({*found} - {*named})
 
 
 def start_for_tasks(

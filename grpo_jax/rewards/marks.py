@@ -8,11 +8,15 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   that use the devices of the run, or that keep state that must be in one place.
   whole_groups    The function compares the completions of a prompt. It is never called with a part
                   of them: if a call fails, no completion of the prompt has a reward.
+  one_worker      For an async function: one worker makes all its calls, side by side, so that what
+                  it remembers or counts is that of the whole run. If it has a parameter `at_once`,
+                  a call begins only while fewer than about twice as many completions are under way.
   needs_every_row Where reward.tasks names tasks for the function, it is still called with the
                   completions of all tasks, and only its scores of the others are left out. For
                   functions that all processes compute together.
   conversational  With data.chat, the function gets `prompts` and `completions` as lists of
-                  messages, as TRL passes them.
+                  messages, as TRL passes them. False says that it gets texts. Without the mark,
+                  that is seen at the start, in a call with a made-up completion.
   prepare         A function without arguments that does slow work for all calls, such as an import.
                   It is called once, in the process that workers are forked from.
 """
@@ -26,6 +30,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def in_process(function: F) -> F:
   """Calls the function in the process of the run."""
   function.__dict__["in_process"] = True
+  return function
+
+
+def one_worker(function: F) -> F:
+  """Lets one worker make all calls of the async function."""
+  function.__dict__["one_worker"] = True
   return function
 
 
@@ -47,6 +57,21 @@ def checked_by(check: Callable[[str, dict[str, Any]], None]) -> Callable[[F], F]
 
   def mark(function: F) -> F:
     function.__dict__["check_options"] = check
+    return function
+
+  return mark
+
+
+def rows_checked_by(check: Callable[..., str]) -> Callable[[F], F]:
+  """Lets `check` try the function on rows of the data before a run starts.
+
+  It is called as check(where, function, rows): how messages begin, the function with its
+  parameters, and pairs (name of a row, its fields) in a random order. It returns a warning or "",
+  and raises ConfigError if the rows cannot be used.
+  """
+
+  def mark(function: F) -> F:
+    function.__dict__["check_rows"] = check
     return function
 
   return mark

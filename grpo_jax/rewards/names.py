@@ -1,16 +1,19 @@
 """Reward functions by their names in the config."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import pathlib
 import sys
 from types import ModuleType
+from typing import Any
 
-from grpo_jax.registry import register
+from grpo_jax import timing
+from grpo_jax.registry import name_of, register
 from grpo_jax.rewards import options
-from grpo_jax.rewards.answer import Steps
+from grpo_jax.rewards.answer import NoReward, Steps
 from grpo_jax.rewards.call import describe
 from grpo_jax.rewards.functions import (
   choice,
@@ -29,7 +32,8 @@ from grpo_jax.rewards.functions import (
 from grpo_jax.settings import ConfigError
 
 # A reward function. `grpo_jax/rewards/__init__.py` describes its arguments and what it returns.
-Reward = Callable[..., Sequence[float | Steps | None]]
+_Scores = Sequence[float | Steps | NoReward | None]
+Reward = Callable[..., _Scores | Coroutine[Any, Any, _Scores]]
 
 # Those that are marked `in_process` take time that is linear in the length of the text, for any
 # text and any parameters. The others run patterns, packages or programs that can take long, or wait
@@ -54,6 +58,7 @@ REWARDS: dict[str, Reward] = {
   "think_format": tags.think_format,
 }
 _OURS = frozenset(REWARDS)
+SECONDS_TO_LOAD = 120.0  # the file or the module of a function, in each process that calls it
 
 
 def register_reward(function: Reward) -> Reward:
@@ -72,7 +77,7 @@ def register_reward(function: Reward) -> Reward:
   Raises:
     ConfigError: A reward function of grpo_jax has this name, or it has none.
   """
-  register("reward function", REWARDS, name_of(function), function)
+  register("reward function", REWARDS, function, function)
   return function
 
 
@@ -149,23 +154,23 @@ def is_named(name: str) -> bool:
   return ":" in plain_name or plain_name in _OURS
 
 
-def name_of(function: Reward) -> str:
-  """The name of a reward function in metrics and in error messages."""
-  return getattr(function, "__name__", type(function).__name__)
-
-
 def _function_of(module: ModuleType, attribute: str, name: str, key: str) -> Reward:
   function = getattr(module, attribute, None)
   if not callable(function):
     raise ConfigError(f"{key}: {name!r}: {module.__file__} defines no function {attribute!r}")
+  try:
+    name_of(function)
+  except ConfigError as error:
+    raise ConfigError(f"{key}: {name!r}: {error}") from None
   return function
 
 
 def _import(module_name: str, key: str) -> ModuleType:
   """Imports a module. Raises ConfigError for whatever that raises, sys.exit included."""
   try:
-    return importlib.import_module(module_name)
-  except KeyboardInterrupt:
+    with _in_time(module_name, key):
+      return importlib.import_module(module_name)
+  except (KeyboardInterrupt, ConfigError):
     raise
   except BaseException as error:
     raise ConfigError(f"{key}: {module_name} cannot be imported: {describe(error)}") from None
@@ -180,10 +185,24 @@ def _load_module(path: pathlib.Path, key: str) -> ModuleType:
   # dataclasses and pickle look up the module of a class here, so it must be there before it runs.
   sys.modules[module_name] = module
   try:
-    spec.loader.exec_module(module)
+    with _in_time(str(path), key):
+      spec.loader.exec_module(module)
   except BaseException as error:
     del sys.modules[module_name]
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, (KeyboardInterrupt, ConfigError)):
       raise
     raise ConfigError(f"{key}: {path} cannot be executed: {describe(error, path)}") from None
   return module
+
+
+@contextlib.contextmanager
+def _in_time(what: str, key: str) -> Iterator[None]:
+  """Says on stderr that the block takes long. Raises ConfigError if it takes too long."""
+  try:
+    with timing.told_if_slow(f"importing {what}"), timing.limited(SECONDS_TO_LOAD):
+      yield
+  except timing.TookTooLong:
+    raise ConfigError(
+      f"{key}: {what} is not imported after {SECONDS_TO_LOAD:g} s: let the function do slow work"
+      " when it is called first"
+    ) from None

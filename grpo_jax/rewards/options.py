@@ -121,7 +121,7 @@ class _Bound(functools.partial[Any]):
 
   __name__: str
 
-  def __call__(self, **columns: Any) -> Any:
+  def __call__(self, /, **columns: Any) -> Any:
     return self.func(**(columns | self.keywords))
 
   @property

@@ -20,6 +20,7 @@ from grpo_jax.rollouts.rollout import Rollouts, concatenate, make_rollout, take,
 from grpo_jax.rollouts.rollout_metrics import (
   check_metrics,
   completion_rows,
+  disjoint,
   rollout_metrics,
   score_metrics,
   with_judgements,
@@ -33,6 +34,7 @@ from grpo_jax.types import Batch, Rewards
 
 HostState = dict[str, Any]  # nested dicts of numpy arrays
 _MEMORY, _SURPLUS = "curriculum", "surplus"  # keys of the host state
+_UNSCORED = "unscored_steps"
 _SHORTEST_CUT = 64  # tokens
 
 
@@ -47,6 +49,7 @@ class StepGroups(NamedTuple):
       none.
     metrics: Of the draws.
     host: The host state after the step.
+    why_unscored: Why no completion that was sampled has a reward. "" if one has.
   """
 
   chosen: ScoredGroups
@@ -55,6 +58,12 @@ class StepGroups(NamedTuple):
   pass_rates_P: np.ndarray
   metrics: dict[str, float]
   host: HostState
+  why_unscored: str = ""
+
+
+def unscored_steps(host: HostState) -> int:
+  """How many steps in a row, up to now, had no completion with a reward and taught nothing."""
+  return int(host.get(_UNSCORED, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +77,7 @@ class Collected:
       log.completions_every leaves the step out. Empty on the processes that write nothing.
     metrics: Of everything that was sampled, including groups that are not in the batch.
     host: The host state after the step.
+    why_unscored: Why the step has no reward to learn from. "" if it has.
   """
 
   batch: Batch
@@ -75,6 +85,7 @@ class Collected:
   rows: list[dict[str, Any]] | None
   metrics: dict[str, float]
   host: HostState
+  why_unscored: str = ""
 
 
 class Collector:
@@ -131,12 +142,24 @@ class Collector:
     if self._teacher is not None:
       batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
     clock.lap("reward")
-    metrics = self._metrics(drawn.sampled) | drawn.metrics
+    metrics = self._metrics(drawn.sampled)
     if self._config.sampling.temperature_schedule != "constant":
       metrics["sampling/temperature"] = float(drawn.sampled.temperature_P[0])
-    host = drawn.host | {"num_tokens": host["num_tokens"] + metrics["completions/tokens"]}
+    metrics["prompts/tokens"] = self._prompt_tokens(drawn, prompts)
+    new_tokens = metrics["prompts/tokens"] + metrics["completions/tokens"]
+    host = drawn.host | {"num_tokens": host["num_tokens"] + new_tokens}
     metrics["num_tokens"] = int(host["num_tokens"])
-    return Collected(batch, rewards, rows, metrics, host)
+    # A teacher teaches without rewards.
+    why_unscored = "" if self._teacher else drawn.why_unscored
+    host[_UNSCORED] = np.int64(unscored_steps(drawn.host) + 1 if why_unscored else 0)
+    metrics = disjoint(metrics, drawn.metrics)
+    return Collected(batch, rewards, rows, metrics, host, why_unscored)
+
+  def _prompt_tokens(self, drawn: StepGroups, chosen: loader.PromptBatch) -> int:
+    """The tokens of the prompts that were sampled from, once for each of their completions."""
+    if drawn.sampled is not drawn.chosen:
+      chosen = loader.prompt_batch(self.prompts, drawn.sampled.indices_P, self._run.hosts)
+    return int(chosen.prompt_lengths_P.sum()) * self._config.batch.group_size
 
   @property
   def _names(self) -> list[str]:
@@ -263,12 +286,14 @@ class GroupSource:
     if self._rounds > 1:
       chosen, live_P, surplus = choose(concatenate([*kept, *drawn]), P)
     host = {**host, _MEMORY: memory}
-    metrics = report.metrics() | self._curriculum.metrics(memory)
+    metrics = disjoint(report.metrics(), self._curriculum.metrics(memory))
     if self._rounds > 1:
-      metrics |= self._resampling(len(drawn), live, from_before)
+      metrics = disjoint(metrics, self._resampling(len(drawn), live, from_before))
       host |= self._keep(surplus)
     pass_rates_P = before["pass_rate"][chosen.indices_P]
-    return StepGroups(chosen, live_P, sampled, pass_rates_P, metrics, host)
+    is_unscored = np.isnan(host_scores(sampled.rewards)).all()
+    why = "; ".join(report.unscored.values()) if is_unscored else ""
+    return StepGroups(chosen, live_P, sampled, pass_rates_P, metrics, host, why)
 
   def _complete(
     self, params: Any, indices_P: np.ndarray, when: tuple[int, int], clock: Clock

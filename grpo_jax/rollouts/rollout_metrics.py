@@ -1,6 +1,6 @@
 """What a rollout reports: metrics under TRL's names, and a row per completion for completions/."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,14 +8,16 @@ import numpy as np
 from grpo_jax.data.prompts import Prompt
 from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.rollouts.scoring import groups_that_differ, host_scores
+from grpo_jax.settings import RunFailed
 from grpo_jax.types import Completions, Rewards
 
 
 def rollout_metrics(
   completions: Completions, rewards: Rewards, names: list[str]
 ) -> dict[str, float]:
-  """Metrics of sampled completions.
+  """Metrics of sampled completions. docs/from_trl.md compares them with TRL's of the same names.
 
+  A length counts the tokens that the policy sampled, and not those of an environment.
   `reward_std` is over all completions and not within groups, as in TRL. `frac_reward_zero_std` is
   the fraction of groups whose scored rewards do not differ, or that have none.
   `sampler/filter_gap_mean` is how much likelier a token was drawn than the policy has it: 0 without
@@ -28,29 +30,48 @@ def rollout_metrics(
   """
   rewards_PG = host_scores(rewards)
   scored = rewards_PG[~np.isnan(rewards_PG)]
-  sampled_tokens = completions.sampled_PGT.sum()
+  lengths_PG = completions.sampled_PGT.sum(-1)
+  sampled_tokens = lengths_PG.sum()
+  ended = completions.stopped_by_PG >= 0
   gap_PGT = completions.behavior_logprobs_PGT - completions.logprobs_PGT
   gap_PGT = np.where(completions.sampled_PGT, gap_PGT, 0)
   metrics = {
     "reward": float(scored.mean()) if scored.size else float("nan"),
-    "reward_std": float(scored.std(ddof=1)) if scored.size > 1 else float("nan"),
+    "reward_std": _spread(scored),
     "frac_reward_zero_std": float(1 - groups_that_differ(rewards).mean()),
-    "completions/mean_length": float(completions.lengths_PG.mean()),
-    "completions/min_length": float(completions.lengths_PG.min()),
-    "completions/max_length": float(completions.lengths_PG.max()),
-    "completions/clipped_ratio": float((completions.stopped_by_PG < 0).mean()),
+    **_lengths(lengths_PG, ""),
+    **_lengths(lengths_PG[ended] if ended.any() else np.zeros(1), "terminated_"),
+    "completions/clipped_ratio": float((~ended).mean()),
     "completions/tokens": int(sampled_tokens),
     "sampler/filter_gap_mean": float(gap_PGT.sum() / sampled_tokens),
   }
   return metrics | score_metrics(rewards, names)
 
 
+def disjoint(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+  """Metrics of parts of a step, together. Each part has names of its own.
+
+  Raises:
+    RunFailed: A name is in two of them, because a reward function has chosen it for log_metric.
+  """
+  metrics = dict(first)
+  for other in others:
+    for name in metrics.keys() & other.keys():
+      raise RunFailed(
+        f"a reward function calls log_metric({name!r}, ...), and the run has a metric of this name:"
+        " choose another"
+      )
+    metrics |= other
+  return metrics
+
+
 def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
-  """The mean score of each function, and how many completions it did not score."""
+  """Mean and spread of each function's scores, and how many completions it did not score."""
   metrics = {}
   for name, scores_PG in zip(names, np.moveaxis(rewards.scores_PGJ, -1, 0), strict=True):
     scored = scores_PG[~np.isnan(scores_PG)]
     metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
+    metrics[f"rewards/{name}/std"] = _spread(scored)
     metrics[f"rewards/{name}/unscored"] = int(np.isnan(scores_PG).sum())
   return metrics
 
@@ -150,6 +171,19 @@ def completion_rows(
 def _shortest(value: np.floating) -> float:
   """The float with the fewest digits that is still this float32."""
   return float(str(value))
+
+
+def _spread(values: np.ndarray) -> float:
+  """The standard deviation of a sample, with n - 1. NaN for fewer than two values."""
+  return float(values.std(ddof=1)) if values.size > 1 else float("nan")
+
+
+def _lengths(lengths: np.ndarray, which: str) -> dict[str, float]:
+  return {
+    f"completions/mean_{which}length": float(lengths.mean()),
+    f"completions/min_{which}length": float(lengths.min()),
+    f"completions/max_{which}length": float(lengths.max()),
+  }
 
 
 def _number(value: float) -> float | None:

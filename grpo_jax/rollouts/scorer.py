@@ -1,7 +1,7 @@
 """Calls a run's reward functions for rollouts, and counts what failed."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -21,13 +21,18 @@ from grpo_jax.parallel.cores import cores
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards import dispatch, resolve, resolve_all
+from grpo_jax.rewards.conversation import MADE_UP
 from grpo_jax.rewards.dispatch import FIRST_OF_TASK
 from grpo_jax.rollouts.reward_model import RewardModel
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
+from grpo_jax.rollouts.rollout_metrics import disjoint
 from grpo_jax.rollouts.scoring import DecodeText, steps_on_tokens
+from grpo_jax.settings import ConfigError
+from grpo_jax.timing import told_if_slow
 from grpo_jax.types import Rewards
 
-_KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # of failures
+_KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # failures with a metric
+_MOST_ROWS_TRIED = 2048  # of the data, to find some for a function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +42,12 @@ class Report:
   Attributes:
     failed: How many completions have no reward for a reason, by metric.
     logged: The sum and the number of the values that functions gave to log_metric, by name.
+    unscored: Why no completion of a process has a reward of a function, by its name.
   """
 
   failed: dict[str, int] = dataclasses.field(default_factory=dict)
   logged: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+  unscored: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def __add__(self, other: "Report") -> "Report":
     failed, logged = dict(self.failed), dict(self.logged)
@@ -49,12 +56,12 @@ class Report:
     for name, (total, count) in other.logged.items():
       before, count_before = logged.get(name, (0.0, 0))
       logged[name] = before + total, count_before + count
-    return Report(failed, logged)
+    return Report(failed, logged, other.unscored | self.unscored)
 
   def metrics(self) -> dict[str, float]:
     """The counts, and the means of what was logged."""
     means = {name: total / count for name, (total, count) in self.logged.items()}
-    return means | {name: float(count) for name, count in self.failed.items()}
+    return disjoint(means, {name: float(count) for name, count in self.failed.items()})
 
 
 class Scored(struct.PyTreeNode):
@@ -72,11 +79,12 @@ class Scored(struct.PyTreeNode):
 
 
 class _Place(NamedTuple):
-  """Where the rows of a process lie in a batch of groups, for messages."""
+  """Where the rows of a process lie in a batch of groups, and what they are, for messages."""
 
   step: int
   first_prompt: int
   group_size: int
+  columns: Mapping[str, Sequence[Any]]
 
 
 class Weighted(NamedTuple):
@@ -130,11 +138,43 @@ class Scorer:
     self._tasks = [one.tasks for one in functions]
 
   def check_arguments(self, prompts: Prompts, key: str) -> None:
-    """Raises ConfigError unless the functions that `key` names can be called for these prompts."""
+    """Checks the functions on these prompts, and says on stderr what is odd.
+
+    It also sees whether a function reads texts or messages.
+
+    Args:
+      prompts: The prompts whose completions they will score.
+      key: The config key that names the functions.
+
+    Raises:
+      ConfigError: A function cannot be called for these prompts.
+    """
     first = prompt_batch(prompts, np.zeros(1, int))
+    if any(self._tasks) and "task" not in first.columns:
+      raise ConfigError(
+        f"config key reward.tasks is {tuple(self._tasks)}: the examples have no field task; use"
+        " data.mixture, or name the column that says which function scores a row:"
+        " data.columns=('task=COLUMN',)"
+      )
+    if any(self._tasks) and key == "reward.functions":
+      left = dispatch.check_names(self._tasks, prompts.tasks())
+      if left and self._hosts.is_first:
+        print(
+          f"warning: reward.tasks names no function for the tasks {', '.join(left):.400}: their"
+          " completions get no reward of reward.functions",
+          file=sys.stderr,
+          flush=True,
+        )
     columns = ["completions", "completion_ids", *first.columns]
     for function, name in zip(self._functions, self.names):
       rewards_lib.check_arguments(function, name, key, columns)
+      if check := getattr(function, "check_rows", None):
+        try_rows = functools.partial(check, f"{key}: {name}", function)
+        self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))
+    if "messages" in first.columns:
+      for function, entry in zip(self._functions, self._tasks):
+        made_up = _made_up_columns(prompts, dispatch.tasks_in(entry))
+        self._hosts.on_each(lambda f=function, c=made_up: self._caller.see_what_it_reads(f, c))
 
   def __call__(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Scored:
     """The scores of rollouts. Each process scores its own prompts."""
@@ -149,7 +189,7 @@ class Scorer:
     """
     own = take(rollouts, prompts.own)
     columns = completion_columns(own, prompts)
-    place = _Place(step, prompts.own.start, own.texts_PG.shape[1])
+    place = _Place(step, prompts.own.start, own.texts_PG.shape[1], columns)
     functions = list(zip(self._functions, self._tasks, strict=True))
     answer = dispatch.start_for_tasks(self._caller, functions, columns, step, place.group_size)
 
@@ -202,7 +242,8 @@ class Scorer:
     """Counts failures, of all processes, and says the first one of each function on stderr."""
     counts: dict[str, int] = {}
     logged: dict[str, tuple[float, int]] = {}
-    for function, (name, answer) in zip(self._functions, answers.items(), strict=True):
+    unscored: dict[str, str] = {}
+    for i, (function, (name, answer)) in enumerate(zip(self._functions, answers.items())):
       kinds = list(_KINDS) if self._caller.uses_workers(function) else []
       kinds += [] if self._caller.stops_on_error or kinds else ["error"]
       for kind in kinds:
@@ -210,13 +251,43 @@ class Scorer:
         counts[f"rewards/{name}/{_KINDS[kind]}"] = failed
       if answer.failures:
         print(_warning(name, answer, place), file=sys.stderr, flush=True)
+      if not any(answer.steps):
+        unscored[name] = _why_unscored(name, answer, self._tasks[i], place)
       for metric, value in answer.metrics:
         total, count = logged.get(metric, (0.0, 0))
         logged[metric] = total + value, count + 1
     reports = [
-      Report(*json.loads(line)) for line in self._hosts.join_lines([json.dumps([counts, logged])])
+      Report(*json.loads(line))
+      for line in self._hosts.join_lines([json.dumps([counts, logged, unscored])])
     ]
     return sum(reports, Report())
+
+
+def _try_rows(
+  try_rows: Callable[[Iterator[tuple[str, Mapping[str, Any]]]], str], prompts: Prompts
+) -> None:
+  """Lets a function try rows, and says what it says."""
+  examples = ((index, prompts.example(index)) for index in _some_places(prompts))
+  rows = ((example.get("place") or f"prompt {index}", example) for index, example in examples)
+  with told_if_slow("trying reward functions on some rows"):
+    warning = try_rows(rows)
+  if warning:
+    print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _why_unscored(name: str, answer: rewards_lib.Answer, entry: str, place: _Place) -> str:
+  """Why no completion has a reward of a function whose entry in reward.tasks is given."""
+  if answer.failures:
+    return answer.failures[0].text
+  found = sorted({str(task) for task in place.columns.get("task", ())})
+  if dispatch.tasks_in(entry) and not set(found) & set(dispatch.tasks_in(entry)):
+    return (
+      f"reward function {name} is for {entry} alone (reward.tasks), and the prompts are of"
+      f" {', '.join(found)}"
+    )
+  golds = place.columns.get("answer", ())
+  shown_gold = f" (the first answer in the data is {golds[0]!r:.60})" if len(golds) else ""
+  return f"reward function {name} returned no score for any completion{shown_gold}"
 
 
 def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
@@ -224,7 +295,7 @@ def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
   first = answer.failures[0]
   p, g = divmod(first.row, place.group_size)
   kinds = collections.Counter(failure.kind for failure in answer.failures)
-  counted = ", ".join(f"{_KINDS[kind]}: {count}" for kind, count in sorted(kinds.items()))
+  counted = ", ".join(f"{_KINDS.get(kind, kind)}: {count}" for kind, count in sorted(kinds.items()))
   return (
     f"warning: step {place.step}: {len(answer.failures)} of {len(answer.steps)} completions have no"
     f" reward of {name} ({counted}). The first is completion {g} of prompt"
@@ -291,6 +362,21 @@ def is_reward_model(name: str) -> bool:
   """Whether a reward's name is that of a model: on huggingface.co, or of a folder here."""
   folder = Path(name).expanduser()
   return hub.is_name(name) or (folder / "config.json").is_file()
+
+
+def _some_places(prompts: Prompts) -> list[int]:
+  """The places of some rows, in a random order that is always the same."""
+  count = min(len(prompts), _MOST_ROWS_TRIED)
+  return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
+
+
+def _made_up_columns(prompts: Prompts, tasks: Sequence[str]) -> dict[str, list[Any]]:
+  """The columns of one made-up completion: of the first prompt, or of one of these tasks."""
+  some = _some_places(prompts) if tasks else ()
+  place = next((i for i in some if prompts.example(i)["task"] in tasks), 0)
+  batch = prompt_batch(prompts, np.array([place]))
+  ids = batch.prompts_PS[0, :1].tolist()
+  return {**batch.columns, "completions": [MADE_UP], "completion_ids": [ids]}
 
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:

@@ -1,5 +1,7 @@
 """The teacher of on-policy distillation: a frozen model that grades the policy's tokens."""
 
+from collections.abc import Iterator
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ class Teacher:
     config, hosts, micro_batch = run.config, run.hosts, run.programs.micro_batch
     reward = config.reward
     folder = Path(hub.folder(reward.teacher, _KEY)).expanduser()
-    shape = model.load_model_config(folder)
+    with _naming_the_key():
+      shape = model.load_model_config(folder)
     _check_tokenizer(tokenizer.load(folder, _KEY), run.tokenizer, shape.vocab_size)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > shape.max_positions:
@@ -44,7 +47,8 @@ class Teacher:
     dtype = reward.dtype or config.model.dtype
     shape = dataclasses.replace(shape, dtype=dtype, attention=config.model.attention, **shardings)
     options = learner.StatsOptions(shape, config.learner)
-    self._params = load_frozen(folder, shape, hosts.mesh)
+    with _naming_the_key():
+      self._params = load_frozen(folder, shape, hosts.mesh)
 
     def logprobs(params: Any, batch: Batch) -> jax.Array:
       return learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
@@ -54,6 +58,15 @@ class Teacher:
   def __call__(self, batch: Batch) -> jax.Array:
     """Log-probs of the completions at the temperature of sampling, float32 [P, G, T]."""
     return self._logprobs(self._params, batch)
+
+
+@contextlib.contextmanager
+def _naming_the_key() -> Iterator[None]:
+  """Adds the config key to an error of reading the folder, which names files alone."""
+  try:
+    yield
+  except ConfigError as error:
+    raise ConfigError(f"config key {_KEY}: {error}") from None
 
 
 def _check_tokenizer(teacher: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:

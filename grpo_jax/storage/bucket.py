@@ -15,7 +15,7 @@ from typing import Any
 
 from etils import epath
 
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.settings import ConfigError, RunFailed, path_of, path_text
 from grpo_jax.timing import told_if_slow
 
 _SCHEME = "gs://"
@@ -31,11 +31,12 @@ def folder(name: str | Path) -> Path:
   """The folder of this name: a Path, or for a bucket an epath.Path, which is used like one.
 
   Raises:
-    ConfigError: It is in object storage that cannot be used.
+    ConfigError: It is no path, or in object storage that cannot be used.
   """
-  if "://" not in str(name):
-    return Path(name).expanduser()
-  bucket, _, inside = str(name).removeprefix(_SCHEME).partition("/")
+  text = path_text(name, "workdir")
+  if "://" not in text:
+    return path_of(text, "workdir")
+  bucket, _, inside = text.removeprefix(_SCHEME).partition("/")
   if not is_bucket(name) or not bucket or not inside.strip("/"):
     raise ConfigError(
       f"--workdir={name}: object storage is supported as gs://BUCKET/FOLDER; name such a folder,"
@@ -44,7 +45,7 @@ def folder(name: str | Path) -> Path:
   if importlib.util.find_spec("gcsfs") is None:
     raise ConfigError(f"--workdir={name} needs the package gcsfs: pip install -e '.[gcs]'")
   _set_up()
-  return epath.Path(str(name))
+  return epath.Path(text)
 
 
 @contextlib.contextmanager

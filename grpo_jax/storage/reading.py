@@ -1,13 +1,14 @@
 """Reads what a run wrote. The run may still go on."""
 
 import json
+from numbers import Integral
 from pathlib import Path
 import re
 from typing import Any
 
 from grpo_jax import files
 from grpo_jax.config import Config, from_dict, to_dict
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, shown
 from grpo_jax.storage.bucket import folder, reaching
 from grpo_jax.storage.rows import parse_rows
 from grpo_jax.storage.saved_config import flat, read_values
@@ -111,10 +112,10 @@ def read_completions(workdir: str | Path, step: int | None = None) -> list[Row]:
       " saved"
     )
   step = steps[-1] if step is None else step
-  if step not in steps:
+  if not isinstance(step, Integral) or isinstance(step, bool) or step not in steps:
     saved = ", ".join(map(str, steps[-20:]))
     more = "..., " if len(steps) > 20 else ""
-    raise ConfigError(f"{workdir} has no completions of step {step}, but of {more}{saved}")
+    raise ConfigError(f"{workdir} has no completions of step {shown(step)}, but of {more}{saved}")
   path = folder(workdir) / "completions" / f"{step:06d}.jsonl"
   try:
     return [json.loads(line) for line in files.read_bytes(path).splitlines()]

@@ -25,6 +25,7 @@ _MAY_DIFFER = (
   "sampling.layout",
   "sampling.parts",
   "reward.batch",
+  "reward.max_unscored_steps",
   "reward.memory",
   "reward.on_error",
   "reward.timeout",
@@ -63,19 +64,31 @@ def check_same_run(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     is_same = key in old and key in new and old[key] == new[key]
     if is_same or key.startswith(_MAY_DIFFER):
       continue
-    if key == "steps" and _schedules_are_constant(old) and _schedules_are_constant(new):
-      continue
-    reason = " (a schedule ends at the last step)" if key == "steps" else ""
+    advice = "name another --workdir, or keep the old value"
+    if key == "steps":
+      decaying = _decaying(old) or _decaying(new)
+      if not decaying:
+        continue
+      advice = (
+        f"with {decaying} the steps so far would have been others. Keep the old value; to train"
+        f" further, export the run (python -m grpo_jax.export --workdir={path.parent} --out=FOLDER)"
+        " and start another --workdir with --config.model.path=FOLDER --config.warm_start.steps=0."
+        " Only with constant schedules can a run go on with other steps"
+      )
     raise ConfigError(
-      f"{path} has {key} = {_shown(old, key)}, this run {_shown(new, key)}{reason}: "
-      "name another --workdir, or keep the old value"
+      f"{path} has {key} = {_shown(old, key)}, this run {_shown(new, key)}: {advice}"
     )
 
 
-def _schedules_are_constant(flat: Mapping[str, Any]) -> bool:
-  """Whether nothing depends on the number of steps. Older configs have no temperature schedule."""
-  temperature = flat.get("sampling.temperature_schedule", "constant")
-  return flat.get("optimizer.schedule") == temperature == "constant"
+def _decaying(flat: Mapping[str, Any]) -> str:
+  """The schedule that depends on the number of steps, as KEY = VALUE. Empty for none.
+
+  Older configs have no temperature schedule.
+  """
+  for key in ("optimizer.schedule", "sampling.temperature_schedule"):
+    if flat.get(key, "constant") != "constant":
+      return f"{key} = {flat[key]!r}"
+  return ""
 
 
 def _shown(flat: Mapping[str, Any], key: str) -> str:

@@ -1,11 +1,11 @@
 """A run's folder: who may create it, and whether a run may go on in it under its config."""
 
 from collections.abc import Callable, Mapping
-import errno
 import json
 from pathlib import Path
 from typing import Any
 
+from grpo_jax import files
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.bucket import folder, is_bucket
 from grpo_jax.storage.json_files import replace_file
@@ -16,15 +16,6 @@ LOCK_FILE = "run.lock"  # what grpo_jax/storage/lock.py locks
 LAUNCH_FOLDER = "launch"  # where grpo_jax/launchers/ keep logs and scripts
 # What a new run may find in its folder: of a launcher, or of a run that was killed at its start.
 _OF_THE_START = {LOCK_FILE, LAUNCH_FOLDER, "config.json.new"}
-# What is wrong with a path, and not with its disk.
-_NO_FOLDER = {
-  errno.EEXIST,
-  errno.ENOTDIR,
-  errno.ENOENT,  # below /proc
-  errno.ENAMETOOLONG,
-  errno.ELOOP,
-  errno.EINVAL,
-}
 
 
 def make_folder(workdir: Path) -> None:
@@ -39,7 +30,7 @@ def make_folder(workdir: Path) -> None:
   try:
     workdir.mkdir(parents=True, exist_ok=True)
   except OSError as error:
-    if error.errno not in _NO_FOLDER:
+    if error.errno not in files.NO_FOLDER:
       raise
     raise ConfigError(f"--workdir={workdir} cannot be created: {error.strerror}") from error
 

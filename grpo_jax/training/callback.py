@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.registry import name_of
 from grpo_jax.rewards.call import describe
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage.reading import read_metrics
@@ -73,7 +74,7 @@ class Callbacks:
       except BaseException as caught:  # sys.exit, too: a run must not end quietly
         error = caught
     if self._hosts.any_process(error is not None):
-      name = getattr(self._callback, "__name__", type(self._callback).__name__)
+      name = name_of(self._callback)
       what = f"{name} raised {describe(error)}" if error else f"see what {name} raised"
       raise RunFailed(what) from error
     # Not every true value: a callback that returns its plot does not ask to stop.

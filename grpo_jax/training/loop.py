@@ -21,7 +21,7 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.collect import Collected, Collector
-from grpo_jax.rollouts.rollout_metrics import most_disputed_first
+from grpo_jax.rollouts.rollout_metrics import disjoint, most_disputed_first
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.reading import as_begun
 from grpo_jax.timing import Clock
@@ -87,7 +87,7 @@ def run_steps(
         metrics = trainer.reporter.step(step, state.train.params, result.metrics, result.rows)
       with trainer.saving_on_failure(state, step, f"callback after step {step}"):
         callbacks(step, metrics)
-      trainer.check_and_save(state, step, result.metrics)
+      trainer.check_and_save(state, step, result.metrics, result.why_unscored)
     trainer.finish(state, step, was_asked_to=callbacks.ask_to_stop)
   return Ended(state, callbacks.latest or callbacks.step_of(step, {}))
 
@@ -99,11 +99,13 @@ class StepResult(NamedTuple):
     state: The state after the step.
     metrics: A row of metrics.jsonl.
     rows: One object per completion, or None if completions are not logged at this step.
+    why_unscored: Why the step had no reward to learn from. "" if it had.
   """
 
   state: RunState
   metrics: dict[str, float]
   rows: list[dict[str, Any]] | None = None
+  why_unscored: str = ""
 
 
 class WarmStep:
@@ -174,9 +176,9 @@ class GrpoStep:
     if algo.ref_sync_steps and (index + 1) % algo.ref_sync_steps == 0:
       state = self._store.sync_reference(state)
     clock.lap("update")
-    metrics = collected.metrics | advantage_metrics | update_metrics
-    metrics |= self._step_metrics(index, metrics, clock)
-    return StepResult(state, metrics, self._rows(collected, batch))
+    metrics = disjoint(collected.metrics, advantage_metrics, update_metrics)
+    metrics = disjoint(metrics, self._step_metrics(index, metrics, clock))
+    return StepResult(state, metrics, self._rows(collected, batch), collected.why_unscored)
 
   def _prepare(self, state: RunState, collected: Collected) -> tuple[Batch, dict[str, float]]:
     """Adds the reference's log-probs and the advantages to the batch. Also returns metrics."""

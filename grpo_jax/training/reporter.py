@@ -59,7 +59,9 @@ class Reporter:
       file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first, force_jupyter=False, **plain
     )
     as_json = run.config.log.console == "json"
-    self._terminal = JsonConsole(console) if as_json else Terminal(self._last_step, 0, console)
+    self._terminal = (
+      JsonConsole(console) if as_json else Terminal(self._last_step, self._first_grpo_step, console)
+    )
     self.evaluator = Evaluator(run, scorers) if run.config.eval.every else None
 
   def open(self, start_step: int) -> None:

@@ -13,7 +13,7 @@ from grpo_jax.console.stop import StopRequest
 from grpo_jax.console.terminal import Loading
 from grpo_jax.programs.checks import check_batches
 from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.collect import Collector, unscored_steps
 from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage import starts
@@ -70,6 +70,7 @@ class Trainer:
     )
     host_state = self.collector.initial_host_state()
     self.store = StateStore(self.run, workdir, self._checkpoints, host_state)
+    self._why_unscored = ""  # of the last step
     self._phases_seen: set[bool] = set()  # the first step of a phase compiles
     self._skipped = SkippedUpdates(config.learner.max_skipped_updates)
     # They close in the reverse order: signals are handled until the last save is written.
@@ -110,7 +111,9 @@ class Trainer:
     """True on every process if any process was asked to stop."""
     return self.run.hosts.any_process(self._asked_to_stop())
 
-  def check_and_save(self, state: RunState, step: int, metrics: Mapping[str, float]) -> None:
+  def check_and_save(
+    self, state: RunState, step: int, metrics: Mapping[str, float], why_unscored: str
+  ) -> None:
     """Checks that the step was one to go on from, and saves a checkpoint if one is due.
 
     While updates are skipped there is nothing new to save, and a save would delete an older
@@ -120,9 +123,11 @@ class Trainer:
       state: The state after the step.
       step: The number of steps so far.
       metrics: The step's row, which is written already.
+      why_unscored: Why the step had no reward. "" if it had.
 
     Raises:
-      RunFailed: Too many updates in a row were skipped, or the policy is not the one that sampled.
+      RunFailed: Too many updates in a row were skipped, too many steps in a row had no reward, or
+        the policy is not the one that sampled.
     """
     algo = self._config.algo
     self._skipped.count(metrics, 1 if step <= self.first_grpo_step else algo.updates_per_step)
@@ -130,6 +135,14 @@ class Trainer:
       self._checkpoints.wait()
       raise self._skipped.failure(max(self._checkpoints.steps(), default=None))
     check_ratio_of_one(metrics, self._config)
+    self._why_unscored = why_unscored
+    limit, unscored = self._config.reward.max_unscored_steps, unscored_steps(state.host)
+    if 0 < limit <= unscored:
+      self._save(state, step)
+      raise RunFailed(
+        f"{_nothing_to_learn_from(unscored)} (reward.max_unscored_steps): {why_unscored}; step"
+        f" {step} is saved, the same command goes on"
+      )
     every = self._config.checkpoint.every
     if every and step % every == 0 and not self._skipped.in_a_row:
       self.run.hosts.on_first(self._files.upload)  # the rows of a checkpoint come before it
@@ -163,12 +176,16 @@ class Trainer:
 
     Raises:
       Stopped: The last step is not reached, and the callback did not ask for it.
+      RunFailed: The last step is reached, and no step had a reward.
     """
     is_unfinished = step < self.last_step
     # A resumed run takes the skipped steps again.
     if not (is_unfinished and self._skipped.in_a_row):
       self._save(state, step)
     self._checkpoints.wait()
+    if not is_unfinished and 0 < self._config.steps <= unscored_steps(state.host):
+      why = self._why_unscored or f"the rows in {self._workdir} have no reward"
+      raise RunFailed(f"{_nothing_to_learn_from(self._config.steps)}, which are all: {why}")
     self.reporter.finish(step)
     if is_unfinished and not was_asked_to:
       raise Stopped(
@@ -180,6 +197,10 @@ class Trainer:
       self.run.hosts.on_first(self._files.upload)
       self.store.save(step, state)
       self._checkpoints.wait()
+
+
+def _nothing_to_learn_from(steps: int) -> str:
+  return f"no completion of the last {steps} GRPO steps has a reward, so nothing is learned"
 
 
 def _is_deleted(state: RunState) -> bool:

@@ -63,7 +63,5 @@ def register_surrogate(loss: Loss[S]) -> Loss[S]:
   Raises:
     ConfigError: A surrogate of grpo_jax has this name, or it has none.
   """
-  register(
-    "surrogate", SURROGATES, loss.__name__, Surrogate(loss=loss, settings=Settings, examples=())
-  )
+  register("surrogate", SURROGATES, loss, Surrogate(loss=loss, settings=Settings, examples=()))
   return loss

@@ -13,13 +13,18 @@ from typing import Any
 import numpy as np
 
 from grpo_jax import files
+from grpo_jax.data.files.rows import TEXT, plain
 from grpo_jax.settings import ConfigError
 
 _AT_ONCE = 256  # rows that are copied, and later read, together
 
 
 class Parquet:
-  """The rows of a Parquet file, each a dict from the names of its columns."""
+  """The rows of a Parquet file, each a dict from the names of its columns.
+
+  Attributes:
+    columns: These names.
+  """
 
   def __init__(self, path: Path) -> None:
     """Copies the file.
@@ -48,6 +53,7 @@ class Parquet:
       reason = " ".join(str(error).split())
       raise ConfigError(f"data.path: {path} is not a whole Parquet file ({reason:.200})") from None
     self._batches = pyarrow.ipc.open_file(copy)
+    self.columns: list[str] = self._batches.schema.names
     self._begins = np.cumsum([0, *counts])
 
   def __len__(self) -> int:
@@ -55,8 +61,16 @@ class Parquet:
 
   def __getitem__(self, index: int) -> Any:
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
-    batch = self._batches.get_batch(number)
-    return batch.slice(index - int(self._begins[number]), 1).to_pylist()[0]
+    batch, place = self._batches.get_batch(number), index - int(self._begins[number])
+    row = {}
+    for name, column in zip(self.columns, batch.columns):
+      where = f"{self.where(index)} column {name!r}"
+      try:
+        value = column[place].as_py()
+      except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date beyond 9999
+        raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
+      row[name] = plain(value, where)
+    return row
 
   def where(self, index: int) -> str:
     """The file and the number of a row."""

@@ -16,6 +16,7 @@ Example = dict[str, Any]
 
 _AT_ONCE = 1 << 22  # bytes of a file that are in memory while its lines are found
 _DEEPEST = 32  # of lists and objects in each other, in a row
+TEXT = "; texts are in UTF-8: write it so, or leave that column out of the file"
 _NEWLINE, _OPENING, _CLOSING = b"\n{}"
 
 
@@ -153,6 +154,28 @@ class Chosen(Sequence[Example]):
     if isinstance(index, slice):
       return [self._examples[int(i)] for i in self._indices[index]]
     return self._examples[int(self._indices[index])]
+
+
+def plain(value: Any, where: str) -> Any:
+  """A value of a file with texts for bytes, and Python's numbers and lists for numpy's.
+
+  Raises:
+    ConfigError: The bytes are no text.
+  """
+  if isinstance(value, Mapping):
+    return {key: plain(item, where) for key, item in value.items()}
+  if isinstance(value, bytes):
+    try:
+      return value.decode()
+    except UnicodeDecodeError as error:
+      raise ConfigError(
+        f"data.path: {where} holds bytes that are no text ({error}){TEXT}"
+      ) from None
+  if hasattr(value, "tolist"):
+    return plain(value.tolist(), where)
+  if isinstance(value, list):
+    return [plain(item, where) for item in value]
+  return value
 
 
 def check_values(value: Any, where: str, depth: int = 0) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.data.files.download import check_connection
+from grpo_jax.data.files.rows import plain
 from grpo_jax.settings import ConfigError
 
 
@@ -33,7 +34,7 @@ class Prepared:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Any:
-    return _plain(self._source[index])
+    return plain(self._source[index], self.where(index))
 
   def where(self, index: int) -> str:
     """The folder, the split and the number of a row."""
@@ -56,7 +57,7 @@ def gsm8k(split: str) -> list[Any]:
     if not builder.is_prepared():
       # Without a network, TFDS would try again for minutes.
       check_connection(module._URLS[split], "GSM8K", builder.data_dir)
-    return [_plain(row) for row in tfds.data_source("gsm8k", split=split)]
+    return [plain(row, "its row") for row in tfds.data_source("gsm8k", split=split)]
   except Exception as error:
     # There may be no package, no network, no disk space, or a damaged folder. Each has an exception
     # of its own kind, and the user can do the same about all of them.
@@ -67,16 +68,3 @@ def gsm8k(split: str) -> list[Any]:
       ' network: python -c "import tensorflow_datasets as tfds, tensorflow_datasets.text.gsm8k;'
       " tfds.data_source('gsm8k')\""
     ) from error
-
-
-def _plain(value: Any) -> Any:
-  """What TFDS returns, with texts for bytes and Python's numbers and lists for numpy's."""
-  if isinstance(value, dict):
-    return {key: _plain(item) for key, item in value.items()}
-  if isinstance(value, bytes):
-    return value.decode()
-  if hasattr(value, "tolist"):
-    return _plain(value.tolist())
-  if isinstance(value, list):
-    return [_plain(item) for item in value]
-  return value

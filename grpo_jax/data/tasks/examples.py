@@ -1,17 +1,19 @@
 """Makes examples of the rows of files: one function for each layout."""
 
 from collections.abc import Mapping, Sequence
+import itertools
 import re
 from typing import Any
 
 from grpo_jax.data.files.rows import Example, Row
-from grpo_jax.data.prompt_template import fill
+from grpo_jax.data.prompt_template import fields_of, fill, names_of, value_of
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.settings import ConfigError
 
 # GSM8K's annotations for a calculator, such as <<5+6=11>>. The warm start must not imitate them.
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
-_TEXTS = ("question", "answer", "solution")  # what is read as texts, even if it is a number
+_TEXTS = ("question", "answer", "solution", "task")  # what is read as texts, even if it is a number
+_ABSENT = object()
 
 
 def gsm8k(row: Row, where: str) -> Example:
@@ -59,11 +61,11 @@ class Columns:
       first: The first row.
       where: Its place, for error messages.
       added: data.columns: "NAME=COLUMN" for another name of a column, or "NAME=TEMPLATE" with names
-        of columns in braces.
+        of columns in braces. A column may be a field inside one: "reward_model.ground_truth".
       needed: The fields that a prompt is made of.
 
     Raises:
-      ConfigError: There is no such column.
+      ConfigError: There is no such column, or two entries have the same name.
     """
     self._names = list(first)
     self._added: dict[str, str] = {}
@@ -74,23 +76,29 @@ class Columns:
           f"data.columns holds {one!r}: write NAME=COLUMN, such as answer=final_answer, or"
           " NAME=TEMPLATE with columns in braces"
         )
-      if "{" not in source and source not in first:
+      if "{" not in source and value_of(first, source, _ABSENT) is _ABSENT:
         raise ConfigError(
           f"data.columns holds {one!r}: {where} has no column {source!r}, but"
-          f" {', '.join(self._names)}"
+          f" {', '.join(names_of(first))}"
+        )
+      if name in self._added:
+        raise ConfigError(
+          f"data.columns holds two entries for {name!r}, {self._added[name]!r} and {source!r}:"
+          " leave one of them out"
         )
       self._added[name] = source
-    self._needed = {*needed, *(source for source in self._added.values() if "{" not in source)}
-    self._needed &= {*self._names}
+    read = [fields_of(source) if "{" in source else [source] for source in self._added.values()]
+    named = {*needed, *itertools.chain(*read)}
+    self._needed = {name for name in named if value_of(first, name, _ABSENT) is not _ABSENT}
 
   def __call__(self, row: Row, where: str) -> Example:
     """The example of a row. A column that only this row lacks is None."""
     for name in self._needed:
-      if row.get(name) is None:
+      if value_of(row, name) is None:
         raise ConfigError(f"data.path: {where} has no {name!r}, which the config names")
     example = {name: row.get(name) for name in self._names}
     for name, source in self._added.items():
-      example[name] = fill(source, row, "data.columns") if "{" in source else row[source]
+      example[name] = fill(source, row, "data.columns") if "{" in source else value_of(row, source)
     for name in _TEXTS:
       if isinstance(example.get(name), (int, float)):
         example[name] = _as_text(example[name])

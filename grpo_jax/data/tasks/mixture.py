@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -11,6 +12,8 @@ from grpo_jax.data.files.rows import Example
 from grpo_jax.settings import ConfigError
 
 _SOURCE = re.compile(r"(?:(?P<name>\w+)=)?(?P<task>\w+)(?::(?P<path>.+))?", re.DOTALL)
+# Of an epoch. A run remembers 8 bytes of each: see Curriculum.
+_MOST_PLACES = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +59,17 @@ def columns_of(name: str, columns: Sequence[str], mixture: Sequence[str]) -> lis
     mixture: data.mixture.
 
   Raises:
-    ConfigError: An entry names a source that is not there.
+    ConfigError: An entry names a source that is not there, or makes a field `task`.
   """
   names = [source.name for source in sources_of(mixture)]
   entries = []
   for entry in columns:
-    source, colon, _ = entry.partition("=")[0].rpartition(":")
+    source, colon, field = entry.partition("=")[0].rpartition(":")
+    if mixture and field == "task":
+      raise ConfigError(
+        f"data.columns holds {entry!r}: with data.mixture the field task is the name of the source;"
+        " choose another name"
+      )
     if colon and source not in names:
       raise ConfigError(
         f"data.columns holds {entry!r}: {source!r} is no source of data.mixture, which has"
@@ -81,10 +89,20 @@ def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
   Args:
     sizes: The number of rows of each source.
     weights: The share of each source, up to a common factor. None mean one place for each row.
+
+  Raises:
+    ConfigError: The weights are so far apart that an epoch would be too long.
   """
   if not weights:
     return list(sizes)
   epoch = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+  length = sum(weight * epoch for weight in weights)
+  if length > max(_MOST_PLACES, 2 * sum(sizes)):
+    raise ConfigError(
+      f"config key data.weights is {tuple(weights)}: an epoch has every row at least once, so it"
+      f" would have {length:.3g} prompts for {sum(sizes):,} rows; bring the weights closer together"
+      ", or leave out the source that is hardly ever drawn"
+    )
   return [max(size, round(weight * epoch)) for size, weight in zip(sizes, weights)]
 
 
@@ -131,6 +149,17 @@ class Mixture(Sequence[Example]):
     source, _ = self._find(index)
     return int(self._begins[source]) + word % self._places[source]
 
+  def each_row_once(self) -> "Mixture":
+    """The same rows without weights: one place for each row."""
+    return Mixture(dict(zip(self._names, self._parts)), [*map(len, self._parts)])
+
+  def shares(self) -> dict[str, tuple[int, float]]:
+    """The number of rows of each source, and its share of an epoch, by its name."""
+    return {
+      name: (len(part), places / len(self))
+      for name, part, places in zip(self._names, self._parts, self._places)
+    }
+
   def _find(self, index: int) -> tuple[int, int]:
     """The source of a place, and the place in that source."""
     place = index if self._order is None else int(self._order[index])
@@ -154,7 +183,9 @@ def mix(
     ConfigError: The entries or the weights cannot be used.
   """
   sources = sources_of(mixture)
-  if weights and (len(weights) != len(sources) or min(weights) <= 0):
+  if weights and (
+    len(weights) != len(sources) or not all(0 < weight < math.inf for weight in weights)
+  ):
     raise ConfigError(
       f"config key data.weights is {tuple(weights)}: it must hold one number above 0 for each of"
       f" data.mixture = {tuple(mixture)}, or nothing"

@@ -8,9 +8,9 @@ the reward functions read.
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
+from grpo_jax import registry
 from grpo_jax.data.files import tfds
 from grpo_jax.data.files.rows import Example, Examples
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
@@ -19,9 +19,8 @@ from grpo_jax.data.tasks import countdown as number_games
 from grpo_jax.data.tasks import examples
 from grpo_jax.data.tasks.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.data.tasks.code import code_example
-from grpo_jax.data.tasks.mixture import Source, columns_of, mix, sources_of
+from grpo_jax.data.tasks.mixture import Mixture, Source, columns_of, mix, sources_of
 from grpo_jax.data.tokenizers import chat
-from grpo_jax.registry import register
 from grpo_jax.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +33,8 @@ class Task:
 
   Attributes:
     train: The training examples.
-    test: The test examples. None are given where data.held_out chooses them.
+    test: The test examples. None are given where data.held_out chooses them, or nothing is
+      evaluated.
     alphabet: Every character of the examples, for a tokenizer of characters. If it is not given,
       `characters` collects it.
   """
@@ -49,8 +49,9 @@ class Task:
       return self.alphabet
     found: set[str] = set()
     for split in (self.train, self.test):
+      split = split.each_row_once() if isinstance(split, Mixture) else split
       for i in range(len(split)):
-        found.update(*_contents(split[i].get("question", "")), split[i].get("solution") or "")
+        found.update(*_contents(split[i].get("question") or ""), split[i].get("solution") or "")
     return "".join(sorted(found))
 
 
@@ -82,6 +83,14 @@ def make_task(data: "Data") -> Task:
     return task.train, task.test
 
   return Task(*mix(data.mixture, data.weights, open_source))
+
+
+def no_test_split(path: str) -> ConfigError:
+  """The error for data at `path` that has no test split where one is needed."""
+  return ConfigError(
+    f"data.path: there is no test split in {path} (test.jsonl or test.parquet); add it, or hold a"
+    " part of the training rows out: --config.data.held_out=0.05"
+  )
 
 
 def name_of(data: "Data") -> str:
@@ -201,13 +210,10 @@ def _one_task(data: "Data", source: Source, template: str) -> Task:
     raise ConfigError(
       f"config key data.held_out is {data.held_out}: task {source.task} has a test split; set 0"
     )
-  if not len(test):
-    if not data.held_out:
-      raise ConfigError(
-        f"data.path: there is no test split in {source.path} (test.jsonl or test.parquet); add it,"
-        " or hold a part of the training rows out: --config.data.held_out=0.05"
-      )
+  if not len(test) and data.held_out:
     train, test = hold_out(train, data.held_out)
+  if not len(test) and data.mixture:
+    raise no_test_split(source.path)
   return Task(train, test, task.alphabet)
 
 
@@ -258,13 +264,12 @@ def register_task(make: MakeTask) -> MakeTask:
     ConfigError: A task of grpo_jax has this name, or it has none.
   """
 
-  @functools.wraps(make)
   def make_and_check(path: str) -> Task:
     task = make(path)
-    _check_task(task, f"task {make.__name__}")
+    _check_task(task, f"task {registry.name_of(make)}")
     return task
 
-  register("task", TASKS, make.__name__, make_and_check)
+  registry.register("task", TASKS, make, make_and_check)
   return make
 
 

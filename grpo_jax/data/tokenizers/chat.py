@@ -45,6 +45,11 @@ def check_messages(messages: Any, where: str) -> None:
       )
 
 
+def is_conversation(value: Any) -> bool:
+  """Whether a value is a list of messages, at least one."""
+  return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_message, value))
+
+
 def find_template(files: Mapping[str, bytes]) -> tuple[str, str]:
   """The chat template among the files of a tokenizer.
 

@@ -48,7 +48,7 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
   An exception inside the `with` block removes the temporary folder and leaves `path` as it was.
 
   Raises:
-    ConfigError: `path` exists and is not an empty folder.
+    ConfigError: `path` exists and is not an empty folder, or no folder can be there.
     OSError: It cannot be written. The error names `path` and not the temporary folder.
   """
   target = Path(path).expanduser().resolve()
@@ -56,7 +56,12 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
     raise ConfigError(f"{target} exists and is not an empty folder: choose another or remove it")
   partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
   try:
-    partial.mkdir(parents=True)
+    try:
+      partial.mkdir(parents=True)
+    except OSError as error:
+      if error.errno not in files.NO_FOLDER:
+        raise
+      raise ConfigError(f"{target} cannot be created: {error.strerror}") from error
     yield partial
     os.replace(partial, target)
   except OSError as error:

@@ -5,13 +5,14 @@ The functions differ in where they look for the completion's answer: `strict` af
 scores 0.0. The score is None where the gold answer is not a number, so that the function does not
 apply.
 
-Numbers are compared as exact decimals, so 72 = 72.0 = 0072 = $72. They are never converted to
-floats, and a number with an exponent is not an answer. The time is linear in the length of the
-text, for any text.
+Numbers are compared exactly, so 72 = 72.0 = 0072 = $72 = 144/2. They are never converted to floats,
+and a number with an exponent is not an answer. `strict` and `boxed` read x = 72 and quotients, too.
+The time is linear in the length of the text, for any text.
 """
 
 import collections
 from collections.abc import Callable
+from fractions import Fraction
 import re
 from typing import Any, NamedTuple
 import unicodedata
@@ -19,17 +20,31 @@ import unicodedata
 from grpo_jax.rewards.marks import in_process
 
 # What may stand between the marker and the number: emphasis, currency, the opening of a formula.
-# Words may not.
+# Words may not, but for the name in x = 72.
 _OPENING = r"(?:[\s*_`:=(\[{$€£¥]|\\[(\[$]|\\(?:boxed|text|textbf|mathbf|mathrm)(?![a-zA-Z]))*"
 # A run of digits, commas and dots is matched as a whole, so that "1,0,0" is one malformed number,
 # not three good ones.
-_RUN = r"(?P<sign>[-+−]?)(?:\\?[$€£¥])?(?P<run>(?:(?<![\w.)])\.)?[0-9][0-9.,]*)"
-_ANSWER = re.compile(_OPENING + _RUN)
+_RUN = r"(?P<sign>[-+−–]?)(?:\\?[$€£¥])?(?P<run>(?:(?<![\w.)])\.)?[0-9][0-9.,]*)"
+_BEFORE = rf"{_OPENING}(?:[A-Za-z]\w{{0,19}}\s?={_OPENING})?"
+_ANSWER = re.compile(_BEFORE + _RUN)
+_DIVISOR = re.compile(r"\s*[/÷]\s*(?P<run>[0-9][0-9.,]*)")
+_FRACTION = re.compile(
+  rf"{_BEFORE}(?P<sign>[-+−–]?)\\[dt]?frac\s*"
+  r"(?:\{\s*(?P<above>-?[0-9]+)\s*\}\s*\{\s*(?P<below>-?[0-9]+)\s*\}"
+  r"|(?P<above_digit>[0-9])(?P<below_digit>[0-9]))"
+)
 _NUMBER = re.compile(_RUN + r"(?P<exponent>[eE][-+]?[0-9]+)?")
 _DECIMAL = re.compile(r"([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]+))?")
-_CHANGES_THE_VALUE = re.compile(r"\\(?:pi|sqrt)|[π√]")
-_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3})")
+_CHANGES_THE_VALUE = re.compile(
+  r"\\(?:pi|sqrt|infty)|[π√∞]|n['’]t\b"
+  r"|\A(?:!|\s*[/–—](?!\s*[a-zA-Z])|[b-eiknp-rt-zBKM](?![a-zA-Z]))"
+  r"|\b(?:not|or|dozens?|hundred|thousand|million|billion|squared|cubed)\b"
+)
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|[\xa0\u2009\u202f])(?=[0-9]{3})")
+_LONGEST_PART = 30  # digits of a numerator or denominator
+_MOST_PLACES = 200  # after the decimal point, more than any quotient of such parts has
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_MINUS = ("-", "−", "–")
 
 
 class Number(NamedTuple):
@@ -48,6 +63,10 @@ class Number(NamedTuple):
   fraction: str
 
 
+# A quotient that is no decimal, such as 1/3, is a Fraction.
+Value = Number | Fraction
+
+
 @in_process
 def strict(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   """1.0 if the answer directly follows the last `####` and no other number is on that line."""
@@ -57,7 +76,7 @@ def strict(completions: list[str], answer: list[str], **columns: Any) -> list[fl
 @in_process
 def flexible(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
   """1.0 if the last number of the text is the answer."""
-  return _score(_last_number, completions, answer)
+  return _score(_last_number, completions, answer, quotients=False)
 
 
 @in_process
@@ -66,7 +85,7 @@ def boxed(completions: list[str], answer: list[str], **columns: Any) -> list[flo
   return _score(_in_box, completions, answer)
 
 
-def final_answer(text: str) -> Number | None:
+def final_answer(text: str) -> Value | None:
   """The answer of a text, for a majority vote.
 
   It is the number after `####`, else the number in a box, else the last number of the text. None if
@@ -76,21 +95,24 @@ def final_answer(text: str) -> Number | None:
 
 
 def _score(
-  find_answer: Callable[[str], Number | None], completions: list[str], answers: list[str]
+  find_answer: Callable[[str], Value | None],
+  completions: list[str],
+  answers: list[str],
+  quotients: bool = True,
 ) -> list[float | None]:
-  golds = [_leading_number(answer) for answer in answers]
+  golds = [_leading_number(answer, quotients) for answer in answers]
   return [
     None if gold is None else float(find_answer(text) == gold)
     for text, gold in zip(completions, golds, strict=True)
   ]
 
 
-def _after_anchor(text: str) -> Number | None:
+def _after_anchor(text: str) -> Value | None:
   _, anchor, tail = text.rpartition("####")
   return _leading_number(tail) if anchor else None
 
 
-def _last_number(text: str) -> Number | None:
+def _last_number(text: str) -> Value | None:
   last_match = collections.deque(_NUMBER.finditer(text), maxlen=1)
   if not last_match or last_match[0]["exponent"]:
     return None
@@ -107,7 +129,7 @@ def _last_number(text: str) -> Number | None:
   return _decimal("", last_member)
 
 
-def _in_box(text: str) -> Number | None:
+def _in_box(text: str) -> Value | None:
   _, box, tail = text.rpartition("\\boxed")
   tail = tail.lstrip()
   if not box or not tail.startswith("{"):
@@ -116,24 +138,50 @@ def _in_box(text: str) -> Number | None:
   for match in _BRACE.finditer(tail):
     depth += {"{": 1, "}": -1}.get(match[0], 0)
     if depth == 0 and match[0] == "}":
-      content = _LATEX_COMMA.sub(",", tail[1 : match.start()])
-      return _leading_number(" ".join(content.splitlines()))
+      return _leading_number(" ".join(tail[1 : match.start()].splitlines()))
   return None
 
 
-def _leading_number(text: str) -> Number | None:
+def _leading_number(text: str, quotients: bool = True) -> Value | None:
   """The number at the start of `text`. None if the rest of the line has another number.
 
   A completion that gives two answers has not decided on either.
   """
-  match = _ANSWER.match(text)
+  text = _LATEX_COMMA.sub(",", text)
+  fraction = _FRACTION.match(text) if quotients else None
+  match = fraction or _ANSWER.match(text)
   if match is None:
     return None
-  rest = text[match.end() :].partition("\n")[0]
+  divisor = _DIVISOR.match(text, match.end()) if quotients and not fraction else None
+  rest = text[(divisor or match).end() :].partition("\n")[0]
   has_number = any(unicodedata.category(character)[0] == "N" for character in rest)
   if has_number or _CHANGES_THE_VALUE.search(rest):
     return None
+  if fraction:
+    above, below = match["above"] or match["above_digit"], match["below"] or match["below_digit"]
+    return _quotient(match["sign"], above, below)
+  if divisor is not None:
+    return _quotient(match["sign"], match["run"], divisor["run"])
   return _decimal(match["sign"], match["run"])
+
+
+def _quotient(sign: str, above: str, below: str) -> Value | None:
+  """A quotient of two numbers of few digits."""
+  if max(len(above), len(below)) > _LONGEST_PART:
+    return None
+  parts = [_decimal(part[: part.startswith("-")], part.lstrip("-")) for part in (above, below)]
+  values = [
+    Fraction(f"{'-' * one.negative}{one.whole or 0}.{one.fraction or 0}") for one in parts if one
+  ]
+  if len(values) < 2 or not values[1]:
+    return None
+  value = values[0] / values[1] * (-1 if sign in _MINUS else 1)
+  scaled = value * 10**_MOST_PLACES
+  if scaled.denominator != 1:
+    return value
+  digits = str(abs(scaled.numerator)).zfill(_MOST_PLACES + 1)
+  run = f"{digits[:-_MOST_PLACES]}.{digits[-_MOST_PLACES:]}"
+  return _decimal("-" if value < 0 else "", run)
 
 
 def _decimal(sign: str, run: str) -> Number | None:
@@ -143,4 +191,4 @@ def _decimal(sign: str, run: str) -> Number | None:
   whole = match[1].replace(",", "").lstrip("0")
   fraction = (match[2] or "").rstrip("0")
   is_zero = not whole and not fraction
-  return Number(sign in ("-", "−") and not is_zero, whole, fraction)
+  return Number(sign in _MINUS and not is_zero, whole, fraction)

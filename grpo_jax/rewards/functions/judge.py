@@ -17,10 +17,10 @@ import secrets
 from types import ModuleType
 from typing import Annotated, Any
 import urllib.parse
+import weakref
 
-from grpo_jax.rewards.answer import RewardError
-from grpo_jax.rewards.call import in_thread
-from grpo_jax.rewards.marks import checked_by, prepared_by
+from grpo_jax.rewards.answer import NoReward
+from grpo_jax.rewards.marks import checked_by, one_worker, prepared_by
 from grpo_jax.settings import ConfigError, above, at_least
 
 PROMPT = """Judge an answer to a question.
@@ -40,6 +40,10 @@ _FIELD = re.compile(r"\{(\w+)\}")
 _TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 _MOST_IN_MEMORY = 100_000  # replies
 _replies: dict[str, str] = {}  # by the hash of the request
+# What bounds the requests of all calls that run in an event loop, by the address and the number.
+_places: weakref.WeakKeyDictionary[
+  asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]
+] = weakref.WeakKeyDictionary()
 
 
 class JudgeError(Exception):
@@ -52,6 +56,11 @@ def _openai() -> ModuleType:
   except ImportError:
     raise ConfigError("reward judge needs the package openai: pip install -e '.[judge]'") from None
   return openai
+
+
+def _prepare() -> None:
+  """Imports the parts of a client. Else the first request does, on the time limit of its call."""
+  _ = _openai().AsyncOpenAI(base_url="http://localhost", api_key="none").chat.completions
 
 
 def _check_options(where: str, options: dict[str, Any]) -> None:
@@ -75,9 +84,10 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
   _openai()
 
 
-@prepared_by(_openai)
+@one_worker
+@prepared_by(_prepare)
 @checked_by(_check_options)
-def judge(
+async def judge(
   completions: list[str],
   log_metric: Any = None,
   *,
@@ -94,7 +104,7 @@ def judge(
   key_variable: str = "OPENAI_API_KEY",
   cache: str = "",
   **columns: Any,
-) -> list[float | None]:
+) -> list[float | NoReward]:
   """The number in a judge's reply, clipped to [lowest, highest].
 
   The judge gets `PROMPT`, or the text of prompt_file, with the completion and any columns of the
@@ -111,28 +121,30 @@ def judge(
     lowest: The least reward.
     highest: The greatest reward.
     max_tokens: The longest reply.
-    at_once: How many requests are under way at once.
-    attempts: How often a request is tried, with growing pauses between, or as the server says.
+    at_once: How many requests are under way at once, of all calls of this process of the run.
+    attempts: How often a request is tried, with growing pauses between, or as the server says. A
+      reply that is no chat completion counts as a failure, too.
     seconds: The time limit for all requests of a call; reward.timeout should be longer.
     key_variable: The environment variable with the key of the service, if it needs one.
     cache: A folder that keeps replies for later runs. '' = they are kept in memory only.
     columns: The fields of the prompt.
 
   Returns:
-    The scores. None where the judge gave none in time. Raises RewardError if it gave none at all.
+    The scores. Where the judge gave none in time, the completion has none, and the others keep
+    theirs.
   """
   template = _template(prompt_file, "reward judge")
   prompts = [_fill(template, text, columns, i) for i, text in enumerate(completions)]
   asked = _Judge(url, model, os.environ.get(key_variable, ""), max_tokens, attempts, cache)
-  replies = in_thread(lambda: asyncio.run(asked.replies(prompts, at_once, seconds))).result()
+  replies = await asked.replies(prompts, at_once, seconds)
   scores = [_score(replies[prompt], pattern) for prompt in prompts]
-  problems = [score for score in scores if isinstance(score, JudgeError)]
-  if prompts and len(problems) == len(prompts):
-    raise RewardError(f"the judge at {url} gave no score: {problems[0]}")
   if log_metric is not None:
-    log_metric("judge/failed", len(problems))
+    log_metric("judge/failed", sum(isinstance(score, JudgeError) for score in scores))
   return [
-    None if isinstance(score, JudgeError) else min(highest, max(lowest, score)) for score in scores
+    NoReward(f"the judge at {url} gave no score: {score}")
+    if isinstance(score, JudgeError)
+    else min(highest, max(lowest, score))
+    for score in scores
   ]
 
 
@@ -199,8 +211,10 @@ class _Judge:
     # Else what it took from the environment for OpenAI's own service would go to this address.
     client.organization = client.project = None
     client._custom_headers = {}
-    free = asyncio.Semaphore(at_once)
-    deadline = asyncio.get_running_loop().time() + seconds
+    loop = asyncio.get_running_loop()
+    places = _places.setdefault(loop, {})
+    free = places.setdefault((self.url, at_once), asyncio.Semaphore(at_once))
+    deadline = loop.time() + seconds
 
     async def reply(prompt: str) -> str | JudgeError:
       try:
@@ -231,7 +245,9 @@ class _Judge:
           model=self.model, messages=[message], max_tokens=self.max_tokens, temperature=0
         )
         reply = completion.choices[0].message.content
-        break
+        if isinstance(reply, str):
+          break
+        problem = "its reply has no text"
       except openai.APIStatusError as error:
         problem = f"status {error.status_code} {' '.join(error.response.text.split()):.200}"
         if error.status_code not in _TRY_AGAIN:
@@ -241,12 +257,10 @@ class _Judge:
       except openai.APIConnectionError as error:
         problem = _shown(_first_cause(error))
       except Exception as error:  # whatever the client raises for a reply that is none
-        raise JudgeError(f"it sent no chat completion: {_shown(error)}") from None
+        problem = f"it sent no chat completion: {_shown(error)}"
       if attempt == self.attempts or asyncio.get_running_loop().time() + pause >= deadline:
         raise JudgeError(f"{problem}, tried {attempt} times")
       await asyncio.sleep(pause)
-    if not isinstance(reply, str):
-      raise JudgeError("its reply has no text")
     self._keep(name, reply)
     return reply
 

@@ -2,8 +2,8 @@
 
 A program runs in a process of its own with these bounds:
 
-  files      it sees only the Python that runs it and the system's libraries, read-only, and an
-             empty /tmp in memory. No home folder, no data, no /proc, no environment variables.
+  files      it sees only the Python that runs it, numpy, and the system's libraries, read-only, and
+             an empty /tmp in memory. No home folder, no data, no /proc, no environment variables.
   network    none: a network namespace of its own, with nothing but an empty loopback.
   processes  a process namespace of its own. It sees and signals no other process, and all that it
              started is killed with it, whatever its group or session.
@@ -23,6 +23,7 @@ and make the kernel hold the names of many empty files while it runs.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 from pathlib import Path
 import secrets
@@ -32,6 +33,8 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
+
 from grpo_jax.settings import ConfigError
 
 KINDS = ("bwrap", "unshare")
@@ -40,12 +43,12 @@ _USERS = range(60_000, 65_000)  # they own no files, and containers have them to
 _READ_ONLY = ("/usr", "/lib", "/lib32", "/lib64", "/bin")
 
 _PROGRAMS = Path(__file__).resolve().parent / "programs"
-_PROGRAMS_INSIDE = "/programs"
+_PROGRAMS_INSIDE, _PACKAGES_INSIDE = "/programs", "/packages"
 
 # The shell is process 1 of the namespace. It keeps its privileges, so that the program cannot
-# touch it, and everything ends when it ends. $1 is the size of /tmp, $2 the options of setpriv, $3
-# and $4 a folder and its name inside; then come the folders that keep their names up to "--", then
-# the command. The new root is made at /mnt, which is there on every machine.
+# touch it, and everything ends when it ends. $1 is the size of /tmp, $2 the options of setpriv.
+# Then come pairs of a folder and its name inside up to "--", the folders that keep their names up
+# to "--", and the command. The new root is made at /mnt, which is there on every machine.
 _MAKE_ROOT = r"""
 set -e
 size=$1 drop=$2
@@ -55,8 +58,12 @@ show() {
   mount --rbind "$1" "/mnt$2"
   mount -o remount,bind,ro "/mnt$2"
 }
-show "$3" "$4"
-shift 4
+shift 2
+while [ "$1" != -- ]; do
+  show "$1" "$2"
+  shift 2
+done
+shift
 while [ "$1" != -- ]; do
   if [ -L "$1" ]; then
     ln -s "$(readlink "$1")" "/mnt$1"
@@ -90,16 +97,19 @@ class Limits:
     memory: Bytes of address space of each of its processes, and of all files in /tmp.
     file_size: Bytes of each file that it writes.
     processes: How many processes and threads it may have, itself included.
+    threads: How many threads it may have if `processes` is 1, on x86-64 and ARM64. They share the
+      memory and the CPU time of their process.
   """
 
   seconds: int = 10
   memory: int = 2**29
   file_size: int = 2**24
   processes: int = 1
+  threads: int = 1
 
 
 def start(program: str, limits: Limits, kind: str, **streams: Any) -> subprocess.Popen[bytes]:
-  """Starts a Python program that uses the standard library alone.
+  """Starts a Python program that uses the standard library and numpy alone.
 
   The caller must end it with `stop`. It ends by itself if the thread that started it ends.
 
@@ -119,10 +129,12 @@ def start(program: str, limits: Limits, kind: str, **streams: Any) -> subprocess
   }
   if kind == NONE:  # there the limit would count all processes of the user
     del values["NPROC"]
-  folder = str(_PROGRAMS) if kind == NONE else _PROGRAMS_INSIDE
+  folder, packages = _PROGRAMS_INSIDE, _PACKAGES_INSIDE
+  if kind == NONE:
+    folder, packages = str(_PROGRAMS), str(Path(_packages()[0]).parent)
   source = (
-    f"import sys; sys.path.insert(0, {folder!r}); from confine import confine;"
-    f" confine({values}, {kind != NONE})\n{program}"
+    f"import sys; sys.path.insert(0, {folder!r}); sys.path.append({packages!r});"
+    f" from confine import confine; confine({values}, {limits.threads}, {kind != NONE})\n{program}"
   )
   python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
   command = [python, "-I", "-S", "-B", "-X", "utf8", "-c", source]
@@ -201,7 +213,9 @@ def _bwrap(command: list[str], limits: Limits) -> list[str]:
       for above in reversed(Path(folder).parents[:-1]):
         wrapped += ["--perms", "0755", "--dir", str(above)]
       wrapped += ["--ro-bind", folder, folder]
-  wrapped += ["--ro-bind", str(_PROGRAMS), _PROGRAMS_INSIDE]
+  wrapped += ["--perms", "0755", "--dir", _PACKAGES_INSIDE]
+  for folder, inside in _renamed():
+    wrapped += ["--ro-bind", folder, inside]
   wrapped += ["--perms", "1777", "--size", str(limits.memory), "--tmpfs", "/tmp"]
   return [*wrapped, "--remount-ro", "/", "--chdir", "/tmp", "--", *command]
 
@@ -214,7 +228,7 @@ def _unshare(command: list[str], limits: Limits) -> list[str]:
     *(_tool("setpriv"), "--pdeathsig", "KILL", _tool("unshare"), *user),
     *("--net", "--pid", "--ipc", "--uts", "--mount", "--fork", "--kill-child"),
     *("/bin/sh", "-c", "PATH=/usr/sbin:/usr/bin:/sbin:/bin\n" + _MAKE_ROOT, "sh"),
-    *(str(limits.memory), drop, str(_PROGRAMS), _PROGRAMS_INSIDE, *_folders(), "--", *command),
+    *(str(limits.memory), drop, *itertools.chain(*_renamed()), "--", *_folders(), "--", *command),
   ]
 
 
@@ -233,6 +247,18 @@ def _folders() -> list[str]:
   system = [folder for folder in _READ_ONLY if os.path.lexists(folder)]
   prefix = Path(sys.base_prefix).resolve()
   return system if prefix.is_relative_to("/usr") else [*system, str(prefix)]
+
+
+def _renamed() -> list[tuple[str, str]]:
+  """What it sees of the machine under another name, as pairs (folder, its name inside)."""
+  packages = [(folder, f"{_PACKAGES_INSIDE}/{Path(folder).name}") for folder in _packages()]
+  return [(str(_PROGRAMS), _PROGRAMS_INSIDE), *packages]
+
+
+def _packages() -> list[str]:
+  """The folders of numpy: its code, and beside it the libraries that a wheel brings."""
+  code = Path(np.__file__).resolve().parent
+  return [str(folder) for folder in (code, code.with_name("numpy.libs")) if folder.is_dir()]
 
 
 def _tool(name: str) -> str:

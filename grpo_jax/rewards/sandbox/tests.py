@@ -1,10 +1,11 @@
-"""Counts the tests that a program passes.
+"""Runs the tests of a problem on a program.
 
 The program runs in a sandbox (see `runner.py`), as one process, the player. The tests run in
 another one, the checker. The checker sends calls with their arguments to the player, gets plain
 data back, and compares.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -17,15 +18,44 @@ from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.sandbox import runner
 
 
-def count_passed(
-  code: str, tests: list[str], setup: str, limits: runner.Limits, sandbox: str, seconds: float
-) -> int:
-  """How many tests a program passes.
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What a program is tested with.
+
+  Attributes:
+    place: What error messages call it.
+    tests: The tests. Each is a program that raises an exception if it fails.
+    setup: Code that runs before the tests, such as imports. It may use the program.
+    solution: A program that passes, or "". It says which names are the program's (`names.py`).
+  """
+
+  place: str
+  tests: tuple[str, ...]
+  setup: str = ""
+  solution: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """What became of the tests.
+
+  Attributes:
+    passed: How many passed.
+    counted: How many there are, without those that read nothing of the program.
+  """
+
+  passed: int
+  counted: int
+
+
+def run_tests(
+  program: str, problem: Problem, limits: runner.Limits, sandbox: str, seconds: float
+) -> Verdict:
+  """Runs a program, and the tests on it.
 
   Args:
-    code: The program.
-    tests: The tests.
-    setup: Code that runs before the program and before the tests, such as imports.
+    program: The program.
+    problem: Its tests.
     limits: What the program and its tests may use each.
     sandbox: One of `runner.KINDS`, or `runner.NONE`.
     seconds: Tests that have not passed by then have failed.
@@ -33,13 +63,15 @@ def count_passed(
   Raises:
     RewardError: A sandbox did not start, or the setup fails.
   """
+  if not problem.tests:
+    return Verdict(0, 0)
   deadline = time.monotonic() + seconds
   to_checker, to_player = os.pipe(), os.pipe()
   started: list[subprocess.Popen[bytes]] = []
 
-  def start(program: str, stdin: int, stdout: int, stderr: int) -> None:
+  def start(source: str, stdin: int, stdout: int, stderr: int) -> None:
     streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
-    started.append(runner.start(program, limits, sandbox, **streams))
+    started.append(runner.start(source, limits, sandbox, **streams))
 
   try:
     try:
@@ -49,25 +81,26 @@ def count_passed(
       start("from player import play; play()", to_player[0], to_checker[1], subprocess.DEVNULL)
       # The player says nothing before it has its job, and the checker nothing before the player.
       # So the first line of each pipe is the job, though the pipes have two writers.
-      _send(to_checker[1], {"tests": list(tests), "setup": setup}, deadline)
-      _send(to_player[1], {"code": code, "setup": setup}, deadline)
+      _send(to_checker[1], dataclasses.asdict(problem), deadline)
+      _send(to_player[1], {"code": program, "setup": problem.setup}, deadline)
     finally:
       for end in (*to_checker, *to_player):
         os.close(end)
-    verdict = _read(started[0].stderr.fileno(), 1 + len(tests), deadline)
+    verdict = _read(started[0].stderr.fileno(), 1 + len(problem.tests), deadline)
   finally:
     for process in started:
       runner.stop(process)
       if process.stderr:
         process.stderr.close()
   # Nothing but the verdict counts, such as what the checker's Python says when it fails.
-  match = re.match(rb"\+([01]*)(!?)", verdict)
+  match = re.match(rb"\+([01-]*)(!?)", verdict)
   if match is None:
     said = " ".join(verdict.decode(errors="replace").split())[-200:]
-    raise RewardError(f"a sandbox did not start in {seconds:g} s{': ' if said else ''}{said}")
+    failed = f"a sandbox did not start in {seconds:g} s"
+    raise RewardError(f"{problem.place}: {failed}{': ' if said else ''}{said}")
   if match[2]:
-    raise RewardError(f"test_setup_code fails: {setup!r:.200}")
-  return match[1].count(b"1")
+    raise RewardError(f"{problem.place}: test_setup_code fails: {problem.setup!r:.200}")
+  return Verdict(match[1].count(b"1"), len(problem.tests) - match[1].count(b"-"))
 
 
 def _send(pipe: int, job: dict[str, Any], deadline: float) -> None:

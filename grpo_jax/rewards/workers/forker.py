@@ -2,15 +2,18 @@
 
 It has no threads and no JAX, so it can fork safely, which the process of a run cannot. It has
 loaded the reward functions, so a new worker takes milliseconds. The run starts it with `main` and
-sends it requests. It ends, and ends all workers, when the run has ended in whatever way.
+sends it requests. It ends, and ends all workers, when the run has ended in whatever way. While it
+imports a file of the user, which may never end, the kernel kills it as soon as the run is gone.
 
 It does the killing, too: it is the parent of the workers, so a process number that it holds cannot
 have been given to another process. On Linux it also becomes the parent of what a worker started and
 left behind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import ctypes
+import fcntl
 import gc
 import os
 from pathlib import Path
@@ -40,7 +43,7 @@ def main(channel_number: int, run_process: int) -> None:
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda *_: None)
   prctl(_PR_SET_CHILD_SUBREAPER, 1)
-  forker = Forker(socket.socket(fileno=channel_number))
+  forker = Forker(socket.socket(fileno=channel_number), run_process)
   try:
     while os.getppid() == run_process:
       if select.select([channel_number], [], [], _SECONDS_BETWEEN_LOOKS)[0]:
@@ -60,8 +63,8 @@ def prctl(option: int, value: int) -> None:
 class Forker:
   """Answers the requests of the run."""
 
-  def __init__(self, channel: socket.socket) -> None:
-    self._channel = channel
+  def __init__(self, channel: socket.socket, run_process: int) -> None:
+    self._channel, self._run_process = channel, run_process
     self._functions: dict[str, Any] = {}
     self._workers: set[int] = set()
 
@@ -84,7 +87,8 @@ class Forker:
     """Loads a function, which workers then have under this key."""
     threads = _threads()
     try:
-      function = messages.load(kind, data)
+      with self._killed_with_the_run():
+        function = messages.load(kind, data)
     except ConfigError as error:
       return {"error": str(error)}
     except BaseException as error:
@@ -96,6 +100,29 @@ class Forker:
     gc.collect()
     gc.freeze()  # so that collections in the workers do not copy the memory that they share
     return {}
+
+  @contextlib.contextmanager
+  def _killed_with_the_run(self) -> Iterator[None]:
+    """While the block runs, the end of the run kills this process, whatever it is doing.
+
+    The run sends nothing while it waits, so the only event on the channel is that the other side is
+    closed. The kernel answers it with a signal to this process and to what it has started. Not
+    PR_SET_PDEATHSIG, which kills when the thread of the run ends that started this process.
+    """
+    if not hasattr(fcntl, "F_SETSIG"):  # not Linux: the channel is looked at after the block
+      yield
+      return
+    number = self._channel.fileno()
+    flags = fcntl.fcntl(number, fcntl.F_GETFL)
+    fcntl.fcntl(number, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(number, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(number, fcntl.F_SETFL, flags | fcntl.FASYNC)
+    try:
+      if os.getppid() != self._run_process:  # it ended before that
+        raise EOFError
+      yield
+    finally:
+      fcntl.fcntl(number, fcntl.F_SETFL, flags)
 
   def _start(self, memory: int, to_load: dict[str, tuple[str, bytes]]) -> dict[str, Any]:
     """Forks a worker, which loads functions and serves the socket that comes with the request."""

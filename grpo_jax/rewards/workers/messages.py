@@ -33,6 +33,9 @@ class Call:
     step: The number of the step.
     is_async: Whether it is an async function.
     whole_groups: Whether it must not be called with a part of these completions.
+    one_worker: Whether all calls of this function must be made by the same worker.
+    at_once: With one_worker, about how many completions of the function are under way, 0 for any
+      number.
   """
 
   key: str
@@ -41,6 +44,8 @@ class Call:
   step: int = 0
   is_async: bool = False
   whole_groups: bool = False
+  one_worker: bool = False
+  at_once: int = 0
 
 
 class NotPortable(Exception):

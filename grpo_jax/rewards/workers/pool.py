@@ -1,25 +1,25 @@
 """The pool: worker processes that call reward functions, and that can be killed at any time.
 
 A call that hangs, crashes or raises something costs no other call its reward. `processes.py` starts
-and ends the workers, and `job.py` decides which worker makes which call.
+and ends the workers, `schedule.py` decides which worker makes which call, and `job.py` puts the
+answers together.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-import threading
 from typing import Any
 
 from grpo_jax.rewards.answer import Answer
-from grpo_jax.rewards.call import in_thread
 from grpo_jax.rewards.workers.job import Job
 from grpo_jax.rewards.workers.messages import Call, portable
 from grpo_jax.rewards.workers.processes import Processes
+from grpo_jax.rewards.workers.schedule import Schedule
 
 _SECONDS_TO_STOP = 5.0
 
 
 class Pool:
-  """Worker processes that make calls in the background, one job after the other."""
+  """Worker processes that make calls in the background, of several jobs at the same time."""
 
   def __init__(self, count: int, timeout: float, memory: float = 0) -> None:
     """Starts nothing yet.
@@ -30,8 +30,7 @@ class Pool:
       memory: GiB that a worker may have, 0 for no limit.
     """
     self._processes = Processes(count, int(memory * 2**30))
-    self._timeout = timeout
-    self._one_job = threading.Lock()
+    self._schedule = Schedule(self._processes, timeout)
 
   def add(self, source: str, function: Callable[..., Any], is_named: bool) -> None:
     """Lets the workers call a function, whose key is `source`.
@@ -47,7 +46,8 @@ class Pool:
     """
     if source not in self._processes.functions:
       sent = portable(source, function, is_named)
-      with self._one_job:
+      with self._schedule.lock:
+        self._schedule.lock.wait_for(self._schedule.is_idle)
         self._processes.add(source, sent)
 
   def start(self, calls: Sequence[Call], stops_on_error: bool = False) -> "Future[list[Answer]]":
@@ -60,17 +60,14 @@ class Pool:
     Returns:
       The future answers, in the order of the calls.
     """
-
-    def run() -> list[Answer]:
-      with self._one_job:
-        return Job(self._processes, calls, self._timeout, stops_on_error).run()
-
-    return in_thread(run)
+    return self._schedule.start(Job(calls, stops_on_error))
 
   def close(self) -> None:
     """Ends all workers, and with them what is running."""
     self._processes.is_closed.set()
-    has_stopped = self._one_job.acquire(timeout=_SECONDS_TO_STOP)
+    self._schedule.wake()
+    with self._schedule.lock:
+      has_stopped = self._schedule.lock.wait_for(self._schedule.is_idle, _SECONDS_TO_STOP)
     self._processes.close()
     if has_stopped:
-      self._one_job.release()
+      self._schedule.close()

@@ -1,6 +1,7 @@
 """The run's side of the forker and of its workers."""
 
 from collections.abc import Sequence
+import contextlib
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import threading
 from typing import Any
 import weakref
 
+from grpo_jax.rewards import names
 from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.workers import messages
 from grpo_jax.settings import ConfigError
@@ -63,10 +65,17 @@ class ForkerProcess:
       ConfigError: It cannot be loaded.
     """
     with told_if_slow(f"loading reward function {source} for the workers"):
+      # Longer than the limit in the process itself, which says more.
+      limit = names.SECONDS_TO_LOAD + _SECONDS_TO_END
+      self._channel.settimeout(limit)
       try:
         result = self._ask("load", source, kind, data)
-      except ForkerEnded:
-        result = {"error": "the process ended"}
+      except ForkerEnded as ended:
+        is_late = isinstance(ended.__cause__, TimeoutError)
+        what = f"has not loaded it after {limit:g} s" if is_late else "ended"
+        result = {"error": f"the process {what}"}
+      finally:
+        self._channel.settimeout(None)
     if "error" in result:
       raise ConfigError(
         f"reward.functions: {source} cannot be loaded in a worker process ({result['error']}):"
@@ -104,7 +113,7 @@ class ForkerProcess:
     try:
       self._process.wait(_SECONDS_TO_END)
     except subprocess.TimeoutExpired:
-      self._process.kill()
+      self._kill()
       self._process.wait()
 
   def _ask(self, *request: Any, number: int | None = None) -> dict[str, Any]:
@@ -115,9 +124,14 @@ class ForkerProcess:
       while not (results := self._lines.read()):
         pass
     except (OSError, EOFError, ValueError) as error:
-      self._process.kill()
+      self._kill()
       raise ForkerEnded from error
     return results[0]
+
+  def _kill(self) -> None:
+    """Kills it, and what a file that it imports has started."""
+    with contextlib.suppress(OSError):  # it has ended
+      os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class WorkerProcess:

@@ -1,5 +1,8 @@
 """A worker: a process that calls reward functions, one call after the other.
 
+Calls of async functions run side by side, and others may come while they run. They share an event
+loop that lives as long as the worker, so what such a function keeps for its loop stays valid.
+
 It may hang, crash or be killed at any time. The process of the run then knows which call it was in,
 because the worker answers each call as soon as it has returned.
 """
@@ -21,7 +24,6 @@ from grpo_jax.rewards.workers import messages
 from grpo_jax.rewards.workers.messages import Call
 from grpo_jax.settings import ConfigError
 
-CALLS_AT_ONCE = 64  # of an async function
 # What counts as the end of a worker, though Python lets a function raise it.
 _ENDINGS = (MemoryError, SystemExit, KeyboardInterrupt, GeneratorExit)
 
@@ -69,13 +71,14 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
     messages.send_line(channel, {"failed": describe(error)})
     return
   messages.send_line(channel, {"ready": True})
+  runner = asyncio.Runner()
   while True:
     try:
       calls, timeout = messages.receive(channel)
     except (EOFError, OSError):
       return
     if calls[0][1].is_async:
-      asyncio.run(_answer_at_once(channel, functions, calls, timeout))
+      runner.run(_answer_side_by_side(channel, functions, calls, timeout))
       continue
     for number, one in calls:
       try:
@@ -102,19 +105,37 @@ def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> N
   messages.send_line(channel, {"number": number, **reply})
 
 
-async def _answer_at_once(
+async def _answer_side_by_side(
   channel: socket.socket, functions: dict[str, Any], calls: list[tuple[int, Call]], timeout: float
 ) -> None:
-  """Makes calls of an async function side by side, and sends each answer when it is there."""
-  free = asyncio.Semaphore(CALLS_AT_ONCE)
+  """Makes calls of async functions, and those that come meanwhile, until none is left."""
+  loop = asyncio.get_running_loop()
+  running: set[asyncio.Task[None]] = set()
 
   async def make(number: int, one: Call) -> None:
-    async with free:
-      function = functions[one.key]
-      try:
-        outcome: Outcome = await call_async(function, one.name, one.columns, one.step, timeout)
-      except (TimeoutError, RewardError, KeyboardInterrupt) as error:
-        outcome = error
-      _send(channel, number, one.name, outcome)
+    function = functions[one.key]
+    try:
+      outcome: Outcome = await call_async(function, one.name, one.columns, one.step, timeout)
+    except (TimeoutError, RewardError, KeyboardInterrupt) as error:
+      outcome = error
+    _send(channel, number, one.name, outcome)
 
-  await asyncio.gather(*(make(number, one) for number, one in calls))
+  def begin(calls: list[tuple[int, Call]]) -> None:
+    running.update(loop.create_task(make(number, one)) for number, one in calls)
+
+  def receive() -> None:
+    try:
+      begin(messages.receive(channel)[0])
+    except (EOFError, OSError):  # the run has ended this worker
+      loop.remove_reader(channel)
+
+  begin(calls)
+  loop.add_reader(channel, receive)
+  try:
+    while running:
+      done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+      running -= done
+      for task in done:
+        task.result()
+  finally:
+    loop.remove_reader(channel)

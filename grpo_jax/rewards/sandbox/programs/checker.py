@@ -1,12 +1,12 @@
 """Runs the tests of a problem on code that runs elsewhere, in the player.
 
-A name in a test that is neither the test's own nor Python's is asked from the player, and so are
-calls of its functions. Values come back as plain data, so that everything that a test compares is
-made here, and a test's expected values never leave this process.
+A name that is the program's (see names.py) is asked from the player, and so are calls of its
+functions. Values come back as plain data, so that everything that a test compares is made here, and
+a test's expected values never leave this process.
 
 Its standard input has a line with the tests and then the player's answers; its standard output gets
-requests; its standard error gets the verdict: "+" for the player's start, and then "1" or "0" for
-each test, or "!" if what the tests need cannot be set up.
+requests; its standard error gets the verdict: "+" for the player's start, and then for each test
+"1" or "0", or "-" if it reads nothing of the program; or "!" if the setup fails by itself.
 """
 
 import ast
@@ -17,36 +17,86 @@ import os
 import sys
 from typing import Any
 
+from names import foreign, helpers, name_under_test, names_read
 from values import decode, encode
 
 _LONGEST_ANSWER = 2**23  # bytes
+# Without those that say that an iteration has ended, which a test would not see as an error.
+_EXCEPTIONS = {
+  name: kind
+  for name, kind in vars(builtins).items()
+  if isinstance(kind, type)
+  and issubclass(kind, Exception)
+  and name not in ("StopIteration", "StopAsyncIteration", "ExceptionGroup")
+}
+
+
+class Gone(BaseException):
+  """The program has ended, or what it answers is no answer."""
 
 
 class Player:
-  """The code of the completion, as the tests see it."""
+  """The code of the completion, as the tests see it.
+
+  Attributes:
+    uses: How many times the setup and the test used an object of it, such as by a call.
+    is_gone: Whether it has ended. A test that goes on, as one may with `except:`, fails then.
+  """
 
   def __init__(self, answers: Any, requests: Any) -> None:
     self._answers, self._requests = answers, requests
+    self._exceptions: dict[int, type] = {}
+    self.uses, self.is_gone = 0, False
 
   def ask(self, **request: Any) -> Any:
     """Sends a request and returns what the code gave. Raises what the code raised."""
-    self._requests.write(json.dumps(request).encode() + b"\n")
-    self._requests.flush()
-    return self.hear()
+    if self.is_gone:
+      raise Gone
+    self.uses += "object" in request
+    line = json.dumps(request).encode() + b"\n"
+    try:
+      self._requests.write(line)
+      self._requests.flush()
+      value, error = self.hear()
+    except BaseException as problem:
+      self.is_gone = True
+      raise Gone from problem
+    if error is not None:
+      raise error
+    return value
 
-  def hear(self) -> Any:
-    """The next value."""
+  def hear(self) -> tuple[Any, Exception | None]:
+    """The next value, or the next error."""
     line = self._answers.readline(_LONGEST_ANSWER)
     if not line.endswith(b"\n"):
       raise EOFError("the code has ended, or its answer is too long")
     answer = json.loads(line)
-    if "error" in answer:
-      kind = getattr(builtins, str(answer["error"]), None)
-      raise kind() if kind in _EXCEPTIONS else RuntimeError(answer["error"])
-    return decode(answer["value"], self._object)
+    if "error" not in answer:
+      return self._decode(answer["value"]), None
+    kind = self._exception(answer["error"])
+    error = kind.__new__(kind, *self._decode(answer["arguments"]))
+    attributes = self._decode(answer["attributes"])
+    vars(error).update({k: v for k, v in attributes.items() if not k.startswith("_")})
+    return None, error
 
-  def _object(self, number: int) -> "Remote":
-    return Remote(self, number)
+  def _decode(self, data: Any) -> Any:
+    return decode(data, lambda number: Remote(self, number), self._own_exception)
+
+  def _own_exception(self, description: Any) -> type:
+    """A class that the program made. One of Python's could catch what the test itself raises."""
+    if isinstance(description, str):
+      raise TypeError(f"the program gives {description} another name")
+    return self._exception(description)
+
+  def _exception(self, description: Any) -> type:
+    """A class of this process that stands for one of the program, with nothing of its methods."""
+    if isinstance(description, str):
+      return _EXCEPTIONS.get(description, RuntimeError)
+    number, name, bases = description
+    if number not in self._exceptions:
+      kinds = dict.fromkeys(map(self._exception, bases)) or (Exception,)
+      self._exceptions[number] = type(name, tuple(kinds), {})
+    return self._exceptions[number]
 
 
 class Remote:
@@ -64,61 +114,83 @@ class Remote:
       raise AttributeError(name)
     return self._player.ask(object=self._number, attribute=name)
 
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name.startswith("__"):
+      raise AttributeError(name)
+    sent = encode(value, _number_of)
+    self._player.ask(object=self._number, attribute=name, set=sent)
+
   def __bool__(self) -> bool:
     raise TypeError("the code returned an object that is not plain data")
-
-
-# Those that a test may expect of a call.
-_EXCEPTIONS = (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, AttributeError)
 
 
 def run_tests() -> None:
   """Writes the verdict of each test."""
   verdict, answers, requests = (os.fdopen(os.dup(2), "w"), sys.stdin.buffer, sys.stdout.buffer)
+  sys.set_int_max_str_digits(0)
   # What a test prints goes nowhere, and what it reads is empty.
   sys.stdin, sys.stdout, sys.stderr = io.StringIO(), io.StringIO(), io.StringIO()
   job = json.loads(answers.readline())
   player = Player(answers, requests)
   player.hear()
-  print("+", end="", file=verdict, flush=True)
+
+  def say(text: str) -> None:
+    print(text, end="", file=verdict, flush=True)
+
+  say("+")
+  tests = [_parsed(test) for test in job["tests"]]
+  solution = _parsed(job["solution"]) if job["solution"].strip() else None
   names: dict[str, Any] = {}
+  setup = _parsed(job["setup"])
+  needed = foreign(setup, {}) if setup else []
+  names |= helpers([setup] if setup else [], {}, solution)
+  of_program = [name for name in needed if name not in names]
   try:
+    names |= {name: player.ask(name=name) for name in of_program}
     exec(compile(job["setup"], "<setup>", "exec"), names)
   except BaseException:  # it is a program, so it can raise any exception
-    print("!", end="", file=verdict, flush=True)
-    raise
-  for test in job["tests"]:
-    print("1" if _passes(test, names, player) else "0", end="", file=verdict, flush=True)
+    if not of_program:
+      say("!")
+      raise
+    for _ in tests:
+      say("0")
+    return
+  trees = [test for test in tests if test]
+  names |= helpers(trees, names, solution)
+  reads = [foreign(test, names) if test else [] for test in tests]
+  if not (any(reads) or of_program):
+    name = name_under_test(trees, names, solution)
+    reads = [[name] if test and name in names_read(test) else [] for test in tests]
+  used_by_setup = player.uses
+  for test, read in zip(tests, reads):
+    player.uses = used_by_setup
+    if test is None:
+      say("0")
+    elif read or of_program:
+      say("1" if _passes(test, read, names, player) else "0")
+    else:
+      say("-")
 
 
-def _passes(test: str, names: dict[str, Any], player: Player) -> bool:
+def _passes(test: ast.Module, read: list[str], names: dict[str, Any], player: Player) -> bool:
+  """Whether a test passes that reads some names of the program.
+
+  One that only defines a function, as for pytest, does not: it has to call something.
+  """
   try:
-    tree = ast.parse(test)
-    own = dict(names)
-    for name in _foreign(tree, own):
-      own[name] = player.ask(name=name)
-    exec(compile(tree, "<test>", "exec"), own)
-    return True
+    own = names | {name: player.ask(name=name) for name in read}
+    exec(compile(test, "<test>", "exec"), own)
+    return player.uses > 0 and not player.is_gone
   except BaseException:  # a test is a program too, so it can raise any exception
     return False
 
 
-def _foreign(tree: ast.AST, own: dict[str, Any]) -> list[str]:
-  """The names that a test reads and does not define."""
-  nodes = list(ast.walk(tree))
-  names = [node for node in nodes if isinstance(node, ast.Name)]
-  defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-  defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-  defined |= {
-    (node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)
-  }
-  defined |= {
-    node.name
-    for node in nodes
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)) and node.name
-  }
-  known = {*defined, *own, *dir(builtins)}
-  return list(dict.fromkeys(node.id for node in names if node.id not in known))
+def _parsed(code: str) -> ast.Module | None:
+  """The syntax tree of some code. None if it is not Python."""
+  try:
+    return ast.parse(code)
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return None
 
 
 def _number_of(value: Any) -> int:

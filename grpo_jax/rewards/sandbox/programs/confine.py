@@ -1,6 +1,7 @@
 """The beginning of every program of a sandbox: limits what its process can do from here on."""
 
 import ctypes
+import os
 import platform
 import resource
 import signal
@@ -9,55 +10,72 @@ import struct
 # System calls that the programs do without and that would take them around a limit: new namespaces
 # and mounts, memory that is in no address space, other processes, and rarely used parts of the
 # kernel. The numbers are those of the architectures; from 424 on they are the same everywhere.
-# By machine: the number of the architecture, of clone, and of the refused calls.
-_TABLES: dict[str, tuple[int, int, list[int]]] = {
+# By machine: the number of the architecture, of clone, and of the refused calls; then those of the
+# other calls that make a process.
+_TABLES: dict[str, tuple[int, int, list[int], list[int]]] = {
   "x86_64": (
     0xC000003E,
     56,
     [29, 101, 165, 248, 249, 250, 272, 298, 308, 310, 311, 319, 321, 323],
+    [57, 58],
   ),
   "aarch64": (
     0xC00000B7,
     220,
     [194, 117, 40, 217, 218, 219, 97, 241, 268, 270, 271, 279, 280, 282],
+    [],
   ),
 }
 _REFUSED_EVERYWHERE = [425, 428, 429, 430, 442]
-_CLONE3, _ENOSYS, _EPERM = 435, 38, 1
-_NEW_NAMESPACES = 0x7E020080
+_CLONE3, _ENOSYS, _EPERM, _EAGAIN = 435, 38, 1, 11
+_NEW_NAMESPACES, _THREAD = 0x7E020080, 0x10000
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _KILL, _ERROR, _ALLOW = 0x80000000, 0x50000, 0x7FFF0000
 
 
-def confine(limits: dict[str, int], in_sandbox: bool) -> None:
+def confine(limits: dict[str, int], threads: int, in_sandbox: bool) -> None:
   """Sets limits of resources by name, such as {"CPU": 10}.
 
   In a sandbox it also filters system calls. Elsewhere the process ends with the thread that started
   it, for which a sandbox cares itself.
+
+  Args:
+    limits: The limits.
+    threads: How many threads the process may have, if it may not start processes. The kernel counts
+      both alike, so it needs the filter to tell them apart.
+    in_sandbox: Whether the process is in a sandbox.
   """
+  os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads when numpy is imported
+  table = _TABLES.get(platform.machine())
+  only_threads = limits.get("NPROC") == 1
+  if only_threads and table:
+    limits = limits | {"NPROC": threads}
   for name, limit in limits.items():
     kind = getattr(resource, "RLIMIT_" + name)
     hard = resource.getrlimit(kind)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(kind, (limit, limit))
-  table = _TABLES.get(platform.machine())
   if not in_sandbox:
     set_death_signal = 1
     ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
   elif table:
-    arch, clone, refused = table
-    _filter_calls(arch, clone, [*refused, *_REFUSED_EVERYWHERE])
+    arch, clone, refused, forks = table
+    refused = [*refused, *_REFUSED_EVERYWHERE, *(forks if only_threads else [])]
+    _filter_calls(arch, clone, refused, only_threads)
 
 
-def _filter_calls(arch: int, clone: int, refused: list[int]) -> None:
+def _filter_calls(arch: int, clone: int, refused: list[int], only_threads: bool) -> None:
   """Makes the kernel refuse system calls from here on, in this process and in its children."""
   steps = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
   steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERROR | _EPERM)]  # x86's second table
   for number in refused:
     steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | _EPERM)]
   steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | _ENOSYS)]  # libc then uses clone
-  steps += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, 16), (_HAS_BIT, 0, 1, _NEW_NAMESPACES)]
-  steps += [(_RETURN, 0, 0, _ERROR | _EPERM), (_RETURN, 0, 0, _ALLOW)]
+  in_clone = [(_LOAD, 0, 0, 16), (_HAS_BIT, 0, 1, _NEW_NAMESPACES)]
+  in_clone += [(_RETURN, 0, 0, _ERROR | _EPERM)]
+  if only_threads:
+    in_clone += [(_HAS_BIT, 1, 0, _THREAD), (_RETURN, 0, 0, _ERROR | _EAGAIN)]
+  steps += [(_EQUAL, 0, len(in_clone), clone), *in_clone, (_RETURN, 0, 0, _ALLOW)]
   code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
   program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
   libc = ctypes.CDLL(None, use_errno=True)

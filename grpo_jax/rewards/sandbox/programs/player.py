@@ -4,13 +4,14 @@ It never gets a test, only the names and arguments of calls. Its standard input 
 code and then requests; its standard output gets an answer for each, both as JSON.
 """
 
+import contextlib
 import io
 import json
 import os
 import sys
 from typing import Any
 
-from values import decode, encode
+from values import decode, describe_exception, encode
 
 
 def play() -> None:
@@ -20,36 +21,70 @@ def play() -> None:
   os.close(0)
   sys.stdin = io.StringIO()
   sys.setrecursionlimit(10_000)
+  sys.set_int_max_str_digits(0)
   job = json.loads(requests.readline())
   _send(answers, {"value": "ready"})
   names: dict[str, Any] = {"__name__": "completion"}
-  exec(compile(job["setup"], "<setup>", "exec"), names)
+  # The checker says whether the setup fails. Here it may need what only the code defines.
+  with contextlib.suppress(Exception):
+    exec(compile(job["setup"], "<setup>", "exec"), names)
   exec(compile(job["code"], "<completion>", "exec"), names)
-  kept: list[Any] = []
+  kept = Kept()
   for line in requests:
     _send(answers, _answer(json.loads(line), names, kept))
 
 
-def _answer(request: dict[str, Any], names: dict[str, Any], kept: list[Any]) -> dict[str, Any]:
+class Kept:
+  """The objects that the checker knows by numbers."""
+
+  def __init__(self) -> None:
+    self._objects: list[Any] = []
+    self._numbers: dict[int, int] = {}  # by id. What is kept keeps its id.
+
+  def number_of(self, value: Any) -> int:
+    """The number of an object, always the same one."""
+    if id(value) not in self._numbers:
+      self._numbers[id(value)] = len(self._objects)
+      self._objects.append(value)
+    return self._numbers[id(value)]
+
+  def __getitem__(self, number: int) -> Any:
+    return self._objects[number]
+
+
+def _answer(request: dict[str, Any], names: dict[str, Any], kept: Kept) -> dict[str, Any]:
   """The value that a request is for, or the error that it ends with."""
-
-  def keep(value: Any) -> int:
-    kept.append(value)
-    return len(kept) - 1
-
   try:
-    if "name" in request:
-      found = names[request["name"]]
-    elif "attribute" in request:
-      found = getattr(kept[request["object"]], request["attribute"])
-    else:
-      arguments, keywords = decode(request["arguments"], kept.__getitem__)
-      found = kept[request["object"]](*arguments, **keywords)
-    answer = {"value": encode(found, keep)}
-    json.dumps(answer)  # an int may have too many digits
-    return answer
+    return {"value": encode(_result(request, names, kept), kept.number_of)}
   except Exception as error:
-    return {"error": type(error).__name__}
+    return _error(error, kept)
+
+
+def _result(request: dict[str, Any], names: dict[str, Any], kept: Kept) -> Any:
+  if "name" in request:
+    return names[request["name"]]
+  if "set" in request:
+    value = decode(request["set"], kept.__getitem__)
+    return setattr(kept[request["object"]], request["attribute"], value)
+  if "attribute" in request:
+    return getattr(kept[request["object"]], request["attribute"])
+  arguments, keywords = decode(request["arguments"], kept.__getitem__)
+  return kept[request["object"]](*arguments, **keywords)
+
+
+def _error(error: Exception, kept: Kept) -> dict[str, Any]:
+  """An exception: its class, and what it holds where that can be sent."""
+  kind = describe_exception(type(error), kept.number_of)
+  try:
+    answer = {
+      "error": kind,
+      "arguments": encode(list(error.args), kept.number_of),
+      "attributes": encode(vars(error), kept.number_of),
+    }
+    json.dumps(answer)
+    return answer
+  except Exception:
+    return {"error": kind, "arguments": ["list", []], "attributes": ["dict", []]}
 
 
 def _send(answers: Any, answer: dict[str, Any]) -> None:

@@ -1,0 +1,329 @@
+"""The schedule: which worker makes which call.
+
+All jobs share the workers, so calls of one job run while those of another one wait. A worker makes
+one call after the other. It may get several at once, so that cheap functions do not wait for
+messages. It must answer something within the time limit. If it does not, or if it ends, the call
+that it was in has failed, and the calls behind it go to another worker.
+
+Calls of async functions run side by side in a worker, whichever job they are of. When a worker has
+as many as it may, the next worker gets some. All calls of a function that is marked `one_worker`
+run in the same worker.
+"""
+
+import collections
+from concurrent.futures import Future
+import contextlib
+import itertools
+from multiprocessing import connection
+import socket
+import threading
+import time
+from typing import Any
+
+from grpo_jax.rewards.answer import Answer, RewardError
+from grpo_jax.rewards.names import SECONDS_TO_LOAD
+from grpo_jax.rewards.workers.job import Job, Task
+from grpo_jax.rewards.workers.messages import Call, answer_from_json
+from grpo_jax.rewards.workers.processes import Processes, WorkerProcess
+
+CALLS_AT_ONCE = 64  # of async functions in a worker
+_SECONDS_BETWEEN_LOOKS = 1.0  # at whether the pool is closed
+_SECONDS_OF_CALLS = 0.05  # how much work a worker gets at once
+_GRACE = 1.0  # seconds for the loop of an async function to notice that a call is over
+_MOST_FAILED_STARTS = 3
+
+
+class Schedule:
+  """Makes the calls of jobs with worker processes, in a thread that lives while there are any.
+
+  Attributes:
+    lock: Who holds it while `is_idle` may use the processes.
+  """
+
+  def __init__(self, processes: Processes, timeout: float) -> None:
+    """`timeout`: seconds that a call may take."""
+    self.lock = threading.Condition()
+    self._processes, self._timeout = processes, timeout
+    self._new: list[Job] = []
+    self._runs = False
+    self._wakes, self._waker = socket.socketpair()
+    self._waker.setblocking(False)
+    self._numbers = itertools.count()
+    self._tasks: dict[int, Task] = {}  # without an answer, by number
+    # The numbers of those that no worker has. Those of a lane differ only in their completions.
+    self._lanes: dict[tuple[str, int], collections.deque[int]] = {}
+    self._seconds: dict[str, float] = {}  # of a call, by key
+    self._failed_starts = 0
+
+  def start(self, job: Job) -> "Future[list[Answer]]":
+    """Makes the calls of a job in the background. Returns the job's future."""
+    with self.lock:
+      self._new.append(job)
+      if not self._runs:
+        self._runs = True
+        # After Ctrl-C nobody waits for it. An executor's would be waited for when Python exits.
+        threading.Thread(target=self._run, name="rewards", daemon=True).start()
+    self.wake()
+    return job.future
+
+  def wake(self) -> None:
+    """Lets the thread look at what is new."""
+    try:
+      self._waker.send(b"w")
+    except OSError:  # it has been woken often, or the pool is closed
+      pass
+
+  def is_idle(self) -> bool:
+    """Whether no job runs. For those who hold the lock."""
+    return not self._runs
+
+  def close(self) -> None:
+    """Closes what wakes the thread, which has ended."""
+    self._wakes.close()
+    self._waker.close()
+
+  def _run(self) -> None:
+    while True:
+      with self.lock:
+        for job in self._new:
+          self._queue(job.tasks())
+        self._new.clear()
+        if not self._tasks:
+          self._runs, self._failed_starts = False, 0
+          self.lock.notify_all()
+          return
+      try:
+        self._step()
+      except BaseException as error:  # no call can be made, whichever job it is of
+        self._drop({task.job for task in self._tasks.values()}, error)
+
+  def _step(self) -> None:
+    if self._processes.is_closed.is_set():
+      raise RewardError("the worker processes of the reward functions are closed")
+    self._hand_out()
+    self._retire()
+    self._processes.fill(self._wanted())
+    for worker in self._processes.workers:
+      if not worker.deadline:
+        worker.deadline = time.monotonic() + max(SECONDS_TO_LOAD, self._timeout)
+    self._wait()
+
+  def _queue(self, tasks: list[Task]) -> None:
+    for task in tasks:
+      number = next(self._numbers)
+      self._tasks[number] = task
+      self._lanes.setdefault(task.lane, collections.deque()).append(number)
+
+  def _drop(self, jobs: set[Job], error: BaseException) -> None:
+    """Ends jobs. The workers that are in one of their calls end, too."""
+    dropped = {number for number, task in self._tasks.items() if task.job in jobs}
+    for lane, numbers in self._lanes.items():
+      self._lanes[lane] = collections.deque(one for one in numbers if one not in dropped)
+    workers = [one for one in self._processes.workers if dropped & set(one.pending)]
+    for worker in workers:
+      self._give_back([number for number in worker.pending if number not in dropped])
+      worker.pending = []
+    for number in dropped:
+      del self._tasks[number]
+    for worker in workers:
+      with contextlib.suppress(Exception):  # the next step finds it again
+        self._processes.end(worker)
+    for job in jobs:
+      job.future.set_exception(error)
+
+  def _give_back(self, numbers: list[int]) -> None:
+    """Tasks whose calls were not made stand first again."""
+    for number in reversed(numbers):
+      self._lanes[self._tasks[number].lane].appendleft(number)
+
+  # Who gets what.
+
+  def _waiting(self) -> list[collections.deque[int]]:
+    """The lanes that hold tasks. The one whose first task is the oldest comes first."""
+    return sorted((numbers for numbers in self._lanes.values() if numbers), key=lambda one: one[0])
+
+  def _hand_out(self) -> None:
+    """Gives tasks to the workers that have room. Those that run async functions come first."""
+    for worker in sorted(self._processes.workers, key=lambda one: not one.pending):
+      while worker in self._processes.workers and (batch := self._batch_for(worker)):
+        self._give(worker, batch)
+
+  def _batch_for(self, worker: WorkerProcess) -> list[int]:
+    """The next tasks for a worker, all of one function. None if it has no room for any."""
+    if worker.is_ready:
+      for numbers in self._waiting():
+        room = min(self._room(worker, self._tasks[numbers[0]], len(numbers)), len(numbers))
+        if room > 0:
+          return [numbers.popleft() for _ in range(room)]
+    return []
+
+  def _room(self, worker: WorkerProcess, task: Task, waiting: int) -> int:
+    """How many tasks like this one, of which so many wait, a worker may get now."""
+    call = task.call
+    if (task.failed and not worker.is_new) or (worker.pending and not worker.is_async):
+      return 0
+    if call.is_async:
+      if worker.pending and (task.failed or self._tasks[worker.pending[0]].failed):
+        return 0
+      if call.one_worker and not self._may_begin(worker, call):
+        return 0
+      alone = task.failed > 1 or call.one_worker
+      return min(1 if alone else waiting, CALLS_AT_ONCE - len(worker.pending))
+    if worker.pending:
+      return 0
+    if task.failed:
+      return 1
+    share = -(-waiting // (2 * len(self._processes.workers)))
+    fitting = int(_SECONDS_OF_CALLS / self._seconds.get(call.key, _SECONDS_OF_CALLS))
+    return max(1, min(share, fitting))
+
+  def _may_begin(self, worker: WorkerProcess, call: Call) -> bool:
+    """Whether a worker may begin one more call of a function that is marked `one_worker`."""
+    under_way = 0
+    for other in self._processes.workers:
+      own = [one for one in map(self._tasks.__getitem__, other.pending) if one.call.key == call.key]
+      if own and other is not worker:
+        return False
+      under_way += sum(len(task.rows) for task in own)
+    # Twice as many, so that one slow request of a call leaves no place empty.
+    return not under_way or not call.at_once or under_way < 2 * call.at_once
+
+  def _retire(self) -> None:
+    """Ends idle workers where calls that failed need new ones."""
+    missing = sum(len(one) for one in self._waiting() if self._tasks[one[0]].failed)
+    missing -= sum(worker.is_new for worker in self._processes.workers)
+    idle = [one for one in self._processes.workers if not one.is_new and not one.pending]
+    for worker in idle[: max(0, missing)]:
+      self._processes.end(worker)
+
+  def _wanted(self) -> int:
+    """How many workers there should be."""
+    busy = [worker for worker in self._processes.workers if worker.pending]
+    wanted = len(busy)
+    for numbers in self._waiting():
+      task = self._tasks[numbers[0]]
+      if task.call.is_async and task.call.one_worker:
+        wanted += 1
+      elif task.call.is_async and task.failed < 2:
+        wanted += -(-len(numbers) // CALLS_AT_ONCE)
+      else:
+        wanted += len(numbers)
+    return wanted
+
+  def _give(self, worker: WorkerProcess, batch: list[int]) -> None:
+    had_none = not worker.pending
+    worker.pending += batch
+    worker.is_async = self._tasks[batch[0]].call.is_async
+    if had_none:  # else the worker must answer an earlier call first
+      self._extend(worker)
+    try:
+      worker.send([(number, self._tasks[number].cut()) for number in batch], self._timeout)
+    except OSError:
+      self._worker_failed(worker, "crash")
+    except RewardError as error:
+      self._drop({self._tasks[number].job for number in batch}, error)
+
+  def _extend(self, worker: WorkerProcess) -> None:
+    worker.answered_at = time.monotonic()
+    grace = _GRACE if worker.is_async else 0
+    worker.deadline = worker.answered_at + self._timeout + grace
+
+  # What comes back.
+
+  def _wait(self) -> None:
+    """Waits for an answer, for the end of a time limit or for a new job."""
+    waiting = [one for one in self._processes.workers if one.pending or not one.is_ready]
+    first_deadline = min((one.deadline for one in waiting), default=float("inf"))
+    seconds = min(first_deadline - time.monotonic(), _SECONDS_BETWEEN_LOOKS)
+    by_channel: dict[Any, WorkerProcess | None] = {one.channel: one for one in waiting}
+    by_channel[self._wakes] = None
+    for channel in connection.wait(list(by_channel), max(0.0, seconds)):
+      worker = by_channel[channel]
+      if worker is None:
+        self._wakes.recv(2**10)
+      elif worker in self._processes.workers:
+        self._read(worker)
+    for worker in waiting:
+      is_waited_for = worker in self._processes.workers and (worker.pending or not worker.is_ready)
+      if is_waited_for and time.monotonic() > worker.deadline:
+        self._worker_failed(worker, "timeout")
+
+  def _read(self, worker: WorkerProcess) -> None:
+    try:
+      for message in worker.read():
+        if worker in self._processes.workers:
+          self._take(worker, message)
+    except (EOFError, OSError):
+      self._worker_failed(worker, "crash")
+    except (ValueError, KeyError, TypeError):  # it is no answer
+      self._worker_failed(worker, "crash", "sent something that is no answer")
+
+  def _take(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+    """Takes a message. Raises ValueError, KeyError or TypeError if it is none."""
+    if not worker.is_ready:
+      if "failed" in message:
+        raise RewardError(f"a worker process cannot load its functions: {message['failed']:.500}")
+      worker.is_ready = bool(message["ready"])
+      return
+    number = message["number"]
+    if number not in (worker.pending if worker.is_async else worker.pending[:1]):
+      raise ValueError(number)
+    task = self._tasks[number]
+    if "answer" in message:
+      answer = answer_from_json(message["answer"], len(task.rows))
+      self._note_seconds(task.call.key, time.monotonic() - worker.answered_at)
+      self._ended(worker, number)
+      task.job.answer(task, answer)
+      return
+    kind, text = str(message["kind"]), str(message["text"])
+    if kind == "config":
+      self._drop({task.job}, RewardError(text))
+    elif kind == "crash":
+      self._worker_failed(worker, kind, text=text)
+    else:
+      self._ended(worker, number)
+      retries = 0 if message.get("final") else 1
+      self._failed(task, kind, text or self._too_late(task.call), retries)
+
+  def _ended(self, worker: WorkerProcess, number: int) -> None:
+    """A worker has answered a call."""
+    worker.pending.remove(number)
+    del self._tasks[number]
+    self._extend(worker)
+
+  def _note_seconds(self, key: str, seconds: float) -> None:
+    before = self._seconds.get(key, seconds)
+    self._seconds[key] = max(1e-6, 0.8 * before + 0.2 * seconds)
+
+  def _worker_failed(
+    self, worker: WorkerProcess, kind: str, what: str = "", text: str = ""
+  ) -> None:
+    """A worker has ended, hangs or sends nonsense. The calls that it was not in are made again."""
+    pending, worker.pending = worker.pending, []
+    how = self._processes.end(worker)
+    if not worker.is_ready:
+      self._failed_starts += 1
+      if self._failed_starts >= _MOST_FAILED_STARTS:
+        raise RewardError(f"a worker process {how} before it was ready: is reward.memory too low?")
+    suspects = pending if worker.is_async else pending[:1]
+    self._give_back(pending[len(suspects) :])
+    failed = [self._tasks.pop(number) for number in suspects]
+    for task in failed:
+      name = task.call.name
+      said = text or f"the worker process of reward function {name} {what or how}"
+      if kind == "timeout":
+        said = self._too_late(task.call)
+      # With an async function, all that ran side by side is suspect. It is called alone at last.
+      self._failed(task, kind, said, 2 if task.call.is_async else 1)
+
+  def _too_late(self, call: Call) -> str:
+    limit = f"reward.timeout = {self._timeout:g} s"
+    return f"reward function {call.name} has not returned within {limit}"
+
+  def _failed(self, task: Task, kind: str, text: str, retries: int) -> None:
+    if task.job.future.done():  # another one of its calls has just ended it
+      return
+    try:
+      self._queue(task.job.failed(task, kind, text, retries))
+    except RewardError as error:
+      self._drop({task.job}, error)
