@@ -199,8 +199,23 @@ def test_arithmetic_prompts_are_made_quickly():
   assert len(made) == 20_000 and made.dropped == 0
   assert time.process_time() - start < 4  # about 0.5 s when the machine is free
   batch = loader.prompt_batch(made, loader.step_indices(0, 5, 32, len(made)))
-  assert batch.prompts_PS.shape == (32, 64)
+  assert batch.prompts_PS.shape == (32, 16)  # the longest of them has 12 tokens
   assert batch.columns["answer"][0] == str(eval(batch.columns["prompts"][0][:-1]))
+
+
+def test_prompts_are_padded_to_the_longest_one_that_was_counted():
+  split = [{"question": "a" * n} for n in (3, 17, 33, 70)]
+  for most, width in ((80, 80), (76, 76), (71, 71), (70, 48), (40, 40), (32, 32), (20, 20)):
+    data = dataclasses.replace(DATA, max_prompt_tokens=most)
+    made = Prompts(split, TOKENIZER, data)
+    assert made.max_tokens == width, most  # a question mark follows the question
+    assert max(len(prompt.ids) for prompt in made.make(range(len(made)))) <= width
+    assert loader.prompt_batch(made, np.array([0])).prompts_PS.shape == (1, width)
+  # Where rows are read later, a longer one may come.
+  later = Prompts(
+    split, TOKENIZER, dataclasses.replace(DATA, max_prompt_tokens=99, count_at_start=1)
+  )
+  assert later.max_tokens == 99
 
 
 # Conversations.

@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import pytest
 from configs.arithmetic import get_config
 from grpo_jax import config
 from grpo_jax.data.files import tfds as ours
-from grpo_jax.data.tasks import arithmetic, tasks
+from grpo_jax.data.tasks import arithmetic, tasks, word_problems
 from grpo_jax.rewards.functions.final_number import strict
 from grpo_jax.settings import ConfigError
 
@@ -103,6 +104,47 @@ def test_arithmetic_examples_depend_only_on_their_number(task):
   assert task.test[3:5] == [task.test[3], task.test[4]]
   with pytest.raises(IndexError):
     task.test[2_000]
+
+
+def story_of(question):
+  """A question with its numbers, names and things left out."""
+  words = re.split(r"(\W+)", question)
+  varied = {*word_problems._NAMES, *word_problems._THINGS, *word_problems._PLACES}
+  return "".join("_" if word in varied or word.isdigit() else word for word in words)
+
+
+def test_word_problems_are_right_and_have_every_number_that_is_needed():
+  task = tasks.make_task(data("word_problems"))
+  operations = collections.Counter()
+  for example in [*task.train[:4000], *task.test]:
+    sum_of_two, result = example["solution"].split("\n")
+    left, right = sum_of_two.split(" = ")
+    assert eval(left) == int(right) == int(example["answer"]) >= 1
+    assert result == f"#### {example['answer']}"
+    numbers = sorted(map(int, re.findall(r"\d+", example["question"])))
+    a, operation, b = left.split()
+    assert numbers == sorted((int(a), int(b))) and min(numbers) >= 2
+    assert "{" not in example["question"] and operation == example["operation"]
+    operations[operation] += 1
+  assert set(operations.values()) == {1500}
+
+
+def test_no_story_of_the_test_is_in_training():
+  task = tasks.make_task(data("word_problems"))
+  train, test = ({story_of(e["question"]) for e in split} for split in (task.train, task.test))
+  assert len(train) == 28 and len(test) == 12 and not train & test
+  assert {task.train[-1]["question"]} == {task.train[19_999]["question"]}
+  assert task.train[0]["question"] == tasks.word_problems("").train[0:1][0]["question"]
+  assert task.train[0] == {
+    "question": "Finn bought 13 pencils on Monday and 2 on Tuesday. How many pencils did Finn buy?",
+    "answer": "15",
+    "solution": "13 + 2 = 15\n#### 15",
+    "operation": "+",
+  }
+  with pytest.raises(IndexError):
+    task.test[2_000]
+  with pytest.raises(ConfigError, match="the word_problems task makes its own problems"):
+    tasks.make_task(data("word_problems", "folder"))
 
 
 def test_gsm8k_folder(tmp_path):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _AT_ONCE = 4096  # prompts whose token ids are in memory while they are counted
 _SAMPLED = 256  # prompts that are made at the start where not all of them are
+_STEP = 16  # S is a multiple of it, so that a few other rows seldom make other compiled programs
 _MOST_STAND_INS = 4096  # that are tried for a prompt that is too long, and at the start if none fit
 
 
@@ -89,7 +90,8 @@ class Prompts:
     dropped: How many examples are left out.
     replaced: About which share of the examples is too long, so that others stand in for them. 0
       where all examples were counted.
-    max_tokens: The longest prompt that is kept (S).
+    max_tokens: S, to which prompts are padded. Where all examples were counted, the longest prompt
+      decides, because padding is computed like any token.
     pad_id: The id of the padding token.
   """
 
@@ -129,6 +131,9 @@ class Prompts:
         f"data.max_prompt_tokens={data.max_prompt_tokens} drops {some} prompts;"
         f" the shortest one has {min(lengths, default=0)} tokens"
       )
+    if not self._counts_later:
+      longest = -(-int(lengths[fits].max()) // _STEP) * _STEP
+      self.max_tokens = min(longest, data.max_prompt_tokens)
     self._kept = None if self._counts_later else np.flatnonzero(fits)
     self.dropped = 0 if self._counts_later else int((~fits).sum())
     self.replaced = float((~fits).mean()) if self._counts_later else 0.0

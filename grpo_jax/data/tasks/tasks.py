@@ -20,6 +20,7 @@ from grpo_jax.data.tasks import examples
 from grpo_jax.data.tasks.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.data.tasks.code import code_example
 from grpo_jax.data.tasks.mixture import Mixture, Source, columns_of, mix, sources_of
+from grpo_jax.data.tasks.word_problems import WordProblems
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.settings import ConfigError
 
@@ -132,6 +133,12 @@ def countdown(path: str) -> Task:
   )
 
 
+def word_problems(path: str) -> Task:
+  """Generated word problems of one step. `path` must be empty."""
+  _refuse_path(path, "word_problems")
+  return Task(WordProblems("train"), WordProblems("test"))
+
+
 def gsm8k(path: str) -> Task:
   """GSM8K, grade-school word problems whose answers are numbers.
 
@@ -188,6 +195,7 @@ TASKS: dict[str, Callable[[str], Task]] = {
   "svamp": svamp,
   "code": code,
   "countdown": countdown,
+  "word_problems": word_problems,
   "columns": columns,
 }
 

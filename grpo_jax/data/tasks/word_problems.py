@@ -1,0 +1,165 @@
+"""Word problems of one step, such as a child of eight solves. Generated on the fly.
+
+`Mia has 19 stickers. Paul gives her 11 more. How many stickers does Mia have now?` A problem is a
+story with two numbers. A quarter of them add, a quarter subtract, a quarter multiply and a quarter
+divide. The stories of the test are others than those of training, so that its accuracy is that of
+reading a story which the model was never taught.
+"""
+
+from collections.abc import Sequence
+import random
+from typing import Any
+
+SIZES = {"train": 20_000, "test": 2_000}
+OPERATIONS = ("+", "-", "*", "/")
+# Half of the sums and differences have numbers up to the first of these, half up to the second.
+LARGEST = (20, 99)
+LARGEST_FACTOR = 10
+
+_NAMES = (
+  "Ana Ben Carla David Emma Finn Grace Hugo Ivy Jonas Kira Leo Mia Noah Olga Paul Rosa Sam Tara"
+  " Victor"
+).split()
+_THINGS = (
+  "apples marbles books stickers pencils cookies shells coins cards balloons stamps buttons eggs"
+  " toys"
+).split()
+_PLACES = ("box", "bag", "basket", "drawer")
+
+# {A} and {B} are names, {a} and {b} the numbers, in the order of the operation: a - b, a / b.
+_STORIES: dict[str, dict[str, tuple[str, ...]]] = {
+  "train": {
+    "+": (
+      "{A} has {a} {things}. {B} gives {A} {b} more. How many {things} does {A} have now?",
+      "{A} has {a} {things} and {B} has {b} {things}. How many {things} do they have together?",
+      "There are {a} {things} in one {place} and {b} {things} in another {place}. How many {things}"
+      " are there in all?",
+      "{A} bought {a} {things} on Monday and {b} on Tuesday. How many {things} did {A} buy?",
+      "{A} gave away {a} {things} and has {b} left. How many {things} did {A} have at first?",
+      "{A} read {a} pages in the morning and {b} pages in the evening. How many pages did {A} read"
+      " that day?",
+      "{B} has {a} {things}. {A} has {b} more than {B}. How many {things} does {A} have?",
+      "A bus carries {a} people. At the next stop {b} people get on. How many people are on the bus"
+      " now?",
+    ),
+    "-": (
+      "{A} has {a} {things}. {A} gives {b} of them to {B}. How many {things} does {A} have left?",
+      "There were {a} {things} in the {place}. {A} took out {b}. How many {things} are still in the"
+      " {place}?",
+      "{A} has {a} {things} and {B} has {b}. How many more {things} does {A} have than {B}?",
+      "{A} wants to collect {a} {things} and has {b} so far. How many more {things} does {A} need?",
+      "{A} had {a} dollars and spent {b} dollars on {things}. How many dollars does {A} have left?",
+      "{A} and {B} have {a} {things} together. {B} has {b} of them. How many {things} does {A}"
+      " have?",
+      "A book has {a} pages. {A} has read {b} pages. How many pages are left to read?",
+      "{A} has {a} {things}. {B} has {b} fewer than {A}. How many {things} does {B} have?",
+    ),
+    "*": (
+      "{A} has {a} bags with {b} {things} in each bag. How many {things} does {A} have?",
+      "One ticket costs {b} dollars. How many dollars do {a} tickets cost?",
+      "{A} reads {b} pages every day. How many pages does {A} read in {a} days?",
+      "There are {a} rows of chairs with {b} chairs in each row. How many chairs are there?",
+      "{A} gives {b} {things} to each of {a} friends. How many {things} does {A} give away?",
+      "A box holds {b} {things}. How many {things} do {a} boxes hold?",
+    ),
+    "/": (
+      "{A} shares {a} {things} equally among {b} friends. How many {things} does each friend get?",
+      "{A} puts {a} {things} into boxes of {b}. How many boxes does {A} need?",
+      "{b} tickets cost {a} dollars in total. How many dollars does one ticket cost?",
+      "{A} walks {a} miles in {b} days, the same distance every day. How many miles does {A} walk"
+      " each day?",
+      "There are {a} chairs in {b} equal rows. How many chairs are in each row?",
+      "{A} has {a} {things} in {b} bags, with the same number in each. How many {things} are in a"
+      " bag?",
+    ),
+  },
+  "test": {
+    "+": (
+      "A farmer has {a} cows. He buys {b} cows at the market. How many cows does he have then?",
+      "{A} baked {a} rolls and {B} baked {b} rolls. How many rolls did they bake altogether?",
+      "After {A} lost {a} {things}, {b} were left. How many {things} were there before?",
+    ),
+    "-": (
+      "{A} picked {a} pears and ate {b} of them. How many pears remain?",
+      "There are {a} children in the park. {b} of them go home. How many children are still there?",
+      "A rope is {a} feet long. {A} cuts off {b} feet. How many feet long is the rest?",
+    ),
+    "*": (
+      "A house has {a} floors with {b} windows on each floor. How many windows does it have?",
+      "{A} saves {b} dollars a week. How many dollars does {A} save in {a} weeks?",
+      "Each of {a} cats has {b} kittens. How many kittens are there?",
+    ),
+    "/": (
+      "A teacher splits {a} children into {b} equal teams. How many children are in each team?",
+      "{A} cuts {a} feet of rope into {b} equal parts. How many feet long is each part?",
+      "{A} earns {a} dollars in {b} hours. How many dollars does {A} earn in an hour?",
+    ),
+  },
+}
+
+
+class WordProblems(Sequence[dict[str, Any]]):
+  """The examples of a split, "train" or "test". Example i depends only on the split and i.
+
+  An example has the fields question, answer, solution and operation, which is one of + - * /.
+  """
+
+  def __init__(self, split: str) -> None:
+    self._split = split
+
+  def __len__(self) -> int:
+    return SIZES[self._split]
+
+  def __getitem__(self, index: Any) -> Any:
+    if isinstance(index, slice):
+      return [self[i] for i in range(*index.indices(len(self)))]
+    if not -len(self) <= index < len(self):
+      raise IndexError(f"{self._split} has {len(self)} examples, no number {index}")
+    return _example(self._split, index % len(self))
+
+
+def _example(split: str, index: int) -> dict[str, Any]:
+  # Only random() is called on it, because Python promises that its numbers never change.
+  rng = random.Random(f"word_problems/{split}/{index}")
+  operation = OPERATIONS[index % len(OPERATIONS)]
+  a, b, result = _numbers(rng, operation)
+  story = _one_of(_STORIES[split][operation], rng)
+  first = int(rng.random() * len(_NAMES))
+  second = (first + 1 + int(rng.random() * (len(_NAMES) - 1))) % len(_NAMES)
+  question = story.format(
+    A=_NAMES[first],
+    B=_NAMES[second],
+    a=a,
+    b=b,
+    things=_one_of(_THINGS, rng),
+    place=_one_of(_PLACES, rng),
+  )
+  return {
+    "question": question,
+    "answer": str(result),
+    "solution": f"{a} {operation} {b} = {result}\n#### {result}",
+    "operation": operation,
+  }
+
+
+def _numbers(rng: random.Random, operation: str) -> tuple[int, int, int]:
+  """Two numbers of at least 2, and what the operation makes of them, which is at least 1."""
+  if operation in "*/":
+    first, second = (_between(2, LARGEST_FACTOR, rng) for _ in range(2))
+    product = first * second
+    return (first, second, product) if operation == "*" else (product, first, second)
+  largest = _one_of(LARGEST, rng)
+  first, second = (_between(2, largest, rng) for _ in range(2))
+  if operation == "+":
+    return first, second, first + second
+  least, most = sorted((first, second))
+  most += least == most  # nothing would be left
+  return most, least, most - least
+
+
+def _between(least: int, most: int, rng: random.Random) -> int:
+  return least + int(rng.random() * (most - least + 1))
+
+
+def _one_of(values: Sequence[Any], rng: random.Random) -> Any:
+  return values[int(rng.random() * len(values))]
