@@ -197,7 +197,7 @@ def test_arithmetic_prompts_are_made_quickly():
   data = dataclasses.replace(DATA, prompt="{question}", max_prompt_tokens=64)
   made = Prompts(task.train, tokenizer.characters(task.alphabet), data)
   assert len(made) == 20_000 and made.dropped == 0
-  assert time.process_time() - start < 4  # about 0.5 s when the machine is free
+  assert time.process_time() - start < 8  # about 0.5 s when the machine is free
   batch = loader.prompt_batch(made, loader.step_indices(0, 5, 32, len(made)))
   assert batch.prompts_PS.shape == (32, 16)  # the longest of them has 12 tokens
   assert batch.columns["answer"][0] == str(eval(batch.columns["prompts"][0][:-1]))
