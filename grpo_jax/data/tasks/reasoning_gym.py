@@ -4,7 +4,7 @@ Problem i of a split depends only on the task, its knobs, the split and i. It al
 versions of the package and of Python, neither of which promises that its problems never change.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import re
 from typing import Any
 import zlib
@@ -13,9 +13,9 @@ from grpo_jax import calls, gym
 from grpo_jax.settings import ConfigError
 
 SIZES = {"train": 60_000, "test": 2_000}
-POOLS = {"train": 120_000, "test": 20_000}  # seeds, of which the problems are chosen
+SEEDS = {"train": 2, "test": 30}  # of a problem, which is the first one that is of its split
 FIRST_SEED = {"train": 0, "test": 10_000_000}
-MOST_TRIED = 400  # seeds for one problem
+MOST_TRIED = 400  # seeds for one problem: after its own, those of the next ones
 # A dataset has so many seeds. word_ladder takes no more, and acre makes all problems when opened.
 _BLOCK = 20_000
 _BLOCKS = {"acre": 1_000}
@@ -48,11 +48,12 @@ class Problems(Sequence[dict[str, Any]]):
     return self._problem(int(index) % len(self))
 
   def _problem(self, index: int) -> dict[str, Any]:
-    """The first problem of the seeds for this index that belongs to the split."""
+    """The first problem that belongs to the split, of the seeds from those of this index on."""
     failure = f"each of {MOST_TRIED} belongs to the other split, so it has too few"
-    for place in _places(self._split, index):
+    seeds = SEEDS[self._split]
+    for tried in range(MOST_TRIED):
       try:
-        entry = self._entry(place)
+        entry = self._entry((index * seeds + tried) % (len(self) * seeds))
       except ConfigError:
         raise
       except Exception as error:  # for some seeds a task may find no problem
@@ -66,14 +67,18 @@ class Problems(Sequence[dict[str, Any]]):
     )
 
   def _entry(self, place: int) -> dict[str, Any]:
-    """What the package makes of one seed."""
+    """What the package makes of a seed, which is the first one of the split plus `place`."""
     size = _BLOCKS.get(self._task.name, _BLOCK)
     block, within = divmod(place, size)
     seed = FIRST_SEED[self._split] + block * size
     if block not in self._datasets:
       self._datasets[block] = gym.open_dataset(self._task, seed, size)
-    with gym.same_everywhere(seed + within):
-      entry: dict[str, Any] = self._datasets[block][within]
+    try:
+      with gym.same_everywhere(seed + within):
+        entry: dict[str, Any] = self._datasets[block][within]
+    except Exception:
+      del self._datasets[block]  # word_ladder would refuse the seeds after this one, too
+      raise
     return entry
 
   def _example(self, entry: dict[str, Any]) -> dict[str, Any]:
@@ -118,14 +123,3 @@ def sources(path: str) -> tuple[str, ...]:
     if not name.isidentifier():
       raise ConfigError(f"data.path: {call!r:.200} is no task: write TASK, or TASK(KNOB=VALUE)")
   return tuple(f"{name}=reasoning_gym:{call}" for name, call in found)
-
-
-def _places(split: str, index: int) -> Iterator[int]:
-  """The places in the pool that are tried for a problem, in their order.
-
-  The first ones belong to this problem alone. Those after them are the first ones of others, which
-  then come twice.
-  """
-  size, pool = SIZES[split], POOLS[split]
-  for tried in range(MOST_TRIED):
-    yield (index + tried * size + tried // (pool // size)) % pool

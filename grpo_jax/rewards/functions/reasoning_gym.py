@@ -62,7 +62,7 @@ def reasoning_gym(
   """What the verifier of a problem's task says of the answer, from 0 to 1.
 
   Many verifiers give a part of 1 to an answer that is nearly right, or that has the right one in
-  it. An answer that a verifier fails on gets 0.
+  it. No answer gets 0, and so does one that a verifier fails on.
 
   Some verifiers evaluate an answer as Python. They get it only if it is a list or a formula: what
   calls or names anything else gets 0.
@@ -125,7 +125,7 @@ def _end_of_box(tail: str) -> int:
 
 
 def _score(answer: str | None, call: str, entry: dict[str, Any], partial: bool) -> float:
-  if answer is None:
+  if not answer and entry["answer"] != "":  # some verifiers give a part of 1 for nothing
     return 0.0
   task, dataset = _opened(call)
   if not _can_be_evaluated(task, answer):
