@@ -346,15 +346,16 @@ def test_workers_score(request):
 
 
 def test_a_run_draws_the_same_when_it_goes_on_and_has_an_accuracy_for_each_task(tmp_path):
-  config = with_section(small_config(), "data", **vars(data("chain_sum(max_terms=2),ab,aiw")))
-  config = with_section(config, "data", max_prompt_tokens=1024)
+  path = "chain_sum(max_terms=2),spell_backward,coin_flip"
+  config = with_section(small_config(), "data", **vars(data(path)))
+  config = with_section(config, "data", max_prompt_tokens=160)
   config = with_section(config, "reward", functions=("reasoning_gym",))
   config = with_section(config, "eval", every=1, examples=6, batch=6, function="reasoning_gym")
   config = with_section(config, "checkpoint", every=1)
   grpo_jax.train(config, tmp_path / "run")
   grpo_jax.train(dataclasses.replace(config, steps=2), tmp_path / "run")
   last = grpo_jax.read_metrics(tmp_path / "run")[-1]
-  assert {f"eval/accuracy/{name}" for name in ("chain_sum", "ab", "aiw")} <= set(last)
+  assert {f"eval/accuracy/{name}" for name in ("chain_sum", "spell_backward", "coin_flip")} <= set(last)
   assert last["rewards/reasoning_gym/unscored"] == 0
   for step in (1, 2):
     found = drawn(dataclasses.replace(config, steps=2), step)

@@ -16,6 +16,7 @@ SIZES = {"train": 60_000, "test": 2_000}
 SEEDS = {"train": 2, "test": 30}  # of a problem, which is the first one that is of its split
 FIRST_SEED = {"train": 0, "test": 10_000_000}
 MOST_TRIED = 400  # seeds for one problem: after its own, those of the next ones
+MOST_FAILURES = 20  # of the task, for one problem
 # A dataset has so many seeds. word_ladder takes no more, and acre makes all problems when opened.
 _BLOCK = 20_000
 _BLOCKS = {"acre": 1_000}
@@ -49,21 +50,23 @@ class Problems(Sequence[dict[str, Any]]):
 
   def _problem(self, index: int) -> dict[str, Any]:
     """The first problem that belongs to the split, of the seeds from those of this index on."""
-    failure = f"each of {MOST_TRIED} belongs to the other split, so it has too few"
-    seeds = SEEDS[self._split]
+    seeds, failures = SEEDS[self._split], list[str]()
     for tried in range(MOST_TRIED):
       try:
         entry = self._entry((index * seeds + tried) % (len(self) * seeds))
       except ConfigError:
         raise
       except Exception as error:  # for some seeds a task may find no problem
-        failure = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        failures.append(f"{type(error).__name__}: {' '.join(str(error).split()):.200}")
+        if len(failures) == MOST_FAILURES:
+          break
         continue
       if split_of(entry["question"]) == self._split:
         return self._example(entry)
+    reason = f"each of {MOST_TRIED} belongs to the other split, so the task has too few"
     raise ConfigError(
-      f"data.path: {self._task.call}: there is no problem {index} for {self._split}: {failure};"
-      " choose other knobs"
+      f"data.path: {self._task.call}: there is no problem {index} for {self._split}:"
+      f" {[reason, *failures][-1]}; choose other knobs"
     )
 
   def _entry(self, place: int) -> dict[str, Any]:
