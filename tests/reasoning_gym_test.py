@@ -83,6 +83,14 @@ def test_a_problem_depends_only_on_its_number():
   assert forward[0]["verifier"] == "chain_sum(min_terms=2, max_terms=2)"
 
 
+def test_problems_do_not_depend_on_the_generators_of_the_process():
+  found = []
+  for seed in (1, 2):
+    random.seed(seed)
+    found.append([problem["question"] for problem in of("list_functions")[:60]])
+  assert found[0] == found[1]
+
+
 def test_problems_are_those_of_other_processes():
   """A process has hashes of its own, and so another order of its sets."""
   code = (
@@ -355,7 +363,9 @@ def test_a_run_draws_the_same_when_it_goes_on_and_has_an_accuracy_for_each_task(
   grpo_jax.train(config, tmp_path / "run")
   grpo_jax.train(dataclasses.replace(config, steps=2), tmp_path / "run")
   last = grpo_jax.read_metrics(tmp_path / "run")[-1]
-  assert {f"eval/accuracy/{name}" for name in ("chain_sum", "spell_backward", "coin_flip")} <= set(last)
+  assert {f"eval/accuracy/{name}" for name in ("chain_sum", "spell_backward", "coin_flip")} <= set(
+    last
+  )
   assert last["rewards/reasoning_gym/unscored"] == 0
   for step in (1, 2):
     found = drawn(dataclasses.replace(config, steps=2), step)
