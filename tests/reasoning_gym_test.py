@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from small_run import small_config, with_section
 
+from experiments import reasoning_gym_rates
 import grpo_jax
 from grpo_jax import calls, gym, rewards
 from grpo_jax.config import Data
@@ -433,3 +434,22 @@ def test_every_task_makes_the_same_problems_in_every_process():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
     found.append(json.loads(done.stdout))
   assert [name for name in names if found[0][name] != found[1][name]] == []
+
+
+# The table of pass rates.
+
+
+def test_rates_go_on_after_a_line_that_was_cut_off(tmp_path):
+  file, settings = tmp_path / "rates.jsonl", {"model": "m", "draws": 8}
+  assert reasoning_gym_rates.read(file, settings) == []
+  row = dict(task="ab", category="algorithmic", problems=3, pass_rate=0.5, score=0.625)
+  row |= dict(differ=1.0, differ_right=0.25, tokens=7.6, cut_off=0.1)
+  with file.open("a") as out:
+    out.write(json.dumps(row) + "\n" + '{"task": "chain_')
+  assert reasoning_gym_rates.read(file, settings) == [row]
+  assert file.read_text().endswith("}\n") and reasoning_gym_rates.read(file, settings) == [row]
+  with pytest.raises(SystemExit, match="was measured with"):
+    reasoning_gym_rates.read(file, {"model": "other", "draws": 8})
+  lines = list(reasoning_gym_rates.table([row, {"task": "arc_agi", "problems": 0}]))
+  assert lines[2] == "| `ab` (3 problems) | algorithmic | 50.0% | 0.625 | 100% | 25% | 8 | 10% |"
+  assert lines[-1] == "No prompt is short enough: `arc_agi`."
