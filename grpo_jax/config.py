@@ -98,7 +98,8 @@ class Data:
   path: str = setting(
     "",
     "a folder with train.jsonl and test.jsonl (or .parquet), or one such file; '' = the task's own"
-    " source",
+    " source. With data.task=reasoning_gym: names of its tasks with their knobs, such as"
+    " chain_sum(min_terms=2),gsm_symbolic, which become the sources of a mixture",
   )
   columns: tuple[str, ...] = setting(
     (),

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_jax import calls
 from grpo_jax.algo.presets import CHOICES
 from grpo_jax.config import Config, changed, from_dict, to_dict
 from grpo_jax.rewards.call import describe
-from grpo_jax.rewards.options import split
 from grpo_jax.settings import ConfigError, path_text, shown
 
 
@@ -57,16 +57,21 @@ def with_absolute_paths(config: Config) -> Config:
       raise ConfigError(f"config key {key} is {shown(path)}: {error}") from None
 
   def absolute_reward(key: str, name: str) -> str:
-    name, parameters = split(name)
+    name, parameters = calls.split(name)
     file, colon, function = name.rpartition(":")
     path = f"{absolute(key, file)}:{function}" if colon else absolute(key, name)
     return path + parameters
 
   def absolute_source(entry: str) -> str:
     task, colon, path = entry.partition(":")
+    if task.rpartition("=")[2] == "reasoning_gym":
+      return entry
     return f"{task}{colon}{absolute('data.mixture', path)}"
 
   replace = dataclasses.replace
+  data_path = config.data.path  # which names tasks and no file with this task
+  if config.data.task != "reasoning_gym":
+    data_path = absolute("data.path", data_path)
   functions = tuple(absolute_reward("reward.functions", x) for x in config.reward.functions)
   return replace(
     config,
@@ -74,7 +79,7 @@ def with_absolute_paths(config: Config) -> Config:
     lora=replace(config.lora, path=absolute("lora.path", config.lora.path)),
     data=replace(
       config.data,
-      path=absolute("data.path", config.data.path),
+      path=data_path,
       tokenizer=absolute("data.tokenizer", config.data.tokenizer),
       mixture=tuple(map(absolute_source, config.data.mixture)),
     ),

@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = [
   {"settings", "files", "timing", "types", "masked"},
-  {"registry"},
-  {"algo", "plain_values"},
+  {"registry", "calls"},
+  {"algo", "plain_values", "gym"},
   {"config"},
   {"model", "sampler", "rewards", "data", "parallel"},
   {"learner", "recipes", "configs", "trl"},

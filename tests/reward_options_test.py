@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
-from grpo_jax import rewards
+from grpo_jax import calls, rewards
 from grpo_jax.config import Config
 from grpo_jax.recipes import with_absolute_paths
-from grpo_jax.rewards import options
 from grpo_jax.settings import ConfigError
 
 KEY = "reward.functions"
@@ -40,8 +39,8 @@ def write(folder, text):
   ],
 )
 def test_parameters_are_read(name, function, values):
-  assert options.parse(name, KEY) == (function, values)
-  assert "".join(options.split(name)) == name
+  assert calls.parse(name, KEY) == (function, values)
+  assert "".join(calls.split(name)) == name
 
 
 @pytest.mark.parametrize(
@@ -59,9 +58,9 @@ def test_parameters_are_read(name, function, values):
   + ["f(a=1));x=(2)", f"f(a={'[' * 2000}{']' * 2000})"],
 )
 def test_what_is_no_parameter_is_one_line(name):
-  if options.split(name)[1]:
+  if calls.split(name)[1]:
     with pytest.raises(ConfigError, match="reward.functions: .*write parameters as f.name=value"):
-      options.parse(name, KEY)
+      calls.parse(name, KEY)
   else:  # not a call, so it is a name that nobody has
     with pytest.raises(ConfigError, match="is unknown"):
       resolve(name)

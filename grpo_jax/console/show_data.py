@@ -14,7 +14,7 @@ from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompt, Prompts
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
 from grpo_jax.data.tasks import tasks
-from grpo_jax.data.tasks.mixture import Mixture
+from grpo_jax.data.tasks.mixture import Mixture, mixture_of
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
@@ -125,7 +125,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
     limit = config.data.max_prompt_tokens
     longer = int((each.prompt_tokens > limit).sum())
     yield f"{split}: {len(examples):,} examples, all readable"
-    if config.data.mixture or config.reward.tasks:
+    if mixture_of(config.data) or config.reward.tasks:
       yield from _by_task(each, shares)
     yield f"tokens of prompts ({longer:,} have more than data.max_prompt_tokens = {limit}):"
     yield from histogram(each.prompt_tokens)

@@ -3,6 +3,8 @@
 python -m grpo_jax.data --config=configs/X.py --step=100   the prompts of a step
 python -m grpo_jax.data --config=configs/X.py --stats      lengths, duplicates, test overlap
 python -m grpo_jax.data --workdir=DIR --step=100           the prompts of a step of a run
+python -m grpo_jax.data --list                             the tasks of reasoning_gym
+python -m grpo_jax.data --knobs=chain_sum                  the knobs and a problem of one of them
 
 --step counts as metrics.jsonl does. --stats reads every row, and so finds every one that cannot be
 read.
@@ -15,6 +17,7 @@ from absl import flags
 from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.console.show_data import drawn, statistics_lines, step_lines
+from grpo_jax.console.show_gym import knob_lines, task_lines
 from grpo_jax.settings import ConfigError, check_ranges
 from grpo_jax.storage.reading import read_config
 from grpo_jax.timing import told_if_slow
@@ -23,8 +26,13 @@ from grpo_jax.timing import told_if_slow
 def main(argv: list[str]) -> None:
   del argv
   values = flags.FLAGS
+  if values.list or values.knobs is not None:
+    with told_if_slow("reading the tasks of reasoning_gym"):
+      lines = task_lines() if values.knobs is None else knob_lines(values.knobs)
+      print("\n".join(lines))
+    return
   if (values.step is None) == (not values.stats):
-    raise ConfigError("give either --step=N or --stats")
+    raise ConfigError("give either --step=N or --stats, or --list for the tasks of reasoning_gym")
   if values.prompts < 1:
     raise ConfigError(f"flag --prompts={values.prompts}: it must be at least 1")
   config = _config()
@@ -52,5 +60,7 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", None, "instead of --config: the folder of a run")
   flags.DEFINE_integer("step", None, "the prompts of this step, counted as in metrics.jsonl")
   flags.DEFINE_bool("stats", False, "lengths, duplicates, and overlap of training and test")
+  flags.DEFINE_bool("list", False, "the tasks of reasoning_gym, which data.path may name")
+  flags.DEFINE_string("knobs", None, "the knobs and a problem of this task of reasoning_gym")
   flags.DEFINE_integer("prompts", 12, "how many prompts of the step are shown")
   cli.run(main)

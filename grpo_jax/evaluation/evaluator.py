@@ -11,6 +11,7 @@ import numpy as np
 from grpo_jax.config import Eval
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards.functions.final_number import final_answer
@@ -57,7 +58,7 @@ class Evaluator:
     self._score = scorers.evaluation
     self._score.check_arguments(self.prompts, "eval.function")
     self._tasks: list[str] = []  # of each problem, where rewards depend on it
-    if "task" in self.prompts.fields and (run.config.data.mixture or run.config.reward.tasks):
+    if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
     self._greedy = make_rollout(run, 1, greedy=True)
     samples = self._config.samples

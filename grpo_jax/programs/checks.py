@@ -12,7 +12,7 @@ import jax
 from grpo_jax import model
 from grpo_jax.algo.checks import check_algo
 from grpo_jax.config import PROJECTIONS, Config
-from grpo_jax.data.tasks.mixture import sources_of
+from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.parallel.chips import machine_memory, reported_memory
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards import dispatch
@@ -31,7 +31,7 @@ def check_config(config: Config) -> None:
     max_tokens=sampling.max_tokens,
     sampler_filters=(sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0),
   )
-  sources = [source.name for source in sources_of(config.data.mixture)]
+  sources = [source.name for source in sources_of(mixture_of(config.data))]
   reward = config.reward
   dispatch.check_tasks(reward.tasks, reward.functions, sources, config.eval.function)
   _check_lora(config)

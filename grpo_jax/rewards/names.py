@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from grpo_jax import timing
+from grpo_jax import calls, timing
 from grpo_jax.registry import name_of, register
 from grpo_jax.rewards import options
 from grpo_jax.rewards.answer import NoReward, Steps
@@ -23,6 +23,7 @@ from grpo_jax.rewards.functions import (
   judge,
   lengths,
   reasoning,
+  reasoning_gym,
   repetition,
   schema,
   symbolic,
@@ -51,6 +52,7 @@ REWARDS: dict[str, Reward] = {
   "json_schema": schema.json_schema,
   "judge": judge.judge,
   "reasoning_accuracy": reasoning.reasoning_accuracy,
+  "reasoning_gym": reasoning_gym.reasoning_gym,
   "regex": tags.regex,
   "repetition": repetition.repetition,
   "soft_overlong": lengths.soft_overlong,
@@ -95,7 +97,7 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
   Raises:
     ConfigError: `name` is a model, or there is no such function.
   """
-  plain_name, given = options.parse(name, key)
+  plain_name, given = calls.parse(name, key)
   if plain_name in REWARDS:
     return options.bind(REWARDS[plain_name], plain_name, given, key)
   if plain_name != name:
@@ -135,7 +137,7 @@ def resolve_all(
   """
   functions = []
   for name in names:
-    plain_name, _ = options.split(name)
+    plain_name, _ = calls.split(name)
     if plain_name == name not in REWARDS and is_model(name):
       functions.append(load_model(name))
     else:
@@ -151,7 +153,7 @@ def resolve_all(
 
 def is_named(name: str) -> bool:
   """Whether any process finds the function of this name: it is one of ours, or of a file."""
-  plain_name, _ = options.split(name)
+  plain_name, _ = calls.split(name)
   return ":" in plain_name or plain_name in _OURS
 
 

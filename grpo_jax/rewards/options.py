@@ -1,8 +1,8 @@
 """Parameters of reward functions.
 
-A config writes them as a call: `cosine(max_length=512)`, `my_rewards.py:brevity(scale=0.01)`. The
-values are plain: numbers, strings in quotes, True, False, None, and lists, tuples and dicts of
-these. They become keyword arguments of the function, which gives each a default:
+A config writes them as a call: `cosine(max_length=512)`, `my_rewards.py:brevity(scale=0.01)`.
+`grpo_jax/calls.py` reads it. The values become keyword arguments of the function, which gives each
+a default:
 
   def brevity(completions, *, scale=0.01, **columns):
     return [-scale * len(text) for text in completions]
@@ -15,7 +15,6 @@ package may have an attribute `check_options`, a function that gets the name and
 before the run starts and raises ConfigError.
 """
 
-import ast
 from collections.abc import Callable, Mapping
 import difflib
 import functools
@@ -26,7 +25,6 @@ from typing import Any
 
 from grpo_jax.settings import ConfigError, Range, shown
 
-_CALL = re.compile(r"(.*?[A-Za-z_]\w*)\((.*)\)", re.DOTALL)
 _KINDS = {
   int: "a whole number",
   float: "a number",
@@ -36,40 +34,6 @@ _KINDS = {
   tuple: "a list",
   dict: "a dict",
 }
-
-
-def split(name: str) -> tuple[str, str]:
-  """A function's name in a config as (name, parameters): `cosine` and `(max_length=512)`."""
-  match = _CALL.fullmatch(name)
-  return (match[1], name[match.end(1) :]) if match else (name, "")
-
-
-def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
-  """A function's name in a config as (name, values of its parameters).
-
-  Args:
-    name: Such as `cosine(max_length=512)` or `strict`.
-    key: The config key that holds it, for error messages.
-
-  Raises:
-    ConfigError: The parameters are not written as name=value with plain values.
-  """
-  function, arguments = split(name)
-  if not arguments:
-    return name, {}
-  try:
-    call = ast.parse(f"f{arguments}", mode="eval").body
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-      raise ValueError
-    options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    if None in options or len(options) < len(call.keywords):  # **{...}, or a name twice
-      raise ValueError
-    return function, typing.cast(dict[str, Any], options)
-  except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-    raise ConfigError(
-      f"{key}: {shown(name)}: write parameters as {function}(name=value, ...), with plain values:"
-      " numbers, strings in quotes, True, False, None or lists"
-    ) from None
 
 
 def bind(

@@ -4,12 +4,16 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_jax.data.files.rows import Example
+from grpo_jax.data.tasks import reasoning_gym
 from grpo_jax.settings import ConfigError
+
+if TYPE_CHECKING:
+  from grpo_jax.config import Data
 
 _SOURCE = re.compile(r"(?:(?P<name>\w+)=)?(?P<task>\w+)(?::(?P<path>.+))?", re.DOTALL)
 # Of an epoch. A run remembers 8 bytes of each: see Curriculum.
@@ -29,6 +33,17 @@ class Source:
   name: str
   task: str
   path: str
+
+
+def mixture_of(data: "Data") -> tuple[str, ...]:
+  """data.mixture, or, with data.task=reasoning_gym, that of the tasks that data.path names.
+
+  Raises:
+    ConfigError: data.path names none.
+  """
+  if data.mixture or data.task != "reasoning_gym":
+    return data.mixture
+  return reasoning_gym.sources(data.path)
 
 
 def sources_of(mixture: Sequence[str]) -> list[Source]:
@@ -130,6 +145,11 @@ class Mixture(Sequence[Example]):
     if in_turn:
       rank = np.concatenate([np.arange(count) for count in places])
       self._order = np.argsort(rank, kind="stable")
+
+  @property
+  def parts(self) -> list[Sequence[Example]]:
+    """The examples of each source."""
+    return self._parts
 
   def __len__(self) -> int:
     return int(self._begins[-1])

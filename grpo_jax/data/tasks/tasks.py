@@ -8,9 +8,10 @@ the reward functions read.
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+import string
 from typing import TYPE_CHECKING, Any
 
-from grpo_jax import registry
+from grpo_jax import gym, registry
 from grpo_jax.data.files import tfds
 from grpo_jax.data.files.rows import Example, Examples
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
@@ -19,13 +20,17 @@ from grpo_jax.data.tasks import countdown as number_games
 from grpo_jax.data.tasks import examples
 from grpo_jax.data.tasks.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.data.tasks.code import code_example
-from grpo_jax.data.tasks.mixture import Mixture, Source, columns_of, mix, sources_of
+from grpo_jax.data.tasks.mixture import Mixture, Source, columns_of, mix, mixture_of, sources_of
+from grpo_jax.data.tasks.reasoning_gym import Problems
 from grpo_jax.data.tasks.word_problems import WordProblems
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.settings import ConfigError
 
 if TYPE_CHECKING:
   from grpo_jax.config import Data
+
+
+_SOME = 16  # examples of a source whose characters are read, where to make all takes long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +50,20 @@ class Task:
   alphabet: str = ""
 
   def characters(self) -> str:
-    """The alphabet. If it was not given, this reads all examples: questions and solutions."""
+    """The alphabet. If it was not given, this reads all examples: questions and solutions.
+
+    Of problems of reasoning_gym, it reads a few, and adds all that ASCII can print.
+    """
     if self.alphabet:
       return self.alphabet
     found: set[str] = set()
     for split in (self.train, self.test):
-      split = split.each_row_once() if isinstance(split, Mixture) else split
-      for i in range(len(split)):
-        found.update(*_contents(split[i].get("question") or ""), split[i].get("solution") or "")
+      for part in split.parts if isinstance(split, Mixture) else [split]:
+        if isinstance(part, Problems):
+          found.update(string.printable)
+          part = part[:_SOME]
+        for i in range(len(part)):
+          found.update(*_contents(part[i].get("question") or ""), part[i].get("solution") or "")
     return "".join(sorted(found))
 
 
@@ -62,7 +73,8 @@ def make_task(data: "Data") -> Task:
   Raises:
     ConfigError: The name of a task is unknown, or the data cannot be read.
   """
-  if not data.mixture:
+  mixture = mixture_of(data)
+  if not mixture:
     if data.prompts or data.weights:
       key = "prompts" if data.prompts else "weights"
       raise ConfigError(f"config key data.{key} is for the sources of data.mixture; leave it empty")
@@ -72,7 +84,7 @@ def make_task(data: "Data") -> Task:
         " data.task=columns"
       )
     return _one_task(data, Source(data.task, data.task, data.path), data.prompt)
-  if data.path:
+  if data.path and data.mixture:
     raise ConfigError(
       f"config key data.path is {data.path!r}: with data.mixture each source brings its own, as"
       " TASK:PATH; leave it empty"
@@ -83,7 +95,7 @@ def make_task(data: "Data") -> Task:
     task = _one_task(data, source, templates.get(source.name, data.prompt))
     return task.train, task.test
 
-  return Task(*mix(data.mixture, data.weights, open_source))
+  return Task(*mix(mixture, data.weights, open_source))
 
 
 def no_test_split(path: str) -> ConfigError:
@@ -96,7 +108,7 @@ def no_test_split(path: str) -> ConfigError:
 
 def name_of(data: "Data") -> str:
   """What messages call the data set: its task, or those of its mixture."""
-  return " + ".join(source.name for source in sources_of(data.mixture)) or data.task
+  return " + ".join(source.name for source in sources_of(mixture_of(data))) or data.task
 
 
 def characters(data: "Data", task: Task) -> str:
@@ -111,12 +123,13 @@ def templates_of(data: "Data") -> dict[str, str]:
   Raises:
     ConfigError: Their number is not that of the sources.
   """
-  if len(data.prompts) not in (0, len(data.mixture)):
+  mixture = mixture_of(data)
+  if len(data.prompts) not in (0, len(mixture)):
     raise ConfigError(
       f"config key data.prompts has {len(data.prompts)} templates: write one for each of"
-      f" data.mixture = {data.mixture}, or none, so that data.prompt is that of all"
+      f" data.mixture = {mixture}, or none, so that data.prompt is that of all"
     )
-  return dict(zip([source.name for source in sources_of(data.mixture)], data.prompts))
+  return dict(zip([source.name for source in sources_of(mixture)], data.prompts))
 
 
 def arithmetic(path: str) -> Task:
@@ -137,6 +150,15 @@ def word_problems(path: str) -> Task:
   """Generated word problems of one step. `path` must be empty."""
   _refuse_path(path, "word_problems")
   return Task(WordProblems("train"), WordProblems("test"))
+
+
+def reasoning_gym(path: str) -> Task:
+  """One task of the package reasoning_gym. `path` is its name with its knobs.
+
+  With data.task=reasoning_gym, data.path may name several, which become the sources of a mixture.
+  """
+  task = gym.parse(path, "data.path")
+  return Task(Problems(task, "train"), Problems(task, "test"))
 
 
 def gsm8k(path: str) -> Task:
@@ -196,6 +218,7 @@ TASKS: dict[str, Callable[[str], Task]] = {
   "code": code,
   "countdown": countdown,
   "word_problems": word_problems,
+  "reasoning_gym": reasoning_gym,
   "columns": columns,
 }
 

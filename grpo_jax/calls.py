@@ -1,0 +1,74 @@
+"""Names with parameters, which a config writes as calls: `cosine(max_length=512)`.
+
+The values are plain: numbers, strings in quotes, True, False, None, and lists, tuples and dicts of
+these.
+"""
+
+import ast
+from collections.abc import Iterator
+import re
+import typing
+from typing import Any
+
+from grpo_jax.settings import ConfigError, shown
+
+_CALL = re.compile(r"(.*?[A-Za-z_]\w*)\((.*)\)", re.DOTALL)
+_OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
+
+
+def split(name: str) -> tuple[str, str]:
+  """A name in a config as (name, parameters): `cosine` and `(max_length=512)`."""
+  match = _CALL.fullmatch(name)
+  return (match[1], name[match.end(1) :]) if match else (name, "")
+
+
+def parse(name: str, key: str) -> tuple[str, dict[str, Any]]:
+  """A name in a config as (name, values of its parameters).
+
+  Args:
+    name: Such as `cosine(max_length=512)` or `strict`.
+    key: The config key that holds it, for error messages.
+
+  Raises:
+    ConfigError: The parameters are not written as name=value with plain values.
+  """
+  function, arguments = split(name)
+  if not arguments:
+    return name, {}
+  try:
+    call = ast.parse(f"f{arguments}", mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+      raise ValueError
+    options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    if None in options or len(options) < len(call.keywords):  # **{...}, or a name twice
+      raise ValueError
+    return function, typing.cast(dict[str, Any], options)
+  except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+    raise ConfigError(
+      f"{key}: {shown(name)}: write parameters as {function}(name=value, ...), with plain values:"
+      " numbers, strings in quotes, True, False, None or lists"
+    ) from None
+
+
+def split_list(text: str) -> list[str]:
+  """The entries of a list with commas between them, such as `a(x=1,y=2),b`, without blanks.
+
+  A comma inside brackets or quotes belongs to its entry.
+  """
+  return [entry.strip() for entry in _entries(text) if entry.strip()]
+
+
+def _entries(text: str) -> Iterator[str]:
+  begin, depth, quote = 0, 0, ""
+  for place, character in enumerate(text):
+    if quote:
+      is_escaped = text[place - 1] == "\\"
+      quote = "" if character == quote and not is_escaped else quote
+    elif character in _QUOTES:
+      quote = character
+    elif character in _OPENING or character in _CLOSING:
+      depth += 1 if character in _OPENING else -1
+    elif character == "," and depth == 0:
+      yield text[begin:place]
+      begin = place + 1
+  yield text[begin:]

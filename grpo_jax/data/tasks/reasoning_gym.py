@@ -1,0 +1,128 @@
+"""Problems of the package reasoning_gym: generated, and scored by the verifiers of their tasks.
+
+Problem i of a split depends only on the task, its knobs, the split and i. It also depends on the
+versions of the package and of Python, neither of which promises that its problems never change.
+"""
+
+from collections.abc import Sequence
+import re
+from typing import Any
+import zlib
+
+from grpo_jax import calls, gym
+from grpo_jax.settings import ConfigError
+
+SIZES = {"train": 60_000, "test": 2_000}
+SEEDS = {"train": 2, "test": 30}  # of a problem, which is the first one that is of its split
+FIRST_SEED = {"train": 0, "test": 10_000_000}
+MOST_TRIED = 400  # seeds for one problem: after its own, those of the next ones
+MOST_FAILURES = 20  # of the task, for one problem
+# A dataset has so many seeds. word_ladder takes no more, and acre makes all problems when opened.
+_BLOCK = 20_000
+_BLOCKS = {"acre": 1_000}
+_ENTRY = re.compile(r"(?:(?P<name>\w+)=)?(?P<call>.+)", re.DOTALL)
+
+
+class Problems(Sequence[dict[str, Any]]):
+  """The problems of a split, "train" or "test", of one task.
+
+  They are made when they are needed. A problem has the fields
+
+    question, answer  as the package has them. Some tasks have no answer, only a verifier: it is ""
+    solution          the answer between <answer> tags. None where there is none
+    verifier          the task with its knobs, such as chain_sum(min_terms=2)
+    entry             all that the package says of the problem, which the verifier reads
+  """
+
+  def __init__(self, task: gym.GymTask, split: str) -> None:
+    self._task, self._split = task, split
+    self._datasets: dict[int, Any] = {}
+
+  def __len__(self) -> int:
+    return SIZES[self._split]
+
+  def __getitem__(self, index: Any) -> Any:
+    if isinstance(index, slice):
+      return [self[i] for i in range(*index.indices(len(self)))]
+    if not -len(self) <= index < len(self):
+      raise IndexError(f"{self._split} has {len(self)} problems, no number {index}")
+    return self._problem(int(index) % len(self))
+
+  def _problem(self, index: int) -> dict[str, Any]:
+    """The first problem that belongs to the split, of the seeds from those of this index on."""
+    seeds, failures = SEEDS[self._split], list[str]()
+    for tried in range(MOST_TRIED):
+      try:
+        entry = self._entry((index * seeds + tried) % (len(self) * seeds))
+      except ConfigError:
+        raise
+      except Exception as error:  # for some seeds a task may find no problem
+        failures.append(f"{type(error).__name__}: {' '.join(str(error).split()):.200}")
+        if len(failures) == MOST_FAILURES:
+          break
+        continue
+      if split_of(entry["question"]) == self._split:
+        return self._example(entry)
+    reason = f"each of {MOST_TRIED} belongs to the other split, so the task has too few"
+    raise ConfigError(
+      f"data.path: {self._task.call}: there is no problem {index} for {self._split}:"
+      f" {[reason, *failures][-1]}; choose other knobs"
+    )
+
+  def _entry(self, place: int) -> dict[str, Any]:
+    """What the package makes of a seed, which is the first one of the split plus `place`."""
+    size = _BLOCKS.get(self._task.name, _BLOCK)
+    block, within = divmod(place, size)
+    seed = FIRST_SEED[self._split] + block * size
+    if block not in self._datasets:
+      self._datasets[block] = gym.open_dataset(self._task, seed, size)
+    try:
+      with gym.same_everywhere(seed + within):
+        entry: dict[str, Any] = self._datasets[block][within]
+    except Exception:
+      del self._datasets[block]  # word_ladder would refuse the seeds after this one, too
+      raise
+    return entry
+
+  def _example(self, entry: dict[str, Any]) -> dict[str, Any]:
+    answer = entry["answer"]
+    return {
+      "question": entry["question"],
+      "answer": "" if answer is None else str(answer),
+      "solution": None if answer is None else f"<answer>{answer}</answer>",
+      "verifier": self._task.call,
+      "entry": entry,
+    }
+
+
+def split_of(question: str) -> str:
+  """The split that a question belongs to: "test" for about one in four, else "train".
+
+  It depends on the text alone. Some tasks have so few different problems that seeds that differ
+  often make the same one, and so none is in both splits.
+  """
+  return "test" if zlib.crc32(question.encode()) % 4 == 0 else "train"
+
+
+def sources(path: str) -> tuple[str, ...]:
+  """The entries of data.mixture that data.path stands for: one for each task that it names.
+
+  Args:
+    path: Such as `chain_sum(min_terms=2),gsm_symbolic`. NAME=TASK gives a task another name.
+
+  Raises:
+    ConfigError: It names none.
+  """
+  entries = [_ENTRY.fullmatch(entry) for entry in calls.split_list(path)]
+  found = [
+    (match["name"] or calls.split(match["call"])[0], match["call"]) for match in entries if match
+  ]
+  if not found:
+    raise ConfigError(
+      "data.path is empty: the task reasoning_gym needs names of its tasks, such as"
+      " chain_sum,gsm_symbolic; python -m grpo_jax.data --list shows all"
+    )
+  for name, call in found:
+    if not name.isidentifier():
+      raise ConfigError(f"data.path: {call!r:.200} is no task: write TASK, or TASK(KNOB=VALUE)")
+  return tuple(f"{name}=reasoning_gym:{call}" for name, call in found)

@@ -1,0 +1,208 @@
+"""The tasks of the package reasoning_gym, which `data` draws problems of and `rewards` scores.
+
+A config names a task with its knobs, as in `chain_sum(min_terms=2, max_terms=3)`. A dataset is an
+object of the package: `dataset[i]` makes a problem, and `dataset.score_answer` judges an answer.
+The package is optional, and its import takes more than a second. So nothing is imported before it
+is needed.
+"""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import difflib
+import random
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+
+from grpo_jax import calls
+from grpo_jax.settings import ConfigError, shown
+
+# Tasks that cannot be used, and why.
+REFUSED = {
+  "codeio": "another process makes other problems, because they come from programs that use sets",
+  "composite": "it only mixes other tasks; name these instead",
+  "game_of_life_halting": "its verifier accepts any answer",
+}
+
+_OURS = ("seed", "size")  # fields of a dataset's config that are no knobs
+_KINDS: dict[type, str] = {
+  bool: "True or False",
+  int: "a whole number",
+  float: "a number",
+  str: "a string",
+  list: "a list",
+  tuple: "a list",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GymTask:
+  """A task as a config names it.
+
+  Attributes:
+    call: Its name with its knobs, as the config has it.
+    name: Its name.
+    knobs: The values of its knobs that are set.
+  """
+
+  call: str
+  name: str
+  knobs: Mapping[str, Any]
+
+
+def names() -> list[str]:
+  """The names of all tasks that can be used.
+
+  Raises:
+    ConfigError: The package is not installed.
+  """
+  return sorted(name for name in _datasets() if name not in REFUSED)
+
+
+def knobs_of(name: str) -> dict[str, Any]:
+  """The knobs of a task, with their defaults."""
+  config = _datasets()[name][1]()
+  fields = [field.name for field in dataclasses.fields(config)]
+  return {field: getattr(config, field) for field in fields if field not in _OURS}
+
+
+def category_of(name: str) -> str:
+  """What a task is about, such as "algebra": the folder of the package that it is in."""
+  category: str = _datasets()[name][0].__module__.split(".")[1]
+  return category
+
+
+def parse(call: str, key: str) -> GymTask:
+  """Reads a task with its knobs. `open_dataset` checks what the values are together.
+
+  Args:
+    call: Such as `gsm_symbolic` or `chain_sum(min_terms=2)`.
+    key: The config key that holds it, for error messages.
+
+  Raises:
+    ConfigError: There is no such task or no such knob, or a knob cannot have this value. Or the
+      package is not installed.
+  """
+  name, knobs = calls.parse(call, key)
+  if name in REFUSED:
+    raise ConfigError(f"{key}: the task {name} of reasoning_gym is refused: {REFUSED[name]}")
+  if name not in _datasets():
+    raise ConfigError(
+      f"{key}: reasoning_gym has no task {shown(name)}{_close(name, names())};"
+      " python -m grpo_jax.data --list shows all"
+    )
+  defaults = knobs_of(name)
+  for knob, value in knobs.items():
+    if knob in _OURS:
+      raise ConfigError(
+        f"{key}: {name}({knob}=...): grpo_jax chooses the {knob} itself, so that a run that resumes"
+        " draws the same problems; leave it out"
+      )
+    if knob not in defaults:
+      known = f"; its knobs are {', '.join(defaults)}" if defaults else "; it has no knobs"
+      raise ConfigError(
+        f"{key}: {name} has no knob {shown(knob)}{_close(knob, list(defaults))}{known}"
+      )
+    if problem := _problem(value, defaults[knob]):
+      raise ConfigError(f"{key}: {name}({knob}={shown(value)}): {problem}")
+  return GymTask(call, name, knobs)
+
+
+def open_dataset(task: GymTask, seed: int, size: int, key: str = "data.path") -> Any:
+  """A dataset of the package.
+
+  Args:
+    task: The task.
+    seed: The seed of its problem 0. In most tasks, that of problem i is `seed + i`.
+    size: How many problems it has.
+    key: The config key that holds the task, for error messages.
+
+  Raises:
+    ConfigError: The package refuses the values of the knobs.
+  """
+  import reasoning_gym
+
+  try:
+    with same_everywhere(seed):
+      dataset = reasoning_gym.create_dataset(task.name, seed=seed, size=size, **task.knobs)
+  except Exception as error:  # an AssertionError, or what the package fails with
+    raise ConfigError(f"{key}: {task.call}: reasoning_gym refuses it: {_reason(error)}") from None
+  _put_in_order(dataset, task.name)
+  return dataset
+
+
+@contextlib.contextmanager
+def same_everywhere(seed: int) -> Iterator[None]:
+  """What the block draws of the generators of `random` and numpy depends on `seed` alone.
+
+  Some tasks draw of these generators, which the whole process shares. After the block they are as
+  before. What a task prints goes to stderr, because stdout may be for a program.
+  """
+  state, numpy_state = random.getstate(), np.random.get_state()
+  random.seed(seed)
+  np.random.seed(seed % 2**32)
+  try:
+    with contextlib.redirect_stdout(sys.stderr):
+      yield
+  finally:
+    random.setstate(state)
+    np.random.set_state(numpy_state)
+
+
+class _InOrder(set[str]):
+  """A set whose members come in their order, and not in that of this process's hashes."""
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(sorted(super().__iter__()))
+
+  def __sub__(self, other: Any) -> "_InOrder":
+    return _InOrder(super().__sub__(other))
+
+
+def _put_in_order(dataset: Any, name: str) -> None:
+  """Lets a dataset that draws from a set make the same problems in every process."""
+  if isinstance(getattr(dataset, "letters", None), set):  # isomorphic_strings, ransom_note
+    dataset.letters = _InOrder(dataset.letters)
+  if name == "polynomial_multiplication":
+    monomials = dataset._get_monomials
+    dataset._get_monomials = lambda rng: sorted(monomials(rng), key=str)
+
+
+def _datasets() -> Mapping[str, tuple[Any, Any]]:
+  """The classes of each task's dataset and of its config, by its name."""
+  try:
+    from reasoning_gym.factory import DATASETS
+  except ImportError:
+    raise ConfigError(
+      "data.task=reasoning_gym needs the package reasoning-gym: pip install"
+      " 'grpo_jax[reasoning_gym]'"
+    ) from None
+  datasets: Mapping[str, tuple[Any, Any]] = DATASETS
+  return datasets
+
+
+def _close(name: str, known: list[str]) -> str:
+  close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+  return f": did you mean {' or '.join(close)}?" if close else ""
+
+
+def _problem(value: Any, default: Any) -> str:
+  """What the value of a knob with this default must be. Empty if it may have this value."""
+  kind = type(default)
+  if default is None:  # the package says what it may be
+    return ""
+  if kind not in _KINDS:
+    return f"a config cannot write a value of type {kind.__name__}, so it keeps its default"
+  fits = type(value) is kind or (kind is float and type(value) is int)
+  fits = fits or (kind in (list, tuple) and type(value) in (list, tuple))
+  return "" if fits else f"it must be {_KINDS[kind]}"
+
+
+def _reason(error: Exception) -> str:
+  """An error of the package in one line. One without a message is shown as the line of code."""
+  text = " ".join(str(error).split())
+  frames = traceback.extract_tb(error.__traceback__)
+  return text[:200] or (frames[-1].line or "")[:200] or type(error).__name__

@@ -1,0 +1,161 @@
+"""The reward of problems of the package reasoning_gym, whose tasks have verifiers for answers.
+
+It is installed with pip install 'grpo_jax[reasoning_gym]'.
+"""
+
+import functools
+import math
+import re
+from typing import Any
+import warnings
+
+from grpo_jax import gym
+from grpo_jax.rewards.marks import checked_by, prepared_by
+from grpo_jax.settings import ConfigError
+
+_RIGHT = 1 - 1e-6  # a score from here on is 1: evaluation counts no other one as right
+
+# Verifiers that evaluate an answer as Python. What they are for needs no call and no attribute.
+_READ_LISTS = frozenset(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"))
+_READ_FORMULAS = frozenset(
+  (
+    "countdown",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+  )
+)
+_NO_LIST = re.compile(r"\(|\.\s*[^\W\d]|__")
+_NO_FORMULA = re.compile(r"[\"'\[\]{}\\:;=@]|\.\s*[^\W\d]|__")
+_WORD = re.compile(r"[^\W\d]\w*")
+_FUNCTIONS = frozenset(
+  "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh asinh acosh atanh exp log"
+  " ln sqrt Abs abs pi erf erfi Si Ci Ei li Rational".split()
+)
+_LONGEST = 10_000  # characters of an answer that is evaluated
+
+
+def _prepare() -> None:
+  """What a worker's parent does once: it imports the package."""
+  gym.names()
+
+
+def _check_options(where: str, options: dict[str, Any]) -> None:
+  if not re.fullmatch(r"\w+", options["tag"]):
+    raise ConfigError(f"{where}(tag={options['tag']!r}): a tag is letters, digits and _")
+  gym.names()
+
+
+@prepared_by(_prepare)
+@checked_by(_check_options)
+def reasoning_gym(
+  completions: list[str],
+  verifier: list[str | None],
+  entry: list[dict[str, Any] | None],
+  *,
+  tag: str = "answer",
+  tagged: bool = False,
+  partial: bool = True,
+  **columns: Any,
+) -> list[float | None]:
+  """What the verifier of a problem's task says of the answer, from 0 to 1.
+
+  Many verifiers give a part of 1 to an answer that is nearly right, or that has the right one in
+  it. No answer gets 0, and so does one that a verifier fails on.
+
+  Some verifiers evaluate an answer as Python. They get it only if it is a list or a formula: what
+  calls or names anything else gets 0.
+
+  Args:
+    completions: The texts.
+    verifier: The task of each problem with its knobs. None is a problem of another source.
+    entry: The problems, as the package makes them.
+    tag: The answer stands between <tag> and </tag>. See `answer_of`.
+    tagged: Whether a completion without these tags gets 0.
+    partial: Whether scores between 0 and 1 stay. Otherwise they are 0.
+    columns: Not read.
+
+  Returns:
+    The scores. None where there is no verifier.
+  """
+  return [
+    None
+    if call is None or one is None
+    else _score(answer_of(text, tag, tagged), call, one, partial)
+    for text, call, one in zip(completions, verifier, entry, strict=True)
+  ]
+
+
+def answer_of(text: str, tag: str = "answer", tagged: bool = False) -> str | None:
+  """The answer in a completion.
+
+  It is what stands in the last pair of tags. Without tags it is what follows the last `####` on its
+  line, or on the next lines if that is empty, else the content of the last `\\boxed{}`, else the
+  whole text. Nothing before `</think>` counts.
+
+  Args:
+    text: The completion.
+    tag: The name in the tags.
+    tagged: Whether a text without tags has no answer. It is then None.
+  """
+  text = text.rpartition("</think>")[2]
+  before, closing, _ = text.rpartition(f"</{tag}>")
+  _, opening, inside = before.rpartition(f"<{tag}>")
+  if closing and opening:
+    return inside.strip()
+  if tagged:
+    return None
+  _, anchor, tail = text.rpartition("####")
+  if anchor:
+    return tail.partition("\n")[0].strip() or tail.strip()
+  _, box, tail = text.rpartition("\\boxed{")
+  end = _end_of_box(tail) if box else -1
+  return (tail[:end] if end >= 0 else text).strip()
+
+
+def _end_of_box(tail: str) -> int:
+  """Where the brace closes that was open at the start of a text. -1 if it does not."""
+  depth = 1
+  for place, character in enumerate(tail):
+    depth += {"{": 1, "}": -1}.get(character, 0)
+    if depth == 0:
+      return place
+  return -1
+
+
+def _score(answer: str | None, call: str, entry: dict[str, Any], partial: bool) -> float:
+  if not answer and entry["answer"] != "":  # some verifiers give a part of 1 for nothing
+    return 0.0
+  task, dataset = _opened(call)
+  if not _can_be_evaluated(task, answer):
+    return 0.0
+  try:
+    with warnings.catch_warnings(), gym.same_everywhere(0):
+      warnings.simplefilter("ignore")
+      score = float(dataset.score_answer(answer, entry))
+  except Exception:  # it expects another form, such as a number
+    return 0.0
+  if math.isnan(score):
+    return 0.0
+  if score >= _RIGHT:
+    return 1.0
+  return max(0.0, score) if partial else 0.0
+
+
+def _can_be_evaluated(task: str, answer: str) -> bool:
+  """Whether a verifier that evaluates answers may get this one. Others get all."""
+  if task in _READ_LISTS:
+    return len(answer) <= _LONGEST and not _NO_LIST.search(answer)
+  if task in _READ_FORMULAS:
+    words = _WORD.findall(answer)
+    are_known = all(len(word) == 1 or word in _FUNCTIONS for word in words)
+    return len(answer) <= _LONGEST and are_known and not _NO_FORMULA.search(answer)
+  return True
+
+
+@functools.lru_cache(maxsize=512)
+def _opened(call: str) -> tuple[str, Any]:
+  """The name of a task, and a dataset of it, whose verifier knows the knobs."""
+  task = gym.parse(call, "column verifier")
+  return task.name, gym.open_dataset(task, seed=0, size=1, key="column verifier")
