@@ -7,6 +7,7 @@ The models have random weights, which are made on the device. The programs are t
 import argparse
 from collections.abc import Mapping
 import dataclasses
+import gc
 from typing import Any
 
 from accelerator_parts import Part, median_seconds, one_line, share
@@ -185,21 +186,19 @@ def update(part: Part) -> None:
   If what micro_batch=0 chooses needs too much memory, half of it is tried, and so on.
   """
   micro, prompts = 0, 8 if part.tiny else 64
-  attempts = []
-  while True:
+  attempts: list[dict[str, Any]] = []
+  while not attempts or micro and "RESOURCE_EXHAUSTED" in attempts[-1].get("error", ""):
     args = sizes(part, QWEN, prompts=prompts, plen=64, clen=256, micro=micro)
     run = make_run(args)
-    found, failure = {"micro_batch": run.programs.micro_batch, "is_choice": micro == 0}, None
+    found: dict[str, Any] = {"micro_batch": run.programs.micro_batch, "is_choice": micro == 0}
     try:
       found |= one_update(part, run)
     except jax.errors.JaxRuntimeError as error:
-      failure = error
       found["error"] = one_line(error)
+    gc.collect()  # an error holds the arrays of the function that it left
     attempts.append(found)
     part.save(sizes=vars(args), attention=attention_of(run), attempts=attempts)
     micro = found["micro_batch"] // 2
-    if failure is None or "RESOURCE_EXHAUSTED" not in str(failure) or micro == 0:
-      return
 
 
 def one_update(part: Part, run: Run) -> dict[str, Any]:

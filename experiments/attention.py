@@ -75,7 +75,10 @@ class Bench:
     window: int = 0,
     cap: float = 0.0,
   ) -> None:
-    """`groups` groups: prompts of S tokens, G completions of T. The device may be a described one."""
+    """`groups` groups of a prompt of S tokens and G completions of T.
+
+    A program is only compiled for a device that is described and not there.
+    """
     mesh = Mesh(np.array([device]).reshape(1, 1), ("data", "tensor"))
     self._rows = NamedSharding(mesh, PartitionSpec(("data",)))
     self._view = View(S, G, T, window, cap, self._rows)
