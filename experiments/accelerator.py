@@ -66,7 +66,8 @@ class Part:
   command: tuple[str, ...] = ()
 
 
-# For an H100, estimates add up to about 450 s: 25, 80, 35, 45, 85, 60, 35 and 90. See LOG.md.
+# The limits add up to more than eight minutes, because not all parts will need theirs. For an H100,
+# LOG.md estimates 25, 80, 35, 45, 85, 60, 35 and 100 s.
 PARTS = (
   Part("device", 60, 20),
   Part("resume", 130, 50),

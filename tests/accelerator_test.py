@@ -178,6 +178,26 @@ def test_nan_is_the_largest_difference(pieces):
   assert found["there"] == "b" and np.isnan(found["largest"]) and found["above_1e-5"] == 2
 
 
+def test_an_update_that_needs_too_much_memory_is_tried_with_less(pieces, monkeypatch, tmp_path):
+  import accelerator_model
+  import jax
+
+  def one_update(part, run):
+    if run.programs.micro_batch > 2:
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand more")
+    return {"seconds": 1.0}
+
+  monkeypatch.setattr(accelerator_model, "one_update", one_update)
+  part = pieces.Part(tmp_path / "results.json", True, {})
+  accelerator_model.update(part)
+  error = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+  assert json.loads((tmp_path / "results.json").read_text())["attempts"] == [
+    {"micro_batch": 8, "is_choice": True, "error": error},
+    {"micro_batch": 4, "is_choice": False, "error": error},
+    {"micro_batch": 2, "is_choice": False, "seconds": 1.0},
+  ]
+
+
 def run(tmp_path, *options):
   """The report of the command in the sizes of a test, and its exit code."""
   file = tmp_path / "out.json"
