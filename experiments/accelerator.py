@@ -94,13 +94,15 @@ def read(path: Path) -> Report:
 
 def environment(tiny: bool) -> dict[str, str]:
   """The variables of each part's process."""
-  paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+  given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+  # Absolute, because parts start processes in other folders.
+  paths = [str(ROOT), *(os.path.abspath(path) for path in given if path)]
   variables = {
     # Parts follow each other, and memory of one that was killed may not be free at once.
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "HF_HUB_OFFLINE": "1",
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    "PYTHONPATH": os.pathsep.join(paths),
     "JAX_NUM_CPU_DEVICES": "1",
   }
   if not tiny:

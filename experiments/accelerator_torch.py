@@ -54,8 +54,8 @@ def trl(part: Part) -> None:
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
     part.save(folder_s=make_folder(folder, part.tiny))
-    job = (f"--model={folder}", f"--prompts={prompts}", f"--group={group}", f"--dtype={dtype}", "--idle=0")
-    step = ("pretrained_step.py", *job, f"--max_tokens={tokens}", f"--steps={STEPS}")
+    job = (f"--prompts={prompts}", f"--group={group}", f"--max_tokens={tokens}", f"--dtype={dtype}")
+    step = ("pretrained_step.py", f"--model={folder}", *job, f"--steps={STEPS}", "--idle=0")
     part.save(grpo_jax=line_of(*step, "--program=grpo_jax"))
     by_hand = (str(folder), str(prompts), str(group), str(tokens), dtype)
     part.save(transformers=line_of("accelerator_torch.py", *by_hand))
