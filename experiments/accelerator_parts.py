@@ -322,9 +322,10 @@ def summary(gaps: Mapping[str, float]) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-  """An exception as one line of at most 300 characters."""
-  lines = str(error).splitlines() or [""]
-  return f"{type(error).__name__}: {lines[0]}"[:300]
+  """An exception as one line: the first of its lines and the last, at most 200 characters each."""
+  first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+  ends = [f"{type(error).__name__}: {first}"[:200], *(line[:200] for line in others[-1:])]
+  return " ... ".join(ends)
 
 
 def parts() -> dict[str, Callable[[Part], None]]:

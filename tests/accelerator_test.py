@@ -190,7 +190,7 @@ def test_an_update_that_needs_too_much_memory_is_tried_with_less(pieces, monkeyp
   monkeypatch.setattr(accelerator_model, "one_update", one_update)
   part = pieces.Part(tmp_path / "results.json", True, {})
   accelerator_model.update(part)
-  error = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+  error = "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory ... and more"
   assert json.loads((tmp_path / "results.json").read_text())["attempts"] == [
     {"micro_batch": 8, "is_choice": True, "error": error},
     {"micro_batch": 4, "is_choice": False, "error": error},
@@ -239,7 +239,6 @@ def test_all_parts(tmp_path):
   gap = parts["gap"]["dtypes"]
   assert gap["float32"]["tokens"] > 500
   assert gap["float32"]["max"] < 1e-4 and gap["bfloat16"]["max"] < 0.1
-  assert gap["float32"]["mean"] < gap["bfloat16"]["mean"]
   assert -np.log(512) - 1 < gap["float32"]["mean_logprob"] < -4
   check_model_parts(parts)
 
