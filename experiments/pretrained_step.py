@@ -2,8 +2,7 @@
 
   python experiments/pretrained_step.py --model=FOLDER                    # grpo_jax, kl_coef 0.04
   python experiments/pretrained_step.py --model=FOLDER --kl=0             # and without a KL
-  pip install torch trl==1.16.0
-  python experiments/pretrained_step.py --model=FOLDER --program=trl
+  python experiments/pretrained_step.py --model=FOLDER --program=trl      # needs torch, trl 1.16.0
 
 A step is 16 prompts x 8 completions of at most 128 tokens, at temperature 1, in float32 or --dtype,
 with one update. The prompts are word problems in the model's chat template. The reward of a

@@ -46,6 +46,7 @@ SCORERS = {
   "flexible": Scorer(FUNCTIONS["flexible"], "The answer is {}."),
   "boxed": Scorer(FUNCTIONS["boxed"], "So it is \\boxed{{{}}}."),
   "math": Scorer(FUNCTIONS["math"], "So it is \\boxed{{{}}}."),
+  "math without a mark": Scorer(FUNCTIONS["math"], "So it is ${}$."),
   "reasoning_accuracy": Scorer(
     reasoning_accuracy, "<think>Not \\boxed{{0}}.</think>So it is \\boxed{{{}}}."
   ),

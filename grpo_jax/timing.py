@@ -36,13 +36,15 @@ def telling(line: Callable[[float], str], seconds: float) -> Iterator[None]:
     teller.join()
 
 
-def told_if_slow(what: str | Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-  """Prints `what`, such as "reading FILE", after each 8 seconds that the block has not ended."""
+def told_if_slow(
+  what: str | Callable[[], str], seconds: float = _SECONDS
+) -> contextlib.AbstractContextManager[None]:
+  """Prints `what`, such as "reading FILE", each time that the block has taken so much longer."""
 
   def line(waited: float) -> str:
     return f"still {what if isinstance(what, str) else what()} after {waited:.0f} seconds"
 
-  return telling(line, _SECONDS)
+  return telling(line, seconds)
 
 
 @contextlib.contextmanager

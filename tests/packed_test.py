@@ -156,7 +156,7 @@ def test_groups_with_equally_many_tokens_come_into_one_part(monkeypatch):
   ordered, order_P = packed.sorted_by_tokens(batch, 2)
   parts = learner.split_batch(ordered, 2)
   totals = packed.lengths(parts.mask_PGT.reshape(4, G, T)).sum(1).reshape(2, 2)
-  np.testing.assert_array_equal(np.sort(totals), [[1, 2], [20, 21]])
+  np.testing.assert_array_equal(np.sort(totals), [[20, 21], [1, 2]])
   np.testing.assert_array_equal(ordered.prompts_PS, batch.prompts_PS[order_P])
 
 

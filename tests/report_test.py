@@ -431,7 +431,7 @@ frame.onload = async () => {
 </script>"""
 
 
-USER_FLAGS = ("--virtual-time-budget=20000", "--window-size=2000,18500")  # all is in view
+USER_FLAGS = ("--virtual-time-budget=200000", "--window-size=2000,18500")  # all is in view
 
 
 def browse(path, profile, *flags):

@@ -49,6 +49,7 @@ def test_strict_reads_equations_and_quotients():
 def test_what_math_judges_wrongly_is_known():
   assert wrong_verdicts("math", ["fooled"]) == [None]  # the same
   assert wrong_verdicts("math", ["missed"]) == ["five", "$1.8k", "2^{0.5}", r"1>x\ge 0"]
+  assert len(wrong_verdicts("math without a mark", ["fooled"])) == 10
 
 
 def test_the_forms_hold_the_answer_where_the_scorer_looks():

@@ -95,7 +95,7 @@ def mean_value(metric: Metric) -> jax.Array:
 
 
 def reduced(metrics: Mapping[str, Metric]) -> dict[str, float]:
-  """Plain numbers on the host. A mean without weight is NaN."""
+  """Plain numbers on the host. Without anything to reduce, a number is NaN, and a sum is 0."""
   return {name: _number(metric) for name, metric in jax.device_get(dict(metrics)).items()}
 
 
@@ -105,6 +105,8 @@ def _merge_two(first: Metric, second: Metric) -> Metric:
 
 
 def _number(metric: Metric) -> float:
-  if metric.reduction != "mean":
+  if metric.reduction == "sum":
     return float(metric.value)
-  return float(metric.value / metric.weight) if metric.weight > 0 else float(np.nan)
+  if metric.weight == 0:
+    return float(np.nan)
+  return float(metric.value / metric.weight if metric.reduction == "mean" else metric.value)

@@ -59,6 +59,26 @@ def totals(batch: Batch, coefs: Coefficients, algo: Algo) -> Totals:
   )
 
 
+def without_idle_groups(batch: Batch, algo: Algo) -> Batch:
+  """The batch with only those groups in its mask that have a gradient.
+
+  A group whose completions all have the same reward has advantages of 0. Where `objective` has no
+  term beside the surrogate, such a group has no gradient, and need not be computed. It still counts
+  in the divisors: `totals` is called before.
+
+  Args:
+    batch: The whole batch, with advantages.
+    algo: Says whether groups can be idle.
+
+  Returns:
+    The batch, with a mask of 0 for the groups that are left out.
+  """
+  if not algo.has_idle_groups:
+    return batch
+  learns_P = (masked.masked(batch.advantages_PGT, batch.mask_PGT) != 0).any((1, 2))
+  return batch.replace(mask_PGT=batch.mask_PGT * learns_P[:, None, None])
+
+
 def objective(
   stats: TokenStats, batch: Batch, of_batch: Totals, algo: Algo
 ) -> tuple[jax.Array, Metrics]:

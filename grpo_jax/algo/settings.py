@@ -80,6 +80,16 @@ class Algo(  # the fields of the last class come first
     return self.entropy_coef > 0 or self.entropy_target > 0
 
   @property
+  def has_idle_groups(self) -> bool:
+    """Whether a group whose advantages are all 0 has no gradient.
+
+    A KL in the reward counts too: its metric, which may steer the coefficient, is over all groups.
+    """
+    surrogate = SURROGATES[self.surrogate]
+    terms_of_all_groups = self.uses_reference or self.has_entropy_bonus
+    return surrogate.idle_without_advantage and not terms_of_all_groups
+
+  @property
   def has_correction(self) -> bool:
     """Whether the gap between sampler and learner is corrected."""
     return self.correction != "none"

@@ -115,15 +115,22 @@ def real_tokens(batch: Batch) -> jax.Array:
 def sorted_by_tokens(batch: Batch, micro_batch: int) -> tuple[Batch, jax.Array | None]:
   """The batch in an order in which `split_batch` puts groups with equally many tokens together.
 
+  The parts with the most tokens come first, and those without a token in the loss last.
+
   Returns:
-    The batch, and where each of its prompts was. None if the order does not matter.
+    The batch, and where each of its prompts was. None if there is one part.
   """
-  P, G, T = batch.completions_PGT.shape
+  P = len(batch.prompts_PS)
   parts = P // (micro_batch or P)
-  has_one_size = batch.slots is not None or len(slot_sizes(G, T)) == 1
-  if parts == 1 or micro_batch == 1 or has_one_size:
+  if parts == 1:
     return batch, None
-  order_P = jnp.argsort(lengths(batch.mask_PGT).sum(1))
+  order_P = jnp.argsort(-lengths(batch.mask_PGT).sum(1))
   # Part m takes the prompts m, m + parts, m + 2 parts, ...
   order_P = order_P.reshape(parts, micro_batch).T.ravel()
   return jax.tree.map(lambda x: x[order_P], batch), order_P
+
+
+def sizes_vary(batch: Batch, micro_batch: int) -> bool:
+  """Whether the slots of a part depend on which groups it has."""
+  _, G, T = batch.completions_PGT.shape
+  return micro_batch > 1 and batch.slots is None and len(slot_sizes(G, T)) > 1

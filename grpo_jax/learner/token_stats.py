@@ -13,7 +13,7 @@ from grpo_jax import masked, model
 from grpo_jax.algo import kl
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features, packings
-from grpo_jax.learner.packed import sorted_by_tokens, with_fewest_slots
+from grpo_jax.learner.packed import sizes_vary, sorted_by_tokens, with_fewest_slots
 from grpo_jax.types import Batch, TokenStats
 
 # (log-probs, entropies, KL), as `TokenStats` explains them, but [B, T] each.
@@ -177,7 +177,9 @@ def in_micro_batches(function: Callable[[Batch], Any], batch: Batch, size: int) 
 
   It is for results without a gradient.
   """
-  batch, order_P = sorted_by_tokens(batch, size)
+  order_P = None
+  if sizes_vary(batch, size):
+    batch, order_P = sorted_by_tokens(batch, size)
 
   def join(x: jax.Array) -> jax.Array:
     x = x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

@@ -19,7 +19,7 @@ from grpo_jax import masked, model
 from grpo_jax.algo import controllers, metrics, token_selection
 from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.algo.metrics import Metrics
-from grpo_jax.algo.objective import Totals, objective, totals
+from grpo_jax.algo.objective import Totals, objective, totals, without_idle_groups
 from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features
@@ -62,6 +62,7 @@ class Objective:
       of the whole.
     totals: (whole batch, coefficients) -> what the parts of the batch share: the divisors of means
       and the coefficients.
+    drop: (whole batch) -> the batch with a mask of 0 for the groups that have no gradient.
     part_loss: (policy, reference, part, totals) -> the part's summand of the loss, and its report.
     adapt: (coefficients, metrics, completions in the batch) -> the next update's coefficients.
   """
@@ -69,6 +70,7 @@ class Objective:
   join: Callable[[Any, Any], model.Params]
   prepare: Callable[[model.Params, Batch, int], Batch]
   totals: Callable[[Batch, Coefficients], Any]
+  drop: Callable[[Batch], Batch]
   part_loss: Callable[[model.Params, Any, Batch, Any], tuple[jax.Array, PartReport]]
   adapt: Callable[[Coefficients, Metrics, int], Coefficients]
 
@@ -121,6 +123,9 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
   def totals_of(batch: Batch, coefs: Coefficients) -> Totals:
     return totals(batch, coefs, algo)
 
+  def drop(batch: Batch) -> Batch:
+    return without_idle_groups(batch, algo)
+
   def part_loss(
     params: model.Params, reference: model.Params | None, part: Batch, of_batch: Totals
   ) -> tuple[jax.Array, PartReport]:
@@ -135,7 +140,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     return controllers.adapted(coefs, kl, entropy, completions, algo)
 
   return with_balance_loss(
-    Objective(_join(config), prepare, totals_of, part_loss, adapt), config, learner
+    Objective(_join(config), prepare, totals_of, drop, part_loss, adapt), config, learner
   )
 
 
@@ -164,13 +169,21 @@ def train_step(
   objective = rule.objective
   policy = objective.join(state.params, base)
   batch = objective.prepare(policy, batch, rule.micro_batch)
-  grads, loss, report = _accumulate_gradients(state, base, reference, batch, rule)
-  tokens, parts = masked.count(batch.mask_PGT), _in_parts(batch, rule.micro_batch)
+  of_batch, tokens = objective.totals(batch, state.coefs), masked.count(batch.mask_PGT)
+  batch = objective.drop(batch)
+  parts = split_batch(sorted_by_tokens(batch, rule.micro_batch)[0], rule.micro_batch)
+
+  def loss_of(trained: Any, part: Batch) -> tuple[jax.Array, PartReport]:
+    return objective.part_loss(objective.join(trained, base), reference, part, of_batch)
+
+  grads, loss, report = _accumulate_gradients(loss_of, state.params, parts)
   grad_norm = optax.tree.norm(grads)
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
   next_state = _apply(state, grads, report.metrics, batch, rule)
   next_state = _where(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
   measured = _metrics(loss, grad_norm, is_finite, tokens, report)
+  computed = masked.count(batch.mask_PGT)
+  measured["update/token_share"] = metrics.weighted(masked.divide(computed, tokens), tokens)
   return next_state, measured | {"perf/padding": _padding(parts)}
 
 
@@ -188,37 +201,42 @@ def sync_reference(reference: Any, params: Any, mixup: float) -> Any:
 
 
 def _accumulate_gradients(
-  state: TrainState,
-  base: model.Params | None,
-  reference: model.Params | None,
-  batch: Batch,
-  rule: UpdateRule,
+  loss_of: Callable[[Any, Batch], tuple[jax.Array, PartReport]], params: Any, parts: Batch
 ) -> tuple[Any, jax.Array, PartReport]:
-  """The gradient, the loss and the report of the whole batch, one micro-batch at a time."""
-  objective = rule.objective
-  of_batch = objective.totals(batch, state.coefs)
+  """The gradient, the loss and the report of the whole batch, one micro-batch at a time.
 
-  def loss_of(trained: Any, part: Batch) -> tuple[jax.Array, PartReport]:
-    return objective.part_loss(objective.join(trained, base), reference, part, of_batch)
+  Args:
+    loss_of: (trained parameters, part) -> the part's summand of the loss, and its report.
+    params: The trained parameters.
+    parts: The micro-batches, [parts, micro_batch, ...]. Those without a token in the loss come
+      last, and are not computed unless there is only one.
+  """
 
   def part_of(part: Batch) -> tuple[Any, jax.Array, PartReport]:
-    (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, part)
+    (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(params, part)
     return grads, loss, report
 
-  def add(total: tuple, part: Batch) -> tuple[tuple, None]:
-    grads, loss, report = with_fewest_slots(part_of, part)
-    sums = jax.tree.map(jnp.add, total[:3], (grads, loss, report.routing))
-    return (*sums, metrics.merge(total[3], report.metrics)), None
+  def part_number(i: jax.Array | int) -> Batch:
+    return jax.tree.map(lambda x: x[i], parts)
 
-  parts = _in_parts(batch, rule.micro_batch)
   if len(parts.prompts_PS) == 1:  # no second array of gradients to add up in
-    return with_fewest_slots(part_of, jax.tree.map(lambda x: x[0], parts))
-  shapes = jax.eval_shape(part_of, jax.tree.map(lambda x: x[0], parts))
-  grads, loss, report = shapes
+    return with_fewest_slots(part_of, part_number(0))
+
+  def add(i: jax.Array, total: tuple) -> tuple:
+    grads, loss, report = with_fewest_slots(part_of, part_number(i))
+    sums = jax.tree.map(jnp.add, total[:3], (grads, loss, report.routing))
+    return (*sums, metrics.merge(total[3], report.metrics))
+
+  grads, loss, report = jax.eval_shape(part_of, part_number(0))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, loss, report.routing))
   start = (*zeros, metrics.neutral(report.metrics))
-  (grads, loss, routing, measured), _ = jax.lax.scan(add, start, parts)
+  grads, loss, routing, measured = jax.lax.fori_loop(0, _with_tokens(parts).sum(), add, start)
   return grads, loss, PartReport(measured, routing)
+
+
+def _with_tokens(parts: Batch) -> jax.Array:
+  """bool [parts], which micro-batches have a token in the loss."""
+  return (parts.mask_PGT != 0).any((1, 2, 3))
 
 
 def _apply(
@@ -233,15 +251,12 @@ def _apply(
   )
 
 
-def _in_parts(batch: Batch, micro_batch: int) -> Batch:
-  """The micro-batches of a batch: arrays [parts, micro_batch, ...]."""
-  return split_batch(sorted_by_tokens(batch, micro_batch)[0], micro_batch)
-
-
 def _padding(parts: Batch) -> metrics.Metric:
-  """How many tokens the layers compute for each token that there is."""
-  real = jax.vmap(real_tokens)(parts).sum()
-  return metrics.weighted(jax.vmap(computed_tokens)(parts).sum() / real, real)
+  """How many tokens the layers compute for each token that there is, in the parts computed."""
+  is_computed = _with_tokens(parts)
+  real = masked.total(jax.vmap(real_tokens)(parts), is_computed)
+  computed = masked.total(jax.vmap(computed_tokens)(parts), is_computed)
+  return metrics.weighted(masked.divide(computed, real), real)
 
 
 def _where(condition: jax.Array, first: Any, second: Any) -> Any:
@@ -276,6 +291,9 @@ def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
     del coefs
     return masked.count(batch.mask_PGT)
 
+  def drop(batch: Batch) -> Batch:
+    return batch
+
   def part_loss(
     params: model.Params, reference: None, part: Batch, count: jax.Array
   ) -> tuple[jax.Array, PartReport]:
@@ -288,7 +306,7 @@ def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
     return coefs
 
   return with_balance_loss(
-    Objective(_join(config), prepare, token_count, part_loss, adapt), config, learner
+    Objective(_join(config), prepare, token_count, drop, part_loss, adapt), config, learner
   )
 
 
@@ -318,6 +336,9 @@ def with_balance_loss(
   def totals_and_routing(batch: Batch, coefs: Coefficients) -> tuple[Any, Routing | None]:
     return objective.totals(batch, coefs), sum_rows(batch.routing)
 
+  def keep_all(batch: Batch) -> Batch:
+    return batch  # the balance loss has a gradient for every token
+
   def part_loss(
     params: model.Params, reference: Any, part: Batch, of_batch: tuple[Any, Routing | None]
   ) -> tuple[jax.Array, PartReport]:
@@ -329,7 +350,9 @@ def with_balance_loss(
     balance = balance_loss(assigned_X, probs_X, whole.tokens_BL.sum())
     return loss + learner.router_aux_coef * balance, report
 
-  return Objective(objective.join, prepare, totals_and_routing, part_loss, objective.adapt)
+  return dataclasses.replace(
+    objective, prepare=prepare, totals=totals_and_routing, drop=keep_all, part_loss=part_loss
+  )
 
 
 def sum_rows(routing: Routing | None) -> Routing | None:

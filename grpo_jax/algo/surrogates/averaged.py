@@ -52,6 +52,7 @@ SURROGATES["gmpo"] = Surrogate(
   ratios=("token",),
   weighs_tokens_itself=True,
   idle_at_ratio_one=names_of(ClipSettings),
+  idle_without_advantage=True,
   examples=(
     # e^(.4 / 4) = 1.105171
     Example(
@@ -146,6 +147,7 @@ SURROGATES["vespo"] = Surrogate(
   ratios=("token",),
   applies_correction_itself=True,
   idle_at_ratio_one=names_of(VespoSettings),
+  idle_without_advantage=True,
   examples=(
     # W 1/2 and 2; lp = ln .25 and ln .5
     Example({"w": [0.5], "A": [1]}, {"loss": [1.5532351], "gradient": [-1.1204223]}),

@@ -58,6 +58,7 @@ SURROGATES["ppo_clip"] = Surrogate(
   settings=PpoSettings,
   idle_at_ratio_one=names_of(PpoSettings),
   needs_lower_bound=True,
+  idle_without_advantage=True,
   examples=(
     Example(
       {"w": [1.5, 0.5, 1.5, 0.5, 0.9, 1.1, 1.5, 0.5], "A": [1, 1, -1, -1, -1, 1, 0, 0]},
@@ -122,6 +123,7 @@ SURROGATES["cispo"] = Surrogate(
   bounds=cispo_bounds,
   settings=ClipSettings,
   idle_at_ratio_one=names_of(ClipSettings),
+  idle_without_advantage=True,
   examples=(
     # lp = ln .75 = -.2876821, ln .25 = -1.3862944, ln .5 = -.6931472
     Example(
@@ -169,6 +171,7 @@ SURROGATES["sapo"] = Surrogate(
   loss=sapo,
   settings=SapoSettings,
   idle_at_ratio_one=names_of(SapoSettings),
+  idle_without_advantage=True,
   examples=(
     Example(
       {"w": [1, 0.5, 2, 0.5, 2], "A": [1, 1, 1, -1, -1]},

@@ -101,6 +101,7 @@ SURROGATES["clip_cov"] = Surrogate(
   idle_at_ratio_one=names_of(PpoSettings),
   needs_lower_bound=True,
   check=_check,
+  idle_without_advantage=True,
   examples=(
     Example(
       {

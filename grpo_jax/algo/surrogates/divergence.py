@@ -40,6 +40,7 @@ SURROGATES["dppo_tv"] = Surrogate(
   ratios=("token",),
   needs_lower_bound=True,
   idle_at_ratio_one=names_of(RatioMaxSettings),
+  idle_without_advantage=True,
   examples=(
     # q = .5, so p - q is .25, .15, -.25, -.075, .25, -.25 and -.25.
     Example(
@@ -98,6 +99,7 @@ SURROGATES["dppo_kl"] = Surrogate(
   settings=RatioMaxSettings,
   ratios=("token",),
   idle_at_ratio_one=names_of(RatioMaxSettings),
+  idle_without_advantage=True,
   examples=(
     # q = .5: the divergence is .143841 at w 1.5 and .5, and .047155 at w 1.3 and .7.
     Example(

@@ -88,6 +88,8 @@ class Surrogate(Record[S]):
     applies_correction_itself: True if `loss` uses `Terms.corrections_PGT`, likewise.
     idle_at_ratio_one: Names of settings that change no gradient where every ratio is 1.
     reads_ratio: False if the loss does not see how far the policy has moved since it sampled.
+    idle_without_advantage: True if a group whose advantages are all 0 has no loss and no gradient,
+      so that an update may leave it out.
     needs_lower_bound: True if a `clip_low` of 1 or more, which bounds nothing, is refused.
     check: (algo) -> None. Raises ConfigError if the settings do not fit together.
   """
@@ -100,6 +102,7 @@ class Surrogate(Record[S]):
   applies_correction_itself: bool = False
   idle_at_ratio_one: tuple[str, ...] = ()
   reads_ratio: bool = True
+  idle_without_advantage: bool = False
   needs_lower_bound: bool = False
   check: Callable[[S], None] | None = None
 

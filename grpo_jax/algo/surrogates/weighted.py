@@ -28,6 +28,7 @@ SURROGATES["reinforce"] = Surrogate(
   settings=Settings,
   ratios=("token",),
   reads_ratio=False,
+  idle_without_advantage=True,
   examples=(
     # lp = ln .75 and ln .25
     Example(

@@ -18,6 +18,9 @@ _ANSWER_IS = re.compile(
   r"\banswers?\b[^.\n]{0,80}?(?:[:=]|\b(?:is|are|equals|was|be)\b(?!['’]))[\s*:]*", re.I
 )
 _REASON = re.compile(r"[\s,]+(?:because|since|as|where|which|when|if|so|after|given)\b", re.I)
+_FORMULA = re.compile(
+  r"(?<!\\)(?:\$\$.{1,300}?\$\$|\$[^$\n]{1,300}\$|\\\(.{1,300}?\\\)|\\\[.{1,300}?\\\])", re.DOTALL
+)
 _SENTENCE = re.compile(r"\$\$.*?\$\$|\\\[.*?\\\]|(?:[^.\n]|\.(?=\S))*", re.DOTALL)
 # What a text says that the answer is not, as in "not 42 but 43".
 _NOT_THIS = re.compile(
@@ -106,6 +109,19 @@ def affirmed(text: str) -> str:
   Without those that are half of a quantity, too.
   """
   return _TWO_UNITS.sub(" ", _NOT_THIS.sub(" ", text[-_TAIL:]))
+
+
+def last_formula(text: str) -> str:
+  """The last formula of a text that marks no answer: between signs such as $, else the last line.
+
+  Returns:
+    The formula as it is written. "" where it has no number, or other numbers follow it.
+  """
+  text = affirmed(text).rstrip(" .\n")
+  found = [*_FORMULA.finditer(text)]
+  last = found[-1][0] if found else text.rpartition("\n")[2]
+  rest = text[found[-1].end() :] if found else ""
+  return last if _has_number(last) and not _has_number(rest) else ""
 
 
 def as_formula(answer: str) -> str:
@@ -197,6 +213,10 @@ def _mixed(match: re.Match[str]) -> str:
   whole, above, below = match.groups()
   is_proper = len(above) <= len(below) <= 9 and int(above) < int(below)
   return rf"{whole}\frac{{{above}}}{{{below}}}" if is_proper else match[0]
+
+
+def _has_number(text: str) -> bool:
+  return any(character.isnumeric() for character in text)
 
 
 def _has_words(formula: str) -> bool:

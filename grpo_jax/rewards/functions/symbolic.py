@@ -6,7 +6,7 @@ import logging
 import re
 from typing import Any
 
-from grpo_jax.rewards.functions.stated import affirmed, as_formula, stated_answer
+from grpo_jax.rewards.functions.stated import affirmed, as_formula, last_formula, stated_answer
 from grpo_jax.rewards.marks import prepared_by
 from grpo_jax.settings import ConfigError
 
@@ -50,7 +50,7 @@ def math(completions: list[str], answer: list[str], **columns: Any) -> list[floa
   r"""1.0 if the answer of the text equals the gold answer as an expression, else 0.0.
 
   For example, 1/2 equals \frac12 and 0.5. The answer is the content of the last \boxed{}, else what
-  follows ####, else what follows "the answer is", else the last formula of the text.
+  follows ####, else what follows "the answer is", else the last formula or line of the text.
 
   Returns:
     The scores. None where the gold answer is not a formula that math-verify can parse.
@@ -77,9 +77,9 @@ class _Compare:
 
   def __call__(self, gold: str, completion: str) -> bool:
     stated = stated_answer(completion)
-    if stated is None:
+    formula = as_formula(last_formula(completion) if stated is None else stated)
+    if stated is None and not (formula and self.read_formula(formula)):
       return self._equal(self.read_formula(gold), self._read(affirmed(completion)))
-    formula = as_formula(stated)
     return bool(formula) and all(self._side_is_right(gold, side) for side in _sides(gold, formula))
 
   def read_formula(self, formula: str) -> list[Any]:
