@@ -44,7 +44,7 @@ def mean(values_N: np.ndarray) -> Estimate:
 
 
 def _wilson(p: float, count: float) -> Estimate:
-  """Wilson (1927): the rates r with |p - r| <= z sqrt(r (1 - r) / count). `count` may be no whole."""
+  """The rates r with |p - r| <= z sqrt(r (1 - r) / count). `count` need not be a whole number."""
   square = _NORMAL_97_5**2 / count
   middle = (p + square / 2) / (1 + square)
   half = math.sqrt(square * (p * (1 - p) + square / 4)) / (1 + square)
