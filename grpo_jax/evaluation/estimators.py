@@ -48,7 +48,7 @@ def _wilson(p: float, count: float) -> Estimate:
   square = _NORMAL_97_5**2 / count
   middle = (p + square / 2) / (1 + square)
   half = math.sqrt(square * (p * (1 - p) + square / 4)) / (1 + square)
-  # Rounding must not put p outside its interval, nor the ends away from 0 and 1 where they are that.
+  # Rounding must not put p outside its interval, nor move an end away from 0 or 1.
   low = min(p, max(0.0, middle - half)) if p > 0 else 0.0
   high = max(p, min(1.0, middle + half)) if p < 1 else 1.0
   return p, low, high
