@@ -57,33 +57,90 @@ def compiled(name: str, view: View, shapes: Sequence[Any]) -> dict[str, Any]:
   }
 
 
-def run_here(program: Any, view: View, shapes: Sequence[Any]) -> dict[str, Any]:
-  """Runs the program on random numbers. Returns its time and its errors."""
-  keys = jax.random.split(jax.random.key(0), 5)
-  q, k, v, weights = (
-    jax.device_put(jax.random.normal(key, x.shape).astype(x.dtype), x.sharding)
-    for key, x in zip(keys, (*shapes[:3], shapes[4]))
-  )
-  lengths = jax.random.randint(keys[4], shapes[3].shape, 1, view.prompt_slots + 1)
-  own = jnp.arange(view.prompt_slots) < lengths[:, None]  # what a prompt's padding holds is free
-  slots = jnp.ones((lengths.shape[0], view.completions * view.slots), bool)
-  mask = jnp.concatenate([own, slots], axis=1)[..., None, None]
-  weights = jnp.where(mask, weights, 0)
-  arguments = (q, k, v, jax.device_put(lengths, shapes[3].sharding), weights)
-  times = []
-  for _ in range(CALLS + 1):
-    start = time.perf_counter()
-    found = jax.block_until_ready(program(*arguments))
-    times.append(time.perf_counter() - start)
-  exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arguments]
-  wide = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in exact]
-  with jax.default_matmul_precision("highest"):
-    wanted = compiled("dense", view, wide)["program"](*exact)
-  errors = [
-    float(jnp.max(jnp.abs(jnp.where(mask, x.astype(jnp.float32) - y, 0))) / jnp.max(jnp.abs(y)))
-    for x, y in zip((found[0][1], *found[1]), (wanted[0][1], *wanted[1]))
-  ]
-  return {"seconds": statistics.median(times[1:]), "errors": dict(zip("oqkv", errors))}
+class Bench:
+  """Groups of one size on one device, and what `dense` in float32 makes of them.
+
+  Attributes:
+    slots: The tokens of a group.
+  """
+
+  def __init__(
+    self,
+    S: int,
+    G: int,
+    T: int,
+    groups: int,
+    device: jax.Device,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
+  ) -> None:
+    """`groups` groups of a prompt of S tokens and G completions of T.
+
+    A program is only compiled for a device that is described and not there.
+    """
+    mesh = Mesh(np.array([device]).reshape(1, 1), ("data", "tensor"))
+    self._rows = NamedSharding(mesh, PartitionSpec(("data",)))
+    self._view = View(S, G, T, window, cap, self._rows)
+    self.slots = S + G * T
+    q, k = self._array(groups, self.slots, H, E), self._array(groups, self.slots, K, E)
+    self._shapes = (q, k, k, self._array(groups, dtype="int32"), q)
+
+  def measure(self, name: str, here: bool) -> dict[str, Any]:
+    """Compiles an implementation. If `here`, also runs it on random numbers."""
+    facts = compiled(name, self._view, self._shapes)
+    program = facts.pop("program")
+    return facts | self._run(program) if here else facts
+
+  def _array(self, *shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=self._rows)
+
+  def _run(self, program: Any) -> dict[str, Any]:
+    """The time and the errors of a program."""
+    times = []
+    for _ in range(CALLS + 1):
+      start = time.perf_counter()
+      found = jax.block_until_ready(program(*self._arguments))
+      times.append(time.perf_counter() - start)
+    wanted, mask = self._wanted, self._mask
+    errors = [
+      float(jnp.max(jnp.abs(jnp.where(mask, x.astype(jnp.float32) - y, 0))) / jnp.max(jnp.abs(y)))
+      for x, y in zip((found[0][1], *found[1]), (wanted[0][1], *wanted[1]))
+    ]
+    return {"seconds": statistics.median(times[1:]), "errors": dict(zip("oqkv", errors))}
+
+  @functools.cached_property
+  def _mask(self) -> jax.Array:
+    """Which slots hold tokens. What a prompt's padding holds is free."""
+    view, lengths = self._view, self._lengths
+    own = jnp.arange(view.prompt_slots) < lengths[:, None]
+    slots = jnp.ones((lengths.shape[0], view.completions * view.slots), bool)
+    return jnp.concatenate([own, slots], axis=1)[..., None, None]
+
+  @functools.cached_property
+  def _lengths(self) -> jax.Array:
+    key = jax.random.split(jax.random.key(0), 5)[4]
+    return jax.random.randint(key, self._shapes[3].shape, 1, self._view.prompt_slots + 1)
+
+  @functools.cached_property
+  def _arguments(self) -> tuple[jax.Array, ...]:
+    """Random numbers."""
+    shapes = self._shapes
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, weights = (
+      jax.device_put(jax.random.normal(key, x.shape).astype(x.dtype), x.sharding)
+      for key, x in zip(keys, (*shapes[:3], shapes[4]))
+    )
+    weights = jnp.where(self._mask, weights, 0)
+    return q, k, v, jax.device_put(self._lengths, shapes[3].sharding), weights
+
+  @functools.cached_property
+  def _wanted(self) -> Any:
+    """Outputs and gradients by `dense` in float32."""
+    exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in self._arguments]
+    wide = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in exact]
+    with jax.default_matmul_precision("highest"):
+      return compiled("dense", self._view, wide)["program"](*exact)
 
 
 def main() -> None:
@@ -97,24 +154,13 @@ def main() -> None:
   parser.add_argument("--here", action="store_true", help="run on the first device of this machine")
   args = parser.parse_args()
   if args.here:
-    devices = jax.devices()[:1]
+    device = jax.devices()[0]
   else:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[:1]
-  mesh = Mesh(np.array(devices).reshape(1, 1), ("data", "tensor"))
-  rows = NamedSharding(mesh, PartitionSpec(("data",)))
-  view = View(args.S, args.G, args.T, args.window, args.cap, rows)
-  P, N = args.groups, args.S + args.G * args.T
-
-  def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-
-  q, k, lengths = array(P, N, H, E), array(P, N, K, E), array(P, dtype="int32")
-  shapes = (q, k, k, lengths, q)
-  facts = compiled(args.name, view, shapes)
-  program = facts.pop("program")
-  if args.here:
-    facts |= run_here(program, view, shapes)
-  print(json.dumps({"device": devices[0].device_kind, "slots": N, **facts}))
+    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+  sizes = (args.S, args.G, args.T, args.groups)
+  bench = Bench(*sizes, device, window=args.window, cap=args.cap)
+  facts = bench.measure(args.name, args.here)
+  print(json.dumps({"device": device.device_kind, "slots": bench.slots, **facts}))
 
 
 if __name__ == "__main__":

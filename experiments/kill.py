@@ -16,7 +16,7 @@ not, or if a full disk ends in anything but exit code 1 and one line.
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import json
 import os
@@ -55,10 +55,16 @@ DISK_BYTES = 6 << 20
 class Job:
   """The command, for one folder after the other."""
 
-  def __init__(self, folder: Path) -> None:
-    self._folder = folder
+  def __init__(
+    self,
+    folder: Path,
+    settings: Sequence[str] = SETTINGS,
+    variables: Mapping[str, str] = os.environ,
+  ) -> None:
+    """`settings` are those of the run, and `variables` those of its process."""
+    self._folder, self._settings = folder, settings
     (folder / "reward.py").write_text(REWARD)
-    self._environment = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")} | os.environ
+    self._environment = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), **variables}
     self._environment |= {
       "JAX_NUM_CPU_DEVICES": "1",
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -67,7 +73,7 @@ class Job:
 
   def start(self, workdir: Path) -> subprocess.Popen[str]:
     """Starts a process. Its errors go to a file, because a pipe could fill up."""
-    settings = [*SETTINGS, f"reward.functions=('{self._folder / 'reward.py'}:digits',)"]
+    settings = [*self._settings, f"reward.functions=('{self._folder / 'reward.py'}:digits',)"]
     command = [
       *(sys.executable, "-m", "grpo_jax.train", "--config=configs/arithmetic.py"),
       f"--workdir={workdir}",

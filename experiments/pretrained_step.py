@@ -4,14 +4,15 @@
   python experiments/pretrained_step.py --model=FOLDER --kl=0             # and without a KL
   python experiments/pretrained_step.py --model=FOLDER --program=trl      # needs torch, trl 1.16.0
 
-A step is 16 prompts x 8 completions of at most 128 tokens, at temperature 1, in float32, with one
-update. The prompts are word problems in the model's chat template. The reward of a completion is
-made up, so that an exact share of the groups teaches nothing: in those all rewards are 0, and in
-the others every other completion has 1. Both programs get the same prompts and rewards. The
-learning rate is 1e-6, so that the texts stay as long as they are.
+A step is 16 prompts x 8 completions of at most 128 tokens, at temperature 1, in float32 or --dtype,
+with one update. The prompts are word problems in the model's chat template. The reward of a
+completion is made up, so that an exact share of the groups teaches nothing: in those all rewards
+are 0, and in the others every other completion has 1. Both programs get the same prompts and
+rewards. The learning rate is 1e-6, so that the texts stay as long as they are.
 
 It prints one line of JSON with medians over all steps but the first, which compiles. `tokens` are
-those of the completions. `peak_mb` is the peak memory of the process.
+those of the completions. `peak_mb` is the peak memory of the process, and `device_mb` that of an
+accelerator. Both programs take the accelerator that there is.
 """
 
 import argparse
@@ -62,7 +63,9 @@ def made_up(learns: list[bool]) -> list[float]:
 
 def of_grpo_jax(args: argparse.Namespace, folder: Path) -> dict[str, float]:
   """Medians of a run of grpo_jax."""
-  import grpo_jax  # here, because TRL's side runs where grpo_jax is not installed
+  import jax  # here, because TRL's side runs where grpo_jax is not installed
+
+  import grpo_jax
 
   def reward(completions: list[str], learns: list[bool], **columns: Any) -> list[float]:
     del completions, columns
@@ -73,8 +76,8 @@ def of_grpo_jax(args: argparse.Namespace, folder: Path) -> dict[str, float]:
   data.write_text("".join(json.dumps(row) + "\n" for row in rows(args)))
   settings = {
     "model.path": args.model,
-    "model.dtype": "float32",
-    "model.reference_dtype": "float32",
+    "model.dtype": args.dtype,
+    "model.reference_dtype": args.dtype,
     "sampling.dtype": "",
     "sampling.max_tokens": args.max_tokens,
     "data.task": "columns",
@@ -107,6 +110,7 @@ def of_grpo_jax(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     "update_s": median("time/update"),
     "tokens": median("completions/tokens"),
     "idle_groups": median("frac_reward_zero_std"),
+    "device_mb": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) >> 20,
   }
 
 
@@ -114,6 +118,7 @@ def of_trl(args: argparse.Namespace, folder: Path) -> dict[str, float]:
   """Medians of a run of TRL, as its documentation sets it up."""
   os.environ.setdefault("HF_HUB_OFFLINE", "1")
   import datasets
+  import torch
   import transformers
   import trl
 
@@ -147,9 +152,9 @@ def of_trl(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     max_completion_length=args.max_tokens,
     learning_rate=1e-6,
     beta=args.kl,
-    bf16=False,
+    bf16=args.dtype == "bfloat16",
     gradient_checkpointing=args.checkpointing,
-    use_cpu=True,
+    use_cpu=not torch.cuda.is_available(),
     shuffle_dataset=False,
     output_dir=str(folder),
     logging_steps=1,
@@ -175,6 +180,7 @@ def of_trl(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     "sample_s": round(statistics.median(sampled[1:]), 3),
     "tokens": statistics.median(lengths) * args.prompts * args.group,
     "idle_groups": statistics.median(idle),
+    "device_mb": torch.cuda.max_memory_allocated() >> 20 if torch.cuda.is_available() else 0,
   }
 
 
@@ -190,6 +196,7 @@ def main() -> None:
   parser.add_argument("--group", type=int, default=8)
   parser.add_argument("--max_tokens", type=int, default=128)
   parser.add_argument("--steps", type=int, default=3)
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--set", nargs="*", default=[], metavar="KEY=JSON", help="other settings")
   parser.add_argument("--accumulation", type=int, default=1, help="TRL's parts of a batch")
   parser.add_argument("--checkpointing", action="store_true", help="TRL's gradient checkpointing")

@@ -69,8 +69,8 @@ def train_tokenizer(text: str) -> Tokenizer:
   return engine
 
 
-def make(out: str, text: str, dtype: str) -> None:
-  """Writes tokenizer and random model into the folder `out`."""
+def make(out: str, text: str, dtype: str, **shape: float) -> None:
+  """Writes tokenizer and random model into the folder `out`. `shape` are fields of Qwen2Config."""
   transformers.PreTrainedTokenizerFast(
     tokenizer_object=train_tokenizer(text),
     eos_token=END,
@@ -79,19 +79,22 @@ def make(out: str, text: str, dtype: str) -> None:
     chat_template=TEMPLATE,
   ).save_pretrained(out)
   torch.manual_seed(0)
-  config = transformers.Qwen2Config(
+  small = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
+    initializer_range=0.2,  # at the usual 0.02 all logits would be near 0
+  )
+  config = transformers.Qwen2Config(
     max_position_embeddings=2048,
     tie_word_embeddings=True,
     eos_token_id=1,
     pad_token_id=0,
     bos_token_id=None,
-    initializer_range=0.2,  # at the usual 0.02 all logits would be near 0
+    **small | shape,
   )
   qwen2 = transformers.Qwen2ForCausalLM(config).to(getattr(torch, dtype))
   qwen2.save_pretrained(out)

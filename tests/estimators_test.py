@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,12 @@ Z95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 )
 def test_wilson_interval_of_known_cases(right, count, low, high):
   assert estimators.proportion(right, count) == pytest.approx((right / count, low, high), abs=5e-5)
+
+
+def test_an_interval_needs_no_private_part_of_scipy(monkeypatch):
+  """Its class of such results has another constructor in 1.18."""
+  monkeypatch.setitem(sys.modules, "scipy.stats._result_classes", None)
+  assert estimators.proportion(0, 20)[1] == 0.0 and estimators.proportion(29, 29)[2] == 1.0
 
 
 @steady

@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 Estimate = tuple[float, float, float]  # value, lower end, upper end
+_NORMAL_97_5 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 
 
 def proportion(right: int, count: int) -> Estimate:
@@ -43,14 +44,14 @@ def mean(values_N: np.ndarray) -> Estimate:
 
 
 def _wilson(p: float, count: float) -> Estimate:
-  # Imported here, because it takes half a second and 60 MB. It is the class of what
-  # scipy.stats.binomtest returns: that function itself takes whole counts alone.
-  from scipy.stats._result_classes import BinomTestResult
-
-  result = BinomTestResult(p * count, count, "two-sided", statistic=p, pvalue=1.0)
-  low, high = result.proportion_ci(method="wilson")
-  # Rounding must not put p outside its interval, nor the interval outside [0, 1].
-  return p, min(p, max(0.0, float(low))), max(p, min(1.0, float(high)))
+  """The rates r with |p - r| <= z sqrt(r (1 - r) / count). `count` need not be a whole number."""
+  square = _NORMAL_97_5**2 / count
+  middle = (p + square / 2) / (1 + square)
+  half = math.sqrt(square * (p * (1 - p) + square / 4)) / (1 + square)
+  # Rounding must not put p outside its interval, nor move an end away from 0 or 1.
+  low = min(p, max(0.0, middle - half)) if p > 0 else 0.0
+  high = max(p, min(1.0, middle + half)) if p < 1 else 1.0
+  return p, low, high
 
 
 def unbiased_pass_at_k(right_N: np.ndarray, samples: int, k: int) -> np.ndarray:

@@ -47,11 +47,11 @@ class Programs:
     )
 
   @functools.cached_property
-  def micro_batch(self) -> int:
-    """How many prompts an update computes at once: batch.micro_batch, or what fits."""
+  def held_by_update(self) -> float:
+    """The bytes of the state, the frozen base, the reference and the gradients on one device."""
     parameters = self._parameters
     gradients = parameters.abstract
-    held = sum(
+    return sum(
       fitting.device_bytes(tree)
       for tree in (
         self.abstract_state,
@@ -60,8 +60,12 @@ class Programs:
         parameters.abstract_reference,
       )
     )
+
+  @functools.cached_property
+  def micro_batch(self) -> int:
+    """How many prompts an update computes at once: batch.micro_batch, or what fits."""
     memory = memory_of(self._mesh.devices.flat[0])
-    return fitting.micro_batch(self._config, self._model, held, self._mesh, memory)
+    return fitting.micro_batch(self._config, self._model, self.held_by_update, self._mesh, memory)
 
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:

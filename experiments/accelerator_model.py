@@ -1,0 +1,291 @@
+"""The parts of accelerator.py that measure a model: gap, decode, update and attention.
+
+The models have random weights, which are made on the device. The programs are those of
+`grpo_jax.programs`, on the job of bench.py.
+"""
+
+import argparse
+from collections.abc import Mapping
+import dataclasses
+import gc
+from typing import Any
+
+from accelerator_parts import Part, median_seconds, one_line, share
+import attention as attention_lib
+import bench
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax import learner, model
+from grpo_jax.config import Config
+from grpo_jax.model.attention import ATTENTION
+from grpo_jax.model.attention.choose import why_not
+from grpo_jax.planning import cost
+from grpo_jax.planning.phases import decode_rounds
+from grpo_jax.programs import fitting
+from grpo_jax.programs.run import Run
+from grpo_jax.types import Batch, Completions, Rewards
+
+QWEN = dict(d=896, layers=24, heads=14, kv_heads=2, ff=4864, vocab=151936)  # Qwen2.5-0.5B
+SMALL = dict(d=512, layers=8, heads=8, kv_heads=2, ff=2048, vocab=8192)
+TINY = dict(d=32, layers=2, heads=4, kv_heads=2, ff=64, vocab=512)
+GROUP = 8
+
+
+def sizes(part: Part, shape: Mapping[str, int], **job: Any) -> argparse.Namespace:
+  """The arguments of bench.py for a shape and a job. A tiny part has TINY, and short texts."""
+  if part.tiny:
+    shape, job = TINY, job | {"plen": 8, "clen": 16}
+  options = {"dtype": "bfloat16", "attention": "auto", "remat": False}
+  return argparse.Namespace(**(bench.SIZES | {"G": GROUP} | options | dict(shape) | job))
+
+
+def make_run(args: argparse.Namespace) -> Run:
+  """The run of a job on the first device."""
+  bench.register_job(args)
+  config = bench.make_config(args)
+  shape = dataclasses.replace(config.model, rope_theta=1e6)
+  return Run(dataclasses.replace(config, model=shape), devices=jax.devices()[:1])
+
+
+def prompts_of(config: Config, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Random prompts, their lengths and the temperatures of their completions."""
+  S = config.data.max_prompt_tokens
+  tokens_PS = jax.random.randint(jax.random.key(1), (count, S), 2, 60)
+  return tokens_PS, jnp.full(count, S, jnp.int32), jnp.ones(count)
+
+
+def batch_of(run: Run, completions: Completions, prompts: tuple[jax.Array, ...]) -> Batch:
+  """The batch of these completions, as rollouts/collect.py makes it."""
+  tokens_PS, lengths_P, temperature_P = prompts
+  lengths_PG, T = np.asarray(completions.lengths_PG), completions.tokens_PGT.shape[-1]
+  slots = learner.slots_of_batch(lengths_PG, T, run.parameters.model.platform)
+  live_P = jnp.ones_like(temperature_P)
+  batch = run.programs.to_batch(completions, tokens_PS, lengths_P, temperature_P, live_P)
+  return batch.replace(slots=slots)
+
+
+def gap(part: Part) -> None:
+  """How far the learner's log-probs of sampled tokens are from the sampler's, in two dtypes."""
+  found = {}
+  for dtype in ("float32", "bfloat16"):
+    args = sizes(part, SMALL, dtype=dtype, prompts=8, plen=64, clen=128)
+    run = make_run(args)
+    prompts = prompts_of(run.config, args.prompts)
+    params = run.initial_params()
+    weights = run.parameters.for_sampling(params)
+    arguments = (weights, *prompts[:2], run.key("sample"), prompts[2], 0)
+    sample = part.compiled(f"sample, {dtype}", run.programs.sampler(GROUP), *arguments)
+    batch = batch_of(run, sample(*arguments), prompts)
+    logprobs = part.compiled(f"log-probs, {dtype}", run.programs.logprobs, params, batch)
+    gap_PGT = jnp.abs(logprobs(params, batch) - batch.sampler_logprobs_PGT) * batch.mask_PGT
+    tokens = float(batch.mask_PGT.sum())
+    found[dtype] = {
+      "tokens": tokens,
+      "mean": float(gap_PGT.sum()) / tokens,
+      "max": float(gap_PGT.max()),
+      "mean_logprob": float((batch.sampler_logprobs_PGT * batch.mask_PGT).sum()) / tokens,
+      "attention": attention_of(run),
+    }
+    part.save(sizes=vars(args), dtypes=found)
+
+
+def attention_of(run: Run) -> dict[str, str]:
+  """Which implementation of attention a run uses, and why not the one that was wanted."""
+  name, remark = model.attention_of(run.parameters.model)
+  return {"name": name, "remark": remark}
+
+
+def decode(part: Part) -> None:
+  """Tokens a second while sampling, and the share of memory bandwidth, by the number of rows."""
+  numbers = (16, 32) if part.tiny else (64, 256, 1024)
+  args = sizes(part, QWEN, prompts=numbers[-1] // GROUP, plen=64, clen=256)
+  run = make_run(args)
+  params = run.initial_params()
+  weights = run.parameters.for_sampling(params)
+  part.save(sizes=vars(args), weights_bytes=sum(x.nbytes for x in jax.tree.leaves(weights)))
+  del params
+  found: dict[str, Any] = {}
+  for rows in numbers:
+    try:
+      found[str(rows)] = decode_rows(part, run, weights, rows)
+    except jax.errors.JaxRuntimeError as error:  # too little memory, say
+      found[str(rows)] = {"error": one_line(error)}
+    part.save(rows=found)
+
+
+def decode_rows(part: Part, run: Run, weights: Any, rows: int) -> dict[str, Any]:
+  """The decode of so many rows, the pass over their prompts included."""
+  prompts = prompts_of(run.config, rows // GROUP)
+  arguments = (weights, *prompts[:2], run.key("sample"), prompts[2], 0)
+  program = part.compiled(f"sample, {rows} rows", run.programs.sampler(GROUP), *arguments)
+  completions = program(*arguments)
+  seconds = median_seconds(lambda: program(*arguments), calls=2)
+  rounds, tokens = int(completions.lengths_PG.max()), int(completions.lengths_PG.sum())
+  by_shape = decode_bytes(run, weights, rows, rounds)
+  return {
+    "tokens": tokens,
+    "rounds": rounds,
+    "seconds": seconds,
+    "tokens_per_s": tokens / seconds,
+    "round_ms": 1000 * seconds / rounds,
+    "by_shape": bandwidth(part, by_shape, tokens, seconds),
+    "by_program": by_program(part, program, run.config.sampling.max_tokens, tokens, seconds),
+    "peak_bytes": peak_bytes(),
+  }
+
+
+def bandwidth(part: Part, moved: float, tokens: int, seconds: float) -> dict[str, Any]:
+  """So many bytes in so much time, as a share of what the memory can do."""
+  speed = moved / seconds
+  return {
+    "bytes_per_token": moved / tokens,
+    "bytes_per_s": speed,
+    "share_of_reached": share(speed, part.reached("copy")),
+    "share_of_peak": share(speed, part.peak("memory_bandwidth")),
+  }
+
+
+def by_program(
+  part: Part, program: Any, max_tokens: int, tokens: int, seconds: float
+) -> dict[str, Any]:
+  """`bandwidth` of the bytes that planning/cost counts in the text of the compiled program.
+
+  It was written for the texts of TPU programs. Where it cannot read one, it says so.
+  """
+  try:
+    counted = cost.count(program.as_text(), decode_rounds(max_tokens))
+  except Exception as error:
+    return {"error": one_line(error)}
+  found = bandwidth(part, counted.whole.memory_bytes, tokens, seconds)
+  return found | {"flops": counted.whole.flops, "notes": list(counted.notes)}
+
+
+def decode_bytes(run: Run, weights: Any, rows: int, rounds: int) -> float:
+  """The bytes that decoding must read: all weights in each round, and the keys and values so far.
+
+  A group's prompt is read once for the group. Logits, draws and activations do not count.
+  """
+  shape, S = run.parameters.sampling.model, run.config.data.max_prompt_tokens
+  item = 2 if shape.dtype == "bfloat16" else 4
+  token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
+  own = rows * (rounds - 1) / 2  # tokens of completions that a round reads, on average
+  in_weights = sum(x.nbytes for x in jax.tree.leaves(weights))
+  return rounds * (in_weights + (rows / GROUP * S + own) * token)
+
+
+def peak_bytes() -> int | None:
+  """The peak memory of the first device in this process, where the device counts it."""
+  return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def update(part: Part) -> None:
+  """One GRPO update: FLOP/s, and peak memory against the estimate of micro_batch=0.
+
+  If what micro_batch=0 chooses needs too much memory, half of it is tried, and so on.
+  """
+  micro, prompts = 0, 8 if part.tiny else 64
+  attempts: list[dict[str, Any]] = []
+  while not attempts or micro and "RESOURCE_EXHAUSTED" in attempts[-1].get("error", ""):
+    args = sizes(part, QWEN, prompts=prompts, plen=64, clen=256, micro=micro)
+    run = make_run(args)
+    found: dict[str, Any] = {"micro_batch": run.programs.micro_batch, "is_choice": micro == 0}
+    try:
+      found |= one_update(part, run)
+    except jax.errors.JaxRuntimeError as error:
+      found["error"] = one_line(error)
+    gc.collect()  # an error holds the arrays of the function that it left
+    attempts.append(found)
+    part.save(sizes=vars(args), attention=attention_of(run), attempts=attempts)
+    micro = found["micro_batch"] // 2
+
+
+def one_update(part: Part, run: Run) -> dict[str, Any]:
+  """Makes a batch of random completions, and updates on it. Returns what was measured."""
+  P, T = run.config.batch.prompts, run.config.sampling.max_tokens
+  programs, prompts = run.programs, prompts_of(run.config, P)
+  params = run.initial_params()
+  tokens_PGT = jax.random.randint(jax.random.key(2), (P, GROUP, T), 2, 60)
+  lengths_PG = jnp.full((P, GROUP), T, jnp.int32)
+  completions = Completions(
+    tokens_PGT=tokens_PGT,
+    lengths_PG=lengths_PG,
+    sampled_PGT=jnp.ones((P, GROUP, T), bool),
+    logprobs_PGT=jnp.zeros((P, GROUP, T)),
+    behavior_logprobs_PGT=jnp.zeros((P, GROUP, T)),
+    stopped_by_PG=jnp.full((P, GROUP), -1, jnp.int32),
+  )
+  batch = batch_of(run, completions, prompts)
+  reference = run.parameters.reference(params)
+  name = f"micro-batches of {programs.micro_batch}"
+  logprobs = part.compiled(f"log-probs, {name}", programs.logprobs, reference, batch)
+  reference_s = median_seconds(lambda: logprobs(reference, batch), calls=1)
+  batch = batch.replace(ref_logprobs_PGT=logprobs(reference, batch))
+  # Every group teaches something, because an update may leave out one that does not.
+  scores_PGJ = jnp.broadcast_to(jnp.arange(GROUP)[:, None] % 2.0, (P, GROUP, 1))
+  state = programs.init_state(params)
+  rewards = Rewards(scores_PGJ=scores_PGJ, weights=(1.0,))
+  batch, _ = programs.with_advantages(batch, rewards, state.coefs.kl)
+  flops = bench.update_flops(state.params, P * run.config.data.max_prompt_tokens, P * GROUP * T)
+  before, states = peak_bytes(), [state]
+  del state, params
+  step = part.compiled(f"update, {name}", programs.update, states[0], None, reference, batch)
+
+  def once() -> Any:
+    state, metrics = step(states.pop(), None, reference, batch)
+    states.append(state)
+    return metrics
+
+  seconds = median_seconds(once, calls=3)
+  return {
+    "seconds": seconds,
+    "reference_s": reference_s,
+    "tokens": P * GROUP * T,
+    "flops_per_s": flops / seconds,
+    "share_of_reached": share(flops / seconds, part.reached("bfloat16")),
+    "share_of_peak": share(flops / seconds, part.peak("flops")),
+    "memory": memory_of_update(run, step, before),
+  }
+
+
+def memory_of_update(run: Run, step: Any, before: int | None) -> dict[str, Any]:
+  """The peak memory of an update by the device, by fitting.py and by the compiler, in bytes."""
+  programs, shape = run.programs, run.parameters.model
+  prompts = programs.micro_batch // shape.row_shards
+  activations = fitting.activation_bytes(run.config, shape, prompts, run.mesh)
+  sizes = step.memory_analysis()
+  peak = peak_bytes()
+  estimate = programs.held_by_update + activations
+  return {
+    "peak": peak,
+    "peak_before_update": before,
+    "estimate": estimate,
+    "estimate_held": programs.held_by_update,
+    "estimate_activations": activations,
+    "peak_by_estimate": None if peak is None else peak / estimate,
+    "compiler": sizes.argument_size_in_bytes + sizes.temp_size_in_bytes,
+    "compiler_temporary": sizes.temp_size_in_bytes,
+  }
+
+
+def attention(part: Part) -> None:
+  """Outputs and gradients of groups by each implementation that runs here: seconds and errors."""
+  first = jax.devices()[0]
+  S, G, T, groups = (16, 2, 16, 1) if part.tiny else (256, GROUP, 512, 4)
+  bench_of = attention_lib.Bench(S, G, T, groups, first)
+  part.save(sizes={"S": S, "G": G, "T": T, "groups": groups})
+  found: dict[str, Any] = {}
+  for name in ATTENTION:
+    reason = why_not(name, first.platform, "bfloat16", attention_lib.E, 0.0)
+    if reason:
+      found[name] = {"skipped": reason}
+      continue
+    try:
+      found[name] = bench_of.measure(name, here=True)
+    except Exception as error:  # one of a platform that nobody has tried must not cost the others
+      found[name] = {"error": one_line(error)}
+    part.save(names=found)
+  part.save(
+    names=found, compile_s={n: x["compile_s"] for n, x in found.items() if "compile_s" in x}
+  )

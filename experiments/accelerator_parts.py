@@ -1,0 +1,367 @@
+"""One part of accelerator.py, in the process that has the device: `accelerator_parts.py NAME`.
+
+The parts that measure a model in the shape of Qwen2.5-0.5B are in accelerator_model.py, and those
+that need PyTorch in accelerator_torch.py.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any
+
+import accelerator
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "flax", "numpy")
+# Parts that start processes which need the device, and so must leave it alone themselves.
+WITHOUT_DEVICE = ("resume", "trl")
+
+
+class Part:
+  """What a part gets, and where its results go.
+
+  Attributes:
+    tiny: Whether the sizes are those of a test.
+    device: The results of the part `device`, empty if it has none.
+    results: All results so far.
+  """
+
+  def __init__(self, file: Path, tiny: bool, device: Mapping[str, Any]) -> None:
+    self._file, self.tiny, self.device = file, tiny, device
+    self.results: dict[str, Any] = {}
+
+  def save(self, **results: Any) -> None:
+    """Adds results, and writes all of them to the file."""
+    self.results |= results
+    accelerator.write(self._file, self.results)
+
+  def compiled(self, name: str, function: Any, *arguments: Any) -> Any:
+    """Traces and compiles a jitted function for these arguments, and says how long it took."""
+    start = time.perf_counter()
+    program = function.lower(*arguments).compile()
+    seconds = {name: round(time.perf_counter() - start, 2)}
+    self.save(compile_s=self.results.get("compile_s", {}) | seconds)
+    return program
+
+  def reached(self, name: str) -> float | None:
+    """What the part `device` reached: "copy" in bytes a second, a dtype in FLOP/s."""
+    return self.device.get("reached", {}).get(name)
+
+  def peak(self, name: str) -> float | None:
+    """A field of `Chip`, by the data sheet of the device, or None if there is no such chip."""
+    return (self.device.get("peak") or {}).get(name)
+
+
+def share(value: float, of: float | None) -> float | None:
+  """A part of a whole, or None if the whole is not known."""
+  return value / of if of else None
+
+
+def median_seconds(run: Callable[[], Any], calls: int) -> float:
+  """The median time of a function that returns arrays, after one call that does not count."""
+  import jax
+
+  jax.block_until_ready(run())
+  times = []
+  for _ in range(calls):
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    times.append(time.perf_counter() - start)
+  return statistics.median(times)
+
+
+def start_device() -> dict[str, float]:
+  """Imports JAX and finds the device. Returns how long both took."""
+  start = time.perf_counter()
+  import jax
+
+  imported = time.perf_counter()
+  jax.devices()
+  return {
+    "import_s": round(imported - start, 2),
+    "init_s": round(time.perf_counter() - imported, 2),
+  }
+
+
+def device(part: Part) -> None:
+  """What the device is, what it should reach, and what it reaches."""
+  import jax
+
+  from grpo_jax.parallel import chips
+
+  first = jax.devices()[0]
+  chip = chips.chip_of(first)
+  part.save(
+    platform=first.platform,
+    kind=first.device_kind,
+    number=len(jax.devices()),
+    memory=chips.memory_of(first),
+    memory_stats=first.memory_stats(),
+    preallocates=os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"),
+    versions={name: version_of(name) for name in PACKAGES},
+    runtime=first.client.platform_version,
+    driver=driver(),
+    peak=dataclasses.asdict(chip) if chip else None,
+  )
+  size = 256 if part.tiny else 8192
+  found = {}
+  for name, dtype, precision in (
+    ("bfloat16", "bfloat16", None),
+    ("float32", "float32", "float32"),  # as grpo_jax computes float32
+    ("float32, JAX's default", "float32", None),
+  ):
+    found[name] = product_flops(size, dtype, precision)
+    part.save(reached=found)
+  found["copy"] = copied_bytes(2**22 if part.tiny else 2**31)
+  part.save(reached=found)
+
+
+def version_of(package: str) -> str | None:
+  """The version of a package that is installed, else None."""
+  with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    return importlib.metadata.version(package)
+  return None
+
+
+def driver() -> str | None:
+  """What NVIDIA's tool says of its driver and the memory, or None."""
+  command = ("nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader")
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+  except (OSError, subprocess.TimeoutExpired):
+    return None
+  return done.stdout.strip() if done.returncode == 0 else None
+
+
+def product_flops(size: int, dtype: str, precision: str | None) -> float:
+  """The FLOP/s of a product of two random square matrices. Ones would draw less power."""
+  import jax
+  import jax.numpy as jnp
+
+  left, right = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in range(2))
+  with jax.default_matmul_precision(precision):
+    product = jax.jit(jnp.matmul)
+    seconds = median_seconds(lambda: product(left, right), calls=9)
+  return 2 * size**3 / seconds
+
+
+def copied_bytes(size: int) -> float:
+  """The bytes a second, read and written, of a pass over an array of so many bytes."""
+  import jax
+  import jax.numpy as jnp
+
+  array = jnp.ones(size // 4, jnp.float32)
+  negative = jax.jit(jnp.negative)
+  return 2 * size / median_seconds(lambda: negative(array), calls=9)
+
+
+def resume(part: Part) -> None:
+  """Kills a short quick start half way, resumes it and compares it with one never killed.
+
+  The processes of the runs have the device. This one takes it when they have ended, because arrays
+  are read from a checkpoint to where they were.
+  """
+  import kill
+
+  settings = quick_start(part.tiny)
+  on_gpu = part.device.get("platform") == "gpu"
+  flags = os.environ.get("XLA_FLAGS", "")
+  if on_gpu:
+    flags = f"{flags} --xla_gpu_deterministic_ops=true"
+  folder = Path(tempfile.mkdtemp())
+  job = kill.Job(folder, settings, os.environ | {"XLA_FLAGS": flags})
+  part.save(settings=settings, xla_flags=flags, whole_s=round(job.finish(folder / "whole"), 1))
+  last = kill.rows(folder / "whole")[-1]["step"]
+  killed_at = kill_at(job, folder / "killed", last - GRPO_STEPS // 2)
+  part.save(killed_at=killed_at, saved_at=kill.newest_step(folder / "killed"), steps=last)
+  part.save(resumed_s=round(job.finish(folder / "killed"), 1))
+  killed, whole = folder / "killed", folder / "whole"
+  part.save(rows=differences_of_rows(kill.rows(killed), kill.rows(whole)))
+  part.save(arrays=differences_of_arrays(kill.arrays(killed), kill.arrays(whole)))
+  part.save(equal=part.results["rows"]["equal"] and part.results["arrays"]["equal"])
+
+
+WARM_STEPS, GRPO_STEPS = 8, 8
+
+
+def quick_start(tiny: bool) -> list[str]:
+  """Settings that make configs/arithmetic.py short. A tiny one has one small layer, too."""
+  settings = f"""
+    warm_start.steps={WARM_STEPS} steps={GRPO_STEPS} checkpoint.every=2 checkpoint.keep=2
+    algo.kl_coef=0.04 eval.every=4 eval.examples=64 eval.batch=64 eval.samples=0
+    log.completions_every=0 log.tensorboard=False reward.workers=0
+  """.split()
+  if tiny:
+    settings += """
+      model.embed_dim=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=1 model.head_dim=8
+      model.mlp_dim=32 batch.prompts=4 batch.group_size=4 sampling.max_tokens=12 warm_start.batch=8
+      eval.examples=8 eval.batch=8
+    """.split()
+  return settings
+
+
+def kill_at(job: Any, workdir: Path, step: int) -> int:
+  """Starts a run and kills it once it has written this step. Returns the last step it wrote."""
+  process = job.start(workdir)
+  try:
+    while process.poll() is None:
+      if last_step(workdir) >= step:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        # A line that was cut off is no row.
+        return last_step(workdir)
+      time.sleep(0.005)
+  finally:
+    process.kill()
+    process.wait()
+  raise RuntimeError(f"the run ended with code {process.returncode} before step {step}")
+
+
+def last_step(workdir: Path) -> int:
+  """The step of the last whole row of a run, -1 without one."""
+  file = workdir / "metrics.jsonl"
+  lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+  return json.loads(lines[-1])["step"] if lines else -1
+
+
+def differences_of_rows(
+  ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+  """How far two lists of metrics are apart. The largest difference is relative to 1 + |theirs|."""
+  largest, worst, differ = 0.0, None, 0
+  for mine, other in zip(ours, theirs):
+    differ += mine != other
+    for name in mine.keys() & other.keys():
+      gap = abs(mine[name] - other[name]) / (1 + abs(other[name]))
+      if gap > largest:
+        largest, worst = gap, {"step": mine["step"], "name": name}
+  steps_agree = [row["step"] for row in ours] == [row["step"] for row in theirs]
+  return {
+    "number": len(ours),
+    "equal": steps_agree and not differ,
+    "that_differ": differ,
+    "largest_difference": largest,
+    "there": worst,
+  }
+
+
+def differences_of_arrays(
+  ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+  """How far the parameters, moments and other arrays of two checkpoints are apart."""
+  import kill
+
+  bits, largest, worst = 0, 0.0, None
+  for name in sorted(ours.keys() | theirs.keys()):
+    mine, other = ours.get(name), theirs.get(name)
+    bits += (differing := kill.differing_bits(mine, other))
+    if differing and mine is not None and other is not None and mine.shape == other.shape:
+      gap = float(np.max(np.abs(mine.astype(float) - other.astype(float))))
+      if gap > largest:
+        largest, worst = gap, name
+  return {
+    "number": len(theirs),
+    "equal": bits == 0,
+    "differing_bits": bits,
+    "largest_difference": largest,
+    "there": worst,
+  }
+
+
+def golden(part: Part) -> None:
+  """The golden numbers on this device: the largest differences, relative to 1 + |expected|.
+
+  `float32` has the inputs in float32. `bfloat16` has log-probs, entropies and advantages rounded to
+  bfloat16, and computes in float32, because the objective always does. There, rounding can carry an
+  input over a bound, so the median of the cases says more than the largest.
+  """
+  sys.path.append(str(ROOT / "tests"))
+  import golden_cases
+  import jax
+
+  jax.config.update("jax_default_matmul_precision", "float32")  # as a run in float32 does
+  files = golden_cases.load(golden_cases.FOLDER)
+  cases = [(f"{name}: {case['name']}", case) for name in files for case in files[name]]
+  # Cases of all files from the start, so that a part that is cut off has seen each of them.
+  cases = [case for offset in range(16) for case in cases[offset::16]][:: 8 if part.tiny else 1]
+  gaps: dict[str, dict[str, float]] = {"float32": {}, "bfloat16": {}}
+  for number, (name, case) in enumerate(cases, 1):
+    for dtype, found in gaps.items():
+      found[name] = max(
+        float(np.max(np.abs(ours - expected) / (1 + np.abs(expected))))
+        for _, ours, expected in golden_cases.compute(case, "float32", dtype)
+      )
+    if number % 10 == 0 or number == len(cases):
+      part.save(of=len(cases), **{dtype: summary(found) for dtype, found in gaps.items()})
+
+
+def summary(gaps: Mapping[str, float]) -> dict[str, Any]:
+  """The differences of all cases in a few numbers. NaN is the largest of all."""
+  worst = max(gaps, key=lambda name: np.nan_to_num(gaps[name], nan=np.inf))
+  values = np.array(list(gaps.values()))
+  return {
+    "cases": len(gaps),
+    "largest": float(gaps[worst]),
+    "there": worst,
+    "median": float(np.median(values)),
+    "above_1e-5": int((~(values <= 1e-5)).sum()),
+  }
+
+
+def one_line(error: BaseException) -> str:
+  """An exception as one line: the first of its lines and the last, at most 200 characters each."""
+  first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+  ends = [f"{type(error).__name__}: {first}"[:200], *(line[:200] for line in others[-1:])]
+  return " ... ".join(ends)
+
+
+def parts() -> dict[str, Callable[[Part], None]]:
+  """The functions of all parts, by name."""
+  import accelerator_model
+  import accelerator_torch
+
+  return {
+    "device": device,
+    "resume": resume,
+    "golden": golden,
+    "gap": accelerator_model.gap,
+    "decode": accelerator_model.decode,
+    "update": accelerator_model.update,
+    "attention": accelerator_model.attention,
+    "trl": accelerator_torch.trl,
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("name", help="of the part")
+  parser.add_argument("--results", type=Path, required=True, help="the file to write")
+  parser.add_argument("--device", type=json.loads, default={}, help="what the first part found")
+  parser.add_argument("--tiny", action="store_true")
+  args = parser.parse_args()
+  part = Part(args.results, args.tiny, args.device)
+  try:
+    if args.name not in WITHOUT_DEVICE:
+      part.save(start=start_device())
+    parts()[args.name](part)
+  except Exception as error:  # whatever fails, the other parts go on
+    traceback.print_exc()
+    part.save(error=one_line(error))
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+  main()
