@@ -42,37 +42,55 @@ def _einsum_forward(
 def _einsum_backward(
   equation: str, operands: tuple[jax.Array, jax.Array], dz: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  _, vjp = jax.vjp(functools.partial(jnp.einsum, equation), *operands)
-  return vjp(dz.astype(operands[0].dtype))
+  """The products of the gradient with each operand, which keep the other one's letters."""
+  x, y = operands
+  inputs, of_z = equation.split("->")
+  of_x, of_y = inputs.split(",")
+  dz = dz.astype(x.dtype)
+  dx = jnp.einsum(f"{of_z},{of_y}->{of_x}", dz, y, preferred_element_type=jnp.float32)
+  dy = jnp.einsum(f"{of_x},{of_z}->{of_y}", x, dz, preferred_element_type=jnp.float32)
+  return dx.astype(x.dtype), dy.astype(y.dtype)
 
 
 einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
-@jax.custom_vjp
-def matmul(x_NI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul(on_cpu: bool, x_NI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
   """x @ kernel with I inputs and O outputs, and a gradient that transposes the smaller operand.
 
   By default, XLA's CPU compiler fuses the transposition of the larger operand with the elementwise
   code that made it, and reads that with a stride (experiments/LOG.md, 2026-11-21).
   """
-  return x_NI @ kernel_IO
+  return _product(on_cpu, x_NI, kernel_IO)
+
+
+def _product(on_cpu: bool, x: jax.Array, y: jax.Array) -> jax.Array:
+  """x @ y in their dtype, from sums in float32.
+
+  XLA's CPU compiler uses the processor's instructions for bfloat16 only for a float32 result. They
+  are several times as fast (experiments/LOG.md, 2026-11-24). Accelerators round as they write.
+  """
+  return jnp.matmul(x, y, preferred_element_type=jnp.float32 if on_cpu else None).astype(x.dtype)
 
 
 def _matmul_forward(
-  x_NI: jax.Array, kernel_IO: jax.Array
+  on_cpu: bool, x_NI: jax.Array, kernel_IO: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return x_NI @ kernel_IO, (x_NI, kernel_IO)
+  return matmul(on_cpu, x_NI, kernel_IO), (x_NI, kernel_IO)
 
 
 def _matmul_backward(
-  saved: tuple[jax.Array, jax.Array], dy_NO: jax.Array
+  on_cpu: bool, saved: tuple[jax.Array, jax.Array], dy_NO: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   x_NI, kernel_IO = saved
   dy_NO = jax.lax.optimization_barrier(dy_NO)
   x_is_smaller = x_NI.shape[1] <= dy_NO.shape[1]
-  dkernel_IO = x_NI.T @ dy_NO if x_is_smaller else (dy_NO.T @ x_NI).T
-  return dy_NO @ kernel_IO.T, dkernel_IO
+  if x_is_smaller:
+    dkernel_IO = _product(on_cpu, x_NI.T, dy_NO)
+  else:
+    dkernel_IO = _product(on_cpu, dy_NO.T, x_NI).T
+  return _product(on_cpu, dy_NO, kernel_IO.T), dkernel_IO
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -103,12 +121,13 @@ class Dense(nn.Module):
     kernel = self.param("kernel", initial_kernel, (*inputs, *self.features))
     kernel_IO = dequantised(kernel, c.dtype).reshape(I, O)
     x_NI = x.reshape(-1, I).astype(c.dtype)
-    out_NO = matmul(x_NI, kernel_IO)
+    on_cpu = (c.platform or jax.default_backend()) == "cpu"
+    out_NO = matmul(on_cpu, x_NI, kernel_IO)
     if self.has_variable("params", "lora_a"):
       a: jax.Array = self.get_variable("params", "lora_a").astype(c.dtype)
       b: jax.Array = self.get_variable("params", "lora_b").astype(c.dtype)
-      down_Nr = matmul(x_NI, a.reshape(I, -1))
-      out_NO = out_NO + c.lora.scale * matmul(down_Nr, b.reshape(-1, O))
+      down_Nr = matmul(on_cpu, x_NI, a.reshape(I, -1))
+      out_NO = out_NO + c.lora.scale * matmul(on_cpu, down_Nr, b.reshape(-1, O))
     out = out_NO.reshape(*batch_shape, *self.features)
     if not self.use_bias:
       return out
@@ -162,6 +181,12 @@ class MLP(nn.Module):
     return Dense(c, (c.embed_dim,), name="down")(gated(gate_BTF, up_BTF))
 
 
+def head_product(equation: str, hidden: jax.Array, weights: jax.Array) -> jax.Array:
+  """`einsum` of hidden states [..., D] as rows [N, D] with weights, float32 [..., outputs]."""
+  out_NV = einsum(equation, hidden.reshape(-1, hidden.shape[-1]), weights)
+  return out_NV.reshape(*hidden.shape[:-1], -1)
+
+
 class Head(nn.Module):
   """Float32 numbers [..., outputs] from hidden states [..., D], plus a bias if `use_bias`."""
 
@@ -173,5 +198,5 @@ class Head(nn.Module):
   def __call__(self, hidden_BTD: jax.Array) -> jax.Array:
     shape = self.config.embed_dim, self.outputs
     kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-    out = einsum("...d,dn->...n", hidden_BTD, kernel.astype(self.config.dtype))
+    out = head_product("nd,dv->nv", hidden_BTD, kernel.astype(self.config.dtype))
     return out + self.param("bias", nn.initializers.zeros, shape[1:]) if self.use_bias else out

@@ -13,7 +13,7 @@ from grpo_jax.model.attention import Groups, in_groups
 from grpo_jax.model.blocks import Block, Inputs, Outputs, Pass, apply_layers, constrain
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import Head, einsum
+from grpo_jax.model.layers import Head, head_product
 from grpo_jax.model.stacks import stacked
 from grpo_jax.types import Routing
 
@@ -163,7 +163,7 @@ def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.A
   """Logits [..., V], float32, from hidden states [..., D]."""
   parts = _parts(params, config)
   if config.tie_embeddings:
-    logits = einsum("...d,vd->...v", hidden_BTD, parts.embed.embedding.astype(config.dtype))
+    logits = head_product("nd,vd->nv", hidden_BTD, parts.embed.embedding.astype(config.dtype))
   else:
     logits = parts.head(hidden_BTD)
   return config.logit_cap * jnp.tanh(logits / config.logit_cap) if config.logit_cap else logits
