@@ -49,6 +49,7 @@ setup(
   extras_require={
     "test": [
       "cloudpickle",
+      "gguf>=0.17",
       "hypothesis",
       "jsonschema",
       "math-verify",
@@ -70,6 +71,7 @@ setup(
     "math": ["math-verify"],
     "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
     "parquet": ["pyarrow"],
+    "gguf": ["gguf>=0.17"],
     "schema": ["jsonschema"],
     "judge": ["openai"],
     "wandb": ["wandb"],
