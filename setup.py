@@ -49,6 +49,7 @@ setup(
   extras_require={
     "test": [
       "cloudpickle",
+      "gguf>=0.17",
       "hypothesis",
       "jsonschema",
       "math-verify",
@@ -71,6 +72,7 @@ setup(
     "math": ["math-verify"],
     "workers": ["cloudpickle"],  # for reward functions of notebooks and scripts
     "parquet": ["pyarrow"],
+    "gguf": ["gguf>=0.17"],
     "schema": ["jsonschema"],
     "judge": ["openai"],
     "reasoning_gym": ["reasoning-gym>=0.1.25"],

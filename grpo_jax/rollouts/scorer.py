@@ -16,6 +16,7 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.gguf_file import is_gguf
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.cores import cores
 from grpo_jax.parallel.hosts import Hosts
@@ -359,9 +360,12 @@ class Scorers:
 
 
 def is_reward_model(name: str) -> bool:
-  """Whether a reward's name is that of a model: on huggingface.co, or of a folder here."""
+  """Whether a reward's name is that of a model: on huggingface.co, or of a folder here.
+
+  A GGUF file counts as one, so that its error says that it holds no reward model.
+  """
   folder = Path(name).expanduser()
-  return hub.is_name(name) or (folder / "config.json").is_file()
+  return hub.is_name(name) or (folder / "config.json").is_file() or is_gguf(folder)
 
 
 def _some_places(prompts: Prompts) -> list[int]:

@@ -1,7 +1,7 @@
 """Texts to token ids and back.
 
-There are three kinds of tokenizers: one id per character (`characters`), Hugging Face's
-tokenizer.json, and sentencepiece's tokenizer.model (`load`).
+There are four kinds of tokenizers: one id per character (`characters`), Hugging Face's
+tokenizer.json, sentencepiece's tokenizer.model, and those in GGUF files (`load`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,14 @@ from typing import Protocol
 from grpo_jax.data.tokenizers import (
   character_files,
   chat,
+  gguf_tokenizer,
   huggingface_codec,
   sentencepiece_codec,
   special_tokens,
   tokenizer_files,
 )
 from grpo_jax.data.tokenizers.special_tokens import SpecialToken
+from grpo_jax.gguf_file import is_gguf
 from grpo_jax.settings import ConfigError
 
 
@@ -206,17 +208,20 @@ def load(path: str | pathlib.Path, key: str = "data.tokenizer") -> Tokenizer:
   """Loads a tokenizer.
 
   Args:
-    path: A .json file, a .model file, or a folder with tokenizer.json or tokenizer.model. If the
-      folder has both, tokenizer.json is used.
+    path: A .json file, a .model file, a .gguf file, or a folder with tokenizer.json or
+      tokenizer.model. If the folder has both, tokenizer.json is used.
     key: The config key that holds `path`, for error messages.
 
   Raises:
     ConfigError: There is no such file, or it cannot be read.
   """
   main_file = tokenizer_files.find(path, key)
-  files = tokenizer_files.read(main_file)
   codec: Codec
   try:
+    if is_gguf(main_file):
+      files = gguf_tokenizer.make_files(main_file)
+      return _tokenizer(huggingface_codec.from_files(files, model_type=None), files)
+    files = tokenizer_files.read(main_file)
     if main_file.suffix == ".model":
       codec = sentencepiece_codec.from_files(files)
     else:

@@ -5,6 +5,7 @@ import json
 import pathlib
 from typing import Any
 
+from grpo_jax import gguf_file
 from grpo_jax.settings import ConfigError
 
 _BESIDE = (
@@ -24,8 +25,8 @@ def find(path: str | pathlib.Path, key: str) -> pathlib.Path:
   """The file that defines the tokenizer in `path`.
 
   Args:
-    path: A .json file, a .model file, or a folder with tokenizer.json or tokenizer.model. If the
-      folder has both, tokenizer.json is used.
+    path: A .json file, a .model file, a .gguf file, or a folder with tokenizer.json or
+      tokenizer.model. If the folder has both, tokenizer.json is used.
     key: The config key that holds `path`, for error messages.
 
   Raises:
@@ -36,11 +37,15 @@ def find(path: str | pathlib.Path, key: str) -> pathlib.Path:
     candidates = (path / "tokenizer.json", path / "tokenizer.model")
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
-      raise ConfigError(f"{key}: {path} holds neither tokenizer.json nor tokenizer.model")
+      raise ConfigError(
+        f"{key}: {path} holds neither tokenizer.json nor tokenizer.model{gguf_file.names_in(path)}"
+      )
     return found
+  if gguf_file.is_gguf(path):
+    return path
   if not path.is_file() or path.suffix not in (".json", ".model"):
     raise ConfigError(
-      f"{key}: {path} must be a tokenizer.json, a tokenizer.model or a folder with one"
+      f"{key}: {path} must be a tokenizer.json, a tokenizer.model, a GGUF file or a folder with one"
     )
   return path
 

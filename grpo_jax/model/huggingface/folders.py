@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from grpo_jax import files
+from grpo_jax import files, gguf_file
 from grpo_jax.settings import ConfigError
 
 MAPPED_BYTES = 1 << 29
@@ -103,6 +103,7 @@ def weight_files(folder: Path) -> list[Path]:
     pickled = " (a .bin is not read: unpickling can run code)" if any(folder.glob("*.bin")) else ""
     raise ConfigError(
       f"{folder} has no model.safetensors{pickled}: download or save it as safetensors"
+      f"{gguf_file.names_in(folder)}"
     )
   weight_map = read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
@@ -127,7 +128,10 @@ class TensorFiles:
   Attributes:
     shapes: The shape of each tensor.
     dtypes: The dtype of each tensor as safetensors names it, such as BF16.
+    config: What to call the model's config in errors.
   """
+
+  config = "config.json"
 
   def __init__(self, files: Sequence[Path]) -> None:
     self.shapes: dict[str, tuple[int, ...]] = {}

@@ -10,8 +10,8 @@ from grpo_jax.settings import ConfigError
 if TYPE_CHECKING:
   from grpo_jax.config import Config
 
-# owner/model or owner/model@revision, but not the path of a tokenizer file or a rewards file.
-_NAME = re.compile(r"(?!.*\.(?:json|model|py)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
+# owner/model or owner/model@revision, but not the path of a tokenizer, GGUF or rewards file.
+_NAME = re.compile(r"(?!.*\.(?:json|model|py|gguf)$)([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 _WEIGHTS = ["model*.safetensors", "adapter_model.safetensors"]  # no pickles
 _TEXTS = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]  # no code
 

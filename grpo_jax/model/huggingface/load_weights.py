@@ -1,4 +1,8 @@
-"""Loads Hugging Face folders. families.py and config_json.py explain the names in them."""
+"""Loads Hugging Face folders and GGUF files.
+
+families.py and config_json.py explain the names in folders, gguf_config.py and gguf_tensors.py what
+a GGUF file has in their place.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
@@ -14,10 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax import gguf_file
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.huggingface import config_json, families
 from grpo_jax.model.huggingface.families import Family
 from grpo_jax.model.huggingface.folders import TensorFiles, read_json, weight_files
+from grpo_jax.model.huggingface.gguf_config import config_values
+from grpo_jax.model.huggingface.gguf_tensors import GGUFTensors
 from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
 from grpo_jax.model.stacks import Places, of_layer
 from grpo_jax.settings import ConfigError
@@ -26,17 +33,18 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
 Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
 Convert = Callable[[str, jax.Array], Any]
 Progress = Callable[[int, int], None]
+Tensors = TensorFiles | GGUFTensors
 
 
 def load_model_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
-  """The shape of the model in a Hugging Face folder. See `load`.
+  """The shape of the model in a Hugging Face folder or a GGUF file. See `load`.
 
-  Reads no weights. If they are there, their names and shapes must be those of config.json.
+  Reads no weights. If they are there, their names and shapes must be those of the config.
   """
-  family, config = _config_of_folder(path, labels)
-  folder = Path(path).expanduser()
-  if any(folder.glob("*.safetensors")):
-    _check_names_and_shapes(TensorFiles(weight_files(folder)), family, config, folder)
+  family, config = _read_config(path, labels)
+  source = Path(path).expanduser()
+  if gguf_file.is_gguf(source) or any(source.glob("*.safetensors")):
+    _check_names_and_shapes(_tensors_of(source, config), family, config, source)
   return config
 
 
@@ -58,13 +66,14 @@ def load(
   progress: Progress = no_progress,
   converted: Shardings | None = None,
 ) -> tuple[ModelConfig, Any]:
-  """Loads a Hugging Face folder.
+  """Loads a Hugging Face folder or a GGUF file.
 
   Each device is sent its own part of a tensor, in the dtype of the file. The host holds one such
-  part at a time, and the mapped pages of one file.
+  part at a time, and the mapped pages of one file. The parts of a GGUF file are dequantised to
+  float32 on the host.
 
   Args:
-    path: The folder.
+    path: The folder or the file.
     shardings: The sharding of each parameter. None puts all of them on the default device.
     convert: Makes a parameter from its name and the array in the dtype of the file. It runs on the
       devices under `jax.jit`. Of a stacked parameter, it is given one layer at a time.
@@ -77,12 +86,12 @@ def load(
     The config and the tree of parameters.
 
   Raises:
-    ConfigError: The folder is incomplete or damaged, or has a weight that is not finite, or the
-      model cannot be computed exactly here.
+    ConfigError: The folder or file is incomplete or damaged, or has a weight that is not finite, or
+      the model cannot be computed exactly here.
   """
-  family, config = _config_of_folder(path, labels)
+  family, config = _read_config(path, labels)
   folder = Path(path).expanduser()
-  files = TensorFiles(weight_files(folder))
+  files = _tensors_of(folder, config)
   _check_tensors(files, family, config, folder)
   sizes, specs = families.sizes(config), list(family.tensors(config))
   places, targets = Places(config), converted or shardings
@@ -110,7 +119,7 @@ def load(
   return config, unflatten_dict(leaves, sep="/")
 
 
-def _count_bytes(files: TensorFiles, specs: Sequence[TensorSpec], sizes: Sizes) -> int:
+def _count_bytes(files: Tensors, specs: Sequence[TensorSpec], sizes: Sizes) -> int:
   return sum(
     math.prod(spec.hf_shape(sizes)) * ITEM_BYTES[files.dtypes[spec.hf_name]] for spec in specs
   )
@@ -127,16 +136,29 @@ def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
       )
 
 
-def _config_of_folder(
-  path: str | os.PathLike, labels: Collection[int]
-) -> tuple[Family, ModelConfig]:
-  """Reads config.json, and the stop ids of generation_config.json, which take precedence."""
+def _tensors_of(source: Path, config: ModelConfig) -> Tensors:
+  """The tensors of a GGUF file or of a folder."""
+  if gguf_file.is_gguf(source):
+    return GGUFTensors(gguf_file.open_file(source), config.head_dim)
+  return TensorFiles(weight_files(source))
+
+
+def _read_config(path: str | os.PathLike, labels: Collection[int]) -> tuple[Family, ModelConfig]:
+  """Reads the metadata of a GGUF file, or the config.json of a folder.
+
+  Stop ids of generation_config.json take precedence.
+  """
   folder = Path(path).expanduser()
+  if gguf_file.is_gguf(folder):
+    values = config_values(gguf_file.open_file(folder))
+    return config_json.family_and_config(values, folder, labels)
   if not folder.is_dir():
     raise ConfigError(
       f"model folder {path} does not exist: download it first, hf download NAME --local-dir FOLDER"
     )
   file = folder / "config.json"
+  if not file.exists() and gguf_file.names_in(folder):
+    raise ConfigError(f"{folder} has no config.json{gguf_file.names_in(folder)}")
   family, config = config_json.family_and_config(read_json(file), file, labels)
   generation = folder / "generation_config.json"
   if generation.exists():
@@ -147,7 +169,7 @@ def _config_of_folder(
 
 
 def _read_tensor(
-  files: TensorFiles,
+  files: Tensors,
   specs: Sequence[TensorSpec],
   sizes: Sizes,
   sharding: jax.sharding.NamedSharding | None,
@@ -176,7 +198,7 @@ def _read_tensor(
   return jax.make_array_from_callback(shape, sharding, read)
 
 
-def _check_tensors(files: TensorFiles, family: Family, config: ModelConfig, folder: Path) -> None:
+def _check_tensors(files: Tensors, family: Family, config: ModelConfig, folder: Path) -> None:
   """Refuses missing, wrong and additional tensors before the first one is read."""
   expected = _check_names_and_shapes(files, family, config, folder)
   head, embedding = family.head.hf_name, family.embedding.hf_name
@@ -190,12 +212,13 @@ def _check_tensors(files: TensorFiles, family: Family, config: ModelConfig, fold
         )
     elif not families.HARMLESS.search(name):
       raise ConfigError(
-        f"{folder}: tensor {name} does not belong to the model of its config.json: correct either"
+        f"{folder}: tensor {name} does not belong to the model of its {files.config}: correct"
+        " either"
       )
 
 
 def _check_names_and_shapes(
-  files: TensorFiles, family: Family, config: ModelConfig, folder: Path
+  files: Tensors, family: Family, config: ModelConfig, folder: Path
 ) -> set[str]:
   """Refuses missing and wrong tensors. Returns the names of the model's tensors.
 
@@ -209,12 +232,13 @@ def _check_names_and_shapes(
     wanted = (length, *spec.hf_shape(sizes)[1:])
     if name not in files.shapes:
       raise ConfigError(
-        f"{folder} has no tensor {name}: download it again or correct its config.json"
+        f"{folder} has no tensor {name}: download it again or correct its {files.config}"
       )
     shape, dtype = files.shapes[name], files.dtypes[name]
     if shape != wanted:
       raise ConfigError(
-        f"{folder}: tensor {name} is {shape}, by config.json it should be {wanted}: correct either"
+        f"{folder}: tensor {name} is {shape}, by {files.config} it should be {wanted}: correct"
+        " either"
       )
     if dtype not in ITEM_BYTES:
       raise ConfigError(
@@ -224,7 +248,7 @@ def _check_names_and_shapes(
   return expected
 
 
-def _are_equal(files: TensorFiles, first: str, second: str) -> bool:
+def _are_equal(files: Tensors, first: str, second: str) -> bool:
   """Whether two tensors have the same values."""
 
   def read_whole(name: str) -> np.ndarray:
