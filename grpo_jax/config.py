@@ -328,7 +328,7 @@ class Learner:
   )
   logprob_chunk: int = setting(
     0,
-    "tokens whose [tokens, V] logits exist at once; 0 = as many as take 1 GiB",
+    "tokens whose [tokens, V] logits exist at once; 0 = as many as take 1 GiB, or 256 MiB on a CPU",
     NOT_NEGATIVE,
   )
   max_skipped_updates: int = setting(

@@ -139,6 +139,7 @@ def activation_bytes(
   saved = L * layer / 2
   if config.learner.remat:
     saved = L * tokens * D * item
-  chunk = max(config.learner.logprob_chunk or default_chunk(shape.vocab_size), prompts)
+  chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
+  chunk = max(chunk, prompts)
   logits = _LOGITS_COPIES * chunk * shape.vocab_size * 4 / split
   return saved + 2 * layer + logits
