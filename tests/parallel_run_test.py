@@ -84,10 +84,10 @@ class Trained(NamedTuple):
     return max(metrics["sampler/logprob_gap_max"] for metrics in self.metrics)
 
 
-def train_steps(run, steps=2):
+def train_steps(run, steps=2, idle=()):
   """Steps of sampling, reference and update. Only the first one traces.
 
-  Rewards are a function of the tokens.
+  Rewards are a function of the tokens. Those of the groups of these numbers are all 0.
   """
   programs, hosts, parameters = run.programs, run.hosts, run.parameters
   prompts = run.prompts("train")
@@ -101,6 +101,7 @@ def train_steps(run, steps=2):
       key = jax.random.fold_in(run.key("sample"), step)
       completions = rollout(parameters.for_sampling(state.params), batch, key).completions
       scores_PG = (completions.tokens_PGT % 3 == 1).sum(-1).astype(np.float32)
+      scores_PG[list(idle)] = 0
       ones_P = np.ones(16, np.float32)
       arrays = (completions, batch.prompts_PS, batch.prompt_lengths_P, ones_P, ones_P)
       learned = programs.to_batch(*hosts.put(arrays))
@@ -154,6 +155,19 @@ def test_eight_devices_give_the_numbers_of_one(mesh, alone):
   """Nothing is traced twice, though lengths and keys differ. One mesh has a sampling layout."""
   layout = "tensor" if mesh == (2, 2, 2) else "train"
   assert_same_numbers(train_steps(make_run(mesh, sampling=dict(layout=layout))), alone)
+
+
+@pytest.mark.parametrize("mesh", EIGHT, ids=str)
+def test_idle_groups_are_left_out_on_every_mesh(mesh):
+  """Nine of 16 groups are idle, so one of the two micro-batches is not computed."""
+  idle, without_kl = range(0, 9), dict(kl_coef=0.0)
+  ours = train_steps(make_run(mesh, algo=without_kl), idle=idle)
+  alone = train_steps(make_run(ONE, algo=without_kl), idle=idle)
+  np.testing.assert_array_equal(ours.tokens, alone.tokens)
+  for mine, wanted in zip(ours.metrics, alone.metrics, strict=True):
+    assert wanted["update/token_share"] < 0.6
+    for name in ("loss", "entropy", "grad_norm", "update/token_share", "perf/padding"):
+      assert mine[name] == pytest.approx(wanted[name], abs=1e-5, rel=1e-5), name
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +235,10 @@ def collectives(lowered):
 
 
 def test_under_fsdp_weights_travel_and_activations_stay():
-  """The collectives of sampler and update move parameters, their gradients and scalars alone."""
+  """The collectives of sampler and update move parameters, their gradients and scalars.
+
+  And the batch, which is sorted.
+  """
   run = make_run((1, 8, 1))
   programs, parameters = run.programs, run.parameters
   batch = abstract_batch(run, parameters.model.rows)
@@ -234,7 +251,9 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   shapes = collectives(programs.update.lower(programs.abstract_state, None, None, batch))
   layer = {(D, F), (F, D), (D, D), (D,), heads}
   stacks = {(L, *shape) for L in (1, 2) for shape in layer}
-  assert shapes & {(D, F), (1, D, F), (2, D, F)} and shapes <= {(V, D), (2,), ()} | layer | stacks
+  in_batch = {(16,), (16, 12), (16, 4, 40)}
+  assert shapes & {(D, F), (1, D, F), (2, D, F)}
+  assert shapes <= {(V, D), (2,), ()} | layer | stacks | in_batch
 
 
 def unplaced(tree):
