@@ -1,0 +1,135 @@
+"""Times the choices that were made for deep models on a CPU.
+
+  python experiments/cpu_choices.py products                 # bfloat16 with a float32 result
+  python experiments/cpu_choices.py layers --model=FOLDER    # sampling from stacks or single layers
+  python experiments/cpu_choices.py chunks --model=FOLDER    # tokens whose logits exist at once
+
+Each line is the smallest time of three calls, after one that is not counted.
+"""
+
+import argparse
+from collections.abc import Callable
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax import learner, model
+from grpo_jax.algo import presets
+from grpo_jax.config import Learner
+from grpo_jax.programs.sampling import make_sampler
+from grpo_jax.sampler.logits import Decoding
+from grpo_jax.types import Batch, Coefficients
+
+PROMPT_TOKENS, GROUP = 128, 8
+# Rows, inputs, outputs: the products of SmolLM2-135M's MLP for a group of 1,152 tokens.
+PRODUCTS = ((1152, 576, 1536), (1152, 1536, 576), (128, 576, 1536), (2048, 2048, 2048))
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float]:
+  """The compiled function, and the seconds that tracing and compiling took."""
+  start = time.perf_counter()
+  program = jax.jit(function).lower(*args).compile()
+  return program, time.perf_counter() - start
+
+
+def seconds(program: Callable[..., Any], *args: Any) -> float:
+  """The smallest time of three calls, after one that is not counted."""
+  jax.block_until_ready(program(*args))
+  times = []
+  for _ in range(3):
+    start = time.perf_counter()
+    jax.block_until_ready(program(*args))
+    times.append(time.perf_counter() - start)
+  return min(times)
+
+
+def products() -> None:
+  for rows, inputs, outputs in PRODUCTS:
+    for dtype, result in (("float32",) * 2, ("bfloat16",) * 2, ("bfloat16", "float32")):
+      x, y = jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype)
+
+      def product(x: jax.Array, y: jax.Array, result: str = result) -> jax.Array:
+        return jnp.matmul(x, y, preferred_element_type=result).astype(x.dtype)
+
+      program, _ = compiled(product, x, y)
+      rate = 2 * rows * inputs * outputs / seconds(program, x, y) / 1e9
+      print(f"{rows} x {inputs} x {outputs}, {dtype} into {result}: {rate:.0f} GFLOP/s", flush=True)
+
+
+def layers(folder: str, tokens: int, prompts: int) -> None:
+  stacked = model.load_config(folder)
+  params = model.load(folder)[1]
+  prompts_PS = jnp.ones((prompts, PROMPT_TOKENS), jnp.int32)
+  rest = prompts_PS, jnp.full(prompts, PROMPT_TOKENS), jax.random.key(0), jnp.ones(prompts)
+  for unrolled in (True, False):
+    config = dataclasses.replace(stacked, unrolled=unrolled)
+    weights = model.unrolled(params, stacked) if unrolled else params
+    sample = make_sampler(config, Decoding(max_tokens=tokens), GROUP)
+    program, compiling = compiled(sample, weights, *rest)
+    took = seconds(program, weights, *rest)
+    name = "single layers" if unrolled else "stacks"
+    print(
+      f"{name}, {prompts * GROUP} rows of {tokens} tokens: compiling {compiling:.1f} s,"
+      f" sampling {took:.2f} s",
+      flush=True,
+    )
+
+
+def chunks(folder: str, tokens: int) -> None:
+  config, params = model.load_config(folder), model.load(folder)[1]
+  rng = np.random.default_rng(0)
+  shape = 1, GROUP, tokens
+  batch = Batch(
+    prompts_PS=jnp.ones((1, PROMPT_TOKENS), jnp.int32),
+    prompt_lengths_P=jnp.full(1, PROMPT_TOKENS),
+    completions_PGT=jnp.asarray(rng.integers(0, config.vocab_size, shape), jnp.int32),
+    mask_PGT=jnp.ones(shape),
+    temperature_P=jnp.ones(1),
+    advantages_PGT=jnp.broadcast_to(jnp.asarray(rng.normal(size=(1, GROUP, 1))), shape),
+    sampler_logprobs_PGT=jnp.zeros(shape),
+    slots=0,
+  )
+  algo = dataclasses.replace(presets.preset("grpo"), kl_coef=0.0)
+  for chunk in (1365, 341, 64):
+    objective = learner.grpo(config, algo, Learner(logprob_chunk=chunk))
+    options = learner.StatsOptions(config, Learner(logprob_chunk=chunk))
+
+    def logprobs(params: Any, options: learner.StatsOptions = options) -> jax.Array:
+      return learner.batch_stats(params, None, batch, options).logprobs_PGT
+
+    def loss(params: Any, objective: learner.Objective = objective) -> jax.Array:
+      of_batch = objective.totals(batch, Coefficients(kl=jnp.zeros(()), entropy=jnp.zeros(())))
+      return objective.part_loss(params, None, batch, of_batch)[0]
+
+    forward, _ = compiled(logprobs, params)
+    gradient, _ = compiled(jax.grad(loss), params)
+    print(
+      f"logits of {chunk} tokens at once: log-probs {seconds(forward, params):.2f} s,"
+      f" gradient {seconds(gradient, params):.2f} s",
+      flush=True,
+    )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("what", choices=("products", "layers", "chunks"))
+  parser.add_argument("--model", help="a Hugging Face folder or a GGUF file")
+  parser.add_argument("--tokens", type=int, default=128, help="of each completion")
+  parser.add_argument("--prompts", type=int, default=16, help="of 8 completions each, for layers")
+  args = parser.parse_args()
+  if args.what == "products":
+    products()
+  elif args.what == "layers":
+    layers(args.model, args.tokens, args.prompts)
+  else:
+    chunks(args.model, args.tokens)
+
+
+if __name__ == "__main__":
+  main()
