@@ -2,7 +2,7 @@
 
   python experiments/cpu_choices.py products                 # bfloat16 with a float32 result
   python experiments/cpu_choices.py layers --model=FOLDER    # sampling from stacks or single layers
-  python experiments/cpu_choices.py chunks --model=FOLDER    # tokens whose logits exist at once
+  python experiments/cpu_choices.py gradient --model=FOLDER  # and how many logits exist at once
 
 Each line is the smallest time of three calls, after one that is not counted.
 """
@@ -79,8 +79,9 @@ def layers(folder: str, tokens: int, prompts: int) -> None:
     )
 
 
-def chunks(folder: str, tokens: int) -> None:
-  config, params = model.load_config(folder), model.load(folder)[1]
+def gradient(folder: str, tokens: int, dtype: str, remat: bool, chunks: list[int]) -> None:
+  config, params = model.load(folder)
+  config = dataclasses.replace(config, dtype=dtype)
   rng = np.random.default_rng(0)
   shape = 1, GROUP, tokens
   batch = Batch(
@@ -94,9 +95,10 @@ def chunks(folder: str, tokens: int) -> None:
     slots=0,
   )
   algo = dataclasses.replace(presets.preset("grpo"), kl_coef=0.0)
-  for chunk in (1365, 341, 64):
-    objective = learner.grpo(config, algo, Learner(logprob_chunk=chunk))
-    options = learner.StatsOptions(config, Learner(logprob_chunk=chunk))
+  for chunk in chunks:
+    settings = Learner(logprob_chunk=chunk, remat=remat)
+    objective = learner.grpo(config, algo, settings)
+    options = learner.StatsOptions(config, settings)
 
     def logprobs(params: Any, options: learner.StatsOptions = options) -> jax.Array:
       return learner.batch_stats(params, None, batch, options).logprobs_PGT
@@ -106,10 +108,11 @@ def chunks(folder: str, tokens: int) -> None:
       return objective.part_loss(params, None, batch, of_batch)[0]
 
     forward, _ = compiled(logprobs, params)
-    gradient, _ = compiled(jax.grad(loss), params)
+    backward, _ = compiled(jax.grad(loss), params)
     print(
-      f"logits of {chunk} tokens at once: log-probs {seconds(forward, params):.2f} s,"
-      f" gradient {seconds(gradient, params):.2f} s",
+      f"{dtype}, remat={remat}, logits of {chunk} tokens at once: log-probs of"
+      f" {PROMPT_TOKENS + GROUP * tokens} tokens {seconds(forward, params):.2f} s, gradient"
+      f" {seconds(backward, params):.2f} s",
       flush=True,
     )
 
@@ -118,17 +121,20 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("what", choices=("products", "layers", "chunks"))
+  parser.add_argument("what", choices=("products", "layers", "gradient"))
   parser.add_argument("--model", help="a Hugging Face folder or a GGUF file")
   parser.add_argument("--tokens", type=int, default=128, help="of each completion")
   parser.add_argument("--prompts", type=int, default=16, help="of 8 completions each, for layers")
+  parser.add_argument("--dtype", default="float32", help="for gradient")
+  parser.add_argument("--remat", action="store_true", help="for gradient")
+  parser.add_argument("--chunks", type=int, nargs="*", default=[341], help="for gradient")
   args = parser.parse_args()
   if args.what == "products":
     products()
   elif args.what == "layers":
     layers(args.model, args.tokens, args.prompts)
   else:
-    chunks(args.model, args.tokens)
+    gradient(args.model, args.tokens, args.dtype, args.remat, args.chunks)
 
 
 if __name__ == "__main__":
