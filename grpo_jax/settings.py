@@ -37,6 +37,10 @@ class ConfigError(OneLineError, ValueError):
   """Bad input from the user: one line that names the key or file and says what to do."""
 
 
+class Missing(str):
+  """What a recipe gives a key whose value it lacks: in words, how the user gets one."""
+
+
 class RunFailed(OneLineError):
   """A run that began and cannot go on: one line that says what failed and what is saved."""
 
