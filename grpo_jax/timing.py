@@ -37,14 +37,19 @@ def telling(line: Callable[[float], str], seconds: float) -> Iterator[None]:
 
 
 def told_if_slow(
-  what: str | Callable[[], str], seconds: float = _SECONDS
+  what: str | Callable[[], str], seconds: float | None = None
 ) -> contextlib.AbstractContextManager[None]:
-  """Prints `what`, such as "reading FILE", each time that the block has taken so much longer."""
+  """Prints `what`, such as "reading FILE", each time that the block has taken so much longer.
+
+  Args:
+    what: What the block does.
+    seconds: How often. None means the same as everywhere.
+  """
 
   def line(waited: float) -> str:
     return f"still {what if isinstance(what, str) else what()} after {waited:.0f} seconds"
 
-  return telling(line, seconds)
+  return telling(line, _SECONDS if seconds is None else seconds)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.programs import checks
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.scorer import Scorers
-from grpo_jax.settings import ConfigError, Setting, Settings, at_least, names_of, setting
+from grpo_jax.settings import ConfigError, Missing, Setting, Settings, at_least, names_of, setting
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import as_begun, read_config, read_metrics
 from grpo_jax.storage.saved_config import check_same_run
@@ -289,7 +289,8 @@ def test_every_config_loads(name, preset):
   module = importlib.import_module(f"configs.{name}")
   values = module.get_config(preset).to_dict()
   for section in ("model", "data"):
-    if values[section]["path"] is None:  # the user has to give it
+    if values[section]["path"] is None or isinstance(values[section]["path"], Missing):
+      # The user has to give it.
       values[section]["path"] = "given"
   checks.check_config(from_dict(values))
   assert name == "default" or f"--config=configs/{name}.py" in module.__doc__

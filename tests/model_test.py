@@ -1,6 +1,7 @@
 """The decoder: causality, the cache, the shared prefix and dtypes."""
 
 import dataclasses
+import functools
 
 from flax.traverse_util import flatten_dict
 import jax
@@ -136,8 +137,10 @@ def test_matmul_has_the_gradients_of_a_product():
     def gradients(f, x=x, w=w, dy=dy):
       return jax.jit(lambda x, w: jax.vjp(f, x, w)[1](dy))(x, w)
 
-    for ours, plain in zip(gradients(matmul), gradients(jnp.matmul), strict=True):
-      np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+    for on_cpu in (True, False):
+      of_ours = gradients(functools.partial(matmul, on_cpu))
+      for ours, plain in zip(of_ours, gradients(jnp.matmul), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_computes_near_float32_and_master_weights_stay_float32(params):

@@ -222,15 +222,22 @@ def _accumulate_gradients(
   if len(parts.prompts_PS) == 1:  # no second array of gradients to add up in
     return with_fewest_slots(part_of, part_number(0))
 
-  def add(i: jax.Array, total: tuple) -> tuple:
+  has_tokens = _with_tokens(parts)
+
+  def goes_on(loop: tuple) -> jax.Array:
+    i = loop[0]
+    return (i < len(has_tokens)) & has_tokens[i]
+
+  def add(loop: tuple) -> tuple:
+    i, *sums, measured = loop
     grads, loss, report = with_fewest_slots(part_of, part_number(i))
-    sums = jax.tree.map(jnp.add, total[:3], (grads, loss, report.routing))
-    return (*sums, metrics.merge(total[3], report.metrics))
+    sums = jax.tree.map(jnp.add, tuple(sums), (grads, loss, report.routing))
+    return i + 1, *sums, metrics.merge(measured, report.metrics)
 
   grads, loss, report = jax.eval_shape(part_of, part_number(0))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, loss, report.routing))
-  start = (*zeros, metrics.neutral(report.metrics))
-  grads, loss, routing, measured = jax.lax.fori_loop(0, _with_tokens(parts).sum(), add, start)
+  start = (jnp.int32(0), *zeros, metrics.neutral(report.metrics))
+  _, grads, loss, routing, measured = jax.lax.while_loop(goes_on, add, start)
   return grads, loss, PartReport(measured, routing)
 
 

@@ -51,9 +51,11 @@ def compiled(program: Program) -> Phase:
     failure = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
   seconds = time.perf_counter() - start
   if not failure:
-    counted = cost.count(executable.as_text(), decode_rounds(program.tokens + 1))
+    rounds = decode_rounds(program.tokens + 1) | {program.parts: program.parts}
+    counted = cost.count(executable.as_text(), rounds)
     temporary = _temporary(executable)
-    memory = _memory(program, executable.memory_analysis(), temporary, counted.carried_bytes)
+    cache = counted.carried_bytes if program.tokens else 0.0
+    memory = _memory(program, executable.memory_analysis(), temporary, cache)
   return Phase(program.name, program.runs, program.tokens, memory, counted, seconds, failure)
 
 
@@ -91,13 +93,11 @@ def _temporary(executable: Any) -> float:
   return max(0, sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - new_outputs)
 
 
-def _memory(
-  program: Program, sizes: Any, temporary: float, carried_bytes: float
-) -> dict[str, float]:
+def _memory(program: Program, sizes: Any, temporary: float, cache: float) -> dict[str, float]:
   """Bytes by kind: what the run holds, and what the program adds to it."""
   # At most `temporary`: a compiler may keep a part in a faster memory or in an argument's place.
   inner = {
-    "cache": min(carried_bytes, temporary),
+    "cache": min(cache, temporary),
     "gradients": min(program.gradients, temporary),
   }
   named = sum(program.held[kind] for kind in program.taken)

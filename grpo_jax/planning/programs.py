@@ -31,6 +31,7 @@ class Program:
     taken: The kinds in `held` that are arguments of the program.
     gradients: The bytes of its sum of gradients. 0 if it computes none.
     tokens: The largest number of tokens that its loops decode, after the first. 0 without loops.
+    parts: The largest number of micro-batches that its loop computes. 0 without such a loop.
   """
 
   name: str
@@ -40,6 +41,7 @@ class Program:
   taken: tuple[str, ...]
   gradients: float = 0.0
   tokens: int = 0
+  parts: int = 0
 
 
 def shape_alone(config: Config) -> Config:
@@ -149,14 +151,17 @@ class _Parts:
       old_logprobs_PGT=None if algo.old_is_policy else like_mask,
       ref_logprobs_PGT=like_mask if algo.uses_reference and not algo.needs_full_kl else None,
     )
-    part = self._with_rows(batch, self._config.batch.prompts // algo.minibatches)
+    prompts = self._config.batch.prompts // algo.minibatches
+    part = self._with_rows(batch, prompts)
+    parts = prompts // (self._run.programs.micro_batch or prompts)
     state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
     update: Any = self._run.programs.update
     lower = functools.partial(update.lower, state, base, self.reference, part)
     read_by_loss = ("reference",) if algo.needs_full_kl else ()
     taken = ("weights", "moments", "frozen base", *read_by_loss)
     gradients = self._held["weights"]
-    return Program("update", str(algo.updates_per_step), lower, self._held, taken, gradients)
+    updates = str(algo.updates_per_step)
+    return Program("update", updates, lower, self._held, taken, gradients, parts=parts)
 
   def warm_start(self) -> Program:
     """A supervised update on one completion of each prompt, which makes no micro-batches."""
