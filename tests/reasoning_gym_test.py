@@ -76,7 +76,7 @@ def test_a_problem_depends_only_on_its_number():
   backward = [other[i] for i in reversed(range(20))]
   assert forward == backward[::-1]
   assert one[-1] == one[len(one) - 1] and len(one) == 60_000
-  with pytest.raises(IndexError, match="train has 60000 problems, no number 60000"):
+  with pytest.raises(IndexError, match="train has 60000 examples, no number 60000"):
     one[60_000]
   first, second = forward[0]["question"], forward[1]["question"]
   assert first.startswith("State the final answer") and first != second

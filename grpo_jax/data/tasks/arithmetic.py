@@ -6,10 +6,11 @@ warm-started on both can produce both. Reinforcement learning then finds out tha
 right more often.
 """
 
-from collections.abc import Sequence
+import functools
 import random
-from typing import overload
 import zlib
+
+from grpo_jax.data.tasks.generated import Generated
 
 OPERANDS = 4  # of a sum, where nothing else is said
 MAX_OPERAND = 20  # operands are 1..MAX_OPERAND
@@ -19,28 +20,14 @@ SIZES = {"train": 20_000, "test": 2_000}
 ALPHABET = "0123456789+-=;# "
 
 
-class Arithmetic(Sequence[dict[str, str]]):
+class Arithmetic(Generated):
   """The examples of a split, "train" or "test".
 
   Example i depends only on the split, the number of operands and i.
   """
 
   def __init__(self, split: str, operands: int = OPERANDS) -> None:
-    self._split, self._operands = split, operands
-
-  def __len__(self) -> int:
-    return SIZES[self._split]
-
-  @overload
-  def __getitem__(self, index: int) -> dict[str, str]: ...
-  @overload
-  def __getitem__(self, index: slice) -> list[dict[str, str]]: ...
-  def __getitem__(self, index: int | slice) -> dict[str, str] | list[dict[str, str]]:
-    if isinstance(index, slice):
-      return [self[i] for i in range(*index.indices(len(self)))]
-    if not -len(self) <= index < len(self):
-      raise IndexError(f"{self._split} has {len(self)} examples, no number {index}")
-    return _example(self._split, self._operands, index % len(self))
+    super().__init__(split, SIZES[split], functools.partial(_example, split, operands))
 
 
 def split_of(question: str) -> str:

@@ -9,9 +9,12 @@ both adds most of the time. Reinforcement learning then finds out that looking a
 """
 
 from collections.abc import Sequence
+import functools
 import random
 from typing import Any
 import zlib
+
+from grpo_jax.data.tasks.generated import Generated
 
 LARGEST = 12  # numbers are 1..LARGEST
 LARGEST_TARGET = 99  # targets are 1..LARGEST_TARGET
@@ -22,7 +25,7 @@ ALPHABET = "0123456789+-*=:# "
 _SIGNS = [(first, second) for first in "+-*" for second in "+-*"]
 
 
-class Countdown(Sequence[dict[str, Any]]):
+class Countdown(Generated):
   """The examples of a split, "train" or "test". Example i depends only on the split and i.
 
   An example has the fields question, numbers (three ints), target (an int), answer (an expression
@@ -30,17 +33,7 @@ class Countdown(Sequence[dict[str, Any]]):
   """
 
   def __init__(self, split: str) -> None:
-    self._split = split
-
-  def __len__(self) -> int:
-    return SIZES[self._split]
-
-  def __getitem__(self, index: Any) -> Any:
-    if isinstance(index, slice):
-      return [self[i] for i in range(*index.indices(len(self)))]
-    if not -len(self) <= index < len(self):
-      raise IndexError(f"{self._split} has {len(self)} examples, no number {index}")
-    return _example(self._split, index % len(self))
+    super().__init__(split, SIZES[split], functools.partial(_example, split))
 
 
 def split_of(numbers: Sequence[int], target: int) -> str:

@@ -4,12 +4,12 @@ Problem i of a split depends only on the task, its knobs, the split and i. It al
 versions of the package and of Python, neither of which promises that its problems never change.
 """
 
-from collections.abc import Sequence
 import re
 from typing import Any
 import zlib
 
 from grpo_jax import calls, gym
+from grpo_jax.data.tasks.generated import Generated
 from grpo_jax.settings import ConfigError
 
 SIZES = {"train": 60_000, "test": 2_000}
@@ -23,7 +23,7 @@ _BLOCKS = {"acre": 1_000}
 _ENTRY = re.compile(r"(?:(?P<name>\w+)=)?(?P<call>.+)", re.DOTALL)
 
 
-class Problems(Sequence[dict[str, Any]]):
+class Problems(Generated):
   """The problems of a split, "train" or "test", of one task.
 
   They are made when they are needed. A problem has the fields
@@ -35,18 +35,9 @@ class Problems(Sequence[dict[str, Any]]):
   """
 
   def __init__(self, task: gym.GymTask, split: str) -> None:
-    self._task, self._split = task, split
+    super().__init__(split, SIZES[split], self._problem)
+    self._task = task
     self._datasets: dict[int, Any] = {}
-
-  def __len__(self) -> int:
-    return SIZES[self._split]
-
-  def __getitem__(self, index: Any) -> Any:
-    if isinstance(index, slice):
-      return [self[i] for i in range(*index.indices(len(self)))]
-    if not -len(self) <= index < len(self):
-      raise IndexError(f"{self._split} has {len(self)} problems, no number {index}")
-    return self._problem(int(index) % len(self))
 
   def _problem(self, index: int) -> dict[str, Any]:
     """The first problem that belongs to the split, of the seeds from those of this index on."""

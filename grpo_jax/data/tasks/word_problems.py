@@ -7,8 +7,11 @@ reading a story which the model was never taught.
 """
 
 from collections.abc import Sequence
+import functools
 import random
 from typing import Any
+
+from grpo_jax.data.tasks.generated import Generated
 
 SIZES = {"train": 20_000, "test": 2_000}
 OPERATIONS = ("+", "-", "*", "/")
@@ -98,24 +101,14 @@ _STORIES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-class WordProblems(Sequence[dict[str, Any]]):
+class WordProblems(Generated):
   """The examples of a split, "train" or "test". Example i depends only on the split and i.
 
   An example has the fields question, answer, solution and operation, which is one of + - * /.
   """
 
   def __init__(self, split: str) -> None:
-    self._split = split
-
-  def __len__(self) -> int:
-    return SIZES[self._split]
-
-  def __getitem__(self, index: Any) -> Any:
-    if isinstance(index, slice):
-      return [self[i] for i in range(*index.indices(len(self)))]
-    if not -len(self) <= index < len(self):
-      raise IndexError(f"{self._split} has {len(self)} examples, no number {index}")
-    return _example(self._split, index % len(self))
+    super().__init__(split, SIZES[split], functools.partial(_example, split))
 
 
 def _example(split: str, index: int) -> dict[str, Any]:
