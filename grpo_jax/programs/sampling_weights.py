@@ -66,7 +66,7 @@ class SamplingWeights:
 def sampling_config(shape: model.ModelConfig, sampling: Sampling) -> model.ModelConfig:
   """The model as it is computed while sampling."""
   # A CPU copies the part of a stack that a product reads, for every token. The compilers for
-  # accelerators read it in place. The time that a compiler takes grows with unrolled layers: for 30,
+  # accelerators read it in place. The time that a compiler takes grows with unrolled layers. For 30
   # it was three to five times as long, and sampling took 4 to 6% less (LOG.md, 2026-11-24).
   unrolled = shape.platform == "cpu" and shape.num_layers <= _MOST_UNROLLED_LAYERS
   return dataclasses.replace(shape, dtype=sampling.dtype or shape.dtype, unrolled=unrolled)
