@@ -103,6 +103,10 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
       x_BTD, chosen_BTU, mixture_BTU = gather(x_BTD), gather(chosen_BTU), gather(mixture_BTU)
       # From here on, 0 is this device's first expert.
       chosen_BTU = chosen_BTU - jax.lax.axis_index(expert_axis) * weights.gate_XDM.shape[0]
+    if inner_axis:
+      # The devices along the inner axis hold parts of each expert's sum, so their gradients of the
+      # mixture have to be summed.
+      mixture_BTU = jax.lax.pcast(mixture_BTU, inner_axis, to="varying")
     out_BTD = mix_here(x_BTD, chosen_BTU, mixture_BTU, weights)
     if inner_axis:
       out_BTD = jax.lax.psum(out_BTD, inner_axis)
