@@ -25,15 +25,19 @@ from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.rollout import make_rollout
 from grpo_jax.types import Batch, Rewards
 
-ONE, OFTEN = (1, 1, 1), [(2, 2, 2)]
-EIGHT = [
-  pytest.param(m, marks=() if m in OFTEN else pytest.mark.slow)
-  for m in itertools.product((1, 2, 4, 8), repeat=3)
-  if np.prod(m) == 8
-]
+ONE, OFTEN = (1, 1, 1), [(2, 2, 2), (1, 2, 2, 2)]
 
 
-MIXTURES = [m for m in itertools.product((1, 2, 4, 8), repeat=4) if np.prod(m) == 8]
+def meshes_of_eight(axes):
+  """All meshes of eight devices with so many axes. All but those in OFTEN are slow."""
+  return [
+    pytest.param(mesh, marks=() if mesh in OFTEN else pytest.mark.slow)
+    for mesh in itertools.product((1, 2, 4, 8), repeat=axes)
+    if np.prod(mesh) == 8
+  ]
+
+
+EIGHT, MIXTURES = meshes_of_eight(3), meshes_of_eight(4)
 AXES = ("data", "fsdp", "tensor", "expert")  # of the tuples above, which may lack the last
 
 
@@ -199,7 +203,6 @@ def mixture(tmp_path_factory):
   return sections, train_steps(make_run(ONE, **sections))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MIXTURES, ids=str)
 def test_experts_on_eight_devices_give_the_numbers_of_one(mesh, mixture):
   """The four experts are split where the size of their axis divides them."""
