@@ -8,10 +8,15 @@ python experiments/plot_training.py experiments/smollm2.png DIR_0 DIR_1
 
 The first panel has the greedy accuracy on held-out problems with its 95% intervals. The others are
 of the completions that the runs learned from, as means over `--smooth` steps.
+
+With --methods, runs in one folder are seeds of one method, such as DIR/grpo/0 and DIR/grpo/1. Then
+curves are means over seeds, with a shade from the lowest to the highest, and there is a second
+table.
 """
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -21,6 +26,7 @@ from grpo_jax.storage import reading
 from grpo_jax.storage.reading import read_config
 
 Row = dict[str, Any]
+Runs = dict[str, dict[int, list[Row]]]
 PANELS = {
   "reward": "mean reward of a step",
   "completions/mean_length": "mean length, tokens",
@@ -37,20 +43,22 @@ def main() -> None:
   parser.add_argument("workdirs", nargs="+")
   parser.add_argument("--smooth", type=int, default=5, help="steps that a mean is over")
   parser.add_argument("--until", type=int, default=10**9, help="the last step that is drawn")
+  parser.add_argument("--methods", action="store_true", help="a run's folder lies in its method's")
   args = parser.parse_args()
-  runs = {}
-  for workdir in args.workdirs:
-    rows = [dict(row) for row in reading.read_metrics(workdir)]
-    runs[read_config(workdir).seed] = [row for row in rows if row["step"] <= args.until]
+  runs: Runs = {}  # by method or seed, and by seed
+  for workdir in map(Path, args.workdirs):
+    seed = read_config(workdir).seed
+    rows = [dict(row) for row in reading.read_metrics(workdir) if row["step"] <= args.until]
+    label = workdir.resolve().parent.name if args.methods else f"seed {seed}"
+    runs.setdefault(label, {})[seed] = rows
   figure, axes = plt.subplots(1, 5, figsize=(15, 3), constrained_layout=True)
-  for number, (seed, rows) in enumerate(sorted(runs.items())):
+  for number, (label, seeds) in enumerate(runs.items()):
     color = f"C{number}"
-    draw_accuracy(axes[0], rows, f"seed {seed}", color)
+    draw_accuracy(axes[0], list(seeds.values()), label, color)
     for panel, name in zip(axes[1:], PANELS):
-      steps, values = smoothed(rows, name, args.smooth)
-      panel.plot(steps, values, color=color, lw=1.3)
+      draw_range(panel, [smoothed(rows, name, args.smooth) for rows in seeds.values()], color)
   axes[0].set(title="held-out greedy accuracy, %", ylim=(0, 100))
-  axes[0].legend(frameon=False, loc="upper left")
+  axes[0].legend(frameon=False, loc="upper left", fontsize="small", ncols=1 + len(runs) // 4)
   for panel, title in zip(axes[1:], PANELS.values()):
     panel.set(title=title, ylim=(0, None))
   for panel in axes:
@@ -59,18 +67,33 @@ def main() -> None:
     panel.spines[["top", "right"]].set_visible(False)
   figure.savefig(args.picture, dpi=110)
   print("\n".join(table(runs)))
+  if args.methods:
+    print()
+    print("\n".join(totals(runs)))
 
 
-def draw_accuracy(axes: plt.Axes, rows: Sequence[Row], label: str, color: str) -> None:
-  """The evaluations of a run, with bars for their 95% intervals."""
-  evaluated = [row for row in rows if "eval/accuracy" in row]
-  steps = [row["step"] for row in evaluated]
+def draw_accuracy(axes: plt.Axes, seeds: Sequence[Sequence[Row]], label: str, color: str) -> None:
+  """The evaluations of a method's seeds, as means, with bars for the means' 95% intervals.
+
+  All seeds solve the same problems, so a mean has the interval of one seed.
+  """
+  evaluated = [[row for row in rows if "eval/accuracy" in row] for rows in seeds]
+  steps = [row["step"] for row in min(evaluated, key=len)]
   values, low, high = (
-    100 * np.array([row[f"eval/{name}"] for row in evaluated])
+    100 * np.mean([[row[f"eval/{name}"] for row in rows[: len(steps)]] for rows in evaluated], 0)
     for name in ("accuracy", "accuracy_low", "accuracy_high")
   )
   bars = [values - low, high - values]
   axes.errorbar(steps, values, yerr=bars, color=color, capsize=3, lw=1.3, marker="o", label=label)
+
+
+def draw_range(axes: plt.Axes, curves: Sequence[tuple[list[int], list[float]]], color: str) -> None:
+  """The mean of some seeds' curves, and a shade from the lowest to the highest."""
+  steps = min((steps for steps, _ in curves), key=len)
+  values = np.array([values[: len(steps)] for _, values in curves])
+  axes.plot(steps, values.mean(0), color=color, lw=1.3)
+  if len(values) > 1:
+    axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, lw=0)
 
 
 def smoothed(rows: Sequence[Row], name: str, width: int) -> tuple[list[int], list[float]]:
@@ -81,21 +104,53 @@ def smoothed(rows: Sequence[Row], name: str, width: int) -> tuple[list[int], lis
   return [step for step, _ in found], means
 
 
-def table(runs: dict[int, list[Row]]) -> list[str]:
+def table(runs: Runs) -> list[str]:
   """A table in Markdown of the evaluations, with their 95% intervals."""
-  steps = sorted({row["step"] for rows in runs.values() for row in rows if "eval/accuracy" in row})
-  lines = ["| seed | " + " | ".join(f"step {step}" for step in steps) + " |"]
+  everything = [rows for seeds in runs.values() for rows in seeds.values()]
+  steps = sorted({row["step"] for rows in everything for row in rows if "eval/accuracy" in row})
+  lines = ["| run | " + " | ".join(f"step {step}" for step in steps) + " |"]
   lines.append("|---" * (len(steps) + 1) + "|")
-  for seed, rows in sorted(runs.items()):
-    at = {row["step"]: row for row in rows if "eval/accuracy" in row}
-    cells = [
-      f"{at[step]['eval/accuracy']:.1%} ({at[step]['eval/accuracy_low']:.1%} to"
-      f" {at[step]['eval/accuracy_high']:.1%})"
-      if step in at
-      else ""
-      for step in steps
+  for label, seeds in runs.items():
+    for seed, rows in sorted(seeds.items()):
+      at = {row["step"]: row for row in rows if "eval/accuracy" in row}
+      cells = [
+        f"{at[step]['eval/accuracy']:.1%} ({at[step]['eval/accuracy_low']:.1%} to"
+        f" {at[step]['eval/accuracy_high']:.1%})"
+        if step in at
+        else ""
+        for step in steps
+      ]
+      name = label if label == f"seed {seed}" else f"{label}, seed {seed}"
+      lines.append(f"| {name} | " + " | ".join(cells) + " |")
+  return lines
+
+
+def totals(runs: Runs) -> list[str]:
+  """A table in Markdown of what each method's runs came to, as means over its seeds."""
+  last = 10
+  lines = [
+    f"| method | accuracy | reward, last {last} steps | length | idle groups | entropy | sampled"
+    " tokens | seconds a step |",
+    "|---|---|---|---|---|---|---|---|",
+  ]
+  for label, seeds in runs.items():
+    trained = [[row for row in rows if "reward" in row] for rows in seeds.values()]
+
+    def late(name: str, trained: list[list[Row]] = trained) -> float:
+      values = [row[name] for rows in trained for row in rows[-last:] if row.get(name) is not None]
+      return float(np.nanmean(values))
+
+    accuracies = [
+      [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1]
+      for rows in seeds.values()
     ]
-    lines.append(f"| {seed} | " + " | ".join(cells) + " |")
+    tokens = np.mean([sum(row["completions/tokens"] for row in rows) for rows in trained])
+    seconds = np.median([row["time/step"] for rows in trained for row in rows])
+    lines.append(
+      f"| {label} | {', '.join(f'{value:.1%}' for value in accuracies)} | {late('reward'):.2f}"
+      f" | {late('completions/mean_length'):.1f} | {late('frac_reward_zero_std'):.2f}"
+      f" | {late('entropy'):.3f} | {tokens:,.0f} | {seconds:.0f} |"
+    )
   return lines
 
 
