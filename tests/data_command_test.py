@@ -11,7 +11,7 @@ import pytest
 from small_run import small_config, with_section
 
 from grpo_jax.config import Data
-from grpo_jax.console import show_data
+from grpo_jax.console import show_data, text
 from grpo_jax.data import loader
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
 from grpo_jax.data.tokenizers import tokenizer
@@ -138,10 +138,10 @@ def test_statistics_of_a_mixture_are_those_of_each_source(mixture):
 
 def test_what_all_prompts_share_is_left_out_of_a_list():
   opening, closing = "You are a helpful assistant. ", " Think step by step."
-  texts = [f"{opening}{text}{closing}" for text in ("2+2?", "13-5?")]
-  assert show_data._without_common_parts(texts) == ["… 2+2 …", "… 13-5 …"]
-  assert show_data._without_common_parts(["2+2", "2-2"]) == ["2+2", "2-2"]
-  assert show_data._without_common_parts(texts[:1]) == texts[:1]
+  texts = [f"{opening}{question}{closing}" for question in ("2+2?", "13-5?")]
+  assert text.without_common_parts(texts) == ["… 2+2 …", "… 13-5 …"]
+  assert text.without_common_parts(["2+2", "2-2"]) == ["2+2", "2-2"]
+  assert text.without_common_parts(texts[:1]) == texts[:1]
 
 
 def test_statistics_name_a_bad_row_of_a_large_file(tmp_path):

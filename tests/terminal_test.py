@@ -194,6 +194,14 @@ def test_completions_are_a_small_table_of_harmless_text(width):
   assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", table)
 
 
+def test_a_table_of_completions_shows_where_chat_prompts_differ():
+  out, text = plain(80)
+  opening, closing = "<|im_start|>system You are a helpful assistant.<|im_end|> ", "<|im_end|>" * 9
+  row = {"completion": "7", "reward": 1, "length": 2}
+  out.completions(1, [row | {"prompt": f"{opening}{sum_}{closing}"} for sum_ in ("3 + 4", "2 + 2")])
+  assert "… 3 + 4 …" in text() and "… 2 + 2 …" in text() and "helpful" not in text()
+
+
 def test_a_stream_that_cannot_encode_the_text_gets_question_marks():
   out, text = plain(encoding="ascii")
   out.completions(1, ROWS)

@@ -3,13 +3,12 @@
 import collections
 from collections.abc import Iterator, Mapping
 import dataclasses
-import os
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.config import Config
-from grpo_jax.console.text import shorten, visible
+from grpo_jax.console.text import shorten, visible, without_common_parts
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompt, Prompts
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
@@ -20,7 +19,6 @@ from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
 
 _LONGEST_NAME = 24  # of a task
-_COMMON = 12  # characters that all prompts of a step share and that are worth leaving out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +97,7 @@ def step_lines(found: Drawn, count: int, width: int) -> Iterator[str]:
     tasks_P = ["", *tasks_P]
   space = max(map(len, tasks_P))
   yield f"{'index':>9} {'tokens':>7}  {tasks_P[0]:{space}}prompt"
-  texts = _without_common_parts([prompt.text for prompt in made])
+  texts = without_common_parts([prompt.text for prompt in made])
   for index, prompt, name, text in list(zip(found.indices, made, tasks_P[1:], texts))[:count]:
     text = shorten(visible(text), width - 19 - space)
     yield f"{index:>9} {len(prompt.ids):>7}  {name:{space}}{text}"
@@ -164,17 +162,6 @@ def _task(example: Mapping[str, Any]) -> str:
 
 def _any_length(config: Config) -> Any:
   return dataclasses.replace(config.data, max_prompt_tokens=2**24)
-
-
-def _without_common_parts(texts: list[str]) -> list[str]:
-  """The texts without a long beginning or end that all of them share, such as a chat template's."""
-  if len(set(texts)) == 1:
-    return texts
-  begin = len(os.path.commonprefix(texts))
-  end = len(os.path.commonprefix([text[begin:][::-1] for text in texts]))
-  begin, end = (size if size > _COMMON else 0 for size in (begin, end))
-  opening, closing = "… " if begin else "", " …" if end else ""
-  return [f"{opening}{text[begin : len(text) - end]}{closing}" for text in texts]
 
 
 def _left_out(split: str, prompts: Prompts) -> Iterator[str]:

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from grpo_jax.console import notebook
-from grpo_jax.console.text import shorten, visible
+from grpo_jax.console.text import shorten, visible, without_common_parts
 
 _SECONDS_BETWEEN_LINES = 3.0
 _SECONDS_BETWEEN_FRAMES = 0.1
@@ -105,6 +105,8 @@ class Terminal:
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a table of the first few completions of a step. A notebook shows the newest table.
 
+    What all prompts of the step share, such as a system message, is left out.
+
     Args:
       step: The step that sampled them.
       rows: Each has a prompt, a completion, a reward (None if there is none) and a length.
@@ -121,9 +123,10 @@ class Terminal:
     table.add_column("completion", width=completion_width, overflow="fold")
     table.add_column("reward", justify="right", width=6)
     table.add_column("length", justify="right", width=6)
-    for row in rows[:_MAX_COMPLETIONS]:
+    prompts = without_common_parts([row["prompt"] for row in rows])
+    for prompt, row in list(zip(prompts, rows))[:_MAX_COMPLETIONS]:
       table.add_row(
-        self._text(shorten(visible(row["prompt"]), 3 * prompt_width)),
+        self._text(shorten(visible(prompt), 3 * prompt_width)),
         self._text(shorten(visible(row["completion"]), 3 * completion_width)),
         "-" if row["reward"] is None else f"{row['reward']:.2f}",
         str(row["length"]),
