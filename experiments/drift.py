@@ -5,12 +5,13 @@
 It draws a completion of each test problem from the run's newest checkpoint, at the run's
 temperature, and computes log-probs of its tokens under this policy and under the one before the
 first step. The mean over tokens of their difference is an unbiased estimate of the KL divergence
-(k1); `deviation` is the standard deviation of that mean over completions. A run without a KL term
-has no reference, so its metrics do not say.
+(k1). `standard_error` is the one of this mean. A run without a KL term has no reference, so its
+metrics do not say. Whole batches of batch.prompts problems are drawn, --examples at most.
 """
 
 import argparse
 import json
+import sys
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from grpo_jax.rollouts.rollout import make_rollout
 
 
 def drift(workdir: str, examples: int) -> dict[str, float | str]:
-  """The KL divergence from the start, and its deviation."""
+  """The KL divergence of a run from its start, and its standard error."""
   policy = load_policy(workdir)
   run, prompts = policy.run, policy.run.prompts("test")
   programs, parameters, config = run.programs, run.parameters, run.config
@@ -31,7 +32,10 @@ def drift(workdir: str, examples: int) -> dict[str, float | str]:
   for_sampling = parameters.for_sampling(policy.params)
   gaps, lengths = [], []
   size = config.batch.prompts
-  for start in range(0, min(examples, len(prompts)) // size * size, size):
+  batches = min(examples, len(prompts)) // size
+  if not batches:
+    sys.exit(f"{workdir}: a batch takes {size} test problems, which is more than there are to draw")
+  for start in range(0, batches * size, size):
     batch = prompt_batch(prompts, start + np.arange(size), run.hosts)
     completions = rollout(
       for_sampling, batch, jax.random.key(0), config.sampling.temperature, start
@@ -49,12 +53,12 @@ def drift(workdir: str, examples: int) -> dict[str, float | str]:
     lengths.append(mask_PGT.sum(-1).ravel())
   gaps_N, lengths_N = np.concatenate(gaps), np.concatenate(lengths)
   kl = gaps_N.sum() / lengths_N.sum()
-  # The deviation of a ratio of means, by the delta method.
+  # The standard error of a ratio of means, by the delta method.
   rest_N = (gaps_N - kl * lengths_N) / lengths_N.mean()
   return {
     "run": workdir,
     "kl": round(float(kl), 4),
-    "deviation": round(float(rest_N.std() / np.sqrt(len(rest_N))), 4),
+    "standard_error": round(float(rest_N.std() / np.sqrt(len(rest_N))), 4),
     "completions": len(rest_N),
   }
 

@@ -88,9 +88,11 @@ def draw_accuracy(axes: plt.Axes, seeds: Sequence[Sequence[Row]], label: str, co
 
 
 def draw_range(axes: plt.Axes, curves: Sequence[tuple[list[int], list[float]]], color: str) -> None:
-  """The mean of some seeds' curves, and a shade from the lowest to the highest."""
-  steps = min((steps for steps, _ in curves), key=len)
-  values = np.array([values[: len(steps)] for _, values in curves])
+  """The mean of some seeds' curves, and a shade from the lowest to the highest, at common steps."""
+  by_step = [dict(zip(*curve)) for curve in curves]
+  # A step in which no group learns has no entropy.
+  steps = sorted(set.intersection(*map(set, by_step)))
+  values = np.array([[curve[step] for step in steps] for curve in by_step])
   axes.plot(steps, values.mean(0), color=color, lw=1.3)
   if len(values) > 1:
     axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, lw=0)

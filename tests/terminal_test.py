@@ -198,7 +198,9 @@ def test_a_table_of_completions_shows_where_chat_prompts_differ():
   out, text = plain(80)
   opening, closing = "<|im_start|>system You are a helpful assistant.<|im_end|> ", "<|im_end|>" * 9
   row = {"completion": "7", "reward": 1, "length": 2}
-  out.completions(1, [row | {"prompt": f"{opening}{sum_}{closing}"} for sum_ in ("3 + 4", "2 + 2")])
+  out.completions(
+    1, [row | {"prompt": f"{opening}{question}{closing}"} for question in ("3 + 4", "2 + 2")]
+  )
   assert "… 3 + 4 …" in text() and "… 2 + 2 …" in text() and "helpful" not in text()
 
 

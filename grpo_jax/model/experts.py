@@ -104,8 +104,8 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
       # From here on, 0 is this device's first expert.
       chosen_BTU = chosen_BTU - jax.lax.axis_index(expert_axis) * weights.gate_XDM.shape[0]
     if inner_axis:
-      # The devices along the inner axis hold parts of each expert's sum, so their gradients of the
-      # mixture have to be summed.
+      # Each device along the inner axis holds some of the hidden units of its experts, and computes
+      # their part of the mixture's gradient. The gradient of this pcast adds up the parts.
       mixture_BTU = jax.lax.pcast(mixture_BTU, inner_axis, to="varying")
     out_BTD = mix_here(x_BTD, chosen_BTU, mixture_BTU, weights)
     if inner_axis:
