@@ -23,7 +23,6 @@ from grpo_jax.model.attention import ATTENTION
 from grpo_jax.model.attention.choose import why_not
 from grpo_jax.planning import cost
 from grpo_jax.planning.phases import decode_rounds
-from grpo_jax.programs import fitting
 from grpo_jax.programs.run import Run
 from grpo_jax.types import Batch, Completions, Rewards
 
@@ -251,17 +250,15 @@ def one_update(part: Part, run: Run) -> dict[str, Any]:
 
 def memory_of_update(run: Run, step: Any, before: int | None) -> dict[str, Any]:
   """The peak memory of an update by the device, by fitting.py and by the compiler, in bytes."""
-  programs, shape = run.programs, run.parameters.model
-  prompts = programs.micro_batch // shape.row_shards
-  activations = fitting.activation_bytes(run.config, shape, prompts, run.mesh)
+  held, activations = run.programs.estimate_of_update
   sizes = step.memory_analysis()
   peak = peak_bytes()
-  estimate = programs.held_by_update + activations
+  estimate = held + activations
   return {
     "peak": peak,
     "peak_before_update": before,
     "estimate": estimate,
-    "estimate_held": programs.held_by_update,
+    "estimate_held": held,
     "estimate_activations": activations,
     "peak_by_estimate": None if peak is None else peak / estimate,
     "compiler": sizes.argument_size_in_bytes + sizes.temp_size_in_bytes,

@@ -65,6 +65,11 @@ def plan(run: Run, topology: str) -> None:
   size = "unknown memory" if memory is None else f"{memory / 1e9:,.2f} GB for programs"
   print(f"{device.device_kind}, {count} of {topology}: {size} on each")
   print(run.parameters.describe())
+  estimate = sum(run.programs.estimate_of_update)
+  print(
+    f"an update computes {run.programs.micro_batch} prompts at once:"
+    f" {estimate / 1e9:,.2f} GB by the estimate that chooses batch.micro_batch=0"
+  )
   phases: list[Phase] = []
   for program in programs(run):
     with told_if_slow(f"compiling {program.name}"):

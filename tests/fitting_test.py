@@ -12,12 +12,14 @@ import pytest
 from grpo_jax import model
 from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Sampling
 from grpo_jax.learner import slots_of_batch
+from grpo_jax.learner.token_stats import StatsOptions, batch_stats
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, param_specs
 from grpo_jax.programs import fitting
 from grpo_jax.rollouts import collect
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.types import Batch
 
 CONFIG = Config(
   batch=BatchSize(prompts=16, group_size=4),
@@ -36,10 +38,13 @@ def shape_on(mesh, **fields):
 def test_the_largest_micro_batch_that_fits_is_taken():
   mesh = make_mesh(Mesh(2, 1, 1, 1), jax.devices()[:2])
   shape = shape_on(mesh)
-  choose = functools.partial(fitting.micro_batch, shape=shape, held=1000.0, mesh=mesh)
+  params = jax.eval_shape(functools.partial(model.init, config=shape), jax.random.key(0))
+  choose = functools.partial(
+    fitting.micro_batch, shape=shape, params=params, held=1000.0, mesh=mesh
+  )
   small = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=32))
   for prompts in (2, 4, 8, 16):  # multiples of the two devices that divide 16
-    needed = fitting.activation_bytes(small, shape, prompts // 2, mesh)
+    needed = fitting.activation_bytes(small, shape, params, mesh)(prompts // 2)
     memory = (needed + 1000) / 0.85 + 1
     assert choose(small, memory=memory) == prompts
     assert choose(small, memory=memory - 100) == max(2, prompts // 2)
@@ -53,6 +58,34 @@ def test_the_largest_micro_batch_that_fits_is_taken():
   assert choose(balanced, memory=None) == 16
   given = dataclasses.replace(CONFIG, batch=dataclasses.replace(CONFIG.batch, micro_batch=4))
   assert choose(given, memory=1.0) == choose(given, memory=None) == 4
+
+
+@pytest.mark.parametrize("attention, remat", [("dense", False), ("chunked", True)])
+def test_the_estimate_of_a_prompt_is_what_the_compiler_says_or_a_little_more(attention, remat):
+  mesh = make_mesh(Mesh(1, 1, 1, 1), jax.devices()[:1])
+  shape = shape_on(mesh, num_layers=6, embed_dim=64, mlp_dim=192, attention=attention)
+  config = dataclasses.replace(CONFIG, learner=Learner(remat=remat, logprob_chunk=64))
+  params = jax.eval_shape(functools.partial(model.init, config=shape), jax.random.key(0))
+  options = StatsOptions(shape, config.learner)
+
+  def loss(params, batch):
+    return batch_stats(params, None, batch, options).logprobs_PGT.sum()
+
+  def temporary(P):
+    array, S, G, T = jax.ShapeDtypeStruct, 32, 4, 64
+    batch = Batch(
+      prompts_PS=array((P, S), jnp.int32),
+      prompt_lengths_P=array((P,), jnp.int32),
+      completions_PGT=array((P, G, T), jnp.int32),
+      mask_PGT=array((P, G, T), jnp.float32),
+      temperature_P=array((P,), jnp.float32),
+    )
+    compiled = jax.jit(jax.grad(loss)).lower(params, batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  estimate = fitting.activation_bytes(config, shape, params, mesh)
+  ratio = (estimate(16) - estimate(8)) / (temporary(16) - temporary(8))
+  assert 1 <= ratio < 1.3
 
 
 def test_weights_lie_whole_while_sampling_where_they_fit():

@@ -47,7 +47,7 @@ class Programs:
     )
 
   @functools.cached_property
-  def held_by_update(self) -> float:
+  def _held_by_update(self) -> float:
     """The bytes of the state, the frozen base, the reference and the gradients on one device."""
     parameters = self._parameters
     gradients = parameters.abstract
@@ -64,8 +64,18 @@ class Programs:
   @functools.cached_property
   def micro_batch(self) -> int:
     """How many prompts an update computes at once: batch.micro_batch, or what fits."""
-    memory = memory_of(self._mesh.devices.flat[0])
-    return fitting.micro_batch(self._config, self._model, self.held_by_update, self._mesh, memory)
+    memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
+    return fitting.micro_batch(
+      self._config, self._model, params, self._held_by_update, self._mesh, memory
+    )
+
+  @functools.cached_property
+  def estimate_of_update(self) -> tuple[float, float]:
+    """The bytes that one device holds during an update, and those of activations, estimated."""
+    params = self._parameters.abstract_policy
+    of_prompts = fitting.activation_bytes(self._config, self._model, params, self._mesh)
+    activations = of_prompts(-(-self.micro_batch // self._model.row_shards))
+    return self._held_by_update, activations
 
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:

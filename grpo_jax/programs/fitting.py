@@ -1,17 +1,21 @@
 """What fits into the memory of a device: chooses the micro-batch and the layout for sampling.
 
-The numbers are estimates from shapes. `python -m grpo_jax.plan` gives those of the compiler.
+The numbers are estimates. `python -m grpo_jax.plan` gives those of the compiler.
 """
 
+from collections.abc import Callable
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from grpo_jax import model
 from grpo_jax.config import Config
+from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.parallel import sharding
+from grpo_jax.types import Batch
 
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
 # sampler holds is mostly weights and caches, whose sizes are known.
@@ -85,6 +89,7 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, mesh: jax.sharding.M
 def micro_batch(
   config: Config,
   shape: model.ModelConfig,
+  params: Any,
   held: float,
   mesh: jax.sharding.Mesh,
   memory: float | None,
@@ -97,6 +102,7 @@ def micro_batch(
   Args:
     config: The config of the run.
     shape: The model on the mesh.
+    params: All parameters of the policy: shapes and dtypes.
     held: Bytes that one device holds while it updates: state, reference and gradients.
     mesh: The mesh of the run.
     memory: The bytes of a device, or None if they are not known. Then all fit.
@@ -110,9 +116,8 @@ def micro_batch(
   ]
   if memory is not None:
     free = _USABLE_BY_UPDATE * memory - held
-    sizes = [
-      size for size in sizes if activation_bytes(config, shape, size // row_shards, mesh) <= free
-    ] or sizes[:1]
+    needed = activation_bytes(config, shape, params, mesh)
+    sizes = [size for size in sizes if needed(size // row_shards) <= free] or sizes[:1]
   # A loss that reads the routers of all micro-batches costs a forward pass if there are several.
   if mesh.devices.flat[0].platform == "cpu" and not config.learner.router_aux_coef:
     tokens = config.data.max_prompt_tokens + config.batch.group_size * config.sampling.max_tokens
@@ -122,24 +127,56 @@ def micro_batch(
 
 
 def activation_bytes(
-  config: Config, shape: model.ModelConfig, prompts: int, mesh: jax.sharding.Mesh
-) -> float:
-  """The bytes that one device needs to update with so many prompts at once, beside what is held."""
-  S, G, T = config.data.max_prompt_tokens, config.batch.group_size, config.sampling.max_tokens
-  D, L, E = shape.embed_dim, shape.num_layers, shape.head_dim
+  config: Config, shape: model.ModelConfig, params: Any, mesh: jax.sharding.Mesh
+) -> Callable[[int], float]:
+  """prompts of one device -> the bytes that it needs to update with them, beside what is held.
+
+  The arguments are those of `micro_batch`.
+  """
   split = mesh.shape["tensor"]
-  item = 2 if shape.dtype == "bfloat16" else 4
-  tokens = prompts * (S + G * T)
-  width = max(shape.mlp_dim, shape.experts_per_token * shape.expert_dim)
-  heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
-  layer = tokens * item * (8 * D + (2 * heads * E + 5 * width) / split)
-  name, _ = model.attention_of(shape)
-  scores = prompts * shape.num_heads / split * (S * S + G * T * (S + T)) * 4
-  layer += (3 if name == "dense" else 0) * scores
-  saved = L * layer / 2
+  everything = _kept_bytes(config, shape, params, split, "")
+  kept = everything
   if config.learner.remat:
-    saved = L * tokens * D * item
+    kept = _kept_bytes(config, shape, params, split, config.learner.saved_activations)
+  # One layer is computed again, and its arrays have gradients.
+  per_prompt = kept + 2 * everything / shape.num_layers
   chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
-  chunk = max(chunk, prompts)
-  logits = _LOGITS_COPIES * chunk * shape.vocab_size * 4 / split
-  return saved + 2 * layer + logits
+  per_token = _LOGITS_COPIES * shape.vocab_size * 4 / split
+  return lambda prompts: prompts * per_prompt + max(chunk, prompts) * per_token
+
+
+def _kept_bytes(
+  config: Config, shape: model.ModelConfig, params: Any, split: int, remat: str
+) -> float:
+  """The bytes that the backward pass keeps of one prompt and its completions, by JAX's count.
+
+  Args:
+    config: The config of the run.
+    shape: The model on the mesh.
+    params: All parameters of the policy: shapes and dtypes.
+    split: Over how many devices a layer's heads and hidden units are split.
+    remat: What a layer keeps (see `completion_features`).
+  """
+  S, G, T = config.data.max_prompt_tokens, config.batch.group_size, config.sampling.max_tokens
+  lanes = 128 if shape.platform == "tpu" else 1  # a TPU fills up the last axis of every array
+
+  def backward(params: model.Params, batch: Batch) -> Any:
+    return jax.vjp(lambda params: completion_features(params, shape, batch, remat)[0], params)[1]
+
+  def on_one_device(x: jax.ShapeDtypeStruct) -> float:
+    last = x.shape[-1] if x.shape else 1
+    padded = math.prod(x.shape[:-1]) * -(-last // lanes) * lanes * x.dtype.itemsize
+    return padded if last == shape.embed_dim else padded / split
+
+  def kept(prompts: int) -> float:
+    batch = Batch(
+      prompts_PS=jax.ShapeDtypeStruct((prompts, S), jnp.int32),
+      prompt_lengths_P=jax.ShapeDtypeStruct((prompts,), jnp.int32),
+      completions_PGT=jax.ShapeDtypeStruct((prompts, G, T), jnp.int32),
+      mask_PGT=jax.ShapeDtypeStruct((prompts, G, T), jnp.float32),
+    )
+    arrays = jax.tree.leaves(jax.eval_shape(backward, params, batch))
+    return sum(on_one_device(x) for x in arrays)
+
+  # The difference leaves out the parameters.
+  return (kept(2 * shape.row_shards) - kept(shape.row_shards)) / shape.row_shards
