@@ -109,12 +109,13 @@ def test_rows_become_columns_and_what_is_no_finite_number_is_counted():
     [
       {"step": 1, "reward": None, "kl": 0.5, "note": "text", "flag": True},
       {"step": 3, "reward": 2, "kl": float("nan"), "list": [1.0]},
-      {"step": 4, "kl": 10**400},
+      {"step": 4, "reward": 5, "kl": 10**400},
     ]
   )
   assert columns.steps.tolist() == [1, 3, 4] and set(columns.values) == {"reward", "kl"}
   assert columns.left_out == {"reward": 1, "kl": 2, "note": 1, "flag": 1, "list": 1}
   assert columns.newest("kl") == 0.5 and columns.newest("note") is None
+  assert columns.newest("reward") == 5 and columns.newest("reward", 10) == 3.5
 
 
 def test_the_curves_of_a_run_have_tables_of_the_metrics_of_the_same_rows(tmp_path):

@@ -23,11 +23,11 @@ class Columns:
   values: dict[str, np.ndarray]
   left_out: dict[str, int]
 
-  def newest(self, metric: str) -> float | None:
-    """The last value of a metric, or None without one."""
+  def newest(self, metric: str, values: int = 1) -> float | None:
+    """The mean of the last values of a metric, or None without one."""
     values_N = self.values.get(metric, np.empty(0))
     finite = values_N[np.isfinite(values_N)]
-    return float(finite[-1]) if len(finite) else None
+    return float(finite[-values:].mean()) if len(finite) else None
 
   @property
   def seconds_N(self) -> np.ndarray:

@@ -34,7 +34,7 @@ USUAL = {
   "eval/accuracy": Metric("Held-out accuracy (greedy)", "", percent=True),
   "reward": Metric("Reward", ""),
   "completions/mean_length": Metric("Completion length", "tokens"),
-  "frac_reward_zero_std": Metric("Dead groups: all rewards equal", "of the groups", percent=True),
+  "frac_reward_zero_std": Metric("Groups of equal rewards", "of the groups", percent=True),
   "entropy": Metric("Entropy", "nats per token"),
   "kl": Metric("KL to the reference", "nats per token"),
   "clip_ratio/region_mean": Metric("Clipped tokens", "of the tokens", percent=True),

@@ -70,7 +70,7 @@ def _columns(differing: Sequence[str]) -> list[tuple[str, str]]:
     ("seed", SEED),
     ("state", "its steps, those of the warm start included"),
     ("accuracy", "held-out accuracy of the newest evaluation, with its 95% interval"),
-    ("reward", "mean reward of the newest step"),
+    ("reward", "mean of the ten newest steps in the log"),
     ("time", "of its steps and evaluations"),
     *((names[key], key) for key in differing),
   ]
@@ -79,7 +79,7 @@ def _columns(differing: Sequence[str]) -> list[tuple[str, str]]:
 def _summary(run: ShownRun, differing: Sequence[str]) -> list[tuple[str, str]]:
   """A row of the table of runs: (what it shows, what it is sorted by) of each column."""
   columns, settings = run.columns, run.settings
-  accuracy, reward = columns.newest(_ACCURACY), columns.newest("reward")
+  accuracy, reward = columns.newest(_ACCURACY), columns.newest("reward", 10)
   low, high = columns.newest(f"{_ACCURACY}_low"), columns.newest(f"{_ACCURACY}_high")
   shown = "-" if accuracy is None else f"{accuracy:.1%}"
   if accuracy is not None and low is not None and high is not None:
