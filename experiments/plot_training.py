@@ -54,11 +54,12 @@ def main() -> None:
   figure, axes = plt.subplots(1, 5, figsize=(15, 3), constrained_layout=True)
   for number, (label, seeds) in enumerate(runs.items()):
     color = f"C{number}"
-    draw_accuracy(axes[0], list(seeds.values()), label, color)
+    side = number - (len(runs) - 1) / 2  # bars of one step lie beside each other
+    draw_accuracy(axes[0], list(seeds.values()), side, label=label, color=color)
     for panel, name in zip(axes[1:], PANELS):
       draw_range(panel, [smoothed(rows, name, args.smooth) for rows in seeds.values()], color)
-  axes[0].set(title="held-out greedy accuracy, %", ylim=(0, 100))
-  axes[0].legend(frameon=False, loc="upper left", fontsize="small", ncols=1 + len(runs) // 4)
+  axes[0].set(title="held-out greedy accuracy, %", ylim=(0, None))
+  axes[0].legend(frameon=False, loc="lower right", fontsize="small", ncols=1 + len(runs) // 4)
   for panel, title in zip(axes[1:], PANELS.values()):
     panel.set(title=title, ylim=(0, None))
   for panel in axes:
@@ -72,19 +73,28 @@ def main() -> None:
     print("\n".join(totals(runs)))
 
 
-def draw_accuracy(axes: plt.Axes, seeds: Sequence[Sequence[Row]], label: str, color: str) -> None:
-  """The evaluations of a method's seeds, as means, with bars for the means' 95% intervals.
+def accuracies(seeds: Sequence[Sequence[Row]]) -> tuple[np.ndarray, np.ndarray]:
+  """Steps [N], and the mean accuracy of some seeds in % with the ends of its 95% interval [3, N].
 
   All seeds solve the same problems, so a mean has the interval of one seed.
   """
   evaluated = [[row for row in rows if "eval/accuracy" in row] for rows in seeds]
   steps = [row["step"] for row in min(evaluated, key=len)]
-  values, low, high = (
-    100 * np.mean([[row[f"eval/{name}"] for row in rows[: len(steps)]] for rows in evaluated], 0)
+  means = [
+    np.mean([[row[f"eval/{name}"] for row in rows[: len(steps)]] for rows in evaluated], 0)
     for name in ("accuracy", "accuracy_low", "accuracy_high")
-  )
+  ]
+  return np.array(steps), 100 * np.array(means)
+
+
+def draw_accuracy(
+  axes: plt.Axes, seeds: Sequence[Sequence[Row]], side: float, **style: str
+) -> None:
+  """The evaluations of a method's seeds, `side` bars to the right of their steps."""
+  steps, (values, low, high) = accuracies(seeds)
+  shifted = steps + side * 0.012 * steps.max()
   bars = [values - low, high - values]
-  axes.errorbar(steps, values, yerr=bars, color=color, capsize=3, lw=1.3, marker="o", label=label)
+  axes.errorbar(shifted, values, bars, capsize=2, lw=1.1, marker="o", markersize=3, **style)
 
 
 def draw_range(axes: plt.Axes, curves: Sequence[tuple[list[int], list[float]]], color: str) -> None:
@@ -131,27 +141,25 @@ def totals(runs: Runs) -> list[str]:
   """A table in Markdown of what each method's runs came to, as means over its seeds."""
   last = 10
   lines = [
-    f"| method | accuracy | reward, last {last} steps | length | idle groups | entropy | sampled"
-    " tokens | seconds a step |",
-    "|---|---|---|---|---|---|---|---|",
+    f"| method | accuracy | reward, last {last} steps | length | idle groups | entropy | clipped"
+    " tokens | sampled tokens | seconds a step |",
+    "|---|---|---|---|---|---|---|---|---|",
   ]
   for label, seeds in runs.items():
     trained = [[row for row in rows if "reward" in row] for rows in seeds.values()]
 
     def late(name: str, trained: list[list[Row]] = trained) -> float:
       values = [row[name] for rows in trained for row in rows[-last:] if row.get(name) is not None]
-      return float(np.nanmean(values))
+      return float(np.nanmean(values)) if values else 0.0
 
-    accuracies = [
-      [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1]
-      for rows in seeds.values()
-    ]
+    value, low, high = accuracies(list(seeds.values()))[1][:, -1]
     tokens = np.mean([sum(row["completions/tokens"] for row in rows) for rows in trained])
     seconds = np.median([row["time/step"] for rows in trained for row in rows])
     lines.append(
-      f"| {label} | {', '.join(f'{value:.1%}' for value in accuracies)} | {late('reward'):.2f}"
+      f"| {label} | {value:.1f}% ({low:.1f}% to {high:.1f}%) | {late('reward'):.2f}"
       f" | {late('completions/mean_length'):.1f} | {late('frac_reward_zero_std'):.2f}"
-      f" | {late('entropy'):.3f} | {tokens:,.0f} | {seconds:.0f} |"
+      f" | {late('entropy'):.3f} | {late('clip_ratio/region_mean'):.1%} | {tokens:,.0f}"
+      f" | {seconds:.0f} |"
     )
   return lines
 
