@@ -20,11 +20,12 @@ from grpo_jax import learner, model
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo import presets
 from grpo_jax.algo.balance import balance_loss, balance_metrics
-from grpo_jax.config import Learner, from_dict, to_dict
+from grpo_jax.config import Learner, Mesh, from_dict, to_dict
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model import experts
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.workdir import open_run
@@ -105,6 +106,22 @@ def test_parts_of_the_experts_add_up():
   np.testing.assert_allclose(part(0, 3) + part(3, 5), whole, atol=1e-4)
   elsewhere = (chosen_BTU < 3).all(-1)
   assert elsewhere.any() and (part(3, 5)[elsewhere] == 0).all()
+
+
+def test_the_backward_pass_keeps_the_sorted_tokens_once_and_no_mask_of_them():
+  mesh = make_mesh(Mesh(expert=2, tensor=2, fsdp=2), jax.devices()[:8])
+  config = dataclasses.replace(CONFIG, **sharding.model_shardings(CONFIG, mesh))
+  layer = experts.Experts(config)
+  x_BTD = jax.ShapeDtypeStruct((8, 3, config.embed_dim), jnp.float32)
+  params = jax.eval_shape(layer.init, jax.random.key(0), x_BTD, None)
+
+  def backward(params, x_BTD):
+    return jax.vjp(lambda *arguments: layer.apply(*arguments, None)[0], params, x_BTD)[1]
+
+  kept = jax.tree.leaves(jax.eval_shape(backward, params, x_BTD))
+  # Of the 8 devices, each sorts the rows of two: 4 rows of 3 tokens with 2 experts each.
+  pairs = [x for x in kept if x.shape == (8 * 4 * 3 * 2, config.embed_dim)]
+  assert [x.dtype for x in pairs] == [jnp.float32]
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

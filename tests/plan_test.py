@@ -107,6 +107,15 @@ def test_memory_is_what_a_run_holds(run, phases):
   assert phases["evaluate"].memory["cache"] < 0.3 * phases["sample"].memory["cache"]
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.04])
+def test_the_estimate_counts_what_the_plan_of_the_update_says_is_held(kl_coef):
+  built = small_run(with_section(config_of_all_phases(), "algo", kl_coef=kl_coef))
+  update = next(program for program in programs(built) if program.name == "update")
+  held, _ = built.programs.estimate_of_update
+  assert held == sum(update.held.values()) + update.gradients
+  assert (update.held["reference"] > 0) == (kl_coef > 0)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 32, 33, 64, 100, 512, 1000])
 def test_the_rounds_of_the_decode_loops_add_up_to_the_tokens_after_the_first(max_tokens):
   ends_of_loops = [min(max_tokens, capacity + 1) for capacity in capacities(max_tokens)]

@@ -99,14 +99,14 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
   def mix_local(
     x_BTD: jax.Array, chosen_BTU: jax.Array, mixture_BTU: jax.Array, weights: ExpertWeights
   ) -> jax.Array:
+    if inner_axis:
+      # Each device along the inner axis holds some of the hidden units of its experts, and computes
+      # their part of the gradients of x and mixture. The gradient of this pcast adds up the parts.
+      x_BTD, mixture_BTU = jax.lax.pcast((x_BTD, mixture_BTU), inner_axis, to="varying")
     if expert_axis:
       x_BTD, chosen_BTU, mixture_BTU = gather(x_BTD), gather(chosen_BTU), gather(mixture_BTU)
       # From here on, 0 is this device's first expert.
       chosen_BTU = chosen_BTU - jax.lax.axis_index(expert_axis) * weights.gate_XDM.shape[0]
-    if inner_axis:
-      # Each device along the inner axis holds some of the hidden units of its experts, and computes
-      # their part of the mixture's gradient. The gradient of this pcast adds up the parts.
-      mixture_BTU = jax.lax.pcast(mixture_BTU, inner_axis, to="varying")
     out_BTD = mix_here(x_BTD, chosen_BTU, mixture_BTU, weights)
     if inner_axis:
       out_BTD = jax.lax.psum(out_BTD, inner_axis)
@@ -156,12 +156,12 @@ def mix(
   sizes_X = jnp.bincount(experts_N, length=X).astype(jnp.int32)
   # ragged_dot computes nothing for the rows after its last group, here those of other experts. What
   # it leaves in these rows depends on the platform, so they are set to 0.
-  is_here_N1 = (jnp.arange(len(experts_N)) < sizes_X.sum())[:, None]
+  is_here_N = jnp.arange(len(experts_N)) < sizes_X.sum()
   repeated_ND = jnp.repeat(x_BTD.reshape(-1, D), U, axis=0)
-  tokens_ND = jnp.where(is_here_N1, _permuted(repeated_ND, order_N, inverse_N), 0)
+  tokens_ND = _where(is_here_N, _permuted(repeated_ND, order_N, inverse_N))
   gate_NM = activation(jax.lax.ragged_dot(tokens_ND, weights.gate_XDM, sizes_X))
   hidden_NM = gate_NM * jax.lax.ragged_dot(tokens_ND, weights.up_XDM, sizes_X)
-  sorted_out_ND = jnp.where(is_here_N1, jax.lax.ragged_dot(hidden_NM, weights.down_XMD, sizes_X), 0)
+  sorted_out_ND = _where(is_here_N, jax.lax.ragged_dot(hidden_NM, weights.down_XMD, sizes_X))
   out_BTUD = _permuted(sorted_out_ND, inverse_N, order_N).reshape(*chosen_BTU.shape, D)
   return einsum("btud,btu->btd", out_BTUD, mixture_BTU).astype(x_BTD.dtype)
 
@@ -183,3 +183,20 @@ def _permuted_backward(inverse_N: jax.Array, dy_ND: jax.Array) -> tuple[jax.Arra
 
 
 _permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
+@jax.custom_vjp
+def _where(is_kept_N: jax.Array, x_ND: jax.Array) -> jax.Array:
+  """0 in the rows that are not kept. The backward pass of jnp.where would hold a mask [N, D]."""
+  return jnp.where(is_kept_N[:, None], x_ND, 0)
+
+
+def _where_forward(is_kept_N: jax.Array, x_ND: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return _where(is_kept_N, x_ND), is_kept_N
+
+
+def _where_backward(is_kept_N: jax.Array, dy_ND: jax.Array) -> tuple[None, jax.Array]:
+  return None, _where(is_kept_N, dy_ND)
+
+
+_where.defvjp(_where_forward, _where_backward)

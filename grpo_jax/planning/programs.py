@@ -106,18 +106,17 @@ class _Parts:
     sampled_base = None if base is None else parameters.sampling.abstract(base)
     self._sampled = sampled if base is None else model.join(sampled_base, sampled)
     self._copy_bytes = 0.0 if sampled is trained else device_bytes(sampled)
-    # As training/state.py keeps it: a copy of what is trained, unless the base is the reference.
-    algo = self._config.algo
-    has_copy = algo.uses_reference and (base is None or algo.ref_sync_steps > 0)
     self.reference = None
-    if algo.uses_reference:
+    if self._config.algo.uses_reference:
+      self.reference = base
+    if parameters.has_reference_copy:
       copy = parameters.abstract_reference
-      self.reference = base if not has_copy else copy if base is None else model.join(base, copy)
+      self.reference = copy if base is None else model.join(base, copy)
     self._held = {
       "weights": device_bytes(trained),
       "moments": device_bytes(state) - device_bytes(trained),
       "frozen base": device_bytes(base),
-      "reference": device_bytes(parameters.abstract_reference) if has_copy else 0.0,
+      "reference": parameters.reference_bytes,
       # Made once and kept.
       "base for sampling": 0.0 if sampled_base is base else device_bytes(sampled_base),
     }

@@ -51,15 +51,8 @@ class Programs:
     """The bytes of the state, the frozen base, the reference and the gradients on one device."""
     parameters = self._parameters
     gradients = parameters.abstract
-    return sum(
-      fitting.device_bytes(tree)
-      for tree in (
-        self.abstract_state,
-        gradients,
-        parameters.abstract_base,
-        parameters.abstract_reference,
-      )
-    )
+    held = (self.abstract_state, gradients, parameters.abstract_base)
+    return sum(map(fitting.device_bytes, held)) + parameters.reference_bytes
 
   @functools.cached_property
   def micro_batch(self) -> int:

@@ -79,6 +79,20 @@ class Parameters:
       return self.abstract
     return model.join(self.abstract_base, self.abstract)
 
+  @property
+  def has_reference_copy(self) -> bool:
+    """Whether the run holds a reference beside the policy.
+
+    There is none without a KL term, nor where the frozen base under the adapters is the reference.
+    """
+    algo = self._config.algo
+    return algo.uses_reference and (self.model.lora is None or algo.ref_sync_steps > 0)
+
+  @property
+  def reference_bytes(self) -> float:
+    """What one device holds of that copy."""
+    return fitting.device_bytes(self.abstract_reference) if self.has_reference_copy else 0.0
+
   def layers_of(self, name: str) -> list[str]:
     """The single layers that a leaf of a checkpoint holds (see `checkpoint_reader.read`)."""
     return model.layer_names(name, self.model)
@@ -183,7 +197,7 @@ class Parameters:
     cast = functools.partial(cast_for_sampling, dtype=self._config.sampling.dtype)
     copy = jax.eval_shape(cast, self.abstract_policy)
     # Weights and two moments.
-    held = 3 * fitting.device_bytes(self.abstract) + fitting.device_bytes(self.abstract_reference)
+    held = 3 * fitting.device_bytes(self.abstract) + self.reference_bytes
     memory = memory_of(self._mesh.devices.flat[0])
     return fitting.layout(self._config, self.model, copy, held, self._mesh, memory)
 
