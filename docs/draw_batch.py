@@ -58,7 +58,7 @@ STATIONS = (
     ),
     (
       ("data/loader.py", "prompts_PS, prompt_lengths_P"),
-      ("sampler/decode.py", "tokens, log-probs"),
+      ("sampler/rows.py", "tokens, log-probs"),
       ("rollouts/scorer.py", "scores_PGJ"),
     ),
   ),

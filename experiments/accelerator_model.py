@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Mapping
 import dataclasses
 import gc
+import time
 from typing import Any
 
 from accelerator_parts import Part, median_seconds, one_line, share
@@ -21,9 +22,8 @@ from grpo_jax import learner, model
 from grpo_jax.config import Config
 from grpo_jax.model.attention import ATTENTION
 from grpo_jax.model.attention.choose import why_not
-from grpo_jax.planning import cost
-from grpo_jax.planning.phases import decode_rounds
 from grpo_jax.programs.run import Run
+from grpo_jax.programs.sampling import Draws, whole
 from grpo_jax.types import Batch, Completions, Rewards
 
 QWEN = dict(d=896, layers=24, heads=14, kv_heads=2, ff=4864, vocab=151936)  # Qwen2.5-0.5B
@@ -36,7 +36,13 @@ def sizes(part: Part, shape: Mapping[str, int], **job: Any) -> argparse.Namespac
   """The arguments of bench.py for a shape and a job. A tiny part has TINY, and short texts."""
   if part.tiny:
     shape, job = TINY, job | {"plen": 8, "clen": 16}
-  options = {"dtype": "bfloat16", "attention": "auto", "remat": False}
+  options = {
+    "dtype": "bfloat16",
+    "attention": "auto",
+    "remat": False,
+    "rows": 0,
+    "lengths": "natural",
+  }
   return argparse.Namespace(**(bench.SIZES | {"G": GROUP} | options | dict(shape) | job))
 
 
@@ -53,6 +59,13 @@ def prompts_of(config: Config, count: int) -> tuple[jax.Array, jax.Array, jax.Ar
   S = config.data.max_prompt_tokens
   tokens_PS = jax.random.randint(jax.random.key(1), (count, S), 2, 60)
   return tokens_PS, jnp.full(count, S, jnp.int32), jnp.ones(count)
+
+
+def sampled(run: Run, weights: Any, prompts: tuple[jax.Array, ...]) -> Completions:
+  """GROUP completions of each prompt."""
+  tokens_PS, lengths_P, _ = (np.asarray(x) for x in prompts)
+  draws = Draws(run.key("sample"))
+  return whole(run.programs.sampler()(weights, tokens_PS, lengths_P, GROUP, draws))
 
 
 def batch_of(run: Run, completions: Completions, prompts: tuple[jax.Array, ...]) -> Batch:
@@ -74,9 +87,7 @@ def gap(part: Part) -> None:
     prompts = prompts_of(run.config, args.prompts)
     params = run.initial_params()
     weights = run.parameters.for_sampling(params)
-    arguments = (weights, *prompts[:2], run.key("sample"), prompts[2], 0)
-    sample = part.compiled(f"sample, {dtype}", run.programs.sampler(GROUP), *arguments)
-    batch = batch_of(run, sample(*arguments), prompts)
+    batch = batch_of(run, sampled(run, weights, prompts), prompts)
     logprobs = part.compiled(f"log-probs, {dtype}", run.programs.logprobs, params, batch)
     gap_PGT = jnp.abs(logprobs(params, batch) - batch.sampler_logprobs_PGT) * batch.mask_PGT
     tokens = float(batch.mask_PGT.sum())
@@ -117,10 +128,11 @@ def decode(part: Part) -> None:
 def decode_rows(part: Part, run: Run, weights: Any, rows: int) -> dict[str, Any]:
   """The decode of so many rows, the pass over their prompts included."""
   prompts = prompts_of(run.config, rows // GROUP)
-  arguments = (weights, *prompts[:2], run.key("sample"), prompts[2], 0)
-  program = part.compiled(f"sample, {rows} rows", run.programs.sampler(GROUP), *arguments)
-  completions = program(*arguments)
-  seconds = median_seconds(lambda: program(*arguments), calls=2)
+  start = time.perf_counter()
+  completions = sampled(run, weights, prompts)
+  first = time.perf_counter() - start
+  seconds = median_seconds(lambda: sampled(run, weights, prompts), calls=2)
+  part.save(compile_s=part.results.get("compile_s", {}) | {f"sample, {rows} rows": first - seconds})
   rounds, tokens = int(completions.lengths_PG.max()), int(completions.lengths_PG.sum())
   by_shape = decode_bytes(run, weights, rows, rounds)
   return {
@@ -130,7 +142,6 @@ def decode_rows(part: Part, run: Run, weights: Any, rows: int) -> dict[str, Any]
     "tokens_per_s": tokens / seconds,
     "round_ms": 1000 * seconds / rounds,
     "by_shape": bandwidth(part, by_shape, tokens, seconds),
-    "by_program": by_program(part, program, run.config.sampling.max_tokens, tokens, seconds),
     "peak_bytes": peak_bytes(),
   }
 
@@ -144,21 +155,6 @@ def bandwidth(part: Part, moved: float, tokens: int, seconds: float) -> dict[str
     "share_of_reached": share(speed, part.reached("copy")),
     "share_of_peak": share(speed, part.peak("memory_bandwidth")),
   }
-
-
-def by_program(
-  part: Part, program: Any, max_tokens: int, tokens: int, seconds: float
-) -> dict[str, Any]:
-  """`bandwidth` of the bytes that planning/cost counts in the text of the compiled program.
-
-  It was written for the texts of TPU programs. Where it cannot read one, it says so.
-  """
-  try:
-    counted = cost.count(program.as_text(), decode_rounds(max_tokens))
-  except Exception as error:
-    return {"error": one_line(error)}
-  found = bandwidth(part, counted.whole.memory_bytes, tokens, seconds)
-  return found | {"flops": counted.whole.flops, "notes": list(counted.notes)}
 
 
 def decode_bytes(run: Run, weights: Any, rows: int, rounds: int) -> float:

@@ -4,6 +4,8 @@
   python experiments/bench.py --d 512 --layers 8 --heads 8 --ff 2048 --vocab 8192 \
                               --prompts 8 --plen 64 --clen 128 --steps 4                  # small
 
+  python experiments/bench.py --clen 512 --lengths geometric --rows 64          # long tails
+
   python experiments/bench.py --d 896 --layers 24 --heads 14 --kv_heads 2 --ff 4864 \
                               --vocab 151936 --prompts 16 --plen 256 --clen 512 --steps 3 \
                               --dtype bfloat16                                          # 0.5B
@@ -12,7 +14,8 @@ The model is a Qwen2 decoder with random float32 weights, which computes in --dt
 step takes `prompts` prompts of `plen` tokens and samples G completions of at most `clen` tokens for
 each (temperature 1, stop at eos). The reward counts three letters. Then the step makes one update
 with a frozen reference (kl_coef 0.04, AdamW, learning rate 1e-4), `micro` prompts at a time (0: the
-program's choice).
+program's choice). With --lengths=geometric, so many tokens end a completion that lengths are about
+geometric with mean clen / 8. --rows is how many completions are decoded together (0: all).
 
 The script prints one line of JSON. Times are in seconds. They are medians over all steps but the
 first, which compiles.
@@ -98,7 +101,8 @@ def make_config(args: argparse.Namespace) -> Config:
   )
   c.data.update(task="letters", max_prompt_tokens=args.plen)
   c.batch.update(prompts=args.prompts, group_size=args.G, micro_batch=args.micro)
-  c.sampling.max_tokens = args.clen
+  c.sampling.max_tokens, c.sampling.rows = args.clen, args.rows
+  c.sampling.stop_ids = stop_ids(args)
   c.sampling.dtype = args.dtype
   c.learner.remat = args.remat
   c.reward.functions = ("letters",)
@@ -107,6 +111,13 @@ def make_config(args: argparse.Namespace) -> Config:
   c.eval.batch, c.log.completions_every, c.log.tensorboard = 8, 0, False
   c.warm_start.batch = 8
   return from_dict(c.to_dict())
+
+
+def stop_ids(args: argparse.Namespace) -> tuple[int, ...]:
+  """The ids that end a completion beside eos: one in clen / 8, or none."""
+  if args.lengths != "geometric":
+    return ()
+  return tuple(range(2, args.vocab, max(1, args.clen // 8)))
 
 
 def register_job(args: argparse.Namespace) -> None:
@@ -157,6 +168,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   for name, value in SIZES.items():
     parser.add_argument(f"--{name}", type=int, default=value)
+  parser.add_argument("--rows", type=int, default=0)
+  parser.add_argument("--lengths", choices=("natural", "geometric"), default="natural")
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--attention", default="auto")
   parser.add_argument("--remat", action="store_true")
@@ -171,8 +184,9 @@ def main() -> None:
   state, _, _ = store.restore_or_init()
   rows = []
   for step in range(args.steps + 1):
-    state, metrics, _ = take_step(state, step)
-    rows.append(metrics)
+    taken = take_step(state, step)
+    state = taken.state
+    rows.append(taken.metrics)
 
   compiled = rows[1:]
   step_s = median_seconds(compiled, "step")

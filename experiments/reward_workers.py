@@ -2,7 +2,7 @@
 
 python experiments/reward_workers.py --calls=10000    # math-verify: a plain loop and two workers
 python experiments/reward_workers.py --run=/tmp/run   # 50 steps, with and without failures
-python experiments/reward_workers.py --overlap=/tmp/run  # steps in 1, 2, 4 and 8 parts
+python experiments/reward_workers.py --overlap=/tmp/run  # steps with fewer rows in flight
 python experiments/reward_workers.py --programs=200   # programs in the sandbox, with three tests
 python experiments/reward_workers.py --parts             # calls that wait, started in parts
 
@@ -10,8 +10,8 @@ The first prints CPU seconds, too: they do not depend on what else the machine c
 trains a tiny model with a reward that hangs on one completion in twenty and kills its process on
 another one in twenty, and compares the time with that of the same run without failures. The third
 trains with a reward that waits, as a judge does, and prints how long a step samples and waits. The
-last starts the same calls in 1, 2, 4 and 8 parts, as sampling.parts does. They sleep, so other work
-on the machine changes the times little.
+last starts the same calls in 1, 2, 4 and 8 parts. They sleep, so other work on the machine changes
+the times little.
 """
 
 import argparse
@@ -169,21 +169,25 @@ def programs(count: int, workers: int) -> None:
 
 
 def overlap(folder: Path, steps: int, wait: float) -> None:
-  """Prints the times of steps in parts. The reward of a group takes `wait` seconds."""
+  """Prints the times of steps by rows in flight. The reward of a group takes `wait` seconds."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "waiting.py").write_text(WAITS)
   sizes = {"model.embed_dim": 256, "model.mlp_dim": 1024, "batch.group_size": 16}
   functions = (f"{folder}/waiting.py:waits(seconds={wait})",)
   config = config_of(steps, {**sizes, "reward.functions": functions})
   print(f"{config.batch.prompts} groups, {wait} s each in two workers; medians of {steps} steps")
-  for parts in (1, 2, 4, 8):
-    train(config.replace({"sampling.parts": parts}), folder / str(parts))
-    rows = read_metrics(folder / str(parts))[1:]  # the first step compiles
+  for part in (1, 2, 4, 8):
+    in_flight = config.batch.prompts * config.batch.group_size // part
+    train(config.replace({"sampling.rows": in_flight}), folder / str(part))
+    rows = read_metrics(folder / str(part))[1:]  # the first step compiles
     seconds = {
       name: statistics.median(row[f"time/{name}"] for row in rows)
       for name in ("step", "sample", "reward")
     }
-    print(f"{parts} parts: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()))
+    print(
+      f"{in_flight} rows in flight: "
+      + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+    )
 
 
 def in_parts(folder: Path) -> None:
@@ -216,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--steps", type=int, default=50)
   parser.add_argument("--timeout", type=float, default=1.0, help="reward.timeout of the runs")
   parser.add_argument("--programs", type=int, default=0, help="programs of the reward code")
-  parser.add_argument("--overlap", type=Path, help="a folder for runs in parts")
+  parser.add_argument("--overlap", type=Path, help="a folder for runs with fewer rows in flight")
   parser.add_argument("--wait", type=float, default=0.05, help="seconds of the reward of a group")
   parser.add_argument("--parts", action="store_true", help="time calls that start in parts")
   options = parser.parse_args(arguments)

@@ -203,6 +203,11 @@ class Sampling:
   stop_ids: tuple[int, ...] = setting(
     (), "token ids that end a completion, in addition to the tokenizer's and the model's own"
   )
+  stop: tuple[str, ...] = setting(
+    (),
+    "texts that end a completion, which keeps them and loses what it wrote after them",
+    before=(),
+  )
   dtype: str = setting(
     "", "dtype of weights, cache and computation; '' = model.dtype", one_of(("", *DTYPES))
   )
@@ -213,11 +218,12 @@ class Sampling:
     " fits",
     one_of(("auto", "train", "tensor")),
   )
-  parts: int = setting(
-    1,
-    "sample a step's prompts in so many parts, one after the other: keys and values take that much"
-    " less memory, and workers score a part while the next is sampled",
-    at_least(1),
+  rows: int = setting(
+    0,
+    "the most completions of a step that are decoded together: each one that ends gives its place"
+    " to the next, and keys and values take that much less memory; 0 = all",
+    NOT_NEGATIVE,
+    before=0,
   )
 
 
@@ -521,7 +527,17 @@ def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
   Raises:
     ConfigError: For an unknown key or a wrong type.
   """
+  if saved:
+    values = _without_removed(values)
   return plain_values.from_dict(values, Config, saved)
+
+
+def _without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
+  """The config of an earlier run without keys that exist no more and that changed no result."""
+  sampling = saved.get("sampling")
+  if not isinstance(sampling, Mapping):
+    return dict(saved)
+  return {**saved, "sampling": {key: sampling[key] for key in sampling if key != "parts"}}
 
 
 def completed(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@
      by prompt                 F  width of an MLP             count that the docstring explains
   V  vocabulary                L  layers                   C  slots of the KV cache
   W  slots of a group's targets, the tokens to predict
+  Q  seats of a place in the sampler, whose rows in flight are R, and N its places
 
 `logprobs_PGT[..., t]` is the log-prob of completion token t given all tokens before it. Prompts and
 completions are right-padded. A completion includes the token that ended it: stopping is an action.

@@ -37,7 +37,7 @@ def with_surplus(small):
   raise AssertionError("no surplus in 20 steps")
 
 
-# Parts.
+# Rows in flight.
 
 SLEEPY = """
 import pathlib
@@ -48,39 +48,39 @@ def reward(completions, completion_ids, **_):
 """
 
 
-def test_a_step_in_parts_collects_what_it_collects_at_once(tmp_path):
-  whole, parts = (
-    Small(with_section(with_reward(small_config(), tmp_path, MIXED), "sampling", parts=parts))(3)
-    for parts in (1, 2)
+@pytest.mark.parametrize("rows", [2, P, 3 * P])
+def test_a_step_with_few_rows_in_flight_collects_what_it_collects_at_once(rows, tmp_path):
+  at_once, few = (
+    Small(with_section(with_reward(small_config(), tmp_path, MIXED), "sampling", rows=rows))(3)
+    for rows in (0, rows)
   )
-  for ours, theirs in zip(jax.tree.leaves(whole.batch), jax.tree.leaves(parts.batch), strict=True):
+  for ours, theirs in zip(jax.tree.leaves(at_once.batch), jax.tree.leaves(few.batch), strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
   for name in ("completion_ids", "reward", "prompt"):
-    assert [row[name] for row in whole.rows] == [row[name] for row in parts.rows]
-  assert whole.metrics == pytest.approx(parts.metrics, rel=1e-5)
+    assert [row[name] for row in at_once.rows] == [row[name] for row in few.rows]
+  assert at_once.metrics == pytest.approx(few.metrics, rel=1e-5)
 
 
-def test_workers_score_a_part_while_the_next_is_sampled(tmp_path):
-  """The second part is not sampled before a worker has begun to score the first."""
-  config = with_section(with_reward(small_config(), tmp_path, SLEEPY), "sampling", parts=2)
+def test_workers_score_complete_groups_while_the_others_are_sampled(tmp_path):
+  """With one row in flight, the second group is not complete before a worker scores the first."""
+  config = with_section(with_reward(small_config(), tmp_path, SLEEPY), "sampling", rows=1)
   small = Small(with_section(config, "reward", workers=1))
-  sample, firsts = small.collector._groups._rollout, []
+  rollout, parts = small.collector._groups._rollout, []
 
-  def rollout(params, prompts, key, temperature, first_prompt):
-    firsts.append(first_prompt)
-    limit = time.monotonic() + 30
-    while first_prompt and not (tmp_path / "began").exists():
-      assert time.monotonic() < limit, "no worker has begun"
-      time.sleep(0.01)
-    return sample(params, prompts, key, temperature, first_prompt)
+  def watched(*args, on_groups, **kwargs):
+    def groups(numbers, rollouts):
+      on_groups(numbers, rollouts)
+      parts.append(numbers)
+      limit = time.monotonic() + 30
+      while not (tmp_path / "began").exists():
+        assert time.monotonic() < limit, "no worker has begun"
+        time.sleep(0.01)
 
-  small.collector._groups._rollout = rollout
-  assert len(small(0).rows) == P * G and firsts == [0, P // 2]
+    return rollout(*args, on_groups=groups, **kwargs)
 
-
-def test_parts_must_divide_the_prompts():
-  with pytest.raises(ConfigError, match="sampling.parts is 3: it must divide batch.prompts = 4"):
-    Small(with_section(small_config(), "sampling", parts=3))
+  small.collector._groups._rollout = watched
+  assert len(small(0).rows) == P * G and len(parts) > 1
+  assert sorted(sum(parts, [])) == list(range(P))
 
 
 # Groups that are kept.

@@ -42,7 +42,7 @@ class TwoTurns:
     self._second = make_rollout(run, 1, max_tokens=TURN)
     self._decode = run.tokenizer.decode
 
-  def __call__(self, params, prompts, key, temperature=1.0, first_prompt=0):
+  def __call__(self, params, prompts, key, temperature=1.0, first_prompt=0, on_groups=None):
     first = self._first(params, prompts, key, temperature, first_prompt).completions
     goes_on_PG = first.stopped_by_PG < 0
     asked_BS = np.zeros((P * G, S + TURN + len(ANSWER)), np.int32)

@@ -12,6 +12,7 @@ from configs import arithmetic
 from grpo_jax.config import from_dict
 from grpo_jax.evaluation.evaluator import Evaluator, accuracies, no_progress, table
 from grpo_jax.programs.run import Run
+from grpo_jax.programs.sampling import Draws, whole
 from grpo_jax.rollouts.scorer import Scorers
 
 
@@ -62,15 +63,14 @@ def greedy_one_at_a_time(run):
   Every problem is a batch of its own, repeated on all eight devices.
   """
   params, scores, lengths, stopped = run.initial_params(), [], [], []
-  sampler = run.programs.sampler(1, greedy=True)
+  sampler = run.programs.sampler()
   prompts = run.prompts("test")
   for prompt in prompts.make(range(len(prompts))):
     ids = prompt.ids
     prompts_PS = np.array([ids + [0] * (12 - len(ids))] * 8, np.int32)
-    arrays = (prompts_PS, np.full(8, len(ids), np.int32), np.ones(8, np.float32))
-    prompts_PS, lengths_P, temperature_P = run.hosts.put(arrays)
-    sampled = sampler(params, prompts_PS, lengths_P, jax.random.key(0), temperature_P)
-    completions = run.hosts.fetch(sampled)
+    lengths_P = np.full(8, len(ids), np.int32)
+    draws = Draws(jax.random.key(0), temperature=0.0)
+    completions = whole(sampler(params, prompts_PS, lengths_P, 1, draws))
     lengths.append(completions.lengths_PG[0, 0])
     stopped.append(completions.stopped_by_PG[0, 0] >= 0)
     completion = run.tokenizer.decode(completions.tokens_PGT[0, 0, : lengths[-1]])

@@ -110,6 +110,23 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
   assert fitting.layout(config, shape, params, 0.0, whole, None) == "train"
 
 
+def test_as_many_rows_as_fit_are_in_flight():
+  mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
+  shape = shape_on(mesh)
+  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0, mesh=mesh)
+  for rows in (64, 32, 16, 8, 4):
+    needed = fitting.sampler_bytes(CONFIG, shape, mesh, rows)
+    memory = (needed + 1000) / 0.93 + 1
+    assert choose(CONFIG, memory=memory) == rows
+    assert choose(CONFIG, memory=memory - 100) == max(4, rows // 2)  # a row for each device
+  assert choose(CONFIG, memory=None) == 64
+  # 16 rows are in 16 places, each with its prompt: 4 on a device. Four copies of 96 logits a row.
+  own = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4 + 4 * 4 * 96 * 4
+  assert fitting.sampler_bytes(CONFIG, shape, mesh, 16) == own
+  given = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=64, rows=12))
+  assert choose(given, memory=1.0) == choose(given, memory=None) == 12
+
+
 def test_completions_are_cut_to_a_few_lengths():
   assert collect.cut_lengths(512) == [64, 128, 256, 512] and collect.cut_lengths(36) == [36]
   tree = {"tokens": np.arange(2 * 3 * 512).reshape(2, 3, 512), "scores": np.ones((2, 3, 1))}

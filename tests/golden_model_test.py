@@ -15,7 +15,7 @@ import pytest
 
 from grpo_jax import learner, model
 from grpo_jax.config import Learner
-from grpo_jax.programs.sampling import make_sampler
+from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.types import Batch
 
@@ -74,7 +74,7 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
     prompt_positions_PS = jnp.broadcast_to(jnp.arange(17), (P, 17))
     _, cache = model.features(params, config, tokens_BT[:, :17], prompt_positions_PS)
     prefix = model.as_prefix(cache, jnp.asarray(lengths_P))
-    cache = model.empty_cache(config, prefix, G, capacity=count)
+    cache = model.empty_cache(config, prefix, G, slots=count)
     if how == "cache":
       logits_BTV, _ = model.forward(params, config, own_BT, positions_BT, cache)
       return logits_BTV
@@ -104,9 +104,9 @@ def test_log_probs_of_sampler_and_learner_agree(name):
   config, params = model.load(GOLDEN / "families" / name)
   decoding = Decoding(max_tokens=30, stop_ids=config.stop_ids)
   temperature_P = jnp.ones(3)
-  prompts_PS, lengths_P = jnp.arange(4, 40).reshape(3, 12), jnp.array([12, 5, 1])
-  sample = jax.jit(make_sampler(config, decoding, G))
-  out = sample(params, prompts_PS, lengths_P, jax.random.key(0), temperature_P)
+  prompts_PS, lengths_P = np.arange(4, 40).reshape(3, 12), np.array([12, 5, 1])
+  draws = Draws(jax.random.key(0))
+  out = whole(Sampler(config, decoding)(params, prompts_PS, lengths_P, G, draws))
   mask = (jnp.arange(30) < out.lengths_PG[..., None]).astype(jnp.float32)
   batch = Batch(
     prompts_PS=prompts_PS,

@@ -92,18 +92,52 @@ def grouped(params, P=2, G=3, S=5, T=6, lengths=(5, 3)):
 
 def test_decoding_with_a_growing_cache_equals_one_pass_without_a_cache(params):
   prefix, own, at, plain = grouped(params)
-  cache = model.empty_cache(CONFIG, prefix, 3, capacity=3)
+  cache = model.empty_cache(CONFIG, prefix, 3, slots=3)
   for t in range(6):
-    cache = model.grow_cache(cache, 6) if t == 3 else cache
+    if t == 3:
+      cache = model.with_slots(cache, 6)
     logits, cache = forward(params, CONFIG, own[:, t : t + 1], at[:, t : t + 1], cache)
     np.testing.assert_allclose(logits[:, 0], plain[:, t], atol=5e-5)
 
 
+@pytest.mark.parametrize("windows", [(), (4, 4)])
+def test_rows_that_come_and_go_are_what_they_are_alone(params, windows):
+  """Rows start at different times in three seats of a group. The slots are used again and again."""
+  config = dataclasses.replace(CONFIG, windows=windows, local_rope_theta=1e4 if windows else 0.0)
+  P, G, S, T = 2, 3, 5, 6
+  prompts, own, lengths = tokens(P, S), tokens(P * G, T, 1), jnp.array([5, 3])
+  _, cache = features(params, config, prompts, positions(P, S))
+  prefix = model.as_prefix(cache, lengths)
+  alone = []
+  for row in range(P * G):
+    one = model.take_prompts(prefix, jnp.array([row // G]))
+    cache = model.empty_cache(config, one, 1, slots=T)
+    at = lengths[row // G] + jnp.arange(T)[None]
+    alone.append(forward(params, config, own[row : row + 1], at, cache)[0][0])
+  cache = model.empty_cache(config, prefix, G, slots=T)
+  # Seat g of a prompt starts its row anew at times g, g + T, g + 2 T.
+  for time in range(3 * T):
+    age_G = np.array([(time - g) % T if time >= g else 0 for g in range(G)])
+    age_B = np.tile(age_G, P)
+    starts = jnp.asarray(age_G == 0)
+    cache = cache.replace(lengths_PG=jnp.where(starts, 0, cache.lengths_PG))
+    at = jnp.repeat(lengths, G)[:, None] + age_B[:, None]
+    logits, cache = forward(params, config, own[np.arange(P * G), age_B][:, None], at, cache)
+    for row in range(P * G):
+      np.testing.assert_allclose(logits[row, 0], alone[row][age_B[row]], atol=5e-5)
+    if time in (7, 12):  # the rows change places, and the second prompt is there twice
+      order = np.array([[1, 0, 2], [5, 3, 4]])
+      back = np.array([[1, 0, 2], [4, 5, 3]])
+      moved = model.with_slots(model.take_rows(cache, order, np.arange(2)), T + 3)
+      assert moved.slots == T + 3 and moved.time == T
+      cache = model.with_slots(model.take_rows(moved, back, np.arange(2)), T)
+
+
 def test_one_pass_after_a_shared_prefix_equals_one_pass_without_a_cache(params):
   prefix, own, at, plain = grouped(params)
-  logits, cache = forward(params, CONFIG, own, at, model.empty_cache(CONFIG, prefix, 3, capacity=6))
+  logits, cache = forward(params, CONFIG, own, at, model.empty_cache(CONFIG, prefix, 3, slots=6))
   np.testing.assert_allclose(logits, plain, atol=5e-5)
-  assert cache.length == 6
+  assert cache.time == 6 and (cache.lengths_PG == 6).all()
 
 
 def test_prompts_and_their_completions_in_one_pass_equal_rows_apart(params):

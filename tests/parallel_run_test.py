@@ -21,9 +21,12 @@ from grpo_jax.algo.metrics import reduced
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.programs.flight import NewRows
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.rollout import make_rollout
-from grpo_jax.types import Batch, Rewards
+from grpo_jax.sampler.rows import Chunk
+from grpo_jax.sampler.seats import Grid
+from grpo_jax.types import Batch, Completions, Rewards
 
 ONE, OFTEN = (1, 1, 1), [(2, 2, 2), (1, 2, 2, 2)]
 
@@ -248,8 +251,10 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   key = jax.eval_shape(lambda: jax.random.key(0))
   prompts = batch.prompts_PS, batch.prompt_lengths_P
   weights = parameters.sampling.abstract(parameters.abstract)
-  sampling = programs.sampler(4).lower(weights, *prompts, key, batch.temperature_P)
-  assert collectives(sampling) <= {()}  # by default, the weights lie whole while sampling
+  (begin, begun), (chunk, taken) = sampling_stages(run, weights, *prompts, key)
+  # By default, the weights lie whole while sampling. Everyone sees what was drawn in a chunk.
+  assert collectives(begin.lower(*begun)) == set()
+  assert collectives(chunk.lower(*taken)) <= {(), (64,), (64, 40)}
   V, D, F, heads = parameters.model.vocab_size, 32, 96, (8, 4)
   shapes = collectives(programs.update.lower(programs.abstract_state, None, None, batch))
   layer = {(D, F), (F, D), (D, D), (D,), heads}
@@ -257,6 +262,22 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   in_batch = {(16,), (16, 12), (16, 4, 40)}
   assert shapes & {(D, F), (1, D, F), (2, D, F)}
   assert shapes <= {(V, D), (2,), ()} | layer | stacks | in_batch
+
+
+def sampling_stages(run, weights, prompts_PS, lengths_P, key):
+  """The programs of the sampler with their arguments, for 4 completions of 16 prompts."""
+  flights, grid = run.programs.sampler().programs, Grid(16, 4)
+  flight = flights.abstract(grid, 40, weights, prompts_PS.shape[1])
+
+  def rows(dtype):
+    return jax.ShapeDtypeStruct((64,), dtype)
+
+  number = jax.ShapeDtypeStruct((), jnp.int32)
+  new, chunk = NewRows(rows("bool"), rows("int32"), rows("float32")), Chunk(number, number)
+  return (
+    (flights.begin, (grid, 40, weights, prompts_PS, lengths_P, None)),
+    (flights.chunk, (weights, flight, key, new, rows("bool"), chunk)),
+  )
 
 
 def unplaced(tree):
@@ -283,8 +304,15 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   weights = unplaced(run.parameters.sampling.abstract(run.parameters.abstract))
   prompts, temperature_P = (wanted.prompts_PS, wanted.prompt_lengths_P), wanted.temperature_P
   key = jax.eval_shape(lambda: jax.random.key(0))
-  sampler = programs.sampler(4)
-  completions = unplaced(sampler.eval_shape(weights, *prompts, key, temperature_P))
+  ints_PG = jax.ShapeDtypeStruct((16, 4), jnp.int32)
+  completions = Completions(
+    tokens_PGT=wanted.completions_PGT,
+    lengths_PG=ints_PG,
+    sampled_PGT=jax.ShapeDtypeStruct((16, 4, 40), bool),
+    logprobs_PGT=wanted.mask_PGT,
+    behavior_logprobs_PGT=wanted.mask_PGT,
+    stopped_by_PG=ints_PG,
+  )
   live_P = jax.ShapeDtypeStruct((16,), jnp.float32)
   batch = unplaced(programs.to_batch.eval_shape(completions, *prompts, temperature_P, live_P))
   assert batch.ref_logprobs_PGT is None and batch.advantages_PGT is None
@@ -294,7 +322,7 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   batch = unplaced(programs.with_advantages.eval_shape(batch, rewards, coef)[0])
   assert_has(batch, wanted)
   for function, arguments in (
-    (sampler, (weights, *prompts, key, temperature_P)),
+    *sampling_stages(run, weights, *prompts, key),
     (programs.update, (state, None, params, batch)),
     (programs.logprobs, (params, batch)),
   ):

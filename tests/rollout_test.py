@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,9 +14,10 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.programs.sampling import Draws, Finished
 from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rollouts import rollout
-from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, texts_of
+from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, take, texts_of
 from grpo_jax.rollouts.rollout_metrics import completion_rows, rollout_metrics, score_metrics
 from grpo_jax.rollouts.scorer import Scorer, Weighted, completion_columns
 from grpo_jax.rollouts.scoring import groups_that_differ, with_overlong
@@ -113,22 +113,27 @@ def test_texts_and_ids_are_of_the_sampled_tokens_alone():
   assert found.lengths_PG.tolist() == [[5, 2], [4, 2]]
 
 
-def test_the_policy_samples_every_prompt_at_the_temperature_and_its_completions_come_to_the_host():
+def test_the_policy_samples_every_prompt_and_hands_on_the_groups_that_are_complete():
   texts = [["12$", "3"], ["4", "5$"], ["6", "7"]]
   calls = []
 
-  def sample(params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt):
-    calls.append((params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt))
-    return jax.tree.map(jnp.asarray, completions(texts))
+  def sample(params, prompts_PS, prompt_lengths_P, members, draws):
+    calls.append((params, members, draws))
+    np.testing.assert_array_equal(prompts_PS, PROMPTS.prompts_PS)
+    np.testing.assert_array_equal(prompt_lengths_P, PROMPTS.prompt_lengths_P)
+    for some in ([1], [0, 2]):
+      yield Finished(some, take(completions(texts), some))
 
-  policy = PolicyRollout(sample, HOSTS, TOKENS.decode)
-  found = policy("params", PROMPTS, "key", temperature=0.7, first_prompt=5)
-  params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt = calls[0]
-  assert (params, key, first_prompt) == ("params", "key", 5)
-  assert all(isinstance(x, jax.Array) for x in (prompts_PS, prompt_lengths_P, temperature_P))
-  np.testing.assert_array_equal(prompts_PS, PROMPTS.prompts_PS)
-  np.testing.assert_array_equal(prompt_lengths_P, PROMPTS.prompt_lengths_P)
-  np.testing.assert_array_equal(temperature_P, np.full(3, 0.7, np.float32))
+  policy = PolicyRollout(sample, HOSTS, TOKENS.decode, group_size=2)
+  parts = []
+  found = policy(
+    "params", PROMPTS, "key", 0.7, first_prompt=5, on_groups=lambda *part: parts.append(part)
+  )
+  assert calls == [("params", 2, Draws("key", 0.7, 5, None))]
+  assert [(some, part.texts_PG.tolist()) for some, part in parts] == [
+    ([1], [["4", "5"]]),
+    ([0, 2], [["12", "3"], ["6", "7"]]),
+  ]
   assert found.texts_PG.tolist() == [["12", "3"], ["4", "5"], ["6", "7"]]
   assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(found.completions))
   jax.tree.map(np.testing.assert_array_equal, found.completions, completions(texts))

@@ -1,15 +1,17 @@
 """The sampler, with a five-line fake in the model's place."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.programs.sampling import capacities
 from grpo_jax.sampler import logits as logits_lib
-from grpo_jax.sampler.decode import Rows, capacities, decode, row_uniforms
 from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
 
 PLAIN = Decoding(max_tokens=8, stop_ids=(1,))
 PROBS = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
@@ -110,68 +112,96 @@ def test_rows_have_temperatures_of_their_own():
 
 
 def test_greedy_takes_the_likeliest_token():
+  """Beside a row that draws the last token, with a filter that renormalises."""
+  logits, options = jnp.broadcast_to(LOGITS, (2, 5)), decoding(top_k=4)
   tokens, logprobs, drawn = logits_lib.sample_token(
-    LOGITS[None], jnp.array([[0.99]]), jnp.array([3.0]), decoding(greedy=True)
+    logits, jnp.full((2, 1), 0.99), jnp.array([0.0, 1.0]), options
   )
-  assert int(tokens[0]) == 0 and float(drawn[0]) == 0
-  np.testing.assert_allclose(logprobs, np.log(0.4), rtol=1e-5)
+  assert tokens.tolist() == [0, 3]
+  np.testing.assert_allclose(logprobs, np.log([0.4, 0.1]), rtol=1e-5)
+  np.testing.assert_allclose(drawn, [0, np.log(0.1 / 0.95)], rtol=1e-5)
 
 
-# The loop. The fake's cache counts calls and remembers its capacity.
+# The loop. The fake's cache counts calls.
 
 V = 16
 
 
-def run(step, max_tokens=8, P=2, G=3, key=0, stop_ids=(1,), first=None):
-  """Completions [P, G, ...] that start from the logits `first` [P, V]."""
-  first = jnp.zeros((P, V)) if first is None else first
-  P = len(first)
+def new_rows(key, R, max_tokens):
+  return Rows(
+    token_R=jnp.zeros(R, jnp.int32),
+    drawn_R=jnp.zeros(R, jnp.int32),
+    goes_on_R=jnp.ones(R, bool),
+    temperature_R=jnp.ones(R),
+    uniforms_RTU=row_uniforms(key, jnp.arange(R), max_tokens, V),
+  )
 
-  def grow(cache, capacity):
-    del capacity
-    return cache
 
-  def complete(key):
-    rows = Rows(
-      logits_BV=jnp.repeat(first, G, axis=0),
-      uniforms_BTN=row_uniforms(key, jnp.arange(P * G), max_tokens, V),
-      temperature_B=jnp.ones(P * G),
-    )
-    options = decoding(max_tokens=max_tokens, stop_ids=stop_ids)
-    return decode(step, grow, jnp.int32(0), rows, options, G)
+def run(step, max_tokens=8, R=6, key=0, stop_ids=(1,), first=None, rounds=None):
+  """The tokens [R, T] of rows that start from the logits `first` [R, V], and all that was drawn.
 
-  return jax.jit(complete)(jax.random.key(key))
+  They are drawn in chunks of so many rounds, or in one.
+  """
+  first = jnp.zeros((R, V)) if first is None else first
+  R, rounds = len(first), max_tokens - 1 if rounds is None else rounds
+  options = decoding(max_tokens=max_tokens, stop_ids=stop_ids)
+
+  @jax.jit
+  def chunk(cache, rows):
+    rows, drawn = draw_first(rows, lambda: first, options, rounds + 1)
+    limits = Chunk(jnp.int32(rounds), jnp.int32(R))
+    return decode_chunk(step, cache, rows, drawn, options, limits)
+
+  out = SimpleNamespace(
+    tokens=np.zeros((R, max_tokens), int),
+    logprobs=np.zeros((R, max_tokens)),
+    lengths=np.zeros(R, int),
+    stopped_by=np.full(R, -1),
+    cache=jnp.int32(0),
+  )
+  rows = new_rows(jax.random.key(key), R, max_tokens)
+  while rows.goes_on_R.any():
+    out.cache, rows, drawn = chunk(out.cache, rows)
+    drawn = jax.device_get(drawn)
+    for r in range(R):
+      own = drawn.is_drawn_RN[r]
+      where = slice(out.lengths[r], out.lengths[r] + own.sum())
+      out.tokens[r, where] = drawn.tokens_RN[r][own]
+      out.logprobs[r, where] = drawn.logprobs_RN[r][own]
+      assert (drawn.tokens_RN[r][~own] == 0).all() and (drawn.logprobs_RN[r][~own] == 0).all()
+    out.lengths += drawn.is_drawn_RN.sum(1)
+    np.testing.assert_array_equal(out.lengths, rows.drawn_R)
+    out.stopped_by = np.maximum(out.stopped_by, drawn.stopped_by_R)
+  return out
 
 
 def always(token):
   return jnp.where(jnp.arange(V) == token, 0.0, -jnp.inf)
 
 
-def uniform_step(cache, token_B, time):
-  return jnp.zeros((token_B.shape[0], V)), cache + 1
+def uniform_step(cache, token_R, drawn_R):
+  return jnp.zeros((token_R.shape[0], V)), cache + 1
 
 
-def test_tokens_follow_the_step_function():
+@pytest.mark.parametrize("rounds", [None, 1, 2])
+def test_tokens_follow_the_step_function(rounds):
   """Each token is the one before plus one, from 3 on, until stop id 6."""
 
-  def step(cache, token_B, time):
-    return jax.vmap(always)(token_B + 1), cache
+  def step(cache, token_R, drawn_R):
+    return jax.vmap(always)(token_R + 1), cache
 
-  out = run(step, first=jnp.stack([always(3), always(5)]), stop_ids=(6, 9))
-  np.testing.assert_array_equal(
-    out.tokens_PGT[:, 0], [[3, 4, 5, 6, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]]
-  )
-  np.testing.assert_array_equal(out.lengths_PG, [[4] * 3, [2] * 3])
-  np.testing.assert_array_equal(out.stopped_by_PG, [[6] * 3, [6] * 3])
-  np.testing.assert_allclose(out.logprobs_PGT, 0, atol=1e-6)
+  out = run(step, first=jnp.stack([always(3), always(5)]), stop_ids=(6, 9), rounds=rounds)
+  np.testing.assert_array_equal(out.tokens, [[3, 4, 5, 6, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]])
+  np.testing.assert_array_equal(out.lengths, [4, 2])
+  np.testing.assert_array_equal(out.stopped_by, [6, 6])
+  np.testing.assert_allclose(out.logprobs, 0, atol=1e-6)
 
 
 def test_any_of_several_stop_ids_stops_and_says_which():
-  out = run(uniform_step, max_tokens=64, P=8, G=8, stop_ids=(2, 5))
-  lengths, stopped = np.array(out.lengths_PG), np.array(out.stopped_by_PG)
-  assert set(stopped.ravel()) >= {2, 5}
-  for tokens, n, by in zip(out.tokens_PGT.reshape(64, 64), lengths.ravel(), stopped.ravel()):
-    body, last = np.array(tokens[: n - 1]), int(tokens[n - 1])
+  out = run(uniform_step, max_tokens=64, R=64, stop_ids=(2, 5))
+  assert set(out.stopped_by) >= {2, 5}
+  for tokens, n, by in zip(out.tokens, out.lengths, out.stopped_by):
+    body, last = tokens[: n - 1], int(tokens[n - 1])
     assert not np.isin(body, [2, 5]).any() and (tokens[n:] == 0).all()
     assert by == (last if last in (2, 5) else -1)
     assert n == 64 or last in (2, 5)
@@ -179,43 +209,62 @@ def test_any_of_several_stop_ids_stops_and_says_which():
 
 def test_without_a_stop_rows_are_cut_off():
   out = run(uniform_step, stop_ids=())
-  assert (out.lengths_PG == 8).all() and (out.stopped_by_PG == -1).all()
+  assert (out.lengths == 8).all() and (out.stopped_by == -1).all()
 
 
-def test_log_probs_are_zero_at_padding():
-  out = run(uniform_step, max_tokens=40, P=4, G=4)
-  padding = np.arange(40) >= np.array(out.lengths_PG)[..., None]
-  assert padding.any()
-  assert (np.array(out.logprobs_PGT)[padding] == 0).all()
-  assert (np.array(out.behavior_logprobs_PGT)[padding] == 0).all()
-  np.testing.assert_array_equal(out.sampled_PGT, ~padding)
-  np.testing.assert_allclose(np.array(out.logprobs_PGT)[~padding], -np.log(V), rtol=1e-5)
+def test_log_probs_are_those_of_the_tokens():
+  out = run(uniform_step, max_tokens=40, R=16)
+  is_token = np.arange(40) < out.lengths[:, None]
+  assert not is_token.all()
+  np.testing.assert_allclose(out.logprobs[is_token], -np.log(V), rtol=1e-5)
 
 
 def test_members_and_steps_differ_and_the_key_decides():
-  out, again, other = run(uniform_step, key=0), run(uniform_step, key=0), run(uniform_step, key=1)
-  rows = np.array(out.tokens_PGT).reshape(6, 8)
-  assert len({tuple(r) for r in rows}) == 6
-  np.testing.assert_array_equal(rows, np.array(again.tokens_PGT).reshape(6, 8))
-  assert (rows != np.array(other.tokens_PGT).reshape(6, 8)).any(1).all()
+  out, again, other = run(uniform_step), run(uniform_step), run(uniform_step, key=1)
+  assert len({tuple(row) for row in out.tokens}) == 6
+  np.testing.assert_array_equal(out.tokens, again.tokens)
+  assert (out.tokens != other.tokens).any(1).all()
 
 
-def test_a_row_does_not_depend_on_the_others():
-  """Row b draws with its own key: more prompts leave the first ones as they are."""
-  few, many = run(uniform_step, P=2), run(uniform_step, P=5)
-  np.testing.assert_array_equal(few.tokens_PGT, many.tokens_PGT[:2])
+@pytest.mark.parametrize("rounds", [1, 3, 7])
+def test_a_row_depends_neither_on_the_others_nor_on_the_chunks(rounds):
+  """Row r draws with its own key: more rows leave the first ones as they are."""
+  few, many = run(uniform_step, R=6), run(uniform_step, R=15, rounds=rounds)
+  np.testing.assert_array_equal(few.tokens, many.tokens[:6])
 
 
 def test_it_stops_when_every_row_has():
-  calls = []
-
-  def step(cache, token_B, time):
-    jax.debug.callback(lambda: calls.append(1), ordered=True)
-    return jnp.broadcast_to(always(4), (token_B.shape[0], V)), cache
+  def step(cache, token_R, drawn_R):
+    return jnp.broadcast_to(always(4), (token_R.shape[0], V)), cache + 1
 
   out = run(step, max_tokens=500, stop_ids=(4,), first=jnp.stack([always(3), always(4)]))
-  jax.effects_barrier()
-  assert out.tokens_PGT.shape == (2, 3, 500) and len(calls) == 1
+  assert out.cache == 1 and out.lengths.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("ended, rounds, passes", [(0, 9, 2), (1, 9, 4), (2, 9, 6), (9, 3, 3)])
+def test_a_chunk_ends_when_more_rows_have_ended_than_are_borne(ended, rounds, passes):
+  """Row r ends after 2 r + 3 tokens."""
+
+  def step(cache, token_R, drawn_R):
+    stops = drawn_R + 1 == 2 * jnp.arange(4) + 3
+    return jnp.where(stops[:, None], always(1), always(2)), cache + 1
+
+  chunk = Chunk(jnp.int32(rounds), jnp.int32(ended))
+  first = jnp.broadcast_to(always(2), (4, V))
+  rows, options = new_rows(jax.random.key(0), 4, 20), decoding(max_tokens=20)
+  rows, drawn = draw_first(rows, lambda: first, options, 10)
+  cache, rows, _ = decode_chunk(step, jnp.int32(0), rows, drawn, options, chunk)
+  assert cache == passes and rows.drawn_R.max() == passes + 1
+
+
+def test_a_row_that_goes_on_waits_for_the_first_token_of_a_new_one():
+  rows = new_rows(jax.random.key(0), 2, 20).replace(drawn_R=jnp.array([5, 0]))
+  chunk = Chunk(jnp.int32(2), jnp.int32(9))
+  options = decoding(max_tokens=20)
+  rows, drawn = draw_first(rows, lambda: jnp.zeros((2, V)), options, 4)
+  _, rows, drawn = decode_chunk(uniform_step, jnp.int32(0), rows, drawn, options, chunk)
+  assert drawn.is_drawn_RN.tolist() == [[False, True, True, False], [True, True, True, False]]
+  assert rows.drawn_R.tolist() == [7, 3]
 
 
 @pytest.mark.parametrize(
@@ -223,27 +272,3 @@ def test_it_stops_when_every_row_has():
 )
 def test_the_cache_grows_by_doubling(max_tokens, sizes):
   assert capacities(max_tokens) == sizes
-
-
-def test_every_token_finds_room_in_the_cache():
-  """Token t is written to slot t before the capacity is passed."""
-  seen = []
-
-  def step(cache, token_B, time):
-    used, slots = cache
-    jax.debug.callback(lambda t, n=slots.shape[0]: seen.append((int(t), n)), time)
-    return jnp.zeros((token_B.shape[0], V)), (used + 1, slots)
-
-  def grow(cache, capacity):
-    return cache[0], jnp.zeros(capacity)
-
-  rows = Rows(
-    logits_BV=jnp.zeros((1, V)),
-    uniforms_BTN=row_uniforms(jax.random.key(0), jnp.arange(1), 100, V),
-    temperature_B=jnp.ones(1),
-  )
-  cache = jnp.int32(0), jnp.zeros(32)
-  decode(step, grow, cache, rows, decoding(max_tokens=100, stop_ids=()), 1)
-  jax.effects_barrier()
-  assert [t for t, _ in seen] == list(range(99)) and all(t < n for t, n in seen)
-  assert sorted({n for _, n in seen}) == [32, 50, 100]

@@ -229,7 +229,7 @@ def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
     prompts_PS = jnp.arange(2 * S).reshape(2, S)
     positions_PS = jnp.broadcast_to(jnp.arange(S), (2, S))
     _, cache = model.features(params, config, prompts_PS, positions_PS)
-    cache = model.empty_cache(config, model.as_prefix(cache, LENGTHS_P), G, capacity=3)
+    cache = model.empty_cache(config, model.as_prefix(cache, LENGTHS_P), G, slots=3)
     positions_BT = jnp.repeat(LENGTHS_P, G)[:, None] + jnp.arange(3)
     logits = []
     for part in (slice(0, 2), slice(2, 3)):
@@ -249,7 +249,7 @@ def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
         lambda x, y: x.reshape(y.shape), stacks.unrolled(found, config), expected
       )
       assert_close(single, expected, rtol=1e-5, atol=1e-5)
-  assert cache.length == 3
+  assert cache.time == 3
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,16 @@ from grpo_jax.model.attention import (
   pack,
   unpack,
 )
-from grpo_jax.model.cache import Cache, as_prefix, empty_cache, grow_cache
+from grpo_jax.model.cache import (
+  Cache,
+  Prefix,
+  as_prefix,
+  empty_cache,
+  put_prompts,
+  take_prompts,
+  take_rows,
+  with_slots,
+)
 from grpo_jax.model.config import AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
 from grpo_jax.model.huggingface.load_weights import load, load_model_config
@@ -63,8 +72,12 @@ __all__ = [
   "move",
   # The key/value cache.
   "Cache",
+  "Prefix",
   "empty_cache",
-  "grow_cache",
+  "put_prompts",
+  "take_prompts",
+  "take_rows",
+  "with_slots",
   "as_prefix",
   # Where the parameters of layers lie.
   "is_stacked",

@@ -5,12 +5,16 @@ whole group, in `Prefix`. The other part holds the row's own tokens. Arrays are 
 with the layers of a stack (see stacks.py) on the first axis. The slots C lie next to E, because the
 einsums of decoding read this order several times faster than an order with the slots first.
 
+Rows come and go, so each has a length of its own. Yet all rows write their next token into the same
+slot, one further with every pass and back to the first after the last. What a slot holds then
+depends on its age alone: a row sees the slots that are younger than its own length. A slot for each
+row would need a scatter, where this needs one slice.
+
 The row's own part has no axis L where a stack has one layer, as on a CPU. There, XLA would compute
 the write of a new token a second time to drop the axis, and copy the cache for that.
 """
 
 from collections.abc import Mapping
-import dataclasses
 import functools
 
 from flax import struct
@@ -18,7 +22,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
-from grpo_jax.model.attention.softmax import own_mask, prompt_mask, softmax_attention
+from grpo_jax.model.attention.softmax import softmax_attention
 from grpo_jax.model.blocks import LayerMemory, Pass
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import Attend, KeysAndValues
@@ -26,8 +30,7 @@ from grpo_jax.model.layers import Attend, KeysAndValues
 PerStack = dict[str, jax.Array]  # one array for each stack of layers
 
 
-@struct.dataclass
-class Prefix:
+class Prefix(struct.PyTreeNode):
   """The keys and values of the prompts, which the G rows of a group share.
 
   Attributes:
@@ -40,23 +43,27 @@ class Prefix:
   values: PerStack
   lengths_P: jax.Array
 
+  @property
+  def slots(self) -> int:
+    """S, the number of slots for a prompt."""
+    return next(iter(self.keys.values())).shape[-2]
 
-@struct.dataclass
-class Cache:
+
+class Cache(struct.PyTreeNode):
   """The cache of all layers. Rows are ordered by group: number p * G + g is row g of prompt p.
 
   Attributes:
     keys: [L, P, K, G, C, E] for each stack, or [P, K, G, C, E] if L is 1.
     values: The same.
-    length: int32 scalar, how many of the C slots are in use.
-    capacity: How many of the C slots attention reads. Those after them must be free.
+    time: int32 scalar, how many tokens were written. Token number n lies in slot n modulo C.
+    lengths_PG: int32, how many of the tokens written last are a row's own. At most C.
     prefix: The prompts of the groups, or None where the rows share no prompt.
   """
 
   keys: PerStack
   values: PerStack
-  length: jax.Array
-  capacity: int = struct.field(pytree_node=False)
+  time: jax.Array
+  lengths_PG: jax.Array
   prefix: Prefix | None = None
 
   @property
@@ -65,27 +72,24 @@ class Cache:
     return next(iter(self.keys.values())).shape[-2]
 
 
-def empty_cache(
-  config: ModelConfig, prefix: Prefix, group_size: int, capacity: int, slots: int = 0
-) -> Cache:
+def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int) -> Cache:
   """A cache for G rows per prompt of `prefix`, without any tokens of their own yet.
 
   Args:
     config: The model.
     prefix: The prompts, as `as_prefix` returns them.
     group_size: G, the rows of each prompt.
-    capacity: The slots for each row's own tokens that attention reads.
-    slots: C, the slots that there are, at least `capacity`: `grow_cache` up to C copies nothing.
+    slots: C, the slots for each row's own tokens.
   """
-  P, C = prefix.lengths_P.shape[0], max(slots, capacity)
-  shape = (P, config.num_kv_heads, group_size, C, config.head_dim)
+  P = prefix.lengths_P.shape[0]
+  shape = (P, config.num_kv_heads, group_size, slots, config.head_dim)
 
   def zeros(prompt_keys: jax.Array) -> jax.Array:
     layers = len(prompt_keys)
     return jnp.zeros((layers, *shape) if layers > 1 else shape, prompt_keys.dtype)
 
   nothing = jax.tree.map(zeros, prefix.keys)
-  return Cache(nothing, nothing, jnp.int32(0), capacity, prefix)
+  return Cache(nothing, nothing, jnp.int32(0), jnp.zeros((P, group_size), jnp.int32), prefix)
 
 
 def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
@@ -98,15 +102,68 @@ def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   return Prefix(keys, values, lengths_P)
 
 
-def grow_cache(cache: Cache, capacity: int) -> Cache:
-  """The same cache with another capacity, which must not be smaller than the one it has."""
-  added = max(0, capacity - cache.slots)
+def with_slots(cache: Cache, slots: int) -> Cache:
+  """The cache with another number of slots, at least as many as the longest row has tokens."""
+  kept = min(cache.slots, slots)
+  # The last tokens are kept, and lie in the order of their age.
+  first = jnp.maximum(cache.time - kept, 0)
+  from_C = (first + jnp.arange(kept)) % cache.slots
 
-  def pad(x: jax.Array) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, added), (0, 0)])
+  def own(stack: jax.Array) -> jax.Array:
+    ordered = jnp.take(stack, from_C, axis=-2)
+    return jnp.pad(ordered, [(0, 0)] * (stack.ndim - 2) + [(0, slots - kept), (0, 0)])
 
-  keys, values = jax.tree.map(pad, (cache.keys, cache.values))
-  return dataclasses.replace(cache, keys=keys, values=values, capacity=capacity)
+  keys, values = jax.tree.map(own, (cache.keys, cache.values))
+  return cache.replace(keys=keys, values=values, time=jnp.minimum(cache.time, kept))
+
+
+def take_rows(cache: Cache, rows_PG: jax.Array, prompts_P: jax.Array) -> Cache:
+  """A cache of chosen rows.
+
+  Args:
+    cache: A cache with a prefix.
+    rows_PG: int32 [P', G'], the numbers p * G + g of the rows to take.
+    prompts_P: int32 [P'], which prompt of the prefix each new group has.
+  """
+  P, G = cache.lengths_PG.shape
+  rows_N = rows_PG.reshape(-1)
+
+  def own(stack: jax.Array) -> jax.Array:
+    *L, _, K, _, C, E = stack.shape
+    x = jnp.moveaxis(stack, -3, -4).reshape(*L, P * G, K, C, E)
+    x = jnp.take(x, rows_N, axis=len(L)).reshape(*L, *rows_PG.shape, K, C, E)
+    return jnp.moveaxis(x, -4, -3)
+
+  keys, values = jax.tree.map(own, (cache.keys, cache.values))
+  lengths_PG = cache.lengths_PG.reshape(-1)[rows_PG]
+  prefix = take_prompts(cache.prefix, prompts_P)
+  return Cache(keys, values, cache.time, lengths_PG, prefix)
+
+
+def take_prompts(prefix: Prefix, from_P: jax.Array) -> Prefix:
+  """The prefix with prompt from_P[p] at each place p."""
+
+  def take(x: jax.Array) -> jax.Array:
+    return jnp.take(x, from_P, axis=1)
+
+  keys, values = jax.tree.map(take, (prefix.keys, prefix.values))
+  return Prefix(keys, values, prefix.lengths_P[from_P])
+
+
+def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
+  """The prefix with other prompts in some places.
+
+  Args:
+    prefix: P prompts.
+    places_N: int32, the place of each new prompt. One that is P or more is left out.
+    prompts: N prompts, padded to the same length S.
+  """
+
+  def put(old: jax.Array, new: jax.Array) -> jax.Array:
+    return old.at[:, places_N].set(new, mode="drop")
+
+  keys, values = jax.tree.map(put, (prefix.keys, prefix.values), (prompts.keys, prompts.values))
+  return Prefix(keys, values, prefix.lengths_P.at[places_N].set(prompts.lengths_P, mode="drop"))
 
 
 def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemory) -> Attend:
@@ -125,26 +182,24 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
 
     def write(stack: jax.Array, new_BTKE: jax.Array) -> jax.Array:
       new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4).astype(stack.dtype)
-      start = _start(stack, memory.place, cache.length)
+      start = _start(stack, memory.place, cache.time % cache.slots)
       new = new.reshape((1,) * (stack.ndim - 5) + new.shape)
       return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config)
 
     def read(stack: jax.Array) -> jax.Array:
-      shape = (P, K, G, cache.capacity, E)
+      shape = (P, K, G, cache.slots, E)
       if stack.shape == shape:
         return stack
       start = _start(stack, memory.place, 0)
       return jax.lax.dynamic_slice(stack, start, (1,) * (stack.ndim - 5) + shape).reshape(shape)
 
     stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
-    place_T1 = cache.length + jnp.arange(T)[:, None]  # of the queries among the own tokens
-    own_mask_TC, prefix_mask = own_mask(place_T1, cache.capacity, window), None
+    mask, prefix_mask = _own_mask(cache, T, window), None
     if cache.prefix is not None:
-      slots = memory.prefix[0].shape[-2]
-      prefix_mask = prompt_mask(cache.prefix.lengths_P, slots, place_T1, window)
+      prefix_mask = _prefix_mask(cache, T, memory.prefix[0].shape[-2], window)
     own = read(stacks_of_own[0]), read(stacks_of_own[1])
     cap = config.attention_cap
-    out = softmax_attention(q_PKGRTE, own, own_mask_TC, memory.prefix, prefix_mask, cap)
+    out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, cap)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), stacks_of_own
 
   return attend_with_cache
@@ -163,7 +218,8 @@ def to_pass(config: ModelConfig, cache: Cache) -> Pass:
 def updated(cache: Cache, own: Mapping[str, KeysAndValues], tokens: int) -> Cache:
   """The cache after a pass of `to_pass` over rows of `tokens` new tokens."""
   keys, values = ({name: pair[i] for name, pair in own.items()} for i in (0, 1))
-  return dataclasses.replace(cache, keys=keys, values=values, length=cache.length + tokens)
+  time, lengths_PG = cache.time + tokens, cache.lengths_PG + tokens
+  return cache.replace(keys=keys, values=values, time=time, lengths_PG=lengths_PG)
 
 
 def of_rows(kept: Mapping[str, KeysAndValues], tokens: int) -> Cache:
@@ -178,7 +234,32 @@ def of_rows(kept: Mapping[str, KeysAndValues], tokens: int) -> Cache:
     return x_LBTKE.transpose(0, 1, 3, 2, 4)[:, :, :, None]
 
   keys, values = ({name: ordered(pair[i]) for name, pair in kept.items()} for i in (0, 1))
-  return Cache(keys, values, jnp.int32(tokens), tokens)
+  B = len(next(iter(kept.values()))[0][0])
+  return Cache(keys, values, jnp.int32(tokens), jnp.full((B, 1), tokens, jnp.int32))
+
+
+def _own_mask(cache: Cache, tokens: int, window: int) -> jax.Array:
+  """[P, 1, G, 1, T, C]: which slots the rows' new tokens see. They are written before.
+
+  Args:
+    cache: Before the pass. A pass of several tokens must not go past the last slot.
+    tokens: T.
+    window: As in `View`.
+  """
+  place_T1 = jnp.arange(tokens)[:, None]
+  age_TC = (cache.time + place_T1 - jnp.arange(cache.slots)) % cache.slots
+  mask = age_TC <= cache.lengths_PG[:, None, :, None, None, None] + place_T1
+  return mask & (age_TC < window) if window else mask
+
+
+def _prefix_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Array:
+  """[P, 1, 1 or G, 1, 1 or T, S]: which tokens of the prompts the new tokens see."""
+  slots_S, lengths_P = jnp.arange(slots), cache.prefix.lengths_P[:, None, None, None, None, None]
+  mask = slots_S < lengths_P
+  if window:
+    place = cache.lengths_PG[:, None, :, None, None, None] + jnp.arange(tokens)[:, None]
+    mask &= lengths_P + place - slots_S < window
+  return mask
 
 
 def _slots_last(stack: jax.Array, config: ModelConfig) -> jax.Array:

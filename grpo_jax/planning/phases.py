@@ -10,7 +10,6 @@ import jax
 from grpo_jax.parallel.chips import Chip
 from grpo_jax.planning import cost
 from grpo_jax.planning.programs import Program
-from grpo_jax.sampler.decode import capacities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,32 +41,22 @@ class Phase:
 def compiled(program: Program) -> Phase:
   """Compiles a program, which may take minutes, and counts what it does."""
   start = time.perf_counter()
-  failure, memory, counted = "", {}, None
+  failure, memory, counted = "", dict[str, float](), None
   try:
-    executable = program.lower().compile()
+    for stage in program.stages:
+      executable = stage.lower().compile()
+      done = cost.count(executable.as_text(), stage.rounds) * stage.runs
+      counted = done if counted is None else counted + done
+      sizes = executable.memory_analysis()
+      of_stage = _memory(program, sizes, _temporary(executable), stage.cache)
+      memory = max(memory, of_stage, key=lambda sizes: sum(sizes.values()))
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     failure = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ")
+    memory, counted = {}, None
   seconds = time.perf_counter() - start
-  if not failure:
-    rounds = decode_rounds(program.tokens + 1) | {program.parts: program.parts}
-    counted = cost.count(executable.as_text(), rounds)
-    temporary = _temporary(executable)
-    cache = counted.carried_bytes if program.tokens else 0.0
-    memory = _memory(program, executable.memory_analysis(), temporary, cache)
   return Phase(program.name, program.runs, program.tokens, memory, counted, seconds, failure)
-
-
-def decode_rounds(max_tokens: int) -> dict[int, float]:
-  """The most rounds of the sampler's decode loops, by the token at which each ends.
-
-  The first token is drawn before the loops. Loops with the same end share its rounds equally,
-  though only the first of them has any: their sum is right.
-  """
-  ends = [min(max_tokens, capacity + 1) for capacity in capacities(max_tokens)]
-  rounds = {end: end - start for start, end in zip([1, *ends], ends) if end > start}
-  return {end: count / ends.count(end) for end, count in rounds.items()}
 
 
 def seconds_by_limit(done: cost.Cost, chip: Chip) -> dict[str, float]:
@@ -96,16 +85,20 @@ def _temporary(executable: Any) -> float:
 def _memory(program: Program, sizes: Any, temporary: float, cache: float) -> dict[str, float]:
   """Bytes by kind: what the run holds, and what the program adds to it."""
   # At most `temporary`: a compiler may keep a part in a faster memory or in an argument's place.
-  inner = {
-    "cache": min(cache, temporary),
-    "gradients": min(program.gradients, temporary),
-  }
-  named = sum(program.held[kind] for kind in program.taken)
+  gradients = min(program.gradients, temporary)
+  arguments = sizes.argument_size_in_bytes - sum(program.held[kind] for kind in program.taken)
+  outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+  # What makes the cache returns it. The others take it.
+  if arguments >= cache:
+    arguments -= cache
+  else:
+    outputs -= cache
   return {
     **program.held,
-    "other arguments": max(0.0, sizes.argument_size_in_bytes - named),
-    **inner,
-    "temporary arrays": temporary - sum(inner.values()),
-    "outputs": max(0.0, sizes.output_size_in_bytes - sizes.alias_size_in_bytes),
+    "other arguments": max(0.0, arguments),
+    "cache": cache,
+    "gradients": gradients,
+    "temporary arrays": temporary - gradients,
+    "outputs": max(0.0, outputs),
     "code": sizes.generated_code_size_in_bytes,
   }

@@ -14,34 +14,51 @@ from grpo_jax.config import Config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
 from grpo_jax.programs.fitting import device_bytes
+from grpo_jax.programs.flight import NewRows
 from grpo_jax.programs.run import Run
+from grpo_jax.sampler.rows import Chunk
 from grpo_jax.settings import ConfigError
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Completions
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """A compiled program, or one of those that do something together.
+
+  Attributes:
+    lower: Makes it.
+    runs: How often it is called.
+    rounds: How often its loops run in a call at most, by the largest value of their counter.
+    cache: The bytes of the key/value cache that it takes or makes.
+  """
+
+  lower: Callable[[], Any]
+  runs: int = 1
+  rounds: Mapping[int, float] = dataclasses.field(default_factory=dict)
+  cache: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A program before its compilation.
+  """What a run does, before its compilation.
 
   Attributes:
     name: What the run does with it.
     runs: How often it runs in a step, as a text. "3/50" is 3 times every 50 steps.
-    lower: Makes the program.
+    stages: What is compiled, in the order in which it runs.
     held: Bytes by kind of what the run holds on one device while the program runs.
     taken: The kinds in `held` that are arguments of the program.
     gradients: The bytes of its sum of gradients. 0 if it computes none.
-    tokens: The largest number of tokens that its loops decode, after the first. 0 without loops.
-    parts: The largest number of micro-batches that its loop computes. 0 without such a loop.
+    tokens: The largest number of rounds in which its loops decode a token for each row. 0 without.
   """
 
   name: str
   runs: str
-  lower: Callable[[], Any]
+  stages: tuple[Stage, ...]
   held: Mapping[str, float]
   taken: tuple[str, ...]
   gradients: float = 0.0
   tokens: int = 0
-  parts: int = 0
 
 
 def shape_alone(config: Config) -> Config:
@@ -74,9 +91,9 @@ def programs(run: Run) -> Iterator[Program]:
   P, G = config.batch.prompts, config.batch.group_size
   if config.warm_start.steps:
     yield parts.warm_start()
-  yield parts.sampling("sample", str(config.sampling.parts), P // config.sampling.parts, G)
+  yield parts.sampling("sample", "1", P, G)
   if ADVANTAGES[algo.advantage].needs_greedy:
-    yield parts.sampling("greedy", "1", P, 1, greedy=True)
+    yield parts.sampling("greedy", "1", P, 1)
   if algo.uses_reference and not algo.needs_full_kl:
     yield parts.logprobs("reference", parts.reference, ("frozen base", "reference"))
   if not algo.old_is_policy and algo.old_logprobs == "recomputed":
@@ -86,7 +103,7 @@ def programs(run: Run) -> Iterator[Program]:
   yield parts.update()
   if config.eval.every:
     runs = f"{-(-config.eval.examples // config.eval.batch)}/{config.eval.every}"
-    yield parts.sampling("evaluate", runs, config.eval.batch, 1, greedy=True)
+    yield parts.sampling("evaluate", runs, config.eval.batch, 1)
     if config.eval.samples:
       yield parts.sampling("draws", runs, config.eval.batch, config.eval.samples)
 
@@ -122,24 +139,70 @@ class _Parts:
     }
     self._rows = sharding.batch_sharding(run.mesh)
 
-  def sampling(
-    self, name: str, runs: str, prompts: int, group_size: int, greedy: bool = False
-  ) -> Program:
-    """A sampler."""
+  def sampling(self, name: str, runs: str, prompts: int, group_size: int) -> Program:
+    """A sampler of so many prompts."""
     held = self._held | {"sampling copy": self._copy_bytes}
     trained = "sampling copy" if self._copy_bytes else "weights"
     base = "base for sampling" if held["base for sampling"] else "frozen base"
-    arguments = (self._sampled, *self._prompts(prompts))
-    sampler: Any = self._run.programs.sampler(group_size, greedy)
-    tokens = self._config.sampling.max_tokens - 1
-    lower = functools.partial(sampler.lower, *arguments)
-    return Program(name, runs, lower, held, (trained, base), tokens=tokens)
+    stages = self._sampling_stages(prompts, group_size)
+    tokens = int(sum(stage.runs * sum(stage.rounds.values()) for stage in stages))
+    return Program(name, runs, stages, held, (trained, base), tokens=tokens)
+
+  def _sampling_stages(self, prompts: int, group_size: int) -> tuple[Stage, ...]:
+    """What a sampler calls if no completion ends early."""
+    sampler = self._run.programs.sampler()
+    pace, programs = sampler.pace(prompts, group_size), sampler.programs
+    grid, S = pace.grid, self._config.data.max_prompt_tokens
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    first = (self._sampled, *self._prompts(min(grid.places, prompts)), None)
+    begin = functools.partial(programs.begin.lower, grid, pace.slots[0], *first)
+    flight = programs.abstract(grid, pace.slots[0], self._sampled, S)
+    stages = [Stage(begin, cache=device_bytes(flight.cache))]
+    waves = -(-prompts * group_size // grid.rows)
+    done = 0
+    for slots in pace.slots:
+      flight = programs.abstract(grid, slots, self._sampled, S)
+      # The token that is drawn last needs no slot.
+      needed = min(slots, programs.decoding.max_tokens - 1)
+      rounds = needed - done
+      if slots == pace.slots[-1]:  # the rows of later waves find a cache of the full size
+        if prompts > grid.places:
+          waiting = (
+            *self._prompts(pace.prompts_at_once),
+            self._some("int32", pace.prompts_at_once),
+          )
+          lower = functools.partial(programs.arrive.lower, flight, self._sampled, *waiting)
+          runs = -(-(prompts - grid.places) // pace.prompts_at_once)
+          stages.append(Stage(lower, runs, cache=device_bytes(flight.cache)))
+        rounds += (waves - 1) * (programs.decoding.max_tokens - 1)
+      done = needed
+      if not rounds:
+        continue
+      new = NewRows(*(self._some(kind, grid.rows) for kind in ("bool", "int32", "float32")))
+      arguments = (
+        self._sampled,
+        flight,
+        key,
+        new,
+        self._some("bool", grid.rows),
+        Chunk(self._some("int32"), self._some("int32")),
+      )
+      runs = -(-rounds // (programs.columns - 1))
+      stages.append(
+        Stage(
+          functools.partial(programs.chunk.lower, *arguments),
+          runs,
+          {programs.columns: rounds / runs},
+          device_bytes(flight.cache),
+        )
+      )
+    return tuple(stages)
 
   def logprobs(self, name: str, params: Any, taken: tuple[str, ...]) -> Program:
     """A pass over the batch without gradients."""
     logprobs: Any = self._run.programs.logprobs
     lower = functools.partial(logprobs.lower, params, self._batch)
-    return Program(name, "1", lower, self._held, taken)
+    return Program(name, "1", (Stage(lower),), self._held, taken)
 
   def update(self) -> Program:
     """A GRPO update."""
@@ -160,7 +223,8 @@ class _Parts:
     taken = ("weights", "moments", "frozen base", *read_by_loss)
     gradients = self._held["weights"]
     updates = str(algo.updates_per_step)
-    return Program("update", updates, lower, self._held, taken, gradients, parts=parts)
+    stage = Stage(lower, rounds={parts: parts})
+    return Program("update", updates, (stage,), self._held, taken, gradients)
 
   def warm_start(self) -> Program:
     """A supervised update on one completion of each prompt, which makes no micro-batches."""
@@ -179,17 +243,26 @@ class _Parts:
     if not self._config.algo.ref_sync_steps:
       held = held | {"reference": 0.0}  # made after the warm start
     gradients = self._held["weights"]
-    return Program("warm start", "0", lower, held, ("weights", "moments"), gradients)
+    return Program("warm start", "0", (Stage(lower),), held, ("weights", "moments"), gradients)
 
   @functools.cached_property
   def _batch(self) -> Batch:
     """The batch as it is before the reference and the advantages are computed."""
-    P = self._config.batch.prompts
-    prompts = self._prompts(P)
-    sampler = self._run.programs.sampler(self._config.batch.group_size)
-    completions = jax.eval_shape(sampler, self._sampled, *prompts)
-    tokens_PS, lengths_P, _, temperature_P, _ = prompts
-    arguments = (completions, tokens_PS, lengths_P, temperature_P, temperature_P)
+    P, G, T = (
+      self._config.batch.prompts,
+      self._config.batch.group_size,
+      self._config.sampling.max_tokens,
+    )
+    temperature_P = self._some("float32", P)
+    completions = Completions(
+      tokens_PGT=self._some("int32", P, G, T),
+      lengths_PG=self._some("int32", P, G),
+      sampled_PGT=self._some("bool", P, G, T),
+      logprobs_PGT=self._some("float32", P, G, T),
+      behavior_logprobs_PGT=self._some("float32", P, G, T),
+      stopped_by_PG=self._some("int32", P, G),
+    )
+    arguments = (completions, *self._prompts(P), temperature_P, temperature_P)
     batch = self._with_rows(jax.eval_shape(self._run.programs.to_batch, *arguments), P)
     return batch.replace(slots=self._slots)
 
@@ -198,15 +271,15 @@ class _Parts:
     """`Batch.slots` of completions that all have max_tokens tokens."""
     return None if self._run.parameters.model.platform == "cpu" else 0
 
-  def _prompts(self, count: int) -> tuple[Any, ...]:
-    """The arguments of a sampler after the parameters."""
+  def _prompts(self, count: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """So many prompts and their lengths."""
+    return self._some("int32", count, self._config.data.max_prompt_tokens), self._some(
+      "int32", count
+    )
 
-    def rows(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct(shape, dtype, sharding=self._rows)
-
-    tokens_PS = rows("int32", count, self._config.data.max_prompt_tokens)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return tokens_PS, rows("int32", count), key, rows("float32", count), 0
+  def _some(self, dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    """An array of the host, or one that is split by rows."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
   def _with_rows(self, batch: Batch, count: int) -> Batch:
     """The batch with so many prompts, on the mesh."""

@@ -74,14 +74,19 @@ def check_batches(config: Config, hosts: Hosts) -> None:
       "eval.batch": config.eval.batch if config.eval.every else 0,
     }
   )
-  parts = {"algo.minibatches": config.algo.minibatches, "sampling.parts": config.sampling.parts}
-  for key, count in parts.items():
-    part = config.batch.prompts // count
-    if part % hosts.row_shards:
-      raise ConfigError(
-        f"config key {key} is {count}: batch.prompts / {key} = {part} must be a multiple of"
-        f" mesh.data x mesh.fsdp x mesh.expert = {hosts.row_shards}"
-      )
+  count = config.algo.minibatches
+  part = config.batch.prompts // count
+  if part % hosts.row_shards:
+    raise ConfigError(
+      f"config key algo.minibatches is {count}: batch.prompts / algo.minibatches = {part} must be a"
+      f" multiple of mesh.data x mesh.fsdp x mesh.expert = {hosts.row_shards}"
+    )
+  rows = config.sampling.rows
+  if rows and rows < hosts.row_shards:
+    raise ConfigError(
+      f"config key sampling.rows is {rows}: it must be 0, or at least mesh.data x mesh.fsdp x"
+      f" mesh.expert = {hosts.row_shards}"
+    )
 
 
 def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
@@ -122,10 +127,10 @@ def _check_batch(config: Config) -> None:
       f"it must divide batch.prompts{divided_by} = {part}",
     )
   _require(
-    batch.prompts % config.sampling.parts == 0,
-    "sampling.parts",
-    config.sampling.parts,
-    f"it must divide batch.prompts = {batch.prompts}",
+    all(config.sampling.stop),
+    "sampling.stop",
+    config.sampling.stop,
+    "an empty text would end every completion at its first token",
   )
   _require(
     data.chat or not data.system,

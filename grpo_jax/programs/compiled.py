@@ -17,7 +17,7 @@ from grpo_jax.parallel import sharding
 from grpo_jax.parallel.chips import memory_of
 from grpo_jax.programs import fitting
 from grpo_jax.programs.parameters import Parameters
-from grpo_jax.programs.sampling import Sampler, decoding_of, make_sampler
+from grpo_jax.programs.sampling import Sampler, decoding_of
 from grpo_jax.types import Batch, TrainState
 
 
@@ -36,6 +36,7 @@ class Programs:
     # Made here, so that an unknown name is an error before a run writes anything.
     updates = config.steps * self._algo.updates_per_step
     self._optimizer = make_optimizer(config.optimizer, updates)
+    self._samplers: dict[int, Sampler] = {}
 
   @functools.cached_property
   def abstract_state(self) -> TrainState:
@@ -71,19 +72,31 @@ class Programs:
     return self._held_by_update, activations
 
   @functools.cached_property
+  def _rows_in_flight(self) -> int:
+    """How many completions are decoded together: sampling.rows, or what fits of a step."""
+    parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
+    copy = parameters.sampling.abstract(parameters.abstract_policy)
+    gradients = fitting.device_bytes(parameters.abstract)
+    held = self._held_by_update - gradients
+    if copy is not parameters.abstract_policy:
+      held += fitting.device_bytes(copy)
+    return fitting.rows_in_flight(self._config, self._model, held, self._mesh, memory)
+
+  @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:
     """trained parameters -> the state before the first update. The parameters are donated."""
     return jax.jit(self._init_state, out_shardings=self._state_places, donate_argnums=0)
 
-  def sampler(
-    self, group_size: int, greedy: bool = False, max_tokens: int | None = None
-  ) -> Sampler:
-    """The sampler of `programs/sampling.py`, for the parameters of `Parameters.for_sampling`."""
-    config = self._parameters.sampling.model
-    decoding = decoding_of(self._config.sampling, config.stop_ids, greedy)
-    if max_tokens is not None:
+  def sampler(self, max_tokens: int | None = None) -> Sampler:
+    """The sampler of completions of up to so many tokens, or of sampling.max_tokens."""
+    max_tokens = max_tokens or self._config.sampling.max_tokens
+    if max_tokens not in self._samplers:
+      config = self._parameters.sampling.model
+      decoding = decoding_of(self._config.sampling, config.stop_ids)
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
-    return jax.jit(make_sampler(config, decoding, group_size), out_shardings=self._rows)
+      weights = sum(x.size for x in jax.tree.leaves(self._parameters.abstract_policy))
+      self._samplers[max_tokens] = Sampler(config, decoding, weights, self._rows_in_flight)
+    return self._samplers[max_tokens]
 
   @functools.cached_property
   def to_batch(self) -> Callable[..., Batch]:

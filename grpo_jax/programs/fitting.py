@@ -4,6 +4,7 @@ The numbers are estimates. `python -m grpo_jax.plan` gives those of the compiler
 """
 
 from collections.abc import Callable
+import dataclasses
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from grpo_jax.config import Config
 from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.parallel import sharding
+from grpo_jax.sampler.seats import Grid, first_grid
 from grpo_jax.types import Batch
 
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
@@ -67,23 +69,57 @@ def layout(
   return "tensor" if needed <= _USABLE_BY_SAMPLER * memory else "train"
 
 
-def sampler_bytes(config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh) -> float:
-  """The bytes of one device's keys, values and logits while the largest batch is sampled."""
+def sampler_bytes(
+  config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh, rows: int | None = None
+) -> float:
+  """The bytes of one device's keys, values and logits while the largest batch is sampled.
+
+  `rows` are those of a step in flight, or sampling.rows if it is None.
+  """
   S, T, split = config.data.max_prompt_tokens, config.sampling.max_tokens, mesh.shape["tensor"]
   item = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4
   per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
   if shape.num_kv_heads % split == 0:
     per_token /= split
-  groups = [(config.batch.prompts // config.sampling.parts, config.batch.group_size)]
+  prompts, members, shards = config.batch.prompts, config.batch.group_size, shape.row_shards
+  grids = [first_grid(prompts, members, config.sampling.rows if rows is None else rows, shards)]
   if config.eval.every:
-    groups.append((config.eval.batch, max(1, config.eval.samples)))
-  # The prompt's part is held once for its group.
+    grids.append(Grid(config.eval.batch, max(1, config.eval.samples)))
+  # The prompt's part is held once for its place.
   sizes = [
-    prompts * (S + rows * T) * per_token
-    + _LOGITS_COPIES * prompts * rows * shape.vocab_size / split * 4
-    for prompts, rows in groups
+    grid.places * (S + grid.seats * T) * per_token
+    + _LOGITS_COPIES * grid.rows * shape.vocab_size / split * 4
+    for grid in grids
   ]
-  return max(sizes) / shape.row_shards
+  return max(sizes) / shards
+
+
+def rows_in_flight(
+  config: Config,
+  shape: model.ModelConfig,
+  held: float,
+  mesh: jax.sharding.Mesh,
+  memory: float | None,
+) -> int:
+  """How many rows a step decodes together: sampling.rows itself, or what 0 means.
+
+  That is all of them, or the largest half, quarter and so on that fits.
+
+  Args:
+    config: The config of the run.
+    shape: The model on the mesh.
+    held: Bytes that one device holds while it samples, with the sampler's weights.
+    mesh: The mesh of the run.
+    memory: The bytes of a device, or None if they are not known. Then all fit.
+  """
+  rows = config.sampling.rows or config.batch.prompts * config.batch.group_size
+  if config.sampling.rows or memory is None:
+    return rows
+  free = _USABLE_BY_SAMPLER * memory - held
+  training = dataclasses.replace(config, eval=dataclasses.replace(config.eval, every=0))
+  while rows > shape.row_shards and sampler_bytes(training, shape, mesh, rows) > free:
+    rows = max(shape.row_shards, rows // 2)
+  return rows
 
 
 def micro_batch(

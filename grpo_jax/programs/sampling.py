@@ -1,17 +1,24 @@
-"""The sampler wired to the model: one function from prompts to completions."""
+"""The sampler: prompts in, completions out, with rows that come and go.
 
-from collections.abc import Callable
-import dataclasses
-from typing import Any
+Rows are decoded in chunks, each of which is one call of a compiled program. Between two chunks,
+rows that have ended leave, rows that wait take their seats, and the cache grows or shrinks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
 from grpo_jax import model
 from grpo_jax.config import Sampling
-from grpo_jax.sampler.decode import Rows, capacities, decode, row_uniforms
+from grpo_jax.programs.flight import Flight, FlightPrograms, NewRows
+from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.rows import Chunk, Drawn
+from grpo_jax.sampler.seats import NOBODY, Grid
+from grpo_jax.sampler.stop import End
 from grpo_jax.types import Completions
 
 # sampling.temperature_schedule: (first, last, how many steps later) -> the temperature of a step.
@@ -20,11 +27,63 @@ TEMPERATURES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
   "linear": optax.linear_schedule,
   "cosine": lambda first, last, steps: optax.cosine_decay_schedule(first, steps, last / first),
 }
-# sample(params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt) -> Completions
-Sampler = Callable[..., Completions]
+
+_LONGEST_CHUNK = 64
+_SOONEST_LOOK = 16  # tokens after which the host looks for texts that end a row
+# Rows that have ended keep their seats until they are this share of all, if others wait for them.
+_IDLE_SHARE = 0.1
+# A call that computes less does not repay the time to compile smaller grids.
+_SHRINKS_FROM = 1e10  # floating point operations
+_FEWEST_ROWS, _MOST_MOVES = 8, 3  # of a shard, and of a call
 
 
-def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...], greedy: bool = False) -> Decoding:
+class Finished(NamedTuple):
+  """Groups whose completions have all ended.
+
+  Attributes:
+    prompts: The numbers of their prompts in the call.
+    completions: Of these prompts, as numpy arrays.
+  """
+
+  prompts: list[int]
+  completions: Completions
+
+
+class Draws(NamedTuple):
+  """What the tokens of a call are drawn with.
+
+  Attributes:
+    key: The root of the random numbers.
+    temperature: At 0, the likeliest tokens are taken.
+    first_prompt: The number of the first prompt.
+    end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
+  """
+
+  key: jax.Array
+  temperature: float = 1.0
+  first_prompt: int = 0
+  end: End | None = None
+
+
+class Pace(NamedTuple):
+  """How rows are decoded. It changes no token.
+
+  Attributes:
+    grid: The seats at first.
+    smaller: The grids that rows move into when few are left.
+    slots: The sizes of the cache that it grows through.
+    prompts_at_once: How many prompts that waited for a place are computed together.
+    shards: The parts of the mesh that hold different rows.
+  """
+
+  grid: Grid
+  smaller: tuple[Grid, ...]
+  slots: tuple[int, ...]
+  prompts_at_once: int
+  shards: int = 1
+
+
+def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...]) -> Decoding:
   """The sampler's options from a config, with the model's own stop ids before the config's."""
   return Decoding(
     max_tokens=sampling.max_tokens,
@@ -32,58 +91,267 @@ def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...], greedy: bool = Fa
     top_k=sampling.top_k,
     top_p=sampling.top_p,
     min_p=sampling.min_p,
-    greedy=greedy,
   )
 
 
-def make_sampler(config: model.ModelConfig, decoding: Decoding, group_size: int) -> Sampler:
-  """A pure function that samples `group_size` completions of each prompt.
+class Sampler:
+  """Completes prompts.
 
-  Its arguments are (params, prompts_PS, prompt_lengths_P, key, temperature_P, first_prompt=0). A
-  prompt is computed once per group. Completion [p, g] is drawn with
-  fold_in(key, (first_prompt + p) * G + g), so it does not depend on the rest of the batch.
+  A prompt is computed once for its group. Completion [p, g] is drawn with
+  fold_in(key, (first_prompt + p) * G + g), so it depends neither on the other prompts nor on the
+  number of rows that are decoded together.
 
-  Args:
-    config: The model, in the dtype of sampling.
-    decoding: Filters, stop ids and the longest completion.
-    group_size: G.
+  Attributes:
+    programs: What is compiled.
   """
 
-  def sample(
+  def __init__(
+    self, config: model.ModelConfig, decoding: Decoding, weights: int = 0, rows: int = 0
+  ):
+    """Makes a sampler.
+
+    Args:
+      config: The model, in the dtype of sampling.
+      decoding: Filters, stop ids and the longest completion.
+      weights: How many parameters the model has. It says when it pays to move rows together.
+      rows: The most rows in flight. 0 means all of a call.
+    """
+    self._config, self._weights, self._rows = config, weights, rows
+    self.programs = FlightPrograms(config, decoding, min(decoding.max_tokens, _LONGEST_CHUNK))
+
+  def pace(self, prompts: int, members: int) -> Pace:
+    """How `members` completions of so many prompts are decoded.
+
+    Args:
+      prompts: P, a multiple of the mesh's row shards.
+      members: G.
+    """
+    shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
+    grid = seats_lib.first_grid(prompts, members, self._rows, shards)
+    smaller: list[Grid] = []
+    if 2.0 * self._weights * grid.rows * tokens >= _SHRINKS_FROM:
+      sizes = [grid.rows // shards // 2**move for move in range(1, 1 + _MOST_MOVES)]
+      smaller = [Grid(size * shards, 1) for size in sizes if size >= _FEWEST_ROWS]
+    prompts_at_once = max(1, grid.places // shards // 8) * shards
+    return Pace(grid, tuple(smaller), tuple(capacities(tokens)), prompts_at_once, shards)
+
+  def __call__(
+    self,
     params: model.Params,
-    prompts_PS: jax.Array,
-    prompt_lengths_P: jax.Array,
-    key: jax.Array,
-    temperature_P: jax.Array,
-    first_prompt: jax.Array | int = 0,
-  ) -> Completions:
-    P, S = prompts_PS.shape
-    rows_config = dataclasses.replace(config, length=S + decoding.max_tokens)
-    positions_PS = jnp.broadcast_to(jnp.arange(S), prompts_PS.shape)
-    hidden_PSD, cache = model.features(params, rows_config, prompts_PS, positions_PS)
-    last_token_P = prompt_lengths_P - 1
-    last_PD = jnp.take_along_axis(hidden_PSD, last_token_P[:, None, None], axis=1)[:, 0]
-    logits_PV = model.unembed(params, rows_config, last_PD)
-    prefix = model.as_prefix(cache, prompt_lengths_P)
-    lengths_B = jnp.repeat(prompt_lengths_P, group_size)
+    prompts_PS: np.ndarray,
+    prompt_lengths_P: np.ndarray,
+    members: int,
+    draws: Draws,
+  ) -> Iterator[Finished]:
+    """Completes each prompt `members` times.
 
-    def step(cache: model.Cache, token_B: jax.Array, time: jax.Array) -> tuple[jax.Array, Any]:
-      positions_B1 = (lengths_B + time)[:, None]
-      logits_B1V, cache = model.forward(params, rows_config, token_B[:, None], positions_B1, cache)
-      return logits_B1V[:, 0], cache
+    Args:
+      params: All parameters, as `Parameters.for_sampling` returns them.
+      prompts_PS: int32, right-padded. P is a multiple of the mesh's row shards.
+      prompt_lengths_P: int32, their tokens.
+      members: G.
+      draws: What they are drawn with.
 
-    rows_B = first_prompt * group_size + jnp.arange(P * group_size)
-    rows = Rows(
-      logits_BV=jnp.repeat(logits_PV, group_size, axis=0),
-      uniforms_BTN=row_uniforms(key, rows_B, decoding.max_tokens, logits_PV.shape[-1]),
-      temperature_B=jnp.repeat(temperature_P, group_size),
+    Yields:
+      Groups as they finish, each prompt once.
+    """
+    call = _Call(self.programs, params, prompts_PS, prompt_lengths_P, members)
+    return call.run(self.pace(len(prompts_PS), members), draws)
+
+
+def whole(parts: Iterable[Finished]) -> Completions:
+  """The completions of all prompts of a call, in their order."""
+  collected = list(parts)
+  order = np.argsort(np.concatenate([part.prompts for part in collected]))
+  trees = [part.completions for part in collected]
+  return jax.tree.map(lambda *arrays: np.concatenate(arrays)[order], *trees)
+
+
+class _Call:
+  """One call of a sampler: its prompts, and what has been drawn so far."""
+
+  def __init__(
+    self,
+    programs: FlightPrograms,
+    params: model.Params,
+    prompts_PS: np.ndarray,
+    lengths_P: np.ndarray,
+    members: int,
+  ):
+    self._programs, self._params = programs, params
+    self._prompts_PS, self._lengths_P = np.asarray(prompts_PS), np.asarray(lengths_P)
+    self._members = members
+    P, G, T = len(prompts_PS), members, programs.decoding.max_tokens
+    self._drawn = Completions(
+      tokens_PGT=np.zeros((P, G, T), np.int32),
+      lengths_PG=np.zeros((P, G), np.int32),
+      sampled_PGT=np.zeros((P, G, T), bool),
+      logprobs_PGT=np.zeros((P, G, T), np.float32),
+      behavior_logprobs_PGT=np.zeros((P, G, T), np.float32),
+      stopped_by_PG=np.full((P, G), -1, np.int32),
     )
-    slots = 0 if config.unrolled else decoding.max_tokens
-    capacity = capacities(decoding.max_tokens)[0]
-    empty = model.empty_cache(rows_config, prefix, group_size, capacity=capacity, slots=slots)
-    return decode(step, model.grow_cache, empty, rows, decoding, group_size)
 
-  return sample
+  def run(self, pace: Pace, draws: Draws) -> Iterator[Finished]:
+    """Decodes all rows. See `Sampler`."""
+    P, G = self._drawn.lengths_PG.shape
+    seats = seats_lib.no_one(P, G, pace.grid, pace.shards)
+    going_P, ready = np.full(P, G), list[int]()
+    flight: Flight | None = None
+    while going_P.any():
+      flight, ended = self._chunk(self._settle(flight, seats, pace), seats, pace, draws)
+      np.subtract.at(going_P, ended // G, 1)
+      ready += [p for p in np.unique(ended // G).tolist() if not going_P[p]]
+      # Not one by one, because what follows costs time for each call.
+      if ready and (4 * len(ready) >= P or not going_P.any()):
+        yield self._finished(sorted(ready))
+        ready = []
+
+  def _chunk(
+    self, flight: Flight, seats: seats_lib.Seats, pace: Pace, draws: Draws
+  ) -> tuple[Flight, np.ndarray]:
+    """Takes seats, moves together, decodes a chunk, and leaves the seats of what has ended.
+
+    Returns:
+      The flight and the numbers of the rows that have ended.
+    """
+    is_new = np.zeros(self._drawn.lengths_PG.size + 1, bool)  # the last stands for NOBODY
+    is_new[seats_lib.take_seats(seats)] = True
+    move = seats_lib.move_together(seats, pace.smaller)
+    if move is not None:
+      flight = self._programs.move(flight, move.rows_NQ, move.places_N)
+    row_R = seats.row_NQ.reshape(-1).copy()
+    longest = int(self._drawn.lengths_PG.reshape(-1)[row_R[row_R != NOBODY]].max())
+    flight, chunk = self._with_room(flight, pace, longest, seats)
+    if draws.end is not None:
+      chunk = chunk._replace(rounds=min(chunk.rounds, np.int32(_SOONEST_LOOK)))
+    new = NewRows(
+      is_new_R=is_new[row_R],
+      number_R=(draws.first_prompt * self._members + row_R).astype(np.int32),
+      temperature_R=np.full(len(row_R), draws.temperature, np.float32),
+    )
+    taken_R = row_R != NOBODY
+    flight, *seen = self._programs.chunk(self._params, flight, draws.key, new, taken_R, chunk)
+    drawn, goes_on_R = jax.device_get(seen)
+    self._keep(row_R, drawn, new.is_new_R)
+    if draws.end is not None:
+      counts_R = drawn.is_drawn_RN.sum(1)
+      cut = [self._cut(row_R[seat], counts_R[seat], draws.end) for seat in np.flatnonzero(counts_R)]
+      goes_on_R = goes_on_R.copy()
+      goes_on_R[np.flatnonzero(counts_R)[cut]] = False
+    ended = np.flatnonzero(taken_R & ~goes_on_R)
+    seats_lib.leave(seats, ended)
+    return flight, row_R[ended]
+
+  def _settle(self, flight: Flight | None, seats: seats_lib.Seats, pace: Pace) -> Flight:
+    """Prompts take free places."""
+    N, shards = seats.grid.places, pace.shards
+    batch = pace.prompts_at_once
+    arrivals = seats_lib.fill_places(seats, batch)
+    if flight is None:
+      n = -(-len(arrivals) // shards) * shards
+      numbers = np.arange(n) % len(arrivals)
+      # The places that are left get copies, for members that wait.
+      copies = seats_lib.fill_places(seats)
+      prompt_N = None
+      if n != N or copies:
+        prompt_N = np.maximum(seats.prompt_N, 0)
+      prompts = self._prompts_PS[numbers], self._lengths_P[numbers]
+      return self._programs.begin(pace.grid, pace.slots[0], self._params, *prompts, prompt_N)
+    new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
+    for start in range(0, len(new), batch):
+      some = new[start : start + batch]
+      numbers = np.array([arrival.prompt for arrival in some])[np.arange(batch) % len(some)]
+      places = np.full(batch, N)
+      places[: len(some)] = [arrival.place for arrival in some]
+      prompts = self._prompts_PS[numbers], self._lengths_P[numbers]
+      flight = self._programs.arrive(flight, self._params, *prompts, places)
+    if len(new) < len(arrivals):
+      from_N = np.arange(N)
+      for arrival in arrivals:
+        if arrival.copied_from != NOBODY:
+          from_N[arrival.place] = from_N[arrival.copied_from]
+      flight = self._programs.copy(flight, from_N)
+    return flight
+
+  def _with_room(
+    self, flight: Flight, pace: Pace, longest: int, seats: seats_lib.Seats
+  ) -> tuple[Flight, Chunk]:
+    """A cache with room for the next tokens, and how many of them to draw.
+
+    Args:
+      flight: The rows.
+      pace: Has the sizes of the cache.
+      longest: The most tokens that a row in flight has drawn.
+      seats: Who sits where.
+    """
+    T = self._programs.decoding.max_tokens
+    # The token that was drawn last has no slot yet. A new row draws its first without a round.
+    written = max(longest - 1, 0)
+    slots = flight.cache.slots
+    if slots == written and slots < T:
+      slots = next(size for size in pace.slots if size > written)
+      flight = self._programs.grow(flight, slots)
+    rounds = min(self._programs.columns - 1, slots - written)
+    going = int((seats.row_NQ != NOBODY).sum())
+    if not seats.all_seated:
+      ended = int(_IDLE_SHARE * seats.grid.rows)
+    else:
+      next_rows = max(
+        (grid.rows for grid in pace.smaller if grid.rows < seats.grid.rows), default=0
+      )
+      ended = max(0, going - next_rows - 1) if next_rows else going
+    return flight, Chunk(np.int32(rounds), np.int32(ended))
+
+  def _keep(self, row_R: np.ndarray, drawn: Drawn, is_new_R: np.ndarray) -> None:
+    """Puts the tokens of a chunk behind those that the rows have drawn before."""
+    out = self._drawn
+    seat, column = np.nonzero(drawn.is_drawn_RN)
+    p, g = np.divmod(row_R[seat], self._members)
+    # The first column is for new rows.
+    token = out.lengths_PG[p, g] + column - ~is_new_R[seat]
+    for whole, part in (
+      (out.tokens_PGT, drawn.tokens_RN),
+      (out.logprobs_PGT, drawn.logprobs_RN),
+      (out.behavior_logprobs_PGT, drawn.behavior_logprobs_RN),
+    ):
+      whole[p, g, token] = part[seat, column]
+    out.sampled_PGT[p, g, token] = True
+    taken = np.flatnonzero(row_R != NOBODY)
+    p, g = np.divmod(row_R[taken], self._members)
+    out.lengths_PG[p, g] += drawn.is_drawn_RN.sum(1)[taken]
+    out.stopped_by_PG[p, g] = drawn.stopped_by_R[taken]
+
+  def _cut(self, row: int, new: int, end: End) -> bool:
+    """Cuts a row where a text ends it. Returns whether one did.
+
+    Args:
+      row: The row.
+      new: How many of its tokens are new.
+      end: Finds the end.
+    """
+    out, (p, g) = self._drawn, divmod(row, self._members)
+    length = int(out.lengths_PG[p, g])
+    kept = end(out.tokens_PGT[p, g, :length].tolist(), length - new)
+    if kept is None:
+      return False
+    for x_PGT in (out.tokens_PGT, out.logprobs_PGT, out.behavior_logprobs_PGT, out.sampled_PGT):
+      x_PGT[p, g, kept:] = 0
+    out.lengths_PG[p, g], out.stopped_by_PG[p, g] = kept, out.tokens_PGT[p, g, kept - 1]
+    return True
+
+  def _finished(self, prompts: list[int]) -> Finished:
+    return Finished(prompts, jax.tree.map(lambda x: x[prompts], self._drawn))
+
+
+def capacities(max_tokens: int) -> list[int]:
+  """The sizes of the cache on the way to `max_tokens`.
+
+  There are at most four. Each is double the one before. None is below 32 unless `max_tokens` is.
+  """
+  sizes = [max_tokens]
+  while len(sizes) < 4 and sizes[-1] > 32:
+    sizes.append(max(32, -(-sizes[-1] // 2)))
+  return sizes[::-1]
 
 
 def temperature_at(sampling: Sampling, index: int, steps: int) -> float:

@@ -300,22 +300,29 @@ class GroupSource:
   ) -> tuple[ScoredGroups, Report]:
     """Completes and scores prompts. `when` is the GRPO step and the draw of the run, from 0.
 
-    Workers score the completions of a part while the next part is sampled.
+    Workers score groups that are complete while the others are sampled.
     """
     index, number = when
     temperature = temperature_at(self._config.sampling, index, self._config.steps)
     key = jax.random.fold_in(self._run.key("sample"), number)
-    size = self._config.batch.prompts // self._config.sampling.parts
+    prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
+    numbers: list[int] = []
     begun: list[Callable[[], tuple[ScoredGroups, Report]]] = []
-    for first in range(0, len(indices_P), size):
-      part = indices_P[first : first + size]
-      prompts = loader.prompt_batch(self.prompts, part, self._run.hosts)
-      rollouts = self._rollout(params, prompts, key, temperature, first)
-      begun.append(self._start_scores(part, temperature, rollouts, prompts, index))
+
+    def start(some: list[int], rollouts: Rollouts) -> None:
+      part = prompts
+      if len(some) < len(indices_P):
+        part = loader.prompt_batch(self.prompts, indices_P[some], self._run.hosts)
+      begun.append(self._start_scores(indices_P[some], temperature, rollouts, part, index))
+      numbers.extend(some)
+
+    rollouts = self._rollout(params, prompts, key, temperature, on_groups=start)
+    if not begun:
+      start([*range(len(indices_P))], rollouts)
     clock.lap("sample")
     groups, reports = zip(*(finish() for finish in begun))
     clock.lap("reward")
-    return concatenate(groups), sum(reports, Report())
+    return take(concatenate(groups), np.argsort(numbers)), sum(reports, Report())
 
   def _start_scores(
     self,

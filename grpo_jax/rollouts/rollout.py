@@ -16,7 +16,8 @@ import numpy as np
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import Sampler
+from grpo_jax.programs.sampling import Draws, Sampler, whole
+from grpo_jax.sampler.stop import end_at
 from grpo_jax.types import Completions
 
 
@@ -34,6 +35,10 @@ class Rollouts(struct.PyTreeNode):
   texts_PG: np.ndarray
 
 
+# Called with the numbers of some of the prompts, and their rollouts.
+OnGroups = Callable[[list[int], Rollouts], None]
+
+
 class Rollout(Protocol):
   """A way to complete prompts. All processes of a run call it together."""
 
@@ -44,6 +49,7 @@ class Rollout(Protocol):
     key: jax.Array,
     temperature: float = 1.0,
     first_prompt: int = 0,
+    on_groups: OnGroups | None = None,
   ) -> Rollouts:
     """Completes each prompt G times.
 
@@ -54,17 +60,36 @@ class Rollout(Protocol):
       temperature: Of all prompts. Greedy rollouts ignore it.
       first_prompt: The number of the first prompt. Completion [p, g] depends on the key and on
         (first_prompt + p, g), and not on how prompts are batched.
+      on_groups: Called with groups as soon as all their completions have ended, once for each
+        prompt. A way of completing prompts that knows of none before the others need not call it.
     """
 
 
 class PolicyRollout:
   """One completion per row, sampled by the policy alone."""
 
-  def __init__(self, sampler: Sampler, hosts: Hosts, decode_text: Callable[[list[int]], str]):
-    """`sampler` is compiled. `decode_text` makes a text from token ids."""
-    self._sample = sampler
-    self._hosts = hosts
-    self._decode_text = decode_text
+  def __init__(
+    self,
+    sampler: Sampler,
+    hosts: Hosts,
+    decode_text: Callable[[list[int]], str],
+    group_size: int,
+    greedy: bool = False,
+    stop: Sequence[str] = (),
+  ):
+    """Completes each prompt `group_size` times.
+
+    Args:
+      sampler: What samples.
+      hosts: The processes of the run.
+      decode_text: Makes a text from token ids.
+      group_size: G.
+      greedy: Take the likeliest tokens.
+      stop: Texts that end a completion.
+    """
+    self._end = end_at(stop, decode_text) if stop else None
+    self._sample, self._hosts, self._decode_text = sampler, hosts, decode_text
+    self._group_size, self._greedy = group_size, greedy
 
   def __call__(
     self,
@@ -73,22 +98,36 @@ class PolicyRollout:
     key: jax.Array,
     temperature: float = 1.0,
     first_prompt: int = 0,
+    on_groups: OnGroups | None = None,
   ) -> Rollouts:
-    temperature_P = np.full(len(prompts.prompt_lengths_P), temperature, np.float32)
-    arrays = self._hosts.put((prompts.prompts_PS, prompts.prompt_lengths_P, temperature_P))
-    prompts_PS, lengths_P, temperature_P = arrays
-    sampled = self._sample(params, prompts_PS, lengths_P, key, temperature_P, first_prompt)
-    completions = self._hosts.fetch(sampled)
-    texts_PG = texts_of(completions, self._decode_text, prompts.own)
-    return Rollouts(completions=completions, texts_PG=texts_PG)
+    parts = []
+    draws = Draws(key, 0.0 if self._greedy else temperature, first_prompt, self._end)
+    given = prompts.prompts_PS, prompts.prompt_lengths_P
+    for part in self._sample(params, *given, self._group_size, draws):
+      parts.append(part)
+      if on_groups is not None:
+        # Each process has the texts of those groups of the part that it scores.
+        own = self._hosts.own_rows(len(part.prompts))
+        texts_PG = texts_of(part.completions, self._decode_text, own)
+        on_groups(part.prompts, Rollouts(part.completions, texts_PG))
+    completions = whole(parts)
+    return Rollouts(completions, texts_of(completions, self._decode_text, prompts.own))
 
 
 def make_rollout(
   run: Run, group_size: int, greedy: bool = False, max_tokens: int | None = None
 ) -> Rollout:
-  """What completes each prompt `group_size` times in training, in evaluation and in `sample`."""
-  sampler = run.programs.sampler(group_size, greedy, max_tokens)
-  return PolicyRollout(sampler, run.hosts, run.tokenizer.decode)
+  """What completes each prompt `group_size` times in training, in evaluation and in `sample`.
+
+  Args:
+    run: The run.
+    group_size: G.
+    greedy: Take the likeliest tokens.
+    max_tokens: The longest completion. None means sampling.max_tokens.
+  """
+  sampler, decode = run.programs.sampler(max_tokens), run.tokenizer.decode
+  stop = run.config.sampling.stop
+  return PolicyRollout(sampler, run.hosts, decode, group_size, greedy, stop)
 
 
 def texts_of(

@@ -18,7 +18,6 @@ class Decoding:
     top_k: Draw from the k likeliest tokens. 0 is off.
     top_p: Draw from the fewest likeliest tokens whose probability reaches p. 1 is off.
     min_p: Drop tokens less likely than min_p times the likeliest. 0 is off.
-    greedy: Take the likeliest token and ignore the temperature.
   """
 
   max_tokens: int
@@ -26,7 +25,6 @@ class Decoding:
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
-  greedy: bool = False
 
   @property
   def filters(self) -> bool:
@@ -106,20 +104,25 @@ def sample_token(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Draws the next token of each row.
 
+  Args:
+    logits_BV: float32.
+    uniforms_BN: As in `draw`.
+    temperature_B: float32. At 0 the row takes the likeliest token.
+    decoding: The filters.
+
   Returns:
     (token, logprob, behavior_logprob), each [B]. The first log-prob is under softmax(logits /
-    temperature), the second under the distribution after the filters. With `greedy`, the first is
-    of temperature 1 and the second is 0, because the choice is certain.
+    temperature), the second under the distribution after the filters. At temperature 0, the first
+    is of temperature 1 and the second is 0, because the choice is certain.
   """
-  if decoding.greedy:
-    tokens_B = logits_BV.argmax(-1)
-    return tokens_B, log_prob(logits_BV, tokens_B), jnp.zeros(tokens_B.shape)
-  tempered_BV = logits_BV / temperature_B[:, None]
+  is_greedy_B = temperature_B == 0
+  tempered_BV = logits_BV / jnp.where(is_greedy_B, 1, temperature_B)[:, None]
   kept_BV = filtered(tempered_BV, decoding)
-  tokens_B = draw(kept_BV, uniforms_BN)
+  # `filtered` keeps the likeliest token.
+  tokens_B = jnp.where(is_greedy_B, kept_BV.argmax(-1), draw(kept_BV, uniforms_BN))
   logprobs_B = log_prob(tempered_BV, tokens_B)
   behavior_B = log_prob(kept_BV, tokens_B) if decoding.filters else logprobs_B
-  return tokens_B, logprobs_B, behavior_B
+  return tokens_B, logprobs_B, jnp.where(is_greedy_B, 0, behavior_B)
 
 
 def _invert(weights_BN: jax.Array, uniform_B: jax.Array) -> jax.Array:

@@ -23,7 +23,8 @@ _MAY_DIFFER = (
   "learner.max_skipped_updates",
   "batch.micro_batch",
   "sampling.layout",
-  "sampling.parts",
+  "sampling.parts",  # of runs of an earlier version
+  "sampling.rows",
   "reward.batch",
   "reward.max_unscored_steps",
   "reward.memory",

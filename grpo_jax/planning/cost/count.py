@@ -42,15 +42,19 @@ class Counted:
   Attributes:
     whole: Of the whole program.
     open_loops: The part of it in loops whose number of rounds depends on data.
-    carried_bytes: The largest number of bytes that a round of such a loop changes of what it
-      carries.
     notes: What could not be counted.
   """
 
   whole: Cost
   open_loops: Cost
-  carried_bytes: float
   notes: tuple[str, ...]
+
+  def __add__(self, other: "Counted") -> "Counted":
+    notes = tuple(sorted({*self.notes, *other.notes}))
+    return Counted(self.whole + other.whole, self.open_loops + other.open_loops, notes)
+
+  def __mul__(self, times: float) -> "Counted":
+    return Counted(self.whole * times, self.open_loops * times, self.notes)
 
 
 def count(text: str, rounds: Mapping[int, float] | None = None) -> Counted:
@@ -63,7 +67,7 @@ def count(text: str, rounds: Mapping[int, float] | None = None) -> Counted:
   """
   counter = _Counter(hlo.parse(text), rounds or {})
   whole = counter.computation(counter.module.entry)
-  return Counted(whole, counter.open_loops, counter.carried_bytes, tuple(sorted(counter.notes)))
+  return Counted(whole, counter.open_loops, tuple(sorted(counter.notes)))
 
 
 class _Counter:
@@ -72,7 +76,6 @@ class _Counter:
   def __init__(self, module: Module, rounds: Mapping[int, float]):
     self.module = module
     self.open_loops = Cost()
-    self.carried_bytes = 0.0
     self.notes: set[str] = set()
     self._rounds = rounds
     self._known: dict[str, Cost] = {}
@@ -146,7 +149,6 @@ class _Counter:
       return once
     all_rounds = once * self._rounds[max(ends)]
     self.open_loops += all_rounds
-    self.carried_bytes = max(self.carried_bytes, _changed(self.module.computations[body]))
     return all_rounds
 
   def _inside(self, name: str) -> tuple[set[str], set[int]]:
@@ -178,18 +180,3 @@ def _start(loop: Instruction, computation: Computation, condition: Computation) 
   while first.opcode in ("copy", "bitcast"):
     first = computation.operand(first, 0)
   return int(first.inputs) if first.opcode == "constant" else 0
-
-
-def _changed(body: Computation) -> float:
-  """The bytes of main memory that a loop carries, without what each round hands on unchanged."""
-  (argument,) = body.parameters.values()
-  total = 0.0
-  for position, name in enumerate(body.root.operands):
-    result = body.instructions[name]
-    is_handed_on = (
-      result.opcode == "get-tuple-element"
-      and result.operands == (argument.name,)
-      and result.attribute(r"index=(\d+)") == str(position)
-    )
-    total += 0 if is_handed_on else result.main_bytes
-  return total

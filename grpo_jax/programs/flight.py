@@ -1,0 +1,304 @@
+"""Rows in flight on the devices: the programs that are compiled, with the model in them."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from grpo_jax import model
+from grpo_jax.sampler.logits import Decoding, draws_per_token
+from grpo_jax.sampler.rows import Chunk, Drawn, Rows, decode_chunk, draw_first, row_uniforms
+from grpo_jax.sampler.seats import Grid
+
+
+class Flight(struct.PyTreeNode):
+  """Rows in flight.
+
+  Attributes:
+    cache: Of a grid of N places with Q seats each.
+    last_ND: The features of each prompt's last token, from which the first logits come.
+    rows: The N * Q rows.
+  """
+
+  cache: model.Cache
+  last_ND: jax.Array
+  rows: Rows
+
+  @property
+  def grid(self) -> Grid:
+    """Its places and seats."""
+    return Grid(*self.cache.lengths_PG.shape)
+
+
+class NewRows(NamedTuple):
+  """Which seats get new rows, and what these are drawn with.
+
+  Attributes:
+    is_new_R: bool.
+    number_R: int32, the number of the row, on which its random numbers depend beside the key.
+    temperature_R: float32. At 0 the row takes the likeliest token.
+  """
+
+  is_new_R: np.ndarray
+  number_R: np.ndarray
+  temperature_R: np.ndarray
+
+
+class FlightPrograms:
+  """What is compiled. Each program is compiled for each grid and size of the cache that it meets.
+
+  Attributes:
+    decoding: Filters, stop ids and the longest completion.
+    columns: The most tokens that a row draws in one chunk.
+  """
+
+  def __init__(self, config: model.ModelConfig, decoding: Decoding, columns: int):
+    """`config` is the model in the dtype of sampling. The rest are attributes."""
+    self.decoding, self.columns = decoding, columns
+    self._config = config
+
+  @functools.cached_property
+  def begin(self) -> Any:
+    """(grid, slots, params, prompts_nS, lengths_n, prompt_N) -> Flight: computes n prompts.
+
+    prompt_N says which of them each place gets.
+    """
+    return jax.jit(self._begin, static_argnums=(0, 1))
+
+  @functools.cached_property
+  def arrive(self) -> Any:
+    """(flight, params, prompts_nS, lengths_n, places_n) -> Flight: computes prompts for n places.
+
+    A place past the last is left out.
+    """
+    return jax.jit(self._arrive, donate_argnums=0)
+
+  @functools.cached_property
+  def copy(self) -> Any:
+    """(flight, from_N) -> Flight with the prompt of place from_N[n] at each place n."""
+    return jax.jit(self._copy, donate_argnums=0)
+
+  @functools.cached_property
+  def move(self) -> Any:
+    """(flight, rows_NQ, places_N) -> Flight: rows take new seats (see `seats.Move`)."""
+    return jax.jit(self._move)
+
+  @functools.cached_property
+  def grow(self) -> Any:
+    """(flight, slots) -> Flight with a cache of so many slots."""
+    return jax.jit(self._grow, static_argnums=1)
+
+  @functools.cached_property
+  def chunk(self) -> Any:
+    """(params, flight, key, new, goes_on_R, chunk) -> (Flight, Drawn, goes_on_R).
+
+    All but the Flight lies whole on every device. The argument goes_on_R is False for free seats.
+    """
+    return jax.jit(self._chunk, donate_argnums=1)
+
+  def abstract(self, grid: Grid, slots: int, params: Any, prompt_slots: int) -> Flight:
+    """The shapes and places of a Flight.
+
+    Args:
+      grid: Its places and seats.
+      slots: Of the cache.
+      params: Shapes of all parameters.
+      prompt_slots: S.
+    """
+    prompts = jax.ShapeDtypeStruct((grid.places, prompt_slots), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((grid.places,), jnp.int32)
+    begin = functools.partial(self._begin, grid, slots)
+    flight = jax.eval_shape(begin, params, prompts, lengths, None)
+    if self._config.rows is None:
+      return flight
+    return jax.tree.map(
+      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+      flight,
+      self._places(flight),
+    )
+
+  def _prefill(
+    self, params: Any, prompts_nS: jax.Array, lengths_n: jax.Array
+  ) -> tuple[model.Prefix, jax.Array]:
+    n, S = prompts_nS.shape
+    positions_nS = jnp.broadcast_to(jnp.arange(S), (n, S))
+    hidden_nSD, cache = model.features(params, self._shaped(S), prompts_nS, positions_nS)
+    last_nD = jnp.take_along_axis(hidden_nSD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
+    return model.as_prefix(cache, lengths_n), last_nD
+
+  def _begin(
+    self,
+    grid: Grid,
+    slots: int,
+    params: Any,
+    prompts_nS: jax.Array,
+    lengths_n: jax.Array,
+    prompt_N: jax.Array | None,
+  ) -> Flight:
+    prefix, last_nD = self._prefill(params, prompts_nS, lengths_n)
+    if prompt_N is not None:
+      prefix, last_nD = model.take_prompts(prefix, prompt_N), last_nD[prompt_N]
+    R, levels = grid.rows, draws_per_token(self._config.vocab_size)
+    rows = Rows(
+      token_R=jnp.zeros(R, jnp.int32),
+      drawn_R=jnp.zeros(R, jnp.int32),
+      goes_on_R=jnp.zeros(R, bool),
+      temperature_R=jnp.ones(R),
+      uniforms_RTU=jnp.zeros((R, self.decoding.max_tokens, levels)),
+    )
+    cache = model.empty_cache(self._shaped(prompts_nS.shape[1]), prefix, grid.seats, slots)
+    return self._placed(Flight(cache, last_nD, rows))
+
+  def _arrive(
+    self,
+    flight: Flight,
+    params: Any,
+    prompts_nS: jax.Array,
+    lengths_n: jax.Array,
+    places_n: jax.Array,
+  ) -> Flight:
+    prefix, last_nD = self._prefill(params, prompts_nS, lengths_n)
+    prefix = model.put_prompts(flight.cache.prefix, places_n, prefix)
+    last_ND = flight.last_ND.at[places_n].set(last_nD, mode="drop")
+    return self._placed(flight.replace(cache=flight.cache.replace(prefix=prefix), last_ND=last_ND))
+
+  def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
+    def copy(flight: Flight, from_N: jax.Array) -> Flight:
+      prefix = model.take_prompts(flight.cache.prefix, from_N)
+      cache, last_ND = flight.cache.replace(prefix=prefix), flight.last_ND[from_N]
+      return flight.replace(cache=cache, last_ND=last_ND)
+
+    return self._on_each_shard(copy, flight, from_N % self._shard(flight).places)
+
+  def _move(self, flight: Flight, rows_NQ: jax.Array, places_N: jax.Array) -> Flight:
+    def move(flight: Flight, rows_NQ: jax.Array, places_N: jax.Array) -> Flight:
+      return Flight(
+        cache=model.take_rows(flight.cache, rows_NQ, places_N),
+        last_ND=flight.last_ND[places_N],
+        rows=jax.tree.map(lambda x: x[rows_NQ.reshape(-1)], flight.rows),
+      )
+
+    # Rows stay on their devices, where they are counted from 0.
+    shard = self._shard(flight)
+    return self._on_each_shard(move, flight, rows_NQ % shard.rows, places_N % shard.places)
+
+  def _grow(self, flight: Flight, slots: int) -> Flight:
+    return self._placed(flight.replace(cache=model.with_slots(flight.cache, slots)))
+
+  def _chunk(
+    self,
+    params: Any,
+    flight: Flight,
+    key: jax.Array,
+    new: NewRows,
+    goes_on_R: jax.Array,
+    chunk: Chunk,
+  ) -> tuple[Flight, Drawn, jax.Array]:
+    cache, rows, (N, Q) = flight.cache, flight.rows, flight.grid
+    config = self._shaped(cache.prefix.slots)
+    T, V = self.decoding.max_tokens, config.vocab_size
+    new = NewRows(*(self._rows_placed(jnp.asarray(x)) for x in new))
+    is_new_R = new.is_new_R
+
+    def with_new(uniforms_RTU: jax.Array) -> jax.Array:
+      drawn_RTU = row_uniforms(key, new.number_R, T, V)
+      return jnp.where(is_new_R[:, None, None], drawn_RTU, uniforms_RTU)
+
+    uniforms_RTU = jax.lax.cond(is_new_R.any(), with_new, lambda x: x, rows.uniforms_RTU)
+    rows = Rows(
+      token_R=rows.token_R,
+      drawn_R=jnp.where(is_new_R, 0, rows.drawn_R),
+      goes_on_R=self._rows_placed(goes_on_R),
+      temperature_R=jnp.where(is_new_R, new.temperature_R, rows.temperature_R),
+      uniforms_RTU=uniforms_RTU,
+    )
+    lengths_R = jnp.repeat(cache.prefix.lengths_P, Q)
+
+    def step(cache: model.Cache, token_R: jax.Array, drawn_R: jax.Array) -> Any:
+      own_R = jnp.maximum(drawn_R - 1, 0)  # a free seat may have drawn nothing
+      cache = cache.replace(lengths_PG=own_R.reshape(N, Q))
+      positions_R1 = (lengths_R + own_R)[:, None]
+      logits_R1V, cache = model.forward(params, config, token_R[:, None], positions_R1, cache)
+      return logits_R1V[:, 0], cache
+
+    def first_logits() -> jax.Array:
+      return jnp.repeat(model.unembed(params, config, flight.last_ND), Q, axis=0)
+
+    rows, drawn = draw_first(rows, first_logits, self.decoding, self.columns)
+    cache, rows, drawn = decode_chunk(step, cache, rows, drawn, self.decoding, chunk)
+    seen = self._everywhere((drawn, rows.goes_on_R))
+    return self._placed(Flight(cache, flight.last_ND, rows)), *seen
+
+  def _shaped(self, prompt_slots: int) -> model.ModelConfig:
+    """The model for prompts of so many tokens."""
+    length = prompt_slots + self.decoding.max_tokens
+    return dataclasses.replace(self._config, length=length)
+
+  def _shard(self, flight: Flight) -> Grid:
+    """The part of its grid that one shard of the mesh holds."""
+    N, Q = flight.grid
+    return Grid(N // self._config.row_shards, Q)
+
+  def _on_each_shard(self, function: Any, flight: Flight, *arrays: jax.Array) -> Flight:
+    """function(flight, *arrays), where each shard of the mesh sees its own rows alone."""
+    rows = self._config.rows
+    if self._config.row_shards == 1:
+      return self._placed(function(flight, *arrays))
+    specs = (self._specs(flight), *[PartitionSpec(*rows.spec)] * len(arrays))
+    return jax.shard_map(
+      function, mesh=rows.mesh, in_specs=specs, out_specs=self._specs(flight), check_vma=False
+    )(flight, *arrays)
+
+  def _specs(self, flight: Flight) -> Flight:
+    """How a Flight lies on the mesh: rows and places over the shards, heads over `tensor`."""
+    config = self._config
+    axes = config.rows.spec[0]
+    heads = "tensor" if config.num_kv_heads % config.rows.mesh.shape["tensor"] == 0 else None
+
+    def own(x: jax.Array) -> PartitionSpec:
+      return PartitionSpec(*[None] * (x.ndim - 5), axes, heads)
+
+    by_row = PartitionSpec(axes)
+    cache = flight.cache
+    of_prompts = jax.tree.map(lambda _: PartitionSpec(None, axes, heads), cache.prefix.keys)
+    return Flight(
+      cache=model.Cache(
+        keys=jax.tree.map(own, cache.keys),
+        values=jax.tree.map(own, cache.values),
+        time=PartitionSpec(),
+        lengths_PG=by_row,
+        prefix=model.Prefix(of_prompts, of_prompts, by_row),
+      ),
+      last_ND=by_row,
+      rows=jax.tree.map(lambda _: by_row, flight.rows),
+    )
+
+  def _placed(self, flight: Flight) -> Flight:
+    """The Flight with its arrays in their places, so that no program is compiled for other ones."""
+    if self._config.rows is None:
+      return flight
+    return jax.lax.with_sharding_constraint(flight, self._places(flight))
+
+  def _places(self, flight: Flight) -> Flight:
+    """`_specs` on the mesh."""
+    return jax.tree.map(
+      lambda spec: NamedSharding(self._config.rows.mesh, spec),
+      self._specs(flight),
+      is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+  def _rows_placed(self, x_R: jax.Array) -> jax.Array:
+    rows = self._config.rows
+    return x_R if rows is None else jax.lax.with_sharding_constraint(x_R, rows)
+
+  def _everywhere(self, tree: Any) -> Any:
+    """The arrays, whole on every device."""
+    rows = self._config.rows
+    if rows is None:
+      return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(rows.mesh, PartitionSpec()))

@@ -1,0 +1,177 @@
+"""Rows in flight: each draws its next token until it ends, at a position of its own.
+
+It takes a step function and a cache, and knows no model.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.sampler.logits import Decoding, draws_per_token, sample_token
+
+# step(cache, token_R, drawn_R) -> (logits_RV of the next token, cache). Token_R is token number
+# drawn_R - 1 of each row. What it does for rows that have ended is not read.
+Step = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+class Rows(struct.PyTreeNode):
+  """The rows that are decoded together.
+
+  Attributes:
+    token_R: int32, the token that each row drew last.
+    drawn_R: int32, how many tokens it has drawn.
+    goes_on_R: bool, False for rows that have ended and for free seats.
+    temperature_R: float32. At 0 the row takes the likeliest token.
+    uniforms_RTU: Uniform numbers in [0, 1), from `row_uniforms`.
+  """
+
+  token_R: jax.Array
+  drawn_R: jax.Array
+  goes_on_R: jax.Array
+  temperature_R: jax.Array
+  uniforms_RTU: jax.Array
+
+
+class Drawn(struct.PyTreeNode):
+  """What rows drew in a chunk. Its N columns are rounds.
+
+  Attributes:
+    is_drawn_RN: bool, whether the row drew a token in the round. The rest is 0 where it did not.
+    tokens_RN: int32.
+    logprobs_RN: float32.
+    behavior_logprobs_RN: float32.
+    stopped_by_R: int32, the stop id that ended the row in this chunk, or -1.
+  """
+
+  is_drawn_RN: jax.Array
+  tokens_RN: jax.Array
+  logprobs_RN: jax.Array
+  behavior_logprobs_RN: jax.Array
+  stopped_by_R: jax.Array
+
+
+class Chunk(NamedTuple):
+  """When a chunk ends.
+
+  Attributes:
+    rounds: int32 scalar, after so many rounds.
+    ended: int32 scalar, or once more rows than this have ended in it.
+  """
+
+  rounds: Any
+  ended: Any
+
+
+def draw_first(
+  rows: Rows, first_logits: Callable[[], jax.Array], decoding: Decoding, columns: int
+) -> tuple[Rows, Drawn]:
+  """Draws the first tokens of new rows, those with drawn_R = 0.
+
+  Args:
+    rows: The rows.
+    first_logits: () -> the logits [R, V] that follow the prompts. Called if there are new rows.
+    decoding: Filters and stop ids.
+    columns: N.
+
+  Returns:
+    The rows and what they drew, in N columns. Only the first has been used.
+  """
+  shape = (len(rows.token_R), columns)
+  drawn = Drawn(
+    is_drawn_RN=jnp.zeros(shape, bool),
+    tokens_RN=jnp.zeros(shape, jnp.int32),
+    logprobs_RN=jnp.zeros(shape, jnp.float32),
+    behavior_logprobs_RN=jnp.zeros(shape, jnp.float32),
+    stopped_by_R=jnp.full(shape[0], -1, jnp.int32),
+  )
+  is_new_R = rows.goes_on_R & (rows.drawn_R == 0)
+
+  def draw() -> tuple[Rows, Drawn]:
+    return _draw(rows, drawn, first_logits(), is_new_R, jnp.int32(0), decoding)
+
+  return jax.lax.cond(is_new_R.any(), draw, lambda: (rows, drawn))
+
+
+def decode_chunk(
+  step: Step, cache: Any, rows: Rows, drawn: Drawn, decoding: Decoding, chunk: Chunk
+) -> tuple[Any, Rows, Drawn]:
+  """Draws tokens until the chunk ends or every row has ended.
+
+  Args:
+    step: Computes the next logits.
+    cache: Of the rows.
+    rows: The rows, after `draw_first`.
+    drawn: What they have drawn there. It has a column for each round, after the first.
+    decoding: Filters and stop ids.
+    chunk: When it ends.
+
+  Returns:
+    The cache, the rows and what they have drawn.
+  """
+  columns = drawn.tokens_RN.shape[1]
+  before = rows.goes_on_R.sum()
+
+  def unfinished(loop: tuple) -> jax.Array:
+    column, _, rows, _ = loop
+    going = rows.goes_on_R.sum()
+    within = (column < columns) & (column <= chunk.rounds)
+    return within & (going > 0) & (before - going <= chunk.ended)
+
+  def body(loop: tuple) -> tuple:
+    column, cache, rows, drawn = loop
+    logits_RV, cache = step(cache, rows.token_R, rows.drawn_R)
+    rows, drawn = _draw(rows, drawn, logits_RV, rows.goes_on_R, column, decoding)
+    return column + 1, cache, rows, drawn
+
+  loop = jnp.int32(1), cache, rows, drawn
+  _, cache, rows, drawn = jax.lax.while_loop(unfinished, body, loop)
+  return cache, rows, drawn
+
+
+def _draw(
+  rows: Rows,
+  drawn: Drawn,
+  logits_RV: jax.Array,
+  draws_R: jax.Array,
+  column: jax.Array,
+  decoding: Decoding,
+) -> tuple[Rows, Drawn]:
+  """The rows in `draws_R` draw their next token into a column."""
+  uniforms_RU = jnp.take_along_axis(rows.uniforms_RTU, rows.drawn_R[:, None, None], 1)[:, 0]
+  token_R, *logprobs = sample_token(logits_RV, uniforms_RU, rows.temperature_R, decoding)
+  token_R = token_R.astype(jnp.int32)
+  stop_ids = jnp.asarray(decoding.stop_ids, jnp.int32)
+  stops_R = draws_R & (token_R[:, None] == stop_ids).any(-1)
+  drawn_R = rows.drawn_R + draws_R
+  ends_R = stops_R | (draws_R & (drawn_R >= decoding.max_tokens))
+
+  def put(x_RN: jax.Array, x_R: jax.Array) -> jax.Array:
+    x_R = jnp.where(draws_R, x_R, 0).astype(x_RN.dtype)
+    return jax.lax.dynamic_update_index_in_dim(x_RN, x_R, column, 1)
+
+  drawn = Drawn(
+    is_drawn_RN=put(drawn.is_drawn_RN, draws_R),
+    tokens_RN=put(drawn.tokens_RN, token_R),
+    logprobs_RN=put(drawn.logprobs_RN, logprobs[0]),
+    behavior_logprobs_RN=put(drawn.behavior_logprobs_RN, logprobs[1]),
+    stopped_by_R=jnp.where(stops_R, token_R, drawn.stopped_by_R),
+  )
+  rows = rows.replace(
+    token_R=jnp.where(draws_R, token_R, rows.token_R),
+    drawn_R=drawn_R,
+    goes_on_R=rows.goes_on_R & ~ends_R,
+  )
+  return rows, drawn
+
+
+def row_uniforms(key: jax.Array, rows_R: jax.Array, max_tokens: int, vocabulary: int) -> jax.Array:
+  """The uniform numbers of each row, float32 [R, T, U], U = draws_per_token(V).
+
+  Row r draws with fold_in(key, rows_R[r]), so its tokens do not depend on the other rows.
+  """
+  shape = (max_tokens, draws_per_token(vocabulary))
+  keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_R)
+  return jax.vmap(lambda row_key: jax.random.uniform(row_key, shape))(keys_R)

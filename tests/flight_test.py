@@ -1,0 +1,226 @@
+"""Rows in flight: the sampler draws the same tokens however it is paced, on every mesh."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax import model
+from grpo_jax.config import Mesh
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.sharding import model_shardings, param_specs
+from grpo_jax.programs import sampling
+from grpo_jax.programs.sampling import Draws, Sampler, whole
+from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.stop import end_at
+
+FAMILIES = Path(__file__).parent / "golden" / "families"
+P, G, S, T = 4, 3, 7, 40
+MANY = 10**9  # parameters, so that every call is large enough to move rows together
+
+
+@pytest.fixture(autouse=True)
+def small_grids(monkeypatch):
+  monkeypatch.setattr(sampling, "_FEWEST_ROWS", 1)
+
+
+def tiny(**fields):
+  shape = dict(
+    vocab_size=96, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+  )
+  config = model.ModelConfig(**(shape | fields))
+  return config, jax.jit(model.init, static_argnums=1)(jax.random.key(0), config)
+
+
+def prompts(vocabulary, count=P):
+  rng = np.random.default_rng(0)
+  lengths_P = rng.integers(1, S + 1, count).astype(np.int32)
+  return rng.integers(2, vocabulary, (count, S)).astype(np.int32), lengths_P
+
+
+def on(mesh, config, params):
+  """The model on a mesh of (data, fsdp, tensor, expert)."""
+  made = make_mesh(Mesh(*mesh[:3], mesh[3]), jax.devices()[: int(np.prod(mesh))])
+  config = dataclasses.replace(config, **model_shardings(config, made))
+  return config, jax.device_put(params, param_specs(params, made))
+
+
+def stops(vocabulary):
+  """About one token in ten ends a row."""
+  return tuple(range(1, vocabulary, 10))
+
+
+def draw(
+  config,
+  params,
+  rows=0,
+  weights=MANY,
+  chunk=64,
+  temperature=1.0,
+  max_tokens=T,
+  given=None,
+  end=None,
+):
+  """The completions of the prompts, and the numbers of the prompts of each part."""
+  decoding = Decoding(max_tokens=max_tokens, stop_ids=stops(config.vocab_size))
+  sampler = Sampler(config, decoding, weights, rows)
+  sampler.programs.columns = min(sampler.programs.columns, chunk)
+  given = given or prompts(config.vocab_size)
+  parts = list(sampler(params, *given, G, Draws(jax.random.key(3), temperature, end=end)))
+  return whole(parts), [part.prompts for part in parts]
+
+
+def assert_same(ours, theirs):
+  np.testing.assert_array_equal(ours.tokens_PGT, theirs.tokens_PGT)
+  for name in ("lengths_PG", "stopped_by_PG", "sampled_PGT"):
+    np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+  np.testing.assert_allclose(ours.logprobs_PGT, theirs.logprobs_PGT, atol=1e-4)
+  np.testing.assert_allclose(ours.behavior_logprobs_PGT, theirs.behavior_logprobs_PGT, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone():
+  """A model, and what it draws when every prompt has a call of its own, one row at a time."""
+  config, params = tiny()
+  tokens_PS, lengths_P = prompts(config.vocab_size)
+  decoding = Decoding(max_tokens=T, stop_ids=stops(config.vocab_size))
+  sampler = Sampler(config, decoding, rows=1)
+  calls = [
+    whole(
+      sampler(params, tokens_PS[[p]], lengths_P[[p]], G, Draws(jax.random.key(3), first_prompt=p))
+    )
+    for p in range(P)
+  ]
+  return config, params, jax.tree.map(lambda *x: np.concatenate(x), *calls)
+
+
+OFTEN = [(0, 64, MANY), (0, 5, 0), (3, 5, MANY), (5, 64, 0), (8, 2, MANY), (1, 64, 0)]
+PACES = [
+  pytest.param(*pace, marks=() if pace in OFTEN else pytest.mark.slow)
+  for pace in itertools.product((0, 1, 3, 5, 8), (64, 5, 2), (0, MANY))
+]
+
+
+@pytest.mark.parametrize("rows, chunk, weights", PACES)
+def test_tokens_do_not_depend_on_the_pace(rows, chunk, weights, alone):
+  config, params, expected = alone
+  found, parts = draw(config, params, rows, weights, chunk)
+  assert_same(found, expected)
+  assert sorted(sum(parts, [])) == list(range(P))
+  assert (found.stopped_by_PG >= 0).any() and 1 <= found.lengths_PG.min() < found.lengths_PG.max()
+
+
+def test_what_is_not_drawn_is_zero(alone):
+  found = alone[2]
+  padding = np.arange(T) >= found.lengths_PG[..., None]
+  np.testing.assert_array_equal(found.sampled_PGT, ~padding)
+  for x in (found.tokens_PGT, found.logprobs_PGT, found.behavior_logprobs_PGT):
+    assert (x[padding] == 0).all()
+
+
+@pytest.mark.parametrize(
+  "rows, mesh",
+  [
+    (0, (2, 1, 1, 1)),
+    (8, (1, 2, 2, 1)),
+    (4, (4, 1, 2, 1)),
+    pytest.param(4, (2, 1, 1, 1), marks=pytest.mark.slow),
+    pytest.param(0, (1, 2, 2, 1), marks=pytest.mark.slow),
+    pytest.param(8, (4, 1, 2, 1), marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
+def test_meshes_draw_the_same_tokens(rows, mesh, alone):
+  config, params, expected = alone
+  assert_same(draw(*on(mesh, config, params), rows, chunk=5)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama_dynamic", "qwen3_yarn", "qwen3_moe_mixed"])
+def test_families_draw_the_same_tokens(name):
+  """With sliding windows, scaled positions and experts."""
+  config, params = model.load(FAMILIES / name)
+  config = dataclasses.replace(config, dtype="float32")
+  expected, _ = draw(config, params, weights=0)
+  assert_same(draw(config, params, rows=5, chunk=7)[0], expected)
+  if config.num_experts:
+    assert_same(draw(*on((2, 1, 1, 2), config, params), rows=4, chunk=7)[0], expected)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 33])
+def test_short_completions_and_those_of_one_chunk_more(max_tokens, alone):
+  config, params, expected = alone
+  found, _ = draw(config, params, rows=5, max_tokens=max_tokens)
+  np.testing.assert_array_equal(found.tokens_PGT, expected.tokens_PGT[..., :max_tokens])
+  np.testing.assert_array_equal(found.lengths_PG, np.minimum(expected.lengths_PG, max_tokens))
+
+
+@pytest.mark.parametrize("rows, chunk", [(0, 64), (0, 3), (5, 64), (2, 3)])
+def test_texts_end_a_row_at_the_token_that_completes_them(rows, chunk, alone):
+  """A token's text is its id in words of two letters, so a text may lie across tokens."""
+  config, params, drawn = alone
+
+  def text(ids):
+    return "".join(f"{chr(97 + i // 10)}{chr(97 + i % 10)}" for i in ids)
+
+  def kept(ids):
+    whole = text(ids)
+    found = [whole.index(stop) + len(stop) for stop in stops if stop in whole]
+    return -(-min(found) // 2) if found else len(ids)
+
+  # Two letters of neighbours, and a token.
+  stops = (text(drawn.tokens_PGT[0, 0, 2:4])[1:3], text(drawn.tokens_PGT[1, 1, 3:4]))
+  found, _ = draw(config, params, rows, chunk=chunk, end=end_at(stops, text))
+  lengths_PG = np.zeros((P, G), int)
+  for p, g in np.ndindex(P, G):
+    ids = drawn.tokens_PGT[p, g, : drawn.lengths_PG[p, g]]
+    n = lengths_PG[p, g] = kept(ids)
+    assert found.tokens_PGT[p, g, :n].tolist() == ids[:n].tolist()
+    by = ids[n - 1] if n < len(ids) or text(ids).endswith(stops) else drawn.stopped_by_PG[p, g]
+    assert found.stopped_by_PG[p, g] == by
+  np.testing.assert_array_equal(found.lengths_PG, lengths_PG)
+  assert (lengths_PG < drawn.lengths_PG).sum() > 1
+  for x in (found.tokens_PGT, found.logprobs_PGT, found.sampled_PGT):
+    assert (x[np.arange(T) >= lengths_PG[..., None]] == 0).all()
+
+
+def test_greedy_rows_take_the_likeliest_token(alone):
+  config, params, drawn = alone
+  found, _ = draw(config, params, temperature=0.0)
+  assert (found.tokens_PGT == found.tokens_PGT[:, :1]).all()  # all members are the same
+  assert (found.tokens_PGT != drawn.tokens_PGT).any()
+  assert (found.behavior_logprobs_PGT == 0).all() and (found.logprobs_PGT <= 0).all()
+  assert_same(draw(config, params, rows=2, temperature=0.0)[0], found)
+
+
+def test_prompts_that_wait_arrive_in_batches():
+  """Of 20 prompts 16 have places. The last four come two by two."""
+  config, params = tiny()
+  given = prompts(config.vocab_size, 20)
+  expected, _ = draw(config, params, weights=0, given=given)
+  found, parts = draw(config, params, rows=16, given=given)
+  assert_same(found, expected)
+  assert len(parts) > 1 and sorted(sum(parts, [])) == list(range(20))
+
+
+def test_equal_calls_compile_nothing_again(alone):
+  config, params, _ = alone
+  sampler = Sampler(config, Decoding(max_tokens=T, stop_ids=stops(96)), MANY, rows=5)
+  sizes = []
+  for key in (3, 3):
+    list(sampler(params, *prompts(96), G, Draws(jax.random.key(key))))
+    programs = sampler.programs
+    sizes.append([f._cache_size() for f in (programs.begin, programs.chunk, programs.move)])
+  assert sizes[0] == sizes[1] and sizes[0][1] > 1
+
+
+def test_the_example_of_the_page_runs(tmp_path, capsys):
+  config, params = tiny()
+  model.save(tmp_path / "hf", dataclasses.replace(config, stop_ids=stops(96)), params)
+  page = (Path(__file__).parents[1] / "docs/sampler.md").read_text()
+  code = re.search("```python\n(.*?)```", page, re.S)[1].replace("FOLDER", str(tmp_path / "hf"))
+  exec(code, {})
+  assert ", 4, 32)" in capsys.readouterr().out

@@ -1,0 +1,95 @@
+"""Who sits where, with rows that only have a length."""
+
+import numpy as np
+import pytest
+
+from grpo_jax.sampler import seats as seats_lib
+from grpo_jax.sampler.seats import NOBODY, Grid, first_grid
+
+
+def test_the_first_grid_has_one_place_for_each_prompt_where_it_can():
+  assert first_grid(6, 4) == first_grid(6, 4, rows=24) == Grid(6, 4)
+  assert first_grid(6, 4, rows=17) == Grid(8, 2)
+  assert first_grid(6, 4, rows=11) == Grid(11, 1)
+  assert first_grid(6, 4, rows=3) == Grid(3, 1)
+  assert first_grid(6, 4, rows=15, shards=2) == Grid(6, 2)
+  assert first_grid(6, 4, rows=1, shards=2) == Grid(2, 1)
+
+
+def check(seats, first_shard):
+  """What holds at any time."""
+  grid = seats.grid
+  rows = seats.row_NQ[seats.row_NQ != NOBODY]
+  assert len(set(rows.tolist())) == len(rows)
+  for n, prompt in enumerate(seats.prompt_N):
+    here = seats.row_NQ[n][seats.row_NQ[n] != NOBODY]
+    assert (here // seats.members == prompt).all()
+    for row in here.tolist():
+      shard = n * seats.shards // grid.places
+      assert first_shard.setdefault(row, shard) == shard
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("rows, batch", [(0, 1), (5, 1), (8, 2), (12, 2), (16, 4)])
+def test_every_row_has_a_seat_until_it_ends(rows, batch, shards):
+  """Random lengths. A row sits in one seat at a time, at its prompt, and never changes shards."""
+  P, G, rng = 6, 4, np.random.default_rng(rows)
+  left = rng.geometric(0.15, P * G)
+  grid = first_grid(P, G, rows, shards)
+  smaller = [Grid(size * shards, 1) for size in (6, 3, 1)]
+  seats, shard_of = seats_lib.no_one(P, G, grid, shards), {}
+  seen, sizes = set(), [grid.rows]
+  while True:
+    arrivals = seats_lib.fill_places(seats, batch * shards)
+    new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
+    assert all(seats.prompt_N[a.place] == a.prompt for a in arrivals)
+    assert (
+      len(new) in (0, seats.next_prompt)
+      or len(new) >= min(batch * shards, P)
+      or (seats.next_prompt == P)
+    )
+    taken = seats_lib.take_seats(seats)
+    assert not seen & {*taken}
+    seen |= {*taken}
+    if seats.is_empty:
+      break
+    check(seats, shard_of)
+    before = seats.row_NQ.reshape(-1).copy()
+    move = seats_lib.move_together(seats, smaller)
+    if move is not None:
+      after = seats.row_NQ.reshape(-1)
+      assert (before[move.rows_NQ.reshape(-1)] == after)[after != NOBODY].all()
+      assert sorted(after[after != NOBODY]) == sorted(before[before != NOBODY])
+      check(seats, shard_of)
+      sizes.append(seats.grid.rows)
+    row_R = seats.row_NQ.reshape(-1)
+    sitting = np.flatnonzero(row_R != NOBODY)
+    assert len(sitting), "nobody sits, and somebody waits"
+    left[row_R[sitting]] -= 1
+    seats_lib.leave(seats, sitting[left[row_R[sitting]] <= 0])
+  assert seen == {*range(P * G)} and sizes == sorted(sizes, reverse=True) and sizes[-1] < P * G
+
+
+def test_places_that_are_left_serve_the_prompts_with_most_waiting():
+  seats = seats_lib.no_one(2, 6, Grid(4, 1))
+  new = seats_lib.fill_places(seats)
+  assert [(a.place, a.prompt) for a in new] == [(0, 0), (1, 1)]
+  copies = seats_lib.fill_places(seats)
+  assert [(a.place, a.prompt, a.copied_from) for a in copies] == [(2, 0, 0), (3, 1, 1)]
+  assert seats_lib.take_seats(seats) == [0, 6, 1, 7]
+
+
+@pytest.mark.parametrize(
+  "rows, grids, most",
+  [
+    (0, [], 7.0),
+    (0, [Grid(128, 1), Grid(64, 1), Grid(32, 1), Grid(16, 1)], 1.75),
+    (64, [Grid(32, 1), Grid(16, 1)], 1.3),
+  ],
+)
+def test_few_row_tokens_are_computed_for_each_that_is_emitted(rows, grids, most):
+  """Lengths are geometric with mean 72 and at most 512, as with random stops."""
+  lengths_PG = np.minimum(np.random.default_rng(0).geometric(1 / 72, (32, 8)), 512)
+  grid = first_grid(32, 8, rows)
+  computed = seats_lib.simulate(lengths_PG, grid, grids, chunk=4)
+  assert 0.7 * most < computed / lengths_PG.sum() < most
