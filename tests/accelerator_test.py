@@ -262,7 +262,6 @@ def check_model_parts(parts):
   assert decode["rows"].keys() == {"16", "32"}
   for rows, found in decode["rows"].items():
     assert 0 < found["tokens"] <= int(rows) * 16 and found["tokens_per_s"] > 100
-    assert found["by_shape"]["bytes_per_token"] < found["by_program"]["bytes_per_token"]
     assert 0 < found["by_shape"]["share_of_reached"] < 1
 
   update = parts["update"]
