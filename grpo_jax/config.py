@@ -220,8 +220,8 @@ class Sampling:
   )
   rows: int = setting(
     0,
-    "the most completions of a step that are decoded together: each one that ends gives its place"
-    " to the next, and keys and values take that much less memory; 0 = all",
+    "the most completions that are decoded together: each one that ends gives its place to the"
+    " next, and keys and values take that much less memory; 0 = as many as fit",
     NOT_NEGATIVE,
     before=0,
   )

@@ -114,12 +114,18 @@ def test_as_many_rows_as_fit_are_in_flight():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
   shape = shape_on(mesh)
   choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0, mesh=mesh)
+  config = dataclasses.replace(CONFIG, eval=Eval(every=0))
   for rows in (64, 32, 16, 8, 4):
-    needed = fitting.sampler_bytes(CONFIG, shape, mesh, rows)
+    needed = fitting.sampler_bytes(config, shape, mesh, rows)
     memory = (needed + 1000) / 0.93 + 1
-    assert choose(CONFIG, memory=memory) == rows
-    assert choose(CONFIG, memory=memory - 100) == max(4, rows // 2)  # a row for each device
-  assert choose(CONFIG, memory=None) == 64
+    assert choose(config, memory=memory) == (rows if rows < 64 else 0)  # 0: all
+    assert choose(config, memory=memory - 100) == max(4, rows // 2)  # a row for each device
+  assert choose(config, memory=None) == 0
+  # More draws are evaluated than a step samples.
+  drawn = dataclasses.replace(config, eval=Eval(every=1, batch=8, samples=16))
+  needed = fitting.sampler_bytes(drawn, shape, mesh, 0)
+  memory = (needed + 1000) / 0.93 + 1
+  assert choose(drawn, memory=memory) == 0 and choose(drawn, memory=memory - 100) == 64
   # 16 rows are in 16 places, each with its prompt: 4 on a device. Four copies of 96 logits a row.
   own = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4 + 4 * 4 * 96 * 4
   assert fitting.sampler_bytes(CONFIG, shape, mesh, 16) == own

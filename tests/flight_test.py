@@ -205,8 +205,8 @@ def test_greedy_rows_take_the_likeliest_token(alone):
   assert_same(draw(config, params, rows=2, temperature=0.0)[0], found)
 
 
-def test_prompts_that_wait_arrive_in_batches():
-  """Of 20 prompts 16 have places. The last four come two by two."""
+def test_prompts_that_wait_for_a_place_get_the_same_completions():
+  """Of 20 prompts, 16 have places at first."""
   config, params = tiny()
   given = prompts(config.vocab_size, 20)
   expected, _ = draw(config, params, weights=0, given=given)

@@ -273,12 +273,11 @@ class _Parts:
 
   def _prompts(self, count: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """So many prompts and their lengths."""
-    return self._some("int32", count, self._config.data.max_prompt_tokens), self._some(
-      "int32", count
-    )
+    S = self._config.data.max_prompt_tokens
+    return self._some("int32", count, S), self._some("int32", count)
 
   def _some(self, dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-    """An array of the host, or one that is split by rows."""
+    """The shape of an array of the host."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
   def _with_rows(self, batch: Batch, count: int) -> Batch:

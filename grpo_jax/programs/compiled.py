@@ -16,7 +16,7 @@ from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.chips import memory_of
 from grpo_jax.programs import fitting
-from grpo_jax.programs.parameters import Parameters
+from grpo_jax.programs.parameters import Parameters, count
 from grpo_jax.programs.sampling import Sampler, decoding_of
 from grpo_jax.types import Batch, TrainState
 
@@ -73,7 +73,7 @@ class Programs:
 
   @functools.cached_property
   def _rows_in_flight(self) -> int:
-    """How many completions are decoded together: sampling.rows, or what fits of a step."""
+    """How many completions are decoded together: sampling.rows, or what fits. 0 means all."""
     parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
     copy = parameters.sampling.abstract(parameters.abstract_policy)
     gradients = fitting.device_bytes(parameters.abstract)
@@ -94,7 +94,7 @@ class Programs:
       config = self._parameters.sampling.model
       decoding = decoding_of(self._config.sampling, config.stop_ids)
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
-      weights = sum(x.size for x in jax.tree.leaves(self._parameters.abstract_policy))
+      weights = count(self._parameters.abstract_policy)
       self._samplers[max_tokens] = Sampler(config, decoding, weights, self._rows_in_flight)
     return self._samplers[max_tokens]
 

@@ -4,7 +4,6 @@ The numbers are estimates. `python -m grpo_jax.plan` gives those of the compiler
 """
 
 from collections.abc import Callable
-import dataclasses
 import math
 from typing import Any
 
@@ -16,7 +15,7 @@ from grpo_jax.config import Config
 from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.parallel import sharding
-from grpo_jax.sampler.seats import Grid, first_grid
+from grpo_jax.sampler.seats import first_grid
 from grpo_jax.types import Batch
 
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
@@ -74,24 +73,30 @@ def sampler_bytes(
 ) -> float:
   """The bytes of one device's keys, values and logits while the largest batch is sampled.
 
-  `rows` are those of a step in flight, or sampling.rows if it is None.
+  `rows` are the most in flight, 0 for all. None means sampling.rows.
   """
   S, T, split = config.data.max_prompt_tokens, config.sampling.max_tokens, mesh.shape["tensor"]
   item = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4
   per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
   if shape.num_kv_heads % split == 0:
     per_token /= split
-  prompts, members, shards = config.batch.prompts, config.batch.group_size, shape.row_shards
-  grids = [first_grid(prompts, members, config.sampling.rows if rows is None else rows, shards)]
-  if config.eval.every:
-    grids.append(Grid(config.eval.batch, max(1, config.eval.samples)))
+  rows = config.sampling.rows if rows is None else rows
+  grids = [first_grid(*call, rows, shape.row_shards) for call in _calls(config)]
   # The prompt's part is held once for its place.
   sizes = [
     grid.places * (S + grid.seats * T) * per_token
     + _LOGITS_COPIES * grid.rows * shape.vocab_size / split * 4
     for grid in grids
   ]
-  return max(sizes) / shards
+  return max(sizes) / shape.row_shards
+
+
+def _calls(config: Config) -> list[tuple[int, int]]:
+  """The prompts and members of the sampler's calls, in training and in evaluation."""
+  calls = [(config.batch.prompts, config.batch.group_size)]
+  if config.eval.every:
+    calls.append((config.eval.batch, max(1, config.eval.samples)))
+  return calls
 
 
 def rows_in_flight(
@@ -101,9 +106,9 @@ def rows_in_flight(
   mesh: jax.sharding.Mesh,
   memory: float | None,
 ) -> int:
-  """How many rows a step decodes together: sampling.rows itself, or what 0 means.
+  """The most rows that are decoded together: sampling.rows itself, or what fits.
 
-  That is all of them, or the largest half, quarter and so on that fits.
+  That is 0, which means all of them, or the largest half, quarter and so on that fits.
 
   Args:
     config: The config of the run.
@@ -112,14 +117,15 @@ def rows_in_flight(
     mesh: The mesh of the run.
     memory: The bytes of a device, or None if they are not known. Then all fit.
   """
-  rows = config.sampling.rows or config.batch.prompts * config.batch.group_size
   if config.sampling.rows or memory is None:
-    return rows
+    return config.sampling.rows
   free = _USABLE_BY_SAMPLER * memory - held
-  training = dataclasses.replace(config, eval=dataclasses.replace(config.eval, every=0))
-  while rows > shape.row_shards and sampler_bytes(training, shape, mesh, rows) > free:
-    rows = max(shape.row_shards, rows // 2)
-  return rows
+  if sampler_bytes(config, shape, mesh, 0) <= free:
+    return 0
+  rows = max(prompts * members for prompts, members in _calls(config)) // 2
+  while rows > shape.row_shards and sampler_bytes(config, shape, mesh, rows) > free:
+    rows //= 2
+  return max(rows, shape.row_shards)
 
 
 def micro_batch(

@@ -80,7 +80,7 @@ class Pace(NamedTuple):
   smaller: tuple[Grid, ...]
   slots: tuple[int, ...]
   prompts_at_once: int
-  shards: int = 1
+  shards: int
 
 
 def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...]) -> Decoding:
@@ -308,13 +308,13 @@ class _Call:
     seat, column = np.nonzero(drawn.is_drawn_RN)
     p, g = np.divmod(row_R[seat], self._members)
     # The first column is for new rows.
-    token = out.lengths_PG[p, g] + column - ~is_new_R[seat]
-    for whole, part in (
+    token = out.lengths_PG[p, g] + column - 1 + is_new_R[seat]
+    for kept, new in (
       (out.tokens_PGT, drawn.tokens_RN),
       (out.logprobs_PGT, drawn.logprobs_RN),
       (out.behavior_logprobs_PGT, drawn.behavior_logprobs_RN),
     ):
-      whole[p, g, token] = part[seat, column]
+      kept[p, g, token] = new[seat, column]
     out.sampled_PGT[p, g, token] = True
     taken = np.flatnonzero(row_R != NOBODY)
     p, g = np.divmod(row_R[taken], self._members)

@@ -101,6 +101,7 @@ class PolicyRollout:
     on_groups: OnGroups | None = None,
   ) -> Rollouts:
     parts = []
+    texts_PG = np.full((len(prompts.prompt_lengths_P), self._group_size), None, object)
     draws = Draws(key, 0.0 if self._greedy else temperature, first_prompt, self._end)
     given = prompts.prompts_PS, prompts.prompt_lengths_P
     for part in self._sample(params, *given, self._group_size, draws):
@@ -108,10 +109,12 @@ class PolicyRollout:
       if on_groups is not None:
         # Each process has the texts of those groups of the part that it scores.
         own = self._hosts.own_rows(len(part.prompts))
-        texts_PG = texts_of(part.completions, self._decode_text, own)
-        on_groups(part.prompts, Rollouts(part.completions, texts_PG))
+        texts_PG[part.prompts] = texts_of(part.completions, self._decode_text, own)
+        on_groups(part.prompts, Rollouts(part.completions, texts_PG[part.prompts]))
     completions = whole(parts)
-    return Rollouts(completions, texts_of(completions, self._decode_text, prompts.own))
+    if on_groups is None:
+      texts_PG = texts_of(completions, self._decode_text, prompts.own)
+    return Rollouts(completions, texts_PG)
 
 
 def make_rollout(

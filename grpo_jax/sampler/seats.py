@@ -228,21 +228,3 @@ def move_together(seats: Seats, grids: Sequence[Grid]) -> Move | None:
         n += 1
   seats.grid, seats.row_NQ, seats.prompt_N = grid, row_NQ, prompt_N
   return move
-
-
-def simulate(lengths_PG: np.ndarray, grid: Grid, grids: Sequence[Grid], chunk: int) -> int:
-  """How many row-tokens are computed, ended rows included, to decode rows of these lengths."""
-  P, G = lengths_PG.shape
-  seats, left, computed = no_one(P, G, grid), lengths_PG.reshape(-1).copy(), 0
-  while True:
-    fill_places(seats)
-    take_seats(seats)
-    if seats.is_empty:
-      return computed
-    move_together(seats, grids)
-    rows = seats.row_NQ.reshape(-1)
-    going = np.where(rows == NOBODY, 0, left[rows])
-    steps = min(chunk, going.max())
-    computed += steps * seats.grid.rows
-    left[rows[rows != NOBODY]] -= steps
-    leave(seats, np.flatnonzero((rows != NOBODY) & (left[rows] <= 0)))
