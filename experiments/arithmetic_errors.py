@@ -29,18 +29,14 @@ def main(argv: list[str]) -> None:
 
   def draw(rollout: Rollout) -> np.ndarray:
     """Texts [N, G]."""
-    parts = []
-    for start in range(0, SUMS, ROWS):
-      batch = prompt_batch(prompts, start + np.arange(ROWS))
-      parts.append(rollout(params, batch, run.key("evaluate"), 1.0, start).texts_PG)
-    return np.concatenate(parts)
+    return rollout(params, prompt_batch(prompts, np.arange(SUMS)), run.key("evaluate")).texts_PG
 
   def right(texts_NG: np.ndarray) -> np.ndarray:
     columns = [np.array(strict(list(texts), answer=answers)) == 1 for texts in texts_NG.T]
     return np.stack(columns, axis=1)
 
-  greedy_N = right(draw(make_rollout(run, 1, greedy=True)))[:, 0]
-  texts_NG = draw(make_rollout(run, DRAWS))
+  greedy_N = right(draw(make_rollout(run, 1, greedy=True, at_once=ROWS)))[:, 0]
+  texts_NG = draw(make_rollout(run, DRAWS, at_once=ROWS))
   right_NG = right(texts_NG)
   worked_NG = np.vectorize(lambda text: ";" in text)(texts_NG)
   print(policy.name)

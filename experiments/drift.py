@@ -37,9 +37,8 @@ def drift(workdir: str, examples: int) -> dict[str, float | str]:
     sys.exit(f"{workdir}: a batch takes {size} test problems, which is more than there are to draw")
   for start in range(0, batches * size, size):
     batch = prompt_batch(prompts, start + np.arange(size), run.hosts)
-    completions = rollout(
-      for_sampling, batch, jax.random.key(0), config.sampling.temperature, start
-    ).completions
+    key = jax.random.fold_in(jax.random.key(0), start)
+    completions = rollout(for_sampling, batch, key, config.sampling.temperature).completions
     learned = programs.to_batch(
       completions,
       batch.prompts_PS,

@@ -109,6 +109,7 @@ def of_grpo_jax(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     "reference_s": median("time/reference"),
     "update_s": median("time/update"),
     "tokens": median("completions/tokens"),
+    "padding": median("perf/padding"),
     "idle_groups": median("frac_reward_zero_std"),
     "device_mb": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) >> 20,
   }

@@ -109,19 +109,14 @@ def measure(name: str, policy: Policy, scorers: Scorers, args: argparse.Namespac
   prompts = some_problems(name, policy, args.problems)
   if prompts is None:
     return row
-  rollout = make_rollout(run, args.draws)
+  rollout = make_rollout(run, args.draws, at_once=args.rows)
   params, key = run.parameters.for_sampling(policy.params), run.key("evaluate")
-  scores, lengths, cut_off, sizes = [], [], [], []
-  for start in range(0, len(prompts), args.rows):
-    count = min(args.rows, len(prompts) - start)
-    batch = prompt_batch(prompts, (start + np.arange(args.rows)) % len(prompts), run.hosts)
-    rollouts = rollout(params, batch, key, args.temperature, start)
-    scored = scorers.training(rollouts, batch)
-    scores.append(first_scores(scored.rewards.scores_PGJ)[:count])
-    lengths.append(rollouts.completions.lengths_PG[:count])
-    cut_off.append(rollouts.completions.stopped_by_PG[:count] < 0)
-    sizes.append(batch.prompt_lengths_P[:count])
-  scores_PG = np.nan_to_num(np.concatenate(scores))
+  # As many as always, so that no program is compiled for fewer.
+  count = len(prompts)
+  batch = prompt_batch(prompts, np.arange(max(count, args.rows)) % count, run.hosts)
+  rollouts = rollout(params, batch, key, args.temperature)
+  all_scores_PG = first_scores(scorers.training(rollouts, batch).rewards.scores_PGJ)[:count]
+  scores_PG = np.nan_to_num(all_scores_PG)
   right_PG = scores_PG == 1
   return row | {
     "problems": len(prompts),
@@ -129,10 +124,10 @@ def measure(name: str, policy: Policy, scorers: Scorers, args: argparse.Namespac
     "score": float(scores_PG.mean()),
     "differ": float((np.ptp(scores_PG, axis=1) > 0).mean()),
     "differ_right": float((np.ptp(right_PG.astype(int), axis=1) > 0).mean()),
-    "unscored": int(np.isnan(np.concatenate(scores)).sum()),
-    "tokens": float(np.concatenate(lengths).mean()),
-    "cut_off": float(np.concatenate(cut_off).mean()),
-    "prompt_tokens": float(np.concatenate(sizes).mean()),
+    "unscored": int(np.isnan(all_scores_PG).sum()),
+    "tokens": float(rollouts.completions.lengths_PG[:count].mean()),
+    "cut_off": float((rollouts.completions.stopped_by_PG[:count] < 0).mean()),
+    "prompt_tokens": float(batch.prompt_lengths_P[:count].mean()),
     "seconds": time.monotonic() - began,
   }
 

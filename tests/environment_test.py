@@ -42,8 +42,8 @@ class TwoTurns:
     self._second = make_rollout(run, 1, max_tokens=TURN)
     self._decode = run.tokenizer.decode
 
-  def __call__(self, params, prompts, key, temperature=1.0, first_prompt=0, on_groups=None):
-    first = self._first(params, prompts, key, temperature, first_prompt).completions
+  def __call__(self, params, prompts, key, temperature=1.0, on_groups=None):
+    first = self._first(params, prompts, key, temperature).completions
     goes_on_PG = first.stopped_by_PG < 0
     asked_BS = np.zeros((P * G, S + TURN + len(ANSWER)), np.int32)
     lengths_B = np.ones(P * G, np.int32)  # a row that has ended is asked for nothing

@@ -63,14 +63,14 @@ def draw(
   temperature=1.0,
   max_tokens=T,
   given=None,
-  end=None,
+  **draws,
 ):
   """The completions of the prompts, and the numbers of the prompts of each part."""
   decoding = Decoding(max_tokens=max_tokens, stop_ids=stops(config.vocab_size))
   sampler = Sampler(config, decoding, weights, rows)
   sampler.programs.columns = min(sampler.programs.columns, chunk)
   given = given or prompts(config.vocab_size)
-  parts = list(sampler(params, *given, G, Draws(jax.random.key(3), temperature, end=end)))
+  parts = list(sampler(params, *given, G, Draws(jax.random.key(3), temperature, **draws)))
   return whole(parts), [part.prompts for part in parts]
 
 
@@ -215,6 +215,72 @@ def test_prompts_that_wait_for_a_place_get_the_same_completions():
   assert len(parts) > 1 and sorted(sum(parts, [])) == list(range(20))
 
 
+def replies(asked):
+  """A reply of one to three tokens, or none, to a row that has ended for the first time."""
+  assert all(row.tokens[-1] == row.stopped_by for row in asked)
+  return [
+    None
+    if len(row.tokens) % 4 == 0 or 95 in row.tokens
+    else [95, *row.tokens[:2]][: 1 + row.member]
+    for row in asked
+  ]
+
+
+@pytest.mark.parametrize(
+  "rows, chunk, weights, mesh",
+  [
+    (0, 64, 0, ()),
+    (0, 5, MANY, ()),
+    (3, 64, MANY, ()),
+    (5, 2, 0, ()),
+    pytest.param(1, 7, MANY, (), marks=pytest.mark.slow),
+    pytest.param(4, 5, MANY, (2, 1, 2, 1), marks=pytest.mark.slow),
+  ],
+)
+def test_rows_go_on_with_the_tokens_of_a_reply(rows, chunk, weights, mesh, alone):
+  """With the numbers that the model gives for the whole row, whenever the others pause."""
+  config, params, first = alone
+  given = prompts(config.vocab_size)
+  placed = on(mesh, config, params) if mesh else (config, params)
+  found, _ = draw(*placed, rows, weights, chunk, reply=replies)
+  went_on = 0
+  for p, g in np.ndindex(P, G):
+    n, ids = int(first.lengths_PG[p, g]), found.tokens_PGT[p, g, : found.lengths_PG[p, g]]
+    assert ids[:n].tolist() == first.tokens_PGT[p, g, :n].tolist()
+    is_given = np.zeros(len(ids), bool)
+    if len(ids) > n:
+      went_on += 1
+      is_given[n : n + 1 + g] = True
+      assert ids[n : n + 1 + g].tolist() == [95, *ids[:2]][: 1 + g] and len(ids) > n + 1 + g
+    np.testing.assert_array_equal(found.sampled_PGT[p, g, : len(ids)], ~is_given)
+    row = np.concatenate([given[0][p, : given[1][p]], ids])
+    hidden = model.features(params, config, row[None], np.arange(len(row))[None])[0]
+    logprobs = jax.nn.log_softmax(model.unembed(params, config, hidden))[0, given[1][p] - 1 : -1]
+    expected = np.where(is_given, 0, np.asarray(logprobs)[np.arange(len(ids)), ids])
+    np.testing.assert_allclose(found.logprobs_PGT[p, g, : len(ids)], expected, atol=1e-4)
+  assert 2 < went_on < P * G
+
+
+def test_a_text_ends_a_turn_and_replies_are_not_searched(alone):
+  """Each turn ends at its second token at the latest. A reply of four does not end there."""
+  config, params, first = alone
+
+  def end(ids, seen):
+    del seen
+    return 2 if len(ids) >= 2 else None
+
+  def reply(asked):
+    return [[1, 95, 1, 3] if len(row.tokens) <= 2 else None for row in asked]
+
+  found, _ = draw(config, params, rows=5, chunk=7, end=end, reply=reply)
+  for p, g in np.ndindex(P, G):
+    n = min(2, first.lengths_PG[p, g])
+    ids = found.tokens_PGT[p, g]
+    assert ids[:n].tolist() == first.tokens_PGT[p, g, :n].tolist()
+    assert ids[n : n + 4].tolist() == [1, 95, 1, 3] and found.lengths_PG[p, g] in (n + 5, n + 6)
+  assert_same(draw(config, params, weights=0, chunk=64, end=end, reply=reply)[0], found)
+
+
 def test_equal_calls_compile_nothing_again(alone):
   config, params, _ = alone
   sampler = Sampler(config, Decoding(max_tokens=T, stop_ids=stops(96)), MANY, rows=5)
@@ -230,6 +296,11 @@ def test_the_example_of_the_page_runs(tmp_path, capsys):
   config, params = tiny()
   model.save(tmp_path / "hf", dataclasses.replace(config, stop_ids=stops(96)), params)
   page = (Path(__file__).parents[1] / "docs/sampler.md").read_text()
-  code = re.search("```python\n(.*?)```", page, re.S)[1].replace("FOLDER", str(tmp_path / "hf"))
-  exec(code, {})
+  code, turns = re.findall("```python\n(.*?)```", page, re.S)
+  names = {}
+  exec(code.replace("FOLDER", str(tmp_path / "hf")), names)
   assert ", 4, 32)" in capsys.readouterr().out
+  exec(turns, names)
+  sampler, given = names["sampler"], (names["prompts"], names["lengths"])
+  found = whole(sampler(names["params"], *given, members=4, draws=names["draws"]))
+  assert (~found.sampled_PGT & (np.arange(32) < found.lengths_PG[..., None])).any()

@@ -125,22 +125,23 @@ def test_routing_counts_each_token_once_wherever_it_lies():
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), stream, rows)
 
 
-def test_sizes_halve_and_are_not_small():
+def test_sizes_are_eighths_and_not_small():
   assert packed.slot_sizes(8, 33) == [128, None]
-  assert packed.slot_sizes(8, 129) == [128, 256, 512, None]
-  assert packed.slot_sizes(8, 513) == [512, 1024, 2048, None]
+  assert packed.slot_sizes(8, 65) == [128, 256, 384, None]
+  assert packed.slot_sizes(8, 129) == [128, 256, 384, 512, 640, 768, 896, None]
+  assert packed.slot_sizes(8, 513) == [512, 1024, 1536, 2048, 2560, 3072, 3584, None]
   assert packed.slot_sizes(4, 9) == [None]
 
 
 def test_a_part_takes_the_fewest_slots_that_hold_its_largest_group(monkeypatch):
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
-  assert packed.slot_sizes(G, T) == [3, 5, 9, None]
+  assert packed.slot_sizes(G, T) == [3, 6, 9, 12, 15, None]
 
   def slots(batch):
     return jnp.int32(-1 if batch.slots is None else batch.slots)
 
   # A completion of n tokens takes n - 1 slots: its last token predicts nothing.
-  cases = {3: [4, 1, 0], 5: [3, 3, 2], 9: [5, 4, 3], -1: [7, 5, 1]}
+  cases = {3: [4, 1, 0], 6: [3, 3, 3], 9: [5, 4, 3], 15: [7, 6, 5], -1: [7, 7, 6]}
   for expected, lengths in cases.items():
     batch = make_batch([[1, 1, 1], lengths])
     assert packed.with_fewest_slots(slots, batch) == expected

@@ -275,7 +275,7 @@ def sampling_stages(run, weights, prompts_PS, lengths_P, key):
   number = jax.ShapeDtypeStruct((), jnp.int32)
   new, chunk = NewRows(rows("bool"), rows("int32"), rows("float32")), Chunk(number, number)
   return (
-    (flights.begin, (grid, 40, weights, prompts_PS, lengths_P, None)),
+    (flights.begin, (grid, 40, False, weights, prompts_PS, lengths_P, None)),
     (flights.chunk, (weights, flight, key, new, rows("bool"), chunk)),
   )
 

@@ -126,10 +126,8 @@ def test_the_policy_samples_every_prompt_and_hands_on_the_groups_that_are_comple
 
   policy = PolicyRollout(sample, HOSTS, TOKENS.decode, group_size=2)
   parts = []
-  found = policy(
-    "params", PROMPTS, "key", 0.7, first_prompt=5, on_groups=lambda *part: parts.append(part)
-  )
-  assert calls == [("params", 2, Draws("key", 0.7, 5, None))]
+  found = policy("params", PROMPTS, "key", 0.7, on_groups=lambda *part: parts.append(part))
+  assert calls == [("params", 2, Draws("key", 0.7))]
   assert [(some, part.texts_PG.tolist()) for some, part in parts] == [
     ([1], [["4", "5"]]),
     ([0, 2], [["12", "3"], ["6", "7"]]),

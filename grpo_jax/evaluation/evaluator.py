@@ -15,7 +15,7 @@ from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards.functions.final_number import final_answer
-from grpo_jax.rollouts.rollout import Rollout, Rollouts, make_rollout
+from grpo_jax.rollouts.rollout import Rollout, Rollouts, hand_on, make_rollout
 from grpo_jax.rollouts.scorer import Scored, Scorers
 
 Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
@@ -60,9 +60,9 @@ class Evaluator:
     self._tasks: list[str] = []  # of each problem, where rewards depend on it
     if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
-    self._greedy = make_rollout(run, 1, greedy=True)
-    samples = self._config.samples
-    self._sampled = make_rollout(run, samples) if samples else None
+    samples, at_once = self._config.samples, self._config.batch
+    self._greedy = make_rollout(run, 1, greedy=True, at_once=at_once)
+    self._sampled = make_rollout(run, samples, at_once=at_once) if samples else None
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
     """Metrics under eval/.
@@ -84,39 +84,38 @@ class Evaluator:
   def _outcomes(
     self, what: str, rollout: Rollout, params: Any, key: jax.Array, step: int
   ) -> Outcomes:
-    """Completes every problem.
+    """Completes every problem. Workers score those that have ended while others are sampled.
 
-    The last batch is filled up with problems seen before, which do not count. While a batch is
-    sampled, the workers score the one before.
+    The mesh may need some problems twice. They do not count.
     """
-    size, total = self._config.batch, len(self.prompts)
-    drawn: list[Outcomes] = []
-    finish: Callable[[], Outcomes] | None = None
-    for start in range(0, total, size):
-      count = min(size, total - start)
-      indices = (start + np.arange(size)) % total
-      prompts = prompt_batch(self.prompts, indices, self._run.hosts)
-      rollouts = rollout(params, prompts, key, self._config.temperature, start)
+    total, shards = len(self.prompts), self._run.hosts.row_shards
+    indices = np.arange(-(-total // shards) * shards) % total
+    numbers, finish = list[int](), list[Callable[[], Outcomes]]()
+
+    def start(some: list[int], rollouts: Rollouts) -> None:
+      prompts = prompt_batch(self.prompts, indices[some], self._run.hosts)
       scored = self._score.start(rollouts, prompts, step)
-      if finish is not None:
-        drawn.append(finish())
-        self._progress(what, start, total)
-      finish = functools.partial(self._outcomes_of, rollouts, prompts, scored, count)
-    drawn.append(finish())
-    self._progress(what, total, total)
-    return Outcomes(*(np.concatenate(parts) for parts in zip(*map(dataclasses.astuple, drawn))))
+      finish.append(functools.partial(self._outcomes_of, rollouts, prompts, scored))
+      numbers.extend(some)
+      self._progress(what, min(len(numbers), total), total)
+
+    prompts = prompt_batch(self.prompts, indices, self._run.hosts)
+    hand_on(rollout, params, prompts, key, self._config.temperature, start)
+    parts = zip(*(dataclasses.astuple(one()) for one in finish))
+    order = np.argsort(numbers)[:total]
+    return Outcomes(*(np.concatenate(part)[order] for part in parts))
 
   def _outcomes_of(
-    self, rollouts: Rollouts, prompts: PromptBatch, scored: Callable[[], Scored], count: int
+    self, rollouts: Rollouts, prompts: PromptBatch, scored: Callable[[], Scored]
   ) -> Outcomes:
-    """The first `count` problems of a batch. `scored` waits for their scores."""
+    """The outcomes of some problems. `scored` waits for their scores."""
     right_PG = first_scores(scored().rewards.scores_PGJ) == 1
     own_majority = majority_right(rollouts.texts_PG[prompts.own], right_PG[prompts.own])
     return Outcomes(
-      right_NG=right_PG[:count],
-      lengths_NG=rollouts.completions.lengths_PG[:count],
-      cut_off_NG=rollouts.completions.stopped_by_PG[:count] < 0,
-      majority_N=self._run.hosts.join_rows(own_majority)[:count],
+      right_NG=right_PG,
+      lengths_NG=rollouts.completions.lengths_PG,
+      cut_off_NG=rollouts.completions.stopped_by_PG < 0,
+      majority_N=self._run.hosts.join_rows(own_majority),
     )
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from grpo_jax.types import Batch
 
-_SIZES = 4
 _FEWEST_SLOTS = 128
 
 
@@ -29,18 +28,12 @@ def lengths(mask_PGT: jax.Array) -> jax.Array:
 def slot_sizes(completions: int, tokens: int) -> list[int | None]:
   """The numbers of slots that G completions of T tokens can be computed in, ascending.
 
-  None, the last one, means rows of T. It suits groups whose completions are all long.
+  They are multiples of an eighth of all tokens, or of 128 if that is more. None, the last one,
+  means rows of T. It suits groups whose completions are all long.
   """
   full = completions * (tokens - 1)  # a row's last token predicts nothing
-  return [*halvings(full, _FEWEST_SLOTS)[:-1], None]
-
-
-def halvings(full: int, fewest: int) -> list[int]:
-  """At most four sizes up to `full`, ascending, each half of the next and at least `fewest`."""
-  sizes = [full]
-  while len(sizes) < _SIZES and sizes[-1] // 2 >= fewest:
-    sizes.append(-(-sizes[-1] // 2))
-  return sizes[::-1]
+  step = max(-(-full // 8), _FEWEST_SLOTS)
+  return [*range(step, full, step), None]
 
 
 def slots_of_batch(lengths_PG: np.ndarray, tokens: int, platform: str) -> int | None:
@@ -52,18 +45,14 @@ def slots_of_batch(lengths_PG: np.ndarray, tokens: int, platform: str) -> int | 
     platform: That of the mesh.
 
   Returns:
-    None on a CPU, so that each micro-batch takes its own. Otherwise the smallest number of eighths
-    of a group's tokens that holds every group, or 0 for rows of T.
+    None on a CPU, so that each micro-batch takes its own. Otherwise the smallest of `slot_sizes`
+    that holds every group, or 0 for rows of T.
   """
   if platform == "cpu":
     return None
-  full = lengths_PG.shape[1] * (tokens - 1)
-  eighth = -(-full // 8)
-  if eighth < _FEWEST_SLOTS:
-    return 0
   needed = int(np.maximum(lengths_PG - 1, 0).sum(1).max())
-  slots = eighth * max(1, -(-needed // eighth))
-  return slots if slots < full else 0
+  sizes = slot_sizes(lengths_PG.shape[1], tokens)
+  return next((size for size in sizes if size is not None and size >= needed), 0)
 
 
 def with_fewest_slots(function: Callable[[Batch], Any], batch: Batch) -> Any:

@@ -157,7 +157,9 @@ def _stats_of_chunk(
   if not options.entropy_gradient:
     logits, log_total = jax.lax.stop_gradient((logits, log_total))
   probs = jnp.exp(logits - log_total[..., None])
-  entropies_BT = log_total - (probs * logits).sum(-1)
+  # As a product. XLA's CPU compiler takes five times as long for the sum of an expression with exp.
+  means = jnp.einsum("btv,btv->bt", probs, logits, precision=jax.lax.Precision.HIGHEST)
+  entropies_BT = log_total - means
   return logprobs_BT, entropies_BT, full_kl_BT
 
 

@@ -140,6 +140,23 @@ def take_rows(cache: Cache, rows_PG: jax.Array, prompts_P: jax.Array) -> Cache:
   return Cache(keys, values, cache.time, lengths_PG, prefix)
 
 
+def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
+  """The cache with each row's tokens as many slots further, round the end.
+
+  A row that paused, or that drops its last tokens, has its own tokens in the slots written last
+  again.
+  """
+  P, G = by_PG.shape
+  from_PGC = (jnp.arange(cache.slots) - by_PG[..., None]) % cache.slots
+
+  def own(stack: jax.Array) -> jax.Array:
+    index = from_PGC.reshape(*[1] * (stack.ndim - 5), P, 1, G, cache.slots, 1)
+    return jnp.take_along_axis(stack, index, axis=-2)
+
+  keys, values = jax.tree.map(own, (cache.keys, cache.values))
+  return cache.replace(keys=keys, values=values)
+
+
 def take_prompts(prefix: Prefix, from_P: jax.Array) -> Prefix:
   """The prefix with prompt from_P[p] at each place p."""
 

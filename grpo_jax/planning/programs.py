@@ -155,7 +155,7 @@ class _Parts:
     grid, S = pace.grid, self._config.data.max_prompt_tokens
     key = jax.eval_shape(lambda: jax.random.key(0))
     first = (self._sampled, *self._prompts(min(grid.places, prompts)), None)
-    begin = functools.partial(programs.begin.lower, grid, pace.slots[0], *first)
+    begin = functools.partial(programs.begin.lower, grid, pace.slots[0], False, *first)
     flight = programs.abstract(grid, pace.slots[0], self._sampled, S)
     stages = [Stage(begin, cache=device_bytes(flight.cache))]
     waves = -(-prompts * group_size // grid.rows)

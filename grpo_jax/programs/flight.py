@@ -49,6 +49,22 @@ class NewRows(NamedTuple):
   temperature_R: np.ndarray
 
 
+class Resumed(NamedTuple):
+  """Which rows go on, and with which tokens.
+
+  Attributes:
+    is_resumed_R: bool.
+    kept_R: int32, how many of its tokens the row keeps. At least 1.
+    token_R: int32, the last of them.
+    given_RT: int32, the tokens that follow, in their places, and -1 elsewhere.
+  """
+
+  is_resumed_R: np.ndarray
+  kept_R: np.ndarray
+  token_R: np.ndarray
+  given_RT: np.ndarray
+
+
 class FlightPrograms:
   """What is compiled. Each program is compiled for each grid and size of the cache that it meets.
 
@@ -64,11 +80,11 @@ class FlightPrograms:
 
   @functools.cached_property
   def begin(self) -> Any:
-    """(grid, slots, params, prompts_nS, lengths_n, prompt_N) -> Flight: computes n prompts.
+    """(grid, slots, resumes, params, prompts_nS, lengths_n, prompt_N) -> Flight of n prompts.
 
-    prompt_N says which of them each place gets.
+    prompt_N says which of them each place gets. With `resumes`, rows can go on after they ended.
     """
-    return jax.jit(self._begin, static_argnums=(0, 1))
+    return jax.jit(self._begin, static_argnums=(0, 1, 2))
 
   @functools.cached_property
   def arrive(self) -> Any:
@@ -87,6 +103,11 @@ class FlightPrograms:
   def move(self) -> Any:
     """(flight, rows_NQ, places_N) -> Flight: rows take new seats (see `seats.Move`)."""
     return jax.jit(self._move)
+
+  @functools.cached_property
+  def resume(self) -> Any:
+    """(flight, Resumed) -> Flight: rows that have ended go on."""
+    return jax.jit(self._resume, donate_argnums=0)
 
   @functools.cached_property
   def grow(self) -> Any:
@@ -112,7 +133,7 @@ class FlightPrograms:
     """
     prompts = jax.ShapeDtypeStruct((grid.places, prompt_slots), jnp.int32)
     lengths = jax.ShapeDtypeStruct((grid.places,), jnp.int32)
-    begin = functools.partial(self._begin, grid, slots)
+    begin = functools.partial(self._begin, grid, slots, False)
     flight = jax.eval_shape(begin, params, prompts, lengths, None)
     if self._config.rows is None:
       return flight
@@ -135,21 +156,23 @@ class FlightPrograms:
     self,
     grid: Grid,
     slots: int,
+    resumes: bool,
     params: Any,
-    prompts_nS: jax.Array,
-    lengths_n: jax.Array,
-    prompt_N: jax.Array | None,
+    *prompts: Any,
   ) -> Flight:
+    prompts_nS, lengths_n, prompt_N = prompts
     prefix, last_nD = self._prefill(params, prompts_nS, lengths_n)
     if prompt_N is not None:
       prefix, last_nD = model.take_prompts(prefix, prompt_N), last_nD[prompt_N]
-    R, levels = grid.rows, draws_per_token(self._config.vocab_size)
+    R, T, levels = grid.rows, self.decoding.max_tokens, draws_per_token(self._config.vocab_size)
     rows = Rows(
       token_R=jnp.zeros(R, jnp.int32),
       drawn_R=jnp.zeros(R, jnp.int32),
       goes_on_R=jnp.zeros(R, bool),
       temperature_R=jnp.ones(R),
-      uniforms_RTU=jnp.zeros((R, self.decoding.max_tokens, levels)),
+      uniforms_RTU=jnp.zeros((R, T, levels)),
+      idle_R=jnp.zeros(R, jnp.int32),
+      given_RT=jnp.full((R, T), -1, jnp.int32) if resumes else None,
     )
     cache = model.empty_cache(self._shaped(prompts_nS.shape[1]), prefix, grid.seats, slots)
     return self._placed(Flight(cache, last_nD, rows))
@@ -187,6 +210,22 @@ class FlightPrograms:
     shard = self._shard(flight)
     return self._on_each_shard(move, flight, rows_NQ % shard.rows, places_N % shard.places)
 
+  def _resume(self, flight: Flight, resumed: Resumed) -> Flight:
+    def resume(flight: Flight, *given: jax.Array) -> Flight:
+      rows, (is_resumed_R, kept_R, token_R, given_RT) = flight.rows, given
+      # Its tokens lie before the rounds in which it was idle, and those that it drops come last.
+      by_R = jnp.where(is_resumed_R, rows.idle_R + rows.drawn_R - kept_R, 0)
+      cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid))
+      rows = rows.replace(
+        token_R=jnp.where(is_resumed_R, token_R, rows.token_R),
+        drawn_R=jnp.where(is_resumed_R, kept_R, rows.drawn_R),
+        idle_R=jnp.where(is_resumed_R, 0, rows.idle_R),
+        given_RT=jnp.where(is_resumed_R[:, None], given_RT, rows.given_RT),
+      )
+      return flight.replace(cache=cache, rows=rows)
+
+    return self._on_each_shard(resume, flight, *resumed)
+
   def _grow(self, flight: Flight, slots: int) -> Flight:
     return self._placed(flight.replace(cache=model.with_slots(flight.cache, slots)))
 
@@ -210,12 +249,17 @@ class FlightPrograms:
       return jnp.where(is_new_R[:, None, None], drawn_RTU, uniforms_RTU)
 
     uniforms_RTU = jax.lax.cond(is_new_R.any(), with_new, lambda x: x, rows.uniforms_RTU)
+    given_RT = rows.given_RT
+    if given_RT is not None:
+      given_RT = jnp.where(is_new_R[:, None], -1, given_RT)
     rows = Rows(
       token_R=rows.token_R,
       drawn_R=jnp.where(is_new_R, 0, rows.drawn_R),
       goes_on_R=self._rows_placed(goes_on_R),
       temperature_R=jnp.where(is_new_R, new.temperature_R, rows.temperature_R),
       uniforms_RTU=uniforms_RTU,
+      idle_R=jnp.where(is_new_R, 0, rows.idle_R),
+      given_RT=given_RT,
     )
     lengths_R = jnp.repeat(cache.prefix.lengths_P, Q)
 

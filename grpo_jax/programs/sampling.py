@@ -4,7 +4,7 @@ Rows are decoded in chunks, each of which is one call of a compiled program. Bet
 rows that have ended leave, rows that wait take their seats, and the cache grows or shrinks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import optax
 
 from grpo_jax import model
 from grpo_jax.config import Sampling
-from grpo_jax.programs.flight import Flight, FlightPrograms, NewRows
+from grpo_jax.programs.flight import Flight, FlightPrograms, NewRows, Resumed
 from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.sampler.rows import Chunk, Drawn
@@ -49,6 +49,26 @@ class Finished(NamedTuple):
   completions: Completions
 
 
+class Ended(NamedTuple):
+  """A row that has ended before its last token was due.
+
+  Attributes:
+    prompt: The number of its prompt in the call.
+    member: Its number in the group.
+    tokens: All tokens after the prompt, those of replies included.
+    stopped_by: The stop id, or the last token of a text, that ended it.
+  """
+
+  prompt: int
+  member: int
+  tokens: list[int]
+  stopped_by: int
+
+
+# Rows that have ended -> for each of them the tokens with which it goes on, or None.
+Reply = Callable[[list[Ended]], Sequence[Sequence[int] | None]]
+
+
 class Draws(NamedTuple):
   """What the tokens of a call are drawn with.
 
@@ -57,12 +77,17 @@ class Draws(NamedTuple):
     temperature: At 0, the likeliest tokens are taken.
     first_prompt: The number of the first prompt.
     end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
+    reply: Says how rows that have ended go on: with the tokens of an environment, for example. It
+      is asked between two chunks, for all rows at once that have just ended. A row whose reply
+      leaves no room for another token has ended. None means that none goes on. In a run of several
+      processes, it must say the same on each.
   """
 
   key: jax.Array
   temperature: float = 1.0
   first_prompt: int = 0
   end: End | None = None
+  reply: Reply | None = None
 
 
 class Pace(NamedTuple):
@@ -120,10 +145,10 @@ class Sampler:
     self.programs = FlightPrograms(config, decoding, min(decoding.max_tokens, _LONGEST_CHUNK))
 
   def pace(self, prompts: int, members: int) -> Pace:
-    """How `members` completions of so many prompts are decoded.
+    """How `members` completions of so many prompts at once are decoded.
 
     Args:
-      prompts: P, a multiple of the mesh's row shards.
+      prompts: A multiple of the mesh's row shards.
       members: G.
     """
     shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
@@ -142,6 +167,7 @@ class Sampler:
     prompt_lengths_P: np.ndarray,
     members: int,
     draws: Draws,
+    at_once: int = 0,
   ) -> Iterator[Finished]:
     """Completes each prompt `members` times.
 
@@ -151,12 +177,14 @@ class Sampler:
       prompt_lengths_P: int32, their tokens.
       members: G.
       draws: What they are drawn with.
+      at_once: The most prompts in flight, a multiple of the mesh's row shards. 0 means all.
 
     Yields:
       Groups as they finish, each prompt once.
     """
     call = _Call(self.programs, params, prompts_PS, prompt_lengths_P, members)
-    return call.run(self.pace(len(prompts_PS), members), draws)
+    P = len(prompts_PS)
+    return call.run(self.pace(min(at_once or P, P), members), draws)
 
 
 def whole(parts: Iterable[Finished]) -> Completions:
@@ -190,6 +218,8 @@ class _Call:
       behavior_logprobs_PGT=np.zeros((P, G, T), np.float32),
       stopped_by_PG=np.full((P, G), -1, np.int32),
     )
+    self._is_given = np.zeros((P, G, T), bool)  # tokens of replies
+    self._turn_PG = np.zeros((P, G), int)  # where the tokens after the last reply begin
 
   def run(self, pace: Pace, draws: Draws) -> Iterator[Finished]:
     """Decodes all rows. See `Sampler`."""
@@ -198,11 +228,12 @@ class _Call:
     going_P, ready = np.full(P, G), list[int]()
     flight: Flight | None = None
     while going_P.any():
-      flight, ended = self._chunk(self._settle(flight, seats, pace), seats, pace, draws)
+      flight = self._settle(flight, seats, pace, draws.reply is not None)
+      flight, ended = self._chunk(flight, seats, pace, draws)
       np.subtract.at(going_P, ended // G, 1)
       ready += [p for p in np.unique(ended // G).tolist() if not going_P[p]]
       # Not one by one, because what follows costs time for each call.
-      if ready and (4 * len(ready) >= P or not going_P.any()):
+      if ready and (4 * len(ready) >= min(P, pace.grid.places) or not going_P.any()):
         yield self._finished(sorted(ready))
         ready = []
 
@@ -239,11 +270,60 @@ class _Call:
       goes_on_R = goes_on_R.copy()
       goes_on_R[np.flatnonzero(counts_R)[cut]] = False
     ended = np.flatnonzero(taken_R & ~goes_on_R)
+    if draws.reply is not None and len(ended):
+      flight, ended = self._resume(flight, row_R, ended, draws.reply)
     seats_lib.leave(seats, ended)
     return flight, row_R[ended]
 
-  def _settle(self, flight: Flight | None, seats: seats_lib.Seats, pace: Pace) -> Flight:
-    """Prompts take free places."""
+  def _resume(
+    self, flight: Flight, row_R: np.ndarray, ended: np.ndarray, reply: Reply
+  ) -> tuple[Flight, np.ndarray]:
+    """Rows go on with the tokens of their replies.
+
+    Args:
+      flight: The rows.
+      row_R: Who sits in each seat.
+      ended: The seats of the rows that have ended.
+      reply: Asked for those that still have room.
+
+    Returns:
+      The flight, and the seats of those that have ended for good.
+    """
+    out, T = self._drawn, self._programs.decoding.max_tokens
+    p, g = np.divmod(row_R[ended], self._members)
+    seats = ended[out.lengths_PG[p, g] < T]
+    asked = [divmod(int(row), self._members) for row in row_R[seats]]
+    replies = reply(
+      [
+        Ended(
+          *row, out.tokens_PGT[row][: out.lengths_PG[row]].tolist(), int(out.stopped_by_PG[row])
+        )
+        for row in asked
+      ]
+    )
+    resumed = Resumed(
+      np.zeros(len(row_R), bool),
+      np.ones(len(row_R), np.int32),
+      np.zeros(len(row_R), np.int32),
+      np.full((len(row_R), T), -1, np.int32),
+    )
+    for seat, row, tokens in zip(seats, asked, replies, strict=True):
+      length = int(out.lengths_PG[row])
+      if tokens is None or length + len(tokens) >= T:
+        continue
+      after = slice(length, length + len(tokens))
+      resumed.is_resumed_R[seat], resumed.kept_R[seat] = True, length
+      resumed.token_R[seat] = out.tokens_PGT[row][length - 1]
+      resumed.given_RT[seat, after] = tokens
+      self._is_given[row][after], self._turn_PG[row] = True, after.stop
+    if resumed.is_resumed_R.any():
+      flight = self._programs.resume(flight, resumed)
+    return flight, ended[~resumed.is_resumed_R[ended]]
+
+  def _settle(
+    self, flight: Flight | None, seats: seats_lib.Seats, pace: Pace, resumes: bool
+  ) -> Flight:
+    """Prompts take free places. With `resumes`, rows may go on after they ended."""
     N, shards = seats.grid.places, pace.shards
     batch = pace.prompts_at_once
     arrivals = seats_lib.fill_places(seats, batch)
@@ -255,8 +335,8 @@ class _Call:
       prompt_N = None
       if n != N or copies:
         prompt_N = np.maximum(seats.prompt_N, 0)
-      prompts = self._prompts_PS[numbers], self._lengths_P[numbers]
-      return self._programs.begin(pace.grid, pace.slots[0], self._params, *prompts, prompt_N)
+      first = self._prompts_PS[numbers], self._lengths_P[numbers], prompt_N
+      return self._programs.begin(pace.grid, pace.slots[0], resumes, self._params, *first)
     new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
     for start in range(0, len(new), batch):
       some = new[start : start + batch]
@@ -315,7 +395,7 @@ class _Call:
       (out.behavior_logprobs_PGT, drawn.behavior_logprobs_RN),
     ):
       kept[p, g, token] = new[seat, column]
-    out.sampled_PGT[p, g, token] = True
+    out.sampled_PGT[p, g, token] = ~self._is_given[p, g, token]
     taken = np.flatnonzero(row_R != NOBODY)
     p, g = np.divmod(row_R[taken], self._members)
     out.lengths_PG[p, g] += drawn.is_drawn_RN.sum(1)[taken]
@@ -330,10 +410,12 @@ class _Call:
       end: Finds the end.
     """
     out, (p, g) = self._drawn, divmod(row, self._members)
-    length = int(out.lengths_PG[p, g])
-    kept = end(out.tokens_PGT[p, g, :length].tolist(), length - new)
+    length, start = int(out.lengths_PG[p, g]), int(self._turn_PG[p, g])
+    own = out.tokens_PGT[p, g, start:length].tolist()
+    kept = end(own, max(0, length - new - start)) if own else None
     if kept is None:
       return False
+    kept += start
     for x_PGT in (out.tokens_PGT, out.logprobs_PGT, out.behavior_logprobs_PGT, out.sampled_PGT):
       x_PGT[p, g, kept:] = 0
     out.lengths_PG[p, g], out.stopped_by_PG[p, g] = kept, out.tokens_PGT[p, g, kept - 1]

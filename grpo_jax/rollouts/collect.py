@@ -11,12 +11,18 @@ from grpo_jax import learner
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.learner.packed import halvings
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import temperature_at
 from grpo_jax.rollouts.curriculum import PassRateCurriculum
 from grpo_jax.rollouts.groups import ScoredGroups, choose, from_arrays, to_arrays
-from grpo_jax.rollouts.rollout import Rollouts, concatenate, make_rollout, take, texts_of
+from grpo_jax.rollouts.rollout import (
+  Rollouts,
+  concatenate,
+  hand_on,
+  make_rollout,
+  take,
+  texts_of,
+)
 from grpo_jax.rollouts.rollout_metrics import (
   check_metrics,
   completion_rows,
@@ -35,7 +41,7 @@ from grpo_jax.types import Batch, Rewards
 HostState = dict[str, Any]  # nested dicts of numpy arrays
 _MEMORY, _SURPLUS = "curriculum", "surplus"  # keys of the host state
 _UNSCORED = "unscored_steps"
-_SHORTEST_CUT = 64  # tokens
+_MOST_CUTS, _SHORTEST_CUT = 4, 64  # sizes, and tokens
 
 
 class StepGroups(NamedTuple):
@@ -316,9 +322,7 @@ class GroupSource:
       begun.append(self._start_scores(indices_P[some], temperature, rollouts, part, index))
       numbers.extend(some)
 
-    rollouts = self._rollout(params, prompts, key, temperature, on_groups=start)
-    if not begun:
-      start([*range(len(indices_P))], rollouts)
+    hand_on(self._rollout, params, prompts, key, temperature, start)
     clock.lap("sample")
     groups, reports = zip(*(finish() for finish in begun))
     clock.lap("reward")
@@ -395,9 +399,12 @@ class GroupSource:
 def cut_lengths(max_tokens: int) -> list[int]:
   """The lengths to which completions are cut, ascending. Each is about double the one before.
 
-  They are few, because the programs of a step are compiled for each of them.
+  They are at most four, because the programs of a step are compiled for each of them.
   """
-  return halvings(max_tokens, _SHORTEST_CUT)
+  sizes = [max_tokens]
+  while len(sizes) < _MOST_CUTS and sizes[-1] // 2 >= _SHORTEST_CUT:
+    sizes.append(-(-sizes[-1] // 2))
+  return sizes[::-1]
 
 
 def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:

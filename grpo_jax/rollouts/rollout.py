@@ -6,7 +6,8 @@ this kind. A row may then hold tokens that the environment wrote: `Completions.s
 there, so that the learner reads them and does not learn to write them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import functools
 from typing import Any, Protocol
 
 from flax import struct
@@ -16,7 +17,7 @@ import numpy as np
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import Draws, Sampler, whole
+from grpo_jax.programs.sampling import Draws, Finished, whole
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.types import Completions
 
@@ -48,7 +49,6 @@ class Rollout(Protocol):
     prompts: PromptBatch,
     key: jax.Array,
     temperature: float = 1.0,
-    first_prompt: int = 0,
     on_groups: OnGroups | None = None,
   ) -> Rollouts:
     """Completes each prompt G times.
@@ -58,8 +58,6 @@ class Rollout(Protocol):
       prompts: P prompts.
       key: The root of the random numbers.
       temperature: Of all prompts. Greedy rollouts ignore it.
-      first_prompt: The number of the first prompt. Completion [p, g] depends on the key and on
-        (first_prompt + p, g), and not on how prompts are batched.
       on_groups: Called with groups as soon as all their completions have ended, once for each
         prompt. A way of completing prompts that knows of none before the others need not call it.
     """
@@ -70,7 +68,7 @@ class PolicyRollout:
 
   def __init__(
     self,
-    sampler: Sampler,
+    sampler: Callable[..., Iterator[Finished]],
     hosts: Hosts,
     decode_text: Callable[[list[int]], str],
     group_size: int,
@@ -80,7 +78,7 @@ class PolicyRollout:
     """Completes each prompt `group_size` times.
 
     Args:
-      sampler: What samples.
+      sampler: What samples, as a `Sampler` does.
       hosts: The processes of the run.
       decode_text: Makes a text from token ids.
       group_size: G.
@@ -97,12 +95,11 @@ class PolicyRollout:
     prompts: PromptBatch,
     key: jax.Array,
     temperature: float = 1.0,
-    first_prompt: int = 0,
     on_groups: OnGroups | None = None,
   ) -> Rollouts:
     parts = []
     texts_PG = np.full((len(prompts.prompt_lengths_P), self._group_size), None, object)
-    draws = Draws(key, 0.0 if self._greedy else temperature, first_prompt, self._end)
+    draws = Draws(key, 0.0 if self._greedy else temperature, end=self._end)
     given = prompts.prompts_PS, prompts.prompt_lengths_P
     for part in self._sample(params, *given, self._group_size, draws):
       parts.append(part)
@@ -118,7 +115,11 @@ class PolicyRollout:
 
 
 def make_rollout(
-  run: Run, group_size: int, greedy: bool = False, max_tokens: int | None = None
+  run: Run,
+  group_size: int,
+  greedy: bool = False,
+  max_tokens: int | None = None,
+  at_once: int = 0,
 ) -> Rollout:
   """What completes each prompt `group_size` times in training, in evaluation and in `sample`.
 
@@ -127,10 +128,35 @@ def make_rollout(
     group_size: G.
     greedy: Take the likeliest tokens.
     max_tokens: The longest completion. None means sampling.max_tokens.
+    at_once: The most prompts in flight. 0 means all.
   """
-  sampler, decode = run.programs.sampler(max_tokens), run.tokenizer.decode
-  stop = run.config.sampling.stop
+  sampler = functools.partial(run.programs.sampler(max_tokens), at_once=at_once)
+  decode, stop = run.tokenizer.decode, run.config.sampling.stop
   return PolicyRollout(sampler, run.hosts, decode, group_size, greedy, stop)
+
+
+def hand_on(
+  rollout: Rollout,
+  params: Any,
+  prompts: PromptBatch,
+  key: jax.Array,
+  temperature: float,
+  on_groups: OnGroups,
+) -> None:
+  """Completes prompts and hands on every group once, if need be after all of them have ended.
+
+  The arguments are those of a `Rollout`.
+  """
+  handed = False
+
+  def hand(some: list[int], rollouts: Rollouts) -> None:
+    nonlocal handed
+    handed = True
+    on_groups(some, rollouts)
+
+  rollouts = rollout(params, prompts, key, temperature, on_groups=hand)
+  if not handed:
+    on_groups([*range(len(prompts.prompt_lengths_P))], rollouts)
 
 
 def texts_of(

@@ -118,8 +118,12 @@ def sample_token(
   is_greedy_B = temperature_B == 0
   tempered_BV = logits_BV / jnp.where(is_greedy_B, 1, temperature_B)[:, None]
   kept_BV = filtered(tempered_BV, decoding)
-  # `filtered` keeps the likeliest token.
-  tokens_B = jnp.where(is_greedy_B, kept_BV.argmax(-1), draw(kept_BV, uniforms_BN))
+  drawn_B = draw(kept_BV, uniforms_BN)
+
+  def with_likeliest() -> jax.Array:  # `filtered` keeps the likeliest token
+    return jnp.where(is_greedy_B, kept_BV.argmax(-1), drawn_B)
+
+  tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
   logprobs_B = log_prob(tempered_BV, tokens_B)
   behavior_B = log_prob(kept_BV, tokens_B) if decoding.filters else logprobs_B
   return tokens_B, logprobs_B, jnp.where(is_greedy_B, 0, behavior_B)

@@ -26,6 +26,9 @@ class Rows(struct.PyTreeNode):
     goes_on_R: bool, False for rows that have ended and for free seats.
     temperature_R: float32. At 0 the row takes the likeliest token.
     uniforms_RTU: Uniform numbers in [0, 1), from `row_uniforms`.
+    idle_R: int32, how many rounds have passed since the row drew its last token.
+    given_RT: int32, the tokens that the row takes instead of drawing them, and -1 where it draws.
+      None if all are drawn.
   """
 
   token_R: jax.Array
@@ -33,16 +36,19 @@ class Rows(struct.PyTreeNode):
   goes_on_R: jax.Array
   temperature_R: jax.Array
   uniforms_RTU: jax.Array
+  idle_R: jax.Array
+  given_RT: jax.Array | None = None
 
 
 class Drawn(struct.PyTreeNode):
   """What rows drew in a chunk. Its N columns are rounds.
 
   Attributes:
-    is_drawn_RN: bool, whether the row drew a token in the round. The rest is 0 where it did not.
+    is_drawn_RN: bool, whether the row drew or took a token in the round. The rest is 0 where it
+      did not.
     tokens_RN: int32.
-    logprobs_RN: float32.
-    behavior_logprobs_RN: float32.
+    logprobs_RN: float32, 0 for a token that was given.
+    behavior_logprobs_RN: float32, the same.
     stopped_by_R: int32, the stop id that ended the row in this chunk, or -1.
   """
 
@@ -123,8 +129,9 @@ def decode_chunk(
   def body(loop: tuple) -> tuple:
     column, cache, rows, drawn = loop
     logits_RV, cache = step(cache, rows.token_R, rows.drawn_R)
+    idle_R = jnp.where(rows.goes_on_R, 0, rows.idle_R + 1)
     rows, drawn = _draw(rows, drawn, logits_RV, rows.goes_on_R, column, decoding)
-    return column + 1, cache, rows, drawn
+    return column + 1, cache, rows.replace(idle_R=idle_R), drawn
 
   loop = jnp.int32(1), cache, rows, drawn
   _, cache, rows, drawn = jax.lax.while_loop(unfinished, body, loop)
@@ -145,6 +152,11 @@ def _draw(
   token_R = token_R.astype(jnp.int32)
   stop_ids = jnp.asarray(decoding.stop_ids, jnp.int32)
   stops_R = draws_R & (token_R[:, None] == stop_ids).any(-1)
+  if rows.given_RT is not None:
+    given_R = jnp.take_along_axis(rows.given_RT, rows.drawn_R[:, None], 1)[:, 0]
+    is_given_R = given_R >= 0
+    token_R, stops_R = jnp.where(is_given_R, given_R, token_R), stops_R & ~is_given_R
+    logprobs = [jnp.where(is_given_R, 0, x_R) for x_R in logprobs]
   drawn_R = rows.drawn_R + draws_R
   ends_R = stops_R | (draws_R & (drawn_R >= decoding.max_tokens))
 
