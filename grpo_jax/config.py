@@ -211,12 +211,12 @@ class Sampling:
   dtype: str = setting(
     "", "dtype of weights, cache and computation; '' = model.dtype", one_of(("", *DTYPES))
   )
-  layout: str = setting(
-    "auto",
-    "how the weights lie while sampling: train = as in the update, so that mesh.fsdp sends them for"
-    " every token; tensor = split over mesh.tensor and mesh.expert alone; auto = tensor where that"
-    " fits",
-    one_of(("auto", "train", "tensor")),
+  tensor: int = setting(
+    0,
+    "how many devices share the heads and hidden units of a row while sampling; the others have"
+    " other rows. A multiple of mesh.tensor. 0 = mesh.tensor or, where mesh.fsdp splits weights,"
+    " the least with which weights and cache fit",
+    NOT_NEGATIVE,
   )
   rows: int = setting(
     0,

@@ -21,6 +21,7 @@ from grpo_jax import cli
 from grpo_jax.console.exit_codes import DoesNotFit
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.chips import chip_of, memory_of
+from grpo_jax.parallel.mesh import sizes_of
 from grpo_jax.planning import table
 from grpo_jax.planning.phases import Phase, compiled
 from grpo_jax.planning.programs import programs, shape_alone
@@ -65,6 +66,7 @@ def plan(run: Run, topology: str) -> None:
   size = "unknown memory" if memory is None else f"{memory / 1e9:,.2f} GB for programs"
   print(f"{device.device_kind}, {count} of {topology}: {size} on each")
   print(run.parameters.describe())
+  print(f"mesh {sizes_of(run.mesh)}; sampling on mesh {sizes_of(run.parameters.sampling.mesh)}")
   estimate = sum(run.programs.estimate_of_update)
   print(
     f"an update computes {run.programs.micro_batch} prompts at once:"

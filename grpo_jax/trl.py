@@ -299,7 +299,7 @@ FIELDS: dict[str, Field] = {
     }.items()
   },
   "vllm_structured_outputs_regex": _only(None, "there are no structured outputs"),
-  "ds3_gather_for_generation": Field(True, ("sampling.layout",), why="auto gathers where it fits"),
+  "ds3_gather_for_generation": Field(True, ("sampling.tensor",), why="0 gathers where it fits"),
   "max_tool_calling_iterations": _only(None, "there are no tools"),
   # Batches and updates
   "per_device_train_batch_size": _with(8, "batch.micro_batch", "generation_batch_size"),

@@ -72,7 +72,8 @@ def contents(folder):
     (dict(sampling__top_p=1.5), ["sampling.top_p is 1.5", "(0, 1]"]),
     (dict(sampling__min_p=1.0), ["sampling.min_p is 1.0", "[0, 1)"]),
     (dict(sampling__top_k=-1), ["sampling.top_k is -1", "at least 0"]),
-    (dict(sampling__layout="whole"), ["sampling.layout is 'whole'", "'train', 'tensor'"]),
+    (dict(sampling__tensor=-1), ["sampling.tensor is -1", "at least 0"]),
+    (dict(sampling__tensor=3), ["sampling.tensor is 3", "divide the 8 devices"]),
     (
       dict(sampling__max_tokens=40000),
       ["data.max_prompt_tokens + sampling.max_tokens are 40012", "32768 positions"],

@@ -96,39 +96,41 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
   # tokens. Four copies of 16 rows of 96 logits.
   cache = 4 * (32 + 4 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 16 * 96 * 4
   config = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8))
-  assert fitting.sampler_bytes(config, shape, mesh) == cache
+  assert fitting.sampler_bytes(config, shape) == cache
   drawn = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8, samples=16))
-  assert fitting.sampler_bytes(drawn, shape, mesh) == (
+  assert fitting.sampler_bytes(drawn, shape) == (
     2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 32 * 96 * 4
   )
-  layout = functools.partial(fitting.layout, config, shape, params, 1000.0, mesh)
+  split = functools.partial(fitting.sampling_tensor, config, shape, params, 1000.0, mesh)
   enough = (1000 + 16000 + cache) / 0.93
-  assert layout(enough + 1) == layout(None) == "tensor" and layout(enough - 1) == "train"
-  given = dataclasses.replace(config, sampling=Sampling(layout="train"))
-  assert fitting.layout(given, shape, params, 0.0, mesh, None) == "train"
+  assert split(enough + 1) == split(None) == 1 and split(enough - 1) == 2
+  # Two devices share the weights, and the rows of two. Four cannot share two heads.
+  assert split((1000 + 8000 + cache) / 0.93 + 1) == split(1.0) == 2
+  given = dataclasses.replace(config, sampling=Sampling(tensor=2))
+  assert fitting.sampling_tensor(given, shape, params, 0.0, mesh, 1.0) == 2
   whole = make_mesh(Mesh(4, 1, 1, 1), jax.devices()[:4])
-  assert fitting.layout(config, shape, params, 0.0, whole, None) == "train"
+  assert fitting.sampling_tensor(config, shape, params, 0.0, whole, 1.0) == 1
 
 
 def test_as_many_rows_as_fit_are_in_flight():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
   shape = shape_on(mesh)
-  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0, mesh=mesh)
+  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0)
   config = dataclasses.replace(CONFIG, eval=Eval(every=0))
   for rows in (64, 32, 16, 8, 4):
-    needed = fitting.sampler_bytes(config, shape, mesh, rows)
+    needed = fitting.sampler_bytes(config, shape, rows)
     memory = (needed + 1000) / 0.93 + 1
     assert choose(config, memory=memory) == (rows if rows < 64 else 0)  # 0: all
     assert choose(config, memory=memory - 100) == max(4, rows // 2)  # a row for each device
   assert choose(config, memory=None) == 0
   # More draws are evaluated than a step samples.
   drawn = dataclasses.replace(config, eval=Eval(every=1, batch=8, samples=16))
-  needed = fitting.sampler_bytes(drawn, shape, mesh, 0)
+  needed = fitting.sampler_bytes(drawn, shape, 0)
   memory = (needed + 1000) / 0.93 + 1
   assert choose(drawn, memory=memory) == 0 and choose(drawn, memory=memory - 100) == 64
   # 16 rows are in 16 places, each with its prompt: 4 on a device. Four copies of 96 logits a row.
   own = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4 + 4 * 4 * 96 * 4
-  assert fitting.sampler_bytes(CONFIG, shape, mesh, 16) == own
+  assert fitting.sampler_bytes(CONFIG, shape, 16) == own
   given = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=64, rows=12))
   assert choose(given, memory=1.0) == choose(given, memory=None) == 12
 

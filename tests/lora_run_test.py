@@ -51,7 +51,7 @@ def test_eight_devices_give_the_numbers_of_one(checkpoint):
   sections = dict(
     model=dict(path=checkpoint),
     lora=dict(rank=4, base_dtype="int8"),
-    sampling=dict(layout="tensor"),
+    sampling=dict(tensor=4),
     algo=dict(kl_coef=0.1),
   )
   run = make_run((2, 2, 2), **sections)

@@ -19,7 +19,7 @@ from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.parallel import processes
-from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.mesh import make_mesh, sampling_mesh
 from grpo_jax.parallel.processes import initialize_distributed
 from grpo_jax.parallel.sharding import (
   batch_sharding,
@@ -190,12 +190,19 @@ def test_every_stack_has_the_rules_of_a_layer():
   assert shape == (2, CONFIG.embed_dim, CONFIG.mlp_dim)
 
 
-def test_layout_of_the_sampler_is_whole_along_fsdp():
-  found = specs(make_mesh(Mesh(2, 2, 1, 2)), layout="tensor")
-  assert found["embed/embedding"] == P("tensor", None)
-  assert found["layers_0/attention/o/kernel"] == P(None, "tensor", None, None)
-  with pytest.raises(ConfigError, match="'replicated'.*train, tensor"):
-    specs(make_mesh(Mesh(2, 2, 1, 2)), layout="replicated")
+def test_the_mesh_of_the_sampler_has_the_same_devices_in_the_same_order():
+  mesh = make_mesh(Mesh(data=1, fsdp=4, tensor=2))
+  for tensor, data in ((2, 4), (4, 2), (8, 1)):
+    other = sampling_mesh(mesh, tensor)
+    assert dict(other.shape) == {"data": data, "fsdp": 1, "expert": 1, "tensor": tensor}
+    assert list(other.devices.flat) == list(mesh.devices.flat)
+  mixture = sampling_mesh(make_mesh(Mesh(data=1, fsdp=2, expert=2, tensor=2)), 4)
+  assert dict(mixture.shape) == {"data": 1, "fsdp": 1, "expert": 2, "tensor": 4}
+  whole = make_mesh(Mesh(data=4, fsdp=1, tensor=2))
+  assert sampling_mesh(whole, 2) is whole
+  for tensor in (1, 3, 16):
+    with pytest.raises(ConfigError, match=f"sampling.tensor is {tensor}: .*mesh.tensor = 2"):
+      sampling_mesh(whole, tensor)
 
 
 @pytest.mark.parametrize(

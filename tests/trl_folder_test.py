@@ -37,7 +37,7 @@ def test_greedy_completions_are_those_of_transformers(name):
   # 16 problems, so that they can be split over eight devices.
   prompts = prompt_batch(run.prompts("test"), np.arange(16))
   params = run.parameters.for_sampling(run.initial_params())
-  texts_PG = rollout(params, prompts, jax.random.key(0), 1.0, 0).texts_PG
+  texts_PG = rollout(params, prompts, jax.random.key(0)).texts_PG
   assert [text for (text,) in texts_PG[: len(expected)]] == expected
   assert len(set(expected)) > 8
 

@@ -12,6 +12,33 @@ from grpo_jax.settings import ConfigError
 AXES = ("data", "fsdp", "expert", "tensor")
 
 
+def sizes_of(mesh: jax.sharding.Mesh) -> str:
+  """The axes of a mesh and their sizes, for a reader."""
+  return " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+
+
+def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
+  """The mesh of the sampler, whose `fsdp` is 1: weights lie whole on the devices that share a row.
+
+  Args:
+    mesh: The mesh of the run.
+    tensor: How many devices share a row, a multiple of the mesh's own `tensor`.
+
+  Raises:
+    ConfigError: The devices cannot be shared so.
+  """
+  own, experts = mesh.shape["tensor"], mesh.shape["expert"]
+  if tensor % own or mesh.size % (experts * tensor):
+    raise ConfigError(
+      f"config key sampling.tensor is {tensor}: it must be a multiple of mesh.tensor = {own}, and"
+      f" divide the {mesh.size // experts} devices that mesh.expert leaves"
+    )
+  if mesh.shape["fsdp"] == 1 and tensor == own:
+    return mesh
+  devices = mesh.devices.reshape(-1, 1, experts, tensor)
+  return jax.sharding.Mesh(devices, AXES, axis_types=mesh.axis_types)
+
+
 def make_mesh(config: Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
   """All devices as a [data, fsdp, expert, tensor] mesh.
 

@@ -42,11 +42,7 @@ RULES = (
   (r"score/kernel", ("fsdp", None)),
   (r"score/bias", (None,)),
 )
-# The axes of RULES that each layout of the weights keeps.
-LAYOUTS = {
-  "train": ("fsdp", "expert", "tensor"),
-  "tensor": ("expert", "tensor"),
-}
+SPLIT_AXES = ("fsdp", "expert", "tensor")  # of RULES
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:
@@ -54,34 +50,33 @@ def leaf_path(path: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def param_specs(params: Any, mesh: Mesh, layout: str = "train") -> Any:
+def param_specs(params: Any, mesh: Mesh) -> Any:
   """The NamedSharding of every parameter.
 
   A dimension that its axis does not divide stays whole.
 
   Args:
     params: A tree of parameters, or of anything with a shape.
-    mesh: The mesh of the run.
-    layout: "train", or "tensor" for weights that stay whole along fsdp.
+    mesh: The mesh.
 
   Raises:
-    ConfigError: RULES has no rule for a path, or LAYOUTS no such layout.
+    ConfigError: RULES has no rule for a path.
   """
 
   def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-    axes = _axes(leaf_path(path), leaf, layout)
+    axes = _axes(leaf_path(path), leaf)
     split = [axis if _divides(mesh, axis, size) else None for axis, size in zip(axes, leaf.shape)]
     return NamedSharding(mesh, PartitionSpec(*split))
 
   return jax.tree_util.tree_map_with_path(sharding, params)
 
 
-def undivided(params: Any, mesh: Mesh, layout: str = "train") -> list[str]:
+def undivided(params: Any, mesh: Mesh) -> list[str]:
   """One line for each dimension of a parameter that stays whole because no axis divides it."""
   lines = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     name = leaf_path(path)
-    for dimension, (axis, size) in enumerate(zip(_axes(name, leaf, layout), leaf.shape)):
+    for dimension, (axis, size) in enumerate(zip(_axes(name, leaf), leaf.shape)):
       if axis is not None and not _divides(mesh, axis, size):
         lines.append(
           f"{name}: dimension {dimension} of {size} is not divisible by {axis}={mesh.shape[axis]}"
@@ -111,7 +106,7 @@ def replicated(state: Any, mesh: Mesh) -> list[str]:
   Lists the arrays that `state_shardings` cannot match to a parameter, except those of one element.
   The list is empty if the mesh does not split parameters.
   """
-  if all(mesh.shape[axis] == 1 for axis in LAYOUTS["train"]):
+  if all(mesh.shape[axis] == 1 for axis in SPLIT_AXES):
     return []
   placement = _Placement(state.params, mesh)
   arrays = jax.tree_util.tree_leaves_with_path({"opt_state": state.opt_state})
@@ -195,14 +190,12 @@ def model_shardings(shape: Any, mesh: Mesh) -> dict[str, NamedSharding]:
   }
 
 
-def _axes(name: str, leaf: Any, layout: str) -> tuple[str | None, ...]:
+def _axes(name: str, leaf: Any) -> tuple[str | None, ...]:
   """The mesh axis of each dimension of a parameter, by RULES."""
-  if layout not in LAYOUTS:
-    raise ConfigError(f"weights layout {layout!r} is unknown: choose one of {', '.join(LAYOUTS)}")
   stack_axis = (None,) if re.match(LAYER, name) else ()
   for pattern, axes in RULES:
     if re.fullmatch(pattern, name) and len(stack_axis + axes) == len(leaf.shape):
-      return *stack_axis, *(axis if axis in LAYOUTS[layout] else None for axis in axes)
+      return *stack_axis, *axes
   raise ConfigError(
     f"parameter {name} {leaf.shape} has no rule: add one to RULES in grpo_jax/parallel/sharding.py"
   )

@@ -80,7 +80,7 @@ class Programs:
     held = self._held_by_update - gradients
     if copy is not parameters.abstract_policy:
       held += fitting.device_bytes(copy)
-    return fitting.rows_in_flight(self._config, self._model, held, self._mesh, memory)
+    return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)
 
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:

@@ -1,9 +1,10 @@
-"""What fits into the memory of a device: chooses the micro-batch and the layout for sampling.
+"""What fits into the memory of a device: chooses the micro-batch and how to sample.
 
 The numbers are estimates. `python -m grpo_jax.plan` gives those of the compiler.
 """
 
 from collections.abc import Callable
+import dataclasses
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from grpo_jax.config import Config
 from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.mesh import sampling_mesh
 from grpo_jax.sampler.seats import first_grid
 from grpo_jax.types import Batch
 
@@ -34,15 +36,15 @@ def device_bytes(tree: Any) -> float:
   return sum(1.0 * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def layout(
+def sampling_tensor(
   config: Config,
   shape: model.ModelConfig,
   params: Any,
   held: float,
   mesh: jax.sharding.Mesh,
   memory: float | None,
-) -> str:
-  """The layout of the sampler's weights: sampling.layout itself, or what "auto" means.
+) -> int:
+  """How many devices share a row while sampling: sampling.tensor itself, or what 0 means.
 
   Weights that lie whole along fsdp need not travel for every token.
 
@@ -54,28 +56,38 @@ def layout(
     mesh: The mesh of the run.
     memory: The bytes of a device, or None if they are not known.
   """
-  if config.sampling.layout != "auto":
-    return config.sampling.layout
-  if mesh.shape["fsdp"] == 1:
-    return "train"  # the same places, so that weights of the right dtype need no copy
-  if memory is None:
-    return "tensor"
-  places = sharding.param_specs(params, mesh, "tensor")
-  placed = jax.tree.map(
-    lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, places
-  )
-  needed = held + device_bytes(placed) + sampler_bytes(config, shape, mesh)
-  return "tensor" if needed <= _USABLE_BY_SAMPLER * memory else "train"
+  own = mesh.shape["tensor"]
+  if config.sampling.tensor or mesh.shape["fsdp"] == 1 or memory is None:
+    return config.sampling.tensor or own
+  devices = mesh.size // mesh.shape["expert"]
+  sizes = [
+    size
+    for size in range(own, devices + 1, own)
+    if devices % size == 0 and (size == own or shape.num_heads % size == 0)
+  ]
+  for size in sizes:
+    there = sampling_mesh(mesh, size)
+    places = sharding.param_specs(params, there)
+    placed = jax.tree.map(
+      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, places
+    )
+    on_mesh = dataclasses.replace(shape, **sharding.model_shardings(shape, there))
+    needed = held + device_bytes(placed) + sampler_bytes(config, on_mesh)
+    if needed <= _USABLE_BY_SAMPLER * memory:
+      return size
+  return sizes[-1]
 
 
-def sampler_bytes(
-  config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh, rows: int | None = None
-) -> float:
+def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = None) -> float:
   """The bytes of one device's keys, values and logits while the largest batch is sampled.
 
-  `rows` are the most in flight, 0 for all. None means sampling.rows.
+  Args:
+    config: The config of the run.
+    shape: The model on the sampler's mesh.
+    rows: The most in flight, 0 for all. None means sampling.rows.
   """
-  S, T, split = config.data.max_prompt_tokens, config.sampling.max_tokens, mesh.shape["tensor"]
+  S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
+  split = shape.rows.mesh.shape["tensor"]
   item = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4
   per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
   if shape.num_kv_heads % split == 0:
@@ -103,7 +115,6 @@ def rows_in_flight(
   config: Config,
   shape: model.ModelConfig,
   held: float,
-  mesh: jax.sharding.Mesh,
   memory: float | None,
 ) -> int:
   """The most rows that are decoded together: sampling.rows itself, or what fits.
@@ -112,18 +123,17 @@ def rows_in_flight(
 
   Args:
     config: The config of the run.
-    shape: The model on the mesh.
+    shape: The model on the sampler's mesh.
     held: Bytes that one device holds while it samples, with the sampler's weights.
-    mesh: The mesh of the run.
     memory: The bytes of a device, or None if they are not known. Then all fit.
   """
   if config.sampling.rows or memory is None:
     return config.sampling.rows
   free = _USABLE_BY_SAMPLER * memory - held
-  if sampler_bytes(config, shape, mesh, 0) <= free:
+  if sampler_bytes(config, shape, 0) <= free:
     return 0
   rows = max(prompts * members for prompts, members in _calls(config)) // 2
-  while rows > shape.row_shards and sampler_bytes(config, shape, mesh, rows) > free:
+  while rows > shape.row_shards and sampler_bytes(config, shape, rows) > free:
     rows //= 2
   return max(rows, shape.row_shards)
 

@@ -19,6 +19,7 @@ from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.chips import memory_of
+from grpo_jax.parallel.mesh import sampling_mesh
 from grpo_jax.parallel.sharding import leaf_path
 from grpo_jax.programs import fitting
 from grpo_jax.programs.sampling_weights import SamplingWeights, cast_for_sampling, matrix_dtype
@@ -68,7 +69,7 @@ class Parameters:
       adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
     self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
-    self.sampling = SamplingWeights(self.model, config.sampling, mesh, self._sampling_layout())
+    self.sampling = SamplingWeights(self.model, config.sampling, self._sampling_mesh())
     if config.lora.path:
       model.check_adapters(config.lora.path, self.model)
 
@@ -144,7 +145,7 @@ class Parameters:
     return trained if self.model.lora is None else model.join(self.base, trained)
 
   def for_sampling(self, trained: Any) -> Any:
-    """All parameters of the policy in sampling.dtype and sampling.layout.
+    """All parameters of the policy in sampling.dtype, on the sampler's mesh.
 
     The base is converted once and kept.
     """
@@ -193,13 +194,14 @@ class Parameters:
 
     return jax.tree.map(place, abstract, sharding.param_specs(abstract, self._mesh))
 
-  def _sampling_layout(self) -> str:
+  def _sampling_mesh(self) -> jax.sharding.Mesh:
     cast = functools.partial(cast_for_sampling, dtype=self._config.sampling.dtype)
     copy = jax.eval_shape(cast, self.abstract_policy)
     # Weights and two moments.
     held = 3 * fitting.device_bytes(self.abstract) + self.reference_bytes
     memory = memory_of(self._mesh.devices.flat[0])
-    return fitting.layout(self._config, self.model, copy, held, self._mesh, memory)
+    tensor = fitting.sampling_tensor(self._config, self.model, copy, held, self._mesh, memory)
+    return sampling_mesh(self._mesh, tensor)
 
   def _check_quantisation(self) -> None:
     dtype = self._config.lora.base_dtype

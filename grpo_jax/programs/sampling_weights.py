@@ -1,4 +1,4 @@
-"""The parameters as the sampler reads them, with a dtype, a layout and stacks of their own."""
+"""The parameters as the sampler reads them, with a dtype, a mesh and stacks of their own."""
 
 import dataclasses
 from typing import Any
@@ -18,16 +18,13 @@ class SamplingWeights:
 
   Attributes:
     model: The model as it is computed while sampling.
-    layout: How the weights lie on the mesh.
+    mesh: The sampler's mesh, of the same devices.
   """
 
-  def __init__(
-    self, shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh, layout: str
-  ):
-    """`layout` is a name in sharding.LAYOUTS."""
-    self._trained_model, self._sampling, self._mesh = shape, sampling, mesh
-    self.layout = layout
-    self.model = sampling_config(shape, sampling)
+  def __init__(self, shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh):
+    """`shape` is the trained model on the mesh of the run, `mesh` the sampler's."""
+    self._trained_model, self._sampling, self.mesh = shape, sampling, mesh
+    self.model = sampling_config(shape, sampling, mesh)
     self._convert = jax.jit(self._converted)
 
   def convert(self, params: Any) -> Any:
@@ -39,7 +36,7 @@ class SamplingWeights:
     if self.suits(params):
       return params
     converted = jax.eval_shape(self._in_dtype, params)
-    places = sharding.param_specs(converted, self._mesh, self.layout)
+    places = sharding.param_specs(converted, self.mesh)
 
     def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -51,7 +48,8 @@ class SamplingWeights:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     dtype = self._sampling.dtype
     has_dtype = all(x.dtype == sampling_dtype(leaf_path(path), x, dtype) for path, x in leaves)
-    return has_dtype and self.layout == "train" and not self.model.unrolled
+    is_there = self.mesh == self._trained_model.rows.mesh
+    return has_dtype and is_there and not self.model.unrolled
 
   def _in_dtype(self, params: Any) -> Any:
     params = cast_for_sampling(params, self._sampling.dtype)
@@ -59,17 +57,20 @@ class SamplingWeights:
 
   def _converted(self, params: Any) -> Any:
     params = self._in_dtype(params)
-    places = sharding.param_specs(params, self._mesh, self.layout)
+    places = sharding.param_specs(params, self.mesh)
     return jax.lax.with_sharding_constraint(params, places)
 
 
-def sampling_config(shape: model.ModelConfig, sampling: Sampling) -> model.ModelConfig:
-  """The model as it is computed while sampling."""
+def sampling_config(
+  shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh
+) -> model.ModelConfig:
+  """The model as it is computed while sampling, on the sampler's mesh."""
   # A CPU copies the part of a stack that a product reads, for every token. The compilers for
   # accelerators read it in place. The time that a compiler takes grows with unrolled layers. For 30
   # it was three to five times as long, and sampling took 4 to 6% less (LOG.md, 2026-11-24).
   unrolled = shape.platform == "cpu" and shape.num_layers <= _MOST_UNROLLED_LAYERS
-  return dataclasses.replace(shape, dtype=sampling.dtype or shape.dtype, unrolled=unrolled)
+  changes: dict[str, Any] = dict(dtype=sampling.dtype or shape.dtype, unrolled=unrolled)
+  return dataclasses.replace(shape, **changes, **sharding.model_shardings(shape, mesh))
 
 
 def cast_for_sampling(params: Any, dtype: str) -> Any:

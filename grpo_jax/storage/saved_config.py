@@ -22,9 +22,10 @@ _MAY_DIFFER = (
   "learner.logprob_chunk",
   "learner.max_skipped_updates",
   "batch.micro_batch",
-  "sampling.layout",
+  "sampling.layout",  # of runs of an earlier version
   "sampling.parts",  # of runs of an earlier version
   "sampling.rows",
+  "sampling.tensor",
   "reward.batch",
   "reward.max_unscored_steps",
   "reward.memory",

@@ -16,6 +16,7 @@ from grpo_jax.console.stdout import Stdout
 from grpo_jax.console.terminal import Terminal
 from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.parallel import sharding
+from grpo_jax.parallel.mesh import sizes_of
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import RunFailed
@@ -190,13 +191,14 @@ def header_lines(
     saved_devices: The number of devices on which the run was before, if that is known.
   """
   config, device = run.config, jax.devices()[0]
-  axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
   lines = [
-    f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {axes};"
+    f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {sizes_of(run.mesh)};"
     f" {run.parameters.describe()}; {config.batch.prompts} prompts x"
     f" {config.batch.group_size} completions of at most {config.sampling.max_tokens} tokens,"
     f" {run.programs.micro_batch} prompts at once in the update"
   ]
+  if run.parameters.sampling.mesh != run.mesh:
+    lines.append(f"sampling on mesh {sizes_of(run.parameters.sampling.mesh)}")
   for split, kept in prompts:
     if kept.dropped:
       lines.append(
