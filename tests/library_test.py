@@ -18,7 +18,9 @@ import pytest
 
 import grpo_jax
 from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.config import Mesh
 from grpo_jax.data.tasks.tasks import TASKS
+from grpo_jax.evaluation.policy import _on_this_machine
 from grpo_jax.rewards import REWARDS
 from tests.small_run import small_config
 
@@ -514,3 +516,21 @@ def test_a_policy_samples_evaluates_and_exports(tmp_path, capsys):
   del policy, exported
   gc.collect()
   assert surroundings() == before
+
+
+def test_a_run_of_other_devices_is_loaded_on_these():
+  """The tests have eight."""
+  small = small_config()
+  given = dict(mesh=Mesh(data=1, fsdp=64, tensor=4), sampling=with_tensor(small, 16))
+  found = _on_this_machine(dataclasses.replace(small, **given))
+  assert (found.mesh, found.sampling.tensor) == (Mesh(data=-1), 0)
+  for tensor, there in ((2, 2), (16, 0)):
+    fitting = dataclasses.replace(
+      small, mesh=Mesh(data=-1, fsdp=2), sampling=with_tensor(small, tensor)
+    )
+    found = _on_this_machine(fitting)
+    assert (found.mesh, found.sampling.tensor) == (fitting.mesh, there)
+
+
+def with_tensor(config, tensor):
+  return dataclasses.replace(config.sampling, tensor=tensor)

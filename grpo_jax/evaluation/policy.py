@@ -346,9 +346,12 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
 
 
 def _on_this_machine(config: Config) -> Config:
-  """The config with a mesh that fits this machine's devices, if its own does not."""
+  """The config with meshes that fit this machine's devices, if its own do not."""
   sizes = dataclasses.astuple(config.mesh)
   product = math.prod(size for size in sizes if size != -1)
   devices = jax.device_count()
   fits = devices % product == 0 if -1 in sizes else devices == product
-  return config if fits else dataclasses.replace(config, mesh=Mesh(data=-1))
+  if fits and (not config.sampling.tensor or devices % config.sampling.tensor == 0):
+    return config
+  sampling = dataclasses.replace(config.sampling, tensor=0)
+  return dataclasses.replace(config, mesh=config.mesh if fits else Mesh(data=-1), sampling=sampling)
