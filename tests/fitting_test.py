@@ -106,6 +106,8 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
   assert split(enough + 1) == split(None) == 1 and split(enough - 1) == 2
   # Two devices share the weights, and the rows of two. Four cannot share two heads.
   assert split((1000 + 8000 + cache) / 0.93 + 1) == split(1.0) == 2
+  # Where the rows never fit all at once, weights that leave half of the memory are not split.
+  assert split(2 * (1000 + 16000) / 0.93 + 1) == 1 and split(2 * (1000 + 16000) / 0.93 - 1) == 2
   given = dataclasses.replace(config, sampling=Sampling(tensor=2))
   assert fitting.sampling_tensor(given, shape, params, 0.0, mesh, 1.0) == 2
   whole = make_mesh(Mesh(4, 1, 1, 1), jax.devices()[:4])

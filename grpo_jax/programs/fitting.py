@@ -26,6 +26,8 @@ _USABLE_BY_UPDATE, _USABLE_BY_SAMPLER = 0.85, 0.93
 # With eight times as many, an update took a quarter to a third longer on a CPU, whose caches do not
 # hold the activations (experiments/LOG.md, 2026-11-22).
 _TOKENS_ON_CPU = 2048
+# The compiler for TPUs keeps the keys or the values in a second order while rows are decoded.
+_CACHE_COPIES_ON_TPU = 1.5
 # Of a chunk in an update: logits, weights, and the gradients of both. A sampler sorts and filters.
 _LOGITS_COPIES = 4
 
@@ -65,17 +67,23 @@ def sampling_tensor(
     for size in range(own, devices + 1, own)
     if devices % size == 0 and (size == own or shape.num_heads % size == 0)
   ]
-  for size in sizes:
+  usable = _USABLE_BY_SAMPLER * memory
+
+  def on_mesh(size: int) -> tuple[float, float]:
+    """The bytes that a device holds without a cache, and those of the cache of all rows."""
     there = sampling_mesh(mesh, size)
     places = sharding.param_specs(params, there)
     placed = jax.tree.map(
       lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, places
     )
-    on_mesh = dataclasses.replace(shape, **sharding.model_shardings(shape, there))
-    needed = held + device_bytes(placed) + sampler_bytes(config, on_mesh)
-    if needed <= _USABLE_BY_SAMPLER * memory:
-      return size
-  return sizes[-1]
+    there_shape = dataclasses.replace(shape, **sharding.model_shardings(shape, there))
+    return held + device_bytes(placed), sampler_bytes(config, there_shape)
+
+  needed = {size: on_mesh(size) for size in sizes}
+  all_fit = [size for size, (weights, cache) in needed.items() if weights + cache <= usable]
+  # If the rows do not fit all at once, fewer are in flight. They get half of the memory at least.
+  some_fit = [size for size, (weights, _) in needed.items() if weights <= usable / 2]
+  return (all_fit or some_fit or sizes[-1:])[0]
 
 
 def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = None) -> float:
@@ -89,11 +97,13 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
   split = shape.rows.mesh.shape["tensor"]
   item = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4
-  per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
+  per_token = 2.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
   if shape.num_kv_heads % split == 0:
     per_token /= split
   rows = config.sampling.rows if rows is None else rows
   grids = [first_grid(*call, rows, shape.row_shards) for call in _calls(config)]
+  if shape.platform == "tpu":
+    per_token *= _CACHE_COPIES_ON_TPU
   # The prompt's part is held once for its place.
   sizes = [
     grid.places * (S + grid.seats * T) * per_token
