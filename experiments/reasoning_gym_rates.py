@@ -140,9 +140,8 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
   )
   yield "|---|---|---|---|---|---|---|---|"
   measured = [row for row in rows if row["problems"]]
-  most = max((row["problems"] for row in measured), default=0)
   for row in sorted(measured, key=lambda row: (-row["differ_right"], -row["differ"], row["task"])):
-    few = f" ({row['problems']} problems)" if row["problems"] < most else ""
+    few = f" ({row['problems']} problems)" if row["problems"] < 32 else ""
     yield (
       f"| `{row['task']}`{few} | {row['category']} | {row['pass_rate']:.1%} | {row['score']:.3f}"
       f" | {row['differ']:.0%} | {row['differ_right']:.0%} | {row['tokens']:.0f}"

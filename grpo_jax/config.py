@@ -534,10 +534,10 @@ def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
 
 def _without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
   """The config of an earlier run without keys that exist no more and that changed no result."""
-  sampling = saved.get("sampling")
+  sampling, gone = saved.get("sampling"), ("parts", "layout")
   if not isinstance(sampling, Mapping):
     return dict(saved)
-  return {**saved, "sampling": {key: sampling[key] for key in sampling if key != "parts"}}
+  return {**saved, "sampling": {key: sampling[key] for key in sampling if key not in gone}}
 
 
 def completed(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -208,10 +208,15 @@ def mixture(tmp_path_factory):
 
 @pytest.mark.parametrize("mesh", MIXTURES, ids=str)
 def test_experts_on_eight_devices_give_the_numbers_of_one(mesh, mixture):
-  """The four experts are split where the size of their axis divides them."""
+  """The four experts are split where the size of their axis divides them.
+
+  One mesh samples on another one, whose `tensor` divides the queries, but not the keys.
+  """
   sections, alone = mixture
   routers = [name for name in alone.metrics[0] if name.startswith("router/")]
-  ours = train_steps(make_run(mesh, **sections))
+  tensor = 4 if mesh == (1, 2, 2, 2) else 0
+  sampling = sections["sampling"] | dict(tensor=tensor)
+  ours = train_steps(make_run(mesh, **sections | dict(sampling=sampling)))
   assert_same_numbers(ours, alone, more=routers)
   assert all(metrics["router/aux_loss"] > 1 for metrics in ours.metrics)
 

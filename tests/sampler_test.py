@@ -134,6 +134,7 @@ def new_rows(key, R, max_tokens):
     goes_on_R=jnp.ones(R, bool),
     temperature_R=jnp.ones(R),
     uniforms_RTU=row_uniforms(key, jnp.arange(R), max_tokens, V),
+    idle_R=jnp.zeros(R, jnp.int32),
   )
 
 
@@ -181,6 +182,28 @@ def always(token):
 
 def uniform_step(cache, token_R, drawn_R):
   return jnp.zeros((token_R.shape[0], V)), cache + 1
+
+
+def test_a_row_takes_the_tokens_that_are_given_and_counts_the_rounds_since_its_last():
+  """Each token that is drawn is the one before plus one. A token that is given never stops."""
+  options = decoding(max_tokens=8, stop_ids=(6, 9))
+  rows = new_rows(jax.random.key(0), 2, 8)
+  given_RT = jnp.full((2, 8), -1).at[0, 1:3].set(jnp.array([2, 6]))
+  rows = rows.replace(given_RT=given_RT)
+
+  def step(cache, token_R, drawn_R):
+    logits = jax.vmap(always)(token_R + 1)
+    return jnp.where(given_RT[:, 1:2] >= 0, logits.clip(-5), logits), cache
+
+  first = jnp.stack([always(3), always(5)])
+  rows, drawn = draw_first(rows, lambda: first, options, 8)
+  limits = Chunk(jnp.int32(7), jnp.int32(2))
+  _, rows, drawn = decode_chunk(step, jnp.int32(0), rows, drawn, options, limits)
+  assert drawn.tokens_RN[0, :3].tolist() == [3, 2, 6] and (drawn.logprobs_RN[0, 1:3] == 0).all()
+  assert drawn.is_drawn_RN[0, :4].all() and (drawn.logprobs_RN[0, 3:] < 0).any()
+  assert drawn.tokens_RN[1].tolist() == [5, 6, 0, 0, 0, 0, 0, 0]
+  rounds = int(drawn.is_drawn_RN[0].sum()) - 1
+  assert rows.idle_R.tolist() == [0, rounds - 1] and rounds > 2
 
 
 @pytest.mark.parametrize("rounds", [None, 1, 2])
