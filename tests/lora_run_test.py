@@ -51,10 +51,9 @@ def test_eight_devices_give_the_numbers_of_one(checkpoint):
   sections = dict(
     model=dict(path=checkpoint),
     lora=dict(rank=4, base_dtype="int8"),
-    sampling=dict(tensor=4),
     algo=dict(kl_coef=0.1),
   )
-  run = make_run((2, 2, 2), **sections)
+  run = make_run((2, 2, 2), sampling=dict(tensor=4), **sections)
   assert_same_numbers(train_steps(run), train_steps(make_run(ONE, **sections)), rel=1e-4)
   kernel = run.parameters.base["layers_0"]["mlp"]["gate"]["kernel"].qvalue
   assert kernel.dtype == "int8" and kernel.addressable_shards[0].data.shape == (2, 16, 48)
