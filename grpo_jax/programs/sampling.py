@@ -50,7 +50,7 @@ class Finished(NamedTuple):
 
 
 class Ended(NamedTuple):
-  """A row that has ended before its last token was due.
+  """A row that has ended and has room for more tokens.
 
   Attributes:
     prompt: The number of its prompt in the call.
