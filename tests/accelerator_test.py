@@ -16,9 +16,6 @@ import time
 import numpy as np
 import pytest
 
-from grpo_jax.data.tasks.tasks import TASKS
-from grpo_jax.rewards import REWARDS
-
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "experiments/accelerator.py"
 PATIENCE = 60  # seconds, on a machine with other things to do
@@ -31,16 +28,6 @@ def save(**results):
     json.dump(results, opened)
   os.replace(file + ".new", file)
 """
-
-
-@pytest.fixture(autouse=True)
-def tables():
-  """The tables of tasks and rewards as they were, afterwards: the job of bench.py adds to them."""
-  before = [(table, dict(table)) for table in (REWARDS, TASKS)]
-  yield
-  for table, entries in before:
-    table.clear()
-    table.update(entries)
 
 
 @pytest.fixture

@@ -71,6 +71,20 @@ def pytest_collection_finish(session):
   gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def tables():
+  """The tables of rewards, surrogates and tasks are afterwards as they were."""
+  from grpo_jax.algo.surrogates import SURROGATES
+  from grpo_jax.data.tasks.tasks import TASKS
+  from grpo_jax.rewards import REWARDS
+
+  before = [(table, dict(table)) for table in (REWARDS, SURROGATES, TASKS)]
+  yield
+  for table, entries in before:
+    table.clear()
+    table.update(entries)
+
+
 @pytest.fixture
 def start(monkeypatch, capsys):
   """start(NAME, *FLAGS) -> (code, stdout, stderr) of python -m grpo_jax.NAME.
