@@ -14,6 +14,7 @@ from grpo_jax.evaluation.evaluator import Evaluator, accuracies, no_progress, ta
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import Draws, whole
 from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.sampler.logits import RowSettings
 
 
 def coin(completions, prompts, **columns):
@@ -69,7 +70,7 @@ def greedy_one_at_a_time(run):
     ids = prompt.ids
     prompts_PS = np.array([ids + [0] * (12 - len(ids))] * 8, np.int32)
     lengths_P = np.full(8, len(ids), np.int32)
-    draws = Draws(jax.random.key(0), temperature=0.0)
+    draws = Draws(jax.random.key(0), RowSettings(0.0))
     completions = whole(sampler(params, prompts_PS, lengths_P, 1, draws))
     lengths.append(completions.lengths_PG[0, 0])
     stopped.append(completions.stopped_by_PG[0, 0] >= 0)

@@ -15,7 +15,7 @@ from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
 from grpo_jax.programs import sampling
 from grpo_jax.programs.sampling import Draws, Sampler, whole
-from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.stop import end_at
 
 FAMILIES = Path(__file__).parent / "golden" / "families"
@@ -60,7 +60,6 @@ def draw(
   rows=0,
   weights=MANY,
   chunk=64,
-  temperature=1.0,
   max_tokens=T,
   given=None,
   **draws,
@@ -70,7 +69,7 @@ def draw(
   sampler = Sampler(config, decoding, weights, rows)
   sampler.programs.columns = min(sampler.programs.columns, chunk)
   given = given or prompts(config.vocab_size)
-  parts = list(sampler(params, *given, G, Draws(jax.random.key(3), temperature, **draws)))
+  parts = list(sampler(params, *given, G, Draws(jax.random.key(3), **draws)))
   return whole(parts), [part.prompts for part in parts]
 
 
@@ -198,11 +197,37 @@ def test_texts_end_a_row_at_the_token_that_completes_them(rows, chunk, alone):
 
 def test_greedy_rows_take_the_likeliest_token(alone):
   config, params, drawn = alone
-  found, _ = draw(config, params, temperature=0.0)
+  found, _ = draw(config, params, settings=RowSettings(0.0))
   assert (found.tokens_PGT == found.tokens_PGT[:, :1]).all()  # all members are the same
   assert (found.tokens_PGT != drawn.tokens_PGT).any()
   assert (found.behavior_logprobs_PGT == 0).all() and (found.logprobs_PGT <= 0).all()
-  assert_same(draw(config, params, rows=2, temperature=0.0)[0], found)
+  assert_same(draw(config, params, rows=2, settings=RowSettings(0.0))[0], found)
+
+
+@pytest.mark.parametrize("mesh", [(), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)], ids=str)
+def test_rows_with_other_settings_do_not_change_each_other(mesh, alone):
+  """One row in three is greedy, one has filters and limits, and the rest draws as without them."""
+  config, params, expected = alone
+  if mesh:
+    config, params = on(mesh, config, params)
+  greedy, _ = draw(config, params, settings=RowSettings(0.0))
+  own = RowSettings(0.7, top_k=20, top_p=0.8, min_p=0.01, min_tokens=9, max_tokens=12)
+  limited, _ = draw(config, params, settings=own)
+  off = RowSettings(1.0, top_k=0, top_p=1.0, min_p=0.0, min_tokens=0, max_tokens=T)
+  kind = np.arange(P * G).reshape(P, G) % 3
+
+  settings = jax.tree.map(lambda plain, own: np.where(kind == 2, own, plain), off, own)
+  settings = settings.replace(temperature=np.choose(kind, [1.0, 0.0, 0.7]))
+  found, _ = draw(config, params, rows=5 if not mesh else 8, chunk=7, settings=settings)
+  for number, wanted in enumerate((expected, greedy, limited)):
+    for name in ("tokens_PGT", "lengths_PG", "stopped_by_PG"):
+      ours, theirs = getattr(found, name), getattr(wanted, name)
+      np.testing.assert_array_equal(ours[kind == number], theirs[kind == number])
+    own = kind == number
+    np.testing.assert_allclose(
+      found.behavior_logprobs_PGT[own], wanted.behavior_logprobs_PGT[own], atol=1e-4
+    )
+  assert 9 <= limited.lengths_PG.min() <= limited.lengths_PG.max() == 12
 
 
 def test_prompts_that_wait_for_a_place_get_the_same_completions():

@@ -21,8 +21,9 @@ from grpo_jax.algo.metrics import reduced
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.programs.flight import NewRows
+from grpo_jax.programs.flight import NewRows, Prompts
 from grpo_jax.programs.run import Run
+from grpo_jax.programs.sampling import by_row, settings_of
 from grpo_jax.rollouts.rollout import make_rollout
 from grpo_jax.sampler.rows import Chunk
 from grpo_jax.sampler.seats import Grid
@@ -272,15 +273,18 @@ def test_under_fsdp_weights_travel_and_activations_stay():
 def sampling_stages(run, weights, prompts_PS, lengths_P, key):
   """The programs of the sampler with their arguments, for 4 completions of 16 prompts."""
   flights, grid = run.programs.sampler().programs, Grid(16, 4)
-  flight = flights.abstract(grid, 40, weights, prompts_PS.shape[1])
 
   def rows(dtype):
     return jax.ShapeDtypeStruct((64,), dtype)
 
+  settings = by_row(settings_of(run.config.sampling, 1.0), 64, 1)
+  settings = jax.tree.map(lambda x: rows(x.dtype), settings)
+  flight = flights.abstract(grid, 40, weights, prompts_PS.shape[1], settings)
+
   number = jax.ShapeDtypeStruct((), jnp.int32)
-  new, chunk = NewRows(rows("bool"), rows("int32"), rows("float32")), Chunk(number, number)
+  new, chunk = NewRows(rows("bool"), rows("int32"), settings), Chunk(number, number)
   return (
-    (flights.begin, (grid, 40, False, weights, prompts_PS, lengths_P, None)),
+    (flights.begin, (grid, 40, weights, Prompts(prompts_PS, lengths_P), None, settings)),
     (flights.chunk, (weights, flight, key, new, rows("bool"), chunk)),
   )
 

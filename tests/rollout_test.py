@@ -21,6 +21,7 @@ from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, take
 from grpo_jax.rollouts.rollout_metrics import completion_rows, rollout_metrics, score_metrics
 from grpo_jax.rollouts.scorer import Scorer, Weighted, completion_columns
 from grpo_jax.rollouts.scoring import groups_that_differ, with_overlong
+from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Completions, Rewards
 
@@ -127,7 +128,7 @@ def test_the_policy_samples_every_prompt_and_hands_on_the_groups_that_are_comple
   policy = PolicyRollout(sample, HOSTS, TOKENS.decode, group_size=2)
   parts = []
   found = policy("params", PROMPTS, "key", 0.7, on_groups=lambda *part: parts.append(part))
-  assert calls == [("params", 2, Draws("key", 0.7))]
+  assert calls == [("params", 2, Draws("key", RowSettings(0.7)))]
   assert [(some, part.texts_PG.tolist()) for some, part in parts] == [
     ([1], [["4", "5"]]),
     ([0, 2], [["12", "3"], ["6", "7"]]),

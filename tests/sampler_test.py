@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax.programs.sampling import capacities
 from grpo_jax.sampler import logits as logits_lib
-from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
 
 PLAIN = Decoding(max_tokens=8, stop_ids=(1,))
@@ -22,8 +22,14 @@ def decoding(**change):
   return dataclasses.replace(PLAIN, **change)
 
 
-def kept(**change):
-  return np.isfinite(logits_lib.filtered(LOGITS[None], decoding(**change)))[0].tolist()
+def kept(**filters):
+  """Of a row with these filters, between two that have none."""
+  settings = RowSettings(**{name: jnp.array([0, x, 0]) for name, x in filters.items()})
+  if "top_p" in filters:
+    settings = settings.replace(top_p=jnp.array([1, filters["top_p"], 1]))
+  found = np.isfinite(logits_lib.filtered(jnp.stack([LOGITS] * 3), settings))
+  assert found[0].all() and found[2].all()
+  return found[1].tolist()
 
 
 def test_top_k_keeps_the_k_likeliest():
@@ -71,11 +77,53 @@ def test_frequencies_are_the_probabilities(size):
   """Every frequency of 40,000 draws within five standard deviations."""
   probs = np.random.default_rng(size).dirichlet(np.full(size, 0.5)).astype(np.float32)
   logits = jnp.broadcast_to(jnp.log(probs), (40000, size))
-  sample = jax.jit(logits_lib.sample_token, static_argnums=3)
-  tokens, logprobs, _ = sample(logits, uniforms(40000, size), jnp.ones(40000), PLAIN)
+  settings = RowSettings(jnp.ones(40000))
+  tokens, logprobs, _ = jax.jit(logits_lib.sample_token)(logits, uniforms(40000, size), settings)
   frequencies = np.bincount(tokens, minlength=size) / 40000
   assert (np.abs(frequencies - probs) <= 5 * np.sqrt(probs / 40000) + 1e-9).all()
   np.testing.assert_allclose(logprobs, np.log(probs)[tokens], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.5), (7, 1.0), (40, 0.3), (1, 0.99), (999, 0.999)])
+def test_filters_keep_what_a_sort_keeps(top_k, top_p):
+  """Logits of both signs with ties, of which all or none are kept."""
+  rng = np.random.default_rng(0)
+  logits = np.round(rng.normal(0, 3, (6, 300)), 1).astype(np.float32)
+  logits[0, :] = -5  # all equal
+  logits[1, 10:] = -np.inf
+  logits[2] *= 1e-30  # whose weights are all the same
+  settings = RowSettings(top_k=jnp.full(6, top_k), top_p=jnp.full(6, top_p, jnp.float32))
+  found = np.isfinite(logits_lib.filtered(jnp.asarray(logits), settings))
+  for row, kept_V in zip(logits, found):
+    order = np.sort(row)[::-1]
+    left = row >= order[min(top_k or 300, 300) - 1]
+    weights = np.where(left, np.exp(row.astype(float) - row.max()), 0)
+    before = np.array([weights[row > x].sum() for x in row])
+    expected = left & np.isfinite(row) & ((before < top_p * weights.sum()) | (top_p == 1))
+    assert kept_V.tolist() == expected.tolist()
+
+
+def test_a_row_draws_no_stop_id_before_its_least_tokens_and_ends_at_its_longest():
+  """Of three rows that would draw stop id 1 at once, or never."""
+  rows = new_rows(jax.random.key(0), 3, 8)
+  settings = rows.settings.replace(
+    min_tokens=jnp.array([0, 3, 0]), max_tokens=jnp.array([99, 5, 4])
+  )
+  rows, likely = rows.replace(settings=settings), jnp.where(jnp.arange(V) == 1, 9.0, 0.0)
+  logits = jnp.stack([likely, likely, -likely])
+  options = decoding(max_tokens=8)
+  rows, drawn = draw_first(rows, lambda: logits, options, 8)
+  step, limits = (
+    (lambda cache, token_R, drawn_R: (logits, cache)),
+    Chunk(jnp.int32(7), jnp.int32(3)),
+  )
+  _, rows, drawn = decode_chunk(step, None, rows, drawn, options, limits)
+  assert drawn.is_drawn_RN.sum(1).tolist() == [1, 4, 4]
+  assert drawn.stopped_by_R.tolist() == [1, 1, -1] and (drawn.tokens_RN[1, :3] != 1).all()
+  # A token that may not be a stop id was drawn from the others, and its first log-prob is of all.
+  others = np.log(1 / (V - 1))
+  np.testing.assert_allclose(drawn.behavior_logprobs_RN[1, :3], others, rtol=1e-4)
+  np.testing.assert_allclose(drawn.logprobs_RN[1, :3], -np.log(np.exp(9) + V - 1), rtol=1e-4)
 
 
 def test_the_draw_never_takes_what_was_filtered_out():
@@ -93,7 +141,7 @@ def test_both_logprobs():
   tempered = PROBS**0.5 / (PROBS**0.5).sum()
   u = jnp.linspace(0, 0.999, 50)[:, None]
   tokens, logprobs, drawn = logits_lib.sample_token(
-    jnp.broadcast_to(LOGITS, (50, 5)), u, jnp.full(50, 2.0), decoding(top_k=2)
+    jnp.broadcast_to(LOGITS, (50, 5)), u, RowSettings(jnp.full(50, 2.0), top_k=jnp.full(50, 2))
   )
   assert set(tokens.tolist()) == {0, 1}
   np.testing.assert_allclose(logprobs, np.log(tempered)[tokens], rtol=1e-5)
@@ -105,7 +153,7 @@ def test_rows_have_temperatures_of_their_own():
   temperatures = jnp.repeat(jnp.array([0.5, 2.0]), 50)
   u = jnp.tile(jnp.linspace(0, 0.999, 50), 2)[:, None]
   logits = jnp.broadcast_to(LOGITS, (100, 5))
-  tokens, logprobs, _ = logits_lib.sample_token(logits, u, temperatures, PLAIN)
+  tokens, logprobs, _ = logits_lib.sample_token(logits, u, RowSettings(temperatures))
   for rows, power in ((slice(50), 2), (slice(50, 100), 0.5)):
     expected = PROBS**power / (PROBS**power).sum()
     np.testing.assert_allclose(logprobs[rows], np.log(expected)[tokens[rows]], rtol=1e-5)
@@ -113,9 +161,9 @@ def test_rows_have_temperatures_of_their_own():
 
 def test_greedy_takes_the_likeliest_token():
   """Beside a row that draws the last token, with a filter that renormalises."""
-  logits, options = jnp.broadcast_to(LOGITS, (2, 5)), decoding(top_k=4)
+  settings = RowSettings(jnp.array([0.0, 1.0]), top_k=jnp.array([4, 4]))
   tokens, logprobs, drawn = logits_lib.sample_token(
-    logits, jnp.full((2, 1), 0.99), jnp.array([0.0, 1.0]), options
+    jnp.broadcast_to(LOGITS, (2, 5)), jnp.full((2, 1), 0.99), settings
   )
   assert tokens.tolist() == [0, 3]
   np.testing.assert_allclose(logprobs, np.log([0.4, 0.1]), rtol=1e-5)
@@ -132,9 +180,10 @@ def new_rows(key, R, max_tokens):
     token_R=jnp.zeros(R, jnp.int32),
     drawn_R=jnp.zeros(R, jnp.int32),
     goes_on_R=jnp.ones(R, bool),
-    temperature_R=jnp.ones(R),
+    settings=RowSettings(jnp.ones(R)),
     uniforms_RTU=row_uniforms(key, jnp.arange(R), max_tokens, V),
     idle_R=jnp.zeros(R, jnp.int32),
+    given_RT=jnp.full((R, max_tokens), -1),
   )
 
 

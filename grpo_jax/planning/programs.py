@@ -14,8 +14,10 @@ from grpo_jax.config import Config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
 from grpo_jax.programs.fitting import device_bytes
-from grpo_jax.programs.flight import NewRows
+from grpo_jax.programs.flight import NewRows, Prompts
 from grpo_jax.programs.run import Run
+from grpo_jax.programs.sampling import by_row, settings_of
+from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.rows import Chunk
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Completions
@@ -154,21 +156,22 @@ class _Parts:
     pace, programs = sampler.pace(prompts, group_size), sampler.programs
     grid, S = pace.grid, self._config.data.max_prompt_tokens
     key = jax.eval_shape(lambda: jax.random.key(0))
-    first = (self._sampled, *self._prompts(min(grid.places, prompts)), None)
-    begin = functools.partial(programs.begin.lower, grid, pace.slots[0], False, *first)
-    flight = programs.abstract(grid, pace.slots[0], self._sampled, S)
+    settings = self._settings(grid.rows)
+    first = (self._sampled, self._prompts(min(grid.places, prompts)), None, settings)
+    begin = functools.partial(programs.begin.lower, grid, pace.slots[0], *first)
+    flight = programs.abstract(grid, pace.slots[0], self._sampled, S, settings)
     stages = [Stage(begin, cache=device_bytes(flight.cache))]
     waves = -(-prompts * group_size // grid.rows)
     done = 0
     for slots in pace.slots:
-      flight = programs.abstract(grid, slots, self._sampled, S)
+      flight = programs.abstract(grid, slots, self._sampled, S, settings)
       # The token that is drawn last needs no slot.
       needed = min(slots, programs.decoding.max_tokens - 1)
       rounds = needed - done
       if slots == pace.slots[-1]:  # the rows of later waves find a cache of the full size
         if prompts > grid.places:
           waiting = (
-            *self._prompts(pace.prompts_at_once),
+            self._prompts(pace.prompts_at_once),
             self._some("int32", pace.prompts_at_once),
           )
           lower = functools.partial(programs.arrive.lower, flight, self._sampled, *waiting)
@@ -178,12 +181,12 @@ class _Parts:
       done = needed
       if not rounds:
         continue
-      new = NewRows(*(self._some(kind, grid.rows) for kind in ("bool", "int32", "float32")))
+      numbers = self._some("bool", grid.rows), self._some("int32", grid.rows)
       arguments = (
         self._sampled,
         flight,
         key,
-        new,
+        NewRows(*numbers, settings),
         self._some("bool", grid.rows),
         Chunk(self._some("int32"), self._some("int32")),
       )
@@ -271,10 +274,15 @@ class _Parts:
     """`Batch.slots` of completions that all have max_tokens tokens."""
     return None if self._run.parameters.model.platform == "cpu" else 0
 
-  def _prompts(self, count: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """So many prompts and their lengths."""
+  def _prompts(self, count: int) -> Prompts:
+    """So many prompts."""
     S = self._config.data.max_prompt_tokens
-    return self._some("int32", count, S), self._some("int32", count)
+    return Prompts(self._some("int32", count, S), self._some("int32", count))
+
+  def _settings(self, rows: int) -> RowSettings:
+    """Those of so many rows."""
+    settings = by_row(settings_of(self._config.sampling, 1.0), rows, 1)
+    return jax.tree.map(lambda x: self._some(x.dtype, *x.shape), settings)
 
   def _some(self, dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
     """The shape of an array of the host."""

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.sampler.logits import Decoding, draws_per_token
+from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token
 from grpo_jax.sampler.rows import Chunk, Drawn, Rows, decode_chunk, draw_first, row_uniforms
 from grpo_jax.sampler.seats import Grid
 
@@ -41,12 +41,24 @@ class NewRows(NamedTuple):
   Attributes:
     is_new_R: bool.
     number_R: int32, the number of the row, on which its random numbers depend beside the key.
-    temperature_R: float32. At 0 the row takes the likeliest token.
+    settings: How the row draws, as arrays [R].
   """
 
   is_new_R: np.ndarray
   number_R: np.ndarray
-  temperature_R: np.ndarray
+  settings: RowSettings
+
+
+class Prompts(NamedTuple):
+  """Prompts that are computed together.
+
+  Attributes:
+    tokens_nS: int32, right-padded.
+    lengths_n: int32, their tokens.
+  """
+
+  tokens_nS: np.ndarray
+  lengths_n: np.ndarray
 
 
 class Resumed(NamedTuple):
@@ -69,7 +81,7 @@ class FlightPrograms:
   """What is compiled. Each program is compiled for each grid and size of the cache that it meets.
 
   Attributes:
-    decoding: Filters, stop ids and the longest completion.
+    decoding: Stop ids and the longest completion.
     columns: The most tokens that a row draws in one chunk.
   """
 
@@ -80,15 +92,16 @@ class FlightPrograms:
 
   @functools.cached_property
   def begin(self) -> Any:
-    """(grid, slots, resumes, params, prompts_nS, lengths_n, prompt_N) -> Flight of n prompts.
+    """(grid, slots, params, Prompts, prompt_N, RowSettings) -> Flight.
 
-    prompt_N says which of them each place gets. With `resumes`, rows can go on after they ended.
+    prompt_N says which of the prompts each place gets. None means that there is one for each. The
+    settings are arrays [R] of the kind that the rows will have.
     """
-    return jax.jit(self._begin, static_argnums=(0, 1, 2))
+    return jax.jit(self._begin, static_argnums=(0, 1))
 
   @functools.cached_property
   def arrive(self) -> Any:
-    """(flight, params, prompts_nS, lengths_n, places_n) -> Flight: computes prompts for n places.
+    """(flight, params, Prompts, places_n) -> Flight: computes prompts for n places.
 
     A place past the last is left out.
     """
@@ -122,7 +135,9 @@ class FlightPrograms:
     """
     return jax.jit(self._chunk, donate_argnums=1)
 
-  def abstract(self, grid: Grid, slots: int, params: Any, prompt_slots: int) -> Flight:
+  def abstract(
+    self, grid: Grid, slots: int, params: Any, prompt_slots: int, settings: RowSettings
+  ) -> Flight:
     """The shapes and places of a Flight.
 
     Args:
@@ -130,11 +145,14 @@ class FlightPrograms:
       slots: Of the cache.
       params: Shapes of all parameters.
       prompt_slots: S.
+      settings: Shapes of the rows' settings.
     """
-    prompts = jax.ShapeDtypeStruct((grid.places, prompt_slots), jnp.int32)
-    lengths = jax.ShapeDtypeStruct((grid.places,), jnp.int32)
-    begin = functools.partial(self._begin, grid, slots, False)
-    flight = jax.eval_shape(begin, params, prompts, lengths, None)
+    prompts = Prompts(
+      jax.ShapeDtypeStruct((grid.places, prompt_slots), jnp.int32),
+      jax.ShapeDtypeStruct((grid.places,), jnp.int32),
+    )
+    begin = functools.partial(self._begin, grid, slots)
+    flight = jax.eval_shape(begin, params, prompts, None, settings)
     if self._config.rows is None:
       return flight
     return jax.tree.map(
@@ -143,25 +161,24 @@ class FlightPrograms:
       self._places(flight),
     )
 
-  def _prefill(
-    self, params: Any, prompts_nS: jax.Array, lengths_n: jax.Array
-  ) -> tuple[model.Prefix, jax.Array]:
-    n, S = prompts_nS.shape
+  def _prefill(self, params: Any, prompts: Prompts) -> tuple[model.Prefix, jax.Array]:
+    n, S = prompts.tokens_nS.shape
     positions_nS = jnp.broadcast_to(jnp.arange(S), (n, S))
-    hidden_nSD, cache = model.features(params, self._shaped(S), prompts_nS, positions_nS)
-    last_nD = jnp.take_along_axis(hidden_nSD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
-    return model.as_prefix(cache, lengths_n), last_nD
+    hidden_nSD, cache = model.features(params, self._shaped(S), prompts.tokens_nS, positions_nS)
+    last_n11 = (prompts.lengths_n - 1)[:, None, None]
+    last_nD = jnp.take_along_axis(hidden_nSD, last_n11, axis=1)[:, 0]
+    return model.as_prefix(cache, prompts.lengths_n), last_nD
 
   def _begin(
     self,
     grid: Grid,
     slots: int,
-    resumes: bool,
     params: Any,
-    *prompts: Any,
+    prompts: Prompts,
+    prompt_N: jax.Array | None,
+    settings: RowSettings,
   ) -> Flight:
-    prompts_nS, lengths_n, prompt_N = prompts
-    prefix, last_nD = self._prefill(params, prompts_nS, lengths_n)
+    prefix, last_nD = self._prefill(params, prompts)
     if prompt_N is not None:
       prefix, last_nD = model.take_prompts(prefix, prompt_N), last_nD[prompt_N]
     R, T, levels = grid.rows, self.decoding.max_tokens, draws_per_token(self._config.vocab_size)
@@ -169,23 +186,17 @@ class FlightPrograms:
       token_R=jnp.zeros(R, jnp.int32),
       drawn_R=jnp.zeros(R, jnp.int32),
       goes_on_R=jnp.zeros(R, bool),
-      temperature_R=jnp.ones(R),
+      settings=settings,
       uniforms_RTU=jnp.zeros((R, T, levels)),
       idle_R=jnp.zeros(R, jnp.int32),
-      given_RT=jnp.full((R, T), -1, jnp.int32) if resumes else None,
+      given_RT=jnp.full((R, T), -1, jnp.int32),
     )
-    cache = model.empty_cache(self._shaped(prompts_nS.shape[1]), prefix, grid.seats, slots)
+    shaped = self._shaped(prompts.tokens_nS.shape[1])
+    cache = model.empty_cache(shaped, prefix, grid.seats, slots)
     return self._placed(Flight(cache, last_nD, rows))
 
-  def _arrive(
-    self,
-    flight: Flight,
-    params: Any,
-    prompts_nS: jax.Array,
-    lengths_n: jax.Array,
-    places_n: jax.Array,
-  ) -> Flight:
-    prefix, last_nD = self._prefill(params, prompts_nS, lengths_n)
+  def _arrive(self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array) -> Flight:
+    prefix, last_nD = self._prefill(params, prompts)
     prefix = model.put_prompts(flight.cache.prefix, places_n, prefix)
     last_ND = flight.last_ND.at[places_n].set(last_nD, mode="drop")
     return self._placed(flight.replace(cache=flight.cache.replace(prefix=prefix), last_ND=last_ND))
@@ -241,7 +252,7 @@ class FlightPrograms:
     cache, rows, (N, Q) = flight.cache, flight.rows, flight.grid
     config = self._shaped(cache.prefix.slots)
     T, V = self.decoding.max_tokens, config.vocab_size
-    new = NewRows(*(self._rows_placed(jnp.asarray(x)) for x in new))
+    new = jax.tree.map(lambda x: self._rows_placed(jnp.asarray(x)), new)
     is_new_R = new.is_new_R
 
     def with_new(uniforms_RTU: jax.Array) -> jax.Array:
@@ -249,17 +260,16 @@ class FlightPrograms:
       return jnp.where(is_new_R[:, None, None], drawn_RTU, uniforms_RTU)
 
     uniforms_RTU = jax.lax.cond(is_new_R.any(), with_new, lambda x: x, rows.uniforms_RTU)
-    given_RT = rows.given_RT
-    if given_RT is not None:
-      given_RT = jnp.where(is_new_R[:, None], -1, given_RT)
     rows = Rows(
       token_R=rows.token_R,
       drawn_R=jnp.where(is_new_R, 0, rows.drawn_R),
       goes_on_R=self._rows_placed(goes_on_R),
-      temperature_R=jnp.where(is_new_R, new.temperature_R, rows.temperature_R),
+      settings=jax.tree.map(
+        lambda own_R, old_R: jnp.where(is_new_R, own_R, old_R), new.settings, rows.settings
+      ),
       uniforms_RTU=uniforms_RTU,
       idle_R=jnp.where(is_new_R, 0, rows.idle_R),
-      given_RT=given_RT,
+      given_RT=jnp.where(is_new_R[:, None], -1, rows.given_RT),
     )
     lengths_R = jnp.repeat(cache.prefix.lengths_P, Q)
 

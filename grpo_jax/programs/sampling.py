@@ -5,7 +5,7 @@ rows that have ended leave, rows that wait take their seats, and the cache grows
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,9 +13,9 @@ import optax
 
 from grpo_jax import model
 from grpo_jax.config import Sampling
-from grpo_jax.programs.flight import Flight, FlightPrograms, NewRows, Resumed
+from grpo_jax.programs.flight import Flight, FlightPrograms, NewRows, Prompts, Resumed
 from grpo_jax.sampler import seats as seats_lib
-from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Drawn
 from grpo_jax.sampler.seats import NOBODY, Grid
 from grpo_jax.sampler.stop import End
@@ -28,6 +28,15 @@ TEMPERATURES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
   "cosine": lambda first, last, steps: optax.cosine_decay_schedule(first, steps, last / first),
 }
 
+# Of RowSettings, as arrays.
+_DTYPES = {
+  "temperature": np.float32,
+  "top_k": np.int32,
+  "top_p": np.float32,
+  "min_p": np.float32,
+  "min_tokens": np.int32,
+  "max_tokens": np.int32,
+}
 _LONGEST_CHUNK = 64
 _SOONEST_LOOK = 16  # tokens after which the host looks for texts that end a row
 # Rows that have ended keep their seats until they are this share of all, if others wait for them.
@@ -74,7 +83,7 @@ class Draws(NamedTuple):
 
   Attributes:
     key: The root of the random numbers.
-    temperature: At 0, the likeliest tokens are taken.
+    settings: Temperature, filters and limits: numbers, or arrays that broadcast to [P, G].
     first_prompt: The number of the first prompt.
     end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
     reply: Says how rows that have ended go on: with the tokens of an environment, for example. It
@@ -84,7 +93,7 @@ class Draws(NamedTuple):
   """
 
   key: jax.Array
-  temperature: float = 1.0
+  settings: RowSettings = RowSettings()
   first_prompt: int = 0
   end: End | None = None
   reply: Reply | None = None
@@ -109,14 +118,32 @@ class Pace(NamedTuple):
 
 
 def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...]) -> Decoding:
-  """The sampler's options from a config, with the model's own stop ids before the config's."""
-  return Decoding(
-    max_tokens=sampling.max_tokens,
-    stop_ids=tuple(dict.fromkeys((*stop_ids, *sampling.stop_ids))),
-    top_k=sampling.top_k,
-    top_p=sampling.top_p,
-    min_p=sampling.min_p,
+  """The limits of a config, with the model's own stop ids before the config's."""
+  return Decoding(sampling.max_tokens, tuple(dict.fromkeys((*stop_ids, *sampling.stop_ids))))
+
+
+def settings_of(sampling: Sampling, temperature: float) -> RowSettings:
+  """How the rows of a config draw at a temperature. At 0, filters change nothing."""
+  if not temperature:
+    return RowSettings(temperature)
+  return RowSettings(
+    temperature,
+    top_k=sampling.top_k or None,
+    top_p=sampling.top_p if sampling.top_p < 1 else None,
+    min_p=sampling.min_p or None,
   )
+
+
+def by_row(settings: RowSettings, prompts: int, members: int) -> RowSettings:
+  """The settings as arrays of all rows [P * G], float32 or int32."""
+
+  def rows(name: str, dtype: Any) -> np.ndarray | None:
+    setting = getattr(settings, name)
+    if setting is None:
+      return None
+    return np.broadcast_to(np.asarray(setting, dtype), (prompts, members)).reshape(-1)
+
+  return RowSettings(**{name: rows(name, dtype) for name, dtype in _DTYPES.items()})
 
 
 class Sampler:
@@ -137,7 +164,7 @@ class Sampler:
 
     Args:
       config: The model, in the dtype of sampling.
-      decoding: Filters, stop ids and the longest completion.
+      decoding: Stop ids and the longest completion.
       weights: How many parameters the model has. It says when it pays to move rows together.
       rows: The most rows in flight. 0 means all of a call.
     """
@@ -182,9 +209,10 @@ class Sampler:
     Yields:
       Groups as they finish, each prompt once.
     """
-    call = _Call(self.programs, params, prompts_PS, prompt_lengths_P, members)
+    prompts = Prompts(np.asarray(prompts_PS), np.asarray(prompt_lengths_P))
+    call = _Call(self.programs, params, prompts, members, draws)
     P = len(prompts_PS)
-    return call.run(self.pace(min(at_once or P, P), members), draws)
+    return call.run(self.pace(min(at_once or P, P), members))
 
 
 def whole(parts: Iterable[Finished]) -> Completions:
@@ -202,14 +230,16 @@ class _Call:
     self,
     programs: FlightPrograms,
     params: model.Params,
-    prompts_PS: np.ndarray,
-    lengths_P: np.ndarray,
+    prompts: Prompts,
     members: int,
+    draws: Draws,
   ):
-    self._programs, self._params = programs, params
-    self._prompts_PS, self._lengths_P = np.asarray(prompts_PS), np.asarray(lengths_P)
-    self._members = members
-    P, G, T = len(prompts_PS), members, programs.decoding.max_tokens
+    self._programs, self._params, self._prompts = programs, params, prompts
+    self._members, self._draws = members, draws
+    P, G, T = len(prompts.lengths_n), members, programs.decoding.max_tokens
+    self._settings = by_row(draws.settings, P, G)
+    limits = draws.settings.max_tokens
+    self._limits_PG = np.broadcast_to(T if limits is None else np.minimum(limits, T), (P, G))
     self._drawn = Completions(
       tokens_PGT=np.zeros((P, G, T), np.int32),
       lengths_PG=np.zeros((P, G), np.int32),
@@ -221,15 +251,15 @@ class _Call:
     self._is_given = np.zeros((P, G, T), bool)  # tokens of replies
     self._turn_PG = np.zeros((P, G), int)  # where the tokens after the last reply begin
 
-  def run(self, pace: Pace, draws: Draws) -> Iterator[Finished]:
+  def run(self, pace: Pace) -> Iterator[Finished]:
     """Decodes all rows. See `Sampler`."""
     P, G = self._drawn.lengths_PG.shape
     seats = seats_lib.no_one(P, G, pace.grid, pace.shards)
     going_P, ready = np.full(P, G), list[int]()
     flight: Flight | None = None
     while going_P.any():
-      flight = self._settle(flight, seats, pace, draws.reply is not None)
-      flight, ended = self._chunk(flight, seats, pace, draws)
+      flight = self._settle(flight, seats, pace)
+      flight, ended = self._chunk(flight, seats, pace)
       np.subtract.at(going_P, ended // G, 1)
       ready += [p for p in np.unique(ended // G).tolist() if not going_P[p]]
       # Not one by one, because what follows costs time for each call.
@@ -237,14 +267,13 @@ class _Call:
         yield self._finished(sorted(ready))
         ready = []
 
-  def _chunk(
-    self, flight: Flight, seats: seats_lib.Seats, pace: Pace, draws: Draws
-  ) -> tuple[Flight, np.ndarray]:
+  def _chunk(self, flight: Flight, seats: seats_lib.Seats, pace: Pace) -> tuple[Flight, np.ndarray]:
     """Takes seats, moves together, decodes a chunk, and leaves the seats of what has ended.
 
     Returns:
       The flight and the numbers of the rows that have ended.
     """
+    draws = self._draws
     is_new = np.zeros(self._drawn.lengths_PG.size + 1, bool)  # the last stands for NOBODY
     is_new[seats_lib.take_seats(seats)] = True
     move = seats_lib.move_together(seats, pace.smaller)
@@ -258,7 +287,7 @@ class _Call:
     new = NewRows(
       is_new_R=is_new[row_R],
       number_R=(draws.first_prompt * self._members + row_R).astype(np.int32),
-      temperature_R=np.full(len(row_R), draws.temperature, np.float32),
+      settings=jax.tree.map(lambda x: x[row_R], self._settings),
     )
     taken_R = row_R != NOBODY
     flight, *seen = self._programs.chunk(self._params, flight, draws.key, new, taken_R, chunk)
@@ -291,7 +320,7 @@ class _Call:
     """
     out, T = self._drawn, self._programs.decoding.max_tokens
     p, g = np.divmod(row_R[ended], self._members)
-    seats = ended[out.lengths_PG[p, g] < T]
+    seats = ended[out.lengths_PG[p, g] < self._limits_PG[p, g]]
     asked = [divmod(int(row), self._members) for row in row_R[seats]]
     replies = reply(
       [
@@ -309,7 +338,7 @@ class _Call:
     )
     for seat, row, tokens in zip(seats, asked, replies, strict=True):
       length = int(out.lengths_PG[row])
-      if tokens is None or length + len(tokens) >= T:
+      if tokens is None or length + len(tokens) >= self._limits_PG[row]:
         continue
       after = slice(length, length + len(tokens))
       resumed.is_resumed_R[seat], resumed.kept_R[seat] = True, length
@@ -320,10 +349,8 @@ class _Call:
       flight = self._programs.resume(flight, resumed)
     return flight, ended[~resumed.is_resumed_R[ended]]
 
-  def _settle(
-    self, flight: Flight | None, seats: seats_lib.Seats, pace: Pace, resumes: bool
-  ) -> Flight:
-    """Prompts take free places. With `resumes`, rows may go on after they ended."""
+  def _settle(self, flight: Flight | None, seats: seats_lib.Seats, pace: Pace) -> Flight:
+    """Prompts take free places."""
     N, shards = seats.grid.places, pace.shards
     batch = pace.prompts_at_once
     arrivals = seats_lib.fill_places(seats, batch)
@@ -335,16 +362,17 @@ class _Call:
       prompt_N = None
       if n != N or copies:
         prompt_N = np.maximum(seats.prompt_N, 0)
-      first = self._prompts_PS[numbers], self._lengths_P[numbers], prompt_N
-      return self._programs.begin(pace.grid, pace.slots[0], resumes, self._params, *first)
+      any_R = np.zeros(pace.grid.rows, int)
+      settings = jax.tree.map(lambda x: x[any_R], self._settings)
+      first = self._some(numbers), prompt_N, settings
+      return self._programs.begin(pace.grid, pace.slots[0], self._params, *first)
     new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
     for start in range(0, len(new), batch):
       some = new[start : start + batch]
       numbers = np.array([arrival.prompt for arrival in some])[np.arange(batch) % len(some)]
       places = np.full(batch, N)
       places[: len(some)] = [arrival.place for arrival in some]
-      prompts = self._prompts_PS[numbers], self._lengths_P[numbers]
-      flight = self._programs.arrive(flight, self._params, *prompts, places)
+      flight = self._programs.arrive(flight, self._params, self._some(numbers), places)
     if len(new) < len(arrivals):
       from_N = np.arange(N)
       for arrival in arrivals:
@@ -352,6 +380,10 @@ class _Call:
           from_N[arrival.place] = from_N[arrival.copied_from]
       flight = self._programs.copy(flight, from_N)
     return flight
+
+  def _some(self, numbers: np.ndarray) -> Prompts:
+    """Prompts by their numbers."""
+    return Prompts(*(x[numbers] for x in self._prompts))
 
   def _with_room(
     self, flight: Flight, pace: Pace, longest: int, seats: seats_lib.Seats

@@ -17,7 +17,8 @@ import numpy as np
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import Draws, Finished, whole
+from grpo_jax.programs.sampling import Draws, Finished, settings_of, whole
+from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.types import Completions
 
@@ -72,7 +73,7 @@ class PolicyRollout:
     hosts: Hosts,
     decode_text: Callable[[list[int]], str],
     group_size: int,
-    greedy: bool = False,
+    settings: Callable[[float], RowSettings] = RowSettings,
     stop: Sequence[str] = (),
   ):
     """Completes each prompt `group_size` times.
@@ -82,12 +83,12 @@ class PolicyRollout:
       hosts: The processes of the run.
       decode_text: Makes a text from token ids.
       group_size: G.
-      greedy: Take the likeliest tokens.
+      settings: How rows draw at a temperature.
       stop: Texts that end a completion.
     """
     self._end = end_at(stop, decode_text) if stop else None
     self._sample, self._hosts, self._decode_text = sampler, hosts, decode_text
-    self._group_size, self._greedy = group_size, greedy
+    self._group_size, self._settings = group_size, settings
 
   def __call__(
     self,
@@ -99,7 +100,7 @@ class PolicyRollout:
   ) -> Rollouts:
     parts = []
     texts_PG = np.full((len(prompts.prompt_lengths_P), self._group_size), None, object)
-    draws = Draws(key, 0.0 if self._greedy else temperature, end=self._end)
+    draws = Draws(key, self._settings(temperature), end=self._end)
     given = prompts.prompts_PS, prompts.prompt_lengths_P
     for part in self._sample(params, *given, self._group_size, draws):
       parts.append(part)
@@ -131,8 +132,13 @@ def make_rollout(
     at_once: The most prompts in flight. 0 means all.
   """
   sampler = functools.partial(run.programs.sampler(max_tokens), at_once=at_once)
-  decode, stop = run.tokenizer.decode, run.config.sampling.stop
-  return PolicyRollout(sampler, run.hosts, decode, group_size, greedy, stop)
+  sampling = run.config.sampling
+
+  def settings(temperature: float) -> RowSettings:
+    return settings_of(sampling, 0.0 if greedy else temperature)
+
+  decode = run.tokenizer.decode
+  return PolicyRollout(sampler, run.hosts, decode, group_size, settings, sampling.stop)
 
 
 def hand_on(

@@ -10,7 +10,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.sampler.logits import Decoding, draws_per_token, sample_token
+from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token, sample_token
 
 # step(cache, token_R, drawn_R) -> (logits_RV of the next token, cache). Token_R is token number
 # drawn_R - 1 of each row. What it does for rows that have ended is not read.
@@ -24,20 +24,19 @@ class Rows(struct.PyTreeNode):
     token_R: int32, the token that each row drew last.
     drawn_R: int32, how many tokens it has drawn.
     goes_on_R: bool, False for rows that have ended and for free seats.
-    temperature_R: float32. At 0 the row takes the likeliest token.
+    settings: How each row draws, as arrays [R].
     uniforms_RTU: Uniform numbers in [0, 1), from `row_uniforms`.
     idle_R: int32, how many rounds have passed since the row drew its last token.
     given_RT: int32, the tokens that the row takes instead of drawing them, and -1 where it draws.
-      None if all are drawn.
   """
 
   token_R: jax.Array
   drawn_R: jax.Array
   goes_on_R: jax.Array
-  temperature_R: jax.Array
+  settings: RowSettings
   uniforms_RTU: jax.Array
   idle_R: jax.Array
-  given_RT: jax.Array | None = None
+  given_RT: jax.Array
 
 
 class Drawn(struct.PyTreeNode):
@@ -79,7 +78,7 @@ def draw_first(
   Args:
     rows: The rows.
     first_logits: () -> the logits [R, V] that follow the prompts. Called if there are new rows.
-    decoding: Filters and stop ids.
+    decoding: Stop ids and the longest completion.
     columns: N.
 
   Returns:
@@ -111,7 +110,7 @@ def decode_chunk(
     cache: Of the rows.
     rows: The rows, after `draw_first`.
     drawn: What they have drawn there. It has a column for each round, after the first.
-    decoding: Filters and stop ids.
+    decoding: Stop ids and the longest completion.
     chunk: When it ends.
 
   Returns:
@@ -148,17 +147,20 @@ def _draw(
 ) -> tuple[Rows, Drawn]:
   """The rows in `draws_R` draw their next token into a column."""
   uniforms_RU = jnp.take_along_axis(rows.uniforms_RTU, rows.drawn_R[:, None, None], 1)[:, 0]
-  token_R, *logprobs = sample_token(logits_RV, uniforms_RU, rows.temperature_R, decoding)
-  token_R = token_R.astype(jnp.int32)
-  stop_ids = jnp.asarray(decoding.stop_ids, jnp.int32)
-  stops_R = draws_R & (token_R[:, None] == stop_ids).any(-1)
-  if rows.given_RT is not None:
-    given_R = jnp.take_along_axis(rows.given_RT, rows.drawn_R[:, None], 1)[:, 0]
-    is_given_R = given_R >= 0
-    token_R, stops_R = jnp.where(is_given_R, given_R, token_R), stops_R & ~is_given_R
-    logprobs = [jnp.where(is_given_R, 0, x_R) for x_R in logprobs]
+  given_R = jnp.take_along_axis(rows.given_RT, rows.drawn_R[:, None], 1)[:, 0]
+  is_given_R, stop_ids = given_R >= 0, jnp.asarray(decoding.stop_ids, jnp.int32)
+  limit, is_barred_RV = decoding.max_tokens, None
+  if rows.settings.max_tokens is not None:
+    limit = jnp.minimum(limit, rows.settings.max_tokens)
+  if rows.settings.min_tokens is not None:
+    is_stop_V = jnp.zeros(logits_RV.shape[1], bool).at[stop_ids].set(True)
+    is_barred_RV = (rows.drawn_R < rows.settings.min_tokens)[:, None] & is_stop_V
+  token_R, *logprobs = sample_token(logits_RV, uniforms_RU, rows.settings, is_barred_RV)
+  token_R = jnp.where(is_given_R, given_R, token_R.astype(jnp.int32))
+  logprobs = [jnp.where(is_given_R, 0, x_R) for x_R in logprobs]
+  stops_R = draws_R & ~is_given_R & (token_R[:, None] == stop_ids).any(-1)
   drawn_R = rows.drawn_R + draws_R
-  ends_R = stops_R | (draws_R & (drawn_R >= decoding.max_tokens))
+  ends_R = stops_R | (draws_R & (drawn_R >= limit))
 
   def put(x_RN: jax.Array, x_R: jax.Array) -> jax.Array:
     x_R = jnp.where(draws_R, x_R, 0).astype(x_RN.dtype)
