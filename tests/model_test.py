@@ -128,9 +128,9 @@ def test_rows_that_come_and_go_are_what_they_are_alone(params, windows):
     if time in (7, 12):  # the rows change places, and the second prompt is there twice
       order = np.array([[1, 0, 2], [5, 3, 4]])
       back = np.array([[1, 0, 2], [4, 5, 3]])
-      moved = model.with_slots(model.take_rows(cache, order, np.arange(2)), T + 3)
+      moved = model.with_slots(model.take_rows(config, cache, order, np.arange(2)), T + 3)
       assert moved.slots == T + 3 and moved.time == T
-      cache = model.with_slots(model.take_rows(moved, back, np.arange(2)), T)
+      cache = model.with_slots(model.take_rows(config, moved, back, np.arange(2)), T)
 
 
 def test_one_pass_after_a_shared_prefix_equals_one_pass_without_a_cache(params):

@@ -10,8 +10,9 @@ slot, one further with every pass and back to the first after the last. What a s
 depends on its age alone: a row sees the slots that are younger than its own length. A slot for each
 row would need a scatter, where this needs one slice.
 
-The row's own part has no axis L where a stack has one layer, as on a CPU. There, XLA would compute
-the write of a new token a second time to drop the axis, and copy the cache for that.
+The row's own part has no axis L where a stack has one layer. On one device it also has no axis P, K
+or G of length 1. On a CPU, XLA would compute the write of a new token a second time to drop such an
+axis, and copy the cache for that. A pass then took three to seven times as long.
 """
 
 from collections.abc import Mapping
@@ -53,11 +54,13 @@ class Cache(struct.PyTreeNode):
   """The cache of all layers. Rows are ordered by group: number p * G + g is row g of prompt p.
 
   Attributes:
-    keys: [L, P, K, G, C, E] for each stack, or [P, K, G, C, E] if L is 1.
+    keys: [L, P, K, G, C, E] for each stack, without the axis L if it is 1 and without those of P, K
+      and G that are not in `axes`.
     values: The same.
     time: int32 scalar, how many tokens were written. Token number n lies in slot n modulo C.
     lengths_PG: int32, how many of the tokens written last are a row's own. At most C.
     prefix: The prompts of the groups, or None where the rows share no prompt.
+    axes: Which of P, K and G are axes of the keys and values, in this order.
   """
 
   keys: PerStack
@@ -65,6 +68,7 @@ class Cache(struct.PyTreeNode):
   time: jax.Array
   lengths_PG: jax.Array
   prefix: Prefix | None = None
+  axes: str = struct.field(pytree_node=False, default="PKG")
 
   @property
   def slots(self) -> int:
@@ -82,14 +86,15 @@ def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int
     slots: C, the slots for each row's own tokens.
   """
   P = prefix.lengths_P.shape[0]
-  shape = (P, config.num_kv_heads, group_size, slots, config.head_dim)
+  axes, shape = _axes(config, P, group_size), (P, config.num_kv_heads, group_size)
 
   def zeros(prompt_keys: jax.Array) -> jax.Array:
-    layers = len(prompt_keys)
-    return jnp.zeros((layers, *shape) if layers > 1 else shape, prompt_keys.dtype)
+    L = (len(prompt_keys),) if len(prompt_keys) > 1 else ()
+    whole = jnp.zeros((*L, *shape, slots, config.head_dim), prompt_keys.dtype)
+    return _without_axes(whole, axes)
 
-  nothing = jax.tree.map(zeros, prefix.keys)
-  return Cache(nothing, nothing, jnp.int32(0), jnp.zeros((P, group_size), jnp.int32), prefix)
+  nothing, lengths_PG = jax.tree.map(zeros, prefix.keys), jnp.zeros((P, group_size), jnp.int32)
+  return Cache(nothing, nothing, jnp.int32(0), lengths_PG, prefix, axes)
 
 
 def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
@@ -117,27 +122,28 @@ def with_slots(cache: Cache, slots: int) -> Cache:
   return cache.replace(keys=keys, values=values, time=jnp.minimum(cache.time, kept))
 
 
-def take_rows(cache: Cache, rows_PG: jax.Array, prompts_P: jax.Array) -> Cache:
+def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: jax.Array) -> Cache:
   """A cache of chosen rows.
 
   Args:
+    config: The model.
     cache: A cache with a prefix.
     rows_PG: int32 [P', G'], the numbers p * G + g of the rows to take.
     prompts_P: int32 [P'], which prompt of the prefix each new group has.
   """
-  P, G = cache.lengths_PG.shape
-  rows_N = rows_PG.reshape(-1)
+  rows_N, (P, G) = rows_PG.reshape(-1), rows_PG.shape
+  axes = _axes(config, P, G)
 
   def own(stack: jax.Array) -> jax.Array:
-    *L, _, K, _, C, E = stack.shape
-    x = jnp.moveaxis(stack, -3, -4).reshape(*L, P * G, K, C, E)
-    x = jnp.take(x, rows_N, axis=len(L)).reshape(*L, *rows_PG.shape, K, C, E)
-    return jnp.moveaxis(x, -4, -3)
+    *L, _, K, _, C, E = (whole := _with_axes(stack, cache.axes)).shape
+    x = jnp.moveaxis(whole, -3, -4).reshape(*L, -1, K, C, E)
+    x = jnp.take(x, rows_N, axis=len(L)).reshape(*L, P, G, K, C, E)
+    return _without_axes(jnp.moveaxis(x, -4, -3), axes)
 
   keys, values = jax.tree.map(own, (cache.keys, cache.values))
   lengths_PG = cache.lengths_PG.reshape(-1)[rows_PG]
   prefix = take_prompts(cache.prefix, prompts_P)
-  return Cache(keys, values, cache.time, lengths_PG, prefix)
+  return Cache(keys, values, cache.time, lengths_PG, prefix, axes)
 
 
 def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
@@ -150,8 +156,9 @@ def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
   from_PGC = (jnp.arange(cache.slots) - by_PG[..., None]) % cache.slots
 
   def own(stack: jax.Array) -> jax.Array:
-    index = from_PGC.reshape(*[1] * (stack.ndim - 5), P, 1, G, cache.slots, 1)
-    return jnp.take_along_axis(stack, index, axis=-2)
+    whole = _with_axes(stack, cache.axes)
+    index = from_PGC.reshape(*[1] * (whole.ndim - 5), P, 1, G, cache.slots, 1)
+    return _without_axes(jnp.take_along_axis(whole, index, axis=-2), cache.axes)
 
   keys, values = jax.tree.map(own, (cache.keys, cache.values))
   return cache.replace(keys=keys, values=values)
@@ -193,30 +200,29 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
   def attend_with_cache(
     q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array
   ) -> tuple[jax.Array, KeysAndValues]:
-    B, T, H, _ = q_BTHE.shape
-    P, _, G, _, _ = memory.own[0].shape[-5:]
+    (B, T, H, _), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
 
     def write(stack: jax.Array, new_BTKE: jax.Array) -> jax.Array:
       new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4).astype(stack.dtype)
-      start = _start(stack, memory.place, cache.time % cache.slots)
-      new = new.reshape((1,) * (stack.ndim - 5) + new.shape)
+      new = _without_axes(new, cache.axes)
+      new = new.reshape((1,) * (stack.ndim - new.ndim) + new.shape)
+      layer = [memory.place][: stack.ndim - 2 - len(cache.axes)]
+      start = [*layer, *[0] * len(cache.axes), cache.time % cache.slots, 0]
       return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config)
 
     def read(stack: jax.Array) -> jax.Array:
-      shape = (P, K, G, cache.slots, E)
-      if stack.shape == shape:
+      if stack.ndim == len(cache.axes) + 2:
         return stack
-      start = _start(stack, memory.place, 0)
-      return jax.lax.dynamic_slice(stack, start, (1,) * (stack.ndim - 5) + shape).reshape(shape)
+      return jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
 
     stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
     mask, prefix_mask = _own_mask(cache, T, window), None
     if cache.prefix is not None:
       prefix_mask = _prefix_mask(cache, T, memory.prefix[0].shape[-2], window)
     own = read(stacks_of_own[0]), read(stacks_of_own[1])
-    cap = config.attention_cap
-    out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, cap)
+    cap, axes = config.attention_cap, cache.axes.lower()
+    out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, cap, axes)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), stacks_of_own
 
   return attend_with_cache
@@ -291,6 +297,22 @@ def _slots_last(stack: jax.Array, config: ModelConfig) -> jax.Array:
   return with_layout_constraint(stack, Layout(major_to_minor=(*outer, element, slots)))
 
 
-def _start(stack: jax.Array, layer: jax.Array, slot: jax.Array | int) -> list[jax.Array]:
-  """The indices where a layer's slots lie in its stack, with or without the axis L."""
-  return [jnp.int32(i) for i in (layer, 0, 0, 0, slot, 0)][-stack.ndim :]
+def _axes(config: ModelConfig, prompts: int, group_size: int) -> str:
+  """`Cache.axes` of so many rows."""
+  sizes = {"P": prompts, "K": config.num_kv_heads, "G": group_size}
+  return "".join(axis for axis, size in sizes.items() if size > 1 or not config.on_one_device)
+
+
+def _with_axes(stack: jax.Array, axes: str) -> jax.Array:
+  """A stack [..., P, K, G, C, E] from one that has only some of P, K and G."""
+  return jnp.expand_dims(stack, _dropped(axes))
+
+
+def _without_axes(whole: jax.Array, axes: str) -> jax.Array:
+  """The inverse of `_with_axes`."""
+  return jnp.squeeze(whole, _dropped(axes))
+
+
+def _dropped(axes: str) -> tuple[int, ...]:
+  """Which axes of [..., P, K, G, C, E] are not in `axes`, counted from the last."""
+  return tuple(place - 5 for place, axis in enumerate("PKG") if axis not in axes)

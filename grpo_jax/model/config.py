@@ -139,6 +139,11 @@ class ModelConfig:
     return math.prod(mesh_shape[axis] for axis in self.rows.spec[0])
 
   @property
+  def on_one_device(self) -> bool:
+    """Whether no activation is split over devices."""
+    return self.rows is None or self.rows.mesh.size == 1
+
+  @property
   def platform(self) -> str:
     """The platform of the mesh's devices, such as "cpu", or "" without a mesh."""
     return self.rows.mesh.devices.flat[0].platform if self.rows is not None else ""

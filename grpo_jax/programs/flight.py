@@ -212,7 +212,7 @@ class FlightPrograms:
   def _move(self, flight: Flight, rows_NQ: jax.Array, places_N: jax.Array) -> Flight:
     def move(flight: Flight, rows_NQ: jax.Array, places_N: jax.Array) -> Flight:
       return Flight(
-        cache=model.take_rows(flight.cache, rows_NQ, places_N),
+        cache=model.take_rows(self._config, flight.cache, rows_NQ, places_N),
         last_ND=flight.last_ND[places_N],
         rows=jax.tree.map(lambda x: x[rows_NQ.reshape(-1)], flight.rows),
       )
@@ -311,6 +311,8 @@ class FlightPrograms:
   def _specs(self, flight: Flight) -> Flight:
     """How a Flight lies on the mesh: rows and places over the shards, heads over `tensor`."""
     config = self._config
+    if config.on_one_device:
+      return jax.tree.map(lambda _: PartitionSpec(), flight)
     axes = config.rows.spec[0]
     heads = "tensor" if config.num_kv_heads % config.rows.mesh.shape["tensor"] == 0 else None
 

@@ -13,35 +13,44 @@ def softmax_attention(
   prefix: KeysAndValues | None,
   prefix_mask: jax.Array | None,
   cap: float = 0.0,
+  own_axes: str = "pkg",
 ) -> jax.Array:
   """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts.
 
   Args:
     q_PKGRTE: Queries that are already divided by the square root of E.
-    own: Keys and values [P, K, G, C, E] of the rows' own tokens.
+    own: Keys and values [P, K, G, C, E] of the rows' own tokens, without the axes that are not in
+      `own_axes`, whose length is 1.
     own_mask: Broadcasts to the scores [P, K, G, R, T, C]. True where a query sees a slot.
     prefix: Keys and values [P, K, S, E] of the prompts, or None.
     prefix_mask: Broadcasts to the scores [P, K, G, R, T, S].
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
+    own_axes: Which of p, k and g are axes of `own`.
 
   Returns:
     [P, K, G, R, T, E] in the dtype of the queries.
   """
 
-  def scores_of(equation: str, keys: jax.Array, mask: jax.Array) -> jax.Array:
-    scores = einsum(equation, q_PKGRTE, keys)
+  (*PKG, R, T, E), C = q_PKGRTE.shape, own[0].shape[-2]
+  outer = tuple(size for axis, size in zip("pkg", PKG) if axis in own_axes)
+
+  def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     capped = cap * jnp.tanh(scores / cap) if cap else scores
     return jnp.where(mask, capped, -jnp.inf)
 
-  scores = [scores_of("pkgrte,pkgce->pkgrtc", own[0], own_mask)]
+  q_of_own = q_PKGRTE.reshape(*outer, R, T, E)
+  of_own = einsum(f"{own_axes}rte,{own_axes}ce->{own_axes}rtc", q_of_own, own[0])
+  scores = [masked(of_own.reshape(*PKG, R, T, C), own_mask)]
   if prefix:
-    scores.append(scores_of("pkgrte,pkse->pkgrts", prefix[0], prefix_mask))
+    scores.append(masked(einsum("pkgrte,pkse->pkgrts", q_PKGRTE, prefix[0]), prefix_mask))
   # Every query sees at least its own token, so the maximum is finite.
   largest = jnp.max(jnp.stack([s.max(-1) for s in scores]), 0)
   largest = jax.lax.stop_gradient(largest)[..., None]
   weights = [jnp.exp(s - largest) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
-  out = einsum("pkgrtc,pkgce->pkgrte", weights[0].astype(q_PKGRTE.dtype), own[1])
+  own_weights = weights[0].astype(q_PKGRTE.dtype).reshape(*outer, R, T, C)
+  out = einsum(f"{own_axes}rtc,{own_axes}ce->{own_axes}rte", own_weights, own[1])
+  out = out.reshape(q_PKGRTE.shape)
   if prefix:
     out = out + einsum("pkgrts,pkse->pkgrte", weights[1].astype(q_PKGRTE.dtype), prefix[1])
   return (out / total).astype(q_PKGRTE.dtype)
