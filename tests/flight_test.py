@@ -14,8 +14,11 @@ from grpo_jax.config import Mesh
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
 from grpo_jax.programs import sampling
+from grpo_jax.programs.flight import NewRows
 from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.rows import Chunk
+from grpo_jax.sampler.seats import Grid
 from grpo_jax.sampler.stop import end_at
 
 FAMILIES = Path(__file__).parent / "golden" / "families"
@@ -315,6 +318,25 @@ def test_equal_calls_compile_nothing_again(alone):
     programs = sampler.programs
     sizes.append([f._cache_size() for f in (programs.begin, programs.chunk, programs.move)])
   assert sizes[0] == sizes[1] and sizes[0][1] > 1
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("grid", [Grid(4, 3), Grid(12, 1), Grid(1, 12), Grid(1, 1)], ids=str)
+def test_a_chunk_writes_its_tokens_in_place(grid, heads):
+  """It needs less temporary memory than the keys of one of the two layers."""
+  config, params = tiny(num_kv_heads=heads, head_dim=32, unrolled=True)
+  programs, slots = Sampler(config, Decoding(max_tokens=20_000)).programs, 20_000
+
+  def rows(dtype):
+    return jax.ShapeDtypeStruct((grid.rows,), dtype)
+
+  settings, number = RowSettings(rows("float32")), jax.ShapeDtypeStruct((), "int32")
+  flight = programs.abstract(grid, slots, params, S, settings)
+  new, chunk = NewRows(rows("bool"), rows("int32"), settings), Chunk(number, number)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  lowered = programs.chunk.lower(params, flight, key, new, rows("bool"), chunk)
+  needed = lowered.compile().memory_analysis().temp_size_in_bytes
+  assert needed < 4 * grid.rows * heads * slots * config.head_dim
 
 
 def test_the_example_of_the_page_runs(tmp_path, capsys):
