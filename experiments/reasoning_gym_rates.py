@@ -17,7 +17,7 @@ has more than --max_prompt_tokens tokens is left out, and the next one takes its
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import json
 from pathlib import Path
 import sys
@@ -132,41 +132,57 @@ def measure(name: str, policy: Policy, scorers: Scorers, args: argparse.Namespac
   }
 
 
-def table(rows: Iterable[Row]) -> Iterator[str]:
-  """The rows as Markdown, those first of which most groups differ."""
+def table(rows: Sequence[Row], problems: int) -> Iterator[str]:
+  """The rows as Markdown, those first of which most groups differ.
+
+  Args:
+    rows: A task each.
+    problems: How many a task should have. Fewer are named.
+  """
   yield (
     "| task | category | pass rate | mean score | groups that differ | by right answers | tokens"
     " | cut off |"
   )
   yield "|---|---|---|---|---|---|---|---|"
-  measured = [row for row in rows if row["problems"]]
-  for row in sorted(measured, key=lambda row: (-row["differ_right"], -row["differ"], row["task"])):
-    few = f" ({row['problems']} problems)" if row["problems"] < 32 else ""
+  differ = [row for row in rows if row["problems"] and row["differ"]]
+  for row in sorted(differ, key=lambda row: (-row["differ_right"], -row["differ"], row["task"])):
+    few = f" ({row['problems']} problems)" if row["problems"] < problems else ""
     yield (
       f"| `{row['task']}`{few} | {row['category']} | {row['pass_rate']:.1%} | {row['score']:.3f}"
       f" | {row['differ']:.0%} | {row['differ_right']:.0%} | {row['tokens']:.0f}"
       f" | {row['cut_off']:.0%} |"
     )
-  if left := [f"`{row['task']}`" for row in rows if not row["problems"]]:
-    yield ""
-    yield f"No prompt is short enough: {', '.join(left)}."
+  for words, left in (
+    ("No group differs", [row for row in rows if row["problems"] and not row["differ"]]),
+    ("No prompt is short enough", [row for row in rows if not row["problems"]]),
+  ):
+    if left:
+      names = sorted(f"`{row['task']}`" for row in left)
+      yield ""
+      yield f"{words}: {', '.join(names)}."
 
 
-def read(file: Path, settings: Row) -> list[Row]:
-  """The rows that the file has. One that was cut off, by a kill, is removed from it.
+def read(file: Path, settings: Row) -> tuple[Row, list[Row]]:
+  """What the file was measured with, and its rows. A row that was cut off is removed from it.
+
+  Args:
+    file: It is made if it does not exist.
+    settings: What it must have been measured with. Empty if that does not matter.
 
   Raises:
-    SystemExit: They were measured with other settings.
+    SystemExit: It was measured with other settings.
   """
   if not file.exists():
+    if not settings:
+      sys.exit(f"{file} does not exist: measure it with --model first")
     file.write_text(json.dumps(settings) + "\n")
-    return []
+    return settings, []
   whole = file.read_text().rpartition("\n")[0]
   file.write_text(whole + "\n")
   first, *rows = map(json.loads, whole.split("\n"))
   if settings and first != settings:
     sys.exit(f"{file} was measured with {first}: choose another --out")
-  return rows
+  return first, rows
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -193,9 +209,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
   args = arguments()
   if args.table:
-    print("\n".join(table(read(args.out, {}))))
+    measured_with, rows = read(args.out, {})
+    print("\n".join(table(rows, measured_with["problems"])))
     return
-  rows = read(args.out, {name: getattr(args, name) for name in SETTINGS})
+  _, rows = read(args.out, {name: getattr(args, name) for name in SETTINGS})
   done = {row["task"] for row in rows}
   left = [name for name in args.tasks if name not in done]
   if left:
@@ -210,7 +227,7 @@ def main() -> None:
         rows.append(row)
     finally:
       scorers.close()
-  print("\n".join(table(rows)))
+  print("\n".join(table(rows, args.problems)))
 
 
 if __name__ == "__main__":

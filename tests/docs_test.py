@@ -159,6 +159,16 @@ def test_the_site_builds(tmp_path):
   assert (tmp_path / "experiments/arithmetic.png").is_file()
 
 
+def test_the_rates_of_reasoning_gym_are_those_that_were_measured(monkeypatch):
+  monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+  import reasoning_gym_rates as rates
+
+  measured_with, rows = rates.read(ROOT / "experiments/reasoning_gym_rates.jsonl", {})
+  lines = list(rates.table(rows, measured_with["problems"]))
+  assert len(rows) == 103 and len(lines) > 50
+  assert "\n".join(lines) in (ROOT / "docs/reasoning_gym.md").read_text()
+
+
 def test_the_tables_of_reward_functions_and_presets_are_complete():
   assert first_column("rewards.md", "| built-in function | reward |") == ours(REWARDS)
   assert first_column("algorithm.md", "| preset | paper |") == sorted(PRESETS)

@@ -161,6 +161,20 @@ def test_families_draw_the_same_tokens(name, mesh):
   assert_same(draw(config, params, rows=5, chunk=7)[0], expected)
 
 
+@pytest.mark.parametrize("mesh", [(), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)], ids=str)
+def test_a_cache_of_int8_draws_the_same_tokens_at_every_pace(mesh, alone):
+  """And other ones than a whole cache, with log-probs that are near."""
+  config, params, whole_cache = alone
+  config = dataclasses.replace(config, cache_dtype="int8")
+  expected, _ = draw(config, params, weights=0)
+  if mesh:
+    config, params = on(mesh, config, params)
+  assert_same(draw(config, params, rows=4, chunk=7)[0], expected)
+  first = expected.tokens_PGT[..., :2] == whole_cache.tokens_PGT[..., :2]
+  gap = np.abs(expected.logprobs_PGT - whole_cache.logprobs_PGT)[..., :2][first]
+  assert first.mean() > 0.9 and 0 < gap.max() < 0.01
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 33])
 def test_short_completions_and_those_of_one_chunk_more(max_tokens, alone):
   config, params, expected = alone

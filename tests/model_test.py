@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import model
+from grpo_jax.model.attention.softmax import as_int8
 from grpo_jax.model.layers import matmul
 from grpo_jax.model.rope import angles, rotate
 
@@ -98,6 +99,27 @@ def test_decoding_with_a_growing_cache_equals_one_pass_without_a_cache(params):
       cache = model.with_slots(cache, 6)
     logits, cache = forward(params, CONFIG, own[:, t : t + 1], at[:, t : t + 1], cache)
     np.testing.assert_allclose(logits[:, 0], plain[:, t], atol=5e-5)
+
+
+def test_int8_rounds_each_vector_by_half_of_its_127th_at_most():
+  x = jax.random.normal(jax.random.key(0), (40, 3, 16)) * jnp.logspace(-6, 6, 40)[:, None, None]
+  x = x.at[7].set(0)
+  found = as_int8(x)
+  assert found.values.dtype == jnp.int8 and found.scales.shape == (40, 3, 1)
+  error = jnp.abs(found.values * found.scales - x) / jnp.abs(x).max(-1, keepdims=True).clip(1e-30)
+  assert 0.4 / 127 < error.max() <= 0.501 / 127 and (error[7] == 0).all()
+
+
+def test_decoding_with_a_cache_of_int8_is_near_to_one_pass_without_a_cache(params):
+  prefix, own, at, plain = grouped(params)
+  config = dataclasses.replace(CONFIG, cache_dtype="int8")
+  cache = model.empty_cache(config, prefix, 3, slots=6)
+  gaps = []
+  for t in range(6):
+    logits, cache = forward(params, config, own[:, t : t + 1], at[:, t : t + 1], cache)
+    gaps.append(float(jnp.abs(logits[:, 0] - plain[:, t]).max()))
+  assert all(leaf.dtype == jnp.int8 for leaf in (stack.values for stack in cache.keys.values()))
+  assert 1e-5 < max(gaps) < 0.02 * float(plain.std())
 
 
 @pytest.mark.parametrize("windows", [(), (4, 4)])

@@ -14,6 +14,7 @@ from jax import export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 
 from configs import default
 from grpo_jax import model
@@ -232,6 +233,24 @@ def test_sampling_weights_have_a_mesh_and_dtype_of_their_own():
   assert sampled.addressable_shards[0].data.shape == (1, 32, 24)  # unrolled on a CPU
   result = train_steps(run, steps=1)
   assert 1e-6 < result.largest_gap < 0.3 and np.isfinite(result.metrics[0]["loss"])
+
+
+def test_quantised_sampling_weights_and_cache_are_near_to_the_trained_ones():
+  """On eight devices. The trained weights stay float32, and the update says how far they are."""
+  quantised = dict(tensor=4, weights_dtype="int8", cache_dtype="int8")
+  run = make_run((2, 2, 2), sampling=quantised)
+  params = run.initial_params()
+  converted = run.parameters.for_sampling(params)
+  trained, sampled = (tree["layers_0"]["mlp"]["gate"]["kernel"] for tree in (params, converted))
+  assert (trained.dtype, sampled.qvalue.dtype) == (jnp.float32, jnp.int8)
+  first = np.asarray(trained[:1])  # of two layers, which lie apart while sampling on a CPU
+  rounded = np.asarray(qwix.dequantize(jax.device_get(sampled)))
+  error = np.abs(rounded - first).max() / np.abs(first).max()
+  assert 1e-4 < error < 0.51 / 127 + 2**-7  # the scales are bfloat16, and so are products with them
+  assert sampled.qvalue.addressable_shards[0].data.shape == (1, 32, 24)
+  assert converted["embed"]["embedding"].dtype == jnp.float32
+  result = train_steps(run, steps=1)
+  assert 1e-4 < result.largest_gap < 0.3 and np.isfinite(result.metrics[0]["loss"])
 
 
 def collectives(lowered):

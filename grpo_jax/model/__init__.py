@@ -39,7 +39,7 @@ from grpo_jax.model.huggingface.peft import (
   save_adapters,
 )
 from grpo_jax.model.huggingface.save_weights import save
-from grpo_jax.model.lora import QUANTISED_DTYPES, init_adapters, join, quantised
+from grpo_jax.model.lora import QUANTISED_DTYPES, init_adapters, is_projection, join, quantised
 from grpo_jax.model.stacks import is_stacked, layer_names, per_layer, unrolled
 from grpo_jax.model.transformer import (
   Params,
@@ -96,6 +96,7 @@ __all__ = [
   "AdapterShape",
   "QUANTISED_DTYPES",
   "init_adapters",
+  "is_projection",
   "join",
   "quantised",
   "base_of_adapters",

@@ -17,18 +17,19 @@ axis, and copy the cache for that. A pass then took three to seven times as long
 
 from collections.abc import Mapping
 import functools
+from typing import Any
 
 from flax import struct
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
-from grpo_jax.model.attention.softmax import softmax_attention
+from grpo_jax.model.attention.softmax import Int8, Own, as_int8, softmax_attention
 from grpo_jax.model.blocks import LayerMemory, Pass
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import Attend, KeysAndValues
 
-PerStack = dict[str, jax.Array]  # one array for each stack of layers
+PerStack = dict[str, Any]  # one array for each stack of layers, or one `Int8`
 
 
 class Prefix(struct.PyTreeNode):
@@ -55,7 +56,7 @@ class Cache(struct.PyTreeNode):
 
   Attributes:
     keys: [L, P, K, G, C, E] for each stack, without the axis L if it is 1 and without those of P, K
-      and G that are not in `axes`.
+      and G that are not in `axes`. With `config.cache_dtype`, each is an `Int8`.
     values: The same.
     time: int32 scalar, how many tokens were written. Token number n lies in slot n modulo C.
     lengths_PG: int32, how many of the tokens written last are a row's own. At most C.
@@ -73,7 +74,7 @@ class Cache(struct.PyTreeNode):
   @property
   def slots(self) -> int:
     """C, the number of slots for a row's own tokens."""
-    return next(iter(self.keys.values())).shape[-2]
+    return jax.tree.leaves(self.keys)[0].shape[-2]
 
 
 def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int) -> Cache:
@@ -88,10 +89,11 @@ def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int
   P = prefix.lengths_P.shape[0]
   axes, shape = _axes(config, P, group_size), (P, config.num_kv_heads, group_size)
 
-  def zeros(prompt_keys: jax.Array) -> jax.Array:
+  def zeros(prompt_keys: jax.Array) -> jax.Array | Int8:
     L = (len(prompt_keys),) if len(prompt_keys) > 1 else ()
     whole = jnp.zeros((*L, *shape, slots, config.head_dim), prompt_keys.dtype)
-    return _without_axes(whole, axes)
+    stack = _without_axes(whole, axes)
+    return as_int8(stack) if config.cache_dtype else stack
 
   nothing, lengths_PG = jax.tree.map(zeros, prefix.keys), jnp.zeros((P, group_size), jnp.int32)
   return Cache(nothing, nothing, jnp.int32(0), lengths_PG, prefix, axes)
@@ -203,13 +205,17 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     (B, T, H, _), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
 
-    def write(stack: jax.Array, new_BTKE: jax.Array) -> jax.Array:
-      new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4).astype(stack.dtype)
-      new = _without_axes(new, cache.axes)
-      new = new.reshape((1,) * (stack.ndim - new.ndim) + new.shape)
-      layer = [memory.place][: stack.ndim - 2 - len(cache.axes)]
+    def put(stack: jax.Array, new: jax.Array) -> jax.Array:
+      layer = [memory.place][: stack.ndim - new.ndim]
+      new = new.reshape((1,) * len(layer) + new.shape)
       start = [*layer, *[0] * len(cache.axes), cache.time % cache.slots, 0]
       return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config)
+
+    def write(stack: Any, new_BTKE: jax.Array) -> Any:
+      new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
+      new = _without_axes(new, cache.axes)
+      new = as_int8(new) if isinstance(stack, Int8) else new.astype(stack.dtype)
+      return jax.tree.map(put, stack, new)
 
     def read(stack: jax.Array) -> jax.Array:
       if stack.ndim == len(cache.axes) + 2:
@@ -220,9 +226,9 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     mask, prefix_mask = _own_mask(cache, T, window), None
     if cache.prefix is not None:
       prefix_mask = _prefix_mask(cache, T, memory.prefix[0].shape[-2], window)
-    own = read(stacks_of_own[0]), read(stacks_of_own[1])
-    cap, axes = config.attention_cap, cache.axes.lower()
-    out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, cap, axes)
+    keys, values = jax.tree.map(read, stacks_of_own)
+    own, cap = Own(keys, values, cache.axes.lower()), config.attention_cap
+    out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, cap)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), stacks_of_own
 
   return attend_with_cache

@@ -76,6 +76,7 @@ class ModelConfig:
     stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
 
     dtype: The dtype of the computation. Master weights are float32.
+    cache_dtype: "int8" keeps the keys and values of decoded tokens as int8, "" in `dtype`.
     attention: A name in `attention.ATTENTION`, or "auto" for the best one of the platform.
     length: An upper bound on the tokens of a text in this computation, or 0 if it is not known. If
       it is known, the angles of the rotary embedding come from a table.
@@ -122,6 +123,7 @@ class ModelConfig:
   stop_ids: tuple[int, ...] = ()
   # How the model is computed:
   dtype: str = "float32"
+  cache_dtype: str = ""
   attention: str = "auto"
   length: int = 0
   unrolled: bool = False

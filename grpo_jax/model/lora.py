@@ -91,8 +91,7 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   """
   if leaf.ndim == 1:
     return leaf.astype("float32")
-  is_projection = name.endswith("/kernel") and _module(name) in ADAPTABLE
-  if dtype not in QUANTISED_DTYPES or not is_projection:
+  if dtype not in QUANTISED_DTYPES or not is_projection(name):
     return leaf.astype("bfloat16" if dtype in QUANTISED_DTYPES else dtype)
   inputs, _ = _split_shape(name, leaf.shape)
   tiled = len(inputs) - 1
@@ -101,6 +100,11 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   return qwix.quantize(
     leaf, dtype, channelwise_axes=other_axes, tiled_axes={tiled: tile}, scale_dtype=jnp.bfloat16
   )
+
+
+def is_projection(name: str) -> bool:
+  """Whether this leaf is a kernel that can have an adapter and can be quantised."""
+  return name.endswith("/kernel") and _module(name) in ADAPTABLE
 
 
 def dequantised(kernel: Any, dtype: Any) -> jax.Array:

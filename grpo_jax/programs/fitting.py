@@ -96,7 +96,7 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   """
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
   split = shape.rows.mesh.shape["tensor"]
-  item = 2 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4
+  item = 2.0 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4.0
   per_token = 2.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
   if shape.num_kv_heads % split == 0:
     per_token /= split
@@ -104,9 +104,11 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   grids = [first_grid(*call, rows, shape.row_shards) for call in _calls(config)]
   if shape.platform == "tpu":
     per_token *= _CACHE_COPIES_ON_TPU
+  # A number in a byte, and a scale of four bytes for a vector.
+  own_share = (1 + 4 / shape.head_dim) / item if config.sampling.cache_dtype else 1.0
   # The prompt's part is held once for its place.
   sizes = [
-    grid.places * (S + grid.seats * T) * per_token
+    grid.places * (S + grid.seats * T * own_share) * per_token
     + _LOGITS_COPIES * grid.rows * shape.vocab_size / split * 4
     for grid in grids
   ]

@@ -63,8 +63,8 @@ class Parameters:
     self._checkpoint_places = _places(whole)
     self.abstract = whole
     self.abstract_base = None
+    self._check_quantisation()
     if self.model.lora is not None:
-      self._check_quantisation()
       self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
       adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
@@ -195,7 +195,7 @@ class Parameters:
     return jax.tree.map(place, abstract, sharding.param_specs(abstract, self._mesh))
 
   def _sampling_mesh(self) -> jax.sharding.Mesh:
-    cast = functools.partial(cast_for_sampling, dtype=self._config.sampling.dtype)
+    cast = functools.partial(cast_for_sampling, sampling=self._config.sampling)
     copy = jax.eval_shape(cast, self.abstract_policy)
     # Weights and two moments.
     held = 3 * fitting.device_bytes(self.abstract) + self.reference_bytes
@@ -204,12 +204,17 @@ class Parameters:
     return sampling_mesh(self._mesh, tensor)
 
   def _check_quantisation(self) -> None:
-    dtype = self._config.lora.base_dtype
-    if self.model.num_experts and dtype in model.QUANTISED_DTYPES:
-      raise ConfigError(
-        f"config key lora.base_dtype is {dtype!r}: experts, most of a mixture's weights, are not"
-        " quantised here; choose 'bfloat16'"
-      )
+    """Raises ConfigError for a quantised mixture of experts."""
+    config = self._config
+    keys = {"sampling.weights_dtype": config.sampling.weights_dtype}
+    if self.model.lora is not None:
+      keys["lora.base_dtype"] = config.lora.base_dtype
+    for key, dtype in keys.items():
+      if self.model.num_experts and dtype in model.QUANTISED_DTYPES:
+        raise ConfigError(
+          f"config key {key} is {dtype!r}: experts, most of a mixture's weights, are not quantised"
+          " here; leave it out"
+        )
 
 
 def count(params: Any) -> int:

@@ -1,6 +1,7 @@
 """The parameters as the sampler reads them, with a dtype, a mesh and stacks of their own."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -45,14 +46,17 @@ class SamplingWeights:
 
   def suits(self, params: Any) -> bool:
     """Whether the parameters can be sampled from as they are."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    dtype = self._sampling.dtype
-    has_dtype = all(x.dtype == sampling_dtype(leaf_path(path), x, dtype) for path, x in leaves)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    names = [(leaf_path(path), x) for path, x in leaves]
+    has_dtype = all(x.dtype == sampling_dtype(name, x, self._sampling.dtype) for name, x in names)
+    is_wide = any(model.is_projection(name) for name, _ in names)
+    if self._sampling.weights_dtype and is_wide:
+      return False
     is_there = self.mesh == self._trained_model.rows.mesh
     return has_dtype and is_there and not self.model.unrolled
 
   def _in_dtype(self, params: Any) -> Any:
-    params = cast_for_sampling(params, self._sampling.dtype)
+    params = cast_for_sampling(params, self._sampling)
     return model.unrolled(params, self._trained_model) if self.model.unrolled else params
 
   def _converted(self, params: Any) -> Any:
@@ -69,15 +73,20 @@ def sampling_config(
   # accelerators read it in place. The time that a compiler takes grows with unrolled layers. For 30
   # it was three to five times as long, and sampling took 4 to 6% less (LOG.md, 2026-11-24).
   unrolled = shape.platform == "cpu" and shape.num_layers <= _MOST_UNROLLED_LAYERS
-  changes: dict[str, Any] = dict(dtype=sampling.dtype or shape.dtype, unrolled=unrolled)
+  dtype, cache_dtype = sampling.dtype or shape.dtype, sampling.cache_dtype
+  changes: dict[str, Any] = dict(dtype=dtype, cache_dtype=cache_dtype, unrolled=unrolled)
   return dataclasses.replace(shape, **changes, **sharding.model_shardings(shape, mesh))
 
 
-def cast_for_sampling(params: Any, dtype: str) -> Any:
-  """The parameters in sampling.dtype."""
+def cast_for_sampling(params: Any, sampling: Sampling) -> Any:
+  """The parameters in sampling.dtype and, where they are projections, sampling.weights_dtype."""
 
-  def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-    return x.astype(sampling_dtype(leaf_path(path), x, dtype))
+  def cast(path: tuple[Any, ...], x: jax.Array) -> Any:
+    name = leaf_path(path)
+    if sampling.weights_dtype and model.is_projection(name):
+      quantise = functools.partial(model.quantised, name, dtype=sampling.weights_dtype)
+      return model.per_layer(quantise, name)(x)
+    return x.astype(sampling_dtype(name, x, sampling.dtype))
 
   return jax.tree_util.tree_map_with_path(cast, params)
 

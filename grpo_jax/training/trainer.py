@@ -265,7 +265,9 @@ def check_ratio_of_one(metrics: Mapping[str, float], config: Config) -> None:
     RunFailed: Another policy sampled.
   """
   gap = metrics.get("sampler/logprob_gap_mean", 0.0)
-  dtypes = {config.model.dtype, config.sampling.dtype or config.model.dtype}
+  sampling = config.sampling
+  dtypes = {config.model.dtype, sampling.dtype or config.model.dtype}
+  dtypes |= {sampling.weights_dtype, sampling.cache_dtype} - {""}
   is_assumed = config.algo.old_is_policy and not config.algo.has_correction
   if is_assumed and dtypes == {"float32"} and gap > _LARGEST_GAP:
     raise RunFailed(

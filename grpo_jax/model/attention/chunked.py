@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.attention.rows import by_rows
-from grpo_jax.model.attention.softmax import softmax_attention
+from grpo_jax.model.attention.softmax import Own, softmax_attention
 from grpo_jax.model.attention.view import View
 
 MAX_CHUNK = 512  # queries
@@ -107,8 +107,8 @@ def _chunk_attention(
     mask_QC = (back_QC >= 0) & seen(is_token_C)
     if view.hiding_window:
       mask_QC = mask_QC & (back_QC < view.hiding_window)
-    own = tuple(
-      seen(x).astype(q_QHE.dtype).transpose(1, 0, 2)[None, :, None] for x in (k_CKE, v_CKE)
+    own = Own(
+      *(seen(x).astype(q_QHE.dtype).transpose(1, 0, 2)[None, :, None] for x in (k_CKE, v_CKE))
     )
     q_PKGRQE = q_QHE.reshape(1, 1, Q, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
     out = softmax_attention(q_PKGRQE, own, mask_QC, None, None, view.cap)

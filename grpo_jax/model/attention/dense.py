@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.attention.softmax import own_mask, prompt_mask, softmax_attention
+from grpo_jax.model.attention.softmax import Own, own_mask, prompt_mask, softmax_attention
 from grpo_jax.model.attention.view import View
 
 
@@ -32,7 +32,7 @@ def attend(
 
   q_PKRNE = q_PNHE.reshape(P, N, K, H // K, E).transpose(0, 2, 3, 1, 4)
   prefix = prompt(k_PNKE), prompt(v_PNKE)
-  as_own = prefix[0][:, :, None], prefix[1][:, :, None]
+  as_own = Own(prefix[0][:, :, None], prefix[1][:, :, None])
   q_PK1RSE = q_PKRNE[:, :, None, :, :S]
   out = softmax_attention(q_PK1RSE, as_own, causal(S), None, None, view.cap)
   out_PSHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, S, H, E)
@@ -40,7 +40,7 @@ def attend(
     return out_PSHE
 
   q_PKRGTE = q_PKRNE[..., S:, :].reshape(P, K, H // K, G, T, E)
-  own = completions(k_PNKE), completions(v_PNKE)
+  own = Own(completions(k_PNKE), completions(v_PNKE))
   sees_prompt = prompt_mask(prompt_lengths_P, S, jnp.arange(T)[:, None], window)
   q_PKGRTE = q_PKRGTE.swapaxes(2, 3)
   out = softmax_attention(q_PKGRTE, own, causal(T), prefix, sees_prompt, view.cap)
@@ -83,7 +83,7 @@ def attend_packed(
     return x_PNKE.transpose(0, 2, 1, 3)[:, :, None]
 
   q_PK1RNE = q_PNHE[:, S:].reshape(P, N - S, K, H // K, E).transpose(0, 2, 3, 1, 4)[:, :, None]
-  own = as_row(k_PNKE[:, S:]), as_row(v_PNKE[:, S:])
+  own = Own(as_row(k_PNKE[:, S:]), as_row(v_PNKE[:, S:]))
   prefix = as_row(k_PNKE[:, :S])[:, :, 0], as_row(v_PNKE[:, :S])[:, :, 0]
   sees = sees[:, None, None, None]
   out = softmax_attention(q_PK1RNE, own, sees, prefix, sees_prompt, view.cap)

@@ -1,45 +1,80 @@
 """The definition of attention, and who sees whom, for the rows of groups that share a prompt."""
 
+from typing import Any, NamedTuple
+
+from flax import struct
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.layers import KeysAndValues, einsum
 
 
+class Int8(struct.PyTreeNode):
+  """Vectors as int8, each with a scale of its own.
+
+  Attributes:
+    values: int8 [..., E].
+    scales: float32 [..., 1]. The vector is values * scales.
+  """
+
+  values: jax.Array
+  scales: jax.Array
+
+
+def as_int8(x: jax.Array) -> Int8:
+  """Rounds vectors [..., E]: the largest number of each becomes 127 or -127."""
+  scales = jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True) / 127
+  values = jnp.round(x / jnp.where(scales > 0, scales, 1)).astype(jnp.int8)
+  return Int8(values, scales)
+
+
+class Own(NamedTuple):
+  """The rows' own tokens.
+
+  Attributes:
+    keys: [P, K, G, C, E], without the axes that are not in `axes`, whose length is 1. An array or
+      `Int8`.
+    values: The same.
+    axes: Which of p, k and g the keys and values have.
+  """
+
+  keys: Any
+  values: Any
+  axes: str = "pkg"
+
+
 def softmax_attention(
   q_PKGRTE: jax.Array,
-  own: KeysAndValues,
+  own: Own,
   own_mask: jax.Array,
   prefix: KeysAndValues | None,
   prefix_mask: jax.Array | None,
   cap: float = 0.0,
-  own_axes: str = "pkg",
 ) -> jax.Array:
   """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts.
 
   Args:
     q_PKGRTE: Queries that are already divided by the square root of E.
-    own: Keys and values [P, K, G, C, E] of the rows' own tokens, without the axes that are not in
-      `own_axes`, whose length is 1.
+    own: Keys and values of the rows' own tokens.
     own_mask: Broadcasts to the scores [P, K, G, R, T, C]. True where a query sees a slot.
     prefix: Keys and values [P, K, S, E] of the prompts, or None.
     prefix_mask: Broadcasts to the scores [P, K, G, R, T, S].
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
-    own_axes: Which of p, k and g are axes of `own`.
 
   Returns:
     [P, K, G, R, T, E] in the dtype of the queries.
   """
-
-  (*PKG, R, T, E), C = q_PKGRTE.shape, own[0].shape[-2]
-  outer = tuple(size for axis, size in zip("pkg", PKG) if axis in own_axes)
+  (*PKG, R, T, E), C, a = q_PKGRTE.shape, own_mask.shape[-1], own.axes
+  outer = tuple(size for axis, size in zip("pkg", PKG) if axis in a)
+  own_keys, key_scales = _factors(own.keys, q_PKGRTE.dtype)
+  own_values, value_scales = _factors(own.values, q_PKGRTE.dtype)
 
   def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     capped = cap * jnp.tanh(scores / cap) if cap else scores
     return jnp.where(mask, capped, -jnp.inf)
 
   q_of_own = q_PKGRTE.reshape(*outer, R, T, E)
-  of_own = einsum(f"{own_axes}rte,{own_axes}ce->{own_axes}rtc", q_of_own, own[0])
+  of_own = einsum(f"{a}rte,{a}ce->{a}rtc", q_of_own, own_keys) * key_scales
   scores = [masked(of_own.reshape(*PKG, R, T, C), own_mask)]
   if prefix:
     scores.append(masked(einsum("pkgrte,pkse->pkgrts", q_PKGRTE, prefix[0]), prefix_mask))
@@ -48,12 +83,19 @@ def softmax_attention(
   largest = jax.lax.stop_gradient(largest)[..., None]
   weights = [jnp.exp(s - largest) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
-  own_weights = weights[0].astype(q_PKGRTE.dtype).reshape(*outer, R, T, C)
-  out = einsum(f"{own_axes}rtc,{own_axes}ce->{own_axes}rte", own_weights, own[1])
+  own_weights = (weights[0].reshape(*outer, R, T, C) * value_scales).astype(q_PKGRTE.dtype)
+  out = einsum(f"{a}rtc,{a}ce->{a}rte", own_weights, own_values)
   out = out.reshape(q_PKGRTE.shape)
   if prefix:
     out = out + einsum("pkgrts,pkse->pkgrte", weights[1].astype(q_PKGRTE.dtype), prefix[1])
   return (out / total).astype(q_PKGRTE.dtype)
+
+
+def _factors(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | float]:
+  """Vectors [..., C, E] in a dtype, and a factor [..., 1, 1, C] of the products with them."""
+  if not isinstance(x, Int8):
+    return x, 1.0
+  return x.values.astype(dtype), x.scales[..., 0][..., None, None, :]
 
 
 def own_mask(place_T1: jax.Array, slots: int, window: int) -> jax.Array:
