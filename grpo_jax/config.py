@@ -27,7 +27,6 @@ from grpo_jax.settings import (
 )
 
 DTYPES = ("float32", "bfloat16")
-QUANTISED = ("int8", "int4", "nf4")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
 TEMPERATURE_SCHEDULES = ("constant", "linear", "cosine")
@@ -87,7 +86,7 @@ class Lora:
   base_dtype: str = setting(
     "bfloat16",
     "dtype of the frozen weights: int8, int4 and nf4 quantise them",
-    one_of((*DTYPES, *QUANTISED)),
+    one_of((*DTYPES, "int8", "int4", "nf4")),
   )
 
 
@@ -214,14 +213,14 @@ class Sampling:
   )
   weights_dtype: str = setting(
     "",
-    "int8, int4 and nf4 quantise the weights of projections while sampling; '' = sampling.dtype."
-    " The completions are then those of a policy beside the one that learns: see algo.correction",
-    one_of(("", *QUANTISED)),
+    "int8 rounds the weights of projections while sampling; '' = sampling.dtype. The completions"
+    " are then those of a policy beside the one that learns: see algo.correction",
+    one_of(("", "int8")),
     before="",
   )
   cache_dtype: str = setting(
     "",
-    "int8 quantises the keys and values of completions; '' = sampling.dtype. See weights_dtype",
+    "int8 rounds the keys and values of completions; '' = sampling.dtype. See weights_dtype",
     one_of(("", "int8")),
     before="",
   )

@@ -310,3 +310,35 @@ def test_a_slice_in_a_fusion_inside_a_fusion_is_a_slice():
   """As a decoder that scans its layers reads one layer's cache: 64 floats in, 64 out, an index."""
   counted = count(NESTED)
   assert counted.whole.memory_bytes == 4 * (64 + 64) + 4
+
+
+VIEWED = """HloModule m, is_scheduled=true
+%view (q: s8[24,64]) -> s8[24,64] {
+  %q = s8[24,64]{1,0} parameter(0)
+  ROOT %same = s8[24,64]{1,0} copy(%q)
+}
+%outer (p: s8[24,64], j: s32[]) -> f32[1,64] {
+  %p = s8[24,64]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %all = s8[24,64]{1,0} fusion(%p), kind=kLoop, calls=%view
+  %wide = f32[24,64]{1,0} convert(%all)
+  ROOT %slice = f32[1,64]{1,0} dynamic-slice(%wide, %j, %zero), dynamic_slice_sizes={1,64}
+}
+%whole (p: s8[24,64]) -> f32[24,64] {
+  %p = s8[24,64]{1,0} parameter(0)
+  %all = s8[24,64]{1,0} fusion(%p), kind=kLoop, calls=%view
+  ROOT %wide = f32[24,64]{1,0} convert(%all)
+}
+ENTRY %main (a: s8[24,64], k: s32[]) -> f32[24,64] {
+  %a = s8[24,64]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %f = f32[1,64]{1,0} fusion(%a, %k), kind=kOutput, calls=%outer
+  ROOT %g = f32[24,64]{1,0} fusion(%a), kind=kLoop, calls=%whole
+}"""
+
+
+def test_a_slice_of_a_view_is_a_slice_and_a_view_that_is_kept_reads_all():
+  """As a decoder that scans its layers reads one layer's weights of int8."""
+  sliced, kept = 64 + 4 * 64 + 4, 24 * 64 * (1 + 4)
+  assert count(VIEWED).whole.memory_bytes == sliced + kept

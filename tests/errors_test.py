@@ -82,7 +82,7 @@ def contents(folder):
     (dict(sampling__stop_ids=[1, 18]), ["sampling.stop_ids holds 18", "0 to 17"]),
     (dict(model__dtype="float64"), ["model.dtype is 'float64'", "'float32', 'bfloat16'"]),
     (dict(sampling__dtype="int8"), ["sampling.dtype is 'int8'", "'float32', 'bfloat16'"]),
-    (dict(sampling__weights_dtype="fp8"), ["sampling.weights_dtype is 'fp8'", "'int8', 'int4'"]),
+    (dict(sampling__weights_dtype="fp8"), ["sampling.weights_dtype is 'fp8'", "'', 'int8'"]),
     (dict(sampling__cache_dtype="fp8"), ["sampling.cache_dtype is 'fp8'", "'', 'int8'"]),
     (dict(model__num_kv_heads=3), ["model.num_heads is 4", "model.num_kv_heads = 3"]),
     (dict(model__head_dim=7), ["model.head_dim is 7", "even"]),

@@ -171,8 +171,8 @@ def test_a_mixture_is_not_quantised(tmp_path):
   lora = dict(rank=2, targets=("q_proj",), base_dtype="int8")
   with pytest.raises(ConfigError, match="config key lora.base_dtype is 'int8': experts"):
     Run(config(str(tmp_path / "hf"), lora=lora))
-  with pytest.raises(ConfigError, match="config key sampling.weights_dtype is 'int4': experts"):
-    Run(config(str(tmp_path / "hf"), sampling=dict(weights_dtype="int4")))
+  with pytest.raises(ConfigError, match="config key sampling.weights_dtype is 'int8': experts"):
+    Run(config(str(tmp_path / "hf"), sampling=dict(weights_dtype="int8")))
 
 
 def test_saved_paths_are_absolute(tmp_path, monkeypatch):

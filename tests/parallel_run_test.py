@@ -246,7 +246,7 @@ def test_quantised_sampling_weights_and_cache_are_near_to_the_trained_ones():
   first = np.asarray(trained[:1])  # of two layers, which lie apart while sampling on a CPU
   rounded = np.asarray(qwix.dequantize(jax.device_get(sampled)))
   error = np.abs(rounded - first).max() / np.abs(first).max()
-  assert 1e-4 < error < 0.51 / 127 + 2**-7  # the scales are bfloat16, and so are products with them
+  assert 1e-4 < error < 0.51 / 127
   assert sampled.qvalue.addressable_shards[0].data.shape == (1, 32, 24)
   assert converted["embed"]["embedding"].dtype == jnp.float32
   result = train_steps(run, steps=1)

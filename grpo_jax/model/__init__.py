@@ -39,7 +39,14 @@ from grpo_jax.model.huggingface.peft import (
   save_adapters,
 )
 from grpo_jax.model.huggingface.save_weights import save
-from grpo_jax.model.lora import QUANTISED_DTYPES, init_adapters, is_projection, join, quantised
+from grpo_jax.model.lora import (
+  QUANTISED_DTYPES,
+  init_adapters,
+  is_projection,
+  join,
+  quantised,
+  rounded,
+)
 from grpo_jax.model.stacks import is_stacked, layer_names, per_layer, unrolled
 from grpo_jax.model.transformer import (
   Params,
@@ -99,6 +106,7 @@ __all__ = [
   "is_projection",
   "join",
   "quantised",
+  "rounded",
   "base_of_adapters",
   "check_adapters",
   "load_adapter_shape",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.lora import dequantised
+from grpo_jax.model.lora import factors
 from grpo_jax.model.rope import CosSin, rotate
 
 KeysAndValues = tuple[jax.Array, jax.Array]
@@ -119,10 +119,12 @@ class Dense(nn.Module):
       return nn.initializers.lecun_normal()(key, (I, O)).reshape(shape)
 
     kernel = self.param("kernel", initial_kernel, (*inputs, *self.features))
-    kernel_IO = dequantised(kernel, c.dtype).reshape(I, O)
+    kernel_IO, scale_O = factors(kernel, c.dtype, O)
     x_NI = x.reshape(-1, I).astype(c.dtype)
     on_cpu = (c.platform or jax.default_backend()) == "cpu"
     out_NO = matmul(on_cpu, x_NI, kernel_IO)
+    if scale_O is not None:
+      out_NO = out_NO * scale_O
     if self.has_variable("params", "lora_a"):
       a: jax.Array = self.get_variable("params", "lora_a").astype(c.dtype)
       b: jax.Array = self.get_variable("params", "lora_b").astype(c.dtype)

@@ -102,6 +102,16 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   )
 
 
+def rounded(name: str, kernel: jax.Array) -> Any:
+  """A kernel of ADAPTABLE, for one layer, in int8 with one scale for each output.
+
+  The product with it needs no other copy of the kernel: see `factors`.
+  """
+  _, outputs = _split_shape(name, kernel.shape)
+  first = kernel.ndim - len(outputs)
+  return qwix.quantize(kernel, "int8", channelwise_axes=range(first, kernel.ndim))
+
+
 def is_projection(name: str) -> bool:
   """Whether this leaf is a kernel that can have an adapter and can be quantised."""
   return name.endswith("/kernel") and _module(name) in ADAPTABLE
@@ -112,6 +122,16 @@ def dequantised(kernel: Any, dtype: Any) -> jax.Array:
   if isinstance(kernel, qwix.QArray):
     kernel = qwix.dequantize(kernel.astype(dtype))
   return kernel.astype(dtype)
+
+
+def factors(kernel: Any, dtype: Any, outputs: int) -> tuple[jax.Array, jax.Array | None]:
+  """A kernel as a matrix [I, O] in the dtype of the computation, and a scale [O] of the product.
+
+  The scale is None except for a kernel of `rounded`.
+  """
+  if isinstance(kernel, qwix.QArray) and kernel.scale.size == outputs:
+    return kernel.qvalue.astype(dtype).reshape(-1, outputs), kernel.scale.reshape(-1).astype(dtype)
+  return dequantised(kernel, dtype).reshape(-1, outputs), None
 
 
 def _module(name: str) -> str:

@@ -84,8 +84,7 @@ def cast_for_sampling(params: Any, sampling: Sampling) -> Any:
   def cast(path: tuple[Any, ...], x: jax.Array) -> Any:
     name = leaf_path(path)
     if sampling.weights_dtype and model.is_projection(name):
-      quantise = functools.partial(model.quantised, name, dtype=sampling.weights_dtype)
-      return model.per_layer(quantise, name)(x)
+      return model.per_layer(functools.partial(model.rounded, name), name)(x)
     return x.astype(sampling_dtype(name, x, sampling.dtype))
 
   return jax.tree_util.tree_map_with_path(cast, params)

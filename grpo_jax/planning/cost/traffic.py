@@ -33,6 +33,7 @@ _FREE_CALLS = (
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the number of the operand that is written
 _RENAMES = ("bitcast", "reshape")
+_VIEWS = (*_RENAMES, "convert", "copy")  # inside a fusion: of each number, one number
 
 
 def is_free(instruction: Instruction) -> bool:
@@ -95,6 +96,11 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
       if further is None:
         return None
       total += further
+    elif _is_view(user, module):
+      further = None if user.is_root else _sliced(user, inside, module)
+      if further is None:
+        return None
+      total += further * source.bytes / user.bytes
     elif user.opcode == "fusion":
       further = _sliced_by_fusion(source, user, module)
       if further is None:
@@ -107,6 +113,14 @@ def _sliced(source: Instruction, inside: Computation, module: Module) -> float |
     elif user.opcode not in _UPDATES:
       return None
   return total
+
+
+def _is_view(user: Instruction, module: Module) -> bool:
+  """Whether an instruction inside a fusion is its operand in another order or dtype."""
+  if user.opcode != "fusion":
+    return user.opcode in _VIEWS
+  inside = module.computations[user.called["calls"][0]]
+  return {x.opcode for x in inside} <= {"parameter", *_VIEWS} and len(user.operands) == 1
 
 
 def _sliced_by_fusion(source: Instruction, fusion: Instruction, module: Module) -> float | None:
