@@ -257,6 +257,32 @@ def test_prompts_that_wait_for_a_place_get_the_same_completions():
   assert len(parts) > 1 and sorted(sum(parts, [])) == list(range(20))
 
 
+@pytest.mark.parametrize(
+  "family, rows, cache_dtype",
+  [
+    ("tiny", 2, ""),
+    ("gemma3", 5, "int8"),
+    pytest.param("gemma3", 0, "", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe_mixed", 2, "", marks=pytest.mark.slow),
+  ],
+)
+def test_what_all_prompts_share_is_computed_once_and_changes_no_token(
+  family, rows, cache_dtype, monkeypatch
+):
+  config, params = tiny() if family == "tiny" else model.load(FAMILIES / family)
+  config = dataclasses.replace(config, dtype="float32", cache_dtype=cache_dtype)
+  tokens_PS, lengths_P = prompts(config.vocab_size)
+  first = np.random.default_rng(1).integers(2, config.vocab_size, 70)
+  tokens_PS = np.concatenate([np.tile(first, (P, 1)), tokens_PS], 1).astype(np.int32)
+  given = tokens_PS, lengths_P + 70
+  assert sampling.shared_tokens(*given) == 64
+  assert sampling.shared_tokens(tokens_PS, np.array([99, 65, 64, 99])) == 32
+  assert sampling.shared_tokens(tokens_PS[:1], given[1][:1]) == 0
+  found, _ = draw(config, params, rows, given=given)
+  monkeypatch.setattr(sampling, "shared_tokens", lambda *prompts: 0)
+  assert_same(found, draw(config, params, rows, given=given)[0])
+
+
 def replies(asked):
   """A reply of one to three tokens, or none, to a row that has ended for the first time."""
   assert all(row.tokens[-1] == row.stopped_by for row in asked)

@@ -109,6 +109,26 @@ def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   return Prefix(keys, values, lengths_P)
 
 
+def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
+  """Makes the rows of a cache the prompts of groups: what they share, and their own tokens.
+
+  Args:
+    cache: Of one prompt and P rows that have filled their slots.
+    lengths_P: int32, how many tokens each prompt has with those that all share.
+  """
+
+  def whole(shared: jax.Array, own: jax.Array) -> jax.Array:
+    own = _with_axes(own, cache.axes)
+    own_LKPCE = (own if own.ndim == 6 else own[None])[:, 0]
+    own_LPKCE = own_LKPCE.transpose(0, 2, 1, 3, 4)
+    shape = (*own_LPKCE.shape[:3], *shared.shape[-2:])
+    return jnp.concatenate([jnp.broadcast_to(shared, shape), own_LPKCE], axis=-2)
+
+  prefix = cache.prefix
+  keys, values = jax.tree.map(whole, (prefix.keys, prefix.values), (cache.keys, cache.values))
+  return Prefix(keys, values, lengths_P)
+
+
 def with_slots(cache: Cache, slots: int) -> Cache:
   """The cache with another number of slots, at least as many as the longest row has tokens."""
   kept = min(cache.slots, slots)

@@ -15,6 +15,8 @@ from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token
 from grpo_jax.sampler.rows import Chunk, Drawn, Rows, decode_chunk, draw_first, row_uniforms
 from grpo_jax.sampler.seats import Grid
 
+_MOST_SCORES = 2**26  # of attention, where prompts are computed after what they share
+
 
 class Flight(struct.PyTreeNode):
   """Rows in flight.
@@ -49,16 +51,18 @@ class NewRows(NamedTuple):
   settings: RowSettings
 
 
-class Prompts(NamedTuple):
+class Prompts(struct.PyTreeNode):
   """Prompts that are computed together.
 
   Attributes:
     tokens_nS: int32, right-padded.
     lengths_n: int32, their tokens.
+    shared: So many tokens at their start are the same in all of them, and computed once.
   """
 
-  tokens_nS: np.ndarray
-  lengths_n: np.ndarray
+  tokens_nS: Any
+  lengths_n: Any
+  shared: int = struct.field(pytree_node=False, default=0)
 
 
 class Resumed(NamedTuple):
@@ -162,12 +166,23 @@ class FlightPrograms:
     )
 
   def _prefill(self, params: Any, prompts: Prompts) -> tuple[model.Prefix, jax.Array]:
-    n, S = prompts.tokens_nS.shape
-    positions_nS = jnp.broadcast_to(jnp.arange(S), (n, S))
-    hidden_nSD, cache = model.features(params, self._shaped(S), prompts.tokens_nS, positions_nS)
-    last_n11 = (prompts.lengths_n - 1)[:, None, None]
-    last_nD = jnp.take_along_axis(hidden_nSD, last_n11, axis=1)[:, 0]
-    return model.as_prefix(cache, prompts.lengths_n), last_nD
+    """The keys and values of prompts, and the features of their last tokens."""
+    (n, S), shared = prompts.tokens_nS.shape, prompts.shared
+    config = self._shaped(S)
+    if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
+      shared = 0
+    positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
+    tokens_nT, cache = prompts.tokens_nS[:, shared:], None
+    if shared:
+      config = dataclasses.replace(config, cache_dtype="")
+      first = prompts.tokens_nS[:1, :shared], jnp.arange(shared)[None]
+      prefix = model.as_prefix(model.features(params, config, *first)[1], jnp.full(1, shared))
+      cache = model.empty_cache(config, prefix, n, S - shared)
+    hidden_nTD, cache = model.features(params, config, tokens_nT, positions_nT, cache)
+    last_n11 = (prompts.lengths_n - shared - 1)[:, None, None]
+    last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
+    make = model.rows_as_prefix if shared else model.as_prefix
+    return make(cache, prompts.lengths_n), last_nD
 
   def _begin(
     self,

@@ -38,6 +38,7 @@ _DTYPES = {
   "max_tokens": np.int32,
 }
 _LONGEST_CHUNK = 64
+_SHARED_STEP = 32  # each other length is compiled
 _SOONEST_LOOK = 16  # tokens after which the host looks for texts that end a row
 # Rows that have ended keep their seats until they are this share of all, if others wait for them.
 _IDLE_SHARE = 0.1
@@ -209,10 +210,24 @@ class Sampler:
     Yields:
       Groups as they finish, each prompt once.
     """
-    prompts = Prompts(np.asarray(prompts_PS), np.asarray(prompt_lengths_P))
+    tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
+    shared = shared_tokens(tokens_PS, lengths_P) if self._config.on_one_device else 0
+    prompts = Prompts(tokens_PS, lengths_P, shared)
     call = _Call(self.programs, params, prompts, members, draws)
     P = len(prompts_PS)
     return call.run(self.pace(min(at_once or P, P), members))
+
+
+def shared_tokens(prompts_PS: np.ndarray, lengths_P: np.ndarray) -> int:
+  """How many tokens all prompts have in common at their start, in steps of `_SHARED_STEP`.
+
+  Each prompt has at least one token after them. A single prompt shares nothing.
+  """
+  if len(prompts_PS) < 2:
+    return 0
+  differs_S = (prompts_PS != prompts_PS[:1]).any(0)
+  same = int(differs_S.argmax()) if differs_S.any() else len(differs_S)
+  return min(same, int(lengths_P.min()) - 1) // _SHARED_STEP * _SHARED_STEP
 
 
 def whole(parts: Iterable[Finished]) -> Completions:
@@ -383,7 +398,7 @@ class _Call:
 
   def _some(self, numbers: np.ndarray) -> Prompts:
     """Prompts by their numbers."""
-    return Prompts(*(x[numbers] for x in self._prompts))
+    return jax.tree.map(lambda x: x[numbers], self._prompts)
 
   def _with_room(
     self, flight: Flight, pace: Pace, longest: int, seats: seats_lib.Seats
