@@ -1,6 +1,7 @@
 """Times the choices that were made for deep models on a CPU.
 
   python experiments/cpu_choices.py products                 # bfloat16 with a float32 result
+  python experiments/cpu_choices.py filters                  # top-k and top-p, and by a sort
   python experiments/cpu_choices.py layers --model=FOLDER    # sampling from stacks or single layers
   python experiments/cpu_choices.py gradient --model=FOLDER  # and how many logits exist at once
 
@@ -21,12 +22,14 @@ from grpo_jax import learner, model
 from grpo_jax.algo import presets
 from grpo_jax.config import Learner
 from grpo_jax.programs.sampling import Draws, Sampler, whole
-from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.logits import Decoding, RowSettings, filtered
 from grpo_jax.types import Batch, Coefficients
 
 PROMPT_TOKENS, GROUP = 128, 8
 # Rows, inputs, outputs: the products of SmolLM2-135M's MLP for a group of 1,152 tokens.
 PRODUCTS = ((1152, 576, 1536), (1152, 1536, 576), (128, 576, 1536), (2048, 2048, 2048))
+
+FILTERED = ((128, 49_152), (8, 151_936), (256, 512))  # rows and vocabulary
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], float]:
@@ -58,6 +61,35 @@ def products() -> None:
       program, _ = compiled(product, x, y)
       rate = 2 * rows * inputs * outputs / seconds(program, x, y) / 1e9
       print(f"{rows} x {inputs} x {outputs}, {dtype} into {result}: {rate:.0f} GFLOP/s", flush=True)
+
+
+def filters() -> None:
+  def sorted_top_k(logits_BV: jax.Array, settings: RowSettings) -> jax.Array:
+    least_B1 = jax.lax.top_k(logits_BV, int(settings.top_k[0]))[0][:, -1:]
+    return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+
+  def sorted_top_p(logits_BV: jax.Array, settings: RowSettings) -> jax.Array:
+    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+    probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    kept_BV = jnp.where(before_BV < settings.top_p[:, None], sorted_BV, jnp.inf)
+    return jnp.where(logits_BV < kept_BV.min(-1, keepdims=True), -jnp.inf, logits_BV)
+
+  for rows, vocabulary in FILTERED:
+    logits_BV = 3 * jax.random.normal(jax.random.key(0), (rows, vocabulary))
+    for name, settings, by_sort in (
+      ("top-k 50", RowSettings(top_k=np.full(rows, 50)), sorted_top_k),
+      ("top-p 0.9", RowSettings(top_p=np.full(rows, 0.9, np.float32)), sorted_top_p),
+    ):
+      ours, _ = compiled(lambda x, settings=settings: filtered(x, settings), logits_BV)
+      theirs, _ = compiled(lambda x, f=by_sort, settings=settings: f(x, settings), logits_BV)
+      same = (ours(logits_BV) == theirs(logits_BV)).mean()
+      print(
+        f"{name}, {rows} rows of {vocabulary} logits: {seconds(ours, logits_BV) * 1e3:.1f} ms,"
+        f" {seconds(theirs, logits_BV) * 1e3:.1f} ms by a sort; {same:.7f} of the results are"
+        " equal",
+        flush=True,
+      )
 
 
 def layers(folder: str, tokens: int, prompts: int) -> None:
@@ -128,7 +160,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("what", choices=("products", "layers", "gradient"))
+  parser.add_argument("what", choices=("products", "filters", "layers", "gradient"))
   parser.add_argument("--model", help="a Hugging Face folder or a GGUF file")
   parser.add_argument("--tokens", type=int, default=128, help="of each completion")
   parser.add_argument("--prompts", type=int, default=16, help="of 8 completions each, for layers")
@@ -138,6 +170,8 @@ def main() -> None:
   args = parser.parse_args()
   if args.what == "products":
     products()
+  elif args.what == "filters":
+    filters()
   elif args.what == "layers":
     layers(args.model, args.tokens, args.prompts)
   else:
