@@ -103,6 +103,7 @@ class _NoClock:
     del name
 
 
+@pytest.mark.slow
 def test_the_surplus_opens_the_next_batch_with_the_log_probs_of_its_own_step(tmp_path):
   small = Small(with_reward(small_config(**SURPLUS), tmp_path, SOMETIMES))
   index, found = with_surplus(small)

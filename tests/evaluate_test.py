@@ -79,6 +79,7 @@ def greedy_one_at_a_time(run):
   return scores, lengths, stopped
 
 
+@pytest.mark.slow
 def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(config):
   config = with_eval(config, samples=4)
   progress = []
@@ -126,6 +127,7 @@ def test_a_mixture_has_an_accuracy_for_each_task():
   assert [name for name in accuracies(right, []) if name.count("/") > 1] == []
 
 
+@pytest.mark.slow
 def test_the_accuracies_of_a_mixture_are_those_of_its_problems(tmp_path):
   """The check gives a point to sums, and none to Countdown."""
   source = "def reward(completions, task, **_): return [float(t == 'arithmetic') for t in task]"

@@ -152,6 +152,7 @@ def test_a_run_without_rewards_stops_saves_and_goes_on(tmp_path):
   assert rows[0] == rows[1] and len(rows[0]) == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_never_had_a_reward_stops_and_fails_at_its_end_too(tmp_path):
   config = with_reward(dataclasses.replace(small_config(), steps=3), tmp_path, SOMETIMES, ["never"])
   config = with_section(config, "reward", max_unscored_steps=2)
@@ -194,6 +195,7 @@ def one_step_behind(monkeypatch):
   monkeypatch.setattr(Parameters, "for_sampling", stale)
 
 
+@pytest.mark.slow
 def test_a_run_one_step_behind_its_sampler_stops_where_the_ratio_counts_as_one(
   tmp_path, monkeypatch
 ):

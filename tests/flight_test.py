@@ -145,7 +145,7 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
   "name, mesh",
   [
     ("gemma3", ()),
-    ("qwen3_moe_mixed", ()),
+    pytest.param("qwen3_moe_mixed", (), marks=pytest.mark.slow),
     pytest.param("qwen3_moe_mixed", (2, 1, 1, 2), marks=pytest.mark.slow),
     pytest.param("llama_dynamic", (), marks=pytest.mark.slow),
     pytest.param("qwen3_yarn", (2, 1, 2, 1), marks=pytest.mark.slow),
@@ -297,7 +297,7 @@ def replies(asked):
 @pytest.mark.parametrize(
   "rows, chunk, weights, mesh",
   [
-    (0, 64, 0, ()),
+    pytest.param(0, 64, 0, (), marks=pytest.mark.slow),
     (0, 5, MANY, ()),
     (3, 64, MANY, ()),
     (5, 2, 0, ()),

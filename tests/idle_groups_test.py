@@ -186,6 +186,7 @@ def test_the_metrics_are_of_the_groups_that_learn():
     assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_where_all_groups_are_idle_the_optimizer_still_steps():
   """Its momentum moves the parameters, as it did when idle groups were computed."""
   algo, optimizer = algo_of("grpo"), optax.adam(0.1)

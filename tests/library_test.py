@@ -83,6 +83,7 @@ def test_train_is_a_function_and_a_module_however_it_is_imported():
     grpo_jax.train({}, "unused")
 
 
+@pytest.mark.slow
 def test_a_callback_stops_a_run_which_goes_on_and_leaves_nothing_behind(tmp_path):
   before, steps = surroundings(), []
 

@@ -136,6 +136,7 @@ def test_a_reference_of_adapters_moves_and_is_resumed(checkpoint, tmp_path):
   assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(whole.reference["layers_0"]["mlp"]))
 
 
+@pytest.mark.slow
 def test_export_of_adapters_and_of_the_merged_model(trained, checkpoint, tmp_path):
   workdir, (whole, _) = trained[0] / "whole", trained[1]
   exports = [

@@ -88,6 +88,7 @@ def test_the_rows_of_old_runs_can_tell_a_wrong_state():
   assert abs(first["kl"]) < 1e-6  # the reference is the policy that the warm start ends with
 
 
+@pytest.mark.slow
 def test_an_old_run_is_evaluated_and_exported_as_by_the_old_version(unpack, tmp_path):
   """The printed accuracies are the same text, and the exported weights the same bits."""
   workdir, out = unpack("fixed_reference"), tmp_path / "exported"

@@ -208,6 +208,7 @@ def mixture(tmp_path_factory):
   return sections, train_steps(make_run(ONE, **sections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MIXTURES, ids=str)
 def test_experts_on_eight_devices_give_the_numbers_of_one(mesh, mixture):
   """The four experts are split where the size of their axis divides them.
@@ -223,6 +224,7 @@ def test_experts_on_eight_devices_give_the_numbers_of_one(mesh, mixture):
   assert all(metrics["router/aux_loss"] > 1 for metrics in ours.metrics)
 
 
+@pytest.mark.slow
 def test_sampling_weights_have_a_mesh_and_dtype_of_their_own():
   run = make_run((2, 2, 2), sampling=dict(tensor=4, dtype="bfloat16"))
   params = run.initial_params()

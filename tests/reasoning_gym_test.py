@@ -354,6 +354,7 @@ def test_workers_score(request):
 # Runs.
 
 
+@pytest.mark.slow
 def test_a_run_draws_the_same_when_it_goes_on_and_has_an_accuracy_for_each_task(tmp_path):
   path = "chain_sum(max_terms=2),spell_backward,coin_flip"
   config = with_section(small_config(), "data", **vars(data(path)))
@@ -441,15 +442,19 @@ def test_every_task_makes_the_same_problems_in_every_process():
 
 def test_rates_go_on_after_a_line_that_was_cut_off(tmp_path):
   file, settings = tmp_path / "rates.jsonl", {"model": "m", "draws": 8}
-  assert reasoning_gym_rates.read(file, settings) == []
+  assert reasoning_gym_rates.read(file, settings) == (settings, [])
   row = dict(task="ab", category="algorithmic", problems=3, pass_rate=0.5, score=0.625)
   row |= dict(differ=1.0, differ_right=0.25, tokens=7.6, cut_off=0.1)
   with file.open("a") as out:
     out.write(json.dumps(row) + "\n" + '{"task": "chain_')
-  assert reasoning_gym_rates.read(file, settings) == [row]
-  assert file.read_text().endswith("}\n") and reasoning_gym_rates.read(file, settings) == [row]
+  assert reasoning_gym_rates.read(file, settings) == (settings, [row])
+  assert file.read_text().endswith("}\n") and reasoning_gym_rates.read(file, settings) == (
+    settings,
+    [row],
+  )
   with pytest.raises(SystemExit, match="was measured with"):
     reasoning_gym_rates.read(file, {"model": "other", "draws": 8})
-  lines = list(reasoning_gym_rates.table([row, {"task": "arc_agi", "problems": 0}]))
+  same = row | {"task": "gcd", "differ": 0.0}
+  lines = list(reasoning_gym_rates.table([row, same, {"task": "arc_agi", "problems": 0}], 32))
   assert lines[2] == "| `ab` (3 problems) | algorithmic | 50.0% | 0.625 | 100% | 25% | 8 | 10% |"
-  assert lines[-1] == "No prompt is short enough: `arc_agi`."
+  assert lines[3:] == ["", "No group differs: `gcd`.", "", "No prompt is short enough: `arc_agi`."]
