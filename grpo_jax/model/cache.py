@@ -12,7 +12,7 @@ row would need a scatter, where this needs one slice.
 
 The row's own part has no axis L where a stack has one layer. On one device it also has no axis P, K
 or G of length 1. On a CPU, XLA would compute the write of a new token a second time to drop such an
-axis, and copy the cache for that. A pass then took three to seven times as long.
+axis, and copy the cache for that (experiments/LOG.md, 2026-11-25).
 """
 
 from collections.abc import Mapping
