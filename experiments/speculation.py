@@ -123,7 +123,7 @@ def main() -> None:
   parser.add_argument("what", choices=("tokens", "cost"))
   parser.add_argument("workdir", nargs="?", type=Path, help="of a run, for tokens")
   parser.add_argument("--model", help="a Hugging Face folder, for cost")
-  parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128], help="for cost")
+  parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="for cost")
   parser.add_argument("--slots", type=int, default=128, help="of the cache, for cost")
   parser.add_argument("--dtype", default="float32", help="for cost")
   args = parser.parse_args()
