@@ -265,8 +265,9 @@ class _Parts:
       behavior_logprobs_PGT=self._some("float32", P, G, T),
       stopped_by_PG=self._some("int32", P, G),
     )
-    arguments = (completions, *self._prompts(P), temperature_P, temperature_P)
-    batch = self._with_rows(jax.eval_shape(self._run.programs.to_batch, *arguments), P)
+    prompts = self._prompts(P)
+    given = prompts.tokens_nS, prompts.lengths_n, temperature_P, temperature_P
+    batch = self._with_rows(jax.eval_shape(self._run.programs.to_batch, completions, *given), P)
     return batch.replace(slots=self._slots)
 
   @property
