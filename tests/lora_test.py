@@ -359,3 +359,15 @@ def test_adapters_of_fused_projections_cannot_be_saved(tmp_path):
       tmp_path / "out", config, model.init_adapters(jax.random.key(0), config, base), "base"
     )
   assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("inputs", [32, 128])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "nf4", "rounded"])
+def test_factors_multiply_to_the_dequantised_kernel(dtype, inputs):
+  """Also where the inputs are one tile, so that every dtype has one scale for each output."""
+  name, kernel = "layers_0/mlp/gate/kernel", jax.random.normal(jax.random.key(0), (inputs, 48))
+  small = lora.rounded(name, kernel) if dtype == "rounded" else lora.quantised(name, kernel, dtype)
+  matrix_IO, scale_O = lora.factors(small, jnp.float32, 48)
+  product = matrix_IO if scale_O is None else matrix_IO * scale_O
+  np.testing.assert_allclose(product, lora.dequantised(small, jnp.float32), atol=1e-6)
+  assert 0 < jnp.abs(product - kernel).max() < 0.5

@@ -127,9 +127,10 @@ def dequantised(kernel: Any, dtype: Any) -> jax.Array:
 def factors(kernel: Any, dtype: Any, outputs: int) -> tuple[jax.Array, jax.Array | None]:
   """A kernel as a matrix [I, O] in the dtype of the computation, and a scale [O] of the product.
 
-  The scale is None except for a kernel of `rounded`.
+  The scale is None except for int8 with one scale for each output, as of `rounded`.
   """
-  if isinstance(kernel, qwix.QArray) and kernel.scale.size == outputs:
+  is_int8 = isinstance(kernel, qwix.QArray) and kernel.qvalue.dtype == jnp.int8
+  if is_int8 and kernel.scale.size == outputs:
     return kernel.qvalue.astype(dtype).reshape(-1, outputs), kernel.scale.reshape(-1).astype(dtype)
   return dequantised(kernel, dtype).reshape(-1, outputs), None
 
