@@ -5,6 +5,8 @@
                               --prompts 8 --plen 64 --clen 128 --steps 4                  # small
 
   python experiments/bench.py --clen 512 --lengths geometric --rows 64          # long tails
+  python experiments/bench.py --clen 64 --lengths equal                         # what they cost is
+                                                                                # compared with
 
   python experiments/bench.py --d 896 --layers 24 --heads 14 --kv_heads 2 --ff 4864 \
                               --vocab 151936 --prompts 16 --plen 256 --clen 512 --steps 3 \
@@ -15,7 +17,8 @@ step takes `prompts` prompts of `plen` tokens and samples G completions of at mo
 each (temperature 1, stop at eos). The reward counts three letters. Then the step makes one update
 with a frozen reference (kl_coef 0.04, AdamW, learning rate 1e-4), `micro` prompts at a time (0: the
 program's choice). With --lengths=geometric, so many tokens end a completion that lengths are about
-geometric with mean clen / 8. --rows is how many completions are decoded together (0: all).
+geometric with mean clen / 8. With --lengths=equal, each has clen tokens. --rows is how many
+completions are decoded together (0: all).
 
 The script prints one line of JSON. Times are in seconds. They are medians over all steps but the
 first, which compiles.
@@ -102,6 +105,7 @@ def make_config(args: argparse.Namespace) -> Config:
   c.data.update(task="letters", max_prompt_tokens=args.plen)
   c.batch.update(prompts=args.prompts, group_size=args.G, micro_batch=args.micro)
   c.sampling.max_tokens, c.sampling.rows = args.clen, args.rows
+  c.sampling.min_tokens = args.clen if args.lengths == "equal" else 0
   c.sampling.stop_ids = stop_ids(args)
   c.sampling.dtype = args.dtype
   c.learner.remat = args.remat
@@ -169,7 +173,7 @@ def main() -> None:
   for name, value in SIZES.items():
     parser.add_argument(f"--{name}", type=int, default=value)
   parser.add_argument("--rows", type=int, default=0)
-  parser.add_argument("--lengths", choices=("natural", "geometric"), default="natural")
+  parser.add_argument("--lengths", choices=("natural", "geometric", "equal"), default="natural")
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--attention", default="auto")
   parser.add_argument("--remat", action="store_true")

@@ -177,11 +177,14 @@ class BatchSize:
 class Sampling:
   """How completions are sampled in training.
 
-  With a filter (top_k, top_p, min_p), tokens are drawn from another distribution than the learned
+  With a filter (top_k, top_p, min_p, min_tokens), tokens are drawn from another distribution than the learned
   one, which is the whole softmax. The metric sampler/filter_gap_mean measures the difference.
   """
 
   max_tokens: int = setting(64, "T, the longest completion", TOKENS)
+  min_tokens: int = setting(
+    0, "no stop id is drawn before a completion has so many tokens", NOT_NEGATIVE, before=0
+  )
   temperature: float = setting(
     1.0, "of the first step", above(0, "training needs completions that differ")
   )

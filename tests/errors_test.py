@@ -72,6 +72,10 @@ def contents(folder):
     (dict(sampling__top_p=1.5), ["sampling.top_p is 1.5", "(0, 1]"]),
     (dict(sampling__min_p=1.0), ["sampling.min_p is 1.0", "[0, 1)"]),
     (dict(sampling__top_k=-1), ["sampling.top_k is -1", "at least 0"]),
+    (
+      dict(sampling__min_tokens=65),
+      ["sampling.min_tokens is 65", "sampling.max_tokens is", "no completion could end"],
+    ),
     (dict(sampling__tensor=-1), ["sampling.tensor is -1", "at least 0"]),
     (dict(sampling__tensor=3), ["sampling.tensor is 3", "divide the 8 devices"]),
     (

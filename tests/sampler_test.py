@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.programs.sampling import capacities
+from grpo_jax.config import Sampling
+from grpo_jax.programs.sampling import capacities, settings_of
 from grpo_jax.sampler import logits as logits_lib
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
@@ -344,3 +345,14 @@ def test_a_row_that_goes_on_waits_for_the_first_token_of_a_new_one():
 )
 def test_the_cache_grows_by_doubling(max_tokens, sizes):
   assert capacities(max_tokens) == sizes
+
+
+def test_the_slots_of_a_cache_are_multiples_of_a_step():
+  assert capacities(1000, 128) == [128, 256, 512, 1024] and capacities(64, 128) == [128]
+
+
+def test_a_config_s_settings_without_those_that_are_off():
+  assert settings_of(Sampling(), 0.7) == RowSettings(0.7)
+  config = Sampling(top_k=5, top_p=0.9, min_p=0.1, min_tokens=3)
+  assert settings_of(config, 1.0) == RowSettings(1.0, 5, 0.9, 0.1, 3)
+  assert settings_of(config, 0.0) == RowSettings(0.0, min_tokens=3)

@@ -22,7 +22,7 @@ def check_algo(
     prompts: Prompts of a batch.
     group_size: Completions of a prompt.
     max_tokens: The longest completion.
-    sampler_filters: Whether top-k, top-p or min-p is on.
+    sampler_filters: Whether top-k, top-p, min-p or a minimum length is on.
   """
   _check_batch(algo, prompts, group_size)
   _check_overlong(algo, max_tokens)

@@ -24,6 +24,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
+from grpo_jax.model.attention import decode
 from grpo_jax.model.attention.softmax import Int8, Own, as_int8, softmax_attention
 from grpo_jax.model.blocks import LayerMemory, Pass
 from grpo_jax.model.config import ModelConfig
@@ -97,6 +98,11 @@ def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int
 
   nothing, lengths_PG = jax.tree.map(zeros, prefix.keys), jnp.zeros((P, group_size), jnp.int32)
   return Cache(nothing, nothing, jnp.int32(0), lengths_PG, prefix, axes)
+
+
+def slots_step(config: ModelConfig) -> int:
+  """The slots of a cache are to be a multiple of this, so that decoding reads them by a kernel."""
+  return decode.SLOTS if decode.fits(config) else 1
 
 
 def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
@@ -231,6 +237,15 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       start = [*layer, *[0] * len(cache.axes), cache.time % cache.slots, 0]
       return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config)
 
+    def by_kernel(q_PKGRTE: jax.Array, own: KeysAndValues, prefix_mask: Any) -> jax.Array:
+      whole = jax.tree.map(lambda x: _with_axes(x, cache.axes), own)
+      whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)
+      visible_PG = cache.lengths_PG + 1
+      visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
+      at, mask = (memory.place, cache.time, visible_PG), prefix_mask
+      mask = None if mask is None else mask[..., 0, :]
+      return decode.attention(config, q_PKGRTE[..., 0, :], whole, *at, memory.prefix, mask)
+
     def write(stack: Any, new_BTKE: jax.Array) -> Any:
       new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
       new = _without_axes(new, cache.axes)
@@ -243,9 +258,13 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       return jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
 
     stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
-    mask, prefix_mask = _own_mask(cache, T, window), None
+    prefix_mask = None
     if cache.prefix is not None:
       prefix_mask = _prefix_mask(cache, T, memory.prefix[0].shape[-2], window)
+    if T == 1 and decode.fits(config) and cache.slots % decode.SLOTS == 0:
+      out = by_kernel(q_PKGRTE, stacks_of_own, prefix_mask)
+      return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), stacks_of_own
+    mask = _own_mask(cache, T, window)
     keys, values = jax.tree.map(read, stacks_of_own)
     own, cap = Own(keys, values, cache.axes.lower()), config.attention_cap
     out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, cap)

@@ -141,6 +141,13 @@ class ModelConfig:
     return math.prod(mesh_shape[axis] for axis in self.rows.spec[0])
 
   @property
+  def heads_axis(self) -> str | None:
+    """The axis of the mesh over which the heads of the cache are split, or None."""
+    if self.on_one_device or self.num_kv_heads % self.rows.mesh.shape["tensor"]:
+      return None
+    return "tensor"
+
+  @property
   def on_one_device(self) -> bool:
     """Whether no activation is split over devices."""
     return self.rows is None or self.rows.mesh.size == 1

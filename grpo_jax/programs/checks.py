@@ -15,6 +15,7 @@ from grpo_jax.config import PROJECTIONS, Config
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.parallel.chips import machine_memory, reported_memory
 from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.programs.sampling import settings_of
 from grpo_jax.rewards import dispatch
 from grpo_jax.settings import LARGEST_INT, ConfigError, check_ranges
 
@@ -29,8 +30,13 @@ def check_config(config: Config) -> None:
     prompts=config.batch.prompts,
     group_size=config.batch.group_size,
     max_tokens=sampling.max_tokens,
-    sampler_filters=(sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0),
+    sampler_filters=settings_of(sampling, 1.0).filters,
   )
+  if sampling.min_tokens > sampling.max_tokens:
+    raise ConfigError(
+      f"config key sampling.min_tokens is {sampling.min_tokens}: sampling.max_tokens is"
+      f" {sampling.max_tokens}, so no completion could end by itself"
+    )
   sources = [source.name for source in sources_of(mixture_of(config.data))]
   reward = config.reward
   dispatch.check_tasks(reward.tasks, reward.functions, sources, config.eval.function)

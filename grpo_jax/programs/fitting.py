@@ -102,7 +102,7 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
     per_token /= split
   rows = config.sampling.rows if rows is None else rows
   grids = [first_grid(*call, rows, shape.row_shards) for call in _calls(config)]
-  if shape.platform == "tpu":
+  if shape.platform == "tpu" and model.slots_step(shape) == 1:
     per_token *= _CACHE_COPIES_ON_TPU
   # A number in a byte, and a scale of four bytes for a vector.
   own_share = (1 + 4 / shape.head_dim) / item if config.sampling.cache_dtype else 1.0

@@ -328,8 +328,7 @@ class FlightPrograms:
     config = self._config
     if config.on_one_device:
       return jax.tree.map(lambda _: PartitionSpec(), flight)
-    axes = config.rows.spec[0]
-    heads = "tensor" if config.num_kv_heads % config.rows.mesh.shape["tensor"] == 0 else None
+    axes, heads = config.rows.spec[0], config.heads_axis
 
     def own(x: jax.Array) -> PartitionSpec:
       return PartitionSpec(*[None] * (x.ndim - 5), axes, heads)

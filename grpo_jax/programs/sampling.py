@@ -124,14 +124,16 @@ def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...]) -> Decoding:
 
 
 def settings_of(sampling: Sampling, temperature: float) -> RowSettings:
-  """How the rows of a config draw at a temperature. At 0, filters change nothing."""
+  """How the rows of a config draw at a temperature. At 0, top-k, top-p and min-p change nothing."""
+  least = sampling.min_tokens or None
   if not temperature:
-    return RowSettings(temperature)
+    return RowSettings(temperature, min_tokens=least)
   return RowSettings(
     temperature,
     top_k=sampling.top_k or None,
     top_p=sampling.top_p if sampling.top_p < 1 else None,
     min_p=sampling.min_p or None,
+    min_tokens=least,
   )
 
 
@@ -186,7 +188,8 @@ class Sampler:
       sizes = [grid.rows // shards // 2**move for move in range(1, 1 + _MOST_MOVES)]
       smaller = [Grid(size * shards, 1) for size in sizes if size >= _FEWEST_ROWS]
     prompts_at_once = max(1, grid.places // shards // 8) * shards
-    return Pace(grid, tuple(smaller), tuple(capacities(tokens)), prompts_at_once, shards)
+    sizes_of_cache = capacities(tokens, model.slots_step(self._config))
+    return Pace(grid, tuple(smaller), tuple(sizes_of_cache), prompts_at_once, shards)
 
   def __call__(
     self,
@@ -472,15 +475,16 @@ class _Call:
     return Finished(prompts, jax.tree.map(lambda x: x[prompts], self._drawn))
 
 
-def capacities(max_tokens: int) -> list[int]:
+def capacities(max_tokens: int, step: int = 1) -> list[int]:
   """The sizes of the cache on the way to `max_tokens`.
 
   There are at most four. Each is double the one before. None is below 32 unless `max_tokens` is.
+  Each is a multiple of `step`, and the last holds at least `max_tokens`.
   """
   sizes = [max_tokens]
   while len(sizes) < 4 and sizes[-1] > 32:
     sizes.append(max(32, -(-sizes[-1] // 2)))
-  return sizes[::-1]
+  return sorted({-(-size // step) * step for size in sizes})
 
 
 def temperature_at(sampling: Sampling, index: int, steps: int) -> float:

@@ -1,0 +1,81 @@
+"""The kernel that decodes on TPUs, emulated."""
+
+import dataclasses
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax import model
+from grpo_jax.model.attention import decode
+from grpo_jax.model.attention.softmax import Own, as_int8, softmax_attention
+
+L, P, K, G, R, C, E, S = 2, 3, 2, 5, 3, 384, 128, 7
+LAYER = 1
+
+
+def arrays(dtype, cache_dtype, seed=0):
+  """Queries, keys and values of all layers, and those of prompts."""
+  rng = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+  own = normal(L, P, K, G, C, E), normal(L, P, K, G, C, E)
+  if cache_dtype:
+    own = tuple(map(as_int8, own))
+  prefix = normal(P, K, S, E), normal(P, K, S, E)
+  return normal(P, K, G, R, E) / E**0.5, own, prefix
+
+
+def expected(q, own, time, visible_PG, prefix, prefix_mask, cap):
+  """The same by the definition, over all slots."""
+  age_C = (time - jnp.arange(C)) % C
+  mask = age_C < visible_PG[:, None, :, None, None, None]
+  keys, values = jax.tree.map(lambda x: x[LAYER], own)
+  mask_of_prompts = None if prefix is None else prefix_mask[..., None, :]
+  out = softmax_attention(
+    q[..., None, :], Own(keys, values), mask, prefix, mask_of_prompts, cap
+  )
+  return out[..., 0, :]
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("with_prefix", [True, False])
+@pytest.mark.parametrize("cache_dtype", ["", "int8"])
+@pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("time", [0, 130, 383, 1000])
+def test_it_equals_the_definition(time, dtype, bound, cache_dtype, with_prefix, cap):
+  q, own, prefix = arrays(dtype, cache_dtype)
+  # One token, a few, around the end of a block, and all slots.
+  visible_PG = jnp.asarray(np.resize([1, 2, 127, 128, 129, 300, C], (P, G)), jnp.int32)
+  # The first prompt is hidden from its second row, as a window may do.
+  prefix_mask = jnp.arange(S) < jnp.asarray([S, 3, 1])[:, None, None, None, None]
+  prefix_mask &= ~jnp.zeros((P, 1, G, 1, 1), bool).at[0, 0, 1].set(True)
+  config = dataclasses.replace(small_model(), attention_cap=cap)
+  args = jnp.int32(LAYER), jnp.int32(time), visible_PG
+  prompts = (prefix, prefix_mask) if with_prefix else (None, None)
+  got = decode.attention(config, q, own, *args, *prompts)
+  wanted = expected(q, own, time, visible_PG, *prompts, cap)
+  np.testing.assert_allclose(got.astype(float), wanted.astype(float), atol=bound)
+
+
+def test_a_row_reads_its_own_blocks_alone():
+  """Slots of blocks that no row needs may hold anything, NaN included."""
+  q, own, _ = arrays("float32", "")
+  visible_PG = jnp.full((P, G), 100)  # slots 1 to 100
+  spoilt = tuple(x.at[..., 128:, :].set(jnp.nan) for x in own)
+  args = jnp.int32(LAYER), jnp.int32(C + 100), visible_PG, 0.0
+  for x, y in zip(
+    decode.own_attention(q, spoilt, *args, interpret=True),
+    decode.own_attention(q, own, *args, interpret=True),
+  ):
+    np.testing.assert_array_equal(x, y)
+
+
+def small_model(**changes):
+  return model.ModelConfig(
+    vocab_size=50, embed_dim=32, num_layers=L, num_heads=K * R, num_kv_heads=K, head_dim=E, mlp_dim=48
+  )
