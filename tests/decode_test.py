@@ -3,14 +3,19 @@
 import dataclasses
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpo_jax import model
+from grpo_jax.config import Mesh
+from grpo_jax.model import experts
 from grpo_jax.model.attention import decode
 from grpo_jax.model.attention.softmax import Own, as_int8, softmax_attention
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.programs.sampling import Draws, Sampler, whole
+from grpo_jax.sampler.logits import Decoding
 
 L, P, K, G, R, C, E, S = 2, 3, 2, 5, 3, 384, 128, 7
 LAYER = 1
@@ -36,9 +41,7 @@ def expected(q, own, time, visible_PG, prefix, prefix_mask, cap):
   mask = age_C < visible_PG[:, None, :, None, None, None]
   keys, values = jax.tree.map(lambda x: x[LAYER], own)
   mask_of_prompts = None if prefix is None else prefix_mask[..., None, :]
-  out = softmax_attention(
-    q[..., None, :], Own(keys, values), mask, prefix, mask_of_prompts, cap
-  )
+  out = softmax_attention(q[..., None, :], Own(keys, values), mask, prefix, mask_of_prompts, cap)
   return out[..., 0, :]
 
 
@@ -55,9 +58,9 @@ def test_it_equals_the_definition(time, dtype, bound, cache_dtype, with_prefix, 
   prefix_mask = jnp.arange(S) < jnp.asarray([S, 3, 1])[:, None, None, None, None]
   prefix_mask &= ~jnp.zeros((P, 1, G, 1, 1), bool).at[0, 0, 1].set(True)
   config = dataclasses.replace(small_model(), attention_cap=cap)
-  args = jnp.int32(LAYER), jnp.int32(time), visible_PG
+  tokens = decode.OwnTokens(own, jnp.int32(LAYER), jnp.int32(time), visible_PG)
   prompts = (prefix, prefix_mask) if with_prefix else (None, None)
-  got = decode.attention(config, q, own, *args, *prompts)
+  got = decode.attention(config, q, tokens, *prompts)
   wanted = expected(q, own, time, visible_PG, *prompts, cap)
   np.testing.assert_allclose(got.astype(float), wanted.astype(float), atol=bound)
 
@@ -67,15 +70,54 @@ def test_a_row_reads_its_own_blocks_alone():
   q, own, _ = arrays("float32", "")
   visible_PG = jnp.full((P, G), 100)  # slots 1 to 100
   spoilt = tuple(x.at[..., 128:, :].set(jnp.nan) for x in own)
-  args = jnp.int32(LAYER), jnp.int32(C + 100), visible_PG, 0.0
-  for x, y in zip(
-    decode.own_attention(q, spoilt, *args, interpret=True),
-    decode.own_attention(q, own, *args, interpret=True),
-  ):
-    np.testing.assert_array_equal(x, y)
+  outputs = [
+    decode.own_attention(
+      q, decode.OwnTokens(stacks, jnp.int32(LAYER), jnp.int32(C + 100), visible_PG), interpret=True
+    )
+    for stacks in (spoilt, own)
+  ]
+  jax.tree.map(np.testing.assert_array_equal, *outputs)
 
 
 def small_model(**changes):
-  return model.ModelConfig(
-    vocab_size=50, embed_dim=32, num_layers=L, num_heads=K * R, num_kv_heads=K, head_dim=E, mlp_dim=48
+  shape = dict(vocab_size=50, embed_dim=32, num_layers=L, num_heads=K * R, num_kv_heads=K)
+  return model.ModelConfig(**shape | dict(head_dim=E, mlp_dim=48) | changes)
+
+
+def drawn(config, params, rows=0):
+  """The completions that a sampler draws of three prompts."""
+  prompts_PS = np.array([[5, 6, 7], [8, 9, 0], [3, 0, 0], [4, 4, 0]], np.int32)
+  sampler = Sampler(config, Decoding(max_tokens=48, stop_ids=(1,)), rows=rows)
+  draws = Draws(jax.random.key(0))
+  return whole(sampler(params, prompts_PS, np.array([3, 2, 1, 2]), members=3, draws=draws))
+
+
+def test_a_sampler_draws_the_same_tokens_with_both_kernels(monkeypatch):
+  """A mixture with windows, whose rows wait for seats, split over a mesh."""
+  config = small_model(
+    embed_dim=128,
+    qk_norm=True,
+    windows=(0, 20),
+    num_experts=4,
+    experts_per_token=2,
+    expert_dim=256,
+    sparse_layers=(0, 1),
   )
+  params = model.init(jax.random.key(1), config)
+  wanted = drawn(config, params)
+  mesh = make_mesh(Mesh(data=2, fsdp=1, tensor=2), jax.devices()[:4])
+  config = dataclasses.replace(config, **sharding.model_shardings(config, mesh))
+  params = jax.device_put(params, sharding.param_specs(params, mesh))
+  used, real = [], decode.own_attention
+
+  def counted(*args, **settings):
+    used.append(args)
+    return real(*args, **settings)
+
+  monkeypatch.setattr(decode, "own_attention", counted)
+  monkeypatch.setattr(decode, "fits", lambda config: True)
+  monkeypatch.setattr(experts, "reads_stacks", lambda config: True)
+  got = drawn(config, params, rows=4)
+  assert used and len(set(wanted.lengths_PG.ravel().tolist())) > 3
+  np.testing.assert_array_equal(got.tokens_PGT, wanted.tokens_PGT)
+  np.testing.assert_allclose(got.logprobs_PGT, wanted.logprobs_PGT, atol=1e-4)

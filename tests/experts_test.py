@@ -108,6 +108,28 @@ def test_parts_of_the_experts_add_up():
   assert elsewhere.any() and (part(3, 5)[elsewhere] == 0).all()
 
 
+def test_the_kernel_takes_experts_that_fill_the_lanes_of_each_device(monkeypatch):
+  monkeypatch.setattr(model.ModelConfig, "platform", "tpu")
+  wide = dataclasses.replace(CONFIG, embed_dim=256, expert_dim=128)
+  split = sharding.model_shardings(wide, make_mesh(Mesh(tensor=2), jax.devices()[:2]))
+  assert experts.reads_stacks(wide) and not experts.reads_stacks(CONFIG)
+  assert not experts.reads_stacks(dataclasses.replace(wide, **split))
+  assert experts.reads_stacks(dataclasses.replace(wide, expert_dim=256, **split))
+
+
+@pytest.mark.parametrize("rows, sizes", [(128, [50, 0, 1, 77]), (70, [0, 3, 60, 0]), (3, [0] * 4)])
+def test_a_layer_s_experts_are_read_in_their_stack(rows, sizes):
+  rng = np.random.default_rng(0)
+  x_NI = jnp.asarray(rng.standard_normal((rows, 128)), jnp.float32)
+  stack = jnp.asarray(rng.standard_normal((3, 4, 128, 256)), jnp.float32)
+  sizes_X = jnp.asarray(sizes, jnp.int32)
+  for place in range(3):
+    ours = experts.product_in_stack(jnp.int32(place), x_NI, stack, sizes_X, interpret=True)
+    wanted = jax.lax.ragged_dot(x_NI, stack[place], sizes_X)
+    kept = slice(0, sum(sizes))
+    np.testing.assert_allclose(ours[kept], wanted[kept], atol=1e-4)
+
+
 def test_the_backward_pass_keeps_the_sorted_tokens_once_and_no_mask_of_them():
   mesh = make_mesh(Mesh(expert=2, tensor=2, fsdp=2), jax.devices()[:8])
   config = dataclasses.replace(CONFIG, **sharding.model_shardings(CONFIG, mesh))

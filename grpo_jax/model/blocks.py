@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.experts import Experts
+from grpo_jax.model.experts import Experts, in_stacks
 from grpo_jax.model.layers import MLP, Attend, Attention, KeysAndValues
 from grpo_jax.model.rope import CosSin
 from grpo_jax.model.stacks import Segment, segments
@@ -206,8 +206,11 @@ def _apply_segment(
     own, routings = dict(own), []
     kept: dict[str, Any] = {}
     for name, layer in layers.items():
-      memory = LayerMemory(own[name], place, prefix.get(name)) if name in own else None
-      x_BTD, rest, routing = layer(params[name], x_BTD, memory)
+      memory, of_layer = None, params[name]
+      if name in own:
+        memory = LayerMemory(own[name], place, prefix.get(name))
+        of_layer = in_stacks(config, of_layer, stacks[name], place)
+      x_BTD, rest, routing = layer(of_layer, x_BTD, memory)
       (own if name in own else kept)[name] = rest
       if routing is not None:
         routings.append(routing)
@@ -217,8 +220,8 @@ def _apply_segment(
   def of_segment(by_stack: Any) -> Any:
     return {name: by_stack[name] for name in layers if name in by_stack}
 
-  carry = x_BTD, of_segment(run.own)
-  of_patterns = of_segment(params), of_segment(run.prefix), jnp.arange(segment.count)
+  carry, stacks = (x_BTD, of_segment(run.own)), of_segment(params)
+  of_patterns = stacks, of_segment(run.prefix), jnp.arange(segment.count)
   if segment.count == 1:
     (x_BTD, own), out = pattern(carry, jax.tree.map(lambda x: x[0], of_patterns))
     kept, routing = jax.tree.map(lambda x: x[None], out)

@@ -242,9 +242,9 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)
       visible_PG = cache.lengths_PG + 1
       visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
-      at, mask = (memory.place, cache.time, visible_PG), prefix_mask
-      mask = None if mask is None else mask[..., 0, :]
-      return decode.attention(config, q_PKGRTE[..., 0, :], whole, *at, memory.prefix, mask)
+      tokens = decode.OwnTokens(whole, memory.place, cache.time, visible_PG)
+      mask = None if prefix_mask is None else prefix_mask[..., 0, :]
+      return decode.attention(config, q_PKGRTE[..., 0, :], tokens, memory.prefix, mask)
 
     def write(stack: Any, new_BTKE: jax.Array) -> Any:
       new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import linen as nn
+from flax import struct
 import jax
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import ACTIVATIONS, einsum
 from grpo_jax.types import Routing
+
+_LANES = 128  # of a TPU
+_MOST_INPUTS = 2048  # of a matrix, that a kernel holds at a time
 
 
 class ExpertWeights(NamedTuple):
@@ -20,6 +25,49 @@ class ExpertWeights(NamedTuple):
   gate_XDM: jax.Array
   up_XDM: jax.Array
   down_XMD: jax.Array
+
+
+class InStacks(struct.PyTreeNode):
+  """The experts of one layer, in the stacks [L, ...] of all layers.
+
+  Attributes:
+    weights: The stacks.
+    place: int32 scalar, the number of the layer in its stack.
+    platform: Of the devices. The kernel is emulated where it is not "tpu".
+  """
+
+  weights: ExpertWeights
+  place: jax.Array
+  platform: str = struct.field(pytree_node=False)
+
+
+def in_stacks(config: ModelConfig, layer: Any, stacks: Any, place: jax.Array) -> Any:
+  """The parameters of a layer, with its experts in their stacks where a TPU's kernel reads them.
+
+  lax.ragged_dot takes an array of its own. For each token that is decoded, XLA would copy the
+  layer's experts out of their stack first.
+
+  Args:
+    config: The model.
+    layer: The parameters of one layer.
+    stacks: Those of all layers, stacked.
+    place: int32 scalar, the number of the layer in its stack.
+  """
+  if "experts" not in layer or not reads_stacks(config):
+    return layer
+  whole = {name: stacks["experts"][name] for name in ("gate", "up", "down")}
+  return layer | {"experts": layer["experts"] | whole | {"place": place}}
+
+
+def reads_stacks(config: ModelConfig) -> bool:
+  """Whether the kernel can read the model's experts: on a TPU, whose lanes they fill."""
+  return config.platform == "tpu" and config.embed_dim % _LANES == _width(config) % _LANES == 0
+
+
+def _width(config: ModelConfig) -> int:
+  """The hidden units of an expert that one device holds."""
+  inner_axis = config.experts.spec[2] if config.experts is not None else None
+  return config.expert_dim // (config.experts.mesh.shape[inner_axis] if inner_axis else 1)
 
 
 class Experts(nn.Module):
@@ -48,11 +96,17 @@ class Experts(nn.Module):
     c = self.config
     X, D, M = c.num_experts, c.embed_dim, c.expert_dim
     per_expert = nn.initializers.lecun_normal(batch_axis=0)
-    weights = ExpertWeights(
-      self.param("gate", per_expert, (X, D, M)).astype(c.dtype),
-      self.param("up", per_expert, (X, D, M)).astype(c.dtype),
-      self.param("down", per_expert, (X, M, D)).astype(c.dtype),
-    )
+    weights: Any
+    if self.has_variable("params", "place"):
+      stacks = (self.get_variable("params", name) for name in ("gate", "up", "down"))
+      place = self.get_variable("params", "place")
+      weights = InStacks(ExpertWeights(*(x.astype(c.dtype) for x in stacks)), place, c.platform)
+    else:
+      weights = ExpertWeights(
+        self.param("gate", per_expert, (X, D, M)).astype(c.dtype),
+        self.param("up", per_expert, (X, D, M)).astype(c.dtype),
+        self.param("down", per_expert, (X, M, D)).astype(c.dtype),
+      )
     router_DX = self.param("router", nn.initializers.lecun_normal(), (D, X)).astype(c.dtype)
     probs_BTX = jax.nn.softmax(einsum("btd,dx->btx", x_BTD, router_DX))
     mixture_BTU, chosen_BTU = jax.lax.top_k(probs_BTX, c.experts_per_token)
@@ -97,16 +151,19 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
     return jax.lax.all_gather(x, expert_axis, tiled=True)
 
   def mix_local(
-    x_BTD: jax.Array, chosen_BTU: jax.Array, mixture_BTU: jax.Array, weights: ExpertWeights
+    x_BTD: jax.Array,
+    chosen_BTU: jax.Array,
+    mixture_BTU: jax.Array,
+    weights: ExpertWeights | InStacks,
   ) -> jax.Array:
-    if inner_axis:
+    if inner_axis and not isinstance(weights, InStacks):  # which have no gradient
       # Each device along the inner axis holds some of the hidden units of its experts, and computes
       # their part of the gradients of x and mixture. The gradient of this pcast adds up the parts.
       x_BTD, mixture_BTU = jax.lax.pcast((x_BTD, mixture_BTU), inner_axis, to="varying")
     if expert_axis:
       x_BTD, chosen_BTU, mixture_BTU = gather(x_BTD), gather(chosen_BTU), gather(mixture_BTU)
       # From here on, 0 is this device's first expert.
-      chosen_BTU = chosen_BTU - jax.lax.axis_index(expert_axis) * weights.gate_XDM.shape[0]
+      chosen_BTU = chosen_BTU - jax.lax.axis_index(expert_axis) * _experts_of(weights)
     out_BTD = mix_here(x_BTD, chosen_BTU, mixture_BTU, weights)
     if inner_axis:
       out_BTD = jax.lax.psum(out_BTD, inner_axis)
@@ -114,16 +171,25 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
       out_BTD = jax.lax.psum_scatter(out_BTD, expert_axis, tiled=True)
     return out_BTD
 
-  inward = PartitionSpec(expert_axis, None, inner_axis)
-  outward = PartitionSpec(expert_axis, inner_axis, None)
-  # ExpertWeights is the structure of the argument, here with a spec in the place of each array.
-  weight_specs = ExpertWeights(inward, inward, outward)  # type: ignore[arg-type]
-  return jax.shard_map(
-    mix_local,
-    mesh=config.rows.mesh,
-    in_specs=(rows, rows, rows, weight_specs),
-    out_specs=rows,
-  )
+  def specs(*stack_axis: None) -> Any:
+    inward = PartitionSpec(*stack_axis, expert_axis, None, inner_axis)
+    outward = PartitionSpec(*stack_axis, expert_axis, inner_axis, None)
+    return ExpertWeights(inward, inward, outward)  # type: ignore[arg-type]
+
+  def on_mesh(*args: Any) -> jax.Array:
+    from_stacks = isinstance(args[-1], InStacks)
+    weight_specs = (
+      specs() if not from_stacks else args[-1].replace(weights=specs(None), place=PartitionSpec())
+    )
+    return jax.shard_map(
+      mix_local,
+      mesh=config.rows.mesh,
+      in_specs=(rows, rows, rows, weight_specs),
+      out_specs=rows,
+      check_vma=not from_stacks,  # a kernel's output does not say over which axes it varies
+    )(*args)
+
+  return on_mesh
 
 
 def mix(
@@ -131,7 +197,7 @@ def mix(
   x_BTD: jax.Array,
   chosen_BTU: jax.Array,
   mixture_BTU: jax.Array,
-  weights: ExpertWeights,
+  weights: ExpertWeights | InStacks,
 ) -> jax.Array:
   """The contribution of the experts in `weights` to the output of every token.
 
@@ -146,8 +212,7 @@ def mix(
   Returns:
     [B, T, D] in the dtype of `x_BTD`.
   """
-  X, D, _ = weights.gate_XDM.shape
-  U = chosen_BTU.shape[-1]
+  X, D, U = _experts_of(weights), x_BTD.shape[-1], chosen_BTU.shape[-1]
   is_here_BTU = (chosen_BTU >= 0) & (chosen_BTU < X)
   # N = B * T * U pairs of a token and an expert. X sorts the pairs of other experts to the end.
   experts_N = jnp.where(is_here_BTU, chosen_BTU, X).ravel()
@@ -159,11 +224,58 @@ def mix(
   is_here_N = jnp.arange(len(experts_N)) < sizes_X.sum()
   repeated_ND = jnp.repeat(x_BTD.reshape(-1, D), U, axis=0)
   tokens_ND = _where(is_here_N, _permuted(repeated_ND, order_N, inverse_N))
-  gate_NM = activation(jax.lax.ragged_dot(tokens_ND, weights.gate_XDM, sizes_X))
-  hidden_NM = gate_NM * jax.lax.ragged_dot(tokens_ND, weights.up_XDM, sizes_X)
-  sorted_out_ND = _where(is_here_N, jax.lax.ragged_dot(hidden_NM, weights.down_XMD, sizes_X))
+  product, (gate, up, down) = _product_with(weights)
+  gate_NM = activation(product(tokens_ND, gate, sizes_X))
+  hidden_NM = gate_NM * product(tokens_ND, up, sizes_X)
+  sorted_out_ND = _where(is_here_N, product(hidden_NM, down, sizes_X))
   out_BTUD = _permuted(sorted_out_ND, inverse_N, order_N).reshape(*chosen_BTU.shape, D)
   return einsum("btud,btu->btd", out_BTUD, mixture_BTU).astype(x_BTD.dtype)
+
+
+def _experts_of(weights: ExpertWeights | InStacks) -> int:
+  """X, the experts of a layer."""
+  stacks = weights.weights if isinstance(weights, InStacks) else weights
+  return stacks.gate_XDM.shape[-3]
+
+
+def _product_with(weights: ExpertWeights | InStacks) -> tuple[Callable[..., Any], ExpertWeights]:
+  """product(x_NI, matrices, sizes_X) -> [N, O], and the matrices."""
+  if isinstance(weights, InStacks):
+    interpret = weights.platform != "tpu"
+    return functools.partial(product_in_stack, weights.place, interpret=interpret), weights.weights
+  return jax.lax.ragged_dot, weights
+
+
+def product_in_stack(
+  place: jax.Array,
+  x_NI: jax.Array,
+  stack_LXIO: jax.Array,
+  sizes_X: jax.Array,
+  interpret: bool = False,
+) -> jax.Array:
+  """lax.ragged_dot(x, stack[place], sizes), by a kernel of JAX for TPUs that reads it in place.
+
+  Args:
+    place: int32 scalar.
+    x_NI: Rows, sorted by expert.
+    stack_LXIO: The experts' matrices of all layers.
+    sizes_X: int32, the rows of each expert. What the others become is not defined.
+    interpret: Emulate the kernel, so that it runs on any platform.
+  """
+  N, (L, X, I, O) = len(x_NI), stack_LXIO.shape
+  padded = jnp.pad(x_NI, [(0, -N % _LANES), (0, 0)])
+  outputs = next(size for size in (512, 256, _LANES) if O % size == 0)
+  out = gmm(
+    padded,
+    stack_LXIO.reshape(L * X, I, O),
+    sizes_X,
+    preferred_element_type=x_NI.dtype,
+    tiling=(_LANES, min(I, _MOST_INPUTS), outputs),
+    # The kernel takes matrix number (expert - offset).
+    group_offset=-place * X,
+    interpret=interpret,
+  )
+  return out[:N]
 
 
 @jax.custom_vjp

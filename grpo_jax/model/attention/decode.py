@@ -7,8 +7,9 @@ keeps the scores on the chip.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+from flax import struct
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -25,6 +26,44 @@ _ROWS = 8  # rows whose blocks are read together
 _HIDDEN = -1e30  # a score that stands for minus infinity, without its NaNs
 
 
+class OwnTokens(struct.PyTreeNode):
+  """The tokens that rows have written, and which of them they see.
+
+  Attributes:
+    stacks: Keys and values [L, P, K, G, C, E] of all layers, arrays or `Int8`.
+    layer: int32 scalar, the layer to read.
+    time: int32 scalar. The newest token lies in slot time modulo C.
+    visible_PG: int32, how many tokens each row sees, the newest included. At least 1, at most C.
+  """
+
+  stacks: tuple[Any, Any]
+  layer: jax.Array
+  time: jax.Array
+  visible_PG: jax.Array
+
+
+class _Blocks(NamedTuple):
+  """What the kernel reads at a time.
+
+  Attributes:
+    slots: Of a block.
+    in_cache: The blocks of the cache.
+    prompts: The prompts whose rows are read together.
+    members: The rows of each of them.
+    structure: How the arrays of keys and values make up `OwnTokens.stacks`.
+  """
+
+  slots: int
+  in_cache: int
+  prompts: int
+  members: int
+  structure: Any
+
+  def number(self, time: Any, back: Any) -> Any:
+    """The block that is `back` blocks before that of the newest token, round the start."""
+    return (time // self.slots - back + self.in_cache) % self.in_cache
+
+
 def fits(config: ModelConfig) -> bool:
   """Whether the kernel can read the model's cache: on a TPU, whose lanes the heads fill."""
   return config.platform == "tpu" and config.head_dim % 128 == 0
@@ -33,10 +72,7 @@ def fits(config: ModelConfig) -> bool:
 def attention(
   config: ModelConfig,
   q_PKGRE: jax.Array,
-  own: tuple[Any, Any],
-  layer: jax.Array,
-  time: jax.Array,
-  visible_PG: jax.Array,
+  own: OwnTokens,
   prefix: KeysAndValues | None,
   prefix_mask: jax.Array | None,
 ) -> jax.Array:
@@ -44,13 +80,10 @@ def attention(
 
   Args:
     config: The model.
-    q_PKGRE: As in `own_attention`, like own, layer, time and visible_PG.
-    own: With the axes L, P, K and G.
-    layer: The layer.
-    time: The newest token's.
-    visible_PG: How many tokens rows see.
+    q_PKGRE: Queries that are already divided by the square root of E.
+    own: The rows' own tokens.
     prefix: Keys and values [P, K, S, E] of the prompts, or None.
-    prefix_mask: Broadcasts to the scores [P, K, G, R, S].
+    prefix_mask: Broadcasts to the scores [P, K, G, R, S]. True where a row sees a slot.
 
   Returns:
     [P, K, G, R, E] in the dtype of the queries.
@@ -59,15 +92,18 @@ def attention(
   kernel = functools.partial(own_attention, cap=cap, interpret=interpret)
   if not config.on_one_device:
     rows, heads = config.rows.spec[0], config.heads_axis
-    by_row, of_own = PartitionSpec(rows, heads), PartitionSpec(None, rows, heads)
+    by_row, everywhere = PartitionSpec(rows, heads), PartitionSpec()
+    of_own: Any = OwnTokens(
+      PartitionSpec(None, rows, heads), everywhere, everywhere, PartitionSpec(rows)
+    )
     kernel = jax.shard_map(
       kernel,
       mesh=config.rows.mesh,
-      in_specs=(by_row, of_own, PartitionSpec(), PartitionSpec(), PartitionSpec(rows)),
+      in_specs=(by_row, of_own),
       out_specs=by_row,
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
     )
-  out, norm = kernel(q_PKGRE, own, layer, time, visible_PG)
+  out, norm = kernel(q_PKGRE, own)
   if prefix is None:
     return out.astype(q_PKGRE.dtype)
   scores = einsum("pkgre,pkse->pkgrs", q_PKGRE, prefix[0])
@@ -82,22 +118,13 @@ def attention(
 
 
 def own_attention(
-  q_PKGRE: jax.Array,
-  own: tuple[Any, Any],
-  layer: jax.Array,
-  time: jax.Array,
-  visible_PG: jax.Array,
-  cap: float,
-  interpret: bool = False,
+  q_PKGRE: jax.Array, own: OwnTokens, cap: float = 0.0, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
   """Softmax attention of one token of each row over the tokens that the row wrote last.
 
   Args:
     q_PKGRE: Queries that are already divided by the square root of E.
-    own: Keys and values [L, P, K, G, C, E] of all layers, arrays or `Int8`.
-    layer: int32 scalar, the layer to read.
-    time: int32 scalar. The newest token lies in slot time modulo C.
-    visible_PG: int32, how many tokens each row sees, the newest included. At least 1, at most C.
+    own: The tokens.
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
     interpret: Emulate the kernel, so that it runs on any platform.
 
@@ -105,92 +132,90 @@ def own_attention(
     Outputs float32 [P, K, G, R, E], and the logarithm of each one's normaliser [P, K, G, R, 1].
   """
   P, K, G, R, E = q_PKGRE.shape
-  arrays = jax.tree.leaves(own)
+  arrays, structure = jax.tree.flatten(own.stacks)
   C = arrays[0].shape[4]
-  block = next(size for size in _BLOCKS if C % size == 0)
-  members = _divisor(G, _ROWS)
+  slots, members = next(size for size in _BLOCKS if C % size == 0), _divisor(G, _ROWS)
   prompts = _divisor(P, _ROWS // members)
+  blocks = _Blocks(slots, C // slots, prompts, members, structure)
   # How many blocks the rows that are read together need: the newest, and those before it.
-  most = visible_PG.reshape(P // prompts, prompts, G // members, members).max((1, 3))
-  needed = 1 + -(-jnp.maximum(most - time % C % block - 1, 0) // block)
-  scalars = jnp.stack([layer, time % C]), jnp.minimum(needed, C // block), visible_PG
-
-  def of_rows(p: Any, k: Any, g: Any, b: Any, *_: Any) -> tuple[Any, ...]:
-    del b
-    return p, k, g, 0, 0
-
-  def of_slots(p: Any, k: Any, g: Any, b: Any, at: Any, needed: Any, _: Any) -> tuple[Any, ...]:
-    # A block that is asked for again is not read again.
-    back = jnp.minimum(b, needed[p, g] - 1)
-    return at[0], p, k, g, (at[1] // block - back + C // block) % (C // block), 0
-
-  def spec(x: jax.Array) -> pl.BlockSpec:
-    if x.shape[-1] == 1:  # scales
-      where = lambda *args: (*of_slots(*args)[:4], 0, of_slots(*args)[4])  # noqa: E731
-      return pl.BlockSpec((1, prompts, 1, members, 1, block), where)
-    return pl.BlockSpec((1, prompts, 1, members, block, E), of_slots)
-
-  inputs = [x if x.shape[-1] > 1 else x.swapaxes(-1, -2) for x in arrays]
-  row_block = (prompts, 1, members, R)
-  out_types = [
-    jax.ShapeDtypeStruct((P, K, G, R, E), jnp.float32),
-    jax.ShapeDtypeStruct((P, K, G, R, 1), jnp.float32),
-  ]
-  read = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in arrays)
+  most = own.visible_PG.reshape(P // prompts, prompts, G // members, members).max((1, 3))
+  needed = 1 + -(-jnp.maximum(most - own.time % C % slots - 1, 0) // slots)
+  needed = jnp.minimum(needed, blocks.in_cache)
+  scalars = jnp.stack([own.layer, own.time % C]), needed, own.visible_PG
+  out_types = [jax.ShapeDtypeStruct((P, K, G, R, width), jnp.float32) for width in (E, 1)]
+  rows = prompts * members
   return pl.pallas_call(
-    functools.partial(_kernel, jax.tree.structure(own), C, block, cap),
+    functools.partial(_kernel, blocks, cap),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(scalars),
-      grid=(P // prompts, K, G // members, C // block),
-      in_specs=[pl.BlockSpec((*row_block, E), of_rows), *map(spec, arrays)],
-      out_specs=[pl.BlockSpec((*row_block, x.shape[-1]), of_rows) for x in out_types],
-      scratch_shapes=[
-        pltpu.VMEM((prompts * members, R, width), jnp.float32) for width in (1, 1, E)
-      ],
+      grid=(P // prompts, K, G // members, blocks.in_cache),
+      in_specs=[_by_row(blocks, q_PKGRE), *(_by_slot(blocks, x) for x in arrays)],
+      out_specs=[_by_row(blocks, x) for x in out_types],
+      scratch_shapes=[pltpu.VMEM((rows, R, width), jnp.float32) for width in (1, 1, E)],
     ),
     out_shape=out_types,
-    # If every row sees every slot.
-    cost_estimate=pl.CostEstimate(
-      flops=4 * P * K * G * R * C * E, bytes_accessed=read, transcendentals=P * K * G * R * C
+    cost_estimate=pl.CostEstimate(  # if every row sees every slot
+      flops=4 * P * K * G * R * C * E,
+      bytes_accessed=sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in arrays),
+      transcendentals=P * K * G * R * C,
     ),
     interpret=interpret,
     name="decode_attention",
-  )(*scalars, q_PKGRE, *inputs)
+  )(*scalars, q_PKGRE, *(x if x.shape[-1] > 1 else x.swapaxes(-1, -2) for x in arrays))
 
 
-def _kernel(
-  structure: Any, slots: int, block: int, cap: float, at: Any, needed: Any, visible: Any, *refs: Any
-) -> None:
+def _by_row(blocks: _Blocks, x: Any) -> pl.BlockSpec:
+  """The part of an array [P, K, G, R, ...] that belongs to the rows that are read together."""
+  shape = blocks.prompts, 1, blocks.members, *x.shape[3:]
+  return pl.BlockSpec(shape, lambda p, k, g, *_: (p, k, g, 0, 0))
+
+
+def _by_slot(blocks: _Blocks, x: jax.Array) -> pl.BlockSpec:
+  """Their block of slots in keys and values [L, P, K, G, C, E] or scales [L, P, K, G, 1, C]."""
+
+  def where(p: Any, k: Any, g: Any, *rest: Any) -> tuple[Any, ...]:
+    back, at, needed, _ = rest
+    # A block that is asked for again is not read again.
+    return at[0], p, k, g, blocks.number(at[1], jnp.minimum(back, needed[p, g] - 1)), 0
+
+  def where_scales(*args: Any) -> tuple[Any, ...]:
+    *outer, block, _ = where(*args)
+    return *outer, 0, block
+
+  outer = 1, blocks.prompts, 1, blocks.members
+  if x.shape[-1] == 1:
+    return pl.BlockSpec((*outer, 1, blocks.slots), where_scales)
+  return pl.BlockSpec((*outer, blocks.slots, x.shape[-1]), where)
+
+
+def _kernel(blocks: _Blocks, cap: float, *refs: Any) -> None:
   """One block of slots of a few rows: adds it to their maxima, sums and outputs so far."""
-  q_ref, *own_refs, out_ref, norm_ref, max_ref, sum_ref, total_ref = refs
-  prompts, members = q_ref.shape[0], q_ref.shape[2]
-  p, _, g, b = (pl.program_id(axis) for axis in range(4))
+  at, needed, visible, q_ref, *own_refs, out_ref, norm_ref, max_ref, sum_ref, total_ref = refs
+  p, _, g, back = (pl.program_id(axis) for axis in range(4))
+  rows = [divmod(row, blocks.members) for row in range(blocks.prompts * blocks.members)]
 
-  @pl.when(b == 0)
-  def _() -> None:
+  @pl.when(back == 0)
+  def begin() -> None:
     max_ref[...] = jnp.full(max_ref.shape, _HIDDEN)
     sum_ref[...] = jnp.zeros(sum_ref.shape)
     total_ref[...] = jnp.zeros(total_ref.shape)
 
-  @pl.when(b < needed[p, g])
-  def _() -> None:
-    first = (at[1] // block - b + slots // block) % (slots // block) * block
-    slots_1B = first + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
-    back_1B = at[1] - slots_1B
-    age_1B = jnp.where(back_1B < 0, back_1B + slots, back_1B)
-    for row in range(prompts * members):
-      i, j = divmod(row, members)
-      keys, values = jax.tree.unflatten(structure, [ref[0, i, 0, j] for ref in own_refs])
-      sees_1B = age_1B < visible[p * prompts + i, g * members + j]
+  @pl.when(back < needed[p, g])
+  def add() -> None:
+    first = blocks.number(at[1], back) * blocks.slots
+    slots_1B = first + jax.lax.broadcasted_iota(jnp.int32, (1, blocks.slots), 1)
+    age_1B = at[1] - slots_1B
+    age_1B = jnp.where(age_1B < 0, age_1B + blocks.in_cache * blocks.slots, age_1B)
+    for row, (i, j) in enumerate(rows):
+      own = jax.tree.unflatten(blocks.structure, [ref[0, i, 0, j] for ref in own_refs])
+      sees_1B = age_1B < visible[p * blocks.prompts + i, g * blocks.members + j]
       state = max_ref[row], sum_ref[row], total_ref[row]
-      max_ref[row], sum_ref[row], total_ref[row] = _with_block(
-        state, q_ref[i, 0, j], keys, values, sees_1B, cap
-      )
+      state = _with_block(state, q_ref[i, 0, j], own, sees_1B, cap)
+      max_ref[row], sum_ref[row], total_ref[row] = state
 
-  @pl.when(b == slots // block - 1)
-  def _() -> None:
-    for row in range(prompts * members):
-      i, j = divmod(row, members)
+  @pl.when(back == blocks.in_cache - 1)
+  def end() -> None:
+    for row, (i, j) in enumerate(rows):
       out_ref[i, 0, j] = total_ref[row] / sum_ref[row]
       norm_ref[i, 0, j] = max_ref[row] + jnp.log(sum_ref[row])
 
@@ -198,15 +223,13 @@ def _kernel(
 def _with_block(
   state: tuple[jax.Array, ...],
   q_RE: jax.Array,
-  keys: Any,
-  values: Any,
+  own: tuple[Any, Any],
   sees_1B: jax.Array,
   cap: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The maximum [R, 1], the sum [R, 1] and the output [R, E] so far, with a block's tokens."""
   max_R1, sum_R1, total_RE = state
-  keys_BE, key_scales = _parts(keys, q_RE.dtype)
-  values_BE, value_scales = _parts(values, q_RE.dtype)
+  (keys_BE, key_scales), (values_BE, value_scales) = (_parts(x, q_RE.dtype) for x in own)
   scores_RB = _product(q_RE, keys_BE, 1) * key_scales
   if cap:
     scores_RB = cap * jnp.tanh(scores_RB / cap)
