@@ -367,6 +367,7 @@ def test_the_command_of_an_older_run_goes_on_with_it(older_run, tmp_path):
   assert as_begun(chosen, tmp_path) == chosen
 
 
+@pytest.mark.slow
 def test_an_older_run_evaluates_and_resumes(older_run):
   config = from_dict(tiny().to_dict())
   assert read_config(older_run) == config

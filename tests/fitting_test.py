@@ -35,6 +35,7 @@ def shape_on(mesh, **fields):
   return dataclasses.replace(shape, rows=batch_sharding(mesh), **fields)
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_that_fits_is_taken():
   mesh = make_mesh(Mesh(2, 1, 1, 1), jax.devices()[:2])
   shape = shape_on(mesh)

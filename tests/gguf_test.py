@@ -213,7 +213,14 @@ def whole(tmp_path):
   )
 
 
-@pytest.mark.parametrize("as_user", ["absolute", "relative", "home"])
+@pytest.mark.parametrize(
+  "as_user",
+  [
+    "absolute",
+    pytest.param("relative", marks=pytest.mark.slow),
+    pytest.param("home", marks=pytest.mark.slow),
+  ],
+)
 def test_a_policy_is_read_sampled_and_exported(whole, tmp_path, monkeypatch, as_user):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("HOME", str(tmp_path))

@@ -226,6 +226,7 @@ def test_the_recipe_for_formulas(checkpoint, tmp_path):
   assert "<|im_start|>system\\nPlease reason step by step" in completions
 
 
+@pytest.mark.slow
 @needs_gsm8k
 def test_real_problems_train_and_fit(tmp_path):
   task = tasks.gsm8k(str(GSM8K))

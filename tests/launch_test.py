@@ -552,7 +552,9 @@ def is_alive(pid):
   return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+  "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_stops_all_runs_and_leaves_no_process(fakes, number):
   driver = start_driver(fakes, hosts=1, at_once=2, count=3)
   time.sleep(0.1)

@@ -142,6 +142,7 @@ def test_recipes_by_name_and_by_file(tmp_path):
   assert mine.algo.clip_high != 0.3 and changed.steps == 7
 
 
+@pytest.mark.slow
 def test_recipes_are_found_where_a_user_has_configs_too(tmp_path):
   """In a folder that has a package `configs` of its own, and a folder that is named as a recipe."""
   (tmp_path / "configs").mkdir()

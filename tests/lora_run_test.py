@@ -106,6 +106,7 @@ def trained(checkpoint, tmp_path_factory):
   return folder, train_twice(folder, checkpoint)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(trained):
   folder, (whole, resumed) = trained
   jax.tree.map(np.testing.assert_array_equal, whole, resumed)

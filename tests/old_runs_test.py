@@ -38,6 +38,7 @@ def expected(name):
   return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [

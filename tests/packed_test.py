@@ -74,7 +74,7 @@ def test_the_gradient_of_packing_is_that_of_a_gather():
   np.testing.assert_allclose(gradient, weights)
 
 
-@pytest.mark.parametrize("slots", [9, 18])
+@pytest.mark.parametrize("slots", [9, pytest.param(18, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window", [0, 4])
 def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
   """Also with windows that reach into the prompt, with empty rows and with full ones."""
@@ -161,7 +161,10 @@ def test_groups_with_equally_many_tokens_come_into_one_part(monkeypatch):
   np.testing.assert_array_equal(ordered.prompts_PS, batch.prompts_PS[order_P])
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize(
+  "micro_batch",
+  [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch):
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
   params, batch = params_of(CONFIG), make_batch([[7, 7, 7], [1, 0, 0], [7, 7, 6], [1, 1, 0]])

@@ -166,6 +166,7 @@ def test_eight_devices_give_the_numbers_of_one(mesh, alone):
   assert_same_numbers(train_steps(make_run(mesh, sampling=dict(tensor=tensor))), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", EIGHT, ids=str)
 def test_idle_groups_are_left_out_on_every_mesh(mesh):
   """Nine of 16 groups are idle, so one of the two micro-batches is not computed."""
@@ -237,6 +238,7 @@ def test_sampling_weights_have_a_mesh_and_dtype_of_their_own():
   assert 1e-6 < result.largest_gap < 0.3 and np.isfinite(result.metrics[0]["loss"])
 
 
+@pytest.mark.slow
 def test_quantised_sampling_weights_and_cache_are_near_to_the_trained_ones():
   """On eight devices. The trained weights stay float32, and the update says how far they are."""
   quantised = dict(tensor=4, weights_dtype="int8", cache_dtype="int8")

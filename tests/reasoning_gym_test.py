@@ -389,6 +389,7 @@ def test_the_tasks_are_listed():
     list(knob_lines("no"))
 
 
+@pytest.mark.slow
 def test_the_command_lists_the_tasks():
   command = [sys.executable, "-m", "grpo_jax.data", "--knobs=coin_flip"]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

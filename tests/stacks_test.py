@@ -252,6 +252,7 @@ def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
   assert cache.time == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", ["alternating", pytest.param("first dense", marks=pytest.mark.slow)]
 )

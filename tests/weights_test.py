@@ -317,10 +317,10 @@ def test_a_window_as_long_as_the_longest_text_is_allowed(tied):
 @pytest.mark.parametrize(
   "name, mesh",
   [
-    ("qwen2_untied", (1, 4, 1, 2)),
+    pytest.param("qwen2_untied", (1, 4, 1, 2), marks=pytest.mark.slow),
     ("families/phi3", (1, 4, 1, 2)),
-    ("families/gemma2", (1, 4, 1, 2)),
-    ("families/phi3", (1, 1, 1, 1)),
+    pytest.param("families/gemma2", (1, 4, 1, 2), marks=pytest.mark.slow),
+    pytest.param("families/phi3", (1, 1, 1, 1), marks=pytest.mark.slow),
     ("families/qwen3_moe", (1, 2, 2, 2)),
     ("families/qwen3_moe_mixed", (2, 2, 2, 1)),
   ],
