@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Callable
 import dataclasses
 import functools
-import importlib.util
 import ipaddress
 import os
 from pathlib import Path
@@ -35,10 +34,13 @@ def main(argv: list[str]) -> None:
   del argv
   values = flags.FLAGS
   _check_flags()
-  if importlib.util.find_spec("aiohttp") is None:
-    raise ConfigError("grpo_jax.serve needs the package aiohttp: pip install 'grpo_jax[serve]'")
-  from grpo_jax.serving.server import Server, Settings  # it imports that package
-
+  try:
+    from grpo_jax.serving.server import Server, Settings  # here, because aiohttp is optional
+  except ImportError as error:
+    if error.name != "aiohttp":
+      raise
+    package = "the package aiohttp: pip install 'grpo_jax[serve]'"
+    raise ConfigError(f"grpo_jax.serve needs {package}") from None
   key = _key()
   policy = cli.open_policy()
   run, name = policy.run, values.model_name or _name_of(policy)
@@ -53,10 +55,10 @@ def main(argv: list[str]) -> None:
   settings = Settings(model=name, key=key, seconds=float(values.request_seconds))
   vocabulary = run.parameters.model.vocab_size
   server = Server(engine, run.tokenizer, vocabulary, settings, reload)
+  remark = ""
   if not key and not _is_loopback(values.host):
-    warning = f"warning: whoever reaches {values.host} can use this server: set --api_key_file"
-    print(warning, file=sys.stderr, flush=True)
-  stopped_by = asyncio.run(_until_signal(server.run, name))
+    remark = "; whoever reaches this address can use it: set --api_key_file"
+  stopped_by = asyncio.run(_until_signal(server.run, name, remark))
   if engine.failure is not None:
     raise engine.failure
   if stopped_by == signal.SIGINT:
@@ -93,7 +95,7 @@ def load_newest(run: Run, workdir: Path, engine: Engine) -> int:
   return step
 
 
-async def _until_signal(serve: Callable, name: str) -> int | None:
+async def _until_signal(serve: Callable, name: str, remark: str) -> int | None:
   """Serves until SIGTERM or Ctrl-C. A second one leaves at once. Returns which one came first."""
   values, stop, received = flags.FLAGS, asyncio.Event(), list[int]()
 
@@ -108,7 +110,7 @@ async def _until_signal(serve: Callable, name: str) -> int | None:
 
   def ready(host: str, port: int) -> None:
     address = f"[{host}]" if ":" in host else host
-    print(f"serving {name} at http://{address}:{port}/v1", flush=True)
+    print(f"serving {name} at http://{address}:{port}/v1{remark}", flush=True)
 
   for number in (signal.SIGTERM, signal.SIGINT):
     asyncio.get_running_loop().add_signal_handler(number, on_signal, number)

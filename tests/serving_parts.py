@@ -73,7 +73,7 @@ def serving(engine, tokens, vocabulary, settings=None, reload=None):
 
 
 class Scripted:
-  """An engine that writes what a test says: `script(job)` yields the lists of tokens of its parts."""
+  """An engine that writes the parts that a test says: `script(job)` yields their tokens."""
 
   def __init__(self, script):
     self.sizes, self.max_tokens = Sizes(8, PROMPT_TOKENS, 64), 10**6

@@ -43,6 +43,8 @@ class Choice:
     self._held = (*request.stop, OPENS) if request.has_tools else request.stop
     self._has_tools = request.has_tools
     self._echo = request.echo[index // request.n] if request.echo else ""
+    self._text = ""  # of the first tokens,
+    self._decoded = 0  # which are so many
     self._texts = 0  # characters that were taken
     self._taken = 0  # tokens that were taken
     self._offset = 0  # characters of the tokens that were taken
@@ -62,7 +64,9 @@ class Choice:
     While the choice goes on, it leaves out what may become a stop text, a call or a character of
     several tokens.
     """
-    text = self._decode(self.tokens)
+    text = self._text + self._decode(self.tokens[self._decoded :])
+    if not text.endswith("\ufffd"):  # which stands for a part of a character
+      self._text, self._decoded = text, len(self.tokens)
     ends = [text.index(stop) for stop in self._stop if stop in text]
     text = text[: min(ends)] if ends else text
     if not self.finish:

@@ -351,19 +351,18 @@ class _Decoder:
 
   def compile(self, params: model.Params) -> None:
     """Compiles every program, by calling each with free seats."""
-    grid, longest = Grid(self._rows, 1), self._lengths[-1]
+    grid, smallest, longest = Grid(self._rows, 1), self._slots[0], self._lengths[-1]
+    first = self._some((0,), longest), np.zeros(self._rows, int), self._new.settings
+    self._flight = self._programs.begin(grid, smallest, params, *first)
     nobody_R = np.zeros(self._rows, bool)
     for slots in self._slots:
-      first = self._some((0,), longest), np.zeros(self._rows, int), self._new.settings
-      flight = self._programs.begin(grid, self._slots[0], params, *first)
-      if slots > self._slots[0]:
-        flight = self._programs.grow(flight, slots)
-      self._flight = flight
-      self.chunk(params, nobody_R, slots, False)
+      if slots > smallest:
+        self._flight = self._programs.grow(self._flight, slots)
+        self._programs.grow(self._flight, smallest)  # the way back
+      self._decode(params, nobody_R, Chunk(np.int32(0), np.int32(0)))
     for length in self._lengths:
       self._arrive((0,) * length, self._rows, params)
     self._copy()
-    self.chunk(params, nobody_R, 0, False)  # goes back to the smallest cache
 
   def forget_prompts(self) -> None:
     """No place's prompt is used for another row, because other weights have computed it."""
@@ -412,18 +411,22 @@ class _Decoder:
     # The token that was drawn last has no slot yet. A new row draws its first without a round.
     written = max(longest - 1, 0)
     slots = next((size for size in self._slots if size >= written + _ROUNDS), self._slots[-1])
-    if taken_R.any():
+    if longest:  # only new rows may have a smaller cache than the rows before them
       slots = max(slots, self._flight.cache.slots)
     if slots != self._flight.cache.slots or self._rounds > _MOST_ROUNDS:
       self._flight = self._programs.grow(self._flight, slots)
       self._rounds = 0
     rounds = min(self._programs.columns - 1, slots - written)
     ended = int(_IDLE_SHARE * self._rows) if leaves_early else self._rows
-    chunk = Chunk(np.int32(rounds), np.int32(ended))
+    self._rounds += rounds
+    return self._decode(params, taken_R, Chunk(np.int32(rounds), np.int32(ended)))
+
+  def _decode(
+    self, params: model.Params, taken_R: np.ndarray, chunk: Chunk
+  ) -> tuple[Drawn, np.ndarray]:
     self._flight, *seen = self._programs.chunk(
       params, self._flight, self._key, self._new, taken_R, chunk
     )
-    self._rounds += rounds
     return jax.device_get(seen)
 
   def _place_of(self, prompt: tuple[int, ...], near: int) -> int | None:

@@ -174,7 +174,7 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
   _check_names(body, _OF_CHAT)
   if body.get("max_completion_tokens") is not None:
     body = {**body, "max_tokens": body["max_completion_tokens"]}
-  tools, choice = body.get("tools") or None, body.get("tool_choice") or "auto"
+  tools, choice = body.get("tools"), body.get("tool_choice") or "auto"
   if choice not in ("auto", "none"):
     raise RequestError("tool_choice: 'auto' and 'none' are supported", "tool_choice")
   if tools is not None and not tools_lib.are_tools(tools):
@@ -182,7 +182,7 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
       "tools must be a list of objects such as {'type': 'function', 'function': {'name': ...}}",
       "tools",
     )
-  tools = tools if choice == "auto" else None
+  tools = tools if tools and choice == "auto" else None
   try:
     messages = tools_lib.messages_for_template(body.get("messages"))
   except ValueError as error:

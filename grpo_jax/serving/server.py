@@ -1,7 +1,7 @@
 """The HTTP edge of the endpoint: aiohttp, keys, streams, and what ends a request early."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ import uuid
 from aiohttp import web
 
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
-from grpo_jax.sampler.stop import end_at
+from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving import answers, requests
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part
 from grpo_jax.serving.metrics import Metrics
@@ -296,7 +296,7 @@ class Server:
         number=requests.row_number(asked.seed, choice.index),
         settings=asked.settings,
         hear=functools.partial(hear, choice.index),
-        end=end_at(asked.stop, decode) if asked.stop else None,
+        end=_end_of(asked.stop, decode) if asked.stop else None,
       )
       for choice in choices
     ]
@@ -361,6 +361,18 @@ class Server:
       "max_model_len": self._limits.prompt_tokens + self._limits.max_tokens,
       "weights_version": self._engine.version,
     }
+
+
+def _end_of(stop: tuple[str, ...], decode: answers.Decode) -> End:
+  """Ends a row at texts. It decodes the last tokens alone, those that such a text may lie in."""
+  end, tokens = end_at(stop, decode), 4 * max(map(len, stop))  # a character has up to four
+
+  def end_of_last(ids: Sequence[int], seen: int) -> int | None:
+    start = max(0, seen - tokens)
+    kept = end(ids[start:], seen - start)
+    return None if kept is None else start + kept
+
+  return end_of_last
 
 
 async def _body_of(request: web.Request, most: int) -> bytes:
