@@ -126,8 +126,9 @@ def test_tokens_do_not_depend_on_the_rows_and_are_those_of_the_sampler(parts, sh
   sampler = Sampler(parts[0], Decoding(T, STOPS))
   for (prompt, number), one in zip(given, found):
     draws = Draws(jax.random.key(0), first_prompt=number)
-    prompts, lengths = np.array([prompt], np.int32), np.array([len(prompt)], np.int32)
-    made = whole(sampler(parts[1], prompts, lengths, 1, draws))
+    prompts_PS = np.array([prompt + [0] * (S - len(prompt))], np.int32)
+    lengths_P = np.array([len(prompt)], np.int32)
+    made = whole(sampler(parts[1], prompts_PS, lengths_P, 1, draws))
     length = made.lengths_PG[0, 0]
     assert one.tokens == made.tokens_PGT[0, 0, :length].tolist()
     np.testing.assert_allclose(one.logprobs, made.logprobs_PGT[0, 0, :length], atol=1e-4)
