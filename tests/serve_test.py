@@ -16,9 +16,11 @@ import time
 import openai
 import pytest
 
+import grpo_jax
 from grpo_jax.serving.server import Settings
 from tests import serving_parts
 from tests.serving_parts import KEY, PROMPT_TOKENS, ROWS, TOKENS, TOOLS, Scripted, serving
+from tests.small_run import small_config
 
 ROOT = Path(__file__).parents[1]
 IDS = {"return_token_ids": True}
@@ -555,14 +557,12 @@ def test_two_hundred_streams_at_once_get_the_tokens_that_they_get_alone(client, 
     assert made.choices[0].token_ids == ids
 
 
-def command(folder, *more, env=None):
+def command(*flags):
   """The process of `python -m grpo_jax.serve`, once it serves, and its address."""
   process = subprocess.Popen(
-    [sys.executable, "-m", "grpo_jax.serve", "--config=configs/default.py"]
-    + [f"--config.model.path={folder}", "--port=0", "--rows=2", "--model_name=m"]
-    + ["--max_prompt_tokens=32", "--max_tokens=900", *more],
+    [sys.executable, "-m", "grpo_jax.serve", "--port=0", "--rows=2", "--model_name=m", *flags],
     cwd=ROOT,
-    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"} | (env or {}),
+    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1", "GRPO_JAX_API_KEY": KEY},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -577,7 +577,12 @@ def command(folder, *more, env=None):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_the_command_stops_once_what_runs_has_ended(number, code, tmp_path):
-  process, address = command(serving_parts.write_policy(tmp_path), env={"GRPO_JAX_API_KEY": KEY})
+  process, address = command(
+    "--config=configs/default.py",
+    f"--config.model.path={serving_parts.write_policy(tmp_path)}",
+    "--max_prompt_tokens=32",
+    "--max_tokens=900",
+  )
   assert send(address, "GET", "/v1/models")[0] == 401
   client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
   options = dict(max_tokens=900, extra_body={"min_tokens": 900})
@@ -590,6 +595,31 @@ def test_the_command_stops_once_what_runs_has_ended(number, code, tmp_path):
   assert process.returncode == code
   assert f"{number.name}: stopping once what runs has ended" in said
   assert said.endswith("interrupted\n") == (code == 130) and "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_served(tmp_path):
+  """Its newest checkpoint is loaded at the start, and on demand the one after it."""
+
+  def train(steps):
+    keys = {"steps": steps, "checkpoint.every": 1, "eval.every": 0}
+    grpo_jax.train(small_config().replace(keys), tmp_path)
+
+  train(1)
+  process, address = command(f"--workdir={tmp_path}")
+  client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
+  options = dict(model="m", prompt="1+2=", max_tokens=5, temperature=0, extra_body=IDS)
+  assert client.completions.create(**options).weights_version == 1
+  train(2)
+  headers = {"Authorization": f"Bearer {KEY}"}
+  assert send(address, "POST", "/admin/reload", headers=headers) == (200, {"weights_version": 2})
+  made = client.completions.create(**options)
+  assert made.weights_version == 2
+  (expected,) = grpo_jax.load_policy(tmp_path).sample("1+2=", n=1, temperature=0.0, max_tokens=5)
+  assert made.choices[0].text == expected.text
+  process.send_signal(signal.SIGTERM)
+  process.communicate(timeout=20)
+  assert process.returncode == 0
 
 
 @pytest.mark.parametrize(
