@@ -134,6 +134,16 @@ def test_tokens_do_not_depend_on_the_rows_and_are_those_of_the_sampler(parts, sh
     np.testing.assert_allclose(one.logprobs, made.logprobs_PGT[0, 0, :length], atol=1e-4)
 
 
+def test_a_prompt_is_copied_before_its_place_is_taken(parts):
+  """The first new row wants the prompt at the place of the second one, which wants another."""
+  engine = make(parts, rows=2)
+  first, second, third = ([5, 6, 7], 0), ([8, 9], 1), ([10], 2)
+  alone = [ask(engine, row)[0].tokens for row in (second, third)]
+  ask(engine, first, second)
+  assert [one.tokens for one in ask(engine, second, third)] == alone
+  engine.close()
+
+
 def test_numbers_decide(shared):
   prompt = [5, 6, 7]
   found = ask(shared, *[(prompt, number) for number in (1, 1, 2, -3)])
@@ -265,8 +275,10 @@ def test_the_cache_grows_shrinks_and_counts_from_0_again(parts, monkeypatch):
   engine = make(parts, max_tokens=300, stops=())
   long, short = RowSettings(max_tokens=300), RowSettings(max_tokens=5)
   found = ask(engine, ([5, 6], 1, long), ([5, 6], 2, short))
-  flight = engine._decoder._flight
-  assert flight.cache.slots >= 300 and int(flight.cache.time) < 400
+  assert engine._decoder._flight.cache.slots >= 300
+  overlapping = [([5, 6], number, RowSettings(max_tokens=200 + 20 * number)) for number in range(6)]
+  ask(engine, *overlapping[::-1])
+  assert int(engine._decoder._flight.cache.time) < 350
   assert ask(engine, ([5, 6], 2, short))[0].tokens == found[1].tokens
   assert engine._decoder._flight.cache.slots < 100
   assert ask(engine, ([5, 6], 1, long))[0].tokens == found[0].tokens

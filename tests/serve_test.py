@@ -557,6 +557,41 @@ def test_two_hundred_streams_at_once_get_the_tokens_that_they_get_alone(client, 
     assert made.choices[0].token_ids == ids
 
 
+TASK = """
+task: pens
+dataset_path: json
+dataset_kwargs: {data_files: {test: "%s"}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n\\n"], temperature: 0.0, max_gen_toks: 30}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.slow
+def test_lm_eval_reads_the_greedy_completions(client, address, tmp_path):
+  """A task over a local file. Its answers are right for half of the problems."""
+  pytest.importorskip("lm_eval", reason="pip install 'lm_eval[api]'")
+  options = dict(model="m", max_tokens=30, temperature=0, stop="\n\n")
+  rows = [{"question": f"Ann has {i} boxes"} for i in range(12)]
+  for i, row in enumerate(rows):
+    text = client.completions.create(prompt=row["question"], **options).choices[0].text
+    row["answer"] = text if i % 2 else "other"
+  (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  (tmp_path / "pens.yaml").write_text(TASK % (tmp_path / "rows.jsonl"))
+  server = f"model=m,base_url={address}/v1/completions,num_concurrent=4"
+  command = [sys.executable, "-m", "lm_eval", "--model=local-completions", "--tasks=pens"]
+  command += [f"--include_path={tmp_path}", f"--output_path={tmp_path / 'out'}"]
+  command += [f"--model_args={server},tokenizer_backend=None,tokenized_requests=False"]
+  offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+  done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  (file,) = (tmp_path / "out").rglob("results*.json")
+  assert json.loads(file.read_text())["results"]["pens"]["exact_match,none"] == 0.5
+
+
 def command(*flags):
   """The process of `python -m grpo_jax.serve`, once it serves, and its address."""
   process = subprocess.Popen(

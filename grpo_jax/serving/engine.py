@@ -1,8 +1,8 @@
 """The engine: rows of many requests are decoded together, in a thread of its own.
 
-It owns one `Flight` with N places of one seat. Between two chunks, it takes new weights, drops rows
-that nobody wants any more, and seats rows that wait. After a chunk, it tells the listeners of the
-rows what these have drawn.
+It owns one `Flight` with N places of one seat. Between two chunks, it takes new weights and seats
+rows that wait. After a chunk, it tells the listeners of the rows what these have drawn. Rows that
+have ended or that nobody wants any more leave.
 
 A row's tokens depend on its prompt, its settings, its number and the weights alone. The number
 decides the random numbers. In float32, the rows beside it change no token.
@@ -211,7 +211,7 @@ class Engine:
   def cancel(self, rows: Sequence[Row]) -> None:
     """Drops rows that nobody wants any more. Those that have ended stay as they are.
 
-    A row that is decoded leaves its seat before the next chunk.
+    A row that is decoded leaves its seat after a chunk.
     """
     with self._changed:
       for row in rows:
@@ -275,9 +275,6 @@ class Engine:
           (self._params, self._version), self._next_weights = self._next_weights, None
           self._decoder.forget_prompts()
           self._changed.notify_all()
-        for place, row in enumerate(self._seats):
-          if row is not None and row.is_cancelled:
-            self._seats[place] = None
         if self._waiting or self.in_flight:
           return True
         self._changed.wait()
@@ -317,7 +314,7 @@ class Engine:
     return self._tell(row, Part(row.tokens[seen:], logprobs, self._version, finish)) and not finish
 
   def _tell(self, row: Row, part: Part) -> bool:
-    """Whether a listener took a part. One that cannot, such as after its server ended, is gone."""
+    """Whether a row is still wanted. Its listener may be gone, as after its server has ended."""
     if row.is_cancelled:
       return False
     try:

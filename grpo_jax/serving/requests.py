@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
-import math
 import secrets
 from typing import Any, NamedTuple
 
@@ -368,14 +367,13 @@ def _number(
   value = body.get(name)
   if value is None:
     return default
-  # NaN is a word of JSON in Python, and no number.
-  if type(value) not in (int, float) or (type(value) is float and not math.isfinite(value)):
+  if type(value) not in (int, float):
     raise RequestError(f"{name} must be a number, got {shown(value)}", name)
   return float(_within(value, name, bounds, ""))
 
 
 def _within(value: Any, name: str, bounds: tuple[float, float], why: str) -> Any:
-  least, most = bounds
+  least, most = bounds  # outside of which NaN is, too
   if not least <= value <= most:
     note = f" ({why})" if why else ""
     raise RequestError(

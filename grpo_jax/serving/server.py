@@ -26,7 +26,7 @@ from grpo_jax.settings import ConfigError
 _LOOK_SECONDS = 0.5  # how often it looks whether the engine has failed
 _BODY_SECONDS = 30.0  # to send a body
 _WRITE_SECONDS = 30.0  # to read a piece of a stream
-_MOST_BEHIND = 1024  # parts that wait for a reader who is slow
+_MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
 _OPEN_PATHS = ("/health", "/metrics")  # they need no key
 _CLIENT_LEFT = 499  # in the metrics: the client closed the connection before the answer
 
@@ -282,7 +282,7 @@ class Server:
 
     def receive(index: int, part: Part) -> None:
       heard.put_nowait((index, part))
-      if heard.qsize() > _MOST_BEHIND + asked.choices:
+      if asked.stream and heard.qsize() > _MOST_BEHIND * asked.choices:
         _cut(transport)
 
     def hear(index: int, part: Part) -> None:  # in the thread of the engine
