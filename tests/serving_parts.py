@@ -66,9 +66,11 @@ def serving(engine, tokens, vocabulary, settings=None, reload=None):
   thread = threading.Thread(target=run)
   thread.start()
   assert started.wait(10)
-  yield server, found["address"]
-  found["loop"].call_soon_threadsafe(found["stop"].set)
-  thread.join(20)
+  try:
+    yield server, found["address"]
+  finally:
+    found["loop"].call_soon_threadsafe(found["stop"].set)
+    thread.join(20)
   assert not thread.is_alive()
 
 
