@@ -17,6 +17,7 @@ import openai
 import pytest
 
 import grpo_jax
+from grpo_jax.serving import tools as tools_lib
 from grpo_jax.serving.server import Settings
 from tests import serving_parts
 from tests.serving_parts import KEY, PROMPT_TOKENS, ROWS, TOKENS, TOOLS, Scripted, serving
@@ -164,6 +165,17 @@ def test_a_stop_text_is_not_returned(client):
   assert sum((piece.token_ids for piece in pieces), []) == cut.token_ids
 
 
+def test_a_stop_text_may_lie_in_two_parts(client, policy):
+  decode = policy[2].decode
+  options = dict(model="m", prompt="Ann has", seed=1, max_tokens=30, extra_body=IDS)
+  ids = client.completions.create(**options).choices[0].token_ids
+  for start in range(4, 14):
+    stop = decode(ids[start : start + 2])
+    count = next(n for n in range(len(ids) + 1) if stop in decode(ids[:n]))
+    (cut,) = client.completions.create(stop=stop, **options).choices
+    assert (cut.token_ids, cut.finish_reason) == (ids[:count], "stop")
+
+
 def test_echo(client):
   options = dict(model="m", prompt="Ann has", seed=1, max_tokens=5)
   text = client.completions.create(**options).choices[0].text
@@ -228,6 +240,8 @@ def test_parts_of_contents_and_tools_reach_the_template(client, policy):
     {"role": "tool", "tool_call_id": "1", "content": "3"},
   ]
   assert "<|im_start|>tool\n3" in prompt(answered, tools=TOOLS)
+  read = tools_lib.messages_for_template(answered)[1]
+  assert read["tool_calls"][0]["function"]["arguments"] == {"a": 1} and read["content"] == ""
 
 
 def test_calls_of_tools(policy):
