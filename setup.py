@@ -48,6 +48,7 @@ setup(
   ],
   extras_require={
     "test": [
+      "aiohttp>=3.11",
       "cloudpickle",
       "gguf>=0.17",
       "hypothesis",
@@ -75,6 +76,7 @@ setup(
     "gguf": ["gguf>=0.17"],
     "schema": ["jsonschema"],
     "judge": ["openai"],
+    "serve": ["aiohttp>=3.11"],
     "reasoning_gym": ["reasoning-gym>=0.1.25"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],

@@ -18,11 +18,11 @@ FLOORS = [
   {"learner", "recipes", "configs", "trl"},
   {"programs", "storage"},
   {"rollouts", "console"},
-  {"evaluation", "planning"},
+  {"evaluation", "planning", "serving"},
   {"training"},
   {"launchers", "reporting"},
   {"cli"},
-  {"train", "evaluate", "sample", "export", "plan", "launch", "report", "__main__"},
+  {"train", "evaluate", "sample", "export", "plan", "launch", "report", "serve", "__main__"},
 ]
 MOST_MODULES = 15  # of a folder, without the folders in it
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -20,7 +20,7 @@ import re
 import sys
 
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
-ROOMS = ("algo", "learner", "sampler", "rollouts", "programs", "evaluation", "types.py")
+ROOMS = ("algo", "learner", "sampler", "rollouts", "programs", "evaluation", "serving", "types.py")
 CHECK = "__check_letters__"  # a builtin, so that a rewritten module imports nothing
 
 

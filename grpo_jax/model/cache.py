@@ -208,11 +208,11 @@ def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
   Args:
     prefix: P prompts.
     places_N: int32, the place of each new prompt. One that is P or more is left out.
-    prompts: N prompts, padded to the same length S.
+    prompts: N prompts, padded to at most S tokens. What lies in the slots after them is not read.
   """
 
   def put(old: jax.Array, new: jax.Array) -> jax.Array:
-    return old.at[:, places_N].set(new, mode="drop")
+    return old.at[:, places_N, :, : new.shape[-2]].set(new, mode="drop")
 
   keys, values = jax.tree.map(put, (prefix.keys, prefix.values), (prompts.keys, prompts.values))
   return Prefix(keys, values, prefix.lengths_P.at[places_N].set(prompts.lengths_P, mode="drop"))

@@ -107,7 +107,8 @@ class FlightPrograms:
   def arrive(self) -> Any:
     """(flight, params, Prompts, places_n) -> Flight: computes prompts for n places.
 
-    A place past the last is left out.
+    A place past the last is left out. The prompts may be padded to fewer tokens than a place has
+    slots for.
     """
     return jax.jit(self._arrive, donate_argnums=0)
 
@@ -165,10 +166,10 @@ class FlightPrograms:
       self._places(flight),
     )
 
-  def _prefill(self, params: Any, prompts: Prompts) -> tuple[model.Prefix, jax.Array]:
-    """The keys and values of prompts, and the features of their last tokens."""
+  def _prefill(self, params: Any, prompts: Prompts, slots: int) -> tuple[model.Prefix, jax.Array]:
+    """The keys and values of prompts for places of so many slots, and their last features."""
     (n, S), shared = prompts.tokens_nS.shape, prompts.shared
-    config = self._shaped(S)
+    config = self._shaped(slots)
     if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
       shared = 0
     positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
@@ -193,7 +194,7 @@ class FlightPrograms:
     prompt_N: jax.Array | None,
     settings: RowSettings,
   ) -> Flight:
-    prefix, last_nD = self._prefill(params, prompts)
+    prefix, last_nD = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
     if prompt_N is not None:
       prefix, last_nD = model.take_prompts(prefix, prompt_N), last_nD[prompt_N]
     R, T, levels = grid.rows, self.decoding.max_tokens, draws_per_token(self._config.vocab_size)
@@ -211,7 +212,7 @@ class FlightPrograms:
     return self._placed(Flight(cache, last_nD, rows))
 
   def _arrive(self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array) -> Flight:
-    prefix, last_nD = self._prefill(params, prompts)
+    prefix, last_nD = self._prefill(params, prompts, flight.cache.prefix.slots)
     prefix = model.put_prompts(flight.cache.prefix, places_n, prefix)
     last_ND = flight.last_ND.at[places_n].set(last_nD, mode="drop")
     return self._placed(flight.replace(cache=flight.cache.replace(prefix=prefix), last_ND=last_ND))

@@ -103,6 +103,7 @@ class Template:
     conversations: Sequence[Messages],
     generation_prompt: bool,
     special_tokens: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> list[str]:
     """Conversations as texts.
 
@@ -110,6 +111,7 @@ class Template:
       conversations: The conversations.
       generation_prompt: Whether a text ends with the marks that open the assistant's answer.
       special_tokens: The special tokens that the template may use, such as {"eos_token": "</s>"}.
+      tools: The functions that the assistant may call, as JSON schemas, or None.
 
     Raises:
       ConfigError: One of them is not a conversation, or the template refuses it, fails, tries
@@ -120,7 +122,7 @@ class Template:
     shared = {
       **special_tokens,
       "add_generation_prompt": generation_prompt,
-      "tools": None,
+      "tools": tools,
       "documents": None,
     }
     texts: list[str] = []

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import pathlib
-from typing import Protocol
+from typing import Any, Protocol
 
 from grpo_jax.data.tokenizers import (
   character_files,
@@ -113,18 +113,24 @@ class Tokenizer:
     """
     return self.codec.decode(ids)
 
-  def render(self, messages: chat.Messages, generation_prompt: bool = True) -> str:
+  def render(
+    self,
+    messages: chat.Messages,
+    generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+  ) -> str:
     """A conversation as text for `encode`, by the chat template.
 
     Args:
       messages: A list of {"role": ..., "content": ...}.
       generation_prompt: Whether the text ends with the marks that open the assistant's answer.
+      tools: The functions that the assistant may call, as JSON schemas, or None.
 
     Raises:
       ConfigError: There is no chat template, it fails, or it tries something that the sandbox
         forbids; or `messages` is not a conversation.
     """
-    return self.render_batch([messages], generation_prompt)[0]
+    return self._template.render([messages], generation_prompt, self.special, tools)[0]
 
   def render_batch(
     self, conversations: Sequence[chat.Messages], generation_prompt: bool = True

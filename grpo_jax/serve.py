@@ -1,0 +1,174 @@
+"""Serves a policy through an OpenAI-compatible endpoint.
+
+python -m grpo_jax.serve --workdir=DIR [--port=8000] [--host=127.0.0.1] [--api_key_file=FILE]
+python -m grpo_jax.serve --config=configs/gsm8k.py --config.model.path=FOLDER
+"""
+
+import asyncio
+from collections.abc import Callable
+import dataclasses
+import functools
+import ipaddress
+import os
+from pathlib import Path
+import signal
+import sys
+
+from absl import flags
+
+from grpo_jax import cli
+from grpo_jax.console import exit_codes
+from grpo_jax.evaluation.policy import Policy
+from grpo_jax.programs.run import Run
+from grpo_jax.programs.sampling import decoding_of
+from grpo_jax.serving.engine import Engine, Sizes
+from grpo_jax.settings import ConfigError, path_of
+from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.timing import told_if_slow
+
+_KEY = "GRPO_JAX_API_KEY"  # the environment variable
+_COUNTS = ("rows", "waiting", "max_prompt_tokens", "max_tokens", "request_seconds")
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  values = flags.FLAGS
+  _check_flags()
+  try:
+    from grpo_jax.serving.server import Server, Settings  # here, because aiohttp is optional
+  except ImportError as error:
+    if error.name != "aiohttp":
+      raise
+    package = "the package aiohttp: pip install 'grpo_jax[serve]'"
+    raise ConfigError(f"grpo_jax.serve needs {package}") from None
+  key = _key()
+  policy = cli.open_policy()
+  run, name = policy.run, values.model_name or _name_of(policy)
+  engine = make_engine(policy)
+  del policy  # the engine has its own copy of the weights
+  print(f"{name}: compiling", flush=True)
+  with told_if_slow("compiling"):
+    engine.start()
+  reload = None
+  if values.workdir is not None and values.step is None:
+    reload = functools.partial(load_newest, run, cli.folder_of_run(values.workdir), engine)
+  settings = Settings(model=name, key=key, seconds=float(values.request_seconds))
+  vocabulary = run.parameters.model.vocab_size
+  server = Server(engine, run.tokenizer, vocabulary, settings, reload)
+  remark = ""
+  if not key and not _is_loopback(values.host):
+    remark = "; whoever reaches this address can use it: set --api_key_file"
+  stopped_by = asyncio.run(_until_signal(server.run, name, remark))
+  if engine.failure is not None:
+    raise engine.failure
+  if stopped_by == signal.SIGINT:
+    raise KeyboardInterrupt
+
+
+def make_engine(policy: Policy) -> Engine:
+  """The engine of the flags. It is not started yet.
+
+  Raises:
+    ConfigError: The longest prompt with the longest completion do not fit the model.
+  """
+  values, run = flags.FLAGS, policy.run
+  config, shape = run.config, run.parameters.sampling.model
+  prompt_tokens = values.max_prompt_tokens or config.data.max_prompt_tokens
+  decoding = decoding_of(config.sampling, shape.stop_ids)
+  decoding = dataclasses.replace(decoding, max_tokens=values.max_tokens or decoding.max_tokens)
+  if prompt_tokens + decoding.max_tokens > shape.max_positions:
+    raise ConfigError(
+      f"flags --max_prompt_tokens={prompt_tokens} and --max_tokens={decoding.max_tokens}: together"
+      f" they must be at most the model's {shape.max_positions} positions"
+    )
+  rows = -(-values.rows // shape.row_shards) * shape.row_shards
+  sizes = Sizes(rows=rows, prompt_tokens=prompt_tokens, waiting=values.waiting)
+  params = run.parameters.for_sampling(policy.params)
+  return Engine(shape, decoding, sizes, params, policy.step)
+
+
+def load_newest(run: Run, workdir: Path, engine: Engine) -> int:
+  """Gives the engine the newest checkpoint of a run, and returns its step."""
+  checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=run.parameters.layers_of)
+  step, trained = checkpoints.restore_params(run.parameters.abstract)
+  engine.set_weights(run.parameters.for_sampling(trained), step)
+  return step
+
+
+async def _until_signal(serve: Callable, name: str, remark: str) -> int | None:
+  """Serves until SIGTERM or Ctrl-C. A second one leaves at once. Returns which one came first."""
+  values, stop, received = flags.FLAGS, asyncio.Event(), list[int]()
+
+  def on_signal(number: int) -> None:
+    if received:
+      line = f"{signal.Signals(number).name} again: left at once"
+      exit_codes.leave_at_once(KeyboardInterrupt(), (128 + number, line))
+    received.append(number)
+    line = f"{signal.Signals(number).name}: stopping once what runs has ended"
+    print(f"{line}; a second signal leaves at once", file=sys.stderr, flush=True)
+    stop.set()
+
+  def ready(host: str, port: int) -> None:
+    address = f"[{host}]" if ":" in host else host
+    print(f"serving {name} at http://{address}:{port}/v1{remark}", flush=True)
+
+  for number in (signal.SIGTERM, signal.SIGINT):
+    asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+  await serve(values.host, values.port, stop, ready)
+  return received[0] if received else None
+
+
+def _check_flags() -> None:
+  values = flags.FLAGS
+  for name in _COUNTS:
+    if values[name].value is not None and values[name].value < 1:
+      raise ConfigError(f"flag --{name}={values[name].value}: it must be at least 1")
+  if not 0 <= values.port <= 65535:
+    raise ConfigError(f"flag --port={values.port}: it must be between 0 and 65535")
+  if not values.host:
+    raise ConfigError("flag --host is empty: give an address, such as 127.0.0.1")
+
+
+def _key() -> str:
+  """The key of --api_key_file or of the environment, or empty for none."""
+  file = flags.FLAGS.api_key_file
+  if file is None:
+    return os.environ.get(_KEY, "").strip()
+  try:
+    key = path_of(file, "flag --api_key_file").read_text("utf-8").strip()
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"flag --api_key_file={file}: it cannot be read ({error})") from None
+  if not key:
+    raise ConfigError(f"flag --api_key_file={file}: the file is empty; write a key into it")
+  return key
+
+
+def _name_of(policy: Policy) -> str:
+  """What clients call the model: the last part of the folder's name."""
+  source = flags.FLAGS.workdir or policy.run.config.model.path
+  return source.rstrip("/").split("/")[-1] or "policy"
+
+
+def _is_loopback(host: str) -> bool:
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost"
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("host", "127.0.0.1", "the address to listen at; 0.0.0.0 is all")
+  flags.DEFINE_integer("port", 8000, "the port to listen at; 0 takes a free one")
+  flags.DEFINE_string(
+    "api_key_file", None, f"a file with the key that clients must send (default: ${_KEY}, or none)"
+  )
+  flags.DEFINE_string("model_name", None, "what clients call the model (default: its folder)")
+  flags.DEFINE_integer("rows", 32, "how many completions are decoded together")
+  flags.DEFINE_integer("waiting", 512, "how many completions may wait")
+  flags.DEFINE_integer(
+    "max_prompt_tokens", None, "the longest prompt (default: data.max_prompt_tokens)"
+  )
+  flags.DEFINE_integer("max_tokens", None, "longest completion (default: sampling.max_tokens)")
+  flags.DEFINE_integer("request_seconds", 600, "the longest that an answer may take")
+  cli.define_policy_flags()
+  cli.run(main)

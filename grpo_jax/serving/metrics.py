@@ -1,0 +1,54 @@
+"""What a server has done, in the text format that Prometheus reads."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.serving.engine import Engine
+
+
+class Metrics:
+  """Counts requests. Only the thread of the event loop calls it.
+
+  Attributes:
+    requests: How many were answered, by path and status.
+    seconds: How long all answers took together, by path.
+    prompt_tokens: Of all requests that were taken.
+    active: How many are being answered.
+  """
+
+  def __init__(self) -> None:
+    """Nothing was counted yet."""
+    self.requests: Counter[tuple[str, int]] = Counter()
+    self.seconds = defaultdict[str, float](float)
+    self.prompt_tokens = 0
+    self.active = 0
+
+  def text(self, engine: Engine) -> str:
+    """All numbers, those of the engine included."""
+    done = engine.counts
+    lines: list[str] = []
+
+    def add(name: str, kind: str, values: Mapping[str, Any]) -> None:
+      lines.append(f"# TYPE grpo_jax_{name} {kind}")
+      lines.extend(f"grpo_jax_{name}{labels} {value}" for labels, value in values.items())
+
+    answered = {
+      f'{{path="{path}",status="{status}"}}': count
+      for (path, status), count in self.requests.items()
+    }
+    add("requests_total", "counter", answered)
+    seconds = {f'{{path="{path}"}}': value for path, value in self.seconds.items()}
+    add("request_seconds_total", "counter", seconds)
+    add("prompt_tokens_total", "counter", {"": self.prompt_tokens})
+    add("completion_tokens_total", "counter", {"": done.tokens})
+    add("rows_total", "counter", {"": done.rows})
+    add("prompts_computed_total", "counter", {"": done.prompts})
+    add("prompts_copied_total", "counter", {"": done.copies})
+    add("chunks_total", "counter", {"": done.chunks})
+    add("decode_seconds_total", "counter", {"": done.seconds})
+    add("requests_active", "gauge", {"": self.active})
+    add("rows_waiting", "gauge", {"": engine.waiting})
+    add("rows_in_flight", "gauge", {"": engine.in_flight})
+    add("weights_version", "gauge", {"": engine.version})
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,382 @@
+"""From the JSON of a request to a `Request` whose every field has been checked. Pure functions."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import hashlib
+import json
+import secrets
+from typing import Any, NamedTuple
+
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.serving import tools as tools_lib
+from grpo_jax.settings import SMALLEST_FLOAT, ConfigError, is_text, shown
+
+_DEEPEST = 64  # lists and objects inside each other
+_MOST_STOPS, _LONGEST_STOP = 16, 1000  # texts, and characters of one
+_DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's reference says
+
+# What changes no answer of this server.
+_IGNORED = {
+  "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+}  # fmt: skip
+# What would change the answer, and the values that do not. Every other value is refused.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  "presence_penalty": (0,),
+  "frequency_penalty": (0,),
+  "repetition_penalty": (1,),
+  "logit_bias": ({},),
+  "best_of": (1,),
+  "suffix": ("",),
+  "response_format": ({"type": "text"},),
+  "parallel_tool_calls": (True,),
+  "function_call": ("none",),
+  "functions": ([],),
+  "modalities": (["text"],),
+  "top_logprobs": (0,),
+  "ignore_eos": (False,),
+}
+_SHARED = {
+  "model", "n", "stop", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens",
+  "min_tokens", "logprobs", "stream", "stream_options", "return_token_ids",
+}  # fmt: skip
+_OF_COMPLETIONS = _SHARED | {"prompt", "echo"}
+_OF_CHAT = _SHARED | {"messages", "tools", "tool_choice", "max_completion_tokens"}
+
+
+class RequestError(Exception):
+  """A request that cannot be answered.
+
+  Attributes:
+    status: Of HTTP.
+    message: Says what to do.
+    param: The field that is wrong, or None.
+    code: A word for programs.
+  """
+
+  def __init__(self, message: str, param: str | None = None, status: int = 400, code: str = ""):
+    """See the attributes."""
+    super().__init__(message)
+    self.status, self.message, self.param, self.code = status, message, param, code
+
+
+class Limits(NamedTuple):
+  """What a request may ask for.
+
+  Attributes:
+    model: The one name that `model` may have.
+    vocabulary: Token ids are below it.
+    prompt_tokens: The longest prompt.
+    max_tokens: The longest completion.
+    choices: The most completions of a request, over all its prompts.
+  """
+
+  model: str
+  vocabulary: int
+  prompt_tokens: int
+  max_tokens: int
+  choices: int
+
+
+class Texts(NamedTuple):
+  """How texts become token ids.
+
+  Attributes:
+    encode: A prompt -> its ids.
+    render: (messages, tools or None) -> the ids of a conversation.
+  """
+
+  encode: Callable[[str], Sequence[int]]
+  render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """What somebody wants.
+
+  Attributes:
+    prompts: Token ids of each prompt.
+    n: How many completions of each.
+    seed: What the random numbers depend on, beside the number of a choice.
+    settings: How rows draw, as numbers.
+    stop: Texts that end a completion.
+    logprobs: Whether to return the log-probs of the tokens.
+    echo: The texts of the prompts, where the answers begin with them. Else None.
+    is_chat: Whether it is a conversation.
+    has_tools: Whether calls of tools are looked for in the answer.
+    stream: Whether tokens are sent as they come.
+    include_usage: Whether the last piece of a stream has the counts of tokens.
+    return_token_ids: Whether to return the ids of prompts and completions.
+  """
+
+  prompts: tuple[tuple[int, ...], ...]
+  n: int
+  seed: int
+  settings: RowSettings
+  stop: tuple[str, ...]
+  logprobs: bool
+  echo: tuple[str, ...] | None
+  is_chat: bool
+  has_tools: bool
+  stream: bool
+  include_usage: bool
+  return_token_ids: bool
+
+  @property
+  def choices(self) -> int:
+    """How many completions it has."""
+    return len(self.prompts) * self.n
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+  """The object that a body holds.
+
+  Raises:
+    RequestError: It is no JSON object, or it is nested too deeply.
+  """
+  try:
+    value = json.loads(body)
+  except (ValueError, RecursionError) as error:
+    raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+  if not isinstance(value, dict):
+    raise RequestError("the body must be a JSON object", code="invalid_json")
+  layer, depth = [value], 0
+  while layer:
+    depth += 1
+    if depth > _DEEPEST:
+      raise RequestError(f"the body is nested deeper than {_DEEPEST} levels", code="invalid_json")
+    inside = [x.values() if isinstance(x, dict) else x for x in layer]
+    layer = [x for values in inside for x in values if isinstance(x, (dict, list))]
+  return value
+
+
+def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
+  """The request of a body of /v1/completions. Raises RequestError."""
+  _check_names(body, _OF_COMPLETIONS)
+  prompts = _prompts(body, texts)
+  echo = None
+  if _flag(body, "echo"):
+    if body.get("logprobs") is not None:
+      raise RequestError("echo with logprobs: log-probs of prompts are not computed", "echo")
+    given = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+    if not all(isinstance(one, str) for one in given):
+      raise RequestError("echo: the prompt must be a text", "echo")
+    echo = tuple(given)
+  # 0 and 1 both ask for the tokens that were drawn. More would ask for others beside them.
+  logprobs = _whole(body, "logprobs", None, (0, 1), "others than the drawn token are not computed")
+  return _request(
+    body, limits, prompts, logprobs is not None, {"max_tokens": _DEFAULT_TOKENS, "echo": echo}
+  )
+
+
+def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
+  """The request of a body of /v1/chat/completions. Raises RequestError."""
+  _check_names(body, _OF_CHAT)
+  if body.get("max_completion_tokens") is not None:
+    body = {**body, "max_tokens": body["max_completion_tokens"]}
+  tools, choice = body.get("tools"), body.get("tool_choice") or "auto"
+  if choice not in ("auto", "none"):
+    raise RequestError("tool_choice: 'auto' and 'none' are supported", "tool_choice")
+  if tools is not None and not tools_lib.are_tools(tools):
+    raise RequestError(
+      "tools must be a list of objects such as {'type': 'function', 'function': {'name': ...}}",
+      "tools",
+    )
+  tools = tools if tools and choice == "auto" else None
+  try:
+    messages = tools_lib.messages_for_template(body.get("messages"))
+  except ValueError as error:
+    raise RequestError(str(error), "messages") from None
+  try:
+    prompt = tuple(texts.render(messages, tools))
+  except ConfigError as error:
+    raise RequestError(str(error), "messages") from None
+  logprobs = _flag(body, "logprobs")
+  extra = {"is_chat": True, "has_tools": tools is not None}
+  return _request(body, limits, (prompt,), logprobs, extra)
+
+
+def row_number(seed: int, choice: int) -> int:
+  """The int32 on which the random numbers of a choice depend: other ones for each of a request."""
+  digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
+  return (int.from_bytes(digest, "little") + choice) % 2**32 - 2**31
+
+
+def _request(
+  body: Mapping[str, Any],
+  limits: Limits,
+  prompts: tuple[tuple[int, ...], ...],
+  logprobs: bool,
+  extra: dict[str, Any],
+) -> Request:
+  """What both kinds of requests have in common. `extra` has what one kind alone has."""
+  extra = dict[str, Any](echo=None, is_chat=False, has_tools=False) | extra
+  _check_model(body, limits)
+  for number, prompt in enumerate(prompts):
+    _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
+  if len(prompts) > limits.choices:
+    raise RequestError(
+      f"prompt has {len(prompts)} prompts and this server takes at most {limits.choices}", "prompt"
+    )
+  most, why = limits.choices // len(prompts), f"{limits.choices} choices over all prompts"
+  n = _whole(body, "n", 1, (1, most), why)
+  default = min(extra.pop("max_tokens", limits.max_tokens), limits.max_tokens)
+  max_tokens = _whole(body, "max_tokens", default, (1, limits.max_tokens))
+  temperature = _number(body, "temperature", 1.0, (0, 1000))
+  if temperature and temperature < SMALLEST_FLOAT:
+    raise RequestError("temperature: for the likeliest token set 0", "temperature")
+  settings = RowSettings(
+    temperature=temperature,
+    top_k=max(0, _whole(body, "top_k", 0, (-1, 2**31 - 1))),  # -1 is off, too, as in vLLM
+    top_p=_number(body, "top_p", 1.0, (SMALLEST_FLOAT, 1)),
+    min_p=_number(body, "min_p", 0.0, (0, 1)),
+    min_tokens=_whole(body, "min_tokens", 0, (0, max_tokens)),
+    max_tokens=max_tokens,
+  )
+  if settings.temperature == 0:  # the filters keep the likeliest token
+    settings = settings.replace(top_k=0, top_p=1.0, min_p=0.0)
+  options = body.get("stream_options")
+  if options is not None and not isinstance(options, dict):
+    raise RequestError("stream_options must be an object", "stream_options")
+  seed = _whole(body, "seed", None, (-(2**63), 2**64 - 1))
+  return Request(
+    prompts=prompts,
+    n=n,
+    seed=secrets.randbits(63) if seed is None else seed,
+    settings=settings,
+    stop=_stops(body),
+    logprobs=logprobs,
+    stream=_flag(body, "stream"),
+    include_usage=_flag(options or {}, "include_usage"),
+    return_token_ids=_flag(body, "return_token_ids"),
+    **extra,
+  )
+
+
+def _check_names(body: Mapping[str, Any], known: set[str]) -> None:
+  """Raises RequestError for a parameter that is not known, or that would change the answer."""
+  for name, value in body.items():
+    if name in known or name in _IGNORED or value is None:
+      continue
+    if name not in _NEUTRAL:
+      raise RequestError(f"{name!s:.100}: this server does not know the parameter", f"{name:.100}")
+    # 1 == True in Python, and an object is compared as a whole.
+    if not any(value == neutral for neutral in _NEUTRAL[name]):
+      raise RequestError(
+        f"{name} is {shown(value)}: this server does not support it; leave it out", name
+      )
+
+
+def _check_model(body: Mapping[str, Any], limits: Limits) -> None:
+  name = body.get("model")
+  if name is None:
+    return
+  if not isinstance(name, str):
+    raise RequestError("model must be a text", "model")
+  if name != limits.model:
+    raise RequestError(
+      f"there is no model {shown(name)}: this server has {limits.model!r}",
+      "model",
+      404,
+      "model_not_found",
+    )
+
+
+def _prompts(body: Mapping[str, Any], texts: Texts) -> tuple[tuple[int, ...], ...]:
+  """The prompts of /v1/completions: a text, a list of texts, token ids, or a list of those."""
+  given = body.get("prompt")
+  if isinstance(given, str) or (isinstance(given, list) and given and _are_ids(given)):
+    given = [given]
+  wrong = RequestError(
+    "prompt must be a text, a list of texts, token ids or lists of them", "prompt"
+  )
+  if not isinstance(given, list) or not given:
+    raise wrong
+  prompts = []
+  for one in given:
+    if isinstance(one, str):
+      if not is_text(one):
+        raise RequestError("prompt: it has half of a surrogate pair", "prompt")
+      try:
+        prompts.append(tuple(texts.encode(one)))
+      except ConfigError as error:
+        raise RequestError(f"prompt: {error}", "prompt") from None
+    elif isinstance(one, list) and _are_ids(one):
+      prompts.append(tuple(one))
+    else:
+      raise wrong
+  return tuple(prompts)
+
+
+def _are_ids(values: list[Any]) -> bool:
+  return all(type(value) is int for value in values)
+
+
+def _check_prompt(prompt: tuple[int, ...], limits: Limits, name: str, number: int) -> None:
+  if not prompt:
+    raise RequestError(f"{name}: prompt {number} is empty; it must have a token", name)
+  if len(prompt) > limits.prompt_tokens:
+    raise RequestError(
+      f"{name}: prompt {number} has {len(prompt)} tokens and this server takes at most"
+      f" {limits.prompt_tokens} (flag --max_prompt_tokens)",
+      name,
+      code="context_length_exceeded",
+    )
+  wrong = next((i for i in prompt if not 0 <= i < limits.vocabulary), None)
+  if wrong is not None:
+    raise RequestError(
+      f"{name}: token id {shown(wrong)} is not in the vocabulary, 0 to {limits.vocabulary - 1}",
+      name,
+    )
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+  given = body.get("stop")
+  stops = [] if given is None else [given] if isinstance(given, str) else given
+  if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+    raise RequestError("stop must be a text or a list of texts, none of them empty", "stop")
+  if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
+    raise RequestError(
+      f"stop: at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters", "stop"
+    )
+  return tuple(stops)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+  value = body.get(name)
+  if value is not None and not isinstance(value, bool):
+    raise RequestError(f"{name} must be true or false, got {shown(value)}", name)
+  return bool(value)
+
+
+def _whole(
+  body: Mapping[str, Any], name: str, default: Any, bounds: tuple[int, int], why: str = ""
+) -> Any:
+  """A whole number within bounds, or the default where there is none."""
+  value = body.get(name)
+  if value is None:
+    return default
+  if type(value) is not int:
+    raise RequestError(f"{name} must be a whole number, got {shown(value)}", name)
+  return _within(value, name, bounds, why)
+
+
+def _number(
+  body: Mapping[str, Any], name: str, default: float, bounds: tuple[float, float]
+) -> float:
+  """A number within bounds, or the default where there is none."""
+  value = body.get(name)
+  if value is None:
+    return default
+  if type(value) not in (int, float):
+    raise RequestError(f"{name} must be a number, got {shown(value)}", name)
+  return float(_within(value, name, bounds, ""))
+
+
+def _within(value: Any, name: str, bounds: tuple[float, float], why: str) -> Any:
+  least, most = bounds  # outside of which NaN is, too
+  if not least <= value <= most:
+    note = f" ({why})" if why else ""
+    raise RequestError(
+      f"{name} is {shown(value)}: it must be at least {least} and at most {most}{note}", name
+    )
+  return value

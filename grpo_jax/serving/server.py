@@ -1,0 +1,413 @@
+"""The HTTP edge of the endpoint: aiohttp, keys, streams, and what ends a request early."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import contextlib
+import dataclasses
+import functools
+import hmac
+import json
+import sys
+import time
+import traceback
+from typing import Any
+import uuid
+
+from aiohttp import web
+
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
+from grpo_jax.sampler.stop import End, end_at
+from grpo_jax.serving import answers, requests
+from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part
+from grpo_jax.serving.metrics import Metrics
+from grpo_jax.serving.requests import Limits, Request, RequestError
+from grpo_jax.settings import ConfigError
+
+_LOOK_SECONDS = 0.5  # how often it looks whether the engine has failed
+_BODY_SECONDS = 30.0  # to send a body
+_WRITE_SECONDS = 30.0  # to read a piece of a stream
+_MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
+_OPEN_PATHS = ("/health", "/metrics")  # they need no key
+_CLIENT_LEFT = 499  # in the metrics: the client closed the connection before the answer
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Read = Callable[[dict[str, Any], Limits, requests.Texts], Request]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How a server answers.
+
+  Attributes:
+    model: The name of the model.
+    key: The bearer key, or empty for none.
+    body_bytes: The largest body.
+    choices: The most completions of a request.
+    seconds: The longest that an answer may take.
+    grace: How many seconds requests may still take once the server was asked to stop.
+  """
+
+  model: str
+  key: str = ""
+  body_bytes: int = 4 * 2**20
+  choices: int = 128
+  seconds: float = 600.0
+  grace: float = 30.0
+
+
+class Server:
+  """Answers requests with an engine.
+
+  Attributes:
+    app: What aiohttp runs.
+    metrics: What it has done.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    settings: Settings,
+    reload: Callable[[], int] | None = None,
+  ):
+    """Answers nothing yet.
+
+    Args:
+      engine: Decodes. It has been started.
+      tokenizer: Texts to ids and back.
+      vocabulary: How many ids the model has.
+      settings: The limits and the key.
+      reload: Gives the engine the newest weights and returns their version. It runs in a thread.
+        None means that there are no newer ones.
+    """
+    self.metrics = Metrics()
+    self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
+    self._reload, self._reloading = reload, asyncio.Lock()
+    self._limits = Limits(
+      settings.model, vocabulary, engine.sizes.prompt_tokens, engine.max_tokens, settings.choices
+    )
+    self._texts = requests.Texts(self._encode, self._render)
+    self._created = int(time.time())
+    self._is_stopping = False
+    self.app = web.Application(
+      client_max_size=settings.body_bytes, middlewares=[self._counted, self._guarded]
+    )
+    completions = functools.partial(self._complete, requests.completion_request)
+    conversations = functools.partial(self._complete, requests.chat_request)
+    self.app.add_routes(
+      [
+        web.get("/health", self._health),
+        web.get("/metrics", self._show_metrics),
+        web.get("/v1/models", self._models),
+        web.get("/v1/models/{name:.+}", self._model),
+        web.post("/v1/completions", completions),
+        web.post("/v1/chat/completions", conversations),
+        web.post("/admin/reload", self._load_newest),
+      ]
+    )
+
+  async def run(
+    self, host: str, port: int, stop: asyncio.Event, ready: Callable[[str, int], None]
+  ) -> None:
+    """Answers requests until `stop` is set or the engine fails, then lets those that run end.
+
+    Args:
+      host: The address to listen at.
+      port: The port. 0 takes a free one.
+      stop: Set to stop.
+      ready: Called with the address and the port once it listens.
+
+    Raises:
+      ConfigError: It cannot listen there.
+    """
+    runner = web.AppRunner(
+      self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    try:
+      site = web.TCPSite(runner, host, port)
+      try:
+        await site.start()
+      except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"flags --host={host} --port={port}: {why}; choose others") from None
+      ready(host, runner.addresses[0][1])
+      while self._engine.is_open and not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+          await asyncio.wait_for(stop.wait(), _LOOK_SECONDS)
+      self._is_stopping = True
+      with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(self._settings.grace):
+          while self.metrics.active and self._engine.is_open:
+            await asyncio.sleep(0.02)
+      await asyncio.to_thread(self._engine.close)
+    finally:
+      await runner.cleanup()
+
+  @web.middleware
+  async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Counts a request, and makes every error an answer in OpenAI's shape."""
+    start = time.monotonic()
+    status = _CLIENT_LEFT
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None else "other"
+    try:
+      try:
+        response = await handler(request)
+      except RequestError as error:
+        response = _refused(error)
+      except web.HTTPException as error:
+        response = _refused(RequestError(error.reason, status=error.status))
+      except ConnectionError:
+        raise
+      except Exception:  # a defect: its traceback helps, and the next request is answered
+        traceback.print_exc(file=sys.stderr)
+        response = _refused(RequestError("the server failed; its log says why", status=500))
+      status = response.status
+      return response
+    finally:
+      self.metrics.requests[path, status] += 1
+      self.metrics.seconds[path] += time.monotonic() - start
+
+  @web.middleware
+  async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Asks for the key."""
+    if self._settings.key and request.path not in _OPEN_PATHS:
+      given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+      wanted = f"Bearer {self._settings.key}".encode()
+      if not hmac.compare_digest(given, wanted):  # takes as long wherever they differ
+        raise RequestError("the API key is wrong or missing", status=401, code="invalid_api_key")
+    return await handler(request)
+
+  async def _health(self, request: web.Request) -> web.Response:
+    del request
+    is_well = self._engine.is_open and not self._is_stopping
+    return web.json_response(
+      {"status": "ok" if is_well else "stopping", "weights_version": self._engine.version},
+      status=200 if is_well else 503,
+    )
+
+  async def _show_metrics(self, request: web.Request) -> web.Response:
+    del request
+    return web.Response(text=self.metrics.text(self._engine), content_type="text/plain")
+
+  async def _models(self, request: web.Request) -> web.Response:
+    del request
+    return web.json_response({"object": "list", "data": [self._about_model()]})
+
+  async def _model(self, request: web.Request) -> web.Response:
+    name = request.match_info["name"]
+    if name != self._settings.model:
+      raise RequestError(f"there is no model {name!r:.100}", "model", 404, "model_not_found")
+    return web.json_response(self._about_model())
+
+  async def _load_newest(self, request: web.Request) -> web.Response:
+    """Loads the newest checkpoint. One caller after another."""
+    del request
+    if not self._settings.key:
+      raise RequestError("this path needs a server with a key (--api_key_file)", status=401)
+    if self._reload is None:
+      raise RequestError("the server has no --workdir to load from", status=404)
+    async with self._reloading:
+      try:
+        version = await asyncio.to_thread(self._reload)
+      except ConfigError as error:
+        raise RequestError(str(error), status=503) from None
+      except Closed:
+        raise _stopping() from None
+    return web.json_response({"weights_version": version})
+
+  async def _complete(self, read: Read, request: web.Request) -> web.StreamResponse:
+    """Answers a request for completions."""
+    body = await _body_of(request, self._settings.body_bytes)
+    if self._is_stopping:
+      raise _stopping()
+    self.metrics.active += 1
+    try:
+      # Tokenizers and templates take their time, which others shall not wait for.
+      asked = await asyncio.to_thread(self._read, read, body)
+      self.metrics.prompt_tokens += sum(map(len, asked.prompts))
+      kind = "chatcmpl" if asked.is_chat else "cmpl"
+      head = answers.Head(
+        f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._settings.model, asked
+      )
+      if asked.stream:
+        return await self._stream(request, head)
+      async with self._choices(head.request, request.transport) as (choices, parts):
+        async for _ in parts:
+          pass
+        made = head.whole(choices)
+      headers = {"X-Weights-Version": str(made["weights_version"])}
+      return web.Response(text=_dumps(made), content_type="application/json", headers=headers)
+    finally:
+      self.metrics.active -= 1
+
+  async def _stream(self, request: web.Request, head: answers.Head) -> web.StreamResponse:
+    """Sends what is new of the choices as it comes."""
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response, begun = web.StreamResponse(headers=headers), set[int]()
+
+    async def send(data: str) -> None:
+      try:
+        async with asyncio.timeout(_WRITE_SECONDS):
+          await response.write(f"data: {data}\n\n".encode())
+      except TimeoutError:
+        _cut(request.transport)
+        raise ConnectionResetError("the reader is too slow") from None
+
+    async with self._choices(head.request, request.transport) as (choices, parts):
+      await response.prepare(request)
+      try:
+        async for choice in parts:
+          await send(_dumps(head.piece(choice, choice.index not in begun)))
+          begun.add(choice.index)
+        if head.request.include_usage:
+          await send(_dumps(head.last_piece(choices)))
+        await send("[DONE]")
+      except RequestError as error:  # the status is sent already
+        await send(_dumps(answers.error(error)))
+    await response.write_eof()
+    return response
+
+  @contextlib.asynccontextmanager
+  async def _choices(
+    self, asked: Request, transport: asyncio.Transport | None
+  ) -> AsyncIterator[tuple[list[answers.Choice], AsyncIterator[answers.Choice]]]:
+    """The choices of a request, and what yields each of them whenever it has grown.
+
+    However the block ends, the rows that have not ended leave their seats.
+    """
+    loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part]]()
+
+    def receive(index: int, part: Part) -> None:
+      heard.put_nowait((index, part))
+      if asked.stream and heard.qsize() > _MOST_BEHIND * asked.choices:
+        _cut(transport)
+
+    def hear(index: int, part: Part) -> None:  # in the thread of the engine
+      loop.call_soon_threadsafe(receive, index, part)
+
+    decode = self._tokenizer.decode
+    choices = [answers.Choice(index, asked, decode) for index in range(asked.choices)]
+    jobs = [
+      Job(
+        prompt=choice.prompt,
+        number=requests.row_number(asked.seed, choice.index),
+        settings=asked.settings,
+        hear=functools.partial(hear, choice.index),
+        end=_end_of(asked.stop, decode) if asked.stop else None,
+      )
+      for choice in choices
+    ]
+    rows = self._submit(jobs)
+    try:
+      yield choices, self._parts(choices, heard)
+    finally:
+      if not all(choice.finish for choice in choices):
+        self._engine.cancel(rows)
+
+  async def _parts(
+    self, choices: list[answers.Choice], heard: asyncio.Queue[tuple[int, Part]]
+  ) -> AsyncIterator[answers.Choice]:
+    """Adds the parts that were heard to the choices, and yields each choice that has grown."""
+    going = len(choices)
+    deadline = asyncio.get_running_loop().time() + self._settings.seconds
+    while going:
+      try:
+        async with asyncio.timeout_at(deadline):
+          index, part = await heard.get()
+      except TimeoutError:
+        raise RequestError(
+          f"the answer took more than {self._settings.seconds:g} seconds", None, 503, "timeout"
+        ) from None
+      if part.finish == "closed":
+        raise _stopping()
+      choices[index].add(part.tokens, part.logprobs, part.version, part.finish)
+      going -= bool(part.finish)
+      yield choices[index]
+
+  def _submit(self, jobs: list[Job]) -> Any:
+    try:
+      return self._engine.submit(jobs)
+    except Full:
+      raise RequestError(
+        f"{self._engine.waiting} rows wait and at most {self._engine.sizes.waiting} may; try later",
+        None,
+        429,
+        "queue_full",
+      ) from None
+    except Closed:
+      raise _stopping() from None
+
+  def _read(self, read: Read, body: bytes) -> Request:
+    return read(requests.read_json(body), self._limits, self._texts)
+
+  def _encode(self, text: str) -> list[int]:
+    return [*self._tokenizer.prefix_ids, *self._tokenizer.encode(text)]
+
+  def _render(
+    self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+  ) -> list[int]:
+    text = self._tokenizer.render(messages, tools=tools)
+    return self._tokenizer.encode(text)
+
+  def _about_model(self) -> dict[str, Any]:
+    return {
+      "id": self._settings.model,
+      "object": "model",
+      "created": self._created,
+      "owned_by": "grpo_jax",
+      "max_model_len": self._limits.prompt_tokens + self._limits.max_tokens,
+      "weights_version": self._engine.version,
+    }
+
+
+def _end_of(stop: tuple[str, ...], decode: answers.Decode) -> End:
+  """Ends a row at texts. It decodes the last tokens alone, those that such a text may lie in."""
+  end, tokens = end_at(stop, decode), 4 * max(map(len, stop))  # a character has up to four
+
+  def end_of_last(ids: Sequence[int], seen: int) -> int | None:
+    start = max(0, seen - tokens)
+    kept = end(ids[start:], seen - start)
+    return None if kept is None else start + kept
+
+  return end_of_last
+
+
+async def _body_of(request: web.Request, most: int) -> bytes:
+  """The body, of at most so many bytes. Raises RequestError for one that is not to be read."""
+  # A page in a browser can send other types to this address without asking.
+  if request.content_type != "application/json":
+    raise RequestError("the header Content-Type must be application/json")
+  try:
+    async with asyncio.timeout(_BODY_SECONDS):
+      return await request.read()
+  except web.HTTPRequestEntityTooLarge:
+    raise RequestError(f"the body has more than {most} bytes", status=413) from None
+  except TimeoutError:
+    raise RequestError(f"the body took more than {_BODY_SECONDS:g} seconds", status=408) from None
+
+
+def _refused(error: RequestError) -> web.Response:
+  headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+  return web.Response(
+    text=_dumps(answers.error(error)),
+    status=error.status,
+    content_type="application/json",
+    headers=headers,
+  )
+
+
+def _stopping() -> RequestError:
+  return RequestError("the server is stopping", status=503, code="stopping")
+
+
+def _cut(transport: asyncio.Transport | None) -> None:
+  """Closes a connection at once, whatever of its data is not sent yet."""
+  if transport is not None:
+    transport.abort()
+
+
+def _dumps(value: Any) -> str:
+  return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

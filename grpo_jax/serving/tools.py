@@ -1,0 +1,113 @@
+"""Messages as chat templates read them, and the calls of tools that a model writes.
+
+A call is what Qwen's and Hermes' models write: <tool_call>{"name": ..., "arguments": {...}}
+</tool_call>.
+"""
+
+from collections.abc import Mapping
+import json
+import re
+from typing import Any, NamedTuple
+
+OPENS = "<tool_call>"  # a text from here on is no content until it is known to be no call
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+class Call(NamedTuple):
+  """A call of a tool.
+
+  Attributes:
+    name: Of the function.
+    arguments: A text in JSON.
+  """
+
+  name: str
+  arguments: str
+
+
+def calls_in(text: str) -> tuple[str, list[Call]]:
+  """(the content without the calls, the calls). A call that is not well-formed is content."""
+  calls = []
+
+  def take(found: re.Match[str]) -> str:
+    call = _call(found[1])
+    if call is None:
+      return found[0]
+    calls.append(call)
+    return ""
+
+  content = _CALL.sub(take, text)
+  return (content.strip() if calls else text), calls
+
+
+def are_tools(value: Any) -> bool:
+  """Whether a value is a list of functions that a model may call."""
+  return isinstance(value, list) and all(
+    isinstance(tool, dict)
+    and tool.get("type") == "function"
+    and isinstance(tool.get("function"), dict)
+    and isinstance(tool["function"].get("name"), str)
+    for tool in value
+  )
+
+
+def messages_for_template(messages: Any) -> list[dict[str, Any]]:
+  """OpenAI's messages as chat templates read them: contents are texts, and arguments objects.
+
+  Raises:
+    ValueError: They are no messages. What is wrong, in one line.
+  """
+  if not isinstance(messages, list) or not messages:
+    raise ValueError("messages must be a list of messages, at least one")
+  return [_for_template(message) for message in messages]
+
+
+def _for_template(message: Any) -> dict[str, Any]:
+  if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    raise ValueError("messages: each must be an object with a text role and a content")
+  made = message | {"content": _content(message.get("content"))}
+  calls = message.get("tool_calls")
+  if calls:
+    if not isinstance(calls, list):
+      raise ValueError("messages: tool_calls must be a list")
+    made["tool_calls"] = [_with_object(call) for call in calls]
+  elif message.get("content") is None:
+    raise ValueError("messages: a message without tool_calls must have a content")
+  return made
+
+
+def _content(content: Any) -> str:
+  """The text of a content: a text, or parts of type text."""
+  if content is None or isinstance(content, str):
+    return content or ""
+  is_parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
+  if not is_parts or not all(isinstance(part.get("text"), str) for part in content):
+    raise ValueError("messages: a content must be a text, or a list of parts of type text")
+  return "".join(part["text"] for part in content)
+
+
+def _with_object(call: Any) -> dict[str, Any]:
+  """A call whose arguments are an object, not its text in JSON."""
+  function = call.get("function") if isinstance(call, dict) else None
+  if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    raise ValueError("messages: a call must have a function with a name")
+  arguments = function.get("arguments")
+  if isinstance(arguments, str):
+    try:
+      arguments = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+      raise ValueError("messages: the arguments of a call must be JSON") from None
+  return call | {"function": function | {"arguments": arguments}}
+
+
+def _call(text: str) -> Call | None:
+  try:
+    value = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    return None
+  arguments = value.get("arguments", {})
+  if isinstance(arguments, dict):
+    arguments = json.dumps(arguments, ensure_ascii=False)
+  return Call(value["name"], arguments) if isinstance(arguments, str) else None
