@@ -23,10 +23,12 @@ from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.serving.engine import Engine, Job, Part, Sizes
+from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.engine import Engine, Job, Part
 from grpo_jax.serving.server import Server, Settings
 
 TOKENS, PROMPT = 64, 32
+OFF = RowSettings(1.0, 0, 1.0, 0.0, 0, TOKENS)  # arrays that change nothing, as the engine has them
 
 
 def main() -> None:
@@ -57,7 +59,8 @@ def main() -> None:
   tokens = flags.requests * TOKENS
   for _ in range(3):
     seconds = {
-      "sampler": sampler_seconds(sampler, params, flags.requests),
+      "sampler": sampler_seconds(sampler, params, flags.requests, RowSettings()),
+      "sampler with arrays": sampler_seconds(sampler, params, flags.requests, OFF),
       "engine": engine_seconds(engine, flags.requests),
       "endpoint": endpoint_seconds(address, flags.requests),
     }
@@ -70,9 +73,10 @@ def prompts(count: int) -> np.ndarray:
   return np.random.default_rng(0).integers(2, 100, (count, PROMPT)).astype(np.int32)
 
 
-def sampler_seconds(sampler: Sampler, params: model.Params, count: int) -> float:
+def sampler_seconds(
+  sampler: Sampler, params: model.Params, count: int, settings: RowSettings
+) -> float:
   """How long the sampler takes. What it draws with is compiled in a call before."""
-  settings = RowSettings(1.0, 0, 1.0, 0.0, 0, TOKENS)  # as arrays, as the engine's are
   lengths = np.full(count, PROMPT, np.int32)
   draws = Draws(jax.random.key(0), settings)
   for _ in range(2):

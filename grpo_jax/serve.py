@@ -21,7 +21,8 @@ from grpo_jax.console import exit_codes
 from grpo_jax.evaluation.policy import Policy
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import decoding_of
-from grpo_jax.serving.engine import Engine, Sizes
+from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.engine import Engine
 from grpo_jax.settings import ConfigError, path_of
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.timing import told_if_slow

@@ -15,8 +15,9 @@ from grpo_jax.parallel.sharding import model_shardings, param_specs
 from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.serving import engine as engine_module
-from grpo_jax.serving.engine import Closed, Engine, Full, Job, Sizes, prompt_lengths
+from grpo_jax.serving import decoder
+from grpo_jax.serving.decoder import Sizes
+from grpo_jax.serving.engine import Closed, Engine, Full, Job
 from grpo_jax.serving.requests import row_number
 
 S, T = 40, 48
@@ -271,7 +272,7 @@ def test_a_listener_that_is_gone_frees_its_seat(parts):
 
 
 def test_the_cache_grows_shrinks_and_counts_from_0_again(parts, monkeypatch):
-  monkeypatch.setattr(engine_module, "_MOST_ROUNDS", 20)
+  monkeypatch.setattr(decoder, "_MOST_ROUNDS", 20)
   engine = make(parts, max_tokens=300, stops=())
   long, short = RowSettings(max_tokens=300), RowSettings(max_tokens=5)
   found = ask(engine, ([5, 6], 1, long), ([5, 6], 2, short))
@@ -283,14 +284,6 @@ def test_the_cache_grows_shrinks_and_counts_from_0_again(parts, monkeypatch):
   assert engine._decoder._flight.cache.slots < 100
   assert ask(engine, ([5, 6], 1, long))[0].tokens == found[0].tokens
   engine.close()
-
-
-@pytest.mark.parametrize(
-  "longest, lengths",
-  [(8, [8]), (32, [32]), (40, [32, 40]), (64, [32, 64]), (1024, [128, 256, 512, 1024])],
-)
-def test_the_lengths_of_prompts(longest, lengths):
-  assert prompt_lengths(longest) == lengths
 
 
 @pytest.mark.slow

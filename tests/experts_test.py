@@ -117,6 +117,18 @@ def test_the_kernel_takes_experts_that_fill_the_lanes_of_each_device(monkeypatch
   assert experts.reads_stacks(dataclasses.replace(wide, expert_dim=256, **split))
 
 
+def test_experts_of_another_dtype_are_not_read_in_their_stack(monkeypatch):
+  """Their whole stack would be converted for each layer."""
+  monkeypatch.setattr(experts, "reads_stacks", lambda config: True)
+  names, stack = ("gate", "up", "down"), jnp.zeros((2, 4, 8, 8))
+  layer, stacks = ({"experts": dict.fromkeys(names, x)} for x in (stack[0], stack))
+  place = jnp.int32(1)
+  taken = experts.in_stacks(CONFIG, layer, stacks, place)["experts"]
+  assert taken["place"] is place and all(taken[name] is stack for name in names)
+  half = dataclasses.replace(CONFIG, dtype="bfloat16")
+  assert experts.in_stacks(half, layer, stacks, place) is layer
+
+
 @pytest.mark.parametrize("rows, sizes", [(128, [50, 0, 1, 77]), (70, [0, 3, 60, 0]), (3, [0] * 4)])
 def test_a_layer_s_experts_are_read_in_their_stack(rows, sizes):
   rng = np.random.default_rng(0)

@@ -183,7 +183,15 @@ def test_short_completions_and_those_of_one_chunk_more(max_tokens, alone):
   np.testing.assert_array_equal(found.lengths_PG, np.minimum(expected.lengths_PG, max_tokens))
 
 
-@pytest.mark.parametrize("rows, chunk", [(0, 64), (2, 3)])
+@pytest.mark.parametrize(
+  "rows, chunk",
+  [
+    (0, 64),
+    pytest.param(0, 3, marks=pytest.mark.slow),
+    pytest.param(5, 64, marks=pytest.mark.slow),
+    (2, 3),
+  ],
+)
 def test_texts_end_a_row_at_the_token_that_completes_them(rows, chunk, alone):
   """A token's text is its id in words of two letters, so a text may lie across tokens."""
   config, params, drawn = alone
@@ -361,7 +369,16 @@ def test_equal_calls_compile_nothing_again(alone):
 
 
 @pytest.mark.parametrize("heads", [2, 1])
-@pytest.mark.parametrize("grid", [Grid(12, 1), Grid(1, 1)], ids=str)
+@pytest.mark.parametrize(
+  "grid",
+  [
+    pytest.param(Grid(4, 3), marks=pytest.mark.slow),
+    Grid(12, 1),
+    pytest.param(Grid(1, 12), marks=pytest.mark.slow),
+    Grid(1, 1),
+  ],
+  ids=str,
+)
 def test_a_chunk_writes_its_tokens_in_place(grid, heads):
   """It needs less temporary memory than the keys of one of the two layers."""
   config, params = tiny(num_kv_heads=heads, head_dim=32, unrolled=True)

@@ -164,7 +164,7 @@ def test_loss_and_gradient_equal_the_plain_ones(params):
   assert_close(jax.tree.map(lambda old, new: old - new, params, state.params), gradient)
 
 
-@pytest.mark.parametrize("chunk", [1, 24, 10**6])
+@pytest.mark.parametrize("chunk", [1, pytest.param(12, marks=pytest.mark.slow), 24, 10**6])
 def test_chunks_change_nothing(params, chunk):
   batch = make_batch()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import Sampling
-from grpo_jax.programs.sampling import capacities, settings_of
+from grpo_jax.programs.sampling import settings_of, sizes_up_to
 from grpo_jax.sampler import logits as logits_lib
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
@@ -341,14 +341,23 @@ def test_a_row_that_goes_on_waits_for_the_first_token_of_a_new_one():
 
 
 @pytest.mark.parametrize(
-  "max_tokens, sizes", [(1, [1]), (20, [20]), (64, [32, 64]), (1000, [125, 250, 500, 1000])]
+  "longest, sizes",
+  [
+    (1, [1]),
+    (20, [20]),
+    (32, [32]),
+    (40, [32, 40]),
+    (64, [32, 64]),
+    (1000, [125, 250, 500, 1000]),
+    (1024, [128, 256, 512, 1024]),
+  ],
 )
-def test_the_cache_grows_by_doubling(max_tokens, sizes):
-  assert capacities(max_tokens) == sizes
+def test_sizes_of_caches_and_prompts_double(longest, sizes):
+  assert sizes_up_to(longest) == sizes
 
 
 def test_the_slots_of_a_cache_are_multiples_of_a_step():
-  assert capacities(1000, 128) == [128, 256, 512, 1024] and capacities(64, 128) == [128]
+  assert sizes_up_to(1000, 128) == [128, 256, 512, 1024] and sizes_up_to(64, 128) == [128]
 
 
 def test_a_config_s_settings_without_those_that_are_off():

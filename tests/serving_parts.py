@@ -10,7 +10,8 @@ import tokenizers
 from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.sampler.logits import Decoding
-from grpo_jax.serving.engine import Counts, Engine, Part, Row, Sizes
+from grpo_jax.serving.decoder import Counts, Sizes
+from grpo_jax.serving.engine import Engine, Part, Row
 from grpo_jax.serving.server import Server, Settings
 from tests import small_qwen
 

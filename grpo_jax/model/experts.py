@@ -45,7 +45,8 @@ def in_stacks(config: ModelConfig, layer: Any, stacks: Any, place: jax.Array) ->
   """The parameters of a layer, with its experts in their stacks where a TPU's kernel reads them.
 
   lax.ragged_dot takes an array of its own. For each token that is decoded, XLA would copy the
-  layer's experts out of their stack first.
+  layer's experts out of their stack first. Where they are kept in another dtype than that of the
+  computation, a layer is converted as it is copied. To read the stack, all of it would have to be.
 
   Args:
     config: The model.
@@ -56,6 +57,8 @@ def in_stacks(config: ModelConfig, layer: Any, stacks: Any, place: jax.Array) ->
   if "experts" not in layer or not reads_stacks(config):
     return layer
   whole = {name: stacks["experts"][name] for name in ("gate", "up", "down")}
+  if whole["gate"].dtype != config.dtype:
+    return layer
   return layer | {"experts": layer["experts"] | whole | {"place": place}}
 
 
@@ -100,7 +103,7 @@ class Experts(nn.Module):
     if self.has_variable("params", "place"):
       stacks = (self.get_variable("params", name) for name in ("gate", "up", "down"))
       place = self.get_variable("params", "place")
-      weights = InStacks(ExpertWeights(*(x.astype(c.dtype) for x in stacks)), place, c.platform)
+      weights = InStacks(ExpertWeights(*stacks), place, c.platform)
     else:
       weights = ExpertWeights(
         self.param("gate", per_expert, (X, D, M)).astype(c.dtype),

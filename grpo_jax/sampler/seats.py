@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+# Rows that have ended keep their seats until they are this share of all, if others wait for them.
+IDLE_SHARE = 0.1
 NOBODY = -1
 
 

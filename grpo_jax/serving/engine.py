@@ -1,14 +1,11 @@
 """The engine: rows of many requests are decoded together, in a thread of its own.
 
-It owns one `Flight` with N places of one seat. Between two chunks, it takes new weights and seats
-rows that wait. After a chunk, it tells the listeners of the rows what these have drawn. Rows that
-have ended or that nobody wants any more leave.
+Between two chunks, it takes new weights and seats rows that wait. After a chunk, it tells the
+listeners of the rows what these have drawn. Rows that have ended or that nobody wants any more
+leave.
 
 A row's tokens depend on its prompt, its settings, its number and the weights alone. The number
 decides the random numbers. In float32, the rows beside it change no token.
-
-All places have room for prompts of the same length, so that one program decodes every mix of rows.
-A prompt is computed at the shortest of a few lengths that holds it, so a short one costs little.
 """
 
 from collections import deque
@@ -22,21 +19,10 @@ import jax
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.programs.flight import Flight, FlightPrograms, NewRows, Prompts
-from grpo_jax.programs.sampling import by_row, capacities
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.sampler.rows import Chunk, Drawn
-from grpo_jax.sampler.seats import Grid
+from grpo_jax.sampler.rows import Drawn
 from grpo_jax.sampler.stop import End
-
-# Rounds of a chunk. More of them cost less time of the host. Fewer let readers see tokens sooner,
-# rows that wait sit down sooner, and less be drawn after a text that ends a row.
-_ROUNDS = 8
-# While rows wait, a chunk ends once so large a share of the seats has become free.
-_IDLE_SHARE = 0.1
-_SHORTEST_PROMPTS = 32  # tokens; no prompt is padded to less
-_PROMPT_LENGTHS = 4  # at most so many, each half of the next, because each is compiled
-_MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
+from grpo_jax.serving.decoder import Counts, Decoder, NewRow, Sizes
 
 
 class Full(Exception):
@@ -93,41 +79,6 @@ class Row:
     self.is_cancelled = False
 
 
-class Sizes(NamedTuple):
-  """The limits of an engine.
-
-  Attributes:
-    rows: N, the most rows that are decoded together. A multiple of the mesh's row shards.
-    prompt_tokens: S, the longest prompt.
-    waiting: The most rows that wait.
-  """
-
-  rows: int
-  prompt_tokens: int
-  waiting: int
-
-
-@dataclasses.dataclass
-class Counts:
-  """What an engine has done since it was made.
-
-  Attributes:
-    prompts: Prompts that were computed.
-    copies: Prompts that were copied from a place that had them.
-    tokens: Tokens that listeners heard of.
-    rows: Rows that ended by themselves.
-    chunks: Chunks that were decoded.
-    seconds: How long they took, with the prompts before them.
-  """
-
-  prompts: int = 0
-  copies: int = 0
-  tokens: int = 0
-  rows: int = 0
-  chunks: int = 0
-  seconds: float = 0.0
-
-
 class Engine:
   """Decodes rows. Every method may be called from any thread.
 
@@ -157,7 +108,7 @@ class Engine:
     """
     self.sizes, self.max_tokens, self.counts = sizes, decoding.max_tokens, Counts()
     self.failure: BaseException | None = None
-    self._decoder = _Decoder(config, decoding, sizes, self.counts)
+    self._decoder = Decoder(config, decoding, sizes, self.counts)
     self._params, self._version = params, version
     self._changed = threading.Condition()
     self._next_weights: tuple[model.Params, int] | None = None
@@ -284,11 +235,14 @@ class Engine:
     start = time.monotonic()
     with self._changed:
       free = [place for place, row in enumerate(self._seats) if row is None]
-      new = {place: self._waiting.popleft() for place, _ in zip(free, [*self._waiting])}
+      new = {place: self._waiting.popleft() for place in free[: len(self._waiting)]}
       for place, row in new.items():
         self._seats[place] = row
       leaves_early = bool(self._waiting)
-    self._decoder.seat({place: row.job for place, row in new.items()}, self._params)
+    seated = {
+      place: NewRow(row.job.prompt, row.job.number, row.job.settings) for place, row in new.items()
+    }
+    self._decoder.seat(seated, self._params)
     longest = max(len(row.tokens) for row in self._seats if row is not None)
     taken_R = np.array([row is not None for row in self._seats])
     drawn, goes_on_R = self._decoder.chunk(self._params, taken_R, longest, leaves_early)
@@ -322,148 +276,6 @@ class Engine:
     except RuntimeError:  # its event loop is closed
       return False
     return True
-
-
-class _Decoder:
-  """The rows on the devices, and the programs that decode them."""
-
-  def __init__(
-    self, config: model.ModelConfig, decoding: Decoding, sizes: Sizes, counts: Counts
-  ) -> None:
-    self._programs = FlightPrograms(config, decoding, min(decoding.max_tokens, _ROUNDS + 1))
-    self._shards, self._rows, self._counts = config.row_shards, sizes.rows, counts
-    self._lengths = prompt_lengths(sizes.prompt_tokens)
-    self._slots = capacities(decoding.max_tokens, model.slots_step(config))
-    self._key = jax.random.key(0)  # what differs between rows is their number
-    self._flight: Flight | None = None
-    self._prompts: list[tuple[int, ...] | None] = [None] * self._rows  # at each place
-    self._from_N = np.arange(self._rows)  # which prompts are still to be copied
-    self._rounds = 0  # since the cache counted from 0
-    self._new = NewRows(
-      is_new_R=np.zeros(self._rows, bool),
-      number_R=np.zeros(self._rows, np.int32),
-      settings=jax.tree.map(np.array, by_row(_whole(RowSettings(), decoding), 1, self._rows)),
-    )
-    self._decoding = decoding
-
-  def compile(self, params: model.Params) -> None:
-    """Compiles every program, by calling each with free seats."""
-    grid, smallest, longest = Grid(self._rows, 1), self._slots[0], self._lengths[-1]
-    first = self._some((0,), longest), np.zeros(self._rows, int), self._new.settings
-    self._flight = self._programs.begin(grid, smallest, params, *first)
-    nobody_R = np.zeros(self._rows, bool)
-    for slots in self._slots:
-      if slots > smallest:
-        self._flight = self._programs.grow(self._flight, slots)
-        self._programs.grow(self._flight, smallest)  # the way back
-      self._decode(params, nobody_R, Chunk(np.int32(0), np.int32(0)))
-    for length in self._lengths:
-      self._arrive((0,) * length, self._rows, params)
-    self._copy()
-
-  def forget_prompts(self) -> None:
-    """No place's prompt is used for another row, because other weights have computed it."""
-    self._prompts = [None] * self._rows
-
-  def seat(self, jobs: dict[int, Job], params: model.Params) -> None:
-    """Rows take free places.
-
-    Where a place of the same shard has the prompt of a row already, it is copied from there.
-    """
-    self._new.is_new_R[:] = False
-    for place, job in jobs.items():
-      self._new.is_new_R[place] = True
-      self._new.number_R[place] = job.number
-      settings = _whole(job.settings, self._decoding)
-      for all_R, own in zip(*map(jax.tree.leaves, (self._new.settings, settings))):
-        all_R[place] = own
-      source = self._place_of(job.prompt, place)
-      if source is None:
-        if place in self._from_N[self._from_N != np.arange(self._rows)]:
-          self._copy()  # before the prompt that others want is overwritten
-        self._from_N[place] = place
-        self._arrive(job.prompt, place, params)
-        self._counts.prompts += 1
-      else:
-        self._from_N[place] = self._from_N[source]
-        self._counts.copies += 1
-      self._prompts[place] = job.prompt
-    if (self._from_N != np.arange(self._rows)).any():
-      self._copy()
-
-  def chunk(
-    self, params: model.Params, taken_R: np.ndarray, longest: int, leaves_early: bool
-  ) -> tuple[Drawn, np.ndarray]:
-    """Decodes a chunk.
-
-    Args:
-      params: The parameters.
-      taken_R: bool, which seats have rows.
-      longest: The most tokens that one of them has drawn.
-      leaves_early: Whether the chunk ends once some rows have.
-
-    Returns:
-      What the rows drew and which of them go on, as numpy arrays.
-    """
-    # The token that was drawn last has no slot yet. A new row draws its first without a round.
-    written = max(longest - 1, 0)
-    slots = next((size for size in self._slots if size >= written + _ROUNDS), self._slots[-1])
-    if longest:  # only new rows may have a smaller cache than the rows before them
-      slots = max(slots, self._flight.cache.slots)
-    if slots != self._flight.cache.slots or self._rounds > _MOST_ROUNDS:
-      self._flight = self._programs.grow(self._flight, slots)
-      self._rounds = 0
-    rounds = min(self._programs.columns - 1, slots - written)
-    ended = int(_IDLE_SHARE * self._rows) if leaves_early else self._rows
-    self._rounds += rounds
-    return self._decode(params, taken_R, Chunk(np.int32(rounds), np.int32(ended)))
-
-  def _decode(
-    self, params: model.Params, taken_R: np.ndarray, chunk: Chunk
-  ) -> tuple[Drawn, np.ndarray]:
-    self._flight, *seen = self._programs.chunk(
-      params, self._flight, self._key, self._new, taken_R, chunk
-    )
-    return jax.device_get(seen)
-
-  def _place_of(self, prompt: tuple[int, ...], near: int) -> int | None:
-    """A place of the shard of `near` that has this prompt, or None."""
-    each = self._rows // self._shards
-    first = near // each * each
-    own = range(first, first + each)
-    return next((place for place in own if self._prompts[place] == prompt), None)
-
-  def _arrive(self, prompt: tuple[int, ...], place: int, params: model.Params) -> None:
-    """Computes a prompt for a place."""
-    length = next(length for length in self._lengths if length >= len(prompt))
-    places = np.full(self._shards, self._rows)
-    places[0] = place
-    self._flight = self._programs.arrive(self._flight, params, self._some(prompt, length), places)
-
-  def _copy(self) -> None:
-    self._flight = self._programs.copy(self._flight, self._from_N)
-    self._from_N = np.arange(self._rows)
-
-  def _some(self, prompt: tuple[int, ...], length: int) -> Prompts:
-    """A prompt, once for each shard of the mesh, because each computes as many."""
-    tokens_nS = np.zeros((self._shards, length), np.int32)
-    tokens_nS[:, : len(prompt)] = prompt
-    return Prompts(tokens_nS, np.full(self._shards, len(prompt), np.int32))
-
-
-def prompt_lengths(longest: int) -> list[int]:
-  """The lengths that prompts are padded to, ascending. The last is `longest`, in tokens."""
-  lengths = [longest]
-  while len(lengths) < _PROMPT_LENGTHS and lengths[-1] > _SHORTEST_PROMPTS:
-    lengths.append(max(_SHORTEST_PROMPTS, -(-lengths[-1] // 2)))
-  return lengths[::-1]
-
-
-def _whole(settings: RowSettings, decoding: Decoding) -> RowSettings:
-  """The settings with a number for each that is off, so that one program decodes all rows."""
-  off = RowSettings(1.0, 0, 1.0, 0.0, 0, decoding.max_tokens)
-  given = {name: x for name, x in dataclasses.asdict(settings).items() if x is not None}
-  return off.replace(**given)
 
 
 def _shapes(params: model.Params) -> Any:
