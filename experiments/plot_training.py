@@ -15,7 +15,7 @@ table.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ PANELS = {
   "completions/mean_length": "mean length, tokens",
   "frac_reward_zero_std": "share of idle groups",
   "entropy": "entropy of groups that learn",
+}
+ENVIRONMENT = {  # where there is one
+  "tools/call_frequency": "calls of a completion",
+  "environment/turns": "turns of a completion",
 }
 
 
@@ -51,16 +55,19 @@ def main() -> None:
     rows = [dict(row) for row in reading.read_metrics(workdir) if row["step"] <= args.until]
     label = workdir.resolve().parent.name if args.methods else f"seed {seed}"
     runs.setdefault(label, {})[seed] = rows
-  figure, axes = plt.subplots(1, 5, figsize=(15, 3), constrained_layout=True)
+  every = [row for seeds in runs.values() for rows in seeds.values() for row in rows]
+  panels = PANELS | {key: text for key, text in ENVIRONMENT.items() if any(map(of(key), every))}
+  count = 1 + len(panels)
+  figure, axes = plt.subplots(1, count, figsize=(3 * count, 3), constrained_layout=True)
   for number, (label, seeds) in enumerate(runs.items()):
     color = f"C{number}"
     side = number - (len(runs) - 1) / 2  # bars of one step lie beside each other
     draw_accuracy(axes[0], list(seeds.values()), side, label=label, color=color)
-    for panel, name in zip(axes[1:], PANELS):
+    for panel, name in zip(axes[1:], panels):
       draw_range(panel, [smoothed(rows, name, args.smooth) for rows in seeds.values()], color)
   axes[0].set(title="held-out greedy accuracy, %", ylim=(0, None))
   axes[0].legend(frameon=False, loc="lower right", fontsize="small", ncols=1 + len(runs) // 4)
-  for panel, title in zip(axes[1:], PANELS.values()):
+  for panel, title in zip(axes[1:], panels.values()):
     panel.set(title=title, ylim=(0, None))
   for panel in axes:
     panel.set_xlabel("GRPO step")
@@ -71,6 +78,11 @@ def main() -> None:
   if args.methods:
     print()
     print("\n".join(totals(runs)))
+
+
+def of(key: str) -> Callable[[Row], Any]:
+  """What gets a metric of a row, 0 where it has none."""
+  return lambda row: row.get(key, 0)
 
 
 def accuracies(seeds: Sequence[Sequence[Row]]) -> tuple[np.ndarray, np.ndarray]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
   from grpo_jax.config import Config
   from grpo_jax.console.exit_codes import Stopped
   from grpo_jax.data.tasks.tasks import Task, register_task
+  from grpo_jax.environments.names import register_environment, register_tool
   from grpo_jax.evaluation.policy import Completion, Policy, load_policy
   from grpo_jax.recipes import load_config
   from grpo_jax.rewards.names import register_reward
@@ -50,9 +51,11 @@ __all__ = [
   "read_completions",
   "read_config",
   "read_metrics",
+  "register_environment",
   "register_reward",
   "register_surrogate",
   "register_task",
+  "register_tool",
   "train",
 ]
 
@@ -61,6 +64,7 @@ _MODULES = {
   "config": ("Config",),
   "console.exit_codes": ("Stopped",),
   "data.tasks.tasks": ("Task", "register_task"),
+  "environments.names": ("register_environment", "register_tool"),
   "evaluation.policy": ("Completion", "Policy", "load_policy"),
   "recipes": ("load_config",),
   "rewards.names": ("register_reward",),

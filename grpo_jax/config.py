@@ -235,6 +235,14 @@ class Sampling:
     " the least with which weights and cache fit",
     NOT_NEGATIVE,
   )
+  max_logprob_gap: float = setting(
+    -1.0,
+    "the run stops if log-probs of sampler and learner differ by more for a token: the tokens that"
+    " are learned are then not those that were drawn. -1 = 0.05 in float32 and 4 in bfloat16,"
+    " without int8 and algo.keep_surplus; 0 = no bound",
+    at_least(-1),
+    before=0.0,
+  )
   rows: int = setting(
     0,
     "the most completions that are decoded together: each one that ends gives its place to the"
@@ -306,6 +314,50 @@ class Reward:
     " advantage; with reward.weights of 0 only the teacher teaches",
     NOT_NEGATIVE,
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+  """What answers the policy within a completion, so that it writes several turns.
+
+  grpo_jax/environments says what tools and environments are.
+  """
+
+  name: str = setting(
+    "",
+    "retry, path/file.py:Class, package.module:Class, textarena:ID or openenv:ADDRESS; it may have"
+    " parameters, as in retry(tries=2). '' = none. For some tasks alone: TASK=NAME, with commas"
+    " between several",
+    before="",
+  )
+  tools: tuple[str, ...] = setting(
+    (),
+    "functions that the policy may call: calculator, path/file.py:function or"
+    " package.module:function",
+    before=(),
+  )
+  calls: str = setting(
+    "auto",
+    "how a model writes calls: hermes, llama3, mistral, or a regular expression with the groups"
+    " name and arguments; auto = by the chat template",
+    before="auto",
+  )
+  max_turns: int = setting(8, "the most turns of the policy in a completion", POSITIVE, before=8)
+  max_calls: int = setting(
+    16, "the most calls of tools in a completion; others get an error message", POSITIVE, before=16
+  )
+  turn_tokens: int = setting(
+    0,
+    "the longest turn of the policy; 0 = what is left of sampling.max_tokens, which counts the"
+    " tokens of all turns and of the environment",
+    NOT_NEGATIVE,
+    before=0,
+  )
+
+  @property
+  def has_turns(self) -> bool:
+    """Whether completions may have several turns."""
+    return bool(self.name or self.tools)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -494,6 +546,7 @@ class Config:
   batch: BatchSize = BatchSize()
   sampling: Sampling = Sampling()
   reward: Reward = Reward()
+  environment: Environment = Environment()
   curriculum: Curriculum = Curriculum()
   algo: Algo = Algo()
   learner: Learner = Learner()

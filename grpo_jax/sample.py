@@ -67,7 +67,10 @@ def _print(completions: list[Completion]) -> None:
     tokens = "token" if completion.length == 1 else "tokens"
     end = "stopped" if completion.stopped else "cut off"
     print(f"\n--- {number}: {completion.length} {tokens}, {end}, log-prob {completion.logprob:.2f}")
-    print(printable(completion.text, sys.stdout.isatty()))
+    for turn in completion.turns:
+      print(f"[{turn['role']}] {printable(turn['content'], sys.stdout.isatty())}")
+    if not completion.turns:
+      print(printable(completion.text, sys.stdout.isatty()))
 
 
 if __name__ == "__main__":

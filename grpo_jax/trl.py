@@ -300,7 +300,9 @@ FIELDS: dict[str, Field] = {
   },
   "vllm_structured_outputs_regex": _only(None, "there are no structured outputs"),
   "ds3_gather_for_generation": Field(True, ("sampling.tensor",), why="0 gathers where it fits"),
-  "max_tool_calling_iterations": _only(None, "there are no tools"),
+  "max_tool_calling_iterations": _by(
+    None, "environment.max_turns", lambda port, value: 8 if value is None else value + 1
+  ),
   # Batches and updates
   "per_device_train_batch_size": _with(8, "batch.micro_batch", "generation_batch_size"),
   "gradient_accumulation_steps": _with(1, "batch.micro_batch", "generation_batch_size"),

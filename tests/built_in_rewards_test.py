@@ -340,6 +340,7 @@ def test_the_time_of_linear_functions_is_linear(name):
     "question": "1+2=",
     "numbers": [1, 2],
     "target": 3,
+    "turn_rewards": [1.0, None],
     "completion_ids": [1, 2, 3],
   }
   for text in HOSTILE:

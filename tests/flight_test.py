@@ -293,7 +293,9 @@ def test_what_all_prompts_share_is_computed_once_and_changes_no_token(
 
 def replies(asked):
   """A reply of one to three tokens, or none, to a row that has ended for the first time."""
-  assert all(row.tokens[-1] == row.stopped_by for row in asked)
+  for row in asked:
+    assert row.room == T - len(row.tokens) >= 0
+    assert row.tokens[-1] == row.stopped_by or (row.stopped_by == -1 and row.room == 0)
   return [
     None
     if len(row.tokens) % 4 == 0 or 95 in row.tokens
@@ -355,6 +357,29 @@ def test_a_text_ends_a_turn_and_replies_are_not_searched(alone):
     assert ids[:n].tolist() == first.tokens_PGT[p, g, :n].tolist()
     assert ids[n : n + 4].tolist() == [1, 95, 1, 3] and found.lengths_PG[p, g] in (n + 5, n + 6)
   assert_same(draw(config, params, weights=0, chunk=64, end=end, reply=reply)[0], found)
+
+
+@pytest.mark.parametrize(
+  "rows, chunk, weights", [(5, 7, 0), pytest.param(0, 64, MANY, marks=pytest.mark.slow)]
+)
+def test_a_turn_has_a_limit_of_its_own(rows, chunk, weights, alone):
+  """Each turn draws three tokens at most, whatever the replies before it were."""
+  config, params, first = alone
+
+  def reply(asked):
+    return [[95] * (1 + row.member) for row in asked]
+
+  found, _ = draw(config, params, rows, weights, chunk, reply=reply, turn_tokens=3)
+  for p, g in np.ndindex(P, G):
+    length = int(found.lengths_PG[p, g])
+    written = "".join("ag"[not x] for x in found.sampled_PGT[p, g, :length])
+    given = "g" * (1 + g)
+    turns = written.split(given)
+    assert all(len(turn) <= 3 for turn in turns) and len(turns) > 2
+    n = min(3, int(first.lengths_PG[p, g]))
+    assert found.tokens_PGT[p, g, :n].tolist() == first.tokens_PGT[p, g, :n].tolist()
+    # What is left is no room for a reply and a token.
+    assert T - length <= 1 + g
 
 
 def test_equal_calls_compile_nothing_again(alone):

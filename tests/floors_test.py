@@ -15,7 +15,7 @@ FLOORS = [
   {"algo", "plain_values", "gym"},
   {"config"},
   {"model", "sampler", "rewards", "data", "parallel"},
-  {"learner", "recipes", "configs", "trl"},
+  {"environments", "learner", "recipes", "configs", "trl"},
   {"programs", "storage"},
   {"rollouts", "console"},
   {"evaluation", "planning", "serving"},

@@ -177,7 +177,11 @@ for config in ("old.py", "arithmetics", "arithmetic:ddpo"):
 @pytest.mark.parametrize(
   ("recipe", "changes", "message"),
   [
-    ("arithmetics", {}, "there is no recipe 'arithmetics': choose one of arithmetic, countdown"),
+    (
+      "arithmetics",
+      {},
+      "there is no recipe 'arithmetics': choose one of arithmetic, calculator, countdown",
+    ),
     ("nowhere.py", {}, "there is no recipe 'nowhere.py'"),
     ("arithmetic:nosuch", {}, "recipe arithmetic:nosuch: there is no preset 'nosuch'"),
     ("arithmetic", {"algo.clip_hihg": 1}, "algo.clip_hihg is unknown: did you mean algo.clip_high"),

@@ -125,7 +125,10 @@ def test_the_policy_samples_every_prompt_and_hands_on_the_groups_that_are_comple
     for some in ([1], [0, 2]):
       yield Finished(some, take(completions(texts), some))
 
-  policy = PolicyRollout(sample, HOSTS, TOKENS.decode, group_size=2)
+  def draws(key, temperature):
+    return Draws(key, RowSettings(temperature))
+
+  policy = PolicyRollout(sample, HOSTS, TOKENS.decode, 2, draws)
   parts = []
   found = policy("params", PROMPTS, "key", 0.7, on_groups=lambda *part: parts.append(part))
   assert calls == [("params", 2, Draws("key", RowSettings(0.7)))]

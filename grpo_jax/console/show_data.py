@@ -45,7 +45,9 @@ def open_data(config: Config) -> tuple[tasks.Task, tokenizer.Tokenizer]:
     tokens = tokenizer.load(path)  # first, because its errors come sooner
     return tasks.make_task(config.data), tokens
   task = tasks.make_task(config.data)
-  return task, tokenizer.characters(tasks.characters(config.data, task))
+  return task, tokenizer.characters(
+    tasks.characters(config.data, task, bool(config.environment.name))
+  )
 
 
 def drawn(config: Config, step: int) -> Drawn:

@@ -127,7 +127,7 @@ class Terminal:
     for prompt, row in list(zip(prompts, rows))[:_MAX_COMPLETIONS]:
       table.add_row(
         self._text(shorten(visible(prompt), 3 * prompt_width)),
-        self._text(shorten(visible(row["completion"]), 3 * completion_width)),
+        self._text(shorten(visible(_written(row)), 3 * completion_width)),
         "-" if row["reward"] is None else f"{row['reward']:.2f}",
         str(row["length"]),
       )
@@ -267,3 +267,11 @@ def duration(seconds: float) -> str:
   if s < 86400:
     return f"{s // 3600}h{s % 3600 // 60:02d}m"
   return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
+def _written(row: Mapping[str, Any]) -> str:
+  """What a completion says: with an environment, all its turns."""
+  turns = row.get("turns")
+  if not turns:
+    return row["completion"]
+  return " ".join(f"[{turn['role']}] {turn['text']}" for turn in turns)

@@ -37,6 +37,19 @@ class Processes(Protocol):
     """act() of this process. If it fails on one process, all of them raise."""
 
 
+class Opens(Protocol):
+  """What an environment adds to prompts. `environments.Environments` is one.
+
+  Attributes:
+    schemas: Of the tools that the policy may call.
+  """
+
+  schemas: list[dict[str, Any]]
+
+  def opening(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages with which it begins, after those of the data set."""
+
+
 class OneProcess:
   """`Processes` of a run that has one."""
 
@@ -102,6 +115,7 @@ class Prompts:
     data: "Data",
     processes: Processes = ONE_PROCESS,
     count_all: bool = False,
+    environment: Opens | None = None,
   ) -> None:
     """Counts the tokens of every prompt, or of a sample of them. Each process tokenizes its part.
 
@@ -111,11 +125,13 @@ class Prompts:
       data: The section of the config.
       processes: Those that share the work.
       count_all: Whether to count all of them, however many there are.
+      environment: What it adds is a part of the prompts.
 
     Raises:
       ConfigError: data.prompt does not fit the examples, or no prompt is short enough.
     """
     self._split, self._tokenizer, self._data = split, tokenizer, data
+    self._environment = environment
     self._templates = templates_of(data)
     self.fields = list(split[0]) if len(split) else []
     self.max_tokens = data.max_prompt_tokens
@@ -137,6 +153,11 @@ class Prompts:
     self._kept = None if self._counts_later else np.flatnonzero(fits)
     self.dropped = 0 if self._counts_later else int((~fits).sum())
     self.replaced = float((~fits).mean()) if self._counts_later else 0.0
+
+  @property
+  def has_turns(self) -> bool:
+    """Whether completions have turns."""
+    return self._environment is not None
 
   def __len__(self) -> int:
     return len(self._split) if self._kept is None else len(self._kept)
@@ -204,14 +225,23 @@ class Prompts:
     return word % len(self._split)
 
   def _make(self, examples: list[Mapping[str, Any]]) -> list[Prompt]:
-    tokenizer = self._tokenizer
+    tokenizer, environment = self._tokenizer, self._environment
+    openings: list[list[dict[str, Any]]] = [[] for _ in examples]
+    if environment is not None:
+      openings = [environment.opening(example) for example in examples]
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
     if self._data.chat:
-      messages = [self._conversation(example) for example in examples]
-      texts = tokenizer.render_batch(messages)
+      messages = [
+        self._conversation(*of_example) for of_example in zip(examples, openings, strict=True)
+      ]
+      tools = environment.schemas if environment else None
+      texts = tokenizer.render_batch(messages, tools=tools or None)
       prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
     else:
-      texts = [fill(self._template(example), example) for example in examples]
+      texts = [
+        self._filled(example, opening) + "".join(message["content"] for message in opening)
+        for example, opening in zip(examples, openings, strict=True)
+      ]
       prefix_ids = tokenizer.prefix_ids
     text_ids = tokenizer.encode_batch(texts)
     if not all(text_ids):
@@ -228,8 +258,15 @@ class Prompts:
       return self._templates[example["task"]]
     return self._data.prompt
 
-  def _conversation(self, example: Mapping[str, Any]) -> chat.Messages:
-    """The conversation that the model is to continue.
+  def _filled(self, example: Mapping[str, Any], opening: Sequence[chat.Message]) -> str:
+    """The template with the fields of the example. "" leaves the prompt to the environment."""
+    template = self._template(example)
+    return fill(template, example) if template or not opening else ""
+
+  def _conversation(
+    self, example: Mapping[str, Any], opening: Sequence[chat.Message]
+  ) -> chat.Messages:
+    """The conversation that the model is to continue, which ends with the environment's opening.
 
     It begins with data.system, unless it has a system message of its own. data.few_shot follows
     if a single message is left, and not if the example has earlier turns of its own.
@@ -239,7 +276,9 @@ class Prompts:
     if template == f"{{{field}}}" and isinstance(value_of(example, field), list):
       messages = value_of(example, field)
     else:
-      messages = [{"role": "user", "content": fill(template, example)}]
+      text = self._filled(example, opening)
+      messages = [{"role": "user", "content": text}] if text else []
+    messages = [*messages, *opening]
     chat.check_messages(messages, f"data.prompt={template!r}")
     system, turns = list(messages[:1]), list(messages[1:])
     if system[0]["role"] != "system":

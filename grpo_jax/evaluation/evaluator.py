@@ -61,8 +61,9 @@ class Evaluator:
     if "task" in self.prompts.fields and (mixture_of(run.config.data) or run.config.reward.tasks):
       self._tasks = [str(self.prompts.example(i)["task"]) for i in range(len(self.prompts))]
     samples, at_once = self._config.samples, self._config.batch
-    self._greedy = make_rollout(run, 1, greedy=True, at_once=at_once)
-    self._sampled = make_rollout(run, samples, at_once=at_once) if samples else None
+    make = functools.partial(make_rollout, run, at_once=at_once, talkers=scorers.talkers)
+    self._greedy = make(1, greedy=True)
+    self._sampled = make(samples) if samples else None
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
     """Metrics under eval/.
@@ -113,7 +114,7 @@ class Evaluator:
     own_majority = majority_right(rollouts.texts_PG[prompts.own], right_PG[prompts.own])
     return Outcomes(
       right_NG=right_PG,
-      lengths_NG=rollouts.completions.lengths_PG,
+      lengths_NG=rollouts.completions.sampled_PGT.sum(-1, dtype=np.int32),
       cut_off_NG=rollouts.completions.stopped_by_PG < 0,
       majority_N=self._run.hosts.join_rows(own_majority),
     )

@@ -54,12 +54,15 @@ class Completion:
     length: Its tokens, with the one that ended it.
     logprob: The sum of their log-probs.
     stopped: Whether it ended by itself. If not, it was cut off.
+    turns: With an environment: the messages of the policy and of the environment. `text` is then
+      the policy's last one.
   """
 
   text: str
   length: int
   logprob: float
   stopped: bool
+  turns: Sequence[Mapping[str, str]] = ()
 
 
 class Policy:
@@ -208,7 +211,9 @@ class Policy:
         " give the whole prompt (--prompt)"
       )
     data = dataclasses.replace(data, mixture=(), prompts=())
-    prompts = Prompts([dict.fromkeys(fields or ["question"], text)], self.run.tokenizer, data)
+    example = dict.fromkeys(fields or ["question"], text)
+    opens = self.run.environments if framed else None
+    prompts = Prompts([example], self.run.tokenizer, data, environment=opens)
     prompts.max_tokens = max(shortest, len(prompts.make([0])[0].ids))
     return prompt_batch(prompts, np.zeros(self.run.hosts.row_shards, int), self.run.hosts)
 
@@ -226,16 +231,17 @@ class Policy:
     count = 1 if greedy else n  # greedy completions would all be the same
     kind = (count, greedy, max_tokens)
     if kind not in self._rollouts:
-      self._rollouts[kind] = make_rollout(self.run, *kind)
+      self._rollouts[kind] = make_rollout(self.run, *kind, talkers=self.scorers.talkers)
     key = jax.random.fold_in(self.run.key("sample"), int(seed) % 2**32)  # it takes none below 0
     rollouts = self._rollouts[kind](self._for_sampling, prompt, key, temperature)
-    completions = rollouts.completions
+    completions, turns_PG = rollouts.completions, rollouts.turns_PG
     return [
       Completion(
         text=rollouts.texts_PG[0, g],
         length=int(completions.lengths_PG[0, g]),
         logprob=float(completions.logprobs_PGT[0, g].sum()),
         stopped=bool(completions.stopped_by_PG[0, g] >= 0),
+        turns=() if turns_PG is None else [turn.message for turn in turns_PG[0, g].turns],
       )
       for g in range(count)
     ]

@@ -40,6 +40,11 @@ def check_config(config: Config) -> None:
   sources = [source.name for source in sources_of(mixture_of(config.data))]
   reward = config.reward
   dispatch.check_tasks(reward.tasks, reward.functions, sources, config.eval.function)
+  if "environment" in reward.functions and not config.environment.name:
+    raise ConfigError(
+      "config key reward.functions names environment, the sum of the rewards that an environment"
+      " gives, and environment.name is ''; name one"
+    )
   _check_lora(config)
   _check_reference(config)
   _check_sizes(config)

@@ -73,12 +73,14 @@ class Resumed(NamedTuple):
     kept_R: int32, how many of its tokens the row keeps. At least 1.
     token_R: int32, the last of them.
     given_RT: int32, the tokens that follow, in their places, and -1 elsewhere.
+    limit_R: int32, after so many tokens the row ends again.
   """
 
   is_resumed_R: np.ndarray
   kept_R: np.ndarray
   token_R: np.ndarray
   given_RT: np.ndarray
+  limit_R: np.ndarray
 
 
 class FlightPrograms:
@@ -239,11 +241,16 @@ class FlightPrograms:
 
   def _resume(self, flight: Flight, resumed: Resumed) -> Flight:
     def resume(flight: Flight, *given: jax.Array) -> Flight:
-      rows, (is_resumed_R, kept_R, token_R, given_RT) = flight.rows, given
+      rows, (is_resumed_R, kept_R, token_R, given_RT, limit_R) = flight.rows, given
       # Its tokens lie before the rounds in which it was idle, and those that it drops come last.
       by_R = jnp.where(is_resumed_R, rows.idle_R + rows.drawn_R - kept_R, 0)
       cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid))
+      settings = rows.settings
+      if settings.max_tokens is not None:
+        own_R = jnp.where(is_resumed_R, limit_R, settings.max_tokens)
+        settings = settings.replace(max_tokens=own_R)
       rows = rows.replace(
+        settings=settings,
         token_R=jnp.where(is_resumed_R, token_R, rows.token_R),
         drawn_R=jnp.where(is_resumed_R, kept_R, rows.drawn_R),
         idle_R=jnp.where(is_resumed_R, 0, rows.idle_R),

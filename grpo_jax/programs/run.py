@@ -13,6 +13,7 @@ from grpo_jax.config import Config, Eval
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.environments import Environments
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
@@ -99,8 +100,21 @@ class Run:
       examples = examples[: self.config.eval.examples]
     with told_if_slow(f"making the {split} prompts"):
       return Prompts(
-        examples, self.tokenizer, self.config.data, self.hosts, count_all=split == "test"
+        examples,
+        self.tokenizer,
+        self.config.data,
+        self.hosts,
+        count_all=split == "test",
+        environment=self.environments,
       )
+
+  @functools.cached_property
+  def environments(self) -> Environments | None:
+    """The tools and environments, or None if completions have one turn."""
+    if not self.config.environment.has_turns:
+      return None
+    template = self.tokenizer.template if self.config.data.chat else ""
+    return Environments(self.config.environment, template)
 
   def with_eval(self, settings: Eval) -> "Run":
     """The same parts with other settings of the evaluation."""
@@ -129,7 +143,8 @@ class Run:
       if loaded is not None:
         tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens
-    return tokenizer.characters(tasks.characters(config.data, self.task))
+    alphabet = tasks.characters(config.data, self.task, bool(config.environment.name))
+    return tokenizer.characters(alphabet)
 
 
 def set_matmul_precision(config: Config) -> None:

@@ -40,19 +40,21 @@ class Finished(NamedTuple):
 
 
 class Ended(NamedTuple):
-  """A row that has ended and has room for more tokens.
+  """A row that has ended.
 
   Attributes:
     prompt: The number of its prompt in the call.
     member: Its number in the group.
     tokens: All tokens after the prompt, those of replies included.
-    stopped_by: The stop id, or the last token of a text, that ended it.
+    stopped_by: The stop id, or the last token of a text, that ended it. -1 where a limit did.
+    room: How many more tokens the row may have.
   """
 
   prompt: int
   member: int
   tokens: list[int]
   stopped_by: int
+  room: int
 
 
 # Rows that have ended -> for each of them the tokens with which it goes on, or None.
@@ -71,6 +73,8 @@ class Draws(NamedTuple):
       is asked between two chunks, for all rows at once that have just ended. A row whose reply
       leaves no room for another token has ended. None means that none goes on. In a run of several
       processes, it must say the same on each.
+    turn_tokens: The most tokens that a row draws before it is asked for its reply. 0 means as many
+      as the row may have.
   """
 
   key: jax.Array
@@ -78,6 +82,7 @@ class Draws(NamedTuple):
   first_prompt: int = 0
   end: End | None = None
   reply: Reply | None = None
+  turn_tokens: int = 0
 
 
 class Pace(NamedTuple):
@@ -124,9 +129,13 @@ class SamplingCall:
     self._programs, self._params, self._prompts = programs, params, prompts
     self._members, self._draws = members, draws
     P, G, T = len(prompts.lengths_n), members, programs.decoding.max_tokens
-    self._settings = by_row(draws.settings, P, G)
     limits = draws.settings.max_tokens
     self._limits_PG = np.broadcast_to(T if limits is None else np.minimum(limits, T), (P, G))
+    self._turn_tokens = draws.turn_tokens or T
+    settings = draws.settings
+    if draws.turn_tokens:
+      settings = settings.replace(max_tokens=np.minimum(self._limits_PG, draws.turn_tokens))
+    self._settings = by_row(settings, P, G)
     self._drawn = Completions(
       tokens_PGT=np.zeros((P, G, T), np.int32),
       lengths_PG=np.zeros((P, G), np.int32),
@@ -200,30 +209,22 @@ class SamplingCall:
       flight: The rows.
       row_R: Who sits in each seat.
       ended: The seats of the rows that have ended.
-      reply: Asked for those that still have room.
+      reply: Asked for them.
 
     Returns:
       The flight, and the seats of those that have ended for good.
     """
     out, T = self._drawn, self._programs.decoding.max_tokens
-    p, g = np.divmod(row_R[ended], self._members)
-    seats = ended[out.lengths_PG[p, g] < self._limits_PG[p, g]]
-    asked = [divmod(int(row), self._members) for row in row_R[seats]]
-    replies = reply(
-      [
-        Ended(
-          *row, out.tokens_PGT[row][: out.lengths_PG[row]].tolist(), int(out.stopped_by_PG[row])
-        )
-        for row in asked
-      ]
-    )
+    asked = [divmod(int(row), self._members) for row in row_R[ended]]
+    replies = reply([self._ended(row) for row in asked])
     resumed = Resumed(
       np.zeros(len(row_R), bool),
       np.ones(len(row_R), np.int32),
       np.zeros(len(row_R), np.int32),
       np.full((len(row_R), T), -1, np.int32),
+      np.full(len(row_R), T, np.int32),
     )
-    for seat, row, tokens in zip(seats, asked, replies, strict=True):
+    for seat, row, tokens in zip(ended, asked, replies, strict=True):
       length = int(out.lengths_PG[row])
       if tokens is None or length + len(tokens) >= self._limits_PG[row]:
         continue
@@ -231,10 +232,20 @@ class SamplingCall:
       resumed.is_resumed_R[seat], resumed.kept_R[seat] = True, length
       resumed.token_R[seat] = out.tokens_PGT[row][length - 1]
       resumed.given_RT[seat, after] = tokens
+      resumed.limit_R[seat] = min(after.stop + self._turn_tokens, self._limits_PG[row])
       self._is_given[row][after], self._turn_PG[row] = True, after.stop
     if resumed.is_resumed_R.any():
       flight = self._programs.resume(flight, resumed)
     return flight, ended[~resumed.is_resumed_R[ended]]
+
+  def _ended(self, row: tuple[int, int]) -> Ended:
+    out, length = self._drawn, int(self._drawn.lengths_PG[row])
+    return Ended(
+      *row,
+      out.tokens_PGT[row][:length].tolist(),
+      int(out.stopped_by_PG[row]),
+      int(self._limits_PG[row]) - length,
+    )
 
   def _settle(self, flight: Flight | None, seats: seats_lib.Seats, pace: Pace) -> Flight:
     """Prompts take free places."""

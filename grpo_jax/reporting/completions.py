@@ -110,6 +110,7 @@ class _Completion:
     numbers: reward, advantage, length and the scores of the reward functions, None where unknown.
     ids: Its tokens, or none without log-probs.
     logprobs: Of the tokens, None where unknown.
+    turns: role, start, end and reward of its turns, or none where it has one.
   """
 
   prompt: str
@@ -117,6 +118,7 @@ class _Completion:
   numbers: dict[str, float | None]
   ids: list[int]
   logprobs: list[float | None]
+  turns: list[dict[str, Any]]
 
   @classmethod
   def of(cls, row: Any) -> "_Completion | None":
@@ -140,12 +142,28 @@ class _Completion:
       numbers={name: finite(row.get(name)) for name in names},
       ids=ids if whole else [],
       logprobs=[finite(value) for value in logprobs] if whole else [],
+      turns=_turns(row.get("turns")) if whole else [],
     )
 
   @property
   def size(self) -> int:
     """The tokens that it takes on a page, about."""
     return min(MOST_TOKENS, len(self.ids) or len(self.text) // _CHARACTERS_OF_A_TOKEN + 1)
+
+
+def _turns(values: Any) -> list[dict[str, Any]]:
+  """The turns of a row, or none where they are not what grpo_jax writes."""
+  if not isinstance(values, list) or not all(isinstance(turn, dict) for turn in values):
+    return []
+  whole = all(
+    isinstance(turn.get("role"), str) and type(turn.get("start")) is type(turn.get("end")) is int
+    for turn in values
+  )
+  kept = ("role", "start", "end")
+  return [
+    {name: turn[name] for name in kept} | {"reward": finite(turn.get("reward"))}
+    for turn in (values if whole else [])
+  ]
 
 
 _Group = list[_Completion]
@@ -190,7 +208,9 @@ def _member(row: _Completion, decode: Decode | None) -> dict[str, Any]:
   if decode is None or not row.ids:
     return member | {"text": row.text[: MOST_TOKENS * _CHARACTERS_OF_A_TOKEN]}
   logprobs = [None if value is None else round(value, 3) for value in row.logprobs[:MOST_TOKENS]]
-  return member | {"tokens": token_texts(row.ids[:MOST_TOKENS], decode), "logprobs": logprobs}
+  turns = {"turns": row.turns} if row.turns else {}
+  tokens = token_texts(row.ids[:MOST_TOKENS], decode)
+  return member | {"tokens": tokens, "logprobs": logprobs, **turns}
 
 
 def _decoder(run: ShownRun) -> tuple[Decode | None, str]:
@@ -201,6 +221,7 @@ def _decoder(run: ShownRun) -> tuple[Decode | None, str]:
     if path:
       return tokenizer.load(path).decode, ""
     task = tasks.make_task(config.data)
-    return tokenizer.characters(tasks.characters(config.data, task)).decode, ""
+    alphabet = tasks.characters(config.data, task, bool(config.environment.name))
+    return tokenizer.characters(alphabet).decode, ""
   except (ConfigError, OSError) as error:
     return None, f"completions without tokens, because their tokenizer cannot be read: {error}"

@@ -15,6 +15,11 @@ completions:
   completion_ids  the token ids of the completions
   messages        only with data.chat: the conversations that the prompts were rendered from, each
                   a list of {"role": ..., "content": ...}
+  turns           only with an environment: the messages of each completion, of the policy and of
+                  the environment, each {"role": ..., "content": ...}. `completions` has the
+                  policy's last turn
+  turn_rewards    only with an environment: the rewards of the policy's turns, None where it gave
+                  none
   question, solution, answer, ...
                   every field of the examples that the prompts were made from
 
@@ -53,12 +58,12 @@ For example, a function that prefers short completions:
     texts = [completion[0]["content"] for completion in completions]
     return [float(text.endswith(gold)) for text, gold in zip(texts, answer)]
 
-It then gets each completion as `[{"role": "assistant", "content": TEXT}]`, and each prompt as its
-list of messages. To see what a function of yours reads, the run calls it with one made-up
-completion before it starts: with a text, and if that raises a TypeError or AttributeError, with
-messages. A function that fails on the text and not on the messages gets messages. All others get
-texts, as the functions of this package do. After `accuracy.conversational = True` or `= False`, no
-such call is made.
+It then gets each completion as `[{"role": "assistant", "content": TEXT}]`, or as all its turns, and
+each prompt as its list of messages. To see what a function of yours reads, the run calls it with
+one made-up completion before it starts: with a text, and if that raises a TypeError or
+AttributeError, with messages. A function that fails on the text and not on the messages gets
+messages. All others get texts, as the functions of this package do. After
+`accuracy.conversational = True` or `= False`, no such call is made.
 
 An `async def` works, too. Its calls for different prompts run side by side: up to 64 in one worker,
 then in the next one. They share the event loop of their worker.

@@ -24,13 +24,20 @@ def as_messages(columns: Columns) -> dict[str, Any]:
   Args:
     columns: The arguments of a reward function, with the column `messages`.
   """
-  completions = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
+  completions = columns.get("turns")
+  if completions is None:
+    completions = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
   return {**columns, "prompts": columns["messages"], "completions": completions}
 
 
 def texts_of(completions: Sequence[Any]) -> list[str]:
-  """The texts of completions, which are texts or lists of one message."""
-  return [one if isinstance(one, str) else one[0]["content"] for one in completions]
+  """The texts of completions, which are texts or lists of messages, the last of the assistant."""
+  return [one if isinstance(one, str) else _last_of_policy(one) for one in completions]
+
+
+def _last_of_policy(messages: Sequence[Mapping[str, str]]) -> str:
+  own = [message["content"] for message in messages if message["role"] == "assistant"]
+  return own[-1]
 
 
 def is_asked(function: Callable[..., Any]) -> bool:

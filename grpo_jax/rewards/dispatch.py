@@ -20,7 +20,12 @@ from grpo_jax.settings import ConfigError
 
 
 class Caller:
-  """Calls reward functions."""
+  """Calls reward functions.
+
+  Attributes:
+    pool: The workers, or None.
+    stops_on_error: As given.
+  """
 
   def __init__(self, pool: Pool | None, stops_on_error: bool = True) -> None:
     """Calls them in workers of `pool`. None means always in this process.
@@ -28,7 +33,7 @@ class Caller:
     `stops_on_error`: whether what a function raises for a completion is raised, or costs the
     completion its reward.
     """
-    self._pool, self.stops_on_error = pool, stops_on_error
+    self.pool, self.stops_on_error = pool, stops_on_error
     self._for_workers: list[tuple[Reward, str]] = []  # with their keys in the pool
     self._conversational: list[tuple[Reward, bool]] = []  # what is known of functions of the user
 
@@ -43,11 +48,11 @@ class Caller:
     """
     remarks = []
     for source, function in functions.items():
-      if self._pool is None or has_mark(function, "in_process"):
+      if self.pool is None or has_mark(function, "in_process"):
         continue
       name = name_of(function)
       try:
-        self._pool.add(source, function, is_named(source))
+        self.pool.add(source, function, is_named(source))
       except NotPortable as error:
         remarks.append(
           f"reward function {name} is called in the process of the run, without limits of time and"
@@ -59,8 +64,8 @@ class Caller:
 
   def close(self) -> None:
     """Ends the workers."""
-    if self._pool is not None:
-      self._pool.close()
+    if self.pool is not None:
+      self.pool.close()
 
   def uses_workers(self, function: Reward) -> bool:
     """Whether workers call a function."""
@@ -82,7 +87,7 @@ class Caller:
 
     def call_alone(columns: Columns) -> Answer:
       if self.uses_workers(function):
-        return self._pool.start([self._call(function, columns, 0)]).result()[0]
+        return self.pool.start([self._call(function, columns, 0)]).result()[0]
       return call_in_parts(function, name_of(function), columns, 0, 1)
 
     with timing.told_if_slow(f"calling reward function {name_of(function)} for the first time"):
@@ -120,7 +125,7 @@ class Caller:
       for own in [self._columns_of(function, columns)]
       for rows in groups
     ]
-    answers = self._pool.start(calls, self.stops_on_error) if calls else None
+    answers = self.pool.start(calls, self.stops_on_error) if calls else None
 
     def answer(function: Reward) -> Answer:
       if self.uses_workers(function):

@@ -17,6 +17,8 @@ with `__call__` has it from its class. The functions here set marks as decorator
   conversational  With data.chat, the function gets `prompts` and `completions` as lists of
                   messages, as TRL passes them. False says that it gets texts. Without the mark,
                   that is seen at the start, in a call with a made-up completion.
+  by_turn         With an environment, the function's rewards are those of `turn_rewards`, and each
+                  turn with a reward is a step of process supervision.
   prepare         A function without arguments that does slow work for all calls, such as an import.
                   It is called once, in the process that workers are forked from.
 """
@@ -30,6 +32,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def in_process(function: F) -> F:
   """Calls the function in the process of the run."""
   function.__dict__["in_process"] = True
+  return function
+
+
+def by_turn(function: F) -> F:
+  """Says that the rewards of the function are those of turns."""
+  function.__dict__["by_turn"] = True
   return function
 
 

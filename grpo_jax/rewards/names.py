@@ -19,6 +19,7 @@ from grpo_jax.rewards.functions import (
   choice,
   code,
   countdown,
+  environment,
   final_number,
   judge,
   lengths,
@@ -49,6 +50,7 @@ REWARDS: dict[str, Reward] = {
   "code": code.code,
   "cosine": lengths.cosine,
   "countdown": countdown.countdown,
+  "environment": environment.environment,
   "json_schema": schema.json_schema,
   "judge": judge.judge,
   "reasoning_accuracy": reasoning.reasoning_accuracy,
@@ -104,16 +106,30 @@ def resolve(name: str, key: str, is_model: Callable[[str], bool]) -> Reward:
     return options.bind(resolve(plain_name, key, is_model), plain_name, given, key)
   if is_model(name):
     raise ConfigError(f"{key}: {name!r} is a model's folder, which only reward.functions may name")
+  or_model = " or a reward model's folder" if key == "reward.functions" else ""
+  choices = (
+    f"choose one of {', '.join(REWARDS)}, or give path/file.py:function or"
+    f" package.module:function{or_model}, or call grpo_jax.register_reward first"
+  )
+  return named(name, key, choices)
+
+
+def named(name: str, key: str, choices: str) -> Any:
+  """What `path/file.py:name` or `package.module:name` names, which can be called.
+
+  Args:
+    name: The file is executed, and the module is imported.
+    key: The config key that holds it, for error messages.
+    choices: What a user can write instead, for the message of a name of another form.
+
+  Raises:
+    ConfigError: There is nothing of this name, or it cannot be called.
+  """
   file, _, attribute = name.rpartition(":")
   if not file.endswith(".py") and all(part.isidentifier() for part in file.split(".")):
     return _function_of(_import(file, key), attribute, name, key)
   if not file.endswith(".py"):
-    or_model = " or a reward model's folder" if key == "reward.functions" else ""
-    raise ConfigError(
-      f"{key}: {name!r} is unknown: choose one of {', '.join(REWARDS)}, or give"
-      f" path/file.py:function or package.module:function{or_model}, or call"
-      " grpo_jax.register_reward first"
-    )
+    raise ConfigError(f"{key}: {name!r} is unknown: {choices}")
   path = pathlib.Path(file).expanduser()
   if not path.is_file():
     raise ConfigError(f"{key}: {name!r}: there is no file {path}")

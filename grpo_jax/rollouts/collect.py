@@ -19,6 +19,7 @@ from grpo_jax.rollouts.rollout import (
   Rollouts,
   concatenate,
   hand_on,
+  last_turns,
   make_rollout,
   take,
   texts_of,
@@ -29,6 +30,7 @@ from grpo_jax.rollouts.rollout_metrics import (
   disjoint,
   rollout_metrics,
   score_metrics,
+  turn_metrics,
   with_judgements,
 )
 from grpo_jax.rollouts.scorer import Report, Scorers
@@ -110,7 +112,9 @@ class Collector:
     self._run, self._config, self._score = run, run.config, scorers.training
     algo = run.config.algo
     needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
-    self._greedy_rollout = make_rollout(run, 1, greedy=True) if needs_greedy else None
+    self._greedy_rollout = None
+    if needs_greedy:
+      self._greedy_rollout = make_rollout(run, 1, greedy=True, talkers=scorers.talkers)
     # Made here, so that its errors come before anything is written.
     self._teacher = Teacher(run) if run.config.reward.teacher else None
     self._groups = GroupSource(run, scorers)
@@ -176,9 +180,12 @@ class Collector:
   def _rows(self, drawn: StepGroups, rewards: Rewards) -> list[dict[str, Any]]:
     """One object per completion, with the texts of all processes."""
     groups = drawn.chosen
-    completions = groups.rollouts.completions
+    rollouts, decode = groups.rollouts, self._run.tokenizer.decode
+    texts_PG = texts_of(rollouts.completions, decode)
+    if rollouts.turns_PG is not None:
+      texts_PG = last_turns(rollouts.turns_PG, otherwise_PG=texts_PG)
     rows = completion_rows(
-      Rollouts(completions, texts_of(completions, self._run.tokenizer.decode)),
+      rollouts.replace(texts_PG=texts_PG),
       self.prompts.make(groups.indices_P),
       host_scores(groups.rewards),
       rewards.scores_PGJ,
@@ -233,6 +240,8 @@ class Collector:
     completions = sampled.rollouts.completions
     metrics = rollout_metrics(completions, sampled.rewards, self._score.names)
     metrics |= check_metrics(host_scores(sampled.rewards), sampled.checks_PG)
+    if sampled.rollouts.turns_PG is not None:
+      metrics |= turn_metrics(sampled.rollouts.turns_PG)
     if self._config.algo.overlong:
       shaped = self._shaped(sampled.rewards, sampled.rollouts)
       metrics |= score_metrics(shaped, self._names)
@@ -256,7 +265,7 @@ class GroupSource:
       self._check.check_arguments(self.prompts, "eval.function")
     algo = run.config.algo
     self._rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
-    self._rollout = make_rollout(run, run.config.batch.group_size)
+    self._rollout = make_rollout(run, run.config.batch.group_size, talkers=scorers.talkers)
     self._curriculum = PassRateCurriculum(run.config.curriculum, run.config.seed, len(self.prompts))
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> StepGroups:
@@ -365,7 +374,8 @@ class GroupSource:
   def _kept(self, host: HostState) -> list[ScoredGroups]:
     """The surplus of the step before, if there is one."""
     arrays = host.get(_SURPLUS)
-    return [from_arrays(arrays, self._score.weights)] if arrays else []
+    has_turns = self._config.environment.has_turns
+    return [from_arrays(arrays, self._score.weights, has_turns)] if arrays else []
 
   def _keep(self, surplus: ScoredGroups) -> HostState:
     """The part of the host state that holds the surplus for the next step.

@@ -62,12 +62,15 @@ def to_arrays(groups: ScoredGroups) -> dict[str, Any]:
   }
 
 
-def from_arrays(arrays: Mapping[str, Any], weights: tuple[float, ...]) -> ScoredGroups:
-  """The inverse of `to_arrays`. There are no texts and no extras.
+def from_arrays(
+  arrays: Mapping[str, Any], weights: tuple[float, ...], has_turns: bool = False
+) -> ScoredGroups:
+  """The inverse of `to_arrays`. There are no texts, no turns and no extras.
 
   Args:
     arrays: What `to_arrays` returned.
     weights: Of the reward functions.
+    has_turns: Whether other groups have turns.
   """
   completions = Completions(**arrays["completions"])
   shape = completions.lengths_PG.shape
@@ -77,7 +80,11 @@ def from_arrays(arrays: Mapping[str, Any], weights: tuple[float, ...]) -> Scored
   return ScoredGroups(
     indices_P=arrays["indices_P"],
     temperature_P=arrays["temperature_P"],
-    rollouts=Rollouts(completions, np.full(shape, None, object)),
+    rollouts=Rollouts(
+      completions,
+      np.full(shape, None, object),
+      np.full(shape, None, object) if has_turns else None,
+    ),
     rewards=Rewards(weights=weights, **arrays["rewards"]),
     extras_PG=extras_PG,
     checks_PG=arrays["checks_PG"],

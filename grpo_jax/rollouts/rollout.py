@@ -1,9 +1,9 @@
 """Rollouts: prompts in, completions out, as arrays and as texts.
 
-This is the one interface through which training, evaluation and `sample` use a policy. To add the
-turns of an environment, or to sample somewhere else, let `make_rollout` return another callable of
-this kind. A row may then hold tokens that the environment wrote: `Completions.sampled_PGT` is False
-there, so that the learner reads them and does not learn to write them.
+This is the one interface through which training, evaluation and `sample` use a policy. To sample
+somewhere else, let `make_rollout` return another callable of this kind. With an environment, a row
+also holds tokens that the environment wrote: `Completions.sampled_PGT` is False there, so that the
+learner reads them and does not learn to write them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import Draws, Finished, settings_of, whole
-from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.rollouts.talk import Talk, Talkers
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.types import Completions
 
@@ -29,12 +29,14 @@ class Rollouts(struct.PyTreeNode):
   Attributes:
     completions: As numpy arrays.
     texts_PG: object array of str: the sampled text of each completion, without the token that ended
-      it where that is a special token. Only the rows that this process scores are filled in, the
-      others hold None.
+      it where that is a special token. With an environment, the policy's last turn. Only the rows
+      that this process scores are filled in, the others hold None.
+    turns_PG: With an environment: object array of `Conversation`. Otherwise None.
   """
 
   completions: Completions
   texts_PG: np.ndarray
+  turns_PG: np.ndarray | None = None
 
 
 # Called with the numbers of some of the prompts, and their rollouts.
@@ -65,7 +67,7 @@ class Rollout(Protocol):
 
 
 class PolicyRollout:
-  """One completion per row, sampled by the policy alone."""
+  """Completions that the policy samples, alone or in turns with an environment."""
 
   def __init__(
     self,
@@ -73,8 +75,8 @@ class PolicyRollout:
     hosts: Hosts,
     decode_text: Callable[[list[int]], str],
     group_size: int,
-    settings: Callable[[float], RowSettings] = RowSettings,
-    stop: Sequence[str] = (),
+    draws: Callable[[jax.Array, float], Draws],
+    talkers: Talkers | None = None,
   ):
     """Completes each prompt `group_size` times.
 
@@ -83,12 +85,11 @@ class PolicyRollout:
       hosts: The processes of the run.
       decode_text: Makes a text from token ids.
       group_size: G.
-      settings: How rows draw at a temperature.
-      stop: Texts that end a completion.
+      draws: (key, temperature) -> how rows draw.
+      talkers: What answers the policy, or None.
     """
-    self._end = end_at(stop, decode_text) if stop else None
     self._sample, self._hosts, self._decode_text = sampler, hosts, decode_text
-    self._group_size, self._settings = group_size, settings
+    self._group_size, self._draws, self._talkers = group_size, draws, talkers
 
   def __call__(
     self,
@@ -100,19 +101,33 @@ class PolicyRollout:
   ) -> Rollouts:
     parts = []
     texts_PG = np.full((len(prompts.prompt_lengths_P), self._group_size), None, object)
-    draws = Draws(key, self._settings(temperature), end=self._end)
+    draws, talk = self._draws(key, temperature), None
+    if self._talkers is not None:
+      talk = Talk(self._talkers, prompts, self._group_size)
+      limit = self._talkers.environments.settings.turn_tokens
+      draws = draws._replace(reply=talk.reply, turn_tokens=limit)
     given = prompts.prompts_PS, prompts.prompt_lengths_P
     for part in self._sample(params, *given, self._group_size, draws):
       parts.append(part)
       if on_groups is not None:
         # Each process has the texts of those groups of the part that it scores.
         own = self._hosts.own_rows(len(part.prompts))
-        texts_PG[part.prompts] = texts_of(part.completions, self._decode_text, own)
-        on_groups(part.prompts, Rollouts(part.completions, texts_PG[part.prompts]))
-    completions = whole(parts)
+        rollouts = self._rollouts(part.prompts, part.completions, talk, own)
+        texts_PG[part.prompts] = rollouts.texts_PG
+        on_groups(part.prompts, rollouts)
+    completions, every = whole(parts), range(len(texts_PG))
     if on_groups is None:
-      texts_PG = texts_of(completions, self._decode_text, prompts.own)
-    return Rollouts(completions, texts_PG)
+      return self._rollouts(every, completions, talk, prompts.own)
+    return Rollouts(completions, texts_PG, talk and talk.conversations(every))
+
+  def _rollouts(
+    self, prompts: Sequence[int], completions: Completions, talk: Talk | None, own: slice
+  ) -> Rollouts:
+    """The rollouts of some prompts, with the texts of the rows in `own` of them."""
+    if talk is None:
+      return Rollouts(completions, texts_of(completions, self._decode_text, own))
+    turns_PG = talk.conversations(prompts)
+    return Rollouts(completions, last_turns(turns_PG, own), turns_PG)
 
 
 def make_rollout(
@@ -121,6 +136,7 @@ def make_rollout(
   greedy: bool = False,
   max_tokens: int | None = None,
   at_once: int = 0,
+  talkers: Talkers | None = None,
 ) -> Rollout:
   """What completes each prompt `group_size` times in training, in evaluation and in `sample`.
 
@@ -130,15 +146,16 @@ def make_rollout(
     greedy: Take the likeliest tokens.
     max_tokens: The longest completion. None means sampling.max_tokens.
     at_once: The most prompts in flight. 0 means all.
+    talkers: What answers the policy, or None.
   """
   sampler = functools.partial(run.programs.sampler(max_tokens), at_once=at_once)
-  sampling = run.config.sampling
+  sampling, decode = run.config.sampling, run.tokenizer.decode
+  end = end_at(sampling.stop, decode) if sampling.stop else None
 
-  def settings(temperature: float) -> RowSettings:
-    return settings_of(sampling, 0.0 if greedy else temperature)
+  def draws(key: jax.Array, temperature: float) -> Draws:
+    return Draws(key, settings_of(sampling, 0.0 if greedy else temperature), end=end)
 
-  decode = run.tokenizer.decode
-  return PolicyRollout(sampler, run.hosts, decode, group_size, settings, sampling.stop)
+  return PolicyRollout(sampler, run.hosts, decode, group_size, draws, talkers)
 
 
 def hand_on(
@@ -174,6 +191,23 @@ def texts_of(
   for p in range(P)[rows]:
     for g in range(G):
       texts_PG[p, g] = decode_text(sampled_ids(completions, p, g))
+  return texts_PG
+
+
+def last_turns(
+  turns_PG: np.ndarray, rows: slice = slice(None), otherwise_PG: np.ndarray | None = None
+) -> np.ndarray:
+  """What the policy wrote last in the conversations in `rows`, object array [P, G] of texts.
+
+  Args:
+    turns_PG: object array of `Conversation`, None where one is not known.
+    rows: Of the prompts.
+    otherwise_PG: The texts in their place.
+  """
+  texts_PG = np.full(turns_PG.shape, None, object) if otherwise_PG is None else otherwise_PG.copy()
+  for index in np.ndindex(turns_PG[rows].shape):
+    if turns_PG[rows][index] is not None:
+      texts_PG[rows][index] = turns_PG[rows][index].own[-1].text
   return texts_PG
 
 

@@ -48,6 +48,27 @@ def rollout_metrics(
   return metrics | score_metrics(rewards, names)
 
 
+def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
+  """Metrics of conversations. Those of tools have TRL's names.
+
+  `tools/call_frequency` is the mean number of calls of a completion. `tools/failure_frequency` is
+  the share of calls that failed.
+
+  Args:
+    turns_PG: object array of `Conversation`.
+  """
+  found = list(turns_PG.ravel())
+  calls, failures = sum(one.calls for one in found), sum(one.failures for one in found)
+  metrics = {
+    "tools/call_frequency": calls / len(found),
+    "tools/failure_frequency": failures / max(1, calls),
+    "environment/turns": sum(len(one.own) for one in found) / len(found),
+  }
+  for kind, name in (("error", "errors"), ("timeout", "timeouts"), ("crash", "crashes")):
+    metrics[f"environment/{name}"] = sum(one.kind == kind for one in found)
+  return metrics
+
+
 def disjoint(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
   """Metrics of parts of a step, together. Each part has names of its own.
 
@@ -164,6 +185,8 @@ def completion_rows(
       "completion_ids": completions.tokens_PGT[p, g, :length].tolist(),
       "logprobs": [_shortest(x) for x in completions.logprobs_PGT[p, g, :length]],
     }
+    if rollouts.turns_PG is not None and rollouts.turns_PG[p, g] is not None:
+      row["turns"] = rollouts.turns_PG[p, g].as_json()
     rows.append(row)
   return rows
 

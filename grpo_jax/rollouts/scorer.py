@@ -16,6 +16,8 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tokenizers.replies import Replies
+from grpo_jax.environments import Runner
 from grpo_jax.gguf_file import is_gguf
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.cores import cores
@@ -24,10 +26,12 @@ from grpo_jax.programs.run import Run
 from grpo_jax.rewards import dispatch, resolve, resolve_all
 from grpo_jax.rewards.conversation import MADE_UP
 from grpo_jax.rewards.dispatch import FIRST_OF_TASK
+from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rollouts.reward_model import RewardModel
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
 from grpo_jax.rollouts.rollout_metrics import disjoint
 from grpo_jax.rollouts.scoring import DecodeText, steps_on_tokens
+from grpo_jax.rollouts.talk import Talkers
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
 from grpo_jax.types import Rewards
@@ -167,6 +171,7 @@ class Scorer:
           flush=True,
         )
     columns = ["completions", "completion_ids", *first.columns]
+    columns += ["turns", "turn_rewards"] if prompts.has_turns else []
     for function, name in zip(self._functions, self.names):
       rewards_lib.check_arguments(function, name, key, columns)
       if check := getattr(function, "check_rows", None):
@@ -212,7 +217,10 @@ class Scorer:
     scores_PGJ = np.stack(list(scores.values()), -1).reshape(P, G, -1)
     on_tokens = None, None
     if self._needs_steps:
-      steps = [answer.steps for answer in answers.values()]
+      steps = [
+        None if has_mark(function, "by_turn") else answer.steps
+        for function, answer in zip(self._functions, answers.values(), strict=True)
+      ]
       on_tokens = steps_on_tokens(own, steps, self.weights, self._decode_text)
     scores_PGJ, (rewards_PGT, ends_PGT) = self._hosts.join_rows((scores_PGJ, on_tokens))
     rewards = Rewards(
@@ -338,6 +346,22 @@ class Scorers:
       return self.training
     return self._scorer([name], [Weighted(resolve(name, "eval.function", is_reward_model))])
 
+  @functools.cached_property
+  def talkers(self) -> Talkers | None:
+    """What answers the policy, or None. Raises ConfigError for what cannot be used."""
+    run, environments = self._run, self._run.environments
+    if environments is None:
+      return None
+    replies = Replies(run.tokenizer, self._config.data.chat, environments.schemas)
+    replies.check(
+      (["tool"] if environments.schemas else [])
+      + (["user"] if environments.parts.environments else [])
+    )
+    runner = run.hosts.on_each(lambda: Runner(environments, self._caller.pool))
+    self.remarks += runner.remarks
+    stops = self._caller.stops_on_error
+    return Talkers(environments, runner, replies, run.tokenizer.decode, run.hosts, stops)
+
   def close(self) -> None:
     """Ends the workers that call reward functions."""
     self._caller.close()
@@ -380,7 +404,11 @@ def _made_up_columns(prompts: Prompts, tasks: Sequence[str]) -> dict[str, list[A
   place = next((i for i in some if prompts.example(i)["task"] in tasks), 0)
   batch = prompt_batch(prompts, np.array([place]))
   ids = batch.prompts_PS[0, :1].tolist()
-  return {**batch.columns, "completions": [MADE_UP], "completion_ids": [ids]}
+  turns: dict[str, list[Any]] = {}
+  if prompts.has_turns:
+    made_up = [[{"role": "assistant", "content": MADE_UP}]]
+    turns = {"turns": made_up, "turn_rewards": [[None]]}
+  return {**batch.columns, **turns, "completions": [MADE_UP], "completion_ids": [ids]}
 
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
@@ -398,4 +426,8 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
   columns["completion_ids"] = [
     sampled_ids(rollouts.completions, p, g) for p in range(P) for g in range(G)
   ]
+  if rollouts.turns_PG is not None:
+    found = rollouts.turns_PG.ravel()
+    columns["turns"] = [[turn.message for turn in one.turns] for one in found]
+    columns["turn_rewards"] = [[turn.reward for turn in one.own] for one in found]
   return columns

@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_jax import rewards as rewards_lib
 from grpo_jax.rewards.functions.lengths import overlong
-from grpo_jax.rollouts.rollout import Rollouts, sampled_ids
+from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.types import Completions, Rewards
 
 OVERLONG = "overlong"  # the name under which the penalty for length reports
@@ -69,7 +69,7 @@ def no_steps(completions: Completions) -> tuple[np.ndarray, np.ndarray]:
 
 def steps_on_tokens(
   rollouts: Rollouts,
-  steps: Sequence[Sequence[rewards_lib.Steps]],
+  steps: Sequence[Sequence[rewards_lib.Steps] | None],
   weights: Sequence[float],
   decode_text: DecodeText,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +77,8 @@ def steps_on_tokens(
 
   Args:
     rollouts: P * G completions.
-    steps: For each function, the steps (end in characters, reward) of each completion.
+    steps: For each function, the steps (end in characters, reward) of each completion. None for a
+      function whose rewards are those of turns.
     weights: Of the functions. Steps that end at the same token become one step, whose reward is the
       weighted sum.
     decode_text: Makes a text from token ids.
@@ -89,10 +90,19 @@ def steps_on_tokens(
   rewards_PGT, ends_PGT = no_steps(rollouts.completions)
   G = rollouts.texts_PG.shape[1]
   for weight, steps_of_rows in zip(weights, steps, strict=True):
-    for row, row_steps in enumerate(steps_of_rows):
-      p, g = divmod(row, G)
-      for end, reward in row_steps:
-        t = _token_of_character(rollouts, p, g, end, decode_text)
+    for p, g in np.ndindex(rollouts.texts_PG.shape):
+      if steps_of_rows is None:
+        on_tokens = [
+          (turn.end - 1, turn.reward)
+          for turn in rollouts.turns_PG[p, g].own
+          if turn.reward is not None
+        ]
+      else:
+        on_tokens = [
+          (_token_of_character(rollouts, p, g, end, decode_text), reward)
+          for end, reward in steps_of_rows[p * G + g]
+        ]
+      for t, reward in on_tokens:
         rewards_PGT[p, g, t] += weight * reward
         ends_PGT[p, g, t] = 1
   return rewards_PGT, ends_PGT
@@ -102,9 +112,11 @@ def _token_of_character(
   rollouts: Rollouts, p: int, g: int, end: int, decode_text: DecodeText
 ) -> int:
   """The index of the token in its row with which the first `end` characters are complete."""
-  text = rollouts.texts_PG[p, g]
-  ids = sampled_ids(rollouts.completions, p, g)
-  places = np.flatnonzero(rollouts.completions.sampled_PGT[p, g])
+  text, completions = rollouts.texts_PG[p, g], rollouts.completions
+  places = np.flatnonzero(completions.sampled_PGT[p, g])
+  if rollouts.turns_PG is not None:  # the text is that of the last turn
+    places = places[places >= rollouts.turns_PG[p, g].own[-1].start]
+  ids = completions.tokens_PGT[p, g, places].tolist()
   if end >= len(text):
     return int(places[-1])
 

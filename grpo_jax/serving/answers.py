@@ -5,8 +5,8 @@ import dataclasses
 import itertools
 from typing import Any
 
+from grpo_jax.environments.tool_calls import Call, Format
 from grpo_jax.serving.requests import Request, RequestError
-from grpo_jax.serving.tools import OPENS, Call, calls_in
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -26,13 +26,14 @@ class Choice:
     finish: Empty while it goes on, then "stop" or "length".
   """
 
-  def __init__(self, index: int, request: Request, decode: Decode):
+  def __init__(self, index: int, request: Request, decode: Decode, calls: Format):
     """It has no tokens yet.
 
     Args:
       index: Its number in the request.
       request: The request.
       decode: Token ids -> the text that they add.
+      calls: How the model writes calls of tools.
     """
     self.index, self.prompt = index, request.prompts[index // request.n]
     self.tokens: list[int] = []
@@ -40,8 +41,8 @@ class Choice:
     self.versions: list[int] = []
     self.finish = ""
     self._decode, self._stop = decode, request.stop
-    self._held = (*request.stop, OPENS) if request.has_tools else request.stop
-    self._has_tools = request.has_tools
+    self._held = (*request.stop, calls.opens) if request.has_tools else request.stop
+    self._calls = calls if request.has_tools else None
     self._echo = request.echo[index // request.n] if request.echo else ""
     self._text = ""  # of the first tokens,
     self._decoded = 0  # which are so many
@@ -71,13 +72,13 @@ class Choice:
     text = text[: min(ends)] if ends else text
     if not self.finish:
       text = _sure(text.rstrip("\ufffd"), self._held)
-      if self._has_tools and OPENS in text:
-        text = text[: text.index(OPENS)]
+      if self._calls is not None and self._calls.opens in text:
+        text = text[: text.index(self._calls.opens)]
     new = text[self._texts :]
     self._texts = max(self._texts, len(text))
     calls: list[Call] = []
-    if self._has_tools and self.finish:
-      new, calls = calls_in(new)
+    if self._calls is not None and self.finish:
+      new, calls, _ = self._calls.parse(new)
       self.finish = "tool_calls" if calls else self.finish
     echo, self._echo = self._echo, ""
     return echo + new, calls

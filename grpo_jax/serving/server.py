@@ -16,6 +16,7 @@ import uuid
 from aiohttp import web
 
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
+from grpo_jax.environments.tool_calls import format_for
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving import answers, requests
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part
@@ -83,6 +84,10 @@ class Server:
     """
     self.metrics = Metrics()
     self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
+    try:
+      self._calls = format_for(tokenizer.template)
+    except ConfigError:  # it has no chat template
+      self._calls = format_for("")
     self._reload, self._reloading = reload, asyncio.Lock()
     self._limits = Limits(
       settings.model, vocabulary, engine.sizes.prompt_tokens, engine.max_tokens, settings.choices
@@ -289,7 +294,7 @@ class Server:
       loop.call_soon_threadsafe(receive, index, part)
 
     decode = self._tokenizer.decode
-    choices = [answers.Choice(index, asked, decode) for index in range(asked.choices)]
+    choices = [answers.Choice(index, asked, decode, self._calls) for index in range(asked.choices)]
     jobs = [
       Job(
         prompt=choice.prompt,

@@ -1,43 +1,8 @@
-"""Messages as chat templates read them, and the calls of tools that a model writes.
-
-A call is what Qwen's and Hermes' models write: <tool_call>{"name": ..., "arguments": {...}}
-</tool_call>.
-"""
+"""OpenAI's messages and tools, as chat templates read them."""
 
 from collections.abc import Mapping
 import json
-import re
-from typing import Any, NamedTuple
-
-OPENS = "<tool_call>"  # a text from here on is no content until it is known to be no call
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
-class Call(NamedTuple):
-  """A call of a tool.
-
-  Attributes:
-    name: Of the function.
-    arguments: A text in JSON.
-  """
-
-  name: str
-  arguments: str
-
-
-def calls_in(text: str) -> tuple[str, list[Call]]:
-  """(the content without the calls, the calls). A call that is not well-formed is content."""
-  calls = []
-
-  def take(found: re.Match[str]) -> str:
-    call = _call(found[1])
-    if call is None:
-      return found[0]
-    calls.append(call)
-    return ""
-
-  content = _CALL.sub(take, text)
-  return (content.strip() if calls else text), calls
+from typing import Any
 
 
 def are_tools(value: Any) -> bool:
@@ -98,16 +63,3 @@ def _with_object(call: Any) -> dict[str, Any]:
     except (ValueError, RecursionError):
       raise ValueError("messages: the arguments of a call must be JSON") from None
   return call | {"function": function | {"arguments": arguments}}
-
-
-def _call(text: str) -> Call | None:
-  try:
-    value = json.loads(text)
-  except (ValueError, RecursionError):
-    return None
-  if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-    return None
-  arguments = value.get("arguments", {})
-  if isinstance(arguments, dict):
-    arguments = json.dumps(arguments, ensure_ascii=False)
-  return Call(value["name"], arguments) if isinstance(arguments, str) else None

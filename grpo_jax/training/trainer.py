@@ -135,6 +135,7 @@ class Trainer:
       self._checkpoints.wait()
       raise self._skipped.failure(max(self._checkpoints.steps(), default=None))
     check_ratio_of_one(metrics, self._config)
+    check_gap(metrics, self._config)
     self._why_unscored = why_unscored
     limit, unscored = self._config.reward.max_unscored_steps, unscored_steps(state.host)
     if 0 < limit <= unscored:
@@ -248,6 +249,40 @@ class SkippedUpdates:
       f" nothing is learned any more (learner.max_skipped_updates); {saved}. Lower"
       " optimizer.learning_rate in a new run, or look for what is not finite"
     )
+
+
+def check_gap(metrics: Mapping[str, float], config: Config) -> None:
+  """Checks that the learner computes about the log-probs that the sampler drew with.
+
+  Rounding makes them differ a little. A large difference says that tokens are learned that the
+  policy did not draw, such as those of an environment, or that it read something else before them.
+
+  Args:
+    metrics: A step's row.
+    config: The config of the run.
+
+  Raises:
+    RunFailed: A token's log-probs differ by more than sampling.max_logprob_gap.
+  """
+  gap, bound = metrics.get("sampler/logprob_gap_max", 0.0), largest_gap(config)
+  if 0 < bound < gap:
+    raise RunFailed(
+      f"log-probs of sampler and learner differ by {gap:.3g} for a token, and rounding explains"
+      f" {bound:g} (sampling.max_logprob_gap): the tokens that are learned are not those that were"
+      " drawn, or follow other ones"
+    )
+
+
+def largest_gap(config: Config) -> float:
+  """sampling.max_logprob_gap, or what stands for -1 there. 0 is no bound."""
+  sampling = config.sampling
+  if sampling.max_logprob_gap >= 0:
+    return sampling.max_logprob_gap
+  # With these, the policy that learns is not the one that drew.
+  if sampling.weights_dtype or sampling.cache_dtype or config.algo.keep_surplus:
+    return 0.0
+  dtypes = {config.model.dtype, sampling.dtype or config.model.dtype}
+  return 0.05 if dtypes == {"float32"} else 4.0
 
 
 def check_ratio_of_one(metrics: Mapping[str, float], config: Config) -> None:

@@ -21,7 +21,10 @@ from grpo_jax.data.tasks import examples
 from grpo_jax.data.tasks.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.data.tasks.code import code_example
 from grpo_jax.data.tasks.mixture import Mixture, Source, columns_of, mix, mixture_of, sources_of
+from grpo_jax.data.tasks.products import ALPHABET as PRODUCTS_ALPHABET
+from grpo_jax.data.tasks.products import Products
 from grpo_jax.data.tasks.reasoning_gym import Problems
+from grpo_jax.data.tasks.seeds import Seeds
 from grpo_jax.data.tasks.word_problems import WordProblems
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.settings import ConfigError
@@ -111,10 +114,14 @@ def name_of(data: "Data") -> str:
   return " + ".join(source.name for source in sources_of(mixture_of(data))) or data.task
 
 
-def characters(data: "Data", task: Task) -> str:
-  """Every character of a task and of the templates, for a tokenizer of characters."""
+def characters(data: "Data", task: Task, with_others: bool = False) -> str:
+  """Every character of a task and of the templates, for a tokenizer of characters.
+
+  `with_others`: whether others write, too. Then it has all that ASCII can print.
+  """
   templates = "".join([data.prompt, *data.prompts])
-  return task.characters() + templates.replace("{question}", "")
+  others = string.printable if with_others else ""
+  return task.characters() + templates.replace("{question}", "") + others
 
 
 def templates_of(data: "Data") -> dict[str, str]:
@@ -146,6 +153,12 @@ def countdown(path: str) -> Task:
   )
 
 
+def products(path: str) -> Task:
+  """Generated products, for a policy that may call a calculator. `path` must be empty."""
+  _refuse_path(path, "products")
+  return Task(Products("train"), Products("test"), PRODUCTS_ALPHABET)
+
+
 def word_problems(path: str) -> Task:
   """Generated word problems of one step. `path` must be empty."""
   _refuse_path(path, "word_problems")
@@ -159,6 +172,12 @@ def reasoning_gym(path: str) -> Task:
   """
   task = gym.parse(path, "data.path")
   return Task(Problems(task, "train"), Problems(task, "test"))
+
+
+def seeds(path: str) -> Task:
+  """Seeds for an environment that makes the prompts. `path` must be empty."""
+  _refuse_path(path, "seeds")
+  return Task(Seeds("train"), Seeds("test"), string.printable)
 
 
 def gsm8k(path: str) -> Task:
@@ -217,8 +236,10 @@ TASKS: dict[str, Callable[[str], Task]] = {
   "svamp": svamp,
   "code": code,
   "countdown": countdown,
+  "products": products,
   "word_problems": word_problems,
   "reasoning_gym": reasoning_gym,
+  "seeds": seeds,
   "columns": columns,
 }
 

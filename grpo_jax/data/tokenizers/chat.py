@@ -19,8 +19,9 @@ from grpo_jax.settings import ConfigError, is_text
 SECONDS = 5  # for one conversation, which takes well under a millisecond
 _TOGETHER = 64  # conversations that are sent to the process at once, which saves time
 
-# A conversation. Each message has a text `role` and a text `content`, and may have more.
-Messages = Sequence[Mapping[str, Any]]
+# A message has a text `role` and a text `content`, and may have more.
+Message = Mapping[str, Any]
+Messages = Sequence[Message]  # a conversation
 
 
 def check_messages(messages: Any, where: str) -> None:

@@ -133,10 +133,18 @@ class Tokenizer:
     return self._template.render([messages], generation_prompt, self.special, tools)[0]
 
   def render_batch(
-    self, conversations: Sequence[chat.Messages], generation_prompt: bool = True
+    self,
+    conversations: Sequence[chat.Messages],
+    generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> list[str]:
     """Each conversation as text: see `render`."""
-    return self._template.render(conversations, generation_prompt, self.special)
+    return self._template.render(conversations, generation_prompt, self.special, tools)
+
+  @property
+  def template(self) -> str:
+    """The source of the chat template. Raises ConfigError if there is none."""
+    return chat.find_template(self.files)[0]
 
   def for_model(self, vocab_size: int, model: str, key: str = "data.tokenizer") -> "Tokenizer":
     """The same tokenizer for a model that may have fewer ids.

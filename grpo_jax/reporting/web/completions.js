@@ -25,11 +25,18 @@
       + "token of a completion.",
     none: "",
   };
+  const label = turn => turn.reward === null ? turn.role : `${turn.role}, reward ${turn.reward}`;
   const completion = member => {
     const box = make("div", "completion");
     if (!member.tokens) { box.textContent = member.text; return box; }
+    const turns = member.turns ?? [];
     member.tokens.forEach((text, t) => {
-      const token = make("span", "", text);
+      const begun = turns.filter(turn => turn.start === t);
+      if (begun.length) box.append(make("div", "turn", begun.map(label).join(", ")));
+      const turn = turns.find(turn => turn.start <= t && t < turn.end);
+      const isGiven = turn && turn.role !== "assistant";
+      const token = make("span", isGiven ? "given" : "", text);
+      if (isGiven) { box.append(token); return; }
       token.style.background = shade[at("color").value](member, t);
       token.title = `${JSON.stringify(text)}  log-prob ${number(member.logprobs[t])}`;
       box.append(token);

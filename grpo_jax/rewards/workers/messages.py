@@ -36,6 +36,7 @@ class Call:
     one_worker: Whether all calls of this function must be made by the same worker.
     at_once: With one_worker, about how many completions of the function are under way, 0 for any
       number.
+    again: Whether a call that failed is made again. It may have changed something outside.
   """
 
   key: str
@@ -46,6 +47,7 @@ class Call:
   whole_groups: bool = False
   one_worker: bool = False
   at_once: int = 0
+  again: bool = True
 
 
 class NotPortable(Exception):

@@ -324,6 +324,8 @@ class Schedule:
     if task.job.future.done():  # another one of its calls has just ended it
       return
     try:
-      self._queue(task.job.failed(task, kind, text, retries))
+      # An async call that failed because of those beside it is made again all the same.
+      is_over = not task.call.again and not task.call.is_async
+      self._queue(task.job.failed(task, kind, text, 0 if is_over else retries))
     except RewardError as error:
       self._drop({task.job}, error)

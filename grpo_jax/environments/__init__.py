@@ -1,0 +1,59 @@
+"""Environments: what answers the policy within a completion.
+
+A completion with an environment is a conversation. The policy writes a turn, the environment
+answers, and the policy writes again, until the environment says that it is done or a limit is
+reached. The tokens of the environment are read and not learned.
+
+**Tools** are functions that the policy calls. `environment.tools` names them: one of `TOOLS`,
+`path/file.py:function`, or `package.module:function`. A tool is a typed function with a Google
+docstring, of which the chat template shows a JSON schema to the model:
+
+  def calculator(expression: str) -> str:
+    \"\"\"Computes an arithmetic expression.
+
+    Args:
+      expression: Such as 3 * (4 + 5).
+    \"\"\"
+
+An `async def` works, too. What it returns is the tool's message: a text as it is, other values as
+JSON. What it raises is a message that begins with "error: ".
+
+**An environment** is a class. `environment.name` names it: one of `ENVIRONMENTS`,
+`path/file.py:Class`, `package.module:Class`, `textarena:ID` or `openenv:ADDRESS`. Each completion
+has an object of its own:
+
+  class Riddle:
+
+    def reset(self, example):
+      return [{"role": "user", "content": "Guess a number from 1 to 9."}]
+
+    def step(self, message):
+      return [{"role": "user", "content": "No."}], 0.0, False
+
+`reset` gets the fields of the example. It returns the messages that follow the prompt of the data
+set, or [] if that is the whole prompt. All completions of a prompt share them, so they must depend
+on the example alone. `step` gets what the policy wrote, as {"role": "assistant", "content": TEXT}.
+It returns the messages that answer it, the reward of this turn or None, and whether the
+conversation has ended. Both may be `async def`.
+
+Workers call both, under reward.timeout and reward.memory. Between two turns the object is pickled,
+so that any worker can go on with it. A class with `pickles = False` stays in one worker.
+
+The sum of a completion's rewards is the reward function `environment`. Where a turn has calls of
+tools, these are answered first, and `step` is not called.
+"""
+
+from grpo_jax.environments.acting import Outcome, Request
+from grpo_jax.environments.names import ENVIRONMENTS, TOOLS, register_environment, register_tool
+from grpo_jax.environments.setup import Environments, Runner
+
+__all__ = [
+  "ENVIRONMENTS",
+  "TOOLS",
+  "Environments",
+  "Outcome",
+  "Request",
+  "Runner",
+  "register_environment",
+  "register_tool",
+]

@@ -1,0 +1,226 @@
+"""What workers do for environments: they call a tool, or take a step of an environment.
+
+A request and its outcome are plain values. Nothing here is raised for what a user's code raises.
+"""
+
+import asyncio
+import base64
+from collections.abc import Coroutine, Mapping, Sequence
+import functools
+import inspect
+import json
+import pickle
+from typing import Any, NamedTuple
+
+from grpo_jax.environments import names
+from grpo_jax.environments.names import Environment, Factory, Tool
+from grpo_jax.rewards.call import describe, in_thread
+
+LONGEST_MESSAGE = 20_000  # characters of what a tool returns; the rest is cut off
+
+Request = Mapping[str, Any]
+Outcome = dict[str, Any]
+
+
+class Parts(NamedTuple):
+  """What is called.
+
+  Attributes:
+    tools: By their names.
+    environments: What makes one, by task. "" means all tasks.
+  """
+
+  tools: dict[str, Tool]
+  environments: dict[str, Factory]
+
+  @property
+  def are_async(self) -> bool:
+    """Whether an event loop must call them."""
+    made = [getattr(one, "func", one) for one in self.environments.values()]
+    methods = [getattr(one, name, None) for one in made for name in ("reset", "step")]
+    functions = [*self.tools.values(), *methods]
+    return self.stay or any(inspect.iscoroutinefunction(function) for function in functions)
+
+  @property
+  def stay(self) -> bool:
+    """Whether an environment cannot move from one worker to another."""
+    made = [getattr(one, "func", one) for one in self.environments.values()]
+    return not all(getattr(one, "pickles", True) for one in made)
+
+  def of_task(self, task: str) -> Factory | None:
+    """The environment of a task, or None if it has none."""
+    return self.environments.get(task, self.environments.get(""))
+
+
+@functools.lru_cache(8)
+def load(tools: tuple[str, ...], name: str) -> Parts:
+  """The tools and environments of these names. Raises ConfigError if one cannot be found."""
+  environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
+  found = [names.resolve_tool(one) for one in tools]
+  return Parts({names.name_of(one): one for one in found}, environments)
+
+
+def act(
+  requests: Sequence[Request],
+  log_extra: Any,
+  *,
+  tools: tuple[str, ...] = (),
+  environment: str = "",
+  parts: Parts | None = None,
+  **columns: Any,
+) -> list[float]:
+  """Does what requests ask for, as a reward function that logs the outcomes.
+
+  Args:
+    requests: See `_outcome`.
+    log_extra: Gets the outcomes.
+    tools: environment.tools.
+    environment: environment.name.
+    parts: What these two name, or None to look it up.
+    **columns: What else reward functions get.
+  """
+  del columns
+  parts = parts or load(tuple(tools), environment)
+  log_extra("outcome", [outcome(parts, request) for request in requests])
+  return [0.0] * len(requests)
+
+
+async def act_async(
+  requests: Sequence[Request],
+  log_extra: Any,
+  *,
+  tools: tuple[str, ...] = (),
+  environment: str = "",
+  parts: Parts | None = None,
+  **columns: Any,
+) -> list[float]:
+  """As `act`, side by side. What is not async runs in threads."""
+  del columns
+  parts = parts or load(tuple(tools), environment)
+  outcomes = await asyncio.gather(*(_outcome(parts, one, as_thread=True) for one in requests))
+  log_extra("outcome", outcomes)
+  return [0.0] * len(requests)
+
+
+def outcome(parts: Parts, request: Request) -> Outcome:
+  """What a request gives, in this process. See `_outcome`."""
+  doing = _outcome(parts, request, as_thread=False)
+  if parts.are_async:
+    return in_thread(lambda: asyncio.run(doing)).result()
+  try:
+    doing.send(None)
+  except StopIteration as end:  # nothing in it waits
+    return end.value
+  raise RuntimeError("a function that is not async waits")
+
+
+async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
+  """The outcome of a request.
+
+  Args:
+    parts: What is called.
+    request: `tool` and `arguments`; or `task`, `example`, `state`, `key`, `message`, `turn` and
+      `is_last`; or `close`, a key.
+    as_thread: Whether functions that are not async run in a thread of their own.
+
+  Returns:
+    Of a tool: `content`, and `failed`. Of an environment: `messages`, `reward`, `done` and `state`,
+    or `error`.
+  """
+  if "close" in request:
+    environment = _KEPT.pop(request["close"], None)
+    if environment is not None:
+      await _close(environment, as_thread)
+    return {}
+  if "tool" in request:
+    try:
+      value = await _call(as_thread, parts.tools[request["tool"]], **request["arguments"])
+      return {"content": _as_text(value), "failed": False}
+    except Exception as error:
+      return {"content": f"error: {_message(error)}", "failed": True}
+  try:
+    return await _step(parts, request, as_thread)
+  except Exception as error:
+    return {"error": describe(error)}
+
+
+async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
+  factory, key = parts.of_task(request["task"]), request["key"]
+  environment: Environment | None = _KEPT.pop(key, None)
+  if environment is None and request["state"]:
+    environment = pickle.loads(base64.b64decode(request["state"]))
+  elif environment is None:
+    if request["turn"]:
+      raise RuntimeError("the worker process that had this conversation has ended")
+    environment = factory()
+    await _call(as_thread, environment.reset, request["example"])
+  messages, reward, done = await _call(as_thread, environment.step, request["message"])
+  found = {
+    "messages": [] if messages is None else checked(messages),
+    "reward": None if reward is None else float(reward),
+    "done": bool(done),
+    "state": "",
+  }
+  if done or request["is_last"]:
+    await _close(environment, as_thread)
+  elif getattr(environment, "pickles", True):
+    found["state"] = base64.b64encode(_pickled(environment)).decode()
+  else:
+    _KEPT[key] = environment
+  return found
+
+
+# The objects of environments that cannot be pickled, by conversation.
+_KEPT: dict[str, Environment] = {}
+
+
+async def _close(environment: Environment, as_thread: bool) -> None:
+  if callable(close := getattr(environment, "close", None)):
+    await _call(as_thread, close)
+
+
+async def _call(as_thread: bool, function: Any, /, *values: Any, **named: Any) -> Any:
+  if inspect.iscoroutinefunction(function):
+    return await function(*values, **named)
+  if as_thread:
+    return await asyncio.to_thread(function, *values, **named)
+  value = function(*values, **named)
+  return await value if isinstance(value, Coroutine) else value
+
+
+def checked(messages: Any) -> list[dict[str, str]]:
+  """The messages of an environment. A text is one message of the user."""
+  if isinstance(messages, str):
+    messages = [{"role": "user", "content": messages}]
+  if isinstance(messages, Mapping):
+    messages = [messages]
+  made = [dict(message) for message in messages]
+  for message in made:
+    if not all(isinstance(message.get(field), str) for field in ("role", "content")):
+      raise TypeError(f"a message must have a text role and a text content, got {message!r:.80}")
+    if message["role"] == "assistant":
+      raise TypeError("a message of an environment has the role user, tool or system")
+  return made
+
+
+def _pickled(environment: Environment) -> bytes:
+  try:
+    return pickle.dumps(environment)
+  except Exception:
+    import cloudpickle  # imported here because it is an optional package
+
+    return cloudpickle.dumps(environment)  # a class of a notebook, by its value
+
+
+def _as_text(value: Any) -> str:
+  text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+  text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+  if len(text) > LONGEST_MESSAGE:
+    return f"{text[:LONGEST_MESSAGE]}... (cut off)"
+  return text
+
+
+def _message(error: Exception) -> str:
+  """An exception as a line for the model: its message, without the places of a user's files."""
+  text = " ".join(str(error).split())[:300].encode("utf-8", "replace").decode()
+  return text or type(error).__name__

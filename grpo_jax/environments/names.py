@@ -1,0 +1,131 @@
+"""Tools and environments by their names in the config."""
+
+from collections.abc import Callable, Mapping
+import functools
+import inspect
+import re
+from typing import Any, Protocol
+
+from grpo_jax import calls
+from grpo_jax.environments import built_in
+from grpo_jax.environments.games import TextArena
+from grpo_jax.registry import name_of, register
+from grpo_jax.rewards.names import named
+from grpo_jax.settings import ConfigError
+
+Message = Mapping[str, Any]
+Tool = Callable[..., Any]
+
+_KEY = "environment.name"
+_ADAPTERS: dict[str, Callable[..., Any]] = {"textarena": TextArena}
+_OF_TASK = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
+
+
+class Environment(Protocol):
+  """What answers the policy. `grpo_jax/environments/__init__.py` describes it."""
+
+  def reset(self, example: Mapping[str, Any]) -> Any:
+    """The messages that follow the prompt of the data set."""
+
+  def step(self, message: Message) -> Any:
+    """(the messages that answer a turn, its reward, whether the conversation has ended)."""
+
+
+Factory = Callable[[], Environment]
+
+TOOLS: dict[str, Tool] = {"calculator": built_in.calculator}
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"retry": built_in.Retry}
+_OURS = frozenset((*TOOLS, *ENVIRONMENTS))
+
+
+def register_tool(function: Tool) -> Tool:
+  """Gives a tool of this program a name in configs: its own. It can be used as a decorator.
+
+  Raises:
+    ConfigError: A tool of grpo_jax has this name, or it has none.
+  """
+  register("tool", TOOLS, function, function)
+  return function
+
+
+def register_environment(made: Callable[..., Environment]) -> Callable[..., Environment]:
+  """Gives a class of this program a name in configs: its own. It can be used as a decorator.
+
+  Raises:
+    ConfigError: An environment of grpo_jax has this name, or it has none.
+  """
+  register("environment", ENVIRONMENTS, made, made)
+  return made
+
+
+def resolve_tool(name: str) -> Tool:
+  """The tool of an entry of environment.tools. Raises ConfigError if there is none."""
+  if name in TOOLS:
+    return TOOLS[name]
+  choices = (
+    f"choose one of {', '.join(TOOLS)}, or give path/file.py:function or package.module:function,"
+    " or call grpo_jax.register_tool first"
+  )
+  return named(name, "environment.tools", choices)
+
+
+def resolve_environment(name: str) -> Factory:
+  """What makes the objects of an environment.
+
+  Args:
+    name: As environment.name has it, without a task.
+
+  Raises:
+    ConfigError: There is none of this name, or it has no such parameters.
+  """
+  plain, options = calls.parse(name, _KEY)
+  adapter, _, what = plain.partition(":")
+  if adapter in _ADAPTERS:
+    return _bound(_ADAPTERS[adapter], (what,), options, name)
+  if plain in ENVIRONMENTS:
+    return _bound(ENVIRONMENTS[plain], (), options, name)
+  choices = (
+    f"choose one of {', '.join(ENVIRONMENTS)}, or give textarena:ID, openenv:ADDRESS,"
+    " path/file.py:Class or package.module:Class, or call grpo_jax.register_environment first"
+  )
+  made = named(plain, _KEY, choices)
+  for method in ("reset", "step"):
+    if not callable(getattr(made, method, None)) and inspect.isclass(made):
+      raise ConfigError(f"{_KEY}: {name!r}: {name_of(made)} has no method {method}")
+  return _bound(made, (), options, name)
+
+
+def by_task(name: str) -> dict[str, str]:
+  """environment.name as names by task. The task "" means all tasks.
+
+  Raises:
+    ConfigError: A task has two environments, or some entries name a task and others do not.
+  """
+  found: dict[str, str] = {}
+  for entry in calls.split_list(name):
+    match = _OF_TASK.fullmatch(entry)
+    task, own = (match[1], match[2]) if match else ("", entry)
+    if task in found:
+      raise ConfigError(f"{_KEY}: {name!r}: two environments for {task or 'all tasks'}")
+    found[task] = own
+  if "" in found and len(found) > 1:
+    raise ConfigError(f"{_KEY}: {name!r}: write TASK=NAME for each of several environments")
+  return found
+
+
+def is_portable(name: str) -> bool:
+  """Whether any process finds the tool or environment of this name."""
+  plain, _ = calls.split(name)
+  return ":" in plain or plain in _OURS
+
+
+def _bound(
+  made: Callable[..., Environment], values: tuple[Any, ...], options: Mapping[str, Any], name: str
+) -> Factory:
+  try:
+    inspect.signature(made).bind(*values, **options)
+  except TypeError as error:
+    raise ConfigError(f"{_KEY}: {name!r}: {error}") from None
+  except ValueError:  # some classes that are written in C have no signature
+    pass
+  return functools.partial(made, *values, **options)

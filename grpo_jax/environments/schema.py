@@ -1,0 +1,172 @@
+"""The JSON schemas of tools, as chat templates show them to a model.
+
+They are those that `get_json_schema` of transformers gives, so that a tool looks to the model as it
+did in training.
+"""
+
+from collections.abc import Callable
+import enum
+import inspect
+import json
+import re
+import types
+import typing
+from typing import Any
+
+from grpo_jax.registry import name_of
+from grpo_jax.settings import ConfigError, shown
+
+Schema = dict[str, Any]
+
+_SCALARS = {
+  int: "integer",
+  float: "number",
+  str: "string",
+  bool: "boolean",
+  type(None): "null",
+}
+_PLAIN: dict[Any, Schema] = {
+  **{kind: {"type": name} for kind, name in _SCALARS.items()},
+  list: {"type": "array"},
+  tuple: {"type": "array"},
+  dict: {"type": "object"},
+  Any: {},
+}
+_SECTION = re.compile(r"^[ \t]*(Args|Returns|Raises):[ \t]*$", re.MULTILINE)
+_ARGUMENT = re.compile(r"^([ \t]*)(\w+):[ \t]*(.*)$")
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE | re.DOTALL)
+
+
+def schema_of(function: Callable[..., Any]) -> Schema:
+  """The JSON schema of a typed function with a Google docstring.
+
+  Args:
+    function: The tool. Each argument has a type hint and a description. `(choices: [...])` at the
+      end of a description lists the only values.
+
+  Returns:
+    {"type": "function", "function": {"name", "description", "parameters"}}, and "return" where the
+    function says what it returns.
+
+  Raises:
+    ConfigError: A hint, the docstring or a description is missing, or a hint has no JSON type.
+  """
+  name = name_of(function)
+  where = f"environment.tools: {name}"
+  if not inspect.getdoc(function):
+    raise ConfigError(f"{where} has no docstring: a model reads there what the tool does")
+  described, sections = _sections(inspect.getdoc(function) or "")
+  texts = _arguments(sections.get("Args", ""))
+  hints, parameters = _hints(function, where)
+  properties: dict[str, Schema] = {}
+  for argument in parameters:
+    if argument not in texts:
+      raise ConfigError(f"{where}: its docstring does not describe the argument {argument}")
+    properties[argument] = _described(_schema(hints[argument], where), texts[argument], where)
+  required = [key for key, one in parameters.items() if one.default is inspect.Parameter.empty]
+  made: Schema = {"type": "object", "properties": properties}
+  made |= {"required": required} if required else {}
+  found: Schema = {"name": name, "description": described, "parameters": made}
+  if "return" in hints:
+    try:
+      returned = _schema(hints["return"], where)
+    except ConfigError:  # the model never writes it
+      return {"type": "function", "function": found}
+    text = sections.get("Returns", "").strip()
+    found["return"] = returned | ({"description": text} if text else {})
+  return {"type": "function", "function": found}
+
+
+def _hints(
+  function: Callable[..., Any], where: str
+) -> tuple[dict[str, Any], dict[str, inspect.Parameter]]:
+  """The type hints of a function, and its parameters without an untyped self or cls."""
+  try:
+    hints = typing.get_type_hints(function)
+    parameters = dict(inspect.signature(function).parameters)
+  except Exception as error:  # a hint in quotes can be any expression
+    raise ConfigError(f"{where}: its type hints cannot be read: {error}") from None
+  first = next(iter(parameters), "")
+  if first in ("self", "cls") and first not in hints:
+    del parameters[first]
+  for argument in parameters:
+    if argument not in hints:
+      raise ConfigError(f"{where}: the argument {argument} has no type hint")
+  return hints, parameters
+
+
+def _sections(doc: str) -> tuple[str, dict[str, str]]:
+  """The text of a docstring before its sections, and the sections by name."""
+  marks = list(_SECTION.finditer(doc))
+  described = doc[: marks[0].start()] if marks else doc
+  ends = [*(mark.start() for mark in marks[1:]), len(doc)]
+  sections = {mark[1]: doc[mark.end() : end] for mark, end in zip(marks, ends)}
+  return described.strip(), sections
+
+
+def _arguments(section: str) -> dict[str, str]:
+  """The descriptions of a section Args, by argument. Lines that are further in belong to one."""
+  texts: dict[str, list[str]] = {}
+  indent, latest = "", ""
+  for line in section.split("\n"):
+    match = _ARGUMENT.match(line)
+    if match and (not latest or len(match[1]) <= len(indent)):
+      indent, latest = match[1], match[2]
+      texts[latest] = [match[3]]
+    elif latest and line.strip():
+      texts[latest].append(line.strip())
+  return {name: " ".join(lines).strip() for name, lines in texts.items()}
+
+
+def _described(schema: Schema, text: str, where: str) -> Schema:
+  """A schema with its description, and with the choices that this names."""
+  match = _CHOICES.search(text)
+  if match is None:
+    return schema | {"description": text}
+  try:
+    choices = [choice.strip() for choice in json.loads(match[1])]
+  except (ValueError, AttributeError, TypeError):
+    raise ConfigError(f"{where}: choices must be a list of texts, got {shown(match[1])}") from None
+  return schema | {"enum": choices, "description": text[: match.start()].strip()}
+
+
+def _schema(hint: Any, where: str) -> Schema:
+  """The JSON schema of a type hint."""
+  origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  if origin is None and isinstance(hint, type) and issubclass(hint, enum.Enum):
+    return _one_of([member.value for member in hint], where)
+  if origin is None:
+    if not isinstance(hint, typing.Hashable) or hint not in _PLAIN:
+      raise ConfigError(f"{where}: the type hint {shown(hint)} has no JSON type")
+    return dict(_PLAIN[hint])
+  if origin in (typing.Union, types.UnionType):
+    return _union(arguments, where)
+  if origin is typing.Literal:
+    return _one_of(list(arguments), where)
+  if origin is list:
+    return {"type": "array", "items": _schema(arguments[0], where)}
+  if origin is tuple and len(arguments) > 1 and ... not in arguments:
+    return {"type": "array", "prefixItems": [_schema(one, where) for one in arguments]}
+  if origin is dict:
+    return {"type": "object", "additionalProperties": _schema(arguments[1], where)}
+  raise ConfigError(f"{where}: the type hint {shown(hint)} has no JSON schema; take list or dict")
+
+
+def _union(kinds: tuple[Any, ...], where: str) -> Schema:
+  schemas = [_schema(kind, where) for kind in kinds if kind is not type(None)]
+  if len(schemas) == 1:
+    made = schemas[0]
+  elif all(one.keys() == {"type"} and isinstance(one["type"], str) for one in schemas):
+    names = sorted({one["type"] for one in schemas})
+    made = {"type": names[0] if len(names) == 1 else names}
+  else:
+    made = {"anyOf": schemas}
+  return made | ({"nullable": True} if type(None) in kinds else {})
+
+
+def _one_of(values: list[Any], where: str) -> Schema:
+  """The schema of one of some values. Each JSON type is named once, in their order."""
+  if not values or any(type(value) not in _SCALARS for value in values):
+    raise ConfigError(f"{where}: the choices {shown(values)} are not all numbers, texts or None")
+  names = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
+  return {"type": names[0] if len(names) == 1 else names, "enum": values}

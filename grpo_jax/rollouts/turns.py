@@ -1,0 +1,67 @@
+"""Turns: what the policy and an environment wrote in a completion, one after the other."""
+
+from typing import Any, NamedTuple
+
+POLICY = "assistant"  # the role of the policy
+
+
+class Turn(NamedTuple):
+  """A turn of a completion.
+
+  Attributes:
+    role: "assistant" for the policy, else the role of the environment's message.
+    text: What was written, without special tokens.
+    start: Its first token is this one of the completion.
+    end: The token after its last one. The messages of an environment that come together share their
+      tokens, with those that the chat template writes around them.
+    reward: What the environment gave for it, or None.
+  """
+
+  role: str
+  text: str
+  start: int
+  end: int
+  reward: float | None = None
+
+  @property
+  def message(self) -> dict[str, str]:
+    """As messages have it."""
+    return {"role": self.role, "content": self.text}
+
+
+class Conversation(NamedTuple):
+  """What happened in a completion.
+
+  Attributes:
+    turns: Its turns.
+    calls: How many tools the policy called.
+    failures: How many of these calls failed: malformed ones, unknown tools, errors, time limits.
+    problem: Why the environment gave no answer, or "".
+    kind: Of the problem: "error", "timeout", "crash" or "".
+  """
+
+  turns: tuple[Turn, ...] = ()
+  calls: int = 0
+  failures: int = 0
+  problem: str = ""
+  kind: str = ""
+
+  @property
+  def own(self) -> list[Turn]:
+    """The turns of the policy."""
+    return [turn for turn in self.turns if turn.role == POLICY]
+
+  @property
+  def tokens(self) -> int:
+    """How many tokens the turns have."""
+    return self.turns[-1].end if self.turns else 0
+
+  def as_json(self) -> list[dict[str, Any]]:
+    """The turns as files hold them."""
+    return [turn._asdict() for turn in self.turns]
+
+
+def from_line(values: list[Any]) -> Conversation:
+  """A conversation of what JSON made of it."""
+  turns, *rest = values
+  return Conversation(tuple(Turn(*turn) for turn in turns), *rest)

@@ -1,0 +1,87 @@
+"""Games of textarena as environments."""
+
+import pickle
+
+import pytest
+from small_run import small_config, small_run, with_section
+
+from grpo_jax.environments.games import TextArena
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.settings import ConfigError
+from grpo_jax.timing import Clock
+
+GAMES = {
+  "GuessTheNumber-v0": ["[10]", "5", "no number", "[15]"],
+  "2048-v0": ["[Up]", "Left", "jump", "[Down]"],
+  "Mastermind-v0": ["[1 2 3 4]", "[2 1 4 5]", ""],
+  "FrozenLake-v0": ["[right]", "[down]", "x" * 5000],
+  "Minesweeper-v0": ["[3 2]", "[0 0]", "[99 99]"],
+  "TowerOfHanoi-v0": ["[A C]", "[A B]", "[B B]"],
+}
+
+
+def played(name, seed, moves, copies=False):
+  game = TextArena(name)
+  said = [game.reset({"seed": seed})]
+  for move in moves:
+    game = pickle.loads(pickle.dumps(game)) if copies else game
+    said.append(game.step({"role": "assistant", "content": move}))
+    if said[-1][2]:
+      break
+  return said
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_a_game_depends_on_its_seed_and_moves_and_can_be_pickled(name):
+  said = played(name, 3, GAMES[name])
+  assert said == played(name, 3, GAMES[name], copies=True)
+  (opening,) = said[0]
+  assert opening["role"] == "user" and len(opening["content"]) > 40
+  for messages, reward, is_over in said[1:]:
+    assert is_over == (reward is not None) == (not messages)
+    # What the game said before, and the move itself, are not said again.
+    assert all(opening["content"] not in one["content"] for one in messages)
+
+
+def test_the_game_ends_with_its_reward():
+  for seed in range(4):
+    said = played("GuessTheNumber-v0", seed, [f"[{n}]" for n in range(1, 21)])
+    _, reward, is_over = said[-1]
+    assert is_over and 0 < reward <= 1
+    assert (reward == 1) == (len(said) - 1 <= 10 and "lower" not in str(said[-1]))
+
+
+@pytest.mark.parametrize(
+  "name, example, words",
+  [
+    ("NoSuchGame-v0", {"seed": 1}, "cannot begin NoSuchGame-v0"),
+    ("TicTacToe-v0", {"seed": 1}, "cannot begin TicTacToe-v0 with one player"),
+    ("Wordle-v0", {"seed": 1}, "cannot begin Wordle-v0"),
+    ("GuessTheNumber-v0", {"question": "a"}, "this one has question; data.task=seeds"),
+  ],
+)
+def test_what_cannot_be_played_is_named_in_a_line(name, example, words):
+  with pytest.raises(ConfigError, match=words) as caught:
+    TextArena(name).reset(example)
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_run_plays_in_workers(capfd):
+  config = small_config()
+  config = with_section(config, "data", task="seeds", prompt="", max_prompt_tokens=640)
+  config = with_section(config, "sampling", max_tokens=400)
+  name = "textarena:GuessTheNumber-v0"
+  config = with_section(config, "environment", name=name, turn_tokens=8, max_turns=3)
+  config = with_section(config, "reward", functions=("environment",), workers=2)
+  run = small_run(config)
+  scorers = Scorers(run)
+  collector = Collector(run, scorers)
+  params = run.parameters.for_sampling(run.initial_params())
+  try:
+    found = collector(params, 0, collector.initial_host_state(), Clock())
+  finally:
+    scorers.close()
+  assert all("between 1 and 20" in row["prompt"] for row in found.rows)
+  assert found.metrics["environment/turns"] > 1 and not found.metrics["environment/errors"]

@@ -1,0 +1,355 @@
+"""Completions of several turns: tools and environments answer the policy while it is sampled."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from small_run import P, grpo_step, small_config, small_run, with_reward, with_section
+
+from grpo_jax.environments.built_in import calculator
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.timing import Clock
+
+G, T = 3, 24
+
+# Each turn's reward is its number. It ends at the third turn, or where the policy writes a 7.
+COUNTING = """
+class Counting:
+  def __init__(self, *, last=3):
+    self.turns, self.last = 0, last
+
+  def reset(self, example):
+    self.question = example["question"]
+    return []
+
+  def step(self, message):
+    self.turns += 1
+    text = message["content"]
+    done = self.turns == self.last or "7" in text
+    return [{"role": "user", "content": f"{len(text)}=" + self.question[:1]}], self.turns, done
+"""
+
+
+def config_of(folder, source="", name="", workers=0, **environment):
+  """A small run with an environment of this source, or with tools."""
+  config = with_section(small_config(), "sampling", max_tokens=T)
+  (folder / "env.py").write_text(source)
+  name = name and f"{folder}/env.py:{name}"
+  config = with_section(config, "environment", name=name, turn_tokens=6, **environment)
+  functions = ("environment",) if name else ("strict",)
+  return with_section(config, "reward", functions=functions, weights=(1.0,), workers=workers)
+
+
+class Collected:
+  """What a run collects in its first step."""
+
+  def __init__(self, config):
+    self.run = small_run(config)
+    self.scorers = Scorers(self.run)
+    self.collector = Collector(self.run, self.scorers)
+    params = self.run.parameters.for_sampling(self.run.initial_params())
+    try:
+      host = self.collector.initial_host_state()
+      self.found = self.collector(params, 0, host, Clock())
+    finally:
+      self.scorers.close()
+    self.rows, self.metrics = self.found.rows, self.found.metrics
+
+
+def own(row):
+  return [turn for turn in row["turns"] if turn["role"] == "assistant"]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("counting")
+  return Collected(config_of(folder, COUNTING, "Counting"))
+
+
+def test_turns_are_the_tokens_of_the_row_in_their_order(counted):
+  decode, sampled = counted.run.tokenizer.decode, np.asarray(counted.found.batch.mask_PGT) > 0
+  several = 0
+  for row, (p, g) in zip(counted.rows, np.ndindex(P, G), strict=True):
+    ids, end, latest = row["completion_ids"], 0, ""
+    for turn in row["turns"]:
+      assert turn["start"] == end and decode(ids[turn["start"] : turn["end"]]) == turn["text"]
+      end = turn["end"]
+      is_own = turn["role"] == "assistant"
+      assert (sampled[p, g, turn["start"] : end] == is_own).all()
+      assert is_own or turn["text"] == f"{len(latest)}={row['prompt'][0]}"
+      latest = turn["text"]
+    assert end == len(ids) == row["length"] <= T and row["turns"][-1]["role"] == "assistant"
+    assert row["completion"] == row["turns"][-1]["text"]
+    several += len(own(row)) > 1
+  assert several > P
+
+
+def test_each_row_has_an_environment_of_its_own_and_its_rewards(counted):
+  for row in counted.rows:
+    rewards = [turn["reward"] for turn in own(row)]
+    assert rewards == [1 + i for i in range(len(rewards))] and len(rewards) <= 3
+    assert row["reward"] == sum(rewards)
+    assert all("7" not in turn["text"] for turn in own(row)[:-1])
+  turns = [len(own(row)) for row in counted.rows]
+  assert counted.metrics["environment/turns"] == np.mean(turns)
+  assert counted.metrics["tools/call_frequency"] == 0
+
+
+@pytest.mark.parametrize("workers, rows", [(2, 0), (0, 3)])
+def test_workers_and_rows_in_flight_change_no_token(counted, workers, rows, tmp_path):
+  config = config_of(tmp_path, COUNTING, "Counting", workers)
+  config = with_section(config, "sampling", rows=rows)
+  found = Collected(config)
+  names = ("completion_ids", "turns", "reward", "stopped_by")
+  for ours, theirs in zip(found.rows, counted.rows, strict=True):
+    assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+    np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
+
+
+def test_a_whole_step_agrees_with_the_learner(counted, tmp_path):
+  step, store, _ = grpo_step(counted.run, tmp_path, counted.collector)
+  state, _, _ = store.restore_or_init()
+  _, metrics, rows, _ = step(state, 0)
+  assert metrics["sampler/logprob_gap_max"] < 1e-4
+  assert [row["turns"] for row in rows] == [row["turns"] for row in counted.rows]
+  json.dumps(rows)
+
+
+def test_rewards_of_turns_are_steps_of_process_supervision(tmp_path):
+  config = config_of(tmp_path, COUNTING, "Counting")
+  config = dataclasses.replace(config, algo=small_config("process").algo)
+  found = Collected(config)
+  rewards_PGT = np.zeros((P, G, T))
+  for row, index in zip(found.rows, np.ndindex(P, G), strict=True):
+    for turn in own(row):
+      rewards_PGT[(*index, turn["end"] - 1)] = turn["reward"]
+  np.testing.assert_array_equal(found.found.rewards.step_rewards_PGT, rewards_PGT)
+  np.testing.assert_array_equal(found.found.rewards.step_ends_PGT, rewards_PGT > 0)
+
+
+READS = """
+def last(completions, turns, turn_rewards, **_):
+  assert all(type(text) is str for text in completions)
+  assert [one[-1]["content"] for one in turns] == completions
+  return [float(len(one)) + 0.01 * sum(r) for one, r in zip(turns, turn_rewards)]
+
+def steps(completions, **_):
+  return [[(i + 1, 1.0 + i) for i in range(len(text))] or None for text in completions]
+"""
+
+
+def test_reward_functions_read_the_turns(tmp_path):
+  config = config_of(tmp_path, COUNTING, "Counting")
+  found = Collected(with_reward(config, tmp_path, READS, ["last"]))
+  for row in found.rows:
+    rewards = sum(turn["reward"] for turn in own(row))
+    assert row["reward"] == pytest.approx(len(row["turns"]) + 0.01 * rewards, abs=1e-5)
+
+
+def test_steps_of_a_text_lie_in_the_last_turn(tmp_path):
+  config = config_of(tmp_path, COUNTING, "Counting")
+  config = dataclasses.replace(config, algo=small_config("process").algo)
+  found = Collected(with_reward(config, tmp_path, READS, ["steps"]))
+  ends_PGT = np.asarray(found.found.rewards.step_ends_PGT)
+  for row, index in zip(found.rows, np.ndindex(P, G), strict=True):
+    last, places = row["turns"][-1], np.flatnonzero(ends_PGT[index])
+    assert len(places) == len(last["text"])
+    assert all(last["start"] <= place < last["end"] for place in places)
+
+
+# Tools.
+
+DIGITS = r"(?P<arguments>[0-9][0-9+-])"  # what a random model writes often
+
+TOOLS = """
+import os, time
+
+def double(x: str) -> str:
+  '''Doubles.
+
+  Args:
+    x: A number.
+  '''
+  return f"={2 * int(x)};"
+
+async def double_later(x: str) -> int:
+  '''Doubles.
+
+  Args:
+    x: A number.
+  '''
+  import asyncio
+  await asyncio.sleep(0.01)
+  return 2 * int(x)
+
+def hangs(x: str) -> str:
+  '''Hangs at an even number.
+
+  Args:
+    x: A number.
+  '''
+  if "0" in x:
+    os._exit(3)
+  while int(x[:1]) % 2 == 0:
+    time.sleep(0.1)
+  return "1"
+"""
+
+
+@pytest.mark.parametrize(
+  "tool, workers", [("double", 0), ("double", 1), ("double_later", 0), ("double_later", 1)]
+)
+def test_tools_answer_what_calls_them(tool, workers, tmp_path):
+  config = config_of(
+    tmp_path, TOOLS, workers=workers, tools=(f"{tmp_path}/env.py:{tool}",), calls=DIGITS
+  )
+  found = Collected(config)
+  calls = failures = 0
+  for row in found.rows:
+    for turn, after in zip(row["turns"], [*row["turns"][1:], None]):
+      if turn["role"] == "assistant" and after is not None:
+        first = next(one for one in "0123456789" if one in turn["text"])
+        assert first and after["role"] == "tool"
+      if turn["role"] == "tool":
+        calls += 1
+        failures += turn["text"].startswith("error")
+        number = turn["text"].strip("=;")
+        assert turn["text"].startswith("error") or int(number) % 2 == 0
+  assert calls > P and 0 < failures < calls
+  frequency = found.metrics["tools/call_frequency"]
+  # Calls of a last turn are counted, and nobody answers them.
+  assert frequency * P * G >= calls
+  assert found.metrics["tools/failure_frequency"] * frequency * P * G == pytest.approx(failures)
+
+
+def test_a_tool_that_hangs_or_ends_is_an_error_that_the_model_reads(tmp_path):
+  config = config_of(
+    tmp_path, TOOLS, workers=2, tools=(f"{tmp_path}/env.py:hangs",), calls=DIGITS, max_turns=2
+  )
+  config = with_section(config, "reward", timeout=0.5)
+  found = Collected(config)
+  texts = {turn["text"] for row in found.rows for turn in row["turns"] if turn["role"] == "tool"}
+  assert {"error: hangs did not answer in time", "error: hangs ended without an answer"} <= texts
+  assert 0 < found.metrics["tools/failure_frequency"] <= 1
+
+
+def test_calls_beyond_the_limit_get_an_error(tmp_path):
+  tools = (f"{tmp_path}/env.py:double",)
+  found = Collected(config_of(tmp_path, TOOLS, tools=tools, calls=DIGITS, max_calls=1))
+  refused = 0
+  for row in found.rows:
+    said = [turn["text"] for turn in row["turns"] if turn["role"] == "tool"]
+    assert all("no more than 1 calls" in text for text in said[1:])
+    refused += len(said[1:])
+  assert refused
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_turns_end_at_their_limit(most, tmp_path):
+  found = Collected(config_of(tmp_path, COUNTING, "Counting", max_turns=most))
+  assert max(len(own(row)) for row in found.rows) == most
+  assert all(turn["reward"] is not None for row in found.rows for turn in own(row))
+
+
+# What goes wrong.
+
+FAILS = """
+import time
+
+class Raises:
+  def reset(self, example):
+    return []
+
+  def step(self, message):
+    raise KeyError("no such move")
+
+class Hangs(Raises):
+  def step(self, message):
+    time.sleep(60)
+
+class RefusesToStart(Raises):
+  def reset(self, example):
+    raise ValueError("no seed")
+
+class Mumbles(Raises):
+  def step(self, message):
+    return [{"role": "user"}], None, False
+"""
+
+
+def test_an_environment_that_raises_ends_the_run(tmp_path):
+  with pytest.raises(RunFailed, match="the environment raised KeyError: .*env.py line"):
+    Collected(config_of(tmp_path, FAILS, "Raises"))
+
+
+@pytest.mark.parametrize("name, kind", [("Raises", "errors"), ("Mumbles", "errors")])
+def test_an_environment_that_raises_ends_the_completion_if_asked(name, kind, tmp_path, capfd):
+  config = with_section(config_of(tmp_path, FAILS, name), "reward", on_error="none")
+  found = Collected(config)
+  assert found.metrics[f"environment/{kind}"] == P * G
+  assert all(row["reward"] is None for row in found.rows)
+  assert capfd.readouterr().err.count("the completion ends there") >= 1
+
+
+def test_an_environment_that_hangs_ends_the_completion(tmp_path):
+  config = config_of(tmp_path, FAILS, "Hangs", workers=4)
+  found = Collected(with_section(config, "reward", timeout=0.5))
+  assert found.metrics["environment/timeouts"] == P * G
+
+
+def test_an_environment_that_refuses_an_example_is_named(tmp_path):
+  with pytest.raises(
+    ConfigError, match=r"reset\(\) of .*RefusesToStart raised ValueError: no seed"
+  ):
+    Collected(config_of(tmp_path, FAILS, "RefusesToStart"))
+
+
+@pytest.mark.parametrize(
+  "settings, words",
+  [
+    (dict(name="chess"), "environment.name: 'chess' is unknown: choose one of retry"),
+    (dict(name="retry(lives=3)"), "environment.name: .*unexpected keyword argument 'lives'"),
+    (dict(name="a=retry,a=retry"), "two environments for a"),
+    (dict(name="a=retry,retry"), "write TASK=NAME"),
+    (dict(tools=("abacus",)), "environment.tools: 'abacus' is unknown: choose one of calculator"),
+    (dict(tools=("calculator",), calls="qwen"), "environment.calls"),
+  ],
+)
+def test_a_wrong_name_is_refused_in_a_line(settings, words):
+  with pytest.raises(ConfigError, match=words) as caught:
+    small_run(with_section(small_config(), "environment", **settings)).prompts("train")
+  assert "\n" not in str(caught.value)
+
+
+def test_the_reward_of_an_environment_needs_one():
+  config = with_section(small_config(), "reward", functions=("environment",))
+  with pytest.raises(ConfigError, match="environment.name is ''"):
+    small_run(config)
+
+
+@pytest.mark.parametrize(
+  "expression, value",
+  [
+    ("3 * (4 + 5)", "27"),
+    ("7 / 2", "3.5"),
+    ("6 / 2", "3"),
+    ("1,000 + 1", "1001"),
+    ("-2 ** 2", "-4"),
+    ("7 // 2 + 7 % 4", "6"),
+  ],
+)
+def test_the_calculator_computes(expression, value):
+  assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+  "expression",
+  ["", "x", "1 +", "9 ** 9 ** 9", "(1).real", "__import__('os')", "[1]*9", "1/0", "2**-0.5**0.5j"]
+  + ["(" * 500, "1" * 300, "-1 ** 0.5 + (-1) ** 0.5"],
+)
+def test_the_calculator_refuses_the_rest(expression):
+  with pytest.raises((ValueError, ZeroDivisionError)):
+    calculator(expression)
