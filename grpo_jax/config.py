@@ -336,6 +336,13 @@ class Environment:
     " package.module:function",
     before=(),
   )
+  harness: str = setting(
+    "",
+    "path/file.py:function or package.module:function, an async function that plays with the"
+    " policy through an endpoint of the run and returns a reward: see"
+    " grpo_jax/environments/harness.py. '' = none",
+    before="",
+  )
   calls: str = setting(
     "auto",
     "how a model writes calls: hermes, llama3, mistral, or a regular expression with the groups"
@@ -357,7 +364,12 @@ class Environment:
   @property
   def has_turns(self) -> bool:
     """Whether completions may have several turns."""
-    return bool(self.name or self.tools)
+    return bool(self.name or self.tools or self.harness)
+
+  @property
+  def has_messages(self) -> bool:
+    """Whether others write messages that are not known before."""
+    return bool(self.name or self.harness)
 
 
 @dataclasses.dataclass(frozen=True)

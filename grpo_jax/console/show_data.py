@@ -46,7 +46,7 @@ def open_data(config: Config) -> tuple[tasks.Task, tokenizer.Tokenizer]:
     return tasks.make_task(config.data), tokens
   task = tasks.make_task(config.data)
   return task, tokenizer.characters(
-    tasks.characters(config.data, task, bool(config.environment.name))
+    tasks.characters(config.data, task, config.environment.has_messages)
   )
 
 

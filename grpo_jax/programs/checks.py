@@ -40,10 +40,16 @@ def check_config(config: Config) -> None:
   sources = [source.name for source in sources_of(mixture_of(config.data))]
   reward = config.reward
   dispatch.check_tasks(reward.tasks, reward.functions, sources, config.eval.function)
-  if "environment" in reward.functions and not config.environment.name:
+  environment = config.environment
+  if "environment" in reward.functions and not environment.has_messages:
     raise ConfigError(
       "config key reward.functions names environment, the sum of the rewards that an environment"
-      " gives, and environment.name is ''; name one"
+      " gives, and environment.name is ''; name one, or a harness"
+    )
+  if environment.harness and (environment.name or environment.tools):
+    raise ConfigError(
+      f"config key environment.harness is {environment.harness!r}: it plays whole conversations, so"
+      " environment.name and environment.tools are not used; leave them empty"
     )
   _check_lora(config)
   _check_reference(config)

@@ -143,7 +143,7 @@ class Run:
       if loaded is not None:
         tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens
-    alphabet = tasks.characters(config.data, self.task, bool(config.environment.name))
+    alphabet = tasks.characters(config.data, self.task, config.environment.has_messages)
     return tokenizer.characters(alphabet)
 
 

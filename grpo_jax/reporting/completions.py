@@ -221,7 +221,7 @@ def _decoder(run: ShownRun) -> tuple[Decode | None, str]:
     if path:
       return tokenizer.load(path).decode, ""
     task = tasks.make_task(config.data)
-    alphabet = tasks.characters(config.data, task, bool(config.environment.name))
+    alphabet = tasks.characters(config.data, task, config.environment.has_messages)
     return tokenizer.characters(alphabet).decode, ""
   except (ConfigError, OSError) as error:
     return None, f"completions without tokens, because their tokenizer cannot be read: {error}"

@@ -66,6 +66,13 @@ class Rollout(Protocol):
     """
 
 
+class Plays(Protocol):
+  """What samples somewhere else. `rollouts.traced.Harness` is one."""
+
+  def rollout(self, group_size: int, greedy: bool) -> Rollout:
+    """Completes each prompt `group_size` times."""
+
+
 class PolicyRollout:
   """Completions that the policy samples, alone or in turns with an environment."""
 
@@ -136,7 +143,7 @@ def make_rollout(
   greedy: bool = False,
   max_tokens: int | None = None,
   at_once: int = 0,
-  talkers: Talkers | None = None,
+  talkers: Talkers | Plays | None = None,
 ) -> Rollout:
   """What completes each prompt `group_size` times in training, in evaluation and in `sample`.
 
@@ -146,8 +153,10 @@ def make_rollout(
     greedy: Take the likeliest tokens.
     max_tokens: The longest completion. None means sampling.max_tokens.
     at_once: The most prompts in flight. 0 means all.
-    talkers: What answers the policy, or None.
+    talkers: What answers the policy, or plays with it, or None.
   """
+  if talkers is not None and not isinstance(talkers, Talkers):
+    return talkers.rollout(group_size, greedy)
   sampler = functools.partial(run.programs.sampler(max_tokens), at_once=at_once)
   sampling, decode = run.config.sampling, run.tokenizer.decode
   end = end_at(sampling.stop, decode) if sampling.stop else None

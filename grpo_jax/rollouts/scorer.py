@@ -7,7 +7,7 @@ import functools
 import json
 from pathlib import Path
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flax import struct
 import numpy as np
@@ -35,6 +35,9 @@ from grpo_jax.rollouts.talk import Talkers
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
 from grpo_jax.types import Rewards
+
+if TYPE_CHECKING:
+  from grpo_jax.rollouts.traced import Harness
 
 _KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # failures with a metric
 _MOST_ROWS_TRIED = 2048  # of the data, to find some for a function
@@ -347,11 +350,17 @@ class Scorers:
     return self._scorer([name], [Weighted(resolve(name, "eval.function", is_reward_model))])
 
   @functools.cached_property
-  def talkers(self) -> Talkers | None:
-    """What answers the policy, or None. Raises ConfigError for what cannot be used."""
+  def talkers(self) -> "Talkers | Harness | None":
+    """What answers the policy, or plays with it, or None.
+
+    Raises:
+      ConfigError: It cannot be used.
+    """
     run, environments = self._run, self._run.environments
     if environments is None:
       return None
+    if environments.settings.harness:
+      return self._harness(environments.settings.harness)
     replies = Replies(run.tokenizer, self._config.data.chat, environments.schemas)
     replies.check(
       (["tool"] if environments.schemas else [])
@@ -363,8 +372,21 @@ class Scorers:
     return Talkers(environments, runner, replies, run.tokenizer.decode, run.hosts, stops)
 
   def close(self) -> None:
-    """Ends the workers that call reward functions."""
+    """Ends the workers that call reward functions, and what plays with the policy."""
+    talkers = self.__dict__.get("talkers")
+    if talkers is not None and not isinstance(talkers, Talkers):
+      talkers.close()
     self._caller.close()
+
+  def _harness(self, name: str) -> "Harness":
+    try:
+      from grpo_jax.rollouts.traced import Harness, Players  # a server is an optional package
+    except ImportError:
+      raise ConfigError(
+        "environment.harness: the endpoint needs the package aiohttp: pip install 'grpo_jax[serve]'"
+      ) from None
+    players = self._run.hosts.on_each(lambda: Players(name, self._caller.pool))
+    return Harness(self._run, players, self._caller.stops_on_error)
 
   def _scorer(
     self, names: Sequence[str], functions: Sequence[Weighted], needs_steps: bool = False

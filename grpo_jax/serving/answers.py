@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_jax.environments.tool_calls import Call, Format
 from grpo_jax.serving.requests import Request, RequestError
+from grpo_jax.serving.traces import Trace
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -44,6 +45,7 @@ class Choice:
     self._held = (*request.stop, calls.opens) if request.has_tools else request.stop
     self._calls = calls if request.has_tools else None
     self._echo = request.echo[index // request.n] if request.echo else ""
+    self._said, self._called = "", 0  # what the client has got
     self._text = ""  # of the first tokens,
     self._decoded = 0  # which are so many
     self._texts = 0  # characters that were taken
@@ -80,8 +82,23 @@ class Choice:
     if self._calls is not None and self.finish:
       new, calls, _ = self._calls.parse(new)
       self.finish = "tool_calls" if calls else self.finish
+    self._said, self._called = self._said + new, self._called + len(calls)
     echo, self._echo = self._echo, ""
     return echo + new, calls
+
+  def trace(self) -> Trace:
+    """What was read and written, once it has ended."""
+    finish = "length" if self.finish == "length" else "stop"
+    version = self.versions[-1] if self.versions else 0
+    return Trace(
+      prompt=list(self.prompt),
+      tokens=list(self.tokens),
+      logprobs=list(self.logprobs),
+      version=version,
+      finish=finish,
+      said=self._said,
+      calls=self._called,
+    )
 
   def take_tokens(self) -> slice:
     """The places of the tokens that are new since the last time."""

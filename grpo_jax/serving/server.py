@@ -15,13 +15,16 @@ import uuid
 
 from aiohttp import web
 
+from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments.tool_calls import format_for
+from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving import answers, requests
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part
 from grpo_jax.serving.metrics import Metrics
 from grpo_jax.serving.requests import Limits, Request, RequestError
+from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
 
 _LOOK_SECONDS = 0.5  # how often it looks whether the engine has failed
@@ -71,6 +74,7 @@ class Server:
     vocabulary: int,
     settings: Settings,
     reload: Callable[[], int] | None = None,
+    recorder: Recorder | None = None,
   ):
     """Answers nothing yet.
 
@@ -81,7 +85,9 @@ class Server:
       settings: The limits and the key.
       reload: Gives the engine the newest weights and returns their version. It runs in a thread.
         None means that there are no newer ones.
+      recorder: Keeps what clients asked, by the name behind the key: `KEY:NAME`.
     """
+    self._recorder = recorder
     self.metrics = Metrics()
     self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
     try:
@@ -92,7 +98,6 @@ class Server:
     self._limits = Limits(
       settings.model, vocabulary, engine.sizes.prompt_tokens, engine.max_tokens, settings.choices
     )
-    self._texts = requests.Texts(self._encode, self._render)
     self._created = int(time.time())
     self._is_stopping = False
     self.app = web.Application(
@@ -181,6 +186,8 @@ class Server:
     if self._settings.key and request.path not in _OPEN_PATHS:
       given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
       wanted = f"Bearer {self._settings.key}".encode()
+      if self._recorder is not None:
+        given, _, _ = given.partition(b":")
       if not hmac.compare_digest(given, wanted):  # takes as long wherever they differ
         raise RequestError("the API key is wrong or missing", status=401, code="invalid_api_key")
     return await handler(request)
@@ -231,7 +238,7 @@ class Server:
     self.metrics.active += 1
     try:
       # Tokenizers and templates take their time, which others shall not wait for.
-      asked = await asyncio.to_thread(self._read, read, body)
+      asked = await asyncio.to_thread(self._read, read, body, _conversation_of(request))
       self.metrics.prompt_tokens += sum(map(len, asked.prompts))
       kind = "chatcmpl" if asked.is_chat else "cmpl"
       head = answers.Head(
@@ -239,10 +246,11 @@ class Server:
       )
       if asked.stream:
         return await self._stream(request, head)
-      async with self._choices(head.request, request.transport) as (choices, parts):
+      async with self._choices(head.request, request) as (choices, parts):
         async for _ in parts:
           pass
         made = head.whole(choices)
+        self._record(request, choices)
       headers = {"X-Weights-Version": str(made["weights_version"])}
       return web.Response(text=_dumps(made), content_type="application/json", headers=headers)
     finally:
@@ -261,12 +269,13 @@ class Server:
         _cut(request.transport)
         raise ConnectionResetError("the reader is too slow") from None
 
-    async with self._choices(head.request, request.transport) as (choices, parts):
+    async with self._choices(head.request, request) as (choices, parts):
       await response.prepare(request)
       try:
         async for choice in parts:
           await send(_dumps(head.piece(choice, choice.index not in begun)))
           begun.add(choice.index)
+        self._record(request, choices)
         if head.request.include_usage:
           await send(_dumps(head.last_piece(choices)))
         await send("[DONE]")
@@ -277,13 +286,14 @@ class Server:
 
   @contextlib.asynccontextmanager
   async def _choices(
-    self, asked: Request, transport: asyncio.Transport | None
+    self, asked: Request, request: web.Request
   ) -> AsyncIterator[tuple[list[answers.Choice], AsyncIterator[answers.Choice]]]:
     """The choices of a request, and what yields each of them whenever it has grown.
 
     However the block ends, the rows that have not ended leave their seats.
     """
     loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part]]()
+    transport = request.transport
 
     def receive(index: int, part: Part) -> None:
       heard.put_nowait((index, part))
@@ -295,15 +305,22 @@ class Server:
 
     decode = self._tokenizer.decode
     choices = [answers.Choice(index, asked, decode, self._calls) for index in range(asked.choices)]
+
+    def draws(choice: answers.Choice) -> tuple[RowSettings, int]:
+      if self._recorder is not None:
+        return self._recorder.draws(_conversation_of(request), asked.settings)
+      return asked.settings, requests.row_number(asked.seed, choice.index)
+
+    drawn = [draws(choice) for choice in choices]
     jobs = [
       Job(
         prompt=choice.prompt,
-        number=requests.row_number(asked.seed, choice.index),
-        settings=asked.settings,
+        number=number,
+        settings=settings,
         hear=functools.partial(hear, choice.index),
         end=_end_of(asked.stop, decode) if asked.stop else None,
       )
-      for choice in choices
+      for choice, (settings, number) in zip(choices, drawn, strict=True)
     ]
     rows = self._submit(jobs)
     try:
@@ -332,6 +349,12 @@ class Server:
       going -= bool(part.finish)
       yield choices[index]
 
+  def _record(self, request: web.Request, choices: Sequence[answers.Choice]) -> None:
+    """Keeps the choices of an answer, if they are to be learned from."""
+    if self._recorder is not None:
+      for choice in choices:
+        self._recorder.add(_conversation_of(request), choice.trace())
+
   def _submit(self, jobs: list[Job]) -> Any:
     try:
       return self._engine.submit(jobs)
@@ -345,17 +368,28 @@ class Server:
     except Closed:
       raise _stopping() from None
 
-  def _read(self, read: Read, body: bytes) -> Request:
-    return read(requests.read_json(body), self._limits, self._texts)
+  def _read(self, read: Read, body: bytes, name: str) -> Request:
+    texts = requests.Texts(self._encode, functools.partial(self._render, name))
+    return read(requests.read_json(body), self._limits, texts)
 
   def _encode(self, text: str) -> list[int]:
     return [*self._tokenizer.prefix_ids, *self._tokenizer.encode(text)]
 
   def _render(
-    self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
   ) -> list[int]:
-    text = self._tokenizer.render(messages, tools=tools)
-    return self._tokenizer.encode(text)
+    """The prompt of messages. While it records, what the policy wrote keeps its tokens."""
+    if self._recorder is None:
+      return self._tokenizer.encode(self._tokenizer.render(messages, tools=tools))
+    earlier = self._recorder.earlier(name, messages)
+    if earlier is None:
+      ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools))
+    else:
+      trace, after = earlier
+      reply = Replies(self._tokenizer, True, tools or ()).ids(after, trace.tokens[-1])
+      ids = [*trace.prompt, *trace.tokens, *reply]
+    self._recorder.read(name, messages, ids)
+    return ids
 
   def _about_model(self) -> dict[str, Any]:
     return {
@@ -366,6 +400,12 @@ class Server:
       "max_model_len": self._limits.prompt_tokens + self._limits.max_tokens,
       "weights_version": self._engine.version,
     }
+
+
+def _conversation_of(request: web.Request) -> str:
+  """The name behind the key of a request."""
+  _, _, name = request.headers.get("Authorization", "").partition(":")
+  return name
 
 
 def _end_of(stop: tuple[str, ...], decode: answers.Decode) -> End:

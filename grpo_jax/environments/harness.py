@@ -1,0 +1,111 @@
+"""Harnesses: programs that play with the policy through its endpoint, in the workers.
+
+A harness is an async function, `environment.harness=path/file.py:function`:
+
+  async def play(example, base_url, api_key, model):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    answer = await client.chat.completions.create(model=model, messages=[...])
+    return 1.0
+
+It is called once for each completion of a prompt. It gets the example, and what an OpenAI client
+needs. It may ask as often as it likes, and returns the reward. What it asked and what the policy
+wrote is recorded token by token.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+import functools
+import inspect
+from typing import Any
+
+from grpo_jax.environments.names import is_portable
+from grpo_jax.rewards import Pool
+from grpo_jax.rewards.call import describe, in_thread
+from grpo_jax.rewards.names import named
+from grpo_jax.rewards.workers.messages import Call
+from grpo_jax.settings import ConfigError, RunFailed
+
+KEY = "environment.harness"
+_WORKER = "grpo_jax.environments.harness:play"
+
+Play = Callable[..., Awaitable[float]]
+Request = Mapping[str, Any]
+
+
+@functools.lru_cache(8)
+def resolve(name: str) -> Play:
+  """The harness of environment.harness.
+
+  Raises:
+    ConfigError: There is none of this name, or it is not async, or it lacks an argument.
+  """
+  function = named(name, KEY, "give path/file.py:function or package.module:function")
+  if not inspect.iscoroutinefunction(function):
+    raise ConfigError(f"{KEY}: {name!r} is no async function: write async def")
+  try:
+    inspect.signature(function).bind(example={}, base_url="", api_key="", model="")
+  except TypeError as error:
+    raise ConfigError(
+      f"{KEY}: {name!r} cannot be called ({error}): it gets the arguments example, base_url,"
+      " api_key and model"
+    ) from None
+  return function
+
+
+async def play(
+  requests: Sequence[Request], log_extra: Any, *, harness: str = "", **columns: Any
+) -> list[float]:
+  """Plays what requests ask for, side by side, as a reward function that logs the outcomes."""
+  del columns
+  log_extra("outcome", await asyncio.gather(*(_play(harness, one) for one in requests)))
+  return [0.0] * len(requests)
+
+
+async def _play(harness: str, request: Request) -> dict[str, Any]:
+  try:
+    reward = await resolve(harness)(**request)
+    return {"reward": None if reward is None else float(reward)}
+  except Exception as error:
+    return {"error": describe(error)}
+
+
+class Players:
+  """Calls a harness in the workers, or in threads of this process."""
+
+  def __init__(self, harness: str, pool: Pool | None) -> None:
+    """Prepares the workers. Raises ConfigError for a harness that cannot be used."""
+    resolve(harness)
+    self._harness, self._pool = harness, pool
+    self._source = f"{_WORKER}(harness={harness!r})"
+    if pool is not None:
+      pool.add(self._source, play, is_portable(harness))
+
+  def __call__(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """The outcomes of requests: `reward`, or `error` with its `kind`."""
+    if self._pool is None:
+      played = in_thread(lambda: asyncio.run(self._side_by_side(requests)))
+      return [one | {"kind": "error"} if "error" in one else one for one in played.result()]
+    calls = [
+      Call(
+        key=self._source,
+        name="of the harness",
+        columns={"completions": [""], "requests": [request]},
+        is_async=True,
+        one_worker=True,
+      )
+      for request in requests
+    ]
+    found = []
+    for answer in self._pool.start(calls).result():
+      (failure,) = answer.failures or [None]
+      if failure is not None and failure.kind == "error":
+        raise RunFailed(failure.text)
+      if failure is not None:
+        found.append({"error": f"the harness ended: {failure.kind}", "kind": failure.kind})
+        continue
+      outcome = answer.extras["outcome"][0]
+      found.append(outcome | {"kind": "error"} if "error" in outcome else outcome)
+    return found
+
+  async def _side_by_side(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+    return await asyncio.gather(*(_play(self._harness, request) for request in requests))

@@ -1,0 +1,113 @@
+"""What an endpoint records, so that a run can learn from what other programs asked the policy.
+
+A client names its conversation in its key: `KEY:NAME`. Whatever it asks under that name, the
+endpoint keeps the tokens that it read and wrote.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+import hashlib
+import threading
+from typing import Any, NamedTuple
+
+from grpo_jax.sampler.logits import RowSettings
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Trace(NamedTuple):
+  """A completion that the policy wrote for a client.
+
+  Attributes:
+    prompt: The token ids that it read.
+    tokens: The token ids that it wrote, with the one that ended it.
+    logprobs: Of these, at the run's temperature.
+    version: Of the weights that wrote the last of them.
+    finish: "stop" or "length".
+    said: The content of the answer that the client got.
+    calls: How many calls of tools it got.
+  """
+
+  prompt: list[int]
+  tokens: list[int]
+  logprobs: list[float]
+  version: int
+  finish: str
+  said: str = ""
+  calls: int = 0
+
+
+class Recorder:
+  """Keeps the traces of conversations. Every method may be called from any thread.
+
+  While it records, the run decides how tokens are drawn, because it learns from their log-probs:
+  temperature, filters and seed of a request are not used.
+  """
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._traces: dict[str, list[Trace]] = collections.defaultdict(list)
+    self._messages: dict[tuple[str, tuple[int, ...]], Messages] = {}  # of prompts
+    self._asked: dict[str, int] = collections.defaultdict(int)
+    self._settings, self._seed = RowSettings(), ""
+
+  def begin(self, settings: RowSettings, seed: str) -> None:
+    """Forgets what it has, and draws with other settings.
+
+    Args:
+      settings: Of every completion. A request's own limit of tokens is kept.
+      seed: What the random numbers depend on, beside the conversation's name and how many
+        completions it asked for before.
+    """
+    with self._lock:
+      self._traces.clear()
+      self._messages.clear()
+      self._asked.clear()
+      self._settings, self._seed = settings, seed
+
+  def draws(self, name: str, asked: RowSettings) -> tuple[RowSettings, int]:
+    """How the next completion of a conversation is drawn: its settings, and its int32 number."""
+    with self._lock:
+      count = self._asked[name]
+      self._asked[name] += 1
+      text = f"{self._seed}/{name}/{count}"
+      number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+      return self._settings.replace(max_tokens=asked.max_tokens), number
+
+  def read(self, name: str, messages: Messages, prompt: Sequence[int]) -> None:
+    """Remembers which messages a prompt was rendered from."""
+    with self._lock:
+      self._messages[name, tuple(prompt)] = messages
+
+  def earlier(self, name: str, messages: Messages) -> tuple[Trace, Messages] | None:
+    """The completion that messages go on from, and those that follow it.
+
+    Returns:
+      The latest completion of the conversation whose messages these begin with, followed by the
+      answer that the client got. None if there is none.
+    """
+    with self._lock:
+      for trace in reversed(self._traces[name]):
+        before = self._messages.get((name, tuple(trace.prompt)))
+        if before is None or list(messages[: len(before)]) != list(before):
+          continue
+        answer, after = messages[len(before) :][:1], messages[len(before) + 1 :]
+        if answer and after and _is_answer(answer[0], trace):
+          return trace, after
+    return None
+
+  def add(self, name: str, trace: Trace) -> None:
+    """Keeps a completion of a conversation."""
+    with self._lock:
+      self._traces[name].append(trace)
+
+  def take(self, name: str) -> list[Trace]:
+    """The completions of a conversation in their order. They are then forgotten."""
+    with self._lock:
+      return self._traces.pop(name, [])
+
+
+def _is_answer(message: Mapping[str, Any], trace: Trace) -> bool:
+  """Whether a message is what the client was answered."""
+  content, calls = message.get("content") or "", message.get("tool_calls") or []
+  return message.get("role") == "assistant" and (content, len(calls)) == (trace.said, trace.calls)

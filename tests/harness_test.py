@@ -1,0 +1,225 @@
+"""Programs that play with the policy through the endpoint of the run, in training."""
+
+import numpy as np
+import pytest
+from small_qwen import make_checkpoint, problems
+from small_run import P, grpo_step, small_config, small_run, with_section
+
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.traced import chain_of
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.serving.traces import Recorder, Trace
+from grpo_jax.settings import ConfigError, RunFailed
+
+G, T = 3, 80
+
+HARNESS = """
+import openai
+
+def client_of(base_url, api_key):
+  return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+async def twice(example, base_url, api_key, model):
+  client, prompt = client_of(base_url, api_key), example["question"]
+  first = await client.completions.create(
+    model=model, prompt=prompt, max_tokens=6, temperature=0.3, top_p=0.5
+  )
+  prompt += first.choices[0].text + "=1;"
+  second = await client.completions.create(model=model, prompt=prompt, max_tokens=6, stream=True)
+  text = "".join([part.choices[0].text async for part in second])
+  return float(text.count("7"))
+
+async def chats(example, base_url, api_key, model):
+  client, messages = client_of(base_url, api_key), list(example["messages"])
+  for turn in range(3):
+    answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=6)
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    messages.append({"role": "user", "content": f"No, {turn}"})
+  other = [{"role": "user", "content": "What do you think?"}]
+  await client.chat.completions.create(model=model, messages=other, max_tokens=3)
+  return float(len(messages[-2]["content"]))
+
+async def raises(example, base_url, api_key, model):
+  raise ValueError("no game")
+
+async def silent(example, base_url, api_key, model):
+  return 1.0
+
+async def wants_more(example, base_url, api_key, model, board):
+  return 1.0
+
+def not_async(example, base_url, api_key, model):
+  return 1.0
+
+async def sevens(example, base_url, api_key, model):
+  answer = await client_of(base_url, api_key).completions.create(
+    model=model, prompt=example["question"], max_tokens=12
+  )
+  return answer.choices[0].text.count("7") / 12
+"""
+
+
+def config_of(folder, name, workers=0, **sections):
+  (folder / "harness.py").write_text(HARNESS)
+  config = with_section(small_config(), "sampling", max_tokens=T, **sections.get("sampling", {}))
+  config = with_section(config, "environment", harness=f"{folder}/harness.py:{name}")
+  reward = {"functions": ("environment",), "workers": workers} | sections.get("reward", {})
+  return with_section(config, "reward", **reward)
+
+
+def chat_config(folder):
+  rows = list(problems(12))
+  corpus = [row["question"] + row["answer"] for row in rows] + ["user assistant No, 0"]
+  make_checkpoint(folder / "model", corpus, every_id_is_text=True)
+  import json
+
+  for split in ("train", "test"):
+    (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  config = config_of(folder, "chats")
+  config = with_section(
+    config, "data", task="gsm8k", path=str(folder), chat=True, max_prompt_tokens=96
+  )
+  return with_section(config, "model", path=str(folder / "model"))
+
+
+def first_step(config, folder):
+  """(rows, metrics) of a run's first step."""
+  run = small_run(config)
+  scorers = Scorers(run)
+  try:
+    step, store, _ = grpo_step(run, folder, Collector(run, scorers))
+    state, _, _ = store.restore_or_init()
+    _, metrics, rows, _ = step(state, 0)
+    return rows, metrics
+  finally:
+    scorers.close()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_a_harness_asked_is_learned_token_by_token(workers, tmp_path):
+  rows, metrics = first_step(config_of(tmp_path, "twice", workers), tmp_path / "run")
+  assert len(rows) == P * G and metrics["sampler/logprob_gap_max"] < 1e-4
+  for row in rows:
+    roles = [turn["role"] for turn in row["turns"]]
+    assert roles in (["assistant", "user", "assistant"], ["assistant"])
+    if len(roles) == 3:
+      first, added, last = row["turns"]
+      assert added["text"] == "=1;" and last["reward"] == row["reward"] == last["text"].count("7")
+      assert first["end"] <= 6 and last["end"] - last["start"] <= 6
+  assert sum(len(row["turns"]) == 3 for row in rows) > P
+  # The run decides how tokens are drawn, whatever a request says.
+  again, _ = first_step(config_of(tmp_path, "twice", 0), tmp_path / "again")
+  assert [row["completion_ids"] for row in again] == [row["completion_ids"] for row in rows]
+
+
+def test_conversations_keep_their_tokens_and_other_calls_are_left_out(tmp_path, capfd):
+  """A random model writes tokens that its tokenizer would not make of their text."""
+  config = chat_config(tmp_path)
+  rows, metrics = first_step(config, tmp_path / "run")
+  assert metrics["sampler/logprob_gap_max"] < 1e-4
+  own = [[turn for turn in row["turns"] if turn["role"] == "assistant"] for row in rows]
+  assert all(len(turns) == 3 for turns in own)
+  assert all("No, 0" in row["turns"][1]["text"] for row in rows)
+  assert f"warning: {P * G} calls of the harness are not learned from" in capfd.readouterr().err
+
+
+def test_rewards_rise(tmp_path):
+  config = config_of(tmp_path, "sevens")
+  run = small_run(with_section(config, "optimizer", learning_rate=3e-2))
+  scorers = Scorers(run)
+  try:
+    step, store, _ = grpo_step(run, tmp_path, Collector(run, scorers))
+    state, _, _ = store.restore_or_init()
+    rewards = []
+    for index in range(20):
+      state, metrics, _, _ = step(state, index)
+      rewards.append(metrics["reward"])
+  finally:
+    scorers.close()
+  assert np.mean(rewards[-3:]) > 0.5 > 0.2 > np.mean(rewards[:3])
+
+
+def test_a_harness_that_raises_ends_the_run(tmp_path):
+  with pytest.raises(RunFailed, match="the harness raised ValueError: no game .*harness.py line"):
+    first_step(config_of(tmp_path, "raises"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["silent", "raises"])
+def test_a_harness_that_asks_nothing_ends_the_run(name, tmp_path):
+  config = config_of(tmp_path, name, reward={"on_error": "none"})
+  with pytest.raises(RunFailed, match="no call of the harness began with the prompt"):
+    first_step(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+  "name, words",
+  [
+    ("not_async", "is no async function"),
+    ("wants_more", "cannot be called .*board"),
+    ("absent", "defines no function"),
+  ],
+)
+def test_a_function_that_is_no_harness_is_refused(name, words, tmp_path):
+  run = small_run(config_of(tmp_path, name))
+  with pytest.raises(ConfigError, match=words) as caught:
+    Collector(run, Scorers(run))
+  assert "\n" not in str(caught.value)
+
+
+def test_filters_are_refused(tmp_path):
+  run = small_run(config_of(tmp_path, "twice", sampling={"top_k": 5}))
+  with pytest.raises(ConfigError, match=r"environment.harness: .* without filters"):
+    Collector(run, Scorers(run))
+
+
+def test_a_harness_and_tools_are_refused(tmp_path):
+  config = with_section(config_of(tmp_path, "twice"), "environment", tools=("calculator",))
+  with pytest.raises(ConfigError, match="environment.harness is .*leave them empty"):
+    small_run(config)
+
+
+def trace(prompt, tokens, finish="stop"):
+  return Trace(prompt, tokens, [-0.5] * len(tokens), 1, finish)
+
+
+def test_the_longest_chain_of_calls_is_the_row():
+  calls = [
+    trace([1, 2], [3, 4]),
+    trace([9], [9, 9, 9, 9, 9, 9]),  # of another agent
+    trace([1, 2, 3, 4, 5], [6]),
+    trace([1, 2, 3], [7, 7, 7]),  # begins in the middle of the first answer
+    trace([1, 2, 3, 4, 5, 6, 8], [0], "length"),
+  ]
+  chain = chain_of(calls, [1, 2], 10)
+  assert chain.tokens == [3, 4, 5, 6, 8, 0] and chain.is_cut and chain.left_out == 2
+  assert chain.sampled == [True, True, False, True, False, True]
+  assert chain.logprobs == [-0.5, -0.5, 0, -0.5, 0, -0.5]
+  short = chain_of(calls[:3], [1, 2], 3)
+  assert short.tokens == [3, 4, 5] and short.is_cut
+  assert chain_of(calls, [4], 3).tokens == []
+
+
+def test_a_recorder_knows_which_answer_a_conversation_goes_on_from():
+  recorder = Recorder()
+  first = [{"role": "user", "content": "a"}]
+  recorder.read("x", first, [1])
+  recorder.add("x", Trace([1], [2], [0.0], 1, "stop", said="b"))
+  answered = [*first, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+  found, after = recorder.earlier("x", answered)
+  assert found.tokens == [2] and after == answered[2:]
+  assert recorder.earlier("y", answered) is None
+  assert recorder.earlier("x", answered[:2]) is None  # nothing follows the answer
+  changed = [*first, {"role": "assistant", "content": "B"}, {"role": "user", "content": "c"}]
+  assert recorder.earlier("x", changed) is None
+  assert recorder.take("x") == [found] and recorder.take("x") == []
+
+
+def test_draws_depend_on_the_name_and_on_how_often_it_asked():
+  recorder = Recorder()
+  recorder.begin(RowSettings(0.7), "seed")
+  draws = [recorder.draws("x", RowSettings(2.0, top_k=3, max_tokens=5)) for _ in range(2)]
+  assert [settings for settings, _ in draws] == [RowSettings(0.7, max_tokens=5)] * 2
+  assert draws[0][1] != draws[1][1] != recorder.draws("y", RowSettings())[1]
+  recorder.begin(RowSettings(0.7), "seed")
+  assert recorder.draws("x", RowSettings())[1] == draws[0][1]
