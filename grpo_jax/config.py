@@ -338,8 +338,8 @@ class Environment:
   )
   harness: str = setting(
     "",
-    "path/file.py:function or package.module:function, an async function that plays with the"
-    " policy through an endpoint of the run and returns a reward: see"
+    "verifiers:ID, path/file.py:function or package.module:function, an async function that plays"
+    " with the policy through an endpoint of the run and returns a reward: see"
     " grpo_jax/environments/harness.py. '' = none",
     before="",
   )

@@ -274,6 +274,10 @@ class RefusesToStart(Raises):
   def reset(self, example):
     raise ValueError("no seed")
 
+class SaysNothing(Raises):
+  def step(self, message):
+    return [{"role": "user", "content": "2"}], None, False
+
 class Mumbles(Raises):
   def step(self, message):
     return [{"role": "user"}], None, False
@@ -292,6 +296,12 @@ def test_an_environment_that_raises_ends_the_completion_if_asked(name, kind, tmp
   assert found.metrics[f"environment/{kind}"] == P * G
   assert all(row["reward"] is None for row in found.rows)
   assert capfd.readouterr().err.count("the completion ends there") >= 1
+
+
+def test_a_conversation_that_a_limit_ends_counts_nothing(tmp_path):
+  """It has a reward, or the policy would learn not to finish what it would lose."""
+  found = Collected(config_of(tmp_path, FAILS, "SaysNothing"))
+  assert all(row["reward"] == 0 for row in found.rows)
 
 
 def test_an_environment_that_hangs_ends_the_completion(tmp_path):

@@ -16,8 +16,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 import functools
 import inspect
+import os
 from typing import Any
 
+from grpo_jax.data.tasks import verifiers_tasks
+from grpo_jax.environments import verifiers_player
 from grpo_jax.environments.names import is_portable
 from grpo_jax.rewards import Pool
 from grpo_jax.rewards.call import describe, in_thread
@@ -39,7 +42,11 @@ def resolve(name: str) -> Play:
   Raises:
     ConfigError: There is none of this name, or it is not async, or it lacks an argument.
   """
-  function = named(name, KEY, "give path/file.py:function or package.module:function")
+  adapter, _, id = name.partition(":")
+  if adapter == "verifiers":
+    verifiers_tasks.load(id)
+    return functools.partial(verifiers_player.play, id=id)
+  function = named(name, KEY, "give path/file.py:function, package.module:function or verifiers:ID")
   if not inspect.iscoroutinefunction(function):
     raise ConfigError(f"{KEY}: {name!r} is no async function: write async def")
   try:
@@ -75,7 +82,11 @@ class Players:
   def __init__(self, harness: str, pool: Pool | None) -> None:
     """Prepares the workers. Raises ConfigError for a harness that cannot be used."""
     resolve(harness)
+    if pool is None and harness.startswith("verifiers:"):
+      raise ConfigError(f"config key reward.workers is 0: {harness} needs a worker; set 1 or more")
     self._harness, self._pool = harness, pool
+    # Each agent of verifiers is a process.
+    self._at_once = 2 * (os.cpu_count() or 1) if harness.startswith("verifiers:") else 0
     self._source = f"{_WORKER}(harness={harness!r})"
     if pool is not None:
       pool.add(self._source, play, is_portable(harness))
@@ -92,6 +103,7 @@ class Players:
         columns={"completions": [""], "requests": [request]},
         is_async=True,
         one_worker=True,
+        at_once=self._at_once,
       )
       for request in requests
     ]

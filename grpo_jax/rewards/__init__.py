@@ -18,8 +18,8 @@ completions:
   turns           only with an environment: the messages of each completion, of the policy and of
                   the environment, each {"role": ..., "content": ...}. `completions` has the
                   policy's last turn
-  turn_rewards    only with an environment: the rewards of the policy's turns, None where it gave
-                  none
+  turn_rewards    only with an environment: the rewards of the policy's turns, None for a turn
+                  without one. Empty for a completion in which the environment failed
   question, solution, answer, ...
                   every field of the examples that the prompts were made from
 

@@ -451,5 +451,5 @@ def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, li
   if rollouts.turns_PG is not None:
     found = rollouts.turns_PG.ravel()
     columns["turns"] = [[turn.message for turn in one.turns] for one in found]
-    columns["turn_rewards"] = [[turn.reward for turn in one.own] for one in found]
+    columns["turn_rewards"] = [one.rewards for one in found]
   return columns

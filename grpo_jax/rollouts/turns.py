@@ -52,6 +52,11 @@ class Conversation(NamedTuple):
     return [turn for turn in self.turns if turn.role == POLICY]
 
   @property
+  def rewards(self) -> list[float | None]:
+    """The rewards of the policy's turns. Empty where the environment failed."""
+    return [] if self.problem else [turn.reward for turn in self.own]
+
+  @property
   def tokens(self) -> int:
     """How many tokens the turns have."""
     return self.turns[-1].end if self.turns else 0

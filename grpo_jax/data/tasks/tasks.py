@@ -17,7 +17,7 @@ from grpo_jax.data.files.rows import Example, Examples
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.tasks import countdown as number_games
-from grpo_jax.data.tasks import examples
+from grpo_jax.data.tasks import examples, verifiers_tasks
 from grpo_jax.data.tasks.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.data.tasks.code import code_example
 from grpo_jax.data.tasks.mixture import Mixture, Source, columns_of, mix, mixture_of, sources_of
@@ -174,6 +174,12 @@ def reasoning_gym(path: str) -> Task:
   return Task(Problems(task, "train"), Problems(task, "test"))
 
 
+def verifiers(path: str) -> Task:
+  """The tasks of a taskset of the package verifiers, whose id is `path`."""
+  _require_path(path, "verifiers")
+  return Task(verifiers_tasks.examples(path), ())
+
+
 def seeds(path: str) -> Task:
   """Seeds for an environment that makes the prompts. `path` must be empty."""
   _refuse_path(path, "seeds")
@@ -240,6 +246,7 @@ TASKS: dict[str, Callable[[str], Task]] = {
   "word_problems": word_problems,
   "reasoning_gym": reasoning_gym,
   "seeds": seeds,
+  "verifiers": verifiers,
   "columns": columns,
 }
 

@@ -8,10 +8,14 @@ from grpo_jax.rewards.marks import by_turn, in_process
 @in_process
 @by_turn
 def environment(turn_rewards: list[list[float | None]], **columns: Any) -> list[float | None]:
-  """The sum of the rewards of a completion's turns. None where the environment gave none.
+  """The sum of the rewards of a completion's turns. None where the environment failed.
 
-  With process supervision, each turn with a reward is a step.
+  A conversation that a limit ends before the environment gives anything counts 0: without a reward,
+  the policy would learn not to finish what it would lose. With process supervision, each turn with
+  a reward is a step.
   """
   del columns
   known = [[reward for reward in rewards if reward is not None] for rewards in turn_rewards]
-  return [sum(rewards) if rewards else None for rewards in known]
+  return [
+    float(sum(some)) if rewards else None for some, rewards in zip(known, turn_rewards, strict=True)
+  ]

@@ -1,0 +1,51 @@
+"""The harness `verifiers:ID`: the package verifiers plays and scores the tasks of a taskset."""
+
+import asyncio
+from collections.abc import Mapping
+import contextlib
+import os
+import secrets
+from typing import Any
+
+from grpo_jax.data.tasks import verifiers_tasks
+
+# What serves the agents of each taskset, in this worker. It ends with the worker.
+_SERVED: dict[str, contextlib.AsyncExitStack] = {}
+_LOCKS: dict[str, asyncio.Lock] = {}
+
+
+async def play(
+  example: Mapping[str, Any], base_url: str, api_key: str, model: str, *, id: str
+) -> float:
+  """Lets the taskset's agent work on a task with the policy. Returns the reward.
+
+  Args:
+    example: Its field `number` is the place of the task.
+    base_url: Of the endpoint.
+    api_key: For it.
+    model: The policy's name there.
+    id: Of the taskset.
+
+  Raises:
+    RuntimeError: The agent failed.
+  """
+  from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+  environment, tasks = verifiers_tasks.load(id)
+  async with _LOCKS.setdefault(id, asyncio.Lock()):
+    if id not in _SERVED:
+      stack = contextlib.AsyncExitStack()
+      await stack.enter_async_context(environment.serving())
+      _SERVED[id] = stack
+  variable = f"GRPO_JAX_KEY_{secrets.token_hex(8)}"
+  os.environ[variable] = api_key
+  try:
+    client = EvalClientConfig(base_url=base_url, api_key_var=variable)
+    context = ModelContext(model=model, client=client)
+    episode = await environment.run_episode(tasks[example["number"]], context)
+  finally:
+    del os.environ[variable]
+  errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+  if not episode.ok:
+    raise RuntimeError(f"verifiers: {errors[0].message if errors else 'the episode failed'}")
+  return float(sum(trace.reward or 0.0 for trace in episode.traces))

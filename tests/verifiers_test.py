@@ -1,0 +1,75 @@
+"""A taskset of the package verifiers plays with the policy, and the policy learns from it."""
+
+import numpy as np
+import pytest
+from small_qwen import make_checkpoint, problems
+from small_run import grpo_step, small_config, small_run, with_section
+
+from grpo_jax.data.tasks import verifiers_tasks
+from grpo_jax.rollouts.collect import Collector
+from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.settings import ConfigError
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+  answer: str = ""
+
+class Vowels(vf.Task[Data, vf.State, vf.TaskConfig]):
+  @vf.reward
+  async def vowels(self, trace: vf.Trace) -> float:
+    text = trace.last_reply or ""
+    return sum(text.count(vowel) for vowel in "aeiou") / 12
+
+class Config(vf.TasksetConfig):
+  pass
+
+class ToyVowels(vf.Taskset[Vowels, Config]):
+  def load(self):
+    for i in range(8):
+      yield Vowels(Data(prompt=f"Ann has {i} boxes. How many?"), self.config.task)
+
+__all__ = ["ToyVowels"]
+"""
+
+
+def test_without_the_package_or_the_taskset_the_error_is_one_line():
+  with pytest.raises(
+    ConfigError, match="pip install 'verifiers|taskset 'no-such' cannot"
+  ) as caught:
+    verifiers_tasks.load("no-such")
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_rewards_rise_on_a_taskset(tmp_path, monkeypatch):
+  pytest.importorskip("verifiers.v1", reason="pip install verifiers")
+  (tmp_path / "toy_vowels.py").write_text(TASKSET)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+  corpus = [row["question"] + row["answer"] for row in problems(12)]
+  make_checkpoint(tmp_path / "model", [*corpus, "user assistant"], every_id_is_text=True)
+  config = with_section(small_config(), "model", path=str(tmp_path / "model"))
+  data = {"task": "verifiers", "path": "toy_vowels", "chat": True, "max_prompt_tokens": 48}
+  config = with_section(config, "data", **data)
+  config = with_section(config, "sampling", max_tokens=8)
+  config = with_section(config, "environment", harness="verifiers:toy_vowels")
+  reward = {"functions": ("environment",), "workers": 1, "timeout": 300.0}
+  config = with_section(config, "reward", **reward)
+  config = with_section(config, "batch", prompts=2, group_size=4)
+  run = small_run(with_section(config, "optimizer", learning_rate=2e-2))
+  scorers = Scorers(run)
+  try:
+    step, store, _ = grpo_step(run, tmp_path / "run", Collector(run, scorers))
+    state, _, _ = store.restore_or_init()
+    rewards, gaps = [], []
+    for index in range(12):
+      state, metrics, _, _ = step(state, index)
+      rewards.append(metrics["reward"])
+      gaps.append(metrics["sampler/logprob_gap_max"])
+  finally:
+    scorers.close()
+  print("rewards", np.round(rewards, 2))
+  assert max(gaps) < 1e-4
+  assert np.mean(rewards[-3:]) > 1.5 * np.mean(rewards[:3])
