@@ -79,6 +79,8 @@ setup(
     "judge": ["openai"],
     "serve": ["aiohttp>=3.11"],
     "reasoning_gym": ["reasoning-gym>=0.1.25"],
+    "openenv": ["openenv>=0.10"],
+    "verifiers": ["verifiers>=0.4"],
     "textarena": ["textarena>=0.7.4"],
     "wandb": ["wandb"],
     "gcs": ["gcsfs"],

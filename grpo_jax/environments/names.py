@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from grpo_jax import calls
 from grpo_jax.environments import built_in
 from grpo_jax.environments.games import TextArena
+from grpo_jax.environments.servers import OpenEnv
 from grpo_jax.registry import name_of, register
 from grpo_jax.rewards.names import named
 from grpo_jax.settings import ConfigError
@@ -17,7 +18,7 @@ Message = Mapping[str, Any]
 Tool = Callable[..., Any]
 
 _KEY = "environment.name"
-_ADAPTERS: dict[str, Callable[..., Any]] = {"textarena": TextArena}
+_ADAPTERS: dict[str, Callable[..., Any]] = {"textarena": TextArena, "openenv": OpenEnv}
 _OF_TASK = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
 
 
