@@ -58,7 +58,7 @@ def test_rewards_rise_on_a_taskset(tmp_path, monkeypatch):
   reward = {"functions": ("environment",), "workers": 1, "timeout": 300.0}
   config = with_section(config, "reward", **reward)
   config = with_section(config, "batch", prompts=2, group_size=8)
-  run = small_run(with_section(config, "optimizer", learning_rate=1e-2))
+  run = small_run(with_section(config, "optimizer", learning_rate=5e-2))
   scorers = Scorers(run)
   try:
     step, store, _ = grpo_step(run, tmp_path / "run", Collector(run, scorers))

@@ -46,8 +46,8 @@ class Opens(Protocol):
 
   schemas: list[dict[str, Any]]
 
-  def opening(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages with which it begins, after those of the data set."""
+  def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The messages with which it begins, after those of the data set, for each example."""
 
 
 class OneProcess:
@@ -228,7 +228,7 @@ class Prompts:
     tokenizer, environment = self._tokenizer, self._environment
     openings: list[list[dict[str, Any]]] = [[] for _ in examples]
     if environment is not None:
-      openings = [environment.opening(example) for example in examples]
+      openings = environment.openings(examples)
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
     if self._data.chat:
       messages = [

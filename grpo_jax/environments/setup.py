@@ -44,17 +44,17 @@ class Environments:
     self.schemas = [schema_of(tool) for tool in self.parts.tools.values()]
     self.format = format_for(template, settings.calls, self.schemas)
 
-  def opening(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages with which an environment begins, after the prompt of the data set.
+  def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The messages with which environments begin, after the prompts of the data set.
 
     Raises:
-      ConfigError: The environment refuses the example.
+      ConfigError: An environment refuses an example.
     """
-    made = self.parts.of_task(str(example.get("task", "")))
-    if made is None:
-      return []
+    made = [self.parts.of_task(str(example.get("task", ""))) for example in examples]
+    if not any(made):
+      return [[] for _ in examples]
     try:
-      return in_thread(lambda: asyncio.run(_opening(made, example))).result()
+      return in_thread(lambda: asyncio.run(_openings(made, examples))).result()
     except ConfigError:
       raise
     except Exception as error:
@@ -67,6 +67,14 @@ class Environments:
     """Whether any process finds what the config names."""
     found = [*self.settings.tools, *names.by_task(self.settings.name).values()]
     return all(map(names.is_portable, found))
+
+
+async def _openings(
+  made: Sequence[names.Factory | None], examples: Sequence[Mapping[str, Any]]
+) -> list[list[dict[str, Any]]]:
+  return [
+    await _opening(one, example) if one else [] for one, example in zip(made, examples, strict=True)
+  ]
 
 
 async def _opening(made: names.Factory, example: Mapping[str, Any]) -> list[dict[str, Any]]:
