@@ -322,6 +322,37 @@ def test_what_fails_and_what_is_logged_on_each_process_reaches_the_others(tmp_pa
   assert_same(rows[2], rows[1])
 
 
+ENVIRONMENT = """
+class Counting:
+  def reset(self, example):
+    self.turns = 0
+    return [{"role": "user", "content": example["question"][:2]}]
+
+  def step(self, message):
+    self.turns += 1
+    return [{"role": "user", "content": f"{self.turns}="}], float(self.turns), self.turns == 3
+"""
+
+
+def test_turns_of_each_process_reach_the_others(tmp_path):
+  """Each process asks the environments of its own rows."""
+  (tmp_path / "env.py").write_text(ENVIRONMENT)
+  keys = {
+    "environment.name": f"{tmp_path}/env.py:Counting",
+    "environment.turn_tokens": 4,
+    "sampling.max_tokens": 24,
+    "reward.functions": "('environment',)",
+    "eval.every": 0,
+    "steps": 2,
+    "log.completions_every": 1,
+  }
+  rows = [train(count, tmp_path / f"run{count}", **keys) for count in (1, 2)]
+  assert_same(rows[1], rows[0])
+  one, two = (read_completions(tmp_path / f"run{count}", 5) for count in (1, 2))
+  assert [row["turns"] for row in one] == [row["turns"] for row in two]
+  assert any(len(row["turns"]) > 2 for row in one)
+
+
 def test_adapters_on_two_processes_are_those_of_one(tmp_path):
   """On a quantised base that both processes read. The reference is the base. Both resume."""
   (tmp_path / "reward.py").write_text(REWARD)

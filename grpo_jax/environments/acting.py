@@ -52,12 +52,14 @@ class Parts(NamedTuple):
     return self.environments.get(task, self.environments.get(""))
 
 
-@functools.lru_cache(8)
 def load(tools: tuple[str, ...], name: str) -> Parts:
   """The tools and environments of these names. Raises ConfigError if one cannot be found."""
   environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
   found = [names.resolve_tool(one) for one in tools]
   return Parts({names.name_of(one): one for one in found}, environments)
+
+
+_loaded = functools.lru_cache(8)(load)  # in a worker, which lives as long as its run
 
 
 def act(
@@ -80,7 +82,7 @@ def act(
     **columns: What else reward functions get.
   """
   del columns
-  parts = parts or load(tuple(tools), environment)
+  parts = parts or _loaded(tuple(tools), environment)
   log_extra("outcome", [outcome(parts, request) for request in requests])
   return [0.0] * len(requests)
 
@@ -96,7 +98,7 @@ async def act_async(
 ) -> list[float]:
   """As `act`, side by side. What is not async runs in threads."""
   del columns
-  parts = parts or load(tuple(tools), environment)
+  parts = parts or _loaded(tuple(tools), environment)
   outcomes = await asyncio.gather(*(_outcome(parts, one, as_thread=True) for one in requests))
   log_extra("outcome", outcomes)
   return [0.0] * len(requests)

@@ -35,7 +35,6 @@ Play = Callable[..., Awaitable[float]]
 Request = Mapping[str, Any]
 
 
-@functools.lru_cache(8)
 def resolve(name: str) -> Play:
   """The harness of environment.harness.
 
@@ -59,6 +58,9 @@ def resolve(name: str) -> Play:
   return function
 
 
+_resolved = functools.lru_cache(8)(resolve)  # in a worker, which lives as long as its run
+
+
 async def play(
   requests: Sequence[Request], log_extra: Any, *, harness: str = "", **columns: Any
 ) -> list[float]:
@@ -70,7 +72,7 @@ async def play(
 
 async def _play(harness: str, request: Request) -> dict[str, Any]:
   try:
-    reward = await resolve(harness)(**request)
+    reward = await _resolved(harness)(**request)
     return {"reward": None if reward is None else float(reward)}
   except Exception as error:
     return {"error": describe(error)}
