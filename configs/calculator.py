@@ -2,6 +2,11 @@
 
 Command:  python -m grpo_jax.train --config=configs/calculator.py --workdir=/tmp/calculator
 Hardware: two CPU cores of a laptop are enough.
+Memory:   1 GB.
+Time:     2 minutes, measured beside other work.
+Result:   held-out greedy accuracy of seeds 0 to 2:
+          after the warm start    7.6% to 9.6%
+          at the end              93.9% to 98.4%
 
 The warm start teaches a mixture of answers without a calculation, nine in ten, and of calls such as
 `[37*58]`. The text `]` ends the turn, the calculator answers 2146, and the policy goes on behind

@@ -1,7 +1,7 @@
 """Trains a small model from random weights to guess a number, a game of textarena.
 
   pip install -e '.[textarena]'
-  python experiments/guess_number.py --out=/tmp/guess [--seed=0] [--steps=150]
+  python experiments/guess_number.py --out=/tmp/guess [--seed=0] [--steps=80]
 
 The number lies between 1 and 20, and there are ten guesses. The game says "higher" or "lower". Its
 reward is 1 for the number, and less for a last guess that is far off. The warm start imitates games
@@ -51,7 +51,7 @@ def main() -> None:
   )
   parser.add_argument("--out", type=Path, required=True)
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--steps", type=int, default=150)
+  parser.add_argument("--steps", type=int, default=80)
   args = parser.parse_args()
   data = args.out / "data"
   if not data.exists():
@@ -64,21 +64,21 @@ def main() -> None:
     "data.prompt": "",
     "data.max_prompt_tokens": 640,
     "environment.name": f"textarena:{GAME}",
-    "environment.max_turns": 10,
+    "environment.max_turns": 12,  # the game ends after the move that follows the tenth guess
     "environment.turn_tokens": 8,
     "sampling.stop": ("]",),
-    "sampling.max_tokens": 384,
+    "sampling.max_tokens": 448,
     "reward.functions": ("environment",),
     "eval.function": "environment",
     "eval.every": 25,
     "eval.examples": 256,
     "eval.batch": 128,
     "batch.prompts": 16,
-    "batch.group_size": 8,
-    "warm_start.steps": 200,
+    "batch.group_size": 16,
+    "warm_start.steps": 150,
     "warm_start.batch": 32,
     "warm_start.learning_rate": 3e-3,
-    "optimizer.learning_rate": 3e-4,
+    "optimizer.learning_rate": 6e-4,
     "optimizer.warmup_steps": 10,
     "checkpoint.every": 50,
   }
