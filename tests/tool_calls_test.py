@@ -1,6 +1,7 @@
 """The calls of tools in what models of several families write."""
 
 import json
+import time
 
 import pytest
 
@@ -95,9 +96,28 @@ def test_a_call_that_is_not_well_formed_is_told_in_a_line(name, text):
   assert len(found) <= 1
 
 
-def test_long_texts_are_searched_to_a_bound():
-  found, parsed = calls_of("hermes", "x" * 30_000 + "<tool_call>{}</tool_call>")
-  assert not found and not parsed.malformed
+def test_long_texts_are_searched_to_a_bound_for_a_pattern_and_lose_nothing():
+  pattern, text = r"\[(?P<arguments>[^\]]*)\]", "[1]" + "x" * 30_000 + "[2]"
+  found, parsed = calls_of(pattern, text)
+  assert found == [("add", {"x": "1"})] and parsed.content == text[3:]
+  found, parsed = calls_of("hermes", "x" * 30_000 + CALL)
+  assert found == [("add", {})] and parsed.content == "x" * 30_000
+
+
+CALL = '<tool_call>{"name": "add"}</tool_call>'
+LONG = 300_000
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize(
+  "part", ["<tool_call>", " ", "<tool_call> ", CALL, "{", "[", "[TOOL_CALLS]", "a", "a[ARGS]"]
+)
+def test_the_time_of_each_format_is_linear(name, part):
+  text = part * (LONG // len(part))
+  for hostile in (text, "<tool_call>" + text, "[TOOL_CALLS]" + text):
+    start = time.process_time()
+    format_for("", name).parse(hostile)
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(

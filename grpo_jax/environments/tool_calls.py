@@ -16,9 +16,8 @@ from grpo_jax.settings import ConfigError, shown
 
 Schema = Mapping[str, Any]
 
-_LONGEST = 20_000  # characters that are searched; a pattern of a user may be slow
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_HERMES_OPEN = "<tool_call>"
+_LONGEST = 20_000  # characters that are searched for a pattern of a user, which may be slow
+_HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*\[ARGS\]\s*")
 _KEY = "environment.calls"
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -71,23 +70,26 @@ class Format(NamedTuple):
 
 
 def _hermes(text: str) -> Parsed:
-  calls, malformed = list[Call](), list[str]()
-
-  def take(found: re.Match[str]) -> str:
-    made, problems = _calls(found[1], ("arguments",))
-    calls.extend(made)
-    malformed.extend(problems)
-    return found[0] if problems else ""
-
-  text = text[:_LONGEST]
-  content = _HERMES.sub(take, text)
-  if not calls and not malformed and _HERMES_OPEN in text:
-    malformed.append("the call has no end: </tool_call> is missing")
-  return Parsed(content.strip() if calls else text, calls, malformed)
+  calls, malformed, content = list[Call](), list[str](), list[str]()
+  place = 0
+  # Not a regular expression: it would search to the end from each mark that has no end.
+  while (start := text.find(_HERMES_OPEN, place)) >= 0:
+    end = text.find(_HERMES_CLOSE, start)
+    if end < 0:
+      if not calls and not malformed:
+        malformed.append(f"the call has no end: {_HERMES_CLOSE} is missing")
+      break
+    made, problems = _calls(text[start + len(_HERMES_OPEN) : end].strip(), ("arguments",))
+    calls += made
+    malformed += problems
+    after = end + len(_HERMES_CLOSE)
+    content.append(text[place : after if problems else start])
+    place = after
+  whole = "".join([*content, text[place:]])
+  return Parsed(whole.strip() if calls else whole, calls, malformed)
 
 
 def _llama3(text: str) -> Parsed:
-  text = text[:_LONGEST]
   body = text.replace("<|python_tag|>", "").strip()
   if not body.startswith("{"):
     return Parsed(text, [], [])
@@ -96,7 +98,6 @@ def _llama3(text: str) -> Parsed:
 
 
 def _mistral(text: str) -> Parsed:
-  text = text[:_LONGEST]
   content, mark, body = text.partition("[TOOL_CALLS]")
   if not mark:
     content, body = "", text
@@ -194,8 +195,8 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
 
   def parse(text: str) -> Parsed:
     calls, problems = list[Call](), list[str]()
-    text = text[:_LONGEST]
-    for match in compiled.finditer(text):
+    searched, rest = text[:_LONGEST], text[_LONGEST:]
+    for match in compiled.finditer(searched):
       name = match["name"] if "name" in groups else next(iter(by_name), "")
       given = match["arguments"] or ""
       value, _, problem = _first_json(given)
@@ -205,7 +206,7 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
         )
         value = {next(iter(properties), "text"): given}
       calls += _checked({"name": name or "", "arguments": value}, ("arguments",), problems)
-    content = compiled.sub("", text).strip() if calls else text
+    content = (compiled.sub("", searched) + rest).strip() if calls else text
     return Parsed(content, calls, problems)
 
   return Format(parse, "")
