@@ -118,6 +118,13 @@ def test_a_template_that_wants_a_call_before_a_tool_gets_one(tmp_path):
   assert ids == tokens.encode_batch_after([expected])[0]
 
 
+def test_a_template_that_does_not_show_tools_is_known(tmp_path):
+  for template, hides in ((QWEN25, False), (PLAIN, True)):
+    tokens = tokens_of(tmp_path, template)
+    assert Replies(tokens, True, [SCHEMA]).hides_tools() == hides
+    assert not Replies(tokens, True).hides_tools()
+
+
 def test_another_stop_token_does_not_stand_for_the_end_of_the_turn(tmp_path):
   tokens = tokens_of(tmp_path, QWEN25)
   replies, (stop, *_) = Replies(tokens, True), tokens.stop_ids

@@ -368,6 +368,11 @@ class Scorers:
     )
     runner = run.hosts.on_each(lambda: Runner(environments, self._caller.pool))
     self.remarks += runner.remarks
+    if replies.hides_tools():
+      self.remarks += (
+        "the chat template does not show the tools of environment.tools to the model: describe them"
+        " in data.system",
+      )
     stops = self._caller.stops_on_error
     return Talkers(environments, runner, replies, run.tokenizer.decode, run.hosts, stops)
 

@@ -54,6 +54,13 @@ class Replies:
     for role in roles:
       self.ids([{"role": role, "content": "0", "name": "tool"}], -1)
 
+  def hides_tools(self) -> bool:
+    """Whether there are tools that the chat template does not show to the model."""
+    if not self._chat or not self._tools:
+      return False
+    asked = [{"role": "user", "content": "?"}]
+    return self._tokenizer.render(asked, tools=self._tools) == self._tokenizer.render(asked)
+
   def ids(self, messages: Sequence[Message], last_id: int) -> list[int]:
     """The tokens that follow a turn.
 
