@@ -66,6 +66,27 @@ def test_a_histogram():
   ]
 
 
+OPENING = """
+class Opening:
+  def reset(self, example):
+    return [{"role": "user", "content": f"From {example['seed']}?"}]
+
+  def step(self, message):
+    return [], None, True
+"""
+
+
+def test_the_openings_of_an_environment_are_shown(tmp_path):
+  (tmp_path / "env.py").write_text(OPENING)
+  config = with_section(small_config(), "data", task="seeds", prompt="", max_prompt_tokens=32)
+  config = with_section(config, "environment", name=f"{tmp_path}/env.py:Opening")
+  found = show_data.drawn(config, 1)
+  (prompt,) = found.prompts.make(found.indices[:1])
+  assert prompt.text == f"From {prompt.example['seed']}?"
+  assert any(prompt.text in line for line in show_data.step_lines(found, 2, 100))
+  assert any("duplicates: 0" in line for line in show_data.statistics_lines(config))
+
+
 def test_the_prompts_of_a_step():
   config = with_section(small_config(), "warm_start", steps=10, batch=6)
   config = dataclasses.replace(config, steps=100)

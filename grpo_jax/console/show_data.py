@@ -15,6 +15,7 @@ from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap,
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.mixture import Mixture, mixture_of
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.environments import of_config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
 
@@ -60,7 +61,8 @@ def drawn(config: Config, step: int) -> Drawn:
   if not 1 <= step <= last:
     raise ConfigError(f"flag --step={step}: the run has the steps 1 to {last}")
   task, tokens = open_data(config)
-  prompts = Prompts(task.train, tokens, config.data)
+  environment = of_config(config, tokens)
+  prompts = Prompts(task.train, tokens, config.data, environment=environment)
   algo, number = config.algo, step - 1
   if number < warm:
     indices = loader.step_indices(config.seed, number, config.warm_start.batch, len(prompts))
@@ -115,13 +117,13 @@ def statistics_lines(config: Config) -> Iterator[str]:
   task, tokens = open_data(config)
   if not len(task.test):
     raise tasks.no_test_split(config.data.path)
-  found: dict[str, Statistics] = {}
+  environment, found = of_config(config, tokens), dict[str, Statistics]()
   for split, examples in (("training", task.train), ("test", task.test)):
     shares: Mapping[str, float] = {}
     if isinstance(examples, Mixture) and split == "training":
       shares = {name: share for name, (_, share) in examples.shares().items()}
       examples = examples.each_row_once()
-    found[split] = each = statistics(examples, tokens, config.data)
+    found[split] = each = statistics(examples, tokens, config.data, environment)
     limit = config.data.max_prompt_tokens
     longer = int((each.prompt_tokens > limit).sum())
     yield f"{split}: {len(examples):,} examples, all readable"
@@ -141,7 +143,8 @@ def statistics_lines(config: Config) -> Iterator[str]:
   common = overlap(found["training"], found["test"])
   such = ""
   if len(common):
-    (first,) = Prompts([task.test[int(common[0])]], tokens, _any_length(config)).make([0])
+    example, data = task.test[int(common[0])], _any_length(config)
+    (first,) = Prompts([example], tokens, data, environment=environment).make([0])
     such = f", such as number {common[0]}: {shorten(visible(first.text), 60)}"
   yield f"overlap: {len(common):,} of {len(task.test):,} test prompts are also in training{such}"
 

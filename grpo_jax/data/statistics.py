@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.prompts import Opens, Prompts
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -38,15 +38,23 @@ class Statistics:
   tasks: Sequence[Any] = ()
 
 
-def statistics(split: Sequence[Any], tokenizer: Tokenizer, data: "Data") -> Statistics:
+def statistics(
+  split: Sequence[Any], tokenizer: Tokenizer, data: "Data", environment: Opens | None = None
+) -> Statistics:
   """Reads every example of a split, and so also finds rows that cannot be read.
+
+  Args:
+    split: The examples.
+    tokenizer: What makes token ids.
+    data: The section of the config.
+    environment: What it adds is a part of the prompts.
 
   Raises:
     ConfigError: An example cannot be read, or no prompt can be made of it.
   """
   # Prompts of any length, none of which is made before it is needed.
   data = dataclasses.replace(data, max_prompt_tokens=_ANY_LENGTH, count_at_start=0)
-  prompts = Prompts(split, tokenizer, data)
+  prompts = Prompts(split, tokenizer, data, environment=environment)
   lengths = np.zeros(len(split), np.int32)
   solutions = np.zeros(len(split), np.int32)
   hashes = np.zeros(len(split), np.uint64)

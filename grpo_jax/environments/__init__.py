@@ -45,7 +45,7 @@ tools, these are answered first, and `step` is not called.
 
 from grpo_jax.environments.acting import Outcome, Request
 from grpo_jax.environments.names import ENVIRONMENTS, TOOLS, register_environment, register_tool
-from grpo_jax.environments.setup import Environments, Runner
+from grpo_jax.environments.setup import Environments, Runner, of_config
 
 __all__ = [
   "ENVIRONMENTS",
@@ -54,6 +54,7 @@ __all__ = [
   "Outcome",
   "Request",
   "Runner",
+  "of_config",
   "register_environment",
   "register_tool",
 ]

@@ -6,7 +6,8 @@ import functools
 import inspect
 from typing import Any
 
-from grpo_jax.config import Environment
+from grpo_jax.config import Config, Environment
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments import acting, names
 from grpo_jax.environments.acting import Outcome, Request
 from grpo_jax.environments.schema import schema_of
@@ -67,6 +68,17 @@ class Environments:
     """Whether any process finds what the config names."""
     found = [*self.settings.tools, *names.by_task(self.settings.name).values()]
     return all(map(names.is_portable, found))
+
+
+def of_config(config: Config, tokenizer: Tokenizer) -> Environments | None:
+  """The tools and environments of a config, or None if completions have one turn.
+
+  Raises:
+    ConfigError: There is no such tool or environment, or no chat template.
+  """
+  if not config.environment.has_turns:
+    return None
+  return Environments(config.environment, tokenizer.template if config.data.chat else "")
 
 
 async def _openings(

@@ -13,7 +13,7 @@ from grpo_jax.config import Config, Eval
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.environments import Environments
+from grpo_jax.environments import Environments, of_config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
@@ -111,10 +111,7 @@ class Run:
   @functools.cached_property
   def environments(self) -> Environments | None:
     """The tools and environments, or None if completions have one turn."""
-    if not self.config.environment.has_turns:
-      return None
-    template = self.tokenizer.template if self.config.data.chat else ""
-    return Environments(self.config.environment, template)
+    return of_config(self.config, self.tokenizer)
 
   def with_eval(self, settings: Eval) -> "Run":
     """The same parts with other settings of the evaluation."""
