@@ -12,6 +12,7 @@ from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.scorer import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.timing import Clock
+from grpo_jax.training.trainer import check_gap, largest_gap
 
 G, T = 3, 24
 
@@ -116,6 +117,44 @@ def test_a_whole_step_agrees_with_the_learner(counted, tmp_path):
   assert metrics["sampler/logprob_gap_max"] < 1e-4
   assert [row["turns"] for row in rows] == [row["turns"] for row in counted.rows]
   json.dumps(rows)
+
+
+def test_a_message_that_is_learned_by_mistake_stops_the_run(counted, tmp_path):
+  """Nobody drew its tokens, so their log-probs say nothing of the policy."""
+
+  class Mistaken:
+    def __getattr__(self, name):
+      return getattr(counted.collector, name)
+
+    def __call__(self, *given):
+      found = counted.collector(*given)
+      is_token = found.batch.completions_PGT != 0
+      return dataclasses.replace(found, batch=found.batch.replace(mask_PGT=1.0 * is_token))
+
+  step, store, _ = grpo_step(counted.run, tmp_path, Mistaken())
+  state, _, _ = store.restore_or_init()
+  _, metrics, _, _ = step(state, 0)
+  with pytest.raises(RunFailed, match=r"differ by [1-9].* \(sampling.max_logprob_gap\)"):
+    check_gap(metrics, counted.run.config)
+
+
+@pytest.mark.parametrize(
+  "settings, bound",
+  [
+    ({}, 0.05),
+    ({"dtype": "bfloat16"}, 4.0),
+    ({"cache_dtype": "int8"}, 0.0),
+    ({"max_logprob_gap": 0.0}, 0.0),
+    ({"max_logprob_gap": 0.3, "weights_dtype": "int8"}, 0.3),
+  ],
+)
+def test_how_far_rounding_may_go_depends_on_dtypes(settings, bound):
+  config = with_section(small_config(), "sampling", **settings)
+  assert largest_gap(config) == bound
+  check_gap({"sampler/logprob_gap_max": bound}, config)
+  if bound:
+    with pytest.raises(RunFailed):
+      check_gap({"sampler/logprob_gap_max": 1.01 * bound}, config)
 
 
 def test_rewards_of_turns_are_steps_of_process_supervision(tmp_path):
