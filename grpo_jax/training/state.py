@@ -79,6 +79,8 @@ class StateStore:
       return state
     reference = self._first_reference(state.train.params)
     if reference is not None and not self._reference_moves:
+      # Two saves at once, of processes that are not equally far, wait for each other for ever.
+      self._checkpoints.wait()
       save_tree(self._reference_path, reference)
     train = self._run.programs.init_state(state.train.params).replace(step=state.train.step)
     return state.replace(train=train, reference=reference)
