@@ -124,6 +124,7 @@ def test_conversations_keep_their_tokens_and_other_calls_are_left_out(tmp_path, 
   assert f"warning: {P * G} calls of the harness are not learned from" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_rewards_rise(tmp_path):
   config = config_of(tmp_path, "sevens")
   run = small_run(with_section(config, "optimizer", learning_rate=3e-2))

@@ -99,7 +99,7 @@ def test_each_row_has_an_environment_of_its_own_and_its_rewards(counted):
   assert counted.metrics["tools/call_frequency"] == 0
 
 
-@pytest.mark.parametrize("workers, rows", [(2, 0), (0, 3)])
+@pytest.mark.parametrize("workers, rows", [(2, 0), pytest.param(0, 3, marks=pytest.mark.slow)])
 def test_workers_and_rows_in_flight_change_no_token(counted, workers, rows, tmp_path):
   config = config_of(tmp_path, COUNTING, "Counting", workers)
   config = with_section(config, "sampling", rows=rows)
@@ -180,6 +180,7 @@ def steps(completions, **_):
 """
 
 
+@pytest.mark.slow
 def test_reward_functions_read_the_turns(tmp_path):
   config = config_of(tmp_path, COUNTING, "Counting")
   found = Collected(with_reward(config, tmp_path, READS, ["last"]))
@@ -239,7 +240,13 @@ def hangs(x: str) -> str:
 
 
 @pytest.mark.parametrize(
-  "tool, workers", [("double", 0), ("double", 1), ("double_later", 0), ("double_later", 1)]
+  "tool, workers",
+  [
+    pytest.param("double", 0, marks=pytest.mark.slow),
+    ("double", 1),
+    ("double_later", 0),
+    pytest.param("double_later", 1, marks=pytest.mark.slow),
+  ],
 )
 def test_tools_answer_what_calls_them(tool, workers, tmp_path):
   config = config_of(
@@ -286,7 +293,7 @@ def test_calls_beyond_the_limit_get_an_error(tmp_path):
   assert refused
 
 
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_turns_end_at_their_limit(most, tmp_path):
   found = Collected(config_of(tmp_path, COUNTING, "Counting", max_turns=most))
   assert max(len(own(row)) for row in found.rows) == most
