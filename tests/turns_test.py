@@ -271,6 +271,23 @@ def test_tools_answer_what_calls_them(tool, workers, tmp_path):
   assert found.metrics["tools/failure_frequency"] * frequency * P * G == pytest.approx(failures)
 
 
+def test_tools_and_an_environment_take_turns(tmp_path):
+  """The environment sees the turns without calls, in their order."""
+  tools = (f"{tmp_path}/env.py:double",)
+  config = config_of(tmp_path, TOOLS + COUNTING, "Counting", tools=tools, calls=DIGITS)
+  found, late = Collected(with_section(config, "sampling", max_tokens=60)), 0
+  for row in found.rows:
+    steps = 0
+    for turn, after in zip(row["turns"], [*row["turns"][1:], None]):
+      if turn["role"] != "assistant" or (after is not None and after["role"] == "tool"):
+        assert turn["reward"] is None
+        late += turn["role"] == "assistant" and steps == 0
+      elif turn["reward"] is not None:
+        steps += 1
+        assert turn["reward"] == steps
+  assert late and found.metrics["environment/errors"] == 0
+
+
 def test_a_tool_that_hangs_or_ends_is_an_error_that_the_model_reads(tmp_path):
   config = config_of(
     tmp_path, TOOLS, workers=2, tools=(f"{tmp_path}/env.py:hangs",), calls=DIGITS, max_turns=2

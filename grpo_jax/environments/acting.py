@@ -121,8 +121,8 @@ async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
 
   Args:
     parts: What is called.
-    request: `tool` and `arguments`; or `task`, `example`, `state`, `key`, `message`, `turn` and
-      `is_last`; or `close`, a key.
+    request: `tool` and `arguments`; or `task`, `example`, `is_first`, `state`, `key`,
+      `message` and `is_last`; or `close`, a key.
     as_thread: Whether functions that are not async run in a thread of their own.
 
   Returns:
@@ -152,7 +152,7 @@ async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
   if environment is None and request["state"]:
     environment = pickle.loads(base64.b64decode(request["state"]))
   elif environment is None:
-    if request["turn"]:
+    if not request["is_first"]:
       raise RuntimeError("the worker process that had this conversation has ended")
     environment = factory()
     await _call(as_thread, environment.reset, request["example"])

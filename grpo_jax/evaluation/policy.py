@@ -231,7 +231,10 @@ class Policy:
     count = 1 if greedy else n  # greedy completions would all be the same
     kind = (count, greedy, max_tokens)
     if kind not in self._rollouts:
-      self._rollouts[kind] = make_rollout(self.run, *kind, talkers=self.scorers.talkers)
+      # A harness wants a whole example, not a question.
+      has_harness = bool(self.run.config.environment.harness)
+      talkers = None if has_harness else self.scorers.talkers
+      self._rollouts[kind] = make_rollout(self.run, *kind, talkers=talkers)
     key = jax.random.fold_in(self.run.key("sample"), int(seed) % 2**32)  # it takes none below 0
     rollouts = self._rollouts[kind](self._for_sampling, prompt, key, temperature)
     completions, turns_PG = rollouts.completions, rollouts.turns_PG

@@ -80,6 +80,7 @@ class Talk:
     self._schemas = {one["function"]["name"]: one for one in talkers.environments.schemas}
     self._name = uuid.uuid4().hex
     self._conversations: dict[tuple[int, int], Conversation] = {}
+    # Of the environments that have taken a step. "" for one that stays in its worker.
     self._states: dict[tuple[int, int], str] = {}
     self._has_warned = False
 
@@ -120,7 +121,7 @@ class Talk:
     """What a row has written, and what is to be done for it."""
     conversation = self._conversation(row)
     text = self._talkers.decode_text(row.tokens[conversation.tokens :])
-    number = len(conversation.own)
+    index, number = (row.prompt, row.member), len(conversation.own)
     # One token of a reply and one of another turn.
     is_last = row.room < 2 or number + 1 >= self._settings.max_turns
     calls, requests = self._calls(text, conversation.calls)
@@ -137,10 +138,10 @@ class Talk:
     request = {
       "task": task,
       "example": example,
-      "state": self._states.pop((row.prompt, row.member), ""),
-      "key": self._key(row.prompt, row.member),
+      "is_first": index not in self._states,
+      "state": self._states.pop(index, ""),
+      "key": self._key(*index),
       "message": {"role": POLICY, "content": text},
-      "turn": number,
       "is_last": is_last,
     }
     return _Asked(row, text, [], [request], is_last)
