@@ -57,6 +57,11 @@ def completion_rows():
       "completion_ids": ids,
       "logprobs": [-0.5] * len(ids),
       "advantage": advantage,
+      "turns": [
+        {"role": "assistant", "text": "##", "start": 0, "end": 2, "reward": 0.5},
+        {"role": "tool", "text": "##", "start": 2, "end": 4, "reward": None},
+        {"role": "assistant", "text": " 7", "start": 4, "end": 6, "reward": None},
+      ],
     }
 
 
@@ -314,6 +319,22 @@ def test_no_text_of_a_model_can_leave_its_place_in_the_page(tmp_path):
 def report(*arguments):
   command = [sys.executable, "-m", "grpo_jax.report", *map(str, arguments)]
   return subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+
+
+def test_a_page_has_the_turns_of_completions(tmp_path):
+  make_run(tmp_path / "runs/a", [*rows_of(reward=[0.5])], saved=[1])
+  out = tmp_path / "page.html"
+  done = report(tmp_path / "runs", f"--out={out}")
+  assert (done.returncode, done.stderr) == (0, ""), done.stderr
+  (shown,) = held(out.read_text(), "completions")
+  member = shown["steps"][0]["groups"][0]["members"][0]
+  assert [(turn["role"], turn["start"], turn["end"]) for turn in member["turns"]] == [
+    ("assistant", 0, 2),
+    ("tool", 2, 4),
+    ("assistant", 4, 6),
+  ]
+  assert [turn["reward"] for turn in member["turns"]] == [0.5, None, None]
+  assert len(member["tokens"]) == 6
 
 
 def test_a_report_shows_what_is_whole_of_a_hostile_folder_and_counts_the_rest(tmp_path):
