@@ -57,7 +57,6 @@ def test_the_game_ends_with_its_reward():
   [
     ("NoSuchGame-v0", {"seed": 1}, "cannot begin NoSuchGame-v0"),
     ("TicTacToe-v0", {"seed": 1}, "cannot begin TicTacToe-v0 with one player"),
-    ("Wordle-v0", {"seed": 1}, "cannot begin Wordle-v0"),
     ("GuessTheNumber-v0", {"question": "a"}, "this one has question; data.task=seeds"),
   ],
 )
