@@ -18,6 +18,11 @@ GAMES = {
   "FrozenLake-v0": ["[right]", "[down]", "x" * 5000],
   "Minesweeper-v0": ["[3 2]", "[0 0]", "[99 99]"],
   "TowerOfHanoi-v0": ["[A C]", "[A B]", "[B B]"],
+  # These mix up the reward and the reason of an invalid move.
+  "Countdown-v0": ["[1+1]", "[1+1]", "[1+1]"],
+  "Cryptarithm-v0": ["[A 1]", "[A 1]", "[A 1]"],
+  "Slitherlink-v0": ["[h 0 0]", "[x]", "[x]"],
+  "ThreeCardMonte-v0": ["[9]", "[9]", "[9]"],
 }
 
 

@@ -78,8 +78,11 @@ class TextArena:
       is_over, _ = self._game.step(move)
     if not is_over:
       return [{"role": "user", "content": self._news()}], None, False
-    rewards, _ = self._game.close()
-    return [], float(rewards[0]), True
+    rewards, about = self._game.close()
+    reward = (rewards or {}).get(0, 0.0)
+    if isinstance(reward, str):  # some games of 0.7.4 mix up the reward and the reason
+      reward = about[0]["reason"].removeprefix("Invalid Move: ")
+    return [], float(reward), True
 
   @contextlib.contextmanager
   def _drawing(self) -> Iterator[None]:
@@ -97,7 +100,9 @@ class TextArena:
   def _news(self) -> str:
     """What the game has said since the last time."""
     _, observed = self._game.get_observation()
-    return "\n".join(text.strip() for sender, text, _ in observed if sender != 0)
+    # Some games of 0.7.4 also send a number, which is a reward.
+    said = (text for sender, text, _ in observed if sender != 0 and isinstance(text, str))
+    return "\n".join(text.strip() for text in said)
 
 
 def _words_of(seed: int) -> Any:
