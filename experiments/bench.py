@@ -58,7 +58,7 @@ from grpo_jax.data.tasks import tasks
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards import REWARDS
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.training.loop import GrpoStep
 from grpo_jax.training.state import StateStore

@@ -17,7 +17,7 @@ from grpo_jax.rewards.functions import code as code_lib
 from grpo_jax.rewards.functions.code import program_of
 from grpo_jax.rewards.sandbox import runner
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError
 
 # Problems in the layout of MBPP.

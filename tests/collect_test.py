@@ -14,7 +14,7 @@ from grpo_jax.data import loader
 from grpo_jax.programs.sampling import TEMPERATURES, temperature_at
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.rollout import make_rollout
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.timing import Clock
 
 # Groups of prompts that end in 3= or 7= have different rewards. The others have equal ones.

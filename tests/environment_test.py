@@ -13,7 +13,7 @@ from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.rollout import Rollouts, make_rollout, texts_of
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.timing import Clock
 from grpo_jax.types import Completions
 

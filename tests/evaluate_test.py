@@ -13,7 +13,7 @@ from grpo_jax.config import from_dict
 from grpo_jax.evaluation.evaluator import Evaluator, accuracies, no_progress, table
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import Draws, whole
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.sampler.logits import RowSettings
 
 

@@ -14,7 +14,7 @@ import grpo_jax
 from grpo_jax import cli
 from grpo_jax.programs.checks import check_config
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.trl import LOSSES, from_trl
 from tests.small_qwen import make_checkpoint, problems
 from tests.small_run import small_run

@@ -7,7 +7,7 @@ from small_run import small_config, small_run, with_section
 
 from grpo_jax.environments.games import TextArena
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import Clock
 

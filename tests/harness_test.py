@@ -6,7 +6,7 @@ from small_qwen import make_checkpoint, problems
 from small_run import P, grpo_step, small_config, small_run, with_section
 
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.rollouts.traced import chain_of
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.serving.traces import Recorder, Trace

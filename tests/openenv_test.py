@@ -11,7 +11,7 @@ from small_run import P, small_config, small_run, with_section
 
 from grpo_jax.environments.servers import OpenEnv, action_of, text_of
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import Clock
 

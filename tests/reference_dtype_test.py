@@ -19,7 +19,7 @@ from small_run import (
 
 from grpo_jax.programs.checks import check_config
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.training.loop import run_steps

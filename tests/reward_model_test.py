@@ -21,7 +21,7 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts import reward_model
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.timing import Clock

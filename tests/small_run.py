@@ -10,7 +10,7 @@ from configs import default
 from grpo_jax.config import from_dict
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.training.loop import GrpoStep
 from grpo_jax.training.state import StateStore

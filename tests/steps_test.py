@@ -30,7 +30,7 @@ from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.programs.compiled import algo_of
 from grpo_jax.rollouts.collect import Collected, Collector
 from grpo_jax.rollouts.rollout import make_rollout
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.storage.json_files import json_line
 from grpo_jax.training.loop import run_steps
 from grpo_jax.training.state import RunState, StateStore

@@ -81,6 +81,8 @@ NESTED = "[" * 10_000
     ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"x": NaN}}</tool_call>'),
     ("hermes", "<tool_call>7</tool_call>"),
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"x": "\\udc00"}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "add", "arguments": {}} {}</tool_call>'),
     ("hermes", f"<tool_call>{NESTED}</tool_call>"),
     ("llama3", '{"name": "add", "parameters": '),

@@ -9,7 +9,7 @@ from small_run import P, grpo_step, small_config, small_run, with_reward, with_s
 
 from grpo_jax.environments.built_in import calculator
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.timing import Clock
 from grpo_jax.training.trainer import check_gap, largest_gap

@@ -7,7 +7,7 @@ from small_run import grpo_step, small_config, small_run, with_section
 
 from grpo_jax.data.tasks import verifiers_tasks
 from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError
 
 TASKSET = """

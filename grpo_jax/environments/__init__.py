@@ -44,8 +44,9 @@ tools, these are answered first, and `step` is not called.
 """
 
 from grpo_jax.environments.acting import Outcome, Request
+from grpo_jax.environments.configured import Environments, of_config
 from grpo_jax.environments.names import ENVIRONMENTS, TOOLS, register_environment, register_tool
-from grpo_jax.environments.setup import Environments, Runner, of_config
+from grpo_jax.environments.workers import Runner
 
 __all__ = [
   "ENVIRONMENTS",

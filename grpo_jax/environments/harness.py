@@ -13,7 +13,7 @@ wrote is recorded token by token.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 import functools
 import inspect
 import os
@@ -21,18 +21,19 @@ from typing import Any
 
 from grpo_jax.data.tasks import verifiers_tasks
 from grpo_jax.environments import verifiers_player
+from grpo_jax.environments.acting import Outcome, Request
 from grpo_jax.environments.names import is_portable
+from grpo_jax.environments.workers import ask
 from grpo_jax.rewards import Pool
 from grpo_jax.rewards.call import describe, in_thread
 from grpo_jax.rewards.names import named
 from grpo_jax.rewards.workers.messages import Call
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.settings import ConfigError
 
 KEY = "environment.harness"
 _WORKER = "grpo_jax.environments.harness:play"
 
 Play = Callable[..., Awaitable[float]]
-Request = Mapping[str, Any]
 
 
 def resolve(name: str) -> Play:
@@ -66,11 +67,15 @@ async def play(
 ) -> list[float]:
   """Plays what requests ask for, side by side, as a reward function that logs the outcomes."""
   del columns
-  log_extra("outcome", await asyncio.gather(*(_play(harness, one) for one in requests)))
+  log_extra("outcome", await _side_by_side(harness, requests))
   return [0.0] * len(requests)
 
 
-async def _play(harness: str, request: Request) -> dict[str, Any]:
+async def _side_by_side(harness: str, requests: Sequence[Request]) -> list[Outcome]:
+  return await asyncio.gather(*(_play(harness, request) for request in requests))
+
+
+async def _play(harness: str, request: Request) -> Outcome:
   try:
     reward = await _resolved(harness)(**request)
     return {"reward": None if reward is None else float(reward)}
@@ -84,42 +89,23 @@ class Players:
   def __init__(self, harness: str, pool: Pool | None) -> None:
     """Prepares the workers. Raises ConfigError for a harness that cannot be used."""
     resolve(harness)
-    if pool is None and harness.startswith("verifiers:"):
+    of_verifiers = harness.startswith("verifiers:")
+    if pool is None and of_verifiers:
       raise ConfigError(f"config key reward.workers is 0: {harness} needs a worker; set 1 or more")
     self._harness, self._pool = harness, pool
-    # Each agent of verifiers is a process.
-    self._at_once = 2 * (os.cpu_count() or 1) if harness.startswith("verifiers:") else 0
-    self._source = f"{_WORKER}(harness={harness!r})"
+    self._call = Call(
+      key=f"{_WORKER}(harness={harness!r})",
+      name="of the harness",
+      columns={},
+      is_async=True,
+      one_worker=True,
+      at_once=2 * (os.cpu_count() or 1) if of_verifiers else 0,  # each agent is a process
+    )
     if pool is not None:
-      pool.add(self._source, play, is_portable(harness))
+      pool.add(self._call.key, play, is_portable(harness))
 
-  def __call__(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-    """The outcomes of requests: `reward`, or `error` with its `kind`."""
-    if self._pool is None:
-      played = in_thread(lambda: asyncio.run(self._side_by_side(requests)))
-      return [one | {"kind": "error"} if "error" in one else one for one in played.result()]
-    calls = [
-      Call(
-        key=self._source,
-        name="of the harness",
-        columns={"completions": [""], "requests": [request]},
-        is_async=True,
-        one_worker=True,
-        at_once=self._at_once,
-      )
-      for request in requests
-    ]
-    found = []
-    for answer in self._pool.start(calls).result():
-      (failure,) = answer.failures or [None]
-      if failure is not None and failure.kind == "error":
-        raise RunFailed(failure.text)
-      if failure is not None:
-        found.append({"error": f"the harness ended: {failure.kind}", "kind": failure.kind})
-        continue
-      outcome = answer.extras["outcome"][0]
-      found.append(outcome | {"kind": "error"} if "error" in outcome else outcome)
-    return found
-
-  async def _side_by_side(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-    return await asyncio.gather(*(_play(self._harness, request) for request in requests))
+  def __call__(self, requests: Sequence[Request]) -> list[Outcome]:
+    """The outcomes of requests: `reward` or `error`, or `failure` as in `workers.ask`."""
+    if self._pool is not None:
+      return ask(self._pool, self._call, requests)
+    return in_thread(lambda: asyncio.run(_side_by_side(self._harness, requests))).result()

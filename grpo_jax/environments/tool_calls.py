@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from grpo_jax.settings import ConfigError, shown
+from grpo_jax.settings import ConfigError, is_text, shown
 
 Schema = Mapping[str, Any]
 
@@ -241,6 +241,10 @@ def _checked(value: Any, keys: Sequence[str], problems: list[str]) -> list[Call]
   arguments: Any = next((value[key] for key in keys if key in value), {})
   if isinstance(arguments, str):  # some models write the object as a text
     arguments, _, _ = _first_json(arguments)
+  text = json.dumps([value["name"], arguments], ensure_ascii=False)
+  if not is_text(text):
+    problems.append("the call is not well-formed: it has half of a character")
+    return []
   if not isinstance(arguments, dict):
     problems.append(f"the call of {value['name']!r:.80}: its arguments must be a JSON object")
     return []

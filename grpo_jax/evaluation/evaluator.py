@@ -16,7 +16,8 @@ from grpo_jax.evaluation import estimators
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards.functions.final_number import final_answer
 from grpo_jax.rollouts.rollout import Rollout, Rollouts, hand_on, make_rollout
-from grpo_jax.rollouts.scorer import Scored, Scorers
+from grpo_jax.rollouts.scorer import Scored
+from grpo_jax.rollouts.scorers import Scorers
 
 Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
 

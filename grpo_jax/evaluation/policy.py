@@ -27,7 +27,7 @@ from grpo_jax.programs.caller_state import leaving_nothing_behind
 from grpo_jax.programs.run import Run, set_matmul_precision
 from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.rollouts.rollout import Rollout, make_rollout
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text, path_of, shown
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.checkpoint import Checkpoints

@@ -33,7 +33,8 @@ from grpo_jax.rollouts.rollout_metrics import (
   turn_metrics,
   with_judgements,
 )
-from grpo_jax.rollouts.scorer import Report, Scorers
+from grpo_jax.rollouts.scorer import Report
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.rollouts.scoring import OVERLONG, groups_that_differ, host_scores, with_overlong
 from grpo_jax.rollouts.teacher import Teacher
 from grpo_jax.settings import ConfigError

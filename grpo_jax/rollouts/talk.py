@@ -12,12 +12,11 @@ from grpo_jax.data.loader import PromptBatch
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import Environments, Outcome, Request, Runner
 from grpo_jax.environments.tool_calls import Call, check_arguments
+from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.sampling import Ended
 from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line
 from grpo_jax.settings import ConfigError, RunFailed
-
-_FAILURES = {"timeout": "did not answer in time", "crash": "ended without an answer"}
 
 Messages = list[dict[str, Any]]
 
@@ -93,8 +92,9 @@ class Talk:
     rows = [row for row in ended if own.start <= row.prompt < own.stop]
     lines = hosts.on_each(lambda: [json.dumps(one) for one in self._ask(rows)])
     ids_of: dict[tuple[int, int], list[int] | None] = {}
-    for p, g, conversation, ids in map(json.loads, hosts.join_lines(lines)):
-      self._conversations[p, g], ids_of[p, g] = from_line(conversation), ids
+    for p, g, news, ids in map(json.loads, hosts.join_lines(lines)):
+      before = self._conversations.get((p, g), Conversation())
+      self._conversations[p, g], ids_of[p, g] = before.with_news(from_line(news)), ids
     return [ids_of[row.prompt, row.member] for row in ended]
 
   def conversations(self, prompts: Sequence[int]) -> np.ndarray:
@@ -106,14 +106,13 @@ class Talk:
     return found_PG
 
   def _ask(self, rows: Sequence[Ended]) -> list[tuple[int, int, Conversation, list[int] | None]]:
-    """For each row: its prompt, its number, its conversation and the tokens that follow."""
+    """For each row: its prompt, its number, what is new, and the tokens that follow."""
     asked = [self._asked(row) for row in rows]
     outcomes = iter(self._talkers.runner([request for one in asked for request in one.requests]))
     found = []
     for one in asked:
       answer = self._answer(one, [next(outcomes) for _ in one.requests])
-      conversation, ids = self._with_answer(one, answer)
-      found.append((one.row.prompt, one.row.member, conversation, ids))
+      found.append((one.row.prompt, one.row.member, *self._news(one, answer)))
     self._talkers.runner.close([self._key(p, g) for p, g, _, ids in found if ids is None])
     return found
 
@@ -127,24 +126,26 @@ class Talk:
     calls, requests = self._calls(text, conversation.calls)
     if calls:
       return _Asked(row, text, calls, [] if is_last else requests, is_last)
-    columns = self._prompts.columns
-    place = row.prompt - self._prompts.own.start
-    example = {
-      name: values[place] for name, values in columns.items() if name not in ("prompts", "messages")
-    }
-    task = str(example.get("task", ""))
+    example = self._example(row.prompt)
+    task, is_first = str(example.get("task", "")), index not in self._states
     if self._talkers.environments.parts.of_task(task) is None:
       return _Asked(row, text, [], [], is_last)
     request = {
       "task": task,
-      "example": example,
-      "is_first": index not in self._states,
+      "example": example if is_first else None,
+      "is_first": is_first,
       "state": self._states.pop(index, ""),
       "key": self._key(*index),
       "message": {"role": POLICY, "content": text},
       "is_last": is_last,
     }
     return _Asked(row, text, [], [request], is_last)
+
+  def _example(self, p: int) -> dict[str, Any]:
+    """The fields of the example that prompt p was made from."""
+    place, columns = p - self._prompts.own.start, self._prompts.columns
+    names = [name for name in columns if name not in ("prompts", "messages")]
+    return {name: columns[name][place] for name in names}
 
   def _calls(self, text: str, before: int) -> tuple[list[tuple[str, str]], list[Request]]:
     """The calls in a text, what is wrong with each, and requests for those that are right.
@@ -185,22 +186,19 @@ class Talk:
     if not outcomes:
       return _Answer([])
     (outcome,) = outcomes
-    if "failure" in outcome:
-      kind = outcome["failure"]
-      return self._warned(_Answer([], None, 0, f"the environment {_FAILURES[kind]}", kind))
-    if "error" in outcome:
-      answer = _Answer([], None, 0, f"the environment raised {outcome['error']}", "error")
-      if self._talkers.stops_on_error:
-        raise RunFailed(f"{answer.problem}; with reward.on_error=none the run would go on")
-      return self._warned(answer)
+    problem, kind = problem_of(outcome, "the environment")
+    if kind == "error" and self._talkers.stops_on_error:
+      raise RunFailed(f"{problem}; with reward.on_error=none the run would go on")
+    if problem:
+      self._warn(problem)
+      return _Answer([], problem=problem, kind=kind)
     self._states[one.row.prompt, one.row.member] = outcome["state"]
     return _Answer([] if outcome["done"] else outcome["messages"], outcome["reward"])
 
-  def _with_answer(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
-    """A row's conversation with a turn and what answers it, and the tokens that follow."""
-    row, before = one.row, self._conversation(one.row)
-    end = len(row.tokens)
-    turns = [*before.turns, Turn(POLICY, one.text, before.tokens, end, answer.reward)]
+  def _news(self, one: _Asked, answer: _Answer) -> tuple[Conversation, list[int] | None]:
+    """A turn and what answers it, and the tokens that follow."""
+    row, end = one.row, len(one.row.tokens)
+    turns = [Turn(POLICY, one.text, self._conversation(row).tokens, end, answer.reward)]
     ids: list[int] | None = None
     if answer.messages and not one.is_last:
       ids = self._ids(answer.messages, row.stopped_by)
@@ -209,16 +207,8 @@ class Talk:
     if ids is not None:
       after = end + len(ids)
       turns += [Turn(one["role"], one["content"], end, after) for one in answer.messages]
-    return (
-      Conversation(
-        tuple(turns),
-        before.calls + len(one.calls),
-        before.failures + answer.failures,
-        answer.problem,
-        answer.kind,
-      ),
-      ids,
-    )
+    calls, failures = len(one.calls), answer.failures
+    return Conversation(tuple(turns), calls, failures, answer.problem, answer.kind), ids
 
   def _ids(self, messages: Messages, last_id: int) -> list[int]:
     try:
@@ -232,11 +222,11 @@ class Talk:
   def _key(self, p: int, g: int) -> str:
     return f"{self._name}:{p}:{g}"
 
-  def _warned(self, answer: _Answer) -> _Answer:
+  def _warn(self, problem: str) -> None:
+    """Says once for all rows what went wrong."""
     if not self._has_warned:
-      print(f"warning: {answer.problem}: the completion ends there", file=sys.stderr, flush=True)
+      print(f"warning: {problem}: the completion ends there", file=sys.stderr, flush=True)
       self._has_warned = True
-    return answer
 
 
 def _of_tools(calls: Sequence[tuple[str, str]], outcomes: Iterator[Outcome]) -> _Answer:
@@ -249,8 +239,7 @@ def _of_tools(calls: Sequence[tuple[str, str]], outcomes: Iterator[Outcome]) -> 
   messages, failures = [], 0
   for name, problem in calls:
     outcome: Outcome = {"failed": True} if problem else next(outcomes)
-    if "failure" in outcome:
-      problem = f"{name} {_FAILURES[outcome['failure']]}"
+    problem = problem or problem_of(outcome, name)[0]
     if problem:
       outcome = {"content": f"error: {problem}", "failed": True}
     failures += outcome["failed"]

@@ -15,6 +15,7 @@ import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.environments.harness import Players
+from grpo_jax.environments.workers import problem_of
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import decoding_of, settings_of
 from grpo_jax.rollouts.rollout import OnGroups, Rollouts
@@ -182,8 +183,9 @@ class Harness:
 
   def _conversation(self, chain: Chain, outcome: dict[str, Any]) -> Conversation:
     """The turns of a chain. The last one of the policy has the reward."""
-    if "error" in outcome and outcome["kind"] == "error" and self._stops_on_error:
-      raise RunFailed(f"the harness raised {outcome['error']}")
+    problem, kind = problem_of(outcome, "the harness")
+    if kind == "error" and self._stops_on_error:
+      raise RunFailed(problem)
     is_own = np.array(chain.sampled, bool)
     starts = [0, *(np.flatnonzero(is_own[1:] != is_own[:-1]) + 1).tolist()] if len(is_own) else []
     turns = []
@@ -193,7 +195,6 @@ class Harness:
     own = [place for place, turn in enumerate(turns) if turn.role == POLICY]
     if own:
       turns[own[-1]] = turns[own[-1]]._replace(reward=outcome.get("reward"))
-    problem, kind = outcome.get("error", ""), outcome.get("kind", "")
     return Conversation(tuple(turns), problem=problem, kind=kind)
 
   def _warn(self, turns_PG: np.ndarray, chains: dict[tuple[int, int], Chain]) -> None:

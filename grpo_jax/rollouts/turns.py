@@ -61,6 +61,11 @@ class Conversation(NamedTuple):
     """How many tokens the turns have."""
     return self.turns[-1].end if self.turns else 0
 
+  def with_news(self, news: "Conversation") -> "Conversation":
+    """The conversation with the turns that follow, and what happened in them."""
+    calls, failures = self.calls + news.calls, self.failures + news.failures
+    return Conversation(self.turns + news.turns, calls, failures, news.problem, news.kind)
+
   def as_json(self) -> list[dict[str, Any]]:
     """The turns as files hold them."""
     return [turn._asdict() for turn in self.turns]

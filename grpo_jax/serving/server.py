@@ -1,7 +1,7 @@
 """The HTTP edge of the endpoint: aiohttp, keys, streams, and what ends a request early."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 import contextlib
 import dataclasses
 import functools
@@ -15,22 +15,18 @@ import uuid
 
 from aiohttp import web
 
-from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
-from grpo_jax.environments.tool_calls import format_for
-from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving import answers, requests
-from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part
+from grpo_jax.serving.engine import Closed, Engine
 from grpo_jax.serving.metrics import Metrics
 from grpo_jax.serving.requests import Limits, Request, RequestError
 from grpo_jax.serving.traces import Recorder
+from grpo_jax.serving.writer import Writer, Writing, stopping
 from grpo_jax.settings import ConfigError
 
 _LOOK_SECONDS = 0.5  # how often it looks whether the engine has failed
 _BODY_SECONDS = 30.0  # to send a body
 _WRITE_SECONDS = 30.0  # to read a piece of a stream
-_MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
 _OPEN_PATHS = ("/health", "/metrics")  # they need no key
 _CLIENT_LEFT = 499  # in the metrics: the client closed the connection before the answer
 
@@ -87,13 +83,10 @@ class Server:
         None means that there are no newer ones.
       recorder: Keeps what clients asked, by the name behind the key: `KEY:NAME`.
     """
-    self._recorder = recorder
     self.metrics = Metrics()
-    self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
-    try:
-      self._calls = format_for(tokenizer.template)
-    except ConfigError:  # it has no chat template
-      self._calls = format_for("")
+    self._engine, self._settings = engine, settings
+    self._writer = Writer(engine, tokenizer, settings.seconds, recorder)
+    self._records = recorder is not None
     self._reload, self._reloading = reload, asyncio.Lock()
     self._limits = Limits(
       settings.model, vocabulary, engine.sizes.prompt_tokens, engine.max_tokens, settings.choices
@@ -186,7 +179,7 @@ class Server:
     if self._settings.key and request.path not in _OPEN_PATHS:
       given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
       wanted = f"Bearer {self._settings.key}".encode()
-      if self._recorder is not None:
+      if self._records:
         given, _, _ = given.partition(b":")
       if not hmac.compare_digest(given, wanted):  # takes as long wherever they differ
         raise RequestError("the API key is wrong or missing", status=401, code="invalid_api_key")
@@ -227,14 +220,14 @@ class Server:
       except ConfigError as error:
         raise RequestError(str(error), status=503) from None
       except Closed:
-        raise _stopping() from None
+        raise stopping() from None
     return web.json_response({"weights_version": version})
 
   async def _complete(self, read: Read, request: web.Request) -> web.StreamResponse:
     """Answers a request for completions."""
     body = await _body_of(request, self._settings.body_bytes)
     if self._is_stopping:
-      raise _stopping()
+      raise stopping()
     self.metrics.active += 1
     try:
       # Tokenizers and templates take their time, which others shall not wait for.
@@ -250,7 +243,7 @@ class Server:
         async for _ in parts:
           pass
         made = head.whole(choices)
-        self._record(request, choices)
+        self._writer.record(_conversation_of(request), choices)
       headers = {"X-Weights-Version": str(made["weights_version"])}
       return web.Response(text=_dumps(made), content_type="application/json", headers=headers)
     finally:
@@ -275,7 +268,7 @@ class Server:
         async for choice in parts:
           await send(_dumps(head.piece(choice, choice.index not in begun)))
           begun.add(choice.index)
-        self._record(request, choices)
+        self._writer.record(_conversation_of(request), choices)
         if head.request.include_usage:
           await send(_dumps(head.last_piece(choices)))
         await send("[DONE]")
@@ -284,112 +277,12 @@ class Server:
     await response.write_eof()
     return response
 
-  @contextlib.asynccontextmanager
-  async def _choices(
-    self, asked: Request, request: web.Request
-  ) -> AsyncIterator[tuple[list[answers.Choice], AsyncIterator[answers.Choice]]]:
-    """The choices of a request, and what yields each of them whenever it has grown.
-
-    However the block ends, the rows that have not ended leave their seats.
-    """
-    loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part]]()
-    transport = request.transport
-
-    def receive(index: int, part: Part) -> None:
-      heard.put_nowait((index, part))
-      if asked.stream and heard.qsize() > _MOST_BEHIND * asked.choices:
-        _cut(transport)
-
-    def hear(index: int, part: Part) -> None:  # in the thread of the engine
-      loop.call_soon_threadsafe(receive, index, part)
-
-    decode = self._tokenizer.decode
-    choices = [answers.Choice(index, asked, decode, self._calls) for index in range(asked.choices)]
-
-    def draws(choice: answers.Choice) -> tuple[RowSettings, int]:
-      if self._recorder is not None:
-        return self._recorder.draws(_conversation_of(request), asked.settings)
-      return asked.settings, requests.row_number(asked.seed, choice.index)
-
-    drawn = [draws(choice) for choice in choices]
-    jobs = [
-      Job(
-        prompt=choice.prompt,
-        number=number,
-        settings=settings,
-        hear=functools.partial(hear, choice.index),
-        end=_end_of(asked.stop, decode) if asked.stop else None,
-      )
-      for choice, (settings, number) in zip(choices, drawn, strict=True)
-    ]
-    rows = self._submit(jobs)
-    try:
-      yield choices, self._parts(choices, heard)
-    finally:
-      if not all(choice.finish for choice in choices):
-        self._engine.cancel(rows)
-
-  async def _parts(
-    self, choices: list[answers.Choice], heard: asyncio.Queue[tuple[int, Part]]
-  ) -> AsyncIterator[answers.Choice]:
-    """Adds the parts that were heard to the choices, and yields each choice that has grown."""
-    going = len(choices)
-    deadline = asyncio.get_running_loop().time() + self._settings.seconds
-    while going:
-      try:
-        async with asyncio.timeout_at(deadline):
-          index, part = await heard.get()
-      except TimeoutError:
-        raise RequestError(
-          f"the answer took more than {self._settings.seconds:g} seconds", None, 503, "timeout"
-        ) from None
-      if part.finish == "closed":
-        raise _stopping()
-      choices[index].add(part.tokens, part.logprobs, part.version, part.finish)
-      going -= bool(part.finish)
-      yield choices[index]
-
-  def _record(self, request: web.Request, choices: Sequence[answers.Choice]) -> None:
-    """Keeps the choices of an answer, if they are to be learned from."""
-    if self._recorder is not None:
-      for choice in choices:
-        self._recorder.add(_conversation_of(request), choice.trace())
-
-  def _submit(self, jobs: list[Job]) -> Any:
-    try:
-      return self._engine.submit(jobs)
-    except Full:
-      raise RequestError(
-        f"{self._engine.waiting} rows wait and at most {self._engine.sizes.waiting} may; try later",
-        None,
-        429,
-        "queue_full",
-      ) from None
-    except Closed:
-      raise _stopping() from None
+  def _choices(self, asked: Request, request: web.Request) -> Writing:
+    cut = functools.partial(_cut, request.transport)
+    return self._writer.choices(asked, _conversation_of(request), cut)
 
   def _read(self, read: Read, body: bytes, name: str) -> Request:
-    texts = requests.Texts(self._encode, functools.partial(self._render, name))
-    return read(requests.read_json(body), self._limits, texts)
-
-  def _encode(self, text: str) -> list[int]:
-    return [*self._tokenizer.prefix_ids, *self._tokenizer.encode(text)]
-
-  def _render(
-    self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-  ) -> list[int]:
-    """The prompt of messages. While it records, what the policy wrote keeps its tokens."""
-    if self._recorder is None:
-      return self._tokenizer.encode(self._tokenizer.render(messages, tools=tools))
-    earlier = self._recorder.earlier(name, messages)
-    if earlier is None:
-      ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools))
-    else:
-      trace, after = earlier
-      reply = Replies(self._tokenizer, True, tools or ()).ids(after, trace.tokens[-1])
-      ids = [*trace.prompt, *trace.tokens, *reply]
-    self._recorder.read(name, messages, ids)
-    return ids
+    return read(requests.read_json(body), self._limits, self._writer.texts(name))
 
   def _about_model(self) -> dict[str, Any]:
     return {
@@ -406,18 +299,6 @@ def _conversation_of(request: web.Request) -> str:
   """The name behind the key of a request."""
   _, _, name = request.headers.get("Authorization", "").partition(":")
   return name
-
-
-def _end_of(stop: tuple[str, ...], decode: answers.Decode) -> End:
-  """Ends a row at texts. It decodes the last tokens alone, those that such a text may lie in."""
-  end, tokens = end_at(stop, decode), 4 * max(map(len, stop))  # a character has up to four
-
-  def end_of_last(ids: Sequence[int], seen: int) -> int | None:
-    start = max(0, seen - tokens)
-    kept = end(ids[start:], seen - start)
-    return None if kept is None else start + kept
-
-  return end_of_last
 
 
 async def _body_of(request: web.Request, most: int) -> bytes:
@@ -442,10 +323,6 @@ def _refused(error: RequestError) -> web.Response:
     content_type="application/json",
     headers=headers,
   )
-
-
-def _stopping() -> RequestError:
-  return RequestError("the server is stopping", status=503, code="stopping")
 
 
 def _cut(transport: asyncio.Transport | None) -> None:

@@ -14,7 +14,7 @@ from grpo_jax.console.terminal import Loading
 from grpo_jax.programs.checks import check_batches
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.collect import Collector, unscored_steps
-from grpo_jax.rollouts.scorer import Scorers
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage import starts
 from grpo_jax.storage.bucket_files import run_files
@@ -281,8 +281,7 @@ def largest_gap(config: Config) -> float:
   # With these, the policy that learns is not the one that drew.
   if sampling.weights_dtype or sampling.cache_dtype or config.algo.keep_surplus:
     return 0.0
-  dtypes = {config.model.dtype, sampling.dtype or config.model.dtype}
-  return 0.05 if dtypes == {"float32"} else 4.0
+  return 0.05 if _is_exact(config) else 4.0
 
 
 def check_ratio_of_one(metrics: Mapping[str, float], config: Config) -> None:
@@ -300,13 +299,17 @@ def check_ratio_of_one(metrics: Mapping[str, float], config: Config) -> None:
     RunFailed: Another policy sampled.
   """
   gap = metrics.get("sampler/logprob_gap_mean", 0.0)
-  sampling = config.sampling
-  dtypes = {config.model.dtype, sampling.dtype or config.model.dtype}
-  dtypes |= {sampling.weights_dtype, sampling.cache_dtype} - {""}
   is_assumed = config.algo.old_is_policy and not config.algo.has_correction
-  if is_assumed and dtypes == {"float32"} and gap > _LARGEST_GAP:
+  if is_assumed and _is_exact(config) and gap > _LARGEST_GAP:
     raise RunFailed(
       f"the policy that was updated is not the one that sampled: log-probs differ by {gap:.2g}"
       " per token, and one update per batch takes the ratio of the two to be 1. Set"
       " algo.correction=truncate with algo.correction_high=2, or sample from the current policy"
     )
+
+
+def _is_exact(config: Config) -> bool:
+  """Whether sampler and learner both compute in float32."""
+  sampling = config.sampling
+  dtypes = {config.model.dtype, sampling.dtype or config.model.dtype}
+  return dtypes | ({sampling.weights_dtype, sampling.cache_dtype} - {""}) == {"float32"}

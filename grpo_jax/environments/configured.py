@@ -4,21 +4,19 @@ import asyncio
 from collections.abc import Mapping, Sequence
 import functools
 import inspect
+import json
 from typing import Any
 
 from grpo_jax.config import Config, Environment
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments import acting, names
-from grpo_jax.environments.acting import Outcome, Request
 from grpo_jax.environments.schema import schema_of
 from grpo_jax.environments.tool_calls import format_for
-from grpo_jax.rewards import Pool
 from grpo_jax.rewards.call import describe, in_thread
-from grpo_jax.rewards.workers.messages import Call, NotPortable
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.settings import ConfigError
 
-_WORKER = "grpo_jax.environments.acting"
 _KEY = "environment.name"
+_MOST_KNOWN = 10_000  # openings that are kept
 
 
 class Environments:
@@ -44,6 +42,7 @@ class Environments:
     self.parts = acting.load(settings.tools, settings.name)
     self.schemas = [schema_of(tool) for tool in self.parts.tools.values()]
     self.format = format_for(template, settings.calls, self.schemas)
+    self._known: dict[str, list[dict[str, Any]]] = {}  # openings by example
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
     """The messages with which environments begin, after the prompts of the data set.
@@ -51,17 +50,24 @@ class Environments:
     Raises:
       ConfigError: An environment refuses an example.
     """
-    made = [self.parts.of_task(str(example.get("task", ""))) for example in examples]
-    if not any(made):
+    if not self.parts.environments:
       return [[] for _ in examples]
+    keys = [json.dumps(example, sort_keys=True, default=str) for example in examples]
+    # A step makes its prompts several times.
+    new = {key: one for key, one in zip(keys, examples) if key not in self._known}
+    if len(self._known) + len(new) > _MOST_KNOWN:
+      self._known, new = {}, dict(zip(keys, examples))
+    made = [self.parts.of_task(str(example.get("task", ""))) for example in new.values()]
     try:
-      return in_thread(lambda: asyncio.run(_openings(made, examples))).result()
+      openings = in_thread(lambda: asyncio.run(_openings(made, list(new.values())))).result()
     except ConfigError:
       raise
     except Exception as error:
       raise ConfigError(
         f"{_KEY}: reset() of {self.settings.name} raised {describe(error)}"
       ) from None
+    self._known |= dict(zip(new, openings, strict=True))
+    return [self._known[key] for key in keys]
 
   @functools.cached_property
   def is_portable(self) -> bool:
@@ -98,72 +104,3 @@ async def _opening(made: names.Factory, example: Mapping[str, Any]) -> list[dict
   if inspect.isawaitable(closed):
     await closed
   return messages
-
-
-class Runner:
-  """Calls tools and environments, in workers or in this process."""
-
-  def __init__(self, environments: Environments, pool: Pool | None) -> None:
-    """Prepares the workers.
-
-    Raises:
-      ConfigError: A worker cannot load what the config names.
-    """
-    self._parts, self._pool = environments.parts, pool
-    self.remarks: tuple[str, ...] = ()
-    settings = environments.settings
-    function = acting.act_async if self._parts.are_async else acting.act
-    options = f"tools={list(settings.tools)!r}, environment={settings.name!r}"
-    self._source = f"{_WORKER}:{function.__name__}({options})"
-    if pool is None and self._parts.stay:
-      raise ConfigError(
-        f"config key reward.workers is 0: {settings.name} needs a worker that keeps its"
-        " conversations; set 1 or more"
-      )
-    if pool is None:
-      return
-    bound = functools.partial(function, parts=self._parts)
-    try:
-      pool.add(self._source, bound, environments.is_portable)
-    except NotPortable as error:
-      self._pool = None
-      self.remarks = (
-        "tools and environments are called in the process of the run, without limits of time and"
-        f" memory, because they cannot be sent to a worker: {error}",
-      )
-
-  def __call__(self, requests: Sequence[Request]) -> list[Outcome]:
-    """The outcomes of requests, in their order.
-
-    One that failed with its worker is {"failure": KIND}, KIND being "timeout" or "crash".
-    """
-    if not requests:
-      return []
-    if self._pool is None:
-      return [acting.outcome(self._parts, request) for request in requests]
-    calls = [
-      Call(
-        key=self._source,
-        name="of the environment",
-        columns={"completions": [""], "requests": [request]},
-        is_async=self._parts.are_async,
-        one_worker=self._parts.stay,
-        again=False,
-      )
-      for request in requests
-    ]
-    found = []
-    for answer in self._pool.start(calls).result():
-      (failure,) = answer.failures or [None]
-      if failure is None:
-        found.append(answer.extras["outcome"][0])
-      elif failure.kind == "error":
-        raise RunFailed(failure.text)
-      else:
-        found.append({"failure": failure.kind})
-    return found
-
-  def close(self, keys: Sequence[str]) -> None:
-    """Says that conversations have ended, to environments that stay in a worker."""
-    if self._parts.stay and keys:
-      self([{"close": key} for key in keys])

@@ -1,0 +1,108 @@
+"""Workers do what requests ask for, and answer with plain values instead of rewards."""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+from grpo_jax.environments import acting
+from grpo_jax.environments.acting import Outcome, Request
+from grpo_jax.environments.configured import Environments
+from grpo_jax.rewards import Pool
+from grpo_jax.rewards.workers.messages import Call, NotPortable
+from grpo_jax.settings import ConfigError, RunFailed
+
+_ACTING = "grpo_jax.environments.acting"
+FAILURES = {"timeout": "did not answer in time", "crash": "ended without an answer"}
+
+
+def ask(pool: Pool, call: Call, requests: Sequence[Request]) -> list[Outcome]:
+  """The outcomes of requests, in their order. Each is a call of its own.
+
+  Args:
+    pool: The workers.
+    call: How the function is called. It gets `requests` and logs a column `outcome`.
+    requests: What it is asked.
+
+  Returns:
+    What the function logged. A request that failed with its worker has {"failure": KIND}, KIND
+    being "timeout" or "crash".
+
+  Raises:
+    RunFailed: The function itself failed.
+  """
+  calls = [
+    dataclasses.replace(call, columns={"completions": [""], "requests": [request]})
+    for request in requests
+  ]
+  found = []
+  for answer in pool.start(calls).result() if calls else []:
+    (failure,) = answer.failures or [None]
+    if failure is None:
+      found.append(answer.extras["outcome"][0])
+    elif failure.kind in FAILURES:
+      found.append({"failure": failure.kind})
+    else:
+      raise RunFailed(failure.text)
+  return found
+
+
+def problem_of(outcome: Outcome, who: str) -> tuple[str, str]:
+  """What went wrong, in a line that begins with `who`, and its kind. ("", "") for nothing."""
+  if "failure" in outcome:
+    return f"{who} {FAILURES[outcome['failure']]}", outcome["failure"]
+  return (f"{who} raised {outcome['error']}", "error") if "error" in outcome else ("", "")
+
+
+class Runner:
+  """Calls tools and environments, in workers or in this process.
+
+  Attributes:
+    remarks: What a user should know of how they are called.
+  """
+
+  def __init__(self, environments: Environments, pool: Pool | None) -> None:
+    """Prepares the workers.
+
+    Raises:
+      ConfigError: A worker cannot load what the config names.
+    """
+    self._parts, self._pool = environments.parts, pool
+    self.remarks: tuple[str, ...] = ()
+    settings = environments.settings
+    function = acting.act_async if self._parts.are_async else acting.act
+    options = f"tools={list(settings.tools)!r}, environment={settings.name!r}"
+    self._call = Call(
+      key=f"{_ACTING}:{function.__name__}({options})",
+      name="of the environment",
+      columns={},
+      is_async=self._parts.are_async,
+      one_worker=self._parts.stay,
+      again=False,
+    )
+    if pool is None and self._parts.stay:
+      raise ConfigError(
+        f"config key reward.workers is 0: {settings.name} needs a worker that keeps its"
+        " conversations; set 1 or more"
+      )
+    if pool is None:
+      return
+    bound = functools.partial(function, parts=self._parts)
+    try:
+      pool.add(self._call.key, bound, environments.is_portable)
+    except NotPortable as error:
+      self._pool = None
+      self.remarks = (
+        "tools and environments are called in the process of the run, without limits of time and"
+        f" memory, because they cannot be sent to a worker: {error}",
+      )
+
+  def __call__(self, requests: Sequence[Request]) -> list[Outcome]:
+    """The outcomes of requests, in their order. See `ask`."""
+    if self._pool is None:
+      return [acting.outcome(self._parts, request) for request in requests]
+    return ask(self._pool, self._call, requests)
+
+  def close(self, keys: Sequence[str]) -> None:
+    """Says that conversations have ended, to environments that stay in a worker."""
+    if self._parts.stay:
+      self([{"close": key} for key in keys])

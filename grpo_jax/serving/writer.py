@@ -1,0 +1,171 @@
+"""From requests to the engine and back: prompts become tokens, and rows become choices."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+import functools
+from typing import Any
+
+from grpo_jax.data.tokenizers.replies import Replies
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
+from grpo_jax.environments.tool_calls import Format, format_for
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.stop import End, end_at
+from grpo_jax.serving.answers import Choice, Decode
+from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
+from grpo_jax.serving.requests import Request, RequestError, Texts, row_number
+from grpo_jax.serving.traces import Recorder
+from grpo_jax.settings import ConfigError
+
+_MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
+
+Writing = contextlib.AbstractAsyncContextManager[tuple[list[Choice], AsyncIterator[Choice]]]
+
+
+class Writer:
+  """Lets an engine write what requests ask for."""
+
+  def __init__(
+    self, engine: Engine, tokenizer: Tokenizer, seconds: float, recorder: Recorder | None
+  ) -> None:
+    """Asks nothing yet.
+
+    Args:
+      engine: What writes.
+      tokenizer: Texts to tokens and back.
+      seconds: The longest that an answer may take.
+      recorder: Keeps what the conversations of clients read and wrote.
+    """
+    self._engine, self._tokenizer = engine, tokenizer
+    self._seconds, self._recorder = seconds, recorder
+    self._calls = _calls_of(tokenizer)
+
+  def texts(self, name: str) -> Texts:
+    """How texts become tokens in the conversation of this name."""
+    return Texts(self._encode, functools.partial(self._render, name))
+
+  @contextlib.asynccontextmanager
+  async def choices(
+    self, asked: Request, name: str, cut: Callable[[], None]
+  ) -> AsyncIterator[tuple[list[Choice], AsyncIterator[Choice]]]:
+    """The choices of a request, and what yields each of them whenever it has grown.
+
+    However the block ends, the rows that have not ended leave their seats.
+
+    Args:
+      asked: The request.
+      name: Of the conversation.
+      cut: Called if the reader of a stream is too slow.
+    """
+    loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Part]]()
+
+    def receive(index: int, part: Part) -> None:
+      heard.put_nowait((index, part))
+      if asked.stream and heard.qsize() > _MOST_BEHIND * asked.choices:
+        cut()
+
+    def hear(index: int, part: Part) -> None:  # in the thread of the engine
+      loop.call_soon_threadsafe(receive, index, part)
+
+    decode = self._tokenizer.decode
+    choices = [Choice(index, asked, decode, self._calls) for index in range(asked.choices)]
+    jobs = []
+    for choice in choices:
+      settings, number = self._draws(asked, name, choice.index)
+      end = _end_of(asked.stop, decode) if asked.stop else None
+      hears = functools.partial(hear, choice.index)
+      jobs.append(Job(choice.prompt, number, settings, hears, end))
+    rows = self._submit(jobs)
+    try:
+      yield choices, self._parts(choices, heard)
+    finally:
+      if not all(choice.finish for choice in choices):
+        self._engine.cancel(rows)
+
+  def record(self, name: str, choices: Sequence[Choice]) -> None:
+    """Keeps the choices of an answer that was given, if they are to be learned from."""
+    if self._recorder is not None:
+      for choice in choices:
+        self._recorder.add(name, choice.trace())
+
+  def _draws(self, asked: Request, name: str, choice: int) -> tuple[RowSettings, int]:
+    """How the tokens of a choice are drawn, and the number of its row."""
+    if self._recorder is not None:
+      return self._recorder.draws(name, asked.settings)
+    return asked.settings, row_number(asked.seed, choice)
+
+  async def _parts(
+    self, choices: list[Choice], heard: asyncio.Queue[tuple[int, Part]]
+  ) -> AsyncIterator[Choice]:
+    """Adds the parts that were heard to the choices, and yields each choice that has grown."""
+    going = len(choices)
+    deadline = asyncio.get_running_loop().time() + self._seconds
+    while going:
+      try:
+        async with asyncio.timeout_at(deadline):
+          index, part = await heard.get()
+      except TimeoutError:
+        raise RequestError(
+          f"the answer took more than {self._seconds:g} seconds", None, 503, "timeout"
+        ) from None
+      if part.finish == "closed":
+        raise stopping()
+      choices[index].add(part.tokens, part.logprobs, part.version, part.finish)
+      going -= bool(part.finish)
+      yield choices[index]
+
+  def _submit(self, jobs: list[Job]) -> list[Row]:
+    try:
+      return self._engine.submit(jobs)
+    except Full:
+      raise RequestError(
+        f"{self._engine.waiting} rows wait and at most {self._engine.sizes.waiting} may; try later",
+        None,
+        429,
+        "queue_full",
+      ) from None
+    except Closed:
+      raise stopping() from None
+
+  def _encode(self, text: str) -> list[int]:
+    return [*self._tokenizer.prefix_ids, *self._tokenizer.encode(text)]
+
+  def _render(
+    self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+  ) -> list[int]:
+    """The prompt of messages. While it records, what the policy wrote keeps its tokens."""
+    earlier = self._recorder.earlier(name, messages) if self._recorder else None
+    if earlier is None:
+      ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools))
+    else:
+      trace, after = earlier
+      reply = Replies(self._tokenizer, True, tools or ()).ids(after, trace.tokens[-1])
+      ids = [*trace.prompt, *trace.tokens, *reply]
+    if self._recorder is not None:
+      self._recorder.read(name, messages, ids)
+    return ids
+
+
+def stopping() -> RequestError:
+  """The error of a request that comes too late."""
+  return RequestError("the server is stopping", status=503, code="stopping")
+
+
+def _calls_of(tokenizer: Tokenizer) -> Format:
+  """How the model writes calls of tools."""
+  try:
+    return format_for(tokenizer.template)
+  except ConfigError:  # it has no chat template
+    return format_for("")
+
+
+def _end_of(stop: tuple[str, ...], decode: Decode) -> End:
+  """Ends a row at texts. It decodes the last tokens alone, those that such a text may lie in."""
+  end, tokens = end_at(stop, decode), 4 * max(map(len, stop))  # a character has up to four
+
+  def end_of_last(ids: Sequence[int], seen: int) -> int | None:
+    start = max(0, seen - tokens)
+    kept = end(ids[start:], seen - start)
+    return None if kept is None else start + kept
+
+  return end_of_last
