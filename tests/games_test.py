@@ -3,13 +3,10 @@
 import pickle
 
 import pytest
-from small_run import small_config, small_run, with_section
+from small_run import Collected, small_config, with_section
 
 from grpo_jax.environments.games import TextArena
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError
-from grpo_jax.timing import Clock
 
 GAMES = {
   "GuessTheNumber-v0": ["[10]", "5", "no number", "[15]"],
@@ -50,11 +47,17 @@ def test_a_game_depends_on_its_seed_and_moves_and_can_be_pickled(name):
 
 
 def test_the_game_ends_with_its_reward():
-  for seed in range(4):
+  """Guessing upwards finds a number up to 10. The reward of another one says how far it is."""
+  found = 0
+  for seed in range(8):
     said = played("GuessTheNumber-v0", seed, [f"[{n}]" for n in range(1, 21)])
     _, reward, is_over = said[-1]
-    assert is_over and 0 < reward <= 1
-    assert (reward == 1) == (len(said) - 1 <= 10 and "lower" not in str(said[-1]))
+    guesses = len(said) - 1
+    number = guesses + round(19 * (1 - reward))
+    assert is_over and played("GuessTheNumber-v0", seed, [f"[{number}]"])[-1] == ([], 1.0, True)
+    assert reward == pytest.approx(1 - (number - guesses) / 19)
+    found += reward == 1
+  assert 0 < found < 8
 
 
 @pytest.mark.parametrize(
@@ -79,13 +82,6 @@ def test_a_run_plays_in_workers(capfd):
   name = "textarena:GuessTheNumber-v0"
   config = with_section(config, "environment", name=name, turn_tokens=8, max_turns=3)
   config = with_section(config, "reward", functions=("environment",), workers=2)
-  run = small_run(config)
-  scorers = Scorers(run)
-  collector = Collector(run, scorers)
-  params = run.parameters.for_sampling(run.initial_params())
-  try:
-    found = collector(params, 0, collector.initial_host_state(), Clock())
-  finally:
-    scorers.close()
+  found = Collected(config)
   assert all("between 1 and 20" in row["prompt"] for row in found.rows)
   assert found.metrics["environment/turns"] > 1 and not found.metrics["environment/errors"]

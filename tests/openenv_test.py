@@ -7,13 +7,10 @@ import time
 import urllib.request
 
 import pytest
-from small_run import P, small_config, small_run, with_section
+from small_run import Collected, P, small_config, small_run, with_section
 
 from grpo_jax.environments.servers import OpenEnv, action_of, text_of
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError
-from grpo_jax.timing import Clock
 
 SERVER = """
 import sys
@@ -80,14 +77,7 @@ def test_each_completion_has_a_session_and_its_rewards(address):
   config = with_section(config, "sampling", max_tokens=40)
   config = with_section(config, "environment", name=f"openenv:{address}", turn_tokens=6)
   config = with_section(config, "reward", functions=("environment",), workers=1)
-  run = small_run(config)
-  scorers = Scorers(run)
-  collector = Collector(run, scorers)
-  params = run.parameters.for_sampling(run.initial_params())
-  try:
-    found = collector(params, 0, collector.initial_host_state(), Clock())
-  finally:
-    scorers.close()
+  found = Collected(config)
   assert len(found.rows) == P * 3
   for row in found.rows:
     own = [turn for turn in row["turns"] if turn["role"] == "assistant"]

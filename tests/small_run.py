@@ -12,6 +12,7 @@ from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.timing import Clock
 from grpo_jax.training.loop import GrpoStep
 from grpo_jax.training.state import StateStore
 from grpo_jax.types import Completions
@@ -63,6 +64,26 @@ def grpo_step(run, workdir, collector=None):
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
   store = StateStore(run, workdir, checkpoints, {"num_tokens": np.int64(0)})
   return GrpoStep(run, collector, store), store, checkpoints
+
+
+class Collected:
+  """What a run collects in its first step.
+
+  Attributes:
+    run, collector: What collected it.
+    found: What was collected, whose completions are `rows` and whose metrics are `metrics`.
+  """
+
+  def __init__(self, config):
+    self.run = small_run(config)
+    scorers = Scorers(self.run)
+    try:
+      self.collector = Collector(self.run, scorers)
+      params = self.run.parameters.for_sampling(self.run.initial_params())
+      self.found = self.collector(params, 0, self.collector.initial_host_state(), Clock())
+    finally:
+      scorers.close()
+    self.rows, self.metrics = self.found.rows, self.found.metrics
 
 
 def random_completions(seed=0):

@@ -5,13 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from small_run import P, grpo_step, small_config, small_run, with_reward, with_section
+from small_run import Collected, P, grpo_step, small_config, small_run, with_reward, with_section
 
 from grpo_jax.environments.built_in import calculator
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.timing import Clock
 from grpo_jax.training.trainer import check_gap, largest_gap
 
 G, T = 3, 24
@@ -42,22 +39,6 @@ def config_of(folder, source="", name="", workers=0, **environment):
   config = with_section(config, "environment", name=name, turn_tokens=6, **environment)
   functions = ("environment",) if name else ("strict",)
   return with_section(config, "reward", functions=functions, weights=(1.0,), workers=workers)
-
-
-class Collected:
-  """What a run collects in its first step."""
-
-  def __init__(self, config):
-    self.run = small_run(config)
-    self.scorers = Scorers(self.run)
-    self.collector = Collector(self.run, self.scorers)
-    params = self.run.parameters.for_sampling(self.run.initial_params())
-    try:
-      host = self.collector.initial_host_state()
-      self.found = self.collector(params, 0, host, Clock())
-    finally:
-      self.scorers.close()
-    self.rows, self.metrics = self.found.rows, self.found.metrics
 
 
 def own(row):
@@ -315,6 +296,28 @@ def test_turns_end_at_their_limit(most, tmp_path):
   found = Collected(config_of(tmp_path, COUNTING, "Counting", max_turns=most))
   assert max(len(own(row)) for row in found.rows) == most
   assert all(turn["reward"] is not None for row in found.rows for turn in own(row))
+
+
+OPENS = """
+class Opens:
+  begun = []
+
+  def reset(self, example):
+    self.begun.append(example["question"])
+    return [{"role": "user", "content": str(len(self.begun))}]
+
+  def step(self, message):
+    return [], 1.0, True
+"""
+
+
+def test_an_opening_is_made_once(tmp_path):
+  """A step makes its prompts several times, and an environment may ask a server for each."""
+  run = small_run(config_of(tmp_path, OPENS, "Opens"))
+  example = {"question": "1+1="}
+  first = run.environments.openings([example, {"question": "2="}, example])
+  assert [messages[0]["content"] for messages in first] == ["1", "2", "1"]
+  assert run.environments.openings([{"question": "2="}]) == [first[1]]
 
 
 # What goes wrong.
