@@ -21,7 +21,7 @@ def client_of(base_url, api_key):
   return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 async def twice(example, base_url, api_key, model):
-  client, prompt = client_of(base_url, api_key), example["question"]
+  client, prompt = client_of(base_url, api_key), example["prompt_text"]
   first = await client.completions.create(
     model=model, prompt=prompt, max_tokens=6, temperature=0.3, top_p=0.5
   )

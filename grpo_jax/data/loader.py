@@ -35,6 +35,10 @@ class PromptBatch:
   own: slice = dataclasses.field(default_factory=lambda: slice(0, 0))
   columns: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
+  def row(self, p: int) -> dict[str, Any]:
+    """The columns of prompt p, which is one of those that this process scores."""
+    return {name: values[p - self.own.start] for name, values in self.columns.items()}
+
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedBatch:

@@ -7,9 +7,10 @@ A harness is an async function, `environment.harness=path/file.py:function`:
     answer = await client.chat.completions.create(model=model, messages=[...])
     return 1.0
 
-It is called once for each completion of a prompt. It gets the example, and what an OpenAI client
-needs. It may ask as often as it likes, and returns the reward. What it asked and what the policy
-wrote is recorded token by token.
+It is called once for each completion of a prompt. It gets what an OpenAI client needs, and the
+fields of the example, with `prompt_text`, the prompt as the policy reads it, and with data.chat
+`messages`. It may ask as often as it likes, and returns the reward. What it asked and what the
+policy wrote is recorded token by token.
 """
 
 import asyncio

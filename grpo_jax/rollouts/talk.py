@@ -143,9 +143,8 @@ class Talk:
 
   def _example(self, p: int) -> dict[str, Any]:
     """The fields of the example that prompt p was made from."""
-    place, columns = p - self._prompts.own.start, self._prompts.columns
-    names = [name for name in columns if name not in ("prompts", "messages")]
-    return {name: columns[name][place] for name in names}
+    row = self._prompts.row(p)
+    return {name: value for name, value in row.items() if name not in ("prompts", "messages")}
 
   def _calls(self, text: str, before: int) -> tuple[list[tuple[str, str]], list[Request]]:
     """The calls in a text, what is wrong with each, and requests for those that are right.

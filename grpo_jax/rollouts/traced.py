@@ -173,9 +173,10 @@ class Harness:
     return self._endpoint
 
   def _request(self, endpoint: Endpoint, prompts: PromptBatch, p: int, g: int) -> dict[str, Any]:
-    columns, own = prompts.columns, p - prompts.own.start
+    example = prompts.row(p)
+    example["prompt_text"] = example.pop("prompts")
     return {
-      "example": {name: values[own] for name, values in columns.items() if name != "prompts"},
+      "example": example,
       "base_url": endpoint.url,
       "api_key": f"{endpoint.key}:{p}/{g}",
       "model": MODEL,
@@ -212,7 +213,7 @@ class Harness:
     if silent == len(chains):
       raise RunFailed(
         "no call of the harness began with the prompt of the data: send the field `messages` of the"
-        " example with data.chat, or its prompt as it is"
+        " example with data.chat, or its prompt_text"
       )
 
   def _completions(
