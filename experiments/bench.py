@@ -111,17 +111,18 @@ def make_config(args: argparse.Namespace) -> Config:
   c.learner.remat = args.remat
   c.reward.functions = ("letters",)
   c.algo.kl_coef = 0.04
-  c.optimizer.learning_rate = 1e-4
+  # Long tails keep their lengths only if nothing is learned.
+  c.optimizer.learning_rate = 1e-12 if args.lengths == "geometric" else 1e-4
   c.eval.batch, c.log.completions_every, c.log.tensorboard = 8, 0, False
   c.warm_start.batch = 8
   return from_dict(c.to_dict())
 
 
 def stop_ids(args: argparse.Namespace) -> tuple[int, ...]:
-  """The ids that end a completion beside eos: one in clen / 8, or none."""
+  """Ids that end a completion beside eos: together 8 / clen of the vocabulary. Or none."""
   if args.lengths != "geometric":
     return ()
-  return tuple(range(2, args.vocab, max(1, args.clen // 8)))
+  return tuple(range(2, 1 + max(1, round(8 * args.vocab / args.clen))))
 
 
 def register_job(args: argparse.Namespace) -> None:

@@ -345,9 +345,16 @@ class Environment:
   )
   calls: str = setting(
     "auto",
-    "how a model writes calls: hermes, llama3, mistral, or a regular expression with the groups"
-    " name and arguments; auto = by the chat template",
+    "how a model writes calls: hermes, llama3, mistral, qwen3_coder, or a regular expression with"
+    " the groups name and arguments; auto = by the chat template",
     before="auto",
+  )
+  branches: int = setting(
+    1,
+    "how many branches of a harness's calls are learned from a completion. Each of them has its"
+    " reward",
+    POSITIVE,
+    before=1,
   )
   max_turns: int = setting(8, "the most turns of the policy in a completion", POSITIVE, before=8)
   max_calls: int = setting(
@@ -568,6 +575,11 @@ class Config:
   checkpoint: Checkpoint = Checkpoint()
   log: Log = Log()
   mesh: Mesh = Mesh()
+
+  @property
+  def rows_per_prompt(self) -> int:
+    """The most rows that an update learns from for each prompt."""
+    return self.batch.group_size * self.environment.branches
 
   def replace(self, changes: Mapping[str, Any]) -> "Config":
     """The config with other values, by key: {"optimizer.learning_rate": 1e-5, "seed": 1}.

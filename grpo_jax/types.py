@@ -164,6 +164,8 @@ class Batch(struct.PyTreeNode):
     selection: How tokens are treated. None means weight 1 for every token of the loss.
     routing: The routing of each prompt's group before the update, where a loss over the whole batch
       needs it.
+    rollout_PG: int32, the rollout in the group whose reward each row has, until the advantages have
+      them. None means that each row is a rollout of its own.
     slots: How many slots the tokens of a group's completions are computed in, one completion after
       another. 0 means in rows of T. None means that each micro-batch takes what it needs.
   """
@@ -181,6 +183,7 @@ class Batch(struct.PyTreeNode):
   teacher_logprobs_PGT: jax.Array | None = None
   selection: TokenSelection | None = None
   routing: Routing | None = None
+  rollout_PG: jax.Array | None = None
   slots: int | None = struct.field(pytree_node=False, default=None)
 
 

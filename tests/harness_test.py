@@ -5,12 +5,13 @@ import pytest
 from small_qwen import make_checkpoint, problems
 from small_run import P, grpo_step, small_config, small_run, with_section
 
+from grpo_jax.rollouts.branches import as_completions, branches_of
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.scorers import Scorers
-from grpo_jax.rollouts.traced import chain_of
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.serving.traces import Recorder, Trace
 from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.timing import Clock
 
 G, T = 3, 80
 
@@ -39,6 +40,15 @@ async def chats(example, base_url, api_key, model):
   other = [{"role": "user", "content": "What do you think?"}]
   await client.chat.completions.create(model=model, messages=other, max_tokens=3)
   return float(len(messages[-2]["content"]))
+
+async def forks(example, base_url, api_key, model):
+  client, prompt = client_of(base_url, api_key), example["prompt_text"]
+  first = await client.completions.create(model=model, prompt=prompt, max_tokens=6)
+  for end in ("=1;", "=2;", "=3;"):
+    await client.completions.create(
+      model=model, prompt=prompt + first.choices[0].text + end, max_tokens=6
+    )
+  return float(len(set(first.choices[0].text)))
 
 async def raises(example, base_url, api_key, model):
   raise ValueError("no game")
@@ -124,6 +134,58 @@ def test_conversations_keep_their_tokens_and_other_calls_are_left_out(tmp_path, 
   assert f"warning: {P * G} calls of the harness are not learned from" in capfd.readouterr().err
 
 
+def test_branches_have_the_advantage_of_their_completion(tmp_path):
+  """What the branches share is learned once. Three branches need two further rows."""
+  config = with_section(config_of(tmp_path, "forks"), "environment", branches=3)
+  run = small_run(config)
+  scorers = Scorers(run)
+  try:
+    collect = Collector(run, scorers)
+    step, store, _ = grpo_step(run, tmp_path, collect)
+    state, _, _ = store.restore_or_init()
+    params = run.parameters.for_sampling(state.train.params)
+    found = collect(params, 0, state.host, Clock())
+    batch, _ = run.programs.with_advantages(found.batch, found.rewards, 0.0)
+    _, metrics, rows, _ = step(state, 0)
+  finally:
+    scorers.close()
+  assert metrics["sampler/logprob_gap_max"] < 1e-4
+  assert batch.completions_PGT.shape[:2] == (P, 3 * G)
+  mask_PGT, rollout_PG = np.array(batch.mask_PGT), np.array(found.batch.rollout_PG)
+  learns_PG = mask_PGT.any(-1)
+  advantages_PG = np.array(batch.advantages_PGT).sum(-1) / np.maximum(mask_PGT.sum(-1), 1)
+  own_PG = np.take_along_axis(advantages_PG, rollout_PG, 1)
+  np.testing.assert_allclose(advantages_PG[learns_PG], own_PG[learns_PG], rtol=1e-6)
+  assert advantages_PG.any() and learns_PG[:, G:].sum() == sum(len(row["branches"]) for row in rows)
+  # An answer that ended by itself is no part of the prompts that its text is in.
+  forked = [row for row in rows if [len(row["turns"]), *map(len, row["branches"])] == [3, 3, 3]]
+  assert len(forked) > P
+  for row in forked:
+    added = {turns[1]["text"] for turns in (row["turns"], *row["branches"])}
+    assert added == {"=1;", "=2;", "=3;"}
+  # The first call of a completion is in one row alone.
+  tokens_PGT, (p, g) = np.array(found.batch.completions_PGT), divmod(rows.index(forked[0]), G)
+  length = forked[0]["turns"][0]["end"]
+  others = np.flatnonzero((rollout_PG[p] == g) & learns_PG[p])[1:]
+  assert len(others) == 2 and mask_PGT[p, g, :length].all() and not mask_PGT[p, others, :length].any()
+  assert (tokens_PGT[p, others, :length] == tokens_PGT[p, g, :length]).all()
+
+
+@pytest.mark.parametrize(
+  "section, changes",
+  [("algo", {"advantage": "process"}), ("algo", {"kl_in": "reward", "kl_coef": 0.1})],
+)
+def test_branches_need_an_advantage_of_whole_completions(section, changes, tmp_path):
+  config = with_section(config_of(tmp_path, "forks"), "environment", branches=2)
+  with pytest.raises(ConfigError, match="environment.branches is 2: all branches"):
+    small_run(with_section(config, section, **changes))
+
+
+def test_branches_without_a_harness_are_refused():
+  with pytest.raises(ConfigError, match="environment.branches is 2: only the calls"):
+    small_run(with_section(small_config(), "environment", branches=2))
+
+
 @pytest.mark.slow
 def test_rewards_rise(tmp_path):
   config = config_of(tmp_path, "sevens")
@@ -184,21 +246,39 @@ def trace(prompt, tokens, finish="stop"):
   return Trace(prompt, tokens, [-0.5] * len(tokens), 1, finish)
 
 
-def test_the_longest_chain_of_calls_is_the_row():
-  calls = [
-    trace([1, 2], [3, 4]),
-    trace([9], [9, 9, 9, 9, 9, 9]),  # of another agent
-    trace([1, 2, 3, 4, 5], [6]),
-    trace([1, 2, 3], [7, 7, 7]),  # begins in the middle of the first answer
-    trace([1, 2, 3, 4, 5, 6, 8], [0], "length"),
+CALLS = [
+  trace([1, 2], [3, 4]),
+  trace([9], [9, 9, 9, 9, 9, 9]),  # of another agent
+  trace([1, 2, 3, 4, 5], [6]),
+  trace([1, 2, 3], [7, 7, 7]),  # begins in the middle of the first answer
+  trace([1, 2, 3, 4, 5, 6, 8], [0], "length"),
+  trace([1, 2, 3, 4, 9], [8]),
+]
+
+
+def test_the_branch_with_most_of_the_policy_comes_first():
+  (branch,), left_out = branches_of(CALLS, [1, 2], 10, 1)
+  assert branch.tokens == (3, 4, 5, 6, 8, 0) and branch.is_cut and left_out == 3
+  assert branch.sampled == (True, True, False, True, False, True)
+  assert branch.logprobs == (-0.5, -0.5, 0, -0.5, 0, -0.5)
+  (short,), _ = branches_of(CALLS[:3], [1, 2], 3, 1)
+  assert short.tokens == (3, 4, 5) and short.is_cut
+  (nothing,), left_out = branches_of(CALLS, [4], 3, 2)
+  assert nothing.tokens == () and left_out == 6
+
+
+def test_further_branches_learn_what_those_before_them_lack():
+  branches, left_out = branches_of(CALLS, [1, 2], 10, 5)
+  assert [branch.tokens for branch in branches[1:]] == [(3, 7, 7, 7), (3, 4, 9, 8)]
+  assert [branch.sampled for branch in branches[1:]] == [
+    (False, True, True, True),  # the 3 was read there, as part of a prompt
+    (False, False, False, True),
   ]
-  chain = chain_of(calls, [1, 2], 10)
-  assert chain.tokens == [3, 4, 5, 6, 8, 0] and chain.is_cut and chain.left_out == 2
-  assert chain.sampled == [True, True, False, True, False, True]
-  assert chain.logprobs == [-0.5, -0.5, 0, -0.5, 0, -0.5]
-  short = chain_of(calls[:3], [1, 2], 3)
-  assert short.tokens == [3, 4, 5] and short.is_cut
-  assert chain_of(calls, [4], 3).tokens == []
+  assert left_out == 1
+  rows = as_completions({(0, 1): branches[2]}, (1, 2), 5)
+  assert rows.tokens_PGT.tolist() == [[[0] * 5, [3, 4, 9, 8, 0]]]
+  assert rows.logprobs_PGT.tolist() == [[[0] * 5, [0, 0, 0, -0.5, 0]]]
+  assert rows.lengths_PG.tolist() == [[0, 4]] and rows.stopped_by_PG.tolist() == [[-1, 8]]
 
 
 def test_a_recorder_knows_which_answer_a_conversation_goes_on_from():

@@ -54,6 +54,14 @@ def calls_of(format_name, text, schemas=(ADD,)):
     ("mistral", '[{"name": "add", "arguments": {"x": 1}}]', 1, ""),
     ("mistral", 'So[TOOL_CALLS]add[ARGS]{"x": 1}[TOOL_CALLS]add[ARGS]{"x": 1}', 2, "So"),
     ("mistral", "[1, 2] are numbers", 0, "[1, 2] are numbers"),
+    ("mistral", '[TOOL_CALLS]add[CALL_ID]a1B2c3D4e[ARGS]{"x": 1}', 1, ""),
+    (
+      "qwen3_coder",
+      "So.<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+      1,
+      "So.",
+    ),
+    ("qwen3_coder", "<function=add> is a call", 0, "<function=add> is a call"),
     (r"\[(?P<arguments>[^\]]*)\]", 'I take [{"x": 1}].', 1, "I take ."),
     (r"(?P<name>\w+)\((?P<arguments>.*?)\)", 'add({"x": 1})', 1, ""),
   ],
@@ -90,6 +98,9 @@ NESTED = "[" * 10_000
     ("mistral", '[TOOL_CALLS][{"name": "add"'),
     ("mistral", "[TOOL_CALLS]add[ARGS]x=1"),
     ("mistral", f"[TOOL_CALLS]{NESTED}"),
+    ("qwen3_coder", "<tool_call><function=add></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=add</function></tool_call>"),
+    ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>'),
   ],
 )
 def test_a_call_that_is_not_well_formed_is_told_in_a_line(name, text):
@@ -110,9 +121,23 @@ CALL = '<tool_call>{"name": "add"}</tool_call>'
 LONG = 300_000
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "qwen3_coder"])
 @pytest.mark.parametrize(
-  "part", ["<tool_call>", " ", "<tool_call> ", CALL, "{", "[", "[TOOL_CALLS]", "a", "a[ARGS]"]
+  "part",
+  [
+    "<tool_call>",
+    " ",
+    "<tool_call> ",
+    CALL,
+    "{",
+    "[",
+    "[TOOL_CALLS]",
+    "a",
+    "a[ARGS]",
+    "<function=a>",
+    "<tool_call><function=a><parameter=b>",
+    "<function=a></function>",
+  ],
 )
 def test_the_time_of_each_format_is_linear(name, part):
   text = part * (LONG // len(part))
@@ -134,6 +159,19 @@ def test_the_time_of_each_format_is_linear(name, part):
 )
 def test_the_template_says_which_family_it_is(template, name):
   assert format_for(template) is format_for("", name)
+
+
+def test_the_schema_says_which_values_of_tags_are_texts():
+  def parse(parse):
+    (call,) = parse(
+      "<tool_call><function=add><parameter=x>\n7\n</parameter><parameter=name>\n7\n</parameter>"
+      "</function></tool_call>"
+    ).calls
+    return json.loads(call.arguments)
+
+  template = "{{ '<tool_call>\n<function=' + name }}"
+  assert parse(format_for(template, schemas=[ADD]).parse) == {"x": 7, "name": "7"}
+  assert parse(format_for(template).parse) == {"x": 7, "name": 7}
 
 
 @pytest.mark.parametrize("pattern", ["[", "qwen", r"(?P<name>\w+)"])

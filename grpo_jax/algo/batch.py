@@ -52,18 +52,21 @@ def with_advantages(
   Args:
     batch: With reference log-probs where a KL is in the reward, and with the teacher's where there
       is a teacher.
-    rewards: Of the batch's completions.
+    rewards: Of the batch's rollouts.
     kl_coef: float32 scalar, the weight of a KL in the reward.
     algo: Names the advantage.
     teacher_weight: The weight of the teacher's advantages, where there is a teacher.
   """
-  mask_PGT = batch.mask_PGT
+  mask_PGT, rollouts = batch.mask_PGT, rewards.scores_PGJ.shape[1]
   if algo.kl_in_reward:
     kl_PGT = KL[algo.kl].compute(batch.sampler_logprobs_PGT, batch.ref_logprobs_PGT)
     rewards = rewards.replace(kl_penalty_PGT=kl_coef * masked.masked(kl_PGT, mask_PGT))
-  advantages = ADVANTAGES[algo.advantage].compute(rewards, mask_PGT, algo)
+  # The first rows of a group are its rollouts. Others are further branches of these.
+  advantages = ADVANTAGES[algo.advantage].compute(rewards, mask_PGT[:, :rollouts], algo)
   if advantages.ndim == 2:
     advantages = advantages[..., None]
+  if batch.rollout_PG is not None:
+    advantages = jnp.take_along_axis(advantages, batch.rollout_PG[..., None], 1)
   advantages_PGT = mask_PGT * advantages
   teacher_metrics = {}
   if batch.teacher_logprobs_PGT is not None:
@@ -79,5 +82,5 @@ def with_advantages(
     "batch/completions": learns_PG.sum(),
     "batch/tokens": (learns_PG[..., None] * mask_PGT).sum(),
   }
-  batch = batch.replace(advantages_PGT=advantages_PGT, teacher_logprobs_PGT=None)
+  batch = batch.replace(advantages_PGT=advantages_PGT, teacher_logprobs_PGT=None, rollout_PG=None)
   return batch, metrics | teacher_metrics

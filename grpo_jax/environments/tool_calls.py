@@ -2,12 +2,15 @@
 
   hermes   <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>   (Qwen, Hermes, SmolLM)
   llama3   {"name": "add", "parameters": {"x": 1}}, the whole message, with ; between several
-  mistral  [TOOL_CALLS][{"name": "add", "arguments": {"x": 1}}], or [TOOL_CALLS]add[ARGS]{"x": 1}
+  mistral  [TOOL_CALLS][{"name": "add", "arguments": {"x": 1}}], or [TOOL_CALLS]add[ARGS]{"x": 1},
+           where [CALL_ID]ID may stand before [ARGS]
+  qwen3_coder  <tool_call><function=add><parameter=x>1</parameter></function></tool_call>
 
 A decoder leaves special tokens out, so marks that are special tokens may be missing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
 import json
 import re
 from typing import Any, NamedTuple
@@ -18,7 +21,8 @@ Schema = Mapping[str, Any]
 
 _LONGEST = 20_000  # characters that are searched for a pattern of a user, which may be slow
 _HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
-_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*\[ARGS\]\s*")
+_FUNCTION, _PARAMETER = ("<function=", "</function>"), ("<parameter=", "</parameter>")
+_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?\[ARGS\]\s*")
 _KEY = "environment.calls"
 _TYPES: dict[str, tuple[type, ...]] = {
   "integer": (int,),
@@ -69,7 +73,8 @@ class Format(NamedTuple):
   opens: str
 
 
-def _hermes(text: str) -> Parsed:
+def _tagged(read: Callable[[str], tuple[list[Call], list[str]]], text: str) -> Parsed:
+  """Calls between tags. `read` finds those of one pair of tags, and what is wrong with others."""
   calls, malformed, content = list[Call](), list[str](), list[str]()
   place = 0
   # Not a regular expression: it would search to the end from each mark that has no end.
@@ -79,7 +84,7 @@ def _hermes(text: str) -> Parsed:
       if not calls and not malformed:
         malformed.append(f"the call has no end: {_HERMES_CLOSE} is missing")
       break
-    made, problems = _calls(text[start + len(_HERMES_OPEN) : end].strip(), ("arguments",))
+    made, problems = read(text[start + len(_HERMES_OPEN) : end].strip())
     calls += made
     malformed += problems
     after = end + len(_HERMES_CLOSE)
@@ -87,6 +92,46 @@ def _hermes(text: str) -> Parsed:
     place = after
   whole = "".join([*content, text[place:]])
   return Parsed(whole.strip() if calls else whole, calls, malformed)
+
+
+def _hermes(text: str) -> Parsed:
+  return _tagged(lambda body: _calls(body, ("arguments",)), text)
+
+
+def _qwen3_coder(schemas: Sequence[Schema], text: str) -> Parsed:
+  """A value is JSON if it reads as JSON, unless the schema wants a text."""
+  by_name = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+
+  def value_of(function: str, name: str, value: str) -> Any:
+    wanted = by_name.get(function, {}).get("properties", {}).get(name, {}).get("type")
+    found, rest, problem = _first_json(value)
+    return value if wanted == "string" or problem or rest else found
+
+  def read(body: str) -> tuple[list[Call], list[str]]:
+    calls, problems = list[Call](), list[str]()
+    for function, inner in _elements(body, *_FUNCTION):
+      arguments = {
+        name: value_of(function, name, value.removeprefix("\n").removesuffix("\n"))
+        for name, value in _elements(inner, *_PARAMETER)
+      }
+      calls += _checked({"name": function, "arguments": arguments}, ("arguments",), problems)
+    if not calls and not problems:
+      problems.append("the call is not well-formed: it needs <function=NAME> and </function>")
+    return calls, problems
+
+  return _tagged(read, text)
+
+
+def _elements(text: str, opens: str, closes: str) -> Iterator[tuple[str, str]]:
+  """(name, what lies inside) of each element, as <function=NAME>...</function>."""
+  place = 0
+  while (start := text.find(opens, place)) >= 0:
+    name_end = text.find(">", start)
+    end = text.find(closes, name_end)
+    if name_end < 0 or end < 0:
+      return
+    yield text[start + len(opens) : name_end].strip(), text[name_end + 1 : end]
+    place = end + len(closes)
 
 
 def _llama3(text: str) -> Parsed:
@@ -121,6 +166,7 @@ FORMATS = {
   "hermes": Format(_hermes, _HERMES_OPEN),
   "llama3": Format(_llama3, "{"),
   "mistral": Format(_mistral, "["),
+  "qwen3_coder": Format(functools.partial(_qwen3_coder, ()), _HERMES_OPEN),
 }
 
 
@@ -137,6 +183,8 @@ def format_for(template: str, name: str = "auto", schemas: Sequence[Schema] = ()
   Raises:
     ConfigError: The name is none of these.
   """
+  if name == "qwen3_coder" or (name == "auto" and _FUNCTION[0] in template):
+    return Format(functools.partial(_qwen3_coder, tuple(schemas)), _HERMES_OPEN)
   if name in FORMATS:
     return FORMATS[name]
   if name != "auto":

@@ -253,7 +253,7 @@ class _Parts:
     """The batch as it is before the reference and the advantages are computed."""
     P, G, T = (
       self._config.batch.prompts,
-      self._config.batch.group_size,
+      self._config.rows_per_prompt,
       self._config.sampling.max_tokens,
     )
     temperature_P = self._some("float32", P)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from grpo_jax import model
+from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.checks import check_algo
 from grpo_jax.config import PROJECTIONS, Config
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
@@ -51,11 +52,31 @@ def check_config(config: Config) -> None:
       f"config key environment.harness is {environment.harness!r}: it plays whole conversations, so"
       " environment.name and environment.tools are not used; leave them empty"
     )
+  _check_branches(config)
   _check_lora(config)
   _check_reference(config)
   _check_sizes(config)
   if not config.model.path:
     _check_shape(config)
+
+
+def _check_branches(config: Config) -> None:
+  """Raises ConfigError if several branches of a rollout cannot be learned."""
+  algo, branches = config.algo, config.environment.branches
+  if branches == 1:
+    return
+  key = f"config key environment.branches is {branches}"
+  if not config.environment.harness:
+    raise ConfigError(f"{key}: only the calls of environment.harness have branches; set 1")
+  if ADVANTAGES[algo.advantage].per_token or algo.kl_in_reward:
+    raise ConfigError(
+      f"{key}: all branches of a completion have its advantage, so algo.advantage must be one of"
+      " whole completions, and algo.kl_in must be loss"
+    )
+  if algo.keep_surplus or algo.kl_target:
+    raise ConfigError(
+      f"{key}: algo.keep_surplus must be False and algo.kl_target 0, which know no branches"
+    )
 
 
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:

@@ -184,7 +184,7 @@ def micro_batch(
     sizes = [size for size in sizes if needed(size // row_shards) <= free] or sizes[:1]
   # A loss that reads the routers of all micro-batches costs a forward pass if there are several.
   if mesh.devices.flat[0].platform == "cpu" and not config.learner.router_aux_coef:
-    tokens = config.data.max_prompt_tokens + config.batch.group_size * config.sampling.max_tokens
+    tokens = config.data.max_prompt_tokens + config.rows_per_prompt * config.sampling.max_tokens
     few = [size for size in sizes if size // row_shards * tokens <= _TOKENS_ON_CPU]
     sizes = few or sizes[:1]
   return max(sizes)
@@ -221,7 +221,7 @@ def _kept_bytes(
     split: Over how many devices a layer's heads and hidden units are split.
     remat: What a layer keeps (see `completion_features`).
   """
-  S, G, T = config.data.max_prompt_tokens, config.batch.group_size, config.sampling.max_tokens
+  S, G, T = config.data.max_prompt_tokens, config.rows_per_prompt, config.sampling.max_tokens
   lanes = 128 if shape.platform == "tpu" else 1  # a TPU fills up the last axis of every array
 
   def backward(params: model.Params, batch: Batch) -> Any:

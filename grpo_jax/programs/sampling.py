@@ -55,7 +55,7 @@ _LONGEST_CHUNK = 64
 _SHARED_STEP = 32  # each other length is compiled
 # A call that computes less does not repay the time to compile smaller grids.
 _SHRINKS_FROM = 1e10  # floating point operations
-_FEWEST_ROWS, _MOST_MOVES = 8, 3  # of a shard, and of a call
+_SMALLER, _FEWEST_ROWS = (2, 4, 8, 32), 8  # shares of a shard's rows, and the fewest of them
 
 
 def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...]) -> Decoding:
@@ -113,7 +113,7 @@ class Sampler:
     grid = seats_lib.first_grid(prompts, members, self._rows, shards)
     smaller: list[Grid] = []
     if 2.0 * self._weights * grid.rows * tokens >= _SHRINKS_FROM:
-      sizes = [grid.rows // shards // 2**move for move in range(1, 1 + _MOST_MOVES)]
+      sizes = [grid.rows // shards // share for share in _SMALLER]
       smaller = [Grid(size * shards, 1) for size in sizes if size >= _FEWEST_ROWS]
     prompts_at_once = max(1, grid.places // shards // 8) * shards
     sizes_of_cache = sizes_up_to(tokens, model.slots_step(self._config))

@@ -223,19 +223,24 @@ class Collector:
     groups, live_P = drawn.chosen, drawn.live_P
     is_live = live_P[:, None, None] != 0
     rewards = rewards.replace(scores_PGJ=np.where(is_live, rewards.scores_PGJ, np.float32(np.nan)))
-    completions = groups.rollouts.completions
+    completions, rollout_PB = groups.rollouts.completions, None
+    if groups.rollouts.branches is not None:
+      branches = groups.rollouts.branches
+      completions, rollout_PB = branches.completions, branches.rollout_PB
     max_tokens = self._config.sampling.max_tokens
     completions, rewards = cut((completions, rewards), completions.lengths_PG, max_tokens)
     tokens, platform = completions.tokens_PGT.shape[-1], self._run.parameters.model.platform
     slots = learner.slots_of_batch(completions.lengths_PG, tokens, platform)
-    completions, rewards, arrays = self._run.hosts.put(
+    completions, rewards, arrays, rollout_PG = self._run.hosts.put(
       (
         completions,
         rewards,
         (prompts.prompts_PS, prompts.prompt_lengths_P, groups.temperature_P, live_P),
+        rollout_PB,
       )
     )
-    return self._run.programs.to_batch(completions, *arrays).replace(slots=slots), rewards
+    batch = self._run.programs.to_batch(completions, *arrays)
+    return batch.replace(slots=slots, rollout_PG=rollout_PG), rewards
 
   def _metrics(self, sampled: ScoredGroups) -> dict[str, float]:
     completions = sampled.rollouts.completions

@@ -23,6 +23,21 @@ from grpo_jax.sampler.stop import end_at
 from grpo_jax.types import Completions
 
 
+class Branches(struct.PyTreeNode):
+  """The rows that are learned from G rollouts of each of P prompts, where these are not the same.
+
+  Attributes:
+    completions: [P, B], as numpy arrays. The first G are those of the rollouts. Rows that are not
+      needed are empty.
+    rollout_PB: int32, the number of the rollout that each row belongs to, whose reward it has.
+    turns_PB: object array of `Conversation`, None where a row is empty.
+  """
+
+  completions: Completions
+  rollout_PB: np.ndarray
+  turns_PB: np.ndarray
+
+
 class Rollouts(struct.PyTreeNode):
   """Completions of P prompts on the host.
 
@@ -32,11 +47,13 @@ class Rollouts(struct.PyTreeNode):
       it where that is a special token. With an environment, the policy's last turn. Only the rows
       that this process scores are filled in, the others hold None.
     turns_PG: With an environment: object array of `Conversation`. Otherwise None.
+    branches: With environment.branches above 1. Otherwise None, and the completions are learned.
   """
 
   completions: Completions
   texts_PG: np.ndarray
   turns_PG: np.ndarray | None = None
+  branches: Branches | None = None
 
 
 # Called with the numbers of some of the prompts, and their rollouts.

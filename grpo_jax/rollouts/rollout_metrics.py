@@ -187,6 +187,10 @@ def completion_rows(
     }
     if rollouts.turns_PG is not None and rollouts.turns_PG[p, g] is not None:
       row["turns"] = rollouts.turns_PG[p, g].as_json()
+    if rollouts.branches is not None:
+      G, rollout_B = rewards_PG.shape[1], rollouts.branches.rollout_PB[p]
+      further = rollouts.branches.turns_PB[p, G:][rollout_B[G:] == g]
+      row["branches"] = [one.as_json() for one in further if one is not None]
     rows.append(row)
   return rows
 

@@ -1,14 +1,14 @@
 """Rollouts that another program plays through the endpoint of the run: see environments/harness.py.
 
-A rollout is the longest chain of its calls: each call's prompt begins with the prompt of the call
-before it and with what the policy wrote there. What the program added between them is read and not
-learned. Calls outside the chain, as those of a second agent, are counted and left out.
+A rollout is the branch of its calls (see branches.py) in which the policy wrote most. Further
+branches are learned, too, as many as environment.branches says. Other calls, as those of a second
+agent with a prompt of its own, are counted and left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,78 +18,17 @@ from grpo_jax.environments.harness import Players
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import decoding_of, settings_of
-from grpo_jax.rollouts.rollout import OnGroups, Rollouts
+from grpo_jax.rollouts.branches import Branch, as_completions, branches_of
+from grpo_jax.rollouts.rollout import Branches, OnGroups, Rollouts
 from grpo_jax.rollouts.turns import POLICY, Conversation, Turn
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.endpoint import MODEL, Endpoint
 from grpo_jax.serving.engine import Engine
 from grpo_jax.serving.traces import Trace
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.types import Completions
 
 _MOST_ROWS = 64  # that are decoded together, where sampling.rows says nothing
 OTHERS = "user"  # the role of what the program added
-
-
-class Chain(NamedTuple):
-  """The tokens of a rollout after its prompt.
-
-  Attributes:
-    tokens: Their ids.
-    sampled: Whether the policy wrote each.
-    logprobs: 0 where it did not.
-    is_cut: Whether a limit ended it.
-    left_out: How many calls are not in it.
-  """
-
-  tokens: list[int]
-  sampled: list[bool]
-  logprobs: list[float]
-  is_cut: bool
-  left_out: int
-
-
-def chain_of(traces: Sequence[Trace], prompt: Sequence[int], most: int) -> Chain:
-  """The longest chain of calls, cut to `most` tokens.
-
-  Args:
-    traces: The calls in their order.
-    prompt: What the prompts of all calls begin with. Calls of which that is not so are left out.
-    most: T.
-  """
-  chains: list[tuple[Chain, int]] = []
-  start = list(prompt)
-  for trace in traces:
-    if trace.prompt[: len(start)] != start:
-      continue
-    read = trace.prompt[len(start) :]
-
-    def goes_on(chain: Chain, read: list[int] = read) -> bool:
-      return read[: len(chain.tokens)] == chain.tokens
-
-    fitting = [one for one in chains if goes_on(one[0])]
-    before, calls = max(fitting, key=lambda one: len(one[0].tokens), default=(_EMPTY, 0))
-    given = read[len(before.tokens) :]
-    chain = Chain(
-      before.tokens + given + trace.tokens,
-      before.sampled + [False] * len(given) + [True] * len(trace.tokens),
-      before.logprobs + [0.0] * len(given) + trace.logprobs,
-      trace.finish == "length",
-      0,
-    )
-    chains.append((chain, calls + 1))
-  chain, calls = max(chains, key=lambda one: sum(one[0].sampled), default=(_EMPTY, 0))
-  is_cut = chain.is_cut or len(chain.tokens) > most
-  return Chain(
-    chain.tokens[:most],
-    chain.sampled[:most],
-    chain.logprobs[:most],
-    is_cut,
-    len(traces) - calls,
-  )
-
-
-_EMPTY = Chain([], [], [], False, 0)
 
 
 class Harness:
@@ -140,18 +79,44 @@ class Harness:
     endpoint = self._serving(params)
     seed = "/".join(map(str, np.asarray(jax.random.key_data(key)).tolist()))
     endpoint.recorder.begin(settings, seed)
-    indices = list(np.ndindex(len(prompts.prompt_lengths_P), members))
-    outcomes = self._players([self._request(endpoint, prompts, *index) for index in indices])
-    T = self._run.config.sampling.max_tokens
-    turns_PG = np.empty((len(prompts.prompt_lengths_P), members), object)
-    chains = {}
-    for (p, g), outcome in zip(indices, outcomes, strict=True):
+    shape = (len(prompts.prompt_lengths_P), members)
+    outcomes = self._players([self._request(endpoint, prompts, *at) for at in np.ndindex(shape)])
+    found: dict[tuple[int, int], list[Branch]] = {}
+    turns_PG, left_out = np.empty(shape, object), 0
+    for (p, g), outcome in zip(np.ndindex(shape), outcomes, strict=True):
       ids = prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]].tolist()
-      chains[p, g] = chain_of(endpoint.recorder.take(f"{p}/{g}"), ids, T)
-      turns_PG[p, g] = self._conversation(chains[p, g], outcome)
-    self._warn(turns_PG, chains)
+      found[p, g], others = self._branches(endpoint.recorder.take(f"{p}/{g}"), ids)
+      left_out += others
+      turns_PG[p, g] = self._conversation(found[p, g][0], outcome)
+    self._warn(turns_PG, left_out)
+    first = {place: branches[0] for place, branches in found.items()}
     texts_PG = np.vectorize(lambda one: one.own[-1].text if one.own else "", otypes=[object])
-    return Rollouts(self._completions(chains, turns_PG.shape), texts_PG(turns_PG), turns_PG)
+    return Rollouts(
+      as_completions(first, shape, self._run.config.sampling.max_tokens),
+      texts_PG(turns_PG),
+      turns_PG,
+      self._further(found, turns_PG) if self._run.config.environment.branches > 1 else None,
+    )
+
+  def _branches(self, traces: Sequence[Trace], prompt: list[int]) -> tuple[list[Branch], int]:
+    config = self._run.config
+    return branches_of(traces, prompt, config.sampling.max_tokens, config.environment.branches)
+
+  def _further(
+    self, found: Mapping[tuple[int, int], Sequence[Branch]], turns_PG: np.ndarray
+  ) -> Branches:
+    """All branches as rows: the first of each rollout, then the others, then empty ones."""
+    (P, G), config = turns_PG.shape, self._run.config
+    B = G * config.environment.branches
+    rollout_PB, turns_PB = np.zeros((P, B), np.int32), np.empty((P, B), object)
+    rollout_PB[:, :G], turns_PB[:, :G] = np.arange(G), turns_PG
+    rows = {place: branches[0] for place, branches in found.items()}
+    for p in range(P):
+      others = [(g, branch) for g in range(G) for branch in found[p, g][1:]]
+      for b, (g, branch) in enumerate(others, start=G):
+        rows[p, b], rollout_PB[p, b] = branch, g
+        turns_PB[p, b] = Conversation(self._turns(branch))
+    return Branches(as_completions(rows, (P, B), config.sampling.max_tokens), rollout_PB, turns_PB)
 
   def _serving(self, params: Any) -> Endpoint:
     """The endpoint with these weights."""
@@ -182,58 +147,40 @@ class Harness:
       "model": MODEL,
     }
 
-  def _conversation(self, chain: Chain, outcome: dict[str, Any]) -> Conversation:
-    """The turns of a chain. The last one of the policy has the reward."""
+  def _conversation(self, branch: Branch, outcome: dict[str, Any]) -> Conversation:
+    """The turns of a branch. The last one of the policy has the reward."""
     problem, kind = problem_of(outcome, "the harness")
     if kind == "error" and self._stops_on_error:
       raise RunFailed(problem)
-    is_own = np.array(chain.sampled, bool)
-    starts = [0, *(np.flatnonzero(is_own[1:] != is_own[:-1]) + 1).tolist()] if len(is_own) else []
-    turns = []
-    for start, end in zip(starts, [*starts[1:], len(is_own)]):
-      text = self._run.tokenizer.decode(chain.tokens[start:end])
-      turns.append(Turn(POLICY if is_own[start] else OTHERS, text, start, end))
+    turns = list(self._turns(branch))
     own = [place for place, turn in enumerate(turns) if turn.role == POLICY]
     if own:
       turns[own[-1]] = turns[own[-1]]._replace(reward=outcome.get("reward"))
     return Conversation(tuple(turns), problem=problem, kind=kind)
 
-  def _warn(self, turns_PG: np.ndarray, chains: dict[tuple[int, int], Chain]) -> None:
+  def _turns(self, branch: Branch) -> tuple[Turn, ...]:
+    """The turns of a branch, without a reward."""
+    is_own = branch.is_own
+    starts = [0, *(np.flatnonzero(is_own[1:] != is_own[:-1]) + 1).tolist()] if len(is_own) else []
+    turns = []
+    for start, end in zip(starts, [*starts[1:], len(is_own)]):
+      text = self._run.tokenizer.decode(list(branch.tokens[start:end]))
+      turns.append(Turn(POLICY if is_own[start] else OTHERS, text, start, end))
+    return tuple(turns)
+
+  def _warn(self, turns_PG: np.ndarray, left_out: int) -> None:
+    """Says what is not learned. `left_out` calls are in no branch."""
     problems = [one.problem for one in turns_PG.ravel() if one.problem]
-    left_out = sum(chain.left_out for chain in chains.values())
-    silent = sum(not any(chain.sampled) for chain in chains.values())
     if problems:
       print(f"warning: the harness failed {len(problems)} times: {problems[0]}", file=sys.stderr)
     if left_out:
       print(
-        f"warning: {left_out} calls of the harness are not learned from: their prompts do not go on"
-        " from an earlier call, or do not begin with the prompt of the data",
+        f"warning: {left_out} calls of the harness are not learned from: they are in further"
+        " branches than environment.branches counts, or do not begin with the prompt of the data",
         file=sys.stderr,
       )
-    if silent == len(chains):
+    if not any(one.own for one in turns_PG.ravel()):
       raise RunFailed(
         "no call of the harness began with the prompt of the data: send the field `messages` of the"
         " example with data.chat, or its prompt_text"
       )
-
-  def _completions(
-    self, chains: dict[tuple[int, int], Chain], shape: tuple[int, ...]
-  ) -> Completions:
-    T = self._run.config.sampling.max_tokens
-    found = Completions(
-      tokens_PGT=np.zeros((*shape, T), np.int32),
-      lengths_PG=np.zeros(shape, np.int32),
-      sampled_PGT=np.zeros((*shape, T), bool),
-      logprobs_PGT=np.zeros((*shape, T), np.float32),
-      behavior_logprobs_PGT=np.zeros((*shape, T), np.float32),
-      stopped_by_PG=np.full(shape, -1, np.int32),
-    )
-    for index, chain in chains.items():
-      length = len(chain.tokens)
-      found.tokens_PGT[index][:length] = chain.tokens
-      found.sampled_PGT[index][:length] = chain.sampled
-      found.logprobs_PGT[index][:length] = chain.logprobs
-      found.lengths_PG[index] = length
-      if length and not chain.is_cut:
-        found.stopped_by_PG[index] = chain.tokens[-1]
-    return found.replace(behavior_logprobs_PGT=found.logprobs_PGT.copy())

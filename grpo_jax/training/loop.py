@@ -223,7 +223,9 @@ class GrpoStep:
     """Completions with the advantage of their first token. None if the step logs no completions."""
     if collected.rows is None:
       return None
-    advantages_PG = self._run.hosts.fetch(batch.advantages_PGT[..., 0])
+    # Rows after those of the rollouts are further branches of them.
+    size = self._run.config.batch.group_size
+    advantages_PG = self._run.hosts.fetch(batch.advantages_PGT[:, :size, 0])
     if not collected.rows:
       return None
     rows = [
