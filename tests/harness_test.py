@@ -155,6 +155,9 @@ def test_branches_have_the_advantage_of_their_completion(tmp_path):
   learns_PG = mask_PGT.any(-1)
   advantages_PG = np.array(batch.advantages_PGT).sum(-1) / np.maximum(mask_PGT.sum(-1), 1)
   own_PG = np.take_along_axis(advantages_PG, rollout_PG, 1)
+  rewards_PG = np.array(found.rewards.score_PG)
+  above_PG = np.sign(rewards_PG - rewards_PG.mean(1, keepdims=True))
+  assert (np.sign(advantages_PG[:, :G]) == above_PG).all() and len(set(above_PG.ravel())) > 1
   np.testing.assert_allclose(advantages_PG[learns_PG], own_PG[learns_PG], rtol=1e-6)
   assert advantages_PG.any() and learns_PG[:, G:].sum() == sum(len(row["branches"]) for row in rows)
   # An answer that ended by itself is no part of the prompts that its text is in.
