@@ -139,6 +139,7 @@ def _correction(kind: str, level: str, low: float, high: float) -> dict[str, Any
 _SAMPLERS: dict[str, dict[str, Any]] = {
   "bfloat16": {"sampling.dtype": "bfloat16"},
   "top-p 0.9": {"sampling.top_p": 0.9},
+  "int8": {"sampling.weights_dtype": "int8", "sampling.cache_dtype": "int8"},
 }
 _CORRECTIONS = {
   f"{name} {level}": _correction(kind, level, low, high)

@@ -193,7 +193,9 @@ class Collector:
       self._names,
       groups.extras_PG,
     )
-    return with_judgements(rows, drawn.pass_rates_P, groups.checks_PG)
+    rows = with_judgements(rows, drawn.pass_rates_P, groups.checks_PG)
+    versions = groups.version_P.repeat(self._config.batch.group_size).tolist()
+    return [row | {"version": version} for row, version in zip(rows, versions, strict=True)]
 
   def _shaped(self, rewards: Rewards, rollouts: Rollouts) -> Rewards:
     """The rewards with the penalty for length where that is on."""
@@ -368,6 +370,7 @@ class GroupSource:
       groups = ScoredGroups(
         indices_P=indices_P,
         temperature_P=np.full(len(indices_P), temperature, np.float32),
+        version_P=np.full(len(indices_P), index),
         rollouts=rollouts,
         rewards=scored.rewards,
         extras_PG=scored.extras_PG,

@@ -18,6 +18,8 @@ class ScoredGroups(struct.PyTreeNode):
   Attributes:
     indices_P: int64, which training prompts they are.
     temperature_P: float32, what they were sampled at.
+    version_P: int64, how many GRPO steps had changed the policy that sampled them. -1 if a checkpoint
+      of an earlier version of this program does not say.
     rollouts: The completions.
     rewards: From the reward functions, without the penalty for length.
     extras_PG: object array of dicts: what the functions gave to log_extra.
@@ -27,6 +29,7 @@ class ScoredGroups(struct.PyTreeNode):
 
   indices_P: np.ndarray
   temperature_P: np.ndarray
+  version_P: np.ndarray
   rollouts: Rollouts
   rewards: Rewards
   extras_PG: np.ndarray
@@ -56,6 +59,7 @@ def to_arrays(groups: ScoredGroups) -> dict[str, Any]:
   return {
     "indices_P": groups.indices_P,
     "temperature_P": groups.temperature_P,
+    "version_P": groups.version_P,
     "checks_PG": groups.checks_PG,
     "completions": _arrays_of(groups.rollouts.completions),
     "rewards": rewards,
@@ -80,6 +84,7 @@ def from_arrays(
   return ScoredGroups(
     indices_P=arrays["indices_P"],
     temperature_P=arrays["temperature_P"],
+    version_P=arrays.get("version_P", np.full(shape[0], -1)),
     rollouts=Rollouts(
       completions,
       np.full(shape, None, object),
