@@ -96,7 +96,7 @@ def test_a_sampler_draws_the_same_tokens_with_both_kernels(monkeypatch):
   """A mixture with windows, whose rows wait for seats, split over a mesh."""
   config = small_model(
     embed_dim=128,
-    qk_norm=True,
+    qk_norm="head",
     windows=(0, 20),
     num_experts=4,
     experts_per_token=2,

@@ -145,6 +145,9 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
   "name, mesh",
   [
     ("gemma3", ()),
+    ("olmo3", ()),
+    pytest.param("olmo3", (2, 1, 2, 1), marks=pytest.mark.slow),
+    pytest.param("smollm3_window", (), marks=pytest.mark.slow),
     pytest.param("qwen3_moe_mixed", (), marks=pytest.mark.slow),
     pytest.param("qwen3_moe_mixed", (2, 1, 1, 2), marks=pytest.mark.slow),
     pytest.param("llama_dynamic", (), marks=pytest.mark.slow),
@@ -173,6 +176,16 @@ def test_a_cache_of_int8_draws_the_same_tokens_at_every_pace(mesh, alone):
   first = expected.tokens_PGT[..., :2] == whole_cache.tokens_PGT[..., :2]
   gap = np.abs(expected.logprobs_PGT - whole_cache.logprobs_PGT)[..., :2][first]
   assert first.mean() > 0.9 and 0 < gap.max() < 0.01
+
+
+def test_a_compiler_has_nothing_to_round_in_an_empty_cache_of_int8(alone):
+  """It took seconds for each stack of a cache of zeros."""
+  config, params, _ = alone
+  _, cache = model.features(params, config, np.ones((P, S), np.int32), np.arange(S)[None])
+  prefix = model.as_prefix(cache, np.full(P, S))
+  config = dataclasses.replace(config, cache_dtype="int8")
+  program = jax.make_jaxpr(lambda: model.empty_cache(config, prefix, G, 8))()
+  assert "i8" in str(program) and "reduce" not in str(program)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 33])

@@ -170,7 +170,9 @@ def test_branches_have_the_advantage_of_their_completion(tmp_path):
   tokens_PGT, (p, g) = np.array(found.batch.completions_PGT), divmod(rows.index(forked[0]), G)
   length = forked[0]["turns"][0]["end"]
   others = np.flatnonzero((rollout_PG[p] == g) & learns_PG[p])[1:]
-  assert len(others) == 2 and mask_PGT[p, g, :length].all() and not mask_PGT[p, others, :length].any()
+  assert (
+    len(others) == 2 and mask_PGT[p, g, :length].all() and not mask_PGT[p, others, :length].any()
+  )
   assert (tokens_PGT[p, others, :length] == tokens_PGT[p, g, :length]).all()
 
 

@@ -228,7 +228,7 @@ DRAWN = [
   (dict(tie_embeddings=False), 16579.0524),
   (dict(labels=1), 14643.9872),
   (dict(labels=2, tie_embeddings=False), 14701.4401),
-  (dict(qkv_bias=False, qk_norm=True, post_norms=True, windows=(4, 0, 4)), 38169.1163),
+  (dict(qkv_bias=False, qk_norm="head", post_norms=True, windows=(4, 0, 4)), 38169.1163),
   (dict(sparse_layers=(0, 1, 2), tie_embeddings=False, **MOE), 28342.3184),
   (dict(sparse_layers=(1,), **MOE), 41599.1829),
 ]

@@ -109,7 +109,7 @@ def test_routing_counts_each_token_once_wherever_it_lies():
     CONFIG,
     family="qwen3_moe",
     qkv_bias=False,
-    qk_norm=True,
+    qk_norm="head",
     num_experts=4,
     experts_per_token=2,
     expert_dim=8,

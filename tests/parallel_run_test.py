@@ -194,7 +194,7 @@ def mixture(tmp_path_factory):
     mlp_dim=96,
     family="qwen3_moe",
     qkv_bias=False,
-    qk_norm=True,
+    qk_norm="head",
     num_experts=4,
     experts_per_token=2,
     expert_dim=24,

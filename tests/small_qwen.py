@@ -50,14 +50,15 @@ def write_tokenizer(folder, engine):
   )
 
 
-def make_checkpoint(folder, corpus, every_id_is_text=False):
+def make_checkpoint(folder, corpus, every_id_is_text=False, **fields):
   """A tiny random Qwen2 with a tokenizer for `corpus`.
 
   Its model has more ids than its tokenizer, as real ones have. With `every_id_is_text` it has as
-  many, so that the random model writes texts that are not empty.
+  many, so that the random model writes texts that are not empty. `fields` of its shape may make it
+  one of another family.
   """
   engine = trained_tokenizer(corpus)
-  shape = model.ModelConfig(
+  of_qwen = dict(
     vocab_size=engine.get_vocab_size() if every_id_is_text else VOCABULARY,
     embed_dim=16,
     num_layers=1,
@@ -69,6 +70,7 @@ def make_checkpoint(folder, corpus, every_id_is_text=False):
     max_positions=1024,
     stop_ids=(1, 0),
   )
+  shape = model.ModelConfig(**of_qwen | fields)
   model.save(folder, shape, model.init(jax.random.key(7), shape))
   write_tokenizer(folder, engine)
   return folder

@@ -22,7 +22,7 @@ MIXTURE = dataclasses.replace(
   CONFIG,
   family="qwen3_moe",
   qkv_bias=False,
-  qk_norm=True,
+  qk_norm="head",
   num_experts=4,
   experts_per_token=2,
   expert_dim=12,
@@ -125,7 +125,7 @@ def test_each_layer_is_in_one_stack_of_its_kind(config):
   assert sorted(sum(found.values(), [])) == list(range(config.num_layers))
   for name, layers in found.items():
     assert name == f"layers_{layers[0]}" and layers == sorted(layers)
-    kinds = {(config.window(layer), layer in config.sparse_layers) for layer in layers}
+    kinds = {config.kind(layer) for layer in layers}
     assert len(kinds) == 1, name
 
 

@@ -23,7 +23,7 @@ _MOST_UNROLLED_LAYERS = 4
 class Block(nn.Module):
   """Attention, then an MLP or experts, each added to the residual stream.
 
-  Their inputs are normalised, and with `config.post_norms` their outputs too.
+  With `config.pre_norms` their inputs are normalised, and with `config.post_norms` their outputs.
   """
 
   config: ModelConfig
@@ -31,14 +31,14 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, counted_BT: jax.Array | None, rope: CosSin, attend: Attend
+    self, x_BTD: jax.Array, counted_BT: jax.Array | None, rope: CosSin | None, attend: Attend
   ) -> tuple[jax.Array, Any, Routing | None]:
     """Applies the layer.
 
     Args:
       x_BTD: The residual stream.
       counted_BT: The router's statistics count a token where this is not 0. None skips them.
-      rope: The rotary angles of the tokens.
+      rope: The rotary angles of the tokens, or None where nothing is rotated.
       attend: What lies between the projections of attention.
 
     Returns:
@@ -47,21 +47,25 @@ class Block(nn.Module):
     """
     c = self.config
 
-    def norm(name: str, x: jax.Array) -> jax.Array:
-      return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x)
+    def norm(name: str, x: jax.Array, is_on: bool) -> jax.Array:
+      return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if is_on else x
 
-    def post_norm(name: str, x: jax.Array) -> jax.Array:
-      return norm(name, x) if c.post_norms else x
+    def added(x_BTD: jax.Array, norm_name: str, out_BTD: jax.Array) -> jax.Array:
+      out_BTD = norm(norm_name, out_BTD, c.post_norms)
+      if c.residual_multiplier != 1:
+        out_BTD = out_BTD * c.residual_multiplier
+      return x_BTD + out_BTD
 
     attention = Attention(c, name="attention")
-    attended_BTD, kept = attention(norm("attention_norm", x_BTD), rope, attend)
-    x_BTD = x_BTD + post_norm("attention_post_norm", attended_BTD)
-    normed_BTD = norm("mlp_norm", x_BTD)
+    normed_BTD = norm("attention_norm", x_BTD, c.pre_norms)
+    attended_BTD, kept = attention(normed_BTD, rope, attend)
+    x_BTD = added(x_BTD, "attention_post_norm", attended_BTD)
+    normed_BTD = norm("mlp_norm", x_BTD, c.pre_norms)
     if self.sparse:
       out_BTD, routing = Experts(c, name="experts")(normed_BTD, counted_BT)
     else:
       out_BTD, routing = MLP(c, name="mlp")(normed_BTD), None
-    return x_BTD + post_norm("mlp_post_norm", out_BTD), kept, routing
+    return added(x_BTD, "mlp_post_norm", out_BTD), kept, routing
 
 
 class LayerMemory(NamedTuple):
@@ -159,9 +163,9 @@ def _layer(
   config: ModelConfig, segment: Segment, number: int, inputs: Inputs, run: Pass, remat: str
 ) -> Layer:
   """The layer of this number as a function of its parameters."""
-  window = config.window(number)
-  block = Block(config, number in config.sparse_layers)
-  rope = inputs.local_rope if window else inputs.rope
+  window, rotated, sparse = config.kind(number)
+  block = Block(config, sparse)
+  rope = (inputs.local_rope if window else inputs.rope) if rotated else None
 
   def layer(
     params: Any, x_BTD: jax.Array, memory: LayerMemory | None

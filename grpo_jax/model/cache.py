@@ -94,7 +94,11 @@ def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int
     L = (len(prompt_keys),) if len(prompt_keys) > 1 else ()
     whole = jnp.zeros((*L, *shape, slots, config.head_dim), prompt_keys.dtype)
     stack = _without_axes(whole, axes)
-    return as_int8(stack) if config.cache_dtype else stack
+    if not config.cache_dtype:
+      return stack
+    # Not as_int8: a compiler would round all the zeros itself, which took it seconds for each stack.
+    scales = jnp.zeros((*stack.shape[:-1], 1), jnp.float32)
+    return Int8(stack.astype(jnp.int8), scales)
 
   nothing, lengths_PG = jax.tree.map(zeros, prefix.keys), jnp.zeros((P, group_size), jnp.int32)
   return Cache(nothing, nothing, jnp.int32(0), lengths_PG, prefix, axes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 
@@ -33,6 +34,20 @@ class AdapterShape:
     return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+class LayerKind(NamedTuple):
+  """What a layer does that others of its model may not do. Layers of one kind can be scanned.
+
+  Attributes:
+    window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
+    rotated: Its queries and keys are rotated.
+    sparse: Experts take the place of its MLP.
+  """
+
+  window: int
+  rotated: bool
+  sparse: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """The shape of a decoder, and how it is computed.
@@ -52,19 +67,26 @@ class ModelConfig:
 
     family: The `model_type` of Hugging Face whose tensor names `save` writes.
     qkv_bias: The query, key and value projections have a bias.
-    qk_norm: The queries and keys of each head are normalised before they are rotated.
+    qk_norm: What of the queries and keys is normalised before they are rotated: "head" each head,
+      "all" all heads together, "" nothing.
     activation: A name in `layers.ACTIVATIONS`.
+    pre_norms: The inputs of attention and MLP are normalised.
     post_norms: The outputs of attention and MLP are normalised before they are added to the
       residual stream.
     scale_embeddings: Embeddings are multiplied by sqrt(D).
+    embedding_multiplier: Embeddings are multiplied by it.
+    residual_multiplier: The outputs of attention and MLP are multiplied by it.
     query_scalar: Queries are divided by the square root of this number. 0 stands for E.
+    query_multiplier: Queries are multiplied by it instead. 0 means that they are not.
     attention_cap: Attention scores become cap * tanh(score / cap). 0 leaves them as they are.
     logit_cap: The same for logits.
+    logit_divisor: Logits are divided by it.
     rope_scaling: How the rotary frequencies are scaled for long texts, or None.
     windows: For each layer, how many tokens a token attends to, itself included. 0 means all
       earlier tokens. The empty tuple means 0 for every layer.
     local_rope_theta: The base of the rotary frequencies, without scaling, in the layers that have a
       window. 0 means that they use `rope_theta` and `rope_scaling`.
+    unrotated_layers: The layers whose queries and keys are not rotated.
     labels: N, the outputs of a reward model's head: 1 is the score of a text, 2 are the logits of
       "this step is wrong" and "this step is right". 0 means a language model.
     num_experts: X. In the layers of `sparse_layers`, experts take the place of the MLP.
@@ -104,16 +126,22 @@ class ModelConfig:
   # How families differ:
   family: str = "qwen2"
   qkv_bias: bool = True
-  qk_norm: bool = False
+  qk_norm: str = ""
   activation: str = "silu"
+  pre_norms: bool = True
   post_norms: bool = False
   scale_embeddings: bool = False
+  embedding_multiplier: float = 1.0
+  residual_multiplier: float = 1.0
   query_scalar: float = 0.0
+  query_multiplier: float = 0.0
   attention_cap: float = 0.0
   logit_cap: float = 0.0
+  logit_divisor: float = 1.0
   rope_scaling: RopeScaling | None = None
   windows: tuple[int, ...] = ()
   local_rope_theta: float = 0.0
+  unrotated_layers: tuple[int, ...] = ()
   labels: int = 0
   num_experts: int = 0
   experts_per_token: int = 0
@@ -157,6 +185,10 @@ class ModelConfig:
     """The platform of the mesh's devices, such as "cpu", or "" without a mesh."""
     return self.rows.mesh.devices.flat[0].platform if self.rows is not None else ""
 
-  def window(self, layer: int) -> int:
-    """The window of a layer, or 0 if it has none."""
-    return self.windows[layer] if self.windows else 0
+  def kind(self, layer: int) -> LayerKind:
+    """What a layer does."""
+    return LayerKind(
+      window=self.windows[layer] if self.windows else 0,
+      rotated=layer not in self.unrotated_layers,
+      sparse=layer in self.sparse_layers,
+    )

@@ -143,22 +143,31 @@ class Attention(nn.Module):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BTD: jax.Array, rope: CosSin, attend: Attend) -> tuple[jax.Array, Any]:
+  def __call__(
+    self, x_BTD: jax.Array, rope: CosSin | None, attend: Attend
+  ) -> tuple[jax.Array, Any]:
     """Returns the output [B, T, D], and what `attend` returns beside its output."""
     c = self.config
 
     def project(name: str, heads: int) -> jax.Array:
       return Dense(c, (heads, c.head_dim), use_bias=c.qkv_bias, name=name)(x_BTD)
 
-    def norm(name: str, x: jax.Array) -> jax.Array:
-      if not c.qk_norm:
-        return x
-      return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x)
+    def rotated_norm(name: str, x: jax.Array) -> jax.Array:
+      if c.qk_norm:
+        axes = (-2, -1) if c.qk_norm == "all" else -1
+        norm = nn.RMSNorm(
+          epsilon=c.norm_eps, dtype=c.dtype, reduction_axes=axes, feature_axes=axes, name=name
+        )
+        x = norm(x)
+      return x if rope is None else rotate(x, rope)
 
-    q_BTHE = rotate(norm("q_norm", project("q", c.num_heads)), rope)
-    k_BTKE = rotate(norm("k_norm", project("k", c.num_kv_heads)), rope)
+    q_BTHE = rotated_norm("q_norm", project("q", c.num_heads))
+    k_BTKE = rotated_norm("k_norm", project("k", c.num_kv_heads))
     v_BTKE = project("v", c.num_kv_heads)
-    q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
+    if c.query_multiplier:
+      q_BTHE = q_BTHE * c.query_multiplier
+    else:
+      q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
     out_BTHE, kept = attend(q_BTHE, k_BTKE, v_BTKE)
     return Dense(c, (c.embed_dim,), axes=2, name="o")(out_BTHE), kept
 

@@ -51,7 +51,7 @@ def segments(config: ModelConfig) -> list[Segment]:
   L = config.num_layers
   if config.unrolled:
     return [Segment(layer, 1, 1) for layer in range(L)]
-  kinds = [(config.window(layer), layer in config.sparse_layers) for layer in range(L)]
+  kinds = [config.kind(layer) for layer in range(L)]
   found: list[Segment] = []
   first = 0
   while first < L:

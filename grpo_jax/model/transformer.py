@@ -141,6 +141,8 @@ def _hidden(
   x_BTD = constrain(constrain(table_VD, c.table)[tokens_BT], c.rows)
   if c.scale_embeddings:
     x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
+  if c.embedding_multiplier != 1:
+    x_BTD = x_BTD * c.embedding_multiplier
   out = apply_layers(params, c, x_BTD, inputs, run, remat)
   return out._replace(x_BTD=parts.final_norm(out.x_BTD))
 
@@ -166,6 +168,8 @@ def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.A
     logits = head_product("nd,vd->nv", hidden_BTD, parts.embed.embedding.astype(config.dtype))
   else:
     logits = parts.head(hidden_BTD)
+  if config.logit_divisor != 1:
+    logits = logits / config.logit_divisor
   return config.logit_cap * jnp.tanh(logits / config.logit_cap) if config.logit_cap else logits
 
 

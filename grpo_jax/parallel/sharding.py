@@ -23,6 +23,7 @@ RULES = (
   (r"embed/embedding", ("tensor", "fsdp")),
   (LAYER + r"(attention|mlp)(_post)?_norm/scale", (None,)),
   (LAYER + r"attention/[qk]_norm/scale", (None,)),
+  (LAYER + r"attention/[qk]_norm/scale", ("tensor", None)),  # of all heads together
   (LAYER + r"attention/[qkv]/kernel" + QUANTISED, ("fsdp", "tensor", None)),
   (LAYER + r"attention/[qkv]/bias", ("tensor", None)),
   (LAYER + r"attention/o/kernel" + QUANTISED, ("tensor", None, "fsdp")),

@@ -18,8 +18,8 @@ class ScoredGroups(struct.PyTreeNode):
   Attributes:
     indices_P: int64, which training prompts they are.
     temperature_P: float32, what they were sampled at.
-    version_P: int64, how many GRPO steps had changed the policy that sampled them. -1 if a checkpoint
-      of an earlier version of this program does not say.
+    version_P: int64, how many GRPO steps had changed the policy that sampled them. -1 if a
+      checkpoint of an earlier version of this program does not say.
     rollouts: The completions.
     rewards: From the reward functions, without the penalty for length.
     extras_PG: object array of dicts: what the functions gave to log_extra.

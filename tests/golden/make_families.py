@@ -154,6 +154,60 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.bfloat16,
   ),
+  "olmo2": (
+    "Olmo2",
+    dict(COMMON, head_dim=None, num_key_value_heads=4, rope_parameters=ROPE),
+    torch.float32,
+  ),
+  "olmo3": (
+    "Olmo3",
+    dict(
+      COMMON,
+      head_dim=None,
+      num_hidden_layers=5,
+      sliding_window=7,
+      rope_parameters={
+        FULL: dict(
+          rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=5e5
+        ),
+        SLIDES: dict(rope_type="default", rope_theta=5e5),
+      },
+    ),
+    torch.float32,
+  ),
+  "smollm3": (
+    "SmolLM3",
+    dict(COMMON, head_dim=None, num_hidden_layers=5, rope_parameters=ROPE),
+    torch.bfloat16,
+  ),
+  "smollm3_window": (
+    "SmolLM3",
+    dict(
+      COMMON,
+      head_dim=None,
+      num_hidden_layers=4,
+      no_rope_layers=[1, 0, 1, 0],
+      use_sliding_window=True,
+      sliding_window=9,
+      tie_word_embeddings=False,
+      rope_parameters=ROPE,
+    ),
+    torch.float32,
+  ),
+  "granite": (
+    "Granite",
+    dict(
+      COMMON,
+      head_dim=None,
+      embedding_multiplier=3.0,
+      residual_multiplier=0.22,
+      attention_multiplier=0.4,
+      logits_scaling=0.5,
+      tie_word_embeddings=True,
+      rope_parameters=ROPE,
+    ),
+    torch.float32,
+  ),
 }
 
 

@@ -60,6 +60,8 @@ READ = {
   "layer_types",
   "use_sliding_window",
   "max_window_layers",
+  "no_rope_layers",
+  "no_rope_layer_interval",
   "hidden_act",
   "hidden_activation",
   "eos_token_id",

@@ -23,7 +23,11 @@ from grpo_jax.settings import ConfigError, shown
 
 _MOST_LAYERS = 4096
 _QWEN = ("qwen2", "qwen3", "qwen3_moe")
-_WITH_DEFAULT_WINDOW = (*_QWEN, "mistral", "gemma2", "gemma3_text")
+_WITH_DEFAULT_WINDOW = (*_QWEN, "mistral", "gemma2", "gemma3_text", "olmo3")
+_WITH_A_SWITCH = (*_QWEN, "smollm3")  # use_sliding_window
+_LISTS_LAYERS = (*_QWEN, "gemma2", "gemma3_text", "olmo3", "smollm3")  # in layer_types
+# Their layers with a window have rotary frequencies of their own.
+_WITH_LOCAL_ROPE = ("gemma3_text", "olmo3")
 
 
 def family_and_config(
@@ -67,6 +71,7 @@ def family_and_config(
     windows=_read_windows(family.model_type, values, refuse),
     family=family.model_type,
     sparse_layers=_read_sparse_layers(family, values, refuse),
+    unrotated_layers=_read_unrotated_layers(family.model_type, values, refuse),
     labels=head_labels,
     stop_ids=read_stop_ids(values, file) or (),
   )
@@ -96,8 +101,12 @@ def _read_labels(
 def _with_defaults(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
   """Adds the defaults of transformers for fields that may be missing."""
   defaults = {
-    "tie_word_embeddings": family.model_type.startswith("gemma"),
+    "tie_word_embeddings": family.model_type.startswith(("gemma", "smollm3")),
     "norm_topk_prob": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
   }
   values = {**defaults, **values}
   if "num_experts" in family.fields:
@@ -153,11 +162,11 @@ def _read_windows(model_type: str, values: Mapping[str, Any], refuse: Refuse) ->
     )
   if any(has_window) and window is not None and (type(window) is not int or window < 1):
     refuse("sliding_window", f"must be a positive int, got {window!r}")
-  # A window as long as the longest text hides nothing. Gemma 3 keeps it, because its layers with a
-  # window have other rotary frequencies.
+  # A window as long as the longest text hides nothing, but a layer with one may have other rotary
+  # frequencies.
   if not any(has_window) or not window:
     return ()
-  if window >= values["max_position_embeddings"] and model_type != "gemma3_text":
+  if window >= values["max_position_embeddings"] and model_type not in _WITH_LOCAL_ROPE:
     return ()
   return tuple(window if has else 0 for has in has_window)
 
@@ -176,7 +185,33 @@ def _default_pattern(model_type: str, values: Mapping[str, Any]) -> list[bool]:
   if model_type == "gemma3_text":
     pattern = values.get("sliding_window_pattern", values.get("_sliding_window_pattern", 6))
     return [(layer + 1) % pattern != 0 for layer in layers]
+  if model_type == "olmo3":
+    return [(layer + 1) % 4 != 0 for layer in layers]
+  if model_type == "smollm3":
+    return [use_window and not rotates for rotates in _rotates(values)]
   return [model_type in ("mistral", "phi3") for _ in layers]
+
+
+def _rotates(values: Mapping[str, Any]) -> list[Any]:
+  """For each layer of SmolLM3, 1 if its queries and keys are rotated, else 0."""
+  if values.get("no_rope_layers") is not None:
+    return values["no_rope_layers"]
+  every = values.get("no_rope_layer_interval", 4)
+  return [int((layer + 1) % every != 0) for layer in range(values["num_hidden_layers"])]
+
+
+def _read_unrotated_layers(
+  model_type: str, values: Mapping[str, Any], refuse: Refuse
+) -> tuple[int, ...]:
+  """The layers whose queries and keys are not rotated."""
+  if model_type != "smollm3":
+    return ()
+  read_field({"no_rope_layer_interval": 4, **values}, "no_rope_layer_interval", int, refuse)
+  rotates, count = _rotates(values), values["num_hidden_layers"]
+  # transformers reads as many as there are layers.
+  if not isinstance(rotates, list) or len(rotates) < count or any(x not in (0, 1) for x in rotates):
+    refuse("no_rope_layers", f"is {shown(rotates)}: it must have 0 or 1 for each of {count} layers")
+  return tuple(layer for layer in range(count) if not rotates[layer])
 
 
 def _listed_pattern(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> list[bool]:
@@ -189,7 +224,7 @@ def _listed_pattern(model_type: str, values: Mapping[str, Any], refuse: Refuse) 
       f"is {shown(types)}: it must name full_attention or sliding_attention for each of {count}"
       " layers",
     )
-  if model_type in _QWEN and not values.get("use_sliding_window"):
+  if model_type in _WITH_A_SWITCH and not values.get("use_sliding_window"):
     return [False] * count
   return [kind == "sliding_attention" for kind in types]
 
@@ -257,14 +292,17 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 def _layers_to_json(config: ModelConfig, model_type: str) -> dict[str, Any]:
   """The fields that say which layers have experts or a window."""
   layers = range(config.num_layers)
-  types = ["sliding_attention" if config.window(i) else "full_attention" for i in layers]
+  types = ["sliding_attention" if config.kind(i).window else "full_attention" for i in layers]
   values: dict[str, Any] = {}
   if config.num_experts:  # under the names of transformers 4 and 5
     values["num_local_experts"] = config.num_experts
     values["decoder_sparse_step"] = 1
     values["mlp_only_layers"] = [i for i in layers if i not in config.sparse_layers]
-  elif model_type.startswith(("qwen", "gemma")):
+  elif model_type in _LISTS_LAYERS:
     values["layer_types"] = types
+  if model_type == "smollm3":
+    values["no_rope_layers"] = [int(i not in config.unrotated_layers) for i in layers]
+    values["use_sliding_window"] = _window(config) is not None
   if model_type.startswith("qwen"):
     # transformers 4 counts the layers without a window, which come first.
     window = _window(config)

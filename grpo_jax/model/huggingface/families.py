@@ -126,14 +126,24 @@ def _qk_norms(offset: float = 0.0) -> tuple[TensorSpec, ...]:
   )
 
 
+_WHOLE_QK_NORMS = (
+  _layer("self_attn.q_norm.weight", "attention/q_norm/scale", "HE", "HE"),
+  _layer("self_attn.k_norm.weight", "attention/k_norm/scale", "KE", "KE"),
+)
+
+
 def _final_norm(offset: float = 0.0) -> tuple[TensorSpec, ...]:
   return (TensorSpec("model.norm.weight", "final_norm/scale", "D", "D", offset=offset),)
 
 
-# Leaf -> tensor. Most families normalise before attention and MLP, Gemma before and after.
+# Leaf -> tensor. Most families normalise before attention and MLP, OLMo after, and Gemma both.
 _PRE_NORMS = {
   "attention_norm": "input_layernorm",
   "mlp_norm": "post_attention_layernorm",
+}
+_OUTER_NORMS = {
+  "attention_post_norm": "post_attention_layernorm",
+  "mlp_post_norm": "post_feedforward_layernorm",
 }
 _SANDWICH_NORMS = {
   "attention_norm": "input_layernorm",
@@ -201,6 +211,14 @@ _EXPERT_FIELDS = {
   "normalise_shares": "norm_topk_prob",
 }
 
+_GRANITE_FIELDS = {
+  "embedding_multiplier": "embedding_multiplier",
+  "residual_multiplier": "residual_multiplier",
+  "query_multiplier": "attention_multiplier",
+  "logit_divisor": "logits_scaling",
+}
+_OLMO_TABLE = _norms(_OUTER_NORMS) + _PROJECTIONS + _WHOLE_QK_NORMS + _final_norm()
+_OLMO = {"qkv_bias": False, "pre_norms": False, "post_norms": True, "qk_norm": "all"}
 _LLAMA_TABLE = _norms(_PRE_NORMS) + _PROJECTIONS + _final_norm()
 _ALL = (
   Family(
@@ -213,17 +231,21 @@ _ALL = (
     "qwen3",
     "Qwen3ForCausalLM",
     _norms(_PRE_NORMS) + _PROJECTIONS + _qk_norms() + _final_norm(),
-    {"qkv_bias": False, "qk_norm": True},
+    {"qkv_bias": False, "qk_norm": "head"},
   ),
   Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     _norms(_PRE_NORMS) + _PROJECTIONS + _EXPERTS + _qk_norms() + _final_norm(),
-    {"qkv_bias": False, "qk_norm": True},
+    {"qkv_bias": False, "qk_norm": "head"},
     _EXPERT_FIELDS,
   ),
   Family("llama", "LlamaForCausalLM", _LLAMA_TABLE, _NO_BIAS),
   Family("mistral", "MistralForCausalLM", _LLAMA_TABLE, _NO_BIAS),
+  Family("smollm3", "SmolLM3ForCausalLM", _LLAMA_TABLE, _NO_BIAS),
+  Family("granite", "GraniteForCausalLM", _LLAMA_TABLE, _NO_BIAS, _GRANITE_FIELDS),
+  Family("olmo2", "Olmo2ForCausalLM", _OLMO_TABLE, _OLMO),
+  Family("olmo3", "Olmo3ForCausalLM", _OLMO_TABLE, _OLMO),
   Family(
     "phi3",
     "Phi3ForCausalLM",
@@ -244,7 +266,7 @@ _ALL = (
     + _PROJECTIONS
     + _qk_norms(offset=1.0)
     + _final_norm(offset=1.0),
-    _GEMMA | {"qk_norm": True},
+    _GEMMA | {"qk_norm": "head"},
     _GEMMA_FIELDS,
     reward_prefix="Gemma3Text",
   ),

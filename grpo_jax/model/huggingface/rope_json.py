@@ -64,8 +64,9 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
     "rope_theta": read_field({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
     "rope_scaling": scalings[0] if scalings else None,
   }
-  if model_type == "gemma3_text":
-    theta = {"rope_theta": local.get("rope_theta") or 1e4}
+  if model_type in ("gemma3_text", "olmo3"):
+    default = 1e4 if model_type == "gemma3_text" else thetas[0]
+    theta = {"rope_theta": local.get("rope_theta") or default}
     fields["local_rope_theta"] = read_field(theta, "rope_theta", float, refuse)
   return fields
 

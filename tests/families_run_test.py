@@ -1,0 +1,68 @@
+"""A folder of each family goes in, two steps are taken, and a folder comes out."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from small_qwen import make_checkpoint, problems
+from small_run import grpo_step, small_config, small_run, with_reward, with_section
+
+from grpo_jax import model
+from grpo_jax.model.rope import RopeScaling
+
+_AFTER = dict(pre_norms=False, post_norms=True, qk_norm="all")
+FAMILIES = {
+  "olmo2": dict(num_layers=2, **_AFTER),
+  "olmo3": dict(
+    num_layers=4,
+    windows=(9, 9, 9, 0),
+    local_rope_theta=1e6,
+    rope_scaling=RopeScaling("yarn", 4.0, 256, high=32.0),
+    **_AFTER,
+  ),
+  "smollm3": dict(num_layers=4, unrotated_layers=(1, 3)),
+  "granite": dict(
+    num_layers=2,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    query_multiplier=0.1,
+    logit_divisor=0.5,
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  "family", ["olmo3", *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x != "olmo3")]
+)
+def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
+  rows = list(problems(12))
+  corpus = [row["question"] + row["answer"] for row in rows]
+  fields = dict(family=family, qkv_bias=False, head_dim=4, **FAMILIES[family])
+  make_checkpoint(tmp_path / "in", corpus, every_id_is_text=True, **fields)
+  for split in ("train", "test"):
+    (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  config = with_section(
+    small_config(), "data", task="gsm8k", path=str(tmp_path), chat=True, max_prompt_tokens=96
+  )
+  config = with_section(config, "model", path=str(tmp_path / "in"))
+  config = with_section(config, "optimizer", learning_rate=1e-2)
+  config = with_section(config, "algo", kl_coef=0.1)
+  config = with_section(config, "sampling", max_tokens=16)
+  source = "def reward(completions, **_):\n  return [float(len(set(x))) for x in completions]\n"
+  config = with_reward(config, tmp_path, source)
+  run = small_run(config)
+  step, store, _ = grpo_step(run, tmp_path / "run")
+  state, _, _ = store.restore_or_init()
+  for index in range(2):
+    state, metrics, _, _ = step(state, index)
+    assert metrics["sampler/logprob_gap_max"] < 1e-4
+  shape, before = model.load(tmp_path / "in")
+  assert shape.family == family
+  learned = jax.device_get(run.parameters.policy(state.train.params))
+  model.save(tmp_path / "out", shape, learned)
+  found, after = model.load(tmp_path / "out")
+  assert found == shape
+  jax.tree.map(np.testing.assert_array_equal, after, learned)
+  moved = jax.tree.map(lambda x, y: bool((x != y).any()), before, after)
+  assert all(jax.tree.leaves(moved))
