@@ -523,8 +523,23 @@ def test_config_json_missing(tied):
     ("attention_sinks", dict(attention_sinks=4)),  # an unknown field
     ("attention_bias", dict(attention_bias=True)),
     (
-      "rope_parameters",
+      "short_factor",
       dict(rope_parameters={"rope_type": "longrope", "factor": 4.0, "rope_theta": 50000.0}),
+    ),
+    (
+      "short_factor",
+      dict(
+        rope_parameters={
+          "rope_type": "longrope",
+          "short_factor": [1.0],
+          "long_factor": [1.0],
+          "rope_theta": 50000.0,
+        }
+      ),
+    ),
+    (
+      "rope_parameters",
+      dict(rope_parameters={"rope_type": "other", "factor": 4.0, "rope_theta": 50000.0}),
     ),
     (
       "rope_parameters",
@@ -534,7 +549,7 @@ def test_config_json_missing(tied):
     ),
     ("factor", dict(rope_parameters={"rope_type": "linear", "rope_theta": 50000.0})),
     (
-      "rope_parameters",
+      "partial_rotary_factor",
       dict(rope_parameters={"rope_theta": 50000.0, "partial_rotary_factor": 0.5}),
     ),
     ("rope_scaling", dict(rope_scaling={"type": "linear", "factor": 2.0})),

@@ -96,7 +96,7 @@ def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int
     stack = _without_axes(whole, axes)
     if not config.cache_dtype:
       return stack
-    # Not as_int8: a compiler would round all the zeros itself, which took it seconds for each stack.
+    # Not as_int8: the compiler would round all the zeros itself, which took it seconds a stack.
     scales = jnp.zeros((*stack.shape[:-1], 1), jnp.float32)
     return Int8(stack.astype(jnp.int8), scales)
 

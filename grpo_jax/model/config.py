@@ -67,6 +67,8 @@ class ModelConfig:
 
     family: The `model_type` of Hugging Face whose tensor names `save` writes.
     qkv_bias: The query, key and value projections have a bias.
+    o_bias: The output projection of attention has one.
+    mlp_bias: The projections of the MLP have one.
     qk_norm: What of the queries and keys is normalised before they are rotated: "head" each head,
       "all" all heads together, "" nothing.
     activation: A name in `layers.ACTIVATIONS`.
@@ -86,6 +88,7 @@ class ModelConfig:
       earlier tokens. The empty tuple means 0 for every layer.
     local_rope_theta: The base of the rotary frequencies, without scaling, in the layers that have a
       window. 0 means that they use `rope_theta` and `rope_scaling`.
+    rotary_dim: So many numbers of a head are rotated, the first ones. 0 stands for E.
     unrotated_layers: The layers whose queries and keys are not rotated.
     labels: N, the outputs of a reward model's head: 1 is the score of a text, 2 are the logits of
       "this step is wrong" and "this step is right". 0 means a language model.
@@ -126,6 +129,8 @@ class ModelConfig:
   # How families differ:
   family: str = "qwen2"
   qkv_bias: bool = True
+  o_bias: bool = False
+  mlp_bias: bool = False
   qk_norm: str = ""
   activation: str = "silu"
   pre_norms: bool = True
@@ -141,6 +146,7 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None
   windows: tuple[int, ...] = ()
   local_rope_theta: float = 0.0
+  rotary_dim: int = 0
   unrotated_layers: tuple[int, ...] = ()
   labels: int = 0
   num_experts: int = 0

@@ -169,7 +169,7 @@ class Attention(nn.Module):
     else:
       q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
     out_BTHE, kept = attend(q_BTHE, k_BTKE, v_BTKE)
-    return Dense(c, (c.embed_dim,), axes=2, name="o")(out_BTHE), kept
+    return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out_BTHE), kept
 
 
 class MLP(nn.Module):
@@ -187,9 +187,11 @@ class MLP(nn.Module):
     def gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
       return ACTIVATIONS[c.activation](gate_BTF) * up_BTF
 
-    gate_BTF = Dense(c, (c.mlp_dim,), name="gate")(x_BTD)
-    up_BTF = Dense(c, (c.mlp_dim,), name="up")(x_BTD)
-    return Dense(c, (c.embed_dim,), name="down")(gated(gate_BTF, up_BTF))
+    def project(name: str, features: int, x: jax.Array) -> jax.Array:
+      return Dense(c, (features,), use_bias=c.mlp_bias, name=name)(x)
+
+    gate_BTF, up_BTF = project("gate", c.mlp_dim, x_BTD), project("up", c.mlp_dim, x_BTD)
+    return project("down", c.embed_dim, gated(gate_BTF, up_BTF))
 
 
 def head_product(equation: str, hidden: jax.Array, weights: jax.Array) -> jax.Array:

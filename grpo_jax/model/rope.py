@@ -21,8 +21,11 @@ class RopeScaling:
     original_positions: The length of the texts that the model was first trained on.
     low: `low_freq_factor` of llama3, `beta_slow` of yarn.
     high: `high_freq_factor` of llama3, `beta_fast` of yarn.
-    attention_factor: yarn multiplies cos and sin by it.
+    attention_factor: yarn and longrope multiply cos and sin by it.
     truncate: yarn rounds the range of dimensions outwards.
+    short_factors: longrope divides each frequency by its own factor: by these while no text is
+      longer than the original ones.
+    long_factors: And else by these.
   """
 
   kind: str
@@ -32,6 +35,8 @@ class RopeScaling:
   high: float = 4.0
   attention_factor: float = 1.0
   truncate: bool = True
+  short_factors: tuple[float, ...] = ()
+  long_factors: tuple[float, ...] = ()
 
 
 def linear(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int) -> np.ndarray:
@@ -77,11 +82,21 @@ def yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: in
   return frequencies * (1 - divide + divide / scaling.factor)
 
 
+def longrope(
+  frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int
+) -> np.ndarray:
+  """Divides each frequency by a factor that was searched for it (LongRoPE 2402.13753)."""
+  del theta
+  is_long = length > scaling.original_positions
+  return frequencies / np.array(scaling.long_factors if is_long else scaling.short_factors)
+
+
 SCALINGS: dict[str, Callable[[np.ndarray, float, RopeScaling, int], np.ndarray]] = {
   "linear": linear,
   "dynamic": dynamic,
   "llama3": llama3,
   "yarn": yarn,
+  "longrope": longrope,
 }
 
 
@@ -120,11 +135,15 @@ def angles(
 
 
 def rotate(x_BTHE: jax.Array, rope: CosSin) -> jax.Array:
-  """Rotates the pairs (i, i + E/2) of every head, the order of Hugging Face checkpoints."""
+  """Rotates the pairs (i, i + E/2) of every head, the order of Hugging Face checkpoints.
+
+  With angles for fewer than E/2 pairs, these lie in the first numbers of a head. The rest stays.
+  """
   cos, sin = (values[:, :, None, :] for values in rope)
-  first, second = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return rotated.astype(x_BTHE.dtype)
+  pairs = cos.shape[-1]
+  first, second, rest = jnp.split(x_BTHE.astype(jnp.float32), [pairs, 2 * pairs], axis=-1)
+  rotated = [first * cos - second * sin, second * cos + first * sin]
+  return jnp.concatenate([*rotated, rest], axis=-1).astype(x_BTHE.dtype)
 
 
 def _frequencies(theta: float, head_dim: int) -> np.ndarray:

@@ -151,13 +151,11 @@ def _angles(
   config: ModelConfig, positions_BT: jax.Array, longest: int
 ) -> tuple[rope_lib.CosSin, rope_lib.CosSin]:
   """The rotary angles of the layers without a window, and of those with one."""
-  c, from_table = config, bool(config.length)
-  rope = rope_lib.angles(
-    positions_BT, c.head_dim, c.rope_theta, c.rope_scaling, longest, from_table
-  )
+  c, from_table, rotated = config, bool(config.length), config.rotary_dim or config.head_dim
+  rope = rope_lib.angles(positions_BT, rotated, c.rope_theta, c.rope_scaling, longest, from_table)
   if not c.local_rope_theta:
     return rope, rope
-  local = rope_lib.angles(positions_BT, c.head_dim, c.local_rope_theta, None, longest, from_table)
+  local = rope_lib.angles(positions_BT, rotated, c.local_rope_theta, None, longest, from_table)
   return rope, local
 
 

@@ -27,6 +27,8 @@ RULES = (
   (LAYER + r"attention/[qkv]/kernel" + QUANTISED, ("fsdp", "tensor", None)),
   (LAYER + r"attention/[qkv]/bias", ("tensor", None)),
   (LAYER + r"attention/o/kernel" + QUANTISED, ("tensor", None, "fsdp")),
+  (LAYER + r"(attention/o|mlp/down)/bias", (None,)),
+  (LAYER + r"mlp/(gate|up)/bias", ("tensor",)),
   (LAYER + r"mlp/(gate|up)/kernel" + QUANTISED, ("fsdp", "tensor")),
   (LAYER + r"mlp/down/kernel" + QUANTISED, ("tensor", "fsdp")),
   (LAYER + r"(attention/[qkv]|mlp/(gate|up))/lora_a", ("fsdp", None)),

@@ -194,6 +194,41 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.float32,
   ),
+  "llama_biases": (
+    "Llama",
+    dict(COMMON, attention_bias=True, mlp_bias=True, rope_parameters=ROPE),
+    torch.float32,
+  ),
+  "qwen3_biases": ("Qwen3", dict(COMMON, attention_bias=True, rope_parameters=ROPE), torch.float32),
+  "phi3_partial": (
+    "Phi3",
+    dict(
+      COMMON,
+      head_dim=None,
+      num_attention_heads=2,
+      sliding_window=None,
+      rope_parameters=dict(partial_rotary_factor=0.75, **ROPE),
+    ),
+    torch.float32,
+  ),
+  "phi3_longrope": (
+    "Phi3",
+    dict(
+      COMMON,
+      head_dim=None,
+      num_attention_heads=2,
+      sliding_window=None,
+      original_max_position_embeddings=16,
+      rope_parameters=dict(
+        rope_type="longrope",
+        partial_rotary_factor=0.75,
+        short_factor=[1.0 + 0.1 * i for i in range(6)],
+        long_factor=[1.5 + 0.7 * i for i in range(6)],
+        **ROPE,
+      ),
+    ),
+    torch.float32,
+  ),
   "granite": (
     "Granite",
     dict(

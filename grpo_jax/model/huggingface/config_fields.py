@@ -32,7 +32,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
   "attention_dropout": (0,),
   "resid_pdrop": (0,),
   "embd_pdrop": (0,),
-  "partial_rotary_factor": (None, 1),
   "quantization_config": (None,),
   "use_mrope": (None, False),
   "attention_bias": (False, None),
@@ -54,6 +53,7 @@ READ = {
   "rope_scaling",
   "rope_parameters",
   "rope_local_base_freq",
+  "partial_rotary_factor",
   "sliding_window",
   "sliding_window_pattern",
   "_sliding_window_pattern",
@@ -93,12 +93,13 @@ def fields_of(family: Family) -> dict[str, str]:
 
 def check_fields(values: Mapping[str, Any], family: Family, refuse: Refuse) -> None:
   """Refuses fields that are unknown, or that have values which are not supported."""
+  of_family = fields_of(family).values()
   for key, allowed in SUPPORTED.items():
-    if key in values and values[key] not in allowed:
+    if key in values and key not in of_family and values[key] not in allowed:
       refuse(
         key, f"is {values[key]!r}, which is not supported: choose a checkpoint with {allowed[0]!r}"
       )
-  known = {*READ, *SUPPORTED, *fields_of(family).values()}
+  known = {*READ, *SUPPORTED, *of_family}
   for key in values:
     if key not in known and not IGNORED.fullmatch(key):
       refuse(

@@ -109,6 +109,8 @@ def _with_defaults(family: Family, values: Mapping[str, Any], refuse: Refuse) ->
     "logits_scaling": 1.0,
   }
   values = {**defaults, **values}
+  for name in ("attention_bias", "mlp_bias"):
+    values[name] = False if values.get(name) is None else values[name]
   if "num_experts" in family.fields:
     values["num_experts"] = _read_num_experts(values, refuse)
   if values.get("num_key_value_heads") is None:

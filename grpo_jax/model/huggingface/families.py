@@ -85,6 +85,8 @@ def _layers_with(entry: TensorSpec, config: ModelConfig) -> Sequence[int]:
   """The layers that have the tensor. [0] for a tensor outside of the layers."""
   if "{i}" not in entry.leaf_name:
     return [0]
+  if entry.when and not getattr(config, entry.when):
+    return []
   sparse = config.sparse_layers
   kinds = ["sparse" if layer in sparse else "dense" for layer in range(config.num_layers)]
   return [layer for layer, kind in enumerate(kinds) if entry.layers in ("all", kind)]
@@ -158,9 +160,17 @@ _QKV = (
   _layer("self_attn.v_proj.weight", "attention/v/kernel", "KE D", "DKE"),
 )
 _QKV_BIASES = (
-  _layer("self_attn.q_proj.bias", "attention/q/bias", "HE", "HE"),
-  _layer("self_attn.k_proj.bias", "attention/k/bias", "KE", "KE"),
-  _layer("self_attn.v_proj.bias", "attention/v/bias", "KE", "KE"),
+  _layer("self_attn.q_proj.bias", "attention/q/bias", "HE", "HE", when="qkv_bias"),
+  _layer("self_attn.k_proj.bias", "attention/k/bias", "KE", "KE", when="qkv_bias"),
+  _layer("self_attn.v_proj.bias", "attention/v/bias", "KE", "KE", when="qkv_bias"),
+)
+_BIASES = _QKV_BIASES + (
+  _layer("self_attn.o_proj.bias", "attention/o/bias", "D", "D", when="o_bias"),
+)
+_MLP_BIASES = (
+  _layer("mlp.gate_proj.bias", "mlp/gate/bias", "F", "F", when="mlp_bias"),
+  _layer("mlp.up_proj.bias", "mlp/up/bias", "F", "F", when="mlp_bias"),
+  _layer("mlp.down_proj.bias", "mlp/down/bias", "D", "D", when="mlp_bias"),
 )
 _FUSED_QKV = (
   _layer("self_attn.qkv_proj.weight", "attention/q/kernel", "HE D", "DHE", after="KE KE"),
@@ -191,15 +201,18 @@ _EXPERTS = (
 _PROJECTIONS = _QKV + _O + _GATE_UP + _DOWN
 _FUSED_PROJECTIONS = _FUSED_QKV + _O + _FUSED_GATE_UP + _DOWN
 
-_NO_BIAS = {"qkv_bias": False}
+_NO_BIAS = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
 _GEMMA = {
-  "qkv_bias": False,
+  "mlp_bias": False,
   "activation": "gelu_tanh",
   "post_norms": True,
   "scale_embeddings": True,
 }
 # Field of ModelConfig -> field of config.json:
+_BIAS_FIELDS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_ALL_BIAS_FIELDS = _BIAS_FIELDS | {"mlp_bias": "mlp_bias"}
 _GEMMA_FIELDS = {
+  **_BIAS_FIELDS,
   "query_scalar": "query_pre_attn_scalar",
   "attention_cap": "attn_logit_softcapping",
   "logit_cap": "final_logit_softcapping",
@@ -212,40 +225,43 @@ _EXPERT_FIELDS = {
 }
 
 _GRANITE_FIELDS = {
+  **_ALL_BIAS_FIELDS,
   "embedding_multiplier": "embedding_multiplier",
   "residual_multiplier": "residual_multiplier",
   "query_multiplier": "attention_multiplier",
   "logit_divisor": "logits_scaling",
 }
-_OLMO_TABLE = _norms(_OUTER_NORMS) + _PROJECTIONS + _WHOLE_QK_NORMS + _final_norm()
-_OLMO = {"qkv_bias": False, "pre_norms": False, "post_norms": True, "qk_norm": "all"}
-_LLAMA_TABLE = _norms(_PRE_NORMS) + _PROJECTIONS + _final_norm()
+_OLMO_TABLE = _norms(_OUTER_NORMS) + _PROJECTIONS + _BIASES + _WHOLE_QK_NORMS + _final_norm()
+_OLMO = {"mlp_bias": False, "pre_norms": False, "post_norms": True, "qk_norm": "all"}
+_QWEN3 = {"mlp_bias": False, "qk_norm": "head"}
+_LLAMA_TABLE = _norms(_PRE_NORMS) + _PROJECTIONS + _BIASES + _MLP_BIASES + _final_norm()
 _ALL = (
   Family(
     "qwen2",
     "Qwen2ForCausalLM",
     _norms(_PRE_NORMS) + _PROJECTIONS + _QKV_BIASES + _final_norm(),
-    {"qkv_bias": True},
+    {"qkv_bias": True, "o_bias": False, "mlp_bias": False},
   ),
   Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    _norms(_PRE_NORMS) + _PROJECTIONS + _qk_norms() + _final_norm(),
-    {"qkv_bias": False, "qk_norm": "head"},
+    _norms(_PRE_NORMS) + _PROJECTIONS + _BIASES + _qk_norms() + _final_norm(),
+    _QWEN3,
+    _BIAS_FIELDS,
   ),
   Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    _norms(_PRE_NORMS) + _PROJECTIONS + _EXPERTS + _qk_norms() + _final_norm(),
-    {"qkv_bias": False, "qk_norm": "head"},
-    _EXPERT_FIELDS,
+    _norms(_PRE_NORMS) + _PROJECTIONS + _BIASES + _EXPERTS + _qk_norms() + _final_norm(),
+    _QWEN3,
+    _EXPERT_FIELDS | _BIAS_FIELDS,
   ),
-  Family("llama", "LlamaForCausalLM", _LLAMA_TABLE, _NO_BIAS),
+  Family("llama", "LlamaForCausalLM", _LLAMA_TABLE, {}, _ALL_BIAS_FIELDS),
   Family("mistral", "MistralForCausalLM", _LLAMA_TABLE, _NO_BIAS),
-  Family("smollm3", "SmolLM3ForCausalLM", _LLAMA_TABLE, _NO_BIAS),
-  Family("granite", "GraniteForCausalLM", _LLAMA_TABLE, _NO_BIAS, _GRANITE_FIELDS),
-  Family("olmo2", "Olmo2ForCausalLM", _OLMO_TABLE, _OLMO),
-  Family("olmo3", "Olmo3ForCausalLM", _OLMO_TABLE, _OLMO),
+  Family("smollm3", "SmolLM3ForCausalLM", _LLAMA_TABLE, {}, _ALL_BIAS_FIELDS),
+  Family("granite", "GraniteForCausalLM", _LLAMA_TABLE, {}, _GRANITE_FIELDS),
+  Family("olmo2", "Olmo2ForCausalLM", _OLMO_TABLE, _OLMO, _BIAS_FIELDS),
+  Family("olmo3", "Olmo3ForCausalLM", _OLMO_TABLE, _OLMO, _BIAS_FIELDS),
   Family(
     "phi3",
     "Phi3ForCausalLM",
@@ -255,7 +271,7 @@ _ALL = (
   Family(
     "gemma2",
     "Gemma2ForCausalLM",
-    _norms(_SANDWICH_NORMS, offset=1.0) + _PROJECTIONS + _final_norm(offset=1.0),
+    _norms(_SANDWICH_NORMS, offset=1.0) + _PROJECTIONS + _BIASES + _final_norm(offset=1.0),
     _GEMMA,
     _GEMMA_FIELDS,
   ),
@@ -264,6 +280,7 @@ _ALL = (
     "Gemma3ForCausalLM",
     _norms(_SANDWICH_NORMS, offset=1.0)
     + _PROJECTIONS
+    + _BIASES
     + _qk_norms(offset=1.0)
     + _final_norm(offset=1.0),
     _GEMMA | {"qk_norm": "head"},

@@ -3,7 +3,7 @@
 transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes `rope_parameters`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 from typing import Any
@@ -25,6 +25,7 @@ _KEYS_OF_KIND: dict[str, set[str]] = {
   "linear": set(),
   "dynamic": set(),
   "llama3": {"low_freq_factor", "high_freq_factor"},
+  "longrope": {"short_factor", "long_factor", "attention_factor"},
   "yarn": {
     "beta_slow",
     "beta_fast",
@@ -63,12 +64,35 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
   fields = {
     "rope_theta": read_field({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
     "rope_scaling": scalings[0] if scalings else None,
+    "rotary_dim": _read_rotary_dim(model_type, (values, rope), values["head_dim"], refuse),
   }
+  scaling, rotated = fields["rope_scaling"], fields["rotary_dim"] or values["head_dim"]
+  if scaling and scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
+    count = len(scaling.short_factors)
+    refuse("short_factor", f"has {count} numbers, for {rotated // 2} frequencies: correct it")
   if model_type in ("gemma3_text", "olmo3"):
     default = 1e4 if model_type == "gemma3_text" else thetas[0]
     theta = {"rope_theta": local.get("rope_theta") or default}
     fields["local_rope_theta"] = read_field(theta, "rope_theta", float, refuse)
   return fields
+
+
+def _read_rotary_dim(
+  model_type: str, places: Iterable[Mapping[str, Any]], head_dim: Any, refuse: Refuse
+) -> int:
+  """How many numbers of a head are rotated, or 0 for all of them."""
+  factors = {place.get("partial_rotary_factor") for place in places} - {None, 1}
+  if not factors:
+    return 0
+  key = "partial_rotary_factor"
+  if model_type != "phi3":
+    refuse(key, f"is {shown(factors.pop())}: models of this family rotate whole heads")
+  if len(factors) > 1:
+    refuse(key, f"is given differently in two places ({sorted(factors)}): correct one")
+  rotated = int(head_dim * read_field({key: factors.pop()}, key, float, refuse))
+  if rotated % 2 or not 0 < rotated <= head_dim:
+    refuse(key, f"rotates {rotated} of {head_dim} numbers: it must be an even part of them")
+  return rotated
 
 
 def _rope_parameters(
@@ -104,12 +128,6 @@ def _read_scaling(
   """The scaling that the object at `key` describes."""
   if not isinstance(rope, dict):
     refuse(key, f"must be an object, got {shown(rope)}")
-  if rope.get("partial_rotary_factor", 1) != 1:
-    refuse(
-      key,
-      "has a partial_rotary_factor, which is not supported: choose a checkpoint that rotates"
-      " whole heads",
-    )
   kind = rope.get("rope_type", rope.get("type", "default"))
   if kind == "default":
     return None
@@ -128,6 +146,8 @@ def _read_scaling(
   original = read_field(found, name, int, refuse)
   if kind == "dynamic":
     original = longest  # transformers ignores the other two fields for this kind
+  if kind == "longrope":
+    return _read_longrope(rope, values, original, refuse)
   scaling = RopeScaling(kind, read_field(rope, "factor", float, refuse), original)
   if kind == "llama3":
     low = read_field(rope, "low_freq_factor", float, refuse)
@@ -136,6 +156,41 @@ def _read_scaling(
   if kind == "yarn":
     return _read_yarn(scaling, rope, refuse)
   return scaling
+
+
+def _read_longrope(
+  rope: Mapping[str, Any], values: Mapping[str, Any], original: int, refuse: Refuse
+) -> RopeScaling:
+  """The scaling of longrope, whose factor is a quotient of lengths unless it is given."""
+  longest = values["max_position_embeddings"]
+  given = {"factor": rope.get("factor") or longest / original}
+  factor = read_field(given, "factor", float, refuse)
+  attention_factor = longrope_attention_factor(factor, original)
+  if rope.get("attention_factor") is not None:
+    attention_factor = read_field(rope, "attention_factor", float, refuse)
+
+  def factors(key: str) -> tuple[float, ...]:
+    found = rope.get(key)
+    if not isinstance(found, list) or not all(type(x) in (int, float) and x > 0 for x in found):
+      refuse(key, f"must be a list of positive numbers, got {shown(found)}")
+    return tuple(map(float, found))
+
+  short, long = factors("short_factor"), factors("long_factor")
+  if len(short) != len(long):
+    refuse("short_factor", f"has {len(short)} numbers, and long_factor {len(long)}: correct either")
+  return RopeScaling(
+    "longrope",
+    factor,
+    original,
+    attention_factor=attention_factor,
+    short_factors=short,
+    long_factors=long,
+  )
+
+
+def longrope_attention_factor(factor: float, original: int) -> float:
+  """What cos and sin are multiplied by, unless a checkpoint says otherwise."""
+  return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) -> RopeScaling:
@@ -181,9 +236,21 @@ def rope_to_json(config: ModelConfig) -> dict[str, Any]:
         "truncate": s.truncate,
       }
   full = {"rope_theta": config.rope_theta, **scaling}
-  values = {"rope_theta": config.rope_theta, "rope_parameters": full}
+  values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
   if s is not None:
     values["rope_scaling"] = scaling
+  if s is not None and s.kind == "longrope":
+    of_phi = {"short_factor": list(s.short_factors), "long_factor": list(s.long_factors)}
+    full |= of_phi | {
+      "original_max_position_embeddings": s.original_positions,
+      "attention_factor": s.attention_factor,
+    }
+    # transformers 4 accepts these three fields alone, and reads the length beside them.
+    values["rope_scaling"] = {"type": "longrope", **of_phi}
+    values["original_max_position_embeddings"] = s.original_positions
+  if config.rotary_dim:
+    share = config.rotary_dim / config.head_dim
+    values["partial_rotary_factor"] = full["partial_rotary_factor"] = share
   if config.local_rope_theta:
     local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
     values |= {

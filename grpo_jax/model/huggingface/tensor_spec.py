@@ -37,6 +37,7 @@ class TensorSpec:
     after: The same for those that come after it.
     layers: The layers that have the tensor: "all", "dense" (with an MLP) or "sparse" (with
       experts).
+    when: The field of ModelConfig that says whether layers have the tensor, or "" if all do.
     expert: The number of the expert, or None where the tensor is not an expert's.
   """
 
@@ -48,6 +49,7 @@ class TensorSpec:
   before: str = ""
   after: str = ""
   layers: str = "all"
+  when: str = ""
   expert: int | None = None
 
   def hf_shape(self, sizes: Sizes) -> tuple[int, ...]:
