@@ -1,6 +1,8 @@
 """A folder of each family goes in, two steps are taken, and a folder comes out."""
 
 import json
+from pathlib import Path
+import shutil
 
 import jax
 import numpy as np
@@ -10,7 +12,10 @@ from small_run import grpo_step, small_config, small_run, with_reward, with_sect
 
 from grpo_jax import model
 from grpo_jax.model.rope import RopeScaling
+from grpo_jax.programs.run import Run
+from grpo_jax.settings import ConfigError
 
+GOLDEN = Path(__file__).parent / "golden" / "families"
 _AFTER = dict(pre_norms=False, post_norms=True, qk_norm="all")
 FAMILIES = {
   "olmo2": dict(num_layers=2, **_AFTER),
@@ -20,6 +25,9 @@ FAMILIES = {
     local_rope_theta=1e6,
     rope_scaling=RopeScaling("yarn", 4.0, 256, high=32.0),
     **_AFTER,
+  ),
+  "ministral3": dict(
+    num_layers=2, query_growth=0.1, rope_scaling=RopeScaling("yarn", 4.0, 32, high=32.0)
   ),
   "smollm3": dict(num_layers=4, unrotated_layers=(1, 3)),
   "granite": dict(
@@ -66,3 +74,33 @@ def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, after, learned)
   moved = jax.tree.map(lambda x, y: bool((x != y).any()), before, after)
   assert all(jax.tree.leaves(moved))
+
+
+def test_of_a_model_with_a_vision_tower_the_text_part_is_read_and_written(tmp_path):
+  folder = GOLDEN / "gemma3_images"
+  config, params = model.load(folder)
+  assert model.ignores_parts(folder) and config == model.load_model_config(folder)
+  model.save(tmp_path / "out", config, params)
+  assert not model.ignores_parts(tmp_path / "out")
+  found, after = model.load(tmp_path / "out")
+  assert found == config and found.family == "gemma3_text"
+  jax.tree.map(np.testing.assert_array_equal, after, params)
+
+
+def test_a_run_says_that_only_the_text_part_is_read():
+  config = with_section(small_config(), "model", path=str(GOLDEN / "gemma3_images"))
+  tokenizer = small_run(small_config()).tokenizer
+  run = Run(config, tokens=tokenizer, devices=jax.devices()[:1])
+  assert any("only the text part of" in remark for remark in run.remarks)
+
+
+@pytest.mark.parametrize(
+  "key, value", [("text_config", [1]), ("quantization_config", {"quant_method": "fp8"})]
+)
+def test_wrong_text_parts_are_refused(key, value, tmp_path):
+  shutil.copytree(GOLDEN / "mistral3_images", tmp_path / "model")
+  file = tmp_path / "model" / "config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+  with pytest.raises(ConfigError, match=f"config.json: {key} ") as caught:
+    model.load(tmp_path / "model")
+  assert "\n" not in str(caught.value)

@@ -178,6 +178,13 @@ def test_a_cache_of_int8_draws_the_same_tokens_at_every_pace(mesh, alone):
   assert first.mean() > 0.9 and 0 < gap.max() < 0.01
 
 
+@pytest.mark.parametrize("weights, sizes", [(MANY, [128, 64, 32, 8]), (1, [])])
+def test_few_rows_move_into_smaller_grids_where_that_repays_the_compiler(weights, sizes):
+  config, _ = tiny()
+  pace = Sampler(config, Decoding(T), weights).pace(32, 8)
+  assert pace.grid == Grid(32, 8) and [grid.rows for grid in pace.smaller] == sizes
+
+
 def test_a_compiler_has_nothing_to_round_in_an_empty_cache_of_int8(alone):
   """It took seconds for each stack of a cache of zeros."""
   config, params, _ = alone

@@ -32,7 +32,7 @@ from grpo_jax.model.cache import (
 )
 from grpo_jax.model.config import AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
-from grpo_jax.model.huggingface.load_weights import load, load_model_config
+from grpo_jax.model.huggingface.load_weights import ignores_parts, load, load_model_config
 from grpo_jax.model.huggingface.peft import (
   base_of_adapters,
   check_adapters,
@@ -102,6 +102,7 @@ __all__ = [
   "load",
   "load_config",
   "load_model_config",
+  "ignores_parts",
   "save",
   # Adapters.
   "AdapterShape",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.experts import Experts, in_stacks
 from grpo_jax.model.layers import MLP, Attend, Attention, KeysAndValues
-from grpo_jax.model.rope import CosSin
+from grpo_jax.model.rope import Rotation
 from grpo_jax.model.stacks import Segment, segments
 from grpo_jax.types import Routing
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, counted_BT: jax.Array | None, rope: CosSin | None, attend: Attend
+    self, x_BTD: jax.Array, counted_BT: jax.Array | None, rope: Rotation | None, attend: Attend
   ) -> tuple[jax.Array, Any, Routing | None]:
     """Applies the layer.
 
@@ -105,8 +105,8 @@ class Inputs(NamedTuple):
     counted_BT: The routers' statistics count a token where this is not 0. None skips them.
   """
 
-  rope: CosSin
-  local_rope: CosSin
+  rope: Rotation
+  local_rope: Rotation
   counted_BT: jax.Array | None
 
 

@@ -88,6 +88,8 @@ class ModelConfig:
       earlier tokens. The empty tuple means 0 for every layer.
     local_rope_theta: The base of the rotary frequencies, without scaling, in the layers that have a
       window. 0 means that they use `rope_theta` and `rope_scaling`.
+    query_growth: Queries are multiplied by 1 + query_growth * log(1 + floor(position / original)),
+      with the original positions of `rope_scaling`. 0 means that they are not.
     rotary_dim: So many numbers of a head are rotated, the first ones. 0 stands for E.
     unrotated_layers: The layers whose queries and keys are not rotated.
     labels: N, the outputs of a reward model's head: 1 is the score of a text, 2 are the logits of
@@ -146,6 +148,7 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None
   windows: tuple[int, ...] = ()
   local_rope_theta: float = 0.0
+  query_growth: float = 0.0
   rotary_dim: int = 0
   unrotated_layers: tuple[int, ...] = ()
   labels: int = 0

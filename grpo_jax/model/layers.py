@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.lora import factors
-from grpo_jax.model.rope import CosSin, rotate
+from grpo_jax.model.rope import Rotation, rotate
 
 KeysAndValues = tuple[jax.Array, jax.Array]
 # attend(q_BTHE, k_BTKE, v_BTKE) -> (out_BTHE, what the caller keeps, such as keys and values). The
@@ -144,7 +144,7 @@ class Attention(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, rope: CosSin | None, attend: Attend
+    self, x_BTD: jax.Array, rope: Rotation | None, attend: Attend
   ) -> tuple[jax.Array, Any]:
     """Returns the output [B, T, D], and what `attend` returns beside its output."""
     c = self.config
@@ -168,6 +168,8 @@ class Attention(nn.Module):
       q_BTHE = q_BTHE * c.query_multiplier
     else:
       q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
+    if rope is not None and rope.query_scale_BT is not None:
+      q_BTHE = q_BTHE * rope.query_scale_BT[..., None, None].astype(c.dtype)
     out_BTHE, kept = attend(q_BTHE, k_BTKE, v_BTKE)
     return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out_BTHE), kept
 

@@ -3,12 +3,25 @@
 from collections.abc import Callable
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-CosSin = tuple[jax.Array, jax.Array]  # cos and sin of the angles [B, T, E/2], float32
+
+class Rotation(NamedTuple):
+  """What the positions of tokens do to their queries and keys.
+
+  Attributes:
+    cos: Of the angles, float32 [B, T, pairs].
+    sin: The same.
+    query_scale_BT: float32, what queries are multiplied by beside, or None.
+  """
+
+  cos: jax.Array
+  sin: jax.Array
+  query_scale_BT: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +120,8 @@ def angles(
   scaling: RopeScaling | None,
   length: int,
   table: bool,
-) -> CosSin:
-  """cos and sin of the angles [B, T, E/2], float32.
+) -> Rotation:
+  """The rotation of tokens.
 
   Args:
     positions_BT: int32, all below `length`.
@@ -126,20 +139,25 @@ def angles(
   frequencies = frequencies.astype(np.float32)
   if not table:
     angles_BTE = positions_BT[..., None].astype(jnp.float32) * frequencies
-    return attention_factor * jnp.cos(angles_BTE), attention_factor * jnp.sin(angles_BTE)
+    return Rotation(attention_factor * jnp.cos(angles_BTE), attention_factor * jnp.sin(angles_BTE))
 
   table_angles = np.arange(length, dtype=np.float32)[:, None] * frequencies
   cos_table = (attention_factor * np.cos(table_angles)).astype(np.float32)
   sin_table = (attention_factor * np.sin(table_angles)).astype(np.float32)
-  return jnp.asarray(cos_table)[positions_BT], jnp.asarray(sin_table)[positions_BT]
+  return Rotation(jnp.asarray(cos_table)[positions_BT], jnp.asarray(sin_table)[positions_BT])
 
 
-def rotate(x_BTHE: jax.Array, rope: CosSin) -> jax.Array:
+def query_scale(positions_BT: jax.Array, growth: float, original: int) -> jax.Array:
+  """1 + growth * log(1 + floor(position / original)), float32 [B, T], as in Llama 4."""
+  return 1 + growth * jnp.log1p(jnp.floor(positions_BT / original))
+
+
+def rotate(x_BTHE: jax.Array, rope: Rotation) -> jax.Array:
   """Rotates the pairs (i, i + E/2) of every head, the order of Hugging Face checkpoints.
 
   With angles for fewer than E/2 pairs, these lie in the first numbers of a head. The rest stays.
   """
-  cos, sin = (values[:, :, None, :] for values in rope)
+  cos, sin = rope.cos[:, :, None, :], rope.sin[:, :, None, :]
   pairs = cos.shape[-1]
   first, second, rest = jnp.split(x_BTHE.astype(jnp.float32), [pairs, 2 * pairs], axis=-1)
   rotated = [first * cos - second * sin, second * cos + first * sin]

@@ -149,10 +149,14 @@ def _hidden(
 
 def _angles(
   config: ModelConfig, positions_BT: jax.Array, longest: int
-) -> tuple[rope_lib.CosSin, rope_lib.CosSin]:
+) -> tuple[rope_lib.Rotation, rope_lib.Rotation]:
   """The rotary angles of the layers without a window, and of those with one."""
   c, from_table, rotated = config, bool(config.length), config.rotary_dim or config.head_dim
   rope = rope_lib.angles(positions_BT, rotated, c.rope_theta, c.rope_scaling, longest, from_table)
+  if c.query_growth:
+    original = c.rope_scaling.original_positions
+    scale_BT = rope_lib.query_scale(positions_BT, c.query_growth, original)
+    rope = rope._replace(query_scale_BT=scale_BT)
   if not c.local_rope_theta:
     return rope, rope
   local = rope_lib.angles(positions_BT, rotated, c.local_rope_theta, None, longest, from_table)

@@ -185,6 +185,14 @@ def _check_experts(config: Config, shape: model.ModelConfig, mesh: jax.sharding.
 
 
 def _remarks(config: Config, local: Config) -> tuple[str, ...]:
+  """What is not read of model.path, and of adapters that do not fit it."""
+  if local.model.path and model.ignores_parts(local.model.path):
+    ignored = f"only the text part of {config.model.path} is read, trained and saved"
+    return ignored, *_remarks_on_adapters(config, local)
+  return _remarks_on_adapters(config, local)
+
+
+def _remarks_on_adapters(config: Config, local: Config) -> tuple[str, ...]:
   """Whether the adapters at lora.path were trained on another model, as far as names say."""
   if not config.lora.path:
     return ()

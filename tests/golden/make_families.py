@@ -10,6 +10,7 @@ Made with transformers 5.23.0 and torch 2.13.0 (CPU). Texts are longer than ever
 and longer than the original texts of every scaled rotary embedding.
 """
 
+import json
 from pathlib import Path
 import sys
 import tempfile
@@ -229,6 +230,24 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.float32,
   ),
+  "ministral3": (
+    "Ministral3",
+    dict(
+      COMMON,
+      rope_parameters=dict(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=16,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        llama_4_scaling_beta=0.4,
+        **ROPE,
+      ),
+    ),
+    torch.float32,
+  ),
   "granite": (
     "Granite",
     dict(
@@ -246,13 +265,49 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
 }
 
 
+VISION = dict(
+  hidden_size=16,
+  intermediate_size=16,
+  num_hidden_layers=1,
+  num_attention_heads=2,
+  image_size=16,
+  patch_size=8,
+)
+WITH_IMAGES = {  # folder: (family, fields of the text part, other fields)
+  "gemma3_images": (
+    "Gemma3",
+    dict(
+      GEMMA,
+      rope_parameters={
+        FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+        SLIDES: dict(rope_type="default", rope_theta=1e4),
+      },
+    ),
+    dict(mm_tokens_per_image=4, vision_config=dict(VISION, model_type="siglip_vision_model")),
+  ),
+  "mistral3_images": (
+    "Mistral3",
+    dict(COMMON, model_type="mistral", sliding_window=None, rope_parameters=ROPE),
+    dict(tie_word_embeddings=False, vision_config=dict(VISION, head_dim=8, model_type="pixtral")),
+  ),
+}
+
+
 def config_of(family, fields):
   fields = {key: value for key, value in fields.items() if value is not None}
   name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
   return getattr(transformers, name)(**fields, architectures=[f"{family}ForCausalLM"])
 
 
+def model_with_images(family, text_fields, fields):
+  config = getattr(transformers, f"{family}Config")(text_config=text_fields, **fields)
+  return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+
+
 def main(names):
+  for seed, (name, parts) in enumerate(WITH_IMAGES.items(), start=100):
+    if not names or name in names:
+      write(FOLDER / name, make_model(model_with_images(*parts), seed), seed)
   for seed, (name, (family, fields, dtype)) in enumerate(FAMILIES.items(), start=10):
     if names and name not in names:
       continue
@@ -260,14 +315,17 @@ def main(names):
     model = make_model(
       getattr(transformers, f"{family}ForCausalLM")(config_of(family, fields)), seed
     )
-    model.to(dtype).save_pretrained(
-      folder, max_shard_size="30KB" if dtype == torch.bfloat16 else "5GB"
-    )
-    tokens = np.random.default_rng(seed).integers(4, 96, (3, T), dtype=np.int32)
-    outputs, _ = outputs_of(folder, tokens, LENGTHS)
-    np.savez_compressed(
-      folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32), **outputs
-    )
+    write(folder, model.to(dtype), seed)
+
+
+def write(folder, model, seed):
+  is_bfloat16 = model.dtype == torch.bfloat16
+  model.save_pretrained(folder, max_shard_size="30KB" if is_bfloat16 else "5GB")
+  tokens = np.random.default_rng(seed).integers(4, 96, (3, T), dtype=np.int32)
+  outputs, _ = outputs_of(folder, tokens, LENGTHS)
+  np.savez_compressed(
+    folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32), **outputs
+  )
 
 
 def outputs_of(folder, tokens, lengths):
@@ -277,9 +335,12 @@ def outputs_of(folder, tokens, lengths):
     A dict with float32 logits and, for a mixture of experts, its auxiliary loss. And a mask that is
     False at padding.
   """
-  model = transformers.AutoModelForCausalLM.from_pretrained(
+  has_images = "text_config" in json.loads((folder / "config.json").read_text())
+  auto = "AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM"
+  model = getattr(transformers, auto).from_pretrained(
     folder, dtype=torch.float32, attn_implementation="eager"
-  ).eval()
+  )
+  model.eval()
   mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
   with torch.no_grad():
     options = dict(output_router_logits=True) if "Moe" in type(model).__name__ else {}

@@ -19,6 +19,7 @@ from grpo_jax.model.huggingface.config_fields import (
 )
 from grpo_jax.model.huggingface.families import FAMILIES, Family, family_of
 from grpo_jax.model.huggingface.rope_json import read_rope, rope_to_json
+from grpo_jax.model.huggingface.text_part import has_other_parts, text_values
 from grpo_jax.settings import ConfigError, shown
 
 _MOST_LAYERS = 4096
@@ -48,6 +49,8 @@ def family_and_config(
   def refuse(key: str, reason: str) -> NoReturn:
     raise ConfigError(f"{file}: {key} {reason}")
 
+  if has_other_parts(values):
+    values = text_values(values, refuse)
   family = FAMILIES.get(str(values.get("model_type")))
   if family is None:
     found = shown(values.get("model_type"))
@@ -191,7 +194,7 @@ def _default_pattern(model_type: str, values: Mapping[str, Any]) -> list[bool]:
     return [(layer + 1) % 4 != 0 for layer in layers]
   if model_type == "smollm3":
     return [use_window and not rotates for rotates in _rotates(values)]
-  return [model_type in ("mistral", "phi3") for _ in layers]
+  return [model_type in ("mistral", "ministral3", "phi3") for _ in layers]
 
 
 def _rotates(values: Mapping[str, Any]) -> list[Any]:

@@ -258,6 +258,7 @@ _ALL = (
   ),
   Family("llama", "LlamaForCausalLM", _LLAMA_TABLE, {}, _ALL_BIAS_FIELDS),
   Family("mistral", "MistralForCausalLM", _LLAMA_TABLE, _NO_BIAS),
+  Family("ministral3", "Ministral3ForCausalLM", _LLAMA_TABLE, _NO_BIAS),
   Family("smollm3", "SmolLM3ForCausalLM", _LLAMA_TABLE, {}, _ALL_BIAS_FIELDS),
   Family("granite", "GraniteForCausalLM", _LLAMA_TABLE, {}, _GRANITE_FIELDS),
   Family("olmo2", "Olmo2ForCausalLM", _OLMO_TABLE, _OLMO, _BIAS_FIELDS),

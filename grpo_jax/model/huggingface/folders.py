@@ -1,6 +1,6 @@
 """Folders of JSON and safetensors files. A folder is written completely or not at all."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import json
 import os
@@ -133,22 +133,34 @@ class TensorFiles:
 
   config = "config.json"
 
-  def __init__(self, files: Sequence[Path]) -> None:
+  def __init__(
+    self, files: Sequence[Path], rename: Callable[[str], str | None] | None = None
+  ) -> None:
+    """Reads the headers.
+
+    Args:
+      files: The files.
+      rename: What a tensor of this name is called here. None leaves it out.
+    """
     self.shapes: dict[str, tuple[int, ...]] = {}
     self.dtypes: dict[str, str] = {}
     self._file_of: dict[str, Path] = {}  # the file of each tensor
+    self._name_of: dict[str, str] = {}  # and its name there
     self._opened: Any = None
     self._opened_path: Path | None = None
     self._bytes_read = 0  # since the file was opened
     for file in files:
       opened = self._open(file)
-      for name in opened.keys():
+      for name_in_file in opened.keys():
+        name = rename(name_in_file) if rename else name_in_file
+        if name is None:
+          continue
         if name in self._file_of:
           raise ConfigError(
             f"{file} and {self._file_of[name]} both have the tensor {name}: download them again"
           )
-        header = opened.get_slice(name)
-        self._file_of[name] = file
+        header = opened.get_slice(name_in_file)
+        self._file_of[name], self._name_of[name] = file, name_in_file
         self.shapes[name] = tuple(header.get_shape())
         self.dtypes[name] = header.get_dtype()
 
@@ -162,7 +174,8 @@ class TensorFiles:
     """
     first, *others = index
     shifted = slice(first.start + start, first.stop + start)
-    array = self._open(self._file_of[name]).get_slice(name)[shifted, *others]
+    opened = self._open(self._file_of[name])
+    array = opened.get_slice(self._name_of[name])[shifted, *others]
     self._bytes_read += array.nbytes
     return array
 

@@ -26,6 +26,7 @@ from grpo_jax.model.huggingface.folders import TensorFiles, read_json, weight_fi
 from grpo_jax.model.huggingface.gguf_config import config_values
 from grpo_jax.model.huggingface.gguf_tensors import GGUFTensors
 from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
+from grpo_jax.model.huggingface.text_part import has_other_parts, text_name
 from grpo_jax.model.stacks import Places, of_layer
 from grpo_jax.settings import ConfigError
 
@@ -140,7 +141,13 @@ def _tensors_of(source: Path, config: ModelConfig) -> Tensors:
   """The tensors of a GGUF file or of a folder."""
   if gguf_file.is_gguf(source):
     return GGUFTensors(gguf_file.open_file(source), config.head_dim)
-  return TensorFiles(weight_files(source))
+  return TensorFiles(weight_files(source), text_name if ignores_parts(source) else None)
+
+
+def ignores_parts(path: str | os.PathLike) -> bool:
+  """Whether the folder holds a model of which only the text part is read."""
+  file = Path(path).expanduser() / "config.json"
+  return file.exists() and has_other_parts(read_json(file))
 
 
 def _read_config(path: str | os.PathLike, labels: Collection[int]) -> tuple[Family, ModelConfig]:

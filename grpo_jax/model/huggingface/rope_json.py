@@ -13,6 +13,7 @@ from grpo_jax.model.huggingface.config_fields import Refuse, read_field
 from grpo_jax.model.rope import SCALINGS, RopeScaling
 from grpo_jax.settings import shown
 
+_GROWTH = "llama_4_scaling_beta"
 _COMMON_KEYS = {
   "rope_type",
   "type",
@@ -33,6 +34,8 @@ _KEYS_OF_KIND: dict[str, set[str]] = {
     "mscale",
     "mscale_all_dim",
     "truncate",
+    _GROWTH,
+    "max_position_embeddings",  # which config.json has as well
   },
 }
 
@@ -66,6 +69,12 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
     "rope_scaling": scalings[0] if scalings else None,
     "rotary_dim": _read_rotary_dim(model_type, (values, rope), values["head_dim"], refuse),
   }
+  if rope.get(_GROWTH) is not None:
+    if model_type != "ministral3":
+      refuse(
+        "rope_parameters", f"has {_GROWTH}, which models of this family do not read: remove it"
+      )
+    fields["query_growth"] = read_field(rope, _GROWTH, float, refuse)
   scaling, rotated = fields["rope_scaling"], fields["rotary_dim"] or values["head_dim"]
   if scaling and scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
     count = len(scaling.short_factors)
@@ -235,6 +244,8 @@ def rope_to_json(config: ModelConfig) -> dict[str, Any]:
         "attention_factor": s.attention_factor,
         "truncate": s.truncate,
       }
+  if config.query_growth:
+    scaling[_GROWTH] = config.query_growth
   full = {"rope_theta": config.rope_theta, **scaling}
   values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
   if s is not None:
