@@ -135,6 +135,12 @@ class Data:
     " one field that holds messages",
   )
   system: str = setting("", "the system message of conversations that have none; needs data.chat")
+  chat_template_kwargs: tuple[str, ...] = setting(
+    (),
+    "what the chat template gets beside the messages: NAME=VALUE, such as enable_thinking=False;"
+    " needs data.chat",
+    before=(),
+  )
   few_shot: tuple[str, ...] = setting(
     (),
     "worked examples after the system message: what the user says and what the assistant answers,"

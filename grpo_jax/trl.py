@@ -268,7 +268,11 @@ FIELDS: dict[str, Field] = {
   "min_p": _same(None, "sampling.min_p", 0.0),
   "repetition_penalty": _only(1.0, "the learner would not know the distribution"),
   "generation_kwargs": _only(None, "the learner would not know the distribution"),
-  "chat_template_kwargs": _only(None, "change the template's file"),
+  "chat_template_kwargs": _by(
+    None,
+    "data.chat_template_kwargs",
+    lambda port, value: tuple(f"{name}={own!r}" for name, own in (value or {}).items()),
+  ),
   "num_generations_eval": _same(None, "eval.samples", 0),
   "shuffle_dataset": _only(True, "each epoch has a new order"),
   "remove_unused_columns": _not_here(False, "reward functions get all columns"),

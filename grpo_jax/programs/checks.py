@@ -178,6 +178,12 @@ def _check_batch(config: Config) -> None:
     " into data.prompt",
   )
   _require(
+    data.chat or not data.chat_template_kwargs,
+    "data.chat_template_kwargs",
+    data.chat_template_kwargs,
+    "a prompt that is not a conversation has no chat template; set data.chat=True, or leave it out",
+  )
+  _require(
     data.chat or not data.few_shot,
     "data.few_shot",
     data.few_shot,

@@ -12,7 +12,7 @@ from grpo_jax import model
 from grpo_jax.config import Config, Eval
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
-from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.data.tokenizers import chat, tokenizer
 from grpo_jax.environments import Environments, of_config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
@@ -137,6 +137,8 @@ class Run:
     path = config.data.tokenizer or config.model.path
     if path:
       tokens = tokenizer.load(path)
+      options = chat.options_of(config.data.chat_template_kwargs)
+      tokens = dataclasses.replace(tokens, chat_options=options)
       if loaded is not None:
         tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
       return tokens

@@ -13,10 +13,12 @@ import sys
 import threading
 from typing import Any, NoReturn
 
+from grpo_jax import calls
 from grpo_jax.data.tokenizers.tokenizer_files import read_json
-from grpo_jax.settings import ConfigError, is_text
+from grpo_jax.settings import ConfigError, is_text, shown
 
 SECONDS = 5  # for one conversation, which takes well under a millisecond
+_OPTIONS = "data.chat_template_kwargs"
 _TOGETHER = 64  # conversations that are sent to the process at once, which saves time
 
 # A message has a text `role` and a text `content`, and may have more.
@@ -81,6 +83,28 @@ def find_template(files: Mapping[str, bytes]) -> tuple[str, str]:
   )
 
 
+def options_of(entries: Sequence[str]) -> dict[str, Any]:
+  """The values of data.chat_template_kwargs, by their names.
+
+  Args:
+    entries: Such as "enable_thinking=False".
+
+  Raises:
+    ConfigError: One is not NAME=VALUE with a plain value, or has a name that is not free.
+  """
+  _, options = calls.parse(f"chat_template({', '.join(entries)})", _OPTIONS)
+  for name in options.keys() & {"messages", "tools", "documents", "add_generation_prompt"}:
+    raise ConfigError(f"{_OPTIONS}: the chat template gets {name} from the run; leave it out")
+  try:
+    json.dumps(options)
+  except (TypeError, ValueError):
+    raise ConfigError(
+      f"{_OPTIONS}: {shown(list(entries))} has a value that JSON does not have; write numbers,"
+      " strings in quotes, True, False, None, lists or dicts"
+    ) from None
+  return options
+
+
 class Template:
   """A chat template."""
 
@@ -103,7 +127,7 @@ class Template:
     self,
     conversations: Sequence[Messages],
     generation_prompt: bool,
-    special_tokens: Mapping[str, str],
+    given: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> list[str]:
     """Conversations as texts.
@@ -111,7 +135,7 @@ class Template:
     Args:
       conversations: The conversations.
       generation_prompt: Whether a text ends with the marks that open the assistant's answer.
-      special_tokens: The special tokens that the template may use, such as {"eos_token": "</s>"}.
+      given: What else the template may use, such as {"eos_token": "</s>"}.
       tools: The functions that the assistant may call, as JSON schemas, or None.
 
     Raises:
@@ -121,7 +145,7 @@ class Template:
     for messages in conversations:
       check_messages(messages, f"the chat template in {self._file}")
     shared = {
-      **special_tokens,
+      **given,
       "add_generation_prompt": generation_prompt,
       "tools": tools,
       "documents": None,

@@ -68,6 +68,7 @@ class Tokenizer:
       {"eos_token": "</s>"}.
     files: Names and contents of the files that `save` writes.
     codec: Encodes and decodes.
+    chat_options: What the chat template gets beside the conversation.
   """
 
   vocab_size: int
@@ -77,6 +78,7 @@ class Tokenizer:
   special: Mapping[str, str]
   files: Mapping[str, bytes] = dataclasses.field(repr=False)
   codec: Codec = dataclasses.field(repr=False)
+  chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def encode(self, text: str) -> list[int]:
     """Token ids of `text`.
@@ -130,7 +132,7 @@ class Tokenizer:
       ConfigError: There is no chat template, it fails, or it tries something that the sandbox
         forbids; or `messages` is not a conversation.
     """
-    return self._template.render([messages], generation_prompt, self.special, tools)[0]
+    return self.render_batch([messages], generation_prompt, tools)[0]
 
   def render_batch(
     self,
@@ -139,7 +141,8 @@ class Tokenizer:
     tools: Sequence[Mapping[str, Any]] | None = None,
   ) -> list[str]:
     """Each conversation as text: see `render`."""
-    return self._template.render(conversations, generation_prompt, self.special, tools)
+    given = {**self.special, **self.chat_options}
+    return self._template.render(conversations, generation_prompt, given, tools)
 
   @property
   def template(self) -> str:

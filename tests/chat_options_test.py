@@ -1,0 +1,71 @@
+"""data.chat_template_kwargs: what the chat template gets beside the messages."""
+
+import json
+
+import pytest
+from small_qwen import TEMPLATE, make_checkpoint, problems
+from small_run import small_config, small_run, with_section
+
+from grpo_jax.data.tokenizers.chat import options_of
+from grpo_jax.settings import ConfigError
+from grpo_jax.trl import FIELDS
+
+THINKS = "{% if add_generation_prompt and not (enable_thinking | default(true)) %}<no>{% endif %}"
+
+
+def chat_run(folder, *entries):
+  rows = list(problems(6))
+  make_checkpoint(folder / "model", [row["question"] + row["answer"] for row in rows])
+  file = folder / "model" / "tokenizer_config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE + THINKS}))
+  for split in ("train", "test"):
+    (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  config = with_section(small_config(), "model", path=str(folder / "model"))
+  data = dict(task="gsm8k", path=str(folder), chat=True, max_prompt_tokens=200)
+  return small_run(with_section(config, "data", chat_template_kwargs=entries, **data))
+
+
+def test_the_template_gets_them(tmp_path):
+  for entries, end in ((), "assistant\n"), (("enable_thinking=False",), "assistant\n<no>"):
+    folder = tmp_path / str(len(entries))
+    folder.mkdir()
+    assert chat_run(folder, *entries).prompts("train").make([0])[0].text.endswith(end)
+
+
+def test_values_are_plain():
+  entries = ("enable_thinking=False", "effort='low, or high'", "n=[1, 2.5]")
+  assert options_of(entries) == {
+    "enable_thinking": False,
+    "effort": "low, or high",
+    "n": [1, 2.5],
+  }
+  assert options_of(()) == {}
+
+
+@pytest.mark.parametrize(
+  "entries, words",
+  [
+    (("enable_thinking",), "write parameters as"),
+    (("a=b",), "write parameters as"),
+    (("tools=[1]",), "gets tools from the run"),
+    (("a=b'x'",), "JSON does not have"),
+    (("a=1", "a=2"), "write parameters as"),
+  ],
+)
+def test_wrong_ones_are_refused(entries, words):
+  with pytest.raises(ConfigError, match=f"data.chat_template_kwargs.*{words}") as caught:
+    options_of(entries)
+  assert "\n" not in str(caught.value)
+
+
+def test_they_need_a_chat():
+  config = with_section(small_config(), "data", chat_template_kwargs=("a=1",))
+  with pytest.raises(ConfigError, match="data.chat_template_kwargs .*set data.chat=True"):
+    small_run(config)
+
+
+def test_the_option_of_trl_becomes_ours():
+  become = FIELDS["chat_template_kwargs"].become
+  found = become(None, {"enable_thinking": False, "effort": "low"})
+  assert found == {"data.chat_template_kwargs": ("enable_thinking=False", "effort='low'")}
+  assert options_of(found["data.chat_template_kwargs"])["effort"] == "low"
