@@ -327,17 +327,46 @@ ODD_ROPE = [
   {"rope_type": "yarn", "factor": 2.0, "mscale": "x", "mscale_all_dim": [1]},
   {"rope_type": "yarn", "factor": 2.0, "truncate": [1]},
   {"rope_theta": [1]},
+  {"rope_type": "longrope"},
+  {"rope_type": "longrope", "short_factor": ["x"], "long_factor": [1.0]},
+  {"partial_rotary_factor": [1]},
+  {"llama_4_scaling_beta": 0.1},
 ]
+
+
+ADDED = {"no_rope_layer_interval", "partial_rotary_factor", "attention_bias", "text_config"}
 
 
 @pytest.mark.parametrize(
   "family",
-  ["gemma3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3_moe", "llama3", "phi3"))],
+  [
+    "gemma3",
+    *(
+      pytest.param(x, marks=pytest.mark.slow)
+      for x in (
+        "qwen3_moe",
+        "llama3",
+        "phi3",
+        "phi3_longrope",
+        "ministral3",
+        "smollm3_window",
+        "granite",
+        "olmo3",
+        "gemma3_images",
+      )
+    ),
+  ],
 )
 def test_every_field_of_config_json_is_read_or_refused(tmp_path, family):
   """No odd value of any field ends in another exception than ConfigError."""
   values = json.loads((Path(__file__).parent / f"golden/families/{family}/config.json").read_text())
-  for key in {*values, "rope_scaling", "rope_parameters", "layer_types", "num_local_experts"}:
+  for key in {
+    *values,
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "num_local_experts",
+  } | ADDED:
     for odd in ODD + (ODD_ROPE if key.startswith("rope") else []):
       (tmp_path / "config.json").write_text(json.dumps(values | {key: odd}))
       with contextlib.suppress(ConfigError):

@@ -157,7 +157,8 @@ def _read_windows(model_type: str, values: Mapping[str, Any], refuse: Refuse) ->
   default_window = 4096 if model_type in _WITH_DEFAULT_WINDOW else None
   window = values.get("sliding_window", default_window)
   if values.get("layer_types") is None:
-    has_window = _default_pattern(model_type, values)
+    unrotated = _read_unrotated_layers(model_type, values, refuse)
+    has_window = _default_pattern(model_type, values, unrotated)
   else:
     has_window = _listed_pattern(model_type, values, refuse)
   if model_type == "qwen3_moe" and any(has_window) != all(has_window):
@@ -176,7 +177,9 @@ def _read_windows(model_type: str, values: Mapping[str, Any], refuse: Refuse) ->
   return tuple(window if has else 0 for has in has_window)
 
 
-def _default_pattern(model_type: str, values: Mapping[str, Any]) -> list[bool]:
+def _default_pattern(
+  model_type: str, values: Mapping[str, Any], unrotated: tuple[int, ...]
+) -> list[bool]:
   """Which layers have a window if config.json does not list `layer_types`."""
   layers = range(values["num_hidden_layers"])
   use_window = bool(values.get("use_sliding_window"))
@@ -193,16 +196,8 @@ def _default_pattern(model_type: str, values: Mapping[str, Any]) -> list[bool]:
   if model_type == "olmo3":
     return [(layer + 1) % 4 != 0 for layer in layers]
   if model_type == "smollm3":
-    return [use_window and not rotates for rotates in _rotates(values)]
+    return [use_window and layer in unrotated for layer in layers]
   return [model_type in ("mistral", "ministral3", "phi3") for _ in layers]
-
-
-def _rotates(values: Mapping[str, Any]) -> list[Any]:
-  """For each layer of SmolLM3, 1 if its queries and keys are rotated, else 0."""
-  if values.get("no_rope_layers") is not None:
-    return values["no_rope_layers"]
-  every = values.get("no_rope_layer_interval", 4)
-  return [int((layer + 1) % every != 0) for layer in range(values["num_hidden_layers"])]
 
 
 def _read_unrotated_layers(
@@ -211,12 +206,17 @@ def _read_unrotated_layers(
   """The layers whose queries and keys are not rotated."""
   if model_type != "smollm3":
     return ()
-  read_field({"no_rope_layer_interval": 4, **values}, "no_rope_layer_interval", int, refuse)
-  rotates, count = _rotates(values), values["num_hidden_layers"]
+  layers, rotates = range(values["num_hidden_layers"]), values.get("no_rope_layers")
+  if rotates is None:
+    with_default = {"no_rope_layer_interval": 4, **values}
+    every = read_field(with_default, "no_rope_layer_interval", int, refuse)
+    return tuple(layer for layer in layers if (layer + 1) % every == 0)
   # transformers reads as many as there are layers.
-  if not isinstance(rotates, list) or len(rotates) < count or any(x not in (0, 1) for x in rotates):
-    refuse("no_rope_layers", f"is {shown(rotates)}: it must have 0 or 1 for each of {count} layers")
-  return tuple(layer for layer in range(count) if not rotates[layer])
+  is_list = isinstance(rotates, list) and len(rotates) >= len(layers)
+  if not is_list or any(x not in (0, 1) for x in rotates):
+    found = shown(rotates)
+    refuse("no_rope_layers", f"is {found}: it must have 0 or 1 for each of {len(layers)} layers")
+  return tuple(layer for layer in layers if not rotates[layer])
 
 
 def _listed_pattern(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> list[bool]:

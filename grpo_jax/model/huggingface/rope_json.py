@@ -69,12 +69,7 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
     "rope_scaling": scalings[0] if scalings else None,
     "rotary_dim": _read_rotary_dim(model_type, (values, rope), values["head_dim"], refuse),
   }
-  if rope.get(_GROWTH) is not None:
-    if model_type != "ministral3":
-      refuse(
-        "rope_parameters", f"has {_GROWTH}, which models of this family do not read: remove it"
-      )
-    fields["query_growth"] = read_field(rope, _GROWTH, float, refuse)
+  fields["query_growth"] = _read_growth(model_type, rope, fields["rope_scaling"], refuse)
   scaling, rotated = fields["rope_scaling"], fields["rotary_dim"] or values["head_dim"]
   if scaling and scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
     count = len(scaling.short_factors)
@@ -86,19 +81,31 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
   return fields
 
 
+def _read_growth(
+  model_type: str, rope: Mapping[str, Any], scaling: RopeScaling | None, refuse: Refuse
+) -> float:
+  """How much queries grow with the position."""
+  if rope.get(_GROWTH) is None:
+    return 0.0
+  if model_type != "ministral3" or scaling is None:
+    needed = "scaled positions" if model_type == "ministral3" else "a model of ministral3"
+    refuse("rope_parameters", f"has {_GROWTH}, which needs {needed}: remove it")
+  return read_field(rope, _GROWTH, float, refuse)
+
+
 def _read_rotary_dim(
   model_type: str, places: Iterable[Mapping[str, Any]], head_dim: Any, refuse: Refuse
 ) -> int:
   """How many numbers of a head are rotated, or 0 for all of them."""
-  factors = {place.get("partial_rotary_factor") for place in places} - {None, 1}
+  key = "partial_rotary_factor"
+  factors = [place[key] for place in places if place.get(key) not in (None, 1)]
   if not factors:
     return 0
-  key = "partial_rotary_factor"
   if model_type != "phi3":
-    refuse(key, f"is {shown(factors.pop())}: models of this family rotate whole heads")
-  if len(factors) > 1:
-    refuse(key, f"is given differently in two places ({sorted(factors)}): correct one")
-  rotated = int(head_dim * read_field({key: factors.pop()}, key, float, refuse))
+    refuse(key, f"is {shown(factors[0])}: models of this family rotate whole heads")
+  if factors[-1] != factors[0]:
+    refuse(key, f"is given differently in two places ({shown(factors)}): correct one")
+  rotated = int(head_dim * read_field({key: factors[0]}, key, float, refuse))
   if rotated % 2 or not 0 < rotated <= head_dim:
     refuse(key, f"rotates {rotated} of {head_dim} numbers: it must be an even part of them")
   return rotated
@@ -258,6 +265,8 @@ def rope_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     # transformers 4 accepts these three fields alone, and reads the length beside them.
     values["rope_scaling"] = {"type": "longrope", **of_phi}
+    if s.attention_factor != longrope_attention_factor(s.factor, s.original_positions):
+      values["rope_scaling"]["attention_factor"] = s.attention_factor
     values["original_max_position_embeddings"] = s.original_positions
   if config.rotary_dim:
     share = config.rotary_dim / config.head_dim

@@ -29,7 +29,7 @@ _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 def has_other_parts(values: Mapping[str, Any]) -> bool:
   """Whether the object in config.json describes a text part among others."""
-  return values.get("model_type") in _DEFAULTS and "text_config" in values
+  return str(values.get("model_type")) in _DEFAULTS and "text_config" in values
 
 
 def text_values(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
