@@ -231,7 +231,12 @@ def test_windows_of_layers(tied, fields, windows):
   assert load(tied)[0] == dataclasses.replace(TIED, windows=windows)
 
 
-FAMILIES = sorted((GOLDEN / "families").iterdir())
+# Those with a vision tower or in FP8 are saved as other ones: their text part, and float32.
+FAMILIES = sorted(
+  folder
+  for folder in (GOLDEN / "families").iterdir()
+  if not folder.name.endswith(("_images", "_fp8"))
+)
 
 
 @pytest.mark.parametrize("folder", FAMILIES, ids=lambda f: f.name)

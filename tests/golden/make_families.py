@@ -17,6 +17,7 @@ import tempfile
 
 from make_qwen2 import make_model
 import numpy as np
+from safetensors.torch import load_file, save_file
 import torch
 import transformers
 
@@ -299,6 +300,30 @@ def config_of(family, fields):
   return getattr(transformers, name)(**fields, architectures=[f"{family}ForCausalLM"])
 
 
+FP8 = {  # folder: (family, fields, rows and columns of a block)
+  "qwen3_fp8": ("Qwen3", dict(COMMON, head_dim=16, rope_parameters=ROPE), (16, 8)),
+}
+
+
+def quantise(folder, block):
+  """Makes the projections of a folder float8 with a scale for each block, as DeepSeek's are."""
+  file, quantised = folder / "model.safetensors", {}
+  for name, weight in load_file(file).items():
+    quantised[name] = weight
+    if "proj" in name:
+      R, C = (size // of_block for size, of_block in zip(weight.shape, block))
+      blocks = weight.reshape(R, block[0], C, block[1])
+      scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+      small = (blocks / scales[:, None, :, None]).reshape(weight.shape)
+      quantised[name] = small.to(torch.float8_e4m3fn)
+      quantised[f"{name}_scale_inv"] = scales
+  save_file(quantised, file, metadata={"format": "pt"})
+  how = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic")
+  values = json.loads((folder / "config.json").read_text())
+  values["quantization_config"] = dict(how, weight_block_size=list(block))
+  (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
 def model_with_images(family, text_fields, fields):
   config = getattr(transformers, f"{family}Config")(text_config=text_fields, **fields)
   return getattr(transformers, f"{family}ForConditionalGeneration")(config)
@@ -308,6 +333,10 @@ def main(names):
   for seed, (name, parts) in enumerate(WITH_IMAGES.items(), start=100):
     if not names or name in names:
       write(FOLDER / name, make_model(model_with_images(*parts), seed), seed)
+  for seed, (name, (family, fields, block)) in enumerate(FP8.items(), start=200):
+    if not names or name in names:
+      make = getattr(transformers, f"{family}ForCausalLM")
+      write(FOLDER / name, make_model(make(config_of(family, fields)), seed), seed, block)
   for seed, (name, (family, fields, dtype)) in enumerate(FAMILIES.items(), start=10):
     if names and name not in names:
       continue
@@ -318,9 +347,11 @@ def main(names):
     write(folder, model.to(dtype), seed)
 
 
-def write(folder, model, seed):
+def write(folder, model, seed, block=None):
   is_bfloat16 = model.dtype == torch.bfloat16
   model.save_pretrained(folder, max_shard_size="30KB" if is_bfloat16 else "5GB")
+  if block:
+    quantise(folder, block)
   tokens = np.random.default_rng(seed).integers(4, 96, (3, T), dtype=np.int32)
   outputs, _ = outputs_of(folder, tokens, LENGTHS)
   np.savez_compressed(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.huggingface import fp8
 from grpo_jax.model.huggingface.config_fields import (
   ACTIVATION_NAMES,
   OPTIONAL,
@@ -57,6 +58,8 @@ def family_and_config(
     refuse("model_type", f"is {found}: choose a checkpoint of {', '.join(FAMILIES)}")
   head_labels = _read_labels(family, values, labels, refuse)
   check_fields(values, family, refuse)
+  if values.get("quantization_config") is not None:
+    fp8.check(values["quantization_config"], refuse)
   values = _with_defaults(family, values, refuse)
   fields = _read_fields(family, values, refuse)
   _check_activation(family, values, refuse)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from grpo_jax import files, gguf_file
+from grpo_jax.model.huggingface import fp8
 from grpo_jax.settings import ConfigError
 
 MAPPED_BYTES = 1 << 29
@@ -134,13 +135,17 @@ class TensorFiles:
   config = "config.json"
 
   def __init__(
-    self, files: Sequence[Path], rename: Callable[[str], str | None] | None = None
+    self,
+    files: Sequence[Path],
+    rename: Callable[[str], str | None] | None = None,
+    fp8_block: fp8.Block | None = None,
   ) -> None:
     """Reads the headers.
 
     Args:
       files: The files.
       rename: What a tensor of this name is called here. None leaves it out.
+      fp8_block: The blocks that matrices in FP8 have a scale for. They are read as float32.
     """
     self.shapes: dict[str, tuple[int, ...]] = {}
     self.dtypes: dict[str, str] = {}
@@ -163,6 +168,16 @@ class TensorFiles:
         self._file_of[name], self._name_of[name] = file, name_in_file
         self.shapes[name] = tuple(header.get_shape())
         self.dtypes[name] = header.get_dtype()
+    self._block, self._fp8 = fp8_block, set[str]()
+    for name in [name for name, dtype in self.dtypes.items() if dtype == fp8.DTYPE]:
+      if name + fp8.SCALE in self.shapes:
+        self._fp8.add(name)
+        self.dtypes[name] = "F32"
+        fp8.check_scales(
+          self._file_of[name], name, self.shapes[name], self.shapes.pop(name + fp8.SCALE), fp8_block
+        )
+    if self._fp8:
+      self.shapes = {k: v for k, v in self.shapes.items() if not k.endswith(fp8.OTHERS)}
 
   def read(self, name: str, start: int, index: tuple[slice, ...]) -> np.ndarray:
     """A part of a tensor.
@@ -174,10 +189,21 @@ class TensorFiles:
     """
     first, *others = index
     shifted = slice(first.start + start, first.stop + start)
+    if name in self._fp8:
+      return self._read_fp8(name, (shifted, *others))
     opened = self._open(self._file_of[name])
     array = opened.get_slice(self._name_of[name])[shifted, *others]
     self._bytes_read += array.nbytes
     return array
+
+  def _read_fp8(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a matrix in FP8."""
+    rows, columns = index if len(index) == 2 else (*index, slice(0, self.shapes[name][1]))
+    part = fp8.mapped(self._file_of[name], self._name_of[name])[rows, columns]
+    of_scales = name + fp8.SCALE
+    opened = self._open(self._file_of[of_scales])
+    scales = opened.get_tensor(self._name_of[of_scales])
+    return fp8.dequantised(part, scales, self._block, (rows.start, columns.start))
 
   def _open(self, file: Path) -> Any:
     if file != self._opened_path or self._bytes_read > MAPPED_BYTES:

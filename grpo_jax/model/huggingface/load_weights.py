@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_jax import gguf_file
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface import config_json, families
+from grpo_jax.model.huggingface import config_json, families, fp8
 from grpo_jax.model.huggingface.families import Family
 from grpo_jax.model.huggingface.folders import TensorFiles, read_json, weight_files
 from grpo_jax.model.huggingface.gguf_config import config_values
@@ -141,7 +141,9 @@ def _tensors_of(source: Path, config: ModelConfig) -> Tensors:
   """The tensors of a GGUF file or of a folder."""
   if gguf_file.is_gguf(source):
     return GGUFTensors(gguf_file.open_file(source), config.head_dim)
-  return TensorFiles(weight_files(source), text_name if ignores_parts(source) else None)
+  rename = text_name if ignores_parts(source) else None
+  block = fp8.block_of(read_json(source / "config.json"))
+  return TensorFiles(weight_files(source), rename, block)
 
 
 def ignores_parts(path: str | os.PathLike) -> bool:
