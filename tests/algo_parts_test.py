@@ -145,7 +145,7 @@ def test_merging_metrics():
 
 
 @given(st.floats(-200, 50, width=32).filter(lambda d: abs(d) > 1e-3))
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 def test_k3_is_finite_with_a_gradient_of_the_right_sign(d):
   """d k3 / d lp = 1 - e^-d pulls back from both sides, however far."""
   zero = jnp.zeros((1, 1, 1))

@@ -13,9 +13,13 @@ import zlib
 
 from absl import app
 from absl import flags as absl_flags
+import hypothesis
 import pytest
 import shape_letters
 
+# The machine may be busy, and a test that fails must fail again.
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("steady")
 # Most of the suite's time is compilation. What is compiled need not be fast.
 # To split a program into parts that compile in parallel costs more than it saves here.
 flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]

@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ import pytest
 from grpo_jax.evaluation import estimators
 
 # A busy machine may take long for one case, and a failure should come back in the next run.
-steady = settings(deadline=None, derandomize=True)
 
 # Intervals.
 
@@ -39,7 +38,6 @@ def test_an_interval_needs_no_private_part_of_scipy(monkeypatch):
   assert estimators.proportion(0, 20)[1] == 0.0 and estimators.proportion(29, 29)[2] == 1.0
 
 
-@steady
 @given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_ends_are_the_rates_that_would_just_be_rejected(case):
   right, count = case
@@ -53,7 +51,6 @@ def test_wilson_ends_are_the_rates_that_would_just_be_rejected(case):
   assert mirrored == pytest.approx((1 - p, 1 - high, 1 - low))
 
 
-@steady
 @given(st.lists(st.booleans(), min_size=1, max_size=300))
 def test_mean_of_zeros_and_ones_is_a_proportion(right):
   assert estimators.mean(np.array(right, float)) == pytest.approx(
@@ -131,7 +128,6 @@ def test_pass_at_k_is_the_fraction_of_subsets_with_a_right_answer():
     assert estimators.unbiased_pass_at_k(np.array([c]), n, k) == pytest.approx(fraction)
 
 
-@steady
 @given(
   st.floats(0, 1), st.integers(1, 24).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 )
@@ -166,7 +162,6 @@ def test_majority_by_hand(answers, right, expected):
   assert estimators.majority(answers, right) == pytest.approx(expected)
 
 
-@steady
 @given(st.lists(st.sampled_from([1, 2, 3, None]), max_size=8), st.permutations(range(8)))
 def test_majority_does_not_depend_on_the_order(answers, order):
   shuffled = [answers[i] for i in order if i < len(answers)]

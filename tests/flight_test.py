@@ -145,7 +145,7 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
   "name, mesh",
   [
     ("gemma3", ()),
-    ("olmo3", ()),
+    pytest.param("olmo3", (), marks=pytest.mark.slow),
     pytest.param("olmo3", (2, 1, 2, 1), marks=pytest.mark.slow),
     pytest.param("smollm3_window", (), marks=pytest.mark.slow),
     pytest.param("qwen3_moe_mixed", (), marks=pytest.mark.slow),

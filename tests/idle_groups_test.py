@@ -139,7 +139,7 @@ CASES = [
 
 @pytest.mark.parametrize("preset, micro_batch", CASES)
 @given(st.integers(0, 2**16), st.lists(st.booleans(), min_size=P, max_size=P))
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 def test_the_update_is_the_same(preset, micro_batch, seed, learns):
   algo, batch = algo_of(preset), make_batch(seed, learns)
   ours, metrics = update(algo, micro_batch, True)(batch)

@@ -66,7 +66,7 @@ def test_what_is_no_parameter_is_one_line(name):
       resolve(name)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(max_size=60))
 def test_any_text_is_a_name_or_one_line(text):
   try:

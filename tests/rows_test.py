@@ -53,7 +53,7 @@ def prompts_of(split, **changes):
 
 
 @given(LINES, st.booleans(), st.integers(1, 40))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_index_finds_what_reading_the_whole_file_finds(tmp_path_factory, lines, ends, at_once):
   path = tmp_path_factory.mktemp("rows") / "train.jsonl"
   path.write_bytes(("\n".join(lines) + "\n" * ends).encode("utf-8", "surrogatepass"))

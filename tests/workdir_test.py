@@ -267,7 +267,7 @@ def test_a_step_is_written_once(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_killed_at_any_byte_and_resumed_equals_never_killed(tmp_path_factory, data):
   folder = tmp_path_factory.mktemp("run")
   write_rows(folder, -1, 6)
