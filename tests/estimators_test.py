@@ -11,8 +11,6 @@ import pytest
 
 from grpo_jax.evaluation import estimators
 
-# A busy machine may take long for one case, and a failure should come back in the next run.
-
 # Intervals.
 
 Z95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
