@@ -176,6 +176,15 @@ def test_branches_have_the_advantage_of_their_completion(tmp_path):
   assert (tokens_PGT[p, others, :length] == tokens_PGT[p, g, :length]).all()
 
 
+@pytest.mark.slow
+def test_branches_go_through_dynamic_sampling_minibatches_and_several_updates(tmp_path):
+  config = with_section(config_of(tmp_path, "forks"), "environment", branches=2)
+  algo = dict(dynamic_sampling=True, max_resample_rounds=1, minibatches=2, updates_per_batch=2)
+  rows, metrics = first_step(with_section(config, "algo", **algo), tmp_path / "run")
+  assert len(rows) == P * G and metrics["sampler/logprob_gap_max"] < 1e-4
+  assert metrics["dynamic_sampling/rounds"] >= 1 and any(row["branches"] for row in rows)
+
+
 @pytest.mark.parametrize(
   "section, changes",
   [("algo", {"advantage": "process"}), ("algo", {"kl_in": "reward", "kl_coef": 0.1})],
