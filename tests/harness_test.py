@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from small_qwen import make_checkpoint, problems
-from small_run import P, grpo_step, small_config, small_run, with_section
+from small_run import Collected, P, grpo_step, small_config, small_run, with_section
 
 from grpo_jax.rollouts.branches import as_completions, branches_of
 from grpo_jax.rollouts.collect import Collector
@@ -11,7 +11,6 @@ from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.serving.traces import Recorder, Trace
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.timing import Clock
 
 G, T = 3, 80
 
@@ -137,19 +136,13 @@ def test_conversations_keep_their_tokens_and_other_calls_are_left_out(tmp_path, 
 def test_branches_have_the_advantage_of_their_completion(tmp_path):
   """What the branches share is learned once. Three branches need two further rows."""
   config = with_section(config_of(tmp_path, "forks"), "environment", branches=3)
-  run = small_run(config)
-  scorers = Scorers(run)
-  try:
-    collect = Collector(run, scorers)
-    step, store, _ = grpo_step(run, tmp_path, collect)
-    state, _, _ = store.restore_or_init()
-    params = run.parameters.for_sampling(state.train.params)
-    found = collect(params, 0, state.host, Clock())
-    batch, _ = run.programs.with_advantages(found.batch, found.rewards, 0.0)
-    _, metrics, rows, _ = step(state, 0)
-  finally:
-    scorers.close()
-  assert metrics["sampler/logprob_gap_max"] < 1e-4
+  small = Collected(config)
+  found, rows, programs = small.found, small.rows, small.run.programs
+  batch, _ = programs.with_advantages(found.batch, found.rewards, 0.0)
+  params = small.run.parameters.policy(small.run.initial_params())
+  logprobs_PGT = programs.logprobs(params, batch)
+  gap_PGT = np.abs(batch.mask_PGT * (logprobs_PGT - batch.sampler_logprobs_PGT))
+  assert 0 < gap_PGT.max() < 1e-4
   assert batch.completions_PGT.shape[:2] == (P, 3 * G)
   mask_PGT, rollout_PG = np.array(batch.mask_PGT), np.array(found.batch.rollout_PG)
   learns_PG = mask_PGT.any(-1)
