@@ -76,6 +76,24 @@ def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
   assert all(jax.tree.leaves(moved))
 
 
+@pytest.mark.parametrize(
+  "family, fields",
+  [
+    ("llama", dict(unrotated_layers=(0,))),
+    ("llama", dict(qk_norm="head")),
+    ("llama", dict(qkv_bias=True)),
+    ("mistral", dict(query_growth=0.1)),
+    ("olmo2", dict(logit_divisor=2.0, **_AFTER)),
+    ("smollm3", dict(rotary_dim=4)),
+  ],
+)
+def test_what_a_family_cannot_say_is_not_saved(family, fields, tmp_path):
+  """transformers would read another model."""
+  fields = dict(family=family, head_dim=4) | dict(qkv_bias=False) | fields
+  with pytest.raises(ConfigError, match="cannot be saved"):
+    make_checkpoint(tmp_path / "in", ["a"], **fields)
+
+
 def test_of_a_model_with_a_vision_tower_the_text_part_is_read_and_written(tmp_path):
   folder = GOLDEN / "gemma3_images"
   config, params = model.load(folder)

@@ -89,20 +89,20 @@ class Harness:
       left_out += others
       turns_PG[p, g] = self._conversation(found[p, g][0], outcome)
     self._warn(turns_PG, left_out)
-    first = {place: branches[0] for place, branches in found.items()}
+    branches = self._as_rows(found, turns_PG)
     texts_PG = np.vectorize(lambda one: one.own[-1].text if one.own else "", otypes=[object])
     return Rollouts(
-      as_completions(first, shape, self._run.config.sampling.max_tokens),
+      jax.tree.map(lambda x: x[:, :members], branches.completions),
       texts_PG(turns_PG),
       turns_PG,
-      self._further(found, turns_PG) if self._run.config.environment.branches > 1 else None,
+      branches if self._run.config.environment.branches > 1 else None,
     )
 
   def _branches(self, traces: Sequence[Trace], prompt: list[int]) -> tuple[list[Branch], int]:
     config = self._run.config
     return branches_of(traces, prompt, config.sampling.max_tokens, config.environment.branches)
 
-  def _further(
+  def _as_rows(
     self, found: Mapping[tuple[int, int], Sequence[Branch]], turns_PG: np.ndarray
   ) -> Branches:
     """All branches as rows: the first of each rollout, then the others, then empty ones."""

@@ -277,13 +277,7 @@ VISION = dict(
 WITH_IMAGES = {  # folder: (family, fields of the text part, other fields)
   "gemma3_images": (
     "Gemma3",
-    dict(
-      GEMMA,
-      rope_parameters={
-        FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6),
-        SLIDES: dict(rope_type="default", rope_theta=1e4),
-      },
-    ),
+    FAMILIES["gemma3"][1],
     dict(mm_tokens_per_image=4, vision_config=dict(VISION, model_type="siglip_vision_model")),
   ),
   "mistral3_images": (

@@ -294,6 +294,17 @@ FAMILIES = {family.model_type: family for family in _ALL}
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
 
 
+# What only some families have, and those that say so in another way than by a field of their own.
+_ONLY_IN: dict[str, tuple[str, ...]] = {
+  **dict.fromkeys(("o_bias", "mlp_bias", "qk_norm", "pre_norms", "post_norms"), ()),
+  **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "query_multiplier"), ()),
+  "logit_divisor": (),
+  "unrotated_layers": ("smollm3",),
+  "rotary_dim": ("phi3",),
+  "query_growth": ("ministral3",),
+}
+
+
 def sizes(config: ModelConfig) -> dict[str, int]:
   """The length of each axis letter."""
   return {
@@ -317,6 +328,13 @@ def family_of(config: ModelConfig) -> Family:
   for name, value in family.fixed.items():
     if getattr(config, name) != value:
       raise _unknown_model(f"{name}={getattr(config, name)}")
+  for name, families in _ONLY_IN.items():
+    value = getattr(config, name)
+    is_known = name in (*family.fixed, *family.fields) or family.model_type in families
+    if value != ModelConfig.__dataclass_fields__[name].default and not is_known:
+      raise _unknown_model(f"family={config.family!r} and {name}={value}")
+  if "o_bias" in family.fields and config.o_bias != config.qkv_bias:  # config.json has one field
+    raise _unknown_model(f"qkv_bias={config.qkv_bias} and o_bias={config.o_bias}")
   return family
 
 
