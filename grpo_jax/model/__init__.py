@@ -21,6 +21,7 @@ from grpo_jax.model.cache import (
   Cache,
   Prefix,
   as_prefix,
+  begin_rows,
   empty_cache,
   put_prompts,
   roll_rows,
@@ -83,6 +84,7 @@ __all__ = [
   # The key/value cache.
   "Cache",
   "Prefix",
+  "begin_rows",
   "empty_cache",
   "put_prompts",
   "roll_rows",

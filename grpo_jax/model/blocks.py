@@ -10,9 +10,11 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.config import LayerKind, ModelConfig
 from grpo_jax.model.experts import Experts, in_stacks
-from grpo_jax.model.layers import MLP, Attend, Attention, KeysAndValues
+from grpo_jax.model.layers import MLP
+from grpo_jax.model.mixers import MIXERS
+from grpo_jax.model.mixers.seen import Attend, Recur, Seen
 from grpo_jax.model.rope import Rotation
 from grpo_jax.model.stacks import Segment, segments
 from grpo_jax.types import Routing
@@ -21,29 +23,27 @@ _MOST_UNROLLED_LAYERS = 4
 
 
 class Block(nn.Module):
-  """Attention, then an MLP or experts, each added to the residual stream.
+  """A mixer such as attention, then an MLP or experts, each added to the residual stream.
 
   With `config.pre_norms` their inputs are normalised, and with `config.post_norms` their outputs.
   """
 
   config: ModelConfig
-  sparse: bool
+  kind: LayerKind
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, counted_BT: jax.Array | None, rope: Rotation | None, attend: Attend
+    self, x_BTD: jax.Array, counted_BT: jax.Array | None, seen: Seen
   ) -> tuple[jax.Array, Any, Routing | None]:
     """Applies the layer.
 
     Args:
       x_BTD: The residual stream.
       counted_BT: The router's statistics count a token where this is not 0. None skips them.
-      rope: The rotary angles of the tokens, or None where nothing is rotated.
-      attend: What lies between the projections of attention.
+      seen: What the mixer may use of the pass.
 
     Returns:
-      The residual stream, what `attend` returns beside its output, and the router's statistics or
-      None.
+      The residual stream, what the mixer keeps, and the router's statistics or None.
     """
     c = self.config
 
@@ -56,12 +56,11 @@ class Block(nn.Module):
         out_BTD = out_BTD * c.residual_multiplier
       return x_BTD + out_BTD
 
-    attention = Attention(c, name="attention")
-    normed_BTD = norm("attention_norm", x_BTD, c.pre_norms)
-    attended_BTD, kept = attention(normed_BTD, rope, attend)
-    x_BTD = added(x_BTD, "attention_post_norm", attended_BTD)
+    mixer = MIXERS[self.kind.mixer](c, name=self.kind.mixer)
+    mixed_BTD, kept = mixer(norm("attention_norm", x_BTD, c.pre_norms), seen)
+    x_BTD = added(x_BTD, "attention_post_norm", mixed_BTD)
     normed_BTD = norm("mlp_norm", x_BTD, c.pre_norms)
-    if self.sparse:
+    if self.kind.sparse:
       out_BTD, routing = Experts(c, name="experts")(normed_BTD, counted_BT)
     else:
       out_BTD, routing = MLP(c, name="mlp")(normed_BTD), None
@@ -69,31 +68,33 @@ class Block(nn.Module):
 
 
 class LayerMemory(NamedTuple):
-  """What the attention of one layer reads and writes besides the new tokens.
+  """What the mixer of one layer reads and writes besides the new tokens.
 
   Attributes:
-    own: Keys and values of the layer's whole stack, as in `Cache`.
+    own: What the layer's whole stack keeps, as in `Cache`: keys and values, or states.
     place: int32 scalar, the number of the layer in its stack.
-    prefix: Keys and values [P, K, S, E] of the prompts for this layer, or None.
+    prefix: What the layer keeps of the prompts, such as keys and values [P, K, S, E], or None.
   """
 
-  own: KeysAndValues
+  own: Any
   place: jax.Array
-  prefix: KeysAndValues | None
+  prefix: Any
 
 
 class Pass(NamedTuple):
-  """What the tokens of a pass attend to.
+  """How the tokens of a pass learn of those before them.
 
   Attributes:
     attend: The window of a layer and its memory, which is None without `own` -> its attention.
-    own: For each stack, the keys and values that the layers read and write, as in `Cache`.
-    prefix: For each stack, the keys and values [L, ...] that they only read.
+    recur: Its memory -> its recurrence.
+    own: For each stack, what the layers read and write, as in `Cache`.
+    prefix: For each stack, what they only read: [L, ...].
   """
 
   attend: Callable[[int, LayerMemory | None], Attend]
-  own: dict[str, KeysAndValues] = {}
-  prefix: dict[str, KeysAndValues] = {}
+  recur: Callable[[LayerMemory | None], Recur]
+  own: dict[str, Any] = {}
+  prefix: dict[str, Any] = {}
 
 
 class Inputs(NamedTuple):
@@ -116,12 +117,12 @@ class Outputs(NamedTuple):
   Attributes:
     x_BTD: The residual stream.
     own: `Pass.own` after the pass.
-    kept: For each stack, what its attention returned beside its output where there is no `own`.
+    kept: For each stack, what its mixer keeps where there is no `own`.
     routing: The routing of the sparse layers, or None.
   """
 
   x_BTD: jax.Array
-  own: dict[str, KeysAndValues]
+  own: dict[str, Any]
   kept: dict[str, Any]
   routing: Routing | None
 
@@ -155,7 +156,7 @@ def apply_layers(
   return Outputs(x_BTD, own, kept, routing)
 
 
-# layer(parameters, x_BTD, memory) -> (x_BTD, what attention returned beside its output, routing)
+# layer(parameters, x_BTD, memory) -> (x_BTD, what the mixer keeps, routing)
 Layer = Callable[[Any, jax.Array, LayerMemory | None], tuple[jax.Array, Any, Routing | None]]
 
 
@@ -163,15 +164,15 @@ def _layer(
   config: ModelConfig, segment: Segment, number: int, inputs: Inputs, run: Pass, remat: str
 ) -> Layer:
   """The layer of this number as a function of its parameters."""
-  window, rotated, sparse = config.kind(number)
-  block = Block(config, sparse)
-  rope = (inputs.local_rope if window else inputs.rope) if rotated else None
+  kind = config.kind(number)
+  block = Block(config, kind)
+  rope = (inputs.local_rope if kind.window else inputs.rope) if kind.rotated else None
 
   def layer(
     params: Any, x_BTD: jax.Array, memory: LayerMemory | None
   ) -> tuple[jax.Array, Any, Routing | None]:
-    attend = run.attend(window, memory)
-    out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, rope, attend)
+    seen = Seen(rope, run.attend(kind.window, memory), run.recur(memory))
+    out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, seen)
     return constrain(out[0], config.rows), *out[1:]
 
   if not remat:

@@ -1,4 +1,7 @@
-"""The key/value cache: a struct that `features` takes as an argument and returns updated.
+"""What rows keep of their tokens: a struct that `features` takes as an argument and returns updated.
+
+Layers with attention keep keys and values of every token. Layers that recur keep a state of fixed
+size for each row, which begins as a copy of its prompt's.
 
 The keys and values that a row attends to lie in two parts. The prompt's part is held once for the
 whole group, in `Prefix`. The other part holds the row's own tokens. Arrays are [L, P, K, G, C, E]
@@ -28,23 +31,25 @@ from grpo_jax.model.attention import decode
 from grpo_jax.model.attention.softmax import Int8, Own, as_int8, softmax_attention
 from grpo_jax.model.blocks import LayerMemory, Pass
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import Attend, KeysAndValues
+from grpo_jax.model.mixers.seen import Attend, KeysAndValues, Recur, Scan
 
 PerStack = dict[str, Any]  # one array for each stack of layers, or one `Int8`
 
 
 class Prefix(struct.PyTreeNode):
-  """The keys and values of the prompts, which the G rows of a group share.
+  """What the layers keep of the prompts, which the G rows of a group share.
 
   Attributes:
-    keys: [L, P, K, S, E] for each stack.
-    values: [L, P, K, S, E] for each stack.
+    keys: [L, P, K, S, E] for each stack with attention.
+    values: [L, P, K, S, E] for each of them.
     lengths_P: int32, how many tokens each prompt has. Slots after them are not attended to.
+    states: Arrays [L, P, ...] for each stack that recurs, after the prompts' last tokens.
   """
 
   keys: PerStack
   values: PerStack
   lengths_P: jax.Array
+  states: PerStack = struct.field(default_factory=dict)
 
   @property
   def slots(self) -> int:
@@ -63,6 +68,7 @@ class Cache(struct.PyTreeNode):
     lengths_PG: int32, how many of the tokens written last are a row's own. At most C.
     prefix: The prompts of the groups, or None where the rows share no prompt.
     axes: Which of P, K and G are axes of the keys and values, in this order.
+    states: Arrays [L, P, G, ...] for each stack that recurs, after the rows' last tokens.
   """
 
   keys: PerStack
@@ -70,6 +76,7 @@ class Cache(struct.PyTreeNode):
   time: jax.Array
   lengths_PG: jax.Array
   prefix: Prefix | None = None
+  states: PerStack = struct.field(default_factory=dict)
   axes: str = struct.field(pytree_node=False, default="PKG")
 
   @property
@@ -100,8 +107,24 @@ def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int
     scales = jnp.zeros((*stack.shape[:-1], 1), jnp.float32)
     return Int8(stack.astype(jnp.int8), scales)
 
-  nothing, lengths_PG = jax.tree.map(zeros, prefix.keys), jnp.zeros((P, group_size), jnp.int32)
-  return Cache(nothing, nothing, jnp.int32(0), lengths_PG, prefix, axes)
+  def of_rows(state: jax.Array) -> jax.Array:
+    return jnp.repeat(state[:, :, None], group_size, axis=2)
+
+  keys, values = jax.tree.map(zeros, (prefix.keys, prefix.values))
+  states, lengths_PG = jax.tree.map(of_rows, prefix.states), jnp.zeros((P, group_size), jnp.int32)
+  return Cache(keys, values, jnp.int32(0), lengths_PG, prefix, states, axes)
+
+
+def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
+  """The cache with the prompts' states in the rows that begin. Their keys and values are hidden."""
+
+  def begun(own: jax.Array, of_prompt: jax.Array) -> jax.Array:
+    begins = begins_PG.reshape(*begins_PG.shape, *[1] * (own.ndim - 3))
+    return jnp.where(begins, of_prompt[:, :, None], own)
+
+  if not cache.states:
+    return cache
+  return cache.replace(states=jax.tree.map(begun, cache.states, cache.prefix.states))
 
 
 def slots_step(config: ModelConfig) -> int:
@@ -116,7 +139,8 @@ def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
     return x[:, :, :, 0]
 
   keys, values = jax.tree.map(first_row, (cache.keys, cache.values))
-  return Prefix(keys, values, lengths_P)
+  states = jax.tree.map(lambda x: x[:, :, 0], cache.states)
+  return Prefix(keys, values, lengths_P, states)
 
 
 def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
@@ -136,7 +160,8 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 
   prefix = cache.prefix
   keys, values = jax.tree.map(whole, (prefix.keys, prefix.values), (cache.keys, cache.values))
-  return Prefix(keys, values, lengths_P)
+  states = jax.tree.map(lambda x: x[:, 0], cache.states)
+  return Prefix(keys, values, lengths_P, states)
 
 
 def with_slots(cache: Cache, slots: int) -> Cache:
@@ -175,14 +200,20 @@ def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: 
   keys, values = jax.tree.map(own, (cache.keys, cache.values))
   lengths_PG = cache.lengths_PG.reshape(-1)[rows_PG]
   prefix = take_prompts(cache.prefix, prompts_P)
-  return Cache(keys, values, cache.time, lengths_PG, prefix, axes)
+
+  def taken(state: jax.Array) -> jax.Array:
+    L, _, _, *rest = state.shape
+    return jnp.take(state.reshape(L, -1, *rest), rows_PG, axis=1)
+
+  states = jax.tree.map(taken, cache.states)
+  return Cache(keys, values, cache.time, lengths_PG, prefix, states, axes)
 
 
 def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
   """The cache with each row's tokens as many slots further, round the end.
 
   A row that paused, or that drops its last tokens, has its own tokens in the slots written last
-  again.
+  again. A state cannot drop tokens: it stays.
   """
   P, G = by_PG.shape
   from_PGC = (jnp.arange(cache.slots) - by_PG[..., None]) % cache.slots
@@ -202,8 +233,8 @@ def take_prompts(prefix: Prefix, from_P: jax.Array) -> Prefix:
   def take(x: jax.Array) -> jax.Array:
     return jnp.take(x, from_P, axis=1)
 
-  keys, values = jax.tree.map(take, (prefix.keys, prefix.values))
-  return Prefix(keys, values, prefix.lengths_P[from_P])
+  keys, values, states = jax.tree.map(take, (prefix.keys, prefix.values, prefix.states))
+  return Prefix(keys, values, prefix.lengths_P[from_P], states)
 
 
 def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
@@ -218,8 +249,13 @@ def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
   def put(old: jax.Array, new: jax.Array) -> jax.Array:
     return old.at[:, places_N, :, : new.shape[-2]].set(new, mode="drop")
 
+  def put_state(old: jax.Array, new: jax.Array) -> jax.Array:
+    return old.at[:, places_N].set(new, mode="drop")
+
   keys, values = jax.tree.map(put, (prefix.keys, prefix.values), (prompts.keys, prompts.values))
-  return Prefix(keys, values, prefix.lengths_P.at[places_N].set(prompts.lengths_P, mode="drop"))
+  states = jax.tree.map(put_state, prefix.states, prompts.states)
+  lengths_P = prefix.lengths_P.at[places_N].set(prompts.lengths_P, mode="drop")
+  return Prefix(keys, values, lengths_P, states)
 
 
 def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemory) -> Attend:
@@ -277,37 +313,82 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
   return attend_with_cache
 
 
-def to_pass(config: ModelConfig, cache: Cache) -> Pass:
-  """The pass of new tokens that attend to themselves and to those in the cache."""
+def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) -> Recur:
+  """The recurrence of new tokens [B, T] from the rows' states in `cache`.
+
+  Beside its output, it returns the stack's states with those after the new tokens.
+
+  Args:
+    cache: The cache.
+    lengths_B: int32, how many of the T tokens each row has.
+    memory: The states.
+  """
+  P, G = cache.lengths_PG.shape
+
+  def recur(scan: Scan, inputs_BT: Any, empty: Any) -> tuple[Any, Any]:
+    del empty
+    T = jax.tree.leaves(inputs_BT)[0].shape[1]
+
+    def read(stack: jax.Array) -> jax.Array:
+      layer = jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
+      return layer.reshape(P * G, *layer.shape[2:])
+
+    def write(stack: jax.Array, new_B: jax.Array) -> jax.Array:
+      layer = new_B.reshape(P, G, *new_B.shape[1:]).astype(stack.dtype)
+      return jax.lax.dynamic_update_index_in_dim(stack, layer, memory.place, 0)
+
+    is_token_BT = jnp.arange(T) < lengths_B[:, None]
+    out, state_B = scan(inputs_BT, jax.tree.map(read, memory.own), is_token_BT)
+    return out, jax.tree.map(write, memory.own, state_B)
+
+  return recur
+
+
+def to_pass(config: ModelConfig, cache: Cache, lengths_B: jax.Array) -> Pass:
+  """The pass of new tokens that attend to themselves and to those in the cache.
+
+  Args:
+    config: The model.
+    cache: The cache.
+    lengths_B: int32, how many new tokens each row has.
+  """
 
   def pairs(layers: Cache | Prefix) -> dict[str, KeysAndValues]:
     return {name: (keys, layers.values[name]) for name, keys in layers.keys.items()}
 
   attend = functools.partial(with_cache, config, cache)
-  return Pass(attend, pairs(cache), pairs(cache.prefix) if cache.prefix else {})
+  recur = functools.partial(recur_with_cache, cache, lengths_B)
+  own = pairs(cache) | cache.states
+  return Pass(attend, recur, own, pairs(cache.prefix) if cache.prefix else {})
 
 
-def updated(cache: Cache, own: Mapping[str, KeysAndValues], tokens: int) -> Cache:
+def updated(cache: Cache, own: Mapping[str, Any], tokens: int) -> Cache:
   """The cache after a pass of `to_pass` over rows of `tokens` new tokens."""
-  keys, values = ({name: pair[i] for name, pair in own.items()} for i in (0, 1))
+  keys, values = ({name: own[name][i] for name in cache.keys} for i in (0, 1))
+  states = {name: own[name] for name in cache.states}
   time, lengths_PG = cache.time + tokens, cache.lengths_PG + tokens
-  return cache.replace(keys=keys, values=values, time=time, lengths_PG=lengths_PG)
+  return cache.replace(keys=keys, values=values, time=time, lengths_PG=lengths_PG, states=states)
 
 
-def of_rows(kept: Mapping[str, KeysAndValues], tokens: int) -> Cache:
+def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
   """The cache after a pass over rows of `tokens` tokens without one.
 
   Args:
-    kept: Keys and values [L, B, T, K, E] of each stack.
+    kept: Of each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
     tokens: T.
   """
 
   def ordered(x_LBTKE: jax.Array) -> jax.Array:
     return x_LBTKE.transpose(0, 1, 3, 2, 4)[:, :, :, None]
 
-  keys, values = ({name: ordered(pair[i]) for name, pair in kept.items()} for i in (0, 1))
-  B = len(next(iter(kept.values()))[0][0])
-  return Cache(keys, values, jnp.int32(tokens), jnp.full((B, 1), tokens, jnp.int32))
+  # Attention keeps a pair, and a layer that recurs a struct.
+  pairs = {name: pair for name, pair in kept.items() if isinstance(pair, tuple)}
+  keys, values = ({name: ordered(pair[i]) for name, pair in pairs.items()} for i in (0, 1))
+  recurring = {name: state for name, state in kept.items() if name not in pairs}
+  states = jax.tree.map(lambda x: x[:, :, None], recurring)
+  B = jax.tree.leaves(kept)[0].shape[1]
+  lengths_PG = jnp.full((B, 1), tokens, jnp.int32)
+  return Cache(keys, values, jnp.int32(tokens), lengths_PG, states=states)
 
 
 def _own_mask(cache: Cache, tokens: int, window: int) -> jax.Array:

@@ -34,15 +34,43 @@ class AdapterShape:
     return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+@dataclasses.dataclass(frozen=True)
+class DeltaShape:
+  """The shape of a layer that mixes tokens by the gated delta rule (see `mixers/delta.py`).
+
+  Attributes:
+    key_heads: J.
+    value_heads: I, a multiple of J.
+    key_dim: A, the size of a key and of a query.
+    value_dim: B, the size of a value.
+    width: How many tokens the convolution sees, the token itself included.
+    is_fused: The projections lie in two tensors, by key heads, as in Qwen3-Next.
+  """
+
+  key_heads: int
+  value_heads: int
+  key_dim: int
+  value_dim: int
+  width: int
+  is_fused: bool = False
+
+  @property
+  def channels(self) -> int:
+    """The numbers of a token that go through the convolution: queries, keys and values."""
+    return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
 class LayerKind(NamedTuple):
   """What a layer does that others of its model may not do. Layers of one kind can be scanned.
 
   Attributes:
+    mixer: How tokens learn of those before them: a name in `mixers.MIXERS`.
     window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
     rotated: Its queries and keys are rotated.
     sparse: Experts take the place of its MLP.
   """
 
+  mixer: str
   window: int
   rotated: bool
   sparse: bool
@@ -68,6 +96,8 @@ class ModelConfig:
     family: The `model_type` of Hugging Face whose tensor names `save` writes.
     qkv_bias: The query, key and value projections have a bias.
     o_bias: The output projection of attention has one.
+    output_gate: The output of attention is multiplied by sigmoid(gate), which the query projection
+      computes beside each query.
     mlp_bias: The projections of the MLP have one.
     qk_norm: What of the queries and keys is normalised before they are rotated: "head" each head,
       "all" all heads together, "" nothing.
@@ -92,6 +122,9 @@ class ModelConfig:
       with the original positions of `rope_scaling`. 0 means that they are not.
     rotary_dim: So many numbers of a head are rotated, the first ones. 0 stands for E.
     unrotated_layers: The layers whose queries and keys are not rotated.
+    mixers: For each layer, how it mixes tokens: a name in `mixers.MIXERS`. The empty tuple means
+      attention in every layer.
+    delta: The shape of the layers with the gated delta rule, or None.
     labels: N, the outputs of a reward model's head: 1 is the score of a text, 2 are the logits of
       "this step is wrong" and "this step is right". 0 means a language model.
     num_experts: X. In the layers of `sparse_layers`, experts take the place of the MLP.
@@ -99,6 +132,8 @@ class ModelConfig:
     expert_dim: M.
     normalise_shares: The weights of a token's U experts are divided by their sum. Otherwise they
       are the router's probabilities.
+    shared_dim: The width of an expert that all tokens use beside theirs. 0 means that there is none.
+    shared_gate: Its output is multiplied by a sigmoid, which the layer learns.
     sparse_layers: The layers that have experts.
     stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
 
@@ -132,6 +167,7 @@ class ModelConfig:
   family: str = "qwen2"
   qkv_bias: bool = True
   o_bias: bool = False
+  output_gate: bool = False
   mlp_bias: bool = False
   qk_norm: str = ""
   activation: str = "silu"
@@ -151,11 +187,15 @@ class ModelConfig:
   query_growth: float = 0.0
   rotary_dim: int = 0
   unrotated_layers: tuple[int, ...] = ()
+  mixers: tuple[str, ...] = ()
+  delta: DeltaShape | None = None
   labels: int = 0
   num_experts: int = 0
   experts_per_token: int = 0
   expert_dim: int = 0
   normalise_shares: bool = False
+  shared_dim: int = 0
+  shared_gate: bool = False
   sparse_layers: tuple[int, ...] = ()
   stop_ids: tuple[int, ...] = ()
   # How the model is computed:
@@ -180,7 +220,11 @@ class ModelConfig:
   @property
   def heads_axis(self) -> str | None:
     """The axis of the mesh over which the heads of the cache are split, or None."""
-    if self.on_one_device or self.num_kv_heads % self.rows.mesh.shape["tensor"]:
+    return self.axis_of(self.num_kv_heads)
+
+  def axis_of(self, heads: int) -> str | None:
+    """The axis of the mesh over which so many heads are split, or None."""
+    if self.on_one_device or heads % self.rows.mesh.shape["tensor"]:
       return None
     return "tensor"
 
@@ -197,6 +241,7 @@ class ModelConfig:
   def kind(self, layer: int) -> LayerKind:
     """What a layer does."""
     return LayerKind(
+      mixer=self.mixers[layer] if self.mixers else "attention",
       window=self.windows[layer] if self.windows else 0,
       rotated=layer not in self.unrotated_layers,
       sparse=layer in self.sparse_layers,

@@ -11,12 +11,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.lora import factors
-from grpo_jax.model.rope import Rotation, rotate
 
-KeysAndValues = tuple[jax.Array, jax.Array]
-# attend(q_BTHE, k_BTKE, v_BTKE) -> (out_BTHE, what the caller keeps, such as keys and values). The
-# queries are rotated and scaled.
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "silu": nn.silu,
   "gelu_tanh": functools.partial(nn.gelu, approximate=True),
@@ -135,43 +130,6 @@ class Dense(nn.Module):
       return out
     bias = self.param("bias", nn.initializers.zeros_init(), self.features)
     return out + bias.astype(c.dtype)
-
-
-class Attention(nn.Module):
-  """The projections of grouped-query attention. `attend` computes what lies between them."""
-
-  config: ModelConfig
-
-  @nn.compact
-  def __call__(
-    self, x_BTD: jax.Array, rope: Rotation | None, attend: Attend
-  ) -> tuple[jax.Array, Any]:
-    """Returns the output [B, T, D], and what `attend` returns beside its output."""
-    c = self.config
-
-    def project(name: str, heads: int) -> jax.Array:
-      return Dense(c, (heads, c.head_dim), use_bias=c.qkv_bias, name=name)(x_BTD)
-
-    def rotated_norm(name: str, x: jax.Array) -> jax.Array:
-      if c.qk_norm:
-        axes = (-2, -1) if c.qk_norm == "all" else -1
-        norm = nn.RMSNorm(
-          epsilon=c.norm_eps, dtype=c.dtype, reduction_axes=axes, feature_axes=axes, name=name
-        )
-        x = norm(x)
-      return x if rope is None else rotate(x, rope)
-
-    q_BTHE = rotated_norm("q_norm", project("q", c.num_heads))
-    k_BTKE = rotated_norm("k_norm", project("k", c.num_kv_heads))
-    v_BTKE = project("v", c.num_kv_heads)
-    if c.query_multiplier:
-      q_BTHE = q_BTHE * c.query_multiplier
-    else:
-      q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
-    if rope is not None and rope.query_scale_BT is not None:
-      q_BTHE = q_BTHE * rope.query_scale_BT[..., None, None].astype(c.dtype)
-    out_BTHE, kept = attend(q_BTHE, k_BTKE, v_BTKE)
-    return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out_BTHE), kept
 
 
 class MLP(nn.Module):

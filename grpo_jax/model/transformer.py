@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from grpo_jax.model import cache as cache_lib
 from grpo_jax.model import rope as rope_lib
-from grpo_jax.model.attention import Groups, in_groups
+from grpo_jax.model.attention import Groups, in_groups, recur_in_groups
 from grpo_jax.model.blocks import Block, Inputs, Outputs, Pass, apply_layers, constrain
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import Head, head_product
+from grpo_jax.model.mixers.seen import Seen
 from grpo_jax.model.stacks import stacked
 from grpo_jax.types import Routing
 
@@ -23,7 +24,7 @@ Params = Any  # nested dict of float32 arrays
 def init(key: jax.Array, config: ModelConfig) -> Params:
   """Random float32 parameters."""
   # A single row cannot be split over devices.
-  config = dataclasses.replace(config, rows=None, table=None, experts=None)
+  config = dataclasses.replace(config, rows=None, table=None, experts=None, attention="dense")
   return stacked(_Parts(config).init(key)["params"], config)
 
 
@@ -35,7 +36,7 @@ class _Parts(nn.Module):
   def setup(self) -> None:
     c = self.config
     self.embed = nn.Embed(c.vocab_size, c.embed_dim)
-    self.layers = [Block(c, layer in c.sparse_layers) for layer in range(c.num_layers)]
+    self.layers = [Block(c, c.kind(layer)) for layer in range(c.num_layers)]
     self.final_norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype)
     if c.labels:
       self.score = Head(c, c.labels, use_bias=c.labels > 1)
@@ -48,8 +49,10 @@ class _Parts(nn.Module):
     x_11D, token_11 = jnp.zeros((1, 1, c.embed_dim), c.dtype), jnp.zeros((1, 1), jnp.int32)
     rope = rope_lib.angles(token_11, c.head_dim, c.rope_theta, None, 1, False)
     self.embed(token_11)
+    groups = Groups(jnp.ones(1, jnp.int32), prompt_slots=1)
+    seen = Seen(rope, in_groups(c, groups)(0, None), recur_in_groups(groups)(None))
     for layer in self.layers:
-      layer(x_11D, None, rope, attend=lambda q, k, v: (q, None))
+      layer(x_11D, None, seen)
     self.final_norm(x_11D)
     if c.labels:
       self.score(x_11D)
@@ -68,6 +71,7 @@ def features(
   tokens_BT: jax.Array,
   positions_BT: jax.Array,
   cache: Cache | None = None,
+  lengths_B: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Hidden states of a batch of token rows, without a gradient.
 
@@ -80,19 +84,23 @@ def features(
     tokens_BT: int32.
     positions_BT: int32, the position of each token in its text.
     cache: Earlier tokens of the rows, with free slots for these, or None.
+    lengths_B: int32, how many of the T tokens each row has. What follows is padding. Only layers
+      that recur need to know. None means that there is none.
 
   Returns:
-    Final hidden states [B, T, D], and the cache with the keys and values of these tokens appended.
+    Final hidden states [B, T, D], and the cache with these tokens in it.
   """
-  c, T = config, tokens_BT.shape[1]
+  c, (B, T) = config, tokens_BT.shape
+  lengths_B = jnp.full(B, T, jnp.int32) if lengths_B is None else lengths_B
   if cache is not None:
     # Angles for the longest text there can be, so that a computation with the cache and one without
     # it agree.
     angles = _angles(c, positions_BT, c.length or c.max_positions)
-    out = _hidden(params, c, tokens_BT, Inputs(*angles, None), cache_lib.to_pass(c, cache))
+    run = cache_lib.to_pass(c, cache, lengths_B)
+    out = _hidden(params, c, tokens_BT, Inputs(*angles, None), run)
     return out.x_BTD, cache_lib.updated(cache, out.own, T)
-  groups = Groups(jnp.full(len(tokens_BT), T, jnp.int32), prompt_slots=T)
-  run = Pass(in_groups(c, groups, keep=True))
+  groups = Groups(lengths_B, prompt_slots=T)
+  run = Pass(in_groups(c, groups, keep=True), recur_in_groups(groups, keep=True))
   out = _hidden(params, c, tokens_BT, Inputs(*_angles(c, positions_BT, c.length or T), None), run)
   return out.x_BTD, cache_lib.of_rows(out.kept, T)
 
@@ -123,7 +131,8 @@ def group_features(
   c = config
   longest = c.length or groups.prompt_slots + groups.slots
   inputs = Inputs(*_angles(c, groups.positions, longest), counted_PN)
-  out = _hidden(params, c, tokens_PN, inputs, Pass(in_groups(c, groups)), remat)
+  run = Pass(in_groups(c, groups), recur_in_groups(groups))
+  out = _hidden(params, c, tokens_PN, inputs, run, remat)
   return out.x_BTD, out.routing
 
 
@@ -190,10 +199,11 @@ def forward(
   tokens_BT: jax.Array,
   positions_BT: jax.Array,
   cache: Cache | None = None,
+  lengths_B: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Logits [B, T, V] (float32) of the token that follows each token, and the updated cache.
 
   The arguments are those of `features`.
   """
-  hidden_BTD, cache = features(params, config, tokens_BT, positions_BT, cache)
+  hidden_BTD, cache = features(params, config, tokens_BT, positions_BT, cache, lengths_B)
   return unembed(params, config, hidden_BTD), cache

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from grpo_jax.model import mixers
 from grpo_jax.settings import ConfigError
 
 # The mesh axes that split the first axis of a batch.
@@ -22,21 +23,15 @@ QUANTISED = r"(/qvalue|/scale)?"
 RULES = (
   (r"embed/embedding", ("tensor", "fsdp")),
   (LAYER + r"(attention|mlp)(_post)?_norm/scale", (None,)),
-  (LAYER + r"attention/[qk]_norm/scale", (None,)),
-  (LAYER + r"attention/[qk]_norm/scale", ("tensor", None)),  # of all heads together
-  (LAYER + r"attention/[qkv]/kernel" + QUANTISED, ("fsdp", "tensor", None)),
-  (LAYER + r"attention/[qkv]/bias", ("tensor", None)),
-  (LAYER + r"attention/o/kernel" + QUANTISED, ("tensor", None, "fsdp")),
-  (LAYER + r"(attention/o|mlp/down)/bias", (None,)),
+  *((LAYER + path + QUANTISED, axes) for path, axes in mixers.RULES),
+  (LAYER + r"mlp/down/bias", (None,)),
   (LAYER + r"mlp/(gate|up)/bias", ("tensor",)),
   (LAYER + r"mlp/(gate|up)/kernel" + QUANTISED, ("fsdp", "tensor")),
   (LAYER + r"mlp/down/kernel" + QUANTISED, ("tensor", "fsdp")),
-  (LAYER + r"(attention/[qkv]|mlp/(gate|up))/lora_a", ("fsdp", None)),
-  (LAYER + r"attention/[qkv]/lora_b", (None, "tensor", None)),
-  (LAYER + r"attention/o/lora_a", ("tensor", None, None)),
+  (LAYER + r"mlp/(gate|up)/lora_a", ("fsdp", None)),
   (LAYER + r"mlp/(gate|up)/lora_b", (None, "tensor")),
   (LAYER + r"mlp/down/lora_a", ("tensor", None)),
-  (LAYER + r"(attention/o|mlp/down)/lora_b", (None, "fsdp")),
+  (LAYER + r"mlp/down/lora_b", (None, "fsdp")),
   (LAYER + r"experts/router", ("fsdp", None)),
   (LAYER + r"experts/(gate|up)", ("expert", "fsdp", "tensor")),
   (LAYER + r"experts/down", ("expert", "tensor", "fsdp")),

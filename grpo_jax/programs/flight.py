@@ -181,8 +181,9 @@ class FlightPrograms:
       first = prompts.tokens_nS[:1, :shared], jnp.arange(shared)[None]
       prefix = model.as_prefix(model.features(params, config, *first)[1], jnp.full(1, shared))
       cache = model.empty_cache(config, prefix, n, S - shared)
-    hidden_nTD, cache = model.features(params, config, tokens_nT, positions_nT, cache)
-    last_n11 = (prompts.lengths_n - shared - 1)[:, None, None]
+    counts_n = prompts.lengths_n - shared
+    hidden_nTD, cache = model.features(params, config, tokens_nT, positions_nT, cache, counts_n)
+    last_n11 = (counts_n - 1)[:, None, None]
     last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
     make = model.rows_as_prefix if shared else model.as_prefix
     return make(cache, prompts.lengths_n), last_nD
@@ -296,16 +297,21 @@ class FlightPrograms:
     )
     lengths_R = jnp.repeat(cache.prefix.lengths_P, Q)
 
-    def step(cache: model.Cache, token_R: jax.Array, drawn_R: jax.Array) -> Any:
-      own_R = jnp.maximum(drawn_R - 1, 0)  # a free seat may have drawn nothing
+    def step(cache: model.Cache, rows: Rows) -> Any:
+      own_R = jnp.maximum(rows.drawn_R - 1, 0)  # a free seat may have drawn nothing
       cache = cache.replace(lengths_PG=own_R.reshape(N, Q))
-      positions_R1 = (lengths_R + own_R)[:, None]
-      logits_R1V, cache = model.forward(params, config, token_R[:, None], positions_R1, cache)
+      token_R1, positions_R1 = rows.token_R[:, None], (lengths_R + own_R)[:, None]
+      counts_R = rows.goes_on_R.astype(jnp.int32)
+      logits_R1V, cache = model.forward(params, config, token_R1, positions_R1, cache, counts_R)
       return logits_R1V[:, 0], cache
 
     def first_logits() -> jax.Array:
       return jnp.repeat(model.unembed(params, config, flight.last_ND), Q, axis=0)
 
+    begins_PG = is_new_R.reshape(N, Q)
+    cache = jax.lax.cond(
+      is_new_R.any(), lambda cache: model.begin_rows(cache, begins_PG), lambda cache: cache, cache
+    )
     rows, drawn = draw_first(rows, first_logits, self.decoding, self.columns)
     cache, rows, drawn = decode_chunk(step, cache, rows, drawn, self.decoding, chunk)
     seen = self._everywhere((drawn, rows.goes_on_R))
@@ -344,13 +350,25 @@ class FlightPrograms:
     by_row = PartitionSpec(axes)
     cache = flight.cache
     of_prompts = jax.tree.map(lambda _: PartitionSpec(None, axes, heads), cache.prefix.keys)
+
+    def states(of_rows: bool, x: jax.Array) -> PartitionSpec:
+      """Heads are the first axis of a state."""
+      outer = (None, axes, None) if of_rows else (None, axes)
+      return PartitionSpec(*outer, config.axis_of(x.shape[len(outer)]))
+
     return Flight(
       cache=model.Cache(
         keys=jax.tree.map(own, cache.keys),
         values=jax.tree.map(own, cache.values),
         time=PartitionSpec(),
         lengths_PG=by_row,
-        prefix=model.Prefix(of_prompts, of_prompts, by_row),
+        prefix=model.Prefix(
+          of_prompts,
+          of_prompts,
+          by_row,
+          jax.tree.map(functools.partial(states, False), cache.prefix.states),
+        ),
+        states=jax.tree.map(functools.partial(states, True), cache.states),
       ),
       last_ND=by_row,
       rows=jax.tree.map(lambda _: by_row, flight.rows),

@@ -12,11 +12,6 @@ import jax.numpy as jnp
 
 from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token, sample_token
 
-# step(cache, token_R, drawn_R) -> (logits_RV of the next token, cache). Token_R is token number
-# drawn_R - 1 of each row. What it does for rows that have ended is not read.
-Step = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
-
-
 class Rows(struct.PyTreeNode):
   """The rows that are decoded together.
 
@@ -37,6 +32,11 @@ class Rows(struct.PyTreeNode):
   uniforms_RTU: jax.Array
   idle_R: jax.Array
   given_RT: jax.Array
+
+
+# step(cache, rows) -> (logits_RV of the next token, cache). It computes token_R, which is token
+# number drawn_R - 1 of each row. A row that has ended has none: its logits are not read.
+Step = Callable[[Any, Rows], tuple[jax.Array, Any]]
 
 
 class Drawn(struct.PyTreeNode):
@@ -127,7 +127,7 @@ def decode_chunk(
 
   def body(loop: tuple) -> tuple:
     column, cache, rows, drawn = loop
-    logits_RV, cache = step(cache, rows.token_R, rows.drawn_R)
+    logits_RV, cache = step(cache, rows)
     idle_R = jnp.where(rows.goes_on_R, 0, rows.idle_R + 1)
     rows, drawn = _draw(rows, drawn, logits_RV, rows.goes_on_R, column, decoding)
     return column + 1, cache, rows.replace(idle_R=idle_R), drawn

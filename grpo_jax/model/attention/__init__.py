@@ -7,7 +7,7 @@ The folder may import the config and the layers of the decoder.
 """
 
 from grpo_jax.model.attention.choose import ATTENTION, choose
-from grpo_jax.model.attention.groups import Groups, attention_of, in_groups
+from grpo_jax.model.attention.groups import Groups, attention_of, in_groups, recur_in_groups
 from grpo_jax.model.attention.packing import Packing, make_packing, move, pack, unpack
 from grpo_jax.model.attention.view import View
 
@@ -22,5 +22,6 @@ __all__ = [
   "make_packing",
   "move",
   "pack",
+  "recur_in_groups",
   "unpack",
 ]

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.model.attention.softmax import Int8
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import KeysAndValues, einsum
+from grpo_jax.model.layers import einsum
+from grpo_jax.model.mixers.seen import KeysAndValues
 
 SLOTS = 128  # the slots of a cache are a multiple of this
 _BLOCKS = (512, 256, SLOTS)  # slots that are read at a time

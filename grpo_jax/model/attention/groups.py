@@ -11,7 +11,7 @@ from grpo_jax.model.attention.choose import ATTENTION, choose
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import Attend
+from grpo_jax.model.mixers.seen import Attend, Recur, Scan
 
 
 class Groups(NamedTuple):
@@ -41,6 +41,40 @@ class Groups(NamedTuple):
     if self.packing is not None:
       place_PC = pack(place_PC, self.packing)
     return jnp.concatenate([prompt_PS, self.lengths_P[:, None] + place_PC], 1)
+
+
+def recur_in_groups(groups: Groups, keep: bool = False) -> Callable[[Any], Recur]:
+  """The `recur` of a `Pass` over groups: every completion begins with its prompt's memory.
+
+  With `keep`, the memory of the prompts is returned too.
+  """
+  P, S, G, T = len(groups.lengths_P), groups.prompt_slots, groups.completions, groups.slots
+
+  def in_rows(x_PN: jax.Array) -> jax.Array:
+    """[P * G, T, ...]: the completions' part of an array [P, N, ...]."""
+    own_PN = x_PN[:, S:]
+    if groups.packing is not None:
+      own_PN = unpack(own_PN, groups.packing)
+    return own_PN.reshape(P * G, T, *x_PN.shape[2:])
+
+  def in_stream(x_BT: jax.Array) -> jax.Array:
+    """The inverse of `in_rows`."""
+    own_PC = x_BT.reshape(P, G * T, *x_BT.shape[2:])
+    return own_PC if groups.packing is None else pack(own_PC, groups.packing)
+
+  def recur(scan: Scan, inputs_PN: Any, empty: Any) -> tuple[Any, Any]:
+    nothing_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), empty)
+    is_token_PS = jnp.arange(S) < groups.lengths_P[:, None]
+    prompts_PS = jax.tree.map(lambda x: x[:, :S], inputs_PN)
+    out_PS, memory_P = scan(prompts_PS, nothing_P, is_token_PS)
+    kept = memory_P if keep else None
+    if not G:
+      return out_PS, kept
+    memory_B = jax.tree.map(lambda x: jnp.repeat(x, G, axis=0), memory_P)
+    out_BT, _ = scan(jax.tree.map(in_rows, inputs_PN), memory_B, None)
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, in_stream(y)], 1), out_PS, out_BT), kept
+
+  return lambda memory: recur
 
 
 def in_groups(

@@ -6,7 +6,8 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.layers import KeysAndValues, einsum
+from grpo_jax.model.layers import einsum
+from grpo_jax.model.mixers.seen import KeysAndValues
 
 
 class Int8(struct.PyTreeNode):

@@ -173,9 +173,9 @@ _MLP_BIASES = (
   _layer("mlp.down_proj.bias", "mlp/down/bias", "D", "D", when="mlp_bias"),
 )
 _FUSED_QKV = (
-  _layer("self_attn.qkv_proj.weight", "attention/q/kernel", "HE D", "DHE", after="KE KE"),
-  _layer("self_attn.qkv_proj.weight", "attention/k/kernel", "KE D", "DKE", before="HE", after="KE"),
-  _layer("self_attn.qkv_proj.weight", "attention/v/kernel", "KE D", "DKE", before="HE KE"),
+  _layer("self_attn.qkv_proj.weight", "attention/q/kernel", "(HE,KE,KE) D", "DHE"),
+  _layer("self_attn.qkv_proj.weight", "attention/k/kernel", "(HE,KE,KE) D", "DKE", part=1),
+  _layer("self_attn.qkv_proj.weight", "attention/v/kernel", "(HE,KE,KE) D", "DKE", part=2),
 )
 _O = (
   _layer("self_attn.o_proj.weight", "attention/o/kernel", "D HE", "HED"),
@@ -185,8 +185,8 @@ _GATE_UP = (
   _layer("mlp.up_proj.weight", "mlp/up/kernel", "F D", "DF", layers="dense"),
 )
 _FUSED_GATE_UP = (
-  _layer("mlp.gate_up_proj.weight", "mlp/gate/kernel", "F D", "DF", after="F"),
-  _layer("mlp.gate_up_proj.weight", "mlp/up/kernel", "F D", "DF", before="F"),
+  _layer("mlp.gate_up_proj.weight", "mlp/gate/kernel", "(F,F) D", "DF"),
+  _layer("mlp.gate_up_proj.weight", "mlp/up/kernel", "(F,F) D", "DF", part=1),
 )
 _DOWN = (
   _layer("mlp.down_proj.weight", "mlp/down/kernel", "D F", "FD", layers="dense"),

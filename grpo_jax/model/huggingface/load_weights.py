@@ -188,19 +188,24 @@ def _read_tensor(
   With a sharding, each device reads its own part. Without, the host reads it all.
   """
   spec, is_stacked = specs[0], specs[0].expert is not None
-  start, _, _ = spec.hf_range(sizes)
-  shape = spec.hf_shape(sizes)
+  start, shape = spec.first_row(sizes), spec.hf_shape(sizes)
   if is_stacked:
     shape = (len(specs), *shape)
+
+  def read_one(spec: TensorSpec, index: tuple[slice, ...]) -> np.ndarray:
+    if start is not None:
+      return files.read(spec.hf_name, start, index)
+    whole = tuple(slice(0, size) for size in spec.tensor_shape(sizes))
+    return spec.part_of(files.read(spec.hf_name, 0, whole), sizes)[index]
 
   def read(index: tuple[slice, ...]) -> np.ndarray:
     # Open ends must be replaced by numbers: the tensor in the file may be longer than the leaf's
     # part of it.
     bounded = tuple(slice(*part.indices(length)) for part, length in zip(index, shape))
     if not is_stacked:
-      return files.read(spec.hf_name, start, bounded)
+      return read_one(spec, bounded)
     experts, *within = bounded
-    return np.stack([files.read(s.hf_name, start, tuple(within)) for s in specs[experts]])
+    return np.stack([read_one(spec, tuple(within)) for spec in specs[experts]])
 
   if sharding is None:
     return read((slice(None),) * len(shape))
@@ -237,8 +242,7 @@ def _check_names_and_shapes(
   expected = set()
   for spec in family.tensors(config):
     name = spec.hf_name
-    _, _, length = spec.hf_range(sizes)
-    wanted = (length, *spec.hf_shape(sizes)[1:])
+    wanted = spec.tensor_shape(sizes)
     if name not in files.shapes:
       raise ConfigError(
         f"{folder} has no tensor {name}: download it again or correct its {files.config}"

@@ -218,7 +218,7 @@ def _specs(config: ModelConfig) -> Iterator[TensorSpec]:
     path = spec.leaf_name.split("/")
     if path[-1] != "kernel" or path[-2] not in config.lora.targets:
       continue
-    if spec.before or spec.after:
+    if spec.is_joined:
       raise ConfigError(
         f"{config.family}: PEFT has one adapter for {spec.hf_name.split('.')[-2]}, which holds"
         " several projections, but here each projection has its own: these adapters can neither be"

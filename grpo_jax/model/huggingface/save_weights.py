@@ -122,7 +122,7 @@ def _tensor(
 ) -> np.ndarray:
   """The tensor of one or several leaves."""
   parts = [_part(config, spec, leaves, fetch) for spec in specs]
-  return np.concatenate(parts) if len(parts) > 1 else parts[0]
+  return specs[0].joined(parts, families.sizes(config))
 
 
 def _part(

@@ -4,10 +4,11 @@ In this and the neighbouring files, a "tensor" is an array in a Hugging Face fol
 an array in the tree of parameters. "hf" marks what belongs to the tensor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 import math
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,18 +24,19 @@ class TensorSpec:
 
   Axes are the letters of grpo_jax/types.py. Axes of a tensor are separated by spaces, and several
   letters are one axis: "HE D" is a matrix whose rows run over the heads and, within a head, over
-  its elements. Each letter in `leaf_axes` is an axis.
+  its elements. Each letter in `leaf_axes` is an axis. 1 is an axis of length 1, which the leaf does
+  not have. Where a tensor holds several leaves one after another, brackets list what each takes of
+  an axis: "(HE,KE,KE) D" holds queries, keys and values, and "H(E,E) D" has two leaves for each
+  head.
 
   Attributes:
     hf_name: The name of the tensor. In a table, {i} stands for the layer and {x} for the expert.
     leaf_name: The path of the leaf, with {i} for the layer.
-    hf_axes: The axes of the tensor, or of the leaf's part of it (see `before`).
+    hf_axes: The axes of the tensor.
     leaf_axes: The axes of the leaf. With {x}, each expert has a tensor of its own but one leaf
       holds them all, on a first axis X that `leaf_axes` does not list.
     offset: Added to the tensor: some norms multiply by 1 + w.
-    before: The first axes, such as "HE KE", of other leaves that come before this one, where one
-      tensor holds several leaves one after another on its first axis.
-    after: The same for those that come after it.
+    part: Which of those in brackets the leaf is.
     layers: The layers that have the tensor: "all", "dense" (with an MLP) or "sparse" (with
       experts).
     when: The field of ModelConfig that says whether layers have the tensor, or "" if all do.
@@ -46,58 +48,124 @@ class TensorSpec:
   hf_axes: str
   leaf_axes: str
   offset: float = 0.0
-  before: str = ""
-  after: str = ""
+  part: int = 0
   layers: str = "all"
   when: str = ""
   expert: int | None = None
 
+  def tensor_shape(self, sizes: Sizes) -> tuple[int, ...]:
+    """The shape of the tensor, with all leaves that it holds."""
+    return tuple(
+      _length(axis.outer, sizes) * sum(_length(x, sizes) for x in axis.parts)
+      for axis in _axes(self.hf_axes)
+    )
+
   def hf_shape(self, sizes: Sizes) -> tuple[int, ...]:
-    """The shape of the tensor, or of the leaf's part of it."""
-    return tuple(math.prod(sizes[letter] for letter in axis) for axis in self.hf_axes.split())
+    """The shape of the leaf's part of the tensor."""
+    return tuple(_length(axis, sizes) for axis in self._own_axes)
 
   def leaf_shape(self, sizes: Sizes) -> tuple[int, ...]:
     """The shape of the leaf, which holds all experts."""
     return tuple(sizes[letter] for letter in self._experts_axis + self.leaf_axes)
 
-  def hf_range(self, sizes: Sizes) -> tuple[int, int, int]:
-    """Where the leaf's part lies on the tensor's first axis: (start, end, length of the axis)."""
+  def first_row(self, sizes: Sizes) -> int | None:
+    """The row of the tensor where the leaf's part begins, or None where its rows lie apart."""
+    first, *others = _axes(self.hf_axes)
+    if any(len(axis.parts) > 1 for axis in others) or (first.outer and len(first.parts) > 1):
+      return None
+    return sum(_length(x, sizes) for x in first.parts[: self.part])
 
-    def length(axes: str) -> int:
-      return sum(math.prod(sizes[letter] for letter in axis) for axis in axes.split())
+  def part_of(self, tensor: np.ndarray, sizes: Sizes) -> np.ndarray:
+    """The leaf's part of the tensor."""
+    for number, axis in enumerate(_axes(self.hf_axes)):
+      if len(axis.parts) > 1:
+        ends = np.cumsum([_length(x, sizes) for x in axis.parts])
+        start = ends[self.part] - _length(axis.parts[self.part], sizes)
+        shape = tensor.shape
+        split = tensor.reshape(*shape[:number], _length(axis.outer, sizes), ends[-1], -1)
+        split = split[..., start : ends[self.part], :]
+        tensor = split.reshape(*shape[:number], -1, *shape[number + 1 :])
+    return tensor
 
-    start = length(self.before)
-    end = start + self.hf_shape(sizes)[0]
-    return start, end, end + length(self.after)
+  def joined(self, parts: Sequence[np.ndarray], sizes: Sizes) -> np.ndarray:
+    """The tensor of the parts of all its leaves, in their order. The inverse of `part_of`."""
+    for number, axis in enumerate(_axes(self.hf_axes)):
+      if len(axis.parts) > 1:
+        shape = self.tensor_shape(sizes)
+        outer = (*shape[:number], _length(axis.outer, sizes))
+        rest = math.prod(shape[number + 1 :])
+        split = [
+          x.reshape(*outer, _length(letters, sizes), rest)
+          for x, letters in zip(parts, axis.parts, strict=True)
+        ]
+        return np.concatenate(split, axis=-2).reshape(shape)
+    return parts[0]
 
   def hf_sharding(self, leaf_sharding: NamedSharding) -> NamedSharding:
     """Splits the tensor so that each device reads the part that it holds of the leaf."""
     experts = leaf_sharding.spec[: len(self._experts_axis)]
     mesh_axes = dict(zip(self.leaf_axes, leaf_sharding.spec[len(experts) :]))
     # Of several letters in one axis, the mesh can only split the first.
-    spec = PartitionSpec(*experts, *(mesh_axes[axis[0]] for axis in self.hf_axes.split()))
+    spec = PartitionSpec(*experts, *(mesh_axes.get(axis[0]) for axis in self._own_axes))
     return NamedSharding(leaf_sharding.mesh, spec)
 
   def from_hf(self, tensor: Array, sizes: Sizes) -> Array:
-    """The leaf. Tensors of experts come stacked on a first axis."""
-    letters = self._experts_axis + self.hf_axes.replace(" ", "")
+    """The leaf, from its part of the tensor. Those of experts come stacked on a first axis."""
+    letters = self._experts_axis + self._own_letters
     order = [letters.index(letter) for letter in self._experts_axis + self.leaf_axes]
     leaf = tensor.reshape([sizes[letter] for letter in letters]).transpose(order)
     return leaf + np.float32(self.offset) if self.offset else leaf
 
   def to_hf(self, leaf: np.ndarray, sizes: Sizes) -> np.ndarray:
-    """The tensor, or the leaf's part of it.
+    """The leaf's part of the tensor.
 
     Args:
       leaf: The leaf. Of a leaf that holds all experts, it is the slice of number `expert`, without
         the axis X.
       sizes: The length of each axis letter.
     """
-    letters = self.hf_axes.replace(" ", "")
-    order = [self.leaf_axes.index(letter) for letter in letters]
+    order = [self.leaf_axes.index(letter) for letter in self._own_letters]
     values = leaf - np.float32(self.offset) if self.offset else leaf
     return np.ascontiguousarray(values.transpose(order).reshape(self.hf_shape(sizes)))
 
   @property
+  def is_joined(self) -> bool:
+    """Whether the tensor holds other leaves, too."""
+    return "(" in self.hf_axes
+
+  @property
+  def _own_axes(self) -> list[str]:
+    """The letters of each axis of the leaf's part."""
+    return [
+      axis.outer + axis.parts[self.part if len(axis.parts) > 1 else 0]
+      for axis in _axes(self.hf_axes)
+    ]
+
+  @property
+  def _own_letters(self) -> str:
+    return "".join(self._own_axes).replace("1", "")
+
+  @property
   def _experts_axis(self) -> str:
     return "" if self.expert is None else "X"
+
+
+class _Axis(NamedTuple):
+  """An axis of a tensor: the letters outside of the brackets, and what is listed in them."""
+
+  outer: str
+  parts: tuple[str, ...]
+
+
+@functools.cache
+def _axes(hf_axes: str) -> tuple[_Axis, ...]:
+  """The axes of a tensor. One without brackets has one part."""
+  axes = []
+  for axis in hf_axes.split():
+    outer, _, parts = axis.partition("(") if "(" in axis else ("", "", axis)
+    axes.append(_Axis(outer, tuple(parts.rstrip(")").split(","))))
+  return tuple(axes)
+
+
+def _length(letters: str, sizes: Sizes) -> int:
+  return math.prod(sizes[letter] for letter in letters if letter != "1")

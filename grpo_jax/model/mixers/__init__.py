@@ -1,0 +1,13 @@
+"""How the tokens of a layer learn of those before them. Each mixer has a file of its own.
+
+A mixer is a module that is called with the tokens and with what it may use of the pass (`Seen`). It
+says what it keeps of a token or of a row (`seen.py`), where its parameters lie on a mesh (`RULES`)
+and which of its projections can have an adapter (`ADAPTABLE`).
+"""
+
+from grpo_jax.model.mixers import attention, delta
+from grpo_jax.model.mixers.attention import Attention
+from grpo_jax.model.mixers.delta import GatedDelta
+
+MIXERS = {"attention": Attention, "delta": GatedDelta}  # by LayerKind.mixer, the name in the tree
+RULES = attention.RULES + delta.RULES

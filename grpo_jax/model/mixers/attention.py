@@ -1,0 +1,68 @@
+"""Grouped-query softmax attention, of all earlier tokens or of those in a window."""
+
+import math
+from typing import Any
+
+from flax import linen as nn
+import jax
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.layers import Dense
+from grpo_jax.model.mixers.seen import Seen
+from grpo_jax.model.rope import rotate
+
+# Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
+RULES = (
+  (r"attention/[qk]_norm/scale", (None,)),
+  (r"attention/[qk]_norm/scale", ("tensor", None)),  # of all heads together
+  (r"attention/[qkv]/kernel", ("fsdp", "tensor", None)),
+  (r"attention/[qkv]/bias", ("tensor", None)),
+  (r"attention/o/kernel", ("tensor", None, "fsdp")),
+  (r"attention/o/bias", (None,)),
+  (r"attention/[qkv]/lora_a", ("fsdp", None)),
+  (r"attention/[qkv]/lora_b", (None, "tensor", None)),
+  (r"attention/o/lora_a", ("tensor", None, None)),
+  (r"attention/o/lora_b", (None, "fsdp")),
+)
+
+
+class Attention(nn.Module):
+  """The projections of grouped-query attention. `Seen.attend` computes what lies between them."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BTD: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
+    """Returns the output [B, T, D], and what `attend` returns beside its output."""
+    c, rope = self.config, seen.rope
+
+    def project(name: str, heads: int, head_dim: int = c.head_dim) -> jax.Array:
+      return Dense(c, (heads, head_dim), use_bias=c.qkv_bias, name=name)(x_BTD)
+
+    def rotated_norm(name: str, x: jax.Array) -> jax.Array:
+      if c.qk_norm:
+        axes = (-2, -1) if c.qk_norm == "all" else -1
+        norm = nn.RMSNorm(
+          epsilon=c.norm_eps, dtype=c.dtype, reduction_axes=axes, feature_axes=axes, name=name
+        )
+        x = norm(x)
+      return x if rope is None else rotate(x, rope)
+
+    if c.output_gate:
+      q_and_gate = project("q", c.num_heads, 2 * c.head_dim)
+      q_BTHE, gate_BTHE = q_and_gate[..., : c.head_dim], q_and_gate[..., c.head_dim :]
+    else:
+      q_BTHE, gate_BTHE = project("q", c.num_heads), None
+    q_BTHE = rotated_norm("q_norm", q_BTHE)
+    k_BTKE = rotated_norm("k_norm", project("k", c.num_kv_heads))
+    v_BTKE = project("v", c.num_kv_heads)
+    if c.query_multiplier:
+      q_BTHE = q_BTHE * c.query_multiplier
+    else:
+      q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
+    if rope is not None and rope.query_scale_BT is not None:
+      q_BTHE = q_BTHE * rope.query_scale_BT[..., None, None].astype(c.dtype)
+    out_BTHE, kept = seen.attend(q_BTHE, k_BTKE, v_BTKE)
+    if gate_BTHE is not None:
+      out_BTHE = out_BTHE * nn.sigmoid(gate_BTHE)
+    return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out_BTHE), kept

@@ -1,0 +1,38 @@
+"""What a mixer is given besides the tokens: their angles, and the tokens before them.
+
+A mixer of attention keeps keys and values of every token. One that recurs keeps a memory of fixed
+size for each row: a tree of arrays whose first axis are the heads, so that a mesh can split them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from grpo_jax.model.rope import Rotation
+
+KeysAndValues = tuple[jax.Array, jax.Array]
+# attend(q_BTHE, k_BTKE, v_BTKE) -> (out_BTHE, what the caller keeps, such as keys and values). The
+# queries are rotated and scaled.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# scan(inputs_BT, memory_B, is_token_BT) -> (outputs_BT, memory_B): trees of arrays [B, T, ...] and
+# [B, ...]. Where is_token_BT is False, a row has ended: what follows does not change its memory.
+# None means that no token is padding.
+Scan = Callable[[Any, Any, jax.Array | None], tuple[Any, Any]]
+# recur(scan, inputs_BT, empty) -> (outputs_BT, what the caller keeps). `empty` is the memory of one
+# row that has no token yet.
+Recur = Callable[[Scan, Any, Any], tuple[Any, Any]]
+
+
+class Seen(NamedTuple):
+  """What a mixer may use of a pass.
+
+  Attributes:
+    rope: The rotary angles of the tokens, or None where nothing is rotated.
+    attend: Attention of the tokens to themselves and to those before them.
+    recur: Scans the tokens of each row, from the memory of those before them.
+  """
+
+  rope: Rotation | None
+  attend: Attend
+  recur: Recur
