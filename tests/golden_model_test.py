@@ -72,7 +72,8 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
       return model.unembed(params, config, hidden_PND[:, 17:].reshape(P * G, count, -1))
 
     prompt_positions_PS = jnp.broadcast_to(jnp.arange(17), (P, 17))
-    _, cache = model.features(params, config, tokens_BT[:, :17], prompt_positions_PS)
+    prompts = tokens_BT[:, :17], prompt_positions_PS
+    _, cache = model.features(params, config, *prompts, lengths_B=jnp.asarray(lengths_P))
     prefix = model.as_prefix(cache, jnp.asarray(lengths_P))
     cache = model.empty_cache(config, prefix, G, slots=count)
     if how == "cache":

@@ -71,6 +71,12 @@ READ = {
   "num_local_experts",
   "decoder_sparse_step",
   "mlp_only_layers",
+  "full_attention_interval",
+  "linear_num_key_heads",
+  "linear_num_value_heads",
+  "linear_key_head_dim",
+  "linear_value_head_dim",
+  "linear_conv_kernel_dim",
 }
 # Fields that matter only to training, generating or loading with other programs.
 IGNORED = re.compile(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface import fp8
+from grpo_jax.model.huggingface import delta_json, fp8
 from grpo_jax.model.huggingface.config_fields import (
   ACTIVATION_NAMES,
   OPTIONAL,
@@ -71,6 +71,7 @@ def family_and_config(
   experts, used = fields.get("num_experts", 0), fields.get("experts_per_token", 0)
   if used > experts:
     refuse("num_experts_per_tok", f"is {used}, of {experts} experts: correct either")
+  fields |= delta_json.read(family.model_type, values, refuse)
   config = ModelConfig(
     **fields,
     **family.fixed,
@@ -157,6 +158,8 @@ def _read_windows(model_type: str, values: Mapping[str, Any], refuse: Refuse) ->
 
   Absent fields stand for the defaults of transformers.
   """
+  if model_type in delta_json.FAMILIES:
+    return ()
   default_window = 4096 if model_type in _WITH_DEFAULT_WINDOW else None
   window = values.get("sliding_window", default_window)
   if values.get("layer_types") is None:
@@ -311,6 +314,8 @@ def _layers_to_json(config: ModelConfig, model_type: str) -> dict[str, Any]:
   if model_type == "smollm3":
     values["no_rope_layers"] = [int(i not in config.unrotated_layers) for i in layers]
     values["use_sliding_window"] = _window(config) is not None
+  if config.delta:
+    return values | delta_json.to_json(config)
   if model_type.startswith("qwen"):
     # transformers 4 counts the layers without a window, which come first.
     window = _window(config)

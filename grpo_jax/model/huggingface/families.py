@@ -87,9 +87,12 @@ def _layers_with(entry: TensorSpec, config: ModelConfig) -> Sequence[int]:
     return [0]
   if entry.when and not getattr(config, entry.when):
     return []
-  sparse = config.sparse_layers
-  kinds = ["sparse" if layer in sparse else "dense" for layer in range(config.num_layers)]
-  return [layer for layer, kind in enumerate(kinds) if entry.layers in ("all", kind)]
+  kinds = [config.kind(layer) for layer in range(config.num_layers)]
+  return [
+    layer
+    for layer, kind in enumerate(kinds)
+    if entry.layers in ("all", kind.mixer, "sparse" if kind.sparse else "dense")
+  ]
 
 
 def _per_expert(entry: TensorSpec, layer: int, config: ModelConfig) -> Iterator[TensorSpec]:
@@ -108,6 +111,9 @@ def _layer(
   hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options: Any
 ) -> TensorSpec:
   """The entry of a tensor that layers have."""
+  for module, mixer in (("self_attn", "attention"), ("linear_attn", "delta")):
+    if hf_name.startswith(module):
+      options = {"layers": mixer, **options}
   return TensorSpec(
     f"model.layers.{{i}}.{hf_name}", f"layers_{{i}}/{leaf_name}", hf_axes, leaf_axes, **options
   )
@@ -176,6 +182,23 @@ _FUSED_QKV = (
   _layer("self_attn.qkv_proj.weight", "attention/q/kernel", "(HE,KE,KE) D", "DHE"),
   _layer("self_attn.qkv_proj.weight", "attention/k/kernel", "(HE,KE,KE) D", "DKE", part=1),
   _layer("self_attn.qkv_proj.weight", "attention/v/kernel", "(HE,KE,KE) D", "DKE", part=2),
+)
+_GATED_QKV = (
+  _layer("self_attn.q_proj.weight", "attention/q/kernel", "Hg D", "DHg"),
+  *_QKV[1:],
+)
+_DELTA = (
+  _layer("linear_attn.conv1d.weight", "delta/conv", "c 1 w", "wc"),
+  _layer("linear_attn.A_log", "delta/decay", "v", "v"),
+  _layer("linear_attn.dt_bias", "delta/decay_bias", "v", "v"),
+  _layer("linear_attn.norm.weight", "delta/norm_scale", "b", "b"),
+  _layer("linear_attn.out_proj.weight", "delta/out_proj/kernel", "D vb", "vbD"),
+)
+_DELTA_IN = (
+  _layer("linear_attn.in_proj_qkv.weight", "delta/in_proj_qkv/kernel", "c D", "Dc"),
+  _layer("linear_attn.in_proj_z.weight", "delta/in_proj_z/kernel", "vb D", "Dvb"),
+  _layer("linear_attn.in_proj_b.weight", "delta/in_proj_b/kernel", "v D", "Dv"),
+  _layer("linear_attn.in_proj_a.weight", "delta/in_proj_a/kernel", "v D", "Dv"),
 )
 _O = (
   _layer("self_attn.o_proj.weight", "attention/o/kernel", "D HE", "HED"),
@@ -270,6 +293,23 @@ _ALL = (
     _NO_BIAS,
   ),
   Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    _norms(_PRE_NORMS, offset=1.0)
+    + _GATED_QKV
+    + _O
+    + _GATE_UP
+    + _DOWN
+    + _BIASES
+    + _qk_norms(offset=1.0)
+    + _DELTA
+    + _DELTA_IN
+    + _final_norm(offset=1.0),
+    _QWEN3 | {"output_gate": True},
+    _BIAS_FIELDS,
+    reward_prefix="Qwen3_5",
+  ),
+  Family(
     "gemma2",
     "Gemma2ForCausalLM",
     _norms(_SANDWICH_NORMS, offset=1.0) + _PROJECTIONS + _BIASES + _final_norm(offset=1.0),
@@ -290,8 +330,8 @@ _ALL = (
   ),
 )
 FAMILIES = {family.model_type: family for family in _ALL}
-# Tensors of old checkpoints that can be ignored because config.json determines them.
-HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
+# Tensors that can be ignored: what config.json determines, and heads that guess further tokens.
+HARMLESS = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
 
 
 # What only some families have, and those that say so in another way than by a field of their own.
@@ -300,14 +340,22 @@ _ONLY_IN: dict[str, tuple[str, ...]] = {
   **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "query_multiplier"), ()),
   "logit_divisor": (),
   "unrotated_layers": ("smollm3",),
-  "rotary_dim": ("phi3",),
+  "rotary_dim": ("phi3", "qwen3_5_text"),
+  **dict.fromkeys(("mixers", "delta"), ("qwen3_5_text",)),
+  "output_gate": (),
   "query_growth": ("ministral3",),
 }
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
   """The length of each axis letter."""
+  delta = config.delta
+  of_delta = {}
+  if delta:
+    of_delta = {"c": delta.channels, "v": delta.value_heads, "b": delta.value_dim, "w": delta.width}
   return {
+    **of_delta,
+    "g": 2 * config.head_dim,  # a query and its gate
     "V": config.vocab_size,
     "D": config.embed_dim,
     "H": config.num_heads,

@@ -21,6 +21,8 @@ _COMMON_KEYS = {
   "factor",
   "partial_rotary_factor",
   "original_max_position_embeddings",
+  "mrope_section",  # positions of images, which differ from those of text alone
+  "mrope_interleaved",
 }
 _KEYS_OF_KIND: dict[str, set[str]] = {
   "linear": set(),
@@ -98,10 +100,12 @@ def _read_rotary_dim(
 ) -> int:
   """How many numbers of a head are rotated, or 0 for all of them."""
   key = "partial_rotary_factor"
-  factors = [place[key] for place in places if place.get(key) not in (None, 1)]
-  if not factors:
+  factors = [place[key] for place in places if place.get(key) is not None]
+  if not factors and model_type == "qwen3_5_text":
+    factors = [0.25]
+  if not factors or all(factor == 1 for factor in factors):
     return 0
-  if model_type != "phi3":
+  if model_type not in ("phi3", "qwen3_5_text"):
     refuse(key, f"is {shown(factors[0])}: models of this family rotate whole heads")
   if factors[-1] != factors[0]:
     refuse(key, f"is given differently in two places ({shown(factors)}): correct one")

@@ -22,9 +22,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
   },
+  "qwen3_5": {"model_type": "qwen3_5_text"},
   "mistral3": {"model_type": "mistral", "head_dim": 128, "sliding_window": None},
 }
-_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 
 def has_other_parts(values: Mapping[str, Any]) -> bool:
