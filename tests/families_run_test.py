@@ -11,6 +11,7 @@ from small_qwen import make_checkpoint, problems
 from small_run import grpo_step, small_config, small_run, with_reward, with_section
 
 from grpo_jax import model
+from grpo_jax.model.config import DeltaShape
 from grpo_jax.model.rope import RopeScaling
 from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
@@ -30,6 +31,14 @@ FAMILIES = {
     num_layers=2, query_growth=0.1, rope_scaling=RopeScaling("yarn", 4.0, 32, high=32.0)
   ),
   "smollm3": dict(num_layers=4, unrotated_layers=(1, 3)),
+  "qwen3_5_text": dict(
+    num_layers=4,
+    output_gate=True,
+    rotary_dim=2,
+    qk_norm="head",
+    mixers=("delta", "delta", "delta", "attention"),
+    delta=DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, width=4),
+  ),
   "granite": dict(
     num_layers=2,
     embedding_multiplier=12.0,

@@ -145,6 +145,8 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
   "name, mesh",
   [
     ("gemma3", ()),
+    ("qwen3_5", ()),
+    pytest.param("qwen3_5", (2, 1, 2, 1), marks=pytest.mark.slow),
     pytest.param("olmo3", (), marks=pytest.mark.slow),
     pytest.param("olmo3", (2, 1, 2, 1), marks=pytest.mark.slow),
     pytest.param("smollm3_window", (), marks=pytest.mark.slow),
@@ -155,7 +157,7 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
   ],
 )
 def test_families_draw_the_same_tokens(name, mesh):
-  """With sliding windows, scaled positions and experts."""
+  """With sliding windows, scaled positions, experts and states of layers that recur."""
   config, params = model.load(FAMILIES / name)
   config = dataclasses.replace(config, dtype="float32")
   expected, _ = draw(config, params, weights=0)
@@ -291,6 +293,7 @@ def test_prompts_that_wait_for_a_place_get_the_same_completions():
     ("tiny", 2, ""),
     pytest.param("gemma3", 5, "int8", marks=pytest.mark.slow),
     pytest.param("gemma3", 0, "", marks=pytest.mark.slow),
+    ("qwen3_5", 2, ""),
     pytest.param("qwen3_moe_mixed", 2, "", marks=pytest.mark.slow),
   ],
 )
@@ -351,12 +354,38 @@ def test_rows_go_on_with_the_tokens_of_a_reply(rows, chunk, weights, mesh, alone
       is_given[n : n + 1 + g] = True
       assert ids[n : n + 1 + g].tolist() == [95, *ids[:2]][: 1 + g] and len(ids) > n + 1 + g
     np.testing.assert_array_equal(found.sampled_PGT[p, g, : len(ids)], ~is_given)
-    row = np.concatenate([given[0][p, : given[1][p]], ids])
-    hidden = model.features(params, config, row[None], np.arange(len(row))[None])[0]
-    logprobs = jax.nn.log_softmax(model.unembed(params, config, hidden))[0, given[1][p] - 1 : -1]
-    expected = np.where(is_given, 0, np.asarray(logprobs)[np.arange(len(ids)), ids])
-    np.testing.assert_allclose(found.logprobs_PGT[p, g, : len(ids)], expected, atol=1e-4)
+    assert_of_model(config, params, given, found, (p, g))
   assert 2 < went_on < P * G
+
+
+def assert_of_model(config, params, given, found, row):
+  """The log-probs of a row are those that the model gives for the whole row."""
+  prompt = given[0][row[0], : given[1][row[0]]]
+  ids, is_sampled = (x[row][: found.lengths_PG[row]] for x in (found.tokens_PGT, found.sampled_PGT))
+  tokens = np.concatenate([prompt, ids])
+  hidden = model.features(params, config, tokens[None], np.arange(len(tokens))[None])[0]
+  logprobs = jax.nn.log_softmax(model.unembed(params, config, hidden))[0, len(prompt) - 1 : -1]
+  expected = np.where(is_sampled, np.asarray(logprobs)[np.arange(len(ids)), ids], 0)
+  np.testing.assert_allclose(found.logprobs_PGT[row][: len(ids)], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_state_drops_no_token_when_a_text_ends_a_turn(cut):
+  """Rows with layers that recur go on after the token that the text ends at."""
+  config, params = model.load(FAMILIES / "qwen3_5")
+  given = prompts(config.vocab_size)
+
+  def end(ids, seen):
+    del seen
+    return cut if len(ids) >= cut else None
+
+  def reply(asked):
+    return [[5, 95] if len(row.tokens) <= cut else None for row in asked]
+
+  found, _ = draw(config, params, rows=5, chunk=7, max_tokens=12, end=end, reply=reply)
+  for row in np.ndindex(P, G):
+    assert_of_model(config, params, given, found, row)
+  assert (~found.sampled_PGT[:, :, cut]).any() and found.sampled_PGT[:, :, cut + 2 :].any()
 
 
 def test_a_text_ends_a_turn_and_replies_are_not_searched(alone):

@@ -99,7 +99,9 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
   assert_close(golden, f"shared prompt, {how}", run(params), expected_BTV, valid_BT)
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("llama_dynamic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  "name", ["gemma3", "qwen3_5", pytest.param("llama_dynamic", marks=pytest.mark.slow)]
+)
 def test_log_probs_of_sampler_and_learner_agree(name):
   """In completions that are much longer than windows and original positions."""
   config, params = model.load(GOLDEN / "families" / name)

@@ -352,6 +352,7 @@ ADDED = {"no_rope_layer_interval", "partial_rotary_factor", "attention_bias", "t
         "smollm3_window",
         "granite",
         "olmo3",
+        "qwen3_5",
         "gemma3_images",
       )
     ),

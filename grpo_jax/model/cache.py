@@ -1,4 +1,4 @@
-"""What rows keep of their tokens: a struct that `features` takes as an argument and returns updated.
+"""What rows keep of their tokens: a struct that `features` takes and returns updated.
 
 Layers with attention keep keys and values of every token. Layers that recur keep a state of fixed
 size for each row, which begins as a copy of its prompt's.

@@ -44,7 +44,6 @@ class DeltaShape:
     key_dim: A, the size of a key and of a query.
     value_dim: B, the size of a value.
     width: How many tokens the convolution sees, the token itself included.
-    is_fused: The projections lie in two tensors, by key heads, as in Qwen3-Next.
   """
 
   key_heads: int
@@ -52,12 +51,16 @@ class DeltaShape:
   key_dim: int
   value_dim: int
   width: int
-  is_fused: bool = False
 
   @property
   def channels(self) -> int:
     """The numbers of a token that go through the convolution: queries, keys and values."""
     return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+  def state_bytes(self, item: float) -> float:
+    """The bytes of a row's memory, whose tokens before the convolution have `item` each."""
+    state = 4.0 * self.value_heads * self.key_dim * self.value_dim
+    return state + item * (self.width - 1) * self.channels
 
 
 class LayerKind(NamedTuple):
@@ -132,8 +135,6 @@ class ModelConfig:
     expert_dim: M.
     normalise_shares: The weights of a token's U experts are divided by their sum. Otherwise they
       are the router's probabilities.
-    shared_dim: The width of an expert that all tokens use beside theirs. 0 means that there is none.
-    shared_gate: Its output is multiplied by a sigmoid, which the layer learns.
     sparse_layers: The layers that have experts.
     stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
 
@@ -194,8 +195,6 @@ class ModelConfig:
   experts_per_token: int = 0
   expert_dim: int = 0
   normalise_shares: bool = False
-  shared_dim: int = 0
-  shared_gate: bool = False
   sparse_layers: tuple[int, ...] = ()
   stop_ids: tuple[int, ...] = ()
   # How the model is computed:

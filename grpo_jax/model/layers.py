@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import functools
 import math
-from typing import Any
 
 from flax import linen as nn
 import jax

@@ -97,7 +97,10 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
   split = shape.rows.mesh.shape["tensor"]
   item = 2.0 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4.0
-  per_token = 2.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
+  mixers = [shape.kind(layer).mixer for layer in range(shape.num_layers)]
+  per_token = 2.0 * mixers.count("attention") * shape.num_kv_heads * shape.head_dim * item
+  # Of a layer that recurs, a prompt and each of its rows have a state.
+  state = mixers.count("delta") * shape.delta.state_bytes(item) if shape.delta else 0.0
   if shape.num_kv_heads % split == 0:
     per_token /= split
   rows = config.sampling.rows if rows is None else rows
@@ -109,6 +112,7 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   # The prompt's part is held once for its place.
   sizes = [
     grid.places * (S + grid.seats * T * own_share) * per_token
+    + (grid.places + grid.rows) * state
     + _LOGITS_COPIES * grid.rows * shape.vocab_size / split * 4
     for grid in grids
   ]

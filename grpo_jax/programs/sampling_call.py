@@ -179,7 +179,12 @@ class SamplingCall:
     longest = int(self._drawn.lengths_PG.reshape(-1)[row_R[row_R != NOBODY]].max())
     flight, chunk = self._with_room(flight, pace, longest, seats)
     if draws.end is not None:
-      chunk = chunk._replace(rounds=min(chunk.rounds, np.int32(_SOONEST_LOOK)))
+      soonest = _SOONEST_LOOK
+      if flight.cache.states and draws.reply is not None:
+        # A row goes on after its last token. A state cannot drop those that were drawn after it, so
+        # the host looks after each. New rows draw one without a round.
+        soonest = 0 if is_new[row_R].any() else 1
+      chunk = chunk._replace(rounds=min(chunk.rounds, np.int32(soonest)))
     new = NewRows(
       is_new_R=is_new[row_R],
       number_R=(draws.first_prompt * self._members + row_R).astype(np.int32),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token, sample_token
 
+
 class Rows(struct.PyTreeNode):
   """The rows that are decoded together.
 

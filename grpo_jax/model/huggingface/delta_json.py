@@ -25,11 +25,15 @@ def read(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dict[str
     return {}
   count, types = values["num_hidden_layers"], values.get("layer_types")
   if types is None:
-    every = read_field({"full_attention_interval": 4, **values}, "full_attention_interval", int, refuse)
+    every = read_field(
+      {"full_attention_interval": 4, **values}, "full_attention_interval", int, refuse
+    )
     types = [
       "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)
     ]
-  if not isinstance(types, list) or len(types) != count or any(x not in list(_MIXERS) for x in types):
+  if (
+    not isinstance(types, list) or len(types) != count or any(x not in list(_MIXERS) for x in types)
+  ):
     refuse(
       "layer_types",
       f"is {shown(types)}: it must name full_attention or linear_attention for each of {count}"

@@ -272,8 +272,8 @@ def rope_to_json(config: ModelConfig) -> dict[str, Any]:
     if s.attention_factor != longrope_attention_factor(s.factor, s.original_positions):
       values["rope_scaling"]["attention_factor"] = s.attention_factor
     values["original_max_position_embeddings"] = s.original_positions
-  if config.rotary_dim:
-    share = config.rotary_dim / config.head_dim
+  if config.rotary_dim or config.delta:  # whose families rotate a quarter if nothing is said
+    share = (config.rotary_dim or config.head_dim) / config.head_dim
     values["partial_rotary_factor"] = full["partial_rotary_factor"] = share
   if config.local_rope_theta:
     local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}

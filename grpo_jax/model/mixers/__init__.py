@@ -1,13 +1,16 @@
 """How the tokens of a layer learn of those before them. Each mixer has a file of its own.
 
 A mixer is a module that is called with the tokens and with what it may use of the pass (`Seen`). It
-says what it keeps of a token or of a row (`seen.py`), where its parameters lie on a mesh (`RULES`)
-and which of its projections can have an adapter (`ADAPTABLE`).
+says what it keeps of a token or of a row (`seen.py`) and where its parameters lie on a mesh
+(`RULES`).
 """
+
+from typing import Any
 
 from grpo_jax.model.mixers import attention, delta
 from grpo_jax.model.mixers.attention import Attention
 from grpo_jax.model.mixers.delta import GatedDelta
 
-MIXERS = {"attention": Attention, "delta": GatedDelta}  # by LayerKind.mixer, the name in the tree
+# By LayerKind.mixer, which is also the name in the tree of parameters.
+MIXERS: dict[str, Any] = {"attention": Attention, "delta": GatedDelta}
 RULES = attention.RULES + delta.RULES

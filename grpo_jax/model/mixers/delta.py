@@ -2,7 +2,7 @@
 
 Each head has a matrix S that maps keys to values. A token with query q, key k, value v, decay a and
 strength b changes it to S <- a S + b k (v - k^T a S)^T, and reads q^T S from it. Queries and keys
-are normalised. As Qwen3-Next and Qwen3.5 have it in transformers, with a short convolution before.
+are normalised. As Qwen3.5 has it in transformers, with a short convolution before.
 """
 
 from typing import Any
@@ -24,14 +24,14 @@ _EXACT = jax.lax.Precision.HIGHEST
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
   (r"delta/in_proj_(qkv|[ab])/kernel", ("fsdp", "tensor")),
-  (r"delta/in_proj_(z|qkvz|ba)/kernel", ("fsdp", "tensor", None)),
+  (r"delta/in_proj_z/kernel", ("fsdp", "tensor", None)),
   (r"delta/out_proj/kernel", ("tensor", None, "fsdp")),
   (r"delta/conv", (None, "tensor")),
   (r"delta/(decay|decay_bias)", ("tensor",)),
   (r"delta/norm_scale", (None,)),
   (r"delta/in_proj_\w+/lora_a", ("fsdp", None)),
   (r"delta/in_proj_(qkv|[ab])/lora_b", (None, "tensor")),
-  (r"delta/in_proj_(z|qkvz|ba)/lora_b", (None, "tensor", None)),
+  (r"delta/in_proj_z/lora_b", (None, "tensor", None)),
   (r"delta/out_proj/lora_a", ("tensor", None, None)),
   (r"delta/out_proj/lora_b", (None, "fsdp")),
 )
@@ -99,17 +99,10 @@ class GatedDelta(nn.Module):
     """The tokens, and the gate z [B, T, J, R, N] of the output."""
     c = self.config
     shape, batch = c.delta, x_BTD.shape[:2]
-    J, A, N = shape.key_heads, shape.key_dim, shape.value_dim
-    R = shape.value_heads // J
-    if shape.is_fused:
-      whole = Dense(c, (J, 2 * A + 2 * R * N), name="in_proj_qkvz")(x_BTD)
-      q, k, v, z = jnp.split(whole, (A, 2 * A, 2 * A + R * N), axis=-1)
-      channels_BTC = jnp.concatenate([part.reshape(*batch, -1) for part in (q, k, v)], -1)
-      b, a = jnp.split(Dense(c, (J, 2 * R), name="in_proj_ba")(x_BTD), 2, axis=-1)
-    else:
-      channels_BTC = Dense(c, (shape.channels,), name="in_proj_qkv")(x_BTD)
-      z = Dense(c, (shape.value_heads, N), name="in_proj_z")(x_BTD)
-      b, a = (Dense(c, (J * R,), name=f"in_proj_{name}")(x_BTD) for name in "ba")
+    J, R, N = shape.key_heads, shape.value_heads // shape.key_heads, shape.value_dim
+    channels_BTC = Dense(c, (shape.channels,), name="in_proj_qkv")(x_BTD)
+    z = Dense(c, (shape.value_heads, N), name="in_proj_z")(x_BTD)
+    b, a = (Dense(c, (J * R,), name=f"in_proj_{name}")(x_BTD) for name in "ba")
     decay = self.param("decay", nn.initializers.zeros, (J * R,))
     bias = self.param("decay_bias", nn.initializers.ones, (J * R,))
     a = a.reshape(*batch, J, R).astype(jnp.float32)
