@@ -1,5 +1,6 @@
 """A folder of each family goes in, two steps are taken, and a folder comes out."""
 
+import dataclasses
 import json
 from pathlib import Path
 import shutil
@@ -131,3 +132,24 @@ def test_wrong_text_parts_are_refused(key, value, tmp_path):
   with pytest.raises(ConfigError, match=f"config.json: {key} ") as caught:
     model.load(tmp_path / "model")
   assert "\n" not in str(caught.value)
+
+
+def test_adapters_of_layers_that_differ(tmp_path):
+  """Half of the layers have no attention, so no adapter of it. PEFT's folder goes out and in."""
+  shape, base = model.load(GOLDEN / "qwen3_5")
+  lora = model.AdapterShape(rank=2, alpha=4.0, rslora=False, targets=("o", "q"))
+  shape = dataclasses.replace(shape, lora=lora)
+  adapters = model.init_adapters(jax.random.key(0), shape, base)
+  assert sorted(adapters) == ["layers_1"]  # the stack with attention
+  adapters = jax.tree.map(lambda x: x + 0.1, adapters)
+  model.save_adapters(tmp_path / "peft", shape, adapters, "")
+  loaded = model.load_adapters(tmp_path / "peft", shape)
+  jax.tree.map(np.testing.assert_array_equal, loaded, jax.device_get(adapters))
+  tokens_BT, positions_BT = np.arange(4, 24)[None], np.arange(20)[None]
+  found, _ = model.forward(model.join(base, adapters), shape, tokens_BT, positions_BT)
+  model.save(tmp_path / "merged", shape, model.join(base, adapters))
+  merged_shape, merged = model.load(tmp_path / "merged")
+  expected, _ = model.forward(merged, merged_shape, tokens_BT, positions_BT)
+  before, _ = model.forward(base, shape, tokens_BT, positions_BT)
+  np.testing.assert_allclose(found, expected, atol=1e-4)
+  assert np.abs(found - before).max() > 0.1

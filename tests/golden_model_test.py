@@ -8,6 +8,7 @@ a table: as the learner does it, and with the cache in one pass and token by tok
 import dataclasses
 from pathlib import Path
 
+from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 
 from grpo_jax import learner, model
 from grpo_jax.config import Learner
+from grpo_jax.model.huggingface import families
+from grpo_jax.model.stacks import Places
 from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding
 from grpo_jax.types import Batch
@@ -122,3 +125,29 @@ def test_log_probs_of_sampler_and_learner_agree(name):
   stats = jax.jit(learner.batch_stats, static_argnums=3)
   logprobs_PGT = stats(params, None, batch, options).logprobs_PGT
   assert out.lengths_PG.max() == 30 and np.abs(logprobs_PGT - out.logprobs_PGT * mask).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_gradients_are_those_of_transformers(name):
+  """Of every tensor, with right-padded prompts as the learner computes them."""
+  folder = GOLDEN / "families" / name
+  config, params = model.load(folder)
+  expected, gradients = np.load(folder / "expected.npz"), np.load(folder / "gradients.npz")
+  tokens_BT, _, valid_BT = rows(expected)
+  groups = model.Groups(jnp.asarray(expected["lengths"]), tokens_BT.shape[1])
+
+  def loss(params):
+    hidden_BTD, _ = model.group_features(params, config, tokens_BT, groups)
+    probs_BTV = jax.nn.softmax(model.unembed(params, config, hidden_BTD))
+    return (jnp.square(probs_BTV).sum(-1) * valid_BT).sum()
+
+  found, places = flatten_dict(jax.jit(jax.grad(loss))(params), sep="/"), Places(config)
+  compared = set()
+  for spec in families.family_of(config).tensors(config):
+    spec = dataclasses.replace(spec, offset=0.0)
+    ours = spec.to_hf(np.asarray(places.take(found, spec.leaf_name)), families.sizes(config))
+    theirs = gradients[spec.hf_name]
+    difference = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+    assert difference <= BOUND, (spec.hf_name, difference)
+    compared.add(spec.hf_name)
+  assert compared == set(gradients.files)

@@ -98,9 +98,12 @@ def stacked(
   """The tree of parameters whose `layers_{i}` hold single layers, as one with stacks.
 
   `stack` joins the arrays of several layers. It is np.stack for arrays that stay on the host.
+  Adapters may lack all layers of a stack.
   """
   tree = {name: entry for name, entry in layers.items() if not is_stacked(name)}
   for name, numbers in stacks(config).items():
+    if f"layers_{numbers[0]}" not in layers:
+      continue
     of_stack = [layers[f"layers_{number}"] for number in numbers]
     tree[name] = jax.tree.map(lambda *leaves: stack(leaves), *of_stack)
   return tree

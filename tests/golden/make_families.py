@@ -285,6 +285,7 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
   ),
 }
 
+GRADIENTS = ("qwen3_5",)  # folders with the gradients of all tensors
 
 VISION = dict(
   hidden_size=16,
@@ -371,6 +372,20 @@ def write(folder, model, seed, block=None):
   np.savez_compressed(
     folder / "expected.npz", tokens=tokens, lengths=np.array(LENGTHS, np.int32), **outputs
   )
+  if folder.name in GRADIENTS:
+    write_gradients(folder, tokens, LENGTHS)
+
+
+def write_gradients(folder, tokens, lengths):
+  """The gradient of a loss that reads every logit of a token, in float64, for each tensor."""
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float64, attn_implementation="eager"
+  )
+  mask = torch.tensor(np.arange(tokens.shape[1]) < np.array(lengths)[:, None])
+  logits = model(torch.tensor(tokens).long(), attention_mask=mask.long()).logits
+  (logits.softmax(-1).square().sum(-1) * mask).sum().backward()
+  gradients = {name: p.grad.float().numpy() for name, p in model.named_parameters()}
+  np.savez_compressed(folder / "gradients.npz", **gradients)
 
 
 def outputs_of(folder, tokens, lengths):
