@@ -55,8 +55,8 @@ def update(config: model.ModelConfig, tokens: int) -> tuple[Any, Any]:
 def main(_: list[str]) -> None:
   for tokens in map(int, _TOKENS.value):
     passes = {kind: update(config, tokens) for kind, config in KINDS.items()}
-    seconds = {kind: [] for kind in passes}
-    for _ in range(_REPEATS.value + 1):
+    seconds: dict[str, list[float]] = {kind: [] for kind in passes}
+    for _repeat in range(_REPEATS.value + 1):
       for kind, (run, params) in passes.items():
         start = time.perf_counter()
         jax.block_until_ready(run(params))
