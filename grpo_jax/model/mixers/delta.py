@@ -236,22 +236,24 @@ def inverse(lower: jax.Array) -> jax.Array:
   """(1 + L)^-1 of strictly lower triangular matrices L [..., C, C], C a power of two.
 
   Two neighbouring blocks of the diagonal that are inverted make one of twice the size. A series of
-  powers of L would be shorter, and lose all digits where keys are alike.
+  powers of L would be shorter, and lose all digits where keys are alike. The products are of whole
+  matrices, because compilers handle blocks of a few numbers badly.
   """
-  *batch, C, _ = lower.shape
-  inverted = jnp.ones((*batch, C, 1, 1), lower.dtype)
+  C = lower.shape[-1]
+  number = jnp.arange(C)
+  inverted = jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape)
   size = 1
   while size < C:
-    pairs = C // (2 * size)
-    blocks = lower.reshape(*batch, pairs, 2 * size, pairs, 2 * size)
-    diagonal = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-    below = diagonal[..., size:, :size]
-    first, second = inverted[..., ::2, :, :], inverted[..., 1::2, :, :]
-    corner = -jnp.matmul(jnp.matmul(second, below, precision=_EXACT), first, precision=_EXACT)
-    above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
-    inverted = jnp.concatenate([above, jnp.concatenate([corner, second], -1)], -2)
+    block = number // size
+    # The block below the diagonal, between the two.
+    joins = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
+    between = jnp.where(joins, lower, 0)
+    if size > 1:
+      between = jnp.matmul(inverted, between, precision=_EXACT)
+      between = jnp.matmul(between, inverted, precision=_EXACT)
+    inverted = inverted - between
     size *= 2
-  return inverted[..., 0, :, :]
+  return inverted
 
 
 def _inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
