@@ -115,7 +115,7 @@ def test_a_row_draws_no_stop_id_before_its_least_tokens_and_ends_at_its_longest(
   options = decoding(max_tokens=8)
   rows, drawn = draw_first(rows, lambda: logits, options, 8)
   step, limits = (
-    (lambda cache, token_R, drawn_R: (logits, cache)),
+    (lambda cache, rows: (logits, cache)),
     Chunk(jnp.int32(7), jnp.int32(3)),
   )
   _, rows, drawn = decode_chunk(step, None, rows, drawn, options, limits)
@@ -230,8 +230,8 @@ def always(token):
   return jnp.where(jnp.arange(V) == token, 0.0, -jnp.inf)
 
 
-def uniform_step(cache, token_R, drawn_R):
-  return jnp.zeros((token_R.shape[0], V)), cache + 1
+def uniform_step(cache, rows):
+  return jnp.zeros((rows.token_R.shape[0], V)), cache + 1
 
 
 def test_a_row_takes_the_tokens_that_are_given_and_counts_the_rounds_since_its_last():
@@ -241,8 +241,8 @@ def test_a_row_takes_the_tokens_that_are_given_and_counts_the_rounds_since_its_l
   given_RT = jnp.full((2, 8), -1).at[0, 1:3].set(jnp.array([2, 6]))
   rows = rows.replace(given_RT=given_RT)
 
-  def step(cache, token_R, drawn_R):
-    logits = jax.vmap(always)(token_R + 1)
+  def step(cache, rows):
+    logits = jax.vmap(always)(rows.token_R + 1)
     return jnp.where(given_RT[:, 1:2] >= 0, logits.clip(-5), logits), cache
 
   first = jnp.stack([always(3), always(5)])
@@ -260,8 +260,8 @@ def test_a_row_takes_the_tokens_that_are_given_and_counts_the_rounds_since_its_l
 def test_tokens_follow_the_step_function(rounds):
   """Each token is the one before plus one, from 3 on, until stop id 6."""
 
-  def step(cache, token_R, drawn_R):
-    return jax.vmap(always)(token_R + 1), cache
+  def step(cache, rows):
+    return jax.vmap(always)(rows.token_R + 1), cache
 
   out = run(step, first=jnp.stack([always(3), always(5)]), stop_ids=(6, 9), rounds=rounds)
   np.testing.assert_array_equal(out.tokens, [[3, 4, 5, 6, 0, 0, 0, 0], [5, 6, 0, 0, 0, 0, 0, 0]])
@@ -307,8 +307,8 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_chunks(rounds):
 
 
 def test_it_stops_when_every_row_has():
-  def step(cache, token_R, drawn_R):
-    return jnp.broadcast_to(always(4), (token_R.shape[0], V)), cache + 1
+  def step(cache, rows):
+    return jnp.broadcast_to(always(4), (rows.token_R.shape[0], V)), cache + 1
 
   out = run(step, max_tokens=500, stop_ids=(4,), first=jnp.stack([always(3), always(4)]))
   assert out.cache == 1 and out.lengths.tolist() == [2, 1]
@@ -318,8 +318,8 @@ def test_it_stops_when_every_row_has():
 def test_a_chunk_ends_when_more_rows_have_ended_than_are_borne(ended, rounds, passes):
   """Row r ends after 2 r + 3 tokens."""
 
-  def step(cache, token_R, drawn_R):
-    stops = drawn_R + 1 == 2 * jnp.arange(4) + 3
+  def step(cache, rows):
+    stops = rows.drawn_R + 1 == 2 * jnp.arange(4) + 3
     return jnp.where(stops[:, None], always(1), always(2)), cache + 1
 
   chunk = Chunk(jnp.int32(rounds), jnp.int32(ended))
