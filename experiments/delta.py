@@ -4,7 +4,7 @@
 
 For each number of tokens it prints the seconds of a forward and a backward pass of the update over
 one text, in turn, and the bytes that the compiled program needs beside its arguments. The layers
-have the width of Qwen3.5-0.8B and no MLP.
+have the width of Qwen3.5-0.8B, and an MLP of 8 units, which costs next to nothing.
 """
 
 import dataclasses

@@ -658,3 +658,38 @@ def test_file_of_the_index_missing(untied):
 def test_index_without_a_map(untied):
   edit(untied / "model.safetensors.index.json", weight_map=...)
   assert_refused(untied, "model.safetensors.index.json", "weight_map")
+
+
+@pytest.mark.parametrize(
+  "axes, rows", [("(A,B,B) C", [0, 2, 5]), ("C(A,B) 1", [None] * 2), ("C (A,B) A", [None] * 2)]
+)
+def test_parts_of_a_tensor_are_taken_and_joined(axes, rows):
+  """Of its rows, of each group of its rows, and of a later axis."""
+  sizes = {"A": 2, "B": 3, "C": 4}
+  count = axes[axes.index("(") : axes.index(")")].count(",") + 1
+  specs = [TensorSpec("tensor", "leaf", axes, "", part=part) for part in range(count)]
+  shape = specs[0].tensor_shape(sizes)
+  tensor = np.arange(np.prod(shape)).reshape(shape)
+  expected = {
+    "(A,B,B) C": [tensor[:2], tensor[2:5], tensor[5:]],
+    "C(A,B) 1": [x.reshape(-1, 1) for x in np.split(tensor.reshape(4, -1), [2], axis=1)],
+    "C (A,B) A": [tensor[:, :2], tensor[:, 2:]],
+  }[axes]
+  found = [spec.part_of(tensor, sizes) for spec in specs]
+  for ours, theirs, spec in zip(found, expected, specs, strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+    assert ours.shape == spec.hf_shape(sizes)
+  np.testing.assert_array_equal(specs[0].joined(found, sizes), tensor)
+  assert [spec.first_row(sizes) for spec in specs] == rows
+
+
+def test_heads_that_guess_further_tokens_are_left_out(tmp_path):
+  folder = tmp_path / "mtp"
+  shutil.copytree(GOLDEN / "families" / "qwen3_5", folder)
+  tensors = tensors_of(folder)
+  save_file(
+    {**tensors, "mtp.fc.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors"
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal, load(folder)[1], load(GOLDEN / "families" / "qwen3_5")[1]
+  )

@@ -124,7 +124,14 @@ def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
 
   if not cache.states:
     return cache
-  return cache.replace(states=jax.tree.map(begun, cache.states, cache.prefix.states))
+
+  def begin(states: PerStack) -> PerStack:
+    return jax.tree.map(begun, states, cache.prefix.states)
+
+  # Most chunks have no new rows. The states alone go through the condition: keys and values would
+  # be copied.
+  states = jax.lax.cond(begins_PG.any(), begin, lambda states: states, cache.states)
+  return cache.replace(states=states)
 
 
 def slots_step(config: ModelConfig) -> int:

@@ -23,7 +23,10 @@ QUANTISED = r"(/qvalue|/scale)?"
 RULES = (
   (r"embed/embedding", ("tensor", "fsdp")),
   (LAYER + r"(attention|mlp)(_post)?_norm/scale", (None,)),
-  *((LAYER + path + QUANTISED, axes) for path, axes in mixers.RULES),
+  *(
+    (LAYER + path + (QUANTISED if path.endswith("kernel") else ""), axes)
+    for path, axes in mixers.RULES
+  ),
   (LAYER + r"mlp/down/bias", (None,)),
   (LAYER + r"mlp/(gate|up)/bias", ("tensor",)),
   (LAYER + r"mlp/(gate|up)/kernel" + QUANTISED, ("fsdp", "tensor")),

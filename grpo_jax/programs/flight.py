@@ -308,10 +308,7 @@ class FlightPrograms:
     def first_logits() -> jax.Array:
       return jnp.repeat(model.unembed(params, config, flight.last_ND), Q, axis=0)
 
-    begins_PG = is_new_R.reshape(N, Q)
-    cache = jax.lax.cond(
-      is_new_R.any(), lambda cache: model.begin_rows(cache, begins_PG), lambda cache: cache, cache
-    )
+    cache = model.begin_rows(cache, is_new_R.reshape(N, Q))
     rows, drawn = draw_first(rows, first_logits, self.decoding, self.columns)
     cache, rows, drawn = decode_chunk(step, cache, rows, drawn, self.decoding, chunk)
     seen = self._everywhere((drawn, rows.goes_on_R))

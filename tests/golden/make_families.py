@@ -306,6 +306,22 @@ WITH_IMAGES = {  # folder: (family, fields of the text part, other fields)
     dict(COMMON, model_type="mistral", sliding_window=None, rope_parameters=ROPE),
     dict(tie_word_embeddings=False, vision_config=dict(VISION, head_dim=8, model_type="pixtral")),
   ),
+  "qwen3_5_images": (
+    "Qwen3_5",
+    dict(DELTA, num_hidden_layers=2, layer_types=[LINEAR, FULL], tie_word_embeddings=True),
+    dict(
+      tie_word_embeddings=True,
+      vision_config=dict(
+        depth=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_heads=2,
+        patch_size=8,
+        out_hidden_size=32,
+        num_position_embeddings=4,
+      ),
+    ),
+  ),
 }
 
 
@@ -398,7 +414,7 @@ def outputs_of(folder, tokens, lengths):
   values = json.loads((folder / "config.json").read_text())
   has_images = "text_config" in values
   # In float32, its delta rule is further from float64 than the bound of the tests.
-  is_exact = LINEAR in (values.get("layer_types") or [])
+  is_exact = LINEAR in (values.get("text_config", values).get("layer_types") or [])
   auto = "AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM"
   model = getattr(transformers, auto).from_pretrained(
     folder, dtype=torch.float64 if is_exact else torch.float32, attn_implementation="eager"

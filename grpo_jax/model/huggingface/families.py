@@ -193,8 +193,6 @@ _DELTA = (
   _layer("linear_attn.dt_bias", "delta/decay_bias", "v", "v"),
   _layer("linear_attn.norm.weight", "delta/norm_scale", "b", "b"),
   _layer("linear_attn.out_proj.weight", "delta/out_proj/kernel", "D vb", "vbD"),
-)
-_DELTA_IN = (
   _layer("linear_attn.in_proj_qkv.weight", "delta/in_proj_qkv/kernel", "c D", "Dc"),
   _layer("linear_attn.in_proj_z.weight", "delta/in_proj_z/kernel", "vb D", "Dvb"),
   _layer("linear_attn.in_proj_b.weight", "delta/in_proj_b/kernel", "v D", "Dv"),
@@ -303,7 +301,6 @@ _ALL = (
     + _BIASES
     + _qk_norms(offset=1.0)
     + _DELTA
-    + _DELTA_IN
     + _final_norm(offset=1.0),
     _QWEN3 | {"output_gate": True},
     _BIAS_FIELDS,

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.huggingface import delta_json
 from grpo_jax.model.huggingface.config_fields import Refuse, read_field
 from grpo_jax.model.rope import SCALINGS, RopeScaling
 from grpo_jax.settings import shown
@@ -101,11 +102,11 @@ def _read_rotary_dim(
   """How many numbers of a head are rotated, or 0 for all of them."""
   key = "partial_rotary_factor"
   factors = [place[key] for place in places if place.get(key) is not None]
-  if not factors and model_type == "qwen3_5_text":
+  if not factors and model_type in delta_json.FAMILIES:
     factors = [0.25]
   if not factors or all(factor == 1 for factor in factors):
     return 0
-  if model_type not in ("phi3", "qwen3_5_text"):
+  if model_type not in ("phi3", *delta_json.FAMILIES):
     refuse(key, f"is {shown(factors[0])}: models of this family rotate whole heads")
   if factors[-1] != factors[0]:
     refuse(key, f"is given differently in two places ({shown(factors)}): correct one")

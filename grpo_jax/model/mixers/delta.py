@@ -29,11 +29,6 @@ RULES = (
   (r"delta/conv", (None, "tensor")),
   (r"delta/(decay|decay_bias)", ("tensor",)),
   (r"delta/norm_scale", (None,)),
-  (r"delta/in_proj_\w+/lora_a", ("fsdp", None)),
-  (r"delta/in_proj_(qkv|[ab])/lora_b", (None, "tensor")),
-  (r"delta/in_proj_z/lora_b", (None, "tensor", None)),
-  (r"delta/out_proj/lora_a", ("tensor", None, None)),
-  (r"delta/out_proj/lora_b", (None, "fsdp")),
 )
 
 
