@@ -9,9 +9,9 @@ import pytest
 
 from grpo_jax import model
 from grpo_jax.config import Mesh
-from grpo_jax.model import experts
 from grpo_jax.model.attention import decode
 from grpo_jax.model.attention.softmax import Own, as_int8, softmax_attention
+from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.programs.sampling import Draws, Sampler, whole

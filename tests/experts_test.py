@@ -23,7 +23,7 @@ from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.config import Learner, Mesh, from_dict, to_dict
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.model import experts
+from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.programs.run import Run

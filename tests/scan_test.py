@@ -7,7 +7,7 @@ import pytest
 
 from grpo_jax import model
 from grpo_jax.model import blocks
-from grpo_jax.model.layers import MLP
+from grpo_jax.model.mlps import MLP
 
 CONFIG = model.ModelConfig(
   vocab_size=31, embed_dim=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=24
@@ -46,6 +46,6 @@ def test_the_backward_pass_of_an_mlp_saves_no_activation_function():
   params = jax.tree.map(lambda x: x[0], model.init(jax.random.key(0), CONFIG)["layers_0"]["mlp"])
   mlp = MLP(CONFIG)
   x_BTD = jnp.ones((2, 5, CONFIG.embed_dim))
-  _, vjp = jax.vjp(lambda x: mlp.apply({"params": params}, x), x_BTD)
+  _, vjp = jax.vjp(lambda x: mlp.apply({"params": params}, x)[0], x_BTD)
   saved = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size == 2 * 5 * CONFIG.mlp_dim]
   assert len(saved) == 3

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.config import LayerKind, ModelConfig
-from grpo_jax.model.experts import Experts, in_stacks
-from grpo_jax.model.layers import MLP
 from grpo_jax.model.mixers import MIXERS
 from grpo_jax.model.mixers.seen import Attend, Recur, Seen
+from grpo_jax.model.mlps import MLPS
+from grpo_jax.model.mlps.experts import in_stacks
 from grpo_jax.model.rope import Rotation
 from grpo_jax.model.stacks import Segment, segments
 from grpo_jax.types import Routing
@@ -60,10 +60,7 @@ class Block(nn.Module):
     mixed_BTD, kept = mixer(norm("attention_norm", x_BTD, c.pre_norms), seen)
     x_BTD = added(x_BTD, "attention_post_norm", mixed_BTD)
     normed_BTD = norm("mlp_norm", x_BTD, c.pre_norms)
-    if self.kind.sparse:
-      out_BTD, routing = Experts(c, name="experts")(normed_BTD, counted_BT)
-    else:
-      out_BTD, routing = MLP(c, name="mlp")(normed_BTD), None
+    out_BTD, routing = MLPS[self.kind.mlp](c, name=self.kind.mlp)(normed_BTD, counted_BT)
     return added(x_BTD, "mlp_post_norm", out_BTD), kept, routing
 
 

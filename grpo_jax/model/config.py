@@ -70,13 +70,13 @@ class LayerKind(NamedTuple):
     mixer: How tokens learn of those before them: a name in `mixers.MIXERS`.
     window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
     rotated: Its queries and keys are rotated.
-    sparse: Experts take the place of its MLP.
+    mlp: What it does with each token by itself: a name in `mlps.MLPS`.
   """
 
   mixer: str
   window: int
   rotated: bool
-  sparse: bool
+  mlp: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,5 +243,5 @@ class ModelConfig:
       mixer=self.mixers[layer] if self.mixers else "attention",
       window=self.windows[layer] if self.windows else 0,
       rotated=layer not in self.unrotated_layers,
-      sparse=layer in self.sparse_layers,
+      mlp="experts" if layer in self.sparse_layers else "mlp",
     )

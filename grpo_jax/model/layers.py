@@ -131,28 +131,6 @@ class Dense(nn.Module):
     return out + bias.astype(c.dtype)
 
 
-class MLP(nn.Module):
-  """The gated MLP: down(activation(gate x) * up x) (Shazeer 2002.05202)."""
-
-  config: ModelConfig
-
-  @nn.compact
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    c = self.config
-
-    # The backward pass computes the activation again. To save it and its derivative would take
-    # longer on a CPU, and more memory everywhere.
-    @jax.checkpoint
-    def gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-      return ACTIVATIONS[c.activation](gate_BTF) * up_BTF
-
-    def project(name: str, features: int, x: jax.Array) -> jax.Array:
-      return Dense(c, (features,), use_bias=c.mlp_bias, name=name)(x)
-
-    gate_BTF, up_BTF = project("gate", c.mlp_dim, x_BTD), project("up", c.mlp_dim, x_BTD)
-    return project("down", c.embed_dim, gated(gate_BTF, up_BTF))
-
-
 def head_product(equation: str, hidden: jax.Array, weights: jax.Array) -> jax.Array:
   """`einsum` of hidden states [..., D] as rows [N, D] with weights, float32 [..., outputs]."""
   out_NV = einsum(equation, hidden.reshape(-1, hidden.shape[-1]), weights)

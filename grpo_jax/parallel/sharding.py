@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.model import mixers
+from grpo_jax.model import mixers, mlps
 from grpo_jax.settings import ConfigError
 
 # The mesh axes that split the first axis of a batch.
@@ -25,19 +25,8 @@ RULES = (
   (LAYER + r"(attention|mlp)(_post)?_norm/scale", (None,)),
   *(
     (LAYER + path + (QUANTISED if path.endswith("kernel") else ""), axes)
-    for path, axes in mixers.RULES
+    for path, axes in mixers.RULES + mlps.RULES
   ),
-  (LAYER + r"mlp/down/bias", (None,)),
-  (LAYER + r"mlp/(gate|up)/bias", ("tensor",)),
-  (LAYER + r"mlp/(gate|up)/kernel" + QUANTISED, ("fsdp", "tensor")),
-  (LAYER + r"mlp/down/kernel" + QUANTISED, ("tensor", "fsdp")),
-  (LAYER + r"mlp/(gate|up)/lora_a", ("fsdp", None)),
-  (LAYER + r"mlp/(gate|up)/lora_b", (None, "tensor")),
-  (LAYER + r"mlp/down/lora_a", ("tensor", None)),
-  (LAYER + r"mlp/down/lora_b", (None, "fsdp")),
-  (LAYER + r"experts/router", ("fsdp", None)),
-  (LAYER + r"experts/(gate|up)", ("expert", "fsdp", "tensor")),
-  (LAYER + r"experts/down", ("expert", "tensor", "fsdp")),
   (r"final_norm/scale", (None,)),
   (r"head/kernel", ("fsdp", "tensor")),
   (r"score/kernel", ("fsdp", None)),

@@ -1,11 +1,10 @@
 """Which fields of config.json are read, which are ignored, and which values are not supported."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import math
 import re
 from typing import Any, NoReturn
 
-from grpo_jax.model.huggingface.families import Family
 from grpo_jax.settings import LARGEST_INT, shown
 
 FIELDS = {  # field of ModelConfig -> field of config.json; families have more
@@ -54,29 +53,16 @@ READ = {
   "rope_local_base_freq",
   "partial_rotary_factor",
   "sliding_window",
-  "sliding_window_pattern",
-  "_sliding_window_pattern",
   "layer_types",
   "use_sliding_window",
   "max_window_layers",
-  "no_rope_layers",
   "quantization_config",
-  "no_rope_layer_interval",
   "hidden_act",
   "hidden_activation",
   "eos_token_id",
   "original_max_position_embeddings",
   "id2label",
   "num_labels",
-  "num_local_experts",
-  "decoder_sparse_step",
-  "mlp_only_layers",
-  "full_attention_interval",
-  "linear_num_key_heads",
-  "linear_num_value_heads",
-  "linear_key_head_dim",
-  "linear_value_head_dim",
-  "linear_conv_kernel_dim",
 }
 # Fields that matter only to training, generating or loading with other programs.
 IGNORED = re.compile(
@@ -92,14 +78,14 @@ IGNORED = re.compile(
 )
 
 
-def fields_of(family: Family) -> dict[str, str]:
-  """Field of ModelConfig -> field of config.json, for all that have the same value in both."""
-  return {**FIELDS, **family.fields}
+def check_fields(values: Mapping[str, Any], of_family: Collection[str], refuse: Refuse) -> None:
+  """Refuses fields that are unknown, or that have values which are not supported.
 
-
-def check_fields(values: Mapping[str, Any], family: Family, refuse: Refuse) -> None:
-  """Refuses fields that are unknown, or that have values which are not supported."""
-  of_family = fields_of(family).values()
+  Args:
+    values: The object in config.json.
+    of_family: The fields that the model's family reads.
+    refuse: Raises ConfigError.
+  """
   for key, allowed in SUPPORTED.items():
     if key in values and key not in of_family and values[key] not in allowed:
       refuse(

@@ -1,6 +1,6 @@
 """Loads Hugging Face folders and GGUF files.
 
-families.py and config_json.py explain the names in folders, gguf_config.py and gguf_tensors.py what
+families/ and config_json.py explain the names in folders, gguf_config.py and gguf_tensors.py what
 a GGUF file has in their place.
 """
 

@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface import delta_json
 from grpo_jax.model.huggingface.config_fields import Refuse, read_field
+from grpo_jax.model.huggingface.families import Family
 from grpo_jax.model.rope import SCALINGS, RopeScaling
 from grpo_jax.settings import shown
 
@@ -43,11 +43,11 @@ _KEYS_OF_KIND: dict[str, set[str]] = {
 }
 
 
-def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+def read_rope(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
   """The rotary fields of a ModelConfig.
 
   Args:
-    model_type: The family.
+    family: The family.
     values: config.json, in the form of transformers 4 or 5.
     refuse: refuse(field, reason) raises ConfigError.
   """
@@ -59,8 +59,8 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
       thetas.append(found.get("rope_theta") if isinstance(found, dict) else None)
       scalings.append(_read_scaling(key, found, values, refuse))
   thetas = [theta for theta in thetas if theta is not None]
-  if not thetas and model_type == "gemma3_text":
-    thetas = [1e6]
+  if not thetas and family.default_theta:
+    thetas = [family.default_theta]
   if not thetas:
     refuse("rope_theta", "is missing")
   if any(theta != thetas[0] for theta in thetas):
@@ -70,43 +70,43 @@ def read_rope(model_type: str, values: Mapping[str, Any], refuse: Refuse) -> dic
   fields = {
     "rope_theta": read_field({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
     "rope_scaling": scalings[0] if scalings else None,
-    "rotary_dim": _read_rotary_dim(model_type, (values, rope), values["head_dim"], refuse),
+    "rotary_dim": _read_rotary_dim(family, (values, rope), values["head_dim"], refuse),
   }
-  fields["query_growth"] = _read_growth(model_type, rope, fields["rope_scaling"], refuse)
+  fields["query_growth"] = _read_growth(family, rope, fields["rope_scaling"], refuse)
   scaling, rotated = fields["rope_scaling"], fields["rotary_dim"] or values["head_dim"]
   if scaling and scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
     count = len(scaling.short_factors)
     refuse("short_factor", f"has {count} numbers, for {rotated // 2} frequencies: correct it")
-  if model_type in ("gemma3_text", "olmo3"):
-    default = 1e4 if model_type == "gemma3_text" else thetas[0]
-    theta = {"rope_theta": local.get("rope_theta") or default}
+  if family.has_local_rope:
+    theta = {"rope_theta": local.get("rope_theta") or family.local_theta or thetas[0]}
     fields["local_rope_theta"] = read_field(theta, "rope_theta", float, refuse)
   return fields
 
 
 def _read_growth(
-  model_type: str, rope: Mapping[str, Any], scaling: RopeScaling | None, refuse: Refuse
+  family: Family, rope: Mapping[str, Any], scaling: RopeScaling | None, refuse: Refuse
 ) -> float:
   """How much queries grow with the position."""
   if rope.get(_GROWTH) is None:
     return 0.0
-  if model_type != "ministral3" or scaling is None:
-    needed = "scaled positions" if model_type == "ministral3" else "a model of ministral3"
+  has_growth = "query_growth" in family.varies
+  if not has_growth or scaling is None:
+    needed = "scaled positions" if has_growth else "a model of ministral3"
     refuse("rope_parameters", f"has {_GROWTH}, which needs {needed}: remove it")
   return read_field(rope, _GROWTH, float, refuse)
 
 
 def _read_rotary_dim(
-  model_type: str, places: Iterable[Mapping[str, Any]], head_dim: Any, refuse: Refuse
+  family: Family, places: Iterable[Mapping[str, Any]], head_dim: Any, refuse: Refuse
 ) -> int:
   """How many numbers of a head are rotated, or 0 for all of them."""
   key = "partial_rotary_factor"
   factors = [place[key] for place in places if place.get(key) is not None]
-  if not factors and model_type in delta_json.FAMILIES:
-    factors = [0.25]
+  if not factors and family.rotated is not None:
+    factors = [family.rotated]
   if not factors or all(factor == 1 for factor in factors):
     return 0
-  if model_type not in ("phi3", *delta_json.FAMILIES):
+  if family.rotated is None:
     refuse(key, f"is {shown(factors[0])}: models of this family rotate whole heads")
   if factors[-1] != factors[0]:
     refuse(key, f"is given differently in two places ({shown(factors)}): correct one")
@@ -239,7 +239,7 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
   )
 
 
-def rope_to_json(config: ModelConfig) -> dict[str, Any]:
+def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
   """The rotary fields of config.json, in the forms of transformers 4 and 5."""
   s = config.rope_scaling
   scaling: dict[str, Any] = {"rope_type": "default"}
@@ -273,7 +273,7 @@ def rope_to_json(config: ModelConfig) -> dict[str, Any]:
     if s.attention_factor != longrope_attention_factor(s.factor, s.original_positions):
       values["rope_scaling"]["attention_factor"] = s.attention_factor
     values["original_max_position_embeddings"] = s.original_positions
-  if config.rotary_dim or config.delta:  # whose families rotate a quarter if nothing is said
+  if family.rotated is not None:
     share = (config.rotary_dim or config.head_dim) / config.head_dim
     values["partial_rotary_factor"] = full["partial_rotary_factor"] = share
   if config.local_rope_theta:

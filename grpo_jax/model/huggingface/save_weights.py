@@ -1,4 +1,4 @@
-"""Saves Hugging Face folders. families.py and config_json.py explain the names in them."""
+"""Saves Hugging Face folders. families/ and config_json.py explain the names in them."""
 
 import collections
 from collections.abc import Callable, Iterable, Mapping

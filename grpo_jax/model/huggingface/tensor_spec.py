@@ -37,8 +37,7 @@ class TensorSpec:
       holds them all, on a first axis X that `leaf_axes` does not list.
     offset: Added to the tensor: some norms multiply by 1 + w.
     part: Which of those in brackets the leaf is.
-    layers: The layers that have the tensor: "all", "dense" (with an MLP) or "sparse" (with
-      experts).
+    layers: The layers that have the tensor: "all", or those with this mixer or kind of MLP.
     when: The field of ModelConfig that says whether layers have the tensor, or "" if all do.
     expert: The number of the expert, or None where the tensor is not an expert's.
   """

@@ -7,23 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_jax.model.huggingface.config_fields import Refuse
+from grpo_jax.model.huggingface.families import FAMILIES
 from grpo_jax.settings import shown
 
 # model_type -> the fields of its text part that may be missing, as transformers fills them in.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-  "gemma3": {
-    "model_type": "gemma3_text",
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-  },
-  "qwen3_5": {"model_type": "qwen3_5_text"},
-  "mistral3": {"model_type": "mistral", "head_dim": 128, "sliding_window": None},
+  whole: {"model_type": family.model_type, **defaults}
+  for family in FAMILIES.values()
+  for whole, defaults in family.whole.items()
 }
 _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
 

@@ -18,6 +18,13 @@ from grpo_jax.types import Routing
 _LANES = 128  # of a TPU
 _MOST_INPUTS = 2048  # of a matrix, that a kernel holds at a time
 
+# Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
+RULES = (
+  (r"experts/router", ("fsdp", None)),
+  (r"experts/(gate|up)", ("expert", "fsdp", "tensor")),
+  (r"experts/down", ("expert", "tensor", "fsdp")),
+)
+
 
 class ExpertWeights(NamedTuple):
   """The MLPs of X experts: all of them, or those that one device holds."""

@@ -1,0 +1,56 @@
+"""The model families: what config.json says, and the names and axes of all tensors, as tables.
+
+A family is a record (`Family`) in one of these files. It drives both loading and saving.
+"""
+
+import re
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.huggingface.families import gemma, llama, olmo, qwen, qwen_delta
+from grpo_jax.model.huggingface.families.family import REWARD_HEADS, Family
+from grpo_jax.model.huggingface.families.sizes import sizes
+from grpo_jax.settings import ConfigError
+
+__all__ = ["FAMILIES", "HARMLESS", "REWARD_HEADS", "Family", "family_of", "sizes"]
+
+_ALL = (
+  *qwen.FAMILIES,
+  *llama.FAMILIES,
+  *olmo.FAMILIES,
+  *qwen_delta.FAMILIES,
+  *gemma.FAMILIES,
+)
+FAMILIES = {family.model_type: family for family in _ALL}
+# Tensors that can be ignored: what config.json determines, and heads that guess further tokens.
+HARMLESS = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
+
+# Fields of ModelConfig that only some families have.
+_OF_SOME = (
+  *("o_bias", "mlp_bias", "qk_norm", "pre_norms", "post_norms", "output_gate"),
+  *("embedding_multiplier", "residual_multiplier", "query_multiplier", "logit_divisor"),
+  *("unrotated_layers", "rotary_dim", "mixers", "delta", "query_growth", "sparse_layers"),
+)
+
+
+def family_of(config: ModelConfig) -> Family:
+  """The family that a model is saved as. Raises ConfigError if no family has such models."""
+  family = FAMILIES.get(config.family)
+  if family is None:
+    raise _unknown_model(f"family={config.family!r}")
+  for name, value in family.fixed.items():
+    if getattr(config, name) != value:
+      raise _unknown_model(f"{name}={getattr(config, name)}")
+  for name in _OF_SOME:
+    value = getattr(config, name)
+    is_known = name in (*family.fixed, *family.fields, *family.varies)
+    if value != ModelConfig.__dataclass_fields__[name].default and not is_known:
+      raise _unknown_model(f"family={config.family!r} and {name}={value}")
+  if "o_bias" in family.fields and config.o_bias != config.qkv_bias:  # config.json has one field
+    raise _unknown_model(f"qkv_bias={config.qkv_bias} and o_bias={config.o_bias}")
+  return family
+
+
+def _unknown_model(description: str) -> ConfigError:
+  return ConfigError(
+    f"a model with {description} has no Hugging Face family here: it cannot be saved"
+  )

@@ -1,0 +1,23 @@
+"""How long the axes of tensors are."""
+
+from grpo_jax.model.config import ModelConfig
+
+
+def sizes(config: ModelConfig) -> dict[str, int]:
+  """The length of each axis letter. Those of some mixers have lower case."""
+  found = {
+    "V": config.vocab_size,
+    "D": config.embed_dim,
+    "H": config.num_heads,
+    "K": config.num_kv_heads,
+    "E": config.head_dim,
+    "g": 2 * config.head_dim,  # a query and its gate
+    "F": config.mlp_dim,
+    "X": config.num_experts,
+    "M": config.expert_dim,
+    "N": config.labels,
+  }
+  if config.delta:
+    delta = config.delta
+    found |= {"c": delta.channels, "v": delta.value_heads, "b": delta.value_dim, "w": delta.width}
+  return found

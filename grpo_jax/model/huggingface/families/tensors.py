@@ -1,0 +1,116 @@
+"""The tensors that several families have, as entries of their tables."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_jax.model.huggingface.tensor_spec import TensorSpec
+from grpo_jax.model.mixers import MIXERS
+from grpo_jax.model.mlps import MLPS
+
+
+def layer(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options: Any) -> TensorSpec:
+  """The entry of a tensor of layers: of those with its mixer or MLP, or of all."""
+  part = leaf_name.split("/")[0]
+  return TensorSpec(
+    f"model.layers.{{i}}.{hf_name}",
+    f"layers_{{i}}/{leaf_name}",
+    hf_axes,
+    leaf_axes,
+    layers=part if part in (*MIXERS, *MLPS) else "all",
+    **options,
+  )
+
+
+def norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorSpec, ...]:
+  """The norms of a layer. `names` are names of leaves -> names of tensors."""
+  return tuple(
+    layer(f"{hf_name}.weight", f"{leaf_name}/scale", "D", "D", offset=offset)
+    for leaf_name, hf_name in names.items()
+  )
+
+
+def qk_norms(offset: float = 0.0) -> tuple[TensorSpec, ...]:
+  """The norms of each head of the queries and keys."""
+  return (
+    layer("self_attn.q_norm.weight", "attention/q_norm/scale", "E", "E", offset=offset),
+    layer("self_attn.k_norm.weight", "attention/k_norm/scale", "E", "E", offset=offset),
+  )
+
+
+WHOLE_QK_NORMS = (
+  layer("self_attn.q_norm.weight", "attention/q_norm/scale", "HE", "HE"),
+  layer("self_attn.k_norm.weight", "attention/k_norm/scale", "KE", "KE"),
+)
+
+
+def final_norm(offset: float = 0.0) -> tuple[TensorSpec, ...]:
+  """The norm after the last layer."""
+  return (TensorSpec("model.norm.weight", "final_norm/scale", "D", "D", offset=offset),)
+
+
+# Leaf -> tensor. Most families normalise before attention and MLP, OLMo after, and Gemma both.
+PRE_NORMS = {
+  "attention_norm": "input_layernorm",
+  "mlp_norm": "post_attention_layernorm",
+}
+OUTER_NORMS = {
+  "attention_post_norm": "post_attention_layernorm",
+  "mlp_post_norm": "post_feedforward_layernorm",
+}
+SANDWICH_NORMS = {
+  "attention_norm": "input_layernorm",
+  "attention_post_norm": "post_attention_layernorm",
+  "mlp_norm": "pre_feedforward_layernorm",
+  "mlp_post_norm": "post_feedforward_layernorm",
+}
+# fmt: off
+QKV = (
+  layer("self_attn.q_proj.weight", "attention/q/kernel", "HE D", "DHE"),
+  layer("self_attn.k_proj.weight", "attention/k/kernel", "KE D", "DKE"),
+  layer("self_attn.v_proj.weight", "attention/v/kernel", "KE D", "DKE"),
+)
+QKV_BIASES = (
+  layer("self_attn.q_proj.bias", "attention/q/bias", "HE", "HE", when="qkv_bias"),
+  layer("self_attn.k_proj.bias", "attention/k/bias", "KE", "KE", when="qkv_bias"),
+  layer("self_attn.v_proj.bias", "attention/v/bias", "KE", "KE", when="qkv_bias"),
+)
+BIASES = QKV_BIASES + (
+  layer("self_attn.o_proj.bias", "attention/o/bias", "D", "D", when="o_bias"),
+)
+MLP_BIASES = (
+  layer("mlp.gate_proj.bias", "mlp/gate/bias", "F", "F", when="mlp_bias"),
+  layer("mlp.up_proj.bias", "mlp/up/bias", "F", "F", when="mlp_bias"),
+  layer("mlp.down_proj.bias", "mlp/down/bias", "D", "D", when="mlp_bias"),
+)
+FUSED_QKV = (
+  layer("self_attn.qkv_proj.weight", "attention/q/kernel", "(HE,KE,KE) D", "DHE"),
+  layer("self_attn.qkv_proj.weight", "attention/k/kernel", "(HE,KE,KE) D", "DKE", part=1),
+  layer("self_attn.qkv_proj.weight", "attention/v/kernel", "(HE,KE,KE) D", "DKE", part=2),
+)
+O = (
+  layer("self_attn.o_proj.weight", "attention/o/kernel", "D HE", "HED"),
+)
+GATE_UP = (
+  layer("mlp.gate_proj.weight", "mlp/gate/kernel", "F D", "DF"),
+  layer("mlp.up_proj.weight", "mlp/up/kernel", "F D", "DF"),
+)
+FUSED_GATE_UP = (
+  layer("mlp.gate_up_proj.weight", "mlp/gate/kernel", "(F,F) D", "DF"),
+  layer("mlp.gate_up_proj.weight", "mlp/up/kernel", "(F,F) D", "DF", part=1),
+)
+DOWN = (
+  layer("mlp.down_proj.weight", "mlp/down/kernel", "D F", "FD"),
+)
+EXPERTS = (
+  layer("mlp.gate.weight", "experts/router", "X D", "DX"),
+  layer("mlp.experts.{x}.gate_proj.weight", "experts/gate", "M D", "DM"),
+  layer("mlp.experts.{x}.up_proj.weight", "experts/up", "M D", "DM"),
+  layer("mlp.experts.{x}.down_proj.weight", "experts/down", "D M", "MD"),
+)
+# fmt: on
+PROJECTIONS = QKV + O + GATE_UP + DOWN
+
+# Field of ModelConfig -> field of config.json:
+BIAS_FIELDS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+ALL_BIAS_FIELDS = BIAS_FIELDS | {"mlp_bias": "mlp_bias"}
+NO_BIAS = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}

@@ -1,0 +1,16 @@
+"""What a layer does with each token by itself. Each kind has a file of its own.
+
+A kind is a module that is called with the tokens, and with which of them a router's statistics
+count. It returns its output, and these statistics or None. `RULES` say where its parameters lie on
+a mesh.
+"""
+
+from typing import Any
+
+from grpo_jax.model.mlps import dense, experts
+from grpo_jax.model.mlps.dense import MLP
+from grpo_jax.model.mlps.experts import Experts
+
+# By LayerKind.mlp, which is also the name in the tree of parameters.
+MLPS: dict[str, Any] = {"mlp": MLP, "experts": Experts}
+RULES = dense.RULES + experts.RULES
