@@ -23,6 +23,7 @@ from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.config import Learner, Mesh, from_dict, to_dict
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.model.layers import ACTIVATIONS
 from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh
@@ -67,7 +68,9 @@ def mixture(X=5, U=2, D=8, M=12):
 
 
 def mix(chosen_BTU, x, mixture_BTU, *weights):
-  return experts.mix(jax.nn.silu, x, chosen_BTU, mixture_BTU, experts.ExpertWeights(*weights))
+  return experts.mix(
+    ACTIVATIONS["silu"], x, chosen_BTU, mixture_BTU, experts.ExpertWeights(*weights)
+  )
 
 
 def test_a_token_is_the_weighted_sum_of_its_experts_alone():

@@ -134,7 +134,16 @@ class ModelConfig:
     experts_per_token: U.
     expert_dim: M.
     normalise_shares: The weights of a token's U experts are divided by their sum. Otherwise they
-      are the router's probabilities.
+      are the router's scores.
+    share_scale: And then multiplied by it.
+    router: How logits become scores: "softmax" over all experts, or "sigmoid", which also adds a
+      number of each expert that balances their loads (see `mlps.experts.route`).
+    router_bias: The router has one.
+    router_groups: The experts lie in so many groups. A token's are in its best groups.
+    router_groups_used: So many.
+    expert_bias: The projections of experts have a bias.
+    shared_dim: The hidden units of an MLP beside the experts, through which every token goes.
+    shared_gate: Its output is multiplied by sigmoid(gate), one number for each token.
     sparse_layers: The layers that have experts.
     stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
 
@@ -195,6 +204,14 @@ class ModelConfig:
   experts_per_token: int = 0
   expert_dim: int = 0
   normalise_shares: bool = False
+  share_scale: float = 1.0
+  router: str = "softmax"
+  router_bias: bool = False
+  router_groups: int = 0
+  router_groups_used: int = 0
+  expert_bias: bool = False
+  shared_dim: int = 0
+  shared_gate: bool = False
   sparse_layers: tuple[int, ...] = ()
   stop_ids: tuple[int, ...] = ()
   # How the model is computed:

@@ -11,9 +11,20 @@ import jax.numpy as jnp
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.lora import factors
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-  "silu": nn.silu,
-  "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+_LIMIT, _SLOPE = 7.0, 1.702  # of clamped_silu, as gpt-oss has them
+
+
+def clamped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """gate sigmoid(1.702 gate) (up + 1), both clamped at 7: the SwiGLU of gpt-oss (2508.10925)."""
+  gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+  return gate * nn.sigmoid(_SLOPE * gate) * (up + 1)
+
+
+# (gate, up) -> the hidden units of a gated MLP.
+ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+  "silu": lambda gate, up: nn.silu(gate) * up,
+  "gelu_tanh": lambda gate, up: nn.gelu(gate, approximate=True) * up,
+  "clamped_silu": clamped_silu,
 }
 
 

@@ -8,22 +8,27 @@ from grpo_jax.model.layers import ACTIVATIONS, Dense
 from grpo_jax.types import Routing
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
+_PATH = r"(mlp|experts/shared)/"
 RULES = (
-  (r"mlp/down/bias", (None,)),
-  (r"mlp/(gate|up)/bias", ("tensor",)),
-  (r"mlp/(gate|up)/kernel", ("fsdp", "tensor")),
-  (r"mlp/down/kernel", ("tensor", "fsdp")),
-  (r"mlp/(gate|up)/lora_a", ("fsdp", None)),
-  (r"mlp/(gate|up)/lora_b", (None, "tensor")),
-  (r"mlp/down/lora_a", ("tensor", None)),
-  (r"mlp/down/lora_b", (None, "fsdp")),
+  (_PATH + r"down/bias", (None,)),
+  (_PATH + r"(gate|up)/bias", ("tensor",)),
+  (_PATH + r"(gate|up)/kernel", ("fsdp", "tensor")),
+  (_PATH + r"down/kernel", ("tensor", "fsdp")),
+  (_PATH + r"(gate|up)/lora_a", ("fsdp", None)),
+  (_PATH + r"(gate|up)/lora_b", (None, "tensor")),
+  (_PATH + r"down/lora_a", ("tensor", None)),
+  (_PATH + r"down/lora_b", (None, "fsdp")),
 )
 
 
 class MLP(nn.Module):
-  """The gated MLP: down(activation(gate x) * up x) (Shazeer 2002.05202)."""
+  """The gated MLP: down(activation(gate x) * up x) (Shazeer 2002.05202).
+
+  It has `width` hidden units. 0 stands for those of the config.
+  """
 
   config: ModelConfig
+  width: int = 0
 
   @nn.compact
   def __call__(
@@ -31,16 +36,16 @@ class MLP(nn.Module):
   ) -> tuple[jax.Array, Routing | None]:
     """Returns the output [B, T, D]. There is no router, so `counted_BT` is not read."""
     del counted_BT
-    c = self.config
+    c, width = self.config, self.width or self.config.mlp_dim
 
     # The backward pass computes the activation again. To save it and its derivative would take
     # longer on a CPU, and more memory everywhere.
     @jax.checkpoint
     def gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-      return ACTIVATIONS[c.activation](gate_BTF) * up_BTF
+      return ACTIVATIONS[c.activation](gate_BTF, up_BTF)
 
     def project(name: str, features: int, x: jax.Array) -> jax.Array:
       return Dense(c, (features,), use_bias=c.mlp_bias, name=name)(x)
 
-    gate_BTF, up_BTF = project("gate", c.mlp_dim, x_BTD), project("up", c.mlp_dim, x_BTD)
+    gate_BTF, up_BTF = project("gate", width, x_BTD), project("up", width, x_BTD)
     return project("down", c.embed_dim, gated(gate_BTF, up_BTF)), None

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import ACTIVATIONS, einsum
+from grpo_jax.model.mlps.dense import MLP
 from grpo_jax.types import Routing
 
 _LANES = 128  # of a TPU
@@ -21,6 +22,10 @@ _MOST_INPUTS = 2048  # of a matrix, that a kernel holds at a time
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
   (r"experts/router", ("fsdp", None)),
+  (r"experts/(router_bias|balance)", (None,)),
+  (r"experts/(gate|up)_bias", ("expert", "tensor")),
+  (r"experts/down_bias", ("expert", None)),
+  (r"experts/shared_gate", (None,)),
   (r"experts/(gate|up)", ("expert", "fsdp", "tensor")),
   (r"experts/down", ("expert", "tensor", "fsdp")),
 )
@@ -32,6 +37,14 @@ class ExpertWeights(NamedTuple):
   gate_XDM: jax.Array
   up_XDM: jax.Array
   down_XMD: jax.Array
+
+
+class ExpertBiases(NamedTuple):
+  """The biases of the same MLPs."""
+
+  gate_XM: jax.Array
+  up_XM: jax.Array
+  down_XD: jax.Array
 
 
 class InStacks(struct.PyTreeNode):
@@ -81,9 +94,10 @@ def _width(config: ModelConfig) -> int:
 
 
 class Experts(nn.Module):
-  """The sum over a token's U likeliest experts x of p_x MLP_x(token), with p the router's softmax.
+  """The sum over a token's U experts x of p_x MLP_x(token), and the MLP that all tokens share.
 
-  As Qwen3 (2505.09388) has it in transformers.
+  p are the shares that `route` gives. As Qwen3 (2505.09388) and DeepSeek-V3 (2412.19437, section
+  2.1.2) have it in transformers.
   """
 
   config: ModelConfig
@@ -104,29 +118,99 @@ class Experts(nn.Module):
       L), or None if `counted_BT` is None.
     """
     c = self.config
-    X, D, M = c.num_experts, c.embed_dim, c.expert_dim
-    per_expert = nn.initializers.lecun_normal(batch_axis=0)
-    weights: Any
-    if self.has_variable("params", "place"):
-      stacks = (self.get_variable("params", name) for name in ("gate", "up", "down"))
-      place = self.get_variable("params", "place")
-      weights = InStacks(ExpertWeights(*stacks), place, c.platform)
-    else:
-      weights = ExpertWeights(
-        self.param("gate", per_expert, (X, D, M)).astype(c.dtype),
-        self.param("up", per_expert, (X, D, M)).astype(c.dtype),
-        self.param("down", per_expert, (X, M, D)).astype(c.dtype),
-      )
-    router_DX = self.param("router", nn.initializers.lecun_normal(), (D, X)).astype(c.dtype)
-    probs_BTX = jax.nn.softmax(einsum("btd,dx->btx", x_BTD, router_DX))
-    mixture_BTU, chosen_BTU = jax.lax.top_k(probs_BTX, c.experts_per_token)
-    if c.normalise_shares:
-      mixture_BTU = mixture_BTU / mixture_BTU.sum(-1, keepdims=True)
+    logits_BTX, balance_X = self._router(x_BTD)
+    probs_BTX, chosen_BTU, shares_BTU = route(c, logits_BTX, balance_X)
+    weights, biases = self._weights(), self._biases()
     mix = _mix_on_mesh(c)
-    out_BTD = mix(x_BTD, chosen_BTU, mixture_BTU.astype(c.dtype), weights)
+    out_BTD = mix(x_BTD, chosen_BTU, shares_BTU.astype(c.dtype), weights, biases)
+    if c.shared_dim:
+      shared_BTD, _ = MLP(c, c.shared_dim, name="shared")(x_BTD)
+      if c.shared_gate:
+        gate_D = self.param("shared_gate", nn.initializers.zeros, (c.embed_dim,)).astype(c.dtype)
+        gate_BT = nn.sigmoid(einsum("btd,d->bt", x_BTD, gate_D)).astype(c.dtype)
+        shared_BTD = shared_BTD * gate_BT[..., None]
+      out_BTD = out_BTD + shared_BTD
     if counted_BT is None:
       return out_BTD, None
     return out_BTD, _routing(probs_BTX, chosen_BTU, counted_BT)
+
+  def _router(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The router's logits, and what is added to a token's scores to choose, or None."""
+    c = self.config
+    D, X = c.embed_dim, c.num_experts
+    router_DX = self.param("router", nn.initializers.lecun_normal(), (D, X)).astype(c.dtype)
+    logits_BTX = einsum("btd,dx->btx", x_BTD, router_DX)
+    if c.router_bias:
+      logits_BTX = logits_BTX + self.param("router_bias", nn.initializers.zeros, (X,))
+    if c.router != "sigmoid":
+      return logits_BTX, None
+    return logits_BTX, self.param("balance", nn.initializers.zeros, (X,))
+
+  def _weights(self) -> ExpertWeights | InStacks:
+    c = self.config
+    X, D, M = c.num_experts, c.embed_dim, c.expert_dim
+    per_expert = nn.initializers.lecun_normal(batch_axis=0)
+    if self.has_variable("params", "place"):
+      stacks: Any = (self.get_variable("params", name) for name in ("gate", "up", "down"))
+      place: Any = self.get_variable("params", "place")
+      return InStacks(ExpertWeights(*stacks), place, c.platform)
+    return ExpertWeights(
+      self.param("gate", per_expert, (X, D, M)).astype(c.dtype),
+      self.param("up", per_expert, (X, D, M)).astype(c.dtype),
+      self.param("down", per_expert, (X, M, D)).astype(c.dtype),
+    )
+
+  def _biases(self) -> ExpertBiases | None:
+    c = self.config
+    if not c.expert_bias:
+      return None
+    shapes = {"gate_bias": c.expert_dim, "up_bias": c.expert_dim, "down_bias": c.embed_dim}
+    zeros = nn.initializers.zeros
+    biases = (self.param(name, zeros, (c.num_experts, size)) for name, size in shapes.items())
+    return ExpertBiases(*(bias.astype(c.dtype) for bias in biases))
+
+
+def route(
+  config: ModelConfig, logits_BTX: jax.Array, balance_X: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The experts of each token, and their shares of its output.
+
+  The scores are the softmax of the logits, or with "sigmoid" each logit's own. The experts with the
+  largest scores are chosen, where "sigmoid" adds a number of each expert that keeps loads even, and
+  looks only at the groups of experts whose two best have the largest sum (2412.19437, eq. 13-16).
+
+  Args:
+    config: The model.
+    logits_BTX: float32.
+    balance_X: The numbers of the experts. They change which experts are chosen, not their shares.
+
+  Returns:
+    Probabilities [B, T, X], whose sum is 1; int32 [B, T, U]; and the shares [B, T, U], float32.
+  """
+  c = config
+  if c.router == "softmax":
+    probs_BTX = scores_BTX = jax.nn.softmax(logits_BTX)
+    shares_BTU, chosen_BTU = jax.lax.top_k(scores_BTX, c.experts_per_token)
+  else:
+    scores_BTX = jax.nn.sigmoid(logits_BTX)
+    probs_BTX = scores_BTX / scores_BTX.sum(-1, keepdims=True)
+    wanted_BTX = jax.lax.stop_gradient(scores_BTX + balance_X)
+    if c.router_groups > 1:
+      wanted_BTX = _in_best_groups(wanted_BTX, c.router_groups, c.router_groups_used)
+    _, chosen_BTU = jax.lax.top_k(wanted_BTX, c.experts_per_token)
+    shares_BTU = jnp.take_along_axis(scores_BTX, chosen_BTU, axis=-1)
+  if c.normalise_shares:
+    shares_BTU = shares_BTU / shares_BTU.sum(-1, keepdims=True)
+  return probs_BTX, chosen_BTU, shares_BTU * c.share_scale
+
+
+def _in_best_groups(wanted_BTX: jax.Array, groups: int, used: int) -> jax.Array:
+  """`wanted_BTX` with -inf outside of each token's best groups."""
+  of_group = wanted_BTX.reshape(*wanted_BTX.shape[:-1], groups, -1)
+  best_two, _ = jax.lax.top_k(of_group, 2)
+  _, best_groups = jax.lax.top_k(best_two.sum(-1), used)
+  is_best = (best_groups[..., None] == jnp.arange(groups)).any(-2)
+  return jnp.where(is_best[..., None], of_group, -jnp.inf).reshape(wanted_BTX.shape)
 
 
 def _routing(probs_BTX: jax.Array, chosen_BTU: jax.Array, counted_BT: jax.Array) -> Routing:
@@ -165,16 +249,23 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
     chosen_BTU: jax.Array,
     mixture_BTU: jax.Array,
     weights: ExpertWeights | InStacks,
+    biases: ExpertBiases | None,
   ) -> jax.Array:
+    if biases and inner_axis:  # each device along it adds its part
+      size = jax.lax.axis_size(inner_axis)
+      biases = biases._replace(down_XD=biases.down_XD / size)
     if inner_axis and not isinstance(weights, InStacks):  # which have no gradient
       # Each device along the inner axis holds some of the hidden units of its experts, and computes
       # their part of the gradients of x and mixture. The gradient of this pcast adds up the parts.
       x_BTD, mixture_BTU = jax.lax.pcast((x_BTD, mixture_BTU), inner_axis, to="varying")
+      if biases:
+        down_XD = jax.lax.pcast(biases.down_XD, inner_axis, to="varying")
+        biases = biases._replace(down_XD=down_XD)
     if expert_axis:
       x_BTD, chosen_BTU, mixture_BTU = gather(x_BTD), gather(chosen_BTU), gather(mixture_BTU)
       # From here on, 0 is this device's first expert.
       chosen_BTU = chosen_BTU - jax.lax.axis_index(expert_axis) * _experts_of(weights)
-    out_BTD = mix_here(x_BTD, chosen_BTU, mixture_BTU, weights)
+    out_BTD = mix_here(x_BTD, chosen_BTU, mixture_BTU, weights, biases)
     if inner_axis:
       out_BTD = jax.lax.psum(out_BTD, inner_axis)
     if expert_axis:
@@ -186,15 +277,19 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
     outward = PartitionSpec(*stack_axis, expert_axis, inner_axis, None)
     return ExpertWeights(inward, inward, outward)  # type: ignore[arg-type]
 
+  hidden_bias = PartitionSpec(expert_axis, inner_axis)
+  bias_specs = ExpertBiases(hidden_bias, hidden_bias, PartitionSpec(expert_axis, None))  # type: ignore[arg-type]
+
   def on_mesh(*args: Any) -> jax.Array:
-    from_stacks = isinstance(args[-1], InStacks)
+    *_, weights, biases = args
+    from_stacks = isinstance(weights, InStacks)
     weight_specs = (
-      specs() if not from_stacks else args[-1].replace(weights=specs(None), place=PartitionSpec())
+      specs() if not from_stacks else weights.replace(weights=specs(None), place=PartitionSpec())
     )
     return jax.shard_map(
       mix_local,
       mesh=config.rows.mesh,
-      in_specs=(rows, rows, rows, weight_specs),
+      in_specs=(rows, rows, rows, weight_specs, bias_specs if biases else None),
       out_specs=rows,
       check_vma=not from_stacks,  # a kernel's output does not say over which axes it varies
     )(*args)
@@ -203,21 +298,23 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
 
 
 def mix(
-  activation: Callable[[jax.Array], jax.Array],
+  activation: Callable[[jax.Array, jax.Array], jax.Array],
   x_BTD: jax.Array,
   chosen_BTU: jax.Array,
   mixture_BTU: jax.Array,
   weights: ExpertWeights | InStacks,
+  biases: ExpertBiases | None = None,
 ) -> jax.Array:
   """The contribution of the experts in `weights` to the output of every token.
 
   Args:
-    activation: The activation of the MLPs.
+    activation: (gate, up) -> hidden units.
     x_BTD: The tokens.
     chosen_BTU: int32, the experts of each token, counted from the first one in `weights`. Experts
       outside of 0 to X - 1 are not in `weights` and contribute 0.
     mixture_BTU: The weights of these experts in the sum.
     weights: The MLPs of X experts.
+    biases: Theirs, or None.
 
   Returns:
     [B, T, D] in the dtype of `x_BTD`.
@@ -235,9 +332,15 @@ def mix(
   repeated_ND = jnp.repeat(x_BTD.reshape(-1, D), U, axis=0)
   tokens_ND = _where(is_here_N, _permuted(repeated_ND, order_N, inverse_N))
   product, (gate, up, down) = _product_with(weights)
-  gate_NM = activation(product(tokens_ND, gate, sizes_X))
-  hidden_NM = gate_NM * product(tokens_ND, up, sizes_X)
-  sorted_out_ND = _where(is_here_N, product(hidden_NM, down, sizes_X))
+  gate_NM, up_NM = product(tokens_ND, gate, sizes_X), product(tokens_ND, up, sizes_X)
+  if biases:
+    sorted_experts_N = experts_N[order_N]  # X, of other devices' experts, reads the last bias
+    gate_NM = gate_NM + biases.gate_XM[sorted_experts_N]
+    up_NM = up_NM + biases.up_XM[sorted_experts_N]
+  out_ND = product(activation(gate_NM, up_NM), down, sizes_X)
+  if biases:
+    out_ND = out_ND + biases.down_XD[sorted_experts_N]
+  sorted_out_ND = _where(is_here_N, out_ND)
   out_BTUD = _permuted(sorted_out_ND, inverse_N, order_N).reshape(*chosen_BTU.shape, D)
   return einsum("btud,btu->btd", out_BTUD, mixture_BTU).astype(x_BTD.dtype)
 

@@ -29,6 +29,8 @@ _OF_SOME = (
   *("o_bias", "mlp_bias", "qk_norm", "pre_norms", "post_norms", "output_gate"),
   *("embedding_multiplier", "residual_multiplier", "query_multiplier", "logit_divisor"),
   *("unrotated_layers", "rotary_dim", "mixers", "delta", "query_growth", "sparse_layers"),
+  *("share_scale", "router", "router_bias", "router_groups", "expert_bias", "shared_dim"),
+  "shared_gate",
 )
 
 
