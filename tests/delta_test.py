@@ -81,21 +81,29 @@ def test_the_gradient_of_chunks_is_that_of_single_tokens():
     np.testing.assert_allclose(x, y, atol=1e-4 * float(jnp.abs(y).max()))
 
 
+def tails(rng, *outer):
+  """Random `Tails` whose arrays begin with these axes."""
+  shapes = (J, A), (J, A), (J, R, N)
+  return delta.Tails(*(jnp.asarray(rng.normal(size=(*outer, *x)), jnp.float32) for x in shapes))
+
+
 def scanned(tokens, memory, is_token_BT=None):
-  conv_WC = jnp.asarray(np.random.default_rng(9).normal(size=(4, SHAPE.channels)), jnp.float32)
-  return delta.scan_tokens(SHAPE, conv_WC, tokens, memory, is_token_BT)
+  return delta.scan_tokens(tails(np.random.default_rng(9), 4), tokens, memory, is_token_BT)
 
 
 def some_tokens(T):
   rng = np.random.default_rng(1)
   return delta.Tokens(
-    jnp.asarray(rng.normal(size=(B, T, SHAPE.channels)), jnp.float32),
+    tails(rng, B, T),
     jnp.asarray(-rng.exponential(0.1, (B, T, J, R)), jnp.float32),
     jnp.asarray(rng.uniform(0, 1, (B, T, J, R)), jnp.float32),
   )
 
 
-EMPTY = delta.Memory(jnp.zeros((B, J, R, A, N)), jnp.zeros((B, 1, 3, SHAPE.channels)))
+EMPTY = delta.Memory(
+  jnp.zeros((B, J, R, A, N)),
+  delta.Tails(jnp.zeros((B, J, 3, A)), jnp.zeros((B, J, 3, A)), jnp.zeros((B, J, 3, R, N))),
+)
 
 
 @pytest.mark.parametrize("first", [1, 2, 5, 9])
@@ -114,7 +122,7 @@ def test_padding_does_not_change_the_memory():
   is_token_BT = jnp.arange(10) < jnp.asarray(lengths)[:, None]
   _, found = scanned(tokens, EMPTY, is_token_BT)
   for row, length in enumerate(lengths):
-    own = delta.Tokens(*(x[:, :length] for x in jax.tree.leaves(tokens)))
+    own = jax.tree.map(lambda x, n=length: x[:, :n], tokens)
     alone = scanned(own, EMPTY)[1] if length else EMPTY
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
       np.testing.assert_allclose(ours[row], theirs[row], atol=1e-5)

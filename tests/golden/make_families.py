@@ -57,6 +57,16 @@ DELTA = COMMON | dict(
   rms_norm_eps=1e-3,  # less would make much of the rounding of queries that find no key
   rope_parameters=dict(partial_rotary_factor=0.5, **ROPE),
 )
+SIGMOID = COMMON | dict(
+  head_dim=8,
+  n_routed_experts=8,
+  num_experts_per_tok=3,
+  moe_intermediate_size=12,
+  n_shared_experts=2,
+  n_group=4,
+  topk_group=2,
+  routed_scaling_factor=1.5,
+)
 FAMILIES = {  # folder: (family, fields, dtype of the weights)
   "qwen2_window": (
     "Qwen2",
@@ -283,6 +293,49 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.float32,
   ),
+  "qwen3_5_moe": (
+    "Qwen3_5Moe",
+    dict(
+      DELTA,
+      intermediate_size=None,
+      linear_value_head_dim=16,
+      num_hidden_layers=2,
+      layer_types=[LINEAR, FULL],
+      num_experts=6,
+      num_experts_per_tok=2,
+      moe_intermediate_size=20,
+      shared_expert_intermediate_size=12,
+    ),
+    torch.float32,
+  ),
+  "qwen3_next": (
+    "Qwen3Next",
+    dict(
+      DELTA,
+      num_hidden_layers=2,
+      linear_value_head_dim=16,
+      layer_types=[LINEAR, FULL],
+      num_experts=6,
+      num_experts_per_tok=2,
+      moe_intermediate_size=20,
+      shared_expert_intermediate_size=12,
+      norm_topk_prob=False,
+      mlp_only_layers=[1],
+    ),
+    torch.float32,
+  ),
+  "glm4_moe": (
+    "Glm4Moe",
+    dict(
+      SIGMOID,
+      num_hidden_layers=3,
+      first_k_dense_replace=1,
+      use_qk_norm=True,
+      attention_bias=True,
+      rope_parameters=dict(partial_rotary_factor=0.5, **ROPE),
+    ),
+    torch.float32,
+  ),
 }
 
 GRADIENTS = ("qwen3_5",)  # folders with the gradients of all tensors
@@ -327,7 +380,9 @@ WITH_IMAGES = {  # folder: (family, fields of the text part, other fields)
 
 def config_of(family, fields):
   fields = {key: value for key, value in fields.items() if value is not None}
-  name = f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5") else f"{family}Config"
+  name = (
+    f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
+  )
   return getattr(transformers, name)(**fields, architectures=[f"{family}ForCausalLM"])
 
 
@@ -395,7 +450,7 @@ def write(folder, model, seed, block=None):
 def write_gradients(folder, tokens, lengths):
   """The gradient of a loss that reads every logit of a token, in float64, for each tensor."""
   model = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=torch.float64, attn_implementation="eager"
+    folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
   )
   mask = torch.tensor(np.arange(tokens.shape[1]) < np.array(lengths)[:, None])
   logits = model(torch.tensor(tokens).long(), attention_mask=mask.long()).logits
@@ -417,7 +472,10 @@ def outputs_of(folder, tokens, lengths):
   is_exact = LINEAR in (values.get("text_config", values).get("layer_types") or [])
   auto = "AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM"
   model = getattr(transformers, auto).from_pretrained(
-    folder, dtype=torch.float64 if is_exact else torch.float32, attn_implementation="eager"
+    folder,
+    dtype=torch.float64 if is_exact else torch.float32,
+    attn_implementation="eager",
+    experts_implementation="eager",
   )
   model.eval()
   mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]

@@ -60,6 +60,9 @@ def make_model(model: transformers.PreTrainedModel, seed: int) -> transformers.P
         parameter.copy_(0.5 * noise)
       else:
         parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+      if name.endswith("e_score_correction_bias"):  # no parameter, as it has no gradient
+        buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
   return model
 
 

@@ -102,7 +102,8 @@ def _with_defaults(family: Family, values: Mapping[str, Any], refuse: Refuse) ->
   for name in ("attention_bias", "mlp_bias"):
     values[name] = False if values.get(name) is None else values[name]
   if "num_experts" in family.fields:
-    values["num_experts"] = _read_num_experts(values, refuse)
+    key = family.fields["num_experts"]
+    values[key] = _read_num_experts(values, key, refuse)
   if values.get("num_key_value_heads") is None:
     values["num_key_value_heads"] = values.get("num_attention_heads")
   if values.get("head_dim") is None:
@@ -136,11 +137,11 @@ def _check_activation(family: Family, values: Mapping[str, Any], refuse: Refuse)
     )
 
 
-def _read_num_experts(values: Mapping[str, Any], refuse: Refuse) -> int | None:
-  """The number of experts: `num_experts` in transformers 4, `num_local_experts` in 5."""
-  found = [values[key] for key in ("num_experts", "num_local_experts") if key in values]
+def _read_num_experts(values: Mapping[str, Any], key: str, refuse: Refuse) -> int | None:
+  """The number of experts: under `key`, or under `num_local_experts` in transformers 5."""
+  found = [values[name] for name in (key, "num_local_experts") if name in values]
   if any(count != found[0] for count in found):
-    refuse("num_experts", f"and num_local_experts differ ({found}): correct one")
+    refuse(key, f"and num_local_experts differ ({found}): correct one")
   return found[0] if found else None
 
 

@@ -23,37 +23,53 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
-  (r"delta/in_proj_(qkv|[ab])/kernel", ("fsdp", "tensor")),
-  (r"delta/in_proj_z/kernel", ("fsdp", "tensor", None)),
-  (r"delta/out_proj/kernel", ("tensor", None, "fsdp")),
-  (r"delta/conv", (None, "tensor")),
-  (r"delta/(decay|decay_bias)", ("tensor",)),
+  (r"delta/in_proj_[qk]/kernel", ("fsdp", "tensor", None)),
+  (r"delta/in_proj_[vz]/kernel", ("fsdp", "tensor", None, None)),
+  (r"delta/in_proj_[ab]/kernel", ("fsdp", "tensor", None)),
+  (r"delta/out_proj/kernel", ("tensor", None, None, "fsdp")),
+  (r"delta/conv_[qk]", (None, "tensor", None)),
+  (r"delta/conv_v", (None, "tensor", None, None)),
+  (r"delta/(decay|decay_bias)", ("tensor", None)),
   (r"delta/norm_scale", (None,)),
 )
 
 
-class Memory(struct.PyTreeNode):
-  """What a row keeps of its earlier tokens.
+class Tails(struct.PyTreeNode):
+  """The last W - 1 tokens of rows before the convolution, or its W weights.
 
   Attributes:
-    state: float32 [B, J, R, A, N], the matrices of the heads, R of them for each of J key heads.
-    tail: [B, 1, W - 1, C], the last tokens before the convolution of width W over C channels.
+    q: [B, W - 1, J, A], or [W, J, A].
+    k: The same.
+    v: [B, W - 1, J, R, N], or [W, J, R, N].
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+
+
+class Memory(struct.PyTreeNode):
+  """What a row keeps of its earlier tokens. J key heads have R values each.
+
+  Attributes:
+    state: float32 [B, J, R, A, N], the matrices of the heads.
+    tails: `Tails` whose J comes first, as a mesh splits it.
   """
 
   state: jax.Array
-  tail: jax.Array
+  tails: Tails
 
 
 class Tokens(struct.PyTreeNode):
-  """What the tokens of a row bring along. The keys have J heads, and each has R values.
+  """What the tokens of a row bring along.
 
   Attributes:
-    channels_BTC: Queries, keys and values of a token, before the convolution.
+    mixed: `Tails` with T tokens, before the convolution.
     log_decay: float32 [B, T, J, R], log a.
     strength: float32 [B, T, J, R], b.
   """
 
-  channels_BTC: jax.Array
+  mixed: Tails
   log_decay: jax.Array
   strength: jax.Array
 
@@ -67,57 +83,57 @@ class GatedDelta(nn.Module):
   def __call__(self, x_BTD: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
     """Returns the output [B, T, D], and what `recur` returns beside its output."""
     c = self.config
-    shape = c.delta
-    heads, R = shape.key_heads, shape.value_heads // shape.key_heads
+    heads = _heads(c.delta)
     tokens, z = self._projected(x_BTD)
-    conv_WC = self.param(
-      "conv", nn.initializers.lecun_normal(), (shape.width, shape.channels)
-    ).astype(jnp.float32)
+    init, width = nn.initializers.lecun_normal(), c.delta.width
+    weights = Tails(
+      *(self.param(f"conv_{x}", init, (width, *heads[x])).astype(jnp.float32) for x in "qkv")
+    )
 
     def scan(
       tokens: Tokens, memory: Memory, is_token_BT: jax.Array | None
     ) -> tuple[jax.Array, Memory]:
-      return scan_tokens(shape, conv_WC, tokens, memory, is_token_BT)
+      return scan_tokens(weights, tokens, memory, is_token_BT)
 
-    empty = Memory(
-      jnp.zeros((heads, R, shape.key_dim, shape.value_dim), jnp.float32),
-      jnp.zeros((1, shape.width - 1, shape.channels), c.dtype),
-    )
+    J, R, N = heads["v"]
+    tails = (jnp.zeros((J, width - 1, *heads[x][1:]), c.dtype) for x in "qkv")
+    empty = Memory(jnp.zeros((J, R, c.delta.key_dim, N), jnp.float32), Tails(*tails))
     out, kept = seen.recur(scan, tokens, empty)
-    scale = self.param("norm_scale", nn.initializers.ones, (shape.value_dim,))
+    scale = self.param("norm_scale", nn.initializers.ones, (N,))
     out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + c.norm_eps)
-    out = (out * scale).astype(c.dtype) * nn.silu(z.astype(jnp.float32))
-    out = out.astype(c.dtype).reshape(*x_BTD.shape[:2], shape.value_heads, shape.value_dim)
-    return Dense(c, (c.embed_dim,), axes=2, name="out_proj")(out), kept
+    out = ((out * scale).astype(c.dtype) * nn.silu(z.astype(jnp.float32))).astype(c.dtype)
+    return Dense(c, (c.embed_dim,), axes=3, name="out_proj")(out), kept
 
   def _projected(self, x_BTD: jax.Array) -> tuple[Tokens, jax.Array]:
     """The tokens, and the gate z [B, T, J, R, N] of the output."""
-    c = self.config
-    shape, batch = c.delta, x_BTD.shape[:2]
-    J, R, N = shape.key_heads, shape.value_heads // shape.key_heads, shape.value_dim
-    channels_BTC = Dense(c, (shape.channels,), name="in_proj_qkv")(x_BTD)
-    z = Dense(c, (shape.value_heads, N), name="in_proj_z")(x_BTD)
-    b, a = (Dense(c, (J * R,), name=f"in_proj_{name}")(x_BTD) for name in "ba")
-    decay = self.param("decay", nn.initializers.zeros, (J * R,))
-    bias = self.param("decay_bias", nn.initializers.ones, (J * R,))
-    a = a.reshape(*batch, J, R).astype(jnp.float32)
-    log_decay = -jnp.exp(decay.reshape(J, R)) * nn.softplus(a + bias.reshape(J, R))
-    strength = nn.sigmoid(b.reshape(*batch, J, R)).astype(jnp.float32)
-    return Tokens(channels_BTC, log_decay, strength), z.reshape(*batch, J, R, N)
+    c, heads = self.config, _heads(self.config.delta)
+    J, R, _ = heads["v"]
+
+    def project(name: str, features: tuple[int, ...]) -> jax.Array:
+      return Dense(c, features, name=f"in_proj_{name}")(x_BTD)
+
+    mixed = Tails(*(project(x, heads[x]) for x in "qkv"))
+    decay = self.param("decay", nn.initializers.zeros, (J, R))
+    bias = self.param("decay_bias", nn.initializers.ones, (J, R))
+    log_decay = -jnp.exp(decay) * nn.softplus(project("a", (J, R)).astype(jnp.float32) + bias)
+    strength = nn.sigmoid(project("b", (J, R))).astype(jnp.float32)
+    return Tokens(mixed, log_decay, strength), project("z", heads["v"])
+
+
+def _heads(shape: DeltaShape) -> dict[str, tuple[int, ...]]:
+  """The shape of a token's queries and keys [J, A] and values [J, R, N]."""
+  keys = shape.key_heads, shape.key_dim
+  values = shape.key_heads, shape.value_heads // shape.key_heads, shape.value_dim
+  return {"q": keys, "k": keys, "v": values}
 
 
 def scan_tokens(
-  shape: DeltaShape,
-  conv_WC: jax.Array,
-  tokens: Tokens,
-  memory: Memory,
-  is_token_BT: jax.Array | None,
+  weights: Tails, tokens: Tokens, memory: Memory, is_token_BT: jax.Array | None
 ) -> tuple[jax.Array, Memory]:
   """The convolution and the delta rule over the tokens of rows.
 
   Args:
-    shape: The shape of the layer.
-    conv_WC: float32, the weights of the convolution, the newest token last.
+    weights: float32, the weights of the convolution, the newest token last.
     tokens: The tokens.
     memory: Of the rows' earlier tokens.
     is_token_BT: As in `seen.Scan`.
@@ -125,24 +141,34 @@ def scan_tokens(
   Returns:
     What the queries read, float32 [B, T, J, R, N], and the memory after the tokens.
   """
-  (B, T, _), J, A = tokens.channels_BTC.shape, shape.key_heads, shape.key_dim
-  R, W, N = shape.value_heads // J, shape.width, shape.value_dim
-  with_tail = jnp.concatenate([memory.tail[:, 0], tokens.channels_BTC], axis=1)
-  mixed_BTC = nn.silu(sum(with_tail[:, w : w + T] * conv_WC[w] for w in range(W)))
-  q, k, v = jnp.split(mixed_BTC, (J * A, 2 * J * A), axis=-1)
+  T, (W, _, A) = tokens.log_decay.shape[1], weights.q.shape
+  with_tails = jax.tree.map(
+    lambda tail, x: jnp.concatenate([jnp.moveaxis(tail, 1, 2), x], axis=1),
+    memory.tails,
+    tokens.mixed,
+  )
+
+  def convolved(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return nn.silu(sum(x[:, w : w + T] * weights[w] for w in range(W)))
+
   log_decay, strength = tokens.log_decay, tokens.strength
   if is_token_BT is None:
-    tail = with_tail[:, T:]
+    tails = jax.tree.map(lambda x: x[:, T:], with_tails)
   else:
     is_token = is_token_BT[..., None, None]
     log_decay, strength = jnp.where(is_token, log_decay, 0), jnp.where(is_token, strength, 0)
     from_BW = is_token_BT.sum(1)[:, None] + jnp.arange(W - 1)
-    tail = jnp.take_along_axis(with_tail, from_BW[..., None], axis=1)
-  q, k = _normalised(q.reshape(B, T, J, A)) / A**0.5, _normalised(k.reshape(B, T, J, A))
-  v = v.reshape(B, T, J, R, N)
+
+    def last(x: jax.Array) -> jax.Array:
+      index = from_BW.reshape(*from_BW.shape, *[1] * (x.ndim - 2))
+      return jnp.take_along_axis(x, index, axis=1)
+
+    tails = jax.tree.map(last, with_tails)
+  mixed = jax.tree.map(convolved, with_tails, weights)
+  q, k = _normalised(mixed.q) / A**0.5, _normalised(mixed.k)
   rule = one_token if T == 1 else in_chunks
-  out, state = rule(q, k, v, log_decay, strength, memory.state)
-  return out, Memory(state, tail[:, None])
+  out, state = rule(q, k, mixed.v, log_decay, strength, memory.state)
+  return out, Memory(state, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), tails))
 
 
 def _normalised(x: jax.Array) -> jax.Array:

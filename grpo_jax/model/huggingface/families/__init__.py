@@ -6,7 +6,7 @@ A family is a record (`Family`) in one of these files. It drives both loading an
 import re
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.families import gemma, llama, olmo, qwen, qwen_delta
+from grpo_jax.model.huggingface.families import gemma, glm, llama, olmo, qwen, qwen_delta
 from grpo_jax.model.huggingface.families.family import REWARD_HEADS, Family
 from grpo_jax.model.huggingface.families.sizes import sizes
 from grpo_jax.settings import ConfigError
@@ -19,6 +19,7 @@ _ALL = (
   *olmo.FAMILIES,
   *qwen_delta.FAMILIES,
   *gemma.FAMILIES,
+  *glm.FAMILIES,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 # Tensors that can be ignored: what config.json determines, and heads that guess further tokens.

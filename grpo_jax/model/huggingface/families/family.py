@@ -86,7 +86,7 @@ class Family:
   @property
   def all_fields(self) -> dict[str, str]:
     """Field of ModelConfig -> field of config.json, for all that have the same value in both."""
-    return {**FIELDS, **self.fields}
+    return {k: v for k, v in {**FIELDS, **self.fields}.items() if k not in self.fixed}
 
   def architecture_with(self, labels: int) -> str:
     """The name of the architecture whose head has this many labels (see ModelConfig)."""

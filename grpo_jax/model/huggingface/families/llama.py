@@ -114,6 +114,7 @@ FAMILIES = (
     + tensors.final_norm(),
     tensors.NO_BIAS,
     read=_read_window_of_all,
+    varies=("rotary_dim",),
     rotated=1.0,
   ),
 )

@@ -7,7 +7,9 @@ from grpo_jax.model.huggingface.config_fields import Refuse, read_field
 from grpo_jax.model.huggingface.families import tensors
 from grpo_jax.model.huggingface.families.family import Family, Values
 from grpo_jax.model.huggingface.families.layer_types import (
+  FULL,
   SLIDING,
+  read_types,
   read_windows,
   types_to_json,
   window_of,
@@ -43,7 +45,8 @@ def _write_dense(config: ModelConfig) -> dict[str, Any]:
 def _read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
   is_on = [bool(values.get("use_sliding_window"))] * values["num_hidden_layers"]
   windows = read_windows(values, refuse, is_on, needs_switch=True)
-  if len(set(windows)) > 1:
+  types = read_types(values, (FULL, SLIDING), refuse)
+  if is_on[0] and types and len(set(types)) > 1:
     refuse(
       "layer_types",
       "names layers with a window and without, which this family does not have: correct it",

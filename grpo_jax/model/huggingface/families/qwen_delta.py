@@ -1,13 +1,13 @@
-"""Qwen3.5: three of four layers mix tokens by the gated delta rule, the fourth by attention."""
+"""Qwen3.5 and Qwen3-Next: most layers mix tokens by the gated delta rule, others by attention."""
 
 from typing import Any
 
 from grpo_jax.model.config import DeltaShape, ModelConfig
 from grpo_jax.model.huggingface.config_fields import Refuse, read_field
-from grpo_jax.model.huggingface.families import tensors
+from grpo_jax.model.huggingface.families import qwen, tensors
 from grpo_jax.model.huggingface.families.family import Family, Values
 from grpo_jax.model.huggingface.families.layer_types import FULL, every, read_types
-from grpo_jax.model.huggingface.families.tensors import layer
+from grpo_jax.model.huggingface.families.tensors import joined, layer
 
 _LINEAR = "linear_attention"
 _SHAPE = {  # field of DeltaShape -> field of config.json
@@ -54,17 +54,44 @@ GATED_QKV = (
   *tensors.QKV[1:],
 )
 _OF_DELTA = (
-  layer("linear_attn.conv1d.weight", "delta/conv", "c 1 w", "wc"),
-  layer("linear_attn.A_log", "delta/decay", "v", "v"),
-  layer("linear_attn.dt_bias", "delta/decay_bias", "v", "v"),
+  *joined(
+    "linear_attn.conv1d.weight",
+    "(ja,ja,jrb) 1 w",
+    {"delta/conv_q": "wja", "delta/conv_k": "wja", "delta/conv_v": "wjrb"},
+  ),
+  layer("linear_attn.A_log", "delta/decay", "jr", "jr"),
+  layer("linear_attn.dt_bias", "delta/decay_bias", "jr", "jr"),
   layer("linear_attn.norm.weight", "delta/norm_scale", "b", "b"),
-  layer("linear_attn.out_proj.weight", "delta/out_proj/kernel", "D vb", "vbD"),
+  layer("linear_attn.out_proj.weight", "delta/out_proj/kernel", "D jrb", "jrbD"),
 )
-_PROJECTED = (
-  layer("linear_attn.in_proj_qkv.weight", "delta/in_proj_qkv/kernel", "c D", "Dc"),
-  layer("linear_attn.in_proj_z.weight", "delta/in_proj_z/kernel", "vb D", "Dvb"),
-  layer("linear_attn.in_proj_b.weight", "delta/in_proj_b/kernel", "v D", "Dv"),
-  layer("linear_attn.in_proj_a.weight", "delta/in_proj_a/kernel", "v D", "Dv"),
+_QKV = {
+  "delta/in_proj_q/kernel": "Dja",
+  "delta/in_proj_k/kernel": "Dja",
+  "delta/in_proj_v/kernel": "Djrb",
+}
+_IN_QWEN3_5 = (
+  *joined("linear_attn.in_proj_qkv.weight", "(ja,ja,jrb) D", _QKV),
+  layer("linear_attn.in_proj_z.weight", "delta/in_proj_z/kernel", "jrb D", "Djrb"),
+  layer("linear_attn.in_proj_b.weight", "delta/in_proj_b/kernel", "jr D", "Djr"),
+  layer("linear_attn.in_proj_a.weight", "delta/in_proj_a/kernel", "jr D", "Djr"),
+)
+_IN_QWEN3_NEXT = (
+  *joined(
+    "linear_attn.in_proj_qkvz.weight",
+    "j(a,a,rb,rb) D",
+    {**_QKV, "delta/in_proj_z/kernel": "Djrb"},
+  ),
+  *joined(
+    "linear_attn.in_proj_ba.weight",
+    "j(r,r) D",
+    {"delta/in_proj_b/kernel": "Djr", "delta/in_proj_a/kernel": "Djr"},
+  ),
+)
+_SHARED = (
+  layer("mlp.shared_expert.gate_proj.weight", "experts/shared/gate/kernel", "s D", "Ds"),
+  layer("mlp.shared_expert.up_proj.weight", "experts/shared/up/kernel", "s D", "Ds"),
+  layer("mlp.shared_expert.down_proj.weight", "experts/shared/down/kernel", "D s", "sD"),
+  layer("mlp.shared_expert_gate.weight", "experts/shared_gate", "1 D", "D"),
 )
 # fmt: on
 _ALL_LAYERS = (
@@ -80,12 +107,24 @@ _DENSE = tensors.GATE_UP + tensors.DOWN
 _FIXED = {"mlp_bias": False, "qk_norm": "head", "output_gate": True}
 _READS = frozenset({"full_attention_interval", *_SHAPE.values()})
 _VARIES = ("mixers", "delta", "rotary_dim")
+_EXPERT_FIELDS = qwen.EXPERT_FIELDS | {"shared_dim": "shared_expert_intermediate_size"}
+
+
+def _read_qwen3_5_moe(values: Values, refuse: Refuse) -> dict[str, Any]:
+  """Every layer has experts, whose shares add up to 1."""
+  return {**read_mixers(values, refuse), "sparse_layers": tuple(range(values["num_hidden_layers"]))}
+
+
+def _read_qwen3_next(values: Values, refuse: Refuse) -> dict[str, Any]:
+  sparse = qwen.read_sparse_layers(values, refuse)
+  return {**read_mixers(values, refuse), "sparse_layers": sparse}
+
 
 FAMILIES = (
   Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    _ALL_LAYERS + _PROJECTED + _DENSE,
+    _ALL_LAYERS + _IN_QWEN3_5 + _DENSE,
     _FIXED,
     tensors.BIAS_FIELDS,
     reads=_READS,
@@ -95,5 +134,32 @@ FAMILIES = (
     rotated=0.25,
     whole={"qwen3_5": {}},
     reward_prefix="Qwen3_5",
+  ),
+  Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    _ALL_LAYERS + _IN_QWEN3_5 + tensors.EXPERTS + _SHARED,
+    _FIXED | {"shared_gate": True, "normalise_shares": True, "mlp_dim": 0},
+    tensors.BIAS_FIELDS | {k: v for k, v in _EXPERT_FIELDS.items() if k != "normalise_shares"},
+    reads=_READS | {"num_local_experts", "norm_topk_prob", "intermediate_size"},
+    read=_read_qwen3_5_moe,
+    write=write_mixers,
+    varies=(*_VARIES, "sparse_layers"),
+    rotated=0.25,
+    whole={"qwen3_5_moe": {}},
+    reward_prefix="Qwen3_5Moe",
+  ),
+  Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    _ALL_LAYERS + _IN_QWEN3_NEXT + _DENSE + tensors.EXPERTS + _SHARED,
+    _FIXED | {"shared_gate": True},
+    tensors.BIAS_FIELDS | _EXPERT_FIELDS,
+    defaults={"norm_topk_prob": True},
+    reads=_READS | qwen.EXPERT_READS,
+    read=_read_qwen3_next,
+    write=lambda config: write_mixers(config) | qwen.write_experts(config),
+    varies=(*_VARIES, "sparse_layers"),
+    rotated=0.25,
   ),
 )

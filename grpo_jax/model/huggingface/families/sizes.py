@@ -15,9 +15,16 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     "F": config.mlp_dim,
     "X": config.num_experts,
     "M": config.expert_dim,
+    "s": config.shared_dim,
     "N": config.labels,
   }
   if config.delta:
     delta = config.delta
-    found |= {"c": delta.channels, "v": delta.value_heads, "b": delta.value_dim, "w": delta.width}
+    found |= {
+      "j": delta.key_heads,
+      "r": delta.value_heads // delta.key_heads,
+      "a": delta.key_dim,
+      "b": delta.value_dim,
+      "w": delta.width,
+    }
   return found

@@ -21,6 +21,14 @@ def layer(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options:
   )
 
 
+def joined(hf_name: str, hf_axes: str, leaves: Mapping[str, str]) -> tuple[TensorSpec, ...]:
+  """The entries of a tensor that holds several leaves: their names -> axes, in order."""
+  return tuple(
+    layer(hf_name, leaf_name, hf_axes, leaf_axes, part=part)
+    for part, (leaf_name, leaf_axes) in enumerate(leaves.items())
+  )
+
+
 def norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorSpec, ...]:
   """The norms of a layer. `names` are names of leaves -> names of tensors."""
   return tuple(
@@ -30,10 +38,12 @@ def norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorSpec, ..
 
 
 def qk_norms(offset: float = 0.0) -> tuple[TensorSpec, ...]:
-  """The norms of each head of the queries and keys."""
-  return (
-    layer("self_attn.q_norm.weight", "attention/q_norm/scale", "E", "E", offset=offset),
-    layer("self_attn.k_norm.weight", "attention/k_norm/scale", "E", "E", offset=offset),
+  """The norms of each head of the queries and keys, for models with a `qk_norm`."""
+  return tuple(
+    layer(
+      f"self_attn.{name}.weight", f"attention/{name}/scale", "E", "E", offset=offset, when="qk_norm"
+    )
+    for name in ("q_norm", "k_norm")
   )
 
 
@@ -82,10 +92,10 @@ MLP_BIASES = (
   layer("mlp.up_proj.bias", "mlp/up/bias", "F", "F", when="mlp_bias"),
   layer("mlp.down_proj.bias", "mlp/down/bias", "D", "D", when="mlp_bias"),
 )
-FUSED_QKV = (
-  layer("self_attn.qkv_proj.weight", "attention/q/kernel", "(HE,KE,KE) D", "DHE"),
-  layer("self_attn.qkv_proj.weight", "attention/k/kernel", "(HE,KE,KE) D", "DKE", part=1),
-  layer("self_attn.qkv_proj.weight", "attention/v/kernel", "(HE,KE,KE) D", "DKE", part=2),
+FUSED_QKV = joined(
+  "self_attn.qkv_proj.weight",
+  "(HE,KE,KE) D",
+  {"attention/q/kernel": "DHE", "attention/k/kernel": "DKE", "attention/v/kernel": "DKE"},
 )
 O = (
   layer("self_attn.o_proj.weight", "attention/o/kernel", "D HE", "HED"),
@@ -94,9 +104,8 @@ GATE_UP = (
   layer("mlp.gate_proj.weight", "mlp/gate/kernel", "F D", "DF"),
   layer("mlp.up_proj.weight", "mlp/up/kernel", "F D", "DF"),
 )
-FUSED_GATE_UP = (
-  layer("mlp.gate_up_proj.weight", "mlp/gate/kernel", "(F,F) D", "DF"),
-  layer("mlp.gate_up_proj.weight", "mlp/up/kernel", "(F,F) D", "DF", part=1),
+FUSED_GATE_UP = joined(
+  "mlp.gate_up_proj.weight", "(F,F) D", {"mlp/gate/kernel": "DF", "mlp/up/kernel": "DF"}
 )
 DOWN = (
   layer("mlp.down_proj.weight", "mlp/down/kernel", "D F", "FD"),
