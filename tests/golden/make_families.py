@@ -314,6 +314,7 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
       DELTA,
       num_hidden_layers=2,
       linear_value_head_dim=16,
+      rms_norm_eps=1e-2,
       layer_types=[LINEAR, FULL],
       num_experts=6,
       num_experts_per_tok=2,
