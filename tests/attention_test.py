@@ -138,6 +138,44 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, case):
   assert_close(with_gradients(HERE[name], case), expected(case))
 
 
+def naive_with_sinks(q_PNHE, k_PNKE, v_PNKE, mask_PNN, sinks_H):
+  """A sink is one more key of each head, of this score and with a value of 0."""
+  repeats = q_PNHE.shape[2] // k_PNKE.shape[2]
+  k_PNHE, v_PNHE = (jnp.repeat(x, repeats, axis=2) for x in (k_PNKE, v_PNKE))
+  scores = jnp.einsum("pihe,pjhe->phij", q_PNHE, k_PNHE)
+  scores = jnp.where(mask_PNN[:, None], scores, -jnp.inf)
+  sinks = jnp.broadcast_to(sinks_H[:, None, None], (*scores.shape[:-1], 1))
+  weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
+  return jnp.einsum("phij,pjhe->pihe", weights, v_PNHE)
+
+
+@pytest.mark.parametrize(
+  "name, mesh_shape", [("dense", None), ("chunked", None), ("splash", None), ("chunked", (2, 2))]
+)
+def test_sinks_take_part_in_the_softmax(name, mesh_shape):
+  """Some far above all scores and some far below, with a gradient of their own."""
+  case = Case(View(8, 2, 6, window=5), (8, 3), heads=4)
+  *arrays, cotangent = case.arrays()
+  arrays.append(jnp.asarray([20.0, 1.0, -0.5, -30.0]))
+  mask, lengths_P, view = jnp.asarray(case.mask()), jnp.array(case.lengths), case.view
+  if mesh_shape:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(mesh_shape), ("data", "tensor"))
+    view = dataclasses.replace(view, rows=NamedSharding(mesh, PartitionSpec(("data",))))
+
+  def found(q, k, v, sinks_H):
+    return HERE[name](q, k, v, lengths_P, dataclasses.replace(view, sinks_H=sinks_H))
+
+  def by_definition(q, k, v, sinks_H):
+    return naive_with_sinks(q, k, v, mask, sinks_H)
+
+  def results(attend):
+    out, vjp = jax.vjp(attend, *arrays)
+    return np.where(case.real()[..., None, None], out, 0), *vjp(cotangent)
+
+  for ours, theirs in zip(results(jax.jit(found)), results(by_definition), strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("name", ["chunked", "splash"])

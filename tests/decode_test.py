@@ -10,7 +10,7 @@ import pytest
 from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.model.attention import decode
-from grpo_jax.model.attention.softmax import Own, as_int8, softmax_attention
+from grpo_jax.model.attention.softmax import Own, Scoring, as_int8, softmax_attention
 from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh
@@ -35,22 +35,23 @@ def arrays(dtype, cache_dtype, seed=0):
   return normal(P, K, G, R, E) / E**0.5, own, prefix
 
 
-def expected(q, own, time, visible_PG, prefix, prefix_mask, cap):
+def expected(q, own, time, visible_PG, prefix, prefix_mask, cap, sinks_H):
   """The same by the definition, over all slots."""
   age_C = (time - jnp.arange(C)) % C
   mask = age_C < visible_PG[:, None, :, None, None, None]
   keys, values = jax.tree.map(lambda x: x[LAYER], own)
   mask_of_prompts = None if prefix is None else prefix_mask[..., None, :]
-  out = softmax_attention(q[..., None, :], Own(keys, values), mask, prefix, mask_of_prompts, cap)
+  q, own, scoring = q[..., None, :], Own(keys, values), Scoring(cap, sinks_H)
+  out = softmax_attention(q, own, mask, prefix, mask_of_prompts, scoring)
   return out[..., 0, :]
 
 
-@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("cap, sinks", [(0.0, False), (2.0, False), (0.0, True)])
 @pytest.mark.parametrize("with_prefix", [True, False])
 @pytest.mark.parametrize("cache_dtype", ["", "int8"])
 @pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("time", [0, 130, 383, 1000])
-def test_it_equals_the_definition(time, dtype, bound, cache_dtype, with_prefix, cap):
+def test_it_equals_the_definition(time, dtype, bound, cache_dtype, with_prefix, cap, sinks):
   q, own, prefix = arrays(dtype, cache_dtype)
   # One token, a few, around the end of a block, and all slots.
   visible_PG = jnp.asarray(np.resize([1, 2, 127, 128, 129, 300, C], (P, G)), jnp.int32)
@@ -60,8 +61,9 @@ def test_it_equals_the_definition(time, dtype, bound, cache_dtype, with_prefix, 
   config = dataclasses.replace(small_model(), attention_cap=cap)
   tokens = decode.OwnTokens(own, jnp.int32(LAYER), jnp.int32(time), visible_PG)
   prompts = (prefix, prefix_mask) if with_prefix else (None, None)
-  got = decode.attention(config, q, tokens, *prompts)
-  wanted = expected(q, own, time, visible_PG, *prompts, cap)
+  sinks_H = jnp.linspace(-3, 3, K * R) if sinks else None
+  got = decode.attention(config, q, tokens, *prompts, sinks_H)
+  wanted = expected(q, own, time, visible_PG, *prompts, cap, sinks_H)
   np.testing.assert_allclose(got.astype(float), wanted.astype(float), atol=bound)
 
 

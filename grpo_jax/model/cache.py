@@ -28,7 +28,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
 from grpo_jax.model.attention import decode
-from grpo_jax.model.attention.softmax import Int8, Own, as_int8, softmax_attention
+from grpo_jax.model.attention.softmax import Int8, Own, Scoring, as_int8, softmax_attention
 from grpo_jax.model.blocks import LayerMemory, Pass
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.mixers.seen import Attend, KeysAndValues, Recur, Scan
@@ -273,7 +273,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
   K, E = config.num_kv_heads, config.head_dim
 
   def attend_with_cache(
-    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array
+    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, sinks_H: jax.Array | None = None
   ) -> tuple[jax.Array, KeysAndValues]:
     (B, T, H, _), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
@@ -291,7 +291,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
       tokens = decode.OwnTokens(whole, memory.place, cache.time, visible_PG)
       mask = None if prefix_mask is None else prefix_mask[..., 0, :]
-      return decode.attention(config, q_PKGRTE[..., 0, :], tokens, memory.prefix, mask)
+      return decode.attention(config, q_PKGRTE[..., 0, :], tokens, memory.prefix, mask, sinks_H)
 
     def write(stack: Any, new_BTKE: jax.Array) -> Any:
       new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
@@ -313,8 +313,8 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), stacks_of_own
     mask = _own_mask(cache, T, window)
     keys, values = jax.tree.map(read, stacks_of_own)
-    own, cap = Own(keys, values, cache.axes.lower()), config.attention_cap
-    out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, cap)
+    own, scoring = Own(keys, values, cache.axes.lower()), Scoring(config.attention_cap, sinks_H)
+    out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, scoring)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), stacks_of_own
 
   return attend_with_cache

@@ -114,7 +114,8 @@ class ModelConfig:
     query_scalar: Queries are divided by the square root of this number. 0 stands for E.
     query_multiplier: Queries are multiplied by it instead. 0 means that they are not.
     attention_cap: Attention scores become cap * tanh(score / cap). 0 leaves them as they are.
-    logit_cap: The same for logits.
+    attention_sinks: Each query head has a score that takes part in its softmax and brings no value.
+    logit_cap: The same as `attention_cap` for logits.
     logit_divisor: Logits are divided by it.
     rope_scaling: How the rotary frequencies are scaled for long texts, or None.
     windows: For each layer, how many tokens a token attends to, itself included. 0 means all
@@ -189,6 +190,7 @@ class ModelConfig:
   query_scalar: float = 0.0
   query_multiplier: float = 0.0
   attention_cap: float = 0.0
+  attention_sinks: bool = False
   logit_cap: float = 0.0
   logit_divisor: float = 1.0
   rope_scaling: RopeScaling | None = None

@@ -10,6 +10,7 @@ Made with transformers 5.23.0 and torch 2.13.0 (CPU). Texts are longer than ever
 and longer than the original texts of every scaled rotary embedding.
 """
 
+import functools
 import json
 from pathlib import Path
 import sys
@@ -325,6 +326,27 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.float32,
   ),
+  "gpt_oss": (
+    "GptOss",
+    dict(
+      COMMON,
+      intermediate_size=20,
+      num_local_experts=6,
+      num_experts_per_tok=2,
+      sliding_window=7,
+      layer_types=[SLIDES, FULL],
+      rope_parameters=dict(
+        rope_type="yarn",
+        factor=4.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=16,
+        rope_theta=150000.0,
+      ),
+    ),
+    torch.float32,
+  ),
   "glm4_moe": (
     "Glm4Moe",
     dict(
@@ -411,6 +433,32 @@ def quantise(folder, block):
   (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
+MXFP4 = {  # folder: (family, fields)
+  "gpt_oss_mxfp4": (
+    "GptOss",
+    dict(FAMILIES["gpt_oss"][1], intermediate_size=32, layer_types=[FULL, SLIDES]),
+  ),
+}
+
+
+def quantise_experts(folder):
+  """Makes the experts of a folder random numbers in MXFP4, as the published gpt-oss are."""
+  file, quantised, rng = folder / "model.safetensors", {}, np.random.default_rng(0)
+  for name, weight in load_file(file).items():
+    if not name.endswith(("gate_up_proj", "down_proj")):
+      quantised[name] = weight
+      continue
+    X, inputs, outputs = weight.shape
+    blocks = rng.integers(0, 256, (X, outputs, inputs // 32, 16), dtype=np.uint8)
+    scales = rng.integers(122, 126, blocks.shape[:-1], dtype=np.uint8)
+    quantised[name + "_blocks"] = torch.from_numpy(blocks)
+    quantised[name + "_scales"] = torch.from_numpy(scales)
+  save_file(quantised, file, metadata={"format": "pt"})
+  values = json.loads((folder / "config.json").read_text())
+  values["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+  (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
 def model_with_images(family, text_fields, fields):
   config = getattr(transformers, f"{family}Config")(text_config=text_fields, **fields)
   return getattr(transformers, f"{family}ForConditionalGeneration")(config)
@@ -423,7 +471,13 @@ def main(names):
   for seed, (name, (family, fields, block)) in enumerate(FP8.items(), start=200):
     if not names or name in names:
       make = getattr(transformers, f"{family}ForCausalLM")
-      write(FOLDER / name, make_model(make(config_of(family, fields)), seed), seed, block)
+      quantised = functools.partial(quantise, block=block)
+      write(FOLDER / name, make_model(make(config_of(family, fields)), seed), seed, quantised)
+  for seed, (name, (family, fields)) in enumerate(MXFP4.items(), start=300):
+    if not names or name in names:
+      make = getattr(transformers, f"{family}ForCausalLM")
+      made = make_model(make(config_of(family, fields)), seed)
+      write(FOLDER / name, made, seed, quantise_experts)
   for seed, (name, (family, fields, dtype)) in enumerate(FAMILIES.items(), start=10):
     if names and name not in names:
       continue
@@ -434,11 +488,10 @@ def main(names):
     write(folder, model.to(dtype), seed)
 
 
-def write(folder, model, seed, block=None):
+def write(folder, model, seed, quantised=lambda folder: None):
   is_bfloat16 = model.dtype == torch.bfloat16
   model.save_pretrained(folder, max_shard_size="30KB" if is_bfloat16 else "5GB")
-  if block:
-    quantise(folder, block)
+  quantised(folder)
   tokens = np.random.default_rng(seed).integers(4, 96, (3, T), dtype=np.int32)
   outputs, _ = outputs_of(folder, tokens, LENGTHS)
   np.savez_compressed(

@@ -14,7 +14,7 @@ BEST = {"cpu": "dense", "tpu": "splash", "gpu": "cudnn"}
 
 
 def choose(
-  name: str, platform: str, dtype: str, head_dim: int, cap: float = 0.0
+  name: str, platform: str, dtype: str, head_dim: int, cap: float = 0.0, sinks: bool = False
 ) -> tuple[str, str]:
   """Chooses an implementation that can compute the model's attention.
 
@@ -24,18 +24,21 @@ def choose(
     dtype: The dtype of the computation.
     head_dim: E.
     cap: The cap of the scores. 0 means none.
+    sinks: Scores without a value take part in the softmax.
 
   Returns:
     A name in ATTENTION, and a sentence for the user if it is not the one that was wanted, else "".
   """
   wanted = BEST.get(platform, "chunked") if name == "auto" else name
-  reason = why_not(wanted, platform, dtype, head_dim, cap)
+  reason = why_not(wanted, platform, dtype, head_dim, cap, sinks)
   if not reason:
     return wanted, ""
   return "chunked", f"attention is computed in chunks, without a kernel: {reason}"
 
 
-def why_not(name: str, platform: str, dtype: str, head_dim: int, cap: float) -> str:
+def why_not(
+  name: str, platform: str, dtype: str, head_dim: int, cap: float, sinks: bool = False
+) -> str:
   """Why the implementation cannot compute this, or "" if it can. `choose` has the parameters."""
   if name == "splash":
     return "" if platform == "tpu" else f"splash runs on TPUs, not on a {platform}"
@@ -47,4 +50,6 @@ def why_not(name: str, platform: str, dtype: str, head_dim: int, cap: float) -> 
     return f"cudnn computes bfloat16 and float16, not {dtype}"
   if head_dim % 8 or head_dim > cudnn.MAX_HEAD_DIM:
     return f"cudnn takes heads of up to {cudnn.MAX_HEAD_DIM} in steps of 8, not {head_dim}"
+  if sinks:
+    return "cudnn has no attention sinks"
   return "cudnn cannot cap the scores" if cap else ""

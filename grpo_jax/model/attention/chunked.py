@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.attention.rows import by_rows
-from grpo_jax.model.attention.softmax import Own, softmax_attention
+from grpo_jax.model.attention.softmax import Own, Scoring, softmax_attention
 from grpo_jax.model.attention.view import View
 
 MAX_CHUNK = 512  # queries
@@ -111,7 +111,7 @@ def _chunk_attention(
       *(seen(x).astype(q_QHE.dtype).transpose(1, 0, 2)[None, :, None] for x in (k_CKE, v_CKE))
     )
     q_PKGRQE = q_QHE.reshape(1, 1, Q, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
-    out = softmax_attention(q_PKGRQE, own, mask_QC, None, None, view.cap)
+    out = softmax_attention(q_PKGRQE, own, mask_QC, None, None, Scoring(view.cap, view.sinks_H))
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(Q, H, E)
 
   return attend_chunk

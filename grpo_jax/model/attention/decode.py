@@ -76,6 +76,7 @@ def attention(
   own: OwnTokens,
   prefix: KeysAndValues | None,
   prefix_mask: jax.Array | None,
+  sinks_H: jax.Array | None = None,
 ) -> jax.Array:
   """`softmax_attention` of one token of each row, on the devices that hold the rows.
 
@@ -85,6 +86,7 @@ def attention(
     own: The rows' own tokens.
     prefix: Keys and values [P, K, S, E] of the prompts, or None.
     prefix_mask: Broadcasts to the scores [P, K, G, R, S]. True where a row sees a slot.
+    sinks_H: As in `View`.
 
   Returns:
     [P, K, G, R, E] in the dtype of the queries.
@@ -105,6 +107,10 @@ def attention(
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
     )
   out, norm = kernel(q_PKGRE, own)
+  if sinks_H is not None:
+    K, _, R, _ = q_PKGRE.shape[1:]
+    with_sinks = jnp.logaddexp(norm, sinks_H.astype(jnp.float32).reshape(K, 1, R, 1))
+    out, norm = out * jnp.exp(norm - with_sinks), with_sinks
   if prefix is None:
     return out.astype(q_PKGRE.dtype)
   scores = einsum("pkgre,pkse->pkgrs", q_PKGRE, prefix[0])

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.attention.softmax import Own, own_mask, prompt_mask, softmax_attention
+from grpo_jax.model.attention.softmax import Own, Scoring, own_mask, prompt_mask, softmax_attention
 from grpo_jax.model.attention.view import View
 
 
@@ -30,11 +30,12 @@ def attend(
   def completions(x: jax.Array) -> jax.Array:
     return x[:, S:].reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
 
+  scoring = Scoring(view.cap, view.sinks_H)
   q_PKRNE = q_PNHE.reshape(P, N, K, H // K, E).transpose(0, 2, 3, 1, 4)
   prefix = prompt(k_PNKE), prompt(v_PNKE)
   as_own = Own(prefix[0][:, :, None], prefix[1][:, :, None])
   q_PK1RSE = q_PKRNE[:, :, None, :, :S]
-  out = softmax_attention(q_PK1RSE, as_own, causal(S), None, None, view.cap)
+  out = softmax_attention(q_PK1RSE, as_own, causal(S), None, None, scoring)
   out_PSHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, S, H, E)
   if G == 0:
     return out_PSHE
@@ -43,7 +44,7 @@ def attend(
   own = Own(completions(k_PNKE), completions(v_PNKE))
   sees_prompt = prompt_mask(prompt_lengths_P, S, jnp.arange(T)[:, None], window)
   q_PKGRTE = q_PKRGTE.swapaxes(2, 3)
-  out = softmax_attention(q_PKGRTE, own, causal(T), prefix, sees_prompt, view.cap)
+  out = softmax_attention(q_PKGRTE, own, causal(T), prefix, sees_prompt, scoring)
   rest_PNHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G * T, H, E)
   return jnp.concatenate([out_PSHE, rest_PNHE], axis=1)
 
@@ -79,6 +80,8 @@ def attend_packed(
   prompts = dataclasses.replace(view, completions=0, window=window)
   out_PSHE = attend(q_PNHE[:, :S], k_PNKE[:, :S], v_PNKE[:, :S], prompt_lengths_P, prompts)
 
+  scoring = Scoring(view.cap, view.sinks_H)
+
   def as_row(x_PNKE: jax.Array) -> jax.Array:
     return x_PNKE.transpose(0, 2, 1, 3)[:, :, None]
 
@@ -86,6 +89,6 @@ def attend_packed(
   own = Own(as_row(k_PNKE[:, S:]), as_row(v_PNKE[:, S:]))
   prefix = as_row(k_PNKE[:, :S])[:, :, 0], as_row(v_PNKE[:, :S])[:, :, 0]
   sees = sees[:, None, None, None]
-  out = softmax_attention(q_PK1RNE, own, sees, prefix, sees_prompt, view.cap)
+  out = softmax_attention(q_PK1RNE, own, sees, prefix, sees_prompt, scoring)
   rest_PNHE = out[:, :, 0].transpose(0, 3, 1, 2, 4).reshape(P, N - S, H, E)
   return jnp.concatenate([out_PSHE, rest_PNHE], axis=1)

@@ -105,11 +105,15 @@ def in_groups(
 
   def attend_of(window: int, memory: Any) -> Attend:
     del memory
-    view = View(S, groups.completions, groups.slots, window, config.attention_cap, config.rows)
+    scoring = dict(window=window, cap=config.attention_cap, rows=config.rows)
 
     def attend_in_groups(
-      q_PNHE: jax.Array, k_PNKE: jax.Array, v_PNKE: jax.Array
+      q_PNHE: jax.Array,
+      k_PNKE: jax.Array,
+      v_PNKE: jax.Array,
+      sinks_H: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
+      view = View(S, groups.completions, groups.slots, sinks_H=sinks_H, **scoring)
       if is_stream:
         token_PN = groups.packing.token_PN
         out_PNHE = dense.attend_packed(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, token_PN, view)
@@ -126,4 +130,5 @@ def in_groups(
 def attention_of(config: ModelConfig) -> tuple[str, str]:
   """The implementation that computes a model's attention, and a remark as `choose` has it."""
   platform = config.platform or jax.default_backend()
-  return choose(config.attention, platform, config.dtype, config.head_dim, config.attention_cap)
+  cap, sinks = config.attention_cap, config.attention_sinks
+  return choose(config.attention, platform, config.dtype, config.head_dim, cap, sinks)

@@ -5,6 +5,7 @@ t is the token of key C - T + t. Prompts are rows with C = T.
 """
 
 from collections.abc import Callable
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -92,16 +93,18 @@ def on_mesh(attend: AttendGroups) -> AttendGroups:
     if head_axis and K % size:
       k_PNKE, v_PNKE = (jnp.repeat(x, H // K, axis=2) for x in (k_PNKE, v_PNKE))
 
-    def attend_here(q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array) -> jax.Array:
-      return attend(q, k, v, lengths_P, view)
+    def attend_here(
+      q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array, sinks_H: jax.Array | None
+    ) -> jax.Array:
+      return attend(q, k, v, lengths_P, dataclasses.replace(view, sinks_H=sinks_H))
 
     heads = PartitionSpec(row_axes, None, head_axis, None)
     return jax.shard_map(
       attend_here,
       mesh=mesh,
-      in_specs=(heads, heads, heads, PartitionSpec(row_axes)),
+      in_specs=(heads, heads, heads, PartitionSpec(row_axes), PartitionSpec(head_axis)),
       out_specs=heads,
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
-    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P)
+    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view.sinks_H)
 
   return attend_on_mesh

@@ -44,13 +44,25 @@ class Own(NamedTuple):
   axes: str = "pkg"
 
 
+class Scoring(NamedTuple):
+  """How scores become weights.
+
+  Attributes:
+    cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
+    sinks_H: As in `View`.
+  """
+
+  cap: float = 0.0
+  sinks_H: jax.Array | None = None
+
+
 def softmax_attention(
   q_PKGRTE: jax.Array,
   own: Own,
   own_mask: jax.Array,
   prefix: KeysAndValues | None,
   prefix_mask: jax.Array | None,
-  cap: float = 0.0,
+  scoring: Scoring,
 ) -> jax.Array:
   """Softmax attention over [shared prompt | own tokens], with one normaliser for both parts.
 
@@ -60,7 +72,7 @@ def softmax_attention(
     own_mask: Broadcasts to the scores [P, K, G, R, T, C]. True where a query sees a slot.
     prefix: Keys and values [P, K, S, E] of the prompts, or None.
     prefix_mask: Broadcasts to the scores [P, K, G, R, T, S].
-    cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
+    scoring: How scores become weights.
 
   Returns:
     [P, K, G, R, T, E] in the dtype of the queries.
@@ -69,6 +81,8 @@ def softmax_attention(
   outer = tuple(size for axis, size in zip("pkg", PKG) if axis in a)
   own_keys, key_scales = _factors(own.keys, q_PKGRTE.dtype)
   own_values, value_scales = _factors(own.values, q_PKGRTE.dtype)
+
+  cap = scoring.cap
 
   def masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     capped = cap * jnp.tanh(scores / cap) if cap else scores
@@ -80,10 +94,15 @@ def softmax_attention(
   if prefix:
     scores.append(masked(einsum("pkgrte,pkse->pkgrts", q_PKGRTE, prefix[0]), prefix_mask))
   # Every query sees at least its own token, so the maximum is finite.
-  largest = jnp.max(jnp.stack([s.max(-1) for s in scores]), 0)
-  largest = jax.lax.stop_gradient(largest)[..., None]
+  largest = jnp.max(jnp.stack([s.max(-1) for s in scores]), 0)[..., None]
+  if scoring.sinks_H is not None:
+    sinks_K1R11 = scoring.sinks_H.astype(jnp.float32).reshape(PKG[1], 1, R, 1, 1)
+    largest = jnp.maximum(largest, sinks_K1R11)
+  largest = jax.lax.stop_gradient(largest)
   weights = [jnp.exp(s - largest) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
+  if scoring.sinks_H is not None:
+    total = total + jnp.exp(sinks_K1R11 - largest)
   own_weights = (weights[0].reshape(*outer, R, T, C) * value_scales).astype(q_PKGRTE.dtype)
   out = einsum(f"{a}rtc,{a}ce->{a}rte", own_weights, own_values)
   out = out.reshape(q_PKGRTE.shape)

@@ -46,6 +46,7 @@ def make_attend(interpret: bool = False) -> AttendGroups:
       # A token sees those of its segment. All queries are in segment 1, as are all keys of tokens.
       segments_BC = _pad(is_token_BC.astype(jnp.int32), sides)
       segments = splash.SegmentIds(jnp.ones((len(q_BTHE), T + padding), jnp.int32), segments_BC)
+    kernel = functools.partial(kernel, sinks=view.sinks_H)
     out_BHTE = jax.vmap(kernel)(q_BHTE, k_BKCE, v_BKCE, segments)
     return out_BHTE[:, :, :T].swapaxes(1, 2)
 

@@ -22,6 +22,7 @@ class View:
     window: How many tokens back a token sees, itself included. Token t of a completion follows
       token t - 1, and token 0 follows the last token of the prompt. 0 means all tokens.
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
+    sinks_H: A score of each query head that takes part in its softmax and brings no value, or None.
     rows: The sharding of the groups on the mesh, whose axis `tensor` splits the heads. None means
       one device.
   """
@@ -31,6 +32,7 @@ class View:
   slots: int = 0
   window: int = 0
   cap: float = 0.0
+  sinks_H: jax.Array | None = None
   rows: NamedSharding | None = None
 
   @property

@@ -24,6 +24,7 @@ OPTIONAL = {"attention_cap", "logit_cap"}  # fields of ModelConfig that may be n
 # Activation of ModelConfig -> its names in config.json, of which the first one is written.
 ACTIVATION_NAMES = {
   "silu": ("silu", "swish"),
+  "clamped_silu": ("silu",),
   "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
 }
 # Fields that can change the mathematics, and the values with which they do not.

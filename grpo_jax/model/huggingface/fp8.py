@@ -23,10 +23,16 @@ Block = tuple[int, int]  # rows and columns
 
 
 def check(quantization: Any, refuse: Refuse) -> None:
-  """Refuses a `quantization_config` that is not of this kind."""
+  """Refuses a `quantization_config` that is not of this kind, nor MXFP4 (packed_experts.py)."""
   key = "quantization_config"
-  if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
-    refuse(key, f"is {shown(quantization)}: choose a checkpoint in FP8 or without quantisation")
+  method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+  if method == "mxfp4":
+    return
+  if method != "fp8":
+    refuse(
+      key,
+      f"is {shown(quantization)}: choose a checkpoint in FP8, in MXFP4 or without quantisation",
+    )
   if quantization.get("fmt", "e4m3") != "e4m3":
     refuse(key, f"has the format {shown(quantization['fmt'])}: choose a checkpoint in e4m3")
   size = quantization.get("weight_block_size")

@@ -25,6 +25,7 @@ from grpo_jax.model.huggingface.families import Family
 from grpo_jax.model.huggingface.folders import TensorFiles, read_json, weight_files
 from grpo_jax.model.huggingface.gguf_config import config_values
 from grpo_jax.model.huggingface.gguf_tensors import GGUFTensors
+from grpo_jax.model.huggingface.packed_experts import UnpackedExperts
 from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
 from grpo_jax.model.huggingface.text_part import has_other_parts, text_name
 from grpo_jax.model.stacks import Places, of_layer
@@ -34,7 +35,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
 Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
 Convert = Callable[[str, jax.Array], Any]
 Progress = Callable[[int, int], None]
-Tensors = TensorFiles | GGUFTensors
+Tensors = TensorFiles | UnpackedExperts | GGUFTensors
 
 
 def load_model_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
@@ -45,7 +46,8 @@ def load_model_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -
   family, config = _read_config(path, labels)
   source = Path(path).expanduser()
   if gguf_file.is_gguf(source) or any(source.glob("*.safetensors")):
-    _check_names_and_shapes(_tensors_of(source, config), family, config, source)
+    files = _tensors_of(source, family, config)
+    _check_names_and_shapes(files, family, config, source)
   return config
 
 
@@ -92,7 +94,7 @@ def load(
   """
   family, config = _read_config(path, labels)
   folder = Path(path).expanduser()
-  files = _tensors_of(folder, config)
+  files = _tensors_of(folder, family, config)
   _check_tensors(files, family, config, folder)
   sizes, specs = families.sizes(config), list(family.tensors(config))
   places, targets = Places(config), converted or shardings
@@ -137,13 +139,14 @@ def _check_finite(are_finite: Mapping[str, jax.Array], folder: Path) -> None:
       )
 
 
-def _tensors_of(source: Path, config: ModelConfig) -> Tensors:
+def _tensors_of(source: Path, family: Family, config: ModelConfig) -> Tensors:
   """The tensors of a GGUF file or of a folder."""
   if gguf_file.is_gguf(source):
     return GGUFTensors(gguf_file.open_file(source), config.head_dim)
   rename = text_name if ignores_parts(source) else None
   block = fp8.block_of(read_json(source / "config.json"))
-  return TensorFiles(weight_files(source), rename, block)
+  files = TensorFiles(weight_files(source), rename, block)
+  return UnpackedExperts(files, any("{x}" in entry.hf_name for entry in family.table))
 
 
 def ignores_parts(path: str | os.PathLike) -> bool:

@@ -15,6 +15,7 @@ from grpo_jax.model.rope import rotate
 RULES = (
   (r"attention/[qk]_norm/scale", (None,)),
   (r"attention/[qk]_norm/scale", ("tensor", None)),  # of all heads together
+  (r"attention/sinks", ("tensor",)),
   (r"attention/[qkv]/kernel", ("fsdp", "tensor", None)),
   (r"attention/[qkv]/bias", ("tensor", None)),
   (r"attention/o/kernel", ("tensor", None, "fsdp")),
@@ -62,7 +63,10 @@ class Attention(nn.Module):
       q_BTHE = q_BTHE / math.sqrt(c.query_scalar or c.head_dim)
     if rope is not None and rope.query_scale_BT is not None:
       q_BTHE = q_BTHE * rope.query_scale_BT[..., None, None].astype(c.dtype)
-    out_BTHE, kept = seen.attend(q_BTHE, k_BTKE, v_BTKE)
+    sinks_H = None
+    if c.attention_sinks:
+      sinks_H = self.param("sinks", nn.initializers.zeros, (c.num_heads,))
+    out_BTHE, kept = seen.attend(q_BTHE, k_BTKE, v_BTKE, sinks_H)
     if gate_BTHE is not None:
       out_BTHE = out_BTHE * nn.sigmoid(gate_BTHE)
     return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out_BTHE), kept

@@ -12,9 +12,9 @@ import jax
 from grpo_jax.model.rope import Rotation
 
 KeysAndValues = tuple[jax.Array, jax.Array]
-# attend(q_BTHE, k_BTKE, v_BTKE) -> (out_BTHE, what the caller keeps, such as keys and values). The
-# queries are rotated and scaled.
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# attend(q_BTHE, k_BTKE, v_BTKE, sinks_H) -> (out_BTHE, what the caller keeps, such as keys and
+# values). The queries are rotated and scaled. The sinks may be None or left out.
+Attend = Callable[..., tuple[jax.Array, Any]]
 # scan(inputs_BT, memory_B, is_token_BT) -> (outputs_BT, memory_B): trees of arrays [B, T, ...] and
 # [B, ...]. Where is_token_BT is False, a row has ended: what follows does not change its memory.
 # None means that no token is padding.

@@ -1,0 +1,101 @@
+"""Experts that a checkpoint holds in another form than the table of its family has.
+
+* In MXFP4 (OCP Microscaling, section 5.2), as gpt-oss has them: NAME_blocks holds two numbers of
+  4 bits in each byte, and NAME_scales the exponent of 2 that 32 neighbouring numbers share.
+* All experts of a layer in one tensor, as Qwen3.5's are, where the table has one for each.
+"""
+
+from collections.abc import Callable
+import functools
+
+import ml_dtypes
+import numpy as np
+
+from grpo_jax.model.huggingface.folders import TensorFiles
+
+Index = tuple[slice, ...]
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCK, _BIAS = 32, 127  # numbers with one exponent, and what is subtracted from it
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+class UnpackedExperts:
+  """Tensor files whose experts have the form that a table wants. See `TensorFiles`."""
+
+  config = TensorFiles.config
+
+  def __init__(self, files: TensorFiles, are_apart: bool) -> None:
+    """Finds the experts.
+
+    Args:
+      files: The files.
+      are_apart: The table has a tensor for each expert.
+    """
+    self._files = files
+    self._reads: dict[str, Callable[[Index], np.ndarray]] = {}
+    self.shapes, self.dtypes = dict(files.shapes), dict(files.dtypes)
+    for name, shape in files.shapes.items():
+      if name.endswith(_BLOCKS) and len(shape) == 4:
+        self._add_mxfp4(name.removesuffix(_BLOCKS), shape)
+      elif are_apart and name.endswith((_GATE_UP, _DOWN)) and len(shape) == 3:
+        self._add_each(name, shape)
+
+  def read(self, name: str, start: int, index: Index) -> np.ndarray:
+    """As `TensorFiles.read`."""
+    if name not in self._reads:
+      return self._files.read(name, start, index)
+    first, *others = index
+    shifted = slice(first.start + start, first.stop + start), *others
+    whole = (slice(0, size) for size in self.shapes[name][len(index) :])
+    return self._reads[name]((*shifted, *whole))
+
+  def _add_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
+    """A tensor [X, rows, columns / 32, 16] of bytes as one of float32 [X, columns, rows]."""
+    X, rows, blocks, _ = shape
+
+    def read(index: Index) -> np.ndarray:
+      experts, columns, rows = index
+      of_scales = experts, rows, slice(0, blocks)
+      packed = self._files.read(name + _BLOCKS, 0, (*of_scales, slice(0, _BLOCK // 2)))
+      scales = self._files.read(name + _SCALES, 0, of_scales)
+      return dequantised(packed, scales).swapaxes(1, 2)[:, columns]
+
+    del self.shapes[name + _BLOCKS], self.dtypes[name + _BLOCKS]
+    self.shapes.pop(name + _SCALES, None)
+    self.shapes[name], self.dtypes[name] = (X, blocks * _BLOCK, rows), "F32"
+    self._reads[name] = read
+
+  def _add_each(self, name: str, shape: tuple[int, ...]) -> None:
+    """A tensor [X, rows, columns] as one for each expert, or as two of half the rows."""
+    X, rows, columns = shape
+    del self.shapes[name], self.dtypes[name]
+    beginning = name.rsplit(".", 1)[0]
+    parts = ["gate_proj", "up_proj"] if name.endswith(_GATE_UP) else ["down_proj"]
+    height = rows // len(parts)
+
+    def read(expert: int, first: int, index: Index) -> np.ndarray:
+      of_rows, of_columns = index
+      moved = slice(of_rows.start + first, of_rows.stop + first)
+      return self._files.read(name, expert, (slice(0, 1), moved, of_columns))[0]
+
+    for expert in range(X):
+      for number, part in enumerate(parts):
+        of_expert = f"{beginning}.{expert}.{part}.weight"
+        self.shapes[of_expert], self.dtypes[of_expert] = (height, columns), self._files.dtypes[name]
+        self._reads[of_expert] = functools.partial(read, expert, number * height)
+
+
+def dequantised(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+  """Numbers in MXFP4 as float32.
+
+  Args:
+    packed: uint8 [..., blocks, 16]. The first of two numbers is in the lower bits of a byte.
+    scales: uint8 [..., blocks].
+
+  Returns:
+    [..., 32 * blocks].
+  """
+  of_byte = np.stack([packed & 15, packed >> 4], axis=-1)
+  values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)[of_byte]
+  exponents = scales.astype(np.int32)[..., None, None] - _BIAS
+  return np.ldexp(values, exponents).reshape(*packed.shape[:-2], -1)

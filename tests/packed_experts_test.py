@@ -1,0 +1,73 @@
+"""Experts in MXFP4, and all experts of a layer in one tensor."""
+
+from pathlib import Path
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from grpo_jax import model
+from grpo_jax.config import Mesh
+from grpo_jax.model.huggingface import packed_experts
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.sharding import param_specs
+
+GOLDEN = Path(__file__).parent / "golden" / "families"
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what the three lower bits of a number stand for
+
+
+def test_each_number_has_the_exponent_of_its_block():
+  rng = np.random.default_rng(0)
+  packed = rng.integers(0, 256, (2, 3, 16), dtype=np.uint8)
+  scales = rng.integers(100, 140, (2, 3), dtype=np.uint8)
+  expected = np.zeros((2, 3, 32))
+  for row, block, number in np.ndindex(2, 3, 32):
+    byte = int(packed[row, block, number // 2])
+    bits = byte >> 4 if number % 2 else byte & 15
+    sign = -1 if bits & 8 else 1
+    expected[row, block, number] = sign * E2M1[bits & 7] * 2.0 ** (int(scales[row, block]) - 127)
+  found = packed_experts.dequantised(packed, scales)
+  np.testing.assert_array_equal(found, expected.reshape(2, 96))
+
+
+def fused(tmp_path):
+  """The golden mixture of Qwen3.5 in the form in which it was published."""
+  folder = Path(shutil.copytree(GOLDEN / "qwen3_5_moe", tmp_path / "fused"))
+  tensors = load_file(folder / "model.safetensors")
+  of_expert = {name: tensors.pop(name) for name in list(tensors) if ".experts." in name}
+
+  def all_of(layer, part):
+    names = [f"model.layers.{layer}.mlp.experts.{x}.{part}.weight" for x in range(6)]
+    return np.stack([of_expert[name] for name in names])
+
+  for layer in range(2):
+    name = f"model.layers.{layer}.mlp.experts"
+    both = [all_of(layer, part) for part in ("gate_proj", "up_proj")]
+    tensors[f"{name}.gate_up_proj"] = np.concatenate(both, axis=1)
+    tensors[f"{name}.down_proj"] = all_of(layer, "down_proj")
+  save_file(tensors, folder / "model.safetensors")
+  return folder
+
+
+def test_experts_in_one_tensor_are_those_of_single_tensors(tmp_path):
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    model.load(fused(tmp_path))[1],
+    model.load(GOLDEN / "qwen3_5_moe")[1],
+  )
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "fused"])
+def test_each_device_reads_its_part(name, tmp_path):
+  folder = fused(tmp_path) if name == "fused" else GOLDEN / name
+  config, whole = model.load(folder)
+  mesh = make_mesh(Mesh(data=1, fsdp=1, expert=2, tensor=2), jax.devices()[:4])
+  specs = param_specs(jax.eval_shape(lambda: whole), mesh)
+  names = jax.tree_util.tree_leaves_with_path(specs)
+  shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in names}
+  found_config, found = model.load(folder, shardings)
+  assert found_config == config
+  assert found["layers_0"]["experts"]["gate"].sharding.spec[1] == "expert"
+  jax.tree.map(np.testing.assert_array_equal, found, whole)
