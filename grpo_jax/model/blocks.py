@@ -168,7 +168,7 @@ def _layer(
   def layer(
     params: Any, x_BTD: jax.Array, memory: LayerMemory | None
   ) -> tuple[jax.Array, Any, Routing | None]:
-    seen = Seen(rope, run.attend(kind.window, memory), run.recur(memory))
+    seen = Seen(rope, run.attend(kind.window, memory), run.recur(memory), bool(run.own))
     out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, seen)
     return constrain(out[0], config.rows), *out[1:]
 

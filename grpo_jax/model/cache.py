@@ -41,7 +41,7 @@ class Prefix(struct.PyTreeNode):
 
   Attributes:
     keys: [L, P, K, S, E] for each stack with attention.
-    values: [L, P, K, S, E] for each of them.
+    values: [L, P, K, S, E] for each of them, except where the keys are the values, too.
     lengths_P: int32, how many tokens each prompt has. Slots after them are not attended to.
     states: Arrays [L, P, ...] for each stack that recurs, after the prompts' last tokens.
   """
@@ -95,11 +95,13 @@ def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int
     slots: C, the slots for each row's own tokens.
   """
   P = prefix.lengths_P.shape[0]
-  axes, shape = _axes(config, P, group_size), (P, config.num_kv_heads, group_size)
+  has_heads = any(keys.shape[2] > 1 for keys in prefix.keys.values())
+  axes = _axes(config, P, group_size, has_heads)
 
-  def zeros(prompt_keys: jax.Array) -> jax.Array | Int8:
-    L = (len(prompt_keys),) if len(prompt_keys) > 1 else ()
-    whole = jnp.zeros((*L, *shape, slots, config.head_dim), prompt_keys.dtype)
+  def zeros(of_prompts: jax.Array) -> jax.Array | Int8:
+    L, _, K, _, E = of_prompts.shape
+    shape = (L,) if L > 1 else ()
+    whole = jnp.zeros((*shape, P, K, group_size, slots, E), of_prompts.dtype)
     stack = _without_axes(whole, axes)
     if not config.cache_dtype:
       return stack
@@ -196,7 +198,7 @@ def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: 
     prompts_P: int32 [P'], which prompt of the prefix each new group has.
   """
   rows_N, (P, G) = rows_PG.reshape(-1), rows_PG.shape
-  axes = _axes(config, P, G)
+  axes = _axes(config, P, G, "K" in cache.axes)
 
   def own(stack: jax.Array) -> jax.Array:
     *L, _, K, _, C, E = (whole := _with_axes(stack, cache.axes)).shape
@@ -268,21 +270,25 @@ def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
 def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemory) -> Attend:
   """Attention of new tokens [B, T] to themselves and to the rows' earlier tokens in `cache`.
 
-  Beside its output, it returns the stack's keys and values with the new ones in their slots.
+  Beside its output, it returns the stack's keys and values with the new ones in their slots. It
+  returns None where the layer borrows keys and values: then they are in their slots already.
   """
-  K, E = config.num_kv_heads, config.head_dim
 
   def attend_with_cache(
-    q_BTHE: jax.Array, k_BTKE: jax.Array, v_BTKE: jax.Array, sinks_H: jax.Array | None = None
-  ) -> tuple[jax.Array, KeysAndValues]:
-    (B, T, H, _), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
+    q_BTHE: jax.Array,
+    k_BTKE: jax.Array | None,
+    v_BTKE: jax.Array | None,
+    sinks_H: jax.Array | None = None,
+  ) -> tuple[jax.Array, KeysAndValues | None]:
+    (B, T, H, E), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
+    K = _with_axes(jax.tree.leaves(memory.own)[0], cache.axes).shape[-4]
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
 
     def put(stack: jax.Array, new: jax.Array) -> jax.Array:
       layer = [memory.place][: stack.ndim - new.ndim]
       new = new.reshape((1,) * len(layer) + new.shape)
       start = [*layer, *[0] * len(cache.axes), cache.time % cache.slots, 0]
-      return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config)
+      return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config, E)
 
     def by_kernel(q_PKGRTE: jax.Array, own: KeysAndValues, prefix_mask: Any) -> jax.Array:
       whole = jax.tree.map(lambda x: _with_axes(x, cache.axes), own)
@@ -291,7 +297,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
       tokens = decode.OwnTokens(whole, memory.place, cache.time, visible_PG)
       mask = None if prefix_mask is None else prefix_mask[..., 0, :]
-      return decode.attention(config, q_PKGRTE[..., 0, :], tokens, memory.prefix, mask, sinks_H)
+      return decode.attention(config, q_PKGRTE[..., 0, :], tokens, prefix, mask, sinks_H)
 
     def write(stack: Any, new_BTKE: jax.Array) -> Any:
       new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
@@ -304,20 +310,30 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
         return stack
       return jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
 
-    stacks_of_own = write(memory.own[0], k_BTKE), write(memory.own[1], v_BTKE)
-    prefix_mask = None
+    stacks_of_own, written = memory.own, None
+    if k_BTKE is not None:
+      values = None if v_BTKE is None else write(memory.own[1], v_BTKE)
+      stacks_of_own = written = write(memory.own[0], k_BTKE), values
+    prefix, prefix_mask = None, None
     if cache.prefix is not None:
-      prefix_mask = _prefix_mask(cache, T, memory.prefix[0].shape[-2], window)
+      prefix = _both(memory.prefix)
+      prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window)
     if T == 1 and decode.fits(config) and cache.slots % decode.SLOTS == 0:
-      out = by_kernel(q_PKGRTE, stacks_of_own, prefix_mask)
-      return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), stacks_of_own
+      out = by_kernel(q_PKGRTE, _both(stacks_of_own), prefix_mask)
+      return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), written
     mask = _own_mask(cache, T, window)
-    keys, values = jax.tree.map(read, stacks_of_own)
+    keys, values = jax.tree.map(read, _both(stacks_of_own))
     own, scoring = Own(keys, values, cache.axes.lower()), Scoring(config.attention_cap, sinks_H)
-    out = softmax_attention(q_PKGRTE, own, mask, memory.prefix, prefix_mask, scoring)
-    return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), stacks_of_own
+    out = softmax_attention(q_PKGRTE, own, mask, prefix, prefix_mask, scoring)
+    return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), written
 
   return attend_with_cache
+
+
+def _both(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+  """Keys and values, of which the keys may be the values, too."""
+  keys, values = pair
+  return keys, keys if values is None else values
 
 
 def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) -> Recur:
@@ -361,7 +377,7 @@ def to_pass(config: ModelConfig, cache: Cache, lengths_B: jax.Array) -> Pass:
   """
 
   def pairs(layers: Cache | Prefix) -> dict[str, KeysAndValues]:
-    return {name: (keys, layers.values[name]) for name, keys in layers.keys.items()}
+    return {name: (keys, layers.values.get(name)) for name, keys in layers.keys.items()}
 
   attend = functools.partial(with_cache, config, cache)
   recur = functools.partial(recur_with_cache, cache, lengths_B)
@@ -371,7 +387,8 @@ def to_pass(config: ModelConfig, cache: Cache, lengths_B: jax.Array) -> Pass:
 
 def updated(cache: Cache, own: Mapping[str, Any], tokens: int) -> Cache:
   """The cache after a pass of `to_pass` over rows of `tokens` new tokens."""
-  keys, values = ({name: own[name][i] for name in cache.keys} for i in (0, 1))
+  keys = {name: own[name][0] for name in cache.keys}
+  values = {name: own[name][1] for name in cache.values}
   states = {name: own[name] for name in cache.states}
   time, lengths_PG = cache.time + tokens, cache.lengths_PG + tokens
   return cache.replace(keys=keys, values=values, time=time, lengths_PG=lengths_PG, states=states)
@@ -390,7 +407,8 @@ def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
 
   # Attention keeps a pair, and a layer that recurs a struct.
   pairs = {name: pair for name, pair in kept.items() if isinstance(pair, tuple)}
-  keys, values = ({name: ordered(pair[i]) for name, pair in pairs.items()} for i in (0, 1))
+  keys = {name: ordered(keys) for name, (keys, _) in pairs.items()}
+  values = {name: ordered(values) for name, (_, values) in pairs.items() if values is not None}
   recurring = {name: state for name, state in kept.items() if name not in pairs}
   states = jax.tree.map(lambda x: x[:, :, None], recurring)
   B = jax.tree.leaves(kept)[0].shape[1]
@@ -422,22 +440,24 @@ def _prefix_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Arra
   return mask
 
 
-def _slots_last(stack: jax.Array, config: ModelConfig) -> jax.Array:
+def _slots_last(stack: jax.Array, config: ModelConfig, head_dim: int) -> jax.Array:
   """Fixes the order of a stack [..., C, E] in the memory of a TPU: the slots vary fastest.
 
   A TPU pads the axis that varies fastest to 128. If XLA may choose, it takes E, which is 64 in
   small models, and a second order for the other stack, and keeps copies in both.
   """
-  if config.platform != "tpu" or config.head_dim % 128 == 0:
+  if config.platform != "tpu" or head_dim % 128 == 0:
     return stack
   *outer, slots, element = range(stack.ndim)
   return with_layout_constraint(stack, Layout(major_to_minor=(*outer, element, slots)))
 
 
-def _axes(config: ModelConfig, prompts: int, group_size: int) -> str:
-  """`Cache.axes` of so many rows."""
-  sizes = {"P": prompts, "K": config.num_kv_heads, "G": group_size}
-  return "".join(axis for axis, size in sizes.items() if size > 1 or not config.on_one_device)
+def _axes(config: ModelConfig, prompts: int, group_size: int, has_heads: bool) -> str:
+  """`Cache.axes` of so many rows. `has_heads`: some stack has several heads of keys."""
+  needed = {"P": prompts > 1, "K": has_heads, "G": group_size > 1}
+  return "".join(
+    axis for axis, is_needed in needed.items() if is_needed or not config.on_one_device
+  )
 
 
 def _with_axes(stack: jax.Array, axes: str) -> jax.Array:

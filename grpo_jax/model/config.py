@@ -63,6 +63,27 @@ class DeltaShape:
     return state + item * (self.width - 1) * self.channels
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentShape:
+  """The shape of multi-head latent attention (see `mixers/latent.py`).
+
+  Attributes:
+    rank: The numbers of a latent.
+    query_rank: The numbers of the vector from which queries come. 0: they come from the token.
+    key_dim: The numbers of a key that come from the latent.
+    rope_dim: Those that are rotated, the same for all heads. With `key_dim`, they make up E.
+    value_dim: The numbers of a value.
+    interleaved: Neighbouring numbers are rotated together, instead of those half a head apart.
+  """
+
+  rank: int
+  query_rank: int
+  key_dim: int
+  rope_dim: int
+  value_dim: int
+  interleaved: bool
+
+
 class LayerKind(NamedTuple):
   """What a layer does that others of its model may not do. Layers of one kind can be scanned.
 
@@ -129,6 +150,7 @@ class ModelConfig:
     mixers: For each layer, how it mixes tokens: a name in `mixers.MIXERS`. The empty tuple means
       attention in every layer.
     delta: The shape of the layers with the gated delta rule, or None.
+    latent: The shape of the layers with latent attention, or None.
     labels: N, the outputs of a reward model's head: 1 is the score of a text, 2 are the logits of
       "this step is wrong" and "this step is right". 0 means a language model.
     num_experts: X. In the layers of `sparse_layers`, experts take the place of the MLP.
@@ -201,6 +223,7 @@ class ModelConfig:
   unrotated_layers: tuple[int, ...] = ()
   mixers: tuple[str, ...] = ()
   delta: DeltaShape | None = None
+  latent: LatentShape | None = None
   labels: int = 0
   num_experts: int = 0
   experts_per_token: int = 0

@@ -35,6 +35,7 @@ class RopeScaling:
     low: `low_freq_factor` of llama3, `beta_slow` of yarn.
     high: `high_freq_factor` of llama3, `beta_fast` of yarn.
     attention_factor: yarn and longrope multiply cos and sin by it.
+    mscale_all_dim: Latent attention multiplies scores by (0.1 mscale_all_dim log(factor) + 1)^2.
     truncate: yarn rounds the range of dimensions outwards.
     short_factors: longrope divides each frequency by its own factor: by these while no text is
       longer than the original ones.
@@ -47,6 +48,7 @@ class RopeScaling:
   low: float = 1.0
   high: float = 4.0
   attention_factor: float = 1.0
+  mscale_all_dim: float = 0.0
   truncate: bool = True
   short_factors: tuple[float, ...] = ()
   long_factors: tuple[float, ...] = ()

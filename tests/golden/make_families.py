@@ -68,6 +68,16 @@ SIGMOID = COMMON | dict(
   topk_group=2,
   routed_scaling_factor=1.5,
 )
+LATENT = SIGMOID | dict(
+  head_dim=None,
+  num_hidden_layers=3,
+  first_k_dense_replace=1,
+  num_key_value_heads=4,
+  kv_lora_rank=10,
+  qk_nope_head_dim=8,
+  qk_rope_head_dim=6,
+  v_head_dim=9,
+)
 FAMILIES = {  # folder: (family, fields, dtype of the weights)
   "qwen2_window": (
     "Qwen2",
@@ -347,6 +357,32 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.float32,
   ),
+  "deepseek_v3": (
+    "DeepseekV3",
+    dict(LATENT, q_lora_rank=14, rope_parameters=ROPE),
+    torch.float32,
+  ),
+  "deepseek_v3_yarn": (
+    "DeepseekV3",
+    dict(
+      LATENT,
+      q_lora_rank=None,
+      rope_interleave=False,
+      v_head_dim=18,
+      n_group=1,
+      topk_group=1,
+      attention_bias=True,
+      rope_parameters=dict(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=16,
+        mscale=1.0,
+        mscale_all_dim=0.7,
+        **ROPE,
+      ),
+    ),
+    torch.float32,
+  ),
   "glm4_moe": (
     "Glm4Moe",
     dict(
@@ -402,7 +438,8 @@ WITH_IMAGES = {  # folder: (family, fields of the text part, other fields)
 
 
 def config_of(family, fields):
-  fields = {key: value for key, value in fields.items() if value is not None}
+  # None leaves a field out, apart from the one whose default is a number.
+  fields = {k: v for k, v in fields.items() if v is not None or k == "q_lora_rank"}
   name = (
     f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
   )
@@ -522,8 +559,9 @@ def outputs_of(folder, tokens, lengths):
   """
   values = json.loads((folder / "config.json").read_text())
   has_images = "text_config" in values
-  # In float32, its delta rule is further from float64 than the bound of the tests.
-  is_exact = LINEAR in (values.get("text_config", values).get("layer_types") or [])
+  # In float32, its delta rule and its latents are further from float64 than the bound of the tests.
+  text = values.get("text_config", values)
+  is_exact = LINEAR in (text.get("layer_types") or []) or "kv_lora_rank" in text
   auto = "AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM"
   model = getattr(transformers, auto).from_pretrained(
     folder,

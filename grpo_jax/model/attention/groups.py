@@ -112,6 +112,7 @@ def in_groups(
       k_PNKE: jax.Array,
       v_PNKE: jax.Array,
       sinks_H: jax.Array | None = None,
+      kept: Any = None,
     ) -> tuple[jax.Array, Any]:
       view = View(S, groups.completions, groups.slots, sinks_H=sinks_H, **scoring)
       if is_stream:
@@ -120,7 +121,7 @@ def in_groups(
         return out_PNHE, None
       q, k, v = (rows_of(x) for x in (q_PNHE, k_PNKE, v_PNKE))
       out_PNHE = stream_of(attend(q, k, v, groups.lengths_P, view))
-      return out_PNHE, ((k_PNKE, v_PNKE) if keep else None)
+      return out_PNHE, ((kept or (k_PNKE, v_PNKE)) if keep else None)
 
     return attend_in_groups
 

@@ -79,20 +79,26 @@ IGNORED = re.compile(
 )
 
 
-def check_fields(values: Mapping[str, Any], of_family: Collection[str], refuse: Refuse) -> None:
+def check_fields(
+  values: Mapping[str, Any],
+  of_family: Collection[str],
+  supported: Mapping[str, tuple[Any, ...]],
+  refuse: Refuse,
+) -> None:
   """Refuses fields that are unknown, or that have values which are not supported.
 
   Args:
     values: The object in config.json.
     of_family: The fields that the model's family reads.
+    supported: Further entries of SUPPORTED for it.
     refuse: Raises ConfigError.
   """
-  for key, allowed in SUPPORTED.items():
+  for key, allowed in {**SUPPORTED, **supported}.items():
     if key in values and key not in of_family and values[key] not in allowed:
       refuse(
         key, f"is {values[key]!r}, which is not supported: choose a checkpoint with {allowed[0]!r}"
       )
-  known = {*READ, *SUPPORTED, *of_family}
+  known = {*READ, *SUPPORTED, *supported, *of_family}
   for key in values:
     if key not in known and not IGNORED.fullmatch(key):
       refuse(

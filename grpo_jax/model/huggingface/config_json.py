@@ -51,7 +51,8 @@ def family_and_config(
     found = shown(values.get("model_type"))
     refuse("model_type", f"is {found}: choose a checkpoint of {', '.join(FAMILIES)}")
   head_labels = _read_labels(family, values, labels, refuse)
-  check_fields(values, {*family.all_fields.values(), *family.reads}, refuse)
+  of_family = {*family.all_fields.values(), *family.reads}
+  check_fields(values, of_family, family.supported, refuse)
   if values.get("quantization_config") is not None:
     fp8.check(values["quantization_config"], refuse)
   values = _with_defaults(family, values, refuse)
@@ -106,7 +107,7 @@ def _with_defaults(family: Family, values: Mapping[str, Any], refuse: Refuse) ->
     values[key] = _read_num_experts(values, key, refuse)
   if values.get("num_key_value_heads") is None:
     values["num_key_value_heads"] = values.get("num_attention_heads")
-  if values.get("head_dim") is None:
+  if family.all_fields["head_dim"] == "head_dim" and values.get("head_dim") is None:
     values["head_dim"] = read_quotient(values, "hidden_size", "num_attention_heads", refuse)
   return values
 

@@ -67,13 +67,14 @@ def read_rope(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict
     refuse("rope_theta", f"is given differently in two places ({thetas}): correct one")
   if any(scaling != scalings[0] for scaling in scalings):
     refuse("rope_scaling", "is given differently in two places: correct one")
+  head_dim = values[family.all_fields["head_dim"]]
   fields = {
     "rope_theta": read_field({"rope_theta": thetas[0]}, "rope_theta", float, refuse),
     "rope_scaling": scalings[0] if scalings else None,
-    "rotary_dim": _read_rotary_dim(family, (values, rope), values["head_dim"], refuse),
+    "rotary_dim": _read_rotary_dim(family, (values, rope), head_dim, refuse),
   }
   fields["query_growth"] = _read_growth(family, rope, fields["rope_scaling"], refuse)
-  scaling, rotated = fields["rope_scaling"], fields["rotary_dim"] or values["head_dim"]
+  scaling, rotated = fields["rope_scaling"], fields["rotary_dim"] or head_dim
   if scaling and scaling.kind == "longrope" and len(scaling.short_factors) != rotated // 2:
     count = len(scaling.short_factors)
     refuse("short_factor", f"has {count} numbers, for {rotated // 2} frequencies: correct it")
@@ -235,6 +236,7 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
     low=number("beta_slow", 1.0),
     high=number("beta_fast", 32.0),
     attention_factor=attention_factor,
+    mscale_all_dim=number("mscale_all_dim", 1.0) if rope.get("mscale_all_dim") else 0.0,
     truncate=read_field({"truncate": True, **rope}, "truncate", bool, refuse),
   )
 
@@ -256,6 +258,8 @@ def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         "attention_factor": s.attention_factor,
         "truncate": s.truncate,
       }
+    if s.mscale_all_dim:
+      scaling["mscale_all_dim"] = s.mscale_all_dim
   if config.query_growth:
     scaling[_GROWTH] = config.query_growth
   full = {"rope_theta": config.rope_theta, **scaling}

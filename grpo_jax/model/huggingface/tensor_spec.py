@@ -38,7 +38,9 @@ class TensorSpec:
     offset: Added to the tensor: some norms multiply by 1 + w.
     part: Which of those in brackets the leaf is.
     layers: The layers that have the tensor: "all", or those with this mixer or kind of MLP.
-    when: The field of ModelConfig that says whether layers have the tensor, or "" if all do.
+    when: Layers have the tensor only where all these fields of ModelConfig are set, such as
+      "qkv_bias" or "latent.query_rank".
+    unless: And only where this one is not, or "".
     expert: The number of the expert, or None where the tensor is not an expert's.
   """
 
@@ -49,7 +51,8 @@ class TensorSpec:
   offset: float = 0.0
   part: int = 0
   layers: str = "all"
-  when: str = ""
+  when: tuple[str, ...] = ()
+  unless: str = ""
   expert: int | None = None
 
   def tensor_shape(self, sizes: Sizes) -> tuple[int, ...]:

@@ -7,10 +7,15 @@ says what it keeps of a token or of a row (`seen.py`) and where its parameters l
 
 from typing import Any
 
-from grpo_jax.model.mixers import attention, delta
+from grpo_jax.model.mixers import attention, delta, latent
 from grpo_jax.model.mixers.attention import Attention
 from grpo_jax.model.mixers.delta import GatedDelta
+from grpo_jax.model.mixers.latent import LatentAttention
 
 # By LayerKind.mixer, which is also the name in the tree of parameters.
-MIXERS: dict[str, Any] = {"attention": Attention, "delta": GatedDelta}
-RULES = attention.RULES + delta.RULES
+MIXERS: dict[str, Any] = {
+  "attention": Attention,
+  "delta": GatedDelta,
+  "latent": LatentAttention,
+}
+RULES = attention.RULES + delta.RULES + latent.RULES

@@ -6,7 +6,16 @@ A family is a record (`Family`) in one of these files. It drives both loading an
 import re
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.families import gemma, glm, gpt_oss, llama, olmo, qwen, qwen_delta
+from grpo_jax.model.huggingface.families import (
+  deepseek,
+  gemma,
+  glm,
+  gpt_oss,
+  llama,
+  olmo,
+  qwen,
+  qwen_delta,
+)
 from grpo_jax.model.huggingface.families.family import REWARD_HEADS, Family
 from grpo_jax.model.huggingface.families.sizes import sizes
 from grpo_jax.settings import ConfigError
@@ -20,6 +29,7 @@ _ALL = (
   *qwen_delta.FAMILIES,
   *gemma.FAMILIES,
   *glm.FAMILIES,
+  *deepseek.FAMILIES,
   *gpt_oss.FAMILIES,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
@@ -32,7 +42,7 @@ _OF_SOME = (
   *("embedding_multiplier", "residual_multiplier", "query_multiplier", "logit_divisor"),
   *("unrotated_layers", "rotary_dim", "mixers", "delta", "query_growth", "sparse_layers"),
   *("share_scale", "router", "router_bias", "router_groups", "expert_bias", "shared_dim"),
-  *("shared_gate", "attention_sinks"),
+  *("shared_gate", "attention_sinks", "latent"),
 )
 
 

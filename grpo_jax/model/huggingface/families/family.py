@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import operator
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
@@ -50,6 +51,7 @@ class Family:
     fields: Fields of ModelConfig -> fields of config.json, in addition to `config_fields.FIELDS`.
     defaults: Fields of config.json that may be missing -> what transformers then takes.
     reads: The fields of config.json that `read` looks at, besides `config_fields.READ`.
+    supported: Fields of config.json -> the values with which they do not change the mathematics.
     read: read(values, refuse) -> fields of ModelConfig, such as what differs from layer to layer.
     write: write(config) -> the fields of config.json for them.
     varies: The fields of ModelConfig that `read` or the rotary fields can set.
@@ -71,6 +73,7 @@ class Family:
   fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   reads: frozenset[str] = frozenset()
+  supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   read: Callable[[Values, Refuse], dict[str, Any]] = nothing
   write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
   varies: tuple[str, ...] = ()
@@ -115,7 +118,9 @@ def _layers_with(entry: TensorSpec, config: ModelConfig) -> Sequence[int]:
   """The layers that have the tensor. [0] for a tensor outside of the layers."""
   if "{i}" not in entry.leaf_name:
     return [0]
-  if entry.when and not getattr(config, entry.when):
+  if not all(operator.attrgetter(name)(config) for name in entry.when):
+    return []
+  if entry.unless and operator.attrgetter(entry.unless)(config):
     return []
   kinds = [config.kind(layer) for layer in range(config.num_layers)]
   return [

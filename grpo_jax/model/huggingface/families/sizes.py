@@ -27,4 +27,13 @@ def sizes(config: ModelConfig) -> dict[str, int]:
       "b": delta.value_dim,
       "w": delta.width,
     }
+  if config.latent:
+    latent = config.latent
+    found |= {
+      "q": latent.query_rank,
+      "n": latent.rank,
+      "k": latent.rank + latent.rope_dim,
+      "u": latent.key_dim + latent.value_dim,
+      "v": latent.value_dim,
+    }
   return found

@@ -39,11 +39,10 @@ def norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorSpec, ..
 
 def qk_norms(offset: float = 0.0) -> tuple[TensorSpec, ...]:
   """The norms of each head of the queries and keys, for models with a `qk_norm`."""
-  return tuple(
-    layer(
-      f"self_attn.{name}.weight", f"attention/{name}/scale", "E", "E", offset=offset, when="qk_norm"
-    )
-    for name in ("q_norm", "k_norm")
+  options: dict[str, Any] = {"offset": offset, "when": ("qk_norm",)}
+  return (
+    layer("self_attn.q_norm.weight", "attention/q_norm/scale", "E", "E", **options),
+    layer("self_attn.k_norm.weight", "attention/k_norm/scale", "E", "E", **options),
   )
 
 
@@ -80,17 +79,17 @@ QKV = (
   layer("self_attn.v_proj.weight", "attention/v/kernel", "KE D", "DKE"),
 )
 QKV_BIASES = (
-  layer("self_attn.q_proj.bias", "attention/q/bias", "HE", "HE", when="qkv_bias"),
-  layer("self_attn.k_proj.bias", "attention/k/bias", "KE", "KE", when="qkv_bias"),
-  layer("self_attn.v_proj.bias", "attention/v/bias", "KE", "KE", when="qkv_bias"),
+  layer("self_attn.q_proj.bias", "attention/q/bias", "HE", "HE", when=("qkv_bias",)),
+  layer("self_attn.k_proj.bias", "attention/k/bias", "KE", "KE", when=("qkv_bias",)),
+  layer("self_attn.v_proj.bias", "attention/v/bias", "KE", "KE", when=("qkv_bias",)),
 )
 BIASES = QKV_BIASES + (
-  layer("self_attn.o_proj.bias", "attention/o/bias", "D", "D", when="o_bias"),
+  layer("self_attn.o_proj.bias", "attention/o/bias", "D", "D", when=("o_bias",)),
 )
 MLP_BIASES = (
-  layer("mlp.gate_proj.bias", "mlp/gate/bias", "F", "F", when="mlp_bias"),
-  layer("mlp.up_proj.bias", "mlp/up/bias", "F", "F", when="mlp_bias"),
-  layer("mlp.down_proj.bias", "mlp/down/bias", "D", "D", when="mlp_bias"),
+  layer("mlp.gate_proj.bias", "mlp/gate/bias", "F", "F", when=("mlp_bias",)),
+  layer("mlp.up_proj.bias", "mlp/up/bias", "F", "F", when=("mlp_bias",)),
+  layer("mlp.down_proj.bias", "mlp/down/bias", "D", "D", when=("mlp_bias",)),
 )
 FUSED_QKV = joined(
   "self_attn.qkv_proj.weight",

@@ -1,0 +1,100 @@
+"""DeepSeek-V3: latent attention, and experts as GLM-4.5 has them."""
+
+from typing import Any
+
+from grpo_jax.model.config import LatentShape, ModelConfig
+from grpo_jax.model.huggingface.config_fields import Refuse, read_field
+from grpo_jax.model.huggingface.families import glm, tensors
+from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.tensors import layer
+
+_SHAPE = {  # field of LatentShape -> field of config.json
+  "rank": "kv_lora_rank",
+  "key_dim": "qk_nope_head_dim",
+  "rope_dim": "qk_rope_head_dim",
+  "value_dim": "v_head_dim",
+}
+# Of these, the first two follow from others, and the last three matter to its first training alone.
+_READS = frozenset(
+  {"head_dim", "qk_head_dim", "q_lora_rank", "rope_interleave"}
+  | {"ep_size", "seq_aux", "aux_loss_alpha"}
+)
+_RANK = "latent.query_rank"
+# fmt: off
+_LATENT = (
+  layer("self_attn.q_proj.weight", "latent/q/kernel", "HE D", "DHE", unless=_RANK),
+  layer("self_attn.q_a_proj.weight", "latent/q_a/kernel", "q D", "Dq", when=(_RANK,)),
+  layer("self_attn.q_a_proj.bias", "latent/q_a/bias", "q", "q", when=(_RANK, "qkv_bias")),
+  layer("self_attn.q_a_layernorm.weight", "latent/q_a_norm/scale", "q", "q", when=(_RANK,)),
+  layer("self_attn.q_b_proj.weight", "latent/q_b/kernel", "HE q", "qHE", when=(_RANK,)),
+  layer("self_attn.kv_a_proj_with_mqa.weight", "latent/kv_a/kernel", "k D", "Dk"),
+  layer("self_attn.kv_a_proj_with_mqa.bias", "latent/kv_a/bias", "k", "k", when=("qkv_bias",)),
+  layer("self_attn.kv_a_layernorm.weight", "latent/kv_a_norm/scale", "n", "n"),
+  layer("self_attn.kv_b_proj.weight", "latent/kv_b/kernel", "Hu n", "nHu"),
+  layer("self_attn.o_proj.weight", "latent/o/kernel", "D Hv", "HvD"),
+  layer("self_attn.o_proj.bias", "latent/o/bias", "D", "D", when=("o_bias",)),
+)
+# fmt: on
+
+
+def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
+  sizes = {name: read_field(values, key, int, refuse) for name, key in _SHAPE.items()}
+  has_rank = values.get("q_lora_rank") is not None
+  query_rank = read_field(values, "q_lora_rank", int, refuse) if has_rank else 0
+  if sizes["rope_dim"] % 2:
+    refuse(_SHAPE["rope_dim"], f"is {sizes['rope_dim']}: it must be even")
+  interleaved = read_field(values, "rope_interleave", bool, refuse)
+  return {
+    **glm.read_experts(values, refuse),
+    "head_dim": sizes["key_dim"] + sizes["rope_dim"],
+    "rotary_dim": sizes["rope_dim"],
+    "mixers": ("latent",) * values["num_hidden_layers"],
+    "latent": LatentShape(query_rank=query_rank, interleaved=interleaved, **sizes),
+  }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+  shape = config.latent
+  return {
+    **glm.write_experts(config),
+    **{key: getattr(shape, name) for name, key in _SHAPE.items()},
+    "q_lora_rank": shape.query_rank or None,
+    "rope_interleave": shape.interleaved,
+  }
+
+
+FAMILIES = (
+  Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    tensors.norms(tensors.PRE_NORMS)
+    + _LATENT
+    + tensors.GATE_UP
+    + tensors.DOWN
+    + glm.EXPERTS
+    + tensors.final_norm(),
+    {"mlp_bias": False, "router": "sigmoid"},
+    # `_read` adds the numbers of a key that are not rotated to `head_dim`.
+    glm.EXPERT_FIELDS | tensors.BIAS_FIELDS | {"head_dim": "qk_rope_head_dim"},
+    defaults={"norm_topk_prob": True, "rope_interleave": True, "q_lora_rank": 1536},
+    reads=glm.EXPERT_READS
+    | {
+      "head_dim",
+      "qk_head_dim",
+      "q_lora_rank",
+      "rope_interleave",
+      "ep_size",
+      "seq_aux",
+      "aux_loss_alpha",
+    }
+    | set(_SHAPE.values()),
+    supported={
+      "moe_layer_freq": (1,),
+      "scoring_func": ("sigmoid",),
+      "topk_method": ("noaux_tc",),
+    },
+    read=_read,
+    write=_write,
+    varies=(*glm.EXPERT_VARIES, "rotary_dim", "mixers", "latent"),
+  ),
+)
