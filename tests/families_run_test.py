@@ -12,13 +12,25 @@ from small_qwen import make_checkpoint, problems
 from small_run import grpo_step, small_config, small_run, with_reward, with_section
 
 from grpo_jax import model
-from grpo_jax.model.config import DeltaShape
+from grpo_jax.model.config import DeltaShape, LatentShape
 from grpo_jax.model.rope import RopeScaling
 from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden" / "families"
 _AFTER = dict(pre_norms=False, post_norms=True, qk_norm="all")
+_EXPERTS = dict(
+  num_experts=4, experts_per_token=2, expert_dim=8, sparse_layers=(0, 1), shared_dim=4
+)
+_SIGMOID = _EXPERTS | dict(
+  router="sigmoid",
+  router_groups=2,
+  router_groups_used=1,
+  share_scale=1.5,
+  normalise_shares=True,
+  sparse_layers=(1,),
+  shared_dim=8,
+)
 FAMILIES = {
   "olmo2": dict(num_layers=2, **_AFTER),
   "olmo3": dict(
@@ -39,6 +51,48 @@ FAMILIES = {
     qk_norm="head",
     mixers=("delta", "delta", "delta", "attention"),
     delta=DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, width=4),
+  ),
+  "qwen3_5_moe_text": dict(
+    num_layers=2,
+    mlp_dim=0,
+    output_gate=True,
+    rotary_dim=2,
+    qk_norm="head",
+    mixers=("delta", "attention"),
+    delta=DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, width=4),
+    **_EXPERTS,
+    normalise_shares=True,
+    shared_gate=True,
+  ),
+  "qwen3_next": dict(
+    num_layers=2,
+    output_gate=True,
+    rotary_dim=2,
+    qk_norm="head",
+    mixers=("delta", "attention"),
+    delta=DeltaShape(key_heads=2, value_heads=4, key_dim=6, value_dim=5, width=4),
+    **_EXPERTS,
+    shared_gate=True,
+  ),
+  "gpt_oss": dict(
+    num_layers=2,
+    windows=(9, 0),
+    mlp_dim=0,
+    activation="clamped_silu",
+    attention_sinks=True,
+    router_bias=True,
+    expert_bias=True,
+    rope_scaling=RopeScaling("yarn", 4.0, 32, high=32.0, truncate=False),
+    **_EXPERTS | dict(shared_dim=0),
+    normalise_shares=True,
+  ),
+  "glm4_moe": dict(num_layers=2, rotary_dim=2, **_SIGMOID),
+  "deepseek_v3": dict(
+    num_layers=2,
+    mixers=("latent", "latent"),
+    rotary_dim=2,
+    latent=LatentShape(rank=6, query_rank=5, key_dim=2, rope_dim=2, value_dim=3, interleaved=True),
+    **_SIGMOID,
   ),
   "granite": dict(
     num_layers=2,

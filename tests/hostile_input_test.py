@@ -353,6 +353,11 @@ ADDED = {"no_rope_layer_interval", "partial_rotary_factor", "attention_bias", "t
         "granite",
         "olmo3",
         "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "gpt_oss",
+        "deepseek_v3_yarn",
+        "glm4_moe",
         "gemma3_images",
       )
     ),

@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 from pathlib import Path
+import re
 from typing import Any
 
 from flax.traverse_util import unflatten_dict
@@ -35,6 +36,9 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
 Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
 Convert = Callable[[str, jax.Array], Any]
 Progress = Callable[[int, int], None]
+# Layers after the last that guess further tokens. They are not read.
+_FURTHER_LAYERS = "num_nextn_predict_layers"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 Tensors = TensorFiles | UnpackedExperts | GGUFTensors
 
 
@@ -143,9 +147,19 @@ def _tensors_of(source: Path, family: Family, config: ModelConfig) -> Tensors:
   """The tensors of a GGUF file or of a folder."""
   if gguf_file.is_gguf(source):
     return GGUFTensors(gguf_file.open_file(source), config.head_dim)
-  rename = text_name if ignores_parts(source) else None
-  block = fp8.block_of(read_json(source / "config.json"))
-  files = TensorFiles(weight_files(source), rename, block)
+  values = read_json(source / "config.json")
+  has_parts = has_other_parts(values)
+  further_layers = 0
+  if _FURTHER_LAYERS in family.reads:
+    further_layers = values.get(_FURTHER_LAYERS) or 0
+
+  def rename(name: str) -> str | None:
+    found = text_name(name) if has_parts else name
+    layer = _LAYER.match(found or "")
+    is_further = layer and 0 <= int(layer[1]) - config.num_layers < further_layers
+    return None if is_further else found
+
+  files = TensorFiles(weight_files(source), rename, fp8.block_of(values))
   return UnpackedExperts(files, any("{x}" in entry.hf_name for entry in family.table))
 
 
