@@ -235,7 +235,7 @@ def test_windows_of_layers(tied, fields, windows):
 FAMILIES = sorted(
   folder
   for folder in (GOLDEN / "families").iterdir()
-  if not folder.name.endswith(("_images", "_fp8"))
+  if not folder.name.endswith(("_images", "_fp8", "_mxfp4"))
 )
 
 
@@ -245,7 +245,7 @@ def test_every_family_is_saved_as_it_was_loaded(folder, tmp_path, monkeypatch):
 
   Norms that are stored as w and used as 1 + w differ by one rounding.
   """
-  is_rounded = folder.name.startswith(("gemma", "qwen3_5"))
+  is_rounded = folder.name.startswith(("gemma", "qwen3_5", "qwen3_next"))
   equal = functools.partial(np.testing.assert_allclose, rtol=0, atol=2.4e-7 if is_rounded else 0)
   config, params = load(folder)
   monkeypatch.setattr(save_weights, "FILE_BYTES", 20000)

@@ -314,10 +314,8 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     if k_BTKE is not None:
       values = None if v_BTKE is None else write(memory.own[1], v_BTKE)
       stacks_of_own = written = write(memory.own[0], k_BTKE), values
-    prefix, prefix_mask = None, None
-    if cache.prefix is not None:
-      prefix = _both(memory.prefix)
-      prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window)
+    prefix = _both(memory.prefix) if cache.prefix is not None else None
+    prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window) if prefix else None
     if T == 1 and decode.fits(config) and cache.slots % decode.SLOTS == 0:
       out = by_kernel(q_PKGRTE, _both(stacks_of_own), prefix_mask)
       return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), written

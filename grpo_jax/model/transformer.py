@@ -47,7 +47,7 @@ class _Parts(nn.Module):
     """Makes the parameters, for which the parts are called one by one. `_hidden` connects them."""
     c = self.config
     x_11D, token_11 = jnp.zeros((1, 1, c.embed_dim), c.dtype), jnp.zeros((1, 1), jnp.int32)
-    rope = rope_lib.angles(token_11, c.head_dim, c.rope_theta, None, 1, False)
+    rope = rope_lib.angles(token_11, c.rotary_dim or c.head_dim, c.rope_theta, None, 1, False)
     self.embed(token_11)
     groups = Groups(jnp.ones(1, jnp.int32), prompt_slots=1)
     seen = Seen(rope, in_groups(c, groups)(0, None), recur_in_groups(groups)(None))

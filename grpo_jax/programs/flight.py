@@ -346,7 +346,9 @@ class FlightPrograms:
 
     by_row = PartitionSpec(axes)
     cache = flight.cache
-    of_prompts = jax.tree.map(lambda _: PartitionSpec(None, axes, heads), cache.prefix.keys)
+
+    def of_prompts(_: jax.Array) -> PartitionSpec:
+      return PartitionSpec(None, axes, heads)
 
     def states(of_rows: bool, x: jax.Array) -> PartitionSpec:
       """Heads are the first axis of a state."""
@@ -360,8 +362,8 @@ class FlightPrograms:
         time=PartitionSpec(),
         lengths_PG=by_row,
         prefix=model.Prefix(
-          of_prompts,
-          of_prompts,
+          jax.tree.map(of_prompts, cache.prefix.keys),
+          jax.tree.map(of_prompts, cache.prefix.values),
           by_row,
           jax.tree.map(functools.partial(states, False), cache.prefix.states),
         ),

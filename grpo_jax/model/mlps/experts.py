@@ -272,29 +272,39 @@ def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
       out_BTD = jax.lax.psum_scatter(out_BTD, expert_axis, tiled=True)
     return out_BTD
 
-  def specs(*stack_axis: None) -> Any:
+  def on_mesh(*args: Any) -> jax.Array:
+    *_, weights, biases = args
+    return jax.shard_map(
+      mix_local,
+      mesh=config.rows.mesh,
+      in_specs=(rows, rows, rows, *_specs(config, weights, biases)),
+      out_specs=rows,
+      # A kernel's output does not say over which axes it varies.
+      check_vma=not isinstance(weights, InStacks),
+    )(*args)
+
+  return on_mesh
+
+
+def _specs(
+  config: ModelConfig, weights: ExpertWeights | InStacks, biases: ExpertBiases | None
+) -> tuple[Any, Any]:
+  """How the weights and the biases of experts lie on the mesh."""
+  expert_axis, _, inner_axis = config.experts.spec
+
+  def of_weights(*stack_axis: None) -> Any:
     inward = PartitionSpec(*stack_axis, expert_axis, None, inner_axis)
     outward = PartitionSpec(*stack_axis, expert_axis, inner_axis, None)
     return ExpertWeights(inward, inward, outward)  # type: ignore[arg-type]
 
-  hidden_bias = PartitionSpec(expert_axis, inner_axis)
-  bias_specs = ExpertBiases(hidden_bias, hidden_bias, PartitionSpec(expert_axis, None))  # type: ignore[arg-type]
-
-  def on_mesh(*args: Any) -> jax.Array:
-    *_, weights, biases = args
-    from_stacks = isinstance(weights, InStacks)
-    weight_specs = (
-      specs() if not from_stacks else weights.replace(weights=specs(None), place=PartitionSpec())
-    )
-    return jax.shard_map(
-      mix_local,
-      mesh=config.rows.mesh,
-      in_specs=(rows, rows, rows, weight_specs, bias_specs if biases else None),
-      out_specs=rows,
-      check_vma=not from_stacks,  # a kernel's output does not say over which axes it varies
-    )(*args)
-
-  return on_mesh
+  specs: Any = of_weights()
+  if isinstance(weights, InStacks):
+    specs = weights.replace(weights=of_weights(None), place=PartitionSpec())
+  if biases is None:
+    return specs, None
+  hidden: Any = PartitionSpec(expert_axis, inner_axis)
+  out: Any = PartitionSpec(expert_axis, None)
+  return specs, ExpertBiases(hidden, hidden, out)
 
 
 def mix(
