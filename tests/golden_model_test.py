@@ -104,7 +104,7 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
 
 
 @pytest.mark.parametrize(
-  "name", ["gemma3", "qwen3_5", pytest.param("llama_dynamic", marks=pytest.mark.slow)]
+  "name", ["gemma3", "qwen3_5", "gemma4_e", pytest.param("llama_dynamic", marks=pytest.mark.slow)]
 )
 def test_log_probs_of_sampler_and_learner_agree(name):
   """In completions that are much longer than windows and original positions."""
@@ -128,7 +128,7 @@ def test_log_probs_of_sampler_and_learner_agree(name):
   assert out.lengths_PG.max() == 30 and np.abs(logprobs_PGT - out.logprobs_PGT * mask).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_e"])
 def test_gradients_are_those_of_transformers(name):
   """Of every tensor, with right-padded prompts as the learner computes them."""
   folder = GOLDEN / "families" / name
@@ -151,7 +151,10 @@ def test_gradients_are_those_of_transformers(name):
     parts[spec.hf_name].append(spec.to_hf(leaf, sizes))
   for name, spec in first.items():
     ours = spec.joined(parts[name], sizes)
+    if name.endswith("layer_scalar"):  # which transformers does not train
+      assert name not in gradients and not ours.any()
+      continue
     theirs = gradients[name]
     difference = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
     assert difference <= BOUND, (name, difference)
-  assert first.keys() == set(gradients.files)
+  assert {x for x in first if not x.endswith("layer_scalar")} == set(gradients.files)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.config import LayerKind, ModelConfig
+from grpo_jax.model.layer_embeddings import PerLayer
 from grpo_jax.model.mixers import MIXERS
 from grpo_jax.model.mixers.seen import Attend, Recur, Seen
 from grpo_jax.model.mlps import MLPS
@@ -26,6 +27,7 @@ class Block(nn.Module):
   """A mixer such as attention, then an MLP or experts, each added to the residual stream.
 
   With `config.pre_norms` their inputs are normalised, and with `config.post_norms` their outputs.
+  With `config.per_layer_dim`, embeddings for this layer are added, too.
   """
 
   config: ModelConfig
@@ -33,7 +35,11 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, counted_BT: jax.Array | None, seen: Seen
+    self,
+    x_BTD: jax.Array,
+    counted_BT: jax.Array | None,
+    seen: Seen,
+    per_layer_BTN: jax.Array | None = None,
   ) -> tuple[jax.Array, Any, Routing | None]:
     """Applies the layer.
 
@@ -41,11 +47,12 @@ class Block(nn.Module):
       x_BTD: The residual stream.
       counted_BT: The router's statistics count a token where this is not 0. None skips them.
       seen: What the mixer may use of the pass.
+      per_layer_BTN: The tokens' embeddings for this layer, or None (see `layer_embeddings.py`).
 
     Returns:
       The residual stream, what the mixer keeps, and the router's statistics or None.
     """
-    c = self.config
+    c = self.config.of_layer(self.kind)
 
     def norm(name: str, x: jax.Array, is_on: bool) -> jax.Array:
       return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if is_on else x
@@ -60,29 +67,39 @@ class Block(nn.Module):
     mixed_BTD, kept = mixer(norm("attention_norm", x_BTD, c.pre_norms), seen)
     x_BTD = added(x_BTD, "attention_post_norm", mixed_BTD)
     normed_BTD = norm("mlp_norm", x_BTD, c.pre_norms)
-    out_BTD, routing = MLPS[self.kind.mlp](c, name=self.kind.mlp)(normed_BTD, counted_BT)
-    return added(x_BTD, "mlp_post_norm", out_BTD), kept, routing
+    mlp = MLPS[self.kind.mlp](c, name=self.kind.mlp)
+    out_BTD, routing = mlp(normed_BTD, counted_BT, x_BTD)
+    x_BTD = added(x_BTD, "mlp_post_norm", out_BTD)
+    if c.per_layer_dim:
+      x_BTD = x_BTD + PerLayer(c, name="per_layer")(x_BTD, per_layer_BTN)
+    if c.layer_scale:
+      scale: jax.Array = self.param("layer_scale", nn.initializers.ones, ())
+      x_BTD = x_BTD * jax.lax.stop_gradient(scale).astype(c.dtype)
+    return x_BTD, kept, routing
 
 
 class LayerMemory(NamedTuple):
   """What the mixer of one layer reads and writes besides the new tokens.
 
   Attributes:
-    own: What the layer's whole stack keeps, as in `Cache`: keys and values, or states.
+    own: What the layer's whole stack keeps, as in `Cache`: keys and values, or states. For a layer
+      that borrows, it is the stack of the one that lends or, without a cache, the keys and values
+      of the tokens.
     place: int32 scalar, the number of the layer in its stack.
     prefix: What the layer keeps of the prompts, such as keys and values [P, K, S, E], or None.
   """
 
   own: Any
-  place: jax.Array
-  prefix: Any
+  place: jax.Array | None = None
+  prefix: Any = None
 
 
 class Pass(NamedTuple):
   """How the tokens of a pass learn of those before them.
 
   Attributes:
-    attend: The window of a layer and its memory, which is None without `own` -> its attention.
+    attend: The window of a layer and its memory, which is None without `own` unless it borrows ->
+      its attention.
     recur: Its memory -> its recurrence.
     own: For each stack, what the layers read and write, as in `Cache`.
     prefix: For each stack, what they only read: [L, ...].
@@ -101,11 +118,13 @@ class Inputs(NamedTuple):
     rope: The rotary angles of the layers without a window.
     local_rope: Those of the layers with one.
     counted_BT: The routers' statistics count a token where this is not 0. None skips them.
+    per_layer_LBTN: The tokens' embeddings for each layer, or None.
   """
 
   rope: Rotation
   local_rope: Rotation
   counted_BT: jax.Array | None
+  per_layer_LBTN: jax.Array | None = None
 
 
 class Outputs(NamedTuple):
@@ -139,22 +158,55 @@ def apply_layers(
       jax.checkpoint_policies. The others are computed again. "" saves all.
   """
   own, kept, routings = {}, {}, []
+  lent: dict[int, LayerMemory] = {}  # by window
   for segment in segments(config):
-    layers = {
-      name: _layer(config, segment, segment.first + j, inputs, run, remat)
-      for j, name in enumerate(segment.names)
-    }
-    x_BTD, own_of, kept_of, routing = _apply_segment(params, config, segment, layers, x_BTD, run)
+    stacks = {}
+    for number, name in enumerate(segment.names, segment.first):
+      kind, per_layer = config.kind(number), inputs.per_layer_LBTN
+      stacks[name] = Stack(
+        _layer(config, segment, number, inputs, run, remat),
+        params[name],
+        lent[kind.window] if kind.keys == "borrowed" else None,
+        None if per_layer is None else per_layer[number : segment.end : segment.period],
+      )
+    x_BTD, own_of, kept_of, routing = _apply_segment(config, segment, stacks, x_BTD, run)
     own.update(own_of)
     kept.update(kept_of)
+    for number, name in enumerate(segment.names, segment.first):
+      if config.kind(number).keys == "lent":
+        lent[config.kind(number).window] = _lent(name, own_of, kept_of, run)
     if routing is not None:
       routings.append(routing)
   routing = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *routings) if routings else None
   return Outputs(x_BTD, own, kept, routing)
 
 
-# layer(parameters, x_BTD, memory) -> (x_BTD, what the mixer keeps, routing)
-Layer = Callable[[Any, jax.Array, LayerMemory | None], tuple[jax.Array, Any, Routing | None]]
+# layer(parameters, x_BTD, memory, per_layer_BTN) -> (x_BTD, what the mixer keeps, routing)
+Layer = Callable[..., tuple[jax.Array, Any, Routing | None]]
+
+
+class Stack(NamedTuple):
+  """Equal layers of a segment.
+
+  Attributes:
+    layer: What one of them computes.
+    params: The parameters of all, stacked.
+    borrowed: The memory that their queries meet, or None if they have keys of their own.
+    per_layer_LBTN: The tokens' embeddings for each of them, or None.
+  """
+
+  layer: Layer
+  params: Any
+  borrowed: LayerMemory | None
+  per_layer_LBTN: jax.Array | None
+
+
+def _lent(name: str, own: dict[str, Any], kept: dict[str, Any], run: Pass) -> LayerMemory:
+  """What the layer lends that is the only one of this stack, after the pass reached it."""
+  if name not in own:
+    return LayerMemory(jax.tree.map(lambda x: x[0], kept[name]))
+  prefix = jax.tree.map(lambda x: x[0], run.prefix.get(name))
+  return LayerMemory(own[name], jnp.int32(0), prefix)
 
 
 def _layer(
@@ -166,10 +218,11 @@ def _layer(
   rope = (inputs.local_rope if kind.window else inputs.rope) if kind.rotated else None
 
   def layer(
-    params: Any, x_BTD: jax.Array, memory: LayerMemory | None
+    params: Any, x_BTD: jax.Array, memory: LayerMemory | None, per_layer_BTN: jax.Array | None
   ) -> tuple[jax.Array, Any, Routing | None]:
-    seen = Seen(rope, run.attend(kind.window, memory), run.recur(memory), bool(run.own))
-    out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, seen)
+    attend, recur = run.attend(kind.window, memory), run.recur(memory)
+    seen = Seen(rope, attend, recur, bool(run.own), kind.keys)
+    out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, seen, per_layer_BTN)
     return constrain(out[0], config.rows), *out[1:]
 
   if not remat:
@@ -194,36 +247,36 @@ def _is_unrolled(config: ModelConfig, segment: Segment) -> bool:
 
 
 def _apply_segment(
-  params: Any,
-  config: ModelConfig,
-  segment: Segment,
-  layers: dict[str, Layer],
-  x_BTD: jax.Array,
-  run: Pass,
+  config: ModelConfig, segment: Segment, stacks: dict[str, Stack], x_BTD: jax.Array, run: Pass
 ) -> Outputs:
   """Applies the layers of a segment, which are given by the names of their stacks."""
+  is_decoding = bool(run.own)
 
   def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
-    (x_BTD, own), (params, prefix, place) = carry, of_pattern
+    (x_BTD, own), (params, prefix, per_layer, place) = carry, of_pattern
     own, routings = dict(own), []
     kept: dict[str, Any] = {}
-    for name, layer in layers.items():
-      memory, of_layer = None, params[name]
+    for name, stack in stacks.items():
+      memory, of_layer = stack.borrowed, params[name]
       if name in own:
         memory = LayerMemory(own[name], place, prefix.get(name))
-        of_layer = in_stacks(config, of_layer, stacks[name], place)
-      x_BTD, rest, routing = layer(of_layer, x_BTD, memory)
-      (own if name in own else kept)[name] = rest
+      if is_decoding:
+        of_layer = in_stacks(config, of_layer, stack.params, place)
+      x_BTD, rest, routing = stack.layer(of_layer, x_BTD, memory, per_layer.get(name))
+      if rest is not None:
+        (own if name in own else kept)[name] = rest
       if routing is not None:
         routings.append(routing)
     routing = jax.tree.map(lambda *parts: jnp.stack(parts), *routings) if routings else None
     return (x_BTD, own), (kept, routing)
 
   def of_segment(by_stack: Any) -> Any:
-    return {name: by_stack[name] for name in layers if name in by_stack}
+    return {name: by_stack[name] for name in stacks if by_stack.get(name) is not None}
 
-  carry, stacks = (x_BTD, of_segment(run.own)), of_segment(params)
-  of_patterns = stacks, of_segment(run.prefix), jnp.arange(segment.count)
+  params = {name: stack.params for name, stack in stacks.items()}
+  per_layer = of_segment({name: stack.per_layer_LBTN for name, stack in stacks.items()})
+  carry = x_BTD, of_segment(run.own)
+  of_patterns = params, of_segment(run.prefix), per_layer, jnp.arange(segment.count)
   if segment.count == 1:
     (x_BTD, own), out = pattern(carry, jax.tree.map(lambda x: x[0], of_patterns))
     kept, routing = jax.tree.map(lambda x: x[None], out)

@@ -453,9 +453,7 @@ def _slots_last(stack: jax.Array, config: ModelConfig, head_dim: int) -> jax.Arr
 def _axes(config: ModelConfig, prompts: int, group_size: int, has_heads: bool) -> str:
   """`Cache.axes` of so many rows. `has_heads`: some stack has several heads of keys."""
   needed = {"P": prompts > 1, "K": has_heads, "G": group_size > 1}
-  return "".join(
-    axis for axis, is_needed in needed.items() if is_needed or not config.on_one_device
-  )
+  return "".join(axis for axis in needed if needed[axis] or not config.on_one_device)
 
 
 def _with_axes(stack: jax.Array, axes: str) -> jax.Array:

@@ -92,12 +92,31 @@ class LayerKind(NamedTuple):
     window: How many tokens a token attends to, itself included. 0 means all earlier tokens.
     rotated: Its queries and keys are rotated.
     mlp: What it does with each token by itself: a name in `mlps.MLPS`.
+    keys: Whose keys and values its queries meet: "own", or "lent" where later layers borrow them
+      too, or "borrowed": those of the layer with the same window that lends.
+    keys_as_values: Its keys, before they are normalised and rotated, are its values too.
+    num_kv_heads: K.
+    head_dim: E.
+    mlp_dim: F.
   """
 
   mixer: str
   window: int
   rotated: bool
   mlp: str
+  keys: str
+  keys_as_values: bool
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+
+  @property
+  def parts(self) -> tuple[str, ...]:
+    """What it has that others may not have, by the names in `TensorSpec.layers`."""
+    has_keys = self.mixer == "attention" and self.keys != "borrowed"
+    keys = ("keys",) if has_keys else ()
+    values = ("values",) if has_keys and not self.keys_as_values else ()
+    return "all", self.mixer, self.mlp, *keys, *values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +166,16 @@ class ModelConfig:
       with the original positions of `rope_scaling`. 0 means that they are not.
     rotary_dim: So many numbers of a head are rotated, the first ones. 0 stands for E.
     unrotated_layers: The layers whose queries and keys are not rotated.
+    global_head_dim: E of the layers without a window. 0 stands for `head_dim`.
+    global_kv_heads: K of these layers. 0 stands for `num_kv_heads`.
+    keys_as_values: In these layers, the keys before they are normalised are the values too.
+    value_norm: Each head of the values is normalised, without a scale.
+    borrowing_layers: The last so many layers have no keys and values. They borrow those of the last
+      layer before them that has the same window.
+    wide_borrowers: Their MLPs have twice as many hidden units.
+    layer_scale: What a layer returns is multiplied by a number of its own, which is not trained.
+    per_layer_dim: The numbers that each layer gets of a token's embedding for that layer (see
+      `layer_embeddings.py`). 0 means that there are none.
     mixers: For each layer, how it mixes tokens: a name in `mixers.MIXERS`. The empty tuple means
       attention in every layer.
     delta: The shape of the layers with the gated delta rule, or None.
@@ -167,6 +196,8 @@ class ModelConfig:
     expert_bias: The projections of experts have a bias.
     shared_dim: The hidden units of an MLP beside the experts, through which every token goes.
     shared_gate: Its output is multiplied by sigmoid(gate), one number for each token.
+    expert_norms: Experts and router read the residual stream through norms of their own, and both
+      outputs are normalised. The router scales its inputs, and the shares of each expert.
     sparse_layers: The layers that have experts.
     stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
 
@@ -221,6 +252,14 @@ class ModelConfig:
   query_growth: float = 0.0
   rotary_dim: int = 0
   unrotated_layers: tuple[int, ...] = ()
+  global_head_dim: int = 0
+  global_kv_heads: int = 0
+  keys_as_values: bool = False
+  value_norm: bool = False
+  borrowing_layers: int = 0
+  wide_borrowers: bool = False
+  layer_scale: bool = False
+  per_layer_dim: int = 0
   mixers: tuple[str, ...] = ()
   delta: DeltaShape | None = None
   latent: LatentShape | None = None
@@ -237,6 +276,7 @@ class ModelConfig:
   expert_bias: bool = False
   shared_dim: int = 0
   shared_gate: bool = False
+  expert_norms: bool = False
   sparse_layers: tuple[int, ...] = ()
   stop_ids: tuple[int, ...] = ()
   # How the model is computed:
@@ -258,11 +298,6 @@ class ModelConfig:
     mesh_shape = self.rows.mesh.shape
     return math.prod(mesh_shape[axis] for axis in self.rows.spec[0])
 
-  @property
-  def heads_axis(self) -> str | None:
-    """The axis of the mesh over which the heads of the cache are split, or None."""
-    return self.axis_of(self.num_kv_heads)
-
   def axis_of(self, heads: int) -> str | None:
     """The axis of the mesh over which so many heads are split, or None."""
     if self.on_one_device or heads % self.rows.mesh.shape["tensor"]:
@@ -281,9 +316,43 @@ class ModelConfig:
 
   def kind(self, layer: int) -> LayerKind:
     """What a layer does."""
+    window = self.windows[layer] if self.windows else 0
+    borrows = layer >= self.num_layers - self.borrowing_layers
+    heads = self.num_kv_heads, self.head_dim
+    if not window:
+      heads = self.global_kv_heads or heads[0], self.global_head_dim or heads[1]
     return LayerKind(
       mixer=self.mixers[layer] if self.mixers else "attention",
-      window=self.windows[layer] if self.windows else 0,
+      window=window,
       rotated=layer not in self.unrotated_layers,
       mlp="experts" if layer in self.sparse_layers else "mlp",
+      keys="borrowed" if borrows else "lent" if self._lends(layer) else "own",
+      keys_as_values=self.keys_as_values and not window,
+      num_kv_heads=heads[0],
+      head_dim=heads[1],
+      mlp_dim=2 * self.mlp_dim if borrows and self.wide_borrowers else self.mlp_dim,
     )
+
+  def _lends(self, layer: int) -> bool:
+    """Whether a layer is the last one with its window before those that borrow."""
+    if not self.borrowing_layers:
+      return False
+    windows = self.windows or (0,) * self.num_layers
+    return windows[layer] not in windows[layer + 1 : self.num_layers - self.borrowing_layers]
+
+  def of_layer(self, kind: LayerKind) -> "ModelConfig":
+    """The config as a layer reads it, whose sizes are those of the layer."""
+    return dataclasses.replace(
+      self,
+      keys_as_values=kind.keys_as_values,
+      num_kv_heads=kind.num_kv_heads,
+      head_dim=kind.head_dim,
+      mlp_dim=kind.mlp_dim,
+    )
+
+  @property
+  def key_dims(self) -> set[int]:
+    """The sizes of the keys that layers keep of a token."""
+    kinds = map(self.kind, range(self.num_layers))
+    of_mixer = {"latent": self.latent.rank + self.latent.rope_dim} if self.latent else {}
+    return {of_mixer.get(kind.mixer, kind.head_dim) for kind in kinds if kind.mixer != "delta"}

@@ -89,7 +89,7 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   Returns:
     A jax.Array or a qwix.QArray.
   """
-  if leaf.ndim == 1:
+  if leaf.ndim <= 1:
     return leaf.astype("float32")
   if dtype not in QUANTISED_DTYPES or not is_projection(name):
     return leaf.astype("bfloat16" if dtype in QUANTISED_DTYPES else dtype)

@@ -40,6 +40,7 @@ class RopeScaling:
     short_factors: longrope divides each frequency by its own factor: by these while no text is
       longer than the original ones.
     long_factors: And else by these.
+    share: proportional rotates this share of the pairs.
   """
 
   kind: str
@@ -52,6 +53,7 @@ class RopeScaling:
   truncate: bool = True
   short_factors: tuple[float, ...] = ()
   long_factors: tuple[float, ...] = ()
+  share: float = 1.0
 
 
 def linear(frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int) -> np.ndarray:
@@ -106,12 +108,22 @@ def longrope(
   return frequencies / np.array(scaling.long_factors if is_long else scaling.short_factors)
 
 
+def proportional(
+  frequencies: np.ndarray, theta: float, scaling: RopeScaling, length: int
+) -> np.ndarray:
+  """Rotates the first pairs alone, with the frequencies that they have among all (Gemma 4)."""
+  del theta, length
+  rotated = np.arange(len(frequencies)) < int(scaling.share * 2 * len(frequencies) // 2)
+  return np.where(rotated, frequencies / scaling.factor, 0)
+
+
 SCALINGS: dict[str, Callable[[np.ndarray, float, RopeScaling, int], np.ndarray]] = {
   "linear": linear,
   "dynamic": dynamic,
   "llama3": llama3,
   "yarn": yarn,
   "longrope": longrope,
+  "proportional": proportional,
 }
 
 

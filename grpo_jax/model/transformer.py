@@ -10,9 +10,18 @@ import jax.numpy as jnp
 from grpo_jax.model import cache as cache_lib
 from grpo_jax.model import rope as rope_lib
 from grpo_jax.model.attention import Groups, in_groups, recur_in_groups
-from grpo_jax.model.blocks import Block, Inputs, Outputs, Pass, apply_layers, constrain
+from grpo_jax.model.blocks import (
+  Block,
+  Inputs,
+  LayerMemory,
+  Outputs,
+  Pass,
+  apply_layers,
+  constrain,
+)
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.layer_embeddings import PerLayerInputs
 from grpo_jax.model.layers import Head, head_product
 from grpo_jax.model.mixers.seen import Seen
 from grpo_jax.model.stacks import stacked
@@ -36,6 +45,8 @@ class _Parts(nn.Module):
   def setup(self) -> None:
     c = self.config
     self.embed = nn.Embed(c.vocab_size, c.embed_dim)
+    if c.per_layer_dim:
+      self.per_layer = PerLayerInputs(c)
     self.layers = [Block(c, c.kind(layer)) for layer in range(c.num_layers)]
     self.final_norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype)
     if c.labels:
@@ -47,12 +58,16 @@ class _Parts(nn.Module):
     """Makes the parameters, for which the parts are called one by one. `_hidden` connects them."""
     c = self.config
     x_11D, token_11 = jnp.zeros((1, 1, c.embed_dim), c.dtype), jnp.zeros((1, 1), jnp.int32)
-    rope = rope_lib.angles(token_11, c.rotary_dim or c.head_dim, c.rope_theta, None, 1, False)
     self.embed(token_11)
     groups = Groups(jnp.ones(1, jnp.int32), prompt_slots=1)
-    seen = Seen(rope, in_groups(c, groups)(0, None), recur_in_groups(groups)(None))
-    for layer in self.layers:
-      layer(x_11D, None, seen)
+    attend, recur = in_groups(c, groups), recur_in_groups(groups)(None)
+    per_layer_L11N = self.per_layer(token_11, x_11D) if c.per_layer_dim else None
+    for number, layer in enumerate(self.layers):
+      kind = c.kind(number)
+      rope = rope_lib.angles(token_11, c.rotary_dim or kind.head_dim, c.rope_theta, None, 1, False)
+      borrowed_11KE = jnp.zeros((1, 1, kind.num_kv_heads, kind.head_dim), c.dtype)
+      seen = Seen(rope, attend(0, LayerMemory((borrowed_11KE, borrowed_11KE))), recur, kind.keys)
+      layer(x_11D, None, seen, None if per_layer_L11N is None else per_layer_L11N[number])
     self.final_norm(x_11D)
     if c.labels:
       self.score(x_11D)
@@ -152,6 +167,8 @@ def _hidden(
     x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
   if c.embedding_multiplier != 1:
     x_BTD = x_BTD * c.embedding_multiplier
+  if c.per_layer_dim:
+    inputs = inputs._replace(per_layer_LBTN=parts.per_layer(tokens_BT, x_BTD))
   out = apply_layers(params, c, x_BTD, inputs, run, remat)
   return out._replace(x_BTD=parts.final_norm(out.x_BTD))
 
@@ -161,7 +178,8 @@ def _angles(
 ) -> tuple[rope_lib.Rotation, rope_lib.Rotation]:
   """The rotary angles of the layers without a window, and of those with one."""
   c, from_table, rotated = config, bool(config.length), config.rotary_dim or config.head_dim
-  rope = rope_lib.angles(positions_BT, rotated, c.rope_theta, c.rope_scaling, longest, from_table)
+  of_global = c.global_head_dim or rotated
+  rope = rope_lib.angles(positions_BT, of_global, c.rope_theta, c.rope_scaling, longest, from_table)
   if c.query_growth:
     original = c.rope_scaling.original_positions
     scale_BT = rope_lib.query_scale(positions_BT, c.query_growth, original)

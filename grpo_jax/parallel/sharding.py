@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.model import mixers, mlps
+from grpo_jax.model import layer_embeddings, mixers, mlps
 from grpo_jax.settings import ConfigError
 
 # The mesh axes that split the first axis of a batch.
@@ -25,8 +25,10 @@ RULES = (
   (LAYER + r"(attention|mlp)(_post)?_norm/scale", (None,)),
   *(
     (LAYER + path + (QUANTISED if path.endswith("kernel") else ""), axes)
-    for path, axes in mixers.RULES + mlps.RULES
+    for path, axes in mixers.RULES + mlps.RULES + layer_embeddings.LAYER_RULES
   ),
+  (LAYER + r"layer_scale", ()),
+  *layer_embeddings.RULES,
   (r"final_norm/scale", (None,)),
   (r"head/kernel", ("fsdp", "tensor")),
   (r"score/kernel", ("fsdp", None)),

@@ -97,12 +97,15 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
   split = shape.rows.mesh.shape["tensor"]
   item = 2.0 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4.0
-  mixers = [shape.kind(layer).mixer for layer in range(shape.num_layers)]
-  per_token = 2.0 * mixers.count("attention") * shape.num_kv_heads * shape.head_dim * item
+  kinds = [shape.kind(layer) for layer in range(shape.num_layers)]
+  mixers = [kind.mixer for kind in kinds]
+  # Heads that the axis does not divide lie whole on every device. Of latents, there is one.
+  heads = [(kind.num_kv_heads, kind.head_dim) for kind in kinds if "keys" in kind.parts]
+  numbers = 2 * sum(K / (split if K % split == 0 else 1) * E for K, E in heads)
+  numbers += mixers.count("latent") * max(shape.key_dims, default=0)
+  per_token = item * numbers
   # Of a layer that recurs, a prompt and each of its rows have a state.
   state = mixers.count("delta") * shape.delta.state_bytes(item) if shape.delta else 0.0
-  if shape.num_kv_heads % split == 0:
-    per_token /= split
   rows = config.sampling.rows if rows is None else rows
   grids = [first_grid(*call, rows, shape.row_shards) for call in _calls(config)]
   if shape.platform == "tpu" and model.slots_step(shape) == 1:

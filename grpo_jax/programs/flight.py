@@ -339,16 +339,16 @@ class FlightPrograms:
     config = self._config
     if config.on_one_device:
       return jax.tree.map(lambda _: PartitionSpec(), flight)
-    axes, heads = config.rows.spec[0], config.heads_axis
+    axes = config.rows.spec[0]
 
     def own(x: jax.Array) -> PartitionSpec:
-      return PartitionSpec(*[None] * (x.ndim - 5), axes, heads)
+      return PartitionSpec(*[None] * (x.ndim - 5), axes, config.axis_of(x.shape[-4]))
+
+    def of_prompts(x_LPKSE: jax.Array) -> PartitionSpec:
+      return PartitionSpec(None, axes, config.axis_of(x_LPKSE.shape[2]))
 
     by_row = PartitionSpec(axes)
     cache = flight.cache
-
-    def of_prompts(_: jax.Array) -> PartitionSpec:
-      return PartitionSpec(None, axes, heads)
 
     def states(of_rows: bool, x: jax.Array) -> PartitionSpec:
       """Heads are the first axis of a state."""

@@ -47,6 +47,19 @@ GEMMA = dict(
   tie_word_embeddings=True,
   layer_types=[SLIDES, FULL, SLIDES],
 )
+GEMMA4 = dict(
+  COMMON,
+  head_dim=8,
+  global_head_dim=12,
+  sliding_window=7,
+  final_logit_softcapping=3.0,
+  hidden_size_per_layer_input=0,
+  tie_word_embeddings=True,
+  rope_parameters={
+    FULL: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e6),
+    SLIDES: dict(rope_type="default", rope_theta=1e4),
+  },
+)
 DELTA = COMMON | dict(
   head_dim=16,
   num_hidden_layers=4,
@@ -395,9 +408,52 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.float32,
   ),
+  "gemma4": (
+    "Gemma4",
+    dict(
+      GEMMA4,
+      num_hidden_layers=4,
+      layer_types=[SLIDES, FULL] * 2,
+      num_global_key_value_heads=1,
+      attention_k_eq_v=True,
+      use_bidirectional_attention="vision",
+    ),
+    torch.float32,
+  ),
+  "gemma4_e": (
+    "Gemma4",
+    dict(  # layers 1 and 2 lend their keys, which layers 3 to 5 borrow
+      GEMMA4,
+      num_hidden_layers=6,
+      layer_types=[SLIDES, SLIDES, FULL, SLIDES, FULL, FULL],
+      num_kv_shared_layers=3,
+      use_double_wide_mlp=True,
+      intermediate_size=12,
+      hidden_size_per_layer_input=6,
+      rms_norm_eps=1e-3,  # less would make much of the rounding where a gate is nearly shut
+      vocab_size_per_layer_input=96,
+    ),
+    torch.float32,
+  ),
+  "gemma4_moe": (
+    "Gemma4",
+    dict(
+      GEMMA4,
+      num_hidden_layers=3,
+      layer_types=[SLIDES, SLIDES, FULL],
+      num_global_key_value_heads=1,
+      attention_k_eq_v=True,
+      enable_moe_block=True,
+      num_experts=6,
+      top_k_experts=2,
+      moe_intermediate_size=10,
+      intermediate_size=24,
+    ),
+    torch.float32,
+  ),
 }
 
-GRADIENTS = ("qwen3_5",)  # folders with the gradients of all tensors
+GRADIENTS = ("qwen3_5", "gemma4_e")  # folders with the gradients of all tensors
 
 VISION = dict(
   hidden_size=16,
@@ -434,15 +490,39 @@ WITH_IMAGES = {  # folder: (family, fields of the text part, other fields)
       ),
     ),
   ),
+  "gemma4_images": (
+    "Gemma4",
+    dict(GEMMA4, num_hidden_layers=2, layer_types=[SLIDES, FULL]),
+    dict(
+      vision_config=dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        patch_size=4,
+        position_embedding_size=16,
+      ),
+      audio_config=dict(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        subsampling_conv_channels=[4, 4],
+        output_proj_dims=16,
+      ),
+    ),
+  ),
 }
+
+
+WITH_TEXT_CONFIG = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
 
 
 def config_of(family, fields):
   # None leaves a field out, apart from the one whose default is a number.
   fields = {k: v for k, v in fields.items() if v is not None or k == "q_lora_rank"}
-  name = (
-    f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
-  )
+  name = f"{family}TextConfig" if family in WITH_TEXT_CONFIG else f"{family}Config"
   return getattr(transformers, name)(**fields, architectures=[f"{family}ForCausalLM"])
 
 
@@ -522,7 +602,17 @@ def main(names):
     model = make_model(
       getattr(transformers, f"{family}ForCausalLM")(config_of(family, fields)), seed
     )
+    if family == "Gemma4":
+      calm(model)
     write(folder, model.to(dtype), seed)
+
+
+def calm(model):
+  """Makes queries small. Gemma 4 does not divide scores, and large ones make much of rounding."""
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      if "q_norm" in name:
+        parameter.mul_(parameter.shape[0] ** -0.5)
 
 
 def write(folder, model, seed, quantised=lambda folder: None):
@@ -544,7 +634,8 @@ def write_gradients(folder, tokens, lengths):
     folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
   )
   mask = torch.tensor(np.arange(tokens.shape[1]) < np.array(lengths)[:, None])
-  logits = model(torch.tensor(tokens).long(), attention_mask=mask.long()).logits
+  # Padding is on the right, so no token sees it. With a mask, padding beyond a window is NaN.
+  logits = model(torch.tensor(tokens).long()).logits
   (logits.softmax(-1).square().sum(-1) * mask).sum().backward()
   gradients = {name: p.grad.float().numpy() for name, p in model.named_parameters()}
   np.savez_compressed(folder / "gradients.npz", **gradients)

@@ -63,6 +63,8 @@ def make_model(model: transformers.PreTrainedModel, seed: int) -> transformers.P
     for name, buffer in model.named_buffers():
       if name.endswith("e_score_correction_bias"):  # no parameter, as it has no gradient
         buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+      if name.endswith("layer_scalar"):
+        buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
   return model
 
 

@@ -67,7 +67,7 @@ class _Blocks(NamedTuple):
 
 def fits(config: ModelConfig) -> bool:
   """Whether the kernel can read the model's cache: on a TPU, whose lanes the heads fill."""
-  return config.platform == "tpu" and config.head_dim % 128 == 0
+  return config.platform == "tpu" and all(E % 128 == 0 for E in config.key_dims)
 
 
 def attention(
@@ -94,7 +94,7 @@ def attention(
   cap, interpret = config.attention_cap, config.platform != "tpu"
   kernel = functools.partial(own_attention, cap=cap, interpret=interpret)
   if not config.on_one_device:
-    rows, heads = config.rows.spec[0], config.heads_axis
+    rows, heads = config.rows.spec[0], config.axis_of(q_PKGRE.shape[1])
     by_row, everywhere = PartitionSpec(rows, heads), PartitionSpec()
     of_own: Any = OwnTokens(
       PartitionSpec(None, rows, heads), everywhere, everywhere, PartitionSpec(rows)

@@ -104,24 +104,27 @@ def in_groups(
     return jnp.concatenate([x_PNHE[:, :S], pack(x_PNHE[:, S:], groups.packing)], 1)
 
   def attend_of(window: int, memory: Any) -> Attend:
-    del memory
     scoring = dict(window=window, cap=config.attention_cap, rows=config.rows)
 
     def attend_in_groups(
       q_PNHE: jax.Array,
-      k_PNKE: jax.Array,
-      v_PNKE: jax.Array,
+      k_PNKE: jax.Array | None,
+      v_PNKE: jax.Array | None,
       sinks_H: jax.Array | None = None,
       kept: Any = None,
     ) -> tuple[jax.Array, Any]:
       view = View(S, groups.completions, groups.slots, sinks_H=sinks_H, **scoring)
+      if k_PNKE is None:
+        k_PNKE, v_PNKE = memory.own
+      elif keep:
+        kept = kept or (k_PNKE, v_PNKE)
       if is_stream:
         token_PN = groups.packing.token_PN
         out_PNHE = dense.attend_packed(q_PNHE, k_PNKE, v_PNKE, groups.lengths_P, token_PN, view)
         return out_PNHE, None
       q, k, v = (rows_of(x) for x in (q_PNHE, k_PNKE, v_PNKE))
       out_PNHE = stream_of(attend(q, k, v, groups.lengths_P, view))
-      return out_PNHE, ((kept or (k_PNKE, v_PNKE)) if keep else None)
+      return out_PNHE, kept if keep else None
 
     return attend_in_groups
 
@@ -132,4 +135,5 @@ def attention_of(config: ModelConfig) -> tuple[str, str]:
   """The implementation that computes a model's attention, and a remark as `choose` has it."""
   platform = config.platform or jax.default_backend()
   cap, sinks = config.attention_cap, config.attention_sinks
-  return choose(config.attention, platform, config.dtype, config.head_dim, cap, sinks)
+  head_dim = max(config.head_dim, config.global_head_dim)
+  return choose(config.attention, platform, config.dtype, head_dim, cap, sinks)

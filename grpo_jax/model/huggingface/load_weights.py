@@ -233,7 +233,7 @@ def _check_tensors(files: Tensors, family: Family, config: ModelConfig, folder: 
   """Refuses missing, wrong and additional tensors before the first one is read."""
   expected = _check_names_and_shapes(files, family, config, folder)
   head, embedding = family.head.hf_name, family.embedding.hf_name
-  for name in sorted(files.shapes.keys() - expected):
+  for name in sorted(files.shapes.keys() - expected - set(family.surplus(config))):
     if name == head and not config.labels:
       # The embeddings are tied. A head that equals the embedding is harmless, but transformers 5
       # would use one that differs.

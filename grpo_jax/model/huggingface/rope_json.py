@@ -27,6 +27,7 @@ _COMMON_KEYS = {
 }
 _KEYS_OF_KIND: dict[str, set[str]] = {
   "linear": set(),
+  "proportional": set(),
   "dynamic": set(),
   "llama3": {"low_freq_factor", "high_freq_factor"},
   "longrope": {"short_factor", "long_factor", "attention_factor"},
@@ -102,6 +103,8 @@ def _read_rotary_dim(
 ) -> int:
   """How many numbers of a head are rotated, or 0 for all of them."""
   key = "partial_rotary_factor"
+  if any(place.get("rope_type") == "proportional" for place in places):
+    return 0  # then the factor belongs to the scaling
   factors = [place[key] for place in places if place.get(key) is not None]
   if not factors and family.rotated is not None:
     factors = [family.rotated]
@@ -168,6 +171,10 @@ def _read_scaling(
   original = read_field(found, name, int, refuse)
   if kind == "dynamic":
     original = longest  # transformers ignores the other two fields for this kind
+  if kind == "proportional":
+    given = {"factor": 1.0, "partial_rotary_factor": 1.0, **rope}
+    share = read_field(given, "partial_rotary_factor", float, refuse)
+    return RopeScaling(kind, read_field(given, "factor", float, refuse), original, share=share)
   if kind == "longrope":
     return _read_longrope(rope, values, original, refuse)
   scaling = RopeScaling(kind, read_field(rope, "factor", float, refuse), original)
@@ -260,11 +267,13 @@ def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
       }
     if s.mscale_all_dim:
       scaling["mscale_all_dim"] = s.mscale_all_dim
+    if s.kind == "proportional":
+      scaling["partial_rotary_factor"] = s.share
   if config.query_growth:
     scaling[_GROWTH] = config.query_growth
   full = {"rope_theta": config.rope_theta, **scaling}
   values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
-  if s is not None:
+  if s is not None and s.kind != "proportional":  # which transformers 4 does not know
     values["rope_scaling"] = scaling
   if s is not None and s.kind == "longrope":
     of_phi = {"short_factor": list(s.short_factors), "long_factor": list(s.long_factors)}

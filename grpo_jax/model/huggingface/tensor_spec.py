@@ -37,8 +37,8 @@ class TensorSpec:
       holds them all, on a first axis X that `leaf_axes` does not list.
     offset: Added to the tensor: some norms multiply by 1 + w.
     part: Which of those in brackets the leaf is.
-    layers: The layers that have the tensor: "all", or those with this mixer or kind of MLP.
-    when: Layers have the tensor only where all these fields of ModelConfig are set, such as
+    layers: The layers that have the tensor: those with this name in `LayerKind.parts`.
+    when: The model has the tensor only where all these fields of ModelConfig are set, such as
       "qkv_bias" or "latent.query_rank".
     unless: And only where this one is not, or "".
     expert: The number of the expert, or None where the tensor is not an expert's.

@@ -16,7 +16,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
   for family in FAMILIES.values()
   for whole, defaults in family.whole.items()
 }
-_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
+_OTHER_PARTS = (
+  *("vision_tower.", "multi_modal_projector.", "visual."),
+  *("audio_tower.", "embed_vision.", "embed_audio."),
+)
 
 
 def has_other_parts(values: Mapping[str, Any]) -> bool:

@@ -55,8 +55,13 @@ class Attention(nn.Module):
     else:
       q_BTHE, gate_BTHE = project("q", c.num_heads), None
     q_BTHE = rotated_norm("q_norm", q_BTHE)
-    k_BTKE = rotated_norm("k_norm", project("k", c.num_kv_heads))
-    v_BTKE = project("v", c.num_kv_heads)
+    k_BTKE = v_BTKE = None
+    if seen.keys != "borrowed":
+      k_BTKE = project("k", c.num_kv_heads)
+      v_BTKE = k_BTKE if c.keys_as_values else project("v", c.num_kv_heads)
+      k_BTKE = rotated_norm("k_norm", k_BTKE)
+    if c.value_norm and v_BTKE is not None:
+      v_BTKE = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, use_scale=False)(v_BTKE)
     if c.query_multiplier:
       q_BTHE = q_BTHE * c.query_multiplier
     else:
@@ -67,6 +72,8 @@ class Attention(nn.Module):
     if c.attention_sinks:
       sinks_H = self.param("sinks", nn.initializers.zeros, (c.num_heads,))
     out_BTHE, kept = seen.attend(q_BTHE, k_BTKE, v_BTKE, sinks_H)
+    if seen.keys == "lent" and kept is None:
+      kept = k_BTKE, v_BTKE
     if gate_BTHE is not None:
       out_BTHE = out_BTHE * nn.sigmoid(gate_BTHE)
     return Dense(c, (c.embed_dim,), axes=2, use_bias=c.o_bias, name="o")(out_BTHE), kept

@@ -13,8 +13,9 @@ from grpo_jax.model.rope import Rotation
 
 KeysAndValues = tuple[jax.Array, jax.Array]
 # attend(q_BTHE, k_BTKE, v_BTKE, sinks_H, kept) -> (out_BTHE, what the caller keeps). The queries
-# are rotated and scaled. `sinks_H` is as in `View`. The caller keeps keys and values, or else other
-# ones, `kept`, whose values may be None where the keys are the values, too.
+# are rotated and scaled. Without keys and values, they meet those that are borrowed. `sinks_H` is
+# as in `View`. The caller keeps keys and values, or else other ones, `kept`, whose values may be
+# None where the keys are the values, too.
 Attend = Callable[..., tuple[jax.Array, Any]]
 # scan(inputs_BT, memory_B, is_token_BT) -> (outputs_BT, memory_B): trees of arrays [B, T, ...] and
 # [B, ...]. Where is_token_BT is False, a row has ended: what follows does not change its memory.
@@ -33,9 +34,11 @@ class Seen(NamedTuple):
     attend: Attention of the tokens to themselves and to those before them.
     recur: Scans the tokens of each row, from the memory of those before them.
     is_cached: The tokens before these are in a cache, from which `attend` reads what was kept.
+    keys: `LayerKind.keys`.
   """
 
   rope: Rotation | None
   attend: Attend
   recur: Recur
   is_cached: bool = False
+  keys: str = "own"

@@ -32,10 +32,13 @@ class MLP(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, counted_BT: jax.Array | None = None
+    self,
+    x_BTD: jax.Array,
+    counted_BT: jax.Array | None = None,
+    residual_BTD: jax.Array | None = None,
   ) -> tuple[jax.Array, Routing | None]:
-    """Returns the output [B, T, D]. There is no router, so `counted_BT` is not read."""
-    del counted_BT
+    """Returns the output [B, T, D]. There is no router, so the other arguments are not read."""
+    del counted_BT, residual_BTD
     c, width = self.config, self.width or self.config.mlp_dim
 
     # The backward pass computes the activation again. To save it and its derivative would take

@@ -22,7 +22,8 @@ _MOST_INPUTS = 2048  # of a matrix, that a kernel holds at a time
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
   (r"experts/router", ("fsdp", None)),
-  (r"experts/(router_bias|balance)", (None,)),
+  (r"experts/(router_bias|balance|router_scale|share_scale)", (None,)),
+  (r"experts/(norm|post_norm|shared_post_norm)/scale", (None,)),
   (r"experts/(gate|up)_bias", ("expert", "tensor")),
   (r"experts/down_bias", ("expert", None)),
   (r"experts/shared_gate", (None,)),
@@ -104,7 +105,7 @@ class Experts(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, counted_BT: jax.Array | None
+    self, x_BTD: jax.Array, counted_BT: jax.Array | None, residual_BTD: jax.Array
   ) -> tuple[jax.Array, Routing | None]:
     """Applies the experts and adds up what the router did.
 
@@ -112,27 +113,50 @@ class Experts(nn.Module):
       x_BTD: The tokens.
       counted_BT: The router's statistics count a token where this is not 0. All tokens go through
         the experts, whether counted or not. None skips the statistics.
+      residual_BTD: The tokens before their norm. With `config.expert_norms`, router and experts
+        read them instead, through norms of their own.
 
     Returns:
       The output [B, T, D], and the statistics of this layer (arrays of `Routing` without the axis
       L), or None if `counted_BT` is None.
     """
     c = self.config
-    logits_BTX, balance_X = self._router(x_BTD)
+    to_experts_BTD, to_router_BTD = x_BTD, x_BTD
+    if c.expert_norms:
+      to_experts_BTD = self._norm("norm", residual_BTD)
+      scale_D = self.param("router_scale", nn.initializers.ones, (c.embed_dim,))
+      to_router_BTD = self._norm("", residual_BTD) * (scale_D * c.embed_dim**-0.5).astype(c.dtype)
+    logits_BTX, balance_X = self._router(to_router_BTD)
     probs_BTX, chosen_BTU, shares_BTU = route(c, logits_BTX, balance_X)
+    if c.expert_norms:
+      scale_X = self.param("share_scale", nn.initializers.ones, (c.num_experts,))
+      shares_BTU = shares_BTU * scale_X[chosen_BTU]
     weights, biases = self._weights(), self._biases()
     mix = _mix_on_mesh(c)
-    out_BTD = mix(x_BTD, chosen_BTU, shares_BTU.astype(c.dtype), weights, biases)
+    out_BTD = mix(to_experts_BTD, chosen_BTU, shares_BTU.astype(c.dtype), weights, biases)
+    if c.expert_norms:
+      out_BTD = self._norm("post_norm", out_BTD)
     if c.shared_dim:
-      shared_BTD, _ = MLP(c, c.shared_dim, name="shared")(x_BTD)
-      if c.shared_gate:
-        gate_D = self.param("shared_gate", nn.initializers.zeros, (c.embed_dim,)).astype(c.dtype)
-        gate_BT = nn.sigmoid(einsum("btd,d->bt", x_BTD, gate_D)).astype(c.dtype)
-        shared_BTD = shared_BTD * gate_BT[..., None]
-      out_BTD = out_BTD + shared_BTD
+      out_BTD = out_BTD + self._shared(x_BTD)
     if counted_BT is None:
       return out_BTD, None
     return out_BTD, _routing(probs_BTX, chosen_BTU, counted_BT)
+
+  def _shared(self, x_BTD: jax.Array) -> jax.Array:
+    """What the MLP adds that all tokens share."""
+    c = self.config
+    shared_BTD, _ = MLP(c, c.shared_dim, name="shared")(x_BTD)
+    if c.shared_gate:
+      gate_D = self.param("shared_gate", nn.initializers.zeros, (c.embed_dim,)).astype(c.dtype)
+      gate_BT = nn.sigmoid(einsum("btd,d->bt", x_BTD, gate_D)).astype(c.dtype)
+      shared_BTD = shared_BTD * gate_BT[..., None]
+    return self._norm("shared_post_norm", shared_BTD) if c.expert_norms else shared_BTD
+
+  def _norm(self, name: str, x_BTD: jax.Array) -> jax.Array:
+    """Without a name, it has no scale."""
+    c = self.config
+    norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, use_scale=bool(name), name=name or None)
+    return norm(x_BTD)
 
   def _router(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """The router's logits, and what is added to a token's scores to choose, or None."""

@@ -9,6 +9,7 @@ from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.huggingface.families import (
   deepseek,
   gemma,
+  gemma4,
   glm,
   gpt_oss,
   llama,
@@ -28,6 +29,7 @@ _ALL = (
   *olmo.FAMILIES,
   *qwen_delta.FAMILIES,
   *gemma.FAMILIES,
+  *gemma4.FAMILIES,
   *glm.FAMILIES,
   *deepseek.FAMILIES,
   *gpt_oss.FAMILIES,
@@ -42,7 +44,9 @@ _OF_SOME = (
   *("embedding_multiplier", "residual_multiplier", "query_multiplier", "logit_divisor"),
   *("unrotated_layers", "rotary_dim", "mixers", "delta", "query_growth", "sparse_layers"),
   *("share_scale", "router", "router_bias", "router_groups", "expert_bias", "shared_dim"),
-  *("shared_gate", "attention_sinks", "latent"),
+  *("shared_gate", "attention_sinks", "latent", "expert_norms", "global_head_dim"),
+  *("global_kv_heads", "keys_as_values", "value_norm", "borrowing_layers", "wide_borrowers"),
+  *("layer_scale", "per_layer_dim"),
 )
 
 

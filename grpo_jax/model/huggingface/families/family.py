@@ -1,6 +1,6 @@
 """What a model family of Hugging Face is, as data."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
 import operator
 from typing import Any
@@ -63,6 +63,7 @@ class Family:
     whole: The `model_type` of models of which this is the text part -> further `defaults` there.
     embedding: The embedding.
     head: The head. A checkpoint with tied embeddings does not have it.
+    surplus: surplus(config) -> names of tensors that folders may have and no layer reads.
     reward_prefix: How the names of its reward models begin, if not as `architecture` does.
   """
 
@@ -84,6 +85,7 @@ class Family:
   whole: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
   embedding: TensorSpec = TensorSpec("model.embed_tokens.weight", "embed/embedding", "V D", "VD")
   head: TensorSpec = TensorSpec("lm_head.weight", "head/kernel", "V D", "DV")
+  surplus: Callable[[ModelConfig], Collection[str]] = lambda config: ()
   reward_prefix: str = ""
 
   @property
@@ -107,7 +109,7 @@ class Family:
     yield self.embedding
     for entry in self.table:
       for layer in _layers_with(entry, config):
-        yield from _per_expert(entry, layer, config)
+        yield from _per_expert(_with_sizes_of(entry, layer, config), layer, config)
     if config.labels:
       yield from REWARD_HEADS[config.labels].tensors
     elif not config.tie_embeddings:
@@ -116,16 +118,30 @@ class Family:
 
 def _layers_with(entry: TensorSpec, config: ModelConfig) -> Sequence[int]:
   """The layers that have the tensor. [0] for a tensor outside of the layers."""
-  if "{i}" not in entry.leaf_name:
-    return [0]
   if not all(operator.attrgetter(name)(config) for name in entry.when):
     return []
   if entry.unless and operator.attrgetter(entry.unless)(config):
     return []
-  kinds = [config.kind(layer) for layer in range(config.num_layers)]
-  return [
-    layer for layer, kind in enumerate(kinds) if entry.layers in ("all", kind.mixer, kind.mlp)
-  ]
+  if "{i}" not in entry.leaf_name:
+    return [0]
+  layers = range(config.num_layers)
+  return [layer for layer in layers if entry.layers in config.kind(layer).parts]
+
+
+def _with_sizes_of(entry: TensorSpec, layer: int, config: ModelConfig) -> TensorSpec:
+  """The entry with the letters of the layer's own sizes (see `sizes`)."""
+  if "{i}" not in entry.leaf_name:
+    return entry
+  kind = config.kind(layer)
+  letters: dict[str, str] = {}
+  if (kind.num_kv_heads, kind.head_dim) != (config.num_kv_heads, config.head_dim):
+    letters |= {"K": "h", "E": "e"}
+  if kind.mlp_dim != config.mlp_dim:
+    letters |= {"F": "f"}
+  own = str.maketrans(letters)
+  return dataclasses.replace(
+    entry, hf_axes=entry.hf_axes.translate(own), leaf_axes=entry.leaf_axes.translate(own)
+  )
 
 
 def _per_expert(entry: TensorSpec, layer: int, config: ModelConfig) -> Iterator[TensorSpec]:

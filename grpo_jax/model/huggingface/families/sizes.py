@@ -4,7 +4,7 @@ from grpo_jax.model.config import ModelConfig
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
-  """The length of each axis letter. Those of some mixers have lower case."""
+  """The length of each axis letter. Those that some layers alone have are in lower case."""
   found = {
     "V": config.vocab_size,
     "D": config.embed_dim,
@@ -18,6 +18,13 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     "s": config.shared_dim,
     "N": config.labels,
   }
+  found |= {  # of layers that differ from the others, in place of E, K and F
+    "e": config.global_head_dim or config.head_dim,
+    "h": config.global_kv_heads or config.num_kv_heads,
+    "f": 2 * config.mlp_dim,
+  }
+  if config.per_layer_dim:
+    found |= {"p": config.per_layer_dim, "l": config.num_layers * config.per_layer_dim}
   if config.delta:
     delta = config.delta
     found |= {

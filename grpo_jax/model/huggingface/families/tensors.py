@@ -16,8 +16,7 @@ def layer(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options:
     f"layers_{{i}}/{leaf_name}",
     hf_axes,
     leaf_axes,
-    layers=part if part in (*MIXERS, *MLPS) else "all",
-    **options,
+    **({"layers": part if part in (*MIXERS, *MLPS) else "all"} | options),
   )
 
 
