@@ -32,6 +32,21 @@ _SIGMOID = _EXPERTS | dict(
   sparse_layers=(1,),
   shared_dim=8,
 )
+_GEMMA4 = dict(
+  family="gemma4_text",
+  local_rope_theta=1e4,
+  rope_scaling=RopeScaling("proportional", 1.0, 1024, share=0.5),
+  global_head_dim=8,
+  global_kv_heads=1,
+  keys_as_values=True,
+  value_norm=True,
+  qk_norm="head",
+  activation="gelu_tanh",
+  post_norms=True,
+  scale_embeddings=True,
+  query_multiplier=1.0,
+  layer_scale=True,
+)
 FAMILIES = {
   "olmo2": dict(num_layers=2, **_AFTER),
   "olmo3": dict(
@@ -95,6 +110,22 @@ FAMILIES = {
     latent=LatentShape(rank=6, query_rank=5, key_dim=2, rope_dim=2, value_dim=3, interleaved=True),
     **_SIGMOID,
   ),
+  "gemma4_text": dict(  # layers 1 and 2 lend their keys, which layers 3 to 5 borrow
+    num_layers=6,
+    windows=(9, 9, 0, 9, 0, 0),
+    borrowing_layers=3,
+    wide_borrowers=True,
+    per_layer_dim=4,
+    **_GEMMA4,
+  ),
+  "gemma4_experts": dict(
+    num_layers=2,
+    windows=(9, 0),
+    expert_norms=True,
+    **_EXPERTS | dict(shared_dim=32),
+    **_GEMMA4,
+    normalise_shares=True,
+  ),
   "granite": dict(
     num_layers=2,
     embedding_multiplier=12.0,
@@ -111,7 +142,7 @@ FAMILIES = {
 def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
   rows = list(problems(12))
   corpus = [row["question"] + row["answer"] for row in rows]
-  fields = dict(family=family, qkv_bias=False, head_dim=4, **FAMILIES[family])
+  fields = dict(family=family, qkv_bias=False, head_dim=4) | FAMILIES[family]
   make_checkpoint(tmp_path / "in", corpus, every_id_is_text=True, **fields)
   for split in ("train", "test"):
     (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -131,15 +162,15 @@ def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
     state, metrics, _, _ = step(state, index)
     assert metrics["sampler/logprob_gap_max"] < 1e-4
   shape, before = model.load(tmp_path / "in")
-  assert shape.family == family
+  assert shape.family == fields["family"]
   learned = jax.device_get(run.parameters.policy(state.train.params))
   model.save(tmp_path / "out", shape, learned)
   found, after = model.load(tmp_path / "out")
   assert found == shape
   jax.tree.map(np.testing.assert_array_equal, after, learned)
-  for name, leaf in flatten_dict(before, sep="/").items():
-    is_balance = name.endswith("/balance")  # it has no gradient
-    assert (leaf != flatten_dict(after, sep="/")[name]).any() != is_balance, name
+  before, after = flatten_dict(before, sep="/"), flatten_dict(after, sep="/")
+  still = {name for name, x in before.items() if (x == after[name]).all()}
+  assert still == {name for name in before if name.endswith(("/layer_scale", "/balance"))}
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,10 @@ ADDED = {"no_rope_layer_interval", "partial_rotary_factor", "attention_bias", "t
         "deepseek_v3_yarn",
         "glm4_moe",
         "gemma3_images",
+        "gemma4",
+        "gemma4_e",
+        "gemma4_moe",
+        "gemma4_images",
       )
     ),
   ],

@@ -164,7 +164,7 @@ def decayed(params: Any) -> Any:
 
   def is_decayed(path: tuple[Any, ...], leaf: jax.Array) -> bool:
     del leaf
-    return path[-1].key not in ("scale", "bias")
+    return path[-1].key not in ("scale", "bias", "layer_scale")  # the last is not trained at all
 
   return jax.tree_util.tree_map_with_path(is_decayed, params)
 

@@ -66,7 +66,8 @@ class _Parts(nn.Module):
       kind = c.kind(number)
       rope = rope_lib.angles(token_11, c.rotary_dim or kind.head_dim, c.rope_theta, None, 1, False)
       borrowed_11KE = jnp.zeros((1, 1, kind.num_kv_heads, kind.head_dim), c.dtype)
-      seen = Seen(rope, attend(0, LayerMemory((borrowed_11KE, borrowed_11KE))), recur, kind.keys)
+      memory = LayerMemory((borrowed_11KE, borrowed_11KE))
+      seen = Seen(rope, attend(0, memory), recur, keys=kind.keys)
       layer(x_11D, None, seen, None if per_layer_L11N is None else per_layer_L11N[number])
     self.final_norm(x_11D)
     if c.labels:

@@ -151,13 +151,14 @@ def _surplus(config: ModelConfig) -> list[str]:
 
 
 # fmt: off
+_BIAS = ("qkv_bias",)
 _ATTENTION = (
   layer("self_attn.q_proj.weight", "attention/q/kernel", "HE D", "DHE"),
   layer("self_attn.k_proj.weight", "attention/k/kernel", "KE D", "DKE", layers="keys"),
   layer("self_attn.v_proj.weight", "attention/v/kernel", "KE D", "DKE", layers="values"),
-  layer("self_attn.q_proj.bias", "attention/q/bias", "HE", "HE", when=("qkv_bias",)),
-  layer("self_attn.k_proj.bias", "attention/k/bias", "KE", "KE", when=("qkv_bias",), layers="keys"),
-  layer("self_attn.v_proj.bias", "attention/v/bias", "KE", "KE", when=("qkv_bias",), layers="values"),
+  layer("self_attn.q_proj.bias", "attention/q/bias", "HE", "HE", when=_BIAS),
+  layer("self_attn.k_proj.bias", "attention/k/bias", "KE", "KE", when=_BIAS, layers="keys"),
+  layer("self_attn.v_proj.bias", "attention/v/bias", "KE", "KE", when=_BIAS, layers="values"),
   layer("self_attn.o_proj.bias", "attention/o/bias", "D", "D", when=("o_bias",)),
   layer("self_attn.q_norm.weight", "attention/q_norm/scale", "E", "E"),
   layer("self_attn.k_norm.weight", "attention/k_norm/scale", "E", "E", layers="keys"),
