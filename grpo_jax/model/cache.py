@@ -310,7 +310,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
         return stack
       return jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
 
-    stacks_of_own, written, prefix, prefix_mask = memory.own, None, None, None
+    stacks_of_own, written = memory.own, None
     if k_BTKE is not None:
       values = None if v_BTKE is None else write(memory.own[1], v_BTKE)
       stacks_of_own = written = write(memory.own[0], k_BTKE), values
