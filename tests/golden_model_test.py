@@ -128,7 +128,7 @@ def test_log_probs_of_sampler_and_learner_agree(name):
   assert out.lengths_PG.max() == 30 and np.abs(logprobs_PGT - out.logprobs_PGT * mask).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_e"])
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_e", "gpt_oss", "deepseek_v3_dense"])
 def test_gradients_are_those_of_transformers(name):
   """Of every tensor, with right-padded prompts as the learner computes them."""
   folder = GOLDEN / "families" / name

@@ -375,6 +375,17 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     dict(LATENT, q_lora_rank=14, rope_parameters=ROPE),
     torch.float32,
   ),
+  "deepseek_v3_dense": (
+    "DeepseekV3",
+    dict(
+      LATENT,
+      q_lora_rank=14,
+      num_hidden_layers=2,
+      first_k_dense_replace=2,
+      rope_parameters=ROPE,
+    ),
+    torch.float32,
+  ),
   "deepseek_v3_yarn": (
     "DeepseekV3",
     dict(
@@ -453,7 +464,12 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
   ),
 }
 
-GRADIENTS = ("qwen3_5", "gemma4_e")  # folders with the gradients of all tensors
+GRADIENTS = (
+  "qwen3_5",
+  "gemma4_e",
+  "gpt_oss",
+  "deepseek_v3_dense",
+)  # folders with the gradients of all tensors
 
 VISION = dict(
   hidden_size=16,
