@@ -13,8 +13,11 @@ from small_qwen import make_checkpoint, problems
 from small_run import grpo_step, small_config, small_run, with_reward, with_section
 
 from grpo_jax import model
+from grpo_jax.config import Mesh
 from grpo_jax.model.config import DeltaShape, LatentShape
 from grpo_jax.model.rope import RopeScaling
+from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.sharding import param_specs
 from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
 
@@ -221,13 +224,23 @@ def test_wrong_text_parts_are_refused(key, value, tmp_path):
   assert "\n" not in str(caught.value)
 
 
-def test_adapters_of_layers_that_differ(tmp_path):
-  """Half of the layers have no attention, so no adapter of it. PEFT's folder goes out and in."""
-  shape, base = model.load(GOLDEN / "qwen3_5")
-  lora = model.AdapterShape(rank=2, alpha=4.0, rslora=False, targets=("o", "q"))
+@pytest.mark.parametrize(
+  "family, targets, stacks",
+  [
+    ("qwen3_5", ("o", "q"), ["layers_1"]),  # those with attention
+    ("qwen3_5", ("in_proj_a", "in_proj_b", "in_proj_z", "out"), ["layers_0"]),
+    ("deepseek_v3", ("kv_a", "kv_b", "o", "q_a", "q_b"), ["layers_0", "layers_1"]),
+    ("glm4_moe", ("gate", "up"), ["layers_0", "layers_1"]),  # of MLPs beside experts, too
+  ],
+)
+def test_adapters_of_layers_that_differ(family, targets, stacks, tmp_path):
+  """PEFT's folder goes out and in, and what it computes is what is merged."""
+  shape, base = model.load(GOLDEN / family)
+  lora = model.AdapterShape(rank=2, alpha=4.0, rslora=False, targets=targets)
   shape = dataclasses.replace(shape, lora=lora)
   adapters = model.init_adapters(jax.random.key(0), shape, base)
-  assert sorted(adapters) == ["layers_1"]  # the stack with attention
+  assert sorted(adapters) == stacks
+  param_specs(model.join(base, adapters), make_mesh(Mesh(), jax.devices()[:1]))  # has their rules
   adapters = jax.tree.map(lambda x: x + 0.1, adapters)
   model.save_adapters(tmp_path / "peft", shape, adapters, "")
   loaded = model.load_adapters(tmp_path / "peft", shape)

@@ -90,11 +90,14 @@ def test_scale_by_hand():
   assert lora.merged(kernel, a, b, 0.5).tolist() == [[6, 2], [13, 4]]
 
 
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
 @pytest.fixture(scope="module")
 def fresh():
   """A config with new adapters on every projection, its base, and the adapters."""
   config, base = model.load(GOLDEN / "qwen2_tied")
-  config = dataclasses.replace(config, lora=model.AdapterShape(3, 6.0, False, lora.ADAPTABLE))
+  config = dataclasses.replace(config, lora=model.AdapterShape(3, 6.0, False, PROJECTIONS))
   return config, base, model.init_adapters(jax.random.key(1), config, base)
 
 

@@ -31,7 +31,7 @@ from grpo_jax.model.cache import (
   take_rows,
   with_slots,
 )
-from grpo_jax.model.config import AdapterShape, ModelConfig
+from grpo_jax.model.config import ADAPTABLE, AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
 from grpo_jax.model.huggingface.load_weights import ignores_parts, load, load_model_config
 from grpo_jax.model.huggingface.peft import (
@@ -107,6 +107,7 @@ __all__ = [
   "ignores_parts",
   "save",
   # Adapters.
+  "ADAPTABLE",
   "AdapterShape",
   "QUANTISED_DTYPES",
   "init_adapters",

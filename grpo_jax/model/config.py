@@ -8,7 +8,13 @@ import jax
 
 from grpo_jax.model.rope import RopeScaling
 
-ADAPTABLE = ("q", "k", "v", "o", "gate", "up", "down")  # the kernels that can have an adapter
+# The kernels that can have an adapter, and what Hugging Face calls their modules.
+ADAPTABLE = {
+  **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
+  **{"q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj"},
+  **{name: name for name in ("in_proj_z", "in_proj_a", "in_proj_b")},
+  "out": "out_proj",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from grpo_jax.model.stacks import layer_names, stacked
 from grpo_jax.settings import ConfigError
 
 QUANTISED_DTYPES = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
+_INPUT_AXES = {"o": 2, "out": 3}  # of a kernel, where it has several
 TILE = 64  # how many weights along an input axis have a scale in common
 
 
@@ -44,8 +45,8 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   }
   for target in set(config.lora.targets) - {_module(name) for name in shapes}:
     raise ConfigError(
-      f"config key lora.targets: the model has no projection {target}_proj that can have an adapter"
-      " (experts cannot): leave it out"
+      f"config key lora.targets: the model has no projection {ADAPTABLE[target]} that can have an"
+      " adapter (experts cannot): leave it out"
     )
   leaves = {}
   for name, kernel_key in zip(sorted(shapes), jax.random.split(key, len(shapes))):
@@ -142,5 +143,5 @@ def _module(name: str) -> str:
 
 def _split_shape(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """The input axes and the output axes of a kernel."""
-  inputs = 2 if _module(name) == "o" else 1
+  inputs = _INPUT_AXES.get(_module(name), 1)
   return shape[:inputs], shape[inputs:]

@@ -12,7 +12,7 @@ import jax
 from grpo_jax import model
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.checks import check_algo
-from grpo_jax.config import PROJECTIONS, Config
+from grpo_jax.config import Config
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.parallel.chips import machine_memory, reported_memory
 from grpo_jax.parallel.hosts import Hosts
@@ -214,9 +214,10 @@ def _check_lora(config: Config) -> None:
     _require(not lora.path, "lora.path", lora.path, "set lora.rank to the rank of its adapters")
     return
   _require(lora.targets, "lora.targets", lora.targets, "name at least one projection")
+  modules = tuple(model.ADAPTABLE.values())
   for name in lora.targets:
-    choices = ", ".join(repr(projection) for projection in PROJECTIONS)
-    _require(name in PROJECTIONS, "lora.targets", name, f"choose one of {choices}")
+    choices = ", ".join(map(repr, modules))
+    _require(name in modules, "lora.targets", name, f"choose one of {choices}")
   _require(
     config.model.path,
     "lora.rank",

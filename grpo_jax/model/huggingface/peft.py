@@ -82,18 +82,18 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
   rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
   require(type(rank) is int and rank > 0, "r", "it must be a positive int")
   require(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "it must be a positive number")
-  modules = [f"{name}_proj" for name in ADAPTABLE]
+  kernels = {module: kernel for kernel, module in ADAPTABLE.items()}
   is_list = isinstance(targets, list) and bool(targets)
   require(
-    is_list and {_projection(str(target)) for target in targets} <= set(ADAPTABLE),
+    is_list and {str(target) for target in targets} <= kernels.keys(),
     "target_modules",
-    f"it must be a list of {', '.join(modules)}",
+    f"it must be a list of {', '.join(kernels)}",
   )
   return AdapterShape(
     rank=rank,
     alpha=float(alpha),
     rslora=bool(values.get("use_rslora")),
-    targets=tuple(sorted(_projection(target) for target in targets)),
+    targets=tuple(sorted(kernels[target] for target in targets)),
   )
 
 
@@ -189,7 +189,7 @@ def save_adapters(
     "r": lora.rank,
     "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
     "use_rslora": lora.rslora,
-    "target_modules": [f"{name}_proj" for name in lora.targets],
+    "target_modules": [ADAPTABLE[name] for name in lora.targets],
     "lora_dropout": 0.0,
     "bias": "none",
     "inference_mode": True,
@@ -201,11 +201,6 @@ def save_adapters(
   with new_folder(path) as folder:
     write_json(folder / "adapter_config.json", values)
     write_tensors(folder / "adapter_model.safetensors", tensors)
-
-
-def _projection(module_name: str) -> str:
-  """The name in ADAPTABLE of PEFT's module, such as "q" for "q_proj"."""
-  return module_name.removesuffix("_proj")
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:

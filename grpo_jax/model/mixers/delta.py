@@ -26,11 +26,16 @@ RULES = (
   (r"delta/in_proj_[qk]/kernel", ("fsdp", "tensor", None)),
   (r"delta/in_proj_[vz]/kernel", ("fsdp", "tensor", None, None)),
   (r"delta/in_proj_[ab]/kernel", ("fsdp", "tensor", None)),
-  (r"delta/out_proj/kernel", ("tensor", None, None, "fsdp")),
+  (r"delta/out/kernel", ("tensor", None, None, "fsdp")),
   (r"delta/conv_[qk]", (None, "tensor", None)),
   (r"delta/conv_v", (None, "tensor", None, None)),
   (r"delta/(decay|decay_bias)", ("tensor", None)),
   (r"delta/norm_scale", (None,)),
+  (r"delta/in_proj_[abz]/lora_a", ("fsdp", None)),
+  (r"delta/in_proj_[ab]/lora_b", (None, "tensor", None)),
+  (r"delta/in_proj_z/lora_b", (None, "tensor", None, None)),
+  (r"delta/out/lora_a", ("tensor", None, None, None)),
+  (r"delta/out/lora_b", (None, "fsdp")),
 )
 
 
@@ -102,7 +107,7 @@ class GatedDelta(nn.Module):
     scale = self.param("norm_scale", nn.initializers.ones, (N,))
     out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + c.norm_eps)
     out = ((out * scale).astype(c.dtype) * nn.silu(z.astype(jnp.float32))).astype(c.dtype)
-    return Dense(c, (c.embed_dim,), axes=3, name="out_proj")(out), kept
+    return Dense(c, (c.embed_dim,), axes=3, name="out")(out), kept
 
   def _projected(self, x_BTD: jax.Array) -> tuple[Tokens, jax.Array]:
     """The tokens, and the gate z [B, T, J, R, N] of the output."""

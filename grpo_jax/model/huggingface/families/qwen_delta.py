@@ -56,35 +56,35 @@ GATED_QKV = (
 _OF_DELTA = (
   *joined(
     "linear_attn.conv1d.weight",
-    "(ja,ja,jrb) 1 w",
-    {"delta/conv_q": "wja", "delta/conv_k": "wja", "delta/conv_v": "wjrb"},
+    "(ja,ja,jib) 1 w",
+    {"delta/conv_q": "wja", "delta/conv_k": "wja", "delta/conv_v": "wjib"},
   ),
-  layer("linear_attn.A_log", "delta/decay", "jr", "jr"),
-  layer("linear_attn.dt_bias", "delta/decay_bias", "jr", "jr"),
+  layer("linear_attn.A_log", "delta/decay", "ji", "ji"),
+  layer("linear_attn.dt_bias", "delta/decay_bias", "ji", "ji"),
   layer("linear_attn.norm.weight", "delta/norm_scale", "b", "b"),
-  layer("linear_attn.out_proj.weight", "delta/out_proj/kernel", "D jrb", "jrbD"),
+  layer("linear_attn.out_proj.weight", "delta/out/kernel", "D jib", "jibD"),
 )
 _QKV = {
   "delta/in_proj_q/kernel": "Dja",
   "delta/in_proj_k/kernel": "Dja",
-  "delta/in_proj_v/kernel": "Djrb",
+  "delta/in_proj_v/kernel": "Djib",
 }
 _IN_QWEN3_5 = (
-  *joined("linear_attn.in_proj_qkv.weight", "(ja,ja,jrb) D", _QKV),
-  layer("linear_attn.in_proj_z.weight", "delta/in_proj_z/kernel", "jrb D", "Djrb"),
-  layer("linear_attn.in_proj_b.weight", "delta/in_proj_b/kernel", "jr D", "Djr"),
-  layer("linear_attn.in_proj_a.weight", "delta/in_proj_a/kernel", "jr D", "Djr"),
+  *joined("linear_attn.in_proj_qkv.weight", "(ja,ja,jib) D", _QKV),
+  layer("linear_attn.in_proj_z.weight", "delta/in_proj_z/kernel", "jib D", "Djib"),
+  layer("linear_attn.in_proj_b.weight", "delta/in_proj_b/kernel", "ji D", "Dji"),
+  layer("linear_attn.in_proj_a.weight", "delta/in_proj_a/kernel", "ji D", "Dji"),
 )
 _IN_QWEN3_NEXT = (
   *joined(
     "linear_attn.in_proj_qkvz.weight",
-    "j(a,a,rb,rb) D",
-    {**_QKV, "delta/in_proj_z/kernel": "Djrb"},
+    "j(a,a,ib,ib) D",
+    {**_QKV, "delta/in_proj_z/kernel": "Djib"},
   ),
   *joined(
     "linear_attn.in_proj_ba.weight",
-    "j(r,r) D",
-    {"delta/in_proj_b/kernel": "Djr", "delta/in_proj_a/kernel": "Djr"},
+    "j(i,i) D",
+    {"delta/in_proj_b/kernel": "Dji", "delta/in_proj_a/kernel": "Dji"},
   ),
 )
 _SHARED = (

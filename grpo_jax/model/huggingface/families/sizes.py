@@ -29,7 +29,7 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     delta = config.delta
     found |= {
       "j": delta.key_heads,
-      "r": delta.value_heads // delta.key_heads,
+      "i": delta.value_heads // delta.key_heads,
       "a": delta.key_dim,
       "b": delta.value_dim,
       "w": delta.width,
