@@ -166,8 +166,9 @@ class ModelConfig:
     rope_scaling: How the rotary frequencies are scaled for long texts, or None.
     windows: For each layer, how many tokens a token attends to, itself included. 0 means all
       earlier tokens. The empty tuple means 0 for every layer.
-    local_rope_theta: The base of the rotary frequencies, without scaling, in the layers that have a
-      window. 0 means that they use `rope_theta` and `rope_scaling`.
+    local_rope_theta: The base of the rotary frequencies in the layers that have a window. 0 means
+      that they use `rope_theta` and `rope_scaling`.
+    local_rope_scaling: How these frequencies are scaled, or None.
     query_growth: Queries are multiplied by 1 + query_growth * log(1 + floor(position / original)),
       with the original positions of `rope_scaling`. 0 means that they are not.
     rotary_dim: So many numbers of a head are rotated, the first ones. 0 stands for E.
@@ -255,6 +256,7 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None
   windows: tuple[int, ...] = ()
   local_rope_theta: float = 0.0
+  local_rope_scaling: RopeScaling | None = None
   query_growth: float = 0.0
   rotary_dim: int = 0
   unrotated_layers: tuple[int, ...] = ()

@@ -187,7 +187,9 @@ def _angles(
     rope = rope._replace(query_scale_BT=scale_BT)
   if not c.local_rope_theta:
     return rope, rope
-  local = rope_lib.angles(positions_BT, rotated, c.local_rope_theta, None, longest, from_table)
+  local = rope_lib.angles(
+    positions_BT, rotated, c.local_rope_theta, c.local_rope_scaling, longest, from_table
+  )
   return rope, local
 
 

@@ -82,6 +82,9 @@ def read_rope(family: Family, values: Mapping[str, Any], refuse: Refuse) -> dict
   if family.has_local_rope:
     theta = {"rope_theta": local.get("rope_theta") or family.local_theta or thetas[0]}
     fields["local_rope_theta"] = read_field(theta, "rope_theta", float, refuse)
+    fields["local_rope_scaling"] = _read_scaling("rope_parameters", local, values, refuse)
+  elif local.get("rope_type", "default") != "default":
+    refuse("rope_parameters", "scales layers with a window, which models of this family do not do")
   return fields
 
 
@@ -131,11 +134,6 @@ def _rope_parameters(
   if "full_attention" not in rope and "sliding_attention" not in rope:
     return rope, {"rope_theta": values.get("rope_local_base_freq")}
   local = _object(rope, "sliding_attention", "rope_parameters", refuse)
-  if local.get("rope_type", "default") != "default":
-    refuse(
-      "rope_parameters",
-      f"scales layers with a window ({local.get('rope_type')}), which is not supported",
-    )
   return _object(rope, "full_attention", "rope_parameters", refuse), local
 
 
@@ -248,27 +246,33 @@ def _read_yarn(scaling: RopeScaling, rope: Mapping[str, Any], refuse: Refuse) ->
   )
 
 
+def _scaling_to_json(scaling: RopeScaling | None) -> dict[str, Any]:
+  """The fields of a scaling, apart from those of longrope, which have a form of their own."""
+  s = scaling
+  if s is None:
+    return {"rope_type": "default"}
+  values: dict[str, Any] = {"rope_type": s.kind, "factor": s.factor}
+  if s.kind in ("llama3", "yarn"):
+    values["original_max_position_embeddings"] = s.original_positions
+  if s.kind == "llama3":
+    values |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
+  if s.kind == "yarn":
+    values |= {
+      "beta_slow": s.low,
+      "beta_fast": s.high,
+      "attention_factor": s.attention_factor,
+      "truncate": s.truncate,
+    }
+  if s.mscale_all_dim:
+    values["mscale_all_dim"] = s.mscale_all_dim
+  if s.kind == "proportional":
+    values["partial_rotary_factor"] = s.share
+  return values
+
+
 def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
   """The rotary fields of config.json, in the forms of transformers 4 and 5."""
-  s = config.rope_scaling
-  scaling: dict[str, Any] = {"rope_type": "default"}
-  if s is not None:
-    scaling = {"rope_type": s.kind, "factor": s.factor}
-    if s.kind in ("llama3", "yarn"):
-      scaling["original_max_position_embeddings"] = s.original_positions
-    if s.kind == "llama3":
-      scaling |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
-    if s.kind == "yarn":
-      scaling |= {
-        "beta_slow": s.low,
-        "beta_fast": s.high,
-        "attention_factor": s.attention_factor,
-        "truncate": s.truncate,
-      }
-    if s.mscale_all_dim:
-      scaling["mscale_all_dim"] = s.mscale_all_dim
-    if s.kind == "proportional":
-      scaling["partial_rotary_factor"] = s.share
+  s, scaling = config.rope_scaling, _scaling_to_json(config.rope_scaling)
   if config.query_growth:
     scaling[_GROWTH] = config.query_growth
   full = {"rope_theta": config.rope_theta, **scaling}
@@ -290,7 +294,7 @@ def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     share = (config.rotary_dim or config.head_dim) / config.head_dim
     values["partial_rotary_factor"] = full["partial_rotary_factor"] = share
   if config.local_rope_theta:
-    local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+    local = {"rope_theta": config.local_rope_theta, **_scaling_to_json(config.local_rope_scaling)}
     values |= {
       "rope_local_base_freq": config.local_rope_theta,
       "rope_parameters": {"full_attention": full, "sliding_attention": local},
