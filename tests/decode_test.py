@@ -94,17 +94,31 @@ def drawn(config, params, rows=0):
   return whole(sampler(params, prompts_PS, np.array([3, 2, 1, 2]), members=3, draws=draws))
 
 
-def test_a_sampler_draws_the_same_tokens_with_both_kernels(monkeypatch):
-  """A mixture with windows, whose rows wait for seats, split over a mesh."""
-  config = small_model(
-    embed_dim=128,
-    qk_norm="head",
-    windows=(0, 20),
-    num_experts=4,
-    experts_per_token=2,
-    expert_dim=256,
-    sparse_layers=(0, 1),
-  )
+_MIXTURE = dict(
+  embed_dim=128,
+  windows=(0, 20),
+  num_experts=4,
+  experts_per_token=2,
+  expert_dim=256,
+  sparse_layers=(0, 1),
+)
+_BORROWING = dict(
+  num_layers=5,
+  windows=(20, 0, 20, 0, 0),
+  borrowing_layers=3,
+  global_head_dim=24,
+  global_kv_heads=1,
+)
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [_MIXTURE, pytest.param(_BORROWING, marks=pytest.mark.slow)],
+  ids=["mixture", "borrowing"],
+)
+def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
+  """With windows. Rows wait for seats, and are split over a mesh."""
+  config = small_model(qk_norm="head", **fields)
   params = model.init(jax.random.key(1), config)
   wanted = drawn(config, params)
   mesh = make_mesh(Mesh(data=2, fsdp=1, tensor=2), jax.devices()[:4])

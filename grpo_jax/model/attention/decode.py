@@ -23,6 +23,7 @@ from grpo_jax.model.mixers.seen import KeysAndValues
 
 SLOTS = 128  # the slots of a cache are a multiple of this
 _BLOCKS = (512, 256, SLOTS)  # slots that are read at a time
+_BLOCK_BYTES = 2**18  # of a row's keys in a block. With more, a v5e's kernel does not compile.
 _ROWS = 8  # rows whose blocks are read together
 _HIDDEN = -1e30  # a score that stands for minus infinity, without its NaNs
 
@@ -141,7 +142,9 @@ def own_attention(
   P, K, G, R, E = q_PKGRE.shape
   arrays, structure = jax.tree.flatten(own.stacks)
   C = arrays[0].shape[4]
-  slots, members = next(size for size in _BLOCKS if C % size == 0), _divisor(G, _ROWS)
+  most_slots = _BLOCK_BYTES // (E * arrays[0].dtype.itemsize)
+  fitting = [size for size in _BLOCKS if C % size == 0 and size <= most_slots]
+  slots, members = max(fitting, default=SLOTS), _divisor(G, _ROWS)
   prompts = _divisor(P, _ROWS // members)
   blocks = _Blocks(slots, C // slots, prompts, members, structure)
   # How many blocks the rows that are read together need: the newest, and those before it.
