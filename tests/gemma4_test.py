@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax import model
+from grpo_jax.learner.optimizer import decayed
 from grpo_jax.model.attention import make_packing
 from grpo_jax.model.rope import RopeScaling, proportional
 from grpo_jax.model.stacks import segments
@@ -19,6 +20,8 @@ from grpo_jax.settings import ConfigError
 
 FAMILIES = Path(__file__).parent / "golden" / "families"
 SLIDES, FULL = "sliding_attention", "full_attention"
+_DEFAULT = {"rope_theta": 1e4, "rope_type": "default"}
+_LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
 _LATE = [FULL] * 2 + [SLIDES] * 3 + [FULL]  # the first layer with a window borrows
 
 
@@ -34,7 +37,7 @@ def copied(tmp_path, name, **fields):
 
 def test_the_last_layers_borrow_from_the_last_layer_with_their_window():
   """As E4B has it: 42 layers, every sixth without a window, of which 18 borrow."""
-  windows = ((512,) * 5 + (0,)) * 7
+  windows = (*[512] * 5, 0) * 7
   config, _ = model.load(FAMILIES / "gemma4_e")
   config = dataclasses.replace(config, num_layers=42, windows=windows, borrowing_layers=18)
   keys = [config.kind(layer).keys for layer in range(42)]
@@ -117,6 +120,12 @@ def test_hidden_states_and_gradients_do_not_depend_on_how_they_are_computed(name
   jax.tree.map(close, found, expected)
 
 
+def test_what_is_not_trained_does_not_decay():
+  _, params = model.load(FAMILIES / "gemma4")
+  of_layer = decayed(params)["layers_0"]
+  assert not of_layer["layer_scale"] and of_layer["mlp"]["up"]["kernel"]
+
+
 def test_proportional_rotates_the_first_pairs_with_the_frequencies_of_all():
   """Of 6 pairs int(0.5 * 12 / 2) = 3, at half of their frequencies."""
   scaling = RopeScaling("proportional", 2.0, 64, share=0.5)
@@ -158,6 +167,9 @@ def test_heads_of_layers_without_a_window_are_read_in_both_forms(fields, tmp_pat
     ("gemma4", dict(per_layer_config={"1": {"mlp": 2}, "3": {"mlp": 2}}), "per_layer_config"),
     ("gemma4", dict(per_layer_config=[1]), "per_layer_config"),
     ("gemma4", dict(use_bidirectional_attention="all"), "use_bidirectional_attention"),
+    ("gemma4", dict(rope_parameters={"rope_theta": 1e4}), "rope_parameters"),
+    ("gemma4", dict(rope_parameters={FULL: _LINEAR, SLIDES: _DEFAULT}), "rope_parameters"),
+    ("gemma4", dict(sliding_window=0), "sliding_window"),
     (
       "gemma4",
       dict(num_global_key_value_heads=3, per_layer_config=None),

@@ -107,7 +107,9 @@ def _read_rotary_dim(
   """How many numbers of a head are rotated, or 0 for all of them."""
   key = "partial_rotary_factor"
   if any(place.get("rope_type") == "proportional" for place in places):
-    return 0  # then the factor belongs to the scaling
+    if family.rotated is not None:
+      refuse(key, "belongs to a scaling that models of this family do not have here")
+    return 0  # the factor belongs to the scaling
   factors = [place[key] for place in places if place.get(key) is not None]
   if not factors and family.rotated is not None:
     factors = [family.rotated]

@@ -40,6 +40,7 @@ def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
   windows = read_windows({**values, "layer_types": types}, refuse, [], always=True)
   if SLIDING in types and not windows:
     refuse("sliding_window", "is missing, and layer_types names layers with a window: add it")
+  _check_rope(values["rope_parameters"], types, refuse)
   if values.get("use_bidirectional_attention") not in (None, False, "vision"):
     found = shown(values["use_bidirectional_attention"])
     refuse("use_bidirectional_attention", f"is {found}: tokens here see those before them alone")
@@ -52,6 +53,16 @@ def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
     "per_layer_dim": _read_per_layer_dim(values, refuse),
     **_read_experts(values, refuse),
   }
+
+
+def _check_rope(rope: Mapping[str, Any], types: list[str], refuse: Refuse) -> None:
+  """Refuses what transformers does not read, and scalings that would not fit larger heads."""
+  for kind in sorted(set(types)):
+    if not rope.get(kind):
+      refuse("rope_parameters", f"has no {kind}, which layer_types names: add it")
+  scaling = rope[FULL].get("rope_type", "default")
+  if scaling not in ("default", "proportional"):
+    refuse("rope_parameters", f"is of type {shown(scaling)}: choose a checkpoint with proportional")
 
 
 def _read_global_heads(values: Values, types: list[str], refuse: Refuse) -> dict[str, int]:
