@@ -171,19 +171,6 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.float32,
   ),
-  "gemma3_scaled": (
-    "Gemma3",
-    dict(
-      GEMMA,
-      rope_parameters={
-        FULL: dict(
-          rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e6
-        ),
-        SLIDES: dict(rope_type="linear", factor=2.0, rope_theta=1e4),
-      },
-    ),
-    torch.float32,
-  ),
   "qwen3_moe": (
     "Qwen3Moe",
     dict(
@@ -472,6 +459,19 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
       top_k_experts=2,
       moe_intermediate_size=10,
       intermediate_size=24,
+    ),
+    torch.float32,
+  ),
+  "gemma3_scaled": (
+    "Gemma3",
+    dict(
+      GEMMA,
+      rope_parameters={
+        FULL: dict(
+          rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e6
+        ),
+        SLIDES: dict(rope_type="linear", factor=2.0, rope_theta=1e4),
+      },
     ),
     torch.float32,
   ),

@@ -1,6 +1,6 @@
 """Writes tiny random reward models with transformers, and the scores that it computes.
 
-  python tests/golden/make_rewards.py
+  python tests/golden/make_rewards.py [NAME ...]
   python tests/golden/make_rewards.py compare
 
 `compare` loads and saves each model with grpo_jax, lets transformers read what was saved, and
@@ -50,15 +50,21 @@ REWARDS = {  # folder: (row of FAMILIES, head, fields, texts, separator of steps
   "gemma3": ("gemma3", "Sequence", SMALL, None, None),
   "qwen2_steps": ("qwen2_window", "Token", SMALL, SUMS, ";"),
   "llama_steps": ("llama3", "Token", SMALL | BYTES, PROSE, "\n\n"),
+  "qwen3_5": ("qwen3_5", "Sequence", SMALL, None, None),
+  "qwen3_next": ("qwen3_next", "Sequence", SMALL, None, None),
+  "gpt_oss": ("gpt_oss", "Sequence", SMALL, None, None),
+  "deepseek_v3": ("deepseek_v3", "Sequence", SMALL, None, None),
 }
 
 
-def main():
+def main(names):
   for seed, (name, (row, head, fields, texts, separator)) in enumerate(REWARDS.items(), start=40):
+    if names and name not in names:
+      continue
     family, base, _ = FAMILIES[row]
     config = config_of(family, base | fields)
     config.num_labels, config.architectures = {"Sequence": 1, "Token": 2}[head], None
-    family = "Gemma3Text" if family == "Gemma3" else family
+    family = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
     model = make_model(getattr(transformers, f"{family}For{head}Classification")(config), seed).to(
       torch.bfloat16
     )
@@ -80,7 +86,12 @@ def scores_of(folder, tokens, lengths):
   head = json.loads((folder / "config.json").read_text())["architectures"][0]
   model = (
     getattr(transformers, head)
-    .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    .from_pretrained(
+      folder,
+      dtype=torch.float32,
+      attn_implementation="eager",
+      experts_implementation="eager",
+    )
     .eval()
   )
   model.config.pad_token_id = 0
@@ -182,4 +193,4 @@ def compare():
 
 
 if __name__ == "__main__":
-  compare() if sys.argv[1:] == ["compare"] else main()
+  compare() if sys.argv[1:] == ["compare"] else main(sys.argv[1:])

@@ -133,7 +133,7 @@ FAMILIES = (
     varies=_VARIES,
     rotated=0.25,
     whole={"qwen3_5": {}},
-    reward_prefix="Qwen3_5",
+    reward_prefix="Qwen3_5Text",
   ),
   Family(
     "qwen3_5_moe_text",
@@ -147,7 +147,7 @@ FAMILIES = (
     varies=(*_VARIES, "sparse_layers"),
     rotated=0.25,
     whole={"qwen3_5_moe": {}},
-    reward_prefix="Qwen3_5Moe",
+    reward_prefix="Qwen3_5MoeText",
   ),
   Family(
     "qwen3_next",
