@@ -444,6 +444,18 @@ class Learner:
     " needed. Where an update has several micro-batches, it costs one more forward pass",
     NOT_NEGATIVE,
   )
+  router_replay: bool = setting(
+    False,
+    "in a mixture of experts, the sampler keeps the experts of each token, and the update uses them"
+    " instead of those that its own routers would choose (R3, 2510.11370). It takes a byte or two"
+    " for each expert of each token in each layer. The metric router/differs says what it changes",
+  )
+  router_bias_rate: float = setting(
+    0.0,
+    "in a mixture whose routers are sigmoids, by how much an update moves the bias of each expert"
+    " towards an even load (2408.15664); 0 = the biases stay as they are",
+    NOT_NEGATIVE,
+  )
 
   @property
   def saved_activations(self) -> str:

@@ -8,6 +8,7 @@
      by prompt                 F  width of an MLP             count that the docstring explains
   V  vocabulary                L  layers                   C  slots of the KV cache
   W  slots of a group's targets, the tokens to predict
+  Y  the experts of a token in all layers: U of the first sparse layer, U of the next, ...
   Q  seats of a place in the sampler, whose rows in flight are R, and N its places
 
 `logprobs_PGT[..., t]` is the log-prob of completion token t given all tokens before it. Prompts and
@@ -38,6 +39,9 @@ class Completions(struct.PyTreeNode):
     behavior_logprobs_PGT: float32, log-probs under the distribution that the token was drawn from:
       that softmax after the filters top-k, top-p and min-p.
     stopped_by_PG: int32, the stop id that ended the row, or -1 where the length limit cut it off.
+    experts_PGTY: int8 or int16, the experts of each token, where the sampler keeps them. -1 where
+      it computed none: at a row's last token and at padding.
+    prompt_experts_PSY: The same for the tokens of the prompts.
   """
 
   tokens_PGT: jax.Array
@@ -46,6 +50,8 @@ class Completions(struct.PyTreeNode):
   logprobs_PGT: jax.Array
   behavior_logprobs_PGT: jax.Array
   stopped_by_PG: jax.Array
+  experts_PGTY: jax.Array | None = None
+  prompt_experts_PSY: jax.Array | None = None
 
 
 class Rewards(struct.PyTreeNode):
@@ -105,12 +111,17 @@ class Routing(struct.PyTreeNode):
     assigned_BLX: float32, how many of them were sent to each expert.
     probs_BLX: float32, the sum of the routers' probabilities.
     entropy_BL: float32, the sum of the routers' entropies, without a gradient.
+    compared_BL: float32, how many completion tokens of them have experts of the sampler, where the
+      batch has these. Otherwise None.
+    differs_BL: float32, for how many of those the router would choose other experts. Or None.
   """
 
   tokens_BL: jax.Array
   assigned_BLX: jax.Array
   probs_BLX: jax.Array
   entropy_BL: jax.Array
+  compared_BL: jax.Array | None = None
+  differs_BL: jax.Array | None = None
 
 
 class TokenStats(struct.PyTreeNode):
@@ -164,6 +175,9 @@ class Batch(struct.PyTreeNode):
     selection: How tokens are treated. None means weight 1 for every token of the loss.
     routing: The routing of each prompt's group before the update, where a loss over the whole batch
       needs it.
+    experts_PGTY: `Completions.experts_PGTY`. The policy's passes use them instead of those that
+      its routers choose. None means that the routers choose.
+    prompt_experts_PSY: `Completions.prompt_experts_PSY`, beside them.
     rollout_PG: int32, the rollout in the group whose reward each row has, until the advantages have
       them. None means that each row is a rollout of its own.
     slots: How many slots the tokens of a group's completions are computed in, one completion after
@@ -183,8 +197,14 @@ class Batch(struct.PyTreeNode):
   teacher_logprobs_PGT: jax.Array | None = None
   selection: TokenSelection | None = None
   routing: Routing | None = None
+  experts_PGTY: jax.Array | None = None
+  prompt_experts_PSY: jax.Array | None = None
   rollout_PG: jax.Array | None = None
   slots: int | None = struct.field(pytree_node=False, default=None)
+
+  def without_experts(self) -> "Batch":
+    """The batch for a model that did not sample it."""
+    return self.replace(experts_PGTY=None, prompt_experts_PSY=None)
 
 
 class Coefficients(struct.PyTreeNode):

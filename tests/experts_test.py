@@ -150,10 +150,13 @@ def test_the_backward_pass_keeps_the_sorted_tokens_once_and_no_mask_of_them():
   config = dataclasses.replace(CONFIG, **sharding.model_shardings(CONFIG, mesh))
   layer = experts.Experts(config)
   x_BTD = jax.ShapeDtypeStruct((8, 3, config.embed_dim), jnp.float32)
-  params = jax.eval_shape(layer.init, jax.random.key(0), x_BTD, None)
+  params = jax.eval_shape(layer.init, jax.random.key(0), x_BTD, model.Routes(), x_BTD)
+
+  def apply(params, x_BTD):
+    return layer.apply(params, x_BTD, model.Routes(), x_BTD)[0]
 
   def backward(params, x_BTD):
-    return jax.vjp(lambda *arguments: layer.apply(*arguments, None)[0], params, x_BTD)[1]
+    return jax.vjp(apply, params, x_BTD)[1]
 
   kept = jax.tree.leaves(jax.eval_shape(backward, params, x_BTD))
   # Of the 8 devices, each sorts the rows of two: 4 rows of 3 tokens with 2 experts each.
@@ -215,9 +218,8 @@ def test_the_auxiliary_loss_is_that_of_transformers(name):
   tokens_BT = jnp.asarray(expected["tokens"])
   counted_BT = jnp.arange(tokens_BT.shape[1]) < expected["lengths"][:, None]
   groups = model.Groups(jnp.asarray(expected["lengths"], jnp.int32), tokens_BT.shape[1])
-  routing = jax.jit(lambda p: model.group_features(p, config, tokens_BT, groups, counted_BT)[1])(
-    params
-  )
+  routes = model.Routes(counted_BT)
+  routing = jax.jit(lambda p: model.group_features(p, config, tokens_BT, groups, routes)[1])(params)
   assert routing.assigned_BLX.sum() == expected["lengths"].sum() * config.experts_per_token * len(
     config.sparse_layers
   )
@@ -296,7 +298,7 @@ def plain_balance(params, batch):
   predicts_BT = jnp.arange(T) < (mask_BT * jnp.arange(1, T + 1)).max(1, keepdims=True) - 1
   counted = jnp.where(place < 0, is_first[:, None], take(mask_BT * predicts_BT) * (place < T) > 0)
   groups = model.Groups(jnp.full(P * G, S + T), S + T)
-  _, r = model.group_features(params, CONFIG, tokens, groups, counted)
+  _, r = model.group_features(params, CONFIG, tokens, groups, model.Routes(counted))
   f, P_ = (x.sum((0, 1)) / r.tokens_BL.sum() for x in (r.assigned_BLX, r.probs_BLX))
   return 4 * (jax.lax.stop_gradient(f) * P_).sum()
 

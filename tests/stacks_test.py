@@ -187,7 +187,7 @@ def loss_and_gradient(config, remat=""):
   counted_PN = jnp.broadcast_to(jnp.arange(S + G * T) % 3 > 0, tokens_PN.shape)
 
   def loss(params):
-    found = model.group_features(params, config, tokens_PN, groups, counted_PN, remat)
+    found = model.group_features(params, config, tokens_PN, groups, model.Routes(counted_PN), remat)
     shares = found[1].probs_BLX if found[1] else 0.0
     return (found[0] ** 2).mean() + jnp.sin(shares).sum(), found
 

@@ -41,6 +41,8 @@ def to_batch(
     sampler_logprobs_PGT=completions.logprobs_PGT,
     behavior_logprobs_PGT=completions.behavior_logprobs_PGT,
     old_logprobs_PGT=None if algo.old_is_policy else completions.logprobs_PGT,
+    experts_PGTY=completions.experts_PGTY,
+    prompt_experts_PSY=completions.prompt_experts_PSY,
   )
 
 

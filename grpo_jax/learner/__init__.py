@@ -1,6 +1,7 @@
 """The learner: log-probs of completions that share their prompt, and one update."""
 
 from grpo_jax.learner.packed import slots_of_batch
+from grpo_jax.learner.router_bias import moved_biases
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats, split_batch, whole_batch_stats
 from grpo_jax.learner.train_step import (
   Objective,
@@ -19,6 +20,7 @@ __all__ = [
   "batch_stats",
   "grpo",
   "init_state",
+  "moved_biases",
   "slots_of_batch",
   "split_batch",
   "supervised",

@@ -11,7 +11,11 @@ from grpo_jax.types import Batch, Routing
 
 
 def completion_features(
-  params: model.Params, config: model.ModelConfig, batch: Batch, remat: str = ""
+  params: model.Params,
+  config: model.ModelConfig,
+  batch: Batch,
+  remat: str = "",
+  replays: bool = True,
 ) -> tuple[jax.Array, Routing | None]:
   """The hidden states from which completion tokens are predicted.
 
@@ -24,6 +28,8 @@ def completion_features(
     batch: Prompts, completions and the loss mask.
     remat: Which activations of a layer are saved for the backward pass: a name in
       jax.checkpoint_policies, or "" for all.
+    replays: Tokens go through the experts that the batch has of the sampler. False only compares
+      them with those that the routers choose.
 
   Returns:
     Hidden states [P, W, D] of the tokens that are predicted, W = G * T, or packed as `packings`
@@ -39,11 +45,12 @@ def completion_features(
     inputs, targets = packings(batch)
   groups = model.Groups(batch.prompt_lengths_P, S, G if T > 1 else 0, T - 1, inputs)
 
-  def join(prompt_PS: jax.Array, completion_PGT: jax.Array) -> jax.Array:
-    rest_PN = completion_PGT[..., :-1].reshape(P, G * (T - 1))
+  def join(prompts: jax.Array, completions: jax.Array) -> jax.Array:
+    """[P, S, ...] and [P, G, T, ...] -> [P, N, ...] of the tokens that the layers compute."""
+    rest = completions[:, :, :-1].reshape(P, G * (T - 1), *completions.shape[3:])
     if inputs is not None:
-      rest_PN = model.pack(rest_PN, inputs)
-    return jnp.concatenate([prompt_PS, rest_PN], 1)
+      rest = model.pack(rest, inputs)
+    return jnp.concatenate([prompts, rest], 1)
 
   learns_P = (batch.mask_PGT != 0).any((1, 2))
   is_prompt_PS = jnp.arange(S) < batch.prompt_lengths_P[:, None]
@@ -52,7 +59,12 @@ def completion_features(
   if inputs is not None:
     counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
   tokens_PN = join(batch.prompts_PS, batch.completions_PGT)
-  hidden_PND, routing = model.group_features(params, config, tokens_PN, groups, counted_PN, remat)
+  routes = model.Routes(counted_PN)
+  if batch.experts_PGTY is not None:
+    given = join(batch.prompt_experts_PSY, batch.experts_PGTY)
+    of_completions_PN = counted_PN.at[:, :S].set(False)
+    routes = model.Routes(counted_PN, given, of_completions_PN, replays)
+  hidden_PND, routing = model.group_features(params, config, tokens_PN, groups, routes, remat)
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
   if targets is not None:

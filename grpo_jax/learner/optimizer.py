@@ -160,11 +160,14 @@ def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
 
 
 def decayed(params: Any) -> Any:
-  """True for the parameters that weight decay applies to: all but scales of norms and biases."""
+  """True for the parameters that weight decay applies to: all but scales of norms and biases.
+
+  `balance`, the biases that even out the loads of experts, and `layer_scale` have no gradient.
+  """
 
   def is_decayed(path: tuple[Any, ...], leaf: jax.Array) -> bool:
     del leaf
-    return path[-1].key not in ("scale", "bias", "layer_scale")  # the last is not trained at all
+    return not path[-1].key.endswith(("scale", "bias", "balance"))
 
   return jax.tree_util.tree_map_with_path(is_decayed, params)
 

@@ -65,11 +65,13 @@ def batch_stats(
   P, G, T = batch.completions_PGT.shape
   targets = packings(batch)[1] if batch.slots else None
 
-  def features(params: model.Params) -> tuple[jax.Array, Any]:
+  def features(params: model.Params, batch: Batch) -> tuple[jax.Array, Any]:
     return completion_features(params, options.model, batch, options.learner.saved_activations)
 
-  hidden_PWD, routing = features(params)
-  reference_PWD = jax.lax.stop_gradient(features(reference)[0]) if options.full_kl else None
+  hidden_PWD, routing = features(params, batch)
+  reference_PWD = None
+  if options.full_kl:
+    reference_PWD = jax.lax.stop_gradient(features(reference, batch.without_experts())[0])
   tokens = batch.completions_PGT.reshape(P, G * T)
   tokens_PW = tokens if targets is None else model.pack(tokens, targets)
   inputs = TokenInputs(hidden_PWD, reference_PWD, tokens_PW)

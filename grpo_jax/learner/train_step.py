@@ -83,11 +83,14 @@ class UpdateRule:
     objective: What is minimised.
     optimizer: From optax.
     micro_batch: Prompts per forward and backward pass. 0 means all. It does not change the update.
+    move: (trained parameters after the optimizer, routing of the batch) -> what follows no
+      gradient, moved. None moves nothing.
   """
 
   objective: Objective
   optimizer: optax.GradientTransformation
   micro_batch: int = 0
+  move: Callable[[Any, Routing | None], Any] | None = None
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, algo: Algo) -> TrainState:
@@ -131,7 +134,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
   ) -> tuple[jax.Array, PartReport]:
     stats = batch_stats(params, reference, part, options)
     loss, measured = objective(stats, part, of_batch, algo)
-    measured |= _sampler_gap(stats.logprobs_PGT, part)
+    measured |= _sampler_gap(stats.logprobs_PGT, part) | _router_gap(stats.routing)
     return loss, PartReport(measured, stats.routing)
 
   def adapt(coefs: Coefficients, measured: Metrics, completions: int) -> Coefficients:
@@ -179,7 +182,7 @@ def train_step(
   grads, loss, report = _accumulate_gradients(loss_of, state.params, parts)
   grad_norm = optax.tree.norm(grads)
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
-  next_state = _apply(state, grads, report.metrics, batch, rule)
+  next_state = _apply(state, grads, report, batch, rule)
   next_state = _where(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
   measured = _metrics(loss, grad_norm, is_finite, tokens, report)
   computed = masked.count(batch.mask_PGT)
@@ -247,14 +250,15 @@ def _with_tokens(parts: Batch) -> jax.Array:
 
 
 def _apply(
-  state: TrainState, grads: Any, measured: Metrics, batch: Batch, rule: UpdateRule
+  state: TrainState, grads: Any, report: PartReport, batch: Batch, rule: UpdateRule
 ) -> TrainState:
   P, G, _ = batch.completions_PGT.shape
   updates, opt_state = rule.optimizer.update(grads, state.opt_state, state.params)
+  params = optax.apply_updates(state.params, updates)
   return state.replace(
-    params=optax.apply_updates(state.params, updates),
+    params=params if rule.move is None else rule.move(params, report.routing),
     opt_state=opt_state,
-    coefs=rule.objective.adapt(state.coefs, measured, P * G),
+    coefs=rule.objective.adapt(state.coefs, report.metrics, P * G),
   )
 
 
@@ -388,3 +392,12 @@ def _sampler_gap(logprobs_PGT: jax.Array, batch: Batch) -> Metrics:
     "sampler/logprob_gap_max": metrics.largest(gap_PGT, jnp.ones_like(gap_PGT)),
   }
   return {name: gap.replace(first_update_only=True) for name, gap in gaps.items()}
+
+
+def _router_gap(routing: Routing | None) -> Metrics:
+  """How often the routers would choose other experts than the sampler used, if these are known."""
+  if routing is None or routing.compared_BL is None:
+    return {}
+  share = masked.divide(routing.differs_BL.sum(), routing.compared_BL.sum())
+  differs = metrics.weighted(share, routing.compared_BL.sum())
+  return {"router/differs": differs.replace(first_update_only=True)}

@@ -50,13 +50,21 @@ from grpo_jax.model.lora import (
   quantised,
   rounded,
 )
-from grpo_jax.model.stacks import is_stacked, layer_names, per_layer, unrolled
+from grpo_jax.model.mlps.routes import Routes
+from grpo_jax.model.stacks import (
+  is_stacked,
+  layer_names,
+  per_layer,
+  sparse_stacks,
+  unrolled,
+)
 from grpo_jax.model.transformer import (
   Params,
   features,
   forward,
   group_features,
   init,
+  routed_features,
   score,
   unembed,
 )
@@ -70,9 +78,11 @@ __all__ = [
   "init",
   "forward",
   "features",
+  "routed_features",
   "group_features",
   "unembed",
   "score",
+  "Routes",
   "attention_of",
   # Where tokens lie.
   "Groups",
@@ -98,6 +108,7 @@ __all__ = [
   "is_stacked",
   "layer_names",
   "per_layer",
+  "sparse_stacks",
   "unrolled",
   # Hugging Face folders.
   "REWARD_HEADS",

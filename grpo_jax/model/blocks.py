@@ -16,9 +16,9 @@ from grpo_jax.model.mixers import MIXERS
 from grpo_jax.model.mixers.seen import Attend, Recur, Seen
 from grpo_jax.model.mlps import MLPS
 from grpo_jax.model.mlps.experts import in_stacks
+from grpo_jax.model.mlps.routes import Routed, Routes
 from grpo_jax.model.rope import Rotation
-from grpo_jax.model.stacks import Segment, segments
-from grpo_jax.types import Routing
+from grpo_jax.model.stacks import Segment, segments, sparse_stacks
 
 _MOST_UNROLLED_LAYERS = 4
 
@@ -37,20 +37,20 @@ class Block(nn.Module):
   def __call__(
     self,
     x_BTD: jax.Array,
-    counted_BT: jax.Array | None,
+    routes: Routes,
     seen: Seen,
     per_layer_BTN: jax.Array | None = None,
-  ) -> tuple[jax.Array, Any, Routing | None]:
+  ) -> tuple[jax.Array, Any, Routed | None]:
     """Applies the layer.
 
     Args:
       x_BTD: The residual stream.
-      counted_BT: The router's statistics count a token where this is not 0. None skips them.
+      routes: What a router is told of the tokens, in this layer.
       seen: What the mixer may use of the pass.
       per_layer_BTN: The tokens' embeddings for this layer, or None (see `layer_embeddings.py`).
 
     Returns:
-      The residual stream, what the mixer keeps, and the router's statistics or None.
+      The residual stream, what the mixer keeps, and what the router did or None.
     """
     c = self.config.of_layer(self.kind)
 
@@ -68,14 +68,14 @@ class Block(nn.Module):
     x_BTD = added(x_BTD, "attention_post_norm", mixed_BTD)
     normed_BTD = norm("mlp_norm", x_BTD, c.pre_norms)
     mlp = MLPS[self.kind.mlp](c, name=self.kind.mlp)
-    out_BTD, routing = mlp(normed_BTD, counted_BT, x_BTD)
+    out_BTD, routed = mlp(normed_BTD, routes, x_BTD)
     x_BTD = added(x_BTD, "mlp_post_norm", out_BTD)
     if c.per_layer_dim:
       x_BTD = x_BTD + PerLayer(c, name="per_layer")(x_BTD, per_layer_BTN)
     if c.layer_scale:
       scale: jax.Array = self.param("layer_scale", nn.initializers.ones, ())
       x_BTD = x_BTD * jax.lax.stop_gradient(scale).astype(c.dtype)
-    return x_BTD, kept, routing
+    return x_BTD, kept, routed
 
 
 class LayerMemory(NamedTuple):
@@ -117,14 +117,14 @@ class Inputs(NamedTuple):
   Attributes:
     rope: The rotary angles of the layers without a window.
     local_rope: Those of the layers with one.
-    counted_BT: The routers' statistics count a token where this is not 0. None skips them.
     per_layer_LBTN: The tokens' embeddings for each layer, or None.
+    routes: What routers are told of the tokens.
   """
 
   rope: Rotation
   local_rope: Rotation
-  counted_BT: jax.Array | None
   per_layer_LBTN: jax.Array | None = None
+  routes: Routes = Routes()
 
 
 class Outputs(NamedTuple):
@@ -134,13 +134,13 @@ class Outputs(NamedTuple):
     x_BTD: The residual stream.
     own: `Pass.own` after the pass.
     kept: For each stack, what its mixer keeps where there is no `own`.
-    routing: The routing of the sparse layers, or None.
+    routed: What the routers of the sparse layers did, [B, L, ...], or None.
   """
 
   x_BTD: jax.Array
   own: dict[str, Any]
   kept: dict[str, Any]
-  routing: Routing | None
+  routed: Routed | None
 
 
 def apply_layers(
@@ -157,8 +157,9 @@ def apply_layers(
     remat: Which activations of a layer are saved for the backward pass: a name in
       jax.checkpoint_policies. The others are computed again. "" saves all.
   """
-  own, kept, routings = {}, {}, []
+  own, kept, routed_parts = {}, {}, []
   lent: dict[int, LayerMemory] = {}  # by window
+  given = _by_stack(config, inputs.routes.given)
   for segment in segments(config):
     stacks = {}
     for number, name in enumerate(segment.names, segment.first):
@@ -168,21 +169,38 @@ def apply_layers(
         params[name],
         lent[kind.window] if kind.keys == "borrowed" else None,
         None if per_layer is None else per_layer[number : segment.end : segment.period],
+        given.get(name),
       )
-    x_BTD, own_of, kept_of, routing = _apply_segment(config, segment, stacks, x_BTD, run)
+    x_BTD, own_of, kept_of, routed = _apply_segment(config, segment, stacks, x_BTD, run)
     own.update(own_of)
     kept.update(kept_of)
     for number, name in enumerate(segment.names, segment.first):
       if config.kind(number).keys == "lent":
         lent[config.kind(number).window] = _lent(name, own_of, kept_of, run)
-    if routing is not None:
-      routings.append(routing)
-  routing = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *routings) if routings else None
-  return Outputs(x_BTD, own, kept, routing)
+    if routed is not None:
+      routed_parts.append(routed)
+  return Outputs(x_BTD, own, kept, _joined(routed_parts, jnp.concatenate, 1))
 
 
-# layer(parameters, x_BTD, memory, per_layer_BTN) -> (x_BTD, what the mixer keeps, routing)
-Layer = Callable[..., tuple[jax.Array, Any, Routing | None]]
+def _by_stack(config: ModelConfig, experts_BTY: jax.Array | None) -> dict[str, jax.Array]:
+  """The experts of tokens as [L, B, T, U] for each stack that has experts."""
+  if experts_BTY is None:
+    return {}
+  experts_BTLU = experts_BTY.reshape(*experts_BTY.shape[:2], -1, config.experts_per_token)
+  return {
+    name: jnp.moveaxis(experts_BTLU[:, :, jnp.array(places)], 2, 0)
+    for name, places in sparse_stacks(config).items()
+  }
+
+
+def _joined(parts: list[Routed], join: Callable[..., jax.Array], axis: int) -> Routed | None:
+  """What the routers of several layers did, or None if there are none."""
+  return jax.tree.map(lambda *arrays: join(arrays, axis), *parts) if parts else None
+
+
+# layer(parameters, x_BTD, memory, per_layer_BTN, given experts) -> (x_BTD, what the mixer keeps,
+# what the router did)
+Layer = Callable[..., tuple[jax.Array, Any, Routed | None]]
 
 
 class Stack(NamedTuple):
@@ -193,12 +211,14 @@ class Stack(NamedTuple):
     params: The parameters of all, stacked.
     borrowed: The memory that their queries meet, or None if they have keys of their own.
     per_layer_LBTN: The tokens' embeddings for each of them, or None.
+    given_LBTU: The experts that tokens go through in each of them, or None (see `Routes.given`).
   """
 
   layer: Layer
   params: Any
   borrowed: LayerMemory | None
   per_layer_LBTN: jax.Array | None
+  given_LBTU: jax.Array | None
 
 
 def _lent(name: str, own: dict[str, Any], kept: dict[str, Any], run: Pass) -> LayerMemory:
@@ -218,11 +238,16 @@ def _layer(
   rope = (inputs.local_rope if kind.window else inputs.rope) if kind.rotated else None
 
   def layer(
-    params: Any, x_BTD: jax.Array, memory: LayerMemory | None, per_layer_BTN: jax.Array | None
-  ) -> tuple[jax.Array, Any, Routing | None]:
+    params: Any,
+    x_BTD: jax.Array,
+    memory: LayerMemory | None,
+    per_layer_BTN: jax.Array | None,
+    given_BTU: jax.Array | None,
+  ) -> tuple[jax.Array, Any, Routed | None]:
     attend, recur = run.attend(kind.window, memory), run.recur(memory)
     seen = Seen(rope, attend, recur, bool(run.own), kind.keys)
-    out: Any = block.apply({"params": params}, x_BTD, inputs.counted_BT, seen, per_layer_BTN)
+    routes = inputs.routes.replace(given=given_BTU)
+    out: Any = block.apply({"params": params}, x_BTD, routes, seen, per_layer_BTN)
     return constrain(out[0], config.rows), *out[1:]
 
   if not remat:
@@ -253,8 +278,8 @@ def _apply_segment(
   is_decoding = bool(run.own)
 
   def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
-    (x_BTD, own), (params, prefix, per_layer, place) = carry, of_pattern
-    own, routings = dict(own), []
+    (x_BTD, own), (params, prefix, per_layer, given, place) = carry, of_pattern
+    own, routed_parts = dict(own), []
     kept: dict[str, Any] = {}
     for name, stack in stacks.items():
       memory, of_layer = stack.borrowed, params[name]
@@ -262,33 +287,34 @@ def _apply_segment(
         memory = LayerMemory(own[name], place, prefix.get(name))
       if is_decoding:
         of_layer = in_stacks(config, of_layer, stack.params, place)
-      x_BTD, rest, routing = stack.layer(of_layer, x_BTD, memory, per_layer.get(name))
+      told = per_layer.get(name), given.get(name)
+      x_BTD, rest, routed = stack.layer(of_layer, x_BTD, memory, *told)
       if rest is not None:
         (own if name in own else kept)[name] = rest
-      if routing is not None:
-        routings.append(routing)
-    routing = jax.tree.map(lambda *parts: jnp.stack(parts), *routings) if routings else None
-    return (x_BTD, own), (kept, routing)
+      if routed is not None:
+        routed_parts.append(routed)
+    return (x_BTD, own), (kept, _joined(routed_parts, jnp.stack, 0))
 
   def of_segment(by_stack: Any) -> Any:
     return {name: by_stack[name] for name in stacks if by_stack.get(name) is not None}
 
   params = {name: stack.params for name, stack in stacks.items()}
   per_layer = of_segment({name: stack.per_layer_LBTN for name, stack in stacks.items()})
+  given = of_segment({name: stack.given_LBTU for name, stack in stacks.items()})
   carry = x_BTD, of_segment(run.own)
-  of_patterns = params, of_segment(run.prefix), per_layer, jnp.arange(segment.count)
+  of_patterns = params, of_segment(run.prefix), per_layer, given, jnp.arange(segment.count)
   if segment.count == 1:
     (x_BTD, own), out = pattern(carry, jax.tree.map(lambda x: x[0], of_patterns))
-    kept, routing = jax.tree.map(lambda x: x[None], out)
+    kept, routed = jax.tree.map(lambda x: x[None], out)
   else:
     unroll = segment.count if _is_unrolled(config, segment) else 1
-    (x_BTD, own), (kept, routing) = jax.lax.scan(pattern, carry, of_patterns, unroll=unroll)
+    (x_BTD, own), (kept, routed) = jax.lax.scan(pattern, carry, of_patterns, unroll=unroll)
 
   def in_order(x: jax.Array) -> jax.Array:
     """[patterns, sparse layers of a pattern, B, ...] -> [B, layers, ...]"""
     return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, 1)
 
-  return Outputs(x_BTD, own, kept, jax.tree.map(in_order, routing))
+  return Outputs(x_BTD, own, kept, jax.tree.map(in_order, routed))
 
 
 def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:

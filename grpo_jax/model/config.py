@@ -213,6 +213,7 @@ class ModelConfig:
     attention: A name in `attention.ATTENTION`, or "auto" for the best one of the platform.
     length: An upper bound on the tokens of a text in this computation, or 0 if it is not known. If
       it is known, the angles of the rotary embedding come from a table.
+    keeps_experts: `routed_features` also returns the experts of each token.
     unrolled: The arrays of each layer are apart, instead of stacked with those of other layers.
     lora: The adapters of the policy on top of frozen parameters. None means that all parameters are
       trained.
@@ -292,6 +293,7 @@ class ModelConfig:
   cache_dtype: str = ""
   attention: str = "auto"
   length: int = 0
+  keeps_experts: bool = False
   unrolled: bool = False
   lora: AdapterShape | None = None
   rows: jax.sharding.NamedSharding | None = None
@@ -316,6 +318,16 @@ class ModelConfig:
   def on_one_device(self) -> bool:
     """Whether no activation is split over devices."""
     return self.rows is None or self.rows.mesh.size == 1
+
+  @property
+  def experts_in_all(self) -> int:
+    """Y, the experts that a token uses in all layers."""
+    return len(self.sparse_layers) * self.experts_per_token
+
+  @property
+  def experts_dtype(self) -> str:
+    """The smallest dtype that holds the number of an expert, and -1."""
+    return "int8" if self.num_experts <= 2**7 else "int16"
 
   @property
   def platform(self) -> str:

@@ -82,6 +82,16 @@ def stacks(config: ModelConfig) -> dict[str, list[int]]:
   }
 
 
+def sparse_stacks(config: ModelConfig) -> dict[str, list[int]]:
+  """For each stack with experts, where its layers lie among the L sparse layers of the model."""
+  place = {layer: i for i, layer in enumerate(sorted(config.sparse_layers))}
+  return {
+    name: [place[number] for number in numbers]
+    for name, numbers in stacks(config).items()
+    if numbers[0] in place
+  }
+
+
 def is_stacked(name: str) -> bool:
   """Whether the parameter of this path, such as layers_0/mlp/up/kernel, has an axis of layers."""
   return name.startswith("layers_")

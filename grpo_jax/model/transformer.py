@@ -24,6 +24,7 @@ from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layer_embeddings import PerLayerInputs
 from grpo_jax.model.layers import Head, head_product
 from grpo_jax.model.mixers.seen import Seen
+from grpo_jax.model.mlps.routes import Routes
 from grpo_jax.model.stacks import stacked
 from grpo_jax.types import Routing
 
@@ -68,7 +69,8 @@ class _Parts(nn.Module):
       borrowed_11KE = jnp.zeros((1, 1, kind.num_kv_heads, kind.head_dim), c.dtype)
       memory = LayerMemory((borrowed_11KE, borrowed_11KE))
       seen = Seen(rope, attend(0, memory), recur, keys=kind.keys)
-      layer(x_11D, None, seen, None if per_layer_L11N is None else per_layer_L11N[number])
+      per_layer_11N = None if per_layer_L11N is None else per_layer_L11N[number]
+      layer(x_11D, Routes(), seen, per_layer_11N)
     self.final_norm(x_11D)
     if c.labels:
       self.score(x_11D)
@@ -106,6 +108,23 @@ def features(
   Returns:
     Final hidden states [B, T, D], and the cache with these tokens in it.
   """
+  hidden_BTD, cache, _ = routed_features(params, config, tokens_BT, positions_BT, cache, lengths_B)
+  return hidden_BTD, cache
+
+
+def routed_features(
+  params: Params,
+  config: ModelConfig,
+  tokens_BT: jax.Array,
+  positions_BT: jax.Array,
+  cache: Cache | None = None,
+  lengths_B: jax.Array | None = None,
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+  """`features`, and the experts that each token went through.
+
+  Returns:
+    What `features` returns, and with `config.keeps_experts` integers [B, T, Y], otherwise None.
+  """
   c, (B, T) = config, tokens_BT.shape
   lengths_B = jnp.full(B, T, jnp.int32) if lengths_B is None else lengths_B
   if cache is not None:
@@ -113,12 +132,21 @@ def features(
     # it agree.
     angles = _angles(c, positions_BT, c.length or c.max_positions)
     run = cache_lib.to_pass(c, cache, lengths_B)
-    out = _hidden(params, c, tokens_BT, Inputs(*angles, None), run)
-    return out.x_BTD, cache_lib.updated(cache, out.own, T)
+    out = _hidden(params, c, tokens_BT, Inputs(*angles), run)
+    return out.x_BTD, cache_lib.updated(cache, out.own, T), _experts(c, out)
   groups = Groups(lengths_B, prompt_slots=T)
   run = Pass(in_groups(c, groups, keep=True), recur_in_groups(groups, keep=True))
-  out = _hidden(params, c, tokens_BT, Inputs(*_angles(c, positions_BT, c.length or T), None), run)
-  return out.x_BTD, cache_lib.of_rows(out.kept, T)
+  out = _hidden(params, c, tokens_BT, Inputs(*_angles(c, positions_BT, c.length or T)), run)
+  return out.x_BTD, cache_lib.of_rows(out.kept, T), _experts(c, out)
+
+
+def _experts(config: ModelConfig, out: Outputs) -> jax.Array | None:
+  """The experts of a pass [B, T, Y], or None where they were not kept."""
+  if out.routed is None or out.routed.experts_BTU is None:
+    return None
+  experts_BTLU = out.routed.experts_BTU.swapaxes(1, 2).astype(config.experts_dtype)
+  # With U as the last axis, a TPU would pad it to 128.
+  return experts_BTLU.reshape(*experts_BTLU.shape[:2], -1)
 
 
 def group_features(
@@ -126,7 +154,7 @@ def group_features(
   config: ModelConfig,
   tokens_PN: jax.Array,
   groups: Groups,
-  counted_PN: jax.Array | None = None,
+  routes: Routes | None = None,
   remat: str = "",
 ) -> tuple[jax.Array, Routing | None]:
   """Hidden states of prompts and of all their completions, in one pass and with a gradient.
@@ -136,20 +164,19 @@ def group_features(
     config: The model.
     tokens_PN: int32, a prompt and its completions one after another, as `groups` describes.
     groups: Where prompts and completions lie.
-    counted_PN: The routers' statistics count a token where this is not 0. It does not change the
-      hidden states. None skips the statistics.
+    routes: What the routers are told of the tokens. None, or no `counted_BT`, skips the statistics.
     remat: Which activations are saved for the backward pass (see `apply_layers`).
 
   Returns:
     Final hidden states [P, N, D], and sums over the counted tokens of each group, or None for a
     model without experts.
   """
-  c = config
+  c, routes = config, routes or Routes()
   longest = c.length or groups.prompt_slots + groups.slots
-  inputs = Inputs(*_angles(c, groups.positions, longest), counted_PN)
+  inputs = Inputs(*_angles(c, groups.positions, longest), routes=routes)
   run = Pass(in_groups(c, groups), recur_in_groups(groups))
   out = _hidden(params, c, tokens_PN, inputs, run, remat)
-  return out.x_BTD, out.routing
+  return out.x_BTD, out.routed and out.routed.sums
 
 
 def _hidden(

@@ -146,13 +146,14 @@ class _Parts:
     held = self._held | {"sampling copy": self._copy_bytes}
     trained = "sampling copy" if self._copy_bytes else "weights"
     base = "base for sampling" if held["base for sampling"] else "frozen base"
-    stages = self._sampling_stages(prompts, group_size)
+    stages = self._sampling_stages(name, prompts, group_size)
     tokens = int(sum(stage.runs * sum(stage.rounds.values()) for stage in stages))
     return Program(name, runs, stages, held, (trained, base), tokens=tokens)
 
-  def _sampling_stages(self, prompts: int, group_size: int) -> tuple[Stage, ...]:
+  def _sampling_stages(self, name: str, prompts: int, group_size: int) -> tuple[Stage, ...]:
     """What a sampler calls if no completion ends early."""
-    sampler = self._run.programs.sampler()
+    keeps_experts = name == "sample" and self._config.learner.router_replay
+    sampler = self._run.programs.sampler(keeps_experts=keeps_experts)
     pace, programs = sampler.pace(prompts, group_size), sampler.programs
     grid, S = pace.grid, self._config.data.max_prompt_tokens
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -204,7 +205,8 @@ class _Parts:
   def logprobs(self, name: str, params: Any, taken: tuple[str, ...]) -> Program:
     """A pass over the batch without gradients."""
     logprobs: Any = self._run.programs.logprobs
-    lower = functools.partial(logprobs.lower, params, self._batch)
+    batch = self._batch.without_experts() if name == "reference" else self._batch
+    lower = functools.partial(logprobs.lower, params, batch)
     return Program(name, "1", (Stage(lower),), self._held, taken)
 
   def update(self) -> Program:
@@ -264,11 +266,20 @@ class _Parts:
       logprobs_PGT=self._some("float32", P, G, T),
       behavior_logprobs_PGT=self._some("float32", P, G, T),
       stopped_by_PG=self._some("int32", P, G),
+      experts_PGTY=self._experts(P, G, T),
+      prompt_experts_PSY=self._experts(P, self._config.data.max_prompt_tokens),
     )
     prompts = self._prompts(P)
     given = prompts.tokens_nS, prompts.lengths_n, temperature_P, temperature_P
     batch = self._with_rows(jax.eval_shape(self._run.programs.to_batch, completions, *given), P)
     return batch.replace(slots=self._slots)
+
+  def _experts(self, *shape: int) -> jax.ShapeDtypeStruct | None:
+    """Those of the sampler for so many tokens, where the learner uses them."""
+    model_config = self._run.parameters.model
+    if not self._config.learner.router_replay:
+      return None
+    return self._some(model_config.experts_dtype, *shape, model_config.experts_in_all)
 
   @property
   def _slots(self) -> int | None:

@@ -52,6 +52,12 @@ def check_config(config: Config) -> None:
       f"config key environment.harness is {environment.harness!r}: it plays whole conversations, so"
       " environment.name and environment.tools are not used; leave them empty"
     )
+  _require(
+    not (config.learner.router_replay and environment.harness),
+    "learner.router_replay",
+    True,
+    f"environment.harness is {environment.harness!r}, whose endpoint keeps no experts; set False",
+  )
   _check_branches(config)
   _check_lora(config)
   _check_reference(config)
@@ -230,6 +236,12 @@ def _check_lora(config: Config) -> None:
     config.warm_start.steps,
     "with lora.rank the frozen weights are the reference: warm-start without adapters, export, and"
     " give that folder as model.path",
+  )
+  _require(
+    not config.learner.router_bias_rate,
+    "learner.router_bias_rate",
+    config.learner.router_bias_rate,
+    "with lora.rank the biases of routers are frozen; set 0",
   )
   _require(
     not algo.ref_sync_steps or algo.ref_mixup == 1,

@@ -36,7 +36,7 @@ class Programs:
     # Made here, so that an unknown name is an error before a run writes anything.
     updates = config.steps * self._algo.updates_per_step
     self._optimizer = make_optimizer(config.optimizer, updates)
-    self._samplers: dict[int, Sampler] = {}
+    self._samplers: dict[tuple[int, bool], Sampler] = {}
 
   @functools.cached_property
   def abstract_state(self) -> TrainState:
@@ -87,16 +87,21 @@ class Programs:
     """trained parameters -> the state before the first update. The parameters are donated."""
     return jax.jit(self._init_state, out_shardings=self._state_places, donate_argnums=0)
 
-  def sampler(self, max_tokens: int | None = None) -> Sampler:
-    """The sampler of completions of up to so many tokens, or of sampling.max_tokens."""
+  def sampler(self, max_tokens: int | None = None, keeps_experts: bool = False) -> Sampler:
+    """The sampler of completions of up to so many tokens, or of sampling.max_tokens.
+
+    With `keeps_experts`, completions have the experts of each token.
+    """
     max_tokens = max_tokens or self._config.sampling.max_tokens
-    if max_tokens not in self._samplers:
+    kind = max_tokens, keeps_experts
+    if kind not in self._samplers:
       config = self._parameters.sampling.model
+      config = dataclasses.replace(config, keeps_experts=keeps_experts)
       decoding = decoding_of(self._config.sampling, config.stop_ids)
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
       weights = count(self._parameters.abstract_policy)
-      self._samplers[max_tokens] = Sampler(config, decoding, weights, self._rows_in_flight)
-    return self._samplers[max_tokens]
+      self._samplers[kind] = Sampler(config, decoding, weights, self._rows_in_flight)
+    return self._samplers[kind]
 
   @functools.cached_property
   def to_batch(self) -> Callable[..., Batch]:
@@ -167,7 +172,10 @@ class Programs:
     return learner.init_state(params, self._optimizer, self._algo)
 
   def _train_step(self, objective: learner.Objective, optimizer: Any, micro_batch: int) -> Any:
-    rule = learner.UpdateRule(objective, optimizer, micro_batch)
+    move, rate = None, self._config.learner.router_bias_rate
+    if rate:
+      move = functools.partial(learner.moved_biases, config=self._model, rate=rate)
+    rule = learner.UpdateRule(objective, optimizer, micro_batch, move)
 
     def train_step(state: TrainState, base: Any, reference: Any, batch: Batch) -> Any:
       return learner.train_step(state, base, reference, batch, rule)

@@ -37,6 +37,24 @@ class Flight(struct.PyTreeNode):
     return Grid(*self.cache.lengths_PG.shape)
 
 
+class Kept(struct.PyTreeNode):
+  """What a chunk keeps beside the tokens that are drawn.
+
+  Attributes:
+    round: int32 scalar, the column of the next round.
+    experts_RNY: For each of the N columns, the experts of the token that each row drew before.
+  """
+
+  round: jax.Array
+  experts_RNY: jax.Array
+
+  def with_round(self, experts_R1Y: jax.Array) -> "Kept":
+    """With the experts of one more round."""
+    start = (0, self.round, 0)
+    kept_RNY = jax.lax.dynamic_update_slice(self.experts_RNY, experts_R1Y, start)
+    return Kept(self.round + 1, kept_RNY)
+
+
 class NewRows(NamedTuple):
   """Which seats get new rows, and what these are drawn with.
 
@@ -98,19 +116,20 @@ class FlightPrograms:
 
   @functools.cached_property
   def begin(self) -> Any:
-    """(grid, slots, params, Prompts, prompt_N, RowSettings) -> Flight.
+    """(grid, slots, params, Prompts, prompt_N, RowSettings) -> (Flight, experts).
 
     prompt_N says which of the prompts each place gets. None means that there is one for each. The
-    settings are arrays [R] of the kind that the rows will have.
+    settings are arrays [R] of the kind that the rows will have. The experts [n, S, Y] are those of
+    the prompts' tokens with `keeps_experts`, otherwise None.
     """
     return jax.jit(self._begin, static_argnums=(0, 1))
 
   @functools.cached_property
   def arrive(self) -> Any:
-    """(flight, params, Prompts, places_n) -> Flight: computes prompts for n places.
+    """(flight, params, Prompts, places_n) -> (Flight, experts): computes prompts for n places.
 
-    A place past the last is left out. The prompts may be padded to fewer tokens than a place has
-    slots for.
+    The experts are those of `begin`. A place past the last is left out. The prompts may be padded
+    to fewer tokens than a place has slots for.
     """
     return jax.jit(self._arrive, donate_argnums=0)
 
@@ -159,7 +178,7 @@ class FlightPrograms:
       jax.ShapeDtypeStruct((grid.places,), jnp.int32),
     )
     begin = functools.partial(self._begin, grid, slots)
-    flight = jax.eval_shape(begin, params, prompts, None, settings)
+    flight, _ = jax.eval_shape(begin, params, prompts, None, settings)
     if self._config.rows is None:
       return flight
     return jax.tree.map(
@@ -168,25 +187,40 @@ class FlightPrograms:
       self._places(flight),
     )
 
-  def _prefill(self, params: Any, prompts: Prompts, slots: int) -> tuple[model.Prefix, jax.Array]:
-    """The keys and values of prompts for places of so many slots, and their last features."""
+  def no_experts(self, *shape: int) -> np.ndarray | None:
+    """-1 for the experts of so many tokens: [*shape, Y]. None without `keeps_experts`."""
+    config = self._config
+    if not config.keeps_experts:
+      return None
+    return np.full((*shape, config.experts_in_all), -1, config.experts_dtype)
+
+  def _prefill(
+    self, params: Any, prompts: Prompts, slots: int
+  ) -> tuple[model.Prefix, jax.Array, jax.Array | None]:
+    """What layers keep of prompts for places of so many slots, their last features and experts."""
     (n, S), shared = prompts.tokens_nS.shape, prompts.shared
     config = self._shaped(slots)
     if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
       shared = 0
     positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
-    tokens_nT, cache = prompts.tokens_nS[:, shared:], None
+    tokens_nT, cache, of_shared = prompts.tokens_nS[:, shared:], None, None
     if shared:
       config = dataclasses.replace(config, cache_dtype="")
       first = prompts.tokens_nS[:1, :shared], jnp.arange(shared)[None]
-      prefix = model.as_prefix(model.features(params, config, *first)[1], jnp.full(1, shared))
+      _, cache, of_shared = model.routed_features(params, config, *first)
+      prefix = model.as_prefix(cache, jnp.full(1, shared))
       cache = model.empty_cache(config, prefix, n, S - shared)
     counts_n = prompts.lengths_n - shared
-    hidden_nTD, cache = model.features(params, config, tokens_nT, positions_nT, cache, counts_n)
+    hidden_nTD, cache, experts = model.routed_features(
+      params, config, tokens_nT, positions_nT, cache, counts_n
+    )
+    if of_shared is not None:
+      of_shared = jnp.broadcast_to(of_shared, (n, *of_shared.shape[1:]))
+      experts = jnp.concatenate([of_shared, experts], 1)
     last_n11 = (counts_n - 1)[:, None, None]
     last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
     make = model.rows_as_prefix if shared else model.as_prefix
-    return make(cache, prompts.lengths_n), last_nD
+    return make(cache, prompts.lengths_n), last_nD, self._everywhere(experts)
 
   def _begin(
     self,
@@ -196,8 +230,8 @@ class FlightPrograms:
     prompts: Prompts,
     prompt_N: jax.Array | None,
     settings: RowSettings,
-  ) -> Flight:
-    prefix, last_nD = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
+  ) -> tuple[Flight, jax.Array | None]:
+    prefix, last_nD, experts = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
     if prompt_N is not None:
       prefix, last_nD = model.take_prompts(prefix, prompt_N), last_nD[prompt_N]
     R, T, levels = grid.rows, self.decoding.max_tokens, draws_per_token(self._config.vocab_size)
@@ -212,13 +246,16 @@ class FlightPrograms:
     )
     shaped = self._shaped(prompts.tokens_nS.shape[1])
     cache = model.empty_cache(shaped, prefix, grid.seats, slots)
-    return self._placed(Flight(cache, last_nD, rows))
+    return self._placed(Flight(cache, last_nD, rows)), experts
 
-  def _arrive(self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array) -> Flight:
-    prefix, last_nD = self._prefill(params, prompts, flight.cache.prefix.slots)
+  def _arrive(
+    self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array
+  ) -> tuple[Flight, jax.Array | None]:
+    prefix, last_nD, experts = self._prefill(params, prompts, flight.cache.prefix.slots)
     prefix = model.put_prompts(flight.cache.prefix, places_n, prefix)
     last_ND = flight.last_ND.at[places_n].set(last_nD, mode="drop")
-    return self._placed(flight.replace(cache=flight.cache.replace(prefix=prefix), last_ND=last_ND))
+    flight = flight.replace(cache=flight.cache.replace(prefix=prefix), last_ND=last_ND)
+    return self._placed(flight), experts
 
   def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
     def copy(flight: Flight, from_N: jax.Array) -> Flight:
@@ -297,22 +334,37 @@ class FlightPrograms:
     )
     lengths_R = jnp.repeat(cache.prefix.lengths_P, Q)
 
-    def step(cache: model.Cache, rows: Rows) -> Any:
+    def step(carry: tuple[model.Cache, Kept | None], rows: Rows) -> Any:
+      cache, kept = carry
       own_R = jnp.maximum(rows.drawn_R - 1, 0)  # a free seat may have drawn nothing
       cache = cache.replace(lengths_PG=own_R.reshape(N, Q))
       token_R1, positions_R1 = rows.token_R[:, None], (lengths_R + own_R)[:, None]
       counts_R = rows.goes_on_R.astype(jnp.int32)
-      logits_R1V, cache = model.forward(params, config, token_R1, positions_R1, cache, counts_R)
-      return logits_R1V[:, 0], cache
+      hidden_R1D, cache, experts = model.routed_features(
+        params, config, token_R1, positions_R1, cache, counts_R
+      )
+      logits_R1V = model.unembed(params, config, hidden_R1D)
+      return logits_R1V[:, 0], (cache, kept and kept.with_round(experts))
 
     def first_logits() -> jax.Array:
       return jnp.repeat(model.unembed(params, config, flight.last_ND), Q, axis=0)
 
     cache = model.begin_rows(cache, is_new_R.reshape(N, Q))
     rows, drawn = draw_first(rows, first_logits, self.decoding, self.columns)
-    cache, rows, drawn = decode_chunk(step, cache, rows, drawn, self.decoding, chunk)
+    carry = cache, self._nothing_kept(rows)
+    (cache, kept), rows, drawn = decode_chunk(step, carry, rows, drawn, self.decoding, chunk)
+    if kept is not None:
+      drawn = drawn.replace(experts_RNY=kept.experts_RNY)
     seen = self._everywhere((drawn, rows.goes_on_R))
     return self._placed(Flight(cache, flight.last_ND, rows)), *seen
+
+  def _nothing_kept(self, rows: Rows) -> "Kept | None":
+    """Before the first round of a chunk. None without `keeps_experts`."""
+    config = self._config
+    if not config.keeps_experts:
+      return None
+    shape = (len(rows.token_R), self.columns, config.experts_in_all)
+    return Kept(jnp.int32(1), self._rows_placed(jnp.zeros(shape, config.experts_dtype)))
 
   def _shaped(self, prompt_slots: int) -> model.ModelConfig:
     """The model for prompts of so many tokens."""
@@ -387,9 +439,10 @@ class FlightPrograms:
       is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
 
-  def _rows_placed(self, x_R: jax.Array) -> jax.Array:
+  def _rows_placed(self, x: jax.Array) -> jax.Array:
+    """An array [R, ...] in its place."""
     rows = self._config.rows
-    return x_R if rows is None else jax.lax.with_sharding_constraint(x_R, rows)
+    return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
   def _everywhere(self, tree: Any) -> Any:
     """The arrays, whole on every device."""

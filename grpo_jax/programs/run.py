@@ -70,7 +70,7 @@ class Run:
     loaded = model.load_model_config(local.model.path) if local.model.path else None
     self.tokenizer = tokens or self._load_tokenizer(local, loaded)
     shape = _model_shape(local, self.tokenizer, loaded)
-    _check_experts(config, shape, self.mesh)
+    check_experts(config, shape, self.mesh.shape["expert"])
     with told_if_slow(f"laying out {shape.num_layers} layers"):
       self.parameters = Parameters(local, shape, self.mesh, progress)
     check_memory(self.parameters.abstract_policy, self.mesh)
@@ -177,13 +177,28 @@ def _model_shape(
   )
 
 
-def _check_experts(config: Config, shape: model.ModelConfig, mesh: jax.sharding.Mesh) -> None:
+def check_experts(config: Config, shape: model.ModelConfig, expert_axis: int) -> None:
+  """Raises ConfigError for a setting of experts or their routers that the model does not have.
+
+  Args:
+    config: The config.
+    shape: The model.
+    expert_axis: How many devices lie along the mesh's axis of experts.
+  """
   for key, value, off in (
-    ("mesh.expert", mesh.shape["expert"], 1),
+    ("mesh.expert", expert_axis, 1),
     ("learner.router_aux_coef", config.learner.router_aux_coef, 0),
+    ("learner.router_replay", config.learner.router_replay, False),
+    ("learner.router_bias_rate", config.learner.router_bias_rate, 0),
   ):
     if value != off and not shape.num_experts:
       raise ConfigError(f"config key {key} is {value}: the model has no experts; set {off}")
+  rate = config.learner.router_bias_rate
+  if rate and shape.router != "sigmoid":
+    raise ConfigError(
+      f"config key learner.router_bias_rate is {rate}: the routers of this model have no biases"
+      " that even out loads; set 0, or learner.router_aux_coef"
+    )
 
 
 def _remarks(config: Config, local: Config) -> tuple[str, ...]:

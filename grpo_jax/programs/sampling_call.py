@@ -143,6 +143,8 @@ class SamplingCall:
       logprobs_PGT=np.zeros((P, G, T), np.float32),
       behavior_logprobs_PGT=np.zeros((P, G, T), np.float32),
       stopped_by_PG=np.full((P, G), -1, np.int32),
+      experts_PGTY=programs.no_experts(P, G, T),
+      prompt_experts_PSY=programs.no_experts(*prompts.tokens_nS.shape),
     )
     self._is_given = np.zeros((P, G, T), bool)  # tokens of replies
     self._turn_PG = np.zeros((P, G), int)  # where the tokens after the last reply begin
@@ -268,14 +270,17 @@ class SamplingCall:
       any_R = np.zeros(pace.grid.rows, int)
       settings = jax.tree.map(lambda x: x[any_R], self._settings)
       first = self._some(numbers), prompt_N, settings
-      return self._programs.begin(pace.grid, pace.slots[0], self._params, *first)
+      flight, experts = self._programs.begin(pace.grid, pace.slots[0], self._params, *first)
+      self._keep_prompts(numbers, experts)
+      return flight
     new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
     for start in range(0, len(new), batch):
       some = new[start : start + batch]
       numbers = np.array([arrival.prompt for arrival in some])[np.arange(batch) % len(some)]
       places = np.full(batch, N)
       places[: len(some)] = [arrival.place for arrival in some]
-      flight = self._programs.arrive(flight, self._params, self._some(numbers), places)
+      flight, experts = self._programs.arrive(flight, self._params, self._some(numbers), places)
+      self._keep_prompts(numbers, experts)
     if len(new) < len(arrivals):
       from_N = np.arange(N)
       for arrival in arrivals:
@@ -283,6 +288,11 @@ class SamplingCall:
           from_N[arrival.place] = from_N[arrival.copied_from]
       flight = self._programs.copy(flight, from_N)
     return flight
+
+  def _keep_prompts(self, numbers: np.ndarray, experts: jax.Array | None) -> None:
+    """Keeps the experts of the tokens of prompts, where there are any."""
+    if experts is not None:
+      self._drawn.prompt_experts_PSY[numbers] = jax.device_get(experts)
 
   def _some(self, numbers: np.ndarray) -> Prompts:
     """Prompts by their numbers."""
@@ -331,6 +341,10 @@ class SamplingCall:
     ):
       kept[p, g, token] = new[seat, column]
     out.sampled_PGT[p, g, token] = ~self._is_given[p, g, token]
+    if out.experts_PGTY is not None:
+      has = column > 0  # before a row's first token lies its prompt
+      before = p[has], g[has], token[has] - 1
+      out.experts_PGTY[before] = drawn.experts_RNY[seat[has], column[has]]
     taken = np.flatnonzero(row_R != NOBODY)
     p, g = np.divmod(row_R[taken], self._members)
     out.lengths_PG[p, g] += drawn.is_drawn_RN.sum(1)[taken]
@@ -353,6 +367,8 @@ class SamplingCall:
     kept += start
     for x_PGT in (out.tokens_PGT, out.logprobs_PGT, out.behavior_logprobs_PGT, out.sampled_PGT):
       x_PGT[p, g, kept:] = 0
+    if out.experts_PGTY is not None:
+      out.experts_PGTY[p, g, kept - 1 :] = -1
     out.lengths_PG[p, g], out.stopped_by_PG[p, g] = kept, out.tokens_PGT[p, g, kept - 1]
     return True
 

@@ -230,7 +230,10 @@ class Collector:
       branches = groups.rollouts.branches
       completions, rollout_PB = branches.completions, branches.rollout_PB
     max_tokens = self._config.sampling.max_tokens
-    completions, rewards = cut((completions, rewards), completions.lengths_PG, max_tokens)
+    of_prompts, lengths_PG = completions.prompt_experts_PSY, completions.lengths_PG
+    completions = completions.replace(prompt_experts_PSY=None)  # these have no completion tokens
+    completions, rewards = cut((completions, rewards), lengths_PG, max_tokens)
+    completions = completions.replace(prompt_experts_PSY=of_prompts)
     tokens, platform = completions.tokens_PGT.shape[-1], self._run.parameters.model.platform
     slots = learner.slots_of_batch(completions.lengths_PG, tokens, platform)
     completions, rewards, arrays, rollout_PG = self._run.hosts.put(
@@ -273,7 +276,12 @@ class GroupSource:
       self._check.check_arguments(self.prompts, "eval.function")
     algo = run.config.algo
     self._rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
-    self._rollout = make_rollout(run, run.config.batch.group_size, talkers=scorers.talkers)
+    self._rollout = make_rollout(
+      run,
+      run.config.batch.group_size,
+      talkers=scorers.talkers,
+      keeps_experts=run.config.learner.router_replay,
+    )
     self._curriculum = PassRateCurriculum(run.config.curriculum, run.config.seed, len(self.prompts))
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> StepGroups:
@@ -427,10 +435,10 @@ def cut_lengths(max_tokens: int) -> list[int]:
 
 
 def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:
-  """Arrays [P, G, T] of a tree, cut to the smallest size that holds every completion.
+  """Arrays [P, G, T] and [P, G, T, Y] of a tree, cut to a size that holds every completion.
 
   Args:
-    tree: Arrays of the host. Those of fewer than three dimensions stay as they are.
+    tree: Arrays of the host. Those with another number of dimensions stay as they are.
     lengths_PG: How many tokens each completion has.
     max_tokens: T.
   """
@@ -438,7 +446,7 @@ def cut(tree: Any, lengths_PG: np.ndarray, max_tokens: int) -> Any:
   size = next(size for size in cut_lengths(max_tokens) if size >= longest)
 
   def cut_array(x: Any) -> Any:
-    has_tokens = np.ndim(x) == 3 and x.shape[-1] == max_tokens
-    return x[..., :size] if has_tokens else x
+    has_tokens = np.ndim(x) in (3, 4) and x.shape[2] == max_tokens
+    return x[:, :, :size] if has_tokens else x
 
   return jax.tree.map(cut_array, tree)

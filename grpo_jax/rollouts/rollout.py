@@ -161,6 +161,8 @@ def make_rollout(
   max_tokens: int | None = None,
   at_once: int = 0,
   talkers: Talkers | Plays | None = None,
+  *,
+  keeps_experts: bool = False,
 ) -> Rollout:
   """What completes each prompt `group_size` times in training, in evaluation and in `sample`.
 
@@ -171,10 +173,11 @@ def make_rollout(
     max_tokens: The longest completion. None means sampling.max_tokens.
     at_once: The most prompts in flight. 0 means all.
     talkers: What answers the policy, or plays with it, or None.
+    keeps_experts: The completions have the experts of each token.
   """
   if talkers is not None and not isinstance(talkers, Talkers):
     return talkers.rollout(group_size, greedy)
-  sampler = functools.partial(run.programs.sampler(max_tokens), at_once=at_once)
+  sampler = functools.partial(run.programs.sampler(max_tokens, keeps_experts), at_once=at_once)
   sampling, decode = run.config.sampling, run.tokenizer.decode
   end = end_at(sampling.stop, decode) if sampling.stop else None
 

@@ -57,7 +57,7 @@ class Teacher:
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Log-probs of the completions at the temperature of sampling, float32 [P, G, T]."""
-    return self._logprobs(self._params, batch)
+    return self._logprobs(self._params, batch.without_experts())
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ class Drawn(struct.PyTreeNode):
     logprobs_RN: float32, 0 for a token that was given.
     behavior_logprobs_RN: float32, the same.
     stopped_by_R: int32, the stop id that ended the row in this chunk, or -1.
+    experts_RNY: The experts of the token before, if whoever decodes keeps them.
   """
 
   is_drawn_RN: jax.Array
@@ -57,6 +58,7 @@ class Drawn(struct.PyTreeNode):
   logprobs_RN: jax.Array
   behavior_logprobs_RN: jax.Array
   stopped_by_R: jax.Array
+  experts_RNY: jax.Array | None = None
 
 
 class Chunk(NamedTuple):
@@ -167,7 +169,7 @@ def _draw(
     x_R = jnp.where(draws_R, x_R, 0).astype(x_RN.dtype)
     return jax.lax.dynamic_update_index_in_dim(x_RN, x_R, column, 1)
 
-  drawn = Drawn(
+  drawn = drawn.replace(
     is_drawn_RN=put(drawn.is_drawn_RN, draws_R),
     tokens_RN=put(drawn.tokens_RN, token_R),
     logprobs_RN=put(drawn.logprobs_RN, logprobs[0]),

@@ -99,7 +99,7 @@ class Decoder:
     """Compiles every program, by calling each with free seats."""
     grid, smallest, longest = Grid(self._rows, 1), self._slots[0], self._lengths[-1]
     first = self._some((0,), longest), np.zeros(self._rows, int), self._new.settings
-    self._flight = self._programs.begin(grid, smallest, params, *first)
+    self._flight, _ = self._programs.begin(grid, smallest, params, *first)
     nobody_R = np.zeros(self._rows, bool)
     for slots in self._slots:
       if slots > smallest:
@@ -187,7 +187,8 @@ class Decoder:
     length = next(length for length in self._lengths if length >= len(prompt))
     places = np.full(self._shards, self._rows)
     places[0] = place
-    self._flight = self._programs.arrive(self._flight, params, self._some(prompt, length), places)
+    some = self._some(prompt, length)
+    self._flight, _ = self._programs.arrive(self._flight, params, some, places)
 
   def _copy(self) -> None:
     self._flight = self._programs.copy(self._flight, self._from_N)

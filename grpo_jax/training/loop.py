@@ -185,7 +185,7 @@ class GrpoStep:
     batch = collected.batch
     if self._algo.uses_reference and not self._algo.needs_full_kl:
       reference = self._store.reference_params(state)
-      logprobs_PGT = self._run.programs.logprobs(reference, batch)
+      logprobs_PGT = self._run.programs.logprobs(reference, batch.without_experts())
       batch = batch.replace(ref_logprobs_PGT=logprobs_PGT)
     with_advantages = self._run.programs.with_advantages
     batch, metrics = with_advantages(batch, collected.rewards, state.train.coefs.kl)

@@ -1,8 +1,8 @@
 """What a layer does with each token by itself. Each kind has a file of its own.
 
-A kind is a module that is called with the tokens, with which of them a router's statistics count,
-and with the residual stream. It returns its output, and these statistics or None. `RULES` say where
-its parameters lie on a mesh.
+A kind is a module that is called with the tokens, with what a router is told of them (`Routes`),
+and with the residual stream. It returns its output, and what its router did (`Routed`) or None.
+`RULES` say where its parameters lie on a mesh.
 """
 
 from typing import Any

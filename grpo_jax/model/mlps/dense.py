@@ -5,7 +5,7 @@ import jax
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import ACTIVATIONS, Dense
-from grpo_jax.types import Routing
+from grpo_jax.model.mlps.routes import Routes
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 _PATH = r"(mlp|experts/shared)/"
@@ -34,11 +34,11 @@ class MLP(nn.Module):
   def __call__(
     self,
     x_BTD: jax.Array,
-    counted_BT: jax.Array | None = None,
+    routes: Routes | None = None,
     residual_BTD: jax.Array | None = None,
-  ) -> tuple[jax.Array, Routing | None]:
+  ) -> tuple[jax.Array, None]:
     """Returns the output [B, T, D]. There is no router, so the other arguments are not read."""
-    del counted_BT, residual_BTD
+    del routes, residual_BTD
     c, width = self.config, self.width or self.config.mlp_dim
 
     # The backward pass computes the activation again. To save it and its derivative would take

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import ACTIVATIONS, einsum
 from grpo_jax.model.mlps.dense import MLP
+from grpo_jax.model.mlps.routes import Routed, Routes
 from grpo_jax.types import Routing
 
 _LANES = 128  # of a TPU
@@ -105,20 +106,18 @@ class Experts(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x_BTD: jax.Array, counted_BT: jax.Array | None, residual_BTD: jax.Array
-  ) -> tuple[jax.Array, Routing | None]:
+    self, x_BTD: jax.Array, routes: Routes, residual_BTD: jax.Array
+  ) -> tuple[jax.Array, Routed]:
     """Applies the experts and adds up what the router did.
 
     Args:
-      x_BTD: The tokens.
-      counted_BT: The router's statistics count a token where this is not 0. All tokens go through
-        the experts, whether counted or not. None skips the statistics.
+      x_BTD: The tokens. All of them go through experts, whether counted or not.
+      routes: What the router is told of them, in this layer.
       residual_BTD: The tokens before their norm. With `config.expert_norms`, router and experts
         read them instead, through norms of their own.
 
     Returns:
-      The output [B, T, D], and the statistics of this layer (arrays of `Routing` without the axis
-      L), or None if `counted_BT` is None.
+      The output [B, T, D], and what the router did. Its arrays lack the axis L.
     """
     c = self.config
     to_experts_BTD, to_router_BTD = x_BTD, x_BTD
@@ -127,20 +126,20 @@ class Experts(nn.Module):
       scale_D = self.param("router_scale", nn.initializers.ones, (c.embed_dim,))
       to_router_BTD = self._norm("", residual_BTD) * (scale_D * c.embed_dim**-0.5).astype(c.dtype)
     logits_BTX, balance_X = self._router(to_router_BTD)
-    probs_BTX, chosen_BTU, shares_BTU = route(c, logits_BTX, balance_X)
+    choice = route(c, logits_BTX, balance_X, routes.given if routes.replays else None)
+    shares_BTU = choice.shares_BTU
     if c.expert_norms:
       scale_X = self.param("share_scale", nn.initializers.ones, (c.num_experts,))
-      shares_BTU = shares_BTU * scale_X[chosen_BTU]
+      shares_BTU = shares_BTU * scale_X[choice.used_BTU]
     weights, biases = self._weights(), self._biases()
     mix = _mix_on_mesh(c)
-    out_BTD = mix(to_experts_BTD, chosen_BTU, shares_BTU.astype(c.dtype), weights, biases)
+    out_BTD = mix(to_experts_BTD, choice.used_BTU, shares_BTU.astype(c.dtype), weights, biases)
     if c.expert_norms:
       out_BTD = self._norm("post_norm", out_BTD)
     if c.shared_dim:
       out_BTD = out_BTD + self._shared(x_BTD)
-    if counted_BT is None:
-      return out_BTD, None
-    return out_BTD, _routing(probs_BTX, chosen_BTU, counted_BT)
+    sums = None if routes.counted_BT is None else _routing(choice, routes)
+    return out_BTD, Routed(sums, choice.used_BTU if c.keeps_experts else None)
 
   def _shared(self, x_BTD: jax.Array) -> jax.Array:
     """What the MLP adds that all tokens share."""
@@ -194,9 +193,28 @@ class Experts(nn.Module):
     return ExpertBiases(*(bias.astype(c.dtype) for bias in biases))
 
 
+class Choice(NamedTuple):
+  """Where the tokens of a layer go.
+
+  Attributes:
+    probs_BTX: float32, the router's probabilities, whose sum is 1.
+    own_BTU: int32, the experts that the router chooses.
+    used_BTU: int32, those that the tokens go through.
+    shares_BTU: float32, their shares of a token's output.
+  """
+
+  probs_BTX: jax.Array
+  own_BTU: jax.Array
+  used_BTU: jax.Array
+  shares_BTU: jax.Array
+
+
 def route(
-  config: ModelConfig, logits_BTX: jax.Array, balance_X: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+  config: ModelConfig,
+  logits_BTX: jax.Array,
+  balance_X: jax.Array | None,
+  given_BTU: jax.Array | None = None,
+) -> Choice:
   """The experts of each token, and their shares of its output.
 
   The scores are the softmax of the logits, or with "sigmoid" each logit's own. The experts with the
@@ -207,25 +225,28 @@ def route(
     config: The model.
     logits_BTX: float32.
     balance_X: The numbers of the experts. They change which experts are chosen, not their shares.
-
-  Returns:
-    Probabilities [B, T, X], whose sum is 1; int32 [B, T, U]; and the shares [B, T, U], float32.
+    given_BTU: Experts in place of the chosen ones, and -1 where there are none. Their shares are of
+      the scores here, with their gradient (R3, 2510.11370).
   """
   c = config
   if c.router == "softmax":
     probs_BTX = scores_BTX = jax.nn.softmax(logits_BTX)
-    shares_BTU, chosen_BTU = jax.lax.top_k(scores_BTX, c.experts_per_token)
+    shares_BTU, own_BTU = jax.lax.top_k(scores_BTX, c.experts_per_token)
   else:
     scores_BTX = jax.nn.sigmoid(logits_BTX)
     probs_BTX = scores_BTX / scores_BTX.sum(-1, keepdims=True)
     wanted_BTX = jax.lax.stop_gradient(scores_BTX + balance_X)
     if c.router_groups > 1:
       wanted_BTX = _in_best_groups(wanted_BTX, c.router_groups, c.router_groups_used)
-    _, chosen_BTU = jax.lax.top_k(wanted_BTX, c.experts_per_token)
-    shares_BTU = jnp.take_along_axis(scores_BTX, chosen_BTU, axis=-1)
+    _, own_BTU = jax.lax.top_k(wanted_BTX, c.experts_per_token)
+    shares_BTU = jnp.take_along_axis(scores_BTX, own_BTU, axis=-1)
+  used_BTU = own_BTU
+  if given_BTU is not None:
+    used_BTU = jnp.where(given_BTU >= 0, given_BTU, own_BTU)
+    shares_BTU = jnp.take_along_axis(scores_BTX, used_BTU, axis=-1)
   if c.normalise_shares:
     shares_BTU = shares_BTU / shares_BTU.sum(-1, keepdims=True)
-  return probs_BTX, chosen_BTU, shares_BTU * c.share_scale
+  return Choice(probs_BTX, own_BTU, used_BTU, shares_BTU * c.share_scale)
 
 
 def _in_best_groups(wanted_BTX: jax.Array, groups: int, used: int) -> jax.Array:
@@ -237,10 +258,11 @@ def _in_best_groups(wanted_BTX: jax.Array, groups: int, used: int) -> jax.Array:
   return jnp.where(is_best[..., None], of_group, -jnp.inf).reshape(wanted_BTX.shape)
 
 
-def _routing(probs_BTX: jax.Array, chosen_BTU: jax.Array, counted_BT: jax.Array) -> Routing:
+def _routing(choice: Choice, routes: Routes) -> Routing:
   """Sums of what the router did over the counted tokens of each row, for one layer."""
-  counted_BT1 = (counted_BT != 0)[..., None]
-  assigned_BTX = (chosen_BTU[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
+  counted_BT1, probs_BTX = (routes.counted_BT != 0)[..., None], choice.probs_BTX
+  assigned_BTX = (choice.used_BTU[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
+  compared_BL, differs_BL = _differences(choice, routes)
   fixed_probs_BTX = jax.lax.stop_gradient(probs_BTX)
   logprobs_BTX = jnp.log(jnp.maximum(fixed_probs_BTX, 1e-30))
   entropy_BTX = jnp.where(counted_BT1, -fixed_probs_BTX * logprobs_BTX, 0)
@@ -249,7 +271,18 @@ def _routing(probs_BTX: jax.Array, chosen_BTU: jax.Array, counted_BT: jax.Array)
     assigned_BLX=(assigned_BTX & counted_BT1).sum(1).astype(jnp.float32),
     probs_BLX=jnp.where(counted_BT1, probs_BTX, 0).sum(1),
     entropy_BL=entropy_BTX.sum((1, 2)),
+    compared_BL=compared_BL,
+    differs_BL=differs_BL,
   )
+
+
+def _differences(choice: Choice, routes: Routes) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+  """How many compared tokens of each row have given experts, and for how many these are others."""
+  if routes.given is None or routes.compared_BT is None:
+    return None, None
+  compared_BT = (routes.compared_BT != 0) & (routes.given[..., 0] >= 0)
+  differs_BT = (jnp.sort(choice.own_BTU) != jnp.sort(routes.given)).any(-1)
+  return compared_BT.sum(1, dtype=jnp.float32), (differs_BT & compared_BT).sum(1, dtype=jnp.float32)
 
 
 def _mix_on_mesh(config: ModelConfig) -> Callable[..., jax.Array]:
