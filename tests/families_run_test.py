@@ -156,6 +156,8 @@ def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
   config = with_section(config, "optimizer", learning_rate=1e-2)
   config = with_section(config, "algo", kl_coef=0.1)
   config = with_section(config, "sampling", max_tokens=16)
+  is_sparse = "sparse_layers" in fields
+  config = with_section(config, "learner", router_replay=is_sparse)
   source = "def reward(completions, **_):\n  return [float(len(set(x))) for x in completions]\n"
   config = with_reward(config, tmp_path, source)
   run = small_run(config)
@@ -164,6 +166,7 @@ def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
   for index in range(2):
     state, metrics, _, _ = step(state, index)
     assert metrics["sampler/logprob_gap_max"] < 1e-4
+    assert not is_sparse or metrics["router/differs"] == 0
   shape, before = model.load(tmp_path / "in")
   assert shape.family == fields["family"]
   learned = jax.device_get(run.parameters.policy(state.train.params))

@@ -1,14 +1,17 @@
 """The biases of sigmoid routers follow the loads of experts, and nothing else changes them."""
 
 import dataclasses
+import json
 
 from experts_test import ALGO, CONFIG, make_batch
+from families_run_test import FAMILIES
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_run import small_config, with_section
+from small_qwen import make_checkpoint, problems
+from small_run import grpo_step, small_config, small_run, with_reward, with_section
 
 from grpo_jax import learner, model
 from grpo_jax.config import Learner, Optimizer
@@ -98,6 +101,39 @@ def test_no_optimizer_touches_a_bias(name):
   updates, _ = jax.jit(optimizer.update)(grads, state, params)
   np.testing.assert_array_equal(biases(updates), 0)
   assert (updates["layers_1"]["experts"]["router"] != 0).all()
+
+
+@pytest.mark.slow
+def test_a_run_moves_the_biases_of_its_routers(tmp_path):
+  """GLM-4.5 routes with them. After two steps each has moved by -2, 0 or 2 rates, or by one."""
+  rows = list(problems(12))
+  corpus = [row["question"] + row["answer"] for row in rows]
+  make_checkpoint(
+    tmp_path / "in",
+    corpus,
+    every_id_is_text=True,
+    head_dim=4,
+    **FAMILIES["glm4_moe"],
+    family="glm4_moe",
+    qkv_bias=False,
+  )
+  for split in ("train", "test"):
+    (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  config = with_section(small_config(), "model", path=str(tmp_path / "in"))
+  config = with_section(
+    config, "data", task="gsm8k", path=str(tmp_path), chat=True, max_prompt_tokens=96
+  )
+  source = "def reward(completions, **_):\n  return [float(len(set(x))) for x in completions]\n"
+  config = with_reward(config, tmp_path, source)
+  run = small_run(with_section(config, "learner", router_bias_rate=0.25, router_replay=True))
+  step, store, _ = grpo_step(run, tmp_path / "run")
+  state, _, _ = store.restore_or_init()
+  before = np.asarray(state.train.params["layers_1"]["experts"]["balance"])
+  for index in range(2):
+    state, metrics, _, _ = step(state, index)
+    assert metrics["router/differs"] == 0  # the sampler has the moved biases, too
+  moves = (np.asarray(state.train.params["layers_1"]["experts"]["balance"]) - before) / 0.25
+  assert set(moves.ravel()) <= {-2, -1, 0, 1, 2} and (moves != 0).any()
 
 
 def test_routers_of_a_softmax_have_no_such_bias():

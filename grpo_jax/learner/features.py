@@ -45,25 +45,8 @@ def completion_features(
     inputs, targets = packings(batch)
   groups = model.Groups(batch.prompt_lengths_P, S, G if T > 1 else 0, T - 1, inputs)
 
-  def join(prompts: jax.Array, completions: jax.Array) -> jax.Array:
-    """[P, S, ...] and [P, G, T, ...] -> [P, N, ...] of the tokens that the layers compute."""
-    rest = completions[:, :, :-1].reshape(P, G * (T - 1), *completions.shape[3:])
-    if inputs is not None:
-      rest = model.pack(rest, inputs)
-    return jnp.concatenate([prompts, rest], 1)
-
-  learns_P = (batch.mask_PGT != 0).any((1, 2))
-  is_prompt_PS = jnp.arange(S) < batch.prompt_lengths_P[:, None]
-  predicts_PGT = jnp.arange(T) < lengths(batch.mask_PGT)[..., None] - 1
-  counted_PN = join(is_prompt_PS & learns_P[:, None], (batch.mask_PGT != 0) & predicts_PGT)
-  if inputs is not None:
-    counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
-  tokens_PN = join(batch.prompts_PS, batch.completions_PGT)
-  routes = model.Routes(counted_PN)
-  if batch.experts_PGTY is not None:
-    given = join(batch.prompt_experts_PSY, batch.experts_PGTY)
-    of_completions_PN = counted_PN.at[:, :S].set(False)
-    routes = model.Routes(counted_PN, given, of_completions_PN, replays)
+  tokens_PN = _join(batch.prompts_PS, batch.completions_PGT, inputs)
+  routes = _routes(batch, inputs, replays)
   hidden_PND, routing = model.group_features(params, config, tokens_PN, groups, routes, remat)
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
@@ -73,6 +56,34 @@ def completion_features(
   first_PG1D = jnp.broadcast_to(last_P1D[:, None], (P, G, 1, D))
   rest = hidden_PND[:, S:].reshape(P, G, T - 1, D)
   return jnp.concatenate([first_PG1D, rest], axis=2).reshape(P, G * T, D), routing
+
+
+def _join(
+  of_prompts: jax.Array, of_completions: jax.Array, inputs: model.Packing | None
+) -> jax.Array:
+  """[P, S, ...] and [P, G, T, ...] -> [P, N, ...] of the tokens that the layers compute."""
+  P, G, T, *rest = of_completions.shape
+  in_rows = of_completions[:, :, :-1].reshape(P, G * (T - 1), *rest)
+  if inputs is not None:
+    in_rows = model.pack(in_rows, inputs)
+  return jnp.concatenate([of_prompts, in_rows], 1)
+
+
+def _routes(batch: Batch, inputs: model.Packing | None, replays: bool) -> model.Routes:
+  """What routers are told of the tokens that the layers compute."""
+  (_, S), T = batch.prompts_PS.shape, batch.completions_PGT.shape[2]
+  learns_P = (batch.mask_PGT != 0).any((1, 2))
+  is_prompt_PS = jnp.arange(S) < batch.prompt_lengths_P[:, None]
+  predicts_PGT = jnp.arange(T) < lengths(batch.mask_PGT)[..., None] - 1
+  counts_PGT = (batch.mask_PGT != 0) & predicts_PGT
+  counted_PN = _join(is_prompt_PS & learns_P[:, None], counts_PGT, inputs)
+  if inputs is not None:
+    counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
+  if batch.experts_PGTY is None:
+    return model.Routes(counted_PN)
+  given = _join(batch.prompt_experts_PSY, batch.experts_PGTY, inputs)
+  of_completions_PN = counted_PN.at[:, :S].set(False)
+  return model.Routes(counted_PN, given, of_completions_PN, replays)
 
 
 def packings(batch: Batch) -> tuple[model.Packing, model.Packing]:
