@@ -12,10 +12,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax import model
+from grpo_jax.config import Mesh
 from grpo_jax.learner.optimizer import decayed
 from grpo_jax.model.attention import make_packing
 from grpo_jax.model.rope import RopeScaling, proportional
 from grpo_jax.model.stacks import segments
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.settings import ConfigError
 
 FAMILIES = Path(__file__).parent / "golden" / "families"
@@ -81,7 +84,7 @@ def test_a_cache_keeps_an_axis_of_heads_where_some_layers_have_several():
   assert shapes(cache.keys) == {"layers_0": (2, 2, 4, 8), "layers_1": (2, 1, 4, 12)}
 
 
-@pytest.mark.parametrize("how", ["packed", "remat", "chunked"])
+@pytest.mark.parametrize("how", ["packed", "remat", "chunked", "mesh"])
 @pytest.mark.parametrize("name", ["gemma4_e", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_hidden_states_and_gradients_do_not_depend_on_how_they_are_computed(name, how):
   config, params = model.load(FAMILIES / name)
@@ -107,11 +110,15 @@ def test_hidden_states_and_gradients_do_not_depend_on_how_they_are_computed(name
     return (hidden * weights).sum()
 
   expected = jax.jit(jax.value_and_grad(lambda p: loss(p, config)))(params)
+  mesh = make_mesh(Mesh(data=1, fsdp=2, tensor=2), jax.devices()[:4])
   options = {
+    "mesh": dict(config=dataclasses.replace(config, **sharding.model_shardings(config, mesh))),
     "packed": dict(config=config, packing=make_packing(lengths_PG, T, 14)),
     "remat": dict(config=config, remat="nothing_saveable"),
     "chunked": dict(config=dataclasses.replace(config, attention="chunked")),
   }[how]
+  if how == "mesh":
+    params = jax.device_put(params, sharding.param_specs(params, mesh))
   found = jax.jit(jax.value_and_grad(lambda p: loss(p, **options)))(params)
 
   def close(x, y):
