@@ -217,7 +217,7 @@ def in_chunks(
   Returns:
     [B, T, J, R, N], and the state after the tokens.
   """
-  T = q.shape[1]
+  T, N = q.shape[1], v.shape[-1]
   C = min(CHUNK, 1 << (T - 1).bit_length())
   chunks = -(-T // C)
 
@@ -233,26 +233,27 @@ def in_chunks(
   back = jnp.arange(C)[:, None] - jnp.arange(C)
   between = decay[..., :, None] - decay[..., None, :]
   between = jnp.exp(jnp.where(back >= 0, between, -jnp.inf))
-  products = jnp.einsum("sbjca,sbjda->sbjcd", k, k, precision=_EXACT)[:, :, :, None]
-  system = jnp.where(back > 0, b[..., None] * products * between, 0)
-  solved = inverse(system)
-  values = jnp.einsum("sbjrcd,sbjrdn->sbjrcn", solved, v * b[..., None], precision=_EXACT)
-  scaled = solved * (b * jnp.exp(decay))[..., None, :]
-  keys = jnp.einsum("sbjrcd,sbjda->sbjrca", scaled, k, precision=_EXACT)
-  reads = jnp.einsum("sbjca,sbjda->sbjcd", q, k, precision=_EXACT)[:, :, :, None] * between
+  # Few products of large matrices: compilers take a second or more for each.
+  both = jnp.concatenate([k, q], axis=-2)
+  products = jnp.einsum("sbjca,sbjda->sbjcd", both, k, precision=_EXACT)[:, :, :, None]
+  products, reads = products[..., :C, :], products[..., C:, :] * between
+  solved = inverse(jnp.where(back > 0, b[..., None] * products * between, 0))
+  scaled_k = k[:, :, :, None] * jnp.exp(decay)[..., None]
+  inputs = jnp.concatenate([v, scaled_k], axis=-1) * b[..., None]
+  outputs = jnp.einsum("sbjrcd,sbjrdn->sbjrcn", solved, inputs, precision=_EXACT)
+  values, keys = outputs[..., :N], outputs[..., N:]
+  asks = jnp.concatenate([keys, q[:, :, :, None] * jnp.exp(decay)[..., None]], axis=-2)
 
   def chunk(state: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:
-    q, k, values, keys, reads, decay = x
-    new = values - jnp.einsum("bjrca,bjran->bjrcn", keys, state, precision=_EXACT)
-    out = jnp.einsum("bjca,bjran->bjrcn", q, state, precision=_EXACT)
-    out = out * jnp.exp(decay)[..., None]
-    out = out + jnp.einsum("bjrcd,bjrdn->bjrcn", reads, new, precision=_EXACT)
+    asks, k, values, reads, decay = x
+    read = jnp.einsum("bjrca,bjran->bjrcn", asks, state, precision=_EXACT)
+    new = values - read[..., :C, :]
+    out = read[..., C:, :] + jnp.einsum("bjrcd,bjrdn->bjrcn", reads, new, precision=_EXACT)
     last = decay[..., -1:]
-    added = new * jnp.exp(last - decay)[..., None]
-    state = state * jnp.exp(last)[..., None]
+    added, state = new * jnp.exp(last - decay)[..., None], state * jnp.exp(last)[..., None]
     return state + jnp.einsum("bjca,bjrcn->bjran", k, added, precision=_EXACT), out
 
-  state, out = jax.lax.scan(chunk, state, (q, k, values, keys, reads, decay))
+  state, out = jax.lax.scan(chunk, state, (asks, k, values, reads, decay))
   out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, chunks, C, J, R, N]
   return out.reshape(out.shape[0], chunks * C, *out.shape[3:])[:, :T], state
 
@@ -267,19 +268,17 @@ def inverse(lower: jax.Array) -> jax.Array:
   """
   C = lower.shape[-1]
   number = jnp.arange(C)
-  inverted = jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape)
-  size = 1
-  while size < C:
-    block = number // size
+
+  def joined(level: int, inverted: jax.Array) -> jax.Array:
+    block = number >> level
     # The block below the diagonal, between the two.
     joins = (block[:, None] == block + 1) & (block[:, None] % 2 == 1)
-    between = jnp.where(joins, lower, 0)
-    if size > 1:
-      between = jnp.matmul(inverted, between, precision=_EXACT)
-      between = jnp.matmul(between, inverted, precision=_EXACT)
-    inverted = inverted - between
-    size *= 2
-  return inverted
+    between = jnp.matmul(inverted, jnp.where(joins, lower, 0), precision=_EXACT)
+    return inverted - jnp.matmul(between, inverted, precision=_EXACT)
+
+  alone = jnp.broadcast_to(jnp.eye(C, dtype=lower.dtype), lower.shape)
+  # A loop, so that one level is compiled.
+  return jax.lax.fori_loop(0, C.bit_length() - 1, joined, alone)
 
 
 def _inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
