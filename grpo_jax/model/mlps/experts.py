@@ -120,6 +120,8 @@ class Experts(nn.Module):
       The output [B, T, D], and what the router did. Its arrays lack the axis L.
     """
     c = self.config
+    # First, because the order of parameters decides what a seed draws.
+    weights, biases = self._weights(), self._biases()
     to_experts_BTD, to_router_BTD = x_BTD, x_BTD
     if c.expert_norms:
       to_experts_BTD = self._norm("norm", residual_BTD)
@@ -131,7 +133,6 @@ class Experts(nn.Module):
     if c.expert_norms:
       scale_X = self.param("share_scale", nn.initializers.ones, (c.num_experts,))
       shares_BTU = shares_BTU * scale_X[choice.used_BTU]
-    weights, biases = self._weights(), self._biases()
     mix = _mix_on_mesh(c)
     out_BTD = mix(to_experts_BTD, choice.used_BTU, shares_BTU.astype(c.dtype), weights, biases)
     if c.expert_norms:
