@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import model
-from grpo_jax.model import stacks
+from grpo_jax.model import blocks, stacks
 from grpo_jax.model.stacks import Places, Segment
 
 CONFIG = model.ModelConfig(
@@ -46,6 +46,7 @@ MODELS = {
   "late windows": of_windows(0, 0, 3, 3, 3),
   "mixture": mixture(2, 0, 1),
   "first dense": mixture(4, 1, 2, 3),
+  "sparse runs": mixture(6, 0, 1, 3, 4),
   "every other sparse": mixture(4, 1, 3),
   "two periods": dataclasses.replace(mixture(8, 1, 3, 5, 7), windows=(3, 0, 0, 0) * 2),
 }
@@ -250,6 +251,31 @@ def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
       )
       assert_close(single, expected, rtol=1e-5, atol=1e-5)
   assert cache.time == 3
+
+
+@pytest.mark.parametrize("name", ["sparse runs", pytest.param("rest", marks=pytest.mark.slow)])
+def test_a_loop_over_equal_neighbours_of_a_pattern_changes_nothing(name, monkeypatch):
+  """As on accelerators: hidden states, statistics of routers, gradient, and what prompts keep."""
+  config = MODELS[name]
+  params = make_params(config)
+  tokens_BT = jnp.arange(2 * S).reshape(2, S)
+  positions_BT = jnp.broadcast_to(jnp.arange(S), (2, S))
+
+  def run():
+    cache = jax.jit(lambda p: model.features(p, config, tokens_BT, positions_BT))(params)
+    return loss_and_gradient(config)(params), cache
+
+  monkeypatch.setattr(blocks, "_MOST_UNROLLED_LAYERS", 0)
+  expected = run()
+  monkeypatch.setattr(blocks, "_loops_over_runs", lambda config: True)
+  loops = []
+  monkeypatch.setattr(
+    blocks, "_apply_run", lambda *args, f=blocks._apply_run: loops.append(len(args[2])) or f(*args)
+  )
+  found = run()
+  assert set(loops) == {2}
+  largest = max(jnp.abs(x).max() for x in jax.tree.leaves(expected[0][1]))
+  assert_close(found, expected, rtol=1e-4, atol=1e-5 * largest)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ One loop for each segment, so that depth costs no compilation.
 """
 
 from collections.abc import Callable
+import itertools
 from typing import Any, NamedTuple
 
 from flax import linen as nn
@@ -271,17 +272,67 @@ def _is_unrolled(config: ModelConfig, segment: Segment) -> bool:
   return platform == "cpu" and segment.period * segment.count <= _MOST_UNROLLED_LAYERS
 
 
+def _loops_over_runs(config: ModelConfig) -> bool:
+  """Whether equal layers that follow each other in a pattern are a loop within the pattern's.
+
+  Compilers take a minute for each layer of Qwen3.5, of which three follow each other. Their weights
+  are copied for the loop, so not while tokens are decoded, nor on a CPU.
+  """
+  return (config.platform or jax.default_backend()) != "cpu"
+
+
+def _runs(config: ModelConfig, segment: Segment) -> list[list[str]]:
+  """The names of a pattern's stacks, with those of equal neighbours together."""
+  numbers = dict(enumerate(segment.names, segment.first))
+  groups = itertools.groupby(numbers, config.kind)
+  return [[numbers[number] for number in group] for _, group in groups]
+
+
+def _apply_run(
+  stack: Stack, x_BTD: jax.Array, told: list[tuple[Any, ...]]
+) -> tuple[jax.Array, list[Any], list[Any]]:
+  """Applies equal layers, one after another, in a loop.
+
+  Args:
+    stack: The first of their stacks.
+    x_BTD: The residual stream.
+    told: For each of them its parameters, embeddings and given experts.
+
+  Returns:
+    The residual stream, and for each layer what its mixer keeps and what its router did.
+  """
+
+  def layer(x_BTD: jax.Array, of_layer: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+    params, *others = of_layer
+    x_BTD, *out = stack.layer(params, x_BTD, stack.borrowed, *others)
+    return x_BTD, out
+
+  x_BTD, outs = jax.lax.scan(layer, x_BTD, jax.tree.map(lambda *parts: jnp.stack(parts), *told))
+  kept, routed = zip(*(jax.tree.map(lambda x, at=i: x[at], outs) for i in range(len(told))))
+  return x_BTD, list(kept), list(routed)
+
+
 def _apply_segment(
   config: ModelConfig, segment: Segment, stacks: dict[str, Stack], x_BTD: jax.Array, run: Pass
 ) -> Outputs:
   """Applies the layers of a segment, which are given by the names of their stacks."""
   is_decoding = bool(run.own)
+  runs = [[name] for name in stacks]
+  if not is_decoding and segment.count > 1 and _loops_over_runs(config):
+    runs = _runs(config, segment)
 
   def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
     (x_BTD, own), (params, prefix, per_layer, given, place) = carry, of_pattern
     own, routed_parts = dict(own), []
     kept: dict[str, Any] = {}
-    for name, stack in stacks.items():
+    for names in runs:
+      if len(names) > 1:
+        of_run = [(params[name], per_layer.get(name), given.get(name)) for name in names]
+        x_BTD, rests, of_routers = _apply_run(stacks[names[0]], x_BTD, of_run)
+        kept |= {name: rest for name, rest in zip(names, rests) if rest is not None}
+        routed_parts += [parts for parts in of_routers if parts is not None]
+        continue
+      name, stack = names[0], stacks[names[0]]
       memory, of_layer = stack.borrowed, params[name]
       if name in own:
         memory = LayerMemory(own[name], place, prefix.get(name))
