@@ -1,0 +1,29 @@
+"""Trains Qwen3.5, whose layers mostly have the gated delta rule, on GSM8K with one accelerator.
+
+Command:  python -m grpo_jax.train --config=configs/qwen3_5.py \
+            --config.model.path=Qwen/Qwen3.5-0.8B --workdir=DIR
+Hardware: one TPU v6e chip for a model of 0.8B parameters. Not run on one yet.
+Memory:   MEMORY
+Limit:    LIMIT
+          python -m grpo_jax.plan --config=configs/qwen3_5.py
+          --config.model.path=FOLDER --topology=v6e:2x2 --chips=1
+Time:     not measured.
+Result:   not measured.
+
+This is configs/gsm8k.py without thoughts before an answer: the chat template of Qwen3.5 gets
+enable_thinking=False. To let the model think, use
+--config.data.chat_template_kwargs="('enable_thinking=True',)" and more sampling.max_tokens. First
+moments are bfloat16. Of a folder with a vision tower, the text part is read. For 4B parameters, use
+four chips: --config.mesh.data=1 --config.mesh.fsdp=4.
+"""
+
+from ml_collections import ConfigDict
+
+from grpo_jax.configs import gsm8k
+
+
+def get_config(preset: str = "grpo") -> ConfigDict:
+  c = gsm8k.get_config(preset)
+  c.data.chat_template_kwargs = ("enable_thinking=False",)
+  c.optimizer.moments_dtype = "bfloat16"
+  return c
