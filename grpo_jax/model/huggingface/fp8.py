@@ -33,7 +33,7 @@ def check(quantization: Any, refuse: Refuse) -> None:
       key,
       f"is {shown(quantization)}: choose a checkpoint in FP8, in MXFP4 or without quantisation",
     )
-  if quantization.get("fmt", "e4m3") != "e4m3":
+  if quantization.get("fmt") not in (None, "e4m3"):
     refuse(key, f"has the format {shown(quantization['fmt'])}: choose a checkpoint in e4m3")
   size = quantization.get("weight_block_size")
   is_block = isinstance(size, list) and len(size) == 2

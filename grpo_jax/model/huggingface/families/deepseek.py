@@ -88,11 +88,7 @@ FAMILIES = (
       "aux_loss_alpha",
     }
     | set(_SHAPE.values()),
-    supported={
-      "moe_layer_freq": (1,),
-      "scoring_func": ("sigmoid",),
-      "topk_method": ("noaux_tc",),
-    },
+    supported=glm.SUPPORTED,
     read=_read,
     write=_write,
     varies=(*glm.EXPERT_VARIES, "rotary_dim", "mixers", "latent"),

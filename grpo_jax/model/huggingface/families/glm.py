@@ -28,6 +28,7 @@ EXPERT_FIELDS = {
 EXPERT_READS = frozenset(
   {"num_local_experts", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"}
 )
+SUPPORTED = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 EXPERT_VARIES = ("sparse_layers", "shared_dim")
 
 
@@ -78,6 +79,7 @@ FAMILIES = (
       **read_experts(values, refuse),
       "qk_norm": "head" if read_field(values, "use_qk_norm", bool, refuse) else "",
     },
+    supported=SUPPORTED,
     write=lambda config: {**write_experts(config), "use_qk_norm": bool(config.qk_norm)},
     varies=(*EXPERT_VARIES, "qk_norm", "rotary_dim"),
     rotated=0.5,

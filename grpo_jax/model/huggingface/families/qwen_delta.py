@@ -105,7 +105,15 @@ _ALL_LAYERS = (
 )
 _DENSE = tensors.GATE_UP + tensors.DOWN
 _FIXED = {"mlp_bias": False, "qk_norm": "head", "output_gate": True}
-_READS = frozenset({"full_attention_interval", *_SHAPE.values()})
+_READS = frozenset({"full_attention_interval", *_SHAPE.values()}) | {
+  *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of heads that are not read
+}
+_SUPPORTED = {
+  "attn_output_gate": (True,),
+  "output_gate_type": ("swish",),
+  "mamba_ssm_dtype": ("float32",),
+  "mlp_only_layers": ([], None),
+}
 _VARIES = ("mixers", "delta", "rotary_dim")
 _EXPERT_FIELDS = qwen.EXPERT_FIELDS | {"shared_dim": "shared_expert_intermediate_size"}
 
@@ -132,6 +140,7 @@ FAMILIES = (
     write=write_mixers,
     varies=_VARIES,
     rotated=0.25,
+    supported=_SUPPORTED,
     whole={"qwen3_5": {}},
     reward_prefix="Qwen3_5Text",
   ),
@@ -146,6 +155,7 @@ FAMILIES = (
     write=write_mixers,
     varies=(*_VARIES, "sparse_layers"),
     rotated=0.25,
+    supported=_SUPPORTED,
     whole={"qwen3_5_moe": {}},
     reward_prefix="Qwen3_5MoeText",
   ),
