@@ -13,7 +13,7 @@ from small_run import grpo_step, small_config, small_run, with_section
 from grpo_jax import learner, model
 from grpo_jax.config import Learner, Mesh
 from grpo_jax.learner.features import completion_features
-from grpo_jax.model.mlps.experts import route
+from grpo_jax.model.mlps.router import route
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
 from grpo_jax.planning.programs import programs

@@ -50,7 +50,7 @@ from grpo_jax.model.lora import (
   quantised,
   rounded,
 )
-from grpo_jax.model.mlps.routes import Routes
+from grpo_jax.model.mlps.router import Routes
 from grpo_jax.model.stacks import (
   is_stacked,
   layer_names,

@@ -17,7 +17,7 @@ from grpo_jax.model.mixers import MIXERS
 from grpo_jax.model.mixers.seen import Attend, Recur, Seen
 from grpo_jax.model.mlps import MLPS
 from grpo_jax.model.mlps.experts import in_stacks
-from grpo_jax.model.mlps.routes import Routed, Routes
+from grpo_jax.model.mlps.router import Routed, Routes
 from grpo_jax.model.rope import Rotation
 from grpo_jax.model.stacks import Segment, segments, sparse_stacks
 

@@ -196,7 +196,7 @@ class ModelConfig:
       are the router's scores.
     share_scale: And then multiplied by it.
     router: How logits become scores: "softmax" over all experts, or "sigmoid", which also adds a
-      number of each expert that balances their loads (see `mlps.experts.route`).
+      number of each expert that balances their loads (see `mlps.router.route`).
     router_bias: The router has one.
     router_groups: The experts lie in so many groups. A token's are in its best groups.
     router_groups_used: So many.

@@ -24,7 +24,7 @@ from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layer_embeddings import PerLayerInputs
 from grpo_jax.model.layers import Head, head_product
 from grpo_jax.model.mixers.seen import Seen
-from grpo_jax.model.mlps.routes import Routes
+from grpo_jax.model.mlps.router import Routes
 from grpo_jax.model.stacks import stacked
 from grpo_jax.types import Routing
 

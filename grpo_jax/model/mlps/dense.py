@@ -5,7 +5,7 @@ import jax
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import ACTIVATIONS, Dense
-from grpo_jax.model.mlps.routes import Routes
+from grpo_jax.model.mlps.router import Routes
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 _PATH = r"(mlp|experts/shared)/"

@@ -1,0 +1,133 @@
+"""Which experts a token goes through, what routers are told of that, and what they tell."""
+
+from typing import NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.types import Routing
+
+
+class Routes(struct.PyTreeNode):
+  """What routers are told of the tokens of a pass.
+
+  Attributes:
+    counted_BT: The statistics count a token where this is not 0. None skips the statistics.
+    given: The experts that tokens go through instead of those that the router chooses: integers
+      [B, T, U] for one layer, and [B, T, Y] for a pass, those of all its sparse layers. A router
+      chooses where they are -1, or everywhere without them.
+    compared_BT: The statistics compare the experts given to a token with those that the router
+      would choose where this is not 0. Read where there are `given` ones.
+    replays: False compares the given experts only.
+  """
+
+  counted_BT: jax.Array | None = None
+  given: jax.Array | None = None
+  compared_BT: jax.Array | None = None
+  replays: bool = struct.field(pytree_node=False, default=True)
+
+
+class Routed(NamedTuple):
+  """What routers did.
+
+  Attributes:
+    sums: The statistics, or None where none were asked for.
+    experts_BTU: int32, the experts of each token with `config.keeps_experts`, otherwise None.
+  """
+
+  sums: Routing | None = None
+  experts_BTU: jax.Array | None = None
+
+
+class Choice(NamedTuple):
+  """Where the tokens of a layer go.
+
+  Attributes:
+    probs_BTX: float32, the router's probabilities, whose sum is 1.
+    own_BTU: int32, the experts that the router chooses.
+    used_BTU: int32, those that the tokens go through.
+    shares_BTU: float32, their shares of a token's output.
+  """
+
+  probs_BTX: jax.Array
+  own_BTU: jax.Array
+  used_BTU: jax.Array
+  shares_BTU: jax.Array
+
+
+def route(
+  config: ModelConfig,
+  logits_BTX: jax.Array,
+  balance_X: jax.Array | None,
+  given_BTU: jax.Array | None = None,
+) -> Choice:
+  """The experts of each token, and their shares of its output.
+
+  The scores are the softmax of the logits, or with "sigmoid" each logit's own. The experts with the
+  largest scores are chosen, where "sigmoid" adds a number of each expert that keeps loads even, and
+  looks only at the groups of experts whose two best have the largest sum (2412.19437, eq. 13-16).
+
+  Args:
+    config: The model.
+    logits_BTX: float32.
+    balance_X: The numbers of the experts. They change which experts are chosen, not their shares.
+    given_BTU: Experts in place of the chosen ones, and -1 where there are none. Their shares are of
+      the scores here, with their gradient (R3, 2510.11370).
+  """
+  c = config
+  if c.router == "softmax":
+    probs_BTX = scores_BTX = jax.nn.softmax(logits_BTX)
+    shares_BTU, own_BTU = jax.lax.top_k(scores_BTX, c.experts_per_token)
+  else:
+    scores_BTX = jax.nn.sigmoid(logits_BTX)
+    probs_BTX = scores_BTX / scores_BTX.sum(-1, keepdims=True)
+    wanted_BTX = jax.lax.stop_gradient(scores_BTX + balance_X)
+    if c.router_groups > 1:
+      wanted_BTX = _in_best_groups(wanted_BTX, c.router_groups, c.router_groups_used)
+    _, own_BTU = jax.lax.top_k(wanted_BTX, c.experts_per_token)
+    shares_BTU = jnp.take_along_axis(scores_BTX, own_BTU, axis=-1)
+  used_BTU = own_BTU
+  if given_BTU is not None:
+    used_BTU = jnp.where(given_BTU >= 0, given_BTU, own_BTU)
+    shares_BTU = jnp.take_along_axis(scores_BTX, used_BTU, axis=-1)
+  if c.normalise_shares:
+    shares_BTU = shares_BTU / shares_BTU.sum(-1, keepdims=True)
+  return Choice(probs_BTX, own_BTU, used_BTU, shares_BTU * c.share_scale)
+
+
+def _in_best_groups(wanted_BTX: jax.Array, groups: int, used: int) -> jax.Array:
+  """`wanted_BTX` with -inf outside of each token's best groups."""
+  of_group = wanted_BTX.reshape(*wanted_BTX.shape[:-1], groups, -1)
+  best_two, _ = jax.lax.top_k(of_group, 2)
+  _, best_groups = jax.lax.top_k(best_two.sum(-1), used)
+  is_best = (best_groups[..., None] == jnp.arange(groups)).any(-2)
+  return jnp.where(is_best[..., None], of_group, -jnp.inf).reshape(wanted_BTX.shape)
+
+
+def statistics(choice: Choice, routes: Routes) -> Routing:
+  """Sums of what the router did over the counted tokens of each row, for one layer."""
+  counted_BT1, probs_BTX = (routes.counted_BT != 0)[..., None], choice.probs_BTX
+  assigned_BTX = (choice.used_BTU[..., None] == jnp.arange(probs_BTX.shape[-1])).any(-2)
+  compared_BL, differs_BL = _differences(choice, routes)
+  fixed_probs_BTX = jax.lax.stop_gradient(probs_BTX)
+  logprobs_BTX = jnp.log(jnp.maximum(fixed_probs_BTX, 1e-30))
+  entropy_BTX = jnp.where(counted_BT1, -fixed_probs_BTX * logprobs_BTX, 0)
+  return Routing(
+    tokens_BL=counted_BT1.sum((1, 2)).astype(jnp.float32),
+    assigned_BLX=(assigned_BTX & counted_BT1).sum(1).astype(jnp.float32),
+    probs_BLX=jnp.where(counted_BT1, probs_BTX, 0).sum(1),
+    entropy_BL=entropy_BTX.sum((1, 2)),
+    compared_BL=compared_BL,
+    differs_BL=differs_BL,
+  )
+
+
+def _differences(choice: Choice, routes: Routes) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+  """How many compared tokens of each row have given experts, and for how many these are others."""
+  if routes.given is None or routes.compared_BT is None:
+    return None, None
+  compared_BT = (routes.compared_BT != 0) & (routes.given[..., 0] >= 0)
+  differs_BT = (jnp.sort(choice.own_BTU) != jnp.sort(routes.given)).any(-1)
+  return compared_BT.sum(1, dtype=jnp.float32), (differs_BT & compared_BT).sum(1, dtype=jnp.float32)
