@@ -14,14 +14,15 @@ _SHAPE = {  # field of LatentShape -> field of config.json
   "rope_dim": "qk_rope_head_dim",
   "value_dim": "v_head_dim",
 }
-# Of these, the first two follow from others, and the last three matter to its first training alone.
-_READS = frozenset(
-  {"head_dim", "qk_head_dim", "q_lora_rank", "rope_interleave"}
-  | {"ep_size", "seq_aux", "aux_loss_alpha"}
+READS = (
+  glm.EXPERT_READS
+  | {"head_dim", "qk_head_dim"}  # follow from others
+  | {"q_lora_rank", "rope_interleave", *_SHAPE.values()}
+  | {"ep_size", "seq_aux", "aux_loss_alpha"}  # of its first training
 )
 _RANK = "latent.query_rank"
 # fmt: off
-_LATENT = (
+LATENT = (
   layer("self_attn.q_proj.weight", "latent/q/kernel", "HE D", "DHE", unless=_RANK),
   layer("self_attn.q_a_proj.weight", "latent/q_a/kernel", "q D", "Dq", when=(_RANK,)),
   layer("self_attn.q_a_proj.bias", "latent/q_a/bias", "q", "q", when=(_RANK, "qkv_bias")),
@@ -37,7 +38,8 @@ _LATENT = (
 # fmt: on
 
 
-def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
+def read(values: Values, refuse: Refuse) -> dict[str, Any]:
+  """The shape of latent attention, and the layers with experts."""
   sizes = {name: read_field(values, key, int, refuse) for name, key in _SHAPE.items()}
   has_rank = values.get("q_lora_rank") is not None
   query_rank = read_field(values, "q_lora_rank", int, refuse) if has_rank else 0
@@ -53,7 +55,8 @@ def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
   }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def write(config: ModelConfig) -> dict[str, Any]:
+  """The inverse of `read`."""
   shape = config.latent
   return {
     **glm.write_experts(config),
@@ -63,34 +66,29 @@ def _write(config: ModelConfig) -> dict[str, Any]:
   }
 
 
+# `read` adds the numbers of a key that are not rotated to `head_dim`.
+FIELDS = glm.EXPERT_FIELDS | tensors.BIAS_FIELDS | {"head_dim": "qk_rope_head_dim"}
+VARIES = (*glm.EXPERT_VARIES, "rotary_dim", "mixers", "latent")
+TABLE = (
+  tensors.norms(tensors.PRE_NORMS)
+  + LATENT
+  + tensors.GATE_UP
+  + tensors.DOWN
+  + glm.EXPERTS
+  + tensors.final_norm()
+)
 FAMILIES = (
   Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    tensors.norms(tensors.PRE_NORMS)
-    + _LATENT
-    + tensors.GATE_UP
-    + tensors.DOWN
-    + glm.EXPERTS
-    + tensors.final_norm(),
+    TABLE,
     {"mlp_bias": False, "router": "sigmoid"},
-    # `_read` adds the numbers of a key that are not rotated to `head_dim`.
-    glm.EXPERT_FIELDS | tensors.BIAS_FIELDS | {"head_dim": "qk_rope_head_dim"},
+    FIELDS,
     defaults={"norm_topk_prob": True, "rope_interleave": True, "q_lora_rank": 1536},
-    reads=glm.EXPERT_READS
-    | {
-      "head_dim",
-      "qk_head_dim",
-      "q_lora_rank",
-      "rope_interleave",
-      "ep_size",
-      "seq_aux",
-      "aux_loss_alpha",
-    }
-    | set(_SHAPE.values()),
+    reads=READS,
     supported=glm.SUPPORTED,
-    read=_read,
-    write=_write,
-    varies=(*glm.EXPERT_VARIES, "rotary_dim", "mixers", "latent"),
+    read=read,
+    write=write,
+    varies=VARIES,
   ),
 )
