@@ -106,6 +106,13 @@ FAMILIES = {
     normalise_shares=True,
   ),
   "glm4_moe": dict(num_layers=2, rotary_dim=2, **_SIGMOID),
+  "glm4_moe_lite": dict(
+    num_layers=2,
+    mixers=("latent", "latent"),
+    rotary_dim=2,
+    latent=LatentShape(rank=6, query_rank=5, key_dim=2, rope_dim=2, value_dim=3, interleaved=True),
+    **_SIGMOID,
+  ),
   "deepseek_v3": dict(
     num_layers=2,
     mixers=("latent", "latent"),

@@ -358,6 +358,7 @@ ADDED = {"no_rope_layer_interval", "partial_rotary_factor", "attention_bias", "t
         "gpt_oss",
         "deepseek_v3_yarn",
         "glm4_moe",
+        "glm4_moe_lite",
         "gemma3_images",
         "gemma4",
         "gemma4_e",

@@ -475,6 +475,17 @@ FAMILIES = {  # folder: (family, fields, dtype of the weights)
     ),
     torch.float32,
   ),
+  "glm4_moe_lite": (
+    "Glm4MoeLite",
+    dict(
+      LATENT,
+      first_k_dense_replace=None,
+      q_lora_rank=14,
+      mlp_layer_types=["dense", "sparse", "dense"],
+      rope_parameters=ROPE,
+    ),
+    torch.float32,
+  ),
 }
 
 GRADIENTS = (

@@ -11,6 +11,7 @@ from grpo_jax.model.huggingface.families import (
   gemma,
   gemma4,
   glm,
+  glm_lite,
   gpt_oss,
   llama,
   olmo,
@@ -31,6 +32,7 @@ _ALL = (
   *gemma.FAMILIES,
   *gemma4.FAMILIES,
   *glm.FAMILIES,
+  *glm_lite.FAMILIES,
   *deepseek.FAMILIES,
   *gpt_oss.FAMILIES,
 )
