@@ -16,11 +16,8 @@ def _read(values: Values, refuse: Refuse) -> dict[str, Any]:
   types = values.get(_TYPES)
   if types is None:
     return deepseek.read({"first_k_dense_replace": 1, **values}, refuse)
-  if (
-    not isinstance(types, list)
-    or len(types) != layers
-    or set(map(str, types)) - {"dense", "sparse"}
-  ):
+  is_list = isinstance(types, list) and len(types) == layers
+  if not is_list or any(kind not in ("dense", "sparse") for kind in types):
     refuse(_TYPES, f"is {shown(types)}: it must name dense or sparse for each of {layers} layers")
   sparse = tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
   return deepseek.read({**values, "first_k_dense_replace": 0}, refuse) | {"sparse_layers": sparse}
