@@ -18,8 +18,9 @@ from grpo_jax.model.mixers.seen import Seen
 
 CHUNK = 64  # tokens that are computed together
 _EPSILON = 1e-6  # of the norm of queries and keys
-# The memory adds up what all earlier tokens wrote, so that a TPU's short products are not enough.
-_EXACT = jax.lax.Precision.HIGHEST
+# The memory adds up what all earlier tokens wrote, so that a TPU's products of bfloat16 are not
+# enough. Those of two halves are. HIGHEST takes three, and four times as long to compile.
+_EXACT = jax.lax.Precision.HIGH
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
