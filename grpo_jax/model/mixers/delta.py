@@ -218,9 +218,10 @@ def in_chunks(
   Returns:
     [B, T, J, R, N], and the state after the tokens.
   """
-  T, N = q.shape[1], v.shape[-1]
+  T = q.shape[1]
   C = min(CHUNK, 1 << (T - 1).bit_length())
   chunks = -(-T // C)
+  back = jnp.arange(C)[:, None] - jnp.arange(C)
 
   def split(x: jax.Array) -> jax.Array:
     """[B, T, J, ...] -> [chunks, B, J, ..., C, last]"""
@@ -228,33 +229,28 @@ def in_chunks(
     x = x.reshape(x.shape[0], chunks, C, *x.shape[2:])
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
-  q, k, v = split(q), split(k), split(v)
-  decay, b = split(log_decay[..., None])[..., 0], split(strength[..., None])[..., 0]
-  decay = jnp.cumsum(decay, -1)  # log of the product of all decays in the chunk so far
-  back = jnp.arange(C)[:, None] - jnp.arange(C)
-  between = decay[..., :, None] - decay[..., None, :]
-  between = jnp.exp(jnp.where(back >= 0, between, -jnp.inf))
-  # Few products of large matrices: compilers take a second or more for each.
-  both = jnp.concatenate([k, q], axis=-2)
-  products = jnp.einsum("sbjca,sbjda->sbjcd", both, k, precision=_EXACT)[:, :, :, None]
-  products, reads = products[..., :C, :], products[..., C:, :] * between
-  solved = inverse(jnp.where(back > 0, b[..., None] * products * between, 0))
-  scaled_k = k[:, :, :, None] * jnp.exp(decay)[..., None]
-  inputs = jnp.concatenate([v, scaled_k], axis=-1) * b[..., None]
-  outputs = jnp.einsum("sbjrcd,sbjrdn->sbjrcn", solved, inputs, precision=_EXACT)
-  values, keys = outputs[..., :N], outputs[..., N:]
-  asks = jnp.concatenate([keys, q[:, :, :, None] * jnp.exp(decay)[..., None]], axis=-2)
-
+  # Few products, and each of one chunk: a compiler may take seconds for each, and more for many
+  # matrices at once.
   def chunk(state: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:
-    asks, k, values, reads, decay = x
-    read = jnp.einsum("bjrca,bjran->bjrcn", asks, state, precision=_EXACT)
-    new = values - read[..., :C, :]
-    out = read[..., C:, :] + jnp.einsum("bjrcd,bjrdn->bjrcn", reads, new, precision=_EXACT)
-    last = decay[..., -1:]
-    added, state = new * jnp.exp(last - decay)[..., None], state * jnp.exp(last)[..., None]
+    k_and_q, v, decay, b = x
+    k = k_and_q[..., :C, :]
+    decay = jnp.cumsum(decay, -2)  # log of the product of all decays in the chunk so far
+    between = decay - jnp.swapaxes(decay, -1, -2)
+    between = jnp.exp(jnp.where(back >= 0, between, -jnp.inf))
+    products = jnp.einsum("bjca,bjda->bjcd", k_and_q, k, precision=_EXACT)[:, :, None]
+    products, reads = products[..., :C, :] * between, products[..., C:, :] * between
+    read = jnp.einsum("bjca,bjran->bjrcn", k_and_q, state, precision=_EXACT)
+    solved = inverse(jnp.where(back > 0, b * products, 0))
+    new = b * (v - read[..., :C, :] * jnp.exp(decay))
+    new = jnp.matmul(solved, new, precision=_EXACT)
+    out = read[..., C:, :] * jnp.exp(decay) + jnp.matmul(reads, new, precision=_EXACT)
+    last = decay[..., -1:, :]
+    added, state = new * jnp.exp(last - decay), state * jnp.exp(last)
     return state + jnp.einsum("bjca,bjrcn->bjran", k, added, precision=_EXACT), out
 
-  state, out = jax.lax.scan(chunk, state, (asks, k, values, reads, decay))
+  k_and_q = jnp.concatenate([split(k), split(q)], axis=-2)
+  of_tokens = (k_and_q, split(v), split(log_decay[..., None]), split(strength[..., None]))
+  state, out = jax.lax.scan(chunk, state, of_tokens)
   out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, chunks, C, J, R, N]
   return out.reshape(out.shape[0], chunks * C, *out.shape[3:])[:, :T], state
 
