@@ -137,3 +137,11 @@ def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
   assert used and len(set(wanted.lengths_PG.ravel().tolist())) > 3
   np.testing.assert_array_equal(got.tokens_PGT, wanted.tokens_PGT)
   np.testing.assert_allclose(got.logprobs_PGT, wanted.logprobs_PGT, atol=1e-4)
+
+
+def test_the_kernel_is_lowered_for_a_tpu_where_there_is_none():
+  """As `plan` does for one chip. Pallas must not have to ask a device what it can do."""
+  q, own, _ = arrays("bfloat16", "")
+  tokens = decode.OwnTokens(own, jnp.int32(LAYER), jnp.int32(7), jnp.ones((P, G), jnp.int32))
+  traced = jax.jit(decode.own_attention).trace(q, tokens)
+  assert "decode_attention" in traced.lower(lowering_platforms=("tpu",)).as_text()

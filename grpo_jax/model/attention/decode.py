@@ -63,7 +63,9 @@ class _Blocks(NamedTuple):
 
   def number(self, time: Any, back: Any) -> Any:
     """The block that is `back` blocks before that of the newest token, round the start."""
-    return (time // self.slots - back + self.in_cache) % self.in_cache
+    # Not // and %, whose signs Pallas asks the TPU about: `plan` has none. Nothing is negative.
+    newest = jax.lax.div(time, jnp.int32(self.slots))
+    return jax.lax.rem(newest - back + self.in_cache, jnp.int32(self.in_cache))
 
 
 def fits(config: ModelConfig) -> bool:
