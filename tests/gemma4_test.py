@@ -84,7 +84,10 @@ def test_a_cache_keeps_an_axis_of_heads_where_some_layers_have_several():
   assert shapes(cache.keys) == {"layers_0": (2, 2, 4, 8), "layers_1": (2, 1, 4, 12)}
 
 
-@pytest.mark.parametrize("how", ["packed", "remat", "chunked", "mesh"])
+@pytest.mark.parametrize(
+  "how",
+  ["packed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("remat", "chunked", "mesh"))],
+)
 @pytest.mark.parametrize("name", ["gemma4_e", pytest.param("gemma4", marks=pytest.mark.slow)])
 def test_hidden_states_and_gradients_do_not_depend_on_how_they_are_computed(name, how):
   config, params = model.load(FAMILIES / name)
@@ -229,7 +232,8 @@ def test_the_towers_of_a_whole_folder_are_left_out():
   assert model.ignores_parts(FAMILIES / "gemma4_images") and config.family == "gemma4_text"
 
 
-@pytest.mark.parametrize("name", ["gemma4_moe", pytest.param("gemma4_e", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4_moe", "gemma4_e"])
 def test_adapters_go_out_and_in_where_layers_lack_projections(name, tmp_path):
   shape, base = model.load(FAMILIES / name)
   lora = model.AdapterShape(2, 4.0, False, ("q", "k", "v", "o", "gate", "up", "down"))

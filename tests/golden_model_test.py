@@ -25,10 +25,20 @@ from grpo_jax.types import Batch
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = [GOLDEN / "qwen2_tied", GOLDEN / "qwen2_untied", *sorted((GOLDEN / "families").iterdir())]
+# What another checkpoint of their family tests too.
+_SLOW = (
+  *("deepseek_v3_dense", "deepseek_v3_yarn", "gpt_oss_mxfp4", "glm4_moe_lite"),
+  *("gemma3_scaled", "gemma4_images", "qwen3_5_images"),
+)
 BOUND, G = 1e-4, 2
 
 
-@pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
+def _param(folder):
+  marks = pytest.mark.slow if folder.name in _SLOW else ()
+  return pytest.param(folder, id=folder.name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(_param, FOLDERS))
 def golden(request):
   config, params = model.load(request.param)
   return request.param, config, params, np.load(request.param / "expected.npz")
@@ -128,7 +138,14 @@ def test_log_probs_of_sampler_and_learner_agree(name):
   assert out.lengths_PG.max() == 30 and np.abs(logprobs_PGT - out.logprobs_PGT * mask).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4_e", "gpt_oss", "deepseek_v3_dense"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "qwen3_5",
+    "deepseek_v3_dense",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4_e", "gpt_oss")),
+  ],
+)
 def test_gradients_are_those_of_transformers(name):
   """Of every tensor, with right-padded prompts as the learner computes them."""
   folder = GOLDEN / "families" / name
