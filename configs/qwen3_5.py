@@ -3,9 +3,10 @@
 Command:  python -m grpo_jax.train --config=configs/qwen3_5.py \
             --config.model.path=Qwen/Qwen3.5-0.8B --workdir=DIR
 Hardware: one TPU v6e chip for a model of 0.8B parameters. Not run on one yet.
-Memory:   MEMORY
-Limit:    LIMIT
-          python -m grpo_jax.plan --config=configs/qwen3_5.py
+Memory:   by plan, 27.45 GB of the 33.55 GB that programs can use there, in evaluation; 21.09 GB in
+          the update and 19.82 GB while sampling. Lower eval.batch for less.
+Limit:    by plan, sampling and the update are bound by the memory's speed; a step takes at least
+          26.6 s. python -m grpo_jax.plan --config=configs/qwen3_5.py
           --config.model.path=FOLDER --topology=v6e:2x2 --chips=1
 Time:     not measured.
 Result:   not measured.
