@@ -15,7 +15,8 @@ This is configs/gsm8k.py without thoughts before an answer: the chat template of
 enable_thinking=False. To let the model think, use
 --config.data.chat_template_kwargs="('enable_thinking=True',)" and more sampling.max_tokens. First
 moments are bfloat16. Of a folder with a vision tower, the text part is read. For 4B parameters, use
-four chips: --config.mesh.data=1 --config.mesh.fsdp=4.
+four chips: --config.mesh.data=1 --config.mesh.fsdp=4. An update then takes 28 GB of each, by the
+estimate that plan prints first.
 """
 
 from ml_collections import ConfigDict
