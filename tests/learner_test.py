@@ -459,15 +459,16 @@ def test_matrices_shrink_and_scales_and_biases_are_left_alone(params, name):
 
 
 def test_experts_and_adapters_are_decayed_too():
-  """All but scales of norms and biases."""
-  names = ("router", "gate", "lora_a", "kernel", "embedding", "scale", "bias")
+  """All but scales of norms, biases, and how fast the delta rule forgets."""
+  fixed = {"scale", "bias", "decay"}
+  names = {"router", "gate", "lora_a", "kernel", "embedding"} | fixed
   params = {"layer": {name: jnp.ones((2, 2)) for name in names}}
   config = Optimizer(learning_rate=1.0, weight_decay=0.1, max_grad_norm=0.0)
   optimizer = optim.make_optimizer(config, 1)
   updates, _ = optimizer.update(
     jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
   )
-  assert {name for name, x in updates["layer"].items() if x.any()} == set(names) - {"scale", "bias"}
+  assert {name for name, x in updates["layer"].items() if x.any()} == names - fixed
 
 
 @pytest.mark.parametrize(

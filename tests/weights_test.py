@@ -327,6 +327,7 @@ def test_a_window_as_long_as_the_longest_text_is_allowed(tied):
     pytest.param("families/phi3", (1, 1, 1, 1), marks=pytest.mark.slow),
     ("families/qwen3_moe", (1, 2, 2, 2)),
     ("families/qwen3_moe_mixed", (2, 2, 2, 1)),
+    ("families/gemma4_moe", (1, 2, 2, 2)),
   ],
 )
 def test_devices_read_their_own_parts(name, mesh, monkeypatch):
@@ -352,7 +353,7 @@ def test_devices_read_their_own_parts(name, mesh, monkeypatch):
 
   def convert(path, x):
     half = name in ("qwen2_untied", "families/qwen3_moe_mixed") or (
-      "gemma" in name and "norm" not in path
+      "gemma2" in name and "norm" not in path
     )
     assert x.dtype == ("bfloat16" if half else "float32")
     assert x.shape == whole_leaves[path].shape[path.startswith("layers_") :]
@@ -661,9 +662,14 @@ def test_index_without_a_map(untied):
 
 
 @pytest.mark.parametrize(
-  "axes, rows", [("(A,B,B) C", [0, 2, 5]), ("C(A,B) 1", [None] * 2), ("C (A,B) A", [None] * 2)]
+  "axes, starts",
+  [
+    ("(A,B,B) C", [(0, 0), (2, 0), (5, 0)]),
+    ("C(A,B) 1", [None, None]),
+    ("C (A,B) A", [(0, 0, 0), (0, 2, 0)]),
+  ],
 )
-def test_parts_of_a_tensor_are_taken_and_joined(axes, rows):
+def test_parts_of_a_tensor_are_taken_and_joined(axes, starts):
   """Of its rows, of each group of its rows, and of a later axis."""
   sizes = {"A": 2, "B": 3, "C": 4}
   count = axes[axes.index("(") : axes.index(")")].count(",") + 1
@@ -680,7 +686,21 @@ def test_parts_of_a_tensor_are_taken_and_joined(axes, rows):
     np.testing.assert_array_equal(ours, theirs)
     assert ours.shape == spec.hf_shape(sizes)
   np.testing.assert_array_equal(specs[0].joined(found, sizes), tensor)
-  assert [spec.first_row(sizes) for spec in specs] == rows
+  assert [spec.starts(sizes) for spec in specs] == starts
+  for ours, start, spec in zip(found, starts, specs):
+    if start is not None:
+      ends = np.add(start, spec.hf_shape(sizes))
+      np.testing.assert_array_equal(ours, tensor[tuple(map(slice, start, ends))])
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+def test_a_window_is_refused_by_families_that_have_none(family, tmp_path):
+  folder = Path(shutil.copytree(GOLDEN / "families" / family, tmp_path / "m"))
+  layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+  edit(folder / "config.json", layer_types=["full_attention"] * layers)
+  load(folder)
+  edit(folder / "config.json", layer_types=["sliding_attention"] * layers)
+  assert_refused(folder, "config.json: layer_types")
 
 
 def test_heads_that_guess_further_tokens_are_left_out(tmp_path):

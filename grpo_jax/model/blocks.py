@@ -275,8 +275,9 @@ def _is_unrolled(config: ModelConfig, segment: Segment) -> bool:
 def _loops_over_runs(config: ModelConfig) -> bool:
   """Whether equal layers that follow each other in a pattern are a loop within the pattern's.
 
-  Compilers take a minute for each layer of Qwen3.5, of which three follow each other. Their weights
-  are copied for the loop, so not while tokens are decoded, nor on a CPU.
+  Of four layers of Qwen3.5, three follow each other: as a loop, the TPU compiler takes a fifth less
+  time for an update (experiments/LOG.md, 2026-11-25). Their weights are copied for the loop, so not
+  while tokens are decoded, nor on a CPU.
   """
   return (config.platform or jax.default_backend()) != "cpu"
 
@@ -290,7 +291,7 @@ def _runs(config: ModelConfig, segment: Segment) -> list[list[str]]:
 
 def _apply_run(
   stack: Stack, x_BTD: jax.Array, told: list[tuple[Any, ...]]
-) -> tuple[jax.Array, list[Any], list[Any]]:
+) -> tuple[jax.Array, list[Any]]:
   """Applies equal layers, one after another, in a loop.
 
   Args:
@@ -308,8 +309,7 @@ def _apply_run(
     return x_BTD, out
 
   x_BTD, outs = jax.lax.scan(layer, x_BTD, jax.tree.map(lambda *parts: jnp.stack(parts), *told))
-  kept, routed = zip(*(jax.tree.map(lambda x, at=i: x[at], outs) for i in range(len(told))))
-  return x_BTD, list(kept), list(routed)
+  return x_BTD, [jax.tree.map(lambda x, at=i: x[at], outs) for i in range(len(told))]
 
 
 def _apply_segment(
@@ -321,29 +321,32 @@ def _apply_segment(
   if not is_decoding and segment.count > 1 and _loops_over_runs(config):
     runs = _runs(config, segment)
 
+  def apply_one(
+    name: str, x_BTD: jax.Array, own: Any, prefix: Any, place: jax.Array, of_layer: Any, *told: Any
+  ) -> tuple[jax.Array, Any, Routed | None]:
+    stack, memory = stacks[name], stacks[name].borrowed
+    if name in own:
+      memory = LayerMemory(own[name], place, prefix.get(name))
+    if is_decoding:
+      of_layer = in_stacks(config, of_layer, stack.params, place)
+    return stack.layer(of_layer, x_BTD, memory, *told)
+
   def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
     (x_BTD, own), (params, prefix, per_layer, given, place) = carry, of_pattern
     own, routed_parts = dict(own), []
     kept: dict[str, Any] = {}
     for names in runs:
+      told = [(params[name], per_layer.get(name), given.get(name)) for name in names]
       if len(names) > 1:
-        of_run = [(params[name], per_layer.get(name), given.get(name)) for name in names]
-        x_BTD, rests, of_routers = _apply_run(stacks[names[0]], x_BTD, of_run)
-        kept |= {name: rest for name, rest in zip(names, rests) if rest is not None}
-        routed_parts += [parts for parts in of_routers if parts is not None]
-        continue
-      name, stack = names[0], stacks[names[0]]
-      memory, of_layer = stack.borrowed, params[name]
-      if name in own:
-        memory = LayerMemory(own[name], place, prefix.get(name))
-      if is_decoding:
-        of_layer = in_stacks(config, of_layer, stack.params, place)
-      told = per_layer.get(name), given.get(name)
-      x_BTD, rest, routed = stack.layer(of_layer, x_BTD, memory, *told)
-      if rest is not None:
-        (own if name in own else kept)[name] = rest
-      if routed is not None:
-        routed_parts.append(routed)
+        x_BTD, outs = _apply_run(stacks[names[0]], x_BTD, told)
+      else:
+        x_BTD, *out = apply_one(names[0], x_BTD, own, prefix, place, *told[0])
+        outs = [out]
+      for name, (rest, routed) in zip(names, outs, strict=True):
+        if rest is not None:
+          (own if name in own else kept)[name] = rest
+        if routed is not None:
+          routed_parts.append(routed)
     return (x_BTD, own), (kept, _joined(routed_parts, jnp.stack, 0))
 
   def of_segment(by_stack: Any) -> Any:

@@ -7,7 +7,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model import cache as cache_lib
+from grpo_jax.model import cached_pass
 from grpo_jax.model import rope as rope_lib
 from grpo_jax.model.attention import Groups, in_groups, recur_in_groups
 from grpo_jax.model.blocks import (
@@ -131,13 +131,13 @@ def routed_features(
     # Angles for the longest text there can be, so that a computation with the cache and one without
     # it agree.
     angles = _angles(c, positions_BT, c.length or c.max_positions)
-    run = cache_lib.to_pass(c, cache, lengths_B)
+    run = cached_pass.to_pass(c, cache, lengths_B)
     out = _hidden(params, c, tokens_BT, Inputs(*angles), run)
-    return out.x_BTD, cache_lib.updated(cache, out.own, T), _experts(c, out)
+    return out.x_BTD, cached_pass.updated(cache, out.own, T), _experts(c, out)
   groups = Groups(lengths_B, prompt_slots=T)
   run = Pass(in_groups(c, groups, keep=True), recur_in_groups(groups, keep=True))
   out = _hidden(params, c, tokens_BT, Inputs(*_angles(c, positions_BT, c.length or T)), run)
-  return out.x_BTD, cache_lib.of_rows(out.kept, T), _experts(c, out)
+  return out.x_BTD, cached_pass.of_rows(out.kept, T), _experts(c, out)
 
 
 def _experts(config: ModelConfig, out: Outputs) -> jax.Array | None:

@@ -12,7 +12,8 @@ import optax
 
 from grpo_jax import model
 from grpo_jax.config import Sampling
-from grpo_jax.programs.flight import FlightPrograms, Prompts
+from grpo_jax.programs.flight import Prompts
+from grpo_jax.programs.flight_programs import FlightPrograms
 from grpo_jax.programs.sampling_call import (
   Draws,
   Ended,

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.programs.flight import Flight, FlightPrograms, NewRows, Prompts, Resumed
+from grpo_jax.programs.flight import Flight, NewRows, Prompts, Resumed
+from grpo_jax.programs.flight_programs import FlightPrograms
 from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.rows import Chunk, Drawn

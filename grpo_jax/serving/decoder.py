@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.programs.flight import Flight, FlightPrograms, NewRows, Prompts
+from grpo_jax.programs.flight import Flight, NewRows, Prompts
+from grpo_jax.programs.flight_programs import FlightPrograms
 from grpo_jax.programs.sampling import by_row, sizes_up_to
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Drawn

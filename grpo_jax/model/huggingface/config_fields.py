@@ -19,6 +19,7 @@ FIELDS = {  # field of ModelConfig -> field of config.json; families have more
   "tie_embeddings": "tie_word_embeddings",
   "max_positions": "max_position_embeddings",
 }
+Values = Mapping[str, Any]  # the object in config.json
 Refuse = Callable[[str, str], NoReturn]  # raises ConfigError; takes a key and what is wrong with it
 OPTIONAL = {"attention_cap", "logit_cap"}  # fields of ModelConfig that may be null in config.json
 # Activation of ModelConfig -> its names in config.json, of which the first one is written.

@@ -179,26 +179,23 @@ class TensorFiles:
     if self._fp8:
       self.shapes = {k: v for k, v in self.shapes.items() if not k.endswith(fp8.OTHERS)}
 
-  def read(self, name: str, start: int, index: tuple[slice, ...]) -> np.ndarray:
+  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """A part of a tensor.
 
     Args:
       name: The tensor.
-      start: Where the first axis of `index` begins to count.
-      index: A slice for each axis.
+      index: A slice for each axis, with both ends.
     """
-    first, *others = index
-    shifted = slice(first.start + start, first.stop + start)
     if name in self._fp8:
-      return self._read_fp8(name, (shifted, *others))
+      return self._read_fp8(name, index)
     opened = self._open(self._file_of[name])
-    array = opened.get_slice(self._name_of[name])[shifted, *others]
+    array = opened.get_slice(self._name_of[name])[index]
     self._bytes_read += array.nbytes
     return array
 
   def _read_fp8(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """A part of a matrix in FP8."""
-    rows, columns = index if len(index) == 2 else (*index, slice(0, self.shapes[name][1]))
+    rows, columns = index
     part = fp8.mapped(self._file_of[name], self._name_of[name])[rows, columns]
     of_scales = name + fp8.SCALE
     opened = self._open(self._file_of[of_scales])

@@ -127,17 +127,11 @@ class GGUFTensors:
       norm_offset=architecture.norm_offset if is_norm else 0.0,
     )
 
-  def read(self, name: str, start: int, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor, in float32.
-
-    Args:
-      name: The tensor.
-      start: Where the first axis of `index` begins to count.
-      index: A slice for each axis.
-    """
+  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a tensor, in float32. See `TensorFiles.read`."""
     first, *others = index
     source = self._sources[name]
-    begin, end = first.start + start, first.stop + start
+    begin, end = first.start, first.stop
     if len(self.shapes[name]) == 1:
       values = self._file.read_rows(source.name, 0, 1)[0, begin:end]
       return values - np.float32(source.norm_offset) if source.norm_offset else values

@@ -205,15 +205,15 @@ def _read_tensor(
   With a sharding, each device reads its own part. Without, the host reads it all.
   """
   spec, is_stacked = specs[0], specs[0].expert is not None
-  start, shape = spec.first_row(sizes), spec.hf_shape(sizes)
+  starts, shape = spec.starts(sizes), spec.hf_shape(sizes)
   if is_stacked:
     shape = (len(specs), *shape)
 
   def read_one(spec: TensorSpec, index: tuple[slice, ...]) -> np.ndarray:
-    if start is not None:
-      return files.read(spec.hf_name, start, index)
-    whole = tuple(slice(0, size) for size in spec.tensor_shape(sizes))
-    return spec.part_of(files.read(spec.hf_name, 0, whole), sizes)[index]
+    if starts is None:
+      return spec.part_of(_read_whole(files, spec.hf_name), sizes)[index]
+    moved = (slice(x.start + start, x.stop + start) for x, start in zip(index, starts, strict=True))
+    return files.read(spec.hf_name, tuple(moved))
 
   def read(index: tuple[slice, ...]) -> np.ndarray:
     # Open ends must be replaced by numbers: the tensor in the file may be longer than the leaf's
@@ -280,11 +280,11 @@ def _check_names_and_shapes(
 
 def _are_equal(files: Tensors, first: str, second: str) -> bool:
   """Whether two tensors have the same values."""
+  return np.array_equal(_read_whole(files, first), _read_whole(files, second))
 
-  def read_whole(name: str) -> np.ndarray:
-    return files.read(name, 0, (slice(0, files.shapes[name][0]),))
 
-  return np.array_equal(read_whole(first), read_whole(second))
+def _read_whole(files: Tensors, name: str) -> np.ndarray:
+  return files.read(name, tuple(slice(0, size) for size in files.shapes[name]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,14 +40,11 @@ class UnpackedExperts:
       elif are_apart and name.endswith((_GATE_UP, _DOWN)) and len(shape) == 3:
         self._add_each(name, shape)
 
-  def read(self, name: str, start: int, index: Index) -> np.ndarray:
+  def read(self, name: str, index: Index) -> np.ndarray:
     """As `TensorFiles.read`."""
-    if name not in self._reads:
-      return self._files.read(name, start, index)
-    first, *others = index
-    shifted = slice(first.start + start, first.stop + start), *others
-    whole = (slice(0, size) for size in self.shapes[name][len(index) :])
-    return self._reads[name]((*shifted, *whole))
+    if name in self._reads:
+      return self._reads[name](index)
+    return self._files.read(name, index)
 
   def _add_mxfp4(self, name: str, shape: tuple[int, ...]) -> None:
     """A tensor [X, rows, columns / 32, 16] of bytes as one of float32 [X, columns, rows]."""
@@ -56,8 +53,8 @@ class UnpackedExperts:
     def read(index: Index) -> np.ndarray:
       experts, columns, rows = index
       of_scales = experts, rows, slice(0, blocks)
-      packed = self._files.read(name + _BLOCKS, 0, (*of_scales, slice(0, _BLOCK // 2)))
-      scales = self._files.read(name + _SCALES, 0, of_scales)
+      packed = self._files.read(name + _BLOCKS, (*of_scales, slice(0, _BLOCK // 2)))
+      scales = self._files.read(name + _SCALES, of_scales)
       return dequantised(packed, scales).swapaxes(1, 2)[:, columns]
 
     del self.shapes[name + _BLOCKS], self.dtypes[name + _BLOCKS]
@@ -76,7 +73,7 @@ class UnpackedExperts:
     def read(expert: int, first: int, index: Index) -> np.ndarray:
       of_rows, of_columns = index
       moved = slice(of_rows.start + first, of_rows.stop + first)
-      return self._files.read(name, expert, (slice(0, 1), moved, of_columns))[0]
+      return self._files.read(name, (slice(expert, expert + 1), moved, of_columns))[0]
 
     for expert in range(X):
       for number, part in enumerate(parts):

@@ -120,7 +120,7 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
   leaves = {}
   for spec in _specs(config):
     shape = spec.hf_shape(sizes)
-    tensor = files.read(spec.hf_name, 0, tuple(slice(0, length) for length in shape))
+    tensor = files.read(spec.hf_name, tuple(slice(0, length) for length in shape))
     tensor = tensor.astype(np.float32)
     if not np.isfinite(tensor).all():
       raise ConfigError(

@@ -70,12 +70,14 @@ class TensorSpec:
     """The shape of the leaf, which holds all experts."""
     return tuple(sizes[letter] for letter in self._experts_axis + self.leaf_axes)
 
-  def first_row(self, sizes: Sizes) -> int | None:
-    """The row of the tensor where the leaf's part begins, or None where its rows lie apart."""
-    first, *others = _axes(self.hf_axes)
-    if any(len(axis.parts) > 1 for axis in others) or (first.outer and len(first.parts) > 1):
+  def starts(self, sizes: Sizes) -> tuple[int, ...] | None:
+    """Where the leaf's part begins on each axis, or None where the tensor has it in pieces."""
+    if any(axis.outer for axis in _axes(self.hf_axes)):
       return None
-    return sum(_length(x, sizes) for x in first.parts[: self.part])
+    return tuple(
+      sum(_length(x, sizes) for x in axis.parts[: self.part if len(axis.parts) > 1 else 0])
+      for axis in _axes(self.hf_axes)
+    )
 
   def part_of(self, tensor: np.ndarray, sizes: Sizes) -> np.ndarray:
     """The leaf's part of the tensor."""

@@ -3,9 +3,9 @@
 from typing import Any
 
 from grpo_jax.model.config import LatentShape, ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse, read_field
+from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
 from grpo_jax.model.huggingface.families import glm, tensors
-from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.family import Family
 from grpo_jax.model.huggingface.families.tensors import layer
 
 _SHAPE = {  # field of LatentShape -> field of config.json
@@ -69,14 +69,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 # `read` adds the numbers of a key that are not rotated to `head_dim`.
 FIELDS = glm.EXPERT_FIELDS | tensors.BIAS_FIELDS | {"head_dim": "qk_rope_head_dim"}
 VARIES = (*glm.EXPERT_VARIES, "rotary_dim", "mixers", "latent")
-TABLE = (
-  tensors.norms(tensors.PRE_NORMS)
-  + LATENT
-  + tensors.GATE_UP
-  + tensors.DOWN
-  + glm.EXPERTS
-  + tensors.final_norm()
-)
+TABLE = tensors.norms(tensors.PRE_NORMS) + LATENT + tensors.MLP + glm.EXPERTS + tensors.final_norm()
 FAMILIES = (
   Family(
     "deepseek_v3",

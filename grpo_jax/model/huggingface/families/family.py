@@ -6,10 +6,9 @@ import operator
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import FIELDS, Refuse
+from grpo_jax.model.huggingface.config_fields import FIELDS, Refuse, Values
+from grpo_jax.model.huggingface.families.layer_types import read_full
 from grpo_jax.model.huggingface.tensor_spec import TensorSpec
-
-Values = Mapping[str, Any]  # the object in config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +30,6 @@ REWARD_HEADS = {  # by ModelConfig.labels
   1: RewardHead("ForSequenceClassification", (_SCORE,)),
   2: RewardHead("ForTokenClassification", (_SCORE, _SCORE_BIAS)),
 }
-
-
-def nothing(values: Values, refuse: Refuse) -> dict[str, Any]:
-  """The `read` of a family that has no fields beyond those of its table."""
-  del values, refuse
-  return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +68,7 @@ class Family:
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   reads: frozenset[str] = frozenset()
   supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-  read: Callable[[Values, Refuse], dict[str, Any]] = nothing
+  read: Callable[[Values, Refuse], dict[str, Any]] = read_full
   write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
   varies: tuple[str, ...] = ()
   rotated: float | None = None

@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse, read_field
+from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
 from grpo_jax.model.huggingface.families import tensors
-from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.family import Family
 from grpo_jax.model.huggingface.families.layer_types import (
   FULL,
   SLIDING,
@@ -183,9 +183,7 @@ _PER_LAYER = (
   layer("post_per_layer_input_norm.weight", "per_layer/norm/scale", "D", "D"),
 )
 _OF_EXPERTS = (
-  layer("mlp.gate_proj.weight", "experts/shared/gate/kernel", "F D", "DF"),
-  layer("mlp.up_proj.weight", "experts/shared/up/kernel", "F D", "DF"),
-  layer("mlp.down_proj.weight", "experts/shared/down/kernel", "D F", "FD"),
+  *tensors.mlp("mlp", "experts/shared", "F"),
   layer("post_feedforward_layernorm_1.weight", "experts/shared_post_norm/scale", "D", "D"),
   layer("router.proj.weight", "experts/router", "X D", "DX"),
   layer("router.scale", "experts/router_scale", "D", "D"),
@@ -200,8 +198,7 @@ _TABLE = (
   tensors.norms(tensors.SANDWICH_NORMS)
   + _ATTENTION
   + tensors.O
-  + tensors.GATE_UP
-  + tensors.DOWN
+  + tensors.MLP
   + _OF_EXPERTS
   + tuple(dataclasses.replace(entry, when=("per_layer_dim",)) for entry in _PER_LAYER)
   + (layer("layer_scalar", "layer_scale", "1", ""),)

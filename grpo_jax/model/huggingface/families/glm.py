@@ -3,19 +3,17 @@
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse, read_field
+from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
 from grpo_jax.model.huggingface.families import tensors
-from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.family import Family
+from grpo_jax.model.huggingface.families.layer_types import read_full
 from grpo_jax.model.huggingface.families.tensors import layer
 
-# fmt: off
-EXPERTS = tensors.EXPERTS + (
+EXPERTS = (
+  *tensors.EXPERTS,
   layer("mlp.gate.e_score_correction_bias", "experts/balance", "X", "X"),
-  layer("mlp.shared_experts.gate_proj.weight", "experts/shared/gate/kernel", "s D", "Ds"),
-  layer("mlp.shared_experts.up_proj.weight", "experts/shared/up/kernel", "s D", "Ds"),
-  layer("mlp.shared_experts.down_proj.weight", "experts/shared/down/kernel", "D s", "sD"),
+  *tensors.mlp("mlp.shared_experts", "experts/shared", "s"),
 )
-# fmt: on
 EXPERT_FIELDS = {
   "num_experts": "n_routed_experts",
   "experts_per_token": "num_experts_per_tok",
@@ -34,6 +32,7 @@ EXPERT_VARIES = ("sparse_layers", "shared_dim")
 
 def read_experts(values: Values, refuse: Refuse) -> dict[str, Any]:
   """The layers with experts, and the width of the MLP beside them."""
+  read_full(values, refuse)
   shared, layers = values.get("n_shared_experts"), values["num_hidden_layers"]
   dense = values.get("first_k_dense_replace")
   if type(dense) is not int or not 0 <= dense <= layers:

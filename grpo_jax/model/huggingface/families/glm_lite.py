@@ -3,9 +3,9 @@
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse
+from grpo_jax.model.huggingface.config_fields import Refuse, Values
 from grpo_jax.model.huggingface.families import deepseek, glm
-from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.family import Family
 from grpo_jax.settings import shown
 
 _TYPES = "mlp_layer_types"

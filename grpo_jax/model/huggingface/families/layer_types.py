@@ -1,11 +1,10 @@
 """What differs from layer to layer, in the fields of config.json that several families share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse, read_field
-from grpo_jax.model.huggingface.families.family import Values
+from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
 from grpo_jax.settings import shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -20,6 +19,12 @@ def read_types(values: Values, kinds: Sequence[str], refuse: Refuse) -> list[str
     names = " or ".join(kinds)
     refuse("layer_types", f"is {shown(types)}: it must name {names} for each of {count} layers")
   return types
+
+
+def read_full(values: Values, refuse: Refuse) -> dict[str, Any]:
+  """The `read` of a family whose layers all attend to the whole text: no fields."""
+  read_types(values, (FULL,), refuse)
+  return {}
 
 
 def read_windows(
@@ -67,13 +72,3 @@ def types_to_json(config: ModelConfig) -> dict[str, Any]:
 def window_of(config: ModelConfig) -> int | None:
   """The window of the layers that have one."""
   return max(config.windows, default=0) or None
-
-
-def with_window(every_layer: bool) -> Mapping[str, Any]:
-  """The part of a `Family` whose layers all have a window by default, or none of them."""
-
-  def read(values: Values, refuse: Refuse) -> dict[str, Any]:
-    by_default = [every_layer] * values["num_hidden_layers"]
-    return {"windows": read_windows(values, refuse, by_default)}
-
-  return {"read": read}

@@ -3,9 +3,9 @@
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse
+from grpo_jax.model.huggingface.config_fields import Refuse, Values
 from grpo_jax.model.huggingface.families import tensors
-from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.family import Family
 from grpo_jax.model.huggingface.families.layer_types import (
   every,
   read_windows,
@@ -109,8 +109,7 @@ FAMILIES = (
     tensors.norms(tensors.PRE_NORMS)
     + tensors.FUSED_QKV
     + tensors.O
-    + tensors.FUSED_GATE_UP
-    + tensors.DOWN
+    + tensors.FUSED_MLP
     + tensors.final_norm(),
     tensors.NO_BIAS,
     read=_read_window_of_all,

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from grpo_jax.model.huggingface.config_fields import Refuse
+from grpo_jax.model.huggingface.config_fields import Refuse, Values
 from grpo_jax.model.huggingface.families import tensors
-from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.family import Family
 from grpo_jax.model.huggingface.families.layer_types import read_windows, types_to_json
 
 _TABLE = (

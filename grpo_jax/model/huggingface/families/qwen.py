@@ -3,9 +3,9 @@
 from typing import Any
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse, read_field
+from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
 from grpo_jax.model.huggingface.families import tensors
-from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.family import Family
 from grpo_jax.model.huggingface.families.layer_types import (
   FULL,
   SLIDING,

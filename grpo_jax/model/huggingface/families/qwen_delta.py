@@ -3,9 +3,9 @@
 from typing import Any
 
 from grpo_jax.model.config import DeltaShape, ModelConfig
-from grpo_jax.model.huggingface.config_fields import Refuse, read_field
+from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
 from grpo_jax.model.huggingface.families import qwen, tensors
-from grpo_jax.model.huggingface.families.family import Family, Values
+from grpo_jax.model.huggingface.families.family import Family
 from grpo_jax.model.huggingface.families.layer_types import FULL, every, read_types
 from grpo_jax.model.huggingface.families.tensors import joined, layer
 
@@ -88,9 +88,7 @@ _IN_QWEN3_NEXT = (
   ),
 )
 _SHARED = (
-  layer("mlp.shared_expert.gate_proj.weight", "experts/shared/gate/kernel", "s D", "Ds"),
-  layer("mlp.shared_expert.up_proj.weight", "experts/shared/up/kernel", "s D", "Ds"),
-  layer("mlp.shared_expert.down_proj.weight", "experts/shared/down/kernel", "D s", "sD"),
+  *tensors.mlp("mlp.shared_expert", "experts/shared", "s"),
   layer("mlp.shared_expert_gate.weight", "experts/shared_gate", "1 D", "D"),
 )
 # fmt: on
@@ -103,7 +101,6 @@ _ALL_LAYERS = (
   + _OF_DELTA
   + tensors.final_norm(offset=1.0)
 )
-_DENSE = tensors.GATE_UP + tensors.DOWN
 _FIXED = {"mlp_bias": False, "qk_norm": "head", "output_gate": True}
 _READS = frozenset({"full_attention_interval", *_SHAPE.values()}) | {
   *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of heads that are not read
@@ -132,7 +129,7 @@ FAMILIES = (
   Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
-    _ALL_LAYERS + _IN_QWEN3_5 + _DENSE,
+    _ALL_LAYERS + _IN_QWEN3_5 + tensors.MLP,
     _FIXED,
     tensors.BIAS_FIELDS,
     reads=_READS,
@@ -162,7 +159,7 @@ FAMILIES = (
   Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    _ALL_LAYERS + _IN_QWEN3_NEXT + _DENSE + tensors.EXPERTS + _SHARED,
+    _ALL_LAYERS + _IN_QWEN3_NEXT + tensors.MLP + tensors.EXPERTS + _SHARED,
     _FIXED | {"shared_gate": True},
     tensors.BIAS_FIELDS | _EXPERT_FIELDS,
     defaults={"norm_topk_prob": True},

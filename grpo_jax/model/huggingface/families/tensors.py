@@ -45,6 +45,16 @@ def qk_norms(offset: float = 0.0) -> tuple[TensorSpec, ...]:
   )
 
 
+def mlp(hf_name: str, leaf_name: str, width: str) -> tuple[TensorSpec, ...]:
+  """The gate, up and down projection of a gated MLP, whose width has this axis letter."""
+  inwards, outwards = (f"{width} D", f"D{width}"), (f"D {width}", f"{width}D")
+  return (
+    layer(f"{hf_name}.gate_proj.weight", f"{leaf_name}/gate/kernel", *inwards),
+    layer(f"{hf_name}.up_proj.weight", f"{leaf_name}/up/kernel", *inwards),
+    layer(f"{hf_name}.down_proj.weight", f"{leaf_name}/down/kernel", *outwards),
+  )
+
+
 WHOLE_QK_NORMS = (
   layer("self_attn.q_norm.weight", "attention/q_norm/scale", "HE", "HE"),
   layer("self_attn.k_norm.weight", "attention/k_norm/scale", "KE", "KE"),
@@ -98,15 +108,10 @@ FUSED_QKV = joined(
 O = (
   layer("self_attn.o_proj.weight", "attention/o/kernel", "D HE", "HED"),
 )
-GATE_UP = (
-  layer("mlp.gate_proj.weight", "mlp/gate/kernel", "F D", "DF"),
-  layer("mlp.up_proj.weight", "mlp/up/kernel", "F D", "DF"),
-)
-FUSED_GATE_UP = joined(
-  "mlp.gate_up_proj.weight", "(F,F) D", {"mlp/gate/kernel": "DF", "mlp/up/kernel": "DF"}
-)
-DOWN = (
-  layer("mlp.down_proj.weight", "mlp/down/kernel", "D F", "FD"),
+MLP = mlp("mlp", "mlp", "F")
+FUSED_MLP = (
+  *joined("mlp.gate_up_proj.weight", "(F,F) D", {"mlp/gate/kernel": "DF", "mlp/up/kernel": "DF"}),
+  MLP[-1],
 )
 EXPERTS = (
   layer("mlp.gate.weight", "experts/router", "X D", "DX"),
@@ -115,7 +120,7 @@ EXPERTS = (
   layer("mlp.experts.{x}.down_proj.weight", "experts/down", "D M", "MD"),
 )
 # fmt: on
-PROJECTIONS = QKV + O + GATE_UP + DOWN
+PROJECTIONS = QKV + O + MLP
 
 # Field of ModelConfig -> field of config.json:
 BIAS_FIELDS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}

@@ -1,0 +1,199 @@
+"""A pass over new tokens that reads a cache and writes them into it."""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+import jax.numpy as jnp
+
+from grpo_jax.model.attention import decode
+from grpo_jax.model.attention.softmax import Int8, Own, Scoring, as_int8, softmax_attention
+from grpo_jax.model.blocks import LayerMemory, Pass
+from grpo_jax.model.cache import Cache, Prefix, with_axes, without_axes
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.mixers.seen import Attend, KeysAndValues, Recur, Scan
+
+
+def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemory) -> Attend:
+  """Attention of new tokens [B, T] to themselves and to the rows' earlier tokens in `cache`.
+
+  Beside its output, it returns the stack's keys and values with the new ones in their slots. It
+  returns None where the layer borrows keys and values: then they are in their slots already.
+  """
+
+  def attend_with_cache(
+    q_BTHE: jax.Array,
+    k_BTKE: jax.Array | None,
+    v_BTKE: jax.Array | None,
+    sinks_H: jax.Array | None = None,
+  ) -> tuple[jax.Array, KeysAndValues | None]:
+    (B, T, H, E), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
+    K = with_axes(jax.tree.leaves(memory.own)[0], cache.axes).shape[-4]
+    q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
+
+    def put(stack: jax.Array, new: jax.Array) -> jax.Array:
+      layer = [memory.place][: stack.ndim - new.ndim]
+      new = new.reshape((1,) * len(layer) + new.shape)
+      start = [*layer, *[0] * len(cache.axes), cache.time % cache.slots, 0]
+      return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config, E)
+
+    def by_kernel(q_PKGRTE: jax.Array, own: KeysAndValues, prefix_mask: Any) -> jax.Array:
+      whole = jax.tree.map(lambda x: with_axes(x, cache.axes), own)
+      whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)
+      visible_PG = cache.lengths_PG + 1
+      visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
+      tokens = decode.OwnTokens(whole, memory.place, cache.time, visible_PG)
+      mask = None if prefix_mask is None else prefix_mask[..., 0, :]
+      return decode.attention(config, q_PKGRTE[..., 0, :], tokens, prefix, mask, sinks_H)
+
+    def write(stack: Any, new_BTKE: jax.Array) -> Any:
+      new = new_BTKE.reshape(P, G, T, K, E).transpose(0, 3, 1, 2, 4)
+      new = without_axes(new, cache.axes)
+      new = as_int8(new) if isinstance(stack, Int8) else new.astype(stack.dtype)
+      return jax.tree.map(put, stack, new)
+
+    def read(stack: jax.Array) -> jax.Array:
+      if stack.ndim == len(cache.axes) + 2:
+        return stack
+      return jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
+
+    stacks_of_own, written = memory.own, None
+    if k_BTKE is not None:
+      values = None if v_BTKE is None else write(memory.own[1], v_BTKE)
+      stacks_of_own = written = write(memory.own[0], k_BTKE), values
+    prefix = _both(memory.prefix) if cache.prefix is not None else None
+    prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window) if prefix else None
+    if T == 1 and decode.fits(config) and cache.slots % decode.SLOTS == 0:
+      out = by_kernel(q_PKGRTE, _both(stacks_of_own), prefix_mask)
+      return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), written
+    mask = _own_mask(cache, T, window)
+    keys, values = jax.tree.map(read, _both(stacks_of_own))
+    own, scoring = Own(keys, values, cache.axes.lower()), Scoring(config.attention_cap, sinks_H)
+    out = softmax_attention(q_PKGRTE, own, mask, prefix, prefix_mask, scoring)
+    return out.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, H, E), written
+
+  return attend_with_cache
+
+
+def _both(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+  """Keys and values, of which the keys may be the values, too."""
+  keys, values = pair
+  return keys, keys if values is None else values
+
+
+def recur_with_cache(cache: Cache, lengths_B: jax.Array, memory: LayerMemory) -> Recur:
+  """The recurrence of new tokens [B, T] from the rows' states in `cache`.
+
+  Beside its output, it returns the stack's states with those after the new tokens.
+
+  Args:
+    cache: The cache.
+    lengths_B: int32, how many of the T tokens each row has.
+    memory: The states.
+  """
+  P, G = cache.lengths_PG.shape
+
+  def recur(scan: Scan, inputs_BT: Any, empty: Any) -> tuple[Any, Any]:
+    del empty
+    T = jax.tree.leaves(inputs_BT)[0].shape[1]
+
+    def read(stack: jax.Array) -> jax.Array:
+      layer = jax.lax.dynamic_index_in_dim(stack, memory.place, 0, keepdims=False)
+      return layer.reshape(P * G, *layer.shape[2:])
+
+    def write(stack: jax.Array, new_B: jax.Array) -> jax.Array:
+      layer = new_B.reshape(P, G, *new_B.shape[1:]).astype(stack.dtype)
+      return jax.lax.dynamic_update_index_in_dim(stack, layer, memory.place, 0)
+
+    is_token_BT = jnp.arange(T) < lengths_B[:, None]
+    out, state_B = scan(inputs_BT, jax.tree.map(read, memory.own), is_token_BT)
+    return out, jax.tree.map(write, memory.own, state_B)
+
+  return recur
+
+
+def to_pass(config: ModelConfig, cache: Cache, lengths_B: jax.Array) -> Pass:
+  """The pass of new tokens that attend to themselves and to those in the cache.
+
+  Args:
+    config: The model.
+    cache: The cache.
+    lengths_B: int32, how many new tokens each row has.
+  """
+
+  def pairs(layers: Cache | Prefix) -> dict[str, KeysAndValues]:
+    return {name: (keys, layers.values.get(name)) for name, keys in layers.keys.items()}
+
+  attend = functools.partial(with_cache, config, cache)
+  recur = functools.partial(recur_with_cache, cache, lengths_B)
+  own = pairs(cache) | cache.states
+  return Pass(attend, recur, own, pairs(cache.prefix) if cache.prefix else {})
+
+
+def updated(cache: Cache, own: Mapping[str, Any], tokens: int) -> Cache:
+  """The cache after a pass of `to_pass` over rows of `tokens` new tokens."""
+  keys = {name: own[name][0] for name in cache.keys}
+  values = {name: own[name][1] for name in cache.values}
+  states = {name: own[name] for name in cache.states}
+  time, lengths_PG = cache.time + tokens, cache.lengths_PG + tokens
+  return cache.replace(keys=keys, values=values, time=time, lengths_PG=lengths_PG, states=states)
+
+
+def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
+  """The cache after a pass over rows of `tokens` tokens without one.
+
+  Args:
+    kept: Of each stack, keys and values [L, B, T, K, E], or arrays [L, B, ...] of states.
+    tokens: T.
+  """
+
+  def ordered(x_LBTKE: jax.Array) -> jax.Array:
+    return x_LBTKE.transpose(0, 1, 3, 2, 4)[:, :, :, None]
+
+  # Attention keeps a pair, and a layer that recurs a struct.
+  pairs = {name: pair for name, pair in kept.items() if isinstance(pair, tuple)}
+  keys = {name: ordered(keys) for name, (keys, _) in pairs.items()}
+  values = {name: ordered(values) for name, (_, values) in pairs.items() if values is not None}
+  recurring = {name: state for name, state in kept.items() if name not in pairs}
+  states = jax.tree.map(lambda x: x[:, :, None], recurring)
+  B = jax.tree.leaves(kept)[0].shape[1]
+  lengths_PG = jnp.full((B, 1), tokens, jnp.int32)
+  return Cache(keys, values, jnp.int32(tokens), lengths_PG, states=states)
+
+
+def _own_mask(cache: Cache, tokens: int, window: int) -> jax.Array:
+  """[P, 1, G, 1, T, C]: which slots the rows' new tokens see. They are written before.
+
+  Args:
+    cache: Before the pass. A pass of several tokens must not go past the last slot.
+    tokens: T.
+    window: As in `View`.
+  """
+  place_T1 = jnp.arange(tokens)[:, None]
+  age_TC = (cache.time + place_T1 - jnp.arange(cache.slots)) % cache.slots
+  mask = age_TC <= cache.lengths_PG[:, None, :, None, None, None] + place_T1
+  return mask & (age_TC < window) if window else mask
+
+
+def _prefix_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Array:
+  """[P, 1, 1 or G, 1, 1 or T, S]: which tokens of the prompts the new tokens see."""
+  slots_S, lengths_P = jnp.arange(slots), cache.prefix.lengths_P[:, None, None, None, None, None]
+  mask = slots_S < lengths_P
+  if window:
+    place = cache.lengths_PG[:, None, :, None, None, None] + jnp.arange(tokens)[:, None]
+    mask &= lengths_P + place - slots_S < window
+  return mask
+
+
+def _slots_last(stack: jax.Array, config: ModelConfig, head_dim: int) -> jax.Array:
+  """Fixes the order of a stack [..., C, E] in the memory of a TPU: the slots vary fastest.
+
+  A TPU pads the axis that varies fastest to 128. If XLA may choose, it takes E, which is 64 in
+  small models, and a second order for the other stack, and keeps copies in both.
+  """
+  if config.platform != "tpu" or head_dim % 128 == 0:
+    return stack
+  *outer, slots, element = range(stack.ndim)
+  return with_layout_constraint(stack, Layout(major_to_minor=(*outer, element, slots)))
