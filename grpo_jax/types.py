@@ -103,6 +103,51 @@ class Rewards(struct.PyTreeNode):
     return jnp.where(scored, jnp.nansum(weights_J * scores, -1), jnp.nan)
 
 
+class Images(struct.PyTreeNode):
+  """The images of P prompts as patches, on the host or on the devices.
+
+  A picture is an image, or a tile of an image that the vision tower sees alone. Prompts are padded
+  to I pictures, and pictures to N patches. A patch has C numbers.
+
+  Attributes:
+    patches_PINC: float32, the pixels of each patch, in the order in which the family's image
+      processor writes patches and the numbers of a patch. 0 at padding.
+    places_PIN2: int32, row and column of each patch in its picture. -1 at padding.
+    seen_PS2: int32, which visual token takes the place of a token of the prompt: the number of its
+      picture, and its own number among the visual tokens of that picture. -1 where the token is
+      text.
+    positions_PS3: int32, the positions of the prompt's tokens in time, height and width, for
+      families that rotate by three axes. None: a token's position is its number.
+    next_P: int32, beside `positions_PS3`: the position of the first token after the prompt.
+  """
+
+  patches_PINC: jax.Array
+  places_PIN2: jax.Array
+  seen_PS2: jax.Array
+  positions_PS3: jax.Array | None = None
+  next_P: jax.Array | None = None
+
+
+class Visual(struct.PyTreeNode):
+  """What a vision tower makes of `Images`, which the decoder reads in the place of tokens.
+
+  Attributes:
+    features_KPND: The visual tokens of each prompt's pictures, one picture after another: N = I * M.
+      Number 0 of the K levels takes the place of embeddings. Number k > 0 is added to the residual
+      stream after layer k - 1.
+    seen_PS: int32, which of the N takes the place of a token of the prompt, or -1.
+    picture_PS: int32, to which picture a token of the prompt belongs, or -1.
+    positions_PS3: `Images.positions_PS3`.
+    next_P: `Images.next_P`.
+  """
+
+  features_KPND: jax.Array
+  seen_PS: jax.Array
+  picture_PS: jax.Array
+  positions_PS3: jax.Array | None = None
+  next_P: jax.Array | None = None
+
+
 class Routing(struct.PyTreeNode):
   """What the routers of the L sparse layers did, as sums over the counted tokens of a row.
 
