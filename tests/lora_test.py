@@ -19,7 +19,7 @@ from grpo_jax import learner, model
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo import presets
 from grpo_jax.config import Learner
-from grpo_jax.model import lora
+from grpo_jax.model import kernels, lora
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch
 
@@ -238,7 +238,7 @@ def test_a_quantised_kernel(dtype, bound):
     and packed.scale.dtype == jnp.bfloat16
   )
   assert packed.qvalue.dtype.itemsize == 1
-  error = jnp.abs(lora.dequantised(packed, jnp.float32) - kernel).reshape(2, 64, 2, 8).max(1)
+  error = jnp.abs(kernels.dequantised(packed, jnp.float32) - kernel).reshape(2, 64, 2, 8).max(1)
   assert (error / jnp.abs(kernel).reshape(2, 64, 2, 8).max(1)).max() < bound
   for name, x in (
     ("embed/embedding", kernel[:, 0]),
@@ -370,7 +370,7 @@ def test_factors_multiply_to_the_dequantised_kernel(dtype, inputs):
   """Also where the inputs are one tile, so that every dtype has one scale for each output."""
   name, kernel = "layers_0/mlp/gate/kernel", jax.random.normal(jax.random.key(0), (inputs, 48))
   small = lora.rounded(name, kernel) if dtype == "rounded" else lora.quantised(name, kernel, dtype)
-  matrix_IO, scale_O = lora.factors(small, jnp.float32, 48)
+  matrix_IO, scale_O = kernels.factors(small, jnp.float32, 48)
   product = matrix_IO if scale_O is None else matrix_IO * scale_O
-  np.testing.assert_allclose(product, lora.dequantised(small, jnp.float32), atol=1e-6)
+  np.testing.assert_allclose(product, kernels.dequantised(small, jnp.float32), atol=1e-6)
   assert 0 < jnp.abs(product - kernel).max() < 0.5

@@ -31,7 +31,7 @@ from grpo_jax.model.cache import (
   take_rows,
   with_slots,
 )
-from grpo_jax.model.config import ADAPTABLE, AdapterShape, ModelConfig
+from grpo_jax.model.config import AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
 from grpo_jax.model.huggingface.load_weights import ignores_parts, load, load_model_config
 from grpo_jax.model.huggingface.peft import (
@@ -43,10 +43,13 @@ from grpo_jax.model.huggingface.peft import (
 )
 from grpo_jax.model.huggingface.save_weights import save
 from grpo_jax.model.lora import (
+  ADAPTABLE,
   QUANTISED_DTYPES,
   init_adapters,
   is_projection,
   join,
+  kernels_of,
+  modules_of,
   quantised,
   rounded,
 )
@@ -123,6 +126,8 @@ __all__ = [
   "QUANTISED_DTYPES",
   "init_adapters",
   "is_projection",
+  "kernels_of",
+  "modules_of",
   "join",
   "quantised",
   "rounded",

@@ -8,14 +8,6 @@ import jax
 
 from grpo_jax.model.rope import RopeScaling
 
-# The kernels that can have an adapter, and what Hugging Face calls their modules.
-ADAPTABLE = {
-  **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
-  **{"q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj"},
-  **{name: name for name in ("in_proj_z", "in_proj_a", "in_proj_b")},
-  "out": "out_proj",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class AdapterShape:
@@ -26,7 +18,7 @@ class AdapterShape:
     alpha: The numerator of `scale`.
     rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (rank-stabilised LoRA, Kalajdzievski
       2312.03732). Higher ranks need it.
-    targets: The names in ADAPTABLE that have an adapter.
+    targets: The names of the kernels that have an adapter, sorted. Layers may share a name.
   """
 
   rank: int

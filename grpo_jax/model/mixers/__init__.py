@@ -1,8 +1,8 @@
 """How the tokens of a layer learn of those before them. Each mixer has a file of its own.
 
 A mixer is a module that is called with the tokens and with what it may use of the pass (`Seen`). It
-says what it keeps of a token or of a row (`seen.py`) and where its parameters lie on a mesh
-(`RULES`).
+says what it keeps of a token or of a row (`seen.py`), where its parameters lie on a mesh (`RULES`),
+and which of its projections can have an adapter (`TARGETS`).
 """
 
 from typing import Any
@@ -19,3 +19,4 @@ MIXERS: dict[str, Any] = {
   "latent": LatentAttention,
 }
 RULES = attention.RULES + delta.RULES + latent.RULES
+TARGETS = attention.TARGETS | delta.TARGETS | latent.TARGETS

@@ -7,6 +7,7 @@ from flax import linen as nn
 import jax
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.kernels import Target
 from grpo_jax.model.layers import Dense
 from grpo_jax.model.mixers.seen import Seen
 from grpo_jax.model.rope import rotate
@@ -25,6 +26,13 @@ RULES = (
   (r"attention/o/lora_a", ("tensor", None, None)),
   (r"attention/o/lora_b", (None, "fsdp")),
 )
+# Path of a kernel in a layer -> the projection, which can have an adapter.
+TARGETS = {
+  "attention/q": Target(("q_proj", "qkv_proj")),
+  "attention/k": Target(("k_proj", "qkv_proj")),
+  "attention/v": Target(("v_proj", "qkv_proj")),
+  "attention/o": Target(("o_proj",), inputs=2),
+}
 
 
 class Attention(nn.Module):
