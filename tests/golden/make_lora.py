@@ -99,7 +99,7 @@ def differences(name):
   config = dataclasses.replace(config, lora=model.load_adapter_shape(FOLDER / name))
   leaves, tree = jax.tree.flatten(model.load_adapters(FOLDER / name, config))
   random = np.random.default_rng(0)
-  changed = [(x + random.normal(size=x.shape) / 4).astype(np.float32) for x in leaves]
+  changed = [(x + random.normal(size=x.shape) / 20).astype(np.float32) for x in leaves]
   adapters = jax.tree.unflatten(tree, changed)
   joined = model.join(params, adapters)
   rows = np.load(base / "expected.npz")
