@@ -224,32 +224,45 @@ def save_adapters(
   Raises:
     ConfigError: The folder is not empty.
   """
-  lora, sizes, leaves = config.lora, _sizes(config), flatten_dict(adapters, sep="/")
+  sizes, leaves = _sizes(config), flatten_dict(adapters, sep="/")
   of_modules, places = list(module_adapters(config)), Places(config)
-  # A module's kernels without an adapter get zeros, which remain zeros if they are trained.
-  missing = {
+  trained = {
     spec.leaf_name
     for adapter in of_modules
-    for kernel, *specs in adapter.parts
-    for spec in specs
-    if kernel not in lora.targets
+    for part in adapter.parts
+    for spec in (part.a, part.b)
+    if part.kernel in config.lora.targets
   }
+  assert leaves.keys() == {places.find(name)[0] for name in trained}
 
   def leaf(spec: TensorSpec) -> np.ndarray:
-    if spec.leaf_name in missing:
+    # A module's other projections get zeros, which would remain zeros if they were trained.
+    if spec.leaf_name not in trained:
       return np.zeros(spec.leaf_shape(sizes), np.float32)
     return fetch(jnp.array(places.take(leaves, spec.leaf_name), jnp.float32))
 
-  in_blocks = sorted({adapter.module for adapter in of_modules if len(adapter.parts) > 1})
-  values = {
+  tensors: dict[str, np.ndarray] = {}
+  for adapter in of_modules:
+    tensors |= adapter.joined(leaf, sizes)
+  if path is None:
+    return
+  values = {"base_model_name_or_path": base, "revision": revision}
+  with new_folder(path) as folder:
+    write_json(folder / "adapter_config.json", values | _shape_to_json(config.lora, of_modules))
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+
+
+def _shape_to_json(lora: AdapterShape, of_modules: Iterable[ModuleAdapter]) -> dict[str, Any]:
+  """The fields of adapter_config.json that say what the adapters compute."""
+  numbers = {adapter.module: len(adapter.parts) for adapter in of_modules}  # of projections
+  in_blocks = sorted(module for module, number in numbers.items() if number > 1)
+  return {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": base,
-    "revision": revision,
     "r": lora.rank,
     "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
     "use_rslora": lora.rslora,
-    "target_modules": sorted({adapter.module for adapter in of_modules}),
+    "target_modules": sorted(numbers),
     "rank_pattern": _ranks(lora, in_blocks),
     "alpha_pattern": _alphas(lora, in_blocks),
     "lora_dropout": 0.0,
@@ -257,14 +270,6 @@ def save_adapters(
     "inference_mode": True,
     "fan_in_fan_out": False,
   }
-  tensors: dict[str, np.ndarray] = {}
-  for adapter in of_modules:
-    tensors |= adapter.joined(leaf, sizes)
-  if path is None:
-    return
-  with new_folder(path) as folder:
-    write_json(folder / "adapter_config.json", values)
-    write_tensors(folder / "adapter_model.safetensors", tensors)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
