@@ -30,6 +30,7 @@ from grpo_jax.model.cache import (
   take_prompts,
   take_rows,
   with_slots,
+  within_windows,
 )
 from grpo_jax.model.config import ADAPTABLE, AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
@@ -103,6 +104,7 @@ __all__ = [
   "take_prompts",
   "take_rows",
   "with_slots",
+  "within_windows",
   "as_prefix",
   # Where the parameters of layers lie.
   "is_stacked",

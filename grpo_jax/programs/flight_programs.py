@@ -166,7 +166,8 @@ class FlightPrograms:
     last_n11 = (counts_n - 1)[:, None, None]
     last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
     make = model.rows_as_prefix if shared else model.as_prefix
-    return make(cache, prompts.lengths_n), last_nD, everywhere(self._config, experts)
+    prefix = model.within_windows(config, make(cache, prompts.lengths_n))
+    return prefix, last_nD, everywhere(self._config, experts)
 
   def _begin(
     self,
@@ -191,7 +192,9 @@ class FlightPrograms:
       given_RT=jnp.full((R, T), -1, jnp.int32),
     )
     shaped = self._shaped(prompts.tokens_nS.shape[1])
-    cache = model.empty_cache(shaped, prefix, grid.seats, slots)
+    # A row goes on right after the chunk in which it ends. In some of its rounds, the row has drawn
+    # tokens that it drops, and in the others it has paused.
+    cache = model.empty_cache(shaped, prefix, grid.seats, slots, rewind=self.columns - 1)
     return placed(self._config, Flight(cache, last_nD, rows)), experts
 
   def _arrive(
@@ -247,7 +250,8 @@ class FlightPrograms:
     return on_each_shard(self._config, resume, flight, *resumed)
 
   def _grow(self, flight: Flight, slots: int) -> Flight:
-    return placed(self._config, flight.replace(cache=model.with_slots(flight.cache, slots)))
+    cache = model.with_slots(self._config, flight.cache, slots)
+    return placed(self._config, flight.replace(cache=cache))
 
   def _chunk(
     self,
