@@ -32,6 +32,7 @@ from grpo_jax.model.cache import (
   with_slots,
   within_windows,
 )
+from grpo_jax.model.cache_bytes import cache_bytes
 from grpo_jax.model.config import ADAPTABLE, AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
 from grpo_jax.model.huggingface.load_weights import ignores_parts, load, load_model_config
@@ -96,6 +97,7 @@ __all__ = [
   "Cache",
   "Prefix",
   "begin_rows",
+  "cache_bytes",
   "empty_cache",
   "put_prompts",
   "roll_rows",

@@ -68,8 +68,8 @@ class Cache(struct.PyTreeNode):
     prefix: The prompts of the groups, or None where the rows share no prompt.
     states: Arrays [L, P, G, ...] for each stack that recurs, after the rows' last tokens.
     slots: The most own tokens that a row may have.
-    rewind: The most slots by which `roll_rows` moves a row. None means any number, and that passes
-      may have several tokens: then layers with a window have all slots, too.
+    rewind: The most slots by which `roll_rows` moves a row's tokens. None means any number, and
+      that passes may have several tokens: then layers with a window have all slots, too.
     axes: Which of P, K and G are axes of the keys and values, in this order.
   """
 

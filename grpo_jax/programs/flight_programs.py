@@ -47,6 +47,16 @@ class Kept(struct.PyTreeNode):
     return Kept(self.round + 1, kept_RNY)
 
 
+def most_rewound(columns: int) -> int:
+  """`Cache.rewind` of rows that draw up to so many tokens in a chunk.
+
+  A row goes on right after the chunk in which it ends, whose rounds are one fewer than the columns.
+  It keeps what it drew in the first round. In each of the others, it has paused or drawn a token
+  that it drops. A new row that keeps only the token that it drew without a round has no slots yet.
+  """
+  return max(0, columns - 2)
+
+
 class FlightPrograms:
   """What is compiled. Each program is compiled for each grid and size of the cache that it meets.
 
@@ -192,9 +202,8 @@ class FlightPrograms:
       given_RT=jnp.full((R, T), -1, jnp.int32),
     )
     shaped = self._shaped(prompts.tokens_nS.shape[1])
-    # A row goes on right after the chunk in which it ends. In some of its rounds, the row has drawn
-    # tokens that it drops, and in the others it has paused.
-    cache = model.empty_cache(shaped, prefix, grid.seats, slots, rewind=self.columns - 1)
+    rewind = most_rewound(self.columns)
+    cache = model.empty_cache(shaped, prefix, grid.seats, slots, rewind)
     return placed(self._config, Flight(cache, last_nD, rows)), experts
 
   def _arrive(
