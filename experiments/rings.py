@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import contextlib
 import functools
 import time
+from typing import Any
 from unittest import mock
 
 import jax
@@ -23,7 +24,7 @@ from grpo_jax.sampler.seats import Grid
 
 PROMPTS, MEMBERS, PROMPT_TOKENS, TOKENS = 8, 8, 1024, 8192
 # What a cache depends on. Other sizes are small.
-_SMALL = dict(vocab_size=256, embed_dim=64, mlp_dim=64, dtype="bfloat16")
+_SMALL: dict[str, Any] = dict(vocab_size=256, embed_dim=64, mlp_dim=64, dtype="bfloat16")
 SHAPES = {
   "Gemma 3 4B, a window of 1,024 in 5 of 6 layers": model.ModelConfig(
     **_SMALL,
