@@ -30,7 +30,9 @@ from grpo_jax.model.cache import (
   take_prompts,
   take_rows,
   with_slots,
+  within_windows,
 )
+from grpo_jax.model.cache_bytes import cache_bytes
 from grpo_jax.model.config import AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
 from grpo_jax.model.huggingface.load_weights import ignores_parts, load, load_model_config
@@ -98,6 +100,7 @@ __all__ = [
   "Cache",
   "Prefix",
   "begin_rows",
+  "cache_bytes",
   "empty_cache",
   "put_prompts",
   "roll_rows",
@@ -106,6 +109,7 @@ __all__ = [
   "take_prompts",
   "take_rows",
   "with_slots",
+  "within_windows",
   "as_prefix",
   # Where the parameters of layers lie.
   "is_stacked",

@@ -55,11 +55,6 @@ class DeltaShape:
     """The numbers of a token that go through the convolution: queries, keys and values."""
     return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-  def state_bytes(self, item: float) -> float:
-    """The bytes of a row's memory, whose tokens before the convolution have `item` each."""
-    state = 4.0 * self.value_heads * self.key_dim * self.value_dim
-    return state + item * (self.width - 1) * self.channels
-
 
 @dataclasses.dataclass(frozen=True)
 class LatentShape:
@@ -361,10 +356,3 @@ class ModelConfig:
       head_dim=kind.head_dim,
       mlp_dim=kind.mlp_dim,
     )
-
-  @property
-  def key_dims(self) -> set[int]:
-    """The sizes of the keys that layers keep of a token."""
-    kinds = map(self.kind, range(self.num_layers))
-    of_mixer = {"latent": self.latent.rank + self.latent.rope_dim} if self.latent else {}
-    return {of_mixer.get(kind.mixer, kind.head_dim) for kind in kinds if kind.mixer != "delta"}

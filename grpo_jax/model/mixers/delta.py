@@ -12,10 +12,10 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.config import DeltaShape, ModelConfig
+from grpo_jax.model.config import DeltaShape, LayerKind, ModelConfig
 from grpo_jax.model.kernels import Target
 from grpo_jax.model.layers import Dense
-from grpo_jax.model.mixers.seen import Seen
+from grpo_jax.model.mixers.seen import Kept, Seen
 
 CHUNK = 64  # tokens that are computed together
 _EPSILON = 1e-6  # of the norm of queries and keys
@@ -48,6 +48,15 @@ TARGETS = {
   "delta/in_proj_a": Target(("in_proj_a", "in_proj_ba")),
   "delta/out": Target(("out_proj",), inputs=3),
 }
+
+
+def kept(config: ModelConfig, kind: LayerKind) -> Kept:
+  """The `Memory` of each row."""
+  del kind
+  shape, item = config.delta, jnp.dtype(config.dtype).itemsize
+  state = 4.0 * shape.value_heads * shape.key_dim * shape.value_dim
+  tails = item * (shape.width - 1) * shape.channels
+  return Kept(of_row=((shape.key_heads, state + tails),))
 
 
 class Tails(struct.PyTreeNode):

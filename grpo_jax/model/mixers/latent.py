@@ -14,10 +14,10 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.config import LayerKind, ModelConfig
 from grpo_jax.model.kernels import Target, dequantised
 from grpo_jax.model.layers import Dense, einsum
-from grpo_jax.model.mixers.seen import Seen
+from grpo_jax.model.mixers.seen import Kept, Seen
 from grpo_jax.model.rope import Rotation, rotate
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
@@ -45,6 +45,12 @@ TARGETS = {
 }
 
 _EPSILON = 1e-6  # of the norms of latents, whatever `norm_eps` is
+
+
+def kept(config: ModelConfig, kind: LayerKind) -> Kept:
+  """The latent and the rotated key of each token, as one vector."""
+  del kind
+  return Kept(of_token=((1, config.latent.rank + config.latent.rope_dim),))
 
 
 class LatentAttention(nn.Module):
