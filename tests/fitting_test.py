@@ -187,12 +187,12 @@ def test_completions_are_cut_to_a_few_lengths():
 
 
 def test_on_an_accelerator_the_host_chooses_eighths():
-  """Of 4 x 512 inputs, an eighth is 256. A completion of n tokens has n - 1."""
+  """Of 4 x 512 slots, an eighth is 256. A completion of n tokens has n - 1."""
   counts = np.array([[129, 129, 1, 0], [1, 1, 1, 1]])
-  assert slots_of_batch(counts, 513, "tpu") == 256
-  assert slots_of_batch(counts + 1, 513, "tpu") == 512
-  assert slots_of_batch(np.full((1, 4), 513), 513, "gpu") == 0  # rows
-  assert slots_of_batch(counts, 513, "cpu") is None
+  assert slots_of_batch(counts, 512, "tpu") == 256
+  assert slots_of_batch(counts + 1, 512, "tpu") == 512
+  assert slots_of_batch(np.full((1, 4), 512), 512, "gpu") == 0  # rows
+  assert slots_of_batch(counts, 512, "cpu") is None
   assert slots_of_batch(np.array([[3, 4]]), 9, "tpu") == 0  # too few to pack
 
 
