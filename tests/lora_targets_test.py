@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from grpo_jax import model
 from grpo_jax.config import Mesh
+from grpo_jax.export import is_misread_by_peft
 from grpo_jax.model import kernels, lora
 from grpo_jax.model.huggingface import families
 from grpo_jax.parallel.mesh import make_mesh
@@ -261,3 +262,13 @@ def test_an_adapter_of_some_projections_of_a_module_is_refused(tmp_path):
   edit(folder, target_modules=["in_proj_z", "in_proj_ba", "out_proj", "v_proj"])
   with pytest.raises(ConfigError, match="target_modules .* must name in_proj_qkvz"):
     read(folder, "qwen3_next")
+
+
+def test_export_says_what_peft_misreads():
+  lora = model.AdapterShape(rank=2, alpha=4.0, rslora=False, targets=("q", "up"))
+  glm, phi3 = (model.load_config(GOLDEN / "families" / name) for name in ("glm4_moe", "phi3"))
+  mixture = dataclasses.replace(glm, lora=lora)
+  assert is_misread_by_peft(mixture)
+  of_attention = dataclasses.replace(lora, targets=("q",))
+  assert not is_misread_by_peft(dataclasses.replace(mixture, lora=of_attention))
+  assert not is_misread_by_peft(dataclasses.replace(phi3, lora=lora))
