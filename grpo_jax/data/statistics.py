@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.prompts import Opens, Prompts
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
@@ -39,7 +40,11 @@ class Statistics:
 
 
 def statistics(
-  split: Sequence[Any], tokenizer: Tokenizer, data: "Data", environment: Opens | None = None
+  split: Sequence[Any],
+  tokenizer: Tokenizer,
+  data: "Data",
+  environment: Opens | None = None,
+  processor: Processor | None = None,
 ) -> Statistics:
   """Reads every example of a split, and so also finds rows that cannot be read.
 
@@ -48,13 +53,14 @@ def statistics(
     tokenizer: What makes token ids.
     data: The section of the config.
     environment: What it adds is a part of the prompts.
+    processor: Of images, if the model sees them.
 
   Raises:
     ConfigError: An example cannot be read, or no prompt can be made of it.
   """
   # Prompts of any length, none of which is made before it is needed.
   data = dataclasses.replace(data, max_prompt_tokens=_ANY_LENGTH, count_at_start=0)
-  prompts = Prompts(split, tokenizer, data, environment=environment)
+  prompts = Prompts(split, tokenizer, data, environment=environment, processor=processor)
   lengths = np.zeros(len(split), np.int32)
   solutions = np.zeros(len(split), np.int32)
   hashes = np.zeros(len(split), np.uint64)
