@@ -184,10 +184,10 @@ def test_statistics_name_a_bad_row_of_a_large_file(tmp_path):
 def test_prompts_with_images_are_counted_with_their_tokens(tmp_path):
   """The image processor of the model's folder says how many tokens an image has."""
   folder = Path(__file__).parent / "golden/images/qwen3_vl"
-  image = str(folder.parent / "files/small.png")
-  row = {"question": "What is it?", "answer": "a cat", "image": image}
-  for split, words in (("train", "What is it?"), ("test", "And this?")):
-    (tmp_path / f"{split}.jsonl").write_text(json.dumps(row | {"question": words}) + "\n")
+  row = {"question": "What is it?", "answer": "a cat"}
+  for split, file in (("train", "small.png"), ("test", "rgb.png")):
+    other = row | {"image": str(folder.parent / "files" / file)}
+    (tmp_path / f"{split}.jsonl").write_text(json.dumps(other) + "\n")
   config = with_section(Config(), "model", path=str(folder))
   config = with_section(
     config, "data", task="columns", path=str(tmp_path), chat=True, max_prompt_tokens=500

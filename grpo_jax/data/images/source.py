@@ -5,7 +5,7 @@ Files of other people are read here, so nothing is decoded before its size is kn
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import io
@@ -59,7 +59,6 @@ class Source:
     path: The file, or "".
     data: The bytes of a file, if there is no path.
     url: Its address, if there are no bytes.
-    given: What the data set has in its place.
     limits: What may be read.
   """
 
@@ -67,7 +66,6 @@ class Source:
   path: str = ""
   data: bytes = dataclasses.field(default=b"", repr=False)
   url: str = ""
-  given: Any = dataclasses.field(default=None, compare=False, repr=False)
   limits: Limits = dataclasses.field(default=Limits(), compare=False, repr=False)
 
   @property
@@ -210,7 +208,7 @@ def source_of(value: Any, where: str, folder: str = "", limits: Limits = Limits(
   Raises:
     ConfigError: It is something else.
   """
-  make = functools.partial(Source, where, given=value, limits=limits)
+  make = functools.partial(Source, where, limits=limits)
   if isinstance(value, Drawing):
     return value
   if isinstance(value, Source):
@@ -384,8 +382,3 @@ def check_count(count: int, where: str, limits: Limits) -> None:
     raise ConfigError(
       f"{where}: there are {count:,} images; data.max_images allows {limits.max_images} in a prompt"
     )
-
-
-def is_images(values: Sequence[Any]) -> bool:
-  """Whether all values are images as `sources_of` returns them."""
-  return bool(values) and all(isinstance(value, (Source, Drawing)) for value in values)
