@@ -17,7 +17,7 @@ import urllib.request
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from grpo_jax import files
 from grpo_jax.settings import ConfigError, shown
@@ -117,7 +117,8 @@ class Source:
     except Image.DecompressionBombError:
       raise self._refuse(f"has more than {self.limits.max_pixels:,} pixels{_PIXELS}") from None
     except Exception as error:
-      reason = "its format is unknown" if isinstance(error, OSError) else _one_line(error)
+      is_unknown = isinstance(error, UnidentifiedImageError)
+      reason = "its format is unknown" if is_unknown else _one_line(error)
       kinds = ", ".join(FORMATS)
       raise self._refuse(f"cannot be read as an image ({reason}); it must be {kinds}") from None
     if not height or not width:
@@ -128,8 +129,8 @@ class Source:
       )
     return image
 
-  def _file(self) -> Any:
-    """What Pillow reads: an open file, or its bytes."""
+  def _file(self) -> str | io.BytesIO:
+    """What Pillow reads: the path of a file, which it opens and closes, or the bytes of one."""
     if self.data:
       self._check_bytes(len(self.data))
       return io.BytesIO(self.data)
@@ -143,11 +144,11 @@ class Source:
     try:
       files.check_regular(Path(path))
       self._check_bytes(os.path.getsize(path))
-      return open(path, "rb")  # Pillow closes it  # noqa: SIM115
     except (OSError, ValueError) as error:  # a ValueError is a NUL in the path
       if isinstance(error, ConfigError):
         raise
       raise self._refuse(f"cannot be read ({_one_line(error)})") from None
+    return path
 
   def _check_bytes(self, count: int) -> None:
     if not count:
