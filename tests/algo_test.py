@@ -510,12 +510,12 @@ def test_m2po_by_hand():
 def test_m2po_holds_its_bound_and_leaves_out_no_more_than_it_must():
   """For tokens and for rows. One more token, or row, would break the bound."""
   case = make_case()
-  batch = case.batch.replace(old_logprobs_PGT=case.batch.behavior_logprobs_PGT)
+  lp = case.stats.logprobs_PGT
+  batch = case.batch.replace(old_logprobs_PGT=lp + 2 * (case.batch.behavior_logprobs_PGT - lp))
   for ratio in ("token", "sequence"):
     settings = dataclasses.replace(presets.preset("m2po"), ratio=ratio)
     weights = np.asarray(with_selection(case.stats, batch, settings).selection.weights_PGT)
-    logprobs = case.stats.logprobs_PGT, batch.old_logprobs_PGT, batch.mask_PGT
-    log_w = np.log(RATIOS[ratio].compute(*logprobs))
+    log_w = np.log(RATIOS[ratio].compute(lp, batch.old_logprobs_PGT, batch.mask_PGT))
     away = (np.asarray(batch.mask_PGT) > 0) & (np.asarray(batch.advantages_PGT) * log_w > 0)
     kept, left_out = away & (weights > 0), away & (weights == 0)
     assert kept.any() and left_out.any()
@@ -567,7 +567,7 @@ def test_the_selection_reads_the_ratio_of_the_config_and_has_no_gradient():
 
 
 def preset_batch(case, settings, spread):
-  """A batch with the advantages of the preset, and with ratios that are `spread` times as far."""
+  """A batch with the advantages of the preset, and with log-ratios `spread` times as far from 0."""
   rng = np.random.default_rng(3)
   mask, batch = case.batch.mask_PGT, case.batch
   rewards = Rewards(
@@ -584,7 +584,8 @@ def preset_batch(case, settings, spread):
   A_PGT = jnp.broadcast_to(A if A.ndim == 3 else A[..., None], (P, G, T))
   lp = case.stats.logprobs_PGT
   old = None if settings.old_is_policy else lp + spread * (batch.old_logprobs_PGT - lp)
-  return batch.replace(advantages_PGT=A_PGT, old_logprobs_PGT=old)
+  mu = lp + spread * (batch.behavior_logprobs_PGT - lp)
+  return batch.replace(advantages_PGT=A_PGT, old_logprobs_PGT=old, behavior_logprobs_PGT=mu)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -601,7 +602,8 @@ def test_every_choice_of_a_preset_matters(name):
     return np.stack(found)
 
   expected = gradients(chosen)
-  elsewhere = {"dynamic_sampling", "overlong"}  # they change what is sampled and scored
+  # They change what is sampled and scored, and which log-probs a batch has.
+  elsewhere = {"dynamic_sampling", "overlong", "old_logprobs"}
   if chosen.surrogate == "reinforce" and chosen.old_is_policy:
     elsewhere.add("surrogate")  # at ratio 1 PPO's gradient is REINFORCE's
   for key in presets.PRESETS[name].keys() - elsewhere:

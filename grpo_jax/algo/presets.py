@@ -84,7 +84,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     correction_high=5.0,
   ),
   # AIPO, LlamaRL 2505.24034: min(pi / mu, 4) A grad lp, summed over a completion. There the bound
-  # is between 2 and 10. It is exact with one update per batch. With several, pi is the policy before
+  # is between 2 and 10. It is exact with one update per batch. With several, pi is the one before
   # the first; with the surrogate cispo, clip_low=1 and clip_high=3 it moves along.
   "aipo": dict(
     advantage="group_centered",
