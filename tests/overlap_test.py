@@ -1,13 +1,21 @@
 """The simulator of sampler and learner side by side: schedules by hand, and threads that sleep."""
 
 import dataclasses
+import json
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
+from small_run import small_config, with_section
 
+from grpo_jax import plan
+from grpo_jax.config import to_dict
+from grpo_jax.parallel import chips
+from grpo_jax.planning import split
 from grpo_jax.planning.overlap import Job, best, seconds_on, simulate, splits
+from grpo_jax.settings import ConfigError
 
 
 def job(*lengths, **changes):
@@ -112,6 +120,73 @@ def test_times_of_other_numbers_of_devices():
   seconds = {1: 8.0, 4: 3.0}
   assert [seconds_on(seconds, count) for count in (1, 2, 4, 6)] == [8, 4, 3, 2]
   assert seconds_on({4: 3.0}, 2) == 6
+
+
+# What the simulation starts from, and what is printed.
+
+
+def saved_run(folder, group_size, lengths_by_step):
+  """The folder of a run with completions of these lengths."""
+  config = with_section(small_config(), "batch", group_size=group_size)
+  (folder / "config.json").write_text(json.dumps(to_dict(config)))
+  (folder / "completions").mkdir()
+  for step, lengths in lengths_by_step.items():
+    rows = "".join(json.dumps({"length": length}) + "\n" for length in lengths)
+    (folder / f"completions/{step:06d}.jsonl").write_text(rows)
+  return str(folder)
+
+
+def test_lengths_are_those_of_a_run_group_by_group(tmp_path):
+  workdir = saved_run(tmp_path, 2, {1: [1, 2, 3, 4], 5: [50, 60]})
+  assert sorted(map(tuple, split.lengths_of(workdir, 2))) == [(1, 2), (3, 4), (50, 60)]
+  for group in split.lengths_of(workdir, 3):  # three members of one of the groups
+    assert any(set(group) <= {a, b} for a, b in ((1, 2), (3, 4), (50, 60)))
+  config = with_section(small_config(), "batch", prompts=4, group_size=2)
+  config = with_section(config, "sampling", max_tokens=40, rows=0)
+  given = split.job_of(config, workdir, 1.5)
+  assert given.lengths_NG.max() == 40 and given.seats == 8 and given.reward_seconds == 1.5
+  assert (split.job_of(config, None, 0.0).lengths_NG == 40).all()
+
+
+def test_a_run_without_completions_is_refused(tmp_path):
+  with pytest.raises(ConfigError, match="log.completions_every"):
+    split.lengths_of(saved_run(tmp_path, 2, {}), 2)
+
+
+def test_measured_times():
+  assert split.times_of_flag("update_s", "2:9.1,4:5") == {2: 9.1, 4: 5.0}
+  for value in ("9.1", "0:2", "2:", "2:0", "2:1,2:3", "a:b"):
+    with pytest.raises(ConfigError, match="--update_s=.*write DEVICES:TIME"):
+      split.times_of_flag("update_s", value)
+
+
+def test_the_table_of_splits(capsys):
+  plan.plan_apart(job([8, 8]), {1: 4.0}, {1: 20.0}, 4, (0, 1, 2))
+  lines = capsys.readouterr().out.splitlines()
+  assert max(map(len, lines)) <= 100
+  in_turn = next(line for line in lines if "in turn " in line).split()
+  assert in_turn[:6] == ["4", "in", "turn", "0", f"{3600 / 13:.1f}", "1.00"]  # 8 + 5 s
+  assert sum(line.split()[:1] in (["1"], ["2"], ["3"]) for line in lines) == 9 + 1  # and of times
+  assert lines[-1] == "best: in turn on all devices; no split is faster"
+  plan.plan_apart(job([8, 8], reward_seconds=20), {1: 4.0}, {1: 20.0}, 4, (0, 4))
+  *_, last = capsys.readouterr().out.splitlines()
+  # (13 + 20) / 16 s
+  assert last == "best: sampler 2, learner 2, bound 4: 2.06 times as fast as in turn"
+
+
+def test_times_of_compiled_programs(monkeypatch, capsys):
+  """A chip that reads a byte in a nanosecond: half of the rows take less time, not more."""
+  config = with_section(small_config(), "mesh", data=-1, tensor=1)
+  devices = jax.devices()[:2]
+  with pytest.raises(ConfigError, match="give measured times"):
+    plan.compiled_times(config, devices)
+  monkeypatch.setitem(chips.CHIPS, "cpu", chips.Chip(1e12, 1e15, 1e9, 1e15))
+  rounds, updates = plan.compiled_times(config, devices)
+  assert rounds.keys() == updates.keys() == {1, 2}
+  assert 0 < rounds[2] < rounds[1] and 0 < updates[2] < updates[1]
+  rounds, _ = plan.compiled_times(with_section(config, "mesh", data=2), devices)
+  assert rounds.keys() == {2}
+  assert "not on 1: mesh.data=2" in capsys.readouterr().out
 
 
 # A run with threads. Nothing of it is shared with the simulation: it sleeps instead of computing.

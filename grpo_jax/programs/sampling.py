@@ -52,7 +52,7 @@ TEMPERATURES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
   "cosine": lambda first, last, steps: optax.cosine_decay_schedule(first, steps, last / first),
 }
 
-_LONGEST_CHUNK = 64
+LONGEST_CHUNK = 64
 _SHARED_STEP = 32  # each other length is compiled
 # A call that computes less does not repay the time to compile smaller grids.
 _SHRINKS_FROM = 1e10  # floating point operations
@@ -101,7 +101,7 @@ class Sampler:
       rows: The most rows in flight. 0 means all of a call.
     """
     self._config, self._weights, self._rows = config, weights, rows
-    self.programs = FlightPrograms(config, decoding, min(decoding.max_tokens, _LONGEST_CHUNK))
+    self.programs = FlightPrograms(config, decoding, min(decoding.max_tokens, LONGEST_CHUNK))
 
   def pace(self, prompts: int, members: int) -> Pace:
     """How `members` completions of so many prompts at once are decoded.
