@@ -159,7 +159,7 @@ def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, fl
       print(f"not on {count}: {error}")
       continue
     with told_if_slow(f"compiling for {count} devices"):
-      phases = [compiled(program) for program in programs(run)]
+      phases = [compiled(program) for program in programs(run) if split.is_timed(program)]
     refused = [phase.name for phase in phases if memory and phase.total > memory]
     if refused:
       print(f"not on {count}: too little memory for {' and '.join(refused)}")

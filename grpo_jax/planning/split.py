@@ -9,6 +9,7 @@ from grpo_jax.config import Config
 from grpo_jax.parallel.chips import Chip
 from grpo_jax.planning.overlap import Job, Outcome, Split, best
 from grpo_jax.planning.phases import Phase, seconds_by_limit
+from grpo_jax.planning.programs import Program
 from grpo_jax.planning.table import columns
 from grpo_jax.programs.sampling import LONGEST_CHUNK
 from grpo_jax.settings import ConfigError
@@ -91,14 +92,28 @@ def times_of_flag(name: str, value: str) -> dict[int, float]:
   return times
 
 
+def is_timed(program: Program) -> bool:
+  """Whether the simulation needs its time: of what every step draws, and of what the learner does.
+
+  The greedy completions that an advantage may need are left out.
+  """
+  in_every_step = program.runs.isdecimal() and int(program.runs) > 0
+  return in_every_step and (program.name == "sample" or not program.tokens)
+
+
 def least_times(phases: Sequence[Phase], chip: Chip) -> tuple[float, float]:
-  """The least seconds of a round of decoding, and of all that the learner does in a step."""
+  """The least seconds of a round of decoding, and of all that the learner does in a step.
+
+  Args:
+    phases: What became of the programs for which `is_timed` holds.
+    chip: Its peaks.
+  """
   round_seconds = learner_seconds = 0.0
   for phase in phases:
-    if phase.name == "sample":
+    if phase.tokens:
       done = phase.counted.open_loops * (1 / phase.tokens)
       round_seconds = max(seconds_by_limit(done, chip).values())
-    elif phase.runs.isdecimal() and not phase.tokens:  # others do not run in every step
+    else:
       once = max(seconds_by_limit(phase.counted.whole, chip).values())
       learner_seconds += int(phase.runs) * once
   return round_seconds, learner_seconds

@@ -69,9 +69,7 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   return metrics
 
 
-def staleness_metrics(
-  versions_PGT: np.ndarray, current: int, mask_PGT: np.ndarray
-) -> dict[str, float]:
+def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) -> dict[str, float]:
   """How old the tokens of a batch are, in updates of the policy between their draw and their use.
 
   `staleness/share_0` to `staleness/share_2` are the shares of tokens of that age, and
@@ -79,12 +77,12 @@ def staleness_metrics(
   no shares: all are NaN.
 
   Args:
-    versions_PGT: int32, the version of the policy that drew each token. [P, G, 1] where all tokens
-      of a row have one.
+    versions: int32 [P, G, T], the version of the policy that drew each token, or [P, G, 1] where all
+      tokens of a row have one.
     current: The version that learns from them.
     mask_PGT: 1 at the tokens that count.
   """
-  ages = (current - np.broadcast_to(versions_PGT, mask_PGT.shape))[mask_PGT != 0]
+  ages = (current - np.broadcast_to(versions, mask_PGT.shape))[mask_PGT != 0]
   if not ages.size:
     ages = np.full(1, np.nan)
   counted = {f"share_{age}": ages == age for age in range(3)} | {"share_3_or_more": ages >= 3}
