@@ -431,10 +431,10 @@ def test_a_step_ends_at_the_token_with_its_last_character(family, text):
 
 
 def test_staleness_by_hand():
-  """Version 7 learns. Ages are 0, 1, 1 and 4; the tokens without a mask are not counted."""
-  versions, mask = np.array([[[7, 6, 99], [6, 3, 0]]]), np.array([[[1, 1, 0], [1, 1, 0]]])
+  """Version 7 learns. Ages are 0, 1, 1 and 3; the tokens without a mask are not counted."""
+  versions, mask = np.array([[[7, 6, 99], [6, 4, 0]]]), np.array([[[1, 1, 0], [1, 1, 0]]])
   values = staleness_metrics(versions, 7, mask)
-  ages = {"mean": 1.5, "min": 0, "max": 4}
+  ages = {"mean": 1.25, "min": 0, "max": 3}
   shares = {"share_0": 0.25, "share_1": 0.5, "share_2": 0, "share_3_or_more": 0.25}
   assert values == {f"staleness/{name}": value for name, value in (ages | shares).items()}
   of_rows = staleness_metrics(np.array([[[7], [5]]]), 7, mask)

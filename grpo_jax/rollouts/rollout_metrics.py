@@ -77,8 +77,8 @@ def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) 
   no shares: all are NaN.
 
   Args:
-    versions: int32 [P, G, T], the version of the policy that drew each token, or [P, G, 1] where all
-      tokens of a row have one.
+    versions: int32 [P, G, T], the version of the policy that drew each token, or [P, G, 1] where
+      all tokens of a row have one.
     current: The version that learns from them.
     mask_PGT: 1 at the tokens that count.
   """
