@@ -78,6 +78,8 @@ def _methods() -> dict[str, tuple[str, dict[str, Any]]]:
       bounds = {f"algo.{key}": 16 * settings[key] for key in ("clip_low", "clip_high")}
       methods[f"{name}, 16 x bounds"] = name, _NO_KL | bounds
   del methods["process"]  # its KL is that of grpo
+  for for_stale_data in ("areal", "aipo", "m2po"):  # here all data is fresh
+    del methods[for_stale_data]
   return methods
 
 

@@ -2,13 +2,18 @@
 
 python -m grpo_jax.plan --config=configs/X.py [--config.section.key=value] --topology=v5e:2x2
 python -m grpo_jax.plan --config=configs/X.py --topology=cpu:4
+python -m grpo_jax.plan --config=configs/X.py --async --topology=v5e:2x4 [--workdir=RUN]
+python -m grpo_jax.plan --config=configs/X.py --async --round_ms=1:9,4:5 --update_s=1:40,4:11
 
 It compiles the programs of the run and reads what they hold and do. For TPUs it needs their
 compiler, pip install 'jax[tpu]'. Of a model it needs config.json alone, and no data.
 The exit code is 0 if the run fits, and 3 if it does not.
+
+With --async it says how many devices to give to the sampler and to the learner of an asynchronous
+run. It simulates every split, with the least times of the programs or with measured ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 import re
 from typing import Any
@@ -18,11 +23,12 @@ import jax
 from jax.experimental import topologies
 
 from grpo_jax import cli
+from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import DoesNotFit
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.chips import chip_of, memory_of
 from grpo_jax.parallel.mesh import sizes_of
-from grpo_jax.planning import table
+from grpo_jax.planning import overlap, split, table
 from grpo_jax.planning.phases import Phase, compiled
 from grpo_jax.planning.programs import programs, shape_alone
 from grpo_jax.programs.checks import check_batches
@@ -89,6 +95,81 @@ def plan(run: Run, topology: str) -> None:
     raise DoesNotFit
 
 
+def run_of(config: Config, devices: Sequence[Any]) -> Run:
+  """The run on these devices."""
+  # The tokenizer has no influence on the programs of a model whose vocabulary is known.
+  tokens = tokenizer.characters("") if config.model.path else None
+  run = Run(config, devices=devices, tokens=tokens)
+  check_batches(config, run.hosts)
+  return run
+
+
+def plan_apart(
+  job: overlap.Job,
+  round_seconds: Mapping[int, float],
+  update_seconds: Mapping[int, float],
+  devices: int,
+  bounds: Sequence[int],
+) -> None:
+  """Prints what each split of the devices into a sampler and a learner does.
+
+  Args:
+    job: What the run does.
+    round_seconds: Of decoding, by the number of devices.
+    update_seconds: Of all that the learner does in a step, by the number of devices.
+    devices: How many there are.
+    bounds: On staleness, to be tried.
+  """
+  in_turn = overlap.simulate(
+    job,
+    overlap.seconds_on(round_seconds, devices),
+    overlap.seconds_on(update_seconds, devices),
+    0,
+  )
+  found = overlap.splits(job, round_seconds, update_seconds, devices, bounds)
+  mean, longest = job.lengths_NG.mean(), job.lengths_NG.max()
+  print(f"completions of {mean:,.0f} tokens on average, the longest of {longest:,}")
+  print("\n".join(split.time_lines(round_seconds, update_seconds)))
+  print()
+  print("\n".join(split.split_lines(found, in_turn, devices)))
+
+
+def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, float], ...]:
+  """The least times of rounds and of the learner's step, by the number of devices.
+
+  They are compiled for 1, 2, 4, ... and all devices. A number on which a program does not fit, or
+  that the mesh or the batch cannot be divided by, has no time.
+
+  Raises:
+    ConfigError: The chip is not known, or no number of devices can run the programs.
+  """
+  chip, memory = chip_of(devices[0]), memory_of(devices[0])
+  if chip is None:
+    raise ConfigError(
+      f"the peaks of {devices[0].device_kind} are not known: give measured times, such as"
+      " --round_ms=4:6.1 --update_s=4:5.5"
+    )
+  counts = sorted({*(2**i for i in range(len(devices).bit_length())), len(devices)})
+  rounds: dict[int, float] = {}
+  updates: dict[int, float] = {}
+  for count in counts:
+    try:
+      run = run_of(config, devices[:count])
+    except ConfigError as error:
+      print(f"not on {count}: {error}")
+      continue
+    with told_if_slow(f"compiling for {count} devices"):
+      phases = [compiled(program) for program in programs(run) if split.is_timed(program)]
+    refused = [phase.name for phase in phases if memory and phase.total > memory]
+    if refused:
+      print(f"not on {count}: too little memory for {' and '.join(refused)}")
+      continue
+    rounds[count], updates[count] = split.least_times(phases, chip)
+  if not rounds:
+    raise ConfigError(f"none of {counts} devices can run the programs: choose more or others")
+  return rounds, updates
+
+
 def _tpu_devices(topology: str) -> Sequence[Any]:
   # Read by libtpu when it is loaded: it shall look for no TPU, and wait for no other process.
   settings = {
@@ -123,22 +204,49 @@ def _chip(device: Any) -> Any:
 def main(argv: list[str]) -> None:
   del argv
   config = shape_alone(cli.config_from_flags())
-  topology = flags.FLAGS.topology
-  if not topology:
-    raise ConfigError("flag --topology is missing: for example --topology=v5e:2x2")
   jax.config.update("jax_platforms", "cpu")  # the devices that exist are not needed
   # A stored program says less of itself, and the time of its compilation is part of the plan.
   jax.config.update("jax_enable_compilation_cache", False)
-  devices = devices_of(topology, flags.FLAGS.chips)
-  # The tokenizer has no influence on the programs of a model whose vocabulary is known.
-  tokens = tokenizer.characters("") if config.model.path else None
-  run = Run(config, devices=devices, tokens=tokens)
-  check_batches(config, run.hosts)
-  plan(run, topology)
+  if flags.FLAGS["async"].value:
+    _plan_apart_by_flags(config)
+  else:
+    plan(run_of(config, _devices_by_flags()), flags.FLAGS.topology)
+
+
+def _plan_apart_by_flags(config: Config) -> None:
+  values = flags.FLAGS
+  job = split.job_of(config, values.workdir, values.reward_s)
+  if bool(values.round_ms) != bool(values.update_s):
+    raise ConfigError("flags --round_ms and --update_s are both measured times: give both, or none")
+  if values.round_ms:
+    rounds_ms = split.times_of_flag("round_ms", values.round_ms)
+    rounds = {count: value / 1e3 for count, value in rounds_ms.items()}
+    updates = split.times_of_flag("update_s", values.update_s)
+    devices = values.chips or max(*rounds, *updates)
+  else:
+    described = _devices_by_flags()
+    devices = len(described)
+    rounds, updates = compiled_times(config, described)
+  if devices < 2:
+    raise ConfigError("--async: one device cannot be split; name more with --topology or --chips")
+  bounds = [int(bound) for bound in values.staleness]
+  plan_apart(job, rounds, updates, devices, bounds)
+
+
+def _devices_by_flags() -> list[Any]:
+  if not flags.FLAGS.topology:
+    raise ConfigError("flag --topology is missing: for example --topology=v5e:2x2")
+  return devices_of(flags.FLAGS.topology, flags.FLAGS.chips)
 
 
 if __name__ == "__main__":
   cli.define_config_flag()
   flags.DEFINE_string("topology", None, "TPUs, such as v5e:2x2 or v5p:2x2x4, or cpu:N")
-  flags.DEFINE_integer("chips", None, "how many of its chips to use (default: all)")
+  flags.DEFINE_integer("chips", None, "how many of its chips to use (default: all)", lower_bound=1)
+  flags.DEFINE_bool("async", False, "devices for the sampler and for the learner, by simulation")
+  flags.DEFINE_string("workdir", None, "--async: a run whose completions have typical lengths")
+  flags.DEFINE_string("round_ms", None, "--async: measured DEVICES:MS of a round of decoding, ...")
+  flags.DEFINE_string("update_s", None, "--async: measured DEVICES:S of the learner's step, ...")
+  flags.DEFINE_float("reward_s", 0.0, "--async: seconds to score a group", lower_bound=0.0)
+  flags.DEFINE_list("staleness", ["0", "1", "2", "4", "8"], "--async: bounds on staleness to try")
   cli.run(main)

@@ -223,6 +223,33 @@ TABLE = {
   "kl_cov": ("group_normalized", "token", "kl_cov", "token_mean", dict(minibatches=4)),
   "pass_at_k": ("pass_at_k", "token", "ppo_clip", "token_mean", {}),
   "process": ("process", "token", "ppo_clip", "sequence_mean", dict(kl_coef=0.04)),
+  "areal": (
+    "batch_normalized",
+    "token",
+    "ppo_clip",
+    "token_mean",
+    dict(
+      batch_weighting="token",
+      minibatches=4,
+      old_logprobs="recomputed",
+      correction="mask",
+      correction_high=5.0,
+    ),
+  ),
+  "aipo": (
+    "group_centered",
+    "token",
+    "reinforce",
+    "sequence_sum",
+    dict(correction="truncate", correction_high=4.0),
+  ),
+  "m2po": (
+    "group_normalized",
+    "token",
+    "unclipped",
+    "token_mean",
+    dict(m2_bound=0.04, minibatches=4),
+  ),
 }
 
 

@@ -108,6 +108,22 @@ def test_metrics_of_masked_values():
   )
 
 
+def test_the_effective_sample_size_of_weights():
+  """(1 + 2 + 3)^2 / (1 + 4 + 9) / 3, whole or of parts, and 1 / n where one weight has it all."""
+  of = metrics.effective
+  weights, mask = jnp.array([1.0, 9.0, 2.0, 3.0]), jnp.array([1.0, 0.0, 1.0, 1.0])
+  whole = {"ess": of(weights, mask)}
+  parts = {"ess": of(weights[:2], mask[:2])}, {"ess": of(weights[2:], mask[2:])}
+  assert metrics.reduced(whole)["ess"] == pytest.approx(36 / 14 / 3)
+  assert metrics.reduced(metrics.merge(*parts)) == pytest.approx(metrics.reduced(whole))
+  nothing = metrics.neutral(whole)
+  assert metrics.reduced(metrics.merge(nothing, whole)) == metrics.reduced(whole)
+  assert np.isnan(metrics.reduced(nothing)["ess"])
+  infinite = metrics.reduced({"ess": of(jnp.array([jnp.inf, 1.0]), jnp.ones(2))})
+  assert infinite["ess"] == pytest.approx(1 / 2)
+  assert metrics.reduced({"ess": of(jnp.zeros(2), jnp.ones(2))}) == {"ess": 0}
+
+
 def test_metrics_have_no_gradient():
   def values(x):
     mask = jnp.ones(2)

@@ -339,6 +339,7 @@ def test_the_objective_by_hand():
       "ratio/mean": 3.1 / 3,
       "ratio/max": 1.5,
       "ratio/min": 0.5,
+      "ratio/ess": 3.1**2 / (1.5**2 + 0.5**2 + 1.1**2) / 3,
       "clip_ratio/low_mean": 0,
       "clip_ratio/high_mean": 1 / 3,
       "clip_ratio/region_mean": 1 / 3,
@@ -418,6 +419,9 @@ def test_corrections_by_hand():
   assert loss == pytest.approx(-(1.8 + 0.25 + 1.1) / 3, rel=1e-5)
   assert metrics["correction/weight_mean"] == pytest.approx(3 / 3, rel=1e-5)
   assert metrics["correction/changed"] == pytest.approx(1 / 3)
+  assert metrics["correction/raw_mean"] == pytest.approx(3.5 / 3, rel=1e-5)
+  assert metrics["correction/raw_max"] == pytest.approx(2, rel=1e-5)
+  assert metrics["correction/ess"] == pytest.approx(3.5**2 / (4 + 0.25 + 1) / 3, rel=1e-5)
   _, metrics = by_hand(settings, behavior_logprobs_PGT=None)
   assert metrics["correction/weight_mean"] == 1
 
@@ -453,6 +457,75 @@ def test_the_worked_example_of_decoupled_ppo():
   of_batch = totals(batch, Coefficients(kl=0.0, entropy=0.0), settings)
   loss, _ = objective(TokenStats(jnp.log(0.3 * one), one), batch, of_batch, settings)
   assert float(loss) == pytest.approx(-1.5, rel=1e-5)
+
+
+# Objectives for rollouts of an older policy.
+
+MU = OLD - jnp.log(row(9, 0.5, 1, 1))  # pi / mu is 13.5, .25 and 1.1
+
+
+def gradient_by_hand(settings, **changes):
+  """The gradient of the loss by the log-probs of HAND, [3]."""
+  batch = HAND.batch.replace(**changes)
+  found = gradients_by_logprobs(HAND.stats, batch, (dataclasses.replace(settings, kl_coef=0.0),))
+  return np.asarray(found[0, 0, 0, :3])
+
+
+def test_aipo_weighs_the_log_prob_by_the_truncated_ratio_to_the_sampler():
+  """d loss / d lp = -A min(pi / mu, 4), of one completion whose tokens are added up."""
+  A = row(2, -1, 1, 0)
+  of_sampler = dict(advantages_PGT=A, behavior_logprobs_PGT=MU)
+  expected = [-2 * 4, 0.25, -1.1]
+  aipo = presets.preset("aipo")
+  assert aipo.old_is_policy
+  found = gradient_by_hand(aipo, old_logprobs_PGT=None, **of_sampler)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  # With several updates the ratio to the sampler's own log-probs moves along.
+  several = algo(surrogate="cispo", clip_low=1.0, clip_high=3.0, aggregation="sequence_sum")
+  found = gradient_by_hand(several, advantages_PGT=A, old_logprobs_PGT=MU)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_areal_by_hand():
+  """pi / old is 1.5, .5 and 1.1, and old / mu is 9, .5 and 1. The first is above the cap of 5."""
+  areal, A = presets.preset("areal"), row(1, 1, 1, 0)
+  found = gradient_by_hand(areal, advantages_PGT=A, behavior_logprobs_PGT=MU)
+  np.testing.assert_allclose(found, [0, -0.5 * 0.5 / 3, -1.1 / 3], rtol=1e-5)
+  # Of row (9 .5)^(1/3) = 1.65: no token is above the cap, and the first ratio is clipped.
+  of_row = dataclasses.replace(areal, correction_level="geometric")
+  found = gradient_by_hand(of_row, advantages_PGT=A, behavior_logprobs_PGT=MU)
+  np.testing.assert_allclose(found, [0, -1.6509636 * 0.5 / 3, -1.6509636 * 1.1 / 3], rtol=1e-5)
+
+
+def test_m2po_by_hand():
+  """Squared log-ratios of 1.5, .5 and 1.1 are .164, .480 and .009. The second comes back: A > 0."""
+  m2po, A = presets.preset("m2po"), row(1, 1, 1, 0)
+  found = gradient_by_hand(m2po, advantages_PGT=A)
+  np.testing.assert_allclose(found, [0, -0.5 / 3, -1.1 / 3], rtol=1e-5)
+  # The mean of .164 and .009 is .087.
+  found = gradient_by_hand(dataclasses.replace(m2po, m2_bound=0.09), advantages_PGT=A)
+  np.testing.assert_allclose(found, [-1.5 / 3, -0.5 / 3, -1.1 / 3], rtol=1e-5)
+
+
+def test_m2po_holds_its_bound_and_leaves_out_no_more_than_it_must():
+  """For tokens and for rows. One more token, or row, would break the bound."""
+  case = make_case()
+  lp = case.stats.logprobs_PGT
+  batch = case.batch.replace(old_logprobs_PGT=lp + 2 * (case.batch.behavior_logprobs_PGT - lp))
+  for ratio in ("token", "sequence"):
+    settings = dataclasses.replace(presets.preset("m2po"), ratio=ratio)
+    weights = np.asarray(with_selection(case.stats, batch, settings).selection.weights_PGT)
+    log_w = np.log(RATIOS[ratio].compute(lp, batch.old_logprobs_PGT, batch.mask_PGT))
+    away = (np.asarray(batch.mask_PGT) > 0) & (np.asarray(batch.advantages_PGT) * log_w > 0)
+    kept, left_out = away & (weights > 0), away & (weights == 0)
+    assert kept.any() and left_out.any()
+    assert (weights[~away] == np.asarray(batch.mask_PGT)[~away]).all()
+    assert (log_w[kept] ** 2).mean() <= 0.04 < (log_w[left_out] ** 2).min()
+    smallest = (log_w[left_out] ** 2).min()
+    more = kept | (left_out & (log_w**2 <= smallest * (1 + 1e-5)))
+    assert (log_w[more] ** 2).mean() > 0.04
+    if ratio == "sequence":  # whole rows
+      assert (left_out.any(-1) == (left_out | (np.asarray(batch.mask_PGT) == 0)).all(-1)).all()
 
 
 # Token selection.
@@ -494,7 +567,7 @@ def test_the_selection_reads_the_ratio_of_the_config_and_has_no_gradient():
 
 
 def preset_batch(case, settings, spread):
-  """A batch with the advantages of the preset, and with ratios that are `spread` times as far."""
+  """A batch with the advantages of the preset, and with log-ratios `spread` times as far from 0."""
   rng = np.random.default_rng(3)
   mask, batch = case.batch.mask_PGT, case.batch
   rewards = Rewards(
@@ -511,7 +584,8 @@ def preset_batch(case, settings, spread):
   A_PGT = jnp.broadcast_to(A if A.ndim == 3 else A[..., None], (P, G, T))
   lp = case.stats.logprobs_PGT
   old = None if settings.old_is_policy else lp + spread * (batch.old_logprobs_PGT - lp)
-  return batch.replace(advantages_PGT=A_PGT, old_logprobs_PGT=old)
+  mu = lp + spread * (batch.behavior_logprobs_PGT - lp)
+  return batch.replace(advantages_PGT=A_PGT, old_logprobs_PGT=old, behavior_logprobs_PGT=mu)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -528,7 +602,8 @@ def test_every_choice_of_a_preset_matters(name):
     return np.stack(found)
 
   expected = gradients(chosen)
-  elsewhere = {"dynamic_sampling", "overlong"}  # they change what is sampled and scored
+  # They change what is sampled and scored, and which log-probs a batch has.
+  elsewhere = {"dynamic_sampling", "overlong", "old_logprobs"}
   if chosen.surrogate == "reinforce" and chosen.old_is_policy:
     elsewhere.add("surrogate")  # at ratio 1 PPO's gradient is REINFORCE's
   for key in presets.PRESETS[name].keys() - elsewhere:

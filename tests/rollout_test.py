@@ -18,7 +18,12 @@ from grpo_jax.programs.sampling import Draws, Finished
 from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rollouts import rollout
 from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, take, texts_of
-from grpo_jax.rollouts.rollout_metrics import completion_rows, rollout_metrics, score_metrics
+from grpo_jax.rollouts.rollout_metrics import (
+  completion_rows,
+  rollout_metrics,
+  score_metrics,
+  staleness_metrics,
+)
 from grpo_jax.rollouts.scorer import Scorer, Weighted, completion_columns
 from grpo_jax.rollouts.scoring import groups_that_differ, with_overlong
 from grpo_jax.sampler.logits import RowSettings
@@ -423,3 +428,15 @@ def test_a_step_ends_at_the_token_with_its_last_character(family, text):
   np.testing.assert_array_equal(np.flatnonzero(rewards.step_ends_PGT[0, 0]), where)
   expected = [i for i, c in enumerate(text) if c == ";"]
   np.testing.assert_array_equal(rewards.step_rewards_PGT[0, 0, where], expected)
+
+
+def test_staleness_by_hand():
+  """Version 7 learns. Ages are 0, 1, 1 and 3; the tokens without a mask are not counted."""
+  versions, mask = np.array([[[7, 6, 99], [6, 4, 0]]]), np.array([[[1, 1, 0], [1, 1, 0]]])
+  values = staleness_metrics(versions, 7, mask)
+  ages = {"mean": 1.25, "min": 0, "max": 3}
+  shares = {"share_0": 0.25, "share_1": 0.5, "share_2": 0, "share_3_or_more": 0.25}
+  assert values == {f"staleness/{name}": value for name, value in (ages | shares).items()}
+  of_rows = staleness_metrics(np.array([[[7], [5]]]), 7, mask)
+  assert of_rows["staleness/mean"] == 1 and of_rows["staleness/share_2"] == 0.5
+  assert all(np.isnan(x) for x in staleness_metrics(versions, 7, 0 * mask).values())

@@ -151,10 +151,11 @@ def run_correction_level(record, inputs, algo):
 
 def run_token_weight(record, inputs, algo):
   assert record.is_on(algo)
-  inputs = {"lp": inputs["mask"], "w": inputs["mask"], "A": inputs["mask"]} | inputs
+  zeros, ones = np.zeros(len(inputs["mask"])), np.ones(len(inputs["mask"]))
+  inputs = {"lp": zeros, "w": ones, "A": ones, "entropies": zeros} | inputs
   row = {name: array(values)[None, None] for name, values in inputs.items()}
-  select = token_selection.select
-  selection = select(row["lp"], row["lp"], row["entropies"], row["A"], row["mask"], algo)
+  old = row["lp"] - jnp.log(row["w"])
+  selection = token_selection.select(row["lp"], old, row["entropies"], row["A"], row["mask"], algo)
   return {"weights": selection.weights_PGT[0, 0]}
 
 
@@ -268,7 +269,8 @@ def test_a_record_declares_the_settings_that_it_reads(axis, name):
       reads.names.clear()
       tokens = {name: array(values)[None, None] for name, values in example.inputs.items()}
       nothing = jnp.zeros_like(tokens["mask"])
-      batch = BatchTokens(nothing, nothing + 1, tokens["entropies"], nothing, tokens["mask"])
+      entropies = tokens.get("entropies", nothing)
+      batch = BatchTokens(nothing, nothing + 1, entropies, nothing, tokens["mask"])
       jax.eval_shape(lambda batch=batch, reads=reads: record.compute(batch, reads))
     else:
       jax.eval_shape(lambda x=example, reads=reads: RUN[axis](record, x.inputs, reads))

@@ -106,6 +106,10 @@ def truncate(weights_PGT: jax.Array, algo: BoundSettings) -> jax.Array:
   Truncated importance sampling. It is also decoupled PPO (AReaL 2505.24298). Worked: mu .2,
   old .25, pi .3, A 1, clip .2: 1.25 min(1.2, 1.2) = 1.5.
 
+  With the surrogate reinforce and one update per batch, where old is the policy itself, the
+  gradient is min(pi / mu, correction_high) A grad lp, which is AIPO (LlamaRL 2505.24034). Worked:
+  mu .1, pi .6, A 2, bound 4: 4 * 2 = 8 times grad lp.
+
   Args:
     weights_PGT: w.
 

@@ -19,9 +19,11 @@ class Metric(struct.PyTreeNode):
   """A value that is not reduced yet.
 
   Attributes:
-    value: float32 scalar: the sum of a mean, or the largest or smallest value or the sum so far.
-    weight: float32 scalar: what the sum of a mean is divided by. Other reductions ignore it.
-    reduction: "mean", "sum", "max" or "min".
+    value: float32 scalar: the sum of a mean, or the largest or smallest value or the sum so far. Of
+      an effective sample size, the two sums of weights and of their squares.
+    weight: float32 scalar: what the sum of a mean is divided by, or how many weights there are.
+      Other reductions ignore it.
+    reduction: "mean", "sum", "max", "min" or "effective".
     first_update_only: True for a metric of the policy that sampled. Later updates of the same batch
       meet a policy that has moved, so their values are dropped.
   """
@@ -62,16 +64,37 @@ def summed(value: jax.Array) -> Metric:
   return Metric(jnp.asarray(value, jnp.float32), jnp.float32(1), "sum")
 
 
-_MERGE = {"mean": jnp.add, "sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
+def effective(weights: jax.Array, mask: jax.Array) -> Metric:
+  """The effective sample size of importance weights, divided by their number.
+
+  It is (sum w)^2 / (n sum w^2) over the n entries where the mask is not 0 (Kong 1992): 1 if all
+  weights are equal, and 1 / n if one of them has all the weight. The sums of parts add up.
+  """
+  # The square of a larger weight, of which one is enough for a size of 1 / n, is not finite.
+  weights = jnp.minimum(jax.lax.stop_gradient(weights.astype(jnp.float32)), 1e15)
+  sums = jnp.stack([masked.total(weights, mask), masked.total(weights**2, mask)])
+  return Metric(sums, masked.count(mask).astype(jnp.float32), "effective")
 
 
-_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -jnp.inf, "min": jnp.inf}
+_MERGE = {
+  "mean": jnp.add,
+  "sum": jnp.add,
+  "max": jnp.maximum,
+  "min": jnp.minimum,
+  "effective": jnp.add,
+}
+
+
+_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -jnp.inf, "min": jnp.inf, "effective": 0.0}
 
 
 def neutral(like: Metrics) -> Metrics:
   """Metrics of the same names that change nothing when they are merged."""
   return {
-    name: metric.replace(value=jnp.float32(_NEUTRAL[metric.reduction]), weight=jnp.float32(0))
+    name: metric.replace(
+      value=jnp.full(metric.value.shape, _NEUTRAL[metric.reduction], jnp.float32),
+      weight=jnp.float32(0),
+    )
     for name, metric in like.items()
   }
 
@@ -109,4 +132,7 @@ def _number(metric: Metric) -> float:
     return float(metric.value)
   if metric.weight == 0:
     return float(np.nan)
+  if metric.reduction == "effective":
+    of_weights, of_squares = map(float, metric.value)
+    return of_weights**2 / of_squares / float(metric.weight) if of_squares else 0.0
   return float(metric.value / metric.weight if metric.reduction == "mean" else metric.value)

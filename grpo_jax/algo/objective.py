@@ -187,6 +187,7 @@ def _metrics(terms: Terms, entropies_PGT: jax.Array, batch: Batch, algo: Algo) -
     "ratio/mean": metrics_lib.mean(terms.ratio_PGT, mask_PGT),
     "ratio/max": metrics_lib.largest(terms.ratio_PGT, mask_PGT),
     "ratio/min": metrics_lib.smallest(terms.ratio_PGT, mask_PGT),
+    "ratio/ess": metrics_lib.effective(terms.ratio_PGT, mask_PGT),
   }
   bounds = SURROGATES[algo.surrogate].bounds
   if bounds is not None:
@@ -207,5 +208,8 @@ def _metrics(terms: Terms, entropies_PGT: jax.Array, batch: Batch, algo: Algo) -
     metrics |= {
       "correction/weight_mean": metrics_lib.mean(terms.corrections_PGT, mask_PGT),
       "correction/changed": metrics_lib.mean(terms.corrections_PGT != raw_PGT, mask_PGT),
+      "correction/raw_mean": metrics_lib.mean(raw_PGT, mask_PGT),
+      "correction/raw_max": metrics_lib.largest(raw_PGT, mask_PGT),
+      "correction/ess": metrics_lib.effective(raw_PGT, mask_PGT),
     }
   return metrics

@@ -71,6 +71,30 @@ PRESETS: dict[str, dict[str, Any]] = {
   "kl_cov": dict(surrogate="kl_cov", aggregation="token_mean", minibatches=4),
   # Pass@k training 2508.10751. It takes any reward above 0 for a right answer.
   "pass_at_k": dict(advantage="pass_at_k", aggregation="token_mean"),
+  # Decoupled PPO, AReaL 2505.24298, for rollouts of older policies: the policy before the first
+  # update is the one that the ratio is clipped to, and a weight corrects for the one that sampled.
+  # There tokens with a weight above 5 are left out, and a token may be 4 to 8 versions old.
+  "areal": dict(
+    advantage="batch_normalized",
+    batch_weighting="token",
+    aggregation="token_mean",
+    minibatches=4,
+    old_logprobs="recomputed",
+    correction="mask",
+    correction_high=5.0,
+  ),
+  # AIPO, LlamaRL 2505.24034: min(pi / mu, 4) A grad lp, summed over a completion. There the bound
+  # is between 2 and 10. It is exact with one update per batch. With several, pi is the one before
+  # the first; with the surrogate cispo, clip_low=1 and clip_high=3 it moves along.
+  "aipo": dict(
+    advantage="group_centered",
+    surrogate="reinforce",
+    aggregation="sequence_sum",
+    correction="truncate",
+    correction_high=4.0,
+  ),
+  # M2PO 2510.01161: no clip, but a bound on the second moment of the log-ratio.
+  "m2po": dict(surrogate="unclipped", m2_bound=0.04, aggregation="token_mean", minibatches=4),
   # GRPO with process supervision, DeepSeekMath 2402.03300, section 4.1.3: for rewards of steps.
   "process": dict(advantage="process", kl_coef=0.04),
 }

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from grpo_jax.algo.ratios import RATIOS, RatioSettings
 from grpo_jax.algo.record import Example, Record, Records, S
 from grpo_jax.algo.surrogates import SURROGATES, BatchTokens, SurrogateSettings
-from grpo_jax.settings import Settings, fraction, setting
+from grpo_jax.settings import Settings, at_least, fraction, setting
 from grpo_jax.types import TokenSelection
 
 
@@ -24,8 +24,8 @@ class TokenWeight(Record[S]):
   Attributes:
     compute: (tokens of the whole batch, algo) -> weights [P, G, T], read where the mask is 1.
     is_on: (algo) -> whether the settings turn it on.
-    examples: Inputs are lists over the tokens of one row: `entropies` and `mask`, and where they
-      are read `lp`, `w` and `A`. The output is `weights`. Their settings turn it on.
+    examples: Inputs are lists over the tokens of one row: `mask`, and where they are read
+      `entropies`, `lp`, `w` and `A`. The output is `weights`. Their settings turn it on.
   """
 
   compute: Callable[[BatchTokens, S], jax.Array]
@@ -85,7 +85,92 @@ TOKEN_WEIGHTS["top_entropy"] = TokenWeight(
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectionSettings(TopEntropySettings, SurrogateSettings, RatioSettings):
+class SecondMomentSettings(Settings):
+  """Settings of second_moment."""
+
+  m2_bound: float = setting(
+    0.0,
+    "leaves out the tokens with the largest squared log-ratio, of those that move away from the old"
+    " policy, until the mean of the others is at most this; 0 = off",
+    at_least(0),
+  )
+
+
+def second_moment(tokens: BatchTokens, algo: SecondMomentSettings) -> jax.Array:
+  """0 at the outliers of (log w)^2, 1 elsewhere (M2PO 2510.01161, algorithm 1).
+
+  Only tokens that PPO might clip can be outliers: those with A > 0 and w > 1, or A < 0 and w < 1.
+  Of these, tokens of the largest (log w)^2 are left out until the mean over those that remain is at
+  most `m2_bound`. Equal ones stay or go together, so that the order of tokens does not matter.
+  With a ratio of rows, whole completions stay or go.
+
+  Args:
+    tokens: The tokens of the whole batch, [P, G, T].
+    algo: Reads `m2_bound`.
+
+  Returns:
+    [P, G, T], 1 or 0
+  """
+  log_w_PGT = jnp.log(tokens.ratio_PGT)
+  moves_away_PGT = (tokens.mask_PGT != 0) & (tokens.advantages_PGT * log_w_PGT > 0)
+  squares_PGT = jnp.where(moves_away_PGT, log_w_PGT**2, jnp.inf)
+  squares = jnp.sort(squares_PGT.ravel())
+  means = jnp.cumsum(squares) / jnp.arange(1, squares.size + 1)
+  is_last_of_equals = jnp.append(squares[1:] > squares[:-1], True)
+  may_stay = is_last_of_equals & (means <= algo.m2_bound)
+  largest_kept = jnp.where(may_stay, squares, -1).max()
+  is_outlier_PGT = moves_away_PGT & (squares_PGT > largest_kept)
+  return (~is_outlier_PGT).astype(tokens.mask_PGT.dtype)
+
+
+def _second_moment_is_on(algo: SecondMomentSettings) -> bool:
+  return algo.m2_bound > 0
+
+
+# Log-ratios of .1, .2, .3 and 1 have squares of .01, .04, .09 and 1.
+_MOVED = [1.1051709, 1.2214028, 1.3498588, 2.7182818]
+
+TOKEN_WEIGHTS["second_moment"] = TokenWeight(
+  compute=second_moment,
+  is_on=_second_moment_is_on,
+  settings=SecondMomentSettings,
+  examples=(
+    # The means of the smallest 1, 2, 3 and 4 are .01, .025, .0467 and .285. Padding is not counted.
+    Example(
+      {"w": [_MOVED[3], *_MOVED[:3], 1.01], "A": [1] * 5, "mask": [1, 1, 1, 1, 0]},
+      {"weights": [0, 1, 1, 0, 0]},
+      {"m2_bound": 0.04},
+    ),
+    # A token that comes back to the old policy stays, and is not in the mean.
+    Example(
+      {"w": [_MOVED[2], _MOVED[3], 0.3678794, _MOVED[0]], "A": [1, -1, 1, 1], "mask": [1] * 4},
+      {"weights": [1, 1, 1, 1]},
+      {"m2_bound": 0.051},
+    ),
+    # Of two equal squares both go, because with both the mean is .03.
+    Example(
+      {"w": [_MOVED[1], _MOVED[1], _MOVED[0]], "A": [1, 1, 2], "mask": [1] * 3},
+      {"weights": [0, 0, 1]},
+      {"m2_bound": 0.026},
+    ),
+    # With A < 0 a token moves away downwards: the squares are .04 and .09.
+    Example(
+      {"w": [0.8187308, 0.7408182, _MOVED[3]], "A": [-1, -1, -1], "mask": [1] * 3},
+      {"weights": [1, 0, 1]},
+      {"m2_bound": 0.05},
+    ),
+    # Even the smallest square is above the bound. Tokens that teach nothing cannot move away.
+    Example(
+      {"w": [_MOVED[1], _MOVED[3], _MOVED[2]], "A": [1, 0, 1], "mask": [1] * 3},
+      {"weights": [0, 1, 0]},
+      {"m2_bound": 0.02},
+    ),
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionSettings(SecondMomentSettings, TopEntropySettings, SurrogateSettings, RatioSettings):
   """What the selection reads: the settings of all token weights, and the choices of other axes."""
 
 

@@ -23,7 +23,7 @@ def memory_table(phases: Sequence[Phase]) -> list[str]:
     if any(size >= 5e6 for size in sizes):
       rows.append([kind, *(_number(size / 1e9) if size else "" for size in sizes)])
   totals = [_UNKNOWN if phase.failure else _number(phase.total / 1e9) for phase in phases]
-  return _columns([*rows, ["total", *totals]])
+  return columns([*rows, ["total", *totals]])
 
 
 def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
@@ -43,7 +43,7 @@ def work_table(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
       limits = seconds_by_limit(done, chip)
       bounds = [*map(_short, limits.values()), max(limits, key=limits.__getitem__)]
     rows.append([phase.name, phase.runs, *map(_short, amounts), *bounds, seconds])
-  return _columns(rows)
+  return columns(rows)
 
 
 def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
@@ -113,7 +113,7 @@ def _short(value: float) -> str:
   return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
   """Rows of cells as lines: the first column to the left, the others to the right."""
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   first, *others = widths

@@ -69,6 +69,28 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   return metrics
 
 
+def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) -> dict[str, float]:
+  """How old the tokens of a batch are, in updates of the policy between their draw and their use.
+
+  `staleness/share_0` to `staleness/share_2` are the shares of tokens of that age, and
+  `staleness/share_3_or_more` that of all older ones. They add up to 1. A batch without a token has
+  no shares: all are NaN.
+
+  Args:
+    versions: int32 [P, G, T], the version of the policy that drew each token, or [P, G, 1] where
+      all tokens of a row have one.
+    current: The version that learns from them.
+    mask_PGT: 1 at the tokens that count.
+  """
+  ages = (current - np.broadcast_to(versions, mask_PGT.shape))[mask_PGT != 0]
+  if not ages.size:
+    ages = np.full(1, np.nan)
+  counted = {f"share_{age}": ages == age for age in range(3)} | {"share_3_or_more": ages >= 3}
+  shares = {name: np.where(np.isnan(ages), np.nan, x).mean() for name, x in counted.items()}
+  found = {"mean": ages.mean(), "min": ages.min(), "max": ages.max()} | shares
+  return {f"staleness/{name}": float(value) for name, value in found.items()}
+
+
 def disjoint(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
   """Metrics of parts of a step, together. Each part has names of its own.
 

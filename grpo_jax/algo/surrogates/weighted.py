@@ -1,4 +1,4 @@
-"""Surrogates that weigh -A lp without a bound on the ratio: reinforce and dro."""
+"""Surrogates without a bound on the ratio: reinforce, unclipped and dro."""
 
 import dataclasses
 
@@ -34,6 +34,34 @@ SURROGATES["reinforce"] = Surrogate(
     Example(
       {"w": [1.5, 0.5, 1.5, 0.5], "A": [2, 2, -2, -2]},
       {"loss": [0.5753641, 2.7725887, -0.5753641, -2.7725887], "gradient": [-2, -2, 2, 2]},
+    ),
+  ),
+)
+
+
+def unclipped(terms: Terms, algo: Settings) -> jax.Array:
+  """-w A, PPO's surrogate without its clip (TRPO 1502.05477, eq. 14; M2PO 2510.01161).
+
+  Something else has to keep the ratio near 1, such as `algo.m2_bound`.
+
+  Args:
+    terms: Arrays [P, G, T].
+
+  Returns:
+    [P, G, T]
+  """
+  return -terms.ratio_PGT * terms.advantages_PGT
+
+
+SURROGATES["unclipped"] = Surrogate(
+  loss=unclipped,
+  settings=Settings,
+  idle_without_advantage=True,
+  examples=(
+    # The gradient of w by lp is w.
+    Example(
+      {"w": [1.5, 0.5, 1.5, 0.5, 9], "A": [2, 2, -2, -2, 1]},
+      {"loss": [-3, -1, 3, 1, -9], "gradient": [-3, -1, 3, 1, -9]},
     ),
   ),
 )

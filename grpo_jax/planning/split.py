@@ -1,0 +1,168 @@
+"""What the simulator of asynchronous runs needs to know, and the table of what it found."""
+
+from collections.abc import Mapping, Sequence
+import re
+
+import numpy as np
+
+from grpo_jax.config import Config
+from grpo_jax.parallel.chips import Chip
+from grpo_jax.planning.overlap import Job, Outcome, Split, best
+from grpo_jax.planning.phases import Phase, seconds_by_limit
+from grpo_jax.planning.programs import Program
+from grpo_jax.planning.table import columns
+from grpo_jax.programs.sampling import longest_chunk
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.reading import completion_steps, read_completions, read_config
+
+_STEPS_READ = 20  # of the run whose lengths are taken
+_SIDES = ("sampler", "learner", "bound")
+_MEASURED = (
+  "steps/h",
+  "speed",
+  "sampler idle",
+  "seats",
+  "learner idle",
+  "staleness",
+  "dropped",
+)
+_EXPLAINED = (
+  "sampler, learner: devices; bound: on staleness, in versions; speed: against in turn; seats: the",
+  "share with a row while the sampler decodes; staleness: the mean over tokens; dropped: groups",
+  "for each one that is used. Moving weights from one side to the other takes no time here.",
+)
+
+
+def job_of(config: Config, workdir: str | None, reward_seconds: float) -> Job:
+  """What a run with this config does.
+
+  Args:
+    config: Of the run that is planned.
+    workdir: A run whose completions have the lengths that are expected. None means that every
+      completion has sampling.max_tokens.
+    reward_seconds: How long the scoring of a group takes.
+  """
+  P, G, T = config.batch.prompts, config.batch.group_size, config.sampling.max_tokens
+  lengths_NG = np.full((1, G), T)
+  if workdir is not None:
+    lengths_NG = np.minimum(lengths_of(workdir, G), T)
+  return Job(
+    prompts=P,
+    lengths_NG=lengths_NG,
+    seats=config.sampling.rows or P * G,
+    chunk=longest_chunk(T) - 1 or 1,
+    reward_seconds=reward_seconds,
+  )
+
+
+def lengths_of(workdir: str, group_size: int) -> np.ndarray:
+  """int [N, G], the lengths of the groups that a run saved in its last steps, in a random order.
+
+  With another group size than the run's, members of its groups are drawn, so that prompts with long
+  completions stay prompts with long completions.
+
+  Raises:
+    ConfigError: It is no run's folder, or it has saved no completions.
+  """
+  rng = np.random.default_rng(0)
+  run_G = read_config(workdir).batch.group_size
+  # Without any step, reading the newest one says what is missing.
+  steps: Sequence[int | None] = completion_steps(workdir)[-_STEPS_READ:] or [None]
+  lengths = [row["length"] for step in steps for row in read_completions(workdir, step)]
+  lengths_NG = np.array(lengths, int).reshape(-1, run_G)
+  if run_G != group_size:
+    members = rng.integers(0, run_G, (len(lengths_NG), group_size))
+    lengths_NG = np.take_along_axis(lengths_NG, members, 1)
+  return rng.permutation(lengths_NG)
+
+
+def times_of_flag(name: str, value: str) -> dict[int, float]:
+  """Times by numbers of devices, from a flag such as --update_s=2:9.1,4:5.
+
+  Raises:
+    ConfigError: The flag is written in another way.
+  """
+  pairs = [re.fullmatch(r"([1-9]\d*):(\d*\.?\d+)", part) for part in value.split(",")]
+  times = {int(pair[1]): float(pair[2]) for pair in pairs if pair}
+  if len(times) != len(pairs) or not all(times.values()):
+    raise ConfigError(
+      f"flag --{name}={value}: write DEVICES:TIME for each measured number of devices, such as"
+      f" --{name}=2:9.1,4:5"
+    )
+  return times
+
+
+def is_timed(program: Program) -> bool:
+  """Whether the simulation needs its time: of what every step draws, and of what the learner does.
+
+  The greedy completions that an advantage may need are left out.
+  """
+  in_every_step = program.runs.isdecimal() and int(program.runs) > 0
+  return in_every_step and (program.name == "sample" or not program.tokens)
+
+
+def least_times(phases: Sequence[Phase], chip: Chip) -> tuple[float, float]:
+  """The least seconds of a round of decoding, and of all that the learner does in a step.
+
+  Args:
+    phases: What became of the programs for which `is_timed` holds.
+    chip: Its peaks.
+  """
+  round_seconds = learner_seconds = 0.0
+  for phase in phases:
+    if phase.tokens:
+      done = phase.counted.open_loops * (1 / phase.tokens)
+      round_seconds = max(seconds_by_limit(done, chip).values())
+    else:
+      once = max(seconds_by_limit(phase.counted.whole, chip).values())
+      learner_seconds += int(phase.runs) * once
+  return round_seconds, learner_seconds
+
+
+def time_lines(
+  round_seconds: Mapping[int, float], update_seconds: Mapping[int, float]
+) -> list[str]:
+  """The times that the simulation starts from."""
+  rows = [["devices", "round ms", "update s"]]
+  for count in sorted({*round_seconds, *update_seconds}):
+    times = (1e3 * round_seconds.get(count, np.nan), update_seconds.get(count, np.nan))
+    rows.append([str(count), *("-" if np.isnan(x) else f"{x:.3g}" for x in times)])
+  return columns(rows)
+
+
+def split_lines(found: Sequence[Split], in_turn: Outcome, devices: int) -> list[str]:
+  """The table of all splits, and the one to choose.
+
+  Args:
+    found: The simulated splits.
+    in_turn: A run that samples and learns in turn, on all devices.
+    devices: How many there are.
+  """
+  rows = [[*_SIDES, *_MEASURED], [str(devices), "in turn", "0", *_cells(in_turn, in_turn)]]
+  for split in found:
+    sides = [str(split.sampler), str(split.learner), str(split.bound)]
+    rows.append([*sides, *_cells(split.outcome, in_turn)])
+  chosen = best(found)
+  verdict = (
+    f"best: sampler {chosen.sampler}, learner {chosen.learner}, bound {chosen.bound}:"
+    f" {_speed(chosen.outcome, in_turn)} times as fast as in turn"
+  )
+  if chosen.outcome.step_seconds >= in_turn.step_seconds:
+    verdict = "best: in turn on all devices; no split is faster"
+  return [*columns(rows), *_EXPLAINED, "", verdict]
+
+
+def _cells(outcome: Outcome, in_turn: Outcome) -> list[str]:
+  return [
+    f"{outcome.steps_per_hour:,.1f}",
+    _speed(outcome, in_turn),
+    f"{outcome.sampler_idle:.0%}",
+    f"{outcome.seats_filled:.0%}",
+    f"{outcome.learner_idle:.0%}",
+    f"{outcome.staleness:.2f}",
+    f"{outcome.dropped:.1%}",
+  ]
+
+
+def _speed(outcome: Outcome, in_turn: Outcome) -> str:
+  return f"{in_turn.step_seconds / outcome.step_seconds:.2f}"

@@ -1,0 +1,281 @@
+"""The simulator of sampler and learner side by side: schedules by hand, and threads that sleep."""
+
+import dataclasses
+import json
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from small_run import small_config, with_section
+
+from grpo_jax import plan
+from grpo_jax.config import to_dict
+from grpo_jax.parallel import chips
+from grpo_jax.planning import split
+from grpo_jax.planning.overlap import Job, best, seconds_on, simulate, splits
+from grpo_jax.settings import ConfigError
+
+
+def job(*lengths, **changes):
+  """Batches of one group. Groups have these lengths in turn."""
+  given = np.array(lengths)
+  values = dict(prompts=1, lengths_NG=given, seats=given.shape[1], chunk=8) | changes
+  return Job(**values)
+
+
+@pytest.mark.parametrize(
+  "update, bound, step, sampler_idle, learner_idle, staleness",
+  [
+    # In turn: 8 s of decoding and the update.
+    (4, 0, 12, 4 / 12, 8 / 12, 0),
+    (8, 0, 16, 1 / 2, 1 / 2, 0),
+    # Side by side, a step takes as long as the slower side. The next batch is drawn meanwhile.
+    (4, 1, 8, 0, 1 / 2, 1),
+    (8, 1, 8, 0, 0, 1),
+    (16, 1, 16, 1 / 2, 0, 1),
+    # A batch that waits gets older. More room does not make the faster side faster.
+    (16, 3, 16, 1 / 2, 0, 3),
+    (4, 3, 8, 0, 1 / 2, 1),
+  ],
+)
+def test_equal_lengths_by_hand(update, bound, step, sampler_idle, learner_idle, staleness):
+  """Rows of 8 tokens, a second for each."""
+  found = dataclasses.asdict(simulate(job([8, 8]), 1, update, bound))
+  expected = dict(
+    step_seconds=step,
+    sampler_idle=sampler_idle,
+    seats_filled=1,
+    learner_idle=learner_idle,
+    staleness=staleness,
+    dropped=0,
+  )
+  assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bound, step", [(0, 20), (1, 10), (2, 8)])
+def test_slow_rewards_by_hand(bound, step):
+  """8 s of decoding, 4 of scoring, 8 of update.
+
+  With a bound of 1, updates end at 20, 28, 40, 48, ...: the third batch starts at 20, because it
+  waits for the first update. With a bound of 2 it starts at 16, and nobody waits any more.
+  """
+  assert simulate(job([8, 8], reward_seconds=4), 1, 8, bound).step_seconds == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+  "bound, step, filled, staleness",
+  [
+    # One row draws 4 tokens and then leaves its seat empty for 4 s. The update takes 2 s.
+    (0, 10, 3 / 4, 0),
+    # The next group may not start before the update, which ends 2 s after a chunk has begun.
+    (1, 8, 3 / 4, 8 / 12),
+    # Rows of the next group take the seat: 3 chunks of 4 s for two groups. In turn, a group is
+    # drawn under one version and used two later, or its last 4 tokens are one version newer.
+    (2, 6, 1, 14 / 12),
+  ],
+)
+def test_two_lengths_by_hand(bound, step, filled, staleness):
+  found = simulate(job([4, 8], chunk=4), 1, 2, bound)
+  assert found.step_seconds == pytest.approx(step)
+  assert found.seats_filled == pytest.approx(filled)
+  assert found.staleness == pytest.approx(staleness)
+
+
+def test_a_group_that_is_too_old_is_dropped_and_replaced():
+  """Every fourth group takes 20 times as long, and the others overtake it."""
+  tail = [[1], [1], [1], [20]]
+  found = simulate(job(*tail, seats=2, chunk=1, steps=100), 1, 1, bound=1)
+  assert 0.2 < found.dropped < 0.4
+  assert found.staleness <= 1
+  assert simulate(job(*tail, seats=2, chunk=1, steps=100), 1, 1, bound=100).dropped == 0
+
+
+def test_no_bound_lets_a_token_be_older():
+  rng = np.random.default_rng(0)
+  lengths = np.minimum(200, rng.lognormal(3, 1, (50, 4)).astype(int) + 1)
+  for bound in range(6):
+    found = simulate(Job(4, lengths, seats=16, chunk=8), 0.01, 1.5, bound)
+    assert 0 <= found.staleness <= bound
+    assert all(0 <= x <= 1 for x in (found.sampler_idle, found.seats_filled, found.learner_idle))
+
+
+def test_the_best_split_is_the_freshest_of_the_fastest():
+  """On m devices, 8 tokens take 32 / m s, and an update 20 / m s: 16 and 10 s on two each."""
+  found = splits(job([8, 8]), {1: 4.0}, {1: 20.0}, 4, (0, 1, 2))
+  assert [(x.sampler, x.learner, x.bound) for x in found[:4]] == [
+    (1, 3, 0),
+    (1, 3, 1),
+    (1, 3, 2),
+    (2, 2, 0),
+  ]
+  assert len(found) == 9
+  chosen = best(found)
+  assert (chosen.sampler, chosen.learner, chosen.bound) == (2, 2, 1)
+  assert chosen.outcome.step_seconds == pytest.approx(16)
+
+
+def test_times_of_other_numbers_of_devices():
+  seconds = {1: 8.0, 4: 3.0}
+  assert [seconds_on(seconds, count) for count in (1, 2, 4, 6)] == [8, 4, 3, 2]
+  assert seconds_on({4: 3.0}, 2) == 6
+
+
+# What the simulation starts from, and what is printed.
+
+
+def saved_run(folder, group_size, lengths_by_step):
+  """The folder of a run with completions of these lengths."""
+  config = with_section(small_config(), "batch", group_size=group_size)
+  (folder / "config.json").write_text(json.dumps(to_dict(config)))
+  (folder / "completions").mkdir()
+  for step, lengths in lengths_by_step.items():
+    rows = "".join(json.dumps({"length": length}) + "\n" for length in lengths)
+    (folder / f"completions/{step:06d}.jsonl").write_text(rows)
+  return str(folder)
+
+
+def test_lengths_are_those_of_a_run_group_by_group(tmp_path):
+  workdir = saved_run(tmp_path, 2, {1: [1, 2, 3, 4], 5: [50, 60]})
+  assert sorted(map(tuple, split.lengths_of(workdir, 2))) == [(1, 2), (3, 4), (50, 60)]
+  for group in split.lengths_of(workdir, 3):  # three members of one of the groups
+    assert any(set(group) <= {a, b} for a, b in ((1, 2), (3, 4), (50, 60)))
+  config = with_section(small_config(), "batch", prompts=4, group_size=2)
+  config = with_section(config, "sampling", max_tokens=40, rows=0)
+  given = split.job_of(config, workdir, 1.5)
+  assert given.lengths_NG.max() == 40 and given.seats == 8 and given.reward_seconds == 1.5
+  assert (split.job_of(config, None, 0.0).lengths_NG == 40).all()
+
+
+def test_a_run_without_completions_is_refused(tmp_path):
+  with pytest.raises(ConfigError, match="log.completions_every"):
+    split.lengths_of(saved_run(tmp_path, 2, {}), 2)
+
+
+def test_measured_times():
+  assert split.times_of_flag("update_s", "2:9.1,4:5") == {2: 9.1, 4: 5.0}
+  for value in ("9.1", "0:2", "2:", "2:0", "2:1,2:3", "a:b"):
+    with pytest.raises(ConfigError, match="--update_s=.*write DEVICES:TIME"):
+      split.times_of_flag("update_s", value)
+
+
+def test_the_table_of_splits(capsys):
+  plan.plan_apart(job([8, 8]), {1: 4.0}, {1: 20.0}, 4, (0, 1, 2))
+  lines = capsys.readouterr().out.splitlines()
+  assert max(map(len, lines)) <= 100
+  in_turn = next(line for line in lines if "in turn " in line).split()
+  assert in_turn[:6] == ["4", "in", "turn", "0", f"{3600 / 13:.1f}", "1.00"]  # 8 + 5 s
+  assert sum(line.split()[:1] in (["1"], ["2"], ["3"]) for line in lines) == 9 + 1  # and of times
+  assert lines[-1] == "best: in turn on all devices; no split is faster"
+  plan.plan_apart(job([8, 8], reward_seconds=20), {1: 4.0}, {1: 20.0}, 4, (0, 4))
+  *_, last = capsys.readouterr().out.splitlines()
+  # (13 + 20) / 16 s
+  assert last == "best: sampler 2, learner 2, bound 4: 2.06 times as fast as in turn"
+
+
+def test_times_of_compiled_programs(monkeypatch, capsys):
+  """A chip that reads a byte in a nanosecond: half of the rows take less time, not more."""
+  config = with_section(small_config(), "mesh", data=-1, tensor=1)
+  devices = jax.devices()[:2]
+  with pytest.raises(ConfigError, match="give measured times"):
+    plan.compiled_times(config, devices)
+  monkeypatch.setitem(chips.CHIPS, "cpu", chips.Chip(1e12, 1e15, 1e9, 1e15))
+  rounds, updates = plan.compiled_times(config, devices)
+  assert rounds.keys() == updates.keys() == {1, 2}
+  assert 0 < rounds[2] < rounds[1] and 0 < updates[2] < updates[1]
+  rounds, _ = plan.compiled_times(with_section(config, "mesh", data=2), devices)
+  assert rounds.keys() == {2}
+  assert "not on 1: mesh.data=2" in capsys.readouterr().out
+
+
+# A run with threads. Nothing of it is shared with the simulation: it sleeps instead of computing.
+
+
+class Threads:
+  """A sampler and a learner as threads that sleep.
+
+  The sampler's rows, versions and batches are decided by what has really happened until then.
+  """
+
+  def __init__(self, job, round_seconds, update_seconds, bound):
+    self.job, self.bound = job, bound
+    self.round_seconds, self.update_seconds = round_seconds, update_seconds
+    self.changed = threading.Condition()
+    self.version, self.started, self.dropped = 0, 0, 0
+    self.finished = {}  # by number of the group: the version that it began with
+    self.updates = []  # when each ended
+
+  def run(self):
+    """The seconds of a step after the warm-up."""
+    sampler = threading.Thread(target=self.sample)
+    sampler.start()
+    self.learn()
+    sampler.join()
+    measured = self.updates[self.job.warm_up - 1 :]
+    return (measured[-1] - measured[0]) / (len(measured) - 1)
+
+  def sample(self):
+    in_seats, to_come, left_of = [], [], {}
+    while self.version < self.job.steps:
+      with self.changed:
+        while len(in_seats) < self.job.seats:
+          limit = self.job.prompts * (self.version + 1 + self.bound)
+          if not to_come and self.started - self.dropped < limit:
+            number = self.started
+            lengths = self.job.lengths_NG[number % len(self.job.lengths_NG)]
+            to_come = [[number, length] for length in lengths]
+            left_of[number] = len(lengths), self.version
+            self.started += 1
+          if not to_come:
+            break
+          in_seats.append(to_come.pop(0))
+        if not in_seats:
+          self.changed.wait(0.2)
+          continue
+      rounds = min(self.job.chunk, max(length for _, length in in_seats))
+      time.sleep(rounds * self.round_seconds)
+      for row in in_seats:
+        row[1] -= rounds
+      for number, length in in_seats:
+        if length <= 0:
+          members, version = left_of[number]
+          left_of[number] = members - 1, version
+          if members == 1:
+            threading.Timer(self.job.reward_seconds, self.score, (number, version)).start()
+      in_seats = [row for row in in_seats if row[1] > 0]
+
+  def score(self, number, version):
+    with self.changed:
+      self.finished[number] = version
+      self.changed.notify_all()
+
+  def learn(self):
+    while self.version < self.job.steps:
+      with self.changed:
+        old = [n for n, version in self.finished.items() if self.version - version > self.bound]
+        for number in old:
+          del self.finished[number]
+        self.dropped += len(old)
+        if old:
+          self.changed.notify_all()
+        if len(self.finished) < self.job.prompts:
+          self.changed.wait(0.2)
+          continue
+        for number in sorted(self.finished)[: self.job.prompts]:
+          del self.finished[number]
+      time.sleep(self.update_seconds)
+      with self.changed:
+        self.version += 1
+        self.updates.append(time.perf_counter())
+        self.changed.notify_all()
+
+
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
+def test_threads_that_sleep_take_as_long(bound):
+  """Lengths with a long tail, and rewards that take as long as an update. A few seconds each."""
+  rng = np.random.default_rng(1)
+  lengths = np.minimum(40, rng.lognormal(2, 0.8, (20, 4)).astype(int) + 1)
+  given = Job(2, lengths, seats=6, chunk=8, reward_seconds=0.16, steps=14, warm_up=4)
+  predicted = simulate(given, 0.008, 0.16, bound)
+  assert Threads(given, 0.008, 0.16, bound).run() == pytest.approx(predicted.step_seconds, rel=0.1)
