@@ -43,4 +43,19 @@ def sizes(config: ModelConfig) -> dict[str, int]:
       "u": latent.key_dim + latent.value_dim,
       "v": latent.value_dim,
     }
+  if config.vision:
+    vision = config.vision
+    found |= {
+      "W": vision.dim,
+      "A": vision.num_heads,
+      "B": vision.head_dim,
+      "I": vision.mlp_dim,
+      "O": vision.merged_dim,
+      "o": vision.merged_dim,
+      "P": vision.grid**2,
+      "T": 3,  # colours, or queries, keys and values
+      "t": vision.patch[1],  # frames
+      "y": vision.patch[-2],
+      "x": vision.patch[-1],
+    }
   return found

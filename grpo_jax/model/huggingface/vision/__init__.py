@@ -1,0 +1,9 @@
+"""The models of Hugging Face that see images: config.json and the tensors of their towers, as tables.
+
+A model is a record (`VisionFamily`) in one of these files. It drives both loading and saving.
+"""
+
+from grpo_jax.model.huggingface.vision import qwen
+from grpo_jax.model.huggingface.vision.record import VisionFamily
+
+VISION: dict[str, VisionFamily] = {family.model_type: family for family in (*qwen.FAMILIES,)}

@@ -1,0 +1,12 @@
+"""Vision towers: what makes visual tokens of the patches of pictures. Each has a file of its own.
+
+A tower is a record (`record.py`) of its parts, which are modules. `model/vision.py` connects them.
+"""
+
+from grpo_jax.model.towers import layers, qwen3_vl
+from grpo_jax.model.towers.record import Tower
+
+TOWERS: dict[str, Tower] = {  # by VisionShape.tower
+  "qwen3_vl": qwen3_vl.TOWER,
+}
+RULES = layers.RULES
