@@ -132,7 +132,7 @@ class Visual(struct.PyTreeNode):
   """What a vision tower makes of `Images`, which the decoder reads in the place of tokens.
 
   Attributes:
-    features_KPND: The visual tokens of each prompt's pictures, one picture after another: N = I * M.
+    features_KPND: The visual tokens of each prompt's pictures, one picture after another, N in all.
       Number 0 of the K levels takes the place of embeddings. Number k > 0 is added to the residual
       stream after layer k - 1.
     seen_PS: int32, which of the N takes the place of a token of the prompt, or -1.

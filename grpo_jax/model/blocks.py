@@ -205,8 +205,8 @@ def _joined(parts: list[Routed], join: Callable[..., jax.Array], axis: int) -> R
   return jax.tree.map(lambda *arrays: join(arrays, axis), *parts) if parts else None
 
 
-# layer(parameters, x_BTD, memory, per_layer_BTN, given experts, level_BSD) -> (x_BTD, what the mixer
-# keeps, what the router did)
+# layer(parameters, x_BTD, memory, per_layer_BTN, given experts, level_BSD) -> (x_BTD, what the
+# mixer keeps, what the router did)
 Layer = Callable[..., tuple[jax.Array, Any, Routed | None]]
 
 

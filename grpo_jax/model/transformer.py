@@ -255,7 +255,7 @@ def _angles(
 def _angles_of_axes(
   config: ModelConfig, positions_BT3: jax.Array, longest: int
 ) -> tuple[rope_lib.Rotation, rope_lib.Rotation]:
-  """`_angles` for tokens with a position on each of three axes, each of which rotates some pairs."""
+  """`_angles` for tokens with a position on each of three axes. Each rotates some pairs."""
   B, T, axes = positions_BT3.shape
   v, (rope, _) = config.vision, _angles(config, positions_BT3.reshape(B, T * axes), longest)
   rope = jax.tree.map(lambda x: x.reshape(B, T, axes, -1), rope)

@@ -84,7 +84,7 @@ def _levels(
   apply_layer = _layer(config, places_BN2, remat)
   is_full_L = np.array([not v.window or i in v.full_layers for i in range(v.num_layers)])
   ends = sorted({0, v.num_layers, *(layer + 1 for layer in v.level_layers)})
-  levels = []
+  levels: list[jax.Array] = []
   for first, end in itertools.pairwise(ends):
     layers = jax.tree.map(lambda x, at=slice(first, end): x[at], tower["layers_0"])
     x_BNW, _ = jax.lax.scan(apply_layer, x_BNW, (layers, is_full_L[first:end]))
@@ -109,8 +109,8 @@ def _layer(
   def layer(x_BNW: jax.Array, of_layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
     params, is_full = of_layer
     seen_BN = jnp.where(is_full, picture_BN, window_BN) if v.window else picture_BN
-    x_BNW: Any = module.apply({"params": params}, x_BNW, rope, seen_BN)
-    return x_BNW, None
+    out_BNW: Any = module.apply({"params": params}, x_BNW, rope, seen_BN)
+    return out_BNW, None
 
   if not remat:
     return layer
@@ -151,7 +151,7 @@ def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:
 
 
 def further_levels(visual: Visual, dtype: str) -> jax.Array | None:
-  """[K - 1, P, S, D]: what the first layers add to the tokens of prompts, or None without levels."""
+  """[K - 1, P, S, D]: what the first layers add to the tokens of prompts. None without levels."""
   K = len(visual.features_KPND)
   if K == 1:
     return None

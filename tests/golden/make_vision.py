@@ -14,6 +14,7 @@ them, in the form of `grpo_jax.types.Images`, and the logits in float64, as floa
 from pathlib import Path
 import sys
 import tempfile
+import zlib
 
 from make_qwen2 import make_model
 import numpy as np
@@ -50,6 +51,18 @@ QWEN_IDS = dict(
 )
 QWEN_SIZES = ((17, 30), (40, 24), (9, 7), (33, 12))  # height and width in pixels
 FAMILIES = {  # folder: (family, fields of the text part, of the tower, other fields)
+  "qwen2_5_vl": (
+    "Qwen2_5_VL",
+    dict(
+      COMMON,
+      hidden_size=32,
+      num_attention_heads=2,
+      num_key_value_heads=1,
+      rope_parameters=dict(rope_theta=1e4, rope_type="default", mrope_section=[2, 3, 3]),
+    ),
+    dict(QWEN_TOWER, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]),
+    dict(QWEN_IDS, tie_word_embeddings=False),
+  ),
   "qwen3_vl": (
     "Qwen3VL",
     dict(
@@ -163,7 +176,7 @@ def in_rows(pictures_of_rows, patches, places):
   return dict(patches=all_patches, places=all_places)
 
 
-INPUTS = {"qwen3_vl": qwen_inputs}
+INPUTS = {"qwen2_5_vl": qwen_inputs, "qwen3_vl": qwen_inputs}
 
 
 def model_of(name):
@@ -179,9 +192,8 @@ def read(folder):
 
 
 def main(names):
-  for seed, name in enumerate(FAMILIES, start=400):
-    if names and name not in names:
-      continue
+  for name in names or FAMILIES:
+    seed = zlib.crc32(name.encode())
     folder = FOLDER / name
     make_model(model_of(name), seed).to(torch.bfloat16).save_pretrained(folder)
     model = read(folder)

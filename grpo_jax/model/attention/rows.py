@@ -1,7 +1,7 @@
 """Attention of groups as attention of rows: prompts, and completions that each follow a prompt.
 
 A row has T queries and C >= T keys: first those of the prompt that it follows, then its own. Query
-t is the token of key C - T + t. Prompts are rows with C = T, and they alone have `view.pictures_PS`.
+t is the token of key C - T + t. Prompts are rows with C = T. They alone have `view.pictures_PS`.
 """
 
 from collections.abc import Callable

@@ -57,7 +57,7 @@ def _attend_pictures(
 def _attend_picture(
   q_NAE: jax.Array, k_NAE: jax.Array, v_NAE: jax.Array, seen_N: jax.Array, chunk: int
 ) -> jax.Array:
-  """Attention of one picture, in chunks of queries whose scores the backward pass computes again."""
+  """Attention of one picture, in chunks of queries. The backward pass computes scores again."""
   N = len(seen_N)
   chunks = -(-N // chunk)
   padding = chunks * chunk - N

@@ -1,6 +1,6 @@
 """The tower of Qwen3-VL (2511.21631) and Qwen3.5.
 
-Learned positions are resampled to each picture's grid, and rows and columns rotate queries and keys.
+Learned positions are resampled to each picture's grid. Rows and columns rotate queries and keys.
 Neighbouring patches become one visual token. In Qwen3-VL, some layers give further levels of them.
 """
 

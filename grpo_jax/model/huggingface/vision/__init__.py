@@ -1,4 +1,4 @@
-"""The models of Hugging Face that see images: config.json and the tensors of their towers, as tables.
+"""The models of Hugging Face that see images: config.json and their towers' tensors, as tables.
 
 A model is a record (`VisionFamily`) in one of these files. It drives both loading and saving.
 """

@@ -4,7 +4,13 @@ from typing import Any
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
-from grpo_jax.model.huggingface.vision.record import VisionFamily, dense, layer, layer_norm
+from grpo_jax.model.huggingface.vision.record import (
+  VisionFamily,
+  dense,
+  layer,
+  layer_norm,
+  rms_norm,
+)
 from grpo_jax.settings import shown
 
 _ROPE_THETA = 10000.0  # of rows and columns
@@ -87,6 +93,19 @@ def _read_interleaved(values: Values, vision: Values, refuse: Refuse) -> dict[st
   return _read_common(values, vision, refuse, sections) | {"grid": side, "level_layers": levels}
 
 
+def _read_windows(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
+  """The fields of Qwen2.5-VL."""
+  common = _read_common(values, vision, refuse, sections=(16, 24, 24))
+  size = read_field(vision, "window_size", int, refuse)
+  side, merge = common["patch"][-1], vision["spatial_merge_size"]
+  # As transformers rounds it.
+  window = size // merge // side * merge
+  if not window:
+    refuse("window_size", f"is {size}: a window must hold the patches of a visual token at least")
+  layers = read_layers(vision, "fullatt_block_indexes", refuse)
+  return common | {"window": window, "full_layers": layers}
+
+
 def write_common(config: ModelConfig) -> dict[str, Any]:
   """The fields of `vision_config` of all these families."""
   channels, frames, side, _ = config.vision.patch
@@ -106,6 +125,13 @@ def _write_interleaved(config: ModelConfig) -> dict[str, Any]:
   return values
 
 
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
+  return write_common(config) | {
+    "window_size": config.vision.window * config.vision.patch[-1],
+    "fullatt_block_indexes": list(config.vision.full_layers),
+  }
+
+
 def _write_sections(config: ModelConfig) -> dict[str, Any]:
   """How the decoder rotates, in the objects that `rope_to_json` writes."""
   sections: dict[str, Any] = {"mrope_section": list(config.vision.rope_sections)}
@@ -119,16 +145,34 @@ def _write_sections(config: ModelConfig) -> dict[str, Any]:
 _AT = "model.visual."
 _PATCH = f"{_AT}patch_embed.proj"
 _BLOCK = f"{_AT}blocks.{{i}}."
-_INTERLEAVED = (
+_PATCHES = (
   layer(f"{_PATCH}.weight", "embed/patch/kernel", "W T t y x", "TtyxW"),
-  layer(f"{_PATCH}.bias", "embed/patch/bias", "W", "W"),
-  layer(f"{_AT}pos_embed.weight", "embed/positions", "P W", "PW"),
-  *layer_norm(f"{_BLOCK}norm1", "layers_{i}/norm1"),
-  *layer_norm(f"{_BLOCK}norm2", "layers_{i}/norm2"),
+)
+_ATTENTION = (
   layer(f"{_BLOCK}attn.qkv.weight", "layers_{i}/attention/qkv/kernel", "TAB W", "WTAB"),
   layer(f"{_BLOCK}attn.qkv.bias", "layers_{i}/attention/qkv/bias", "TAB", "TAB"),
   layer(f"{_BLOCK}attn.proj.weight", "layers_{i}/attention/o/kernel", "W AB", "ABW"),
   layer(f"{_BLOCK}attn.proj.bias", "layers_{i}/attention/o/bias", "W", "W"),
+)
+_WINDOWS = (
+  *_PATCHES,
+  *rms_norm(f"{_BLOCK}norm1", "layers_{i}/norm1"),
+  *rms_norm(f"{_BLOCK}norm2", "layers_{i}/norm2"),
+  *_ATTENTION,
+  *dense(f"{_BLOCK}mlp.gate_proj", "layers_{i}/mlp/gate", "W", "I"),
+  *dense(f"{_BLOCK}mlp.up_proj", "layers_{i}/mlp/up", "W", "I"),
+  *dense(f"{_BLOCK}mlp.down_proj", "layers_{i}/mlp/down", "I", "W"),
+  *rms_norm(f"{_AT}merger.ln_q", "merge/norm"),
+  *dense(f"{_AT}merger.mlp.0", "merge/up", "O", "o"),
+  *dense(f"{_AT}merger.mlp.2", "merge/down", "O", "D"),
+)
+_INTERLEAVED = (
+  *_PATCHES,
+  layer(f"{_PATCH}.bias", "embed/patch/bias", "W", "W"),
+  layer(f"{_AT}pos_embed.weight", "embed/positions", "P W", "PW"),
+  *layer_norm(f"{_BLOCK}norm1", "layers_{i}/norm1"),
+  *layer_norm(f"{_BLOCK}norm2", "layers_{i}/norm2"),
+  *_ATTENTION,
   *dense(f"{_BLOCK}mlp.linear_fc1", "layers_{i}/mlp/up", "W", "I"),
   *dense(f"{_BLOCK}mlp.linear_fc2", "layers_{i}/mlp/down", "I", "W"),
   *layer_norm(f"{_AT}merger.norm", "merge/norm"),
@@ -169,6 +213,29 @@ _OF_QWEN3_VL = _COMMON | {
 }
 
 FAMILIES = (
+  VisionFamily(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    "qwen2",
+    "qwen2_5_vl_text",
+    table=_WINDOWS,
+    fixed={"tower": "qwen2_5_vl", "activation": "silu"},
+    defaults={
+      "depth": 32,
+      "hidden_size": 3584,
+      "intermediate_size": 3420,
+      "num_heads": 16,
+      "patch_size": 14,
+      "spatial_merge_size": 2,
+      "temporal_patch_size": 2,
+      "window_size": 112,
+      "out_hidden_size": 3584,
+      "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    read=_read_windows,
+    write=_write_windows,
+    **_COMMON,
+  ),
   VisionFamily(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",

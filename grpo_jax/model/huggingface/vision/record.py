@@ -25,7 +25,7 @@ class VisionFamily:
     fields: Fields of VisionShape -> fields of `vision_config`.
     defaults: Fields of `vision_config` that may be missing -> what transformers then takes.
     text_defaults: The same for `text_config`.
-    supported: Fields of `vision_config` -> the values with which they do not change the mathematics.
+    supported: Fields of `vision_config` -> the values with which they change no mathematics.
     others: `VisionShape.others` -> what transformers takes if they are missing.
     ignored: The fields of the whole config.json, "text_config" and "vision_config" included, that
       change nothing, as a pattern of names such as "text_config.perceiver_config".
@@ -72,7 +72,7 @@ class VisionFamily:
         )
 
   def saved(self, spec: TensorSpec) -> TensorSpec:
-    """The spec of a tensor of the text part or the tower, with its name in the whole model's file."""
+    """The spec of a tensor of text part or tower, with its name in the file of the whole."""
     if spec.leaf_name.startswith("vision/"):
       return spec
     return dataclasses.replace(spec, hf_name=re.sub(r"^model\.", self.text_at, spec.hf_name))
