@@ -167,13 +167,15 @@ def _name(path: tuple[Any, ...]) -> str:
 def decayed(params: Any) -> Any:
   """True for the parameters that weight decay applies to: all but scales of norms and biases.
 
-  `balance`, the biases that even out the loads of experts, and `layer_scale` have no gradient.
+  `balance`, the biases that even out the loads of experts, `layer_scale` and the limits by which
+  projections are clipped have no gradient.
   Of the delta rule, `decay` is the logarithm of how fast a head forgets, and 0 is like any other.
   """
 
   def is_decayed(path: tuple[Any, ...], leaf: jax.Array) -> bool:
     del leaf
-    return not path[-1].key.endswith(("scale", "bias", "balance", "decay"))
+    name = path[-1].key
+    return not name.endswith(("scale", "bias", "balance", "decay")) and "clip" not in name
 
   return jax.tree_util.tree_map_with_path(is_decayed, params)
 

@@ -218,6 +218,8 @@ def _hidden(
     x_BTD = constrain(vision.put(x_BTD, visual), c.rows)
     inputs = inputs._replace(levels_KBSD=vision.further_levels(visual, c.dtype))
   if c.per_layer_dim:
+    if visual is not None:
+      tokens_BT = vision.as_padding(tokens_BT, visual, c.vision.pad_id)
     inputs = inputs._replace(per_layer_LBTN=parts.per_layer(tokens_BT, x_BTD))
   out = apply_layers(params, c, x_BTD, inputs, run, remat)
   return out._replace(x_BTD=parts.final_norm(out.x_BTD))

@@ -33,7 +33,7 @@ class TowerParts(nn.Module):
   def __call__(self) -> None:
     """Makes the parameters, for which the parts are called one by one. `encode` connects them."""
     v = self.config.vision
-    side = v.grid or v.merge
+    side = v.merge
     places_1N2 = jnp.asarray(np.stack(np.indices((side, side)), -1).reshape(1, -1, 2))
     patches_1NC = jnp.zeros((*places_1N2.shape[:2], int(np.prod(v.patch))), self.config.dtype)
     x_1NW = self.embed(patches_1NC, places_1N2)
@@ -41,7 +41,7 @@ class TowerParts(nn.Module):
     for layer in self.layers:
       layer(x_1NW, rope, seen_1N)
     for merge in (self.merge, *self.levels):
-      merge(x_1NW[:, : (side // v.merge * v.merge) ** 2], places_1N2)
+      merge(x_1NW, places_1N2)
 
 
 def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") -> Visual:
@@ -127,6 +127,13 @@ def put(x_BTD: jax.Array, visual: Visual) -> jax.Array:
   own_BSD = at_tokens(visual, 0).astype(x_BTD.dtype)
   is_seen_BS1 = (visual.seen_PS >= 0)[..., None]
   return jnp.concatenate([jnp.where(is_seen_BS1, own_BSD, x_BTD[:, :S]), x_BTD[:, S:]], 1)
+
+
+def as_padding(tokens_BT: jax.Array, visual: Visual, pad_id: int) -> jax.Array:
+  """The tokens, with this one in the places of visual tokens."""
+  S = visual.seen_PS.shape[1]
+  prompt_BS = jnp.where(visual.seen_PS >= 0, pad_id, tokens_BT[:, :S])
+  return jnp.concatenate([prompt_BS, tokens_BT[:, S:]], 1)
 
 
 def at_tokens(visual: Visual, level: int) -> jax.Array:

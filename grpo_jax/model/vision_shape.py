@@ -1,6 +1,7 @@
 """The shape of a vision tower as data, beside that of the decoder in config.py."""
 
 import dataclasses
+import math
 from typing import Any
 
 
@@ -17,10 +18,14 @@ class VisionShape:
     num_layers: Its layers.
     num_heads: Its heads.
     mlp_dim: The hidden units of its MLPs.
+    head_size: The size of a head, or 0 if the heads share `dim`.
+    clipped: The inputs and outputs of its projections are clipped, each to a range of its own.
+    standardised: Numbers that are not trained move and scale its visual tokens (Gemma 4).
     activation: Of its MLPs, a name in `towers.layers.ACTIVATIONS`.
     norm_eps: The epsilon of its norms.
     merge: So many patches per side become one visual token.
-    grid: The side of the square of learned positions. 0 means that there are none.
+    positions: How many learned positions there are: those of a square of places, or in the tower of
+      Gemma 4 those of rows and as many of columns.
     rope_theta: The base of the frequencies by which rows and columns rotate queries and keys. 0
       means that nothing is rotated.
     window: The side of the windows in which patches see each other, in patches. 0 means that a
@@ -35,6 +40,8 @@ class VisionShape:
     rope_interleaved: The axes take turns over the frequencies, instead of one after another.
     others: Fields of config.json that computing does not need but other programs do, such as the
       ids of tokens, and their values. Those of the tower begin with "vision_config.".
+    pad_id: The token whose embeddings for each layer visual tokens have, in a decoder with such
+      embeddings.
     trained: Gradients reach the tower.
   """
 
@@ -45,10 +52,13 @@ class VisionShape:
   num_layers: int
   num_heads: int
   mlp_dim: int
+  head_size: int = 0
+  clipped: bool = False
+  standardised: bool = False
   activation: str = "gelu_tanh"
   norm_eps: float = 1e-6
   merge: int = 1
-  grid: int = 0
+  positions: int = 0
   rope_theta: float = 0.0
   window: int = 0
   full_layers: tuple[int, ...] = ()
@@ -57,12 +67,18 @@ class VisionShape:
   rope_sections: tuple[int, ...] = ()
   rope_interleaved: bool = False
   others: tuple[tuple[str, Any], ...] = ()
+  pad_id: int = 0
   trained: bool = False
+
+  @property
+  def grid(self) -> int:
+    """The side of the square of learned positions."""
+    return math.isqrt(self.positions)
 
   @property
   def head_dim(self) -> int:
     """The size of a head of the tower."""
-    return self.dim // self.num_heads
+    return self.head_size or self.dim // self.num_heads
 
   @property
   def merged_dim(self) -> int:

@@ -74,6 +74,7 @@ SIGLIP = dict(
 QWEN_IDS = dict(
   image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63
 )
+GEMMA4_SIZES = ((16, 24), (24, 8), (8, 8), (32, 16))
 QWEN_SIZES = ((17, 30), (40, 24), (9, 7), (33, 12))  # height and width in pixels
 FAMILIES = {  # folder: (family, fields of the text part, of the tower, other fields)
   "qwen2_5_vl": (
@@ -165,6 +166,49 @@ FAMILIES = {  # folder: (family, fields of the text part, of the tower, other fi
     dict(SIGLIP, image_size=16),
     dict(image_token_id=IMAGE, scale_factor=2, tie_word_embeddings=True),
   ),
+  "gemma4": (
+    "Gemma4",
+    dict(
+      COMMON,
+      head_dim=8,
+      global_head_dim=12,
+      sliding_window=6,
+      final_logit_softcapping=3.0,
+      hidden_size_per_layer_input=6,
+      vocab_size_per_layer_input=64,
+      layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+      num_kv_shared_layers=0,
+      pad_token_id=2,
+      use_bidirectional_attention="vision",
+      rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e6),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+      ),
+    ),
+    dict(
+      hidden_size=16,
+      intermediate_size=20,
+      num_hidden_layers=2,
+      num_attention_heads=2,
+      num_key_value_heads=2,
+      head_dim=12,
+      patch_size=4,
+      pooling_kernel_size=2,
+      position_embedding_size=16,
+      use_clipped_linears=True,
+      standardize=True,
+      rms_norm_eps=1e-5,
+    ),
+    dict(
+      image_token_id=IMAGE,
+      boi_token_id=61,
+      eoi_token_id=62,
+      video_token_id=63,
+      audio_token_id=63,
+      tie_word_embeddings=True,
+      audio_config=None,
+    ),
+  ),
 }
 GRADIENTS = ("qwen3_vl",)
 
@@ -253,6 +297,31 @@ def siglip_inputs(model):
   )
 
 
+def gemma4_inputs(model):
+  """The inputs of transformers, and the same as `Images`, whose patches lie in rows."""
+  config, pictures = model.config.vision_config, list(pictures_of(GEMMA4_SIZES))
+  side, merge = config.patch_size, config.pooling_kernel_size
+  grids = [(x.shape[0] // side, x.shape[1] // side) for x in pictures]
+  counts = [height * width // merge**2 for height, width in grids]
+  rows = rows_of([[], [0], [1, 2, 3]], counts)
+  tokens, mask = padded(rows)
+  patches, places = [], []
+  for picture, (height, width) in zip(pictures, grids):
+    parts = (picture / 255).astype(np.float32).reshape(height, side, width, side, 3)
+    patches.append(parts.swapaxes(1, 2).reshape(height * width, -1))
+    places.append(np.stack(np.indices((height, width)), -1).reshape(-1, 2))
+  images = in_rows([[], [0], [1, 2, 3]], patches, places)
+  used = [(1, 0), (2, 0), (2, 1), (2, 2)]
+  inputs = dict(
+    input_ids=tokens,
+    mm_token_type_ids=(tokens == IMAGE).long(),
+    pixel_values=torch.tensor(np.stack([images["patches"][at] for at in used])).double(),
+    image_position_ids=torch.tensor(np.stack([images["places"][at][:, ::-1] for at in used])),
+  )
+  seen = seen_of(rows, tokens.shape[1], counts)
+  return inputs, images | dict(seen=seen, lengths=mask.sum(1).numpy())
+
+
 def blocks(height, width, merge):
   """Row and column of each patch, in the order of the image processor: blocks of merge^2."""
   places = np.stack(np.indices((height, width)), -1)
@@ -304,8 +373,10 @@ def in_rows(pictures_of_rows, patches, places):
   return dict(patches=all_patches, places=all_places)
 
 
-INPUTS = dict.fromkeys(FAMILIES, qwen_inputs) | dict.fromkeys(
-  ("gemma3", "idefics3", "smolvlm"), siglip_inputs
+INPUTS = (
+  dict.fromkeys(FAMILIES, qwen_inputs)
+  | dict.fromkeys(("gemma3", "idefics3", "smolvlm"), siglip_inputs)
+  | dict(gemma4=gemma4_inputs)
 )
 
 
@@ -313,6 +384,24 @@ def model_of(name):
   family, text, tower, others = FAMILIES[name]
   config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=tower, **others)
   return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+
+
+def calm_and_clipped(model):
+  """Makes queries small, and the numbers of the tower that are not trained random.
+
+  Gemma 4 does not divide scores, and large ones make much of rounding.
+  """
+  generator = torch.Generator().manual_seed(0)
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      if "q_norm" in name:
+        parameter.mul_(parameter.shape[0] ** -0.5)
+    for name, buffer in sorted(model.named_buffers()):
+      noise = torch.rand(buffer.shape, generator=generator)
+      if name.endswith(("_min", "_max")):
+        buffer.copy_((1 + noise) * (1 if name.endswith("max") else -1))
+      if name.endswith(("std_bias", "std_scale")):
+        buffer.copy_(0.5 + noise)
 
 
 def read(folder):
@@ -325,7 +414,10 @@ def main(names):
   for name in names or FAMILIES:
     seed = zlib.crc32(name.encode())
     folder = FOLDER / name
-    make_model(model_of(name), seed).to(torch.bfloat16).save_pretrained(folder)
+    model = make_model(model_of(name), seed)
+    if name == "gemma4":
+      calm_and_clipped(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
     model = read(folder)
     inputs, images = INPUTS[name](model)
     outputs = model(**inputs).logits

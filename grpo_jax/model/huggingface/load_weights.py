@@ -180,7 +180,7 @@ def ignores_parts(path: str | os.PathLike, vision: bool = False) -> bool:
   values = read_json(file)
   if not has_other_parts(values):
     return False
-  return not (vision and values["model_type"] in VISION) or "audio_config" in values
+  return not (vision and values["model_type"] in VISION) or values.get("audio_config") is not None
 
 
 def _read_config(

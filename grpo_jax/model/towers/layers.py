@@ -28,16 +28,18 @@ RULES = (
   (r"embed/patch/kernel", (None, None, None, None, "fsdp")),
   (r"embed/patch/bias", (None,)),
   (r"embed/positions", (None, "fsdp")),
+  (r"embed/positions", (None, None, "fsdp")),  # of rows, and of columns
+  (r"embed/patch/kernel", (None, "fsdp")),
   (r".*norm\d?/(scale|bias)", (None,)),
   (r"layers_\d+/attention/qkv/kernel", ("fsdp", None, "tensor", None)),
   (r"layers_\d+/attention/qkv/bias", (None, "tensor", None)),
-  (r"layers_\d+/attention/[qkv]/kernel", ("fsdp", "tensor", None)),
+  (r"layers_\d+/attention/[qkv](/linear)?/kernel", ("fsdp", "tensor", None)),
   (r"layers_\d+/attention/[qkv]/bias", ("tensor", None)),
-  (r"layers_\d+/attention/o/kernel", ("tensor", None, "fsdp")),
+  (r"layers_\d+/attention/o(/linear)?/kernel", ("tensor", None, "fsdp")),
   (r"layers_\d+/attention/o/bias", (None,)),
-  (r"layers_\d+/mlp/(up|gate)/kernel", ("fsdp", "tensor")),
+  (r"layers_\d+/mlp/(up|gate)(/linear)?/kernel", ("fsdp", "tensor")),
   (r"layers_\d+/mlp/(up|gate)/bias", ("tensor",)),
-  (r"layers_\d+/mlp/down/kernel", ("tensor", "fsdp")),
+  (r"layers_\d+/mlp/down(/linear)?/kernel", ("tensor", "fsdp")),
   (r"layers_\d+/mlp/down/bias", (None,)),
   (r"(merge|levels_\d+)/up/kernel", ("fsdp", "tensor")),
   (r"(merge|levels_\d+)/up/bias", ("tensor",)),
@@ -66,9 +68,9 @@ def projected_patches(config: ModelConfig, patches_BNC: jax.Array, use_bias: boo
 
 
 def position_table(module: nn.Module, config: ModelConfig) -> jax.Array:
-  """The learned positions [grid^2, W] of an embedding, row by row, float32."""
+  """The learned positions [places, W] of an embedding, row by row, float32."""
   v = config.vision
-  return module.param("positions", nn.initializers.normal(0.02), (v.grid**2, v.dim))
+  return module.param("positions", nn.initializers.normal(0.02), (v.positions, v.dim))
 
 
 def sizes_of(places_BN2: jax.Array) -> jax.Array:

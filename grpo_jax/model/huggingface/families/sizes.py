@@ -1,5 +1,7 @@
 """How long the axes of tensors are."""
 
+import math
+
 from grpo_jax.model.config import ModelConfig
 
 
@@ -52,10 +54,12 @@ def sizes(config: ModelConfig) -> dict[str, int]:
       "I": vision.mlp_dim,
       "O": vision.merged_dim,
       "o": vision.merged_dim,
-      "P": vision.grid**2,
+      "P": vision.positions,
+      "C": math.prod(vision.patch),
       "T": 3,  # colours, or queries, keys and values
-      "t": vision.patch[1],  # frames
-      "y": vision.patch[-2],
+      "c": 2,  # rows and columns
+      "t": (*vision.patch, 1)[1],  # frames
+      "y": (1, *vision.patch)[-2],
       "x": vision.patch[-1],
     }
   return found

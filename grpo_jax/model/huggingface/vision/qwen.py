@@ -93,7 +93,10 @@ def _read_interleaved(values: Values, vision: Values, refuse: Refuse) -> dict[st
     levels = read_layers(vision, "deepstack_visual_indexes", refuse)
   elif vision.get("deepstack_visual_indexes"):
     refuse("deepstack_visual_indexes", "names layers, which models of this family do not have")
-  return _read_common(values, vision, refuse, sections) | {"grid": side, "level_layers": levels}
+  return _read_common(values, vision, refuse, sections) | {
+    "positions": count,
+    "level_layers": levels,
+  }
 
 
 def _read_windows(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def write_common(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_interleaved(config: ModelConfig) -> dict[str, Any]:
-  values = write_common(config) | {"num_position_embeddings": config.vision.grid**2}
+  values = write_common(config) | {"num_position_embeddings": config.vision.positions}
   if "qwen3_vl" in config.vision.family:
     values["deepstack_visual_indexes"] = list(config.vision.level_layers)
   return values

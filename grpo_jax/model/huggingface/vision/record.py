@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import operator
 import re
 from typing import Any
 
@@ -64,6 +65,8 @@ class VisionFamily:
     """The spec of every leaf's tensor of the tower, as `Family.tensors` gives those of the text."""
     v = config.vision
     for entry in self.table:
+      if not all(operator.attrgetter(name)(config) for name in entry.when):
+        continue
       count = 1
       if "{i}" in entry.leaf_name:
         count = v.num_layers
@@ -82,11 +85,9 @@ class VisionFamily:
     return dataclasses.replace(spec, hf_name=re.sub(r"^model\.", self.text_at, spec.hf_name))
 
 
-def layer(
-  hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, offset: float = 0.0
-) -> TensorSpec:
+def layer(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, **options: Any) -> TensorSpec:
   """An entry of the table of a tower."""
-  return TensorSpec(hf_name, f"vision/{leaf_name}", hf_axes, leaf_axes, offset)
+  return TensorSpec(hf_name, f"vision/{leaf_name}", hf_axes, leaf_axes, **options)
 
 
 def dense(hf_name: str, leaf_name: str, inputs: str, outputs: str) -> tuple[TensorSpec, ...]:

@@ -22,7 +22,7 @@ _TOKENS_PER_IMAGE, _SCALE = "mm_tokens_per_image", "scale_factor"
 def _read_common(vision: Values, refuse: Refuse) -> dict[str, Any]:
   """The patch and the grid of positions."""
   side, channels = (read_field(vision, x, int, refuse) for x in ("patch_size", "num_channels"))
-  return {"patch": (channels, side, side), "grid": vision["image_size"] // side}
+  return {"patch": (channels, side, side), "positions": (vision["image_size"] // side) ** 2}
 
 
 def _read_pooled(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
@@ -30,10 +30,10 @@ def _read_pooled(values: Values, vision: Values, refuse: Refuse) -> dict[str, An
   read_quotient(vision, "image_size", "patch_size", refuse)
   common = _read_common(vision, refuse)
   tokens = read_field({_TOKENS_PER_IMAGE: 256, **values}, _TOKENS_PER_IMAGE, int, refuse)
-  side = math.isqrt(tokens)
-  if side**2 != tokens or common["grid"] % side:
-    refuse(_TOKENS_PER_IMAGE, f"is {tokens}: blocks of {common['grid']}^2 patches must be squares")
-  return common | {"merge": common["grid"] // side}
+  side, grid = math.isqrt(tokens), math.isqrt(common["positions"])
+  if side**2 != tokens or grid % side:
+    refuse(_TOKENS_PER_IMAGE, f"is {tokens}: blocks of {grid}^2 patches must be squares")
+  return common | {"merge": grid // side}
 
 
 def _read_shuffled(values: Values, vision: Values, refuse: Refuse) -> dict[str, Any]:
