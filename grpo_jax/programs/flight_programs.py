@@ -47,6 +47,16 @@ class Kept(struct.PyTreeNode):
     return Kept(self.round + 1, kept_RNY)
 
 
+def most_rewound(columns: int) -> int:
+  """`Cache.rewind` of rows that draw up to so many tokens in a chunk.
+
+  A row goes on right after the chunk in which it ends, whose rounds are one fewer than the columns.
+  It keeps what it drew in the first round. In each of the others, it has paused or drawn a token
+  that it drops. A new row that keeps only the token that it drew without a round has no slots yet.
+  """
+  return max(0, columns - 2)
+
+
 class FlightPrograms:
   """What is compiled. Each program is compiled for each grid and size of the cache that it meets.
 
@@ -166,7 +176,8 @@ class FlightPrograms:
     last_n11 = (counts_n - 1)[:, None, None]
     last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
     make = model.rows_as_prefix if shared else model.as_prefix
-    return make(cache, prompts.lengths_n), last_nD, everywhere(self._config, experts)
+    prefix = model.within_windows(config, make(cache, prompts.lengths_n))
+    return prefix, last_nD, everywhere(self._config, experts)
 
   def _begin(
     self,
@@ -191,7 +202,8 @@ class FlightPrograms:
       given_RT=jnp.full((R, T), -1, jnp.int32),
     )
     shaped = self._shaped(prompts.tokens_nS.shape[1])
-    cache = model.empty_cache(shaped, prefix, grid.seats, slots)
+    rewind = most_rewound(self.columns)
+    cache = model.empty_cache(shaped, prefix, grid.seats, slots, rewind)
     return placed(self._config, Flight(cache, last_nD, rows)), experts
 
   def _arrive(
@@ -247,7 +259,8 @@ class FlightPrograms:
     return on_each_shard(self._config, resume, flight, *resumed)
 
   def _grow(self, flight: Flight, slots: int) -> Flight:
-    return placed(self._config, flight.replace(cache=model.with_slots(flight.cache, slots)))
+    cache = model.with_slots(self._config, flight.cache, slots)
+    return placed(self._config, flight.replace(cache=cache))
 
   def _chunk(
     self,
