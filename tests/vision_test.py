@@ -10,13 +10,17 @@ import shutil
 from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax import model
+from grpo_jax.model.attention import chunked
 from grpo_jax.model.huggingface import config_json, families
 from grpo_jax.model.stacks import Places
+from grpo_jax.model.towers import attention as attention_of_towers
+from grpo_jax.parallel import sharding
 from grpo_jax.types import Images
 
 GOLDEN = Path(__file__).parent / "golden" / "vision"
@@ -233,3 +237,90 @@ def test_experts_are_read_as_they_are_published(tmp_path):
   _, params = model.load(folder, vision=True)
   _, expected = model.load(GOLDEN / "qwen3_vl_moe", vision=True)
   jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_pictures_with_many_patches_are_computed_in_chunks(golden, monkeypatch):
+  """A chunk of queries at a time, and fewer pictures: outputs and gradients are the same."""
+  name, config, params, expected = golden
+  config = dataclasses.replace(
+    config, vision=dataclasses.replace(config.vision, trained=True), attention="chunked"
+  )
+  tokens_BT = jnp.asarray(expected["tokens"])
+  positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  valid_BT = np.asarray(positions_BT) < expected["lengths"][:, None]
+
+  def loss(params):
+    visual = model.encode(params, config, images_of(expected))
+    logits_BTV = model.forward(params, config, tokens_BT, positions_BT, visual=visual)[0]
+    return (jnp.square(jax.nn.softmax(logits_BTV)).sum(-1) * valid_BT).sum(), logits_BTV
+
+  run = jax.value_and_grad(loss, has_aux=True)
+  (_, whole), of_whole = run(params)
+  monkeypatch.setattr(attention_of_towers, "MAX_SCORES", 2000)
+  monkeypatch.setattr(chunked, "MAX_CHUNK", 8)
+  (_, found), gradients = run(params)
+  check(name, "in chunks", found, whole, valid_BT)
+  for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(of_whole), strict=True):
+    assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs) + 1e-6
+
+
+def test_a_mesh_splits_tower_and_images(golden):
+  """Every parameter has a rule, and prompts, heads and weights lie on several devices."""
+  name, config, params, expected = golden
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 1, 2), ("data", "fsdp", "expert", "tensor"))
+  places = sharding.param_specs(params, mesh)
+  config = dataclasses.replace(config, **sharding.model_shardings(config, mesh))
+  rows = sharding.batch_sharding(mesh)
+
+  def twice(x):  # so that the mesh divides the rows
+    return jax.device_put(jnp.concatenate([x, x])[:4], rows)
+
+  images = jax.tree.map(twice, images_of(expected))
+  tokens_BT = twice(jnp.asarray(expected["tokens"]))
+  positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  lengths_B = np.concatenate([expected["lengths"]] * 2)[:4]
+
+  @jax.jit
+  def run(params):
+    visual = model.encode(params, config, images)
+    return model.forward(params, config, tokens_BT, positions_BT, visual=visual)[0]
+
+  found_BTV = run(jax.device_put(params, places))
+  expected_BTV = np.concatenate([expected["logits"]] * 2)[:4]
+  check(name, "mesh", found_BTV, expected_BTV, np.asarray(positions_BT) < lengths_B[:, None])
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "smolvlm"])
+def test_adapters_in_a_trained_tower_compute_what_merged_weights_do(name, tmp_path):
+  """And their folders are read back, with the names that the whole model has."""
+  config, params = model.load(GOLDEN / name, vision=True)
+  vision = dataclasses.replace(config.vision, trained=True)
+  modules = {"qwen3_vl": "qkv", "qwen2_5_vl": "gate_proj", "smolvlm": "out_proj"}
+  targets = model.kernels_of(["q_proj", modules[name]])
+  lora = model.AdapterShape(rank=2, alpha=4.0, rslora=False, targets=targets)
+  config = dataclasses.replace(config, vision=vision, lora=lora)
+  adapters = model.init_adapters(jax.random.key(0), config, params)
+  adapters = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape) * 0.3, adapters)
+  assert "vision" in adapters
+  expected = np.load(GOLDEN / name / "expected.npz")
+  tokens_BT = jnp.asarray(expected["tokens"])
+  positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  valid_BT = np.asarray(positions_BT) < expected["lengths"][:, None]
+
+  def run(params, config):
+    visual = model.encode(params, config, images_of(expected))
+    return model.forward(params, config, tokens_BT, positions_BT, visual=visual)[0]
+
+  joined = model.join(params, adapters)
+  with_adapters = run(joined, config)
+  model.save(tmp_path / "merged", config, joined)
+  merged_config, merged = model.load(tmp_path / "merged", vision=True)
+  check(name, "adapters", with_adapters, run(merged, merged_config), valid_BT)
+  assert np.abs(with_adapters - run(params, merged_config))[valid_BT].max() > 0.1
+  model.save_adapters(tmp_path / "peft", config, adapters, base="base")
+  names = load_file(tmp_path / "peft" / "adapter_model.safetensors").keys()
+  text_at = config_json.whole_of(config).text_at
+  assert all(x.startswith("base_model.model.model.") for x in names)
+  assert any(x.startswith(f"base_model.model.{text_at}layers.") for x in names)
+  again = model.load_adapters(tmp_path / "peft", config)
+  jax.tree.map(np.testing.assert_array_equal, again, adapters)

@@ -189,7 +189,7 @@ def _matrix_axes(params: Any) -> Any:
     if is_vector or {"embed", "head", "bias"} & set(keys):
       return None
     in_attention = keys[-1] == "kernel" and "attention" in keys
-    if in_attention and "o" in keys:  # [H, E, D]
+    if in_attention and {"o", "proj", "out"} & set(keys):  # [H, E, D]
       return optax.contrib.MuonDimensionNumbers((-3, -2), -1)
     if in_attention and "qkv" in keys:  # [D, 3, H, E]
       return optax.contrib.MuonDimensionNumbers(-4, (-3, -2, -1))

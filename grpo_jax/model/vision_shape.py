@@ -24,8 +24,8 @@ class VisionShape:
     activation: Of its MLPs, a name in `towers.layers.ACTIVATIONS`.
     norm_eps: The epsilon of its norms.
     merge: So many patches per side become one visual token.
-    positions: How many learned positions there are: those of a square of places, or in the tower of
-      Gemma 4 those of rows and as many of columns.
+    positions: How many learned positions there are: those of a square of places, or in the tower
+      of Gemma 4 those of rows and as many of columns.
     rope_theta: The base of the frequencies by which rows and columns rotate queries and keys. 0
       means that nothing is rotated.
     window: The side of the windows in which patches see each other, in patches. 0 means that a
@@ -33,7 +33,7 @@ class VisionShape:
     full_layers: The layers without a window, where the others have one.
     level_layers: The layers whose outputs become further levels of visual tokens (DeepStack,
       2406.04334).
-    both_ways: In which layers of the decoder tokens of one picture see those after them, too: "all",
+    both_ways: In which layers of the decoder tokens of a picture see those after them, too: "all",
       "windows" for those with a window, or "" for none.
     rope_sections: How many frequencies of the decoder are of each axis: time, height and width. The
       empty tuple means that tokens have one position.

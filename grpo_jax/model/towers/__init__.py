@@ -14,3 +14,4 @@ TOWERS: dict[str, Tower] = {  # by VisionShape.tower
   "idefics3": siglip.IDEFICS3,
 }
 RULES = layers.RULES + gemma4.RULES
+TARGETS = layers.TARGETS

@@ -80,7 +80,7 @@ class Layer(nn.Module):
 
   @nn.compact
   def __call__(self, x_BNW: jax.Array, rope: Rotation | None, seen_BN: jax.Array) -> jax.Array:
-    c, v = self.config, self.config.vision
+    c = self.config
     mixed_BNW = Attention(c, name="attention")(rms_norm(c, "norm1")(x_BNW), rope, seen_BN)
     x_BNW = x_BNW + rms_norm(c, "post_norm1")(mixed_BNW)
     out_BNW = MLP(c, name="mlp")(rms_norm(c, "norm2")(x_BNW))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.kernels import Target
 from grpo_jax.model.layers import Dense
 from grpo_jax.model.rope import Rotation, rotate
 from grpo_jax.model.towers.attention import attend
@@ -35,18 +36,34 @@ RULES = (
   (r"layers_\d+/attention/qkv/bias", (None, "tensor", None)),
   (r"layers_\d+/attention/[qkv](/linear)?/kernel", ("fsdp", "tensor", None)),
   (r"layers_\d+/attention/[qkv]/bias", ("tensor", None)),
-  (r"layers_\d+/attention/o(/linear)?/kernel", ("tensor", None, "fsdp")),
-  (r"layers_\d+/attention/o/bias", (None,)),
-  (r"layers_\d+/mlp/(up|gate)(/linear)?/kernel", ("fsdp", "tensor")),
-  (r"layers_\d+/mlp/(up|gate)/bias", ("tensor",)),
-  (r"layers_\d+/mlp/down(/linear)?/kernel", ("tensor", "fsdp")),
-  (r"layers_\d+/mlp/down/bias", (None,)),
+  (r"layers_\d+/attention/(o/linear|proj|out)/kernel", ("tensor", None, "fsdp")),
+  (r"layers_\d+/attention/(proj|out)/bias", (None,)),
+  (r"layers_\d+/mlp/(up|gate|fc1)(/linear)?/kernel", ("fsdp", "tensor")),
+  (r"layers_\d+/mlp/(up|gate|fc1)/bias", ("tensor",)),
+  (r"layers_\d+/mlp/(down|fc2)(/linear)?/kernel", ("tensor", "fsdp")),
+  (r"layers_\d+/mlp/(down|fc2)/bias", (None,)),
+  (r"layers_\d+/(attention/(qkv|q|k|v)|mlp/(up|gate|fc1))/lora_a", ("fsdp", None)),
+  (r"layers_\d+/attention/qkv/lora_b", (None, None, "tensor", None)),
+  (r"layers_\d+/attention/[qkv]/lora_b", (None, "tensor", None)),
+  (r"layers_\d+/attention/(proj|out)/lora_a", ("tensor", None, None)),
+  (r"layers_\d+/mlp/(up|gate|fc1)/lora_b", (None, "tensor")),
+  (r"layers_\d+/mlp/(down|fc2)/lora_a", ("tensor", None)),
+  (r"layers_\d+/(attention/(proj|out)|mlp/(down|fc2))/lora_b", (None, "fsdp")),
   (r"(merge|levels_\d+)/up/kernel", ("fsdp", "tensor")),
   (r"(merge|levels_\d+)/up/bias", ("tensor",)),
   (r"(merge|levels_\d+)/down/kernel", ("tensor", "fsdp")),
   (r"(merge|levels_\d+)/down/bias", (None,)),
   (r"merge/projection/kernel", ("fsdp", None)),
 )
+# Path in a layer of the tower -> the projection, which can have an adapter where it is trained.
+TARGETS = {
+  "attention/qkv": Target(("qkv",)),
+  "attention/proj": Target(("proj",), inputs=2),
+  **{f"attention/{x}": Target((f"{x}_proj",)) for x in "qkv"},
+  "attention/out": Target(("out_proj",), inputs=2),
+  **{f"mlp/{x}": Target((f"{x}_proj",)) for x in ("gate", "up", "down")},
+  **{f"mlp/{x}": Target((f"linear_{x}", x)) for x in ("fc1", "fc2")},
+}
 
 
 def layer_norm(config: ModelConfig, name: str) -> nn.Module:
@@ -94,17 +111,19 @@ class Attention(nn.Module):
     if self.joined:
       qkv = Dense(c, (3, *heads), use_bias=True, name="qkv")(x_BNW)
       q_BNAE, k_BNAE, v_BNAE = (qkv[..., i, :, :] for i in range(3))
+      out_name = "proj"
     else:
+      out_name = "out"
       q_BNAE, k_BNAE, v_BNAE = (Dense(c, heads, use_bias=True, name=x)(x_BNW) for x in "qkv")
     if rope is not None:
       q_BNAE, k_BNAE = rotate(q_BNAE, rope), rotate(k_BNAE, rope)
     q_BNAE = q_BNAE / math.sqrt(v.head_dim)
     out_BNAE = attend(c, q_BNAE, k_BNAE, v_BNAE, seen_BN)
-    return Dense(c, (v.dim,), axes=2, use_bias=True, name="o")(out_BNAE)
+    return Dense(c, (v.dim,), axes=2, use_bias=True, name=out_name)(out_BNAE)
 
 
 class MLP(nn.Module):
-  """down(activation(up x)), or with `gated` down(activation(gate x) * up x), with biases."""
+  """fc2(activation(fc1 x)), or with `gated` down(activation(gate x) * up x), with biases."""
 
   config: ModelConfig
   gated: bool
@@ -113,12 +132,14 @@ class MLP(nn.Module):
   def __call__(self, x_BNW: jax.Array) -> jax.Array:
     c, v = self.config, self.config.vision
     activation = ACTIVATIONS[v.activation]
-    hidden = Dense(c, (v.mlp_dim,), use_bias=True, name="up")(x_BNW)
-    if self.gated:
-      hidden = activation(Dense(c, (v.mlp_dim,), use_bias=True, name="gate")(x_BNW)) * hidden
-    else:
-      hidden = activation(hidden)
-    return Dense(c, (v.dim,), use_bias=True, name="down")(hidden)
+
+    def project(name: str, width: int, x: jax.Array) -> jax.Array:
+      return Dense(c, (width,), use_bias=True, name=name)(x)
+
+    if not self.gated:
+      return project("fc2", v.dim, activation(project("fc1", v.mlp_dim, x_BNW)))
+    gate_BNI, up_BNI = project("gate", v.mlp_dim, x_BNW), project("up", v.mlp_dim, x_BNW)
+    return project("down", v.dim, activation(gate_BNI) * up_BNI)
 
 
 def place_rotation(config: ModelConfig, places_BN2: jax.Array) -> Rotation:

@@ -157,8 +157,8 @@ _PATCHES = (
 _ATTENTION = (
   layer(f"{_BLOCK}attn.qkv.weight", "layers_{i}/attention/qkv/kernel", "TAB W", "WTAB"),
   layer(f"{_BLOCK}attn.qkv.bias", "layers_{i}/attention/qkv/bias", "TAB", "TAB"),
-  layer(f"{_BLOCK}attn.proj.weight", "layers_{i}/attention/o/kernel", "W AB", "ABW"),
-  layer(f"{_BLOCK}attn.proj.bias", "layers_{i}/attention/o/bias", "W", "W"),
+  layer(f"{_BLOCK}attn.proj.weight", "layers_{i}/attention/proj/kernel", "W AB", "ABW"),
+  layer(f"{_BLOCK}attn.proj.bias", "layers_{i}/attention/proj/bias", "W", "W"),
 )
 _WINDOWS = (
   *_PATCHES,
@@ -179,8 +179,8 @@ _INTERLEAVED = (
   *layer_norm(f"{_BLOCK}norm1", "layers_{i}/norm1"),
   *layer_norm(f"{_BLOCK}norm2", "layers_{i}/norm2"),
   *_ATTENTION,
-  *dense(f"{_BLOCK}mlp.linear_fc1", "layers_{i}/mlp/up", "W", "I"),
-  *dense(f"{_BLOCK}mlp.linear_fc2", "layers_{i}/mlp/down", "I", "W"),
+  *dense(f"{_BLOCK}mlp.linear_fc1", "layers_{i}/mlp/fc1", "W", "I"),
+  *dense(f"{_BLOCK}mlp.linear_fc2", "layers_{i}/mlp/fc2", "I", "W"),
   *layer_norm(f"{_AT}merger.norm", "merge/norm"),
   *dense(f"{_AT}merger.linear_fc1", "merge/up", "O", "o"),
   *dense(f"{_AT}merger.linear_fc2", "merge/down", "O", "D"),

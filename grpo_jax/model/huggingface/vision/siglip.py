@@ -70,10 +70,10 @@ def _table(at: str) -> tuple[TensorSpec, ...]:
         layer(f"{of_layer}self_attn.{x}_proj.bias", f"layers_{{i}}/attention/{x}/bias", "AB", "AB"),
       )
     ),
-    layer(f"{of_layer}self_attn.out_proj.weight", "layers_{i}/attention/o/kernel", "W AB", "ABW"),
-    layer(f"{of_layer}self_attn.out_proj.bias", "layers_{i}/attention/o/bias", "W", "W"),
-    *dense(f"{of_layer}mlp.fc1", "layers_{i}/mlp/up", "W", "I"),
-    *dense(f"{of_layer}mlp.fc2", "layers_{i}/mlp/down", "I", "W"),
+    layer(f"{of_layer}self_attn.out_proj.weight", "layers_{i}/attention/out/kernel", "W AB", "ABW"),
+    layer(f"{of_layer}self_attn.out_proj.bias", "layers_{i}/attention/out/bias", "W", "W"),
+    *dense(f"{of_layer}mlp.fc1", "layers_{i}/mlp/fc1", "W", "I"),
+    *dense(f"{of_layer}mlp.fc2", "layers_{i}/mlp/fc2", "I", "W"),
     *layer_norm(f"{at}post_layernorm", "merge/post_norm"),
   )
 
@@ -148,7 +148,7 @@ FAMILIES = (
       "image_token_index": 262144,
       _TOKENS_PER_IMAGE: 256,
     },
-    ignored=r"vision_config\.vision_use_head",  # the head of SigLIP, which the decoder does not read
+    ignored=r"vision_config\.vision_use_head",  # a head that nothing reads
     surplus=r"vision_tower\.head\.",
   ),
   VisionFamily("idefics3", "Idefics3ForConditionalGeneration", **_OF_IDEFICS3),
