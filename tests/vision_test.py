@@ -27,7 +27,18 @@ GOLDEN = Path(__file__).parent / "golden" / "vision"
 BOUND, G, T = 1e-4, 2, 5
 
 
-@pytest.fixture(scope="module", params=sorted(x.name for x in GOLDEN.iterdir()))
+# What another checkpoint tests too.
+_SLOW = ("idefics3", "qwen3_5_moe", "qwen3_vl_moe")
+
+
+def _params(*fast):
+  """All checkpoints, of which these alone are read by the fast tests."""
+  for name in sorted(x.name for x in GOLDEN.iterdir()):
+    marks = () if name in fast or (not fast and name not in _SLOW) else pytest.mark.slow
+    yield pytest.param(name, id=name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=_params())
 def golden(request):
   config, params = model.load(GOLDEN / request.param, vision=True)
   return request.param, config, params, np.load(GOLDEN / request.param / "expected.npz")
@@ -110,8 +121,9 @@ def one_by_one(golden):
   return np.stack([[logits(p, g) for g in range(G)] for p in range(len(tokens_PGT))])
 
 
-@pytest.mark.parametrize("how", ["rows", "packed"])
-@pytest.mark.parametrize("attention", ["dense", "chunked"])
+@pytest.mark.parametrize(
+  ("how", "attention"), [("rows", "dense"), ("packed", "dense"), ("packed", "chunked")]
+)
 def test_a_group_is_its_rows_one_by_one(golden, one_by_one, how, attention):
   """With images encoded once for all completions of a prompt."""
   name, config, params, expected = golden
@@ -239,6 +251,7 @@ def test_experts_are_read_as_they_are_published(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
+@pytest.mark.parametrize("golden", _params("gemma3", "qwen2_5_vl"), indirect=True)
 def test_pictures_with_many_patches_are_computed_in_chunks(golden, monkeypatch):
   """A chunk of queries at a time, and fewer pictures: outputs and gradients are the same."""
   name, config, params, expected = golden
@@ -264,6 +277,7 @@ def test_pictures_with_many_patches_are_computed_in_chunks(golden, monkeypatch):
     assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs) + 1e-6
 
 
+@pytest.mark.parametrize("golden", _params("qwen3_vl", "gemma4"), indirect=True)
 def test_a_mesh_splits_tower_and_images(golden):
   """Every parameter has a rule, and prompts, heads and weights lie on several devices."""
   name, config, params, expected = golden

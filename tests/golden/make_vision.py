@@ -214,13 +214,13 @@ GRADIENTS = ("qwen3_vl",)
 
 
 def pictures_of(sizes):
-  """Smooth pictures with some noise, uint8 [H, W, 3]."""
+  """Smooth pictures with some noise and few values, uint8 [H, W, 3]."""
   rng = np.random.default_rng(0)
   for height, width in sizes:
     rows, columns = np.mgrid[:height, :width]
     waves = [np.sin(rows / (3 + i) + columns / (5 - i)) for i in range(3)]
     noise = rng.integers(0, 20, (height, width, 3))
-    yield (np.stack(waves, -1) * 100 + 118 + noise).clip(0, 255).astype(np.uint8)
+    yield (np.stack(waves, -1) * 100 + 118 + noise).clip(0, 255).astype(np.uint8) // 16 * 16
 
 
 def qwen_inputs(model):
@@ -423,7 +423,8 @@ def main(names):
     outputs = model(**inputs).logits
     arrays = dict(tokens=inputs["input_ids"].numpy(), **images)
     arrays = {k: v.astype(np.int32) if v.dtype == np.int64 else v for k, v in arrays.items()}
-    logits = outputs.detach().float().numpy()
+    valid = np.arange(outputs.shape[1]) < images["lengths"][:, None]
+    logits = np.where(valid[..., None], outputs.detach().float().numpy(), 0)
     np.savez_compressed(folder / "expected.npz", **arrays, logits=logits)
     if name in GRADIENTS:
       loss = (outputs.softmax(-1).square().sum(-1) * inputs["attention_mask"]).sum()
