@@ -213,14 +213,14 @@ FAMILIES = {  # folder: (family, fields of the text part, of the tower, other fi
 GRADIENTS = ("qwen3_vl",)
 
 
-def pictures_of(sizes):
-  """Smooth pictures with some noise and few values, uint8 [H, W, 3]."""
+def pictures_of(sizes, step=16):
+  """Smooth pictures with some noise, uint8 [H, W, 3], whose values are multiples of `step`."""
   rng = np.random.default_rng(0)
   for height, width in sizes:
     rows, columns = np.mgrid[:height, :width]
     waves = [np.sin(rows / (3 + i) + columns / (5 - i)) for i in range(3)]
     noise = rng.integers(0, 20, (height, width, 3))
-    yield (np.stack(waves, -1) * 100 + 118 + noise).clip(0, 255).astype(np.uint8) // 16 * 16
+    yield (np.stack(waves, -1) * 100 + 118 + noise).clip(0, 255).astype(np.uint8) // step * step
 
 
 def qwen_inputs(model):
@@ -299,7 +299,7 @@ def siglip_inputs(model):
 
 def gemma4_inputs(model):
   """The inputs of transformers, and the same as `Images`, whose patches lie in rows."""
-  config, pictures = model.config.vision_config, list(pictures_of(GEMMA4_SIZES))
+  config, pictures = model.config.vision_config, list(pictures_of(GEMMA4_SIZES, step=1))
   side, merge = config.patch_size, config.pooling_kernel_size
   grids = [(x.shape[0] // side, x.shape[1] // side) for x in pictures]
   counts = [height * width // merge**2 for height, width in grids]
