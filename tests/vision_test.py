@@ -162,8 +162,8 @@ def test_decoding_with_a_cache_is_the_forward_pass(golden, one_by_one):
   @jax.jit
   def run(params):
     visual = model.encode(params, config, images_of(expected))
-    arguments = tokens_PS, positions_PS, None, lengths_P, visual
-    _, cache = model.features(params, config, *arguments)
+    arguments = tokens_PS, positions_PS, None, lengths_P
+    _, cache = model.features(params, config, *arguments, visual=visual)
     cache = model.empty_cache(config, model.as_prefix(cache, lengths_P), G, slots=T)
 
     def step(cache, inputs):
@@ -201,8 +201,8 @@ def test_gradients_are_those_of_transformers():
     own = dataclasses.replace(config, vision=vision)
     visual = model.encode(params, own, images_of(expected), remat)
     groups = model.Groups(lengths_P, tokens_PS.shape[1])
-    arguments = tokens_PS, groups, None, remat, visual
-    hidden_PSD, _ = model.group_features(params, own, *arguments)
+    arguments = tokens_PS, groups, None, remat
+    hidden_PSD, _ = model.group_features(params, own, *arguments, visual=visual)
     probs_PSV = jax.nn.softmax(model.unembed(params, own, hidden_PSD))
     return (jnp.square(probs_PSV).sum(-1) * valid_PS).sum()
 

@@ -331,6 +331,14 @@ def _level(levels_KBSD: jax.Array | None, number: jax.Array) -> jax.Array | None
   return jnp.where(number <= last, level_BSD, 0)
 
 
+def _levels_of(
+  segment: Segment, place: jax.Array, levels_KBSD: jax.Array | None
+) -> dict[str, jax.Array | None]:
+  """`_level` of the layers of one pattern of a segment, by the names of their stacks."""
+  numbers = enumerate(segment.names, segment.first)
+  return {name: _level(levels_KBSD, first + segment.period * place) for first, name in numbers}
+
+
 def _apply_segment(
   config: ModelConfig,
   segment: Segment,
@@ -357,16 +365,11 @@ def _apply_segment(
 
   def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
     (x_BTD, own), (params, prefix, per_layer, given, place) = carry, of_pattern
-    own, routed_parts = dict(own), []
-    numbers = {
-      name: first + segment.period * place
-      for first, name in enumerate(segment.names, segment.first)
-    }
+    own, routed_parts, level_of = dict(own), [], _levels_of(segment, place, levels_KBSD)
     kept: dict[str, Any] = {}
     for names in runs:
       told = [
-        (params[name], per_layer.get(name), given.get(name), _level(levels_KBSD, numbers[name]))
-        for name in names
+        (params[name], per_layer.get(name), given.get(name), level_of[name]) for name in names
       ]
       if len(names) > 1:
         x_BTD, outs = _apply_run(stacks[names[0]], x_BTD, told)
@@ -395,11 +398,12 @@ def _apply_segment(
     unroll = segment.count if _is_unrolled(config, segment) else 1
     (x_BTD, own), (kept, routed) = jax.lax.scan(pattern, carry, of_patterns, unroll=unroll)
 
-  def in_order(x: jax.Array) -> jax.Array:
-    """[patterns, sparse layers of a pattern, B, ...] -> [B, layers, ...]"""
-    return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, 1)
+  return Outputs(x_BTD, own, kept, jax.tree.map(_in_order, routed))
 
-  return Outputs(x_BTD, own, kept, jax.tree.map(in_order, routed))
+
+def _in_order(x: jax.Array) -> jax.Array:
+  """[patterns, sparse layers of a pattern, B, ...] -> [B, layers, ...]"""
+  return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, 1)
 
 
 def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:

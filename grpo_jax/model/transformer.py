@@ -94,6 +94,7 @@ def features(
   positions_BT: jax.Array,
   cache: Cache | None = None,
   lengths_B: jax.Array | None = None,
+  *,
   visual: Visual | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Hidden states of a batch of token rows, without a gradient.
@@ -115,8 +116,8 @@ def features(
   Returns:
     Final hidden states [B, T, D], and the cache with these tokens in it.
   """
-  arguments = tokens_BT, positions_BT, cache, lengths_B, visual
-  hidden_BTD, cache, _ = routed_features(params, config, *arguments)
+  arguments = tokens_BT, positions_BT, cache, lengths_B
+  hidden_BTD, cache, _ = routed_features(params, config, *arguments, visual=visual)
   return hidden_BTD, cache
 
 
@@ -127,6 +128,7 @@ def routed_features(
   positions_BT: jax.Array,
   cache: Cache | None = None,
   lengths_B: jax.Array | None = None,
+  *,
   visual: Visual | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
   """`features`, and the experts that each token went through.
@@ -168,6 +170,7 @@ def group_features(
   groups: Groups,
   routes: Routes | None = None,
   remat: str = "",
+  *,
   visual: Visual | None = None,
 ) -> tuple[jax.Array, Routing | None]:
   """Hidden states of prompts and of all their completions, in one pass and with a gradient.
@@ -192,7 +195,7 @@ def group_features(
   inputs = Inputs(*_angles(c, positions, longest), routes=routes)
   attend = in_groups(c, groups, vision.pictures(c, visual, groups.prompt_slots))
   run = Pass(attend, recur_in_groups(groups))
-  out = _hidden(params, c, tokens_PN, inputs, run, remat, visual)
+  out = _hidden(params, c, tokens_PN, inputs, run, remat, visual=visual)
   return out.x_BTD, out.routed and out.routed.sums
 
 
@@ -203,6 +206,7 @@ def _hidden(
   inputs: Inputs,
   run: Pass,
   remat: str = "",
+  *,
   visual: Visual | None = None,
 ) -> Outputs:
   """Embedding, layers and final norm. `x_BTD` of the outputs are the hidden states."""
@@ -294,12 +298,13 @@ def forward(
   positions_BT: jax.Array,
   cache: Cache | None = None,
   lengths_B: jax.Array | None = None,
+  *,
   visual: Visual | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Logits [B, T, V] (float32) of the token that follows each token, and the updated cache.
 
   The arguments are those of `features`.
   """
-  arguments = tokens_BT, positions_BT, cache, lengths_B, visual
-  hidden_BTD, cache = features(params, config, *arguments)
+  arguments = tokens_BT, positions_BT, cache, lengths_B
+  hidden_BTD, cache = features(params, config, *arguments, visual=visual)
   return unembed(params, config, hidden_BTD), cache

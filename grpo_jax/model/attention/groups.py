@@ -88,14 +88,7 @@ def in_groups(
   pictures_PS: jax.Array | None = None,
   keep: bool = False,
 ) -> Callable[[int, Any], Attend]:
-  """The `attend` of a `Pass` over groups.
-
-  Args:
-    config: The model.
-    groups: Where the tokens lie.
-    pictures_PS: As in `View`.
-    keep: Attention returns keys and values, too.
-  """
+  """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
   S = groups.prompt_slots
   name = attention_of(config)[0]
   attend = ATTENTION[name]

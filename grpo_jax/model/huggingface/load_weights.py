@@ -75,6 +75,7 @@ def load(
   labels: Collection[int] = (0,),
   progress: Progress = no_progress,
   converted: Shardings | None = None,
+  *,
   vision: bool = False,
 ) -> tuple[ModelConfig, Any]:
   """Loads a Hugging Face folder or a GGUF file.
@@ -92,8 +93,7 @@ def load(
       model, or the keys of REWARD_HEADS.
     progress: Called after each leaf with the bytes read so far and the bytes to read in total.
     converted: The shardings of what `convert` returns. None means `shardings`.
-    vision: Read the vision tower, too, if the folder has one that is known here. Otherwise only the
-      text part is read.
+    vision: Read the vision tower, too, where the folder has one that is known here.
 
   Returns:
     The config and the tree of parameters.
@@ -109,15 +109,13 @@ def load(
   sizes, specs = families.sizes(config), config_json.all_tensors(config)
   places, targets = Places(config), converted or shardings
   total, done = _count_bytes(files, specs, sizes), 0
-  leaves: dict[str, Any] = {}
-  are_finite = {}
+  leaves, are_finite = dict[str, Any](), {}
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
     of_leaf = list(group)  # several where each expert has a tensor of its own
     spec, (parameter, place) = of_leaf[0], places.find(name)
     whole = shardings[parameter] if shardings else None
     of_spec = whole if whole is None or place is None else of_layer(whole)
     tensor = _read_tensor(files, of_leaf, sizes, of_spec and spec.hf_sharding(of_spec))
-    # The layers of a stack get the same spec, so that one compilation serves them all.
     how = _Conversion(
       dataclasses.replace(spec, hf_name="", leaf_name=parameter),
       tuple(sizes.items()),
