@@ -17,7 +17,7 @@ from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.export import is_misread_by_peft
 from grpo_jax.model import kernels, lora
-from grpo_jax.model.huggingface import families
+from grpo_jax.model.huggingface import config_json, families
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import param_specs
 from grpo_jax.settings import ConfigError
@@ -53,10 +53,9 @@ def test_every_module_can_be_named_and_is_one_of_a_golden_family():
     assert model.kernels_of(model.modules_of(names)) == names
   assert model.modules_of(("in_proj_k", "in_proj_q", "in_proj_v")) == ("in_proj_qkv",)
   assert model.kernels_of(["qkv_proj", "q_proj", "gate_up_proj"]) == ("gate", "k", "q", "up", "v")
-  configs = [model.load_config(GOLDEN / "families" / family) for family in FAMILIES]
-  tensors = [
-    spec for config in configs for spec in families.family_of(config).tensors(config)
-  ]  # of all layers
+  folders = [*(GOLDEN / "families" / family for family in FAMILIES), *(GOLDEN / "vision").iterdir()]
+  configs = [model.load_config(folder, vision=True) for folder in folders]
+  tensors = [spec for config in configs for spec in config_json.all_tensors(config)]
   assert {*model.ADAPTABLE} <= {spec.hf_name.split(".")[-2] for spec in tensors}
 
 

@@ -150,7 +150,7 @@ def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
     def clip_block(block: jax.Array) -> jax.Array:
       return clip.update(block, optax.EmptyState())[0]
 
-    return model.per_layer(clip_block, path[0].key)(update)
+    return model.per_layer(clip_block, _name(path))(update)
 
   def clip_all(updates: Any, params: Any = None) -> Any:
     del params
@@ -159,16 +159,23 @@ def _clip_by_layer_rms(threshold: float) -> optax.GradientTransformation:
   return optax.stateless(clip_all)
 
 
+def _name(path: tuple[Any, ...]) -> str:
+  """The path of a parameter, such as layers_0/mlp/up/kernel."""
+  return "/".join(part.key for part in path if hasattr(part, "key"))
+
+
 def decayed(params: Any) -> Any:
   """True for the parameters that weight decay applies to: all but scales of norms and biases.
 
-  `balance`, the biases that even out the loads of experts, and `layer_scale` have no gradient.
+  `balance`, the biases that even out the loads of experts, `layer_scale` and the limits by which
+  projections are clipped have no gradient.
   Of the delta rule, `decay` is the logarithm of how fast a head forgets, and 0 is like any other.
   """
 
   def is_decayed(path: tuple[Any, ...], leaf: jax.Array) -> bool:
     del leaf
-    return not path[-1].key.endswith(("scale", "bias", "balance", "decay"))
+    name = path[-1].key
+    return not name.endswith(("scale", "bias", "balance", "decay")) and "clip" not in name
 
   return jax.tree_util.tree_map_with_path(is_decayed, params)
 
@@ -178,12 +185,14 @@ def _matrix_axes(params: Any) -> Any:
 
   def axes(path: tuple[Any, ...], leaf: jax.Array) -> Any:
     keys = [part.key for part in path if hasattr(part, "key")]
-    is_vector = leaf.ndim < 2 + model.is_stacked(keys[0])
+    is_vector = leaf.ndim < 2 + model.is_stacked("/".join(keys))
     if is_vector or {"embed", "head", "bias"} & set(keys):
       return None
     in_attention = keys[-1] == "kernel" and "attention" in keys
-    if in_attention and "o" in keys:  # [H, E, D]
+    if in_attention and {"o", "proj", "out"} & set(keys):  # [H, E, D]
       return optax.contrib.MuonDimensionNumbers((-3, -2), -1)
+    if in_attention and "qkv" in keys:  # [D, 3, H, E]
+      return optax.contrib.MuonDimensionNumbers(-4, (-3, -2, -1))
     if in_attention:  # [D, H, E]
       return optax.contrib.MuonDimensionNumbers(-3, (-2, -1))
     return optax.contrib.MuonDimensionNumbers(-2, -1)

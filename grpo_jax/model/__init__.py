@@ -73,18 +73,22 @@ from grpo_jax.model.transformer import (
   score,
   unembed,
 )
+from grpo_jax.model.vision import encode
+from grpo_jax.model.vision_shape import VisionShape
 
 load_config = load_model_config  # the name by which other programs call it
 
 __all__ = [
   # The decoder.
   "ModelConfig",
+  "VisionShape",
   "Params",
   "init",
   "forward",
   "features",
   "routed_features",
   "group_features",
+  "encode",
   "unembed",
   "score",
   "Routes",

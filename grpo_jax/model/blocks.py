@@ -120,12 +120,15 @@ class Inputs(NamedTuple):
     local_rope: Those of the layers with one.
     per_layer_LBTN: The tokens' embeddings for each layer, or None.
     routes: What routers are told of the tokens.
+    levels_KBSD: What is added to the residual stream of the first S tokens after each of the first
+      K layers, or None.
   """
 
   rope: Rotation
   local_rope: Rotation
   per_layer_LBTN: jax.Array | None = None
   routes: Routes = Routes()
+  levels_KBSD: jax.Array | None = None
 
 
 class Outputs(NamedTuple):
@@ -172,7 +175,10 @@ def apply_layers(
         None if per_layer is None else per_layer[number : segment.end : segment.period],
         given.get(name),
       )
-    x_BTD, own_of, kept_of, routed = _apply_segment(config, segment, stacks, x_BTD, run)
+    # Only the first layers have a level. The others do not look for one.
+    levels = inputs.levels_KBSD
+    levels = None if levels is None or segment.first >= len(levels) else levels
+    x_BTD, own_of, kept_of, routed = _apply_segment(config, segment, stacks, x_BTD, run, levels)
     own.update(own_of)
     kept.update(kept_of)
     for number, name in enumerate(segment.names, segment.first):
@@ -199,8 +205,8 @@ def _joined(parts: list[Routed], join: Callable[..., jax.Array], axis: int) -> R
   return jax.tree.map(lambda *arrays: join(arrays, axis), *parts) if parts else None
 
 
-# layer(parameters, x_BTD, memory, per_layer_BTN, given experts) -> (x_BTD, what the mixer keeps,
-# what the router did)
+# layer(parameters, x_BTD, memory, per_layer_BTN, given experts, level_BSD) -> (x_BTD, what the
+# mixer keeps, what the router did)
 Layer = Callable[..., tuple[jax.Array, Any, Routed | None]]
 
 
@@ -244,12 +250,16 @@ def _layer(
     memory: LayerMemory | None,
     per_layer_BTN: jax.Array | None,
     given_BTU: jax.Array | None,
+    level_BSD: jax.Array | None,
   ) -> tuple[jax.Array, Any, Routed | None]:
     attend, recur = run.attend(kind.window, memory), run.recur(memory)
     seen = Seen(rope, attend, recur, bool(run.own), kind.keys)
     routes = inputs.routes.replace(given=given_BTU)
     out: Any = block.apply({"params": params}, x_BTD, routes, seen, per_layer_BTN)
-    return constrain(out[0], config.rows), *out[1:]
+    x_BTD = out[0]
+    if level_BSD is not None:
+      x_BTD = x_BTD.at[:, : level_BSD.shape[1]].add(level_BSD)
+    return constrain(x_BTD, config.rows), *out[1:]
 
   if not remat:
     return layer
@@ -297,7 +307,7 @@ def _apply_run(
   Args:
     stack: The first of their stacks.
     x_BTD: The residual stream.
-    told: For each of them its parameters, embeddings and given experts.
+    told: For each of them its parameters, embeddings, given experts and level.
 
   Returns:
     The residual stream, and for each layer what its mixer keeps and what its router did.
@@ -312,8 +322,30 @@ def _apply_run(
   return x_BTD, [jax.tree.map(lambda x, at=i: x[at], outs) for i in range(len(told))]
 
 
+def _level(levels_KBSD: jax.Array | None, number: jax.Array) -> jax.Array | None:
+  """What is added after the layer of this number: its level, or 0."""
+  if levels_KBSD is None:
+    return None
+  last = len(levels_KBSD) - 1
+  level_BSD = levels_KBSD[jnp.minimum(number, last)]
+  return jnp.where(number <= last, level_BSD, 0)
+
+
+def _levels_of(
+  segment: Segment, place: jax.Array, levels_KBSD: jax.Array | None
+) -> dict[str, jax.Array | None]:
+  """`_level` of the layers of one pattern of a segment, by the names of their stacks."""
+  numbers = enumerate(segment.names, segment.first)
+  return {name: _level(levels_KBSD, first + segment.period * place) for first, name in numbers}
+
+
 def _apply_segment(
-  config: ModelConfig, segment: Segment, stacks: dict[str, Stack], x_BTD: jax.Array, run: Pass
+  config: ModelConfig,
+  segment: Segment,
+  stacks: dict[str, Stack],
+  x_BTD: jax.Array,
+  run: Pass,
+  levels_KBSD: jax.Array | None = None,
 ) -> Outputs:
   """Applies the layers of a segment, which are given by the names of their stacks."""
   is_decoding = bool(run.own)
@@ -333,10 +365,12 @@ def _apply_segment(
 
   def pattern(carry: Any, of_pattern: Any) -> tuple[Any, Any]:
     (x_BTD, own), (params, prefix, per_layer, given, place) = carry, of_pattern
-    own, routed_parts = dict(own), []
+    own, routed_parts, level_of = dict(own), [], _levels_of(segment, place, levels_KBSD)
     kept: dict[str, Any] = {}
     for names in runs:
-      told = [(params[name], per_layer.get(name), given.get(name)) for name in names]
+      told = [
+        (params[name], per_layer.get(name), given.get(name), level_of[name]) for name in names
+      ]
       if len(names) > 1:
         x_BTD, outs = _apply_run(stacks[names[0]], x_BTD, told)
       else:
@@ -364,11 +398,12 @@ def _apply_segment(
     unroll = segment.count if _is_unrolled(config, segment) else 1
     (x_BTD, own), (kept, routed) = jax.lax.scan(pattern, carry, of_patterns, unroll=unroll)
 
-  def in_order(x: jax.Array) -> jax.Array:
-    """[patterns, sparse layers of a pattern, B, ...] -> [B, layers, ...]"""
-    return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, 1)
+  return Outputs(x_BTD, own, kept, jax.tree.map(_in_order, routed))
 
-  return Outputs(x_BTD, own, kept, jax.tree.map(in_order, routed))
+
+def _in_order(x: jax.Array) -> jax.Array:
+  """[patterns, sparse layers of a pattern, B, ...] -> [B, layers, ...]"""
+  return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, 1)
 
 
 def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:

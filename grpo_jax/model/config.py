@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from grpo_jax.model.rope import RopeScaling
+from grpo_jax.model.vision_shape import VisionShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +194,7 @@ class ModelConfig:
     expert_norms: Experts and router read the residual stream through norms of their own, and both
       outputs are normalised. The router scales its inputs, and the shares of each expert.
     sparse_layers: The layers that have experts.
+    vision: The shape of the vision tower, or None for a model of text alone.
     stop_ids: The token ids that end a text (`eos_token_id` of the checkpoint).
 
     dtype: The dtype of the computation. Master weights are float32.
@@ -274,6 +276,7 @@ class ModelConfig:
   shared_gate: bool = False
   expert_norms: bool = False
   sparse_layers: tuple[int, ...] = ()
+  vision: VisionShape | None = None
   stop_ids: tuple[int, ...] = ()
   # How the model is computed:
   dtype: str = "float32"

@@ -15,21 +15,24 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from grpo_jax.model import mixers, mlps
+from grpo_jax.model import mixers, mlps, towers
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.kernels import dequantised
-from grpo_jax.model.stacks import layer_names, stacked
+from grpo_jax.model.stacks import TOWER, layer_names, stacked
 from grpo_jax.settings import ConfigError
 
 QUANTISED_DTYPES = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
 TILE = 64  # how many weights along an input axis have a scale in common
 # Path of a kernel in a layer, such as "attention/q" -> the projection.
 TARGETS = mixers.TARGETS | mlps.TARGETS
+# The same for those of vision towers.
+_OF_TOWER = {TOWER + path: target for path, target in towers.TARGETS.items()}
+_ALL = TARGETS | _OF_TOWER
 
 
 def _adaptable() -> dict[str, tuple[str, ...]]:
   kernels: dict[str, set[str]] = {}
-  for path, target in TARGETS.items():
+  for path, target in _ALL.items():
     for module in target.modules:
       kernels.setdefault(module, set()).add(_last(path))
   return {module: tuple(sorted(names)) for module, names in kernels.items()}
@@ -41,7 +44,7 @@ def _last(path: str) -> str:
 
 # Module of Hugging Face -> the kernels that it holds: "q_proj" -> ("q",), "qkv_proj" -> three.
 ADAPTABLE = _adaptable()
-_MODULES = {_last(path): target.modules[0] for path, target in TARGETS.items()}
+_MODULES = {_last(path): target.modules[0] for path, target in (_OF_TOWER | TARGETS).items()}
 
 
 def kernels_of(modules: Iterable[str]) -> tuple[str, ...]:
@@ -71,7 +74,7 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   shapes = {
     name: leaf.shape[1:]
     for stack, leaf in flatten_dict(base, sep="/").items()
-    if is_projection(stack) and _last(_path(stack)) in config.lora.targets
+    if can_adapt(stack, config) and _last(_path(stack)) in config.lora.targets
     for name in layer_names(stack, config)
   }
   for module in modules_of(
@@ -147,16 +150,25 @@ def rounded(name: str, kernel: jax.Array) -> Any:
 
 
 def is_projection(name: str) -> bool:
-  """Whether this leaf is a kernel that can have an adapter and can be quantised."""
+  """Whether this leaf of the decoder is a kernel that can have an adapter and be quantised."""
   return name.endswith("/kernel") and _path(name) in TARGETS
+
+
+def can_adapt(name: str, config: ModelConfig) -> bool:
+  """Whether this leaf is a kernel that can have an adapter: in a tower, only if that is trained."""
+  if is_projection(name):
+    return True
+  is_trained = config.vision is not None and config.vision.trained
+  return is_trained and name.endswith("/kernel") and _path(name) in _OF_TOWER
 
 
 def _path(name: str) -> str:
   """The key of TARGETS for "layers_0/attention/q/kernel", such as "attention/q"."""
-  return "/".join(name.split("/")[1:-1])
+  of_tower = TOWER if name.startswith(TOWER) else ""
+  return of_tower + "/".join(name.removeprefix(TOWER).split("/")[1:-1])
 
 
 def _split_shape(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """The input axes and the output axes of a kernel."""
-  inputs = TARGETS[_path(name)].inputs
+  inputs = _ALL[_path(name)].inputs
   return shape[:inputs], shape[inputs:]

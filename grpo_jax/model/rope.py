@@ -161,6 +161,31 @@ def angles(
   return Rotation(jnp.asarray(cos_table)[positions_BT], jnp.asarray(sin_table)[positions_BT])
 
 
+def by_axis(rope: Rotation, axes: tuple[int, ...]) -> Rotation:
+  """The rotation of tokens with several positions, of which each pair of numbers has one.
+
+  Args:
+    rope: cos and sin [B, T, axes, pairs], as of `angles` for positions [B, T, axes].
+    axes: The axis whose position rotates each pair.
+  """
+
+  def chosen(x: jax.Array) -> jax.Array:
+    return sum(jnp.where(np.array(axes) == i, x[..., i, :], 0) for i in range(x.shape[-2]))
+
+  return Rotation(chosen(rope.cos), chosen(rope.sin))
+
+
+def axes_of_pairs(sections: tuple[int, ...], interleaved: bool, pairs: int) -> tuple[int, ...]:
+  """The axis of each pair: time, height and width one after another, or in turns (2502.13923).
+
+  In turns, a pair is of height or width as long as these have pairs left, and else of time.
+  """
+  if not interleaved:
+    return tuple(np.repeat(np.arange(len(sections)), sections)[:pairs].tolist())
+  turns = ((pair, pair % 3) for pair in range(pairs))
+  return tuple(axis if pair < 3 * sections[axis] else 0 for pair, axis in turns)
+
+
 def query_scale(positions_BT: jax.Array, growth: float, original: int) -> jax.Array:
   """1 + growth * log(1 + floor(position / original)), float32 [B, T], as in Llama 4."""
   return 1 + growth * jnp.log1p(jnp.floor(positions_BT / original))

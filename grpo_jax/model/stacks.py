@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from grpo_jax.model.config import ModelConfig
 
 _LONGEST_PERIOD = 16
+TOWER = "vision/"  # the beginning of the paths of the vision tower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,12 @@ def stacks(config: ModelConfig) -> dict[str, list[int]]:
   }
 
 
+def _all_stacks(config: ModelConfig) -> dict[str, list[int]]:
+  """`stacks`, and the stack of the vision tower, whose layers are all equal."""
+  tower = {f"{TOWER}layers_0": list(range(config.vision.num_layers))} if config.vision else {}
+  return stacks(config) | tower
+
+
 def sparse_stacks(config: ModelConfig) -> dict[str, list[int]]:
   """For each stack with experts, where its layers lie among the L sparse layers of the model."""
   place = {layer: i for i, layer in enumerate(sorted(config.sparse_layers))}
@@ -94,7 +101,7 @@ def sparse_stacks(config: ModelConfig) -> dict[str, list[int]]:
 
 def is_stacked(name: str) -> bool:
   """Whether the parameter of this path, such as layers_0/mlp/up/kernel, has an axis of layers."""
-  return name.startswith("layers_")
+  return name.removeprefix(TOWER).startswith("layers_")
 
 
 def per_layer(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -116,6 +123,18 @@ def stacked(
       continue
     of_stack = [layers[f"layers_{number}"] for number in numbers]
     tree[name] = jax.tree.map(lambda *leaves: stack(leaves), *of_stack)
+  if "vision" in layers:
+    tree["vision"] = _stacked_tower(layers["vision"], stack)
+  return tree
+
+
+def _stacked_tower(layers: Mapping[str, Any], stack: Callable[..., Any]) -> dict[str, Any]:
+  """The parameters of a vision tower whose layers are single, with all layers in one stack."""
+  tree = {name: entry for name, entry in layers.items() if not is_stacked(name)}
+  names = sorted(layers.keys() - tree.keys(), key=lambda name: int(name.split("_")[1]))
+  if names:
+    of_stack = [layers[name] for name in names]
+    tree["layers_0"] = jax.tree.map(lambda *leaves: stack(leaves), *of_stack)
   return tree
 
 
@@ -135,11 +154,11 @@ class Places:
 
   def __init__(self, config: ModelConfig) -> None:
     self._places = {
-      f"layers_{number}": (stack, place)
-      for stack, numbers in stacks(config).items()
+      f"{stack.removesuffix(stack.split('/')[-1])}layers_{number}": (stack, place)
+      for stack, numbers in _all_stacks(config).items()
       for place, number in enumerate(numbers)
     }
-    self._sizes = {stack: len(numbers) for stack, numbers in stacks(config).items()}
+    self._sizes = {stack: len(numbers) for stack, numbers in _all_stacks(config).items()}
 
   def find(self, name: str) -> tuple[str, int | None]:
     """The name of the parameter that holds the array `name` of a single layer, and its number.
@@ -148,7 +167,7 @@ class Places:
     """
     if not is_stacked(name):
       return name, None
-    layer, _, rest = name.partition("/")
+    layer, rest = _split(name)
     stack, place = self._places[layer]
     return f"{stack}/{rest}", place
 
@@ -159,8 +178,13 @@ class Places:
 
   def shape(self, name: str, of_layer: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the parameter `name` whose single layers have the shape `of_layer`."""
-    stack = name.partition("/")[0]
-    return (self._sizes[stack], *of_layer) if is_stacked(name) else of_layer
+    return (self._sizes[_split(name)[0]], *of_layer) if is_stacked(name) else of_layer
+
+
+def _split(name: str) -> tuple[str, str]:
+  """The path of a layer or stack, and the path of a parameter within it."""
+  found = re.match(rf"((?:{TOWER})?layers_\d+)/(.*)", name)
+  return found[1], found[2]
 
 
 def of_layer(sharding: NamedSharding) -> NamedSharding:
@@ -177,5 +201,6 @@ def layer_names(name: str, config: ModelConfig) -> list[str]:
   if found is None:
     return []
   before, after = name[: found.start()], name[found.end() :]
-  numbers = stacks(config).get(found.group(), [])
+  of_tower = TOWER if re.search(r"\bvision\W+$", before) else ""
+  numbers = _all_stacks(config).get(of_tower + found.group(), [])
   return [f"{before}layers_{number}{after}" for number in numbers]

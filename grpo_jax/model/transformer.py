@@ -7,7 +7,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model import cached_pass
+from grpo_jax.model import cached_pass, vision
 from grpo_jax.model import rope as rope_lib
 from grpo_jax.model.attention import Groups, in_groups, recur_in_groups
 from grpo_jax.model.blocks import (
@@ -26,7 +26,7 @@ from grpo_jax.model.layers import Head, head_product
 from grpo_jax.model.mixers.seen import Seen
 from grpo_jax.model.mlps.router import Routes
 from grpo_jax.model.stacks import stacked
-from grpo_jax.types import Routing
+from grpo_jax.types import Routing, Visual
 
 Params = Any  # nested dict of float32 arrays
 
@@ -49,6 +49,8 @@ class _Parts(nn.Module):
     if c.per_layer_dim:
       self.per_layer = PerLayerInputs(c)
     self.layers = [Block(c, c.kind(layer)) for layer in range(c.num_layers)]
+    if c.vision:
+      self.vision = vision.TowerParts(c)
     self.final_norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype)
     if c.labels:
       self.score = Head(c, c.labels, use_bias=c.labels > 1)
@@ -72,6 +74,8 @@ class _Parts(nn.Module):
       per_layer_11N = None if per_layer_L11N is None else per_layer_L11N[number]
       layer(x_11D, Routes(), seen, per_layer_11N)
     self.final_norm(x_11D)
+    if c.vision:
+      self.vision()
     if c.labels:
       self.score(x_11D)
     elif not c.tie_embeddings:
@@ -90,6 +94,8 @@ def features(
   positions_BT: jax.Array,
   cache: Cache | None = None,
   lengths_B: jax.Array | None = None,
+  *,
+  visual: Visual | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Hidden states of a batch of token rows, without a gradient.
 
@@ -104,11 +110,14 @@ def features(
     cache: Earlier tokens of the rows, with free slots for these, or None.
     lengths_B: int32, how many of the T tokens each row has. What follows is padding. Only layers
       that recur need to know. None means that there is none.
+    visual: What takes the place of the first tokens of each row, one row for each prompt, or None.
+      Its positions take the place of theirs.
 
   Returns:
     Final hidden states [B, T, D], and the cache with these tokens in it.
   """
-  hidden_BTD, cache, _ = routed_features(params, config, tokens_BT, positions_BT, cache, lengths_B)
+  arguments = tokens_BT, positions_BT, cache, lengths_B
+  hidden_BTD, cache, _ = routed_features(params, config, *arguments, visual=visual)
   return hidden_BTD, cache
 
 
@@ -119,6 +128,8 @@ def routed_features(
   positions_BT: jax.Array,
   cache: Cache | None = None,
   lengths_B: jax.Array | None = None,
+  *,
+  visual: Visual | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
   """`features`, and the experts that each token went through.
 
@@ -128,15 +139,18 @@ def routed_features(
   c, (B, T) = config, tokens_BT.shape
   lengths_B = jnp.full(B, T, jnp.int32) if lengths_B is None else lengths_B
   if cache is not None:
+    _refuse_pictures(c, visual)
     # Angles for the longest text there can be, so that a computation with the cache and one without
     # it agree.
-    angles = _angles(c, positions_BT, c.length or c.max_positions)
+    angles = _angles(c, vision.positions(visual, positions_BT), c.length or c.max_positions)
     run = cached_pass.to_pass(c, cache, lengths_B)
-    out = _hidden(params, c, tokens_BT, Inputs(*angles), run)
+    out = _hidden(params, c, tokens_BT, Inputs(*angles), run, visual=visual)
     return out.x_BTD, cached_pass.updated(cache, out.own, T), _experts(c, out)
   groups = Groups(lengths_B, prompt_slots=T)
-  run = Pass(in_groups(c, groups, keep=True), recur_in_groups(groups, keep=True))
-  out = _hidden(params, c, tokens_BT, Inputs(*_angles(c, positions_BT, c.length or T)), run)
+  attend = in_groups(c, groups, vision.pictures(c, visual, T), keep=True)
+  run = Pass(attend, recur_in_groups(groups, keep=True))
+  angles = _angles(c, vision.positions(visual, positions_BT), c.length or T)
+  out = _hidden(params, c, tokens_BT, Inputs(*angles), run, visual=visual)
   return out.x_BTD, cached_pass.of_rows(out.kept, T), _experts(c, out)
 
 
@@ -156,6 +170,8 @@ def group_features(
   groups: Groups,
   routes: Routes | None = None,
   remat: str = "",
+  *,
+  visual: Visual | None = None,
 ) -> tuple[jax.Array, Routing | None]:
   """Hidden states of prompts and of all their completions, in one pass and with a gradient.
 
@@ -166,6 +182,7 @@ def group_features(
     groups: Where prompts and completions lie.
     routes: What the routers are told of the tokens. None, or no `counted_BT`, skips the statistics.
     remat: Which activations are saved for the backward pass (see `apply_layers`).
+    visual: What takes the place of tokens of the prompts, or None.
 
   Returns:
     Final hidden states [P, N, D], and sums over the counted tokens of each group, or None for a
@@ -173,9 +190,12 @@ def group_features(
   """
   c, routes = config, routes or Routes()
   longest = c.length or groups.prompt_slots + groups.slots
-  inputs = Inputs(*_angles(c, groups.positions, longest), routes=routes)
-  run = Pass(in_groups(c, groups), recur_in_groups(groups))
-  out = _hidden(params, c, tokens_PN, inputs, run, remat)
+  next_P = groups.lengths_P if visual is None else visual.next_P
+  positions = vision.positions(visual, groups.positions_from(next_P))
+  inputs = Inputs(*_angles(c, positions, longest), routes=routes)
+  attend = in_groups(c, groups, vision.pictures(c, visual, groups.prompt_slots))
+  run = Pass(attend, recur_in_groups(groups))
+  out = _hidden(params, c, tokens_PN, inputs, run, remat, visual=visual)
   return out.x_BTD, out.routed and out.routed.sums
 
 
@@ -186,6 +206,8 @@ def _hidden(
   inputs: Inputs,
   run: Pass,
   remat: str = "",
+  *,
+  visual: Visual | None = None,
 ) -> Outputs:
   """Embedding, layers and final norm. `x_BTD` of the outputs are the hidden states."""
   c, parts = config, _parts(params, config)
@@ -195,16 +217,32 @@ def _hidden(
     x_BTD = x_BTD * jnp.sqrt(c.embed_dim).astype(c.dtype)
   if c.embedding_multiplier != 1:
     x_BTD = x_BTD * c.embedding_multiplier
+  if visual is not None:
+    # The embeddings are multiplied by now, and what the tower makes of images is not.
+    x_BTD = constrain(vision.put(x_BTD, visual), c.rows)
+    inputs = inputs._replace(levels_KBSD=vision.further_levels(visual, c.dtype))
   if c.per_layer_dim:
+    if visual is not None:
+      tokens_BT = vision.as_padding(tokens_BT, visual, c.vision.pad_id)
     inputs = inputs._replace(per_layer_LBTN=parts.per_layer(tokens_BT, x_BTD))
   out = apply_layers(params, c, x_BTD, inputs, run, remat)
   return out._replace(x_BTD=parts.final_norm(out.x_BTD))
 
 
+def _refuse_pictures(config: ModelConfig, visual: Visual | None) -> None:
+  if visual is not None and config.vision.both_ways:
+    raise ValueError("tokens of a picture that see each other cannot join a cache: begin with them")
+
+
 def _angles(
   config: ModelConfig, positions_BT: jax.Array, longest: int
 ) -> tuple[rope_lib.Rotation, rope_lib.Rotation]:
-  """The rotary angles of the layers without a window, and of those with one."""
+  """The rotary angles of the layers without a window, and of those with one.
+
+  The positions may be [B, T, 3], those of three axes.
+  """
+  if positions_BT.ndim == 3:
+    return _angles_of_axes(config, positions_BT, longest)
   c, from_table, rotated = config, bool(config.length), config.rotary_dim or config.head_dim
   of_global = c.global_head_dim or rotated
   rope = rope_lib.angles(positions_BT, of_global, c.rope_theta, c.rope_scaling, longest, from_table)
@@ -218,6 +256,18 @@ def _angles(
     positions_BT, rotated, c.local_rope_theta, c.local_rope_scaling, longest, from_table
   )
   return rope, local
+
+
+def _angles_of_axes(
+  config: ModelConfig, positions_BT3: jax.Array, longest: int
+) -> tuple[rope_lib.Rotation, rope_lib.Rotation]:
+  """`_angles` for tokens with a position on each of three axes. Each rotates some pairs."""
+  B, T, axes = positions_BT3.shape
+  v, (rope, _) = config.vision, _angles(config, positions_BT3.reshape(B, T * axes), longest)
+  rope = jax.tree.map(lambda x: x.reshape(B, T, axes, -1), rope)
+  pairs = rope_lib.axes_of_pairs(v.rope_sections, v.rope_interleaved, rope.cos.shape[-1])
+  by_axis = rope_lib.by_axis(rope, pairs)
+  return by_axis, by_axis
 
 
 def unembed(params: Params, config: ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
@@ -248,10 +298,13 @@ def forward(
   positions_BT: jax.Array,
   cache: Cache | None = None,
   lengths_B: jax.Array | None = None,
+  *,
+  visual: Visual | None = None,
 ) -> tuple[jax.Array, Cache]:
   """Logits [B, T, V] (float32) of the token that follows each token, and the updated cache.
 
   The arguments are those of `features`.
   """
-  hidden_BTD, cache = features(params, config, tokens_BT, positions_BT, cache, lengths_B)
+  arguments = tokens_BT, positions_BT, cache, lengths_B
+  hidden_BTD, cache = features(params, config, *arguments, visual=visual)
   return unembed(params, config, hidden_BTD), cache

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.model import layer_embeddings, mixers, mlps
+from grpo_jax.model import is_stacked, layer_embeddings, mixers, mlps, towers
 from grpo_jax.settings import ConfigError
 
 # The mesh axes that split the first axis of a batch.
@@ -29,6 +29,7 @@ RULES = (
   ),
   (LAYER + r"layer_scale", ()),
   *layer_embeddings.RULES,
+  *((r"vision/" + path, axes) for path, axes in towers.RULES),
   (r"final_norm/scale", (None,)),
   (r"head/kernel", ("fsdp", "tensor")),
   (r"score/kernel", ("fsdp", None)),
@@ -184,7 +185,7 @@ def model_shardings(shape: Any, mesh: Mesh) -> dict[str, NamedSharding]:
 
 def _axes(name: str, leaf: Any) -> tuple[str | None, ...]:
   """The mesh axis of each dimension of a parameter, by RULES."""
-  stack_axis = (None,) if re.match(LAYER, name) else ()
+  stack_axis = (None,) if is_stacked(name) else ()
   for pattern, axes in RULES:
     if re.fullmatch(pattern, name) and len(stack_axis + axes) == len(leaf.shape):
       return *stack_axis, *axes

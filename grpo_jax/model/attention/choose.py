@@ -10,6 +10,7 @@ ATTENTION: dict[str, AttendGroups] = {
   "splash": splash.attend,
   "cudnn": cudnn.attend,
 }
+ONE_WAY = ("splash", "cudnn")  # do not read `View.pictures_PS`
 BEST = {"cpu": "dense", "tpu": "splash", "gpu": "cudnn"}
 
 

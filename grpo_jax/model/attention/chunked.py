@@ -34,24 +34,27 @@ def _attend_rows(
   rows_at_a_time = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, fitting))
 
   def attend_row(row: tuple[jax.Array, ...]) -> jax.Array:
-    q_THE, k_CKE, v_CKE, is_token_C = row
-    return _attend_row(q_THE, k_CKE, v_CKE, is_token_C, chunk, view)
+    q_THE, k_CKE, v_CKE, keys_C = row
+    return _attend_row(q_THE, k_CKE, v_CKE, keys_C, chunk, view)
 
-  if is_token_BC is None:
-    is_token_BC = jnp.ones((B, C), bool)
-  return jax.lax.map(attend_row, (q_BTHE, k_BCKE, v_BCKE, is_token_BC), batch_size=rows_at_a_time)
+  keys_BC = view.pictures_PS
+  if keys_BC is None:
+    keys_BC = jnp.ones((B, C), bool) if is_token_BC is None else is_token_BC
+  return jax.lax.map(attend_row, (q_BTHE, k_BCKE, v_BCKE, keys_BC), batch_size=rows_at_a_time)
 
 
 def _keys_of_chunk(chunk: int, C: int, view: View) -> int:
   """How many keys the queries of one chunk see, at most."""
-  return min(C, view.hiding_window + chunk - 1) if view.hiding_window else C
+  if not view.hiding_window or view.pictures_PS is not None:
+    return C
+  return min(C, view.hiding_window + chunk - 1)
 
 
 def _attend_row(
   q_THE: jax.Array,
   k_CKE: jax.Array,
   v_CKE: jax.Array,
-  is_token_C: jax.Array,
+  keys_C: jax.Array,
   chunk: int,
   view: View,
 ) -> jax.Array:
@@ -68,25 +71,26 @@ def _attend_row(
   # What each chunk adds to the gradient of keys and values is summed in float32.
   keys_and_values = k_CKE.astype(jnp.float32), v_CKE.astype(jnp.float32)
   outs = []
-  spans = min(chunks, 1 if view.hiding_window else SPANS)
+  # With pictures, a query sees keys of later spans, too.
+  spans = min(chunks, 1 if view.hiding_window or view.pictures_PS is not None else SPANS)
   for span in range(spans):
     first, end = chunks * span // spans, chunks * (span + 1) // spans
     seen = min(C, C - T + end * chunk)
     k, v = (x[:seen] for x in keys_and_values)
-    attend_chunk = jax.checkpoint(_chunk_attention(k, v, is_token_C[:seen], C - T, view))
+    attend_chunk = jax.checkpoint(_chunk_attention(k, v, keys_C[:seen], C - T, view))
     outs.append(jax.lax.map(attend_chunk, (q_NQHE[first:end], starts_N[first:end])))
   return jnp.concatenate(outs).reshape(chunks * chunk, H, E)[:T]
 
 
 def _chunk_attention(
-  k_CKE: jax.Array, v_CKE: jax.Array, is_token_C: jax.Array, past: int, view: View
+  k_CKE: jax.Array, v_CKE: jax.Array, keys_C: jax.Array, past: int, view: View
 ) -> Callable[[tuple[jax.Array, jax.Array]], jax.Array]:
   """Returns the attention [Q, H, E] of a chunk of Q queries: of it and of its first query's number.
 
   Args:
     k_CKE: float32, the row's keys.
     v_CKE: float32, the row's values.
-    is_token_C: False at the keys that no query sees.
+    keys_C: False at the keys that no query sees, or `view.pictures_PS` of the row.
     past: How many keys come before the key of query 0.
     view: The window and the cap.
   """
@@ -104,7 +108,11 @@ def _chunk_attention(
       return jax.lax.dynamic_slice_in_dim(x, first_key, width)
 
     back_QC = place_Q[:, None] - (first_key + jnp.arange(width))
-    mask_QC = (back_QC >= 0) & seen(is_token_C)
+    if view.pictures_PS is None:
+      mask_QC = (back_QC >= 0) & seen(keys_C)
+    else:
+      own_Q1 = keys_C[place_Q][:, None]
+      mask_QC = (back_QC >= 0) | ((own_Q1 >= 0) & (own_Q1 == keys_C))
     if view.hiding_window:
       mask_QC = mask_QC & (back_QC < view.hiding_window)
     own = Own(

@@ -5,7 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.attention.softmax import Own, Scoring, own_mask, prompt_mask, softmax_attention
+from grpo_jax.model.attention.softmax import (
+  Own,
+  Scoring,
+  own_mask,
+  prompt_mask,
+  same_picture,
+  softmax_attention,
+)
 from grpo_jax.model.attention.view import View
 
 
@@ -21,9 +28,6 @@ def attend(
   K = k_PNKE.shape[2]
   S, G, T, window = view.prompt_slots, view.completions, view.slots, view.hiding_window
 
-  def causal(tokens: int) -> jax.Array:
-    return own_mask(jnp.arange(tokens)[:, None], tokens, window)
-
   def prompt(x: jax.Array) -> jax.Array:
     return x[:, :S].transpose(0, 2, 1, 3)
 
@@ -35,16 +39,20 @@ def attend(
   prefix = prompt(k_PNKE), prompt(v_PNKE)
   as_own = Own(prefix[0][:, :, None], prefix[1][:, :, None])
   q_PK1RSE = q_PKRNE[:, :, None, :, :S]
-  out = softmax_attention(q_PK1RSE, as_own, causal(S), None, None, scoring)
+  same = same_picture(view.pictures_PS)
+  sees_own = own_mask(jnp.arange(S)[:, None], S, window, same)
+  out = softmax_attention(q_PK1RSE, as_own, sees_own, None, None, scoring)
   out_PSHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, S, H, E)
   if G == 0:
     return out_PSHE
 
   q_PKRGTE = q_PKRNE[..., S:, :].reshape(P, K, H // K, G, T, E)
   own = Own(completions(k_PNKE), completions(v_PNKE))
-  sees_prompt = prompt_mask(prompt_lengths_P, S, jnp.arange(T)[:, None], window)
+  place_T1 = jnp.arange(T)[:, None]
+  sees_own = own_mask(place_T1, T, window)
+  sees_prompt = prompt_mask(prompt_lengths_P, S, place_T1, window)
   q_PKGRTE = q_PKRGTE.swapaxes(2, 3)
-  out = softmax_attention(q_PKGRTE, own, causal(T), prefix, sees_prompt, scoring)
+  out = softmax_attention(q_PKGRTE, own, sees_own, prefix, sees_prompt, scoring)
   rest_PNHE = out.transpose(0, 2, 4, 1, 3, 5).reshape(P, G * T, H, E)
   return jnp.concatenate([out_PSHE, rest_PNHE], axis=1)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.attention import dense
-from grpo_jax.model.attention.choose import ATTENTION, choose
+from grpo_jax.model.attention.choose import ATTENTION, ONE_WAY, choose
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
@@ -34,13 +34,18 @@ class Groups(NamedTuple):
   @property
   def positions(self) -> jax.Array:
     """int32 [P, S + N] or [P, S + G * T], the position of each token in its text."""
+    return self.positions_from(None)
+
+  def positions_from(self, next_P: jax.Array | None) -> jax.Array:
+    """`positions`, where completions begin at `next_P` if it is not None."""
+    first_P = self.lengths_P if next_P is None else next_P
     P = len(self.lengths_P)
     prompt_PS = jnp.broadcast_to(jnp.arange(self.prompt_slots), (P, self.prompt_slots))
     place_PC = jnp.broadcast_to(jnp.arange(self.slots), (P, self.completions, self.slots))
     place_PC = place_PC.reshape(P, self.completions * self.slots)
     if self.packing is not None:
       place_PC = pack(place_PC, self.packing)
-    return jnp.concatenate([prompt_PS, self.lengths_P[:, None] + place_PC], 1)
+    return jnp.concatenate([prompt_PS, first_P[:, None] + place_PC], 1)
 
 
 def recur_in_groups(groups: Groups, keep: bool = False) -> Callable[[Any], Recur]:
@@ -78,7 +83,10 @@ def recur_in_groups(groups: Groups, keep: bool = False) -> Callable[[Any], Recur
 
 
 def in_groups(
-  config: ModelConfig, groups: Groups, keep: bool = False
+  config: ModelConfig,
+  groups: Groups,
+  pictures_PS: jax.Array | None = None,
+  keep: bool = False,
 ) -> Callable[[int, Any], Attend]:
   """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
   S = groups.prompt_slots
@@ -104,6 +112,8 @@ def in_groups(
     return jnp.concatenate([x_PNHE[:, :S], pack(x_PNHE[:, S:], groups.packing)], 1)
 
   def attend_of(window: int, memory: Any) -> Attend:
+    is_both_ways = config.vision and (window or config.vision.both_ways == "all")
+    pictures = pictures_PS if is_both_ways else None
     scoring = dict(window=window, cap=config.attention_cap, rows=config.rows)
 
     def attend_in_groups(
@@ -113,7 +123,8 @@ def in_groups(
       sinks_H: jax.Array | None = None,
       kept: Any = None,
     ) -> tuple[jax.Array, Any]:
-      view = View(S, groups.completions, groups.slots, sinks_H=sinks_H, **scoring)
+      arrays = dict(sinks_H=sinks_H, pictures_PS=pictures)
+      view = View(S, groups.completions, groups.slots, **arrays, **scoring)
       if k_PNKE is None:
         k_PNKE, v_PNKE = memory.own
       elif keep:
@@ -136,4 +147,8 @@ def attention_of(config: ModelConfig) -> tuple[str, str]:
   platform = config.platform or jax.default_backend()
   cap, sinks = config.attention_cap, config.attention_sinks
   head_dim = max(config.head_dim, config.global_head_dim)
-  return choose(config.attention, platform, config.dtype, head_dim, cap, sinks)
+  chosen, remark = choose(config.attention, platform, config.dtype, head_dim, cap, sinks)
+  if chosen in ONE_WAY and config.vision and config.vision.both_ways:
+    reason = f"with {chosen}, tokens of a picture could not see those after them"
+    return "chunked", f"attention is computed in chunks, without a kernel: {reason}"
+  return chosen, remark

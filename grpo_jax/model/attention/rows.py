@@ -1,11 +1,12 @@
 """Attention of groups as attention of rows: prompts, and completions that each follow a prompt.
 
 A row has T queries and C >= T keys: first those of the prompt that it follows, then its own. Query
-t is the token of key C - T + t. Prompts are rows with C = T.
+t is the token of key C - T + t. Prompts are rows with C = T. They alone have `view.pictures_PS`.
 """
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from jax.sharding import PartitionSpec
 from grpo_jax.model.attention.view import AttendGroups, View
 
 # attend(q_BTHE, k_BCKE, v_BCKE, is_token_BC, view) -> out_BTHE. A query sees its own key and those
-# before it that are in the view's window and, where is_token_BC is not None, are True in it.
+# before it that are in the view's window and, where is_token_BC is not None, are True in it. With
+# `view.pictures_PS`, it also sees the keys of its picture.
 AttendRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, View], jax.Array]
 
 
@@ -37,7 +39,8 @@ def by_rows(attend_rows: AttendRows) -> AttendGroups:
     v_BCKE = _after_prompts(v_PNKE, prompt_lengths_P, view)
     is_token_BC = jnp.repeat(_is_token(prompt_lengths_P, view), G, axis=0)
     q_BTHE = q_PNHE[:, S:].reshape(P * G, T, H, E)
-    out_BTHE = attend_rows(q_BTHE, k_BCKE, v_BCKE, is_token_BC, view)
+    of_completions = dataclasses.replace(view, pictures_PS=None)
+    out_BTHE = attend_rows(q_BTHE, k_BCKE, v_BCKE, is_token_BC, of_completions)
     return jnp.concatenate([prompt_out, out_BTHE.reshape(P, G * T, H, E)], axis=1)
 
   return on_mesh(attend)
@@ -94,17 +97,19 @@ def on_mesh(attend: AttendGroups) -> AttendGroups:
       k_PNKE, v_PNKE = (jnp.repeat(x, H // K, axis=2) for x in (k_PNKE, v_PNKE))
 
     def attend_here(
-      q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array, sinks_H: jax.Array | None
+      q: jax.Array, k: jax.Array, v: jax.Array, lengths_P: jax.Array, arrays: dict[str, Any]
     ) -> jax.Array:
-      return attend(q, k, v, lengths_P, dataclasses.replace(view, sinks_H=sinks_H))
+      return attend(q, k, v, lengths_P, dataclasses.replace(view, **arrays))
 
     heads = PartitionSpec(row_axes, None, head_axis, None)
+    arrays = dict(sinks_H=view.sinks_H, pictures_PS=view.pictures_PS)
+    of_arrays = dict(sinks_H=PartitionSpec(head_axis), pictures_PS=PartitionSpec(row_axes))
     return jax.shard_map(
       attend_here,
       mesh=mesh,
-      in_specs=(heads, heads, heads, PartitionSpec(row_axes), PartitionSpec(head_axis)),
+      in_specs=(heads, heads, heads, PartitionSpec(row_axes), of_arrays),
       out_specs=heads,
       check_vma=False,  # the outputs of kernels do not say over which axes they vary
-    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, view.sinks_H)
+    )(q_PNHE, k_PNKE, v_PNKE, prompt_lengths_P, arrays)
 
   return attend_on_mesh

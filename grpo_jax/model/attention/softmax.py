@@ -118,16 +118,29 @@ def _factors(x: Any, dtype: Any) -> tuple[jax.Array, jax.Array | float]:
   return x.values.astype(dtype), x.scales[..., 0][..., None, None, :]
 
 
-def own_mask(place_T1: jax.Array, slots: int, window: int) -> jax.Array:
-  """[T, slots]: a token sees itself and the ones before it in its row, as the window allows.
+def own_mask(
+  place_T1: jax.Array, slots: int, window: int, same: jax.Array | None = None
+) -> jax.Array:
+  """[..., T, slots]: a token sees itself and those before it in its row, as the window allows.
 
   Args:
     place_T1: The slots of the tokens that look.
     slots: How many slots the row has.
     window: As in `View`.
+    same: [..., T, slots], which tokens it sees even if they come after it, or None.
   """
   back_TC = place_T1 - jnp.arange(slots)
-  return (back_TC >= 0) & (back_TC < window) if window else back_TC >= 0
+  sees = back_TC >= 0 if same is None else (back_TC >= 0) | same
+  return sees & (back_TC < window) if window else sees
+
+
+def same_picture(pictures_PS: jax.Array | None) -> jax.Array | None:
+  """[P, 1, 1, 1, S, S]: True where two tokens are of one picture. None where that is no matter."""
+  if pictures_PS is None:
+    return None
+  is_picture_PS1 = (pictures_PS >= 0)[..., None]
+  same_PSS = is_picture_PS1 & (pictures_PS[..., None] == pictures_PS[:, None])
+  return same_PSS[:, None, None, None]
 
 
 def prompt_mask(lengths_P: jax.Array, slots: int, place: jax.Array, window: int) -> jax.Array:

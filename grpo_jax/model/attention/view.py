@@ -12,7 +12,8 @@ class View:
   """Which tokens of a group see each other, and how their scores become weights.
 
   A group has N = S + G * T slots: its prompt, right-padded, then its completions one after another.
-  A token of the prompt sees itself and the tokens before it. A token of a completion sees the
+  A token of the prompt sees itself and the tokens before it, and with `pictures_PS` all tokens of
+  its picture. A token of a completion sees the
   prompt's tokens, itself and the tokens before it in its own completion.
 
   Attributes:
@@ -23,6 +24,8 @@ class View:
       token t - 1, and token 0 follows the last token of the prompt. 0 means all tokens.
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
     sinks_H: A score of each query head that takes part in its softmax and brings no value, or None.
+    pictures_PS: int32, to which picture a token of the prompt belongs, or -1. None where tokens of
+      a picture see only those before them.
     rows: The sharding of the groups on the mesh, whose axis `tensor` splits the heads. None means
       one device.
   """
@@ -33,6 +36,7 @@ class View:
   window: int = 0
   cap: float = 0.0
   sinks_H: jax.Array | None = None
+  pictures_PS: jax.Array | None = None
   rows: NamedSharding | None = None
 
   @property

@@ -25,6 +25,7 @@ OPTIONAL = {"attention_cap", "logit_cap"}  # fields of ModelConfig that may be n
 # Activation of ModelConfig -> its names in config.json, of which the first one is written.
 ACTIVATION_NAMES = {
   "silu": ("silu", "swish"),
+  "gelu": ("gelu",),
   "clamped_silu": ("silu",),
   "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
 }

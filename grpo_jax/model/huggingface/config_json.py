@@ -4,6 +4,7 @@ It reads the form of transformers 4 and that of transformers 5, and writes one t
 """
 
 from collections.abc import Collection, Mapping
+import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -20,14 +21,17 @@ from grpo_jax.model.huggingface.config_fields import (
 from grpo_jax.model.huggingface.families import FAMILIES, Family, family_of
 from grpo_jax.model.huggingface.families.layer_types import window_of
 from grpo_jax.model.huggingface.rope_json import read_rope, rope_to_json
+from grpo_jax.model.huggingface.tensor_spec import TensorSpec
 from grpo_jax.model.huggingface.text_part import has_other_parts, text_values
+from grpo_jax.model.huggingface.vision import VISION, VisionFamily
+from grpo_jax.model.huggingface.vision.vision_json import read_vision, whole_to_json
 from grpo_jax.settings import ConfigError, shown
 
 _MOST_LAYERS = 4096
 
 
 def family_and_config(
-  values: Mapping[str, Any], file: Path, labels: Collection[int] = (0,)
+  values: Mapping[str, Any], file: Path, labels: Collection[int] = (0,), vision: bool = False
 ) -> tuple[Family, ModelConfig]:
   """Reads the object in config.json.
 
@@ -36,6 +40,7 @@ def family_and_config(
     file: Where it was read from, for error messages.
     labels: The heads that the model may have, as `ModelConfig.labels` counts them. 0 is the head of
       a language model.
+    vision: Read the vision tower, too, if there is one.
 
   Raises:
     ConfigError: A field is missing, wrong or unknown, or needs mathematics that is not supported.
@@ -44,7 +49,10 @@ def family_and_config(
   def refuse(key: str, reason: str) -> NoReturn:
     raise ConfigError(f"{file}: {key} {reason}")
 
+  tower = None
   if has_other_parts(values):
+    if vision and values["model_type"] in VISION:
+      tower = read_vision(VISION[values["model_type"]], values, refuse)
     values = text_values(values, refuse)
   family = FAMILIES.get(str(values.get("model_type")))
   if family is None:
@@ -71,6 +79,7 @@ def family_and_config(
     **fields,
     **family.fixed,
     family=family.model_type,
+    vision=tower,
     labels=head_labels,
     stop_ids=read_stop_ids(values, file) or (),
   )
@@ -180,7 +189,30 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     values[family.fields["query_scalar"]] = int(config.query_scalar)
   if config.rope_scaling and config.rope_scaling.kind == "dynamic":
     values["max_position_embeddings"] = config.rope_scaling.original_positions
-  return values | family.write(config)
+  values |= family.write(config)
+  return values if config.vision is None else whole_to_json(whole_of(config), config, values)
+
+
+def whole_of(config: ModelConfig) -> VisionFamily:
+  """The family of a model with a vision tower."""
+  return VISION[config.vision.family]
+
+
+def all_tensors(config: ModelConfig) -> list[TensorSpec]:
+  """The specs of all tensors. Those of a text part have the names of a language model."""
+  specs = list(family_of(config).tensors(config))
+  return specs + list(whole_of(config).tensors(config)) if config.vision else specs
+
+
+def saved_tensors(config: ModelConfig) -> list[TensorSpec]:
+  """The specs of all tensors as a folder has them that transformers reads."""
+  family = family_of(config)
+  if config.vision is None:
+    return list(family.tensors(config))
+  whole = whole_of(config)
+  if whole.text_table:
+    family = dataclasses.replace(family, table=whole.text_table)
+  return [whole.saved(spec) for spec in (*family.tensors(config), *whole.tensors(config))]
 
 
 def _optional(config: ModelConfig, name: str) -> Any:

@@ -28,7 +28,8 @@ from grpo_jax.model.huggingface.gguf_config import config_values
 from grpo_jax.model.huggingface.gguf_tensors import GGUFTensors
 from grpo_jax.model.huggingface.packed_experts import UnpackedExperts
 from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
-from grpo_jax.model.huggingface.text_part import has_other_parts, text_name
+from grpo_jax.model.huggingface.text_part import has_other_parts, text_name, whole_name
+from grpo_jax.model.huggingface.vision import VISION
 from grpo_jax.model.stacks import Places, of_layer
 from grpo_jax.settings import ConfigError
 
@@ -42,16 +43,18 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 Tensors = TensorFiles | UnpackedExperts | GGUFTensors
 
 
-def load_model_config(path: str | os.PathLike, labels: Collection[int] = (0,)) -> ModelConfig:
+def load_model_config(
+  path: str | os.PathLike, labels: Collection[int] = (0,), vision: bool = False
+) -> ModelConfig:
   """The shape of the model in a Hugging Face folder or a GGUF file. See `load`.
 
   Reads no weights. If they are there, their names and shapes must be those of the config.
   """
-  family, config = _read_config(path, labels)
+  family, config = _read_config(path, labels, vision)
   source = Path(path).expanduser()
   if gguf_file.is_gguf(source) or any(source.glob("*.safetensors")):
     files = _tensors_of(source, family, config)
-    _check_names_and_shapes(files, family, config, source)
+    _check_names_and_shapes(files, config, source)
   return config
 
 
@@ -72,6 +75,8 @@ def load(
   labels: Collection[int] = (0,),
   progress: Progress = no_progress,
   converted: Shardings | None = None,
+  *,
+  vision: bool = False,
 ) -> tuple[ModelConfig, Any]:
   """Loads a Hugging Face folder or a GGUF file.
 
@@ -88,6 +93,7 @@ def load(
       model, or the keys of REWARD_HEADS.
     progress: Called after each leaf with the bytes read so far and the bytes to read in total.
     converted: The shardings of what `convert` returns. None means `shardings`.
+    vision: Read the vision tower, too, where the folder has one that is known here.
 
   Returns:
     The config and the tree of parameters.
@@ -96,22 +102,20 @@ def load(
     ConfigError: The folder or file is incomplete or damaged, or has a weight that is not finite, or
       the model cannot be computed exactly here.
   """
-  family, config = _read_config(path, labels)
+  family, config = _read_config(path, labels, vision)
   folder = Path(path).expanduser()
   files = _tensors_of(folder, family, config)
   _check_tensors(files, family, config, folder)
-  sizes, specs = families.sizes(config), list(family.tensors(config))
+  sizes, specs = families.sizes(config), config_json.all_tensors(config)
   places, targets = Places(config), converted or shardings
   total, done = _count_bytes(files, specs, sizes), 0
-  leaves: dict[str, Any] = {}
-  are_finite = {}
+  leaves, are_finite = dict[str, Any](), {}
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
     of_leaf = list(group)  # several where each expert has a tensor of its own
     spec, (parameter, place) = of_leaf[0], places.find(name)
     whole = shardings[parameter] if shardings else None
     of_spec = whole if whole is None or place is None else of_layer(whole)
     tensor = _read_tensor(files, of_leaf, sizes, of_spec and spec.hf_sharding(of_spec))
-    # The layers of a stack get the same spec, so that one compilation serves them all.
     how = _Conversion(
       dataclasses.replace(spec, hf_name="", leaf_name=parameter),
       tuple(sizes.items()),
@@ -154,22 +158,32 @@ def _tensors_of(source: Path, family: Family, config: ModelConfig) -> Tensors:
     further_layers = values.get(_FURTHER_LAYERS) or 0
 
   def rename(name: str) -> str | None:
-    found = text_name(name) if has_parts else name
+    found = name
+    if has_parts:
+      found = whole_name(name) if config.vision else text_name(name)
     layer = _LAYER.match(found or "")
     is_further = layer and 0 <= int(layer[1]) - config.num_layers < further_layers
     return None if is_further else found
 
   files = TensorFiles(weight_files(source), rename, fp8.block_of(values))
-  return UnpackedExperts(files, any("{x}" in entry.hf_name for entry in family.table))
+  are_apart = any("{x}" in entry.hf_name for entry in family.table)
+  return UnpackedExperts(files, config.embed_dim if are_apart else 0)
 
 
-def ignores_parts(path: str | os.PathLike) -> bool:
-  """Whether the folder holds a model of which only the text part is read."""
+def ignores_parts(path: str | os.PathLike, vision: bool = False) -> bool:
+  """Whether the folder holds a model of which not all is read. `vision` is that of `load`."""
   file = Path(path).expanduser() / "config.json"
-  return file.exists() and has_other_parts(read_json(file))
+  if not file.exists():
+    return False
+  values = read_json(file)
+  if not has_other_parts(values):
+    return False
+  return not (vision and values["model_type"] in VISION) or values.get("audio_config") is not None
 
 
-def _read_config(path: str | os.PathLike, labels: Collection[int]) -> tuple[Family, ModelConfig]:
+def _read_config(
+  path: str | os.PathLike, labels: Collection[int], vision: bool
+) -> tuple[Family, ModelConfig]:
   """Reads the metadata of a GGUF file, or the config.json of a folder.
 
   Stop ids of generation_config.json take precedence.
@@ -185,7 +199,7 @@ def _read_config(path: str | os.PathLike, labels: Collection[int]) -> tuple[Fami
   file = folder / "config.json"
   if not file.exists() and gguf_file.names_in(folder):
     raise ConfigError(f"{folder} has no config.json{gguf_file.names_in(folder)}")
-  family, config = config_json.family_and_config(read_json(file), file, labels)
+  family, config = config_json.family_and_config(read_json(file), file, labels, vision)
   generation = folder / "generation_config.json"
   if generation.exists():
     stop_ids = config_json.read_stop_ids(read_json(generation), generation)
@@ -231,7 +245,7 @@ def _read_tensor(
 
 def _check_tensors(files: Tensors, family: Family, config: ModelConfig, folder: Path) -> None:
   """Refuses missing, wrong and additional tensors before the first one is read."""
-  expected = _check_names_and_shapes(files, family, config, folder)
+  expected = _check_names_and_shapes(files, config, folder)
   head, embedding = family.head.hf_name, family.embedding.hf_name
   for name in sorted(files.shapes.keys() - expected - set(family.surplus(config))):
     if name == head and not config.labels:
@@ -241,23 +255,27 @@ def _check_tensors(files: Tensors, family: Family, config: ModelConfig, folder: 
         raise ConfigError(
           f"{folder}: {head} is not {embedding}: set tie_word_embeddings to false in config.json"
         )
-    elif not families.HARMLESS.search(name):
+    elif not families.HARMLESS.search(name) and not _is_surplus(name, config):
       raise ConfigError(
         f"{folder}: tensor {name} does not belong to the model of its {files.config}: correct"
         " either"
       )
 
 
-def _check_names_and_shapes(
-  files: Tensors, family: Family, config: ModelConfig, folder: Path
-) -> set[str]:
+def _is_surplus(name: str, config: ModelConfig) -> bool:
+  """Whether the tower's folders may have a tensor that is not read."""
+  pattern = config_json.whole_of(config).surplus if config.vision else ""
+  return bool(pattern) and bool(re.search(pattern, name))
+
+
+def _check_names_and_shapes(files: Tensors, config: ModelConfig, folder: Path) -> set[str]:
   """Refuses missing and wrong tensors. Returns the names of the model's tensors.
 
   It stops at the first one, because a damaged config.json may describe a model without end.
   """
   sizes = families.sizes(config)
   expected = set()
-  for spec in family.tensors(config):
+  for spec in config_json.all_tensors(config):
     name = spec.hf_name
     wanted = spec.tensor_shape(sizes)
     if name not in files.shapes:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface import families
+from grpo_jax.model.huggingface.config_json import saved_tensors
 from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
-from grpo_jax.model.lora import is_projection
+from grpo_jax.model.lora import can_adapt
 
 PREFIX = "base_model.model."  # how PEFT's tensor names begin
 RANK = "r"  # the axis letter of the rank
@@ -102,8 +102,8 @@ def module_adapters(config: ModelConfig) -> Iterator[ModuleAdapter]:
   The other kernels of such a module are parts, too.
   """
   modules: dict[str, list[Part]] = {}
-  for spec in families.family_of(config).tensors(config):
-    if is_projection(spec.leaf_name):
+  for spec in saved_tensors(config):
+    if can_adapt(spec.leaf_name, config):
       modules.setdefault(spec.hf_name, []).append(_part(spec))
   for parts in modules.values():
     if any(part.kernel in config.lora.targets for part in parts):

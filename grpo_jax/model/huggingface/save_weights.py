@@ -62,7 +62,7 @@ def _check_leaves(
   """Raises ConfigError unless the leaves are those of the config and have its shapes."""
   sizes, places = families.sizes(config), Places(config)
   wanted = {}
-  for spec in families.family_of(config).tensors(config):
+  for spec in config_json.all_tensors(config):
     name, _ = places.find(spec.leaf_name)
     wanted[name] = places.shape(name, spec.leaf_shape(sizes))
   found = {
@@ -103,7 +103,7 @@ def _assign_to_files(config: ModelConfig) -> list[Specs]:
   """Distributes the tensors over files of at most FILE_BYTES. A tensor is never split."""
   sizes = families.sizes(config)
   specs_of_tensor: Specs = {}
-  for spec in families.family_of(config).tensors(config):
+  for spec in config_json.saved_tensors(config):
     specs_of_tensor.setdefault(spec.hf_name, []).append(spec)
   files: list[Specs] = []
   free = 0

@@ -130,7 +130,8 @@ class TensorSpec:
     """
     order = [self.leaf_axes.index(letter) for letter in self._own_letters]
     values = leaf - np.float32(self.offset) if self.offset else leaf
-    return np.ascontiguousarray(values.transpose(order).reshape(self.hf_shape(sizes)))
+    # A scalar would become an array of one number.
+    return np.ascontiguousarray(values.transpose(order)).reshape(self.hf_shape(sizes))
 
   @property
   def is_joined(self) -> bool:

@@ -262,7 +262,6 @@ FAMILIES = (
       *(*_SWITCHES, "sparse_layers", "shared_dim", "expert_norms"),
     ),
     has_local_rope=True,
-    whole={"gemma4": {}},
     surplus=_surplus,
   ),
 )

@@ -1,5 +1,7 @@
 """How long the axes of tensors are."""
 
+import math
+
 from grpo_jax.model.config import ModelConfig
 
 
@@ -42,5 +44,22 @@ def sizes(config: ModelConfig) -> dict[str, int]:
       "k": latent.rank + latent.rope_dim,
       "u": latent.key_dim + latent.value_dim,
       "v": latent.value_dim,
+    }
+  if config.vision:
+    vision = config.vision
+    found |= {
+      "W": vision.dim,
+      "A": vision.num_heads,
+      "B": vision.head_dim,
+      "I": vision.mlp_dim,
+      "O": vision.merged_dim,
+      "o": vision.merged_dim,
+      "P": vision.positions,
+      "C": math.prod(vision.patch),
+      "T": 3,  # colours, or queries, keys and values
+      "c": 2,  # rows and columns
+      "t": (*vision.patch, 1)[1],  # frames
+      "y": (1, *vision.patch)[-2],
+      "x": vision.patch[-1],
     }
   return found

@@ -1,0 +1,17 @@
+"""Vision towers: what makes visual tokens of the patches of pictures. Each has a file of its own.
+
+A tower is a record (`record.py`) of its parts, which are modules. `model/vision.py` connects them.
+"""
+
+from grpo_jax.model.towers import gemma4, layers, qwen2_5_vl, qwen3_vl, siglip
+from grpo_jax.model.towers.record import Tower
+
+TOWERS: dict[str, Tower] = {  # by VisionShape.tower
+  "qwen2_5_vl": qwen2_5_vl.TOWER,
+  "qwen3_vl": qwen3_vl.TOWER,
+  "siglip": siglip.SIGLIP,
+  "gemma4": gemma4.TOWER,
+  "idefics3": siglip.IDEFICS3,
+}
+RULES = layers.RULES + gemma4.RULES
+TARGETS = layers.TARGETS

@@ -1,0 +1,32 @@
+"""The tower of Qwen2.5-VL (2502.13923).
+
+In most layers, a patch sees those of its window alone. Rows and columns rotate queries and keys.
+Neighbouring patches become one visual token.
+"""
+
+import functools
+
+from flax import linen as nn
+import jax
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.towers.layers import Merger, TowerLayer, projected_patches, rms_norm
+from grpo_jax.model.towers.record import Tower
+
+
+class Embed(nn.Module):
+  """A product of the patch."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, patches_BNC: jax.Array, places_BN2: jax.Array) -> jax.Array:
+    del places_BN2
+    return projected_patches(self.config, patches_BNC, use_bias=False)
+
+
+TOWER = Tower(
+  Embed,
+  functools.partial(TowerLayer, norm=rms_norm, joined=True, gated=True),
+  functools.partial(Merger, norm=rms_norm),
+)

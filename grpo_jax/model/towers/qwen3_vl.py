@@ -1,0 +1,64 @@
+"""The tower of Qwen3-VL (2511.21631) and Qwen3.5.
+
+Learned positions are resampled to each picture's grid. Rows and columns rotate queries and keys.
+Neighbouring patches become one visual token. In Qwen3-VL, some layers give further levels of them.
+"""
+
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.towers.layers import (
+  Merger,
+  TowerLayer,
+  layer_norm,
+  position_table,
+  projected_patches,
+  sizes_of,
+)
+from grpo_jax.model.towers.record import Tower
+
+
+class Embed(nn.Module):
+  """A product of the patch, and its position in the learned grid."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, patches_BNC: jax.Array, places_BN2: jax.Array) -> jax.Array:
+    c = self.config
+    x_BNW = projected_patches(c, patches_BNC, use_bias=True)
+    positions_BNW = resampled(position_table(self, c), c.vision.grid, places_BN2)
+    return x_BNW + positions_BNW.astype(x_BNW.dtype)
+
+
+def resampled(table_PW: jax.Array, side: int, places_BN2: jax.Array) -> jax.Array:
+  """Bilinear interpolation [B, N, W] of a square of side^2 positions.
+
+  The corners of the square are the corners of each picture.
+  """
+  steps_B12 = (side - 1) / jnp.maximum(sizes_of(places_BN2) - 1, 1).astype(jnp.float32)
+  source_BN2 = jnp.maximum(places_BN2, 0) * steps_B12
+  first_BN2 = jnp.floor(source_BN2)
+  share_BN2 = source_BN2 - first_BN2
+  first_BN2 = first_BN2.astype(jnp.int32)
+  second_BN2 = jnp.minimum(first_BN2 + 1, side - 1)
+
+  def row(rows_BN: jax.Array) -> jax.Array:
+    """The positions in these rows, between the two nearest columns."""
+    left, right = (table_PW[rows_BN * side + x[..., 1]] for x in (first_BN2, second_BN2))
+    return left + share_BN2[..., 1:] * (right - left)
+
+  top, bottom = row(first_BN2[..., 0]), row(second_BN2[..., 0])
+  return top + share_BN2[..., :1] * (bottom - top)
+
+
+TOWER = Tower(
+  Embed,
+  functools.partial(TowerLayer, norm=layer_norm, joined=True, gated=False),
+  functools.partial(Merger, norm=layer_norm),
+  functools.partial(Merger, norm=layer_norm, norm_after=True),
+)

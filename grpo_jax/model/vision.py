@@ -1,0 +1,176 @@
+"""Images in the model: the tower makes visual tokens of them, which the decoder reads as tokens."""
+
+from collections.abc import Callable
+import itertools
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.rope import Rotation
+from grpo_jax.model.towers import TOWERS
+from grpo_jax.model.towers.layers import place_rotation
+from grpo_jax.types import Images, Visual
+
+_MOST_COLUMNS = 2**15  # more than any picture has windows side by side
+
+
+class TowerParts(nn.Module):
+  """The parts of a vision tower, by the names of their parameters. Each layer has its own name."""
+
+  config: ModelConfig
+
+  def setup(self) -> None:
+    c, tower = self.config, TOWERS[self.config.vision.tower]
+    self.embed = tower.embed(c)
+    self.layers = [tower.layer(c) for _ in range(c.vision.num_layers)]
+    self.merge = tower.merge(c)
+    self.levels = [tower.level(c) for _ in c.vision.level_layers]
+
+  def __call__(self) -> None:
+    """Makes the parameters, for which the parts are called one by one. `encode` connects them."""
+    v = self.config.vision
+    side = v.merge
+    places_1N2 = jnp.asarray(np.stack(np.indices((side, side)), -1).reshape(1, -1, 2))
+    patches_1NC = jnp.zeros((*places_1N2.shape[:2], int(np.prod(v.patch))), self.config.dtype)
+    x_1NW = self.embed(patches_1NC, places_1N2)
+    rope, seen_1N = _rotation(self.config, places_1N2), jnp.zeros(places_1N2.shape[:2], jnp.int32)
+    for layer in self.layers:
+      layer(x_1NW, rope, seen_1N)
+    for merge in (self.merge, *self.levels):
+      merge(x_1NW, places_1N2)
+
+
+def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") -> Visual:
+  """What the decoder reads in the place of images.
+
+  Gradients reach the tower if `config.vision.trained` is set.
+
+  Args:
+    params: The parameters, of which those of the tower are read.
+    config: The model, with `config.vision`.
+    images: The images of P prompts.
+    remat: Which activations of a layer are saved for the backward pass (see `apply_layers`).
+  """
+  tower = params["vision"]
+  if not config.vision.trained:
+    tower = jax.lax.stop_gradient(tower)
+  P, I, N, C = images.patches_PINC.shape
+  patches_BNC = images.patches_PINC.reshape(P * I, N, C).astype(config.dtype)
+  places_BN2 = images.places_PIN2.reshape(P * I, N, 2)
+  levels = _levels(tower, config, patches_BNC, places_BN2, remat)
+  M = levels[0].shape[1]
+  features_KPND = jnp.stack([level_BMD.reshape(P, I * M, -1) for level_BMD in levels])
+  picture_PS, number_PS = images.seen_PS2[..., 0], images.seen_PS2[..., 1]
+  is_seen_PS = (picture_PS >= 0) & (number_PS >= 0)
+  return Visual(
+    features_KPND=features_KPND,
+    seen_PS=jnp.where(is_seen_PS, picture_PS * M + number_PS, -1),
+    picture_PS=jnp.where(is_seen_PS, picture_PS, -1),
+    positions_PS3=images.positions_PS3,
+    next_P=images.next_P,
+  )
+
+
+def _levels(
+  tower: Any, config: ModelConfig, patches_BNC: jax.Array, places_BN2: jax.Array, remat: str
+) -> list[jax.Array]:
+  """The visual tokens [B, M, D] of all pictures: those of the last layer, then further levels."""
+  v, parts = config.vision, TowerParts(config).bind({"params": tower})
+  x_BNW = parts.embed(patches_BNC, places_BN2)
+  apply_layer = _layer(config, places_BN2, remat)
+  is_full_L = np.array([not v.window or i in v.full_layers for i in range(v.num_layers)])
+  ends = sorted({0, v.num_layers, *(layer + 1 for layer in v.level_layers)})
+  levels: list[jax.Array] = []
+  for first, end in itertools.pairwise(ends):
+    layers = jax.tree.map(lambda x, at=slice(first, end): x[at], tower["layers_0"])
+    x_BNW, _ = jax.lax.scan(apply_layer, x_BNW, (layers, is_full_L[first:end]))
+    if end - 1 in v.level_layers:
+      levels.append(parts.levels[len(levels)](x_BNW, places_BN2))
+  return [parts.merge(x_BNW, places_BN2), *levels]
+
+
+def _layer(
+  config: ModelConfig, places_BN2: jax.Array, remat: str
+) -> Callable[[jax.Array, tuple[Any, jax.Array]], tuple[jax.Array, None]]:
+  """A step of the loop over layers, which takes the layer's parameters and whether it is full."""
+  v = config.vision
+  module, rope = TOWERS[v.tower].layer(config), _rotation(config, places_BN2)
+  is_patch_BN = places_BN2[..., 0] >= 0
+  picture_BN = jnp.where(is_patch_BN, 0, -1)
+  window_BN = picture_BN
+  if v.window:
+    window_BN2 = places_BN2 // v.window
+    window_BN = jnp.where(is_patch_BN, window_BN2[..., 0] * _MOST_COLUMNS + window_BN2[..., 1], -1)
+
+  def layer(x_BNW: jax.Array, of_layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+    params, is_full = of_layer
+    seen_BN = jnp.where(is_full, picture_BN, window_BN) if v.window else picture_BN
+    out_BNW: Any = module.apply({"params": params}, x_BNW, rope, seen_BN)
+    return out_BNW, None
+
+  if not remat:
+    return layer
+  return jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, remat), prevent_cse=False)
+
+
+def _rotation(config: ModelConfig, places_BN2: jax.Array) -> Rotation | None:
+  return place_rotation(config, places_BN2) if config.vision.rope_theta else None
+
+
+def put(x_BTD: jax.Array, visual: Visual) -> jax.Array:
+  """The embeddings of tokens, with visual tokens in their places."""
+  S = visual.seen_PS.shape[1]
+  own_BSD = at_tokens(visual, 0).astype(x_BTD.dtype)
+  is_seen_BS1 = (visual.seen_PS >= 0)[..., None]
+  return jnp.concatenate([jnp.where(is_seen_BS1, own_BSD, x_BTD[:, :S]), x_BTD[:, S:]], 1)
+
+
+def as_padding(tokens_BT: jax.Array, visual: Visual, pad_id: int) -> jax.Array:
+  """The tokens, with this one in the places of visual tokens."""
+  S = visual.seen_PS.shape[1]
+  prompt_BS = jnp.where(visual.seen_PS >= 0, pad_id, tokens_BT[:, :S])
+  return jnp.concatenate([prompt_BS, tokens_BT[:, S:]], 1)
+
+
+def at_tokens(visual: Visual, level: int) -> jax.Array:
+  """[P, S, D]: the visual token of this level that each token of a prompt sees, or 0."""
+  index_PS1 = jnp.maximum(visual.seen_PS, 0)[..., None]
+  own_PSD = jnp.take_along_axis(visual.features_KPND[level], index_PS1, axis=1)
+  return jnp.where((visual.seen_PS >= 0)[..., None], own_PSD, 0)
+
+
+def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:
+  """The positions of tokens: [B, T], or [B, T, 3] where those of the prompt have three axes.
+
+  Args:
+    visual: What the rows see, or None.
+    positions_BT: int32. Those after the slots of the prompt are the same on all axes.
+  """
+  if visual is None or visual.positions_PS3 is None:
+    return positions_BT
+  prompt_BS3 = visual.positions_PS3
+  rest_BT3 = jnp.repeat(positions_BT[:, prompt_BS3.shape[1] :, None], 3, axis=2)
+  return jnp.concatenate([prompt_BS3, rest_BT3], 1)
+
+
+def further_levels(visual: Visual, dtype: str) -> jax.Array | None:
+  """[K - 1, P, S, D]: what the first layers add to the tokens of prompts. None without levels."""
+  K = len(visual.features_KPND)
+  if K == 1:
+    return None
+  return jnp.stack([at_tokens(visual, level).astype(dtype) for level in range(1, K)])
+
+
+def pictures(config: ModelConfig, visual: Visual | None, slots: int) -> jax.Array | None:
+  """int32 [P, slots]: tokens with the same number see each other in both directions. -1 is none.
+
+  None where no tokens do.
+  """
+  if visual is None or not config.vision.both_ways:
+    return None
+  missing = slots - visual.picture_PS.shape[1]
+  return jnp.pad(visual.picture_PS, ((0, 0), (0, missing)), constant_values=-1)
