@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_jax.data.images.source import AnyImage, Limits, check_count, source_of
+from grpo_jax.data.images.source import AnyImage, source_of
 from grpo_jax.settings import ConfigError, shown
 
 _KEYS = ("image", "path", "url", "base64", "bytes")  # of a part with an image in it
@@ -14,26 +14,22 @@ def is_part(part: Any) -> bool:
   """Whether something is a part of a message's content, a text or a place for an image."""
   if not isinstance(part, Mapping):
     return False
-  return part.get("type") == "image" or (
-    part.get("type") == "text" and isinstance(part.get("text"), str)
-  )
+  return _is_image(part) or (part.get("type") == "text" and isinstance(part.get("text"), str))
 
 
-def with_sources(value: Any, where: str, folder: str, limits: Limits) -> Any:
+def with_sources(value: Any, where: str, folder: str) -> Any:
   """A conversation in which the images of its parts are sources. Other values are unchanged.
 
   Args:
     value: A field of an example.
     where: What error messages call it.
     folder: Where relative paths begin.
-    limits: What may be read.
 
   Raises:
     ConfigError: A part is not known, or its image cannot be one.
   """
   if not isinstance(value, (list, tuple)) or not any(map(_has_parts, value)):
     return value
-  check_count(sum(map(_count, value)), where, limits)
   messages, number = [], 0
   for message in value:
     if not _has_parts(message):
@@ -42,7 +38,7 @@ def with_sources(value: Any, where: str, folder: str, limits: Limits) -> Any:
     parts = []
     for part in message["content"]:
       number += _is_image(part)
-      parts.append(_part(part, f"{where}: image {number}", folder, limits))
+      parts.append(_part(part, f"{where}: image {number}", folder))
     messages.append({**message, "content": parts})
   return messages
 
@@ -89,7 +85,7 @@ def place_images(
   return placed, found
 
 
-def _part(part: Any, where: str, folder: str, limits: Limits) -> dict[str, Any]:
+def _part(part: Any, where: str, folder: str) -> dict[str, Any]:
   """A part whose image, if it has one, is a source."""
   if isinstance(part, str):
     return {"type": "text", "text": part}
@@ -101,11 +97,11 @@ def _part(part: Any, where: str, folder: str, limits: Limits) -> dict[str, Any]:
     if not given:
       return dict(IMAGE)
     value = part["image"] if given[0] == "image" else part
-    return {**IMAGE, "image": source_of(value, where, folder, limits)}
+    return {**IMAGE, "image": source_of(value, where, folder)}
   if kind == "image_url":
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, Mapping) else url
-    return {**IMAGE, "image": source_of(url, where, folder, limits)}
+    return {**IMAGE, "image": source_of(url, where, folder)}
   name = where.rpartition(": ")[0]
   raise ConfigError(
     f"{name}: a part of a message must be a text or an image; got {shown(part):.80}"
@@ -124,7 +120,3 @@ def _has_parts(message: Any) -> bool:
 
 def _is_image(part: Any) -> bool:
   return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-
-
-def _count(message: Any) -> int:
-  return sum(map(_is_image, message["content"])) if _has_parts(message) else 0
