@@ -36,6 +36,7 @@ setup(
     "numpy>=2.1",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.11.36",
+    "pillow>=11",  # images of prompts
     "platformdirs>=4.14",
     "qwix>=0.1.5",
     "rich>=14.3",

@@ -147,6 +147,13 @@ class Data:
     " in turn; needs data.chat",
   )
   max_prompt_tokens: int = setting(64, "S; longer prompts are dropped and counted", TOKENS)
+  max_images: int = setting(64, "the most images of a prompt", POSITIVE)
+  max_image_pixels: int = setting(
+    50_000_000,
+    "height times width of the largest image that is read",
+    at_least(1, "Pillow reads none that are larger", 89_000_000),
+  )
+  image_urls: bool = setting(False, "download images whose rows name a URL")
   count_at_start: int = setting(
     50_000,
     "up to so many rows, a file is checked and its prompts are counted at the start. Rows of a"

@@ -3,14 +3,16 @@
 A run that resumes therefore has no position in the data to restore.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompts
+from grpo_jax.data.images.batches import Images
+from grpo_jax.data.images.of_prompts import needed_sizes
+from grpo_jax.data.prompts import ONE_PROCESS, Processes, Prompt, Prompts
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -28,12 +30,25 @@ class PromptBatch:
     own: The rows that this process scores. None where nothing is scored.
     columns: What reward functions get (see grpo_jax/rewards), as lists of one entry for each of
       these rows.
+    load_images: What `images` calls.
   """
 
   prompts_PS: np.ndarray
   prompt_lengths_P: np.ndarray
   own: slice = dataclasses.field(default_factory=lambda: slice(0, 0))
   columns: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+  load_images: Callable[[], Images | None] = lambda: None
+
+  @functools.cached_property
+  def images(self) -> Images | None:
+    """The images of all P prompts, or None if no prompt has any. Waits until they are decoded.
+
+    All processes ask for it together.
+
+    Raises:
+      RunFailed: An image is damaged.
+    """
+    return self.load_images()
 
   def row(self, p: int) -> dict[str, Any]:
     """The columns of prompt p, which is one of those that this process scores."""
@@ -116,7 +131,29 @@ def prompt_batch(
   prompts_PS, lengths_P = processes.join_rows(
     (_pad(tokens, prompts.max_tokens, prompts.pad_id), np.array([*map(len, tokens)], np.int32))
   )
-  return PromptBatch(prompts_PS, lengths_P, own, columns)
+  if prompts.images is None:
+    return PromptBatch(prompts_PS, lengths_P, own, columns)
+  prompts.images.begin(made)
+  load = functools.partial(_images, prompts, made, prompts.max_tokens, processes)
+  return PromptBatch(prompts_PS, lengths_P, own, columns, load)
+
+
+def _images(
+  prompts: Prompts, made: Sequence[Prompt], max_tokens: int, processes: Processes
+) -> Images | None:
+  """The images of the prompts of all processes, of which this one has made some."""
+  needed = processes.join_rows(needed_sizes(made)).max(0)
+  if not needed[0]:
+    return None
+
+  def arrays() -> Images:
+    sizes = int(needed[0]), int(needed[1])
+    try:
+      return prompts.images.arrays(made, max_tokens, sizes, prompts.most_images)
+    except ConfigError as error:  # the run has begun, and saves what it has
+      raise RunFailed(str(error)) from error
+
+  return processes.join_rows(processes.on_each(arrays))
 
 
 def supervised_batch(

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
+from grpo_jax.data.images.of_prompts import PromptImages, needed_sizes, without_images
+from grpo_jax.data.images.pictures import Layout
+from grpo_jax.data.images.processor import Processor
+from grpo_jax.data.images.source import AnyImage
 from grpo_jax.data.prompt_template import fill, value_of
 from grpo_jax.data.tasks.mixture import Mixture
 from grpo_jax.data.tasks.tasks import templates_of
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _AT_ONCE = 4096  # prompts whose token ids are in memory while they are counted
+_WITH_IMAGES = 64  # the same for prompts whose rows may hold the bytes of images
 _SAMPLED = 256  # prompts that are made at the start where not all of them are
 _STEP = 16  # S is a multiple of it, so that a few other rows seldom make other compiled programs
 _MOST_STAND_INS = 4096  # that are tried for a prompt that is too long, and at the start if none fit
@@ -78,12 +83,18 @@ class Prompt:
     text: Its text. With data.chat: as the chat template rendered it.
     ids: Its token ids.
     messages: With data.chat: the conversation. Else None.
+    images: Its images, in their order. None of them is decoded yet.
+    layouts: What becomes of each of them.
+    where: What error messages call the prompt, if it has images.
   """
 
   example: Mapping[str, Any]
   text: str
   ids: list[int]
   messages: chat.Messages | None
+  images: tuple[AnyImage, ...] = ()
+  layouts: tuple[Layout, ...] = ()
+  where: str = ""
 
 
 class Prompts:
@@ -106,6 +117,9 @@ class Prompts:
     max_tokens: S, to which prompts are padded. Where all examples were counted, the longest prompt
       decides, because padding is computed like any token.
     pad_id: The id of the padding token.
+    images: What puts images into prompts, or None if the model sees none.
+    most_images: The most pictures of a prompt and the most visual tokens of a picture. None where
+      not all examples were counted.
   """
 
   def __init__(
@@ -116,6 +130,7 @@ class Prompts:
     processes: Processes = ONE_PROCESS,
     count_all: bool = False,
     environment: Opens | None = None,
+    processor: Processor | None = None,
   ) -> None:
     """Counts the tokens of every prompt, or of a sample of them. Each process tokenizes its part.
 
@@ -126,20 +141,23 @@ class Prompts:
       processes: Those that share the work.
       count_all: Whether to count all of them, however many there are.
       environment: What it adds is a part of the prompts.
+      processor: Of images, if the model sees them.
 
     Raises:
       ConfigError: data.prompt does not fit the examples, or no prompt is short enough.
     """
     self._split, self._tokenizer, self._data = split, tokenizer, data
     self._environment = environment
+    self.images = PromptImages(processor, data) if processor is not None else None
     self._templates = templates_of(data)
     self.fields = list(split[0]) if len(split) else []
     self.max_tokens = data.max_prompt_tokens
     self.pad_id = tokenizer.pad_id
     self._counts_later = len(split) > data.count_at_start and not count_all
-    lengths = self._lengths(_places(len(split), _SAMPLED if self._counts_later else 0), processes)
-    if self._counts_later and not (lengths <= data.max_prompt_tokens).any():
-      lengths = self._lengths(_places(len(split), _MOST_STAND_INS), processes)
+    counts = self._counts(_places(len(split), _SAMPLED if self._counts_later else 0), processes)
+    if self._counts_later and not (counts[:, 0] <= data.max_prompt_tokens).any():
+      counts = self._counts(_places(len(split), _MOST_STAND_INS), processes)
+    lengths = counts[:, 0]
     fits = lengths <= data.max_prompt_tokens
     if not fits.any():
       some = f"all {len(split)}" if len(lengths) == len(split) else f"each of {len(lengths)} drawn"
@@ -151,6 +169,8 @@ class Prompts:
       longest = -(-int(lengths[fits].max()) // _STEP) * _STEP
       self.max_tokens = min(longest, data.max_prompt_tokens)
     self._kept = None if self._counts_later else np.flatnonzero(fits)
+    most = counts[fits, 1:].max(0)
+    self.most_images = None if self._counts_later else (int(most[0]), int(most[1]))
     self.dropped = 0 if self._counts_later else int((~fits).sum())
     self.replaced = float((~fits).mean()) if self._counts_later else 0.0
 
@@ -189,19 +209,25 @@ class Prompts:
     except ConfigError as error:  # the run has begun, and saves what it has
       raise RunFailed(str(error)) from error
 
-  def _lengths(self, places: np.ndarray, processes: Processes) -> np.ndarray:
-    """The number of tokens of the prompts at places of the split, int32, on every process."""
+  def begin(self, indices: Iterable[int]) -> None:
+    """Begins to decode the images of prompts that a later batch needs. Returns at once."""
+    if self.images is not None:
+      self.images.begin(self.make(indices))
+
+  def _counts(self, places: np.ndarray, processes: Processes) -> np.ndarray:
+    """The counts of `_count` for the prompts at places of the split, on every process."""
     own = places[processes.own_rows(len(places))]
     return processes.join_rows(processes.on_each(lambda: self._count(own)))
 
   def _count(self, own: np.ndarray) -> np.ndarray:
-    """The number of tokens of each prompt, int32."""
-    lengths = [
-      len(prompt.ids)
-      for start in range(0, len(own), _AT_ONCE)
-      for prompt in self._make([self._split[int(i)] for i in own[start : start + _AT_ONCE]])
-    ]
-    return np.array(lengths, np.int32)
+    """Of each prompt, int32 [N, 3]: tokens, pictures, and the most visual tokens of a picture."""
+    at_once = _AT_ONCE if self.images is None else _WITH_IMAGES
+    counts = [np.zeros((0, 3), np.int32)]
+    for start in range(0, len(own), at_once):
+      made = self._make([self._split[int(i)] for i in own[start : start + at_once]])
+      lengths = np.array([len(prompt.ids) for prompt in made], np.int32)
+      counts.append(np.column_stack([lengths, needed_sizes(made)]))
+    return np.concatenate(counts)
 
   def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:
     made = self._make([self._split[i] for i in indices])
@@ -229,11 +255,16 @@ class Prompts:
     openings: list[list[dict[str, Any]]] = [[] for _ in examples]
     if environment is not None:
       openings = environment.openings(examples)
+    examples, seen = self._see(examples)
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
     if self._data.chat:
       messages = [
         self._conversation(*of_example) for of_example in zip(examples, openings, strict=True)
       ]
+      if self.images is not None:
+        messages = [self._place(own, one) for own, one in zip(messages, seen)]
+      else:
+        _check_texts(messages, f"data.prompt={self._data.prompt!r}")
       tools = environment.schemas if environment else None
       texts = tokenizer.render_batch(messages, tools=tools or None)
       prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
@@ -242,16 +273,40 @@ class Prompts:
         self._filled(example, opening) + "".join(message["content"] for message in opening)
         for example, opening in zip(examples, openings, strict=True)
       ]
+      if self.images is not None:
+        texts = [self.images.before(text, *one) for text, one in zip(texts, seen)]
       prefix_ids = tokenizer.prefix_ids
-    text_ids = tokenizer.encode_batch(texts)
+    expanded, layouts = texts, [()] * len(texts)
+    if self.images is not None:
+      both = [self.images.expand(text, *one) for text, one in zip(texts, seen)]
+      expanded, layouts = [text for text, _ in both], [layout for _, layout in both]
+    text_ids = tokenizer.encode_batch(expanded)
     if not all(text_ids):
       raise ConfigError(
         f"data.prompt={self._data.prompt!r} makes a prompt without tokens; it must hold some text"
       )
     return [
-      Prompt(example, text, [*prefix_ids, *ids], conversation)
-      for example, text, ids, conversation in zip(examples, texts, text_ids, messages)
+      Prompt(example, text, [*prefix_ids, *ids], conversation, tuple(images), layout, where)
+      for example, text, ids, conversation, (images, where), layout in zip(
+        examples, texts, text_ids, messages, seen, layouts
+      )
     ]
+
+  def _see(
+    self, examples: list[Mapping[str, Any]]
+  ) -> tuple[list[Mapping[str, Any]], list[tuple[list[AnyImage], str]]]:
+    """The examples, and of each one the images of its columns and what error messages call it."""
+    if self.images is None:
+      return [without_images(example) for example in examples], [([], "")] * len(examples)
+    read = [self.images.read(example) for example in examples]
+    return [example for example, _, _ in read], [(images, where) for _, images, where in read]
+
+  def _place(self, messages: chat.Messages, seen: tuple[list[AnyImage], str]) -> chat.Messages:
+    """The conversation with places for its images, which `seen` then has all of."""
+    images, where = seen
+    messages, found = self.images.place(messages, images, where)
+    images[:] = found
+    return messages
 
   def _template(self, example: Mapping[str, Any]) -> str:
     if self._templates:
@@ -298,6 +353,18 @@ def _places(size: int, sampled: int) -> np.ndarray:
     return np.arange(size)
   words = np.random.Philox(key=np.array([size, 2**64 - 1], np.uint64)).random_raw(sampled)
   return np.unique(words % np.uint64(size)).astype(np.int64)
+
+
+def _check_texts(conversations: Iterable[chat.Messages], where: str) -> None:
+  """Refuses images, for a model that sees none."""
+  for messages in conversations:
+    for message in messages:
+      content = message["content"]
+      if not isinstance(content, str) and any(part["type"] != "text" for part in content):
+        raise ConfigError(
+          f"{where}: a message has an image, which the model does not see; choose a model with a"
+          " vision tower"
+        )
 
 
 def _shots(texts: Sequence[str]) -> list[dict[str, str]]:

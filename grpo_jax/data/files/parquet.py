@@ -14,9 +14,11 @@ import numpy as np
 
 from grpo_jax import files
 from grpo_jax.data.files.rows import TEXT, plain
+from grpo_jax.data.images.of_prompts import COLUMNS
 from grpo_jax.settings import ConfigError
 
 _AT_ONCE = 256  # rows that are copied, and later read, together
+_BYTES = 1 << 20  # of rows with images, about so many are later read together
 
 
 class Parquet:
@@ -69,7 +71,7 @@ class Parquet:
         value = column[place].as_py()
       except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date beyond 9999
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
-      row[name] = plain(value, where)
+      row[name] = plain(value, where, keeps_bytes=name in COLUMNS)
     return row
 
   def where(self, index: int) -> str:
@@ -90,8 +92,11 @@ def _copy(path: Path) -> tuple[Any, list[int]]:
       schema = _plain(parquet.schema_arrow)
       with pyarrow.OSFile(name, "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
         for batch in parquet.iter_batches(_AT_ONCE):
-          writer.write_batch(batch.cast(schema))
-          counts.append(batch.num_rows)
+          rows = max(1, batch.num_rows * _BYTES // max(batch.nbytes, _BYTES))
+          for start in range(0, batch.num_rows, rows):
+            part = batch.slice(start, rows)
+            writer.write_batch(part.cast(schema))
+            counts.append(part.num_rows)
     return pyarrow.OSFile(name), counts
   finally:
     os.unlink(name)  # the open file stays

@@ -156,14 +156,24 @@ class Chosen(Sequence[Example]):
     return self._examples[int(self._indices[index])]
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
   """A value of a file with texts for bytes, and Python's numbers and lists for numpy's.
+
+  The bytes of an image, which the package datasets stores as {"bytes": ..., "path": ...}, stay.
+
+  Args:
+    value: The value.
+    where: Its place, for error messages.
+    keeps_bytes: Whether all bytes stay.
 
   Raises:
     ConfigError: The bytes are no text.
   """
   if isinstance(value, Mapping):
-    return {key: plain(item, where) for key, item in value.items()}
+    stored = keeps_bytes or value.keys() == {"bytes", "path"}
+    return {key: plain(item, where, stored and key == "bytes") for key, item in value.items()}
+  if isinstance(value, bytes) and keeps_bytes:
+    return value
   if isinstance(value, bytes):
     try:
       return value.decode()
@@ -172,9 +182,9 @@ def plain(value: Any, where: str) -> Any:
         f"data.path: {where} holds bytes that are no text ({error}){TEXT}"
       ) from None
   if hasattr(value, "tolist"):
-    return plain(value.tolist(), where)
+    return plain(value.tolist(), where, keeps_bytes)
   if isinstance(value, list):
-    return [plain(item, where) for item in value]
+    return [plain(item, where, keeps_bytes) for item in value]
   return value
 
 

@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 from grpo_jax.data.files.rows import Example, Row
+from grpo_jax.data.images.messages import with_sources
+from grpo_jax.data.images.of_prompts import COLUMNS, Given
 from grpo_jax.data.prompt_template import fields_of, fill, names_of, value_of
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.settings import ConfigError
@@ -54,7 +56,14 @@ class Columns:
   An example has the columns of the first row, and those that data.columns adds.
   """
 
-  def __init__(self, first: Row, where: str, added: Sequence[str], needed: Sequence[str]) -> None:
+  def __init__(
+    self,
+    first: Row,
+    where: str,
+    added: Sequence[str],
+    needed: Sequence[str],
+    folder: str = "",
+  ) -> None:
     """Checks what the config says against the first row.
 
     Args:
@@ -63,11 +72,12 @@ class Columns:
       added: data.columns: "NAME=COLUMN" for another name of a column, or "NAME=TEMPLATE" with names
         of columns in braces. A column may be a field inside one: "reward_model.ground_truth".
       needed: The fields that a prompt is made of.
+      folder: Where the relative paths of images begin.
 
     Raises:
       ConfigError: There is no such column, or two entries have the same name.
     """
-    self._names = list(first)
+    self._names, self._prompt, self._folder = list(first), needed, folder
     self._added: dict[str, str] = {}
     for one in added:
       name, equals, source = one.partition("=")
@@ -102,6 +112,12 @@ class Columns:
     for name in _TEXTS:
       if isinstance(example.get(name), (int, float)):
         example[name] = _as_text(example[name])
+    for name in COLUMNS:
+      if example.get(name) is not None:
+        example[name] = Given(example[name], f"data.path: {where}: {name}", self._folder)
+    for name in self._prompt:
+      if isinstance(example.get(name), list):
+        example[name] = with_sources(example[name], f"data.path: {where}: {name}", self._folder)
     return example
 
 

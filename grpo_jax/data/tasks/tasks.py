@@ -8,18 +8,27 @@ the reward functions read.
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+from pathlib import Path
+import random
 import string
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from grpo_jax import gym, registry
 from grpo_jax.data.files import tfds
 from grpo_jax.data.files.rows import Example, Examples
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
+from grpo_jax.data.images.of_prompts import Given
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.tasks import countdown as number_games
 from grpo_jax.data.tasks import examples, verifiers_tasks
 from grpo_jax.data.tasks.arithmetic import ALPHABET, Arithmetic
 from grpo_jax.data.tasks.code import code_example
+from grpo_jax.data.tasks.drawn import canvas
+from grpo_jax.data.tasks.drawn import clocks as drawn_clocks
+from grpo_jax.data.tasks.drawn import count_shapes as shape_counts
+from grpo_jax.data.tasks.drawn import odd_one_out as odd_shapes
 from grpo_jax.data.tasks.mixture import Mixture, Source, columns_of, mix, mixture_of, sources_of
 from grpo_jax.data.tasks.products import ALPHABET as PRODUCTS_ALPHABET
 from grpo_jax.data.tasks.products import Products
@@ -186,6 +195,31 @@ def seeds(path: str) -> Task:
   return Task(Seeds("train"), Seeds("test"), string.printable)
 
 
+def count_shapes(path: str) -> Task:
+  """Drawn images: how many shapes of a kind are there? `path` is their size, such as 96, or ""."""
+  return _drawn("count_shapes", path, shape_counts.problem, canvas.draw_shapes)
+
+
+def clocks(path: str) -> Task:
+  """Drawn images: what time is it? `path` as for `count_shapes`."""
+  return _drawn("clocks", path, drawn_clocks.problem, drawn_clocks.draw)
+
+
+def odd_one_out(path: str) -> Task:
+  """Drawn images: which shape of a grid differs? `path` as for `count_shapes`."""
+  return _drawn("odd_one_out", path, odd_shapes.problem, canvas.draw_shapes)
+
+
+def _drawn(
+  name: str,
+  path: str,
+  make: Callable[[random.Random], canvas.Problem],
+  draw: Callable[[Any], np.ndarray],
+) -> Task:
+  train, test = (canvas.examples(name, split, path, make, draw) for split in ("train", "test"))
+  return Task(train, test, canvas.ALPHABET)
+
+
 def gsm8k(path: str) -> Task:
   """GSM8K, grade-school word problems whose answers are numbers.
 
@@ -230,7 +264,9 @@ def columns(path: str, added: Sequence[str] = (), needed: Sequence[str] = ()) ->
   """Rows with any columns. See `examples.Columns` for `added` and `needed`."""
   _require_path(path, "columns")
   train = rows_of(path, "train")
-  make = examples.Columns(train[0], train.where(0), added, needed)
+  given = Path(path).expanduser()
+  folder = str(given if given.is_dir() else given.parent)
+  make = examples.Columns(train[0], train.where(0), added, needed, folder)
   test = rows_of(path, "test")
   return Task(Examples(train, make), Examples(test, make) if test is not None else ())
 
@@ -246,6 +282,9 @@ TASKS: dict[str, Callable[[str], Task]] = {
   "word_problems": word_problems,
   "reasoning_gym": reasoning_gym,
   "seeds": seeds,
+  "count_shapes": count_shapes,
+  "clocks": clocks,
+  "odd_one_out": odd_one_out,
   "verifiers": verifiers,
   "columns": columns,
 }
@@ -277,15 +316,20 @@ def _one_task(data: "Data", source: Source, template: str) -> Task:
 
 
 def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
-  """The examples of a small file as a list, which checks all of them."""
-  return split[:] if isinstance(split, Examples) and len(split) <= at_most else split
+  """The examples of a small file as a list, which checks all of them. Not those with images."""
+  if not isinstance(split, Examples) or len(split) > at_most:
+    return split
+  return split if any(isinstance(value, Given) for value in split[0].values()) else split[:]
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:
   if isinstance(question, str):
     yield question
   else:
-    yield from (message["content"] for message in question)
+    for message in question:
+      content = message["content"]
+      parts = [{"text": content}] if isinstance(content, str) else content
+      yield from (part["text"] for part in parts if "text" in part)
 
 
 def _refuse_path(path: str, task: str) -> None:

@@ -14,6 +14,7 @@ import threading
 from typing import Any, NoReturn
 
 from grpo_jax import calls
+from grpo_jax.data.images.messages import is_part
 from grpo_jax.data.tokenizers.tokenizer_files import read_json
 from grpo_jax.settings import ConfigError, is_text, shown
 
@@ -21,7 +22,8 @@ SECONDS = 5  # for one conversation, which takes well under a millisecond
 _OPTIONS = "data.chat_template_kwargs"
 _TOGETHER = 64  # conversations that are sent to the process at once, which saves time
 
-# A message has a text `role` and a text `content`, and may have more.
+# A message has a text `role` and a `content`, and may have more. A content is a text, or a list of
+# parts: {"type": "text", "text": ...} and, where an image comes, {"type": "image"}.
 Message = Mapping[str, Any]
 Messages = Sequence[Message]  # a conversation
 
@@ -43,8 +45,8 @@ def check_messages(messages: Any, where: str) -> None:
   for message in messages:
     if not _is_message(message):
       raise ConfigError(
-        f"{where}: a message must be an object with a text role and a text content;"
-        f" got {message!r:.80}"
+        f"{where}: a message must be an object with a text role and a content, which is a text or a"
+        f" list of parts, texts and images; got {message!r:.80}"
       )
 
 
@@ -215,6 +217,9 @@ def _without_none(messages: Messages) -> Messages:
 
 
 def _is_message(message: Any) -> bool:
-  if not isinstance(message, Mapping):
+  if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
     return False
-  return all(isinstance(message.get(key), str) for key in ("role", "content"))
+  content = message.get("content")
+  if isinstance(content, (list, tuple)):
+    return bool(content) and all(map(is_part, content))
+  return isinstance(content, str)

@@ -1,0 +1,158 @@
+"""Images as SmolVLM and Idefics3 see them: cut into square tiles, and once more as a whole."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.data.images.fields import Fields
+from grpo_jax.data.images.pictures import Layout, Picture, Scale, as_convolution, scale_of
+from grpo_jax.data.images.resize import resize
+
+_SIGLIP = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": 1}
+_LONGEST = 4096  # pixels of a side
+
+
+@dataclasses.dataclass(frozen=True)
+class Idefics3:
+  """The settings of a folder.
+
+  Attributes:
+    scale: How pixels are resampled and scaled.
+    longest: To how many pixels the longer side is resized first.
+    side: Height and width of a tile.
+    patch: Height and width of a patch.
+    tokens: How many visual tokens a tile has, a square number.
+    splits: Whether images are cut into tiles.
+    token: The token that a visual token takes the place of, and the placeholder.
+    around: The token before a tile and after the last one.
+    whole: The token before the tile of the whole image.
+  """
+
+  scale: Scale
+  longest: int
+  side: int
+  patch: int
+  tokens: int
+  splits: bool
+  token: str
+  around: str
+  whole: str
+  has_axes: bool = False
+
+  @property
+  def placeholder(self) -> str:
+    """What stands for an image in a prompt."""
+    return self.token
+
+  @property
+  def plain(self) -> str:
+    """What stands for an image in a prompt without a chat template."""
+    return self.token
+
+  @property
+  def patches_per_token(self) -> int:
+    """How many patches become a visual token."""
+    return (self.side // self.patch) ** 2 // self.tokens
+
+  @property
+  def patch_numbers(self) -> int:
+    """3 channels."""
+    return 3 * self.patch**2
+
+  def layout(self, height: int, width: int) -> Layout:
+    """The tiles with the tokens of their rows and columns, then the whole image."""
+    rows, columns = self._tiles(height, width)
+    tile = self.token * self.tokens
+    text = ""
+    for row in range(1, rows + 1):
+      for column in range(1, columns + 1):
+        text += f"{self.around}<row_{row}_col_{column}>{tile}"
+      text += "\n"
+    if rows:
+      text += "\n"
+    text += f"{self.around}{self.whole}{tile}{self.around}"
+    side = math.isqrt(self.tokens)
+    return Layout(text, ((side, side),) * (rows * columns + 1))
+
+  def pictures(self, image: np.ndarray) -> list[Picture]:
+    """The tiles in rows, then the whole image. Numbers of a patch: channel, row, column."""
+    side, kind = self.side, self.scale.resample
+    image = resize(image, *self._first_size(*image.shape[:2]), kind)
+    if not self.splits:
+      tiles = [resize(image, side, side, kind)]
+    else:
+      rows, columns = self._counts(*image.shape[:2])
+      image = resize(image, rows * side, columns * side, kind)
+      tiles = [
+        *image.reshape(rows, side, columns, side, -1).swapaxes(1, 2).reshape(-1, side, side, 3)
+      ]
+      if len(tiles) > 1:
+        tiles.append(resize(image, side, side, kind))
+    return [as_convolution(self.scale(tile), self.patch) for tile in tiles]
+
+  def _tiles(self, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of tiles. 0 and 0 for an image that is one tile."""
+    if not self.splits:
+      return 0, 0
+    rows, columns = self._counts(*self._first_size(height, width))
+    return (rows, columns) if rows * columns > 1 else (0, 0)
+
+  def _first_size(self, height: int, width: int) -> tuple[int, int]:
+    """Height and width after the first resizing: the longer side is given, the other is even."""
+    ratio = width / height
+    if width >= height:
+      width, height = self.longest, int(self.longest / ratio)
+      height += height % 2
+    else:
+      height, width = self.longest, int(self.longest * ratio)
+      width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if width >= height and width > _LONGEST:
+      width, height = _LONGEST, int(_LONGEST / ratio)
+    elif height > width and height > _LONGEST:
+      height, width = _LONGEST, int(_LONGEST * ratio)
+    return max(height, 1), max(width, 1)
+
+  def _counts(self, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of tiles for the size after the first resizing."""
+    ratio, side = width / height, self.side
+    if width >= height:
+      columns = math.ceil(width / side)
+      return math.ceil(int(columns * side / ratio) / side), columns
+    rows = math.ceil(height / side)
+    return rows, math.ceil(int(rows * side * ratio) / side)
+
+
+def make(fields: Fields, around: Fields, vision: Fields, tokens: dict[str, Any]) -> Idefics3:
+  """The processor of a folder.
+
+  Args:
+    fields: Of the image processor.
+    around: Of the processor.
+    vision: vision_config of the model's config.json.
+    tokens: The special tokens of the tokenizer by their roles.
+
+  Raises:
+    ConfigError: A field has a value that this processor does not have.
+  """
+  side = fields.inside("max_image_size", {"longest_edge": 364}).count("longest_edge", 364)
+  patch = vision.count("patch_size", 32)
+  if side % patch:
+    fields.refuse("max_image_size", f"it must be a multiple of the model's patch_size, {patch}")
+  count, grid = around.count("image_seq_len", 169), side // patch
+  if math.isqrt(count) ** 2 != count or grid % math.isqrt(count):
+    around.refuse("image_seq_len", f"{grid} x {grid} patches cannot be merged to so many tokens")
+  return Idefics3(
+    scale=scale_of(fields, _SIGLIP),
+    longest=fields.inside("size", {"longest_edge": 1456}).count("longest_edge", 1456),
+    side=side,
+    patch=patch,
+    tokens=count,
+    splits=fields.flag("do_image_splitting", True),
+    token=tokens.get("image_token", "<image>"),
+    around=tokens.get("fake_image_token", "<fake_token_around_image>"),
+    whole=tokens.get("global_image_token", "<global-img>"),
+  )

@@ -1,0 +1,122 @@
+"""Puts the images of a row into its messages, as TRL does."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_jax.data.images.source import AnyImage, source_of
+from grpo_jax.settings import ConfigError, shown
+
+_KEYS = ("image", "path", "url", "base64", "bytes")  # of a part with an image in it
+IMAGE = {"type": "image"}  # what a chat template gets of an image
+
+
+def is_part(part: Any) -> bool:
+  """Whether something is a part of a message's content, a text or a place for an image."""
+  if not isinstance(part, Mapping):
+    return False
+  return _is_image(part) or (part.get("type") == "text" and isinstance(part.get("text"), str))
+
+
+def with_sources(value: Any, where: str, folder: str) -> Any:
+  """A conversation in which the images of its parts are sources. Other values are unchanged.
+
+  Args:
+    value: A field of an example.
+    where: What error messages call it.
+    folder: Where relative paths begin.
+
+  Raises:
+    ConfigError: A part is not known, or its image cannot be one.
+  """
+  if not isinstance(value, (list, tuple)) or not any(map(_has_parts, value)):
+    return value
+  messages, number = [], 0
+  for message in value:
+    if not _has_parts(message):
+      messages.append(message)
+      continue
+    parts = []
+    for part in message["content"]:
+      number += _is_image(part)
+      parts.append(_part(part, f"{where}: image {number}", folder))
+    messages.append({**message, "content": parts})
+  return messages
+
+
+def place_images(
+  messages: Sequence[Mapping[str, Any]], images: Sequence[AnyImage], where: str
+) -> tuple[list[dict[str, Any]], list[AnyImage]]:
+  """A conversation whose contents are lists of parts, and its images in their order.
+
+  Places without an image take those of the row's column in order. If the conversation has no place
+  at all, the images come first in the first message of the user.
+
+  Args:
+    messages: The conversation, after `with_sources`.
+    images: Those of the row's column.
+    where: What error messages call the row.
+
+  Returns:
+    (messages whose parts of images are `IMAGE`, the images)
+
+  Raises:
+    ConfigError: There are more or fewer places than images.
+  """
+  placed = [{**message, "content": _as_parts(message["content"])} for message in messages]
+  parts = [part for message in placed for part in message["content"] if part["type"] == "image"]
+  if not parts and images:
+    users = [message for message in placed if message["role"] == "user"]
+    if not users:
+      raise ConfigError(f"{where} has images and no message of the user to put them in")
+    parts = [dict(IMAGE) for _ in images]
+    users[0]["content"] = [*parts, *users[0]["content"]]
+  empty = sum("image" not in part for part in parts)
+  if empty != len(images):
+    raise ConfigError(
+      f"{where} has {empty} places for images in its messages and {len(images)} images in its"
+      " column; there must be as many"
+    )
+  rest = iter(images)
+  found = [part["image"] if "image" in part else next(rest) for part in parts]
+  for message in placed:
+    message["content"] = [
+      dict(IMAGE) if part["type"] == "image" else part for part in message["content"]
+    ]
+  return placed, found
+
+
+def _part(part: Any, where: str, folder: str) -> dict[str, Any]:
+  """A part whose image, if it has one, is a source."""
+  if isinstance(part, str):
+    return {"type": "text", "text": part}
+  kind = part.get("type") if isinstance(part, Mapping) else None
+  if kind == "text" and isinstance(part.get("text"), str):
+    return {"type": "text", "text": part["text"]}
+  if kind == "image":
+    given = [key for key in _KEYS if part.get(key) is not None]
+    if not given:
+      return dict(IMAGE)
+    value = part["image"] if given[0] == "image" else part
+    return {**IMAGE, "image": source_of(value, where, folder)}
+  if kind == "image_url":
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    return {**IMAGE, "image": source_of(url, where, folder)}
+  name = where.rpartition(": ")[0]
+  raise ConfigError(
+    f"{name}: a part of a message must be a text or an image; got {shown(part):.80}"
+  )
+
+
+def _as_parts(content: Any) -> list[dict[str, Any]]:
+  if isinstance(content, str):
+    return [{"type": "text", "text": content}]
+  return [dict(part) for part in content]
+
+
+def _has_parts(message: Any) -> bool:
+  return isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+
+
+def _is_image(part: Any) -> bool:
+  return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")

@@ -1,0 +1,186 @@
+"""Puts the images of rows into prompts, and makes the arrays of a batch of them."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from grpo_jax.data.images.batches import Decoder, Images, pad, padded_sizes, sizes_of
+from grpo_jax.data.images.messages import place_images, with_sources
+from grpo_jax.data.images.pictures import Layout
+from grpo_jax.data.images.processor import Processor
+from grpo_jax.data.images.source import AnyImage, Drawing, Limits, Source, check_count, sources_of
+from grpo_jax.settings import ConfigError
+
+if TYPE_CHECKING:
+  from grpo_jax.config import Data
+
+COLUMNS = ("image", "images")  # of an example, as TRL has them
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+  """The images of a row as a file has them. A model that sees none gets the value.
+
+  Attributes:
+    value: What the column holds.
+    where: The row and the column, for error messages.
+    folder: Where relative paths begin.
+  """
+
+  value: Any
+  where: str
+  folder: str
+
+
+class Seeing(Protocol):
+  """What is read of a prompt here. `prompts.Prompt` is one."""
+
+  @property
+  def ids(self) -> list[int]:
+    """Its token ids."""
+
+  @property
+  def images(self) -> tuple[AnyImage, ...]:
+    """Its images."""
+
+  @property
+  def layouts(self) -> tuple[Layout, ...]:
+    """Their layouts."""
+
+  @property
+  def where(self) -> str:
+    """What error messages call it."""
+
+
+class PromptImages:
+  """Puts images into prompts. Headers are read at once, and pixels when a batch needs them."""
+
+  def __init__(self, processor: Processor, data: "Data") -> None:
+    self.processor = processor
+    self._limits = Limits(data.max_image_pixels, data.max_images, data.image_urls)
+    self._decoder = Decoder(processor)
+
+  def read(self, example: Mapping[str, Any]) -> tuple[dict[str, Any], list[AnyImage], str]:
+    """The images of an example's columns.
+
+    Returns:
+      (the example with images that can be read, these images in their order, what error messages
+      call the row)
+
+    Raises:
+      ConfigError: A column holds something else, or too many of them.
+    """
+    found, images, where = dict(example), list[AnyImage](), "a prompt"
+    for name in COLUMNS:
+      given = example.get(name)
+      if given is None:
+        continue
+      if not isinstance(given, Given):
+        given = Given(given, f"an example: {name}", "")
+      where = given.where.rpartition(": ")[0]
+      own = sources_of(given.value, given.where, given.folder, self._limits)
+      found[name] = own if isinstance(given.value, (list, tuple)) else own[0]
+      images += own
+    return found, images, where
+
+  def place(
+    self, messages: Messages, images: Sequence[AnyImage], where: str
+  ) -> tuple[Messages, list[AnyImage]]:
+    """A conversation with places for its images, and all of them. See `place_images`."""
+    messages, found = place_images(with_sources(messages, where, ""), images, where)
+    check_count(len(found), where, self._limits)
+    limited = [
+      dataclasses.replace(image, limits=self._limits) if isinstance(image, Source) else image
+      for image in found
+    ]
+    return messages, limited
+
+  def before(self, text: str, images: Sequence[AnyImage], where: str) -> str:
+    """A prompt without a chat template: its images come first."""
+    check_count(len(images), where, self._limits)
+    return self.processor.kind.plain * len(images) + text
+
+  def expand(
+    self, text: str, images: Sequence[AnyImage], where: str
+  ) -> tuple[str, tuple[Layout, ...]]:
+    """A rendered prompt with the tokens of its images, and their layouts.
+
+    Raises:
+      ConfigError: An image cannot be read, or the text has other places for images.
+    """
+    if not images:
+      return text, ()
+    layouts = tuple(self.processor.layout(image) for image in images)
+    return self.processor.expand(text, layouts, where), layouts
+
+  def begin(self, prompts: Sequence[Seeing]) -> None:
+    """Begins to decode the images of prompts that will be needed. Returns at once."""
+    for prompt in prompts:
+      self._decoder.begin(prompt.images, prompt.layouts)
+
+  def arrays(
+    self,
+    prompts: Sequence[Seeing],
+    max_tokens: int,
+    needed: tuple[int, int],
+    most: tuple[int, int] | None,
+  ) -> Images:
+    """The images of prompts as arrays. Waits until they are decoded.
+
+    Args:
+      prompts: The prompts, which may be some of a batch.
+      max_tokens: S.
+      needed: `sizes_of` the whole batch.
+      most: `sizes_of` the whole split, or None if that is not known.
+
+    Raises:
+      ConfigError: An image is damaged.
+    """
+    pictures = [
+      [
+        picture
+        for of_image in self._decoder.pictures(prompt.images, prompt.layouts)
+        for picture in of_image
+      ]
+      for prompt in prompts
+    ]
+    placed = [self.processor.place(one.ids, one.layouts, one.where) for one in prompts]
+    sizes = padded_sizes(*needed, self.processor.kind.patches_per_token, most)
+    return pad(pictures, placed, sizes, max_tokens, self.processor)
+
+
+def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
+  """An example for a model that sees no images.
+
+  Raises:
+    ConfigError: It has images, and not only texts in a column of that name.
+  """
+  if not any(isinstance(example.get(name), (Given, Source, Drawing)) for name in COLUMNS):
+    return example
+  values = dict(example)
+  for name in COLUMNS:
+    given = example.get(name)
+    value = given.value if isinstance(given, Given) else given
+    if not _is_plain(value):
+      where = given.where if isinstance(given, Given) else f"data.task: the field {name}"
+      raise ConfigError(
+        f"{where} holds images, which the model does not see; choose a model with a vision tower,"
+        " or leave the column out of the file"
+      )
+    values[name] = value
+  return values
+
+
+def needed_sizes(prompts: Sequence[Seeing]) -> np.ndarray:
+  """`sizes_of` each prompt, int32 [P, 2]."""
+  return np.array([sizes_of([prompt.layouts]) for prompt in prompts], np.int32).reshape(-1, 2)
+
+
+def _is_plain(value: Any) -> bool:
+  """Whether a value has no images for sure: numbers and short texts."""
+  if isinstance(value, (list, tuple)):
+    return all(map(_is_plain, value))
+  return isinstance(value, (str, int, float)) or value is None

@@ -1,0 +1,145 @@
+"""What all kinds of image processors share: pictures, their layout, and the scale of pixels."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from grpo_jax.data.images.fields import Fields
+from grpo_jax.data.images.resize import FILTERS
+
+
+class Picture(NamedTuple):
+  """An image, or a tile of one, as the vision tower gets it.
+
+  Attributes:
+    patches_NC: float32, the pixels of each patch.
+    places_N2: int32, row and column of each patch.
+  """
+
+  patches_NC: np.ndarray
+  places_N2: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """What becomes of an image of some size. To know it, the image need not be decoded.
+
+  Attributes:
+    text: What takes the place of the image's placeholder in a prompt.
+    tokens: Of each picture: the rows and columns of its visual tokens.
+  """
+
+  text: str
+  tokens: tuple[tuple[int, int], ...]
+
+
+class Kind(Protocol):
+  """A kind of image processor, with the settings of a folder."""
+
+  @property
+  def placeholder(self) -> str:
+    """What stands for an image in a prompt that a chat template has rendered."""
+
+  @property
+  def plain(self) -> str:
+    """What stands for an image in a prompt without a chat template."""
+
+  @property
+  def token(self) -> str:
+    """The token that a visual token takes the place of."""
+
+  @property
+  def patches_per_token(self) -> int:
+    """How many patches become a visual token."""
+
+  @property
+  def patch_numbers(self) -> int:
+    """C, how many numbers a patch has."""
+
+  @property
+  def has_axes(self) -> bool:
+    """Whether tokens have positions on three axes."""
+
+  def layout(self, height: int, width: int) -> Layout:
+    """The layout of an image. Raises ValueError if the processor cannot take this size."""
+
+  def pictures(self, image: np.ndarray) -> list[Picture]:
+    """The pictures of an image, uint8 [height, width, 3], in the order of `Layout.tokens`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  """How an image is resampled, and how its bytes become numbers.
+
+  Attributes:
+    resample: A number of `resize.FILTERS`.
+    mean: What is subtracted from each channel.
+    std: What each channel is then divided by.
+    factor: What the result is multiplied by. A scale has a mean and std, or a factor.
+  """
+
+  resample: int
+  mean: tuple[float, ...] | None
+  std: tuple[float, ...] | None
+  factor: float
+
+  def __call__(self, image: np.ndarray) -> np.ndarray:
+    """The numbers of uint8 [height, width, 3]: float32 of the same shape."""
+    numbers = image.astype(np.float32)
+    if self.mean is None:
+      return numbers * np.float32(self.factor)
+    # As transformers does: the mean and std of bytes, computed in float32.
+    by = np.float32(1.0 / self.factor)
+    return (numbers - np.float32(self.mean) * by) / (np.float32(self.std) * by)
+
+
+def scale_of(fields: Fields, defaults: Mapping[str, object]) -> Scale:
+  """The scale that the fields of an image processor describe.
+
+  Raises:
+    ConfigError: A field has a value that no processor has.
+  """
+  fields.must_be_true("do_resize", "do_convert_rgb")
+  fields.must_be_false("do_center_crop")
+  resample = fields.choice("resample", FILTERS, defaults["resample"])
+  factor = fields.number("rescale_factor", 1 / 255) if fields.flag("do_rescale", True) else 1.0
+  if not fields.flag("do_normalize", defaults.get("do_normalize", True)):
+    return Scale(resample, None, None, factor)
+  mean = fields.channels("image_mean", defaults["mean"])
+  std = fields.channels("image_std", defaults["std"])
+  if not all(std):
+    fields.refuse("image_std", "no number may be 0")
+  return Scale(resample, mean, std, factor)
+
+
+def patches_of(image: np.ndarray, size: int) -> np.ndarray:
+  """The patches of an image.
+
+  Args:
+    image: [height, width, channels], multiples of `size`.
+    size: Height and width of a patch.
+
+  Returns:
+    [rows, columns, height of a patch, width of a patch, channels].
+  """
+  rows, columns = image.shape[0] // size, image.shape[1] // size
+  return image.reshape(rows, size, columns, size, -1).transpose(0, 2, 1, 3, 4)
+
+
+def places_of(rows: int, columns: int) -> np.ndarray:
+  """int32 [rows, columns, 2], the row and the column of each patch."""
+  return np.stack(np.mgrid[:rows, :columns], -1).astype(np.int32)
+
+
+def as_convolution(image: np.ndarray, size: int) -> Picture:
+  """A picture whose patches are in rows, with their numbers in the order of a convolution's kernel.
+
+  That order is channel, row, column.
+  """
+  patches = patches_of(image, size)
+  count = patches.shape[0] * patches.shape[1]
+  places = places_of(*patches.shape[:2])
+  ordered = patches.transpose(0, 1, 4, 2, 3).reshape(count, -1)
+  return Picture(np.ascontiguousarray(ordered), places.reshape(count, 2))

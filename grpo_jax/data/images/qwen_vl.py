@@ -1,0 +1,125 @@
+"""Images as Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 see them: of any size, in merged patches.
+
+An image keeps about its shape. Height and width become multiples of a merged patch, and their
+product stays within bounds. Patches that are merged follow each other.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from grpo_jax.data.images.fields import Fields
+from grpo_jax.data.images.pictures import (
+  Layout,
+  Picture,
+  Scale,
+  patches_of,
+  places_of,
+  scale_of,
+)
+from grpo_jax.data.images.resize import resize
+
+_CLIP = {
+  "mean": (0.48145466, 0.4578275, 0.40821073),
+  "std": (0.26862954, 0.26130258, 0.27577711),
+  "resample": 3,
+}
+_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+_MOST_STRETCHED = 200  # the longer side divided by the shorter one
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenVL:
+  """The settings of a folder.
+
+  Attributes:
+    scale: How pixels are resampled and scaled.
+    patch: Height and width of a patch.
+    frames: How often a patch repeats its image, which a video's frames would take.
+    merge: Rows and columns of patches that become a visual token.
+    fewest: The fewest pixels of a resized image. The rounding of its sides may pass it.
+    most: The most pixels.
+  """
+
+  scale: Scale
+  patch: int
+  frames: int
+  merge: int
+  fewest: int
+  most: int
+  token: str = "<|image_pad|>"
+  placeholder: str = "<|image_pad|>"
+  plain: str = "<|vision_start|><|image_pad|><|vision_end|>"
+  has_axes: bool = True
+
+  @property
+  def patches_per_token(self) -> int:
+    """How many patches become a visual token."""
+    return self.merge**2
+
+  @property
+  def patch_numbers(self) -> int:
+    """3 channels, `frames` times."""
+    return 3 * self.frames * self.patch**2
+
+  def layout(self, height: int, width: int) -> Layout:
+    """One picture."""
+    unit = self.patch * self.merge
+    height, width = self._resized(height, width)
+    rows, columns = height // unit, width // unit
+    return Layout(self.token * (rows * columns), ((rows, columns),))
+
+  def pictures(self, image: np.ndarray) -> list[Picture]:
+    """Patches in the order of visual tokens. Numbers of a patch: channel, frame, row, column."""
+    height, width = self._resized(*image.shape[:2])
+    pixels = self.scale(resize(image, height, width, self.scale.resample))
+    patches = patches_of(pixels, self.patch).transpose(0, 1, 4, 2, 3)
+    merged = self._merged(patches)
+    repeated = np.repeat(merged[:, :, None], self.frames, 2).reshape(len(merged), -1)
+    return [Picture(repeated, self._merged(places_of(*patches.shape[:2])))]
+
+  def _merged(self, patches: np.ndarray) -> np.ndarray:
+    """[rows, columns, ...] as [rows * columns, ...], with the patches of a token together."""
+    rows, columns = (size // self.merge for size in patches.shape[:2])
+    rest = patches.shape[2:]
+    split = patches.reshape(rows, self.merge, columns, self.merge, *rest)
+    return split.swapaxes(1, 2).reshape(-1, *rest)
+
+  def _resized(self, height: int, width: int) -> tuple[int, int]:
+    """The height and width of an image after resizing."""
+    if max(height, width) > _MOST_STRETCHED * min(height, width):
+      raise ValueError(f"one side is more than {_MOST_STRETCHED} times the other")
+    unit = self.patch * self.merge
+    new_height, new_width = (round(side / unit) * unit for side in (height, width))
+    if new_height * new_width > self.most:
+      shrink = math.sqrt(height * width / self.most)
+      new_height, new_width = (
+        max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width)
+      )
+    elif new_height * new_width < self.fewest:
+      grow = math.sqrt(self.fewest / (height * width))
+      new_height, new_width = (math.ceil(side * grow / unit) * unit for side in (height, width))
+    if not new_height or not new_width:  # a bound on the pixels that is below one token
+      raise ValueError("a side would have no pixels")
+    return new_height, new_width
+
+
+def make(fields: Fields) -> QwenVL:
+  """The processor of a folder.
+
+  Raises:
+    ConfigError: A field has a value that this processor does not have.
+  """
+  size = fields.inside("size", _SIZE)
+  # Older folders have these two names, which win.
+  fewest = fields.count("min_pixels", size.count("shortest_edge", _SIZE["shortest_edge"]))
+  most = fields.count("max_pixels", size.count("longest_edge", _SIZE["longest_edge"]))
+  return QwenVL(
+    scale=scale_of(fields, _CLIP),
+    patch=fields.count("patch_size", 14),
+    frames=fields.count("temporal_patch_size", 2),
+    merge=fields.count("merge_size", 2),
+    fewest=fewest,
+    most=most,
+  )

@@ -1,0 +1,1 @@
+"""Problems about small images that the tasks draw themselves, for models that see."""

@@ -1,0 +1,133 @@
+"""Draws simple shapes with numpy, and makes the examples of tasks about them."""
+
+from collections.abc import Callable
+import functools
+import random
+from typing import Any, NamedTuple
+import zlib
+
+import numpy as np
+
+from grpo_jax.data.images.source import Drawing
+from grpo_jax.data.tasks.generated import Generated
+from grpo_jax.settings import ConfigError
+
+SIZE = 64  # height and width where data.path says nothing
+SMALLEST, LARGEST = 32, 1024
+SPLIT_SIZES = {"train": 20_000, "test": 2_000}
+COLORS = {
+  "red": (214, 40, 40),
+  "green": (42, 157, 80),
+  "blue": (40, 90, 214),
+  "yellow": (240, 190, 30),
+}
+SHAPES = ("circle", "square", "triangle")
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 #?.,:"
+
+
+class Shape(NamedTuple):
+  """A shape of a scene, with its centre and its radius as fractions of the image's size."""
+
+  name: str
+  color: str
+  y: float
+  x: float
+  radius: float
+
+
+class Problem(NamedTuple):
+  """What a task asks about an image."""
+
+  scene: tuple[Any, ...]
+  question: str
+  answer: str
+
+
+def examples(
+  task: str,
+  split: str,
+  path: str,
+  make: Callable[[random.Random], Problem],
+  draw: Callable[[Any], np.ndarray],
+) -> Generated:
+  """The examples of a split, "train" or "test". Example i depends only on the task, split and i.
+
+  Args:
+    task: The name of the task.
+    split: The name of the split.
+    path: data.path: the height and width of the images, or "".
+    make: Makes a problem. It may only call random() of its argument, because Python promises that
+      these numbers never change.
+    draw: Draws (size, scene).
+
+  Raises:
+    ConfigError: `path` is no size.
+  """
+  size = _size(path)
+  example = functools.partial(_example, task, split, size, make, draw)
+  return Generated(split, SPLIT_SIZES[split], example)
+
+
+def choose(rng: random.Random, choices: Any) -> Any:
+  """One of the choices."""
+  return choices[int(rng.random() * len(choices))]
+
+
+def blank(size: int, color: tuple[int, int, int] = (250, 250, 250)) -> np.ndarray:
+  """An image of one colour, uint8 [size, size, 3]."""
+  return np.full((size, size, 3), color, np.uint8)
+
+
+def draw_shapes(scene: tuple[int, tuple[Shape, ...]]) -> np.ndarray:
+  """The image of (size, shapes)."""
+  size, shapes = scene
+  image = blank(size)
+  y, x = (np.mgrid[:size, :size] + 0.5) / size
+  for shape in shapes:
+    image[_inside(shape, y, x)] = COLORS[shape.color]
+  return image
+
+
+def _inside(shape: Shape, y: np.ndarray, x: np.ndarray) -> np.ndarray:
+  down, right, radius = y - shape.y, x - shape.x, shape.radius
+  if shape.name == "circle":
+    return down**2 + right**2 <= radius**2
+  if shape.name == "square":
+    return np.maximum(np.abs(down), np.abs(right)) <= 0.85 * radius
+  return (np.abs(down) <= radius) & (np.abs(right) <= (down + radius) / 2)
+
+
+def _example(
+  task: str,
+  split: str,
+  size: int,
+  make: Callable[[random.Random], Problem],
+  draw: Callable[[Any], np.ndarray],
+  index: int,
+) -> dict[str, Any]:
+  rng = random.Random(f"{task}/{split}/{index}")
+  problem = make(rng)
+  while _split_of(problem) != split:
+    problem = make(rng)
+  return {
+    "image": Drawing(draw, (size, problem.scene), size, size),
+    "question": problem.question,
+    "solution": f"#### {problem.answer}",
+    "answer": problem.answer,
+  }
+
+
+def _split_of(problem: Problem) -> str:
+  """The split of a scene: "test" for about one in ten. So no scene is in both splits."""
+  return "test" if zlib.crc32(repr(problem.scene).encode()) % 10 == 0 else "train"
+
+
+def _size(path: str) -> int:
+  if not path:
+    return SIZE
+  if path.isascii() and path.isdigit() and SMALLEST <= int(path) <= LARGEST:
+    return int(path)
+  raise ConfigError(
+    f"data.path={path!r}: this task draws its images; give their height and width in pixels,"
+    f" {SMALLEST} to {LARGEST}, or leave data.path empty for {SIZE}"
+  )

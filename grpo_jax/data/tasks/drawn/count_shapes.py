@@ -1,0 +1,37 @@
+"""Counting: how many shapes of one colour and form are in an image of several."""
+
+import random
+
+from grpo_jax.data.tasks.drawn.canvas import COLORS, SHAPES, Problem, Shape, choose
+
+ROWS = 3  # of a grid, whose cells hold a shape each at most
+MOST = 5  # shapes that are counted
+OTHERS = 4  # shapes that are not, at most
+
+
+def problem(rng: random.Random) -> Problem:
+  """A scene with 0 to MOST shapes that are counted, each number as often as the others."""
+  cells = _shuffled(rng)
+  name, color = choose(rng, SHAPES), choose(rng, [*COLORS])
+  count = int(rng.random() * (MOST + 1))
+  kinds = [(name, color)] * count
+  for _ in range(int(rng.random() * (OTHERS + 1))):
+    other = (choose(rng, SHAPES), choose(rng, [*COLORS]))
+    if other != (name, color):
+      kinds.append(other)
+  shapes = tuple(_shape(rng, kind, cell) for kind, cell in zip(kinds, cells))
+  return Problem(shapes, f"How many {color} {name}s?", str(count))
+
+
+def _shape(rng: random.Random, kind: tuple[str, str], cell: int) -> Shape:
+  """A shape somewhere in its cell."""
+  width = 1 / ROWS
+  radius = width * (0.28 + 0.12 * rng.random())
+  row, column = divmod(cell, ROWS)
+  y, x = (width * place + radius + (width - 2 * radius) * rng.random() for place in (row, column))
+  return Shape(*kind, round(y, 3), round(x, 3), round(radius, 3))
+
+
+def _shuffled(rng: random.Random) -> list[int]:
+  """The cells in a random order."""
+  return sorted(range(ROWS**2), key=lambda _: rng.random())

@@ -1,0 +1,24 @@
+"""Finding the one shape of a grid that differs in its colour or its form."""
+
+import random
+
+from grpo_jax.data.tasks.drawn.canvas import COLORS, SHAPES, Problem, Shape, choose
+
+ROWS = 3  # of the grid
+
+
+def problem(rng: random.Random) -> Problem:
+  """A grid of equal shapes but one. The answer is its number, in rows from the top left."""
+  name, color = choose(rng, SHAPES), choose(rng, [*COLORS])
+  odd = (choose(rng, [other for other in SHAPES if other != name]), color)
+  if rng.random() < 0.5:
+    odd = (name, choose(rng, [other for other in COLORS if other != color]))
+  place = int(rng.random() * ROWS**2)
+  shapes = []
+  for cell in range(ROWS**2):
+    row, column = divmod(cell, ROWS)
+    y, x = ((at + 0.5 + 0.12 * (rng.random() - 0.5)) / ROWS for at in (row, column))
+    radius = (0.3 + 0.08 * rng.random()) / ROWS
+    kind = odd if cell == place else (name, color)
+    shapes.append(Shape(*kind, round(y, 3), round(x, 3), round(radius, 3)))
+  return Problem(tuple(shapes), "Which one is different, 1 to 9?", str(place + 1))
