@@ -180,6 +180,7 @@ class Policy:
         model.save(folder, shape, self.run.parameters.policy(self.params), hosts.fetch)
       if folder is not None:
         self.run.tokenizer.save(folder)
+        self.run.save_processor(folder)
     return out
 
   def prompt(self, text: Question, framed: bool = True, shortest: int = 0) -> PromptBatch:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import qwix
 
 from grpo_jax.model.config import ADAPTABLE, ModelConfig
-from grpo_jax.model.stacks import layer_names, stacked
+from grpo_jax.model.stacks import TOWER, layer_names, stacked
 from grpo_jax.settings import ConfigError
 
 QUANTISED_DTYPES = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
@@ -40,7 +40,7 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   shapes = {
     name: leaf.shape[1:]
     for stack, leaf in flatten_dict(base, sep="/").items()
-    if stack.endswith("/kernel") and _module(stack) in config.lora.targets
+    if is_projection(stack) and _module(stack) in config.lora.targets
     for name in layer_names(stack, config)
   }
   for target in set(config.lora.targets) - {_module(name) for name in shapes}:
@@ -59,11 +59,11 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   return stacked(unflatten_dict(leaves, sep="/"), config)
 
 
-def join(base: Any, adapters: Any) -> Any:
-  """One tree with the leaves of both trees. The leaves are not copied."""
-  if not isinstance(adapters, dict):
-    return adapters
-  return base | {name: join(base.get(name, {}), inner) for name, inner in adapters.items()}
+def join(base: Any, trained: Any) -> Any:
+  """One tree with the leaves of both trees. The leaves are not copied. `base` may be None."""
+  if base is None or not isinstance(trained, dict):
+    return trained
+  return base | {name: join(base.get(name, {}), inner) for name, inner in trained.items()}
 
 
 def merged(kernel: Any, a: jax.Array | None, b: jax.Array | None, scale: float) -> jax.Array:
@@ -114,8 +114,9 @@ def rounded(name: str, kernel: jax.Array) -> Any:
 
 
 def is_projection(name: str) -> bool:
-  """Whether this leaf is a kernel that can have an adapter and can be quantised."""
-  return name.endswith("/kernel") and _module(name) in ADAPTABLE
+  """Whether this leaf is a kernel of the decoder that can have an adapter and can be quantised."""
+  is_kernel = name.endswith("/kernel") and _module(name) in ADAPTABLE
+  return is_kernel and not name.startswith(TOWER)
 
 
 def dequantised(kernel: Any, dtype: Any) -> jax.Array:

@@ -123,14 +123,13 @@ class _Parts:
     trained, base = parameters.abstract, parameters.abstract_base
     sampled = parameters.sampling.abstract(trained)
     sampled_base = None if base is None else parameters.sampling.abstract(base)
-    self._sampled = sampled if base is None else model.join(sampled_base, sampled)
+    self._sampled = model.join(sampled_base, sampled)
     self._copy_bytes = 0.0 if sampled is trained else device_bytes(sampled)
     self.reference = None
     if self._config.algo.uses_reference:
       self.reference = base
     if parameters.has_reference_copy:
-      copy = parameters.abstract_reference
-      self.reference = copy if base is None else model.join(base, copy)
+      self.reference = model.join(base, parameters.abstract_reference)
     self._held = {
       "weights": device_bytes(trained),
       "moments": device_bytes(state) - device_bytes(trained),
@@ -243,12 +242,14 @@ class _Parts:
     )
     batch = self._with_rows(batch, self._config.warm_start.batch)
     update: Any = self._run.programs.warm_update
-    lower = functools.partial(update.lower, self._run.programs.abstract_state, None, None, batch)
+    state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
+    lower = functools.partial(update.lower, state, base, None, batch)
     held = self._held
     if not self._config.algo.ref_sync_steps:
       held = held | {"reference": 0.0}  # made after the warm start
     gradients = self._held["weights"]
-    return Program("warm start", "0", (Stage(lower),), held, ("weights", "moments"), gradients)
+    taken = ("weights", "moments", "frozen base")
+    return Program("warm start", "0", (Stage(lower),), held, taken, gradients)
 
   @functools.cached_property
   def _batch(self) -> Batch:

@@ -245,7 +245,8 @@ class Collector:
       )
     )
     batch = self._run.programs.to_batch(completions, *arrays)
-    return batch.replace(slots=slots, rollout_PG=rollout_PG), rewards
+    batch = batch.replace(slots=slots, rollout_PG=rollout_PG)
+    return self._run.with_images(batch, prompts), rewards
 
   def _metrics(self, sampled: ScoredGroups) -> dict[str, float]:
     completions = sampled.rollouts.completions

@@ -20,7 +20,7 @@ from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import Draws, Finished, settings_of, whole
 from grpo_jax.rollouts.talk import Talk, Talkers
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.types import Completions
+from grpo_jax.types import Completions, Images
 
 
 class Branches(struct.PyTreeNode):
@@ -131,7 +131,7 @@ class PolicyRollout:
       limit = self._talkers.environments.settings.turn_tokens
       draws = draws._replace(reply=talk.reply, turn_tokens=limit)
     given = prompts.prompts_PS, prompts.prompt_lengths_P
-    for part in self._sample(params, *given, self._group_size, draws):
+    for part in self._sample(params, *given, self._group_size, draws, images=images_of(prompts)):
       parts.append(part)
       if on_groups is not None:
         # Each process has the texts of those groups of the part that it scores.
@@ -209,6 +209,11 @@ def hand_on(
   rollouts = rollout(params, prompts, key, temperature, on_groups=hand)
   if not handed:
     on_groups([*range(len(prompts.prompt_lengths_P))], rollouts)
+
+
+def images_of(prompts: PromptBatch) -> Images | None:
+  """The images of a batch's prompts as numpy arrays, or None if it has none."""
+  return None if prompts.images is None else Images(*prompts.images)
 
 
 def texts_of(
