@@ -1,4 +1,4 @@
-"""A tiny random model of each family that sees images, with problems that have 0, 1 and 3 of them."""
+"""A tiny random model of each family that sees images, and problems with 0, 1 and 3 of them."""
 
 import dataclasses
 import json

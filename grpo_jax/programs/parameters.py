@@ -140,7 +140,7 @@ class Parameters:
 
   @functools.cached_property
   def base(self) -> Any:
-    """What is frozen: in lora.base_dtype under adapters, otherwise in float32. None if nothing is."""
+    """What is frozen: in lora.base_dtype under adapters, otherwise in float32. Or None."""
     if self.abstract_base is None:
       return None
     if self.model.lora is None:

@@ -204,8 +204,8 @@ def _loaded_shape(local: Config) -> model.ModelConfig:
     return shape
   if how == "trained" and local.lora.rank:
     raise ConfigError(
-      "config key model.vision is 'trained': with lora.rank only adapters of the decoder are trained;"
-      " set 'frozen'"
+      "config key model.vision is 'trained': with lora.rank only adapters of the decoder are"
+      " trained; set 'frozen'"
     )
   if local.reward.teacher:
     raise ConfigError(

@@ -15,13 +15,11 @@ from grpo_jax.settings import ConfigError
 
 
 class Tokens(Protocol):
-  """What a processor needs of a tokenizer. `tokenizers.Tokenizer` is one.
+  """What a processor needs of a tokenizer. `tokenizers.Tokenizer` is one."""
 
-  Attributes:
-    special: The texts of the special tokens by their roles.
-  """
-
-  special: Mapping[str, str]
+  @property
+  def special(self) -> Mapping[str, str]:
+    """The texts of the special tokens by their roles."""
 
   def encode(self, text: str) -> list[int]:
     """Token ids of a text."""
