@@ -5,12 +5,14 @@ Run `pytest -s -n 0` to print the largest differences.
 
 import dataclasses
 from pathlib import Path
+import shutil
 
 from flax.traverse_util import flatten_dict
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from grpo_jax import model
 from grpo_jax.model.huggingface import config_json, families
@@ -207,3 +209,27 @@ def test_gradients_are_those_of_transformers():
     np.testing.assert_allclose(again[name], leaf, rtol=1e-3, atol=1e-5)
     of_tower = name.startswith("vision/")
     np.testing.assert_allclose(frozen[name], 0 * leaf if of_tower else leaf, rtol=1e-3, atol=1e-5)
+
+
+def test_the_text_part_alone_can_be_read(golden):
+  """It is what a language model of its own has."""
+  name, config, params, _ = golden
+  text_config, text_params = model.load(GOLDEN / name)
+  assert text_config == dataclasses.replace(config, vision=None)
+  assert model.ignores_parts(GOLDEN / name) and not model.ignores_parts(GOLDEN / name, vision=True)
+  assert params.keys() - text_params.keys() == {"vision"}
+  of_text = {key: value for key, value in params.items() if key != "vision"}
+  jax.tree.map(np.testing.assert_array_equal, text_params, of_text)
+
+
+def test_experts_are_read_as_they_are_published(tmp_path):
+  """The folders of Qwen3-VL have the transposes of what transformers 5 saves."""
+  folder = shutil.copytree(GOLDEN / "qwen3_vl_moe", tmp_path / "model")
+  tensors = load_file(folder / "model.safetensors")
+  for name, tensor in tensors.items():
+    if "experts" in name:
+      tensors[name] = np.ascontiguousarray(tensor.swapaxes(1, 2))
+  save_file(tensors, folder / "model.safetensors")
+  _, params = model.load(folder, vision=True)
+  _, expected = model.load(GOLDEN / "qwen3_vl_moe", vision=True)
+  jax.tree.map(np.testing.assert_array_equal, params, expected)

@@ -36,6 +36,23 @@ COMMON = dict(
   pad_token_id=0,
   bos_token_id=1,
 )
+DELTA = dict(
+  COMMON,
+  layer_types=["linear_attention", "full_attention", "linear_attention"],
+  linear_num_key_heads=2,
+  linear_num_value_heads=4,
+  linear_key_head_dim=6,
+  linear_value_head_dim=4,
+  linear_conv_kernel_dim=4,
+  rms_norm_eps=1e-3,
+  rope_parameters=dict(
+    rope_theta=1e4,
+    rope_type="default",
+    partial_rotary_factor=0.75,
+    mrope_section=[2, 2, 2],
+    mrope_interleaved=True,
+  ),
+)
 QWEN_TOWER = dict(
   depth=3,
   hidden_size=16,
@@ -73,6 +90,39 @@ FAMILIES = {  # folder: (family, fields of the text part, of the tower, other fi
     ),
     dict(QWEN_TOWER, num_position_embeddings=25, deepstack_visual_indexes=[0, 1]),
     dict(QWEN_IDS, tie_word_embeddings=True),
+  ),
+  "qwen3_vl_moe": (
+    "Qwen3VLMoe",
+    dict(
+      COMMON,
+      num_experts=4,
+      num_experts_per_tok=2,
+      moe_intermediate_size=12,
+      mlp_only_layers=[1],
+      rope_parameters=dict(
+        rope_theta=1e4, rope_type="default", mrope_section=[3, 3, 2], mrope_interleaved=True
+      ),
+    ),
+    dict(QWEN_TOWER, num_position_embeddings=16, deepstack_visual_indexes=[1]),
+    dict(QWEN_IDS, tie_word_embeddings=False),
+  ),
+  "qwen3_5": (
+    "Qwen3_5",
+    DELTA,
+    dict(QWEN_TOWER, num_position_embeddings=36),
+    dict(QWEN_IDS, tie_word_embeddings=True),
+  ),
+  "qwen3_5_moe": (
+    "Qwen3_5Moe",
+    dict(
+      {k: v for k, v in DELTA.items() if k != "intermediate_size"},
+      num_experts=4,
+      num_experts_per_tok=2,
+      moe_intermediate_size=12,
+      shared_expert_intermediate_size=10,
+    ),
+    dict(QWEN_TOWER, depth=2, num_position_embeddings=16),
+    dict(QWEN_IDS, tie_word_embeddings=False),
   ),
 }
 GRADIENTS = ("qwen3_vl",)
@@ -176,7 +226,7 @@ def in_rows(pictures_of_rows, patches, places):
   return dict(patches=all_patches, places=all_places)
 
 
-INPUTS = {"qwen2_5_vl": qwen_inputs, "qwen3_vl": qwen_inputs}
+INPUTS = dict.fromkeys(FAMILIES, qwen_inputs)
 
 
 def model_of(name):

@@ -4,6 +4,7 @@ It reads the form of transformers 4 and that of transformers 5, and writes one t
 """
 
 from collections.abc import Collection, Mapping
+import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -198,9 +199,20 @@ def whole_of(config: ModelConfig) -> VisionFamily:
 
 
 def all_tensors(config: ModelConfig) -> list[TensorSpec]:
-  """The specs of all tensors of a model, with the names that they have beside a text part."""
+  """The specs of all tensors. Those of a text part have the names of a language model."""
   specs = list(family_of(config).tensors(config))
   return specs + list(whole_of(config).tensors(config)) if config.vision else specs
+
+
+def saved_tensors(config: ModelConfig) -> list[TensorSpec]:
+  """The specs of all tensors as a folder has them that transformers reads."""
+  family = family_of(config)
+  if config.vision is None:
+    return list(family.tensors(config))
+  whole = whole_of(config)
+  if whole.text_table:
+    family = dataclasses.replace(family, table=whole.text_table)
+  return [whole.saved(spec) for spec in (*family.tensors(config), *whole.tensors(config))]
 
 
 def _optional(config: ModelConfig, name: str) -> Any:

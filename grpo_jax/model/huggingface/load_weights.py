@@ -171,7 +171,8 @@ def _tensors_of(source: Path, family: Family, config: ModelConfig) -> Tensors:
     return None if is_further else found
 
   files = TensorFiles(weight_files(source), rename, fp8.block_of(values))
-  return UnpackedExperts(files, any("{x}" in entry.hf_name for entry in family.table))
+  are_apart = any("{x}" in entry.hf_name for entry in family.table)
+  return UnpackedExperts(files, config.embed_dim if are_apart else 0)
 
 
 def ignores_parts(path: str | os.PathLike, vision: bool = False) -> bool:

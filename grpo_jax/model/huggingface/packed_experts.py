@@ -2,7 +2,8 @@
 
 * In MXFP4 (OCP Microscaling, section 5.2), as gpt-oss has them: NAME_blocks holds two numbers of
   4 bits in each byte, and NAME_scales the exponent of 2 that 32 neighbouring numbers share.
-* All experts of a layer in one tensor, as Qwen3.5's are, where the table has one for each.
+* All experts of a layer in one tensor, as Qwen3.5's are, where the table has one for each. The
+  published Qwen3-VL have their transposes.
 """
 
 from collections.abc import Callable
@@ -24,20 +25,20 @@ class UnpackedExperts:
 
   config = TensorFiles.config
 
-  def __init__(self, files: TensorFiles, are_apart: bool) -> None:
+  def __init__(self, files: TensorFiles, apart_of: int) -> None:
     """Finds the experts.
 
     Args:
       files: The files.
-      are_apart: The table has a tensor for each expert.
+      apart_of: D, where the table has a tensor for each expert, and else 0.
     """
-    self._files = files
+    self._files, self._embed_dim = files, apart_of
     self._reads: dict[str, Callable[[Index], np.ndarray]] = {}
     self.shapes, self.dtypes = dict(files.shapes), dict(files.dtypes)
     for name, shape in files.shapes.items():
       if name.endswith(_BLOCKS) and len(shape) == 4:
         self._add_mxfp4(name.removesuffix(_BLOCKS), shape)
-      elif are_apart and name.endswith((_GATE_UP, _DOWN)) and len(shape) == 3:
+      elif apart_of and name.endswith((_GATE_UP, _DOWN)) and len(shape) == 3:
         self._add_each(name, shape)
 
   def read(self, name: str, index: Index) -> np.ndarray:
@@ -66,14 +67,19 @@ class UnpackedExperts:
     """A tensor [X, rows, columns] as one for each expert, or as two of half the rows."""
     X, rows, columns = shape
     del self.shapes[name], self.dtypes[name]
-    beginning = name.rsplit(".", 1)[0]
-    parts = ["gate_proj", "up_proj"] if name.endswith(_GATE_UP) else ["down_proj"]
+    beginning, is_down = name.rsplit(".", 1)[0], name.endswith(_DOWN)
+    parts = ["down_proj"] if is_down else ["gate_proj", "up_proj"]
+    is_transposed = self._embed_dim != (rows if is_down else columns)
+    if is_transposed:
+      rows, columns = columns, rows
     height = rows // len(parts)
 
     def read(expert: int, first: int, index: Index) -> np.ndarray:
       of_rows, of_columns = index
-      moved = slice(of_rows.start + first, of_rows.stop + first)
-      return self._files.read(name, (slice(expert, expert + 1), moved, of_columns))[0]
+      of_rows = slice(of_rows.start + first, of_rows.stop + first)
+      both = (of_columns, of_rows) if is_transposed else (of_rows, of_columns)
+      found = self._files.read(name, (slice(expert, expert + 1), *both))[0]
+      return found.T if is_transposed else found
 
     for expert in range(X):
       for number, part in enumerate(parts):

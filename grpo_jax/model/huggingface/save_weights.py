@@ -103,7 +103,7 @@ def _assign_to_files(config: ModelConfig) -> list[Specs]:
   """Distributes the tensors over files of at most FILE_BYTES. A tensor is never split."""
   sizes = families.sizes(config)
   specs_of_tensor: Specs = {}
-  for spec in _saved(config):
+  for spec in config_json.saved_tensors(config):
     specs_of_tensor.setdefault(spec.hf_name, []).append(spec)
   files: list[Specs] = []
   free = 0
@@ -115,12 +115,6 @@ def _assign_to_files(config: ModelConfig) -> list[Specs]:
     files[-1][hf_name] = specs
     free -= size
   return files
-
-
-def _saved(config: ModelConfig) -> list[TensorSpec]:
-  """The specs of all tensors, with the names that the folder has for them."""
-  specs = config_json.all_tensors(config)
-  return [config_json.whole_of(config).saved(x) for x in specs] if config.vision else specs
 
 
 def _tensor(

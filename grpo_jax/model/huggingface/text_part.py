@@ -48,7 +48,9 @@ def text_values(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
   for name in ("rope_scaling", "rope_parameters"):
     if isinstance(known.get(name), dict):
       known[name] = _without_mrope(known[name])
-  own = {"architectures": None, "model_type": whole.text}
+  # The head belongs to the whole, so that it says whether the head is the embedding.
+  tied = values.get("tie_word_embeddings", whole.tied)
+  own = {"architectures": None, "model_type": whole.text, "tie_word_embeddings": tied}
   return {**defaults, **whole.text_defaults, **known, **own}
 
 

@@ -1,7 +1,7 @@
 """The tower of Qwen2.5-VL (2502.13923).
 
-In most layers, a patch sees those of its window alone. Rows and columns rotate queries and keys, and
-neighbouring patches become one visual token.
+In most layers, a patch sees those of its window alone. Rows and columns rotate queries and keys.
+Neighbouring patches become one visual token.
 """
 
 import functools

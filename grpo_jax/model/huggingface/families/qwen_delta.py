@@ -138,7 +138,6 @@ FAMILIES = (
     varies=_VARIES,
     rotated=0.25,
     supported=_SUPPORTED,
-    whole={"qwen3_5": {}},
     reward_prefix="Qwen3_5Text",
   ),
   Family(
@@ -153,7 +152,6 @@ FAMILIES = (
     varies=(*_VARIES, "sparse_layers"),
     rotated=0.25,
     supported=_SUPPORTED,
-    whole={"qwen3_5_moe": {}},
     reward_prefix="Qwen3_5MoeText",
   ),
   Family(

@@ -4,6 +4,9 @@ from typing import Any
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.huggingface.config_fields import Refuse, Values, read_field
+from grpo_jax.model.huggingface.families import FAMILIES as TEXTS
+from grpo_jax.model.huggingface.families import tensors
+from grpo_jax.model.huggingface.families.tensors import joined
 from grpo_jax.model.huggingface.vision.record import (
   VisionFamily,
   dense,
@@ -184,7 +187,14 @@ _LEVELS = (
   *dense(f"{_AT}deepstack_merger_list.{{k}}.linear_fc1", "levels_{k}/up", "O", "o"),
   *dense(f"{_AT}deepstack_merger_list.{{k}}.linear_fc2", "levels_{k}/down", "O", "D"),
 )
+_PACKED_EXPERTS = (
+  *joined("mlp.experts.gate_up_proj", "X (M,M) D", {"experts/gate": "XDM", "experts/up": "XDM"}),
+  tensors.layer("mlp.experts.down_proj", "experts/down", "X D M", "XMD"),
+)
 # fmt: on
+_MOE_TEXT = _PACKED_EXPERTS + tuple(
+  entry for entry in TEXTS["qwen3_moe"].table if "{x}" not in entry.hf_name
+)
 _DEFAULTS = {
   "depth": 27,
   "hidden_size": 1152,
@@ -211,6 +221,7 @@ _OF_QWEN3_VL = _COMMON | {
   "read": _read_interleaved,
   "write": _write_interleaved,
 }
+_OF_QWEN3_5 = _OF_QWEN3_VL | {"table": _INTERLEAVED, "defaults": _DEFAULTS}
 
 FAMILIES = (
   VisionFamily(
@@ -243,5 +254,29 @@ FAMILIES = (
     "qwen3_vl_text",
     text_defaults={"head_dim": 128},
     **_OF_QWEN3_VL,
+  ),
+  VisionFamily(
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_moe",
+    "qwen3_vl_moe_text",
+    text_table=_MOE_TEXT,
+    text_defaults={"norm_topk_prob": True},
+    ignored=r"text_config\.norm_topk_prob",  # transformers does not read it
+    **_OF_QWEN3_VL,
+  ),
+  VisionFamily(
+    "qwen3_5",
+    "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text",
+    "qwen3_5_text",
+    **_OF_QWEN3_5,
+  ),
+  VisionFamily(
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe_text",
+    **_OF_QWEN3_5,
   ),
 )

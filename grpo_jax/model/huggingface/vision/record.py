@@ -33,6 +33,8 @@ class VisionFamily:
       whole config.json.
     write: write(config) -> the fields of `vision_config` for them.
     write_text: write_text(config) -> further fields of `text_config`.
+    tied: The embedding is the head if config.json does not say.
+    text_table: The table of the text part in saved folders, where it is not that of `text`.
     reads: The fields of `vision_config` that `read` looks at.
     surplus: The tensors that folders may have and that nothing reads, as a pattern of names.
   """
@@ -53,6 +55,8 @@ class VisionFamily:
   others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   ignored: str = ""
   write_text: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+  tied: bool = False
+  text_table: tuple[TensorSpec, ...] = ()
   reads: tuple[str, ...] = ()
   surplus: str = ""
 
