@@ -154,7 +154,7 @@ class Data:
     " in turn; needs data.chat",
   )
   max_prompt_tokens: int = setting(64, "S; longer prompts are dropped and counted", TOKENS)
-  max_images: int = setting(64, "the most images of a prompt", POSITIVE)
+  max_images: int = setting(64, "the most images of a prompt", at_least(1, at_most=4096))
   max_image_pixels: int = setting(
     50_000_000,
     "height times width of the largest image that is read",

@@ -33,11 +33,26 @@ FOLDER = Path(__file__).parent / "images"
 WORDS = "What is in the picture of these images? Count them. user model assistant system"
 QWEN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 GEMMA3 = "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{% if m.content is string %}{{ m.content | trim }}{% else %}{% for c in m.content %}{% if c.type == 'image' %}<start_of_image>{% else %}{{ c.text | trim }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-GEMMA4 = GEMMA3.replace("<start_of_image>", "<|image|>").replace("<start_of_turn>", "<|turn>").replace("<end_of_turn>", "<turn|>")
+GEMMA4 = (
+  GEMMA3.replace("<start_of_image>", "<|image|>")
+  .replace("<start_of_turn>", "<|turn>")
+  .replace("<end_of_turn>", "<turn|>")
+)
 SMOL = "<|im_start|>{% for m in messages %}{{ m.role | capitalize }}{% if m.content[0].type == 'image' %}:{% else %}: {% endif %}{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% else %}<image>{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_TOKENS = (
+  "<|im_start|>",
+  "<|im_end|>",
+  "<|vision_start|>",
+  "<|vision_end|>",
+  "<|image_pad|>",
+  "<|video_pad|>",
+)
 SMOL_TOKENS = (
-  "<|im_start|>", "<end_of_utterance>", "<image>", "<fake_token_around_image>", "<global-img>",
+  "<|im_start|>",
+  "<end_of_utterance>",
+  "<image>",
+  "<fake_token_around_image>",
+  "<global-img>",
   *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)),
 )
 SMALL = {"max_image_size": {"longest_edge": 64}, "size": {"longest_edge": 192}}
@@ -88,7 +103,9 @@ def tokenizer(tokens, **roles):
     vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
   )
   made.train_from_iterator([WORDS] * 3 + ["\n\n\n\n"] * 9, trainer)
-  made.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in tokens])
+  made.add_special_tokens(
+    [tokenizers.AddedToken(t, special=True, normalized=False) for t in tokens]
+  )
   return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **roles)
 
 
@@ -100,16 +117,26 @@ def families():
   made = transformers.Qwen2_5_VLProcessor(image, tokenizer(**qwen), video, chat_template=QWEN)
   yield "qwen2_5_vl", made, {"patch_size": 14}
   image = transformers.Qwen2VLImageProcessor(
-    size={"shortest_edge": 8192, "longest_edge": 32768}, patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    size={"shortest_edge": 8192, "longest_edge": 32768},
+    patch_size=16,
+    image_mean=[0.5] * 3,
+    image_std=[0.5] * 3,
   )
-  made = transformers.Qwen3VLProcessor(image, tokenizer(**qwen), transformers.Qwen3VLVideoProcessor(), chat_template=QWEN)
+  made = transformers.Qwen3VLProcessor(
+    image, tokenizer(**qwen), transformers.Qwen3VLVideoProcessor(), chat_template=QWEN
+  )
   yield "qwen3_vl", made, {"patch_size": 16}
   roles = dict(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
-  named = dict(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>")
+  named = dict(
+    image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>"
+  )
   tokens = (*roles.values(), *named.values(), "<start_of_turn>", "<end_of_turn>")
   image = transformers.Gemma3ImageProcessor(size={"height": 112, "width": 112})
   made = transformers.Gemma3Processor(
-    image, tokenizer(tokens, extra_special_tokens=named, **roles), chat_template=GEMMA3, image_seq_length=16
+    image,
+    tokenizer(tokens, extra_special_tokens=named, **roles),
+    chat_template=GEMMA3,
+    image_seq_length=16,
   )
   yield "gemma3", made, {"patch_size": 14}
   named = dict(image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>")
@@ -126,11 +153,17 @@ def families():
   smol = dict(tokens=SMOL_TOKENS, eos_token="<end_of_utterance>")
   image = transformers.SmolVLMImageProcessor(**SMALL)
   made = transformers.SmolVLMProcessor(
-    image, tokenizer(**smol), transformers.SmolVLMVideoProcessor(), image_seq_len=4, chat_template=SMOL
+    image,
+    tokenizer(**smol),
+    transformers.SmolVLMVideoProcessor(),
+    image_seq_len=4,
+    chat_template=SMOL,
   )
   yield "smolvlm", made, {"patch_size": 16}
   image = transformers.Idefics3ImageProcessor(**SMALL | {"do_image_splitting": False})
-  made = transformers.Idefics3Processor(image, tokenizer(**smol), image_seq_len=4, chat_template=SMOL)
+  made = transformers.Idefics3Processor(
+    image, tokenizer(**smol), image_seq_len=4, chat_template=SMOL
+  )
   yield "idefics3_whole", made, {"patch_size": 16}
 
 
@@ -147,7 +180,9 @@ def as_bytes(pixels, image_processor):
   pixels = np.asarray(pixels, np.float64)
   if image_processor.do_normalize:
     shape = [3 if size == 3 else 1 for size in pixels.shape]
-    std, mean = (np.reshape(x, shape) for x in (image_processor.image_std, image_processor.image_mean))
+    std, mean = (
+      np.reshape(x, shape) for x in (image_processor.image_std, image_processor.image_mean)
+    )
     pixels = pixels * std + mean
   found = np.rint(pixels * 255)
   assert np.abs(pixels * 255 - found).max() < 1e-3
@@ -187,7 +222,10 @@ def positions(name, inputs, merge):
     fake = types.SimpleNamespace(config=types.SimpleNamespace(vision_config=config))
     fake.get_vision_position_ids = types.MethodType(model.get_vision_position_ids, fake)
     ids, delta = model.get_rope_index(
-      fake, inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
+      fake,
+      inputs["input_ids"],
+      inputs["mm_token_type_ids"],
+      image_grid_thw=inputs["image_grid_thw"],
     )
     found.append((ids[:, 0].T.numpy(), int(delta[0, 0]) + inputs["input_ids"].shape[1]))
   for ids, following in found[1:]:
@@ -207,7 +245,9 @@ def main():
     processor.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"vision_config": vision}))
     loaded = transformers.AutoImageProcessor.from_pretrained(folder)
-    assert loaded.backend == "torchvision" and type(loaded) is type(processor.image_processor), loaded
+    assert loaded.backend == "torchvision" and type(loaded) is type(processor.image_processor), (
+      loaded
+    )
     expected = {}
     for case in cases:
       key = "+".join(case)
@@ -223,13 +263,17 @@ def main():
       digest = hashlib.sha256(b"".join(part.tobytes() for part in pixels)).digest()
       expected[f"{key}/ids"] = inputs["input_ids"][0].numpy().astype(np.int16)
       expected[f"{key}/digest"] = np.frombuffer(digest, np.uint8)
-      expected[f"{key}/first"] = np.concatenate([part.reshape(-1)[:60] for part in numbers])[:600].astype(np.float32)
+      expected[f"{key}/first"] = np.concatenate([part.reshape(-1)[:60] for part in numbers])[
+        :600
+      ].astype(np.float32)
       if name in MODELS:
         axes, following = positions(name, inputs, processor.image_processor.merge_size)
         expected[f"{key}/positions"] = axes.astype(np.int16)
         expected[f"{key}/next"] = np.int32(following)
     plain = processor.apply_chat_template(
-      [{"role": "user", "content": [{"type": "text", "text": "Count them."}]}], tokenize=False, add_generation_prompt=True
+      [{"role": "user", "content": [{"type": "text", "text": "Count them."}]}],
+      tokenize=False,
+      add_generation_prompt=True,
     )
     expected["text/ids"] = np.array(processor.tokenizer(plain)["input_ids"], np.int16)
     file = io.BytesIO()

@@ -92,10 +92,11 @@ def _copy(path: Path) -> tuple[Any, list[int]]:
       schema = _plain(parquet.schema_arrow)
       with pyarrow.OSFile(name, "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
         for batch in parquet.iter_batches(_AT_ONCE):
+          whole = batch.cast(schema)
           rows = max(1, batch.num_rows * _BYTES // max(batch.nbytes, _BYTES))
           for start in range(0, batch.num_rows, rows):
-            part = batch.slice(start, rows)
-            writer.write_batch(part.cast(schema))
+            part = whole.slice(start, rows)
+            writer.write_batch(part)
             counts.append(part.num_rows)
     return pyarrow.OSFile(name), counts
   finally:

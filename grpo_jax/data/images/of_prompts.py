@@ -82,7 +82,7 @@ class PromptImages:
         given = Given(given, f"an example: {name}", "")
       where = given.where.rpartition(": ")[0]
       own = sources_of(given.value, given.where, given.folder, self._limits)
-      found[name] = own if isinstance(given.value, (list, tuple)) else own[0]
+      found[name] = own if isinstance(given.value, (list, tuple)) else next(iter(own), None)
       images += own
     return found, images, where
 

@@ -63,9 +63,8 @@ class Processor:
     except ValueError as error:
       if isinstance(error, ConfigError):
         raise
-      where = getattr(image, "where", "a drawing")
       raise ConfigError(
-        f"{where} has {width} x {height} pixels, which the model cannot see: {error}"
+        f"{image.name} has {width} x {height} pixels, which the model cannot see: {error}"
       ) from None
 
   def pictures(self, image: AnyImage) -> list[Picture]:
@@ -76,9 +75,8 @@ class Processor:
     """
     pixels, size = image.pixels(), image.size()
     if pixels.shape[:2] != size:
-      where = getattr(image, "where", "a drawing")
       raise ConfigError(
-        f"{where} has {pixels.shape[1]} x {pixels.shape[0]} pixels, unlike its header"
+        f"{image.name} has {pixels.shape[1]} x {pixels.shape[0]} pixels, unlike its header"
       )
     return self.kind.pictures(pixels)
 

@@ -23,7 +23,7 @@ from grpo_jax import files
 from grpo_jax.settings import ConfigError, shown
 
 MOST_BYTES = 64 << 20  # of a file
-MOST_PIXELS = 89_000_000  # above it, Pillow has a limit of its own
+MOST_IMAGES = 4096  # of a prompt, whatever data.max_images says
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # none that runs another program
 _STARTS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P")
 _SECONDS = 20  # for one download
@@ -69,6 +69,12 @@ class Source:
   url: str = ""
   given: Any = dataclasses.field(default=None, compare=False, repr=False)
   limits: Limits = dataclasses.field(default=Limits(), compare=False, repr=False)
+
+  @property
+  def name(self) -> str:
+    """What error messages call it, with its file or URL."""
+    file = self.path or self.url
+    return f"{self.where} ({file:.200})" if file else self.where
 
   def size(self) -> tuple[int, int]:
     """Height and width of the upright image, from its header.
@@ -152,8 +158,7 @@ class Source:
       raise self._refuse(f"has {count:,} bytes; at most {MOST_BYTES:,} are read")
 
   def _refuse(self, problem: str) -> ConfigError:
-    name = f" ({self.path or self.url:.200})" if self.path or self.url else ""
-    return ConfigError(f"{self.where}{name} {problem}")
+    return ConfigError(f"{self.name} {problem}")
 
 
 _PIXELS = "; make it smaller, or raise data.max_image_pixels"
@@ -174,6 +179,7 @@ class Drawing:
   scene: Any
   height: int
   width: int
+  name = "a drawing"
 
   def size(self) -> tuple[int, int]:
     """Height and width."""
@@ -211,8 +217,11 @@ def source_of(value: Any, where: str, folder: str = "", limits: Limits = Limits(
     return dataclasses.replace(value, limits=limits)
   if isinstance(value, Mapping):
     keys = [key for key in ("bytes", "path", "url", "base64") if value.get(key) is not None]
-    if keys and not isinstance(value[keys[0]], Mapping):
-      return source_of(value[keys[0]], where, folder, limits)
+    inner = value[keys[0]] if keys else None
+    if isinstance(inner, str) and keys[0] in ("bytes", "base64"):
+      return make(data=_from_base64(inner, where))
+    if keys and not isinstance(inner, Mapping):
+      return source_of(inner, where, folder, limits)
   if isinstance(value, (bytes, bytearray)):
     if not value:
       raise ConfigError(f"{where} is an empty file; replace it")

@@ -5,8 +5,8 @@ import itertools
 import re
 from typing import Any
 
-from grpo_jax.data.files.rows import Example, Row
-from grpo_jax.data.images.messages import with_sources
+from grpo_jax.data.files.rows import Example, Row, check_values
+from grpo_jax.data.images.messages import has_empty_places, with_sources
 from grpo_jax.data.images.of_prompts import COLUMNS, Given
 from grpo_jax.data.prompt_template import fields_of, fill, names_of, value_of
 from grpo_jax.data.tokenizers import chat
@@ -113,11 +113,17 @@ class Columns:
       if isinstance(example.get(name), (int, float)):
         example[name] = _as_text(example[name])
     for name in COLUMNS:
-      if example.get(name) is not None:
+      if name in example:
+        check_values(example[name], where)
         example[name] = Given(example[name], f"data.path: {where}: {name}", self._folder)
     for name in self._prompt:
       if isinstance(example.get(name), list):
         example[name] = with_sources(example[name], f"data.path: {where}: {name}", self._folder)
+        if has_empty_places(example[name]) and not example.keys() & {*COLUMNS}:
+          raise ConfigError(
+            f"data.path: {where}: {name} has places for images, and there is no column"
+            f" {' or '.join(COLUMNS)}"
+          )
     return example
 
 

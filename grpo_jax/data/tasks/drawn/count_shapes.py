@@ -15,10 +15,11 @@ def problem(rng: random.Random) -> Problem:
   name, color = choose(rng, SHAPES), choose(rng, [*COLORS])
   count = int(rng.random() * (MOST + 1))
   kinds = [(name, color)] * count
-  for _ in range(int(rng.random() * (OTHERS + 1))):
-    other = (choose(rng, SHAPES), choose(rng, [*COLORS]))
-    if other != (name, color):
-      kinds.append(other)
+  for _ in range(1 + int(rng.random() * OTHERS)):
+    other = (name, color)
+    while other == (name, color):
+      other = (choose(rng, SHAPES), choose(rng, [*COLORS]))
+    kinds.append(other)
   shapes = tuple(_shape(rng, kind, cell) for kind, cell in zip(kinds, cells))
   return Problem(shapes, f"How many {color} {name}s?", str(count))
 
