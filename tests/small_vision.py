@@ -14,6 +14,8 @@ from grpo_jax import model
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(x.name for x in (GOLDEN / "vision").iterdir())
+# Families without a processor of their own.
+_PROCESSORS = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl"}
 COUNTS = (1, 0, 3)  # images of a row, in turn
 REWARD = "def reward(completions, **_):\n  return [float(len(set(x))) for x in completions]\n"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -21,7 +23,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 def make_checkpoint(folder, family="qwen3_vl", seed=7, **fields):
   """A random model of the family, with the tokenizer and the processor of its golden files."""
-  tokenizer = json.loads((GOLDEN / "images" / family / "tokenizer.json").read_text())
+  images = GOLDEN / "images" / _PROCESSORS.get(family, family)
+  tokenizer = json.loads((images / "tokenizer.json").read_text())
   ids = [token["id"] for token in tokenizer["added_tokens"]]
   # Every id is text, so that the random model writes texts that are not empty.
   given = dict(vocab_size=max(ids) + 1, max_positions=1024, stop_ids=(0,)) | fields
@@ -29,8 +32,8 @@ def make_checkpoint(folder, family="qwen3_vl", seed=7, **fields):
   shape = dataclasses.replace(shape, **given)
   model.save(folder, shape, model.init(jax.random.key(seed), shape))
   for name in _TOKENIZER:
-    shutil.copy(GOLDEN / "images" / family / name, folder / name)
-  processor = json.loads((GOLDEN / "images" / family / "processor_config.json").read_text())
+    shutil.copy(images / name, folder / name)
+  processor = json.loads((images / "processor_config.json").read_text())
   processor["image_processor"] |= {
     "patch_size": shape.vision.patch[-1],
     "size": {"shortest_edge": 64, "longest_edge": 640},
