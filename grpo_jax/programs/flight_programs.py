@@ -27,6 +27,7 @@ from grpo_jax.sampler.rows import Chunk, Drawn, Rows, decode_chunk, draw_first, 
 from grpo_jax.sampler.seats import Grid
 from grpo_jax.types import Visual
 
+_MOST_PATCHES = 2**16  # of images that a device encodes together
 _MOST_SCORES = 2**26  # of attention, where prompts are computed after what they share
 
 
@@ -192,8 +193,22 @@ class FlightPrograms:
     """What the prompts see, each shard of the mesh its own."""
     if prompts.images is None:
       return None
-    images = jax.tree.map(lambda x: rows_placed(self._config, jnp.asarray(x)), prompts.images)
-    return model.encode(params, self._config, images)
+    n, I, N, _ = prompts.images.patches_PINC.shape
+    own = n // self._config.row_shards  # prompts of a device
+    at_once = max(1, _MOST_PATCHES // (I * N))
+    size = max(size for size in range(1, own + 1) if own % size == 0 and size <= at_once)
+    parts = own // size
+
+    def split(x: Any) -> jax.Array:
+      """[parts, n / parts, ...], where each device has its share of every part."""
+      x = rows_placed(self._config, jnp.asarray(x))
+      return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+
+    def join(x: jax.Array) -> jax.Array:
+      return rows_placed(self._config, x.swapaxes(0, 1).reshape(n, *x.shape[2:]))
+
+    encode = functools.partial(model.encode, params, self._config)
+    return jax.tree.map(join, jax.lax.map(encode, jax.tree.map(split, prompts.images)))
 
   def _begin(
     self,

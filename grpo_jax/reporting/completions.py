@@ -177,10 +177,10 @@ def _images(values: Any) -> list[dict[str, str]]:
   found = values[:MOST_IMAGES] if isinstance(values, list) else []
   images = []
   for one in found:
-    source, url = (one.get(x) for x in ("source", "thumbnail")) if isinstance(one, dict) else (0, 0)
-    if isinstance(source, str):
-      is_picture = isinstance(url, str) and bool(_THUMBNAIL.fullmatch(url))
-      images.append({"source": source, "thumbnail": url if is_picture else ""})
+    if isinstance(one, dict) and isinstance(one.get("source"), str):
+      url = str(one.get("thumbnail"))
+      picture = url if _THUMBNAIL.fullmatch(url) else ""
+      images.append({"source": str(one["source"]), "thumbnail": picture})
   return images
 
 

@@ -64,8 +64,8 @@ class Harness:
       del on_groups  # no group ends before the others
       if prompts.images is not None:
         raise RunFailed(
-          "environment.harness: a prompt has images, which the endpoint of a run does not take; leave"
-          " rows with images out"
+          "environment.harness: a prompt has images, which the endpoint of a run does not take;"
+          " leave rows with images out"
         )
       settings = settings_of(self._run.config.sampling, 0.0 if greedy else temperature)
       return self._play(params, prompts, group_size, (settings, key))

@@ -101,7 +101,7 @@ class Source:
         ) from None
 
   def for_reward(self) -> Image.Image:
-    """A copy of `image`, which reward functions get. The last ones are kept. Raises like `image`."""
+    """A copy of `image`, which reward functions get. Raises like `image`."""
     return _decoded(self).copy()
 
   def __getstate__(self) -> dict[str, Any]:
