@@ -295,6 +295,19 @@ def test_odd_images_that_are_fine(mode, options):
   assert pixels.std() > 20  # not the empty frames that follow
 
 
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_turned_pngs_are_known_by_their_headers(place):
+  """A PNG may have its EXIF behind its pixels, where Pillow finds it when it decodes."""
+  exif = Image.Exif()
+  exif[0x0112] = 6
+  parts = {"before": (33, png()), "behind": (-12, png())}
+  at, plain = parts[place]
+  turned = plain[:at] + chunk(b"eXIf", exif.tobytes()[6:]) + plain[at:]
+  image = source.source_of(turned, "here")
+  assert image.size() == (30, 20) == image.pixels().shape[:2]
+  assert source.source_of(plain, "here").size() == (20, 30)
+
+
 def test_limits_on_bytes(tmp_path, monkeypatch):
   monkeypatch.setattr(source, "MOST_BYTES", 1000)
   large = png(40, 40)
