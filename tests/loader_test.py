@@ -301,7 +301,7 @@ def test_a_field_of_the_example_may_hold_the_messages():
     (
       {},
       [{"role": "user", "content": [{"type": "image"}]}],
-      "a text role and a text content; got .*image",
+      "a message has an image, which the model does not see",
     ),
     (dict(prompt="{qestion}"), "x", r"data.prompt='\{qestion\}' cannot be filled"),
   ],

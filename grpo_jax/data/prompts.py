@@ -130,6 +130,7 @@ class Prompts:
     processes: Processes = ONE_PROCESS,
     count_all: bool = False,
     environment: Opens | None = None,
+    *,
     processor: Processor | None = None,
   ) -> None:
     """Counts the tokens of every prompt, or of a sample of them. Each process tokenizes its part.

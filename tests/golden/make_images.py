@@ -76,6 +76,7 @@ def write_files(folder):
   Image.fromarray(picture(1, 4000)).save(folder / "line.png")
   Image.fromarray(picture(37, 501)).save(folder / "wide.png")
   Image.fromarray(picture(8, 8)).save(folder / "small.png")
+  Image.fromarray(picture(25, 44)).save(folder / "odd.png")  # 109 x 192 for tiles, made even
   Image.fromarray(picture(190, 61)).save(folder / "tall.png")
   rgb.convert("L").save(folder / "grey.png")
   rgba.save(folder / "alpha.png")
