@@ -41,7 +41,7 @@ class TowerParts(nn.Module):
     for layer in self.layers:
       layer(x_1NW, rope, seen_1N)
     for merge in (self.merge, *self.levels):
-      merge(x_1NW[:, : side // v.merge * v.merge**2 * (side // v.merge)])
+      merge(x_1NW[:, : (side // v.merge * v.merge) ** 2], places_1N2)
 
 
 def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") -> Visual:
@@ -89,8 +89,8 @@ def _levels(
     layers = jax.tree.map(lambda x, at=slice(first, end): x[at], tower["layers_0"])
     x_BNW, _ = jax.lax.scan(apply_layer, x_BNW, (layers, is_full_L[first:end]))
     if end - 1 in v.level_layers:
-      levels.append(parts.levels[len(levels)](x_BNW))
-  return [parts.merge(x_BNW), *levels]
+      levels.append(parts.levels[len(levels)](x_BNW, places_BN2))
+  return [parts.merge(x_BNW, places_BN2), *levels]
 
 
 def _layer(

@@ -28,7 +28,8 @@ class VisionShape:
     full_layers: The layers without a window, where the others have one.
     level_layers: The layers whose outputs become further levels of visual tokens (DeepStack,
       2406.04334).
-    both_ways: In the decoder, tokens of one picture see those after them, too.
+    both_ways: In which layers of the decoder tokens of one picture see those after them, too: "all",
+      "windows" for those with a window, or "" for none.
     rope_sections: How many frequencies of the decoder are of each axis: time, height and width. The
       empty tuple means that tokens have one position.
     rope_interleaved: The axes take turns over the frequencies, instead of one after another.
@@ -52,7 +53,7 @@ class VisionShape:
   window: int = 0
   full_layers: tuple[int, ...] = ()
   level_layers: tuple[int, ...] = ()
-  both_ways: bool = False
+  both_ways: str = ""
   rope_sections: tuple[int, ...] = ()
   rope_interleaved: bool = False
   others: tuple[tuple[str, Any], ...] = ()

@@ -63,6 +63,14 @@ QWEN_TOWER = dict(
   temporal_patch_size=2,
   out_hidden_size=16,
 )
+SIGLIP = dict(
+  hidden_size=16,
+  intermediate_size=20,
+  num_hidden_layers=2,
+  num_attention_heads=2,
+  patch_size=4,
+  layer_norm_eps=1e-5,
+)
 QWEN_IDS = dict(
   image_token_id=IMAGE, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63
 )
@@ -124,6 +132,39 @@ FAMILIES = {  # folder: (family, fields of the text part, of the tower, other fi
     dict(QWEN_TOWER, depth=2, num_position_embeddings=16),
     dict(QWEN_IDS, tie_word_embeddings=False),
   ),
+  "gemma3": (
+    "Gemma3",
+    dict(
+      COMMON,
+      query_pre_attn_scalar=20,
+      sliding_window=6,
+      layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+      rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1e5, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+      ),
+    ),
+    dict(SIGLIP, model_type="siglip_vision_model", image_size=24, vision_use_head=False),
+    dict(
+      mm_tokens_per_image=9,
+      image_token_index=IMAGE,
+      boi_token_index=61,
+      eoi_token_index=62,
+      tie_word_embeddings=True,
+    ),
+  ),
+  "idefics3": (
+    "Idefics3",
+    dict(COMMON, model_type="llama", rope_parameters=dict(rope_theta=1e4, rope_type="default")),
+    dict(SIGLIP, image_size=40),
+    dict(image_token_id=IMAGE, scale_factor=5, tie_word_embeddings=False),
+  ),
+  "smolvlm": (
+    "SmolVLM",
+    dict(COMMON, model_type="llama", rope_parameters=dict(rope_theta=1e4, rope_type="default")),
+    dict(SIGLIP, image_size=16),
+    dict(image_token_id=IMAGE, scale_factor=2, tie_word_embeddings=True),
+  ),
 }
 GRADIENTS = ("qwen3_vl",)
 
@@ -170,9 +211,46 @@ def qwen_inputs(model):
   images |= dict(
     seen=seen_of(rows, tokens.shape[1], counts),
     positions=positions.permute(1, 2, 0).numpy(),
+    lengths=mask.sum(1).numpy(),
     next=(mask.sum(1) + deltas[:, 0]).numpy(),
   )
   return inputs, images
+
+
+def squares_of(model):
+  """Pictures as squares of the tower's size, float32 [I, 3, H, W]."""
+  side = model.config.vision_config.image_size
+  pictures = np.stack(list(pictures_of([(side, side)] * 4))).transpose(0, 3, 1, 2)
+  return (pictures / 127.5 - 1).astype(np.float32)
+
+
+def siglip_inputs(model):
+  """The inputs of transformers, and the same as `Images`, whose patches lie in rows."""
+  squares, patch = squares_of(model), model.config.vision_config.patch_size
+  grid, is_gemma = squares.shape[-1] // patch, "Gemma" in type(model).__name__
+  merge = (
+    model.config.scale_factor
+    if not is_gemma
+    else grid // model.model.multi_modal_projector.tokens_per_side
+  )
+  counts = [(grid // merge) ** 2] * 4
+  rows = rows_of([[], [0], [1, 2, 3]], counts)
+  tokens, mask = padded(rows)
+  inputs = dict(input_ids=tokens, attention_mask=mask)
+  if is_gemma:
+    # Padding is on the right, so no token sees it. With a mask, padding beyond a window is NaN.
+    inputs = dict(input_ids=tokens, pixel_values=torch.tensor(squares).double())
+    inputs |= dict(token_type_ids=(tokens == IMAGE).long())
+  else:
+    pixels = np.zeros((3, 3, *squares.shape[1:]))  # transformers leaves out pictures of zeros
+    pixels[1, 0], pixels[2] = squares[0], squares[1:]
+    inputs |= dict(pixel_values=torch.tensor(pixels))
+  parts = squares.reshape(4, 3, grid, patch, grid, patch).transpose(0, 2, 4, 1, 3, 5)
+  places = [np.stack(np.indices((grid, grid)), -1).reshape(-1, 2)] * 4
+  images = in_rows([[], [0], [1, 2, 3]], list(parts.reshape(4, grid**2, -1)), places)
+  return inputs, images | dict(
+    seen=seen_of(rows, tokens.shape[1], counts), lengths=mask.sum(1).numpy()
+  )
 
 
 def blocks(height, width, merge):
@@ -226,7 +304,9 @@ def in_rows(pictures_of_rows, patches, places):
   return dict(patches=all_patches, places=all_places)
 
 
-INPUTS = dict.fromkeys(FAMILIES, qwen_inputs)
+INPUTS = dict.fromkeys(FAMILIES, qwen_inputs) | dict.fromkeys(
+  ("gemma3", "idefics3", "smolvlm"), siglip_inputs
+)
 
 
 def model_of(name):
@@ -249,8 +329,7 @@ def main(names):
     model = read(folder)
     inputs, images = INPUTS[name](model)
     outputs = model(**inputs).logits
-    lengths = inputs["attention_mask"].sum(1).numpy()
-    arrays = dict(tokens=inputs["input_ids"].numpy(), lengths=lengths, **images)
+    arrays = dict(tokens=inputs["input_ids"].numpy(), **images)
     arrays = {k: v.astype(np.int32) if v.dtype == np.int64 else v for k, v in arrays.items()}
     logits = outputs.detach().float().numpy()
     np.savez_compressed(folder / "expected.npz", **arrays, logits=logits)
@@ -271,11 +350,11 @@ def compare(names):
     with tempfile.TemporaryDirectory() as parent:
       model.save(Path(parent) / "saved", *model.load(folder, vision=True))
       ours = read(Path(parent) / "saved")
-      inputs, _ = INPUTS[folder.name](ours)
+      inputs, images = INPUTS[folder.name](ours)
       with torch.no_grad():
         logits = ours(**inputs).logits.numpy()
-    mask = inputs["attention_mask"].numpy() > 0
-    largest = np.abs(logits - expected["logits"])[mask].max()
+    valid = np.arange(logits.shape[1]) < images["lengths"][:, None]
+    largest = np.abs(logits - expected["logits"])[valid].max()
     print(f"{folder.name}: largest difference of a logit {largest:.1e}", flush=True)
 
 

@@ -119,6 +119,8 @@ def in_groups(
     return jnp.concatenate([x_PNHE[:, :S], pack(x_PNHE[:, S:], groups.packing)], 1)
 
   def attend_of(window: int, memory: Any) -> Attend:
+    is_both_ways = config.vision and (window or config.vision.both_ways == "all")
+    pictures = pictures_PS if is_both_ways else None
     scoring = dict(window=window, cap=config.attention_cap, rows=config.rows)
 
     def attend_in_groups(
@@ -128,7 +130,7 @@ def in_groups(
       sinks_H: jax.Array | None = None,
       kept: Any = None,
     ) -> tuple[jax.Array, Any]:
-      arrays = dict(sinks_H=sinks_H, pictures_PS=pictures_PS)
+      arrays = dict(sinks_H=sinks_H, pictures_PS=pictures)
       view = View(S, groups.completions, groups.slots, **arrays, **scoring)
       if k_PNKE is None:
         k_PNKE, v_PNKE = memory.own

@@ -3,11 +3,13 @@
 A tower is a record (`record.py`) of its parts, which are modules. `model/vision.py` connects them.
 """
 
-from grpo_jax.model.towers import layers, qwen2_5_vl, qwen3_vl
+from grpo_jax.model.towers import layers, qwen2_5_vl, qwen3_vl, siglip
 from grpo_jax.model.towers.record import Tower
 
 TOWERS: dict[str, Tower] = {  # by VisionShape.tower
   "qwen2_5_vl": qwen2_5_vl.TOWER,
   "qwen3_vl": qwen3_vl.TOWER,
+  "siglip": siglip.SIGLIP,
+  "idefics3": siglip.IDEFICS3,
 }
 RULES = layers.RULES

@@ -43,6 +43,7 @@ RULES = (
   (r"(merge|levels_\d+)/up/bias", ("tensor",)),
   (r"(merge|levels_\d+)/down/kernel", ("tensor", "fsdp")),
   (r"(merge|levels_\d+)/down/bias", (None,)),
+  (r"merge/projection/kernel", ("fsdp", None)),
 )
 
 
@@ -150,6 +151,22 @@ class TowerLayer(nn.Module):
     return x_BNW + MLP(c, self.gated, name="mlp")(self.norm(c, "norm2")(x_BNW))
 
 
+def in_blocks(x_BNW: jax.Array, places_BN2: jax.Array, side: int) -> jax.Array:
+  """[B, N / side^2, side^2, W]: the patches of each block of side^2, of patches that lie in rows.
+
+  Blocks lie in rows, too, and the patches of a block, as far as the picture has blocks.
+  """
+  B, N, W = x_BNW.shape
+  block_M1, inner = jnp.arange(N // side**2)[:, None], jnp.arange(side**2)
+  columns_B11 = jnp.maximum(sizes_of(places_BN2)[..., 1:], side)
+  blocks_B11 = columns_B11 // side
+  row_BMS = block_M1 // blocks_B11 * side + inner // side
+  column_BMS = block_M1 % blocks_B11 * side + inner % side
+  source_BMS = jnp.minimum(row_BMS * columns_B11 + column_BMS, N - 1)
+  source_BN1 = source_BMS.reshape(B, -1, 1)
+  return jnp.take_along_axis(x_BNW, source_BN1, axis=1).reshape(B, -1, side**2, W)
+
+
 class Merger(nn.Module):
   """Each run of merge^2 patches becomes one visual token: down(gelu(up norm(x))), with biases.
 
@@ -163,8 +180,9 @@ class Merger(nn.Module):
   norm_after: bool = False
 
   @nn.compact
-  def __call__(self, x_BNW: jax.Array) -> jax.Array:
-    """Returns [B, N / merge^2, D]."""
+  def __call__(self, x_BNW: jax.Array, places_BN2: jax.Array) -> jax.Array:
+    """Returns [B, N / merge^2, D]. The patches of a visual token follow each other."""
+    del places_BN2
     c, v = self.config, self.config.vision
     joined = x_BNW.shape[0], -1, v.merged_dim
     norm = self.norm(c, "norm")

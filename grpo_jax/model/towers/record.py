@@ -16,7 +16,7 @@ class Tower(NamedTuple):
   Attributes:
     embed: embed(patches_BNC, places_BN2) -> x_BNW, what patches are before the first layer.
     layer: layer(x_BNW, rope, seen_BN) -> x_BNW. A patch sees those with its number in `seen_BN`.
-    merge: merge(x_BNW) -> the visual tokens [B, M, D].
+    merge: merge(x_BNW, places_BN2) -> the visual tokens [B, N / merge^2, D].
     level: The same for a further level, whose tokens join the decoder later. None without levels.
   """
 

@@ -64,18 +64,6 @@ FAMILIES = (
     has_local_rope=True,
     local_theta=1e4,
     default_theta=1e6,
-    whole={
-      "gemma3": {
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-      }
-    },
     reward_prefix="Gemma3Text",
   ),
 )

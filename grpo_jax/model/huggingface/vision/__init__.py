@@ -3,7 +3,9 @@
 A model is a record (`VisionFamily`) in one of these files. It drives both loading and saving.
 """
 
-from grpo_jax.model.huggingface.vision import qwen
+from grpo_jax.model.huggingface.vision import qwen, siglip
 from grpo_jax.model.huggingface.vision.record import VisionFamily
 
-VISION: dict[str, VisionFamily] = {family.model_type: family for family in (*qwen.FAMILIES,)}
+VISION: dict[str, VisionFamily] = {
+  family.model_type: family for family in (*qwen.FAMILIES, *siglip.FAMILIES)
+}

@@ -82,9 +82,11 @@ class VisionFamily:
     return dataclasses.replace(spec, hf_name=re.sub(r"^model\.", self.text_at, spec.hf_name))
 
 
-def layer(hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, part: int = 0) -> TensorSpec:
+def layer(
+  hf_name: str, leaf_name: str, hf_axes: str, leaf_axes: str, offset: float = 0.0
+) -> TensorSpec:
   """An entry of the table of a tower."""
-  return TensorSpec(hf_name, f"vision/{leaf_name}", hf_axes, leaf_axes, part=part)
+  return TensorSpec(hf_name, f"vision/{leaf_name}", hf_axes, leaf_axes, offset)
 
 
 def dense(hf_name: str, leaf_name: str, inputs: str, outputs: str) -> tuple[TensorSpec, ...]:

@@ -1,0 +1,92 @@
+"""SigLIP (2303.15343), the tower of Gemma 3 and, with other positions, of Idefics3 and SmolVLM.
+
+Patches lie in rows, and each place has a learned position. Gemma 3 takes the mean of the patches of
+a block. Idefics3 (2408.12637) takes all their numbers.
+"""
+
+import functools
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.layers import Dense
+from grpo_jax.model.towers.layers import (
+  TowerLayer,
+  in_blocks,
+  layer_norm,
+  position_table,
+  projected_patches,
+  rms_norm,
+  sizes_of,
+)
+from grpo_jax.model.towers.record import Tower
+
+
+class Embed(nn.Module):
+  """A product of the patch, and the learned position of its place.
+
+  With `scaled`, pictures of any size share the grid of positions.
+  """
+
+  config: ModelConfig
+  scaled: bool = False
+
+  @nn.compact
+  def __call__(self, patches_BNC: jax.Array, places_BN2: jax.Array) -> jax.Array:
+    c, side = self.config, self.config.vision.grid
+    x_BNW = projected_patches(c, patches_BNC, use_bias=True)
+    places_BN2 = jnp.maximum(places_BN2, 0)
+    if self.scaled:
+      places_BN2 = _scaled_places(places_BN2, side)
+    table_PW = position_table(self, c)
+    positions_BNW = table_PW[places_BN2[..., 0] * side + places_BN2[..., 1]]
+    return x_BNW + positions_BNW.astype(x_BNW.dtype)
+
+
+def _scaled_places(places_BN2: jax.Array, side: int) -> jax.Array:
+  """The row and the column of the grid in which a patch lies if the picture covers the grid.
+
+  The numbers of float32 are those of transformers, since a patch may lie on a boundary.
+  """
+  step = 1 / side
+  count = int(np.ceil((1 - step) / step))
+  boundaries = (step + np.arange(count) * step).astype(np.float32)
+  shares_BN2 = places_BN2 * (1 / sizes_of(places_BN2).astype(jnp.float32))
+  shares_BN2 = jnp.minimum(shares_BN2, np.float32(1 - 1e-6))
+  found = jnp.searchsorted(jnp.asarray(boundaries), shares_BN2.reshape(-1), side="right")
+  return found.reshape(places_BN2.shape)
+
+
+class Pool(nn.Module):
+  """The mean of the patches of each block, normalised and projected."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BNW: jax.Array, places_BN2: jax.Array) -> jax.Array:
+    c = self.config
+    x_BNW = layer_norm(c, "post_norm")(x_BNW)
+    blocks = in_blocks(x_BNW, places_BN2, c.vision.merge).astype(jnp.float32)
+    x_BMW = rms_norm(c, "norm")(blocks.mean(2).astype(x_BNW.dtype))
+    return Dense(c, (c.embed_dim,), name="projection")(x_BMW)
+
+
+class Shuffle(nn.Module):
+  """All numbers of the patches of each block, projected."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BNW: jax.Array, places_BN2: jax.Array) -> jax.Array:
+    c, v = self.config, self.config.vision
+    x_BNW = layer_norm(c, "post_norm")(x_BNW)
+    blocks = in_blocks(x_BNW, places_BN2, v.merge)
+    return Dense(c, (c.embed_dim,), name="projection")(blocks.reshape(*blocks.shape[:2], -1))
+
+
+_LAYER = functools.partial(TowerLayer, norm=layer_norm, joined=False, gated=False)
+SIGLIP = Tower(Embed, _LAYER, Pool)
+IDEFICS3 = Tower(functools.partial(Embed, scaled=True), _LAYER, Shuffle)
