@@ -1,16 +1,25 @@
 """Runs whose prompts have images: a folder in, GRPO steps, a folder out."""
 
+from pathlib import Path
+
 from flax.traverse_util import flatten_dict
 import jax
 import numpy as np
+from PIL import Image
 import pytest
-from small_run import grpo_step, small_run, with_section
+from small_run import grpo_step, small_run, with_reward, with_section
 from small_vision import FAMILIES, vision_config
 
 from grpo_jax import model
 from grpo_jax.config import Mesh
+from grpo_jax.evaluation.policy import load_policy
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import shared_tokens
+from grpo_jax.reporting.completions import shares, shown_completions
+from grpo_jax.reporting.runs import read_run
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.reading import read_completions
+from grpo_jax.training.loop import run_steps
 from grpo_jax.types import Images
 
 
@@ -48,6 +57,48 @@ def test_a_folder_in_two_steps_a_folder_out(family, vision, tmp_path):
   still = {name for name, x in before.items() if (x == after[name]).all()}
   tower = {name for name in before if name.startswith("vision/")}
   assert tower and still == (tower if vision == "frozen" else set())
+
+
+SEES = """
+def reward(completions, images, answer, **columns):
+  assert len(images) == len(completions)
+  for row, (pictures, number) in enumerate(zip(images, answer)):
+    assert len(pictures) == (1, 0, 3)[int(number) % 3]
+    for picture in pictures:
+      assert picture.mode == "RGB" and picture.getpixel((0, 0))
+      picture.putpixel((0, 0), (0, 0, 0))  # its own copy
+  return [float(len(set(text))) for text in completions]
+"""
+
+
+def test_a_run_with_images_from_rewards_to_the_page(tmp_path):
+  """Workers get images of Pillow, completions/ says where they are from, and a policy sees them."""
+  config = with_reward(vision_config(tmp_path), tmp_path, SEES)
+  config = with_section(config, "reward", workers=1)
+  workdir = tmp_path / "run"
+  run_steps(config.replace({"mesh.data": -1, "mesh.tensor": 1, "batch.prompts": 8}), workdir)
+  rows = read_completions(workdir, 1)
+  counts = {len(row.get("images", ())) for row in rows}
+  assert counts == {0, 1, 3}
+  sources = {one["source"] for row in rows for one in row.get("images", ())}
+  assert all(Path(source).parent == tmp_path for source in sources)
+  groups = shown_completions(read_run(str(workdir)), shares(1))["steps"][0]["groups"]
+  thumbnails = [one["thumbnail"] for group in groups for one in group["images"]]
+  assert thumbnails and all(url.startswith("data:image/jpeg;base64,") for url in thumbnails)
+
+  policy = load_policy(workdir)
+  seen = [Image.new("RGB", (20, 20), color) for color in ("black", "white")]
+  logprobs = [
+    policy.sample("What is it?", n=1, max_tokens=4, temperature=0, images=[image])[0].logprob
+    for image in seen
+  ]
+  assert logprobs[0] != logprobs[1]
+  with pytest.raises(ConfigError, match="there is no file 'none.png'"):
+    policy.sample("What is it?", images=["none.png"])
+  policy.export(tmp_path / "out")
+  again = load_policy(config.replace({"model.path": str(tmp_path / "out")}))
+  [same] = again.sample("What is it?", n=1, max_tokens=4, temperature=0, images=seen[1:])
+  assert abs(same.logprob - logprobs[1]) < 1e-4
 
 
 def close(first, second, bound):
