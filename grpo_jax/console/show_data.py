@@ -10,6 +10,8 @@ import numpy as np
 from grpo_jax.config import Config
 from grpo_jax.console.text import shorten, visible, without_common_parts
 from grpo_jax.data import loader
+from grpo_jax.data.images import processor
+from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.prompts import Prompt, Prompts
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
 from grpo_jax.data.tasks import tasks
@@ -51,6 +53,13 @@ def open_data(config: Config) -> tuple[tasks.Task, tokenizer.Tokenizer]:
   )
 
 
+def _processor(config: Config, tokens: tokenizer.Tokenizer) -> Processor | None:
+  """What the model's folder does to images, if a run would read its vision tower."""
+  folder = hub.folder(config.model.path, "model.path")
+  reads = folder and config.model.vision != "ignored"
+  return processor.load(folder, tokens) if reads else None
+
+
 def drawn(config: Config, step: int) -> Drawn:
   """What the step with the number `step` in metrics.jsonl draws.
 
@@ -62,7 +71,8 @@ def drawn(config: Config, step: int) -> Drawn:
     raise ConfigError(f"flag --step={step}: the run has the steps 1 to {last}")
   task, tokens = open_data(config)
   environment = of_config(config, tokens)
-  prompts = Prompts(task.train, tokens, config.data, environment=environment)
+  seen = _processor(config, tokens)
+  prompts = Prompts(task.train, tokens, config.data, environment=environment, processor=seen)
   algo, number = config.algo, step - 1
   if number < warm:
     indices = loader.step_indices(config.seed, number, config.warm_start.batch, len(prompts))
@@ -118,12 +128,13 @@ def statistics_lines(config: Config) -> Iterator[str]:
   if not len(task.test):
     raise tasks.no_test_split(config.data.path)
   environment, found = of_config(config, tokens), dict[str, Statistics]()
+  seen = _processor(config, tokens)
   for split, examples in (("training", task.train), ("test", task.test)):
     shares: Mapping[str, float] = {}
     if isinstance(examples, Mixture) and split == "training":
       shares = {name: share for name, (_, share) in examples.shares().items()}
       examples = examples.each_row_once()
-    found[split] = each = statistics(examples, tokens, config.data, environment)
+    found[split] = each = statistics(examples, tokens, config.data, environment, seen)
     limit = config.data.max_prompt_tokens
     longer = int((each.prompt_tokens > limit).sum())
     yield f"{split}: {len(examples):,} examples, all readable"
@@ -144,7 +155,8 @@ def statistics_lines(config: Config) -> Iterator[str]:
   such = ""
   if len(common):
     example, data = task.test[int(common[0])], _any_length(config)
-    (first,) = Prompts([example], tokens, data, environment=environment).make([0])
+    prompts = Prompts([example], tokens, data, environment=environment, processor=seen)
+    (first,) = prompts.make([0])
     such = f", such as number {common[0]}: {shorten(visible(first.text), 60)}"
   yield f"overlap: {len(common):,} of {len(task.test):,} test prompts are also in training{such}"
 

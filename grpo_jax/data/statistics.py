@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpo_jax.data.images.processor import Processor
+from grpo_jax.data.images.shown import source
 from grpo_jax.data.prompts import Opens, Prompts
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
@@ -39,7 +41,11 @@ class Statistics:
 
 
 def statistics(
-  split: Sequence[Any], tokenizer: Tokenizer, data: "Data", environment: Opens | None = None
+  split: Sequence[Any],
+  tokenizer: Tokenizer,
+  data: "Data",
+  environment: Opens | None = None,
+  processor: Processor | None = None,
 ) -> Statistics:
   """Reads every example of a split, and so also finds rows that cannot be read.
 
@@ -48,13 +54,14 @@ def statistics(
     tokenizer: What makes token ids.
     data: The section of the config.
     environment: What it adds is a part of the prompts.
+    processor: Of images, if the model sees them.
 
   Raises:
     ConfigError: An example cannot be read, or no prompt can be made of it.
   """
   # Prompts of any length, none of which is made before it is needed.
   data = dataclasses.replace(data, max_prompt_tokens=_ANY_LENGTH, count_at_start=0)
-  prompts = Prompts(split, tokenizer, data, environment=environment)
+  prompts = Prompts(split, tokenizer, data, environment=environment, processor=processor)
   lengths = np.zeros(len(split), np.int32)
   solutions = np.zeros(len(split), np.int32)
   hashes = np.zeros(len(split), np.uint64)
@@ -68,7 +75,7 @@ def statistics(
     texts = [prompt.example.get("solution") for prompt in made]
     own = slice(start, start + len(made))
     lengths[own] = [len(prompt.ids) for prompt in made]
-    hashes[own] = [_hash(prompt.text) for prompt in made]
+    hashes[own] = [_hash(prompt.text + "".join(map(source, prompt.images))) for prompt in made]
     encoded = tokenizer.encode_batch_after([text or "" for text in texts])
     solutions[own] = [len(ids) + 1 if text else 0 for text, ids in zip(texts, encoded)]
   return Statistics(lengths, solutions, hashes, tasks)

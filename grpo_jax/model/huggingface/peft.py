@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.model.config import ADAPTABLE, AdapterShape, ModelConfig
-from grpo_jax.model.huggingface import families
+from grpo_jax.model.huggingface import config_json, families
 from grpo_jax.model.huggingface.folders import (
   TensorFiles,
   new_folder,
@@ -210,6 +210,8 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 def _specs(config: ModelConfig) -> Iterator[TensorSpec]:
   """The specs of A and B of every adapter. PEFT's A is [r, inputs] and its B is [outputs, r]."""
   for spec in families.family_of(config).tensors(config):
+    if config.vision:
+      spec = config_json.whole_of(config).saved(spec)
     path = spec.leaf_name.split("/")
     if path[-1] != "kernel" or path[-2] not in config.lora.targets:
       continue
