@@ -205,7 +205,7 @@ class _Parts:
 
   def encode(self) -> Program:
     """A frozen vision tower on the images of a batch."""
-    P, encode = self._config.batch.prompts, cast(Any, self._run.programs.encode)
+    P, encode = self._config.batch.prompts, cast(Any, self._run.encode)
     images = images_of(self._config, self._run.parameters.model, P)
     batch = self._with_rows(self._batch.replace(visual=None, images=images), P)
     lower = functools.partial(encode.lower, self._run.parameters.abstract_base, batch)

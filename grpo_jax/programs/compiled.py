@@ -18,7 +18,7 @@ from grpo_jax.parallel.chips import memory_of
 from grpo_jax.programs import fitting
 from grpo_jax.programs.parameters import Parameters, count
 from grpo_jax.programs.sampling import Sampler, decoding_of
-from grpo_jax.types import Batch, TrainState, Visual
+from grpo_jax.types import Batch, TrainState
 
 
 class Programs:
@@ -108,16 +108,6 @@ class Programs:
     """`algo.batch.to_batch`: (completions, prompts_PS, prompt_lengths_P, temperature_P, live_P)."""
     to_batch = functools.partial(batch_lib.to_batch, algo=self._algo)
     return jax.jit(to_batch, out_shardings=self._rows)
-
-  @functools.cached_property
-  def encode(self) -> Callable[[Any, Batch], Visual]:
-    """(parameters with the vision tower, batch with images) -> what the tower makes of them."""
-
-    def encode(params: Any, batch: Batch) -> Visual:
-      is_whole = len(batch.prompts_PS) % self.micro_batch != 0  # a batch of the warm start
-      return learner.encoded(params, self._model, batch, 0 if is_whole else self.micro_batch)
-
-    return jax.jit(encode, out_shardings=self._rows)
 
   @functools.cached_property
   def with_advantages(self) -> Callable[..., tuple[Batch, dict[str, jax.Array]]]:

@@ -1,6 +1,6 @@
 """The parts that a config describes: the mesh, the model, the tokenizer, the data, the programs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import copy
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax import model
+from grpo_jax import learner, model
 from grpo_jax.config import Config, Eval
 from grpo_jax.data.images import processor
 from grpo_jax.data.images.processor import Processor
@@ -21,13 +21,14 @@ from grpo_jax.environments import Environments, of_config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.sharding import batch_sharding
 from grpo_jax.programs import compilation_cache
 from grpo_jax.programs.checks import check_config, check_length, check_memory, check_stop_ids
 from grpo_jax.programs.compiled import Programs
 from grpo_jax.programs.parameters import Parameters, Progress, no_progress
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
-from grpo_jax.types import Batch, Images
+from grpo_jax.types import Batch, Images, Visual
 
 STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
 
@@ -154,8 +155,19 @@ class Run:
     batch = batch.replace(images=self.hosts.put(Images(*prompts.images)))
     if not self.parameters.model.has_frozen_tower:
       return batch
-    visual = self.programs.encode(self.parameters.base, batch)
+    visual = self.encode(self.parameters.base, batch)
     return batch.replace(images=None, visual=visual)
+
+  @functools.cached_property
+  def encode(self) -> Callable[[Any, Batch], Visual]:
+    """(parameters with the vision tower, batch with images) -> what the tower makes of them."""
+    shape, micro_batch = self.parameters.model, self.programs.micro_batch
+
+    def encode(params: Any, batch: Batch) -> Visual:
+      is_whole = len(batch.prompts_PS) % micro_batch != 0  # a batch of the warm start
+      return learner.encoded(params, shape, batch, 0 if is_whole else micro_batch)
+
+    return jax.jit(encode, out_shardings=batch_sharding(self.mesh))
 
   def with_eval(self, settings: Eval) -> "Run":
     """The same parts with other settings of the evaluation."""

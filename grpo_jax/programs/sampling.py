@@ -127,7 +127,6 @@ class Sampler:
     prompt_lengths_P: np.ndarray,
     members: int,
     draws: Draws,
-    at_once: int = 0,
     images: Images | None = None,
   ) -> Iterator[Finished]:
     """Completes each prompt `members` times.
@@ -138,7 +137,6 @@ class Sampler:
       prompt_lengths_P: int32, their tokens.
       members: G.
       draws: What they are drawn with.
-      at_once: The most prompts in flight, a multiple of the mesh's row shards. 0 means all.
       images: Of the prompts, as numpy arrays, or None if they have none.
 
     Yields:
@@ -151,7 +149,7 @@ class Sampler:
     prompts = Prompts(tokens_PS, lengths_P, shared, images)
     call = SamplingCall(self.programs, params, prompts, members, draws)
     P = len(prompts_PS)
-    return call.run(self.pace(min(at_once or P, P), members))
+    return call.run(self.pace(min(draws.at_once or P, P), members))
 
 
 def shared_tokens(

@@ -7,7 +7,6 @@ learner reads them and does not learn to write them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import functools
 from typing import Any, Protocol
 
 from flax import struct
@@ -177,12 +176,13 @@ def make_rollout(
   """
   if talkers is not None and not isinstance(talkers, Talkers):
     return talkers.rollout(group_size, greedy)
-  sampler = functools.partial(run.programs.sampler(max_tokens, keeps_experts), at_once=at_once)
+  sampler = run.programs.sampler(max_tokens, keeps_experts)
   sampling, decode = run.config.sampling, run.tokenizer.decode
   end = end_at(sampling.stop, decode) if sampling.stop else None
 
   def draws(key: jax.Array, temperature: float) -> Draws:
-    return Draws(key, settings_of(sampling, 0.0 if greedy else temperature), end=end)
+    settings = settings_of(sampling, 0.0 if greedy else temperature)
+    return Draws(key, settings, end=end, at_once=at_once)
 
   return PolicyRollout(sampler, run.hosts, decode, group_size, draws, talkers)
 
