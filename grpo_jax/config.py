@@ -86,7 +86,9 @@ class Lora:
   rank: int = setting(0, "rank of the adapters; 0 trains all weights", NOT_NEGATIVE)
   alpha: float = setting(32.0, "an adapter's product is scaled by alpha / rank", above(0))
   rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
-  targets: tuple[str, ...] = setting(PROJECTIONS, "the projections that get an adapter")
+  targets: tuple[str, ...] = setting(
+    PROJECTIONS, "the projections that get an adapter, as PEFT calls them"
+  )
   path: str = setting(
     "", "a PEFT folder to continue from; the four keys above must match it. '' = new adapters"
   )

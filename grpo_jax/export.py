@@ -5,7 +5,7 @@ python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
 
 from absl import flags
 
-from grpo_jax import cli
+from grpo_jax import cli, model
 from grpo_jax.settings import ConfigError
 
 
@@ -25,6 +25,17 @@ def main(argv: list[str]) -> None:
   merged = "parameters, adapters merged," if shape.lora else "parameters"
   written = "adapters" if adapter else merged
   print(f"{policy.name}: its {written} (float32) and the tokenizer are in {out}")
+  if adapter and is_misread_by_peft(shape):
+    print(
+      "note: PEFT takes adapters of gate_proj, up_proj and down_proj for those of experts in most"
+      " families that have some; grpo_jax reads them as they are. For PEFT, leave these out of"
+      " lora.targets, or export without --adapter"
+    )
+
+
+def is_misread_by_peft(shape: model.ModelConfig) -> bool:
+  """Whether the model has adapters beside experts that PEFT reads as the experts' (peft 0.21)."""
+  return bool(shape.num_experts and {"gate", "up", "down"} & {*shape.lora.targets})
 
 
 if __name__ == "__main__":

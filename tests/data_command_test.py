@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_run import small_config, with_section
 
-from grpo_jax.config import Data
+from grpo_jax.config import Config, Data
 from grpo_jax.console import show_data, text
 from grpo_jax.data import loader
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
@@ -179,3 +179,21 @@ def test_statistics_name_a_bad_row_of_a_large_file(tmp_path):
   assert done.returncode == 2, done.stderr
   assert done.stderr.count("\n") == 1
   assert "train.jsonl line 701 has no text field 'answer'" in done.stderr
+
+
+def test_prompts_with_images_are_counted_with_their_tokens(tmp_path):
+  """The image processor of the model's folder says how many tokens an image has."""
+  folder = Path(__file__).parent / "golden/images/qwen3_vl"
+  row = {"question": "What is it?", "answer": "a cat"}
+  for split, file in (("train", "small.png"), ("test", "rgb.png")):
+    other = row | {"image": str(folder.parent / "files" / file)}
+    (tmp_path / f"{split}.jsonl").write_text(json.dumps(other) + "\n")
+  config = with_section(Config(), "model", path=str(folder))
+  config = with_section(
+    config, "data", task="columns", path=str(tmp_path), chat=True, max_prompt_tokens=500
+  )
+  found = show_data.drawn(config, config.warm_start.steps + 1)
+  (prompt,) = found.prompts.make([0])
+  assert prompt.layouts[0].tokens == ((3, 3),)  # 8192 pixels at least, in squares of 32 x 32
+  assert prompt.text.count("<|image_pad|>") == 1
+  assert any("overlap: 0" in line for line in show_data.statistics_lines(config))

@@ -15,7 +15,7 @@ from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.programs.sampling import Draws, Sampler, whole
-from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.logits import Decoding, RowSettings
 
 L, P, K, G, R, C, E, S = 2, 3, 2, 5, 3, 384, 128, 7
 LAYER = 1
@@ -86,11 +86,11 @@ def small_model(**changes):
   return model.ModelConfig(**shape | dict(head_dim=E, mlp_dim=48) | changes)
 
 
-def drawn(config, params, rows=0):
-  """The completions that a sampler draws of three prompts."""
+def drawn(config, params, rows=0, max_tokens=48, least=0):
+  """The completions that a sampler draws of four prompts."""
   prompts_PS = np.array([[5, 6, 7], [8, 9, 0], [3, 0, 0], [4, 4, 0]], np.int32)
-  sampler = Sampler(config, Decoding(max_tokens=48, stop_ids=(1,)), rows=rows)
-  draws = Draws(jax.random.key(0))
+  sampler = Sampler(config, Decoding(max_tokens=max_tokens, stop_ids=(1,)), rows=rows)
+  draws = Draws(jax.random.key(0), RowSettings(min_tokens=least))
   return whole(sampler(params, prompts_PS, np.array([3, 2, 1, 2]), members=3, draws=draws))
 
 
@@ -135,6 +135,28 @@ def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
   monkeypatch.setattr(experts, "reads_stacks", lambda config: True)
   got = drawn(config, params, rows=4)
   assert used and len(set(wanted.lengths_PG.ravel().tolist())) > 3
+  np.testing.assert_array_equal(got.tokens_PGT, wanted.tokens_PGT)
+  np.testing.assert_allclose(got.logprobs_PGT, wanted.logprobs_PGT, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_kernel_reads_rings(monkeypatch):
+  """Rows of 280 to 300 tokens, of which a layer with a window of 90 keeps 256."""
+  config = small_model(windows=(90, 0))
+  params = model.init(jax.random.key(1), config)
+  long = dict(rows=5, max_tokens=300, least=280)
+  wanted = drawn(config, params, **long)
+  rings = []
+
+  def read(q, own, **settings):
+    rings.append(own.stacks[0].shape[-2])
+    return real(q, own, **settings)
+
+  real = decode.own_attention
+  monkeypatch.setattr(decode, "own_attention", read)
+  monkeypatch.setattr(decode, "fits", lambda config: True)
+  got = drawn(config, params, **long)
+  assert set(rings) == {128, 256, 384}
   np.testing.assert_array_equal(got.tokens_PGT, wanted.tokens_PGT)
   np.testing.assert_allclose(got.logprobs_PGT, wanted.logprobs_PGT, atol=1e-4)
 

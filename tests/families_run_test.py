@@ -234,11 +234,16 @@ def test_wrong_text_parts_are_refused(key, value, tmp_path):
   assert "\n" not in str(caught.value)
 
 
+_QVZ = ("in_proj_q", "in_proj_v", "in_proj_z")
+
+
 @pytest.mark.parametrize(
   "family, targets, stacks",
   [
     ("qwen3_5", ("o", "q"), ["layers_1"]),  # those with attention
     ("qwen3_5", ("in_proj_a", "in_proj_b", "in_proj_z", "out"), ["layers_0"]),
+    ("qwen3_5", ("in_proj_k", "in_proj_q", "in_proj_v"), ["layers_0"]),
+    ("qwen3_next", ("in_proj_a", "in_proj_b", "in_proj_k", *_QVZ), ["layers_0"]),
     ("deepseek_v3", ("kv_a", "kv_b", "o", "q_a", "q_b"), ["layers_0", "layers_1"]),
     ("glm4_moe", ("gate", "up"), ["layers_0", "layers_1"]),  # of MLPs beside experts, too
   ],

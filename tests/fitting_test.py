@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,13 @@ from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Sampli
 from grpo_jax.learner import slots_of_batch
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats
 from grpo_jax.parallel.mesh import make_mesh
-from grpo_jax.parallel.sharding import batch_sharding, param_specs
+from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
 from grpo_jax.programs import fitting
+from grpo_jax.programs.flight_programs import most_rewound
+from grpo_jax.programs.sampling import Sampler, by_row
 from grpo_jax.rollouts import collect
+from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.seats import Grid
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.types import Batch
@@ -138,6 +143,40 @@ def test_as_many_rows_as_fit_are_in_flight():
   assert choose(given, memory=1.0) == choose(given, memory=None) == 12
 
 
+MIXERS = ["gemma3", "gemma4", "gemma4_e", "gpt_oss", "qwen3_5", "deepseek_v3", "mistral"]
+
+
+@pytest.mark.parametrize("cache_dtype", ["", "int8"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_bytes_of_a_cache_are_those_of_its_arrays(name, cache_dtype):
+  """Of each kind of layer, with its heads on two devices where they can be split."""
+  config = model.load_config(Path(__file__).parent / "golden" / "families" / name)
+  mesh = make_mesh(Mesh(data=1, fsdp=1, tensor=2), jax.devices()[:2])
+  config = dataclasses.replace(config, cache_dtype=cache_dtype, **model_shardings(config, mesh))
+  params = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+  sampler, settings = Sampler(config, Decoding(max_tokens=100)), by_row(RowSettings(), 1, 6)
+  for slots in (8, 100):
+    flight = sampler.programs.abstract(Grid(2, 3), slots, params, 12, settings)
+    cache, rewind = flight.cache, most_rewound(sampler.programs.columns)
+    found = fitting.device_bytes((cache.keys, cache.values, cache.states))
+    prompts = cache.prefix
+    of_prompts = fitting.device_bytes((prompts.keys, prompts.values, prompts.states))
+    expected = model.cache_bytes(config, 12, slots, rewind)
+    assert (2 * expected.place, 6 * expected.row) == (of_prompts, found)
+
+
+def test_windows_take_less_of_the_estimate():
+  mesh = make_mesh(Mesh(1, 1, 1, 1), jax.devices()[:1])
+  config = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=4096))
+  of_windows = (), (16, 0, 16)
+  whole, rings = (
+    fitting.sampler_bytes(config, shape_on(mesh, windows=windows)) for windows in of_windows
+  )
+  # Two layers have 16 + 61 slots of 4,096 for each of 64 rows, and 16 of 32 for each of 16 prompts.
+  spared = 2 * (64 * (4096 - 77) + 16 * (32 - 16)) * 2 * 8 * 2 * 4
+  assert whole - rings == spared
+
+
 def test_completions_are_cut_to_a_few_lengths():
   assert collect.cut_lengths(512) == [64, 128, 256, 512] and collect.cut_lengths(36) == [36]
   tree = {"tokens": np.arange(2 * 3 * 512).reshape(2, 3, 512), "scores": np.ones((2, 3, 1))}
@@ -148,12 +187,12 @@ def test_completions_are_cut_to_a_few_lengths():
 
 
 def test_on_an_accelerator_the_host_chooses_eighths():
-  """Of 4 x 512 inputs, an eighth is 256. A completion of n tokens has n - 1."""
+  """Of 4 x 512 slots, an eighth is 256. A completion of n tokens has n - 1."""
   counts = np.array([[129, 129, 1, 0], [1, 1, 1, 1]])
-  assert slots_of_batch(counts, 513, "tpu") == 256
-  assert slots_of_batch(counts + 1, 513, "tpu") == 512
-  assert slots_of_batch(np.full((1, 4), 513), 513, "gpu") == 0  # rows
-  assert slots_of_batch(counts, 513, "cpu") is None
+  assert slots_of_batch(counts, 512, "tpu") == 256
+  assert slots_of_batch(counts + 1, 512, "tpu") == 512
+  assert slots_of_batch(np.full((1, 4), 512), 512, "gpu") == 0  # rows
+  assert slots_of_batch(counts, 512, "cpu") is None
   assert slots_of_batch(np.array([[3, 4]]), 9, "tpu") == 0  # too few to pack
 
 

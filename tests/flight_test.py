@@ -11,6 +11,7 @@ import pytest
 
 from grpo_jax import model
 from grpo_jax.config import Mesh
+from grpo_jax.model import cache as model_cache
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
 from grpo_jax.programs import sampling
@@ -445,6 +446,101 @@ def test_a_turn_has_a_limit_of_its_own(rows, chunk, weights, alone):
     assert found.tokens_PGT[p, g, :n].tolist() == first.tokens_PGT[p, g, :n].tolist()
     # What is left is no room for a reply and a token.
     assert T - length <= 1 + g
+
+
+WINDOW, LONG = 6, 72
+
+
+def in_long_turns(asked):
+  """Rows go on with a reply of a few tokens until they are full."""
+  return [[95, 3][: 1 + row.member % 2] for row in asked]
+
+
+def at_some_tokens(ids, seen):
+  return next((n for n in range(seen + 1, len(ids) + 1) if ids[n - 1] % 7 == 3), None)
+
+
+@pytest.mark.parametrize(
+  "chunk, rows, mesh, fields",
+  [
+    (7, 0, (), dict(windows=(WINDOW, 0))),
+    (64, 5, (), dict(windows=(WINDOW, WINDOW))),
+    pytest.param(7, 0, (), dict(windows=(WINDOW, 0), unrolled=True), marks=pytest.mark.slow),
+    pytest.param(2, 5, (), dict(windows=(1, 0)), marks=pytest.mark.slow),
+    pytest.param(7, 5, (2, 1, 2, 1), dict(windows=(0, WINDOW)), marks=pytest.mark.slow),
+  ],
+)
+def test_rings_hold_what_rows_see_after_replies_and_cuts(chunk, rows, mesh, fields):
+  """In texts of twelve windows, whose rows pause for up to a chunk and drop tokens."""
+  config, params = tiny(**fields)
+  given = prompts(config.vocab_size)
+  placed = on(mesh, config, params) if mesh else (config, params)
+  turns = dict(end=at_some_tokens, reply=in_long_turns, given=given, max_tokens=LONG)
+  found, _ = draw(*placed, rows, 0, chunk, **turns)
+  assert (found.lengths_PG == LONG).sum() > P and (~found.sampled_PGT).sum() > 5 * P * G
+  for row in np.ndindex(P, G):
+    assert_of_model(config, params, given, found, row)
+
+
+def without_rings(monkeypatch):
+  """Layers with a window keep every token of prompts and completions."""
+  monkeypatch.setattr(model_cache, "ring_slots", lambda config, window, slots, rewind: slots)
+  monkeypatch.setattr(model, "within_windows", lambda config, prefix: prefix)
+
+
+@pytest.mark.parametrize(
+  "name, cache_dtype, mesh",
+  [
+    ("gemma3", "", ()),
+    *(
+      pytest.param(name, cache_dtype, mesh, marks=pytest.mark.slow)
+      for name, cache_dtype, mesh in [
+        ("gemma2", "", ()),
+        ("gemma3", "int8", ()),
+        ("gemma4", "", (2, 1, 2, 1)),
+        ("gemma4_e", "", ()),
+        ("gemma4_e", "int8", (2, 1, 2, 1)),
+        ("gemma4_moe", "", ()),
+        ("gpt_oss", "", ()),
+        ("gpt_oss", "", (2, 1, 2, 1)),
+        ("mistral", "", ()),
+        ("olmo3", "", ()),
+        ("qwen2_window", "", ()),
+        ("smollm3_window", "", ()),
+      ]
+    ),
+  ],
+)
+def test_rings_change_no_token(name, cache_dtype, mesh, monkeypatch):
+  """While the cache grows, rows move and wait, and prompts are longer than windows."""
+  config, params = model.load(FAMILIES / name)
+  config = dataclasses.replace(config, dtype="float32", cache_dtype=cache_dtype)
+  count = max(config.windows) + 3
+  rng = np.random.default_rng(0)
+  given = rng.integers(2, config.vocab_size, (P, count)), np.array([count, 1, 3, count - 1])
+  paced = dict(rows=5, chunk=7, given=given, max_tokens=80, settings=RowSettings(min_tokens=20))
+  placed = on(mesh, config, params) if mesh else (config, params)
+  found, _ = draw(*placed, **paced)
+  without_rings(monkeypatch)
+  expected, _ = draw(config, params, **paced)
+  assert expected.lengths_PG.max() > 3 * max(config.windows)
+  assert_same(found, expected)
+
+
+def test_a_stack_with_a_window_has_the_slots_that_it_needs():
+  config, params = tiny(num_layers=3, windows=(6, 0, 6))
+  cache = {}
+  for columns, slots in itertools.product((1, 3, 9), (4, 8, 400)):
+    programs = Sampler(config, Decoding(max_tokens=400)).programs
+    programs.columns = columns
+    settings = sampling.by_row(RowSettings(), 1, 6)
+    flight = programs.abstract(Grid(2, 3), slots, jax.eval_shape(lambda: params), S, settings)
+    keys, prompt_keys = flight.cache.keys, flight.cache.prefix.keys
+    assert flight.cache.slots == slots and flight.cache.prefix.slots == S
+    cache[columns, slots] = [keys[f"layers_{layer}"].shape[-2] for layer in range(3)]
+    assert [prompt_keys[f"layers_{layer}"].shape[-2] for layer in range(3)] == [6, S, 6]
+  assert cache[1, 400] == cache[3, 400] == [6, 400, 6] and cache[9, 400] == [12, 400, 12]
+  assert cache[9, 8] == [8, 8, 8] and cache[1, 4] == cache[9, 4] == [4, 4, 4]
 
 
 def test_equal_calls_compile_nothing_again(alone):

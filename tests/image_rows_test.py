@@ -1,12 +1,15 @@
 """Rows with images become prompts and batches, as TRL's data sets have them."""
 
 import base64
+import concurrent.futures
 import io
 import json
 from pathlib import Path
 import subprocess
 import sys
+import threading
 
+import jax
 import numpy as np
 from PIL import Image
 import pytest
@@ -284,3 +287,50 @@ def test_data_imports_no_jax():
   )
   folder = Path(grpo_jax.__file__).parents[1]
   subprocess.run([sys.executable, "-c", program], check=True, cwd=folder)
+
+
+class OfTwo:
+  """One of two processes, which are threads here."""
+
+  def __init__(self, index, barrier, table):
+    self._index, self._barrier, self._table = index, barrier, table
+
+  def own_rows(self, count):
+    half = -(-count // 2)
+    return (slice(0, half), slice(half, count))[self._index]
+
+  def join_rows(self, tree):
+    leaves, kind = jax.tree.flatten(tree)
+    self._table[self._index] = leaves
+    self._barrier.wait()
+    joined = [np.concatenate(parts) for parts in zip(*(self._table[i] for i in (0, 1)))]
+    self._barrier.wait()
+    return jax.tree.unflatten(kind, joined)
+
+  def on_each(self, act):
+    return act()
+
+
+def test_two_processes_have_the_images_of_one(tmp_path, qwen):
+  """Each decodes its rows. Both pad to the largest of all."""
+  names = ("small.png", "rgb.png", "wide.png")
+  rows = [
+    {"question": "?", "images": [str(FILES / name) for name in names[: n + 1]]} for n in range(3)
+  ]
+  prompts = prompts_of(tmp_path, qwen, rows)
+  expected = prompt_batch(prompts, np.arange(3)).images
+  barrier, table = threading.Barrier(2, timeout=60), {}
+
+  def images_of(index):
+    processes = OfTwo(index, barrier, table)
+    own = prompts_of(tmp_path / str(index), qwen, rows)
+    # Not `images`, whose lock would make one thread wait for the other.
+    return prompt_batch(own, np.arange(3), processes).load_images()
+
+  for index in (0, 1):
+    (tmp_path / str(index)).mkdir()
+  with concurrent.futures.ThreadPoolExecutor(2) as threads:
+    found = [*threads.map(images_of, (0, 1))]
+  for images in found:
+    assert type(images) is type(expected)
+    jax.tree.map(np.testing.assert_array_equal, images, expected)

@@ -206,6 +206,31 @@ def test_training_continues_from_a_folder_of_adapters(trained, checkpoint, tmp_p
     Run(with_lora(alpha=5.0))
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_own_adapters_of_joined_projections(tmp_path):
+  """Qwen3.5's in_proj_qkv, on a base in int8 and a mesh of 2 x 2 x 2."""
+  shape, base = model.load(Path(__file__).parent / "golden" / "families" / "qwen3_5")
+  model.save(tmp_path / "hf", shape, base)
+  tokenizer.characters(tasks.ALPHABET).save(tmp_path / "hf")
+  lora = dict(rank=2, targets=("in_proj_qkv", "in_proj_b", "out_proj"), base_dtype="int8")
+  c = config(str(tmp_path / "hf"), lora=lora, steps=2, sampling=dict(weights_dtype="int8"))
+  c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, data=2, fsdp=2, tensor=2))
+  saved = jax.device_get(run_steps(c, tmp_path / "run").state.train.params)
+  delta = saved["layers_0"]["delta"]
+  assert sorted(delta) == ["in_proj_b", "in_proj_k", "in_proj_q", "in_proj_v", "out"]
+  assert all(np.abs(x["lora_b"]).max() > 0 for x in delta.values())
+  assert all(row["sampler/logprob_gap_max"] < 1e-3 for row in rows_of(tmp_path / "run"))
+  parameters = Run(c).parameters
+  kernel = parameters.base["layers_0"]["delta"]["in_proj_v"]["kernel"]
+  assert kernel.qvalue.dtype == "int8"
+  model.save_adapters(tmp_path / "adapter", parameters.model, saved, c.model.path)
+  c = dataclasses.replace(c, lora=dataclasses.replace(c.lora, path=str(tmp_path / "adapter")))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(Run(c).initial_params()), saved)
+  words = r"lora.targets is \('in_proj_qkv',\): .* have \('in_proj_b', 'in_proj_qkv', 'out_proj'\)"
+  with pytest.raises(ConfigError, match=words):
+    Run(dataclasses.replace(c, lora=dataclasses.replace(c.lora, targets=("in_proj_qkv",))))
+
+
 @pytest.mark.parametrize(
   "section, changes, words",
   [

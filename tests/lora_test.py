@@ -19,18 +19,19 @@ from grpo_jax import learner, model
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo import presets
 from grpo_jax.config import Learner
-from grpo_jax.model import lora
+from grpo_jax.model import kernels, lora
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch
 
 GOLDEN = Path(__file__).parent / "golden"
 ADAPTERS = {"qwen2_all": "qwen2_tied", "qwen2_some": "qwen2_untied", "gemma2": "families/gemma2"}
+JOINED = {name: f"families/{name}" for name in ("phi3", "qwen3_5", "qwen3_next")}
 ALGO = presets.preset("grpo")
 
 
 def read(name):
   """(config with the adapters of a golden folder, base, adapters)."""
-  config, base = model.load(GOLDEN / ADAPTERS[name])
+  config, base = model.load(GOLDEN / (ADAPTERS | JOINED)[name])
   config = dataclasses.replace(config, lora=model.load_adapter_shape(GOLDEN / "lora" / name))
   return (
     config,
@@ -48,13 +49,14 @@ def logits_of(config, params, base):
   return np.where(valid[..., None], logits, 0)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", ADAPTERS | JOINED)
 def test_logits_are_those_of_peft(name):
   """Run `pytest -s -n 0` to print the largest differences."""
   config, base, adapters = read(name)
   expected = np.load(GOLDEN / "lora" / name / "expected.npz")["logits"]
   adapted, alone = (
-    logits_of(config, params, ADAPTERS[name]) for params in (model.join(base, adapters), base)
+    logits_of(config, params, (ADAPTERS | JOINED)[name])
+    for params in (model.join(base, adapters), base)
   )
   difference = np.abs(adapted - expected).max()
   print(f"{name}: largest difference of a logit {difference:.1e}")
@@ -238,7 +240,7 @@ def test_a_quantised_kernel(dtype, bound):
     and packed.scale.dtype == jnp.bfloat16
   )
   assert packed.qvalue.dtype.itemsize == 1
-  error = jnp.abs(lora.dequantised(packed, jnp.float32) - kernel).reshape(2, 64, 2, 8).max(1)
+  error = jnp.abs(kernels.dequantised(packed, jnp.float32) - kernel).reshape(2, 64, 2, 8).max(1)
   assert (error / jnp.abs(kernel).reshape(2, 64, 2, 8).max(1)).max() < bound
   for name, x in (
     ("embed/embedding", kernel[:, 0]),
@@ -354,23 +356,13 @@ def test_a_projection_that_the_model_does_not_have_is_named():
   assert {len(x) for x in jax.tree.leaves(adapters)} == {config.num_layers}
 
 
-def test_adapters_of_fused_projections_cannot_be_saved(tmp_path):
-  config, base = model.load(GOLDEN / "families" / "phi3")
-  config = dataclasses.replace(config, lora=model.AdapterShape(2, 2.0, False, ("q",)))
-  with pytest.raises(ConfigError, match="export the merged model"):
-    model.save_adapters(
-      tmp_path / "out", config, model.init_adapters(jax.random.key(0), config, base), "base"
-    )
-  assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("inputs", [32, 128])
 @pytest.mark.parametrize("dtype", ["int8", "int4", "nf4", "rounded"])
 def test_factors_multiply_to_the_dequantised_kernel(dtype, inputs):
   """Also where the inputs are one tile, so that every dtype has one scale for each output."""
   name, kernel = "layers_0/mlp/gate/kernel", jax.random.normal(jax.random.key(0), (inputs, 48))
   small = lora.rounded(name, kernel) if dtype == "rounded" else lora.quantised(name, kernel, dtype)
-  matrix_IO, scale_O = lora.factors(small, jnp.float32, 48)
+  matrix_IO, scale_O = kernels.factors(small, jnp.float32, 48)
   product = matrix_IO if scale_O is None else matrix_IO * scale_O
-  np.testing.assert_allclose(product, lora.dequantised(small, jnp.float32), atol=1e-6)
+  np.testing.assert_allclose(product, kernels.dequantised(small, jnp.float32), atol=1e-6)
   assert 0 < jnp.abs(product - kernel).max() < 0.5

@@ -96,7 +96,7 @@ def test_decoding_with_a_growing_cache_equals_one_pass_without_a_cache(params):
   cache = model.empty_cache(CONFIG, prefix, 3, slots=3)
   for t in range(6):
     if t == 3:
-      cache = model.with_slots(cache, 6)
+      cache = model.with_slots(CONFIG, cache, 6)
     logits, cache = forward(params, CONFIG, own[:, t : t + 1], at[:, t : t + 1], cache)
     np.testing.assert_allclose(logits[:, 0], plain[:, t], atol=5e-5)
 
@@ -150,9 +150,9 @@ def test_rows_that_come_and_go_are_what_they_are_alone(params, windows):
     if time in (7, 12):  # the rows change places, and the second prompt is there twice
       order = np.array([[1, 0, 2], [5, 3, 4]])
       back = np.array([[1, 0, 2], [4, 5, 3]])
-      moved = model.with_slots(model.take_rows(config, cache, order, np.arange(2)), T + 3)
+      moved = model.with_slots(config, model.take_rows(config, cache, order, np.arange(2)), T + 3)
       assert moved.slots == T + 3 and moved.time == T
-      cache = model.with_slots(model.take_rows(config, moved, back, np.arange(2)), T)
+      cache = model.with_slots(config, model.take_rows(config, moved, back, np.arange(2)), T)
 
 
 def test_one_pass_after_a_shared_prefix_equals_one_pass_without_a_cache(params):

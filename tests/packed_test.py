@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax import learner, model
 from grpo_jax.config import Learner
-from grpo_jax.learner import packed
+from grpo_jax.learner import features, packed
 from grpo_jax.model.attention import make_packing, pack, unpack
 from grpo_jax.types import Batch
 
@@ -103,6 +103,23 @@ def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
   jax.tree.map(close, grads_of_stream, grads)
 
 
+@pytest.mark.parametrize("slots", [None, 9])
+def test_rows_of_an_accelerator_give_the_same_numbers(slots, monkeypatch):
+  """Their last token, which predicts nothing, is computed, too."""
+  params, options = params_of(CONFIG), learner.StatsOptions(CONFIG, Learner())
+  batch = make_batch(LENGTHS).replace(slots=slots)
+
+  def logprobs():
+    return learner.batch_stats(params, None, batch, options).logprobs_PGT
+
+  shorter = logprobs()
+  assert packed.row_slots(T, "cpu") == T - 1 and packed.row_slots(1, "tpu") == 0
+  accelerator = functools.partial(packed.row_slots, platform="tpu")
+  monkeypatch.setattr(features, "row_slots", lambda tokens, platform: accelerator(tokens))
+  np.testing.assert_allclose(logprobs(), shorter, atol=2e-5)
+  assert features.row_slots(T, "cpu") == T
+
+
 @pytest.mark.slow
 def test_routing_counts_each_token_once_wherever_it_lies():
   config = dataclasses.replace(
@@ -126,16 +143,16 @@ def test_routing_counts_each_token_once_wherever_it_lies():
 
 
 def test_sizes_are_eighths_and_not_small():
-  assert packed.slot_sizes(8, 33) == [128, None]
-  assert packed.slot_sizes(8, 65) == [128, 256, 384, None]
-  assert packed.slot_sizes(8, 129) == [128, 256, 384, 512, 640, 768, 896, None]
-  assert packed.slot_sizes(8, 513) == [512, 1024, 1536, 2048, 2560, 3072, 3584, None]
-  assert packed.slot_sizes(4, 9) == [None]
+  assert packed.slot_sizes(8, 32) == [128, None]
+  assert packed.slot_sizes(8, 64) == [128, 256, 384, None]
+  assert packed.slot_sizes(8, 128) == [128, 256, 384, 512, 640, 768, 896, None]
+  assert packed.slot_sizes(8, 512) == [512, 1024, 1536, 2048, 2560, 3072, 3584, None]
+  assert packed.slot_sizes(4, 8) == [None]
 
 
 def test_a_part_takes_the_fewest_slots_that_hold_its_largest_group(monkeypatch):
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
-  assert packed.slot_sizes(G, T) == [3, 6, 9, 12, 15, None]
+  assert packed.slot_sizes(G, T - 1) == [3, 6, 9, 12, 15, None]
 
   def slots(batch):
     return jnp.int32(-1 if batch.slots is None else batch.slots)

@@ -10,8 +10,8 @@ import numpy as np
 from grpo_jax.config import Config
 from grpo_jax.console.text import shorten, visible, without_common_parts
 from grpo_jax.data import loader
-from grpo_jax.data.images import processor
-from grpo_jax.data.images.processor import Processor
+from grpo_jax.data.images import processor as processors
+from grpo_jax.data.images.of_prompts import has_images
 from grpo_jax.data.prompts import Prompt, Prompts
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
 from grpo_jax.data.tasks import tasks
@@ -41,23 +41,26 @@ class Drawn:
   remark: str = ""
 
 
-def open_data(config: Config) -> tuple[tasks.Task, tokenizer.Tokenizer]:
-  """The task and the tokenizer of a config. Of a model, only the tokenizer's files are read."""
+def open_data(
+  config: Config,
+) -> tuple[tasks.Task, tokenizer.Tokenizer, processors.Processor | None]:
+  """The task, the tokenizer, and the image processor where the examples have images.
+
+  Of a model, only the files of these are read.
+  """
   path = hub.folder(config.data.tokenizer or config.model.path, "data.tokenizer")
   if path:
     tokens = tokenizer.load(path)  # first, because its errors come sooner
-    return tasks.make_task(config.data), tokens
+    task = tasks.make_task(config.data)
+    sees = config.model.path and len(task.train) and has_images(task.train[0])
+    folder = hub.folder(config.model.path, "data.tokenizer") if sees else ""
+    return task, tokens, processors.load(folder, tokens) if folder else None
   task = tasks.make_task(config.data)
-  return task, tokenizer.characters(
-    tasks.characters(config.data, task, config.environment.has_messages)
+  return (
+    task,
+    tokenizer.characters(tasks.characters(config.data, task, config.environment.has_messages)),
+    None,
   )
-
-
-def _processor(config: Config, tokens: tokenizer.Tokenizer) -> Processor | None:
-  """What the model's folder does to images, if a run would read its vision tower."""
-  folder = hub.folder(config.model.path, "model.path")
-  reads = folder and config.model.vision != "ignored"
-  return processor.load(folder, tokens) if reads else None
 
 
 def drawn(config: Config, step: int) -> Drawn:
@@ -69,10 +72,9 @@ def drawn(config: Config, step: int) -> Drawn:
   warm, last = config.warm_start.steps, config.warm_start.steps + config.steps
   if not 1 <= step <= last:
     raise ConfigError(f"flag --step={step}: the run has the steps 1 to {last}")
-  task, tokens = open_data(config)
+  task, tokens, processor = open_data(config)
   environment = of_config(config, tokens)
-  seen = _processor(config, tokens)
-  prompts = Prompts(task.train, tokens, config.data, environment=environment, processor=seen)
+  prompts = Prompts(task.train, tokens, config.data, environment=environment, processor=processor)
   algo, number = config.algo, step - 1
   if number < warm:
     indices = loader.step_indices(config.seed, number, config.warm_start.batch, len(prompts))
@@ -124,17 +126,16 @@ def step_lines(found: Drawn, count: int, width: int) -> Iterator[str]:
 
 def statistics_lines(config: Config) -> Iterator[str]:
   """Lengths, duplicates, and the overlap of training and test. Reads every example."""
-  task, tokens = open_data(config)
+  task, tokens, processor = open_data(config)
   if not len(task.test):
     raise tasks.no_test_split(config.data.path)
   environment, found = of_config(config, tokens), dict[str, Statistics]()
-  seen = _processor(config, tokens)
   for split, examples in (("training", task.train), ("test", task.test)):
     shares: Mapping[str, float] = {}
     if isinstance(examples, Mixture) and split == "training":
       shares = {name: share for name, (_, share) in examples.shares().items()}
       examples = examples.each_row_once()
-    found[split] = each = statistics(examples, tokens, config.data, environment, seen)
+    found[split] = each = statistics(examples, tokens, config.data, environment, processor)
     limit = config.data.max_prompt_tokens
     longer = int((each.prompt_tokens > limit).sum())
     yield f"{split}: {len(examples):,} examples, all readable"
@@ -155,7 +156,7 @@ def statistics_lines(config: Config) -> Iterator[str]:
   such = ""
   if len(common):
     example, data = task.test[int(common[0])], _any_length(config)
-    prompts = Prompts([example], tokens, data, environment=environment, processor=seen)
+    prompts = Prompts([example], tokens, data, environment=environment, processor=processor)
     (first,) = prompts.make([0])
     such = f", such as number {common[0]}: {shorten(visible(first.text), 60)}"
   yield f"overlap: {len(common):,} of {len(task.test):,} test prompts are also in training{such}"

@@ -227,7 +227,8 @@ class Prompts:
     for start in range(0, len(own), at_once):
       made = self._make([self._split[int(i)] for i in own[start : start + at_once]])
       lengths = np.array([len(prompt.ids) for prompt in made], np.int32)
-      counts.append(np.column_stack([lengths, needed_sizes(made)]))
+      sizes = needed_sizes(made) if self.images else np.zeros((len(made), 2), np.int32)
+      counts.append(np.column_stack([lengths, sizes]))
     return np.concatenate(counts)
 
   def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:

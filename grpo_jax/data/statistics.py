@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_jax.data.images.processor import Processor
-from grpo_jax.data.images.shown import source
-from grpo_jax.data.prompts import Opens, Prompts
+from grpo_jax.data.prompts import Opens, Prompt, Prompts
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -75,7 +74,7 @@ def statistics(
     texts = [prompt.example.get("solution") for prompt in made]
     own = slice(start, start + len(made))
     lengths[own] = [len(prompt.ids) for prompt in made]
-    hashes[own] = [_hash(prompt.text + "".join(map(source, prompt.images))) for prompt in made]
+    hashes[own] = [_hash(prompt) for prompt in made]
     encoded = tokenizer.encode_batch_after([text or "" for text in texts])
     solutions[own] = [len(ids) + 1 if text else 0 for text, ids in zip(texts, encoded)]
   return Statistics(lengths, solutions, hashes, tasks)
@@ -117,5 +116,7 @@ def _round_up(value: float) -> int:
   return int(next(step * power for step in (1, 2, 5, 10) if step * power >= value))
 
 
-def _hash(text: str) -> int:
+def _hash(prompt: Prompt) -> int:
+  """A number that is equal for prompts with the same text and the same images."""
+  text = "\0".join([prompt.text, *(str(hash(image)) for image in prompt.images)])
   return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax import model
-from grpo_jax.learner.packed import lengths
+from grpo_jax.learner.packed import lengths, row_slots
 from grpo_jax.types import Batch, Routing
 
 
@@ -32,21 +32,22 @@ def completion_features(
       them with those that the routers choose.
 
   Returns:
-    Hidden states [P, W, D] of the tokens that are predicted, W = G * T, or packed as `packings`
-    says where `batch.slots` is set; and the routing of each group, [P, ...], or None for a model
-    without experts. The routing counts a group's prompt once, if any of the group's tokens is in
-    the loss, and a completion's tokens of the loss except the last one, which predicts nothing.
+    Hidden states [P, W, D] of the tokens that are predicted, W = G * T, or packed as
+    `target_packing` says where `batch.slots` is set; and the routing of each group, [P, ...], or
+    None for a model without experts. The routing counts a group's prompt once, if any of the
+    group's tokens is in the loss, and a completion's tokens of the loss except the last one, which
+    predicts nothing.
   """
   P, G, T = batch.completions_PGT.shape
   S = batch.prompts_PS.shape[1]
   config = dataclasses.replace(config, length=S + T)
-  inputs = targets = None
+  in_row, inputs, targets = row_slots(T, config.platform), None, None
   if batch.slots:
-    inputs, targets = packings(batch)
-  groups = model.Groups(batch.prompt_lengths_P, S, G if T > 1 else 0, T - 1, inputs)
+    inputs, targets = input_packing(batch, in_row), target_packing(batch)
+  groups = model.Groups(batch.prompt_lengths_P, S, G if T > 1 else 0, in_row, inputs)
 
-  tokens_PN = _join(batch.prompts_PS, batch.completions_PGT, inputs)
-  routes, visual = _routes(batch, inputs, replays), batch.visual
+  tokens_PN = _join(batch.prompts_PS, batch.completions_PGT, in_row, inputs)
+  routes, visual = _routes(batch, in_row, inputs, replays), batch.visual
   if batch.images is not None:
     visual = model.encode(params, config, batch.images, remat)
   hidden_PND, routing = model.group_features(
@@ -55,48 +56,52 @@ def completion_features(
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
   if targets is not None:
-    return _shifted(hidden_PND[:, S:], last_P1D, inputs, targets, T), routing
+    return _shifted(hidden_PND[:, S:], last_P1D, inputs, targets, (in_row, T)), routing
   D = hidden_PND.shape[-1]
   first_PG1D = jnp.broadcast_to(last_P1D[:, None], (P, G, 1, D))
-  rest = hidden_PND[:, S:].reshape(P, G, T - 1, D)
+  rest = hidden_PND[:, S:].reshape(P, G, in_row, D)[:, :, : T - 1]
   return jnp.concatenate([first_PG1D, rest], axis=2).reshape(P, G * T, D), routing
 
 
 def _join(
-  of_prompts: jax.Array, of_completions: jax.Array, inputs: model.Packing | None
+  of_prompts: jax.Array, of_completions: jax.Array, in_row: int, inputs: model.Packing | None
 ) -> jax.Array:
   """[P, S, ...] and [P, G, T, ...] -> [P, N, ...] of the tokens that the layers compute."""
-  P, G, T, *rest = of_completions.shape
-  in_rows = of_completions[:, :, :-1].reshape(P, G * (T - 1), *rest)
+  P, G, _, *rest = of_completions.shape
+  in_rows = of_completions[:, :, :in_row].reshape(P, G * in_row, *rest)
   if inputs is not None:
     in_rows = model.pack(in_rows, inputs)
   return jnp.concatenate([of_prompts, in_rows], 1)
 
 
-def _routes(batch: Batch, inputs: model.Packing | None, replays: bool) -> model.Routes:
+def _routes(batch: Batch, in_row: int, inputs: model.Packing | None, replays: bool) -> model.Routes:
   """What routers are told of the tokens that the layers compute."""
   (_, S), T = batch.prompts_PS.shape, batch.completions_PGT.shape[2]
   learns_P = (batch.mask_PGT != 0).any((1, 2))
   is_prompt_PS = jnp.arange(S) < batch.prompt_lengths_P[:, None]
   predicts_PGT = jnp.arange(T) < lengths(batch.mask_PGT)[..., None] - 1
   counts_PGT = (batch.mask_PGT != 0) & predicts_PGT
-  counted_PN = _join(is_prompt_PS & learns_P[:, None], counts_PGT, inputs)
+  counted_PN = _join(is_prompt_PS & learns_P[:, None], counts_PGT, in_row, inputs)
   if inputs is not None:
     counted_PN = counted_PN.at[:, S:].set(counted_PN[:, S:] & (inputs.token_PN >= 0))
   if batch.experts_PGTY is None:
     return model.Routes(counted_PN)
-  given = _join(batch.prompt_experts_PSY, batch.experts_PGTY, inputs)
+  given = _join(batch.prompt_experts_PSY, batch.experts_PGTY, in_row, inputs)
   of_completions_PN = counted_PN.at[:, :S].set(False)
   return model.Routes(counted_PN, given, of_completions_PN, replays)
 
 
-def packings(batch: Batch) -> tuple[model.Packing, model.Packing]:
-  """Where the tokens lie that the layers compute, and where those that they predict."""
+def input_packing(batch: Batch, in_row: int) -> model.Packing:
+  """Where the completion tokens lie that the layers compute, of rows of `in_row` slots."""
+  counts_PG = jnp.maximum(lengths(batch.mask_PGT) - 1, 0)
+  return model.make_packing(counts_PG, in_row, batch.slots)
+
+
+def target_packing(batch: Batch) -> model.Packing:
+  """Where the tokens lie that are predicted, of rows of T."""
   _, G, T = batch.completions_PGT.shape
-  lengths_PG = lengths(batch.mask_PGT)
-  inputs = model.make_packing(jnp.maximum(lengths_PG - 1, 0), T - 1, batch.slots)
   # A group predicts at most G tokens more than it computes: the first one of each completion.
-  return inputs, model.make_packing(lengths_PG, T, batch.slots + G)
+  return model.make_packing(lengths(batch.mask_PGT), T, batch.slots + G)
 
 
 def _shifted(
@@ -104,22 +109,23 @@ def _shifted(
   last_P1D: jax.Array,
   inputs: model.Packing,
   targets: model.Packing,
-  tokens: int,
+  sizes: tuple[int, int],
 ) -> jax.Array:
   """The hidden state that predicts each target [P, W, D].
 
   Args:
     hidden_PND: Of the N inputs.
     last_P1D: Of the prompts' last tokens.
-    inputs: The packing of the inputs, which are the tokens of rows of T - 1.
-    targets: The packing of the targets, which are the tokens of rows of T.
-    tokens: T.
+    inputs: The packing of the inputs.
+    targets: The packing of the targets.
+    sizes: The slots of a row of inputs, and those of a row of targets.
   """
-  row_PW, time_PW = jnp.divmod(jnp.maximum(targets.token_PN, 0), tokens)
-  before_PW = row_PW * (tokens - 1) + jnp.maximum(time_PW - 1, 0)
+  of_inputs, of_targets = sizes
+  row_PW, time_PW = jnp.divmod(jnp.maximum(targets.token_PN, 0), of_targets)
+  before_PW = row_PW * of_inputs + jnp.maximum(time_PW - 1, 0)
   source_PW = jnp.take_along_axis(inputs.slot_PC, before_PW, 1)
-  row_PN, time_PN = jnp.divmod(jnp.maximum(inputs.token_PN, 0), tokens - 1)
-  target_PN = jnp.take_along_axis(targets.slot_PC, row_PN * tokens + time_PN + 1, 1)
+  row_PN, time_PN = jnp.divmod(jnp.maximum(inputs.token_PN, 0), of_inputs)
+  target_PN = jnp.take_along_axis(targets.slot_PC, row_PN * of_targets + time_PN + 1, 1)
   target_PN = jnp.where(inputs.token_PN >= 0, target_PN, -1)
   rest_PWD = model.move(hidden_PND, source_PW, target_PN)
   return jnp.where((time_PW == 0)[..., None], last_P1D, rest_PWD)

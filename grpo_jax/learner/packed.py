@@ -25,13 +25,23 @@ def lengths(mask_PGT: jax.Array) -> jax.Array:
   return jnp.where(mask_PGT != 0, ends, 0).max(-1)
 
 
-def slot_sizes(completions: int, tokens: int) -> list[int | None]:
-  """The numbers of slots that G completions of T tokens can be computed in, ascending.
+def row_slots(tokens: int, platform: str) -> int:
+  """The slots in which the layers compute a row of T completion tokens.
 
-  They are multiples of an eighth of all tokens, or of 128 if that is more. None, the last one,
-  means rows of T. It suits groups whose completions are all long.
+  The last token predicts nothing, so T - 1 are enough. A TPU or GPU holds arrays in tiles, and the
+  usual T is a multiple of these: there, rows of T are parts of a stream, where shorter ones would
+  be copied.
   """
-  full = completions * (tokens - 1)  # a row's last token predicts nothing
+  return tokens if platform in ("tpu", "gpu") and tokens > 1 else tokens - 1
+
+
+def slot_sizes(completions: int, in_row: int) -> list[int | None]:
+  """The numbers of slots that G completions can be computed in, ascending.
+
+  They are multiples of an eighth of all slots, or of 128 if that is more. None, the last one, means
+  rows of `in_row` slots. It suits groups whose completions are all long.
+  """
+  full = completions * in_row
   step = max(-(-full // 8), _FEWEST_SLOTS)
   return [*range(step, full, step), None]
 
@@ -51,7 +61,7 @@ def slots_of_batch(lengths_PG: np.ndarray, tokens: int, platform: str) -> int | 
   if platform == "cpu":
     return None
   needed = int(np.maximum(lengths_PG - 1, 0).sum(1).max())
-  sizes = slot_sizes(lengths_PG.shape[1], tokens)
+  sizes = slot_sizes(lengths_PG.shape[1], row_slots(tokens, platform))
   return next((size for size in sizes if size is not None and size >= needed), 0)
 
 
@@ -63,7 +73,7 @@ def with_fewest_slots(function: Callable[[Batch], Any], batch: Batch) -> Any:
   _, G, T = batch.completions_PGT.shape
   if batch.slots is not None:
     return function(batch)
-  sizes = slot_sizes(G, T)
+  sizes = slot_sizes(G, T - 1)
   branches = [functools.partial(_with_slots, function, size) for size in sizes]
   if len(branches) == 1:
     return branches[0](batch)
@@ -89,8 +99,8 @@ def computed_tokens(batch: Batch) -> jax.Array:
   """How many tokens `with_fewest_slots` computes, prompts with their padding included."""
   P, G, T = batch.completions_PGT.shape
   if batch.slots is not None:
-    return P * (batch.prompts_PS.shape[1] + (batch.slots or G * (T - 1)))
-  sizes = slot_sizes(G, T)
+    return P * (batch.prompts_PS.shape[1] + (batch.slots or G * T))
+  sizes = slot_sizes(G, T - 1)
   counts = jnp.array([G * (T - 1) if size is None else size for size in sizes])
   slots = counts[_size_index(batch.mask_PGT, sizes)] if len(sizes) > 1 else counts[0]
   return P * (batch.prompts_PS.shape[1] + slots)
@@ -122,4 +132,4 @@ def sorted_by_tokens(batch: Batch, micro_batch: int) -> tuple[Batch, jax.Array |
 def sizes_vary(batch: Batch, micro_batch: int) -> bool:
   """Whether the slots of a part depend on which groups it has."""
   _, G, T = batch.completions_PGT.shape
-  return micro_batch > 1 and batch.slots is None and len(slot_sizes(G, T)) > 1
+  return micro_batch > 1 and batch.slots is None and len(slot_sizes(G, T - 1)) > 1

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from grpo_jax import masked, model
 from grpo_jax.algo import kl
 from grpo_jax.config import Learner
-from grpo_jax.learner.features import completion_features, packings
+from grpo_jax.learner.features import completion_features, target_packing
 from grpo_jax.learner.packed import sizes_vary, sorted_by_tokens, with_fewest_slots
 from grpo_jax.types import Batch, TokenStats, Visual
 
@@ -63,7 +63,7 @@ def batch_stats(
     options: What to compute.
   """
   P, G, T = batch.completions_PGT.shape
-  targets = packings(batch)[1] if batch.slots else None
+  targets = target_packing(batch) if batch.slots else None
 
   def features(params: model.Params, batch: Batch) -> tuple[jax.Array, Any]:
     return completion_features(params, options.model, batch, options.learner.saved_activations)

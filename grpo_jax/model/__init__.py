@@ -30,8 +30,10 @@ from grpo_jax.model.cache import (
   take_prompts,
   take_rows,
   with_slots,
+  within_windows,
 )
-from grpo_jax.model.config import ADAPTABLE, AdapterShape, ModelConfig
+from grpo_jax.model.cache_bytes import cache_bytes
+from grpo_jax.model.config import AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
 from grpo_jax.model.huggingface.load_weights import ignores_parts, load, load_model_config
 from grpo_jax.model.huggingface.peft import (
@@ -43,10 +45,13 @@ from grpo_jax.model.huggingface.peft import (
 )
 from grpo_jax.model.huggingface.save_weights import save
 from grpo_jax.model.lora import (
+  ADAPTABLE,
   QUANTISED_DTYPES,
   init_adapters,
   is_projection,
   join,
+  kernels_of,
+  modules_of,
   quantised,
   rounded,
 )
@@ -99,6 +104,7 @@ __all__ = [
   "Cache",
   "Prefix",
   "begin_rows",
+  "cache_bytes",
   "empty_cache",
   "put_prompts",
   "roll_rows",
@@ -107,6 +113,7 @@ __all__ = [
   "take_prompts",
   "take_rows",
   "with_slots",
+  "within_windows",
   "as_prefix",
   # Where the parameters of layers lie.
   "is_stacked",
@@ -127,6 +134,8 @@ __all__ = [
   "QUANTISED_DTYPES",
   "init_adapters",
   "is_projection",
+  "kernels_of",
+  "modules_of",
   "join",
   "quantised",
   "rounded",

@@ -13,11 +13,15 @@ slot, one further with every pass and back to the first after the last. What a s
 depends on its age alone: a row sees the slots that are younger than its own length. A slot for each
 row would need a scatter, where this needs one slice.
 
+Layers with a window need few slots, whatever the length of a row: their slots are a ring that holds
+the newest tokens alone (see `ring_slots`). Of the prompts, they keep the last tokens.
+
 The row's own part has no axis L where a stack has one layer. On one device it also has no axis P, K
 or G of length 1. On a CPU, XLA would compute the write of a new token a second time to drop such an
 axis, and copy the cache for that (experiments/LOG.md, 2026-11-25).
 """
 
+import functools
 from typing import Any
 
 from flax import struct
@@ -27,6 +31,7 @@ import jax.numpy as jnp
 from grpo_jax.model.attention import decode
 from grpo_jax.model.attention.softmax import Int8
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.stacks import stacks
 
 PerStack = dict[str, Any]  # one array for each stack of layers, or one `Int8`
 
@@ -35,21 +40,19 @@ class Prefix(struct.PyTreeNode):
   """What the layers keep of the prompts, which the G rows of a group share.
 
   Attributes:
-    keys: [L, P, K, S, E] for each stack with attention.
-    values: [L, P, K, S, E] for each of them, except where the keys are the values, too.
+    keys: [L, P, K, S, E] for each stack with attention. A stack with fewer slots than S has those
+      of each prompt's last tokens (see `within_windows`).
+    values: The same for each of them, except where the keys are the values, too.
     lengths_P: int32, how many tokens each prompt has. Slots after them are not attended to.
     states: Arrays [L, P, ...] for each stack that recurs, after the prompts' last tokens.
+    slots: S, the most tokens that a prompt may have.
   """
 
   keys: PerStack
   values: PerStack
   lengths_P: jax.Array
-  states: PerStack = struct.field(default_factory=dict)
-
-  @property
-  def slots(self) -> int:
-    """S, the number of slots for a prompt."""
-    return next(iter(self.keys.values())).shape[-2]
+  states: PerStack
+  slots: int = struct.field(pytree_node=False)
 
 
 class Cache(struct.PyTreeNode):
@@ -57,13 +60,17 @@ class Cache(struct.PyTreeNode):
 
   Attributes:
     keys: [L, P, K, G, C, E] for each stack, without the axis L if it is 1 and without those of P, K
-      and G that are not in `axes`. With `config.cache_dtype`, each is an `Int8`.
+      and G that are not in `axes`. With `config.cache_dtype`, each is an `Int8`. Each stack has a C
+      of its own: `slots`, or less with a window.
     values: The same.
     time: int32 scalar, how many tokens were written. Token number n lies in slot n modulo C.
-    lengths_PG: int32, how many of the tokens written last are a row's own. At most C.
+    lengths_PG: int32, how many of the tokens written last are a row's own. At most `slots`.
     prefix: The prompts of the groups, or None where the rows share no prompt.
-    axes: Which of P, K and G are axes of the keys and values, in this order.
     states: Arrays [L, P, G, ...] for each stack that recurs, after the rows' last tokens.
+    slots: The most own tokens that a row may have.
+    rewind: The most slots by which `roll_rows` moves a row's tokens. None means any number, and
+      that passes may have several tokens: then layers with a window have all slots, too.
+    axes: Which of P, K and G are axes of the keys and values, in this order.
   """
 
   keys: PerStack
@@ -72,31 +79,62 @@ class Cache(struct.PyTreeNode):
   lengths_PG: jax.Array
   prefix: Prefix | None = None
   states: PerStack = struct.field(default_factory=dict)
+  slots: int = struct.field(pytree_node=False, kw_only=True)
+  rewind: int | None = struct.field(pytree_node=False, default=None)
   axes: str = struct.field(pytree_node=False, default="PKG")
 
-  @property
-  def slots(self) -> int:
-    """C, the number of slots for a row's own tokens."""
-    return jax.tree.leaves(self.keys)[0].shape[-2]
+
+def ring_slots(config: ModelConfig, window: int, slots: int, rewind: int | None) -> int:
+  """C of the layers with a window.
+
+  A pass writes a token and then reads it and the window - 1 before it, so a window of slots is
+  enough for a row that goes on. One that ends stays while others go on. Each pass then writes a
+  slot that is not its own, until it is rolled back by as many slots, and by those of the tokens
+  that it drops. Before its next pass, the window - 1 tokens that it will read lie behind `rewind`
+  slots. Together these are window - 1 + rewind.
+
+  Args:
+    config: The model.
+    window: As in `LayerKind`.
+    slots: `Cache.slots`.
+    rewind: `Cache.rewind`.
+  """
+  if not window or rewind is None:
+    return slots
+  step = slots_step(config)
+  return min(slots, -(-max(window, window - 1 + rewind) // step) * step)
 
 
-def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int) -> Cache:
+def _slots_of_stacks(config: ModelConfig, slots: int, rewind: int | None) -> dict[str, int]:
+  """C of each stack."""
+  return {
+    name: ring_slots(config, config.kind(numbers[0]).window, slots, rewind)
+    for name, numbers in stacks(config).items()
+  }
+
+
+def empty_cache(
+  config: ModelConfig, prefix: Prefix, group_size: int, slots: int, rewind: int | None = None
+) -> Cache:
   """A cache for G rows per prompt of `prefix`, without any tokens of their own yet.
 
   Args:
     config: The model.
     prefix: The prompts, as `as_prefix` returns them.
     group_size: G, the rows of each prompt.
-    slots: C, the slots for each row's own tokens.
+    slots: The most own tokens that a row may have.
+    rewind: As in `Cache`.
   """
   P = prefix.lengths_P.shape[0]
   has_heads = any(keys.shape[2] > 1 for keys in prefix.keys.values())
   axes = _axes(config, P, group_size, has_heads)
 
-  def zeros(of_prompts: jax.Array) -> jax.Array | Int8:
+  C = _slots_of_stacks(config, slots, rewind)
+
+  def zeros(name: str, of_prompts: jax.Array) -> jax.Array | Int8:
     L, _, K, _, E = of_prompts.shape
     shape = (L,) if L > 1 else ()
-    whole = jnp.zeros((*shape, P, K, group_size, slots, E), of_prompts.dtype)
+    whole = jnp.zeros((*shape, P, K, group_size, C[name], E), of_prompts.dtype)
     stack = without_axes(whole, axes)
     if not config.cache_dtype:
       return stack
@@ -107,9 +145,17 @@ def empty_cache(config: ModelConfig, prefix: Prefix, group_size: int, slots: int
   def of_rows(state: jax.Array) -> jax.Array:
     return jnp.repeat(state[:, :, None], group_size, axis=2)
 
-  keys, values = jax.tree.map(zeros, (prefix.keys, prefix.values))
-  states, lengths_PG = jax.tree.map(of_rows, prefix.states), jnp.zeros((P, group_size), jnp.int32)
-  return Cache(keys, values, jnp.int32(0), lengths_PG, prefix, states, axes)
+  return Cache(
+    keys={name: zeros(name, x) for name, x in prefix.keys.items()},
+    values={name: zeros(name, x) for name, x in prefix.values.items()},
+    time=jnp.int32(0),
+    lengths_PG=jnp.zeros((P, group_size), jnp.int32),
+    prefix=prefix,
+    states=jax.tree.map(of_rows, prefix.states),
+    slots=slots,
+    rewind=rewind,
+    axes=axes,
+  )
 
 
 def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
@@ -144,7 +190,27 @@ def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
 
   keys, values = jax.tree.map(first_row, (cache.keys, cache.values))
   states = jax.tree.map(lambda x: x[:, :, 0], cache.states)
-  return Prefix(keys, values, lengths_P, states)
+  return Prefix(keys, values, lengths_P, states, cache.slots)
+
+
+def within_windows(config: ModelConfig, prefix: Prefix) -> Prefix:
+  """The prefix with the tokens that completions see: with a window, the last ones of each prompt.
+
+  A stack of n slots has token max(length - n, 0) of each prompt in its first slot.
+  """
+
+  def last(name: str, x_LPKSE: jax.Array) -> jax.Array:
+    window, S = config.kind(numbers[name][0]).window, x_LPKSE.shape[3]
+    if not window or window >= S:
+      return x_LPKSE
+    first_P = jnp.maximum(prefix.lengths_P - window, 0)
+    from_PS = first_P[:, None] + jnp.arange(window)
+    return jnp.take_along_axis(x_LPKSE, from_PS[None, :, None, :, None], axis=3)
+
+  numbers = stacks(config)
+  keys = {name: last(name, x) for name, x in prefix.keys.items()}
+  values = {name: last(name, x) for name, x in prefix.values.items()}
+  return prefix.replace(keys=keys, values=values)
 
 
 def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
@@ -165,22 +231,31 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   prefix = cache.prefix
   keys, values = jax.tree.map(whole, (prefix.keys, prefix.values), (cache.keys, cache.values))
   states = jax.tree.map(lambda x: x[:, 0], cache.states)
-  return Prefix(keys, values, lengths_P, states)
+  return Prefix(keys, values, lengths_P, states, prefix.slots + cache.slots)
 
 
-def with_slots(cache: Cache, slots: int) -> Cache:
-  """The cache with another number of slots, at least as many as the longest row has tokens."""
-  kept = min(cache.slots, slots)
-  # The last tokens are kept, and lie in the order of their age.
-  first = jnp.maximum(cache.time - kept, 0)
-  from_C = (first + jnp.arange(kept)) % cache.slots
+def with_slots(config: ModelConfig, cache: Cache, slots: int) -> Cache:
+  """The cache with another number of slots, at least as many as the longest row has tokens.
 
-  def own(stack: jax.Array) -> jax.Array:
-    ordered = jnp.take(stack, from_C, axis=-2)
-    return jnp.pad(ordered, [(0, 0)] * (stack.ndim - 2) + [(0, slots - kept), (0, 0)])
+  The tokens get new numbers, the same in all stacks, so that the newest has a low one.
+  """
+  time = jnp.minimum(cache.time, min(cache.slots, slots))
+  new_C = _slots_of_stacks(config, slots, cache.rewind)
 
-  keys, values = jax.tree.map(own, (cache.keys, cache.values))
-  return cache.replace(keys=keys, values=values, time=jnp.minimum(cache.time, kept))
+  def own(new_C: int, stack: jax.Array) -> jax.Array:
+    age_C = (time - 1 - jnp.arange(new_C)) % new_C
+    # What is older than all old slots is what no row sees.
+    return jnp.take(stack, (cache.time - 1 - age_C) % stack.shape[-2], axis=-2)
+
+  def resized(old: PerStack) -> PerStack:
+    # Keys and values, or the numbers and scales of each.
+    return {
+      name: jax.tree.map(functools.partial(own, new_C[name]), stack) for name, stack in old.items()
+    }
+
+  return cache.replace(
+    keys=resized(cache.keys), values=resized(cache.values), time=time, slots=slots
+  )
 
 
 def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: jax.Array) -> Cache:
@@ -210,21 +285,24 @@ def take_rows(config: ModelConfig, cache: Cache, rows_PG: jax.Array, prompts_P: 
     return jnp.take(state.reshape(L, -1, *rest), rows_PG, axis=1)
 
   states = jax.tree.map(taken, cache.states)
-  return Cache(keys, values, cache.time, lengths_PG, prefix, states, axes)
+  return cache.replace(
+    keys=keys, values=values, lengths_PG=lengths_PG, prefix=prefix, states=states, axes=axes
+  )
 
 
 def roll_rows(cache: Cache, by_PG: jax.Array) -> Cache:
-  """The cache with each row's tokens as many slots further, round the end.
+  """The cache with each row's tokens as many slots further, round the end: at most `cache.rewind`.
 
   A row that paused, or that drops its last tokens, has its own tokens in the slots written last
   again. A state cannot drop tokens: it stays.
   """
   P, G = by_PG.shape
-  from_PGC = (jnp.arange(cache.slots) - by_PG[..., None]) % cache.slots
 
   def own(stack: jax.Array) -> jax.Array:
     whole = with_axes(stack, cache.axes)
-    index = from_PGC.reshape(*[1] * (whole.ndim - 5), P, 1, G, cache.slots, 1)
+    C = whole.shape[-2]
+    from_PGC = (jnp.arange(C) - by_PG[..., None]) % C
+    index = from_PGC.reshape(*[1] * (whole.ndim - 5), P, 1, G, C, 1)
     return without_axes(jnp.take_along_axis(whole, index, axis=-2), cache.axes)
 
   keys, values = jax.tree.map(own, (cache.keys, cache.values))
@@ -238,7 +316,8 @@ def take_prompts(prefix: Prefix, from_P: jax.Array) -> Prefix:
     return jnp.take(x, from_P, axis=1)
 
   keys, values, states = jax.tree.map(take, (prefix.keys, prefix.values, prefix.states))
-  return Prefix(keys, values, prefix.lengths_P[from_P], states)
+  lengths_P = prefix.lengths_P[from_P]
+  return prefix.replace(keys=keys, values=values, lengths_P=lengths_P, states=states)
 
 
 def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
@@ -259,7 +338,7 @@ def put_prompts(prefix: Prefix, places_N: jax.Array, prompts: Prefix) -> Prefix:
   keys, values = jax.tree.map(put, (prefix.keys, prefix.values), (prompts.keys, prompts.values))
   states = jax.tree.map(put_state, prefix.states, prompts.states)
   lengths_P = prefix.lengths_P.at[places_N].set(prompts.lengths_P, mode="drop")
-  return Prefix(keys, values, lengths_P, states)
+  return prefix.replace(keys=keys, values=values, lengths_P=lengths_P, states=states)
 
 
 def _axes(config: ModelConfig, prompts: int, group_size: int, has_heads: bool) -> str:

@@ -30,13 +30,13 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     sinks_H: jax.Array | None = None,
   ) -> tuple[jax.Array, KeysAndValues | None]:
     (B, T, H, E), (P, G) = q_BTHE.shape, cache.lengths_PG.shape
-    K = with_axes(jax.tree.leaves(memory.own)[0], cache.axes).shape[-4]
+    K, _, C, _ = with_axes(jax.tree.leaves(memory.own)[0], cache.axes).shape[-4:]
     q_PKGRTE = q_BTHE.reshape(P, G, T, K, H // K, E).transpose(0, 3, 1, 4, 2, 5)
 
     def put(stack: jax.Array, new: jax.Array) -> jax.Array:
       layer = [memory.place][: stack.ndim - new.ndim]
       new = new.reshape((1,) * len(layer) + new.shape)
-      start = [*layer, *[0] * len(cache.axes), cache.time % cache.slots, 0]
+      start = [*layer, *[0] * len(cache.axes), cache.time % C, 0]
       return _slots_last(jax.lax.dynamic_update_slice(stack, new, start), config, E)
 
     def by_kernel(q_PKGRTE: jax.Array, own: KeysAndValues, prefix_mask: Any) -> jax.Array:
@@ -65,10 +65,10 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       stacks_of_own = written = write(memory.own[0], k_BTKE), values
     prefix = _both(memory.prefix) if cache.prefix is not None else None
     prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window) if prefix else None
-    if T == 1 and decode.fits(config) and cache.slots % decode.SLOTS == 0:
+    if T == 1 and decode.fits(config) and C % decode.SLOTS == 0:
       out = by_kernel(q_PKGRTE, _both(stacks_of_own), prefix_mask)
       return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), written
-    mask = _own_mask(cache, T, window)
+    mask = _own_mask(cache, T, C, window)
     keys, values = jax.tree.map(read, _both(stacks_of_own))
     own, scoring = Own(keys, values, cache.axes.lower()), Scoring(config.attention_cap, sinks_H)
     out = softmax_attention(q_PKGRTE, own, mask, prefix, prefix_mask, scoring)
@@ -160,19 +160,20 @@ def of_rows(kept: Mapping[str, Any], tokens: int) -> Cache:
   states = jax.tree.map(lambda x: x[:, :, None], recurring)
   B = jax.tree.leaves(kept)[0].shape[1]
   lengths_PG = jnp.full((B, 1), tokens, jnp.int32)
-  return Cache(keys, values, jnp.int32(tokens), lengths_PG, states=states)
+  return Cache(keys, values, jnp.int32(tokens), lengths_PG, states=states, slots=tokens)
 
 
-def _own_mask(cache: Cache, tokens: int, window: int) -> jax.Array:
+def _own_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Array:
   """[P, 1, G, 1, T, C]: which slots the rows' new tokens see. They are written before.
 
   Args:
     cache: Before the pass. A pass of several tokens must not go past the last slot.
     tokens: T.
+    slots: C.
     window: As in `View`.
   """
   place_T1 = jnp.arange(tokens)[:, None]
-  age_TC = (cache.time + place_T1 - jnp.arange(cache.slots)) % cache.slots
+  age_TC = (cache.time + place_T1 - jnp.arange(slots)) % slots
   mask = age_TC <= cache.lengths_PG[:, None, :, None, None, None] + place_T1
   return mask & (age_TC < window) if window else mask
 
@@ -183,7 +184,8 @@ def _prefix_mask(cache: Cache, tokens: int, slots: int, window: int) -> jax.Arra
   mask = slots_S < lengths_P
   if window:
     place = cache.lengths_PG[:, None, :, None, None, None] + jnp.arange(tokens)[:, None]
-    mask &= lengths_P + place - slots_S < window
+    token = slots_S + jnp.maximum(lengths_P - slots, 0)  # see `within_windows`
+    mask &= lengths_P + place - token < window
   return mask
 
 

@@ -9,14 +9,6 @@ import jax
 from grpo_jax.model.rope import RopeScaling
 from grpo_jax.model.vision_shape import VisionShape
 
-# The kernels that can have an adapter, and what Hugging Face calls their modules.
-ADAPTABLE = {
-  **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
-  **{"q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj"},
-  **{name: name for name in ("in_proj_z", "in_proj_a", "in_proj_b")},
-  "out": "out_proj",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class AdapterShape:
@@ -27,7 +19,7 @@ class AdapterShape:
     alpha: The numerator of `scale`.
     rslora: Scale by alpha / sqrt(rank) instead of alpha / rank (rank-stabilised LoRA, Kalajdzievski
       2312.03732). Higher ranks need it.
-    targets: The names in ADAPTABLE that have an adapter.
+    targets: The names of the kernels that have an adapter, sorted. Layers may share a name.
   """
 
   rank: int
@@ -63,11 +55,6 @@ class DeltaShape:
   def channels(self) -> int:
     """The numbers of a token that go through the convolution: queries, keys and values."""
     return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-  def state_bytes(self, item: float) -> float:
-    """The bytes of a row's memory, whose tokens before the convolution have `item` each."""
-    state = 4.0 * self.value_heads * self.key_dim * self.value_dim
-    return state + item * (self.width - 1) * self.channels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,10 +369,3 @@ class ModelConfig:
       head_dim=kind.head_dim,
       mlp_dim=kind.mlp_dim,
     )
-
-  @property
-  def key_dims(self) -> set[int]:
-    """The sizes of the keys that layers keep of a token."""
-    kinds = map(self.kind, range(self.num_layers))
-    of_mixer = {"latent": self.latent.rank + self.latent.rope_dim} if self.latent else {}
-    return {of_mixer.get(kind.mixer, kind.head_dim) for kind in kinds if kind.mixer != "delta"}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.lora import factors
+from grpo_jax.model.kernels import factors
 
 _LIMIT, _SLOPE = 7.0, 1.702  # of clamped_silu, as gpt-oss has them
 

@@ -6,6 +6,7 @@ kernel: lora_a [inputs..., r] and lora_b [r, outputs...]. `join` makes such a tr
 The frozen W may be quantised (QLoRA 2305.14314).
 """
 
+from collections.abc import Iterable
 import math
 from typing import Any
 
@@ -14,13 +15,43 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from grpo_jax.model.config import ADAPTABLE, ModelConfig
-from grpo_jax.model.stacks import TOWER, layer_names, stacked
+from grpo_jax.model import mixers, mlps
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.kernels import dequantised
+from grpo_jax.model.stacks import layer_names, stacked
 from grpo_jax.settings import ConfigError
 
 QUANTISED_DTYPES = ("int8", "int4", "nf4")  # dtypes of a frozen base, besides float32 and bfloat16
-_INPUT_AXES = {"o": 2, "out": 3}  # of a kernel, where it has several
 TILE = 64  # how many weights along an input axis have a scale in common
+# Path of a kernel in a layer, such as "attention/q" -> the projection.
+TARGETS = mixers.TARGETS | mlps.TARGETS
+
+
+def _adaptable() -> dict[str, tuple[str, ...]]:
+  kernels: dict[str, set[str]] = {}
+  for path, target in TARGETS.items():
+    for module in target.modules:
+      kernels.setdefault(module, set()).add(_last(path))
+  return {module: tuple(sorted(names)) for module, names in kernels.items()}
+
+
+def _last(path: str) -> str:
+  return path.split("/")[-1]
+
+
+# Module of Hugging Face -> the kernels that it holds: "q_proj" -> ("q",), "qkv_proj" -> three.
+ADAPTABLE = _adaptable()
+_MODULES = {_last(path): target.modules[0] for path, target in TARGETS.items()}
+
+
+def kernels_of(modules: Iterable[str]) -> tuple[str, ...]:
+  """The kernels that these keys of ADAPTABLE hold, as `AdapterShape.targets` has them."""
+  return tuple(sorted({kernel for module in modules for kernel in ADAPTABLE[module]}))
+
+
+def modules_of(kernels: Iterable[str]) -> tuple[str, ...]:
+  """Keys of ADAPTABLE that hold these kernels. The inverse of `kernels_of`."""
+  return tuple(dict.fromkeys(_MODULES[kernel] for kernel in kernels))
 
 
 def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
@@ -40,13 +71,15 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   shapes = {
     name: leaf.shape[1:]
     for stack, leaf in flatten_dict(base, sep="/").items()
-    if is_projection(stack) and _module(stack) in config.lora.targets
+    if is_projection(stack) and _last(_path(stack)) in config.lora.targets
     for name in layer_names(stack, config)
   }
-  for target in set(config.lora.targets) - {_module(name) for name in shapes}:
+  for module in modules_of(
+    sorted(set(config.lora.targets) - {_last(_path(name)) for name in shapes})
+  ):
     raise ConfigError(
-      f"config key lora.targets: the model has no projection {ADAPTABLE[target]} that can have an"
-      " adapter (experts cannot): leave it out"
+      f"config key lora.targets: the model has no projection {module} that can have an adapter"
+      " (experts cannot): leave it out"
     )
   leaves = {}
   for name, kernel_key in zip(sorted(shapes), jax.random.split(key, len(shapes))):
@@ -78,7 +111,7 @@ def merged(kernel: Any, a: jax.Array | None, b: jax.Array | None, scale: float) 
 def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
   """A leaf of the frozen tree, for one layer, in the dtype of the frozen base.
 
-  With a dtype in QUANTISED_DTYPES, only the kernels of ADAPTABLE are quantised, and other leaves
+  With a dtype in QUANTISED_DTYPES, only the kernels of TARGETS are quantised, and other leaves
   become bfloat16. Every TILE weights along an input axis have their own scale, separately for each
   output. The scales of norms stay float32 in every case, because Gemma's are 1 + w.
 
@@ -104,9 +137,9 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
 
 
 def rounded(name: str, kernel: jax.Array) -> Any:
-  """A kernel of ADAPTABLE, for one layer, in int8 with one scale for each output.
+  """A kernel of TARGETS, for one layer, in int8 with one scale for each output.
 
-  The product with it needs no other copy of the kernel: see `factors`.
+  The product with it needs no other copy of the kernel: see `kernels.factors`.
   """
   _, outputs = _split_shape(name, kernel.shape)
   first = kernel.ndim - len(outputs)
@@ -114,35 +147,16 @@ def rounded(name: str, kernel: jax.Array) -> Any:
 
 
 def is_projection(name: str) -> bool:
-  """Whether this leaf is a kernel of the decoder that can have an adapter and can be quantised."""
-  is_kernel = name.endswith("/kernel") and _module(name) in ADAPTABLE
-  return is_kernel and not name.startswith(TOWER)
+  """Whether this leaf is a kernel that can have an adapter and can be quantised."""
+  return name.endswith("/kernel") and _path(name) in TARGETS
 
 
-def dequantised(kernel: Any, dtype: Any) -> jax.Array:
-  """A kernel, quantised or not, in the dtype of the computation."""
-  if isinstance(kernel, qwix.QArray):
-    kernel = qwix.dequantize(kernel.astype(dtype))
-  return kernel.astype(dtype)
-
-
-def factors(kernel: Any, dtype: Any, outputs: int) -> tuple[jax.Array, jax.Array | None]:
-  """A kernel as a matrix [I, O] in the dtype of the computation, and a scale [O] of the product.
-
-  The scale is None except for int8 with one scale for each output, as of `rounded`.
-  """
-  is_int8 = isinstance(kernel, qwix.QArray) and kernel.qvalue.dtype == jnp.int8
-  if is_int8 and kernel.scale.size == outputs:
-    return kernel.qvalue.astype(dtype).reshape(-1, outputs), kernel.scale.reshape(-1).astype(dtype)
-  return dequantised(kernel, dtype).reshape(-1, outputs), None
-
-
-def _module(name: str) -> str:
-  """The module that a leaf belongs to, such as "q" for "layers_0/attention/q/kernel"."""
-  return name.split("/")[-2]
+def _path(name: str) -> str:
+  """The key of TARGETS for "layers_0/attention/q/kernel", such as "attention/q"."""
+  return "/".join(name.split("/")[1:-1])
 
 
 def _split_shape(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """The input axes and the output axes of a kernel."""
-  inputs = _INPUT_AXES.get(_module(name), 1)
+  inputs = TARGETS[_path(name)].inputs
   return shape[:inputs], shape[inputs:]

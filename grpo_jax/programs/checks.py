@@ -220,10 +220,9 @@ def _check_lora(config: Config) -> None:
     _require(not lora.path, "lora.path", lora.path, "set lora.rank to the rank of its adapters")
     return
   _require(lora.targets, "lora.targets", lora.targets, "name at least one projection")
-  modules = tuple(model.ADAPTABLE.values())
+  choices = ", ".join(map(repr, model.ADAPTABLE))
   for name in lora.targets:
-    choices = ", ".join(map(repr, modules))
-    _require(name in modules, "lora.targets", name, f"choose one of {choices}")
+    _require(name in model.ADAPTABLE, "lora.targets", name, f"choose one of {choices}")
   _require(
     config.model.path,
     "lora.rank",

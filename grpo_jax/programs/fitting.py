@@ -17,6 +17,8 @@ from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import sampling_mesh
+from grpo_jax.programs.flight_programs import most_rewound
+from grpo_jax.programs.sampling import longest_chunk, sizes_up_to
 from grpo_jax.sampler.seats import first_grid
 from grpo_jax.types import Batch, Images, Visual
 
@@ -95,29 +97,20 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
     rows: The most in flight, 0 for all. None means sampling.rows.
   """
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
-  split = shape.rows.mesh.shape["tensor"]
-  item = 2.0 if (config.sampling.dtype or shape.dtype) == "bfloat16" else 4.0
-  kinds = [shape.kind(layer) for layer in range(shape.num_layers)]
-  mixers = [kind.mixer for kind in kinds]
-  # Heads that the axis does not divide lie whole on every device. Of latents, there is one.
-  heads = [(kind.num_kv_heads, kind.head_dim) for kind in kinds if "keys" in kind.parts]
-  numbers = 2 * sum(K / (split if K % split == 0 else 1) * E for K, E in heads)
-  numbers += mixers.count("latent") * max(shape.key_dims, default=0)
-  per_token = item * numbers
-  # Of a layer that recurs, a prompt and each of its rows have a state.
-  state = mixers.count("delta") * shape.delta.state_bytes(item) if shape.delta else 0.0
+  dtype, cache_dtype = config.sampling.dtype or shape.dtype, config.sampling.cache_dtype
+  shape = dataclasses.replace(shape, dtype=dtype, cache_dtype=cache_dtype)
+  slots, rewind = sizes_up_to(T, model.slots_step(shape))[-1], most_rewound(longest_chunk(T))
+  cache = model.cache_bytes(shape, S, slots, rewind)
+  is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
+  copies = _CACHE_COPIES_ON_TPU if is_copied else 1.0
+  logits = _LOGITS_COPIES * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
   rows = config.sampling.rows if rows is None else rows
   grids = [first_grid(*call, rows, shape.row_shards) for call in _calls(config)]
-  if shape.platform == "tpu" and model.slots_step(shape) == 1:
-    per_token *= _CACHE_COPIES_ON_TPU
-  # A number in a byte, and a scale of four bytes for a vector.
-  own_share = (1 + 4 / shape.head_dim) / item if config.sampling.cache_dtype else 1.0
-  of_images = _image_bytes(config, shape, item)
-  # The prompt's part is held once for its place.
+  of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
   sizes = [
-    grid.places * ((S + grid.seats * T * own_share) * per_token + of_images)
-    + (grid.places + grid.rows) * state
-    + _LOGITS_COPIES * grid.rows * shape.vocab_size / split * 4
+    copies * (grid.places * cache.place + grid.rows * cache.row)
+    + grid.places * of_images
+    + grid.rows * logits
     for grid in grids
   ]
   return max(sizes) / shape.row_shards

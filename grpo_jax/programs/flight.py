@@ -126,16 +126,16 @@ def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
     return PartitionSpec(*outer, config.axis_of(x.shape[len(outer)]))
 
   return Flight(
-    cache=model.Cache(
+    cache=cache.replace(
       keys=jax.tree.map(own, cache.keys),
       values=jax.tree.map(own, cache.values),
       time=PartitionSpec(),
       lengths_PG=by_row,
-      prefix=model.Prefix(
-        jax.tree.map(of_prompts, cache.prefix.keys),
-        jax.tree.map(of_prompts, cache.prefix.values),
-        by_row,
-        jax.tree.map(functools.partial(states, False), cache.prefix.states),
+      prefix=cache.prefix.replace(
+        keys=jax.tree.map(of_prompts, cache.prefix.keys),
+        values=jax.tree.map(of_prompts, cache.prefix.values),
+        lengths_P=by_row,
+        states=jax.tree.map(functools.partial(states, False), cache.prefix.states),
       ),
       states=jax.tree.map(functools.partial(states, True), cache.states),
     ),

@@ -65,6 +65,16 @@ class Prefilled(NamedTuple):
   experts_nSY: jax.Array | None
 
 
+def most_rewound(columns: int) -> int:
+  """`Cache.rewind` of rows that draw up to so many tokens in a chunk.
+
+  A row goes on right after the chunk in which it ends, whose rounds are one fewer than the columns.
+  It keeps what it drew in the first round. In each of the others, it has paused or drawn a token
+  that it drops. A new row that keeps only the token that it drew without a round has no slots yet.
+  """
+  return max(0, columns - 2)
+
+
 class FlightPrograms:
   """What is compiled. Each program is compiled for each grid and size of the cache that it meets.
 
@@ -186,7 +196,7 @@ class FlightPrograms:
     next_n = None
     if self._config.has_axes:
       next_n = jnp.asarray(prompts.lengths_n if visual is None else visual.next_P)
-    prefix = make(cache, prompts.lengths_n)
+    prefix = model.within_windows(config, make(cache, prompts.lengths_n))
     return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts))
 
   def _encode(self, params: Any, prompts: Prompts) -> Visual | None:
@@ -235,7 +245,8 @@ class FlightPrograms:
       given_RT=jnp.full((R, T), -1, jnp.int32),
     )
     shaped = self._shaped(prompts.tokens_nS.shape[1])
-    cache = model.empty_cache(shaped, prefix, grid.seats, slots)
+    rewind = most_rewound(self.columns)
+    cache = model.empty_cache(shaped, prefix, grid.seats, slots, rewind)
     return placed(self._config, Flight(cache, last_nD, rows, next_n)), made.experts_nSY
 
   def _arrive(
@@ -296,7 +307,8 @@ class FlightPrograms:
     return on_each_shard(self._config, resume, flight, *resumed)
 
   def _grow(self, flight: Flight, slots: int) -> Flight:
-    return placed(self._config, flight.replace(cache=model.with_slots(flight.cache, slots)))
+    cache = model.with_slots(self._config, flight.cache, slots)
+    return placed(self._config, flight.replace(cache=cache))
 
   def _chunk(
     self,

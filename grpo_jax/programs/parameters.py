@@ -241,13 +241,12 @@ def lora_of(config: Config) -> model.AdapterShape | None:
   lora = config.lora
   if not lora.rank:
     return None
-  kernels = {module: kernel for kernel, module in model.ADAPTABLE.items()}
-  targets = tuple(sorted({kernels[name] for name in lora.targets}))
+  targets = model.kernels_of(lora.targets)
   described = model.AdapterShape(lora.rank, lora.alpha, lora.rslora, targets)
   if lora.path:
     for key, saved in dataclasses.asdict(model.load_adapter_shape(lora.path)).items():
       if saved != getattr(described, key):
-        value = tuple(model.ADAPTABLE[name] for name in saved) if key == "targets" else saved
+        value = model.modules_of(saved) if key == "targets" else saved
         raise ConfigError(
           f"config key lora.{key} is {getattr(lora, key)!r}: the adapters of {lora.path} have"
           f" {value!r}, set it to that"

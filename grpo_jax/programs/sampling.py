@@ -38,6 +38,7 @@ __all__ = [
   "Sampler",
   "by_row",
   "decoding_of",
+  "longest_chunk",
   "settings_of",
   "shared_tokens",
   "sizes_up_to",
@@ -101,7 +102,7 @@ class Sampler:
       rows: The most rows in flight. 0 means all of a call.
     """
     self._config, self._weights, self._rows = config, weights, rows
-    self.programs = FlightPrograms(config, decoding, min(decoding.max_tokens, _LONGEST_CHUNK))
+    self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
 
   def pace(self, prompts: int, members: int) -> Pace:
     """How `members` completions of so many prompts at once are decoded.
@@ -175,6 +176,11 @@ def whole(parts: Iterable[Finished]) -> Completions:
   order = np.argsort(np.concatenate([part.prompts for part in collected]))
   trees = [part.completions for part in collected]
   return jax.tree.map(lambda *arrays: np.concatenate(arrays)[order], *trees)
+
+
+def longest_chunk(max_tokens: int) -> int:
+  """The columns of a chunk: the most tokens that a row draws before the host looks at it."""
+  return min(max_tokens, _LONGEST_CHUNK)
 
 
 def sizes_up_to(longest: int, step: int = 1) -> list[int]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-# (token ids of a row, how many of them were looked at before) -> how many to keep, or None.
+# (token ids of a row, how many of them were looked at before) -> how many to keep, which are more
+# than were looked at, or None.
 End = Callable[[Sequence[int], int], int | None]
 
 

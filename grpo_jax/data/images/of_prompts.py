@@ -174,6 +174,17 @@ def without_images(example: Mapping[str, Any]) -> Mapping[str, Any]:
   return values
 
 
+def has_images(example: Mapping[str, Any]) -> bool:
+  """Whether an example has a column of images, or a conversation with images in its messages."""
+  if any(isinstance(example.get(name), (Given, Source, Drawing)) for name in COLUMNS):
+    return True
+  conversations = [value for value in example.values() if isinstance(value, (list, tuple))]
+  messages = [message for one in conversations for message in one if isinstance(message, Mapping)]
+  contents = [message.get("content") for message in messages]
+  parts = [part for content in contents if isinstance(content, list) for part in content]
+  return any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
+
+
 def needed_sizes(prompts: Sequence[Seeing]) -> np.ndarray:
   """`sizes_of` each prompt, int32 [P, 2]."""
   return np.array([sizes_of([prompt.layouts]) for prompt in prompts], np.int32).reshape(-1, 2)

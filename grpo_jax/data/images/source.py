@@ -5,7 +5,7 @@ Files of other people are read here, so nothing is decoded before its size is kn
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import io
@@ -17,7 +17,7 @@ import urllib.request
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from grpo_jax import files
 from grpo_jax.settings import ConfigError, shown
@@ -59,7 +59,6 @@ class Source:
     path: The file, or "".
     data: The bytes of a file, if there is no path.
     url: Its address, if there are no bytes.
-    given: What the data set has in its place.
     limits: What may be read.
   """
 
@@ -67,7 +66,6 @@ class Source:
   path: str = ""
   data: bytes = dataclasses.field(default=b"", repr=False)
   url: str = ""
-  given: Any = dataclasses.field(default=None, compare=False, repr=False)
   limits: Limits = dataclasses.field(default=Limits(), compare=False, repr=False)
 
   @property
@@ -104,10 +102,6 @@ class Source:
     """A copy of `image`, which reward functions get. Raises like `image`."""
     return _decoded(self).copy()
 
-  def __getstate__(self) -> dict[str, Any]:
-    """What another process gets: the image, and not what the data set has in its place."""
-    return {**self.__dict__, "given": None}
-
   def pixels(self) -> np.ndarray:
     """The decoded image in RGB on white, uint8 [height, width, 3]. Raises like `image`."""
     decoded = self.image()
@@ -127,7 +121,8 @@ class Source:
     except Image.DecompressionBombError:
       raise self._refuse(f"has more than {self.limits.max_pixels:,} pixels{_PIXELS}") from None
     except Exception as error:
-      reason = "its format is unknown" if isinstance(error, OSError) else _one_line(error)
+      is_unknown = isinstance(error, UnidentifiedImageError)
+      reason = "its format is unknown" if is_unknown else _one_line(error)
       kinds = ", ".join(FORMATS)
       raise self._refuse(f"cannot be read as an image ({reason}); it must be {kinds}") from None
     if not height or not width:
@@ -138,8 +133,8 @@ class Source:
       )
     return image
 
-  def _file(self) -> Any:
-    """What Pillow reads: an open file, or its bytes."""
+  def _file(self) -> str | io.BytesIO:
+    """What Pillow reads: the path of a file, which it opens and closes, or the bytes of one."""
     if self.data:
       self._check_bytes(len(self.data))
       return io.BytesIO(self.data)
@@ -153,11 +148,11 @@ class Source:
     try:
       files.check_regular(Path(path))
       self._check_bytes(os.path.getsize(path))
-      return open(path, "rb")  # Pillow closes it  # noqa: SIM115
     except (OSError, ValueError) as error:  # a ValueError is a NUL in the path
       if isinstance(error, ConfigError):
         raise
       raise self._refuse(f"cannot be read ({_one_line(error)})") from None
+    return path
 
   def _check_bytes(self, count: int) -> None:
     if not count:
@@ -222,7 +217,7 @@ def source_of(value: Any, where: str, folder: str = "", limits: Limits = Limits(
   Raises:
     ConfigError: It is something else.
   """
-  make = functools.partial(Source, where, given=value, limits=limits)
+  make = functools.partial(Source, where, limits=limits)
   if isinstance(value, Drawing):
     return value
   if isinstance(value, Source):
@@ -401,8 +396,3 @@ def check_count(count: int, where: str, limits: Limits) -> None:
     raise ConfigError(
       f"{where}: there are {count:,} images; data.max_images allows {limits.max_images} in a prompt"
     )
-
-
-def is_images(values: Sequence[Any]) -> bool:
-  """Whether all values are images as `sources_of` returns them."""
-  return bool(values) and all(isinstance(value, (Source, Drawing)) for value in values)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from grpo_jax.model.attention.softmax import Int8
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import einsum
+from grpo_jax.model.mixers import kept_by_layers
 from grpo_jax.model.mixers.seen import KeysAndValues
 
 SLOTS = 128  # the slots of a cache are a multiple of this
@@ -70,7 +71,8 @@ class _Blocks(NamedTuple):
 
 def fits(config: ModelConfig) -> bool:
   """Whether the kernel can read the model's cache: on a TPU, whose lanes the heads fill."""
-  return config.platform == "tpu" and all(E % 128 == 0 for E in config.key_dims)
+  vectors = (vector for kept in kept_by_layers(config) for vector in kept.of_token)
+  return config.platform == "tpu" and all(size % 128 == 0 for _, size in vectors)
 
 
 def attention(

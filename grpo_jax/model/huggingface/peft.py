@@ -1,6 +1,7 @@
 """Reads and writes the folders of PEFT: adapter_config.json and adapter_model.safetensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.model.config import ADAPTABLE, AdapterShape, ModelConfig
-from grpo_jax.model.huggingface import config_json, families
+from grpo_jax.model.config import AdapterShape, ModelConfig
+from grpo_jax.model.huggingface import families
 from grpo_jax.model.huggingface.folders import (
   TensorFiles,
   new_folder,
@@ -19,13 +20,13 @@ from grpo_jax.model.huggingface.folders import (
   write_json,
   write_tensors,
 )
+from grpo_jax.model.huggingface.peft_tensors import RANK, ModuleAdapter, module_adapters
 from grpo_jax.model.huggingface.save_weights import Fetch
 from grpo_jax.model.huggingface.tensor_spec import TensorSpec
+from grpo_jax.model.lora import ADAPTABLE, kernels_of
 from grpo_jax.model.stacks import Places, stacked
 from grpo_jax.settings import ConfigError
 
-PREFIX = "base_model.model."  # how PEFT's tensor names begin
-RANK = "r"  # the axis letter of the rank
 # Fields of adapter_config.json that `load_adapter_shape` reads, or that do not change what the
 # adapter computes. Any other field must be empty.
 KNOWN_FIELDS = {
@@ -45,6 +46,8 @@ KNOWN_FIELDS = {
   "lora_alpha",
   "use_rslora",
   "target_modules",
+  "rank_pattern",
+  "alpha_pattern",
   "peft_type",
   "bias",
 }
@@ -82,19 +85,46 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
   rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
   require(type(rank) is int and rank > 0, "r", "it must be a positive int")
   require(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "it must be a positive number")
-  kernels = {module: kernel for kernel, module in ADAPTABLE.items()}
   is_list = isinstance(targets, list) and bool(targets)
   require(
-    is_list and {str(target) for target in targets} <= kernels.keys(),
+    is_list and {str(target) for target in targets} <= ADAPTABLE.keys(),
     "target_modules",
-    f"it must be a list of {', '.join(kernels)}",
+    f"it must be a list of {', '.join(ADAPTABLE)}",
   )
-  return AdapterShape(
-    rank=rank,
-    alpha=float(alpha),
-    rslora=bool(values.get("use_rslora")),
-    targets=tuple(sorted(kernels[target] for target in targets)),
+  lora = AdapterShape(rank, float(alpha), bool(values.get("use_rslora")), kernels_of(targets))
+  ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+  own_rank = "only modules of several projections may have a rank of their own, in blocks"
+  require(_has_blocks(ranks) and ranks == _ranks(lora, ranks), "rank_pattern", own_rank)
+  wanted = _alphas(lora, ranks)
+  require(
+    _has_blocks(alphas)
+    and alphas.keys() == wanted.keys()
+    and all(math.isclose(alphas[key], wanted[key], rel_tol=1e-9) for key in wanted),
+    "alpha_pattern",
+    "it must leave the scale of the adapters alike",
   )
+  return lora
+
+
+def _has_blocks(pattern: Any) -> bool:
+  """Whether a pattern of adapter_config.json has a number for each of some modules."""
+  return isinstance(pattern, dict) and all(
+    key in ADAPTABLE and type(value) in (int, float) for key, value in pattern.items()
+  )
+
+
+def _ranks(lora: AdapterShape, modules: Iterable[str]) -> dict[str, int]:
+  """The ranks of modules whose kernels have blocks of their own (see `peft_tensors.py`)."""
+  return {module: lora.rank * len(ADAPTABLE[module]) for module in modules}
+
+
+def _alphas(lora: AdapterShape, modules: Iterable[str]) -> dict[str, float]:
+  """The alphas of modules of `_ranks`, with which PEFT's scale of them is that of `lora`."""
+  ratios = {module: len(ADAPTABLE[module]) for module in modules}
+  return {
+    module: lora.alpha * (math.sqrt(ratio) if lora.rslora else ratio)
+    for module, ratio in ratios.items()
+  }
 
 
 def base_of_adapters(path: str | os.PathLike) -> str:
@@ -117,39 +147,60 @@ def load_adapters(path: str | os.PathLike, config: ModelConfig) -> Any:
   """
   folder = Path(path).expanduser()
   files, sizes = _open_adapters(folder, config), _sizes(config)
-  leaves = {}
-  for spec in _specs(config):
-    shape = spec.hf_shape(sizes)
-    tensor = files.read(spec.hf_name, tuple(slice(0, length) for length in shape))
+
+  def read(name: str) -> np.ndarray:
+    tensor = files.read(name, tuple(slice(0, length) for length in files.shapes[name]))
     tensor = tensor.astype(np.float32)
     if not np.isfinite(tensor).all():
       raise ConfigError(
-        f"{folder}: tensor {spec.hf_name} has a value that is NaN or infinite: train the adapter"
-        " again from an earlier checkpoint"
+        f"{folder}: tensor {name} has a value that is NaN or infinite: train the adapter again from"
+        " an earlier checkpoint"
       )
-    leaves[spec.leaf_name] = spec.from_hf(tensor, sizes)
+    return tensor
+
+  leaves: dict[str, np.ndarray] = {}
+  for adapter in module_adapters(config):
+    of_module = adapter.split(read(adapter.a_name), read(adapter.b_name), sizes)
+    if of_module is None:
+      raise ConfigError(
+        f"{folder}: tensor {adapter.b_name} does not have a block of its own for each projection of"
+        f" {adapter.module}: only adapters of the rank r, or in blocks, are computed here"
+      )
+    leaves |= of_module
   return stacked(unflatten_dict(leaves, sep="/"), config, np.stack)
 
 
 def _open_adapters(folder: Path, config: ModelConfig) -> TensorFiles:
   """The file of the adapters, which has those that `config.lora` describes and no others."""
   files = TensorFiles([folder / "adapter_model.safetensors"])
-  specs, sizes = list(_specs(config)), _sizes(config)
-  wanted = {spec.hf_name for spec in specs}
-  for name in sorted(files.shapes.keys() ^ wanted):
+  values = read_json(folder / "adapter_config.json")
+  wanted: dict[str, tuple[int, ...]] = {}
+  for adapter in module_adapters(config):
+    _check_parts(folder, config, adapter)
+    is_in_blocks = adapter.module in (values.get("rank_pattern") or {})
+    wanted |= adapter.shapes(_sizes(config), len(adapter.parts) if is_in_blocks else 1)
+  for name in sorted(files.shapes.keys() ^ wanted.keys()):
     if name in wanted:
       raise ConfigError(f"{folder}: tensor {name} is missing: save the adapter again")
     raise ConfigError(
       f"{folder}: tensor {name} is not of a projection that adapter_config.json names"
     )
-  for spec in specs:
-    shape, found = spec.hf_shape(sizes), files.shapes[spec.hf_name]
-    if found != shape:
+  for name, shape in wanted.items():
+    if files.shapes[name] != shape:
       raise ConfigError(
-        f"{folder}: tensor {spec.hf_name} is {found}, for this model it should be {shape}: it is"
-        " the adapter of another one"
+        f"{folder}: tensor {name} is {files.shapes[name]}, for this model it should be {shape}: it"
+        " is the adapter of another one"
       )
   return files
+
+
+def _check_parts(folder: Path, config: ModelConfig, adapter: ModuleAdapter) -> None:
+  """Refuses to read an adapter for some of its kernels only."""
+  if not {part.kernel for part in adapter.parts} <= {*config.lora.targets}:
+    raise ConfigError(
+      f"{folder}: target_modules of adapter_config.json must name {adapter.module}, of which PEFT"
+      " adapts all projections or none"
+    )
 
 
 def save_adapters(
@@ -171,62 +222,55 @@ def save_adapters(
     fetch: Brings an array to the host, as in `save`.
 
   Raises:
-    ConfigError: The folder is not empty, or PEFT has no adapters for this family.
+    ConfigError: The folder is not empty.
   """
-  lora, sizes, leaves = config.lora, _sizes(config), flatten_dict(adapters, sep="/")
-  specs, places = list(_specs(config)), Places(config)
-  assert leaves.keys() == {places.find(spec.leaf_name)[0] for spec in specs}
+  sizes, leaves = _sizes(config), flatten_dict(adapters, sep="/")
+  of_modules, places = list(module_adapters(config)), Places(config)
+  trained = {
+    spec.leaf_name
+    for adapter in of_modules
+    for part in adapter.parts
+    for spec in (part.a, part.b)
+    if part.kernel in config.lora.targets
+  }
+  assert leaves.keys() == {places.find(name)[0] for name in trained}
 
-  def tensor(spec: TensorSpec) -> np.ndarray:
-    leaf = jnp.array(places.take(leaves, spec.leaf_name), jnp.float32)
-    return spec.to_hf(fetch(leaf), sizes)
+  def leaf(spec: TensorSpec) -> np.ndarray:
+    # A module's other projections get zeros, which would remain zeros if they were trained.
+    if spec.leaf_name not in trained:
+      return np.zeros(spec.leaf_shape(sizes), np.float32)
+    return fetch(jnp.array(places.take(leaves, spec.leaf_name), jnp.float32))
 
-  values = {
+  tensors: dict[str, np.ndarray] = {}
+  for adapter in of_modules:
+    tensors |= adapter.joined(leaf, sizes)
+  if path is None:
+    return
+  values = {"base_model_name_or_path": base, "revision": revision}
+  with new_folder(path) as folder:
+    write_json(folder / "adapter_config.json", values | _shape_to_json(config.lora, of_modules))
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+
+
+def _shape_to_json(lora: AdapterShape, of_modules: Iterable[ModuleAdapter]) -> dict[str, Any]:
+  """The fields of adapter_config.json that say what the adapters compute."""
+  numbers = {adapter.module: len(adapter.parts) for adapter in of_modules}  # of projections
+  in_blocks = sorted(module for module, number in numbers.items() if number > 1)
+  return {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": base,
-    "revision": revision,
     "r": lora.rank,
     "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
     "use_rslora": lora.rslora,
-    "target_modules": [ADAPTABLE[name] for name in lora.targets],
+    "target_modules": sorted(numbers),
+    "rank_pattern": _ranks(lora, in_blocks),
+    "alpha_pattern": _alphas(lora, in_blocks),
     "lora_dropout": 0.0,
     "bias": "none",
     "inference_mode": True,
     "fan_in_fan_out": False,
   }
-  tensors = {spec.hf_name: tensor(spec) for spec in specs}
-  if path is None:
-    return
-  with new_folder(path) as folder:
-    write_json(folder / "adapter_config.json", values)
-    write_tensors(folder / "adapter_model.safetensors", tensors)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
   return families.sizes(config) | {RANK: config.lora.rank}
-
-
-def _specs(config: ModelConfig) -> Iterator[TensorSpec]:
-  """The specs of A and B of every adapter. PEFT's A is [r, inputs] and its B is [outputs, r]."""
-  for spec in families.family_of(config).tensors(config):
-    if config.vision:
-      spec = config_json.whole_of(config).saved(spec)
-    path = spec.leaf_name.split("/")
-    if path[-1] != "kernel" or path[-2] not in config.lora.targets:
-      continue
-    if spec.is_joined:
-      raise ConfigError(
-        f"{config.family}: PEFT has one adapter for {spec.hf_name.split('.')[-2]}, which holds"
-        " several projections, but here each projection has its own: these adapters can neither be"
-        " read nor written; export the merged model"
-      )
-    outputs, inputs = spec.hf_axes.split()
-    hf_name = PREFIX + spec.hf_name.removesuffix("weight")
-    leaf_name = spec.leaf_name.removesuffix("kernel")
-    yield TensorSpec(
-      f"{hf_name}lora_A.weight", f"{leaf_name}lora_a", f"{RANK} {inputs}", inputs + RANK
-    )
-    yield TensorSpec(
-      f"{hf_name}lora_B.weight", f"{leaf_name}lora_b", f"{outputs} {RANK}", RANK + outputs
-    )

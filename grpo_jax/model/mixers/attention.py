@@ -6,9 +6,10 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.config import LayerKind, ModelConfig
+from grpo_jax.model.kernels import Target
 from grpo_jax.model.layers import Dense
-from grpo_jax.model.mixers.seen import Seen
+from grpo_jax.model.mixers.seen import Kept, Seen
 from grpo_jax.model.rope import rotate
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
@@ -25,6 +26,20 @@ RULES = (
   (r"attention/o/lora_a", ("tensor", None, None)),
   (r"attention/o/lora_b", (None, "fsdp")),
 )
+# Path of a kernel in a layer -> the projection, which can have an adapter.
+TARGETS = {
+  "attention/q": Target(("q_proj", "qkv_proj")),
+  "attention/k": Target(("k_proj", "qkv_proj")),
+  "attention/v": Target(("v_proj", "qkv_proj")),
+  "attention/o": Target(("o_proj",), inputs=2),
+}
+
+
+def kept(config: ModelConfig, kind: LayerKind) -> Kept:
+  """A key and a value of each token, unless they are another layer's."""
+  del config
+  heads = kind.num_kv_heads, kind.head_dim
+  return Kept() if kind.keys == "borrowed" else Kept(of_token=(heads, heads))
 
 
 class Attention(nn.Module):

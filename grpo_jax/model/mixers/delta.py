@@ -12,9 +12,10 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.config import DeltaShape, ModelConfig
+from grpo_jax.model.config import DeltaShape, LayerKind, ModelConfig
+from grpo_jax.model.kernels import Target
 from grpo_jax.model.layers import Dense
-from grpo_jax.model.mixers.seen import Seen
+from grpo_jax.model.mixers.seen import Kept, Seen
 
 CHUNK = 64  # tokens that are computed together
 _EPSILON = 1e-6  # of the norm of queries and keys
@@ -24,20 +25,38 @@ _EXACT = jax.lax.Precision.HIGH
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
-  (r"delta/in_proj_[qk]/kernel", ("fsdp", "tensor", None)),
+  (r"delta/in_proj_[qkab]/kernel", ("fsdp", "tensor", None)),
   (r"delta/in_proj_[vz]/kernel", ("fsdp", "tensor", None, None)),
-  (r"delta/in_proj_[ab]/kernel", ("fsdp", "tensor", None)),
   (r"delta/out/kernel", ("tensor", None, None, "fsdp")),
   (r"delta/conv_[qk]", (None, "tensor", None)),
   (r"delta/conv_v", (None, "tensor", None, None)),
   (r"delta/(decay|decay_bias)", ("tensor", None)),
   (r"delta/norm_scale", (None,)),
-  (r"delta/in_proj_[abz]/lora_a", ("fsdp", None)),
-  (r"delta/in_proj_[ab]/lora_b", (None, "tensor", None)),
-  (r"delta/in_proj_z/lora_b", (None, "tensor", None, None)),
+  (r"delta/in_proj_[qkvzab]/lora_a", ("fsdp", None)),
+  (r"delta/in_proj_[qkab]/lora_b", (None, "tensor", None)),
+  (r"delta/in_proj_[vz]/lora_b", (None, "tensor", None, None)),
   (r"delta/out/lora_a", ("tensor", None, None, None)),
   (r"delta/out/lora_b", (None, "fsdp")),
 )
+# Path of a kernel in a layer -> the projection, which can have an adapter.
+TARGETS = {
+  "delta/in_proj_q": Target(("in_proj_qkv", "in_proj_qkvz")),
+  "delta/in_proj_k": Target(("in_proj_qkv", "in_proj_qkvz")),
+  "delta/in_proj_v": Target(("in_proj_qkv", "in_proj_qkvz")),
+  "delta/in_proj_z": Target(("in_proj_z", "in_proj_qkvz")),
+  "delta/in_proj_b": Target(("in_proj_b", "in_proj_ba")),
+  "delta/in_proj_a": Target(("in_proj_a", "in_proj_ba")),
+  "delta/out": Target(("out_proj",), inputs=3),
+}
+
+
+def kept(config: ModelConfig, kind: LayerKind) -> Kept:
+  """The `Memory` of each row."""
+  del kind
+  shape, item = config.delta, jnp.dtype(config.dtype).itemsize
+  state = 4.0 * shape.value_heads * shape.key_dim * shape.value_dim
+  tails = item * (shape.width - 1) * shape.channels
+  return Kept(of_row=((shape.key_heads, state + tails),))
 
 
 class Tails(struct.PyTreeNode):

@@ -14,10 +14,10 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.config import LayerKind, ModelConfig
+from grpo_jax.model.kernels import Target, dequantised
 from grpo_jax.model.layers import Dense, einsum
-from grpo_jax.model.lora import dequantised
-from grpo_jax.model.mixers.seen import Seen
+from grpo_jax.model.mixers.seen import Kept, Seen
 from grpo_jax.model.rope import Rotation, rotate
 
 # Path in a layer -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
@@ -34,9 +34,23 @@ RULES = (
   (r"latent/o/lora_a", ("tensor", None, None)),
   (r"latent/o/lora_b", (None, "fsdp")),
 )
-
+# Path of a kernel in a layer -> the projection, which can have an adapter.
+TARGETS = {
+  "latent/q": Target(("q_proj",)),
+  "latent/q_a": Target(("q_a_proj",)),
+  "latent/q_b": Target(("q_b_proj",)),
+  "latent/kv_a": Target(("kv_a_proj_with_mqa",)),
+  "latent/kv_b": Target(("kv_b_proj",)),
+  "latent/o": Target(("o_proj",), inputs=2),
+}
 
 _EPSILON = 1e-6  # of the norms of latents, whatever `norm_eps` is
+
+
+def kept(config: ModelConfig, kind: LayerKind) -> Kept:
+  """The latent and the rotated key of each token, as one vector."""
+  del kind
+  return Kept(of_token=((1, config.latent.rank + config.latent.rope_dim),))
 
 
 class LatentAttention(nn.Module):

@@ -26,6 +26,18 @@ Scan = Callable[[Any, Any, jax.Array | None], tuple[Any, Any]]
 Recur = Callable[[Scan, Any, Any], tuple[Any, Any]]
 
 
+class Kept(NamedTuple):
+  """What a layer keeps of what it has seen. Heads are what a mesh splits.
+
+  Attributes:
+    of_token: The heads and the numbers of each vector that is kept of a token, keys first.
+    of_row: The heads and the bytes of what is kept of a row, however long it is.
+  """
+
+  of_token: tuple[tuple[int, int], ...] = ()
+  of_row: tuple[tuple[int, float], ...] = ()
+
+
 class Seen(NamedTuple):
   """What a mixer may use of a pass.
 

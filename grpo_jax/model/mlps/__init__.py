@@ -2,7 +2,8 @@
 
 A kind is a module that is called with the tokens, with what a router is told of them (`Routes`),
 and with the residual stream. It returns its output, and what its router did (`Routed`) or None.
-`RULES` say where its parameters lie on a mesh.
+`RULES` say where its parameters lie on a mesh, and `TARGETS` which of its projections can have an
+adapter.
 """
 
 from typing import Any
@@ -14,3 +15,4 @@ from grpo_jax.model.mlps.experts import Experts
 # By LayerKind.mlp, which is also the name in the tree of parameters.
 MLPS: dict[str, Any] = {"mlp": MLP, "experts": Experts}
 RULES = dense.RULES + experts.RULES
+TARGETS = dense.TARGETS

@@ -4,6 +4,7 @@ from flax import linen as nn
 import jax
 
 from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.kernels import Target
 from grpo_jax.model.layers import ACTIVATIONS, Dense
 from grpo_jax.model.mlps.router import Routes
 
@@ -19,6 +20,16 @@ RULES = (
   (_PATH + r"down/lora_a", ("tensor", None)),
   (_PATH + r"down/lora_b", (None, "fsdp")),
 )
+# Path of a kernel in a layer -> the projection, which can have an adapter.
+TARGETS = {
+  f"{path}/{name}": Target(modules)
+  for path in ("mlp", "experts/shared")
+  for name, modules in (
+    ("gate", ("gate_proj", "gate_up_proj")),
+    ("up", ("up_proj", "gate_up_proj")),
+    ("down", ("down_proj",)),
+  )
+}
 
 
 class MLP(nn.Module):

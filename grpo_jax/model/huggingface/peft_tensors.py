@@ -1,0 +1,130 @@
+"""The tensors of PEFT's adapters: A [r, inputs] and B [outputs, r] of each module.
+
+A module of Hugging Face may hold several kernels, as Phi-3's qkv_proj does. PEFT has one adapter
+for it, and the model here has one for each kernel. From PEFT's adapter, each kernel gets A and its
+own rows of B. In the other direction, the A of the n kernels lie one below the other, and B has r
+columns for each kernel, which are 0 in the rows of the others. This adapter of rank n r computes
+the same, and its blocks are read as what they were.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.huggingface import families
+from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
+from grpo_jax.model.lora import is_projection
+
+PREFIX = "base_model.model."  # how PEFT's tensor names begin
+RANK = "r"  # the axis letter of the rank
+
+
+class Part(NamedTuple):
+  """The adapter of one kernel.
+
+  Attributes:
+    kernel: Its name, such as "q".
+    a: Of lora_a.
+    b: Of lora_b. Its tensor holds the rows of the other kernels, too.
+  """
+
+  kernel: str
+  a: TensorSpec
+  b: TensorSpec
+
+
+class ModuleAdapter(NamedTuple):
+  """The adapter of one module of one layer, which holds the kernels of `parts`."""
+
+  parts: tuple[Part, ...]
+
+  @property
+  def module(self) -> str:
+    """The last part of the module's name, such as "qkv_proj"."""
+    return self.a_name.split(".")[-3]
+
+  @property
+  def a_name(self) -> str:
+    """The name of the tensor of A."""
+    return self.parts[0].a.hf_name
+
+  @property
+  def b_name(self) -> str:
+    """The name of the tensor of B."""
+    return self.parts[0].b.hf_name
+
+  def shapes(self, sizes: Sizes, blocks: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the two tensors by their names.
+
+    Args:
+      sizes: The length of each axis letter, that of RANK included.
+      blocks: The rank is so many times as large.
+    """
+    sizes = _widened(sizes, blocks)
+    return {spec.hf_name: spec.tensor_shape(sizes) for spec in self.parts[0][1:]}
+
+  def split(self, a: np.ndarray, b: np.ndarray, sizes: Sizes) -> dict[str, np.ndarray] | None:
+    """The leaves of all parts by their names, or None where B has numbers outside of its blocks.
+
+    The adapter has blocks unless its rank is that of `sizes`.
+    """
+    r, leaves = sizes[RANK], {}
+    for number, part in enumerate(self.parts):
+      rows, block = part.b.part_of(b, sizes), slice(None)
+      if len(a) > r:
+        block = slice(number * r, (number + 1) * r)
+        if np.delete(rows, block, axis=1).any():
+          return None
+      leaves[part.a.leaf_name] = part.a.from_hf(a[block], sizes)
+      leaves[part.b.leaf_name] = part.b.from_hf(rows[:, block], sizes)
+    return leaves
+
+  def joined(self, leaf: Callable[[TensorSpec], np.ndarray], sizes: Sizes) -> dict[str, np.ndarray]:
+    """The two tensors by their names, with a block for each part. `leaf` brings the leaf of a spec.
+
+    The inverse of `split`.
+    """
+    r, n = sizes[RANK], len(self.parts)
+    a = [part.a.to_hf(leaf(part.a), sizes) for part in self.parts]
+    b = [
+      np.pad(part.b.to_hf(leaf(part.b), sizes), ((0, 0), (number * r, (n - 1 - number) * r)))
+      for number, part in enumerate(self.parts)
+    ]
+    joined_b = self.parts[0].b.joined(b, _widened(sizes, n))
+    return {self.a_name: np.concatenate(a), self.b_name: joined_b}
+
+
+def module_adapters(config: ModelConfig) -> Iterator[ModuleAdapter]:
+  """The adapters of the modules that hold one or several of the kernels of `config.lora`.
+
+  The other kernels of such a module are parts, too.
+  """
+  modules: dict[str, list[Part]] = {}
+  for spec in families.family_of(config).tensors(config):
+    if is_projection(spec.leaf_name):
+      modules.setdefault(spec.hf_name, []).append(_part(spec))
+  for parts in modules.values():
+    if any(part.kernel in config.lora.targets for part in parts):
+      yield ModuleAdapter(tuple(parts))
+
+
+def _part(spec: TensorSpec) -> Part:
+  *_, kernel, _ = spec.leaf_name.split("/")
+  outputs, inputs = spec.hf_axes.split()
+  of_a = "".join(letter for letter in spec.leaf_axes if letter in inputs) + RANK
+  of_b = RANK + "".join(letter for letter in spec.leaf_axes if letter not in inputs)
+  hf_name = PREFIX + spec.hf_name.removesuffix("weight")
+  leaf_name = spec.leaf_name.removesuffix("kernel")
+  return Part(
+    kernel,
+    TensorSpec(f"{hf_name}lora_A.weight", f"{leaf_name}lora_a", f"{RANK} {inputs}", of_a),
+    TensorSpec(
+      f"{hf_name}lora_B.weight", f"{leaf_name}lora_b", f"{outputs} {RANK}", of_b, part=spec.part
+    ),
+  )
+
+
+def _widened(sizes: Sizes, blocks: int) -> Mapping[str, int]:
+  return {**sizes, RANK: blocks * sizes[RANK]}

@@ -1,0 +1,38 @@
+"""The kernels of projections: which can have a LoRA adapter, and how layers read quantised ones."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import qwix
+
+
+class Target(NamedTuple):
+  """A projection that can have a LoRA adapter (see `lora.py`).
+
+  Attributes:
+    modules: The modules of Hugging Face that hold its kernel, in one family or another. The first
+      holds no other kernel, where there is such a module.
+    inputs: How many axes of the kernel are inputs. The other ones are outputs.
+  """
+
+  modules: tuple[str, ...]
+  inputs: int = 1
+
+
+def dequantised(kernel: Any, dtype: Any) -> jax.Array:
+  """A kernel, quantised or not, in the dtype of the computation."""
+  if isinstance(kernel, qwix.QArray):
+    kernel = qwix.dequantize(kernel.astype(dtype))
+  return kernel.astype(dtype)
+
+
+def factors(kernel: Any, dtype: Any, outputs: int) -> tuple[jax.Array, jax.Array | None]:
+  """A kernel as a matrix [I, O] in the dtype of the computation, and a scale [O] of the product.
+
+  The scale is None except for int8 with one scale for each output, as of `lora.rounded`.
+  """
+  is_int8 = isinstance(kernel, qwix.QArray) and kernel.qvalue.dtype == jnp.int8
+  if is_int8 and kernel.scale.size == outputs:
+    return kernel.qvalue.astype(dtype).reshape(-1, outputs), kernel.scale.reshape(-1).astype(dtype)
+  return dequantised(kernel, dtype).reshape(-1, outputs), None
