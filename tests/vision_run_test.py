@@ -155,7 +155,7 @@ def test_a_run_that_resumes_ends_with_the_same_bits(vision, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_of_the_decoder_are_trained_beside_a_frozen_tower(tmp_path):
-  config = with_section(vision_config(tmp_path), "lora", rank=2)
+  config = with_section(vision_config(tmp_path), "lora", rank=2, base_dtype="float32")
   run, state, measured = take_steps(config, tmp_path)
   assert measured[-1]["sampler/logprob_gap_max"] < 1e-4
   names = flatten_dict(state.train.params, sep="/")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.huggingface import families
+from grpo_jax.model.huggingface import config_json, families
 from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
 from grpo_jax.model.lora import is_projection
 
@@ -103,6 +103,8 @@ def module_adapters(config: ModelConfig) -> Iterator[ModuleAdapter]:
   """
   modules: dict[str, list[Part]] = {}
   for spec in families.family_of(config).tensors(config):
+    if config.vision:  # the names of the whole model
+      spec = config_json.whole_of(config).saved(spec)
     if is_projection(spec.leaf_name):
       modules.setdefault(spec.hf_name, []).append(_part(spec))
   for parts in modules.values():
