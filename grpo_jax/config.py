@@ -45,6 +45,13 @@ class Model:
   path: str = setting(
     "", "a Hugging Face folder, or OWNER/NAME[@REVISION] there; '' = random weights of this shape"
   )
+  vision: str = setting(
+    "frozen",
+    "the vision tower of a model that has one: frozen, or trained with the rest; ignored reads and"
+    " trains the text part alone",
+    one_of(("frozen", "trained", "ignored")),
+    before="ignored",
+  )
   dtype: str = setting(
     "float32", "dtype of the computation; master weights are always float32", one_of(DTYPES)
   )

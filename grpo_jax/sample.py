@@ -3,6 +3,7 @@
 python -m grpo_jax.sample --workdir=DIR --prompt='7+15-6+9=' [--n=4] [--temperature=1.0]
 python -m grpo_jax.sample --workdir=DIR --question='Ann has 3 boxes of ...'
 python -m grpo_jax.sample --config=configs/gsm8k.py --config.model.path=FOLDER --question='...'
+python -m grpo_jax.sample --workdir=DIR --question='What is it?' --image=FILE [--image=FILE2]
 """
 
 import sys
@@ -24,7 +25,9 @@ def main(argv: list[str]) -> None:
   sampling = policy.run.config.sampling
   temperature = sampling.temperature if values.temperature is None else values.temperature
   max_tokens = sampling.max_tokens if values.max_tokens is None else values.max_tokens
-  prompt = policy.prompt(values.question or values.prompt, framed=bool(values.question))
+  prompt = policy.prompt(
+    values.question or values.prompt, framed=bool(values.question), images=values.image
+  )
   length = int(prompt.prompt_lengths_P[0])
   print(f"{policy.name}: prompt of {length} tokens, temperature {temperature:g}", flush=True)
   if values.prompt and policy.run.config.data.chat:
@@ -78,6 +81,7 @@ if __name__ == "__main__":
   flags.DEFINE_string(
     "question", None, "a problem, for the field of data.prompt and for the chat template"
   )
+  flags.DEFINE_multi_string("image", [], "an image of the prompt; give it again for another one")
   flags.DEFINE_integer("n", 4, "how many completions")
   flags.DEFINE_float(
     "temperature", None, "0 takes the likeliest token (default: sampling.temperature)"

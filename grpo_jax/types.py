@@ -9,6 +9,7 @@
   V  vocabulary                L  layers                   C  slots of the KV cache
   W  slots of a group's targets, the tokens to predict
   Y  the experts of a token in all layers: U of the first sparse layer, U of the next, ...
+  I  pictures that a prompt sees, of N patches with C numbers each
   Q  seats of a place in the sampler, whose rows in flight are R, and N its places
 
 `logprobs_PGT[..., t]` is the log-prob of completion token t given all tokens before it. Prompts and
@@ -132,7 +133,7 @@ class Visual(struct.PyTreeNode):
   """What a vision tower makes of `Images`, which the decoder reads in the place of tokens.
 
   Attributes:
-    features_KPND: The visual tokens of each prompt's pictures, one picture after another, N in all.
+    features_PKND: The visual tokens of each prompt's pictures, one picture after another, N in all.
       Number 0 of the K levels takes the place of embeddings. Number k > 0 is added to the residual
       stream after layer k - 1.
     seen_PS: int32, which of the N takes the place of a token of the prompt, or -1.
@@ -141,11 +142,20 @@ class Visual(struct.PyTreeNode):
     next_P: `Images.next_P`.
   """
 
-  features_KPND: jax.Array
+  features_PKND: jax.Array
   seen_PS: jax.Array
   picture_PS: jax.Array
   positions_PS3: jax.Array | None = None
   next_P: jax.Array | None = None
+
+  def after(self, tokens: int) -> "Visual":
+    """The same for prompts without their first tokens, which see no image."""
+    axes_PS3 = self.positions_PS3
+    return self.replace(
+      seen_PS=self.seen_PS[:, tokens:],
+      picture_PS=self.picture_PS[:, tokens:],
+      positions_PS3=None if axes_PS3 is None else axes_PS3[:, tokens:],
+    )
 
 
 class Routing(struct.PyTreeNode):
@@ -225,6 +235,8 @@ class Batch(struct.PyTreeNode):
     prompt_experts_PSY: `Completions.prompt_experts_PSY`, beside them.
     rollout_PG: int32, the rollout in the group whose reward each row has, until the advantages have
       them. None means that each row is a rollout of its own.
+    images: The images of the prompts, where updates train the vision tower. None without images.
+    visual: What a frozen tower made of them, once for all updates. None without images.
     slots: How many slots the tokens of a group's completions are computed in, one completion after
       another. 0 means in rows of T. None means that each micro-batch takes what it needs.
   """
@@ -245,6 +257,8 @@ class Batch(struct.PyTreeNode):
   experts_PGTY: jax.Array | None = None
   prompt_experts_PSY: jax.Array | None = None
   rollout_PG: jax.Array | None = None
+  images: Images | None = None
+  visual: Visual | None = None
   slots: int | None = struct.field(pytree_node=False, default=None)
 
   def without_experts(self) -> "Batch":
@@ -264,7 +278,8 @@ class TrainState(struct.PyTreeNode):
 
   Attributes:
     step: int32 scalar, the number of updates so far. Skipped updates count.
-    params: What is trained: all parameters, or with LoRA the adapters.
+    params: What is trained: all parameters, those beside a frozen vision tower, or with LoRA the
+      adapters.
     opt_state: The state of the optax optimizer.
     coefs: The coefficients of the next update.
   """

@@ -123,7 +123,8 @@ def test_the_policy_samples_every_prompt_and_hands_on_the_groups_that_are_comple
   texts = [["12$", "3"], ["4", "5$"], ["6", "7"]]
   calls = []
 
-  def sample(params, prompts_PS, prompt_lengths_P, members, draws):
+  def sample(params, prompts_PS, prompt_lengths_P, members, draws, images):
+    assert images is None
     calls.append((params, members, draws))
     np.testing.assert_array_equal(prompts_PS, PROMPTS.prompts_PS)
     np.testing.assert_array_equal(prompt_lengths_P, PROMPTS.prompt_lengths_P)

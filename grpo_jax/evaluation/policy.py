@@ -95,6 +95,7 @@ class Policy:
     temperature: float | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
+    images: Sequence[Any] = (),
   ) -> list[Completion] | list[list[Completion]]:
     """Samples completions of a question, or of each question of a list.
 
@@ -105,6 +106,8 @@ class Policy:
       temperature: 0 takes the likeliest token. None means sampling.temperature.
       max_tokens: The longest completion. None means sampling.max_tokens.
       seed: Another seed gives other completions.
+      images: The images of the question: paths, bytes or images of Pillow. Of several questions,
+        a list of them for each question.
 
     Returns:
       The completions. For a list of questions, a list of them for each question: what a call with
@@ -120,10 +123,18 @@ class Policy:
     numbers = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     check_numbers(numbers, "sample(): ")
     questions = _questions(question)
+    seen = images if questions is question else [images]
+    if len(seen) not in (0, len(questions)):
+      raise ConfigError(
+        f"sample(): there are {len(seen)} lists of images for {len(questions)} questions"
+      )
+    seen = seen or [()] * len(questions)
     with self._settings(), told_if_slow("compiling and sampling"):
       # Questions up to this length share one compiled program.
       shortest = self.run.config.data.max_prompt_tokens
-      prompts = [self.prompt(one, shortest=shortest) for one in questions]
+      prompts = [
+        self.prompt(one, shortest=shortest, images=own) for one, own in zip(questions, seen)
+      ]
       found = [self.complete(one, n, temperature, max_tokens, seed) for one in prompts]
     return found if questions is question else found[0]
 
@@ -180,9 +191,12 @@ class Policy:
         model.save(folder, shape, self.run.parameters.policy(self.params), hosts.fetch)
       if folder is not None:
         self.run.tokenizer.save(folder)
+        self.run.save_processor(folder)
     return out
 
-  def prompt(self, text: Question, framed: bool = True, shortest: int = 0) -> PromptBatch:
+  def prompt(
+    self, text: Question, framed: bool = True, shortest: int = 0, images: Sequence[Any] = ()
+  ) -> PromptBatch:
     """A prompt, once for each part of a batch that the mesh makes.
 
     Args:
@@ -190,6 +204,7 @@ class Policy:
       framed: Whether it is a question, which takes the place of the field of `data.prompt` and of
         which the chat template makes a conversation.
       shortest: It is padded to so many tokens.
+      images: Its images, which come first in it or where the chat template puts them.
 
     Raises:
       ConfigError: It is not text in UTF-8, or a question does not fit `data.prompt`.
@@ -212,8 +227,17 @@ class Policy:
       )
     data = dataclasses.replace(data, mixture=(), prompts=())
     example = dict.fromkeys(fields or ["question"], text)
-    opens = self.run.environments if framed else None
-    prompts = Prompts([example], self.run.tokenizer, data, environment=opens)
+    if images:
+      if self.run.processor is None:
+        raise ConfigError(f"{self.name} sees no images; leave them out")
+      example["images"] = [*images]
+    prompts = Prompts(
+      [example],
+      self.run.tokenizer,
+      data,
+      environment=self.run.environments if framed else None,
+      processor=self.run.processor,
+    )
     prompts.max_tokens = max(shortest, len(prompts.make([0])[0].ids))
     return prompt_batch(prompts, np.zeros(self.run.hosts.row_shards, int), self.run.hosts)
 

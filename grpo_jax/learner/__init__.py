@@ -2,7 +2,13 @@
 
 from grpo_jax.learner.packed import slots_of_batch
 from grpo_jax.learner.router_bias import moved_biases
-from grpo_jax.learner.token_stats import StatsOptions, batch_stats, split_batch, whole_batch_stats
+from grpo_jax.learner.token_stats import (
+  StatsOptions,
+  batch_stats,
+  encoded,
+  split_batch,
+  whole_batch_stats,
+)
 from grpo_jax.learner.train_step import (
   Objective,
   UpdateRule,
@@ -18,6 +24,7 @@ __all__ = [
   "StatsOptions",
   "UpdateRule",
   "batch_stats",
+  "encoded",
   "grpo",
   "init_state",
   "moved_biases",

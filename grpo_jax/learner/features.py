@@ -25,7 +25,7 @@ def completion_features(
   Args:
     params: All parameters of the model.
     config: The model.
-    batch: Prompts, completions and the loss mask.
+    batch: Prompts with what they see, completions and the loss mask.
     remat: Which activations of a layer are saved for the backward pass: a name in
       jax.checkpoint_policies, or "" for all.
     replays: Tokens go through the experts that the batch has of the sampler. False only compares
@@ -47,8 +47,12 @@ def completion_features(
   groups = model.Groups(batch.prompt_lengths_P, S, G if T > 1 else 0, in_row, inputs)
 
   tokens_PN = _join(batch.prompts_PS, batch.completions_PGT, in_row, inputs)
-  routes = _routes(batch, in_row, inputs, replays)
-  hidden_PND, routing = model.group_features(params, config, tokens_PN, groups, routes, remat)
+  routes, visual = _routes(batch, in_row, inputs, replays), batch.visual
+  if batch.images is not None:
+    visual = model.encode(params, config, batch.images, remat)
+  hidden_PND, routing = model.group_features(
+    params, config, tokens_PN, groups, routes, remat, visual
+  )
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)
   if targets is not None:

@@ -14,7 +14,7 @@ from grpo_jax.algo import kl
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features, target_packing
 from grpo_jax.learner.packed import sizes_vary, sorted_by_tokens, with_fewest_slots
-from grpo_jax.types import Batch, TokenStats
+from grpo_jax.types import Batch, TokenStats, Visual
 
 # (log-probs, entropies, KL), as `TokenStats` explains them, but [B, T] each.
 Stats = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -205,3 +205,13 @@ def whole_batch_stats(
     return batch_stats(params, None, part, options)
 
   return in_micro_batches(stats, batch, micro_batch)
+
+
+def encoded(params: Any, config: model.ModelConfig, batch: Batch, micro_batch: int) -> Visual:
+  """What the vision tower makes of a batch's images, in micro-batches and without gradients."""
+
+  def encode(part: Batch) -> Visual:
+    return model.encode(params, config, part.images)
+
+  # The size of a part depends on no completion.
+  return in_micro_batches(encode, batch.replace(slots=0), micro_batch)

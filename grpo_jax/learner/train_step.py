@@ -56,8 +56,6 @@ class Objective:
   """What `train_step` minimises.
 
   Attributes:
-    join: (trained parameters, base) -> all parameters of the policy. The base is the frozen model
-      under LoRA adapters, and None without LoRA.
     prepare: (policy, whole batch, micro-batch size) -> the batch with what its parts need to know
       of the whole.
     totals: (whole batch, coefficients) -> what the parts of the batch share: the divisors of means
@@ -67,7 +65,6 @@ class Objective:
     adapt: (coefficients, metrics, completions in the batch) -> the next update's coefficients.
   """
 
-  join: Callable[[Any, Any], model.Params]
   prepare: Callable[[model.Params, Batch, int], Batch]
   totals: Callable[[Batch, Coefficients], Any]
   drop: Callable[[Batch], Batch]
@@ -142,9 +139,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     entropy = metrics.mean_value(measured["entropy"])
     return controllers.adapted(coefs, kl, entropy, completions, algo)
 
-  return with_balance_loss(
-    Objective(_join(config), prepare, totals_of, drop, part_loss, adapt), config, learner
-  )
+  return with_balance_loss(Objective(prepare, totals_of, drop, part_loss, adapt), config, learner)
 
 
 def train_step(
@@ -158,7 +153,8 @@ def train_step(
 
   Args:
     state: The state before the update.
-    base: With LoRA, the frozen parameters that the adapters are added to. None without LoRA.
+    base: The frozen parameters that are joined with those that are trained: those under adapters,
+      or a vision tower. None if all are trained.
     reference: All parameters of the reference policy, or None where the objective does not read
       them.
     batch: What to learn from.
@@ -170,14 +166,14 @@ def train_step(
     where the gradient was not finite.
   """
   objective = rule.objective
-  policy = objective.join(state.params, base)
+  policy = model.join(base, state.params)
   batch = objective.prepare(policy, batch, rule.micro_batch)
   of_batch, tokens = objective.totals(batch, state.coefs), masked.count(batch.mask_PGT)
   batch = objective.drop(batch)
   parts = split_batch(sorted_by_tokens(batch, rule.micro_batch)[0], rule.micro_batch)
 
   def loss_of(trained: Any, part: Batch) -> tuple[jax.Array, PartReport]:
-    return objective.part_loss(objective.join(trained, base), reference, part, of_batch)
+    return objective.part_loss(model.join(base, trained), reference, part, of_batch)
 
   grads, loss, report = _accumulate_gradients(loss_of, state.params, parts)
   grad_norm = optax.tree.norm(grads)
@@ -316,9 +312,7 @@ def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
     del measured, completions
     return coefs
 
-  return with_balance_loss(
-    Objective(_join(config), prepare, token_count, drop, part_loss, adapt), config, learner
-  )
+  return with_balance_loss(Objective(prepare, token_count, drop, part_loss, adapt), config, learner)
 
 
 def with_balance_loss(
@@ -369,17 +363,6 @@ def with_balance_loss(
 def sum_rows(routing: Routing | None) -> Routing | None:
   """The routing of all rows together, as one row."""
   return jax.tree.map(lambda x: x.sum(0, keepdims=True), routing)
-
-
-def _join(config: model.ModelConfig) -> Callable[[Any, Any], model.Params]:
-  def all_trained(trained: model.Params, base: None) -> model.Params:
-    del base
-    return trained
-
-  def adapters_on_base(adapters: Any, base: model.Params) -> model.Params:
-    return model.join(base, adapters)
-
-  return all_trained if config.lora is None else adapters_on_base
 
 
 def _sampler_gap(logprobs_PGT: jax.Array, batch: Batch) -> Metrics:

@@ -291,6 +291,16 @@ class ModelConfig:
   experts: jax.sharding.NamedSharding | None = None
 
   @property
+  def has_axes(self) -> bool:
+    """Whether the tokens of images have positions on several axes."""
+    return self.vision is not None and bool(self.vision.rope_sections)
+
+  @property
+  def has_frozen_tower(self) -> bool:
+    """Whether there is a vision tower that updates do not change."""
+    return self.vision is not None and not self.vision.trained
+
+  @property
   def row_shards(self) -> int:
     """The number of parts into which the mesh splits the rows of activations."""
     if self.rows is None:

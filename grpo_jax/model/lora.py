@@ -95,11 +95,11 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   return stacked(unflatten_dict(leaves, sep="/"), config)
 
 
-def join(base: Any, adapters: Any) -> Any:
-  """One tree with the leaves of both trees. The leaves are not copied."""
-  if not isinstance(adapters, dict):
-    return adapters
-  return base | {name: join(base.get(name, {}), inner) for name, inner in adapters.items()}
+def join(base: Any, trained: Any) -> Any:
+  """One tree with the leaves of both trees. The leaves are not copied. `base` may be None."""
+  if base is None or not isinstance(trained, dict):
+    return trained
+  return base | {name: join(base.get(name, {}), inner) for name, inner in trained.items()}
 
 
 def merged(kernel: Any, a: jax.Array | None, b: jax.Array | None, scale: float) -> jax.Array:

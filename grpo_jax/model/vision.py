@@ -63,11 +63,11 @@ def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") ->
   places_BN2 = images.places_PIN2.reshape(P * I, N, 2)
   levels = _levels(tower, config, patches_BNC, places_BN2, remat)
   M = levels[0].shape[1]
-  features_KPND = jnp.stack([level_BMD.reshape(P, I * M, -1) for level_BMD in levels])
+  features_PKND = jnp.stack([level_BMD.reshape(P, I * M, -1) for level_BMD in levels], 1)
   picture_PS, number_PS = images.seen_PS2[..., 0], images.seen_PS2[..., 1]
   is_seen_PS = (picture_PS >= 0) & (number_PS >= 0)
   return Visual(
-    features_KPND=features_KPND,
+    features_PKND=features_PKND,
     seen_PS=jnp.where(is_seen_PS, picture_PS * M + number_PS, -1),
     picture_PS=jnp.where(is_seen_PS, picture_PS, -1),
     positions_PS3=images.positions_PS3,
@@ -139,7 +139,7 @@ def as_padding(tokens_BT: jax.Array, visual: Visual, pad_id: int) -> jax.Array:
 def at_tokens(visual: Visual, level: int) -> jax.Array:
   """[P, S, D]: the visual token of this level that each token of a prompt sees, or 0."""
   index_PS1 = jnp.maximum(visual.seen_PS, 0)[..., None]
-  own_PSD = jnp.take_along_axis(visual.features_KPND[level], index_PS1, axis=1)
+  own_PSD = jnp.take_along_axis(visual.features_PKND[:, level], index_PS1, axis=1)
   return jnp.where((visual.seen_PS >= 0)[..., None], own_PSD, 0)
 
 
@@ -159,7 +159,7 @@ def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:
 
 def further_levels(visual: Visual, dtype: str) -> jax.Array | None:
   """[K - 1, P, S, D]: what the first layers add to the tokens of prompts. None without levels."""
-  K = len(visual.features_KPND)
+  K = visual.features_PKND.shape[1]
   if K == 1:
     return None
   return jnp.stack([at_tokens(visual, level).astype(dtype) for level in range(1, K)])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import try_to_load_from_cache
 import jax
@@ -13,7 +13,7 @@ from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
-from grpo_jax.programs.fitting import device_bytes
+from grpo_jax.programs.fitting import device_bytes, images_of, visual_of
 from grpo_jax.programs.flight import NewRows, Prompts
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import by_row, settings_of
@@ -94,6 +94,8 @@ def programs(run: Run) -> Iterator[Program]:
   if config.warm_start.steps:
     yield parts.warm_start()
   yield parts.sampling("sample", "1", P, G)
+  if run.parameters.model.has_frozen_tower:
+    yield parts.encode()
   if ADVANTAGES[algo.advantage].needs_greedy:
     yield parts.sampling("greedy", "1", P, 1)
   if algo.uses_reference and not algo.needs_full_kl:
@@ -123,14 +125,13 @@ class _Parts:
     trained, base = parameters.abstract, parameters.abstract_base
     sampled = parameters.sampling.abstract(trained)
     sampled_base = None if base is None else parameters.sampling.abstract(base)
-    self._sampled = sampled if base is None else model.join(sampled_base, sampled)
+    self._sampled = model.join(sampled_base, sampled)
     self._copy_bytes = 0.0 if sampled is trained else device_bytes(sampled)
     self.reference = None
     if self._config.algo.uses_reference:
       self.reference = base
     if parameters.has_reference_copy:
-      copy = parameters.abstract_reference
-      self.reference = copy if base is None else model.join(base, copy)
+      self.reference = model.join(base, parameters.abstract_reference)
     self._held = {
       "weights": device_bytes(trained),
       "moments": device_bytes(state) - device_bytes(trained),
@@ -202,6 +203,14 @@ class _Parts:
       )
     return tuple(stages)
 
+  def encode(self) -> Program:
+    """A frozen vision tower on the images of a batch."""
+    P, encode = self._config.batch.prompts, cast(Any, self._run.encode)
+    images = images_of(self._config, self._run.parameters.model, P)
+    batch = self._with_rows(self._batch.replace(visual=None, images=images), P)
+    lower = functools.partial(encode.lower, self._run.parameters.abstract_base, batch)
+    return Program("encode", "1", (Stage(lower),), self._held, ("frozen base",))
+
   def logprobs(self, name: str, params: Any, taken: tuple[str, ...]) -> Program:
     """A pass over the batch without gradients."""
     logprobs: Any = self._run.programs.logprobs
@@ -241,14 +250,17 @@ class _Parts:
       temperature_P=self._batch.temperature_P,
       slots=self._slots,
     )
-    batch = self._with_rows(batch, self._config.warm_start.batch)
+    count = self._config.warm_start.batch
+    batch = self._with_rows(self._seeing(batch, count), count)
     update: Any = self._run.programs.warm_update
-    lower = functools.partial(update.lower, self._run.programs.abstract_state, None, None, batch)
+    state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
+    lower = functools.partial(update.lower, state, base, None, batch)
     held = self._held
     if not self._config.algo.ref_sync_steps:
       held = held | {"reference": 0.0}  # made after the warm start
     gradients = self._held["weights"]
-    return Program("warm start", "0", (Stage(lower),), held, ("weights", "moments"), gradients)
+    taken = ("weights", "moments", "frozen base")
+    return Program("warm start", "0", (Stage(lower),), held, taken, gradients)
 
   @functools.cached_property
   def _batch(self) -> Batch:
@@ -271,8 +283,16 @@ class _Parts:
     )
     prompts = self._prompts(P)
     given = prompts.tokens_nS, prompts.lengths_n, temperature_P, temperature_P
-    batch = self._with_rows(jax.eval_shape(self._run.programs.to_batch, completions, *given), P)
-    return batch.replace(slots=self._slots)
+    batch = jax.eval_shape(self._run.programs.to_batch, completions, *given)
+    return self._with_rows(self._seeing(batch, P), P).replace(slots=self._slots)
+
+  def _seeing(self, batch: Batch, count: int) -> Batch:
+    """The batch of so many prompts with the most that they can see."""
+    config, parameters = self._config, self._run.parameters
+    if not parameters.model.has_frozen_tower:
+      return batch.replace(images=images_of(config, parameters.model, count))
+    visual = visual_of(config, parameters.model, parameters.abstract_policy, count)
+    return batch.replace(visual=visual)
 
   def _experts(self, *shape: int) -> jax.ShapeDtypeStruct | None:
     """Those of the sampler for so many tokens, where the learner uses them."""
@@ -289,7 +309,8 @@ class _Parts:
   def _prompts(self, count: int) -> Prompts:
     """So many prompts."""
     S = self._config.data.max_prompt_tokens
-    return Prompts(self._some("int32", count, S), self._some("int32", count))
+    images = images_of(self._config, self._run.parameters.model, count)
+    return Prompts(self._some("int32", count, S), self._some("int32", count), images=images)
 
   def _settings(self, rows: int) -> RowSettings:
     """Those of so many rows."""

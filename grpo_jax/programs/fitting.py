@@ -20,7 +20,7 @@ from grpo_jax.parallel.mesh import sampling_mesh
 from grpo_jax.programs.flight_programs import most_rewound
 from grpo_jax.programs.sampling import longest_chunk, sizes_up_to
 from grpo_jax.sampler.seats import first_grid
-from grpo_jax.types import Batch
+from grpo_jax.types import Batch, Images, Visual
 
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
 # sampler holds is mostly weights and caches, whose sizes are known.
@@ -106,11 +106,53 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   logits = _LOGITS_COPIES * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
   rows = config.sampling.rows if rows is None else rows
   grids = [first_grid(*call, rows, shape.row_shards) for call in _calls(config)]
+  of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
   sizes = [
-    copies * (grid.places * cache.place + grid.rows * cache.row) + grid.rows * logits
+    copies * (grid.places * cache.place + grid.rows * cache.row)
+    + grid.places * of_images
+    + grid.rows * logits
     for grid in grids
   ]
   return max(sizes) / shape.row_shards
+
+
+def images_of(config: Config, shape: model.ModelConfig, prompts: int) -> Images | None:
+  """The shapes of the most images that prompts can have: all their tokens are those of an image.
+
+  None if the model sees none.
+  """
+  if shape.vision is None:
+    return None
+  S, v = config.data.max_prompt_tokens, shape.vision
+  some = jax.ShapeDtypeStruct
+  patches = S * v.merge**2
+  axes, next_P = some((prompts, S, 3), jnp.int32), some((prompts,), jnp.int32)
+  return Images(
+    patches_PINC=some((prompts, 1, patches, math.prod(v.patch)), jnp.float32),
+    places_PIN2=some((prompts, 1, patches, 2), jnp.int32),
+    seen_PS2=some((prompts, S, 2), jnp.int32),
+    positions_PS3=axes if shape.has_axes else None,
+    next_P=next_P if shape.has_axes else None,
+  )
+
+
+def visual_of(config: Config, shape: model.ModelConfig, params: Any, prompts: int) -> Visual | None:
+  """The shapes of what a vision tower makes of `images_of`."""
+  images = images_of(config, shape, prompts)
+  if images is None:
+    return None
+  shape = dataclasses.replace(shape, rows=None)
+  return jax.eval_shape(lambda params, images: model.encode(params, shape, images), params, images)
+
+
+def _image_bytes(config: Config, shape: model.ModelConfig, item: float) -> float:
+  """The bytes of a prompt's images while it is sampled: pixels, and what the decoder reads."""
+  if shape.vision is None:
+    return 0.0
+  images = images_of(config, shape, 1)
+  levels = 1 + len(shape.vision.level_layers)
+  tokens = config.data.max_prompt_tokens
+  return 4.0 * math.prod(images.patches_PINC.shape) + item * levels * tokens * shape.embed_dim
 
 
 def _calls(config: Config) -> list[tuple[int, int]]:
@@ -231,7 +273,10 @@ def _kept_bytes(
     return padded if last == shape.embed_dim else padded / split
 
   def kept(prompts: int) -> float:
+    is_frozen = shape.has_frozen_tower
     batch = Batch(
+      images=None if is_frozen else images_of(config, shape, prompts),
+      visual=visual_of(config, shape, params, prompts) if is_frozen else None,
       prompts_PS=jax.ShapeDtypeStruct((prompts, S), jnp.int32),
       prompt_lengths_P=jax.ShapeDtypeStruct((prompts,), jnp.int32),
       completions_PGT=jax.ShapeDtypeStruct((prompts, G, T), jnp.int32),

@@ -21,11 +21,14 @@ class Flight(struct.PyTreeNode):
     cache: Of a grid of N places with Q seats each.
     last_ND: The features of each prompt's last token, from which the first logits come.
     rows: The N * Q rows.
+    next_N: int32, the position of the first token after each prompt, where images give prompts
+      positions of their own. None: it is the prompt's length.
   """
 
   cache: model.Cache
   last_ND: jax.Array
   rows: Rows
+  next_N: jax.Array | None = None
 
   @property
   def grid(self) -> Grid:
@@ -53,12 +56,15 @@ class Prompts(struct.PyTreeNode):
   Attributes:
     tokens_nS: int32, right-padded.
     lengths_n: int32, their tokens.
-    shared: So many tokens at their start are the same in all of them, and computed once.
+    shared: So many tokens at their start are the same in all of them, and computed once. They
+      end before the first image.
+    images: The images of the prompts, or None if they have none.
   """
 
   tokens_nS: Any
   lengths_n: Any
   shared: int = struct.field(pytree_node=False, default=0)
+  images: Any = None
 
 
 class Resumed(NamedTuple):
@@ -135,6 +141,7 @@ def _specs(config: model.ModelConfig, flight: Flight) -> Flight:
     ),
     last_ND=by_row,
     rows=jax.tree.map(lambda _: by_row, flight.rows),
+    next_N=None if flight.next_N is None else by_row,
   )
 
 

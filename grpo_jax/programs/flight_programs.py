@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import struct
 import jax
@@ -25,7 +25,9 @@ from grpo_jax.programs.flight import (
 from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token
 from grpo_jax.sampler.rows import Chunk, Drawn, Rows, decode_chunk, draw_first, row_uniforms
 from grpo_jax.sampler.seats import Grid
+from grpo_jax.types import Visual
 
+_MOST_PATCHES = 2**16  # of images that a device encodes together
 _MOST_SCORES = 2**26  # of attention, where prompts are computed after what they share
 
 
@@ -45,6 +47,22 @@ class Kept(struct.PyTreeNode):
     start = (0, self.round, 0)
     kept_RNY = jax.lax.dynamic_update_slice(self.experts_RNY, experts_R1Y, start)
     return Kept(self.round + 1, kept_RNY)
+
+
+class Prefilled(NamedTuple):
+  """What is computed of n prompts.
+
+  Attributes:
+    prefix: What the layers keep of them.
+    last_nD: The features of their last tokens.
+    next_n: `Flight.next_N` of them.
+    experts_nSY: The experts of their tokens with `keeps_experts`, otherwise None.
+  """
+
+  prefix: model.Prefix
+  last_nD: jax.Array
+  next_n: jax.Array | None
+  experts_nSY: jax.Array | None
 
 
 def most_rewound(columns: int) -> int:
@@ -150,12 +168,11 @@ class FlightPrograms:
       return None
     return np.full((*shape, config.experts_in_all), -1, config.experts_dtype)
 
-  def _prefill(
-    self, params: Any, prompts: Prompts, slots: int
-  ) -> tuple[model.Prefix, jax.Array, jax.Array | None]:
-    """What layers keep of prompts for places of so many slots, their last features and experts."""
+  def _prefill(self, params: Any, prompts: Prompts, slots: int) -> Prefilled:
+    """Computes prompts for places of so many slots."""
     (n, S), shared = prompts.tokens_nS.shape, prompts.shared
     config = self._shaped(slots)
+    visual = self._encode(params, prompts)
     if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
       shared = 0
     positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
@@ -168,7 +185,7 @@ class FlightPrograms:
       cache = model.empty_cache(config, prefix, n, S - shared)
     counts_n = prompts.lengths_n - shared
     hidden_nTD, cache, experts = model.routed_features(
-      params, config, tokens_nT, positions_nT, cache, counts_n
+      params, config, tokens_nT, positions_nT, cache, counts_n, visual and visual.after(shared)
     )
     if of_shared is not None:
       of_shared = jnp.broadcast_to(of_shared, (n, *of_shared.shape[1:]))
@@ -176,8 +193,32 @@ class FlightPrograms:
     last_n11 = (counts_n - 1)[:, None, None]
     last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
     make = model.rows_as_prefix if shared else model.as_prefix
+    next_n = None
+    if self._config.has_axes:
+      next_n = jnp.asarray(prompts.lengths_n if visual is None else visual.next_P)
     prefix = model.within_windows(config, make(cache, prompts.lengths_n))
-    return prefix, last_nD, everywhere(self._config, experts)
+    return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts))
+
+  def _encode(self, params: Any, prompts: Prompts) -> Visual | None:
+    """What the prompts see, each shard of the mesh its own."""
+    if prompts.images is None:
+      return None
+    n, I, N, _ = prompts.images.patches_PINC.shape
+    own = n // self._config.row_shards  # prompts of a device
+    at_once = max(1, _MOST_PATCHES // (I * N))
+    size = max(size for size in range(1, own + 1) if own % size == 0 and size <= at_once)
+    parts = own // size
+
+    def split(x: Any) -> jax.Array:
+      """[parts, n / parts, ...], where each device has its share of every part."""
+      x = rows_placed(self._config, jnp.asarray(x))
+      return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+
+    def join(x: jax.Array) -> jax.Array:
+      return rows_placed(self._config, x.swapaxes(0, 1).reshape(n, *x.shape[2:]))
+
+    encode = functools.partial(model.encode, params, self._config)
+    return jax.tree.map(join, jax.lax.map(encode, jax.tree.map(split, prompts.images)))
 
   def _begin(
     self,
@@ -188,9 +229,11 @@ class FlightPrograms:
     prompt_N: jax.Array | None,
     settings: RowSettings,
   ) -> tuple[Flight, jax.Array | None]:
-    prefix, last_nD, experts = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
+    made = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
+    prefix, last_nD, next_n = made.prefix, made.last_nD, made.next_n
     if prompt_N is not None:
       prefix, last_nD = model.take_prompts(prefix, prompt_N), last_nD[prompt_N]
+      next_n = jax.tree.map(lambda x: x[prompt_N], next_n)
     R, T, levels = grid.rows, self.decoding.max_tokens, draws_per_token(self._config.vocab_size)
     rows = Rows(
       token_R=jnp.zeros(R, jnp.int32),
@@ -204,22 +247,26 @@ class FlightPrograms:
     shaped = self._shaped(prompts.tokens_nS.shape[1])
     rewind = most_rewound(self.columns)
     cache = model.empty_cache(shaped, prefix, grid.seats, slots, rewind)
-    return placed(self._config, Flight(cache, last_nD, rows)), experts
+    return placed(self._config, Flight(cache, last_nD, rows, next_n)), made.experts_nSY
 
   def _arrive(
     self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array
   ) -> tuple[Flight, jax.Array | None]:
-    prefix, last_nD, experts = self._prefill(params, prompts, flight.cache.prefix.slots)
-    prefix = model.put_prompts(flight.cache.prefix, places_n, prefix)
-    last_ND = flight.last_ND.at[places_n].set(last_nD, mode="drop")
-    flight = flight.replace(cache=flight.cache.replace(prefix=prefix), last_ND=last_ND)
-    return placed(self._config, flight), experts
+    made, next_N = self._prefill(params, prompts, flight.cache.prefix.slots), flight.next_N
+    prefix = model.put_prompts(flight.cache.prefix, places_n, made.prefix)
+    last_ND = flight.last_ND.at[places_n].set(made.last_nD, mode="drop")
+    if next_N is not None:
+      next_N = next_N.at[places_n].set(made.next_n, mode="drop")
+    cache = flight.cache.replace(prefix=prefix)
+    flight = flight.replace(cache=cache, last_ND=last_ND, next_N=next_N)
+    return placed(self._config, flight), made.experts_nSY
 
   def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
     def copy(flight: Flight, from_N: jax.Array) -> Flight:
       prefix = model.take_prompts(flight.cache.prefix, from_N)
       cache, last_ND = flight.cache.replace(prefix=prefix), flight.last_ND[from_N]
-      return flight.replace(cache=cache, last_ND=last_ND)
+      next_N = jax.tree.map(lambda x: x[from_N], flight.next_N)
+      return flight.replace(cache=cache, last_ND=last_ND, next_N=next_N)
 
     return on_each_shard(
       self._config, copy, flight, from_N % shard_grid(self._config, flight).places
@@ -231,6 +278,7 @@ class FlightPrograms:
         cache=model.take_rows(self._config, flight.cache, rows_NQ, places_N),
         last_ND=flight.last_ND[places_N],
         rows=jax.tree.map(lambda x: x[rows_NQ.reshape(-1)], flight.rows),
+        next_N=jax.tree.map(lambda x: x[places_N], flight.next_N),
       )
 
     # Rows stay on their devices, where they are counted from 0.
@@ -293,13 +341,14 @@ class FlightPrograms:
       idle_R=jnp.where(is_new_R, 0, rows.idle_R),
       given_RT=jnp.where(is_new_R[:, None], -1, rows.given_RT),
     )
-    lengths_R = jnp.repeat(cache.prefix.lengths_P, Q)
+    next_N = cache.prefix.lengths_P if flight.next_N is None else flight.next_N
+    next_R = jnp.repeat(next_N, Q)
 
     def step(carry: tuple[model.Cache, Kept | None], rows: Rows) -> Any:
       cache, kept = carry
       own_R = jnp.maximum(rows.drawn_R - 1, 0)  # a free seat may have drawn nothing
       cache = cache.replace(lengths_PG=own_R.reshape(N, Q))
-      token_R1, positions_R1 = rows.token_R[:, None], (lengths_R + own_R)[:, None]
+      token_R1, positions_R1 = rows.token_R[:, None], (next_R + own_R)[:, None]
       counts_R = rows.goes_on_R.astype(jnp.int32)
       hidden_R1D, cache, experts = model.routed_features(
         params, config, token_R1, positions_R1, cache, counts_R
@@ -317,7 +366,8 @@ class FlightPrograms:
     if kept is not None:
       drawn = drawn.replace(experts_RNY=kept.experts_RNY)
     seen = everywhere(self._config, (drawn, rows.goes_on_R))
-    return placed(self._config, Flight(cache, flight.last_ND, rows)), *seen
+    flight = Flight(cache, flight.last_ND, rows, flight.next_N)
+    return placed(self._config, flight), *seen
 
   def _nothing_kept(self, rows: Rows) -> "Kept | None":
     """Before the first round of a chunk. None without `keeps_experts`."""

@@ -1,7 +1,8 @@
 """A run's parameters: where they come from and how they lie on the mesh.
 
-Without LoRA, all parameters are trained. With LoRA, the adapters are trained, on top of a frozen
-`base`.
+What is frozen is the `base`: with LoRA the whole checkpoint, under adapters that are trained.
+Without LoRA it is a frozen vision tower, beside the decoder that is trained. Where all parameters
+are trained, there is none.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +26,7 @@ from grpo_jax.programs import fitting
 from grpo_jax.programs.sampling_weights import SamplingWeights, cast_for_sampling, matrix_dtype
 from grpo_jax.settings import ConfigError
 
+_TOWER = "vision"  # the entry of the tree of parameters
 Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
 
 
@@ -39,7 +41,7 @@ class Parameters:
   Attributes:
     model: The model's shape, with its adapters and its place on the mesh.
     abstract: Shapes and shardings of the trained parameters.
-    abstract_base: Those of the frozen base, or None without LoRA.
+    abstract_base: Those of the frozen base, or None if all parameters are trained.
     sampling: How the sampler reads the parameters.
     abstract_reference: Those of a reference that is a copy of the trained parameters.
   """
@@ -64,7 +66,10 @@ class Parameters:
     self.abstract = whole
     self.abstract_base = None
     self._check_quantisation()
-    if self.model.lora is not None:
+    if self.model.lora is None and self.model.has_frozen_tower:
+      self.abstract = {name: part for name, part in whole.items() if name != _TOWER}
+      self.abstract_base = {_TOWER: whole[_TOWER]}
+    elif self.model.lora is not None:
       self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
       adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
@@ -76,8 +81,6 @@ class Parameters:
   @property
   def abstract_policy(self) -> Any:
     """Shapes and shardings of all parameters of the policy."""
-    if self.model.lora is None:
-      return self.abstract
     return model.join(self.abstract_base, self.abstract)
 
   @property
@@ -100,9 +103,12 @@ class Parameters:
 
   def describe(self) -> str:
     """How many parameters there are, for the header of a run."""
-    if self.model.lora is None:
+    if self.model.lora is not None:
+      return f"{count(self.abstract):,} parameters in adapters on {self._count:,} frozen ones"
+    if self.abstract_base is None:
       return f"{self._count:,} parameters"
-    return f"{count(self.abstract):,} parameters in adapters on {self._count:,} frozen ones"
+    tower = count(self.abstract_base)
+    return f"{count(self.abstract):,} parameters beside {tower:,} of a frozen vision tower"
 
   def initial(self, key: jax.Array) -> Any:
     """The trained parameters before the first update, in their places on the mesh.
@@ -134,27 +140,28 @@ class Parameters:
 
   @functools.cached_property
   def base(self) -> Any:
-    """The frozen parameters under the adapters, in lora.base_dtype. None without LoRA."""
-    if self.model.lora is None:
+    """What is frozen: in lora.base_dtype under adapters, otherwise in float32. Or None."""
+    if self.abstract_base is None:
       return None
+    if self.model.lora is None:
+      return self._loaded(_as_float32, self.abstract_base)
     convert = functools.partial(model.quantised, dtype=self._config.lora.base_dtype)
     return self._loaded(convert, self.abstract_base)
 
   def policy(self, trained: Any) -> Any:
     """All parameters of the policy whose trained parameters are given."""
-    return trained if self.model.lora is None else model.join(self.base, trained)
+    return model.join(self.base, trained)
 
   def for_sampling(self, trained: Any) -> Any:
     """All parameters of the policy in sampling.dtype, on the sampler's mesh.
 
     The base is converted once and kept.
     """
-    trained = self.sampling.convert(trained)
-    return trained if self.model.lora is None else model.join(self._sampling_base, trained)
+    return model.join(self._sampling_base, self.sampling.convert(trained))
 
   @functools.cached_property
   def _sampling_base(self) -> Any:
-    return self.sampling.convert(self.base)
+    return None if self.base is None else self.sampling.convert(self.base)
 
   @functools.cached_property
   def _copy_reference(self) -> Callable[[Any], Any]:
@@ -175,10 +182,17 @@ class Parameters:
     return functools.partial(_reference_leaf, dtype=dtype)
 
   def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
-    """The checkpoint's parameters as `convert` returns them, placed as in `abstract`."""
-    path, places = self._config.model.path, self._checkpoint_places
-    progress, converted = self._progress, _places(abstract)
-    return model.load(path, places, convert, progress=progress, converted=converted)[1]
+    """The parts of the checkpoint that `abstract` has, as `convert` returns them, in its places."""
+    path, progress, converted = self._config.model.path, self._progress, _places(abstract)
+    places = {
+      name: place
+      for name, place in self._checkpoint_places.items()
+      if name.split("/")[0] in abstract
+    }
+    has_tower = self.model.vision is not None
+    return model.load(
+      path, places, convert, progress=progress, converted=converted, vision=has_tower
+    )[1]
 
   def _base_of(self, params: Any) -> Any:
     def quantise(path: tuple[Any, ...], x: jax.Array) -> Any:

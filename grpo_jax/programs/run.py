@@ -1,15 +1,19 @@
 """The parts that a config describes: the mesh, the model, the tokenizer, the data, the programs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import copy
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from grpo_jax import model
+from grpo_jax import learner, model
 from grpo_jax.config import Config, Eval
+from grpo_jax.data.images import processor
+from grpo_jax.data.images.processor import Processor
+from grpo_jax.data.loader import PromptBatch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import chat, tokenizer
@@ -17,14 +21,23 @@ from grpo_jax.environments import Environments, of_config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.sharding import batch_sharding
 from grpo_jax.programs import compilation_cache
 from grpo_jax.programs.checks import check_config, check_length, check_memory, check_stop_ids
 from grpo_jax.programs.compiled import Programs
 from grpo_jax.programs.parameters import Parameters, Progress, no_progress
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
+from grpo_jax.types import Batch, Images, Visual
 
 STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
+
+# Of a folder, which grpo_jax reads or, of videos, other programs.
+_PROCESSOR_FILES = (
+  "processor_config.json",
+  "preprocessor_config.json",
+  "video_preprocessor_config.json",
+)
 
 
 class Run:
@@ -63,11 +76,11 @@ class Run:
     if devices is None:  # given ones may be of a topology, which compiles and loads no program
       compilation_cache.use(config.compilation_cache)
     with told_if_slow("looking for models on huggingface.co"):
-      local = hub.local(config)
+      local = self._local = hub.local(config)
     set_matmul_precision(config)
     self.mesh = make_mesh(config.mesh, devices)
     # Read first, so that its errors come before those of a tokenizer.
-    loaded = model.load_model_config(local.model.path) if local.model.path else None
+    loaded = _loaded_shape(local) if local.model.path else None
     self.tokenizer = tokens or self._load_tokenizer(local, loaded)
     shape = _model_shape(local, self.tokenizer, loaded)
     check_experts(config, shape, self.mesh.shape["expert"])
@@ -106,12 +119,55 @@ class Run:
         self.hosts,
         count_all=split == "test",
         environment=self.environments,
+        processor=self.processor,
       )
+
+  @functools.cached_property
+  def processor(self) -> Processor | None:
+    """What the model's folder does to images, or None if the model sees none."""
+    if self.parameters.model.vision is None:
+      return None
+    return processor.load(self._local.model.path, self.tokenizer)
+
+  def save_processor(self, folder: Path) -> None:
+    """Writes the files of the image processor beside those of the tokenizer, if there are any."""
+    if self.parameters.model.vision is None:
+      return
+    for name in _PROCESSOR_FILES:
+      file = Path(self._local.model.path).expanduser() / name
+      if file.exists():
+        (folder / name).write_bytes(file.read_bytes())
 
   @functools.cached_property
   def environments(self) -> Environments | None:
     """The tools and environments, or None if completions have one turn."""
     return of_config(self.config, self.tokenizer)
+
+  def with_images(self, batch: Batch, prompts: PromptBatch) -> Batch:
+    """The batch with what its prompts see, which is encoded now if the vision tower is frozen.
+
+    Args:
+      batch: On the mesh.
+      prompts: Its prompts.
+    """
+    if prompts.images is None:
+      return batch
+    batch = batch.replace(images=self.hosts.put(Images(*prompts.images)))
+    if not self.parameters.model.has_frozen_tower:
+      return batch
+    visual = self.encode(self.parameters.base, batch)
+    return batch.replace(images=None, visual=visual)
+
+  @functools.cached_property
+  def encode(self) -> Callable[[Any, Batch], Visual]:
+    """(parameters with the vision tower, batch with images) -> what the tower makes of them."""
+    shape, micro_batch = self.parameters.model, self.programs.micro_batch
+
+    def encode(params: Any, batch: Batch) -> Visual:
+      is_whole = len(batch.prompts_PS) % micro_batch != 0  # a batch of the warm start
+      return learner.encoded(params, shape, batch, 0 if is_whole else micro_batch)
+
+    return jax.jit(encode, out_shardings=batch_sharding(self.mesh))
 
   def with_eval(self, settings: Eval) -> "Run":
     """The same parts with other settings of the evaluation."""
@@ -150,6 +206,26 @@ def set_matmul_precision(config: Config) -> None:
   """Makes float32 products exact. By default, JAX rounds to bfloat16 on a TPU, to TF32 on a GPU."""
   precision = "float32" if config.model.dtype == "float32" else None
   jax.config.update("jax_default_matmul_precision", precision)
+
+
+def _loaded_shape(local: Config) -> model.ModelConfig:
+  """The shape of the checkpoint at model.path, with its vision tower as model.vision says."""
+  how, path = local.model.vision, local.model.path
+  shape = model.load_model_config(path, vision=how != "ignored")
+  if shape.vision is None:
+    return shape
+  if how == "trained" and local.lora.rank:
+    raise ConfigError(
+      "config key model.vision is 'trained': with lora.rank only adapters of the decoder are"
+      " trained; set 'frozen'"
+    )
+  if local.reward.teacher:
+    raise ConfigError(
+      f"config key reward.teacher is {local.reward.teacher!r}: a teacher sees no images; set"
+      " model.vision=ignored to train on texts alone"
+    )
+  tower = dataclasses.replace(shape.vision, trained=how == "trained")
+  return dataclasses.replace(shape, vision=tower)
 
 
 def _model_shape(
@@ -203,7 +279,8 @@ def check_experts(config: Config, shape: model.ModelConfig, expert_axis: int) ->
 
 def _remarks(config: Config, local: Config) -> tuple[str, ...]:
   """What is not read of model.path, and of adapters that do not fit it."""
-  if local.model.path and model.ignores_parts(local.model.path):
+  sees = local.model.vision != "ignored"
+  if local.model.path and model.ignores_parts(local.model.path, vision=sees):
     ignored = f"only the text part of {config.model.path} is read, trained and saved"
     return ignored, *_remarks_on_adapters(config, local)
   return _remarks_on_adapters(config, local)

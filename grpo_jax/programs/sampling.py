@@ -26,7 +26,7 @@ from grpo_jax.programs.sampling_call import (
 from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.seats import Grid
-from grpo_jax.types import Completions
+from grpo_jax.types import Completions, Images
 
 __all__ = [
   "TEMPERATURES",
@@ -128,7 +128,7 @@ class Sampler:
     prompt_lengths_P: np.ndarray,
     members: int,
     draws: Draws,
-    at_once: int = 0,
+    images: Images | None = None,
   ) -> Iterator[Finished]:
     """Completes each prompt `members` times.
 
@@ -138,27 +138,34 @@ class Sampler:
       prompt_lengths_P: int32, their tokens.
       members: G.
       draws: What they are drawn with.
-      at_once: The most prompts in flight, a multiple of the mesh's row shards. 0 means all.
+      images: Of the prompts, as numpy arrays, or None if they have none.
 
     Yields:
       Groups as they finish, each prompt once.
     """
     tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
-    shared = shared_tokens(tokens_PS, lengths_P) if self._config.on_one_device else 0
-    prompts = Prompts(tokens_PS, lengths_P, shared)
+    shared = 0
+    if self._config.on_one_device and not (images and self._config.vision.both_ways):
+      shared = shared_tokens(tokens_PS, lengths_P, images)
+    prompts = Prompts(tokens_PS, lengths_P, shared, images)
     call = SamplingCall(self.programs, params, prompts, members, draws)
     P = len(prompts_PS)
-    return call.run(self.pace(min(at_once or P, P), members))
+    return call.run(self.pace(min(draws.at_once or P, P), members))
 
 
-def shared_tokens(prompts_PS: np.ndarray, lengths_P: np.ndarray) -> int:
+def shared_tokens(
+  prompts_PS: np.ndarray, lengths_P: np.ndarray, images: Images | None = None
+) -> int:
   """How many tokens all prompts have in common at their start, in steps of `_SHARED_STEP`.
 
-  Each prompt has at least one token after them. A single prompt shares nothing.
+  Each prompt has at least one token after them. A single prompt shares nothing. Tokens of images
+  are equal where the images are not.
   """
   if len(prompts_PS) < 2:
     return 0
   differs_S = (prompts_PS != prompts_PS[:1]).any(0)
+  if images is not None:
+    differs_S |= (images.seen_PS2[..., 0] >= 0).any(0)
   same = int(differs_S.argmax()) if differs_S.any() else len(differs_S)
   return min(same, int(lengths_P.min()) - 1) // _SHARED_STEP * _SHARED_STEP
 

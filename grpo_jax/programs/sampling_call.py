@@ -76,6 +76,7 @@ class Draws(NamedTuple):
       processes, it must say the same on each.
     turn_tokens: The most tokens that a row draws before it is asked for its reply. 0 means as many
       as the row may have.
+    at_once: The most prompts in flight, a multiple of the mesh's row shards. 0 means all.
   """
 
   key: jax.Array
@@ -84,6 +85,7 @@ class Draws(NamedTuple):
   end: End | None = None
   reply: Reply | None = None
   turn_tokens: int = 0
+  at_once: int = 0
 
 
 class Pace(NamedTuple):

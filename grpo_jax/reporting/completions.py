@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import re
 from typing import Any
 
 from grpo_jax.data.tasks import tasks
@@ -14,6 +15,8 @@ from grpo_jax.storage.reading import read_completions
 MOST_GROUPS = 8  # of a step
 MOST_MEMBERS = 16  # of a group
 MOST_TOKENS = 2000  # of a completion; what follows is left out
+MOST_IMAGES = 16  # of a prompt
+_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,20000}")
 _CHARACTERS_OF_A_TOKEN = 4
 _CONTEXT = 6  # tokens before one that decide how it is written
 _MOST_OF_A_CHARACTER = 4  # tokens: the bytes of UTF-8
@@ -111,6 +114,7 @@ class _Completion:
     ids: Its tokens, or none without log-probs.
     logprobs: Of the tokens, None where unknown.
     turns: role, start, end and reward of its turns, or none where it has one.
+    images: Of the prompt: where each one comes from, and its thumbnail or "".
   """
 
   prompt: str
@@ -119,6 +123,7 @@ class _Completion:
   ids: list[int]
   logprobs: list[float | None]
   turns: list[dict[str, Any]]
+  images: list[dict[str, str]]
 
   @classmethod
   def of(cls, row: Any) -> "_Completion | None":
@@ -143,6 +148,7 @@ class _Completion:
       ids=ids if whole else [],
       logprobs=[finite(value) for value in logprobs] if whole else [],
       turns=_turns(row.get("turns")) if whole else [],
+      images=_images(row.get("images")),
     )
 
   @property
@@ -164,6 +170,18 @@ def _turns(values: Any) -> list[dict[str, Any]]:
     {name: turn[name] for name in kept} | {"reward": finite(turn.get("reward"))}
     for turn in (values if whole else [])
   ]
+
+
+def _images(values: Any) -> list[dict[str, str]]:
+  """The images of a row, without those that are not what grpo_jax writes."""
+  found = values[:MOST_IMAGES] if isinstance(values, list) else []
+  images = []
+  for one in found:
+    if isinstance(one, dict) and isinstance(one.get("source"), str):
+      url = str(one.get("thumbnail"))
+      picture = url if _THUMBNAIL.fullmatch(url) else ""
+      images.append({"source": str(one["source"]), "thumbnail": picture})
+  return images
 
 
 _Group = list[_Completion]
@@ -194,6 +212,7 @@ def _is_dead(rows: _Group) -> bool:
 def _group(rows: _Group, decode: Decode | None) -> dict[str, Any]:
   return {
     "prompt": rows[0].prompt,
+    "images": rows[0].images,
     "left_out": max(0, len(rows) - MOST_MEMBERS),
     "members": [_member(row, decode) for row in rows[:MOST_MEMBERS]],
   }

@@ -188,13 +188,15 @@ def check_arguments(function: Callable[..., Any], name: str, key: str, columns: 
 
 
 def own_copy(value: Any) -> Any:
-  """A copy that shares no list or dict with `value`."""
+  """A copy that shares no list or dict with `value`. An image of the data becomes one of Pillow."""
   if isinstance(value, _ATOMS):
     return value
   if type(value) is list:
     return [item if type(item) in _ATOMS else own_copy(item) for item in value]
   if type(value) is dict:
     return {key: own_copy(item) for key, item in value.items()}
+  if hasattr(value, "for_reward"):  # decoded where the function is called
+    return value.for_reward()
   return copy.deepcopy(value)
 
 

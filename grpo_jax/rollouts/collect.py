@@ -1,6 +1,7 @@
 """Collects a step's batch: prompts, completions and rewards."""
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from grpo_jax.rollouts.scorer import Report
 from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.rollouts.scoring import OVERLONG, groups_that_differ, host_scores, with_overlong
 from grpo_jax.rollouts.teacher import Teacher
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.timing import Clock
 from grpo_jax.types import Batch, Rewards
 
@@ -245,7 +246,8 @@ class Collector:
       )
     )
     batch = self._run.programs.to_batch(completions, *arrays)
-    return batch.replace(slots=slots, rollout_PG=rollout_PG), rewards
+    batch = batch.replace(slots=slots, rollout_PG=rollout_PG)
+    return self._run.with_images(batch, prompts), rewards
 
   def _metrics(self, sampled: ScoredGroups) -> dict[str, float]:
     completions = sampled.rollouts.completions
@@ -337,6 +339,7 @@ class GroupSource:
     temperature = temperature_at(self._config.sampling, index, self._config.steps)
     key = jax.random.fold_in(self._run.key("sample"), number)
     prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
+    self._look_ahead(number + 1)
     numbers: list[int] = []
     begun: list[Callable[[], tuple[ScoredGroups, Report]]] = []
 
@@ -352,6 +355,15 @@ class GroupSource:
     groups, reports = zip(*(finish() for finish in begun))
     clock.lap("reward")
     return take(concatenate(groups), np.argsort(numbers)), sum(reports, Report())
+
+  def _look_ahead(self, number: int) -> None:
+    """Images of the next draw are decoded while this one is computed."""
+    if self.prompts.images is None or self._config.curriculum.chooses:
+      return
+    P, seed = self._config.batch.prompts, self._config.seed
+    indices_P = loader.step_indices(seed, number, P, len(self.prompts))
+    with contextlib.suppress(RunFailed):  # that draw says it
+      self.prompts.begin(indices_P[self._run.hosts.own_rows(P)])
 
   def _start_scores(
     self,

@@ -7,7 +7,6 @@ learner reads them and does not learn to write them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import functools
 from typing import Any, Protocol
 
 from flax import struct
@@ -20,7 +19,7 @@ from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import Draws, Finished, settings_of, whole
 from grpo_jax.rollouts.talk import Talk, Talkers
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.types import Completions
+from grpo_jax.types import Completions, Images
 
 
 class Branches(struct.PyTreeNode):
@@ -131,7 +130,7 @@ class PolicyRollout:
       limit = self._talkers.environments.settings.turn_tokens
       draws = draws._replace(reply=talk.reply, turn_tokens=limit)
     given = prompts.prompts_PS, prompts.prompt_lengths_P
-    for part in self._sample(params, *given, self._group_size, draws):
+    for part in self._sample(params, *given, self._group_size, draws, images=images_of(prompts)):
       parts.append(part)
       if on_groups is not None:
         # Each process has the texts of those groups of the part that it scores.
@@ -177,12 +176,13 @@ def make_rollout(
   """
   if talkers is not None and not isinstance(talkers, Talkers):
     return talkers.rollout(group_size, greedy)
-  sampler = functools.partial(run.programs.sampler(max_tokens, keeps_experts), at_once=at_once)
+  sampler = run.programs.sampler(max_tokens, keeps_experts)
   sampling, decode = run.config.sampling, run.tokenizer.decode
   end = end_at(sampling.stop, decode) if sampling.stop else None
 
   def draws(key: jax.Array, temperature: float) -> Draws:
-    return Draws(key, settings_of(sampling, 0.0 if greedy else temperature), end=end)
+    settings = settings_of(sampling, 0.0 if greedy else temperature)
+    return Draws(key, settings, end=end, at_once=at_once)
 
   return PolicyRollout(sampler, run.hosts, decode, group_size, draws, talkers)
 
@@ -209,6 +209,11 @@ def hand_on(
   rollouts = rollout(params, prompts, key, temperature, on_groups=hand)
   if not handed:
     on_groups([*range(len(prompts.prompt_lengths_P))], rollouts)
+
+
+def images_of(prompts: PromptBatch) -> Images | None:
+  """The images of a batch's prompts as numpy arrays, or None if it has none."""
+  return None if prompts.images is None else Images(*prompts.images)
 
 
 def texts_of(

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.images.shown import shown
 from grpo_jax.data.prompts import Prompt
 from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.rollouts.scoring import groups_that_differ, host_scores
@@ -189,6 +190,7 @@ def completion_rows(
     extras_PG: What functions gave to log_extra, as dicts by column.
   """
   rows, completions = [], rollouts.completions
+  seen = [shown(prompt.images) for prompt in prompts]
   for p, g in np.ndindex(rewards_PG.shape):
     length = int(completions.lengths_PG[p, g])
     scores = {
@@ -207,6 +209,8 @@ def completion_rows(
       "completion_ids": completions.tokens_PGT[p, g, :length].tolist(),
       "logprobs": [_shortest(x) for x in completions.logprobs_PGT[p, g, :length]],
     }
+    if prompts[p].images:
+      row["images"] = seen[p]
     if rollouts.turns_PG is not None and rollouts.turns_PG[p, g] is not None:
       row["turns"] = rollouts.turns_PG[p, g].as_json()
     if rollouts.branches is not None:

@@ -62,6 +62,11 @@ class Harness:
       on_groups: OnGroups | None = None,
     ) -> Rollouts:
       del on_groups  # no group ends before the others
+      if prompts.images is not None:
+        raise RunFailed(
+          "environment.harness: a prompt has images, which the endpoint of a run does not take;"
+          " leave rows with images out"
+        )
       settings = settings_of(self._run.config.sampling, 0.0 if greedy else temperature)
       return self._play(params, prompts, group_size, (settings, key))
 

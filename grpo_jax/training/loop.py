@@ -135,7 +135,8 @@ class WarmStep:
       ),
     )
     update = run.programs.warm_update
-    train, update_metrics = update(state.train, run.parameters.base, None, run.hosts.put(batch))
+    batch = run.with_images(run.hosts.put(batch), examples.prompts)
+    train, update_metrics = update(state.train, run.parameters.base, None, batch)
     reduced = metrics_lib.reduced(update_metrics)
     metrics = {f"warm_start/{name}": value for name, value in reduced.items()}
     metrics |= {
@@ -188,7 +189,10 @@ class GrpoStep:
       logprobs_PGT = self._run.programs.logprobs(reference, batch.without_experts())
       batch = batch.replace(ref_logprobs_PGT=logprobs_PGT)
     with_advantages = self._run.programs.with_advantages
+    seen = dict(images=batch.images, visual=batch.visual)  # large, and not copied
+    batch = batch.replace(images=None, visual=None)
     batch, metrics = with_advantages(batch, collected.rewards, state.train.coefs.kl)
+    batch = batch.replace(**seen)
     return jax.block_until_ready(batch), jax.device_get(metrics)
 
   def _update(self, state: RunState, batch: Batch) -> tuple[TrainState, dict[str, float]]:

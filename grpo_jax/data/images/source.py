@@ -98,6 +98,10 @@ class Source:
           f"is a damaged {image.format} ({_one_line(error)}); replace it"
         ) from None
 
+  def for_reward(self) -> Image.Image:
+    """A copy of `image`, which reward functions get. Raises like `image`."""
+    return _decoded(self).copy()
+
   def pixels(self) -> np.ndarray:
     """The decoded image in RGB on white, uint8 [height, width, 3]. Raises like `image`."""
     decoded = self.image()
@@ -187,6 +191,10 @@ class Drawing:
   def image(self) -> Image.Image:
     """The drawn image."""
     return Image.fromarray(self.pixels())
+
+  def for_reward(self) -> Image.Image:
+    """`image`, which reward functions get."""
+    return self.image()
 
   def pixels(self) -> np.ndarray:
     """uint8 [height, width, 3]."""
@@ -304,6 +312,11 @@ def _png(image: Image.Image, where: str) -> bytes:
   except Exception as error:
     raise ConfigError(f"{where} is an image that cannot be read ({_one_line(error)})") from None
   return file.getvalue()
+
+
+@functools.lru_cache(4)  # the images of a prompt, which its completions have in common
+def _decoded(source: Source) -> Image.Image:
+  return source.image()
 
 
 def _upright_size(image: Image.Image, where: str) -> tuple[int, int]:

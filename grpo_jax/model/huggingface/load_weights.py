@@ -86,7 +86,8 @@ def load(
 
   Args:
     path: The folder or the file.
-    shardings: The sharding of each parameter. None puts all of them on the default device.
+    shardings: The sharding of each parameter that is read. None reads all of them, and puts them on
+      the default device.
     convert: Makes a parameter from its name and the array in the dtype of the file. It runs on the
       devices under `jax.jit`. Of a stacked parameter, it is given one layer at a time.
     labels: The heads that the model may have, as `ModelConfig.labels` counts them: 0 for a language
@@ -108,6 +109,8 @@ def load(
   _check_tensors(files, family, config, folder)
   sizes, specs = families.sizes(config), config_json.all_tensors(config)
   places, targets = Places(config), converted or shardings
+  if shardings is not None:
+    specs = [spec for spec in specs if places.find(spec.leaf_name)[0] in shardings]
   total, done = _count_bytes(files, specs, sizes), 0
   leaves, are_finite = dict[str, Any](), {}
   for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):

@@ -58,7 +58,13 @@
     if (!step) { at("shown").textContent = "This run has no saved completions."; return; }
     const group = step.groups[at("group").value], members = make("div", "members");
     group.members.forEach(member => members.append(card(member)));
-    at("shown").replaceChildren(make("div", "prompt", group.prompt), members);
+    const images = make("div", "images");
+    for (const image of group.images) {
+      const shown = make(image.thumbnail ? "img" : "span", "muted", image.thumbnail ? "" : image.source);
+      if (image.thumbnail) Object.assign(shown, {src: image.thumbnail, title: image.source});
+      images.append(shown);
+    }
+    at("shown").replaceChildren(images, make("div", "prompt", group.prompt), members);
     if (group.left_out) at("shown").append(make("p", "muted", `${group.left_out} more`));
   };
   const short = text => text.length > 60 ? `${text.slice(0, 60)}...` : text;

@@ -1,0 +1,40 @@
+"""Teaches a small vision-language model from random weights to count coloured shapes in images.
+
+Command:  python experiments/small_vlm.py /tmp/small_vlm
+          python -m grpo_jax.train --config=configs/shapes.py --workdir=/tmp/shapes
+Hardware: two CPU cores of a laptop are enough.
+Result:   held-out greedy accuracy, of one seed so far:
+          after the warm start    46.3%
+          after 200 GRPO steps    54.9%
+
+The answer is one of six numbers. A learning rate that stays at 3e-4 for longer, without a KL term,
+did not learn more: the accuracy went up and down between 39% and 47%.
+"""
+
+from ml_collections import ConfigDict
+
+from grpo_jax.configs import default
+
+
+def get_config(preset: str = "grpo") -> ConfigDict:
+  c = default.get_config(preset)
+  c.steps = 200
+  c.model.path = "/tmp/small_vlm"
+  c.model.vision = "trained"
+  c.data.task = "count_shapes"
+  c.data.path = "48"  # pixels
+  c.data.max_prompt_tokens = 48
+  c.batch.prompts = 32
+  c.batch.group_size = 8
+  c.sampling.max_tokens = 8
+  c.warm_start.steps = 200
+  c.warm_start.batch = 128
+  c.warm_start.learning_rate = 1e-3
+  c.optimizer.learning_rate = 3e-4
+  c.optimizer.schedule = "linear"
+  c.optimizer.warmup_steps = 20
+  c.eval.every = 20
+  c.eval.examples = 512
+  c.eval.batch = 512
+  c.checkpoint.every = 100
+  return c

@@ -1,0 +1,44 @@
+"""What is written of an image for a reader: where it comes from, and a small picture of it."""
+
+import base64
+import hashlib
+import io
+from typing import Any
+
+from PIL import Image
+
+from grpo_jax.data.images.source import AnyImage, Source, on_white
+from grpo_jax.settings import ConfigError
+
+_SIDE = 64  # pixels of a thumbnail
+MOST = 4  # images of a prompt that have one
+
+
+def shown(images: tuple[AnyImage, ...]) -> list[dict[str, Any]]:
+  """`source` of each image as JSON holds it, and `thumbnail` of the first ones, a data URL."""
+  return [
+    {"source": source(image)} | ({"thumbnail": thumbnail(image)} if number < MOST else {})
+    for number, image in enumerate(images)
+  ]
+
+
+def source(image: AnyImage) -> str:
+  """The path or URL of an image. Of bytes: their row and column, and the start of their SHA-256."""
+  if not isinstance(image, Source):
+    return f"a drawing of {image.scene!r:.300}"
+  if image.data:
+    return f"{image.where} (sha256 {hashlib.sha256(image.data).hexdigest()[:16]})"
+  return image.path or image.url
+
+
+def thumbnail(image: AnyImage) -> str:
+  """A JPEG of at most 64 x 64 pixels as a data URL, or "" if the image is damaged."""
+  try:
+    small = image.image()
+    small.thumbnail((_SIDE, _SIDE))
+    pixels = on_white(small)
+  except (ConfigError, OSError, ValueError):
+    return ""
+  file = io.BytesIO()
+  Image.fromarray(pixels).save(file, "JPEG", quality=80)
+  return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

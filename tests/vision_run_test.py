@@ -1,0 +1,180 @@
+"""Runs whose prompts have images: a folder in, GRPO steps, a folder out."""
+
+from pathlib import Path
+
+from flax.traverse_util import flatten_dict
+import jax
+import numpy as np
+from PIL import Image
+import pytest
+from small_run import grpo_step, small_run, with_reward, with_section
+from small_vision import FAMILIES, vision_config
+
+from grpo_jax import model
+from grpo_jax.config import Mesh
+from grpo_jax.evaluation.policy import load_policy
+from grpo_jax.programs.run import Run
+from grpo_jax.programs.sampling import shared_tokens
+from grpo_jax.reporting.completions import shares, shown_completions
+from grpo_jax.reporting.runs import read_run
+from grpo_jax.settings import ConfigError
+from grpo_jax.storage.reading import read_completions
+from grpo_jax.training.loop import run_steps
+from grpo_jax.types import Images
+
+
+def take_steps(config, folder, count=2, make=small_run):
+  """(run, state, metrics of each step) after so many steps."""
+  run = make(config)
+  step, store, _ = grpo_step(run, folder / "run")
+  state, _, _ = store.restore_or_init()
+  measured = []
+  for index in range(count):
+    state, metrics, _, _ = step(state, index)
+    measured.append(metrics)
+  return run, state, measured
+
+
+KINDS = [(family, how) for family in FAMILIES for how in ("frozen", "trained")]
+FAST = ("qwen3_vl", "trained")
+
+
+@pytest.mark.parametrize(
+  "family, vision", [pytest.param(*x, marks=[pytest.mark.slow] * (x != FAST)) for x in KINDS]
+)
+def test_a_folder_in_two_steps_a_folder_out(family, vision, tmp_path):
+  config = vision_config(tmp_path, vision, family)
+  run, state, measured = take_steps(config, tmp_path)
+  for metrics in measured:
+    assert metrics["sampler/logprob_gap_max"] < 1e-4 and metrics["grad_norm"] > 0
+  shape, before = model.load(tmp_path / "model", vision=True)
+  learned = jax.device_get(run.parameters.policy(state.train.params))
+  model.save(tmp_path / "out", shape, learned)
+  found, after = model.load(tmp_path / "out", vision=True)
+  assert found == shape
+  jax.tree.map(np.testing.assert_array_equal, after, learned)
+  before, after = flatten_dict(before, sep="/"), flatten_dict(after, sep="/")
+  still = {name for name, x in before.items() if (x == after[name]).all()}
+  tower = {name for name in before if name.startswith("vision/")}
+  assert tower and still == (tower if vision == "frozen" else set())
+
+
+SEES = """
+def reward(completions, images, answer, **columns):
+  assert len(images) == len(completions)
+  for row, (pictures, number) in enumerate(zip(images, answer)):
+    assert len(pictures) == (1, 0, 3)[int(number) % 3]
+    for picture in pictures:
+      assert picture.mode == "RGB" and picture.getpixel((0, 0))
+      picture.putpixel((0, 0), (0, 0, 0))  # its own copy
+  return [float(len(set(text))) for text in completions]
+"""
+
+
+def test_a_run_with_images_from_rewards_to_the_page(tmp_path):
+  """Workers get images of Pillow, completions/ says where they are from, and a policy sees them."""
+  config = with_reward(vision_config(tmp_path), tmp_path, SEES)
+  config = with_section(config, "reward", workers=1)
+  workdir = tmp_path / "run"
+  run_steps(config.replace({"mesh.data": -1, "mesh.tensor": 1, "batch.prompts": 8}), workdir)
+  rows = read_completions(workdir, 1)
+  counts = {len(row.get("images", ())) for row in rows}
+  assert counts == {0, 1, 3}
+  sources = {one["source"] for row in rows for one in row.get("images", ())}
+  assert all(Path(source).parent == tmp_path for source in sources)
+  groups = shown_completions(read_run(str(workdir)), shares(1))["steps"][0]["groups"]
+  thumbnails = [one["thumbnail"] for group in groups for one in group["images"]]
+  assert thumbnails and all(url.startswith("data:image/jpeg;base64,") for url in thumbnails)
+
+  policy = load_policy(workdir)
+  seen = [Image.new("RGB", (20, 20), color) for color in ("black", "white")]
+  logprobs = [
+    policy.sample("What is it?", n=1, max_tokens=4, temperature=0, images=[image])[0].logprob
+    for image in seen
+  ]
+  assert logprobs[0] != logprobs[1]
+  with pytest.raises(ConfigError, match="there is no file 'none.png'"):
+    policy.sample("What is it?", images=["none.png"])
+  policy.export(tmp_path / "out")
+  again = load_policy(config.replace({"model.path": str(tmp_path / "out")}))
+  [same] = again.sample("What is it?", n=1, max_tokens=4, temperature=0, images=seen[1:])
+  assert abs(same.logprob - logprobs[1]) < 1e-4
+
+
+def close(first, second, bound):
+  """Whether two trees of parameters are the same up to the bound."""
+  pairs = zip(jax.tree.leaves(jax.device_get(first)), jax.tree.leaves(jax.device_get(second)))
+  return all(np.abs(x - y).max() <= bound for x, y in pairs)
+
+
+@pytest.mark.parametrize("vision", [pytest.param("frozen", marks=pytest.mark.slow), "trained"])
+def test_micro_batches_do_not_change_the_update(vision, tmp_path):
+  """SGD, because Adam makes steps of the same size of gradients that are rounding errors."""
+  config = vision_config(tmp_path, vision)
+  config = with_section(config, "optimizer", name="sgd", learning_rate=0.1)
+  states = []
+  for size in (4, 1):
+    config = with_section(config, "batch", micro_batch=size)
+    states.append(take_steps(config, tmp_path / str(size), count=1)[1].train.params)
+  assert close(*states, bound=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+@pytest.mark.parametrize("mesh", [Mesh(data=2, fsdp=2), Mesh(data=1, fsdp=2, tensor=2)])
+def test_a_step_on_a_mesh_is_that_of_one_device(mesh, vision, tmp_path):
+  config = vision_config(tmp_path, vision)
+  config = with_section(config, "optimizer", name="sgd", learning_rate=0.1)
+  _, one, _ = take_steps(config, tmp_path / "one", count=1)
+  config = config.replace({f"mesh.{axis}": getattr(mesh, axis) for axis in ("data", "fsdp")})
+  config = config.replace({"mesh.tensor": mesh.tensor})
+  make = lambda config: Run(config, devices=jax.devices()[:4])  # noqa: E731
+  _, four, [metrics] = take_steps(config, tmp_path / "four", count=1, make=make)
+  assert metrics["sampler/logprob_gap_max"] < 1e-4
+  assert close(one.train.params, four.train.params, bound=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+def test_a_run_that_resumes_ends_with_the_same_bits(vision, tmp_path):
+  config = vision_config(tmp_path, vision, ref_sync_steps=1)
+  _, whole, _ = take_steps(config, tmp_path / "whole")
+  run = small_run(config)
+  step, store, checkpoints = grpo_step(run, tmp_path / "run")
+  state, _, _ = store.restore_or_init()
+  store.save(1, step(state, 0)[0])
+  checkpoints.wait()
+  step, store, _ = grpo_step(small_run(config), tmp_path / "run")
+  state, done, restored = store.restore_or_init()
+  assert restored and done == 1
+  state, *_ = step(state, 1)
+  for name in ("train", "reference"):
+    pair = (jax.device_get(getattr(x, name)) for x in (whole, state))
+    jax.tree.map(np.testing.assert_array_equal, *pair)
+
+
+@pytest.mark.slow
+def test_adapters_of_the_decoder_are_trained_beside_a_frozen_tower(tmp_path):
+  config = with_section(vision_config(tmp_path), "lora", rank=2, base_dtype="float32")
+  run, state, measured = take_steps(config, tmp_path)
+  assert measured[-1]["sampler/logprob_gap_max"] < 1e-4
+  names = flatten_dict(state.train.params, sep="/")
+  assert not any(name.startswith("vision/") for name in names)
+  _, before = model.load(tmp_path / "model", vision=True)
+  shape, policy = run.parameters.model, run.parameters.policy(state.train.params)
+  model.save(tmp_path / "out", shape, policy)
+  _, after = model.load(tmp_path / "out", vision=True)
+  jax.tree.map(np.testing.assert_array_equal, after["vision"], before["vision"])
+  assert (
+    after["layers_0"]["mlp"]["up"]["kernel"] != before["layers_0"]["mlp"]["up"]["kernel"]
+  ).any()
+
+
+def test_prompts_share_no_token_of_an_image():
+  """Tokens of images are equal where the images are not."""
+  tokens_PS, lengths_P = np.zeros((2, 128), np.int32), np.array([128, 128])
+  seen_PS2 = np.full((2, 128, 2), -1, np.int32)
+  images = Images(patches_PINC=None, places_PIN2=None, seen_PS2=seen_PS2)
+  assert shared_tokens(tokens_PS, lengths_P, images) == 96  # one token at least is left
+  seen_PS2[1, 70:80] = 0
+  assert shared_tokens(tokens_PS, lengths_P, images) == 64
