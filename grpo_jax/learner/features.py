@@ -51,7 +51,7 @@ def completion_features(
   if batch.images is not None:
     visual = model.encode(params, config, batch.images, remat)
   hidden_PND, routing = model.group_features(
-    params, config, tokens_PN, groups, routes, remat, visual
+    params, config, tokens_PN, groups, routes, remat, visual=visual
   )
   last_token_P11 = (batch.prompt_lengths_P - 1)[:, None, None]
   last_P1D = jnp.take_along_axis(hidden_PND[:, :S], last_token_P11, axis=1)

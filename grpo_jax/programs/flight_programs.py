@@ -184,8 +184,9 @@ class FlightPrograms:
       prefix = model.as_prefix(cache, jnp.full(1, shared))
       cache = model.empty_cache(config, prefix, n, S - shared)
     counts_n = prompts.lengths_n - shared
+    rest = visual and visual.after(shared)
     hidden_nTD, cache, experts = model.routed_features(
-      params, config, tokens_nT, positions_nT, cache, counts_n, visual and visual.after(shared)
+      params, config, tokens_nT, positions_nT, cache, counts_n, visual=rest
     )
     if of_shared is not None:
       of_shared = jnp.broadcast_to(of_shared, (n, *of_shared.shape[1:]))
