@@ -11,6 +11,9 @@ Limit:    by plan, sampling is bound by the memory's speed and the update by com
           with its four updates takes at least 203 s.
           python -m grpo_jax.plan --config=configs/moe.py --config.model.path=FOLDER
           --config.data.path=FOLDER --topology=v5p:2x2x4
+          With Qwen/Qwen3.5-35B-A3B, text part: 76.22 GB in the update and 58.07 GB while sampling;
+          a step takes at least 239 s. Add --config.model.vision=ignored
+          --config.data.chat_template_kwargs="('enable_thinking=False',)".
 Time:     not measured. No run on a pod has been made yet.
 Result:   not measured.
 

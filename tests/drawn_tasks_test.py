@@ -51,6 +51,25 @@ def test_counts_are_those_of_the_scene():
   assert {*answers} == set(range(count_shapes.MOST + 1))
 
 
+def test_some_solutions_say_what_each_cell_holds():
+  worked = 0
+  for i in range(60):
+    example = tasks.count_shapes("").train[i]
+    steps, _, answer = example["solution"].partition("#### ")
+    assert answer == example["answer"]
+    if not steps:
+      continue
+    worked += 1
+    _, shapes = example["image"].scene
+    _, _, color, plural = example["question"].rstrip("?").split()
+    rows = steps.split()
+    for shape in shapes:
+      counts = (shape.color, shape.name) == (color, plural[:-1])
+      assert rows[int(shape.y * 3)][int(shape.x * 3)] == ("x" if counts else "o")
+    assert sum(row.count(".") for row in rows) == 9 - len(shapes)
+  assert 15 <= worked <= 33
+
+
 def parts(mask):
   """How many connected parts a mask has."""
   left, count = {*zip(*np.nonzero(mask))}, 0

@@ -14,6 +14,7 @@ from grpo_jax.settings import ConfigError
 
 SIZE = 64  # height and width where data.path says nothing
 SMALLEST, LARGEST = 32, 1024
+WORKED_SHARE = 0.4  # the fraction of examples whose solution has steps, where a task has steps
 SPLIT_SIZES = {"train": 20_000, "test": 2_000}
 COLORS = {
   "red": (214, 40, 40),
@@ -36,11 +37,19 @@ class Shape(NamedTuple):
 
 
 class Problem(NamedTuple):
-  """What a task asks about an image."""
+  """What a task asks about an image.
+
+  Attributes:
+    scene: What is drawn.
+    question: The question.
+    answer: The right answer.
+    steps: How one gets there, or "" where the answer needs no steps.
+  """
 
   scene: tuple[Any, ...]
   question: str
   answer: str
+  steps: str = ""
 
 
 def examples(
@@ -109,10 +118,12 @@ def _example(
   problem = make(rng)
   while _split_of(problem) != split:
     problem = make(rng)
+  direct = f"#### {problem.answer}"
+  is_worked = problem.steps and rng.random() < WORKED_SHARE
   return {
     "image": Drawing(draw, (size, problem.scene), size, size),
     "question": problem.question,
-    "solution": f"#### {problem.answer}",
+    "solution": f"{problem.steps} {direct}" if is_worked else direct,
     "answer": problem.answer,
   }
 

@@ -1,4 +1,9 @@
-"""Counting: how many shapes of one colour and form are in an image of several."""
+"""Counting: how many shapes of one colour and form are in an image of several.
+
+A solution has one of two forms, as in `arithmetic.py`. The direct form is the answer alone,
+`#### 2`. The worked form first says of each cell, row by row, whether it holds a shape that counts
+(x), another one (o) or nothing: `x.o ..x o.. #### 2`.
+"""
 
 import random
 
@@ -21,7 +26,10 @@ def problem(rng: random.Random) -> Problem:
       other = (choose(rng, SHAPES), choose(rng, [*COLORS]))
     kinds.append(other)
   shapes = tuple(_shape(rng, kind, cell) for kind, cell in zip(kinds, cells))
-  return Problem(shapes, f"How many {color} {name}s?", str(count))
+  marks = dict.fromkeys(range(ROWS**2), ".")
+  marks |= {cell: "x" if kind == (name, color) else "o" for kind, cell in zip(kinds, cells)}
+  steps = " ".join("".join(marks[ROWS * row + i] for i in range(ROWS)) for row in range(ROWS))
+  return Problem(shapes, f"How many {color} {name}s?", str(count), steps)
 
 
 def _shape(rng: random.Random, kind: tuple[str, str], cell: int) -> Shape:

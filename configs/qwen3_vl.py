@@ -1,0 +1,30 @@
+"""Trains Qwen3-VL on questions about images, such as geometry problems, with a slice of four chips.
+
+Command:  python -m grpo_jax.train --config=configs/qwen3_vl.py \
+            --config.model.path=Qwen/Qwen3-VL-4B-Instruct --config.data.path=FILE --workdir=DIR
+Hardware: four TPU v6e chips (v6e:2x2) for a model of 4B parameters. Not run on them yet.
+Memory:   TODO
+Time:     not measured.
+Result:   not measured.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+from grpo_jax.configs import gsm8k
+
+
+def get_config(preset: str = "grpo") -> ConfigDict:
+  c = gsm8k.get_config(preset)
+  c.data.task = "columns"
+  c.data.path = config_dict.placeholder(str)  # the user has to give a file
+  c.data.prompt = "{problem} Please reason step by step, and put your final answer in \\boxed{}."
+  c.data.held_out = 0.05
+  c.data.max_prompt_tokens = 1280  # 1,024 of an image, and a question
+  c.reward.functions = ("math",)
+  c.eval.examples = 256
+  c.eval.batch = 128
+  c.eval.function = "math"
+  c.optimizer.moments_dtype = "bfloat16"
+  c.mesh.data = 1
+  c.mesh.fsdp = -1
+  return c
