@@ -66,7 +66,7 @@ def shape_of(ids: dict[str, int]) -> model.ModelConfig:
     num_heads=4,
     mlp_dim=128,
     merge=MERGE,
-    grid=SIDE // PATCH,
+    positions=(SIDE // PATCH) ** 2,
     rope_theta=10000.0,
     rope_sections=(3, 3, 2),
     rope_interleaved=True,
