@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from PIL import Image
 import pytest
+from resume_test import Life
 from small_run import grpo_step, small_run, with_reward, with_section
 from small_vision import FAMILIES, vision_config
 
@@ -214,3 +215,24 @@ def test_prompts_share_no_token_of_an_image():
   assert shared_tokens(tokens_PS, lengths_P, images) == 96  # one token at least is left
   seen_PS2[1, 70:80] = 0
   assert shared_tokens(tokens_PS, lengths_P, images) == 64
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_goes_on_to_the_same_bits(tmp_path):
+  """Killed twice, wherever the step after these rows of metrics is then."""
+  vision_config(tmp_path)
+  keys = [
+    *("warm_start.steps=0", "steps=4", "data.task=columns", "data.chat=True"),
+    *("data.max_prompt_tokens=160", f"data.path={tmp_path}", f"model.path={tmp_path / 'model'}"),
+  ]
+  folders = []
+  for name, moments in (("whole", ()), ("killed", (1, 3))):
+    (tmp_path / name).mkdir()
+    life = Life(tmp_path / name, keys)
+    for rows in moments:
+      life.kill(lambda folder, rows=rows: len(folder.rows()) >= rows)
+    life.finish()
+    folders.append(life.folder)
+  whole, killed = folders
+  assert killed.bits() == whole.bits() and killed.rows() == whole.rows()
+  assert killed.completions() == whole.completions()
