@@ -197,3 +197,29 @@ def test_prompts_with_images_are_counted_with_their_tokens(tmp_path):
   assert prompt.layouts[0].tokens == ((3, 3),)  # 8192 pixels at least, in squares of 32 x 32
   assert prompt.text.count("<|image_pad|>") == 1
   assert any("overlap: 0" in line for line in show_data.statistics_lines(config))
+
+
+def test_images_are_seen_though_the_first_rows_have_none(tmp_path):
+  folder = Path(__file__).parent / "golden/images/qwen3_vl"
+  image = {"type": "image", "image": str(folder.parent / "files/small.png")}
+  parts = [[{"type": "text", "text": "What?"}, *images] for images in ([], [image])]
+  rows = [{"question": [{"role": "user", "content": x}], "answer": "a cat"} for x in parts]
+  (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  config = with_section(Config(), "model", path=str(folder))
+  config = with_section(
+    config, "data", task="columns", path=str(tmp_path), chat=True, max_prompt_tokens=500
+  )
+  found = show_data.drawn(config, config.warm_start.steps + 1).prompts.make([0, 1])
+  assert [len(prompt.images) for prompt in found] == [0, 1]
+
+
+def test_a_row_is_shown_with_its_images_as_the_file_has_them(tmp_path):
+  folder = Path(__file__).parent / "golden/images/qwen3_vl"
+  row = {"question": "What?", "answer": "a cat", "image": str(folder.parent / "files/small.png")}
+  (tmp_path / "train.jsonl").write_text(json.dumps(row))
+  config = with_section(Config(), "model", path=str(folder))
+  config = with_section(
+    config, "data", task="columns", path=str(tmp_path), chat=True, max_prompt_tokens=500
+  )
+  found = show_data.drawn(config, config.warm_start.steps + 1)
+  assert f"image: {row['image']}" in [*show_data.step_lines(found, 1, 100)]

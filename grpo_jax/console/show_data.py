@@ -11,7 +11,7 @@ from grpo_jax.config import Config
 from grpo_jax.console.text import shorten, visible, without_common_parts
 from grpo_jax.data import loader
 from grpo_jax.data.images import processor as processors
-from grpo_jax.data.images.of_prompts import has_images
+from grpo_jax.data.images.of_prompts import Given, has_images
 from grpo_jax.data.prompts import Prompt, Prompts
 from grpo_jax.data.statistics import Statistics, duplicates, histogram, overlap, statistics
 from grpo_jax.data.tasks import tasks
@@ -22,6 +22,7 @@ from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
 
 _LONGEST_NAME = 24  # of a task
+_LOOKED_AT = 100  # examples, for images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Drawn:
 def open_data(
   config: Config,
 ) -> tuple[tasks.Task, tokenizer.Tokenizer, processors.Processor | None]:
-  """The task, the tokenizer, and the image processor where the examples have images.
+  """The task, the tokenizer, and the image processor where some of the examples have images.
 
   Of a model, only the files of these are read.
   """
@@ -52,7 +53,8 @@ def open_data(
   if path:
     tokens = tokenizer.load(path)  # first, because its errors come sooner
     task = tasks.make_task(config.data)
-    sees = config.model.path and len(task.train) and has_images(task.train[0])
+    first = (task.train[i] for i in range(min(len(task.train), _LOOKED_AT)))
+    sees = config.model.path and config.model.vision != "ignored" and any(map(has_images, first))
     folder = hub.folder(config.model.path, "data.tokenizer") if sees else ""
     return task, tokens, processors.load(folder, tokens) if folder else None
   task = tasks.make_task(config.data)
@@ -196,4 +198,5 @@ def _full(prompt: Prompt, example: Any) -> Iterator[str]:
   yield from (visible(line) for line in prompt.text.split("\n"))
   yield f"ids: {shorten(' '.join(map(str, prompt.ids)), 400)}"
   for name, value in example.items():
+    value = value.value if isinstance(value, Given) else value
     yield f"{name}: {shorten(visible(value if isinstance(value, str) else shown(value)), 400)}"

@@ -47,6 +47,7 @@ from grpo_jax.model.huggingface.save_weights import save
 from grpo_jax.model.lora import (
   ADAPTABLE,
   QUANTISED_DTYPES,
+  adaptable_modules,
   init_adapters,
   is_projection,
   join,
@@ -132,6 +133,7 @@ __all__ = [
   "ADAPTABLE",
   "AdapterShape",
   "QUANTISED_DTYPES",
+  "adaptable_modules",
   "init_adapters",
   "is_projection",
   "kernels_of",

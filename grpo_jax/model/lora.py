@@ -82,7 +82,7 @@ def init_adapters(key: jax.Array, config: ModelConfig, base: Any) -> Any:
   ):
     raise ConfigError(
       f"config key lora.targets: the model has no projection {module} that can have an adapter"
-      " (experts cannot): leave it out"
+      " (experts cannot, and a vision tower only with model.vision=trained): leave it out"
     )
   leaves = {}
   for name, kernel_key in zip(sorted(shapes), jax.random.split(key, len(shapes))):
@@ -160,6 +160,12 @@ def can_adapt(name: str, config: ModelConfig) -> bool:
     return True
   is_trained = config.vision is not None and config.vision.trained
   return is_trained and name.endswith("/kernel") and _path(name) in _OF_TOWER
+
+
+def adaptable_modules(base: Any, config: ModelConfig) -> tuple[str, ...]:
+  """Keys of ADAPTABLE that this part of the frozen tree has, sorted."""
+  names = [name for name in flatten_dict(base, sep="/") if can_adapt(name, config)]
+  return tuple(sorted(modules_of(_last(_path(name)) for name in names)))
 
 
 def _path(name: str) -> str:

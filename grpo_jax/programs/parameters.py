@@ -73,6 +73,7 @@ class Parameters:
       self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
       adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
+      self._check_tower_adapters(whole)
     self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
     self.sampling = SamplingWeights(self.model, config.sampling, self._sampling_mesh())
     if config.lora.path:
@@ -216,6 +217,17 @@ class Parameters:
     memory = memory_of(self._mesh.devices.flat[0])
     tensor = fitting.sampling_tensor(self._config, self.model, copy, held, self._mesh, memory)
     return sampling_mesh(self._mesh, tensor)
+
+  def _check_tower_adapters(self, whole: Any) -> None:
+    """Raises ConfigError for a tower that is trained and gets no adapter."""
+    if self.model.vision is None or self.model.has_frozen_tower or _TOWER in self.abstract:
+      return
+    modules = model.adaptable_modules({_TOWER: whole[_TOWER]}, self.model)
+    advice = f"add one of {', '.join(modules)}" if modules else "it can have none"
+    raise ConfigError(
+      f"config key lora.targets is {self._config.lora.targets!r}: the vision tower gets no adapter,"
+      f" though model.vision is 'trained'; {advice}, or set model.vision=frozen"
+    )
 
   def _check_quantisation(self) -> None:
     """Raises ConfigError for a quantised mixture of experts."""

@@ -214,11 +214,6 @@ def _loaded_shape(local: Config) -> model.ModelConfig:
   shape = model.load_model_config(path, vision=how != "ignored")
   if shape.vision is None:
     return shape
-  if how == "trained" and local.lora.rank:
-    raise ConfigError(
-      "config key model.vision is 'trained': with lora.rank only adapters of the decoder are"
-      " trained; set 'frozen'"
-    )
   if local.reward.teacher:
     raise ConfigError(
       f"config key reward.teacher is {local.reward.teacher!r}: a teacher sees no images; set"

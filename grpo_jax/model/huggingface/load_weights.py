@@ -107,18 +107,13 @@ def load(
   folder = Path(path).expanduser()
   files = _tensors_of(folder, family, config)
   _check_tensors(files, family, config, folder)
-  sizes, specs = families.sizes(config), config_json.all_tensors(config)
-  places, targets = Places(config), converted or shardings
-  if shardings is not None:
-    specs = [spec for spec in specs if places.find(spec.leaf_name)[0] in shardings]
-  total, done = _count_bytes(files, specs, sizes), 0
-  leaves, are_finite = dict[str, Any](), {}
-  for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
-    of_leaf = list(group)  # several where each expert has a tensor of its own
-    spec, (parameter, place) = of_leaf[0], places.find(name)
-    whole = shardings[parameter] if shardings else None
-    of_spec = whole if whole is None or place is None else of_layer(whole)
-    tensor = _read_tensor(files, of_leaf, sizes, of_spec and spec.hf_sharding(of_spec))
+  sizes, places, targets = families.sizes(config), Places(config), converted or shardings
+  leaves = _leaves_to_read(config, places, shardings)
+  total, done = sum(_count_bytes(files, leaf.specs, sizes) for leaf in leaves), 0
+  params, are_finite = dict[str, Any](), {}
+  for leaf in leaves:
+    parameter, spec = leaf.parameter, leaf.specs[0]
+    tensor = _read_tensor(files, leaf.specs, sizes, leaf.tensor_sharding(shardings))
     how = _Conversion(
       dataclasses.replace(spec, hf_name="", leaf_name=parameter),
       tuple(sizes.items()),
@@ -126,11 +121,41 @@ def load(
       places.shape(parameter, ()),
       targets and targets[parameter],
     )
-    leaves[parameter], are_finite[spec.hf_name] = _put(how, leaves.get(parameter), place, tensor)
-    done += _count_bytes(files, of_leaf, sizes)
+    stack = params.get(parameter)
+    params[parameter], are_finite[spec.hf_name] = _put(how, stack, leaf.place, tensor)
+    done += _count_bytes(files, leaf.specs, sizes)
     progress(done, total)
   _check_finite(are_finite, folder)
-  return config, unflatten_dict(leaves, sep="/")
+  return config, unflatten_dict(params, sep="/")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  """A parameter, or one layer of it, and where it is read."""
+
+  parameter: str
+  place: int | None  # the number of the layer in the stack, or None without layers
+  specs: Sequence[TensorSpec]  # of its tensor, or of one for each expert
+
+  def tensor_sharding(self, shardings: Shardings | None) -> jax.sharding.NamedSharding | None:
+    """Which part of the tensor each device reads, by the shardings of the parameters."""
+    if shardings is None:
+      return None
+    whole = shardings[self.parameter]
+    return self.specs[0].hf_sharding(whole if self.place is None else of_layer(whole))
+
+
+def _leaves_to_read(
+  config: ModelConfig, places: Places, shardings: Shardings | None
+) -> list[_Leaf]:
+  """The leaves of the model, in the order of the specs. With shardings, only those that it has."""
+  specs = config_json.all_tensors(config)
+  leaves = []
+  for name, group in itertools.groupby(specs, lambda spec: spec.leaf_name):
+    parameter, place = places.find(name)
+    if shardings is None or parameter in shardings:
+      leaves.append(_Leaf(parameter, place, tuple(group)))
+  return leaves
 
 
 def _count_bytes(files: Tensors, specs: Sequence[TensorSpec], sizes: Sizes) -> int:
