@@ -1,11 +1,17 @@
 """Trains Qwen3-VL on questions about images, such as geometry problems, with a slice of four chips.
 
-Command:  python -m grpo_jax.train --config=configs/qwen3_vl.py \
+Command:  pip install -e '.[math]'
+          python -m grpo_jax.train --config=configs/qwen3_vl.py \
             --config.model.path=Qwen/Qwen3-VL-4B-Instruct --config.data.path=FILE --workdir=DIR
 Hardware: four TPU v6e chips (v6e:2x2) for a model of 4B parameters. Not run on them yet.
-Memory:   TODO
+Memory:   26 GB of the 33.55 GB that programs can use there, in an update of 8 prompts at once, by the
+          estimate that plan prints first. The compiler has not said it yet.
 Time:     not measured.
 Result:   not measured.
+
+FILE is a Parquet or jsonl file with the columns problem, answer, and image or images
+(docs/images.md). An image may have 1,024 tokens, beside 256 of a question: a prompt that is longer
+is left out. The vision tower is frozen. First moments are bfloat16.
 """
 
 from ml_collections import ConfigDict, config_dict
