@@ -215,11 +215,14 @@ def test_of_a_model_with_a_vision_tower_the_text_part_is_read_and_written(tmp_pa
   jax.tree.map(np.testing.assert_array_equal, after, params)
 
 
-def test_a_run_says_that_only_the_text_part_is_read():
-  config = with_section(small_config(), "model", path=str(GOLDEN / "gemma3_images"))
+@pytest.mark.parametrize("vision", ["ignored", "frozen"])
+def test_a_run_says_that_only_the_text_part_is_read(vision):
+  path = str(GOLDEN / "gemma3_images")
+  config = with_section(small_config(), "model", path=path, vision=vision)
   tokenizer = small_run(small_config()).tokenizer
   run = Run(config, tokens=tokenizer, devices=jax.devices()[:1])
-  assert any("only the text part of" in remark for remark in run.remarks)
+  said = any("only the text part of" in remark for remark in run.remarks)
+  assert said == (vision == "ignored")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_every_module_can_be_named_and_is_one_of_a_golden_family():
   assert {*model.ADAPTABLE} <= {spec.hf_name.split(".")[-2] for spec in tensors}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize("dtype", ["int8", "nf4", "rounded"])
 def test_every_target_can_be_quantised(family, dtype):
@@ -149,6 +150,7 @@ def test_a_folder_is_the_change_of_the_merged_weights(name, rslora, tmp_path):
     np.testing.assert_allclose(after[weight] - before[weight], change, atol=1e-5, err_msg=weight)
 
 
+@pytest.mark.slow
 def test_projections_of_a_module_without_an_adapter_have_zeros(tmp_path):
   """PEFT adapts all projections of qkv_proj. What is read computes the same, and so does a step."""
   config, base = model.load(GOLDEN / "families" / "phi3")

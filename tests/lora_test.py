@@ -49,7 +49,9 @@ def logits_of(config, params, base):
   return np.where(valid[..., None], logits, 0)
 
 
-@pytest.mark.parametrize("name", ADAPTERS | JOINED)
+@pytest.mark.parametrize(
+  "name", [*ADAPTERS, *(pytest.param(name, marks=pytest.mark.slow) for name in JOINED)]
+)
 def test_logits_are_those_of_peft(name):
   """Run `pytest -s -n 0` to print the largest differences."""
   config, base, adapters = read(name)

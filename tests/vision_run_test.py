@@ -77,6 +77,7 @@ def reward(completions, images, answer, **columns):
 """
 
 
+@pytest.mark.slow
 def test_a_run_with_images_from_rewards_to_the_page(tmp_path):
   """Workers get images of Pillow, completions/ says where they are from, and a policy sees them."""
   config = with_reward(vision_config(tmp_path), tmp_path, SEES)
