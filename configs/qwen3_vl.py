@@ -4,8 +4,8 @@ Command:  pip install -e '.[math]'
           python -m grpo_jax.train --config=configs/qwen3_vl.py \
             --config.model.path=Qwen/Qwen3-VL-4B-Instruct --config.data.path=FILE --workdir=DIR
 Hardware: four TPU v6e chips (v6e:2x2) for a model of 4B parameters. Not run on them yet.
-Memory:   26 GB of the 33.55 GB that programs can use there, in an update of 8 prompts at once, by the
-          estimate that plan prints first. The compiler has not said it yet.
+Memory:   26 GB of the 33.55 GB that programs can use there, in an update of 8 prompts at once, by
+          the estimate that plan prints first. The compiler has not said it yet.
 Time:     not measured.
 Result:   not measured.
 

@@ -3,12 +3,14 @@
 Command:  python experiments/small_vlm.py /tmp/small_vlm
           python -m grpo_jax.train --config=configs/shapes.py --workdir=/tmp/shapes
 Hardware: two CPU cores of a laptop are enough.
-Result:   held-out greedy accuracy, of one seed so far:
-          after the warm start    46.3%
-          after 200 GRPO steps    54.9%
+Time:     20 minutes on one core, measured beside other work.
+Result:   held-out greedy accuracy of seeds 0 and 1:
+          after the warm start    57.2% and 67.6%
+          after 200 GRPO steps    76.0% and 85.0%
 
-The answer is one of six numbers. A learning rate that stays at 3e-4 for longer, without a KL term,
-did not learn more: the accuracy went up and down between 39% and 47%.
+The warm start teaches a mixture of direct and worked answers, as in configs/arithmetic.py. After
+it, the model answers at once. GRPO teaches it to say first what each cell of the image holds. The
+numbers are from experiments/LOG.md.
 """
 
 from ml_collections import ConfigDict

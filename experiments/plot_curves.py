@@ -7,7 +7,8 @@ done
 pip install -e '.[plot]'
 python experiments/plot_curves.py experiments/arithmetic.png /tmp/arithmetic_?
 
-experiments/countdown.png is of configs/countdown.py and seeds 0 to 2.
+experiments/countdown.png is of configs/countdown.py and seeds 0 to 2, and experiments/shapes.png of
+configs/shapes.py and seeds 0 and 1.
 
 Accuracy and length are those of greedy answers to held-out problems. All runs need the same number
 of steps, of the warm start and of GRPO.
@@ -71,8 +72,8 @@ def draw(axes: plt.Axes, runs: Sequence[Mapping[int, float]]) -> None:
 def table(runs: Mapping[int, Run]) -> list[str]:
   """A table in Markdown: accuracy at some steps and at the end, and length at start and end."""
   end = max(next(iter(runs.values())))
-  steps = [*IN_TABLE, end]
-  lines = ["| seed | " + " | ".join(map(str, steps)) + " | length |", "|---" * 7 + "|"]
+  steps = [step for step in (*IN_TABLE, end) if all(step in run for run in runs.values())]
+  lines = [f"| seed | {' | '.join(map(str, steps))} | length |", "|---" * (len(steps) + 2) + "|"]
   for seed, run in sorted(runs.items()):
     accuracies = " | ".join(f"{run[step][ACCURACY]:.1%}" for step in steps)
     length = f"{run[0][LENGTH]:.1f} -> {run[end][LENGTH]:.1f}"
