@@ -77,12 +77,12 @@ def draw(
   return whole(parts), [part.prompts for part in parts]
 
 
-def assert_same(ours, theirs):
+def assert_same(ours, theirs, atol=1e-4):
   np.testing.assert_array_equal(ours.tokens_PGT, theirs.tokens_PGT)
   for name in ("lengths_PG", "stopped_by_PG", "sampled_PGT"):
     np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-  np.testing.assert_allclose(ours.logprobs_PGT, theirs.logprobs_PGT, atol=1e-4)
-  np.testing.assert_allclose(ours.behavior_logprobs_PGT, theirs.behavior_logprobs_PGT, atol=1e-4)
+  np.testing.assert_allclose(ours.logprobs_PGT, theirs.logprobs_PGT, atol=atol)
+  np.testing.assert_allclose(ours.behavior_logprobs_PGT, theirs.behavior_logprobs_PGT, atol=atol)
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +520,9 @@ def test_rings_change_no_token(name, cache_dtype, mesh, monkeypatch):
   without_rings(monkeypatch)
   expected, _ = draw(config, params, **paced)
   assert expected.lengths_PG.max() > 3 * max(config.windows)
-  assert_same(found, expected)
+  # Sums in another order differ in the last digit, and a number near the middle between two of int8
+  # then becomes the other one.
+  assert_same(found, expected, atol=1e-2 if cache_dtype else 1e-4)
 
 
 def test_a_stack_with_a_window_has_the_slots_that_it_needs():
