@@ -261,7 +261,7 @@ class Sampling:
     -1.0,
     "the run stops if log-probs of sampler and learner differ by more for a token: the tokens that"
     " are learned are then not those that were drawn. -1 = 0.05 in float32 and 4 in bfloat16,"
-    " without int8 and algo.keep_surplus; 0 = no bound",
+    " without int8, algo.keep_surplus and rollout.max_staleness; 0 = no bound",
     at_least(-1),
     before=0.0,
   )
@@ -572,9 +572,45 @@ class Log:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rollout:
+  """How far sampling may run ahead of learning."""
+
+  max_staleness: int = setting(
+    0,
+    "how many GRPO steps a token may be old when it is learned from. 0 = each batch is drawn by the"
+    " policy that learns from it. Above 0, batches are drawn ahead: rewards and tools of one batch"
+    " run while the next is sampled and, with mesh.sampler, sampling goes on during updates",
+    at_least(0, at_most=1024),
+    before=0,
+  )
+  weights: str = setting(
+    "fixed",
+    "which weights draw a batch. fixed = those of exactly max_staleness steps before, so that no"
+    " number depends on time; newest = the newest when the batch begins; in_flight = rows also go"
+    " on under newer ones, between two chunks. The last two need mesh.sampler, and write what they"
+    " did to schedule.jsonl, which a resumed run follows",
+    one_of(("fixed", "newest", "in_flight")),
+    before="fixed",
+  )
+  replay: str = setting(
+    "",
+    "the schedule.jsonl of another run, whose weights draw the same batches; '' = none. For"
+    " rollout.weights newest and in_flight",
+    before="",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
 class Mesh:
   """How many devices lie along each axis. One axis may be -1: it takes what the others leave."""
 
+  sampler: int = setting(
+    0,
+    "how many devices, the last ones, do nothing but sample, while the others learn; the axes below"
+    " are those of the others. 0 = all devices sample and learn in turn",
+    NOT_NEGATIVE,
+    before=0,
+  )
   data: int = setting(-1, "splits the rows of a batch")
   fsdp: int = setting(1, "splits rows, parameters and optimizer state")
   expert: int = setting(1, "splits rows and the experts of a mixture")
@@ -608,7 +644,18 @@ class Config:
   eval: Eval = Eval()
   checkpoint: Checkpoint = Checkpoint()
   log: Log = Log()
+  rollout: Rollout = Rollout()
   mesh: Mesh = Mesh()
+
+  @property
+  def old_is_policy(self) -> bool:
+    """Whether old log-probs are the policy's own, so that the ratio is 1.
+
+    Batches that older policies drew are compared with them by a correction. Without one, the old
+    log-probs are those that the tokens were drawn with.
+    """
+    is_older = self.rollout.max_staleness > 0 and not self.algo.has_correction
+    return self.algo.old_is_policy and not is_older
 
   @property
   def rows_per_prompt(self) -> int:

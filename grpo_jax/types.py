@@ -43,6 +43,8 @@ class Completions(struct.PyTreeNode):
     experts_PGTY: int8 or int16, the experts of each token, where the sampler keeps them. -1 where
       it computed none: at a row's last token and at padding.
     prompt_experts_PSY: The same for the tokens of the prompts.
+    versions_PGT: int32, the version of the weights that drew each token, where weights change while
+      rows are in flight. Otherwise None.
   """
 
   tokens_PGT: jax.Array
@@ -53,6 +55,7 @@ class Completions(struct.PyTreeNode):
   stopped_by_PG: jax.Array
   experts_PGTY: jax.Array | None = None
   prompt_experts_PSY: jax.Array | None = None
+  versions_PGT: jax.Array | None = None
 
 
 class Rewards(struct.PyTreeNode):

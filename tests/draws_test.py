@@ -11,6 +11,7 @@ from small_run import G, P, small_config, with_reward, with_section
 
 from grpo_jax.rollouts.groups import choose, from_arrays, to_arrays
 from grpo_jax.rollouts.rollout_metrics import check_metrics, most_disputed_first
+from grpo_jax.rollouts.source import Policy
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_completions
 from grpo_jax.storage.rows import parse_rows
@@ -88,7 +89,7 @@ def test_workers_score_complete_groups_while_the_others_are_sampled(tmp_path):
 
 def test_groups_become_arrays_and_back(tmp_path):
   small = Small(with_reward(small_config(), tmp_path, MIXED))
-  drawn = small.collector._groups(small.params, 0, {}, _NoClock())
+  drawn = small.collector._groups.begin(Policy(small.params, 0), 0, dict, _NoClock())()
   arrays = to_arrays(drawn.sampled)
   assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays))
   back = from_arrays(arrays, drawn.sampled.rewards.weights)
@@ -101,6 +102,9 @@ def test_groups_become_arrays_and_back(tmp_path):
 class _NoClock:
   def lap(self, name):
     del name
+
+  def restart(self):
+    pass
 
 
 @pytest.mark.slow

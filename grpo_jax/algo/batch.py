@@ -18,6 +18,7 @@ def to_batch(
   temperature_P: jax.Array,
   live_P: jax.Array,
   algo: Algo,
+  old_is_policy: bool,
 ) -> Batch:
   """The batch of these completions, without advantages and reference log-probs.
 
@@ -27,7 +28,8 @@ def to_batch(
     prompt_lengths_P: int32, their lengths.
     temperature_P: float32, what their completions were sampled at.
     live_P: 0 leaves a group out of the loss.
-    algo: Reads `mask_truncated` and `old_is_policy`.
+    algo: Reads `mask_truncated`.
+    old_is_policy: Whether the old log-probs are the policy's own (`Config.old_is_policy`).
   """
   mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]
   if algo.mask_truncated:
@@ -40,7 +42,7 @@ def to_batch(
     temperature_P=temperature_P,
     sampler_logprobs_PGT=completions.logprobs_PGT,
     behavior_logprobs_PGT=completions.behavior_logprobs_PGT,
-    old_logprobs_PGT=None if algo.old_is_policy else completions.logprobs_PGT,
+    old_logprobs_PGT=None if old_is_policy else completions.logprobs_PGT,
     experts_PGTY=completions.experts_PGTY,
     prompt_experts_PSY=completions.prompt_experts_PSY,
   )

@@ -68,9 +68,10 @@ class Algo(  # the fields of the last class come first
 
   @property
   def old_is_policy(self) -> bool:
-    """Whether the old log-probs are the policy's own.
+    """Whether the old log-probs are the policy's own, if the policy of the step samples.
 
-    That is so with one update per batch, if all of it was sampled by the policy of the step.
+    That is so with one update per batch. `Config.old_is_policy` also knows of rollouts that are
+    older.
     """
     return self.updates_per_step == 1 and not self.keep_surplus
 

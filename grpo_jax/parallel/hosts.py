@@ -27,8 +27,9 @@ class Hosts:
   Every process calls the methods together and in the same order, because most of them communicate.
   """
 
-  def __init__(self, mesh: jax.sharding.Mesh) -> None:
-    self.mesh = mesh
+  def __init__(self, mesh: jax.sharding.Mesh, sampler_shards: int = 1) -> None:
+    """`sampler_shards` are the parts that the sampler's mesh splits rows into."""
+    self.mesh, self._sampler_shards = mesh, sampler_shards
 
   @property
   def is_first(self) -> bool:
@@ -42,8 +43,9 @@ class Hosts:
 
   @property
   def row_shards(self) -> int:
-    """The number of parts that the mesh splits the first axis of a batch into."""
-    return math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
+    """What a number of rows is a multiple of, so that each mesh splits their first axis evenly."""
+    own = math.prod(self.mesh.shape[axis] for axis in ROW_AXES)
+    return math.lcm(own, self._sampler_shards)
 
   def check_rows(self, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError unless every batch size is a multiple of `row_shards`.
@@ -56,6 +58,9 @@ class Hosts:
         raise ConfigError(
           f"config key {key} is {size}: it must be a multiple of mesh.data x mesh.fsdp x "
           f"mesh.expert = {self.row_shards}"
+          if self._sampler_shards == 1
+          else f"config key {key} is {size}: it must be a multiple of {self.row_shards}, so that the"
+          " devices of mesh.sampler and the others both split it evenly"
         )
 
   def put(self, tree: Any) -> Any:

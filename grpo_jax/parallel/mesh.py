@@ -17,22 +17,48 @@ def sizes_of(mesh: jax.sharding.Mesh) -> str:
   return " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
 
 
-def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
+def split(config: Mesh, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[jax.Device]]:
+  """The devices that learn, and those that only sample: the last mesh.sampler of them.
+
+  Raises:
+    ConfigError: None would be left to learn, or the run has several processes.
+  """
+  key = f"config key mesh.sampler is {config.sampler}"
+  if config.sampler and jax.process_count() > 1:
+    raise ConfigError(
+      f"{key}: devices of their own sample in runs of one process alone; set 0, with"
+      " rollout.max_staleness rewards still run while the next batch is sampled"
+    )
+  if config.sampler >= len(devices):
+    raise ConfigError(f"{key}: there are {len(devices)} devices, and at least one must learn")
+  learn = len(devices) - config.sampler
+  return list(devices[:learn]), list(devices[learn:])
+
+
+def sampling_mesh(
+  mesh: jax.sharding.Mesh, tensor: int, apart: Sequence[jax.Device] = ()
+) -> jax.sharding.Mesh:
   """The mesh of the sampler, whose `fsdp` is 1: weights lie whole on the devices that share a row.
 
   Args:
     mesh: The mesh of the run.
     tensor: How many devices share a row, a multiple of the mesh's own `tensor`.
+    apart: The devices that only sample. None means that those of the run sample, too.
 
   Raises:
     ConfigError: The devices cannot be shared so.
   """
   own, experts = mesh.shape["tensor"], mesh.shape["expert"]
-  if tensor % own or mesh.size % (experts * tensor):
+  size = len(apart) or mesh.size
+  if tensor % own or size % (experts * tensor):
     raise ConfigError(
       f"config key sampling.tensor is {tensor}: it must be a multiple of mesh.tensor = {own}, and"
-      f" divide the {mesh.size // experts} devices that mesh.expert leaves"
+      f" divide the {size // experts} devices that mesh.expert leaves"
+      + (" of mesh.sampler" if apart else "")
     )
+  if apart:
+    sizes = (size // (experts * tensor), 1, experts, tensor)
+    return jax.make_mesh(sizes, AXES, axis_types=mesh.axis_types, devices=apart)
   if mesh.shape["fsdp"] == 1 and tensor == own:
     return mesh
   devices = mesh.devices.reshape(-1, 1, experts, tensor)

@@ -100,7 +100,7 @@ def programs(run: Run) -> Iterator[Program]:
     yield parts.sampling("greedy", "1", P, 1)
   if algo.uses_reference and not algo.needs_full_kl:
     yield parts.logprobs("reference", parts.reference, ("frozen base", "reference"))
-  if not algo.old_is_policy and algo.old_logprobs == "recomputed":
+  if not config.old_is_policy and algo.old_logprobs == "recomputed":
     yield parts.logprobs(
       "old log-probs", run.parameters.abstract_policy, ("weights", "frozen base")
     )
@@ -224,7 +224,7 @@ class _Parts:
     like_mask = self._batch.mask_PGT
     batch = self._batch.replace(
       advantages_PGT=like_mask,
-      old_logprobs_PGT=None if algo.old_is_policy else like_mask,
+      old_logprobs_PGT=None if self._config.old_is_policy else like_mask,
       ref_logprobs_PGT=like_mask if algo.uses_reference and not algo.needs_full_kl else None,
     )
     prompts = self._config.batch.prompts // algo.minibatches

@@ -59,6 +59,7 @@ def check_config(config: Config) -> None:
     f"environment.harness is {environment.harness!r}, whose endpoint keeps no experts; set False",
   )
   _check_branches(config)
+  _check_rollout(config)
   _check_lora(config)
   _check_reference(config)
   _check_sizes(config)
@@ -83,6 +84,45 @@ def _check_branches(config: Config) -> None:
     raise ConfigError(
       f"{key}: algo.keep_surplus must be False and algo.kl_target 0, which know no branches"
     )
+
+
+def _check_rollout(config: Config) -> None:
+  """Raises ConfigError for batches that are drawn ahead and could not be learned from."""
+  algo, rollout = config.algo, config.rollout
+  if rollout.max_staleness:
+    key, value = "rollout.max_staleness", rollout.max_staleness
+    _require(
+      algo.has_correction or algo.old_logprobs == "sampler",
+      key,
+      value,
+      "log-probs that are computed again are those of a newer policy than the one that drew; set"
+      " algo.old_logprobs='sampler', or an algo.correction as the preset areal has it",
+    )
+    _require(
+      not algo.keep_surplus,
+      key,
+      value,
+      "a surplus of the step before is older than that; set algo.keep_surplus=False",
+    )
+  for name, off in (("weights", "fixed"), ("replay", "")):
+    _require(
+      getattr(rollout, name) == off or bool(rollout.max_staleness and config.mesh.sampler),
+      f"rollout.{name}",
+      getattr(rollout, name),
+      f"it needs mesh.sampler and rollout.max_staleness above 0; set {off!r}",
+    )
+  _require(
+    not rollout.replay or rollout.weights != "fixed",
+    "rollout.replay",
+    rollout.replay,
+    "fixed weights have no schedule; set rollout.weights as in the run that wrote it",
+  )
+  _require(
+    rollout.weights != "in_flight" or not config.environment.harness,
+    "rollout.weights",
+    rollout.weights,
+    "the endpoint of environment.harness keeps its weights for a batch; set 'newest'",
+  )
 
 
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:

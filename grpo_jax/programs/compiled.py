@@ -76,6 +76,10 @@ class Programs:
     """How many completions are decoded together: sampling.rows, or what fits. 0 means all."""
     parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
     copy = parameters.sampling.abstract(parameters.abstract_policy)
+    if parameters.sampling.is_apart:
+      # New weights arrive while the old ones sample.
+      held = (2 if self._config.rollout.max_staleness else 1) * fitting.device_bytes(copy)
+      return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)
     gradients = fitting.device_bytes(parameters.abstract)
     held = self._held_by_update - gradients
     if copy is not parameters.abstract_policy:
@@ -106,7 +110,9 @@ class Programs:
   @functools.cached_property
   def to_batch(self) -> Callable[..., Batch]:
     """`algo.batch.to_batch`: (completions, prompts_PS, prompt_lengths_P, temperature_P, live_P)."""
-    to_batch = functools.partial(batch_lib.to_batch, algo=self._algo)
+    to_batch = functools.partial(
+      batch_lib.to_batch, algo=self._algo, old_is_policy=self._config.old_is_policy
+    )
     return jax.jit(to_batch, out_shardings=self._rows)
 
   @functools.cached_property

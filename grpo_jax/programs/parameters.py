@@ -5,7 +5,7 @@ Without LoRA it is a frozen vision tower, beside the decoder that is trained. Wh
 are trained, there is none.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import functools
 from pathlib import Path
@@ -52,10 +52,14 @@ class Parameters:
     shape: model.ModelConfig,
     mesh: jax.sharding.Mesh,
     progress: Progress = no_progress,
+    apart: Sequence[jax.Device] = (),
   ):
-    """Raises ConfigError for adapters that do not fit the model."""
+    """Raises ConfigError for adapters that do not fit the model.
+
+    `apart` are the devices that only sample, if there are some.
+    """
     self._config = config
-    self._mesh = mesh
+    self._mesh, self._apart = mesh, apart
     self._progress = progress
     shardings = sharding.model_shardings(shape, mesh)
     self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
@@ -212,11 +216,13 @@ class Parameters:
   def _sampling_mesh(self) -> jax.sharding.Mesh:
     cast = functools.partial(cast_for_sampling, sampling=self._config.sampling)
     copy = jax.eval_shape(cast, self.abstract_policy)
-    # Weights and two moments.
+    # Weights and two moments, where the learner is.
     held = 3 * fitting.device_bytes(self.abstract) + self.reference_bytes
+    held = 0.0 if self._apart else held
     memory = memory_of(self._mesh.devices.flat[0])
-    tensor = fitting.sampling_tensor(self._config, self.model, copy, held, self._mesh, memory)
-    return sampling_mesh(self._mesh, tensor)
+    apart, shape = self._apart, self.model
+    tensor = fitting.sampling_tensor(self._config, shape, copy, held, self._mesh, memory, apart)
+    return sampling_mesh(self._mesh, tensor, apart)
 
   def _check_tower_adapters(self, whole: Any) -> None:
     """Raises ConfigError for a tower that is trained and gets no adapter."""

@@ -20,7 +20,7 @@ from grpo_jax.data.tokenizers import chat, tokenizer
 from grpo_jax.environments import Environments, of_config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
-from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.parallel.mesh import make_mesh, split
 from grpo_jax.parallel.sharding import batch_sharding
 from grpo_jax.programs import compilation_cache
 from grpo_jax.programs.checks import check_config, check_length, check_memory, check_stop_ids
@@ -45,7 +45,7 @@ class Run:
 
   Attributes:
     config: What the run was built from.
-    mesh: The devices.
+    mesh: The devices, without those that only sample.
     hosts: What moves arrays between the processes and the mesh.
     tokenizer: Texts to token ids and back.
     parameters: Where the parameters come from and how they lie.
@@ -78,18 +78,20 @@ class Run:
     with told_if_slow("looking for models on huggingface.co"):
       local = self._local = hub.local(config)
     set_matmul_precision(config)
-    self.mesh = make_mesh(config.mesh, devices)
+    learn, apart = split(config.mesh, jax.devices() if devices is None else devices)
+    self.mesh = make_mesh(config.mesh, learn)
     # Read first, so that its errors come before those of a tokenizer.
     loaded = _loaded_shape(local) if local.model.path else None
     self.tokenizer = tokens or self._load_tokenizer(local, loaded)
     shape = _model_shape(local, self.tokenizer, loaded)
     check_experts(config, shape, self.mesh.shape["expert"])
     with told_if_slow(f"laying out {shape.num_layers} layers"):
-      self.parameters = Parameters(local, shape, self.mesh, progress)
+      self.parameters = Parameters(local, shape, self.mesh, progress, apart)
     check_memory(self.parameters.abstract_policy, self.mesh)
     remark = model.attention_of(self.parameters.model)[1]
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))
-    self.hosts = Hosts(self.mesh)
+    apart_shards = self.parameters.sampling.model.row_shards if apart else 1
+    self.hosts = Hosts(self.mesh, apart_shards)
     check_length(config, shape)
     check_stop_ids(config, shape)
     self.programs = Programs(config, self.mesh, self.parameters)

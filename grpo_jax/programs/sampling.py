@@ -17,6 +17,7 @@ from grpo_jax.programs.flight_programs import FlightPrograms
 from grpo_jax.programs.sampling_call import (
   Draws,
   Ended,
+  Feed,
   Finished,
   Pace,
   Reply,
@@ -32,6 +33,7 @@ __all__ = [
   "TEMPERATURES",
   "Draws",
   "Ended",
+  "Feed",
   "Finished",
   "Pace",
   "Reply",
@@ -123,7 +125,7 @@ class Sampler:
 
   def __call__(
     self,
-    params: model.Params,
+    params: model.Params | Feed,
     prompts_PS: np.ndarray,
     prompt_lengths_P: np.ndarray,
     members: int,
@@ -133,7 +135,8 @@ class Sampler:
     """Completes each prompt `members` times.
 
     Args:
-      params: All parameters, as `Parameters.for_sampling` returns them.
+      params: All parameters, as `Parameters.for_sampling` returns them, or what gives those of each
+        chunk.
       prompts_PS: int32, right-padded. P is a multiple of the mesh's row shards.
       prompt_lengths_P: int32, their tokens.
       members: G.

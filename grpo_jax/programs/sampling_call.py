@@ -1,7 +1,8 @@
 """One call of a sampler: its prompts, its rows that come and go, and what they have drawn."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import itertools
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -38,6 +39,13 @@ class Finished(NamedTuple):
 
   prompts: list[int]
   completions: Completions
+
+
+class Feed(Protocol):
+  """Weights that may change while rows are decoded."""
+
+  def __call__(self, chunk: int) -> tuple[model.Params, int]:
+    """The weights of a chunk of the call, from 0, and their version."""
 
 
 class Ended(NamedTuple):
@@ -124,12 +132,14 @@ class SamplingCall:
   def __init__(
     self,
     programs: FlightPrograms,
-    params: model.Params,
+    params: model.Params | Feed,
     prompts: Prompts,
     members: int,
     draws: Draws,
   ):
-    self._programs, self._params, self._prompts = programs, params, prompts
+    self._programs, self._prompts = programs, prompts
+    self._feed: Feed | None = params if callable(params) else None
+    self._params, self._version = params, 0
     self._members, self._draws = members, draws
     P, G, T = len(prompts.lengths_n), members, programs.decoding.max_tokens
     limits = draws.settings.max_tokens
@@ -148,6 +158,7 @@ class SamplingCall:
       stopped_by_PG=np.full((P, G), -1, np.int32),
       experts_PGTY=programs.no_experts(P, G, T),
       prompt_experts_PSY=programs.no_experts(*prompts.tokens_nS.shape),
+      versions_PGT=np.zeros((P, G, T), np.int32) if self._feed else None,
     )
     self._is_given = np.zeros((P, G, T), bool)  # tokens of replies
     self._turn_PG = np.zeros((P, G), int)  # where the tokens after the last reply begin
@@ -158,7 +169,11 @@ class SamplingCall:
     seats = seats_lib.no_one(P, G, pace.grid, pace.shards)
     going_P, ready = np.full(P, G), list[int]()
     flight: Flight | None = None
-    while going_P.any():
+    for chunk in itertools.count():
+      if not going_P.any():
+        return
+      if self._feed is not None:
+        self._params, self._version = self._feed(chunk)
       flight = self._settle(flight, seats, pace)
       flight, ended = self._chunk(flight, seats, pace)
       np.subtract.at(going_P, ended // G, 1)
@@ -344,6 +359,8 @@ class SamplingCall:
     ):
       kept[p, g, token] = new[seat, column]
     out.sampled_PGT[p, g, token] = ~self._is_given[p, g, token]
+    if out.versions_PGT is not None:
+      out.versions_PGT[p, g, token] = self._version
     if out.experts_PGTY is not None:
       has = column > 0  # before a row's first token lies its prompt
       before = p[has], g[has], token[has] - 1

@@ -19,18 +19,27 @@ class SamplingWeights:
 
   Attributes:
     model: The model as it is computed while sampling.
-    mesh: The sampler's mesh, of the same devices.
+    mesh: The sampler's mesh.
+    is_apart: Whether it has devices of its own, which do nothing but sample.
   """
 
   def __init__(self, shape: model.ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh):
     """`shape` is the trained model on the mesh of the run, `mesh` the sampler's."""
     self._trained_model, self._sampling, self.mesh = shape, sampling, mesh
     self.model = sampling_config(shape, sampling, mesh)
-    self._convert = jax.jit(self._converted)
+    self.is_apart = set(mesh.devices.flat) != set(shape.rows.mesh.devices.flat)
+    self._convert = self._moved if self.is_apart else jax.jit(self._converted)
+    self._cast = jax.jit(self._in_dtype)
 
   def convert(self, params: Any) -> Any:
     """The parameters as they are sampled from: themselves, or a copy."""
     return params if self.suits(params) else self._convert(params)
+
+  def _moved(self, params: Any) -> Any:
+    """A copy on other devices, which has arrived."""
+    cast = self._cast(params)
+    places = sharding.param_specs(cast, self.mesh)
+    return jax.block_until_ready(jax.device_put(cast, places))
 
   def abstract(self, params: Any) -> Any:
     """`convert` for shapes and shardings."""

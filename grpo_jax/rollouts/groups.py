@@ -54,14 +54,14 @@ def choose(groups: ScoredGroups, count: int) -> tuple[ScoredGroups, np.ndarray, 
 
 def to_arrays(groups: ScoredGroups) -> dict[str, Any]:
   """What a checkpoint keeps of groups: nested dicts of arrays. Texts and extras are left out."""
-  rewards = _arrays_of(groups.rewards)
+  rewards = fields_of(groups.rewards)
   del rewards["weights"]  # those of the config
   return {
     "indices_P": groups.indices_P,
     "temperature_P": groups.temperature_P,
     "version_P": groups.version_P,
     "checks_PG": groups.checks_PG,
-    "completions": _arrays_of(groups.rollouts.completions),
+    "completions": fields_of(groups.rollouts.completions),
     "rewards": rewards,
   }
 
@@ -96,7 +96,7 @@ def from_arrays(
   )
 
 
-def _arrays_of(tree: Any) -> dict[str, Any]:
+def fields_of(tree: Any) -> dict[str, Any]:
   """The fields of a struct that are not None."""
   fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
   return {name: value for name, value in fields.items() if value is not None}

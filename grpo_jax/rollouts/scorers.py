@@ -16,13 +16,13 @@ from grpo_jax.parallel.cores import cores
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards import resolve, resolve_all
 from grpo_jax.rewards.dispatch import FIRST_OF_TASK
+from grpo_jax.rollouts.play.talk import Talkers
 from grpo_jax.rollouts.reward_model import RewardModel
 from grpo_jax.rollouts.scorer import Scorer, Weighted
-from grpo_jax.rollouts.talk import Talkers
 from grpo_jax.settings import ConfigError
 
 if TYPE_CHECKING:
-  from grpo_jax.rollouts.traced import Harness
+  from grpo_jax.rollouts.play.traced import Harness
 
 
 class Scorers:
@@ -97,7 +97,7 @@ class Scorers:
 
   def _harness(self, name: str) -> "Harness":
     try:
-      from grpo_jax.rollouts.traced import Harness, Players  # a server is an optional package
+      from grpo_jax.rollouts.play.traced import Harness, Players  # a server is an optional package
     except ImportError:
       raise ConfigError(
         "environment.harness: the endpoint needs the package aiohttp: pip install 'grpo_jax[serve]'"

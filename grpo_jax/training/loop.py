@@ -20,6 +20,7 @@ from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.ahead import Ahead
 from grpo_jax.rollouts.collect import Collected, Collector
 from grpo_jax.rollouts.rollout_metrics import disjoint, most_disputed_first
 from grpo_jax.storage.bucket import folder
@@ -74,7 +75,7 @@ def run_steps(
     trainer = Trainer(config, folder(workdir), stack, signals)
     callbacks = trainer.callbacks(callback)
     warm_step = WarmStep(trainer.run, trainer.collector.prompts)
-    grpo_step = GrpoStep(trainer.run, trainer.collector, trainer.store)
+    grpo_step = GrpoStep(trainer.run, trainer.ahead or trainer.collector, trainer.store)
     state, step = trainer.restore_or_init()
     while step < trainer.last_step and not trainer.should_stop() and not callbacks.ask_to_stop:
       if step == trainer.first_grpo_step:
@@ -154,7 +155,7 @@ class GrpoStep:
   `train_step` of learner/train_step.py.
   """
 
-  def __init__(self, run: Run, collector: Collector, store: StateStore):
+  def __init__(self, run: Run, collector: Collector | Ahead, store: StateStore):
     self._run = run
     self._collect = collector
     self._store = store
@@ -199,7 +200,7 @@ class GrpoStep:
     """Passes algo.updates_per_batch times over the minibatches."""
     run, algo, train = self._run, self._algo, state.train
     base, reference = run.parameters.base, self._store.reference_params(state)
-    if not algo.old_is_policy and algo.old_logprobs == "recomputed":
+    if not run.config.old_is_policy and algo.old_logprobs == "recomputed":
       logprobs_PGT = run.programs.logprobs(run.parameters.policy(train.params), batch)
       batch = batch.replace(old_logprobs_PGT=logprobs_PGT)
     parts = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
@@ -219,6 +220,8 @@ class GrpoStep:
     last_update = (index + 1) * self._algo.updates_per_step - 1
     seconds = {"step": clock.total()} | clock.laps
     out = {f"time/{name}": value for name, value in seconds.items()}
+    if "wait" in clock.laps:
+      out["rollout/learner_idle"] = clock.laps["wait"] / seconds["step"]
     out["learning_rate"] = float(self._learning_rate(last_update))
     out["perf/tokens_per_second"] = metrics["completions/tokens"] / seconds["step"]
     return out

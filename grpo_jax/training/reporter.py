@@ -1,6 +1,7 @@
 """What a run writes and shows: rows of metrics, evaluations, completions and the terminal."""
 
 from collections.abc import Callable, Sequence
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import jax
 from rich.console import Console
 
 from grpo_jax.algo.checks import moves_unseen, settings_idle_at_ratio_one
-from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Config
 from grpo_jax.console import notebook
 from grpo_jax.console.json_console import JsonConsole
@@ -32,7 +32,10 @@ class Reporter:
 
   Attributes:
     evaluator: What evaluates the policy, or None where eval.every is 0.
+    devices: Held while it samples.
   """
+
+  devices: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
   def __init__(
     self, run: Run, scorers: Scorers, workdir: Path, on_lost_stdout: Callable[[str], None]
@@ -150,7 +153,8 @@ class Reporter:
 
   def _evaluate(self, step: int, params: Any) -> dict[str, float]:
     clock = Clock()
-    metrics = self.evaluator(self._run.parameters.for_sampling(params), step)
+    with self.devices:
+      metrics = self.evaluator(self._run.parameters.for_sampling(params), step)
     return metrics | {"time/evaluate": clock.total()}
 
   def _write(self, step: int, metrics: dict[str, float]) -> None:
@@ -218,7 +222,7 @@ def header_lines(
     lines.append(
       f"{len(replicated)} arrays of the optimizer are replicated, such as {replicated[0]}"
     )
-  lines += _about_updates(config.algo)
+  lines += _about_updates(config)
   lines += [f"warning: {remark}" for remark in remarks]
   if step:
     devices = run.mesh.size
@@ -230,9 +234,10 @@ def header_lines(
   return lines
 
 
-def _about_updates(algo: Algo) -> list[str]:
+def _about_updates(config: Config) -> list[str]:
   """What the number of updates per batch means for these settings."""
-  idle = settings_idle_at_ratio_one(algo)
+  algo = config.algo
+  idle = settings_idle_at_ratio_one(algo) if config.old_is_policy else ()
   if idle:
     return [
       f"one update per batch, so the ratio is 1 and algo.{', algo.'.join(idle)} change nothing;"

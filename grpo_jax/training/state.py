@@ -1,5 +1,6 @@
 """The state of a run: how it starts, what a checkpoint holds, and where the reference is."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ from flax import struct
 import numpy as np
 
 from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.collect import HostState
+from grpo_jax.rollouts.ahead import Ahead
+from grpo_jax.rollouts.source import HostState
 from grpo_jax.storage.checkpoint import Checkpoints, restore_tree, save_tree
 from grpo_jax.types import TrainState
 
@@ -40,9 +42,16 @@ class StateStore:
     saved_devices: The number of devices that the restored checkpoint was saved on, if it says so.
   """
 
-  def __init__(self, run: Run, workdir: Path, checkpoints: Checkpoints, host: HostState):
-    """`host` is the host state of a run's first step."""
-    self._run = run
+  def __init__(
+    self,
+    run: Run,
+    workdir: Path,
+    checkpoints: Checkpoints,
+    host: HostState,
+    ahead: Ahead | None = None,
+  ):
+    """`host` is the host state of a run's first step. `ahead` has batches for later steps."""
+    self._run, self._ahead = run, ahead
     self.saved_devices: int | None = None
     self._reference_path = workdir / "reference"
     self._checkpoints = checkpoints
@@ -87,6 +96,10 @@ class StateStore:
 
   def save(self, step: int, state: RunState) -> None:
     """Starts to write a checkpoint. A step that is saved already is left as it is."""
+    index = step - self._run.config.warm_start.steps
+    if self._ahead is not None and index >= 0:
+      for_sampling = functools.partial(self._run.parameters.for_sampling, state.train.params)
+      state = state.replace(host=self._ahead.saved(index, state.host, for_sampling))
     self._checkpoints.save(step, self._tree(state))
 
   def reference_params(self, state: RunState) -> Any:

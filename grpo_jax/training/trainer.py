@@ -13,12 +13,14 @@ from grpo_jax.console.stop import StopRequest
 from grpo_jax.console.terminal import Loading
 from grpo_jax.programs.checks import check_batches
 from grpo_jax.programs.run import Run
+from grpo_jax.rollouts.ahead import Ahead, AheadInTurn, Beside
 from grpo_jax.rollouts.collect import Collector, unscored_steps
 from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage import starts
-from grpo_jax.storage.bucket_files import run_files
+from grpo_jax.storage.bucket_files import local_files, run_files
 from grpo_jax.storage.checkpoint import Checkpoints
+from grpo_jax.storage.schedule import Schedule
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.timing import told_if_slow
 from grpo_jax.training.callback import Callback, Callbacks
@@ -36,6 +38,7 @@ class Trainer:
   Attributes:
     run: The parts of the run.
     collector: What collects the batch of a GRPO step.
+    ahead: What draws batches for later steps, or None.
     store: The state of the run and its checkpoints.
     reporter: What is written and shown.
     first_grpo_step: The number of steps of the warm start.
@@ -69,7 +72,10 @@ class Trainer:
       workdir / "checkpoints", config.checkpoint.keep, self.reporter.warn, layers_of
     )
     host_state = self.collector.initial_host_state()
-    self.store = StateStore(self.run, workdir, self._checkpoints, host_state)
+    self.ahead = self._draws_ahead(stack)
+    if self.ahead is not None:
+      self.reporter.devices = self.ahead.devices
+    self.store = StateStore(self.run, workdir, self._checkpoints, host_state, self.ahead)
     self._why_unscored = ""  # of the last step
     self._phases_seen: set[bool] = set()  # the first step of a phase compiles
     self._skipped = SkippedUpdates(config.learner.max_skipped_updates)
@@ -78,6 +84,21 @@ class Trainer:
     stack.enter_context(signals(stop_request))
     stack.callback(self.reporter.close)
     stack.callback(self._checkpoints.close)
+
+  def _draws_ahead(self, stack: contextlib.ExitStack) -> Ahead | None:
+    """What draws batches for later steps, as config.rollout says. `stack` closes it."""
+    config, rollout = self._config, self._config.rollout
+    if not rollout.max_staleness:
+      return None
+    if not config.mesh.sampler:
+      return AheadInTurn(self.collector, config)
+    schedule = None
+    if rollout.weights != "fixed":
+      schedule = Schedule(local_files(self._workdir), rollout.replay)
+      stack.callback(schedule.close)
+    ahead = Beside(self.collector, config, schedule)
+    stack.callback(ahead.close)
+    return ahead
 
   def callbacks(self, callback: Callback | None) -> Callbacks:
     """What calls the user's callback after each step."""
@@ -279,7 +300,8 @@ def largest_gap(config: Config) -> float:
   if sampling.max_logprob_gap >= 0:
     return sampling.max_logprob_gap
   # With these, the policy that learns is not the one that drew.
-  if sampling.weights_dtype or sampling.cache_dtype or config.algo.keep_surplus:
+  is_older = config.algo.keep_surplus or config.rollout.max_staleness
+  if sampling.weights_dtype or sampling.cache_dtype or is_older:
     return 0.0
   return 0.05 if _is_exact(config) else 4.0
 
@@ -299,7 +321,7 @@ def check_ratio_of_one(metrics: Mapping[str, float], config: Config) -> None:
     RunFailed: Another policy sampled.
   """
   gap = metrics.get("sampler/logprob_gap_mean", 0.0)
-  is_assumed = config.algo.old_is_policy and not config.algo.has_correction
+  is_assumed = config.old_is_policy and not config.algo.has_correction
   if is_assumed and _is_exact(config) and gap > _LARGEST_GAP:
     raise RunFailed(
       f"the policy that was updated is not the one that sampled: log-probs differ by {gap:.2g}"

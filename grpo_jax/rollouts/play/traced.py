@@ -18,9 +18,9 @@ from grpo_jax.environments.harness import Players
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import decoding_of, settings_of
-from grpo_jax.rollouts.branches import Branch, as_completions, branches_of
+from grpo_jax.rollouts.play.branches import Branch, as_completions, branches_of
+from grpo_jax.rollouts.play.turns import POLICY, Conversation, Turn
 from grpo_jax.rollouts.rollout import Branches, OnGroups, Rollouts
-from grpo_jax.rollouts.turns import POLICY, Conversation, Turn
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.endpoint import MODEL, Endpoint
 from grpo_jax.serving.engine import Engine

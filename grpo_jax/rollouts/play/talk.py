@@ -15,7 +15,7 @@ from grpo_jax.environments.tool_calls import Call, check_arguments
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.sampling import Ended
-from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line
+from grpo_jax.rollouts.play.turns import POLICY, Conversation, Turn, from_line
 from grpo_jax.settings import ConfigError, RunFailed
 
 Messages = list[dict[str, Any]]
