@@ -120,18 +120,17 @@ def plan_apart(
     devices: How many there are.
     bounds: On staleness, to be tried.
   """
-  in_turn = overlap.simulate(
-    job,
-    overlap.seconds_on(round_seconds, devices),
-    overlap.seconds_on(update_seconds, devices),
-    0,
+  round_s = overlap.seconds_on(round_seconds, devices)
+  update_s = overlap.seconds_on(update_seconds, devices)
+  in_turn, ahead = (
+    overlap.simulate(job, round_s, update_s, bound, apart=False) for bound in (0, 1)
   )
   found = overlap.splits(job, round_seconds, update_seconds, devices, bounds)
   mean, longest = job.lengths_NG.mean(), job.lengths_NG.max()
   print(f"completions of {mean:,.0f} tokens on average, the longest of {longest:,}")
   print("\n".join(split.time_lines(round_seconds, update_seconds)))
   print()
-  print("\n".join(split.split_lines(found, in_turn, devices)))
+  print("\n".join(split.split_lines(found, in_turn, ahead, devices)))
 
 
 def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, float], ...]:
@@ -247,6 +246,6 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", None, "--async: a run whose completions have typical lengths")
   flags.DEFINE_string("round_ms", None, "--async: measured DEVICES:MS of a round of decoding, ...")
   flags.DEFINE_string("update_s", None, "--async: measured DEVICES:S of the learner's step, ...")
-  flags.DEFINE_float("reward_s", 0.0, "--async: seconds to score a group", lower_bound=0.0)
+  flags.DEFINE_float("reward_s", 0.0, "--async: seconds to score a batch", lower_bound=0.0)
   flags.DEFINE_list("staleness", ["0", "1", "2", "4", "8"], "--async: bounds on staleness to try")
   cli.run(main)

@@ -26,79 +26,74 @@ def job(*lengths, **changes):
 
 
 @pytest.mark.parametrize(
-  "update, bound, step, sampler_idle, learner_idle, staleness",
+  "update, bound, step, sampler_idle, learner_idle",
   [
     # In turn: 8 s of decoding and the update.
-    (4, 0, 12, 4 / 12, 8 / 12, 0),
-    (8, 0, 16, 1 / 2, 1 / 2, 0),
+    (4, 0, 12, 4 / 12, 8 / 12),
+    (8, 0, 16, 1 / 2, 1 / 2),
     # Side by side, a step takes as long as the slower side. The next batch is drawn meanwhile.
-    (4, 1, 8, 0, 1 / 2, 1),
-    (8, 1, 8, 0, 0, 1),
-    (16, 1, 16, 1 / 2, 0, 1),
-    # A batch that waits gets older. More room does not make the faster side faster.
-    (16, 3, 16, 1 / 2, 0, 3),
-    (4, 3, 8, 0, 1 / 2, 1),
+    (4, 1, 8, 0, 1 / 2),
+    (8, 1, 8, 0, 0),
+    (16, 1, 16, 1 / 2, 0),
+    # More room does not make the faster side faster.
+    (16, 3, 16, 1 / 2, 0),
+    (4, 3, 8, 0, 1 / 2),
   ],
 )
-def test_equal_lengths_by_hand(update, bound, step, sampler_idle, learner_idle, staleness):
+def test_equal_lengths_by_hand(update, bound, step, sampler_idle, learner_idle):
   """Rows of 8 tokens, a second for each."""
   found = dataclasses.asdict(simulate(job([8, 8]), 1, update, bound))
   expected = dict(
-    step_seconds=step,
-    sampler_idle=sampler_idle,
-    seats_filled=1,
-    learner_idle=learner_idle,
-    staleness=staleness,
-    dropped=0,
+    step_seconds=step, sampler_idle=sampler_idle, seats_filled=1, learner_idle=learner_idle
   )
   assert found == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("bound, step", [(0, 20), (1, 10), (2, 8)])
-def test_slow_rewards_by_hand(bound, step):
-  """8 s of decoding, 4 of scoring, 8 of update.
-
-  With a bound of 1, updates end at 20, 28, 40, 48, ...: the third batch starts at 20, because it
-  waits for the first update. With a bound of 2 it starts at 16, and nobody waits any more.
-  """
-  assert simulate(job([8, 8], reward_seconds=4), 1, 8, bound).step_seconds == pytest.approx(step)
-
-
 @pytest.mark.parametrize(
-  "bound, step, filled, staleness",
+  "apart, bound, step",
   [
-    # One row draws 4 tokens and then leaves its seat empty for 4 s. The update takes 2 s.
-    (0, 10, 3 / 4, 0),
-    # The next group may not start before the update, which ends 2 s after a chunk has begun.
-    (1, 8, 3 / 4, 8 / 12),
-    # Rows of the next group take the seat: 3 chunks of 4 s for two groups. In turn, a group is
-    # drawn under one version and used two later, or its last 4 tokens are one version newer.
-    (2, 6, 1, 14 / 12),
+    # 8 s of decoding, 4 of scoring, 8 of update.
+    (True, 0, 20),
+    # Updates end at 20, 28, 40, 48, ...: the third batch waits for the first update.
+    (True, 1, 10),
+    (True, 2, 8),
+    (False, 0, 20),
+    (False, 1, 16),  # only the scoring is beside the rest
+    (False, 3, 16),
   ],
 )
-def test_two_lengths_by_hand(bound, step, filled, staleness):
-  found = simulate(job([4, 8], chunk=4), 1, 2, bound)
+def test_slow_rewards_by_hand(apart, bound, step):
+  found = simulate(job([8, 8], reward_seconds=4), 1, 8, bound, apart)
   assert found.step_seconds == pytest.approx(step)
-  assert found.seats_filled == pytest.approx(filled)
-  assert found.staleness == pytest.approx(staleness)
 
 
-def test_a_group_that_is_too_old_is_dropped_and_replaced():
-  """Every fourth group takes 20 times as long, and the others overtake it."""
+def test_several_batches_are_scored_at_the_same_time():
+  """8 s of decoding, 40 of scoring, 8 of update: 56 s for each bound + 1 batches."""
+  found = [
+    simulate(job([8, 8], reward_seconds=40), 1, 8, bound, apart=False).step_seconds
+    for bound in (0, 1, 2)
+  ]
+  assert found == pytest.approx([56, 56 / 2, 56 / 3], rel=0.01)
+
+
+def test_two_lengths_by_hand():
+  """One row draws 4 tokens and then leaves its seat empty for 4 s. The update takes 2 s."""
+  for bound, step in ((0, 10), (1, 8), (2, 8)):
+    found = simulate(job([4, 8], chunk=4), 1, 2, bound)
+    assert (found.step_seconds, found.seats_filled) == pytest.approx((step, 3 / 4))
+  # With one seat, rows follow each other.
+  found = simulate(job([4, 8], chunk=4, seats=1), 1, 2, 1)
+  assert (found.step_seconds, found.seats_filled) == pytest.approx((12, 1))
+
+
+def test_room_hides_a_long_tail():
+  """Every fourth batch takes 20 rounds, the others one. On average, both sides need 5.75 s."""
   tail = [[1], [1], [1], [20]]
-  found = simulate(job(*tail, seats=2, chunk=1, steps=100), 1, 1, bound=1)
-  assert 0.2 < found.dropped < 0.4
-  assert found.staleness <= 1
-  assert simulate(job(*tail, seats=2, chunk=1, steps=100), 1, 1, bound=100).dropped == 0
-
-
-def test_no_bound_lets_a_token_be_older():
-  rng = np.random.default_rng(0)
-  lengths = np.minimum(200, rng.lognormal(3, 1, (50, 4)).astype(int) + 1)
-  for bound in range(6):
-    found = simulate(Job(4, lengths, seats=16, chunk=8), 0.01, 1.5, bound)
-    assert 0 <= found.staleness <= bound
-    assert all(0 <= x <= 1 for x in (found.sampler_idle, found.seats_filled, found.learner_idle))
+  steps = [
+    simulate(job(*tail, chunk=1, steps=100), 1, 5.75, bound).step_seconds for bound in (0, 1, 2, 4)
+  ]
+  assert steps[0] == pytest.approx(11.5)
+  assert steps == sorted(steps, reverse=True) and steps[-1] == pytest.approx(5.75, rel=0.05)
 
 
 def test_the_best_split_is_the_freshest_of_the_fastest():
@@ -195,15 +190,14 @@ def test_times_of_compiled_programs(monkeypatch, capsys):
 class Threads:
   """A sampler and a learner as threads that sleep.
 
-  The sampler's rows, versions and batches are decided by what has really happened until then.
+  What a side may begin is decided by what has really happened until then.
   """
 
   def __init__(self, job, round_seconds, update_seconds, bound):
     self.job, self.bound = job, bound
     self.round_seconds, self.update_seconds = round_seconds, update_seconds
     self.changed = threading.Condition()
-    self.version, self.started, self.dropped = 0, 0, 0
-    self.finished = {}  # by number of the group: the version that it began with
+    self.scored = set()
     self.updates = []  # when each ended
 
   def run(self):
@@ -216,57 +210,31 @@ class Threads:
     return (measured[-1] - measured[0]) / (len(measured) - 1)
 
   def sample(self):
-    in_seats, to_come, left_of = [], [], {}
-    while self.version < self.job.steps:
+    P, lengths_NG = self.job.prompts, self.job.lengths_NG
+    for number in range(self.job.steps):
       with self.changed:
-        while len(in_seats) < self.job.seats:
-          limit = self.job.prompts * (self.version + 1 + self.bound)
-          if not to_come and self.started - self.dropped < limit:
-            number = self.started
-            lengths = self.job.lengths_NG[number % len(self.job.lengths_NG)]
-            to_come = [[number, length] for length in lengths]
-            left_of[number] = len(lengths), self.version
-            self.started += 1
-          if not to_come:
-            break
-          in_seats.append(to_come.pop(0))
-        if not in_seats:
-          self.changed.wait(0.2)
-          continue
-      rounds = min(self.job.chunk, max(length for _, length in in_seats))
-      time.sleep(rounds * self.round_seconds)
-      for row in in_seats:
-        row[1] -= rounds
-      for number, length in in_seats:
-        if length <= 0:
-          members, version = left_of[number]
-          left_of[number] = members - 1, version
-          if members == 1:
-            threading.Timer(self.job.reward_seconds, self.score, (number, version)).start()
-      in_seats = [row for row in in_seats if row[1] > 0]
+        self.changed.wait_for(lambda: number <= len(self.updates) + self.bound)  # noqa: B023
+      groups = [lengths_NG[n % len(lengths_NG)] for n in range(P * number, P * (number + 1))]
+      to_come, in_seats = [int(length) for group in groups for length in group], []
+      while to_come or in_seats:
+        free = self.job.seats - len(in_seats)
+        in_seats, to_come = in_seats + to_come[:free], to_come[free:]
+        rounds = min(self.job.chunk, max(in_seats))
+        time.sleep(rounds * self.round_seconds)
+        in_seats = [left - rounds for left in in_seats if left > rounds]
+      threading.Timer(self.job.reward_seconds, self.score, (number,)).start()
 
-  def score(self, number, version):
+  def score(self, number):
     with self.changed:
-      self.finished[number] = version
+      self.scored.add(number)
       self.changed.notify_all()
 
   def learn(self):
-    while self.version < self.job.steps:
+    for number in range(self.job.steps):
       with self.changed:
-        old = [n for n, version in self.finished.items() if self.version - version > self.bound]
-        for number in old:
-          del self.finished[number]
-        self.dropped += len(old)
-        if old:
-          self.changed.notify_all()
-        if len(self.finished) < self.job.prompts:
-          self.changed.wait(0.2)
-          continue
-        for number in sorted(self.finished)[: self.job.prompts]:
-          del self.finished[number]
+        self.changed.wait_for(lambda: number in self.scored)  # noqa: B023
       time.sleep(self.update_seconds)
       with self.changed:
-        self.version += 1
         self.updates.append(time.perf_counter())
         self.changed.notify_all()
 

@@ -59,8 +59,8 @@ class Hosts:
           f"config key {key} is {size}: it must be a multiple of mesh.data x mesh.fsdp x "
           f"mesh.expert = {self.row_shards}"
           if self._sampler_shards == 1
-          else f"config key {key} is {size}: it must be a multiple of {self.row_shards}, so that the"
-          " devices of mesh.sampler and the others both split it evenly"
+          else f"config key {key} is {size}: it must be a multiple of {self.row_shards}, so that"
+          " the devices of mesh.sampler and the others both split it evenly"
         )
 
   def put(self, tree: Any) -> Any:

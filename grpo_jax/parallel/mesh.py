@@ -42,23 +42,27 @@ def sampling_mesh(
 
   Args:
     mesh: The mesh of the run.
-    tensor: How many devices share a row, a multiple of the mesh's own `tensor`.
+    tensor: How many devices share a row. Where the devices of the run sample, a multiple of the
+      mesh's own `tensor`.
     apart: The devices that only sample. None means that those of the run sample, too.
 
   Raises:
     ConfigError: The devices cannot be shared so.
   """
   own, experts = mesh.shape["tensor"], mesh.shape["expert"]
-  size = len(apart) or mesh.size
-  if tensor % own or size % (experts * tensor):
+  if apart:
+    if len(apart) % (experts * tensor):
+      raise ConfigError(
+        f"config key mesh.sampler is {len(apart)}: mesh.expert = {experts} times sampling.tensor,"
+        f" which is {tensor} here, must divide it"
+      )
+    sizes = (len(apart) // (experts * tensor), 1, experts, tensor)
+    return jax.make_mesh(sizes, AXES, axis_types=mesh.axis_types, devices=apart)
+  if tensor % own or mesh.size % (experts * tensor):
     raise ConfigError(
       f"config key sampling.tensor is {tensor}: it must be a multiple of mesh.tensor = {own}, and"
-      f" divide the {size // experts} devices that mesh.expert leaves"
-      + (" of mesh.sampler" if apart else "")
+      f" divide the {mesh.size // experts} devices that mesh.expert leaves"
     )
-  if apart:
-    sizes = (size // (experts * tensor), 1, experts, tensor)
-    return jax.make_mesh(sizes, AXES, axis_types=mesh.axis_types, devices=apart)
   if mesh.shape["fsdp"] == 1 and tensor == own:
     return mesh
   devices = mesh.devices.reshape(-1, 1, experts, tensor)

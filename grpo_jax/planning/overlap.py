@@ -1,20 +1,16 @@
-"""Simulates a run whose sampler and learner have devices of their own and work at the same time.
+"""Simulates a run whose batches are drawn ahead of the steps that learn from them.
 
-The sampler decodes rows in chunks of rounds. Between two chunks, rows that have ended leave their
-seats, new ones enter, and newer weights take the place of the old. A group whose rows have all
-ended is scored, and then waits. The learner takes the oldest groups that wait, a batch at a time,
-and each update makes a new version of the policy. A group may start only if it can still be used
-within the bound on staleness, as in AReaL (2505.24298, section 5.1). One that is too old when its
-turn comes is dropped, and another group may start in its place.
+It follows grpo_jax/rollouts/ahead.py. The sampler draws batch after batch in chunks of rounds:
+between two chunks, rows that have ended leave their seats and others of the batch enter. A batch
+whose rows have all ended is scored, and then the learner takes it. With a bound of s, batch k is
+drawn once step k - s - 1 has made the weights for it, so at most s batches are drawn ahead.
 
 With a bound of 0 the two sides take turns. On all devices that is a run without overlap.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 import dataclasses
-import heapq
-import math
+import itertools
 
 import numpy as np
 
@@ -28,7 +24,7 @@ class Job:
     lengths_NG: int, the lengths of the completions of N groups. Simulated groups have them in turn.
     seats: How many rows are decoded together.
     chunk: The most rounds between two moments at which rows enter and weights change.
-    reward_seconds: How long the scoring of a group takes. Groups are scored at the same time.
+    reward_seconds: How long the scoring of a batch takes after its last row.
     steps: Updates to simulate.
     warm_up: How many of them, from the first on, are not measured.
   """
@@ -51,16 +47,12 @@ class Outcome:
     sampler_idle: The share of time in which the sampler decodes nothing.
     seats_filled: The mean share of seats with a row, while it decodes.
     learner_idle: The share of time without an update.
-    staleness: The mean over tokens of the versions between their draw and their use.
-    dropped: Groups that were dropped, for each group that was used.
   """
 
   step_seconds: float
   sampler_idle: float
   seats_filled: float
   learner_idle: float
-  staleness: float
-  dropped: float
 
   @property
   def steps_per_hour(self) -> float:
@@ -78,19 +70,82 @@ class Split:
   outcome: Outcome
 
 
-def simulate(job: Job, round_seconds: float, update_seconds: float, bound: int) -> Outcome:
+def simulate(
+  job: Job, round_seconds: float, update_seconds: float, bound: int, apart: bool = True
+) -> Outcome:
   """Simulates a run.
 
   Args:
     job: What the run does.
     round_seconds: How long the sampler takes for a token of all rows.
     update_seconds: How long the learner takes for a batch.
-    bound: How many versions a token may be old when it is used.
+    bound: rollout.max_staleness, how many steps a token may be old when it is learned from.
+    apart: Whether sampler and learner have devices of their own. Otherwise step k draws batch
+      k + bound before its update.
 
   Returns:
     What was measured.
   """
-  return _Simulation(job, round_seconds, update_seconds, bound).run()
+  batches = [_decoded(job, number) for number in range(job.steps + bound)]
+  draws, updates = list[_Span](), list[_Span]()
+
+  def draw(earliest: float) -> None:
+    begin = max(earliest, draws[-1].end if draws else 0.0)
+    draws.append(_Span(begin, begin + batches[len(draws)].rounds * round_seconds))
+
+  while len(updates) < job.steps:
+    step, last = len(updates), updates[-1].end if updates else 0.0
+    while len(draws) <= step + bound:
+      draw(updates[len(draws) - bound - 1].end if len(draws) > bound else 0.0)
+    free = last if apart else max(last, draws[-1].end)
+    begin = max(free, draws[step].end + job.reward_seconds)
+    updates.append(_Span(begin, begin + update_seconds))
+  window = _Span(updates[job.warm_up - 1].end, updates[-1].end)
+  measured = batches[job.warm_up : job.steps]
+  seconds = window.end - window.begin
+  return Outcome(
+    step_seconds=seconds / (job.steps - job.warm_up),
+    sampler_idle=1 - sum(window.shared(span) for span in draws) / seconds,
+    seats_filled=sum(batch.tokens for batch in measured)
+    / (job.seats * sum(batch.rounds for batch in measured)),
+    learner_idle=1 - sum(window.shared(span) for span in updates) / seconds,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+  """From when to when something was done."""
+
+  begin: float
+  end: float
+
+  def shared(self, other: "_Span") -> float:
+    """The seconds that both have in common."""
+    return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+  """The rounds that it takes to decode a batch, and its tokens."""
+
+  rounds: int
+  tokens: int
+
+
+def _decoded(job: Job, number: int) -> _Batch:
+  """Decodes a batch of the run in chunks. Rows that have ended give their seats to others."""
+  groups = itertools.islice(
+    itertools.cycle(job.lengths_NG), *(job.prompts * (number + i) for i in (0, 1))
+  )
+  waiting = np.concatenate(list(groups)).tolist()[::-1]
+  tokens, rounds, seated = sum(waiting), 0, list[int]()
+  while waiting or seated:
+    while waiting and len(seated) < job.seats:
+      seated.append(waiting.pop())
+    chunk = min(job.chunk, max(seated))
+    rounds += chunk
+    seated = [left - chunk for left in seated if left > chunk]
+  return _Batch(rounds, tokens)
 
 
 def seconds_on(seconds: Mapping[int, float], count: int) -> float:
@@ -141,141 +196,3 @@ def best(found: Sequence[Split], tolerance: float = 0.02) -> Split:
   fastest = min(split.outcome.step_seconds for split in found)
   good = [x for x in found if x.outcome.step_seconds <= (1 + tolerance) * fastest]
   return min(good, key=lambda x: (x.bound, x.outcome.step_seconds))
-
-
-@dataclasses.dataclass
-class _Group:
-  """A group that has started: its rows that have not ended, and the versions of its tokens."""
-
-  number: int
-  rows_left: int
-  oldest: int
-  tokens: int = 0
-  versions: int = 0  # the sum over its tokens
-
-  def draw(self, tokens: int, version: int) -> None:
-    self.tokens += tokens
-    self.versions += tokens * version
-
-
-@dataclasses.dataclass
-class _Counters:
-  """Sums since the start."""
-
-  time: float = 0.0
-  sampling: float = 0.0
-  filled: float = 0.0  # seconds of sampling times the share of seats with a row
-  learning: float = 0.0
-  tokens: int = 0
-  staleness: int = 0  # the sum over tokens that were used
-  used: int = 0
-  dropped: int = 0
-
-  def since(self, start: "_Counters", steps: int) -> Outcome:
-    passed = {name: value - getattr(start, name) for name, value in vars(self).items()}
-    time = passed["time"]
-    return Outcome(
-      step_seconds=time / steps,
-      sampler_idle=1 - passed["sampling"] / time,
-      seats_filled=passed["filled"] / passed["sampling"],
-      learner_idle=1 - passed["learning"] / time,
-      staleness=passed["staleness"] / passed["tokens"],
-      dropped=passed["dropped"] / passed["used"],
-    )
-
-
-class _Simulation:
-  """The state of a simulated run at the time `counters.time`."""
-
-  def __init__(self, job: Job, round_seconds: float, update_seconds: float, bound: int):
-    self.job, self.bound = job, bound
-    self.round_seconds, self.update_seconds = round_seconds, update_seconds
-    self.version = 0
-    self.started = 0
-    self.rows: list[tuple[_Group, int]] = []  # in seats, with the tokens that they still draw
-    self.waiting: deque[tuple[_Group, int]] = deque()  # of groups that have started
-    self.scored: list[tuple[int, _Group]] = []  # by age
-    self.scoring: list[tuple[float, int, _Group]] = []  # by when they are scored
-    self.chunk_end = self.update_end = math.inf
-    self.rounds = 0  # of the chunk
-    self.counters = _Counters()
-
-  def run(self) -> Outcome:
-    start = dataclasses.replace(self.counters)
-    while self.version < self.job.steps:
-      self._begin_update()
-      self._begin_chunk()
-      next_scored = self.scoring[0][0] if self.scoring else math.inf
-      self._advance(min(self.chunk_end, self.update_end, next_scored))
-      if self.counters.time == self.chunk_end:
-        self._end_chunk()
-      while self.scoring and self.scoring[0][0] <= self.counters.time:
-        _, number, group = heapq.heappop(self.scoring)
-        heapq.heappush(self.scored, (number, group))
-      if self.counters.time == self.update_end:
-        self.update_end = math.inf
-        self.version += 1
-        if self.version == self.job.warm_up:
-          start = dataclasses.replace(self.counters)
-    return self.counters.since(start, self.job.steps - self.job.warm_up)
-
-  def _advance(self, time: float) -> None:
-    counters, passed = self.counters, time - self.counters.time
-    if self.chunk_end < math.inf:
-      counters.sampling += passed
-      drawn = sum(min(left, self.rounds) for _, left in self.rows)
-      counters.filled += passed * drawn / (self.rounds * self.job.seats)
-    if self.update_end < math.inf:
-      counters.learning += passed
-    counters.time = time
-
-  def _begin_update(self) -> None:
-    if self.update_end < math.inf:
-      return
-    fresh = [x for x in self.scored if x[1].oldest >= self.version - self.bound]
-    self.counters.dropped += len(self.scored) - len(fresh)
-    self.scored = fresh  # still a heap: what is left of a sorted or heap order is made one again
-    heapq.heapify(self.scored)
-    if len(self.scored) < self.job.prompts:
-      return
-    for _ in range(self.job.prompts):
-      _, group = heapq.heappop(self.scored)
-      self.counters.tokens += group.tokens
-      self.counters.staleness += group.tokens * self.version - group.versions
-      self.counters.used += 1
-    self.update_end = self.counters.time + self.update_seconds
-
-  def _begin_chunk(self) -> None:
-    if self.chunk_end < math.inf:
-      return
-    while len(self.rows) < self.job.seats and (self.waiting or self._may_start()):
-      if not self.waiting:
-        self._start_group()
-      self.rows.append(self.waiting.popleft())
-    if self.rows:
-      self.rounds = min(self.job.chunk, max(left for _, left in self.rows))
-      for group, left in self.rows:
-        group.draw(min(left, self.rounds), self.version)
-      self.chunk_end = self.counters.time + self.rounds * self.round_seconds
-
-  def _may_start(self) -> bool:
-    usable = (self.version + self.bound + 1) * self.job.prompts
-    return self.started - self.counters.dropped < usable
-
-  def _start_group(self) -> None:
-    lengths_G = self.job.lengths_NG[self.started % len(self.job.lengths_NG)]
-    group = _Group(self.started, len(lengths_G), self.version)
-    self.waiting.extend((group, int(length)) for length in lengths_G)
-    self.started += 1
-
-  def _end_chunk(self) -> None:
-    self.chunk_end = math.inf
-    rows, self.rows = self.rows, []
-    for group, left in rows:
-      if left > self.rounds:
-        self.rows.append((group, left - self.rounds))
-        continue
-      group.rows_left -= 1
-      if not group.rows_left:
-        scored = self.counters.time + self.job.reward_seconds
-        heapq.heappush(self.scoring, (scored, group.number, group))

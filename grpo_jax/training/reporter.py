@@ -202,7 +202,13 @@ def header_lines(
     f" {run.programs.micro_batch} prompts at once in the update"
   ]
   if run.parameters.sampling.mesh != run.mesh:
-    lines.append(f"sampling on mesh {sizes_of(run.parameters.sampling.mesh)}")
+    apart = "apart, " if run.parameters.sampling.is_apart else ""
+    lines.append(f"sampling {apart}on mesh {sizes_of(run.parameters.sampling.mesh)}")
+  rollout = config.rollout
+  if rollout.max_staleness:
+    lines.append(
+      f"batches are drawn up to {rollout.max_staleness} steps ahead, with {rollout.weights} weights"
+    )
   for split, kept in prompts:
     if kept.dropped:
       lines.append(

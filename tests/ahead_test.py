@@ -1,0 +1,427 @@
+"""Batches that are drawn ahead: by which weights, what a checkpoint keeps, and whole runs."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from small_run import G, P, T, random_completions, small_config, with_reward, with_section
+
+from grpo_jax.config import to_dict
+from grpo_jax.programs.checks import check_config
+from grpo_jax.rollouts.ahead import AheadInTurn, Beside
+from grpo_jax.rollouts.collect import Collected
+from grpo_jax.rollouts.rollout_metrics import staleness_metrics
+from grpo_jax.rollouts.scored import Scored, from_arrays, to_arrays
+from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.reading import read_completions, read_metrics
+from grpo_jax.storage.schedule import Schedule
+from grpo_jax.timing import Clock
+from grpo_jax.training.loop import run_steps
+from grpo_jax.types import Rewards
+
+STEPS = 9
+WAYS = ("in turn", "beside")
+WAYS_AND_FLIGHT = (*WAYS, "in flight")
+
+
+def config_of(staleness, weights="fixed", **algo):
+  config = small_config(**{"old_logprobs": "sampler", "kl_coef": 0.0} | algo)
+  config = dataclasses.replace(config, steps=STEPS)
+  return with_section(config, "rollout", max_staleness=staleness, weights=weights)
+
+
+class Draws:
+  """Stands for a Collector. It draws nothing, and notes which weights were to draw what.
+
+  Attributes:
+    log: (number of the batch, version, weights), in the order in which batches were drawn.
+    scored: The numbers of the batches whose scores were waited for, in order.
+  """
+
+  reward_weights = (1.0,)
+
+  def __init__(self, pause=lambda number: None, fails_at=None):
+    self.log, self.scored = [], []
+    self._pause, self._fails_at = pause, fails_at
+
+  def begin(self, policy, number, before, clock):
+    del clock
+    self._pause(number)
+    params = policy.params
+    if callable(params):  # three chunks
+      params = [params(chunk) for chunk in range(3)][-1][0]
+    self.log.append((number, policy.version, params))
+
+    def finish():
+      if number == self._fails_at:
+        raise RunFailed("a reward function failed")
+      host = before()
+      self.scored.append(number)
+      return scored_of(number, policy.version, host={"drawn": host["drawn"] + 1})
+
+    return finish
+
+  def put(self, scored):
+    return Collected(scored.indices_P[0], None, scored.rows, scored.metrics, scored.host)
+
+
+def scored_of(number, version, **fields):
+  completions = jax.tree.map(np.asarray, random_completions(number))
+  rewards = Rewards(scores_PGJ=np.full((P, G, 1), np.float32(number)), weights=(1.0,))
+  plain = dict(
+    indices_P=np.full(P, number),
+    temperature_P=np.ones(P, np.float32),
+    version_P=np.full(P, version),
+    live_P=np.ones(P, np.float32),
+    completions=completions,
+    rewards=rewards,
+    rollout_PB=None,
+    rows=[{"completion": "a\ud800", "reward": float("nan")}],
+    metrics={"seen": 0.1 + number, "never": float("nan")},
+    host={"drawn": np.int64(0)},
+    why_unscored="",
+  )
+  return Scored(**plain | fields)
+
+
+def made(way, draws, config, schedule=None):
+  if way == "in turn":
+    return AheadInTurn(draws, config)
+  return Beside(draws, config, schedule)
+
+
+def learned(ahead, start=0, end=STEPS, host=None):
+  """The batches of steps, whose weights are 'w' and the step, and the host state after them."""
+  found, host = [], host or {"drawn": np.int64(0)}
+  for index in range(start, end):
+    collected = ahead(f"w{index}", index, host, Clock())
+    host = collected.host
+    found.append((int(collected.batch), collected.metrics["staleness/max"]))
+  return found, host
+
+
+# Which weights draw which batch.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("staleness", [1, 2, 4, 16])
+def test_the_policy_of_so_many_steps_before_draws_each_batch(way, staleness):
+  draws = Draws()
+  ahead = made(way, draws, config_of(staleness))
+  found, host = learned(ahead)
+  ahead.close()
+  ages = [min(number, staleness) for number in range(STEPS)]
+  assert found == [(number, age) for number, age in enumerate(ages)]
+  assert draws.log == [(n, n - age, f"w{n - age}") for n, age in enumerate(ages)]
+  assert host["drawn"] == STEPS and draws.scored == sorted(draws.scored)
+
+
+def test_no_more_than_the_bound_are_drawn_ahead():
+  draws = Draws()
+  ahead = Beside(draws, config_of(3), None)
+  learned(ahead, end=2)
+  limit = time.monotonic() + 10
+  while len(draws.log) < 5 and time.monotonic() < limit:
+    time.sleep(0.01)
+  time.sleep(0.1)
+  # The policies of steps 0 and 1 draw batches 0 to 4, and batch 5 waits for that of step 2.
+  assert [number for number, *_ in draws.log] == [0, 1, 2, 3, 4]
+  ahead.close()
+
+
+def test_the_newest_weights_draw_and_a_schedule_repeats_what_they_drew(tmp_path):
+  def run(folder, pause, replay=""):
+    (tmp_path / folder).mkdir()
+    schedule, draws = Schedule(tmp_path / folder, replay), Draws(pause)
+    ahead = Beside(draws, config_of(2, "newest"), schedule)
+    learned(ahead)
+    ahead.close()
+    schedule.close()
+    return draws.log
+
+  slow = run("slow", lambda number: time.sleep(0.05))
+  # The learner waits for each batch, so each but those that began at once has the newest weights.
+  assert [number - version for number, version, _ in slow][2:] == [1] * (STEPS - 2)
+  file = tmp_path / "slow" / "schedule.jsonl"
+  assert json.loads(file.read_text().splitlines()[3]) == {"batch": 3, "weights": [[0, 2]]}
+  quick = run("quick", lambda number: None)
+  again = run("again", lambda number: None, str(file))
+  assert again == slow
+  assert (tmp_path / "again" / "schedule.jsonl").read_bytes() == file.read_bytes()
+  assert all(0 <= number - version <= 2 for number, version, _ in quick)
+
+
+def test_weights_change_in_flight_and_a_schedule_repeats_the_chunk(tmp_path):
+  published, schedule = threading.Event(), Schedule(tmp_path)
+
+  class Waits(Draws):
+    """Its batch 1 sees the weights of step 1 from its second chunk on."""
+
+    def begin(self, policy, number, before, clock):
+      first, version = policy.params(0)
+      assert (first, version) == ("w0", 0) or number > 1
+      if number == 1:
+        published.wait(10)
+      return super().begin(policy, number, before, clock)
+
+  draws = Waits()
+  ahead = Beside(draws, config_of(1, "in_flight"), schedule)
+  _, host = learned(ahead, end=1)
+  publish = threading.Timer(0.1, published.set)  # step 1 publishes before it waits for batch 1
+  publish.start()
+  learned(ahead, 1, STEPS, host)
+  ahead.close()
+  schedule.close()
+  # Chunk 0 is asked for twice above, so the change falls on the second time.
+  assert schedule.known[1] == ((0, 0), (0, 1)) and draws.log[1] == (1, 0, "w1")
+  known = {0: ((0, 0),), 1: ((0, 0), (2, 1))}
+  (tmp_path / "again").mkdir()
+  other = Schedule(tmp_path / "again")
+  other.known.update(known)
+  again = Draws()
+  ahead = Beside(again, config_of(1, "in_flight"), other)
+  learned(ahead)
+  ahead.close()
+  other.close()
+  assert again.log[1] == (1, 0, "w1") and other.known[1] == known[1]
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stop", [1, 4, 8])
+def test_another_process_goes_on_with_what_was_drawn(way, stop):
+  config, whole, first, second = config_of(2), Draws(), Draws(), Draws()
+  expected = learned(made(way, whole, config))
+  before = made(way, first, config)
+  found, host = learned(before, end=stop)
+  saved = before.saved(stop, host, lambda: f"w{stop}")
+  before.close()
+  assert all(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(saved))
+  after = made(way, second, config)
+  assert after.saved(stop, saved, lambda: f"w{stop}") is saved  # before its first step, too
+  rest, host = learned(after, stop, host=saved)
+  after.close()
+  assert (found + rest, host) == expected
+  assert first.log + second.log == whole.log
+  assert "ahead" not in host
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_that_fails_is_an_error_of_its_own_step(way):
+  draws = Draws(fails_at=4)
+  ahead = made(way, draws, config_of(2))
+  found, host = learned(ahead, end=4)
+  assert len(found) == 4
+  saved = ahead.saved(4, host, lambda: "w4")
+  assert "ahead" not in saved
+  with pytest.raises(RunFailed, match="a reward function failed"):
+    learned(ahead, 4, 5, host)
+  ahead.close()
+
+
+def test_the_thread_hands_on_its_error():
+  def pause(number):
+    if number == 3:
+      raise MemoryError("of the sampler")
+
+  ahead = Beside(Draws(pause), config_of(2), None)
+  found, host = learned(ahead, end=3)
+  kept = ahead.saved(3, host, lambda: "w3")
+  assert len(found) == 3 and "ahead" not in kept
+  with pytest.raises(MemoryError, match="of the sampler"):
+    learned(ahead, 3, 4, host)
+  ahead.close()
+
+
+def test_scored_batches_become_arrays_and_back():
+  scored = scored_of(3, 1)
+  back = from_arrays(to_arrays(scored), (1.0,))
+  jax.tree.map(np.testing.assert_array_equal, to_arrays(back), to_arrays(scored))
+  assert back.rows[0]["completion"] == "a\ud800" and back.metrics["seen"] == 3.1
+  assert np.isnan(back.metrics["never"]) and back.host == scored.host
+
+
+def test_a_batch_that_is_too_old_is_an_error():
+  config = config_of(2)
+  old = scored_of(3, 0)
+  ahead = AheadInTurn(Draws(), config)
+  with pytest.raises(RunFailed, match="a token of batch 3 is 3 steps old, and rollout.max_stal"):
+    ahead("w3", 3, {"drawn": np.int64(3), "ahead": {"3": to_arrays(old)}}, Clock())
+
+
+def test_ages_are_of_the_tokens_that_are_learned():
+  versions_PGT = np.array([[[3, 3, 1, 9], [2, 2, 2, 2]]])
+  mask_PGT = np.array([[[1, 1, 1, 0], [1, 0, 0, 0]]])
+  found = staleness_metrics(versions_PGT, 3, mask_PGT)
+  assert found["staleness/mean"] == pytest.approx((0 + 0 + 2 + 1) / 4)
+  assert found["staleness/max"] == 2 and found["staleness/share_0"] == 0.5
+
+
+# schedule.jsonl.
+
+
+def test_a_half_written_line_is_dropped_and_a_damaged_one_is_an_error(tmp_path):
+  file = tmp_path / "schedule.jsonl"
+  file.write_text('{"batch": 0, "weights": [[0, 0]]}\n{"batch": 1, "wei')
+  schedule = Schedule(tmp_path)
+  assert schedule.known == {0: ((0, 0),)}
+  schedule.add(1, ((0, 0), (3, 1)))
+  schedule.close()
+  assert Schedule(tmp_path).known[1] == ((0, 0), (3, 1))
+  file.write_text('{"batch": 0, "weights": []}\n')
+  with pytest.raises(ConfigError, match="schedule.jsonl line 1 does not say"):
+    Schedule(tmp_path)
+  with pytest.raises(ConfigError, match="rollout.replay is 'nowhere'"):
+    Schedule(tmp_path, "nowhere")
+
+
+@pytest.mark.parametrize(
+  "section, changes, message",
+  [
+    ("algo", dict(old_logprobs="recomputed"), "rollout.max_staleness is 2: log-probs"),
+    ("algo", dict(dynamic_sampling=True, keep_surplus=True), "a surplus of the step before"),
+    ("rollout", dict(weights="newest"), "rollout.weights is 'newest': it needs mesh.sampler"),
+    ("rollout", dict(replay="x"), "rollout.replay is 'x': it needs mesh.sampler"),
+    ("rollout", dict(weights="old"), "rollout.weights is 'old'"),
+    ("rollout", dict(max_staleness=-1), "rollout.max_staleness is -1"),
+  ],
+)
+def test_configs_that_cannot_be_run(section, changes, message):
+  config = with_section(config_of(2), section, **changes)
+  with pytest.raises(ConfigError, match=message):
+    check_config(config)
+
+
+def test_weights_of_another_run_are_an_error(tmp_path):
+  schedule = Schedule(tmp_path)
+  schedule.known[5] = ((0, 1),)
+  ahead = Beside(Draws(), config_of(2, "newest"), schedule)
+  with pytest.raises(RunFailed, match="the file is of another run"):
+    learned(ahead, 4, 7, {"drawn": np.int64(4)})
+  ahead.close()
+
+
+# Whole runs.
+
+REWARD = """
+def reward(completion_ids, log_extra, **_):
+  scores = [float(sum(ids) % 7) for ids in completion_ids]
+  log_extra("doubled", [2 * score for score in scores])
+  return scores
+"""
+
+
+def whole_config(folder, steps=6, **changes):
+  folder.mkdir()
+  config = with_reward(config_of(2), folder, REWARD)
+  config = dataclasses.replace(config, steps=steps)
+  for section, values in changes.items():
+    config = with_section(config, section, **values)
+  return config
+
+
+def whole_run(folder, stops=(), **changes):
+  """The trained parameters of a run, which ends and goes on at some steps, and its folder."""
+  config = whole_config(folder, **changes)
+  for stop in (*stops, None):
+    ended = run_steps(config, folder / "run", lambda step: step.step == stop)  # noqa: B023
+  return jax.device_get(ended.state.train.params), folder / "run"
+
+
+def equal(a, b):
+  return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@pytest.mark.parametrize("sampler", [0, 4])
+def test_a_run_that_stops_and_goes_on_is_the_same_run(sampler, tmp_path):
+  mesh = dict(sampler=sampler, data=-1, fsdp=1, tensor=1)
+  changes = dict(mesh=mesh, batch=dict(prompts=8))
+  whole, folder = whole_run(tmp_path / "whole", **changes)
+  stopped, other = whole_run(tmp_path / "stopped", (1, 4), **changes)
+  assert equal(whole, stopped)
+  for mine, theirs in zip(read_metrics(folder), read_metrics(other), strict=True):
+    timed = [name for name in mine if name.startswith(("time/", "perf/", "rollout/"))]
+    assert [mine[n] for n in mine if n not in timed] == [theirs[n] for n in mine if n not in timed]
+    assert mine["staleness/max"] == min(mine["step"] - 1, 2)
+  for step in range(1, 7):
+    rows = read_completions(other, step)
+    assert rows == read_completions(folder, step)
+    for row in rows:
+      assert row["version"] == max(0, step - 3)
+      assert row["extra/doubled"] == 2 * row["reward"]
+  fresh, _ = whole_run(tmp_path / "fresh", rollout=dict(max_staleness=0), **changes)
+  assert not equal(fresh, whole)
+
+
+@pytest.mark.slow
+def test_a_run_in_flight_is_repeated_from_its_schedule(tmp_path):
+  changes = dict(
+    mesh=dict(sampler=4, data=4, fsdp=1, tensor=1), sampling=dict(max_tokens=12, rows=4)
+  )
+  rollout = dict(max_staleness=2, weights="in_flight")
+  whole, folder = whole_run(tmp_path / "whole", rollout=rollout, **changes)
+  replay = rollout | dict(replay=str(folder / "schedule.jsonl"))
+  stopped, other = whole_run(tmp_path / "stopped", (2, 3), rollout=replay, **changes)
+  assert equal(whole, stopped)
+  schedule = (folder / "schedule.jsonl").read_text()
+  assert (other / "schedule.jsonl").read_text() == schedule and T < 12
+
+
+def started(folder, config):
+  """A process that takes the steps of a run which are left."""
+  (folder / "config.json").write_text(json.dumps(to_dict(config)))
+  call = f"run_steps(from_dict(json.load(open({str(folder / 'config.json')!r}))), {str(folder)!r})"
+  source = (
+    "import json; from grpo_jax.config import from_dict;"
+    f" from grpo_jax.training.loop import run_steps; {call}"
+  )
+  said = open(folder.parent / "said.txt", "a")
+  return subprocess.Popen([sys.executable, "-c", source], stdout=said, stderr=said)
+
+
+def steps_of(folder):
+  file = folder / "metrics.jsonl"
+  return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS_AND_FLIGHT)
+def test_a_run_that_is_killed_ten_times_is_the_same_run(way, tmp_path):
+  """At staleness 2, at random moments. In flight, both follow one schedule."""
+  seed, steps = WAYS_AND_FLIGHT.index(way), 30
+  changes = dict(
+    mesh=dict(sampler=0 if way == "in turn" else 4, data=-1, fsdp=1, tensor=1),
+    batch=dict(prompts=8),
+    sampling=dict(max_tokens=12, rows=8),
+    checkpoint=dict(every=1),
+  )
+  rollout = dict(max_staleness=2, weights="in_flight" if way == "in flight" else "fixed")
+  whole, folder = whole_run(tmp_path / "whole", steps=steps, rollout=rollout, **changes)
+  if way == "in flight":
+    rollout["replay"] = str(folder / "schedule.jsonl")
+  config = whole_config(tmp_path / "killed", steps=steps, rollout=rollout, **changes)
+  killed, rng = tmp_path / "killed" / "run", np.random.default_rng(seed)
+  killed.mkdir()
+  kills = 0
+  while True:
+    process, before = started(killed, config), steps_of(killed)
+    while process.poll() is None and (steps_of(killed) < before + 1 or kills == 10):
+      time.sleep(0.01)
+    if kills < 10 and process.poll() is None:
+      time.sleep(rng.uniform(0, 0.3))
+      process.kill()
+      kills += 1
+    if process.wait() == 0:
+      break
+  assert kills == 10, f"the run ended after {kills} kills"
+  ended = run_steps(config, killed)
+  assert equal(whole, jax.device_get(ended.state.train.params))
+  assert [row["step"] for row in read_metrics(killed)] == list(range(1, steps + 1))
