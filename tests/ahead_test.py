@@ -192,6 +192,25 @@ def test_weights_change_in_flight_and_a_schedule_repeats_the_chunk(tmp_path):
   assert again.log[1] == (1, 0, "w1") and other.known[1] == known[1]
 
 
+def test_a_checkpoint_does_not_wait_for_weights_that_come_later(tmp_path):
+  """Batch 4 was to change to the weights of step 5, and the run stops at step 3."""
+  schedule = Schedule(tmp_path)
+  known = {number: ((0, max(0, number - 2)),) for number in range(STEPS)}
+  schedule.known.update(known | {4: ((0, 2), (1, 5))})
+  draws = Draws()
+  ahead = Beside(draws, config_of(2, "in_flight"), schedule)
+  found, host = learned(ahead, end=3)
+  while 3 not in ahead._drawn or not ahead._is_drawing:
+    time.sleep(0.01)
+  saved = ahead.saved(3, host, lambda: "w3")
+  assert sorted(saved["ahead"]) == ["3", "4"] and draws.log[-1] == (4, 2, "w3")
+  assert schedule.known[4] == ((0, 2), (1, 3))
+  learned(ahead, 3, host=host)
+  ahead.close()
+  schedule.close()
+  assert Schedule(tmp_path).known == known | {4: ((0, 2), (1, 3))}
+
+
 # Checkpoints.
 
 
@@ -364,7 +383,9 @@ def test_a_run_that_stops_and_goes_on_is_the_same_run(sampler, tmp_path):
 @pytest.mark.slow
 def test_a_run_in_flight_is_repeated_from_its_schedule(tmp_path):
   changes = dict(
-    mesh=dict(sampler=4, data=4, fsdp=1, tensor=1), sampling=dict(max_tokens=12, rows=4)
+    mesh=dict(sampler=4, data=4, fsdp=1, tensor=1),
+    sampling=dict(max_tokens=12, rows=4),
+    checkpoint=dict(every=1),  # each waits for the batch in flight, so both must save alike
   )
   rollout = dict(max_staleness=2, weights="in_flight")
   whole, folder = whole_run(tmp_path / "whole", rollout=rollout, **changes)

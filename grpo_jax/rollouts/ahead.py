@@ -236,6 +236,9 @@ class Beside(Ahead):
   def take(self, version: int | None) -> tuple[Any, int]:
     """The weights of a version, or the newest, and their version. It waits for them.
 
+    While a checkpoint waits for the batch in flight, newer weights do not come. Then it takes the
+    newest.
+
     Raises:
       RunFailed: They are older than all of this process.
       _Closed: The run has ended.
@@ -248,9 +251,11 @@ class Beside(Ahead):
           f"schedule.jsonl has weights of step {version}, and what they draw should be in the"
           f" checkpoint of step {self._first_version}: the file is of another run"
         )
-      self._changed.wait_for(lambda: version in self._weights or self._is_closed)
+      self._changed.wait_for(lambda: version in self._weights or self._is_paused or self._is_closed)
       if self._is_closed:
         raise _Closed
+      if version not in self._weights:
+        version = max(self._weights)
       return self._weights[version], version
 
   def _run(self) -> None:
@@ -310,7 +315,7 @@ class _Closed(Exception):
 
 
 class _Feed:
-  """The weights of each chunk of a batch: those that are known, or the newest."""
+  """The weights of each chunk of a batch: the known ones, as long as they come, or the newest."""
 
   def __init__(self, source: Beside, known: tuple[tuple[int, int], ...] | None):
     self._source = source
@@ -321,6 +326,8 @@ class _Feed:
     if self._known is None or chunk in self._known:
       known = None if self._known is None else self._known[chunk]
       self._params, version = self._source.take(known)
+      if version != known:
+        self._known = None
       if not self.used or version != self.used[-1][1]:
         self.used.append((chunk, version))
     return self._params, self.used[-1][1]

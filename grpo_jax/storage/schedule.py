@@ -35,14 +35,14 @@ class Schedule:
     if path.exists() and path.read_bytes() != lines:
       replace_file(path, lines)  # without a line that is half written
     self.known = (_read(other)[0] if replay else {}) | own
-    self._written = set(own)
+    self._written = own
     self._file = AppendedFile(path)
 
   def add(self, batch: int, weights: Weights) -> None:
-    """Writes what drew a batch, unless the file says so already."""
+    """Writes what drew a batch, unless the file says so already. The last line for it counts."""
     self.known[batch] = weights
-    if batch not in self._written:
-      self._written.add(batch)
+    if self._written.get(batch) != weights:
+      self._written[batch] = weights
       self._file.append(json_line({"batch": batch, "weights": weights}))
 
   def close(self) -> None:
