@@ -604,17 +604,17 @@ class Rollout:
 class Mesh:
   """How many devices lie along each axis. One axis may be -1: it takes what the others leave."""
 
-  sampler: int = setting(
-    0,
-    "how many devices, the last ones, do nothing but sample, while the others learn; the axes below"
-    " are those of the others. 0 = all devices sample and learn in turn",
-    NOT_NEGATIVE,
-    before=0,
-  )
   data: int = setting(-1, "splits the rows of a batch")
   fsdp: int = setting(1, "splits rows, parameters and optimizer state")
   expert: int = setting(1, "splits rows and the experts of a mixture")
   tensor: int = setting(1, "splits heads and the inner width of each layer")
+  sampler: int = setting(
+    0,
+    "how many devices, the last ones, do nothing but sample, while the others learn; the axes above"
+    " are those of the others. 0 = all devices sample and learn in turn",
+    NOT_NEGATIVE,
+    before=0,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

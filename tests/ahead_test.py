@@ -17,10 +17,10 @@ from grpo_jax.programs.checks import check_config
 from grpo_jax.rollouts.ahead import AheadInTurn, Beside
 from grpo_jax.rollouts.collect import Collected
 from grpo_jax.rollouts.rollout_metrics import staleness_metrics
+from grpo_jax.rollouts.schedule import Schedule
 from grpo_jax.rollouts.scored import Scored, from_arrays, to_arrays
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.reading import read_completions, read_metrics
-from grpo_jax.storage.schedule import Schedule
 from grpo_jax.timing import Clock
 from grpo_jax.training.loop import run_steps
 from grpo_jax.types import Rewards

@@ -193,7 +193,7 @@ def test_an_int_stands_for_a_float_and_nothing_else_is_converted():
     (
       "mesh__sequence",
       1,
-      "config key mesh.sequence is unknown: mesh has data, fsdp, expert, tensor",
+      "config key mesh.sequence is unknown: mesh has data, fsdp, expert, tensor, sampler",
     ),
   ],
 )
@@ -270,7 +270,7 @@ def test_a_saved_config_has_no_unknown_keys_and_no_wrong_types():
     ("agol.clip_hihg", "did you mean algo.clip_high?"),  # both are wrong
     ("every", "did you mean eval.every or checkpoint.every or log.every?"),  # it is missing
     ("xyz.abc", "they are all in grpo_jax/config.py"),
-    ("mesh", "set one of mesh.data, mesh.fsdp, mesh.expert, mesh.tensor"),
+    ("mesh", "set one of mesh.data, mesh.fsdp, mesh.expert, mesh.tensor, mesh.sampler"),
   ],
 )
 def test_the_key_that_was_meant(key, message):

@@ -18,11 +18,12 @@ import contextlib
 import dataclasses
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_jax.config import Config
 from grpo_jax.rollouts.collect import Collected, Collector
 from grpo_jax.rollouts.rollout_metrics import disjoint, staleness_metrics
+from grpo_jax.rollouts.schedule import Schedule, Weights
 from grpo_jax.rollouts.scored import Scored, from_arrays, to_arrays
 from grpo_jax.rollouts.source import HostState, Policy
 from grpo_jax.settings import RunFailed
@@ -166,19 +167,10 @@ class AheadInTurn(Ahead):
     return self._collected(index, clock)
 
 
-class KnownWeights(Protocol):
-  """Which weights drew which batch, as `storage.schedule.Schedule` keeps it."""
-
-  known: dict[int, tuple[tuple[int, int], ...]]
-
-  def add(self, batch: int, weights: tuple[tuple[int, int], ...]) -> None:
-    """Keeps what drew a batch."""
-
-
 class Beside(Ahead):
   """Draws ahead on devices of its own, in a thread."""
 
-  def __init__(self, collector: Collector, config: Config, schedule: KnownWeights | None):
+  def __init__(self, collector: Collector, config: Config, schedule: Schedule | None):
     """`schedule` says, or is told, which weights drew which batch. None: they are fixed."""
     super().__init__(collector, config)
     self.devices = threading.Lock()
@@ -289,7 +281,7 @@ class Beside(Ahead):
     known = self._schedule and self._schedule.known.get(self._next)
     return not known or known[0][1] <= max(self._weights)
 
-  def _policy(self, number: int) -> tuple[Policy, Callable[[], tuple[tuple[int, int], ...]]]:
+  def _policy(self, number: int) -> tuple[Policy, Callable[[], Weights]]:
     """What draws a batch, and what will say afterwards which weights did."""
     if self._schedule is None:
       version = max(number - self._bound, self._first_version)
@@ -317,7 +309,7 @@ class _Closed(Exception):
 class _Feed:
   """The weights of each chunk of a batch: the known ones, as long as they come, or the newest."""
 
-  def __init__(self, source: Beside, known: tuple[tuple[int, int], ...] | None):
+  def __init__(self, source: Beside, known: Weights | None):
     self._source = source
     self._known = None if known is None else dict(known)
     self.used: list[tuple[int, int]] = []

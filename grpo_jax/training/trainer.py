@@ -15,12 +15,12 @@ from grpo_jax.programs.checks import check_batches
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.ahead import Ahead, AheadInTurn, Beside
 from grpo_jax.rollouts.collect import Collector, unscored_steps
+from grpo_jax.rollouts.schedule import Schedule
 from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage import starts
 from grpo_jax.storage.bucket_files import local_files, run_files
 from grpo_jax.storage.checkpoint import Checkpoints
-from grpo_jax.storage.schedule import Schedule
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.timing import told_if_slow
 from grpo_jax.training.callback import Callback, Callbacks
