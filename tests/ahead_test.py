@@ -55,7 +55,7 @@ class Draws:
     self._pause(number)
     params = policy.params
     if callable(params):  # three chunks
-      params = [params(chunk) for chunk in range(3)][-1][0]
+      params = [params() for _ in range(3)][-1][0]
     self.log.append((number, policy.version, params))
 
     def finish():
@@ -164,9 +164,8 @@ def test_weights_change_in_flight_and_a_schedule_repeats_the_chunk(tmp_path):
     """Its batch 1 sees the weights of step 1 from its second chunk on."""
 
     def begin(self, policy, number, before, clock):
-      first, version = policy.params(0)
-      assert (first, version) == ("w0", 0) or number > 1
       if number == 1:
+        assert policy.params() == ("w0", 0)
         published.wait(10)
       return super().begin(policy, number, before, clock)
 
@@ -178,8 +177,7 @@ def test_weights_change_in_flight_and_a_schedule_repeats_the_chunk(tmp_path):
   learned(ahead, 1, STEPS, host)
   ahead.close()
   schedule.close()
-  # Chunk 0 is asked for twice above, so the change falls on the second time.
-  assert schedule.known[1] == ((0, 0), (0, 1)) and draws.log[1] == (1, 0, "w1")
+  assert schedule.known[1] == ((0, 0), (1, 1)) and draws.log[1] == (1, 0, "w1")
   known = {0: ((0, 0),), 1: ((0, 0), (2, 1))}
   (tmp_path / "again").mkdir()
   other = Schedule(tmp_path / "again")

@@ -1,7 +1,6 @@
 """One call of a sampler: its prompts, its rows that come and go, and what they have drawn."""
 
 from collections.abc import Callable, Iterator, Sequence
-import itertools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -44,8 +43,8 @@ class Finished(NamedTuple):
 class Feed(Protocol):
   """Weights that may change while rows are decoded."""
 
-  def __call__(self, chunk: int) -> tuple[model.Params, int]:
-    """The weights of a chunk of the call, from 0, and their version."""
+  def __call__(self) -> tuple[model.Params, int]:
+    """The weights of the next chunk, and their version."""
 
 
 class Ended(NamedTuple):
@@ -169,11 +168,9 @@ class SamplingCall:
     seats = seats_lib.no_one(P, G, pace.grid, pace.shards)
     going_P, ready = np.full(P, G), list[int]()
     flight: Flight | None = None
-    for chunk in itertools.count():
-      if not going_P.any():
-        return
+    while going_P.any():
       if self._feed is not None:
-        self._params, self._version = self._feed(chunk)
+        self._params, self._version = self._feed()
       flight = self._settle(flight, seats, pace)
       flight, ended = self._chunk(flight, seats, pace)
       np.subtract.at(going_P, ended // G, 1)

@@ -95,7 +95,7 @@ class Ahead:
     for number in range(index, self._next):
       try:
         kept[str(number)] = to_arrays(self._drawn[number].scored())
-      except RunFailed:  # the step that learns from it says why
+      except Exception:  # the step that learns from it says why
         break
     without = {key: value for key, value in host.items() if key != _AHEAD}
     return without | ({_AHEAD: kept} if kept else {})
@@ -287,7 +287,7 @@ class Beside(Ahead):
       version = max(number - self._bound, self._first_version)
       return Policy(*self.take(version)), tuple
     feed = _Feed(self, self._schedule.known.get(number))
-    params, version = feed(0)
+    params, version = feed.first
     return Policy(feed if self._changes else params, version), lambda: tuple(feed.used)
 
   def _forget(self) -> None:
@@ -307,22 +307,34 @@ class _Closed(Exception):
 
 
 class _Feed:
-  """The weights of each chunk of a batch: the known ones, as long as they come, or the newest."""
+  """The weights of each chunk of a batch: the known ones, as long as they come, or the newest.
+
+  Attributes:
+    first: The weights of its first chunk, and their version.
+    used: Which weights drew, so far. The chunks of all sampling calls of the batch are counted.
+  """
 
   def __init__(self, source: Beside, known: Weights | None):
-    self._source = source
-    self._known = None if known is None else dict(known)
-    self.used: list[tuple[int, int]] = []
+    self._source, self._known = source, None if known is None else dict(known)
+    self._chunk = 0
+    self.first = self._now = source.take(self._wanted())
+    self.used = [(0, self._now[1])]
 
-  def __call__(self, chunk: int) -> tuple[Any, int]:
-    if self._known is None or chunk in self._known:
-      known = None if self._known is None else self._known[chunk]
-      self._params, version = self._source.take(known)
-      if version != known:
+  def __call__(self) -> tuple[Any, int]:
+    if self._chunk and (self._known is None or self._chunk in self._known):
+      wanted = self._wanted()
+      self._now = self._source.take(wanted)
+      version = self._now[1]
+      if version != wanted:
         self._known = None
-      if not self.used or version != self.used[-1][1]:
-        self.used.append((chunk, version))
-    return self._params, self.used[-1][1]
+      if version != self.used[-1][1]:
+        self.used.append((self._chunk, version))
+    self._chunk += 1
+    return self._now
+
+  def _wanted(self) -> int | None:
+    """The version that is known for this chunk. None means the newest."""
+    return None if self._known is None else self._known[self._chunk]
 
 
 class _Stopwatch:
