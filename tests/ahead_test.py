@@ -10,7 +10,9 @@ import time
 import jax
 import numpy as np
 import pytest
+from small_qwen import make_checkpoint
 from small_run import G, P, T, random_completions, small_config, with_reward, with_section
+import turns_test
 
 from grpo_jax.config import to_dict
 from grpo_jax.programs.checks import check_config
@@ -444,3 +446,52 @@ def test_a_run_that_is_killed_ten_times_is_the_same_run(way, tmp_path):
   ended = run_steps(config, killed)
   assert equal(whole, jax.device_get(ended.state.train.params))
   assert [row["step"] for row in read_metrics(killed)] == list(range(1, steps + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [0, 4])
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(algo=dict(dynamic_sampling=True, max_resample_rounds=2)),
+    dict(curriculum=dict(rest=2, floor=0.5)),
+    dict(algo=dict(advantage="greedy_baseline")),
+    dict(
+      algo=dict(minibatches=2, correction="mask", correction_high=5.0, old_logprobs="recomputed")
+    ),
+    dict(algo=dict(kl_coef=0.1, updates_per_batch=2), lora=dict(rank=2)),
+    dict(sampling=dict(temperature_schedule="linear", temperature_end=0.5, stop=("7",))),
+  ],
+  ids=["dynamic", "curriculum", "greedy", "minibatches", "lora", "stops"],
+)
+def test_other_settings_go_together_with_batches_that_are_drawn_ahead(sampler, changes, tmp_path):
+  mesh = dict(sampler=sampler, data=4, fsdp=1, tensor=1 if sampler else 2)
+  changes = dict(mesh=mesh, batch=dict(prompts=8)) | changes
+  if "lora" in changes:
+    folder = make_checkpoint(tmp_path / "model", ["1+2=3"], every_id_is_text=True)
+    changes |= dict(model=dict(path=str(folder)), data=dict(max_prompt_tokens=64))
+  whole, _ = whole_run(tmp_path / "whole", **changes)
+  stopped, folder = whole_run(tmp_path / "stopped", (1, 4), **changes)
+  assert equal(whole, stopped)
+  assert [row["staleness/max"] for row in read_metrics(folder)] == [0, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler, weights", [(0, "fixed"), (4, "fixed"), (4, "in_flight")])
+def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_path):
+  config = turns_test.config_of(tmp_path, turns_test.COUNTING, "Counting", workers=1)
+  config = with_section(dataclasses.replace(config, steps=4), "batch", prompts=8)
+  mesh = dict(sampler=sampler, data=4, fsdp=1, tensor=1 if sampler else 2)
+  config = with_section(config, "mesh", **mesh)
+  rollout = dict(max_staleness=1, weights=weights)
+  config = with_section(with_section(config, "rollout", **rollout), "checkpoint", every=1)
+  whole = run_steps(config, tmp_path / "whole").state
+  if weights == "in_flight":
+    rollout["replay"] = str(tmp_path / "whole" / "schedule.jsonl")
+    config = with_section(config, "rollout", **rollout)
+  for stop in (1, 3, None):
+    stopped = run_steps(config, tmp_path / "stopped", lambda step: step.step == stop)  # noqa: B023
+  assert equal(whole.train.params, stopped.state.train.params)
+  rows = read_completions(tmp_path / "stopped", 4)
+  assert rows == read_completions(tmp_path / "whole", 4)
+  assert all(len(row["turns"]) > 1 and row["version"] == 2 for row in rows) or sampler

@@ -297,6 +297,7 @@ def folder(tmp_path):
     (dict(target_modules=["q_proj", "lm_head"]), "target_modules"),
     (dict(something_new=1), "something_new is 1"),
     (dict(lora_alpha=None), "lora_alpha is None"),
+    (dict(lora_alpha=10**400), "lora_alpha is 1000"),
   ],
 )
 def test_another_kind_of_adapter_is_refused_by_name(folder, fields, words):

@@ -1,5 +1,7 @@
 """Runs whose prompts have images: a folder in, GRPO steps, a folder out."""
 
+import dataclasses
+import json
 from pathlib import Path
 import re
 
@@ -206,6 +208,32 @@ def test_a_tower_that_is_trained_with_lora_has_adapters(family, words, tmp_path)
   config = with_section(config, "lora", rank=2, targets=("q_proj",))
   with pytest.raises(ConfigError, match=f"{words}, or set model.vision=frozen"):
     small_run(config)
+
+
+def test_a_processor_whose_patches_do_not_fit_the_tower_is_refused(tmp_path):
+  config = vision_config(tmp_path)
+  file = tmp_path / "model" / "processor_config.json"
+  processor = json.loads(file.read_text())
+  processor["image_processor"]["patch_size"] *= 2
+  file.write_text(json.dumps(processor))
+  with pytest.raises(ConfigError, match="makes patches of .* numbers, and the vision tower takes"):
+    _ = small_run(config).processor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [0, 4])
+@pytest.mark.parametrize("surplus", [False, True])
+def test_images_with_batches_that_are_drawn_ahead_or_kept(sampler, surplus, tmp_path):
+  """Stops and goes on, with groups that wait in checkpoints."""
+  algo = dict(dynamic_sampling=True, keep_surplus=True) if surplus else {}
+  config = vision_config(tmp_path, "trained", **algo, kl_coef=0.0)
+  config = dataclasses.replace(config, steps=4)
+  config = with_section(config, "rollout", max_staleness=0 if surplus else 2)
+  config = with_section(config, "mesh", data=4, fsdp=1, tensor=1 if sampler else 2, sampler=sampler)
+  whole = run_steps(config, tmp_path / "whole").state
+  for stop in (1, 3, None):
+    stopped = run_steps(config, tmp_path / "stopped", lambda step: step.step == stop)  # noqa: B023
+  assert jax.tree.all(jax.tree.map(np.array_equal, whole.train.params, stopped.state.train.params))
 
 
 def test_prompts_share_no_token_of_an_image():

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 import copy
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,17 @@ class Run:
   @functools.cached_property
   def processor(self) -> Processor | None:
     """What the model's folder does to images, or None if the model sees none."""
-    if self.parameters.model.vision is None:
+    tower, path = self.parameters.model.vision, self._local.model.path
+    if tower is None:
       return None
-    return processor.load(self._local.model.path, self.tokenizer)
+    found = processor.load(path, self.tokenizer)
+    if found is not None and found.kind.patch_numbers != math.prod(tower.patch):
+      raise ConfigError(
+        f"{path}: the image processor makes patches of {found.kind.patch_numbers} numbers, and the"
+        f" vision tower takes {math.prod(tower.patch)}; the patch sizes in preprocessor_config.json"
+        " and config.json must be equal"
+      )
+    return found
 
   def save_processor(self, folder: Path) -> None:
     """Writes the files of the image processor beside those of the tokenizer, if there are any."""

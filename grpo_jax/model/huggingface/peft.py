@@ -4,6 +4,7 @@ from collections.abc import Iterable
 import math
 import os
 from pathlib import Path
+import sys
 from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -84,7 +85,8 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
     require(key in KNOWN_FIELDS or not value, key, "adapters with it are not computed here")
   rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
   require(type(rank) is int and rank > 0, "r", "it must be a positive int")
-  require(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "it must be a positive number")
+  is_number = type(alpha) in (int, float) and 0 < alpha <= sys.float_info.max
+  require(is_number, "lora_alpha", "it must be a positive number")
   is_list = isinstance(targets, list) and bool(targets)
   require(
     is_list and {str(target) for target in targets} <= ADAPTABLE.keys(),
