@@ -25,11 +25,6 @@ STALENESS = (1, 4, 16)
 CORRECTIONS: dict[str, dict[str, Any]] = {
   "none": {},
   "truncated": {"algo.correction": "truncate", "algo.correction_high": 2.0},
-  "masked": {
-    "algo.correction": "mask",
-    "algo.correction_low": 0.5,
-    "algo.correction_high": 5.0,
-  },
 }
 SHORT = {
   "steps": STEPS,
@@ -90,7 +85,7 @@ def plot(picture: str) -> None:
 
   found = lines()
   figure, panels = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True, constrained_layout=True)
-  colors = dict(zip(CORRECTIONS, ("tab:red", "tab:blue", "tab:green")))
+  colors = dict(zip(CORRECTIONS, ("tab:red", "tab:blue")))
   for panel, staleness in zip(panels, STALENESS):
     panel.set(title=f"max_staleness {staleness}", xlabel="GRPO steps", ylim=(0, 100))
     for line in found:

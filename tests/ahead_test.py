@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -396,7 +397,7 @@ def test_a_run_in_flight_is_repeated_from_its_schedule(tmp_path):
   assert (other / "schedule.jsonl").read_text() == schedule and T < 12
 
 
-def started(folder, config):
+def started(folder, config, **environment):
   """A process that takes the steps of a run which are left."""
   (folder / "config.json").write_text(json.dumps(to_dict(config)))
   call = f"run_steps(from_dict(json.load(open({str(folder / 'config.json')!r}))), {str(folder)!r})"
@@ -404,8 +405,8 @@ def started(folder, config):
     "import json; from grpo_jax.config import from_dict;"
     f" from grpo_jax.training.loop import run_steps; {call}"
   )
-  said = open(folder.parent / "said.txt", "a")
-  return subprocess.Popen([sys.executable, "-c", source], stdout=said, stderr=said)
+  said, env = open(folder.parent / "said.txt", "a"), os.environ | environment
+  return subprocess.Popen([sys.executable, "-c", source], env=env, stdout=said, stderr=said)
 
 
 def steps_of(folder):
@@ -495,3 +496,19 @@ def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_
   rows = read_completions(tmp_path / "stopped", 4)
   assert rows == read_completions(tmp_path / "whole", 4)
   assert all(len(row["turns"]) > 1 and row["version"] == 2 for row in rows) or sampler
+
+
+@pytest.mark.slow
+def test_devices_apart_that_wait_for_each_other_give_the_numbers_of_a_run_in_turn(tmp_path):
+  """At staleness 0. Numbers in metrics.jsonl have all their digits."""
+  changes = dict(batch=dict(prompts=8), rollout=dict(max_staleness=0))
+  mesh = dict(data=4, fsdp=1, tensor=1)
+  _, folder = whole_run(tmp_path / "apart", mesh=mesh | dict(sampler=4), **changes)
+  config = whole_config(tmp_path / "in_turn", mesh=mesh, **changes)
+  in_turn = tmp_path / "in_turn" / "run"
+  in_turn.mkdir()
+  assert started(in_turn, config, JAX_NUM_CPU_DEVICES="4").wait() == 0
+  for mine, theirs in zip(read_metrics(folder), read_metrics(in_turn), strict=True):
+    assert mine.keys() == theirs.keys() and "grad_norm" in mine
+    timed = ("time/", "perf/")
+    assert all(mine[name] == theirs[name] for name in mine if not name.startswith(timed))

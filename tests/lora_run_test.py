@@ -82,7 +82,7 @@ def digits(completions, **_):
 
 def rows_of(workdir):
   return [
-    {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+    {key: value for key, value in row.items() if not key.startswith(("time/", "perf/", "rollout/"))}
     for row in read_metrics(workdir)
   ]
 

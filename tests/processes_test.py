@@ -371,3 +371,27 @@ def test_adapters_on_two_processes_are_those_of_one(tmp_path):
   one = train(1, tmp_path / "one", steps=4, **keys)
   assert [row["step"] for row in one] == [0, 1, 2, 3, 4] and one[4]["kl"] > 1e-3
   assert_same(two, one)
+
+
+def test_two_processes_draw_ahead_what_one_draws(tmp_path):
+  """Workers score, and checkpoints hold batches of both processes."""
+  (tmp_path / "reward.py").write_text(REWARD)
+  keys = {
+    "rollout.max_staleness": 2,
+    "algo.kl_coef": 0.1,
+    "checkpoint.every": 1,
+    "reward.workers": 1,
+    "reward.functions": (f"{tmp_path}/reward.py:digits",),
+  }
+  one = train(1, tmp_path / "one", steps=6, **keys)
+  both = start(2, tmp_path / "two", steps=6, **keys)
+  rows = tmp_path / "two" / "metrics.jsonl"
+  while not rows.exists() or len(parse_rows(rows)) < 6:  # three of them of the warm start
+    assert both[0].poll() is None
+    time.sleep(0.05)
+  both[1].kill()
+  both[0].kill()
+  finish(both)
+  two = train(2, tmp_path / "two", steps=6, **keys)
+  assert_same(two, one)
+  assert [row["staleness/max"] for row in two[-6:]] == [0, 1, 2, 2, 2, 2]
