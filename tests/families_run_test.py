@@ -264,10 +264,11 @@ def test_adapters_of_layers_that_differ(family, targets, stacks, tmp_path):
   loaded = model.load_adapters(tmp_path / "peft", shape)
   jax.tree.map(np.testing.assert_array_equal, loaded, jax.device_get(adapters))
   tokens_BT, positions_BT = np.arange(4, 24)[None], np.arange(20)[None]
-  found, _ = model.forward(model.join(base, adapters), shape, tokens_BT, positions_BT)
+  forward = jax.jit(model.forward, static_argnums=1)
+  found, _ = forward(model.join(base, adapters), shape, tokens_BT, positions_BT)
   model.save(tmp_path / "merged", shape, model.join(base, adapters))
   merged_shape, merged = model.load(tmp_path / "merged")
-  expected, _ = model.forward(merged, merged_shape, tokens_BT, positions_BT)
-  before, _ = model.forward(base, shape, tokens_BT, positions_BT)
+  expected, _ = forward(merged, merged_shape, tokens_BT, positions_BT)
+  before, _ = forward(base, shape, tokens_BT, positions_BT)
   np.testing.assert_allclose(found, expected, atol=1e-4)
   assert np.abs(found - before).max() > 0.1

@@ -132,8 +132,9 @@ def test_a_surrogate_says_whether_advantages_of_zero_have_no_gradient(name):
 
 
 CASES = [
-  *[("grpo", micro_batch) for micro_batch in (0, 1, 3)],
-  *[(preset, 2) for preset in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "gmpo")],
+  *[("grpo", 0), ("grpo", 2), ("dr_grpo", 2), ("gspo", 2)],
+  *[pytest.param("grpo", micro_batch, marks=pytest.mark.slow) for micro_batch in (1, 3)],
+  *[pytest.param(x, 2, marks=pytest.mark.slow) for x in ("dapo", "cispo", "rloo", "gmpo")],
 ]
 
 

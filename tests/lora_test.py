@@ -184,22 +184,23 @@ def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
   whole = unflatten_dict(merged, sep="/")
   plain_state, plain_metrics = update(plain, whole, None, batch)
   assert metrics["loss"] == pytest.approx(float(plain_metrics["loss"]), abs=1e-5)
-  dW = flatten_dict(jax.tree.map(jnp.subtract, whole, plain_state.params), sep="/")
-  ours = flatten_dict(jax.tree.map(jnp.subtract, adapters, state.params), sep="/")
+  dW = flatten_dict(jax.tree.map(np.subtract, whole, plain_state.params), sep="/")
+  ours = flatten_dict(jax.tree.map(np.subtract, adapters, state.params), sep="/")
   for name, x in ours.items():
     parent, which = name.rsplit("/", 1)
     a, b, d = leaves[parent + "/lora_a"], leaves[parent + "/lora_b"], dW[parent + "/kernel"]
     inputs = a.ndim - 2  # of one layer
 
     def to_a(d, b, inputs=inputs):
-      return jnp.tensordot(d, b, (tuple(range(inputs, d.ndim)), tuple(range(1, b.ndim))))
+      return np.tensordot(d, b, (tuple(range(inputs, d.ndim)), tuple(range(1, b.ndim))))
 
     def to_b(d, a, inputs=inputs):
-      return jnp.tensordot(a, d, (tuple(range(inputs)), tuple(range(inputs))))
+      return np.tensordot(a, d, (tuple(range(inputs)), tuple(range(inputs))))
 
-    expected = jax.vmap(to_a)(d, b) if which == "lora_a" else jax.vmap(to_b)(d, a)
+    of_layers = map(to_a, d, b) if which == "lora_a" else map(to_b, d, a)
+    expected = np.stack([*of_layers])
     np.testing.assert_allclose(x, config.lora.scale * expected, atol=2e-5, err_msg=name)
-    assert jnp.abs(x).max() > 1e-5
+    assert np.abs(x).max() > 1e-5
 
 
 def test_only_adapters_are_trained(fresh):
