@@ -110,7 +110,7 @@ def test_rows_of_an_accelerator_give_the_same_numbers(slots, monkeypatch):
   batch = make_batch(LENGTHS).replace(slots=slots)
 
   def logprobs():
-    return learner.batch_stats(params, None, batch, options).logprobs_PGT
+    return jax.jit(lambda: learner.batch_stats(params, None, batch, options).logprobs_PGT)()
 
   shorter = logprobs()
   assert packed.row_slots(T, "cpu") == T - 1 and packed.row_slots(1, "tpu") == 0
@@ -186,6 +186,7 @@ def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch)
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
   params, batch = params_of(CONFIG), make_batch([[7, 7, 7], [1, 0, 0], [7, 7, 6], [1, 1, 0]])
   options = learner.StatsOptions(CONFIG, Learner(logprob_chunk=16))
-  whole = learner.batch_stats(params, None, batch, options).logprobs_PGT
+  stats = jax.jit(learner.batch_stats, static_argnums=3)
+  whole = stats(params, None, batch, options).logprobs_PGT
   parts = learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
   np.testing.assert_allclose(parts, whole, atol=2e-5)

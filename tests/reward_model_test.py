@@ -69,14 +69,27 @@ def functions_of(run):
 # Tokens.
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=folder_name)
+# Their layers are those of golden_model_test.py.
+_SLOW = "deepseek_v3", "gpt_oss", "qwen3_next"
+
+
+@pytest.mark.parametrize(
+  "folder",
+  [pytest.param(x, marks=pytest.mark.slow if x.name in _SLOW else ()) for x in FOLDERS],
+  ids=folder_name,
+)
 def test_scores_of_tokens_are_those_of_transformers(folder):
   config, params = model.load(folder, labels=model.REWARD_HEADS)
   expected = np.load(folder / "expected.npz")
   tokens_BT, lengths_B = jnp.asarray(expected["tokens"]), expected["lengths"]
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-  hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
-  scores, wanted = np.asarray(model.score(params, config, hidden_BTD)), expected["scores"]
+
+  @jax.jit
+  def score(params):
+    hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
+    return model.score(params, config, hidden_BTD)
+
+  scores, wanted = np.asarray(score(params)), expected["scores"]
   if config.labels == 1:
     scores = scores[np.arange(len(lengths_B)), lengths_B - 1]
   else:
@@ -132,7 +145,10 @@ def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
 
 @pytest.mark.parametrize(
   "mesh",
-  [(8, 1, 1), pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 2, 2), (1, 1, 8)],
+  [
+    (2, 2, 2),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ((8, 1, 1), (1, 8, 1), (1, 1, 8))),
+  ],
   ids=str,
 )
 @pytest.mark.parametrize("folder", [GOLDEN / "qwen2", GOLDEN / "llama_steps"], ids=folder_name)

@@ -306,9 +306,8 @@ def test_the_reference_of_a_whole_kl_routes_by_itself(params, drawn):
   assert np.abs(other.full_kl_PGT).max() > 1e-4
 
 
-@pytest.mark.parametrize(
-  "mesh", [(1, 2, 1, 2), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 2, 1, 2), (2, 1, 2, 1)], ids=str)
 def test_a_mesh_changes_no_number(mesh, params, drawn):
   batch = batch_of(drawn, random_experts=True)
   config, placed = on(mesh, params)
@@ -337,6 +336,7 @@ def run_of(folder):
   return small_run(with_section(config, "learner", router_replay=True))
 
 
+@pytest.mark.slow
 def test_a_run_learns_what_it_sampled(folder, tmp_path):
   """The reference routes by itself, and old log-probs that are computed again do not."""
   run, has_experts = run_of(folder), []
