@@ -142,7 +142,7 @@ _BORROWING = dict(
 def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
   """With windows. Rows wait for seats, and are split over a mesh."""
   config = small_model(qk_norm="head", **fields)
-  params = model.init(jax.random.key(1), config)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(1), config)
   wanted = drawn(config, params)
   mesh = make_mesh(Mesh(data=2, fsdp=1, tensor=2), jax.devices()[:4])
   config = dataclasses.replace(config, **sharding.model_shardings(config, mesh))
@@ -166,7 +166,7 @@ def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
 def test_the_kernel_reads_rings(monkeypatch):
   """Rows of 280 to 300 tokens, of which a layer with a window of 90 keeps 256."""
   config = small_model(windows=(90, 0))
-  params = model.init(jax.random.key(1), config)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(1), config)
   long = dict(rows=5, max_tokens=300, least=280)
   wanted = drawn(config, params, **long)
   rings = []

@@ -129,7 +129,7 @@ def test_what_is_not_drawn_is_zero(alone):
 @pytest.mark.parametrize(
   "rows, mesh",
   [
-    (0, (2, 1, 1, 1)),
+    pytest.param(0, (2, 1, 1, 1), marks=pytest.mark.slow),
     (8, (1, 2, 2, 1)),
     pytest.param(4, (4, 1, 2, 1), marks=pytest.mark.slow),
     pytest.param(4, (2, 1, 1, 1), marks=pytest.mark.slow),
@@ -147,7 +147,7 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
   "name, mesh",
   [
     ("gemma3", ()),
-    ("qwen3_5", ()),
+    pytest.param("qwen3_5", (), marks=pytest.mark.slow),
     pytest.param("qwen3_5", (2, 1, 2, 1), marks=pytest.mark.slow),
     pytest.param("olmo3", (), marks=pytest.mark.slow),
     pytest.param("olmo3", (2, 1, 2, 1), marks=pytest.mark.slow),
@@ -160,7 +160,7 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
     pytest.param("gemma4_moe", (2, 1, 1, 2), marks=pytest.mark.slow),
     pytest.param("gemma4_moe", (2, 1, 2, 1), marks=pytest.mark.slow),
     pytest.param("gpt_oss", (), marks=pytest.mark.slow),
-    ("deepseek_v3", ()),
+    pytest.param("deepseek_v3", (), marks=pytest.mark.slow),
     pytest.param("gpt_oss", (2, 1, 1, 2), marks=pytest.mark.slow),
     pytest.param("gpt_oss", (2, 1, 2, 1), marks=pytest.mark.slow),
     pytest.param("deepseek_v3", (2, 1, 2, 1), marks=pytest.mark.slow),
@@ -182,7 +182,8 @@ def test_families_draw_the_same_tokens(name, mesh):
   assert_same(draw(config, params, rows=5, chunk=7)[0], expected)
 
 
-@pytest.mark.parametrize("mesh", [(), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(), (2, 1, 2, 1)], ids=str)
 def test_a_cache_of_int8_draws_the_same_tokens_at_every_pace(mesh, alone):
   """And other ones than a whole cache, with log-probs that are near."""
   config, params, whole_cache = alone
@@ -350,7 +351,7 @@ def replies(asked):
   [
     pytest.param(0, 64, 0, (), marks=pytest.mark.slow),
     pytest.param(0, 5, MANY, (), marks=pytest.mark.slow),
-    (3, 64, MANY, ()),
+    pytest.param(3, 64, MANY, (), marks=pytest.mark.slow),
     (5, 2, 0, ()),
     pytest.param(1, 7, MANY, (), marks=pytest.mark.slow),
     pytest.param(4, 5, MANY, (2, 1, 2, 1), marks=pytest.mark.slow),
@@ -395,7 +396,7 @@ def assert_of_model(config, params, given, found, row):
   np.testing.assert_allclose(found.logprobs_PGT[row][: len(ids)], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("cut", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 3))])
 def test_a_state_drops_no_token_when_a_text_ends_a_turn(cut):
   """Rows with layers that recur go on after the token that the text ends at."""
   config, params = model.load(FAMILIES / "qwen3_5")
@@ -473,7 +474,7 @@ def at_some_tokens(ids, seen):
   "chunk, rows, mesh, fields",
   [
     (7, 0, (), dict(windows=(WINDOW, 0))),
-    (64, 5, (), dict(windows=(WINDOW, WINDOW))),
+    pytest.param(64, 5, (), dict(windows=(WINDOW, WINDOW)), marks=pytest.mark.slow),
     pytest.param(7, 0, (), dict(windows=(WINDOW, 0), unrolled=True), marks=pytest.mark.slow),
     pytest.param(2, 5, (), dict(windows=(1, 0)), marks=pytest.mark.slow),
     pytest.param(7, 5, (2, 1, 2, 1), dict(windows=(0, WINDOW)), marks=pytest.mark.slow),

@@ -180,7 +180,7 @@ def test_whole_logits_never_exist(params):
   """No array of [tokens, V] or more in the compiled update, forward or backward."""
   batch = jax.tree.map(lambda x: jnp.concatenate([x] * 16), make_batch())  # 192 rows x 5 tokens
   config = dataclasses.replace(CONFIG, vocab_size=997)
-  big = model.init(jax.random.key(0), config)
+  big = jax.jit(model.init, static_argnums=1)(jax.random.key(0), config)
   objective = grpo(config=config, learner=Learner(logprob_chunk=192))
   text = lowered_gradient(objective, batch, big).as_text()
   assert "64x3x997xf32" in text  # a chunk: three tokens of each group

@@ -36,7 +36,7 @@ def make_checkpoint(folder):
     max_positions=64,
     stop_ids=(1,),
   )
-  model.save(folder, shape, model.init(jax.random.key(7), shape))
+  model.save(folder, shape, jax.jit(model.init, static_argnums=1)(jax.random.key(7), shape))
   characters.save(folder)
   return str(folder)
 

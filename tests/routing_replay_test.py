@@ -255,6 +255,7 @@ def used(batch):
   return own.sum((1, 2, 4)) + prompt.sum((1, 3))
 
 
+@pytest.mark.slow
 def test_what_a_sampler_in_bfloat16_chose_is_used(params):
   """The learner computes in float32, where its routers would choose others for some tokens."""
   batch = batch_of(draw(dataclasses.replace(MIXTURE, dtype="bfloat16"), params))
