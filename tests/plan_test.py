@@ -172,14 +172,24 @@ def test_what_the_compiler_refuses_does_not_fit(phases):
   assert "update cannot be compiled: too large" in table.notes(all_phases)
 
 
-def test_the_command_needs_nothing_of_a_model_but_its_config_json(start, tmp_path):
+def command(*flags):
+  return subprocess.run(
+    [sys.executable, "-m", "grpo_jax.plan", "--config=configs/arithmetic.py", *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+  )
+
+
+@pytest.mark.slow
+def test_the_command_needs_nothing_of_a_model_but_its_config_json(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(QWEN2))
   small = ["warm_start.steps=0", "eval.every=0", "algo.kl_coef=0", "sampling.max_tokens=4"]
   small += [f"model.path={tmp_path}", "data.task=gsm8k", "batch.prompts=2", "mesh.fsdp=2"]
-  flags = ["--config=configs/arithmetic.py", *(f"--config.{value}" for value in small)]
-  code, out, err = start("plan", "--topology=cpu:2", "--chips=2", *flags)
-  assert code == 0, err
-  first, *_, last = out.splitlines()
+  done = command("--topology=cpu:2", "--chips=2", *(f"--config.{value}" for value in small))
+  assert done.returncode == 0, done.stderr
+  first, *_, last = done.stdout.splitlines()
   assert first.startswith("cpu, 2 of cpu:2: ")
   assert last.startswith("fits: ")
 
