@@ -130,7 +130,7 @@ def assert_close(results, wanted, bound=1e-5):
     np.testing.assert_allclose(result / largest, want / largest, rtol=0, atol=bound, err_msg=name)
 
 
-# Those that take longer, where no fast test with another implementation fails.
+# Slow tests, but for `dense`. The other cases have prompts, windows, caps and groups, too.
 _SLOW = {"prompts only", "one token", "long window", "idle window"}
 
 
@@ -141,7 +141,7 @@ _SLOW = {"prompts only", "one token", "long window", "idle window"}
       name,
       case,
       id=f"{name}-{title}",
-      marks=pytest.mark.slow if name in ("splash", "cudnn") and title in _SLOW else (),
+      marks=pytest.mark.slow if name != "dense" and title in _SLOW else (),
     )
     for name in HERE
     for title, case in CASES.items()
@@ -200,7 +200,10 @@ def test_blocks_and_chunks_join_without_a_seam(name, case, monkeypatch):
   assert_close(with_gradients(HERE[name], case), with_gradients(dense.attend, case))
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=pytest.mark.slow if x == "splash" else ()) for x in HERE],
+)
 def test_bfloat16(name):
   case = CASES["odd"]
   assert_close(with_gradients(HERE[name], case, dtype=jnp.bfloat16), expected(case), bound=0.02)

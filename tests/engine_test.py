@@ -227,6 +227,7 @@ def test_rows_that_are_cancelled_leave(parts):
   engine.close()
 
 
+@pytest.mark.slow
 def test_the_queue_has_a_limit_and_takes_all_or_nothing(parts):
   engine = make(parts, rows=1, waiting=3, max_tokens=1000, stops=())
   (first,), rows = submit(engine, ([5], 0))

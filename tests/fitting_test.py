@@ -198,7 +198,8 @@ def test_on_an_accelerator_the_host_chooses_eighths():
   assert slots_of_batch(np.array([[3, 4]]), 9, "tpu") == 0  # too few to pack
 
 
-@pytest.mark.parametrize("windows", [pytest.param((), marks=pytest.mark.slow), (4, 0, 4)])
+@pytest.mark.parametrize("windows", [(), (4, 0, 4)])
+@pytest.mark.slow
 def test_a_checkpoint_of_single_layers_is_restored_as_stacks(windows, tmp_path):
   """As versions before 2026-11-22 saved them: parameters and moments, on a mesh."""
   mesh = make_mesh(Mesh(1, 2, 1, 1), jax.devices()[:2])

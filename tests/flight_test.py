@@ -102,7 +102,7 @@ def alone():
   return config, params, jax.tree.map(lambda *x: np.concatenate(x), *calls)
 
 
-OFTEN = [(0, 64, MANY), (0, 5, 0), (3, 5, MANY), (5, 64, 0), (8, 2, MANY), (1, 64, 0)]
+OFTEN = [(0, 64, MANY), (3, 5, MANY), (1, 64, 0)]
 PACES = [
   pytest.param(*pace, marks=() if pace in OFTEN else pytest.mark.slow)
   for pace in itertools.product((0, 1, 3, 5, 8), (64, 5, 2), (0, MANY))
@@ -146,7 +146,7 @@ def test_meshes_draw_the_same_tokens(rows, mesh, alone):
 @pytest.mark.parametrize(
   "name, mesh",
   [
-    ("gemma3", ()),
+    pytest.param("gemma3", (), marks=pytest.mark.slow),
     pytest.param("qwen3_5", (), marks=pytest.mark.slow),
     pytest.param("qwen3_5", (2, 1, 2, 1), marks=pytest.mark.slow),
     pytest.param("olmo3", (), marks=pytest.mark.slow),
@@ -214,7 +214,9 @@ def test_a_compiler_has_nothing_to_round_in_an_empty_cache_of_int8(alone):
   assert "i8" in str(program) and "reduce" not in str(program)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 33])
+@pytest.mark.parametrize(
+  "max_tokens", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 33))]
+)
 def test_short_completions_and_those_of_one_chunk_more(max_tokens, alone):
   config, params, expected = alone
   found, _ = draw(config, params, rows=5, max_tokens=max_tokens)
@@ -225,7 +227,7 @@ def test_short_completions_and_those_of_one_chunk_more(max_tokens, alone):
 @pytest.mark.parametrize(
   "rows, chunk",
   [
-    (0, 64),
+    pytest.param(0, 64, marks=pytest.mark.slow),
     pytest.param(0, 3, marks=pytest.mark.slow),
     pytest.param(5, 64, marks=pytest.mark.slow),
     (2, 3),
@@ -294,6 +296,7 @@ def test_rows_with_other_settings_do_not_change_each_other(mesh, alone):
   assert 9 <= limited.lengths_PG.min() <= limited.lengths_PG.max() == 12
 
 
+@pytest.mark.slow
 def test_prompts_that_wait_for_a_place_get_the_same_completions():
   """Of 20 prompts, 16 have places at first."""
   config, params = tiny()

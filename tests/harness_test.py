@@ -146,6 +146,7 @@ def test_conversations_keep_their_tokens_and_other_calls_are_left_out(tmp_path, 
   assert f"warning: {P * G} calls of the harness are not learned from" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_branches_have_the_advantage_of_their_completion(tmp_path):
   """What the branches share is learned once. Three branches need two further rows."""
   config = with_section(config_of(tmp_path, "forks"), "environment", branches=3)

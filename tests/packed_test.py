@@ -75,7 +75,7 @@ def test_the_gradient_of_packing_is_that_of_a_gather():
 
 
 @pytest.mark.parametrize("slots", [9, pytest.param(18, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
   """Also with windows that reach into the prompt, with empty rows and with full ones."""
   config = dataclasses.replace(CONFIG, windows=(window, 0) if window else ())
@@ -103,7 +103,7 @@ def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
   jax.tree.map(close, grads_of_stream, grads)
 
 
-@pytest.mark.parametrize("slots", [None, 9])
+@pytest.mark.parametrize("slots", [pytest.param(None, marks=pytest.mark.slow), 9])
 def test_rows_of_an_accelerator_give_the_same_numbers(slots, monkeypatch):
   """Their last token, which predicts nothing, is computed, too."""
   params, options = params_of(CONFIG), learner.StatsOptions(CONFIG, Learner())

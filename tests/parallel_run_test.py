@@ -325,7 +325,9 @@ def assert_has(batch, wanted):
     assert value is None or getattr(batch, field.name) == value, field.name
 
 
-@pytest.mark.parametrize("platform, dtype", [("tpu", "bfloat16"), ("cuda", "float32")])
+@pytest.mark.parametrize(
+  "platform, dtype", [("tpu", "bfloat16"), pytest.param("cuda", "float32", marks=pytest.mark.slow)]
+)
 def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   run = make_run(
     ONE,

@@ -624,9 +624,8 @@ def command(*flags):
   raise AssertionError(said + process.stderr.read())
 
 
-@pytest.mark.parametrize(
-  "number, code", [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_the_command_stops_once_what_runs_has_ended(number, code, tmp_path):
   process, address = command(
     "--config=configs/default.py",

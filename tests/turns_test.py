@@ -292,7 +292,8 @@ def test_calls_beyond_the_limit_get_an_error(tmp_path):
   assert refused
 
 
-@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.slow
 def test_turns_end_at_their_limit(most, tmp_path):
   found = Collected(config_of(tmp_path, COUNTING, "Counting", max_turns=most))
   assert max(len(own(row)) for row in found.rows) == most
