@@ -244,18 +244,14 @@ _QVZ = ("in_proj_q", "in_proj_v", "in_proj_z")
   "family, targets, stacks",
   [
     ("qwen3_5", ("o", "q"), ["layers_1"]),  # those with attention
-    *(
-      pytest.param(*case, marks=pytest.mark.slow)
-      for case in (
-        ("glm4_moe", ("gate", "up"), ["layers_0", "layers_1"]),  # of MLPs beside experts, too
-        ("qwen3_5", ("in_proj_a", "in_proj_b", "in_proj_z", "out"), ["layers_0"]),
-        ("qwen3_5", ("in_proj_k", "in_proj_q", "in_proj_v"), ["layers_0"]),
-        ("qwen3_next", ("in_proj_a", "in_proj_b", "in_proj_k", *_QVZ), ["layers_0"]),
-        ("deepseek_v3", ("kv_a", "kv_b", "o", "q_a", "q_b"), ["layers_0", "layers_1"]),
-      )
-    ),
+    ("glm4_moe", ("gate", "up"), ["layers_0", "layers_1"]),  # of MLPs beside experts, too
+    ("qwen3_5", ("in_proj_a", "in_proj_b", "in_proj_z", "out"), ["layers_0"]),
+    ("qwen3_5", ("in_proj_k", "in_proj_q", "in_proj_v"), ["layers_0"]),
+    ("qwen3_next", ("in_proj_a", "in_proj_b", "in_proj_k", *_QVZ), ["layers_0"]),
+    ("deepseek_v3", ("kv_a", "kv_b", "o", "q_a", "q_b"), ["layers_0", "layers_1"]),
   ],
 )
+@pytest.mark.slow
 def test_adapters_of_layers_that_differ(family, targets, stacks, tmp_path):
   """PEFT's folder goes out and in, and what it computes is what is merged."""
   shape, base = model.load(GOLDEN / family)

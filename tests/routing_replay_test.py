@@ -125,7 +125,7 @@ TALK = {"reply": replies, "end": end_at(["c"], lambda ids: "".join("abcd"[i % 4]
   "rows, chunk, weights, mesh, draws",
   [
     pytest.param(0, 64, 0, (), {}, marks=pytest.mark.slow),
-    (2, 3, MANY, (), TALK),
+    pytest.param(2, 3, MANY, (), TALK, marks=pytest.mark.slow),
     pytest.param(5, 4, MANY, (), {}, marks=pytest.mark.slow),
     pytest.param(0, 5, MANY, (), TALK, marks=pytest.mark.slow),
     pytest.param(4, 5, MANY, (1, 2, 1, 2), {}, marks=pytest.mark.slow),
