@@ -206,6 +206,7 @@ def run(tmp_path, *options):
   return json.loads(file.read_text()), done.returncode
 
 
+@pytest.mark.slow
 def test_the_device(tmp_path):
   report, code = run(tmp_path, "--only=device")
   found = report["parts"]["device"]

@@ -44,6 +44,11 @@ PAIRS = [
   for surrogate, record in SURROGATES.items()
   for ratio in record.ratios or RATIOS
 ]
+# The fast tests have each surrogate with its first ratio, and the first surrogate with all of them.
+IS_FAST = [
+  surrogate == "ppo_clip" or ratio == next(iter(SURROGATES[surrogate].ratios or RATIOS))
+  for surrogate, ratio in PAIRS
+]
 FEW_KLS = itertools.cycle(KL)
 FEW = [[(aggregation, next(FEW_KLS)) for aggregation in AGGREGATIONS] for _ in PAIRS]
 ALL = [list(itertools.product(AGGREGATIONS, KL)) for _ in PAIRS]
@@ -67,9 +72,10 @@ def members(surrogate, ratio, variants, quantile, correction, level):
   return tuple(dataclasses.replace(shared, aggregation=a, kl=kl) for a, kl in variants)
 
 
-def family(variants_of_pairs, marks=()):
+def family(variants_of_pairs, all_slow=False):
   turns = zip(
     PAIRS,
+    IS_FAST,
     variants_of_pairs,
     itertools.cycle([1.0, 0.5]),
     itertools.cycle(CORRECTIONS),
@@ -79,14 +85,14 @@ def family(variants_of_pairs, marks=()):
     pytest.param(
       members(*pair, variants, quantile, correction, level),
       id=f"{'-'.join(pair)}-{quantile}-{correction}-{level}-{len(variants)}",
-      marks=marks,
+      marks=pytest.mark.slow if all_slow or not is_fast else (),
     )
-    for pair, variants, quantile, correction, level in turns
+    for pair, is_fast, variants, quantile, correction, level in turns
   ]
 
 
 FAST_FAMILY = family(FEW)
-FAMILY = FAST_FAMILY + family(ALL, pytest.mark.slow)
+FAMILY = FAST_FAMILY + family(ALL, all_slow=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +247,13 @@ def gradients_by_logprobs(stats, batch, algos):
   return jnp.stack([gradient(settings) for settings in algos])
 
 
-@pytest.mark.parametrize("surrogate, ratio", PAIRS)
+@pytest.mark.parametrize(
+  "surrogate, ratio",
+  [
+    pytest.param(*pair, marks=() if is_fast else pytest.mark.slow)
+    for pair, is_fast in zip(PAIRS, IS_FAST)
+  ],
+)
 def test_at_ratio_one_the_gradient_is_reinforce(surrogate, ratio):
   """d loss / d lp_t = -A times the token's weight in the aggregation."""
   plain = algo(

@@ -130,8 +130,23 @@ def assert_close(results, wanted, bound=1e-5):
     np.testing.assert_allclose(result / largest, want / largest, rtol=0, atol=bound, err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", HERE)
+# Slow tests, but for `dense`. The other cases have prompts, windows, caps and groups, too.
+_SLOW = {"prompts only", "one token", "long window", "idle window"}
+
+
+@pytest.mark.parametrize(
+  "name, case",
+  [
+    pytest.param(
+      name,
+      case,
+      id=f"{name}-{title}",
+      marks=pytest.mark.slow if name != "dense" and title in _SLOW else (),
+    )
+    for name in HERE
+    for title, case in CASES.items()
+  ],
+)
 def test_outputs_and_gradients_are_those_of_the_definition(name, case):
   if name == "cudnn" and case.view.cap:
     pytest.skip("cudnn has no caps")
@@ -172,7 +187,7 @@ def test_sinks_take_part_in_the_softmax(name, mesh_shape):
     out, vjp = jax.vjp(attend, *arrays)
     return np.where(case.real()[..., None, None], out, 0), *vjp(cotangent)
 
-  for ours, theirs in zip(results(jax.jit(found)), results(by_definition), strict=True):
+  for ours, theirs in zip(results(jax.jit(found)), results(jax.jit(by_definition)), strict=True):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
@@ -185,7 +200,10 @@ def test_blocks_and_chunks_join_without_a_seam(name, case, monkeypatch):
   assert_close(with_gradients(HERE[name], case), with_gradients(dense.attend, case))
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=pytest.mark.slow if x == "splash" else ()) for x in HERE],
+)
 def test_bfloat16(name):
   case = CASES["odd"]
   assert_close(with_gradients(HERE[name], case, dtype=jnp.bfloat16), expected(case), bound=0.02)

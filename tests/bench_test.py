@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_tiny_job_with_long_tails_prints_its_line(monkeypatch, capsys):
   monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
   import bench

@@ -10,6 +10,7 @@ import sys
 from checkpoint_test import abstract, same
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from grpo_jax.storage.checkpoint import Checkpoints
 
@@ -130,6 +131,7 @@ print(json.dumps({"endings": endings, "leftovers": leftovers, "steps": steps}))
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_midst_of_saves_many_times(tmp_path):
   kills = 8
   done = run(KILLED, tmp_path, kills)
@@ -182,6 +184,7 @@ assert store.steps() == [1, 2]
 """
 
 
+@pytest.mark.slow
 def test_two_hosts_agree_on_what_is_damaged(tmp_path):
   with socket.socket() as s:
     s.bind(("localhost", 0))

@@ -423,12 +423,15 @@ def test_an_object_that_is_not_plain_data_is_not_true():
 
 def test_time_is_limited():
   start = time.monotonic()
+  assert score(PROBLEMS[0]["code"], parameters="seconds=60") == 1
+  enough = 1 + 4 * (time.monotonic() - start)  # also for a machine that is busy
+  start = time.monotonic()
   assert score("while True: pass", parameters="seconds=0.7") == 0
   assert score("import time\ndef add(a, b): time.sleep(99)", parameters="seconds=0.7") == 0
-  assert time.monotonic() - start < 8
+  assert time.monotonic() - start < 60
   # What has passed by then has passed.
   slow = "import time\ndef add(a, b):\n  if a < 0: time.sleep(99)\n  return a + b"
-  assert score(slow, parameters="seconds=1.5, fraction=True") == pytest.approx(1 / 3)
+  assert score(slow, parameters=f"seconds={enough}, fraction=True") == pytest.approx(1 / 3)
 
 
 def test_memory_is_limited():
@@ -437,11 +440,11 @@ def test_memory_is_limited():
 
 
 def test_completions_run_at_once():
-  slow = "import time\ntime.sleep(0.6)\ndef add(a, b): return a + b"
+  slow = "import time\ntime.sleep(1.5)\ndef add(a, b): return a + b"
   start = time.monotonic()
   found = resolve("code(at_once=4)")(completions=[slow] * 4, test_list=[ADD] * 4)
   assert found == [1.0] * 4
-  assert time.monotonic() - start < 2.2
+  assert time.monotonic() - start < 4 * 1.5  # what they sleep one after the other
 
 
 def test_a_setup_that_fails_is_an_error_and_not_a_reward():

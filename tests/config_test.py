@@ -320,6 +320,15 @@ def tiny():
   return c
 
 
+@pytest.fixture
+def older_folder(tmp_path):
+  """What a run of one step leaves that reads its config, without the keys of `NEWER`."""
+  values = to_dict(from_dict(tiny().to_dict()))
+  (tmp_path / "config.json").write_text(json.dumps(without(values, *NEWER)))
+  (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+  return tmp_path
+
+
 @pytest.fixture(scope="module")
 def older_run(tmp_path_factory):
   """A run of one step whose config.json lacks the keys of `NEWER`."""
@@ -342,23 +351,24 @@ def older_run(tmp_path_factory):
     ("algo__kl_coef", 0.2, "algo.kl_coef = 0.04, this run 0.2"),  # the older config has this key
   ],
 )
-def test_an_older_run_does_not_continue_with_another_value(older_run, key, value, message):
-  values, path = tiny().to_dict(), older_run / "config.json"
+def test_an_older_run_does_not_continue_with_another_value(older_folder, key, value, message):
+  values, path = tiny().to_dict(), older_folder / "config.json"
   section, _, last = key.partition("__")
   values[section][last] = value
   before = path.read_bytes()
   with pytest.raises(ConfigError) as error:
-    train(from_dict(values), older_run)
+    train(from_dict(values), older_folder)
   advice = "name another --workdir, or keep the old value"
   assert str(error.value) == f"{path} has {message}: {advice}"
-  assert path.read_bytes() == before and [row["step"] for row in read_metrics(older_run)] == [1]
+  assert path.read_bytes() == before and [row["step"] for row in read_metrics(older_folder)] == [1]
 
 
-def test_the_command_of_an_older_run_goes_on_with_it(older_run, tmp_path):
+def test_the_command_of_an_older_run_goes_on_with_it(older_folder, tmp_path_factory):
   """A setting whose default is not what runs did before gets what they did, and only there."""
   config = from_dict(tiny().to_dict())
-  assert as_begun(config, older_run) == config and as_begun(config, tmp_path / "new") == config
-  saved = without(json.loads((older_run / "config.json").read_text()), "data.count_at_start")
+  tmp_path = tmp_path_factory.mktemp("earlier")
+  assert as_begun(config, older_folder) == config and as_begun(config, tmp_path / "new") == config
+  saved = without(json.loads((older_folder / "config.json").read_text()), "data.count_at_start")
   (tmp_path / "config.json").write_text(json.dumps(saved))
   goes_on = as_begun(config, tmp_path)
   assert goes_on == config.replace({"data.count_at_start": settings.LARGEST_INT})

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -165,7 +163,7 @@ def test_what_all_prompts_share_is_left_out_of_a_list():
   assert text.without_common_parts(texts[:1]) == texts[:1]
 
 
-def test_statistics_name_a_bad_row_of_a_large_file(tmp_path):
+def test_statistics_name_a_bad_row_of_a_large_file(start, tmp_path):
   rows = [json.dumps({"problem": f"a{i}", "answer": "1"}) for i in range(900)]
   rows[700] = '{"problem": "a"}'
   (tmp_path / "train.jsonl").write_text("\n".join(rows))
@@ -173,12 +171,10 @@ def test_statistics_name_a_bad_row_of_a_large_file(tmp_path):
   flags = ["--config=configs/default.py", "--config.data.task=math"]
   flags += [f"--config.data.path={tmp_path}", "--config.data.count_at_start=100", "--stats"]
   flags += [f"--config.data.tokenizer={ROOT / 'tests/golden/tokenizers/qwen'}"]
-  done = subprocess.run(
-    [sys.executable, "-m", "grpo_jax.data", *flags], cwd=ROOT, capture_output=True, text=True
-  )
-  assert done.returncode == 2, done.stderr
-  assert done.stderr.count("\n") == 1
-  assert "train.jsonl line 701 has no text field 'answer'" in done.stderr
+  code, _, err = start("data", *flags)
+  assert code == 2, err
+  assert err.count("\n") == 1
+  assert "train.jsonl line 701 has no text field 'answer'" in err
 
 
 def test_prompts_with_images_are_counted_with_their_tokens(tmp_path):

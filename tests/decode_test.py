@@ -1,6 +1,8 @@
 """The kernel that decodes on TPUs, emulated."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ def arrays(dtype, cache_dtype, seed=0):
   return normal(P, K, G, R, E) / E**0.5, own, prefix
 
 
+@functools.partial(jax.jit, static_argnums=6)
 def expected(q, own, time, visible_PG, prefix, prefix_mask, cap, sinks_H):
   """The same by the definition, over all slots."""
   age_C = (time - jnp.arange(C)) % C
@@ -46,12 +49,29 @@ def expected(q, own, time, visible_PG, prefix, prefix_mask, cap, sinks_H):
   return out[..., 0, :]
 
 
-@pytest.mark.parametrize("cap, sinks", [(0.0, False), (2.0, False), (0.0, True)])
-@pytest.mark.parametrize("with_prefix", [True, False])
-@pytest.mark.parametrize("cache_dtype", ["", "int8"])
-@pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 2e-2)])
+@functools.partial(jax.jit, static_argnums=0)
+def found(config, q, tokens, prefix, prefix_mask, sinks_H):
+  return decode.attention(config, q, tokens, prefix, prefix_mask, sinks_H)
+
+
+CAPS_AND_SINKS = [(0.0, False), (2.0, False), (0.0, True)]
+PLAIN = "", True, 0.0, False
+
+
+def kinds():
+  """Each dtype, prompts or none, and each of caps and sinks. The fast ones have each of them."""
+  for dtype, cache_dtype, with_prefix, (cap, sinks) in itertools.product(
+    ("float32", "bfloat16"), ("", "int8"), (True, False), CAPS_AND_SINKS
+  ):
+    kind = cache_dtype, with_prefix, cap, sinks
+    is_fast = kind == PLAIN or (dtype == "float32" and (not cache_dtype or kind[1:] == PLAIN[1:]))
+    yield pytest.param(dtype, *kind, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype, cache_dtype, with_prefix, cap, sinks", kinds())
 @pytest.mark.parametrize("time", [0, 130, 383, 1000])
-def test_it_equals_the_definition(time, dtype, bound, cache_dtype, with_prefix, cap, sinks):
+def test_it_equals_the_definition(time, dtype, cache_dtype, with_prefix, cap, sinks):
+  bound = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
   q, own, prefix = arrays(dtype, cache_dtype)
   # One token, a few, around the end of a block, and all slots.
   visible_PG = jnp.asarray(np.resize([1, 2, 127, 128, 129, 300, C], (P, G)), jnp.int32)
@@ -62,7 +82,7 @@ def test_it_equals_the_definition(time, dtype, bound, cache_dtype, with_prefix, 
   tokens = decode.OwnTokens(own, jnp.int32(LAYER), jnp.int32(time), visible_PG)
   prompts = (prefix, prefix_mask) if with_prefix else (None, None)
   sinks_H = jnp.linspace(-3, 3, K * R) if sinks else None
-  got = decode.attention(config, q, tokens, *prompts, sinks_H)
+  got = found(config, q, tokens, *prompts, sinks_H)
   wanted = expected(q, own, time, visible_PG, *prompts, cap, sinks_H)
   np.testing.assert_allclose(got.astype(float), wanted.astype(float), atol=bound)
 
@@ -113,13 +133,16 @@ _BORROWING = dict(
 
 @pytest.mark.parametrize(
   "fields",
-  [_MIXTURE, pytest.param(_BORROWING, marks=pytest.mark.slow)],
-  ids=["mixture", "borrowing"],
+  [
+    pytest.param(dict(num_layers=1), id="plain"),
+    pytest.param(_MIXTURE, id="mixture", marks=pytest.mark.slow),
+    pytest.param(_BORROWING, id="borrowing", marks=pytest.mark.slow),
+  ],
 )
 def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
   """With windows. Rows wait for seats, and are split over a mesh."""
   config = small_model(qk_norm="head", **fields)
-  params = model.init(jax.random.key(1), config)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(1), config)
   wanted = drawn(config, params)
   mesh = make_mesh(Mesh(data=2, fsdp=1, tensor=2), jax.devices()[:4])
   config = dataclasses.replace(config, **sharding.model_shardings(config, mesh))
@@ -143,7 +166,7 @@ def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
 def test_the_kernel_reads_rings(monkeypatch):
   """Rows of 280 to 300 tokens, of which a layer with a window of 90 keeps 256."""
   config = small_model(windows=(90, 0))
-  params = model.init(jax.random.key(1), config)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(1), config)
   long = dict(rows=5, max_tokens=300, least=280)
   wanted = drawn(config, params, **long)
   rings = []

@@ -87,6 +87,7 @@ def tails(rng, *outer):
   return delta.Tails(*(jnp.asarray(rng.normal(size=(*outer, *x)), jnp.float32) for x in shapes))
 
 
+@jax.jit
 def scanned(tokens, memory, is_token_BT=None):
   return delta.scan_tokens(tails(np.random.default_rng(9), 4), tokens, memory, is_token_BT)
 
@@ -106,7 +107,9 @@ EMPTY = delta.Memory(
 )
 
 
-@pytest.mark.parametrize("first", [1, 2, 5, 9])
+@pytest.mark.parametrize(
+  "first", [1, 5, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 9))]
+)
 def test_a_row_goes_on_from_its_memory(first):
   tokens = some_tokens(10)
   expected, end = scanned(tokens, EMPTY)

@@ -209,6 +209,7 @@ def test_weights_are_swapped_between_chunks(parts):
   engine.close()
 
 
+@pytest.mark.slow
 def test_rows_that_are_cancelled_leave(parts):
   engine = make(parts, rows=2, max_tokens=1000, stops=())
   long = [([5], number) for number in range(5)]
@@ -226,6 +227,7 @@ def test_rows_that_are_cancelled_leave(parts):
   engine.close()
 
 
+@pytest.mark.slow
 def test_the_queue_has_a_limit_and_takes_all_or_nothing(parts):
   engine = make(parts, rows=1, waiting=3, max_tokens=1000, stops=())
   (first,), rows = submit(engine, ([5], 0))
@@ -271,6 +273,7 @@ def test_a_listener_that_is_gone_frees_its_seat(parts):
   engine.close()
 
 
+@pytest.mark.slow
 def test_the_cache_grows_shrinks_and_counts_from_0_again(parts, monkeypatch):
   monkeypatch.setattr(decoder, "_MOST_ROUNDS", 20)
   engine = make(parts, max_tokens=300, stops=())

@@ -191,22 +191,24 @@ def test_rewards_of_steps_and_advantages_land_on_sampled_tokens(small):
 @pytest.mark.parametrize(
   "algo",
   [
-    dict(kl_coef=0.1),
-    dict(
-      ratio="sequence",
-      minibatches=2,
-      old_logprobs="recomputed",
-      correction="truncate",
-      correction_level="sequence",
-      correction_high=2.0,
-      off_policy_threshold=0.5,
-      kl="k1",
-      kl_coef=0.1,
-      kl_in="reward",
-      entropy_coef=0.01,
+    pytest.param(dict(kl_coef=0.1), id="grpo", marks=pytest.mark.slow),
+    pytest.param(
+      dict(
+        ratio="sequence",
+        minibatches=2,
+        old_logprobs="recomputed",
+        correction="truncate",
+        correction_level="sequence",
+        correction_high=2.0,
+        off_policy_threshold=0.5,
+        kl="k1",
+        kl_coef=0.1,
+        kl_in="reward",
+        entropy_coef=0.01,
+      ),
+      id="all at once",
     ),
   ],
-  ids=["grpo", "all at once"],
 )
 def test_log_probs_at_the_answers_change_no_update(algo, tmp_path):
   """Nobody drew the tokens of the environment, so their log-probs may hold anything."""

@@ -106,7 +106,7 @@ def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(confi
 
 def test_problems_that_are_too_long_do_not_count(config):
   config = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=10))
-  run = Run(config)
+  run = small_run(config)
   evaluator = Evaluator(run, Scorers(run))
   count = sum(len(example["question"]) <= 10 for example in run.task.test[:30])
   assert 0 < count < 30

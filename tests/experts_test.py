@@ -321,6 +321,7 @@ def test_the_loss_has_the_gradient_of_the_whole_batch_however_it_is_split(params
   )
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing_and_a_loss_that_is_off_adds_nothing(params):
   batch = make_batch()
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
@@ -445,6 +446,7 @@ def test_a_model_without_experts_has_nothing_to_split_or_balance(change, message
   assert str(error.value) == message
 
 
+@pytest.mark.slow
 def test_experts_lie_on_their_axis_or_whole_where_it_does_not_divide_them(folder):
   run = Run(config(folder, expert=2, tensor=2, fsdp=2))
   shards = {

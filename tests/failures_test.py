@@ -103,6 +103,7 @@ def test_what_a_function_raises_and_a_signal_lose_nothing(tmp_path):
   assert without_times(read_metrics(run)) == without_times(read_metrics(tmp_path / "undisturbed"))
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_nothing_any_more_stops_and_keeps_its_good_checkpoint(tmp_path):
   config = dataclasses.replace(small_config(kl_coef=0.1), steps=9)
   config = with_section(config, "optimizer", learning_rate=1e30, max_grad_norm=0.0)

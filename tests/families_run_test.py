@@ -244,13 +244,14 @@ _QVZ = ("in_proj_q", "in_proj_v", "in_proj_z")
   "family, targets, stacks",
   [
     ("qwen3_5", ("o", "q"), ["layers_1"]),  # those with attention
+    ("glm4_moe", ("gate", "up"), ["layers_0", "layers_1"]),  # of MLPs beside experts, too
     ("qwen3_5", ("in_proj_a", "in_proj_b", "in_proj_z", "out"), ["layers_0"]),
     ("qwen3_5", ("in_proj_k", "in_proj_q", "in_proj_v"), ["layers_0"]),
     ("qwen3_next", ("in_proj_a", "in_proj_b", "in_proj_k", *_QVZ), ["layers_0"]),
     ("deepseek_v3", ("kv_a", "kv_b", "o", "q_a", "q_b"), ["layers_0", "layers_1"]),
-    ("glm4_moe", ("gate", "up"), ["layers_0", "layers_1"]),  # of MLPs beside experts, too
   ],
 )
+@pytest.mark.slow
 def test_adapters_of_layers_that_differ(family, targets, stacks, tmp_path):
   """PEFT's folder goes out and in, and what it computes is what is merged."""
   shape, base = model.load(GOLDEN / family)
@@ -264,10 +265,11 @@ def test_adapters_of_layers_that_differ(family, targets, stacks, tmp_path):
   loaded = model.load_adapters(tmp_path / "peft", shape)
   jax.tree.map(np.testing.assert_array_equal, loaded, jax.device_get(adapters))
   tokens_BT, positions_BT = np.arange(4, 24)[None], np.arange(20)[None]
-  found, _ = model.forward(model.join(base, adapters), shape, tokens_BT, positions_BT)
+  forward = jax.jit(model.forward, static_argnums=1)
+  found, _ = forward(model.join(base, adapters), shape, tokens_BT, positions_BT)
   model.save(tmp_path / "merged", shape, model.join(base, adapters))
   merged_shape, merged = model.load(tmp_path / "merged")
-  expected, _ = model.forward(merged, merged_shape, tokens_BT, positions_BT)
-  before, _ = model.forward(base, shape, tokens_BT, positions_BT)
+  expected, _ = forward(merged, merged_shape, tokens_BT, positions_BT)
+  before, _ = forward(base, shape, tokens_BT, positions_BT)
   np.testing.assert_allclose(found, expected, atol=1e-4)
   assert np.abs(found - before).max() > 0.1

@@ -213,14 +213,8 @@ def whole(tmp_path):
   )
 
 
-@pytest.mark.parametrize(
-  "as_user",
-  [
-    "absolute",
-    pytest.param("relative", marks=pytest.mark.slow),
-    pytest.param("home", marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("as_user", ["absolute", "relative", "home"])
 def test_a_policy_is_read_sampled_and_exported(whole, tmp_path, monkeypatch, as_user):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("HOME", str(tmp_path))

@@ -28,17 +28,24 @@ FOLDERS = [GOLDEN / "qwen2_tied", GOLDEN / "qwen2_untied", *sorted((GOLDEN / "fa
 # What another checkpoint of their family tests too.
 _SLOW = (
   *("deepseek_v3_dense", "deepseek_v3_yarn", "gpt_oss_mxfp4", "glm4_moe_lite"),
-  *("gemma3_scaled", "gemma4_images", "qwen3_5_images"),
+  *("gemma3_images", "gemma3_scaled", "gemma4_images", "qwen3_5_images", "qwen3_5_moe"),
+  *("gemma4_moe", "qwen3_moe_mixed", "qwen3_biases", "llama_biases", "smollm3_window"),
 )
+# One of each kind of cache: whole, windows, lent keys, states, latents.
+_CACHES = "qwen2_tied", "gemma3", "gemma4_e", "qwen3_5", "deepseek_v3"
 BOUND, G = 1e-4, 2
 
 
-def _param(folder):
-  marks = pytest.mark.slow if folder.name in _SLOW else ()
-  return pytest.param(folder, id=folder.name, marks=marks)
+def of_each_folder(is_slow):
+  """Parametrises a test with the checkpoints of the folders, some of which are slow."""
+  params = [
+    pytest.param(folder, id=folder.name, marks=pytest.mark.slow if is_slow(folder.name) else ())
+    for folder in FOLDERS
+  ]
+  return pytest.mark.parametrize("golden", params, indirect=True)
 
 
-@pytest.fixture(scope="module", params=map(_param, FOLDERS))
+@pytest.fixture(scope="module")
 def golden(request):
   config, params = model.load(request.param)
   return request.param, config, params, np.load(request.param / "expected.npz")
@@ -57,6 +64,7 @@ def rows(expected):
   return tokens_BT, positions_BT, np.arange(tokens_BT.shape[1]) < expected["lengths"][:, None]
 
 
+@of_each_folder(lambda name: name in _SLOW)
 def test_logits_are_those_of_transformers(golden):
   _, config, params, expected = golden
   tokens_BT, positions_BT, valid_BT = rows(expected)
@@ -64,6 +72,7 @@ def test_logits_are_those_of_transformers(golden):
   assert_close(golden, "one pass", logits_BTV, expected["logits"], valid_BT)
 
 
+@of_each_folder(lambda name: name not in _CACHES)
 @pytest.mark.parametrize("how", ["learner", "cache", "token by token"])
 def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
   """Prompts of 17, 9 and 1 tokens, each computed once for two equal rows of the tokens after it."""
@@ -114,7 +123,11 @@ def test_logits_with_a_shared_prompt_are_those_of_transformers(golden, how):
 
 
 @pytest.mark.parametrize(
-  "name", ["gemma3", "qwen3_5", "gemma4_e", pytest.param("llama_dynamic", marks=pytest.mark.slow)]
+  "name",
+  [
+    "qwen3_5",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "gemma4_e", "llama_dynamic")),
+  ],
 )
 def test_log_probs_of_sampler_and_learner_agree(name):
   """In completions that are much longer than windows and original positions."""
@@ -142,8 +155,9 @@ def test_log_probs_of_sampler_and_learner_agree(name):
   "name",
   [
     "qwen3_5",
-    "deepseek_v3_dense",
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4_e", "gpt_oss")),
+    *(
+      pytest.param(x, marks=pytest.mark.slow) for x in ("deepseek_v3_dense", "gemma4_e", "gpt_oss")
+    ),
   ],
 )
 def test_gradients_are_those_of_transformers(name):

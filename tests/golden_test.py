@@ -15,16 +15,23 @@ import pytest
 FOLDERS = [golden_cases.FOLDER]
 if os.environ.get("GOLDEN_DIR"):
   FOLDERS.append(Path(os.environ["GOLDEN_DIR"]))
-CASES = [
-  pytest.param(case, id=f"{name}-{case['name']}")
+NAMED = [
+  (f"{name}-{case['name']}", case)
   for folder in FOLDERS
   for name, cases in golden_cases.load(folder).items()
   for case in cases
 ]
 
 
-@pytest.mark.parametrize("precision", ["float64", "float32"])
-@pytest.mark.parametrize("case", CASES)
+# Each case in float64, whose tolerance is smaller, and every fifth in float32.
+CASES = [
+  pytest.param(case, precision, id=f"{name}-{precision}", marks=pytest.mark.slow if is_slow else ())
+  for number, (name, case) in enumerate(NAMED)
+  for precision, is_slow in (("float64", False), ("float32", number % 5 != 0))
+]
+
+
+@pytest.mark.parametrize("case, precision", CASES)
 def test_golden(case, precision):
   assert case.keys() <= golden_cases.KEYS
   with jax.enable_x64(precision == "float64"):
@@ -37,4 +44,4 @@ def test_golden(case, precision):
 
 
 def test_all_cases_are_there():
-  assert len(CASES) >= 316
+  assert len(NAMED) >= 316

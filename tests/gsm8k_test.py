@@ -123,6 +123,7 @@ def trained(tmp_path_factory, checkpoint, text):
   return workdir, train(workdir, checkpoint, text)
 
 
+@pytest.mark.slow
 def test_two_steps_with_evaluation_completions_and_checkpoints(trained, checkpoint, text):
   workdir, rows = trained
   assert [row["step"] for row in rows] == [0, 1, 2]

@@ -105,9 +105,15 @@ def first_step(config, folder):
     scorers.close()
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_a_harness_asked_is_learned_token_by_token(workers, tmp_path):
-  rows, metrics = first_step(config_of(tmp_path, "twice", workers), tmp_path / "run")
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory):
+  """(rows, metrics) of the first step of a run whose harness asks twice, without workers."""
+  folder = tmp_path_factory.mktemp("twice")
+  return first_step(config_of(folder, "twice"), folder / "run")
+
+
+def test_what_a_harness_asked_is_learned_token_by_token(twice):
+  rows, metrics = twice
   assert len(rows) == P * G and metrics["sampler/logprob_gap_max"] < 1e-4
   for row in rows:
     roles = [turn["role"] for turn in row["turns"]]
@@ -117,11 +123,18 @@ def test_what_a_harness_asked_is_learned_token_by_token(workers, tmp_path):
       assert added["text"] == "=1;" and last["reward"] == row["reward"] == last["text"].count("7")
       assert first["end"] <= 6 and last["end"] - last["start"] <= 6
   assert sum(len(row["turns"]) == 3 for row in rows) > P
-  # The run decides how tokens are drawn, whatever a request says.
-  again, _ = first_step(config_of(tmp_path, "twice", 0), tmp_path / "again")
-  assert [row["completion_ids"] for row in again] == [row["completion_ids"] for row in rows]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_run_decides_how_tokens_are_drawn_whatever_a_request_says(workers, twice, tmp_path):
+  again, metrics = first_step(config_of(tmp_path, "twice", workers), tmp_path / "again")
+  assert [row["completion_ids"] for row in again] == [row["completion_ids"] for row in twice[0]]
+  assert [row["turns"] for row in again] == [row["turns"] for row in twice[0]]
+  assert metrics["sampler/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.slow
 def test_conversations_keep_their_tokens_and_other_calls_are_left_out(tmp_path, capfd):
   """A random model writes tokens that its tokenizer would not make of their text."""
   config = chat_config(tmp_path)
@@ -133,6 +146,7 @@ def test_conversations_keep_their_tokens_and_other_calls_are_left_out(tmp_path, 
   assert f"warning: {P * G} calls of the harness are not learned from" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_branches_have_the_advantage_of_their_completion(tmp_path):
   """What the branches share is learned once. Three branches need two further rows."""
   config = with_section(config_of(tmp_path, "forks"), "environment", branches=3)
@@ -215,7 +229,7 @@ def test_a_harness_that_raises_ends_the_run(tmp_path):
     first_step(config_of(tmp_path, "raises"), tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["silent", "raises"])
+@pytest.mark.parametrize("name", ["silent", pytest.param("raises", marks=pytest.mark.slow)])
 def test_a_harness_that_asks_nothing_ends_the_run(name, tmp_path):
   config = config_of(tmp_path, name, reward={"on_error": "none"})
   with pytest.raises(RunFailed, match="no call of the harness began with the prompt"):

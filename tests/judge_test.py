@@ -166,7 +166,7 @@ def test_requests_go_out_at_once(serve):
   texts = [str(i) for i in range(16)]
   start = time.monotonic()
   assert judge(server.url, texts, ", at_once=8") == [1.0] * 16
-  assert time.monotonic() - start < 2
+  assert time.monotonic() - start < 16 * 0.2  # what they take one after the other
   assert 2 <= server.most_at_once <= 8
 
 
@@ -234,15 +234,17 @@ def test_a_group_that_fails_costs_no_other_group_its_scores(serve):
 
 def test_at_once_bounds_the_requests_of_all_workers_and_no_call_loses_time_to_others(serve):
   def slow(prompt, number):
-    time.sleep(0.1)
+    time.sleep(0.3)
     return "Score: 1"
 
   server = serve(slow)
   groups = [[f"{p} {i}" for i in range(4)] for p in range(16)]
-  answer, seconds = judged_in_workers(server, groups, ", at_once=6, seconds=1.0")
+  answer, seconds = judged_in_workers(server, groups, ", at_once=6, seconds=3.0")
   assert answer.steps == [[(len(text), 1.0)] for group in groups for text in group]
   assert server.most_at_once == 6
-  assert seconds > 1.0  # 64 requests of 0.1 s, 6 at a time: more than the limit of one call
+  # 64 requests of 0.3 s, 6 at a time, take more than the limit of one call. It has ten times the
+  # time that its own requests need, so that a busy machine does not end it.
+  assert seconds > 3.0
 
 
 @pytest.mark.parametrize(

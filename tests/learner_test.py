@@ -180,7 +180,7 @@ def test_whole_logits_never_exist(params):
   """No array of [tokens, V] or more in the compiled update, forward or backward."""
   batch = jax.tree.map(lambda x: jnp.concatenate([x] * 16), make_batch())  # 192 rows x 5 tokens
   config = dataclasses.replace(CONFIG, vocab_size=997)
-  big = model.init(jax.random.key(0), config)
+  big = jax.jit(model.init, static_argnums=1)(jax.random.key(0), config)
   objective = grpo(config=config, learner=Learner(logprob_chunk=192))
   text = lowered_gradient(objective, batch, big).as_text()
   assert "64x3x997xf32" in text  # a chunk: three tokens of each group
@@ -213,7 +213,13 @@ def test_micro_batches_change_nothing(params, micro):
   assert_close(whole[1], split[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_with_no_batch_dims_saveable"])
+@pytest.mark.parametrize(
+  "policy",
+  [
+    "nothing_saveable",
+    pytest.param("dots_with_no_batch_dims_saveable", marks=pytest.mark.slow),
+  ],
+)
 def test_rematerialisation_changes_nothing(params, policy):
   batch = make_batch()
   recomputing = Learner(remat=True, remat_policy=policy, logprob_chunk=20)
@@ -332,6 +338,7 @@ def test_full_kl_equals_the_plain_one_with_its_gradient(params, micro=2):
   assert_close(jax.tree.map(lambda old, new: old - new, params, state.params), expected)
 
 
+@pytest.mark.slow
 def test_full_kl_costs_one_forward_pass_of_the_reference(params):
   """By the multiplications that the compiler counts, also where layers are computed twice."""
   batch = make_batch()
@@ -472,7 +479,14 @@ def test_experts_and_adapters_are_decayed_too():
 
 
 @pytest.mark.parametrize(
-  "name, dtype", [*((name, "float32") for name in optim.OPTIMIZERS), ("muon", "bfloat16")]
+  "name, dtype",
+  [
+    *(
+      pytest.param(name, "float32", marks=() if name in ("adamw", "sgd") else pytest.mark.slow)
+      for name in optim.OPTIMIZERS
+    ),
+    ("muon", "bfloat16"),
+  ],
 )
 def test_every_optimizer_lowers_a_loss(params, name, dtype):
   """Ten updates of |p - t|^2 / 2 over all parameters, whose gradient is p - t."""
@@ -497,7 +511,7 @@ def test_every_optimizer_lowers_a_loss(params, name, dtype):
 @pytest.mark.parametrize(
   "name, share",
   [
-    ("adamw", 0.75),
+    pytest.param("adamw", 0.75, marks=pytest.mark.slow),
     pytest.param("lion", 0.5, marks=pytest.mark.slow),
     pytest.param("sgd", 0.5, marks=pytest.mark.slow),
   ],

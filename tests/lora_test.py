@@ -50,7 +50,11 @@ def logits_of(config, params, base):
 
 
 @pytest.mark.parametrize(
-  "name", [*ADAPTERS, *(pytest.param(name, marks=pytest.mark.slow) for name in JOINED)]
+  "name",
+  [
+    *("qwen2_all", "qwen2_some"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", *JOINED)),
+  ],
 )
 def test_logits_are_those_of_peft(name):
   """Run `pytest -s -n 0` to print the largest differences."""
@@ -76,7 +80,10 @@ def test_saving_writes_the_tensors_that_were_loaded(name, tmp_path):
   assert model.load_adapter_shape(tmp_path / "out") == config.lora
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(
+  "name",
+  ["qwen2_all", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2_some", "gemma2"))],
+)
 def test_merged_weights_compute_the_same(name, tmp_path):
   config, base, adapters = read(name)
   model.save(tmp_path / "merged", config, model.join(base, adapters))
@@ -184,22 +191,23 @@ def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
   whole = unflatten_dict(merged, sep="/")
   plain_state, plain_metrics = update(plain, whole, None, batch)
   assert metrics["loss"] == pytest.approx(float(plain_metrics["loss"]), abs=1e-5)
-  dW = flatten_dict(jax.tree.map(jnp.subtract, whole, plain_state.params), sep="/")
-  ours = flatten_dict(jax.tree.map(jnp.subtract, adapters, state.params), sep="/")
+  dW = flatten_dict(jax.tree.map(np.subtract, whole, plain_state.params), sep="/")
+  ours = flatten_dict(jax.tree.map(np.subtract, adapters, state.params), sep="/")
   for name, x in ours.items():
     parent, which = name.rsplit("/", 1)
     a, b, d = leaves[parent + "/lora_a"], leaves[parent + "/lora_b"], dW[parent + "/kernel"]
     inputs = a.ndim - 2  # of one layer
 
     def to_a(d, b, inputs=inputs):
-      return jnp.tensordot(d, b, (tuple(range(inputs, d.ndim)), tuple(range(1, b.ndim))))
+      return np.tensordot(d, b, (tuple(range(inputs, d.ndim)), tuple(range(1, b.ndim))))
 
     def to_b(d, a, inputs=inputs):
-      return jnp.tensordot(a, d, (tuple(range(inputs)), tuple(range(inputs))))
+      return np.tensordot(a, d, (tuple(range(inputs)), tuple(range(inputs))))
 
-    expected = jax.vmap(to_a)(d, b) if which == "lora_a" else jax.vmap(to_b)(d, a)
+    of_layers = map(to_a, d, b) if which == "lora_a" else map(to_b, d, a)
+    expected = np.stack([*of_layers])
     np.testing.assert_allclose(x, config.lora.scale * expected, atol=2e-5, err_msg=name)
-    assert jnp.abs(x).max() > 1e-5
+    assert np.abs(x).max() > 1e-5
 
 
 def test_only_adapters_are_trained(fresh):
@@ -218,6 +226,7 @@ def test_the_reference_is_the_base_alone(fresh):
   assert update(config, moved(fresh), base, batch, algo)[1]["kl"] > 1e-3
 
 
+@pytest.mark.slow
 def test_a_reference_may_have_its_own_adapters(fresh):
   """KL(policy || base with the same adapters) is 0."""
   config, base, _ = fresh

@@ -169,6 +169,7 @@ def test_the_table_of_splits(capsys):
   assert last == "best: sampler 2, learner 2, bound 4: 2.06 times as fast as in turn"
 
 
+@pytest.mark.slow
 def test_times_of_compiled_programs(monkeypatch, capsys):
   """A chip that reads a byte in a nanosecond: half of the rows take less time, not more."""
   config = with_section(small_config(), "mesh", data=-1, tensor=1)

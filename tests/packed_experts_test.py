@@ -59,6 +59,7 @@ def test_experts_in_one_tensor_are_those_of_single_tensors(tmp_path):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss_mxfp4", "fused"])
 def test_each_device_reads_its_part(name, tmp_path):
   folder = fused(tmp_path) if name == "fused" else GOLDEN / name

@@ -75,7 +75,7 @@ def test_the_gradient_of_packing_is_that_of_a_gather():
 
 
 @pytest.mark.parametrize("slots", [9, pytest.param(18, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
   """Also with windows that reach into the prompt, with empty rows and with full ones."""
   config = dataclasses.replace(CONFIG, windows=(window, 0) if window else ())
@@ -103,14 +103,14 @@ def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
   jax.tree.map(close, grads_of_stream, grads)
 
 
-@pytest.mark.parametrize("slots", [None, 9])
+@pytest.mark.parametrize("slots", [pytest.param(None, marks=pytest.mark.slow), 9])
 def test_rows_of_an_accelerator_give_the_same_numbers(slots, monkeypatch):
   """Their last token, which predicts nothing, is computed, too."""
   params, options = params_of(CONFIG), learner.StatsOptions(CONFIG, Learner())
   batch = make_batch(LENGTHS).replace(slots=slots)
 
   def logprobs():
-    return learner.batch_stats(params, None, batch, options).logprobs_PGT
+    return jax.jit(lambda: learner.batch_stats(params, None, batch, options).logprobs_PGT)()
 
   shorter = logprobs()
   assert packed.row_slots(T, "cpu") == T - 1 and packed.row_slots(1, "tpu") == 0
@@ -186,6 +186,7 @@ def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch)
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
   params, batch = params_of(CONFIG), make_batch([[7, 7, 7], [1, 0, 0], [7, 7, 6], [1, 1, 0]])
   options = learner.StatsOptions(CONFIG, Learner(logprob_chunk=16))
-  whole = learner.batch_stats(params, None, batch, options).logprobs_PGT
+  stats = jax.jit(learner.batch_stats, static_argnums=3)
+  whole = stats(params, None, batch, options).logprobs_PGT
   parts = learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
   np.testing.assert_allclose(parts, whole, atol=2e-5)

@@ -182,6 +182,7 @@ def command(*flags):
   )
 
 
+@pytest.mark.slow
 def test_the_command_needs_nothing_of_a_model_but_its_config_json(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(QWEN2))
   small = ["warm_start.steps=0", "eval.every=0", "algo.kl_coef=0", "sampling.max_tokens=4"]

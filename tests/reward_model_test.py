@@ -69,14 +69,27 @@ def functions_of(run):
 # Tokens.
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=folder_name)
+# Their layers are those of golden_model_test.py.
+_SLOW = "deepseek_v3", "gpt_oss", "phi3", "qwen3_5", "qwen3_next"
+
+
+@pytest.mark.parametrize(
+  "folder",
+  [pytest.param(x, marks=pytest.mark.slow if x.name in _SLOW else ()) for x in FOLDERS],
+  ids=folder_name,
+)
 def test_scores_of_tokens_are_those_of_transformers(folder):
   config, params = model.load(folder, labels=model.REWARD_HEADS)
   expected = np.load(folder / "expected.npz")
   tokens_BT, lengths_B = jnp.asarray(expected["tokens"]), expected["lengths"]
   positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-  hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
-  scores, wanted = np.asarray(model.score(params, config, hidden_BTD)), expected["scores"]
+
+  @jax.jit
+  def score(params):
+    hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
+    return model.score(params, config, hidden_BTD)
+
+  scores, wanted = np.asarray(score(params)), expected["scores"]
   if config.labels == 1:
     scores = scores[np.arange(len(lengths_B)), lengths_B - 1]
   else:
@@ -88,7 +101,11 @@ def test_scores_of_tokens_are_those_of_transformers(folder):
   assert np.ptp(wanted) > 0.5 and difference <= BOUND
 
 
-@pytest.mark.parametrize("folder", [GOLDEN / "gemma3", GOLDEN / "qwen2_steps"], ids=folder_name)
+@pytest.mark.parametrize(
+  "folder",
+  [pytest.param(GOLDEN / "gemma3", marks=pytest.mark.slow), GOLDEN / "qwen2_steps"],
+  ids=folder_name,
+)
 def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
   config, params = model.load(folder, labels=model.REWARD_HEADS)
   model.save(tmp_path / "saved", config, params)
@@ -109,7 +126,14 @@ def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
 @pytest.mark.parametrize(
   "dtype, bound", [("float32", BOUND), pytest.param("bfloat16", 0.2, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("folder", WITH_TEXTS, ids=folder_name)
+@pytest.mark.parametrize(
+  "folder",
+  [
+    pytest.param(x, marks=() if x.name.startswith("qwen2") else pytest.mark.slow)
+    for x in WITH_TEXTS
+  ],
+  ids=folder_name,
+)
 def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
   """With its own tokenizer, on eight devices. There are eight texts, and a batch is sixteen."""
   expected = json.loads((folder / "texts.json").read_text())
@@ -132,10 +156,17 @@ def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
 
 @pytest.mark.parametrize(
   "mesh",
-  [(8, 1, 1), pytest.param((1, 8, 1), marks=pytest.mark.slow), (2, 2, 2), (1, 1, 8)],
+  [
+    (2, 2, 2),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ((8, 1, 1), (1, 8, 1), (1, 1, 8))),
+  ],
   ids=str,
 )
-@pytest.mark.parametrize("folder", [GOLDEN / "qwen2", GOLDEN / "llama_steps"], ids=folder_name)
+@pytest.mark.parametrize(
+  "folder",
+  [pytest.param(GOLDEN / "qwen2", marks=pytest.mark.slow), GOLDEN / "llama_steps"],
+  ids=folder_name,
+)
 def test_a_score_depends_on_its_text_alone(folder, mesh):
   """Not on order, batch, padding or mesh: 21 texts in batches of 16 or 8, in reverse."""
   expected = json.loads((folder / "texts.json").read_text())
@@ -150,6 +181,7 @@ def test_a_score_depends_on_its_text_alone(folder, mesh):
     np.testing.assert_allclose(ours, theirs, atol=BOUND)
 
 
+@pytest.mark.slow
 def test_few_lengths_are_compiled():
   score = the_reward(GOLDEN / "qwen2")
   compute, lengths = score._scores, set()
@@ -421,6 +453,7 @@ def test_a_folder_that_is_no_reward_model_is_refused(copied, folder, fields, wor
   assert all(word in message for word in words), message
 
 
+@pytest.mark.slow
 def test_a_name_that_occurs_twice_is_refused():
   run = Run(config([GOLDEN / "qwen2", str(GOLDEN / "qwen2") + "/"]))
   with pytest.raises(ConfigError, match="two functions have the same name"):

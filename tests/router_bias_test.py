@@ -87,7 +87,10 @@ def test_an_update_moves_biases_by_the_loads_of_its_batch(micro, params):
     jax.tree.map(np.testing.assert_array_equal, moved, params)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=() if x in ("adamw", "muon") else pytest.mark.slow) for x in OPTIMIZERS],
+)
 def test_no_optimizer_touches_a_bias(name):
   rng = np.random.default_rng(0)
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), MIXTURE))

@@ -125,7 +125,7 @@ TALK = {"reply": replies, "end": end_at(["c"], lambda ids: "".join("abcd"[i % 4]
   "rows, chunk, weights, mesh, draws",
   [
     pytest.param(0, 64, 0, (), {}, marks=pytest.mark.slow),
-    (2, 3, MANY, (), TALK),
+    pytest.param(2, 3, MANY, (), TALK, marks=pytest.mark.slow),
     pytest.param(5, 4, MANY, (), {}, marks=pytest.mark.slow),
     pytest.param(0, 5, MANY, (), TALK, marks=pytest.mark.slow),
     pytest.param(4, 5, MANY, (1, 2, 1, 2), {}, marks=pytest.mark.slow),
@@ -255,6 +255,7 @@ def used(batch):
   return own.sum((1, 2, 4)) + prompt.sum((1, 3))
 
 
+@pytest.mark.slow
 def test_what_a_sampler_in_bfloat16_chose_is_used(params):
   """The learner computes in float32, where its routers would choose others for some tokens."""
   batch = batch_of(draw(dataclasses.replace(MIXTURE, dtype="bfloat16"), params))
@@ -306,9 +307,8 @@ def test_the_reference_of_a_whole_kl_routes_by_itself(params, drawn):
   assert np.abs(other.full_kl_PGT).max() > 1e-4
 
 
-@pytest.mark.parametrize(
-  "mesh", [(1, 2, 1, 2), pytest.param((2, 1, 2, 1), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 2, 1, 2), (2, 1, 2, 1)], ids=str)
 def test_a_mesh_changes_no_number(mesh, params, drawn):
   batch = batch_of(drawn, random_experts=True)
   config, placed = on(mesh, params)
@@ -337,6 +337,7 @@ def run_of(folder):
   return small_run(with_section(config, "learner", router_replay=True))
 
 
+@pytest.mark.slow
 def test_a_run_learns_what_it_sampled(folder, tmp_path):
   """The reference routes by itself, and old log-probs that are computed again do not."""
   run, has_experts = run_of(folder), []

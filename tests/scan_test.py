@@ -28,7 +28,7 @@ def gradient_program(remat):
 
 @pytest.mark.parametrize("remat", ["", pytest.param("nothing_saveable", marks=pytest.mark.slow)])
 def test_a_cpu_runs_straight_code_that_equals_a_loop(monkeypatch, remat):
-  params = model.init(jax.random.key(0), CONFIG)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CONFIG)
   straight = gradient_program(remat).lower(params)
   monkeypatch.setattr(blocks, "_MOST_UNROLLED_LAYERS", 2)
   loop = gradient_program(remat).lower(params)
@@ -43,7 +43,10 @@ def test_a_cpu_runs_straight_code_that_equals_a_loop(monkeypatch, remat):
 
 def test_the_backward_pass_of_an_mlp_saves_no_activation_function():
   """Three arrays [B, T, F]: the two factors and their product. The activation is not saved."""
-  params = jax.tree.map(lambda x: x[0], model.init(jax.random.key(0), CONFIG)["layers_0"]["mlp"])
+  params = jax.tree.map(
+    lambda x: x[0],
+    jax.jit(model.init, static_argnums=1)(jax.random.key(0), CONFIG)["layers_0"]["mlp"],
+  )
   mlp = MLP(CONFIG)
   x_BTD = jnp.ones((2, 5, CONFIG.embed_dim))
   _, vjp = jax.vjp(lambda x: mlp.apply({"params": params}, x)[0], x_BTD)

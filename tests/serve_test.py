@@ -478,7 +478,7 @@ def raw_request(address, **body):
   return connection
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_client_that_leaves_frees_its_seats(stream, policy):
   config, params, tokens = policy
   engine = serving_parts.make_engine(config, params, rows=2, tokens=4000)
@@ -625,6 +625,7 @@ def command(*flags):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_the_command_stops_once_what_runs_has_ended(number, code, tmp_path):
   process, address = command(
     "--config=configs/default.py",

@@ -71,6 +71,6 @@ def make_checkpoint(folder, corpus, every_id_is_text=False, **fields):
     stop_ids=(1, 0),
   )
   shape = model.ModelConfig(**of_qwen | fields)
-  model.save(folder, shape, model.init(jax.random.key(7), shape))
+  model.save(folder, shape, jax.jit(model.init, static_argnums=1)(jax.random.key(7), shape))
   write_tokenizer(folder, engine)
   return folder

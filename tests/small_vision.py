@@ -37,7 +37,7 @@ def make_checkpoint(folder, family="qwen3_vl", seed=7, **fields):
   if family == "gemma4":  # which has as many places for the least number of tokens of an image
     given["vision"] = dataclasses.replace(shape.vision, positions=64)
   shape = dataclasses.replace(shape, **given)
-  model.save(folder, shape, model.init(jax.random.key(seed), shape))
+  model.save(folder, shape, jax.jit(model.init, static_argnums=1)(jax.random.key(seed), shape))
   for name in _TOKENIZER:
     shutil.copy(images / name, folder / name)
   processor = json.loads((images / "processor_config.json").read_text())

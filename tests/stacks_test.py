@@ -253,7 +253,8 @@ def test_stacked_layers_keep_what_layers_apart_keep_in_the_cache(name):
   assert cache.time == 3
 
 
-@pytest.mark.parametrize("name", ["sparse runs", pytest.param("rest", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sparse runs", "rest"])
 def test_a_loop_over_equal_neighbours_of_a_pattern_changes_nothing(name, monkeypatch):
   """As on accelerators: hidden states, statistics of routers, gradient, and what prompts keep."""
   config = MODELS[name]

@@ -347,6 +347,7 @@ def test_num_tokens_counts_what_was_sampled_and_left_out(tmp_path):
   assert host == {"num_tokens": 1000}  # the state of before is as it was
 
 
+@pytest.mark.slow
 def test_remax_compares_with_the_greedy_completion(tmp_path):
   """The reward minus the advantage is one number for each prompt: its greedy completion's score."""
   run = small_run(with_reward(small_config("remax"), tmp_path, CODES))

@@ -41,7 +41,7 @@ def save_teacher(folder, characters=tasks.ALPHABET, positions=64):
     max_positions=positions,
     stop_ids=(1,),
   )
-  params = model.init(jax.random.key(3), shape)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(3), shape)
   # Sharper than a random model, so that there is something to learn.
   params = jax.tree.map(lambda x: x * 1.5, params)
   model.save(folder, shape, params)

@@ -170,6 +170,7 @@ def test_reward_functions_read_the_turns(tmp_path):
     assert row["reward"] == pytest.approx(len(row["turns"]) + 0.01 * rewards, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_steps_of_a_text_lie_in_the_last_turn(tmp_path):
   config = config_of(tmp_path, COUNTING, "Counting")
   config = dataclasses.replace(config, algo=small_config("process").algo)
@@ -225,7 +226,7 @@ def hangs(x: str) -> str:
   [
     pytest.param("double", 0, marks=pytest.mark.slow),
     ("double", 1),
-    ("double_later", 0),
+    pytest.param("double_later", 0, marks=pytest.mark.slow),
     pytest.param("double_later", 1, marks=pytest.mark.slow),
   ],
 )
@@ -291,7 +292,8 @@ def test_calls_beyond_the_limit_get_an_error(tmp_path):
   assert refused
 
 
-@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.slow
 def test_turns_end_at_their_limit(most, tmp_path):
   found = Collected(config_of(tmp_path, COUNTING, "Counting", max_turns=most))
   assert max(len(own(row)) for row in found.rows) == most

@@ -83,6 +83,7 @@ Algo(clip_low="a")  # Argument "clip_low" to "Algo" has incompatible type "str"
 """
 
 
+@pytest.mark.slow
 def test_mypy_finds_every_wrong_setting_and_no_other(tmp_path):
   file = tmp_path / "program.py"
   file.write_text(PROGRAM)

@@ -116,7 +116,8 @@ def close(first, second, bound):
   return all(np.abs(x - y).max() <= bound for x, y in pairs)
 
 
-@pytest.mark.parametrize("vision", [pytest.param("frozen", marks=pytest.mark.slow), "trained"])
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
 def test_micro_batches_do_not_change_the_update(vision, tmp_path):
   """SGD, because Adam makes steps of the same size of gradients that are rounding errors."""
   config = vision_config(tmp_path, vision)
