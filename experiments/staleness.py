@@ -4,8 +4,9 @@
   python experiments/staleness.py run /tmp/staleness --seeds=0,1,2
   python experiments/staleness.py plot experiments/staleness.png
 
-The first command makes the warm start of each seed, takes STEPS GRPO steps from it in every cell,
-and writes one line for each cell to experiments/staleness.jsonl. The same command again goes on
+The first command makes the warm start of seed 0, takes STEPS GRPO steps from it in every cell, with
+prompts and draws of the cell's seed, and writes one line for each cell to
+experiments/staleness.jsonl. The same command again goes on
 with the cells that have no line. Batches are drawn ahead on the same devices, with fixed weights,
 so the numbers do not depend on time. The second command draws all lines.
 """
@@ -45,7 +46,7 @@ def run(out: Path, seeds: list[int]) -> None:
     for staleness, name in cells:
       if (seed, staleness, name) in done:
         continue
-      start = warm_start(out, seed)
+      start = warm_start(out)
       changes = SHORT | CORRECTIONS[name] | {"warm_start.steps": 0, "model.path": str(start)}
       workdir = out / f"{seed}_{staleness}_{name}"
       shutil.rmtree(workdir, ignore_errors=True)
@@ -59,12 +60,12 @@ def run(out: Path, seeds: list[int]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def warm_start(out: Path, seed: int) -> Path:
+def warm_start(out: Path) -> Path:
   """The folder of the model that has imitated solutions. It is made if it is not there."""
-  folder = out / f"warm_{seed}"
+  folder = out / "warm"
   if not folder.exists():
-    workdir = out / f"warm_run_{seed}"
-    train(seed, workdir, {"steps": 0, "log.tensorboard": False})
+    workdir = out / "warm_run"
+    train(0, workdir, {"steps": 0, "log.tensorboard": False})
     grpo_jax.load_policy(workdir).export(folder)
   return folder
 
