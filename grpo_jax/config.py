@@ -598,6 +598,19 @@ class Rollout:
     " rollout.weights newest and in_flight",
     before="",
   )
+  listen: str = setting(
+    "",
+    "HOST:PORT of this machine where sampler processes join, which then draw all batches of"
+    " training: python -m grpo_jax.sample_for --learner=HOST:PORT. '' = the run samples itself",
+    before="",
+  )
+  samplers: int = setting(
+    1,
+    "with listen: into how many equal parts a batch is split, each of which one process draws. More"
+    " processes may join, and fewer draw the parts in turn",
+    POSITIVE,
+    before=1,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,6 +172,14 @@ def is_text(value: str) -> bool:
   return True
 
 
+def address_of(text: str, key: str) -> tuple[str, int]:
+  """Host and port of "HOST:PORT" or "[IPV6]:PORT". Raises ConfigError, which names `key`."""
+  host, _, port = text.rpartition(":")
+  if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+    raise ConfigError(f"{key} is {shown(text)}: it must be HOST:PORT, such as 127.0.0.1:5555")
+  return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def path_of(value: Any, name: str) -> Path:
   """A path on this machine that a user or a program gives.
 

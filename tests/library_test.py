@@ -530,6 +530,8 @@ def test_a_run_of_other_devices_is_loaded_on_these():
     )
     found = _on_this_machine(fitting)
     assert (found.mesh, found.sampling.tensor) == (fitting.mesh, there)
+  apart = dataclasses.replace(small, mesh=Mesh(data=2, fsdp=2, sampler=4))
+  assert _on_this_machine(apart).mesh == Mesh(data=-1)
 
 
 def with_tensor(config, tensor):

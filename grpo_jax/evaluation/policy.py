@@ -379,8 +379,10 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
 
 
 def _on_this_machine(config: Config) -> Config:
-  """The config with meshes that fit this machine's devices, if its own do not."""
-  sizes = dataclasses.astuple(config.mesh)
+  """The config with a mesh of all devices, which is its own without the sampler's, if that fits."""
+  mesh = dataclasses.replace(config.mesh, sampler=0)
+  config = dataclasses.replace(config, mesh=mesh)
+  sizes = mesh.data, mesh.fsdp, mesh.expert, mesh.tensor
   product = math.prod(size for size in sizes if size != -1)
   devices = jax.device_count()
   fits = devices % product == 0 if -1 in sizes else devices == product

@@ -18,7 +18,7 @@ from grpo_jax.parallel.chips import machine_memory, reported_memory
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.sampling import settings_of
 from grpo_jax.rewards import dispatch
-from grpo_jax.settings import LARGEST_INT, ConfigError, check_ranges
+from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges
 
 
 def check_config(config: Config) -> None:
@@ -104,12 +104,14 @@ def _check_rollout(config: Config) -> None:
       value,
       "a surplus of the step before is older than that; set algo.keep_surplus=False",
     )
+  only_sample = config.mesh.sampler or rollout.listen
   for name, off in (("weights", "fixed"), ("replay", "")):
     _require(
-      getattr(rollout, name) == off or bool(rollout.max_staleness and config.mesh.sampler),
+      getattr(rollout, name) == off or bool(rollout.max_staleness and only_sample),
       f"rollout.{name}",
       getattr(rollout, name),
-      f"it needs mesh.sampler and rollout.max_staleness above 0; set {off!r}",
+      "it needs mesh.sampler above 0 or rollout.listen, and rollout.max_staleness above 0; set"
+      f" {off!r}",
     )
   _require(
     not rollout.replay or rollout.weights != "fixed",
@@ -123,6 +125,31 @@ def _check_rollout(config: Config) -> None:
     rollout.weights,
     "the endpoint of environment.harness keeps its weights for a batch; set 'newest'",
   )
+  _check_sampler_processes(config)
+
+
+def _check_sampler_processes(config: Config) -> None:
+  """Raises ConfigError for what sampler processes cannot draw."""
+  rollout, prompts = config.rollout, config.batch.prompts
+  _require(
+    prompts % rollout.samplers == 0 and (rollout.listen or rollout.samplers == 1),
+    "rollout.samplers",
+    rollout.samplers,
+    f"it must divide batch.prompts = {prompts}, and be 1 without rollout.listen",
+  )
+  if not rollout.listen:
+    return
+  address_of(rollout.listen, "config key rollout.listen")
+  for holds, why in (
+    (not config.mesh.sampler, "sampler processes take the place of mesh.sampler; set that to 0"),
+    (
+      not config.environment.has_turns,
+      "tools and environments answer in the process that samples; leave environment.name,"
+      " environment.tools and environment.harness empty",
+    ),
+    (rollout.weights != "in_flight", "set rollout.weights to 'fixed' or 'newest'"),
+  ):
+    _require(holds, "rollout.listen", rollout.listen, why)
 
 
 def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:

@@ -2,8 +2,8 @@
 
 `AheadInTurn` uses the devices that also learn: step i draws batch i + max_staleness before its
 update. While it samples and learns, workers score the batches before it. `Beside` has devices of
-its own, on which a thread samples while the others learn. Both draw at most max_staleness batches
-ahead, so nothing piles up.
+its own or sampler processes, with which a thread samples while the others learn. Both draw at most
+max_staleness batches ahead, so nothing piles up.
 
 With rollout.weights=fixed, the policy after step k - max_staleness draws batch k, in both. So a
 run's numbers depend on its config alone. With newest and in_flight they also depend on when weights
@@ -22,6 +22,7 @@ from typing import Any
 
 from grpo_jax.config import Config
 from grpo_jax.rollouts.collect import Collected, Collector
+from grpo_jax.rollouts.remote.learner import Closed, RemoteSampler
 from grpo_jax.rollouts.rollout_metrics import disjoint, staleness_metrics
 from grpo_jax.rollouts.schedule import Schedule, Weights
 from grpo_jax.rollouts.scored import Scored, from_arrays, to_arrays
@@ -168,12 +169,28 @@ class AheadInTurn(Ahead):
 
 
 class Beside(Ahead):
-  """Draws ahead on devices of its own, in a thread."""
+  """Draws ahead in a thread, on devices of its own or with sampler processes."""
 
-  def __init__(self, collector: Collector, config: Config, schedule: Schedule | None):
-    """`schedule` says, or is told, which weights drew which batch. None: they are fixed."""
+  def __init__(
+    self,
+    collector: Collector,
+    config: Config,
+    schedule: Schedule | None,
+    remote: RemoteSampler | None = None,
+  ):
+    """Draws ahead.
+
+    Args:
+      collector: Draws.
+      config: Of the run.
+      schedule: Says, or is told, which weights drew which batch. None: they are fixed.
+      remote: What the collector samples with, if not with devices of this process.
+    """
     super().__init__(collector, config)
-    self.devices = threading.Lock()
+    # An update takes the arrays on the devices that learn.
+    self._kept: Callable[[Any], Any] = remote.weights if remote else lambda params: params
+    if remote is None:
+      self.devices = threading.Lock()
     self._schedule, self._changes = schedule, config.rollout.weights == "in_flight"
     self._changed = threading.Condition()
     self._weights: dict[int, Any] = {}  # by version
@@ -184,6 +201,7 @@ class Beside(Ahead):
     self._idle = _Stopwatch()
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
+    params = self._kept(params)
     clock.lap("weights")
     with self._changed:
       self._weights[index] = params
@@ -207,7 +225,7 @@ class Beside(Ahead):
 
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
     if self._thread is not None:
-      converted = params() if self._schedule is not None else None
+      converted = self._kept(params()) if self._schedule is not None else None
       with self._changed:
         # A checkpoint has no older weights, so what they draw must be drawn now.
         last = min(index + self._bound, self._steps)
@@ -233,7 +251,7 @@ class Beside(Ahead):
 
     Raises:
       RunFailed: They are older than all of this process.
-      _Closed: The run has ended.
+      Closed: The run has ended.
     """
     with self._changed:
       if version is None:
@@ -245,7 +263,7 @@ class Beside(Ahead):
         )
       self._changed.wait_for(lambda: version in self._weights or self._is_paused or self._is_closed)
       if self._is_closed:
-        raise _Closed
+        raise Closed("the run has ended")
       if version not in self._weights:
         version = max(self._weights)
       return self._weights[version], version
@@ -268,8 +286,6 @@ class Beside(Ahead):
           self._drawn[number] = pending
           self._next, self._is_drawing = number + 1, False
           self._changed.notify_all()
-    except _Closed:
-      pass
     except BaseException as error:  # the step that waits for the batch raises it
       with self._changed:
         self._error, self._is_drawing = error, False
@@ -300,10 +316,6 @@ class Beside(Ahead):
       needed = {max(self._weights)} | {version for weights in later for _, version in weights}
     for version in self._weights.keys() - needed:
       del self._weights[version]
-
-
-class _Closed(Exception):
-  """The run has ended."""
 
 
 class _Feed:

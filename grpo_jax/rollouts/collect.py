@@ -12,6 +12,7 @@ from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data import loader
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.groups import ScoredGroups
+from grpo_jax.rollouts.remote.learner import RemoteSampler
 from grpo_jax.rollouts.rollout import Rollouts, last_turns, make_rollout, texts_of
 from grpo_jax.rollouts.rollout_metrics import (
   check_metrics,
@@ -73,17 +74,22 @@ class Collector:
     reward_weights: The weights of the reward functions.
   """
 
-  def __init__(self, run: Run, scorers: Scorers):
-    """Raises ConfigError for reward functions that cannot be used."""
+  def __init__(self, run: Run, scorers: Scorers, remote: RemoteSampler | None = None):
+    """Raises ConfigError for reward functions that cannot be used.
+
+    `remote` samples. None means that the run does.
+    """
     self._run, self._config, self._score = run, run.config, scorers.training
     algo = run.config.algo
     needs_greedy = ADVANTAGES[algo.advantage].needs_greedy
     self._greedy_rollout = None
     if needs_greedy:
-      self._greedy_rollout = make_rollout(run, 1, greedy=True, talkers=scorers.talkers)
+      self._greedy_rollout = make_rollout(
+        run, 1, greedy=True, talkers=scorers.talkers, remote=remote
+      )
     # Made here, so that its errors come before anything is written.
     self._teacher = Teacher(run) if run.config.reward.teacher else None
-    self._groups = GroupSource(run, scorers)
+    self._groups = GroupSource(run, scorers, remote)
     self.prompts = self._groups.prompts
     self.reward_weights = self._score.weights
     if algo.overlong and OVERLONG in self._score.names:

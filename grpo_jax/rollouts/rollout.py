@@ -7,6 +7,7 @@ learner reads them and does not learn to write them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+import functools
 from typing import Any, Protocol
 
 from flax import struct
@@ -162,6 +163,7 @@ def make_rollout(
   talkers: Talkers | Plays | None = None,
   *,
   keeps_experts: bool = False,
+  remote: Callable[..., Iterator[Finished]] | None = None,
 ) -> Rollout:
   """What completes each prompt `group_size` times in training, in evaluation and in `sample`.
 
@@ -173,10 +175,15 @@ def make_rollout(
     at_once: The most prompts in flight. 0 means all.
     talkers: What answers the policy, or plays with it, or None.
     keeps_experts: The completions have the experts of each token.
+    remote: A `RemoteSampler`, which samples in other processes. None samples in this one.
   """
   if talkers is not None and not isinstance(talkers, Talkers):
     return talkers.rollout(group_size, greedy)
-  sampler = run.programs.sampler(max_tokens, keeps_experts)
+  sampler: Callable[..., Iterator[Finished]]
+  if remote is not None:
+    sampler = functools.partial(remote, keeps_experts=keeps_experts)
+  else:
+    sampler = run.programs.sampler(max_tokens, keeps_experts)
   sampling, decode = run.config.sampling, run.tokenizer.decode
   end = end_at(sampling.stop, decode) if sampling.stop else None
 

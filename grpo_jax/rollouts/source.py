@@ -13,6 +13,7 @@ from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import temperature_at
 from grpo_jax.rollouts.curriculum import PassRateCurriculum
 from grpo_jax.rollouts.groups import ScoredGroups, choose, from_arrays, to_arrays
+from grpo_jax.rollouts.remote.learner import RemoteSampler
 from grpo_jax.rollouts.rollout import Rollouts, concatenate, hand_on, make_rollout, take
 from grpo_jax.rollouts.rollout_metrics import disjoint
 from grpo_jax.rollouts.scorer import Report
@@ -86,8 +87,11 @@ class GroupSource:
     prompts: The training prompts.
   """
 
-  def __init__(self, run: Run, scorers: Scorers):
-    """Raises ConfigError for reward functions that cannot be used."""
+  def __init__(self, run: Run, scorers: Scorers, remote: RemoteSampler | None = None):
+    """Raises ConfigError for reward functions that cannot be used.
+
+    `remote` samples. None means that the run does.
+    """
     self._run, self._config, self._score = run, run.config, scorers.training
     self.prompts: Prompts = run.prompts("train")
     self._score.check_arguments(self.prompts, "reward.functions")
@@ -101,6 +105,7 @@ class GroupSource:
       run.config.batch.group_size,
       talkers=scorers.talkers,
       keeps_experts=run.config.learner.router_replay,
+      remote=remote,
     )
     self._curriculum = PassRateCurriculum(run.config.curriculum, run.config.seed, len(self.prompts))
 

@@ -32,6 +32,8 @@ _MAY_DIFFER = (
   "reward.on_error",
   "reward.timeout",
   "reward.workers",
+  "rollout.listen",
+  "rollout.samplers",
 )
 
 

@@ -22,6 +22,7 @@ from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.ahead import Ahead
 from grpo_jax.rollouts.collect import Collected, Collector
+from grpo_jax.rollouts.remote.learner import Closed
 from grpo_jax.rollouts.rollout_metrics import disjoint, most_disputed_first
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.reading import as_begun
@@ -81,8 +82,11 @@ def run_steps(
       if step == trainer.first_grpo_step:
         state = trainer.store.begin_grpo(state)
       take_step = warm_step if step < trainer.first_grpo_step else grpo_step
-      with trainer.saving_on_failure(state, step, f"step {step + 1}"), trainer.telling(step):
-        result = take_step(state, step)
+      try:
+        with trainer.saving_on_failure(state, step, f"step {step + 1}"), trainer.telling(step):
+          result = take_step(state, step)
+      except Closed:  # the run was asked to stop, and nobody is there that could sample
+        break
       state, step = result.state, step + 1
       with trainer.saving_on_failure(state, step, f"evaluation after step {step}"):
         metrics = trainer.reporter.step(step, state.train.params, result.metrics, result.rows)

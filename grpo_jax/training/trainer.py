@@ -15,9 +15,11 @@ from grpo_jax.programs.checks import check_batches
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.ahead import Ahead, AheadInTurn, Beside
 from grpo_jax.rollouts.collect import Collector, unscored_steps
+from grpo_jax.rollouts.remote.learner import RemoteSampler
+from grpo_jax.rollouts.remote.terms import terms_of
 from grpo_jax.rollouts.schedule import Schedule
 from grpo_jax.rollouts.scorers import Scorers
-from grpo_jax.settings import RunFailed
+from grpo_jax.settings import ConfigError, RunFailed, address_of
 from grpo_jax.storage import starts
 from grpo_jax.storage.bucket_files import local_files, run_files
 from grpo_jax.storage.checkpoint import Checkpoints
@@ -58,8 +60,9 @@ class Trainer:
     stack.callback(scorers.close)
     hosts = self.run.hosts
     check_batches(config, hosts)
-    self.collector = Collector(self.run, scorers)
     self._scorers, stop_request = scorers, StopRequest()
+    self._remote = self._listen(stop_request, stack)
+    self.collector = Collector(self.run, scorers, self._remote)
     self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask)
     # From here on, the folder belongs to this run and this config.
     self._files = run_files(workdir, self.reporter.warn, stop_request.ask)
@@ -85,19 +88,38 @@ class Trainer:
     stack.callback(self.reporter.close)
     stack.callback(self._checkpoints.close)
 
+  def _listen(
+    self, should_stop: Callable[[], bool], stack: contextlib.ExitStack
+  ) -> RemoteSampler | None:
+    """What lets sampler processes join, where the run has some. `stack` closes it."""
+    rollout = self._config.rollout
+    if not rollout.listen:
+      return None
+    if jax.process_count() > 1:
+      raise ConfigError(
+        f"config key rollout.listen is {rollout.listen!r}: a run of several processes samples"
+        " itself; leave it empty, or start one process"
+      )
+    address = address_of(rollout.listen, "config key rollout.listen")
+    remote = RemoteSampler(address, terms_of(self.run), rollout.samplers, should_stop)
+    stack.callback(remote.close)
+    return remote
+
   def _draws_ahead(self, stack: contextlib.ExitStack) -> Ahead | None:
     """What draws batches for later steps, as config.rollout says. `stack` closes it."""
     config, rollout = self._config, self._config.rollout
     if not rollout.max_staleness:
       return None
-    if not config.mesh.sampler:
+    if not config.mesh.sampler and self._remote is None:
       return AheadInTurn(self.collector, config)
     schedule = None
     if rollout.weights != "fixed":
       schedule = Schedule(local_files(self._workdir), rollout.replay)
       stack.callback(schedule.close)
-    ahead = Beside(self.collector, config, schedule)
+    ahead = Beside(self.collector, config, schedule, self._remote)
     stack.callback(ahead.close)
+    if self._remote is not None:
+      stack.callback(self._remote.close)  # first, because the thread of `ahead` waits for it
     return ahead
 
   def callbacks(self, callback: Callback | None) -> Callbacks:
@@ -209,6 +231,8 @@ class Trainer:
       why = self._why_unscored or f"the rows in {self._workdir} have no reward"
       raise RunFailed(f"{_nothing_to_learn_from(self._config.steps)}, which are all: {why}")
     self.reporter.finish(step)
+    if self._remote is not None and (was_asked_to or not is_unfinished):
+      self._remote.say_ended()
     if is_unfinished and not was_asked_to:
       raise Stopped(
         f"at step {step} of {self.last_step}, which is saved: the same call goes on from there"

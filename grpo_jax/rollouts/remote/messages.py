@@ -1,0 +1,154 @@
+"""Messages between a learner and its sampler processes: a header in JSON, then raw arrays.
+
+Nothing that arrives is executed. What is too long or makes no sense is a `BadMessage`.
+"""
+
+from collections.abc import Mapping
+import contextlib
+import json
+import math
+import select
+import socket
+import struct
+import threading
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  it gives numpy the names bfloat16 and int4
+import numpy as np
+
+BEAT = 2.0  # seconds between two signs of life
+_SILENCE = 60.0  # whoever is silent for so many seconds is taken for dead
+_PREFIX = struct.Struct("!4sI")  # and then the header of so many bytes
+_MAGIC = b"grpo"
+_LONGEST_HEADER = 2**22
+_BLOCK = 2**22  # bytes that are sent in one piece
+_DTYPES = (
+  "bool int4 int8 int16 int32 int64 uint4 uint8 uint32 float16 bfloat16 float32 float64"
+  " float8_e4m3fn float8_e5m2"
+).split()
+_MOST_AXES = 8
+
+
+class BadMessage(Exception):
+  """Bytes that are no message, or a message that has no place here."""
+
+
+class Message(NamedTuple):
+  """A message.
+
+  Attributes:
+    kind: What it is about.
+    fields: Plain values, as JSON holds them.
+    arrays: By name.
+  """
+
+  kind: str
+  fields: dict[str, Any]
+  arrays: dict[str, np.ndarray]
+
+
+class Connection:
+  """A socket that carries messages. One thread receives. Any thread may send."""
+
+  def __init__(self, connected: socket.socket):
+    """`connected` is a TCP socket."""
+    connected.settimeout(_SILENCE)  # of each block, not of a message
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    self._socket, self._sending = connected, threading.Lock()
+
+  def send(
+    self,
+    kind: str,
+    fields: Mapping[str, Any] | None = None,
+    arrays: Mapping[str, np.ndarray] | None = None,
+  ) -> None:
+    """Sends a message. Raises OSError if the other side is gone or takes nothing."""
+    arrays = arrays or {}
+    described = [(name, str(x.dtype), x.shape) for name, x in arrays.items()]
+    header = json.dumps({"kind": kind, "fields": fields or {}, "arrays": described}).encode()
+    with self._sending:
+      self._socket.sendall(_PREFIX.pack(_MAGIC, len(header)) + header)
+      for array in arrays.values():
+        data = _bytes_of(np.ascontiguousarray(array))
+        for start in range(0, len(data), _BLOCK):
+          self._socket.sendall(data[start : start + _BLOCK])
+
+  def receive(self, most_bytes: int) -> Message:
+    """Waits for a message.
+
+    Args:
+      most_bytes: What its arrays may take.
+
+    Raises:
+      BadMessage: These bytes are no message, or a longer one.
+      OSError: The other side is gone or silent.
+    """
+    magic, length = _PREFIX.unpack(self._read(_PREFIX.size))
+    if magic != _MAGIC:
+      raise BadMessage("it sent something else than messages of grpo_jax")
+    if length > _LONGEST_HEADER:
+      raise BadMessage(f"it sent a header of {length} bytes, and {_LONGEST_HEADER} are allowed")
+    kind, fields, described = _parsed(self._read(length))
+    size = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in described)
+    if size > most_bytes:
+      raise BadMessage(f"it sent arrays of {size} bytes, and {most_bytes} are allowed here")
+    arrays = {name: np.empty(shape, dtype) for name, dtype, shape in described}
+    for array in arrays.values():
+      self._read_into(_bytes_of(array))
+    return Message(kind, fields, arrays)
+
+  def has_something(self, seconds: float) -> bool:
+    """Waits up to so many seconds until something arrives."""
+    waiting = select.poll()  # select.select cannot have sockets of numbers above 1023
+    waiting.register(self._socket, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
+
+  def end(self) -> None:
+    """Ends what other threads do with it."""
+    with contextlib.suppress(OSError):  # it has ended already
+      self._socket.shutdown(socket.SHUT_RDWR)
+
+  def close(self) -> None:
+    """Closes the socket."""
+    self._socket.close()
+
+  def _read(self, size: int) -> bytes:
+    data = bytearray(size)
+    self._read_into(memoryview(data))
+    return bytes(data)
+
+  def _read_into(self, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+      count = self._socket.recv_into(data[done:])
+      if not count:
+        raise ConnectionError("the connection was closed")
+      done += count
+
+
+def _parsed(header: bytes) -> tuple[str, dict[str, Any], list[tuple[str, np.dtype, list[int]]]]:
+  """The kind, the fields and the arrays (name, dtype, shape) of a header."""
+  try:
+    values = json.loads(header)
+    kind, fields, arrays = values["kind"], values["fields"], values["arrays"]
+    is_right = isinstance(kind, str) and isinstance(fields, dict) and isinstance(arrays, list)
+    if not is_right or not all(_is_array(*array) for array in arrays):
+      raise ValueError
+  except (KeyError, RecursionError, TypeError, ValueError):
+    raise BadMessage("it sent a header that makes no sense") from None
+  return kind, fields, [(name, np.dtype(dtype), shape) for name, dtype, shape in arrays]
+
+
+def _is_array(name: Any, dtype: Any, shape: Any) -> bool:
+  sizes = isinstance(shape, list) and len(shape) <= _MOST_AXES
+  return (
+    sizes
+    and isinstance(name, str)
+    and dtype in _DTYPES
+    and all(type(size) is int and 0 <= size < 2**48 for size in shape)
+  )
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+  """The memory of a contiguous array."""
+  return memoryview(array.reshape(-1).view(np.uint8))

@@ -1,0 +1,691 @@
+"""Sampler processes: what they draw for a run is what the run would draw itself."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+from random import Random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+from lora_run_test import make_checkpoint
+import ml_dtypes
+import numpy as np
+import pytest
+from small_run import (
+  G,
+  P,
+  T,
+  random_completions,
+  small_config,
+  small_run,
+  with_reward,
+  with_section,
+)
+from small_vision import vision_config
+
+from grpo_jax.console.exit_codes import Stopped
+from grpo_jax.data import loader
+from grpo_jax.evaluation.policy import policy_of_run
+from grpo_jax.programs.sampling import Draws, whole
+from grpo_jax.rollouts.remote import learner, messages
+from grpo_jax.rollouts.remote.learner import Closed, RemoteSampler, given
+from grpo_jax.rollouts.remote.messages import Connection, Message
+from grpo_jax.rollouts.remote.sampler import Drawer, sample_for
+from grpo_jax.rollouts.remote.terms import abstract_weights, difference, terms_of
+from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.reading import read_metrics
+from grpo_jax.training.loop import run_steps
+
+TERMS = {"config key seed": 1}
+REWARD = """
+def reward(completion_ids, **_):
+  return [float(sum(ids) % 7) for ids in completion_ids]
+"""
+
+
+@pytest.fixture
+def hub():
+  """A learner's side, on a free port."""
+  with listening() as sampler:
+    yield sampler
+
+
+@contextlib.contextmanager
+def listening(**settings):
+  sampler = RemoteSampler(("127.0.0.1", 0), settings.pop("terms", TERMS), **settings)
+  try:
+    yield sampler
+  finally:
+    sampler.close()
+
+
+def address_of(sampler):
+  host, _, port = sampler.address.rpartition(":")
+  return host, int(port)
+
+
+def free_port():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
+
+
+def some_completions(count):
+  return jax.tree.map(lambda x: np.asarray(x)[:count], random_completions())
+
+
+class Process:
+  """A sampler process without a model: the tokens of a completion are those of its prompt."""
+
+  def __init__(self, sampler, terms=TERMS):
+    self.connection = Connection(socket.create_connection(address_of(sampler)))
+    self.connection.send("hello", {"terms": terms})
+    self.answer = self.connection.receive(0)
+    self.weights, self.drawn = {}, []
+
+  def next(self):
+    """The next message that is no sign of life."""
+    while (message := self.connection.receive(2**30)).kind == "alive":
+      self.connection.send("alive")
+    return message
+
+  def asked(self):
+    """What is to be drawn, after the weights for it."""
+    message = self.next()
+    if message.kind == "weights":
+      self.weights |= message.arrays
+      self.sent = sorted(message.arrays)
+      message = self.next()
+    assert message.kind == "draw"
+    return message
+
+  def send(self, asked, prompts):
+    members = asked.fields["members"]
+    tokens_PGT = asked.arrays["prompts_PS"][prompts][:, None].repeat(members, 1)
+    completions = some_completions(len(prompts)).replace(tokens_PGT=tokens_PGT)
+    self.connection.send("finished", {"prompts": prompts}, given(completions))
+
+  def serve(self, calls=1):
+    """Draws so many parts in a thread."""
+
+    def serve():
+      try:
+        for _ in range(calls):
+          asked = self.asked()
+          self.drawn.append(asked)
+          count = len(asked.arrays["prompts_PS"])
+          self.send(asked, [count - 1])
+          self.send(asked, [*range(count - 1)])
+      except OSError:
+        pass  # the other side has ended
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
+
+
+def call(sampler, params=None, prompts=P):
+  """The parts of a call, as they arrive."""
+  prompts_PS = np.arange(prompts * T, dtype=np.int32).reshape(prompts, T)
+  draws = Draws(jax.random.key(3))
+  params = {"a": jnp.ones(2)} if params is None else params
+  return sampler(params, prompts_PS, np.full(prompts, T, np.int32), G, draws)
+
+
+def assert_whole(parts, prompts=P):
+  assert sorted(p for part in parts for p in part.prompts) == [*range(prompts)]
+  expected_PGT = np.arange(prompts * T).reshape(prompts, 1, T).repeat(G, 1)
+  np.testing.assert_array_equal(whole(parts).tokens_PGT, expected_PGT)
+
+
+def pair():
+  """Two ends of a connection, the second one as it is."""
+  server = socket.create_server(("127.0.0.1", 0))
+  other = socket.create_connection(server.getsockname())
+  connected, _ = server.accept()
+  server.close()
+  return Connection(connected), other
+
+
+def test_a_message_arrives_as_it_was_sent():
+  ours, other = pair()
+  arrays = {
+    "floats": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    "bfloat16": np.asarray([1.5, -2, 3e38], ml_dtypes.bfloat16),
+    "int8": np.arange(-128, 128).astype(np.int8),
+    "int4": np.arange(-8, 8).astype(ml_dtypes.int4),
+    "flags": np.array([[True, False]]),
+    "number": np.array(7, np.uint32),
+    "none": np.zeros((3, 0), np.int32),
+  }
+  fields = {"a": [1, None, "ä"], "b": 0.1}
+  ours.send("kind", fields, arrays)
+  got = Connection(other).receive(2**20)
+  assert (got.kind, got.fields, [*got.arrays]) == ("kind", fields, [*arrays])
+  for name, array in arrays.items():
+    assert (got.arrays[name].dtype, got.arrays[name].shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(got.arrays[name], array)
+
+
+def header(values, magic=b"grpo", length=None):
+  text = values if isinstance(values, bytes) else json.dumps(values).encode()
+  return struct.pack("!4sI", magic, len(text) if length is None else length) + text
+
+
+def with_arrays(*arrays):
+  return header({"kind": "hello", "fields": {}, "arrays": arrays})
+
+
+HOSTILE = {
+  "http": (b"GET / HTTP/1.1\r\n\r\n", "something else than messages"),
+  "a long header": (header(b"", length=2**32 - 1), "a header of 4294967295 bytes"),
+  "no json": (header(b"\xff{{{"), "makes no sense"),
+  "deep json": (header(b"[" * 100_000), "makes no sense"),
+  "no object": (header([1]), "makes no sense"),
+  "no kind": (header({"fields": {}, "arrays": []}), "makes no sense"),
+  "large arrays": (with_arrays(("x", "float32", [2**40])), "4398046511104 bytes"),
+  "a negative size": (with_arrays(("x", "float32", [-1, -(2**40)])), "makes no sense"),
+  "objects": (with_arrays(("x", "object", [1])), "makes no sense"),
+  "another message": (header({"kind": "draw", "fields": {}, "arrays": []}), "of kind 'draw'"),
+  "no terms": (header({"kind": "hello", "fields": {}, "arrays": []}), "did not say"),
+}
+
+
+@pytest.mark.parametrize("data, why", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_bytes_end_their_connection_and_not_the_run(hub, capfd, data, why):
+  with socket.create_connection(address_of(hub)) as hostile:
+    hostile.sendall(data)
+    with contextlib.suppress(ConnectionResetError):
+      while hostile.recv(1000):
+        pass
+  process = Process(hub)
+  process.serve()
+  assert_whole([*call(hub)])
+  lines = [line for line in capfd.readouterr().err.splitlines() if "sent away" in line]
+  assert len(lines) == 1 and why in lines[0]
+
+
+@pytest.mark.parametrize(
+  "fields, change",
+  [
+    ({"prompts": [P]}, {}),
+    ({"prompts": [0.0]}, {}),
+    ({"prompts": "all"}, {}),
+    ({"prompts": [0, 1]}, {}),
+    ({"prompts": [0, 0]}, {}),
+    ({"prompts": [0]}, {"other": np.zeros(1, np.int32)}),
+  ],
+)
+def test_completions_of_another_shape_are_not_taken(hub, capfd, fields, change):
+  wrong = Process(hub)
+
+  def send():
+    wrong.asked()
+    wrong.connection.send("finished", fields, given(some_completions(1)) | change)
+    Process(hub).serve()
+
+  thread = threading.Thread(target=send)
+  thread.start()
+  assert_whole([*call(hub)])
+  thread.join()
+  assert "sent away: it sent" in capfd.readouterr().err
+
+
+def test_a_part_is_drawn_again_when_its_process_goes_and_handed_on_once(hub):
+  first, coming, asked = Process(hub), call(hub), []
+
+  def begin():
+    asked.append(first.asked())
+    first.send(asked[0], [2])
+
+  thread = threading.Thread(target=begin)
+  thread.start()
+  parts = [next(coming)]
+  thread.join()
+  first.connection.end()
+  second = Process(hub)
+  second.serve()
+  parts += coming
+  assert parts[0].prompts == [2]
+  assert_whole(parts)
+  # All of the part is drawn again, so that sums are rounded as before.
+  for name, array in asked[0].arrays.items():
+    np.testing.assert_array_equal(second.drawn[0].arrays[name], array)
+
+
+def test_a_silent_process_loses_its_part(hub, monkeypatch, capfd):
+  monkeypatch.setattr(messages, "_SILENCE", 0.3)
+  monkeypatch.setattr(learner, "BEAT", 0.1)
+  silent, parts = Process(hub), []
+  coming = threading.Thread(target=lambda: parts.extend(call(hub)))
+  coming.start()
+  silent.asked()
+  monkeypatch.setattr(messages, "_SILENCE", 60)
+  Process(hub).serve()
+  coming.join()
+  assert_whole(parts)
+  assert "timed out" in capfd.readouterr().err
+
+
+def test_a_slow_process_that_shows_signs_of_life_is_waited_for(hub, monkeypatch):
+  monkeypatch.setattr(learner, "BEAT", 0.02)
+  slow = Process(hub)
+  heard = []
+
+  def serve():
+    asked, until = slow.asked(), time.monotonic() + 0.5
+    while time.monotonic() < until:
+      heard.append(slow.connection.receive(0).kind)
+      slow.connection.send("alive")
+    slow.send(asked, [*range(P)])
+    slow.serve(calls=1)
+
+  threading.Thread(target=serve, daemon=True).start()
+  assert_whole([*call(hub)])
+  assert_whole([*call(hub)])
+  assert len(heard) > 5 and {*heard} == {"alive"}
+
+
+def test_every_sign_of_life_is_read_before_the_next_part(hub, monkeypatch):
+  """Otherwise unread ones would pile up."""
+  monkeypatch.setattr(learner, "BEAT", 0.02)
+  process, calls = Process(hub), (call(hub), call(hub))
+  drawing = [threading.Thread(target=lambda parts=parts: [*parts]) for parts in calls]
+  drawing[0].start()
+  asked = process.asked()
+  assert process.connection.receive(0).kind == "alive"
+  process.send(asked, [*range(P)])
+  drawing[0].join()
+  drawing[1].start()
+  assert not process.connection.has_something(0.2)
+  process.connection.send("alive")
+  process.asked()
+  process.connection.end()
+  Process(hub).serve()
+  drawing[1].join()
+
+
+def test_a_batch_is_split_into_the_parts_of_the_config():
+  with listening(parts=2) as hub:
+    processes = Process(hub), Process(hub)
+    threads = [process.serve() for process in processes]
+    assert_whole([*call(hub)])
+    for thread in threads:
+      thread.join()
+    drawn = [asked for process in processes for asked in process.drawn]
+    assert sorted(asked.fields["first_prompt"] for asked in drawn) == [0, P // 2]
+
+
+def test_one_process_draws_all_parts_if_no_other_is_there():
+  with listening(parts=2) as hub:
+    process = Process(hub)
+    process.serve(calls=2)
+    assert_whole([*call(hub)])
+
+
+def test_a_call_that_nobody_waits_for_is_not_drawn_again(hub):
+  process, coming, asked = Process(hub), call(hub), []
+
+  def begin():
+    asked.append(process.asked())
+    process.send(asked[0], [0])
+
+  thread = threading.Thread(target=begin)
+  thread.start()
+  next(coming)
+  thread.join()
+  coming.close()
+  process.connection.end()
+  assert not Process(hub).connection.has_something(0.3)
+
+
+def test_weights_are_sent_once_and_outlive_an_update(hub):
+  process = Process(hub)
+  base, trained = jnp.arange(3.0), jnp.ones(2, jnp.bfloat16)
+  update = jax.jit(lambda x: x + 1, donate_argnums=0)
+  process.serve(calls=3)
+  kept = hub.weights({"base": base, "trained": trained})
+  after = update(trained)
+  later = hub.weights({"base": base, "trained": after})
+  assert kept.leaves[0] is later.leaves[0]
+  assert_whole([*call(hub, kept)])
+  assert process.sent == ["0", "1"] and process.weights["1"].dtype == trained.dtype
+  assert (process.weights["1"] == 1).all()
+  assert_whole([*call(hub, later)])
+  assert process.sent == ["1"] and (process.weights["1"] == 2).all()
+  process.sent = []
+  assert_whole([*call(hub, later)])
+  assert process.sent == []
+
+
+def test_while_nobody_samples_it_says_so_and_a_close_ends_the_wait(hub, capfd, monkeypatch):
+  monkeypatch.setattr(learner, "_TELL", 0.1)
+  failed = []
+
+  def wait():
+    with pytest.raises(Closed):
+      next(call(hub))
+    failed.append(True)
+
+  thread = threading.Thread(target=wait)
+  thread.start()
+  time.sleep(0.5)
+  assert thread.is_alive()
+  started = time.monotonic()
+  hub.close()
+  thread.join()
+  assert failed and time.monotonic() - started < 2
+  told = capfd.readouterr().err.splitlines()
+  assert len(told) >= 2 and f"grpo_jax.sample_for --learner={hub.address}" in told[0]
+
+
+def test_a_process_is_told_that_the_run_has_ended(hub):
+  waits = Process(hub)
+  hub.say_ended()
+  hub.close()
+  assert waits.next().kind == "ended"
+
+
+def test_an_address_that_is_taken_is_an_error(hub):
+  with pytest.raises(ConfigError, match="rollout.listen: nothing can listen at 127.0.0.1"):
+    RemoteSampler(address_of(hub), TERMS)
+
+
+def config_of(folder, **rollout):
+  config = dataclasses.replace(small_config(old_logprobs="sampler"), steps=4)
+  config = with_section(config, "rollout", **rollout)
+  config = with_section(config, "checkpoint", every=2)
+  return with_reward(config, folder, REWARD)
+
+
+def sampling_of(**changes):
+  return small_run(with_section(small_config(), "sampling", **changes))
+
+
+@contextlib.contextmanager
+def sampling_for(run, address):
+  """A sampler process, as a thread of this one."""
+  thread = threading.Thread(target=sample_for, args=(run, address, 30))
+  thread.start()
+  yield
+  thread.join()
+
+
+def with_images(folder):
+  return vision_config(folder, "trained")
+
+
+def with_adapters(folder):
+  config = with_section(small_config(), "model", path=make_checkpoint(folder / "hf"))
+  return with_section(config, "lora", rank=4, base_dtype="int8")
+
+
+def with_filters(folder):
+  del folder
+  settings = dict(temperature=0.7, top_k=5, min_tokens=2, top_p=0.9, min_p=0.01)
+  return with_section(small_config(), "sampling", **settings)
+
+
+def with_texts_that_end(folder):
+  del folder
+  settings = dict(dtype="bfloat16", weights_dtype="int8", stop=("1",))
+  return with_section(small_config(), "sampling", **settings)
+
+
+@pytest.mark.parametrize(
+  "make, parts",
+  [
+    (with_filters, 2),
+    (with_texts_that_end, 1),
+    pytest.param(with_adapters, 1, marks=pytest.mark.slow),
+    pytest.param(with_images, 1, marks=pytest.mark.slow),
+  ],
+)
+def test_a_process_draws_what_the_run_would(make, parts, tmp_path):
+  run = small_run(make(tmp_path))
+  params = run.parameters.for_sampling(run.initial_params())
+  prompts = loader.prompt_batch(run.prompts("train"), np.arange(P), run.hosts)
+  arguments = params, prompts, jax.random.key(5), run.config.sampling.temperature
+  here = make_rollout(run, G)(*arguments)
+  with listening(terms=terms_of(run), parts=parts) as hub:
+    with sampling_for(run, address_of(hub)):
+      there = make_rollout(run, G, remote=hub)(*arguments)
+      hub.say_ended()
+      hub.close()
+  assert jax.tree.structure(there) == jax.tree.structure(here)
+  for ours, theirs in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+    assert ours.dtype == theirs.dtype
+    if parts == 1 or ours.dtype != np.float32:
+      np.testing.assert_array_equal(ours, theirs)
+    else:  # in two parts, sums are rounded otherwise
+      np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_base_is_sent_once(hub, tmp_path):
+  run = small_run(with_adapters(tmp_path))
+  trained = run.initial_params()
+  first = hub.weights(run.parameters.for_sampling(trained))
+  later = hub.weights(run.parameters.for_sampling(jax.tree.map(lambda x: x + 1, trained)))
+  known = {leaf.number for leaf in first.leaves}
+  new = [leaf for leaf in later.leaves if leaf.number not in known]
+  assert 0 < len(new) < len(later.leaves)
+  wanted = [(x.shape, x.dtype) for x in jax.tree.leaves(abstract_weights(run))]
+  assert [(leaf.array.shape, leaf.array.dtype) for leaf in later.leaves] == wanted
+
+
+def test_a_process_stops_when_nobody_waits_for_what_it_draws():
+  """The learner leaves at once after it has asked."""
+  run = small_run(small_config())
+  params = run.parameters.for_sampling(run.initial_params())
+  weights = {str(place): np.asarray(x) for place, x in enumerate(jax.tree.leaves(params))}
+  key = np.asarray(jax.random.key_data(jax.random.key(1)))
+  arrays = {"prompts_PS": np.ones((P, 12), np.int32), "prompt_lengths_P": np.full(P, 3), "key": key}
+  fields = {"members": G, "first_prompt": 0, "settings": {}, "keeps_experts": False}
+  drawer, is_gone = Drawer(run), threading.Event()
+  drawer.take(Message("weights", {}, weights))
+  is_gone.set()
+  with pytest.raises(ConnectionError, match="while a batch was drawn"):
+    next(drawer.draw(Message("draw", fields, arrays), is_gone))
+
+  with socket.create_server(("127.0.0.1", 0)) as server, sampling_for(run, server.getsockname()):
+    accepted = Connection(server.accept()[0])
+    assert accepted.receive(0).kind == "hello"
+    accepted.send("welcome")
+    accepted.send("weights", {}, weights)
+    accepted.send("draw", fields, arrays)
+    accepted.send("ended")  # it returns, and does not try again
+
+
+def test_another_config_is_refused_on_both_sides(capfd):
+  run, other = sampling_of(), sampling_of(top_p=0.5)
+  with listening(terms=terms_of(run)) as hub:
+    with pytest.raises(ConfigError, match="config key sampling.top_p is 0.5, and the learner has"):
+      sample_for(other, address_of(hub), 30)
+  assert "sent away: config key sampling.top_p is 0.5" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "section, changes, is_same",
+  [
+    ("mesh", dict(data=1, tensor=1), True),
+    ("sampling", dict(rows=2), True),
+    ("checkpoint", dict(every=7), True),
+    ("model", dict(embed_dim=32), False),
+    ("data", dict(task="letters"), False),
+  ],
+)
+def test_terms_are_what_completions_depend_on(section, changes, is_same):
+  if section == "data":
+    changes = dict(prompt="Question: {question}?!")
+  ours = terms_of(small_run(small_config()))
+  theirs = terms_of(small_run(with_section(small_config(), section, **changes)))
+  assert (not difference(ours, json.loads(json.dumps(theirs)))) == is_same
+
+
+def test_a_process_gives_up_when_no_learner_is_there():
+  run = sampling_of()
+  with pytest.raises(RunFailed, match="no learner was at 127.0.0.1:.* for 0.5 seconds"):
+    sample_for(run, ("127.0.0.1", free_port()), 0.5)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+  """Two threads that run programs of several devices of a CPU at once may wait for each other."""
+  first = jax.devices()[:1]
+  monkeypatch.setattr(jax, "devices", lambda: first)
+
+
+def trained(config, folder):
+  return jax.device_get(run_steps(config, folder).state.train.params)
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness):
+  here = trained(config_of(tmp_path, max_staleness=staleness), tmp_path / "here")
+  port = free_port()
+  config = config_of(tmp_path, max_staleness=staleness, listen=f"127.0.0.1:{port}")
+  run = small_run(config)
+  with sampling_for(run, ("127.0.0.1", port)):
+    there = trained(config, tmp_path / "there")
+  jax.tree.map(np.testing.assert_array_equal, here, there)
+  assert numbers_of(tmp_path / "there") == numbers_of(tmp_path / "here")
+
+
+def numbers_of(workdir):
+  """The rows of metrics without what depends on time."""
+  timed = ("time/", "perf/", "rollout/")
+  rows = read_metrics(workdir)
+  return [{name: x for name, x in row.items() if not name.startswith(timed)} for row in rows]
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_waits_for_a_sampler_can_be_stopped(tmp_path, staleness, monkeypatch):
+  config = config_of(tmp_path, max_staleness=staleness, listen=f"127.0.0.1:{free_port()}")
+  requests, said = [], []
+
+  @contextlib.contextmanager
+  def keeping(request):
+    requests.append(request)
+    yield
+
+  def say(line):
+    said.append(line)
+    requests[0].ask("a test")
+
+  monkeypatch.setattr(learner, "_say", say)
+  with pytest.raises(Stopped):
+    run_steps(config, tmp_path / "run", signals=keeping)
+  assert "waiting for a sampler" in said[0] and "no sampler is there" in said[1]
+
+
+@pytest.mark.parametrize(
+  "changes, why",
+  [
+    ({"rollout": dict(listen="5555")}, "it must be HOST:PORT"),
+    ({"rollout": dict(listen="localhost:70000")}, "it must be HOST:PORT"),
+    ({"mesh": dict(sampler=1)}, "mesh.sampler"),
+    ({"environment": dict(tools=("calculator",))}, "tools and environments"),
+    ({"rollout": dict(weights="in_flight", max_staleness=1)}, "'fixed' or 'newest'"),
+    ({"rollout": dict(samplers=3)}, "it must divide batch.prompts"),
+    ({"rollout": dict(samplers=2, listen="")}, "be 1 without rollout.listen"),
+    ({"rollout": dict(weights="newest")}, "it needs mesh.sampler above 0 or rollout.listen"),
+  ],
+)
+def test_what_processes_cannot_sample_is_refused(changes, why):
+  config = small_config(old_logprobs="sampler")
+  config = with_section(config, "rollout", listen="127.0.0.1:5555")
+  for section, values in changes.items():
+    config = with_section(config, section, **values)
+  with pytest.raises(ConfigError, match=why):
+    small_run(config)
+
+
+ROOT = Path(__file__).parents[1]
+STEPS, KILLS = 120, 10
+KEYS = f"""
+  steps={STEPS} model.embed_dim=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=2
+  model.head_dim=8 model.mlp_dim=32 batch.prompts=4 batch.group_size=3 sampling.max_tokens=5
+  optimizer.learning_rate=1e-2 optimizer.schedule=constant warm_start.steps=0 eval.every=0
+  checkpoint.every=2 log.tensorboard=False log.completions_every=0 reward.workers=0
+  algo.old_logprobs=sampler rollout.max_staleness=2
+""".split()
+
+
+def start(name, folder, *flags):
+  """Starts a command on one device. What it prints is added to FOLDER/NAME.txt."""
+  keys = [f"--config.{key}" for key in (*KEYS, f"reward.functions=('{folder}/reward.py:reward',)")]
+  command = [sys.executable, "-m", f"grpo_jax.{name}", "--config=configs/arithmetic.py"]
+  with open(folder / f"{name}.txt", "a") as out:
+    return subprocess.Popen(
+      [*command, *keys, *flags],
+      cwd=ROOT,
+      env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+      stdout=out,
+      stderr=subprocess.STDOUT,
+    )
+
+
+def params_of(workdir):
+  return jax.device_get(policy_of_run(workdir, STEPS).params)
+
+
+@pytest.mark.slow
+def test_learner_and_sampler_may_be_killed_at_any_moment(tmp_path):
+  """Ten times SIGKILL: the run ends with the numbers of one that samples itself."""
+  (tmp_path / "reward.py").write_text("import time\n" + REWARD + "\n")
+  assert start("train", tmp_path, f"--workdir={tmp_path / 'alone'}").wait() == 0
+  slow = REWARD.replace("  return", "  time.sleep(0.05)\n  return")
+  (tmp_path / "reward.py").write_text("import time\n" + slow)
+  address, random = f"127.0.0.1:{free_port()}", Random(0)
+  commands = {
+    "train": (f"--workdir={tmp_path / 'run'}", f"--config.rollout.listen={address}"),
+    "sample_for": (f"--learner={address}",),
+  }
+  processes = {name: start(name, tmp_path, *flags) for name, flags in commands.items()}
+  started, killed = time.monotonic(), []
+  try:
+    for _ in range(KILLS):
+      if random.random() < 0.7:  # otherwise perhaps before it is ready
+        wait_for_more_rows(tmp_path)
+      time.sleep(random.uniform(0, 6))
+      name = random.choice(sorted(processes))
+      assert processes["train"].poll() is None, "the run has ended before: give it more steps"
+      processes[name].kill()
+      processes[name].wait()
+      killed.append((name, round(time.monotonic() - started, 1), len(rows_so_far(tmp_path))))
+      processes[name] = start(name, tmp_path, *commands[name])
+    codes = {name: process.wait(timeout=300) for name, process in processes.items()}
+  finally:
+    for process in processes.values():
+      process.kill()
+  print(f"killed (what, after so many seconds, rows then): {killed}")
+  assert codes == {"train": 0, "sample_for": 0}
+  rows = numbers_of(tmp_path / "run")
+  assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+  assert rows == numbers_of(tmp_path / "alone")
+  jax.tree.map(
+    np.testing.assert_array_equal, params_of(tmp_path / "run"), params_of(tmp_path / "alone")
+  )
+
+
+def rows_so_far(folder):
+  file = folder / "run/metrics.jsonl"
+  return file.read_bytes().splitlines() if file.exists() else []
+
+
+def wait_for_more_rows(folder):
+  before, until = len(rows_so_far(folder)), time.monotonic() + 120
+  while len(rows_so_far(folder)) <= before:
+    assert time.monotonic() < until, "the run does not go on"
+    time.sleep(0.1)
