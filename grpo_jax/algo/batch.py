@@ -18,9 +18,10 @@ def to_batch(
   temperature_P: jax.Array,
   live_P: jax.Array,
   algo: Algo,
-  old_is_policy: bool,
 ) -> Batch:
   """The batch of these completions, without advantages and reference log-probs.
+
+  Its old log-probs are those that the sampler drew with.
 
   Args:
     completions: G completions of each of P prompts.
@@ -29,7 +30,6 @@ def to_batch(
     temperature_P: float32, what their completions were sampled at.
     live_P: 0 leaves a group out of the loss.
     algo: Reads `mask_truncated`.
-    old_is_policy: Whether the old log-probs are the policy's own (`Config.old_is_policy`).
   """
   mask_PGT = completions.sampled_PGT & (live_P != 0)[:, None, None]
   if algo.mask_truncated:
@@ -42,7 +42,7 @@ def to_batch(
     temperature_P=temperature_P,
     sampler_logprobs_PGT=completions.logprobs_PGT,
     behavior_logprobs_PGT=completions.behavior_logprobs_PGT,
-    old_logprobs_PGT=None if old_is_policy else completions.logprobs_PGT,
+    old_logprobs_PGT=completions.logprobs_PGT,
     experts_PGTY=completions.experts_PGTY,
     prompt_experts_PSY=completions.prompt_experts_PSY,
   )

@@ -35,29 +35,37 @@ def split(config: Mesh, devices: Sequence[jax.Device]) -> tuple[list[jax.Device]
   return list(devices[:learn]), list(devices[learn:])
 
 
-def sampling_mesh(
-  mesh: jax.sharding.Mesh, tensor: int, apart: Sequence[jax.Device] = ()
-) -> jax.sharding.Mesh:
+def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+  """The mesh of devices that only sample, before `sampling_mesh` says how many share a row.
+
+  Args:
+    mesh: The mesh of the devices that learn. Its axes `expert` and `tensor` are kept.
+    devices: Those that sample.
+
+  Raises:
+    ConfigError: The axes do not divide them.
+  """
+  expert, tensor = mesh.shape["expert"], mesh.shape["tensor"]
+  if len(devices) % (expert * tensor):
+    raise ConfigError(
+      f"config key mesh.sampler is {len(devices)}: it must be a multiple of mesh.expert x"
+      f" mesh.tensor = {expert * tensor}"
+    )
+  sizes = (1, len(devices) // (expert * tensor), expert, tensor)
+  return jax.make_mesh(sizes, AXES, axis_types=mesh.axis_types, devices=devices)
+
+
+def sampling_mesh(mesh: jax.sharding.Mesh, tensor: int) -> jax.sharding.Mesh:
   """The mesh of the sampler, whose `fsdp` is 1: weights lie whole on the devices that share a row.
 
   Args:
-    mesh: The mesh of the run.
-    tensor: How many devices share a row. Where the devices of the run sample, a multiple of the
-      mesh's own `tensor`.
-    apart: The devices that only sample. None means that those of the run sample, too.
+    mesh: The mesh of the run, or that of the devices which only sample.
+    tensor: How many devices share a row, a multiple of the mesh's own `tensor`.
 
   Raises:
     ConfigError: The devices cannot be shared so.
   """
   own, experts = mesh.shape["tensor"], mesh.shape["expert"]
-  if apart:
-    if len(apart) % (experts * tensor):
-      raise ConfigError(
-        f"config key mesh.sampler is {len(apart)}: mesh.expert = {experts} times sampling.tensor,"
-        f" which is {tensor} here, must divide it"
-      )
-    sizes = (len(apart) // (experts * tensor), 1, experts, tensor)
-    return jax.make_mesh(sizes, AXES, axis_types=mesh.axis_types, devices=apart)
   if tensor % own or mesh.size % (experts * tensor):
     raise ConfigError(
       f"config key sampling.tensor is {tensor}: it must be a multiple of mesh.tensor = {own}, and"

@@ -110,9 +110,11 @@ class Programs:
   @functools.cached_property
   def to_batch(self) -> Callable[..., Batch]:
     """`algo.batch.to_batch`: (completions, prompts_PS, prompt_lengths_P, temperature_P, live_P)."""
-    to_batch = functools.partial(
-      batch_lib.to_batch, algo=self._algo, old_is_policy=self._config.old_is_policy
-    )
+
+    def to_batch(*arrays: Any) -> Batch:
+      batch = batch_lib.to_batch(*arrays, algo=self._algo)
+      return batch.replace(old_logprobs_PGT=None) if self._config.old_is_policy else batch
+
     return jax.jit(to_batch, out_shardings=self._rows)
 
   @functools.cached_property

@@ -3,7 +3,7 @@
 The numbers are estimates. `python -m grpo_jax.plan` gives those of the compiler.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import math
 from typing import Any
@@ -47,7 +47,6 @@ def sampling_tensor(
   held: float,
   mesh: jax.sharding.Mesh,
   memory: float | None,
-  apart: Sequence[jax.Device] = (),
 ) -> int:
   """How many devices share a row while sampling: sampling.tensor itself, or what 0 means.
 
@@ -58,14 +57,13 @@ def sampling_tensor(
     shape: The model on the mesh.
     params: All parameters of the policy: shapes and dtypes as in sampling.
     held: Bytes that one device holds while it samples, without the sampler's weights.
-    mesh: The mesh of the run.
+    mesh: The mesh of the run, or that of the devices which only sample.
     memory: The bytes of a device, or None if they are not known.
-    apart: The devices that only sample, if there are some.
   """
   own = mesh.shape["tensor"]
   if config.sampling.tensor or mesh.shape["fsdp"] == 1 or memory is None:
     return config.sampling.tensor or own
-  devices = (len(apart) or mesh.size) // mesh.shape["expert"]
+  devices = mesh.size // mesh.shape["expert"]
   sizes = [
     size
     for size in range(own, devices + 1, own)
@@ -75,7 +73,7 @@ def sampling_tensor(
 
   def on_mesh(size: int) -> tuple[float, float]:
     """The bytes that a device holds without a cache, and those of the cache of all rows."""
-    there = sampling_mesh(mesh, size, apart)
+    there = sampling_mesh(mesh, size)
     places = sharding.param_specs(params, there)
     placed = jax.tree.map(
       lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, places
@@ -210,7 +208,7 @@ def micro_batch(
     shape: The model on the mesh.
     params: All parameters of the policy: shapes and dtypes.
     held: Bytes that one device holds while it updates: state, reference and gradients.
-    mesh: The mesh of the run.
+    mesh: The mesh of the run, or that of the devices which only sample.
     memory: The bytes of a device, or None if they are not known. Then all fit.
   """
   if config.batch.micro_batch:

@@ -20,7 +20,7 @@ from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.chips import memory_of
-from grpo_jax.parallel.mesh import sampling_mesh
+from grpo_jax.parallel.mesh import mesh_apart, sampling_mesh
 from grpo_jax.parallel.sharding import leaf_path
 from grpo_jax.programs import fitting
 from grpo_jax.programs.sampling_weights import SamplingWeights, cast_for_sampling, matrix_dtype
@@ -218,11 +218,12 @@ class Parameters:
     copy = jax.eval_shape(cast, self.abstract_policy)
     # Weights and two moments, where the learner is.
     held = 3 * fitting.device_bytes(self.abstract) + self.reference_bytes
-    held = 0.0 if self._apart else held
-    memory = memory_of(self._mesh.devices.flat[0])
-    apart, shape = self._apart, self.model
-    tensor = fitting.sampling_tensor(self._config, shape, copy, held, self._mesh, memory, apart)
-    return sampling_mesh(self._mesh, tensor, apart)
+    mesh = self._mesh
+    if self._apart:
+      held, mesh = 0.0, mesh_apart(mesh, self._apart)
+    memory = memory_of(mesh.devices.flat[0])
+    tensor = fitting.sampling_tensor(self._config, self.model, copy, held, mesh, memory)
+    return sampling_mesh(mesh, tensor)
 
   def _check_tower_adapters(self, whole: Any) -> None:
     """Raises ConfigError for a tower that is trained and gets no adapter."""

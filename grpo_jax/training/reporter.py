@@ -201,14 +201,7 @@ def header_lines(
     f" {config.batch.group_size} completions of at most {config.sampling.max_tokens} tokens,"
     f" {run.programs.micro_batch} prompts at once in the update"
   ]
-  if run.parameters.sampling.mesh != run.mesh:
-    apart = "apart, " if run.parameters.sampling.is_apart else ""
-    lines.append(f"sampling {apart}on mesh {sizes_of(run.parameters.sampling.mesh)}")
-  rollout = config.rollout
-  if rollout.max_staleness:
-    lines.append(
-      f"batches are drawn up to {rollout.max_staleness} steps ahead, with {rollout.weights} weights"
-    )
+  lines += _about_sampling(run)
   for split, kept in prompts:
     if kept.dropped:
       lines.append(
@@ -236,6 +229,19 @@ def header_lines(
     has_moved = saved_devices not in (None, devices)
     lines.append(
       f"resuming from step {step} of {last_step(config)} in {workdir}{moved if has_moved else ''}"
+    )
+  return lines
+
+
+def _about_sampling(run: Run) -> list[str]:
+  """Where batches are drawn, and how far ahead."""
+  lines, sampling, rollout = [], run.parameters.sampling, run.config.rollout
+  if sampling.mesh != run.mesh:
+    apart = "apart, " if sampling.is_apart else ""
+    lines.append(f"sampling {apart}on mesh {sizes_of(sampling.mesh)}")
+  if rollout.max_staleness:
+    lines.append(
+      f"batches are drawn up to {rollout.max_staleness} steps ahead, with {rollout.weights} weights"
     )
   return lines
 
