@@ -534,8 +534,10 @@ def test_rings_change_no_token(name, cache_dtype, mesh, monkeypatch):
   expected, _ = draw(config, params, **paced)
   assert expected.lengths_PG.max() > 3 * max(config.windows)
   # Sums in another order differ in the last digit, and a number near the middle between two of int8
-  # then becomes the other one.
-  assert_same(found, expected, atol=1e-2 if cache_dtype else 1e-4)
+  # then becomes the other one. That changes log-probs by less than 0.01 for all but a few tokens.
+  gaps_PGT = np.abs(found.logprobs_PGT - expected.logprobs_PGT)
+  assert_same(found, expected, atol=5e-2 if cache_dtype else 1e-4)
+  assert (gaps_PGT > 1e-2).mean() <= 0.01
 
 
 def test_a_stack_with_a_window_has_the_slots_that_it_needs():
