@@ -4,9 +4,9 @@ Command:  python experiments/small_vlm.py /tmp/small_vlm
           python -m grpo_jax.train --config=configs/shapes.py --workdir=/tmp/shapes
 Hardware: two CPU cores of a laptop are enough.
 Time:     20 minutes on one core, measured beside other work.
-Result:   held-out greedy accuracy of seeds 0 and 1:
-          after the warm start    57.2% and 67.6%
-          after 200 GRPO steps    76.0% and 85.0%
+Result:   held-out greedy accuracy of seeds 0, 1 and 2:
+          after the warm start    57.2%, 67.6% and 70.1%
+          after 400 GRPO steps    80.1%, 86.7% and 85.4%
 
 The warm start teaches a mixture of direct and worked answers, as in configs/arithmetic.py. After
 it, the model answers at once. GRPO teaches it to say first what each cell of the image holds. The
@@ -20,7 +20,7 @@ from grpo_jax.configs import default
 
 def get_config(preset: str = "grpo") -> ConfigDict:
   c = default.get_config(preset)
-  c.steps = 200
+  c.steps = 400
   c.model.path = "/tmp/small_vlm"
   c.model.vision = "trained"
   c.data.task = "count_shapes"
@@ -39,4 +39,5 @@ def get_config(preset: str = "grpo") -> ConfigDict:
   c.eval.examples = 512
   c.eval.batch = 512
   c.checkpoint.every = 100
+  c.checkpoint.keep = 5  # the first is that of the warm start, which shapes_pictures.py compares
   return c

@@ -15,8 +15,10 @@ from small_qwen import make_checkpoint
 from small_run import G, P, T, random_completions, small_config, with_reward, with_section
 import turns_test
 
-from grpo_jax.config import to_dict
+from grpo_jax.config import Mesh, to_dict
+from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.programs.checks import check_config
+from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.ahead import AheadInTurn, Beside
 from grpo_jax.rollouts.collect import Collected
 from grpo_jax.rollouts.rollout_metrics import staleness_metrics
@@ -512,3 +514,32 @@ def test_devices_apart_that_wait_for_each_other_give_the_numbers_of_a_run_in_tur
     assert mine.keys() == theirs.keys() and "grad_norm" in mine
     timed = ("time/", "perf/")
     assert all(mine[name] == theirs[name] for name in mine if not name.startswith(timed))
+
+
+# Devices of their own.
+
+
+def test_the_last_devices_sample():
+  learn, apart = mesh_lib.split(Mesh(sampler=3), jax.devices())
+  assert [device.id for device in learn] == [0, 1, 2, 3, 4]
+  assert [device.id for device in apart] == [5, 6, 7]
+  assert mesh_lib.split(Mesh(), jax.devices())[1] == []
+  with pytest.raises(ConfigError, match="mesh.sampler is 8: there are 8 devices, and at least one"):
+    mesh_lib.split(Mesh(sampler=8), jax.devices())
+
+
+def test_the_axes_of_the_learner_divide_the_devices_that_sample():
+  learn = mesh_lib.make_mesh(Mesh(data=1, fsdp=2, tensor=2), jax.devices()[:4])
+  apart = mesh_lib.mesh_apart(learn, jax.devices()[4:])
+  assert dict(apart.shape) == dict(data=1, fsdp=2, expert=1, tensor=2)
+  assert dict(mesh_lib.sampling_mesh(apart, 4).shape) == dict(data=1, fsdp=1, expert=1, tensor=4)
+  with pytest.raises(ConfigError, match="mesh.sampler is 3: it must be a multiple of .* = 2"):
+    mesh_lib.mesh_apart(learn, jax.devices()[4:7])
+
+
+def test_batches_are_split_evenly_on_both_sides():
+  config = with_section(config_of(1), "mesh", data=5, tensor=1, sampler=3)
+  run = Run(with_section(config, "batch", prompts=15))
+  assert run.hosts.row_shards == 15
+  with pytest.raises(ConfigError, match="batch.prompts is 5: it must be a multiple of 15, so that"):
+    run.hosts.check_rows({"batch.prompts": 5})
