@@ -118,6 +118,7 @@ def test_tokens_are_the_same_alone_and_in_a_crowd(shared):
   assert shared.counts.copies and shared.counts.prompts  # both ways to a place
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_the_rows_and_are_those_of_the_sampler(parts, shared):
   given = [(prompt, number) for prompt, number, _ in crowd(12)]
   found = ask(shared, *given)
@@ -240,6 +241,7 @@ def test_the_queue_has_a_limit_and_takes_all_or_nothing(parts):
   engine.close()
 
 
+@pytest.mark.slow
 def test_closing_tells_everybody(parts):
   engine = make(parts, rows=1, max_tokens=1000, stops=())
   listeners, _ = submit(engine, ([5], 0), ([5], 1))

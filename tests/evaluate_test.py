@@ -104,6 +104,7 @@ def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(confi
   assert lines[0].endswith(f"{metrics['eval/clipped_ratio']:.1%} cut off at 6")
 
 
+@pytest.mark.slow
 def test_problems_that_are_too_long_do_not_count(config):
   config = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=10))
   run = small_run(config)

@@ -146,9 +146,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize(
-  "family", ["olmo2", *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x != "olmo2")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
   rows = list(problems(12))
   corpus = [row["question"] + row["answer"] for row in rows]

@@ -160,6 +160,7 @@ def alone():
   return train_steps(make_run(ONE, sampling=FEW_TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", EIGHT, ids=str)
 def test_eight_devices_give_the_numbers_of_one(mesh, alone):
   """Nothing is traced twice, though lengths and keys differ. One mesh samples on another one."""

@@ -226,6 +226,7 @@ def drawn(params):
   return draw(MIXTURE, params)
 
 
+@pytest.mark.slow
 def test_experts_of_the_same_numbers_change_nothing(params, drawn):
   """In float32, sampler and learner choose the same experts."""
   batch = batch_of(drawn)

@@ -478,7 +478,8 @@ def raw_request(address, **body):
   return connection
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_seats(stream, policy):
   config, params, tokens = policy
   engine = serving_parts.make_engine(config, params, rows=2, tokens=4000)

@@ -40,14 +40,12 @@ def take_steps(config, folder, count=2, make=small_run):
 
 
 KINDS = [(family, how) for family in FAMILIES for how in ("frozen", "trained")]
-FAST = ("qwen3_vl", "trained")
 # No update changes them: the ranges and the scales of Gemma 4.
 CONSTANTS = re.compile(r"/(clip_\w+|token_bias|token_scale|layer_scale)$")
 
 
-@pytest.mark.parametrize(
-  "family, vision", [pytest.param(*x, marks=[pytest.mark.slow] * (x != FAST)) for x in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family, vision", KINDS)
 def test_a_folder_in_two_steps_a_folder_out(family, vision, tmp_path):
   config = vision_config(tmp_path, vision, family)
   run, state, measured = take_steps(config, tmp_path)
