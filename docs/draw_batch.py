@@ -44,7 +44,7 @@ STATIONS = (
   ),
   Station(
     "rollouts/collect.py",
-    ("Collector", "GroupSource"),
+    ("Collector", "Collected"),
     (
       "Draws P prompts, lets the policy complete each",
       "G times, and lets reward functions score them.",
@@ -57,7 +57,7 @@ STATIONS = (
       ("scores_PGJ", "the scores of J functions"),
     ),
     (
-      ("data/loader.py", "prompts_PS, prompt_lengths_P"),
+      ("rollouts/source.py", "draws groups"),
       ("sampler/rows.py", "tokens, log-probs"),
       ("rollouts/scorer.py", "scores_PGJ"),
     ),

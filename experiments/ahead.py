@@ -34,8 +34,8 @@ from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training import loop
 from grpo_jax.training.loop import run_steps
 
-STEPS, WARM_UP = 24, 6
-ROUND_SECONDS, UPDATE_SECONDS = 0.01, 0.9
+STEPS, WARM_UP = 20, 6
+ROUND_SECONDS, UPDATE_SECONDS = 0.02, 1.8
 REWARD = """
 import time
 

@@ -326,8 +326,8 @@ def test_a_window_as_long_as_the_longest_text_is_allowed(tied):
     pytest.param("families/gemma2", (1, 4, 1, 2), marks=pytest.mark.slow),
     pytest.param("families/phi3", (1, 1, 1, 1), marks=pytest.mark.slow),
     ("families/qwen3_moe", (1, 2, 2, 2)),
-    ("families/qwen3_moe_mixed", (2, 2, 2, 1)),
-    ("families/gemma4_moe", (1, 2, 2, 2)),
+    pytest.param("families/qwen3_moe_mixed", (2, 2, 2, 1), marks=pytest.mark.slow),
+    pytest.param("families/gemma4_moe", (1, 2, 2, 2), marks=pytest.mark.slow),
   ],
 )
 def test_devices_read_their_own_parts(name, mesh, monkeypatch):
