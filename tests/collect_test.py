@@ -320,3 +320,15 @@ def test_the_temperature_may_rise_and_a_run_of_one_step_has_the_first_one(schedu
   sampling = Sampling(temperature=0.5, temperature_schedule=schedule, temperature_end=1.5)
   assert [temperature_at(sampling, i, 3) for i in range(3)] == pytest.approx([0.5, 1.0, 1.5])
   assert temperature_at(sampling, 0, 1) == 0.5
+
+
+def test_each_completion_is_scored_once_with_greedy_ones_beside(tmp_path):
+  source = f"""
+def reward(completions, **_):
+  open({str(tmp_path / "calls")!r}, "a").write("x" * len(completions))
+  return [1.0] * len(completions)
+"""
+  small = Small(with_reward(small_config(advantage="greedy_baseline"), tmp_path, source))
+  (tmp_path / "calls").unlink(missing_ok=True)  # of the check at the start
+  small(0)
+  assert len((tmp_path / "calls").read_text()) == P * G + P

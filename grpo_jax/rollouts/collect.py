@@ -126,10 +126,11 @@ class Collector:
       A function that waits for the scores. All processes call it together.
     """
     groups = self._groups.begin(policy, index, before, clock)
-    greedy: Callable[[Rewards], Rewards] | None = None
-    if self._greedy_rollout is not None:
-      greedy = self._begin_greedy(policy, groups().chosen, index, clock)
-    return lambda: self._scored(groups(), greedy, index, before())
+    if self._greedy_rollout is None:
+      return lambda: self._scored(groups(), None, index, before())
+    drawn = groups()
+    greedy = self._begin_greedy(policy, drawn.chosen, index, clock)
+    return lambda: self._scored(drawn, greedy, index, before())
 
   def put(self, scored: Scored) -> Collected:
     """Puts a batch onto the mesh. A teacher sees it there."""
