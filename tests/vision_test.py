@@ -26,6 +26,9 @@ from grpo_jax.types import Images
 
 GOLDEN = Path(__file__).parent / "golden" / "vision"
 BOUND, G, T = 1e-4, 2, 5
+# Its decays and routers make much of rounding: float32 of transformers is 2e-4 away from its own
+# float64, and ours 1.3e-4. Two results in float32 may differ by twice that.
+BOUNDS = {"qwen3_5_moe": 4e-4}
 
 
 # What another checkpoint tests too.
@@ -58,7 +61,8 @@ def images_of(expected):
 def check(name, how, found, expected, valid_BT):
   difference = np.abs(np.where(valid_BT[..., None], found - expected, 0)).max()
   print(f"{name}, {how}: largest difference of a logit {difference:.1e}")
-  assert valid_BT.any() and np.abs(expected[valid_BT]).max() > 1 and difference <= BOUND
+  assert valid_BT.any() and np.abs(expected[valid_BT]).max() > 1
+  assert difference <= BOUNDS.get(name, BOUND)
 
 
 def test_logits_are_those_of_transformers(golden):
