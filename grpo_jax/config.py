@@ -579,7 +579,7 @@ class Rollout:
     0,
     "how many GRPO steps a token may be old when it is learned from. 0 = each batch is drawn by the"
     " policy that learns from it. Above 0, batches are drawn ahead: rewards and tools of one batch"
-    " run while the next is sampled and, with mesh.sampler, sampling goes on during updates",
+    " run while the next is sampled. With mesh.sampler or listen, sampling goes on during updates",
     at_least(0, at_most=1024),
     before=0,
   )
@@ -587,8 +587,8 @@ class Rollout:
     "fixed",
     "which weights draw a batch. fixed = those of exactly max_staleness steps before, so that no"
     " number depends on time; newest = the newest when the batch begins; in_flight = rows also go"
-    " on under newer ones, between two chunks. The last two need mesh.sampler, and write what they"
-    " did to schedule.jsonl, which a resumed run follows",
+    " on under newer ones, between two chunks (with mesh.sampler). newest needs that, or listen."
+    " Both write what drew to schedule.jsonl, which a resumed run follows",
     one_of(("fixed", "newest", "in_flight")),
     before="fixed",
   )

@@ -497,7 +497,9 @@ def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_
   assert equal(whole.train.params, stopped.state.train.params)
   rows = read_completions(tmp_path / "stopped", 4)
   assert rows == read_completions(tmp_path / "whole", 4)
-  assert all(len(row["turns"]) > 1 and row["version"] == 2 for row in rows) or sampler
+  assert all(len(row["turns"]) > 1 for row in rows)
+  if weights == "fixed":
+    assert {row["version"] for row in rows} == {2}
 
 
 @pytest.mark.slow

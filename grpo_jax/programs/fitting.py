@@ -208,7 +208,7 @@ def micro_batch(
     shape: The model on the mesh.
     params: All parameters of the policy: shapes and dtypes.
     held: Bytes that one device holds while it updates: state, reference and gradients.
-    mesh: The mesh of the run, or that of the devices which only sample.
+    mesh: The mesh of the run.
     memory: The bytes of a device, or None if they are not known. Then all fit.
   """
   if config.batch.micro_batch:

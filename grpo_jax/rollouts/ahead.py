@@ -37,7 +37,7 @@ class Pending:
   """A batch that is drawn and perhaps not scored. Any thread may ask for its scores."""
 
   def __init__(self, finish: Callable[[], Scored]):
-    """`finish` waits for the scores. It is called once."""
+    """`finish` waits for the scores. It is called until it has returned once."""
     self._finish: Callable[[], Scored] | None = finish
     self._lock = threading.Lock()
     self._scored: Scored
