@@ -7,8 +7,8 @@ done
 pip install -e '.[plot]'
 python experiments/plot_curves.py experiments/arithmetic.png /tmp/arithmetic_?
 
-experiments/countdown.png is of configs/countdown.py and experiments/shapes.png of configs/shapes.py,
-each with seeds 0 to 2.
+experiments/countdown.png is of configs/countdown.py and experiments/shapes.png of
+configs/shapes.py, each with seeds 0 to 2.
 
 Accuracy and length are those of greedy answers to held-out problems. All runs need the same number
 of steps, of the warm start and of GRPO.
