@@ -671,6 +671,14 @@ class Config:
     return self.algo.old_is_policy and not is_older
 
   @property
+  def sampling_copies(self) -> int:
+    """How many versions of the weights lie on the devices that sample, at most."""
+    if not self.mesh.sampler:
+      return 1
+    newer = self.rollout.max_staleness
+    return 1 + (newer if self.rollout.weights == "fixed" else min(newer, 1))
+
+  @property
   def rows_per_prompt(self) -> int:
     """The most rows that an update learns from for each prompt."""
     return self.batch.group_size * self.environment.branches

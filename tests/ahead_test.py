@@ -12,7 +12,16 @@ import jax
 import numpy as np
 import pytest
 from small_qwen import make_checkpoint
-from small_run import G, P, T, random_completions, small_config, with_reward, with_section
+from small_run import (
+  G,
+  P,
+  T,
+  random_completions,
+  small_config,
+  small_run,
+  with_reward,
+  with_section,
+)
 import turns_test
 
 from grpo_jax.config import Mesh, to_dict
@@ -25,10 +34,12 @@ from grpo_jax.rollouts.rollout_metrics import staleness_metrics
 from grpo_jax.rollouts.schedule import Schedule
 from grpo_jax.rollouts.scored import Scored, from_arrays, to_arrays
 from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_completions, read_metrics
 from grpo_jax.timing import Clock
 from grpo_jax.training.loop import run_steps
-from grpo_jax.types import Rewards
+from grpo_jax.training.state import RunState, StateStore
+from grpo_jax.types import Rewards, TrainState
 
 STEPS = 9
 WAYS = ("in turn", "beside")
@@ -287,6 +298,63 @@ def test_ages_are_of_the_tokens_that_are_learned():
   assert found["staleness/max"] == 2 and found["staleness/share_0"] == 0.5
 
 
+def test_a_step_that_is_saved_asks_for_nothing_again(tmp_path):
+  asked = []
+
+  class Notes(AheadInTurn):
+    def saved(self, index, host, params):
+      asked.append(index)
+      return host
+
+  config, checkpoints = config_of(2), Checkpoints(tmp_path, keep=2)
+  host = {"num_tokens": np.int64(0)}
+  store = StateStore(small_run(config), tmp_path, checkpoints, host, Notes(Draws(), config))
+  train = TrainState(step=np.int64(1), params={"a": np.ones(2)}, opt_state={}, coefs={})
+  for step in (1, 1, 2):
+    store.save(step, RunState(train=train, reference=None, host=host))
+  checkpoints.close()
+  assert asked == [1, 2]
+
+
+def test_a_checkpoint_converts_weights_only_if_a_known_schedule_needs_them(tmp_path):
+  def converts():
+    raise AssertionError("nothing needs them")
+
+  schedule = Schedule(tmp_path)
+  ahead = Beside(Draws(), config_of(2, "newest"), schedule)
+  _, host = learned(ahead, end=3)
+  ahead.saved(3, host, converts)
+  schedule.known[8] = ((0, 3),)
+  with pytest.raises(AssertionError, match="nothing needs them"):
+    ahead.saved(3, host, converts)
+  ahead.close()
+  schedule.close()
+
+
+@pytest.mark.parametrize("weights, bound", [("fixed", 1), ("fixed", 3), ("newest", 3)])
+@pytest.mark.parametrize("slow", ["sampler", "learner"])
+def test_so_many_versions_of_the_weights_are_held(weights, bound, slow, tmp_path):
+  """Which the plan and sampling.rows=0 count."""
+  held = []
+
+  class Counts(Draws):
+    def put(self, scored):
+      if slow == "learner":
+        time.sleep(0.02)
+      held.append(len(ahead._weights))
+      return super().put(scored)
+
+  config = with_section(config_of(bound, weights), "mesh", sampler=1)
+  schedule = Schedule(tmp_path) if weights == "newest" else None
+  pause = 0.02 if slow == "sampler" else 0
+  ahead = Beside(Counts(lambda number: time.sleep(pause)), config, schedule)
+  learned(ahead)
+  ahead.close()
+  assert max(held) <= config.sampling_copies == (1 + bound if weights == "fixed" else 2)
+  if slow == "sampler":
+    assert max(held) == bound if weights == "fixed" else 1
+
+
 # schedule.jsonl.
 
 
@@ -381,6 +449,39 @@ def test_a_run_that_stops_and_goes_on_is_the_same_run(sampler, tmp_path):
       assert row["extra/doubled"] == 2 * row["reward"]
   fresh, _ = whole_run(tmp_path / "fresh", rollout=dict(max_staleness=0), **changes)
   assert not equal(fresh, whole)
+
+
+def prolonged(folder, staleness):
+  """The parameters and the ages of a run of 3 steps that is then made 6 long."""
+  rollout = dict(max_staleness=staleness)
+  optimizer = dict(schedule="constant")
+  config = whole_config(folder, rollout=rollout, optimizer=optimizer)
+  run_steps(dataclasses.replace(config, steps=3), folder / "run")
+  ended = run_steps(config, folder / "run")
+  ages = [row.get("staleness/max") for row in read_metrics(folder / "run")]
+  return jax.device_get(ended.state.train.params), ages
+
+
+@pytest.mark.slow
+def test_a_run_that_is_prolonged_begins_again_with_batches_of_its_own_policy(tmp_path, capsys):
+  first, ages = prolonged(tmp_path / "first", 2)
+  assert ages == [0, 1, 2, 0, 1, 2]
+  said = " ".join(capsys.readouterr().out.split())
+  assert "step 3 has no batch that was drawn ahead: its policy draws the next 3, and older" in said
+  second, _ = prolonged(tmp_path / "second", 2)
+  assert equal(first, second)
+  capsys.readouterr()
+  whole, _ = whole_run(tmp_path / "whole", (3,), optimizer=dict(schedule="constant"))
+  assert not equal(first, whole)
+  assert "no batch that was drawn" not in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_a_run_without_staleness_that_is_prolonged_is_the_run_that_was_that_long(tmp_path):
+  short, _ = prolonged(tmp_path / "short", 0)
+  changes = dict(rollout=dict(max_staleness=0), optimizer=dict(schedule="constant"))
+  whole, _ = whole_run(tmp_path / "whole", **changes)
+  assert equal(short, whole)
 
 
 @pytest.mark.slow

@@ -33,6 +33,11 @@ from grpo_jax.timing import Clock
 _AHEAD = "ahead"  # a key of the host state
 
 
+def has_drawn_ahead(host: HostState) -> bool:
+  """Whether the host state of a checkpoint has batches for later steps."""
+  return bool(host.get(_AHEAD))
+
+
 class Pending:
   """A batch that is drawn and perhaps not scored. Any thread may ask for its scores."""
 
@@ -225,13 +230,14 @@ class Beside(Ahead):
 
   def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
     if self._thread is not None:
-      converted = self._kept(params()) if self._schedule is not None else None
+      converted = self._kept(params()) if index in self._known_versions() else None
       with self._changed:
         # A checkpoint has no older weights, so what they draw must be drawn now.
         last = min(index + self._bound, self._steps)
         if self._schedule is not None:
           last, self._is_paused = self._next, True
-          self._weights[index] = converted  # a known schedule may change to them in flight
+          if converted is not None:  # a known schedule may change to them in flight
+            self._weights[index] = converted
           self._changed.notify_all()
         self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
     return super().saved(index, host, params)
@@ -285,6 +291,7 @@ class Beside(Ahead):
         with self._changed:
           self._drawn[number] = pending
           self._next, self._is_drawing = number + 1, False
+          self._forget()
           self._changed.notify_all()
     except BaseException as error:  # the step that waits for the batch raises it
       with self._changed:
@@ -308,14 +315,18 @@ class Beside(Ahead):
 
   def _forget(self) -> None:
     """Frees the weights that no later batch needs."""
+    newest = max(self._weights)
+    needed = {newest, *self._known_versions()}
     if self._schedule is None:
-      needed = set(range(self._next - self._bound, max(self._weights) + 1))
-    else:
-      known = self._schedule.known
-      later = [known[number] for number in known if number >= self._next]
-      needed = {max(self._weights)} | {version for weights in later for _, version in weights}
+      needed.update(range(self._next - self._bound, newest))
     for version in self._weights.keys() - needed:
       del self._weights[version]
+
+  def _known_versions(self) -> set[int]:
+    """The versions of the weights that a known schedule needs for later batches."""
+    known = self._schedule.known if self._schedule else {}
+    later = [known[number] for number in list(known) if number >= self._next]
+    return {version for weights in later for _, version in weights}
 
 
 class _Feed:

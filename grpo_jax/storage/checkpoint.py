@@ -60,6 +60,11 @@ class Checkpoints:
     """The steps whose checkpoints are complete (damaged or not), ascending."""
     return fmt.saved_steps(self.directory)
 
+  def has(self, step: int) -> bool:
+    """Whether the checkpoint of a step is complete. It waits for the save before."""
+    self.wait()
+    return step in self.steps()
+
   def remove_unfinished(self) -> None:
     """Removes what saves have left that were killed or that failed. It may fill the disk."""
     if jax.process_index() == 0:
@@ -83,8 +88,7 @@ class Checkpoints:
       Exception: Whatever went wrong with the save before this one. `disk.explain` says whether the
         disk is the reason.
     """
-    self.wait()
-    if step in self.steps():
+    if self.has(step):
       return
     flat = {name: _own_array(leaf) for name, leaf in fmt.flatten(state).items()}
     on_disk = {name: leaf for name, leaf in flat.items() if not fmt.is_manifest_only(leaf)}

@@ -96,6 +96,8 @@ class StateStore:
 
   def save(self, step: int, state: RunState) -> None:
     """Starts to write a checkpoint. A step that is saved already is left as it is."""
+    if self._checkpoints.has(step):  # what is drawn ahead is in there, and not asked for again
+      return
     index = step - self._run.config.warm_start.steps
     if self._ahead is not None and index >= 0:
       for_sampling = functools.partial(self._run.parameters.for_sampling, state.train.params)

@@ -13,7 +13,7 @@ from grpo_jax.console.stop import StopRequest
 from grpo_jax.console.terminal import Loading
 from grpo_jax.programs.checks import check_batches
 from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.ahead import Ahead, AheadInTurn, Beside
+from grpo_jax.rollouts.ahead import Ahead, AheadInTurn, Beside, has_drawn_ahead
 from grpo_jax.rollouts.collect import Collector, unscored_steps
 from grpo_jax.rollouts.remote.learner import RemoteSampler
 from grpo_jax.rollouts.remote.terms import terms_of
@@ -134,13 +134,27 @@ class Trainer:
     if self.reporter.evaluator:
       splits.append(("test", self.reporter.evaluator.prompts))
     devices = self.store.saved_devices
-    remarks = (*self.run.remarks, *self._scorers.remarks)
+    remarks = (*self.run.remarks, *self._scorers.remarks, *self._remarks_on_ahead(state, step))
     lines = header_lines(self.run, splits, remarks, step, self._workdir, devices)
     self.reporter.header(lines)
     with self.saving_on_failure(state, step, f"evaluation after step {step}"):
       with told_if_slow("compiling and evaluating"):
         self.reporter.start(step, state.train.params)
     return state, step
+
+  def _remarks_on_ahead(self, state: RunState, step: int) -> tuple[str, ...]:
+    """What the checkpoint of a step should have and does not, as that of a run that was over."""
+    rollout = self._config.rollout
+    is_within = self.first_grpo_step < step < self.last_step
+    if not is_within or self.ahead is None or rollout.weights != "fixed":
+      return ()
+    if has_drawn_ahead(state.host):
+      return ()
+    count = min(rollout.max_staleness + 1, self.last_step - step)
+    return (
+      f"step {step} has no batch that was drawn ahead: its policy draws the next {count}, and older"
+      " ones would have drawn them in a run that did not end there",
+    )
 
   def telling(self, step: int) -> contextlib.AbstractContextManager[None]:
     """Says that a step takes long if it compiles, which the first of each phase does."""
