@@ -67,7 +67,7 @@ def plan(run: Run, topology: str) -> None:
   Raises:
     DoesNotFit: The run needs more memory than its devices have.
   """
-  device, count = run.mesh.devices.flat[0], run.mesh.size
+  device, count = run.mesh.devices.flat[0], run.mesh.size + run.config.mesh.sampler
   chip, memory = chip_of(device), memory_of(device)
   size = "unknown memory" if memory is None else f"{memory / 1e9:,.2f} GB for programs"
   print(f"{device.device_kind}, {count} of {topology}: {size} on each")
@@ -82,10 +82,11 @@ def plan(run: Run, topology: str) -> None:
   for program in programs(run):
     with told_if_slow(f"compiling {program.name}"):
       phases.append(compiled(program))
+  is_beside = run.config.mesh.sampler > 0 and run.config.rollout.max_staleness > 0
   tables = (
     table.memory_table(phases),
     table.work_table(phases, chip),
-    [*table.token_lines(phases, chip), *table.step_lines(phases, chip)],
+    [*table.token_lines(phases, chip), *table.step_lines(phases, chip, is_beside)],
     table.notes(phases),
     [table.verdict(phases, memory)],
   )

@@ -141,6 +141,27 @@ def test_lora_holds_a_frozen_base_and_no_reference(tmp_path):
   assert 0 < sample.held["sampling copy"] < sample.held["weights"] < base / 4
 
 
+def test_each_side_holds_its_own_arrays_where_devices_only_sample():
+  config = with_section(config_of_all_phases(), "mesh", data=1, fsdp=4, tensor=1, sampler=4)
+  run = plan.Run(with_section(config, "rollout", max_staleness=2))
+  held = {program.name: program.held for program in programs(run)}
+  trained = jax.tree.leaves(run.parameters.abstract)
+  copy = jax.tree.leaves(run.parameters.sampling.abstract(run.parameters.abstract))
+  bytes_of_copy = sum(x.size * x.dtype.itemsize for x in copy)  # whole on each device
+  assert held["sample"] == held["evaluate"]
+  assert held["sample"] == {
+    "base for sampling": 0,
+    "sampling copy": bytes_of_copy,
+    "other versions": 2 * bytes_of_copy,
+  }
+  assert held["update"].keys() == {"weights", "moments", "frozen base", "reference"}
+  assert held["update"]["weights"] < sum(4 * x.size for x in trained) / 3  # on four devices
+  in_turn = next(programs(plan.Run(config_of_all_phases(), devices=jax.devices()[:1]))).held
+  assert in_turn.keys() == held["update"].keys() | {"base for sampling", "sampling copy"}
+  with_all_arguments = {program.name: program for program in programs(run)}["sample"]
+  assert set(with_all_arguments.taken) <= held["sample"].keys()
+
+
 def test_a_plan_is_printed_and_ends_with_whether_the_run_fits(run, phases, monkeypatch, capsys):
   monkeypatch.setattr(plan, "programs", lambda run: phases.values())
   monkeypatch.setattr(plan, "compiled", lambda phase: phase)
@@ -162,6 +183,15 @@ def test_a_plan_is_printed_and_ends_with_whether_the_run_fits(run, phases, monke
   assert f"a step without evaluation takes at least {seconds:.3g} s" in lines
   bounds = [line.split()[-2] for line in lines if line.split()[:1] in [[name] for name in names]]
   assert bounds[:4] == ["memory"] * 4
+
+
+def test_devices_apart_sample_and_learn_at_the_same_time(phases):
+  chip = chips.Chip(1e6, 1e12, 1e9, 1e9)
+  names = ["sample", "reference", "update"]
+  seconds = {name: phases[name].counted.whole.memory_bytes / 1e9 for name in names}
+  longest = max(seconds["sample"], seconds["reference"] + seconds["update"])
+  line = f"a step without evaluation takes at least {longest:.3g} s"
+  assert table.step_lines([phases[name] for name in names], chip, is_beside=True) == [line]
 
 
 def test_what_the_compiler_refuses_does_not_fit(phases):

@@ -132,21 +132,28 @@ class _Parts:
       self.reference = base
     if parameters.has_reference_copy:
       self.reference = model.join(base, parameters.abstract_reference)
-    self._held = {
+    learned = {
       "weights": device_bytes(trained),
       "moments": device_bytes(state) - device_bytes(trained),
       "frozen base": device_bytes(base),
       "reference": parameters.reference_bytes,
-      # Made once and kept.
-      "base for sampling": 0.0 if sampled_base is base else device_bytes(sampled_base),
     }
+    # Made once and kept.
+    of_base = 0.0 if sampled_base is base else device_bytes(sampled_base)
+    kept, copies = {"base for sampling": of_base}, {"sampling copy": self._copy_bytes}
+    if parameters.sampling.is_apart:
+      others = (self._config.sampling_copies - 1) * self._copy_bytes
+      self._held, self._held_by_sampler = learned, kept | copies | {"other versions": others}
+    else:
+      self._held, self._held_by_sampler = learned | kept, learned | kept | copies
     self._rows = sharding.batch_sharding(run.mesh)
 
   def sampling(self, name: str, runs: str, prompts: int, group_size: int) -> Program:
     """A sampler of so many prompts."""
-    held = self._held | {"sampling copy": self._copy_bytes}
+    held = self._held_by_sampler
     trained = "sampling copy" if self._copy_bytes else "weights"
-    base = "base for sampling" if held["base for sampling"] else "frozen base"
+    has_own_base = held["base for sampling"] or "frozen base" not in held
+    base = "base for sampling" if has_own_base else "frozen base"
     stages = self._sampling_stages(name, prompts, group_size)
     tokens = int(sum(stage.runs * sum(stage.rounds.values()) for stage in stages))
     return Program(name, runs, stages, held, (trained, base), tokens=tokens)

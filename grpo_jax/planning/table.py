@@ -65,14 +65,23 @@ def token_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
   return lines
 
 
-def step_lines(phases: Sequence[Phase], chip: Chip | None) -> list[str]:
-  """The time that a step takes at least, where the chip is known and everything was compiled."""
+def step_lines(phases: Sequence[Phase], chip: Chip | None, is_beside: bool = False) -> list[str]:
+  """The time that a step takes at least, where the chip is known and everything was compiled.
+
+  `is_beside` says that devices of their own sample while the others learn.
+  """
   if chip is None or any(phase.failure for phase in phases):
     return []
-  seconds = 0.0
+  sampling = learning = 0.0
   for phase in phases:
-    if phase.runs.isdecimal():  # others do not run in every step
-      seconds += int(phase.runs) * max(seconds_by_limit(phase.counted.whole, chip).values())
+    if not phase.runs.isdecimal():  # does not run in every step
+      continue
+    seconds = int(phase.runs) * max(seconds_by_limit(phase.counted.whole, chip).values())
+    if phase.tokens:
+      sampling += seconds
+    else:
+      learning += seconds
+  seconds = max(sampling, learning) if is_beside else sampling + learning
   return [f"a step without evaluation takes at least {_short(seconds)} s"]
 
 

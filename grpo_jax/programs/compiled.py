@@ -77,8 +77,9 @@ class Programs:
     parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
     copy = parameters.sampling.abstract(parameters.abstract_policy)
     if parameters.sampling.is_apart:
-      # New weights arrive while the old ones sample.
-      held = (2 if self._config.rollout.max_staleness else 1) * fitting.device_bytes(copy)
+      others = parameters.sampling.abstract(parameters.abstract)
+      held = fitting.device_bytes(copy)
+      held += (self._config.sampling_copies - 1) * fitting.device_bytes(others)
       return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)
     gradients = fitting.device_bytes(parameters.abstract)
     held = self._held_by_update - gradients

@@ -70,6 +70,7 @@ def sampling_tensor(
     if devices % size == 0 and (size == own or shape.num_heads % size == 0)
   ]
   usable = _USABLE_BY_SAMPLER * memory
+  copies = 1 if config.lora.rank else config.sampling_copies  # of adapters, versions are small
 
   def on_mesh(size: int) -> tuple[float, float]:
     """The bytes that a device holds without a cache, and those of the cache of all rows."""
@@ -79,7 +80,7 @@ def sampling_tensor(
       lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, places
     )
     there_shape = dataclasses.replace(shape, **sharding.model_shardings(shape, there))
-    return held + device_bytes(placed), sampler_bytes(config, there_shape)
+    return held + copies * device_bytes(placed), sampler_bytes(config, there_shape)
 
   needed = {size: on_mesh(size) for size in sizes}
   all_fit = [size for size, (weights, cache) in needed.items() if weights + cache <= usable]
