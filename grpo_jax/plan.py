@@ -67,7 +67,8 @@ def plan(run: Run, topology: str) -> None:
   Raises:
     DoesNotFit: The run needs more memory than its devices have.
   """
-  device, count = run.mesh.devices.flat[0], run.mesh.size + run.config.mesh.sampler
+  device = run.mesh.devices.flat[0]
+  count = run.mesh.size + run.processes * run.config.mesh.sampler
   chip, memory = chip_of(device), memory_of(device)
   size = "unknown memory" if memory is None else f"{memory / 1e9:,.2f} GB for programs"
   print(f"{device.device_kind}, {count} of {topology}: {size} on each")

@@ -373,8 +373,12 @@ def test_adapters_on_two_processes_are_those_of_one(tmp_path):
   assert_same(two, one)
 
 
-def test_two_processes_draw_ahead_what_one_draws(tmp_path):
-  """Workers score, and checkpoints hold batches of both processes."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_processes_draw_ahead_what_one_draws(apart, tmp_path):
+  """Workers score, and checkpoints hold batches of both processes.
+
+  With `apart`, half of the devices of each process only sample.
+  """
   (tmp_path / "reward.py").write_text(REWARD)
   keys = {
     "rollout.max_staleness": 2,
@@ -382,8 +386,11 @@ def test_two_processes_draw_ahead_what_one_draws(tmp_path):
     "checkpoint.every": 1,
     "reward.workers": 1,
     "reward.functions": (f"{tmp_path}/reward.py:digits",),
+    "mesh.tensor": 1 if apart else 2,
   }
-  one = train(1, tmp_path / "one", steps=6, **keys)
+  of_one = keys | {"mesh.sampler": 4 if apart else 0}
+  keys["mesh.sampler"] = 2 if apart else 0
+  one = train(1, tmp_path / "one", steps=6, **of_one)
   both = start(2, tmp_path / "two", steps=6, **keys)
   rows = tmp_path / "two" / "metrics.jsonl"
   while not rows.exists() or len(parse_rows(rows)) < 6:  # three of them of the warm start

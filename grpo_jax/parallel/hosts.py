@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import math
+import threading
 from typing import Any, TypeVar, cast
 
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from grpo_jax.parallel.mailbox import Mailbox
 from grpo_jax.parallel.sharding import ROW_AXES, batch_sharding
 from grpo_jax.settings import ConfigError, RunFailed
 
 T = TypeVar("T")
+SAMPLER_THREAD = "sampler"  # the name of the thread that samples beside the main one
 
 
 def any_process(here: bool) -> bool:
@@ -25,11 +28,18 @@ class Hosts:
   """The processes of a run and their mesh.
 
   Every process calls the methods together and in the same order, because most of them communicate.
+  The thread `SAMPLER_THREAD` has an order of its own: its exchanges need no devices, so that they
+  do not wait for those of the main thread.
   """
 
   def __init__(self, mesh: jax.sharding.Mesh, sampler_shards: int = 1) -> None:
     """`sampler_shards` are the parts that the sampler's mesh splits rows into."""
     self.mesh, self._sampler_shards = mesh, sampler_shards
+    self._mailbox = Mailbox()
+
+  def close(self) -> None:
+    """Ends the exchanges of the thread that samples."""
+    self._mailbox.close()
 
   @property
   def is_first(self) -> bool:
@@ -98,7 +108,7 @@ class Hosts:
     """
     if jax.process_count() == 1:
       return tree
-    return jax.tree.map(_join_rows, tree)
+    return jax.tree.map(self._join_rows, tree)
 
   def join_lines(self, lines: Sequence[str]) -> list[str]:
     """The lines of all processes, one after the other, on every process.
@@ -114,7 +124,9 @@ class Hosts:
 
   def any_process(self, here: bool) -> bool:
     """True on every process if `here` is true on any."""
-    return any_process(here)
+    if jax.process_count() == 1:
+      return here
+    return bool(self._gather(np.array(here)).any())
 
   def on_each(self, act: Callable[[], T]) -> T:
     """Runs act() on every process.
@@ -146,6 +158,20 @@ class Hosts:
       raise error or ConfigError("the first process has ended: see what it says")
     return result
 
+  def _gather(self, x: np.ndarray) -> np.ndarray:
+    """The arrays of all processes, which have the same shape, stacked."""
+    if threading.current_thread().name != SAMPLER_THREAD:
+      return multihost_utils.process_allgather(x)
+    parts = self._mailbox.gather(x.tobytes())
+    return np.stack([np.frombuffer(part, x.dtype).reshape(x.shape) for part in parts])
+
+  def _join_rows(self, rows: np.ndarray) -> np.ndarray:
+    counts = self._gather(np.array(len(rows)))
+    padded = np.zeros((counts.max(), *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    parts = self._gather(padded)
+    return np.concatenate([part[:count] for part, count in zip(parts, counts)])
+
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
   """(the result of act(), what it raised)."""
@@ -153,11 +179,3 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
     return act(), None
   except Exception as error:
     return None, error
-
-
-def _join_rows(rows: np.ndarray) -> np.ndarray:
-  counts = multihost_utils.process_allgather(np.array(len(rows)))
-  padded = np.zeros((counts.max(), *rows.shape[1:]), rows.dtype)
-  padded[: len(rows)] = rows
-  parts = multihost_utils.process_allgather(padded)
-  return np.concatenate([part[:count] for part, count in zip(parts, counts)])

@@ -18,21 +18,28 @@ def sizes_of(mesh: jax.sharding.Mesh) -> str:
 
 
 def split(config: Mesh, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[jax.Device]]:
-  """The devices that learn, and those that only sample: the last mesh.sampler of them.
+  """The devices that learn, and those of this process that only sample.
+
+  The last mesh.sampler devices of each process sample.
 
   Raises:
-    ConfigError: None would be left to learn, or the run has several processes.
+    ConfigError: A process would have none left to learn.
   """
-  key = f"config key mesh.sampler is {config.sampler}"
-  if config.sampler and jax.process_count() > 1:
+  if not config.sampler:
+    return list(devices), []
+  by_process: dict[int, list[jax.Device]] = {}
+  for device in devices:
+    by_process.setdefault(device.process_index, []).append(device)
+  least = min(map(len, by_process.values()))
+  if config.sampler >= least:
+    where = "" if len(by_process) == 1 else " in a process"
     raise ConfigError(
-      f"{key}: devices of their own sample in runs of one process alone; set 0, with"
-      " rollout.max_staleness rewards still run while the next batch is sampled"
+      f"config key mesh.sampler is {config.sampler}: there are {least} devices{where}, and at least"
+      " one must learn"
     )
-  if config.sampler >= len(devices):
-    raise ConfigError(f"{key}: there are {len(devices)} devices, and at least one must learn")
-  learn = len(devices) - config.sampler
-  return list(devices[:learn]), list(devices[learn:])
+  learn = [device for own in by_process.values() for device in own[: -config.sampler]]
+  apart = by_process.get(jax.process_index(), next(iter(by_process.values())))
+  return learn, apart[-config.sampler :]
 
 
 def mesh_apart(mesh: jax.sharding.Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:

@@ -128,6 +128,26 @@ def _check_rollout(config: Config) -> None:
   _check_sampler_processes(config)
 
 
+def check_apart(config: Config, shape: model.ModelConfig) -> None:
+  """Raises ConfigError for what devices of several processes cannot draw beside the others.
+
+  Their order of collectives would depend on time.
+  """
+  if jax.process_count() == 1:
+    return
+  algo, key = config.algo, f"config key mesh.sampler is {config.mesh.sampler}"
+  for holds, why in (
+    (config.rollout.weights == "fixed", "rollout.weights must be 'fixed'"),
+    (not algo.dynamic_sampling, "algo.dynamic_sampling must be False"),
+    (not config.curriculum.chooses, "the curriculum must choose no prompts"),
+    (not ADVANTAGES[algo.advantage].needs_greedy, "algo.advantage must need no greedy completions"),
+    (not config.environment.has_turns, "there must be no tools and no environment"),
+    (shape.vision is None, "the model must see no images"),
+  ):
+    if not holds:
+      raise ConfigError(f"{key}: in a run of several processes, {why}; or set mesh.sampler=0")
+
+
 def _check_sampler_processes(config: Config) -> None:
   """Raises ConfigError for what sampler processes cannot draw."""
   rollout, prompts = config.rollout, config.batch.prompts

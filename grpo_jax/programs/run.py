@@ -24,7 +24,13 @@ from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh, split
 from grpo_jax.parallel.sharding import batch_sharding
 from grpo_jax.programs import compilation_cache
-from grpo_jax.programs.checks import check_config, check_length, check_memory, check_stop_ids
+from grpo_jax.programs.checks import (
+  check_apart,
+  check_config,
+  check_length,
+  check_memory,
+  check_stop_ids,
+)
 from grpo_jax.programs.compiled import Programs
 from grpo_jax.programs.parameters import Parameters, Progress, no_progress
 from grpo_jax.settings import ConfigError
@@ -91,11 +97,19 @@ class Run:
     check_memory(self.parameters.abstract_policy, self.mesh)
     remark = model.attention_of(self.parameters.model)[1]
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))
-    apart_shards = self.parameters.sampling.model.row_shards if apart else 1
+    apart_shards = 1
+    if apart:
+      check_apart(config, self.parameters.model)
+      apart_shards = self.parameters.sampling.model.row_shards * self.processes
     self.hosts = Hosts(self.mesh, apart_shards)
     check_length(config, shape)
     check_stop_ids(config, shape)
     self.programs = Programs(config, self.mesh, self.parameters)
+
+  @property
+  def processes(self) -> int:
+    """How many processes the devices belong to, which need not exist."""
+    return len({device.process_index for device in self.mesh.devices.flat})
 
   @functools.cached_property
   def task(self) -> tasks.Task:

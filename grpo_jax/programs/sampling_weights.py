@@ -30,6 +30,8 @@ class SamplingWeights:
     self.is_apart = set(mesh.devices.flat) != set(shape.rows.mesh.devices.flat)
     self._convert = self._moved if self.is_apart else jax.jit(self._converted)
     self._cast = jax.jit(self._in_dtype)
+    everywhere = jax.sharding.NamedSharding(shape.rows.mesh, jax.sharding.PartitionSpec())
+    self._whole = jax.jit(_itself, out_shardings=everywhere)
 
   def convert(self, params: Any) -> Any:
     """The parameters as they are sampled from: themselves, or a copy."""
@@ -39,7 +41,18 @@ class SamplingWeights:
     """A copy on other devices, which has arrived."""
     cast = self._cast(params)
     places = sharding.param_specs(cast, self.mesh)
+    if jax.process_count() > 1:
+      return jax.block_until_ready(jax.tree.map(self._moved_from_all, cast, places))
     return jax.block_until_ready(jax.device_put(cast, places))
+
+  def _moved_from_all(self, x: jax.Array, where: jax.sharding.Sharding) -> jax.Array:
+    """A copy on devices of this process, of an array that lies on those of all processes.
+
+    JAX moves no array from the mesh of several processes to another. So each process gets the whole
+    array on the devices that learn, one array after the other, and moves it on.
+    """
+    whole = self._whole(x).addressable_data(0)
+    return jax.device_put(whole, where)
 
   def abstract(self, params: Any) -> Any:
     """`convert` for shapes and shardings."""
@@ -72,6 +85,10 @@ class SamplingWeights:
     params = self._in_dtype(params)
     places = sharding.param_specs(params, self.mesh)
     return jax.lax.with_sharding_constraint(params, places)
+
+
+def _itself(x: jax.Array) -> jax.Array:
+  return x
 
 
 def sampling_config(

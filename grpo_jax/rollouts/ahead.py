@@ -13,14 +13,17 @@ same weights, and draws the same.
 What has been drawn and not been learned is saved with a checkpoint.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import threading
 import time
 from typing import Any
 
+import jax
+
 from grpo_jax.config import Config
+from grpo_jax.parallel.hosts import SAMPLER_THREAD
 from grpo_jax.rollouts.collect import Collected, Collector
 from grpo_jax.rollouts.remote.learner import Closed, RemoteSampler
 from grpo_jax.rollouts.rollout_metrics import disjoint, staleness_metrics
@@ -60,7 +63,7 @@ class Ahead:
   """The batches that are drawn and not learned yet.
 
   Attributes:
-    devices: Held while the thread samples. Who else samples on these devices holds it, too.
+    devices: Makes what is held by who else samples on the devices that draw.
   """
 
   def __init__(self, collector: Collector, config: Config):
@@ -70,7 +73,7 @@ class Ahead:
     self._drawn: dict[int, Pending] = {}  # by their numbers, without gaps
     self._next = -1  # the number of the batch that is drawn next, -1 before the first step
     self._first_host: HostState = {}  # before the first batch that this process draws
-    self.devices: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    self.devices: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
     """The batch of a GRPO step.
@@ -194,8 +197,10 @@ class Beside(Ahead):
     super().__init__(collector, config)
     # An update takes the arrays on the devices that learn.
     self._kept: Callable[[Any], Any] = remote.weights if remote else lambda params: params
+    self._drawing = threading.Lock()
     if remote is None:
-      self.devices = threading.Lock()
+      # Processes must agree on what is drawn before an evaluation and what after it.
+      self.devices = self._all_drawn if jax.process_count() > 1 else lambda: self._drawing
     self._schedule, self._changes = schedule, config.rollout.weights == "in_flight"
     self._changed = threading.Condition()
     self._weights: dict[int, Any] = {}  # by version
@@ -213,7 +218,7 @@ class Beside(Ahead):
       if self._thread is None:
         self._restore(index, host)
         self._first_version = index
-        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=SAMPLER_THREAD, daemon=True)
         self._thread.start()
       self._forget()
       self._drop_learned(index)
@@ -283,7 +288,7 @@ class Beside(Ahead):
           self._is_drawing = True
           number = self._next
         policy, used = self._policy(number)
-        with self.devices:
+        with self._drawing:
           pending = self._draw(policy, number)
         if self._schedule is not None:
           self._schedule.add(number, used())
@@ -297,6 +302,19 @@ class Beside(Ahead):
       with self._changed:
         self._error, self._is_drawing = error, False
         self._changed.notify_all()
+
+  @contextlib.contextmanager
+  def _all_drawn(self) -> Iterator[None]:
+    """Waits until the thread has drawn all that the weights until now can."""
+    with self._changed:
+      self._changed.wait_for(
+        lambda: (
+          self._error
+          or self._thread is None
+          or (not self._is_drawing and (self._next >= self._steps or not self._may_draw()))
+        )
+      )
+    yield
 
   def _may_draw(self) -> bool:
     if self._is_paused or self._next > max(self._weights) + self._bound:

@@ -184,6 +184,8 @@ def make_rollout(
     sampler = functools.partial(remote, keeps_experts=keeps_experts)
   else:
     sampler = run.programs.sampler(max_tokens, keeps_experts)
+    if run.parameters.sampling.is_apart and jax.process_count() > 1:
+      sampler = functools.partial(_sample_own_rows, sampler, run.hosts)
   sampling, decode = run.config.sampling, run.tokenizer.decode
   end = end_at(sampling.stop, decode) if sampling.stop else None
 
@@ -192,6 +194,29 @@ def make_rollout(
     return Draws(key, settings, end=end, at_once=at_once)
 
   return PolicyRollout(sampler, run.hosts, decode, group_size, draws, talkers)
+
+
+def _sample_own_rows(
+  sampler: Callable[..., Iterator[Finished]],
+  hosts: Hosts,
+  params: Any,
+  prompts_PS: np.ndarray,
+  lengths_P: np.ndarray,
+  members: int,
+  draws: Draws,
+  images: Images | None = None,
+) -> Iterator[Finished]:
+  """Samples this process's rows on its own devices, and gets those of the other processes.
+
+  The arguments after `hosts` are those of a `Sampler`. All groups come together.
+  """
+  assert images is None  # check_apart refuses them
+  own = hosts.own_rows(len(lengths_P))
+  draws = draws._replace(
+    first_prompt=draws.first_prompt + own.start, at_once=draws.at_once // jax.process_count()
+  )
+  drawn = whole(sampler(params, prompts_PS[own], lengths_P[own], members, draws))
+  yield Finished([*range(len(lengths_P))], hosts.join_rows(drawn))
 
 
 def hand_on(

@@ -32,10 +32,10 @@ class Reporter:
 
   Attributes:
     evaluator: What evaluates the policy, or None where eval.every is 0.
-    devices: Held while it samples.
+    devices: Makes what is held while it samples.
   """
 
-  devices: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+  devices: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
   def __init__(
     self, run: Run, scorers: Scorers, workdir: Path, on_lost_stdout: Callable[[str], None]
@@ -153,7 +153,7 @@ class Reporter:
 
   def _evaluate(self, step: int, params: Any) -> dict[str, float]:
     clock = Clock()
-    with self.devices:
+    with self.devices():
       metrics = self.evaluator(self._run.parameters.for_sampling(params), step)
     return metrics | {"time/evaluate": clock.total()}
 
