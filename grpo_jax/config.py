@@ -623,8 +623,8 @@ class Mesh:
   tensor: int = setting(1, "splits heads and the inner width of each layer")
   sampler: int = setting(
     0,
-    "how many devices, the last ones, do nothing but sample, while the others learn; the axes above"
-    " are those of the others. 0 = all devices sample and learn in turn",
+    "how many devices, the last ones of each process, do nothing but sample, while the others"
+    " learn; the axes above are those of the others. 0 = all devices sample and learn in turn",
     NOT_NEGATIVE,
     before=0,
   )

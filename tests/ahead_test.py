@@ -1,5 +1,6 @@
 """Batches that are drawn ahead: by which weights, what a checkpoint keeps, and whole runs."""
 
+import collections
 import dataclasses
 import json
 import os
@@ -24,9 +25,10 @@ from small_run import (
 )
 import turns_test
 
+from grpo_jax import model
 from grpo_jax.config import Mesh, to_dict
 from grpo_jax.parallel import mesh as mesh_lib
-from grpo_jax.programs.checks import check_config
+from grpo_jax.programs.checks import check_apart, check_config
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.ahead import AheadInTurn, Beside
 from grpo_jax.rollouts.collect import Collected
@@ -629,6 +631,36 @@ def test_the_last_devices_sample():
   assert mesh_lib.split(Mesh(), jax.devices())[1] == []
   with pytest.raises(ConfigError, match="mesh.sampler is 8: there are 8 devices, and at least one"):
     mesh_lib.split(Mesh(sampler=8), jax.devices())
+
+
+def test_the_last_devices_of_each_process_sample():
+  Place = collections.namedtuple("Place", "id process_index")
+  devices = [Place(i, i // 4) for i in range(8)]
+  learn, apart = mesh_lib.split(Mesh(sampler=1), devices)
+  assert [device.id for device in learn] == [0, 1, 2, 4, 5, 6]
+  assert [device.id for device in apart] == [3]  # this is process 0
+  with pytest.raises(ConfigError, match="mesh.sampler is 4: there are 4 devices in a process, and"):
+    mesh_lib.split(Mesh(sampler=4), devices)
+
+
+@pytest.mark.parametrize(
+  "section, changes, message",
+  [
+    ("rollout", dict(weights="newest"), "rollout.weights must be 'fixed'"),
+    ("algo", dict(dynamic_sampling=True), "algo.dynamic_sampling must be False"),
+    ("curriculum", dict(rest=2), "the curriculum must choose no prompts"),
+    ("algo", dict(advantage="greedy_baseline"), "algo.advantage must need no greedy"),
+    ("environment", dict(tools=("calculator",)), "there must be no tools and no environment"),
+  ],
+)
+def test_what_devices_of_several_processes_do_not_sample(section, changes, message, monkeypatch):
+  shape = model.ModelConfig(8, 8, 1, 1, 1, 8, 8)
+  config = with_section(config_of(1), "mesh", sampler=1)
+  check_apart(config, shape)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  check_apart(config, shape)
+  with pytest.raises(ConfigError, match=f"mesh.sampler is 1: in a run of several .*, {message}"):
+    check_apart(with_section(config, section, **changes), shape)
 
 
 def test_the_axes_of_the_learner_divide_the_devices_that_sample():

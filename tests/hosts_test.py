@@ -68,12 +68,14 @@ def test_batches_that_the_mesh_does_not_divide_are_refused():
 
 TWO_PROCESSES = """
 import sys
+import threading
+import time
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import numpy as np
 from grpo_jax.config import Mesh
-from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.parallel.hosts import SAMPLER_THREAD, Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -109,6 +111,41 @@ assert (calls, result) == ((["called"], "result") if process == 0 else ([], None
 
 def fail():
   raise OSError("no disk")
+
+apart, joined = Hosts(hosts.mesh, 2), []
+
+
+def exchange():
+  # Beside the main thread, in another order on each process, in one and in several messages.
+  for size in (1, 3, 700_000):
+    time.sleep(0.05 * process)
+    own = np.full(size * (1 + process), process, np.float32)
+    joined.append(apart.join_rows(own))
+
+
+thread = threading.Thread(target=exchange, name=SAMPLER_THREAD)
+thread.start()
+for i in range(20):
+  time.sleep(0.01 * (1 - process))
+  assert apart.any_process(process == i % 2) and not apart.any_process(False)
+thread.join()
+for size, rows in zip((1, 3, 700_000), joined, strict=True):
+  np.testing.assert_array_equal(rows, np.repeat([0, 1], [size, 2 * size]))
+started = threading.Thread(target=lambda: waiting(apart), name=SAMPLER_THREAD)
+
+
+def waiting(hosts):
+  try:
+    hosts.any_process(True)
+  except RunFailed as error:
+    joined.append(str(error))
+
+
+if process == 0:  # the other process never answers
+  started.start()
+  apart.sampler_mailbox.close()
+  started.join()
+  assert "the run ends while its processes exchange" in joined[-1]
 
 try:
   hosts.on_first(fail)

@@ -141,7 +141,7 @@ def test_lora_holds_a_frozen_base_and_no_reference(tmp_path):
   assert 0 < sample.held["sampling copy"] < sample.held["weights"] < base / 4
 
 
-def test_each_side_holds_its_own_arrays_where_devices_only_sample():
+def test_each_side_holds_its_own_arrays_where_devices_only_sample(monkeypatch):
   config = with_section(config_of_all_phases(), "mesh", data=1, fsdp=4, tensor=1, sampler=4)
   run = plan.Run(with_section(config, "rollout", max_staleness=2))
   held = {program.name: program.held for program in programs(run)}
@@ -158,8 +158,11 @@ def test_each_side_holds_its_own_arrays_where_devices_only_sample():
   assert held["update"]["weights"] < sum(4 * x.size for x in trained) / 3  # on four devices
   in_turn = next(programs(plan.Run(config_of_all_phases(), devices=jax.devices()[:1]))).held
   assert in_turn.keys() == held["update"].keys() | {"base for sampling", "sampling copy"}
-  with_all_arguments = {program.name: program for program in programs(run)}["sample"]
-  assert set(with_all_arguments.taken) <= held["sample"].keys()
+  sample = next(programs(run))
+  assert set(sample.taken) <= held["sample"].keys()
+  monkeypatch.setattr(plan.Run, "processes", 4)  # each of which draws one of four prompts
+  run.config = with_section(run.config, "batch", prompts=4 * P)
+  assert next(programs(run)).stages[0].cache == sample.stages[0].cache
 
 
 def test_a_plan_is_printed_and_ends_with_whether_the_run_fits(run, phases, monkeypatch, capsys):

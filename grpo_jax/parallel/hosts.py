@@ -28,18 +28,18 @@ class Hosts:
   """The processes of a run and their mesh.
 
   Every process calls the methods together and in the same order, because most of them communicate.
-  The thread `SAMPLER_THREAD` has an order of its own: its exchanges need no devices, so that they
-  do not wait for those of the main thread.
+  Where devices of each process only sample, exchanges need no devices. Those of the thread
+  `SAMPLER_THREAD` have an order of their own, and no exchange waits for a device that samples.
+
+  Attributes:
+    mesh: The devices that learn.
+    sampler_mailbox: What that thread exchanges with.
   """
 
   def __init__(self, mesh: jax.sharding.Mesh, sampler_shards: int = 1) -> None:
-    """`sampler_shards` are the parts that the sampler's mesh splits rows into."""
+    """`sampler_shards` are the parts that meshes of devices which only sample split rows into."""
     self.mesh, self._sampler_shards = mesh, sampler_shards
-    self._mailbox = Mailbox()
-
-  def close(self) -> None:
-    """Ends the exchanges of the thread that samples."""
-    self._mailbox.close()
+    self._mailbox, self.sampler_mailbox = Mailbox(), Mailbox()
 
   @property
   def is_first(self) -> bool:
@@ -160,9 +160,11 @@ class Hosts:
 
   def _gather(self, x: np.ndarray) -> np.ndarray:
     """The arrays of all processes, which have the same shape, stacked."""
-    if threading.current_thread().name != SAMPLER_THREAD:
+    if self._sampler_shards == 1:
       return multihost_utils.process_allgather(x)
-    parts = self._mailbox.gather(x.tobytes())
+    samples = threading.current_thread().name == SAMPLER_THREAD
+    mailbox = self.sampler_mailbox if samples else self._mailbox
+    parts = mailbox.gather(x.tobytes())
     return np.stack([np.frombuffer(part, x.dtype).reshape(x.shape) for part in parts])
 
   def _join_rows(self, rows: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Exchanges bytes between the processes of a run through their coordinator, without devices.
 
-Collectives need one order in all processes. A thread that runs beside the main one has none.
+Collectives on devices need one order in all processes. Two threads have none.
 """
 
 import itertools

@@ -90,7 +90,10 @@ def shape_alone(config: Config) -> Config:
 def programs(run: Run) -> Iterator[Program]:
   """The programs of the run's steps, in the order in which they first run."""
   config, algo, parts = run.config, run.config.algo, _Parts(run)
-  P, G = config.batch.prompts, config.batch.group_size
+  G = config.batch.group_size
+  # Devices that only sample draw the share of their own process.
+  shares = run.processes if run.parameters.sampling.is_apart else 1
+  P, of_eval = config.batch.prompts // shares, config.eval.batch // shares
   if config.warm_start.steps:
     yield parts.warm_start()
   yield parts.sampling("sample", "1", P, G)
@@ -107,9 +110,9 @@ def programs(run: Run) -> Iterator[Program]:
   yield parts.update()
   if config.eval.every:
     runs = f"{-(-config.eval.examples // config.eval.batch)}/{config.eval.every}"
-    yield parts.sampling("evaluate", runs, config.eval.batch, 1)
+    yield parts.sampling("evaluate", runs, of_eval, 1)
     if config.eval.samples:
-      yield parts.sampling("draws", runs, config.eval.batch, config.eval.samples)
+      yield parts.sampling("draws", runs, of_eval, config.eval.samples)
 
 
 class _Parts:

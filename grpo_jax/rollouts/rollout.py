@@ -185,7 +185,7 @@ def make_rollout(
   else:
     sampler = run.programs.sampler(max_tokens, keeps_experts)
     if run.parameters.sampling.is_apart and jax.process_count() > 1:
-      sampler = functools.partial(_sample_own_rows, sampler, run.hosts)
+      sampler = _OwnRows(sampler, run.hosts)
   sampling, decode = run.config.sampling, run.tokenizer.decode
   end = end_at(sampling.stop, decode) if sampling.stop else None
 
@@ -196,27 +196,31 @@ def make_rollout(
   return PolicyRollout(sampler, run.hosts, decode, group_size, draws, talkers)
 
 
-def _sample_own_rows(
-  sampler: Callable[..., Iterator[Finished]],
-  hosts: Hosts,
-  params: Any,
-  prompts_PS: np.ndarray,
-  lengths_P: np.ndarray,
-  members: int,
-  draws: Draws,
-  images: Images | None = None,
-) -> Iterator[Finished]:
+class _OwnRows:
   """Samples this process's rows on its own devices, and gets those of the other processes.
 
-  The arguments after `hosts` are those of a `Sampler`. All groups come together.
+  It is called as a `Sampler` is. All groups come together.
   """
-  assert images is None  # check_apart refuses them
-  own = hosts.own_rows(len(lengths_P))
-  draws = draws._replace(
-    first_prompt=draws.first_prompt + own.start, at_once=draws.at_once // jax.process_count()
-  )
-  drawn = whole(sampler(params, prompts_PS[own], lengths_P[own], members, draws))
-  yield Finished([*range(len(lengths_P))], hosts.join_rows(drawn))
+
+  def __init__(self, sampler: Callable[..., Iterator[Finished]], hosts: Hosts):
+    self._sampler, self._hosts = sampler, hosts
+
+  def __call__(
+    self,
+    params: Any,
+    prompts_PS: np.ndarray,
+    lengths_P: np.ndarray,
+    members: int,
+    draws: Draws,
+    images: Images | None = None,
+  ) -> Iterator[Finished]:
+    assert images is None  # check_apart refuses them
+    own = self._hosts.own_rows(len(lengths_P))
+    draws = draws._replace(
+      first_prompt=draws.first_prompt + own.start, at_once=draws.at_once // jax.process_count()
+    )
+    drawn = whole(self._sampler(params, prompts_PS[own], lengths_P[own], members, draws))
+    yield Finished([*range(len(lengths_P))], self._hosts.join_rows(drawn))
 
 
 def hand_on(

@@ -118,7 +118,9 @@ class Trainer:
       stack.callback(schedule.close)
     ahead = Beside(self.collector, config, schedule, self._remote)
     stack.callback(ahead.close)
-    stack.callback(self.run.hosts.close)  # first, because the thread of `ahead` may wait for it
+    stack.callback(
+      self.run.hosts.sampler_mailbox.close
+    )  # first, because the thread of `ahead` may wait for it
     if self._remote is not None:
       stack.callback(self._remote.close)  # for the same reason
     return ahead
