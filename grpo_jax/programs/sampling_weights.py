@@ -42,7 +42,7 @@ class SamplingWeights:
     cast = self._cast(params)
     places = sharding.param_specs(cast, self.mesh)
     if jax.process_count() > 1:
-      return jax.block_until_ready(jax.tree.map(self._moved_from_all, cast, places))
+      return jax.tree.map(self._moved_from_all, cast, places)
     return jax.block_until_ready(jax.device_put(cast, places))
 
   def _moved_from_all(self, x: jax.Array, where: jax.sharding.Sharding) -> jax.Array:
@@ -52,7 +52,7 @@ class SamplingWeights:
     array on the devices that learn, one array after the other, and moves it on.
     """
     whole = self._whole(x).addressable_data(0)
-    return jax.device_put(whole, where)
+    return jax.block_until_ready(jax.device_put(whole, where))
 
   def abstract(self, params: Any) -> Any:
     """`convert` for shapes and shardings."""
