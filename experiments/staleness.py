@@ -1,32 +1,68 @@
-"""How old rollouts may be, with and without corrections, on the task of the quick start.
+"""How old rollouts may be, and which correction keeps a run learning: the task of the quick start.
 
   pip install -e '.[plot]'
   python experiments/staleness.py run /tmp/staleness --seeds=0,1,2
   python experiments/staleness.py plot experiments/staleness.png
 
-The first command makes the warm start of seed 0, takes STEPS GRPO steps from it in every cell, with
-prompts and draws of the cell's seed, and writes one line for each cell to
-experiments/staleness.jsonl. The same command again goes on
-with the cells that have no line. Batches are drawn ahead on the same devices, with fixed weights,
-so the numbers do not depend on time. The second command draws all lines.
+The first command makes a warm start for each seed and takes STEPS GRPO steps from it in every cell,
+with prompts and draws of the seed. It writes one line for each cell to experiments/staleness.jsonl.
+The cells that tell most come first. The same command again goes on with those that have no line.
+Batches are drawn ahead on the same devices, with fixed weights, so the numbers do not depend on
+time. The second command draws the ways that all seeds have finished.
 """
 
 import json
 from pathlib import Path
 import shutil
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpo_jax
 
 LINES = Path(__file__).with_name("staleness.jsonl")
 STEPS = 100
-STALENESS = (1, 4, 16)
-# The first has no correction: the clipped ratio is to the policy that drew.
-CORRECTIONS: dict[str, dict[str, Any]] = {
-  "none": {},
-  "truncated": {"algo.correction": "truncate", "algo.correction_high": 2.0},
+
+
+class Way(NamedTuple):
+  """How a cell learns from older tokens.
+
+  Attributes:
+    preset: The algorithm. "grpo" is that of the quick start.
+    changes: Other settings.
+    color: Of its line.
+  """
+
+  preset: str
+  changes: dict[str, Any]
+  color: str
+
+
+_AT_MOST_2 = {"algo.correction": "truncate", "algo.correction_high": 2.0}
+# The first has no correction: the clipped ratio is to the policy that drew. The presets change more
+# than the correction. Neither has a KL term. aipo does not divide by the deviation, and sums over a
+# completion. m2po takes the mean over tokens, and makes four updates per batch.
+WAYS = {
+  "none": Way("grpo", {}, "tab:red"),
+  "truncated": Way("grpo", _AT_MOST_2, "tab:blue"),
+  "masked": Way(
+    "grpo",
+    {"algo.correction": "mask", "algo.correction_low": 0.5, "algo.correction_high": 5.0},
+    "tab:green",
+  ),
+  "truncated, sequence": Way(
+    "grpo", _AT_MOST_2 | {"algo.correction_level": "sequence"}, "tab:cyan"
+  ),
+  "aipo": Way("aipo", {}, "tab:purple"),
+  "m2po": Way("m2po", {}, "tab:orange"),
+  "m2po, 1 update": Way("m2po", {"algo.minibatches": 1}, "tab:brown"),
 }
+CELLS = [
+  *((16, way) for way in WAYS),
+  (0, "none"),
+  *((4, way) for way in WAYS),
+  (1, "none"),
+  (1, "truncated"),
+]
 SHORT = {
   "steps": STEPS,
   "optimizer.warmup_steps": 20,
@@ -41,38 +77,42 @@ SHORT = {
 def run(out: Path, seeds: list[int]) -> None:
   """Runs the cells that have no line."""
   done = {(line["seed"], line["staleness"], line["correction"]) for line in lines()}
-  for seed in seeds:
-    cells = [(0, "none")] + [(s, name) for s in STALENESS for name in CORRECTIONS]
-    for staleness, name in cells:
-      if (seed, staleness, name) in done:
-        continue
-      start = warm_start(out)
-      changes = SHORT | CORRECTIONS[name] | {"warm_start.steps": 0, "model.path": str(start)}
-      workdir = out / f"{seed}_{staleness}_{name}"
-      shutil.rmtree(workdir, ignore_errors=True)
-      train(seed, workdir, changes | {"rollout.max_staleness": staleness})
-      rows = grpo_jax.read_metrics(workdir)
-      accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
-      ess = [row["ratio/ess"] for row in rows if "ratio/ess" in row]
-      line = {"seed": seed, "staleness": staleness, "correction": name, "accuracy": accuracy}
-      line["least_ratio_ess"] = min(ess, default=1.0)
-      with open(LINES, "a") as file:
-        file.write(json.dumps(line) + "\n")
+  for staleness, name in CELLS:
+    for seed in seeds:
+      if (seed, staleness, name) not in done:
+        take_steps(out, seed, staleness, name)
 
 
-def warm_start(out: Path) -> Path:
-  """The folder of the model that has imitated solutions. It is made if it is not there."""
-  folder = out / "warm"
+def take_steps(out: Path, seed: int, staleness: int, name: str) -> None:
+  """Runs a cell and writes its line."""
+  way, start = WAYS[name], warm_start(out, seed)
+  changes = SHORT | way.changes | {"warm_start.steps": 0, "model.path": str(start)}
+  workdir = out / f"{seed}_{staleness}_{name}"
+  shutil.rmtree(workdir, ignore_errors=True)
+  train(way.preset, seed, workdir, changes | {"rollout.max_staleness": staleness})
+  rows = grpo_jax.read_metrics(workdir)
+  accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+  line = {"seed": seed, "staleness": staleness, "correction": name, "accuracy": accuracy}
+  for metric in ("ratio/ess", "correction/ess"):
+    line[f"least {metric}"] = min((row[metric] for row in rows if metric in row), default=None)
+  with open(LINES, "a") as file:
+    file.write(json.dumps(line) + "\n")
+
+
+def warm_start(out: Path, seed: int) -> Path:
+  """The folder of the model of a seed that has imitated solutions. It is made if not there."""
+  folder = out / f"warm_{seed}"
   if not folder.exists():
-    workdir = out / "warm_run"
-    train(0, workdir, {"steps": 0, "log.tensorboard": False})
+    workdir = out / f"warm_run_{seed}"
+    train("grpo", seed, workdir, {"steps": 0, "log.tensorboard": False})
     grpo_jax.load_policy(workdir).export(folder)
   return folder
 
 
-def train(seed: int, workdir: Path, changes: dict[str, Any]) -> None:
+def train(preset: str, seed: int, workdir: Path, changes: dict[str, Any]) -> None:
   """Trains by the recipe of the quick start, with other settings."""
-  grpo_jax.train(grpo_jax.load_config("arithmetic", {"seed": seed} | changes), workdir)
+  config = grpo_jax.load_config(f"arithmetic:{preset}", {"seed": seed} | changes)
+  grpo_jax.train(config, workdir)
 
 
 def lines() -> list[dict[str, Any]]:
@@ -81,36 +121,48 @@ def lines() -> list[dict[str, Any]]:
 
 
 def plot(picture: str) -> None:
-  """Draws the accuracy by step, one panel for each staleness, and prints the last values."""
+  """Draws the accuracy by step, one panel for each staleness and seed, and prints a table."""
   import matplotlib.pyplot as plt
 
-  found = lines()
-  figure, panels = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True, constrained_layout=True)
-  colors = dict(zip(CORRECTIONS, ("tab:red", "tab:blue")))
-  for panel, staleness in zip(panels, STALENESS):
-    panel.set(title=f"max_staleness {staleness}", xlabel="GRPO steps", ylim=(0, 100))
-    for line in found:
-      is_fresh = line["staleness"] == 0
-      if line["staleness"] not in (0, staleness):
-        continue
-      points = {int(step): 100 * value for step, value in line["accuracy"].items()}
-      name = "in turn" if is_fresh else line["correction"]
-      color = "tab:gray" if is_fresh else colors[name]
-      label = name if line["seed"] == 0 else None
-      panel.plot(points.keys(), points.values(), color=color, lw=1, label=label)
-  panels[0].set(ylabel="held-out greedy accuracy, %")
-  panels[0].legend(frameon=False, loc="lower right")
-  figure.savefig(picture, dpi=120)
-  print("staleness  correction  accuracy of each seed after the last step, %")
-  for staleness in (0, *STALENESS):
-    for name in CORRECTIONS:
-      ends = [
-        f"{100 * list(line['accuracy'].values())[-1]:5.1f}"
-        for line in sorted(found, key=lambda line: line["seed"])
-        if (line["staleness"], line["correction"]) == (staleness, name)
-      ]
-      if ends:
-        print(f"{staleness:9}  {name:10}  {'  '.join(ends)}")
+  found = {(line["staleness"], line["correction"], line["seed"]): line for line in lines()}
+  seeds = sorted({seed for *_, seed in found})
+  whole = [cell for cell in CELLS if all((*cell, seed) in found for seed in seeds)]
+  rows = sorted({staleness for staleness, _ in whole} - {0})
+  figure, panels = plt.subplots(
+    len(rows),
+    len(seeds),
+    figsize=(11, 0.7 + 3.2 * len(rows)),
+    sharex=True,
+    sharey=True,
+    squeeze=False,
+    layout="constrained",
+  )
+  for staleness, row in zip(rows, panels, strict=True):
+    row[0].set(ylabel=f"max_staleness {staleness}: accuracy, %")
+    for seed, panel in zip(seeds, row, strict=True):
+      panel.set(xlim=(0, STEPS), ylim=(75, 100))  # they begin below
+      panel.grid(alpha=0.3)
+      for cell in whole:
+        if cell[0] in (0, staleness):
+          points = percent(found[*cell, seed])
+          name, color = ("in turn", "black") if cell[0] == 0 else (cell[1], WAYS[cell[1]].color)
+          panel.plot(points.keys(), points.values(), color=color, lw=1.4, label=name)
+  for seed, panel in zip(seeds, panels[0], strict=True):
+    panel.set(title=f"seed {seed}")
+  for panel in panels[-1]:
+    panel.set(xlabel="GRPO steps")
+  figure.legend(*panels[-1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=8)
+  figure.savefig(picture, dpi=110)
+  print("| staleness | correction | after 20 steps | after 30 | after 100 |\n|---|---|---|---|---|")
+  for staleness, name in sorted(whole, key=lambda cell: cell[0]):
+    of_seeds = [percent(found[staleness, name, seed]) for seed in seeds]
+    cells = [", ".join(f"{x[step]:.1f}%" for x in of_seeds) for step in (20, 30, STEPS)]
+    print(f"| {staleness} | {name} | {' | '.join(cells)} |")
+
+
+def percent(line: dict[str, Any]) -> dict[int, float]:
+  """The held-out greedy accuracy of a cell by step, in percent."""
+  return {int(step): 100 * value for step, value in line["accuracy"].items()}
 
 
 def main() -> None:
