@@ -118,11 +118,10 @@ class Trainer:
       stack.callback(schedule.close)
     ahead = Beside(self.collector, config, schedule, self._remote)
     stack.callback(ahead.close)
-    stack.callback(
-      self.run.hosts.sampler_mailbox.close
-    )  # first, because the thread of `ahead` may wait for it
+    # These are called first, because the thread of `ahead` may wait for them.
+    stack.callback(self.run.hosts.sampler_mailbox.close)
     if self._remote is not None:
-      stack.callback(self._remote.close)  # for the same reason
+      stack.callback(self._remote.close)
     return ahead
 
   def callbacks(self, callback: Callback | None) -> Callbacks:
