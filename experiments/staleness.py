@@ -59,9 +59,7 @@ WAYS = {
 CELLS = [
   *((16, way) for way in WAYS),
   (0, "none"),
-  *((4, way) for way in WAYS),
-  (1, "none"),
-  (1, "truncated"),
+  *((staleness, way) for staleness in (4, 1) for way in ("none", "truncated")),
 ]
 SHORT = {
   "steps": STEPS,
