@@ -432,7 +432,8 @@ def equal(a, b):
   return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-@pytest.mark.parametrize("sampler", [pytest.param(0, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [0, 4])
 def test_a_run_that_stops_and_goes_on_is_the_same_run(sampler, tmp_path):
   mesh = dict(sampler=sampler, data=-1, fsdp=1, tensor=1)
   changes = dict(mesh=mesh, batch=dict(prompts=8))

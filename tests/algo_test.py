@@ -50,7 +50,8 @@ IS_FAST = [
   for surrogate, ratio in PAIRS
 ]
 FEW_KLS = itertools.cycle(KL)
-FEW = [[(aggregation, next(FEW_KLS)) for aggregation in AGGREGATIONS] for _ in PAIRS]
+FEW_AGGREGATIONS = itertools.cycle(AGGREGATIONS)
+FEW = [[(next(FEW_AGGREGATIONS), next(FEW_KLS)) for _ in range(2)] for _ in PAIRS]
 ALL = [list(itertools.product(AGGREGATIONS, KL)) for _ in PAIRS]
 
 

@@ -131,7 +131,7 @@ def assert_close(results, wanted, bound=1e-5):
 
 
 # Slow tests, but for `dense`. The other cases have prompts, windows, caps and groups, too.
-_SLOW = {"prompts only", "one token", "long window", "idle window"}
+_SLOW = {"odd", "prompts only", "prompts with a window", "one token", "long window", "idle window"}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,13 @@ def naive_with_sinks(q_PNHE, k_PNKE, v_PNKE, mask_PNN, sinks_H):
 
 
 @pytest.mark.parametrize(
-  "name, mesh_shape", [("dense", None), ("chunked", None), ("splash", None), ("chunked", (2, 2))]
+  "name, mesh_shape",
+  [
+    ("dense", None),
+    ("chunked", None),
+    pytest.param("splash", None, marks=pytest.mark.slow),
+    pytest.param("chunked", (2, 2), marks=pytest.mark.slow),
+  ],
 )
 def test_sinks_take_part_in_the_softmax(name, mesh_shape):
   """Some far above all scores and some far below, with a gradient of their own."""
@@ -212,9 +218,9 @@ def test_bfloat16(name):
 @pytest.mark.parametrize(
   "name, mesh_shape, heads, kv_heads",
   [
-    ("splash", (2, 2), 4, 2),
+    pytest.param("splash", (2, 2), 4, 2, marks=pytest.mark.slow),
     ("chunked", (1, 4), 4, 2),  # keys and values are repeated
-    ("chunked", (2, 2), 3, 1),  # the heads stay whole
+    pytest.param("chunked", (2, 2), 3, 1, marks=pytest.mark.slow),  # the heads stay whole
     ("cudnn", (2, 2), 4, 2),
   ],
 )

@@ -58,6 +58,7 @@ store.close()
 """
 
 
+@pytest.mark.slow
 def test_restores_onto_other_device_counts(tmp_path):
   rng = np.random.default_rng(0)
   tree = {"params": {k: jnp.asarray(rng.standard_normal((64, 24)), jnp.float32) for k in "vw"}}
@@ -229,6 +230,7 @@ store.restore_latest(wanted)
 """
 
 
+@pytest.mark.slow
 def test_only_the_warning_reaches_the_terminal(tmp_path):
   done = run(QUIET, tmp_path)
   assert done.returncode == 0, done.stderr

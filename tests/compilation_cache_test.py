@@ -72,7 +72,10 @@ def test_the_second_start_of_a_run_compiles_nothing(tmp_path):
   assert hits == requests > 20 and entries_then == entries
 
 
-@pytest.mark.parametrize("folder", ["auto", "here", ""])
+@pytest.mark.parametrize(
+  "folder",
+  ["auto", pytest.param("here", marks=pytest.mark.slow), pytest.param("", marks=pytest.mark.slow)],
+)
 def test_where_compiled_programs_are_kept(folder, tmp_path):
   given = str(tmp_path / "here") if folder == "here" else folder
   out, err = python(COMPILING, given, XDG_CACHE_HOME=str(tmp_path / "home"))
@@ -88,6 +91,7 @@ def test_the_environment_variable_has_precedence(tmp_path):
   assert out == f"{mine}\n" and not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_without_a_home_folder_in_the_environment_it_is_that_of_the_system(tmp_path):
   """XDG_CACHE_HOME must be absolute, or it does not count."""
   out, _ = python(COMPILING, "auto", XDG_CACHE_HOME="relative", HOME=str(tmp_path))
@@ -106,6 +110,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     assert out == "None\n" and err.startswith(expected) and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_damaged_entries_are_one_line_and_are_written_again(tmp_path):
   _, err = python(COMPILING, str(tmp_path))
   entries = list(tmp_path.glob("*-cache"))

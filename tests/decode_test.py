@@ -56,6 +56,7 @@ def found(config, q, tokens, prefix, prefix_mask, sinks_H):
 
 CAPS_AND_SINKS = [(0.0, False), (2.0, False), (0.0, True)]
 PLAIN = "", True, 0.0, False
+FAST = [("int8", *PLAIN[1:]), ("", True, 2.0, False), ("", False, 0.0, True)]
 
 
 def kinds():
@@ -64,12 +65,14 @@ def kinds():
     ("float32", "bfloat16"), ("", "int8"), (True, False), CAPS_AND_SINKS
   ):
     kind = cache_dtype, with_prefix, cap, sinks
-    is_fast = kind == PLAIN or (dtype == "float32" and (not cache_dtype or kind[1:] == PLAIN[1:]))
+    is_fast = kind == PLAIN or (dtype == "float32" and kind in FAST)
     yield pytest.param(dtype, *kind, marks=() if is_fast else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("dtype, cache_dtype, with_prefix, cap, sinks", kinds())
-@pytest.mark.parametrize("time", [0, 130, 383, 1000])
+@pytest.mark.parametrize(
+  "time", [130, 1000, *(pytest.param(x, marks=pytest.mark.slow) for x in (0, 383))]
+)
 def test_it_equals_the_definition(time, dtype, cache_dtype, with_prefix, cap, sinks):
   bound = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
   q, own, prefix = arrays(dtype, cache_dtype)
@@ -131,12 +134,13 @@ _BORROWING = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "fields",
   [
     pytest.param(dict(num_layers=1), id="plain"),
-    pytest.param(_MIXTURE, id="mixture", marks=pytest.mark.slow),
-    pytest.param(_BORROWING, id="borrowing", marks=pytest.mark.slow),
+    pytest.param(_MIXTURE, id="mixture"),
+    pytest.param(_BORROWING, id="borrowing"),
   ],
 )
 def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):

@@ -136,6 +136,7 @@ def test_tokens_do_not_depend_on_the_rows_and_are_those_of_the_sampler(parts, sh
     np.testing.assert_allclose(one.logprobs, made.logprobs_PGT[0, 0, :length], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_copied_before_its_place_is_taken(parts):
   """The first new row wants the prompt at the place of the second one, which wants another."""
   engine = make(parts, rows=2)
@@ -255,6 +256,7 @@ def test_closing_tells_everybody(parts):
   engine.close()
 
 
+@pytest.mark.slow
 def test_a_failure_tells_everybody_and_is_kept(parts, monkeypatch):
   engine = make(parts, rows=1)
   monkeypatch.setattr(engine._decoder, "chunk", lambda *_: 1 / 0)

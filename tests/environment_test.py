@@ -188,10 +188,11 @@ def test_rewards_of_steps_and_advantages_land_on_sampled_tokens(small):
     np.testing.assert_allclose(advantages_PGT[p], expected_GT, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "algo",
   [
-    pytest.param(dict(kl_coef=0.1), id="grpo", marks=pytest.mark.slow),
+    pytest.param(dict(kl_coef=0.1), id="grpo"),
     pytest.param(
       dict(
         ratio="sequence",

@@ -259,8 +259,14 @@ def run_folder(tmp_path):
       ["config.json has optimizer.learning_rate = 0.0003, this run 0.5"],
     ),
     (dict(seed=1), ["config.json has seed = 0, this run 1"]),
-    (dict(batch__prompts=64), ["config.json has batch.prompts = 32, this run 64"]),
-    (dict(warm_start__steps=10), ["config.json has warm_start.steps ="]),
+    pytest.param(
+      dict(batch__prompts=64),
+      ["config.json has batch.prompts = 32, this run 64"],
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      dict(warm_start__steps=10), ["config.json has warm_start.steps ="], marks=pytest.mark.slow
+    ),
   ],
   ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
@@ -443,6 +449,7 @@ def test_the_other_programs_end_in_one_line_too(start, name):
   assert_refused(*start(name, "--nosuch=3"), ["error: Unknown command line flag 'nosuch'"])
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_are_counted(start, tmp_path):
   keys = ("data.max_prompt_tokens=10", "steps=0", "warm_start.steps=0", "eval.every=0")
   flags = [f"--config.{key}" for key in keys]

@@ -211,7 +211,9 @@ def test_metrics_by_hand():
   assert {k: pytest.approx(float(v)) for k, v in found.items()} == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_mixed"])
+@pytest.mark.parametrize(
+  "name", ["qwen3_moe", pytest.param("qwen3_moe_mixed", marks=pytest.mark.slow)]
+)
 def test_the_auxiliary_loss_is_that_of_transformers(name):
   config, params = model.load(GOLDEN / name)
   expected = np.load(GOLDEN / name / "expected.npz")
@@ -303,7 +305,8 @@ def plain_balance(params, batch):
   return 4 * (jax.lax.stop_gradient(f) * P_).sum()
 
 
-@pytest.mark.parametrize("micro", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [0, 2])
 def test_the_loss_has_the_gradient_of_the_whole_batch_however_it_is_split(params, micro):
   """With advantages of 0, nothing else has a gradient."""
   batch = make_batch(advantage=0.0)
@@ -337,6 +340,7 @@ def test_micro_batches_change_nothing_and_a_loss_that_is_off_adds_nothing(params
   assert (np.abs(np.subtract(*routers)).max((1, 2)) > 1e-4).all()  # of both layers
 
 
+@pytest.mark.slow
 def test_tokens_selected_among_the_whole_batch_and_the_loss_share_a_pass(params):
   """top_entropy_quantile also computes the routing of the whole batch, split or not."""
   batch = make_batch()
@@ -465,6 +469,7 @@ def test_experts_lie_on_their_axis_or_whole_where_it_does_not_divide_them(folder
   assert "layers_0/experts/gate: dimension 1 of 4 is not divisible by expert=8" in whole
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_loss_alone(folder, tmp_path):
   first = config(folder)
   open_run(tmp_path, to_dict(first))

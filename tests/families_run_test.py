@@ -203,6 +203,7 @@ def test_what_a_family_cannot_say_is_not_saved(family, fields, tmp_path):
     make_checkpoint(tmp_path / "in", ["a"], **fields)
 
 
+@pytest.mark.slow
 def test_of_a_model_with_a_vision_tower_the_text_part_is_read_and_written(tmp_path):
   folder = GOLDEN / "gemma3_images"
   config, params = model.load(folder)

@@ -66,8 +66,13 @@ def test_the_largest_micro_batch_that_fits_is_taken():
   assert choose(given, memory=1.0) == choose(given, memory=None) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  "attention, remat", [("dense", False), pytest.param("chunked", True, marks=pytest.mark.slow)]
+  "attention, remat",
+  [
+    ("dense", False),
+    ("chunked", True),
+  ],
 )
 def test_the_estimate_of_a_prompt_is_what_the_compiler_says_or_a_little_more(attention, remat):
   mesh = make_mesh(Mesh(1, 1, 1, 1), jax.devices()[:1])
@@ -145,10 +150,13 @@ def test_as_many_rows_as_fit_are_in_flight():
   assert choose(given, memory=1.0) == choose(given, memory=None) == 12
 
 
-MIXERS = ["gemma3", "gemma4", "gemma4_e", "gpt_oss", "qwen3_5", "deepseek_v3", "mistral"]
+MIXERS = [
+  *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4", "gemma4_e", "gpt_oss", "mistral")),
+  *("gemma3", "qwen3_5", "deepseek_v3"),
+]
 
 
-@pytest.mark.parametrize("cache_dtype", ["", "int8"])
+@pytest.mark.parametrize("cache_dtype", ["", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_bytes_of_a_cache_are_those_of_its_arrays(name, cache_dtype):
   """Of each kind of layer, with its heads on two devices where they can be split."""

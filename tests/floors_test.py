@@ -1,6 +1,7 @@
 """Imports go down only: a room imports itself and lower floors, never what is beside or above."""
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
 import subprocess
@@ -79,8 +80,13 @@ def file_of(name):
   return next((file for file in files if name.startswith("grpo_jax.") and file.is_file()), None)
 
 
+@functools.cache
 def modules_imported(path):
   """The files of the package that a file imports, under TYPE_CHECKING too."""
+  return tuple(_modules_imported(path))
+
+
+def _modules_imported(path):
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
       yield from (file_of(alias.name) for alias in node.names)

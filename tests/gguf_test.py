@@ -52,6 +52,7 @@ FAMILIES = {  # folder: what its GGUF file cannot say
   "families/gemma2": {"query_scalar": 12.0},
   "families/gemma3": {"query_scalar": 12.0},
 }
+FAST = "qwen2_tied", "families/llama", "families/qwen3_moe"
 LAYOUTS = [Kind(number) for number in gguf_file.kinds(Path("x"))]
 
 
@@ -83,7 +84,10 @@ def refused(path, act=model.load_config):
   return message
 
 
-@pytest.mark.parametrize("folder", FAMILIES)
+@pytest.mark.parametrize(
+  "folder",
+  [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in FAMILIES],
+)
 def test_a_family_is_read_as_its_folder_is(folder, tmp_path):
   file = gguf_writing.write(tmp_path / "x.gguf", GOLDEN / folder)
   config, leaves = leaves_of(file)
@@ -134,7 +138,14 @@ def test_the_kinds_are_those_that_the_package_can_undo():
   assert not {"I8", "F64", "Q8_K"} & {kind.name for kind in LAYOUTS}
 
 
-@pytest.mark.parametrize("folder", ["families/llama", "families/qwen3_moe", "families/phi3"])
+@pytest.mark.parametrize(
+  "folder",
+  [
+    pytest.param("families/llama", marks=pytest.mark.slow),
+    "families/qwen3_moe",
+    pytest.param("families/phi3", marks=pytest.mark.slow),
+  ],
+)
 def test_each_device_reads_its_part(folder, tmp_path):
   file = gguf_writing.write(tmp_path / "x.gguf", GOLDEN / folder)
   _, leaves = leaves_of(file)

@@ -101,6 +101,11 @@ def test_completions_are_encoded_and_decoded_without_an_added_space(family):
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="no GSM8K text: set GSM8K_DIR")
+@pytest.mark.parametrize(
+  "family",
+  [pytest.param(x, marks=() if x == "qwen" else pytest.mark.slow) for x in PREFIX],
+  indirect=True,
+)
 def test_gsm8k(family):
   """Compares hashes of the token ids of GSM8K's 1,319 test problems."""
   name, ours, _ = family

@@ -229,7 +229,11 @@ def test_a_harness_that_raises_ends_the_run(tmp_path):
     first_step(config_of(tmp_path, "raises"), tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["silent", pytest.param("raises", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name",
+  ["silent", "raises"],
+)
 def test_a_harness_that_asks_nothing_ends_the_run(name, tmp_path):
   config = config_of(tmp_path, name, reward={"on_error": "none"})
   with pytest.raises(RunFailed, match="no call of the harness began with the prompt"):

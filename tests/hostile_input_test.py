@@ -212,11 +212,12 @@ def test_gsm8k_without_a_network_is_told_at_once(tmp_path, monkeypatch, capsys, 
       "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
       "did not end within 1 second",
     ),
-    (
+    pytest.param(
       "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
       "did not end within 1 second",
+      marks=pytest.mark.slow,
     ),
-    ("{{ 9 ** (9 ** 9) }}", "did not end within 1 second"),
+    pytest.param("{{ 9 ** (9 ** 9) }}", "did not end within 1 second", marks=pytest.mark.slow),
     ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
     ("{{ messages[0].content.ljust(10 ** 10) }}", "MemoryError"),
     ("{{ messages[0].content * 10 ** 7 }}", "more than 10000000 characters"),
@@ -396,6 +397,7 @@ def adapters_of(folder, base, shape=SHAPE):
   return str(folder)
 
 
+@pytest.mark.slow
 def test_adapters_of_another_model_are_refused_or_told(tmp_path, folder):
   lora = dict(lora__rank=2, lora__targets=["q_proj"], warm_start__steps=0)
   changes = dict(model__path=str(folder), **lora)
@@ -412,6 +414,7 @@ def test_adapters_of_another_model_are_refused_or_told(tmp_path, folder):
     assert len(lines) == is_told and all("trained on 'someone/else'" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_many_updates_with_neither_a_ratio_nor_a_kl_are_told(tmp_path):
   for kl_coef, is_told in ((0.0, True), (0.04, False)):
     algo = dict(algo__surrogate="reinforce", algo__updates_per_batch=8, algo__kl_coef=kl_coef)

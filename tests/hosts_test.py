@@ -154,6 +154,7 @@ except (OSError, ConfigError) as error:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_agree():
   with socket.socket() as free:
     free.bind(("localhost", 0))

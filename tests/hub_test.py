@@ -42,6 +42,7 @@ def printed_folder(cache, name):
   ).stdout
 
 
+@pytest.mark.slow
 def test_a_name_is_found_in_the_cache(cache):
   expected = f"{cache}/hub/models--someone--tiny-1.5B/snapshots/{COMMIT}\n"
   assert printed_folder(cache, "someone/tiny-1.5B") == expected

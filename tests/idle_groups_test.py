@@ -132,9 +132,12 @@ def test_a_surrogate_says_whether_advantages_of_zero_have_no_gradient(name):
 
 
 CASES = [
-  *[("grpo", 0), ("grpo", 2), ("dr_grpo", 2), ("gspo", 2)],
-  *[pytest.param("grpo", micro_batch, marks=pytest.mark.slow) for micro_batch in (1, 3)],
-  *[pytest.param(x, 2, marks=pytest.mark.slow) for x in ("dapo", "cispo", "rloo", "gmpo")],
+  ("grpo", 2),
+  *[pytest.param("grpo", micro_batch, marks=pytest.mark.slow) for micro_batch in (0, 1, 3)],
+  *[
+    pytest.param(x, 2, marks=pytest.mark.slow)
+    for x in ("dr_grpo", "gspo", "dapo", "cispo", "rloo", "gmpo")
+  ],
 ]
 
 
@@ -157,9 +160,13 @@ def test_the_update_is_the_same(preset, micro_batch, seed, learns):
   assert expected["update/token_share"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "change",
-  [pytest.param({"top_entropy_quantile": 0.3}, marks=pytest.mark.slow), {"surrogate": "clip_cov"}],
+  [
+    {"top_entropy_quantile": 0.3},
+    {"surrogate": "clip_cov"},
+  ],
 )
 def test_tokens_are_selected_among_all_groups(change):
   """The idle groups are in the quantile and in the covariance, although they have no gradient."""
@@ -171,7 +178,10 @@ def test_tokens_are_selected_among_all_groups(change):
   )
 
 
-@pytest.mark.parametrize("micro_batch, computed", [(1, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+  "micro_batch, computed",
+  [pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)],
+)
 def test_micro_batches_of_idle_groups_are_not_computed(micro_batch, computed):
   seen = []
   step = update(algo_of("grpo"), micro_batch, True, watch=lambda mask: seen.append(np.array(mask)))

@@ -164,7 +164,15 @@ def test_loss_and_gradient_equal_the_plain_ones(params):
   assert_close(jax.tree.map(lambda old, new: old - new, params, state.params), gradient)
 
 
-@pytest.mark.parametrize("chunk", [1, pytest.param(12, marks=pytest.mark.slow), 24, 10**6])
+@pytest.mark.parametrize(
+  "chunk",
+  [
+    pytest.param(1, marks=pytest.mark.slow),
+    pytest.param(12, marks=pytest.mark.slow),
+    24,
+    pytest.param(10**6, marks=pytest.mark.slow),
+  ],
+)
 def test_chunks_change_nothing(params, chunk):
   batch = make_batch()
 
@@ -187,6 +195,7 @@ def test_whole_logits_never_exist(params):
   assert "64x15x997" not in text and "960x997" not in text and "5x64x3x997" not in text
 
 
+@pytest.mark.slow
 def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
   """Sums of products may be float32. A float32 operand would slow an accelerator several times."""
   config = dataclasses.replace(CONFIG, dtype="bfloat16")
@@ -213,11 +222,12 @@ def test_micro_batches_change_nothing(params, micro):
   assert_close(whole[1], split[1], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "policy",
   [
     "nothing_saveable",
-    pytest.param("dots_with_no_batch_dims_saveable", marks=pytest.mark.slow),
+    "dots_with_no_batch_dims_saveable",
   ],
 )
 def test_rematerialisation_changes_nothing(params, policy):
@@ -298,7 +308,12 @@ def plain_full_kl(params, reference, batch):
 
 
 @pytest.mark.parametrize(
-  "change", [dict(surrogate="kl_cov", cov_fraction=0.3), dict(top_entropy_quantile=0.4)], ids=str
+  "change",
+  [
+    pytest.param(dict(surrogate="kl_cov", cov_fraction=0.3), marks=pytest.mark.slow),
+    dict(top_entropy_quantile=0.4),
+  ],
+  ids=str,
 )
 def test_tokens_are_selected_among_the_whole_batch_however_it_is_split(params, change):
   """By the plain log-probs and entropies of all prompts."""
@@ -318,6 +333,7 @@ def test_tokens_are_selected_among_the_whole_batch_however_it_is_split(params, c
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_full_kl_equals_the_plain_one_with_its_gradient(params, micro=2):
   """With advantages of 0, the loss is the mean over rows of kl_coef times their mean KL."""
   batch = make_batch().replace(ref_logprobs_PGT=None)
@@ -485,7 +501,7 @@ def test_experts_and_adapters_are_decayed_too():
       pytest.param(name, "float32", marks=() if name in ("adamw", "sgd") else pytest.mark.slow)
       for name in optim.OPTIMIZERS
     ),
-    ("muon", "bfloat16"),
+    pytest.param("muon", "bfloat16", marks=pytest.mark.slow),
   ],
 )
 def test_every_optimizer_lowers_a_loss(params, name, dtype):
@@ -508,12 +524,13 @@ def test_every_optimizer_lowers_a_loss(params, name, dtype):
   assert after < 0.9 * before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name, share",
   [
-    pytest.param("adamw", 0.75, marks=pytest.mark.slow),
-    pytest.param("lion", 0.5, marks=pytest.mark.slow),
-    pytest.param("sgd", 0.5, marks=pytest.mark.slow),
+    ("adamw", 0.75),
+    ("lion", 0.5),
+    ("sgd", 0.5),
   ],
 )
 def test_first_moments_in_bfloat16_take_half_and_learning_goes_on(params, name, share):

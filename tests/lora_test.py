@@ -52,8 +52,8 @@ def logits_of(config, params, base):
 @pytest.mark.parametrize(
   "name",
   [
-    *("qwen2_all", "qwen2_some"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", *JOINED)),
+    "qwen2_all",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2_some", "gemma2", *JOINED)),
   ],
 )
 def test_logits_are_those_of_peft(name):
@@ -69,7 +69,9 @@ def test_logits_are_those_of_peft(name):
   assert difference <= 1e-4 and np.abs(alone - expected).max() > 0.3  # the adapters do something
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(
+  "name", [pytest.param(x, marks=() if x == "qwen2_some" else pytest.mark.slow) for x in ADAPTERS]
+)
 def test_saving_writes_the_tensors_that_were_loaded(name, tmp_path):
   config, _, adapters = read(name)
   model.save_adapters(tmp_path / "out", config, adapters, "base")
@@ -210,6 +212,7 @@ def test_an_update_is_the_gradient_through_the_merged_weights(fresh, micro):
     assert np.abs(x).max() > 1e-5
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained(fresh):
   config, base, adapters = fresh
   state, _ = update(config, adapters, base, make_batch(config))
@@ -218,6 +221,7 @@ def test_only_adapters_are_trained(fresh):
   assert jax.tree.structure(state.params) == jax.tree.structure(adapters)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_base_alone(fresh):
   """KL(policy || base), computed in the update, is 0 only with new adapters."""
   config, base, adapters = fresh
@@ -237,7 +241,10 @@ def test_a_reference_may_have_its_own_adapters(fresh):
   assert metrics["kl"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("dtype, bound", [("int8", 0.01), ("int4", 0.16), ("nf4", 0.16)])
+@pytest.mark.parametrize(
+  "dtype, bound",
+  [("int8", 0.01), pytest.param("int4", 0.16, marks=pytest.mark.slow), ("nf4", 0.16)],
+)
 def test_a_quantised_kernel(dtype, bound):
   """The largest error relative to the largest weight of a tile.
 
@@ -368,7 +375,7 @@ def test_a_projection_that_the_model_does_not_have_is_named():
   assert {len(x) for x in jax.tree.leaves(adapters)} == {config.num_layers}
 
 
-@pytest.mark.parametrize("inputs", [32, 128])
+@pytest.mark.parametrize("inputs", [pytest.param(32, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("dtype", ["int8", "int4", "nf4", "rounded"])
 def test_factors_multiply_to_the_dequantised_kernel(dtype, inputs):
   """Also where the inputs are one tile, so that every dtype has one scale for each output."""

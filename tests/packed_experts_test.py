@@ -51,6 +51,7 @@ def fused(tmp_path):
   return folder
 
 
+@pytest.mark.slow
 def test_experts_in_one_tensor_are_those_of_single_tensors(tmp_path):
   jax.tree.map(
     np.testing.assert_array_equal,

@@ -103,7 +103,8 @@ def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
   jax.tree.map(close, grads_of_stream, grads)
 
 
-@pytest.mark.parametrize("slots", [pytest.param(None, marks=pytest.mark.slow), 9])
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [None, 9])
 def test_rows_of_an_accelerator_give_the_same_numbers(slots, monkeypatch):
   """Their last token, which predicts nothing, is computed, too."""
   params, options = params_of(CONFIG), learner.StatsOptions(CONFIG, Learner())
@@ -178,9 +179,14 @@ def test_groups_with_equally_many_tokens_come_into_one_part(monkeypatch):
   np.testing.assert_array_equal(ordered.prompts_PS, batch.prompts_PS[order_P])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "micro_batch",
-  [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+  [
+    1,
+    2,
+    4,
+  ],
 )
 def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch):
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)

@@ -272,6 +272,7 @@ def collectives(lowered):
   }
 
 
+@pytest.mark.slow
 def test_under_fsdp_weights_travel_and_activations_stay():
   """The collectives of sampler and update move parameters, their gradients and scalars.
 

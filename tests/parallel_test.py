@@ -121,6 +121,7 @@ def test_only_a_cluster_starts_several_processes(environ, several, monkeypatch):
   assert bool(calls) == several
 
 
+@pytest.mark.slow
 def test_two_slurm_tasks_join():
   program = """
 import jax

@@ -109,7 +109,7 @@ def test_memory_is_what_a_run_holds(run, phases):
     assert per_token * (prompts + few) <= cache < per_token * (prompts + many) + 1000
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.04])
+@pytest.mark.parametrize("kl_coef", [pytest.param(0.0, marks=pytest.mark.slow), 0.04])
 def test_the_estimate_counts_what_the_plan_of_the_update_says_is_held(kl_coef):
   built = small_run(with_section(config_of_all_phases(), "algo", kl_coef=kl_coef))
   update = next(program for program in programs(built) if program.name == "update")
@@ -118,7 +118,10 @@ def test_the_estimate_counts_what_the_plan_of_the_update_says_is_held(kl_coef):
   assert (update.held["reference"] > 0) == (kl_coef > 0)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 32, 33, 64, 100, 512, 1000])
+@pytest.mark.parametrize(
+  "max_tokens",
+  [1, 100, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 32, 33, 64, 512, 1000))],
+)
 @pytest.mark.parametrize("rows, waves", [(0, 1), (P, G), (4, P * G // 4)])
 def test_the_rounds_of_the_decode_loops_are_the_tokens_after_the_first(max_tokens, rows, waves):
   config = with_section(config_of_all_phases(), "sampling", max_tokens=max_tokens, rows=rows)

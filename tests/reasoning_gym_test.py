@@ -92,6 +92,7 @@ def test_problems_do_not_depend_on_the_generators_of_the_process():
   assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_problems_are_those_of_other_processes():
   """A process has hashes of its own, and so another order of its sets."""
   code = (

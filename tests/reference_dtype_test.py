@@ -95,6 +95,7 @@ def test_a_copy_is_as_large_as_its_dtype_says_and_shares_no_memory():
     assert all(np.isfinite(np.asarray(y, np.float32)).all() for y in jax.tree.leaves(reference))
 
 
+@pytest.mark.slow
 def test_the_reference_made_again_from_the_checkpoint_is_the_first_one(tmp_path, monkeypatch):
   """No float32 copy of the checkpoint is made on the way."""
   folder = make_checkpoint(tmp_path / "hf")
@@ -112,8 +113,8 @@ def test_the_reference_made_again_from_the_checkpoint_is_the_first_one(tmp_path,
   "warm_steps, algo",
   [
     (0, {}),
-    pytest.param(1, {}, marks=pytest.mark.slow),
-    pytest.param(0, dict(ref_sync_steps=1, ref_mixup=1.0), marks=pytest.mark.slow),
+    (1, {}),
+    (0, dict(ref_sync_steps=1, ref_mixup=1.0)),
   ],
 )
 def test_a_resumed_run_finds_the_same_reference(warm_steps, algo, tmp_path):

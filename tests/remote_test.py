@@ -444,7 +444,7 @@ def with_texts_that_end(folder):
 @pytest.mark.parametrize(
   "make, parts",
   [
-    (with_filters, 2),
+    pytest.param(with_filters, 2, marks=pytest.mark.slow),
     (with_texts_that_end, 1),
     pytest.param(with_adapters, 1, marks=pytest.mark.slow),
     pytest.param(with_images, 1, marks=pytest.mark.slow),
@@ -470,6 +470,7 @@ def test_a_process_draws_what_the_run_would(make, parts, tmp_path):
       np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_frozen_base_is_sent_once(hub, tmp_path):
   run = small_run(with_adapters(tmp_path))
   trained = run.initial_params()
@@ -549,7 +550,7 @@ def trained(config, folder):
 
 
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness):
   here = trained(config_of(tmp_path, max_staleness=staleness), tmp_path / "here")
   port = free_port()

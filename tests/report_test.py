@@ -369,6 +369,7 @@ def test_a_report_shows_what_is_whole_of_a_hostile_folder_and_counts_the_rest(tm
   assert "text" in shown["steps"][-1]["groups"][0]["members"][0]  # no ids
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path):
   # The run is damaged, too, and is not read.
   make_run(tmp_path / "a", rows_of(reward=[1.0]))

@@ -70,7 +70,16 @@ def functions_of(run):
 
 
 # Their layers are those of golden_model_test.py.
-_SLOW = "deepseek_v3", "gpt_oss", "phi3", "qwen3_5", "qwen3_next"
+_SLOW = (
+  "deepseek_v3",
+  "gpt_oss",
+  "phi3",
+  "qwen3_5",
+  "qwen3_next",
+  "gemma2",
+  "mistral",
+  "qwen2_steps",
+)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +110,13 @@ def test_scores_of_tokens_are_those_of_transformers(folder):
   assert np.ptp(wanted) > 0.5 and difference <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "folder",
-  [pytest.param(GOLDEN / "gemma3", marks=pytest.mark.slow), GOLDEN / "qwen2_steps"],
+  [
+    GOLDEN / "gemma3",
+    GOLDEN / "qwen2_steps",
+  ],
   ids=folder_name,
 )
 def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
@@ -128,10 +141,7 @@ def test_a_reward_model_is_saved_as_it_was_loaded(folder, tmp_path):
 )
 @pytest.mark.parametrize(
   "folder",
-  [
-    pytest.param(x, marks=() if x.name.startswith("qwen2") else pytest.mark.slow)
-    for x in WITH_TEXTS
-  ],
+  [pytest.param(x, marks=() if x.name == "qwen2_steps" else pytest.mark.slow) for x in WITH_TEXTS],
   ids=folder_name,
 )
 def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
@@ -154,17 +164,18 @@ def test_scores_of_texts_are_those_of_transformers(folder, dtype, bound):
   assert difference <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "mesh",
   [
     (2, 2, 2),
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ((8, 1, 1), (1, 8, 1), (1, 1, 8))),
+    *((8, 1, 1), (1, 8, 1), (1, 1, 8)),
   ],
   ids=str,
 )
 @pytest.mark.parametrize(
   "folder",
-  [pytest.param(GOLDEN / "qwen2", marks=pytest.mark.slow), GOLDEN / "llama_steps"],
+  [GOLDEN / "qwen2", GOLDEN / "llama_steps"],
   ids=folder_name,
 )
 def test_a_score_depends_on_its_text_alone(folder, mesh):
@@ -196,6 +207,7 @@ def test_few_lengths_are_compiled():
   assert lengths == {8, 16, 32, 64}
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_the_positions_is_not_scored():
   """64 positions: 2 tokens of a prompt and 62, or 63."""
   score = the_reward(GOLDEN / "qwen2")
@@ -243,6 +255,7 @@ def test_a_text_is_scored_at_its_last_token_that_is_not_padding():
   assert reward_model.whole_texts(padded, ";", ["d"], ["abb"])[0].marks == [(3, 1)]
 
 
+@pytest.mark.slow
 def test_a_model_without_a_template_is_refused_where_there_are_conversations(tmp_path):
   c = config([WITH_TEXTS[0]])
   chatty = Path(__file__).parent / "golden" / "tokenizers" / "qwen"

@@ -121,15 +121,16 @@ def replies(asked):
 TALK = {"reply": replies, "end": end_at(["c"], lambda ids: "".join("abcd"[i % 4] for i in ids))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "rows, chunk, weights, mesh, draws",
   [
-    pytest.param(0, 64, 0, (), {}, marks=pytest.mark.slow),
-    pytest.param(2, 3, MANY, (), TALK, marks=pytest.mark.slow),
-    pytest.param(5, 4, MANY, (), {}, marks=pytest.mark.slow),
-    pytest.param(0, 5, MANY, (), TALK, marks=pytest.mark.slow),
-    pytest.param(4, 5, MANY, (1, 2, 1, 2), {}, marks=pytest.mark.slow),
-    pytest.param(4, 4, MANY, (2, 1, 1, 2), TALK, marks=pytest.mark.slow),
+    (0, 64, 0, (), {}),
+    (2, 3, MANY, (), TALK),
+    (5, 4, MANY, (), {}),
+    (0, 5, MANY, (), TALK),
+    (4, 5, MANY, (1, 2, 1, 2), {}),
+    (4, 4, MANY, (2, 1, 1, 2), TALK),
   ],
 )
 def test_rows_keep_their_experts_wherever_they_sit(
@@ -271,8 +272,14 @@ def test_what_a_sampler_in_bfloat16_chose_is_used(params):
   np.testing.assert_array_equal(replayed.assigned_BLX, used(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  "slots, remat", [(20, False), *(pytest.param(x, True, marks=pytest.mark.slow) for x in (0, 33))]
+  "slots, remat",
+  [
+    (20, False),
+    (0, True),
+    (33, True),
+  ],
 )
 def test_packed_rows_go_through_the_same_experts(slots, remat, params, drawn):
   batch = batch_of(drawn, random_experts=True)
@@ -293,11 +300,12 @@ def test_micro_batches_and_the_old_log_probs_use_them(params, drawn):
   batch = batch_of(drawn, random_experts=True)
   options = learner.StatsOptions(MIXTURE, Learner())
   stats = jax.jit(learner.whole_batch_stats, static_argnums=(2, 3))
-  expected, _ = value_and_grad(params, batch)
+  expected = jax.jit(learner.batch_stats, static_argnums=3)(params, None, batch, options)
   found = stats(params, batch, options, 2).logprobs_PGT
   np.testing.assert_allclose(found, expected.logprobs_PGT, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_whole_kl_routes_by_itself(params, drawn):
   """So its KL from the policy of the same parameters is not 0 where the experts are others."""
   options = learner.StatsOptions(MIXTURE, Learner(), full_kl=True)

@@ -73,7 +73,10 @@ def uniforms(count, size, key=0):
   return jax.random.uniform(jax.random.key(key), (count, logits_lib.draws_per_token(size)))
 
 
-@pytest.mark.parametrize("size", [5, 16, 17, 300])
+@pytest.mark.parametrize(
+  "size",
+  [5, pytest.param(16, marks=pytest.mark.slow), pytest.param(17, marks=pytest.mark.slow), 300],
+)
 def test_frequencies_are_the_probabilities(size):
   """Every frequency of 40,000 draws within five standard deviations."""
   probs = np.random.default_rng(size).dirichlet(np.full(size, 0.5)).astype(np.float32)
@@ -85,7 +88,16 @@ def test_frequencies_are_the_probabilities(size):
   np.testing.assert_allclose(logprobs, np.log(probs)[tokens], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("top_k, top_p", [(0, 0.5), (7, 1.0), (40, 0.3), (1, 0.99), (999, 0.999)])
+@pytest.mark.parametrize(
+  "top_k, top_p",
+  [
+    (0, 0.5),
+    (7, 1.0),
+    pytest.param(40, 0.3, marks=pytest.mark.slow),
+    (1, 0.99),
+    pytest.param(999, 0.999, marks=pytest.mark.slow),
+  ],
+)
 def test_filters_keep_what_a_sort_keeps(top_k, top_p):
   """Logits of both signs with ties, of which all or none are kept."""
   rng = np.random.default_rng(0)
@@ -299,7 +311,9 @@ def test_members_and_steps_differ_and_the_key_decides():
   assert (out.tokens != other.tokens).any(1).all()
 
 
-@pytest.mark.parametrize("rounds", [1, 3, 7])
+@pytest.mark.parametrize(
+  "rounds", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_a_row_depends_neither_on_the_others_nor_on_the_chunks(rounds):
   """Row r draws with its own key: more rows leave the first ones as they are."""
   few, many = run(uniform_step, R=6), run(uniform_step, R=15, rounds=rounds)
@@ -314,7 +328,15 @@ def test_it_stops_when_every_row_has():
   assert out.cache == 1 and out.lengths.tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("ended, rounds, passes", [(0, 9, 2), (1, 9, 4), (2, 9, 6), (9, 3, 3)])
+@pytest.mark.parametrize(
+  "ended, rounds, passes",
+  [
+    (0, 9, 2),
+    pytest.param(1, 9, 4, marks=pytest.mark.slow),
+    pytest.param(2, 9, 6, marks=pytest.mark.slow),
+    (9, 3, 3),
+  ],
+)
 def test_a_chunk_ends_when_more_rows_have_ended_than_are_borne(ended, rounds, passes):
   """Row r ends after 2 r + 3 tokens."""
 

@@ -26,7 +26,14 @@ def gradient_program(remat):
   return jax.jit(jax.grad(loss))
 
 
-@pytest.mark.parametrize("remat", ["", pytest.param("nothing_saveable", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "remat",
+  [
+    "",
+    "nothing_saveable",
+  ],
+)
 def test_a_cpu_runs_straight_code_that_equals_a_loop(monkeypatch, remat):
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CONFIG)
   straight = gradient_program(remat).lower(params)

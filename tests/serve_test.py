@@ -421,6 +421,7 @@ def test_the_key(policy):
     assert send(address, "POST", "/admin/reload", headers=headers)[0] == 404  # no folder
 
 
+@pytest.mark.slow
 def test_new_weights_without_a_restart(policy):
   config, params, tokens = policy
   engine = serving_parts.make_engine(config, params, rows=2)
@@ -680,7 +681,7 @@ def test_a_run_that_goes_on_is_served(tmp_path):
     (["--port=70000"], "flag --port=70000: it must be between 0 and 65535"),
     (["--api_key_file=/no/such"], "flag --api_key_file=/no/such: it cannot be read"),
     (["--max_tokens=2000"], "together they must be at most the model's 1024 positions"),
-    (["--host=1.2.3.4"], "flags --host=1.2.3.4 --port=8000: "),
+    pytest.param(["--host=1.2.3.4"], "flags --host=1.2.3.4 --port=8000: ", marks=pytest.mark.slow),
     ([], "give either --workdir=DIR or --config"),
   ],
 )

@@ -154,6 +154,7 @@ def test_layers_come_back_from_their_stacks(config):
   jax.tree.map(np.testing.assert_array_equal, apart, {"head": tree["head"], **expected})
 
 
+@pytest.mark.slow
 def test_init_stacks_what_it_makes_for_single_layers():
   """Random numbers belong to a layer, whichever layers it lies with."""
   config = MODELS["alternating"]
@@ -195,13 +196,14 @@ def loss_and_gradient(config, remat=""):
   return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param("alternating", marks=pytest.mark.slow),
-    pytest.param("rest", marks=pytest.mark.slow),
+    "alternating",
+    "rest",
     "first dense",
-    pytest.param("two periods", marks=pytest.mark.slow),
+    "two periods",
   ],
 )
 def test_stacked_layers_compute_what_layers_apart_compute(name):
@@ -280,9 +282,7 @@ def test_a_loop_over_equal_neighbours_of_a_pattern_changes_nothing(name, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "name", ["alternating", pytest.param("first dense", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["alternating", "first dense"])
 def test_what_is_saved_for_the_backward_pass_changes_no_number(name):
   """In a loop, and in a layer that is alone in its segment."""
   config = MODELS[name]
@@ -297,8 +297,15 @@ def equations(jaxpr):
   return len(jaxpr.eqns) + sum(equations(inner) for inner in subjaxprs(jaxpr))
 
 
-@pytest.mark.parametrize("remat", [pytest.param("", marks=pytest.mark.slow), "nothing_saveable"])
-@pytest.mark.parametrize("windows", [(0,), pytest.param((3, 0), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "remat",
+  [
+    "",
+    "nothing_saveable",
+  ],
+)
+@pytest.mark.parametrize("windows", [(0,), (3, 0)])
 def test_the_program_of_an_update_does_not_grow_with_depth(windows, remat):
   def size(repeats, **how):
     config = dataclasses.replace(of_windows(*windows * repeats), **how)

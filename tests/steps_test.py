@@ -126,6 +126,7 @@ def test_several_updates_are_train_steps_one_after_the_other(old, tmp_path):
   assert metrics["skipped_updates"] == 0
 
 
+@pytest.mark.slow
 def test_an_update_without_a_token_changes_nothing_and_is_in_no_mean(tmp_path):
   """Of two minibatches, the first has no token in the loss: the update is that of the second."""
   algo = dict(minibatches=2, kl_coef=0.1, kl_target=1e-6, kl_horizon=100, entropy_target=9.0)
@@ -197,6 +198,7 @@ def test_old_is_the_policy_with_one_update_per_batch(minibatches, updates_per_ba
   assert algo.old_is_policy == (minibatches == updates_per_batch == 1)
 
 
+@pytest.mark.slow
 def test_the_temperature_follows_its_schedule_and_the_learner_follows_the_temperature(tmp_path):
   """Two steps from 1.5 to 0.5: in both, the learner's log-probs are those of the sampler."""
   config = with_section(
@@ -289,6 +291,7 @@ def replayed_batch(run, rows):
   )
 
 
+@pytest.mark.slow
 def test_a_step_can_be_replayed_from_its_rows_of_completions(tmp_path):
   """The update from the rows is bit for bit that of the step. Their texts alone would not do.
 
@@ -329,6 +332,7 @@ def test_a_checkpoint_keeps_what_else_the_host_state_holds(tmp_path):
   assert_same(found.host, first)
 
 
+@pytest.mark.slow
 def test_num_tokens_counts_what_was_sampled_and_left_out(tmp_path):
   """Dynamic sampling of equal rewards uses all its rounds, and no token is in the loss."""
   source = "def reward(completions, **_):\n  return [1.0] * len(completions)\n"

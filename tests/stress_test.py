@@ -27,6 +27,7 @@ def line(level="a", method="grpo", seed=0, accuracy=(0.0, 0.5), **more):
 # Cells.
 
 
+@pytest.mark.slow
 def test_every_cell_has_a_config_that_can_be_run(tmp_path):
   cells = list(stress_cells.cells(1))
   assert len(cells) == len(set(cells))

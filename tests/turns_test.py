@@ -80,7 +80,11 @@ def test_each_row_has_an_environment_of_its_own_and_its_rewards(counted):
   assert counted.metrics["tools/call_frequency"] == 0
 
 
-@pytest.mark.parametrize("workers, rows", [(2, 0), pytest.param(0, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "workers, rows",
+  [(2, 0), (0, 3)],
+)
 def test_workers_and_rows_in_flight_change_no_token(counted, workers, rows, tmp_path):
   config = config_of(tmp_path, COUNTING, "Counting", workers)
   config = with_section(config, "sampling", rows=rows)
@@ -91,6 +95,7 @@ def test_workers_and_rows_in_flight_change_no_token(counted, workers, rows, tmp_
     np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_whole_step_agrees_with_the_learner(counted, tmp_path):
   step, store, _ = grpo_step(counted.run, tmp_path, counted.collector)
   state, _, _ = store.restore_or_init()
@@ -253,6 +258,7 @@ def test_tools_answer_what_calls_them(tool, workers, tmp_path):
   assert found.metrics["tools/failure_frequency"] * frequency * P * G == pytest.approx(failures)
 
 
+@pytest.mark.slow
 def test_tools_and_an_environment_take_turns(tmp_path):
   """The environment sees the turns without calls, in their order."""
   tools = (f"{tmp_path}/env.py:double",)
@@ -270,6 +276,7 @@ def test_tools_and_an_environment_take_turns(tmp_path):
   assert late and found.metrics["environment/errors"] == 0
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_or_ends_is_an_error_that_the_model_reads(tmp_path):
   config = config_of(
     tmp_path, TOOLS, workers=2, tools=(f"{tmp_path}/env.py:hangs",), calls=DIGITS, max_turns=2
@@ -357,7 +364,9 @@ def test_an_environment_that_raises_ends_the_run(tmp_path):
     Collected(config_of(tmp_path, FAILS, "Raises"))
 
 
-@pytest.mark.parametrize("name, kind", [("Raises", "errors"), ("Mumbles", "errors")])
+@pytest.mark.parametrize(
+  "name, kind", [("Raises", "errors"), pytest.param("Mumbles", "errors", marks=pytest.mark.slow)]
+)
 def test_an_environment_that_raises_ends_the_completion_if_asked(name, kind, tmp_path, capfd):
   config = with_section(config_of(tmp_path, FAILS, name), "reward", on_error="none")
   found = Collected(config)
@@ -372,6 +381,7 @@ def test_a_conversation_that_a_limit_ends_counts_nothing(tmp_path):
   assert all(row["reward"] == 0 for row in found.rows)
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_ends_the_completion(tmp_path):
   config = config_of(tmp_path, FAILS, "Hangs", workers=4)
   found = Collected(with_section(config, "reward", timeout=0.5))

@@ -198,9 +198,13 @@ def test_adapters_are_trained_and_what_is_under_them_is_not(vision, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "family, words",
-  [("qwen3_vl", "add one of linear_fc1, linear_fc2, proj, qkv"), ("gemma4", "it can have none")],
+  [
+    ("qwen3_vl", "add one of linear_fc1, linear_fc2, proj, qkv"),
+    ("gemma4", "it can have none"),
+  ],
 )
 def test_a_tower_that_is_trained_with_lora_has_adapters(family, words, tmp_path):
   config = vision_config(tmp_path, "trained", family)

@@ -31,18 +31,14 @@ BOUND, G, T = 1e-4, 2, 5
 BOUNDS = {"qwen3_5_moe": 4e-4}
 
 
-# What another checkpoint tests too.
-_SLOW = ("idefics3", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
-
-
 def _params(*fast):
   """All checkpoints, of which these alone are read by the fast tests."""
   for name in sorted(x.name for x in GOLDEN.iterdir()):
-    marks = () if name in fast or (not fast and name not in _SLOW) else pytest.mark.slow
+    marks = () if name in fast else pytest.mark.slow
     yield pytest.param(name, id=name, marks=marks)
 
 
-@pytest.fixture(scope="module", params=_params())
+@pytest.fixture(scope="module", params=_params("qwen3_vl"))
 def golden(request):
   config, params = model.load(GOLDEN / request.param, vision=True)
   return request.param, config, params, np.load(GOLDEN / request.param / "expected.npz")
@@ -128,7 +124,12 @@ def one_by_one(golden):
 
 @pytest.mark.parametrize("golden", _params("qwen3_vl"), indirect=True)
 @pytest.mark.parametrize(
-  ("how", "attention"), [("rows", "dense"), ("packed", "dense"), ("packed", "chunked")]
+  ("how", "attention"),
+  [
+    pytest.param("rows", "dense", marks=pytest.mark.slow),
+    ("packed", "dense"),
+    pytest.param("packed", "chunked", marks=pytest.mark.slow),
+  ],
 )
 def test_a_group_is_its_rows_one_by_one(golden, one_by_one, how, attention):
   """With images encoded once for all completions of a prompt."""
@@ -187,6 +188,7 @@ def test_decoding_with_a_cache_is_the_forward_pass(golden, one_by_one):
   check(name, "token by token", found_PGTV, one_by_one, np.ones(tokens_PGT.shape, bool))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", _params("qwen3_vl"), indirect=True)
 def test_saved_folders_are_equal_when_they_are_read_back(golden, tmp_path):
   _, config, params, _ = golden
@@ -235,6 +237,7 @@ def test_gradients_are_those_of_transformers():
     np.testing.assert_allclose(frozen[name], 0 * leaf if of_tower else leaf, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", _params("gemma3"), indirect=True)
 def test_the_text_part_alone_can_be_read(golden):
   """It is what a language model of its own has."""
@@ -291,6 +294,7 @@ def test_pictures_with_many_patches_are_computed_in_chunks(golden, monkeypatch):
     assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs) + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", _params("qwen3_vl"), indirect=True)
 def test_a_mesh_splits_tower_and_images(golden):
   """Every parameter has a rule, and prompts, heads and weights lie on several devices."""

@@ -231,6 +231,8 @@ def test_windows_of_layers(tied, fields, windows):
   assert load(tied)[0] == dataclasses.replace(TIED, windows=windows)
 
 
+# Larger ones, whose kinds of layers and of tensors have tests of their own.
+_SLOW = "gemma4", "deepseek_v3_yarn", "gpt_oss", "glm4_moe"
 # Those with a vision tower or in FP8 are saved as other ones: their text part, and float32.
 FAMILIES = sorted(
   folder
@@ -239,7 +241,11 @@ FAMILIES = sorted(
 )
 
 
-@pytest.mark.parametrize("folder", FAMILIES, ids=lambda f: f.name)
+@pytest.mark.parametrize(
+  "folder",
+  [pytest.param(x, marks=pytest.mark.slow if x.name.startswith(_SLOW) else ()) for x in FAMILIES],
+  ids=lambda f: f.name,
+)
 def test_every_family_is_saved_as_it_was_loaded(folder, tmp_path, monkeypatch):
   """It is saved in several files, and a tensor that holds several leaves is not split.
 
