@@ -242,7 +242,13 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+# What another damage of the same file tests, too.
+_SLOW = {"data truncated", "data empty", "data zeroed", "data deleted", "manifest garbage"}
+
+
+@pytest.mark.parametrize(
+  "damage", [pytest.param(x, marks=pytest.mark.slow if x in _SLOW else ()) for x in DAMAGES]
+)
 def test_damaged_newest_falls_back_and_is_set_aside(saved, damage):
   DAMAGES[damage](saved / "2")
   warnings = []

@@ -98,6 +98,7 @@ def test_without_a_home_folder_in_the_environment_it_is_that_of_the_system(tmp_p
   assert out.startswith(f"{tmp_path}/.cache/grpo_jax/jax-")
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
   (tmp_path / "file").write_text("in its place")
   for folder, reason in (

@@ -266,6 +266,7 @@ def test_a_failure_tells_everybody_and_is_kept(parts, monkeypatch):
   assert isinstance(engine.failure, ZeroDivisionError) and not engine.is_open
 
 
+@pytest.mark.slow
 def test_a_listener_that_is_gone_frees_its_seat(parts):
   engine = make(parts, rows=1, max_tokens=1000, stops=())
 

@@ -189,11 +189,11 @@ def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
   "family, fields",
   [
     ("llama", dict(unrotated_layers=(0,))),
-    ("llama", dict(qk_norm="head")),
+    pytest.param("llama", dict(qk_norm="head"), marks=pytest.mark.slow),
     ("llama", dict(qkv_bias=True)),
-    ("mistral", dict(query_growth=0.1)),
+    pytest.param("mistral", dict(query_growth=0.1), marks=pytest.mark.slow),
     ("olmo2", dict(logit_divisor=2.0, **_AFTER)),
-    ("smollm3", dict(rotary_dim=4)),
+    pytest.param("smollm3", dict(rotary_dim=4), marks=pytest.mark.slow),
   ],
 )
 def test_what_a_family_cannot_say_is_not_saved(family, fields, tmp_path):

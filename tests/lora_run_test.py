@@ -190,6 +190,7 @@ def test_saved_paths_are_absolute(tmp_path, monkeypatch):
   assert found.reward.functions == ("strict", absolute, f"{absolute}:f")
 
 
+@pytest.mark.slow
 def test_training_continues_from_a_folder_of_adapters(checkpoint, tmp_path):
   c = config(checkpoint)
   run = Run(c)

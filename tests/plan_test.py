@@ -120,7 +120,7 @@ def test_the_estimate_counts_what_the_plan_of_the_update_says_is_held(kl_coef):
 
 @pytest.mark.parametrize(
   "max_tokens",
-  [1, 100, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 32, 33, 64, 512, 1000))],
+  [100, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2, 32, 33, 64, 512, 1000))],
 )
 @pytest.mark.parametrize("rows, waves", [(0, 1), (P, G), (4, P * G // 4)])
 def test_the_rounds_of_the_decode_loops_are_the_tokens_after_the_first(max_tokens, rows, waves):

@@ -112,6 +112,7 @@ def test_metrics_of_the_advantages_say_how_much_of_the_batch_teaches():
     assert metrics[f"advantage/{name}"] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_decoded_token_is_written_into_the_cache_without_a_copy():
   """Once for the keys and once for the values of each layer."""
   config = with_section(small_config(), "model", num_layers=2, num_kv_heads=2)

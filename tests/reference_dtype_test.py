@@ -72,6 +72,7 @@ def test_where_computation_is_in_bfloat16_a_bfloat16_reference_changes_no_bit(kl
   assert_same(state, expected_state)
 
 
+@pytest.mark.slow
 def test_where_computation_is_in_float32_the_first_kl_is_that_of_the_rounded_weights():
   """It is 0 without rounding. With it, it is small beside the KL of a policy that has moved."""
   run = small_run(config_with("float32", "bfloat16"))

@@ -321,11 +321,11 @@ def report(*arguments):
   return subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
 
 
-def test_a_page_has_the_turns_of_completions(tmp_path):
+def test_a_page_has_the_turns_of_completions(start, tmp_path):
   make_run(tmp_path / "runs/a", [*rows_of(reward=[0.5])], saved=[1])
   out = tmp_path / "page.html"
-  done = report(tmp_path / "runs", f"--out={out}")
-  assert (done.returncode, done.stderr) == (0, ""), done.stderr
+  code, _, stderr = start("report", tmp_path / "runs", f"--out={out}")
+  assert (code, stderr) == (0, "")
   (shown,) = held(out.read_text(), "completions")
   member = shown["steps"][0]["groups"][0]["members"][0]
   assert [(turn["role"], turn["start"], turn["end"]) for turn in member["turns"]] == [
@@ -337,7 +337,7 @@ def test_a_page_has_the_turns_of_completions(tmp_path):
   assert len(member["tokens"]) == 6
 
 
-def test_a_report_shows_what_is_whole_of_a_hostile_folder_and_counts_the_rest(tmp_path):
+def test_a_report_shows_what_is_whole_of_a_hostile_folder_and_counts_the_rest(start, tmp_path):
   rows = [*rows_of(reward=[0.5, None, "good"], kl=[float("nan"), -1e308, [1]])]
   make_run(tmp_path / "runs/a", rows, saved=range(1, 7))
   good = next(completion_rows())
@@ -356,8 +356,8 @@ def test_a_report_shows_what_is_whole_of_a_hostile_folder_and_counts_the_rest(tm
     (tmp_path / f"runs/a/completions/{step:06d}.jsonl").write_text(content)
   (tmp_path / "runs/a/completions/000003.jsonl").write_bytes(b"{\xff")
   out = tmp_path / "page.html"
-  done = report(tmp_path / "runs", f"--out={out}")
-  assert (done.returncode, done.stderr) == (0, ""), done.stderr
+  code, _, stderr = start("report", tmp_path / "runs", f"--out={out}")
+  assert (code, stderr) == (0, "")
   text = out.read_text()
   (run,) = held(text, "data")["runs"]
   assert run["left_out"] == {"reward": 2, "kl": 2}

@@ -444,6 +444,7 @@ def test_without_a_key_nobody_reloads(address):
   assert send(address, "POST", "/admin/reload")[0] == 401
 
 
+@pytest.mark.slow
 def test_a_full_queue(policy):
   config, params, tokens = policy
   engine = serving_parts.make_engine(config, params, rows=1, waiting=4)
