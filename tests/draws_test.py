@@ -49,9 +49,8 @@ def reward(completions, completion_ids, **_):
 """
 
 
-@pytest.mark.parametrize(
-  "rows", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (P, 3 * P))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [2, *(P, 3 * P)])
 def test_a_step_with_few_rows_in_flight_collects_what_it_collects_at_once(rows, tmp_path):
   at_once, few = (
     Small(with_section(with_reward(small_config(), tmp_path, MIXED), "sampling", rows=rows))(3)

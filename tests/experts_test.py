@@ -354,6 +354,7 @@ def test_tokens_selected_among_the_whole_batch_and_the_loss_share_a_pass(params)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *routings)
 
 
+@pytest.mark.slow
 def test_padding_is_routed_and_counts_nowhere(params):
   """The tokens after the ends of prompts and completions do not change the update."""
   batch = make_batch()

@@ -216,9 +216,8 @@ def test_a_compiler_has_nothing_to_round_in_an_empty_cache_of_int8(alone):
   assert "i8" in str(program) and "reduce" not in str(program)
 
 
-@pytest.mark.parametrize(
-  "max_tokens", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 33))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("max_tokens", [2, *(1, 33)])
 def test_short_completions_and_those_of_one_chunk_more(max_tokens, alone):
   config, params, expected = alone
   found, _ = draw(config, params, rows=5, max_tokens=max_tokens)

@@ -224,6 +224,7 @@ def test_rewards_rise(tmp_path):
   assert np.mean(rewards[-3:]) > 0.5 > 0.2 > np.mean(rewards[:3])
 
 
+@pytest.mark.slow
 def test_a_harness_that_raises_ends_the_run(tmp_path):
   with pytest.raises(RunFailed, match="the harness raised ValueError: no game .*harness.py line"):
     first_step(config_of(tmp_path, "raises"), tmp_path / "run")

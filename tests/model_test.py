@@ -91,6 +91,7 @@ def grouped(params, P=2, G=3, S=5, T=6, lengths=(5, 3)):
   return model.as_prefix(cache, lengths), own, own_positions, jnp.stack(plain)
 
 
+@pytest.mark.slow
 def test_decoding_with_a_growing_cache_equals_one_pass_without_a_cache(params):
   prefix, own, at, plain = grouped(params)
   cache = model.empty_cache(CONFIG, prefix, 3, slots=3)

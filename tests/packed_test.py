@@ -151,6 +151,7 @@ def test_sizes_are_eighths_and_not_small():
   assert packed.slot_sizes(4, 8) == [None]
 
 
+@pytest.mark.slow
 def test_a_part_takes_the_fewest_slots_that_hold_its_largest_group(monkeypatch):
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
   assert packed.slot_sizes(G, T - 1) == [3, 6, 9, 12, 15, None]

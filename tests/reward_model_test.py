@@ -74,6 +74,7 @@ _SLOW = (
   "deepseek_v3",
   "gpt_oss",
   "phi3",
+  "llama",
   "qwen3_5",
   "qwen3_next",
   "gemma2",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 from experts_test import CONFIG, make_folder
 import jax
@@ -199,6 +200,18 @@ def batch_of(completions, random_experts=False):
   )
 
 
+def random_completions():
+  """Completions of all lengths that nothing had to draw."""
+  rng = np.random.default_rng(4)
+  lengths_PG1 = np.resize(np.arange(1, T + 1), (P, G, 1))
+  return SimpleNamespace(
+    tokens_PGT=rng.integers(2, MIXTURE.vocab_size, (P, G, T)),
+    sampled_PGT=np.arange(T) < lengths_PG1,
+    experts_PGTY=np.zeros((P, G, T, Y), np.int8),
+    prompt_experts_PSY=np.zeros((*prompts()[0].shape, Y), np.int8),
+  )
+
+
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def value_and_grad(params, batch, config=MIXTURE, remat=False):
   options = learner.StatsOptions(config, Learner(logprob_chunk=16, remat=remat))
@@ -296,8 +309,8 @@ def test_packed_rows_go_through_the_same_experts(slots, remat, params, drawn):
   assert np.abs(plain.logprobs_PGT - expected.logprobs_PGT).max() > 1e-2
 
 
-def test_micro_batches_and_the_old_log_probs_use_them(params, drawn):
-  batch = batch_of(drawn, random_experts=True)
+def test_micro_batches_and_the_old_log_probs_use_them(params):
+  batch = batch_of(random_completions(), random_experts=True)
   options = learner.StatsOptions(MIXTURE, Learner())
   stats = jax.jit(learner.whole_batch_stats, static_argnums=(2, 3))
   expected = jax.jit(learner.batch_stats, static_argnums=3)(params, None, batch, options)

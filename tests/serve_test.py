@@ -681,7 +681,11 @@ def test_a_run_that_goes_on_is_served(tmp_path):
     (["--rows=0"], "flag --rows=0: it must be at least 1"),
     (["--port=70000"], "flag --port=70000: it must be between 0 and 65535"),
     (["--api_key_file=/no/such"], "flag --api_key_file=/no/such: it cannot be read"),
-    (["--max_tokens=2000"], "together they must be at most the model's 1024 positions"),
+    pytest.param(
+      ["--max_tokens=2000"],
+      "together they must be at most the model's 1024 positions",
+      marks=pytest.mark.slow,
+    ),
     pytest.param(["--host=1.2.3.4"], "flags --host=1.2.3.4 --port=8000: ", marks=pytest.mark.slow),
     ([], "give either --workdir=DIR or --config"),
   ],

@@ -229,6 +229,7 @@ def test_the_temperature_follows_its_schedule_and_the_learner_follows_the_temper
     assert gap[is_token].max() > 0.05
 
 
+@pytest.mark.slow
 def test_the_host_state_counts_sampled_tokens_and_survives_a_checkpoint(tmp_path):
   """Three steps, of which the last one is taken again from a checkpoint of the second.
 

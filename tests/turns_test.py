@@ -105,6 +105,7 @@ def test_a_whole_step_agrees_with_the_learner(counted, tmp_path):
   json.dumps(rows)
 
 
+@pytest.mark.slow
 def test_a_message_that_is_learned_by_mistake_stops_the_run(counted, tmp_path):
   """Nobody drew its tokens, so their log-probs say nothing of the policy."""
 
@@ -375,6 +376,7 @@ def test_an_environment_that_raises_ends_the_completion_if_asked(name, kind, tmp
   assert capfd.readouterr().err.count("the completion ends there") >= 1
 
 
+@pytest.mark.slow
 def test_a_conversation_that_a_limit_ends_counts_nothing(tmp_path):
   """It has a reward, or the policy would learn not to finish what it would lose."""
   found = Collected(config_of(tmp_path, FAILS, "SaysNothing"))
