@@ -316,6 +316,8 @@ def test_micro_batches_and_the_old_log_probs_use_them(params):
   expected = jax.jit(learner.batch_stats, static_argnums=3)(params, None, batch, options)
   found = stats(params, batch, options, 2).logprobs_PGT
   np.testing.assert_allclose(found, expected.logprobs_PGT, atol=1e-5)
+  others = batch.replace(experts_PGTY=(batch.experts_PGTY + 1) % X)
+  assert np.abs(stats(params, others, options, 2).logprobs_PGT - found).max() > 1e-2
 
 
 @pytest.mark.slow
