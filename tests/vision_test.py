@@ -198,6 +198,7 @@ def test_saved_folders_are_equal_when_they_are_read_back(golden, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_transformers():
   """Of every tensor of decoder and tower, and 0 in a tower that is frozen."""
   folder = GOLDEN / "qwen3_vl"

@@ -232,7 +232,7 @@ def test_windows_of_layers(tied, fields, windows):
 
 
 # Larger ones, whose kinds of layers and of tensors have tests of their own.
-_SLOW = "gemma4", "deepseek_v3", "gpt_oss", "glm4_moe"
+_SLOW = "gemma4", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_5", "qwen3_next", "olmo3", "smollm3"
 # Those with a vision tower or in FP8 are saved as other ones: their text part, and float32.
 FAMILIES = sorted(
   folder
