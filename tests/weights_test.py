@@ -232,7 +232,10 @@ def test_windows_of_layers(tied, fields, windows):
 
 
 # Larger ones, whose kinds of layers and of tensors have tests of their own.
-_SLOW = "gemma4", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_5", "qwen3_next", "olmo3", "smollm3"
+_SLOW = (
+  *("gemma4", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_5", "qwen3_next"),
+  *("olmo3", "smollm3", "qwen3_moe_mixed"),
+)
 # Those with a vision tower or in FP8 are saved as other ones: their text part, and float32.
 FAMILIES = sorted(
   folder
@@ -699,7 +702,16 @@ def test_parts_of_a_tensor_are_taken_and_joined(axes, starts):
       np.testing.assert_array_equal(ours, tensor[tuple(map(slice, start, ends))])
 
 
-@pytest.mark.parametrize("family", ["llama", "granite", "glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+  "family",
+  [
+    "llama",
+    "granite",
+    pytest.param("glm4_moe", marks=pytest.mark.slow),
+    "deepseek_v3",
+    pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
+  ],
+)
 def test_a_window_is_refused_by_families_that_have_none(family, tmp_path):
   folder = Path(shutil.copytree(GOLDEN / "families" / family, tmp_path / "m"))
   layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]

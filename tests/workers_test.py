@@ -598,6 +598,7 @@ def place_of(text):
   return zlib.crc32(text.encode()) % 6
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_hangs_crashes_and_raises_ends(tmp_path, capfd):
   config = with_reward(small_config(), tmp_path, REWARD)
   config = with_section(config, "eval", every=2, examples=8, batch=4)
@@ -650,6 +651,7 @@ def test_the_settings_of_workers_do_not_make_another_run():
     check_ranges(small_config().replace({"reward.on_error": "maybe"}))
 
 
+@pytest.mark.slow
 def test_cores_are_shared_by_processes_that_have_the_same(monkeypatch):
   hosts = Hosts(make_mesh(Mesh(), jax.devices()[:1]))
   own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
