@@ -696,7 +696,9 @@ def test_bad_flags_are_one_line(flags, message, start, tmp_path):
   if flags:
     config.append(f"--config.model.path={serving_parts.write_policy(tmp_path)}")
   code, _, said = start("serve", *config, *small, *flags)
-  assert code == 2 and message in said and said.count("\n") == 1
+  # On a busy machine, other lines say that loading and compiling takes long.
+  errors = [line for line in said.splitlines() if not line.startswith(("loading", "still"))]
+  assert code == 2 and len(errors) == 1 and message in errors[0]
 
 
 def test_a_missing_package_is_one_line(start, monkeypatch):
