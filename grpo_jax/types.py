@@ -131,6 +131,11 @@ class Images(struct.PyTreeNode):
   positions_PS3: jax.Array | None = None
   next_P: jax.Array | None = None
 
+  @property
+  def is_seen_PS(self) -> jax.Array:
+    """bool, True where a token of a prompt is one of an image."""
+    return (self.seen_PS2 >= 0).all(-1)
+
 
 class Visual(struct.PyTreeNode):
   """What a vision tower makes of `Images`, which the decoder reads in the place of tokens.
@@ -150,6 +155,11 @@ class Visual(struct.PyTreeNode):
   picture_PS: jax.Array
   positions_PS3: jax.Array | None = None
   next_P: jax.Array | None = None
+
+  @property
+  def is_seen_PS(self) -> jax.Array:
+    """bool, True where a token of a prompt is one of an image."""
+    return self.seen_PS >= 0
 
   def after(self, tokens: int) -> "Visual":
     """The same for prompts without their first tokens, which see no image."""

@@ -31,6 +31,7 @@ class PromptBatch:
     columns: What reward functions get (see grpo_jax/rewards), as lists of one entry for each of
       these rows.
     load_images: What `images` calls.
+    visual: `types.Visual` on the mesh, where `images` are encoded already. Otherwise None.
   """
 
   prompts_PS: np.ndarray
@@ -38,6 +39,7 @@ class PromptBatch:
   own: slice = dataclasses.field(default_factory=lambda: slice(0, 0))
   columns: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
   load_images: Callable[[], Images | None] = lambda: None
+  visual: Any = None
 
   @functools.cached_property
   def images(self) -> Images | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import struct
 import jax
@@ -14,8 +14,9 @@ from grpo_jax.algo import kl
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features, target_packing
 from grpo_jax.learner.packed import sizes_vary, sorted_by_tokens, with_fewest_slots
-from grpo_jax.types import Batch, TokenStats, Visual
+from grpo_jax.types import Batch, Images, TokenStats, Visual
 
+Tree = TypeVar("Tree")
 # (log-probs, entropies, KL), as `TokenStats` explains them, but [B, T] each.
 Stats = tuple[jax.Array, jax.Array, jax.Array | None]
 
@@ -165,8 +166,8 @@ def _stats_of_chunk(
   return logprobs_BT, entropies_BT, full_kl_BT
 
 
-def split_batch(batch: Batch, size: int) -> Batch:
-  """Every array [P, ...] as [P / size, size, ...]. Size 0 makes one part.
+def split_batch(batch: Tree, size: int) -> Tree:
+  """Every array [P, ...] of a tree as [P / size, size, ...]. Size 0 makes one part.
 
   Of M parts, part m takes the prompts m, m + M, m + 2 M, ..., so that each device holds its share
   of every part.
@@ -187,13 +188,15 @@ def in_micro_batches(function: Callable[[Batch], Any], batch: Batch, size: int) 
   if sizes_vary(batch, size):
     batch, order_P = sorted_by_tokens(batch, size)
 
-  def join(x: jax.Array) -> jax.Array:
-    x = x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
-    return x if order_P is None else x[jnp.argsort(order_P)]
-
   parts = split_batch(batch, size)
   of_part = functools.partial(with_fewest_slots, function)
-  return jax.tree.map(join, jax.lax.map(of_part, parts))
+  found = _joined(jax.lax.map(of_part, parts))
+  return found if order_P is None else jax.tree.map(lambda x: x[jnp.argsort(order_P)], found)
+
+
+def _joined(parts: Any) -> Any:
+  """The inverse of `split_batch`."""
+  return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), parts)
 
 
 def whole_batch_stats(
@@ -207,11 +210,7 @@ def whole_batch_stats(
   return in_micro_batches(stats, batch, micro_batch)
 
 
-def encoded(params: Any, config: model.ModelConfig, batch: Batch, micro_batch: int) -> Visual:
+def encoded(params: Any, config: model.ModelConfig, images: Images, micro_batch: int) -> Visual:
   """What the vision tower makes of a batch's images, in micro-batches and without gradients."""
-
-  def encode(part: Batch) -> Visual:
-    return model.encode(params, config, part.images)
-
-  # The size of a part depends on no completion.
-  return in_micro_batches(encode, batch.replace(slots=0), micro_batch)
+  encode = functools.partial(model.encode, params, config)
+  return _joined(jax.lax.map(encode, split_batch(images, micro_batch)))

@@ -65,11 +65,10 @@ def encode(params: Any, config: ModelConfig, images: Images, remat: str = "") ->
   M = levels[0].shape[1]
   features_PKND = jnp.stack([level_BMD.reshape(P, I * M, -1) for level_BMD in levels], 1)
   picture_PS, number_PS = images.seen_PS2[..., 0], images.seen_PS2[..., 1]
-  is_seen_PS = (picture_PS >= 0) & (number_PS >= 0)
   return Visual(
     features_PKND=features_PKND,
-    seen_PS=jnp.where(is_seen_PS, picture_PS * M + number_PS, -1),
-    picture_PS=jnp.where(is_seen_PS, picture_PS, -1),
+    seen_PS=jnp.where(images.is_seen_PS, picture_PS * M + number_PS, -1),
+    picture_PS=jnp.where(images.is_seen_PS, picture_PS, -1),
     positions_PS3=images.positions_PS3,
     next_P=images.next_P,
   )
@@ -125,14 +124,14 @@ def put(x_BTD: jax.Array, visual: Visual) -> jax.Array:
   """The embeddings of tokens, with visual tokens in their places."""
   S = visual.seen_PS.shape[1]
   own_BSD = at_tokens(visual, 0).astype(x_BTD.dtype)
-  is_seen_BS1 = (visual.seen_PS >= 0)[..., None]
+  is_seen_BS1 = visual.is_seen_PS[..., None]
   return jnp.concatenate([jnp.where(is_seen_BS1, own_BSD, x_BTD[:, :S]), x_BTD[:, S:]], 1)
 
 
 def as_padding(tokens_BT: jax.Array, visual: Visual, pad_id: int) -> jax.Array:
   """The tokens, with this one in the places of visual tokens."""
   S = visual.seen_PS.shape[1]
-  prompt_BS = jnp.where(visual.seen_PS >= 0, pad_id, tokens_BT[:, :S])
+  prompt_BS = jnp.where(visual.is_seen_PS, pad_id, tokens_BT[:, :S])
   return jnp.concatenate([prompt_BS, tokens_BT[:, S:]], 1)
 
 
@@ -140,7 +139,7 @@ def at_tokens(visual: Visual, level: int) -> jax.Array:
   """[P, S, D]: the visual token of this level that each token of a prompt sees, or 0."""
   index_PS1 = jnp.maximum(visual.seen_PS, 0)[..., None]
   own_PSD = jnp.take_along_axis(visual.features_PKND[:, level], index_PS1, axis=1)
-  return jnp.where((visual.seen_PS >= 0)[..., None], own_PSD, 0)
+  return jnp.where(visual.is_seen_PS[..., None], own_PSD, 0)
 
 
 def positions(visual: Visual | None, positions_BT: jax.Array) -> jax.Array:

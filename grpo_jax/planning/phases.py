@@ -9,7 +9,7 @@ import jax
 
 from grpo_jax.parallel.chips import Chip
 from grpo_jax.planning import cost
-from grpo_jax.planning.programs import Program
+from grpo_jax.planning.programs import Program, Stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def compiled(program: Program) -> Phase:
       done = cost.count(executable.as_text(), stage.rounds) * stage.runs
       counted = done if counted is None else counted + done
       sizes = executable.memory_analysis()
-      of_stage = _memory(program, sizes, _temporary(executable), stage.cache)
+      of_stage = _memory(program, sizes, _temporary(executable), stage)
       memory = max(memory, of_stage, key=lambda sizes: sum(sizes.values()))
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
@@ -82,12 +82,13 @@ def _temporary(executable: Any) -> float:
   return max(0, sizes.peak_memory_in_bytes - sizes.argument_size_in_bytes - new_outputs)
 
 
-def _memory(program: Program, sizes: Any, temporary: float, cache: float) -> dict[str, float]:
+def _memory(program: Program, sizes: Any, temporary: float, stage: Stage) -> dict[str, float]:
   """Bytes by kind: what the run holds, and what the program adds to it."""
   # At most `temporary`: a compiler may keep a part in a faster memory or in an argument's place.
   gradients = min(program.gradients, temporary)
   arguments = sizes.argument_size_in_bytes - sum(program.held[kind] for kind in program.taken)
   outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+  cache = stage.cache
   # What makes the cache returns it. The others take it.
   if arguments >= cache:
     arguments -= cache
@@ -95,6 +96,7 @@ def _memory(program: Program, sizes: Any, temporary: float, cache: float) -> dic
     outputs -= cache
   return {
     **program.held,
+    "visual tokens": program.held.get("visual tokens", 0.0) + stage.visual,
     "other arguments": max(0.0, arguments),
     "cache": cache,
     "gradients": gradients,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from huggingface_hub import try_to_load_from_cache
 import jax
@@ -13,7 +13,7 @@ from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
-from grpo_jax.programs.fitting import device_bytes, images_of, visual_of
+from grpo_jax.programs.fitting import device_bytes, images_of, visual_bytes, visual_of
 from grpo_jax.programs.flight import NewRows, Prompts
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import by_row, settings_of
@@ -21,6 +21,8 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.rows import Chunk
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Completions
+
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +34,14 @@ class Stage:
     runs: How often it is called.
     rounds: How often its loops run in a call at most, by the largest value of their counter.
     cache: The bytes of the key/value cache that it takes or makes.
+    visual: The bytes of visual tokens that wait beside its arguments.
   """
 
   lower: Callable[[], Any]
   runs: int = 1
   rounds: Mapping[int, float] = dataclasses.field(default_factory=dict)
   cache: float = 0.0
+  visual: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +100,9 @@ def programs(run: Run) -> Iterator[Program]:
   P, of_eval = config.batch.prompts // shares, config.eval.batch // shares
   if config.warm_start.steps:
     yield parts.warm_start()
-  yield parts.sampling("sample", "1", P, G)
   if run.parameters.model.has_frozen_tower:
     yield parts.encode()
+  yield parts.sampling("sample", "1", P, G)
   if ADVANTAGES[algo.advantage].needs_greedy:
     yield parts.sampling("greedy", "1", P, 1)
   if algo.uses_reference and not algo.needs_full_kl:
@@ -140,6 +144,7 @@ class _Parts:
       "moments": device_bytes(state) - device_bytes(trained),
       "frozen base": device_bytes(base),
       "reference": parameters.reference_bytes,
+      "visual tokens": self._config.rollout.max_staleness * self._waiting_bytes,
     }
     # Made once and kept.
     of_base = 0.0 if sampled_base is base else device_bytes(sampled_base)
@@ -163,16 +168,20 @@ class _Parts:
 
   def _sampling_stages(self, name: str, prompts: int, group_size: int) -> tuple[Stage, ...]:
     """What a sampler calls if no completion ends early."""
+    is_encoded = self._run.parameters.encodes_first and name in ("sample", "greedy")
     keeps_experts = name == "sample" and self._config.learner.router_replay
     sampler = self._run.programs.sampler(keeps_experts=keeps_experts)
     pace, programs = sampler.pace(prompts, group_size), sampler.programs
     grid, S = pace.grid, self._config.data.max_prompt_tokens
     key = jax.eval_shape(lambda: jax.random.key(0))
     settings = self._settings(grid.rows)
-    first = (self._sampled, self._prompts(min(grid.places, prompts)), None, settings)
+    count = min(grid.places, prompts)
+    first = (self._sampled, self._prompts(count, is_encoded), None, settings)
     begin = functools.partial(programs.begin.lower, grid, pace.slots[0], *first)
     flight = programs.abstract(grid, pace.slots[0], self._sampled, S, settings)
-    stages = [Stage(begin, cache=device_bytes(flight.cache))]
+    visual = self._waiting_bytes if is_encoded else 0.0
+    others = visual * (1 - count / prompts)
+    stages = [Stage(begin, cache=device_bytes(flight.cache), visual=others)]
     waves = -(-prompts * group_size // grid.rows)
     done = 0
     for slots in pace.slots:
@@ -183,12 +192,12 @@ class _Parts:
       if slots == pace.slots[-1]:  # the rows of later waves find a cache of the full size
         if prompts > grid.places:
           waiting = (
-            self._prompts(pace.prompts_at_once),
+            self._prompts(pace.prompts_at_once, is_encoded),
             self._some("int32", pace.prompts_at_once),
           )
           lower = functools.partial(programs.arrive.lower, flight, self._sampled, *waiting)
           runs = -(-(prompts - grid.places) // pace.prompts_at_once)
-          stages.append(Stage(lower, runs, cache=device_bytes(flight.cache)))
+          stages.append(Stage(lower, runs, cache=device_bytes(flight.cache), visual=visual))
         rounds += (waves - 1) * (programs.decoding.max_tokens - 1)
       done = needed
       if not rounds:
@@ -209,16 +218,24 @@ class _Parts:
           runs,
           {programs.columns: rounds / runs},
           device_bytes(flight.cache),
+          visual,
         )
       )
     return tuple(stages)
 
+  @functools.cached_property
+  def _waiting_bytes(self) -> float:
+    """What one device holds of a batch's visual tokens from its sampling to its update."""
+    parameters = self._run.parameters
+    if not parameters.encodes_first:
+      return 0.0
+    return visual_bytes(self._config, parameters.model, parameters.abstract_policy)
+
   def encode(self) -> Program:
     """A frozen vision tower on the images of a batch."""
     P, encode = self._config.batch.prompts, cast(Any, self._run.encode)
-    images = images_of(self._config, self._run.parameters.model, P)
-    batch = self._with_rows(self._batch.replace(visual=None, images=images), P)
-    lower = functools.partial(encode.lower, self._run.parameters.abstract_base, batch)
+    images = self._with_rows(images_of(self._config, self._run.parameters.model, P), P)
+    lower = functools.partial(encode.lower, self._run.parameters.abstract_base, images)
     return Program("encode", "1", (Stage(lower),), self._held, ("frozen base",))
 
   def logprobs(self, name: str, params: Any, taken: tuple[str, ...]) -> Program:
@@ -316,10 +333,13 @@ class _Parts:
     """`Batch.slots` of completions that all have max_tokens tokens."""
     return None if self._run.parameters.model.platform == "cpu" else 0
 
-  def _prompts(self, count: int) -> Prompts:
-    """So many prompts."""
-    S = self._config.data.max_prompt_tokens
-    images = images_of(self._config, self._run.parameters.model, count)
+  def _prompts(self, count: int, is_encoded: bool = False) -> Prompts:
+    """So many prompts with the most images that they can have, which may be encoded already."""
+    S, parameters = self._config.data.max_prompt_tokens, self._run.parameters
+    images: Any = images_of(self._config, parameters.model, count)
+    if is_encoded:
+      visual = visual_of(self._config, parameters.model, parameters.abstract_policy, count)
+      images = self._with_rows(visual, count)
     return Prompts(self._some("int32", count, S), self._some("int32", count), images=images)
 
   def _settings(self, rows: int) -> RowSettings:
@@ -331,13 +351,13 @@ class _Parts:
     """The shape of an array of the host."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
-  def _with_rows(self, batch: Batch, count: int) -> Batch:
-    """The batch with so many prompts, on the mesh."""
+  def _with_rows(self, batch: Tree, count: int) -> Tree:
+    """The arrays of a batch with so many prompts, on the mesh."""
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self._rows)
 
-    return jax.tree.map(place, batch)
+    return cast(Tree, jax.tree.map(place, batch))
 
 
 def _resized(x: Any, size: int, axis: int) -> jax.ShapeDtypeStruct:

@@ -49,11 +49,18 @@ class Programs:
 
   @functools.cached_property
   def _held_by_update(self) -> float:
-    """The bytes of the state, the frozen base, the reference and the gradients on one device."""
+    """The bytes that one device holds beside the activations.
+
+    They are those of the state, the frozen base, the reference, the gradients, and of visual tokens
+    that a frozen tower made of the batch and of those that are drawn ahead.
+    """
     parameters = self._parameters
     gradients = parameters.abstract
     held = (self.abstract_state, gradients, parameters.abstract_base)
-    return sum(map(fitting.device_bytes, held)) + parameters.reference_bytes
+    batches = 1 + self._config.rollout.max_staleness * parameters.encodes_first
+    policy = parameters.abstract_policy
+    visual = batches * fitting.visual_bytes(self._config, self._model, policy)
+    return sum(map(fitting.device_bytes, held)) + parameters.reference_bytes + visual
 
   @functools.cached_property
   def micro_batch(self) -> int:

@@ -146,6 +146,14 @@ def visual_of(config: Config, shape: model.ModelConfig, params: Any, prompts: in
   return jax.eval_shape(lambda params, images: model.encode(params, shape, images), params, images)
 
 
+def visual_bytes(config: Config, shape: model.ModelConfig, params: Any) -> float:
+  """What one device holds of a batch's visual tokens. 0 without a vision tower that is frozen."""
+  if not shape.has_frozen_tower:
+    return 0.0
+  visual = visual_of(config, shape, params, config.batch.prompts)
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(visual)) / shape.row_shards
+
+
 def _image_bytes(config: Config, shape: model.ModelConfig, item: float) -> float:
   """The bytes of a prompt's images while it is sampled: pixels, and what the decoder reads."""
   if shape.vision is None:

@@ -12,6 +12,7 @@ from grpo_jax import model
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.rows import Rows
 from grpo_jax.sampler.seats import Grid
+from grpo_jax.types import Images, Visual
 
 
 class Flight(struct.PyTreeNode):
@@ -58,13 +59,13 @@ class Prompts(struct.PyTreeNode):
     lengths_n: int32, their tokens.
     shared: So many tokens at their start are the same in all of them, and computed once. They
       end before the first image.
-    images: The images of the prompts, or None if they have none.
+    images: The images of the prompts, encoded or not, or None if they have none.
   """
 
   tokens_nS: Any
   lengths_n: Any
   shared: int = struct.field(pytree_node=False, default=0)
-  images: Any = None
+  images: Images | Visual | None = None
 
 
 class Resumed(NamedTuple):

@@ -204,6 +204,8 @@ class FlightPrograms:
     """What the prompts see, each shard of the mesh its own."""
     if prompts.images is None:
       return None
+    if isinstance(prompts.images, Visual):
+      return jax.tree.map(functools.partial(rows_placed, self._config), prompts.images)
     n, I, N, _ = prompts.images.patches_PINC.shape
     own = n // self._config.row_shards  # prompts of a device
     at_once = max(1, _MOST_PATCHES // (I * N))

@@ -98,6 +98,15 @@ class Parameters:
     return algo.uses_reference and (self.model.lora is None or algo.ref_sync_steps > 0)
 
   @property
+  def encodes_first(self) -> bool:
+    """Whether images are encoded before their prompts are sampled, for sampler and learner.
+
+    So a frozen vision tower encodes them once. A sampler elsewhere would have to wait for it.
+    """
+    is_elsewhere = self.sampling.is_apart or bool(self._config.rollout.listen)
+    return self.model.has_frozen_tower and not is_elsewhere
+
+  @property
   def reference_bytes(self) -> float:
     """What one device holds of that copy."""
     return fitting.device_bytes(self.abstract_reference) if self.has_reference_copy else 0.0

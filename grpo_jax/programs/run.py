@@ -13,6 +13,7 @@ import jax
 from grpo_jax import learner, model
 from grpo_jax.config import Config, Eval
 from grpo_jax.data.images import processor
+from grpo_jax.data.images.batches import Images as HostImages
 from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.data.prompts import Prompts
@@ -168,29 +169,38 @@ class Run:
     """The tools and environments, or None if completions have one turn."""
     return of_config(self.config, self.tokenizer)
 
+  def seen(self, prompts: PromptBatch) -> PromptBatch:
+    """The prompts with their images encoded, for sampler and learner, if `encodes_first`."""
+    if not self.parameters.encodes_first or prompts.images is None:
+      return prompts
+    return dataclasses.replace(prompts, visual=self._encoded(prompts.images))
+
   def with_images(self, batch: Batch, prompts: PromptBatch) -> Batch:
-    """The batch with what its prompts see, which is encoded now if the vision tower is frozen.
+    """The batch with what its prompts see, which is encoded by now if the vision tower is frozen.
 
     Args:
       batch: On the mesh.
       prompts: Its prompts.
     """
+    if prompts.visual is not None:
+      return batch.replace(visual=prompts.visual)
     if prompts.images is None:
       return batch
-    batch = batch.replace(images=self.hosts.put(Images(*prompts.images)))
-    if not self.parameters.model.has_frozen_tower:
-      return batch
-    visual = self.encode(self.parameters.base, batch)
-    return batch.replace(images=None, visual=visual)
+    if self.parameters.model.has_frozen_tower:
+      return batch.replace(visual=self._encoded(prompts.images))
+    return batch.replace(images=self.hosts.put(Images(*prompts.images)))
+
+  def _encoded(self, images: HostImages) -> Visual:
+    return self.encode(self.parameters.base, self.hosts.put(Images(*images)))
 
   @functools.cached_property
-  def encode(self) -> Callable[[Any, Batch], Visual]:
-    """(parameters with the vision tower, batch with images) -> what the tower makes of them."""
+  def encode(self) -> Callable[[Any, Images], Visual]:
+    """(parameters with the vision tower, images) -> what the tower makes of them."""
     shape, micro_batch = self.parameters.model, self.programs.micro_batch
 
-    def encode(params: Any, batch: Batch) -> Visual:
-      is_whole = len(batch.prompts_PS) % micro_batch != 0  # a batch of the warm start
-      return learner.encoded(params, shape, batch, 0 if is_whole else micro_batch)
+    def encode(params: Any, images: Images) -> Visual:
+      is_whole = len(images.seen_PS2) % micro_batch != 0  # a batch of the warm start
+      return learner.encoded(params, shape, images, 0 if is_whole else micro_batch)
 
     return jax.jit(encode, out_shardings=batch_sharding(self.mesh))
 

@@ -27,7 +27,7 @@ from grpo_jax.programs.sampling_call import (
 from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.seats import Grid
-from grpo_jax.types import Completions, Images
+from grpo_jax.types import Completions, Images, Visual
 
 __all__ = [
   "TEMPERATURES",
@@ -130,7 +130,7 @@ class Sampler:
     prompt_lengths_P: np.ndarray,
     members: int,
     draws: Draws,
-    images: Images | None = None,
+    images: Images | Visual | None = None,
   ) -> Iterator[Finished]:
     """Completes each prompt `members` times.
 
@@ -141,7 +141,7 @@ class Sampler:
       prompt_lengths_P: int32, their tokens.
       members: G.
       draws: What they are drawn with.
-      images: Of the prompts, as numpy arrays, or None if they have none.
+      images: Of the prompts, as numpy arrays, or encoded on the mesh. None if they have none.
 
     Yields:
       Groups as they finish, each prompt once.
@@ -157,7 +157,7 @@ class Sampler:
 
 
 def shared_tokens(
-  prompts_PS: np.ndarray, lengths_P: np.ndarray, images: Images | None = None
+  prompts_PS: np.ndarray, lengths_P: np.ndarray, images: Images | Visual | None = None
 ) -> int:
   """How many tokens all prompts have in common at their start, in steps of `_SHARED_STEP`.
 
@@ -168,7 +168,7 @@ def shared_tokens(
     return 0
   differs_S = (prompts_PS != prompts_PS[:1]).any(0)
   if images is not None:
-    differs_S |= (images.seen_PS2[..., 0] >= 0).any(0)
+    differs_S |= np.asarray(images.is_seen_PS).any(0)
   same = int(differs_S.argmax()) if differs_S.any() else len(differs_S)
   return min(same, int(lengths_P.min()) - 1) // _SHARED_STEP * _SHARED_STEP
 

@@ -311,6 +311,8 @@ class SamplingCall:
 
   def _some(self, numbers: np.ndarray) -> Prompts:
     """Prompts by their numbers."""
+    if np.array_equal(numbers, np.arange(len(self._prompts.lengths_n))):
+      return self._prompts
     return jax.tree.map(lambda x: x[numbers], self._prompts)
 
   def _with_room(

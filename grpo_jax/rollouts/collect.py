@@ -129,7 +129,7 @@ class Collector:
     if self._greedy_rollout is None:
       return lambda: self._scored(groups(), None, index, before())
     drawn = groups()
-    greedy = self._begin_greedy(policy, drawn.chosen, index, clock)
+    greedy = self._begin_greedy(policy, drawn.prompts, index, clock)
     return lambda: self._scored(drawn, greedy, index, before())
 
   def put(self, scored: Scored) -> Collected:
@@ -148,7 +148,6 @@ class Collector:
     before: HostState,
   ) -> Scored:
     chosen = drawn.chosen
-    prompts = self._prompts(chosen.indices_P)
     rewards = self._shaped(chosen.rewards, chosen.rollouts)
     if greedy is not None:
       rewards = greedy(rewards)
@@ -159,7 +158,7 @@ class Collector:
     metrics = self._metrics(drawn.sampled)
     if self._config.sampling.temperature_schedule != "constant":
       metrics["sampling/temperature"] = float(drawn.sampled.temperature_P[0])
-    metrics["prompts/tokens"] = self._prompt_tokens(drawn, prompts)
+    metrics["prompts/tokens"] = self._prompt_tokens(drawn)
     new_tokens = metrics["prompts/tokens"] + metrics["completions/tokens"]
     host = drawn.host | {"num_tokens": before["num_tokens"] + new_tokens}
     metrics["num_tokens"] = int(host["num_tokens"])
@@ -182,17 +181,15 @@ class Collector:
       metrics=disjoint(metrics, drawn.metrics),
       host=host,
       why_unscored=why_unscored,
-      prompts=prompts,
+      prompts=drawn.prompts,
     )
 
   def _prompts(self, indices_P: np.ndarray) -> loader.PromptBatch:
     return loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
 
-  def _prompt_tokens(self, drawn: StepGroups, prompts: loader.PromptBatch) -> int:
-    """The tokens of the prompts that were sampled from, once for each of their completions.
-
-    `prompts` are those of the batch.
-    """
+  def _prompt_tokens(self, drawn: StepGroups) -> int:
+    """The tokens of the prompts that were sampled from, once for each of their completions."""
+    prompts = drawn.prompts
     if drawn.sampled is not drawn.chosen:
       prompts = self._prompts(drawn.sampled.indices_P)
     return int(prompts.prompt_lengths_P.sum()) * self._config.batch.group_size
@@ -231,14 +228,13 @@ class Collector:
     return with_overlong(rewards, rollouts.completions, max_tokens, fraction)
 
   def _begin_greedy(
-    self, policy: Policy, groups: ScoredGroups, index: int, clock: Clock
+    self, policy: Policy, prompts: loader.PromptBatch, index: int, clock: Clock
   ) -> Callable[[Rewards], Rewards]:
     """Samples each prompt's greedy completion.
 
     Returns:
       A function that adds their scores to the rewards of GRPO step `index`.
     """
-    prompts = self._prompts(groups.indices_P)
     key = jax.random.fold_in(self._run.key("sample"), index)
     rollouts = self._greedy_rollout(policy.params, prompts, key)
     clock.lap("sample")

@@ -20,7 +20,7 @@ from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import Draws, Finished, settings_of, whole
 from grpo_jax.rollouts.play.talk import Talk, Talkers
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.types import Completions, Images
+from grpo_jax.types import Completions, Images, Visual
 
 
 class Branches(struct.PyTreeNode):
@@ -247,8 +247,10 @@ def hand_on(
     on_groups([*range(len(prompts.prompt_lengths_P))], rollouts)
 
 
-def images_of(prompts: PromptBatch) -> Images | None:
-  """The images of a batch's prompts as numpy arrays, or None if it has none."""
+def images_of(prompts: PromptBatch) -> Images | Visual | None:
+  """The images of a batch's prompts: encoded, or as numpy arrays. None if it has none."""
+  if prompts.visual is not None:
+    return prompts.visual
   return None if prompts.images is None else Images(*prompts.images)
 
 

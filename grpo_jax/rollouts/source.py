@@ -43,6 +43,7 @@ class StepGroups(NamedTuple):
 
   Attributes:
     chosen: P groups, the batch.
+    prompts: Theirs.
     live_P: float32 [P], 0 for groups that only fill up the batch.
     sampled: All groups that were sampled in this step.
     pass_rates_P: float32 [P], the pass rates of the chosen prompts before the step, NaN if they had
@@ -53,6 +54,7 @@ class StepGroups(NamedTuple):
   """
 
   chosen: ScoredGroups
+  prompts: loader.PromptBatch
   live_P: np.ndarray
   sampled: ScoredGroups
   pass_rates_P: np.ndarray
@@ -61,7 +63,19 @@ class StepGroups(NamedTuple):
   why_unscored: str = ""
 
 
-_Begun = Callable[[], tuple[ScoredGroups, Report]]
+_Scores = Callable[[], tuple[ScoredGroups, Report]]
+
+
+class _Begun(NamedTuple):
+  """A draw whose scores may come later.
+
+  Attributes:
+    prompts: Its prompts.
+    finish: Waits for the scores.
+  """
+
+  prompts: loader.PromptBatch
+  finish: _Scores
 
 
 class Drawn(NamedTuple):
@@ -163,14 +177,15 @@ class GroupSource:
     report, drawn = Report(), list[ScoredGroups]()
     live = from_before = len(kept[0].indices_P) if kept else 0  # groups whose rewards differ
     while len(drawn) < self._rounds and live < P:
-      begun = first
-      if policy is not None:
+      if first is not None:
+        begun = first
+      else:
         number = index * self._rounds + len(drawn)
         indices_P = self._next_indices(number)
         if self._config.curriculum.chooses:
           indices_P, memory = self._curriculum.draw(memory, index, P)
         begun = self._begin(policy, indices_P, (index, number), clock)
-      groups, of_draw = begun()
+      groups, of_draw = begun.finish()
       scores_PG = host_scores(groups.rewards)
       memory = self._curriculum.learn(memory, index, groups.indices_P, scores_PG)
       drawn.append(groups)
@@ -180,6 +195,9 @@ class GroupSource:
     chosen, live_P, surplus = sampled, np.ones(P, np.float32), take(sampled, slice(0))
     if self._rounds > 1:
       chosen, live_P, surplus = choose(concatenate([*kept, *drawn]), P)
+    prompts = begun.prompts
+    if not np.array_equal(chosen.indices_P, groups.indices_P):
+      prompts = loader.prompt_batch(self.prompts, chosen.indices_P, self._run.hosts)
     host = {**host, _MEMORY: memory}
     metrics = disjoint(report.metrics(), self._curriculum.metrics(memory))
     if self._rounds > 1:
@@ -188,7 +206,7 @@ class GroupSource:
     pass_rates_P = before["pass_rate"][chosen.indices_P]
     is_unscored = np.isnan(host_scores(sampled.rewards)).all()
     why = "; ".join(report.unscored.values()) if is_unscored else ""
-    return StepGroups(chosen, live_P, sampled, pass_rates_P, metrics, host, why)
+    return StepGroups(chosen, prompts, live_P, sampled, pass_rates_P, metrics, host, why)
 
   def _begin(
     self, policy: Policy, indices_P: np.ndarray, when: tuple[int, int], clock: Clock
@@ -198,15 +216,15 @@ class GroupSource:
     Workers score groups that are complete while the others are sampled.
 
     Returns:
-      A function that waits for the scores of all.
+      The draw, which waits for the scores of all.
     """
     index, number = when
     temperature = temperature_at(self._config.sampling, index, self._config.steps)
     key = jax.random.fold_in(self._run.key("sample"), number)
-    prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
+    prompts = self._run.seen(loader.prompt_batch(self.prompts, indices_P, self._run.hosts))
     self._look_ahead(number + 1)
     numbers: list[int] = []
-    begun: list[_Begun] = []
+    begun: list[_Scores] = []
 
     def start(some: list[int], rollouts: Rollouts) -> None:
       part = prompts
@@ -225,7 +243,7 @@ class GroupSource:
       clock.lap("reward")
       return take(concatenate(groups), np.argsort(numbers)), sum(reports, Report())
 
-    return finish
+    return _Begun(prompts, finish)
 
   def _look_ahead(self, number: int) -> None:
     """Images of the next draw are decoded while this one is computed."""
@@ -235,7 +253,7 @@ class GroupSource:
     with contextlib.suppress(RunFailed):  # that draw says it
       self.prompts.begin(self._next_indices(number)[own])
 
-  def _start_scores(self, drawn: Drawn, prompts: loader.PromptBatch, index: int) -> _Begun:
+  def _start_scores(self, drawn: Drawn, prompts: loader.PromptBatch, index: int) -> _Scores:
     """Lets the workers begin with some completions of GRPO step `index`.
 
     Returns:
