@@ -22,7 +22,7 @@ from grpo_jax.programs.sampling import shared_tokens
 from grpo_jax.reporting.completions import shares, shown_completions
 from grpo_jax.reporting.runs import read_run
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.reading import read_completions
+from grpo_jax.storage.reading import read_completions, read_metrics
 from grpo_jax.training.loop import run_steps
 from grpo_jax.types import Images
 
@@ -223,13 +223,50 @@ def test_a_processor_whose_patches_do_not_fit_the_tower_is_refused(tmp_path):
     _ = small_run(config).processor
 
 
+@pytest.fixture
+def encoded(monkeypatch):
+  """Of each time that a program calls the vision tower, how many prompts it encodes."""
+  counts, encode = [], model.encode
+
+  def counting(params, config, images, remat=""):
+    jax.debug.callback(counts.append, len(images.seen_PS2))
+    return encode(params, config, images, remat)
+
+  monkeypatch.setattr(model, "encode", counting)
+  return counts
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  "vision, ahead, sampler, batches",
+  [
+    ("frozen", 0, 0, 2),
+    ("frozen", 1, 0, 2),
+    ("frozen", 1, 4, 4),  # on devices of its own, the sampler has its own tower
+    ("trained", 0, 0, 2 * (1 + 1 + 2)),  # sampler, reference and two updates
+  ],
+)
+def test_a_frozen_tower_encodes_each_batch_once(vision, ahead, sampler, batches, encoded, tmp_path):
+  """In two steps of two updates each, beside a reference, and of one program for each shard."""
+  config = vision_config(tmp_path, vision, updates_per_batch=2, old_logprobs="sampler")
+  config = dataclasses.replace(config, steps=2)
+  config = with_section(config, "rollout", max_staleness=ahead)
+  config = with_section(config, "mesh", data=4, fsdp=1, tensor=1 if sampler else 2, sampler=sampler)
+  run_steps(with_section(config, "eval", every=0), tmp_path / "run")
+  jax.effects_barrier()
+  of_own_weights = read_metrics(tmp_path / "run")[: 1 if ahead else 2]
+  assert all(row["sampler/logprob_gap_max"] < 1e-4 for row in of_own_weights)
+  assert sum(encoded) == batches * config.batch.prompts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
 @pytest.mark.parametrize("sampler", [0, 4])
 @pytest.mark.parametrize("surplus", [False, True])
-def test_images_with_batches_that_are_drawn_ahead_or_kept(sampler, surplus, tmp_path):
+def test_images_with_batches_that_are_drawn_ahead_or_kept(sampler, surplus, vision, tmp_path):
   """Stops and goes on, with groups that wait in checkpoints."""
   algo = dict(dynamic_sampling=True, keep_surplus=True) if surplus else {}
-  config = vision_config(tmp_path, "trained", **algo, kl_coef=0.0)
+  config = vision_config(tmp_path, vision, **algo, kl_coef=0.0)
   config = dataclasses.replace(config, steps=4)
   config = with_section(config, "rollout", max_staleness=0 if surplus else 2)
   config = with_section(config, "mesh", data=4, fsdp=1, tensor=1 if sampler else 2, sampler=sampler)
