@@ -1,6 +1,7 @@
 """Kills a short run at random moments, or fills its disk, and compares what it ends with.
 
   python experiments/kill.py --kills 100        # SIGKILL, then the same command, again and again
+  python experiments/kill.py --kills 20 --images --set rollout.max_staleness=1
   python experiments/kill.py --full-disk 20     # needs root: it mounts a small tmpfs
 
 The run has a warm start and steps of GRPO, with a checkpoint every second step. First it runs twice
@@ -39,6 +40,11 @@ SETTINGS = """
   algo.kl_coef=0.5 optimizer.learning_rate=0.01 warm_start.batch=8 warm_start.steps=6 steps=14
   eval.every=4 eval.examples=8 eval.batch=8 eval.samples=2 checkpoint.every=2 checkpoint.keep=2
   log.completions_every=1
+""".split()
+# Beside them, with images: prompts of a task that draws, and the model of small_vlm.py.
+IMAGES = """
+  data.task=count_shapes data.path=48 data.max_prompt_tokens=48 data.count_at_start=100
+  warm_start.steps=4 steps=8
 """.split()
 # A tiny model answers no sum, so the reward counts digits. A step takes long enough to be met.
 REWARD = """
@@ -291,12 +297,19 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--kills", type=int, default=0, help="how many processes to kill")
   parser.add_argument("--full-disk", type=int, default=0, help="how many disks to fill")
+  parser.add_argument("--images", action="store_true", help="prompts with images")
+  parser.add_argument("--set", action="append", default=[], help="a further setting, key=value")
   parser.add_argument("--seed", type=int, default=0, help="another seed draws other moments")
   args = parser.parse_args()
   random.seed(args.seed)
   with tempfile.TemporaryDirectory(prefix="grpo_jax_kill_") as name:
     folder = Path(name)
-    job = Job(folder)
+    settings = [*SETTINGS, *args.set]
+    if args.images:
+      script = Path(__file__).with_name("small_vlm.py")
+      subprocess.run([sys.executable, script, folder / "model"], check=True)
+      settings = [*SETTINGS, *IMAGES, f"model.path={folder / 'model'}", *args.set]
+    job = Job(folder, settings)
     job.finish(folder / "plain")  # compiles
     seconds = job.finish(folder / "again")
     tally = Tally(folder / "plain")

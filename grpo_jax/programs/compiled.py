@@ -22,7 +22,12 @@ from grpo_jax.types import Batch, TrainState
 
 
 class Programs:
-  """Jitted functions of a config, a mesh and a model. They hold no parameters and no state."""
+  """Jitted functions of a config, a mesh and a model. They hold no parameters and no state.
+
+  Attributes:
+    most_images: `Prompts.most_images` of the training prompts, where these were counted before
+      `micro_batch` is chosen. Otherwise None.
+  """
 
   def __init__(self, config: Config, mesh: Mesh, parameters: Parameters):
     """Raises ConfigError for an optimizer that does not exist."""
@@ -37,6 +42,7 @@ class Programs:
     updates = config.steps * self._algo.updates_per_step
     self._optimizer = make_optimizer(config.optimizer, updates)
     self._samplers: dict[tuple[int, bool], Sampler] = {}
+    self.most_images: tuple[int, int] | None = None
 
   @functools.cached_property
   def abstract_state(self) -> TrainState:
@@ -49,34 +55,35 @@ class Programs:
 
   @functools.cached_property
   def _held_by_update(self) -> float:
-    """The bytes that one device holds beside the activations.
-
-    They are those of the state, the frozen base, the reference, the gradients, and of visual tokens
-    that a frozen tower made of the batch and of those that are drawn ahead.
-    """
+    """The bytes of the state, the frozen base, the reference and the gradients on one device."""
     parameters = self._parameters
     gradients = parameters.abstract
     held = (self.abstract_state, gradients, parameters.abstract_base)
+    return sum(map(fitting.device_bytes, held)) + parameters.reference_bytes
+
+  def _visual_bytes(self, most: tuple[int, int] | None = None) -> float:
+    """Those of the visual tokens of a batch, and of batches that are drawn ahead."""
+    parameters = self._parameters
     batches = 1 + self._config.rollout.max_staleness * parameters.encodes_first
     policy = parameters.abstract_policy
-    visual = batches * fitting.visual_bytes(self._config, self._model, policy)
-    return sum(map(fitting.device_bytes, held)) + parameters.reference_bytes + visual
+    return batches * fitting.visual_bytes(self._config, self._model, policy, most)
 
   @functools.cached_property
   def micro_batch(self) -> int:
     """How many prompts an update computes at once: batch.micro_batch, or what fits."""
     memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
-    return fitting.micro_batch(
-      self._config, self._model, params, self._held_by_update, self._mesh, memory
-    )
+    most = self.most_images
+    held = self._held_by_update + self._visual_bytes(most)
+    return fitting.micro_batch(self._config, self._model, params, held, self._mesh, memory, most)
 
   @functools.cached_property
   def estimate_of_update(self) -> tuple[float, float]:
     """The bytes that one device holds during an update, and those of activations, estimated."""
     params = self._parameters.abstract_policy
-    of_prompts = fitting.activation_bytes(self._config, self._model, params, self._mesh)
+    most = self.most_images
+    of_prompts = fitting.activation_bytes(self._config, self._model, params, self._mesh, most)
     activations = of_prompts(-(-self.micro_batch // self._model.row_shards))
-    return self._held_by_update, activations
+    return self._held_by_update + self._visual_bytes(most), activations
 
   @functools.cached_property
   def _rows_in_flight(self) -> int:
@@ -89,7 +96,7 @@ class Programs:
       held += (self._config.sampling_copies - 1) * fitting.device_bytes(others)
       return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)
     gradients = fitting.device_bytes(parameters.abstract)
-    held = self._held_by_update - gradients
+    held = self._held_by_update + self._visual_bytes() - gradients
     if copy is not parameters.abstract_policy:
       held += fitting.device_bytes(copy)
     return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)

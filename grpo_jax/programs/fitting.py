@@ -117,40 +117,58 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   return max(sizes) / shape.row_shards
 
 
-def images_of(config: Config, shape: model.ModelConfig, prompts: int) -> Images | None:
-  """The shapes of the most images that prompts can have: all their tokens are those of an image.
+def images_of(
+  config: Config, shape: model.ModelConfig, prompts: int, most: tuple[int, int] | None = None
+) -> Images | None:
+  """The shapes of the most images that prompts have. None if there are none.
 
-  None if the model sees none.
+  Args:
+    config: The config of the run.
+    shape: The model.
+    prompts: How many prompts.
+    most: `Prompts.most_images`. None if that is not known: all tokens are those of an image.
   """
-  if shape.vision is None:
-    return None
   S, v = config.data.max_prompt_tokens, shape.vision
+  pictures, tokens = most or (1, S)
+  if v is None or not pictures:
+    return None
   some = jax.ShapeDtypeStruct
-  patches = S * v.merge**2
+  patches = tokens * v.merge**2
   axes, next_P = some((prompts, S, 3), jnp.int32), some((prompts,), jnp.int32)
   return Images(
-    patches_PINC=some((prompts, 1, patches, math.prod(v.patch)), jnp.float32),
-    places_PIN2=some((prompts, 1, patches, 2), jnp.int32),
+    patches_PINC=some((prompts, pictures, patches, math.prod(v.patch)), jnp.float32),
+    places_PIN2=some((prompts, pictures, patches, 2), jnp.int32),
     seen_PS2=some((prompts, S, 2), jnp.int32),
     positions_PS3=axes if shape.has_axes else None,
     next_P=next_P if shape.has_axes else None,
   )
 
 
-def visual_of(config: Config, shape: model.ModelConfig, params: Any, prompts: int) -> Visual | None:
+def visual_of(
+  config: Config,
+  shape: model.ModelConfig,
+  params: Any,
+  prompts: int,
+  most: tuple[int, int] | None = None,
+) -> Visual | None:
   """The shapes of what a vision tower makes of `images_of`."""
-  images = images_of(config, shape, prompts)
+  images = images_of(config, shape, prompts, most)
   if images is None:
     return None
   shape = dataclasses.replace(shape, rows=None)
   return jax.eval_shape(lambda params, images: model.encode(params, shape, images), params, images)
 
 
-def visual_bytes(config: Config, shape: model.ModelConfig, params: Any) -> float:
-  """What one device holds of a batch's visual tokens. 0 without a vision tower that is frozen."""
+def visual_bytes(
+  config: Config, shape: model.ModelConfig, params: Any, most: tuple[int, int] | None = None
+) -> float:
+  """What one device holds of a batch's visual tokens. 0 without a vision tower that is frozen.
+
+  The arguments are those of `visual_of`.
+  """
   if not shape.has_frozen_tower:
     return 0.0
-  visual = visual_of(config, shape, params, config.batch.prompts)
+  visual = visual_of(config, shape, params, config.batch.prompts, most)
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(visual)) / shape.row_shards
 
 
@@ -206,6 +224,7 @@ def micro_batch(
   held: float,
   mesh: jax.sharding.Mesh,
   memory: float | None,
+  most: tuple[int, int] | None = None,
 ) -> int:
   """How many prompts an update computes at once: batch.micro_batch itself, or what 0 means.
 
@@ -219,6 +238,7 @@ def micro_batch(
     held: Bytes that one device holds while it updates: state, reference and gradients.
     mesh: The mesh of the run.
     memory: The bytes of a device, or None if they are not known. Then all fit.
+    most: Of `images_of`.
   """
   if config.batch.micro_batch:
     return config.batch.micro_batch
@@ -229,7 +249,7 @@ def micro_batch(
   ]
   if memory is not None:
     free = _USABLE_BY_UPDATE * memory - held
-    needed = activation_bytes(config, shape, params, mesh)
+    needed = activation_bytes(config, shape, params, mesh, most)
     sizes = [size for size in sizes if needed(size // row_shards) <= free] or sizes[:1]
   # A loss that reads the routers of all micro-batches costs a forward pass if there are several.
   if mesh.devices.flat[0].platform == "cpu" and not config.learner.router_aux_coef:
@@ -240,17 +260,22 @@ def micro_batch(
 
 
 def activation_bytes(
-  config: Config, shape: model.ModelConfig, params: Any, mesh: jax.sharding.Mesh
+  config: Config,
+  shape: model.ModelConfig,
+  params: Any,
+  mesh: jax.sharding.Mesh,
+  most: tuple[int, int] | None = None,
 ) -> Callable[[int], float]:
   """prompts of one device -> the bytes that it needs to update with them, beside what is held.
 
   The arguments are those of `micro_batch`.
   """
   split = mesh.shape["tensor"]
-  everything = _kept_bytes(config, shape, params, split, "")
+  everything = _kept_bytes(config, shape, params, split, "", most)
   kept = everything
   if config.learner.remat:
-    kept = _kept_bytes(config, shape, params, split, config.learner.saved_activations)
+    saved = config.learner.saved_activations
+    kept = _kept_bytes(config, shape, params, split, saved, most)
   # One layer is computed again, and its arrays have gradients.
   per_prompt = kept + 2 * everything / shape.num_layers
   chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
@@ -259,7 +284,12 @@ def activation_bytes(
 
 
 def _kept_bytes(
-  config: Config, shape: model.ModelConfig, params: Any, split: int, remat: str
+  config: Config,
+  shape: model.ModelConfig,
+  params: Any,
+  split: int,
+  remat: str,
+  most: tuple[int, int] | None,
 ) -> float:
   """The bytes that the backward pass keeps of one prompt and its completions, by JAX's count.
 
@@ -269,6 +299,7 @@ def _kept_bytes(
     params: All parameters of the policy: shapes and dtypes.
     split: Over how many devices a layer's heads and hidden units are split.
     remat: What a layer keeps (see `completion_features`).
+    most: Of `images_of`.
   """
   S, G, T = config.data.max_prompt_tokens, config.rows_per_prompt, config.sampling.max_tokens
   lanes = 128 if shape.platform == "tpu" else 1  # a TPU fills up the last axis of every array
@@ -284,8 +315,8 @@ def _kept_bytes(
   def kept(prompts: int) -> float:
     is_frozen = shape.has_frozen_tower
     batch = Batch(
-      images=None if is_frozen else images_of(config, shape, prompts),
-      visual=visual_of(config, shape, params, prompts) if is_frozen else None,
+      images=None if is_frozen else images_of(config, shape, prompts, most),
+      visual=visual_of(config, shape, params, prompts, most) if is_frozen else None,
       prompts_PS=jax.ShapeDtypeStruct((prompts, S), jnp.int32),
       prompt_lengths_P=jax.ShapeDtypeStruct((prompts,), jnp.int32),
       completions_PGT=jax.ShapeDtypeStruct((prompts, G, T), jnp.int32),

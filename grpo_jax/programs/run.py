@@ -130,7 +130,7 @@ class Run:
     if split == "test":
       examples = examples[: self.config.eval.examples]
     with told_if_slow(f"making the {split} prompts"):
-      return Prompts(
+      prompts = Prompts(
         examples,
         self.tokenizer,
         self.config.data,
@@ -139,6 +139,9 @@ class Run:
         environment=self.environments,
         processor=self.processor,
       )
+    if split == "train":
+      self.programs.most_images = prompts.most_images
+    return prompts
 
   @functools.cached_property
   def processor(self) -> Processor | None:
