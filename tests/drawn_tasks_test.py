@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from grpo_jax.data.images.source import Drawing
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.drawn import canvas, clocks, count_shapes, odd_one_out
+from grpo_jax.rewards import call
+from grpo_jax.rewards.answer import Log
 from grpo_jax.settings import ConfigError
 
 NAMES = ("count_shapes", "clocks", "odd_one_out")
@@ -34,6 +37,22 @@ def test_other_sizes(name):
   for path in ("0", "many", "100000", "-64", "64.0"):
     with pytest.raises(ConfigError, match=r"data\.path"):
       tasks.TASKS[name](path)
+
+
+def test_an_image_is_drawn_once_for_the_completions_of_its_prompt():
+  """Each completion has a copy of its own, which a reward function may change."""
+  drawn = []
+
+  def draw(scene):
+    drawn.append(scene)
+    return np.zeros((8, 8, 3), np.uint8)
+
+  first, second = (Drawing(draw, scene, 8, 8) for scene in ("first", "second"))
+  given = {"images": [[first], [first], [second]]}
+  images = call.arguments(given, step=1, log=Log(3))["images"]
+  images[0][0].putpixel((0, 0), (1, 1, 1))
+  assert images[1][0].getpixel((0, 0)) == (0, 0, 0)
+  assert drawn == ["first", "second"]
 
 
 def test_counts_are_those_of_the_scene():

@@ -16,7 +16,9 @@ from small_vision import FAMILIES, vision_config
 
 from grpo_jax import model
 from grpo_jax.config import Mesh
+from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import load_policy
+from grpo_jax.programs import fitting
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import shared_tokens
 from grpo_jax.reporting.completions import shares, shown_completions
@@ -274,6 +276,27 @@ def test_images_with_batches_that_are_drawn_ahead_or_kept(sampler, surplus, visi
   for stop in (1, 3, None):
     stopped = run_steps(config, tmp_path / "stopped", lambda step: step.step == stop)  # noqa: B023
   assert jax.tree.all(jax.tree.map(np.array_equal, whole.train.params, stopped.state.train.params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+def test_a_micro_batch_is_chosen_by_the_images_that_were_counted(vision, tmp_path):
+  run = small_run(vision_config(tmp_path, vision))
+  assert run.programs.most_images is None
+  prompts = run.prompts("train")
+  most, shape = run.programs.most_images, run.parameters.model
+  counted = fitting.images_of(run.config, shape, len(prompts), most)
+  seen = loader.prompt_batch(prompts, np.arange(len(prompts))).images
+  assert counted.patches_PINC.shape == seen.patches_PINC.shape and most[0] == 3
+
+  def needed(most):
+    given = run.config, shape, run.parameters.abstract_policy, run.mesh
+    held = fitting.visual_bytes(*given[:3], most)
+    return held + fitting.activation_bytes(*given, most)(1)
+
+  tokens = run.config.data.max_prompt_tokens
+  assert needed((1, tokens)) == needed(None)
+  assert needed((0, 0)) < needed((1, 4)) < needed(most) < needed((8, tokens))
 
 
 def test_prompts_share_no_token_of_an_image():

@@ -193,8 +193,8 @@ class Drawing:
     return Image.fromarray(self.pixels())
 
   def for_reward(self) -> Image.Image:
-    """`image`, which reward functions get."""
-    return self.image()
+    """A copy of `image`, which reward functions get."""
+    return _decoded(self).copy()
 
   def pixels(self) -> np.ndarray:
     """uint8 [height, width, 3]."""
@@ -315,8 +315,8 @@ def _png(image: Image.Image, where: str) -> bytes:
 
 
 @functools.lru_cache(4)  # the images of a prompt, which its completions have in common
-def _decoded(source: Source) -> Image.Image:
-  return source.image()
+def _decoded(image: AnyImage) -> Image.Image:
+  return image.image()
 
 
 def _upright_size(image: Image.Image, where: str) -> tuple[int, int]:
