@@ -74,7 +74,8 @@ class Programs:
     memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
     most = self.most_images
     held = self._held_by_update + self._visual_bytes(most)
-    return fitting.micro_batch(self._config, self._model, params, held, self._mesh, memory, most)
+    given = self._config, self._model, params, held, self._mesh, memory
+    return fitting.micro_batch(*given, most=most)
 
   @functools.cached_property
   def estimate_of_update(self) -> tuple[float, float]:

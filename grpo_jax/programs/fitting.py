@@ -224,6 +224,7 @@ def micro_batch(
   held: float,
   mesh: jax.sharding.Mesh,
   memory: float | None,
+  *,
   most: tuple[int, int] | None = None,
 ) -> int:
   """How many prompts an update computes at once: batch.micro_batch itself, or what 0 means.
