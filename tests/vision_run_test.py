@@ -18,6 +18,7 @@ from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import load_policy
+from grpo_jax.planning.programs import programs
 from grpo_jax.programs import fitting
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import shared_tokens
@@ -276,6 +277,21 @@ def test_images_with_batches_that_are_drawn_ahead_or_kept(sampler, surplus, visi
   for stop in (1, 3, None):
     stopped = run_steps(config, tmp_path / "stopped", lambda step: step.step == stop)  # noqa: B023
   assert jax.tree.all(jax.tree.map(np.array_equal, whole.train.params, stopped.state.train.params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+def test_a_plan_samples_what_a_frozen_tower_has_encoded(vision, tmp_path):
+  """Which programs take pixels. Patches alone have so many numbers on their last axis."""
+  run = small_run(with_section(vision_config(tmp_path, vision), "eval", every=1))
+  takes_pixels = {}
+  for program in programs(run):
+    arrays = jax.tree.leaves([stage.lower().args_info for stage in program.stages])
+    numbers = run.processor.kind.patch_numbers
+    takes_pixels[program.name] = any(x.shape[-1:] == (numbers,) for x in arrays)
+  is_trained = vision == "trained"
+  expected = dict(sample=is_trained, reference=is_trained, update=is_trained, evaluate=True)
+  assert takes_pixels == expected | ({} if is_trained else {"encode": True})
 
 
 @pytest.mark.slow
