@@ -1,7 +1,7 @@
 """Kills a short run at random moments, or fills its disk, and compares what it ends with.
 
   python experiments/kill.py --kills 100        # SIGKILL, then the same command, again and again
-  python experiments/kill.py --kills 20 --images --set rollout.max_staleness=1
+  python experiments/kill.py --kills 20 --images --set model.vision=trained
   python experiments/kill.py --full-disk 20     # needs root: it mounts a small tmpfs
 
 The run has a warm start and steps of GRPO, with a checkpoint every second step. First it runs twice

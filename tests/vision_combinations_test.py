@@ -86,7 +86,10 @@ def test_tokens_of_images_have_the_experts_of_a_pass_over_the_prompt(family, tmp
   assert differ_PS(batch.visual.replace(seen_PS=jnp.full_like(batch.visual.seen_PS, -1))).any()
 
 
-@pytest.mark.parametrize("further", [[], ["rollout.max_staleness=1"], ["model.vision=trained"]])
+DRAWN_AHEAD = ["rollout.max_staleness=1", "algo.old_logprobs=sampler"]
+
+
+@pytest.mark.parametrize("further", [[], DRAWN_AHEAD, ["model.vision=trained"]])
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(further):
   script = ROOT / "experiments/kill.py"
   settings = [word for one in further for word in ("--set", one)]
