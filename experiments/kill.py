@@ -115,7 +115,7 @@ def rows(workdir: Path) -> list[dict[str, Any]]:
     {
       key: value
       for key, value in json.loads(line).items()
-      if not key.startswith(("time/", "perf/"))
+      if not key.startswith(("time/", "perf/", "rollout/"))  # the last are shares of time
     }
     for line in lines
   ]
