@@ -144,8 +144,9 @@ class _Parts:
       "moments": device_bytes(state) - device_bytes(trained),
       "frozen base": device_bytes(base),
       "reference": parameters.reference_bytes,
-      "visual tokens": self._config.rollout.max_staleness * self._waiting_bytes,
     }
+    if parameters.encodes_first:
+      learned["visual tokens"] = self._config.rollout.max_staleness * self._waiting_bytes
     # Made once and kept.
     of_base = 0.0 if sampled_base is base else device_bytes(sampled_base)
     kept, copies = {"base for sampling": of_base}, {"sampling copy": self._copy_bytes}

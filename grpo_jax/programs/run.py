@@ -13,9 +13,7 @@ import jax
 from grpo_jax import learner, model
 from grpo_jax.config import Config, Eval
 from grpo_jax.data.images import processor
-from grpo_jax.data.images.batches import Images as HostImages
 from grpo_jax.data.images.processor import Processor
-from grpo_jax.data.loader import PromptBatch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import chat, tokenizer
@@ -36,7 +34,7 @@ from grpo_jax.programs.compiled import Programs
 from grpo_jax.programs.parameters import Parameters, Progress, no_progress
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
-from grpo_jax.types import Batch, Images, Visual
+from grpo_jax.types import Images, Visual
 
 STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
 
@@ -171,30 +169,6 @@ class Run:
   def environments(self) -> Environments | None:
     """The tools and environments, or None if completions have one turn."""
     return of_config(self.config, self.tokenizer)
-
-  def seen(self, prompts: PromptBatch) -> PromptBatch:
-    """The prompts with their images encoded, for sampler and learner, if `encodes_first`."""
-    if not self.parameters.encodes_first or prompts.images is None:
-      return prompts
-    return dataclasses.replace(prompts, visual=self._encoded(prompts.images))
-
-  def with_images(self, batch: Batch, prompts: PromptBatch) -> Batch:
-    """The batch with what its prompts see, which is encoded by now if the vision tower is frozen.
-
-    Args:
-      batch: On the mesh.
-      prompts: Its prompts.
-    """
-    if prompts.visual is not None:
-      return batch.replace(visual=prompts.visual)
-    if prompts.images is None:
-      return batch
-    if self.parameters.model.has_frozen_tower:
-      return batch.replace(visual=self._encoded(prompts.images))
-    return batch.replace(images=self.hosts.put(Images(*prompts.images)))
-
-  def _encoded(self, images: HostImages) -> Visual:
-    return self.encode(self.parameters.base, self.hosts.put(Images(*images)))
 
   @functools.cached_property
   def encode(self) -> Callable[[Any, Images], Visual]:

@@ -11,6 +11,7 @@ from grpo_jax import learner
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data import loader
 from grpo_jax.programs.run import Run
+from grpo_jax.programs.seen import with_images
 from grpo_jax.rollouts.groups import ScoredGroups
 from grpo_jax.rollouts.remote.learner import RemoteSampler
 from grpo_jax.rollouts.rollout import Rollouts, last_turns, make_rollout, texts_of
@@ -272,7 +273,7 @@ class Collector:
     )
     batch = self._run.programs.to_batch(completions, *arrays)
     batch = batch.replace(slots=slots, rollout_PG=rollout_PG)
-    return self._run.with_images(batch, prompts), rewards
+    return with_images(self._run, batch, prompts), rewards
 
   def _metrics(self, sampled: ScoredGroups) -> dict[str, float]:
     completions = sampled.rollouts.completions

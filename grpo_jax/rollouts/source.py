@@ -11,6 +11,7 @@ from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import temperature_at
+from grpo_jax.programs.seen import encoded_first
 from grpo_jax.rollouts.curriculum import PassRateCurriculum
 from grpo_jax.rollouts.groups import ScoredGroups, choose, from_arrays, to_arrays
 from grpo_jax.rollouts.remote.learner import RemoteSampler
@@ -221,7 +222,8 @@ class GroupSource:
     index, number = when
     temperature = temperature_at(self._config.sampling, index, self._config.steps)
     key = jax.random.fold_in(self._run.key("sample"), number)
-    prompts = self._run.seen(loader.prompt_batch(self.prompts, indices_P, self._run.hosts))
+    prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
+    prompts = encoded_first(self._run, prompts)
     self._look_ahead(number + 1)
     numbers: list[int] = []
     begun: list[_Scores] = []

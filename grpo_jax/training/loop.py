@@ -20,6 +20,7 @@ from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.programs.run import Run
+from grpo_jax.programs.seen import with_images
 from grpo_jax.rollouts.ahead import Ahead
 from grpo_jax.rollouts.collect import Collected, Collector
 from grpo_jax.rollouts.remote.learner import Closed
@@ -140,7 +141,7 @@ class WarmStep:
       ),
     )
     update = run.programs.warm_update
-    batch = run.with_images(run.hosts.put(batch), examples.prompts)
+    batch = with_images(run, run.hosts.put(batch), examples.prompts)
     train, update_metrics = update(state.train, run.parameters.base, None, batch)
     reduced = metrics_lib.reduced(update_metrics)
     metrics = {f"warm_start/{name}": value for name, value in reduced.items()}
