@@ -22,7 +22,9 @@ def test_examples(name):
   pixels = one["image"].pixels()
   assert pixels.shape == (64, 64, 3) and pixels.dtype == np.uint8
   assert one["image"].size() == (64, 64)
-  assert one["solution"] == f"#### {one['answer']}"
+  assert one["solution"].startswith("#### ")
+  if name != "count_shapes":
+    assert one["solution"] == f"#### {one['answer']}"
   assert {*one["question"], *one["solution"]} <= {*task.characters()}
   scenes = [
     {repr(split[i]["image"].scene) for i in range(500)} for split in (task.train, task.test)
@@ -71,13 +73,15 @@ def test_counts_are_those_of_the_scene():
 
 
 def test_some_solutions_say_what_each_cell_holds():
-  worked = 0
+  """Those are right. The others are answers at a glance, which may be one off."""
+  worked, glances = 0, []
   for i in range(60):
     example = tasks.count_shapes("").train[i]
     steps, _, answer = example["solution"].partition("#### ")
-    assert answer == example["answer"]
     if not steps:
+      glances.append(int(answer) - int(example["answer"]))
       continue
+    assert answer == example["answer"]
     worked += 1
     _, shapes = example["image"].scene
     _, _, color, plural = example["question"].rstrip("?").split()
@@ -87,6 +91,7 @@ def test_some_solutions_say_what_each_cell_holds():
       assert rows[int(shape.y * 3)][int(shape.x * 3)] == ("x" if counts else "o")
     assert sum(row.count(".") for row in rows) == 9 - len(shapes)
   assert 15 <= worked <= 33
+  assert {*glances} == {-1, 0, 1} and glances.count(0) < 0.6 * len(glances)
 
 
 def parts(mask):

@@ -44,12 +44,14 @@ class Problem(NamedTuple):
     question: The question.
     answer: The right answer.
     steps: How one gets there, or "" where the answer needs no steps.
+    glance: What one answers without the steps, or "" where that is the right answer.
   """
 
   scene: tuple[Any, ...]
   question: str
   answer: str
   steps: str = ""
+  glance: str = ""
 
 
 def examples(
@@ -118,12 +120,13 @@ def _example(
   problem = make(rng)
   while _split_of(problem) != split:
     problem = make(rng)
-  direct = f"#### {problem.answer}"
+  direct = f"#### {problem.glance or problem.answer}"
+  worked = f"{problem.steps} #### {problem.answer}"
   is_worked = problem.steps and rng.random() < WORKED_SHARE
   return {
     "image": Drawing(draw, (size, problem.scene), size, size),
     "question": problem.question,
-    "solution": f"{problem.steps} {direct}" if is_worked else direct,
+    "solution": worked if is_worked else direct,
     "answer": problem.answer,
   }
 

@@ -1,8 +1,9 @@
 """Counting: how many shapes of one colour and form are in an image of several.
 
-A solution has one of two forms, as in `arithmetic.py`. The direct form is the answer alone,
-`#### 2`. The worked form first says of each cell, row by row, whether it holds a shape that counts
-(x), another one (o) or nothing: `x.o ..x o.. #### 2`.
+A solution has one of two forms. The direct form is what one says at a glance, `#### 2`: one too
+few, one too many or right, each as often. The worked form first says of each cell, row by row,
+whether it holds a shape that counts (x), another one (o) or nothing, and its answer is right:
+`x.o ..x o.. #### 2`.
 """
 
 import random
@@ -29,7 +30,8 @@ def problem(rng: random.Random) -> Problem:
   marks = dict.fromkeys(range(ROWS**2), ".")
   marks |= {cell: "x" if kind == (name, color) else "o" for kind, cell in zip(kinds, cells)}
   steps = " ".join("".join(marks[ROWS * row + i] for i in range(ROWS)) for row in range(ROWS))
-  return Problem(shapes, f"How many {color} {name}s?", str(count), steps)
+  glance = min(max(count + int(rng.random() * 3) - 1, 0), MOST)
+  return Problem(shapes, f"How many {color} {name}s?", str(count), steps, str(glance))
 
 
 def _shape(rng: random.Random, kind: tuple[str, str], cell: int) -> Shape:
