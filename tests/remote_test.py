@@ -549,9 +549,8 @@ def trained(config, folder):
   return jax.device_get(run_steps(config, folder).state.train.params)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness):
   here = trained(config_of(tmp_path, max_staleness=staleness), tmp_path / "here")
   port = free_port()
