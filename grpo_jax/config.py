@@ -676,7 +676,8 @@ class Config:
     if not self.mesh.sampler:
       return 1
     newer = self.rollout.max_staleness
-    return 1 + (newer if self.rollout.weights == "fixed" else min(newer, 1))
+    # Those that draw, the newest, and newer ones that arrive.
+    return 1 + (newer if self.rollout.weights == "fixed" else min(newer, 2))
 
   @property
   def rows_per_prompt(self) -> int:

@@ -104,6 +104,7 @@ def scored_of(number, version, **fields):
     metrics={"seen": 0.1 + number, "never": float("nan")},
     host={"drawn": np.int64(0)},
     why_unscored="",
+    prompts=f"prompts of {number}",
   )
   return Scored(**plain | fields)
 
@@ -163,7 +164,8 @@ def test_the_newest_weights_draw_and_a_schedule_repeats_what_they_drew(tmp_path)
     schedule.close()
     return draws.log
 
-  slow = run("slow", lambda number: time.sleep(0.05))
+  # The learner's first steps take longer than the others.
+  slow = run("slow", lambda number: time.sleep(0.05 if number > 2 else 0.4))
   # The learner waits for each batch, so each but those that began at once has the newest weights.
   assert [number - version for number, version, _ in slow][2:] == [1] * (STEPS - 2)
   file = tmp_path / "slow" / "schedule.jsonl"
@@ -276,6 +278,31 @@ def test_the_thread_hands_on_its_error():
   ahead.close()
 
 
+def test_in_several_processes_nobody_goes_on_after_the_thread_has_failed(monkeypatch):
+  """The others would wait for this process."""
+
+  def pause(number):
+    if number == 3:
+      raise MemoryError("of the sampler")
+
+  ahead = Beside(Draws(pause), config_of(2), None)
+  _, host = learned(ahead, end=3)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(MemoryError, match="of the sampler"):
+    ahead.saved(3, host, lambda: "w3")
+  with pytest.raises(MemoryError, match="of the sampler"), ahead._all_drawn():
+    raise AssertionError("an evaluation has begun")
+  ahead.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_learned_batch_keeps_nothing_that_its_prompts_see(way):
+  ahead = made(way, Draws(), config_of(2))
+  learned(ahead, end=3)
+  assert ahead._drawn[2].scored().prompts is None
+  ahead.close()
+
+
 def test_scored_batches_become_arrays_and_back():
   scored = scored_of(3, 1)
   back = from_arrays(to_arrays(scored), (1.0,))
@@ -352,9 +379,9 @@ def test_so_many_versions_of_the_weights_are_held(weights, bound, slow, tmp_path
   ahead = Beside(Counts(lambda number: time.sleep(pause)), config, schedule)
   learned(ahead)
   ahead.close()
-  assert max(held) <= config.sampling_copies == (1 + bound if weights == "fixed" else 2)
+  assert max(held) <= config.sampling_copies == (1 + bound if weights == "fixed" else 3)
   if slow == "sampler":
-    assert max(held) == bound if weights == "fixed" else 1
+    assert max(held) == (bound if weights == "fixed" else 1)
 
 
 # schedule.jsonl.
@@ -654,14 +681,14 @@ def test_the_last_devices_of_each_process_sample():
     ("environment", dict(tools=("calculator",)), "there must be no tools and no environment"),
   ],
 )
-def test_what_devices_of_several_processes_do_not_sample(section, changes, message, monkeypatch):
+def test_what_devices_of_several_processes_do_not_sample(section, changes, message):
   shape = model.ModelConfig(8, 8, 1, 1, 1, 8, 8)
   config = with_section(config_of(1), "mesh", sampler=1)
-  check_apart(config, shape)
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  check_apart(config, shape)
+  refused = with_section(config, section, **changes)
+  check_apart(config, shape, processes=2)
+  check_apart(refused, shape, processes=1)
   with pytest.raises(ConfigError, match=f"mesh.sampler is 1: in a run of several .*, {message}"):
-    check_apart(with_section(config, section, **changes), shape)
+    check_apart(refused, shape, processes=2)
 
 
 def test_the_axes_of_the_learner_divide_the_devices_that_sample():

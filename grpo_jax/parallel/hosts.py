@@ -29,7 +29,7 @@ class Hosts:
 
   Every process calls the methods together and in the same order, because most of them communicate.
   Where devices of each process only sample, exchanges need no devices. Those of the thread
-  `SAMPLER_THREAD` have an order of their own, and no exchange waits for a device that samples.
+  `SAMPLER_THREAD` have an order of their own, and none of them waits for a device that samples.
 
   Attributes:
     mesh: The devices that learn.

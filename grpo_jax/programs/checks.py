@@ -128,12 +128,13 @@ def _check_rollout(config: Config) -> None:
   _check_sampler_processes(config)
 
 
-def check_apart(config: Config, shape: model.ModelConfig) -> None:
+def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> None:
   """Raises ConfigError for what devices of several processes cannot draw beside the others.
 
-  Their order of collectives would depend on time.
+  Where batches are drawn ahead, the order of their collectives would depend on time. Runs in turn
+  are refused, too.
   """
-  if jax.process_count() == 1:
+  if processes == 1:
     return
   algo, key = config.algo, f"config key mesh.sampler is {config.mesh.sampler}"
   for holds, why in (

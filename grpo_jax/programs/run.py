@@ -98,7 +98,7 @@ class Run:
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))
     apart_shards = 1
     if apart:
-      check_apart(config, self.parameters.model)
+      check_apart(config, self.parameters.model, self.processes)
       apart_shards = self.parameters.sampling.model.row_shards * self.processes
     self.hosts = Hosts(self.mesh, apart_shards)
     check_length(config, shape)

@@ -58,6 +58,10 @@ class Pending:
         self._finish = None
       return self._scored
 
+  def forget_prompts(self) -> None:
+    """Frees what the prompts of a learned batch see. Its host state is still needed."""
+    self._scored = dataclasses.replace(self.scored(), prompts=None)
+
 
 class Ahead:
   """The batches that are drawn and not learned yet.
@@ -158,6 +162,7 @@ class Ahead:
         f" rollout.max_staleness is {self._bound}"
       )
     collected = self._collector.put(scored)
+    self._drawn[index].forget_prompts()
     clock.lap("put")
     return dataclasses.replace(collected, metrics=disjoint(collected.metrics, ages))
 
@@ -245,6 +250,7 @@ class Beside(Ahead):
             self._weights[index] = converted
           self._changed.notify_all()
         self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
+        self._fail_with_others()
     return super().saved(index, host, params)
 
   def close(self) -> None:
@@ -292,7 +298,7 @@ class Beside(Ahead):
           pending = self._draw(policy, number)
         if self._schedule is not None:
           self._schedule.add(number, used())
-        del policy
+        del policy, used  # and with them the weights, while the thread waits
         with self._changed:
           self._drawn[number] = pending
           self._next, self._is_drawing = number + 1, False
@@ -314,7 +320,13 @@ class Beside(Ahead):
           or (not self._is_drawing and (self._next >= self._steps or not self._may_draw()))
         )
       )
+      self._fail_with_others()
     yield
+
+  def _fail_with_others(self) -> None:
+    """Raises what ended the thread in a run of several processes: the others wait for this one."""
+    if self._error is not None and jax.process_count() > 1:
+      raise self._error
 
   def _may_draw(self) -> bool:
     if self._is_paused or self._next > max(self._weights) + self._bound:
@@ -328,7 +340,7 @@ class Beside(Ahead):
       version = max(number - self._bound, self._first_version)
       return Policy(*self.take(version)), tuple
     feed = _Feed(self, self._schedule.known.get(number))
-    params, version = feed.first
+    params, version = feed.now
     return Policy(feed if self._changes else params, version), lambda: tuple(feed.used)
 
   def _forget(self) -> None:
@@ -351,27 +363,27 @@ class _Feed:
   """The weights of each chunk of a batch: the known ones, as long as they come, or the newest.
 
   Attributes:
-    first: The weights of its first chunk, and their version.
+    now: The weights of the chunk, and their version.
     used: Which weights drew, so far. The chunks of all sampling calls of the batch are counted.
   """
 
   def __init__(self, source: Beside, known: Weights | None):
     self._source, self._known = source, None if known is None else dict(known)
     self._chunk = 0
-    self.first = self._now = source.take(self._wanted())
-    self.used = [(0, self._now[1])]
+    self.now = source.take(self._wanted())
+    self.used = [(0, self.now[1])]
 
   def __call__(self) -> tuple[Any, int]:
     if self._chunk and (self._known is None or self._chunk in self._known):
       wanted = self._wanted()
-      self._now = self._source.take(wanted)
-      version = self._now[1]
+      self.now = self._source.take(wanted)
+      version = self.now[1]
       if version != wanted:
         self._known = None
       if version != self.used[-1][1]:
         self.used.append((self._chunk, version))
     self._chunk += 1
-    return self._now
+    return self.now
 
   def _wanted(self) -> int | None:
     """The version that is known for this chunk. None means the newest."""

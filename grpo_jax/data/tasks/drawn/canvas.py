@@ -44,7 +44,7 @@ class Problem(NamedTuple):
     question: The question.
     answer: The right answer.
     steps: How one gets there, or "" where the answer needs no steps.
-    glance: What one answers without the steps, or "" where that is the right answer.
+    glance: What one answers without the steps. "" means the right answer.
   """
 
   scene: tuple[Any, ...]

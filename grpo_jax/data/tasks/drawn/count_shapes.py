@@ -1,8 +1,8 @@
 """Counting: how many shapes of one colour and form are in an image of several.
 
-A solution has one of two forms. The direct form is what one says at a glance, `#### 2`: one too
-few, one too many or right, each as often. The worked form first says of each cell, row by row,
-whether it holds a shape that counts (x), another one (o) or nothing, and its answer is right:
+A solution has one of two forms. The direct form is what one says at a glance, `#### 2`. It is
+at most one off, and right in four of nine cases. The worked form first says of each cell, row by
+row, whether it holds a shape that counts (x), another one (o) or nothing, and its answer is right:
 `x.o ..x o.. #### 2`.
 """
 
