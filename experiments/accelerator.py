@@ -1,6 +1,6 @@
 """Measures on an accelerator what is worth most, in at most eight minutes and without a network.
 
-  python experiments/accelerator.py --out=FILE.json [--seconds=480] [--only=PART,PART] [--tiny]
+  python experiments/accelerator.py --out=FILE.json [--seconds=480] [--only=PART,PART] [--rows=N,N] [--tiny]
 
 It runs these parts, in this order:
 
@@ -28,6 +28,7 @@ sizes that a CPU computes in two minutes.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -38,6 +39,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -45,6 +47,9 @@ ROOT = Path(__file__).parents[1]
 RESERVE = 3.0  # seconds that are kept to stop a part and to write the file
 POLL = 0.25  # seconds between two looks at what a part has written
 LAST_LINES = 20  # of what a part printed, kept where it failed
+# Variables of parts that take turns: a folder, how many there are, the name and place of this one.
+TURNS, PARTIES = "ACCELERATOR_TURNS", "ACCELERATOR_PARTIES"
+NAME, PLACE = "ACCELERATOR_NAME", "ACCELERATOR_PLACE"
 
 Report = dict[str, Any]
 
@@ -70,7 +75,7 @@ class Part:
 # LOG.md estimates 25, 80, 35, 45, 85, 60, 35 and 100 s.
 PARTS = (
   Part("device", 60, 20),
-  Part("resume", 130, 50),
+  Part("resume", 130, 30),
   Part("golden", 60, 15),
   Part("gap", 70, 20),
   Part("decode", 130, 35),
@@ -110,7 +115,13 @@ def environment(tiny: bool) -> dict[str, str]:
   return variables
 
 
-def run_part(part: Part, seconds: float, options: Sequence[str], show: Callable[..., None]) -> None:
+def run_part(
+  part: Part,
+  seconds: float,
+  options: Sequence[str],
+  show: Callable[..., None],
+  turns: Mapping[str, str] | None = None,
+) -> None:
   """Runs one part in a process of its own.
 
   Args:
@@ -118,6 +129,7 @@ def run_part(part: Part, seconds: float, options: Sequence[str], show: Callable[
     seconds: It is killed after this time.
     options: Of accelerator_parts.py.
     show: Called with the part's results whenever there are new ones.
+    turns: The variables by which parts that run beside each other take turns.
   """
   with tempfile.TemporaryDirectory(prefix="grpo_jax_part_") as name:
     results, log = Path(name, "results.json"), Path(name, "log")
@@ -129,7 +141,7 @@ def run_part(part: Part, seconds: float, options: Sequence[str], show: Callable[
         command,
         stdout=file,
         stderr=file,
-        env=environment("--tiny" in options) | {"TMPDIR": name},
+        env=environment("--tiny" in options) | (turns or {}) | {"TMPDIR": name},
         start_new_session=True,
       )
       try:
@@ -183,7 +195,9 @@ def facts(arguments: Mapping[str, Any]) -> Report:
   }
 
 
-def measure(parts: Sequence[Part], out: Path, seconds: float, report: Report, tiny: bool) -> Report:
+def measure(
+  parts: Sequence[Part], out: Path, seconds: float, report: Report, options: Sequence[str]
+) -> Report:
   """Runs the parts one after the other, and keeps the file up to date. Returns the whole report.
 
   Args:
@@ -191,7 +205,7 @@ def measure(parts: Sequence[Part], out: Path, seconds: float, report: Report, ti
     out: The file.
     seconds: How long all may take together.
     report: What `facts` returned.
-    tiny: Whether the sizes are those of a test.
+    options: Of accelerator_parts.py.
   """
   began = time.monotonic()
   deadline = began + seconds - RESERVE
@@ -210,13 +224,45 @@ def measure(parts: Sequence[Part], out: Path, seconds: float, report: Report, ti
       keep(part.name, {"skipped": reason})
       continue
     print(f"{time.monotonic() - began:5.0f} s  {part.name}", flush=True)
-    options = [f"--device={json.dumps(results.get('device', {}))}", *(["--tiny"] * tiny)]
-    name = part.name
-    run_part(part, min(part.seconds, left), options, lambda found, name=name: keep(name, found))
+    name, device = part.name, f"--device={json.dumps(results.get('device', {}))}"
+    run_part(
+      part, min(part.seconds, left), [device, *options], lambda found, name=name: keep(name, found)
+    )
     for key in ("error", "skipped"):
       if key in results[name]:
         print(f"         {key}: {results[name][key]}", flush=True)
   report["seconds"] = round(time.monotonic() - began, 1)
+  write(out, report)
+  return report
+
+
+def measure_together(
+  parts: Sequence[Part], out: Path, seconds: float, report: Report, options: Sequence[str]
+) -> Report:
+  """`measure`, where the parts compile beside each other and then measure one after the other."""
+  began, lock = time.monotonic(), threading.Lock()
+  results = report["parts"]
+  device = f"--device={json.dumps(results.get('device', {}))}"
+
+  def keep(name: str, found: Report) -> None:
+    with lock:
+      if results.get(name) != found:
+        results[name] = found
+        report["seconds"] = round(time.monotonic() - began, 1)
+        write(out, report)
+
+  def run(part: Part, folder: str) -> None:
+    turns = {TURNS: folder, PARTIES: str(len(parts)), NAME: part.name}
+    turns[PLACE] = str(parts.index(part))
+    limit = seconds - RESERVE - (time.monotonic() - began)
+    run_part(part, limit, [device, *options], lambda found: keep(part.name, found), turns)
+    Path(folder, part.name).touch()  # nobody waits for it any more
+    end = results[part.name].get("error", "done")
+    print(f"{time.monotonic() - began:5.0f} s  {part.name}: {end}", flush=True)
+
+  with tempfile.TemporaryDirectory() as folder:
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+      list(pool.map(run, parts, [folder] * len(parts)))
   write(out, report)
   return report
 
@@ -243,6 +289,7 @@ def main() -> None:
   parser.add_argument("--out", type=Path, required=True, help="the file to write")
   parser.add_argument("--seconds", type=float, default=480.0, help="of all parts together")
   parser.add_argument("--only", default="", help="names of parts, separated by commas")
+  parser.add_argument("--rows", default="64,256,1024", help="how many rows `decode` decodes")
   parser.add_argument("--tiny", action="store_true", help="the sizes of a test on a CPU")
   args = parser.parse_args()
   parts = chosen(args.only)
@@ -250,7 +297,8 @@ def main() -> None:
   signal.signal(signal.SIGTERM, stop)
   report = facts(vars(args))
   write(args.out, report)
-  report = measure(parts, args.out, args.seconds, report, args.tiny)
+  options = [f"--rows=[{args.rows}]", *["--tiny"] * args.tiny]
+  report = measure(parts, args.out, args.seconds, report, options)
   sys.exit(any("error" in found for found in report["parts"].values()))
 
 

@@ -11,7 +11,7 @@ import gc
 import time
 from typing import Any
 
-from accelerator_parts import Part, median_seconds, one_line, share
+from accelerator_parts import Part, kernels, median_seconds, one_line, share
 import attention as attention_lib
 import bench
 import jax
@@ -54,6 +54,24 @@ def make_run(args: argparse.Namespace) -> Run:
   return Run(dataclasses.replace(config, model=shape), devices=jax.devices()[:1])
 
 
+def random_params(run: Run) -> Any:
+  """Random parameters of a run. Their own initialisation takes a GPU's compiler over a minute."""
+  leaves, structure = jax.tree_util.tree_flatten_with_path(run.parameters.abstract)
+  places = jax.tree.unflatten(structure, [x.sharding for _, x in leaves])
+
+  def made() -> Any:
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    arrays = [
+      jnp.ones(x.shape, x.dtype)
+      if path[-1].key == "scale"
+      else 0.02 * jax.random.normal(key, x.shape, x.dtype)
+      for key, (path, x) in zip(keys, leaves)
+    ]
+    return jax.tree.unflatten(structure, arrays)
+
+  return jax.jit(made, out_shardings=places)()
+
+
 def prompts_of(config: Config, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Random prompts, their lengths and the temperatures of their completions."""
   S = config.data.max_prompt_tokens
@@ -85,7 +103,7 @@ def gap(part: Part) -> None:
     args = sizes(part, SMALL, dtype=dtype, prompts=8, plen=64, clen=128)
     run = make_run(args)
     prompts = prompts_of(run.config, args.prompts)
-    params = run.initial_params()
+    params = random_params(run)
     weights = run.parameters.for_sampling(params)
     batch = batch_of(run, sampled(run, weights, prompts), prompts)
     logprobs = part.compiled(f"log-probs, {dtype}", run.programs.logprobs, params, batch)
@@ -109,10 +127,10 @@ def attention_of(run: Run) -> dict[str, str]:
 
 def decode(part: Part) -> None:
   """Tokens a second while sampling, and the share of memory bandwidth, by the number of rows."""
-  numbers = (16, 32) if part.tiny else (64, 256, 1024)
+  numbers = (16, 32) if part.tiny else part.rows
   args = sizes(part, QWEN, prompts=numbers[-1] // GROUP, plen=64, clen=256)
   run = make_run(args)
-  params = run.initial_params()
+  params = random_params(run)
   weights = run.parameters.for_sampling(params)
   part.save(sizes=vars(args), weights_bytes=sum(x.nbytes for x in jax.tree.leaves(weights)))
   del params
@@ -143,6 +161,7 @@ def decode_rows(part: Part, run: Run, weights: Any, rows: int) -> dict[str, Any]
     "round_ms": 1000 * seconds / rounds,
     "by_shape": bandwidth(part, by_shape, tokens, seconds),
     "peak_bytes": peak_bytes(),
+    "profile": kernels(lambda: sampled(run, weights, prompts), part.folder),
   }
 
 
@@ -196,11 +215,14 @@ def update(part: Part) -> None:
     micro = found["micro_batch"] // 2
 
 
-def one_update(part: Part, run: Run) -> dict[str, Any]:
-  """Makes a batch of random completions, and updates on it. Returns what was measured."""
+def one_update(part: Part, run: Run, with_reference: bool = True) -> dict[str, Any]:
+  """Makes a batch of random completions, and updates on it. Returns what was measured.
+
+  The log-probs of the reference are those of the policy, or without it 0.
+  """
   P, T = run.config.batch.prompts, run.config.sampling.max_tokens
   programs, prompts = run.programs, prompts_of(run.config, P)
-  params = run.initial_params()
+  params = random_params(run)
   tokens_PGT = jax.random.randint(jax.random.key(2), (P, GROUP, T), 2, 60)
   lengths_PG = jnp.full((P, GROUP), T, jnp.int32)
   completions = Completions(
@@ -214,9 +236,11 @@ def one_update(part: Part, run: Run) -> dict[str, Any]:
   batch = batch_of(run, completions, prompts)
   reference = run.parameters.reference(params)
   name = f"micro-batches of {programs.micro_batch}"
-  logprobs = part.compiled(f"log-probs, {name}", programs.logprobs, reference, batch)
-  reference_s = median_seconds(lambda: logprobs(reference, batch), calls=1)
-  batch = batch.replace(ref_logprobs_PGT=logprobs(reference, batch))
+  batch, reference_s = batch.replace(ref_logprobs_PGT=jnp.zeros((P, GROUP, T))), None
+  if with_reference:
+    logprobs = part.compiled(f"log-probs, {name}", programs.logprobs, reference, batch)
+    reference_s = median_seconds(lambda: logprobs(reference, batch), calls=1)
+    batch = batch.replace(ref_logprobs_PGT=logprobs(reference, batch))
   # Every group teaches something, because an update may leave out one that does not.
   scores_PGJ = jnp.broadcast_to(jnp.arange(GROUP)[:, None] % 2.0, (P, GROUP, 1))
   state = programs.init_state(params)
@@ -232,7 +256,8 @@ def one_update(part: Part, run: Run) -> dict[str, Any]:
     states.append(state)
     return metrics
 
-  seconds = median_seconds(once, calls=3)
+  part.take_turn()
+  seconds = median_seconds(once, calls=2)
   return {
     "seconds": seconds,
     "reference_s": reference_s,
@@ -241,6 +266,7 @@ def one_update(part: Part, run: Run) -> dict[str, Any]:
     "share_of_reached": share(flops / seconds, part.reached("bfloat16")),
     "share_of_peak": share(flops / seconds, part.peak("flops")),
     "memory": memory_of_update(run, step, before),
+    "profile": kernels(once, part.folder),
   }
 
 

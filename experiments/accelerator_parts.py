@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -36,17 +37,38 @@ class Part:
   Attributes:
     tiny: Whether the sizes are those of a test.
     device: The results of the part `device`, empty if it has none.
+    rows: The numbers of rows to decode.
+    folder: For files that nobody needs later.
     results: All results so far.
   """
 
-  def __init__(self, file: Path, tiny: bool, device: Mapping[str, Any]) -> None:
-    self._file, self.tiny, self.device = file, tiny, device
+  def __init__(
+    self, file: Path, tiny: bool, device: Mapping[str, Any], rows: Sequence[int] = (64, 256, 1024)
+  ) -> None:
+    self._file, self.tiny, self.device, self.rows = file, tiny, device, rows
+    self.folder = str(file.parent)
+    self._turn: Any = None
     self.results: dict[str, Any] = {}
 
   def save(self, **results: Any) -> None:
     """Adds results, and writes all of them to the file."""
     self.results |= results
     accelerator.write(self._file, self.results)
+
+  def take_turn(self) -> None:
+    """Waits until all parts beside this one have compiled, and no other one measures.
+
+    The turn ends with the process, because its memory is free only then.
+    """
+    folder = os.environ.get(accelerator.TURNS)
+    if not folder or self._turn is not None:
+      return
+    Path(folder, os.environ[accelerator.NAME]).touch()
+    time.sleep(0.2 * int(os.environ[accelerator.PLACE]))  # in their order, more or less
+    while len(os.listdir(folder)) < int(os.environ[accelerator.PARTIES]):
+      time.sleep(0.05)
+    self._turn = open(f"{folder}-lock", "w")
+    fcntl.flock(self._turn, fcntl.LOCK_EX)
 
   def compiled(self, name: str, function: Any, *arguments: Any) -> Any:
     """Traces and compiles a jitted function for these arguments, and says how long it took."""
@@ -81,6 +103,49 @@ def median_seconds(run: Callable[[], Any], calls: int) -> float:
     jax.block_until_ready(run())
     times.append(time.perf_counter() - start)
   return statistics.median(times)
+
+
+def kernels(run: Callable[[], Any], folder: str, most: int = 30) -> dict[str, Any]:
+  """What a device does during one call, by JAX's profiler: its kernels, those with most time first.
+
+  While it looks, XLA starts the kernels one by one and not as graphs, so `span_ms` is longer than
+  the call. What the kernels take themselves is right. Empty where there is no GPU.
+
+  Args:
+    run: Returns arrays.
+    folder: The profiler writes there.
+    most: How many kernels to name.
+  """
+  import jax
+
+  jax.block_until_ready(run())
+  try:
+    with jax.profiler.trace(folder):
+      jax.block_until_ready(run())
+  except Exception as error:  # not every machine lets a program look at its device
+    return {"error": one_line(error)}
+  newest = max(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+  events = [
+    event
+    for plane in jax.profiler.ProfileData.from_file(str(newest)).planes
+    if plane.name.startswith("/device:GPU")
+    for line in plane.lines
+    if line.name.startswith("Stream")
+    for event in line.events
+  ]
+  if not events:
+    return {}
+  times: dict[str, list[float]] = {}
+  for event in events:
+    times.setdefault(event.name, []).append(event.duration_ns / 1e6)
+  order = sorted(times, key=lambda name: -sum(times[name]))
+  first, last = min(e.start_ns for e in events), max(e.start_ns + e.duration_ns for e in events)
+  return {
+    "number": len(events),
+    "busy_ms": round(sum(map(sum, times.values())), 3),
+    "span_ms": round((last - first) / 1e6, 3),
+    "kernels": [[name, len(times[name]), round(sum(times[name]), 3)] for name in order[:most]],
+  }
 
 
 def start_device() -> dict[str, float]:
@@ -350,9 +415,10 @@ def main() -> None:
   parser.add_argument("name", help="of the part")
   parser.add_argument("--results", type=Path, required=True, help="the file to write")
   parser.add_argument("--device", type=json.loads, default={}, help="what the first part found")
+  parser.add_argument("--rows", type=json.loads, default=[64, 256, 1024], help="to decode")
   parser.add_argument("--tiny", action="store_true")
   args = parser.parse_args()
-  part = Part(args.results, args.tiny, args.device)
+  part = Part(args.results, args.tiny, args.device, args.rows)
   try:
     if args.name not in WITHOUT_DEVICE:
       part.save(start=start_device())

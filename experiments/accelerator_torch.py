@@ -46,7 +46,7 @@ def trl(part: Part) -> None:
   if missing:
     part.save(skipped=missing)
     return
-  prompts, group, tokens, dtype = (2, 2, 8, "float32") if part.tiny else (16, 8, 128, "bfloat16")
+  prompts, group, tokens, dtype = (2, 2, 8, "float32") if part.tiny else (32, 8, 512, "bfloat16")
   part.save(
     sizes={"prompts": prompts, "group": group, "max_tokens": tokens, "dtype": dtype},
     versions={name: version_of(name) for name in ("torch", "transformers", "trl")},
@@ -118,12 +118,13 @@ def of_transformers(
 
 
 def load(folder: str, device: str, dtype: str) -> Any:
-  """The model of a folder on a device."""
+  """A model of the folder's shape with random weights, made on a device."""
   import torch
   import transformers
 
-  model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-  return model.to(device)
+  shape = transformers.AutoConfig.from_pretrained(folder)
+  with torch.device(device):
+    return transformers.AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
 
 
 def sampled(model: Any, ids: Any, max_tokens: int) -> tuple[Any, float]:
@@ -131,13 +132,16 @@ def sampled(model: Any, ids: Any, max_tokens: int) -> tuple[Any, float]:
   import torch
 
   options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
-  length = {"max_new_tokens": max_tokens, "min_new_tokens": max_tokens}
 
-  def generate() -> torch.Tensor:
+  def generate(tokens: int) -> torch.Tensor:
+    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     with torch.no_grad():
       return model.generate(ids, attention_mask=torch.ones_like(ids), **options, **length)
 
-  return generate(), torch_seconds(generate)
+  generate(8)  # does not count
+  rows: list[torch.Tensor] = []
+  seconds = torch_seconds(lambda: rows.append(generate(max_tokens)), calls=1)
+  return rows[0], seconds
 
 
 def updated(policy: Any, rows: Any, dtype: str) -> float:
@@ -165,12 +169,12 @@ def updated(policy: Any, rows: Any, dtype: str) -> float:
   return torch_seconds(update)
 
 
-def torch_seconds(run: Callable[[], Any]) -> float:
-  """The median time of two calls."""
+def torch_seconds(run: Callable[[], Any], calls: int = 2) -> float:
+  """The median time of some calls."""
   import torch
 
   times = []
-  for _ in range(2):
+  for _ in range(calls):
     start = time.perf_counter()
     run()
     if torch.cuda.is_available():

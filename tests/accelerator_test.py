@@ -52,7 +52,7 @@ def script(text):
 def measured(accelerator, tmp_path, *parts, seconds=PATIENCE):
   """The parts of the file after a run of these."""
   file = tmp_path / "out.json"
-  accelerator.measure(parts, file, seconds, {"parts": {}}, tiny=True)
+  accelerator.measure(parts, file, seconds, {"parts": {}}, ["--tiny"])
   report = json.loads(file.read_text())
   assert report["seconds"] < PATIENCE
   return report["parts"]
@@ -126,7 +126,7 @@ sys.path.insert(0, {str(SCRIPT.parent)!r})
 import accelerator
 signal.signal(signal.SIGTERM, accelerator.stop)
 part = accelerator.Part("long", {PATIENCE}, 0, {script(part)!r})
-accelerator.measure([part], pathlib.Path({str(file)!r}), 99, {{"parts": {{}}}}, tiny=True)
+accelerator.measure([part], pathlib.Path({str(file)!r}), 99, {{"parts": {{}}}}, ["--tiny"])
 """
   process = subprocess.Popen([sys.executable, "-c", command])
   deadline = time.monotonic() + PATIENCE

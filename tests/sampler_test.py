@@ -65,8 +65,10 @@ def test_levels_of_the_tree(size, levels):
 def test_one_level_inverts_the_distribution_function():
   """The token at uniform u is the one where the cumulative probability passes u."""
   u = np.array([0, 0.39, 0.41, 0.69, 0.71, 0.84, 0.86, 0.94, 0.96, 0.9999])
-  out = logits_lib.draw(jnp.broadcast_to(LOGITS, (10, 5)), jnp.float32(u)[:, None])
+  logits = jnp.broadcast_to(LOGITS, (10, 5))
+  out, log_total = logits_lib.draw(logits, jnp.float32(u)[:, None])
   assert out.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+  np.testing.assert_allclose(log_total, jax.nn.logsumexp(logits, -1), rtol=1e-6)
 
 
 def uniforms(count, size, key=0):
@@ -145,7 +147,7 @@ def test_the_draw_never_takes_what_was_filtered_out():
   u = jnp.concatenate(
     [uniforms(3000, 300), jnp.full((1, 3), 1 - 2**-24), jnp.ones((1, 3)), jnp.zeros((1, 3))]
   )
-  out = logits_lib.draw(jnp.broadcast_to(logits, (len(u), 300)), u)
+  out, _ = logits_lib.draw(jnp.broadcast_to(logits, (len(u), 300)), u)
   assert (out % 7 == 3).all() and len(set(out.tolist())) == 43
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from flax import struct
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from grpo_jax import masked, model
@@ -19,6 +20,7 @@ from grpo_jax.types import Batch, Images, TokenStats, Visual
 Tree = TypeVar("Tree")
 # (log-probs, entropies, KL), as `TokenStats` explains them, but [B, T] each.
 Stats = tuple[jax.Array, jax.Array, jax.Array | None]
+_KEPT = "sums over the vocabulary"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +124,10 @@ def token_stats(
   def join(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 1).reshape(B, chunks * width)[:, :T]
 
-  @jax.checkpoint
+  # The maxima and sums are kept, so that the backward pass reads the logits once.
+  keep_sums = jax.checkpoint_policies.save_only_these_names(_KEPT)
+
+  @functools.partial(jax.checkpoint, policy=keep_sums)
   def chunk_stats(chunk: TokenInputs) -> Stats:
     return _stats_of_chunk(params, reference, chunk, temperature_B, options)
 
@@ -135,7 +140,7 @@ def default_chunk(vocabulary: int, platform: str) -> int:
   There are about four arrays of that size, in float32: the logits, their exponentials and the
   gradients of both. A CPU is no slower with a quarter of that.
   """
-  most_bytes = 2**28 if platform == "cpu" else 2**30
+  most_bytes = {"cpu": 2**28, "gpu": 2**32}.get(platform, 2**30)
   return max(1, most_bytes // (16 * vocabulary))
 
 
@@ -148,21 +153,24 @@ def _stats_of_chunk(
 ) -> Stats:
   temperature_B11 = temperature_B[:, None, None]
   logits = model.unembed(params, options.model, chunk.hidden_BTD) / temperature_B11
-  log_total = jax.nn.logsumexp(logits, axis=-1)
-  # A masked sum instead of a gather: its gradient is elementwise, and a vocabulary that is sharded
-  # over devices needs no exchange.
+  largest_BT = checkpoint_name(jax.lax.stop_gradient(logits.max(-1)), _KEPT)
+  weights = jnp.exp(logits - largest_BT[..., None])
+  total_BT = checkpoint_name(weights.sum(-1), _KEPT)
+  log_total_BT = largest_BT + jnp.log(total_BT)
+  # A sum of products instead of a gather: its gradient is elementwise, and a vocabulary that is
+  # sharded over devices needs no exchange.
   is_token = jnp.arange(logits.shape[-1]) == chunk.tokens_BT[..., None]
-  logprobs_BT = jnp.where(is_token, logits, 0).sum(-1) - log_total
+  logprobs_BT = (logits * is_token).sum(-1) - log_total_BT
   full_kl_BT = None
   if options.full_kl:
     reference_logits = model.unembed(reference, options.model, chunk.reference_hidden_BTD)
     full_kl_BT = kl.full(logits, reference_logits / temperature_B11)
   if not options.entropy_gradient:
-    logits, log_total = jax.lax.stop_gradient((logits, log_total))
-  probs = jnp.exp(logits - log_total[..., None])
+    stopped = jax.lax.stop_gradient((logits, weights, total_BT, log_total_BT))
+    logits, weights, total_BT, log_total_BT = stopped
   # As a product. XLA's CPU compiler takes five times as long for the sum of an expression with exp.
-  means = jnp.einsum("btv,btv->bt", probs, logits, precision=jax.lax.Precision.HIGHEST)
-  entropies_BT = log_total - means
+  means_BT = jnp.einsum("btv,btv->bt", weights, logits, precision=jax.lax.Precision.HIGHEST)
+  entropies_BT = log_total_BT - means_BT / total_BT
   return logprobs_BT, entropies_BT, full_kl_BT
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.config import LayerKind, ModelConfig
 from grpo_jax.model.layer_embeddings import PerLayer
+from grpo_jax.model.layers import RMSNorm
 from grpo_jax.model.mixers import MIXERS
 from grpo_jax.model.mixers.seen import Attend, Recur, Seen
 from grpo_jax.model.mlps import MLPS
@@ -21,7 +22,8 @@ from grpo_jax.model.mlps.router import Routed, Routes
 from grpo_jax.model.rope import Rotation
 from grpo_jax.model.stacks import Segment, segments, sparse_stacks
 
-_MOST_UNROLLED_LAYERS = 4
+# By platform. TPUs keep the loop.
+_MOST_UNROLLED_LAYERS = {"cpu": 4, "gpu": 32}
 
 
 class Block(nn.Module):
@@ -56,7 +58,7 @@ class Block(nn.Module):
     c = self.config.of_layer(self.kind)
 
     def norm(name: str, x: jax.Array, is_on: bool) -> jax.Array:
-      return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if is_on else x
+      return RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name=name)(x) if is_on else x
 
     def added(x_BTD: jax.Array, norm_name: str, out_BTD: jax.Array) -> jax.Array:
       out_BTD = norm(norm_name, out_BTD, c.post_norms)
@@ -276,10 +278,11 @@ def _is_unrolled(config: ModelConfig, segment: Segment) -> bool:
   On a CPU, a loop copies the weights of each layer out of their stacks, and activations and
   gradients into and out of others. With 4 layers of D = 128, an update took a sixth longer. With 8
   of D = 512, no difference was clear, and straight code took more than twice as long to compile.
-  Hence the limit. On accelerators, nothing was measured: they keep the loop.
+  A GPU copies them, too, and first fills the stacks of activations with zeros: a quarter of the
+  bytes of an update (experiments/LOG.md, 2026-11-26). Hence the limits, which bound compilation.
   """
   platform = config.platform or jax.default_backend()
-  return platform == "cpu" and segment.period * segment.count <= _MOST_UNROLLED_LAYERS
+  return segment.period * segment.count <= _MOST_UNROLLED_LAYERS.get(platform, 0)
 
 
 def _loops_over_runs(config: ModelConfig) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import ACTIVATIONS, Dense
+from grpo_jax.model.layers import ACTIVATIONS, Dense, RMSNorm
 
 # Path -> the axis of the mesh that splits each dimension (see parallel/sharding.py).
 RULES = (
@@ -44,7 +44,7 @@ class PerLayerInputs(nn.Module):
       table = jax.lax.with_sharding_constraint(table, c.table)
     own = table[tokens_BT] * jnp.sqrt(N).astype(c.dtype)
     projected = Dense(c, (L * N,), name="projection")(x_BTD) * c.embed_dim**-0.5
-    norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="norm")
+    norm = RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="norm")
     shape = *tokens_BT.shape, L, N
     inputs_BTLN = (norm(projected.reshape(shape)) + own.reshape(shape)) * 2**-0.5
     return jnp.moveaxis(inputs_BTLN, 2, 0)
@@ -67,4 +67,4 @@ class PerLayer(nn.Module):
     gate_BTN = Dense(c, (c.per_layer_dim,), name="in_proj")(x_BTD)
     gated_BTN = ACTIVATIONS[c.activation](gate_BTN, inputs_BTN)
     out_BTD = Dense(c, (c.embed_dim,), name="out_proj")(gated_BTN)
-    return nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="norm")(out_BTD)
+    return RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, name="norm")(out_BTD)

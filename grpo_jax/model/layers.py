@@ -142,6 +142,11 @@ class Dense(nn.Module):
     return out + bias.astype(c.dtype)
 
 
+# Its backward pass computes the norm again from its inputs. Without that, it would keep three
+# float32 arrays as large as the inputs, of which bfloat16 models have half as many bytes.
+RMSNorm = nn.remat(nn.RMSNorm)
+
+
 def head_product(equation: str, hidden: jax.Array, weights: jax.Array) -> jax.Array:
   """`einsum` of hidden states [..., D] as rows [N, D] with weights, float32 [..., outputs]."""
   out_NV = einsum(equation, hidden.reshape(-1, hidden.shape[-1]), weights)

@@ -22,7 +22,7 @@ from grpo_jax.model.blocks import (
 from grpo_jax.model.cache import Cache
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layer_embeddings import PerLayerInputs
-from grpo_jax.model.layers import Head, head_product
+from grpo_jax.model.layers import Head, RMSNorm, head_product
 from grpo_jax.model.mixers.seen import Seen
 from grpo_jax.model.mlps.router import Routes
 from grpo_jax.model.stacks import stacked
@@ -51,7 +51,7 @@ class _Parts(nn.Module):
     self.layers = [Block(c, c.kind(layer)) for layer in range(c.num_layers)]
     if c.vision:
       self.vision = vision.TowerParts(c)
-    self.final_norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype)
+    self.final_norm = RMSNorm(epsilon=c.norm_eps, dtype=c.dtype)
     if c.labels:
       self.score = Head(c, c.labels, use_bias=c.labels > 1)
     elif not c.tie_embeddings:

@@ -118,7 +118,7 @@ def draws_per_token(vocabulary: int) -> int:
   return 1 + (draws_per_token(-(-vocabulary // BRANCH)) if vocabulary > BRANCH else 0)
 
 
-def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> jax.Array:
+def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Draws a token from softmax(logits) for each row.
 
   It descends a tree whose nodes hold the weight below them, and chooses one of at most BRANCH
@@ -131,27 +131,28 @@ def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> jax.Array:
     uniforms_BN: Uniform numbers in [0, 1), N = draws_per_token(V).
 
   Returns:
-    Tokens, integers [B].
+    Tokens, integers [B], and the logarithm of the sum of all exp(logits), float32 [B].
   """
-  levels = [jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))]
+  largest_B = logits_BV.max(-1)
+  levels = [jnp.exp(logits_BV - largest_B[:, None])]
   while levels[-1].shape[1] > BRANCH:
     padding = -levels[-1].shape[1] % BRANCH
     levels[-1] = jnp.pad(levels[-1], ((0, 0), (0, padding)))
     # Not as a sum over [B, N / BRANCH, BRANCH]: a TPU pads the last axis of an array to 128.
     block = (1, BRANCH)
     levels.append(jax.lax.reduce_window(levels[-1], 0.0, jax.lax.add, block, block, "VALID"))
+  log_total_B = largest_B + jnp.log(levels[-1].sum(-1))
   token_B = _invert(levels.pop(), uniforms_BN[:, 0])
   for weights, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
     children = token_B[:, None] * BRANCH + jnp.arange(BRANCH)
     chosen = jnp.take_along_axis(weights, children, axis=1)
     token_B = token_B * BRANCH + _invert(chosen, uniform_B)
-  return token_B
+  return token_B, log_total_B
 
 
-def log_prob(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
-  """log softmax(logits)[token], float32 [B]."""
-  chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
-  return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+def _of_token(x_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+  """x[token] of each row."""
+  return jnp.take_along_axis(x_BV, tokens_B[:, None], axis=-1)[:, 0]
 
 
 def sample_token(
@@ -180,14 +181,18 @@ def sample_token(
   if is_barred_BV is not None:
     kept_BV = jnp.where(is_barred_BV, -jnp.inf, kept_BV)
   kept_BV = filtered(kept_BV, settings)
-  drawn_B = draw(kept_BV, uniforms_BN)
+  drawn_B, log_total_B = draw(kept_BV, uniforms_BN)
+  # Where nothing is filtered, not `kept_BV`: a branch would have the quotients written to memory.
+  likeliest_in_BV = kept_BV if settings.filters else logits_BV
 
   def with_likeliest() -> jax.Array:  # `filtered` keeps the likeliest token
-    return jnp.where(is_greedy_B, kept_BV.argmax(-1), drawn_B)
+    return jnp.where(is_greedy_B, likeliest_in_BV.argmax(-1), drawn_B)
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
-  logprobs_B = log_prob(tempered_BV, tokens_B)
-  behavior_B = log_prob(kept_BV, tokens_B) if settings.filters else logprobs_B
+  logprobs_B = behavior_B = _of_token(kept_BV, tokens_B) - log_total_B
+  if settings.filters:
+    total_B = jax.nn.logsumexp(tempered_BV, axis=-1)
+    logprobs_B = _of_token(tempered_BV, tokens_B) - total_B
   return tokens_B, logprobs_B, jnp.where(is_greedy_B, 0, behavior_B)
 
 

@@ -8,7 +8,7 @@ import jax
 
 from grpo_jax.model.config import LayerKind, ModelConfig
 from grpo_jax.model.kernels import Target
-from grpo_jax.model.layers import Dense
+from grpo_jax.model.layers import Dense, RMSNorm
 from grpo_jax.model.mixers.seen import Kept, Seen
 from grpo_jax.model.rope import rotate
 
@@ -58,7 +58,7 @@ class Attention(nn.Module):
     def rotated_norm(name: str, x: jax.Array) -> jax.Array:
       if c.qk_norm:
         axes = (-2, -1) if c.qk_norm == "all" else -1
-        norm = nn.RMSNorm(
+        norm = RMSNorm(
           epsilon=c.norm_eps, dtype=c.dtype, reduction_axes=axes, feature_axes=axes, name=name
         )
         x = norm(x)
@@ -76,7 +76,7 @@ class Attention(nn.Module):
       v_BTKE = k_BTKE if c.keys_as_values else project("v", c.num_kv_heads)
       k_BTKE = rotated_norm("k_norm", k_BTKE)
     if c.value_norm and v_BTKE is not None:
-      v_BTKE = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, use_scale=False)(v_BTKE)
+      v_BTKE = RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, use_scale=False)(v_BTKE)
     if c.query_multiplier:
       q_BTHE = q_BTHE * c.query_multiplier
     else:

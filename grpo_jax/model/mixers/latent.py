@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from grpo_jax.model.config import LayerKind, ModelConfig
 from grpo_jax.model.kernels import Target, dequantised
-from grpo_jax.model.layers import Dense, einsum
+from grpo_jax.model.layers import Dense, RMSNorm, einsum
 from grpo_jax.model.mixers.seen import Kept, Seen
 from grpo_jax.model.rope import Rotation, rotate
 
@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
     heads = c.num_heads, c.head_dim
     if shape.query_rank:
       down = Dense(c, (shape.query_rank,), use_bias=c.qkv_bias, name="q_a")(x_BTD)
-      down = nn.RMSNorm(epsilon=_EPSILON, dtype=c.dtype, name="q_a_norm")(down)
+      down = RMSNorm(epsilon=_EPSILON, dtype=c.dtype, name="q_a_norm")(down)
       q_BTHE = Dense(c, heads, name="q_b")(down)
     else:
       q_BTHE = Dense(c, heads, name="q")(x_BTD)
@@ -103,7 +103,7 @@ class LatentAttention(nn.Module):
     c, shape = self.config, self.config.latent
     size = shape.rank + shape.rope_dim
     down = Dense(c, (size,), use_bias=c.qkv_bias, name="kv_a")(x_BTD)
-    latent = nn.RMSNorm(epsilon=_EPSILON, dtype=c.dtype, name="kv_a_norm")(down[..., : shape.rank])
+    latent = RMSNorm(epsilon=_EPSILON, dtype=c.dtype, name="kv_a_norm")(down[..., : shape.rank])
     return latent, self._rotate(down[:, :, None, shape.rank :], rope)
 
   def _rotate(self, x_BTHE: jax.Array, rope: Rotation) -> jax.Array:

@@ -52,14 +52,14 @@ class MLP(nn.Module):
     del routes, residual_BTD
     c, width = self.config, self.width or self.config.mlp_dim
 
-    # The backward pass computes the activation again. To save it and its derivative would take
-    # longer on a CPU, and more memory everywhere.
-    @jax.checkpoint
-    def gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-      return ACTIVATIONS[c.activation](gate_BTF, up_BTF)
+    def project(mlp: nn.Module, name: str, features: int, x: jax.Array) -> jax.Array:
+      return Dense(c, (features,), use_bias=c.mlp_bias, name=name, parent=mlp)(x)
 
-    def project(name: str, features: int, x: jax.Array) -> jax.Array:
-      return Dense(c, (features,), use_bias=c.mlp_bias, name=name)(x)
+    # The backward pass computes the hidden units again. To save them and the derivative of the
+    # activation would take longer on a CPU, and more memory everywhere.
+    @nn.remat
+    def down(mlp: nn.Module, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+      return project(mlp, "down", c.embed_dim, ACTIVATIONS[c.activation](gate_BTF, up_BTF))
 
-    gate_BTF, up_BTF = project("gate", width, x_BTD), project("up", width, x_BTD)
-    return project("down", c.embed_dim, gated(gate_BTF, up_BTF)), None
+    gate_BTF, up_BTF = project(self, "gate", width, x_BTD), project(self, "up", width, x_BTD)
+    return down(self, gate_BTF, up_BTF), None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import ACTIVATIONS, einsum
+from grpo_jax.model.layers import ACTIVATIONS, RMSNorm, einsum
 from grpo_jax.model.mlps.dense import MLP
 from grpo_jax.model.mlps.router import Routed, Routes, route, statistics
 
@@ -154,7 +154,7 @@ class Experts(nn.Module):
   def _norm(self, name: str, x_BTD: jax.Array) -> jax.Array:
     """Without a name, it has no scale."""
     c = self.config
-    norm = nn.RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, use_scale=bool(name), name=name or None)
+    norm = RMSNorm(epsilon=c.norm_eps, dtype=c.dtype, use_scale=bool(name), name=name or None)
     return norm(x_BTD)
 
   def _router(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.model.layers import Dense
+from grpo_jax.model.layers import Dense, RMSNorm
 from grpo_jax.model.rope import Rotation, rotate
 from grpo_jax.model.towers.attention import attend
 from grpo_jax.model.towers.layers import ACTIVATIONS, in_blocks, projected_patches, rms_norm
@@ -99,7 +99,7 @@ class Attention(nn.Module):
     q_BNAE, k_BNAE, v_BNAE = (Clipped(c, heads, name=x)(x_BNW) for x in "qkv")
     q_BNAE, k_BNAE = rms_norm(c, "q_norm")(q_BNAE), rms_norm(c, "k_norm")(k_BNAE)
     q_BNAE, k_BNAE = _rotated(q_BNAE, rope), _rotated(k_BNAE, rope)
-    v_BNAE = nn.RMSNorm(epsilon=v.norm_eps, dtype=c.dtype, use_scale=False)(v_BNAE)
+    v_BNAE = RMSNorm(epsilon=v.norm_eps, dtype=c.dtype, use_scale=False)(v_BNAE)
     out_BNAE = attend(c, q_BNAE, k_BNAE, v_BNAE, seen_BN)
     return Clipped(c, (v.dim,), axes=2, name="o")(out_BNAE)
 
@@ -138,7 +138,7 @@ class Pool(nn.Module):
       bias_W = self.param("token_bias", nn.initializers.zeros, (v.dim,))
       scale_W = self.param("token_scale", nn.initializers.ones, (v.dim,))
       x_BMW = (x_BMW - jax.lax.stop_gradient(bias_W)) * jax.lax.stop_gradient(scale_W)
-    norm = nn.RMSNorm(epsilon=v.norm_eps, dtype=c.dtype, use_scale=False)
+    norm = RMSNorm(epsilon=v.norm_eps, dtype=c.dtype, use_scale=False)
     return Dense(c, (c.embed_dim,), name="projection")(norm(x_BMW.astype(c.dtype)))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.kernels import Target
-from grpo_jax.model.layers import Dense
+from grpo_jax.model.layers import Dense, RMSNorm
 from grpo_jax.model.rope import Rotation, rotate
 from grpo_jax.model.towers.attention import attend
 
@@ -74,7 +74,7 @@ def layer_norm(config: ModelConfig, name: str) -> nn.Module:
 
 def rms_norm(config: ModelConfig, name: str) -> nn.Module:
   """A norm of the tower without them."""
-  return nn.RMSNorm(epsilon=config.vision.norm_eps, dtype=config.dtype, name=name)
+  return RMSNorm(epsilon=config.vision.norm_eps, dtype=config.dtype, name=name)
 
 
 def projected_patches(config: ModelConfig, patches_BNC: jax.Array, use_bias: bool) -> jax.Array:

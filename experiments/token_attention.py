@@ -1,0 +1,130 @@
+"""Attention of one token of each row over its own tokens and its prompt, in three ways.
+
+For accelerator_variants.py. `plain` is what the sampler computes. All take
+
+  q [P, K, G, R, E], keys and values [P, K, G, C, E], time, visible_PG, those of the prompts
+  [P, K, S, E], lengths_P
+
+and return [P, K, G, R, E]. The newest token lies in slot `time` modulo C, and a row sees the
+`visible_PG` newest.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+import jax.numpy as jnp
+
+from grpo_jax.model.attention.softmax import Own, Scoring, softmax_attention
+
+HIDDEN = -1e30
+QUERIES = 16  # the tensor cores of a GPU take no fewer
+
+
+def plain(
+  q: Any, keys: Any, values: Any, time: Any, visible_PG: Any, pkeys: Any, pvalues: Any, lengths_P: Any
+) -> jax.Array:
+  """As XLA compiles the definition."""
+  C, S = keys.shape[3], pkeys.shape[2]
+  mask = ((time - jnp.arange(C)) % C) < visible_PG[:, None, :, None, None, None]
+  prefix_mask = jnp.arange(S) < lengths_P[:, None, None, None, None, None]
+  out = softmax_attention(
+    q[..., None, :], Own(keys, values), mask, (pkeys, pvalues), prefix_mask, Scoring()
+  )
+  return out[..., 0, :]
+
+
+def cudnn(
+  q: Any, keys: Any, values: Any, time: Any, visible_PG: Any, pkeys: Any, pvalues: Any, lengths_P: Any
+) -> jax.Array:
+  """cuDNN on rows that lie from slot 0 on, without their prompts. Equal only where time = visible."""
+  P, K, G, R, E = q.shape
+  C = keys.shape[3]
+  del time, pkeys, pvalues, lengths_P
+  rows = [x.transpose(0, 2, 3, 1, 4).reshape(P * G, C, K, E) for x in (keys, values)]
+  q_BTHE = q.transpose(0, 2, 1, 3, 4).reshape(P * G, 1, K * R, E)
+  out = jax.nn.dot_product_attention(
+    q_BTHE,
+    *rows,
+    scale=1.0,
+    query_seq_lengths=jnp.ones(P * G, jnp.int32),
+    key_value_seq_lengths=visible_PG.reshape(-1).astype(jnp.int32),
+    implementation="cudnn",
+  )
+  return out.reshape(P, G, K, R, E).transpose(0, 2, 1, 3, 4)
+
+
+def pallas(
+  q: Any, keys: Any, values: Any, time: Any, visible_PG: Any, pkeys: Any, pvalues: Any, lengths_P: Any
+) -> jax.Array:
+  """One kernel, of the same masks as `plain`."""
+  C, S = keys.shape[3], pkeys.shape[2]
+  mask_PGC = ((time - jnp.arange(C)) % C) < visible_PG[..., None]
+  mask_PGS = jnp.broadcast_to(jnp.arange(S) < lengths_P[:, None, None], (*visible_PG.shape, S))
+  return masked(q, keys, values, mask_PGC, pkeys, pvalues, mask_PGS)
+
+
+def masked(
+  q: Any, keys: Any, values: Any, mask_PGC: Any, pkeys: Any, pvalues: Any, mask_PGS: Any
+) -> jax.Array:
+  """Softmax attention over [prompt | own tokens] by a kernel that keeps scores on the chip.
+
+  It skips blocks of slots of which a row sees none.
+  """
+  P, K, G, R, E = q.shape
+  C, S = keys.shape[3], pkeys.shape[2]
+  own = next(size for size in (64, 32, 16) if C % size == 0)
+  of_prompt = next(size for size in (64, 32, 16) if S % size == 0)
+  padded = jnp.pad(q, ((0, 0),) * 3 + ((0, QUERIES - R), (0, 0)))
+  whole = pl.BlockSpec(memory_space=pl.ANY)
+  out = pl.pallas_call(
+    functools.partial(_kernel, (own, C // own), (of_prompt, S // of_prompt)),
+    grid=(G, K, P),
+    in_specs=[whole] * 7,
+    out_specs=whole,
+    out_shape=jax.ShapeDtypeStruct(padded.shape, q.dtype),
+    compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+    name="token_attention",
+  )(padded, keys, values, mask_PGC.astype(jnp.int32), pkeys, pvalues, mask_PGS.astype(jnp.int32))
+  return out[..., :R, :]
+
+
+def _kernel(own: tuple[int, int], of_prompt: tuple[int, int], *refs: Any) -> None:
+  q_ref, keys_ref, values_ref, mask_ref, pkeys_ref, pvalues_ref, pmask_ref, out_ref = refs
+  g, k, p = (pl.program_id(axis) for axis in range(3))
+  q = plt.load(q_ref.at[p, k, g])
+  E = q.shape[-1]
+
+  def add(state: Any, keys: Any, values: Any, sees: Any) -> Any:
+    largest, total, out = state
+    scores = jnp.where(sees[None, :], plt.dot(q, keys, trans_b=True), HIDDEN)
+    new = jnp.maximum(largest, scores.max(-1))
+    shrink = jnp.exp(largest - new)
+    weights = jnp.where(sees[None, :], jnp.exp(scores - new[:, None]), 0.0)
+    added = plt.dot(weights.astype(values.dtype), values)
+    return new, total * shrink + weights.sum(-1), out * shrink[:, None] + added
+
+  def over(sizes: tuple[int, int], read: Any, mask: Any, state: Any) -> Any:
+    size, number = sizes
+
+    def block(n: Any, state: Any) -> Any:
+      here = pl.ds(n * size, size)
+      sees = mask(here) > 0
+      is_seen = jnp.max(sees.astype(jnp.int32)) > 0
+      return jax.lax.cond(is_seen, lambda: add(state, *read(here), sees), lambda: state)
+
+    return jax.lax.fori_loop(0, number, block, state)
+
+  def read_own(here: Any) -> Any:
+    return plt.load(keys_ref.at[p, k, g, here]), plt.load(values_ref.at[p, k, g, here])
+
+  def read_prompt(here: Any) -> Any:
+    return plt.load(pkeys_ref.at[p, k, here]), plt.load(pvalues_ref.at[p, k, here])
+
+  state = jnp.full(QUERIES, HIDDEN), jnp.zeros(QUERIES), jnp.zeros((QUERIES, E))
+  state = over(own, read_own, lambda here: plt.load(mask_ref.at[p, g, here]), state)
+  state = over(of_prompt, read_prompt, lambda here: plt.load(pmask_ref.at[p, g, here]), state)
+  _, total, out = state
+  plt.store(out_ref.at[p, k, g], (out / total[:, None]).astype(out_ref.dtype))
