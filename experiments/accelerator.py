@@ -1,6 +1,7 @@
 """Measures on an accelerator what is worth most, in at most eight minutes and without a network.
 
-  python experiments/accelerator.py --out=FILE.json [--seconds=480] [--only=PART,PART] [--rows=N,N] [--tiny]
+  python experiments/accelerator.py --out=FILE.json [--seconds=480] [--only=PART,PART]
+      [--rows=N,N] [--tiny]
 
 It runs these parts, in this order:
 
@@ -141,7 +142,7 @@ def run_part(
         command,
         stdout=file,
         stderr=file,
-        env=environment("--tiny" in options) | (turns or {}) | {"TMPDIR": name},
+        env=environment("--tiny" in options) | dict(turns or {}) | {"TMPDIR": name},
         start_new_session=True,
       )
       try:

@@ -1,19 +1,20 @@
 """Measures variants of what is slow on an accelerator, side by side, in at most four minutes.
 
-  python experiments/accelerator_variants.py --out=FILE.json [--seconds=240] [--only=NAME,NAME] [--tiny]
+  python experiments/accelerator_variants.py --out=FILE.json [--seconds=240] [--only=NAME,NAME]
+      [--tiny]
 
-It is the second script after accelerator.py, writes FILE.json in the same way, and has no network,
-either. Its parts, each a process of its own:
+It is the second script after accelerator.py and has no network, either. Its parts, each a process
+of its own, compile beside each other and then measure one after the other:
 
   products   products of matrices in the shapes of an update, and of a round of decoding
   token      attention of one token of each row: as XLA compiles it, by a kernel of Pallas, and by
              cuDNN with lengths, which knows neither rings nor prompts that are shared
-  decode_A_B one chunk of decoding: A is `apart` or `stacks` (how the layers lie), or `kernel`, which
-             is `apart` with that kernel of Pallas. B names flags
+  decode_A_B one chunk of decoding. A says how the layers lie: `apart` or in `stacks`. `kernel` is
+             `apart` with that kernel of Pallas. B names flags
   update_A_B one update: A is `apart` or `loop`, B is an attention, or `remat`
 
-The flags are `xla` (none), `blas` (products by cuBLAS alone, so there is little to tune) and `graph`
-(loops and branches within CUDA graphs, too).
+The flags are `xla` (none), `blas` (products by cuBLAS alone, so there is little to tune) and
+`graph` (loops and branches within CUDA graphs, too).
 """
 
 import argparse
@@ -43,7 +44,7 @@ ROWS, GROUP, PROMPT, TOKENS = 256, 8, 64, 256
 
 
 def products(part: Part) -> None:
-  """FLOP/s of bfloat16 products [M, K] x [K, N]: of an update's layers and head, and of decoding."""
+  """Products [M, K] x [K, N] in bfloat16: of an update's layers and head, and of decoding."""
   import jax
   import jax.numpy as jnp
 
@@ -54,10 +55,14 @@ def products(part: Part) -> None:
   product = jax.jit(jnp.matmul)
   part.take_turn()
   for M, K, N in shapes:
-    x, y = (jax.random.normal(jax.random.key(i), s, "bfloat16") for i, s in enumerate(((M, K), (K, N))))
+    x = jax.random.normal(jax.random.key(0), (M, K), "bfloat16")
+    y = jax.random.normal(jax.random.key(1), (K, N), "bfloat16")
     seconds = median_seconds(functools.partial(product, x, y), calls=9)
     moved = 2 * (M * K + K * N + M * N)
-    found[f"{M} x {K} x {N}"] = {"tflops": 2e-12 * M * K * N / seconds, "gb_s": 1e-9 * moved / seconds}
+    found[f"{M} x {K} x {N}"] = {
+      "tflops": 2e-12 * M * K * N / seconds,
+      "gb_s": 1e-9 * moved / seconds,
+    }
     part.save(products=found)
 
 
@@ -65,21 +70,22 @@ def token(part: Part) -> None:
   """Microseconds of a layer's attention of one token, in a loop over as many caches as layers."""
   import jax
   import jax.numpy as jnp
-
   from token_attention import cudnn, pallas, plain
 
-  P, K, G, R, C, E, S, L = (2, 2, 2, 4, 32, 16, 16, 2) if part.tiny else (32, 2, 8, 7, 256, 64, 64, 24)
-  keys = jax.random.split(jax.random.key(0), 5)
+  sizes = (2, 2, 2, 4, 32, 16, 16, 2) if part.tiny else (32, 2, 8, 7, 256, 64, 64, 24)
+  P, K, G, R, C, E, S, L = sizes
+  keys = iter(jax.random.split(jax.random.key(0), 4 * L + 1))
 
-  def some(key: Any, *shape: int) -> Any:
-    return jax.random.normal(key, shape, jnp.bfloat16)
+  def some(*shape: int) -> Any:
+    return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
-  q = some(keys[0], P, K, G, R, E) / E**0.5
-  own = some(keys[1], L, P, K, G, C, E), some(keys[2], L, P, K, G, C, E)
-  prefix = some(keys[3], L, P, K, S, E), some(keys[4], L, P, K, S, E)
+  q = some(P, K, G, R, E) / E**0.5
+  # Apart, as the sampler has them on a GPU: a slice of a stack would be copied.
+  own = [(some(P, K, G, C, E), some(P, K, G, C, E)) for _ in range(L)]
+  prefix = [(some(P, K, S, E), some(P, K, S, E)) for _ in range(L)]
   lengths_P = jnp.full(P, S)
   visible_PG = jnp.full((P, G), C // 2)
-  moved = 2 * own[0][0, ..., : C // 2, :].nbytes + 2 * prefix[0][0].nbytes
+  moved = own[0][0].nbytes + 2 * prefix[0][0].nbytes
   found: dict[str, Any] = {}
   programs = {}
   for name, attend in (("plain", plain), ("pallas", pallas), ("cudnn", cudnn)):
@@ -87,9 +93,7 @@ def token(part: Part) -> None:
       continue
 
     def layers(q: Any, own: Any, prefix: Any, attend: Any = attend) -> Any:
-      for layer in range(L):
-        of_layer = jax.tree.map(lambda x, at=layer: x[at], (own, prefix))
-        of_own, of_prompt = of_layer
+      for of_own, of_prompt in zip(own, prefix):
         out = attend(q, *of_own, jnp.int32(C // 2 - 1), visible_PG, *of_prompt, lengths_P)
         q = q + 1e-3 * out
       return q
@@ -118,15 +122,20 @@ def decode(part: Part, layers: str) -> None:
 
   from grpo_jax import model
   from grpo_jax.model import cached_pass
-  from grpo_jax.planning.programs import _Parts
   from grpo_jax.programs.flight import NewRows
   from grpo_jax.programs.flight_programs import FlightPrograms
-  from grpo_jax.programs.sampling import decoding_of, longest_chunk, sizes_up_to
+  from grpo_jax.programs.sampling import (
+    by_row,
+    decoding_of,
+    longest_chunk,
+    settings_of,
+    sizes_up_to,
+  )
   from grpo_jax.sampler.rows import Chunk
   from grpo_jax.sampler.seats import Grid
 
   if layers == "kernel" and not part.tiny:
-    cached_pass.softmax_attention = by_kernel
+    setattr(cached_pass, "softmax_attention", by_kernel)  # noqa: B010 (mypy)
   rows = 16 if part.tiny else ROWS
   job = dict(prompts=rows // GROUP, plen=PROMPT, clen=TOKENS)
   args = accelerator_model.sizes(part, accelerator_model.QWEN, **job)
@@ -142,7 +151,7 @@ def decode(part: Part, layers: str) -> None:
   decoding = decoding_of(run.config.sampling, config.stop_ids)
   programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
   grid, slots = Grid(rows // GROUP, GROUP), sizes_up_to(T, model.slots_step(config))[-1]
-  settings = _Parts(run)._settings(rows)
+  settings = by_row(settings_of(run.config.sampling, 1.0), rows, 1)
   shapes = programs.abstract(grid, slots, weights, run.config.data.max_prompt_tokens, settings)
   make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
@@ -157,12 +166,12 @@ def decode(part: Part, layers: str) -> None:
       goes_on_R=~state.goes_on_R,
       given_RT=state.given_RT - 1,
       uniforms_RTU=uniforms,
-      settings=jax.tree.map(jnp.ones_like, state.settings),
+      settings=jax.tree.map(jnp.asarray, settings),
     )
     return made.replace(cache=cache.replace(prefix=prefix, time=cache.time + T // 2), rows=state)
 
-  nobody = np.zeros(rows, bool)
-  new = NewRows(nobody, np.arange(rows, dtype=np.int32), jax.tree.map(np.ones_like, make().rows.settings))
+  nobody, numbers = np.zeros(rows, bool), np.arange(rows, dtype=np.int32)
+  new = NewRows(nobody, numbers, settings)
   rounds = min(programs.columns - 1, T // 2 - 1)
   chunk = Chunk(np.int32(rounds), np.int32(rows))
   key = jax.random.key(0)
@@ -185,14 +194,15 @@ def decode(part: Part, layers: str) -> None:
     share_of_peak=moved * rounds / seconds / (part.peak("memory_bandwidth") or float("nan")),
   )
   arguments = [flight() for _ in range(2)]
-  profile = kernels(lambda: program(weights, arguments.pop(), key, new, ~nobody, chunk), part.folder)
+  profile = kernels(
+    lambda: program(weights, arguments.pop(), key, new, ~nobody, chunk), part.folder
+  )
   part.save(rounds=rounds, profile=profile)
 
 
 def by_kernel(q: Any, own: Any, own_mask: Any, prefix: Any, prefix_mask: Any, scoring: Any) -> Any:
   """`softmax_attention` of one token by the kernel, on one device."""
   import jax.numpy as jnp
-
   from token_attention import masked
 
   P, K, G, R, _, E = q.shape
@@ -201,7 +211,8 @@ def by_kernel(q: Any, own: Any, own_mask: Any, prefix: Any, prefix_mask: Any, sc
   mask_PGC = jnp.broadcast_to(own_mask[:, 0, :, 0, 0], (P, G, C))
   mask_PGS = jnp.broadcast_to(prefix_mask[:, 0, :, 0, 0], (P, G, S))
   del scoring
-  return masked(q[..., 0, :], keys, values, mask_PGC, *prefix, mask_PGS)[..., None, :]
+  out = masked(q[..., 0, :], keys, values, mask_PGC, prefix[0], prefix[1], mask_PGS)
+  return out[..., None, :]
 
 
 def update(part: Part, layers: str, what: str) -> None:
@@ -224,7 +235,9 @@ def update(part: Part, layers: str, what: str) -> None:
   )
   run = accelerator_model.make_run(args)
   found = accelerator_model.one_update(part, run, with_reference=False)
-  part.save(micro_batch=run.programs.micro_batch, attention=accelerator_model.attention_of(run), **found)
+  part.save(
+    micro_batch=run.programs.micro_batch, attention=accelerator_model.attention_of(run), **found
+  )
 
 
 def run_one(name: str, part: Part) -> None:
@@ -274,7 +287,9 @@ def main() -> None:
   signal.signal(signal.SIGTERM, accelerator.stop)
   report = accelerator.facts(vars(args))
   report["parts"]["device"] = args.device
-  accelerator.measure_together([by_name[name] for name in wanted], args.out, args.seconds, report, ["--tiny"] * args.tiny)
+  accelerator.measure_together(
+    [by_name[name] for name in wanted], args.out, args.seconds, report, ["--tiny"] * args.tiny
+  )
 
 
 if __name__ == "__main__":

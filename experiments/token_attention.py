@@ -24,7 +24,14 @@ QUERIES = 16  # the tensor cores of a GPU take no fewer
 
 
 def plain(
-  q: Any, keys: Any, values: Any, time: Any, visible_PG: Any, pkeys: Any, pvalues: Any, lengths_P: Any
+  q: Any,
+  keys: Any,
+  values: Any,
+  time: Any,
+  visible_PG: Any,
+  pkeys: Any,
+  pvalues: Any,
+  lengths_P: Any,
 ) -> jax.Array:
   """As XLA compiles the definition."""
   C, S = keys.shape[3], pkeys.shape[2]
@@ -37,9 +44,16 @@ def plain(
 
 
 def cudnn(
-  q: Any, keys: Any, values: Any, time: Any, visible_PG: Any, pkeys: Any, pvalues: Any, lengths_P: Any
+  q: Any,
+  keys: Any,
+  values: Any,
+  time: Any,
+  visible_PG: Any,
+  pkeys: Any,
+  pvalues: Any,
+  lengths_P: Any,
 ) -> jax.Array:
-  """cuDNN on rows that lie from slot 0 on, without their prompts. Equal only where time = visible."""
+  """cuDNN on rows from slot 0 on, without prompts. Equal where each row sees slots 0 to `time`."""
   P, K, G, R, E = q.shape
   C = keys.shape[3]
   del time, pkeys, pvalues, lengths_P
@@ -57,7 +71,14 @@ def cudnn(
 
 
 def pallas(
-  q: Any, keys: Any, values: Any, time: Any, visible_PG: Any, pkeys: Any, pvalues: Any, lengths_P: Any
+  q: Any,
+  keys: Any,
+  values: Any,
+  time: Any,
+  visible_PG: Any,
+  pkeys: Any,
+  pvalues: Any,
+  lengths_P: Any,
 ) -> jax.Array:
   """One kernel, of the same masks as `plain`."""
   C, S = keys.shape[3], pkeys.shape[2]
@@ -97,8 +118,8 @@ def _kernel(own: tuple[int, int], of_prompt: tuple[int, int], *refs: Any) -> Non
   q = plt.load(q_ref.at[p, k, g])
   E = q.shape[-1]
 
-  def add(state: Any, keys: Any, values: Any, sees: Any) -> Any:
-    largest, total, out = state
+  def add(state: Any, pair: Any, sees: Any) -> Any:
+    (largest, total, out), (keys, values) = state, pair
     scores = jnp.where(sees[None, :], plt.dot(q, keys, trans_b=True), HIDDEN)
     new = jnp.maximum(largest, scores.max(-1))
     shrink = jnp.exp(largest - new)
@@ -113,7 +134,7 @@ def _kernel(own: tuple[int, int], of_prompt: tuple[int, int], *refs: Any) -> Non
       here = pl.ds(n * size, size)
       sees = mask(here) > 0
       is_seen = jnp.max(sees.astype(jnp.int32)) > 0
-      return jax.lax.cond(is_seen, lambda: add(state, *read(here), sees), lambda: state)
+      return jax.lax.cond(is_seen, lambda: add(state, read(here), sees), lambda: state)
 
     return jax.lax.fori_loop(0, number, block, state)
 

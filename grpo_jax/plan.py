@@ -1,12 +1,14 @@
 """Says whether a run fits on devices, and what bounds its speed, without such devices.
 
 python -m grpo_jax.plan --config=configs/X.py [--config.section.key=value] --topology=v5e:2x2
+python -m grpo_jax.plan --config=configs/X.py --topology=h100:8
 python -m grpo_jax.plan --config=configs/X.py --topology=cpu:4
 python -m grpo_jax.plan --config=configs/X.py --async --topology=v5e:2x4 [--workdir=RUN]
 python -m grpo_jax.plan --config=configs/X.py --async --round_ms=1:9,4:5 --update_s=1:40,4:11
 
 It compiles the programs of the run and reads what they hold and do. For TPUs it needs their
-compiler, pip install 'jax[tpu]'. Of a model it needs config.json alone, and no data.
+compiler, pip install 'jax[tpu]', and for GPUs theirs, 'jax[cuda]'. Of a model it needs config.json
+alone, and no data.
 The exit code is 0 if the run fits, and 3 if it does not.
 
 With --async it says how many devices to give to the sampler and to the learner of an asynchronous
@@ -14,13 +16,10 @@ run. It simulates every split, with the least times of the programs or with meas
 """
 
 from collections.abc import Mapping, Sequence
-import os
-import re
 from typing import Any
 
 from absl import flags
 import jax
-from jax.experimental import topologies
 
 from grpo_jax import cli
 from grpo_jax.config import Config
@@ -31,34 +30,11 @@ from grpo_jax.parallel.mesh import sizes_of
 from grpo_jax.planning import overlap, split, table
 from grpo_jax.planning.phases import Phase, compiled
 from grpo_jax.planning.programs import programs, shape_alone
+from grpo_jax.planning.topologies import devices_of
 from grpo_jax.programs.checks import check_batches
 from grpo_jax.programs.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
-
-
-def devices_of(topology: str, chips: int | None) -> list[Any]:
-  """The devices of a topology, which need not exist. The devices of a CPU do.
-
-  Args:
-    topology: Such as v5e:2x2, or cpu:N for N devices on this machine.
-    chips: How many chips to take, from the first on. None means all.
-
-  Raises:
-    ConfigError: There is no such topology, or the compiler for it is not installed.
-  """
-  if topology.startswith("cpu"):
-    cpu = re.fullmatch(r"cpu(?::([1-9]\d{0,3}))?", topology)
-    if not cpu:
-      raise ConfigError(f"flag --topology={topology}: write cpu:N for N devices of this machine")
-    jax.config.update("jax_num_cpu_devices", int(cpu[1] or 1))
-    devices = jax.devices("cpu")
-  else:
-    devices = _tpu_devices(topology)
-  places = list(dict.fromkeys(_chip(device) for device in devices))
-  if chips is not None and not 1 <= chips <= len(places):
-    raise ConfigError(f"flag --chips={chips}: {topology} has {len(places)} chips")
-  return [device for device in devices if _chip(device) in places[:chips]]
 
 
 def plan(run: Run, topology: str) -> None:
@@ -171,37 +147,6 @@ def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, fl
   return rounds, updates
 
 
-def _tpu_devices(topology: str) -> Sequence[Any]:
-  # Read by libtpu when it is loaded: it shall look for no TPU, and wait for no other process.
-  settings = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    # Any name it knows keeps it from a warning. The topology is what counts.
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-  }
-  os.environ.update(settings)
-  # By default, libtpu describes the two cores of a v4 as two devices. Programs run on both as one.
-  options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
-  try:
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
-  except Exception as error:  # each version of libtpu has errors of its own
-    if "not installed" in str(error):
-      raise ConfigError(
-        f"flag --topology={topology} needs the compiler for TPUs: pip install 'jax[tpu]'"
-      ) from None
-    reason = " ".join(str(error).split())
-    raise ConfigError(
-      f"flag --topology={topology}: {reason:.200}; name one such as v5e:2x2, v5p:2x2x4 or cpu:4"
-    ) from None
-  return described.devices
-
-
-def _chip(device: Any) -> Any:
-  """What tells chips apart: where they are."""
-  return tuple(getattr(device, "coords", (device.id,)))
-
-
 def main(argv: list[str]) -> None:
   del argv
   config = shape_alone(cli.config_from_flags())
@@ -242,7 +187,7 @@ def _devices_by_flags() -> list[Any]:
 
 if __name__ == "__main__":
   cli.define_config_flag()
-  flags.DEFINE_string("topology", None, "TPUs, such as v5e:2x2 or v5p:2x2x4, or cpu:N")
+  flags.DEFINE_string("topology", None, "chips, such as v5e:2x2, v5p:2x2x4 or h100:8, or cpu:N")
   flags.DEFINE_integer("chips", None, "how many of its chips to use (default: all)", lower_bound=1)
   flags.DEFINE_bool("async", False, "devices for the sampler and for the learner, by simulation")
   flags.DEFINE_string("workdir", None, "--async: a run whose completions have typical lengths")

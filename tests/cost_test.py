@@ -215,6 +215,41 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   assert result.notes == ("the operations of unknown are not counted: it does not declare them",)
 
 
+def test_what_a_gpu_starts_beside_others_counts_as_what_it_does():
+  """A fusion on a stream of its own, of which the result and one of 8 rows are moved."""
+  text = """HloModule m
+%slice (a: f32[8,100], i: s32[]) -> f32[1,100] {
+  %a = f32[8,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %s = f32[1,100]{1,0} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={1,100}
+}
+ENTRY %main (p: f32[8,100], n: s32[]) -> f32[1,100] {
+  %p = f32[8,100]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %b = ((f32[8,100]{1,0}, s32[]), f32[1,100]{1,0}, u32[]) fusion-start(%p, %n), calls=%slice
+  ROOT %e = f32[1,100]{1,0} fusion-done(%b)
+}"""
+  assert count(text).whole.memory_bytes == 2 * 400 + 4
+
+
+def test_attention_of_cudnn_counts_the_products_under_its_mask():
+  """Scores [3, 4, 5, 6] with heads of 16: two products forward, five backward, half of each."""
+  config = (
+    '{"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16",'
+    ' "dimensions": ["3", "4", "5", "6"], "layout": {}}, "mask_type": "CAUSAL"}}'
+  )
+  text = """HloModule m
+ENTRY %main (p: bf16[3,5,4,16]) -> bf16[3,4,5,16] {
+  %p = bf16[3,5,4,16]{3,2,1,0} parameter(0)
+  ROOT %k = bf16[3,4,5,16]{3,2,1,0} custom-call(%p),
+}"""
+  for target, products in (("__cudnn$fmhaSoftmax", 2), ("__cudnn$fmhaSoftmaxBackward", 5)):
+    attributes = f' custom_call_target="{target}", backend_config={config}'
+    result = count(text.replace("custom-call(%p),", f"custom-call(%p),{attributes}"))
+    assert result.whole.flops == products * 3 * 4 * 5 * 6 * 16 and not result.notes
+
+
 # How the compiler for TPUs writes a loop of 5 rounds, an all-gather that goes on during a product,
 # and a reduce-scatter.
 ON_A_TPU = """HloModule m, num_partitions=4

@@ -195,6 +195,20 @@ def test_whole_logits_never_exist(params):
   assert "64x15x997" not in text and "960x997" not in text and "5x64x3x997" not in text
 
 
+def test_the_backward_pass_of_a_chunk_looks_for_no_maximum(params):
+  """Maxima and sums over the vocabulary are those of the forward pass: logits are read once."""
+  options = learner.StatsOptions(CONFIG, Learner(logprob_chunk=24))
+  batch = make_batch()
+
+  def logprobs(params):
+    return learner.batch_stats(params, None, batch, options).logprobs_PGT
+
+  found, backward = jax.vjp(logprobs, params)
+  text = str(jax.make_jaxpr(backward)(found))
+  assert "dot_general" in text
+  assert not re.search(r"reduce_max\[\s*axes=\(2,\)", text)
+
+
 @pytest.mark.slow
 def test_in_bfloat16_every_product_is_one_forward_and_backward(params):
   """Sums of products may be float32. A float32 operand would slow an accelerator several times."""

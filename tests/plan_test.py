@@ -16,13 +16,14 @@ from small_run import small_config, small_run, with_section
 from grpo_jax import plan
 from grpo_jax.console import exit_codes
 from grpo_jax.parallel import chips
-from grpo_jax.planning import table
+from grpo_jax.planning import table, topologies
 from grpo_jax.planning.phases import compiled
 from grpo_jax.planning.programs import programs, shape_alone
 from grpo_jax.programs.parameters import count
 from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]
+HAS_CUDA = any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13))
 P, G, S, T = 4, 4, 32, 33
 D, L, H, K, E, F = 64, 2, 4, 2, 16, 256
 QWEN2 = {
@@ -235,12 +236,36 @@ def test_the_command_needs_nothing_of_a_model_but_its_config_json(tmp_path):
   [
     ("cpu:8", 9, "--chips=9: cpu:8 has 8 chips"),
     ("cpu:0", None, "--topology=cpu:0: write cpu:N"),
+    ("h100:0", None, "--topology=h100:0: write h100:N"),
+    ("h100:", None, "--topology=h100:: write h100:N"),
     ("v99:2x2", None, "--topology=v99:2x2"),
   ],
 )
 def test_other_topologies_are_refused(topology, chips, message):
   with pytest.raises(ConfigError, match=message):
-    plan.devices_of(topology, chips)
+    topologies.devices_of(topology, chips)
+
+
+def test_a_gpu_without_its_compiler_is_refused(monkeypatch):
+  def unknown(*_, **__):
+    raise NotImplementedError("topology not implemented for cuda")
+
+  monkeypatch.setattr(topologies.topologies, "get_topology_desc", unknown)
+  with pytest.raises(ConfigError, match=r"--topology=h100:8 needs .* pip install 'jax\[cuda\]'"):
+    topologies.devices_of("h100:8", None)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs jax[cuda]")
+def test_a_gpu_that_is_not_here_is_planned_for(monkeypatch):
+  monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+  config = with_section(small_config(), "mesh", data=1, fsdp=2, tensor=1)
+  devices = topologies.devices_of("h100:4", 2)
+  assert chips.memory_of(devices[0]) == 0.75 * 85e9
+  phases = {
+    phase.name: phase for phase in map(compiled, programs(plan.Run(config, devices=devices)))
+  }
+  assert phases["update"].counted.whole.flops > 0 and phases["update"].total > 0
+  assert phases["update"].counted.whole.link_bytes > 0
 
 
 def test_a_name_on_huggingface_co_whose_config_is_not_here_is_refused():
@@ -252,7 +277,7 @@ def test_a_name_on_huggingface_co_whose_config_is_not_here_is_refused():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs jax[tpu]")
 def test_a_tpu_that_is_not_here_is_planned_for():
   config = with_section(small_config(), "mesh", data=1, fsdp=4, tensor=1)
-  devices = plan.devices_of("v5e:2x2", None)
+  devices = topologies.devices_of("v5e:2x2", None)
   assert chips.memory_of(devices[0]) == 15.75 * 2**30
   sample = compiled(next(programs(plan.Run(config, devices=devices))))
   assert sample.counted.open_loops.link_bytes > 0

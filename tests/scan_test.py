@@ -1,5 +1,7 @@
 """The loop over layers: straight code on a CPU, with the results of a loop."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from grpo_jax import model
 from grpo_jax.model import blocks
+from grpo_jax.model.layers import RMSNorm
 from grpo_jax.model.mlps import MLP
 
 CONFIG = model.ModelConfig(
@@ -37,7 +40,7 @@ def gradient_program(remat):
 def test_a_cpu_runs_straight_code_that_equals_a_loop(monkeypatch, remat):
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), CONFIG)
   straight = gradient_program(remat).lower(params)
-  monkeypatch.setattr(blocks, "_MOST_UNROLLED_LAYERS", 2)
+  monkeypatch.setattr(blocks, "_MOST_UNROLLED_LAYERS", {"cpu": 2})
   loop = gradient_program(remat).lower(params)
   assert "stablehlo.while" not in straight.as_text()
   assert "stablehlo.while" in loop.as_text()
@@ -49,7 +52,7 @@ def test_a_cpu_runs_straight_code_that_equals_a_loop(monkeypatch, remat):
 
 
 def test_the_backward_pass_of_an_mlp_saves_no_activation_function():
-  """Three arrays [B, T, F]: the two factors and their product. The activation is not saved."""
+  """Two arrays [B, T, F]: the factors. The activation and the hidden units are not saved."""
   params = jax.tree.map(
     lambda x: x[0],
     jax.jit(model.init, static_argnums=1)(jax.random.key(0), CONFIG)["layers_0"]["mlp"],
@@ -58,4 +61,32 @@ def test_the_backward_pass_of_an_mlp_saves_no_activation_function():
   x_BTD = jnp.ones((2, 5, CONFIG.embed_dim))
   _, vjp = jax.vjp(lambda x: mlp.apply({"params": params}, x)[0], x_BTD)
   saved = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size == 2 * 5 * CONFIG.mlp_dim]
-  assert len(saved) == 3
+  assert len(saved) == 2
+
+
+def test_the_backward_pass_of_a_norm_saves_its_inputs_alone():
+  """Flax's would save three float32 arrays [B, T, D], of which these have half as many bytes."""
+  x_BTD = jnp.ones((2, 5, 64), jnp.bfloat16)
+  norm = RMSNorm(dtype=jnp.bfloat16)
+  params = norm.init(jax.random.key(0), x_BTD)
+  _, vjp = jax.vjp(norm.apply, params, x_BTD)
+  saved = [leaf.dtype for leaf in jax.tree.leaves(vjp) if leaf.size == x_BTD.size]
+  assert saved == [jnp.bfloat16]
+
+
+def test_projections_of_the_same_inputs_save_them_once():
+  """A layer keeps 4 arrays [B, T, D] and 2 [B, T, F] beside those of attention.
+
+  They are the inputs of both norms, the normed inputs of attention and MLP, and the MLP's factors.
+  """
+  config = dataclasses.replace(CONFIG, embed_dim=24, mlp_dim=40)
+  params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), config)
+
+  def hidden(params):
+    return model.group_features(params, config, TOKENS, GROUPS)[0]
+
+  _, vjp = jax.vjp(hidden, params)
+  sizes = [leaf.size for leaf in jax.tree.leaves(vjp)]
+  tokens = config.num_layers * TOKENS.size
+  assert sizes.count(tokens * config.mlp_dim) == 2
+  assert sizes.count(tokens * config.embed_dim) == 4

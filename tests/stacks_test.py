@@ -268,7 +268,7 @@ def test_a_loop_over_equal_neighbours_of_a_pattern_changes_nothing(name, monkeyp
     cache = jax.jit(lambda p: model.features(p, config, tokens_BT, positions_BT))(params)
     return loss_and_gradient(config)(params), cache
 
-  monkeypatch.setattr(blocks, "_MOST_UNROLLED_LAYERS", 0)
+  monkeypatch.setattr(blocks, "_MOST_UNROLLED_LAYERS", {})
   expected = run()
   monkeypatch.setattr(blocks, "_loops_over_runs", lambda config: True)
   loops = []

@@ -137,11 +137,12 @@ def token_stats(
 def default_chunk(vocabulary: int, platform: str) -> int:
   """How many tokens' logits a device holds at once, so that they take less than 1 GiB.
 
-  There are about four arrays of that size, in float32: the logits, their exponentials and the
-  gradients of both. A CPU is no slower with a quarter of that.
+  There are about two arrays of that size in float32: the logits and, in the backward pass, their
+  gradient. Each chunk also adds to the gradient of the head, an array as large as the head. GPUs
+  have memory for twice as many tokens, and a CPU is no slower with an eighth.
   """
-  most_bytes = {"cpu": 2**28, "gpu": 2**32}.get(platform, 2**30)
-  return max(1, most_bytes // (16 * vocabulary))
+  most_bytes = {"cpu": 2**27, "gpu": 2**31}.get(platform, 2**30)
+  return max(1, most_bytes // (8 * vocabulary))
 
 
 def _stats_of_chunk(

@@ -33,16 +33,17 @@ class Chip:
 # 2304.01433, table 4: 6 links of 50 GB/s.
 # NVIDIA: the data sheets of A100 (2021), H100 (2023) and H200 (2024), SXM modules. The sheets give
 # NVLink in both directions together (600 and 900 GB/s), and for H100 operations of sparse matrices,
-# twice those of dense ones.
+# twice those of dense ones. `memory` is what CUDA said of an H100 (LOG.md, 2026-11-26), and for the
+# others as much of what they have.
 CHIPS = {
   "TPU v4": Chip(30.5 * _GIB, 275e12, 1200e9, 300e9),
   "TPU v5 lite": Chip(15.75 * _GIB, 197e12, 819e9, 200e9),
   "TPU v5": Chip(95.74 * _GIB, 459e12, 2765e9, 600e9),
   "TPU v6 lite": Chip(31.25 * _GIB, 918e12, 1638e9, 400e9),
-  "NVIDIA A100-SXM4-40GB": Chip(40e9, 312e12, 1555e9, 300e9),
-  "NVIDIA A100-SXM4-80GB": Chip(80e9, 312e12, 2039e9, 300e9),
-  "NVIDIA H100 80GB HBM3": Chip(80e9, 989e12, 3350e9, 450e9),
-  "NVIDIA H200": Chip(141e9, 989e12, 4800e9, 450e9),
+  "NVIDIA A100-SXM4-40GB": Chip(42.5e9, 312e12, 1555e9, 300e9),
+  "NVIDIA A100-SXM4-80GB": Chip(85e9, 312e12, 2039e9, 300e9),
+  "NVIDIA H100 80GB HBM3": Chip(85e9, 989e12, 3350e9, 450e9),
+  "NVIDIA H200": Chip(149.9e9, 989e12, 4800e9, 450e9),
 }
 
 
@@ -74,8 +75,13 @@ def memory_of(device: jax.Device) -> float | None:
     return reported
   chip = chip_of(device)
   if chip is not None:
-    return chip.memory
+    return chip.memory * (_gpu_share() if device.platform == "gpu" else 1.0)
   return machine_memory() / device.client.device_count() if device.platform == "cpu" else None
+
+
+def _gpu_share() -> float:
+  """The share of a GPU's memory that JAX gives to programs. Three quarters, if nobody says more."""
+  return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
 
 
 def machine_memory() -> float:

@@ -30,8 +30,9 @@ _USABLE_BY_UPDATE, _USABLE_BY_SAMPLER = 0.85, 0.93
 _TOKENS_ON_CPU = 2048
 # The compiler for TPUs keeps the keys or the values in a second order while rows are decoded.
 _CACHE_COPIES_ON_TPU = 1.5
-# Of a chunk in an update: logits, weights, and the gradients of both. A sampler sorts and filters.
-_LOGITS_COPIES = 4
+_LOGITS_COPIES = 4  # a sampler's: as tempered and filtered, and their weights
+# Of a chunk in an update: logits and their gradient. A CPU writes weights and theirs, too.
+_CHUNK_COPIES, _CHUNK_COPIES_ON_CPU = 2, 4
 
 
 def device_bytes(tree: Any) -> float:
@@ -277,10 +278,11 @@ def activation_bytes(
   if config.learner.remat:
     saved = config.learner.saved_activations
     kept = _kept_bytes(config, shape, params, split, saved, most)
-  # One layer is computed again, and its arrays have gradients.
-  per_prompt = kept + 2 * everything / shape.num_layers
+  # One layer is computed again, with what it never keeps, and its arrays have gradients.
+  per_prompt = kept + 3 * everything / shape.num_layers
   chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
-  per_token = _LOGITS_COPIES * shape.vocab_size * 4 / split
+  copies = _CHUNK_COPIES_ON_CPU if shape.platform == "cpu" else _CHUNK_COPIES
+  per_token = copies * shape.vocab_size * 4 / split
   return lambda prompts: prompts * per_prompt + max(chunk, prompts) * per_token
 
 

@@ -182,11 +182,9 @@ def sample_token(
     kept_BV = jnp.where(is_barred_BV, -jnp.inf, kept_BV)
   kept_BV = filtered(kept_BV, settings)
   drawn_B, log_total_B = draw(kept_BV, uniforms_BN)
-  # Where nothing is filtered, not `kept_BV`: a branch would have the quotients written to memory.
-  likeliest_in_BV = kept_BV if settings.filters else logits_BV
 
   def with_likeliest() -> jax.Array:  # `filtered` keeps the likeliest token
-    return jnp.where(is_greedy_B, likeliest_in_BV.argmax(-1), drawn_B)
+    return jnp.where(is_greedy_B, kept_BV.argmax(-1), drawn_B)
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
   logprobs_B = behavior_B = _of_token(kept_BV, tokens_B) - log_total_B

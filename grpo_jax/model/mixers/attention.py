@@ -51,9 +51,12 @@ class Attention(nn.Module):
   def __call__(self, x_BTD: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
     """Returns the output [B, T, D], and what `attend` returns beside its output."""
     c, rope = self.config, seen.rope
+    # Once, so that the backward pass keeps one array for all projections.
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
 
     def project(name: str, heads: int, head_dim: int = c.head_dim) -> jax.Array:
-      return Dense(c, (heads, head_dim), use_bias=c.qkv_bias, name=name)(x_BTD)
+      out_NHE = Dense(c, (heads, head_dim), use_bias=c.qkv_bias, name=name)(x_ND)
+      return out_NHE.reshape(*x_BTD.shape[:-1], heads, head_dim)
 
     def rotated_norm(name: str, x: jax.Array) -> jax.Array:
       if c.qk_norm:

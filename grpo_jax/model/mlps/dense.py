@@ -58,8 +58,10 @@ class MLP(nn.Module):
     # The backward pass computes the hidden units again. To save them and the derivative of the
     # activation would take longer on a CPU, and more memory everywhere.
     @nn.remat
-    def down(mlp: nn.Module, gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-      return project(mlp, "down", c.embed_dim, ACTIVATIONS[c.activation](gate_BTF, up_BTF))
+    def down(mlp: nn.Module, gate_NF: jax.Array, up_NF: jax.Array) -> jax.Array:
+      return project(mlp, "down", c.embed_dim, ACTIVATIONS[c.activation](gate_NF, up_NF))
 
-    gate_BTF, up_BTF = project(self, "gate", width, x_BTD), project(self, "up", width, x_BTD)
-    return down(self, gate_BTF, up_BTF), None
+    # Once, so that the backward pass keeps one array for both projections.
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    gate_NF, up_NF = project(self, "gate", width, x_ND), project(self, "up", width, x_ND)
+    return down(self, gate_NF, up_NF).reshape(x_BTD.shape), None

@@ -6,7 +6,7 @@ import dataclasses
 from grpo_jax.planning.cost import hlo
 from grpo_jax.planning.cost.hlo import Computation, Instruction, Module
 from grpo_jax.planning.cost.links import OPCODES, counts_here, link_bytes
-from grpo_jax.planning.cost.operations import declared, flops
+from grpo_jax.planning.cost.operations import flops
 from grpo_jax.planning.cost.traffic import is_free, traffic
 
 
@@ -120,7 +120,7 @@ class _Counter:
       sent = link_bytes(instruction, computation, self.module.devices)
       return Cost(link_bytes=sent)
     if instruction.opcode == "custom-call" and not is_free(instruction):
-      if not declared(instruction, "flops"):
+      if not flops(instruction, computation):
         target = instruction.attribute(r'custom_call_target="([^"]*)"')
         self.notes.add(f"the operations of {target} are not counted: it does not declare them")
     return Cost(flops=flops(instruction, computation))

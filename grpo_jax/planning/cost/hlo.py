@@ -159,6 +159,8 @@ def _instruction(line: str) -> Instruction:
   shape, rest = rest[:end], rest[end:].lstrip()
   opcode, _, _ = rest.partition("(")
   rest = rest[len(opcode) :]
+  if opcode == "fusion-start":  # of GPUs: (inputs, output, context). It may run beside others.
+    opcode, shape = "fusion", shape[_closing(shape[1:]) + 2 : shape.rindex(",")]
   end = _closing(rest)
   inputs, attributes = rest[1:end], rest[end + 1 :]
   operands = () if opcode == "constant" else tuple(_NAME.findall(inputs))

@@ -18,8 +18,24 @@ def flops(instruction: Instruction, computation: Computation) -> float:
   if instruction.opcode == "convolution":
     return _convolution(instruction, computation)
   if instruction.opcode == "custom-call":
-    return declared(instruction, "flops")
+    return _attention_of_cudnn(instruction) or declared(instruction, "flops")
   return 0.0
+
+
+def _attention_of_cudnn(instruction: Instruction) -> float:
+  """Two products with the scores of attention, or five of a backward pass. 0 of anything else.
+
+  Under a causal mask, half of the scores are computed.
+  """
+  if "__cudnn$fmhaSoftmax" not in instruction.attributes:
+    return 0.0
+  numbers = instruction.attribute(
+    r'"intermediate_tensor_shape": \{[^\]]*"dimensions": \[([^\]]*)\]'
+  )
+  scores = math.prod(int(number) for number in re.findall(r"\d+", numbers))
+  products = 5 if "__cudnn$fmhaSoftmaxBackward" in instruction.attributes else 2
+  share = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes else 1.0
+  return 2.0 * share * products * scores * instruction.arrays[0].dims[-1]
 
 
 def declared(instruction: Instruction, name: str) -> float:

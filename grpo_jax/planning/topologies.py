@@ -1,0 +1,160 @@
+"""Devices that need not exist, which programs are compiled for."""
+
+from collections.abc import Sequence
+import dataclasses
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from grpo_jax.settings import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu:
+  """What XLA must know of a GPU to compile for it, in one process with N of them.
+
+  Attributes:
+    kind: `jax.Device.device_kind`.
+    capability: Of CUDA.
+    cores: Streaming multiprocessors.
+    shared: Bytes of shared memory of a core.
+    cache: Bytes of the second cache.
+    clock: GHz.
+    bandwidth: Bytes a second, of the main memory.
+    memory: Bytes.
+  """
+
+  kind: str
+  capability: int
+  cores: int
+  shared: int
+  cache: int
+  clock: float
+  bandwidth: float
+  memory: float
+
+
+# The data sheets of A100 (2021), H100 (2023) and H200 (2024), SXM modules, and the tuning guides of
+# CUDA 13 for Ampere and Hopper. Names as the driver gives them.
+_GPUS = {
+  "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 167936, 40 << 20, 1.41, 2039e9, 80 << 30),
+  "h100": _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 233472, 50 << 20, 1.98, 3352e9, 80 << 30),
+  "h200": _Gpu("NVIDIA H200", 9, 132, 233472, 60 << 20, 1.98, 4800e9, 141 << 30),
+}
+_RESERVED = 1024  # bytes of a core's shared memory that the driver keeps
+EXAMPLES = "v5e:2x2, v5p:2x2x4, h100:8 or cpu:4"
+
+
+def devices_of(topology: str, chips: int | None) -> list[Any]:
+  """The devices of a topology, which need not exist. The devices of a CPU do.
+
+  Args:
+    topology: Such as v5e:2x2, h100:8, or cpu:N for N devices on this machine.
+    chips: How many chips to take, from the first on. None means all.
+
+  Raises:
+    ConfigError: There is no such topology, or the compiler for it is not installed.
+  """
+  kind, _, number = topology.partition(":")
+  if kind == "cpu" or kind in _GPUS:
+    if not re.fullmatch(r"[1-9]\d{0,3}|", number) or topology.endswith(":"):
+      what = "devices of this machine" if kind == "cpu" else "of these GPUs in one machine"
+      raise ConfigError(f"flag --topology={topology}: write {kind}:N for N {what}")
+  if kind == "cpu":
+    jax.config.update("jax_num_cpu_devices", int(number or 1))
+    devices: Sequence[Any] = jax.devices("cpu")
+  elif kind in _GPUS:
+    devices = _gpu_devices(topology, _GPUS[kind], int(number or 1))
+  else:
+    devices = _tpu_devices(topology)
+  places = list(dict.fromkeys(_chip(device) for device in devices))
+  if chips is not None and not 1 <= chips <= len(places):
+    raise ConfigError(f"flag --chips={chips}: {topology} has {len(places)} chips")
+  return [device for device in devices if _chip(device) in places[:chips]]
+
+
+def _gpu_devices(topology: str, gpu: _Gpu, number: int) -> Sequence[Any]:
+  """GPUs that need not exist. XLA then chooses how to compute products without trying them."""
+  jax.devices("cpu")  # registers what is installed
+  options = {"topology": f"1x1x{number}", "target_config": _target(gpu)}
+  try:
+    return topologies.get_topology_desc(topology, "cuda", **options).devices
+  except NotImplementedError:
+    raise ConfigError(
+      f"flag --topology={topology} needs XLA's compiler for GPUs: pip install 'jax[cuda]'"
+    ) from None
+  except Exception as error:  # each version of XLA has errors of its own
+    reason = " ".join(str(error).split())
+    raise ConfigError(f"flag --topology={topology}: {reason:.200}") from None
+
+
+def _target(gpu: _Gpu) -> str:
+  """XLA's description of a GPU, the text of a GpuTargetConfigProto."""
+  device = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "threads_per_core_limit": 2048,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_core": gpu.shared,
+    "shared_memory_per_block_optin": gpu.shared - _RESERVED,
+    "core_count": gpu.cores,
+    "fpus_per_core": 128 if gpu.capability == 9 else 64,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+    "block_dim_limit_x": 2147483647,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "device_address_bits": 64,
+    "l2_cache_size": gpu.cache,
+    "clock_rate_ghz": gpu.clock,
+    "memory_bandwidth": int(gpu.bandwidth),
+    "device_memory_size": int(gpu.memory),
+    "device_vendor": '"NVIDIA Corporation"',
+    "name": f'"{gpu.kind}"',
+    "driver_version": '"13.0.0"',
+    "runtime_version": '"13.0.0"',
+    "compile_time_toolkit_version": '"13.0.0"',
+    "dnn_version": '"9.10.0"',
+  }
+  fields = "\n".join(f"  {name}: {value}" for name, value in device.items())
+  special = " feature_extension: ACCELERATED_FEATURES" if gpu.capability == 9 else ""
+  capability = f"cuda_compute_capability {{ major: {gpu.capability}{special} }}"
+  return (
+    f"gpu_device_info {{\n{fields}\n  {capability}\n}}\n"
+    'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'
+    f'device_description_str: "{gpu.kind}"\n'
+  )
+
+
+def _tpu_devices(topology: str) -> Sequence[Any]:
+  # Read by libtpu when it is loaded: it shall look for no TPU, and wait for no other process.
+  settings = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    # Any name it knows keeps it from a warning. The topology is what counts.
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  }
+  os.environ.update(settings)
+  # By default, libtpu describes the two cores of a v4 as two devices. Programs run on both as one.
+  options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
+  try:
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+  except Exception as error:  # each version of libtpu has errors of its own
+    if "not installed" in str(error):
+      raise ConfigError(
+        f"flag --topology={topology} needs the compiler for TPUs: pip install 'jax[tpu]'"
+      ) from None
+    reason = " ".join(str(error).split())
+    raise ConfigError(
+      f"flag --topology={topology}: {reason:.200}; name one such as {EXAMPLES}"
+    ) from None
+  return described.devices
+
+
+def _chip(device: Any) -> Any:
+  """What tells chips apart: where they are."""
+  return tuple(getattr(device, "coords", (device.id,)))
