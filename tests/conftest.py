@@ -5,6 +5,7 @@ Compiled programs are kept for the session, in a folder that its processes share
 
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import runpy
 import sys
@@ -24,7 +25,8 @@ hypothesis.settings.load_profile("steady")
 # To split a program into parts that compile in parallel costs more than it saves here.
 flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 _jaxlib = tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
-if _jaxlib < (0, 12):  # later ones have no such flag
+_has_cuda = any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13))
+if _jaxlib < (0, 12) and not _has_cuda:  # later ones, and XLA for GPUs, have no such flag
   flags.append("--xla_cpu_use_fusion_emitters=false")
 # A worker inherits the folder of the process that started it.
 if "PYTEST_XDIST_WORKER" in os.environ:

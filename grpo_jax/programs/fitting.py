@@ -283,7 +283,13 @@ def activation_bytes(
   chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
   copies = _CHUNK_COPIES_ON_CPU if shape.platform == "cpu" else _CHUNK_COPIES
   per_token = copies * shape.vocab_size * 4 / split
-  return lambda prompts: prompts * per_prompt + max(chunk, prompts) * per_token
+  tokens = config.rows_per_prompt * config.sampling.max_tokens
+
+  def needed(prompts: int) -> float:
+    in_chunk = min(max(chunk, prompts), prompts * tokens)
+    return prompts * per_prompt + in_chunk * per_token
+
+  return needed
 
 
 def _kept_bytes(
