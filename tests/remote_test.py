@@ -646,7 +646,7 @@ def test_learner_and_sampler_may_be_killed_at_any_moment(tmp_path):
   """Ten times SIGKILL: the run ends with the numbers of one that samples itself."""
   (tmp_path / "reward.py").write_text("import time\n" + REWARD + "\n")
   assert start("train", tmp_path, f"--workdir={tmp_path / 'alone'}").wait() == 0
-  slow = REWARD.replace("  return", "  time.sleep(0.05)\n  return")
+  slow = REWARD.replace("  return", "  time.sleep(0.3)\n  return")
   (tmp_path / "reward.py").write_text("import time\n" + slow)
   address, random = f"127.0.0.1:{free_port()}", Random(0)
   commands = {
