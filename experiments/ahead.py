@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from configs import arithmetic
 from grpo_jax.config import Config, from_dict
+from grpo_jax.configs import arithmetic
 from grpo_jax.planning.overlap import simulate
 from grpo_jax.planning.split import job_of
 from grpo_jax.programs.sampling_call import SamplingCall

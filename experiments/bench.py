@@ -52,8 +52,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from configs import default
 from grpo_jax.config import Config, from_dict
+from grpo_jax.configs import default
 from grpo_jax.data.tasks import tasks
 from grpo_jax.programs.run import Run
 from grpo_jax.rewards import REWARDS

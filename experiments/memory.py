@@ -31,9 +31,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from configs import gsm8k
 from grpo_jax import model
 from grpo_jax.config import from_dict
+from grpo_jax.configs import gsm8k
 from grpo_jax.data.tasks import arithmetic
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model.huggingface import config_json, families

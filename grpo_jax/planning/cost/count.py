@@ -70,6 +70,40 @@ def count(text: str, rounds: Mapping[int, float] | None = None) -> Counted:
   return Counted(whole, counter.open_loops, tuple(sorted(counter.notes)))
 
 
+def moves(text: str, rounds: Mapping[int, float] | None = None) -> list["Move"]:
+  """What each instruction of a program moves. Of a conditional, the branch that moves less counts.
+
+  The arguments are those of `count`.
+  """
+  counter = _Counter(hlo.parse(text), rounds or {})
+  found: list[Move] = []
+
+  def walk(name: str, times: float) -> None:
+    computation = counter.module.computations[name]
+    for x in computation:
+      if x.opcode == "while":
+        walk(x.called["body"][0], times * counter.rounds_of(x, computation)[0])
+      elif x.opcode == "conditional":
+        names = x.called.get("branch_computations") or _two_branches(x)
+        walk(min(names, key=lambda branch: counter.computation(branch).memory_bytes), times)
+      elif x.opcode in ("call", "async-start"):
+        walk(x.called["to_apply" if x.opcode == "call" else "calls"][0], times)
+      elif not is_free(x):
+        found.append(Move(x, times, traffic(x, computation, counter.module)))
+
+  walk(counter.module.entry, 1.0)
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+  """An instruction, how often it runs, and the bytes of memory that it reads and writes then."""
+
+  instruction: Instruction
+  times: float
+  memory_bytes: float
+
+
 class _Counter:
   """Counts each computation once and remembers it."""
 
@@ -134,22 +168,27 @@ class _Counter:
 
   def _loop(self, loop: Instruction, computation: Computation) -> Cost:
     condition, body = loop.called["condition"][0], loop.called["body"][0]
-    once = self.computation(body) + self.computation(condition)
+    times, is_open = self.rounds_of(loop, computation)
+    all_rounds = (self.computation(body) + self.computation(condition)) * times
+    if is_open:
+      self.open_loops += all_rounds
+    return all_rounds
+
+  def rounds_of(self, loop: Instruction, computation: Computation) -> tuple[float, bool]:
+    """How often a loop runs, and whether only the caller knew it."""
+    condition = loop.called["condition"][0]
     known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
     if known:
-      return once * int(known)
+      return int(known), False
     opcodes, constants = self._inside(condition)
     if not {"and", "or", "not", "reduce"} & opcodes and len(constants) == 1:
-      return once * (
-        constants.pop() - _start(loop, computation, self.module.computations[condition])
-      )
+      start = _start(loop, computation, self.module.computations[condition])
+      return constants.pop() - start, False
     ends = constants & set(self._rounds)
     if not ends:
       self.notes.add(f"a loop of unknown length is counted once: {loop.name}")
-      return once
-    all_rounds = once * self._rounds[max(ends)]
-    self.open_loops += all_rounds
-    return all_rounds
+      return 1, False
+    return self._rounds[max(ends)], True
 
   def _inside(self, name: str) -> tuple[set[str], set[int]]:
     """The opcodes and the integer constants of a condition, with those of its fusions."""
