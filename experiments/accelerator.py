@@ -51,6 +51,7 @@ LAST_LINES = 20  # of what a part printed, kept where it failed
 # Variables of parts that take turns: a folder, how many there are, the name and place of this one.
 TURNS, PARTIES = "ACCELERATOR_TURNS", "ACCELERATOR_PARTIES"
 NAME, PLACE = "ACCELERATOR_NAME", "ACCELERATOR_PLACE"
+READY = "ready"  # in that folder, a file for each part that has compiled or ended
 
 Report = dict[str, Any]
 
@@ -196,6 +197,20 @@ def facts(arguments: Mapping[str, Any]) -> Report:
   }
 
 
+def keeper(out: Path, report: Report, began: float) -> Callable[[str, Report], None]:
+  """keep(name of a part, its results) puts them into the report, and writes it if they are new."""
+  lock = threading.Lock()
+
+  def keep(name: str, found: Report) -> None:
+    with lock:
+      if report["parts"].get(name) != found:
+        report["parts"][name] = found
+        report["seconds"] = round(time.monotonic() - began, 1)
+        write(out, report)
+
+  return keep
+
+
 def measure(
   parts: Sequence[Part], out: Path, seconds: float, report: Report, options: Sequence[str]
 ) -> Report:
@@ -212,11 +227,7 @@ def measure(
   deadline = began + seconds - RESERVE
   results = report["parts"]
 
-  def keep(name: str, found: Report) -> None:
-    if results.get(name) != found:
-      results[name] = found
-      report["seconds"] = round(time.monotonic() - began, 1)
-      write(out, report)
+  keep = keeper(out, report, began)
 
   for part in parts:
     left = deadline - time.monotonic()
@@ -241,27 +252,21 @@ def measure_together(
   parts: Sequence[Part], out: Path, seconds: float, report: Report, options: Sequence[str]
 ) -> Report:
   """`measure`, where the parts compile beside each other and then measure one after the other."""
-  began, lock = time.monotonic(), threading.Lock()
-  results = report["parts"]
+  began = time.monotonic()
+  keep, results = keeper(out, report, began), report["parts"]
   device = f"--device={json.dumps(results.get('device', {}))}"
-
-  def keep(name: str, found: Report) -> None:
-    with lock:
-      if results.get(name) != found:
-        results[name] = found
-        report["seconds"] = round(time.monotonic() - began, 1)
-        write(out, report)
 
   def run(part: Part, folder: str) -> None:
     turns = {TURNS: folder, PARTIES: str(len(parts)), NAME: part.name}
     turns[PLACE] = str(parts.index(part))
     limit = seconds - RESERVE - (time.monotonic() - began)
     run_part(part, limit, [device, *options], lambda found: keep(part.name, found), turns)
-    Path(folder, part.name).touch()  # nobody waits for it any more
+    Path(folder, READY, part.name).touch()  # nobody waits for it any more
     end = results[part.name].get("error", "done")
     print(f"{time.monotonic() - began:5.0f} s  {part.name}: {end}", flush=True)
 
   with tempfile.TemporaryDirectory() as folder:
+    Path(folder, READY).mkdir()
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
       list(pool.map(run, parts, [folder] * len(parts)))
   write(out, report)

@@ -5,7 +5,7 @@ The models have random weights, which are made on the device. The programs are t
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import gc
 import time
@@ -46,12 +46,12 @@ def sizes(part: Part, shape: Mapping[str, int], **job: Any) -> argparse.Namespac
   return argparse.Namespace(**(bench.SIZES | {"G": GROUP} | options | dict(shape) | job))
 
 
-def make_run(args: argparse.Namespace) -> Run:
-  """The run of a job on the first device."""
+def make_run(args: argparse.Namespace, devices: Sequence[jax.Device] = ()) -> Run:
+  """The run of a job on these devices, or on the first one that is there."""
   bench.register_job(args)
   config = bench.make_config(args)
   shape = dataclasses.replace(config.model, rope_theta=1e6)
-  return Run(dataclasses.replace(config, model=shape), devices=jax.devices()[:1])
+  return Run(dataclasses.replace(config, model=shape), devices=devices or jax.devices()[:1])
 
 
 def random_params(run: Run) -> Any:

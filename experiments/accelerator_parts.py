@@ -63,11 +63,12 @@ class Part:
     folder = os.environ.get(accelerator.TURNS)
     if not folder or self._turn is not None:
       return
-    Path(folder, os.environ[accelerator.NAME]).touch()
+    ready = Path(folder, accelerator.READY)
+    (ready / os.environ[accelerator.NAME]).touch()
     time.sleep(0.2 * int(os.environ[accelerator.PLACE]))  # in their order, more or less
-    while len(os.listdir(folder)) < int(os.environ[accelerator.PARTIES]):
+    while len(os.listdir(ready)) < int(os.environ[accelerator.PARTIES]):
       time.sleep(0.05)
-    self._turn = open(f"{folder}-lock", "w")
+    self._turn = open(Path(folder, "lock"), "w")
     fcntl.flock(self._turn, fcntl.LOCK_EX)
 
   def compiled(self, name: str, function: Any, *arguments: Any) -> Any:

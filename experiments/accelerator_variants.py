@@ -38,7 +38,7 @@ FLAGS = {
   " --xla_gpu_blas_max_algorithms=24",
   "graph": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL",
 }
-DECODE = ("kernel_xla", "apart_xla", "apart_blas", "stacks_xla")
+DECODE = ("kernel_xla", "apart_xla", "apart_blas", "apart_graph", "stacks_xla")
 UPDATE = ("apart_cudnn", "loop_cudnn", "apart_remat")
 ROWS, GROUP, PROMPT, TOKENS = 256, 8, 64, 256
 
@@ -70,7 +70,7 @@ def token(part: Part) -> None:
   """Microseconds of a layer's attention of one token, in a loop over as many caches as layers."""
   import jax
   import jax.numpy as jnp
-  from token_attention import cudnn, pallas, plain
+  from token_attention import Token, cudnn, pallas, plain
 
   sizes = (2, 2, 2, 4, 32, 16, 16, 2) if part.tiny else (32, 2, 8, 7, 256, 64, 64, 24)
   P, K, G, R, C, E, S, L = sizes
@@ -93,9 +93,11 @@ def token(part: Part) -> None:
       continue
 
     def layers(q: Any, own: Any, prefix: Any, attend: Any = attend) -> Any:
-      for of_own, of_prompt in zip(own, prefix):
-        out = attend(q, *of_own, jnp.int32(C // 2 - 1), visible_PG, *of_prompt, lengths_P)
-        q = q + 1e-3 * out
+      for keys_and_values, of_prompt in zip(own, prefix):
+        seen = dict(zip(("keys", "values"), keys_and_values))
+        seen |= dict(zip(("prompt_keys", "prompt_values"), of_prompt))
+        rows = dict(time=jnp.int32(C // 2 - 1), visible_PG=visible_PG, lengths_P=lengths_P)
+        q = q + 1e-3 * attend(Token(q=q, **seen, **rows))
       return q
 
     try:
@@ -131,6 +133,7 @@ def decode(part: Part, layers: str) -> None:
     settings_of,
     sizes_up_to,
   )
+  from grpo_jax.programs.sampling_weights import cast_for_sampling
   from grpo_jax.sampler.rows import Chunk
   from grpo_jax.sampler.seats import Grid
 
@@ -142,10 +145,7 @@ def decode(part: Part, layers: str) -> None:
   T = args.clen
   run = accelerator_model.make_run(args)
   config = dataclasses.replace(run.parameters.sampling.model, unrolled=layers != "stacks")
-  weights = jax.tree.map(
-    lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 + (x.shape[0] == config.num_layers) else x,
-    accelerator_model.random_params(run),
-  )
+  weights = cast_for_sampling(accelerator_model.random_params(run), run.config.sampling)
   if config.unrolled:
     weights = jax.jit(model.unrolled, static_argnums=1)(weights, run.parameters.model)
   decoding = decoding_of(run.config.sampling, config.stop_ids)

@@ -11,16 +11,16 @@ instruction is about one kernel. A copy of a large array shows here before it co
 
 import argparse
 from collections import defaultdict
+from pathlib import Path
 import re
 
 import accelerator_model
-import bench
+from accelerator_parts import Part
 import jax
 
-from grpo_jax.planning.cost import moves
+from grpo_jax.planning.cost import instruction_runs
 from grpo_jax.planning.programs import programs
 from grpo_jax.planning.topologies import devices_of
-from grpo_jax.programs.run import Run
 
 
 def stage_of(what: str, topology: str, rows: int) -> tuple[str, dict[int, float], float]:
@@ -28,12 +28,9 @@ def stage_of(what: str, topology: str, rows: int) -> tuple[str, dict[int, float]
   jax.config.update("jax_platforms", "cpu")
   devices = devices_of(topology, 1)
   prompts = rows // accelerator_model.GROUP if what == "decode" else 64
-  job = dict(prompts=prompts, plen=64, clen=256)
-  options = {"dtype": "bfloat16", "attention": "auto", "remat": False, "rows": 0}
-  shape = accelerator_model.QWEN | {"G": accelerator_model.GROUP, "lengths": "natural"}
-  args = argparse.Namespace(**(bench.SIZES | options | shape | job))
-  bench.register_job(args)
-  run = Run(bench.make_config(args), devices=devices)
+  part = Part(Path(), tiny=False, device={})
+  args = accelerator_model.sizes(part, accelerator_model.QWEN, prompts=prompts, plen=64, clen=256)
+  run = accelerator_model.make_run(args, devices)
   name = {"decode": "sample", "update": "update"}[what]
   (program,) = [program for program in programs(run) if program.name == name]
   stage = program.stages[-1]
@@ -46,11 +43,11 @@ def by_kind(text: str, rounds: dict[int, float]) -> tuple[dict[str, float], ...]
   """Bytes and runs of instructions that differ in their number alone."""
   moved: dict[str, float] = defaultdict(float)
   runs: dict[str, float] = defaultdict(float)
-  for move in moves(text, rounds):
-    stem = re.sub(r"(\.\d+)*(\.clone)*$", "", move.instruction.name)
-    shapes = ", ".join(f"{x.dtype}{list(x.dims)}" for x in move.instruction.arrays[:2])
-    moved[f"{stem}  {shapes}"] += move.times * move.memory_bytes
-    runs[f"{stem}  {shapes}"] += move.times
+  for each in instruction_runs(text, rounds):
+    stem = re.sub(r"(\.\d+)*(\.clone)*$", "", each.instruction.name)
+    shapes = ", ".join(f"{x.dtype}{list(x.dims)}" for x in each.instruction.arrays[:2])
+    moved[f"{stem}  {shapes}"] += each.times * each.memory_bytes
+    runs[f"{stem}  {shapes}"] += each.times
   return moved, runs
 
 

@@ -1,16 +1,10 @@
 """Attention of one token of each row over its own tokens and its prompt, in three ways.
 
-For accelerator_variants.py. `plain` is what the sampler computes. All take
-
-  q [P, K, G, R, E], keys and values [P, K, G, C, E], time, visible_PG, those of the prompts
-  [P, K, S, E], lengths_P
-
-and return [P, K, G, R, E]. The newest token lies in slot `time` modulo C, and a row sees the
-`visible_PG` newest.
+For accelerator_variants.py. `plain` is what the sampler computes. All return [P, K, G, R, E].
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -23,68 +17,66 @@ HIDDEN = -1e30
 QUERIES = 16  # the tensor cores of a GPU take no fewer
 
 
-def plain(
-  q: Any,
-  keys: Any,
-  values: Any,
-  time: Any,
-  visible_PG: Any,
-  pkeys: Any,
-  pvalues: Any,
-  lengths_P: Any,
-) -> jax.Array:
+class Token(NamedTuple):
+  """The queries of one token of each row, and what they may see.
+
+  Attributes:
+    q: [P, K, G, R, E].
+    keys, values: Of the rows' own tokens, [P, K, G, C, E].
+    prompt_keys, prompt_values: [P, K, S, E].
+    time: The slot of the newest token, modulo C.
+    visible_PG: How many of the newest tokens each row sees.
+    lengths_P: The tokens of each prompt.
+  """
+
+  q: Any
+  keys: Any
+  values: Any
+  prompt_keys: Any
+  prompt_values: Any
+  time: Any
+  visible_PG: Any
+  lengths_P: Any
+
+  @property
+  def masks(self) -> tuple[jax.Array, jax.Array]:
+    """[P, G, C] and [P, G, S]: the slots that each row sees."""
+    C, S = self.keys.shape[3], self.prompt_keys.shape[2]
+    own_PGC = (self.time - jnp.arange(C)) % C < self.visible_PG[..., None]
+    of_prompt_PGS = jnp.arange(S) < self.lengths_P[:, None, None]
+    return own_PGC, jnp.broadcast_to(of_prompt_PGS, (*self.visible_PG.shape, S))
+
+
+def plain(x: Token) -> jax.Array:
   """As XLA compiles the definition."""
-  C, S = keys.shape[3], pkeys.shape[2]
-  mask = ((time - jnp.arange(C)) % C) < visible_PG[:, None, :, None, None, None]
-  prefix_mask = jnp.arange(S) < lengths_P[:, None, None, None, None, None]
-  out = softmax_attention(
-    q[..., None, :], Own(keys, values), mask, (pkeys, pvalues), prefix_mask, Scoring()
-  )
-  return out[..., 0, :]
+  own_mask, prompt_mask = (mask[:, None, :, None, None] for mask in x.masks)
+  prompts = x.prompt_keys, x.prompt_values
+  own = Own(x.keys, x.values)
+  return softmax_attention(x.q[..., None, :], own, own_mask, prompts, prompt_mask, Scoring())[
+    ..., 0, :
+  ]
 
 
-def cudnn(
-  q: Any,
-  keys: Any,
-  values: Any,
-  time: Any,
-  visible_PG: Any,
-  pkeys: Any,
-  pvalues: Any,
-  lengths_P: Any,
-) -> jax.Array:
+def cudnn(x: Token) -> jax.Array:
   """cuDNN on rows from slot 0 on, without prompts. Equal where each row sees slots 0 to `time`."""
-  P, K, G, R, E = q.shape
-  C = keys.shape[3]
-  del time, pkeys, pvalues, lengths_P
-  rows = [x.transpose(0, 2, 3, 1, 4).reshape(P * G, C, K, E) for x in (keys, values)]
-  q_BTHE = q.transpose(0, 2, 1, 3, 4).reshape(P * G, 1, K * R, E)
+  P, K, G, R, E = x.q.shape
+  C = x.keys.shape[3]
+  rows = [y.transpose(0, 2, 3, 1, 4).reshape(P * G, C, K, E) for y in (x.keys, x.values)]
   out = jax.nn.dot_product_attention(
-    q_BTHE,
+    x.q.transpose(0, 2, 1, 3, 4).reshape(P * G, 1, K * R, E),
     *rows,
     scale=1.0,
     query_seq_lengths=jnp.ones(P * G, jnp.int32),
-    key_value_seq_lengths=visible_PG.reshape(-1).astype(jnp.int32),
+    key_value_seq_lengths=x.visible_PG.reshape(-1).astype(jnp.int32),
     implementation="cudnn",
   )
   return out.reshape(P, G, K, R, E).transpose(0, 2, 1, 3, 4)
 
 
-def pallas(
-  q: Any,
-  keys: Any,
-  values: Any,
-  time: Any,
-  visible_PG: Any,
-  pkeys: Any,
-  pvalues: Any,
-  lengths_P: Any,
-) -> jax.Array:
+def pallas(x: Token) -> jax.Array:
   """One kernel, of the same masks as `plain`."""
-  C, S = keys.shape[3], pkeys.shape[2]
-  mask_PGC = ((time - jnp.arange(C)) % C) < visible_PG[..., None]
-  mask_PGS = jnp.broadcast_to(jnp.arange(S) < lengths_P[:, None, None], (*visible_PG.shape, S))
-  return masked(q, keys, values, mask_PGC, pkeys, pvalues, mask_PGS)
+  own_PGC, of_prompt_PGS = x.masks
+  return masked(x.q, x.keys, x.values, own_PGC, x.prompt_keys, x.prompt_values, of_prompt_PGS)
 
 
 def masked(

@@ -49,6 +49,16 @@ def script(text):
   return (sys.executable, "-c", BEGIN + text)
 
 
+def turn_script(text):
+  """A script that measures with the class of accelerator_parts.py. Its file is `results`."""
+  begin = f"""
+import pathlib, sys
+sys.path.insert(0, {str(ROOT / "experiments")!r})
+results = pathlib.Path(next(x.partition("=")[2] for x in sys.argv if x.startswith("--results=")))
+"""
+  return (sys.executable, "-c", begin + text)
+
+
 def measured(accelerator, tmp_path, *parts, seconds=PATIENCE):
   """The parts of the file after a run of these."""
   file = tmp_path / "out.json"
@@ -141,6 +151,34 @@ accelerator.measure([part], pathlib.Path({str(file)!r}), 99, {{"parts": {{}}}}, 
     assert is_gone(found["pid"])
   else:
     os.kill(found["pid"], signal.SIGKILL)
+
+
+TURN = """
+import time
+import accelerator_parts
+part = accelerator_parts.Part(results, True, {})
+part.save(compiled=time.monotonic())
+part.take_turn()
+part.save(began=time.monotonic())
+time.sleep(0.3)
+part.save(ended=time.monotonic())
+"""
+
+
+def test_parts_compile_beside_each_other_and_measure_one_after_the_other(accelerator, tmp_path):
+  """None measures before all have compiled or ended, and no two measure at once."""
+  slow = "time.sleep(0.5)\n" + TURN
+  parts = [
+    accelerator.Part("quick", 30, 0, turn_script(TURN)),
+    accelerator.Part("slow", 30, 0, turn_script("import time\n" + slow)),
+    accelerator.Part("fails", 30, 0, turn_script("sys.exit(3)")),
+  ]
+  report = accelerator.measure_together(parts, tmp_path / "o.json", 60, {"parts": {}}, ["--tiny"])
+  found = report["parts"]
+  assert found["fails"]["error"] == "the process ended with code 3"
+  first, second = sorted((found["quick"], found["slow"]), key=lambda part: part["began"])
+  assert first["began"] >= max(found["quick"]["compiled"], found["slow"]["compiled"])
+  assert second["began"] >= first["ended"]
 
 
 def test_names_of_parts(accelerator):

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import pytest
 
-from grpo_jax.planning.cost import count, hlo, moves
+from grpo_jax.planning.cost import count, hlo, instruction_runs
 from grpo_jax.planning.cost.links import link_bytes
 from grpo_jax.planning.cost.operations import flops
 
@@ -89,14 +89,14 @@ def test_a_loop_that_may_end_early_counts_with_the_rounds_that_the_caller_knows(
   assert any("counted once" in note for note in unknown.notes)
 
 
-def test_moves_of_instructions_add_up_to_those_of_the_program():
+def test_what_instructions_move_adds_up_to_what_the_program_moves():
   def looped(x, y):
     return lax.fori_loop(0, 5, lambda _, carry: jnp.tanh(carry @ y), x)
 
   arguments = [jax.ShapeDtypeStruct((K, K), jnp.float32)] * 2
   text = jax.jit(looped).lower(*arguments).compile().as_text()
-  found = moves(text)
-  assert sum(move.times * move.memory_bytes for move in found) >= 5 * 3 * 4 * K * K
+  found = instruction_runs(text)
+  assert sum(x.times * x.memory_bytes for x in found) >= 5 * 3 * 4 * K * K
   whole = count(text).whole.memory_bytes
   np.testing.assert_allclose(sum(x.times * x.memory_bytes for x in found), whole, rtol=0.01)
 

@@ -142,8 +142,8 @@ class Dense(nn.Module):
     return out + bias.astype(c.dtype)
 
 
-# Its backward pass computes the norm again from its inputs. Without that, it would keep three
-# float32 arrays as large as the inputs, of which bfloat16 models have half as many bytes.
+# The backward pass computes the norm again from its inputs. Flax's own would keep three float32
+# arrays of their shape, each of which takes twice the bytes of bfloat16 inputs.
 RMSNorm = nn.remat(nn.RMSNorm)
 
 

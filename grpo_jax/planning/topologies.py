@@ -9,12 +9,13 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from grpo_jax.parallel.chips import CHIPS
 from grpo_jax.settings import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gpu:
-  """What XLA must know of a GPU to compile for it, in one process with N of them.
+  """What XLA must know of a GPU to compile for it, beside what `CHIPS` has.
 
   Attributes:
     kind: `jax.Device.device_kind`.
@@ -23,8 +24,6 @@ class _Gpu:
     shared: Bytes of shared memory of a core.
     cache: Bytes of the second cache.
     clock: GHz.
-    bandwidth: Bytes a second, of the main memory.
-    memory: Bytes.
   """
 
   kind: str
@@ -33,16 +32,14 @@ class _Gpu:
   shared: int
   cache: int
   clock: float
-  bandwidth: float
-  memory: float
 
 
 # The data sheets of A100 (2021), H100 (2023) and H200 (2024), SXM modules, and the tuning guides of
 # CUDA 13 for Ampere and Hopper. Names as the driver gives them.
 _GPUS = {
-  "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 167936, 40 << 20, 1.41, 2039e9, 80 << 30),
-  "h100": _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 233472, 50 << 20, 1.98, 3352e9, 80 << 30),
-  "h200": _Gpu("NVIDIA H200", 9, 132, 233472, 60 << 20, 1.98, 4800e9, 141 << 30),
+  "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 167936, 40 << 20, 1.41),
+  "h100": _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 233472, 50 << 20, 1.98),
+  "h200": _Gpu("NVIDIA H200", 9, 132, 233472, 60 << 20, 1.98),
 }
 _RESERVED = 1024  # bytes of a core's shared memory that the driver keeps
 EXAMPLES = "v5e:2x2, v5p:2x2x4, h100:8 or cpu:4"
@@ -110,8 +107,8 @@ def _target(gpu: _Gpu) -> str:
     "device_address_bits": 64,
     "l2_cache_size": gpu.cache,
     "clock_rate_ghz": gpu.clock,
-    "memory_bandwidth": int(gpu.bandwidth),
-    "device_memory_size": int(gpu.memory),
+    "memory_bandwidth": int(CHIPS[gpu.kind].memory_bandwidth),
+    "device_memory_size": int(CHIPS[gpu.kind].memory),
     "device_vendor": '"NVIDIA Corporation"',
     "name": f'"{gpu.kind}"',
     "driver_version": '"13.0.0"',

@@ -30,7 +30,7 @@ _USABLE_BY_UPDATE, _USABLE_BY_SAMPLER = 0.85, 0.93
 _TOKENS_ON_CPU = 2048
 # The compiler for TPUs keeps the keys or the values in a second order while rows are decoded.
 _CACHE_COPIES_ON_TPU = 1.5
-_LOGITS_COPIES = 4  # a sampler's: as tempered and filtered, and their weights
+_LOGITS_COPIES = 4  # a sampler may hold logits, tempered ones, filtered ones and their weights
 # Of a chunk in an update: logits and their gradient. A CPU writes weights and theirs, too.
 _CHUNK_COPIES, _CHUNK_COPIES_ON_CPU = 2, 4
 
@@ -278,7 +278,8 @@ def activation_bytes(
   if config.learner.remat:
     saved = config.learner.saved_activations
     kept = _kept_bytes(config, shape, params, split, saved, most)
-  # One layer is computed again, with what it never keeps, and its arrays have gradients.
+  # The backward pass computes one layer at a time again, with arrays that are never kept, such as
+  # scores, and with their gradients.
   per_prompt = kept + 3 * everything / shape.num_layers
   chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
   copies = _CHUNK_COPIES_ON_CPU if shape.platform == "cpu" else _CHUNK_COPIES

@@ -70,13 +70,28 @@ def count(text: str, rounds: Mapping[int, float] | None = None) -> Counted:
   return Counted(whole, counter.open_loops, tuple(sorted(counter.notes)))
 
 
-def moves(text: str, rounds: Mapping[int, float] | None = None) -> list["Move"]:
-  """What each instruction of a program moves. Of a conditional, the branch that moves less counts.
+@dataclasses.dataclass(frozen=True)
+class InstructionRuns:
+  """How an instruction of a program runs.
+
+  Attributes:
+    instruction: It.
+    times: How often it runs.
+    memory_bytes: The bytes of memory that it reads and writes each time.
+  """
+
+  instruction: Instruction
+  times: float
+  memory_bytes: float
+
+
+def instruction_runs(text: str, rounds: Mapping[int, float] | None = None) -> list[InstructionRuns]:
+  """How each instruction of a program runs. Of a conditional, the branch that moves less counts.
 
   The arguments are those of `count`.
   """
   counter = _Counter(hlo.parse(text), rounds or {})
-  found: list[Move] = []
+  found: list[InstructionRuns] = []
 
   def walk(name: str, times: float) -> None:
     computation = counter.module.computations[name]
@@ -89,19 +104,10 @@ def moves(text: str, rounds: Mapping[int, float] | None = None) -> list["Move"]:
       elif x.opcode in ("call", "async-start"):
         walk(x.called["to_apply" if x.opcode == "call" else "calls"][0], times)
       elif not is_free(x):
-        found.append(Move(x, times, traffic(x, computation, counter.module)))
+        found.append(InstructionRuns(x, times, traffic(x, computation, counter.module)))
 
   walk(counter.module.entry, 1.0)
   return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-  """An instruction, how often it runs, and the bytes of memory that it reads and writes then."""
-
-  instruction: Instruction
-  times: float
-  memory_bytes: float
 
 
 class _Counter:
@@ -153,11 +159,12 @@ class _Counter:
     if instruction.opcode in OPCODES:
       sent = link_bytes(instruction, computation, self.module.devices)
       return Cost(link_bytes=sent)
+    done = flops(instruction, computation)
     if instruction.opcode == "custom-call" and not is_free(instruction):
-      if not flops(instruction, computation):
+      if not done:
         target = instruction.attribute(r'custom_call_target="([^"]*)"')
         self.notes.add(f"the operations of {target} are not counted: it does not declare them")
-    return Cost(flops=flops(instruction, computation))
+    return Cost(flops=done)
 
   def _branches(self, instruction: Instruction) -> Cost:
     self.notes.add("of the branches of a conditional, the one with the most operations is counted")
