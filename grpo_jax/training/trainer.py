@@ -219,7 +219,7 @@ class Trainer:
       self._save(state, step)
       saved = f"step {step} is saved" if step else "no step was finished"
       raise RunFailed(f"{doing}: {error}; {saved}, the same command goes on") from error
-    except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt):
+    except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt, SystemExit):
       # A save is made by all processes together, and the others may not have failed. An update
       # takes the arrays of the state before it, which then cannot be saved.
       if jax.process_count() == 1 and not _is_deleted(state):

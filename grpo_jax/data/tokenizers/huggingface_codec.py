@@ -1,6 +1,6 @@
 """Texts to token ids and back with a Hugging Face tokenizer (tokenizer.json)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import itertools
 import json
 import re
@@ -12,6 +12,8 @@ from tokenizers import pre_tokenizers
 from grpo_jax.data.tokenizers.special_tokens import SpecialToken
 from grpo_jax.data.tokenizers.tokenizer_files import read_json
 from grpo_jax.settings import ConfigError
+
+_AT_ONCE = 1_000_000  # characters that are encoded together, but for one text that has more
 
 
 def from_files(files: Mapping[str, bytes], model_type: str | None) -> "HuggingFaceCodec":
@@ -72,7 +74,11 @@ class HuggingFaceCodec:
     if self._symbols is not None:
       self._check_characters(texts)
     try:
-      return [row.ids for row in engine.encode_batch(list(texts), add_special_tokens=False)]
+      return [
+        row.ids
+        for some in _in_parts(texts)
+        for row in engine.encode_batch(some, add_special_tokens=False)
+      ]
     except Exception:  # the library has no exception type of its own for an unknown character
       characters = sorted(set("".join(texts)))
       unknown = next((c for c in characters if not _can_encode(engine, c)), None)
@@ -94,6 +100,22 @@ class HuggingFaceCodec:
       if not self._symbols.issuperset("".join(words)):
         raise _unknown(character)
       self._expressible.add(character)
+
+
+def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
+  """Some texts after the others, with few characters at once.
+
+  The library keeps about a hundred bytes for each token of what it encodes at once.
+  """
+  part, characters = list[str](), 0
+  for text in texts:
+    if part and characters + len(text) > _AT_ONCE:
+      yield part
+      part, characters = [], 0
+    part.append(text)
+    characters += len(text)
+  if part:
+    yield part
 
 
 def _make_engine(parts: Mapping[str, Any]) -> tokenizers.Tokenizer:
