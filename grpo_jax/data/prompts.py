@@ -168,9 +168,11 @@ class Prompts:
     self.max_tokens = data.max_prompt_tokens
     self.pad_id = tokenizer.pad_id
     self._counts_later = len(split) > data.count_at_start and not count_all
-    counts = self._counts(_places(len(split), _SAMPLED if self._counts_later else 0), processes)
+    places = _places(len(split), _SAMPLED if self._counts_later else 0)
+    counts = self._counts(places, processes)
     if self._counts_later and not (counts[:, 0] <= data.max_prompt_tokens).any():
-      counts = self._counts(_places(len(split), _MOST_STAND_INS), processes)
+      places = _places(len(split), _MOST_STAND_INS)
+      counts = self._counts(places, processes)
     lengths = counts[:, 0]
     fits = lengths <= data.max_prompt_tokens
     if not fits.any():
@@ -179,7 +181,7 @@ class Prompts:
         raise ConfigError(f"{self._why}; it can begin with no other of {some} examples")
       raise ConfigError(
         f"data.max_prompt_tokens={data.max_prompt_tokens} drops {some} prompts;"
-        f" the shortest one has {self._shown(min(lengths, default=0))} tokens"
+        f" the shortest one has {self._shortest(places, lengths)} tokens"
       )
     if not self._counts_later:
       longest = -(-int(lengths[fits].max()) // _STEP) * _STEP
@@ -354,9 +356,19 @@ class Prompts:
       text_ids[place] = ids
     return text_ids
 
-  def _shown(self, length: int) -> str:
-    """A number of tokens. Of what is far too long, not all are counted."""
-    return str(length) if length <= self._far_too_long else f"more than {self._far_too_long}"
+  def _shortest(self, places: np.ndarray, lengths: np.ndarray) -> str:
+    """How many tokens the shortest prompt has, for an error. One that is far too long is guessed.
+
+    Args:
+      places: Of the split.
+      lengths: Of the prompts of these places.
+    """
+    shortest = int(lengths.min(initial=_UNOPENED)) if len(lengths) else 0
+    if shortest <= self._far_too_long:
+      return str(shortest)
+    self._far_too_long = _UNOPENED  # so that the whole text is counted
+    (one,) = self._make([self._split[int(places[lengths.argmin()])]])
+    return f"about {len(one.ids)}"
 
   def _see(
     self, examples: list[Mapping[str, Any]]

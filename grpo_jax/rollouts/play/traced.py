@@ -95,7 +95,7 @@ class Harness:
       turns_PG[p, g] = self._conversation(found[p, g][0], outcome)
     self._warn(turns_PG, left_out)
     branches = self._as_rows(found, turns_PG)
-    texts_PG = np.vectorize(lambda one: one.own[-1].text if one.own else "", otypes=[object])
+    texts_PG = np.vectorize(lambda one: one.last, otypes=[object])
     return Rollouts(
       jax.tree.map(lambda x: x[:, :members], branches.completions),
       texts_PG(turns_PG),
@@ -184,7 +184,7 @@ class Harness:
         " branches than environment.branches counts, or do not begin with the prompt of the data",
         file=sys.stderr,
       )
-    if not any(one.own for one in turns_PG.ravel()):
+    if not problems and not any(one.own for one in turns_PG.ravel()):
       raise RunFailed(
         "no call of the harness began with the prompt of the data: send the field `messages` of the"
         " example with data.chat, or its prompt_text"
