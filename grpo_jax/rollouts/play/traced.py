@@ -184,7 +184,7 @@ class Harness:
         " branches than environment.branches counts, or do not begin with the prompt of the data",
         file=sys.stderr,
       )
-    if not problems and not any(one.own for one in turns_PG.ravel()):
+    if not any(one.own for one in turns_PG.ravel()):
       raise RunFailed(
         "no call of the harness began with the prompt of the data: send the field `messages` of the"
         " example with data.chat, or its prompt_text"
