@@ -276,7 +276,9 @@ def test_a_long_text_of_few_tokens_is_tokenized_whole():
   made = Prompts(split, tokens, data)
   assert (len(made), made.dropped) == (1, 1) and len(made.make([0])[0].ids) == whole
   for most, length in ((90, "91"), (14, "91"), (13, "about 91")):
-    with pytest.raises(ConfigError, match=f"drops all 2 prompts; the shortest one has {length} tok"):
+    with pytest.raises(
+      ConfigError, match=f"drops all 2 prompts; the shortest one has {length} tok"
+    ):
       Prompts(split, tokens, dataclasses.replace(data, max_prompt_tokens=most))
 
 

@@ -11,7 +11,6 @@ from small_run import Collected, P, grpo_step, small_config, small_run, with_rew
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.environments import acting
 from grpo_jax.environments.built_in import calculator
-from grpo_jax.foreign import Ended
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.training.trainer import check_gap, largest_gap
 
@@ -493,7 +492,7 @@ def test_an_environment_that_exits_where_it_begins_is_named_with_its_example(
 
 def test_a_task_that_an_environment_starts_does_not_end_the_program(tmp_path):
   run = small_run(config_of(tmp_path, EXITS, "InTask"))
-  with pytest.raises(Ended, match="SystemExit"):
+  with pytest.raises(ConfigError, match="env.py:InTask raised SystemExit: 0 .*env.py line"):
     run.environments.openings([{"question": "1+1="}])
 
 

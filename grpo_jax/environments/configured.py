@@ -15,7 +15,7 @@ from grpo_jax.environments.returned import checked
 from grpo_jax.environments.schema import schema_of
 from grpo_jax.environments.tool_calls import format_for
 from grpo_jax.foreign import as_exceptions
-from grpo_jax.rewards.call import in_thread
+from grpo_jax.rewards.call import describe, in_thread
 from grpo_jax.settings import ConfigError, shown
 
 _KEY = "environment.name"
@@ -71,8 +71,10 @@ class Environments:
     new = {key: one for key, one in zip(keys, examples) if key not in self._known}
     if len(self._known) + len(new) > _MOST_KNOWN or self._characters > _MOST_CHARACTERS:
       self._known, self._characters, new = {}, 0, dict(zip(keys, examples))
-    with as_exceptions():  # also what a task of the user's own raises in the event loop
+    try:
       openings = in_thread(lambda: asyncio.run(self._open(new))).result()
+    except SystemExit as error:  # of a task that an environment has started
+      raise ConfigError(f"{_KEY}: {self.settings.name} raised {describe(error)}") from None
     self._known |= openings
     self._characters += sum(map(_characters_of, openings.values()))
     return [self._known[key] for key in keys]
