@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
   except ImportError as error:
     if error.name != "aiohttp":
       raise
-    package = "the package aiohttp: pip install 'grpo_jax[serve]'"
+    package = "the package aiohttp: pip install -e '.[serve]'"
     raise ConfigError(f"grpo_jax.serve needs {package}") from None
   key = _key()
   policy = cli.open_policy()

