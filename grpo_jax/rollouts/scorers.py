@@ -10,6 +10,7 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import Runner
+from grpo_jax.environments.written_calls import check_template
 from grpo_jax.gguf_file import is_gguf
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.cores import cores
@@ -73,6 +74,8 @@ class Scorers:
       return None
     if environments.settings.harness:
       return self._harness(environments.settings.harness)
+    if self._config.data.chat and environments.schemas and environments.settings.calls == "auto":
+      check_template(run.tokenizer)
     replies = Replies(run.tokenizer, self._config.data.chat, environments.schemas)
     replies.check(
       (["tool"] if environments.schemas else [])
@@ -86,7 +89,10 @@ class Scorers:
         " in data.system",
       )
     stops = self._caller.stops_on_error
-    return Talkers(environments, runner, replies, run.tokenizer.decode, run.hosts, stops)
+    decode = run.tokenizer.decode
+    shown = run.tokenizer.skipped(environments.format.marks)
+    decode_calls = functools.partial(decode, shown=shown)
+    return Talkers(environments, runner, replies, decode, decode_calls, run.hosts, stops)
 
   def close(self) -> None:
     """Ends the workers that call reward functions, and what plays with the policy."""
