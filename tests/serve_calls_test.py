@@ -5,40 +5,12 @@ import json
 import openai
 import pytest
 
-from grpo_jax.data.tokenizers import tokenizer
-from tests import small_qwen
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.serving.endpoint import MODEL, Endpoint
+from tests.call_templates import DEEPSEEK, GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 from tests.serving_parts import Scripted, serving
 
 MESSAGES = [{"role": "user", "content": "How many pens?"}]
-# Written after those of the families, with what matters here. Each shows a tool and writes calls.
-QWEN35 = """{% if tools %}{{ tools[0].function.name }}{% endif %}
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
-{%- for call in m.tool_calls or () %}{{ '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
-{%- for name, value in call.function.arguments.items() %}
-{{- '<parameter=' + name + '>\\n' + value | string + '\\n</parameter>\\n' }}{% endfor %}
-{{- '</function>\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-GEMMA4 = """{% if tools %}{{ '<|tool>' + tools[0].function.name + '<tool|>' }}{% endif %}
-{%- for m in messages if m.role != 'tool' %}{{ '<|turn>' + m.role + '\\n' + m.content }}
-{%- for call in m.tool_calls or () %}{{ '<|tool_call>call:' + call.function.name + '{' }}
-{%- for name, value in call.function.arguments.items() %}
-{{- name + ':<|"|>' + value | string + '<|"|>' }}{% endfor %}{{ '}<tool_call|>' }}
-{%- endfor %}{{ '<|im_end|>' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
-GPT_OSS = """{% if tools %}{{ 'type ' + tools[0].function.name }}{% endif %}
-{%- for m in messages %}{% if m.tool_calls %}
-{{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary ' }}
-{{- 'json<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% else %}
-{{- '<|start|>' + m.role + '<|channel|>final<|message|>' + m.content + '<|im_end|>' }}{% endif %}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
-DEEPSEEK = """{% if tools %}{{ tools[0].function.name }}{% endif %}
-{%- for m in messages %}{{ '<｜' + m.role + '｜>' + m.content }}{% for call in m.tool_calls or () %}
-{{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name }}
-{{- '\\n```json\\n' + call.function.arguments + '\\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}
-{%- endfor %}{{ '<|im_end|>' }}{% endfor %}"""
-SHOWS = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}"
-SPECIAL = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|start|>", "<|channel|>", "<|constrain|>")
-SPECIAL += ("<|message|>", "<|end|>", "<|call|>")
 SET = {
   "type": "object",
   "properties": {
@@ -49,15 +21,6 @@ SET = {
   },
 }
 SET_TOOLS = [{"type": "function", "function": {"name": "set", "parameters": SET}}]
-
-
-def tokens_for(folder, template):
-  """A tokenizer with this chat template, in which the marks of calls are special tokens."""
-  engine = small_qwen.trained_tokenizer(["Set it. user assistant"])
-  engine.add_special_tokens([*SPECIAL])
-  small_qwen.write_tokenizer(folder, engine)
-  (folder / "chat_template.jinja").write_text(template)
-  return tokenizer.load(folder)
 
 
 def ask(folder, template, text, **options):
@@ -147,3 +110,30 @@ def test_templates_that_want_arguments_as_a_text_get_them_so(tmp_path):
     {"role": "tool", "tool_call_id": "1", "content": "3"},
   ]
   assert ask(tmp_path, DEEPSEEK, "Done.", messages=answered)[0].message.content == "Done."
+
+
+def test_a_harness_reads_the_same_calls_and_answers_them_by_their_names(tmp_path):
+  """The policy's own tokens stay. The template writes the name of the tool that answers."""
+  tokens = tokens_for(tmp_path, GEMMA4)
+  first = tokens.encode("<|tool_call>call:set{zip:12,on:True}<tool_call|><|im_end|>")
+  engine = Scripted(lambda job: [first] if job.prompt == prompts[0] else [tokens.encode("Done.")])
+  engine.sizes = engine.sizes._replace(prompt_tokens=1000)
+  engine.start = lambda: None
+  prompts = [tuple(tokens.encode(tokens.render(MESSAGES, tools=SET_TOOLS)))]
+  endpoint = Endpoint(engine, tokens, 10**6)
+  try:
+    endpoint.recorder.begin(RowSettings(), "seed")
+    client = openai.OpenAI(base_url=endpoint.url, api_key=f"{endpoint.key}:0", max_retries=0)
+    options = dict(model=MODEL, tools=SET_TOOLS)
+    message = client.chat.completions.create(messages=MESSAGES, **options).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments) == {"zip": "12", "on": True}
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "ok"}
+    messages = [*MESSAGES, message.model_dump(exclude_none=True), answer]
+    assert client.chat.completions.create(messages=messages, **options).choices[0].message.content
+    one, two = endpoint.recorder.take("0")
+  finally:
+    endpoint.close()
+  assert two.prompt[: len(one.prompt) + len(one.tokens)] == [*one.prompt, *one.tokens]
+  reply = two.prompt[len(one.prompt) + len(one.tokens) :]
+  assert tokens.decode(reply) == "response:set{ok}<|turn>model\n"

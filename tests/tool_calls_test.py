@@ -286,6 +286,7 @@ VALUES = [
   (of("boolean"), "True", True),
   (of("boolean"), "False", False),
   (of("boolean"), "true", True),
+  (of("boolean"), "FALSE", False),
   (of("boolean"), "yes", "yes"),
   (of("boolean"), "1", "1"),
   (of("integer"), "5", 5),

@@ -106,6 +106,8 @@ def _read(schemas: Sequence[Schema], text: Text) -> Any:
   if text in [choice for choice in choices if isinstance(choice, str)]:
     return str(text)
   word = text.strip()
+  if "boolean" in names and word.lower() in ("true", "false"):
+    return word.lower() == "true"
   found, rest, problem = (_WORDS[word], "", "") if word in _WORDS else first_json(word)
   if problem or rest:
     return str(text)
