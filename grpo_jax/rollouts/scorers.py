@@ -85,8 +85,8 @@ class Scorers:
     self.remarks += runner.remarks
     if replies.hides_tools():
       self.remarks += (
-        "the chat template does not show the tools of environment.tools to the model: describe them,"
-        " and how to call them (environment.calls), in data.system",
+        "the chat template does not show the tools of environment.tools to the model: describe"
+        " them, and how to call them (environment.calls), in data.system",
       )
     stops = self._caller.stops_on_error
     decode = run.tokenizer.decode
