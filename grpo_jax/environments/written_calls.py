@@ -30,8 +30,11 @@ def check_template(tokenizer: Tokenizer) -> None:
   Raises:
     ConfigError: The template shows tools, and what a model then writes is taken for text.
   """
-  prompt = tokenizer.render([_ASKED], tools=[_TOOL])
-  if prompt == tokenizer.render([_ASKED]):
+  try:
+    prompt, without = tokenizer.render([_ASKED], tools=[_TOOL]), tokenizer.render([_ASKED])
+  except ConfigError:
+    return  # it wants another conversation, so that nothing can be said
+  if prompt == without:
     return  # who describes tools to the model describes calls, too
   family = family_of(tokenizer.template)
   if family:
