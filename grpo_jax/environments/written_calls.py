@@ -5,7 +5,7 @@ import os
 
 from grpo_jax.data.tokenizers.replies import call_turn
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
-from grpo_jax.environments.tool_calls import FORMATS, KEY, Call, family_of
+from grpo_jax.environments.tool_calls import FORMATS, Call, family_of
 from grpo_jax.settings import ConfigError
 
 _ASKED = {"role": "user", "content": "Zq7Question"}
@@ -24,36 +24,30 @@ _TOOL = {
 }
 
 
-def check_template(tokenizer: Tokenizer) -> None:
-  """Checks that calls as the chat template shows them are read.
+def are_read(tokenizer: Tokenizer) -> bool:
+  """Whether calls of the tools that a chat template shows are read, and not taken for text.
 
-  Raises:
-    ConfigError: The template shows tools, and what a model then writes is taken for text.
+  A template that shows no tools is right: who describes tools to the model describes calls, too.
   """
   try:
     prompt, without = tokenizer.render([_ASKED], tools=[_TOOL]), tokenizer.render([_ASKED])
   except ConfigError:
-    return  # it wants another conversation, so that nothing can be said
+    return True  # it wants another conversation, so that nothing can be said
   if prompt == without:
-    return  # who describes tools to the model describes calls, too
+    return True
   family = family_of(tokenizer.template)
-  if family:
-    written = _call_of(tokenizer, prompt)
-    form = FORMATS[family]
-    if _ARGUMENTS["zq7text"] not in written:
-      return  # it writes no calls of earlier turns, so that its signs must do
-    try:
-      ids = tokenizer.encode_batch_after([written])[0]
-    except ConfigError:
-      return  # a vocabulary that cannot write the call has other problems
-    end = next((i for i, token in enumerate(ids) if token in tokenizer.stop_ids), len(ids))
-    text = tokenizer.decode(ids[:end], tokenizer.skipped(form.marks))
-    if form.parse(text, [_TOOL]).calls == [Call(_NAME, json.dumps(_ARGUMENTS))]:
-      return
-  raise ConfigError(
-    f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not read"
-    f" here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
-  )
+  if not family:
+    return False
+  written, form = _call_of(tokenizer, prompt), FORMATS[family]
+  if _ARGUMENTS["zq7text"] not in written:
+    return True  # it writes no calls of earlier turns, so that its signs must do
+  try:
+    ids = tokenizer.encode_batch_after([written])[0]
+  except ConfigError:
+    return True  # a vocabulary that cannot write the call has other problems
+  end = next((i for i, token in enumerate(ids) if token in tokenizer.stop_ids), len(ids))
+  text = tokenizer.decode(ids[:end], tokenizer.skipped(form.marks))
+  return form.parse(text, [_TOOL]).calls == [Call(_NAME, json.dumps(_ARGUMENTS))]
 
 
 def _call_of(tokenizer: Tokenizer, prompt: str) -> str:

@@ -10,7 +10,8 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import Runner
-from grpo_jax.environments.written_calls import check_template
+from grpo_jax.environments.tool_calls import FORMATS, KEY
+from grpo_jax.environments.written_calls import are_read
 from grpo_jax.gguf_file import is_gguf
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.cores import cores
@@ -75,7 +76,11 @@ class Scorers:
     if environments.settings.harness:
       return self._harness(environments.settings.harness)
     if self._config.data.chat and environments.schemas and environments.settings.calls == "auto":
-      check_template(run.tokenizer)
+      if not are_read(run.tokenizer):
+        raise ConfigError(
+          f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not"
+          f" read here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
+        )
     replies = Replies(run.tokenizer, self._config.data.chat, environments.schemas)
     replies.check(
       (["tool"] if environments.schemas else [])

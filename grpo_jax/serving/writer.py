@@ -9,7 +9,7 @@ from typing import Any
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments.tool_calls import Format, format_for
-from grpo_jax.environments.written_calls import check_template
+from grpo_jax.environments.written_calls import are_read
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import Choice, Decode
@@ -138,8 +138,12 @@ class Writer:
     self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
   ) -> list[int]:
     """The prompt of messages. While it records, what the policy wrote keeps its tokens."""
-    if tools and self._unread:
-      raise RequestError(self._unread, "tools")
+    if tools and not self._reads_calls:
+      raise RequestError(
+        "tools: the chat template shows tools, and makes the model call them in a way that is not"
+        " read here; leave tools out",
+        "tools",
+      )
     earlier = self._recorder.earlier(name, messages) if self._recorder else None
     if earlier is None:
       ids = self._tokenizer.encode(self._rendered(messages, tools))
@@ -167,13 +171,8 @@ class Writer:
       raise
 
   @functools.cached_property
-  def _unread(self) -> str:
-    """Why calls of tools cannot be read, or ""."""
-    try:
-      check_template(self._tokenizer)
-    except ConfigError as error:
-      return str(error)
-    return ""
+  def _reads_calls(self) -> bool:
+    return are_read(self._tokenizer)
 
 
 def stopping() -> RequestError:
