@@ -367,8 +367,9 @@ class Environment:
   )
   calls: str = setting(
     "auto",
-    "how a model writes calls: hermes, llama3, mistral, qwen3_coder, or a regular expression with"
-    " the groups name and arguments; auto = by the chat template",
+    "how a model writes calls: hermes, llama3, mistral, qwen3_coder, gemma4, gpt_oss, deepseek,"
+    " glm4, granite, olmo3, or a regular expression with the groups name and arguments; auto = by"
+    " the chat template",
     before="auto",
   )
   branches: int = setting(

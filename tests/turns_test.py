@@ -3,11 +3,17 @@
 import dataclasses
 import json
 
+from call_templates import GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 import numpy as np
 import pytest
+import small_qwen
 from small_run import Collected, P, grpo_step, small_config, small_run, with_reward, with_section
 
+from grpo_jax.data.loader import prompt_batch
 from grpo_jax.environments.built_in import calculator
+from grpo_jax.programs.sampling import Ended
+from grpo_jax.rollouts.play.talk import Talk
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.training.trainer import check_gap, largest_gap
 
@@ -287,6 +293,70 @@ def test_a_tool_that_hangs_or_ends_is_an_error_that_the_model_reads(tmp_path):
   texts = {turn["text"] for row in found.rows for turn in row["turns"] if turn["role"] == "tool"}
   assert {"error: hangs did not answer in time", "error: hangs ended without an answer"} <= texts
   assert 0 < found.metrics["tools/failure_frequency"] <= 1
+
+
+SETS = """
+def set(zip: str, on: bool, n: int, note: str | None = "") -> str:
+  '''Sets.
+
+  Args:
+    zip: A code.
+    on: Whether.
+    n: A number.
+    note: A note.
+  '''
+  return repr((zip, on, n, note))
+"""
+
+
+def talk_of(folder, template, **environment):
+  """(what answers the turns of a run with the tool of SETS, the tokenizer)."""
+  corpus = json.dumps([row["question"] + row["answer"] for row in small_qwen.problems(12)])
+  if not (folder / "model").exists():
+    small_qwen.make_checkpoint(folder / "model", [corpus])
+  tokens = tokens_for(folder / "model", template, corpus)
+  for split in ("train", "test"):
+    rows = "".join(f"{json.dumps(row)}\n" for row in small_qwen.problems(12))
+    (folder / f"{split}.jsonl").write_text(rows)
+  config = config_of(folder, SETS, tools=(f"{folder}/env.py:set",), **environment)
+  data = dict(task="gsm8k", path=str(folder), chat=True, max_prompt_tokens=400)
+  config = with_section(with_section(config, "data", **data), "model", path=str(folder / "model"))
+  run = small_run(config)
+  talkers = Scorers(run).talkers
+  return Talk(talkers, prompt_batch(run.prompts("train"), np.arange(P), run.hosts), G), tokens
+
+
+@pytest.mark.parametrize(
+  "template, text",
+  [
+    (
+      QWEN35,
+      "<tool_call>\n<function=set>\n<parameter=zip>\n12345\n</parameter>\n<parameter=on>\nTrue\n"
+      "<parameter=n>\n5.0\n</parameter>\n<parameter=note>\nnull\n</parameter>\n</function>\n"
+      "</tool_call>",
+    ),
+    (GEMMA4, '<|tool_call>call:set{zip:<|"|>12345<|"|>,on:true,n:5.0,note:None}<tool_call|>'),
+    (
+      GPT_OSS,
+      '<|channel|>commentary to=functions.set<|message|>{"zip": "12345", "on": true, "n": 5.0,'
+      ' "note": null}',
+    ),
+  ],
+)
+def test_tools_get_what_the_family_writes_as_their_hints_say(template, text, tmp_path):
+  talk, tokens = talk_of(tmp_path, template)
+  (stop, *_) = tokens.stop_ids
+  row = Ended(0, 0, [*tokens.encode_batch_after([text])[0], stop], stop, 500)
+  (ids,) = talk.reply([row])
+  assert "('12345', True, 5, None)" in tokens.decode(ids)
+  assert talk._conversations[0, 0].calls == 1 and talk._conversations[0, 0].failures == 0
+
+
+def test_a_template_whose_calls_are_not_read_ends_the_run_at_its_start(tmp_path):
+  with pytest.raises(ConfigError, match="environment.calls: the chat template shows tools") as one:
+    talk_of(tmp_path, SHOWS)
+  assert "\n" not in str(one.value)
+  talk_of(tmp_path, SHOWS, calls="hermes")  # who says so knows
 
 
 def test_calls_beyond_the_limit_get_an_error(tmp_path):

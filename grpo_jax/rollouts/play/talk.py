@@ -11,7 +11,8 @@ import numpy as np
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import Environments, Outcome, Request, Runner
-from grpo_jax.environments.tool_calls import Call, check_arguments
+from grpo_jax.environments.arguments import check_arguments
+from grpo_jax.environments.tool_calls import Call
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.sampling import Ended
@@ -29,6 +30,7 @@ class Talkers(NamedTuple):
     runner: Calls them.
     replies: Makes tokens of what they say.
     decode_text: Makes a text of tokens.
+    decode_calls: Makes a text of tokens with the special tokens that calls of tools have.
     hosts: The processes of the run.
     stops_on_error: Whether an environment that raises something ends the run.
   """
@@ -37,6 +39,7 @@ class Talkers(NamedTuple):
   runner: Runner
   replies: Replies
   decode_text: Callable[[list[int]], str]
+  decode_calls: Callable[[list[int]], str]
   hosts: Hosts
   stops_on_error: bool
 
@@ -119,11 +122,12 @@ class Talk:
   def _asked(self, row: Ended) -> _Asked:
     """What a row has written, and what is to be done for it."""
     conversation = self._conversation(row)
-    text = self._talkers.decode_text(row.tokens[conversation.tokens :])
+    tokens = row.tokens[conversation.tokens :]
+    text = self._talkers.decode_text(tokens)
     index, number = (row.prompt, row.member), len(conversation.own)
     # One token of a reply and one of another turn.
     is_last = row.room < 2 or number + 1 >= self._settings.max_turns
-    calls, requests = self._calls(text, conversation.calls)
+    calls, requests = self._calls(tokens, conversation.calls)
     if calls:
       return _Asked(row, text, calls, [] if is_last else requests, is_last)
     example = self._example(row.prompt)
@@ -146,18 +150,20 @@ class Talk:
     row = self._prompts.row(p)
     return {name: value for name, value in row.items() if name not in ("prompts", "messages")}
 
-  def _calls(self, text: str, before: int) -> tuple[list[tuple[str, str]], list[Request]]:
-    """The calls in a text, what is wrong with each, and requests for those that are right.
+  def _calls(self, tokens: list[int], before: int) -> tuple[list[tuple[str, str]], list[Request]]:
+    """The calls in a turn, what is wrong with each, and requests for those that are right.
 
     Args:
-      text: What the policy wrote.
+      tokens: What the policy wrote.
       before: How many calls the completion had before.
     """
     calls: list[tuple[str, str]] = []
     requests: list[Request] = []
     if not self._schemas:
       return calls, requests
-    parsed = self._talkers.environments.format.parse(text)
+    environments = self._talkers.environments
+    text = self._talkers.decode_calls(tokens)
+    parsed = environments.format.parse(text, environments.schemas)
     for call in parsed.calls:
       problem, arguments = self._checked(call)
       if not problem and before + len(calls) >= self._settings.max_calls:
