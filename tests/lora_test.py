@@ -349,7 +349,7 @@ def test_modules_may_be_named_in_every_way_that_peft_writes(targets, tmp_path):
 @pytest.mark.parametrize(
   "targets, words",
   [
-    (["model.layers.0.self_attn.q_proj", "proj"], "no adapter of 'proj'"),
+    (["model.layers.0.self_attn.q_proj", "x_proj"], "no adapter of 'x_proj'"),
     ([], "must be a list of modules"),
     ([3], "must be a list of modules"),
     ("(", "no regular expression"),
