@@ -38,6 +38,19 @@ def test_statistics_of_examples():
   assert test.solution_tokens.tolist() == [0, 0]
 
 
+def test_statistics_say_how_many_rows_have_each_column(start, tmp_path):
+  rows = [{"question": "a", "answer": "1"} for _ in range(5)]
+  rows[3] |= {"hint": "b"}
+  rows[4] |= {"image": "x.png", "answer": None}
+  for split in ("train", "test"):
+    (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  flags = ["--config=configs/default.py", "--config.data.task=columns", "--stats"]
+  flags += [f"--config.data.path={tmp_path}", "--config.data.max_prompt_tokens=40"]
+  code, out, err = start("data", *flags)
+  assert code == 0, err
+  assert out.count("examples that have each column: question 5, answer 4, hint 1, image 1\n") == 2
+
+
 def test_parts_of_a_large_split_are_put_together(monkeypatch):
   examples = [{"question": "a" * (1 + i % 7)} for i in range(50)]
   whole = statistics(examples, TOKENIZER, Data())

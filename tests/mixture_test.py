@@ -18,6 +18,7 @@ import grpo_jax
 from grpo_jax.config import Config, Data, Eval, Reward
 from grpo_jax.console.show_data import drawn
 from grpo_jax.data import loader
+from grpo_jax.data.images.of_prompts import has_images
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import countdown, mixture, tasks
 from grpo_jax.data.tokenizers import tokenizer
@@ -125,13 +126,36 @@ def test_columns_get_other_names_and_templates(tmp_path):
   assert prompts.make([0])[0].text == "Ann has 2. How many?"
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_example_has_the_columns_of_all_rows(tmp_path, place):
+  """Wherever the row is that has more of them than the others."""
+  rows = [{"question": letter, "own": {"x": 1}} for letter in "abc"]
+  rows[place] |= {"hint": "h", "source": "s", "own": {"x": 1, "deep": {"y": 2}}, "image": None}
+  tests = [{"question": "t", "of_test": 1}]
+  data = Data(
+    task="columns", path=str(folder(tmp_path, rows, tests)), columns=("task=source", "y=own.deep.y")
+  )
+  for at_start in (50_000, 1):
+    task = tasks.make_task(dataclasses.replace(data, count_at_start=at_start))
+    names = ["question", "own", "hint", "source", "image", "of_test", "task", "y"]
+    assert all(sorted(one) == sorted(names) for one in (*task.train, *task.test))
+    found = [(one["hint"], one["task"], one["y"]) for one in task.train]
+    assert found == [("h", "s", 2) if i == place else (None, None, None) for i in range(3)]
+    assert task.test[0]["of_test"] == 1 and task.train[0]["of_test"] is None
+    assert has_images(task.train[0])  # so that the image of a later row is seen
+  hinted = dataclasses.replace(data, prompt="{hint}")
+  words = rf"\.jsonl line {1 if place else '[12]'} has no 'hint', which the config names"
+  with pytest.raises(ConfigError, match=words):
+    tasks.make_task(hinted)
+
+
 @pytest.mark.parametrize(
   "columns, prompt, words",
   [
     (
       ("answer=gold",),
       "{a}",
-      "data.columns holds 'answer=gold': .*line 1 has no column 'gold', but a, b",
+      "data.columns holds 'answer=gold': no row has a column 'gold'; .*line 1 and .* have a, b",
     ),
     (("answer",), "{a}", "data.columns holds 'answer': write NAME=COLUMN"),
     (
@@ -144,8 +168,9 @@ def test_columns_get_other_names_and_templates(tmp_path):
       "{a}",
       "data.columns holds two entries for 'answer', 'a' and 'b': leave one of them out",
     ),
-    (("answer=b.gold",), "{a}", "train.jsonl line 1 has no column 'b.gold', but a, b"),
-    (("answer=b",), "{a}", "train.jsonl line 2 has no 'b', which the config names"),
+    (("answer=b.gold",), "{a}", "no row has a column 'b.gold'; .*train.jsonl line 1 and .* have a, b"),
+    (("answer={b}",), "{a}", "train.jsonl line 2 has no 'b', which the config names"),
+    (("question=b",), "{question}", "line 2 has no 'question', which the config names"),
     ((), "{b}", "train.jsonl line 2 has no 'b', which the config names"),
     ((), "{c}", "data.prompt='{c}' cannot be filled.*its fields are {a}, {b}"),
   ],
@@ -186,7 +211,6 @@ def test_a_field_inside_a_column_is_named_with_a_dot(tmp_path):
   [
     ({"extra_info": {}}, "{extra_info.question}", "line 2 has no 'extra_info.question', which the"),
     ({"extra_info": None}, "{extra_info.question}", "line 2 has no 'extra_info.question', which"),
-    ({"reward_model": {"ground_truth": None}}, "{prompt}", "line 2 has no 'reward_model.ground_tr"),
     ({}, "{extra_info}", "extra_info is an object; name a field of it: {extra_info.split}, "),
     ({}, "{extra_info.questoin}", "its fields are .*, {extra_info.answer}, {extra_info.question}"),
   ],

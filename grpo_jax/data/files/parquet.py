@@ -22,11 +22,7 @@ _BYTES = 1 << 20  # of rows with images, about so many are later read together
 
 
 class Parquet:
-  """The rows of a Parquet file, each a dict from the names of its columns.
-
-  Attributes:
-    columns: These names.
-  """
+  """The rows of a Parquet file, each a dict from the names of its columns."""
 
   def __init__(self, path: Path) -> None:
     """Copies the file.
@@ -55,7 +51,7 @@ class Parquet:
       reason = " ".join(str(error).split())
       raise ConfigError(f"data.path: {path} is not a whole Parquet file ({reason:.200})") from None
     self._batches = pyarrow.ipc.open_file(copy)
-    self.columns: list[str] = self._batches.schema.names
+    self._columns: list[str] = self._batches.schema.names
     self._begins = np.cumsum([0, *counts])
 
   def __len__(self) -> int:
@@ -65,7 +61,7 @@ class Parquet:
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
     batch, place = self._batches.get_batch(number), index - int(self._begins[number])
     row = {}
-    for name, column in zip(self.columns, batch.columns):
+    for name, column in zip(self._columns, batch.columns):
       where = f"{self.where(index)} column {name!r}"
       try:
         value = column[place].as_py()
@@ -77,6 +73,10 @@ class Parquet:
   def where(self, index: int) -> str:
     """The file and the number of a row."""
     return f"{self._path} row {index + 1}"
+
+  def columns(self) -> list[str]:
+    """The names of the columns."""
+    return self._columns
 
 
 def _copy(path: Path) -> tuple[Any, list[int]]:

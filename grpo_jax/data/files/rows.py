@@ -1,9 +1,10 @@
 """Rows of files that may be larger than memory: found once, and read when a batch needs them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
 import os
 from pathlib import Path
+import re
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,8 @@ _AT_ONCE = 1 << 22  # bytes of a file that are in memory while its lines are fou
 _DEEPEST = 32  # of lists and objects in each other, in a row
 TEXT = "; texts are in UTF-8: write it so, or leave that column out of the file"
 _NEWLINE, _OPENING, _CLOSING = b"\n{}"
+_QUOTE, _COLON, _BACKSLASH = b'":\\'
+_SPACED_COLON = re.compile(rb'"[ \t\r]+:')
 
 
 class Rows(Protocol):
@@ -31,6 +34,9 @@ class Rows(Protocol):
 
   def where(self, index: int) -> str:
     """The file of a row and its place there, for error messages."""
+
+  def columns(self) -> list[str]:
+    """The names of the columns that any row has. The first row's come first."""
 
 
 class JsonLines:
@@ -70,6 +76,25 @@ class JsonLines:
   def where(self, index: int) -> str:
     """The file and the line of a row."""
     return f"{self._path} line {self._lines[index] + 1}"
+
+  def columns(self) -> list[str]:
+    """The names of the columns that any row has. The first row's come first.
+
+    This reads the whole file, but parses only the parts of it that may have further names.
+    """
+    names: dict[str, None] = {}
+    start = 0
+    while start < len(self):
+      begin = int(self._begins[start])
+      stop = int(np.searchsorted(self._ends, begin + _AT_ONCE, side="right"))
+      stop = max(stop, start + 1)
+      part = os.pread(self._file.fileno(), int(self._ends[stop - 1]) - begin, begin)
+      if _may_have_others(part, names):
+        for index in range(start, stop):
+          place = int(self._begins[index]) - begin
+          names |= dict.fromkeys(_keys(part[place : int(self._ends[index]) - begin]))
+      start = stop
+    return list(names)
 
   def _is_empty(self, line: int) -> bool:
     """Whether a line that does not look like an object is empty. Raises ConfigError if it is not.
@@ -113,6 +138,10 @@ class Joined:
     """The file of a row and its place there."""
     part, place = self._find(index)
     return part.where(place)
+
+  def columns(self) -> list[str]:
+    """The names of the columns of all files."""
+    return list(dict.fromkeys(name for part in self._parts for name in part.columns()))
 
   def _find(self, index: int) -> tuple[Rows, int]:
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
@@ -226,6 +255,37 @@ def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   first = np.concatenate(firsts) if firsts else np.zeros(0, np.uint8)
   first = np.concatenate([first, np.zeros(len(last) - len(first), np.uint8)])
   return begins, ends, (first != _OPENING) | (last != _CLOSING)
+
+
+def _may_have_others(part: bytes, names: Iterable[str]) -> bool:
+  """Whether some lines of a file may have keys that are none of `names`.
+
+  A key ends in a quote and a colon. So do some texts, and objects inside a row have keys, too.
+  """
+  if _SPACED_COLON.search(part):
+    return True
+  values = np.frombuffer(part, np.uint8)
+  ends_N = np.flatnonzero((values[:-1] == _QUOTE) & (values[1:] == _COLON))
+  for name in names:
+    if not len(ends_N):
+      return False
+    key = json.dumps(name, ensure_ascii=False).encode("utf-8", "replace")
+    is_it_N = ends_N >= len(key)
+    starts = ends_N[is_it_N] - len(key)  # the byte before the key, which may escape its first quote
+    is_it_N[is_it_N] = values[starts] != _BACKSLASH
+    for place, byte in enumerate(key, start=1 - len(key)):
+      is_it_N[is_it_N] = values[ends_N[is_it_N] + place] == byte
+    ends_N = ends_N[~is_it_N]
+  return len(ends_N) > 0
+
+
+def _keys(line: bytes) -> Iterable[str]:
+  """The keys of a row. None of a damaged one, which is named when it is read."""
+  try:
+    row = json.loads(line)
+  except (ValueError, RecursionError):
+    return ()
+  return row if isinstance(row, dict) else ()
 
 
 def _parsed(line: bytes, where: str) -> Row:

@@ -263,11 +263,11 @@ def code(path: str) -> Task:
 def columns(path: str, added: Sequence[str] = (), needed: Sequence[str] = ()) -> Task:
   """Rows with any columns. See `examples.Columns` for `added` and `needed`."""
   _require_path(path, "columns")
-  train = rows_of(path, "train")
+  train, test = rows_of(path, "train"), rows_of(path, "test")
+  names = dict.fromkeys([*train.columns(), *(test.columns() if test is not None else ())])
   given = Path(path).expanduser()
   folder = str(given if given.is_dir() else given.parent)
-  make = examples.Columns(train[0], train.where(0), added, needed, folder)
-  test = rows_of(path, "test")
+  make = examples.Columns(train, list(names), added, needed, folder)
   return Task(Examples(train, make), Examples(test, make) if test is not None else ())
 
 
