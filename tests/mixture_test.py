@@ -511,3 +511,38 @@ def test_a_mixture_is_trained_with_rewards_by_task(tmp_path):
       assert (row["rewards/strict"] is None) == (not is_sum)
       assert (row["rewards/countdown"] is None) == is_sum
   assert "eval/accuracy" in grpo_jax.read_metrics(tmp_path / "run")[-1]
+
+
+COLUMNS_SEEN = """
+import json
+
+def seen(completions, **columns):
+  rows = [dict(zip(("question", "hint", "task"), row)) for row in zip(
+    columns["question"], columns["hint"], columns["task"])]
+  with open(FILE, "a") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
+  return [float(len(text)) for text in completions]
+"""
+
+
+def test_a_reward_gets_what_later_rows_have(start, tmp_path):
+  """The command from the shell, on a file whose first row has fewer columns."""
+  rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3"}]
+  rows[1] |= {"hint": "count", "data_source": "sums"}
+  data = folder(tmp_path / "data", rows * 2, rows[:1])
+  (tmp_path / "reward.py").write_text(f"FILE = {str(tmp_path / 'seen')!r}\n{COLUMNS_SEEN}")
+  keys = [f"data.path={data}", "data.task=columns", "data.columns=('task=data_source',)"]
+  keys += [f"reward.functions=('{tmp_path}/reward.py:seen',)", "eval.every=0", "reward.workers=0"]
+  keys += ["steps=1", "batch.prompts=4", "batch.group_size=2", "sampling.max_tokens=2"]
+  keys += ["data.max_prompt_tokens=8", "model.embed_dim=16", "model.num_layers=1"]
+  keys += ["model.num_heads=1", "model.num_kv_heads=1", "model.head_dim=8", "model.mlp_dim=16"]
+  keys += ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=-1"]
+  flags = [f"--config.{key}" for key in keys]
+  code, _, err = start(
+    "train", "--config=configs/default.py", f"--workdir={tmp_path / 'run'}", *flags
+  )
+  assert code == 0, err
+  seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+  expected = {"1+1=": (None, None), "1+2=": ("count", "sums")}
+  assert {one["question"] for one in seen} == {*expected}
+  assert all((one["hint"], one["task"]) == expected[one["question"]] for one in seen)

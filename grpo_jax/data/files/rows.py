@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 22  # bytes of a file that are in memory while its lines are fou
 _DEEPEST = 32  # of lists and objects in each other, in a row
 TEXT = "; texts are in UTF-8: write it so, or leave that column out of the file"
 _NEWLINE, _OPENING, _CLOSING = b"\n{}"
-_QUOTE, _COLON, _BACKSLASH = b'":\\'
+_QUOTE, _COLON, _BACKSLASH, _SPACE = b'":\\ '
 _SPACED_COLON = re.compile(rb'"[ \t\r]+:')
 
 
@@ -262,10 +262,12 @@ def _may_have_others(part: bytes, names: Iterable[str]) -> bool:
 
   A key ends in a quote and a colon. So do some texts, and objects inside a row have keys, too.
   """
-  if _SPACED_COLON.search(part):
-    return True
   values = np.frombuffer(part, np.uint8)
-  ends_N = np.flatnonzero((values[:-1] == _QUOTE) & (values[1:] == _COLON))
+  ends_N = np.flatnonzero(values[1:] == _COLON)  # the bytes before the colons
+  before_N = values[ends_N]
+  if (before_N <= _SPACE).any() and _SPACED_COLON.search(part):
+    return True
+  ends_N = ends_N[before_N == _QUOTE]
   for name in names:
     if not len(ends_N):
       return False
