@@ -168,7 +168,11 @@ def test_an_example_has_the_columns_of_all_rows(tmp_path, place):
       "{a}",
       "data.columns holds two entries for 'answer', 'a' and 'b': leave one of them out",
     ),
-    (("answer=b.gold",), "{a}", "no row has a column 'b.gold'; .*train.jsonl line 1 and .* have a, b"),
+    (
+      ("answer=b.gold",),
+      "{a}",
+      "no row has a column 'b.gold'; .*train.jsonl line 1 and .* have a, b",
+    ),
     (("answer={b}",), "{a}", "train.jsonl line 2 has no 'b', which the config names"),
     (("question=b",), "{question}", "line 2 has no 'question', which the config names"),
     ((), "{b}", "train.jsonl line 2 has no 'b', which the config names"),

@@ -4,11 +4,13 @@ import dataclasses
 import errno
 import json
 import os
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from small_qwen import trained_tokenizer
 
 from grpo_jax.config import Data, from_dict
 from grpo_jax.data import loader
@@ -18,6 +20,7 @@ from grpo_jax.data.files.splits import hold_out
 from grpo_jax.data.prompts import OneProcess, Prompts
 from grpo_jax.data.tasks import examples, tasks
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.model.huggingface import folders
 from grpo_jax.settings import LARGEST_INT, ConfigError, RunFailed
 from tests.small_run import small_config, small_run, with_section
 
@@ -31,6 +34,7 @@ LINES = st.lists(
   ),
   max_size=12,
 )
+GOLDEN = Path(__file__).parent / "golden"
 TOKENIZER = tokenizer.characters("abcdefghijklmnopqrstuvwxyz0123456789 ")
 
 
@@ -409,3 +413,163 @@ def test_a_process_reads_only_its_rows(tmp_path):
   indices = loader.step_indices(0, 0, 16, 2000)
   loader.prompt_batch(prompts, indices, Second())
   assert read == indices[8:].tolist()
+
+
+# Conversations with calls of tools.
+
+CALLS = """
+{%- for m in messages %}{{ m.role + ":" + m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}|{% endfor %}"""
+
+
+@pytest.fixture(scope="module")
+def calls_tokenizer(tmp_path_factory):
+  """A tokenizer whose chat template writes everything that a call has."""
+  folder = tmp_path_factory.mktemp("tokenizer")
+  trained_tokenizer(["user assistant tool add weather city {} :|"]).save(
+    str(folder / "tokenizer.json")
+  )
+  config = {"eos_token": "<|im_end|>", "chat_template": CALLS}
+  (folder / "tokenizer_config.json").write_text(json.dumps(config))
+  return tokenizer.load(folder)
+
+
+def call(name, arguments):
+  return {"function": {"name": name, "arguments": arguments}}
+
+
+def prompts_with_calls(file, tokens):
+  """The texts of the prompts of a file with a column `prompt`."""
+  data = Data(task="columns", path=str(file), prompt="{prompt}", chat=True, max_prompt_tokens=400)
+  task = tasks.make_task(dataclasses.replace(data, held_out=0.5))
+  examples = sorted([*task.train, *task.test], key=lambda one: len(one["prompt"]))
+  made = Prompts(examples, tokens, data).make(range(len(examples)))
+  return [prompt.text for prompt in made], [prompt.messages for prompt in made]
+
+
+@pytest.mark.parametrize("name, rain", [("structs", "{}"), ("json", '{"city": null}')])
+def test_calls_in_parquet_are_as_they_were_written(tmp_path, calls_tokenizer, name, rain):
+  """The package datasets wrote the files. Its structs cannot say that somebody wrote a null."""
+  pytest.importorskip("pyarrow")
+  file = GOLDEN / f"parquet/{name}.parquet"
+  read = Parquet(file)
+  texts = []
+  for index in range(2):
+    data = Data(prompt="{prompt}", chat=True, max_prompt_tokens=400)
+    (made,) = Prompts([read[index]], calls_tokenizer, data).make([0])
+    texts.append(made.text)
+  add = '{"name": "add", "arguments": {"x": 0, "y": 2}}'
+  weather = f'{{"name": "weather", "arguments": {rain}}}'
+  assert texts == [
+    f"user:0+2?|assistant:{add}|tool:2|",
+    f"user:Rain?|assistant:{weather}|tool:no|",
+  ]
+  if name == "json":
+    assert [read[index]["meta"] for index in range(2)] == [{"a": 1}, "text"]
+
+
+def test_nulls_of_objects_that_are_no_messages_stay(tmp_path):
+  """A reward may read them by their names."""
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  function = {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}, "y": None}}}
+  values = [
+    {"own": {"a": 1, "b": None}, "list": [{"c": None}], "tools": [{"function": function}]},
+    {"own": {"a": 1, "b": 2}, "list": [{"c": 3}], "tools": [{"function": function | {"z": 1}}]},
+    {"own": {"chat": [[{"role": "user", "content": "a", "name": None}]]}},
+  ]
+  values[1]["tools"][0]["function"]["parameters"] = {"properties": {"y": {"enum": ["a"]}}}
+  parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "a.parquet")
+  read = Parquet(tmp_path / "a.parquet")
+  first, second, third = (read[index] for index in range(3))
+  assert first["own"] == {"a": 1, "b": None, "chat": None} and first["list"] == [{"c": None}]
+  assert first["tools"] == [
+    {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+  ]
+  assert second["tools"][0]["function"]["parameters"] == {"properties": {"y": {"enum": ["a"]}}}
+  assert third["own"]["chat"] == [[{"role": "user", "content": "a"}]] and third["tools"] is None
+
+
+def test_texts_that_the_package_datasets_calls_json_are_read(tmp_path):
+  """Where the types of Arrow do not say so, as in files of older versions."""
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  table = pyarrow.Table.from_pylist(
+    [
+      {"a": '{"x": null}', "b": [{"c": "1"}], "d": ["[]", None], "e": "2"},
+      {"a": "{", "b": [], "d": [], "e": "3"},
+    ]
+  )
+  features = {
+    "a": {"_type": "Json"},
+    "b": {"_type": "List", "feature": {"c": {"_type": "Json"}}},
+    "d": [{"_type": "Json"}],
+    "e": {"_type": "Value", "dtype": "string"},
+  }
+  about = json.dumps({"info": {"features": features}})
+  parquet.write_table(table.replace_schema_metadata({"huggingface": about}), tmp_path / "a.parquet")
+  read = Parquet(tmp_path / "a.parquet")
+  assert read[0] == {"a": {"x": None}, "b": [{"c": 1}], "d": [[], None], "e": "2"}
+  with pytest.raises(ConfigError, match="row 2 column 'a' must be JSON, as its type says, and is"):
+    read[1]
+  for damaged in ("{", "[]", '{"info": null}', '{"info": {"features": [1]}}'):
+    other = table.replace_schema_metadata({"huggingface": damaged})
+    parquet.write_table(other, tmp_path / "b.parquet")
+    assert Parquet(tmp_path / "b.parquet")[0]["a"] == '{"x": null}'
+
+
+CALL = call("add", {"x": 0, "city": None})
+USER, TOOL = {"role": "user", "content": "?"}, {"role": "tool", "content": "1"}
+ASKED = {"role": "assistant", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}, {"content": ""}])
+def test_a_call_needs_no_content(tmp_path, calls_tokenizer, content):
+  """As the endpoint takes it. A null that somebody wrote in JSON is an argument."""
+  row = {"prompt": [USER, ASKED | content, TOOL]}
+  path = write(tmp_path / "train.jsonl", [row] * 9)
+  texts, messages = prompts_with_calls(path, calls_tokenizer)
+  expected = 'user:?|assistant:{"name": "add", "arguments": {"x": 0, "city": null}}|tool:1|'
+  assert {*texts} == {expected}
+  assert [one["content"] for one in messages[0]] == ["?", "", "1"]
+
+
+@pytest.mark.parametrize(
+  "message",
+  [
+    {"role": "assistant"},
+    {"role": "assistant", "content": None, "tool_calls": []},
+    {"role": "user", "content": None},
+  ],
+)
+def test_a_message_without_content_and_calls_is_refused(tmp_path, calls_tokenizer, message):
+  path = write(tmp_path / "train.jsonl", [{"prompt": [USER, message]}] * 9)
+  words = "train.jsonl line [0-9]: prompt: .* may be missing beside tool_calls; got"
+  with pytest.raises(ConfigError, match=words):
+    prompts_with_calls(path, calls_tokenizer)
+
+
+def test_files_may_begin_with_the_mark_of_windows(tmp_path, calls_tokenizer):
+  mark = "\ufeff".encode()
+  lines = [json.dumps({"question": letter}).encode() for letter in "abc"]
+  path = tmp_path / "data/train.jsonl"
+  path.parent.mkdir()
+  path.write_bytes(mark + lines[0] + b"\n" + lines[1] + b"\n" + mark + lines[2] + b"\n")
+  found = rows.JsonLines(path)
+  assert [found[i]["question"] for i in range(3)] == [*"abc"] and found.columns() == ["question"]
+  template = "<{{ messages[0].content }}>"
+  config = {"eos_token": "<|im_end|>"}
+  files = {
+    "tokenizer.json": calls_tokenizer.files["tokenizer.json"],
+    "tokenizer_config.json": json.dumps(config).encode(),
+    "chat_template.jinja": template.encode(),
+  }
+  for name, content in files.items():
+    (tmp_path / name).write_bytes(mark + content)
+  tokens = tokenizer.load(tmp_path)
+  assert tokens.render([USER]) == "<?>" and tokens.decode(tokens.encode("add")) == "add"
+  values = json.dumps({"model_type": "qwen2"}).encode()
+  (tmp_path / "config.json").write_bytes(mark + values)
+  assert folders.read_json(tmp_path / "config.json") == {"model_type": "qwen2"}

@@ -337,6 +337,7 @@ class Prompts:
       messages = [{"role": "user", "content": text}] if text else []
     messages = [*messages, *opening]
     chat.check_messages(messages, f"data.prompt={template!r}")
+    messages = chat.with_contents(messages)
     system, turns = list(messages[:1]), list(messages[1:])
     if system[0]["role"] != "system":
       system, turns = [], list(messages)

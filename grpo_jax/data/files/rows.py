@@ -1,5 +1,6 @@
 """Rows of files that may be larger than memory: found once, and read when a batch needs them."""
 
+import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
 import os
@@ -113,7 +114,9 @@ class JsonLines:
 
   def _bytes(self, index: int) -> bytes:
     begin = int(self._begins[index])
-    return os.pread(self._file.fileno(), int(self._ends[index]) - begin, begin)
+    line = os.pread(self._file.fileno(), int(self._ends[index]) - begin, begin)
+    # Programs of Windows begin a file with this mark, which files that were joined have inside.
+    return line.removeprefix(codecs.BOM_UTF8)
 
   def _current_version(self) -> tuple[int, int]:
     stat = os.fstat(self._file.fileno())

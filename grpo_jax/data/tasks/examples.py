@@ -128,7 +128,10 @@ class Columns:
         example[name] = Given(example[name], f"data.path: {where}: {name}", self._folder)
     for name in self._prompt:
       if isinstance(example.get(name), list):
-        example[name] = with_sources(example[name], f"data.path: {where}: {name}", self._folder)
+        place = f"data.path: {where}: {name}"
+        example[name] = with_sources(example[name], place, self._folder)
+        if any(isinstance(one, Mapping) for one in example[name]):
+          chat.check_messages(example[name], place)
         if has_empty_places(example[name]) and not example.keys() & {*COLUMNS}:
           raise ConfigError(
             f"data.path: {where}: {name} has places for images, and there is no column"

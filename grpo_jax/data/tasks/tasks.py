@@ -327,7 +327,7 @@ def _contents(question: str | chat.Messages) -> Iterator[str]:
     yield question
   else:
     for message in question:
-      content = message["content"]
+      content = message.get("content") or ""
       parts = [{"text": content}] if isinstance(content, str) else content
       yield from (part["text"] for part in parts if "text" in part)
 
