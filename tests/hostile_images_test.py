@@ -308,7 +308,7 @@ def test_turned_pngs_are_known_by_their_headers(place):
   assert source.source_of(plain, "here").size() == (20, 30)
 
 
-# How the pixels of a file become the upright image, by the orientation of EXIF. Others mean nothing.
+# How the pixels of a file become the upright image, by the orientation of EXIF.
 UPRIGHT = {
   0: lambda x: x,
   1: lambda x: x,

@@ -158,6 +158,10 @@ class Examples(Sequence[Example]):
     """`make_example` gets a row, and its place for error messages."""
     self._rows, self._make_example = rows, make_example
 
+  def where(self, index: int) -> str:
+    """The file of the row of an example and its place there."""
+    return self._rows.where(index)
+
   def __len__(self) -> int:
     return len(self._rows)
 
@@ -173,11 +177,23 @@ class Examples(Sequence[Example]):
     return example
 
 
+class InMemory(list[Example]):
+  """All of some examples, which know where they are from."""
+
+  def __init__(self, examples: Examples) -> None:
+    super().__init__(examples)
+    self.where = examples.where
+
+
 class Chosen(Sequence[Example]):
   """The examples at some indices of others."""
 
   def __init__(self, examples: Sequence[Example], indices: np.ndarray) -> None:
     self._examples, self._indices = examples, indices
+
+  def where(self, index: int) -> str:
+    """The file of the row of an example and its place there."""
+    return place_of(self._examples, int(self._indices[index]))
 
   def __len__(self) -> int:
     return len(self._indices)
@@ -186,6 +202,12 @@ class Chosen(Sequence[Example]):
     if isinstance(index, slice):
       return [self._examples[int(i)] for i in self._indices[index]]
     return self._examples[int(self._indices[index])]
+
+
+def place_of(examples: Sequence[Any], index: int) -> str:
+  """What error messages call an example: the file of its row and the place there, or its number."""
+  where = getattr(examples, "where", None)
+  return where(index) if where else f"example {index}"
 
 
 def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
