@@ -208,17 +208,21 @@ def test_prompts_with_images_are_counted_with_their_tokens(tmp_path):
   assert any("overlap: 0" in line for line in show_data.statistics_lines(config))
 
 
-def test_images_are_seen_though_the_first_rows_have_none(tmp_path):
+@pytest.mark.parametrize("is_column", [False, True])
+@pytest.mark.parametrize("before", [1, 120])
+def test_images_are_seen_though_the_first_rows_have_none(tmp_path, before, is_column):
   folder = Path(__file__).parent / "golden/images/qwen3_vl"
-  image = {"type": "image", "image": str(folder.parent / "files/small.png")}
-  parts = [[{"type": "text", "text": "What?"}, *images] for images in ([], [image])]
+  file = str(folder.parent / "files/small.png")
+  image = [] if is_column else [{"type": "image", "image": file}]
+  parts = [[{"type": "text", "text": "What?"}, *images] for images in (*[[]] * before, image)]
   rows = [{"question": [{"role": "user", "content": x}], "answer": "a cat"} for x in parts]
+  rows[-1] |= {"image": file} if is_column else {}
   (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
   config = with_section(Config(), "model", path=str(folder))
   config = with_section(
     config, "data", task="columns", path=str(tmp_path), chat=True, max_prompt_tokens=500
   )
-  found = show_data.drawn(config, config.warm_start.steps + 1).prompts.make([0, 1])
+  found = show_data.drawn(config, config.warm_start.steps + 1).prompts.make([0, before])
   assert [len(prompt.images) for prompt in found] == [0, 1]
 
 
