@@ -520,7 +520,7 @@ def test_texts_that_the_package_datasets_calls_json_are_read(tmp_path):
     assert Parquet(tmp_path / "b.parquet")[0]["a"] == '{"x": null}'
 
 
-CALL = call("add", {"x": 0, "city": None})
+CALL = {"id": None, "function": {"strict": None, **call("add", {"x": 0, "city": None})["function"]}}
 USER, TOOL = {"role": "user", "content": "?"}, {"role": "tool", "content": "1"}
 ASKED = {"role": "assistant", "tool_calls": [CALL]}
 

@@ -163,7 +163,7 @@ TOOLS = "--config.environment.tools=\"('calculator',)\""
 
 COLUMNS = [
   _columns("parquet of bytes", "", 0, parts=({**SUMS, "question": [x.encode() for x in ASKED]},)),
-  _columns("parquet of images", "", 2, "column 'image'", "UTF-8", parts=({**SUMS, "image": [b"\xff\xd8"] * 6},)),
+  _columns("parquet of images", "", 2, "row 1: image holds images", "vision tower", parts=({**SUMS, "image": [b"\xff\xd8"] * 6},)),
   _columns("parquet that is not utf-8", "", 2, "column 'answer'", "UTF-8", parts=({**SUMS, "answer": _invalid()},)),
   _columns("parquet of dates", "", 0, parts=({**SUMS, "day": [datetime.date(2020, 1, 1)] * 6},)),
   _columns("parquet parts with different columns", "", 0, "finished", parts=(SUMS, {**SUMS, "gold": ANSWERS})),

@@ -222,8 +222,15 @@ class _Process:
 _PROCESS = _Process()
 
 
-def _without_none(messages: Messages) -> Messages:
-  return [{key: x for key, x in message.items() if x is not None} for message in messages]
+def _without_none(value: Any) -> Any:
+  """Messages without nulls, which mean that something is missing. In arguments, null is a value."""
+  if isinstance(value, Mapping):
+    return {
+      key: x if key == "arguments" else _without_none(x)
+      for key, x in value.items()
+      if x is not None or key == "arguments"
+    }
+  return [*map(_without_none, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _is_message(message: Any) -> bool:
