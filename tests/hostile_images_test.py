@@ -385,6 +385,13 @@ def test_turned_images_are_known_by_their_headers(tmp_path, options, says, orien
       assert np.abs(found.pixels().astype(int) - expected).max() <= 8
 
 
+@pytest.mark.parametrize("format", ["TIFF", "JPEG"])
+def test_a_turned_image_reaches_its_batch(tmp_path, seeing, format):
+  turned = png(56, 84, format=format, **exif_of(6))
+  images = run(tmp_path, seeing, [GOOD | {"image": code(turned)}])
+  assert images is not None and images.patches_PINC.shape[1] == 1
+
+
 def test_limits_on_bytes(tmp_path, monkeypatch):
   monkeypatch.setattr(source, "MOST_BYTES", 1000)
   large = png(40, 40)

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from pathlib import Path
+import shutil
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -448,7 +449,7 @@ def prompts_with_calls(file, tokens):
 
 
 @pytest.mark.parametrize("name, rain", [("structs", "{}"), ("json", '{"city": null}')])
-def test_calls_in_parquet_are_as_they_were_written(tmp_path, calls_tokenizer, name, rain):
+def test_calls_in_parquet_are_as_they_were_written(start, tmp_path, calls_tokenizer, name, rain):
   """The package datasets wrote the files. Its structs cannot say that somebody wrote a null."""
   pytest.importorskip("pyarrow")
   file = GOLDEN / f"parquet/{name}.parquet"
@@ -464,6 +465,17 @@ def test_calls_in_parquet_are_as_they_were_written(tmp_path, calls_tokenizer, na
     f"user:0+2?|assistant:{add}|tool:2|",
     f"user:Rain?|assistant:{weather}|tool:no|",
   ]
+  for split in ("train", "test"):
+    shutil.copy(file, tmp_path / f"{split}.parquet")
+  (tmp_path / "tokenizer").mkdir()
+  calls_tokenizer.save(tmp_path / "tokenizer")
+  keys = ["task=columns", f"path={tmp_path}", "chat=True", "prompt={prompt}"]
+  keys += [f"tokenizer={tmp_path}/tokenizer", "max_prompt_tokens=400"]
+  flags = ["--config=configs/default.py", "--config.batch.prompts=2", "--step=1"]
+  flags += [f"--config.data.{key}" for key in keys]
+  code, out, err = start("data", *flags)
+  assert code == 0, err
+  assert any(text in out for text in texts)  # the first prompt in full
   if name == "json":
     assert [read[index]["meta"] for index in range(2)] == [{"a": 1}, "text"]
 
