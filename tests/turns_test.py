@@ -520,8 +520,9 @@ def test_tools_of_a_row_that_a_run_lacks_are_named(tmp_path, value, words, at_st
   tools = tuple(f"{tmp_path}/env.py:{name}" for name in "ab")
   config = config_of(tmp_path, ROW_TOOLS, tools=tools, calls="(?P<name>a)(?P<arguments>1)")
   run = small_run(with_rows(tmp_path, config, [value], count_at_start=at_start))
-  with pytest.raises(ConfigError, match=words):
-    run.prompts("train")
+  for split in ("train", "test"):
+    with pytest.raises(ConfigError, match=words.replace("train", split)):
+      run.prompts(split)
 
 
 SHOWS = (

@@ -178,11 +178,15 @@ class Examples(Sequence[Example]):
 
 
 class InMemory(list[Example]):
-  """All of some examples, which know where they are from."""
+  """The first of some examples, which know where they are from."""
 
-  def __init__(self, examples: Examples) -> None:
-    super().__init__(examples)
-    self.where = examples.where
+  def __init__(self, examples: Sequence[Example], count: int) -> None:
+    super().__init__(examples[:count])
+    self._from = examples
+
+  def where(self, index: int) -> str:
+    """The file of the row of an example and its place there."""
+    return place_of(self._from, index)
 
 
 class Chosen(Sequence[Example]):

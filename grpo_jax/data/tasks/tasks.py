@@ -320,7 +320,7 @@ def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
   if not isinstance(split, Examples) or len(split) > at_most:
     return split
   has_images = any(isinstance(value, Given) for value in split[0].values())
-  return split if has_images else InMemory(split)
+  return split if has_images else InMemory(split, len(split))
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:
