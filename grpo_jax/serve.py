@@ -136,7 +136,7 @@ def _key() -> str:
   if file is None:
     return os.environ.get(_KEY, "").strip()
   try:
-    key = path_of(file, "flag --api_key_file").read_text("utf-8").strip()
+    key = path_of(file, "flag --api_key_file").read_text("utf-8-sig").strip()
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"flag --api_key_file={file}: it cannot be read ({error})") from None
   if not key:

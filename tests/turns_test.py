@@ -1,15 +1,21 @@
 """Completions of several turns: tools and environments answer the policy while it is sampled."""
 
 import dataclasses
+import itertools
 import json
 
 from call_templates import GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 import numpy as np
 import pytest
 import small_qwen
+from small_qwen import trained_tokenizer
 from small_run import Collected, P, grpo_step, small_config, small_run, with_reward, with_section
 
 from grpo_jax.data.loader import prompt_batch
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tasks.tasks import make_task
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.environments import of_config
 from grpo_jax.environments.built_in import calculator
 from grpo_jax.programs.sampling import Ended
 from grpo_jax.rollouts.play.talk import Talk
@@ -513,3 +519,100 @@ def test_the_calculator_computes(expression, value):
 def test_the_calculator_refuses_the_rest(expression):
   with pytest.raises((ValueError, ZeroDivisionError)):
     calculator(expression)
+
+
+ROW_TOOLS = '''
+def a(digit: str) -> str:
+  """Says one.
+
+  Args:
+    digit: A digit.
+  """
+  return "1"
+
+
+def b(digit: str) -> str:
+  """Says two.
+
+  Args:
+    digit: A digit.
+  """
+  return "2"
+'''
+SCHEMA_OF_B = {"type": "function", "function": {"name": "b", "parameters": {}}}
+
+
+def with_rows(folder, config, values, **changes):
+  """The config with rows whose column `tools` holds these values in turn."""
+  rows = [{"question": f"{i}ab=", "answer": "0"} for i in range(10)]
+  for row, value in zip(rows, itertools.cycle(values)):
+    row["tools"] = value
+  for split in ("train", "test"):
+    (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  return with_section(config, "data", task="columns", path=str(folder), **changes)
+
+
+def test_a_row_may_have_some_of_the_tools(tmp_path):
+  """Those of other rows do not exist for it, and a row without any has none to call."""
+  tools = tuple(f"{tmp_path}/env.py:{name}" for name in "ab")
+  calls = "(?P<name>[ab]) *(?P<arguments>[0-9])"
+  config = config_of(tmp_path, ROW_TOOLS, tools=tools, calls=calls)
+  values = [["a"], json.dumps([SCHEMA_OF_B]), [], None]
+  config = with_section(config, "batch", prompts=8)
+  found = Collected(with_rows(tmp_path, config, values))
+  expected = [
+    {"1", "error: there is no tool 'b'; there are a"},
+    {"2", "error: there is no tool 'a'; there are b"},
+    set(),
+  ]
+  said = [set[str]() for _ in values]
+  for row in found.rows:
+    texts = [turn["text"] for turn in row["turns"] if turn["role"] == "tool"]
+    said[int(row["prompt"][0]) % 4].update(texts)
+  assert said[:3] == expected and set() < said[3] <= {"1", "2"}
+
+
+@pytest.mark.parametrize(
+  "value, words",
+  [
+    (["a", "c"], "train.jsonl line 1: the column tools names 'c', and environment.tools has a, b"),
+    (5, "train.jsonl line 1: the column tools must be a list of names or schemas of tools"),
+    ("a, b", "train.jsonl line 1: the column tools must be a list of names or schemas of tools"),
+    ([["a"]], r"train.jsonl line 1: the column tools holds \['a'\]: an entry must be the name"),
+    (
+      [{"function": {}}],
+      "train.jsonl line 1: the column tools holds .*: an entry must be the name",
+    ),
+  ],
+)
+@pytest.mark.parametrize("at_start", [500, 1])
+def test_tools_of_a_row_that_a_run_lacks_are_named(tmp_path, value, words, at_start):
+  tools = tuple(f"{tmp_path}/env.py:{name}" for name in "ab")
+  config = config_of(tmp_path, ROW_TOOLS, tools=tools, calls="(?P<name>a)(?P<arguments>1)")
+  run = small_run(with_rows(tmp_path, config, [value], count_at_start=at_start))
+  for split in ("train", "test"):
+    with pytest.raises(ConfigError, match=words.replace("train", split)):
+      run.prompts(split)
+
+
+NAMES_TOOLS = (
+  "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{{ messages[0].content }}"
+)
+
+
+def test_a_prompt_shows_the_tools_of_its_row(tmp_path):
+  """Without environment.tools, nobody answers calls, and the row says what the model reads."""
+  trained_tokenizer(["a b ; = 0 1 2"]).save(str(tmp_path / "tokenizer.json"))
+  about = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": NAMES_TOOLS}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+  tokens = tokenizer.load(tmp_path)
+  tools = tuple(f"{tmp_path}/env.py:{name}" for name in "ab")
+  config = config_of(tmp_path, ROW_TOOLS, tools=tools)
+  values = [["b", "a", "b"], [], None, [SCHEMA_OF_B], [{"name": "a"}]]
+  config = with_rows(tmp_path, config, values, chat=True, prompt="{question}")
+  made = Prompts(
+    make_task(config.data).train, tokens, config.data, environment=of_config(config, tokens)
+  ).make(range(5))
+  assert [one.text for one in made] == ["b;a;0ab=", "1ab=", "a;b;2ab=", "b;3ab=", "a;4ab="]
+  made = Prompts(make_task(config.data).train, tokens, config.data).make(range(5))
+  assert [one.text for one in made] == ["0ab=", "1ab=", "2ab=", "b;3ab=", "4ab="]

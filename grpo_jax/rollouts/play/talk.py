@@ -20,6 +20,7 @@ from grpo_jax.rollouts.play.turns import POLICY, Conversation, Turn, from_line
 from grpo_jax.settings import ConfigError, RunFailed
 
 Messages = list[dict[str, Any]]
+Schemas = dict[str, dict[str, Any]]  # of tools, by name
 
 
 class Talkers(NamedTuple):
@@ -79,7 +80,6 @@ class Talk:
     """Begins with prompts."""
     self._talkers, self._prompts, self._members = talkers, prompts, group_size
     self._settings = talkers.environments.settings
-    self._schemas = {one["function"]["name"]: one for one in talkers.environments.schemas}
     self._name = uuid.uuid4().hex
     self._conversations: dict[tuple[int, int], Conversation] = {}
     # Of the environments that have taken a step. "" for one that stays in its worker.
@@ -127,10 +127,10 @@ class Talk:
     index, number = (row.prompt, row.member), len(conversation.own)
     # One token of a reply and one of another turn.
     is_last = row.room < 2 or number + 1 >= self._settings.max_turns
-    calls, requests = self._calls(tokens, conversation.calls)
+    example = self._example(row.prompt)
+    calls, requests = self._calls(tokens, self._schemas(example), conversation.calls)
     if calls:
       return _Asked(row, text, calls, [] if is_last else requests, is_last)
-    example = self._example(row.prompt)
     task, is_first = str(example.get("task", "")), index not in self._states
     if self._talkers.environments.parts.of_task(task) is None:
       return _Asked(row, text, [], [], is_last)
@@ -150,38 +150,35 @@ class Talk:
     row = self._prompts.row(p)
     return {name: value for name, value in row.items() if name not in ("prompts", "messages")}
 
-  def _calls(self, tokens: list[int], before: int) -> tuple[list[tuple[str, str]], list[Request]]:
+  def _schemas(self, example: dict[str, Any]) -> Schemas:
+    """The tools that an example has, by name."""
+    tools = self._talkers.environments.tools_of(example)
+    return {one["function"]["name"]: one for one in tools}
+
+  def _calls(
+    self, tokens: list[int], schemas: Schemas, before: int
+  ) -> tuple[list[tuple[str, str]], list[Request]]:
     """The calls in a turn, what is wrong with each, and requests for those that are right.
 
     Args:
       tokens: What the policy wrote.
+      schemas: Of the tools that it may call.
       before: How many calls the completion had before.
     """
     calls: list[tuple[str, str]] = []
     requests: list[Request] = []
-    if not self._schemas:
+    if not schemas:
       return calls, requests
-    environments = self._talkers.environments
     text = self._talkers.decode_calls(tokens)
-    parsed = environments.format.parse(text, environments.schemas)
+    parsed = self._talkers.environments.format.parse(text, list(schemas.values()))
     for call in parsed.calls:
-      problem, arguments = self._checked(call)
+      problem, arguments = _checked(call, schemas)
       if not problem and before + len(calls) >= self._settings.max_calls:
         problem = f"no more than {self._settings.max_calls} calls are allowed"
       calls.append((call.name, problem))
       if not problem:
         requests.append({"tool": call.name, "arguments": arguments})
     return calls + [("unknown", problem) for problem in parsed.malformed], requests
-
-  def _checked(self, call: Call) -> tuple[str, dict[str, Any]]:
-    """What is wrong with a call, or "", and its arguments."""
-    if call.name not in self._schemas:
-      return f"there is no tool {call.name!r:.80}; there are {', '.join(self._schemas)}", {}
-    try:
-      arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-      return "the arguments are not JSON", {}
-    return check_arguments(self._schemas[call.name], arguments), arguments
 
   def _answer(self, one: _Asked, outcomes: Sequence[Outcome]) -> _Answer:
     if one.calls and one.is_last:
@@ -232,6 +229,17 @@ class Talk:
     if not self._has_warned:
       print(f"warning: {problem}: the completion ends there", file=sys.stderr, flush=True)
       self._has_warned = True
+
+
+def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
+  """What is wrong with a call, or "", and its arguments."""
+  if call.name not in schemas:
+    return f"there is no tool {call.name!r:.80}; there are {', '.join(schemas)}", {}
+  try:
+    arguments = json.loads(call.arguments)
+  except (ValueError, RecursionError):
+    return "the arguments are not JSON", {}
+  return check_arguments(schemas[call.name], arguments), arguments
 
 
 def _of_tools(calls: Sequence[tuple[str, str]], outcomes: Iterator[Outcome]) -> _Answer:
