@@ -32,6 +32,8 @@ def _config_template(name: str, value: Any, *words: str, code: int = 2) -> Case:
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 REWARD = " \"--config.reward.functions=('reward.py:f',)\""
 READS_MESSAGES = "def f(completions, prompts, **columns):\n  return [float(len(c[0]['content']) + len(p[-1]['role'])) for c, p in zip(completions, prompts)]\n"
+TOOLS = " \"--config.environment.tools=('calculator',)\""
+SHOWS = "{% if tools %}1+{% endif %}"
 FAILS = "def f(completions, **columns):\n  raise TypeError('no server')\n"
 SYSTEM = " --config.data.system=1"
 MESSAGES = [{"role": "system", "content": "1"}, {"role": "user", "content": "2+2="}]
@@ -52,6 +54,8 @@ TEMPLATES = [
   _chat("deep brackets", "{{ " + "(" * 50_000 + ")" * 50_000 + " }}", "chat_template.jinja"),
   _chat("bad date", "{{ strftime_now(3) }}", "chat_template.jinja"),
   _config_template("a number", 3, "chat"),
+  _chat("calls of tools that nothing reads", SHOWS + PLAIN, "environment.calls: the chat template shows tools", flags=TOOLS),
+  _chat("calls that a flag names", SHOWS + PLAIN, "finished", code=0, flags=TOOLS + " --config.environment.calls=hermes"),
 ]  # fmt: skip
 
 CASES = [*TEMPLATES]

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import itertools
+import json
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
+from grpo_jax.data import row_tools
+from grpo_jax.data.files.rows import place_of
 from grpo_jax.data.images.of_prompts import PromptImages, needed_sizes, without_images
 from grpo_jax.data.images.pictures import Layout
 from grpo_jax.data.images.processor import Processor
@@ -53,6 +56,9 @@ class Opens(Protocol):
   """
 
   schemas: list[dict[str, Any]]
+
+  def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of the tools that the policy may call in an example."""
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]] | str]:
     """The messages with which it begins, after those of the data set, for each example.
@@ -242,14 +248,14 @@ class Prompts:
     at_once = _AT_ONCE if self.images is None else _WITH_IMAGES
     counts = [np.zeros((0, 3), np.int32)]
     for start in range(0, len(own), at_once):
-      made = self._make([self._split[int(i)] for i in own[start : start + at_once]])
+      made = self._make(own[start : start + at_once].tolist())
       lengths = np.array([_UNOPENED if one.problem else len(one.ids) for one in made], np.int32)
       sizes = needed_sizes(made) if self.images else np.zeros((len(made), 2), np.int32)
       counts.append(np.column_stack([lengths, sizes]))
     return np.concatenate(counts)
 
   def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:
-    made = self._make([self._split[i] for i in indices])
+    made = self._make(indices)
     for tried in range(_MOST_STAND_INS):
       unfit = [
         place
@@ -258,7 +264,7 @@ class Prompts:
       ]
       if not unfit:
         return made
-      others = self._make([self._split[self._stand_in(indices[place], tried)] for place in unfit])
+      others = self._make([self._stand_in(indices[place], tried) for place in unfit])
       for place, prompt in zip(unfit, others):
         made[place] = prompt
     or_why = f", or have none: {self._why}" if self._why else ""
@@ -277,17 +283,18 @@ class Prompts:
       return int(self._kept[word % len(self._kept)])
     return word % len(self._split)
 
-  def _make(self, examples: list[Mapping[str, Any]]) -> list[Prompt]:
-    """The prompts of examples, also of those that are left out."""
+  def _make(self, indices: list[int]) -> list[Prompt]:
+    """The prompts of the examples at places of the split, also of those that are left out."""
+    examples: list[Mapping[str, Any]] = [self._split[i] for i in indices]
     openings: list[list[dict[str, Any]] | str] = [[] for _ in examples]
     if self._environment is not None:
       openings = self._environment.openings(examples)
     opened = [
-      (example, opening)
-      for example, opening in zip(examples, openings, strict=True)
+      (index, example, opening)
+      for index, example, opening in zip(indices, examples, openings, strict=True)
       if not isinstance(opening, str)
     ]
-    made = iter(self._make_opened([one for one, _ in opened], [one for _, one in opened]))
+    made = iter(self._make_opened(*map(list, zip(*opened))) if opened else [])
     prompts = []
     for example, opening in zip(examples, openings):
       if isinstance(opening, str):
@@ -298,10 +305,14 @@ class Prompts:
     return prompts
 
   def _make_opened(
-    self, examples: list[Mapping[str, Any]], openings: list[list[dict[str, Any]]]
+    self,
+    indices: list[int],
+    examples: list[Mapping[str, Any]],
+    openings: list[list[dict[str, Any]]],
   ) -> list[Prompt]:
-    """The prompts of examples with what their environments begin with."""
-    tokenizer, environment = self._tokenizer, self._environment
+    """The prompts of examples at places of the split, and what their environments begin with."""
+    tokenizer = self._tokenizer
+    tools = [self._tools(example, i) for example, i in zip(examples, indices)]
     examples, seen = self._see(examples)
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
     if self._data.chat:
@@ -312,8 +323,7 @@ class Prompts:
         messages = [self._place(own, one) for own, one in zip(messages, seen)]
       else:
         _check_texts(messages, f"data.prompt={self._data.prompt!r}")
-      tools = environment.schemas if environment else None
-      texts = tokenizer.render_batch(messages, tools=tools or None)
+      texts = self._rendered(messages, tools)
       prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
     else:
       texts = [
@@ -367,8 +377,33 @@ class Prompts:
     if shortest <= self._far_too_long:
       return str(shortest)
     self._far_too_long = _UNOPENED  # so that the whole text is counted
-    (one,) = self._make([self._split[int(places[lengths.argmin()])]])
+    (one,) = self._make([int(places[lengths.argmin()])])
     return f"about {len(one.ids)}"
+
+  def _tools(self, example: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
+    """The schemas of the tools that a prompt shows."""
+    if self._environment is None:
+      return row_tools.given(example.get(row_tools.COLUMN))
+    try:
+      return self._environment.tools_of(example)
+    except ConfigError as error:
+      raise ConfigError(f"data.path: {place_of(self._split, index)}: {error}") from None
+
+  def _rendered(
+    self, messages: Sequence[chat.Messages], tools: Sequence[list[dict[str, Any]]]
+  ) -> list[str]:
+    """Conversations as texts, those with the same tools together."""
+    texts = [""] * len(messages)
+    together: dict[str, list[int]] = {}
+    for place, own in enumerate(tools):
+      together.setdefault(json.dumps(own), []).append(place)
+    for places in together.values():
+      own = tools[places[0]] or None
+      for place, text in zip(
+        places, self._tokenizer.render_batch([messages[i] for i in places], tools=own)
+      ):
+        texts[place] = text
+    return texts
 
   def _see(
     self, examples: list[Mapping[str, Any]]
@@ -413,6 +448,7 @@ class Prompts:
       messages = [{"role": "user", "content": text}] if text else []
     messages = [*messages, *opening]
     chat.check_messages(messages, f"data.prompt={template!r}")
+    messages = chat.with_contents(messages)
     system, turns = list(messages[:1]), list(messages[1:])
     if system[0]["role"] != "system":
       system, turns = [], list(messages)

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from grpo_jax.config import Config, Environment
+from grpo_jax.data import row_tools
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments import acting, names
 from grpo_jax.environments.returned import checked
@@ -53,6 +54,14 @@ class Environments:
     self._stops_on_error, self._has_warned = stops_on_error, False
     self._known: dict[str, Opening] = {}  # openings by example
     self._characters = 0  # of the known ones
+
+  def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of the tools that the policy may call in an example. See `data/row_tools.py`.
+
+    Raises:
+      ConfigError: Its column `tools` names others than those of the config.
+    """
+    return row_tools.of_row(example.get(row_tools.COLUMN), self.schemas) if self.schemas else []
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[Opening]:
     """The messages with which environments begin, after the prompts of the data set.
