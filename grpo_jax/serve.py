@@ -23,7 +23,7 @@ from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import decoding_of
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import Engine
-from grpo_jax.settings import ConfigError, path_of
+from grpo_jax.settings import ConfigError, is_text, path_of
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.timing import told_if_slow
 
@@ -134,7 +134,10 @@ def _key() -> str:
   """The key of --api_key_file or of the environment, or empty for none."""
   file = flags.FLAGS.api_key_file
   if file is None:
-    return os.environ.get(_KEY, "").strip()
+    key = os.environ.get(_KEY, "").strip()
+    if not is_text(key):
+      raise ConfigError(f"environment variable {_KEY}: the key is not UTF-8")
+    return key
   try:
     key = path_of(file, "flag --api_key_file").read_text("utf-8").strip()
   except (OSError, UnicodeDecodeError) as error:
