@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 import dataclasses
 import functools
+import gc
 import ipaddress
 import os
 from pathlib import Path
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> None:
   print(f"{name}: compiling", flush=True)
   with told_if_slow("compiling"):
     engine.start()
+  # The garbage collector stops all threads. It need not look at what stays.
+  gc.freeze()
   reload = None
   if values.workdir is not None and values.step is None:
     reload = functools.partial(load_newest, run, cli.folder_of_run(values.workdir), engine)

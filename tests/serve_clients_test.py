@@ -1,4 +1,4 @@
-"""The endpoint and clients that mean no good: what they send and do not read costs others nothing."""
+"""The endpoint and hostile clients: what they send and do not read costs others nothing."""
 
 import asyncio
 import dataclasses

@@ -393,7 +393,9 @@ async def _body_of(request: web.Request, most: int) -> bytes:
   except web.HTTPRequestEntityTooLarge:
     raise too_large from None
   except web.RequestPayloadError as error:
-    raise RequestError(f"the body cannot be read: {' '.join(str(error).split()):.200}", code="invalid_body") from None
+    raise RequestError(
+      f"the body cannot be read: {' '.join(str(error).split()):.200}", code="invalid_body"
+    ) from None
   except TimeoutError:
     raise RequestError(f"the body took more than {_BODY_SECONDS:g} seconds", status=408) from None
 
