@@ -7,6 +7,7 @@ from hostile_cases import (
   flags,
   models,
   rewards,
+  schedules,
   surroundings,
   texts,
   values,
@@ -23,6 +24,7 @@ TOPICS = (
   texts,
   adapters,
   rewards,
+  schedules,
   workdirs,
   surroundings,
 )

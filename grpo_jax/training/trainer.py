@@ -114,7 +114,8 @@ class Trainer:
       return AheadInTurn(self.collector, config)
     schedule = None
     if rollout.weights != "fixed":
-      schedule = Schedule(local_files(self._workdir), rollout.replay)
+      in_flight = rollout.weights == "in_flight"
+      schedule = Schedule(local_files(self._workdir), rollout.replay, in_flight)
       stack.callback(schedule.close)
     ahead = Beside(self.collector, config, schedule, self._remote)
     stack.callback(ahead.close)
