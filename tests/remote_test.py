@@ -733,7 +733,7 @@ def test_a_process_believes_no_learner_either():
         draw(fields | {name: value})
   for name, values in ARRAYS.items():
     for value in values:
-      with pytest.raises(BadMessage, match="it sent"):
+      with pytest.raises(BadMessage, match="it (sent|left out)"):
         draw(arrays=arrays | {name: value})
   for name in arrays:
     with pytest.raises(BadMessage, match=name):
@@ -800,16 +800,57 @@ def trained(config, folder):
   return jax.device_get(run_steps(config, folder).state.train.params)
 
 
+def answer_without_sense(run, port):
+  """A process that joins a run, draws ids that no vocabulary has, and is sent away."""
+  until = time.monotonic() + 60
+  while True:
+    try:
+      connection = Connection(socket.create_connection(("127.0.0.1", port)))
+      break
+    except ConnectionRefusedError:  # it does not listen yet
+      assert time.monotonic() < until
+      time.sleep(0.05)
+  connection.send("hello", {"terms": terms_of(run)})
+  while (message := connection.receive(2**30)).kind != "draw":
+    assert message.kind in ("welcome", "weights", "alive")
+    if message.kind == "alive":
+      connection.send("alive")
+  count, members = len(message.arrays["prompts_PS"]), message.fields["members"]
+  row = (count, members, run.config.sampling.max_tokens)
+  completions = {
+    "tokens_PGT": np.full(row, 10**6, np.int32),
+    "lengths_PG": np.full(row[:2], row[2], np.int32),
+    "sampled_PGT": np.ones(row, bool),
+    "logprobs_PGT": np.zeros(row, np.float32),
+    "behavior_logprobs_PGT": np.zeros(row, np.float32),
+    "stopped_by_PG": np.full(row[:2], -1, np.int32),
+  }
+  connection.send("finished", {"prompts": [*range(count)]}, completions)
+  while (message := connection.receive(0)).kind == "alive":
+    connection.send("alive")
+  assert message.kind == "refused"
+  connection.close()
+
+
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness):
+def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness, capfd):
+  """Even if another process was there first, whose answers make no sense."""
   here = trained(config_of(tmp_path, max_staleness=staleness), tmp_path / "here")
   port = free_port()
   config = config_of(tmp_path, max_staleness=staleness, listen=f"127.0.0.1:{port}")
   run = small_run(config)
-  with sampling_for(run, ("127.0.0.1", port)):
-    there = trained(config, tmp_path / "there")
+
+  def sample():
+    answer_without_sense(run, port)
+    sample_for(run, ("127.0.0.1", port), 30)
+
+  thread = threading.Thread(target=sample)
+  thread.start()
+  there = trained(config, tmp_path / "there")
+  thread.join()
   jax.tree.map(np.testing.assert_array_equal, here, there)
+  assert "was sent away: it sent tokens_PGT with 1000000" in capfd.readouterr().err
   assert numbers_of(tmp_path / "there") == numbers_of(tmp_path / "here")
 
 
