@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+from experts_test import make_folder
 import jax
 import jax.numpy as jnp
 from lora_run_test import make_checkpoint
@@ -615,9 +616,14 @@ def with_texts_that_end(folder):
   return with_section(small_config(), "sampling", **settings)
 
 
+def with_experts(folder):
+  return with_section(small_config(), "model", path=str(make_folder(folder / "hf")))
+
+
 @pytest.mark.parametrize(
   "make, parts",
   [
+    pytest.param(with_experts, 1, marks=pytest.mark.slow),
     pytest.param(with_filters, 2, marks=pytest.mark.slow),
     (with_texts_that_end, 1),
     pytest.param(with_adapters, 1, marks=pytest.mark.slow),
@@ -629,10 +635,11 @@ def test_a_process_draws_what_the_run_would(make, parts, tmp_path):
   params = run.parameters.for_sampling(run.initial_params())
   prompts = loader.prompt_batch(run.prompts("train"), np.arange(P), run.hosts)
   arguments = params, prompts, jax.random.key(5), run.config.sampling.temperature
-  here = make_rollout(run, G)(*arguments)
+  options = {"keeps_experts": make is with_experts}
+  here = make_rollout(run, G, **options)(*arguments)
   with listening(terms=terms_of(run), limits=limits_of(run), parts=parts) as hub:
     with sampling_for(run, address_of(hub)):
-      there = make_rollout(run, G, remote=hub)(*arguments)
+      there = make_rollout(run, G, remote=hub, **options)(*arguments)
       hub.say_ended()
       hub.close()
   assert jax.tree.structure(there) == jax.tree.structure(here)

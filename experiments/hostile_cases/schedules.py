@@ -9,6 +9,7 @@ from hostile_cases.case import Case, Step
 
 FLAGS = "JAX_NUM_CPU_DEVICES=2 train $BESIDE --workdir=run"
 MORE = FLAGS + " --config.steps=5"  # of the fixture, which has 3
+AGAIN = ("run/config.json", "run/environment.json")  # which a run writes that goes on
 FIRST = '{"batch": 0, "weights": [[0, 0]]}\n'
 SLOW = "import time\ndef f(completions, **columns):\n  time.sleep(0.5)\n  return [float(len(c)) for c in completions]\n"
 REWARD = FLAGS + " --config.reward.functions=\"('reward.py:f',)\" --config.reward.workers=0"
@@ -28,7 +29,7 @@ def _own(name: str, line: str, *words: str) -> Case:
   """The second line of the run's own file is wrong."""
   words = ("schedule.jsonl line 2 does not say which weights drew a batch", *words)
   setup = (_run_with(FIRST + line + "\n"),)
-  return Case(f"schedule/{name}", MORE, 2, words, needs="beside", setup=setup)
+  return Case(f"schedule/{name}", MORE, 2, words, needs="beside", setup=setup, may_change=AGAIN)
 
 
 def _replay(name: str, content: str, *words: str) -> Case:
@@ -55,9 +56,9 @@ CASES = [
   _own("text", '{"batch": 4, "weights": "all"}', "weights are 'all'"),
   _own("depth", "[" * 100_000, "no JSON"),
   _own("zeros", "\0" * 100, "no JSON"),
-  Case("schedule/half a line", MORE, 0, ("finished",), needs="beside", setup=(_run_with(FIRST + '{"batch": 1, "wei'),), may_change=("run/schedule.jsonl",)),
-  Case("schedule/folder", MORE, 2, ("schedule.jsonl is a folder",), needs="beside", setup=(_run_with(""), _made(Path.mkdir))),
-  Case("schedule/pipe", MORE, 2, ("schedule.jsonl is a pipe or a device",), needs="beside", setup=(_run_with(""), _made(os.mkfifo))),
+  Case("schedule/half a line", MORE, 0, ("finished",), needs="beside", setup=(_run_with(FIRST + '{"batch": 1, "wei'),), may_change=(*AGAIN, "run/schedule.jsonl")),
+  Case("schedule/folder", MORE, 2, ("schedule.jsonl is a folder",), needs="beside", setup=(_run_with(""), _made(Path.mkdir)), may_change=AGAIN),
+  Case("schedule/pipe", MORE, 2, ("schedule.jsonl is a pipe or a device",), needs="beside", setup=(_run_with(""), _made(os.mkfifo)), may_change=AGAIN),
   _replay("later weights", FIRST + '{"batch": 1, "weights": [[0, 2]]}\n', "other.jsonl line 2", "weights of step 2 come after batch 1"),
   _replay("gap", FIRST + '{"batch": 2, "weights": [[0, 2]]}\n', "which weights drew batch 1"),
   Case("schedule/replay folder", FLAGS + " --config.rollout.replay=other.jsonl", 2, ("other.jsonl is a folder",), setup=(_made(Path.mkdir, replay=True),)),
