@@ -2,5 +2,5 @@
 
 `learner.py` is the run's side and `sampler.py` that of the others. `messages.py` is what they send
 each other, `contents.py` what these may hold, and `terms.py` what both must have in common. Nothing here
-knows rewards or steps.
+here knows rewards or steps.
 """
