@@ -165,7 +165,7 @@ class Place:
     bin_folder = self.folder / "bin"
     bin_folder.mkdir()
     self.folder.chmod(0o755)
-    for name in ("train", "evaluate", "sample", "export", "report"):
+    for name in ("train", "evaluate", "sample", "export", "report", "serve"):
       script = f'#!/bin/sh\nexec nice "{sys.executable}" -m grpo_jax.{name} "$@"\n'
       (bin_folder / name).write_text(script)
       (bin_folder / name).chmod(0o755)
