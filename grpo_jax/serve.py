@@ -51,8 +51,10 @@ def main(argv: list[str]) -> None:
   print(f"{name}: compiling", flush=True)
   with told_if_slow("compiling"):
     engine.start()
-  # The garbage collector stops all threads. It need not look at what stays.
+  # The garbage collector stops all threads. It need not look at what stays. And a thread that reads
+  # a large body gives way to the others after a millisecond.
   gc.freeze()
+  sys.setswitchinterval(0.001)
   reload = None
   if values.workdir is not None and values.step is None:
     reload = functools.partial(load_newest, run, cli.folder_of_run(values.workdir), engine)
