@@ -8,6 +8,7 @@ from hostile_cases import (
   flags,
   models,
   rewards,
+  schedules,
   surroundings,
   texts,
   values,
@@ -25,6 +26,7 @@ TOPICS = (
   texts,
   adapters,
   rewards,
+  schedules,
   workdirs,
   surroundings,
 )

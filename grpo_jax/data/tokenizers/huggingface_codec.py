@@ -37,6 +37,7 @@ class HuggingFaceCodec:
     vocab_size: The highest id + 1.
     special_tokens: Empty, because tokenizer.json does not say which token ends a text.
     prefix_ids: The ids that the tokenizer's post-processor puts before a text.
+    longest_token: How many characters the longest token has.
   """
 
   def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -46,7 +47,9 @@ class HuggingFaceCodec:
       parts_after[name] = _without_space(parts.get(name))
     self._engine = _make_engine(parts)
     self._engine_after = self._engine if parts_after == parts else _make_engine(parts_after)
-    self.vocab_size = max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
+    vocabulary = self._engine.get_vocab(with_added_tokens=True)
+    self.vocab_size = max(vocabulary.values()) + 1
+    self.longest_token = max(map(len, vocabulary))  # a symbol of it is a byte or a character
     self.special_tokens: Mapping[str, SpecialToken] = {}
     self.prefix_ids = _post_processor_prefix(self._engine)
     self._symbols = _needed_symbols(parts["model"])
