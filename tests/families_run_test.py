@@ -146,9 +146,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
+def family_config(family, tmp_path):
+  """The config of a run of a family, whose folder and problems are written."""
   rows = list(problems(12))
   corpus = [row["question"] + row["answer"] for row in rows]
   fields = dict(family=family, qkv_bias=False, head_dim=4) | FAMILIES[family]
@@ -165,7 +164,14 @@ def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
   is_sparse = "sparse_layers" in fields
   config = with_section(config, "learner", router_replay=is_sparse)
   source = "def reward(completions, **_):\n  return [float(len(set(x))) for x in completions]\n"
-  config = with_reward(config, tmp_path, source)
+  return with_reward(config, tmp_path, source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
+  config = family_config(family, tmp_path)
+  is_sparse = config.learner.router_replay
   run = small_run(config)
   step, store, _ = grpo_step(run, tmp_path / "run")
   state, _, _ = store.restore_or_init()
@@ -174,7 +180,7 @@ def test_a_folder_in_two_steps_a_folder_out(family, tmp_path):
     assert metrics["sampler/logprob_gap_max"] < 1e-4
     assert not is_sparse or metrics["router/differs"] == 0
   shape, before = model.load(tmp_path / "in")
-  assert shape.family == fields["family"]
+  assert shape.family == FAMILIES[family].get("family", family)
   learned = jax.device_get(run.parameters.policy(state.train.params))
   model.save(tmp_path / "out", shape, learned)
   found, after = model.load(tmp_path / "out")

@@ -80,7 +80,8 @@ def _attend(
   q_QAE: jax.Array, k_NAE: jax.Array, v_NAE: jax.Array, sees_Q: jax.Array, seen_N: jax.Array
 ) -> jax.Array:
   """The definition: attention of queries to the keys with the same number."""
-  scores_AQN = einsum("qae,nae->aqn", q_QAE, k_NAE)
+  # The keys come first: XLA's CPU compiler cannot run the gradient of the other order in bfloat16.
+  scores_AQN = einsum("nae,qae->aqn", k_NAE, q_QAE)
   scores_AQN = jnp.where(sees_Q[:, None] == seen_N, scores_AQN, -jnp.inf)
   largest_AQ1 = jax.lax.stop_gradient(scores_AQN.max(-1, keepdims=True))
   weights_AQN = jnp.exp(scores_AQN - largest_AQ1)
