@@ -1,13 +1,14 @@
 """The prompts of a split: which examples fit, and their texts and tokens when batches need them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from grpo_jax.data.images.of_prompts import PromptImages, needed_sizes, without_images
+from grpo_jax.data.files.rows import place_of
+from grpo_jax.data.images.of_prompts import Given, PromptImages, needed_sizes, without_images
 from grpo_jax.data.images.pictures import Layout
 from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.images.source import AnyImage
@@ -183,6 +184,12 @@ class Prompts:
   def __len__(self) -> int:
     return len(self._split) if self._kept is None else len(self._kept)
 
+  @property
+  def is_in_memory(self) -> bool:
+    """Whether the rows were read at the start, and are kept."""
+    first = self._split[0].values()
+    return not self._counts_later and not any(isinstance(value, Given) for value in first)
+
   def tasks(self) -> set[str] | None:
     """What the examples have as `task`. None if some rows are read later."""
     if isinstance(self._split, Mixture):
@@ -196,6 +203,17 @@ class Prompts:
     if self._kept is None:
       return self.make([index])[0].example
     return self._split[int(self._kept[index])]
+
+  def given(self, indices: Iterable[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of the data at `indices`, as they are, each after what messages call it.
+
+    Rows that a task makes when they are needed are left out. Of a split whose prompts are counted
+    later, another row may stand in for one of these.
+    """
+    for index in indices:
+      number = index if self._kept is None else int(self._kept[index])
+      if place := place_of(self._split, number):
+        yield place, self._split[number]
 
   def make(self, indices: Iterable[int]) -> list[Prompt]:
     """The prompts at `indices`, of those that are kept.

@@ -21,7 +21,7 @@ from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
 from grpo_jax.rollouts.rollout_metrics import disjoint
 from grpo_jax.rollouts.scoring import DecodeText, steps_on_tokens
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, shown
 from grpo_jax.timing import told_if_slow
 from grpo_jax.types import Rewards
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # failures with a metric
 _MOST_ROWS_TRIED = 2048  # of the data, to find some for a function
+_MOST_NAMED = 3  # rows in a warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +170,37 @@ class Scorer:
       if check := getattr(function, "check_rows", None):
         try_rows = functools.partial(check, f"{key}: {name}", function)
         self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))
+    if any(hasattr(function, "reads") for function in self._functions):
+      self._hosts.on_first(lambda: self._tell_unreadable(prompts, key))
     if "messages" in first.columns:
       for function, entry in zip(self._functions, self._tasks):
         made_up = _made_up_columns(prompts, dispatch.tasks_in(entry))
         self._hosts.on_each(lambda f=function, c=made_up: self._caller.see_what_it_reads(f, c))
+
+  def _tell_unreadable(self, prompts: Prompts, key: str) -> None:
+    """Says on stderr which rows functions can give no reward for, because of what the rows hold."""
+    all_of_them = prompts.is_in_memory
+    places = range(len(prompts)) if all_of_them else sorted(_some_places(prompts))
+    rows = [*prompts.given(places)]
+    which = ("" if all_of_them else " that were looked at") + (
+      ", whose completions count as wrong" if key == "eval.function" else ""
+    )
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
+      kinds: dict[str, tuple[type, ...]] = getattr(function, "reads", {})
+      groups.setdefault((entry, *kinds.items()), []).append(name)
+    for (entry, *items), names in groups.items():
+      own = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))
+      found = [(place, problem) for place, row in own if (problem := _unreadable(dict(items), row))]
+      if found:
+        named = "; ".join(f"{place} {problem}" for place, problem in found[:_MOST_NAMED])
+        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        print(
+          f"warning: {key}: no reward of {', '.join(names)} for {len(found)} of {len(own)} rows"
+          f"{which}: {named}{more}",
+          file=sys.stderr,
+          flush=True,
+        )
 
   def __call__(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Scored:
     """The scores of rollouts. Each process scores its own prompts."""
@@ -268,8 +296,7 @@ def _try_rows(
   try_rows: Callable[[Iterator[tuple[str, Mapping[str, Any]]]], str], prompts: Prompts
 ) -> None:
   """Lets a function try rows, and says what it says."""
-  examples = ((index, prompts.example(index)) for index in _some_places(prompts))
-  rows = ((example.get("place") or f"prompt {index}", example) for index, example in examples)
+  rows = prompts.given(_some_places(prompts))
   with told_if_slow("trying reward functions on some rows"):
     warning = try_rows(rows)
   if warning:
@@ -308,6 +335,30 @@ def _some_places(prompts: Prompts) -> list[int]:
   """The places of some rows, in a random order that is always the same."""
   count = min(len(prompts), _MOST_ROWS_TRIED)
   return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
+
+
+def _rows_of_tasks(
+  rows: Sequence[tuple[str, Mapping[str, Any]]],
+  kinds: Mapping[str, tuple[type, ...]],
+  tasks: Sequence[str],
+) -> list[tuple[str, Mapping[str, Any]]]:
+  """The rows that a function is for: of its tasks, or else of those whose rows have its columns."""
+  if not tasks:
+    having = [row for _, row in rows if all(row.get(name) is not None for name in kinds)]
+    tasks = [row.get("task") for row in having or [row for _, row in rows]]
+  known = set(map(str, tasks))
+  return [one for one in rows if str(one[1].get("task")) in known]
+
+
+def _unreadable(kinds: Mapping[str, tuple[type, ...]], row: Mapping[str, Any]) -> str:
+  """What keeps a function from reading a row. "" if nothing does."""
+  for name, types in kinds.items():
+    value = row.get(name)
+    if value is None:
+      return f"has no {name}"
+    if not isinstance(value, types):
+      return f"has {shown(value)} as {name}"
+  return ""
 
 
 def _made_up_columns(prompts: Prompts, tasks: Sequence[str]) -> dict[str, list[Any]]:

@@ -140,6 +140,23 @@ class Examples(Sequence[Example]):
     check_values(example, where)
     return example
 
+  def where_is(self, index: int) -> str:
+    """The file of an example and its place there."""
+    return self._rows.where(index)
+
+
+class Kept(list[Example]):
+  """Examples that are kept in memory."""
+
+  def __init__(self, examples: Sequence[Example], count: int | None = None) -> None:
+    """Makes the first `count` of `examples`, or all."""
+    super().__init__(examples[:count])
+    self._places = [place_of(examples, index) for index in range(len(self))]
+
+  def where_is(self, index: int) -> str:
+    """As `place_of`."""
+    return self._places[index]
+
 
 class Chosen(Sequence[Example]):
   """The examples at some indices of others."""
@@ -154,6 +171,20 @@ class Chosen(Sequence[Example]):
     if isinstance(index, slice):
       return [self._examples[int(i)] for i in self._indices[index]]
     return self._examples[int(self._indices[index])]
+
+  def where_is(self, index: int) -> str:
+    """As `place_of`."""
+    return place_of(self._examples, int(self._indices[index]))
+
+
+def place_of(examples: Sequence[Mapping[str, Any]], index: int) -> str:
+  """What messages call an example, such as its file and place there.
+
+  "" for an example that a task makes when it is needed.
+  """
+  if hasattr(examples, "where_is"):
+    return str(examples.where_is(index))
+  return f"example {index}" if isinstance(examples, list) else ""
 
 
 def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:

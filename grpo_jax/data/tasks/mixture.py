@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.data.files.rows import Example
+from grpo_jax.data.files.rows import Example, place_of
 from grpo_jax.data.tasks import reasoning_gym
 from grpo_jax.settings import ConfigError
 
@@ -163,6 +163,12 @@ class Mixture(Sequence[Example]):
     part = self._parts[source]
     example = part[place % len(part)]
     return {**self._fields, **example, "task": self._names[source]}
+
+  def where_is(self, index: int) -> str:
+    """As `place_of`."""
+    source, place = self._find(index)
+    part = self._parts[source]
+    return place_of(part, place % len(part))
 
   def stand_in(self, index: int, word: int) -> int:
     """Another index of the same source, chosen by a random number."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax import gym, registry
 from grpo_jax.data.files import tfds
-from grpo_jax.data.files.rows import Example, Examples
+from grpo_jax.data.files.rows import Example, Examples, Kept
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
 from grpo_jax.data.images.of_prompts import Given
 from grpo_jax.data.prompt_template import fields_of
@@ -319,7 +319,7 @@ def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
   """The examples of a small file as a list, which checks all of them. Not those with images."""
   if not isinstance(split, Examples) or len(split) > at_most:
     return split
-  return split if any(isinstance(value, Given) for value in split[0].values()) else split[:]
+  return split if any(isinstance(value, Given) for value in split[0].values()) else Kept(split)
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import warnings
 
 from grpo_jax import gym
-from grpo_jax.rewards.marks import checked_by, prepared_by
+from grpo_jax.rewards.marks import checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError
 
 _RIGHT = 1 - 1e-6  # a score from here on is 1: evaluation counts no other one as right
@@ -49,10 +49,11 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
 
 @prepared_by(_prepare)
 @checked_by(_check_options)
+@reads(verifier=(str,), entry=(dict,))
 def reasoning_gym(
   completions: list[str],
-  verifier: list[str | None],
-  entry: list[dict[str, Any] | None],
+  verifier: list[Any],
+  entry: list[Any],
   *,
   tag: str = "answer",
   tagged: bool = False,
@@ -81,7 +82,7 @@ def reasoning_gym(
   """
   return [
     None
-    if call is None or one is None
+    if not isinstance(call, str) or not isinstance(one, dict)
     else _score(answer_of(text, tag, tagged), call, one, partial)
     for text, call, one in zip(completions, verifier, entry, strict=True)
   ]
@@ -125,7 +126,7 @@ def _end_of_box(tail: str) -> int:
 
 
 def _score(answer: str | None, call: str, entry: dict[str, Any], partial: bool) -> float:
-  if not answer and entry["answer"] != "":  # some verifiers give a part of 1 for nothing
+  if not answer and entry.get("answer") != "":  # some verifiers give a part of 1 for nothing
     return 0.0
   task, dataset = _opened(call)
   if not _can_be_evaluated(task, answer):

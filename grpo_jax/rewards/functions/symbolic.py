@@ -8,8 +8,9 @@ import logging
 import re
 from typing import Any, NamedTuple
 
+from grpo_jax.rewards.functions.gold import READABLE, gold_text
 from grpo_jax.rewards.functions.stated import affirmed, as_formula, last_formula, stated_answer
-from grpo_jax.rewards.marks import prepared_by
+from grpo_jax.rewards.marks import prepared_by, reads
 from grpo_jax.settings import ConfigError
 
 # The time limit for parsing an answer, and again for comparing it. A slower answer counts as wrong.
@@ -80,24 +81,26 @@ def warm_up() -> None:
 
 
 @prepared_by(warm_up)
-def math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+@reads(answer=READABLE)
+def math(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   r"""1.0 if the answer of the text equals the gold answer as an expression, else 0.0.
 
   For example, 1/2 equals \frac12 and 0.5. The answer is the content of the last \boxed{}, else what
   follows ####, else what follows "the answer is", else the last formula or line of the text.
 
   Returns:
-    The scores. None where the gold answer is not a formula that math-verify can parse.
+    The scores. None where the gold answer is missing, or no formula that math-verify can parse.
 
   Raises:
     ConfigError: math-verify is not installed.
   """
   compare = _Compare(_import())
-  golds = {text: as_formula(text) for text in set(answer)}
+  texts = [gold_text(one) or "" for one in answer]
+  golds = {text: as_formula(text) for text in set(texts)}
   applies = {text: bool(gold and compare.read_formula(gold)) for text, gold in golds.items()}
   return [
-    float(compare(golds[gold], completion)) if applies[gold] else None
-    for completion, gold in zip(completions, answer, strict=True)
+    float(compare(golds[text], completion)) if applies[text] else None
+    for completion, text in zip(completions, texts, strict=True)
   ]
 
 
@@ -123,7 +126,9 @@ class _Compare:
     return self._read(rf"\boxed{{{formula}}}", extraction_config=[self._packages.latex_alone])
 
   def _read(self, text: str, **options: Any) -> list[Any]:
-    found: list[Any] = self._packages.parse(text, parsing_timeout=SECONDS, raise_on_error=False, **options)
+    found: list[Any] = self._packages.parse(
+      text, parsing_timeout=SECONDS, raise_on_error=False, **options
+    )
     return found
 
   def _equal(self, gold: list[Any], found: list[Any]) -> bool:
