@@ -47,6 +47,30 @@ def score(name, completion, **columns):
 def test_think_format(text, closed, opened):
   assert score("think_format", text) == closed
   assert score("think_format(opened=True)", text) == opened
+  for prompt in (
+    "<user>1+1=<assistant>",
+    "<think>a</think>",
+    "<think>\n\n</think>\n\n",
+    "<think>a",
+  ):
+    assert score("think_format", text, prompts=prompt) == closed
+  for prompt in ("<assistant><think>", "<think>x</think><assistant>\n<think>\n"):
+    assert score("think_format", text, prompts=prompt) == opened
+
+
+def test_the_other_forms_know_what_the_prompt_opens():
+  text = "abc\n</think>\n<answer>\n7\n</answer>"
+  assert score("tag_count", text, prompts="<assistant><think>\n") == 1
+  assert score("tag_count", text, prompts="<assistant><think>") == 0.75
+  assert score("tag_count", text, prompts="<assistant>") == 0.75
+  for pattern, right in (
+    (r"<think>.*</think>\s*<answer>.*</answer>", 1),
+    (r".*</think>\s*<answer>.*</answer>", 1),
+    (r"<think>\S.*", 0),
+  ):
+    name = f"regex(pattern={pattern!r})"
+    assert score(name, text, prompts="<assistant><think>\n") == right
+  assert score("regex(pattern='<think>.*')", text, prompts="<assistant>") == 0
 
 
 @pytest.mark.parametrize(
