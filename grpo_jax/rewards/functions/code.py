@@ -91,7 +91,7 @@ def _check_rows(
       if given is None:
         problems.append(f"{place}: its tests read nothing of a program")
       elif isinstance(given, NoReward):
-        problems.append(given.reason)
+        raise ConfigError(f"{where}: {given.reason}")
       elif solution.strip() and given < 1:
         problems.append(f"{place}: its own solution fails its tests")
     tried += len(some)

@@ -11,7 +11,6 @@ from typing import Any
 from grpo_jax.rewards.marks import checked_by, in_process
 from grpo_jax.settings import ConfigError, shown
 
-
 _LONGEST_END = 100  # characters of a prompt that are looked at
 # The end of a prompt in which the reasoning is open.
 _OPENED = re.compile(r"<think>\s*\Z")
