@@ -165,7 +165,7 @@ COLUMNS = [
 ]  # fmt: skip
 
 # A row with each of these answers, or with none, after four good ones.
-ODD = (
+ODD: tuple[dict[str, Any], ...] = (
   {},
   {"answer": None},
   {"answer": ["1"]},

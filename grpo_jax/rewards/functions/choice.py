@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from grpo_jax.rewards.functions.gold import READABLE, gold_text
+from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import checked_by, in_process, reads
 from grpo_jax.settings import ConfigError
 

@@ -17,7 +17,7 @@ import re
 from typing import Any, NamedTuple
 import unicodedata
 
-from grpo_jax.rewards.functions.gold import READABLE, gold_text
+from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import in_process, reads
 
 # What may stand between the marker and the number: emphasis, currency, the opening of a formula.

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from grpo_jax.rewards.functions.gold import READABLE
 from grpo_jax.rewards.functions.reasoning import SCORERS, check_scorer, prepare_scorers
+from grpo_jax.rewards.gold import READABLE
 from grpo_jax.rewards.marks import checked_by, in_process, prepared_by, reads
 from grpo_jax.settings import ConfigError, above, at_least, one_of
 

@@ -5,7 +5,7 @@ import importlib.util
 from typing import Annotated, Any
 
 from grpo_jax.rewards.functions import final_number, symbolic
-from grpo_jax.rewards.functions.gold import READABLE, gold_text
+from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError, one_of
 

@@ -8,8 +8,8 @@ import logging
 import re
 from typing import Any, NamedTuple
 
-from grpo_jax.rewards.functions.gold import READABLE, gold_text
 from grpo_jax.rewards.functions.stated import affirmed, as_formula, last_formula, stated_answer
+from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import prepared_by, reads
 from grpo_jax.settings import ConfigError
 
