@@ -187,7 +187,9 @@ def _odd(
 
 
 NAMED = (
-  "d/train.jsonl line 5 has no answer; d/train.jsonl line 6 has no answer; d/train.jsonl line 7 has ['1'] as answer; and 1 more",
+  "d/train.jsonl line 5 has no answer;",
+  "line 6 has no answer;",
+  "line 7 has ['1'] as answer; and 1 more",
   "finished",
 )
 ALL = "--config.reward.functions=\"('flexible','math','choice','cosine','reasoning_accuracy')\" --config.reward.weights='(1.0,1.0,1.0,1.0,1.0)' --config.eval.function=math --config.reward.workers=2"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # failures with a metric
 _MOST_ROWS_TRIED = 2048  # of the data, to find some for a function
+_MOST_LOOKED_AT = 256  # rows of those that are not in memory, and may hold images
 _MOST_NAMED = 3  # rows in a warning
 _MOST_COMPARED, _MOST_TRIALS = 16, 4  # rows for a first call of a function, and such calls
 
@@ -196,7 +197,7 @@ class Scorer:
   def _tell_unreadable(self, prompts: Prompts, key: str) -> None:
     """Says on stderr which rows functions can give no reward for, because of what the rows hold."""
     all_of_them = prompts.is_in_memory
-    places = range(len(prompts)) if all_of_them else sorted(_some_places(prompts))
+    places = range(len(prompts)) if all_of_them else sorted(_some_places(prompts)[:_MOST_LOOKED_AT])
     rows = [*prompts.given(places)]
     which = ("" if all_of_them else " that were looked at") + (
       ", whose completions count as wrong" if key == "eval.function" else ""
