@@ -19,9 +19,9 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   that is seen at the start, in a call with made-up messages.
   by_turn         With an environment, the function's rewards are those of `turn_rewards`, and each
                   turn with a reward is a step of process supervision.
-  reads           The columns that the function compares with, and the types of values that it can
-                  read there. Where a row has another value, or none, the function gives None, and
-                  the run counts and names such rows at the start.
+  reads           Of functions of this package: the columns that the function compares with, and the
+                  types of values that it can read there. Where a row has another value, or none, it
+                  gives None, and the run counts and names such rows at the start.
   prepare         A function without arguments that does slow work for all calls, such as an import.
                   It is called once, in the process that workers are forked from.
 """

@@ -172,8 +172,7 @@ class Scorer:
       if check := getattr(function, "check_rows", None):
         try_rows = functools.partial(check, f"{key}: {name}", function)
         self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))
-    if any(hasattr(function, "reads") for function in self._functions):
-      self._hosts.on_first(lambda: self._tell_unreadable(prompts, key))
+    self._hosts.on_first(lambda: self._tell_unreadable(prompts, key))
     if "messages" in first.columns:
       self._see_what_they_read(prompts, key)
 
@@ -196,16 +195,18 @@ class Scorer:
 
   def _tell_unreadable(self, prompts: Prompts, key: str) -> None:
     """Says on stderr which rows functions can give no reward for, because of what the rows hold."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
+      if not conversation.is_of_user(function) and hasattr(function, "reads"):
+        groups.setdefault((entry, *function.reads.items()), []).append(name)
+    if not groups:
+      return
     all_of_them = prompts.is_in_memory
     places = range(len(prompts)) if all_of_them else sorted(_some_places(prompts)[:_MOST_LOOKED_AT])
     rows = [*prompts.given(places)]
     which = ("" if all_of_them else " that were looked at") + (
       ", whose completions count as wrong" if key == "eval.function" else ""
     )
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
-      kinds: dict[str, tuple[type, ...]] = getattr(function, "reads", {})
-      groups.setdefault((entry, *kinds.items()), []).append(name)
     for (entry, *items), names in groups.items():
       own = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))
       found = [(place, problem) for place, row in own if (problem := _unreadable(dict(items), row))]
@@ -313,7 +314,8 @@ def _try_rows(
   try_rows: Callable[[Iterator[tuple[str, Mapping[str, Any]]]], str], prompts: Prompts
 ) -> None:
   """Lets a function try rows, and says what it says."""
-  rows = prompts.given(_some_places(prompts))
+  examples = ((index, prompts.example(index)) for index in _some_places(prompts))
+  rows = ((example.get("place") or f"prompt {index}", example) for index, example in examples)
   with told_if_slow("trying reward functions on some rows"):
     warning = try_rows(rows)
   if warning:
