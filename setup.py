@@ -5,6 +5,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
+# What draws the pages of docs/ as a site. A new major version changes how it is configured.
+SITE = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1,<2"]
+
 
 class WithRecipes(build_py):
   """Puts the recipes of configs/ into the package, where `grpo_jax.configs` finds them."""
@@ -55,9 +58,7 @@ setup(
       "hypothesis",
       "jsonschema",
       "math-verify",
-      "mkdocs",
-      "mkdocs-material",
-      "mkdocstrings[python]",
+      *SITE,
       "mypy==2.4.1",
       "nbformat",
       "openai",
@@ -69,7 +70,7 @@ setup(
       "textarena>=0.7.4",
     ],
     "notebooks": ["cloudpickle", "ipykernel", "matplotlib", "nbclient", "nbconvert", "nbformat"],
-    "docs": ["mkdocs", "mkdocs-material", "mkdocstrings[python]"],
+    "docs": SITE,
     "mutation": ["cosmic-ray"],
     "plot": ["matplotlib"],
     "math": ["math-verify"],

@@ -9,7 +9,8 @@ and an update by hand of the same number of tokens. Each runs in a process of it
 is the process of transformers. It prints one line of JSON.
 """
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable
 import importlib.util
 import json
 import os
@@ -183,15 +184,22 @@ def torch_seconds(run: Callable[[], Any], calls: int = 2) -> float:
   return statistics.median(times)
 
 
-def main(arguments: Sequence[str]) -> None:
-  folder, prompts, group, tokens, dtype = arguments
+def main() -> None:
+  """Times transformers in this process."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("folder", help="of the model")
+  parser.add_argument("prompts", type=int)
+  parser.add_argument("group", type=int, help="completions of a prompt")
+  parser.add_argument("max_tokens", type=int, help="of a completion")
+  parser.add_argument("dtype", help="in which it computes, such as bfloat16")
+  flags = parser.parse_args()
   found: dict[str, Any]
   try:
-    found = of_transformers(folder, int(prompts), int(group), int(tokens), dtype)
+    found = of_transformers(**vars(flags))
   except Exception as error:  # too little memory, say
     found = {"error": one_line(error)}
   print(json.dumps(found))
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  main()

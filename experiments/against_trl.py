@@ -30,13 +30,16 @@ import subprocess
 import sys
 from typing import Any
 
-import matplotlib.pyplot as plt
+from needs import needs
 import numpy as np
-import safetensors.torch
-import torch
-from trl_job import Job, Replay, Step, replay, train_freely
 
 from grpo_jax.storage import reading
+
+with needs("pip install -e '.[plot]' torch trl==1.16.0"):
+  import matplotlib.pyplot as plt
+  import safetensors.torch
+  import torch
+  from trl_job import Job, Replay, Step, replay, train_freely
 
 Rows = Sequence[Mapping[str, Any]]  # the metrics of each step
 Gaps = dict[str, list[float]]  # a quantity -> how far it is apart at each step

@@ -14,11 +14,11 @@ import os
 os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import argparse
 from collections.abc import Callable, Sequence
 import dataclasses
 from pathlib import Path
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any
@@ -47,9 +47,12 @@ def reward(completions, **_):
 
 def main() -> None:
   """Runs the measurement that the command line names."""
-  measure: dict[str, Callable[[Path], None]] = {"rewards": rewards, "tail": tail}
+  measures: dict[str, Callable[[Path], None]] = {"rewards": rewards, "tail": tail}
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("measure", choices=measures)
+  measure = measures[parser.parse_args().measure]
   with tempfile.TemporaryDirectory() as folder:
-    measure[sys.argv[1]](Path(folder))
+    measure(Path(folder))
 
 
 def config_of(folder: Path, seconds: float, staleness: int, **mesh: int) -> Config:

@@ -20,15 +20,19 @@ import tempfile
 import time
 from typing import Any
 
+from needs import needs
+
 # Before the import of TRL, which reads it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is on huggingface.co
 
 from bench import LETTERS, SIZES, count_letters
-import datasets
-import tokenizers
-import torch
-import transformers
-from trl import GRPOConfig, GRPOTrainer
+
+with needs("pip install trl==1.16.0 torch==2.13.0"):
+  import datasets
+  import tokenizers
+  import torch
+  import transformers
+  from trl import GRPOConfig, GRPOTrainer
 
 
 class Timed(GRPOTrainer):

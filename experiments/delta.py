@@ -7,20 +7,17 @@ one text, in turn, and the bytes that the compiled program needs beside its argu
 have the width of Qwen3.5-0.8B, and an MLP of 8 units, which costs next to nothing.
 """
 
+import argparse
 import dataclasses
 import time
 from typing import Any
 
-from absl import app, flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import model
 from grpo_jax.model.config import DeltaShape
-
-_TOKENS = flags.DEFINE_list("tokens", ["1024", "4096"], "tokens of the text")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "timed passes of each kind")
 
 # Both have 16 heads of 128 for queries, keys and values, an output gate and projections of D.
 DELTA = model.ModelConfig(
@@ -52,11 +49,16 @@ def update(config: model.ModelConfig, tokens: int) -> tuple[Any, Any]:
   return jax.jit(jax.grad(loss)).lower(params).compile(), params
 
 
-def main(_: list[str]) -> None:
-  for tokens in map(int, _TOKENS.value):
+def main() -> None:
+  """Times both layers at each length, and prints the ratio."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--tokens", default="1024,4096", help="tokens of the texts")
+  parser.add_argument("--repeats", type=int, default=5, help="timed passes of each kind")
+  flags = parser.parse_args()
+  for tokens in map(int, flags.tokens.split(",")):
     passes = {kind: update(config, tokens) for kind, config in KINDS.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in passes}
-    for _repeat in range(_REPEATS.value + 1):
+    for _repeat in range(flags.repeats + 1):
       for kind, (run, params) in passes.items():
         start = time.perf_counter()
         jax.block_until_ready(run(params))
@@ -69,4 +71,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  main()

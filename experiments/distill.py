@@ -14,9 +14,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+from needs import needs
 
 import grpo_jax
+
+with needs("pip install -e '.[plot]'"):
+  import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 STEPS, EVERY = 100, 5

@@ -38,10 +38,14 @@ import sys
 import tempfile
 from typing import Any
 
-from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.mutating import mutate_code
-from cosmic_ray.plugins import get_operator, operator_names
-import pytest
+from needs import needs
+
+with needs("pip install -e '.[test,mutation]'"):
+  from cosmic_ray.ast import ast_nodes, get_ast
+  from cosmic_ray.mutating import mutate_code
+  from cosmic_ray.plugins import get_operator, operator_names
+  import pytest
+
 
 ROOT = Path(__file__).parents[1]
 ESTIMATORS = "grpo_jax/evaluation/estimators.py"

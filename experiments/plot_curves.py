@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import statistics
 import sys
 
-import matplotlib.pyplot as plt
+from needs import needs
 
 from grpo_jax.storage import reading
 from grpo_jax.storage.reading import read_config
+
+with needs("pip install -e '.[plot]'"):
+  import matplotlib.pyplot as plt
 
 STEPS = "GRPO steps after the warm start"
 IN_TABLE = (0, 20, 50, 100)  # and the last

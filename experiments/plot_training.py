@@ -19,11 +19,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+from needs import needs
 import numpy as np
 
 from grpo_jax.storage import reading
 from grpo_jax.storage.reading import read_config
+
+with needs("pip install -e '.[plot]'"):
+  import matplotlib.pyplot as plt
 
 Row = dict[str, Any]
 Runs = dict[str, dict[int, list[Row]]]

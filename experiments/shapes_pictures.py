@@ -6,11 +6,14 @@ python experiments/shapes_pictures.py experiments/shapes_answers.png /tmp/shapes
 
 import sys
 
-import matplotlib.pyplot as plt
+from needs import needs
 import numpy as np
 
 import grpo_jax
 from grpo_jax.storage.reading import read_config
+
+with needs("pip install -e '.[plot]'"):
+  import matplotlib.pyplot as plt
 
 SHOWN = 6
 
@@ -39,4 +42,6 @@ def answer(policy: grpo_jax.Policy, example: dict) -> str:
 
 
 if __name__ == "__main__":
+  if len(sys.argv) != 3:
+    sys.exit(__doc__)
   main(*sys.argv[1:])

@@ -11,11 +11,13 @@ Batches are drawn ahead on the same devices, with fixed weights, so the numbers 
 time. The second command draws the ways that all seeds have finished.
 """
 
+import argparse
 import json
 from pathlib import Path
 import shutil
-import sys
 from typing import Any, NamedTuple
+
+from needs import needs
 
 import grpo_jax
 
@@ -120,7 +122,8 @@ def lines() -> list[dict[str, Any]]:
 
 def plot(picture: str) -> None:
   """Draws the accuracy by step, one panel for each staleness and seed, and prints a table."""
-  import matplotlib.pyplot as plt
+  with needs("pip install -e '.[plot]'"):
+    import matplotlib.pyplot as plt
 
   found = {(line["staleness"], line["correction"], line["seed"]): line for line in lines()}
   seeds = sorted({seed for *_, seed in found})
@@ -165,11 +168,17 @@ def percent(line: dict[str, Any]) -> dict[int, float]:
 
 def main() -> None:
   """Runs or draws."""
-  if sys.argv[1] == "plot":
-    plot(sys.argv[2])
-    return
-  seeds = [int(seed) for seed in sys.argv[3].removeprefix("--seeds=").split(",")]
-  run(Path(sys.argv[2]), seeds)
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  commands = parser.add_subparsers(dest="command", required=True)
+  running = commands.add_parser("run", help="run the cells that have no line yet")
+  running.add_argument("folder", type=Path, help="holds the folders of the runs")
+  running.add_argument("--seeds", default="0,1,2", help="with commas between")
+  commands.add_parser("plot", help="draw what has run").add_argument("picture")
+  flags = parser.parse_args()
+  if flags.command == "plot":
+    plot(flags.picture)
+  else:
+    run(flags.folder, [int(seed) for seed in flags.seeds.split(",")])
 
 
 if __name__ == "__main__":

@@ -7,16 +7,20 @@ an analysis of variance of each level. All text outside is written by hand. It a
 pictures beside that page, and all of stress_tables.md.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 import re
 import statistics
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
+from needs import needs
 import numpy as np
 from scipy import stats
 from stress import LINES, read_lines
 from stress_cells import EVERY, METHODS, REGIMES, WITH_KL
+
+with needs("pip install -e '.[plot]'"):
+  import matplotlib.pyplot as plt
 
 PAGE = LINES.with_name("stress.md")
 TABLES = LINES.with_name("stress_tables.md")
@@ -400,6 +404,7 @@ updates in a row are not finite.
 
 
 def main() -> None:
+  argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
   lines = read_lines()
   runs = by_cell(lines)
   seeds = 1 + max(line["seed"] for line in lines)

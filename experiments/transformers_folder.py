@@ -22,11 +22,14 @@ import itertools
 import json
 from typing import Any
 
+from needs import needs
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-import torch
-import transformers
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+with needs("pip install torch transformers peft"):
+  import torch
+  import transformers
+  from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 VOCABULARY = 2048
 TEMPLATE = (

@@ -6,17 +6,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+from needs import needs
+
 # Before the import of TRL, which reads them.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # says that rollout_func may change
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is on huggingface.co
 
-import datasets
-import torch
-import transformers
-from trl import GRPOConfig, GRPOTrainer
 
 from grpo_jax.data.tasks.arithmetic import Arithmetic
 from grpo_jax.rewards import REWARDS
+
+with needs("pip install torch trl==1.16.0"):
+  import datasets
+  import torch
+  import transformers
+  from trl import GRPOConfig, GRPOTrainer
 
 Row = dict[str, Any]
 Step = list[Row]  # the rows of one file of completions/: prompt after prompt, each with its group

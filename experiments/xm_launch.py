@@ -23,7 +23,11 @@ import sys
 from typing import Any
 
 from absl import app, flags
-from xmanager import xm, xm_local
+
+try:
+  from xmanager import xm, xm_local
+except ModuleNotFoundError:
+  sys.exit("xm_launch.py needs xmanager: uv tool install xmanager (docs/clusters.md)")
 
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75  # as in the table of docs/runs.md
 _TRAIN = "grpo_jax.train"

@@ -301,8 +301,8 @@ class Reward:
   )
   max_unscored_steps: int = setting(
     5,
-    "the run saves and stops after this many GRPO steps in a row in which no completion had a"
-    " reward; 0 = never. A run in which none ever had one fails at its end",
+    "the run saves and stops after this many GRPO steps in a row without a completion to learn"
+    " from; 0 = never. A run that never had one fails at its end",
     NOT_NEGATIVE,
   )
   timeout: float = setting(
@@ -367,8 +367,9 @@ class Environment:
   )
   calls: str = setting(
     "auto",
-    "how a model writes calls: hermes, llama3, mistral, qwen3_coder, or a regular expression with"
-    " the groups name and arguments; auto = by the chat template",
+    "how a model writes calls: hermes, llama3, mistral, qwen3_coder, gemma4, gpt_oss, deepseek,"
+    " glm4, granite, olmo3, or a regular expression with the groups name and arguments; auto = by"
+    " the chat template",
     before="auto",
   )
   branches: int = setting(

@@ -304,7 +304,7 @@ def kinds(file: Path) -> dict[int, tuple[str, int, int]]:
   try:
     from gguf import constants
   except ImportError:
-    raise ConfigError(f"{file} needs the package gguf: pip install 'grpo_jax[gguf]'") from None
+    raise ConfigError(f"{file} needs the package gguf: pip install -e '.[gguf]'") from None
   return {
     int(kind): (kind.name, *constants.GGML_QUANT_SIZES[kind])
     for kind in constants.GGMLQuantizationType

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
   except ImportError as error:
     if error.name != "aiohttp":
       raise
-    package = "the package aiohttp: pip install 'grpo_jax[serve]'"
+    package = "the package aiohttp: pip install -e '.[serve]'"
     raise ConfigError(f"grpo_jax.serve needs {package}") from None
   key = _key()
   policy = cli.open_policy()
@@ -136,7 +136,7 @@ def _key() -> str:
   if file is None:
     return os.environ.get(_KEY, "").strip()
   try:
-    key = path_of(file, "flag --api_key_file").read_text("utf-8").strip()
+    key = path_of(file, "flag --api_key_file").read_text("utf-8-sig").strip()
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"flag --api_key_file={file}: it cannot be read ({error})") from None
   if not key:

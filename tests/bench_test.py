@@ -1,8 +1,11 @@
 """experiments/bench.py runs, with tails and few rows in flight, and scripts start from a shell."""
 
+import ast
+import importlib.util
 import json
 import os
 from pathlib import Path
+import re
 import subprocess
 import sys
 
@@ -24,11 +27,38 @@ def test_a_tiny_job_with_long_tails_prints_its_line(monkeypatch, capsys):
   assert 32 <= result["tokens"] < 16 * 32 * 0.6 and result["sample_s"] > 0
 
 
-@pytest.mark.parametrize("script", ["bench", "memory", "compiled_bytes", "accelerator_variants"])
+def named_scripts():
+  """The scripts of experiments/ that a page names."""
+  pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+  pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
+  text = "".join(page.read_text() for page in pages)
+  return sorted(set(re.findall(r"experiments/(\w+)\.py", text)))
+
+
+@pytest.mark.parametrize("script", named_scripts())
 def test_a_script_starts_where_only_the_package_is_installed(script, tmp_path):
-  """From the shell the root of the checkout is not on the path, as it is in pytest."""
+  """From the shell the root of the checkout is not on the path, as it is in pytest.
+
+  It says how it is used, or which package it needs that is not installed.
+  """
   variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+  # An editable package gets its recipes from the checkout, so the package itself is what is there.
   command = [sys.executable, str(ROOT / f"experiments/{script}.py"), "--help"]
   done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=variables)
-  # memory.py has no flags, and prints what it is for.
-  assert done.stdout.startswith("usage: ") or done.stderr.startswith("Measures"), done.stderr
+  first = ast.get_docstring(ast.parse(Path(command[1]).read_text())).splitlines()[0]
+  missing = re.fullmatch(rf"{script}\.py needs ([\w.]+): .*install.*\n", done.stderr)
+  if missing:
+    assert importlib.util.find_spec(missing[1].split(".")[0]) is None
+  else:
+    output = (done.stdout + done.stderr).strip()
+    assert output.startswith((f"usage: {script}.py", first)), output
+
+
+def test_a_script_says_which_package_it_needs(tmp_path):
+  (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+  variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+  for script in ("plot_curves.py", "plot_training.py"):
+    command = [sys.executable, str(ROOT / "experiments" / script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.returncode == 1
+    assert done.stderr == f"{script} needs matplotlib: pip install -e '.[plot]'\n"

@@ -38,6 +38,19 @@ def test_statistics_of_examples():
   assert test.solution_tokens.tolist() == [0, 0]
 
 
+def test_statistics_say_how_many_rows_have_each_column(start, tmp_path):
+  rows = [{"question": "a", "answer": "1"} for _ in range(5)]
+  rows[3] |= {"hint": "b"}
+  rows[4] |= {"image": "x.png", "answer": None}
+  for split in ("train", "test"):
+    (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  flags = ["--config=configs/default.py", "--config.data.task=columns", "--stats"]
+  flags += [f"--config.data.path={tmp_path}", "--config.data.max_prompt_tokens=40"]
+  code, out, err = start("data", *flags)
+  assert code == 0, err
+  assert out.count("examples that have each column: question 5, answer 4, hint 1, image 1\n") == 2
+
+
 def test_parts_of_a_large_split_are_put_together(monkeypatch):
   examples = [{"question": "a" * (1 + i % 7)} for i in range(50)]
   whole = statistics(examples, TOKENIZER, Data())
@@ -195,17 +208,21 @@ def test_prompts_with_images_are_counted_with_their_tokens(tmp_path):
   assert any("overlap: 0" in line for line in show_data.statistics_lines(config))
 
 
-def test_images_are_seen_though_the_first_rows_have_none(tmp_path):
+@pytest.mark.parametrize("is_column", [False, True])
+@pytest.mark.parametrize("before", [1, 120])
+def test_images_are_seen_though_the_first_rows_have_none(tmp_path, before, is_column):
   folder = Path(__file__).parent / "golden/images/qwen3_vl"
-  image = {"type": "image", "image": str(folder.parent / "files/small.png")}
-  parts = [[{"type": "text", "text": "What?"}, *images] for images in ([], [image])]
+  file = str(folder.parent / "files/small.png")
+  image = [] if is_column else [{"type": "image", "image": file}]
+  parts = [[{"type": "text", "text": "What?"}, *images] for images in (*[[]] * before, image)]
   rows = [{"question": [{"role": "user", "content": x}], "answer": "a cat"} for x in parts]
+  rows[-1] |= {"image": file} if is_column else {}
   (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
   config = with_section(Config(), "model", path=str(folder))
   config = with_section(
     config, "data", task="columns", path=str(tmp_path), chat=True, max_prompt_tokens=500
   )
-  found = show_data.drawn(config, config.warm_start.steps + 1).prompts.make([0, 1])
+  found = show_data.drawn(config, config.warm_start.steps + 1).prompts.make([0, before])
   assert [len(prompt.images) for prompt in found] == [0, 1]
 
 

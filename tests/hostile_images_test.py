@@ -12,7 +12,7 @@ import threading
 import zlib
 
 import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
 import pytest
 
 from grpo_jax.config import Data
@@ -306,6 +306,90 @@ def test_turned_pngs_are_known_by_their_headers(place):
   image = source.source_of(turned, "here")
   assert image.size() == (30, 20) == image.pixels().shape[:2]
   assert source.source_of(plain, "here").size() == (20, 30)
+
+
+# How the pixels of a file become the upright image, by the orientation of EXIF.
+UPRIGHT = {
+  0: lambda x: x,
+  1: lambda x: x,
+  2: lambda x: x[:, ::-1],
+  3: lambda x: x[::-1, ::-1],
+  4: lambda x: x[::-1],
+  5: lambda x: x.swapaxes(0, 1),
+  6: lambda x: np.rot90(x, -1),
+  7: lambda x: x[::-1, ::-1].swapaxes(0, 1),
+  8: lambda x: np.rot90(x),
+  9: lambda x: x,
+}
+XMP = (
+  '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF><rdf:Description tiff:Orientation="{}"/></rdf:RDF>'
+  "</x:xmpmeta>"
+)
+
+
+def xmp_of(orientation):
+  return {"xmp": XMP.format(orientation).encode()}
+
+
+def exif_of(orientation):
+  exif = Image.Exif()
+  exif[0x0112] = orientation
+  return {"exif": exif}
+
+
+def png_text_of(orientation):
+  texts = PngImagePlugin.PngInfo()
+  texts.add_itxt("XML:com.adobe.xmp", XMP.format(orientation))
+  return {"pnginfo": texts}
+
+
+TURNED = [
+  ({"format": "PNG"}, exif_of),
+  ({"format": "PNG"}, png_text_of),
+  ({"format": "WEBP", "lossless": True}, exif_of),
+  ({"format": "WEBP", "lossless": True}, xmp_of),
+  ({"format": "JPEG", "quality": 100, "subsampling": 0}, exif_of),
+  ({"format": "JPEG", "quality": 100, "subsampling": 0}, xmp_of),
+  ({"format": "MPO", "quality": 100, "subsampling": 0}, exif_of),
+  ({"format": "TIFF"}, exif_of),
+  ({"format": "TIFF", "compression": "tiff_lzw"}, exif_of),
+  ({"format": "TIFF", "compression": "jpeg", "quality": 100}, exif_of),
+  ({"format": "TIFF", "big_tiff": True}, exif_of),
+  ({"format": "TIFF"}, lambda orientation: {"tiffinfo": {700: xmp_of(orientation)["xmp"]}}),
+]
+
+
+@pytest.mark.parametrize(
+  "options, says, orientation",
+  [
+    (options, says, orientation)
+    for options, says in TURNED
+    for orientation in UPRIGHT
+    if not ("compression" in options and orientation in (0, 9))  # which libtiff does not write
+  ],
+)
+def test_turned_images_are_known_by_their_headers(tmp_path, options, says, orientation):
+  """Whoever turns the pixels, our code or Pillow: they are turned once."""
+  # Sixteen squares of one colour each, so that JPEG keeps them.
+  colors = np.random.default_rng(0).integers(0, 256, (2, 3, 3), np.uint8)
+  stored = colors.repeat(16, 0).repeat(16, 1)
+  file = tmp_path / "image"
+  image = Image.fromarray(stored)
+  image.save(file, **options, **says(orientation))
+  expected = UPRIGHT[orientation](stored)
+  for value in (str(file), file.read_bytes(), Image.open(file)):
+    found = source.source_of(value, "here")
+    assert found.size() == found.pixels().shape[:2]
+    if says is exif_of:  # older versions of Pillow do not write XMP into all of these formats
+      assert found.size() == expected.shape[:2]
+      assert np.abs(found.pixels().astype(int) - expected).max() <= 8
+
+
+@pytest.mark.parametrize("format", ["TIFF", "JPEG"])
+def test_a_turned_image_reaches_its_batch(tmp_path, seeing, format):
+  turned = png(56, 84, format=format, **exif_of(6))
+  images = run(tmp_path, seeing, [GOOD | {"image": code(turned)}])
+  assert images is not None and images.patches_PINC.shape[1] == 1
 
 
 def test_limits_on_bytes(tmp_path, monkeypatch):

@@ -324,6 +324,54 @@ def test_another_kind_of_adapter_is_refused_by_name(folder, fields, words):
   assert "\n" not in str(error.value)
 
 
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+  "targets",
+  [
+    # As PEFT 0.21 writes all-linear for a model of up to 20 modules.
+    [f"model.layers.{i}.self_attn.{x}" for i in range(2) for x in ATTENTION]
+    + [f"model.layers.{i}.mlp.{x}" for i in range(2) for x in MLP],
+    [*(f"self_attn.{x}" for x in ATTENTION), *MLP],
+    "all-linear",
+    r".*\.(self_attn|mlp)\.\w+_proj",
+  ],
+)
+def test_modules_may_be_named_in_every_way_that_peft_writes(targets, tmp_path):
+  folder = Path(shutil.copytree(GOLDEN / "lora" / "qwen2_all", tmp_path / "adapter"))
+  expected = model.load_adapter_shape(folder)
+  file = folder / "adapter_config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": targets}))
+  assert model.load_adapter_shape(folder) == expected
+
+
+@pytest.mark.parametrize(
+  "targets, words",
+  [
+    (["model.layers.0.self_attn.q_proj", "x_proj"], "no adapter of 'x_proj'"),
+    ([], "must be a list of modules"),
+    ([3], "must be a list of modules"),
+    ("(", "no regular expression"),
+  ],
+)
+def test_modules_that_have_no_adapter_are_named(folder, targets, words):
+  file = folder / "adapter_config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": targets}))
+  with pytest.raises(ConfigError, match=f"target_modules is .*{words}"):
+    model.load_adapter_shape(folder)
+
+
+def test_adapters_of_some_layers_only_are_refused(folder):
+  file = folder / "adapter_model.safetensors"
+  tensors = {name: x for name, x in load_file(file).items() if ".layers.1." not in name}
+  save_file(tensors, file)
+  config = model.load_config(GOLDEN / "qwen2_untied")
+  config = dataclasses.replace(config, lora=model.load_adapter_shape(folder))
+  with pytest.raises(ConfigError, match="is missing: .* with adapters of all layers"):
+    model.check_adapters(folder, config)
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_missing_file_is_named(folder, name):
   (folder / name).unlink()

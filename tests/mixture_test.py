@@ -18,6 +18,7 @@ import grpo_jax
 from grpo_jax.config import Config, Data, Eval, Reward
 from grpo_jax.console.show_data import drawn
 from grpo_jax.data import loader
+from grpo_jax.data.images.of_prompts import has_images
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import countdown, mixture, tasks
 from grpo_jax.data.tokenizers import tokenizer
@@ -125,13 +126,36 @@ def test_columns_get_other_names_and_templates(tmp_path):
   assert prompts.make([0])[0].text == "Ann has 2. How many?"
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_example_has_the_columns_of_all_rows(tmp_path, place):
+  """Wherever the row is that has more of them than the others."""
+  rows = [{"question": letter, "own": {"x": 1}} for letter in "abc"]
+  rows[place] |= {"hint": "h", "source": "s", "own": {"x": 1, "deep": {"y": 2}}, "image": None}
+  tests = [{"question": "t", "of_test": 1}]
+  data = Data(
+    task="columns", path=str(folder(tmp_path, rows, tests)), columns=("task=source", "y=own.deep.y")
+  )
+  for at_start in (50_000, 1):
+    task = tasks.make_task(dataclasses.replace(data, count_at_start=at_start))
+    names = ["question", "own", "hint", "source", "image", "of_test", "task", "y"]
+    assert all(sorted(one) == sorted(names) for one in (*task.train, *task.test))
+    found = [(one["hint"], one["task"], one["y"]) for one in task.train]
+    assert found == [("h", "s", 2) if i == place else (None, None, None) for i in range(3)]
+    assert task.test[0]["of_test"] == 1 and task.train[0]["of_test"] is None
+    assert has_images(task.train[0])  # so that the image of a later row is seen
+  hinted = dataclasses.replace(data, prompt="{hint}")
+  words = rf"\.jsonl line {1 if place else '[12]'} has no 'hint', which the config names"
+  with pytest.raises(ConfigError, match=words):
+    tasks.make_task(hinted)
+
+
 @pytest.mark.parametrize(
   "columns, prompt, words",
   [
     (
       ("answer=gold",),
       "{a}",
-      "data.columns holds 'answer=gold': .*line 1 has no column 'gold', but a, b",
+      "data.columns holds 'answer=gold': no row has a column 'gold'; .*line 1 and .* have a, b",
     ),
     (("answer",), "{a}", "data.columns holds 'answer': write NAME=COLUMN"),
     (
@@ -144,8 +168,13 @@ def test_columns_get_other_names_and_templates(tmp_path):
       "{a}",
       "data.columns holds two entries for 'answer', 'a' and 'b': leave one of them out",
     ),
-    (("answer=b.gold",), "{a}", "train.jsonl line 1 has no column 'b.gold', but a, b"),
-    (("answer=b",), "{a}", "train.jsonl line 2 has no 'b', which the config names"),
+    (
+      ("answer=b.gold",),
+      "{a}",
+      "no row has a column 'b.gold'; .*train.jsonl line 1 and .* have a, b",
+    ),
+    (("answer={b}",), "{a}", "train.jsonl line 2 has no 'b', which the config names"),
+    (("question=b",), "{question}", "line 2 has no 'question', which the config names"),
     ((), "{b}", "train.jsonl line 2 has no 'b', which the config names"),
     ((), "{c}", "data.prompt='{c}' cannot be filled.*its fields are {a}, {b}"),
   ],
@@ -186,7 +215,6 @@ def test_a_field_inside_a_column_is_named_with_a_dot(tmp_path):
   [
     ({"extra_info": {}}, "{extra_info.question}", "line 2 has no 'extra_info.question', which the"),
     ({"extra_info": None}, "{extra_info.question}", "line 2 has no 'extra_info.question', which"),
-    ({"reward_model": {"ground_truth": None}}, "{prompt}", "line 2 has no 'reward_model.ground_tr"),
     ({}, "{extra_info}", "extra_info is an object; name a field of it: {extra_info.split}, "),
     ({}, "{extra_info.questoin}", "its fields are .*, {extra_info.answer}, {extra_info.question}"),
   ],
@@ -487,3 +515,38 @@ def test_a_mixture_is_trained_with_rewards_by_task(tmp_path):
       assert (row["rewards/strict"] is None) == (not is_sum)
       assert (row["rewards/countdown"] is None) == is_sum
   assert "eval/accuracy" in grpo_jax.read_metrics(tmp_path / "run")[-1]
+
+
+COLUMNS_SEEN = """
+import json
+
+def seen(completions, **columns):
+  rows = [dict(zip(("question", "hint", "task"), row)) for row in zip(
+    columns["question"], columns["hint"], columns["task"])]
+  with open(FILE, "a") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
+  return [float(len(text)) for text in completions]
+"""
+
+
+def test_a_reward_gets_what_later_rows_have(start, tmp_path):
+  """The command from the shell, on a file whose first row has fewer columns."""
+  rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3"}]
+  rows[1] |= {"hint": "count", "data_source": "sums"}
+  data = folder(tmp_path / "data", rows * 2, rows[:1])
+  (tmp_path / "reward.py").write_text(f"FILE = {str(tmp_path / 'seen')!r}\n{COLUMNS_SEEN}")
+  keys = [f"data.path={data}", "data.task=columns", "data.columns=('task=data_source',)"]
+  keys += [f"reward.functions=('{tmp_path}/reward.py:seen',)", "eval.every=0", "reward.workers=0"]
+  keys += ["steps=1", "batch.prompts=4", "batch.group_size=2", "sampling.max_tokens=2"]
+  keys += ["data.max_prompt_tokens=8", "model.embed_dim=16", "model.num_layers=1"]
+  keys += ["model.num_heads=1", "model.num_kv_heads=1", "model.head_dim=8", "model.mlp_dim=16"]
+  keys += ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=-1"]
+  flags = [f"--config.{key}" for key in keys]
+  code, _, err = start(
+    "train", "--config=configs/default.py", f"--workdir={tmp_path / 'run'}", *flags
+  )
+  assert code == 0, err
+  seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+  expected = {"1+1=": (None, None), "1+2=": ("count", "sums")}
+  assert {one["question"] for one in seen} == {*expected}
+  assert all((one["hint"], one["task"]) == expected[one["question"]] for one in seen)

@@ -1,9 +1,8 @@
-"""The simulator of sampler and learner side by side: schedules by hand, and threads that sleep."""
+"""The simulator of sampler and learner side by side: schedules by hand, and a run on a clock."""
 
 import dataclasses
+import heapq
 import json
-import threading
-import time
 
 import jax
 import numpy as np
@@ -185,66 +184,95 @@ def test_times_of_compiled_programs(monkeypatch, capsys):
   assert "not on 1: mesh.data=2" in capsys.readouterr().out
 
 
-# A run with threads. Nothing of it is shared with the simulation: it sleeps instead of computing.
+# A run of processes on a clock that jumps. Nothing of it is shared with the simulation: what a side
+# may begin is decided by what has happened until then.
 
 
-class Threads:
-  """A sampler and a learner as threads that sleep.
+class Clock:
+  """Runs generators that yield what they wait for: seconds, or a function that says when."""
 
-  What a side may begin is decided by what has really happened until then.
-  """
+  def __init__(self):
+    self.now, self.count, self.asleep, self.waiting = 0.0, 0, [], []
+
+  def start(self, process):
+    self._wake(process)
+
+  def run(self):
+    """Until nothing is left to happen."""
+    while self.asleep:
+      self.now, _, process = heapq.heappop(self.asleep)
+      self._wake(process)
+      ready = True
+      while ready:
+        ready = [entry for entry in self.waiting if entry[0]()]
+        self.waiting = [entry for entry in self.waiting if entry not in ready]
+        for _, waiter in ready:
+          self._wake(waiter)
+    assert not self.waiting, "something waits for ever"
+
+  def _wake(self, process):
+    for awaited in process:
+      if callable(awaited):
+        if awaited():
+          continue
+        self.waiting.append((awaited, process))
+      else:
+        self.count += 1  # among those that wake at the same time, the first one that slept
+        heapq.heappush(self.asleep, (self.now + awaited, self.count, process))
+      return
+
+
+class TwoSides:
+  """A sampler, a learner and rewards on a clock."""
 
   def __init__(self, job, round_seconds, update_seconds, bound):
     self.job, self.bound = job, bound
     self.round_seconds, self.update_seconds = round_seconds, update_seconds
-    self.changed = threading.Condition()
+    self.clock = Clock()
     self.scored = set()
     self.updates = []  # when each ended
 
   def run(self):
     """The seconds of a step after the warm-up."""
-    sampler = threading.Thread(target=self.sample)
-    sampler.start()
-    self.learn()
-    sampler.join()
+    self.clock.start(self.sample())
+    self.clock.start(self.learn())
+    self.clock.run()
     measured = self.updates[self.job.warm_up - 1 :]
     return (measured[-1] - measured[0]) / (len(measured) - 1)
 
   def sample(self):
     P, lengths_NG = self.job.prompts, self.job.lengths_NG
     for number in range(self.job.steps):
-      with self.changed:
-        self.changed.wait_for(lambda: number <= len(self.updates) + self.bound)  # noqa: B023
+      yield lambda: number <= len(self.updates) + self.bound  # noqa: B023
       groups = [lengths_NG[n % len(lengths_NG)] for n in range(P * number, P * (number + 1))]
       to_come, in_seats = [int(length) for group in groups for length in group], []
       while to_come or in_seats:
         free = self.job.seats - len(in_seats)
         in_seats, to_come = in_seats + to_come[:free], to_come[free:]
         rounds = min(self.job.chunk, max(in_seats))
-        time.sleep(rounds * self.round_seconds)
+        yield rounds * self.round_seconds
         in_seats = [left - rounds for left in in_seats if left > rounds]
-      threading.Timer(self.job.reward_seconds, self.score, (number,)).start()
+      self.clock.start(self.score(number))
 
   def score(self, number):
-    with self.changed:
-      self.scored.add(number)
-      self.changed.notify_all()
+    yield self.job.reward_seconds
+    self.scored.add(number)
 
   def learn(self):
     for number in range(self.job.steps):
-      with self.changed:
-        self.changed.wait_for(lambda: number in self.scored)  # noqa: B023
-      time.sleep(self.update_seconds)
-      with self.changed:
-        self.updates.append(time.perf_counter())
-        self.changed.notify_all()
+      yield lambda: number in self.scored  # noqa: B023
+      yield self.update_seconds
+      self.updates.append(self.clock.now)
 
 
-@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
-def test_threads_that_sleep_take_as_long(bound):
-  """Lengths with a long tail, and rewards that take as long as an update. A few seconds each."""
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("reward_seconds", [0.0, 0.16, 1.0])
+@pytest.mark.parametrize("update_seconds", [0.05, 0.16])
+def test_a_run_on_a_clock_takes_as_long(bound, reward_seconds, update_seconds):
+  """Lengths with a long tail, and either side may be the longer one."""
   rng = np.random.default_rng(1)
   lengths = np.minimum(40, rng.lognormal(2, 0.8, (20, 4)).astype(int) + 1)
-  given = Job(2, lengths, seats=6, chunk=8, reward_seconds=0.16, steps=14, warm_up=4)
-  predicted = simulate(given, 0.008, 0.16, bound)
-  assert Threads(given, 0.008, 0.16, bound).run() == pytest.approx(predicted.step_seconds, rel=0.1)
+  given = Job(2, lengths, seats=6, chunk=8, reward_seconds=reward_seconds, steps=14, warm_up=4)
+  predicted = simulate(given, 0.008, update_seconds, bound)
+  seconds = TwoSides(given, 0.008, update_seconds, bound).run()
+  assert seconds == pytest.approx(predicted.step_seconds, rel=1e-9)

@@ -53,6 +53,16 @@ PLAIN = """
 {%- elif m.role == "assistant" %}{{ " " + m.content + eos_token }}
 {%- else %}{{ raise_exception("only user and assistant") }}{% endif %}
 {%- endfor %}"""
+# Writes a tool's answer only after its call, with the name that the call has.
+GEMMA4 = """
+{%- for m in messages if m.role != "tool" %}{{ "<|turn>" + m.role + m.content }}
+{%- for call in m.tool_calls or () %}{{ "<call>" + call.function.name + "{" }}
+{{- call.function.arguments | tojson + "}" }}{% endfor %}{{ "<|im_end|>" }}
+{%- set calls = m.tool_calls or () %}
+{%- for answer in messages if calls and answer.role == "tool" %}
+{%- for call in calls if call.id == answer.tool_call_id %}
+{{- "response:" + call.function.name + "{" + answer.content + "}" }}{% endfor %}{% endfor %}
+{%- endfor %}"""
 FORGETS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 USER = [{"role": "user", "content": "Wrong, try again."}]
@@ -116,6 +126,17 @@ def test_a_template_that_wants_a_call_before_a_tool_gets_one(tmp_path):
   ids = Replies(tokens, True, [SCHEMA]).ids(TOOLS[:1], tokens.stop_ids[0])
   expected = "<|im_start|>ipython\n\n12<|im_end|><|im_start|>assistant\n\n"
   assert ids == tokens.encode_batch_after([expected])[0]
+
+
+def test_a_template_that_shows_answers_only_after_calls_gets_calls_of_their_names(tmp_path):
+  """Gemma 4's leaves a tool's answer out after a text, and gpt-oss's refuses it."""
+  tokens = tokens_of(tmp_path, GEMMA4)
+  replies = Replies(tokens, True, [SCHEMA])
+  answers = [TOOLS[0], TOOLS[1] | {"name": "other"}]
+  ids = replies.ids(answers, tokens.stop_ids[0])
+  assert tokens.decode(ids) == 'response:add{12}response:other{{"x": [1]}}'
+  with pytest.raises(ConfigError, match="eos_token_id"):
+    Replies(tokens_of(tmp_path, GEMMA4.replace("<|im_end|>", "")), True, [SCHEMA]).check(["tool"])
 
 
 def test_a_template_that_does_not_show_tools_is_known(tmp_path):

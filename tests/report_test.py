@@ -370,6 +370,16 @@ def test_a_report_shows_what_is_whole_of_a_hostile_folder_and_counts_the_rest(st
 
 
 @pytest.mark.slow
+def test_one_run_has_the_whole_width_and_the_table_says_what_its_reward_is(tmp_path):
+  """A legend of one run says nothing, and a mean is not the last row's value."""
+  rows = [{"step": n + 1, "reward": n / 10, "kl": 0.1} for n in range(4)]
+  one, two = (make_run(tmp_path / name, rows, seed) for seed, name in enumerate(("a", "b")))
+  assert '<div id="curves" class="alone">' in page([one])
+  text = page([one, two])
+  assert '<div id="curves">' in text
+  assert text.count('data-name="reward, mean of 10" data-value="0.15') == 2
+
+
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path):
   # The run is damaged, too, and is not read.
   make_run(tmp_path / "a", rows_of(reward=[1.0]))

@@ -4,11 +4,14 @@ import dataclasses
 import errno
 import json
 import os
+from pathlib import Path
+import shutil
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from small_qwen import trained_tokenizer
 
 from grpo_jax import read_metrics, train
 from grpo_jax.config import Data, from_dict
@@ -19,6 +22,7 @@ from grpo_jax.data.files.splits import hold_out
 from grpo_jax.data.prompts import OneProcess, Prompts
 from grpo_jax.data.tasks import examples, tasks
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.model.huggingface import folders
 from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import LARGEST_INT, ConfigError, RunFailed
 from tests.small_run import small_config, small_run, with_section
@@ -33,6 +37,7 @@ LINES = st.lists(
   ),
   max_size=12,
 )
+GOLDEN = Path(__file__).parent / "golden"
 TOKENIZER = tokenizer.characters("abcdefghijklmnopqrstuvwxyz0123456789 ")
 
 
@@ -67,6 +72,47 @@ def test_the_index_finds_what_reading_the_whole_file_finds(tmp_path_factory, lin
     rows._AT_ONCE = before
   assert [found[i] for i in range(len(found))] == [value for _, value in expected]
   assert [found.where(i) for i in range(len(found))] == [f"{path} line {i}" for i, _ in expected]
+
+
+KEYS = st.sampled_from(["a", "b", "question", "a question", 'a"b', "a\\", "é", "\u2028", ":", '":'])
+VALUES = st.recursive(
+  st.one_of(st.none(), st.integers(), KEYS, st.sampled_from(['"b": 1', '\\"a\\":'])),
+  lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(KEYS, inner, max_size=2)),
+  max_leaves=4,
+)
+
+
+@given(
+  st.lists(st.dictionaries(KEYS, VALUES, max_size=3), min_size=1, max_size=9),
+  st.sampled_from([(",", ":"), (", ", " : "), (",", "\t:"), (",", "  :")]),
+  st.booleans(),
+  st.integers(1, 60),
+)
+@settings(max_examples=300)
+def test_the_columns_are_those_of_all_rows(tmp_path_factory, values, separators, ascii, at_once):
+  """Keys inside other values, and texts that look like keys, are no columns."""
+  path = tmp_path_factory.mktemp("rows") / "train.jsonl"
+  lines = [json.dumps(x, ensure_ascii=ascii, separators=separators) for x in values]
+  path.write_text("\n".join(lines), encoding="utf-8")
+  found = rows.JsonLines(path)
+  before, rows._AT_ONCE = rows._AT_ONCE, at_once
+  try:
+    columns = found.columns()
+  finally:
+    rows._AT_ONCE = before
+  assert columns == list(dict.fromkeys(name for value in values for name in value))
+
+
+def test_only_parts_with_other_columns_are_parsed(tmp_path, monkeypatch):
+  values = [{"question": "a" * 100, "answer": i} for i in range(200)]
+  values[150]["image"] = "x"
+  parsed = []
+  real = rows._keys
+  monkeypatch.setattr(rows, "_AT_ONCE", 1300)  # ten rows
+  monkeypatch.setattr(rows, "_keys", lambda line: parsed.append(line) or real(line))
+  found = rows.JsonLines(write(tmp_path / "train.jsonl", values))
+  assert found.columns() == ["question", "answer", "image"]
+  assert len(parsed) < 30
 
 
 def test_a_large_file_gives_the_batches_of_a_small_one(tmp_path):
@@ -143,16 +189,17 @@ def test_bytes_that_are_text_are_read_as_text(tmp_path):
   assert tasks.make_task(data).train == [{"problem": "é", "answer": "1", "more": [{"x": "y"}]}]
 
 
-def test_files_of_a_split_with_different_columns_are_named(tmp_path):
+def test_files_of_a_split_may_have_different_columns(tmp_path):
   pyarrow = pytest.importorskip("pyarrow")
   from pyarrow import parquet
 
   rows = {"train-0": {"q": "a", "answer": "1"}, "train-1": {"q": "b", "gold": "2"}}
   for name, row in {**rows, "test": rows["train-0"]}.items():
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
-  words = r"train-1.parquet and .*train-0.parquet have different columns \(answer, gold\)"
-  with pytest.raises(ConfigError, match=words):
-    tasks.make_task(Data(task="columns", path=str(tmp_path), prompt="{q}"))
+  assert tasks.make_task(Data(task="columns", path=str(tmp_path), prompt="{q}")).train == [
+    {"q": "a", "answer": "1", "gold": None},
+    {"q": "b", "answer": None, "gold": "2"},
+  ]
 
 
 def test_files_of_a_split_are_joined_in_the_order_of_their_names(tmp_path):
@@ -411,4 +458,175 @@ def test_a_source_without_the_column_is_not_named(tmp_path, capsys):
   scorers = Scorers(small_run(config))
   scorers.training.check_arguments(scorers._run.prompts("train"), "reward.functions")
   said = capsys.readouterr().err
-  assert f"no reward of strict for 1 of 2 rows: {tmp_path}/a/train.jsonl line 2 has no" in said
+  assert f"no reward of strict for 1 of 2 rows: a: {tmp_path}/a/train.jsonl line 2 has no" in said
+
+
+# Conversations with calls of tools.
+
+CALLS = """
+{%- for m in messages %}{{ m.role + ":" + m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}|{% endfor %}"""
+
+
+@pytest.fixture(scope="module")
+def calls_tokenizer(tmp_path_factory):
+  """A tokenizer whose chat template writes everything that a call has."""
+  folder = tmp_path_factory.mktemp("tokenizer")
+  trained_tokenizer(["user assistant tool add weather city {} :|"]).save(
+    str(folder / "tokenizer.json")
+  )
+  config = {"eos_token": "<|im_end|>", "chat_template": CALLS}
+  (folder / "tokenizer_config.json").write_text(json.dumps(config))
+  return tokenizer.load(folder)
+
+
+def call(name, arguments):
+  return {"function": {"name": name, "arguments": arguments}}
+
+
+def prompts_with_calls(file, tokens):
+  """The texts of the prompts of a file with a column `prompt`."""
+  data = Data(task="columns", path=str(file), prompt="{prompt}", chat=True, max_prompt_tokens=400)
+  task = tasks.make_task(dataclasses.replace(data, held_out=0.5))
+  examples = sorted([*task.train, *task.test], key=lambda one: len(one["prompt"]))
+  made = Prompts(examples, tokens, data).make(range(len(examples)))
+  return [prompt.text for prompt in made], [prompt.messages for prompt in made]
+
+
+@pytest.mark.parametrize("name, rain", [("structs", "{}"), ("json", '{"city": null}')])
+def test_calls_in_parquet_are_as_they_were_written(start, tmp_path, calls_tokenizer, name, rain):
+  """The package datasets wrote the files. Its structs cannot say that somebody wrote a null."""
+  pytest.importorskip("pyarrow")
+  file = GOLDEN / f"parquet/{name}.parquet"
+  read = Parquet(file)
+  texts = []
+  for index in range(2):
+    data = Data(prompt="{prompt}", chat=True, max_prompt_tokens=400)
+    (made,) = Prompts([read[index]], calls_tokenizer, data).make([0])
+    texts.append(made.text)
+  add = '{"name": "add", "arguments": {"x": 0, "y": 2}}'
+  weather = f'{{"name": "weather", "arguments": {rain}}}'
+  assert texts == [
+    f"user:0+2?|assistant:{add}|tool:2|",
+    f"user:Rain?|assistant:{weather}|tool:no|",
+  ]
+  for split in ("train", "test"):
+    shutil.copy(file, tmp_path / f"{split}.parquet")
+  (tmp_path / "tokenizer").mkdir()
+  calls_tokenizer.save(tmp_path / "tokenizer")
+  keys = ["task=columns", f"path={tmp_path}", "chat=True", "prompt={prompt}"]
+  keys += [f"tokenizer={tmp_path}/tokenizer", "max_prompt_tokens=400"]
+  flags = ["--config=configs/default.py", "--config.batch.prompts=2", "--step=1"]
+  flags += [f"--config.data.{key}" for key in keys]
+  code, out, err = start("data", *flags)
+  assert code == 0, err
+  assert any(text in out for text in texts)  # the first prompt in full
+  if name == "json":
+    assert [read[index]["meta"] for index in range(2)] == [{"a": 1}, "text"]
+
+
+def test_nulls_of_objects_that_are_no_messages_stay(tmp_path):
+  """A reward may read them by their names."""
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  function = {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}, "y": None}}}
+  values = [
+    {"own": {"a": 1, "b": None}, "list": [{"c": None}], "tools": [{"function": function}]},
+    {"own": {"a": 1, "b": 2}, "list": [{"c": 3}], "tools": [{"function": function | {"z": 1}}]},
+    {"own": {"chat": [[{"role": "user", "content": "a", "name": None}]]}},
+  ]
+  values[1]["tools"][0]["function"]["parameters"] = {"properties": {"y": {"enum": ["a"]}}}
+  parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "a.parquet")
+  read = Parquet(tmp_path / "a.parquet")
+  first, second, third = (read[index] for index in range(3))
+  assert first["own"] == {"a": 1, "b": None, "chat": None} and first["list"] == [{"c": None}]
+  assert first["tools"] == [
+    {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+  ]
+  assert second["tools"][0]["function"]["parameters"] == {"properties": {"y": {"enum": ["a"]}}}
+  assert third["own"]["chat"] == [[{"role": "user", "content": "a"}]] and third["tools"] is None
+
+
+def test_texts_that_the_package_datasets_calls_json_are_read(tmp_path):
+  """Where the types of Arrow do not say so, as in files of older versions."""
+  pyarrow = pytest.importorskip("pyarrow")
+  from pyarrow import parquet
+
+  table = pyarrow.Table.from_pylist(
+    [
+      {"a": '{"x": null}', "b": [{"c": "1"}], "d": ["[]", None], "e": "2"},
+      {"a": "{", "b": [], "d": [], "e": "3"},
+    ]
+  )
+  features = {
+    "a": {"_type": "Json"},
+    "b": {"_type": "List", "feature": {"c": {"_type": "Json"}}},
+    "d": [{"_type": "Json"}],
+    "e": {"_type": "Value", "dtype": "string"},
+  }
+  about = json.dumps({"info": {"features": features}})
+  parquet.write_table(table.replace_schema_metadata({"huggingface": about}), tmp_path / "a.parquet")
+  read = Parquet(tmp_path / "a.parquet")
+  assert read[0] == {"a": {"x": None}, "b": [{"c": 1}], "d": [[], None], "e": "2"}
+  with pytest.raises(ConfigError, match="row 2 column 'a' must be JSON, as its type says, and is"):
+    read[1]
+  for damaged in ("{", "[]", '{"info": null}', '{"info": {"features": [1]}}'):
+    other = table.replace_schema_metadata({"huggingface": damaged})
+    parquet.write_table(other, tmp_path / "b.parquet")
+    assert Parquet(tmp_path / "b.parquet")[0]["a"] == '{"x": null}'
+
+
+CALL = {"id": None, "function": {"strict": None, **call("add", {"x": 0, "city": None})["function"]}}
+USER, TOOL = {"role": "user", "content": "?"}, {"role": "tool", "content": "1"}
+ASKED = {"role": "assistant", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}, {"content": ""}])
+def test_a_call_needs_no_content(tmp_path, calls_tokenizer, content):
+  """As the endpoint takes it. A null that somebody wrote in JSON is an argument."""
+  row = {"prompt": [USER, ASKED | content, TOOL]}
+  path = write(tmp_path / "train.jsonl", [row] * 9)
+  texts, messages = prompts_with_calls(path, calls_tokenizer)
+  expected = 'user:?|assistant:{"name": "add", "arguments": {"x": 0, "city": null}}|tool:1|'
+  assert {*texts} == {expected}
+  assert [one["content"] for one in messages[0]] == ["?", "", "1"]
+
+
+@pytest.mark.parametrize(
+  "message",
+  [
+    {"role": "assistant"},
+    {"role": "assistant", "content": None, "tool_calls": []},
+    {"role": "user", "content": None},
+  ],
+)
+def test_a_message_without_content_and_calls_is_refused(tmp_path, calls_tokenizer, message):
+  path = write(tmp_path / "train.jsonl", [{"prompt": [USER, message]}] * 9)
+  words = "train.jsonl line [0-9]: prompt: .* may be missing beside tool_calls; got"
+  with pytest.raises(ConfigError, match=words):
+    prompts_with_calls(path, calls_tokenizer)
+
+
+def test_files_may_begin_with_the_mark_of_windows(tmp_path, calls_tokenizer):
+  mark = "\ufeff".encode()
+  lines = [json.dumps({"question": letter}).encode() for letter in "abc"]
+  path = tmp_path / "data/train.jsonl"
+  path.parent.mkdir()
+  path.write_bytes(mark + lines[0] + b"\n" + lines[1] + b"\n" + mark + lines[2] + b"\n")
+  found = rows.JsonLines(path)
+  assert [found[i]["question"] for i in range(3)] == [*"abc"] and found.columns() == ["question"]
+  template = "<{{ messages[0].content }}>"
+  config = {"eos_token": "<|im_end|>"}
+  files = {
+    "tokenizer.json": calls_tokenizer.files["tokenizer.json"],
+    "tokenizer_config.json": json.dumps(config).encode(),
+    "chat_template.jinja": template.encode(),
+  }
+  for name, content in files.items():
+    (tmp_path / name).write_bytes(mark + content)
+  tokens = tokenizer.load(tmp_path)
+  assert tokens.render([USER]) == "<?>" and tokens.decode(tokens.encode("add")) == "add"
+  values = json.dumps({"model_type": "qwen2"}).encode()
+  (tmp_path / "config.json").write_bytes(mark + values)
+  assert folders.read_json(tmp_path / "config.json") == {"model_type": "qwen2"}

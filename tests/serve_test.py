@@ -705,4 +705,4 @@ def test_a_missing_package_is_one_line(start, monkeypatch):
   monkeypatch.setitem(sys.modules, "aiohttp", None)
   monkeypatch.delitem(sys.modules, "grpo_jax.serving.server")
   code, _, said = start("serve", "--config=configs/default.py")
-  assert code == 2 and "pip install 'grpo_jax[serve]'" in said and said.count("\n") == 1
+  assert code == 2 and "pip install -e '.[serve]'" in said and said.count("\n") == 1

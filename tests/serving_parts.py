@@ -25,7 +25,7 @@ def write_policy(folder):
   texts = [problem["question"] + problem["answer"] for problem in small_qwen.problems(40)]
   small_qwen.make_checkpoint(folder, texts, every_id_is_text=True)
   file = folder / "tokenizer_config.json"
-  shows_tools = "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+  shows_tools = "{# <tool_call> #}{% if tools %}{{ tools[0].function.name }}{% endif %}"
   file.write_text(
     file.read_text().replace('"chat_template": "', f'"chat_template": "{shows_tools}')
   )

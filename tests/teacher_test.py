@@ -27,11 +27,14 @@ def collector_of(config):
   return Collector(run, Scorers(run))
 
 
-def save_teacher(folder, characters=tasks.ALPHABET, positions=64):
-  """A random model of another shape than the policy's, with the tokenizer of sums."""
+def save_teacher(folder, characters=tasks.ALPHABET, positions=64, rows=0):
+  """A random model of another shape than the policy's, with the tokenizer of sums.
+
+  `rows` are those of its embeddings that belong to no token.
+  """
   tokens = tokenizer.characters(characters)
   shape = model.ModelConfig(
-    vocab_size=tokens.vocab_size,
+    vocab_size=tokens.vocab_size + rows,
     embed_dim=24,
     num_layers=2,
     num_heads=3,
@@ -144,6 +147,21 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
   save_teacher(tmp_path / "fewer", characters=tasks.ALPHABET[:-1])
   with pytest.raises(ConfigError, match=r"reward\.teacher: the teacher has \d+ ids and the policy"):
     collector_of(config_with(tmp_path / "fewer"))
+
+
+def test_a_teacher_with_fewer_rows_of_embeddings_is_refused(tmp_path):
+  """The policy draws the ids between the tokenizer's and its rows, and JAX would clamp them."""
+  student, _ = save_teacher(tmp_path / "student", rows=3)
+  for rows in (0, 2):
+    save_teacher(tmp_path / f"teacher_{rows}", rows=rows)
+    config = config_with(tmp_path / f"teacher_{rows}")
+    config = with_section(config, "model", path=str(tmp_path / "student"))
+    words = rf"reward\.teacher: the teacher has \d+ rows .* and the policy {student.vocab_size},"
+    with pytest.raises(ConfigError, match=words):
+      run_steps(config, tmp_path / "run")
+  save_teacher(tmp_path / "teacher_4", rows=4)
+  config = with_section(config, "reward", teacher=str(tmp_path / "teacher_4"))
+  collector_of(config)
 
 
 def test_a_teacher_with_too_few_positions_is_refused(tmp_path):

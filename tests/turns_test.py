@@ -1,13 +1,25 @@
 """Completions of several turns: tools and environments answer the policy while it is sampled."""
 
 import dataclasses
+import itertools
 import json
 
+from call_templates import GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 import numpy as np
 import pytest
+import small_qwen
+from small_qwen import trained_tokenizer
 from small_run import Collected, P, grpo_step, small_config, small_run, with_reward, with_section
 
+from grpo_jax.data.loader import prompt_batch
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tasks.tasks import make_task
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.environments import of_config
 from grpo_jax.environments.built_in import calculator
+from grpo_jax.programs.sampling import Ended
+from grpo_jax.rollouts.play.talk import Talk
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.training.trainer import check_gap, largest_gap
 
@@ -289,6 +301,70 @@ def test_a_tool_that_hangs_or_ends_is_an_error_that_the_model_reads(tmp_path):
   assert 0 < found.metrics["tools/failure_frequency"] <= 1
 
 
+SETS = """
+def set(zip: str, on: bool, n: int, note: str | None = "") -> str:
+  '''Sets.
+
+  Args:
+    zip: A code.
+    on: Whether.
+    n: A number.
+    note: A note.
+  '''
+  return repr((zip, on, n, note))
+"""
+
+
+def talk_of(folder, template, **environment):
+  """(what answers the turns of a run with the tool of SETS, the tokenizer)."""
+  corpus = json.dumps([row["question"] + row["answer"] for row in small_qwen.problems(12)])
+  if not (folder / "model").exists():
+    small_qwen.make_checkpoint(folder / "model", [corpus])
+  tokens = tokens_for(folder / "model", template, corpus)
+  for split in ("train", "test"):
+    rows = "".join(f"{json.dumps(row)}\n" for row in small_qwen.problems(12))
+    (folder / f"{split}.jsonl").write_text(rows)
+  config = config_of(folder, SETS, tools=(f"{folder}/env.py:set",), **environment)
+  data = dict(task="gsm8k", path=str(folder), chat=True, max_prompt_tokens=400)
+  config = with_section(with_section(config, "data", **data), "model", path=str(folder / "model"))
+  run = small_run(config)
+  talkers = Scorers(run).talkers
+  return Talk(talkers, prompt_batch(run.prompts("train"), np.arange(P), run.hosts), G), tokens
+
+
+@pytest.mark.parametrize(
+  "template, text",
+  [
+    (
+      QWEN35,
+      "<tool_call>\n<function=set>\n<parameter=zip>\n12345\n</parameter>\n<parameter=on>\nTrue\n"
+      "<parameter=n>\n5.0\n</parameter>\n<parameter=note>\nnull\n</parameter>\n</function>\n"
+      "</tool_call>",
+    ),
+    (GEMMA4, '<|tool_call>call:set{zip:<|"|>12345<|"|>,on:true,n:5.0,note:None}<tool_call|>'),
+    (
+      GPT_OSS,
+      '<|channel|>commentary to=functions.set<|message|>{"zip": "12345", "on": true, "n": 5.0,'
+      ' "note": null}',
+    ),
+  ],
+)
+def test_tools_get_what_the_family_writes_as_their_hints_say(template, text, tmp_path):
+  talk, tokens = talk_of(tmp_path, template)
+  (stop, *_) = tokens.stop_ids
+  row = Ended(0, 0, [*tokens.encode_batch_after([text])[0], stop], stop, 500)
+  (ids,) = talk.reply([row])
+  assert "('12345', True, 5, None)" in tokens.decode(ids)
+  assert talk._conversations[0, 0].calls == 1 and talk._conversations[0, 0].failures == 0
+
+
+def test_a_template_whose_calls_are_not_read_ends_the_run_at_its_start(tmp_path):
+  with pytest.raises(ConfigError, match="environment.calls: the chat template shows tools") as one:
+    talk_of(tmp_path, SHOWS)
+  assert "\n" not in str(one.value)
+  talk_of(tmp_path, SHOWS, calls="hermes")  # who says so knows
+
+
 def test_calls_beyond_the_limit_get_an_error(tmp_path):
   tools = (f"{tmp_path}/env.py:double",)
   found = Collected(config_of(tmp_path, TOOLS, tools=tools, calls=DIGITS, max_calls=1))
@@ -443,3 +519,100 @@ def test_the_calculator_computes(expression, value):
 def test_the_calculator_refuses_the_rest(expression):
   with pytest.raises((ValueError, ZeroDivisionError)):
     calculator(expression)
+
+
+ROW_TOOLS = '''
+def a(digit: str) -> str:
+  """Says one.
+
+  Args:
+    digit: A digit.
+  """
+  return "1"
+
+
+def b(digit: str) -> str:
+  """Says two.
+
+  Args:
+    digit: A digit.
+  """
+  return "2"
+'''
+SCHEMA_OF_B = {"type": "function", "function": {"name": "b", "parameters": {}}}
+
+
+def with_rows(folder, config, values, **changes):
+  """The config with rows whose column `tools` holds these values in turn."""
+  rows = [{"question": f"{i}ab=", "answer": "0"} for i in range(10)]
+  for row, value in zip(rows, itertools.cycle(values)):
+    row["tools"] = value
+  for split in ("train", "test"):
+    (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  return with_section(config, "data", task="columns", path=str(folder), **changes)
+
+
+def test_a_row_may_have_some_of_the_tools(tmp_path):
+  """Those of other rows do not exist for it, and a row without any has none to call."""
+  tools = tuple(f"{tmp_path}/env.py:{name}" for name in "ab")
+  calls = "(?P<name>[ab]) *(?P<arguments>[0-9])"
+  config = config_of(tmp_path, ROW_TOOLS, tools=tools, calls=calls)
+  values = [["a"], json.dumps([SCHEMA_OF_B]), [], None]
+  config = with_section(config, "batch", prompts=8)
+  found = Collected(with_rows(tmp_path, config, values))
+  expected = [
+    {"1", "error: there is no tool 'b'; there are a"},
+    {"2", "error: there is no tool 'a'; there are b"},
+    set(),
+  ]
+  said = [set[str]() for _ in values]
+  for row in found.rows:
+    texts = [turn["text"] for turn in row["turns"] if turn["role"] == "tool"]
+    said[int(row["prompt"][0]) % 4].update(texts)
+  assert said[:3] == expected and set() < said[3] <= {"1", "2"}
+
+
+@pytest.mark.parametrize(
+  "value, words",
+  [
+    (["a", "c"], "train.jsonl line 1: the column tools names 'c', and environment.tools has a, b"),
+    (5, "train.jsonl line 1: the column tools must be a list of names or schemas of tools"),
+    ("a, b", "train.jsonl line 1: the column tools must be a list of names or schemas of tools"),
+    ([["a"]], r"train.jsonl line 1: the column tools holds \['a'\]: an entry must be the name"),
+    (
+      [{"function": {}}],
+      "train.jsonl line 1: the column tools holds .*: an entry must be the name",
+    ),
+  ],
+)
+@pytest.mark.parametrize("at_start", [500, 1])
+def test_tools_of_a_row_that_a_run_lacks_are_named(tmp_path, value, words, at_start):
+  tools = tuple(f"{tmp_path}/env.py:{name}" for name in "ab")
+  config = config_of(tmp_path, ROW_TOOLS, tools=tools, calls="(?P<name>a)(?P<arguments>1)")
+  run = small_run(with_rows(tmp_path, config, [value], count_at_start=at_start))
+  for split in ("train", "test"):
+    with pytest.raises(ConfigError, match=words.replace("train", split)):
+      run.prompts(split)
+
+
+NAMES_TOOLS = (
+  "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{{ messages[0].content }}"
+)
+
+
+def test_a_prompt_shows_the_tools_of_its_row(tmp_path):
+  """Without environment.tools, nobody answers calls, and the row says what the model reads."""
+  trained_tokenizer(["a b ; = 0 1 2"]).save(str(tmp_path / "tokenizer.json"))
+  about = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": NAMES_TOOLS}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+  tokens = tokenizer.load(tmp_path)
+  tools = tuple(f"{tmp_path}/env.py:{name}" for name in "ab")
+  config = config_of(tmp_path, ROW_TOOLS, tools=tools)
+  values = [["b", "a", "b"], [], None, [SCHEMA_OF_B], [{"name": "a"}]]
+  config = with_rows(tmp_path, config, values, chat=True, prompt="{question}")
+  made = Prompts(
+    make_task(config.data).train, tokens, config.data, environment=of_config(config, tokens)
+  ).make(range(5))
+  assert [one.text for one in made] == ["b;a;0ab=", "1ab=", "a;b;2ab=", "b;3ab=", "a;4ab="]
+  made = Prompts(make_task(config.data).train, tokens, config.data).make(range(5))
+  assert [one.text for one in made] == ["0ab=", "1ab=", "2ab=", "b;3ab=", "4ab="]

@@ -57,6 +57,8 @@ FILES = [
   _train("only spaces", " \n\t\n\n", "train.jsonl is empty"),
   _train("latin-1", row("caf\xe9").encode("latin-1").replace(b"\\u00e9", b"\xe9"), "train.jsonl"),
   _train("gzip", b"\x1f\x8b\x08\x00" + bytes(100), "train.jsonl"),
+  _train("mark of windows", b"\xef\xbb\xbf" + GOOD.encode(), "finished", code=0),
+  _train("mark of windows alone", b"\xef\xbb\xbf\n", "train.jsonl"),
   _train("csv", "question,answer\n1+1=,2\n", "train.jsonl line 1"),
 ]
 
@@ -69,6 +71,7 @@ LINES = [
   _line("answer is nan", '{"question": "1", "answer": NaN}', "'answer'"),
   _line("no anchor", row(answer="2"), "####"),
   _line("empty conversation", row([]), "conversation"),
+  _line("no content", row([{"role": "user"}]), "may be missing beside tool_calls"),
   _line("role is a number", row([{"role": 1, "content": "1"}]), "role"),
   _line("one message among numbers", row([{"role": "user", "content": "1"}, 5]), "message"),
 ]
@@ -126,6 +129,13 @@ def _invalid() -> Any:
   return pyarrow.array([b"\xff\xfe"] * 6).view(pyarrow.string())
 
 
+def _json(values: list[str | None]) -> Any:
+  """Six texts that Arrow calls JSON, as the package datasets stores values of mixed types."""
+  import pyarrow
+
+  return pyarrow.array(values, pyarrow.json_())
+
+
 def _columns(
   name: str, flags: str, code: int, *words: str, parts: tuple[Mapping[str, Any], ...]
 ) -> Case:
@@ -149,13 +159,22 @@ BY_SOURCE = (
   " --config.reward.functions=\"('strict','flexible')\" --config.reward.weights='(1.0,1.0)'"
 )
 
+TOOLS = "--config.environment.tools=\"('calculator',)\""
+
 COLUMNS = [
   _columns("parquet of bytes", "", 0, parts=({**SUMS, "question": [x.encode() for x in ASKED]},)),
-  _columns("parquet of images", "", 2, "column 'image'", "UTF-8", parts=({**SUMS, "image": [b"\xff\xd8"] * 6},)),
+  _columns("parquet of images", "", 2, "row 1: image holds images", "vision tower", parts=({**SUMS, "image": [b"\xff\xd8"] * 6},)),
   _columns("parquet that is not utf-8", "", 2, "column 'answer'", "UTF-8", parts=({**SUMS, "answer": _invalid()},)),
   _columns("parquet of dates", "", 0, parts=({**SUMS, "day": [datetime.date(2020, 1, 1)] * 6},)),
-  _columns("parquet parts with different columns", "", 2, "train-1.parquet", "different columns (answer, gold)",
-           parts=(SUMS, {"question": ASKED, "gold": ANSWERS})),
+  _columns("parquet parts with different columns", "", 0, "finished", parts=(SUMS, {**SUMS, "gold": ANSWERS})),
+  _columns("a prompt of a column that one part lacks", "--config.data.prompt='{gold}'", 2, "row 1 has no 'gold'", parts=(SUMS, {**SUMS, "gold": ANSWERS})),
+  _columns("a column that no part has", "--config.data.columns=\"('answer=gold',)\"", 2, "no row has a column 'gold'", "have question, answer", parts=(SUMS, SUMS)),
+  _columns("parquet of json that is damaged", "", 2, "row 1 column 'more'", "must be JSON", parts=({**SUMS, "more": _json(["{", *"123456"][:6])},)),
+  _columns("parquet of json", "", 0, "finished", parts=({**SUMS, "more": _json(['{"a": null}', "[]", "1", "null", '"x"', None])},)),
+  _columns("parquet of tools that the run lacks", TOOLS, 2, "row 2: the column tools names 'search'", "environment.tools has calculator",
+           parts=({**SUMS, "tools": [["calculator"], ["search"], None, [], [], []]},)),
+  _columns("parquet of tools that are numbers", TOOLS, 2, "row 1: the column tools must be a list of names or schemas", parts=({**SUMS, "tools": [1] * 6},)),
+  _columns("parquet of tools", TOOLS, 0, "finished", parts=({**SUMS, "tools": [["calculator"], None, [], [], [], []]},)),
   _columns("two columns for one name", "--config.data.columns=\"('answer=a','answer=b')\"", 2, "two entries for 'answer'",
            parts=({"question": ASKED, "a": ANSWERS, "b": ANSWERS},)),
   _columns("verl by data source", BY_SOURCE + " --config.reward.tasks=\"('gsm8k','math')\" --config.eval.function=rewards", 0, parts=(VERL,)),

@@ -85,7 +85,16 @@ NAMES = [
   _name("process reward without steps", "('worked_steps',)", 0, "finished"),
 ]
 
-UNSCORED = ("no completion of the last 3 GRPO steps has a reward, so nothing is learned",)
+UNSCORED = ("the last 3 GRPO steps had nothing to learn from",)
+CUT_OFF = [
+  Case(
+    "reward/all cut off and masked",
+    "train $RUN --config.algo.mask_truncated=True --config.sampling.min_tokens=5"
+    " --config.reward.max_unscored_steps=2",
+    1,
+    ("the last 2 GRPO steps had nothing to learn from", "algo.mask_truncated"),
+  ),
+]  # fmt: skip
 RETURNS = [
   _returns("too few", "[0.0]", (1, 2), "f returned 1 scores for 8"),
   _returns("too many", "[0.0] * 9", (1, 2), "f returned 9 scores for 8"),
@@ -239,4 +248,4 @@ MODEL = "train $RUN --config.reward.functions=\"('scorer',)\""
 NANS = tensors("scorer/model.safetensors", lambda arrays: arrays.update({"score.weight": arrays["score.weight"] * np.float32(np.nan)}))  # fmt: skip
 
 
-CASES = [*FILES, *NAMES, *RETURNS, *DOES, *LOGS, *CODE, *UNLEARNED]
+CASES = [*FILES, *NAMES, *CUT_OFF, *RETURNS, *DOES, *LOGS, *CODE, *UNLEARNED]

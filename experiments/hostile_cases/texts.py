@@ -37,6 +37,8 @@ READS_TEXTS = (
   "def f(completions, **columns):\n  return [float(len(c.strip())) for c in completions]\n"
 )
 EXITS = "import sys\ndef f(completions, **columns):\n  if isinstance(completions[0], list): sys.exit(0)\n  return [float(len(c)) for c in completions]\n"
+TOOLS = " \"--config.environment.tools=('calculator',)\""
+SHOWS = "{% if tools %}1+{% endif %}"
 FAILS = "def f(completions, **columns):\n  raise TypeError('no server')\n"
 SYSTEM = " --config.data.system=1"
 MESSAGES = [{"role": "system", "content": "1"}, {"role": "user", "content": "2+2="}]
@@ -61,6 +63,8 @@ TEMPLATES = [
   _chat("deep brackets", "{{ " + "(" * 50_000 + ")" * 50_000 + " }}", "chat_template.jinja"),
   _chat("bad date", "{{ strftime_now(3) }}", "chat_template.jinja"),
   _config_template("a number", 3, "chat"),
+  _chat("calls of tools that nothing reads", SHOWS + PLAIN, "environment.calls: the chat template shows tools", flags=TOOLS),
+  _chat("calls that a flag names", SHOWS + PLAIN, "finished", code=0, flags=TOOLS + " --config.environment.calls=hermes"),
 ]  # fmt: skip
 
 CASES = [*TEMPLATES]

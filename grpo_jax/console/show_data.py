@@ -22,7 +22,7 @@ from grpo_jax.model.huggingface import hub
 from grpo_jax.settings import ConfigError, shown
 
 _LONGEST_NAME = 24  # of a task
-_LOOKED_AT = 100  # examples, for images
+_LOOKED_AT = 100  # examples of a large file, for images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,13 @@ def open_data(
   if path:
     tokens = tokenizer.load(path)  # first, because its errors come sooner
     task = tasks.make_task(config.data)
-    first = (task.train[i] for i in range(min(len(task.train), _LOOKED_AT)))
-    sees = config.model.path and config.model.vision != "ignored" and any(map(has_images, first))
+    in_memory = isinstance(task.train, list)
+    looked_at = range(len(task.train) if in_memory else min(len(task.train), _LOOKED_AT))
+    sees = (
+      config.model.path
+      and config.model.vision != "ignored"
+      and any(has_images(task.train[i]) for i in looked_at)
+    )
     folder = hub.folder(config.model.path, "data.tokenizer") if sees else ""
     return task, tokens, processors.load(folder, tokens) if folder else None
   task = tasks.make_task(config.data)
@@ -143,6 +148,8 @@ def statistics_lines(config: Config) -> Iterator[str]:
     yield f"{split}: {len(examples):,} examples, all readable"
     if mixture_of(config.data) or config.reward.tasks:
       yield from _by_task(each, shares)
+    counts = ", ".join(f"{visible(name)} {count:,}" for name, count in each.filled.items())
+    yield f"examples that have each column: {counts}"
     yield f"tokens of prompts ({longer:,} have more than data.max_prompt_tokens = {limit}):"
     yield from histogram(each.prompt_tokens)
     solved = each.solution_tokens[each.solution_tokens > 0]

@@ -247,7 +247,9 @@ def _phase(metrics: Mapping[str, Any]) -> str:
 
 def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[str]:
   """The parts of a step's line, such as ["reward 0.71", "left 2m10s"]."""
-  parts = [form.format(metrics[name]) for name, form in _FORMATS if metrics.get(name) is not None]
+  # Without a token in the loss there is no KL.
+  found = {name: x for name, x in metrics.items() if x == x or name != "kl"}
+  parts = [form.format(found[name]) for name, form in _FORMATS if found.get(name) is not None]
   if metrics.get("warm_start/tokens") and metrics.get("time/step"):
     parts.append(f"{metrics['warm_start/tokens'] / metrics['time/step']:.0f} tok/s")
   if metrics.get("skipped_updates"):

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
+import json
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from grpo_jax.data.files.rows import place_of
-from grpo_jax.data.images.of_prompts import Given, PromptImages, needed_sizes, without_images
+from grpo_jax.data import row_tools
+from grpo_jax.data.files.rows import is_in_memory, place_of
+from grpo_jax.data.images.of_prompts import PromptImages, needed_sizes, without_images
 from grpo_jax.data.images.pictures import Layout
 from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.images.source import AnyImage
@@ -51,6 +53,9 @@ class Opens(Protocol):
   """
 
   schemas: list[dict[str, Any]]
+
+  def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of the tools that the policy may call in an example."""
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
     """The messages with which it begins, after those of the data set, for each example."""
@@ -186,9 +191,9 @@ class Prompts:
 
   @property
   def is_in_memory(self) -> bool:
-    """Whether the rows were read at the start, and are kept."""
-    first = self._split[0].values()
-    return not self._counts_later and not any(isinstance(value, Given) for value in first)
+    """Whether to look at all rows costs nothing."""
+    split = self._split
+    return all(map(is_in_memory, split.parts if isinstance(split, Mixture) else [split]))
 
   def tasks(self) -> set[str] | None:
     """What the examples have as `task`. None if some rows are read later."""
@@ -210,10 +215,12 @@ class Prompts:
     Rows that a task makes when they are needed are left out. Of a split whose prompts are counted
     later, another row may stand in for one of these.
     """
+    split = self._split
     for index in indices:
       number = index if self._kept is None else int(self._kept[index])
-      if place := place_of(self._split, number):
-        yield place, self._split[number]
+      part = split.part_of(number) if isinstance(split, Mixture) else split
+      if isinstance(part, list) or hasattr(part, "where"):
+        yield place_of(split, number), split[number]
 
   def make(self, indices: Iterable[int]) -> list[Prompt]:
     """The prompts at `indices`, of those that are kept.
@@ -223,7 +230,7 @@ class Prompts:
     """
     try:
       if self._kept is not None:
-        return self._make([self._split[int(self._kept[i])] for i in indices])
+        return self._make([int(self._kept[i]) for i in indices])
       return self._make_with_stand_ins([int(i) for i in indices])
     except ConfigError as error:  # the run has begun, and saves what it has
       raise RunFailed(str(error)) from error
@@ -243,19 +250,19 @@ class Prompts:
     at_once = _AT_ONCE if self.images is None else _WITH_IMAGES
     counts = [np.zeros((0, 3), np.int32)]
     for start in range(0, len(own), at_once):
-      made = self._make([self._split[int(i)] for i in own[start : start + at_once]])
+      made = self._make(own[start : start + at_once].tolist())
       lengths = np.array([len(prompt.ids) for prompt in made], np.int32)
       sizes = needed_sizes(made) if self.images else np.zeros((len(made), 2), np.int32)
       counts.append(np.column_stack([lengths, sizes]))
     return np.concatenate(counts)
 
   def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:
-    made = self._make([self._split[i] for i in indices])
+    made = self._make(indices)
     for tried in range(_MOST_STAND_INS):
       long = [place for place, prompt in enumerate(made) if len(prompt.ids) > self.max_tokens]
       if not long:
         return made
-      others = self._make([self._split[self._stand_in(indices[place], tried)] for place in long])
+      others = self._make([self._stand_in(indices[place], tried) for place in long])
       for place, prompt in zip(long, others):
         made[place] = prompt
     raise ConfigError(
@@ -270,11 +277,14 @@ class Prompts:
       return self._split.stand_in(index, word)
     return word % len(self._split)
 
-  def _make(self, examples: list[Mapping[str, Any]]) -> list[Prompt]:
+  def _make(self, indices: list[int]) -> list[Prompt]:
+    """The prompts of the examples at places of the split."""
     tokenizer, environment = self._tokenizer, self._environment
+    examples: list[Mapping[str, Any]] = [self._split[i] for i in indices]
     openings: list[list[dict[str, Any]]] = [[] for _ in examples]
     if environment is not None:
       openings = environment.openings(examples)
+    tools = [self._tools(example, i) for example, i in zip(examples, indices)]
     examples, seen = self._see(examples)
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
     if self._data.chat:
@@ -285,8 +295,7 @@ class Prompts:
         messages = [self._place(own, one) for own, one in zip(messages, seen)]
       else:
         _check_texts(messages, f"data.prompt={self._data.prompt!r}")
-      tools = environment.schemas if environment else None
-      texts = tokenizer.render_batch(messages, tools=tools or None)
+      texts = self._rendered(messages, tools)
       prefix_ids: tuple[int, ...] = ()  # a chat template writes <s> or the like itself
     else:
       texts = [
@@ -311,6 +320,31 @@ class Prompts:
         examples, texts, text_ids, messages, seen, layouts
       )
     ]
+
+  def _tools(self, example: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
+    """The schemas of the tools that a prompt shows."""
+    if self._environment is None:
+      return row_tools.given(example.get(row_tools.COLUMN))
+    try:
+      return self._environment.tools_of(example)
+    except ConfigError as error:
+      raise ConfigError(f"data.path: {place_of(self._split, index)}: {error}") from None
+
+  def _rendered(
+    self, messages: Sequence[chat.Messages], tools: Sequence[list[dict[str, Any]]]
+  ) -> list[str]:
+    """Conversations as texts, those with the same tools together."""
+    texts = [""] * len(messages)
+    together: dict[str, list[int]] = {}
+    for place, own in enumerate(tools):
+      together.setdefault(json.dumps(own), []).append(place)
+    for places in together.values():
+      own = tools[places[0]] or None
+      for place, text in zip(
+        places, self._tokenizer.render_batch([messages[i] for i in places], tools=own)
+      ):
+        texts[place] = text
+    return texts
 
   def _see(
     self, examples: list[Mapping[str, Any]]
@@ -355,6 +389,7 @@ class Prompts:
       messages = [{"role": "user", "content": text}] if text else []
     messages = [*messages, *opening]
     chat.check_messages(messages, f"data.prompt={template!r}")
+    messages = chat.with_contents(messages)
     system, turns = list(messages[:1]), list(messages[1:])
     if system[0]["role"] != "system":
       system, turns = [], list(messages)

@@ -1,6 +1,6 @@
 """What the prompts of a data set are like: their lengths, and which occur more than once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import math
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpo_jax.data.images.of_prompts import Given
 from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.prompts import Opens, Prompt, Prompts
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
@@ -31,12 +32,14 @@ class Statistics:
     solution_tokens: int32 [N], that of each solution with the token that ends it. 0 without one.
     prompt_hashes: uint64 [N], equal for equal prompts.
     tasks: What each example has as `task`.
+    filled: In how many examples each field has a value, by its name.
   """
 
   prompt_tokens: np.ndarray
   solution_tokens: np.ndarray
   prompt_hashes: np.ndarray
   tasks: Sequence[Any] = ()
+  filled: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def statistics(
@@ -65,19 +68,22 @@ def statistics(
   solutions = np.zeros(len(split), np.int32)
   hashes = np.zeros(len(split), np.uint64)
   tasks: list[Any] = []
+  filled = dict.fromkeys(prompts.fields, 0)
   for start in range(0, len(split), _AT_ONCE):
     try:
       made = prompts.make(range(start, min(start + _AT_ONCE, len(split))))
     except RunFailed as error:
       raise ConfigError(str(error)) from None
     tasks += [prompt.example.get("task") for prompt in made]
+    for name in filled:
+      filled[name] += sum(_has_value(prompt.example.get(name)) for prompt in made)
     texts = [prompt.example.get("solution") for prompt in made]
     own = slice(start, start + len(made))
     lengths[own] = [len(prompt.ids) for prompt in made]
     hashes[own] = [_hash(prompt) for prompt in made]
     encoded = tokenizer.encode_batch_after([text or "" for text in texts])
     solutions[own] = [len(ids) + 1 if text else 0 for text, ids in zip(texts, encoded)]
-  return Statistics(lengths, solutions, hashes, tasks)
+  return Statistics(lengths, solutions, hashes, tasks, filled)
 
 
 def histogram(lengths: np.ndarray) -> list[str]:
@@ -114,6 +120,10 @@ def _round_up(value: float) -> int:
   """The next number of 1, 2, 5, 10, 20, 50, ..."""
   power = 10 ** math.floor(math.log10(max(1.0, value)))
   return int(next(step * power for step in (1, 2, 5, 10) if step * power >= value))
+
+
+def _has_value(value: Any) -> bool:
+  return value is not None and not (isinstance(value, Given) and value.value is None)
 
 
 def _hash(prompt: Prompt) -> int:

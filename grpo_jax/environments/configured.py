@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from grpo_jax.config import Config, Environment
+from grpo_jax.data import row_tools
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments import acting, names
 from grpo_jax.environments.schema import schema_of
@@ -43,6 +44,14 @@ class Environments:
     self.schemas = [schema_of(tool) for tool in self.parts.tools.values()]
     self.format = format_for(template, settings.calls, self.schemas)
     self._known: dict[str, list[dict[str, Any]]] = {}  # openings by example
+
+  def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of the tools that the policy may call in an example. See `data/row_tools.py`.
+
+    Raises:
+      ConfigError: Its column `tools` names others than those of the config.
+    """
+    return row_tools.of_row(example.get(row_tools.COLUMN), self.schemas) if self.schemas else []
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
     """The messages with which environments begin, after the prompts of the data set.

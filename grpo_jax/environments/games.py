@@ -48,7 +48,7 @@ class TextArena:
         import textarena  # imported here because it is an optional package
     except ImportError:
       raise ConfigError(
-        "environment.name: games need the package textarena: pip install 'grpo_jax[textarena]'"
+        "environment.name: games need the package textarena: pip install -e '.[textarena]'"
       ) from None
     if not isinstance(example.get("seed"), int):
       raise ConfigError(

@@ -37,7 +37,7 @@ class OpenEnv:
       from openenv import GenericEnvClient  # imported here because it is an optional package
     except ImportError:
       raise ConfigError(
-        "environment.name: servers need the package openenv: pip install 'grpo_jax[openenv]'"
+        "environment.name: servers need the package openenv: pip install -e '.[openenv]'"
       ) from None
     seed = {"seed": example["seed"]} if isinstance(example.get("seed"), int) else {}
     try:

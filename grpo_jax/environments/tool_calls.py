@@ -1,38 +1,36 @@
 """The calls of tools in what a model wrote, as its family writes them.
 
-  hermes   <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>   (Qwen, Hermes, SmolLM)
+  hermes   <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>
+           (Qwen2.5, Qwen3, Hermes, SmolLM3, Granite 4)
   llama3   {"name": "add", "parameters": {"x": 1}}, the whole message, with ; between several
   mistral  [TOOL_CALLS][{"name": "add", "arguments": {"x": 1}}], or [TOOL_CALLS]add[ARGS]{"x": 1},
-           where [CALL_ID]ID may stand before [ARGS]
+           where [CALL_ID]ID may stand before [ARGS] (Mistral, Ministral)
   qwen3_coder  <tool_call><function=add><parameter=x>1</parameter></function></tool_call>
+           (Qwen3-Coder, Qwen3.5)
+  gemma4   <|tool_call>call:add{x:1,name:<|"|>sum<|"|>}<tool_call|>
+  gpt_oss  <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}<|call|>
+  deepseek  <｜tool▁call▁begin｜>function<｜tool▁sep｜>add and {"x": 1} as a block of json, or
+           <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"x": 1}, with <｜tool▁call▁end｜> behind it
+  glm4     <tool_call>add<arg_key>x</arg_key><arg_value>1</arg_value></tool_call> (GLM-4.5 to 4.7)
+  granite  <|tool_call|>[{"name": "add", "arguments": {"x": 1}}] (Granite 3, Phi-4-mini)
+  olmo3    <function_calls>add(x=1)</function_calls>, with a line for each of several
 
-A decoder leaves special tokens out, so marks that are special tokens may be missing.
+A decoder leaves special tokens out. `marks` are those that a reader needs, so that what decodes can
+keep them. call_formats.py reads the formats, and arguments.py decides what the arguments are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import functools
+from collections.abc import Callable, Sequence
 import json
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from grpo_jax.environments import call_formats
+from grpo_jax.environments.arguments import Schema, Text, first_json, parameters_of, typed
+from grpo_jax.environments.call_formats import Names, Read
 from grpo_jax.settings import ConfigError, is_text, shown
 
-Schema = Mapping[str, Any]
-
 _LONGEST = 20_000  # characters that are searched for a pattern of a user, which may be slow
-_HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION, _PARAMETER = ("<function=", "</function>"), ("<parameter=", "</parameter>")
-_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?\[ARGS\]\s*")
-_KEY = "environment.calls"
-_TYPES: dict[str, tuple[type, ...]] = {
-  "integer": (int,),
-  "number": (int, float),
-  "string": (str,),
-  "boolean": (bool,),
-  "array": (list,),
-  "object": (dict,),
-  "null": (type(None),),
-}
+KEY = "environment.calls"
 
 
 class Call(NamedTuple):
@@ -65,109 +63,87 @@ class Format(NamedTuple):
   """How a family writes calls.
 
   Attributes:
-    parse: Finds the calls in a text.
-    opens: A text from here on is no content until it is known to be no call.
+    read: Finds the calls in a text.
+    opens: A text from one of these on is no content until it is known to be no call.
+    marks: What may be a special token in it.
   """
 
-  parse: Callable[[str], Parsed]
-  opens: str
+  read: Callable[[str, Names], Read]
+  opens: tuple[str, ...]
+  marks: tuple[str, ...]
+
+  def parse(self, text: str, schemas: Sequence[Schema] = ()) -> Parsed:
+    """The calls in a text.
+
+    Args:
+      text: What a model wrote, with the special tokens of `marks`.
+      schemas: Of the tools. They decide what arguments without quotes are.
+    """
+    by_name = {schema["function"]["name"]: schema for schema in schemas}
+    names = {name: tuple(_properties(schema)) for name, schema in by_name.items()}
+    read = self.read(text, names)
+    calls, malformed = list[Call](), [*read.malformed]
+    for name, given in read.calls:
+      try:
+        arguments = json.dumps(typed(by_name.get(name, {}), given), ensure_ascii=False)
+      except RecursionError:
+        malformed.append("the call is not well-formed: it is nested too deeply")
+        continue
+      if is_text(name + arguments):
+        calls.append(Call(name, arguments))
+      else:
+        malformed.append("the call is not well-formed: it has half of a character")
+    return Parsed(read.content if calls or not read.calls else text, calls, malformed)
 
 
-def _tagged(read: Callable[[str], tuple[list[Call], list[str]]], text: str) -> Parsed:
-  """Calls between tags. `read` finds those of one pair of tags, and what is wrong with others."""
-  calls, malformed, content = list[Call](), list[str](), list[str]()
-  place = 0
-  # Not a regular expression: it would search to the end from each mark that has no end.
-  while (start := text.find(_HERMES_OPEN, place)) >= 0:
-    end = text.find(_HERMES_CLOSE, start)
-    if end < 0:
-      if not calls and not malformed:
-        malformed.append(f"the call has no end: {_HERMES_CLOSE} is missing")
-      break
-    made, problems = read(text[start + len(_HERMES_OPEN) : end].strip())
-    calls += made
-    malformed += problems
-    after = end + len(_HERMES_CLOSE)
-    content.append(text[place : after if problems else start])
-    place = after
-  whole = "".join([*content, text[place:]])
-  return Parsed(whole.strip() if calls else whole, calls, malformed)
-
-
-def _hermes(text: str) -> Parsed:
-  return _tagged(lambda body: _calls(body, ("arguments",)), text)
-
-
-def _qwen3_coder(schemas: Sequence[Schema], text: str) -> Parsed:
-  """A value is JSON if it reads as JSON, unless the schema wants a text."""
-  by_name = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
-
-  def value_of(function: str, name: str, value: str) -> Any:
-    wanted = by_name.get(function, {}).get("properties", {}).get(name, {}).get("type")
-    found, rest, problem = _first_json(value)
-    return value if wanted == "string" or problem or rest else found
-
-  def read(body: str) -> tuple[list[Call], list[str]]:
-    calls, problems = list[Call](), list[str]()
-    for function, inner in _elements(body, *_FUNCTION):
-      arguments = {
-        name: value_of(function, name, value.removeprefix("\n").removesuffix("\n"))
-        for name, value in _elements(inner, *_PARAMETER)
-      }
-      calls += _checked({"name": function, "arguments": arguments}, ("arguments",), problems)
-    if not calls and not problems:
-      problems.append("the call is not well-formed: it needs <function=NAME> and </function>")
-    return calls, problems
-
-  return _tagged(read, text)
-
-
-def _elements(text: str, opens: str, closes: str) -> Iterator[tuple[str, str]]:
-  """(name, what lies inside) of each element, as <function=NAME>...</function>."""
-  place = 0
-  while (start := text.find(opens, place)) >= 0:
-    name_end = text.find(">", start)
-    end = text.find(closes, name_end)
-    if name_end < 0 or end < 0:
-      return
-    yield text[start + len(opens) : name_end].strip(), text[name_end + 1 : end]
-    place = end + len(closes)
-
-
-def _llama3(text: str) -> Parsed:
-  body = text.replace("<|python_tag|>", "").strip()
-  if not body.startswith("{"):
-    return Parsed(text, [], [])
-  calls, problems = _calls(body, ("parameters", "arguments"), separator=";")
-  return Parsed("" if calls else text, calls, problems)
-
-
-def _mistral(text: str) -> Parsed:
-  content, mark, body = text.partition("[TOOL_CALLS]")
-  if not mark:
-    content, body = "", text
-  if (named := _MISTRAL_NAMED.match(body)) is not None:
-    calls, problems = list[Call](), list[str]()
-    while named is not None:
-      value, rest, problem = _first_json(body[named.end() :])
-      if problem:
-        problems.append(problem)
-        break
-      calls += _checked({"name": named[1], "arguments": value}, ("arguments",), problems)
-      named = _MISTRAL_NAMED.match(body := rest.removeprefix("[TOOL_CALLS]"))
-    return Parsed(content.strip() if calls else text, calls, problems)
-  if not mark and not body.lstrip().startswith('[{"name"'):
-    return Parsed(text, [], [])
-  calls, problems = _calls(body, ("arguments",))
-  return Parsed(content.strip() if calls else text, calls, problems)
-
-
+_TAGS = call_formats.HERMES
 FORMATS = {
-  "hermes": Format(_hermes, _HERMES_OPEN),
-  "llama3": Format(_llama3, "{"),
-  "mistral": Format(_mistral, "["),
-  "qwen3_coder": Format(functools.partial(_qwen3_coder, ()), _HERMES_OPEN),
+  "hermes": Format(call_formats.hermes, _TAGS[:1], _TAGS),
+  "llama3": Format(call_formats.llama3, ("{",), ("<|python_tag|>",)),
+  "mistral": Format(call_formats.mistral, ("[",), ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
+  "qwen3_coder": Format(call_formats.qwen3_coder, _TAGS[:1], _TAGS),
+  "gemma4": Format(
+    call_formats.gemma4, call_formats.GEMMA4[:1], (*call_formats.GEMMA4, call_formats.QUOTE)
+  ),
+  "gpt_oss": Format(
+    call_formats.gpt_oss,
+    (" to=functions.", "<|channel|>commentary"),
+    ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+    + ("<|return|>",),
+  ),
+  "deepseek": Format(
+    call_formats.deepseek,
+    (call_formats.DEEPSEEK_LIST[0], call_formats.DEEPSEEK[0]),
+    (*call_formats.DEEPSEEK_LIST, *call_formats.DEEPSEEK, call_formats.DEEPSEEK_NAME),
+  ),
+  "glm4": Format(
+    call_formats.glm4,
+    _TAGS[:1],
+    (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+  ),
+  "granite": Format(call_formats.granite, call_formats.GRANITE[:1], call_formats.GRANITE),
+  "olmo3": Format(call_formats.olmo3, call_formats.OLMO3[:1], call_formats.OLMO3),
 }
+# What a chat template has that writes calls in a format. The first that is found counts.
+_SIGNS = {
+  "<|tool_call>call:": "gemma4",
+  "<|channel|>": "gpt_oss",
+  call_formats.DEEPSEEK[0]: "deepseek",
+  "<arg_key>": "glm4",
+  "<function=": "qwen3_coder",
+  "<function_calls>": "olmo3",
+  "[TOOL_CALLS]": "mistral",
+  "<|python_tag|>": "llama3",
+  "Environment: ipython": "llama3",
+  "<|tool_call|>": "granite",
+  "<|tool|>": "granite",
+  "<tool_call>": "hermes",
+}
+
+
+def family_of(template: str) -> str:
+  """The name in `FORMATS` of what a chat template writes, or "" if it says nothing."""
+  return next((name for sign, name in _SIGNS.items() if sign in template), "")
 
 
 def format_for(template: str, name: str = "auto", schemas: Sequence[Schema] = ()) -> Format:
@@ -183,46 +159,14 @@ def format_for(template: str, name: str = "auto", schemas: Sequence[Schema] = ()
   Raises:
     ConfigError: The name is none of these.
   """
-  if name == "qwen3_coder" or (name == "auto" and _FUNCTION[0] in template):
-    return Format(functools.partial(_qwen3_coder, tuple(schemas)), _HERMES_OPEN)
-  if name in FORMATS:
-    return FORMATS[name]
-  if name != "auto":
-    return _by_pattern(name, schemas)
-  if "[TOOL_CALLS]" in template:
-    return FORMATS["mistral"]
-  is_llama = "<|python_tag|>" in template or "Environment: ipython" in template
-  return FORMATS["llama3" if is_llama else "hermes"]
+  if name == "auto":
+    name = family_of(template) or "hermes"
+  return FORMATS[name] if name in FORMATS else _by_pattern(name, schemas)
 
 
-def check_arguments(schema: Schema, arguments: Any) -> str:
-  """What is wrong with the arguments of a call, in a line for the model, or ""."""
-  function = schema["function"]
-  properties = function["parameters"].get("properties", {})
-  for name in function["parameters"].get("required", ()):
-    if name not in arguments:
-      return f"{function['name']}: the argument {name} is missing"
-  for name, value in arguments.items():
-    if name not in properties:
-      return f"{function['name']}: there is no argument {name!r:.80}"
-    problem = _problem(properties[name], value)
-    if problem:
-      return f"{function['name']}: the argument {name} must be {problem}"
-  return ""
-
-
-def _problem(schema: Schema, value: Any) -> str:
-  """What a value must be, or "" if it is that. What lies inside lists and objects is not read."""
-  if value is None and schema.get("nullable"):
-    return ""
-  names = schema.get("type", [])
-  names = [names] if isinstance(names, str) else names
-  kinds = [kind for name in names for kind in _TYPES.get(name, ())]
-  if kinds and type(value) not in kinds:  # True is no integer
-    return f"of the type {' or '.join(names)}"
-  if "enum" in schema and value not in schema["enum"]:
-    return f"one of {json.dumps(schema['enum'])}"
-  return ""
+def _properties(schema: Schema) -> Sequence[str]:
+  properties = parameters_of(schema).get("properties")
+  return list(properties) if isinstance(properties, dict) else []
 
 
 def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
@@ -230,87 +174,28 @@ def _by_pattern(pattern: str, schemas: Sequence[Schema]) -> Format:
     compiled = re.compile(pattern, re.DOTALL)
   except re.error as error:
     raise ConfigError(
-      f"{_KEY}: {shown(pattern)} is none of auto, {', '.join(FORMATS)}, and no regular expression:"
+      f"{KEY}: {shown(pattern)} is none of auto, {', '.join(FORMATS)}, and no regular expression:"
       f" {error}"
     ) from None
   groups = compiled.groupindex
   if "arguments" not in groups or ("name" not in groups and len(schemas) > 1):
     raise ConfigError(
-      f"{_KEY}: {shown(pattern)} must be auto, {', '.join(FORMATS)}, or a regular expression with"
+      f"{KEY}: {shown(pattern)} must be auto, {', '.join(FORMATS)}, or a regular expression with"
       " a group (?P<arguments>...), and (?P<name>...) where there are several tools"
     )
-  by_name = {schema["function"]["name"]: schema for schema in schemas}
 
-  def parse(text: str) -> Parsed:
-    calls, problems = list[Call](), list[str]()
+  def read(text: str, names: Names) -> Read:
+    calls: call_formats.Calls = []
+    problems = list[str]()
     searched, rest = text[:_LONGEST], text[_LONGEST:]
     for match in compiled.finditer(searched):
-      name = match["name"] if "name" in groups else next(iter(by_name), "")
+      name = match["name"] if "name" in groups else next(iter(names), "")
       given = match["arguments"] or ""
-      value, _, problem = _first_json(given)
+      value, _, problem = first_json(given)
       if problem or not isinstance(value, dict):
-        properties = (
-          by_name[name]["function"]["parameters"]["properties"] if name in by_name else {}
-        )
-        value = {next(iter(properties), "text"): given}
-      calls += _checked({"name": name or "", "arguments": value}, ("arguments",), problems)
+        value = {next(iter(names.get(name, ())), "text"): Text(given)}
+      calls += call_formats.checked({"name": name or "", "arguments": value}, problems)
     content = (compiled.sub("", searched) + rest).strip() if calls else text
-    return Parsed(content, calls, problems)
+    return Read(content, calls, problems)
 
-  return Format(parse, "")
-
-
-def _calls(text: str, keys: Sequence[str], separator: str = "") -> tuple[list[Call], list[str]]:
-  """The calls in JSON: objects, or lists of them, and what is wrong with others.
-
-  Args:
-    text: The JSON.
-    keys: Where the arguments are.
-    separator: What may lie between two values.
-  """
-  calls, problems, rest = list[Call](), list[str](), text
-  while rest:
-    value, rest, problem = _first_json(rest)
-    if not problem and rest and not (separator and rest.startswith(separator)):
-      problem = "there is more behind its JSON"
-    if problem:
-      return calls, [*problems, f"the call is not well-formed: {problem}"]
-    rest = rest.removeprefix(separator).strip()
-    for one in value if isinstance(value, list) else [value]:
-      calls += _checked(one, keys, problems)
-  return calls, problems
-
-
-def _checked(value: Any, keys: Sequence[str], problems: list[str]) -> list[Call]:
-  """The call that a value is. What is wrong with another value is added to `problems`."""
-  if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-    problems.append('the call is not well-formed: it needs a "name" and "arguments"')
-    return []
-  arguments: Any = next((value[key] for key in keys if key in value), {})
-  if isinstance(arguments, str):  # some models write the object as a text
-    arguments, _, _ = _first_json(arguments)
-  text = json.dumps([value["name"], arguments], ensure_ascii=False)
-  if not is_text(text):
-    problems.append("the call is not well-formed: it has half of a character")
-    return []
-  if not isinstance(arguments, dict):
-    problems.append(f"the call of {value['name']!r:.80}: its arguments must be a JSON object")
-    return []
-  return [Call(value["name"], json.dumps(arguments, ensure_ascii=False))]
-
-
-def _refuse_constant(name: str) -> None:
-  raise ValueError(f"{name} is no number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _first_json(text: str) -> tuple[Any, str, str]:
-  """(the JSON value with which a text begins, what follows it, what is wrong)."""
-  text = text.strip()
-  try:
-    value, end = _DECODER.raw_decode(text)
-  except (ValueError, RecursionError) as error:
-    return None, "", f"it is not JSON ({' '.join(str(error).split()):.80})"
-  return value, text[end:].strip(), ""
+  return Format(read, ("",), ())

@@ -12,7 +12,7 @@ import jax
 
 from grpo_jax import learner, model
 from grpo_jax.config import Config, Eval
-from grpo_jax.data.files.rows import Kept
+from grpo_jax.data.files.rows import InMemory
 from grpo_jax.data.images import processor
 from grpo_jax.data.images.processor import Processor
 from grpo_jax.data.prompts import Prompts
@@ -127,7 +127,7 @@ class Run:
     if not len(examples):
       raise tasks.no_test_split(self.config.data.path)
     if split == "test":
-      examples = Kept(examples, self.config.eval.examples)
+      examples = InMemory(examples, self.config.eval.examples)
     with told_if_slow(f"making the {split} prompts"):
       prompts = Prompts(
         examples,

@@ -70,7 +70,7 @@ def _columns(differing: Sequence[str]) -> list[tuple[str, str]]:
     ("seed", SEED),
     ("state", "its steps, those of the warm start included"),
     ("accuracy", "held-out accuracy of the newest evaluation, with its 95% interval"),
-    ("reward", "mean of the ten newest steps in the log"),
+    ("reward, mean of 10", "mean of the ten newest steps in the log"),
     ("time", "of its steps and evaluations"),
     *((names[key], key) for key in differing),
   ]

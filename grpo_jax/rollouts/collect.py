@@ -31,14 +31,14 @@ from grpo_jax.rollouts.source import GroupSource, HostState, Policy, StepGroups
 from grpo_jax.rollouts.teacher import Teacher
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import Clock
-from grpo_jax.types import Batch, Rewards
+from grpo_jax.types import Batch, Completions, Rewards
 
 _UNSCORED = "unscored_steps"
 _MOST_CUTS, _SHORTEST_CUT = 4, 64  # sizes, and tokens
 
 
 def unscored_steps(host: HostState) -> int:
-  """How many steps in a row, up to now, had no completion with a reward and taught nothing."""
+  """How many steps in a row, up to now, had no completion to learn from."""
   return int(host.get(_UNSCORED, 0))
 
 
@@ -163,8 +163,9 @@ class Collector:
     new_tokens = metrics["prompts/tokens"] + metrics["completions/tokens"]
     host = drawn.host | {"num_tokens": before["num_tokens"] + new_tokens}
     metrics["num_tokens"] = int(host["num_tokens"])
-    # A teacher teaches without rewards.
+    # A teacher teaches without rewards, and nobody teaches without tokens.
     why_unscored = "" if self._teacher else drawn.why_unscored
+    why_unscored = why_unscored or self._why_no_tokens(chosen.rollouts.completions)
     host[_UNSCORED] = np.int64(unscored_steps(drawn.host) + 1 if why_unscored else 0)
     completions, rollout_PB = chosen.rollouts.completions, None
     if chosen.rollouts.branches is not None:
@@ -184,6 +185,22 @@ class Collector:
       why_unscored=why_unscored,
       prompts=drawn.prompts,
     )
+
+  def _why_no_tokens(self, completions: Completions) -> str:
+    """Why none of these completions has a token in the loss (`algo.batch.to_batch`). "" if one has.
+
+    Groups whose scores are all equal do not matter here: the next step may have others.
+    """
+    sampled_PG = np.asarray(completions.sampled_PGT).any(-1)
+    ended_PG = np.asarray(completions.stopped_by_PG) >= 0
+    if not sampled_PG.any():
+      return "the policy wrote no token of the completions"
+    if self._config.algo.mask_truncated and not (sampled_PG & ended_PG).any():
+      return (
+        f"all {sampled_PG.sum()} completions were cut off (sampling.max_tokens is"
+        f" {self._config.sampling.max_tokens}), and algo.mask_truncated leaves them out"
+      )
+    return ""
 
   def _prompts(self, indices_P: np.ndarray) -> loader.PromptBatch:
     return loader.prompt_batch(self.prompts, indices_P, self._run.hosts)

@@ -28,7 +28,7 @@ class Scored:
       log.completions_every leaves the step out. Empty on the processes that write nothing.
     metrics: Of everything that was sampled, including groups that are not in the batch.
     host: The host state after the step.
-    why_unscored: Why the batch has no reward to learn from. "" if it has.
+    why_unscored: Why no completion has a reward and a token in the loss. "" if one has.
     prompts: Of the batch. None means that they are made again.
   """
 

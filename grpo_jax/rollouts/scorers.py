@@ -10,6 +10,8 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import Runner
+from grpo_jax.environments.tool_calls import FORMATS, KEY
+from grpo_jax.environments.written_calls import are_read
 from grpo_jax.gguf_file import is_gguf
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.cores import cores
@@ -73,6 +75,12 @@ class Scorers:
       return None
     if environments.settings.harness:
       return self._harness(environments.settings.harness)
+    if self._config.data.chat and environments.schemas and environments.settings.calls == "auto":
+      if not are_read(run.tokenizer):
+        raise ConfigError(
+          f"{KEY}: the chat template shows tools, and makes a model call them in a way that is not"
+          f" read here; set {KEY} to one of {', '.join(FORMATS)}, or to a regular expression"
+        )
     replies = Replies(run.tokenizer, self._config.data.chat, environments.schemas)
     replies.check(
       (["tool"] if environments.schemas else [])
@@ -82,11 +90,14 @@ class Scorers:
     self.remarks += runner.remarks
     if replies.hides_tools():
       self.remarks += (
-        "the chat template does not show the tools of environment.tools to the model: describe them"
-        " in data.system",
+        "the chat template does not show the tools of environment.tools to the model: describe"
+        " them, and how to call them (environment.calls), in data.system",
       )
     stops = self._caller.stops_on_error
-    return Talkers(environments, runner, replies, run.tokenizer.decode, run.hosts, stops)
+    decode = run.tokenizer.decode
+    shown = run.tokenizer.skipped(environments.format.marks)
+    decode_calls = functools.partial(decode, shown=shown)
+    return Talkers(environments, runner, replies, decode, decode_calls, run.hosts, stops)
 
   def close(self) -> None:
     """Ends the workers that call reward functions, and what plays with the policy."""
@@ -100,7 +111,7 @@ class Scorers:
       from grpo_jax.rollouts.play.traced import Harness, Players  # a server is an optional package
     except ImportError:
       raise ConfigError(
-        "environment.harness: the endpoint needs the package aiohttp: pip install 'grpo_jax[serve]'"
+        "environment.harness: the endpoint needs the package aiohttp: pip install -e '.[serve]'"
       ) from None
     players = self._run.hosts.on_each(lambda: Players(name, self._caller.pool))
     return Harness(self._run, players, self._caller.stops_on_error)

@@ -37,6 +37,12 @@ class Teacher:
     with _naming_the_key():
       shape = model.load_model_config(folder)
     _check_tokenizer(tokenizer.load(folder, _KEY), run.tokenizer, shape.vocab_size)
+    if shape.vocab_size < run.parameters.model.vocab_size:
+      raise ConfigError(
+        f"config key {_KEY}: the teacher has {shape.vocab_size} rows of embeddings and the policy"
+        f" {run.parameters.model.vocab_size}, and it cannot score the ids that it lacks; choose a"
+        " teacher with as many rows, also of ids that are no tokens"
+      )
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if longest > shape.max_positions:
       raise ConfigError(

@@ -27,7 +27,9 @@ class Choice:
     finish: Empty while it goes on, then "stop" or "length".
   """
 
-  def __init__(self, index: int, request: Request, decode: Decode, calls: Format):
+  def __init__(
+    self, index: int, request: Request, decode: Decode, calls: Format, marks: Sequence[str] = ()
+  ):
     """It has no tokens yet.
 
     Args:
@@ -35,6 +37,7 @@ class Choice:
       request: The request.
       decode: Token ids -> the text that they add.
       calls: How the model writes calls of tools.
+      marks: Special tokens that `decode` shows for `calls`. They are no content.
     """
     self.index, self.prompt = index, request.prompts[index // request.n]
     self.tokens: list[int] = []
@@ -42,8 +45,9 @@ class Choice:
     self.versions: list[int] = []
     self.finish = ""
     self._decode, self._stop = decode, request.stop
-    self._held = (*request.stop, calls.opens) if request.has_tools else request.stop
-    self._calls = calls if request.has_tools else None
+    self._held = (*request.stop, *calls.opens) if request.tools else request.stop
+    self._calls, self._tools = calls if request.tools else None, request.tools
+    self._marks = marks
     self._echo = request.echo[index // request.n] if request.echo else ""
     self._said, self._called = "", 0  # what the client has got
     self._text = ""  # of the first tokens,
@@ -74,14 +78,16 @@ class Choice:
     text = text[: min(ends)] if ends else text
     if not self.finish:
       text = _sure(text.rstrip("\ufffd"), self._held)
-      if self._calls is not None and self._calls.opens in text:
-        text = text[: text.index(self._calls.opens)]
+      opens = self._calls.opens if self._calls is not None else ()
+      text = text[: min((text.index(one) for one in opens if one in text), default=len(text))]
     new = text[self._texts :]
     self._texts = max(self._texts, len(text))
     calls: list[Call] = []
     if self._calls is not None and self.finish:
-      new, calls, _ = self._calls.parse(new)
+      new, calls, _ = self._calls.parse(new, self._tools)
       self.finish = "tool_calls" if calls else self.finish
+    for mark in self._marks:
+      new = new.replace(mark, "")
     self._said, self._called = self._said + new, self._called + len(calls)
     echo, self._echo = self._echo, ""
     return echo + new, calls
@@ -220,7 +226,7 @@ def _message(text: str, calls: Sequence[Call], is_stream: bool) -> dict[str, Any
     return {"content": text}
   made: list[dict[str, Any]] = [
     {
-      "id": f"call_{number}",
+      "id": f"call{number:05}",  # Mistral's templates want nine letters and digits
       "type": "function",
       "function": {"name": call.name, "arguments": call.arguments},
     }

@@ -102,7 +102,7 @@ class Request:
     logprobs: Whether to return the log-probs of the tokens.
     echo: The texts of the prompts, where the answers begin with them. Else None.
     is_chat: Whether it is a conversation.
-    has_tools: Whether calls of tools are looked for in the answer.
+    tools: The schemas of the functions whose calls are looked for in the answer.
     stream: Whether tokens are sent as they come.
     include_usage: Whether the last piece of a stream has the counts of tokens.
     return_token_ids: Whether to return the ids of prompts and completions.
@@ -116,7 +116,7 @@ class Request:
   logprobs: bool
   echo: tuple[str, ...] | None
   is_chat: bool
-  has_tools: bool
+  tools: tuple[dict[str, Any], ...]
   stream: bool
   include_usage: bool
   return_token_ids: bool
@@ -191,7 +191,7 @@ def chat_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Reque
   except ConfigError as error:
     raise RequestError(str(error), "messages") from None
   logprobs = _flag(body, "logprobs")
-  extra = {"is_chat": True, "has_tools": tools is not None}
+  extra = {"is_chat": True, "tools": tuple(tools or ())}
   return _request(body, limits, (prompt,), logprobs, extra)
 
 
@@ -209,7 +209,7 @@ def _request(
   extra: dict[str, Any],
 ) -> Request:
   """What both kinds of requests have in common. `extra` has what one kind alone has."""
-  extra = dict[str, Any](echo=None, is_chat=False, has_tools=False) | extra
+  extra = dict[str, Any](echo=None, is_chat=False, tools=()) | extra
   _check_model(body, limits)
   for number, prompt in enumerate(prompts):
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)

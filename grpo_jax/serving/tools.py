@@ -1,6 +1,6 @@
 """OpenAI's messages and tools, as chat templates read them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import json
 from typing import Any
 
@@ -25,6 +25,22 @@ def messages_for_template(messages: Any) -> list[dict[str, Any]]:
   if not isinstance(messages, list) or not messages:
     raise ValueError("messages must be a list of messages, at least one")
   return [_for_template(message) for message in messages]
+
+
+def with_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """The same messages where arguments are texts in JSON, as DeepSeek's templates want them."""
+  return [
+    {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+    if message.get("tool_calls")
+    else {**message}
+    for message in messages
+  ]
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+  function = call["function"]
+  text = json.dumps(function.get("arguments"), ensure_ascii=False)
+  return {**call, "function": {**function, "arguments": text}}
 
 
 def _for_template(message: Any) -> dict[str, Any]:

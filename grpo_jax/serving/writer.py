@@ -1,7 +1,7 @@
 """From requests to the engine and back: prompts become tokens, and rows become choices."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -9,11 +9,13 @@ from typing import Any
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments.tool_calls import Format, format_for
+from grpo_jax.environments.written_calls import are_read
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import End, end_at
 from grpo_jax.serving.answers import Choice, Decode
 from grpo_jax.serving.engine import Closed, Engine, Full, Job, Part, Row
 from grpo_jax.serving.requests import Request, RequestError, Texts, row_number
+from grpo_jax.serving.tools import with_texts
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
 
@@ -39,6 +41,7 @@ class Writer:
     self._engine, self._tokenizer = engine, tokenizer
     self._seconds, self._recorder = seconds, recorder
     self._calls = _calls_of(tokenizer)
+    self._shown = tokenizer.skipped(self._calls.marks)  # by their ids
 
   def texts(self, name: str) -> Texts:
     """How texts become tokens in the conversation of this name."""
@@ -67,8 +70,9 @@ class Writer:
     def hear(index: int, part: Part) -> None:  # in the thread of the engine
       loop.call_soon_threadsafe(receive, index, part)
 
-    decode = self._tokenizer.decode
-    choices = [Choice(index, asked, decode, self._calls) for index in range(asked.choices)]
+    shown = self._shown if asked.tools else {}
+    decode, marks = functools.partial(self._tokenizer.decode, shown=shown), [*shown.values()]
+    choices = [Choice(index, asked, decode, self._calls, marks) for index in range(asked.choices)]
     jobs = []
     for choice in choices:
       settings, number = self._draws(asked, name, choice.index)
@@ -134,16 +138,41 @@ class Writer:
     self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
   ) -> list[int]:
     """The prompt of messages. While it records, what the policy wrote keeps its tokens."""
+    if tools and not self._reads_calls:
+      raise RequestError(
+        "tools: the chat template shows tools, and makes the model call them in a way that is not"
+        " read here; leave tools out",
+        "tools",
+      )
     earlier = self._recorder.earlier(name, messages) if self._recorder else None
     if earlier is None:
-      ids = self._tokenizer.encode(self._tokenizer.render(messages, tools=tools))
+      ids = self._tokenizer.encode(self._rendered(messages, tools))
     else:
       trace, after = earlier
-      reply = Replies(self._tokenizer, True, tools or ()).ids(after, trace.tokens[-1])
+      answer = messages[-len(after) - 1]
+      reply = Replies(self._tokenizer, True, tools or ()).ids(
+        _with_names(answer, after), trace.tokens[-1]
+      )
       ids = [*trace.prompt, *trace.tokens, *reply]
     if self._recorder is not None:
       self._recorder.read(name, messages, ids)
     return ids
+
+  def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    try:
+      return self._tokenizer.render(messages, tools=tools)
+    except ConfigError:
+      if not any(message.get("tool_calls") for message in messages):
+        raise
+      try:
+        return self._tokenizer.render(with_texts(messages), tools=tools)
+      except ConfigError:
+        pass
+      raise
+
+  @functools.cached_property
+  def _reads_calls(self) -> bool:
+    return are_read(self._tokenizer)
 
 
 def stopping() -> RequestError:
@@ -157,6 +186,13 @@ def _calls_of(tokenizer: Tokenizer) -> Format:
     return format_for(tokenizer.template)
   except ConfigError:  # it has no chat template
     return format_for("")
+
+
+def _with_names(answer: Mapping[str, Any], after: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Messages after an answer, where those of tools have the names that its calls have."""
+  calls = answer.get("tool_calls") or ()
+  names = {call.get("id"): {"name": call["function"]["name"]} for call in calls}
+  return [{**names.get(one.get("tool_call_id"), {}), **one} for one in after]
 
 
 def _end_of(stop: tuple[str, ...], decode: Decode) -> End:

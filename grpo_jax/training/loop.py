@@ -105,7 +105,7 @@ class StepResult(NamedTuple):
     state: The state after the step.
     metrics: A row of metrics.jsonl.
     rows: One object per completion, or None if completions are not logged at this step.
-    why_unscored: Why the step had no reward to learn from. "" if it had.
+    why_unscored: `Scored.why_unscored`.
   """
 
   state: RunState

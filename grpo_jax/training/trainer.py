@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 from pathlib import Path
+import sys
 
 import jax
 
@@ -182,11 +183,11 @@ class Trainer:
       state: The state after the step.
       step: The number of steps so far.
       metrics: The step's row, which is written already.
-      why_unscored: Why the step had no reward. "" if it had.
+      why_unscored: Why the step had nothing to learn from. "" if it had.
 
     Raises:
-      RunFailed: Too many updates in a row were skipped, too many steps in a row had no reward, or
-        the policy is not the one that sampled.
+      RunFailed: Too many updates in a row were skipped, too many steps in a row had nothing to
+        learn from, or the policy is not the one that sampled.
     """
     algo = self._config.algo
     self._skipped.count(metrics, 1 if step <= self.first_grpo_step else algo.updates_per_step)
@@ -197,6 +198,8 @@ class Trainer:
     check_gap(metrics, self._config)
     self._why_unscored = why_unscored
     limit, unscored = self._config.reward.max_unscored_steps, unscored_steps(state.host)
+    if unscored == 1 and self.run.hosts.is_first:
+      print(f"warning: step {step} had nothing to learn from: {why_unscored}", file=sys.stderr)
     if 0 < limit <= unscored:
       self._save(state, step)
       raise RunFailed(
@@ -236,7 +239,7 @@ class Trainer:
 
     Raises:
       Stopped: The last step is not reached, and the callback did not ask for it.
-      RunFailed: The last step is reached, and no step had a reward.
+      RunFailed: The last step is reached, and no step had anything to learn from.
     """
     is_unfinished = step < self.last_step
     # A resumed run takes the skipped steps again.
@@ -262,7 +265,7 @@ class Trainer:
 
 
 def _nothing_to_learn_from(steps: int) -> str:
-  return f"no completion of the last {steps} GRPO steps has a reward, so nothing is learned"
+  return f"the last {steps} GRPO steps had nothing to learn from"
 
 
 def _is_deleted(state: RunState) -> bool:

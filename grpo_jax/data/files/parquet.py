@@ -3,8 +3,17 @@
 Parquet compresses thousands of rows together, so that one row costs as much to read as all of them.
 At the start, a file is therefore copied, a few rows at a time, to a temporary file in which each
 row can be read alone. That file is never in memory as a whole, and is gone when the program ends.
+
+The package datasets stores values of mixed types, such as the calls of different tools, as texts in
+JSON (its feature `Json`). They are read as the values that were stored.
+
+The objects of a column have the same keys in the whole file, so Arrow gives each object those of
+all others, with null. In messages and in schemas of tools, such nulls would become a part of
+prompts. They are left out there, as `remove_none_values` of TRL does.
 """
 
+from collections.abc import Mapping
+import json
 import os
 from pathlib import Path
 import tempfile
@@ -22,11 +31,7 @@ _BYTES = 1 << 20  # of rows with images, about so many are later read together
 
 
 class Parquet:
-  """The rows of a Parquet file, each a dict from the names of its columns.
-
-  Attributes:
-    columns: These names.
-  """
+  """The rows of a Parquet file, each a dict from the names of its columns."""
 
   def __init__(self, path: Path) -> None:
     """Copies the file.
@@ -55,7 +60,8 @@ class Parquet:
       reason = " ".join(str(error).split())
       raise ConfigError(f"data.path: {path} is not a whole Parquet file ({reason:.200})") from None
     self._batches = pyarrow.ipc.open_file(copy)
-    self.columns: list[str] = self._batches.schema.names
+    self._columns: list[str] = self._batches.schema.names
+    self._json = _json_columns(self._batches.schema)
     self._begins = np.cumsum([0, *counts])
 
   def __len__(self) -> int:
@@ -65,18 +71,108 @@ class Parquet:
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
     batch, place = self._batches.get_batch(number), index - int(self._begins[number])
     row = {}
-    for name, column in zip(self.columns, batch.columns):
+    for name, column in zip(self._columns, batch.columns):
       where = f"{self.where(index)} column {name!r}"
       try:
         value = column[place].as_py()
       except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date beyond 9999
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
-      row[name] = plain(value, where, keeps_bytes=name in COLUMNS)
+      value = _without_added_nulls(plain(value, where, keeps_bytes=name in COLUMNS), name)
+      row[name] = _decoded(value, self._json[name], where) if name in self._json else value
     return row
 
   def where(self, index: int) -> str:
     """The file and the number of a row."""
     return f"{self._path} row {index + 1}"
+
+  def columns(self) -> list[str]:
+    """The names of the columns."""
+    return self._columns
+
+
+def _without_added_nulls(value: Any, name: str = "") -> Any:
+  """The value of a column without the nulls in the objects of messages and of tools."""
+  if isinstance(value, Mapping):
+    return {key: _without_added_nulls(item, key) for key, item in value.items()}
+  if not isinstance(value, list):
+    return value
+  if name == "tools" or any(
+    isinstance(x, Mapping) and isinstance(x.get("role"), str) for x in value
+  ):
+    return _without_nulls(value)
+  return [_without_added_nulls(item) for item in value]
+
+
+def _without_nulls(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+  return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _json_columns(schema: Any) -> dict[str, Any]:
+  """Where the columns hold texts in JSON, by their names. See `_places_in_type`.
+
+  Arrow's own type for JSON says so, or what the package datasets wrote into the file.
+  """
+  try:
+    features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+    found = {name: _places_in_feature(feature) for name, feature in features.items()}
+  except (LookupError, TypeError, AttributeError, ValueError, RecursionError):  # of others
+    found = {}
+  places = {field.name: _places_in_type(field.type) or found.get(field.name) for field in schema}
+  return {name: found for name, found in places.items() if found}
+
+
+def _places_in_type(kind: Any) -> Any:
+  """Where values of a type of Arrow hold texts in JSON.
+
+  Returns:
+    True for such a text, [places] for lists, {name: places} for objects, or None.
+  """
+  import pyarrow
+
+  if getattr(kind, "extension_name", "") == "arrow.json":
+    return True
+  if pyarrow.types.is_struct(kind):
+    fields = {field.name: _places_in_type(field.type) for field in kind}
+    return {name: found for name, found in fields.items() if found} or None
+  if hasattr(kind, "value_type"):  # lists of all kinds
+    found = _places_in_type(kind.value_type)
+    return [found] if found else None
+  return None
+
+
+def _places_in_feature(feature: Any) -> Any:
+  """The same for a feature of the package datasets."""
+  if isinstance(feature, list):  # as older versions wrote lists
+    found = _places_in_feature(feature[0])
+    return [found] if found else None
+  if not isinstance(feature, Mapping):
+    return None
+  kind = feature.get("_type")
+  if kind == "Json":
+    return True
+  if isinstance(kind, str) and "feature" in feature:
+    found = _places_in_feature(feature["feature"])
+    return [found] if found else None
+  fields = {name: _places_in_feature(inner) for name, inner in feature.items()}
+  return {name: found for name, found in fields.items() if found} or None
+
+
+def _decoded(value: Any, places: Any, where: str) -> Any:
+  """A value with the values of its texts in JSON. Raises ConfigError for a damaged text."""
+  if places is True and isinstance(value, str):
+    try:
+      return json.loads(value)
+    except (ValueError, RecursionError) as error:
+      raise ConfigError(
+        f"data.path: {where} must be JSON, as its type says, and is {value!r:.80} ({error!s:.80})"
+      ) from None
+  if isinstance(places, list) and isinstance(value, list):
+    return [_decoded(item, places[0], where) for item in value]
+  if isinstance(places, Mapping) and isinstance(value, Mapping):
+    return {key: _decoded(item, places.get(key), where) for key, item in value.items()}
+  return value
 
 
 def _copy(path: Path) -> tuple[Any, list[int]]:

@@ -1,9 +1,11 @@
 """Rows of files that may be larger than memory: found once, and read when a batch needs them."""
 
-from collections.abc import Callable, Mapping, Sequence
+import codecs
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
 import os
 from pathlib import Path
+import re
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +20,8 @@ _AT_ONCE = 1 << 22  # bytes of a file that are in memory while its lines are fou
 _DEEPEST = 32  # of lists and objects in each other, in a row
 TEXT = "; texts are in UTF-8: write it so, or leave that column out of the file"
 _NEWLINE, _OPENING, _CLOSING = b"\n{}"
+_QUOTE, _COLON, _BACKSLASH, _SPACE = b'":\\ '
+_SPACED_COLON = re.compile(rb'"[ \t\r]+:')
 
 
 class Rows(Protocol):
@@ -31,6 +35,9 @@ class Rows(Protocol):
 
   def where(self, index: int) -> str:
     """The file of a row and its place there, for error messages."""
+
+  def columns(self) -> list[str]:
+    """The names of the columns that any row has. The first row's come first."""
 
 
 class JsonLines:
@@ -71,6 +78,25 @@ class JsonLines:
     """The file and the line of a row."""
     return f"{self._path} line {self._lines[index] + 1}"
 
+  def columns(self) -> list[str]:
+    """The names of the columns that any row has. The first row's come first.
+
+    This reads the whole file, but parses only the parts of it that may have further names.
+    """
+    names: dict[str, None] = {}
+    start = 0
+    while start < len(self):
+      begin = int(self._begins[start])
+      stop = int(np.searchsorted(self._ends, begin + _AT_ONCE, side="right"))
+      stop = max(stop, start + 1)
+      part = os.pread(self._file.fileno(), int(self._ends[stop - 1]) - begin, begin)
+      if _may_have_others(part, names):
+        for index in range(start, stop):
+          place = int(self._begins[index]) - begin
+          names |= dict.fromkeys(_keys(part[place : int(self._ends[index]) - begin]))
+      start = stop
+    return list(names)
+
   def _is_empty(self, line: int) -> bool:
     """Whether a line that does not look like an object is empty. Raises ConfigError if it is not.
 
@@ -88,7 +114,9 @@ class JsonLines:
 
   def _bytes(self, index: int) -> bytes:
     begin = int(self._begins[index])
-    return os.pread(self._file.fileno(), int(self._ends[index]) - begin, begin)
+    line = os.pread(self._file.fileno(), int(self._ends[index]) - begin, begin)
+    # Programs of Windows begin a file with this mark, which files that were joined have inside.
+    return line.removeprefix(codecs.BOM_UTF8)
 
   def _current_version(self) -> tuple[int, int]:
     stat = os.fstat(self._file.fileno())
@@ -114,6 +142,10 @@ class Joined:
     part, place = self._find(index)
     return part.where(place)
 
+  def columns(self) -> list[str]:
+    """The names of the columns of all files."""
+    return list(dict.fromkeys(name for part in self._parts for name in part.columns()))
+
   def _find(self, index: int) -> tuple[Rows, int]:
     number = int(np.searchsorted(self._begins, index, side="right")) - 1
     return self._parts[number], index - int(self._begins[number])
@@ -125,6 +157,10 @@ class Examples(Sequence[Example]):
   def __init__(self, rows: Rows, make_example: Callable[[Row, str], Example]) -> None:
     """`make_example` gets a row, and its place for error messages."""
     self._rows, self._make_example = rows, make_example
+
+  def where(self, index: int) -> str:
+    """The file of the row of an example and its place there."""
+    return self._rows.where(index)
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -140,22 +176,17 @@ class Examples(Sequence[Example]):
     check_values(example, where)
     return example
 
-  def where_is(self, index: int) -> str:
-    """The file of an example and its place there."""
-    return self._rows.where(index)
 
+class InMemory(list[Example]):
+  """The first of some examples, which know where they are from."""
 
-class Kept(list[Example]):
-  """Examples that are kept in memory."""
-
-  def __init__(self, examples: Sequence[Example], count: int | None = None) -> None:
-    """Makes the first `count` of `examples`, or all."""
+  def __init__(self, examples: Sequence[Example], count: int) -> None:
     super().__init__(examples[:count])
-    self._places = [place_of(examples, index) for index in range(len(self))]
+    self._from = examples
 
-  def where_is(self, index: int) -> str:
-    """As `place_of`."""
-    return self._places[index]
+  def where(self, index: int) -> str:
+    """The file of the row of an example and its place there."""
+    return place_of(self._from, index)
 
 
 class Chosen(Sequence[Example]):
@@ -163,6 +194,10 @@ class Chosen(Sequence[Example]):
 
   def __init__(self, examples: Sequence[Example], indices: np.ndarray) -> None:
     self._examples, self._indices = examples, indices
+
+  def where(self, index: int) -> str:
+    """The file of the row of an example and its place there."""
+    return place_of(self._examples, int(self._indices[index]))
 
   def __len__(self) -> int:
     return len(self._indices)
@@ -172,19 +207,18 @@ class Chosen(Sequence[Example]):
       return [self._examples[int(i)] for i in self._indices[index]]
     return self._examples[int(self._indices[index])]
 
-  def where_is(self, index: int) -> str:
-    """As `place_of`."""
-    return place_of(self._examples, int(self._indices[index]))
+
+def place_of(examples: Sequence[Any], index: int) -> str:
+  """What error messages call an example: the file of its row and the place there, or its number."""
+  where = getattr(examples, "where", None)
+  return where(index) if where else f"example {index}"
 
 
-def place_of(examples: Sequence[Mapping[str, Any]], index: int) -> str:
-  """What messages call an example, such as its file and place there.
-
-  "" for an example that a task makes when it is needed.
-  """
-  if hasattr(examples, "where_is"):
-    return str(examples.where_is(index))
-  return f"example {index}" if isinstance(examples, list) else ""
+def is_in_memory(examples: Sequence[Any]) -> bool:
+  """Whether to look at all examples costs nothing."""
+  if isinstance(examples, Chosen):
+    return is_in_memory(examples._examples)
+  return isinstance(examples, list)
 
 
 def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
@@ -257,6 +291,39 @@ def _lines(file: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   first = np.concatenate(firsts) if firsts else np.zeros(0, np.uint8)
   first = np.concatenate([first, np.zeros(len(last) - len(first), np.uint8)])
   return begins, ends, (first != _OPENING) | (last != _CLOSING)
+
+
+def _may_have_others(part: bytes, names: Iterable[str]) -> bool:
+  """Whether some lines of a file may have keys that are none of `names`.
+
+  A key ends in a quote and a colon. So do some texts, and objects inside a row have keys, too.
+  """
+  values = np.frombuffer(part, np.uint8)
+  ends_N = np.flatnonzero(values[1:] == _COLON)  # the bytes before the colons
+  before_N = values[ends_N]
+  if (before_N <= _SPACE).any() and _SPACED_COLON.search(part):
+    return True
+  ends_N = ends_N[before_N == _QUOTE]
+  for name in names:
+    if not len(ends_N):
+      return False
+    key = json.dumps(name, ensure_ascii=False).encode("utf-8", "replace")
+    is_it_N = ends_N >= len(key)
+    starts = ends_N[is_it_N] - len(key)  # the byte before the key, which may escape its first quote
+    is_it_N[is_it_N] = values[starts] != _BACKSLASH
+    for place, byte in enumerate(key, start=1 - len(key)):
+      is_it_N[is_it_N] = values[ends_N[is_it_N] + place] == byte
+    ends_N = ends_N[~is_it_N]
+  return len(ends_N) > 0
+
+
+def _keys(line: bytes) -> Iterable[str]:
+  """The keys of a row. None of a damaged one, which is named when it is read."""
+  try:
+    row = json.loads(line)
+  except (ValueError, RecursionError):
+    return ()
+  return row if isinstance(row, dict) else ()
 
 
 def _parsed(line: bytes, where: str) -> Row:

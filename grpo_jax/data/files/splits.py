@@ -46,7 +46,6 @@ def rows_of(path: str, split: str) -> Rows | None:
         f"data.path: cannot read {given / 'train.jsonl'} (there is no such file); {_LAYOUT}"
       )
     parts = [_read(file) for file in found]
-    _check_columns(found, parts)
     rows = parts[0] if len(parts) == 1 else Joined(parts)
     if not len(rows):
       raise ConfigError(
@@ -111,17 +110,6 @@ def _found(path: Path, split: str) -> list[Path]:
     if parts:
       return parts
   return []
-
-
-def _check_columns(found: Sequence[Path], parts: Sequence[Rows]) -> None:
-  """Refuses Parquet files of a split whose columns differ: a row would lack what others have."""
-  columns = [{*part.columns} for part in parts if isinstance(part, Parquet)]
-  for file, own in zip(found, columns):
-    if own != columns[0]:
-      raise ConfigError(
-        f"data.path: {file} and {found[0]} have different columns"
-        f" ({', '.join(sorted(own ^ columns[0]))}): the files of a split must have the same"
-      )
 
 
 def _read(file: Path) -> Rows:

@@ -40,6 +40,10 @@ class Prepared:
     """The folder, the split and the number of a row."""
     return f"{self._folder} {self._split} example {index}"
 
+  def columns(self) -> list[str]:
+    """The names of the columns, which all examples have."""
+    return list(self[0])
+
 
 def gsm8k(split: str) -> list[Any]:
   """The rows of GSM8K, which TFDS downloads if it is not prepared.

@@ -28,6 +28,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # none that runs
 _STARTS = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P")
 _SECONDS = 20  # for one download
 _ORIENTATION = 0x0112  # of EXIF
+_WIDTH, _LENGTH = 0x0100, 0x0101  # of TIFF
 _TURNED = (5, 6, 7, 8)  # orientations that swap height and width
 _LONGEST_PATH = 1024  # a longer text that is no file was meant as base64
 
@@ -325,9 +326,12 @@ def _upright_size(image: Image.Image, where: str) -> tuple[int, int]:
     is_plain = image.format == "PNG" and not _has_late_metadata(image)
     exif = Image.Image.getexif(image) if is_plain else image.getexif()
     turned = exif.get(_ORIENTATION) in _TURNED
+    height, width = image.height, image.width
+    if image.format == "TIFF":  # whose size some versions of Pillow give as that of the upright one
+      height, width = image.tag_v2[_LENGTH], image.tag_v2[_WIDTH]
   except Exception as error:
     raise ConfigError(f"{where} has damaged metadata ({_one_line(error)}); replace it") from None
-  return (image.width, image.height) if turned else (image.height, image.width)
+  return (width, height) if turned else (height, width)
 
 
 def _has_late_metadata(image: Image.Image) -> bool:

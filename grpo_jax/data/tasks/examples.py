@@ -5,7 +5,7 @@ import itertools
 import re
 from typing import Any
 
-from grpo_jax.data.files.rows import Example, Row, check_values
+from grpo_jax.data.files.rows import Example, Row, Rows, check_values
 from grpo_jax.data.images.messages import has_empty_places, with_sources
 from grpo_jax.data.images.of_prompts import COLUMNS, Given
 from grpo_jax.data.prompt_template import fields_of, fill, names_of, value_of
@@ -53,22 +53,23 @@ def svamp(row: Row, where: str) -> Example:
 class Columns:
   """Makes examples of rows with any columns.
 
-  An example has the columns of the first row, and those that data.columns adds.
+  An example has the columns that any row has, and those that data.columns adds. What its own row
+  lacks is None.
   """
 
   def __init__(
     self,
-    first: Row,
-    where: str,
+    rows: Rows,
+    names: Sequence[str],
     added: Sequence[str],
     needed: Sequence[str],
     folder: str = "",
   ) -> None:
-    """Checks what the config says against the first row.
+    """Checks what the config says against the rows.
 
     Args:
-      first: The first row.
-      where: Its place, for error messages.
+      rows: The training rows, at least one.
+      names: The columns that any row has, those of the test included.
       added: data.columns: "NAME=COLUMN" for another name of a column, or "NAME=TEMPLATE" with names
         of columns in braces. A column may be a field inside one: "reward_model.ground_truth".
       needed: The fields that a prompt is made of.
@@ -77,8 +78,9 @@ class Columns:
     Raises:
       ConfigError: There is no such column, or two entries have the same name.
     """
-    self._names, self._prompt, self._folder = list(first), needed, folder
+    self._names, self._folder = names, folder
     self._added: dict[str, str] = {}
+    absent = dict.fromkeys(names)
     for one in added:
       name, equals, source = one.partition("=")
       if not (name and equals and source):
@@ -86,10 +88,10 @@ class Columns:
           f"data.columns holds {one!r}: write NAME=COLUMN, such as answer=final_answer, or"
           " NAME=TEMPLATE with columns in braces"
         )
-      if "{" not in source and value_of(first, source, _ABSENT) is _ABSENT:
+      if "{" not in source and not _has(rows, names, source):
         raise ConfigError(
-          f"data.columns holds {one!r}: {where} has no column {source!r}, but"
-          f" {', '.join(names_of(first))}"
+          f"data.columns holds {one!r}: no row has a column {source!r}; {rows.where(0)} and the"
+          f" rows that follow have {', '.join(names_of(absent | rows[0]))}"
         )
       if name in self._added:
         raise ConfigError(
@@ -97,18 +99,26 @@ class Columns:
           " leave one of them out"
         )
       self._added[name] = source
-    read = [fields_of(source) if "{" in source else [source] for source in self._added.values()]
-    named = {*needed, *itertools.chain(*read)}
-    self._needed = {name for name in named if value_of(first, name, _ABSENT) is not _ABSENT}
+    read = itertools.chain(*(fields_of(source) for source in self._added.values()))
+    # A name that no row has is left to `fill`, which lists the fields that there are.
+    self._read = [name for name in dict.fromkeys(read) if _has(rows, names, name)]
+    self._prompt = [name for name in needed if name in self._added or _has(rows, names, name)]
 
   def __call__(self, row: Row, where: str) -> Example:
-    """The example of a row. A column that only this row lacks is None."""
-    for name in self._needed:
-      if value_of(row, name) is None:
-        raise ConfigError(f"data.path: {where} has no {name!r}, which the config names")
-    example = {name: row.get(name) for name in self._names}
+    """The example of a row.
+
+    Raises:
+      ConfigError: The row lacks what the prompt or a template of data.columns is made of.
+    """
+    whole = {name: row.get(name) for name in self._names}
+    _check_has(whole, self._read, where)
+    example = dict(whole)
     for name, source in self._added.items():
-      example[name] = fill(source, row, "data.columns") if "{" in source else value_of(row, source)
+      is_template = "{" in source
+      example[name] = (
+        fill(source, whole, "data.columns") if is_template else value_of(whole, source)
+      )
+    _check_has(example, self._prompt, where)
     for name in _TEXTS:
       if isinstance(example.get(name), (int, float)):
         example[name] = _as_text(example[name])
@@ -118,13 +128,33 @@ class Columns:
         example[name] = Given(example[name], f"data.path: {where}: {name}", self._folder)
     for name in self._prompt:
       if isinstance(example.get(name), list):
-        example[name] = with_sources(example[name], f"data.path: {where}: {name}", self._folder)
+        place = f"data.path: {where}: {name}"
+        example[name] = with_sources(example[name], place, self._folder)
+        if any(isinstance(one, Mapping) for one in example[name]):
+          chat.check_messages(example[name], place)
         if has_empty_places(example[name]) and not example.keys() & {*COLUMNS}:
           raise ConfigError(
             f"data.path: {where}: {name} has places for images, and there is no column"
             f" {' or '.join(COLUMNS)}"
           )
     return example
+
+
+def _has(rows: Rows, names: Sequence[str], field: str) -> bool:
+  """Whether any row has a column, or a field inside one, which has to be looked for."""
+  if field in names:
+    return True
+  column = field.partition(".")[0]
+  return column in names and any(
+    value_of(rows[place], field, _ABSENT) is not _ABSENT for place in range(len(rows))
+  )
+
+
+def _check_has(example: Example, fields: Sequence[str], where: str) -> None:
+  """Raises ConfigError if an example lacks a field of a template."""
+  for name in fields:
+    if value_of(example, name) is None:
+      raise ConfigError(f"data.path: {where} has no {name!r}, which the config names")
 
 
 def _as_text(value: str | int | float) -> str:

@@ -164,11 +164,15 @@ class Mixture(Sequence[Example]):
     example = part[place % len(part)]
     return {**self._fields, **example, "task": self._names[source]}
 
-  def where_is(self, index: int) -> str:
-    """As `place_of`."""
+  def where(self, index: int) -> str:
+    """The file of the row of an example and its place there."""
     source, place = self._find(index)
     part = self._parts[source]
-    return place_of(part, place % len(part))
+    return f"{self._names[source]}: {place_of(part, place % len(part))}"
+
+  def part_of(self, index: int) -> Sequence[Example]:
+    """The examples of the source of an example."""
+    return self._parts[self._find(index)[0]]
 
   def stand_in(self, index: int, word: int) -> int:
     """Another index of the same source, chosen by a random number."""

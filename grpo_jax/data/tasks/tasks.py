@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_jax import gym, registry
 from grpo_jax.data.files import tfds
-from grpo_jax.data.files.rows import Example, Examples, Kept
+from grpo_jax.data.files.rows import Example, Examples, InMemory
 from grpo_jax.data.files.splits import examples_of, hold_out, rows_of
 from grpo_jax.data.images.of_prompts import Given
 from grpo_jax.data.prompt_template import fields_of
@@ -263,11 +263,11 @@ def code(path: str) -> Task:
 def columns(path: str, added: Sequence[str] = (), needed: Sequence[str] = ()) -> Task:
   """Rows with any columns. See `examples.Columns` for `added` and `needed`."""
   _require_path(path, "columns")
-  train = rows_of(path, "train")
+  train, test = rows_of(path, "train"), rows_of(path, "test")
+  names = dict.fromkeys([*train.columns(), *(test.columns() if test is not None else ())])
   given = Path(path).expanduser()
   folder = str(given if given.is_dir() else given.parent)
-  make = examples.Columns(train[0], train.where(0), added, needed, folder)
-  test = rows_of(path, "test")
+  make = examples.Columns(train, list(names), added, needed, folder)
   return Task(Examples(train, make), Examples(test, make) if test is not None else ())
 
 
@@ -319,7 +319,8 @@ def _in_memory(split: Sequence[Example], at_most: int) -> Sequence[Example]:
   """The examples of a small file as a list, which checks all of them. Not those with images."""
   if not isinstance(split, Examples) or len(split) > at_most:
     return split
-  return split if any(isinstance(value, Given) for value in split[0].values()) else Kept(split)
+  has_images = any(isinstance(value, Given) for value in split[0].values())
+  return split if has_images else InMemory(split, len(split))
 
 
 def _contents(question: str | chat.Messages) -> Iterator[str]:
@@ -327,7 +328,7 @@ def _contents(question: str | chat.Messages) -> Iterator[str]:
     yield question
   else:
     for message in question:
-      content = message["content"]
+      content = message.get("content") or ""
       parts = [{"text": content}] if isinstance(content, str) else content
       yield from (part["text"] for part in parts if "text" in part)
 

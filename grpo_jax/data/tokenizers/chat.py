@@ -23,7 +23,8 @@ _OPTIONS = "data.chat_template_kwargs"
 _TOGETHER = 64  # conversations that are sent to the process at once, which saves time
 
 # A message has a text `role` and a `content`, and may have more. A content is a text, or a list of
-# parts: {"type": "text", "text": ...} and, where an image comes, {"type": "image"}.
+# parts: {"type": "text", "text": ...} and, where an image comes, {"type": "image"}. A message with
+# `tool_calls` may have none.
 Message = Mapping[str, Any]
 Messages = Sequence[Message]  # a conversation
 
@@ -46,8 +47,14 @@ def check_messages(messages: Any, where: str) -> None:
     if not _is_message(message):
       raise ConfigError(
         f"{where}: a message must be an object with a text role and a content, which is a text or a"
-        f" list of parts, texts and images; got {message!r:.80}"
+        f" list of parts, texts and images, and may be missing beside tool_calls; got"
+        f" {message!r:.80}"
       )
+
+
+def with_contents(messages: Messages) -> Messages:
+  """A conversation in which each message has a content: that of a call without one is no text."""
+  return [message if message.get("content") else {**message, "content": ""} for message in messages]
 
 
 def is_conversation(value: Any) -> bool:
@@ -154,7 +161,10 @@ class Template:
     }
     texts: list[str] = []
     for start in range(0, len(conversations), _TOGETHER):
-      some = [_without_none(messages) for messages in conversations[start : start + _TOGETHER]]
+      some = [
+        _without_none(with_contents(messages))
+        for messages in conversations[start : start + _TOGETHER]
+      ]
       answer = _PROCESS.ask({"source": self._source, "shared": shared, "conversations": some})
       if "error" in answer:
         self._refuse("cannot render a conversation", answer["error"])
@@ -212,14 +222,23 @@ class _Process:
 _PROCESS = _Process()
 
 
-def _without_none(messages: Messages) -> Messages:
-  return [{key: x for key, x in message.items() if x is not None} for message in messages]
+def _without_none(value: Any) -> Any:
+  """Messages without nulls, which mean that something is missing. In arguments, null is a value."""
+  if isinstance(value, Mapping):
+    return {
+      key: x if key == "arguments" else _without_none(x)
+      for key, x in value.items()
+      if x is not None or key == "arguments"
+    }
+  return [*map(_without_none, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _is_message(message: Any) -> bool:
   if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
     return False
   content = message.get("content")
+  if content is None:
+    return bool(message.get("tool_calls"))
   if isinstance(content, (list, tuple)):
-    return bool(content) and all(map(is_part, content))
+    return all(map(is_part, content))
   return isinstance(content, str)

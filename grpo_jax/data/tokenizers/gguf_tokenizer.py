@@ -21,6 +21,7 @@ T = TypeVar("T")
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # of tokenizer.ggml.token_type
 _ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_GEMMA = ("gemma", "gemma2", "gemma3")  # values of general.architecture
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 # Where a BPE on bytes splits a text, by tokenizer.ggml.pre. The first one is the rule of GPT-2.
@@ -99,6 +100,9 @@ class _Vocabulary:
     tokens = _get(file, "tokenizer.ggml.tokens", list, [])
     if not tokens or type(tokens[0]) is not str:
       file.refuse("it has no tokenizer (tokenizer.ggml.tokens): set data.tokenizer")
+    if file.metadata.get("general.architecture") in _GEMMA:
+      # The file has spaces where the tokenizer has its mark for them, also in added tokens.
+      tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
     types = _numbers(file, "tokenizer.ggml.token_type", len(tokens))
     special = {}
     for role, name in _ROLES.items():
@@ -231,7 +235,7 @@ def _on_characters(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
   """A BPE of sentencepiece, which writes a space as ▁."""
   architecture = file.metadata.get("general.architecture")
   adds_space = _get(file, "tokenizer.ggml.add_space_prefix", bool, True)
-  tokens = list(vocabulary.tokens)
+  tokens = vocabulary.tokens
   with_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
   decoders: list[dict[str, Any]] = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -241,8 +245,7 @@ def _on_characters(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
   strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
   parts: dict[str, Any] = {"normalizer": None, "pre_tokenizer": None}
   unknown = None
-  if architecture in ("gemma", "gemma2", "gemma3"):
-    tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
+  if architecture in _GEMMA:
     scores = -np.arange(len(tokens), dtype=np.float64)  # its scores are not the order of merges
     parts["normalizer"] = with_spaces
     parts["pre_tokenizer"] = {

@@ -6,7 +6,7 @@ its thinking). So the policy's own tokens stay as they were drawn, thinking incl
 follows them is rendered: after a turn of the assistant that stands for the real one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
@@ -15,18 +15,8 @@ from grpo_jax.settings import ConfigError
 Message = Mapping[str, Any]
 
 _MARK = "Zq7Turn"  # what the assistant said, in a conversation that stands for the real one
-_CALL_ID = "call00000"  # Mistral's templates want nine letters and digits
-# The assistant's turn: a text, or, for templates that want one before a tool's answer, a call.
-_TURNS: tuple[dict[str, Any], ...] = (
-  {"role": "assistant", "content": _MARK},
-  {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-      {"id": _CALL_ID, "type": "function", "function": {"name": _MARK, "arguments": {}}}
-    ],
-  },
-)
+_SAID = "Zq7Said"  # what answers it there
+_Turn = Callable[[Sequence[Message]], Message]  # makes the turn that stands for the real one
 
 
 class Replies:
@@ -44,6 +34,7 @@ class Replies:
       tools: The schemas of the functions that the assistant may call.
     """
     self._tokenizer, self._chat, self._tools = tokenizer, chat, list(tools) or None
+    self._turns: dict[tuple[str, ...], _Turn] = {}  # by the roles of what answers
 
   def check(self, roles: Sequence[str]) -> None:
     """Checks that messages of some roles can answer a turn.
@@ -77,9 +68,16 @@ class Replies:
     if not self._chat:
       return self._encoded("".join(message["content"] for message in messages))
     stop_ids = self._tokenizer.stop_ids
-    ids = self._encoded(self._text_after_turn(messages))
+    turn, text = self._after_turn(messages)
+    ids = self._encoded(text)
     # A call that stands for the turn has closing brackets before the turn's end.
-    end = next((place for place, token in enumerate(ids) if token in stop_ids), 0)
+    end = next((place for place, token in enumerate(ids) if token in stop_ids), None)
+    if end is None and turn is not _said:
+      raise ConfigError(
+        "data.tokenizer: its chat template ends a call of a tool with none of the tokens that end"
+        " a turn; add that token to eos_token_id in generation_config.json"
+      )
+    end = end or 0
     return ids[end + 1 :] if ids[end] == last_id else ids[end:]
 
   def _encoded(self, text: str) -> list[int]:
@@ -100,25 +98,79 @@ class Replies:
       return False
     return True
 
-  def _text_after_turn(self, messages: Sequence[Message]) -> str:
-    """What the template writes after the assistant's text."""
-    given = [
-      dict(one) | {"tool_call_id": _CALL_ID} if one["role"] == "tool" else one for one in messages
+  def _after_turn(self, messages: Sequence[Message]) -> tuple[_Turn, str]:
+    """The turn that stands for the assistant's, and what the template writes after it."""
+    roles = tuple(message["role"] for message in messages)
+    if roles not in self._turns:
+      self._turns[roles] = self._turn_before(roles)
+    turn = self._turns[roles]
+    return turn, self._rendered(turn, messages)
+
+  def _turn_before(self, roles: Sequence[str]) -> _Turn:
+    """The turn that can stand for the real one before messages of some roles."""
+    probes = [
+      {"role": role, "content": f"{_SAID}{i}", "name": "tool"} for i, role in enumerate(roles)
     ]
     problem: ConfigError | None = None
-    for turn in _TURNS:
+    for turn in (_said, _calls_each, _calls_once):
       try:
-        text = self._tokenizer.render(
-          [{"role": "user", "content": "?"}, turn, *given], tools=self._tools
-        )
+        text = self._rendered(turn, probes)
       except ConfigError as error:
         problem = problem or error
         continue
-      _, found, after = text.partition(_MARK)
-      if found and after:
-        return after
-    roles = " and ".join(dict.fromkeys(message["role"] for message in messages))
+      # Some templates write a tool's answer only after a call.
+      if text and all(probe["content"] in text for probe in probes):
+        return turn
     raise problem or ConfigError(
-      f"data.tokenizer: its chat template leaves out what the assistant said before a message of"
-      f" the role {roles}, so no environment can answer with it"
+      "data.tokenizer: its chat template leaves out what the assistant said before a message of the"
+      f" role {' and '.join(dict.fromkeys(roles))}, or this message, so no environment can answer"
+      " with it"
     )
+
+  def _rendered(self, turn: _Turn, messages: Sequence[Message]) -> str:
+    """What follows a turn that stands for the real one, or ""."""
+    called = iter(range(len(messages)))
+    given = [
+      {"name": "tool", **one, "tool_call_id": _call_id(0 if turn is _calls_once else next(called))}
+      if one["role"] == "tool"
+      else one
+      for one in messages
+    ]
+    text = self._tokenizer.render(
+      [{"role": "user", "content": "?"}, turn(given), *given], tools=self._tools
+    )
+    _, found, after = text.rpartition(_MARK)
+    return after if found else ""
+
+
+def _said(messages: Sequence[Message]) -> Message:
+  """A text, which the templates of most families want."""
+  del messages
+  return {"role": "assistant", "content": _MARK}
+
+
+def _calls_each(messages: Sequence[Message]) -> Message:
+  """A call of each tool that answers. Templates write the names that the calls have."""
+  tools = [one["name"] for one in messages if one["role"] == "tool"]
+  return call_turn([(name, {_MARK: 0}) for name in tools])
+
+
+def _calls_once(messages: Sequence[Message]) -> Message:
+  """One call, however many tools answer: Llama's template takes no more."""
+  return call_turn([("tool", {_MARK: 0})])
+
+
+def call_turn(calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+  """A turn of the assistant that calls functions: their names and arguments."""
+  return {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+      {"id": _call_id(number), "type": "function", "function": {"name": name, "arguments": given}}
+      for number, (name, given) in enumerate(calls)
+    ],
+  }
+
+
+def _call_id(number: int) -> str:
+  return f"call{number:05}"  # Mistral's templates want nine letters and digits

@@ -107,13 +107,29 @@ class Tokenizer:
     """
     return self._checked(texts, self.codec.encode_batch_after(texts))
 
-  def decode(self, ids: Sequence[int]) -> str:
+  def decode(self, ids: Sequence[int], shown: Mapping[int, str] | None = None) -> str:
     """The text of a completion, which follows another text.
 
     All spaces at its start are kept, so that a prompt followed by the decoded completion is the
     text of both. Special tokens and ids outside the vocabulary are skipped.
+
+    Args:
+      ids: The tokens.
+      shown: The texts of special tokens that are not skipped, by their ids.
     """
-    return self.codec.decode(ids)
+    if not shown:
+      return self.codec.decode(ids)
+    parts, start = list[str](), 0
+    for place in [*(i for i, token in enumerate(ids) if token in shown), len(ids)]:
+      parts.append(self.codec.decode(ids[start:place]) if place > start else "")
+      parts.append(shown[ids[place]] if place < len(ids) else "")
+      start = place + 1
+    return "".join(parts)
+
+  def skipped(self, texts: Sequence[str]) -> dict[int, str]:
+    """Those of some texts that are special tokens, which `decode` skips, by their ids."""
+    ids = {text: self.codec.token_to_id(text) for text in texts}
+    return {i: text for text, i in ids.items() if i is not None and not self.codec.decode([i])}
 
   def render(
     self,

@@ -1,5 +1,6 @@
 """The files of a tokenizer: tokenizer.json or tokenizer.model, and the files beside it."""
 
+import codecs
 from collections.abc import Mapping
 import json
 import pathlib
@@ -59,7 +60,12 @@ def read(path: pathlib.Path) -> dict[str, bytes]:
   for template in path.parent.glob("additional_chat_templates/*.jinja"):
     paths[f"{template.parent.name}/{template.name}"] = template
   paths[f"tokenizer{path.suffix}"] = path
-  return {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
+  # Programs of Windows begin a text with a mark, which is no part of it.
+  return {
+    name: file.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for name, file in paths.items()
+    if file.is_file()
+  }
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> Any:

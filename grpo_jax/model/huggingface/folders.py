@@ -23,7 +23,7 @@ MAPPED_BYTES = 1 << 29
 def read_json(file: Path) -> dict[str, Any]:
   """Reads a JSON object. Raises ConfigError if the file is missing or holds anything else."""
   try:
-    values = json.loads(files.read_bytes(file).decode("utf-8"))
+    values = json.loads(files.read_bytes(file).decode("utf-8-sig"))
   except FileNotFoundError:
     raise ConfigError(
       f"{file} is missing: the folder must be one that transformers saved"

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 import math
 import os
 from pathlib import Path
+import re
 import sys
 from typing import Any
 
@@ -21,7 +22,7 @@ from grpo_jax.model.huggingface.folders import (
   write_json,
   write_tensors,
 )
-from grpo_jax.model.huggingface.peft_tensors import RANK, ModuleAdapter, module_adapters
+from grpo_jax.model.huggingface.peft_tensors import PREFIX, RANK, ModuleAdapter, module_adapters
 from grpo_jax.model.huggingface.save_weights import Fetch
 from grpo_jax.model.huggingface.tensor_spec import TensorSpec
 from grpo_jax.model.lora import ADAPTABLE, kernels_of
@@ -83,17 +84,13 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
     require(values.get(key) in allowed, key, f"only {allowed[0]!r} is computed here")
   for key, value in values.items():
     require(key in KNOWN_FIELDS or not value, key, "adapters with it are not computed here")
-  rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
+  rank, alpha = values.get("r"), values.get("lora_alpha")
   require(type(rank) is int and rank > 0, "r", "it must be a positive int")
   is_number = type(alpha) in (int, float) and 0 < alpha <= sys.float_info.max
   require(is_number, "lora_alpha", "it must be a positive number")
-  is_list = isinstance(targets, list) and bool(targets)
-  require(
-    is_list and {str(target) for target in targets} <= ADAPTABLE.keys(),
-    "target_modules",
-    f"it must be a list of {', '.join(ADAPTABLE)}",
-  )
-  lora = AdapterShape(rank, float(alpha), bool(values.get("use_rslora")), kernels_of(targets))
+  modules, problem = _adapted_modules(folder, values.get("target_modules"))
+  require(not problem, "target_modules", problem)
+  lora = AdapterShape(rank, float(alpha), bool(values.get("use_rslora")), kernels_of(modules))
   ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
   own_rank = "only modules of several projections may have a rank of their own, in blocks"
   require(_has_blocks(ranks) and ranks == _ranks(lora, ranks), "rank_pattern", own_rank)
@@ -106,6 +103,40 @@ def load_adapter_shape(path: str | os.PathLike) -> AdapterShape:
     "it must leave the scale of the adapters alike",
   )
   return lora
+
+
+def _adapted_modules(folder: Path, targets: Any) -> tuple[list[str], str]:
+  """(the keys of ADAPTABLE that a folder adapts, what is wrong with `target_modules`).
+
+  PEFT writes what its user gave, or names of single modules, or their shortest endings. A module
+  is meant if its name is a target or ends in one. A text is a regular expression of whole names.
+  """
+  names = TensorFiles([folder / "adapter_model.safetensors"]).shapes
+  a = ".lora_A.weight"
+  all_modules = [name.removeprefix(PREFIX)[: -len(a)] for name in names if name.endswith(a)]
+  if isinstance(targets, str):
+    try:
+      pattern = re.compile(".*" if targets == "all-linear" else targets)
+    except re.error as error:
+      return [], f"it is no regular expression ({error})"
+    meant = {targets: [module for module in all_modules if pattern.fullmatch(module)]}
+  elif isinstance(targets, list) and targets and all(type(target) is str for target in targets):
+    meant = {
+      # `_open_adapters` says which tensors of a kind of module are missing.
+      target: [module for module in all_modules if f".{module}".endswith(f".{target}")]
+      or [target] * (target in ADAPTABLE)
+      for target in targets
+    }
+  else:
+    return [], "it must be a list of modules, or a regular expression of their names"
+  without = [target for target, modules in meant.items() if not modules]
+  if without:
+    return [], f"adapter_model.safetensors has no adapter of {without[0]!r:.80}"
+  kinds = sorted({module.rpartition(".")[2] for modules in meant.values() for module in modules})
+  other = [kind for kind in kinds if kind not in ADAPTABLE]
+  if other:
+    return [], f"it means {other[0]!r:.80}, and adapters are of {', '.join(ADAPTABLE)}"
+  return kinds, ""
 
 
 def _has_blocks(pattern: Any) -> bool:
@@ -183,7 +214,9 @@ def _open_adapters(folder: Path, config: ModelConfig) -> TensorFiles:
     wanted |= adapter.shapes(_sizes(config), len(adapter.parts) if is_in_blocks else 1)
   for name in sorted(files.shapes.keys() ^ wanted.keys()):
     if name in wanted:
-      raise ConfigError(f"{folder}: tensor {name} is missing: save the adapter again")
+      raise ConfigError(
+        f"{folder}: tensor {name} is missing: save the adapter again, with adapters of all layers"
+      )
     raise ConfigError(
       f"{folder}: tensor {name} is not of a projection that adapter_config.json names"
     )

@@ -188,7 +188,7 @@ def _template(file: str, where: str) -> str:
   if not file:
     return PROMPT
   try:
-    text = Path(file).expanduser().read_text(encoding="utf-8")
+    text = Path(file).expanduser().read_text(encoding="utf-8-sig")
   except (OSError, ValueError, RuntimeError) as error:
     raise ConfigError(f"{where}(prompt_file={file!r}): it cannot be read: {error}") from None
   if "{completion}" not in text:

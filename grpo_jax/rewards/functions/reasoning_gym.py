@@ -1,6 +1,6 @@
 """The reward of problems of the package reasoning_gym, whose tasks have verifiers for answers.
 
-It is installed with pip install 'grpo_jax[reasoning_gym]'.
+It is installed with pip install -e '.[reasoning_gym]'.
 """
 
 from collections.abc import Iterator

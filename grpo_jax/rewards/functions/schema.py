@@ -103,6 +103,6 @@ def _validator(text: str, where: str) -> Any:
 
 def _read(file: str, where: str) -> str:
   try:
-    return Path(file).expanduser().read_text(encoding="utf-8")
+    return Path(file).expanduser().read_text(encoding="utf-8-sig")
   except (OSError, ValueError, RuntimeError) as error:
     raise ConfigError(f"{where}(file={file!r}): it cannot be read: {error}") from None

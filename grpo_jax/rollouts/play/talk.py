@@ -11,7 +11,8 @@ import numpy as np
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.data.tokenizers.replies import Replies
 from grpo_jax.environments import Environments, Outcome, Request, Runner
-from grpo_jax.environments.tool_calls import Call, check_arguments
+from grpo_jax.environments.arguments import check_arguments
+from grpo_jax.environments.tool_calls import Call
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.programs.sampling import Ended
@@ -19,6 +20,7 @@ from grpo_jax.rollouts.play.turns import POLICY, Conversation, Turn, from_line
 from grpo_jax.settings import ConfigError, RunFailed
 
 Messages = list[dict[str, Any]]
+Schemas = dict[str, dict[str, Any]]  # of tools, by name
 
 
 class Talkers(NamedTuple):
@@ -29,6 +31,7 @@ class Talkers(NamedTuple):
     runner: Calls them.
     replies: Makes tokens of what they say.
     decode_text: Makes a text of tokens.
+    decode_calls: Makes a text of tokens with the special tokens that calls of tools have.
     hosts: The processes of the run.
     stops_on_error: Whether an environment that raises something ends the run.
   """
@@ -37,6 +40,7 @@ class Talkers(NamedTuple):
   runner: Runner
   replies: Replies
   decode_text: Callable[[list[int]], str]
+  decode_calls: Callable[[list[int]], str]
   hosts: Hosts
   stops_on_error: bool
 
@@ -76,7 +80,6 @@ class Talk:
     """Begins with prompts."""
     self._talkers, self._prompts, self._members = talkers, prompts, group_size
     self._settings = talkers.environments.settings
-    self._schemas = {one["function"]["name"]: one for one in talkers.environments.schemas}
     self._name = uuid.uuid4().hex
     self._conversations: dict[tuple[int, int], Conversation] = {}
     # Of the environments that have taken a step. "" for one that stays in its worker.
@@ -119,14 +122,15 @@ class Talk:
   def _asked(self, row: Ended) -> _Asked:
     """What a row has written, and what is to be done for it."""
     conversation = self._conversation(row)
-    text = self._talkers.decode_text(row.tokens[conversation.tokens :])
+    tokens = row.tokens[conversation.tokens :]
+    text = self._talkers.decode_text(tokens)
     index, number = (row.prompt, row.member), len(conversation.own)
     # One token of a reply and one of another turn.
     is_last = row.room < 2 or number + 1 >= self._settings.max_turns
-    calls, requests = self._calls(text, conversation.calls)
+    example = self._example(row.prompt)
+    calls, requests = self._calls(tokens, self._schemas(example), conversation.calls)
     if calls:
       return _Asked(row, text, calls, [] if is_last else requests, is_last)
-    example = self._example(row.prompt)
     task, is_first = str(example.get("task", "")), index not in self._states
     if self._talkers.environments.parts.of_task(task) is None:
       return _Asked(row, text, [], [], is_last)
@@ -146,36 +150,35 @@ class Talk:
     row = self._prompts.row(p)
     return {name: value for name, value in row.items() if name not in ("prompts", "messages")}
 
-  def _calls(self, text: str, before: int) -> tuple[list[tuple[str, str]], list[Request]]:
-    """The calls in a text, what is wrong with each, and requests for those that are right.
+  def _schemas(self, example: dict[str, Any]) -> Schemas:
+    """The tools that an example has, by name."""
+    tools = self._talkers.environments.tools_of(example)
+    return {one["function"]["name"]: one for one in tools}
+
+  def _calls(
+    self, tokens: list[int], schemas: Schemas, before: int
+  ) -> tuple[list[tuple[str, str]], list[Request]]:
+    """The calls in a turn, what is wrong with each, and requests for those that are right.
 
     Args:
-      text: What the policy wrote.
+      tokens: What the policy wrote.
+      schemas: Of the tools that it may call.
       before: How many calls the completion had before.
     """
     calls: list[tuple[str, str]] = []
     requests: list[Request] = []
-    if not self._schemas:
+    if not schemas:
       return calls, requests
-    parsed = self._talkers.environments.format.parse(text)
+    text = self._talkers.decode_calls(tokens)
+    parsed = self._talkers.environments.format.parse(text, list(schemas.values()))
     for call in parsed.calls:
-      problem, arguments = self._checked(call)
+      problem, arguments = _checked(call, schemas)
       if not problem and before + len(calls) >= self._settings.max_calls:
         problem = f"no more than {self._settings.max_calls} calls are allowed"
       calls.append((call.name, problem))
       if not problem:
         requests.append({"tool": call.name, "arguments": arguments})
     return calls + [("unknown", problem) for problem in parsed.malformed], requests
-
-  def _checked(self, call: Call) -> tuple[str, dict[str, Any]]:
-    """What is wrong with a call, or "", and its arguments."""
-    if call.name not in self._schemas:
-      return f"there is no tool {call.name!r:.80}; there are {', '.join(self._schemas)}", {}
-    try:
-      arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-      return "the arguments are not JSON", {}
-    return check_arguments(self._schemas[call.name], arguments), arguments
 
   def _answer(self, one: _Asked, outcomes: Sequence[Outcome]) -> _Answer:
     if one.calls and one.is_last:
@@ -226,6 +229,17 @@ class Talk:
     if not self._has_warned:
       print(f"warning: {problem}: the completion ends there", file=sys.stderr, flush=True)
       self._has_warned = True
+
+
+def _checked(call: Call, schemas: Schemas) -> tuple[str, dict[str, Any]]:
+  """What is wrong with a call, or "", and its arguments."""
+  if call.name not in schemas:
+    return f"there is no tool {call.name!r:.80}; there are {', '.join(schemas)}", {}
+  try:
+    arguments = json.loads(call.arguments)
+  except (ValueError, RecursionError):
+    return "the arguments are not JSON", {}
+  return check_arguments(schemas[call.name], arguments), arguments
 
 
 def _of_tools(calls: Sequence[tuple[str, str]], outcomes: Iterator[Outcome]) -> _Answer:
