@@ -78,6 +78,9 @@ VARIABLES = {
   "MODEL": "--config=tiny.py --workdir=run --config.model.path=model",
   "CHAT": "--config=tiny.py --workdir=run --config.model.path=model --config.data.chat=True",
   "LORA": "--config=tiny.py --workdir=run --config.model.path=model --config.lora.rank=2",
+  "BESIDE": "--config=tiny.py --config.mesh.sampler=1"
+  " --config.rollout.max_staleness=1 --config.rollout.weights=newest"
+  " --config.algo.old_logprobs=sampler --config.algo.kl_coef=0.0",
   # In the process of the run, one call gets all completions of a step.
   "REWARD": "--config=tiny.py --workdir=run --config.reward.functions=('reward.py:f',)"
   " --config.reward.workers=0",
@@ -88,6 +91,7 @@ FIXTURES = {
   "warm": "train --config=tiny.py --workdir=warm --config.warm_start.steps=2"
   " --config.warm_start.batch=4 --config.algo.kl_coef=0.1 --config.steps=2"
   " --config.sampling.max_tokens=12",
+  "beside": "JAX_NUM_CPU_DEVICES=2 train $BESIDE --workdir=beside",
   "model": "export --workdir=run --out=model",
   "lora": "train --config=tiny.py --workdir=lora --config.model.path=model --config.lora.rank=2"
   " --config.steps=2",
@@ -161,7 +165,7 @@ class Place:
     bin_folder = self.folder / "bin"
     bin_folder.mkdir()
     self.folder.chmod(0o755)
-    for name in ("train", "evaluate", "sample", "export", "report"):
+    for name in ("train", "evaluate", "sample", "export", "report", "serve"):
       script = f'#!/bin/sh\nexec nice "{sys.executable}" -m grpo_jax.{name} "$@"\n'
       (bin_folder / name).write_text(script)
       (bin_folder / name).chmod(0o755)

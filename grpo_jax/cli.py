@@ -253,7 +253,8 @@ def _error_in_config(config: str, error: BaseException | None) -> str | None:
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) == Path(file):
       lines, text = [error.lineno], error.msg
     if isinstance(error, SystemExit):
-      text = "a config file must not end the program"
+      said = f": {text}" if isinstance(error.code, str) else ""
+      text = f"a config file must not end the program{said}"
     if lines:
       return f"{file} line {lines[-1]}: {type(error).__name__}: {text:.300}{import_hint(error)}"
     if error.__context__ is None and not isinstance(error, flags.Error):

@@ -36,6 +36,8 @@ def main(argv: list[str]) -> None:
   evaluator = Evaluator(policy.run, policy.scorers, show_progress)
   dropped = evaluator.prompts.dropped
   left_out = f" ({dropped} longer than data.max_prompt_tokens left out)" if dropped else ""
+  if unopened := evaluator.prompts.unopened:
+    left_out += f" ({unopened} whose environments cannot begin left out)"
   count = len(evaluator.prompts)
   print(f"{policy.name}: {count} test problems of {name_of(config.data)}{left_out}", flush=True)
   metrics = evaluator(policy.run.parameters.for_sampling(policy.params), policy.step)

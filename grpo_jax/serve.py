@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 import dataclasses
 import functools
+import gc
 import ipaddress
 import os
 from pathlib import Path
@@ -23,7 +24,7 @@ from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import decoding_of
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import Engine
-from grpo_jax.settings import ConfigError, path_of
+from grpo_jax.settings import ConfigError, is_text, path_of
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.timing import told_if_slow
 
@@ -50,6 +51,10 @@ def main(argv: list[str]) -> None:
   print(f"{name}: compiling", flush=True)
   with told_if_slow("compiling"):
     engine.start()
+  # The garbage collector stops all threads. It need not look at what stays. And a thread that reads
+  # a large body gives way to the others after a millisecond.
+  gc.freeze()
+  sys.setswitchinterval(0.001)
   reload = None
   if values.workdir is not None and values.step is None:
     reload = functools.partial(load_newest, run, cli.folder_of_run(values.workdir), engine)
@@ -134,7 +139,10 @@ def _key() -> str:
   """The key of --api_key_file or of the environment, or empty for none."""
   file = flags.FLAGS.api_key_file
   if file is None:
-    return os.environ.get(_KEY, "").strip()
+    key = os.environ.get(_KEY, "").strip()
+    if not is_text(key):
+      raise ConfigError(f"environment variable {_KEY}: the key is not UTF-8")
+    return key
   try:
     key = path_of(file, "flag --api_key_file").read_text("utf-8-sig").strip()
   except (OSError, UnicodeDecodeError) as error:

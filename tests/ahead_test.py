@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import os
+from pathlib import Path
 import subprocess
 import sys
 import threading
@@ -400,6 +401,76 @@ def test_a_half_written_line_is_dropped_and_a_damaged_one_is_an_error(tmp_path):
     Schedule(tmp_path)
   with pytest.raises(ConfigError, match="rollout.replay is 'nowhere'"):
     Schedule(tmp_path, "nowhere")
+
+
+@pytest.mark.parametrize(
+  "line, why",
+  [
+    ('{"batch": 7, "weights": [[0, 999]]}', "weights of step 999 come after batch 7"),
+    ('{"batch": 7, "weights": [[0, 5], [3, 8]]}', "weights of step 8 come after batch 7"),
+    ('{"batch": 7, "weights": [[0, 5], [3, 6], [2, 7]]}', "[2, 7] cannot follow [3, 6]"),
+    ('{"batch": 7, "weights": [[0, 5], [3, 4]]}', "[3, 4] cannot follow [0, 5]"),
+    ('{"batch": 7, "weights": [[0, 5], [0, 6]]}', "[0, 6] cannot follow [0, 5]"),
+    ('{"batch": 7, "weights": [[1, 5]]}', "begin with chunk 1"),
+    ('{"batch": 7, "weights": [[0, 1e400]]}', "weights are [[0, inf]]"),
+    ('{"batch": 7, "weights": [[0, NaN]]}', "weights are [[0, nan]]"),
+    ('{"batch": 7, "weights": [[0, 5.0]]}', "weights are [[0, 5.0]]"),
+    ('{"batch": 7, "weights": [[0, -1]]}', "weights are [[0, -1]]"),
+    ('{"batch": 7, "weights": [[0, true]]}', "weights are [[0, True]]"),
+    ('{"batch": 7, "weights": [[0, 1, 2]]}', "weights are [[0, 1, 2]]"),
+    ('{"batch": 7, "weights": {"0": 5}}', "weights are {'0': 5}"),
+    ('{"batch": 7, "weights": ["05"]}', "weights are ['05']"),
+    ('{"batch": 1e400, "weights": [[0, 0]]}', "batch is inf"),
+    ('{"batch": "7", "weights": [[0, 0]]}', "batch is '7'"),
+    ('{"batch": -1, "weights": [[0, 0]]}', "batch is -1"),
+    ('{"batch": %s, "weights": [[0, 0]]}' % ("9" * 5000), "4300 digits"),
+    ('{"batch": 7}', "it must be"),
+    ('{"batch": 7, "weights": [[0, 5]], "more": 1}', "it must be"),
+    ("[7]", "it must be"),
+    ("", "it is no JSON"),
+    ("[" * 100_000, "it is no JSON"),
+    ("\xff", "codec"),
+  ],
+)
+def test_a_line_that_cannot_be_is_named(line, why, tmp_path):
+  file = tmp_path / "schedule.jsonl"
+  file.write_bytes(b'{"batch": 0, "weights": [[0, 0]]}\n' + line.encode("latin-1") + b"\n")
+  (tmp_path / "other").mkdir()
+  for folder, replay in ((tmp_path, ""), (tmp_path / "other", str(file))):
+    with pytest.raises(ConfigError) as error:
+      Schedule(folder, replay)
+    message = str(error.value)
+    assert f"{file} line 2 does not say" in message and why in message
+    assert len(message.splitlines()) == 1 and len(message) < 600
+
+
+def test_a_schedule_must_be_a_file_and_whole(tmp_path):
+  lines = [json.dumps({"batch": n, "weights": [[0, n]]}) + "\n" for n in (0, 1, 3)]
+  other = tmp_path / "other.jsonl"
+  other.write_text("".join(lines))
+  with pytest.raises(ConfigError, match="does not say which weights drew batch 2"):
+    Schedule(tmp_path, str(other))
+  other.write_text('{"batch": 2, "weights": [[0, 1], [4, 2]]}\n')
+  (tmp_path / "schedule.jsonl").write_text(other.read_text())
+  with pytest.raises(ConfigError, match="line 1 .* change in flight, and rollout.weights"):
+    Schedule(tmp_path, in_flight=False)
+  (tmp_path / "schedule.jsonl").unlink()
+  for make in (Path.mkdir, os.mkfifo):
+    path = tmp_path / make.__name__ / "schedule.jsonl"
+    path.parent.mkdir()
+    make(path)
+    with pytest.raises(ConfigError, match="cannot be read as a schedule"):
+      Schedule(path.parent)
+    with pytest.raises(ConfigError, match="cannot be read as a schedule"):
+      Schedule(tmp_path, str(path))
+
+
+def test_the_last_line_of_a_batch_counts(tmp_path):
+  """A run that was killed may draw a batch once more, with other weights."""
+  lines = [[3, 1], [4, 2], [3, 2]]
+  text = "".join(json.dumps({"batch": n, "weights": [[0, v]]}) + "\n" for n, v in lines)
+  (tmp_path / "schedule.jsonl").write_text(text)
+  assert Schedule(tmp_path).known == {3: ((0, 2),), 4: ((0, 2),)}
 
 
 @pytest.mark.parametrize(

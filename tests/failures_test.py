@@ -17,8 +17,10 @@ from small_run import small_config, with_reward, with_section
 from teacher_test import save_teacher
 
 from grpo_jax import cli, rewards
+from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stdout import Stdout
+from grpo_jax.data.tasks.tasks import register_task
 from grpo_jax.programs.parameters import Parameters
 from grpo_jax.rewards import call
 from grpo_jax.rewards.answer import Answer, Failure
@@ -467,6 +469,32 @@ def test_every_end_has_its_code_and_its_line(monkeypatch, capsys, error, code, l
   found, lines = end_of(monkeypatch, capsys, error)
   assert found == code and lines.startswith(line) and lines.count("\n") <= 1
   assert line or not lines
+
+
+@pytest.mark.parametrize("code", [0, None, 3, "no"])
+def test_code_of_others_that_exits_does_not_end_a_program_with_its_code(monkeypatch, capsys, code):
+  found, lines = end_of(monkeypatch, capsys, SystemExit(code))
+  text = "error: code that the program called ended it: SystemExit"
+  assert found == 1 and lines.startswith(text) and lines.count("\n") == 1
+  assert f"({__file__} line" in lines
+
+
+def exits(path):
+  sys.exit(0)
+
+
+@pytest.mark.parametrize("whose", ["task", "surrogate"])
+def test_code_of_others_that_exits_does_not_end_the_program_that_calls_train(whose, tmp_path):
+  config = small_config()
+  if whose == "task":
+    register_task(exits)
+    config = with_section(config, "data", task="exits")
+  else:
+    ours = dataclasses.replace(SURROGATES["ppo_clip"], loss=lambda *given: exits(""))
+    SURROGATES["ours"] = ours
+    config = with_section(config, "algo", surrogate="ours")
+  with pytest.raises(RunFailed, match=r"ended it: SystemExit: 0 \(.*failures_test.py line"):
+    train(config, tmp_path / "run")
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):

@@ -1,10 +1,13 @@
 """Programs that play with the policy through the endpoint of the run, in training."""
 
+import re
+
 import numpy as np
 import pytest
 from small_qwen import make_checkpoint, problems
 from small_run import Collected, P, grpo_step, small_config, small_run, with_section
 
+from grpo_jax.environments.harness import Players
 from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.play.branches import as_completions, branches_of
 from grpo_jax.rollouts.scorers import Scorers
@@ -15,6 +18,8 @@ from grpo_jax.settings import ConfigError, RunFailed
 G, T = 3, 80
 
 HARNESS = """
+import sys
+import numpy as np
 import openai
 
 def client_of(base_url, api_key):
@@ -51,6 +56,20 @@ async def forks(example, base_url, api_key, model):
 
 async def raises(example, base_url, api_key, model):
   raise ValueError("no game")
+
+async def exits(example, base_url, api_key, model):
+  sys.exit(0)
+
+async def pays(example, base_url, api_key, model):
+  return eval(example["pays"])
+
+async def some(example, base_url, api_key, model):
+  if int(api_key[-1]) % 2:
+    raise ValueError("no game")
+  answer = await client_of(base_url, api_key).completions.create(
+    model=model, prompt=example["prompt_text"], max_tokens=6
+  )
+  return float(len(answer.choices[0].text))
 
 async def silent(example, base_url, api_key, model):
   return 1.0
@@ -228,6 +247,38 @@ def test_rewards_rise(tmp_path):
 def test_a_harness_that_raises_ends_the_run(tmp_path):
   with pytest.raises(RunFailed, match="the harness raised ValueError: no game .*harness.py line"):
     first_step(config_of(tmp_path, "raises"), tmp_path / "run")
+
+
+def outcome_of(folder, name, **example):
+  """What a harness gives for an example, in this process."""
+  (folder / "harness.py").write_text(HARNESS)
+  request = {"example": example, "base_url": "", "api_key": "", "model": ""}
+  return Players(f"{folder}/harness.py:{name}", None)([request])[0]
+
+
+def test_a_harness_that_exits_is_one_that_raises(tmp_path):
+  assert re.match(r"raised SystemExit: 0 \(.*py line", outcome_of(tmp_path, "exits")["error"])
+
+
+@pytest.mark.parametrize("pays", ["1", "True", "np.float16(1)", "np.array(1.0)"])
+def test_a_harness_may_pay_any_number(pays, tmp_path):
+  assert outcome_of(tmp_path, "pays", pays=pays) == {"reward": 1.0}
+  assert outcome_of(tmp_path, "pays", pays="None") == {"reward": None}
+
+
+@pytest.mark.parametrize("pays", ["np.nan", "-np.inf", "'1'", "[1]", "1j", "10**400", "{}"])
+def test_a_harness_that_pays_no_number_is_named(pays, tmp_path):
+  error = outcome_of(tmp_path, "pays", pays=pays)["error"]
+  assert error.startswith("returned the reward ") and error.endswith("(pays)")
+
+
+@pytest.mark.slow
+def test_a_harness_that_fails_before_it_asks_costs_its_completion_alone(tmp_path):
+  config = config_of(tmp_path, "some", reward={"on_error": "none"})
+  rows, metrics = first_step(config, tmp_path / "run")
+  assert metrics["environment/errors"] == P * (G // 2)
+  lengths = [(row["length"] == 0, row["reward"] is None) for row in rows]
+  assert lengths == [(g % 2 == 1, g % 2 == 1) for _ in range(P) for g in range(G)]
 
 
 @pytest.mark.slow

@@ -218,6 +218,73 @@ def test_prompts_are_padded_to_the_longest_one_that_was_counted():
   assert later.max_tokens == 99
 
 
+class Opens:
+  """An environment that begins with so many characters."""
+
+  schemas = []
+
+  def __init__(self, *sizes):
+    self._sizes = sizes
+
+  def tools_of(self, example):
+    return []
+
+  def openings(self, examples):
+    sizes = [self._sizes[one["place"] % len(self._sizes)] for one in examples]
+    return [[{"role": "user", "content": "ab?" * (size // 3)}] for size in sizes]
+
+
+class Counting:
+  """A tokenizer of the library that notes how many characters it gets at once."""
+
+  def __init__(self, engine):
+    self._engine, self.seen = engine, []
+
+  def __getattr__(self, name):
+    return getattr(self._engine, name)
+
+  def encode_batch(self, texts, **options):
+    self.seen.append(sum(map(len, texts)))
+    return self._engine.encode_batch(texts, **options)
+
+
+def opened(count, max_tokens, *sizes, tokens=None):
+  """(prompts whose environment begins with so many characters, the characters encoded at once)."""
+  tokens = tokens or tokenizer.characters("ab?")
+  tokens.codec._engine = engine = Counting(tokens.codec._engine)
+  data = dataclasses.replace(DATA, prompt="", max_prompt_tokens=max_tokens)
+  split = [{"question": "", "place": place} for place in range(count)]
+  return Prompts(split, tokens, data, environment=Opens(*sizes)), engine.seen
+
+
+def test_of_prompts_that_are_far_too_long_only_the_beginning_is_tokenized():
+  prompts, seen = opened(300, 64, 21_000, 30)
+  assert prompts.dropped == len(prompts) == 150
+  assert sum(seen) < 150 * 2_000  # of 3,150,000
+
+
+def test_long_prompts_that_fit_are_tokenized_a_few_at_once():
+  prompts, seen = opened(200, 21_000, 21_000)
+  assert len(prompts) == 200 and sum(seen) == 200 * 21_000
+  assert max(seen) <= 1_000_000
+  assert len(prompts.make([7])[0].ids) == 21_000
+
+
+def test_a_long_text_of_few_tokens_is_tokenized_whole():
+  split = [{"question": text} for text in ("<|endoftext|>" * 90, "a" * 20_000)]
+  tokens = family("qwen")
+  whole = len(tokens.encode(split[0]["question"] + "?"))
+  assert whole == 91  # of 1,171 characters
+  data = dataclasses.replace(DATA, prompt="{question}?", max_prompt_tokens=whole)
+  made = Prompts(split, tokens, data)
+  assert (len(made), made.dropped) == (1, 1) and len(made.make([0])[0].ids) == whole
+  for most, length in ((90, "91"), (14, "91"), (13, "about 91")):
+    with pytest.raises(
+      ConfigError, match=f"drops all 2 prompts; the shortest one has {length} tok"
+    ):
+      Prompts(split, tokens, dataclasses.replace(data, max_prompt_tokens=most))
+
+
 # Conversations.
 
 USER, SYSTEM = {"role": "user", "content": "2 pens?"}, {"role": "system", "content": "Count."}

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+from experts_test import make_folder
 import jax
 import jax.numpy as jnp
 from lora_run_test import make_checkpoint
@@ -23,7 +24,6 @@ from small_run import (
   G,
   P,
   T,
-  random_completions,
   small_config,
   small_run,
   with_reward,
@@ -35,17 +35,20 @@ from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import policy_of_run
 from grpo_jax.programs.sampling import Draws, whole
-from grpo_jax.rollouts.remote import learner, messages
+from grpo_jax.rollouts.remote import contents, learner, messages
+from grpo_jax.rollouts.remote.contents import Limits, limits_of
 from grpo_jax.rollouts.remote.learner import Closed, RemoteSampler, given
-from grpo_jax.rollouts.remote.messages import Connection, Message
+from grpo_jax.rollouts.remote.messages import BadMessage, Connection, Message
 from grpo_jax.rollouts.remote.sampler import Drawer, sample_for
 from grpo_jax.rollouts.remote.terms import abstract_weights, difference, terms_of
 from grpo_jax.rollouts.rollout import make_rollout
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps
+from grpo_jax.types import Completions
 
 TERMS = {"config key seed": 1}
+LIMITS = Limits(vocabulary=100, tokens=T)
 REWARD = """
 def reward(completion_ids, **_):
   return [float(sum(ids) % 7) for ids in completion_ids]
@@ -61,7 +64,8 @@ def hub():
 
 @contextlib.contextmanager
 def listening(**settings):
-  sampler = RemoteSampler(("127.0.0.1", 0), settings.pop("terms", TERMS), **settings)
+  terms, limits = settings.pop("terms", TERMS), settings.pop("limits", LIMITS)
+  sampler = RemoteSampler(("127.0.0.1", 0), terms, limits, **settings)
   try:
     yield sampler
   finally:
@@ -79,8 +83,18 @@ def free_port():
     return s.getsockname()[1]
 
 
-def some_completions(count):
-  return jax.tree.map(lambda x: np.asarray(x)[:count], random_completions())
+def some_completions(count, tokens=T):
+  """Rows that were cut off after so many tokens."""
+  row = (count, G, tokens)
+  logprobs_PGT = -np.random.default_rng(0).random(row, np.float32)
+  return Completions(
+    tokens_PGT=np.full(row, 7, np.int32),
+    lengths_PG=np.full(row[:2], tokens, np.int32),
+    sampled_PGT=np.ones(row, bool),
+    logprobs_PGT=logprobs_PGT,
+    behavior_logprobs_PGT=logprobs_PGT,
+    stopped_by_PG=np.full(row[:2], -1, np.int32),
+  )
 
 
 class Process:
@@ -193,6 +207,12 @@ HOSTILE = {
   "no object": (header([1]), "makes no sense"),
   "no kind": (header({"fields": {}, "arrays": []}), "makes no sense"),
   "large arrays": (with_arrays(("x", "float32", [2**40])), "4398046511104 bytes"),
+  "arrays of nothing": (with_arrays(("x", "int32", [0, 2**47, 2**47, 2**47])), "makes no sense"),
+  "arrays of the largest size": (with_arrays(("x", "int32", [2**62, 2**62])), "makes no sense"),
+  "a size of a float": (with_arrays(("x", "int32", [1e400])), "makes no sense"),
+  "a name twice": (with_arrays(("x", "int32", [0]), ("x", "int32", [0])), "makes no sense"),
+  "an array of four": (with_arrays(("x", "int32", [0], 1)), "makes no sense"),
+  "a dtype that is a list": (with_arrays(("x", ["int32"], [0])), "makes no sense"),
   "a negative size": (with_arrays(("x", "float32", [-1, -(2**40)])), "makes no sense"),
   "objects": (with_arrays(("x", "object", [1])), "makes no sense"),
   "another message": (header({"kind": "draw", "fields": {}, "arrays": []}), "of kind 'draw'"),
@@ -230,7 +250,8 @@ def test_completions_of_another_shape_are_not_taken(hub, capfd, fields, change):
 
   def send():
     wrong.asked()
-    wrong.connection.send("finished", fields, given(some_completions(1)) | change)
+    with contextlib.suppress(OSError):  # it may be sent away before it has sent all
+      wrong.connection.send("finished", fields, given(some_completions(1)) | change)
     Process(hub).serve()
 
   thread = threading.Thread(target=send)
@@ -238,6 +259,160 @@ def test_completions_of_another_shape_are_not_taken(hub, capfd, fields, change):
   assert_whole([*call(hub)])
   thread.join()
   assert "sent away: it sent" in capfd.readouterr().err
+
+
+def replaced(name, place, value):
+
+  def change(arrays):
+    arrays[name][place] = value
+
+  return change
+
+
+def as_dtype(name, dtype):
+  def change(arrays):
+    arrays[name] = arrays[name].astype(dtype)
+
+  return change
+
+
+def with_array(name, array):
+  def change(arrays):
+    arrays[name] = array
+
+  return change
+
+
+def longer(arrays):
+  arrays |= given(some_completions(P, T + 1))
+
+
+def half(arrays):
+  arrays["lengths_PG"] //= 2
+
+
+def without_a_token(arrays):
+  arrays["lengths_PG"][:] = 0
+
+
+WRONG = {
+  "an id beyond the vocabulary": (replaced("tokens_PGT", 0, 10**6), "tokens_PGT with 1000000"),
+  "a negative id": (replaced("tokens_PGT", 0, -1), "tokens_PGT with -1"),
+  "tokens as floats": (as_dtype("tokens_PGT", np.float32), "tokens_PGT as float32"),
+  "tokens of 64 bits": (as_dtype("tokens_PGT", np.int64), "tokens_PGT as int64"),
+  "nan": (replaced("logprobs_PGT", 1, np.nan), "logprobs_PGT with nan"),
+  "infinity": (replaced("behavior_logprobs_PGT", 1, -np.inf), "behavior_logprobs_PGT with -inf"),
+  "a probability above 1": (replaced("logprobs_PGT", 1, 0.5), "logprobs_PGT with 0.5"),
+  "a negative length": (replaced("lengths_PG", 0, -3), "lengths_PG with -3"),
+  "a length beyond T": (replaced("lengths_PG", 0, T + 1), f"lengths_PG with {T + 1}"),
+  "a row of no token": (without_a_token, "lengths_PG with 0"),
+  "lengths without their tokens": (half, "sampled_PGT that is not true"),
+  "tokens of others": (replaced("sampled_PGT", 0, False), "sampled_PGT that is not true"),
+  "another T": (longer, f"of shape ({P}, {G}, {T + 1})"),
+  "another stop": (replaced("stopped_by_PG", 0, 9), "stopped_by_PG that is not the last"),
+  "versions": (with_array("versions_PGT", np.zeros((P, G, T), np.int32)), "sent 'versions_PGT'"),
+  "experts": (with_array("experts_PGTY", np.zeros((P, G, T, 2), np.int8)), "sent 'experts_PGTY'"),
+  "no log-probs": (lambda arrays: arrays.pop("logprobs_PGT"), "left out 'logprobs_PGT'"),
+  "members": (with_array("lengths_PG", np.ones((P, G + 1), np.int32)), f"shape ({P}, {G + 1})"),
+  "an axis more": (with_array("lengths_PG", np.ones((P, G, 1), np.int32)), f"({P}, {G}, 1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, why", WRONG.values(), ids=WRONG)
+def test_what_no_policy_draws_is_not_taken_and_another_process_draws_it(hub, capfd, change, why):
+  wrong, parts = Process(hub), []
+  coming = threading.Thread(target=lambda: parts.extend(call(hub)))
+  coming.start()
+  wrong.asked()
+  arrays = jax.tree.map(np.copy, given(some_completions(P)))
+  change(arrays)
+  with contextlib.suppress(OSError):  # it may be sent away before it has sent all
+    wrong.connection.send("finished", {"prompts": [*range(P)]}, arrays)
+    refused = wrong.next()
+    assert refused.kind == "refused" and why in refused.fields["why"]
+  assert parts == []
+  Process(hub).serve()
+  coming.join()
+  assert_whole(parts)
+  (said,) = [line for line in capfd.readouterr().err.splitlines() if "sent away" in line]
+  assert said.startswith("the process at 127.0.0.1:") and why in said and len(said) < 300
+
+
+def test_rows_that_end_before_the_limit_are_taken():
+  completions = some_completions(2)
+  tokens_PGT, is_token_PGT = completions.tokens_PGT.copy(), np.arange(T) < 3
+  tokens_PGT[..., 2] = 0
+  short = {
+    name: np.where(is_token_PGT, x, 0).astype(x.dtype) if "PGT" in name else x
+    for name, x in given(completions.replace(tokens_PGT=tokens_PGT)).items()
+  }
+  short |= {"lengths_PG": np.full((2, G), 3, np.int32), "stopped_by_PG": np.zeros((2, G), np.int32)}
+  part = contents.Part(P, T, G, longest=T, keeps_experts=False)
+  made = contents.completions(short, part, LIMITS)
+  assert (made.lengths_PG == 3).all()
+  for name in ("tokens_PGT", "logprobs_PGT", "behavior_logprobs_PGT"):
+    padded = short | {name: given(completions)[name]}
+    with pytest.raises(BadMessage, match=f"{name} that is not 0 at padding"):
+      contents.completions(padded, part, LIMITS)
+  cut = short | {"stopped_by_PG": np.full((2, G), -1, np.int32)}
+  with pytest.raises(BadMessage, match="stopped_by_PG"):
+    contents.completions(cut, part, LIMITS)
+  made = contents.completions(cut, part._replace(longest=3), LIMITS)
+  assert (made.stopped_by_PG == -1).all()
+
+
+def test_experts_are_those_of_the_model():
+  limits = LIMITS._replace(experts=4, experts_in_all=2)
+  part = contents.Part(P, 6, G, longest=T, keeps_experts=True)
+  arrays = given(some_completions(P)) | {
+    "experts_PGTY": np.full((P, G, T, 2), 3, np.int8),
+    "prompt_experts_PSY": np.full((P, 6, 2), -1, np.int8),
+  }
+  assert contents.completions(arrays, part, limits).experts_PGTY.max() == 3
+  for wrong, value in (("experts_PGTY", 4), ("prompt_experts_PSY", -2)):
+    changed = arrays | {wrong: np.full_like(arrays[wrong], value)}
+    with pytest.raises(BadMessage, match=f"{wrong} with {value}"):
+      contents.completions(changed, part, limits)
+  assert contents.answer_bytes(part, limits) == sum(x.nbytes for x in arrays.values())
+
+
+def test_more_bytes_than_were_asked_for_are_not_read(hub, capfd):
+  wrong, parts = Process(hub), []
+  coming = threading.Thread(target=lambda: parts.extend(call(hub)))
+  coming.start()
+  wrong.asked()
+  large = [("tokens_PGT", "int32", [P, G, 2**30])]
+  with contextlib.suppress(OSError):
+    wrong.connection._socket.sendall(
+      header({"kind": "finished", "fields": {"prompts": [0]}, "arrays": large})
+    )
+  Process(hub).serve()
+  coming.join()
+  assert_whole(parts)
+  assert "other arrays than those of completions" in capfd.readouterr().err
+
+
+def test_weights_that_are_not_finite_are_named_and_nobody_waits(hub, capfd):
+  wrong = Process(hub)
+
+  def send():
+    wrong.asked()
+    arrays = given(some_completions(P)) | {"logprobs_PGT": np.full((P, G, T), np.nan, np.float32)}
+    wrong.connection.send("finished", {"prompts": [*range(P)]}, arrays)
+
+  threading.Thread(target=send, daemon=True).start()
+  with pytest.raises(RunFailed, match="the weights are not finite"):
+    [*call(hub, {"a": jnp.array([1.0, jnp.nan])})]
+  assert "logprobs_PGT with nan" in capfd.readouterr().err
+
+
+def test_a_header_that_comes_byte_by_byte_is_not_waited_for(hub, monkeypatch, capfd):
+  monkeypatch.setattr(messages, "_SILENCE", 0.3)
+  with socket.create_connection(address_of(hub)) as slow, contextlib.suppress(OSError):
+    for byte in with_arrays():
+      slow.send(bytes([byte]))
+      time.sleep(0.05)
+  assert "timed out in the middle of a message" in capfd.readouterr().err
 
 
 def test_a_part_is_drawn_again_when_its_process_goes_and_handed_on_once(hub):
@@ -397,7 +572,7 @@ def test_a_process_is_told_that_the_run_has_ended(hub):
 
 def test_an_address_that_is_taken_is_an_error(hub):
   with pytest.raises(ConfigError, match="rollout.listen: nothing can listen at 127.0.0.1"):
-    RemoteSampler(address_of(hub), TERMS)
+    RemoteSampler(address_of(hub), TERMS, LIMITS)
 
 
 def config_of(folder, **rollout):
@@ -441,9 +616,14 @@ def with_texts_that_end(folder):
   return with_section(small_config(), "sampling", **settings)
 
 
+def with_experts(folder):
+  return with_section(small_config(), "model", path=str(make_folder(folder / "hf")))
+
+
 @pytest.mark.parametrize(
   "make, parts",
   [
+    pytest.param(with_experts, 1, marks=pytest.mark.slow),
     pytest.param(with_filters, 2, marks=pytest.mark.slow),
     (with_texts_that_end, 1),
     pytest.param(with_adapters, 1, marks=pytest.mark.slow),
@@ -455,10 +635,11 @@ def test_a_process_draws_what_the_run_would(make, parts, tmp_path):
   params = run.parameters.for_sampling(run.initial_params())
   prompts = loader.prompt_batch(run.prompts("train"), np.arange(P), run.hosts)
   arguments = params, prompts, jax.random.key(5), run.config.sampling.temperature
-  here = make_rollout(run, G)(*arguments)
-  with listening(terms=terms_of(run), parts=parts) as hub:
+  options = {"keeps_experts": make is with_experts}
+  here = make_rollout(run, G, **options)(*arguments)
+  with listening(terms=terms_of(run), limits=limits_of(run), parts=parts) as hub:
     with sampling_for(run, address_of(hub)):
-      there = make_rollout(run, G, remote=hub)(*arguments)
+      there = make_rollout(run, G, remote=hub, **options)(*arguments)
       hub.say_ended()
       hub.close()
   assert jax.tree.structure(there) == jax.tree.structure(here)
@@ -492,7 +673,7 @@ def test_a_process_stops_when_nobody_waits_for_what_it_draws():
   arrays = {"prompts_PS": np.ones((P, 12), np.int32), "prompt_lengths_P": np.full(P, 3), "key": key}
   fields = {"members": G, "first_prompt": 0, "settings": {}, "keeps_experts": False}
   drawer, is_gone = Drawer(run), threading.Event()
-  drawer.take(Message("weights", {}, weights))
+  drawer.take(Message("weights", {"leaves": len(weights)}, weights))
   is_gone.set()
   with pytest.raises(ConnectionError, match="while a batch was drawn"):
     next(drawer.draw(Message("draw", fields, arrays), is_gone))
@@ -501,9 +682,86 @@ def test_a_process_stops_when_nobody_waits_for_what_it_draws():
     accepted = Connection(server.accept()[0])
     assert accepted.receive(0).kind == "hello"
     accepted.send("welcome")
-    accepted.send("weights", {}, weights)
+    accepted.send("weights", {"leaves": len(weights)}, weights)
     accepted.send("draw", fields, arrays)
     accepted.send("ended")  # it returns, and does not try again
+
+
+DRAW = {
+  "members": [0, -1, 1.5, True, None, 2**40],
+  "first_prompt": [-1, 0.5, "0", 2**40],
+  "keeps_experts": [0, None, "yes"],
+  "settings": [[], None, {"temperature": "warm"}, {"temperature": -1}, {"temperature": 1e400},
+               {"temperatur": 1}, {"top_k": True}, {"top_p": [1]}],
+}  # fmt: skip
+ARRAYS = {
+  "prompts_PS": [
+    np.ones((P, 12, 1), np.int32),
+    np.ones((P, 12), np.float32),
+    np.full((P, 12), -1, np.int32),
+    np.full((P, 12), 10**6, np.int32),
+    np.ones((0, 12), np.int32),
+  ],
+  "prompt_lengths_P": [np.full(P, 13), np.full(P, 0), np.full(P, -1), np.full(P + 1, 3)],
+  "key": [np.zeros(3, np.uint32), np.zeros(2, np.float32), np.zeros((2, 2), np.uint32)],
+  "other": [np.zeros(1)],
+  "images.patches_PINC": [np.zeros((P, 1, 1), np.float32), np.zeros((P, 1, 1, 1), np.float32)],
+}
+
+
+def test_a_process_believes_no_learner_either():
+  run = small_run(small_config())
+  drawer, leaves = Drawer(run), jax.tree.leaves(abstract_weights(run))
+  good = {str(place): np.zeros(x.shape, x.dtype) for place, x in enumerate(leaves)}
+  key = np.asarray(jax.random.key_data(jax.random.key(1)))
+  arrays = {"prompts_PS": np.ones((P, 12), np.int32), "prompt_lengths_P": np.full(P, 3), "key": key}
+  fields = {"members": G, "first_prompt": 0, "settings": {}, "keeps_experts": False}
+
+  def draw(fields=fields, arrays=arrays):
+    next(drawer.draw(Message("draw", fields, arrays), threading.Event()))
+
+  def take(arrays, leaves=None):
+    drawer.take(Message("weights", {"leaves": leaves or len(good)}, arrays))
+
+  with pytest.raises(BadMessage, match="has not sent leaf 0"):
+    draw()
+  for wrong in (good["0"][:-1], good["0"].astype(np.float16), good["0"][None]):
+    with pytest.raises(BadMessage, match="it sent leaf 0 of its weights as"):
+      take(good | {"0": wrong})
+  for name in ("-1", "99", "a", "9" * 5000):
+    with pytest.raises(BadMessage, match="a leaf of the weights called"):
+      take({name: good["0"]})
+  with pytest.raises(BadMessage, match="weights of 'all' leaves"):
+    take(good, "all")
+  take(good)
+  for name, values in DRAW.items():
+    for value in values:
+      with pytest.raises(BadMessage, match=f"it sent {name}"):
+        draw(fields | {name: value})
+  for name, values in ARRAYS.items():
+    for value in values:
+      with pytest.raises(BadMessage, match="it (sent|left out)"):
+        draw(arrays=arrays | {name: value})
+  for name in arrays:
+    with pytest.raises(BadMessage, match=name):
+      draw(arrays={other: x for other, x in arrays.items() if other != name})
+
+
+def test_a_process_that_is_sent_away_ends_and_says_why(capfd):
+  run = small_run(small_config())
+  with socket.create_server(("127.0.0.1", 0)) as server:
+
+    def refuse():
+      accepted = Connection(server.accept()[0])
+      accepted.receive(0)
+      accepted.send("welcome")
+      accepted.send("refused", {"why": "it sent tokens_PGT\nwith -1"})
+      with contextlib.suppress(OSError):
+        accepted.receive(0)
+
+    threading.Thread(target=refuse, daemon=True).start()
+    with pytest.raises(RunFailed, match="sent this sampler away: it sent tokens_PGT with -1"):
+      sample_for(run, server.getsockname(), 30)
 
 
 def test_another_config_is_refused_on_both_sides(capfd):
@@ -549,16 +807,57 @@ def trained(config, folder):
   return jax.device_get(run_steps(config, folder).state.train.params)
 
 
+def answer_without_sense(run, port):
+  """A process that joins a run, draws ids that no vocabulary has, and is sent away."""
+  until = time.monotonic() + 60
+  while True:
+    try:
+      connection = Connection(socket.create_connection(("127.0.0.1", port)))
+      break
+    except ConnectionRefusedError:  # it does not listen yet
+      assert time.monotonic() < until
+      time.sleep(0.05)
+  connection.send("hello", {"terms": terms_of(run)})
+  while (message := connection.receive(2**30)).kind != "draw":
+    assert message.kind in ("welcome", "weights", "alive")
+    if message.kind == "alive":
+      connection.send("alive")
+  count, members = len(message.arrays["prompts_PS"]), message.fields["members"]
+  row = (count, members, run.config.sampling.max_tokens)
+  completions = {
+    "tokens_PGT": np.full(row, 10**6, np.int32),
+    "lengths_PG": np.full(row[:2], row[2], np.int32),
+    "sampled_PGT": np.ones(row, bool),
+    "logprobs_PGT": np.zeros(row, np.float32),
+    "behavior_logprobs_PGT": np.zeros(row, np.float32),
+    "stopped_by_PG": np.full(row[:2], -1, np.int32),
+  }
+  connection.send("finished", {"prompts": [*range(count)]}, completions)
+  while (message := connection.receive(0)).kind == "alive":
+    connection.send("alive")
+  assert message.kind == "refused"
+  connection.close()
+
+
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness):
+def test_a_run_whose_batches_a_process_draws_has_the_same_numbers(tmp_path, staleness, capfd):
+  """Even if another process was there first, whose answers make no sense."""
   here = trained(config_of(tmp_path, max_staleness=staleness), tmp_path / "here")
   port = free_port()
   config = config_of(tmp_path, max_staleness=staleness, listen=f"127.0.0.1:{port}")
   run = small_run(config)
-  with sampling_for(run, ("127.0.0.1", port)):
-    there = trained(config, tmp_path / "there")
+
+  def sample():
+    answer_without_sense(run, port)
+    sample_for(run, ("127.0.0.1", port), 30)
+
+  thread = threading.Thread(target=sample)
+  thread.start()
+  there = trained(config, tmp_path / "there")
+  thread.join()
   jax.tree.map(np.testing.assert_array_equal, here, there)
+  assert "was sent away: it sent tokens_PGT with 1000000" in capfd.readouterr().err
   assert numbers_of(tmp_path / "there") == numbers_of(tmp_path / "here")
 
 

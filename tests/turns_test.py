@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 
 from call_templates import GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 import numpy as np
@@ -15,7 +16,7 @@ from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.environments import of_config
+from grpo_jax.environments import acting, of_config
 from grpo_jax.environments.built_in import calculator
 from grpo_jax.programs.sampling import Ended
 from grpo_jax.rollouts.play.talk import Talk
@@ -471,6 +472,285 @@ def test_an_environment_that_refuses_an_example_is_named(tmp_path):
     ConfigError, match=r"reset\(\) of .*RefusesToStart raised ValueError: no seed"
   ):
     Collected(config_of(tmp_path, FAILS, "RefusesToStart"))
+
+
+EXITS = """
+import asyncio, decimal, sys
+import numpy as np
+
+class Fine:
+  def reset(self, example):
+    return []
+
+  def step(self, message):
+    return [], 1.0, True
+
+class InInit(Fine):
+  def __init__(self):
+    sys.exit(0)
+
+class InReset(Fine):
+  def reset(self, example):
+    sys.exit(0)
+
+class InAsyncReset(Fine):
+  async def reset(self, example):
+    raise GeneratorExit
+
+class InTask(Fine):
+  async def reset(self, example):
+    async def leave():
+      sys.exit(0)
+    await asyncio.create_task(leave())
+
+class InClose(Fine):
+  def close(self):
+    sys.exit(0)
+
+class InStep(Fine):
+  def step(self, message):
+    sys.exit(0)
+
+class InAsyncStep(Fine):
+  async def step(self, message):
+    sys.exit(0)
+
+class Cancelled(Fine):
+  async def step(self, message):
+    raise asyncio.CancelledError
+
+class InKeptClose(Fine):
+  pickles, turns = False, 0
+
+  def step(self, message):
+    self.turns += 1
+    return "1", 1.0, False
+
+  def close(self):
+    if self.turns:
+      sys.exit(0)
+
+class Returns(Fine):
+  def __init__(self, value):
+    self.value = value
+
+  def step(self, message):
+    values = {"decimal": decimal.Decimal(1), "float32": np.float32(1), "array": np.array(True)}
+    values |= {"nan": np.nan, "inf": np.inf, "complex": 1j, "huge": 10**400, "yes": np.True_}
+    return eval(self.value, values)
+
+class RefusesSome(Fine):
+  def reset(self, example):
+    if "7" in example["question"]:
+      sys.exit(0)
+    return "a\\ud800b" if "8" in example["question"] else []
+"""
+
+
+@pytest.mark.parametrize(
+  "name, method",
+  [("InInit", "__init__"), ("InReset", "reset"), ("InAsyncReset", "reset"), ("InClose", "close")],
+)
+def test_an_environment_that_exits_where_it_begins_is_named_with_its_example(
+  name, method, tmp_path
+):
+  run = small_run(config_of(tmp_path, EXITS, name))
+  with pytest.raises(ConfigError) as caught:
+    run.environments.openings([{"question": "1+1="}])
+  line = str(caught.value)
+  assert re.search(
+    rf"{method}\(\) of .*{name} raised (SystemExit: 0|GeneratorExit) \(.*env.py line", line
+  )
+  assert "for the example {'question': '1+1='}" in line and "\n" not in line
+
+
+def test_a_task_that_an_environment_starts_does_not_end_the_program(tmp_path):
+  run = small_run(config_of(tmp_path, EXITS, "InTask"))
+  with pytest.raises(ConfigError, match="env.py:InTask raised SystemExit: 0 .*env.py line"):
+    run.environments.openings([{"question": "1+1="}])
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  "name", ["InStep", pytest.param("InAsyncStep", marks=pytest.mark.slow), "Cancelled"]
+)
+def test_an_environment_that_exits_in_a_step_ends_the_run_like_one_that_raises(
+  name, workers, tmp_path
+):
+  config = config_of(tmp_path, EXITS, name, workers)
+  with pytest.raises(RunFailed, match=r"the environment raised (SystemExit: 0|Cancelled).*env.py"):
+    Collected(config)
+
+
+@pytest.mark.parametrize("on_error", ["stop", pytest.param("none", marks=pytest.mark.slow)])
+def test_an_environment_that_exits_where_a_worker_closes_it(on_error, tmp_path):
+  config = config_of(tmp_path, EXITS, "InKeptClose", workers=1, max_turns=2)
+  config = with_section(config, "reward", on_error=on_error)
+  if on_error == "none":
+    assert Collected(config).metrics["environment/errors"] > 0
+    return
+  with pytest.raises(RunFailed, match=r"the environment raised SystemExit: 0 \(.*env.py"):
+    Collected(config)
+
+
+def outcome_of(folder, value):
+  """The outcome of a step of `Returns` that returns this expression."""
+  (folder / "env.py").write_text(EXITS)
+  parts = acting.load((), f"{folder}/env.py:Returns(value={value!r})")
+  request = {"task": "", "example": {}, "is_first": True, "state": "", "key": "a"}
+  return acting.outcome(parts, request | {"message": {"content": "x"}, "is_last": False})
+
+
+def test_what_an_environment_may_return(tmp_path):
+  for value in ("1", "True", "float32", "decimal", "yes", "array"):
+    assert outcome_of(tmp_path, f"([], {value}, True)")["reward"] == 1
+  for value in ("True", "1", "1.0", "yes", "array"):
+    assert outcome_of(tmp_path, f"([], None, {value})")["done"] is True
+  for value in ("False", "0", "~yes"):
+    assert outcome_of(tmp_path, f"([], None, {value})")["done"] is False
+  halves = "{'role': 'user', 'content': 'a\\ud800b', 'n': ('c\\udc00',)}"
+  said = outcome_of(tmp_path, f"({halves}, 1, False)")
+  assert said["messages"] == [{"role": "user", "content": "a?b", "n": ["c?"]}]
+  assert outcome_of(tmp_path, "(None, 1, False)")["messages"] == []
+
+
+@pytest.mark.parametrize(
+  "value, words",
+  [(f"([], {one}, False)", "the reward ") for one in ("nan", "inf", "-inf", "complex", "huge")]
+  + [(f"([], {one}, False)", "the reward ") for one in ("'1'", "b'1'", "[1]", "{}", "1e16")]
+  + [(f"([], 1, {one})", "done=") for one in ("'False'", "'true'", "None", "2", "nan", "[]", "{}")]
+  + [(f"({one}, 1, False)", "the message ") for one in ("[None]", "['a']", "{'role': 'user'}")]
+  + [(f"({one}, 1, False)", "the messages ") for one in ("5", "True")]
+  + [
+    ("({'role': 'user', 'content': None}, 1, False)", "a text content"),
+    ("({'role': 'user', 'content': b'a'}, 1, False)", "a text content"),
+    ("({'role': 'user', 'content': 5}, 1, False)", "a text content"),
+    ("({'role': 'assistant', 'content': 'a'}, 1, False)", "its role must be"),
+    ("({'role': 'user', 'content': 'a', 'b': nan}, 1, False)", "JSON does not have"),
+    ("({'role': 'user', 'content': 'a', 'b': {1, 2}}, 1, False)", "JSON does not have"),
+    ("([], 1)", "return (messages, reward, done)"),
+    ("None", "return (messages, reward, done)"),
+  ],
+)
+def test_what_an_environment_may_not_return(value, words, tmp_path):
+  error = outcome_of(tmp_path, value)["error"]
+  assert words in error and error.startswith("returned ") and error.endswith("(step() of Returns)")
+
+
+def refusing(folder):
+  """A run whose environment refuses some examples, and what makes prompts with it."""
+  config = with_section(config_of(folder, EXITS, "RefusesSome"), "reward", on_error="none")
+  run = small_run(config)
+
+  def prompts_of(questions, **data):
+    section = dict(max_prompt_tokens=99, prompt="{question}") | data
+    section = dataclasses.replace(config.data, **section)
+    split = [{"question": one} for one in questions]
+    return Prompts(split, run.tokenizer, section, environment=run.environments)
+
+  return run, prompts_of
+
+
+def test_an_example_that_an_environment_refuses_is_left_out_if_asked(tmp_path, capfd):
+  run, prompts_of = refusing(tmp_path)
+  questions = [run.task.train[i]["question"] for i in range(300)]
+  prompts = prompts_of(questions)
+  refused = sum("7" in one for one in questions)
+  assert 0 < refused == prompts.unopened and prompts.dropped == 0
+  assert len(prompts) == len(questions) - refused
+  made = prompts.make(range(len(prompts)))
+  assert all("7" not in one.text and one.ids for one in made)
+  assert all(one.text.endswith("a?b") for one in made if "8" in one.example["question"])
+  assert capfd.readouterr().err.count("it is left out") == 1
+  with pytest.raises(ConfigError, match="raised SystemExit.* no other of all 2 examples"):
+    prompts_of(["7", "77"])
+  drawn = prompts_of(questions, count_at_start=9)  # another example stands in for one
+  assert drawn.unopened == 0 and drawn.replaced > 0
+  assert all("7" not in one.text and one.ids for one in drawn.make(range(len(questions))))
+
+
+def test_an_example_that_an_environment_refuses_later_gets_a_stand_in(tmp_path):
+  run, prompts_of = refusing(tmp_path)
+  prompts = prompts_of([str(i) for i in range(7)])
+  assert len(prompts) == 7
+  for key in list(run.environments._known)[:3]:  # as if it was asked again
+    run.environments._known[key] = "reset() raised something"
+  assert all(int(one.text) > 2 for one in prompts.make(range(7)))
+
+
+ODD_TOOLS = """
+import sys
+
+class Mute(Exception):
+  def __str__(self):
+    raise KeyError("no text")
+
+def mute(x: str) -> str:
+  '''Raises.
+
+  Args:
+    x: A number.
+  '''
+  raise Mute
+
+def exits(x: str) -> str:
+  '''Exits.
+
+  Args:
+    x: A number.
+  '''
+  sys.exit(0)
+
+def halves(x: str) -> str:
+  '''Returns half of a character.
+
+  Args:
+    x: A number.
+  '''
+  return "a\\ud800"
+
+def objects(x: str):
+  '''Returns objects.
+
+  Args:
+    x: A number.
+  '''
+  return {"a": float("nan"), "b": Mute, "c": b"d"}
+
+def silent(x: str):
+  '''Returns an object without a text.
+
+  Args:
+    x: A number.
+  '''
+  return Mute()
+"""
+
+
+@pytest.mark.parametrize(
+  "tool, said",
+  [
+    ("mute", "error: Mute that cannot be printed"),
+    ("exits", "error: it ended with SystemExit(0)"),
+    ("halves", "a?"),
+    ("objects", '{"a": NaN, "b": "<class'),
+    ("silent", "error: 'no text'"),
+  ],
+)
+def test_a_tool_may_raise_and_return_anything(tool, said, tmp_path):
+  (tmp_path / "env.py").write_text(ODD_TOOLS)
+  parts = acting.load((f"{tmp_path}/env.py:{tool}",), "")
+  found = acting.outcome(parts, {"tool": tool, "arguments": {"x": "1"}})
+  assert found["content"].startswith(said)
+  assert found["failed"] == said.startswith("error")
+  json.dumps(found, allow_nan=False)
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path):
+  for file in ("env.py", "other.py"):
+    (tmp_path / file).write_text(ODD_TOOLS)
+  with pytest.raises(ConfigError, match="two tools are called mute"):
+    acting.load((f"{tmp_path}/env.py:mute", f"{tmp_path}/other.py:mute"), "")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ class Case:
   Attributes:
     name: Unique. What --only matches.
     command: A line of bash, run in the folder of the case. The commands train, evaluate, sample,
-      export and report stand for `python -m grpo_jax.NAME`. The variables of `hostile.VARIABLES`,
-      such as $RUN, stand for flags that many rows share.
+      export, report and serve stand for `python -m grpo_jax.NAME`. The variables of
+      `hostile.VARIABLES`, such as $RUN, stand for flags that many rows share.
     code: The exit code that the user should get, or all that are right. 128 + N for signal N.
     words: Each must be in the output. Words in a row, so line breaks do not matter.
     absent: None may be in the output.

@@ -105,4 +105,8 @@ PLACES = [
 ]  # fmt: skip
 
 
-CASES = [*SIGNALS, *STREAMS, *PLACES]
+SERVED = [
+  Case("serve/key that is no text", "serve --workdir=run", 2, ("GRPO_JAX_API_KEY: the key is not UTF-8",), needs="run", env={"GRPO_JAX_API_KEY": "\udcff"}),
+]  # fmt: skip
+
+CASES = [*SIGNALS, *STREAMS, *PLACES, *SERVED]

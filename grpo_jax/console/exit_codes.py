@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+from pathlib import Path
 import signal
 import sys
 import traceback
@@ -10,6 +11,7 @@ from typing import NoReturn
 
 from grpo_jax.console.stdout import discard
 from grpo_jax.console.text import shorten, visible
+from grpo_jax.rewards.call import describe
 from grpo_jax.settings import ConfigError, OneLineError, RunFailed
 from grpo_jax.storage import write_errors
 
@@ -18,6 +20,7 @@ BAD_INPUT = 2
 DOES_NOT_FIT = 3
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 
+_PACKAGE = Path(__file__).parents[1]
 _LONGEST_LINE = 1500  # a value that a message quotes may be of any length
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
@@ -107,6 +110,8 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
     return STOPPED, ""
   if isinstance(error, DoesNotFit):
     return DOES_NOT_FIT, ""
+  if isinstance(error, SystemExit) and not _is_ours(error):  # its code may be 0
+    return FAILED, f"error: code that the program called ended it: {_one_line(describe(error))}"
   if isinstance(error, KeyboardInterrupt):
     return 128 + signal.SIGINT, "interrupted"
   if isinstance(error, BrokenPipeError):
@@ -118,6 +123,12 @@ def exit_of(error: BaseException, workdir: str | None = None) -> tuple[int, str]
     return BAD_INPUT, f"error: JAX_PLATFORMS={_one_line(platforms)}: {_one_line(error)}"
   failed_write = write_errors.explain(error, workdir) if isinstance(error, Exception) else None
   return (FAILED, f"error: {_one_line(failed_write)}") if failed_write else None
+
+
+def _is_ours(end: SystemExit) -> bool:
+  """Whether a file of this package called sys.exit, and not code of others."""
+  frames = traceback.extract_tb(end.__traceback__)
+  return bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

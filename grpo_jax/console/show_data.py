@@ -194,6 +194,8 @@ def _any_length(config: Config) -> Any:
 def _left_out(split: str, prompts: Prompts) -> Iterator[str]:
   if prompts.dropped:
     yield f"{prompts.dropped:,} {split} prompts are longer than data.max_prompt_tokens: left out"
+  if prompts.unopened:
+    yield f"the environments of {prompts.unopened:,} {split} prompts cannot begin: left out"
   if prompts.replaced:
     yield (
       f"about {prompts.replaced:.1%} of the {split} prompts are longer than"

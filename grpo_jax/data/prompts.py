@@ -25,11 +25,14 @@ if TYPE_CHECKING:
   from grpo_jax.config import Data
 
 T = TypeVar("T")
-_AT_ONCE = 4096  # prompts whose token ids are in memory while they are counted
+_AT_ONCE = 256  # prompts whose token ids are in memory while they are counted
 _WITH_IMAGES = 64  # the same for prompts whose rows may hold the bytes of images
 _SAMPLED = 256  # prompts that are made at the start where not all of them are
 _STEP = 16  # S is a multiple of it, so that a few other rows seldom make other compiled programs
 _MOST_STAND_INS = 4096  # that are tried for a prompt that is too long, and at the start if none fit
+_MARGIN = 64  # tokens by which cutting a text can change how many its beginning has, and more
+_CHARACTERS = 8  # of a token, in most texts fewer: see Prompts._encode
+_UNOPENED = 2**31 - 1  # stands for the length of a prompt whose environment cannot begin
 
 
 class Processes(Protocol):
@@ -57,8 +60,11 @@ class Opens(Protocol):
   def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The schemas of the tools that the policy may call in an example."""
 
-  def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The messages with which it begins, after those of the data set, for each example."""
+  def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]] | str]:
+    """The messages with which it begins, after those of the data set, for each example.
+
+    A line in their place says why it cannot begin.
+    """
 
 
 class OneProcess:
@@ -92,6 +98,7 @@ class Prompt:
     images: Its images, in their order. None of them is decoded yet.
     layouts: What becomes of each of them.
     where: What error messages call the prompt, if it has images.
+    problem: Why its environment cannot begin. Nothing but the example is then known.
   """
 
   example: Mapping[str, Any]
@@ -101,6 +108,7 @@ class Prompt:
   images: tuple[AnyImage, ...] = ()
   layouts: tuple[Layout, ...] = ()
   where: str = ""
+  problem: str = ""
 
 
 class Prompts:
@@ -117,8 +125,10 @@ class Prompts:
 
   Attributes:
     fields: The names of an example's fields.
-    dropped: How many examples are left out.
-    replaced: About which share of the examples is too long, so that others stand in for them. 0
+    dropped: How many examples are left out because their prompts are too long.
+    unopened: How many are left out because their environments cannot begin. 0 where not all
+      examples were counted.
+    replaced: About which share of the examples is left out, so that others stand in for them. 0
       where all examples were counted.
     max_tokens: S, to which prompts are padded. Where all examples were counted, the longest prompt
       decides, because padding is computed like any token.
@@ -155,22 +165,29 @@ class Prompts:
     """
     self._split, self._tokenizer, self._data = split, tokenizer, data
     self._environment = environment
+    self._why = ""  # an environment could not begin
+    # A text whose beginning has more tokens than this is too long for a prompt.
+    self._far_too_long = 2 * data.max_prompt_tokens + _MARGIN
     self.images = PromptImages(processor, data) if processor is not None else None
     self._templates = templates_of(data)
     self.fields = list(split[0]) if len(split) else []
     self.max_tokens = data.max_prompt_tokens
     self.pad_id = tokenizer.pad_id
     self._counts_later = len(split) > data.count_at_start and not count_all
-    counts = self._counts(_places(len(split), _SAMPLED if self._counts_later else 0), processes)
+    places = _places(len(split), _SAMPLED if self._counts_later else 0)
+    counts = self._counts(places, processes)
     if self._counts_later and not (counts[:, 0] <= data.max_prompt_tokens).any():
-      counts = self._counts(_places(len(split), _MOST_STAND_INS), processes)
+      places = _places(len(split), _MOST_STAND_INS)
+      counts = self._counts(places, processes)
     lengths = counts[:, 0]
     fits = lengths <= data.max_prompt_tokens
     if not fits.any():
       some = f"all {len(split)}" if len(lengths) == len(split) else f"each of {len(lengths)} drawn"
+      if (lengths == _UNOPENED).all() and len(lengths):
+        raise ConfigError(f"{self._why}; it can begin with no other of {some} examples")
       raise ConfigError(
         f"data.max_prompt_tokens={data.max_prompt_tokens} drops {some} prompts;"
-        f" the shortest one has {min(lengths, default=0)} tokens"
+        f" the shortest one has {self._shortest(places, lengths)} tokens"
       )
     if not self._counts_later:
       longest = -(-int(lengths[fits].max()) // _STEP) * _STEP
@@ -178,7 +195,8 @@ class Prompts:
     self._kept = None if self._counts_later else np.flatnonzero(fits)
     most = counts[fits, 1:].max(0)
     self.most_images = None if self._counts_later else (int(most[0]), int(most[1]))
-    self.dropped = 0 if self._counts_later else int((~fits).sum())
+    self.unopened = 0 if self._counts_later else int((lengths == _UNOPENED).sum())
+    self.dropped = 0 if self._counts_later else int((~fits).sum()) - self.unopened
     self.replaced = float((~fits).mean()) if self._counts_later else 0.0
 
   @property
@@ -229,9 +247,8 @@ class Prompts:
       RunFailed: An example cannot be read, or no other one is short enough to stand in for it.
     """
     try:
-      if self._kept is not None:
-        return self._make([int(self._kept[i]) for i in indices])
-      return self._make_with_stand_ins([int(i) for i in indices])
+      places = [int(i if self._kept is None else self._kept[i]) for i in indices]
+      return self._make_with_stand_ins(places)
     except ConfigError as error:  # the run has begun, and saves what it has
       raise RunFailed(str(error)) from error
 
@@ -251,7 +268,7 @@ class Prompts:
     counts = [np.zeros((0, 3), np.int32)]
     for start in range(0, len(own), at_once):
       made = self._make(own[start : start + at_once].tolist())
-      lengths = np.array([len(prompt.ids) for prompt in made], np.int32)
+      lengths = np.array([_UNOPENED if one.problem else len(one.ids) for one in made], np.int32)
       sizes = needed_sizes(made) if self.images else np.zeros((len(made), 2), np.int32)
       counts.append(np.column_stack([lengths, sizes]))
     return np.concatenate(counts)
@@ -259,31 +276,61 @@ class Prompts:
   def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:
     made = self._make(indices)
     for tried in range(_MOST_STAND_INS):
-      long = [place for place, prompt in enumerate(made) if len(prompt.ids) > self.max_tokens]
-      if not long:
+      unfit = [
+        place
+        for place, prompt in enumerate(made)
+        if prompt.problem or len(prompt.ids) > self.max_tokens
+      ]
+      if not unfit:
         return made
-      others = self._make([self._stand_in(indices[place], tried) for place in long])
-      for place, prompt in zip(long, others):
+      others = self._make([self._stand_in(indices[place], tried) for place in unfit])
+      for place, prompt in zip(unfit, others):
         made[place] = prompt
+    or_why = f", or have none: {self._why}" if self._why else ""
     raise ConfigError(
       f"data.max_prompt_tokens={self.max_tokens}: {_MOST_STAND_INS} prompts in a row are longer"
+      f"{or_why}"
     )
 
   def _stand_in(self, index: int, tried: int) -> int:
-    """The example that stands in for one that is too long, after so many that are too long, too."""
+    """The example that stands in for one that is left out, after so many that are, too."""
     # A raw word, because numpy promises that it never changes.
     word = int(np.random.Philox(key=np.array([index, tried], np.uint64)).random_raw())
     if isinstance(self._split, Mixture):
       return self._split.stand_in(index, word)
+    if self._kept is not None:
+      return int(self._kept[word % len(self._kept)])
     return word % len(self._split)
 
   def _make(self, indices: list[int]) -> list[Prompt]:
-    """The prompts of the examples at places of the split."""
-    tokenizer, environment = self._tokenizer, self._environment
+    """The prompts of the examples at places of the split, also of those that are left out."""
     examples: list[Mapping[str, Any]] = [self._split[i] for i in indices]
-    openings: list[list[dict[str, Any]]] = [[] for _ in examples]
-    if environment is not None:
-      openings = environment.openings(examples)
+    openings: list[list[dict[str, Any]] | str] = [[] for _ in examples]
+    if self._environment is not None:
+      openings = self._environment.openings(examples)
+    opened = [
+      (index, example, opening)
+      for index, example, opening in zip(indices, examples, openings, strict=True)
+      if not isinstance(opening, str)
+    ]
+    made = iter(self._make_opened(*map(list, zip(*opened))) if opened else [])
+    prompts = []
+    for example, opening in zip(examples, openings):
+      if isinstance(opening, str):
+        self._why = self._why or opening
+        prompts.append(Prompt(example, "", [], None, problem=opening))
+      else:
+        prompts.append(next(made))
+    return prompts
+
+  def _make_opened(
+    self,
+    indices: list[int],
+    examples: list[Mapping[str, Any]],
+    openings: list[list[dict[str, Any]]],
+  ) -> list[Prompt]:
+    """The prompts of examples at places of the split, and what their environments begin with."""
+    tokenizer = self._tokenizer
     tools = [self._tools(example, i) for example, i in zip(examples, indices)]
     examples, seen = self._see(examples)
     messages: list[chat.Messages] | list[None] = [None] * len(examples)
@@ -309,7 +356,7 @@ class Prompts:
     if self.images is not None:
       both = [self.images.expand(text, *one) for text, one in zip(texts, seen)]
       expanded, layouts = [text for text, _ in both], [layout for _, layout in both]
-    text_ids = tokenizer.encode_batch(expanded)
+    text_ids = self._encode(expanded)
     if not all(text_ids):
       raise ConfigError(
         f"data.prompt={self._data.prompt!r} makes a prompt without tokens; it must hold some text"
@@ -320,6 +367,37 @@ class Prompts:
         examples, texts, text_ids, messages, seen, layouts
       )
     ]
+
+  def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of texts. Of one that is far too long, only those of its beginning.
+
+    Of the tokens of a beginning, those of its last word alone can differ from the text's. So a text
+    whose beginning has twice as many tokens as a prompt may have is too long, whatever follows.
+    """
+    most = _CHARACTERS * self._far_too_long
+    text_ids = self._tokenizer.encode_batch([text[:most] for text in texts])
+    unsure = [
+      place
+      for place, text in enumerate(texts)
+      if len(text) > most and len(text_ids[place]) <= self._far_too_long
+    ]
+    for place, ids in zip(unsure, self._tokenizer.encode_batch([texts[i] for i in unsure])):
+      text_ids[place] = ids
+    return text_ids
+
+  def _shortest(self, places: np.ndarray, lengths: np.ndarray) -> str:
+    """How many tokens the shortest prompt has, for an error. One that is far too long is guessed.
+
+    Args:
+      places: Of the split.
+      lengths: Of the prompts of these places.
+    """
+    shortest = int(lengths.min(initial=_UNOPENED)) if len(lengths) else 0
+    if shortest <= self._far_too_long:
+      return str(shortest)
+    self._far_too_long = _UNOPENED  # so that the whole text is counted
+    (one,) = self._make([int(places[lengths.argmin()])])
+    return f"about {len(one.ids)}"
 
   def _tools(self, example: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
     """The schemas of the tools that a prompt shows."""

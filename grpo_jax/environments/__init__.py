@@ -33,8 +33,8 @@ has an object of its own:
 `reset` gets the fields of the example. It returns the messages that follow the prompt of the data
 set, or [] if that is the whole prompt. All completions of a prompt share them, so they must depend
 on the example alone. `step` gets what the policy wrote, as {"role": "assistant", "content": TEXT}.
-It returns the messages that answer it, the reward of this turn or None, and whether the
-conversation has ended. Both may be `async def`.
+It returns the messages that answer it, the reward of this turn, which is a finite number or None,
+and whether the conversation has ended, True or False. Both may be `async def`.
 
 Workers call both, under reward.timeout and reward.memory. Between two turns the object is pickled,
 so that any worker can go on with it. A class with `pickles = False` stays in one worker.

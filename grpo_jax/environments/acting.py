@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 
 from grpo_jax.environments import names
 from grpo_jax.environments.names import Environment, Factory, Tool
-from grpo_jax.rewards.call import describe, in_thread
+from grpo_jax.environments.returned import Mistake, step_of
+from grpo_jax.foreign import as_exceptions
+from grpo_jax.registry import name_of
+from grpo_jax.rewards.answer import text_of
+from grpo_jax.rewards.call import describe, in_thread, is_async
+from grpo_jax.settings import ConfigError
 
 LONGEST_MESSAGE = 20_000  # characters of what a tool returns; the rest is cut off
 
@@ -39,7 +44,7 @@ class Parts(NamedTuple):
     made = [getattr(one, "func", one) for one in self.environments.values()]
     methods = [getattr(one, name, None) for one in made for name in ("reset", "step")]
     functions = [*self.tools.values(), *methods]
-    return self.stay or any(inspect.iscoroutinefunction(function) for function in functions)
+    return self.stay or any(map(is_async, functions))
 
   @property
   def stay(self) -> bool:
@@ -55,8 +60,15 @@ class Parts(NamedTuple):
 def load(tools: tuple[str, ...], name: str) -> Parts:
   """The tools and environments of these names. Raises ConfigError if one cannot be found."""
   environments = {task: names.resolve_environment(own) for task, own in names.by_task(name).items()}
-  found = [names.resolve_tool(one) for one in tools]
-  return Parts({names.name_of(one): one for one in found}, environments)
+  found: dict[str, Tool] = {}
+  for one in map(names.resolve_tool, tools):
+    if name_of(one) in found:
+      raise ConfigError(
+        f"environment.tools: two tools are called {name_of(one)}, and a model can call only one of"
+        " them; rename one"
+      )
+    found[name_of(one)] = one
+  return Parts(found, environments)
 
 
 _loaded = functools.lru_cache(8)(load)  # in a worker, which lives as long as its run
@@ -127,23 +139,34 @@ async def _outcome(parts: Parts, request: Request, as_thread: bool) -> Outcome:
 
   Returns:
     Of a tool: `content`, and `failed`. Of an environment: `messages`, `reward`, `done` and `state`,
-    or `error`.
+    or `error`. Of `close`: nothing, or `error`.
   """
-  if "close" in request:
-    environment = _KEPT.pop(request["close"], None)
-    if environment is not None:
-      await _close(environment, as_thread)
-    return {}
-  if "tool" in request:
-    try:
-      value = await _call(as_thread, parts.tools[request["tool"]], **request["arguments"])
-      return {"content": _as_text(value), "failed": False}
-    except Exception as error:
-      return {"content": f"error: {_message(error)}", "failed": True}
   try:
-    return await _step(parts, request, as_thread)
+    with as_exceptions():
+      if "close" in request:
+        return await _close_kept(request["close"], as_thread)
+      if "tool" in request:
+        value = await _call(as_thread, parts.tools[request["tool"]], **request["arguments"])
+        return {"content": _as_text(value), "failed": False}
+      return await _step(parts, request, as_thread)
   except Exception as error:
-    return {"error": describe(error)}
+    if "tool" in request:
+      return {"content": f"error: {_message(error)}", "failed": True}
+    return {"error": problem_with(error, "step()", parts.of_task(request.get("task", "")))}
+
+
+def problem_with(error: Exception, what: str, made: Any) -> str:
+  """What an environment or a harness did wrong, in a line that begins with a verb.
+
+  Args:
+    error: What it raised, or the `Mistake` that it returned.
+    what: Its method, or "".
+    made: Its class or function, or what makes its objects.
+  """
+  if not isinstance(error, Mistake):
+    return f"raised {describe(error)}"
+  whose = name_of(getattr(made, "func", made))
+  return f"returned {error} ({f'{what} of ' if what else ''}{whose})"
 
 
 async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
@@ -156,13 +179,8 @@ async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
       raise RuntimeError("the worker process that had this conversation has ended")
     environment = factory()
     await _call(as_thread, environment.reset, request["example"])
-  messages, reward, done = await _call(as_thread, environment.step, request["message"])
-  found = {
-    "messages": [] if messages is None else checked(messages),
-    "reward": None if reward is None else float(reward),
-    "done": bool(done),
-    "state": "",
-  }
+  messages, reward, done = step_of(await _call(as_thread, environment.step, request["message"]))
+  found = {"messages": messages, "reward": reward, "done": done, "state": ""}
   if done or request["is_last"]:
     await _close(environment, as_thread)
   elif getattr(environment, "pickles", True):
@@ -176,6 +194,13 @@ async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
 _KEPT: dict[str, Environment] = {}
 
 
+async def _close_kept(key: str, as_thread: bool) -> Outcome:
+  environment = _KEPT.pop(key, None)
+  if environment is not None:
+    await _close(environment, as_thread)
+  return {}
+
+
 async def _close(environment: Environment, as_thread: bool) -> None:
   if callable(close := getattr(environment, "close", None)):
     await _call(as_thread, close)
@@ -185,24 +210,10 @@ async def _call(as_thread: bool, function: Any, /, *values: Any, **named: Any) -
   if inspect.iscoroutinefunction(function):
     return await function(*values, **named)
   if as_thread:
-    return await asyncio.to_thread(function, *values, **named)
-  value = function(*values, **named)
+    value = await asyncio.to_thread(function, *values, **named)
+  else:
+    value = function(*values, **named)
   return await value if isinstance(value, Coroutine) else value
-
-
-def checked(messages: Any) -> list[dict[str, str]]:
-  """The messages of an environment. A text is one message of the user."""
-  if isinstance(messages, str):
-    messages = [{"role": "user", "content": messages}]
-  if isinstance(messages, Mapping):
-    messages = [messages]
-  made = [dict(message) for message in messages]
-  for message in made:
-    if not all(isinstance(message.get(field), str) for field in ("role", "content")):
-      raise TypeError(f"a message must have a text role and a text content, got {message!r:.80}")
-    if message["role"] == "assistant":
-      raise TypeError("a message of an environment has the role user, tool or system")
-  return made
 
 
 def _pickled(environment: Environment) -> bytes:
@@ -216,13 +227,12 @@ def _pickled(environment: Environment) -> bytes:
 
 def _as_text(value: Any) -> str:
   text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-  text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
   if len(text) > LONGEST_MESSAGE:
-    return f"{text[:LONGEST_MESSAGE]}... (cut off)"
-  return text
+    text = f"{text[:LONGEST_MESSAGE]}... (cut off)"
+  return text.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
 
 
 def _message(error: Exception) -> str:
   """An exception as a line for the model: its message, without the places of a user's files."""
-  text = " ".join(str(error).split())[:300].encode("utf-8", "replace").decode()
+  text = " ".join(text_of(error).split())[:300].encode("utf-8", "replace").decode()
   return text or type(error).__name__

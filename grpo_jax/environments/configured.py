@@ -5,19 +5,26 @@ from collections.abc import Mapping, Sequence
 import functools
 import inspect
 import json
+import sys
 from typing import Any
 
 from grpo_jax.config import Config, Environment
 from grpo_jax.data import row_tools
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.environments import acting, names
+from grpo_jax.environments.returned import checked
 from grpo_jax.environments.schema import schema_of
 from grpo_jax.environments.tool_calls import format_for
+from grpo_jax.foreign import as_exceptions
 from grpo_jax.rewards.call import describe, in_thread
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, shown
 
 _KEY = "environment.name"
 _MOST_KNOWN = 10_000  # openings that are kept
+_MOST_CHARACTERS = 50_000_000  # of openings that are kept
+
+# The messages with which an environment begins, or a line that says why it cannot.
+Opening = list[dict[str, Any]] | str
 
 
 class Environments:
@@ -29,12 +36,13 @@ class Environments:
     format: How the model writes calls.
   """
 
-  def __init__(self, settings: Environment, template: str) -> None:
+  def __init__(self, settings: Environment, template: str, stops_on_error: bool = True) -> None:
     """Looks up what the config names.
 
     Args:
       settings: The section of the config.
       template: The source of the chat template, or "".
+      stops_on_error: Whether an environment that cannot begin ends the run.
 
     Raises:
       ConfigError: There is no such tool or environment.
@@ -43,7 +51,9 @@ class Environments:
     self.parts = acting.load(settings.tools, settings.name)
     self.schemas = [schema_of(tool) for tool in self.parts.tools.values()]
     self.format = format_for(template, settings.calls, self.schemas)
-    self._known: dict[str, list[dict[str, Any]]] = {}  # openings by example
+    self._stops_on_error, self._has_warned = stops_on_error, False
+    self._known: dict[str, Opening] = {}  # openings by example
+    self._characters = 0  # of the known ones
 
   def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The schemas of the tools that the policy may call in an example. See `data/row_tools.py`.
@@ -53,8 +63,12 @@ class Environments:
     """
     return row_tools.of_row(example.get(row_tools.COLUMN), self.schemas) if self.schemas else []
 
-  def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+  def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[Opening]:
     """The messages with which environments begin, after the prompts of the data set.
+
+    Returns:
+      For each example, the messages. With reward.on_error=none, a line in place of those that an
+      environment cannot give.
 
     Raises:
       ConfigError: An environment refuses an example.
@@ -64,19 +78,52 @@ class Environments:
     keys = [json.dumps(example, sort_keys=True, default=str) for example in examples]
     # A step makes its prompts several times.
     new = {key: one for key, one in zip(keys, examples) if key not in self._known}
-    if len(self._known) + len(new) > _MOST_KNOWN:
-      self._known, new = {}, dict(zip(keys, examples))
-    made = [self.parts.of_task(str(example.get("task", ""))) for example in new.values()]
+    if len(self._known) + len(new) > _MOST_KNOWN or self._characters > _MOST_CHARACTERS:
+      self._known, self._characters, new = {}, 0, dict(zip(keys, examples))
     try:
-      openings = in_thread(lambda: asyncio.run(_openings(made, list(new.values())))).result()
+      openings = in_thread(lambda: asyncio.run(self._open(new))).result()
+    except SystemExit as error:  # of a task that an environment has started
+      raise ConfigError(f"{_KEY}: {self.settings.name} raised {describe(error)}") from None
+    self._known |= openings
+    self._characters += sum(map(_characters_of, openings.values()))
+    return [self._known[key] for key in keys]
+
+  async def _open(self, examples: Mapping[str, Mapping[str, Any]]) -> dict[str, Opening]:
+    """The openings of examples, by their keys."""
+    made = {key: self.parts.of_task(str(one.get("task", ""))) for key, one in examples.items()}
+    return {
+      key: await self._opening(made[key], example) if made[key] else []
+      for key, example in examples.items()
+    }
+
+  async def _opening(self, made: names.Factory, example: Mapping[str, Any]) -> Opening:
+    """How an object of an environment, which is then closed, begins with an example."""
+    method = "__init__()"
+    try:
+      with as_exceptions():
+        environment = made()
+        method = "reset()"
+        messages = checked(await _result(environment.reset(dict(example))))
+        method = "close()"
+        if callable(close := getattr(environment, "close", None)):
+          await _result(close())
+        return messages
     except ConfigError:
       raise
     except Exception as error:
-      raise ConfigError(
-        f"{_KEY}: reset() of {self.settings.name} raised {describe(error)}"
-      ) from None
-    self._known |= dict(zip(new, openings, strict=True))
-    return [self._known[key] for key in keys]
+      problem = acting.problem_with(error, method, made)
+      return self._refused(f"{_KEY}: {method} of {self.settings.name} {problem}", example)
+
+  def _refused(self, problem: str, example: Mapping[str, Any]) -> str:
+    """Says that an environment cannot begin with an example, or ends the run."""
+    where = str(example.get("place") or shown(dict(example)))
+    line = f"{problem}, for the example {where}"
+    if self._stops_on_error:
+      raise ConfigError(f"{line}; with reward.on_error=none it would be left out")
+    if not self._has_warned:
+      print(f"warning: {line}: it is left out", file=sys.stderr, flush=True)
+      self._has_warned = True
+    return line
 
   @functools.cached_property
   def is_portable(self) -> bool:
@@ -93,23 +140,16 @@ def of_config(config: Config, tokenizer: Tokenizer) -> Environments | None:
   """
   if not config.environment.has_turns:
     return None
-  return Environments(config.environment, tokenizer.template if config.data.chat else "")
+  return Environments(
+    config.environment,
+    tokenizer.template if config.data.chat else "",
+    stops_on_error=config.reward.on_error == "stop",
+  )
 
 
-async def _openings(
-  made: Sequence[names.Factory | None], examples: Sequence[Mapping[str, Any]]
-) -> list[list[dict[str, Any]]]:
-  return [
-    await _opening(one, example) if one else [] for one, example in zip(made, examples, strict=True)
-  ]
+def _characters_of(opening: Opening) -> int:
+  return len(opening) + sum(len(one["content"]) for one in opening if isinstance(one, dict))
 
 
-async def _opening(made: names.Factory, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-  environment = made()
-  found = environment.reset(dict(example))
-  messages = acting.checked(await found if inspect.isawaitable(found) else found)
-  close = getattr(environment, "close", None)
-  closed = close() if callable(close) else None
-  if inspect.isawaitable(closed):
-    await closed
-  return messages
+async def _result(value: Any) -> Any:
+  return await value if inspect.isawaitable(value) else value

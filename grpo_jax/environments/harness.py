@@ -22,11 +22,13 @@ from typing import Any
 
 from grpo_jax.data.tasks import verifiers_tasks
 from grpo_jax.environments import verifiers_player
-from grpo_jax.environments.acting import Outcome, Request
+from grpo_jax.environments.acting import Outcome, Request, problem_with
 from grpo_jax.environments.names import is_portable
+from grpo_jax.environments.returned import reward_of
 from grpo_jax.environments.workers import ask
+from grpo_jax.foreign import as_exceptions
 from grpo_jax.rewards import Pool
-from grpo_jax.rewards.call import describe, in_thread
+from grpo_jax.rewards.call import in_thread
 from grpo_jax.rewards.names import named
 from grpo_jax.rewards.workers.messages import Call
 from grpo_jax.settings import ConfigError
@@ -77,11 +79,12 @@ async def _side_by_side(harness: str, requests: Sequence[Request]) -> list[Outco
 
 
 async def _play(harness: str, request: Request) -> Outcome:
+  function = _resolved(harness)
   try:
-    reward = await _resolved(harness)(**request)
-    return {"reward": None if reward is None else float(reward)}
+    with as_exceptions():
+      return {"reward": reward_of(await function(**request))}
   except Exception as error:
-    return {"error": describe(error)}
+    return {"error": problem_with(error, "", function)}
 
 
 class Players:

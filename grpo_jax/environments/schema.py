@@ -32,6 +32,7 @@ _PLAIN: dict[Any, Schema] = {
   dict: {"type": "object"},
   Any: {},
 }
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _SECTION = re.compile(r"^[ \t]*(Args|Returns|Raises):[ \t]*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^([ \t]*)(\w+):[ \t]*(.*)$")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE | re.DOTALL)
@@ -89,7 +90,12 @@ def _hints(
   first = next(iter(parameters), "")
   if first in ("self", "cls") and first not in hints:
     del parameters[first]
-  for argument in parameters:
+  for argument, parameter in parameters.items():
+    if parameter.kind not in _BY_NAME:
+      raise ConfigError(
+        f"{where}: the argument {parameter} cannot be given by name, as a model gives arguments;"
+        " give the tool a name for each of them, without *, ** and /"
+      )
     if argument not in hints:
       raise ConfigError(f"{where}: the argument {argument} has no type hint")
   return hints, parameters
@@ -135,6 +141,8 @@ def _schema(hint: Any, where: str) -> Schema:
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
   if origin is None and isinstance(hint, type) and issubclass(hint, enum.Enum):
     return _one_of([member.value for member in hint], where)
+  if origin in _PLAIN and not arguments:  # typing.List, Dict and Tuple without brackets
+    return dict(_PLAIN[origin])
   if origin is None:
     if not isinstance(hint, typing.Hashable) or hint not in _PLAIN:
       raise ConfigError(f"{where}: the type hint {shown(hint)} has no JSON type")

@@ -50,7 +50,7 @@ def problem_of(outcome: Outcome, who: str) -> tuple[str, str]:
   """What went wrong, in a line that begins with `who`, and its kind. ("", "") for nothing."""
   if "failure" in outcome:
     return f"{who} {FAILURES[outcome['failure']]}", outcome["failure"]
-  return (f"{who} raised {outcome['error']}", "error") if "error" in outcome else ("", "")
+  return (f"{who} {outcome['error']}", "error") if "error" in outcome else ("", "")
 
 
 class Runner:
@@ -102,7 +102,6 @@ class Runner:
       return [acting.outcome(self._parts, request) for request in requests]
     return ask(self._pool, self._call, requests)
 
-  def close(self, keys: Sequence[str]) -> None:
+  def close(self, keys: Sequence[str]) -> list[Outcome]:
     """Says that conversations have ended, to environments that stay in a worker."""
-    if self._parts.stay:
-      self([{"close": key} for key in keys])
+    return self([{"close": key} for key in keys]) if self._parts.stay else []

@@ -8,6 +8,9 @@ import warnings
 
 import jax
 
+from grpo_jax.rewards.call import describe
+from grpo_jax.settings import RunFailed
+
 # What a run changes in JAX's configuration, which belongs to the caller.
 _SETTINGS = (
   "jax_default_matmul_precision",
@@ -22,11 +25,18 @@ def leaving_nothing_behind() -> Iterator[None]:
 
   A notebook keeps the traceback of the last error. Its frames would keep the arrays of a run that
   failed, and the next run might find no memory. So they are cleared.
+
+  Raises:
+    RunFailed: Code of others called sys.exit. The caller's own program goes on.
   """
   before = {name: getattr(jax.config, name) for name in _SETTINGS}
   show_warning = warnings.showwarning
   try:
     yield
+  except SystemExit as error:
+    line = f"code that the run called ended it: {describe(error)}"
+    _clear_frames(error)
+    raise RunFailed(line) from error
   except BaseException as error:
     _clear_frames(error)
     raise

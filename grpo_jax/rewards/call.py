@@ -17,6 +17,7 @@ import traceback
 from typing import Any, TypeVar
 
 from grpo_jax import timing
+from grpo_jax.foreign import Ended
 from grpo_jax.rewards.answer import (
   Answer,
   ContractError,
@@ -228,6 +229,8 @@ def describe(error: BaseException, file: pathlib.Path | None = None) -> str:
     error: The exception.
     file: The file of the user. None means the file in which it was raised.
   """
+  if isinstance(error, Ended) and error.__cause__ is not None:
+    error = error.__cause__
   text = " ".join(text_of(error).split())
   named = f"{type(error).__name__}: {text:.200}" if text else type(error).__name__
   if isinstance(error, SyntaxError):

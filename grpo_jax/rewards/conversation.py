@@ -65,7 +65,7 @@ def texts_of(completions: Sequence[Any]) -> list[str]:
 
 def _last_of_policy(messages: Sequence[Mapping[str, str]]) -> str:
   own = [message["content"] for message in messages if message["role"] == "assistant"]
-  return own[-1]
+  return own[-1] if own else ""  # a harness may never ask the policy
 
 
 def is_of_user(function: Callable[..., Any]) -> bool:

@@ -279,7 +279,7 @@ def last_turns(
   texts_PG = np.full(turns_PG.shape, None, object) if otherwise_PG is None else otherwise_PG.copy()
   for index in np.ndindex(turns_PG[rows].shape):
     if turns_PG[rows][index] is not None:
-      texts_PG[rows][index] = turns_PG[rows][index].own[-1].text
+      texts_PG[rows][index] = turns_PG[rows][index].last
   return texts_PG
 
 

@@ -44,7 +44,7 @@ def rollout_metrics(
     **_lengths(lengths_PG[ended] if ended.any() else np.zeros(1), "terminated_"),
     "completions/clipped_ratio": float((~ended).mean()),
     "completions/tokens": int(sampled_tokens),
-    "sampler/filter_gap_mean": float(gap_PGT.sum() / sampled_tokens),
+    "sampler/filter_gap_mean": float(gap_PGT.sum() / max(1, sampled_tokens)),
   }
   return metrics | score_metrics(rewards, names)
 

@@ -91,6 +91,8 @@ def steps_on_tokens(
   G = rollouts.texts_PG.shape[1]
   for weight, steps_of_rows in zip(weights, steps, strict=True):
     for p, g in np.ndindex(rollouts.texts_PG.shape):
+      if not rollouts.completions.sampled_PGT[p, g].any():  # a harness never asked the policy
+        continue
       if steps_of_rows is None:
         on_tokens = [
           (turn.end - 1, turn.reward)

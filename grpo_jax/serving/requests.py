@@ -56,7 +56,13 @@ class RequestError(Exception):
   def __init__(self, message: str, param: str | None = None, status: int = 400, code: str = ""):
     """See the attributes."""
     super().__init__(message)
-    self.status, self.message, self.param, self.code = status, message, param, code
+    self.status, self.message, self.code = status, _as_text(message), code
+    self.param = None if param is None else _as_text(param)
+
+
+def _as_text(said: str) -> str:
+  """What UTF-8 can hold of a client's words. Half of a surrogate pair is shown as JSON has it."""
+  return said.encode("utf-8", "backslashreplace").decode()
 
 
 class Limits(NamedTuple):
@@ -152,7 +158,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 def completion_request(body: Mapping[str, Any], limits: Limits, texts: Texts) -> Request:
   """The request of a body of /v1/completions. Raises RequestError."""
   _check_names(body, _OF_COMPLETIONS)
-  prompts = _prompts(body, texts)
+  prompts = _prompts(body, limits, texts)
   echo = None
   if _flag(body, "echo"):
     if body.get("logprobs") is not None:
@@ -213,10 +219,6 @@ def _request(
   _check_model(body, limits)
   for number, prompt in enumerate(prompts):
     _check_prompt(prompt, limits, "messages" if extra["is_chat"] else "prompt", number)
-  if len(prompts) > limits.choices:
-    raise RequestError(
-      f"prompt has {len(prompts)} prompts and this server takes at most {limits.choices}", "prompt"
-    )
   most, why = limits.choices // len(prompts), f"{limits.choices} choices over all prompts"
   n = _whole(body, "n", 1, (1, most), why)
   default = min(extra.pop("max_tokens", limits.max_tokens), limits.max_tokens)
@@ -237,6 +239,11 @@ def _request(
   options = body.get("stream_options")
   if options is not None and not isinstance(options, dict):
     raise RequestError("stream_options must be an object", "stream_options")
+  for name, value in (options or {}).items():
+    if name != "include_usage" and value is not None and value is not False:
+      raise RequestError(
+        f"stream_options: this server does not know {shown(name)}", "stream_options"
+      )
   seed = _whole(body, "seed", None, (-(2**63), 2**64 - 1))
   return Request(
     prompts=prompts,
@@ -281,7 +288,7 @@ def _check_model(body: Mapping[str, Any], limits: Limits) -> None:
     )
 
 
-def _prompts(body: Mapping[str, Any], texts: Texts) -> tuple[tuple[int, ...], ...]:
+def _prompts(body: Mapping[str, Any], limits: Limits, texts: Texts) -> tuple[tuple[int, ...], ...]:
   """The prompts of /v1/completions: a text, a list of texts, token ids, or a list of those."""
   given = body.get("prompt")
   if isinstance(given, str) or (isinstance(given, list) and given and _are_ids(given)):
@@ -289,8 +296,12 @@ def _prompts(body: Mapping[str, Any], texts: Texts) -> tuple[tuple[int, ...], ..
   wrong = RequestError(
     "prompt must be a text, a list of texts, token ids or lists of them", "prompt"
   )
-  if not isinstance(given, list) or not given:
+  if not isinstance(given, list) or not given or len({type(one) for one in given}) > 1:
     raise wrong
+  if len(given) > limits.choices:
+    raise RequestError(
+      f"prompt has {len(given)} prompts and this server takes at most {limits.choices}", "prompt"
+    )
   prompts = []
   for one in given:
     if isinstance(one, str):
@@ -334,6 +345,8 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
   stops = [] if given is None else [given] if isinstance(given, str) else given
   if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
     raise RequestError("stop must be a text or a list of texts, none of them empty", "stop")
+  if not all(map(is_text, stops)):
+    raise RequestError("stop: it has half of a surrogate pair", "stop")
   if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
     raise RequestError(
       f"stop: at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters", "stop"

@@ -1,37 +1,71 @@
 """The HTTP edge of the endpoint: aiohttp, keys, streams, and what ends a request early."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import dataclasses
 import functools
 import hmac
 import json
+import logging
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 import uuid
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.serving import answers, requests
+from grpo_jax.serving.connections import Connections, listen, room
 from grpo_jax.serving.engine import Closed, Engine
 from grpo_jax.serving.metrics import Metrics
 from grpo_jax.serving.requests import Limits, Request, RequestError
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.serving.writer import Writer, Writing, stopping
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, is_text
 
 _LOOK_SECONDS = 0.5  # how often it looks whether the engine has failed
 _BODY_SECONDS = 30.0  # to send a body
-_WRITE_SECONDS = 30.0  # to read a piece of a stream
+_WRITE_SECONDS = 30.0  # to read a piece of an answer
+_IDLE_SECONDS = 30.0  # to send the header of a request, and between two requests
+_PIECE = 2**18  # bytes of an answer
+_SMALL_BODY = 2**16  # bytes
+_LARGE_BODIES = 8  # that are held at a time
 _OPEN_PATHS = ("/health", "/metrics")  # they need no key
 _CLIENT_LEFT = 499  # in the metrics: the client closed the connection before the answer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Read = Callable[[dict[str, Any], Limits, requests.Texts], Request]
+
+_OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
+
+
+class _Defects(logging.Filter):
+  """Lets pass what is wrong here. Clients that send no HTTP would fill a log."""
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    kind = record.exc_info and record.exc_info[0]
+    return not (kind and issubclass(kind, _OF_CLIENTS))
+
+
+_LOGGER = logging.getLogger(__name__)
+_LOGGER.addFilter(_Defects())
+
+
+class _Lane(NamedTuple):
+  """Where bodies become requests.
+
+  Attributes:
+    slots: One for each body that is held.
+    threads: Parse and tokenise.
+  """
+
+  slots: contextlib.AbstractAsyncContextManager[Any]
+  threads: ThreadPoolExecutor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +76,7 @@ class Settings:
     model: The name of the model.
     key: The bearer key, or empty for none.
     body_bytes: The largest body.
+    connections: The most connections.
     choices: The most completions of a request.
     seconds: The longest that an answer may take.
     grace: How many seconds requests may still take once the server was asked to stop.
@@ -50,6 +85,7 @@ class Settings:
   model: str
   key: str = ""
   body_bytes: int = 4 * 2**20
+  connections: int = 4096
   choices: int = 128
   seconds: float = 600.0
   grace: float = 30.0
@@ -91,6 +127,10 @@ class Server:
     self._limits = Limits(
       settings.model, vocabulary, engine.sizes.prompt_tokens, engine.max_tokens, settings.choices
     )
+    # Many small requests come in the time that a large one takes, so they do not wait for it.
+    self._small = _Lane(contextlib.nullcontext(), ThreadPoolExecutor(2, "small bodies"))
+    self._large = _Lane(asyncio.Semaphore(_LARGE_BODIES), ThreadPoolExecutor(1, "large bodies"))
+    self._connections: Connections
     self._created = int(time.time())
     self._is_stopping = False
     self.app = web.Application(
@@ -125,17 +165,20 @@ class Server:
       ConfigError: It cannot listen there.
     """
     runner = web.AppRunner(
-      self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+      self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_LOGGER
     )
     await runner.setup()
     try:
-      site = web.TCPSite(runner, host, port)
       try:
-        await site.start()
+        listeners = listen(host, port)
       except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"flags --host={host} --port={port}: {why}; choose others") from None
-      ready(host, runner.addresses[0][1])
+      most = room(self._settings.connections)
+      self._connections = Connections(runner.server, most, _IDLE_SECONDS)
+      taking = [asyncio.create_task(self._connections.take(listener)) for listener in listeners]
+      taking.append(asyncio.create_task(self._connections.watch()))
+      ready(host, listeners[0].getsockname()[1])
       while self._engine.is_open and not stop.is_set():
         with contextlib.suppress(TimeoutError):
           await asyncio.wait_for(stop.wait(), _LOOK_SECONDS)
@@ -144,8 +187,14 @@ class Server:
         async with asyncio.timeout(self._settings.grace):
           while self.metrics.active and self._engine.is_open:
             await asyncio.sleep(0.02)
+      for task in taking:
+        task.cancel()
+      for listener in listeners:
+        listener.close()
       await asyncio.to_thread(self._engine.close)
     finally:
+      for lane in (self._small, self._large):
+        lane.threads.shutdown(wait=False, cancel_futures=True)
       await runner.cleanup()
 
   @web.middleware
@@ -157,13 +206,15 @@ class Server:
     path = resource.canonical if resource is not None else "other"
     try:
       try:
-        response = await handler(request)
+        with self._connections.request(request.protocol):
+          response = await handler(request)
       except RequestError as error:
         response = _refused(error)
       except web.HTTPException as error:
         response = _refused(RequestError(error.reason, status=error.status))
-      except ConnectionError:
-        raise
+      except ConnectionError:  # the client has left, and nobody will read this
+        _cut(request.transport)
+        return web.Response(status=_CLIENT_LEFT)
       except Exception:  # a defect: its traceback helps, and the next request is answered
         traceback.print_exc(file=sys.stderr)
         response = _refused(RequestError("the server failed; its log says why", status=500))
@@ -225,50 +276,69 @@ class Server:
 
   async def _complete(self, read: Read, request: web.Request) -> web.StreamResponse:
     """Answers a request for completions."""
-    body = await _body_of(request, self._settings.body_bytes)
-    if self._is_stopping:
-      raise stopping()
+    name = _conversation_of(request)
+    lane = self._small if _is_small(request) else self._large
+    with contextlib.ExitStack() as stack:
+      async with lane.slots:
+        body = await _body_of(request, self._settings.body_bytes)
+        if self._is_stopping:
+          raise stopping()
+        stack.enter_context(self._answering(request))
+        loop = asyncio.get_running_loop()
+        asked = await loop.run_in_executor(lane.threads, self._read, read, body, name)
+        del body
+      return await self._answer(request, asked, name)
+
+  @contextlib.contextmanager
+  def _answering(self, request: web.Request) -> Iterator[None]:
+    """In the block, the server waits for a request before it stops, and keeps its connection."""
     self.metrics.active += 1
     try:
-      # Tokenizers and templates take their time, which others shall not wait for.
-      asked = await asyncio.to_thread(self._read, read, body, _conversation_of(request))
-      self.metrics.prompt_tokens += sum(map(len, asked.prompts))
-      kind = "chatcmpl" if asked.is_chat else "cmpl"
-      head = answers.Head(
-        f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._settings.model, asked
-      )
-      if asked.stream:
-        return await self._stream(request, head)
-      async with self._choices(head.request, request) as (choices, parts):
-        async for _ in parts:
-          pass
-        made = head.whole(choices)
-        self._writer.record(_conversation_of(request), choices)
-      headers = {"X-Weights-Version": str(made["weights_version"])}
-      return web.Response(text=_dumps(made), content_type="application/json", headers=headers)
+      with self._connections.kept(request.protocol):
+        yield
     finally:
       self.metrics.active -= 1
 
-  async def _stream(self, request: web.Request, head: answers.Head) -> web.StreamResponse:
+  async def _answer(self, request: web.Request, asked: Request, name: str) -> web.StreamResponse:
+    """Lets the engine write, and sends what it wrote."""
+    self.metrics.prompt_tokens += sum(map(len, asked.prompts))
+    kind = "chatcmpl" if asked.is_chat else "cmpl"
+    head = answers.Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self._settings.model, asked)
+    if asked.stream:
+      return await self._stream(request, head, name)
+    async with self._choices(asked, request, name) as (choices, parts):
+      async for _ in parts:
+        pass
+      made = head.whole(choices)
+      self._writer.record(name, choices)
+    response = web.StreamResponse(headers={"X-Weights-Version": str(made["weights_version"])})
+    response.content_type = "application/json"
+    response.charset = "utf-8"
+    data = _dumps(made).encode()
+    response.content_length = len(data)
+    await response.prepare(request)
+    for start in range(0, len(data), _PIECE):
+      await _write(request, response, data[start : start + _PIECE])
+    await response.write_eof()
+    return response
+
+  async def _stream(
+    self, request: web.Request, head: answers.Head, name: str
+  ) -> web.StreamResponse:
     """Sends what is new of the choices as it comes."""
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     response, begun = web.StreamResponse(headers=headers), set[int]()
 
     async def send(data: str) -> None:
-      try:
-        async with asyncio.timeout(_WRITE_SECONDS):
-          await response.write(f"data: {data}\n\n".encode())
-      except TimeoutError:
-        _cut(request.transport)
-        raise ConnectionResetError("the reader is too slow") from None
+      await _write(request, response, f"data: {data}\n\n".encode())
 
-    async with self._choices(head.request, request) as (choices, parts):
+    async with self._choices(head.request, request, name) as (choices, parts):
       await response.prepare(request)
       try:
         async for choice in parts:
           await send(_dumps(head.piece(choice, choice.index not in begun)))
           begun.add(choice.index)
-        self._writer.record(_conversation_of(request), choices)
+        self._writer.record(name, choices)
         if head.request.include_usage:
           await send(_dumps(head.last_piece(choices)))
         await send("[DONE]")
@@ -277,9 +347,9 @@ class Server:
     await response.write_eof()
     return response
 
-  def _choices(self, asked: Request, request: web.Request) -> Writing:
+  def _choices(self, asked: Request, request: web.Request, name: str) -> Writing:
     cut = functools.partial(_cut, request.transport)
-    return self._writer.choices(asked, _conversation_of(request), cut)
+    return self._writer.choices(asked, name, cut)
 
   def _read(self, read: Read, body: bytes, name: str) -> Request:
     return read(requests.read_json(body), self._limits, self._writer.texts(name))
@@ -298,7 +368,15 @@ class Server:
 def _conversation_of(request: web.Request) -> str:
   """The name behind the key of a request."""
   _, _, name = request.headers.get("Authorization", "").partition(":")
+  if not is_text(name):
+    raise RequestError("the name behind the key is not UTF-8", status=401, code="invalid_api_key")
   return name
+
+
+def _is_small(request: web.Request) -> bool:
+  """Whether the body of a request is known to be small."""
+  length, coding = request.content_length, request.headers.get("Content-Encoding", "identity")
+  return length is not None and length <= _SMALL_BODY and coding == "identity"
 
 
 async def _body_of(request: web.Request, most: int) -> bytes:
@@ -306,13 +384,29 @@ async def _body_of(request: web.Request, most: int) -> bytes:
   # A page in a browser can send other types to this address without asking.
   if request.content_type != "application/json":
     raise RequestError("the header Content-Type must be application/json")
+  too_large = RequestError(f"the body has more than {most} bytes", status=413)
+  if (request.content_length or 0) > most:
+    raise too_large
   try:
     async with asyncio.timeout(_BODY_SECONDS):
       return await request.read()
   except web.HTTPRequestEntityTooLarge:
-    raise RequestError(f"the body has more than {most} bytes", status=413) from None
+    raise too_large from None
+  except web.RequestPayloadError as error:
+    raise RequestError(
+      f"the body cannot be read: {' '.join(str(error).split()):.200}", code="invalid_body"
+    ) from None
   except TimeoutError:
     raise RequestError(f"the body took more than {_BODY_SECONDS:g} seconds", status=408) from None
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+  """Sends a piece of an answer. Raises ConnectionError for a reader who is gone or too slow."""
+  try:
+    async with asyncio.timeout(_WRITE_SECONDS):
+      await response.write(data)
+  except TimeoutError:
+    raise ConnectionResetError("the reader is too slow") from None
 
 
 def _refused(error: RequestError) -> web.Response:

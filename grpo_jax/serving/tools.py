@@ -62,9 +62,13 @@ def _content(content: Any) -> str:
   if content is None or isinstance(content, str):
     return content or ""
   is_parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
-  if not is_parts or not all(isinstance(part.get("text"), str) for part in content):
+  if not is_parts or not all(map(_is_text_part, content)):
     raise ValueError("messages: a content must be a text, or a list of parts of type text")
   return "".join(part["text"] for part in content)
+
+
+def _is_text_part(part: Mapping[str, Any]) -> bool:
+  return part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
 def _with_object(call: Any) -> dict[str, Any]:

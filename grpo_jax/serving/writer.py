@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import contextlib
 import functools
+import json
 from typing import Any
 
 from grpo_jax.data.tokenizers.replies import Replies
@@ -19,6 +20,7 @@ from grpo_jax.serving.tools import with_texts
 from grpo_jax.serving.traces import Recorder
 from grpo_jax.settings import ConfigError
 
+_FEWEST_CHARACTERS = 2**16  # of the longest prompt, whatever its tokens
 _MOST_BEHIND = 1024  # parts of each choice that wait for a reader who is slow
 
 Writing = contextlib.AbstractAsyncContextManager[tuple[list[Choice], AsyncIterator[Choice]]]
@@ -42,6 +44,10 @@ class Writer:
     self._seconds, self._recorder = seconds, recorder
     self._calls = _calls_of(tokenizer)
     self._shown = tokenizer.skipped(self._calls.marks)  # by their ids
+    # A longer text has more tokens than a prompt may have. It is not tokenised to count them.
+    self._most_characters = max(
+      _FEWEST_CHARACTERS, engine.sizes.prompt_tokens * tokenizer.longest_token
+    )
 
   def texts(self, name: str) -> Texts:
     """How texts become tokens in the conversation of this name."""
@@ -131,7 +137,18 @@ class Writer:
     except Closed:
       raise stopping() from None
 
+  def _check_length(self, text: str, name: str) -> None:
+    """Raises RequestError for a text that is longer than the tokens of a prompt can be."""
+    if len(text) > self._most_characters:
+      raise RequestError(
+        f"{name}: {len(text)} characters, and this server takes at most {self._most_characters}"
+        f" for a prompt of {self._engine.sizes.prompt_tokens} tokens (flag --max_prompt_tokens)",
+        name,
+        code="context_length_exceeded",
+      )
+
   def _encode(self, text: str) -> list[int]:
+    self._check_length(text, "prompt")
     return [*self._tokenizer.prefix_ids, *self._tokenizer.encode(text)]
 
   def _render(
@@ -145,8 +162,11 @@ class Writer:
         "tools",
       )
     earlier = self._recorder.earlier(name, messages) if self._recorder else None
+    self._check_length(json.dumps([messages, tools], ensure_ascii=False), "messages")
     if earlier is None:
-      ids = self._tokenizer.encode(self._rendered(messages, tools))
+      text = self._rendered(messages, tools)
+      self._check_length(text, "messages")
+      ids = self._tokenizer.encode(text)
     else:
       trace, after = earlier
       answer = messages[-len(after) - 1]

@@ -208,6 +208,11 @@ def header_lines(
         f"{kept.dropped} {split} prompts are longer than data.max_prompt_tokens ="
         f" {config.data.max_prompt_tokens} and left out; {len(kept)} remain"
       )
+    if kept.unopened:
+      lines.append(
+        f"the environments of {kept.unopened} {split} prompts cannot begin, so they are left out;"
+        f" {len(kept)} remain"
+      )
     if kept.replaced:
       lines.append(
         f"about {kept.replaced:.1%} of {len(kept)} {split} prompts are longer than"

@@ -16,6 +16,7 @@ from grpo_jax.programs.checks import check_batches
 from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.ahead import Ahead, AheadInTurn, Beside, has_drawn_ahead
 from grpo_jax.rollouts.collect import Collector, unscored_steps
+from grpo_jax.rollouts.remote.contents import limits_of
 from grpo_jax.rollouts.remote.learner import RemoteSampler
 from grpo_jax.rollouts.remote.terms import terms_of
 from grpo_jax.rollouts.schedule import Schedule
@@ -102,7 +103,8 @@ class Trainer:
         " itself; leave it empty, or start one process"
       )
     address = address_of(rollout.listen, "config key rollout.listen")
-    remote = RemoteSampler(address, terms_of(self.run), rollout.samplers, should_stop)
+    terms, limits = terms_of(self.run), limits_of(self.run)
+    remote = RemoteSampler(address, terms, limits, rollout.samplers, should_stop)
     stack.callback(remote.close)
     return remote
 
@@ -115,7 +117,8 @@ class Trainer:
       return AheadInTurn(self.collector, config)
     schedule = None
     if rollout.weights != "fixed":
-      schedule = Schedule(local_files(self._workdir), rollout.replay)
+      in_flight = rollout.weights == "in_flight"
+      schedule = Schedule(local_files(self._workdir), rollout.replay, in_flight)
       stack.callback(schedule.close)
     ahead = Beside(self.collector, config, schedule, self._remote)
     stack.callback(ahead.close)
@@ -222,7 +225,7 @@ class Trainer:
       self._save(state, step)
       saved = f"step {step} is saved" if step else "no step was finished"
       raise RunFailed(f"{doing}: {error}; {saved}, the same command goes on") from error
-    except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt):
+    except (MemoryError, jax.errors.JaxRuntimeError, KeyboardInterrupt, SystemExit):
       # A save is made by all processes together, and the others may not have failed. An update
       # takes the arrays of the state before it, which then cannot be saved.
       if jax.process_count() == 1 and not _is_deleted(state):

@@ -1,6 +1,6 @@
 """Texts to token ids and back with a Hugging Face tokenizer (tokenizer.json)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import itertools
 import json
 import re
@@ -12,6 +12,8 @@ from tokenizers import pre_tokenizers
 from grpo_jax.data.tokenizers.special_tokens import SpecialToken
 from grpo_jax.data.tokenizers.tokenizer_files import read_json
 from grpo_jax.settings import ConfigError
+
+_AT_ONCE = 1_000_000  # characters that are encoded together, but for one text that has more
 
 
 def from_files(files: Mapping[str, bytes], model_type: str | None) -> "HuggingFaceCodec":
@@ -35,6 +37,7 @@ class HuggingFaceCodec:
     vocab_size: The highest id + 1.
     special_tokens: Empty, because tokenizer.json does not say which token ends a text.
     prefix_ids: The ids that the tokenizer's post-processor puts before a text.
+    longest_token: How many characters the longest token has.
   """
 
   def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -44,7 +47,9 @@ class HuggingFaceCodec:
       parts_after[name] = _without_space(parts.get(name))
     self._engine = _make_engine(parts)
     self._engine_after = self._engine if parts_after == parts else _make_engine(parts_after)
-    self.vocab_size = max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
+    vocabulary = self._engine.get_vocab(with_added_tokens=True)
+    self.vocab_size = max(vocabulary.values()) + 1
+    self.longest_token = max(map(len, vocabulary))  # a symbol of it is a byte or a character
     self.special_tokens: Mapping[str, SpecialToken] = {}
     self.prefix_ids = _post_processor_prefix(self._engine)
     self._symbols = _needed_symbols(parts["model"])
@@ -72,7 +77,11 @@ class HuggingFaceCodec:
     if self._symbols is not None:
       self._check_characters(texts)
     try:
-      return [row.ids for row in engine.encode_batch(list(texts), add_special_tokens=False)]
+      return [
+        row.ids
+        for some in _in_parts(texts)
+        for row in engine.encode_batch(some, add_special_tokens=False)
+      ]
     except Exception:  # the library has no exception type of its own for an unknown character
       characters = sorted(set("".join(texts)))
       unknown = next((c for c in characters if not _can_encode(engine, c)), None)
@@ -94,6 +103,22 @@ class HuggingFaceCodec:
       if not self._symbols.issuperset("".join(words)):
         raise _unknown(character)
       self._expressible.add(character)
+
+
+def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
+  """Some texts after the others, with few characters at once.
+
+  The library keeps about a hundred bytes for each token of what it encodes at once.
+  """
+  part, characters = list[str](), 0
+  for text in texts:
+    if part and characters + len(text) > _AT_ONCE:
+      yield part
+      part, characters = [], 0
+    part.append(text)
+    characters += len(text)
+  if part:
+    yield part
 
 
 def _make_engine(parts: Mapping[str, Any]) -> tokenizers.Tokenizer:

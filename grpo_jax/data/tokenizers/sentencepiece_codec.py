@@ -44,6 +44,7 @@ class SentencePieceCodec:
     vocab_size: The highest id + 1.
     special_tokens: The special tokens of the model file by their roles, such as "eos_token".
     prefix_ids: Empty, because a model file does not say what a text begins with.
+    longest_token: How many characters the longest token has.
   """
 
   def __init__(
@@ -94,6 +95,8 @@ class SentencePieceCodec:
     self.vocab_size = max([self._num_pieces - 1, *self._ids.values()]) + 1
     self.special_tokens: Mapping[str, SpecialToken] = self._own_special_tokens()
     self.prefix_ids: tuple[int, ...] = ()
+    pieces = map(self._model.id_to_piece, range(self._num_pieces))
+    self.longest_token = max(map(len, [*pieces, *self._ids]))
 
   def token_to_id(self, token: str) -> int | None:
     """The id of a token, or None if it is not in the vocabulary."""

@@ -32,9 +32,11 @@ class Codec(Protocol):
     special_tokens: The special tokens that the file itself names, by their roles, such as
       "eos_token".
     prefix_ids: The ids that the file itself puts before a text.
+    longest_token: How many characters the longest token has.
   """
 
   vocab_size: int
+  longest_token: int
   special_tokens: Mapping[str, SpecialToken]
   prefix_ids: tuple[int, ...]
 
@@ -159,6 +161,11 @@ class Tokenizer:
     """Each conversation as text: see `render`."""
     given = {**self.special, **self.chat_options}
     return self._template.render(conversations, generation_prompt, given, tools)
+
+  @property
+  def longest_token(self) -> int:
+    """How many characters the longest token has."""
+    return self.codec.longest_token
 
   @property
   def template(self) -> str:

@@ -116,7 +116,9 @@ class Talk:
     for one in asked:
       answer = self._answer(one, [next(outcomes) for _ in one.requests])
       found.append((one.row.prompt, one.row.member, *self._news(one, answer)))
-    self._talkers.runner.close([self._key(p, g) for p, g, _, ids in found if ids is None])
+    ended = [self._key(p, g) for p, g, _, ids in found if ids is None]
+    for outcome in self._talkers.runner.close(ended):
+      self._problem_of(outcome)
     return found
 
   def _asked(self, row: Ended) -> _Asked:
@@ -188,11 +190,8 @@ class Talk:
     if not outcomes:
       return _Answer([])
     (outcome,) = outcomes
-    problem, kind = problem_of(outcome, "the environment")
-    if kind == "error" and self._talkers.stops_on_error:
-      raise RunFailed(f"{problem}; with reward.on_error=none the run would go on")
+    problem, kind = self._problem_of(outcome)
     if problem:
-      self._warn(problem)
       return _Answer([], problem=problem, kind=kind)
     self._states[one.row.prompt, one.row.member] = outcome["state"]
     return _Answer([] if outcome["done"] else outcome["messages"], outcome["reward"])
@@ -223,6 +222,15 @@ class Talk:
 
   def _key(self, p: int, g: int) -> str:
     return f"{self._name}:{p}:{g}"
+
+  def _problem_of(self, outcome: Outcome) -> tuple[str, str]:
+    """What went wrong in an environment, as `problem_of` has it. An error may end the run."""
+    problem, kind = problem_of(outcome, "the environment")
+    if kind == "error" and self._talkers.stops_on_error:
+      raise RunFailed(f"{problem}; with reward.on_error=none the run would go on")
+    if problem:
+      self._warn(problem)
+    return problem, kind
 
   def _warn(self, problem: str) -> None:
     """Says once for all rows what went wrong."""

@@ -95,7 +95,7 @@ class Harness:
       turns_PG[p, g] = self._conversation(found[p, g][0], outcome)
     self._warn(turns_PG, left_out)
     branches = self._as_rows(found, turns_PG)
-    texts_PG = np.vectorize(lambda one: one.own[-1].text if one.own else "", otypes=[object])
+    texts_PG = np.vectorize(lambda one: one.last, otypes=[object])
     return Rollouts(
       jax.tree.map(lambda x: x[:, :members], branches.completions),
       texts_PG(turns_PG),

@@ -52,6 +52,11 @@ class Conversation(NamedTuple):
     return [turn for turn in self.turns if turn.role == POLICY]
 
   @property
+  def last(self) -> str:
+    """What the policy wrote last. "" if a harness never asked it."""
+    return self.own[-1].text if self.own else ""
+
+  @property
   def rewards(self) -> list[float | None]:
     """The rewards of the policy's turns. Empty where the environment failed."""
     return [] if self.problem else [turn.reward for turn in self.own]

@@ -7,6 +7,7 @@ arrived of it is handed on once.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -21,16 +22,16 @@ import jax
 import numpy as np
 
 from grpo_jax.programs.sampling import Draws, Finished
-from grpo_jax.rollouts.remote.messages import BEAT, BadMessage, Connection, Message
+from grpo_jax.rollouts.remote import contents
+from grpo_jax.rollouts.remote.contents import IMAGES, Limits
+from grpo_jax.rollouts.remote.messages import BEAT, BadMessage, Connection, Message, Shapes
 from grpo_jax.rollouts.remote.terms import difference
-from grpo_jax.settings import ConfigError
-from grpo_jax.types import Completions, Images
+from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.types import Images
 
 _LOOK = 0.25  # seconds between two looks at whether the run was asked to stop
 _TELL = 8.0  # seconds between two lines that say what the run waits for
 _MOST_CONNECTIONS = 1024
-_MOST_BYTES = 2**40  # of completions
-IMAGES = "images."  # what the names of their arrays begin with
 
 
 class Closed(Exception):
@@ -50,6 +51,9 @@ class Weights(NamedTuple):
   leaves: tuple[Leaf, ...]
 
 
+_Call = deque[Finished | RunFailed]
+
+
 @dataclasses.dataclass
 class _Part:
   """Some prompts of a call, which one process draws.
@@ -58,7 +62,8 @@ class _Part:
     prompts: Their numbers in the call.
     weights: What draws them.
     fields, arrays: The message.
-    call: Gets what has been drawn.
+    answer: What the message asks for.
+    call: Gets what has been drawn, or why nothing will be.
     missing: Those of the part that have not arrived, as numbers in the part.
   """
 
@@ -66,7 +71,8 @@ class _Part:
   weights: Weights
   fields: dict[str, Any]
   arrays: dict[str, np.ndarray]
-  call: deque[Finished]
+  answer: contents.Part
+  call: _Call
   missing: set[int]
 
 
@@ -81,6 +87,7 @@ class RemoteSampler:
     self,
     address: tuple[str, int],
     terms: dict[str, Any],
+    limits: Limits,
     parts: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
   ):
@@ -89,13 +96,15 @@ class RemoteSampler:
     Args:
       address: The host and the port, 0 for a free one.
       terms: What processes must have in common with the run.
+      limits: What the completions of the run can be.
       parts: Into how many parts the prompts of a call are split.
       should_stop: Whether the run was asked to stop.
 
     Raises:
       ConfigError: It cannot listen there.
     """
-    self._terms, self._parts, self._should_stop = terms, parts, should_stop
+    self._terms, self._limits = terms, limits
+    self._parts, self._should_stop = parts, should_stop
     self._changed = threading.Condition()
     self._waiting = deque[_Part]()  # parts that no process draws
     self._joined: set[Connection] = set()
@@ -160,13 +169,17 @@ class RemoteSampler:
 
     Raises:
       Closed: Nothing will come.
+      RunFailed: The weights are not finite, so that nothing can be drawn with them.
     """
     weights = params if isinstance(params, Weights) else self.weights(params)
     arrays = {"prompts_PS": prompts_PS, "prompt_lengths_P": prompt_lengths_P}
     if images is not None:
       arrays |= {f"{IMAGES}{name}": x for name, x in given(images).items()}
     key, settings = np.asarray(jax.random.key_data(draws.key)), given(draws.settings)
-    call, parts = deque[Finished](), []
+    call, parts = _Call(), []
+    longest = self._limits.tokens
+    if draws.settings.max_tokens is not None:
+      longest = min(longest, int(draws.settings.max_tokens))
     for prompts in np.array_split(np.arange(len(prompts_PS)), self._parts):
       fields = {
         "members": members,
@@ -175,8 +188,10 @@ class RemoteSampler:
         "keeps_experts": keeps_experts,
       }
       own = {name: np.asarray(x)[prompts] for name, x in arrays.items()} | {"key": key}
+      size = len(prompts), prompts_PS.shape[1]
+      answer = contents.Part(*size, members, longest, keeps_experts)
       numbers = set(range(len(prompts)))
-      parts.append(_Part(prompts.tolist(), weights, fields, own, call, numbers))
+      parts.append(_Part(prompts.tolist(), weights, fields, own, answer, call, numbers))
     return self._arriving(call, parts)
 
   def say_ended(self) -> None:
@@ -193,7 +208,7 @@ class RemoteSampler:
       thread.join(2 * BEAT)
     self._server.close()
 
-  def _arriving(self, call: deque[Finished], parts: list[_Part]) -> Iterator[Finished]:
+  def _arriving(self, call: _Call, parts: list[_Part]) -> Iterator[Finished]:
     with self._changed:
       self._waiting.extend(parts)
       self._changed.notify_all()
@@ -209,7 +224,7 @@ class RemoteSampler:
           part.missing.clear()
         self._waiting = deque(part for part in self._waiting if part.missing)
 
-  def _next(self, call: deque[Finished]) -> Finished:
+  def _next(self, call: _Call) -> Finished:
     """Waits for groups of a call."""
     told_at = -math.inf
     with self._changed:
@@ -227,7 +242,10 @@ class RemoteSampler:
               f" --learner={self.address} --config=..."
             )
         self._changed.wait(_LOOK)
-      return call.popleft()
+      arrived = call.popleft()
+    if isinstance(arrived, RunFailed):
+      raise arrived
+    return arrived
 
   def _accept(self) -> None:
     """Lets processes join. This is a thread."""
@@ -260,6 +278,8 @@ class RemoteSampler:
         connection.send("ended")
     except BadMessage as error:
       _say(f"the process at {name} was sent away: {error}")
+      with contextlib.suppress(OSError):
+        connection.send("refused", {"why": str(error)})
     except OSError as error:
       if not self._is_closed:
         _say(f"the process at {name} has gone: {error}")
@@ -279,7 +299,6 @@ class RemoteSampler:
       raise BadMessage(f"it began with a message of kind {message.kind[:20]!r}")
     why = difference(self._terms, message.fields.get("terms"))
     if why:
-      connection.send("refused", {"why": why})
       raise BadMessage(why)
     connection.send("welcome")
     _say(f"a sampler has joined from {name}")
@@ -293,6 +312,10 @@ class RemoteSampler:
       return False
     try:
       self._draw(connection, part, known)
+    except BadMessage:
+      if not contents.are_finite([leaf.array for leaf in part.weights.leaves]):
+        part.call.append(RunFailed("the weights are not finite, so no sampler can draw with them"))
+      raise
     finally:
       with self._changed:
         if part.missing:
@@ -326,11 +349,17 @@ class RemoteSampler:
       known[:] = [leaf.number for leaf in leaves]
     connection.send("draw", part.fields, part.arrays)
     coming, is_asked = set(range(len(part.prompts))), False
+    most_bytes = contents.answer_bytes(part.answer, self._limits)
+
+    def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
+      if kind == "finished":
+        contents.check_answer(fields, shapes, part.answer, self._limits)
+
     while (coming or is_asked) and not self._is_closed:
       if not is_asked and not connection.has_something(BEAT):
         connection.send("alive")
         is_asked = True
-      message = connection.receive(_MOST_BYTES)
+      message = connection.receive(most_bytes, check)
       self._expect(message, "alive", "finished")
       if message.kind == "finished":
         coming -= self._arrived(message, part)
@@ -339,13 +368,8 @@ class RemoteSampler:
 
   def _arrived(self, message: Message, part: _Part) -> set[int]:
     """Hands on groups that arrive for the first time. Returns the numbers of all in the part."""
-    numbers = message.fields.get("prompts")
-    own = range(len(part.prompts))
-    if not isinstance(numbers, list) or not all(type(n) is int and n in own for n in numbers):
-      raise BadMessage("it sent completions of prompts that it did not get")
-    if len({*numbers}) < len(numbers):
-      raise BadMessage("it sent completions of a prompt twice")
-    completions = _completions(message.arrays, (len(numbers), part.fields["members"]))
+    numbers = message.fields["prompts"]
+    completions = contents.completions(message.arrays, part.answer, self._limits)
     with self._changed:
       new = [place for place, number in enumerate(numbers) if number in part.missing]
       if new:
@@ -363,19 +387,6 @@ class RemoteSampler:
 def given(tree: Any) -> dict[str, Any]:
   """The fields of a struct that are not None, by name."""
   return {name: value for name, value in vars(tree).items() if value is not None}
-
-
-def _completions(arrays: dict[str, np.ndarray], shape: tuple[int, int]) -> Completions:
-  """The completions of some groups. `shape` is [P, G]. Raises BadMessage for other arrays."""
-  try:
-    completions = Completions(**arrays)
-  except TypeError:
-    raise BadMessage("it sent other arrays than those of completions") from None
-  for name, array in arrays.items():
-    sizes = shape if "_PG" in name else shape[:1]
-    if array.shape[: len(sizes)] != sizes:
-      raise BadMessage(f"it sent {name} of shape {array.shape}, which is not that of its groups")
-  return completions
 
 
 def _shown(address: tuple[Any, ...]) -> str:

@@ -3,7 +3,7 @@
 Nothing that arrives is executed. What is too long or makes no sense is a `BadMessage`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import json
 import math
@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  it gives numpy the names bfloat16 and int4
@@ -26,11 +27,15 @@ _DTYPES = (
   "bool int4 int8 int16 int32 int64 uint4 uint8 uint32 float16 bfloat16 float32 float64"
   " float8_e4m3fn float8_e5m2"
 ).split()
-_MOST_AXES = 8
+_MOST_AXES, _MOST_BYTES = 8, 2**50  # of an array. numpy counts axes of length 0, too
 
 
 class BadMessage(Exception):
   """Bytes that are no message, or a message that has no place here."""
+
+
+# The dtype and the shape of arrays, by name.
+Shapes = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 class Message(NamedTuple):
@@ -73,26 +78,37 @@ class Connection:
         for start in range(0, len(data), _BLOCK):
           self._socket.sendall(data[start : start + _BLOCK])
 
-  def receive(self, most_bytes: int) -> Message:
+  def receive(
+    self,
+    most_bytes: int,
+    check: Callable[[str, dict[str, Any], Shapes], None] = lambda kind, fields, shapes: None,
+  ) -> Message:
     """Waits for a message.
 
     Args:
       most_bytes: What its arrays may take.
+      check: Gets the kind, the fields and the shapes of the arrays before these are read. It raises
+        BadMessage for those that have no place here.
 
     Raises:
       BadMessage: These bytes are no message, or a longer one.
       OSError: The other side is gone or silent.
     """
-    magic, length = _PREFIX.unpack(self._read(_PREFIX.size))
+    until = time.monotonic() + _SILENCE
+    magic, length = _PREFIX.unpack(self._read(_PREFIX.size, until))
     if magic != _MAGIC:
       raise BadMessage("it sent something else than messages of grpo_jax")
     if length > _LONGEST_HEADER:
       raise BadMessage(f"it sent a header of {length} bytes, and {_LONGEST_HEADER} are allowed")
-    kind, fields, described = _parsed(self._read(length))
-    size = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in described)
+    kind, fields, shapes = _parsed(self._read(length, until))
+    check(kind, fields, shapes)
+    size = bytes_of(shapes)
     if size > most_bytes:
       raise BadMessage(f"it sent arrays of {size} bytes, and {most_bytes} are allowed here")
-    arrays = {name: np.empty(shape, dtype) for name, dtype, shape in described}
+    try:
+      arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in shapes.items()}
+    except MemoryError:
+      raise BadMessage(f"it sent arrays of {size} bytes, for which no memory is left") from None
     for array in arrays.values():
       self._read_into(_bytes_of(array))
     return Message(kind, fields, arrays)
@@ -112,40 +128,51 @@ class Connection:
     """Closes the socket."""
     self._socket.close()
 
-  def _read(self, size: int) -> bytes:
+  def _read(self, size: int, until: float) -> bytes:
     data = bytearray(size)
-    self._read_into(memoryview(data))
+    self._read_into(memoryview(data), until)
     return bytes(data)
 
-  def _read_into(self, data: memoryview) -> None:
+  def _read_into(self, data: memoryview, until: float = math.inf) -> None:
     done = 0
     while done < len(data):
+      if time.monotonic() > until:
+        raise TimeoutError("timed out in the middle of a message")
       count = self._socket.recv_into(data[done:])
       if not count:
         raise ConnectionError("the connection was closed")
       done += count
 
 
-def _parsed(header: bytes) -> tuple[str, dict[str, Any], list[tuple[str, np.dtype, list[int]]]]:
-  """The kind, the fields and the arrays (name, dtype, shape) of a header."""
+def bytes_of(shapes: Shapes) -> int:
+  """How many bytes arrays of these shapes take."""
+  return sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values())
+
+
+def _parsed(header: bytes) -> tuple[str, dict[str, Any], Shapes]:
+  """The kind, the fields and the shapes of the arrays of a header."""
   try:
     values = json.loads(header)
     kind, fields, arrays = values["kind"], values["fields"], values["arrays"]
     is_right = isinstance(kind, str) and isinstance(fields, dict) and isinstance(arrays, list)
     if not is_right or not all(_is_array(*array) for array in arrays):
       raise ValueError
+    shapes = {name: (np.dtype(dtype), tuple(shape)) for name, dtype, shape in arrays}
+    if len(shapes) < len(arrays):  # a name is there twice
+      raise ValueError
   except (KeyError, RecursionError, TypeError, ValueError):
     raise BadMessage("it sent a header that makes no sense") from None
-  return kind, fields, [(name, np.dtype(dtype), shape) for name, dtype, shape in arrays]
+  return kind, fields, shapes
 
 
 def _is_array(name: Any, dtype: Any, shape: Any) -> bool:
-  sizes = isinstance(shape, list) and len(shape) <= _MOST_AXES
+  is_shape = isinstance(shape, list) and len(shape) <= _MOST_AXES
   return (
-    sizes
+    is_shape
     and isinstance(name, str)
     and dtype in _DTYPES
-    and all(type(size) is int and 0 <= size < 2**48 for size in shape)
+    and all(type(size) is int and size >= 0 for size in shape)
+    and math.prod(max(1, size) for size in shape) * np.dtype(dtype).itemsize < _MOST_BYTES
   )
 
 

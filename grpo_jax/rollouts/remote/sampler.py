@@ -15,15 +15,17 @@ import jax
 
 from grpo_jax.programs.run import Run
 from grpo_jax.programs.sampling import Draws, Finished
-from grpo_jax.rollouts.remote.learner import IMAGES, given
+from grpo_jax.rollouts.remote import contents
+from grpo_jax.rollouts.remote.contents import IMAGES
+from grpo_jax.rollouts.remote.learner import given
 from grpo_jax.rollouts.remote.messages import BadMessage, Connection, Message
 from grpo_jax.rollouts.remote.terms import abstract_weights, terms_of
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.settings import ConfigError, RunFailed, shown
 from grpo_jax.types import Images
 
-_MOST_BYTES = 2**50
+_MOST_BYTES = 2**34  # of prompts and their images
 _PAUSE = 1.0  # seconds between two attempts to join
 
 
@@ -37,7 +39,7 @@ def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None
 
   Raises:
     ConfigError: The learner refuses this process, because its config would give other numbers.
-    RunFailed: No learner was there for so long.
+    RunFailed: No learner was there for so long, or one sent this process away.
   """
   config = run.config
   part = config.batch.prompts // config.rollout.samplers
@@ -66,25 +68,37 @@ def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None
 
 
 class Drawer:
-  """Draws with weights that come as arrays of the host."""
+  """Draws with weights that come as arrays of the host.
+
+  Attributes:
+    most_bytes: What the arrays of a message may take.
+  """
 
   def __init__(self, run: Run):
     """`run` has the sampler."""
     self._run = run
     self._abstract, self._tree = jax.tree.flatten(abstract_weights(run))
     self._leaves: list[Any] = [None] * len(self._abstract)
+    self._limits = contents.limits_of(run)
+    weights = sum(x.size * x.dtype.itemsize for x in self._abstract)
+    self.most_bytes = max(weights, _MOST_BYTES)
     stop = run.config.sampling.stop
     self._end = end_at(stop, run.tokenizer.decode) if stop else None
 
   def take(self, weights: Message) -> None:
     """Puts new weights in the place of old ones. Raises BadMessage if they do not fit."""
+    if weights.fields.get("leaves") != len(self._leaves):
+      raise BadMessage(f"it sent weights of {shown(weights.fields.get('leaves'))} leaves")
     for place, array in weights.arrays.items():
-      number = int(place) if place.isdecimal() else -1
+      number = int(place) if place.isdecimal() and len(place) < 9 else -1
       if not 0 <= number < len(self._leaves):
         raise BadMessage(f"it sent a leaf of the weights called {place[:20]!r}")
       wanted = self._abstract[number]
       if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
-        raise BadMessage(f"leaf {place} of its weights has another shape or dtype than here")
+        raise BadMessage(
+          f"it sent leaf {place} of its weights as {array.dtype} of shape {array.shape}, not"
+          f" {wanted.dtype} of {wanted.shape}"
+        )
       self._leaves[number] = jax.device_put(array, wanted.sharding)
 
   def draw(self, asked: Message, is_gone: threading.Event) -> Iterator[Finished]:
@@ -93,7 +107,14 @@ class Drawer:
     Args:
       asked: The message of kind draw.
       is_gone: Set when nobody waits for them any more.
+
+    Raises:
+      BadMessage: It cannot be drawn.
     """
+    contents.check_draw(asked.fields, asked.arrays, self._limits)
+    missing = [place for place, leaf in enumerate(self._leaves) if leaf is None]
+    if missing:
+      raise BadMessage(f"it wants completions and has not sent leaf {missing[0]} of its weights")
     fields, arrays = asked.fields, asked.arrays
     seen = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
     params = jax.tree.unflatten(self._tree, self._leaves)
@@ -124,7 +145,7 @@ def _joined(address: tuple[str, int], terms: dict[str, Any]) -> Iterator[Connect
     connection.send("hello", {"terms": terms})
     answer = connection.receive(most_bytes=0)
     if answer.kind == "refused":
-      raise ConfigError(f"the learner refuses this sampler: {answer.fields.get('why')}")
+      raise ConfigError(f"the learner refuses this sampler: {_why(answer)}")
     if answer.kind != "welcome":
       raise BadMessage(f"it answered with a message of kind {answer.kind[:20]!r}")
     yield connection
@@ -137,7 +158,7 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
   """Draws what comes. Returns when the learner says that its run has ended."""
   # It holds few messages: a learner waits for what it asked for before it asks again.
   came, is_gone = queue.SimpleQueue[Message | Exception](), threading.Event()
-  arguments = connection, came, is_gone
+  arguments = connection, drawer.most_bytes, came, is_gone
   threading.Thread(target=_receive, args=arguments, name="receiver", daemon=True).start()
   while True:
     message = came.get()
@@ -145,6 +166,8 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
       raise message
     if message.kind == "ended":
       return
+    if message.kind == "refused":
+      raise RunFailed(f"the learner sent this sampler away: {_why(message)}")
     if message.kind == "weights":
       drawer.take(message)
     elif message.kind == "draw":
@@ -158,17 +181,25 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
     del message  # weights are large
 
 
+def _why(message: Message) -> str:
+  """Why the learner refuses this process, as one line."""
+  return " ".join(str(message.fields.get("why")).split())[:500]
+
+
 def _receive(
-  connection: Connection, came: "queue.SimpleQueue[Message | Exception]", is_gone: threading.Event
+  connection: Connection,
+  most_bytes: int,
+  came: "queue.SimpleQueue[Message | Exception]",
+  is_gone: threading.Event,
 ) -> None:
   """Hands on messages, and answers signs of life at once. This is a thread."""
   try:
     while True:
-      message = connection.receive(_MOST_BYTES)
+      message = connection.receive(most_bytes)
       if message.kind == "alive":
         connection.send("alive")
         continue
-      if message.kind == "ended":
+      if message.kind in ("ended", "refused"):
         is_gone.set()
       came.put(message)
   except Exception as error:  # the main thread raises it

@@ -1,0 +1,95 @@
+"""What environments and harnesses of users return: checked, and as plain values."""
+
+from collections.abc import Mapping
+import json
+import math
+from typing import Any
+
+from grpo_jax.rewards.answer import LARGEST
+from grpo_jax.settings import shown
+
+Messages = list[dict[str, Any]]
+
+
+class Mistake(Exception):
+  """An environment or a harness returned something else than it must. The text follows its name."""
+
+
+def step_of(value: Any) -> tuple[Messages, float | None, bool]:
+  """What `step` returned: the messages, the reward of the turn, whether the conversation has ended.
+
+  Raises:
+    Mistake: It is something else.
+  """
+  if not isinstance(value, (tuple, list)) or len(value) != 3:
+    raise Mistake(f"{shown(value)}: return (messages, reward, done)")
+  messages, reward, done = value
+  return checked(messages), reward_of(reward), _is_done(done)
+
+
+def checked(messages: Any) -> Messages:
+  """The messages of an environment. A text is one message of the user, and None is no message.
+
+  Half of a surrogate pair, which JSON can write and no text can hold, becomes a question mark.
+
+  Raises:
+    Mistake: They are none.
+  """
+  if isinstance(messages, str):
+    messages = [{"role": "user", "content": messages}]
+  if isinstance(messages, Mapping):
+    messages = [messages]
+  try:
+    return [_message(one) for one in ([] if messages is None else messages)]
+  except TypeError:  # it cannot be iterated over
+    raise Mistake(
+      f"the messages {shown(messages)}: give a text, a message or a list of messages"
+    ) from None
+
+
+def reward_of(value: Any) -> float | None:
+  """A reward as a number. None stays None.
+
+  Raises:
+    Mistake: It is no finite number.
+  """
+  if value is None:
+    return None
+  try:
+    number = math.nan if isinstance(value, (str, bytes)) else float(value)
+  except Exception:  # an object of a user or of a package may raise anything
+    number = math.nan
+  if not abs(number) <= LARGEST:
+    raise Mistake(f"the reward {shown(value)}: give a number of at most {LARGEST:g}, or None")
+  return number
+
+
+def _is_done(value: Any) -> bool:
+  """Whether the conversation has ended. Every text is true for Python, "False" too."""
+  try:
+    plain = value.item() if hasattr(value, "item") else value  # of numpy, JAX or PyTorch
+  except Exception:
+    plain = value
+  if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
+    raise Mistake(f"done={shown(value)}: give True or False")
+  return bool(plain)
+
+
+def _message(value: Any) -> dict[str, Any]:
+  message = dict(value) if isinstance(value, Mapping) else {}
+  if not all(isinstance(message.get(field), str) for field in ("role", "content")):
+    raise Mistake(
+      f"the message {shown(value)}: a message is an object with a text role and a text content"
+    )
+  if message["role"] == "assistant":
+    raise Mistake(
+      f"the message {shown(value)}: its role must be user, tool or system; assistant is the policy"
+    )
+  try:
+    text = json.dumps(message, ensure_ascii=False, allow_nan=False)
+    plain: dict[str, Any] = json.loads(text.encode("utf-8", "replace"))
+  except (TypeError, ValueError, RecursionError):
+    raise Mistake(
+      f"the message {shown(value)}: it holds something that JSON does not have"
+    ) from None
+  return plain
