@@ -173,7 +173,10 @@ def test_a_function_gets_what_it_reads(file, has_workers):
   try:
     caller.add(functions)
     for function in functions.values():
-      caller.see_what_it_reads(function, [columns | {"completions": ["The answer is 1."]}])
+      problem = caller.see_what_it_reads(
+        function, [columns | {"completions": ["The answer is 1."]}]
+      )
+      assert problem == ""
     answer = caller.start([*functions.values()], columns, 1, 1)
     found = [answer(function).steps for function in functions.values()]
   finally:

@@ -178,9 +178,17 @@ class Scorer:
 
   def _see_what_they_read(self, prompts: Prompts, key: str) -> None:
     """Sees which functions of the user read messages, and says it."""
-    for function, entry in zip(self._functions, self._tasks, strict=True):
+    for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
       trials = _trials(prompts, dispatch.tasks_in(entry))
-      self._hosts.on_each(lambda f=function, t=trials: self._caller.see_what_it_reads(f, t))
+      see = functools.partial(self._caller.see_what_it_reads, function, trials)
+      if problem := self._hosts.on_each(see):
+        print(
+          f"warning: {key}: whether {name} reads messages is not known, so it gets texts. A first"
+          f" call with made-up messages did not end: {problem}. Set {name}.conversational to True"
+          " or False in its file",
+          file=sys.stderr,
+          flush=True,
+        )
     names: dict[bool, list[str]] = {True: [], False: []}
     for function, name in zip(self._functions, self.names, strict=True):
       if conversation.is_of_user(function):

@@ -121,7 +121,10 @@ async def _answer_side_by_side(
   async def make(number: int, one: Call) -> None:
     function = _function(functions, one)
     try:
-      outcome: Outcome = await call_async(function, one.name, one.columns, one.step, timeout)
+      if one.is_async:
+        outcome: Outcome = await call_async(function, one.name, one.columns, one.step, timeout)
+      else:  # the run sends it as soon as it has all answers, and the loop may not have ended yet
+        outcome = call(function, one.name, one.columns, one.step)
     except (TimeoutError, RewardError, KeyboardInterrupt) as error:
       outcome = error
     _send(channel, number, one.name, outcome)
