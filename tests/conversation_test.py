@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+import sys
 
 import jax
 import pytest
@@ -164,7 +165,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("has_workers", [False, True])
 def test_a_function_gets_what_it_reads(file, has_workers):
-  caller = rewards.Caller(rewards.Pool(1, 5.0, 1.0) if has_workers else None)
+  caller = rewards.Caller(rewards.Pool(1, 30.0, 1.0) if has_workers else None)
   functions = {
     f"{file}:{name}": resolve(f"{file}:{name}", "reward.functions", lambda name: False)
     for name in EXPECTED
@@ -197,6 +198,15 @@ def test_who_is_called_with_a_made_up_completion(file):
     caller.see_what_it_reads(module[name], [columns])
     assert caller._columns_of(module[name], columns) is columns
   caller.see_what_it_reads(rewards.REWARDS["strict"], [{"completions": []}])  # it is not called
+
+
+def test_a_first_call_that_does_not_end_is_said():
+  def exits(completions, **columns):
+    sys.exit(0)
+
+  caller, columns = rewards.Caller(None), {"completions": ["a b c"], **COLUMNS}
+  assert "exits raised SystemExit: 0" in caller.see_what_it_reads(exits, [columns])
+  assert not caller.reads_messages(exits)
 
 
 def test_a_function_of_one_task_sees_an_example_of_it():
