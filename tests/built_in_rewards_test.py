@@ -47,6 +47,30 @@ def score(name, completion, **columns):
 def test_think_format(text, closed, opened):
   assert score("think_format", text) == closed
   assert score("think_format(opened=True)", text) == opened
+  for prompt in (
+    "<user>1+1=<assistant>",
+    "<think>a</think>",
+    "<think>\n\n</think>\n\n",
+    "<think>a",
+  ):
+    assert score("think_format", text, prompts=prompt) == closed
+  for prompt in ("<assistant><think>", "<think>x</think><assistant>\n<think>\n"):
+    assert score("think_format", text, prompts=prompt) == opened
+
+
+def test_the_other_forms_know_what_the_prompt_opens():
+  text = "abc\n</think>\n<answer>\n7\n</answer>"
+  assert score("tag_count", text, prompts="<assistant><think>\n") == 1
+  assert score("tag_count", text, prompts="<assistant><think>") == 0.75
+  assert score("tag_count", text, prompts="<assistant>") == 0.75
+  for pattern, right in (
+    (r"<think>.*</think>\s*<answer>.*</answer>", 1),
+    (r".*</think>\s*<answer>.*</answer>", 1),
+    (r"<think>\S.*", 0),
+  ):
+    name = f"regex(pattern={pattern!r})"
+    assert score(name, text, prompts="<assistant><think>\n") == right
+  assert score("regex(pattern='<think>.*')", text, prompts="<assistant>") == 0
 
 
 @pytest.mark.parametrize(
@@ -359,3 +383,24 @@ def test_no_function_needs_a_column_that_it_does_not_read():
   names = ("think_format", "tag_count", "regex(pattern='.*')")
   for name, count in itertools.product(names, (0, 1, 3)):
     assert scores(name, ["x"] * count, question=["?"] * count) in ([0] * count, [1] * count)
+
+
+@pytest.mark.parametrize("wrong", [None, [], ["72"], {"value": 72}])
+@pytest.mark.parametrize(
+  "name",
+  ["strict", "flexible", "boxed", "math", "choice", "reasoning_accuracy", "cosine"]
+  + ["reasoning_accuracy(scorer='strict')", "cosine(scorer='flexible')"],
+)
+def test_a_row_without_a_readable_answer_is_not_scored(name, wrong):
+  text = "<think>so</think> It is \\boxed{72}.\n#### 72"
+  found = scores(name, [text, "no", text, text], answer=[wrong, wrong, "72", 72])
+  assert found[:2] == [None, None]
+  right = {"choice": None, "cosine": 1.0}.get(name.partition("(")[0], 1.0)
+  assert found[2:] == [pytest.approx(right, abs=0.01) if right else None] * 2
+
+
+def test_other_columns_that_cannot_be_read_are_not_scored():
+  for numbers, target in ((None, 3), ([1, 2], None), ("12", 3), ([1, "2"], 3), ([1, 2], [3])):
+    assert score("countdown", "#### 1+2", numbers=numbers, target=target) is None
+  steps = score("worked_steps", "1+2=3;#### 3", question="1+2=", answer=None)
+  assert steps == [(6, 1.0)]  # the answer's own step is not scored

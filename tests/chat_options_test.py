@@ -2,15 +2,21 @@
 
 import json
 
+import numpy as np
 import pytest
 from small_qwen import TEMPLATE, make_checkpoint, problems
 from small_run import small_config, small_run, with_section
 
+from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.tokenizers.chat import options_of
+from grpo_jax.rewards import Caller, resolve
 from grpo_jax.settings import ConfigError
 from grpo_jax.trl import FIELDS
 
-THINKS = "{% if add_generation_prompt and not (enable_thinking | default(true)) %}<no>{% endif %}"
+OPENS = "{% if add_generation_prompt and deep is defined %}<think>\n{% endif %}"
+THINKS = (
+  OPENS + "{% if add_generation_prompt and not (enable_thinking | default(true)) %}<no>{% endif %}"
+)
 
 
 def chat_run(folder, *entries):
@@ -30,6 +36,19 @@ def test_the_template_gets_them(tmp_path):
     folder = tmp_path / str(len(entries))
     folder.mkdir()
     assert chat_run(folder, *entries).prompts("train").make([0])[0].text.endswith(end)
+
+
+def test_rewards_of_the_form_know_that_the_template_opens_the_reasoning(tmp_path):
+  (tmp_path / "deep").mkdir()
+  (tmp_path / "plain").mkdir()
+  texts = ["so </think> 3", "<think> so </think> 3", "3"]
+  for name, entries, expected in (("deep", ("deep=1",), [1, 0, 0]), ("plain", (), [0, 1, 0])):
+    prompts = chat_run(tmp_path / name, *entries).prompts("train")
+    columns = prompt_batch(prompts, np.zeros(3, int)).columns | {"completions": texts}
+    caller = Caller(None)
+    form = resolve("think_format", "reward.functions", lambda name: False)
+    steps = caller.start([form], columns, 1, 3)(form).steps
+    assert [reward for ((_, reward),) in steps] == expected
 
 
 def test_values_are_plain():

@@ -1,11 +1,15 @@
 """Reward functions that read messages, as in TRL, beside those that read texts."""
 
+import json
 from pathlib import Path
+import sys
 
 import jax
 import pytest
+from small_qwen import make_checkpoint, problems
+from small_run import small_config, with_reward, with_section
 
-from grpo_jax import rewards
+from grpo_jax import read_metrics, rewards, train
 from grpo_jax.config import Data, Mesh
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tokenizers import tokenizer
@@ -17,7 +21,8 @@ from grpo_jax.rollouts.scorer import Scorer, Weighted
 MESSAGES = [{"role": "user", "content": "What is 1+1?"}]
 COLUMNS = {"prompts": ["<user>What is 1+1?"], "messages": [MESSAGES], "answer": ["2"]}
 SOURCE = """
-import asyncio, re
+import asyncio, collections, copy, json, re
+import numpy as np
 calls = []
 
 def trl(completions, prompts, answer, **kwargs):
@@ -41,6 +46,85 @@ def either(completions, **columns):
 
 def pattern(completions, **columns):
   return [float(re.search("####(.*)", one).group(1)) for one in completions]
+
+def caught(completions, **columns):
+  try:
+    return [float(m[0]["content"] == "2") for m in completions]
+  except Exception:
+    return [0.0] * len(completions)
+
+async def caught_each(completions, answer, **columns):
+  scores = []
+  for messages, gold in zip(completions, answer):
+    try:
+      await asyncio.sleep(0)
+      scores.append(float(messages[-1].get("content") == gold))
+    except Exception:
+      scores.append(0.0)
+  return scores
+
+def lists_only(completions, **columns):
+  return [float(one[0]["content"] == "2") if isinstance(one, list) else 0.0 for one in completions]
+
+def texts_first(completions, **columns):
+  try:
+    return [float(one.strip() == "2") for one in completions]
+  except AttributeError:
+    return [float(one[0]["content"] == "2") for one in completions]
+
+def each_message(completions, **columns):
+  return [float("".join(m["content"] for m in one if m["role"] == "assistant") == "2")
+          for one in completions]
+
+def unpacked(completions, **columns):
+  try:
+    return [float({**one[0]}["content"] == dict(**one[0])["content"] == "2") for one in completions]
+  except Exception:
+    return [0.0] * len(completions)
+
+def arrays(completions, **columns):
+  try:
+    texts = np.array([one[0]["content"] for one in completions])
+  except (TypeError, KeyError, IndexError):
+    return [0.0] * len(completions)
+  return np.char.equal(texts, "2").astype(float)
+
+class Class:
+  __name__ = "scorer"
+  def __call__(self, completions, **columns):
+    try:
+      yield from (float(one[0]["content"] == "2") for one in completions)
+    except Exception:
+      yield from [0.0] * len(completions)
+
+scorer = Class()
+
+def asked(completions, prompts, **columns):
+  try:
+    return [float(prompt[-1]["content"] == "What is 1+1?") for prompt in prompts]
+  except Exception:
+    return [0.0] * len(completions)
+
+def members(completions, **columns):
+  if len(completions) < 2:
+    return [None] * len(completions)
+  return [float(one[0]["content"] == "2") for one in completions]
+
+def unlucky(completions, **columns):  # it reads messages, and nothing of one without a digit 2
+  return [float(re.search("2", one[0]["content"]).group()) / 2 for one in completions]
+
+def copies(completions, **columns):
+  return [float(json.loads(json.dumps(copy.deepcopy(one))) == "2") for one in completions]
+
+def counts(completions, **columns):
+  try:
+    return [float(collections.Counter(one) == {"2": 1} and str(one) == one) for one in completions]
+  except Exception:
+    return [-1.0] * len(completions)
+
+def of_column(completions, messages, **columns):
+  return [float(one == "2" and m[-1]["content"] == "What is 1+1?")
+          for one, m in zip(completions, messages)]
 
 def fails(completions, **columns):
   raise ConnectionError("no server")
@@ -72,12 +156,16 @@ EXPECTED = {
   "either": 1.0,
   "said": 1.0,
   "said_text": 1.0,
-}
+} | dict.fromkeys(
+  """caught caught_each lists_only texts_first each_message unpacked arrays scorer asked unlucky
+  copies counts of_column""".split(),
+  1.0,
+)
 
 
 @pytest.mark.parametrize("has_workers", [False, True])
 def test_a_function_gets_what_it_reads(file, has_workers):
-  caller = rewards.Caller(rewards.Pool(1, 5.0, 1.0) if has_workers else None)
+  caller = rewards.Caller(rewards.Pool(1, 30.0, 1.0) if has_workers else None)
   functions = {
     f"{file}:{name}": resolve(f"{file}:{name}", "reward.functions", lambda name: False)
     for name in EXPECTED
@@ -86,7 +174,10 @@ def test_a_function_gets_what_it_reads(file, has_workers):
   try:
     caller.add(functions)
     for function in functions.values():
-      caller.see_what_it_reads(function, columns | {"completions": ["The answer is 1."]})
+      problem = caller.see_what_it_reads(
+        function, [columns | {"completions": ["The answer is 1."]}]
+      )
+      assert problem == ""
     answer = caller.start([*functions.values()], columns, 1, 1)
     found = [answer(function).steps for function in functions.values()]
   finally:
@@ -97,16 +188,25 @@ def test_a_function_gets_what_it_reads(file, has_workers):
 def test_who_is_called_with_a_made_up_completion(file):
   module = resolve(f"{file}:text", "reward.functions", lambda name: False).__globals__
   caller, columns = rewards.Caller(None), {"completions": ["a b c"], **COLUMNS}
-  for name, calls in (("text", [["a b c"]]), ("said", []), ("said_text", [])):
+  made_up = [[{"role": "assistant", "content": "a b c"}]]
+  for name, calls in (("text", [made_up]), ("said", []), ("said_text", [])):
     module["calls"].clear()
     for _ in range(2):
-      caller.see_what_it_reads(module[name], columns)
+      caller.see_what_it_reads(module[name], [columns])
     assert module["calls"] == calls
-  for name in ("pattern", "fails"):  # fail on both: the run says so, with its own completions
-    caller.see_what_it_reads(module[name], columns)
+  for name in ("pattern", "fails"):  # they fail, and the run says so, with its own completions
+    caller.see_what_it_reads(module[name], [columns])
     assert caller._columns_of(module[name], columns) is columns
-  ours = []
-  caller.see_what_it_reads(rewards.REWARDS["strict"], {"completions": ours})  # it is not called
+  caller.see_what_it_reads(rewards.REWARDS["strict"], [{"completions": []}])  # it is not called
+
+
+def test_a_first_call_that_does_not_end_is_said():
+  def exits(completions, **columns):
+    sys.exit(0)
+
+  caller, columns = rewards.Caller(None), {"completions": ["a b c"], **COLUMNS}
+  assert "exits raised SystemExit: 0" in caller.see_what_it_reads(exits, [columns])
+  assert not caller.reads_messages(exits)
 
 
 def test_a_function_of_one_task_sees_an_example_of_it():
@@ -123,3 +223,49 @@ def test_a_function_of_one_task_sees_an_example_of_it():
   scorer = Scorer([Weighted(words, tasks="words")], hosts, qwen.decode, caller)
   scorer.check_arguments(Prompts(examples, qwen, Data(chat=True)), "reward.functions")
   assert caller._conversational == [(words, True)]
+
+
+def test_a_function_that_compares_members_or_wants_a_column_is_seen_to_read():
+  def members(completions, gold, **columns):
+    if len(completions) < 2 or None in gold:
+      return [None] * len(completions)
+    return [float(len(one[0]["content"])) for one in completions]
+
+  examples = [{"question": "1+1", "gold": None, "task": "sums"}] * 40
+  examples[30] = {"question": "1+1", "gold": None, "task": "words"}
+  examples[31] = {"question": "1+1", "gold": "yes", "task": "words"}
+  qwen = tokenizer.load(str(Path(__file__).parent / "golden/tokenizers/qwen"))
+  hosts = Hosts(make_mesh(Mesh(), jax.devices()[:1]))
+  for split in (examples, examples[:1] + examples[31:], examples[30:32]):
+    caller = rewards.Caller(None)
+    scorer = Scorer([Weighted(members, tasks="words")], hosts, qwen.decode, caller)
+    scorer.check_arguments(Prompts(split, qwen, Data(chat=True)), "reward.functions")
+    assert caller.reads_messages(members)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_gives_messages_to_a_function_that_catches_its_exceptions(tmp_path, capsys, workers):
+  rows = list(problems(6))
+  make_checkpoint(tmp_path / "model", [row["question"] + row["answer"] for row in rows])
+  for split in ("train", "test"):
+    (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  source = """
+def caught(completions, **columns):
+  try:
+    return [1.0 + len(one[0]["content"]) for one in completions]
+  except Exception:
+    return [0.0] * len(completions)
+
+def brevity(completions, **columns):
+  return [-float(len(one)) for one in completions]
+"""
+  config = with_reward(small_config(), tmp_path, source, ("caught", "brevity"))
+  config = with_section(config, "reward", workers=workers)
+  config = with_section(config, "model", path=str(tmp_path / "model"))
+  data = {"task": "gsm8k", "path": str(tmp_path), "chat": True, "max_prompt_tokens": 200}
+  train(with_section(config, "data", **data), tmp_path / "run")
+  said = capsys.readouterr().err
+  line = "reward.functions: your functions that get messages: caught; that get texts: brevity\n"
+  assert said.count(line) == 1
+  (row,) = (row for row in read_metrics(tmp_path / "run") if "reward" in row)
+  assert row["rewards/caught/mean"] == pytest.approx(1 - row["rewards/brevity/mean"])

@@ -143,6 +143,12 @@ def test_a_prompt_of_the_user_is_filled_in_once(serve, tmp_path):
     judge(server.url, ["a"], f", prompt_file='{tmp_path}/prompt.txt'")
 
 
+def test_a_row_without_a_field_of_the_prompt_is_not_judged(serve):
+  server = serve(lambda prompt, number: "Score: 1")
+  assert judge(server.url, ["a", "b"], answer=[None, "2"]) == [None, 1.0]
+  assert len(server.requests) == 1
+
+
 def test_the_same_prompt_is_asked_once(serve, tmp_path, monkeypatch):
   server = serve(lambda prompt, number: "Score: 1")
   cache = f", cache='{tmp_path}/replies'"

@@ -26,7 +26,7 @@ from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.recipes import with_absolute_paths
-from grpo_jax.rewards.functions.reasoning_gym import answer_of
+from grpo_jax.rewards.functions.reasoning_gym import answer_of, readings
 from grpo_jax.settings import ConfigError
 
 pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning_gym]'")
@@ -460,3 +460,51 @@ def test_rates_go_on_after_a_line_that_was_cut_off(tmp_path):
   lines = list(reasoning_gym_rates.table([row, same, {"task": "arc_agi", "problems": 0}], 32))
   assert lines[2] == "| `ab` (3 problems) | algorithmic | 50.0% | 0.625 | 100% | 25% | 8 | 10% |"
   assert lines[3:] == ["", "No group differs: `gcd`.", "", "No prompt is short enough: `arc_agi`."]
+
+
+SET_OFF = [
+  "${}$",
+  "$${}$$",
+  r"\({}\)",
+  r"\[{}\]",
+  "**{}**",
+  "`{}`",
+  "```\n{}\n```",
+  r"\text{{{}}}",
+  r"\boxed{{{}}}",
+  "{}.",
+  " {} \n",
+  r"**$\boxed{{\mathrm{{{}}}}}$.**",
+]
+
+
+@pytest.mark.parametrize("form", SET_OFF)
+@pytest.mark.parametrize(
+  "name", ["chain_sum", "gcd", "countdown", "spell_backward", "spiral_matrix", "caesar_cipher"]
+)
+def test_what_only_sets_an_answer_off_costs_nothing(name, form):
+  one, other = of(name)[:2]
+  right, wrong, plain = (
+    f"<answer>{text}</answer>"
+    for text in (form.format(one["answer"]), form.format(other["answer"]), other["answer"])
+  )
+  assert one["answer"] != other["answer"]
+  found = score([right, wrong, plain], [one] * 3)
+  assert found[0] == 1
+  dataset = gym.open_dataset(gym.parse(name, "k"), 0, 1)
+  as_it_stands = dataset.score_answer(answer_of(wrong), one["entry"])
+  assert found[1] == pytest.approx(max(as_it_stands, found[2]), abs=0.011)  # 0.01 for any answer
+
+
+def test_an_answer_that_holds_such_signs_is_still_right():
+  for problem in of("fraction_simplification(styles=('latex_inline',))")[:3]:
+    assert problem["answer"].startswith("$")
+    texts = [f"<answer>{form.format(problem['answer'])}</answer>" for form in ("{}", "**{}**")]
+    assert score(texts, [problem] * 2) == [1.0, 1.0]
+
+
+def test_readings_of_an_answer():
+  assert [*readings("**$62$.**")] == ["**$62$.**", "$62$.", "$62$", "62"]
+  assert [*readings("**2**3*4**")] == ["**2**3*4**", "2**3*4"]
+  for whole in ("$5$ and $6$", "**2** and **3**", "5...", r"\text{a} b}", r"\text{a}{b}", "$", ""):
+    assert [*readings(whole)] == [whole]

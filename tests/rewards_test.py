@@ -552,6 +552,43 @@ def test_formulas(text, gold, expected):
 
 
 @pytest.mark.parametrize(
+  "gold, right, wrong",
+  [
+    (r"1.6 \times 10^{-19}", r"16 \cdot 10^{-20}", r"6.63 \times 10^{-34}"),
+    (r"1.6 \times 10^{-19}", "1.6e-19", r"-1.6 \times 10^{-19}"),
+    (r"6.63 \times 10^{-34}", r"\frac{6.63}{10^{34}}", r"6.6301 \times 10^{-34}"),
+    ("1/2^{98}", r"\frac{2}{2^{99}}", "1/2^{99}"),
+    (r"\frac{1}{10^{20}}", "10^{-20}", r"-\frac{1}{10^{20}}"),
+    ("0", r"\sqrt{8} - 2\sqrt{2}", "10^{-20}"),
+    ("10^{-20}", r"\frac{5}{5 \cdot 10^{20}}", "0"),
+    ("0.0000000015", r"1.5 \times 10^{-9}", r"1.6 \times 10^{-9}"),
+    ("2^{-100}", r"7.8886 \times 10^{-31}", r"7.9 \times 10^{-31}"),
+    (r"\pi \cdot 10^{-20}", r"\frac{\pi}{10^{20}}", r"3 \cdot 10^{-20}"),
+    ("e^{-50}", r"\frac{1}{e^{50}}", "e^{-60}"),
+    ("1 - 2^{-60}", r"\frac{2^{60} - 1}{2^{60}}", "1 - 2^{-61}"),
+    (r"0.00000001\%", r"0.000000010\%", r"0.00000002\%"),
+    (r"6.02 \times 10^{23}", "602000000000000000000000", r"6.03 \times 10^{23}"),
+    ("10^{20} + 1", "1 + 10^{20}", "10^{20}"),
+    (r"\{10^{-20}, 1\}", r"\{1, 10^{-20}\}", r"\{2 \cdot 10^{-20}, 1\}"),
+    ("(10^{-20}, 1)", "(1/10^{20}, 1)", r"(2 \cdot 10^{-20}, 1)"),
+    ("[0, 10^{-20}]", r"0 \le x \le 10^{-20}", "[0, 10^{-21}]"),
+    (
+      r"\begin{pmatrix} \pi 10^{-20} \\ 1 \end{pmatrix}",
+      r"\begin{pmatrix} \frac{\pi}{10^{20}} \\ 1 \end{pmatrix}",
+      r"\begin{pmatrix} \pi 10^{-21} \\ 1 \end{pmatrix}",
+    ),
+    ("x = 10^{-20}", "10^{-20}", "10^{-21}"),
+    ("x < 10^{-20}", "10^{-20} > x", "x < 10^{-21}"),
+    ("x + 10^{-20}", "10^{-20} + x", "x + 10^{-21}"),
+    ("1/3", "0.333333", "0.33333"),
+  ],
+)
+def test_math_compares_numbers_at_their_size(gold, right, wrong):
+  completions = [rf"\boxed{{{answer}}}" for answer in (right, wrong)]
+  assert symbolic.math(completions=completions, answer=[gold] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
   "unit", ["\\boxed{", "\\boxed{1}, ", "answer is ", "1 234 ", "not a ", "####", "$1 ", "\\[1"]
 )
 def test_an_answer_is_found_in_linear_time(unit):

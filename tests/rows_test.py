@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from small_qwen import trained_tokenizer
 
+from grpo_jax import read_metrics, train
 from grpo_jax.config import Data, from_dict
 from grpo_jax.data import loader
 from grpo_jax.data.files import rows
@@ -22,6 +23,7 @@ from grpo_jax.data.prompts import OneProcess, Prompts
 from grpo_jax.data.tasks import examples, tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model.huggingface import folders
+from grpo_jax.rollouts.scorers import Scorers
 from grpo_jax.settings import LARGEST_INT, ConfigError, RunFailed
 from tests.small_run import small_config, small_run, with_section
 
@@ -414,6 +416,49 @@ def test_a_process_reads_only_its_rows(tmp_path):
   indices = loader.step_indices(0, 0, 16, 2000)
   loader.prompt_batch(prompts, indices, Second())
   assert read == indices[8:].tolist()
+
+
+@pytest.mark.parametrize("count_at_start", [500, 5])
+def test_rows_without_a_readable_answer_are_named_and_the_run_goes_on(
+  tmp_path, capsys, count_at_start
+):
+  values = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
+  values[3]["answer"], values[5]["answer"], values[7]["answer"] = None, ["6"], {"value": 8}
+  del values[9]["answer"]
+  for split in ("train", "test"):
+    write(tmp_path / f"{split}.jsonl", values)
+  config = small_config()
+  data = {"task": "columns", "path": str(tmp_path), "count_at_start": count_at_start}
+  config = with_section(config, "data", **data)
+  config = with_section(config, "reward", functions=("flexible", "strict"), weights=(1.0, 1.0))
+  config = with_section(config, "eval", function="flexible", every=3, examples=6, batch=6)
+  train(dataclasses.replace(config, steps=3), tmp_path / "run")  # 12 prompts: each row once
+  said = capsys.readouterr().err
+  some = "" if count_at_start > 12 else " that were looked at"
+  file = tmp_path / "train.jsonl"
+  assert (
+    f"warning: reward.functions: no reward of flexible, strict for 4 of 12 rows{some}:"
+    f" {file} line 4 has no answer; {file} line 6 has ['6'] as answer;"
+    f" {file} line 8 has {{'value': 8}} as answer; and 1 more" in said
+  )
+  assert "eval.function: no reward of flexible for 2 of 6 rows, whose completions count as" in said
+  assert f"{tmp_path}/test.jsonl line 4 has no answer" in said
+  metrics = [row for row in read_metrics(tmp_path / "run") if "reward" in row]
+  assert sum(row["rewards/flexible/unscored"] for row in metrics) == 4 * config.batch.group_size
+
+
+def test_a_source_without_the_column_is_not_named(tmp_path, capsys):
+  write(tmp_path / "a" / "train.jsonl", [{"question": "1", "answer": one} for one in ("1", None)])
+  write(tmp_path / "b" / "train.jsonl", [{"question": "1", "gold": "1"}] * 3)
+  for source in "ab":
+    (tmp_path / source / "test.jsonl").write_bytes((tmp_path / source / "train.jsonl").read_bytes())
+  mixture = tuple(f"{source}=columns:{tmp_path}/{source}" for source in "ab")
+  config = with_section(small_config(), "data", task="", path="", mixture=mixture)
+  config = with_section(config, "reward", functions=("strict",), weights=(1.0,))
+  scorers = Scorers(small_run(config))
+  scorers.training.check_arguments(scorers._run.prompts("train"), "reward.functions")
+  said = capsys.readouterr().err
+  assert f"no reward of strict for 1 of 2 rows: a: {tmp_path}/a/train.jsonl line 2 has no" in said
 
 
 # Conversations with calls of tools.

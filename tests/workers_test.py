@@ -1,5 +1,6 @@
 """Worker processes: what a reward function does costs a completion its reward, and nothing else."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -25,7 +26,7 @@ from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.rewards import names
 from grpo_jax.rewards.answer import Answer, Failure, joined
 from grpo_jax.rewards.call import call_in_parts
-from grpo_jax.rewards.workers import messages, processes
+from grpo_jax.rewards.workers import messages, processes, worker
 from grpo_jax.rewards.workers.job import Job
 from grpo_jax.rewards.workers.messages import Call, answer_from_json, answer_to_json
 from grpo_jax.settings import ConfigError, RunFailed, check_ranges
@@ -316,6 +317,24 @@ def test_async_calls_run_side_by_side(pool):
     found = answers(pool, name, [["a", "bb"]] * 20, is_async=True)
     assert [scores(answer) for answer in found] == [[1, 2]] * 20
   assert time.monotonic() - start < 5  # 12 s one after the other
+
+
+def test_a_call_of_another_function_may_come_before_the_async_ones_have_ended():
+  """The run sends it when it has all answers, which is before the worker's loop has ended."""
+  here, there = socket.socketpair()
+
+  async def waits(completions, **_):
+    return [1.0]
+
+  functions = {"waits": waits, "plain": lambda completions, **_: [2.0]}
+  calls = [Call(name, name, {"completions": ["a"]}, is_async=name == "waits") for name in functions]
+  asyncio.run(worker._answer_side_by_side(there, functions, [*enumerate(calls)], 5.0))
+  there.close()
+  found = messages.Lines(here).read()
+  assert {one["number"]: one["answer"]["steps"] for one in found} == {
+    0: [[[1, 1.0]]],
+    1: [[[1, 2.0]]],
+  }
 
 
 def in_parts(pool, name, calls, parts, **options):

@@ -183,10 +183,46 @@ COLUMNS = [
   _columns("an object as a prompt", "--config.data.prompt='{extra_info}'", 2, "name a field of it: {extra_info.index}", parts=(VERL,)),
 ]  # fmt: skip
 
+# A row with each of these answers, or with none, after four good ones.
+ODD: tuple[dict[str, Any], ...] = (
+  {},
+  {"answer": None},
+  {"answer": ["1"]},
+  {"answer": {"a": 1}},
+  {"answer": True},
+  {"answer": 7.0},
+)
+ANSWERED = [{"question": f"{i}+1=", "answer": f"{i + 1}"} for i in range(1, 5)]
+
+
+def _odd(
+  name: str, rows: list[dict[str, Any]], code: int, *words: str, flags: str = "", **more: Any
+) -> Case:
+  """A run on rows whose answers no function reads, evaluation included."""
+  lines = "".join(json.dumps(one) + "\n" for one in rows)
+  command = f"train $RUN {LIMIT} --config.data.task=columns --config.data.path=d --config.eval.every=1 {flags}"
+  files = {f"d/{split}.jsonl": lines for split in ("train", "test")}
+  return Case(f"data/{name}", command, code, words, files=files, **more)
+
+
+NAMED = (
+  "d/train.jsonl line 5 has no answer;",
+  "line 6 has no answer;",
+  "line 7 has ['1'] as answer; and 1 more",
+  "finished",
+)
+ALL = "--config.reward.functions=\"('flexible','math','choice','cosine','reasoning_accuracy')\" --config.reward.weights='(1.0,1.0,1.0,1.0,1.0)' --config.eval.function=math --config.reward.workers=2"
+UNREADABLE = [
+  _odd("answers that no function reads", ANSWERED + [{"question": "1+1=", **one} for one in ODD], 0, "no reward of strict for 4 of 10 rows:", *NAMED),
+  _odd("answers that no function of five reads", ANSWERED + [{"question": "1+1=", **one} for one in ODD], 0, "no reward of flexible, math, choice, cosine, reasoning_accuracy for 4 of 10 rows:", *NAMED, flags=ALL),
+  _odd("answers of many rows that no function reads", ANSWERED + [{"question": "1+1=", **one} for one in ODD], 0, "no reward of strict for 4 of 10 rows that were looked at:", *NAMED, flags="--config.data.count_at_start=3"),
+  _odd("answers that are all lists", [{**one, "answer": [one["answer"]]} for one in ANSWERED], 1, "no reward of strict for 4 of 4 rows", "returned no score for any completion (the first answer in the data is ['", saved=3),
+]  # fmt: skip
+
 WARM = f"train $GSM {LIMIT} --config.warm_start.steps=1 --config.warm_start.batch=4"
 SOLUTIONS = [
   Case("data/solutions that fit", f"{WARM} --config.sampling.max_tokens=12", 0, ("finished",), needs="data"),
   Case("data/solutions that are all too long", f"{WARM} --config.sampling.max_tokens=2", 1, ("sampling.max_tokens", "learn nothing"), needs="data"),
 ]  # fmt: skip
 
-CASES = [*FOLDERS, *FILES, *LINES, *MIXTURES, *COLUMNS, *SOLUTIONS]
+CASES = [*FOLDERS, *FILES, *LINES, *MIXTURES, *COLUMNS, *UNREADABLE, *SOLUTIONS]

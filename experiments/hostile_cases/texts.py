@@ -32,6 +32,11 @@ def _config_template(name: str, value: Any, *words: str, code: int = 2) -> Case:
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 REWARD = " \"--config.reward.functions=('reward.py:f',)\""
 READS_MESSAGES = "def f(completions, prompts, **columns):\n  return [float(len(c[0]['content']) + len(p[-1]['role'])) for c, p in zip(completions, prompts)]\n"
+CATCHES = "def f(completions, **columns):\n  try: return [1.0 + len(c[0]['content']) for c in completions]\n  except Exception: return [0.0] * len(completions)\n"
+READS_TEXTS = (
+  "def f(completions, **columns):\n  return [float(len(c.strip())) for c in completions]\n"
+)
+EXITS = "import sys\ndef f(completions, **columns):\n  if isinstance(completions[0], list): sys.exit(0)\n  return [float(len(c)) for c in completions]\n"
 TOOLS = " \"--config.environment.tools=('calculator',)\""
 SHOWS = "{% if tools %}1+{% endif %}"
 FAILS = "def f(completions, **columns):\n  raise TypeError('no server')\n"
@@ -45,6 +50,10 @@ TEMPLATES = [
        files={f"d/{split}.jsonl": ROW * 4 for split in ("train", "test")},
        setup=(write("model/chat_template.jinja", PLAIN),)),
   _chat("a reward that reads messages", PLAIN, "finished", code=0, flags=REWARD, files={"reward.py": READS_MESSAGES}),
+  _chat("a reward that catches what it raises", PLAIN, "get messages: f; that get texts: none", "finished", code=0, flags=REWARD, files={"reward.py": CATCHES}),
+  _chat("a reward that reads texts", PLAIN, "get messages: none; that get texts: f", "finished", code=0, flags=REWARD, files={"reward.py": READS_TEXTS}),
+  _chat("a reward that exits on messages", PLAIN, "get messages: none; that get texts: f", "finished", code=0, flags=REWARD, files={"reward.py": EXITS}),
+  _chat("a reward that exits on messages, here", PLAIN, "get messages: none; that get texts: f", "finished", code=0, flags=REWARD + " --config.reward.workers=0", files={"reward.py": EXITS}),
   _chat("a reward that fails on both", PLAIN, "step 1", "no server", code=1, flags=REWARD, files={"reward.py": FAILS}),
   _chat("syntax error", "{% for m in %}", "chat_template.jinja"),
   _chat("empty", "", "prompt"),

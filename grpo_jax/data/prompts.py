@@ -1,6 +1,6 @@
 """The prompts of a split: which examples fit, and their texts and tokens when batches need them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import json
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from grpo_jax.data import row_tools
-from grpo_jax.data.files.rows import place_of
+from grpo_jax.data.files.rows import is_in_memory, place_of
 from grpo_jax.data.images.of_prompts import PromptImages, needed_sizes, without_images
 from grpo_jax.data.images.pictures import Layout
 from grpo_jax.data.images.processor import Processor
@@ -207,6 +207,12 @@ class Prompts:
   def __len__(self) -> int:
     return len(self._split) if self._kept is None else len(self._kept)
 
+  @property
+  def is_in_memory(self) -> bool:
+    """Whether to look at all rows costs nothing."""
+    split = self._split
+    return all(map(is_in_memory, split.parts if isinstance(split, Mixture) else [split]))
+
   def tasks(self) -> set[str] | None:
     """What the examples have as `task`. None if some rows are read later."""
     if isinstance(self._split, Mixture):
@@ -220,6 +226,19 @@ class Prompts:
     if self._kept is None:
       return self.make([index])[0].example
     return self._split[int(self._kept[index])]
+
+  def given(self, indices: Iterable[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of the data at `indices`, as they are, each after what messages call it.
+
+    Rows that a task makes when they are needed are left out. Of a split whose prompts are counted
+    later, another row may stand in for one of these.
+    """
+    split = self._split
+    for index in indices:
+      number = index if self._kept is None else int(self._kept[index])
+      part = split.part_of(number) if isinstance(split, Mixture) else split
+      if isinstance(part, list) or hasattr(part, "where"):
+        yield place_of(split, number), split[number]
 
   def make(self, indices: Iterable[int]) -> list[Prompt]:
     """The prompts at `indices`, of those that are kept.

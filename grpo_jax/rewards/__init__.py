@@ -60,10 +60,10 @@ For example, a function that prefers short completions:
 
 It then gets each completion as `[{"role": "assistant", "content": TEXT}]`, or as all its turns, and
 each prompt as its list of messages. To see what a function of yours reads, the run calls it with
-one made-up completion before it starts: with a text, and if that raises a TypeError or
-AttributeError, with messages. A function that fails on the text and not on the messages gets
-messages. All others get texts, as the functions of this package do. After
-`accuracy.conversational = True` or `= False`, no such call is made.
+made-up messages before it starts. A function that reads a field of one gets messages, whatever it
+returns or raises. All others get texts, as the functions of this package do. A line at the start
+says which function gets which. After `accuracy.conversational = True` or `= False`, no such call is
+made.
 
 An `async def` works, too. Its calls for different prompts run side by side: up to 64 in one worker,
 then in the next one. They share the event loop of their worker.

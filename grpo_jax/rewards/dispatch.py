@@ -5,7 +5,7 @@ of a text, and reward models are called in the process of the run. All others ar
 unless reward.workers is 0.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
 
 from grpo_jax import timing
@@ -71,34 +71,48 @@ class Caller:
     """Whether workers call a function."""
     return any(one is function for one, _ in self._for_workers)
 
-  def see_what_it_reads(self, function: Reward, columns: Columns) -> None:
+  def see_what_it_reads(self, function: Reward, trials: Iterable[Columns]) -> str:
     """Finds out whether a function of the user reads messages or texts, if that is not known yet.
 
     Args:
       function: The function.
-      columns: The arguments for one made-up completion, with the column `messages`.
+      trials: The arguments of calls with made-up completions, with the column `messages`. They are
+        made until the function reads a message.
+
+    Returns:
+      Why such a call did not end, so that the function gets texts without having been seen to read
+      them. "" if all is known.
 
     Raises:
       RewardError: A worker cannot start.
     """
     known = any(one is function for one, _ in self._conversational)
     if known or not conversation.is_asked(function):
-      return
-
-    def call_alone(columns: Columns) -> Answer:
-      if self.uses_workers(function):
-        return self.pool.start([self._call(function, columns, 0)]).result()[0]
-      return call_in_parts(function, name_of(function), columns, 0, 1)
-
+      return ""
     with timing.told_if_slow(f"calling reward function {name_of(function)} for the first time"):
-      found = conversation.reads_messages(call_alone, columns)
+      answers = (self._asked(function, columns) for columns in trials)
+      problem, found = "", False
+      while not found and (answer := next(answers, None)):
+        found = any(reward > 0 for steps in answer.steps for _, reward in steps)
+        problem = answer.failures[0].text if answer.failures else problem
     self._conversational.append((function, found))
+    return "" if found else problem
+
+  def reads_messages(self, function: Reward) -> bool:
+    """Whether a function gets messages where prompts are conversations. Else it gets texts."""
+    found = next((found for one, found in self._conversational if one is function), False)
+    return found or has_mark(function, "conversational")
+
+  def _asked(self, function: Reward, columns: Columns) -> Answer:
+    """1 for made-up completions if a function reads a message in a call with them."""
+    if self.uses_workers(function):
+      call = dataclasses.replace(self._call(function, columns, 0), asks=True, again=False)
+      return self.pool.start([call]).result()[0]
+    return call_in_parts(conversation.asking(function), name_of(function), columns, 0, 1)
 
   def _columns_of(self, function: Reward, columns: Columns) -> Columns:
     """The columns as the function reads them: with texts or, if there are any, with messages."""
-    found = next((found for one, found in self._conversational if one is function), False)
-    reads_messages = found or has_mark(function, "conversational")
-    is_conversation = reads_messages and "messages" in columns
+    is_conversation = "messages" in columns and self.reads_messages(function)
     return conversation.as_messages(columns) if is_conversation else columns
 
   def start(

@@ -16,9 +16,12 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   functions that all processes compute together.
   conversational  With data.chat, the function gets `prompts` and `completions` as lists of
                   messages, as TRL passes them. False says that it gets texts. Without the mark,
-                  that is seen at the start, in a call with a made-up completion.
+                  that is seen at the start, in a call with made-up messages.
   by_turn         With an environment, the function's rewards are those of `turn_rewards`, and each
                   turn with a reward is a step of process supervision.
+  reads           Of functions of this package: the columns that the function compares with, and the
+                  types of values that it can read there. Where a row has another value, or none, it
+                  gives None, and the run counts and names such rows at the start.
   prepare         A function without arguments that does slow work for all calls, such as an import.
                   It is called once, in the process that workers are forked from.
 """
@@ -65,6 +68,16 @@ def checked_by(check: Callable[[str, dict[str, Any]], None]) -> Callable[[F], F]
 
   def mark(function: F) -> F:
     function.__dict__["check_options"] = check
+    return function
+
+  return mark
+
+
+def reads(**columns: tuple[type, ...]) -> Callable[[F], F]:
+  """Says which types of values the function can read in columns of the data."""
+
+  def mark(function: F) -> F:
+    function.__dict__["reads"] = columns
     return function
 
   return mark

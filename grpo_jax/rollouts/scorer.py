@@ -4,6 +4,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,13 +16,12 @@ from grpo_jax import rewards as rewards_lib
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.parallel.hosts import Hosts
-from grpo_jax.rewards import dispatch
-from grpo_jax.rewards.conversation import MADE_UP
+from grpo_jax.rewards import conversation, dispatch
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
 from grpo_jax.rollouts.rollout_metrics import disjoint
 from grpo_jax.rollouts.scoring import DecodeText, steps_on_tokens
-from grpo_jax.settings import ConfigError
+from grpo_jax.settings import ConfigError, shown
 from grpo_jax.timing import told_if_slow
 from grpo_jax.types import Rewards
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # failures with a metric
 _MOST_ROWS_TRIED = 2048  # of the data, to find some for a function
+_MOST_LOOKED_AT = 256  # rows of those that are not in memory, and may hold images
+_MOST_NAMED = 3  # rows in a warning
+_MOST_COMPARED, _MOST_TRIALS = 16, 4  # rows for a first call of a function, and such calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +172,61 @@ class Scorer:
       if check := getattr(function, "check_rows", None):
         try_rows = functools.partial(check, f"{key}: {name}", function)
         self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))
+    self._hosts.on_first(lambda: self._tell_unreadable(prompts, key))
     if "messages" in first.columns:
-      for function, entry in zip(self._functions, self._tasks):
-        made_up = _made_up_columns(prompts, dispatch.tasks_in(entry))
-        self._hosts.on_each(lambda f=function, c=made_up: self._caller.see_what_it_reads(f, c))
+      self._see_what_they_read(prompts, key)
+
+  def _see_what_they_read(self, prompts: Prompts, key: str) -> None:
+    """Sees which functions of the user read messages, and says it."""
+    for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
+      trials = _trials(prompts, dispatch.tasks_in(entry))
+      see = functools.partial(self._caller.see_what_it_reads, function, trials)
+      if problem := self._hosts.on_each(see):
+        print(
+          f"warning: {key}: whether {name} reads messages is not known, so it gets texts. A first"
+          f" call with made-up messages did not end: {problem}. Set {name}.conversational to True"
+          " or False in its file",
+          file=sys.stderr,
+          flush=True,
+        )
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for function, name in zip(self._functions, self.names, strict=True):
+      if conversation.is_of_user(function):
+        names[self._caller.reads_messages(function)].append(name)
+    if self._hosts.is_first and any(names.values()):
+      messages, texts = (", ".join(some) or "none" for some in names.values())
+      print(
+        f"{key}: your functions that get messages: {messages}; that get texts: {texts}",
+        file=sys.stderr,
+        flush=True,
+      )
+
+  def _tell_unreadable(self, prompts: Prompts, key: str) -> None:
+    """Says on stderr which rows functions can give no reward for, because of what the rows hold."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
+      if not conversation.is_of_user(function) and hasattr(function, "reads"):
+        groups.setdefault((entry, *function.reads.items()), []).append(name)
+    if not groups:
+      return
+    all_of_them = prompts.is_in_memory
+    places = range(len(prompts)) if all_of_them else sorted(_some_places(prompts)[:_MOST_LOOKED_AT])
+    rows = [*prompts.given(places)]
+    which = ("" if all_of_them else " that were looked at") + (
+      ", whose completions count as wrong" if key == "eval.function" else ""
+    )
+    for (entry, *items), names in groups.items():
+      own = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))
+      found = [(place, problem) for place, row in own if (problem := _unreadable(dict(items), row))]
+      if found:
+        named = "; ".join(f"{place} {problem}" for place, problem in found[:_MOST_NAMED])
+        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        print(
+          f"warning: {key}: no reward of {', '.join(names)} for {len(found)} of {len(own)} rows"
+          f"{which}: {named}{more}",
+          file=sys.stderr,
+          flush=True,
+        )
 
   def __call__(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Scored:
     """The scores of rollouts. Each process scores its own prompts."""
@@ -310,17 +364,60 @@ def _some_places(prompts: Prompts) -> list[int]:
   return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
 
 
-def _made_up_columns(prompts: Prompts, tasks: Sequence[str]) -> dict[str, list[Any]]:
-  """The columns of one made-up completion: of the first prompt, or of one of these tasks."""
-  some = _some_places(prompts) if tasks else ()
-  place = next((i for i in some if prompts.example(i)["task"] in tasks), 0)
-  batch = prompt_batch(prompts, np.array([place]))
-  ids = batch.prompts_PS[0, :1].tolist()
+def _rows_of_tasks(
+  rows: Sequence[tuple[str, Mapping[str, Any]]],
+  kinds: Mapping[str, tuple[type, ...]],
+  tasks: Sequence[str],
+) -> list[tuple[str, Mapping[str, Any]]]:
+  """The rows that a function is for: of its tasks, or else of those whose rows have its columns."""
+  if not tasks:
+    having = [row for _, row in rows if all(row.get(name) is not None for name in kinds)]
+    tasks = [row.get("task") for row in having or [row for _, row in rows]]
+  known = set(map(str, tasks))
+  return [one for one in rows if str(one[1].get("task")) in known]
+
+
+def _unreadable(kinds: Mapping[str, tuple[type, ...]], row: Mapping[str, Any]) -> str:
+  """What keeps a function from reading a row. "" if nothing does."""
+  for name, types in kinds.items():
+    value = row.get(name)
+    if value is None:
+      return f"has no {name}"
+    if not isinstance(value, types):
+      return f"has {shown(value)} as {name}"
+  return ""
+
+
+def _trials(prompts: Prompts, tasks: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+  """The columns of made-up completions, for a first call of a function that is for these tasks.
+
+  A function may look at nothing where a column is None, as those of other tasks of a mixture are.
+  So there is a trial for each of some tasks, with the row that has the most columns.
+  """
+  best: dict[str, tuple[int, int]] = {}  # the number of columns of a row and its place, by the task
+  rows = ((place, prompts.example(place)) for place in _some_places(prompts))
+  own = (one for one in rows if not tasks or str(one[1].get("task")) in tasks)
+  for place, example in itertools.islice(own, _MOST_COMPARED):
+    task, filled = str(example.get("task")), sum(value is not None for value in example.values())
+    best[task] = max(best.get(task, (-1, 0)), (filled, -place))
+  for _, place in sorted(best.values() or [(0, 0)], reverse=True)[:_MOST_TRIALS]:
+    yield _made_up_columns(prompts, -place)
+
+
+def _made_up_columns(prompts: Prompts, place: int) -> dict[str, list[Any]]:
+  """The columns of two made-up completions of a prompt: some functions compare the members."""
+  batch = prompt_batch(prompts, np.array([place, place]))
+  ids = batch.prompts_PS[:, :1].tolist()
   turns: dict[str, list[Any]] = {}
   if prompts.has_turns:
-    made_up = [[{"role": "assistant", "content": MADE_UP}]]
-    turns = {"turns": made_up, "turn_rewards": [[None]]}
-  return {**batch.columns, **turns, "completions": [MADE_UP], "completion_ids": [ids]}
+    made_up = [{"role": "assistant", "content": conversation.MADE_UP}]
+    turns = {"turns": [made_up, made_up], "turn_rewards": [[None], [None]]}
+  return {
+    **batch.columns,
+    **turns,
+    "completions": [conversation.MADE_UP] * 2,
+    "completion_ids": ids,
+  }
 
 
 def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:

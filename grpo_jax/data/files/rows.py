@@ -214,6 +214,13 @@ def place_of(examples: Sequence[Any], index: int) -> str:
   return where(index) if where else f"example {index}"
 
 
+def is_in_memory(examples: Sequence[Any]) -> bool:
+  """Whether to look at all examples costs nothing."""
+  if isinstance(examples, Chosen):
+    return is_in_memory(examples._examples)
+  return isinstance(examples, list)
+
+
 def plain(value: Any, where: str, keeps_bytes: bool = False) -> Any:
   """A value of a file with texts for bytes, and Python's numbers and lists for numpy's.
 

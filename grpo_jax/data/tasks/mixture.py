@@ -170,6 +170,10 @@ class Mixture(Sequence[Example]):
     part = self._parts[source]
     return f"{self._names[source]}: {place_of(part, place % len(part))}"
 
+  def part_of(self, index: int) -> Sequence[Example]:
+    """The examples of the source of an example."""
+    return self._parts[self._find(index)[0]]
+
   def stand_in(self, index: int, word: int) -> int:
     """Another index of the same source, chosen by a random number."""
     source, _ = self._find(index)

@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from grpo_jax.rewards.marks import checked_by, in_process
+from grpo_jax.rewards.gold import READABLE, gold_text
+from grpo_jax.rewards.marks import checked_by, in_process, reads
 from grpo_jax.settings import ConfigError
 
 # What may stand between the marker and the letter: emphasis, brackets, the opening of a formula.
@@ -21,8 +22,9 @@ def _check_marker(where: str, options: dict[str, Any]) -> None:
 
 @in_process
 @checked_by(_check_marker)
+@reads(answer=READABLE)
 def choice(
-  completions: list[str], answer: list[str | None], *, marker: str = "Answer:", **columns: Any
+  completions: list[str], answer: list[Any], *, marker: str = "Answer:", **columns: Any
 ) -> list[float | None]:
   """1.0 if the letter after the last marker is that of the gold answer, else 0.0.
 
@@ -39,7 +41,7 @@ def choice(
   Returns:
     The scores. None where the gold answer is not a letter.
   """
-  golds = [_GOLD.fullmatch((gold or "").strip()) for gold in answer]
+  golds = [_GOLD.fullmatch((gold_text(gold) or "").strip()) for gold in answer]
   return [
     None if gold is None else float(_letter(text, marker) == gold[1])
     for text, gold in zip(completions, golds, strict=True)

@@ -39,8 +39,8 @@ import math
 import time
 from typing import Annotated, Any
 
-from grpo_jax.rewards.answer import RewardError
-from grpo_jax.rewards.marks import checked_by, rows_checked_by
+from grpo_jax.rewards.answer import NoReward, RewardError
+from grpo_jax.rewards.marks import checked_by, reads, rows_checked_by
 from grpo_jax.rewards.sandbox import runner
 from grpo_jax.rewards.sandbox.tests import Problem, run_tests
 from grpo_jax.settings import ConfigError, at_least, shown
@@ -90,6 +90,8 @@ def _check_rows(
     for place, solution, given in zip(places, solutions, scores, strict=True):
       if given is None:
         problems.append(f"{place}: its tests read nothing of a program")
+      elif isinstance(given, NoReward):
+        raise ConfigError(f"{where}: {given.reason}")
       elif solution.strip() and given < 1:
         problems.append(f"{place}: its own solution fails its tests")
     tried += len(some)
@@ -104,11 +106,12 @@ def _check_rows(
 
 @checked_by(_check_sandbox)
 @rows_checked_by(_check_rows)
+@reads(test_list=(str, list, tuple))
 def code(
   completions: list[str],
-  test_list: list[list[str] | str | None],
-  test_setup_code: list[list[str] | str | None] | None = None,
-  code: list[str | None] | None = None,
+  test_list: list[Any],
+  test_setup_code: list[Any] | None = None,
+  code: list[Any] | None = None,
   place: list[str | None] | None = None,
   *,
   fraction: bool = False,
@@ -117,7 +120,7 @@ def code(
   at_once: Annotated[int, at_least(1, at_most=256)] = 4,
   sandboxed: bool = True,
   **columns: Any,
-) -> list[float | None]:
+) -> list[float | NoReward | None]:
   """1.0 if the code of the completion passes all tests, else 0.0.
 
   The code is the last block between ``` lines, or the whole text if there is none. The columns are
@@ -141,17 +144,20 @@ def code(
     columns: Not read.
 
   Returns:
-    The scores. None where there is no test that reads something of a program.
+    The scores. None where there is no test that reads something of a program. No reward where the
+    tests or their setup are no texts.
 
   Raises:
     ConfigError: There is no sandbox on this machine.
-    RewardError: A sandbox did not start, a setup fails, or a column has the wrong type.
+    RewardError: A sandbox did not start, or a setup fails.
   """
   sandbox = runner.find() if sandboxed else runner.NONE
   limits = runner.Limits(seconds=math.ceil(seconds), memory=int(memory * 2**30), threads=_THREADS)
   problems = _problems(len(completions), test_list, test_setup_code, code, place)
 
-  def score(completion: str, problem: Problem) -> float | None:
+  def score(completion: str, problem: Problem | NoReward) -> float | NoReward | None:
+    if isinstance(problem, NoReward):
+      return problem
     verdict = run_tests(program_of(completion), problem, limits, sandbox, seconds)
     if not verdict.counted:
       return None
@@ -162,7 +168,7 @@ def code(
     return list(pool.map(score, completions, problems))
 
 
-def _problems(count: int, tests: Any, *others: Any) -> list[Problem]:
+def _problems(count: int, tests: Any, *others: Any) -> list[Problem | NoReward]:
   """The problems of the rows, from the columns of `code`. All but the tests may be None."""
   columns = [tests, *(column or [None] * count for column in others)]
   if isinstance(tests, str) or any(len(column) != count for column in columns):
@@ -170,16 +176,16 @@ def _problems(count: int, tests: Any, *others: Any) -> list[Problem]:
   return [_problem(number, *row) for number, row in enumerate(zip(*columns, strict=True))]
 
 
-def _problem(number: int, tests: Any, setup: Any, solution: Any, place: Any) -> Problem:
-  """The problem of a row, from its entries in the columns of `code`."""
-  place = f"code: {place or f'row {number}'}"
+def _problem(number: int, tests: Any, setup: Any, solution: Any, place: Any) -> Problem | NoReward:
+  """The problem of a row, from its entries in the columns of `code`, or why it has none."""
+  place = place or f"row {number}"
   tests = [tests] if isinstance(tests, str) else tests or []
   setup = [setup] if isinstance(setup, str) else setup or []
   for name, value in (("test_list", tests), ("test_setup_code", setup)):
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-      raise RewardError(f"{place}: {name} must be a text or a list of texts: {shown(value)}")
+      return NoReward(f"{place}: {name} must be a text or a list of texts: {shown(value)}")
   solution = solution if isinstance(solution, str) else ""
-  return Problem(place, tuple(tests), "\n".join(setup), solution)
+  return Problem(f"code: {place}", tuple(tests), "\n".join(setup), solution)
 
 
 def program_of(text: str) -> str:

@@ -6,7 +6,7 @@ from fractions import Fraction
 import re
 from typing import Annotated, Any
 
-from grpo_jax.rewards.marks import in_process
+from grpo_jax.rewards.marks import in_process, reads
 from grpo_jax.settings import at_least
 
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+")
@@ -17,10 +17,11 @@ _LARGEST_INT = 10**12
 
 
 @in_process
+@reads(numbers=(list, tuple), target=(int, float))
 def countdown(
   completions: list[str],
-  numbers: list[list[int] | None],
-  target: list[int | None],
+  numbers: list[Any],
+  target: list[Any],
   *,
   format_score: Annotated[float, at_least(0, at_most=1)] = 0.0,
   **columns: Any,
@@ -44,9 +45,18 @@ def countdown(
     The scores. None for a problem of another task, which has no numbers and no target.
   """
   return [
-    None if given is None or goal is None else _score(_expression(text), given, goal, format_score)
+    None if not _is_problem(given, goal) else _score(_expression(text), given, goal, format_score)
     for text, given, goal in zip(completions, numbers, target, strict=True)
   ]
+
+
+def _is_problem(numbers: Any, target: Any) -> bool:
+  kinds = (int, float)
+  return (
+    isinstance(numbers, (list, tuple))
+    and all(isinstance(number, kinds) for number in numbers)
+    and isinstance(target, kinds)
+  )
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:

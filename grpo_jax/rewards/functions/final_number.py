@@ -2,8 +2,8 @@
 
 The functions differ in where they look for the completion's answer: `strict` after the last `####`,
 `flexible` at the last number, `boxed` in the last `\\boxed{...}`. Another answer, or no answer,
-scores 0.0. The score is None where the gold answer is not a number, so that the function does not
-apply.
+scores 0.0. The score is None where the gold answer is missing or not a number, so that the function
+does not apply.
 
 Numbers are compared exactly, so 72 = 72.0 = 0072 = $72 = 144/2. They are never converted to floats,
 and a number with an exponent is not an answer. `strict` and `boxed` read x = 72 and quotients, too.
@@ -17,7 +17,8 @@ import re
 from typing import Any, NamedTuple
 import unicodedata
 
-from grpo_jax.rewards.marks import in_process
+from grpo_jax.rewards.gold import READABLE, gold_text
+from grpo_jax.rewards.marks import in_process, reads
 
 # What may stand between the marker and the number: emphasis, currency, the opening of a formula.
 # Words may not, but for the name in x = 72.
@@ -68,19 +69,22 @@ Value = Number | Fraction
 
 
 @in_process
-def strict(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+@reads(answer=READABLE)
+def strict(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   """1.0 if the answer directly follows the last `####` and no other number is on that line."""
   return _score(_after_anchor, completions, answer)
 
 
 @in_process
-def flexible(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+@reads(answer=READABLE)
+def flexible(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   """1.0 if the last number of the text is the answer."""
   return _score(_last_number, completions, answer, quotients=False)
 
 
 @in_process
-def boxed(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+@reads(answer=READABLE)
+def boxed(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   """1.0 if the last `\\boxed{...}` holds the answer and no other number."""
   return _score(_in_box, completions, answer)
 
@@ -97,10 +101,10 @@ def final_answer(text: str) -> Value | None:
 def _score(
   find_answer: Callable[[str], Value | None],
   completions: list[str],
-  answers: list[str],
+  answers: list[Any],
   quotients: bool = True,
 ) -> list[float | None]:
-  golds = [_leading_number(answer, quotients) for answer in answers]
+  golds = [_leading_number(gold_text(answer) or "", quotients) for answer in answers]
   return [
     None if gold is None else float(find_answer(text) == gold)
     for text, gold in zip(completions, golds, strict=True)

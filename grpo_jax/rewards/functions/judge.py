@@ -104,7 +104,7 @@ async def judge(
   key_variable: str = "OPENAI_API_KEY",
   cache: str = "",
   **columns: Any,
-) -> list[float | NoReward]:
+) -> list[float | NoReward | None]:
   """The number in a judge's reply, clipped to [lowest, highest].
 
   The judge gets `PROMPT`, or the text of prompt_file, with the completion and any columns of the
@@ -131,21 +131,26 @@ async def judge(
 
   Returns:
     The scores. Where the judge gave none in time, the completion has none, and the others keep
-    theirs.
+    theirs. None where a row lacks a field of the prompt: the judge is not asked.
   """
   template = _template(prompt_file, "reward judge")
   prompts = [_fill(template, text, columns, i) for i, text in enumerate(completions)]
   asked = _Judge(url, model, os.environ.get(key_variable, ""), max_tokens, attempts, cache)
-  replies = await asked.replies(prompts, at_once, seconds)
-  scores = [_score(replies[prompt], pattern) for prompt in prompts]
+  replies = await asked.replies([one for one in prompts if one is not None], at_once, seconds)
+  scores = [None if one is None else _score(replies[one], pattern) for one in prompts]
   if log_metric is not None:
     log_metric("judge/failed", sum(isinstance(score, JudgeError) for score in scores))
-  return [
-    NoReward(f"the judge at {url} gave no score: {score}")
-    if isinstance(score, JudgeError)
-    else min(highest, max(lowest, score))
-    for score in scores
-  ]
+  return [_reward(score, url, lowest, highest) for score in scores]
+
+
+def _reward(
+  score: float | JudgeError | None, url: str, lowest: float, highest: float
+) -> float | NoReward | None:
+  if score is None:
+    return None
+  if isinstance(score, JudgeError):
+    return NoReward(f"the judge at {url} gave no score: {score}")
+  return min(highest, max(lowest, score))
 
 
 def _score(reply: str | JudgeError, pattern: str) -> float | JudgeError:
@@ -159,8 +164,14 @@ def _score(reply: str | JudgeError, pattern: str) -> float | JudgeError:
     return JudgeError(f"its reply has no score: {' '.join(reply.split())[-100:]!r}")
 
 
-def _fill(template: str, completion: str, columns: dict[str, Any], row: int) -> str:
-  """The template with its fields filled in once, so that braces in a completion stay."""
+def _fill(template: str, completion: str, columns: dict[str, Any], row: int) -> str | None:
+  """The template with its fields filled in once, so that braces in a completion stay.
+
+  None if the row has no value for one of them.
+  """
+  named = [name for name in _FIELD.findall(template) if name in columns]
+  if any(columns[name][row] is None for name in named):
+    return None
 
   def value(match: re.Match[str]) -> str:
     if match[1] == "completion":

@@ -6,15 +6,17 @@ from typing import Annotated, Any
 import numpy as np
 
 from grpo_jax.rewards.functions.reasoning import SCORERS, check_scorer, prepare_scorers
-from grpo_jax.rewards.marks import checked_by, in_process, prepared_by
+from grpo_jax.rewards.gold import READABLE
+from grpo_jax.rewards.marks import checked_by, in_process, prepared_by, reads
 from grpo_jax.settings import ConfigError, above, at_least, one_of
 
 
 @prepared_by(prepare_scorers)
 @checked_by(check_scorer)
+@reads(answer=READABLE)
 def cosine(
   completions: list[str],
-  answer: list[str],
+  answer: list[Any],
   completion_ids: list[list[int]],
   *,
   max_length: Annotated[int, at_least(1)] = 1000,

@@ -5,7 +5,8 @@ import importlib.util
 from typing import Annotated, Any
 
 from grpo_jax.rewards.functions import final_number, symbolic
-from grpo_jax.rewards.marks import checked_by, prepared_by
+from grpo_jax.rewards.gold import READABLE, gold_text
+from grpo_jax.rewards.marks import checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError, one_of
 
 # The functions that compare a completion with the gold answer, for functions that build on one.
@@ -39,9 +40,10 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
 
 @prepared_by(prepare_scorers)
 @checked_by(_check_options)
+@reads(answer=READABLE)
 def reasoning_accuracy(
   completions: list[str],
-  answer: list[str],
+  answer: list[Any],
   *,
   scorer: Annotated[str, one_of(SCORERS)] = "math",
   delimiter: str = "</think>",
@@ -50,7 +52,8 @@ def reasoning_accuracy(
   """1.0 if the answer after the reasoning is right, else 0.0.
 
   Only what follows the last delimiter counts. A completion without it did not end its reasoning and
-  gets 0.0, even where the scorer does not apply, as in TRL's `reasoning_accuracy_reward`.
+  gets 0.0, even where the scorer does not apply, as in TRL's `reasoning_accuracy_reward`. Where the
+  gold answer is missing, the score is None.
 
   Args:
     completions: The texts.
@@ -61,4 +64,7 @@ def reasoning_accuracy(
   """
   tails = [text.rpartition(delimiter)[2] if delimiter in text else "" for text in completions]
   scores = SCORERS[scorer](completions=tails, answer=answer)
-  return [score if delimiter in text else 0.0 for text, score in zip(completions, scores)]
+  return [
+    score if delimiter in text or gold_text(gold) is None else 0.0
+    for text, score, gold in zip(completions, scores, answer, strict=True)
+  ]

@@ -3,6 +3,7 @@
 It is installed with pip install -e '.[reasoning_gym]'.
 """
 
+from collections.abc import Iterator
 import functools
 import math
 import re
@@ -10,7 +11,7 @@ from typing import Any
 import warnings
 
 from grpo_jax import gym
-from grpo_jax.rewards.marks import checked_by, prepared_by
+from grpo_jax.rewards.marks import checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError
 
 _RIGHT = 1 - 1e-6  # a score from here on is 1: evaluation counts no other one as right
@@ -33,6 +34,14 @@ _FUNCTIONS = frozenset(
   "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh asinh acosh atanh exp log"
   " ln sqrt Abs abs pi erf erfi Si Ci Ei li Rational".split()
 )
+# What only sets an answer off: signs of a formula, emphasis, code, and a command of LaTeX.
+_SET_OFF = re.compile(
+  r"\$\$(?P<a>[^$]+)\$\$|\$(?P<b>[^$]+)\$|\\\((?P<c>.+)\\\)|\\\[(?P<d>.+)\\\]"
+  r"|\*\*(?P<e>(?:[^*]|\*(?!\*)|(?<=[\w)])\*\*(?=[\w(]))+)\*\*|`(?P<f>[^`]+)`|```\w*\n(?P<g>[^`]+)```",
+  re.DOTALL,
+)
+_COMMAND = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|tt)?|math(?:bf|it|rm|tt)|mbox)\s*\{")
+_MOST_READINGS = 8
 _LONGEST = 10_000  # characters of an answer that is evaluated
 
 
@@ -49,10 +58,11 @@ def _check_options(where: str, options: dict[str, Any]) -> None:
 
 @prepared_by(_prepare)
 @checked_by(_check_options)
+@reads(verifier=(str,), entry=(dict,))
 def reasoning_gym(
   completions: list[str],
-  verifier: list[str | None],
-  entry: list[dict[str, Any] | None],
+  verifier: list[Any],
+  entry: list[Any],
   *,
   tag: str = "answer",
   tagged: bool = False,
@@ -81,8 +91,8 @@ def reasoning_gym(
   """
   return [
     None
-    if call is None or one is None
-    else _score(answer_of(text, tag, tagged), call, one, partial)
+    if not isinstance(call, str) or not isinstance(one, dict)
+    else _best_score(answer_of(text, tag, tagged), call, one, partial)
     for text, call, one in zip(completions, verifier, entry, strict=True)
   ]
 
@@ -114,6 +124,29 @@ def answer_of(text: str, tag: str = "answer", tagged: bool = False) -> str | Non
   return (tail[:end] if end >= 0 else text).strip()
 
 
+def readings(answer: str) -> Iterator[str]:
+  r"""An answer as it is written, then without what sets it off, a layer at a time.
+
+  Of `**$62$.**`, these are the answer itself, `$62$.`, `$62$` and `62`.
+  """
+  for _ in range(_MOST_READINGS):
+    yield answer
+    inner = _without_a_layer(answer).strip()
+    if not inner or inner == answer:
+      return
+    answer = inner
+
+
+def _without_a_layer(answer: str) -> str:
+  found = _SET_OFF.fullmatch(answer)
+  if found:
+    return str(found[found.lastgroup or 0])
+  command = _COMMAND.match(answer)
+  if command and _end_of_box(answer[command.end() :]) == len(answer) - command.end() - 1:
+    return answer[command.end() : -1]
+  return answer[:-1] if answer.endswith(".") and not answer.endswith("..") else answer
+
+
 def _end_of_box(tail: str) -> int:
   """Where the brace closes that was open at the start of a text. -1 if it does not."""
   depth = 1
@@ -124,8 +157,21 @@ def _end_of_box(tail: str) -> int:
   return -1
 
 
-def _score(answer: str | None, call: str, entry: dict[str, Any], partial: bool) -> float:
-  if not answer and entry["answer"] != "":  # some verifiers give a part of 1 for nothing
+def _best_score(answer: str | None, call: str, entry: dict[str, Any], partial: bool) -> float:
+  """1 if a reading of an answer is right, else the better score of the first and the last one.
+
+  Those between hold a part of what sets the answer off, and could be nearly right by chance.
+  """
+  scores = []
+  for reading in readings(answer or ""):
+    scores.append(_score(reading, call, entry, partial))
+    if scores[-1] == 1:
+      return 1.0
+  return max(scores[0], scores[-1])
+
+
+def _score(answer: str, call: str, entry: dict[str, Any], partial: bool) -> float:
+  if not answer and entry.get("answer") != "":  # some verifiers give a part of 1 for nothing
     return 0.0
   task, dataset = _opened(call)
   if not _can_be_evaluated(task, answer):

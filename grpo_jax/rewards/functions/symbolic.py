@@ -1,79 +1,114 @@
 """A reward for answers that are formulas. It needs math-verify: pip install -e '.[math]'."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from decimal import Decimal
 from fractions import Fraction
+import itertools
 import logging
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_jax.rewards.functions.stated import affirmed, as_formula, last_formula, stated_answer
-from grpo_jax.rewards.marks import prepared_by
+from grpo_jax.rewards.gold import READABLE, gold_text
+from grpo_jax.rewards.marks import prepared_by, reads
 from grpo_jax.settings import ConfigError
 
 # The time limit for parsing an answer, and again for comparing it. A slower answer counts as wrong.
 SECONDS = 5
 
-_DECIMAL = re.compile(r"[-+]?(?:[0-9]{1,400}(?:\.[0-9]{1,400})?|\.[0-9]{1,400})")
+# A decimal, a power of ten, or their product.
+_DECIMAL = re.compile(
+  r"(?=[-+]?[.0-9])(?P<sign>[-+]?)(?P<digits>[0-9]{1,400}(?:\.[0-9]{1,400})?|\.[0-9]{1,400})?"
+  r"(?P<power>(?(digits)\s*(?:\\times|\\cdot|\*)\s*)10\s*\^\s*"
+  r"(?:\{\s*(?P<braced>[-+]?[0-9]{1,4})\s*\}|(?P<bare>[0-9])(?![0-9])))?"
+)
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 _EQUALS = re.compile(r"(?<![\\<>!])=")
 _NO_EQUATION = re.compile(r"[,<>]|\\(?:le|ge|ne|in|lt|gt)(?:q|qq)?(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _VARIABLE = re.compile(r"[a-zA-Z]")
+_PLACES = 6  # after the decimal point, in which a decimal must agree with a formula
+_SMALL_DIGITS = 4  # of a number that is so small that it has fewer digits in these places
+_FLOAT_DIGITS, _EXACT_DIGITS = 12, 60  # in which formulas with and without decimals must agree
 
 
-def _import() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
-  """math-verify's functions parse and verify, and what makes parse read LaTeX alone.
+class _Packages(NamedTuple):
+  """What is read of math-verify and sympy.
+
+  Attributes:
+    parse: Makes expressions of a text.
+    verify: Compares two expressions.
+    latex_alone: Makes `parse` read LaTeX alone.
+    limited: Ends a function after `SECONDS`.
+    took_too_long: What it raises then.
+    float: Makes a decimal of a text.
+  """
+
+  parse: Callable[..., Any]
+  verify: Callable[..., Any]
+  latex_alone: Any
+  limited: Callable[..., Any]
+  took_too_long: type[BaseException]
+  float: Callable[[str], Any]
+
+
+def _import() -> _Packages:
+  """Imports them.
 
   Raises:
-    ConfigError: It is not installed.
+    ConfigError: They are not installed.
   """
   try:
     # Imported here because it is an optional package, and because sympy is slow to import.
     from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+    import sympy
   except ImportError:
     raise ConfigError(
       "reward math needs the package math-verify: pip install -e '.[math]'"
     ) from None
   # Below this level it logs a warning for every answer that reaches the time limit.
   logging.getLogger("math_verify").setLevel(logging.ERROR)
-  return parse, verify, LatexExtractionConfig(boxed_match_priority=0)
+  latex_alone = LatexExtractionConfig(boxed_match_priority=0)
+  return _Packages(parse, verify, latex_alone, timeout(SECONDS), TimeoutException, sympy.Float)
 
 
 def warm_up() -> None:
   """Makes a first comparison, which imports what is left and fills caches."""
-  parse, verify, _ = _import()
-  verify(parse(r"\boxed{\frac12}"), parse("0.5"))
+  packages = _import()
+  packages.verify(packages.parse(r"\boxed{\frac12}"), packages.parse("0.5"))
 
 
 @prepared_by(warm_up)
-def math(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+@reads(answer=READABLE)
+def math(completions: list[str], answer: list[Any], **columns: Any) -> list[float | None]:
   r"""1.0 if the answer of the text equals the gold answer as an expression, else 0.0.
 
   For example, 1/2 equals \frac12 and 0.5. The answer is the content of the last \boxed{}, else what
   follows ####, else what follows "the answer is", else the last formula or line of the text.
 
   Returns:
-    The scores. None where the gold answer is not a formula that math-verify can parse.
+    The scores. None where the gold answer is missing, or no formula that math-verify can parse.
 
   Raises:
     ConfigError: math-verify is not installed.
   """
-  compare = _Compare(*_import())
-  golds = {text: as_formula(text) for text in set(answer)}
+  compare = _Compare(_import())
+  texts = [gold_text(one) or "" for one in answer]
+  golds = {text: as_formula(text) for text in set(texts)}
   applies = {text: bool(gold and compare.read_formula(gold)) for text, gold in golds.items()}
   return [
-    float(compare(golds[gold], completion)) if applies[gold] else None
-    for completion, gold in zip(completions, answer, strict=True)
+    float(compare(golds[text], completion)) if applies[text] else None
+    for completion, text in zip(completions, texts, strict=True)
   ]
 
 
 class _Compare:
   """Whether a completion's answer equals a gold formula, as math-verify says."""
 
-  def __init__(
-    self, parse: Callable[..., Any], verify: Callable[..., Any], latex_alone: Any
-  ) -> None:
-    self._parse, self._verify, self._latex_alone = parse, verify, latex_alone
+  def __init__(self, packages: _Packages) -> None:
+    self._packages = packages
 
   def __call__(self, gold: str, completion: str) -> bool:
     stated = stated_answer(completion)
@@ -84,21 +119,51 @@ class _Compare:
 
   def read_formula(self, formula: str) -> list[Any]:
     """What math-verify makes of a formula. Empty where it can parse nothing of it."""
+    decimal = _DECIMAL.fullmatch(formula)
+    if decimal and decimal["power"] and "." in formula:
+      return [self._packages.float(_without_power(decimal))]
     # Else it takes the last number of what it cannot parse.
-    return self._read(rf"\boxed{{{formula}}}", extraction_config=[self._latex_alone])
+    return self._read(rf"\boxed{{{formula}}}", extraction_config=[self._packages.latex_alone])
 
   def _read(self, text: str, **options: Any) -> list[Any]:
-    found: list[Any] = self._parse(text, parsing_timeout=SECONDS, raise_on_error=False, **options)
+    found: list[Any] = self._packages.parse(
+      text, parsing_timeout=SECONDS, raise_on_error=False, **options
+    )
     return found
 
   def _equal(self, gold: list[Any], found: list[Any]) -> bool:
+    return any(self._pair_is_equal(*pair) for pair in itertools.product(gold, found))
+
+  def _pair_is_equal(self, gold: Any, found: Any) -> bool:
+    """Whether math-verify takes two expressions for equal at the size of their numbers, too.
+
+    It lets them differ by 1e-6 or 1e-15, whatever their size, so that all small ones are equal.
+    """
+    if not self._agrees(gold, found):
+      return False
+    if isinstance(gold, str) or gold == found:
+      return True
+    try:
+      place = self._packages.limited(_lowest_place)([gold, found])
+    except (Exception, self._packages.took_too_long):  # sympy cannot compute one of the two
+      return False
+    has_float = any(one.has(self._packages.float) for one in (gold, found))
+    return self._agrees(
+      gold,
+      found,
+      float_rounding=max(_PLACES, _SMALL_DIGITS - 1 - place),
+      numeric_precision=(_FLOAT_DIGITS if has_float else _EXACT_DIGITS) - place,
+    )
+
+  def _agrees(self, gold: Any, found: Any, **precision: int) -> bool:
     return bool(
-      self._verify(
+      self._packages.verify(
         gold,
         found,
         timeout_seconds=SECONDS,
         raise_on_error=False,
         allow_set_relation_comp=True,  # 0 <= x < 1 is [0, 1)
+        **precision,
       )
     )
 
@@ -110,8 +175,10 @@ class _Compare:
     return any(self._formulas_are_equal(*pair) for pair in pairs)
 
   def _formulas_are_equal(self, gold: str, formula: str) -> bool:
-    if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(formula):
-      return Fraction(gold) == Fraction(formula)  # math-verify rounds to six places
+    decimals = [match for match in map(_DECIMAL.fullmatch, (gold, formula)) if match]
+    if len(decimals) == 2:
+      first, second = map(Fraction, map(_without_power, decimals))
+      return first == second  # math-verify rounds to six places
     return self._equal(self.read_formula(gold), self.read_formula(formula))
 
 
@@ -125,3 +192,28 @@ def _sides(gold: str, formula: str) -> list[str]:
   sides = [side.strip() for side in _EQUALS.split(formula)]
   numbers = [side for side in sides if side and not _VARIABLE.search(_COMMAND.sub("", side))]
   return numbers or [formula]
+
+
+def _without_power(decimal: re.Match[str]) -> str:
+  """A match of `_DECIMAL` as programs write it: 1.6e-19."""
+  exponent = decimal["braced"] or decimal["bare"] or 0
+  return f"{decimal['sign']}{decimal['digits'] or 1}e{exponent}"
+
+
+def _lowest_place(expressions: Iterable[Any]) -> int:
+  """The decimal place of the first digit of the smallest number in expressions of sympy.
+
+  It is at most 0, and -19 for 1.6e-19. Numbers are the largest parts without variables, and 0 is
+  left out.
+  """
+  place = 0
+  for one in expressions:
+    if not getattr(one, "is_number", False):
+      parts = one.flat() if hasattr(one, "flat") else getattr(one, "args", ())
+      place = min(place, _lowest_place(parts))
+      continue
+    size = abs(one.doit().evalf())
+    # A number of one bit is what is left of 0 after rounding.
+    if size.is_Float and size and size._prec > 1:
+      place = min(place, Decimal(str(size)).adjusted())
+  return place

@@ -1,42 +1,74 @@
-"""Rewards for the form of a completion: its tags, or a pattern that it matches."""
+"""Rewards for the form of a completion: its tags, or a pattern that it matches.
 
+The chat templates of some models end a prompt in <think>, so that no completion holds it. It then
+counts as if the completion began with it.
+"""
+
+from collections.abc import Iterator
 import re
 from typing import Any
 
 from grpo_jax.rewards.marks import checked_by, in_process
 from grpo_jax.settings import ConfigError, shown
 
+_LONGEST_END = 100  # characters of a prompt that are looked at
+# The end of a prompt in which the reasoning is open.
+_OPENED = re.compile(r"<think>\s*\Z")
+
 
 @in_process
-def think_format(completions: list[str], *, opened: bool = False, **columns: Any) -> list[float]:
+def think_format(
+  completions: list[str],
+  prompts: list[str] | None = None,
+  *,
+  opened: bool = False,
+  **columns: Any,
+) -> list[float]:
   """1.0 if the completion reasons once between <think> and </think>, and then goes on, else 0.0.
 
   It must begin with <think>, hold no other <think>, and hold </think>, as in TRL's
-  `think_format_reward`.
+  `think_format_reward`. Where the prompt ends in <think>, the completion holds none.
 
   Args:
     completions: The texts.
-    opened: The prompt ends in <think>, as the chat templates of some models write it. The
-      completion then holds no <think>.
+    prompts: What the completions continue.
+    opened: Whether the reasoning is open before all completions, whatever the prompts end in.
     columns: Not read.
   """
-  if opened:
-    return [float("</think>" in text and "<think>" not in text) for text in completions]
+  texts = [
+    opening + text
+    for text, opening in zip(completions, _openings(completions, prompts, opened), strict=True)
+  ]
   return [
     float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
-    for text in completions
+    for text in texts
   ]
 
 
+def _openings(
+  completions: list[str], prompts: list[str] | None, opened: bool = False
+) -> Iterator[str]:
+  """The end of each prompt from a <think> on that nothing follows, else ""."""
+  for prompt in prompts or [""] * len(completions):
+    found = _OPENED.search(prompt[-_LONGEST_END:])
+    yield "<think>" if opened else found[0] if found else ""
+
+
 @in_process
-def tag_count(completions: list[str], **columns: Any) -> list[float]:
+def tag_count(
+  completions: list[str], prompts: list[str] | None = None, **columns: Any
+) -> list[float]:
   r"""0.25 for each of four tags that occurs exactly once.
 
   They are "<think>\n", "\n</think>\n", "\n<answer>\n" and "\n</answer>", as in Open-R1's
-  `tag_count_reward`. It leads to the form that `regex` may then demand.
+  `tag_count_reward`. It leads to the form that `regex` may then demand. The end of a prompt that is
+  "<think>\n" counts.
   """
   marks = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
-  return [sum(0.25 for mark in marks if text.count(mark) == 1) for text in completions]
+  return [
+    sum(0.25 for mark in marks if (opening + text).count(mark) == 1)
+    for text, opening in zip(completions, _openings(completions, prompts), strict=True)
+  ]
 
 
 def _check_pattern(where: str, options: dict[str, Any]) -> None:
@@ -51,18 +83,26 @@ def _check_pattern(where: str, options: dict[str, Any]) -> None:
 
 
 @checked_by(_check_pattern)
-def regex(completions: list[str], *, pattern: str = "", **columns: Any) -> list[float]:
+def regex(
+  completions: list[str], prompts: list[str] | None = None, *, pattern: str = "", **columns: Any
+) -> list[float]:
   r"""1.0 if the whole completion matches a regular expression, else 0.0.
 
   For example, the form of DeepSeek-R1 (arXiv 2501.12948, section 2.2.2):
   `regex(pattern=r'<think>.*?</think>\s*<answer>.*?</answer>\s*')`.
 
+  Where the prompt ends in <think>, the completion may match with or without it.
+
   The time is that of Python's `re`, which can be exponential in the length of the text.
 
   Args:
     completions: The texts.
+    prompts: What the completions continue.
     pattern: The expression, as of `re.fullmatch`. A dot matches a line break too.
     columns: Not read.
   """
   matches = re.compile(pattern, re.DOTALL).fullmatch
-  return [float(matches(text) is not None) for text in completions]
+  return [
+    float(any(matches(one) for one in {text, opening + text}))
+    for text, opening in zip(completions, _openings(completions, prompts), strict=True)
+  ]

@@ -13,7 +13,7 @@ from grpo_jax.rewards.marks import in_process
 
 @in_process
 def worked_steps(
-  completions: list[str], question: list[str], answer: list[str], **columns: Any
+  completions: list[str], question: list[Any], answer: list[Any], **columns: Any
 ) -> list[list[tuple[int, float]]]:
   """Scores the steps of worked sums, such as the question `7+15-6=`.
 

@@ -37,6 +37,8 @@ class Call:
     at_once: With one_worker, about how many completions of the function are under way, 0 for any
       number.
     again: Whether a call that failed is made again. It may have changed something outside.
+    asks: Whether the answer is what the function reads, in place of its scores:
+      `conversation.asking`.
   """
 
   key: str
@@ -48,6 +50,7 @@ class Call:
   one_worker: bool = False
   at_once: int = 0
   again: bool = True
+  asks: bool = False
 
 
 class NotPortable(Exception):

@@ -20,6 +20,7 @@ from typing import Any
 
 from grpo_jax.rewards.answer import Answer, ContractError, RewardError
 from grpo_jax.rewards.call import call, call_async, describe
+from grpo_jax.rewards.conversation import asking
 from grpo_jax.rewards.workers import messages
 from grpo_jax.rewards.workers.messages import Call
 from grpo_jax.settings import ConfigError
@@ -82,10 +83,15 @@ def serve(channel: socket.socket, load: Callable[[], dict[str, Any]]) -> None:
       continue
     for number, one in calls:
       try:
-        outcome: Outcome = call(functions[one.key], one.name, one.columns, one.step)
+        outcome: Outcome = call(_function(functions, one), one.name, one.columns, one.step)
       except (RewardError, KeyboardInterrupt) as error:
         outcome = error
       _send(channel, number, one.name, outcome)
+
+
+def _function(functions: dict[str, Any], one: Call) -> Any:
+  """The function that a call is for, or what asks it what it reads."""
+  return asking(functions[one.key]) if one.asks else functions[one.key]
 
 
 def _send(channel: socket.socket, number: int, name: str, outcome: Outcome) -> None:
@@ -113,9 +119,12 @@ async def _answer_side_by_side(
   running: set[asyncio.Task[None]] = set()
 
   async def make(number: int, one: Call) -> None:
-    function = functions[one.key]
+    function = _function(functions, one)
     try:
-      outcome: Outcome = await call_async(function, one.name, one.columns, one.step, timeout)
+      if one.is_async:
+        outcome: Outcome = await call_async(function, one.name, one.columns, one.step, timeout)
+      else:  # the run sends it as soon as it has all answers, and the loop may not have ended yet
+        outcome = call(function, one.name, one.columns, one.step)
     except (TimeoutError, RewardError, KeyboardInterrupt) as error:
       outcome = error
     _send(channel, number, one.name, outcome)
