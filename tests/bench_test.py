@@ -28,11 +28,16 @@ def test_a_tiny_job_with_long_tails_prints_its_line(monkeypatch, capsys):
 
 
 def named_scripts():
-  """The scripts of experiments/ that a page names."""
-  pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-  pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
-  text = "".join(page.read_text() for page in pages)
-  return sorted(set(re.findall(r"experiments/(\w+)\.py", text)))
+  """The scripts of experiments/ that a page names. Those that only results name are slow tests."""
+
+  def named(pages):
+    text = "".join(page.read_text() for page in pages)
+    return set(re.findall(r"experiments/(\w+)\.py", text))
+
+  manual = named([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+  results = named(ROOT.glob("experiments/*.md")) - manual
+  slow = [pytest.param(script, marks=pytest.mark.slow) for script in sorted(results)]
+  return [*sorted(manual), *slow]
 
 
 @pytest.mark.parametrize("script", named_scripts())

@@ -90,7 +90,7 @@ def test_each_completion_has_a_session_and_its_rewards(address):
 def test_without_a_server_the_error_is_one_line():
   config = with_section(small_config(), "data", task="seeds", prompt="")
   config = with_section(config, "environment", name="openenv:http://127.0.0.1:9")
-  words = "no openenv server at http://127.0.0.1:9|pip install 'grpo_jax.openenv"
+  words = "no openenv server at http://127.0.0.1:9|pip install -e '..openenv"
   with pytest.raises(ConfigError, match=words) as caught:
     small_run(config).prompts("train")
   assert "\n" not in str(caught.value) and OpenEnv.pickles is False

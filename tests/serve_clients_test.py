@@ -293,6 +293,9 @@ def test_a_text_too_long_for_the_prompt_is_not_tokenised():
     longest_token = 3000
     encoded = 0
 
+    def token_to_id(self, token):
+      return None
+
     def encode_batch(self, texts):
       Codec.encoded += 1
       return [[5] for _ in texts]
