@@ -203,6 +203,25 @@ def test_branches_have_the_advantage_of_their_completion(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_step_has_something_to_learn_from_while_one_branch_is_in_the_loss(tmp_path, monkeypatch):
+  """With mask_truncated, the first branch may be cut off, which is the longest, and others not."""
+  config = with_section(config_of(tmp_path, "forks"), "environment", branches=3)
+  config = with_section(config, "algo", mask_truncated=True)
+  looked_at, why = [], Collector._why_no_tokens
+
+  def first_branches_are_cut_off(self, completions):
+    stopped_by_PG = np.array(completions.stopped_by_PG)
+    stopped_by_PG[:, :G], stopped_by_PG[:, G:] = -1, 0
+    completions = completions.replace(stopped_by_PG=stopped_by_PG)
+    looked_at.append(why(self, completions))
+    return looked_at[-1]
+
+  monkeypatch.setattr(Collector, "_why_no_tokens", first_branches_are_cut_off)
+  Collected(config)
+  assert looked_at == [""]
+
+
+@pytest.mark.slow
 def test_branches_go_through_dynamic_sampling_minibatches_and_several_updates(tmp_path):
   config = with_section(config_of(tmp_path, "forks"), "environment", branches=2)
   algo = dict(dynamic_sampling=True, max_resample_rounds=1, minibatches=2, updates_per_batch=2)

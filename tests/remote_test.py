@@ -406,6 +406,25 @@ def test_weights_that_are_not_finite_are_named_and_nobody_waits(hub, capfd):
   assert "logprobs_PGT with nan" in capfd.readouterr().err
 
 
+def test_weights_with_which_every_sampler_draws_nan_end_the_run(hub, capfd):
+  """They are finite, and what is computed with them is not."""
+
+  def send():
+    for _ in range(3):
+      process = Process(hub)
+      process.asked()
+      arrays = given(some_completions(P))
+      arrays |= {"logprobs_PGT": np.full((P, G, T), np.nan, np.float32)}
+      process.connection.send("finished", {"prompts": [*range(P)]}, arrays)
+
+  threading.Thread(target=send, daemon=True).start()
+  with pytest.raises(
+    RunFailed, match="3 samplers were sent away for what .*: it sent logprobs_PGT"
+  ):
+    [*call(hub, {"a": jnp.array([1.0, 3e38])})]
+  assert capfd.readouterr().err.count("was sent away") == 3
+
+
 def test_a_header_that_comes_byte_by_byte_is_not_waited_for(hub, monkeypatch, capfd):
   monkeypatch.setattr(messages, "_SILENCE", 0.3)
   with socket.create_connection(address_of(hub)) as slow, contextlib.suppress(OSError):

@@ -165,12 +165,12 @@ class Collector:
     metrics["num_tokens"] = int(host["num_tokens"])
     # A teacher teaches without rewards, and nobody teaches without tokens.
     why_unscored = "" if self._teacher else drawn.why_unscored
-    why_unscored = why_unscored or self._why_no_tokens(chosen.rollouts.completions)
-    host[_UNSCORED] = np.int64(unscored_steps(drawn.host) + 1 if why_unscored else 0)
     completions, rollout_PB = chosen.rollouts.completions, None
     if chosen.rollouts.branches is not None:
       branches = chosen.rollouts.branches
       completions, rollout_PB = branches.completions, branches.rollout_PB
+    why_unscored = why_unscored or self._why_no_tokens(completions)
+    host[_UNSCORED] = np.int64(unscored_steps(drawn.host) + 1 if why_unscored else 0)
     return Scored(
       indices_P=chosen.indices_P,
       temperature_P=chosen.temperature_P,

@@ -32,6 +32,7 @@ from grpo_jax.types import Images
 _LOOK = 0.25  # seconds between two looks at whether the run was asked to stop
 _TELL = 8.0  # seconds between two lines that say what the run waits for
 _MOST_CONNECTIONS = 1024
+_MOST_REFUSED = 3  # samplers that may draw a part wrongly, before it is the part's fault
 
 
 class Closed(Exception):
@@ -65,6 +66,7 @@ class _Part:
     answer: What the message asks for.
     call: Gets what has been drawn, or why nothing will be.
     missing: Those of the part that have not arrived, as numbers in the part.
+    refused: How many processes were sent away for what they drew of it.
   """
 
   prompts: list[int]
@@ -74,6 +76,7 @@ class _Part:
   answer: contents.Part
   call: _Call
   missing: set[int]
+  refused: int = 0
 
 
 class RemoteSampler:
@@ -312,9 +315,17 @@ class RemoteSampler:
       return False
     try:
       self._draw(connection, part, known)
-    except BadMessage:
+    except BadMessage as error:
+      part.refused += 1
       if not contents.are_finite([leaf.array for leaf in part.weights.leaves]):
         part.call.append(RunFailed("the weights are not finite, so no sampler can draw with them"))
+      elif part.refused == _MOST_REFUSED:
+        # Honest samplers send NaN where finite weights are so large that activations overflow.
+        part.call.append(
+          RunFailed(
+            f"{part.refused} samplers were sent away for what they drew of a batch: {error}"
+          )
+        )
       raise
     finally:
       with self._changed:

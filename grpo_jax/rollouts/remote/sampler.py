@@ -27,6 +27,7 @@ from grpo_jax.types import Images
 
 _MOST_BYTES = 2**34  # of prompts and their images
 _PAUSE = 1.0  # seconds between two attempts to join
+_MOST_BAD = 5  # messages in a row that cannot be drawn
 
 
 def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None:
@@ -39,13 +40,15 @@ def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None
 
   Raises:
     ConfigError: The learner refuses this process, because its config would give other numbers.
-    RunFailed: No learner was there for so long, or one sent this process away.
+    RunFailed: No learner was there for so long, one sent this process away, or it sends what cannot
+      be drawn.
   """
   config = run.config
   part = config.batch.prompts // config.rollout.samplers
   run.hosts.check_rows({"batch.prompts / rollout.samplers": part})
   drawer, terms = Drawer(run), terms_of(run)
   name, said, seen_at = f"{address[0]}:{address[1]}", "", time.monotonic()
+  bad_in_a_row, drawn_before = 0, 0
   while True:
     try:
       with _joined(address, terms) as connection:
@@ -59,6 +62,11 @@ def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None
       return
     except (BadMessage, OSError) as error:
       why = str(error)
+      if isinstance(error, BadMessage):
+        bad_in_a_row = bad_in_a_row + 1 if drawer.drawn == drawn_before else 1
+        drawn_before = drawer.drawn
+        if bad_in_a_row == _MOST_BAD:
+          raise RunFailed(f"the learner at {name} sends what cannot be drawn: {why}") from error
     if time.monotonic() - seen_at > give_up_after:
       raise RunFailed(f"no learner was at {name} for {give_up_after:g} seconds: {why}")
     if why != said:
@@ -72,6 +80,7 @@ class Drawer:
 
   Attributes:
     most_bytes: What the arrays of a message may take.
+    drawn: How many parts it has drawn.
   """
 
   def __init__(self, run: Run):
@@ -84,6 +93,7 @@ class Drawer:
     self.most_bytes = max(weights, _MOST_BYTES)
     stop = run.config.sampling.stop
     self._end = end_at(stop, run.tokenizer.decode) if stop else None
+    self.drawn = 0
 
   def take(self, weights: Message) -> None:
     """Puts new weights in the place of old ones. Raises BadMessage if they do not fit."""
@@ -135,6 +145,7 @@ class Drawer:
     images = Images(**seen) if seen else None
     for part in sample(feed, *prompts, fields["members"], draws, images=images):
       yield part._replace(completions=part.completions.replace(versions_PGT=None))
+    self.drawn += 1
 
 
 @contextlib.contextmanager
