@@ -52,7 +52,7 @@ setup(
   ],
   extras_require={
     "test": [
-      "aiohttp>=3.11",
+      "aiohttp>=3.14",
       "cloudpickle",
       "gguf>=0.17",
       "hypothesis",
@@ -79,7 +79,7 @@ setup(
     "gguf": ["gguf>=0.17"],
     "schema": ["jsonschema"],
     "judge": ["openai"],
-    "serve": ["aiohttp>=3.11"],
+    "serve": ["aiohttp>=3.14"],
     "reasoning_gym": ["reasoning-gym>=0.1.25"],
     "openenv": ["openenv>=0.10"],
     "verifiers": ["verifiers>=0.4"],

@@ -35,7 +35,7 @@ from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import policy_of_run
 from grpo_jax.programs.sampling import Draws, whole
-from grpo_jax.rollouts.remote import contents, learner, messages
+from grpo_jax.rollouts.remote import contents, learner, messages, sampler
 from grpo_jax.rollouts.remote.contents import Limits, limits_of
 from grpo_jax.rollouts.remote.learner import Closed, RemoteSampler, given
 from grpo_jax.rollouts.remote.messages import BadMessage, Connection, Message
@@ -781,6 +781,25 @@ def test_a_process_that_is_sent_away_ends_and_says_why(capfd):
     threading.Thread(target=refuse, daemon=True).start()
     with pytest.raises(RunFailed, match="sent this sampler away: it sent tokens_PGT with -1"):
       sample_for(run, server.getsockname(), 30)
+
+
+def test_a_process_ends_if_its_learner_keeps_sending_what_cannot_be_drawn(monkeypatch):
+  monkeypatch.setattr(sampler, "_PAUSE", 0.01)
+  run = small_run(small_config())
+  with socket.create_server(("127.0.0.1", 0)) as server:
+
+    def send_nonsense():
+      for _ in range(5):
+        accepted = Connection(server.accept()[0])
+        accepted.receive(0)
+        accepted.send("welcome")
+        accepted.send("weights", {"leaves": -1})
+        with contextlib.suppress(OSError, BadMessage):
+          accepted.receive(0)
+
+    threading.Thread(target=send_nonsense, daemon=True).start()
+    with pytest.raises(RunFailed, match="sends what cannot be drawn: it sent weights of -1 leaves"):
+      sample_for(run, server.getsockname(), 600)
 
 
 def test_another_config_is_refused_on_both_sides(capfd):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import gzip
 import http.client
 import json
@@ -11,9 +12,11 @@ import threading
 import time
 import zlib
 
+from aiohttp import web
 import pytest
 
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.serving import connections, server
 from grpo_jax.serving.requests import RequestError
 from grpo_jax.serving.server import Settings
@@ -227,7 +230,7 @@ def test_half_bodies_make_room_and_requests_that_run_keep_theirs():
 
 
 def test_connections_without_a_request_are_closed_in_time(monkeypatch):
-  monkeypatch.setattr(server, "_IDLE_SECONDS", 0.4)
+  monkeypatch.setattr(server, "_IDLE_SECONDS", 0.8)
 
   def script(job):
     time.sleep(0.01 if len(job.prompt) == 1 else 1)
@@ -250,7 +253,7 @@ def test_the_files_of_the_process_bound_its_connections(monkeypatch):
   limits, asked = [256, 256], []
   monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
   monkeypatch.setattr(resource, "setrlimit", lambda which, values: asked.append(values))
-  assert connections.room(4096) == 128 and not asked
+  assert connections.room(4096) == 192 and not asked
   limits[:] = 1024, 2**20
   assert connections.room(4096) == 4096 and asked == [(8192, 2**20)]
   assert connections.room(100) == 100
@@ -286,7 +289,7 @@ def test_names_and_both_families_are_listened_at():
     connections.listen("no.such.host.invalid", 0)
 
 
-def test_a_text_too_long_for_the_prompt_is_not_tokenised():
+def test_a_text_too_long_for_the_prompt_is_not_tokenised(monkeypatch):
   engine = Scripted(lambda job: [[5]])
 
   class Codec:
@@ -307,9 +310,14 @@ def test_a_text_too_long_for_the_prompt_is_not_tokenised():
   with pytest.raises(RequestError, match=f"prompt: {most + 1} characters.*at most {most}") as error:
     texts.encode("a" * (most + 1))
   assert error.value.code == "context_length_exceeded" and Codec.encoded == 1
-  with pytest.raises(RequestError, match="messages: .* characters"):
-    texts.render([{"role": "user", "content": "a" * most}], None)
-  assert Codec.encoded == 1
+  # Of messages, what the template writes counts: it may leave out what they thought before.
+  monkeypatch.setattr(Tokenizer, "render", lambda self, messages, **_: messages[-1]["content"])
+  told = [{"role": "assistant", "content": "a" * 2 * most}, {"role": "user", "content": "a" * most}]
+  assert texts.render(told, None) == [5]
+  told[-1]["content"] += "a"
+  with pytest.raises(RequestError, match=f"messages: {most + 1} characters"):
+    texts.render(told, None)
+  assert Codec.encoded == 2
 
 
 def test_small_requests_do_not_wait_for_large_ones(monkeypatch):
@@ -334,6 +342,108 @@ def test_small_requests_do_not_wait_for_large_ones(monkeypatch):
     assert [answer(one)[0] for one in large] == [400] * len(large)
     for one in large:
       one.close()
+
+
+def test_uploads_that_stop_do_not_hold_up_another_large_request():
+  """Twenty clients promise 100,000 bytes and send none. Eight once held all slots for 30 s."""
+  with serving(Scripted(lambda job: [[5]]), TOKENS, 92) as (_, address):
+    slow = [connect(address) for _ in range(20)]
+    for one in slow:
+      one.sendall(request(b"", length=100000))
+    start = time.monotonic()
+    assert send(address, request(json.dumps({"prompt": "a" * 70000}).encode()))[0] == 400
+    assert time.monotonic() - start < 5
+    for one in slow:
+      one.close()
+
+
+def test_bodies_that_are_held_are_bounded_together(monkeypatch):
+  monkeypatch.setattr(server, "_HELD_BYTES", 2**17)
+  large = request(json.dumps({"prompt": "a" * 70000}).encode())
+  with serving(Scripted(lambda job: [[5]]), TOKENS, 92) as (served, address):
+    assert send(address, large)[0] == 400  # too long for a prompt
+    with connect(address) as first:
+      first.sendall(request(b"", length=2**17) + b" " * (2**17 - 100))
+      wait_until(lambda: served._held_bytes == 2**17 - 100, 5)
+      assert send(address, large)[0] == 503
+    wait_until(lambda: served._held_bytes == 0, 5)
+    assert send(address, large)[0] == 400
+
+
+def test_an_answer_whose_end_nobody_reads_is_cut(monkeypatch):
+  """`write_eof` waits for the client, too."""
+  monkeypatch.setattr(server, "_WRITE_SECONDS", 0.2)
+
+  async def never(self, data=b""):
+    await asyncio.Event().wait()
+
+  monkeypatch.setattr(web.StreamResponse, "write_eof", never)
+  with serving(Scripted(lambda job: [[5]]), TOKENS, 92) as (served, address):
+    for count, body in enumerate((b'{"prompt": "a", "stream": true}', GOOD), start=1):
+      with connect(address) as one:
+        one.sendall(request(body))
+        wait_until(lambda: served.metrics.requests["/v1/completions", 499] == count, 5)  # noqa: B023
+    assert served.metrics.active == 0 and not served._connections._kept
+  monkeypatch.undo()
+
+
+class Unread:
+  """A connection whose client has not read so many bytes of the last answer yet."""
+
+  def __init__(self, unread):
+    self.unread, self.is_cut, self.transport = unread, False, self
+
+  def get_write_buffer_size(self):
+    return self.unread
+
+  def is_closing(self):
+    return self.is_cut
+
+  def abort(self):
+    self.is_cut = True
+
+
+def test_an_answer_that_is_still_read_is_not_cut():
+  async def run():
+    kept = connections.Connections(None, 3, 0.3)
+    reads, stands, idle = Unread(10**6), Unread(10**6), Unread(0)
+    for one in (reads, stands, idle):
+      with kept.request(one):
+        pass
+    assert kept._close_first() and idle.is_cut  # the others have an answer to read
+    watching = asyncio.create_task(kept.watch())
+    for _ in range(40):
+      await asyncio.sleep(0.02)
+      reads.unread = max(1, reads.unread - 20000)
+    assert stands.is_cut and not reads.is_cut
+    await asyncio.sleep(0.6)
+    assert reads.is_cut  # it has stopped reading
+    watching.cancel()
+
+  asyncio.run(run())
+
+
+def test_an_address_that_the_machine_does_not_have_is_left_out(monkeypatch):
+  """Many hosts files give localhost an address of IPv6, which a container may lack."""
+  create = socket.create_server
+
+  def without_ipv6(address, *, family, **others):
+    if family == socket.AF_INET6:
+      raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+    return create(address, family=family, **others)
+
+  found = [
+    (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+    (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+  ]
+  monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **others: found)
+  monkeypatch.setattr(socket, "create_server", without_ipv6)
+  (listener,) = connections.listen("localhost", 0)
+  assert listener.getsockname()[0] == "127.0.0.1"
+  listener.close()
+  del found[1]
+  with pytest.raises(OSError, match="not supported"):
+    connections.listen("localhost", 0)
 
 
 def test_an_answer_that_nobody_reads_is_cut(monkeypatch):

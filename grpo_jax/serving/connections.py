@@ -8,6 +8,8 @@ arrived whole keeps its connection.
 import asyncio
 from collections.abc import Iterator
 import contextlib
+import dataclasses
+import errno
 import math
 import resource
 import socket
@@ -18,10 +20,13 @@ from aiohttp import web
 _FILES = 8192  # that the process may have open, if it may say so itself
 _BACKLOG = 1024  # connections that the system holds until they are taken
 _PAUSE = 0.1  # seconds, after the system has given no connection
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # as IPv6 where a machine has none
+_OWN_FILES = 64  # that the process needs beside connections
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-  """Sockets that listen at all addresses of a host, at the same port.
+  """Sockets that listen at all addresses of a host that this machine has, at the same port.
 
   Args:
     host: A name or an address.
@@ -32,12 +37,22 @@ def listen(host: str, port: int) -> list[socket.socket]:
   """
   found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
   listeners: list[socket.socket] = []
+  without: OSError | None = None
   try:
     for family, address in dict.fromkeys((one[0], one[4]) for one in found):
       port = listeners[0].getsockname()[1] if listeners else port
       place = (address[0], port, *address[2:])
-      listeners.append(socket.create_server(place, family=family, backlog=_BACKLOG))
-      listeners[-1].setblocking(False)
+      try:
+        listener = socket.create_server(place, family=family, backlog=_BACKLOG)
+      except OSError as error:
+        if error.errno not in _NOT_HERE:
+          raise
+        without = error
+        continue
+      listener.setblocking(False)
+      listeners.append(listener)
+    if without is not None and not listeners:
+      raise without
   except BaseException:
     for listener in listeners:
       listener.close()
@@ -46,7 +61,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def room(most: int) -> int:
-  """How many connections there may be: at most so many, and half of the files of the process.
+  """How many connections there may be: at most so many, and no more than files may be open.
 
   It raises the process's own limit of open files as far as it may.
   """
@@ -56,7 +71,20 @@ def room(most: int) -> int:
     with contextlib.suppress(OSError, ValueError):
       resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
       soft = wanted
-  return most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
+  return most if soft == resource.RLIM_INFINITY else min(most, max(soft - _OWN_FILES, soft // 2))
+
+
+@dataclasses.dataclass
+class _Wait:
+  """How long a connection may still be without a request.
+
+  Attributes:
+    end: When it is closed.
+    unsent: The bytes that its client had not read yet, when that was last looked at.
+  """
+
+  end: float
+  unsent: int
 
 
 class Connections:
@@ -72,7 +100,7 @@ class Connections:
     """
     self._server, self._most, self._seconds = server, most, seconds
     # Those that may be closed, and when that is to be. The one that has waited longest is first.
-    self._waiting: dict[web.RequestHandler, float] = {}
+    self._waiting: dict[web.RequestHandler, _Wait] = {}
     self._kept: set[web.RequestHandler] = set()
 
   async def take(self, listener: socket.socket) -> None:
@@ -81,24 +109,28 @@ class Connections:
     while True:
       try:
         connected, _ = await loop.sock_accept(listener)
-      except OSError:  # too many files are open, or the client has left
-        self._close_first()
-        await asyncio.sleep(_PAUSE)
-        continue
+      except OSError as error:
+        if error.errno in _FULL:
+          self._close_first()
+          await asyncio.sleep(_PAUSE)
+        continue  # otherwise the client has left
       if len(self._waiting) + len(self._kept) >= self._most and not self._close_first():
         connected.close()
         continue
       with contextlib.suppress(OSError):  # the client has left
         _, connection = await loop.connect_accepted_socket(self._server, connected)
-        self._waiting.setdefault(connection, time.monotonic() + self._seconds)
+        self._waiting.setdefault(connection, _Wait(time.monotonic() + self._seconds, 0))
 
   async def watch(self) -> None:
     """Closes connections without a request when their time is over, until it is cancelled."""
     while True:
       await asyncio.sleep(self._seconds / 10)
       now = time.monotonic()
-      for connection, end in list(self._waiting.items()):
-        if end <= now or not _is_open(connection):
+      for connection, wait in list(self._waiting.items()):
+        unsent = _unsent(connection)
+        if unsent < wait.unsent:  # its client reads the last answer
+          wait.end, wait.unsent = now + self._seconds, unsent
+        if wait.end <= now or not _is_open(connection):
           self._close(connection)
 
   @contextlib.contextmanager
@@ -124,11 +156,15 @@ class Connections:
   def _wait(self, connection: web.RequestHandler, seconds: float) -> None:
     self._waiting.pop(connection, None)
     if _is_open(connection):
-      self._waiting[connection] = time.monotonic() + seconds
+      self._waiting[connection] = _Wait(time.monotonic() + seconds, _unsent(connection))
 
   def _close_first(self) -> bool:
-    """Closes the connection that has waited longest. Returns whether there was one."""
-    connection = next(iter(self._waiting), None)
+    """Closes the connection that has waited longest. Returns whether there was one.
+
+    One whose answer is not sent yet is closed only if there is no other.
+    """
+    first = next(iter(self._waiting), None)
+    connection = next((one for one in self._waiting if not _unsent(one)), first)
     if connection is not None:
       self._close(connection)
     return connection is not None
@@ -137,6 +173,11 @@ class Connections:
     del self._waiting[connection]
     if connection.transport is not None:
       connection.transport.abort()  # whatever of its data is not sent yet
+
+
+def _unsent(connection: web.RequestHandler) -> int:
+  """The bytes of answers that wait until the client reads."""
+  return connection.transport.get_write_buffer_size() if _is_open(connection) else 0
 
 
 def _is_open(connection: web.RequestHandler) -> bool:

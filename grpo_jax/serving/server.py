@@ -9,10 +9,11 @@ import functools
 import hmac
 import json
 import logging
+import os
 import sys
 import time
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 import uuid
 
 from aiohttp import web
@@ -34,7 +35,7 @@ _WRITE_SECONDS = 30.0  # to read a piece of an answer
 _IDLE_SECONDS = 30.0  # to send the header of a request, and between two requests
 _PIECE = 2**18  # bytes of an answer
 _SMALL_BODY = 2**16  # bytes
-_LARGE_BODIES = 8  # that are held at a time
+_HELD_BYTES = 2**27  # of bodies that are not requests yet
 _OPEN_PATHS = ("/health", "/metrics")  # they need no key
 _CLIENT_LEFT = 499  # in the metrics: the client closed the connection before the answer
 
@@ -54,18 +55,6 @@ class _Defects(logging.Filter):
 
 _LOGGER = logging.getLogger(__name__)
 _LOGGER.addFilter(_Defects())
-
-
-class _Lane(NamedTuple):
-  """Where bodies become requests.
-
-  Attributes:
-    slots: One for each body that is held.
-    threads: Parse and tokenise.
-  """
-
-  slots: contextlib.AbstractAsyncContextManager[Any]
-  threads: ThreadPoolExecutor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +116,12 @@ class Server:
     self._limits = Limits(
       settings.model, vocabulary, engine.sizes.prompt_tokens, engine.max_tokens, settings.choices
     )
-    # Many small requests come in the time that a large one takes, so they do not wait for it.
-    self._small = _Lane(contextlib.nullcontext(), ThreadPoolExecutor(2, "small bodies"))
-    self._large = _Lane(asyncio.Semaphore(_LARGE_BODIES), ThreadPoolExecutor(1, "large bodies"))
+    # They parse and tokenise. Many small requests come in the time that a large one takes, so they
+    # do not wait for it.
+    cores = os.cpu_count() or 1
+    self._small = ThreadPoolExecutor(max(2, cores), "small bodies")
+    self._large = ThreadPoolExecutor(max(2, cores // 2), "large bodies")
+    self._held_bytes = 0
     self._connections: Connections
     self._created = int(time.time())
     self._is_stopping = False
@@ -182,6 +174,9 @@ class Server:
       while self._engine.is_open and not stop.is_set():
         with contextlib.suppress(TimeoutError):
           await asyncio.wait_for(stop.wait(), _LOOK_SECONDS)
+        for task in taking:
+          if task.done():  # a defect: without it, nobody would be answered
+            task.result()
       self._is_stopping = True
       with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(self._settings.grace):
@@ -193,8 +188,8 @@ class Server:
         listener.close()
       await asyncio.to_thread(self._engine.close)
     finally:
-      for lane in (self._small, self._large):
-        lane.threads.shutdown(wait=False, cancel_futures=True)
+      for threads in (self._small, self._large):
+        threads.shutdown(wait=False, cancel_futures=True)
       await runner.cleanup()
 
   @web.middleware
@@ -277,17 +272,34 @@ class Server:
   async def _complete(self, read: Read, request: web.Request) -> web.StreamResponse:
     """Answers a request for completions."""
     name = _conversation_of(request)
-    lane = self._small if _is_small(request) else self._large
     with contextlib.ExitStack() as stack:
-      async with lane.slots:
-        body = await _body_of(request, self._settings.body_bytes)
+      with self._holding() as hold:
+        body = await _body_of(request, self._settings.body_bytes, hold)
         if self._is_stopping:
           raise stopping()
         stack.enter_context(self._answering(request))
+        threads = self._small if len(body) <= _SMALL_BODY else self._large
         loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(lane.threads, self._read, read, body, name)
+        asked = await loop.run_in_executor(threads, self._read, read, body, name)
         del body
       return await self._answer(request, asked, name)
+
+  @contextlib.contextmanager
+  def _holding(self) -> Iterator[Callable[[int], None]]:
+    """Counts the bytes of a body until it is a request. It gives what to call for each piece."""
+    held = 0
+
+    def hold(size: int) -> None:
+      nonlocal held
+      if self._held_bytes + size > _HELD_BYTES:
+        raise RequestError("too many large requests arrive at once; try later", status=503)
+      self._held_bytes += size
+      held += size
+
+    try:
+      yield hold
+    finally:
+      self._held_bytes -= held
 
   @contextlib.contextmanager
   def _answering(self, request: web.Request) -> Iterator[None]:
@@ -318,8 +330,8 @@ class Server:
     response.content_length = len(data)
     await response.prepare(request)
     for start in range(0, len(data), _PIECE):
-      await _write(request, response, data[start : start + _PIECE])
-    await response.write_eof()
+      await _in_time(response.write(data[start : start + _PIECE]))
+    await _in_time(response.write_eof())
     return response
 
   async def _stream(
@@ -330,7 +342,7 @@ class Server:
     response, begun = web.StreamResponse(headers=headers), set[int]()
 
     async def send(data: str) -> None:
-      await _write(request, response, f"data: {data}\n\n".encode())
+      await _in_time(response.write(f"data: {data}\n\n".encode()))
 
     async with self._choices(head.request, request, name) as (choices, parts):
       await response.prepare(request)
@@ -344,7 +356,7 @@ class Server:
         await send("[DONE]")
       except RequestError as error:  # the status is sent already
         await send(_dumps(answers.error(error)))
-    await response.write_eof()
+    await _in_time(response.write_eof())
     return response
 
   def _choices(self, asked: Request, request: web.Request, name: str) -> Writing:
@@ -373,25 +385,26 @@ def _conversation_of(request: web.Request) -> str:
   return name
 
 
-def _is_small(request: web.Request) -> bool:
-  """Whether the body of a request is known to be small."""
-  length, coding = request.content_length, request.headers.get("Content-Encoding", "identity")
-  return length is not None and length <= _SMALL_BODY and coding == "identity"
+async def _body_of(request: web.Request, most: int, hold: Callable[[int], None]) -> bytes:
+  """The body, of at most so many bytes. Raises RequestError for one that is not to be read.
 
-
-async def _body_of(request: web.Request, most: int) -> bytes:
-  """The body, of at most so many bytes. Raises RequestError for one that is not to be read."""
+  `hold` is called with the size of each piece as it arrives.
+  """
   # A page in a browser can send other types to this address without asking.
   if request.content_type != "application/json":
     raise RequestError("the header Content-Type must be application/json")
   too_large = RequestError(f"the body has more than {most} bytes", status=413)
   if (request.content_length or 0) > most:
     raise too_large
+  body = bytearray()
   try:
     async with asyncio.timeout(_BODY_SECONDS):
-      return await request.read()
-  except web.HTTPRequestEntityTooLarge:
-    raise too_large from None
+      async for piece in request.content.iter_any():
+        hold(len(piece))
+        body += piece
+        if len(body) > most:
+          raise too_large
+    return bytes(body)
   except web.RequestPayloadError as error:
     raise RequestError(
       f"the body cannot be read: {' '.join(str(error).split()):.200}", code="invalid_body"
@@ -400,11 +413,11 @@ async def _body_of(request: web.Request, most: int) -> bytes:
     raise RequestError(f"the body took more than {_BODY_SECONDS:g} seconds", status=408) from None
 
 
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+async def _in_time(writing: Awaitable[None]) -> None:
   """Sends a piece of an answer. Raises ConnectionError for a reader who is gone or too slow."""
   try:
     async with asyncio.timeout(_WRITE_SECONDS):
-      await response.write(data)
+      await writing
   except TimeoutError:
     raise ConnectionResetError("the reader is too slow") from None
 

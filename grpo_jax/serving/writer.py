@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import contextlib
 import functools
-import json
 from typing import Any
 
 from grpo_jax.data.tokenizers.replies import Replies
@@ -162,7 +161,6 @@ class Writer:
         "tools",
       )
     earlier = self._recorder.earlier(name, messages) if self._recorder else None
-    self._check_length(json.dumps([messages, tools], ensure_ascii=False), "messages")
     if earlier is None:
       text = self._rendered(messages, tools)
       self._check_length(text, "messages")
