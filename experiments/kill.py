@@ -52,7 +52,6 @@ IMAGES = """
 REWARD = """
 import time
 
-from grpo_jax.timing import is_of_clock
 
 def digits(completions, **_):
   time.sleep(0.1)
