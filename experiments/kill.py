@@ -52,7 +52,6 @@ IMAGES = """
 REWARD = """
 import time
 
-
 def digits(completions, **_):
   time.sleep(0.1)
   return [sum(c.isdigit() for c in text) / 12 for text in completions]
