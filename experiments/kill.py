@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
+from grpo_jax.timing import is_of_clock
+
 ROOT = Path(__file__).parents[1]
 SETTINGS = """
   model.embed_dim=16 model.num_layers=1 model.num_heads=2 model.num_kv_heads=1 model.head_dim=8
@@ -112,11 +114,7 @@ def rows(workdir: Path) -> list[dict[str, Any]]:
   """The rows of metrics, without times."""
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   return [
-    {
-      key: value
-      for key, value in json.loads(line).items()
-      if not key.startswith(("time/", "perf/", "rollout/"))  # the last are shares of time
-    }
+    {key: value for key, value in json.loads(line).items() if not is_of_clock(key)}
     for line in lines
   ]
 

@@ -12,6 +12,20 @@ _SECONDS = 8.0
 _SECONDS_TO_RAISE_AGAIN = 1.0
 
 
+# Metrics that the clock decides, beside those of time/: two runs that are the same differ in them.
+_OF_CLOCK = (
+  "perf/tokens_per_second",
+  "rollout/learner_idle",
+  "rollout/queue",
+  "rollout/sampler_idle",
+)
+
+
+def is_of_clock(metric: str) -> bool:
+  """Whether the clock decides a metric, so that it differs when a run is repeated."""
+  return metric.startswith("time/") or metric in _OF_CLOCK
+
+
 class TookTooLong(BaseException):
   """A block has not ended in time. No Exception, so that code that catches these cannot stop it."""
 

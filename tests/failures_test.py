@@ -29,6 +29,7 @@ from grpo_jax.rollouts.scorer import _Place, _why_unscored
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_metrics
+from grpo_jax.timing import is_of_clock
 from grpo_jax.train import train
 from grpo_jax.training.trainer import SkippedUpdates
 
@@ -61,7 +62,7 @@ def decides(completions, **_):
 
 
 def without_times(rows):
-  return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+  return [{k: v for k, v in row.items() if not is_of_clock(k)} for row in rows]
 
 
 def saved_steps(workdir):

@@ -22,6 +22,7 @@ from grpo_jax.config import Mesh
 from grpo_jax.data.tasks.tasks import TASKS
 from grpo_jax.evaluation.policy import _on_this_machine
 from grpo_jax.rewards import REWARDS
+from grpo_jax.timing import is_of_clock
 from tests.small_run import small_config
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,7 @@ def registered(tables):
 
 
 def without_times(rows):
-  return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+  return [{k: v for k, v in row.items() if not is_of_clock(k)} for row in rows]
 
 
 def surroundings():

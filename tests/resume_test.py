@@ -24,6 +24,7 @@ from grpo_jax.console import exit_codes
 from grpo_jax.programs.run import Run
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_metrics
+from grpo_jax.timing import is_of_clock
 from grpo_jax.training.loop import run_steps
 from grpo_jax.training.reporter import Reporter
 from grpo_jax.training.state import StateStore
@@ -89,7 +90,7 @@ class Folder:
 
 
 def without_times(row):
-  return {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+  return {key: value for key, value in row.items() if not is_of_clock(key)}
 
 
 class Life:

@@ -51,10 +51,7 @@ def read(
   subtrees, structure = _groups_of(abstract)
   named_leaves = fmt.flatten(abstract).items()
   wanted = {name: leaf for name, leaf in named_leaves if fmt.group_of(name) not in optional}
-  reader = _make_reader()
-
-  manifest_args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-  manifest = _attempt(lambda: fmt.unseal(reader.restore(path, manifest_args)["manifest"]))
+  reader, manifest = _make_reader(), read_manifest(path)
   groups_to_check = subtrees.keys() | (fmt.by_group(manifest).keys() if whole else set())
   strict_entries = _entries_of(manifest, groups_to_check - set(optional))
   apart = fmt.in_layers(strict_entries, wanted, layers_of)
@@ -71,6 +68,16 @@ def read(
     arrays[name] = fmt.stack([arrays.pop(layer) for layer in layers], stacks[name])
   restored = [_restore_group(group, tree, arrays, optional) for group, tree in subtrees.items()]
   return jax.tree.unflatten(structure, restored)
+
+
+def read_manifest(path: Path) -> fmt.Manifest:
+  """The names, shapes, dtypes and digests of the arrays of the checkpoint at `path`.
+
+  Raises:
+    Damaged: It cannot be read, or is not what was saved.
+  """
+  args = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+  return _attempt(lambda: fmt.unseal(_make_reader().restore(path, args)["manifest"]))
 
 
 def _restore_group(
