@@ -24,6 +24,20 @@ def _field(name: str, *words: str, **changes: Any) -> Case:
 PATHS = [
   _lora("no config", remove(CONFIG), "lora.path", "adapter_config.json"),
   _lora("config is no json", cut(CONFIG), "adapter_config.json"),
+  _lora(
+    "modules by a regular expression",
+    edit_json(CONFIG, target_modules=r"model\.layers\.\d+\..*_proj"),
+    "finished",
+    code=0,
+  ),
+  _lora(
+    "modules in full",
+    edit_json(
+      CONFIG, target_modules=["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.x_proj"]
+    ),
+    "target_modules",
+    "no adapter of 'model.layers.0.self_attn.x_proj'",
+  ),
 ]
 
 

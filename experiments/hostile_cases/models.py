@@ -1,6 +1,9 @@
 # ruff: noqa: E501  (a row is a line)
 """Folders of models: config.json, weights, and names on huggingface.co without a network."""
 
+import json
+from pathlib import Path
+import shutil
 import struct
 from typing import Any
 
@@ -113,4 +116,24 @@ PATHS = [
   _path("long name", "x" * 5000, "model"),
 ]  # fmt: skip
 
-CASES = [*FIELDS, *WEIGHT_FILES, *PATHS]
+
+def _more_rows(folder: Path) -> None:
+  """Gives the model three rows of embeddings that are no tokens, which its copy `teacher` lacks."""
+  shutil.copytree(folder / "model", folder / "teacher")
+
+  def grow(arrays: dict[str, Any]) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+      if name in arrays:
+        arrays[name] = np.concatenate([arrays[name], arrays[name][:3]])
+
+  tensors(WEIGHTS, grow)(folder)
+  rows = json.loads((folder / "model/config.json").read_text())["vocab_size"] + 3
+  edit_json("model/config.json", vocab_size=rows)(folder)
+
+
+TEACHERS = [
+  Case("model/a teacher that lacks rows", "train $MODEL --config.reward.teacher=teacher", 2, ("reward.teacher", "rows of embeddings"), needs="model", setup=(_more_rows,)),
+]  # fmt: skip
+
+
+CASES = [*TEACHERS, *FIELDS, *WEIGHT_FILES, *PATHS]
