@@ -1,6 +1,7 @@
 """Draws images of the test with a run's greedy answers before and after GRPO.
 
 python -m grpo_jax.train --config=configs/shapes.py --workdir=/tmp/shapes
+pip install -e '.[plot]'
 python experiments/shapes_pictures.py experiments/shapes_answers.png /tmp/shapes
 """
 
