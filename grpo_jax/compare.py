@@ -25,8 +25,8 @@ def main(argv: list[str], folders: list[str]) -> None:
     read_config(folder)  # says it if this is not the folder of a run
   found = list(compare(*folders))
   for one in found:
-    steps = f"{one.steps} {'step is' if one.steps == 1 else 'steps are'} the same"
-    print(f"{one.what}: {one.difference or steps}")
+    same = f"{one.steps} {'step is' if one.steps == 1 else 'steps are'} the same"
+    print(f"{one.what}: {one.difference or (same if one.steps else 'neither run has any')}")
   differ = [one.what for one in found if one.difference]
   if differ:
     raise RunFailed(f"the runs differ in their {' and '.join(differ)}")

@@ -250,6 +250,8 @@ def test_a_command_says_what_it_works_on(page):
   programs = "train|evaluate|sample|export|plan|serve"
   whole = [c for c in commands(page) if re.search(rf"-m grpo_jax\.({programs}) .*--", c)]
   assert [c for c in whole if not re.search(r"--(config|workdir)=", c)] == []
+  plans = [c for c in whole if "grpo_jax.plan" in c]
+  assert [c for c in plans if not re.search(r"--(topology=|async)", c)] == []
 
 
 def test_nobody_is_told_to_install_what_cannot_be_installed():
