@@ -69,7 +69,7 @@ RETURNS = [
   _returns("no winner yet", "[], 1.0, None", 0, "finished"),
   _returns("numpy", "[], np.float32(len(message['content'])), np.bool_(True)", 0, "finished"),
   _returns("half of a surrogate pair", "'a\\ud800b', 1.0, False", 0, "finished"),
-  _returns("nan for all if asked", "[], float('nan'), True", 1, "the completion ends there", "no completion of the last 3 GRPO steps has a reward", command=_NONE, saved=3),
+  _returns("nan for all if asked", "[], float('nan'), True", 1, "the completion ends there", "the last 3 GRPO steps had nothing to learn from", command=_NONE, saved=3),
   _env("begins with half of a surrogate pair", {"reset": "return 'a\\ud800b'"}, 0, "finished", "a?b"),
   _env("begins with nothing", {"reset": "pass"}, 0, "finished"),
   _env("begins with 20,000 characters", {"reset": "return 'ab' * 10000"}, 2, "drops all 12 prompts"),
