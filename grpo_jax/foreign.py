@@ -5,8 +5,11 @@ would pass all that deals with errors, and end a run without a line and with cod
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 import contextlib
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Ended(Exception):
@@ -29,6 +32,20 @@ def as_exceptions() -> Iterator[None]:
     if isinstance(error, (Exception, KeyboardInterrupt)) or _is_end_of_task(error):
       raise
     raise Ended(f"it ended with {error!r}") from error
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+  """What a coroutine returns, as `asyncio.run` gives it, also if a task of others calls sys.exit.
+
+  asyncio stores SystemExit in its task, and then raises it out of the event loop. Here the loop
+  goes on, so that the exit ends this task alone, as an error does. Who waits for the task gets it.
+  """
+  with contextlib.suppress(SystemExit), asyncio.Runner() as runner:
+    task = runner.get_loop().create_task(main)
+    while not task.done():
+      with contextlib.suppress(SystemExit):
+        runner.get_loop().run_until_complete(task)
+  return task.result()
 
 
 def _is_end_of_task(error: BaseException) -> bool:

@@ -33,6 +33,12 @@ DEEPSEEK = """{% if tools %}{{ tools[0].function.name }}{% endif %}
 {{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name }}
 {{- '\\n```json\\n' + call.function.arguments + '\\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}
 {%- endfor %}{{ '<|im_end|>' }}{% endfor %}"""
+# Written after Mistral's, which shows tools before the last message of the user.
+BEFORE_LAST_USER = """{% for m in messages %}
+{%- set users = messages | selectattr("role", "equalto", "user") | list %}
+{%- if tools and m == users[-1] %}
+{{- "tools" }}{% for tool in tools %}{{ " " + tool.function.name }}{% endfor %}{% endif %}
+{{- m.content }}{% if m.role == "assistant" %}{{ "<|im_end|>" }}{% endif %}{% endfor %}"""
 SHOWS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 SHOWS += "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
 SPECIAL = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|start|>", "<|channel|>", "<|constrain|>")

@@ -18,6 +18,7 @@ from grpo_jax.settings import ConfigError, RunFailed
 G, T = 3, 80
 
 HARNESS = """
+import asyncio
 import sys
 import numpy as np
 import openai
@@ -59,6 +60,13 @@ async def raises(example, base_url, api_key, model):
 
 async def exits(example, base_url, api_key, model):
   sys.exit(0)
+
+async def exits_in_task(example, base_url, api_key, model):
+  async def leave():
+    await asyncio.sleep(0.01)
+    sys.exit(0)
+  await asyncio.gather(asyncio.sleep(0.05), *[leave() for _ in range(example["exits"])])
+  return 1.0
 
 async def pays(example, base_url, api_key, model):
   return eval(example["pays"])
@@ -277,6 +285,15 @@ def outcome_of(folder, name, **example):
 
 def test_a_harness_that_exits_is_one_that_raises(tmp_path):
   assert re.match(r"raised SystemExit: 0 \(.*py line", outcome_of(tmp_path, "exits")["error"])
+
+
+def test_a_harness_that_exits_in_a_task_costs_its_completion_alone(tmp_path):
+  (tmp_path / "harness.py").write_text(HARNESS)
+  requests = [{"example": {"exits": i == 1}} for i in range(3)]
+  requests = [one | {"base_url": "", "api_key": "", "model": ""} for one in requests]
+  first, second, third = Players(f"{tmp_path}/harness.py:exits_in_task", None)(requests)
+  assert re.match(r"raised SystemExit: 0 \(.*py line", second["error"])
+  assert first == third == {"reward": 1.0}
 
 
 @pytest.mark.parametrize("pays", ["1", "True", "np.float16(1)", "np.array(1.0)"])

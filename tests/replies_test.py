@@ -2,6 +2,7 @@
 
 import json
 
+from call_templates import BEFORE_LAST_USER
 import pytest
 from small_qwen import trained_tokenizer
 
@@ -144,6 +145,15 @@ def test_a_template_that_does_not_show_tools_is_known(tmp_path):
     tokens = tokens_of(tmp_path, template)
     assert Replies(tokens, True, [SCHEMA]).hides_tools() == hides
     assert not Replies(tokens, True).hides_tools()
+
+
+def test_a_reply_shows_the_tools_of_its_conversation(tmp_path):
+  """Mistral's templates write them before the last message of the user."""
+  tokens = tokens_of(tmp_path, BEFORE_LAST_USER)
+  schemas = [{"type": "function", "function": {"name": name}} for name in ("add", "try")]
+  replies, stop = Replies(tokens, True, schemas), tokens.stop_ids[0]
+  for tools, shown in ((None, "tools add try"), (schemas[1:], "tools try"), ([], "")):
+    assert tokens.decode(replies.ids(USER, stop, tools)) == shown + "Wrong, try again."
 
 
 def test_another_stop_token_does_not_stand_for_the_end_of_the_turn(tmp_path):

@@ -175,6 +175,8 @@ NESTED = "[" * 10_000
     ("olmo3", f"<function_calls>add(x={NESTED})</function_calls>"),
     ("olmo3", f"<function_calls>add(x={'-' * 100_000}1)</function_calls>"),
     ("olmo3", "<function_calls>(lambda: 1)(x=1)</function_calls>"),
+    ("olmo3", f"<function_calls>add(x=0x{'F' * 4_000})</function_calls>"),
+    ("olmo3", f"<function_calls>add(x=[1, 0b{'1' * 20_000}])</function_calls>"),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"x": 1e400}}</tool_call>'),
   ],
 )

@@ -1,11 +1,12 @@
 """Completions of several turns: tools and environments answer the policy while it is sampled."""
 
+import asyncio
 import dataclasses
 import itertools
 import json
 import re
 
-from call_templates import GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
+from call_templates import BEFORE_LAST_USER, GEMMA4, GPT_OSS, QWEN35, SHOWS, tokens_for
 import numpy as np
 import pytest
 import small_qwen
@@ -16,7 +17,7 @@ from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks.tasks import make_task
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.environments import acting, of_config
+from grpo_jax.environments import acting, of_config, written_calls
 from grpo_jax.environments.built_in import calculator
 from grpo_jax.programs.sampling import Ended
 from grpo_jax.rollouts.play.talk import Talk
@@ -313,6 +314,13 @@ def set(zip: str, on: bool, n: int, note: str | None = "") -> str:
     note: A note.
   '''
   return repr((zip, on, n, note))
+
+class Says:
+  def reset(self, example):
+    return []
+
+  def step(self, message):
+    return "Again.", 0.0, False
 """
 
 
@@ -359,11 +367,39 @@ def test_tools_get_what_the_family_writes_as_their_hints_say(template, text, tmp
   assert talk._conversations[0, 0].calls == 1 and talk._conversations[0, 0].failures == 0
 
 
+def test_the_answer_to_a_turn_shows_the_tools_of_its_row(tmp_path):
+  talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, name="Says", calls="hermes")
+  talk._prompts.columns["tools"] = [["set"], [], None, json.dumps(["set"])]
+  rows = [Ended(p, 0, [5, tokens.stop_ids[0]], tokens.stop_ids[0], 500) for p in range(P)]
+  texts = [tokens.decode(ids) for ids in talk.reply(rows)]
+  assert texts == ["tools setAgain.", "Again.", "tools setAgain.", "tools setAgain."]
+
+
 def test_a_template_whose_calls_are_not_read_ends_the_run_at_its_start(tmp_path):
   with pytest.raises(ConfigError, match="environment.calls: the chat template shows tools") as one:
     talk_of(tmp_path, SHOWS)
   assert "\n" not in str(one.value)
   talk_of(tmp_path, SHOWS, calls="hermes")  # who says so knows
+
+
+ASKS = "{% if tools %}{{ tools | tojson }}Write <tool_call>\n{...}\n</tool_call>{% endif %}"
+ASKS += "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or () %}CALL{% endfor %}"
+ASKS += "{{ '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+  "call, are_read",
+  [
+    ("{{ c.function | tojson }}", True),
+    ("<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} }}", True),
+    ("{{ c.function.name }}({{ c.function.arguments.zq7text }})", True),
+  ],
+)
+def test_a_template_may_write_earlier_calls_in_another_way_than_it_tells(call, are_read, tmp_path):
+  template = ASKS.replace("CALL", call)
+  assert written_calls.are_read(tokens_for(tmp_path, template)) == are_read
+  other = template.replace("{...}", "name(...)")
+  assert not written_calls.are_read(tokens_for(tmp_path, other))
 
 
 def test_calls_beyond_the_limit_get_an_error(tmp_path):
@@ -503,6 +539,45 @@ class InTask(Fine):
       sys.exit(0)
     await asyncio.create_task(leave())
 
+class InGroup(Fine):
+  async def step(self, message):
+    async def leave():
+      sys.exit(0)
+    await asyncio.gather(asyncio.sleep(0), leave())
+
+class Beside(Fine):
+  async def reset(self, example):
+    await self.begin()
+
+  async def begin(self):
+    async def leave():
+      sys.exit(0)
+    asyncio.ensure_future(leave())
+    await asyncio.sleep(0.01)
+
+  async def step(self, message):
+    await self.begin()
+    return [], 1.0, True
+
+class Sessions(Fine):
+  opened, closed, broken = [], [], []
+
+  def __init__(self):
+    self.opened.append(self)
+
+  def reset(self, example):
+    if example.get("fails"):
+      raise ValueError("no board")
+    return example.get("opening", [])
+
+  def step(self, message):
+    sys.exit(0)
+
+  def close(self):
+    self.closed.append(self)
+    if self.broken:
+      sys.exit(1)
+
 class InClose(Fine):
   def close(self):
     sys.exit(0)
@@ -582,6 +657,35 @@ def test_an_environment_that_exits_in_a_step_ends_the_run_like_one_that_raises(
     Collected(config)
 
 
+@pytest.mark.parametrize("name, error", [("InGroup", "raised SystemExit: 0"), ("Beside", None)])
+def test_an_exit_in_a_task_of_an_environment_is_an_error_of_that_task(name, error, tmp_path):
+  """Whoever waits for the task gets it. asyncio itself would end the event loop, and so the run."""
+  (tmp_path / "env.py").write_text(EXITS)
+  parts = acting.load((), f"{tmp_path}/env.py:{name}")
+  found = acting.outcome(parts, FIRST_STEP)
+  assert error in found["error"] if error else found["reward"] == 1.0
+  run = small_run(config_of(tmp_path, EXITS, "Beside"))
+  assert run.environments.openings([{"question": "1+1="}]) == [[]]
+
+
+@pytest.mark.parametrize("broken", [[], [1]])
+def test_an_environment_that_fails_is_closed(broken, tmp_path):
+  """It may hold a session of a server. What its close raises then says less than the failure."""
+  config = config_of(tmp_path, EXITS, "Sessions")
+  run = small_run(with_section(config, "reward", on_error="none"))
+  made = run.environments.parts.of_task("")
+  sessions = getattr(made, "func", made)
+  sessions.broken[:] = broken
+  examples = [{"fails": True}, {"opening": 5}, {"opening": [None]}]
+  for opening in run.environments.openings(examples):
+    assert re.search(r"reset\(\) of .* (raised ValueError: no board|returned the message)", opening)
+  assert sessions.closed == sessions.opened and len(sessions.opened) == 3
+  for request in (FIRST_STEP, FIRST_STEP | {"example": {"fails": True}}):
+    error = acting.outcome(run.environments.parts, request)["error"]
+    assert re.search("raised (SystemExit: 0|ValueError: no board)", error)
+  assert sessions.closed == sessions.opened and len(sessions.opened) == 5
+
+
 @pytest.mark.parametrize("on_error", ["stop", pytest.param("none", marks=pytest.mark.slow)])
 def test_an_environment_that_exits_where_a_worker_closes_it(on_error, tmp_path):
   config = config_of(tmp_path, EXITS, "InKeptClose", workers=1, max_turns=2)
@@ -593,12 +697,15 @@ def test_an_environment_that_exits_where_a_worker_closes_it(on_error, tmp_path):
     Collected(config)
 
 
+FIRST_STEP = {"task": "", "example": {}, "is_first": True, "state": "", "key": "a"}
+FIRST_STEP |= {"message": {"content": "x"}, "is_last": False}
+
+
 def outcome_of(folder, value):
   """The outcome of a step of `Returns` that returns this expression."""
   (folder / "env.py").write_text(EXITS)
   parts = acting.load((), f"{folder}/env.py:Returns(value={value!r})")
-  request = {"task": "", "example": {}, "is_first": True, "state": "", "key": "a"}
-  return acting.outcome(parts, request | {"message": {"content": "x"}, "is_last": False})
+  return acting.outcome(parts, FIRST_STEP)
 
 
 def test_what_an_environment_may_return(tmp_path):
@@ -606,7 +713,7 @@ def test_what_an_environment_may_return(tmp_path):
     assert outcome_of(tmp_path, f"([], {value}, True)")["reward"] == 1
   for value in ("True", "1", "1.0", "yes", "array"):
     assert outcome_of(tmp_path, f"([], None, {value})")["done"] is True
-  for value in ("False", "0", "~yes"):
+  for value in ("False", "0", "~yes", "None", "~array"):  # such as self.winner, while there is none
     assert outcome_of(tmp_path, f"([], None, {value})")["done"] is False
   halves = "{'role': 'user', 'content': 'a\\ud800b', 'n': ('c\\udc00',)}"
   said = outcome_of(tmp_path, f"({halves}, 1, False)")
@@ -618,7 +725,7 @@ def test_what_an_environment_may_return(tmp_path):
   "value, words",
   [(f"([], {one}, False)", "the reward ") for one in ("nan", "inf", "-inf", "complex", "huge")]
   + [(f"([], {one}, False)", "the reward ") for one in ("'1'", "b'1'", "[1]", "{}", "1e16")]
-  + [(f"([], 1, {one})", "done=") for one in ("'False'", "'true'", "None", "2", "nan", "[]", "{}")]
+  + [(f"([], 1, {one})", "done=") for one in ("'False'", "'true'", "b''", "2", "nan", "[]", "{}")]
   + [(f"({one}, 1, False)", "the message ") for one in ("[None]", "['a']", "{'role': 'user'}")]
   + [(f"({one}, 1, False)", "the messages ") for one in ("5", "True")]
   + [
@@ -642,22 +749,24 @@ def refusing(folder):
   config = with_section(config_of(folder, EXITS, "RefusesSome"), "reward", on_error="none")
   run = small_run(config)
 
-  def prompts_of(questions, **data):
+  def prompts_of(questions, count_all=False, **data):
     section = dict(max_prompt_tokens=99, prompt="{question}") | data
     section = dataclasses.replace(config.data, **section)
     split = [{"question": one} for one in questions]
-    return Prompts(split, run.tokenizer, section, environment=run.environments)
+    return Prompts(split, run.tokenizer, section, count_all=count_all, environment=run.environments)
 
   return run, prompts_of
 
 
-def test_an_example_that_an_environment_refuses_is_left_out_if_asked(tmp_path, capfd):
+def test_an_example_that_an_environment_refuses_is_not_used_if_asked(tmp_path, capfd):
+  """In training others stand in for it. An evaluation leaves it out, and takes each other once."""
   run, prompts_of = refusing(tmp_path)
   questions = [run.task.train[i]["question"] for i in range(300)]
   prompts = prompts_of(questions)
   refused = sum("7" in one for one in questions)
   assert 0 < refused == prompts.unopened and prompts.dropped == 0
-  assert len(prompts) == len(questions) - refused
+  assert len(prompts) == len(questions)
+  assert len(prompts_of(questions, count_all=True)) == len(questions) - refused
   made = prompts.make(range(len(prompts)))
   assert all("7" not in one.text and one.ids for one in made)
   assert all(one.text.endswith("a?b") for one in made if "8" in one.example["question"])
@@ -676,6 +785,21 @@ def test_an_example_that_an_environment_refuses_later_gets_a_stand_in(tmp_path):
   for key in list(run.environments._known)[:3]:  # as if it was asked again
     run.environments._known[key] = "reset() raised something"
   assert all(int(one.text) > 2 for one in prompts.make(range(7)))
+
+
+def test_the_number_of_a_prompt_does_not_depend_on_what_an_environment_refuses(tmp_path):
+  """It may be a server that is busy for a moment. After a restart, a number is the same prompt."""
+  run, prompts_of = refusing(tmp_path)
+  questions = ["1", "77", "2", "22222", "3", "7" * 40, "4" * 20, "5" * 200]
+  before = prompts_of(questions)
+  texts = [prompt.text for prompt in before.make(range(len(before)))]
+  for key in list(run.environments._known):  # as if no other was refused in a new process
+    run.environments._known[key] = []
+  after = prompts_of(questions)
+  assert len(before) == len(after) == 7 and (before.dropped, after.dropped) == (1, 1)
+  made = [prompt.text for prompt in after.make(range(len(after)))]
+  assert made == questions[:7] and [i for i in range(7) if made[i] != texts[i]] == [1, 5]
+  assert before.max_tokens >= after.max_tokens == 48  # the longest one may begin later
 
 
 ODD_TOOLS = """
@@ -724,6 +848,14 @@ def silent(x: str):
     x: A number.
   '''
   return Mute()
+
+def first(x: str):
+  '''Returns the first of none.
+
+  Args:
+    x: A number.
+  '''
+  return next(iter(()))
 """
 
 
@@ -735,13 +867,17 @@ def silent(x: str):
     ("halves", "a?"),
     ("objects", '{"a": NaN, "b": "<class'),
     ("silent", "error: 'no text'"),
+    ("first", "error: it ended with StopIteration()"),
   ],
 )
 def test_a_tool_may_raise_and_return_anything(tool, said, tmp_path):
   (tmp_path / "env.py").write_text(ODD_TOOLS)
   parts = acting.load((f"{tmp_path}/env.py:{tool}",), "")
-  found = acting.outcome(parts, {"tool": tool, "arguments": {"x": "1"}})
+  request = {"tool": tool, "arguments": {"x": "1"}}
+  found = acting.outcome(parts, request)
   assert found["content"].startswith(said)
+  in_thread = acting._outcome(parts, request, as_thread=True)  # as beside an async tool
+  assert asyncio.run(asyncio.wait_for(in_thread, 9)) == found
   assert found["failed"] == said.startswith("error")
   json.dumps(found, allow_nan=False)
 
@@ -894,5 +1030,10 @@ def test_a_prompt_shows_the_tools_of_its_row(tmp_path):
     make_task(config.data).train, tokens, config.data, environment=of_config(config, tokens)
   ).make(range(5))
   assert [one.text for one in made] == ["b;a;0ab=", "1ab=", "a;b;2ab=", "b;3ab=", "a;4ab="]
-  made = Prompts(make_task(config.data).train, tokens, config.data).make(range(5))
-  assert [one.text for one in made] == ["0ab=", "1ab=", "2ab=", "b;3ab=", "4ab="]
+  for environment in (
+    None,
+    of_config(with_section(config, "environment", tools=(), name="retry"), tokens),
+  ):
+    made = Prompts(make_task(config.data).train, tokens, config.data, environment=environment)
+    texts = [one.text for one in made.make(range(5))]
+    assert texts == ["0ab=", "1ab=", "2ab=", "b;3ab=", "4ab="]

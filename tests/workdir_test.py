@@ -76,6 +76,16 @@ def test_keys_that_do_not_change_the_computation_may_differ(tmp_path, key, value
   assert stored == value
 
 
+def test_a_run_may_say_later_how_its_model_writes_calls(tmp_path):
+  """A chat template whose calls are not read is refused, also under a run that began before."""
+  config = changed("environment", {"calls": "auto"})
+  begin(tmp_path, config)
+  open_run(tmp_path, changed("environment.calls", "hermes", config))
+  for calls in ("llama3", "auto"):
+    with pytest.raises(ConfigError, match="environment.calls = 'hermes', this run"):
+      open_run(tmp_path, changed("environment.calls", calls, config))
+
+
 @pytest.mark.parametrize(
   "key, value, message",
   [

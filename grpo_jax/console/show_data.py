@@ -195,7 +195,10 @@ def _left_out(split: str, prompts: Prompts) -> Iterator[str]:
   if prompts.dropped:
     yield f"{prompts.dropped:,} {split} prompts are longer than data.max_prompt_tokens: left out"
   if prompts.unopened:
-    yield f"the environments of {prompts.unopened:,} {split} prompts cannot begin: left out"
+    yield (
+      f"the environments of {prompts.unopened:,} {split} prompts cannot begin:"
+      " others stand in for them"
+    )
   if prompts.replaced:
     yield (
       f"about {prompts.replaced:.1%} of the {split} prompts are longer than"

@@ -58,7 +58,7 @@ class Opens(Protocol):
   schemas: list[dict[str, Any]]
 
   def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of the tools that the policy may call in an example."""
+    """The schemas of the tools that an example shows to the policy."""
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]] | str]:
     """The messages with which it begins, after those of the data set, for each example.
@@ -116,7 +116,8 @@ class Prompts:
 
   Examples whose prompt has more than data.max_prompt_tokens tokens are left out. Of a split with
   more than data.count_at_start examples, not every prompt is tokenized at the start. There, another
-  example stands in for one that turns out to be too long: always the same one.
+  example stands in for one that turns out to be too long: always the same one. So it does where an
+  environment cannot begin: it may begin after a restart, which must not move the other prompts.
 
   Without data.chat, a prompt is the text of data.prompt with its fields filled in, after the
   tokenizer's prefix. With data.chat, it is a conversation, rendered up to where the assistant's
@@ -126,16 +127,16 @@ class Prompts:
   Attributes:
     fields: The names of an example's fields.
     dropped: How many examples are left out because their prompts are too long.
-    unopened: How many are left out because their environments cannot begin. 0 where not all
-      examples were counted.
+    unopened: How many have environments that cannot begin. 0 where not all examples were counted.
     replaced: About which share of the examples is left out, so that others stand in for them. 0
       where all examples were counted.
     max_tokens: S, to which prompts are padded. Where all examples were counted, the longest prompt
-      decides, because padding is computed like any token.
+      decides, because padding is computed like any token. One whose environment cannot begin may
+      be longer.
     pad_id: The id of the padding token.
     images: What puts images into prompts, or None if the model sees none.
     most_images: The most pictures of a prompt and the most visual tokens of a picture. None where
-      not all examples were counted.
+      not all examples were counted, or an environment cannot begin.
   """
 
   def __init__(
@@ -156,7 +157,8 @@ class Prompts:
       tokenizer: What makes token ids.
       data: The section of the config.
       processes: Those that share the work.
-      count_all: Whether to count all of them, however many there are.
+      count_all: Whether to count all of them, however many there are, and to leave out those whose
+        environments cannot begin: an evaluation takes each of them once.
       environment: What it adds is a part of the prompts.
       processor: Of images, if the model sees them.
 
@@ -180,22 +182,18 @@ class Prompts:
       places = _places(len(split), _MOST_STAND_INS)
       counts = self._counts(places, processes)
     lengths = counts[:, 0]
-    fits = lengths <= data.max_prompt_tokens
+    fits, unopened = lengths <= data.max_prompt_tokens, lengths == _UNOPENED
     if not fits.any():
-      some = f"all {len(split)}" if len(lengths) == len(split) else f"each of {len(lengths)} drawn"
-      if (lengths == _UNOPENED).all() and len(lengths):
-        raise ConfigError(f"{self._why}; it can begin with no other of {some} examples")
-      raise ConfigError(
-        f"data.max_prompt_tokens={data.max_prompt_tokens} drops {some} prompts;"
-        f" the shortest one has {self._shortest(places, lengths)} tokens"
-      )
-    if not self._counts_later:
+      raise self._none_fits(places, lengths)
+    kept = fits if count_all else fits | unopened
+    self._kept = None if self._counts_later else np.flatnonzero(kept)
+    self.most_images: tuple[int, int] | None = None
+    if not self._counts_later and (kept == fits).all():
       longest = -(-int(lengths[fits].max()) // _STEP) * _STEP
       self.max_tokens = min(longest, data.max_prompt_tokens)
-    self._kept = None if self._counts_later else np.flatnonzero(fits)
-    most = counts[fits, 1:].max(0)
-    self.most_images = None if self._counts_later else (int(most[0]), int(most[1]))
-    self.unopened = 0 if self._counts_later else int((lengths == _UNOPENED).sum())
+      pictures, tokens = counts[fits, 1:].max(0)
+      self.most_images = int(pictures), int(tokens)
+    self.unopened = 0 if self._counts_later else int(unopened.sum())
     self.dropped = 0 if self._counts_later else int((~fits).sum()) - self.unopened
     self.replaced = float((~fits).mean()) if self._counts_later else 0.0
 
@@ -384,6 +382,17 @@ class Prompts:
     for place, ids in zip(unsure, self._tokenizer.encode_batch([texts[i] for i in unsure])):
       text_ids[place] = ids
     return text_ids
+
+  def _none_fits(self, places: np.ndarray, lengths: np.ndarray) -> ConfigError:
+    """The error of a split without a prompt that can be used. The arguments are `_shortest`'s."""
+    size, most = len(self._split), self._data.max_prompt_tokens
+    some = f"all {size}" if len(lengths) == size else f"each of {len(lengths)} drawn"
+    if (lengths == _UNOPENED).all() and len(lengths):
+      return ConfigError(f"{self._why}; it can begin with no other of {some} examples")
+    return ConfigError(
+      f"data.max_prompt_tokens={most} drops {some} prompts; the shortest one has"
+      f" {self._shortest(places, lengths)} tokens"
+    )
 
   def _shortest(self, places: np.ndarray, lengths: np.ndarray) -> str:
     """How many tokens the shortest prompt has, for an error. One that is far too long is guessed.

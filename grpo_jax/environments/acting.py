@@ -5,7 +5,8 @@ A request and its outcome are plain values. Nothing here is raised for what a us
 
 import asyncio
 import base64
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+import contextlib
 import functools
 import inspect
 import json
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from grpo_jax.environments import names
 from grpo_jax.environments.names import Environment, Factory, Tool
 from grpo_jax.environments.returned import Mistake, step_of
-from grpo_jax.foreign import as_exceptions
+from grpo_jax.foreign import Ended, as_exceptions, run
 from grpo_jax.registry import name_of
 from grpo_jax.rewards.answer import text_of
 from grpo_jax.rewards.call import describe, in_thread, is_async
@@ -120,7 +121,7 @@ def outcome(parts: Parts, request: Request) -> Outcome:
   """What a request gives, in this process. See `_outcome`."""
   doing = _outcome(parts, request, as_thread=False)
   if parts.are_async:
-    return in_thread(lambda: asyncio.run(doing)).result()
+    return in_thread(lambda: run(doing)).result()
   try:
     doing.send(None)
   except StopIteration as end:  # nothing in it waits
@@ -178,8 +179,10 @@ async def _step(parts: Parts, request: Request, as_thread: bool) -> Outcome:
     if not request["is_first"]:
       raise RuntimeError("the worker process that had this conversation has ended")
     environment = factory()
-    await _call(as_thread, environment.reset, request["example"])
-  messages, reward, done = step_of(await _call(as_thread, environment.step, request["message"]))
+    async with closed_on_error(environment, as_thread):
+      await _call(as_thread, environment.reset, request["example"])
+  async with closed_on_error(environment, as_thread):
+    messages, reward, done = step_of(await _call(as_thread, environment.step, request["message"]))
   found = {"messages": messages, "reward": reward, "done": done, "state": ""}
   if done or request["is_last"]:
     await _close(environment, as_thread)
@@ -206,14 +209,33 @@ async def _close(environment: Environment, as_thread: bool) -> None:
     await _call(as_thread, close)
 
 
+@contextlib.asynccontextmanager
+async def closed_on_error(environment: Environment, as_thread: bool = False) -> AsyncIterator[None]:
+  """Closes an environment if the block raises something. What `close` then raises is left out."""
+  try:
+    yield
+  except BaseException:
+    with contextlib.suppress(Exception), as_exceptions():
+      await _close(environment, as_thread)
+    raise
+
+
 async def _call(as_thread: bool, function: Any, /, *values: Any, **named: Any) -> Any:
   if inspect.iscoroutinefunction(function):
     return await function(*values, **named)
   if as_thread:
-    value = await asyncio.to_thread(function, *values, **named)
+    value = await asyncio.to_thread(_called, function, *values, **named)
   else:
-    value = function(*values, **named)
+    value = _called(function, *values, **named)
   return await value if isinstance(value, Coroutine) else value
+
+
+def _called(function: Any, /, *values: Any, **named: Any) -> Any:
+  """What a function returns. No coroutine and no future can carry the StopIteration of one."""
+  try:
+    return function(*values, **named)
+  except StopIteration as error:
+    raise Ended(f"it ended with {error!r}") from error
 
 
 def _pickled(environment: Environment) -> bytes:

@@ -1,6 +1,5 @@
 """The tools and environments of a config, as a run uses them."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 import functools
 import inspect
@@ -15,8 +14,8 @@ from grpo_jax.environments import acting, names
 from grpo_jax.environments.returned import checked
 from grpo_jax.environments.schema import schema_of
 from grpo_jax.environments.tool_calls import format_for
-from grpo_jax.foreign import as_exceptions
-from grpo_jax.rewards.call import describe, in_thread
+from grpo_jax.foreign import as_exceptions, run
+from grpo_jax.rewards.call import in_thread
 from grpo_jax.settings import ConfigError, shown
 
 _KEY = "environment.name"
@@ -56,12 +55,17 @@ class Environments:
     self._characters = 0  # of the known ones
 
   def tools_of(self, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The schemas of the tools that the policy may call in an example. See `data/row_tools.py`.
+    """The schemas of the tools that an example shows to the policy. See `data/row_tools.py`.
+
+    Without tools of the config, nobody answers calls of them. A harness shows what it likes.
 
     Raises:
       ConfigError: Its column `tools` names others than those of the config.
     """
-    return row_tools.of_row(example.get(row_tools.COLUMN), self.schemas) if self.schemas else []
+    value = example.get(row_tools.COLUMN)
+    if self.schemas:
+      return row_tools.of_row(value, self.schemas)
+    return [] if self.settings.harness else row_tools.given(value)
 
   def openings(self, examples: Sequence[Mapping[str, Any]]) -> list[Opening]:
     """The messages with which environments begin, after the prompts of the data set.
@@ -80,10 +84,7 @@ class Environments:
     new = {key: one for key, one in zip(keys, examples) if key not in self._known}
     if len(self._known) + len(new) > _MOST_KNOWN or self._characters > _MOST_CHARACTERS:
       self._known, self._characters, new = {}, 0, dict(zip(keys, examples))
-    try:
-      openings = in_thread(lambda: asyncio.run(self._open(new))).result()
-    except SystemExit as error:  # of a task that an environment has started
-      raise ConfigError(f"{_KEY}: {self.settings.name} raised {describe(error)}") from None
+    openings = in_thread(lambda: run(self._open(new))).result()
     self._known |= openings
     self._characters += sum(map(_characters_of, openings.values()))
     return [self._known[key] for key in keys]
@@ -103,7 +104,8 @@ class Environments:
       with as_exceptions():
         environment = made()
         method = "reset()"
-        messages = checked(await _result(environment.reset(dict(example))))
+        async with acting.closed_on_error(environment):
+          messages = checked(await _result(environment.reset(dict(example))))
         method = "close()"
         if callable(close := getattr(environment, "close", None)):
           await _result(close())

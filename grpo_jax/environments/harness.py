@@ -26,7 +26,7 @@ from grpo_jax.environments.acting import Outcome, Request, problem_with
 from grpo_jax.environments.names import is_portable
 from grpo_jax.environments.returned import reward_of
 from grpo_jax.environments.workers import ask
-from grpo_jax.foreign import as_exceptions
+from grpo_jax.foreign import as_exceptions, run
 from grpo_jax.rewards import Pool
 from grpo_jax.rewards.call import in_thread
 from grpo_jax.rewards.names import named
@@ -112,4 +112,4 @@ class Players:
     """The outcomes of requests: `reward` or `error`, or `failure` as in `workers.ask`."""
     if self._pool is not None:
       return ask(self._pool, self._call, requests)
-    return in_thread(lambda: asyncio.run(_side_by_side(self._harness, requests))).result()
+    return in_thread(lambda: run(_side_by_side(self._harness, requests))).result()

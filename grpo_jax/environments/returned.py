@@ -65,11 +65,13 @@ def reward_of(value: Any) -> float | None:
 
 
 def _is_done(value: Any) -> bool:
-  """Whether the conversation has ended. Every text is true for Python, "False" too."""
+  """Whether the conversation has ended. None is no. Every text is true for Python, "False" too."""
   try:
     plain = value.item() if hasattr(value, "item") else value  # of numpy, JAX or PyTorch
   except Exception:
     plain = value
+  if plain is None:
+    return False
   if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
     raise Mistake(f"done={shown(value)}: give True or False")
   return bool(plain)

@@ -89,6 +89,9 @@ class Format(NamedTuple):
       except RecursionError:
         malformed.append("the call is not well-formed: it is nested too deeply")
         continue
+      except ValueError:  # Python writes no whole number of more than 4,300 digits
+        malformed.append("the call is not well-formed: it has a number that is too long")
+        continue
       if is_text(name + arguments):
         calls.append(Call(name, arguments))
       else:

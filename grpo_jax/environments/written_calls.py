@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 from grpo_jax.data.tokenizers.replies import call_turn
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
@@ -10,6 +11,7 @@ from grpo_jax.settings import ConfigError
 
 _ASKED = {"role": "user", "content": "Zq7Question"}
 _NAME, _ARGUMENTS = "zq7tool", {"zq7text": "Zq7Value"}
+_TOLD_HERMES = re.compile(r"<tool_call>\s*\{")
 _TOOL = {
   "type": "function",
   "function": {
@@ -47,7 +49,10 @@ def are_read(tokenizer: Tokenizer) -> bool:
     return True  # a vocabulary that cannot write the call has other problems
   end = next((i for i, token in enumerate(ids) if token in tokenizer.stop_ids), len(ids))
   text = tokenizer.decode(ids[:end], tokenizer.skipped(form.marks))
-  return form.parse(text, [_TOOL]).calls == [Call(_NAME, json.dumps(_ARGUMENTS))]
+  if form.parse(text, [_TOOL]).calls == [Call(_NAME, json.dumps(_ARGUMENTS))]:
+    return True
+  # Some write earlier calls in another way than they tell the model to write its own.
+  return family == "hermes" and _TOLD_HERMES.search(prompt) is not None
 
 
 def _call_of(tokenizer: Tokenizer, prompt: str) -> str:

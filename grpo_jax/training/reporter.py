@@ -1,6 +1,6 @@
 """What a run writes and shows: rows of metrics, evaluations, completions and the terminal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from grpo_jax.console import notebook
 from grpo_jax.console.json_console import JsonConsole
 from grpo_jax.console.stdout import Stdout
 from grpo_jax.console.terminal import Terminal
+from grpo_jax.data.prompts import Prompts
 from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import sizes_of
@@ -203,21 +204,7 @@ def header_lines(
   ]
   lines += _about_sampling(run)
   for split, kept in prompts:
-    if kept.dropped:
-      lines.append(
-        f"{kept.dropped} {split} prompts are longer than data.max_prompt_tokens ="
-        f" {config.data.max_prompt_tokens} and left out; {len(kept)} remain"
-      )
-    if kept.unopened:
-      lines.append(
-        f"the environments of {kept.unopened} {split} prompts cannot begin, so they are left out;"
-        f" {len(kept)} remain"
-      )
-    if kept.replaced:
-      lines.append(
-        f"about {kept.replaced:.1%} of {len(kept)} {split} prompts are longer than"
-        f" data.max_prompt_tokens = {config.data.max_prompt_tokens}; others stand in for them"
-      )
+    lines += _about_prompts(split, kept, config.data.max_prompt_tokens)
   undivided = sharding.undivided(run.parameters.abstract_policy, run.mesh)
   if undivided:
     lines.append(f"{len(undivided)} dimensions of parameters are not split, such as {undivided[0]}")
@@ -236,6 +223,23 @@ def header_lines(
       f"resuming from step {step} of {last_step(config)} in {workdir}{moved if has_moved else ''}"
     )
   return lines
+
+
+def _about_prompts(split: str, kept: Prompts, most: int) -> Iterator[str]:
+  """Which prompts of a split are not used. At most so many tokens of a prompt are allowed."""
+  if kept.dropped:
+    yield (
+      f"{kept.dropped} {split} prompts are longer than data.max_prompt_tokens = {most} and left"
+      f" out; {len(kept)} remain"
+    )
+  if kept.unopened:
+    then = "others stand in for them" if split == "training" else f"left out; {len(kept)} remain"
+    yield f"the environments of {kept.unopened} {split} prompts cannot begin: {then}"
+  if kept.replaced:
+    yield (
+      f"about {kept.replaced:.1%} of {len(kept)} {split} prompts are longer than"
+      f" data.max_prompt_tokens = {most}; others stand in for them"
+    )
 
 
 def _about_sampling(run: Run) -> list[str]:

@@ -7,24 +7,25 @@ follows them is rendered: after a turn of the assistant that stands for the real
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import json
 from typing import Any
 
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
 from grpo_jax.settings import ConfigError
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]  # their schemas
 
 _MARK = "Zq7Turn"  # what the assistant said, in a conversation that stands for the real one
 _SAID = "Zq7Said"  # what answers it there
+_MOST_KNOWN = 1000  # turns that are kept
 _Turn = Callable[[Sequence[Message]], Message]  # makes the turn that stands for the real one
 
 
 class Replies:
   """Makes the tokens of replies, by a chat template or as plain text."""
 
-  def __init__(
-    self, tokenizer: Tokenizer, chat: bool, tools: Sequence[Mapping[str, Any]] = ()
-  ) -> None:
+  def __init__(self, tokenizer: Tokenizer, chat: bool, tools: Tools = ()) -> None:
     """Takes what renders them.
 
     Args:
@@ -33,8 +34,8 @@ class Replies:
         other.
       tools: The schemas of the functions that the assistant may call.
     """
-    self._tokenizer, self._chat, self._tools = tokenizer, chat, list(tools) or None
-    self._turns: dict[tuple[str, ...], _Turn] = {}  # by the roles of what answers
+    self._tokenizer, self._chat, self._tools = tokenizer, chat, tools
+    self._turns: dict[tuple[str, ...], _Turn] = {}  # by the tools and the roles of what answers
 
   def check(self, roles: Sequence[str]) -> None:
     """Checks that messages of some roles can answer a turn.
@@ -50,14 +51,16 @@ class Replies:
     if not self._chat or not self._tools:
       return False
     asked = [{"role": "user", "content": "?"}]
-    return self._tokenizer.render(asked, tools=self._tools) == self._tokenizer.render(asked)
+    shown = self._tokenizer.render(asked, tools=[*self._tools])
+    return shown == self._tokenizer.render(asked)
 
-  def ids(self, messages: Sequence[Message], last_id: int) -> list[int]:
+  def ids(self, messages: Sequence[Message], last_id: int, tools: Tools | None = None) -> list[int]:
     """The tokens that follow a turn.
 
     Args:
       messages: What answers it, at least one message.
       last_id: The last token of the turn. The reply ends the turn where this token does not.
+      tools: The functions of this conversation. None means those of all.
 
     Returns:
       The token ids. Characters that the vocabulary lacks are left out.
@@ -68,7 +71,7 @@ class Replies:
     if not self._chat:
       return self._encoded("".join(message["content"] for message in messages))
     stop_ids = self._tokenizer.stop_ids
-    turn, text = self._after_turn(messages)
+    turn, text = self._after_turn(messages, self._tools if tools is None else tools)
     ids = self._encoded(text)
     # A call that stands for the turn has closing brackets before the turn's end.
     end = next((place for place, token in enumerate(ids) if token in stop_ids), None)
@@ -98,15 +101,18 @@ class Replies:
       return False
     return True
 
-  def _after_turn(self, messages: Sequence[Message]) -> tuple[_Turn, str]:
+  def _after_turn(self, messages: Sequence[Message], tools: Tools) -> tuple[_Turn, str]:
     """The turn that stands for the assistant's, and what the template writes after it."""
-    roles = tuple(message["role"] for message in messages)
-    if roles not in self._turns:
-      self._turns[roles] = self._turn_before(roles)
-    turn = self._turns[roles]
-    return turn, self._rendered(turn, messages)
+    roles = [message["role"] for message in messages]
+    key = (json.dumps(tools), *roles)
+    if key not in self._turns:
+      if len(self._turns) >= _MOST_KNOWN:  # each row may have tools of its own
+        self._turns.clear()
+      self._turns[key] = self._turn_before(roles, tools)
+    turn = self._turns[key]
+    return turn, self._rendered(turn, messages, tools)
 
-  def _turn_before(self, roles: Sequence[str]) -> _Turn:
+  def _turn_before(self, roles: Sequence[str], tools: Tools) -> _Turn:
     """The turn that can stand for the real one before messages of some roles."""
     probes = [
       {"role": role, "content": f"{_SAID}{i}", "name": "tool"} for i, role in enumerate(roles)
@@ -114,7 +120,7 @@ class Replies:
     problem: ConfigError | None = None
     for turn in (_said, _calls_each, _calls_once):
       try:
-        text = self._rendered(turn, probes)
+        text = self._rendered(turn, probes, tools)
       except ConfigError as error:
         problem = problem or error
         continue
@@ -127,7 +133,7 @@ class Replies:
       " with it"
     )
 
-  def _rendered(self, turn: _Turn, messages: Sequence[Message]) -> str:
+  def _rendered(self, turn: _Turn, messages: Sequence[Message], tools: Tools) -> str:
     """What follows a turn that stands for the real one, or ""."""
     called = iter(range(len(messages)))
     given = [
@@ -137,7 +143,7 @@ class Replies:
       for one in messages
     ]
     text = self._tokenizer.render(
-      [{"role": "user", "content": "?"}, turn(given), *given], tools=self._tools
+      [{"role": "user", "content": "?"}, turn(given), *given], tools=[*tools] or None
     )
     _, found, after = text.rpartition(_MARK)
     return after if found else ""

@@ -202,7 +202,7 @@ class Talk:
     turns = [Turn(POLICY, one.text, self._conversation(row).tokens, end, answer.reward)]
     ids: list[int] | None = None
     if answer.messages and not one.is_last:
-      ids = self._ids(answer.messages, row.stopped_by)
+      ids = self._ids(answer.messages, row)
       if len(ids) >= row.room:  # nobody would read it
         ids = None
     if ids is not None:
@@ -211,9 +211,10 @@ class Talk:
     calls, failures = len(one.calls), answer.failures
     return Conversation(tuple(turns), calls, failures, answer.problem, answer.kind), ids
 
-  def _ids(self, messages: Messages, last_id: int) -> list[int]:
+  def _ids(self, messages: Messages, row: Ended) -> list[int]:
     try:
-      return self._talkers.replies.ids(messages, last_id)
+      tools = self._talkers.environments.tools_of(self._example(row.prompt))
+      return self._talkers.replies.ids(messages, row.stopped_by, tools)
     except ConfigError as error:  # the run has begun, and saves what it has
       raise RunFailed(str(error)) from error
 
