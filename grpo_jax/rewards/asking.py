@@ -133,13 +133,19 @@ def _told_by_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
 
 
 def _first_of_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
+  """What a fork tells first. Empty if it tells nothing in time, or cannot be started."""
   reading, writing = os.pipe()
   sys.stdout.flush()
   sys.stderr.flush()
   with warnings.catch_warnings():
     # Python and JAX warn that a fork may hang. It is not waited for.
     warnings.simplefilter("ignore")
-    process = os.fork()
+    try:
+      process = os.fork()
+    except OSError:  # no memory, or too many processes
+      os.close(reading)
+      os.close(writing)
+      return b""
   if not process:
     try:
       os.setpgid(0, 0)
