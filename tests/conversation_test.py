@@ -1,8 +1,10 @@
 """Reward functions that read messages, as in TRL, beside those that read texts."""
 
 import json
+import os
 from pathlib import Path
 import sys
+import time
 
 import jax
 import pytest
@@ -15,13 +17,15 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
+from grpo_jax.rewards.asking import asking
 from grpo_jax.rewards.names import resolve
 from grpo_jax.rollouts.scorer import Scorer, Weighted
 
 MESSAGES = [{"role": "user", "content": "What is 1+1?"}]
 COLUMNS = {"prompts": ["<user>What is 1+1?"], "messages": [MESSAGES], "answer": ["2"]}
 SOURCE = """
-import asyncio, collections, copy, json, re
+import asyncio, collections, concurrent.futures, copy, json, multiprocessing, pickle, re
+from pathlib import Path
 import numpy as np
 calls = []
 
@@ -39,6 +43,7 @@ def scaled(completions, by=2.0, **kwargs):
 
 def text(completions, **columns):
   calls.append(completions)
+  Path(__file__).with_name("calls").open("a").write(f"{completions}\\n")
   return [float(len(one)) for one in completions]
 
 def either(completions, **columns):
@@ -126,6 +131,51 @@ def of_column(completions, messages, **columns):
   return [float(one == "2" and m[-1]["content"] == "What is 1+1?")
           for one, m in zip(completions, messages)]
 
+def half(message):
+  return len(message[-1]["content"]) / 2
+
+def pool(completions, **columns):
+  with multiprocessing.get_context("fork").Pool(1) as pool:
+    return [2 * score for score in pool.map(half, completions)]
+
+def executor(completions, **columns):
+  context = multiprocessing.get_context("fork")
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
+    return [2 * score for score in executor.map(half, completions)]
+
+async def executor_of_loop(completions, **columns):
+  context = multiprocessing.get_context("fork")
+  with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
+    loop = asyncio.get_running_loop()
+    return [2 * await loop.run_in_executor(executor, half, one) for one in completions]
+
+def items(completions, **columns):
+  return [float(len(dict(one[0].items())["content"])) for one in completions]
+
+def pickled(completions, **columns):
+  return [float(len(pickle.loads(pickle.dumps(one))[0]["content"])) for one in completions]
+
+def from_json(completions, **columns):
+  return [float(json.loads(json.dumps(one))[0].get("content") == "2") for one in completions]
+
+def copied(completions, **columns):
+  try:
+    return [float(copy.deepcopy(one)[0]["content"] == "2") for one in completions]
+  except Exception:
+    return [0.0] * len(completions)
+
+seen = []
+
+def new(completions, **columns):
+  scores = [float(len({*one.split()} - {*seen})) for one in completions]
+  seen.extend(completions)
+  return scores
+
+def in_a_set(completions, **columns):  # which takes no lists and no messages after the first call
+  known = {*seen}
+  seen.extend(completions)
+  return [float(one not in known) for one in completions]
+
 def fails(completions, **columns):
   raise ConnectionError("no server")
 
@@ -158,7 +208,8 @@ EXPECTED = {
   "said_text": 1.0,
 } | dict.fromkeys(
   """caught caught_each lists_only texts_first each_message unpacked arrays scorer asked unlucky
-  copies counts of_column""".split(),
+  copies counts of_column items pickled from_json copied
+  new""".split(),
   1.0,
 )
 
@@ -189,15 +240,89 @@ def test_who_is_called_with_a_made_up_completion(file):
   module = resolve(f"{file}:text", "reward.functions", lambda name: False).__globals__
   caller, columns = rewards.Caller(None), {"completions": ["a b c"], **COLUMNS}
   made_up = [[{"role": "assistant", "content": "a b c"}]]
-  for name, calls in (("text", [made_up]), ("said", []), ("said_text", [])):
-    module["calls"].clear()
+  told = file.with_name("calls")
+  told.write_text("")
+  for name in ("text", "said", "said_text"):
     for _ in range(2):
       caller.see_what_it_reads(module[name], [columns])
-    assert module["calls"] == calls
+    assert module["calls"] == []  # the calls are made elsewhere
+  assert told.read_text() == f"{made_up}\n{['a b c']}\n"
   for name in ("pattern", "fails"):  # they fail, and the run says so, with its own completions
     caller.see_what_it_reads(module[name], [columns])
     assert caller._columns_of(module[name], columns) is columns
   caller.see_what_it_reads(rewards.REWARDS["strict"], [{"completions": []}])  # it is not called
+
+
+@pytest.mark.parametrize("has_workers", [False, True])
+@pytest.mark.parametrize("name", ["pool", "executor", "executor_of_loop"])
+def test_messages_may_be_read_in_another_process(file, name, has_workers):
+  function = resolve(f"{file}:{name}", "reward.functions", lambda name: False)
+  caller = rewards.Caller(rewards.Pool(1, 30.0, 1.0) if has_workers else None)
+  columns = {"completions": ["2"], "completion_ids": [[5]], **COLUMNS}
+  try:
+    caller.add({f"{file}:{name}": function})
+    assert caller.see_what_it_reads(function, [columns]) == ""
+    assert caller.start([function], columns, 1, 1)(function).steps == [[(1, 1.0)]]
+  finally:
+    caller.close()
+
+
+@pytest.mark.parametrize("has_workers", [False, True])
+def test_a_function_remembers_no_made_up_messages(file, has_workers):
+  function = resolve(f"{file}:in_a_set", "reward.functions", lambda name: False)
+  caller = rewards.Caller(rewards.Pool(1, 30.0, 1.0) if has_workers else None)
+  columns = {"completions": ["2"], "completion_ids": [[5]], **COLUMNS}
+  try:
+    caller.add({f"{file}:in_a_set": function})
+    assert caller.see_what_it_reads(function, [columns] * 2) == ""
+    found = [caller.start([function], columns, 1, 1)(function).steps for _ in range(2)]
+  finally:
+    caller.close()
+  assert found == [[[(1, 1.0)]], [[(1, 0.0)]]]  # that of before the run is not seen either
+
+
+def test_a_fork_without_an_answer_leaves_the_call_to_this_process():
+  home, calls = os.getpid(), []
+
+  def reads(completions, **columns):
+    if os.getpid() != home:
+      os._exit(3)
+    calls.append(1)
+    return [float(len(one[0]["content"])) for one in completions]
+
+  def hangs(completions, **columns):
+    while os.getpid() != home:
+      time.sleep(1)
+    calls.append(1)
+    return [float(len(one[0]["content"])) for one in completions]
+
+  columns = {"completions": ["a"], **COLUMNS}
+  assert asking(reads)(**columns) == asking(hangs, seconds=0.2)(**columns) == [1.0]
+  assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("ending", ["time.sleep(60)", "os._exit(1)"])
+def test_a_function_that_does_not_end_is_called_once_before_the_start(tmp_path, ending):
+  source = f"""
+import os, pathlib, time
+def ends(completions, **columns):
+  pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
+  {ending}
+"""
+  (tmp_path / "mine.py").write_text(source)
+  name = f"{tmp_path}/mine.py:ends"
+  function = resolve(name, "reward.functions", lambda name: False)
+  caller = rewards.Caller(rewards.Pool(1, 1.0))
+  columns = {"completions": ["a"], "completion_ids": [[5]], **COLUMNS}
+  start = time.monotonic()
+  try:
+    caller.add({name: function})
+    assert "ends" in caller.see_what_it_reads(function, [columns] * 4)
+  finally:
+    caller.close()
+  calls = [path for path in tmp_path.iterdir() if path.name.isdigit()]
+  assert len(calls) == (1 if "sleep" in ending else 2)  # one in a fork, and one in its worker
+  assert time.monotonic() - start < 10
 
 
 def test_a_first_call_that_does_not_end_is_said():

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import io
+import json
 import os
 from pathlib import Path
 import signal
@@ -407,6 +408,41 @@ def test_a_function_that_cannot_be_called_is_refused_at_the_start(function, word
   with pytest.raises(ConfigError, match=f"^reward.functions: f.*{words}") as error:
     rewards.check_arguments(function, "f", "reward.functions", ["completions", "prompts"])
   assert "\n" not in str(error.value)
+
+
+def test_a_function_gets_the_fields_of_examples_that_it_names():
+  def named(completions, prompts, answer, step, log_metric, log_extra):
+    return [float(len(answer[0]))]
+
+  columns = {"completions": ["a"], "prompts": ["q"], "answer": ["12"], "id": [None]}
+  fields = ["answer", "id"]
+  rewards.check_arguments(named, "f", "reward.functions", [*columns], fields)
+  assert call.call(named, "f", columns).steps == [[(1, 2.0)]]
+  for function, words in (
+    (lambda completions, answer: [0.0], "unexpected keyword argument 'prompts'"),
+    (lambda gold, **columns: [0.0], "missing a required argument: 'gold'"),
+  ):
+    with pytest.raises(ConfigError, match=words):
+      rewards.check_arguments(function, "f", "reward.functions", [*columns], fields)
+
+
+def test_a_column_that_a_test_file_alone_has_stops_no_run(tmp_path):
+  rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
+  later = [*rows, rows[0] | {"note": "x", "prompts": "y"}]
+  (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in later))
+  (tmp_path / "test.jsonl").write_text("".join(f"{json.dumps(row | {'id': 3})}\n" for row in rows))
+  source = """
+def reward(completions, prompts, completion_ids, question, answer, step, log_metric, log_extra):
+  return [float(len(one) + len(prompt)) for one, prompt in zip(completions, prompts)]
+"""
+  config = with_reward(small_config(), tmp_path, source)
+  data = {"task": "columns", "path": str(tmp_path), "prompt": "{question}"}
+  config = with_section(config, "data", **data)
+  config = with_section(config, "eval", every=1, examples=4, batch=4)
+  config = with_section(config, "eval", function=config.reward.functions[0])
+  train(config, tmp_path / "run")
+  rows = read_metrics(tmp_path / "run")
+  assert max(row["rewards/reward/mean"] for row in rows if "reward" in row) >= 4
 
 
 def test_the_signature_is_checked_before_anything_is_written(tmp_path):

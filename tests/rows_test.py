@@ -1,6 +1,7 @@
 """Rows of large files: what is indexed equals what is read whole, and bad rows are named."""
 
 import dataclasses
+import datetime
 import errno
 import json
 import os
@@ -536,6 +537,9 @@ def test_nulls_of_objects_that_are_no_messages_stay(tmp_path):
     {"own": {"a": 1, "b": 2}, "list": [{"c": 3}], "tools": [{"function": function | {"z": 1}}]},
     {"own": {"chat": [[{"role": "user", "content": "a", "name": None}]]}},
   ]
+  cast = [{"name": "Bob", "role": "villain", "age": None}, {"name": None, "role": "user"}]
+  posts = [{"role": "villain", "content": "Ha!", "age": None}, {"role": "user", "content": None}]
+  values[0] |= {"cast": cast, "posts": posts, "extra": {"tools": [{"id": 1, "cost": None}]}}
   values[1]["tools"][0]["function"]["parameters"] = {"properties": {"y": {"enum": ["a"]}}}
   parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "a.parquet")
   read = Parquet(tmp_path / "a.parquet")
@@ -546,6 +550,25 @@ def test_nulls_of_objects_that_are_no_messages_stay(tmp_path):
   ]
   assert second["tools"][0]["function"]["parameters"] == {"properties": {"y": {"enum": ["a"]}}}
   assert third["own"]["chat"] == [[{"role": "user", "content": "a"}]] and third["tools"] is None
+  assert first["cast"] == [{"age": None, **one} for one in cast]
+  assert first["posts"] == [{"age": None, **one} for one in posts]
+  assert first["extra"] == {"tools": [{"id": 1, "cost": None}]}
+
+
+def test_templates_write_dates_of_tools_and_of_messages(calls_tokenizer, tmp_path):
+  """Only Parquet files have them."""
+  template = "{{ tools[0].function.made }} {{ messages[0].sent }} {{ tools | tojson }}|"
+  files = calls_tokenizer.files | {"chat_template.jinja": template.encode()}
+  for name, content in files.items():
+    (tmp_path / name).write_bytes(content)
+  date = datetime.date(2020, 1, 2)
+  row = {
+    "prompt": [{**USER, "sent": date}],
+    "tools": [{"type": "function", "function": {"name": "f", "made": date}}],
+  }
+  data = Data(prompt="{prompt}", chat=True, max_prompt_tokens=400)
+  (made,) = Prompts([row], tokenizer.load(tmp_path), data).make([0])
+  assert made.text.startswith("2020-01-02 2020-01-02 [{")
 
 
 def test_texts_that_the_package_datasets_calls_json_are_read(tmp_path):

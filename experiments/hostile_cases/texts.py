@@ -37,6 +37,11 @@ READS_TEXTS = (
   "def f(completions, **columns):\n  return [float(len(c.strip())) for c in completions]\n"
 )
 EXITS = "import sys\ndef f(completions, **columns):\n  if isinstance(completions[0], list): sys.exit(0)\n  return [float(len(c)) for c in completions]\n"
+POOLS = "import multiprocessing\ndef one(m): return float(len(m[0]['content']))\ndef f(completions, **columns):\n  with multiprocessing.get_context('fork').Pool(1) as pool: return pool.map(one, completions)\n"
+JSON = "import json\ndef f(completions, **columns): return [float(len(json.loads(json.dumps(c))[0]['content'])) for c in completions]\n"
+REMEMBERS = "seen = []\ndef f(completions, **columns):\n  old = {*seen}; seen.extend(completions)\n  return [float(c not in old) for c in completions]\n"
+NAMES = "def f(completions, prompts, completion_ids, messages, step, log_metric, log_extra):\n  return [float(len(c)) for c in completions]\n"
+HERE = " --config.reward.workers=0"
 TOOLS = " \"--config.environment.tools=('calculator',)\""
 SHOWS = "{% if tools %}1+{% endif %}"
 FAILS = "def f(completions, **columns):\n  raise TypeError('no server')\n"
@@ -53,6 +58,10 @@ TEMPLATES = [
   _chat("a reward that catches what it raises", PLAIN, "get messages: f; that get texts: none", "finished", code=0, flags=REWARD, files={"reward.py": CATCHES}),
   _chat("a reward that reads texts", PLAIN, "get messages: none; that get texts: f", "finished", code=0, flags=REWARD, files={"reward.py": READS_TEXTS}),
   _chat("a reward that exits on messages", PLAIN, "get messages: none; that get texts: f", "finished", code=0, flags=REWARD, files={"reward.py": EXITS}),
+  _chat("a reward that reads in another process", PLAIN, "get messages: f; that get texts: none", "finished", code=0, flags=REWARD, files={"reward.py": POOLS}),
+  _chat("a reward that reads what JSON made, here", PLAIN, "get messages: f; that get texts: none", "finished", code=0, flags=REWARD + HERE, files={"reward.py": JSON}),
+  _chat("a reward that remembers texts, here", PLAIN, "get messages: none; that get texts: f", "finished", code=0, flags=REWARD + HERE, files={"reward.py": REMEMBERS}),
+  _chat("a reward that names no column of the rows", PLAIN, "get messages: none; that get texts: f", "finished", code=0, flags=REWARD + HERE, files={"reward.py": NAMES}),
   _chat("a reward that exits on messages, here", PLAIN, "get messages: none; that get texts: f", "finished", code=0, flags=REWARD + " --config.reward.workers=0", files={"reward.py": EXITS}),
   _chat("a reward that fails on both", PLAIN, "step 1", "no server", code=1, flags=REWARD, files={"reward.py": FAILS}),
   _chat("syntax error", "{% for m in %}", "chat_template.jinja"),

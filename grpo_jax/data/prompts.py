@@ -424,7 +424,7 @@ class Prompts:
     texts = [""] * len(messages)
     together: dict[str, list[int]] = {}
     for place, own in enumerate(tools):
-      together.setdefault(json.dumps(own), []).append(place)
+      together.setdefault(json.dumps(own, default=str), []).append(place)
     for places in together.values():
       own = tools[places[0]] or None
       for place, text in zip(

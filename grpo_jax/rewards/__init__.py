@@ -31,8 +31,9 @@ The others are (a field of the examples with such a name, or named self, is hidd
   log_extra       log_extra(column, values): one value for each completion. The files in
                   completions/ have it as `extra/COLUMN`.
 
-A function names the arguments that it reads and takes the others as `**columns`. Its signature is
-checked before a run starts.
+A function names the arguments that it reads and takes the others as `**columns`. Without
+`**columns` it must name all but the fields of the examples, of which it gets those that it names.
+Its signature is checked before a run starts.
 
 The function returns a list of N entries. An entry is one of three:
 
@@ -60,10 +61,11 @@ For example, a function that prefers short completions:
 
 It then gets each completion as `[{"role": "assistant", "content": TEXT}]`, or as all its turns, and
 each prompt as its list of messages. To see what a function of yours reads, the run calls it with
-made-up messages before it starts. A function that reads a field of one gets messages, whatever it
-returns or raises. All others get texts, as the functions of this package do. A line at the start
-says which function gets which. After `accuracy.conversational = True` or `= False`, no such call is
-made.
+made-up messages before it starts, in a fork, so that it remembers nothing of that. A function that
+reads a field of one gets messages, whatever it returns or raises. So does one that ends without
+that, and raises a TypeError or an AttributeError for texts: another process may have read the
+messages. All others get texts, as the functions of this package do. A line at the start says which
+function gets which. After `accuracy.conversational = True` or `= False`, no such call is made.
 
 An `async def` works, too. Its calls for different prompts run side by side: up to 64 in one worker,
 then in the next one. They share the event loop of their worker.

@@ -5,7 +5,7 @@ line. One that is called in the process of the run and does not return is named 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 import contextlib
 import copy
@@ -101,10 +101,7 @@ def call(function: Callable[..., Any], name: str, columns: Columns, step: int = 
   """As `call_here`, but what the function prints goes where this process prints."""
   log = Log(len(columns["completions"]))
   with failing_as_reward_error(name):
-    values = function(**arguments(columns, step, log))
-    if inspect.isawaitable(values):
-      values = in_thread(lambda: asyncio.run(_result_of(values))).result()
-    values = list(values) if isinstance(values, Iterator) else values
+    values = finished(function(**arguments(function, columns, step, log)))
   return answer_of(name, values, texts_of(columns["completions"]), log)
 
 
@@ -119,7 +116,7 @@ async def call_async(
   """
   log = Log(len(columns["completions"]))
   with failing_as_reward_error(name):
-    waiting = asyncio.ensure_future(function(**arguments(columns, step, log)))
+    waiting = asyncio.ensure_future(function(**arguments(function, columns, step, log)))
     # Not wait_for, which does not tell its own TimeoutError from one that the function raised.
     done, _ = await asyncio.wait([waiting], timeout=timeout)
     values = waiting.result() if done else None
@@ -142,10 +139,31 @@ def failing_as_reward_error(name: str) -> Iterator[None]:
     raise RewardError(f"reward function {name} raised {describe(error)}") from error
 
 
-def arguments(columns: Columns, step: int, log: Log) -> dict[str, Any]:
+def finished(values: Any) -> Any:
+  """What a function returned, after waiting for it, or as a list of what it yielded."""
+  if inspect.isawaitable(values):
+    values = in_thread(lambda: asyncio.run(_result_of(values))).result()
+  return list(values) if isinstance(values, Iterator) else values
+
+
+def arguments(
+  function: Callable[..., Any], columns: Columns, step: int, log: Log
+) -> dict[str, Any]:
   """The keyword arguments of a call, which share nothing with `columns`."""
-  copies = {name: own_copy(values) for name, values in columns.items() if name != HIDDEN}
+  shown = {name: values for name, values in columns.items() if name != HIDDEN}
+  copies = {name: own_copy(values) for name, values in taken_by(function, shown).items()}
   return copies | {"step": step, "log_metric": log.metric, "log_extra": log.extra}
+
+
+def taken_by(function: Callable[..., Any], given: Mapping[str, T]) -> dict[str, T]:
+  """Those of the keyword arguments that a function names, or all if it takes any."""
+  try:
+    parameters = inspect.signature(function).parameters
+  except (TypeError, ValueError):  # some functions that are written in C have none
+    return dict(given)
+  if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    return dict(given)
+  return {name: value for name, value in given.items() if name in parameters}
 
 
 def rows_of(columns: Columns, rows: Sequence[int]) -> dict[str, list[Any]]:
@@ -160,7 +178,13 @@ def is_async(function: Callable[..., Any]) -> bool:
   )
 
 
-def check_arguments(function: Callable[..., Any], name: str, key: str, columns: list[str]) -> None:
+def check_arguments(
+  function: Callable[..., Any],
+  name: str,
+  key: str,
+  columns: Sequence[str],
+  optional: Collection[str] = (),
+) -> None:
   """Checks that a function can be called with keyword arguments of these names.
 
   Args:
@@ -168,6 +192,7 @@ def check_arguments(function: Callable[..., Any], name: str, key: str, columns: 
     name: What messages call it.
     key: The config key that names it.
     columns: The names of its arguments, without `EXTRA_ARGUMENTS`.
+    optional: Those of `columns` that it gets only if it names them or takes any.
 
   Raises:
     ConfigError: It lacks one of the arguments, or needs another one, or is an async generator.
@@ -179,8 +204,9 @@ def check_arguments(function: Callable[..., Any], name: str, key: str, columns: 
     signature = inspect.signature(function)
   except (TypeError, ValueError):  # some functions that are written in C have none
     return
+  taken = taken_by(function, dict.fromkeys(names))
   try:
-    signature.bind(**dict.fromkeys(names))
+    signature.bind(**{name: None for name in names if name in taken or name not in optional})
   except TypeError as error:
     raise ConfigError(
       f"{key}: {name}{signature} cannot be called ({error}): it gets the keyword arguments"

@@ -11,12 +11,15 @@ import dataclasses
 from grpo_jax import timing
 from grpo_jax.rewards import conversation
 from grpo_jax.rewards.answer import Answer, RewardError, joined
+from grpo_jax.rewards.asking import asking
 from grpo_jax.rewards.call import Columns, call_here, call_in_parts, is_async, rows_of
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rewards.names import Reward, is_named, name_of
 from grpo_jax.rewards.workers.messages import Call, NotPortable
 from grpo_jax.rewards.workers.pool import Pool
 from grpo_jax.settings import ConfigError
+
+_SECONDS_TO_ASK = 60.0  # that a fork of this process may take, see `asking`
 
 
 class Caller:
@@ -77,7 +80,7 @@ class Caller:
     Args:
       function: The function.
       trials: The arguments of calls with made-up completions, with the column `messages`. They are
-        made until the function reads a message.
+        made until the function reads a message, or does not end.
 
     Returns:
       Why such a call did not end, so that the function gets texts without having been seen to read
@@ -95,6 +98,8 @@ class Caller:
       while not found and (answer := next(answers, None)):
         found = any(reward > 0 for steps in answer.steps for _, reward in steps)
         problem = answer.failures[0].text if answer.failures else problem
+        if any(one.kind in ("timeout", "crash") for one in answer.failures):
+          break
     self._conversational.append((function, found))
     return "" if found else problem
 
@@ -106,9 +111,11 @@ class Caller:
   def _asked(self, function: Reward, columns: Columns) -> Answer:
     """1 for made-up completions if a function reads a message in a call with them."""
     if self.uses_workers(function):
-      call = dataclasses.replace(self._call(function, columns, 0), asks=True, again=False)
+      call = self._call(function, columns, 0)
+      call = dataclasses.replace(call, asks=True, again=False, is_async=False)
       return self.pool.start([call]).result()[0]
-    return call_in_parts(conversation.asking(function), name_of(function), columns, 0, 1)
+    ask = asking(function, _SECONDS_TO_ASK)
+    return call_in_parts(ask, name_of(function), columns, 0, 1)
 
   def _columns_of(self, function: Reward, columns: Columns) -> Columns:
     """The columns as the function reads them: with texts or, if there are any, with messages."""

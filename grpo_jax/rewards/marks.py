@@ -16,7 +16,7 @@ with `__call__` has it from its class. The functions here set marks as decorator
                   functions that all processes compute together.
   conversational  With data.chat, the function gets `prompts` and `completions` as lists of
                   messages, as TRL passes them. False says that it gets texts. Without the mark,
-                  that is seen at the start, in a call with made-up messages.
+                  that is seen at the start, in calls that are made up: `asking.py`.
   by_turn         With an environment, the function's rewards are those of `turn_rewards`, and each
                   turn with a reward is a step of process supervision.
   reads           Of functions of this package: the columns that the function compares with, and the

@@ -168,7 +168,7 @@ class Scorer:
     columns = ["completions", "completion_ids", *first.columns]
     columns += ["turns", "turn_rewards"] if prompts.has_turns else []
     for function, name in zip(self._functions, self.names):
-      rewards_lib.check_arguments(function, name, key, columns)
+      rewards_lib.check_arguments(function, name, key, columns, optional=prompts.fields)
       if check := getattr(function, "check_rows", None):
         try_rows = functools.partial(check, f"{key}: {name}", function)
         self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))

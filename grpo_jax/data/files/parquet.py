@@ -24,8 +24,10 @@ import numpy as np
 from grpo_jax import files
 from grpo_jax.data.files.rows import TEXT, plain
 from grpo_jax.data.images.of_prompts import COLUMNS
+from grpo_jax.data.row_tools import COLUMN as TOOLS
 from grpo_jax.settings import ConfigError
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of messages
 _AT_ONCE = 256  # rows that are copied, and later read, together
 _BYTES = 1 << 20  # of rows with images, about so many are later read together
 
@@ -77,7 +79,8 @@ class Parquet:
         value = column[place].as_py()
       except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date beyond 9999
         raise ConfigError(f"data.path: {where} cannot be read ({error}){TEXT}") from None
-      value = _without_added_nulls(plain(value, where, keeps_bytes=name in COLUMNS), name)
+      value = plain(value, where, keeps_bytes=name in COLUMNS)
+      value = _without_nulls(value) if name == TOOLS else _without_added_nulls(value)
       row[name] = _decoded(value, self._json[name], where) if name in self._json else value
     return row
 
@@ -90,17 +93,20 @@ class Parquet:
     return self._columns
 
 
-def _without_added_nulls(value: Any, name: str = "") -> Any:
-  """The value of a column without the nulls in the objects of messages and of tools."""
+def _without_added_nulls(value: Any) -> Any:
+  """The value of a column without the nulls in the objects of messages."""
   if isinstance(value, Mapping):
-    return {key: _without_added_nulls(item, key) for key, item in value.items()}
+    return {key: _without_added_nulls(item) for key, item in value.items()}
   if not isinstance(value, list):
     return value
-  if name == "tools" or any(
-    isinstance(x, Mapping) and isinstance(x.get("role"), str) for x in value
-  ):
+  if value and all(map(_looks_like_message, value)):
     return _without_nulls(value)
   return [_without_added_nulls(item) for item in value]
+
+
+def _looks_like_message(value: Any) -> bool:
+  has_content = isinstance(value, Mapping) and ("content" in value or "tool_calls" in value)
+  return has_content and value.get("role") in _ROLES
 
 
 def _without_nulls(value: Any) -> Any:

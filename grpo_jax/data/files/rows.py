@@ -81,7 +81,8 @@ class JsonLines:
   def columns(self) -> list[str]:
     """The names of the columns that any row has. The first row's come first.
 
-    This reads the whole file, but parses only the parts of it that may have further names.
+    This reads the whole file, but parses only the parts of it that may have further names, as those
+    with objects inside rows have.
     """
     names: dict[str, None] = {}
     start = 0

@@ -15,6 +15,8 @@ from grpo_jax.settings import ConfigError
 # GSM8K's annotations for a calculator, such as <<5+6=11>>. The warm start must not imitate them.
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _TEXTS = ("question", "answer", "solution", "task")  # what is read as texts, even if it is a number
+# Arguments of reward functions that a column of the first row replaces, and one of later rows not.
+_OF_RUN = ("prompts", "messages")
 _ABSENT = object()
 
 
@@ -78,7 +80,7 @@ class Columns:
     Raises:
       ConfigError: There is no such column, or two entries have the same name.
     """
-    self._names, self._folder = names, folder
+    self._folder = folder
     self._added: dict[str, str] = {}
     absent = dict.fromkeys(names)
     for one in added:
@@ -102,6 +104,8 @@ class Columns:
     read = itertools.chain(*(fields_of(source) for source in self._added.values()))
     # A name that no row has is left to `fill`, which lists the fields that there are.
     self._read = [name for name in dict.fromkeys(read) if _has(rows, names, name)]
+    used = {name.partition(".")[0] for name in (*self._read, *needed)}
+    self._names = [name for name in names if name in rows[0] or name in used or name not in _OF_RUN]
     self._prompt = [name for name in needed if name in self._added or _has(rows, names, name)]
 
   def __call__(self, row: Row, where: str) -> Example:

@@ -191,7 +191,8 @@ class _Process:
 
   def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a question, as `chat_process.py` describes both."""
-    line = json.dumps(question).encode() + b"\n"
+    # A Parquet file may have dates in messages and tools, whose texts a template writes.
+    line = json.dumps(question, default=str).encode() + b"\n"
     with self._lock:
       if self._process is None:
         self._process = subprocess.Popen(

@@ -28,7 +28,7 @@ _NO_EQUATION = re.compile(r"[,<>]|\\(?:le|ge|ne|in|lt|gt)(?:q|qq)?(?![a-zA-Z])")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _VARIABLE = re.compile(r"[a-zA-Z]")
 _PLACES = 6  # after the decimal point, in which a decimal must agree with a formula
-_SMALL_DIGITS = 4  # of a number that is so small that it has fewer digits in these places
+_SMALL_DIGITS = 3  # of a number that is so small that it has fewer digits in these places
 _FLOAT_DIGITS, _EXACT_DIGITS = 12, 60  # in which formulas with and without decimals must agree
 
 

@@ -38,7 +38,7 @@ class Call:
       number.
     again: Whether a call that failed is made again. It may have changed something outside.
     asks: Whether the answer is what the function reads, in place of its scores:
-      `conversation.asking`.
+      `asking.asking`.
   """
 
   key: str
