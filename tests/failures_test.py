@@ -21,6 +21,7 @@ from grpo_jax import cli, rewards
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stdout import Stdout
+from grpo_jax.console.stop import leaving_on_second_signal, raising_on_second_signal
 from grpo_jax.data.tasks.tasks import register_task
 from grpo_jax.programs.parameters import Parameters
 from grpo_jax.rewards import call
@@ -32,6 +33,7 @@ from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.timing import is_of_clock
 from grpo_jax.train import train
+from grpo_jax.training.loop import run_steps
 from grpo_jax.training.trainer import SkippedUpdates
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +172,30 @@ def test_a_run_that_never_had_a_reward_stops_and_fails_at_its_end_too(tmp_path):
     with pytest.raises(RunFailed, match=words.format(3) + ", which are all: "):
       train(endless, tmp_path / "run")
   assert saved_steps(tmp_path / "run") == [2, 3]
+
+
+FORKS = """
+import multiprocessing, time
+
+def reward(completions, **_):
+  started = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+  started.start()
+  time.sleep(0.2)  # until it sleeps
+  started.terminate()
+  started.join(20)
+  assert started.exitcode == -15
+  return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("signals", [leaving_on_second_signal, raising_on_second_signal])
+def test_processes_that_a_reward_forks_and_ends_do_not_stop_the_run(signals, tmp_path):
+  """As a multiprocessing.Pool ends its processes. They are forks of the run, and not the run."""
+  config = with_reward(dataclasses.replace(small_config(), steps=2), tmp_path, FORKS)
+  signal.alarm(60)  # of what waits for ever
+  run_steps(config, tmp_path / "run", signals=signals)
+  signal.alarm(0)
+  assert len(read_metrics(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize("teacher", [False, True])

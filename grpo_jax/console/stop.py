@@ -12,11 +12,29 @@ import socket
 import threading
 import time
 from types import FrameType
+from typing import Any
 
+Handler = Callable[[int, FrameType | None], None]
 _SHOW_CURSOR = b"\x1b[?25h"
 # Slurm sends SIGTERM twice to a job that it preempts. Within this time, both count as one.
 _SAME_SECONDS = 3.0
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_handlers_before: dict[signal.Signals, Any] = {}  # while a run's own are there
+
+
+def _be_no_run() -> None:
+  """Gives a fork the handlers from before the run's.
+
+  With the run's own, `terminate()` of a multiprocessing.Pool would not end its processes but ask
+  the run to stop, and wait for them for ever.
+  """
+  if _handlers_before:
+    signal.set_wakeup_fd(-1)
+  for number, handler in _handlers_before.items():
+    signal.signal(number, handler)
+
+
+os.register_at_fork(after_in_child=_be_no_run)
 
 
 class StopRequest:
@@ -57,15 +75,13 @@ def leaving_on_second_signal(request: StopRequest) -> Iterator[None]:
   reader, writer = socket.socketpair()
   writer.setblocking(False)
   thread = threading.Thread(target=_watch, args=(reader, numbers, on_signal), daemon=True)
-  before = {number: signal.signal(number, on_signal) for number in numbers}
   wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
   thread.start()
   try:
-    yield
+    with _handling(numbers, on_signal):
+      yield
   finally:
     signal.set_wakeup_fd(wakeup_before)
-    for number, handler in before.items():
-      signal.signal(number, handler)
     writer.close()  # ends the thread
     thread.join()
     reader.close()
@@ -91,10 +107,19 @@ def raising_on_second_signal(request: StopRequest) -> Iterator[None]:
       raise KeyboardInterrupt
     request.ask(signal.Signals(number).name)
 
-  before = {number: signal.signal(number, on_signal) for number in _not_ignored()}
+  with _handling(_not_ignored(), on_signal):
+    yield
+
+
+@contextlib.contextmanager
+def _handling(numbers: list[signal.Signals], on_signal: Handler) -> Iterator[None]:
+  """In the block, this process handles signals so, and its forks do not."""
+  before = {number: signal.signal(number, on_signal) for number in numbers}
+  _handlers_before.update(before)
   try:
     yield
   finally:
+    _handlers_before.clear()
     for number, handler in before.items():
       signal.signal(number, handler)
 
