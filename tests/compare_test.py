@@ -98,6 +98,7 @@ def test_runs_without_a_common_checkpoint_are_not_called_the_same(runs, tmp_path
   assert edited(runs, tmp_path, change)["checkpoints"].startswith("no step is saved in both: ")
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_is_compared_too(tmp_path):
   """Its shares of time differ, and its staleness does not."""
   config = small_config().replace({"steps": 3, "rollout.max_staleness": 1})

@@ -188,7 +188,10 @@ def reward(completions, **_):
 """
 
 
-@pytest.mark.parametrize("signals", [leaving_on_second_signal, raising_on_second_signal])
+@pytest.mark.parametrize(
+  "signals",
+  [leaving_on_second_signal, pytest.param(raising_on_second_signal, marks=pytest.mark.slow)],
+)
 def test_processes_that_a_reward_forks_and_ends_do_not_stop_the_run(signals, tmp_path):
   """As a multiprocessing.Pool ends its processes. They are forks of the run, and not the run."""
   config = with_reward(dataclasses.replace(small_config(), steps=2), tmp_path, FORKS)
@@ -198,7 +201,7 @@ def test_processes_that_a_reward_forks_and_ends_do_not_stop_the_run(signals, tmp
   assert len(read_metrics(tmp_path / "run")) == 2
 
 
-@pytest.mark.parametrize("teacher", [False, True])
+@pytest.mark.parametrize("teacher", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_whose_completions_are_all_cut_off_and_masked_stops(teacher, tmp_path, capsys):
   """Before its third token no completion may end. A teacher has no token to grade."""
   config = dataclasses.replace(small_config(mask_truncated=True, kl_coef=0.1), steps=12)
@@ -452,6 +455,7 @@ def test_a_function_gets_the_fields_of_examples_that_it_names():
       rewards.check_arguments(function, "f", "reward.functions", [*columns], fields)
 
 
+@pytest.mark.slow
 def test_a_column_that_a_test_file_alone_has_stops_no_run(tmp_path):
   rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
   later = [*rows, rows[0] | {"note": "x", "prompts": "y"}]

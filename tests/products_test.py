@@ -48,11 +48,14 @@ def operands(equation, dtype, unit):
   return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes)]
 
 
-@pytest.mark.parametrize(
-  "unit", [1, 8]
-)  # of the sizes of axes: the compiler asks for more than one
-@pytest.mark.parametrize("mapped", [False, True], ids=["alone", "mapped"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def slow(*values):
+  return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# The unit is that of the sizes of axes: the compiler looks at sizes, too.
+@pytest.mark.parametrize("unit", [slow(1), 8])
+@pytest.mark.parametrize("mapped", [False, slow(True)], ids=["alone", "mapped"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16", slow("float16")])
 @pytest.mark.parametrize("equation", equations())
 def test_a_product_and_its_gradient_run_and_are_those_of_float32(equation, dtype, mapped, unit):
   x, y = operands(equation, dtype, unit)
