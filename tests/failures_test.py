@@ -263,6 +263,7 @@ def test_a_run_one_step_behind_its_sampler_stops_where_the_ratio_counts_as_one(
   assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
   # What is computed for a policy that is behind may be behind.
   corrected = with_section(config, "algo", correction="truncate", correction_high=2.0)
+  corrected = with_section(corrected, "sampling", max_logprob_gap=0.0)  # the gap is meant
   assert train(corrected, tmp_path / "corrected").step == 3
 
 
