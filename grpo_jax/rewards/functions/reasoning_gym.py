@@ -37,7 +37,8 @@ _FUNCTIONS = frozenset(
 # What only sets an answer off: signs of a formula, emphasis, code, and a command of LaTeX.
 _SET_OFF = re.compile(
   r"\$\$(?P<a>[^$]+)\$\$|\$(?P<b>[^$]+)\$|\\\((?P<c>.+)\\\)|\\\[(?P<d>.+)\\\]"
-  r"|\*\*(?P<e>(?:[^*]|\*(?!\*)|(?<=[\w)])\*\*(?=[\w(]))+)\*\*|`(?P<f>[^`]+)`|```\w*\n(?P<g>[^`]+)```",
+  r"|\*\*(?P<e>(?:[^*]|\*(?!\*)|(?<=[\w)])\*\*(?=[\w(]))+)\*\*"
+  r"|`(?P<f>[^`]+)`|```\w*\n(?P<g>[^`]+)```",
   re.DOTALL,
 )
 _COMMAND = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|tt)?|math(?:bf|it|rm|tt)|mbox)\s*\{")
