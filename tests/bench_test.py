@@ -47,7 +47,6 @@ def test_a_script_starts_where_only_the_package_is_installed(script, tmp_path):
   It says how it is used, or which package it needs that is not installed.
   """
   variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-  # An editable package gets its recipes from the checkout, so the package itself is what is there.
   command = [sys.executable, str(ROOT / f"experiments/{script}.py"), "--help"]
   done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=variables)
   first = ast.get_docstring(ast.parse(Path(command[1]).read_text())).splitlines()[0]

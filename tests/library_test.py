@@ -171,7 +171,9 @@ for config in ("old.py", "arithmetics", "arithmetic:ddpo"):
   assert ended.returncode == 0, ended.stderr
   old, old_flag, unknown, unknown_flag, preset, preset_flag = ended.stdout.splitlines()
   assert all("recipes of grpo_jax are in grpo_jax.configs" in line for line in (old, old_flag))
-  assert all("arithmetic, calculator, countdown, default" in line for line in (unknown, unknown_flag))
+  assert all(
+    "arithmetic, calculator, countdown, default" in line for line in (unknown, unknown_flag)
+  )
   assert "there is no preset 'ddpo'" in preset and "has no preset 'ddpo'" in preset_flag
 
 

@@ -1,4 +1,4 @@
-"""What environments and harnesses of users return: checked, and as plain values."""
+"""Checks what environments and harnesses of users return, and makes plain values of it."""
 
 from collections.abc import Mapping
 import json

@@ -133,7 +133,7 @@ def _told_by_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
 
 
 def _first_of_fork(act: Callable[[Tell], None], seconds: float | None) -> bytes:
-  """What a fork tells first. Empty if it tells nothing in time, or cannot be started."""
+  """The first byte that a fork tells. Empty if it tells none in time, or cannot start."""
   reading, writing = os.pipe()
   sys.stdout.flush()
   sys.stderr.flush()

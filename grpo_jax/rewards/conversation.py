@@ -44,5 +44,5 @@ def is_of_user(function: Callable[..., Any]) -> bool:
 
 
 def is_asked(function: Callable[..., Any]) -> bool:
-  """Whether it has to be seen what a function reads: its mark `conversational` does not say it."""
+  """Whether the run must find out what a function reads: it has no mark `conversational`."""
   return is_of_user(function) and getattr(function, "conversational", None) is None

@@ -1,4 +1,4 @@
-"""What messages may hold: every field and array of them is looked at here, on both sides.
+"""Checks every field and array of the messages, on both sides.
 
 The learner knows what a good answer looks like, to the shape of each array. A sampler knows the
 weights of its config. So nothing larger is allocated, and nothing else is believed.
