@@ -43,7 +43,7 @@ STATIONS = (
     (("training/trainer.py", "set-up, checks and saving"), ("training/state.py", "the reference")),
   ),
   Station(
-    "rollouts/collect.py",
+    "batches/collect.py",
     ("Collector", "Collected"),
     (
       "Draws P prompts, lets the policy complete each",
@@ -57,9 +57,9 @@ STATIONS = (
       ("scores_PGJ", "the scores of J functions"),
     ),
     (
-      ("rollouts/source.py", "draws groups"),
+      ("batches/source.py", "draws groups"),
       ("sampler/rows.py", "tokens, log-probs"),
-      ("rollouts/scorer.py", "scores_PGJ"),
+      ("scoring/scorer.py", "scores_PGJ"),
     ),
   ),
   Station(

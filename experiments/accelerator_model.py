@@ -1,7 +1,7 @@
 """The parts of accelerator.py that measure a model: gap, decode, update and attention.
 
 The models have random weights, which are made on the device. The programs are those of
-`grpo_jax.programs`, on the job of bench.py.
+`grpo_jax.run`, on the job of bench.py.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from grpo_jax import learner, model
 from grpo_jax.config import Config
 from grpo_jax.model.attention import ATTENTION
 from grpo_jax.model.attention.choose import why_not
-from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import Draws, whole
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.sampling import Draws, whole
 from grpo_jax.types import Batch, Completions, Rewards
 
 QWEN = dict(d=896, layers=24, heads=14, kv_heads=2, ff=4864, vocab=151936)  # Qwen2.5-0.5B
@@ -87,7 +87,7 @@ def sampled(run: Run, weights: Any, prompts: tuple[jax.Array, ...]) -> Completio
 
 
 def batch_of(run: Run, completions: Completions, prompts: tuple[jax.Array, ...]) -> Batch:
-  """The batch of these completions, as rollouts/collect.py makes it."""
+  """The batch of these completions, as batches/collect.py makes it."""
   tokens_PS, lengths_P, temperature_P = prompts
   lengths_PG, T = np.asarray(completions.lengths_PG), completions.tokens_PGT.shape[-1]
   slots = learner.slots_of_batch(lengths_PG, T, run.parameters.model.platform)

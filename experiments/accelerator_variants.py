@@ -124,18 +124,18 @@ def decode(part: Part, layers: str) -> None:
 
   from grpo_jax import model
   from grpo_jax.model import cached_pass
-  from grpo_jax.programs.flight import NewRows
-  from grpo_jax.programs.flight_programs import FlightPrograms
-  from grpo_jax.programs.sampling import (
+  from grpo_jax.sampler.flight import NewRows
+  from grpo_jax.sampler.programs import FlightPrograms
+  from grpo_jax.sampler.rows import Chunk
+  from grpo_jax.sampler.sampling import (
     by_row,
     decoding_of,
     longest_chunk,
     settings_of,
     sizes_up_to,
   )
-  from grpo_jax.programs.sampling_weights import cast_for_sampling
-  from grpo_jax.sampler.rows import Chunk
   from grpo_jax.sampler.seats import Grid
+  from grpo_jax.sampler.weights import cast_for_sampling
 
   if layers == "kernel" and not part.tiny:
     setattr(cached_pass, "softmax_attention", by_kernel)  # noqa: B010 (mypy)

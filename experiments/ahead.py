@@ -29,7 +29,7 @@ from grpo_jax.config import Config, from_dict
 from grpo_jax.configs import arithmetic
 from grpo_jax.planning.overlap import simulate
 from grpo_jax.planning.split import job_of
-from grpo_jax.programs.sampling_call import SamplingCall
+from grpo_jax.sampler.call import SamplingCall
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training import loop
 from grpo_jax.training.loop import run_steps

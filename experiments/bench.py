@@ -52,13 +52,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.batches.collect import Collector
 from grpo_jax.config import Config, from_dict
 from grpo_jax.configs import default
 from grpo_jax.data.tasks import tasks
-from grpo_jax.programs.run import Run
 from grpo_jax.rewards import REWARDS
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run.run import Run
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.training.loop import GrpoStep
 from grpo_jax.training.state import StateStore

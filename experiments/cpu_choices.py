@@ -21,8 +21,8 @@ import numpy as np
 from grpo_jax import learner, model
 from grpo_jax.algo import presets
 from grpo_jax.config import Learner
-from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding, RowSettings, filtered
+from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.types import Batch, Coefficients
 
 PROMPT_TOKENS, GROUP = 128, 8

@@ -37,7 +37,7 @@ from grpo_jax.configs import gsm8k
 from grpo_jax.data.tasks import arithmetic
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model.huggingface import config_json, families
-from grpo_jax.programs.run import Run
+from grpo_jax.run.run import Run
 from grpo_jax.train import train
 
 SHAPE = model.ModelConfig(

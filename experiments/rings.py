@@ -17,9 +17,9 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.model import cache as model_cache
-from grpo_jax.programs import sampling
-from grpo_jax.programs.sampling import Draws, Sampler
+from grpo_jax.sampler import sampling
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.sampling import Draws, Sampler
 from grpo_jax.sampler.seats import Grid
 
 PROMPTS, MEMBERS, PROMPT_TOKENS, TOKENS = 8, 8, 1024, 8192

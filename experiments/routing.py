@@ -23,8 +23,8 @@ import numpy as np
 from grpo_jax import learner, model
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features
-from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.types import Batch, Completions
 
 PROMPTS, MEMBERS, PROMPT_TOKENS = 8, 8, 16

@@ -21,8 +21,8 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import Engine, Job, Part
 from grpo_jax.serving.server import Server, Settings

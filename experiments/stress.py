@@ -43,10 +43,10 @@ import grpo_jax
 from grpo_jax.config import Config, Data, Reward
 from grpo_jax.data.tasks.arithmetic import Arithmetic
 from grpo_jax.model.huggingface.folders import new_folder
-from grpo_jax.programs import run as run_module
-from grpo_jax.programs.compiled import Programs
-from grpo_jax.programs.parameters import Parameters
 from grpo_jax.rewards.functions.worked_steps import equations
+from grpo_jax.run import run as run_module
+from grpo_jax.run.compiled import Programs
+from grpo_jax.run.parameters import Parameters
 from grpo_jax.storage.json_files import json_line, replace_file
 
 LINES = Path(__file__).with_name("stress.jsonl")

@@ -25,7 +25,7 @@ from grpo_jax.launchers.progress import progress
 from grpo_jax.launchers.sweep import load_sweep
 from grpo_jax.launchers.table import table
 from grpo_jax.launchers.units import Unit, units
-from grpo_jax.programs.checks import check_config
+from grpo_jax.run.checks import check_config
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.saved_config import as_json, check_same_run, read_values
 

@@ -31,8 +31,8 @@ from grpo_jax.planning import overlap, split, table
 from grpo_jax.planning.phases import Phase, compiled
 from grpo_jax.planning.programs import programs, shape_alone
 from grpo_jax.planning.topologies import devices_of
-from grpo_jax.programs.checks import check_batches
-from grpo_jax.programs.run import Run
+from grpo_jax.run.checks import check_batches
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
 

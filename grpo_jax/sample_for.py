@@ -9,8 +9,8 @@ for mesh.*, which describes the devices of this process. docs/sampler_processes.
 from absl import flags
 
 from grpo_jax import cli
-from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.remote.sampler import sample_for
+from grpo_jax.asynchronous.sampler import sample_for
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError, address_of
 
 

@@ -20,8 +20,8 @@ from absl import flags
 from grpo_jax import cli
 from grpo_jax.console import exit_codes
 from grpo_jax.evaluation.policy import Policy
-from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import decoding_of
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.sampling import decoding_of
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import Engine
 from grpo_jax.settings import ConfigError, is_text, path_of

@@ -19,8 +19,8 @@ from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.console.stop import raising_on_second_signal
 from grpo_jax.parallel.processes import initialize_distributed
-from grpo_jax.programs.caller_state import leaving_nothing_behind
 from grpo_jax.registry import name_of
+from grpo_jax.run.caller_state import leaving_nothing_behind
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import bucket
 from grpo_jax.training.callback import Callback, Step, with_last_row

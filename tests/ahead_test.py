@@ -27,15 +27,15 @@ from small_run import (
 import turns_test
 
 from grpo_jax import model
+from grpo_jax.asynchronous.ahead import AheadInTurn, Beside
+from grpo_jax.asynchronous.schedule import Schedule
+from grpo_jax.batches.collect import Collected
+from grpo_jax.batches.rollout_metrics import staleness_metrics
+from grpo_jax.batches.scored import Scored, from_arrays, to_arrays
 from grpo_jax.config import Mesh, to_dict
 from grpo_jax.parallel import mesh as mesh_lib
-from grpo_jax.programs.checks import check_apart, check_config
-from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.ahead import AheadInTurn, Beside
-from grpo_jax.rollouts.collect import Collected
-from grpo_jax.rollouts.rollout_metrics import staleness_metrics
-from grpo_jax.rollouts.schedule import Schedule
-from grpo_jax.rollouts.scored import Scored, from_arrays, to_arrays
+from grpo_jax.run.checks import check_apart, check_config
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_completions, read_metrics

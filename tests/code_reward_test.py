@@ -10,14 +10,14 @@ import pytest
 from small_run import small_config, small_run, with_section
 
 from grpo_jax import rewards, train
+from grpo_jax.batches.collect import Collector
 from grpo_jax.config import Data
 from grpo_jax.data.tasks import tasks
 from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.functions import code as code_lib
 from grpo_jax.rewards.functions.code import program_of
 from grpo_jax.rewards.sandbox import runner
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 
 # Problems in the layout of MBPP.

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from small_run import G, P, T, small_config, small_run, with_reward, with_section
 
+from grpo_jax.batches.collect import Collector
 from grpo_jax.config import TEMPERATURE_SCHEDULES, Sampling
 from grpo_jax.data import loader
-from grpo_jax.programs.sampling import TEMPERATURES, temperature_at
-from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.rollout import make_rollout
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.sampler.sampling import TEMPERATURES, temperature_at
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.timing import Clock
 
 # Groups of prompts that end in 3= or 7= have different rewards. The others have equal ones.

@@ -32,7 +32,7 @@ for name in ("compile_requests_use_cache", "cache_hits"):
 COMPILING = """
 import sys
 import jax
-from grpo_jax.programs import compilation_cache
+from grpo_jax.run import compilation_cache
 
 compilation_cache.use(sys.argv[1])
 print(jax.config.jax_compilation_cache_dir)

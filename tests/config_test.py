@@ -33,9 +33,9 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import Evaluator
-from grpo_jax.programs import checks
-from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run import checks
+from grpo_jax.run.run import Run
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, Missing, Setting, Settings, at_least, names_of, setting
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import as_begun, read_config, read_metrics

@@ -19,7 +19,7 @@ from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.rewards.asking import asking
 from grpo_jax.rewards.names import resolve
-from grpo_jax.rollouts.scorer import Scorer, Weighted
+from grpo_jax.scoring.scorer import Scorer, Weighted
 
 MESSAGES = [{"role": "user", "content": "What is 1+1?"}]
 COLUMNS = {"prompts": ["<user>What is 1+1?"], "messages": [MESSAGES], "answer": ["2"]}

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from grpo_jax.batches.curriculum import PassRateCurriculum
 from grpo_jax.config import Curriculum
 from grpo_jax.data import loader
-from grpo_jax.rollouts.curriculum import PassRateCurriculum
 from grpo_jax.settings import ConfigError
 
 N = 20

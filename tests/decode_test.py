@@ -16,8 +16,8 @@ from grpo_jax.model.attention.softmax import Own, Scoring, as_int8, softmax_atte
 from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh
-from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.sampling import Draws, Sampler, whole
 
 L, P, K, G, R, C, E, S = 2, 3, 2, 5, 3, 384, 128, 7
 LAYER = 1

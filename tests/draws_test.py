@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from small_run import G, P, small_config, with_reward, with_section
 
-from grpo_jax.rollouts.groups import choose, from_arrays, to_arrays
-from grpo_jax.rollouts.rollout_metrics import check_metrics, most_disputed_first
-from grpo_jax.rollouts.source import Policy
+from grpo_jax.batches.groups import choose, from_arrays, to_arrays
+from grpo_jax.batches.rollout_metrics import check_metrics, most_disputed_first
+from grpo_jax.batches.source import Policy
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_completions
 from grpo_jax.storage.rows import parse_rows

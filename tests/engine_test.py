@@ -12,8 +12,8 @@ from grpo_jax import model
 from grpo_jax.config import Mesh
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
-from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.serving import decoder
 from grpo_jax.serving.decoder import Sizes

@@ -10,10 +10,10 @@ import pytest
 from small_run import G, P, S, grpo_step, small_config, small_run, with_reward, with_section
 
 from grpo_jax.algo import metrics as metrics_lib
+from grpo_jax.batches.collect import Collector
 from grpo_jax.data.loader import PromptBatch
-from grpo_jax.rollouts.collect import Collector
 from grpo_jax.rollouts.rollout import Rollouts, make_rollout, texts_of
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.timing import Clock
 from grpo_jax.types import Completions
 

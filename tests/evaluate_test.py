@@ -11,10 +11,10 @@ from small_run import small_config, small_run, with_reward, with_section
 from configs import arithmetic
 from grpo_jax.config import from_dict
 from grpo_jax.evaluation.evaluator import Evaluator, accuracies, no_progress, table
-from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import Draws, whole
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.sampling import Draws, whole
+from grpo_jax.scoring.scorers import Scorers
 
 
 def coin(completions, prompts, **columns):

@@ -27,7 +27,7 @@ from grpo_jax.model.layers import ACTIVATIONS
 from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import make_mesh
-from grpo_jax.programs.run import Run
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.workdir import open_run
 from grpo_jax.training.loop import run_steps

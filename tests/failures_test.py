@@ -18,16 +18,16 @@ from small_run import small_config, with_reward, with_section
 from teacher_test import save_teacher
 
 from grpo_jax import cli, rewards
+from grpo_jax.algo.metrics import disjoint
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stdout import Stdout
 from grpo_jax.console.stop import leaving_on_second_signal, raising_on_second_signal
 from grpo_jax.data.tasks.tasks import register_task
-from grpo_jax.programs.parameters import Parameters
 from grpo_jax.rewards import call
 from grpo_jax.rewards.answer import Answer, Failure
-from grpo_jax.rollouts.rollout_metrics import disjoint
-from grpo_jax.rollouts.scorer import _Place, _why_unscored
+from grpo_jax.run.parameters import Parameters
+from grpo_jax.scoring.scorer import _Place, _why_unscored
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_metrics

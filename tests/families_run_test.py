@@ -18,7 +18,7 @@ from grpo_jax.model.config import DeltaShape, LatentShape
 from grpo_jax.model.rope import RopeScaling
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import param_specs
-from grpo_jax.programs.run import Run
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden" / "families"

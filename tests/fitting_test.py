@@ -11,16 +11,16 @@ import optax
 import pytest
 
 from grpo_jax import model
+from grpo_jax.batches import collect
 from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Sampling
 from grpo_jax.learner import slots_of_batch
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
-from grpo_jax.programs import fitting
-from grpo_jax.programs.flight_programs import most_rewound
-from grpo_jax.programs.sampling import Sampler, by_row
-from grpo_jax.rollouts import collect
+from grpo_jax.run import fitting
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.programs import most_rewound
+from grpo_jax.sampler.sampling import Sampler, by_row
 from grpo_jax.sampler.seats import Grid
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.checkpoint import Checkpoints

@@ -15,11 +15,11 @@ from grpo_jax.config import Mesh
 from grpo_jax.model import cache as model_cache
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import model_shardings, param_specs
-from grpo_jax.programs import sampling
-from grpo_jax.programs.flight import NewRows
-from grpo_jax.programs.sampling import Draws, Sampler, whole
+from grpo_jax.sampler import sampling
+from grpo_jax.sampler.flight import NewRows
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk
+from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.seats import Grid
 from grpo_jax.sampler.stop import end_at
 

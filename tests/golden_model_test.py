@@ -20,8 +20,8 @@ from grpo_jax import learner, model
 from grpo_jax.config import Learner
 from grpo_jax.model.huggingface import families
 from grpo_jax.model.stacks import Places
-from grpo_jax.programs.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.types import Batch
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -17,7 +17,7 @@ from grpo_jax.config import from_dict
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.programs.run import Run
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.checkpoint import Checkpoints
 from tests.small_qwen import make_checkpoint, problems

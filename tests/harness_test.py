@@ -7,11 +7,11 @@ import pytest
 from small_qwen import make_checkpoint, problems
 from small_run import Collected, P, grpo_step, small_config, small_run, with_section
 
+from grpo_jax.batches.collect import Collector
 from grpo_jax.environments.harness import Players
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.play.branches import as_completions, branches_of
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.rollouts.branches import as_completions, branches_of
 from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.serving.traces import Recorder, Trace
 from grpo_jax.settings import ConfigError, RunFailed
 

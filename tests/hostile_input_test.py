@@ -22,7 +22,7 @@ from grpo_jax import model, timing
 from grpo_jax.data.files import download
 from grpo_jax.data.tasks.arithmetic import ALPHABET
 from grpo_jax.data.tokenizers import chat, tokenizer
-from grpo_jax.programs.run import Run
+from grpo_jax.run.run import Run
 from grpo_jax.settings import LARGEST_INT, ConfigError, shown
 from grpo_jax.train import train
 from grpo_jax.training.reporter import header_lines

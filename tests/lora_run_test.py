@@ -14,9 +14,9 @@ from grpo_jax import model
 from grpo_jax.config import from_dict
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.programs.checks import check_config
-from grpo_jax.programs.run import Run
 from grpo_jax.recipes import with_absolute_paths
+from grpo_jax.run.checks import check_config
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps

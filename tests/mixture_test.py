@@ -23,9 +23,9 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import countdown, mixture, tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import first_scores
-from grpo_jax.programs.checks import check_config
 from grpo_jax.rewards import Caller, dispatch, name_of
 from grpo_jax.rewards.functions.countdown import countdown as score
+from grpo_jax.run.checks import check_config
 from grpo_jax.settings import ConfigError
 
 QWEN = tokenizer.load(Path(__file__).parent / "golden/tokenizers/qwen")

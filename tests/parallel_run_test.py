@@ -22,11 +22,11 @@ from grpo_jax.algo.metrics import reduced
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.programs.flight import NewRows, Prompts
-from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import by_row, settings_of
 from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.flight import NewRows, Prompts
 from grpo_jax.sampler.rows import Chunk
+from grpo_jax.sampler.sampling import by_row, settings_of
 from grpo_jax.sampler.seats import Grid
 from grpo_jax.types import Batch, Completions, Rewards
 

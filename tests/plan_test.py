@@ -19,7 +19,7 @@ from grpo_jax.parallel import chips
 from grpo_jax.planning import table, topologies
 from grpo_jax.planning.phases import compiled
 from grpo_jax.planning.programs import programs, shape_alone
-from grpo_jax.programs.parameters import count
+from grpo_jax.run.parameters import count
 from grpo_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]

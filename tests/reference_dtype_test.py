@@ -17,9 +17,9 @@ from small_run import (
   with_section,
 )
 
-from grpo_jax.programs.checks import check_config
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.batches.collect import Collector
+from grpo_jax.run.checks import check_config
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.training.loop import run_steps

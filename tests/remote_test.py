@@ -31,17 +31,17 @@ from small_run import (
 )
 from small_vision import vision_config
 
+from grpo_jax.asynchronous import contents, learner, messages, sampler
+from grpo_jax.asynchronous.contents import Limits, limits_of
+from grpo_jax.asynchronous.learner import Closed, RemoteSampler, given
+from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
+from grpo_jax.asynchronous.sampler import Drawer, sample_for
+from grpo_jax.asynchronous.terms import abstract_weights, difference, terms_of
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import policy_of_run
-from grpo_jax.programs.sampling import Draws, whole
-from grpo_jax.rollouts.remote import contents, learner, messages, sampler
-from grpo_jax.rollouts.remote.contents import Limits, limits_of
-from grpo_jax.rollouts.remote.learner import Closed, RemoteSampler, given
-from grpo_jax.rollouts.remote.messages import BadMessage, Connection, Message
-from grpo_jax.rollouts.remote.sampler import Drawer, sample_for
-from grpo_jax.rollouts.remote.terms import abstract_weights, difference, terms_of
 from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.sampler.sampling import Draws, whole
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps

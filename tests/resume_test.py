@@ -21,7 +21,7 @@ import pytest
 from configs import default
 from grpo_jax.config import from_dict
 from grpo_jax.console import exit_codes
-from grpo_jax.programs.run import Run
+from grpo_jax.run.run import Run
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.timing import is_of_clock

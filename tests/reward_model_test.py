@@ -16,12 +16,12 @@ import pytest
 
 from configs import default
 from grpo_jax import model
+from grpo_jax.batches.collect import Collector
 from grpo_jax.config import from_dict
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.programs.run import Run
-from grpo_jax.rollouts import reward_model
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run.run import Run
+from grpo_jax.scoring import reward_model
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.timing import Clock

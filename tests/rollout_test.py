@@ -8,25 +8,25 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_jax.batches.rollout_metrics import (
+  completion_rows,
+  rollout_metrics,
+  score_metrics,
+  staleness_metrics,
+)
 from grpo_jax.config import Data, Mesh
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
-from grpo_jax.programs.sampling import Draws, Finished
 from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rollouts import rollout
 from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, take, texts_of
-from grpo_jax.rollouts.rollout_metrics import (
-  completion_rows,
-  rollout_metrics,
-  score_metrics,
-  staleness_metrics,
-)
-from grpo_jax.rollouts.scorer import Scorer, Weighted, completion_columns
-from grpo_jax.rollouts.scoring import groups_that_differ, with_overlong
 from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.sampling import Draws, Finished
+from grpo_jax.scoring.scorer import Scorer, Weighted, completion_columns
+from grpo_jax.scoring.scores import groups_that_differ, with_overlong
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Completions, Rewards
 

@@ -16,8 +16,8 @@ from small_run import grpo_step, small_config, small_run, with_reward, with_sect
 from grpo_jax import learner, model
 from grpo_jax.config import Learner, Optimizer
 from grpo_jax.learner.optimizer import OPTIMIZERS, make_optimizer
-from grpo_jax.programs.checks import check_config
-from grpo_jax.programs.run import check_experts
+from grpo_jax.run.checks import check_config
+from grpo_jax.run.run import check_experts
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Routing
 

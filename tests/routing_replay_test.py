@@ -12,18 +12,18 @@ import pytest
 from small_run import grpo_step, small_config, small_run, with_section
 
 from grpo_jax import learner, model
+from grpo_jax.batches.collect import cut
 from grpo_jax.config import Learner, Mesh
 from grpo_jax.learner.features import completion_features
 from grpo_jax.model.mlps.router import route
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
 from grpo_jax.planning.programs import programs
-from grpo_jax.programs import sampling
-from grpo_jax.programs.checks import check_config
-from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import Draws, Sampler, whole
-from grpo_jax.rollouts.collect import cut
+from grpo_jax.run.checks import check_config
+from grpo_jax.run.run import Run
+from grpo_jax.sampler import sampling
 from grpo_jax.sampler.logits import Decoding
+from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch

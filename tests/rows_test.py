@@ -24,7 +24,7 @@ from grpo_jax.data.prompts import OneProcess, Prompts
 from grpo_jax.data.tasks import examples, tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.model.huggingface import folders
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import LARGEST_INT, ConfigError, RunFailed
 from tests.small_run import small_config, small_run, with_section
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import Sampling
-from grpo_jax.programs.sampling import settings_of, sizes_up_to
 from grpo_jax.sampler import logits as logits_lib
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.rows import Chunk, Rows, decode_chunk, draw_first, row_uniforms
+from grpo_jax.sampler.sampling import settings_of, sizes_up_to
 
 PLAIN = Decoding(max_tokens=8, stop_ids=(1,))
 PROBS = np.array([0.4, 0.3, 0.15, 0.1, 0.05])

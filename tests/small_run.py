@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import default
+from grpo_jax.batches.collect import Collector
 from grpo_jax.config import from_dict
-from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run.run import Run
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.timing import Clock
 from grpo_jax.training.loop import GrpoStep

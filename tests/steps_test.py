@@ -25,12 +25,12 @@ from grpo_jax import learner
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo.checks import settings_idle_at_ratio_one
 from grpo_jax.algo.settings import Algo
+from grpo_jax.batches.collect import Collected, Collector
 from grpo_jax.data import loader
 from grpo_jax.learner.optimizer import make_optimizer
-from grpo_jax.programs.compiled import algo_of
-from grpo_jax.rollouts.collect import Collected, Collector
 from grpo_jax.rollouts.rollout import make_rollout
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run.compiled import algo_of
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.storage.json_files import json_line
 from grpo_jax.training.loop import run_steps
 from grpo_jax.training.state import RunState, StateStore

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from grpo_jax.data.tasks.arithmetic import Arithmetic, split_of
-from grpo_jax.programs.checks import check_config
 from grpo_jax.rewards.functions.final_number import strict
 from grpo_jax.rewards.functions.worked_steps import equations
+from grpo_jax.run.checks import check_config
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 import stress

@@ -10,10 +10,10 @@ from small_run import G, P, S, T, small_config, small_run, with_reward, with_sec
 
 from grpo_jax import model
 from grpo_jax.algo.distillation import teacher_advantages
+from grpo_jax.batches.collect import Collector
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.rows import parse_rows
 from grpo_jax.timing import Clock

@@ -15,8 +15,8 @@ import pytest
 from configs import arithmetic
 from grpo_jax.config import from_dict
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.programs.run import Run
 from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 
 FOLDER = Path(__file__).parent / "golden/trl"

@@ -5,9 +5,9 @@ import pytest
 from small_qwen import make_checkpoint, problems
 from small_run import grpo_step, small_config, small_run, with_section
 
+from grpo_jax.batches.collect import Collector
 from grpo_jax.data.tasks import verifiers_tasks
-from grpo_jax.rollouts.collect import Collector
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 
 TASKSET = """

@@ -22,7 +22,7 @@ from grpo_jax import rewards
 from grpo_jax.algo.presets import PRESETS
 from grpo_jax.config import Config
 from grpo_jax.data.tasks import tasks
-from grpo_jax.programs import checks
+from grpo_jax.run import checks
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/from_verl.md").read_text()

@@ -6,6 +6,7 @@ who passes it on has to know what it is.
 
 from collections.abc import Mapping
 import dataclasses
+from typing import Any
 
 from flax import struct
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax import masked
+from grpo_jax.settings import RunFailed
 
 
 class Metric(struct.PyTreeNode):
@@ -136,3 +138,20 @@ def _number(metric: Metric) -> float:
     of_weights, of_squares = map(float, metric.value)
     return of_weights**2 / of_squares / float(metric.weight) if of_squares else 0.0
   return float(metric.value / metric.weight if metric.reduction == "mean" else metric.value)
+
+
+def disjoint(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+  """Metrics of parts of a step, together. Each part has names of its own.
+
+  Raises:
+    RunFailed: A name is in two of them, because a reward function has chosen it for log_metric.
+  """
+  metrics = dict(first)
+  for other in others:
+    for name in metrics.keys() & other.keys():
+      raise RunFailed(
+        f"a reward function calls log_metric({name!r}, ...), and the run has a metric of this name:"
+        " choose another"
+      )
+    metrics |= other
+  return metrics

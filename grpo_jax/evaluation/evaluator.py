@@ -13,11 +13,11 @@ from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
-from grpo_jax.programs.run import Run
 from grpo_jax.rewards.functions.final_number import final_answer
 from grpo_jax.rollouts.rollout import Rollout, Rollouts, hand_on, make_rollout
-from grpo_jax.rollouts.scorer import Scored
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run.run import Run
+from grpo_jax.scoring.scorer import Scored
+from grpo_jax.scoring.scorers import Scorers
 
 Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
 

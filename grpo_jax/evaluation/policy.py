@@ -22,12 +22,12 @@ from grpo_jax.data.tokenizers import chat
 from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.model.huggingface import hub
 from grpo_jax.model.huggingface.folders import new_folder
-from grpo_jax.programs import compilation_cache
-from grpo_jax.programs.caller_state import leaving_nothing_behind
-from grpo_jax.programs.run import Run, set_matmul_precision
 from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.rollouts.rollout import Rollout, make_rollout
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run import compilation_cache
+from grpo_jax.run.caller_state import leaving_nothing_behind
+from grpo_jax.run.run import Run, set_matmul_precision
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text, path_of, shown
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.checkpoint import Checkpoints

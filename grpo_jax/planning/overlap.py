@@ -1,6 +1,6 @@
 """Simulates a run whose batches are drawn ahead of the steps that learn from them.
 
-It follows grpo_jax/rollouts/ahead.py. The sampler draws batch after batch in chunks of rounds:
+It follows grpo_jax/asynchronous/ahead.py. The sampler draws batch after batch in chunks of rounds:
 between two chunks, rows that have ended leave their seats and others of the batch enter. A batch
 whose rows have all ended is scored, and then the learner takes it. With a bound of s, batch k is
 drawn once step k - s - 1 has made the weights for it, so at most s batches are drawn ahead.

@@ -13,12 +13,12 @@ from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
-from grpo_jax.programs.fitting import device_bytes, images_of, visual_bytes, visual_of
-from grpo_jax.programs.flight import NewRows, Prompts
-from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import by_row, settings_of
+from grpo_jax.run.fitting import device_bytes, images_of, visual_bytes, visual_of
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.flight import NewRows, Prompts
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.rows import Chunk
+from grpo_jax.sampler.sampling import by_row, settings_of
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Completions
 

@@ -1,4 +1,4 @@
-"""Prompts in, scored groups out: sampling, rewards, dynamic sampling and the curriculum.
+"""Play: completions of prompts, alone or in turns with tools, environments and harnesses.
 
-It may import programs/, rewards/ and what lies below them. It changes no parameters.
+It may import run/, serving/, environments/ and what lies below them. It knows no rewards.
 """

@@ -16,9 +16,9 @@ import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
-from grpo_jax.programs.run import Run
-from grpo_jax.programs.sampling import Draws, Finished, settings_of, whole
-from grpo_jax.rollouts.play.talk import Talk, Talkers
+from grpo_jax.rollouts.talk import Talk, Talkers
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.sampling import Draws, Finished, settings_of, whole
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.types import Completions, Images, Visual
 
@@ -84,7 +84,7 @@ class Rollout(Protocol):
 
 
 class Plays(Protocol):
-  """What samples somewhere else. `rollouts.play.traced.Harness` is one."""
+  """What samples somewhere else. `rollouts.traced.Harness` is one."""
 
   def rollout(self, group_size: int, greedy: bool) -> Rollout:
     """Completes each prompt `group_size` times."""

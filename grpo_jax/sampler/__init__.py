@@ -1,4 +1,6 @@
-"""Decoding: a step function and first logits in, tokens and log-probs out. It knows no model.
+"""Decoding: requests in, tokens and log-probs out.
 
-It may import types alone. `rows.py` is the loop, `seats.py` says which rows are in it.
+`rows.py` is the loop, which takes a step function and knows no model. `seats.py` says which rows
+are in it. `programs.py` compiles both with a model. It may import model/, parallel/ and what lies
+below them.
 """

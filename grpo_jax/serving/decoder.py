@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from grpo_jax import model
-from grpo_jax.programs.flight import Flight, NewRows, Prompts
-from grpo_jax.programs.flight_programs import FlightPrograms
-from grpo_jax.programs.sampling import by_row, sizes_up_to
+from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.programs import FlightPrograms
 from grpo_jax.sampler.rows import Chunk, Drawn
+from grpo_jax.sampler.sampling import by_row, sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
 
 # Rounds of a chunk. More of them cost less time of the host. Fewer let readers see tokens sooner,

@@ -13,18 +13,18 @@ import numpy as np
 
 from grpo_jax import learner
 from grpo_jax.algo import metrics as metrics_lib
-from grpo_jax.algo.metrics import Metrics
+from grpo_jax.algo.metrics import Metrics, disjoint
+from grpo_jax.asynchronous.ahead import Ahead
+from grpo_jax.asynchronous.learner import Closed
+from grpo_jax.batches.collect import Collected, Collector
+from grpo_jax.batches.rollout_metrics import most_disputed_first
 from grpo_jax.config import Config
 from grpo_jax.console.stop import leaving_on_second_signal
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.learner.optimizer import learning_rate
-from grpo_jax.programs.run import Run
-from grpo_jax.programs.seen import with_images
-from grpo_jax.rollouts.ahead import Ahead
-from grpo_jax.rollouts.collect import Collected, Collector
-from grpo_jax.rollouts.remote.learner import Closed
-from grpo_jax.rollouts.rollout_metrics import disjoint, most_disputed_first
+from grpo_jax.run.run import Run
+from grpo_jax.run.seen import with_images
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.reading import as_begun
 from grpo_jax.timing import Clock

@@ -18,8 +18,8 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import sizes_of
-from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run.run import Run
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage.bucket_files import local_files
 from grpo_jax.storage.rows import Writer

@@ -7,9 +7,9 @@ from typing import Any
 from flax import struct
 import numpy as np
 
-from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.ahead import Ahead
-from grpo_jax.rollouts.source import HostState
+from grpo_jax.asynchronous.ahead import Ahead
+from grpo_jax.batches.source import HostState
+from grpo_jax.run.run import Run
 from grpo_jax.storage.checkpoint import Checkpoints, restore_tree, save_tree
 from grpo_jax.types import TrainState
 

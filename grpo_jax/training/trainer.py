@@ -8,19 +8,19 @@ import sys
 import jax
 
 from grpo_jax import config as config_lib
+from grpo_jax.asynchronous.ahead import Ahead, AheadInTurn, Beside, has_drawn_ahead
+from grpo_jax.asynchronous.contents import limits_of
+from grpo_jax.asynchronous.learner import RemoteSampler
+from grpo_jax.asynchronous.schedule import Schedule
+from grpo_jax.asynchronous.terms import terms_of
+from grpo_jax.batches.collect import Collector, unscored_steps
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stop import StopRequest
 from grpo_jax.console.terminal import Loading
-from grpo_jax.programs.checks import check_batches
-from grpo_jax.programs.run import Run
-from grpo_jax.rollouts.ahead import Ahead, AheadInTurn, Beside, has_drawn_ahead
-from grpo_jax.rollouts.collect import Collector, unscored_steps
-from grpo_jax.rollouts.remote.contents import limits_of
-from grpo_jax.rollouts.remote.learner import RemoteSampler
-from grpo_jax.rollouts.remote.terms import terms_of
-from grpo_jax.rollouts.schedule import Schedule
-from grpo_jax.rollouts.scorers import Scorers
+from grpo_jax.run.checks import check_batches
+from grpo_jax.run.run import Run
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed, address_of
 from grpo_jax.storage import starts
 from grpo_jax.storage.bucket_files import local_files, run_files

@@ -1,0 +1,418 @@
+"""Draws batches before the steps that learn from them.
+
+`AheadInTurn` uses the devices that also learn: step i draws batch i + max_staleness before its
+update. While it samples and learns, workers score the batches before it. `Beside` has devices of
+its own or sampler processes, with which a thread samples while the others learn. Both draw at most
+max_staleness batches ahead, so nothing piles up.
+
+With rollout.weights=fixed, the policy after step k - max_staleness draws batch k, in both. So a
+run's numbers depend on its config alone. With newest and in_flight they also depend on when weights
+arrived, and the run's schedule says when that was. A run that finds a batch in there waits for the
+same weights, and draws the same.
+
+What has been drawn and not been learned is saved with a checkpoint.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import jax
+
+from grpo_jax.algo.metrics import disjoint
+from grpo_jax.asynchronous.learner import Closed, RemoteSampler
+from grpo_jax.asynchronous.schedule import Schedule, Weights
+from grpo_jax.batches.collect import Collected, Collector
+from grpo_jax.batches.rollout_metrics import staleness_metrics
+from grpo_jax.batches.scored import Scored, from_arrays, to_arrays
+from grpo_jax.batches.source import HostState, Policy
+from grpo_jax.config import Config
+from grpo_jax.parallel.hosts import SAMPLER_THREAD
+from grpo_jax.settings import RunFailed
+from grpo_jax.timing import Clock
+
+_AHEAD = "ahead"  # a key of the host state
+
+
+def has_drawn_ahead(host: HostState) -> bool:
+  """Whether the host state of a checkpoint has batches for later steps."""
+  return bool(host.get(_AHEAD))
+
+
+class Pending:
+  """A batch that is drawn and perhaps not scored. Any thread may ask for its scores."""
+
+  def __init__(self, finish: Callable[[], Scored]):
+    """`finish` waits for the scores. It is called until it has returned once."""
+    self._finish: Callable[[], Scored] | None = finish
+    self._lock = threading.Lock()
+    self._scored: Scored
+
+  def scored(self) -> Scored:
+    """The batch with its scores."""
+    with self._lock:
+      if self._finish is not None:
+        self._scored = self._finish()
+        self._finish = None
+      return self._scored
+
+  def forget_prompts(self) -> None:
+    """Frees what the prompts of a learned batch see. Its host state is still needed."""
+    self._scored = dataclasses.replace(self.scored(), prompts=None)
+
+
+class Ahead:
+  """The batches that are drawn and not learned yet.
+
+  Attributes:
+    devices: Makes what is held by who else samples on the devices that draw.
+  """
+
+  def __init__(self, collector: Collector, config: Config):
+    """`collector` draws."""
+    self._collector, self._steps = collector, config.steps
+    self._bound = config.rollout.max_staleness
+    self._drawn: dict[int, Pending] = {}  # by their numbers, without gaps
+    self._next = -1  # the number of the batch that is drawn next, -1 before the first step
+    self._first_host: HostState = {}  # before the first batch that this process draws
+    self.devices: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
+    """The batch of a GRPO step.
+
+    Args:
+      params: The policy before the step's update, as `Parameters.for_sampling` returns it.
+      index: The number of the GRPO step, from 0.
+      host: The host state before the step. Before the first step of a process, it is what a
+        checkpoint kept.
+      clock: Counts the time of the step.
+    """
+    raise NotImplementedError
+
+  def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
+    """The host state before GRPO step `index`, with the batches for it and for later steps.
+
+    It waits for those that only the weights until now can draw.
+
+    Args:
+      index: The number of the next GRPO step.
+      host: The host state before it.
+      params: Returns the policy before its update, as `Parameters.for_sampling` does.
+    """
+    del params
+    if self._next < 0:  # no step was taken, and what an earlier process drew is in there
+      return host
+    kept: HostState = {}
+    for number in range(index, self._next):
+      try:
+        kept[str(number)] = to_arrays(self._drawn[number].scored())
+      except Exception:  # the step that learns from it says why
+        break
+    without = {key: value for key, value in host.items() if key != _AHEAD}
+    return without | ({_AHEAD: kept} if kept else {})
+
+  def close(self) -> None:
+    """Ends what samples."""
+
+  def _restore(self, index: int, host: HostState) -> None:
+    """Begins with GRPO step `index`, and with what a checkpoint kept."""
+    self._first_host = {key: value for key, value in host.items() if key != _AHEAD}
+    self._next, kept = index, host.get(_AHEAD, {})
+    while str(self._next) in kept:
+      scored = from_arrays(kept[str(self._next)], self._collector.reward_weights)
+      self._drawn[self._next] = Pending(lambda scored=scored: scored)
+      self._next += 1
+
+  def _draw(self, policy: Policy, number: int) -> Pending:
+    """Draws a batch, which workers begin to score."""
+    clock, last = Clock(), self._drawn.get(number - 1)
+    before = last.scored if last else None
+
+    def host_before() -> HostState:
+      return before().host if before else self._first_host
+
+    finish = self._collector.begin(policy, number, host_before, clock)
+
+    def with_times() -> Scored:
+      scored = finish()
+      seconds = {f"time/{name}": spent for name, spent in clock.laps.items()}
+      return dataclasses.replace(scored, metrics=disjoint(scored.metrics, seconds))
+
+    return Pending(with_times)
+
+  def _drop_learned(self, index: int) -> None:
+    """Forgets the batches before GRPO step `index`, but for the last, which has the host state."""
+    for number in [number for number in self._drawn if number < index - 1]:
+      del self._drawn[number]
+
+  def _collected(self, index: int, clock: Clock) -> Collected:
+    """The batch of a step on the mesh, with how old it is."""
+    scored = self._drawn[index].scored()
+    clock.lap("wait")
+    completions, versions = scored.completions, scored.version_P[:, None, None]
+    if completions.versions_PGT is not None:
+      versions = completions.versions_PGT
+    learned_PGT = completions.sampled_PGT & (scored.live_P != 0)[:, None, None]
+    ages = staleness_metrics(versions, index, learned_PGT)
+    if ages["staleness/max"] > self._bound:
+      raise RunFailed(
+        f"a token of batch {index} is {ages['staleness/max']:.0f} steps old, and"
+        f" rollout.max_staleness is {self._bound}"
+      )
+    collected = self._collector.put(scored)
+    self._drawn[index].forget_prompts()
+    clock.lap("put")
+    return dataclasses.replace(collected, metrics=disjoint(collected.metrics, ages))
+
+
+class AheadInTurn(Ahead):
+  """Draws ahead on the devices that also learn."""
+
+  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
+    if self._next < 0:
+      self._restore(index, host)
+    self._drop_learned(index)
+    while self._next < min(index + self._bound + 1, self._steps):
+      self._drawn[self._next] = self._draw(Policy(params, index), self._next)
+      self._next += 1
+    clock.lap("ahead")
+    return self._collected(index, clock)
+
+
+class Beside(Ahead):
+  """Draws ahead in a thread, on devices of its own or with sampler processes."""
+
+  def __init__(
+    self,
+    collector: Collector,
+    config: Config,
+    schedule: Schedule | None,
+    remote: RemoteSampler | None = None,
+  ):
+    """Draws ahead.
+
+    Args:
+      collector: Draws.
+      config: Of the run.
+      schedule: Says, or is told, which weights drew which batch. None: they are fixed.
+      remote: What the collector samples with, if not with devices of this process.
+    """
+    super().__init__(collector, config)
+    # An update takes the arrays on the devices that learn.
+    self._kept: Callable[[Any], Any] = remote.weights if remote else lambda params: params
+    self._drawing = threading.Lock()
+    if remote is None:
+      # Processes must agree on what is drawn before an evaluation and what after it.
+      self.devices = self._all_drawn if jax.process_count() > 1 else lambda: self._drawing
+    self._schedule, self._changes = schedule, config.rollout.weights == "in_flight"
+    self._changed = threading.Condition()
+    self._weights: dict[int, Any] = {}  # by version
+    self._first_version = 0  # of this process
+    self._is_drawing = self._is_paused = self._is_closed = False
+    self._error: BaseException | None = None
+    self._thread: threading.Thread | None = None
+    self._idle = _Stopwatch()
+
+  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
+    params = self._kept(params)
+    clock.lap("weights")
+    with self._changed:
+      self._weights[index] = params
+      if self._thread is None:
+        self._restore(index, host)
+        self._first_version = index
+        self._thread = threading.Thread(target=self._run, name=SAMPLER_THREAD, daemon=True)
+        self._thread.start()
+      self._forget()
+      self._drop_learned(index)
+      self._is_paused = False
+      self._changed.notify_all()
+      queue = self._next - index
+      self._changed.wait_for(lambda: index in self._drawn or self._error)
+      if index not in self._drawn and self._error is not None:
+        raise self._error
+      idle = self._idle.share()
+    collected = self._collected(index, clock)
+    waited = {"rollout/queue": queue, "rollout/sampler_idle": idle}
+    return dataclasses.replace(collected, metrics=disjoint(collected.metrics, waited))
+
+  def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
+    if self._thread is not None:
+      converted = self._kept(params()) if index in self._known_versions() else None
+      with self._changed:
+        # A checkpoint has no older weights, so what they draw must be drawn now.
+        last = min(index + self._bound, self._steps)
+        if self._schedule is not None:
+          last, self._is_paused = self._next, True
+          if converted is not None:  # a known schedule may change to them in flight
+            self._weights[index] = converted
+          self._changed.notify_all()
+        self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
+        self._fail_with_others()
+    return super().saved(index, host, params)
+
+  def close(self) -> None:
+    with self._changed:
+      self._is_closed = True
+      self._changed.notify_all()
+    if self._thread is not None:
+      self._thread.join()
+
+  def take(self, version: int | None) -> tuple[Any, int]:
+    """The weights of a version, or the newest, and their version. It waits for them.
+
+    While a checkpoint waits for the batch in flight, newer weights do not come. Then it takes the
+    newest.
+
+    Raises:
+      RunFailed: They are older than all of this process.
+      Closed: The run has ended.
+    """
+    with self._changed:
+      if version is None:
+        version = max(self._weights)
+      if version < self._first_version:
+        raise RunFailed(
+          f"schedule.jsonl has weights of step {version}, and what they draw should be in the"
+          f" checkpoint of step {self._first_version}: the file is of another run"
+        )
+      self._changed.wait_for(lambda: version in self._weights or self._is_paused or self._is_closed)
+      if self._is_closed:
+        raise Closed("the run has ended")
+      if version not in self._weights:
+        version = max(self._weights)
+      return self._weights[version], version
+
+  def _run(self) -> None:
+    """Draws batch after batch. This is the thread."""
+    try:
+      while self._next < self._steps:
+        with self._changed, self._idle.running():
+          self._changed.wait_for(lambda: self._is_closed or self._may_draw())
+          self._is_drawing = True
+          number = self._next
+        policy, used = self._policy(number)
+        with self._drawing:
+          pending = self._draw(policy, number)
+        if self._schedule is not None:
+          self._schedule.add(number, used())
+        del policy, used  # and with them the weights, while the thread waits
+        with self._changed:
+          self._drawn[number] = pending
+          self._next, self._is_drawing = number + 1, False
+          self._forget()
+          self._changed.notify_all()
+    except BaseException as error:  # the step that waits for the batch raises it
+      with self._changed:
+        self._error, self._is_drawing = error, False
+        self._changed.notify_all()
+
+  @contextlib.contextmanager
+  def _all_drawn(self) -> Iterator[None]:
+    """Waits until the thread has drawn all that the weights until now can."""
+    with self._changed:
+      self._changed.wait_for(
+        lambda: (
+          self._error
+          or self._thread is None
+          or (not self._is_drawing and (self._next >= self._steps or not self._may_draw()))
+        )
+      )
+      self._fail_with_others()
+    yield
+
+  def _fail_with_others(self) -> None:
+    """Raises what ended the thread in a run of several processes: the others wait for this one."""
+    if self._error is not None and jax.process_count() > 1:
+      raise self._error
+
+  def _may_draw(self) -> bool:
+    if self._is_paused or self._next > max(self._weights) + self._bound:
+      return False
+    known = self._schedule and self._schedule.known.get(self._next)
+    return not known or known[0][1] <= max(self._weights)
+
+  def _policy(self, number: int) -> tuple[Policy, Callable[[], Weights]]:
+    """What draws a batch, and what will say afterwards which weights did."""
+    if self._schedule is None:
+      version = max(number - self._bound, self._first_version)
+      return Policy(*self.take(version)), tuple
+    feed = _Feed(self, self._schedule.known.get(number))
+    params, version = feed.now
+    return Policy(feed if self._changes else params, version), lambda: tuple(feed.used)
+
+  def _forget(self) -> None:
+    """Frees the weights that no later batch needs."""
+    newest = max(self._weights)
+    needed = {newest, *self._known_versions()}
+    if self._schedule is None:
+      needed.update(range(self._next - self._bound, newest))
+    for version in self._weights.keys() - needed:
+      del self._weights[version]
+
+  def _known_versions(self) -> set[int]:
+    """The versions of the weights that a known schedule needs for later batches."""
+    known = self._schedule.known if self._schedule else {}
+    later = [known[number] for number in list(known) if number >= self._next]
+    return {version for weights in later for _, version in weights}
+
+
+class _Feed:
+  """The weights of each chunk of a batch: the known ones, as long as they come, or the newest.
+
+  Attributes:
+    now: The weights of the chunk, and their version.
+    used: Which weights drew, so far. The chunks of all sampling calls of the batch are counted.
+  """
+
+  def __init__(self, source: Beside, known: Weights | None):
+    self._source, self._known = source, None if known is None else dict(known)
+    self._chunk = 0
+    self.now = source.take(self._wanted())
+    self.used = [(0, self.now[1])]
+
+  def __call__(self) -> tuple[Any, int]:
+    if self._chunk and (self._known is None or self._chunk in self._known):
+      wanted = self._wanted()
+      self.now = self._source.take(wanted)
+      version = self.now[1]
+      if version != wanted:
+        self._known = None
+      if version != self.used[-1][1]:
+        self.used.append((self._chunk, version))
+    self._chunk += 1
+    return self.now
+
+  def _wanted(self) -> int | None:
+    """The version that is known for this chunk. None means the newest."""
+    return None if self._known is None else self._known[self._chunk]
+
+
+class _Stopwatch:
+  """Which share of the time a thread has waited."""
+
+  def __init__(self) -> None:
+    self._since = self._last = time.perf_counter()
+    self._waited, self._is_running = 0.0, False
+
+  @contextlib.contextmanager
+  def running(self) -> Any:
+    """Counts the time of the block."""
+    self._since, self._is_running = time.perf_counter(), True
+    try:
+      yield
+    finally:
+      self._waited += time.perf_counter() - self._since
+      self._is_running = False
+
+  def share(self) -> float:
+    """The share of the time since the last call."""
+    now = time.perf_counter()
+    if self._is_running:
+      self._waited, self._since = self._waited + now - self._since, now
+    share = self._waited / max(now - self._last, 1e-9)
+    self._last, self._waited = now, 0.0
+    return share

@@ -1,0 +1,223 @@
+"""Checks every field and array of the messages, on both sides.
+
+The learner knows what a good answer looks like, to the shape of each array. A sampler knows the
+weights of its config. So nothing larger is allocated, and nothing else is believed.
+"""
+
+from collections.abc import Callable, Mapping
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.asynchronous.messages import BadMessage, Shapes, bytes_of
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.settings import shown
+from grpo_jax.types import Completions, Images
+
+IMAGES = "images."  # what the names of their arrays begin with
+_ROUNDING = 1e-3  # that a log-prob may lie above 0
+_MOST = 2**31  # of a number in a field
+
+
+class Limits(NamedTuple):
+  """What the completions of a run can be.
+
+  Attributes:
+    vocabulary: Token ids are below it.
+    tokens: T, the longest completion.
+    experts: X, how many there are.
+    experts_in_all: Y, those that a token uses in all layers.
+    experts_dtype: Of their numbers.
+  """
+
+  vocabulary: int
+  tokens: int
+  experts: int = 0
+  experts_in_all: int = 0
+  experts_dtype: str = "int8"
+
+
+class Part(NamedTuple):
+  """What a process was asked for.
+
+  Attributes:
+    prompts: How many.
+    prompt_tokens: S.
+    members: G.
+    longest: The longest completion of these rows, at most `Limits.tokens`.
+    keeps_experts: Whether completions have the experts of each token.
+  """
+
+  prompts: int
+  prompt_tokens: int
+  members: int
+  longest: int
+  keeps_experts: bool
+
+
+def limits_of(run: Run) -> Limits:
+  """What the completions of a run can be."""
+  shape = run.parameters.sampling.model
+  return Limits(
+    vocabulary=shape.vocab_size,
+    tokens=run.config.sampling.max_tokens,
+    experts=shape.num_experts,
+    experts_in_all=shape.experts_in_all,
+    experts_dtype=shape.experts_dtype,
+  )
+
+
+def answer_bytes(part: Part, limits: Limits) -> int:
+  """The bytes of the arrays that answer all of a part."""
+  return bytes_of(_answer(part.prompts, part, limits))
+
+
+def check_answer(fields: Mapping[str, Any], shapes: Shapes, part: Part, limits: Limits) -> None:
+  """Checks what a process says that it has drawn, before its arrays are read.
+
+  Args:
+    fields: The fields of its message.
+    shapes: Of its arrays.
+    part: What it was asked for.
+    limits: What the completions of the run can be.
+
+  Raises:
+    BadMessage: It names the field or the array.
+  """
+  numbers, own = fields.get("prompts"), range(part.prompts)
+  if not isinstance(numbers, list) or not all(type(n) is int and n in own for n in numbers):
+    raise BadMessage("it sent completions of prompts that it did not get")
+  if len({*numbers}) < len(numbers):
+    raise BadMessage("it sent completions of a prompt twice")
+  _check_shapes(shapes, _answer(len(numbers), part, limits), "completions")
+
+
+def completions(arrays: Mapping[str, np.ndarray], part: Part, limits: Limits) -> Completions:
+  """The completions of some groups of a part, whose shapes `check_answer` has looked at.
+
+  Raises:
+    BadMessage: They cannot be what the weights of the run draw. It names the array.
+  """
+  made = Completions(**arrays)
+  lengths_PG, tokens_PGT = made.lengths_PG, made.tokens_PGT
+  _check_range("lengths_PG", lengths_PG, 1, part.longest)
+  is_token_PGT = np.arange(limits.tokens) < lengths_PG[..., None]
+  if (made.sampled_PGT != is_token_PGT).any():
+    raise BadMessage("it sent sampled_PGT that is not true for exactly the tokens of each row")
+  _check_range("tokens_PGT", tokens_PGT, 0, limits.vocabulary - 1)
+  for name in ("tokens_PGT", "logprobs_PGT", "behavior_logprobs_PGT"):
+    if arrays[name][~is_token_PGT].any():
+      raise BadMessage(f"it sent {name} that is not 0 at padding")
+  for name in ("logprobs_PGT", "behavior_logprobs_PGT"):
+    wrong = ~(np.isfinite(arrays[name]) & (arrays[name] <= _ROUNDING))
+    if wrong.any():
+      raise BadMessage(f"it sent {name} with {arrays[name][wrong][0]}, which is no log-prob")
+  last_PG = np.take_along_axis(tokens_PGT, lengths_PG[..., None] - 1, -1)[..., 0]
+  is_cut_PG = (made.stopped_by_PG == -1) & (lengths_PG == part.longest)
+  if not (is_cut_PG | (made.stopped_by_PG == last_PG)).all():
+    raise BadMessage("it sent stopped_by_PG that is not the last token of each row that has ended")
+  for name in ("experts_PGTY", "prompt_experts_PSY"):
+    if name in arrays:
+      _check_range(name, arrays[name], -1, limits.experts - 1)
+  return made
+
+
+def are_finite(arrays: list[np.ndarray]) -> bool:
+  """Whether all numbers of weights are finite."""
+  floats = [x for x in arrays if jax.numpy.issubdtype(x.dtype, np.floating)]
+  return all(np.isfinite(x.astype(np.float32)).all() for x in floats)
+
+
+def check_draw(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], limits: Limits) -> None:
+  """Checks what a sampler is to draw. Raises BadMessage, which names the field or the array."""
+  _check_field(fields, "members", lambda x: _is_whole(x) and x > 0)
+  _check_field(fields, "first_prompt", _is_whole)
+  _check_field(fields, "keeps_experts", lambda x: isinstance(x, bool))
+  _check_field(fields, "settings", lambda x: isinstance(x, dict))
+  for name, value in fields["settings"].items():
+    is_number = type(value) in (int, float) and 0 <= value < math.inf
+    if name not in RowSettings.__dataclass_fields__ or not is_number:
+      raise BadMessage(f"it sent settings with {shown(name)} of {shown(value)}")
+  prompts, lengths = arrays.get("prompts_PS"), arrays.get("prompt_lengths_P")
+  for name, array, axes in (("prompts_PS", prompts, 2), ("prompt_lengths_P", lengths, 1)):
+    if array is None or array.ndim != axes or array.dtype.kind != "i" or not array.size:
+      raise BadMessage(f"it sent no {name}, or not as integers with {axes} axes")
+  P, S = prompts.shape
+  key = np.asarray(jax.random.key_data(jax.random.key(0)))
+  wanted: Shapes = {
+    "prompts_PS": (prompts.dtype, (P, S)),
+    "prompt_lengths_P": (lengths.dtype, (P,)),
+    "key": (key.dtype, key.shape),
+  }
+  shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+  _check_shapes(shapes, wanted | _images(arrays, P, S), "prompts")
+  _check_range("prompts_PS", prompts, 0, limits.vocabulary - 1)
+  _check_range("prompt_lengths_P", lengths, 1, S)
+
+
+def _answer(groups: int, part: Part, limits: Limits) -> Shapes:
+  """The arrays of so many groups of a part."""
+  PG, PGT = (groups, part.members), (groups, part.members, limits.tokens)
+  wanted: Shapes = {
+    "tokens_PGT": (np.dtype(np.int32), PGT),
+    "lengths_PG": (np.dtype(np.int32), PG),
+    "sampled_PGT": (np.dtype(bool), PGT),
+    "logprobs_PGT": (np.dtype(np.float32), PGT),
+    "behavior_logprobs_PGT": (np.dtype(np.float32), PGT),
+    "stopped_by_PG": (np.dtype(np.int32), PG),
+  }
+  if part.keeps_experts:
+    dtype, Y = np.dtype(limits.experts_dtype), limits.experts_in_all
+    wanted["experts_PGTY"] = dtype, (*PGT, Y)
+    wanted["prompt_experts_PSY"] = dtype, (groups, part.prompt_tokens, Y)
+  return wanted
+
+
+def _images(arrays: Mapping[str, np.ndarray], P: int, S: int) -> Shapes:
+  """The arrays of the images of P prompts, where there are some."""
+  own = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
+  if not own:
+    return {}
+  patches = own.get("patches_PINC")
+  if patches is None or patches.ndim != 4 or not own.keys() <= Images.__dataclass_fields__.keys():
+    raise BadMessage("it sent images that are none: other arrays, or patches without 4 axes")
+  _, I, N, C = patches.shape
+  whole, real = np.dtype(np.int32), np.dtype(np.float32)
+  wanted: Shapes = {
+    "patches_PINC": (real, (P, I, N, C)),
+    "places_PIN2": (whole, (P, I, N, 2)),
+    "seen_PS2": (whole, (P, S, 2)),
+  }
+  if "positions_PS3" in own:
+    wanted |= {"positions_PS3": (whole, (P, S, 3)), "next_P": (whole, (P,))}
+  return {f"{IMAGES}{name}": shape for name, shape in wanted.items()}
+
+
+def _check_shapes(shapes: Shapes, wanted: Shapes, what: str) -> None:
+  other = sorted(shapes.keys() ^ wanted.keys())
+  if other:
+    verb = "sent" if other[0] in shapes else "left out"
+    raise BadMessage(f"it {verb} {shown(other[0])}: other arrays than those of {what}")
+  for name, (dtype, shape) in shapes.items():
+    if (dtype, shape) != wanted[name]:
+      raise BadMessage(
+        f"it sent {name} as {dtype} of shape {shape}, not {' of '.join(map(str, wanted[name]))}"
+      )
+
+
+def _check_range(name: str, array: np.ndarray, least: int, most: int) -> None:
+  wrong = array[(array < least) | (array > most)]
+  if wrong.size:
+    raise BadMessage(f"it sent {name} with {wrong[0]}, which is not between {least} and {most}")
+
+
+def _check_field(fields: Mapping[str, Any], name: str, is_right: Callable[[Any], bool]) -> None:
+  if not is_right(fields.get(name)):
+    raise BadMessage(f"it sent {name} as {shown(fields.get(name, 'nothing'))}")
+
+
+def _is_whole(value: Any) -> bool:
+  return type(value) is int and 0 <= value < _MOST

@@ -1,0 +1,218 @@
+"""A sampler process: joins a learner, draws what it gets, and comes back when the learner does.
+
+It keeps nothing but the last weights, so it can be killed and started again at any time.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import queue
+import socket
+import threading
+import time
+from typing import Any
+
+import jax
+
+from grpo_jax.asynchronous import contents
+from grpo_jax.asynchronous.contents import IMAGES
+from grpo_jax.asynchronous.learner import given
+from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
+from grpo_jax.asynchronous.terms import abstract_weights, terms_of
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.sampling import Draws, Finished
+from grpo_jax.sampler.stop import end_at
+from grpo_jax.settings import ConfigError, RunFailed, shown
+from grpo_jax.types import Images
+
+_MOST_BYTES = 2**34  # of prompts and their images
+_PAUSE = 1.0  # seconds between two attempts to join
+_MOST_BAD = 5  # messages in a row that cannot be drawn
+
+
+def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None:
+  """Draws for the run that listens at an address, until the run has ended.
+
+  Args:
+    run: The parts of the same config, on the devices of this process.
+    address: Host and port.
+    give_up_after: For so many seconds, it tries to find a learner that is not there.
+
+  Raises:
+    ConfigError: The learner refuses this process, because its config would give other numbers.
+    RunFailed: No learner was there for so long, one sent this process away, or it sends what cannot
+      be drawn.
+  """
+  config = run.config
+  part = config.batch.prompts // config.rollout.samplers
+  run.hosts.check_rows({"batch.prompts / rollout.samplers": part})
+  drawer, terms = Drawer(run), terms_of(run)
+  name, said, seen_at = f"{address[0]}:{address[1]}", "", time.monotonic()
+  bad_in_a_row, drawn_before = 0, 0
+  while True:
+    try:
+      with _joined(address, terms) as connection:
+        print(f"joined the run at {name}", flush=True)
+        said = ""
+        try:
+          _draw_until_ended(connection, drawer)
+        finally:
+          seen_at = time.monotonic()
+      print("the run has ended", flush=True)
+      return
+    except (BadMessage, OSError) as error:
+      why = str(error)
+      if isinstance(error, BadMessage):
+        bad_in_a_row = bad_in_a_row + 1 if drawer.drawn == drawn_before else 1
+        drawn_before = drawer.drawn
+        if bad_in_a_row == _MOST_BAD:
+          raise RunFailed(f"the learner at {name} sends what cannot be drawn: {why}") from error
+    if time.monotonic() - seen_at > give_up_after:
+      raise RunFailed(f"no learner was at {name} for {give_up_after:g} seconds: {why}")
+    if why != said:
+      print(f"no learner at {name}, trying again: {why}", flush=True)
+      said = why
+    time.sleep(_PAUSE)
+
+
+class Drawer:
+  """Draws with weights that come as arrays of the host.
+
+  Attributes:
+    most_bytes: What the arrays of a message may take.
+    drawn: How many parts it has drawn.
+  """
+
+  def __init__(self, run: Run):
+    """`run` has the sampler."""
+    self._run = run
+    self._abstract, self._tree = jax.tree.flatten(abstract_weights(run))
+    self._leaves: list[Any] = [None] * len(self._abstract)
+    self._limits = contents.limits_of(run)
+    weights = sum(x.size * x.dtype.itemsize for x in self._abstract)
+    self.most_bytes = max(weights, _MOST_BYTES)
+    stop = run.config.sampling.stop
+    self._end = end_at(stop, run.tokenizer.decode) if stop else None
+    self.drawn = 0
+
+  def take(self, weights: Message) -> None:
+    """Puts new weights in the place of old ones. Raises BadMessage if they do not fit."""
+    if weights.fields.get("leaves") != len(self._leaves):
+      raise BadMessage(f"it sent weights of {shown(weights.fields.get('leaves'))} leaves")
+    for place, array in weights.arrays.items():
+      number = int(place) if place.isdecimal() and len(place) < 9 else -1
+      if not 0 <= number < len(self._leaves):
+        raise BadMessage(f"it sent a leaf of the weights called {place[:20]!r}")
+      wanted = self._abstract[number]
+      if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
+        raise BadMessage(
+          f"it sent leaf {place} of its weights as {array.dtype} of shape {array.shape}, not"
+          f" {wanted.dtype} of {wanted.shape}"
+        )
+      self._leaves[number] = jax.device_put(array, wanted.sharding)
+
+  def draw(self, asked: Message, is_gone: threading.Event) -> Iterator[Finished]:
+    """Completes prompts.
+
+    Args:
+      asked: The message of kind draw.
+      is_gone: Set when nobody waits for them any more.
+
+    Raises:
+      BadMessage: It cannot be drawn.
+    """
+    contents.check_draw(asked.fields, asked.arrays, self._limits)
+    missing = [place for place, leaf in enumerate(self._leaves) if leaf is None]
+    if missing:
+      raise BadMessage(f"it wants completions and has not sent leaf {missing[0]} of its weights")
+    fields, arrays = asked.fields, asked.arrays
+    seen = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
+    params = jax.tree.unflatten(self._tree, self._leaves)
+
+    def feed() -> tuple[Any, int]:  # the sampler asks it between chunks
+      if is_gone.is_set():
+        raise ConnectionError("the connection has ended while a batch was drawn")
+      return params, 0
+
+    sample = self._run.programs.sampler(keeps_experts=fields["keeps_experts"])
+    draws = Draws(
+      jax.random.wrap_key_data(arrays["key"]),
+      RowSettings(**fields["settings"]),
+      first_prompt=fields["first_prompt"],
+      end=self._end,
+    )
+    prompts = arrays["prompts_PS"], arrays["prompt_lengths_P"]
+    images = Images(**seen) if seen else None
+    for part in sample(feed, *prompts, fields["members"], draws, images=images):
+      yield part._replace(completions=part.completions.replace(versions_PGT=None))
+    self.drawn += 1
+
+
+@contextlib.contextmanager
+def _joined(address: tuple[str, int], terms: dict[str, Any]) -> Iterator[Connection]:
+  """A connection to a learner that takes this process."""
+  connection = Connection(socket.create_connection(address, timeout=10))
+  try:
+    connection.send("hello", {"terms": terms})
+    answer = connection.receive(most_bytes=0)
+    if answer.kind == "refused":
+      raise ConfigError(f"the learner refuses this sampler: {_why(answer)}")
+    if answer.kind != "welcome":
+      raise BadMessage(f"it answered with a message of kind {answer.kind[:20]!r}")
+    yield connection
+  finally:
+    connection.end()
+    connection.close()
+
+
+def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
+  """Draws what comes. Returns when the learner says that its run has ended."""
+  # It holds few messages: a learner waits for what it asked for before it asks again.
+  came, is_gone = queue.SimpleQueue[Message | Exception](), threading.Event()
+  arguments = connection, drawer.most_bytes, came, is_gone
+  threading.Thread(target=_receive, args=arguments, name="receiver", daemon=True).start()
+  while True:
+    message = came.get()
+    if isinstance(message, Exception):
+      raise message
+    if message.kind == "ended":
+      return
+    if message.kind == "refused":
+      raise RunFailed(f"the learner sent this sampler away: {_why(message)}")
+    if message.kind == "weights":
+      drawer.take(message)
+    elif message.kind == "draw":
+      try:
+        for part in drawer.draw(message, is_gone):
+          connection.send("finished", {"prompts": part.prompts}, given(part.completions))
+      except ConnectionError:
+        connection.end()  # what came last says why
+    else:
+      raise BadMessage(f"it sent a message of kind {message.kind[:20]!r}")
+    del message  # weights are large
+
+
+def _why(message: Message) -> str:
+  """Why the learner refuses this process, as one line."""
+  return " ".join(str(message.fields.get("why")).split())[:500]
+
+
+def _receive(
+  connection: Connection,
+  most_bytes: int,
+  came: "queue.SimpleQueue[Message | Exception]",
+  is_gone: threading.Event,
+) -> None:
+  """Hands on messages, and answers signs of life at once. This is a thread."""
+  try:
+    while True:
+      message = connection.receive(most_bytes)
+      if message.kind == "alive":
+        connection.send("alive")
+        continue
+      if message.kind in ("ended", "refused"):
+        is_gone.set()
+      came.put(message)
+  except Exception as error:  # the main thread raises it
+    is_gone.set()
+    came.put(error)

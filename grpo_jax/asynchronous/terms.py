@@ -1,0 +1,63 @@
+"""What a learner and its sampler processes must have in common, so that completions are the same.
+
+Devices may differ, and how sampling is split over them. So may folders: a model may lie elsewhere.
+"""
+
+import hashlib
+from typing import Any
+
+import jax
+
+from grpo_jax.config import to_dict
+from grpo_jax.parallel.sharding import leaf_path
+from grpo_jax.run.run import Run
+from grpo_jax.settings import shown
+from grpo_jax.storage.saved_config import as_json, flat
+
+_SECTIONS = ("model.", "lora.", "sampling.", "batch.group_size", "batch.prompts", "seed")
+_MAY_DIFFER = ("model.path", "lora.path", "sampling.tensor", "sampling.rows")
+_MOST_IDS = 4096  # of which the text is compared
+_VERSION = 1  # of the messages
+
+
+def abstract_weights(run: Run) -> Any:
+  """Shapes, dtypes and places of the weights, as `Parameters.for_sampling` returns them."""
+  parameters = run.parameters
+  return parameters.sampling.abstract(parameters.abstract_policy)
+
+
+def terms_of(run: Run) -> dict[str, Any]:
+  """What the other side compares with its own: plain values by name."""
+  keys = flat(as_json(to_dict(run.config)))
+  terms = {
+    f"config key {key}": value
+    for key, value in keys.items()
+    if key.startswith(_SECTIONS) and key not in _MAY_DIFFER
+  }
+  shape, tokens = run.parameters.model, run.tokenizer
+  leaves = jax.tree_util.tree_leaves_with_path(abstract_weights(run))
+  texts = [tokens.decode([token]) for token in range(min(tokens.vocab_size, _MOST_IDS))]
+  return terms | {
+    "the version of the messages": _VERSION,
+    "the version of jax": jax.__version__,
+    "the model's stop ids": list(shape.stop_ids),
+    "the tokenizer's hash": _hash([tokens.vocab_size, texts]),
+    "the hash of the weights' shapes (which are others on CPUs than on accelerators)": _hash(
+      [(leaf_path(path), x.shape, str(x.dtype)) for path, x in leaves]
+    ),
+  }
+
+
+def difference(ours: dict[str, Any], theirs: Any) -> str:
+  """The first term that differs, in words for the other side. "" if none does."""
+  if not isinstance(theirs, dict):
+    return "it did not say what it would sample with"
+  for name in [*ours, *theirs]:
+    if name not in ours or name not in theirs or ours[name] != theirs[name]:
+      here, there = (shown(terms.get(name, "missing")) for terms in (ours, theirs))
+      return f"{name if name in ours else shown(name)} is {there}, and the learner has {here}"
+  return ""
+
+
+def _hash(values: Any) -> str:
+  return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

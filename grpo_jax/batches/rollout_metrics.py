@@ -1,0 +1,225 @@
+"""What a rollout reports: metrics under TRL's names, and a row per completion for completions/."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.data.images.shown import shown
+from grpo_jax.data.prompts import Prompt
+from grpo_jax.rollouts.rollout import Rollouts
+from grpo_jax.scoring.scores import groups_that_differ, host_scores
+from grpo_jax.types import Completions, Rewards
+
+
+def rollout_metrics(
+  completions: Completions, rewards: Rewards, names: list[str]
+) -> dict[str, float]:
+  """Metrics of sampled completions. docs/from_trl.md compares them with TRL's of the same names.
+
+  A length counts the tokens that the policy sampled, and not those of an environment.
+  `reward_std` is over all completions and not within groups, as in TRL. `frac_reward_zero_std` is
+  the fraction of groups whose scored rewards do not differ, or that have none.
+  `sampler/filter_gap_mean` is how much likelier a token was drawn than the policy has it: 0 without
+  top-k, top-p and min-p.
+
+  Args:
+    completions: As numpy arrays.
+    rewards: Of the reward functions, without the penalty for length.
+    names: Of the functions.
+  """
+  rewards_PG = host_scores(rewards)
+  scored = rewards_PG[~np.isnan(rewards_PG)]
+  lengths_PG = completions.sampled_PGT.sum(-1)
+  sampled_tokens = lengths_PG.sum()
+  ended = completions.stopped_by_PG >= 0
+  gap_PGT = completions.behavior_logprobs_PGT - completions.logprobs_PGT
+  gap_PGT = np.where(completions.sampled_PGT, gap_PGT, 0)
+  metrics = {
+    "reward": float(scored.mean()) if scored.size else float("nan"),
+    "reward_std": _spread(scored),
+    "frac_reward_zero_std": float(1 - groups_that_differ(rewards).mean()),
+    **_lengths(lengths_PG, ""),
+    **_lengths(lengths_PG[ended] if ended.any() else np.zeros(1), "terminated_"),
+    "completions/clipped_ratio": float((~ended).mean()),
+    "completions/tokens": int(sampled_tokens),
+    "sampler/filter_gap_mean": float(gap_PGT.sum() / max(1, sampled_tokens)),
+  }
+  return metrics | score_metrics(rewards, names)
+
+
+def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
+  """Metrics of conversations. Those of tools have TRL's names.
+
+  `tools/call_frequency` is the mean number of calls of a completion. `tools/failure_frequency` is
+  the share of calls that failed.
+
+  Args:
+    turns_PG: object array of `Conversation`.
+  """
+  found = list(turns_PG.ravel())
+  calls, failures = sum(one.calls for one in found), sum(one.failures for one in found)
+  metrics = {
+    "tools/call_frequency": calls / len(found),
+    "tools/failure_frequency": failures / max(1, calls),
+    "environment/turns": sum(len(one.own) for one in found) / len(found),
+  }
+  for kind, name in (("error", "errors"), ("timeout", "timeouts"), ("crash", "crashes")):
+    metrics[f"environment/{name}"] = sum(one.kind == kind for one in found)
+  return metrics
+
+
+def staleness_metrics(versions: np.ndarray, current: int, mask_PGT: np.ndarray) -> dict[str, float]:
+  """How old the tokens of a batch are, in updates of the policy between their draw and their use.
+
+  `staleness/share_0` to `staleness/share_2` are the shares of tokens of that age, and
+  `staleness/share_3_or_more` that of all older ones. They add up to 1. A batch without a token has
+  no shares: all are NaN.
+
+  Args:
+    versions: int32 [P, G, T], the version of the policy that drew each token, or [P, G, 1] where
+      all tokens of a row have one.
+    current: The version that learns from them.
+    mask_PGT: 1 at the tokens that count.
+  """
+  ages = (current - np.broadcast_to(versions, mask_PGT.shape))[mask_PGT != 0]
+  if not ages.size:
+    ages = np.full(1, np.nan)
+  counted = {f"share_{age}": ages == age for age in range(3)} | {"share_3_or_more": ages >= 3}
+  shares = {name: np.where(np.isnan(ages), np.nan, x).mean() for name, x in counted.items()}
+  found = {"mean": ages.mean(), "min": ages.min(), "max": ages.max()} | shares
+  return {f"staleness/{name}": float(value) for name, value in found.items()}
+
+
+def score_metrics(rewards: Rewards, names: list[str]) -> dict[str, float]:
+  """Mean and spread of each function's scores, and how many completions it did not score."""
+  metrics = {}
+  for name, scores_PG in zip(names, np.moveaxis(rewards.scores_PGJ, -1, 0), strict=True):
+    scored = scores_PG[~np.isnan(scores_PG)]
+    metrics[f"rewards/{name}/mean"] = float(scored.mean()) if scored.size else float("nan")
+    metrics[f"rewards/{name}/std"] = _spread(scored)
+    metrics[f"rewards/{name}/unscored"] = int(np.isnan(scores_PG).sum())
+  return metrics
+
+
+def check_metrics(rewards_PG: np.ndarray, checks_PG: np.ndarray) -> dict[str, float]:
+  """How far the reward is from the check that no update sees. Empty without a check.
+
+  A gap that grows says that the policy learns to please the reward functions and not to be right.
+
+  Args:
+    rewards_PG: The rewards, NaN where no function scored.
+    checks_PG: 1 or 0, or NaN without a check.
+  """
+  both = ~np.isnan(rewards_PG) & ~np.isnan(checks_PG)
+  if not both.any():
+    return {}
+  check = float(checks_PG[both].mean())
+  return {"check/mean": check, "check/gap": float(rewards_PG[both].mean()) - check}
+
+
+def with_judgements(
+  rows: list[dict[str, Any]], pass_rates_P: np.ndarray, checks_PG: np.ndarray
+) -> list[dict[str, Any]]:
+  """Rows of completions with what is known beside their rewards.
+
+  Args:
+    rows: One object per completion.
+    pass_rates_P: The pass rates of the prompts before the step, NaN if they had none.
+    checks_PG: 1 or 0, or NaN without a check.
+  """
+  rates_PG = np.broadcast_to(pass_rates_P[:, None], checks_PG.shape)
+  return [
+    row | {"pass_rate": _number(rate)} | ({} if np.isnan(check) else {"check": float(check)})
+    for row, rate, check in zip(rows, rates_PG.ravel(), checks_PG.ravel(), strict=True)
+  ]
+
+
+def most_disputed_first(rows: list[dict[str, Any]], group_size: int) -> list[dict[str, Any]]:
+  """Groups in the order of the largest gap between a reward and its check. Others stay in order."""
+  groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+
+  def gap(group: list[dict[str, Any]]) -> float:
+    gaps = [abs(row["reward"] - row["check"]) for row in group if _has_both(row)]
+    return max(gaps, default=0.0)
+
+  return [row for group in sorted(groups, key=gap, reverse=True) for row in group]
+
+
+def _has_both(row: dict[str, Any]) -> bool:
+  return row.get("reward") is not None and "check" in row
+
+
+def completion_rows(
+  rollouts: Rollouts,
+  prompts: Sequence[Prompt],
+  rewards_PG: np.ndarray,
+  scores_PGJ: np.ndarray,
+  names: list[str],
+  extras_PG: np.ndarray | None = None,
+) -> list[dict[str, Any]]:
+  """One JSON-ready object per completion, for completions/ and for the terminal.
+
+  The texts are for readers. The ids and log-probs are what a step can be replayed from: two
+  different rows of ids may have the same text, because special tokens have none.
+
+  Args:
+    rollouts: The completions.
+    prompts: Their P prompts.
+    rewards_PG: Their rewards, without the penalty for length.
+    scores_PGJ: The scores of the functions, and of the penalty where that is on.
+    names: Of these scores.
+    extras_PG: What functions gave to log_extra, as dicts by column.
+  """
+  rows, completions = [], rollouts.completions
+  seen = [shown(prompt.images) for prompt in prompts]
+  for p, g in np.ndindex(rewards_PG.shape):
+    length = int(completions.lengths_PG[p, g])
+    scores = {
+      f"rewards/{name}": _number(score) for name, score in zip(names, scores_PGJ[p, g], strict=True)
+    }
+    extras = {} if extras_PG is None else extras_PG[p, g]
+    row = {
+      "prompt": prompts[p].text,
+      "completion": rollouts.texts_PG[p, g],
+      "reward": _number(rewards_PG[p, g]),
+      **scores,
+      **{f"extra/{column}": value for column, value in extras.items()},
+      "length": length,
+      "stopped_by": int(completions.stopped_by_PG[p, g]),
+      "prompt_ids": prompts[p].ids,
+      "completion_ids": completions.tokens_PGT[p, g, :length].tolist(),
+      "logprobs": [_shortest(x) for x in completions.logprobs_PGT[p, g, :length]],
+    }
+    if prompts[p].images:
+      row["images"] = seen[p]
+    if rollouts.turns_PG is not None and rollouts.turns_PG[p, g] is not None:
+      row["turns"] = rollouts.turns_PG[p, g].as_json()
+    if rollouts.branches is not None:
+      G, rollout_B = rewards_PG.shape[1], rollouts.branches.rollout_PB[p]
+      further = rollouts.branches.turns_PB[p, G:][rollout_B[G:] == g]
+      row["branches"] = [one.as_json() for one in further if one is not None]
+    rows.append(row)
+  return rows
+
+
+def _shortest(value: np.floating) -> float:
+  """The float with the fewest digits that is still this float32."""
+  return float(str(value))
+
+
+def _spread(values: np.ndarray) -> float:
+  """The standard deviation of a sample, with n - 1. NaN for fewer than two values."""
+  return float(values.std(ddof=1)) if values.size > 1 else float("nan")
+
+
+def _lengths(lengths: np.ndarray, which: str) -> dict[str, float]:
+  return {
+    f"completions/mean_{which}length": float(lengths.mean()),
+    f"completions/min_{which}length": float(lengths.min()),
+    f"completions/max_{which}length": float(lengths.max()),
+  }
+
+
+def _number(value: float) -> float | None:
+  return None if np.isnan(value) else float(value)

@@ -1,0 +1,391 @@
+"""What a config's values must satisfy before anything is built.
+
+The range of each setting stands with the setting. Here are the checks between settings. Those of
+the section `algo` are in `grpo_jax/algo/checks.py`.
+"""
+
+import math
+from typing import Any
+
+import jax
+
+from grpo_jax import model
+from grpo_jax.algo.advantages import ADVANTAGES
+from grpo_jax.algo.checks import check_algo
+from grpo_jax.config import Config
+from grpo_jax.data.tasks.mixture import mixture_of, sources_of
+from grpo_jax.parallel.chips import machine_memory, reported_memory
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rewards import dispatch
+from grpo_jax.sampler.sampling import settings_of
+from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges
+
+
+def check_config(config: Config) -> None:
+  """Raises ConfigError at the first value that cannot be run."""
+  check_ranges(config)
+  _check_batch(config)
+  sampling = config.sampling
+  check_algo(
+    config.algo,
+    prompts=config.batch.prompts,
+    group_size=config.batch.group_size,
+    max_tokens=sampling.max_tokens,
+    sampler_filters=settings_of(sampling, 1.0).filters,
+  )
+  if sampling.min_tokens > sampling.max_tokens:
+    raise ConfigError(
+      f"config key sampling.min_tokens is {sampling.min_tokens}: sampling.max_tokens is"
+      f" {sampling.max_tokens}, so no completion could end by itself"
+    )
+  sources = [source.name for source in sources_of(mixture_of(config.data))]
+  reward = config.reward
+  dispatch.check_tasks(reward.tasks, reward.functions, sources, config.eval.function)
+  environment = config.environment
+  if "environment" in reward.functions and not environment.has_messages:
+    raise ConfigError(
+      "config key reward.functions names environment, the sum of the rewards that an environment"
+      " gives, and environment.name is ''; name one, or a harness"
+    )
+  if environment.harness and (environment.name or environment.tools):
+    raise ConfigError(
+      f"config key environment.harness is {environment.harness!r}: it plays whole conversations, so"
+      " environment.name and environment.tools are not used; leave them empty"
+    )
+  _require(
+    not (config.learner.router_replay and environment.harness),
+    "learner.router_replay",
+    True,
+    f"environment.harness is {environment.harness!r}, whose endpoint keeps no experts; set False",
+  )
+  _check_branches(config)
+  _check_rollout(config)
+  _check_lora(config)
+  _check_reference(config)
+  _check_sizes(config)
+  if not config.model.path:
+    _check_shape(config)
+
+
+def _check_branches(config: Config) -> None:
+  """Raises ConfigError if several branches of a rollout cannot be learned."""
+  algo, branches = config.algo, config.environment.branches
+  if branches == 1:
+    return
+  key = f"config key environment.branches is {branches}"
+  if not config.environment.harness:
+    raise ConfigError(f"{key}: only the calls of environment.harness have branches; set 1")
+  if ADVANTAGES[algo.advantage].per_token or algo.kl_in_reward:
+    raise ConfigError(
+      f"{key}: all branches of a completion have its advantage, so algo.advantage must be one of"
+      " whole completions, and algo.kl_in must be loss"
+    )
+  if algo.keep_surplus or algo.kl_target:
+    raise ConfigError(
+      f"{key}: algo.keep_surplus must be False and algo.kl_target 0, which know no branches"
+    )
+
+
+def _check_rollout(config: Config) -> None:
+  """Raises ConfigError for batches that are drawn ahead and could not be learned from."""
+  algo, rollout = config.algo, config.rollout
+  if rollout.max_staleness:
+    key, value = "rollout.max_staleness", rollout.max_staleness
+    _require(
+      algo.has_correction or algo.old_logprobs == "sampler",
+      key,
+      value,
+      "log-probs that are computed again are those of a newer policy than the one that drew; set"
+      " algo.old_logprobs='sampler', or an algo.correction as the preset areal has it",
+    )
+    _require(
+      not algo.keep_surplus,
+      key,
+      value,
+      "a surplus of the step before is older than that; set algo.keep_surplus=False",
+    )
+  only_sample = config.mesh.sampler or rollout.listen
+  for name, off in (("weights", "fixed"), ("replay", "")):
+    _require(
+      getattr(rollout, name) == off or bool(rollout.max_staleness and only_sample),
+      f"rollout.{name}",
+      getattr(rollout, name),
+      "it needs mesh.sampler above 0 or rollout.listen, and rollout.max_staleness above 0; set"
+      f" {off!r}",
+    )
+  _require(
+    not rollout.replay or rollout.weights != "fixed",
+    "rollout.replay",
+    rollout.replay,
+    "fixed weights have no schedule; set rollout.weights as in the run that wrote it",
+  )
+  _require(
+    rollout.weights != "in_flight" or not config.environment.harness,
+    "rollout.weights",
+    rollout.weights,
+    "the endpoint of environment.harness keeps its weights for a batch; set 'newest'",
+  )
+  _check_sampler_processes(config)
+
+
+def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> None:
+  """Raises ConfigError for what devices of several processes cannot draw beside the others.
+
+  Where batches are drawn ahead, the order of their collectives would depend on time. Runs in turn
+  are refused, too.
+  """
+  if processes == 1:
+    return
+  algo, key = config.algo, f"config key mesh.sampler is {config.mesh.sampler}"
+  for holds, why in (
+    (config.rollout.weights == "fixed", "rollout.weights must be 'fixed'"),
+    (not algo.dynamic_sampling, "algo.dynamic_sampling must be False"),
+    (not config.curriculum.chooses, "the curriculum must choose no prompts"),
+    (not ADVANTAGES[algo.advantage].needs_greedy, "algo.advantage must need no greedy completions"),
+    (not config.environment.has_turns, "there must be no tools and no environment"),
+    (shape.vision is None, "the model must see no images"),
+  ):
+    if not holds:
+      raise ConfigError(f"{key}: in a run of several processes, {why}; or set mesh.sampler=0")
+
+
+def _check_sampler_processes(config: Config) -> None:
+  """Raises ConfigError for what sampler processes cannot draw."""
+  rollout, prompts = config.rollout, config.batch.prompts
+  _require(
+    prompts % rollout.samplers == 0 and (rollout.listen or rollout.samplers == 1),
+    "rollout.samplers",
+    rollout.samplers,
+    f"it must divide batch.prompts = {prompts}, and be 1 without rollout.listen",
+  )
+  if not rollout.listen:
+    return
+  address_of(rollout.listen, "config key rollout.listen")
+  for holds, why in (
+    (not config.mesh.sampler, "sampler processes take the place of mesh.sampler; set that to 0"),
+    (
+      not config.environment.has_turns,
+      "tools and environments answer in the process that samples; leave environment.name,"
+      " environment.tools and environment.harness empty",
+    ),
+    (rollout.weights != "in_flight", "set rollout.weights to 'fixed' or 'newest'"),
+  ):
+    _require(holds, "rollout.listen", rollout.listen, why)
+
+
+def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
+  """Raises ConfigError if the parameters alone are larger than the memory that they would lie in.
+
+  Args:
+    params: Shapes and shardings.
+    mesh: The devices. Nothing is checked if they do not say how much memory they have.
+  """
+  needed = sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params)
+  )
+  if mesh.devices.flat[0].platform == "cpu":  # all its devices lie in the memory of this machine
+    needed *= len(mesh.local_devices)
+    memory: float | None = machine_memory()
+  else:
+    memory = reported_memory(mesh.local_devices[0]) if mesh.local_devices else None
+  if memory is not None and needed > memory:
+    raise ConfigError(
+      f"the parameters alone take {needed / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB of"
+      " memory: choose a smaller model.path, lower model.embed_dim, model.mlp_dim or"
+      " model.num_layers, or split it over more devices with mesh.fsdp"
+    )
+
+
+def check_batches(config: Config, hosts: Hosts) -> None:
+  """Raises ConfigError for batches of training that the mesh does not divide."""
+  hosts.check_rows(
+    {
+      "batch.prompts": config.batch.prompts,
+      "batch.micro_batch": config.batch.micro_batch,
+      "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
+      "eval.batch": config.eval.batch if config.eval.every else 0,
+    }
+  )
+  count = config.algo.minibatches
+  part = config.batch.prompts // count
+  if part % hosts.row_shards:
+    raise ConfigError(
+      f"config key algo.minibatches is {count}: batch.prompts / algo.minibatches = {part} must be a"
+      f" multiple of mesh.data x mesh.fsdp x mesh.expert = {hosts.row_shards}"
+    )
+  rows = config.sampling.rows
+  if rows and rows < hosts.row_shards:
+    raise ConfigError(
+      f"config key sampling.rows is {rows}: it must be 0, or at least mesh.data x mesh.fsdp x"
+      f" mesh.expert = {hosts.row_shards}"
+    )
+
+
+def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
+  """Raises ConfigError for a stop id that the model does not have."""
+  for stop_id in config.sampling.stop_ids:
+    if not 0 <= stop_id < shape.vocab_size:
+      raise ConfigError(
+        f"config key sampling.stop_ids holds {stop_id}: the model's ids are 0 to"
+        f" {shape.vocab_size - 1}"
+      )
+
+
+def check_length(config: Config, shape: model.ModelConfig) -> None:
+  """Raises ConfigError if prompt and completion may not fit the model's positions."""
+  longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+  if longest > shape.max_positions:
+    raise ConfigError(
+      f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model"
+      f" has {shape.max_positions} positions"
+    )
+
+
+def _require(holds: Any, key: str, value: Any, why: str) -> None:
+  if not holds:
+    raise ConfigError(f"config key {key} is {value!r}: {why}")
+
+
+def _check_batch(config: Config) -> None:
+  batch, reward, data = config.batch, config.reward, config.data
+  minibatches = max(1, config.algo.minibatches)
+  part = batch.prompts // minibatches
+  if batch.micro_batch:
+    divided_by = " / algo.minibatches" if minibatches > 1 else ""
+    _require(
+      part % batch.micro_batch == 0,
+      "batch.micro_batch",
+      batch.micro_batch,
+      f"it must divide batch.prompts{divided_by} = {part}",
+    )
+  _require(
+    all(config.sampling.stop),
+    "sampling.stop",
+    config.sampling.stop,
+    "an empty text would end every completion at its first token",
+  )
+  _require(
+    data.chat or not data.system,
+    "data.system",
+    data.system,
+    "a prompt that is not a conversation has no system message; set data.chat=True, or write it"
+    " into data.prompt",
+  )
+  _require(
+    data.chat or not data.chat_template_kwargs,
+    "data.chat_template_kwargs",
+    data.chat_template_kwargs,
+    "a prompt that is not a conversation has no chat template; set data.chat=True, or leave it out",
+  )
+  _require(
+    data.chat or not data.few_shot,
+    "data.few_shot",
+    data.few_shot,
+    "a prompt that is not a conversation has no earlier messages; set data.chat=True, or write them"
+    " into data.prompt",
+  )
+  _require(
+    len(data.few_shot) % 2 == 0,
+    "data.few_shot",
+    data.few_shot,
+    "after each text of the user, it must hold the assistant's answer",
+  )
+  _require(
+    reward.step_separator, "reward.step_separator", "", "it must hold at least one character"
+  )
+  _require(
+    len(reward.weights) == len(reward.functions) >= 1,
+    "reward.weights",
+    reward.weights,
+    f"it must hold one number for each of reward.functions = {reward.functions}, and there must be"
+    " at least one",
+  )
+
+
+def _check_lora(config: Config) -> None:
+  lora, algo = config.lora, config.algo
+  if not lora.rank:
+    _require(not lora.path, "lora.path", lora.path, "set lora.rank to the rank of its adapters")
+    return
+  _require(lora.targets, "lora.targets", lora.targets, "name at least one projection")
+  choices = ", ".join(map(repr, model.ADAPTABLE))
+  for name in lora.targets:
+    _require(name in model.ADAPTABLE, "lora.targets", name, f"choose one of {choices}")
+  _require(
+    config.model.path,
+    "lora.rank",
+    lora.rank,
+    "adapters need the weights of a checkpoint under them; set model.path",
+  )
+  _require(
+    not config.warm_start.steps,
+    "warm_start.steps",
+    config.warm_start.steps,
+    "with lora.rank the frozen weights are the reference: warm-start without adapters, export, and"
+    " give that folder as model.path",
+  )
+  _require(
+    not config.learner.router_bias_rate,
+    "learner.router_bias_rate",
+    config.learner.router_bias_rate,
+    "with lora.rank the biases of routers are frozen; set 0",
+  )
+  _require(
+    not algo.ref_sync_steps or algo.ref_mixup == 1,
+    "algo.ref_mixup",
+    algo.ref_mixup,
+    "a mixture of the factors of two adapters is not a mixture of their weights; with lora.rank"
+    " choose 1",
+  )
+
+
+def _check_reference(config: Config) -> None:
+  algo, dtype = config.algo, config.model.reference_dtype
+  moves_gradually = algo.ref_sync_steps and algo.ref_mixup < 1
+  _require(
+    dtype == "float32" or not moves_gradually,
+    "model.reference_dtype",
+    dtype,
+    f"a reference that moves by algo.ref_mixup = {algo.ref_mixup} would lose small changes to"
+    " rounding; set 'float32', algo.ref_mixup=1 or algo.ref_sync_steps=0",
+  )
+
+
+def _check_sizes(config: Config) -> None:
+  """Refuses products that an int32, which counts steps and tokens on the devices, cannot hold."""
+  steps = config.warm_start.steps + config.steps * config.algo.updates_per_step
+  _require(
+    steps <= LARGEST_INT,
+    "steps",
+    config.steps,
+    f"with warm_start.steps and the updates of a step that makes {steps} updates, of at most"
+    f" {LARGEST_INT}",
+  )
+  row = config.data.max_prompt_tokens + config.sampling.max_tokens
+  for key, value, rows in (
+    ("batch.prompts", config.batch.prompts, config.batch.prompts * config.batch.group_size),
+    ("warm_start.batch", config.warm_start.batch, config.warm_start.batch),
+    ("eval.batch", config.eval.batch, config.eval.batch * max(1, config.eval.samples)),
+  ):
+    _require(
+      rows * row <= LARGEST_INT,
+      key,
+      value,
+      f"that makes a batch of {rows} rows of up to {row} tokens; {LARGEST_INT} tokens fit",
+    )
+
+
+def _check_shape(config: Config) -> None:
+  shape = config.model
+  _require(
+    shape.num_heads % shape.num_kv_heads == 0,
+    "model.num_heads",
+    shape.num_heads,
+    f"it must be a multiple of model.num_kv_heads = {shape.num_kv_heads}",
+  )
+  _require(
+    shape.head_dim % 2 == 0,
+    "model.head_dim",
+    shape.head_dim,
+    "rotary embeddings turn pairs: it must be even",
+  )

@@ -1,0 +1,224 @@
+"""The compiled functions of a run. Each is compiled when it is first used."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from grpo_jax import learner
+from grpo_jax.algo import batch as batch_lib
+from grpo_jax.algo.settings import Algo
+from grpo_jax.config import Config, Optimizer
+from grpo_jax.learner.optimizer import make_optimizer
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.chips import memory_of
+from grpo_jax.run import fitting
+from grpo_jax.run.parameters import Parameters, count
+from grpo_jax.sampler.sampling import Sampler, decoding_of
+from grpo_jax.types import Batch, TrainState
+
+
+class Programs:
+  """Jitted functions of a config, a mesh and a model. They hold no parameters and no state.
+
+  Attributes:
+    most_images: `Prompts.most_images` of the training prompts, where these were counted before
+      `micro_batch` is chosen. Otherwise None.
+  """
+
+  def __init__(self, config: Config, mesh: Mesh, parameters: Parameters):
+    """Raises ConfigError for an optimizer that does not exist."""
+    self._config = config
+    self._mesh = mesh
+    self._parameters = parameters
+    self._model = parameters.model
+    self._algo = algo_of(config)
+    self._rows = sharding.batch_sharding(mesh)
+    self._everywhere = NamedSharding(mesh, PartitionSpec())
+    # Made here, so that an unknown name is an error before a run writes anything.
+    updates = config.steps * self._algo.updates_per_step
+    self._optimizer = make_optimizer(config.optimizer, updates)
+    self._samplers: dict[tuple[int, bool], Sampler] = {}
+    self.most_images: tuple[int, int] | None = None
+
+  @functools.cached_property
+  def abstract_state(self) -> TrainState:
+    """Shapes and shardings of the train state."""
+    abstract = jax.eval_shape(self._init_state, self._parameters.abstract)
+    places = sharding.state_shardings(abstract, self._mesh)
+    return jax.tree.map(
+      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, places
+    )
+
+  @functools.cached_property
+  def _held_by_update(self) -> float:
+    """The bytes of the state, the frozen base, the reference and the gradients on one device."""
+    parameters = self._parameters
+    gradients = parameters.abstract
+    held = (self.abstract_state, gradients, parameters.abstract_base)
+    return sum(map(fitting.device_bytes, held)) + parameters.reference_bytes
+
+  def _visual_bytes(self, most: tuple[int, int] | None = None) -> float:
+    """Those of the visual tokens of a batch, and of batches that are drawn ahead."""
+    parameters = self._parameters
+    batches = 1 + self._config.rollout.max_staleness * parameters.encodes_first
+    policy = parameters.abstract_policy
+    return batches * fitting.visual_bytes(self._config, self._model, policy, most)
+
+  @functools.cached_property
+  def micro_batch(self) -> int:
+    """How many prompts an update computes at once: batch.micro_batch, or what fits."""
+    memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
+    most = self.most_images
+    held = self._held_by_update + self._visual_bytes(most)
+    given = self._config, self._model, params, held, self._mesh, memory
+    return fitting.micro_batch(*given, most=most)
+
+  @functools.cached_property
+  def estimate_of_update(self) -> tuple[float, float]:
+    """The bytes that one device holds during an update, and those of activations, estimated."""
+    params = self._parameters.abstract_policy
+    most = self.most_images
+    of_prompts = fitting.activation_bytes(self._config, self._model, params, self._mesh, most)
+    activations = of_prompts(-(-self.micro_batch // self._model.row_shards))
+    return self._held_by_update + self._visual_bytes(most), activations
+
+  @functools.cached_property
+  def _rows_in_flight(self) -> int:
+    """How many completions are decoded together: sampling.rows, or what fits. 0 means all."""
+    parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
+    copy = parameters.sampling.abstract(parameters.abstract_policy)
+    if parameters.sampling.is_apart:
+      others = parameters.sampling.abstract(parameters.abstract)
+      held = fitting.device_bytes(copy)
+      held += (self._config.sampling_copies - 1) * fitting.device_bytes(others)
+      return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)
+    gradients = fitting.device_bytes(parameters.abstract)
+    held = self._held_by_update + self._visual_bytes() - gradients
+    if copy is not parameters.abstract_policy:
+      held += fitting.device_bytes(copy)
+    return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)
+
+  @functools.cached_property
+  def init_state(self) -> Callable[[Any], TrainState]:
+    """trained parameters -> the state before the first update. The parameters are donated."""
+    return jax.jit(self._init_state, out_shardings=self._state_places, donate_argnums=0)
+
+  def sampler(self, max_tokens: int | None = None, keeps_experts: bool = False) -> Sampler:
+    """The sampler of completions of up to so many tokens, or of sampling.max_tokens.
+
+    With `keeps_experts`, completions have the experts of each token.
+    """
+    max_tokens = max_tokens or self._config.sampling.max_tokens
+    kind = max_tokens, keeps_experts
+    if kind not in self._samplers:
+      config = self._parameters.sampling.model
+      config = dataclasses.replace(config, keeps_experts=keeps_experts)
+      decoding = decoding_of(self._config.sampling, config.stop_ids)
+      decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
+      weights = count(self._parameters.abstract_policy)
+      self._samplers[kind] = Sampler(config, decoding, weights, self._rows_in_flight)
+    return self._samplers[kind]
+
+  @functools.cached_property
+  def to_batch(self) -> Callable[..., Batch]:
+    """`algo.batch.to_batch`: (completions, prompts_PS, prompt_lengths_P, temperature_P, live_P)."""
+
+    def to_batch(*arrays: Any) -> Batch:
+      batch = batch_lib.to_batch(*arrays, algo=self._algo)
+      return batch.replace(old_logprobs_PGT=None) if self._config.old_is_policy else batch
+
+    return jax.jit(to_batch, out_shardings=self._rows)
+
+  @functools.cached_property
+  def with_advantages(self) -> Callable[..., tuple[Batch, dict[str, jax.Array]]]:
+    """`algo.batch.with_advantages`: (batch, rewards, weight of a KL in the reward)."""
+    with_advantages = functools.partial(
+      batch_lib.with_advantages,
+      algo=self._algo,
+      teacher_weight=self._config.reward.teacher_weight,
+    )
+    return jax.jit(with_advantages, out_shardings=(self._rows, self._everywhere))
+
+  @functools.cached_property
+  def minibatches(self) -> Callable[[Batch], list[Batch]]:
+    """batch -> its algo.minibatches parts, one for each optimizer step of a pass."""
+    parts = self._algo.minibatches
+    size = self._config.batch.prompts // parts
+
+    def minibatches(batch: Batch) -> list[Batch]:
+      stacked = learner.split_batch(batch, size)
+      # B023 fears that the lambda outlives this i, but it is called at once.
+      return [jax.tree.map(lambda x: x[i], stacked) for i in range(parts)]  # noqa: B023
+
+    return jax.jit(minibatches, out_shardings=self._rows)
+
+  @functools.cached_property
+  def logprobs(self) -> Callable[[Any, Batch], jax.Array]:
+    """(all parameters, batch) -> log-probs of the completions, [P, G, T]."""
+    options = learner.StatsOptions(self._model, self._config.learner)
+    micro_batch = self.micro_batch
+
+    def logprobs(params: Any, batch: Batch) -> jax.Array:
+      return learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
+
+    return jax.jit(logprobs, out_shardings=self._rows)
+
+  @functools.cached_property
+  def update(self) -> Callable[..., tuple[TrainState, Any]]:
+    """(state, base, reference, batch) -> (state, metrics): a GRPO update. It donates the state."""
+    objective = learner.grpo(self._model, self._algo, self._config.learner)
+    return self._train_step(objective, self._optimizer, self.micro_batch)
+
+  @functools.cached_property
+  def warm_update(self) -> Callable[..., tuple[TrainState, Any]]:
+    """(state, base, None, batch) -> (state, metrics): a supervised update. It donates the state."""
+    config = self._config
+    objective = learner.supervised(self._model, config.learner)
+    optimizer = make_optimizer(warm_start_optimizer(config), config.warm_start.steps)
+    return self._train_step(objective, optimizer, micro_batch=0)
+
+  @functools.cached_property
+  def sync_reference(self) -> Callable[[Any, Any], Any]:
+    """(reference, trained parameters) -> the reference, moved by algo.ref_mixup. It is donated."""
+    sync = functools.partial(learner.sync_reference, mixup=self._algo.ref_mixup)
+    places = jax.tree.map(lambda x: x.sharding, self._parameters.abstract_reference)
+    return jax.jit(sync, donate_argnums=0, out_shardings=places)
+
+  @property
+  def _state_places(self) -> TrainState:
+    return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+
+  def _init_state(self, params: Any) -> TrainState:
+    return learner.init_state(params, self._optimizer, self._algo)
+
+  def _train_step(self, objective: learner.Objective, optimizer: Any, micro_batch: int) -> Any:
+    move, rate = None, self._config.learner.router_bias_rate
+    if rate:
+      move = functools.partial(learner.moved_biases, config=self._model, rate=rate)
+    rule = learner.UpdateRule(objective, optimizer, micro_batch, move)
+
+    def train_step(state: TrainState, base: Any, reference: Any, batch: Batch) -> Any:
+      return learner.train_step(state, base, reference, batch, rule)
+
+    places = (self._state_places, self._everywhere)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=places)
+
+
+def algo_of(config: Config) -> Algo:
+  """config.algo with the length that the aggregation `constant` divides by filled in."""
+  length_norm = config.algo.length_norm or config.sampling.max_tokens
+  return dataclasses.replace(config.algo, length_norm=length_norm)
+
+
+def warm_start_optimizer(config: Config) -> Optimizer:
+  """The warm start's optimizer. Its state has the same layout as the one of GRPO."""
+  return dataclasses.replace(
+    config.optimizer,
+    learning_rate=config.warm_start.learning_rate,
+    warmup_steps=config.warm_start.warmup_steps,
+    schedule="constant",
+  )

@@ -1,0 +1,325 @@
+"""A run's parameters: where they come from and how they lie on the mesh.
+
+What is frozen is the `base`: with LoRA the whole checkpoint, under adapters that are trained.
+Without LoRA it is a frozen vision tower, beside the decoder that is trained. Where all parameters
+are trained, there is none.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from flax.traverse_util import flatten_dict
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from grpo_jax import model
+from grpo_jax.config import Config
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.chips import memory_of
+from grpo_jax.parallel.mesh import mesh_apart, sampling_mesh
+from grpo_jax.parallel.sharding import leaf_path
+from grpo_jax.run import fitting
+from grpo_jax.sampler.weights import SamplingWeights, cast_for_sampling, matrix_dtype
+from grpo_jax.settings import ConfigError
+
+_TOWER = "vision"  # the entry of the tree of parameters
+Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
+
+
+def no_progress(done: int, total: int) -> None:
+  """A `Progress` that shows nothing."""
+  del done, total
+
+
+class Parameters:
+  """The parameters of a run.
+
+  Attributes:
+    model: The model's shape, with its adapters and its place on the mesh.
+    abstract: Shapes and shardings of the trained parameters.
+    abstract_base: Those of the frozen base, or None if all parameters are trained.
+    sampling: How the sampler reads the parameters.
+    abstract_reference: Those of a reference that is a copy of the trained parameters.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    shape: model.ModelConfig,
+    mesh: jax.sharding.Mesh,
+    progress: Progress = no_progress,
+    apart: Sequence[jax.Device] = (),
+  ):
+    """Raises ConfigError for adapters that do not fit the model.
+
+    `apart` are the devices that only sample, if there are some.
+    """
+    self._config = config
+    self._mesh, self._apart = mesh, apart
+    self._progress = progress
+    shardings = sharding.model_shardings(shape, mesh)
+    self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
+    init = functools.partial(model.init, config=self.model)
+    whole = self._placed(jax.eval_shape(init, jax.random.key(0)))
+    self._count = count(whole)
+    self._checkpoint_places = _places(whole)
+    self.abstract = whole
+    self.abstract_base = None
+    self._check_quantisation()
+    if self.model.lora is None and self.model.has_frozen_tower:
+      self.abstract = {name: part for name, part in whole.items() if name != _TOWER}
+      self.abstract_base = {_TOWER: whole[_TOWER]}
+    elif self.model.lora is not None:
+      self.abstract_base = self._placed(jax.eval_shape(self._base_of, whole))
+      adapters = functools.partial(model.init_adapters, config=self.model, base=whole)
+      self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
+      self._check_tower_adapters(whole)
+    self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
+    self.sampling = SamplingWeights(self.model, config.sampling, self._sampling_mesh())
+    if config.lora.path:
+      model.check_adapters(config.lora.path, self.model)
+
+  @property
+  def abstract_policy(self) -> Any:
+    """Shapes and shardings of all parameters of the policy."""
+    return model.join(self.abstract_base, self.abstract)
+
+  @property
+  def has_reference_copy(self) -> bool:
+    """Whether the run holds a reference beside the policy.
+
+    There is none without a KL term, nor where the frozen base under the adapters is the reference.
+    """
+    algo = self._config.algo
+    return algo.uses_reference and (self.model.lora is None or algo.ref_sync_steps > 0)
+
+  @property
+  def encodes_first(self) -> bool:
+    """Whether images are encoded before their prompts are sampled, for sampler and learner.
+
+    So a frozen vision tower encodes them once. A sampler elsewhere would have to wait for it.
+    """
+    is_elsewhere = self.sampling.is_apart or bool(self._config.rollout.listen)
+    return self.model.has_frozen_tower and not is_elsewhere
+
+  @property
+  def reference_bytes(self) -> float:
+    """What one device holds of that copy."""
+    return fitting.device_bytes(self.abstract_reference) if self.has_reference_copy else 0.0
+
+  def layers_of(self, name: str) -> list[str]:
+    """The single layers that a leaf of a checkpoint holds (see `checkpoint_reader.read`)."""
+    return model.layer_names(name, self.model)
+
+  def describe(self) -> str:
+    """How many parameters there are, for the header of a run."""
+    if self.model.lora is not None:
+      return f"{count(self.abstract):,} parameters in adapters on {self._count:,} frozen ones"
+    if self.abstract_base is None:
+      return f"{self._count:,} parameters"
+    tower = count(self.abstract_base)
+    return f"{count(self.abstract):,} parameters beside {tower:,} of a frozen vision tower"
+
+  def initial(self, key: jax.Array) -> Any:
+    """The trained parameters before the first update, in their places on the mesh.
+
+    They are those of the checkpoint at model.path, or random ones. With LoRA they are the adapters
+    at lora.path, or new ones that change nothing.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+    if self._config.lora.path:
+      adapters = model.load_adapters(self._config.lora.path, self.model)
+      return jax.tree.map(_put, adapters, shardings)
+    if self.model.lora is not None:
+      init = functools.partial(model.init_adapters, config=self.model, base=self.abstract_base)
+    elif self._config.model.path:
+      return self._loaded(_as_float32, self.abstract)
+    else:
+      init = functools.partial(model.init, config=self.model)
+    return jax.jit(init, out_shardings=shardings)(key)
+
+  def initial_reference(self, key: jax.Array) -> Any:
+    """`reference(initial(key))`, without a float32 copy of a whole checkpoint."""
+    if self.model.lora is None and self._config.model.path:
+      return self._loaded(self._to_reference, self.abstract_reference)
+    return self.reference(self.initial(key))
+
+  def reference(self, trained: Any) -> Any:
+    """A copy of the trained parameters in model.reference_dtype, which a reference is kept in."""
+    return self._copy_reference(trained)
+
+  @functools.cached_property
+  def base(self) -> Any:
+    """What is frozen: in lora.base_dtype under adapters, otherwise in float32. Or None."""
+    if self.abstract_base is None:
+      return None
+    if self.model.lora is None:
+      return self._loaded(_as_float32, self.abstract_base)
+    convert = functools.partial(model.quantised, dtype=self._config.lora.base_dtype)
+    return self._loaded(convert, self.abstract_base)
+
+  def policy(self, trained: Any) -> Any:
+    """All parameters of the policy whose trained parameters are given."""
+    return model.join(self.base, trained)
+
+  def for_sampling(self, trained: Any) -> Any:
+    """All parameters of the policy in sampling.dtype, on the sampler's mesh.
+
+    The base is converted once and kept.
+    """
+    return model.join(self._sampling_base, self.sampling.convert(trained))
+
+  @functools.cached_property
+  def _sampling_base(self) -> Any:
+    return None if self.base is None else self.sampling.convert(self.base)
+
+  @functools.cached_property
+  def _copy_reference(self) -> Callable[[Any], Any]:
+    places = jax.tree.map(lambda x: x.sharding, self.abstract_reference)
+    return jax.jit(self._reference_of, out_shardings=places)
+
+  def _reference_of(self, trained: Any) -> Any:
+    def copy(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+      name = leaf_path(path)
+      return model.per_layer(functools.partial(self._to_reference, name), name)(x)
+
+    return jax.tree_util.tree_map_with_path(copy, trained)
+
+  @property
+  def _to_reference(self) -> Callable[[str, jax.Array], jax.Array]:
+    # Not a method: JAX keeps the function for its compiled programs, and the weights must go.
+    dtype = "" if self.model.lora is not None else self._config.model.reference_dtype
+    return functools.partial(_reference_leaf, dtype=dtype)
+
+  def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
+    """The parts of the checkpoint that `abstract` has, as `convert` returns them, in its places."""
+    path, progress, converted = self._config.model.path, self._progress, _places(abstract)
+    places = {
+      name: place
+      for name, place in self._checkpoint_places.items()
+      if name.split("/")[0] in abstract
+    }
+    has_tower = self.model.vision is not None
+    return model.load(
+      path, places, convert, progress=progress, converted=converted, vision=has_tower
+    )[1]
+
+  def _base_of(self, params: Any) -> Any:
+    def quantise(path: tuple[Any, ...], x: jax.Array) -> Any:
+      name, dtype = leaf_path(path), self._config.lora.base_dtype
+      convert = functools.partial(model.quantised, name, dtype=dtype)
+      return model.per_layer(convert, name)(x)
+
+    return jax.tree_util.tree_map_with_path(quantise, params)
+
+  def _placed(self, abstract: Any) -> Any:
+    def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    return jax.tree.map(place, abstract, sharding.param_specs(abstract, self._mesh))
+
+  def _sampling_mesh(self) -> jax.sharding.Mesh:
+    cast = functools.partial(cast_for_sampling, sampling=self._config.sampling)
+    copy = jax.eval_shape(cast, self.abstract_policy)
+    # Weights and two moments, where the learner is.
+    held = 3 * fitting.device_bytes(self.abstract) + self.reference_bytes
+    mesh = self._mesh
+    if self._apart:
+      held, mesh = 0.0, mesh_apart(mesh, self._apart)
+    memory = memory_of(mesh.devices.flat[0])
+    tensor = fitting.sampling_tensor(self._config, self.model, copy, held, mesh, memory)
+    return sampling_mesh(mesh, tensor)
+
+  def _check_tower_adapters(self, whole: Any) -> None:
+    """Raises ConfigError for a tower that is trained and gets no adapter."""
+    if self.model.vision is None or self.model.has_frozen_tower or _TOWER in self.abstract:
+      return
+    modules = model.adaptable_modules({_TOWER: whole[_TOWER]}, self.model)
+    advice = f"add one of {', '.join(modules)}" if modules else "it can have none"
+    raise ConfigError(
+      f"config key lora.targets is {self._config.lora.targets!r}: the vision tower gets no adapter,"
+      f" though model.vision is 'trained'; {advice}, or set model.vision=frozen"
+    )
+
+  def _check_quantisation(self) -> None:
+    """Raises ConfigError for a quantised mixture of experts."""
+    config = self._config
+    keys = {"sampling.weights_dtype": config.sampling.weights_dtype}
+    if self.model.lora is not None:
+      keys["lora.base_dtype"] = config.lora.base_dtype
+    for key, dtype in keys.items():
+      if self.model.num_experts and dtype in model.QUANTISED_DTYPES:
+        raise ConfigError(
+          f"config key {key} is {dtype!r}: experts, most of a mixture's weights, are not quantised"
+          " here; leave it out"
+        )
+
+
+def count(params: Any) -> int:
+  """The number of parameters in a tree."""
+  return sum(x.size for x in jax.tree.leaves(params))
+
+
+def lora_of(config: Config) -> model.AdapterShape | None:
+  """The adapters that a config describes, or None. Raises ConfigError if lora.path differs."""
+  lora = config.lora
+  if not lora.rank:
+    return None
+  targets = model.kernels_of(lora.targets)
+  described = model.AdapterShape(lora.rank, lora.alpha, lora.rslora, targets)
+  if lora.path:
+    for key, saved in dataclasses.asdict(model.load_adapter_shape(lora.path)).items():
+      if saved != getattr(described, key):
+        value = model.modules_of(saved) if key == "targets" else saved
+        raise ConfigError(
+          f"config key lora.{key} is {getattr(lora, key)!r}: the adapters of {lora.path} have"
+          f" {value!r}, set it to that"
+        )
+  return described
+
+
+def _places(abstract: Any) -> Mapping[str, jax.sharding.Sharding]:
+  """The sharding of every parameter, by its path."""
+  return flatten_dict(jax.tree.map(lambda x: x.sharding, abstract), sep="/")
+
+
+def _as_float32(name: str, x: jax.Array) -> jax.Array:
+  del name
+  return x.astype("float32")
+
+
+def _reference_leaf(name: str, x: jax.Array, dtype: str) -> jax.Array:
+  del name
+  x = x.astype("float32")  # a checkpoint's vectors may be bfloat16
+  return jnp.copy(x.astype(matrix_dtype(x, x.ndim, dtype)))
+
+
+def _put(x: Any, where: jax.sharding.Sharding) -> jax.Array:
+  return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+
+def load_frozen(
+  folder: Path, config: model.ModelConfig, mesh: Mesh, labels: Collection[int] = (0,)
+) -> Any:
+  """The parameters in a Hugging Face folder, in their places on the mesh.
+
+  No update changes them, so their matrices need no float32 copy: they are kept in `config.dtype`.
+  Norm scales stay float32, because they are multiplied in float32.
+
+  Args:
+    folder: The folder.
+    config: The shape of its model.
+    mesh: The devices.
+    labels: The heads that the model may have, as for `model.load`.
+
+  Raises:
+    ConfigError: The folder is incomplete or damaged.
+  """
+  abstract = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
+  places = flatten_dict(sharding.param_specs(abstract, mesh), sep="/")
+  convert = functools.partial(model.quantised, dtype=config.dtype)
+  return model.load(folder, places, convert, labels)[1]

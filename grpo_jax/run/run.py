@@ -1,0 +1,308 @@
+"""The parts that a config describes: the mesh, the model, the tokenizer, the data, the programs."""
+
+from collections.abc import Callable, Sequence
+import copy
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from grpo_jax import learner, model
+from grpo_jax.config import Config, Eval
+from grpo_jax.data.files.rows import InMemory
+from grpo_jax.data.images import processor
+from grpo_jax.data.images.processor import Processor
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.data.tasks import tasks
+from grpo_jax.data.tokenizers import chat, tokenizer
+from grpo_jax.environments import Environments, of_config
+from grpo_jax.model.huggingface import hub
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.parallel.mesh import make_mesh, split
+from grpo_jax.parallel.sharding import batch_sharding
+from grpo_jax.run import compilation_cache
+from grpo_jax.run.checks import (
+  check_apart,
+  check_config,
+  check_length,
+  check_memory,
+  check_stop_ids,
+)
+from grpo_jax.run.compiled import Programs
+from grpo_jax.run.parameters import Parameters, Progress, no_progress
+from grpo_jax.settings import ConfigError
+from grpo_jax.timing import told_if_slow
+from grpo_jax.types import Images, Visual
+
+STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
+
+# Of a folder, which grpo_jax reads or, of videos, other programs.
+_PROCESSOR_FILES = (
+  "processor_config.json",
+  "preprocessor_config.json",
+  "video_preprocessor_config.json",
+)
+
+
+class Run:
+  """The parts of a run: what train, evaluate, sample and export have in common.
+
+  Attributes:
+    config: What the run was built from.
+    mesh: The devices, without those that only sample.
+    hosts: What moves arrays between the processes and the mesh.
+    tokenizer: Texts to token ids and back.
+    parameters: Where the parameters come from and how they lie.
+    remarks: What a user should know of the config, though it can be run.
+    programs: The compiled functions.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    progress: Progress = no_progress,
+    devices: Sequence[jax.Device] | None = None,
+    tokens: tokenizer.Tokenizer | None = None,
+  ):
+    """Builds the parts.
+
+    Args:
+      config: What to build.
+      progress: Called with how much of a checkpoint has been read.
+      devices: The devices of the mesh. None means all.
+      tokens: The tokenizer. None means the one that the config names.
+
+    Raises:
+      ConfigError: For a config that cannot be run.
+    """
+    check_config(config)
+    self.config = config
+    if devices is None:  # given ones may be of a topology, which compiles and loads no program
+      compilation_cache.use(config.compilation_cache)
+    with told_if_slow("looking for models on huggingface.co"):
+      local = self._local = hub.local(config)
+    set_matmul_precision(config)
+    learn, apart = split(config.mesh, jax.devices() if devices is None else devices)
+    self.mesh = make_mesh(config.mesh, learn)
+    # Read first, so that its errors come before those of a tokenizer.
+    loaded = _loaded_shape(local) if local.model.path else None
+    self.tokenizer = tokens or self._load_tokenizer(local, loaded)
+    shape = _model_shape(local, self.tokenizer, loaded)
+    check_experts(config, shape, self.mesh.shape["expert"])
+    with told_if_slow(f"laying out {shape.num_layers} layers"):
+      self.parameters = Parameters(local, shape, self.mesh, progress, apart)
+    check_memory(self.parameters.abstract_policy, self.mesh)
+    remark = model.attention_of(self.parameters.model)[1]
+    self.remarks = (*_remarks(config, local), *([remark] if remark else []))
+    apart_shards = 1
+    if apart:
+      check_apart(config, self.parameters.model, self.processes)
+      apart_shards = self.parameters.sampling.model.row_shards * self.processes
+    self.hosts = Hosts(self.mesh, apart_shards)
+    check_length(config, shape)
+    check_stop_ids(config, shape)
+    self.programs = Programs(config, self.mesh, self.parameters)
+
+  @property
+  def processes(self) -> int:
+    """How many processes the devices belong to, which need not exist."""
+    return len({device.process_index for device in self.mesh.devices.flat})
+
+  @functools.cached_property
+  def task(self) -> tasks.Task:
+    """The data set. It is made on first use, because to sample or to export none is needed."""
+    with told_if_slow(f"reading the data of task {tasks.name_of(self.config.data)}"):
+      return tasks.make_task(self.config.data)
+
+  def prompts(self, split: str) -> Prompts:
+    """The prompts of the split "train" or "test": of the latter, the first eval.examples.
+
+    Raises:
+      ConfigError: There are none.
+    """
+    examples = getattr(self.task, split)
+    if not len(examples):
+      raise tasks.no_test_split(self.config.data.path)
+    if split == "test":
+      examples = InMemory(examples, self.config.eval.examples)
+    with told_if_slow(f"making the {split} prompts"):
+      prompts = Prompts(
+        examples,
+        self.tokenizer,
+        self.config.data,
+        self.hosts,
+        count_all=split == "test",
+        environment=self.environments,
+        processor=self.processor,
+      )
+    if split == "train":
+      self.programs.most_images = prompts.most_images
+    return prompts
+
+  @functools.cached_property
+  def processor(self) -> Processor | None:
+    """What the model's folder does to images, or None if the model sees none."""
+    tower, path = self.parameters.model.vision, self._local.model.path
+    if tower is None:
+      return None
+    found = processor.load(path, self.tokenizer)
+    if found is not None and found.kind.patch_numbers != math.prod(tower.patch):
+      raise ConfigError(
+        f"{path}: the image processor makes patches of {found.kind.patch_numbers} numbers, and the"
+        f" vision tower takes {math.prod(tower.patch)}; the patch sizes in preprocessor_config.json"
+        " and config.json must be equal"
+      )
+    return found
+
+  def save_processor(self, folder: Path) -> None:
+    """Writes the files of the image processor beside those of the tokenizer, if there are any."""
+    if self.parameters.model.vision is None:
+      return
+    for name in _PROCESSOR_FILES:
+      file = Path(self._local.model.path).expanduser() / name
+      if file.exists():
+        (folder / name).write_bytes(file.read_bytes())
+
+  @functools.cached_property
+  def environments(self) -> Environments | None:
+    """The tools and environments, or None if completions have one turn."""
+    return of_config(self.config, self.tokenizer)
+
+  @functools.cached_property
+  def encode(self) -> Callable[[Any, Images], Visual]:
+    """(parameters with the vision tower, images) -> what the tower makes of them."""
+    shape, micro_batch = self.parameters.model, self.programs.micro_batch
+
+    def encode(params: Any, images: Images) -> Visual:
+      is_whole = len(images.seen_PS2) % micro_batch != 0  # a batch of the warm start
+      return learner.encoded(params, shape, images, 0 if is_whole else micro_batch)
+
+    return jax.jit(encode, out_shardings=batch_sharding(self.mesh))
+
+  def with_eval(self, settings: Eval) -> "Run":
+    """The same parts with other settings of the evaluation."""
+    run = copy.copy(self)
+    run.config = dataclasses.replace(self.config, eval=settings)
+    return run
+
+  def initial_params(self) -> Any:
+    """The trained parameters before the first update, on the mesh."""
+    return self.parameters.initial(self.key("init"))
+
+  def initial_reference(self) -> Any:
+    """A copy of them for the reference, in model.reference_dtype."""
+    return self.parameters.initial_reference(self.key("init"))
+
+  def key(self, stream: str) -> jax.Array:
+    """The root of one of the run's `STREAMS` of random numbers."""
+    return jax.random.fold_in(jax.random.key(self.config.seed), STREAMS.index(stream))
+
+  def _load_tokenizer(
+    self, config: Config, loaded: model.ModelConfig | None
+  ) -> tokenizer.Tokenizer:
+    path = config.data.tokenizer or config.model.path
+    if path:
+      tokens = tokenizer.load(path)
+      options = chat.options_of(config.data.chat_template_kwargs)
+      tokens = dataclasses.replace(tokens, chat_options=options)
+      if loaded is not None:
+        tokens = tokens.for_model(loaded.vocab_size, config.model.path, "config key data.tokenizer")
+      return tokens
+    alphabet = tasks.characters(config.data, self.task, config.environment.has_messages)
+    return tokenizer.characters(alphabet)
+
+
+def set_matmul_precision(config: Config) -> None:
+  """Makes float32 products exact. By default, JAX rounds to bfloat16 on a TPU, to TF32 on a GPU."""
+  precision = "float32" if config.model.dtype == "float32" else None
+  jax.config.update("jax_default_matmul_precision", precision)
+
+
+def _loaded_shape(local: Config) -> model.ModelConfig:
+  """The shape of the checkpoint at model.path, with its vision tower as model.vision says."""
+  how, path = local.model.vision, local.model.path
+  shape = model.load_model_config(path, vision=how != "ignored")
+  if shape.vision is None:
+    return shape
+  if local.reward.teacher:
+    raise ConfigError(
+      f"config key reward.teacher is {local.reward.teacher!r}: a teacher sees no images; set"
+      " model.vision=ignored to train on texts alone"
+    )
+  tower = dataclasses.replace(shape.vision, trained=how == "trained")
+  return dataclasses.replace(shape, vision=tower)
+
+
+def _model_shape(
+  config: Config, tokens: tokenizer.Tokenizer, loaded: model.ModelConfig | None
+) -> model.ModelConfig:
+  """The shape of the checkpoint at model.path, or without one that which the config gives."""
+  shaped = config.model
+  if loaded is not None:
+    shape = loaded
+  else:
+    shape = model.ModelConfig(
+      vocab_size=tokens.vocab_size,
+      embed_dim=shaped.embed_dim,
+      num_layers=shaped.num_layers,
+      num_heads=shaped.num_heads,
+      num_kv_heads=shaped.num_kv_heads,
+      head_dim=shaped.head_dim,
+      mlp_dim=shaped.mlp_dim,
+      rope_theta=shaped.rope_theta,
+      tie_embeddings=shaped.tie_embeddings,
+    )
+  stop_ids = tuple(dict.fromkeys((*tokens.stop_ids, *shape.stop_ids)))
+  return dataclasses.replace(
+    shape, stop_ids=stop_ids, dtype=shaped.dtype, attention=shaped.attention
+  )
+
+
+def check_experts(config: Config, shape: model.ModelConfig, expert_axis: int) -> None:
+  """Raises ConfigError for a setting of experts or their routers that the model does not have.
+
+  Args:
+    config: The config.
+    shape: The model.
+    expert_axis: How many devices lie along the mesh's axis of experts.
+  """
+  for key, value, off in (
+    ("mesh.expert", expert_axis, 1),
+    ("learner.router_aux_coef", config.learner.router_aux_coef, 0),
+    ("learner.router_replay", config.learner.router_replay, False),
+    ("learner.router_bias_rate", config.learner.router_bias_rate, 0),
+  ):
+    if value != off and not shape.num_experts:
+      raise ConfigError(f"config key {key} is {value}: the model has no experts; set {off}")
+  rate = config.learner.router_bias_rate
+  if rate and shape.router != "sigmoid":
+    raise ConfigError(
+      f"config key learner.router_bias_rate is {rate}: the routers of this model have no biases"
+      " that even out loads; set 0, or learner.router_aux_coef"
+    )
+
+
+def _remarks(config: Config, local: Config) -> tuple[str, ...]:
+  """What is not read of model.path, and of adapters that do not fit it."""
+  sees = local.model.vision != "ignored"
+  if local.model.path and model.ignores_parts(local.model.path, vision=sees):
+    ignored = f"only the text part of {config.model.path} is read, trained and saved"
+    return ignored, *_remarks_on_adapters(config, local)
+  return _remarks_on_adapters(config, local)
+
+
+def _remarks_on_adapters(config: Config, local: Config) -> tuple[str, ...]:
+  """Whether the adapters at lora.path were trained on another model, as far as names say."""
+  if not config.lora.path:
+    return ()
+  base = model.base_of_adapters(local.lora.path)
+  # Folders are moved and copied, so only the last part of a path says something.
+  if not base or hub.short_name(base) == hub.short_name(config.model.path):
+    return ()
+  return (
+    f"the adapters of lora.path = {config.lora.path} were trained on {base!r}, not on model.path ="
+    f" {config.model.path}; only their shapes are sure to fit",
+  )

@@ -1,0 +1,36 @@
+"""What the prompts of a batch see, on the mesh."""
+
+import dataclasses
+
+from grpo_jax.data.images.batches import Images as HostImages
+from grpo_jax.data.loader import PromptBatch
+from grpo_jax.run.run import Run
+from grpo_jax.types import Batch, Images, Visual
+
+
+def encoded_first(run: Run, prompts: PromptBatch) -> PromptBatch:
+  """The prompts with their images encoded, if `Parameters.encodes_first`."""
+  if not run.parameters.encodes_first or prompts.images is None:
+    return prompts
+  return dataclasses.replace(prompts, visual=_encoded(run, prompts.images))
+
+
+def with_images(run: Run, batch: Batch, prompts: PromptBatch) -> Batch:
+  """The batch with what its prompts see, which is encoded by now if the vision tower is frozen.
+
+  Args:
+    run: The run.
+    batch: On the mesh.
+    prompts: Its prompts.
+  """
+  if prompts.visual is not None:
+    return batch.replace(visual=prompts.visual)
+  if prompts.images is None:
+    return batch
+  if run.parameters.model.has_frozen_tower:
+    return batch.replace(visual=_encoded(run, prompts.images))
+  return batch.replace(images=run.hosts.put(Images(*prompts.images)))
+
+
+def _encoded(run: Run, images: HostImages) -> Visual:
+  return run.encode(run.parameters.base, run.hosts.put(Images(*images)))

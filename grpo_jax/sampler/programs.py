@@ -1,0 +1,386 @@
+"""The programs that draw rows in flight, with the model in them."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax import model
+from grpo_jax.sampler.flight import (
+  Flight,
+  NewRows,
+  Prompts,
+  Resumed,
+  everywhere,
+  on_each_shard,
+  placed,
+  places,
+  rows_placed,
+  shard_grid,
+)
+from grpo_jax.sampler.logits import Decoding, RowSettings, draws_per_token
+from grpo_jax.sampler.rows import Chunk, Drawn, Rows, decode_chunk, draw_first, row_uniforms
+from grpo_jax.sampler.seats import Grid
+from grpo_jax.types import Visual
+
+_MOST_PATCHES = 2**16  # of images that a device encodes together
+_MOST_SCORES = 2**26  # of attention, where prompts are computed after what they share
+
+
+class Kept(struct.PyTreeNode):
+  """What a chunk keeps beside the tokens that are drawn.
+
+  Attributes:
+    round: int32 scalar, the column of the next round.
+    experts_RNY: For each of the N columns, the experts of the token that each row drew before.
+  """
+
+  round: jax.Array
+  experts_RNY: jax.Array
+
+  def with_round(self, experts_R1Y: jax.Array) -> "Kept":
+    """With the experts of one more round."""
+    start = (0, self.round, 0)
+    kept_RNY = jax.lax.dynamic_update_slice(self.experts_RNY, experts_R1Y, start)
+    return Kept(self.round + 1, kept_RNY)
+
+
+class Prefilled(NamedTuple):
+  """What is computed of n prompts.
+
+  Attributes:
+    prefix: What the layers keep of them.
+    last_nD: The features of their last tokens.
+    next_n: `Flight.next_N` of them.
+    experts_nSY: The experts of their tokens with `keeps_experts`, otherwise None.
+  """
+
+  prefix: model.Prefix
+  last_nD: jax.Array
+  next_n: jax.Array | None
+  experts_nSY: jax.Array | None
+
+
+def most_rewound(columns: int) -> int:
+  """`Cache.rewind` of rows that draw up to so many tokens in a chunk.
+
+  A row goes on right after the chunk in which it ends, whose rounds are one fewer than the columns.
+  It keeps what it drew in the first round. In each of the others, it has paused or drawn a token
+  that it drops. A new row that keeps only the token that it drew without a round has no slots yet.
+  """
+  return max(0, columns - 2)
+
+
+class FlightPrograms:
+  """What is compiled. Each program is compiled for each grid and size of the cache that it meets.
+
+  Attributes:
+    decoding: Stop ids and the longest completion.
+    columns: The most tokens that a row draws in one chunk.
+  """
+
+  def __init__(self, config: model.ModelConfig, decoding: Decoding, columns: int):
+    """`config` is the model in the dtype of sampling. The rest are attributes."""
+    self.decoding, self.columns = decoding, columns
+    self._config = config
+
+  @functools.cached_property
+  def begin(self) -> Any:
+    """(grid, slots, params, Prompts, prompt_N, RowSettings) -> (Flight, experts).
+
+    prompt_N says which of the prompts each place gets. None means that there is one for each. The
+    settings are arrays [R] of the kind that the rows will have. The experts [n, S, Y] are those of
+    the prompts' tokens with `keeps_experts`, otherwise None.
+    """
+    return jax.jit(self._begin, static_argnums=(0, 1))
+
+  @functools.cached_property
+  def arrive(self) -> Any:
+    """(flight, params, Prompts, places_n) -> (Flight, experts): computes prompts for n places.
+
+    The experts are those of `begin`. A place past the last is left out. The prompts may be padded
+    to fewer tokens than a place has slots for.
+    """
+    return jax.jit(self._arrive, donate_argnums=0)
+
+  @functools.cached_property
+  def copy(self) -> Any:
+    """(flight, from_N) -> Flight with the prompt of place from_N[n] at each place n."""
+    return jax.jit(self._copy, donate_argnums=0)
+
+  @functools.cached_property
+  def move(self) -> Any:
+    """(flight, rows_NQ, places_N) -> Flight: rows take new seats (see `seats.Move`)."""
+    return jax.jit(self._move)
+
+  @functools.cached_property
+  def resume(self) -> Any:
+    """(flight, Resumed) -> Flight: rows that have ended go on."""
+    return jax.jit(self._resume, donate_argnums=0)
+
+  @functools.cached_property
+  def grow(self) -> Any:
+    """(flight, slots) -> Flight with a cache of so many slots."""
+    return jax.jit(self._grow, static_argnums=1)
+
+  @functools.cached_property
+  def chunk(self) -> Any:
+    """(params, flight, key, new, goes_on_R, chunk) -> (Flight, Drawn, goes_on_R).
+
+    All but the Flight lies whole on every device. The argument goes_on_R is False for free seats.
+    """
+    return jax.jit(self._chunk, donate_argnums=1)
+
+  def abstract(
+    self, grid: Grid, slots: int, params: Any, prompt_slots: int, settings: RowSettings
+  ) -> Flight:
+    """The shapes and places of a Flight.
+
+    Args:
+      grid: Its places and seats.
+      slots: Of the cache.
+      params: Shapes of all parameters.
+      prompt_slots: S.
+      settings: Shapes of the rows' settings.
+    """
+    prompts = Prompts(
+      jax.ShapeDtypeStruct((grid.places, prompt_slots), jnp.int32),
+      jax.ShapeDtypeStruct((grid.places,), jnp.int32),
+    )
+    begin = functools.partial(self._begin, grid, slots)
+    flight, _ = jax.eval_shape(begin, params, prompts, None, settings)
+    if self._config.rows is None:
+      return flight
+    return jax.tree.map(
+      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+      flight,
+      places(self._config, flight),
+    )
+
+  def no_experts(self, *shape: int) -> np.ndarray | None:
+    """-1 for the experts of so many tokens: [*shape, Y]. None without `keeps_experts`."""
+    config = self._config
+    if not config.keeps_experts:
+      return None
+    return np.full((*shape, config.experts_in_all), -1, config.experts_dtype)
+
+  def _prefill(self, params: Any, prompts: Prompts, slots: int) -> Prefilled:
+    """Computes prompts for places of so many slots."""
+    (n, S), shared = prompts.tokens_nS.shape, prompts.shared
+    config = self._shaped(slots)
+    visual = self._encode(params, prompts)
+    if n * config.num_heads * (S - shared) * S > _MOST_SCORES:
+      shared = 0
+    positions_nT = jnp.broadcast_to(jnp.arange(shared, S), (n, S - shared))
+    tokens_nT, cache, of_shared = prompts.tokens_nS[:, shared:], None, None
+    if shared:
+      config = dataclasses.replace(config, cache_dtype="")
+      first = prompts.tokens_nS[:1, :shared], jnp.arange(shared)[None]
+      _, cache, of_shared = model.routed_features(params, config, *first)
+      prefix = model.as_prefix(cache, jnp.full(1, shared))
+      cache = model.empty_cache(config, prefix, n, S - shared)
+    counts_n = prompts.lengths_n - shared
+    rest = visual and visual.after(shared)
+    hidden_nTD, cache, experts = model.routed_features(
+      params, config, tokens_nT, positions_nT, cache, counts_n, visual=rest
+    )
+    if of_shared is not None:
+      of_shared = jnp.broadcast_to(of_shared, (n, *of_shared.shape[1:]))
+      experts = jnp.concatenate([of_shared, experts], 1)
+    last_n11 = (counts_n - 1)[:, None, None]
+    last_nD = jnp.take_along_axis(hidden_nTD, last_n11, axis=1)[:, 0]
+    make = model.rows_as_prefix if shared else model.as_prefix
+    next_n = None
+    if self._config.has_axes:
+      next_n = jnp.asarray(prompts.lengths_n if visual is None else visual.next_P)
+    prefix = model.within_windows(config, make(cache, prompts.lengths_n))
+    return Prefilled(prefix, last_nD, next_n, everywhere(self._config, experts))
+
+  def _encode(self, params: Any, prompts: Prompts) -> Visual | None:
+    """What the prompts see, each shard of the mesh its own."""
+    if prompts.images is None:
+      return None
+    if isinstance(prompts.images, Visual):
+      return jax.tree.map(functools.partial(rows_placed, self._config), prompts.images)
+    n, I, N, _ = prompts.images.patches_PINC.shape
+    own = n // self._config.row_shards  # prompts of a device
+    at_once = max(1, _MOST_PATCHES // (I * N))
+    size = max(size for size in range(1, own + 1) if own % size == 0 and size <= at_once)
+    parts = own // size
+
+    def split(x: Any) -> jax.Array:
+      """[parts, n / parts, ...], where each device has its share of every part."""
+      x = rows_placed(self._config, jnp.asarray(x))
+      return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+
+    def join(x: jax.Array) -> jax.Array:
+      return rows_placed(self._config, x.swapaxes(0, 1).reshape(n, *x.shape[2:]))
+
+    encode = functools.partial(model.encode, params, self._config)
+    return jax.tree.map(join, jax.lax.map(encode, jax.tree.map(split, prompts.images)))
+
+  def _begin(
+    self,
+    grid: Grid,
+    slots: int,
+    params: Any,
+    prompts: Prompts,
+    prompt_N: jax.Array | None,
+    settings: RowSettings,
+  ) -> tuple[Flight, jax.Array | None]:
+    made = self._prefill(params, prompts, prompts.tokens_nS.shape[1])
+    prefix, last_nD, next_n = made.prefix, made.last_nD, made.next_n
+    if prompt_N is not None:
+      prefix, last_nD = model.take_prompts(prefix, prompt_N), last_nD[prompt_N]
+      next_n = jax.tree.map(lambda x: x[prompt_N], next_n)
+    R, T, levels = grid.rows, self.decoding.max_tokens, draws_per_token(self._config.vocab_size)
+    rows = Rows(
+      token_R=jnp.zeros(R, jnp.int32),
+      drawn_R=jnp.zeros(R, jnp.int32),
+      goes_on_R=jnp.zeros(R, bool),
+      settings=settings,
+      uniforms_RTU=jnp.zeros((R, T, levels)),
+      idle_R=jnp.zeros(R, jnp.int32),
+      given_RT=jnp.full((R, T), -1, jnp.int32),
+    )
+    shaped = self._shaped(prompts.tokens_nS.shape[1])
+    rewind = most_rewound(self.columns)
+    cache = model.empty_cache(shaped, prefix, grid.seats, slots, rewind)
+    return placed(self._config, Flight(cache, last_nD, rows, next_n)), made.experts_nSY
+
+  def _arrive(
+    self, flight: Flight, params: Any, prompts: Prompts, places_n: jax.Array
+  ) -> tuple[Flight, jax.Array | None]:
+    made, next_N = self._prefill(params, prompts, flight.cache.prefix.slots), flight.next_N
+    prefix = model.put_prompts(flight.cache.prefix, places_n, made.prefix)
+    last_ND = flight.last_ND.at[places_n].set(made.last_nD, mode="drop")
+    if next_N is not None:
+      next_N = next_N.at[places_n].set(made.next_n, mode="drop")
+    cache = flight.cache.replace(prefix=prefix)
+    flight = flight.replace(cache=cache, last_ND=last_ND, next_N=next_N)
+    return placed(self._config, flight), made.experts_nSY
+
+  def _copy(self, flight: Flight, from_N: jax.Array) -> Flight:
+    def copy(flight: Flight, from_N: jax.Array) -> Flight:
+      prefix = model.take_prompts(flight.cache.prefix, from_N)
+      cache, last_ND = flight.cache.replace(prefix=prefix), flight.last_ND[from_N]
+      next_N = jax.tree.map(lambda x: x[from_N], flight.next_N)
+      return flight.replace(cache=cache, last_ND=last_ND, next_N=next_N)
+
+    return on_each_shard(
+      self._config, copy, flight, from_N % shard_grid(self._config, flight).places
+    )
+
+  def _move(self, flight: Flight, rows_NQ: jax.Array, places_N: jax.Array) -> Flight:
+    def move(flight: Flight, rows_NQ: jax.Array, places_N: jax.Array) -> Flight:
+      return Flight(
+        cache=model.take_rows(self._config, flight.cache, rows_NQ, places_N),
+        last_ND=flight.last_ND[places_N],
+        rows=jax.tree.map(lambda x: x[rows_NQ.reshape(-1)], flight.rows),
+        next_N=jax.tree.map(lambda x: x[places_N], flight.next_N),
+      )
+
+    # Rows stay on their devices, where they are counted from 0.
+    shard = shard_grid(self._config, flight)
+    return on_each_shard(self._config, move, flight, rows_NQ % shard.rows, places_N % shard.places)
+
+  def _resume(self, flight: Flight, resumed: Resumed) -> Flight:
+    def resume(flight: Flight, *given: jax.Array) -> Flight:
+      rows, (is_resumed_R, kept_R, token_R, given_RT, limit_R) = flight.rows, given
+      # Its tokens lie before the rounds in which it was idle, and those that it drops come last.
+      by_R = jnp.where(is_resumed_R, rows.idle_R + rows.drawn_R - kept_R, 0)
+      cache = model.roll_rows(flight.cache, by_R.reshape(flight.grid))
+      settings = rows.settings
+      if settings.max_tokens is not None:
+        own_R = jnp.where(is_resumed_R, limit_R, settings.max_tokens)
+        settings = settings.replace(max_tokens=own_R)
+      rows = rows.replace(
+        settings=settings,
+        token_R=jnp.where(is_resumed_R, token_R, rows.token_R),
+        drawn_R=jnp.where(is_resumed_R, kept_R, rows.drawn_R),
+        idle_R=jnp.where(is_resumed_R, 0, rows.idle_R),
+        given_RT=jnp.where(is_resumed_R[:, None], given_RT, rows.given_RT),
+      )
+      return flight.replace(cache=cache, rows=rows)
+
+    return on_each_shard(self._config, resume, flight, *resumed)
+
+  def _grow(self, flight: Flight, slots: int) -> Flight:
+    cache = model.with_slots(self._config, flight.cache, slots)
+    return placed(self._config, flight.replace(cache=cache))
+
+  def _chunk(
+    self,
+    params: Any,
+    flight: Flight,
+    key: jax.Array,
+    new: NewRows,
+    goes_on_R: jax.Array,
+    chunk: Chunk,
+  ) -> tuple[Flight, Drawn, jax.Array]:
+    cache, rows, (N, Q) = flight.cache, flight.rows, flight.grid
+    config = self._shaped(cache.prefix.slots)
+    T, V = self.decoding.max_tokens, config.vocab_size
+    new = jax.tree.map(lambda x: rows_placed(self._config, jnp.asarray(x)), new)
+    is_new_R = new.is_new_R
+
+    def with_new(uniforms_RTU: jax.Array) -> jax.Array:
+      drawn_RTU = row_uniforms(key, new.number_R, T, V)
+      return jnp.where(is_new_R[:, None, None], drawn_RTU, uniforms_RTU)
+
+    uniforms_RTU = jax.lax.cond(is_new_R.any(), with_new, lambda x: x, rows.uniforms_RTU)
+    rows = Rows(
+      token_R=rows.token_R,
+      drawn_R=jnp.where(is_new_R, 0, rows.drawn_R),
+      goes_on_R=rows_placed(self._config, goes_on_R),
+      settings=jax.tree.map(
+        lambda own_R, old_R: jnp.where(is_new_R, own_R, old_R), new.settings, rows.settings
+      ),
+      uniforms_RTU=uniforms_RTU,
+      idle_R=jnp.where(is_new_R, 0, rows.idle_R),
+      given_RT=jnp.where(is_new_R[:, None], -1, rows.given_RT),
+    )
+    next_N = cache.prefix.lengths_P if flight.next_N is None else flight.next_N
+    next_R = jnp.repeat(next_N, Q)
+
+    def step(carry: tuple[model.Cache, Kept | None], rows: Rows) -> Any:
+      cache, kept = carry
+      own_R = jnp.maximum(rows.drawn_R - 1, 0)  # a free seat may have drawn nothing
+      cache = cache.replace(lengths_PG=own_R.reshape(N, Q))
+      token_R1, positions_R1 = rows.token_R[:, None], (next_R + own_R)[:, None]
+      counts_R = rows.goes_on_R.astype(jnp.int32)
+      hidden_R1D, cache, experts = model.routed_features(
+        params, config, token_R1, positions_R1, cache, counts_R
+      )
+      logits_R1V = model.unembed(params, config, hidden_R1D)
+      return logits_R1V[:, 0], (cache, kept and kept.with_round(experts))
+
+    def first_logits() -> jax.Array:
+      return jnp.repeat(model.unembed(params, config, flight.last_ND), Q, axis=0)
+
+    cache = model.begin_rows(cache, is_new_R.reshape(N, Q))
+    rows, drawn = draw_first(rows, first_logits, self.decoding, self.columns)
+    carry = cache, self._nothing_kept(rows)
+    (cache, kept), rows, drawn = decode_chunk(step, carry, rows, drawn, self.decoding, chunk)
+    if kept is not None:
+      drawn = drawn.replace(experts_RNY=kept.experts_RNY)
+    seen = everywhere(self._config, (drawn, rows.goes_on_R))
+    flight = Flight(cache, flight.last_ND, rows, flight.next_N)
+    return placed(self._config, flight), *seen
+
+  def _nothing_kept(self, rows: Rows) -> "Kept | None":
+    """Before the first round of a chunk. None without `keeps_experts`."""
+    config = self._config
+    if not config.keeps_experts:
+      return None
+    shape = (len(rows.token_R), self.columns, config.experts_in_all)
+    return Kept(jnp.int32(1), rows_placed(self._config, jnp.zeros(shape, config.experts_dtype)))
+
+  def _shaped(self, prompt_slots: int) -> model.ModelConfig:
+    """The model for prompts of so many tokens."""
+    length = prompt_slots + self.decoding.max_tokens
+    return dataclasses.replace(self._config, length=length)

@@ -1,0 +1,205 @@
+"""The sampler: prompts in, completions out, with rows that come and go.
+
+Rows are decoded in chunks, each of which is one call of a compiled program. Between two chunks,
+rows that have ended leave, rows that wait take their seats, and the cache grows or shrinks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import numpy as np
+import optax
+
+from grpo_jax import model
+from grpo_jax.config import Sampling
+from grpo_jax.sampler import seats as seats_lib
+from grpo_jax.sampler.call import (
+  Draws,
+  Ended,
+  Feed,
+  Finished,
+  Pace,
+  Reply,
+  SamplingCall,
+  by_row,
+)
+from grpo_jax.sampler.flight import Prompts
+from grpo_jax.sampler.logits import Decoding, RowSettings
+from grpo_jax.sampler.programs import FlightPrograms
+from grpo_jax.sampler.seats import Grid
+from grpo_jax.types import Completions, Images, Visual
+
+__all__ = [
+  "TEMPERATURES",
+  "Draws",
+  "Ended",
+  "Feed",
+  "Finished",
+  "Pace",
+  "Reply",
+  "Sampler",
+  "by_row",
+  "decoding_of",
+  "longest_chunk",
+  "settings_of",
+  "shared_tokens",
+  "sizes_up_to",
+  "temperature_at",
+  "whole",
+]
+
+# sampling.temperature_schedule: (first, last, how many steps later) -> the temperature of a step.
+TEMPERATURES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
+  "constant": lambda first, last, steps: optax.constant_schedule(first),
+  "linear": optax.linear_schedule,
+  "cosine": lambda first, last, steps: optax.cosine_decay_schedule(first, steps, last / first),
+}
+
+_LONGEST_CHUNK = 64
+_SHARED_STEP = 32  # each other length is compiled
+# A call that computes less does not repay the time to compile smaller grids.
+_SHRINKS_FROM = 1e10  # floating point operations
+_SMALLER, _FEWEST_ROWS = (2, 4, 8, 32), 8  # shares of a shard's rows, and the fewest of them
+
+
+def decoding_of(sampling: Sampling, stop_ids: tuple[int, ...]) -> Decoding:
+  """The limits of a config, with the model's own stop ids before the config's."""
+  return Decoding(sampling.max_tokens, tuple(dict.fromkeys((*stop_ids, *sampling.stop_ids))))
+
+
+def settings_of(sampling: Sampling, temperature: float) -> RowSettings:
+  """How the rows of a config draw at a temperature. At 0, top-k, top-p and min-p change nothing."""
+  least = sampling.min_tokens or None
+  if not temperature:
+    return RowSettings(temperature, min_tokens=least)
+  return RowSettings(
+    temperature,
+    top_k=sampling.top_k or None,
+    top_p=sampling.top_p if sampling.top_p < 1 else None,
+    min_p=sampling.min_p or None,
+    min_tokens=least,
+  )
+
+
+class Sampler:
+  """Completes prompts.
+
+  A prompt is computed once for its group. Completion [p, g] is drawn with
+  fold_in(key, (first_prompt + p) * G + g), so it depends neither on the other prompts nor on the
+  number of rows that are decoded together.
+
+  Attributes:
+    programs: What is compiled.
+  """
+
+  def __init__(
+    self, config: model.ModelConfig, decoding: Decoding, weights: int = 0, rows: int = 0
+  ):
+    """Makes a sampler.
+
+    Args:
+      config: The model, in the dtype of sampling.
+      decoding: Stop ids and the longest completion.
+      weights: How many parameters the model has. It says when it pays to move rows together.
+      rows: The most rows in flight. 0 means all of a call.
+    """
+    self._config, self._weights, self._rows = config, weights, rows
+    self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
+
+  def pace(self, prompts: int, members: int) -> Pace:
+    """How `members` completions of so many prompts at once are decoded.
+
+    Args:
+      prompts: A multiple of the mesh's row shards.
+      members: G.
+    """
+    shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
+    grid = seats_lib.first_grid(prompts, members, self._rows, shards)
+    smaller: list[Grid] = []
+    if 2.0 * self._weights * grid.rows * tokens >= _SHRINKS_FROM:
+      sizes = [grid.rows // shards // share for share in _SMALLER]
+      smaller = [Grid(size * shards, 1) for size in sizes if size >= _FEWEST_ROWS]
+    prompts_at_once = max(1, grid.places // shards // 8) * shards
+    sizes_of_cache = sizes_up_to(tokens, model.slots_step(self._config))
+    return Pace(grid, tuple(smaller), tuple(sizes_of_cache), prompts_at_once, shards)
+
+  def __call__(
+    self,
+    params: model.Params | Feed,
+    prompts_PS: np.ndarray,
+    prompt_lengths_P: np.ndarray,
+    members: int,
+    draws: Draws,
+    images: Images | Visual | None = None,
+  ) -> Iterator[Finished]:
+    """Completes each prompt `members` times.
+
+    Args:
+      params: All parameters, as `Parameters.for_sampling` returns them, or what gives those of each
+        chunk.
+      prompts_PS: int32, right-padded. P is a multiple of the mesh's row shards.
+      prompt_lengths_P: int32, their tokens.
+      members: G.
+      draws: What they are drawn with.
+      images: Of the prompts, as numpy arrays, or encoded on the mesh. None if they have none.
+
+    Yields:
+      Groups as they finish, each prompt once.
+    """
+    tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
+    shared = 0
+    if self._config.on_one_device and not (images and self._config.vision.both_ways):
+      shared = shared_tokens(tokens_PS, lengths_P, images)
+    prompts = Prompts(tokens_PS, lengths_P, shared, images)
+    call = SamplingCall(self.programs, params, prompts, members, draws)
+    P = len(prompts_PS)
+    return call.run(self.pace(min(draws.at_once or P, P), members))
+
+
+def shared_tokens(
+  prompts_PS: np.ndarray, lengths_P: np.ndarray, images: Images | Visual | None = None
+) -> int:
+  """How many tokens all prompts have in common at their start, in steps of `_SHARED_STEP`.
+
+  Each prompt has at least one token after them. A single prompt shares nothing. Tokens of images
+  are equal where the images are not.
+  """
+  if len(prompts_PS) < 2:
+    return 0
+  differs_S = (prompts_PS != prompts_PS[:1]).any(0)
+  if images is not None:
+    differs_S |= np.asarray(images.is_seen_PS).any(0)
+  same = int(differs_S.argmax()) if differs_S.any() else len(differs_S)
+  return min(same, int(lengths_P.min()) - 1) // _SHARED_STEP * _SHARED_STEP
+
+
+def whole(parts: Iterable[Finished]) -> Completions:
+  """The completions of all prompts of a call, in their order."""
+  collected = list(parts)
+  order = np.argsort(np.concatenate([part.prompts for part in collected]))
+  trees = [part.completions for part in collected]
+  return jax.tree.map(lambda *arrays: np.concatenate(arrays)[order], *trees)
+
+
+def longest_chunk(max_tokens: int) -> int:
+  """The columns of a chunk: the most tokens that a row draws before the host looks at it."""
+  return min(max_tokens, _LONGEST_CHUNK)
+
+
+def sizes_up_to(longest: int, step: int = 1) -> list[int]:
+  """The sizes, in tokens, that programs are compiled for on the way to `longest`.
+
+  There are at most four. Each is double the one before. None is below 32 unless `longest` is. Each
+  is a multiple of `step`, and the last holds at least `longest`.
+  """
+  sizes = [longest]
+  while len(sizes) < 4 and sizes[-1] > 32:
+    sizes.append(max(32, -(-sizes[-1] // 2)))
+  return sorted({-(-size // step) * step for size in sizes})
+
+
+def temperature_at(sampling: Sampling, index: int, steps: int) -> float:
+  """The sampling temperature of GRPO step `index`, from 0, in a run of `steps` GRPO steps."""
+  make_schedule = TEMPERATURES[sampling.temperature_schedule]
+  schedule = make_schedule(sampling.temperature, sampling.temperature_end, max(1, steps - 1))
+  return float(schedule(index))

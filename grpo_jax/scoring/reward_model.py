@@ -1,0 +1,230 @@
+"""Learned rewards: models in Hugging Face folders that score a text or its steps.
+
+They lie on the policy's mesh, and all processes compute them together.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax import model
+from grpo_jax.config import Reward
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
+from grpo_jax.model.huggingface import hub
+from grpo_jax.parallel import sharding
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rewards import Steps
+from grpo_jax.run.parameters import load_frozen
+from grpo_jax.settings import ConfigError
+
+# A text, or the messages of a conversation.
+Prompt = str | Sequence[Mapping[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+  """What a reward model reads for one completion.
+
+  Attributes:
+    ids: The token ids of the prompt and the completion.
+    marks: For each step, its end in characters of the completion, and the position in `ids` of the
+      token whose score is the step's score.
+  """
+
+  ids: list[int]
+  marks: list[tuple[int, int]]
+
+
+class RewardModel:
+  """A reward function, as grpo_jax/rewards describes them, that is named after its folder.
+
+  Every process calls it together with the others, each with its own texts.
+
+  A *ForSequenceClassification model scores a text by the output of its head at the last token, as
+  TRL's GRPOTrainer does. A *ForTokenClassification model scores each step by the probability of
+  label 1 at the last token of the separator after the step, as TRL's PRMTrainer trains it. A text
+  that is longer than the model's positions is not scored.
+  """
+
+  # See grpo_jax/rewards/marks.py. It computes on the devices of the run, all processes together.
+  in_process = True
+  needs_every_row = True
+
+  def __init__(
+    self,
+    name: str,
+    config: Reward,
+    hosts: Hosts,
+  ) -> None:
+    """Reads the model onto the mesh.
+
+    Args:
+      name: A folder, or a name on huggingface.co.
+      config: The section `reward`. Its dtype is the one to compute with.
+      hosts: The mesh of the run and its processes.
+
+    Raises:
+      ConfigError: The folder is no reward model of a known family, or its tokenizer cannot be read.
+    """
+    folder = Path(hub.folder(name, "reward.functions")).expanduser()
+    self.__name__ = Path(name).expanduser().resolve().name
+    shape = model.load_model_config(folder, model.REWARD_HEADS)
+    tokens = tokenizer.load(folder, "reward.functions")
+    self._tokens = tokens.for_model(shape.vocab_size, str(folder), "reward.functions")
+    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh)
+    self._model = dataclasses.replace(shape, dtype=config.dtype, **shardings)
+    self._make_texts = TEXTS_BY_LABELS[shape.labels]
+    self._batch = config.batch
+    self._separator = config.step_separator
+    self._hosts = hosts
+    self._params = load_frozen(folder, self._model, hosts.mesh, model.REWARD_HEADS)
+    self._scores = jax.jit(self._forward, out_shardings=sharding.batch_sharding(hosts.mesh))
+
+  def __call__(
+    self, completions: Sequence[str], prompts: Sequence[str], **columns: Sequence[Any]
+  ) -> list[Steps | None]:
+    """The scored steps of each completion, or None for one that is not scored.
+
+    The score of a whole text is returned as one step that ends where the completion ends.
+    """
+    conversations = columns.get("messages", prompts)
+    texts = self._hosts.on_each(
+      lambda: self._make_texts(self._tokens, self._separator, conversations, completions)
+    )
+    own_lengths = np.array([len(text.ids) for text in texts], np.int32)
+    lengths_N, owners_N = self._hosts.join_rows(
+      (own_lengths, np.full(len(texts), self._hosts.index, np.int32))
+    )
+    tokens_NT = self._hosts.join_rows(_padded(texts, lengths_N.max(initial=0)))
+    own_N = np.cumsum(owners_N == self._hosts.index) - 1  # of a row here, its number in `texts`
+    scored_steps: list[Steps | None] = [None] * len(texts)
+    fitting = np.flatnonzero(lengths_N <= self._model.max_positions)
+    # Sorted, so that the texts of a batch have about the same length.
+    fitting = fitting[np.argsort(lengths_N[fitting], kind="stable")]
+    for start in range(0, len(fitting), self._batch):
+      chosen = fitting[start : start + self._batch]
+      tokens = self._hosts.put(self._batch_of(tokens_NT[chosen], lengths_N[chosen[-1]]))
+      scores = self._hosts.fetch(self._scores(self._params, tokens))
+      for i, row in zip(chosen, scores):
+        if owners_N[i] == self._hosts.index:
+          marks = texts[own_N[i]].marks
+          scored_steps[own_N[i]] = [(end, float(row[position])) for end, position in marks]
+    return scored_steps
+
+  def check_conversations(self) -> None:
+    """Raises ConfigError if the model cannot read conversations."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    try:
+      self._tokens.render(messages, generation_prompt=False)
+    except ConfigError as error:
+      reason = str(error).removeprefix("data.tokenizer: ")
+      raise ConfigError(f"reward.functions: {self.__name__}: {reason}") from None
+
+  def _batch_of(self, rows: np.ndarray, longest: int) -> np.ndarray:
+    """int32 [reward.batch, T] from padded rows, of which the longest has `longest` tokens.
+
+    T is a power of two, so that only few lengths are compiled.
+    """
+    T = min(1 << (int(longest) - 1).bit_length(), self._model.max_positions)
+    tokens_BT = np.zeros((self._batch, T), np.int32)
+    width = min(T, rows.shape[1])
+    tokens_BT[: len(rows), :width] = rows[:, :width]
+    return tokens_BT
+
+  def _forward(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
+    """float32 [B, T]: the score at each token."""
+    config = dataclasses.replace(self._model, length=tokens_BT.shape[1])
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    # Set here, because the process-wide default is the policy's precision.
+    precision = "float32" if config.dtype == "float32" else None
+    with jax.default_matmul_precision(precision):
+      hidden_BTD, _ = model.features(params, config, tokens_BT, positions_BT)
+      return model.score(params, config, hidden_BTD)
+
+
+def whole_texts(
+  tokens: Tokenizer, separator: str, prompts: Sequence[Prompt], completions: Sequence[str]
+) -> list[Text]:
+  """Prompt and completion as one text with one score.
+
+  The score is the one at the last token that is not the padding token, as in transformers.
+  """
+  del separator
+  pairs = zip(prompts, completions)
+  rows = tokens.encode_batch([_text(tokens, prompt, answer) for prompt, answer in pairs])
+  return [
+    Text(ids, [(max(1, len(completion)), _last_position(ids, tokens.pad_id))])
+    for ids, completion in zip(rows, completions)
+  ]
+
+
+def stepwise(
+  tokens: Tokenizer, separator: str, prompts: Sequence[Prompt], completions: Sequence[str]
+) -> list[Text]:
+  """The beginning-of-text token, the prompt, then each step and a separator.
+
+  Each part is tokenised alone, as in training. A completion is split into steps at the separator.
+  Blank steps are left out. A completion with only blank steps is one step.
+  """
+  steps = [_split_steps(completion, separator) for completion in completions]
+  bos_ids, separator_ids = tokens.encode_batch([tokens.special.get("bos_token", ""), separator])
+  openings = tokens.encode_batch([_text(tokens, prompt) for prompt in prompts])
+  all_steps = [step for steps_of_completion in steps for step, _ in steps_of_completion]
+  encoded_steps = iter(tokens.encode_batch(all_steps))
+  texts = []
+  for opening, steps_of_completion in zip(openings, steps):
+    # A chat template may have written the beginning-of-text token already.
+    ids = opening if opening[:1] == bos_ids else bos_ids + opening
+    marks = []
+    for _, end in steps_of_completion:
+      ids = ids + next(encoded_steps) + separator_ids
+      marks.append((end, len(ids) - 1))
+    texts.append(Text(ids, marks))
+  return texts
+
+
+def _padded(texts: Sequence[Text], width: int) -> np.ndarray:
+  """The token ids of N texts, int32 [N, width]."""
+  tokens_NT = np.zeros((len(texts), width), np.int32)
+  for tokens_T, text in zip(tokens_NT, texts):
+    tokens_T[: len(text.ids)] = text.ids
+  return tokens_NT
+
+
+# By ModelConfig.labels: one label scores a text, two say whether a step is wrong or right.
+TEXTS_BY_LABELS = {1: whole_texts, 2: stepwise}
+
+
+def _last_position(ids: Sequence[int], pad_id: int) -> int:
+  """The position of the last token that is not the padding token, or 0."""
+  return max((position for position, token in enumerate(ids) if token != pad_id), default=0)
+
+
+def _split_steps(completion: str, separator: str) -> list[tuple[str, int]]:
+  """Each step with its end in characters of the completion, which includes its separator."""
+  steps = []
+  end = 0
+  for step in completion.split(separator):
+    end = min(end + len(step) + len(separator), len(completion))
+    if step.strip():
+      steps.append((step, end))
+  return steps or [(completion, max(1, len(completion)))]
+
+
+def _text(tokens: Tokenizer, prompt: Prompt, completion: str | None = None) -> str:
+  """The text that the model reads: the prompt alone, or the prompt and the completion.
+
+  A conversation passes through the model's own chat template.
+  """
+  if isinstance(prompt, str):
+    return prompt + (completion or "")
+  if completion is None:
+    return tokens.render(prompt, generation_prompt=True)
+  answer = {"role": "assistant", "content": completion}
+  return tokens.render([*prompt, answer], generation_prompt=False)

@@ -1,0 +1,442 @@
+"""Calls a run's reward functions for rollouts, and counts what failed."""
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flax import struct
+import numpy as np
+
+from grpo_jax import rewards as rewards_lib
+from grpo_jax.algo.metrics import disjoint
+from grpo_jax.data.loader import PromptBatch, prompt_batch
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rewards import conversation, dispatch
+from grpo_jax.rewards.marks import has_mark
+from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
+from grpo_jax.scoring.scores import DecodeText, steps_on_tokens
+from grpo_jax.settings import ConfigError, shown
+from grpo_jax.timing import told_if_slow
+from grpo_jax.types import Rewards
+
+if TYPE_CHECKING:
+  pass
+
+_KINDS = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # failures with a metric
+_MOST_ROWS_TRIED = 2048  # of the data, to find some for a function
+_MOST_LOOKED_AT = 256  # rows of those that are not in memory, and may hold images
+_MOST_NAMED = 3  # rows in a warning
+_MOST_COMPARED, _MOST_TRIALS = 16, 4  # rows for a first call of a function, and such calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What happened while completions were scored, on all processes. Reports can be added.
+
+  Attributes:
+    failed: How many completions have no reward for a reason, by metric.
+    logged: The sum and the number of the values that functions gave to log_metric, by name.
+    unscored: Why no completion of a process has a reward of a function, by its name.
+  """
+
+  failed: dict[str, int] = dataclasses.field(default_factory=dict)
+  logged: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+  unscored: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  def __add__(self, other: "Report") -> "Report":
+    failed, logged = dict(self.failed), dict(self.logged)
+    for name, count in other.failed.items():
+      failed[name] = failed.get(name, 0) + count
+    for name, (total, count) in other.logged.items():
+      before, count_before = logged.get(name, (0.0, 0))
+      logged[name] = before + total, count_before + count
+    return Report(failed, logged, other.unscored | self.unscored)
+
+  def metrics(self) -> dict[str, float]:
+    """The counts, and the means of what was logged."""
+    means = {name: total / count for name, (total, count) in self.logged.items()}
+    return disjoint(means, {name: float(count) for name, count in self.failed.items()})
+
+
+class Scored(struct.PyTreeNode):
+  """The rewards of P groups.
+
+  Attributes:
+    rewards: As numpy arrays, the same on every process.
+    extras_PG: object array of dicts: what functions gave to log_extra, by column.
+    report: What happened.
+  """
+
+  rewards: Rewards
+  extras_PG: np.ndarray
+  report: Report = struct.field(pytree_node=False, default=Report())
+
+
+class _Place(NamedTuple):
+  """Where the rows of a process lie in a batch of groups, and what they are, for messages."""
+
+  step: int
+  first_prompt: int
+  group_size: int
+  columns: Mapping[str, Sequence[Any]]
+
+
+class Weighted(NamedTuple):
+  """A reward function of a run.
+
+  Attributes:
+    function: The function.
+    weight: Its weight in the sum.
+    tasks: The tasks that it is for, as an entry of reward.tasks. "" means all.
+  """
+
+  function: rewards_lib.Reward
+  weight: float = 1.0
+  tasks: str = ""
+
+
+class Scorer:
+  """Scores rollouts with a run's reward functions. All processes call it together.
+
+  A function gets the completions of whole groups, but only those of its own process.
+
+  Attributes:
+    names: The names under which the J functions report.
+    weights: The weight of each function.
+  """
+
+  def __init__(
+    self,
+    functions: Sequence[Weighted],
+    hosts: Hosts,
+    decode_text: DecodeText,
+    caller: rewards_lib.Caller,
+    needs_steps: bool = False,
+  ):
+    """Takes the functions.
+
+    Args:
+      functions: The reward functions.
+      hosts: The processes that score.
+      decode_text: Makes a text from token ids.
+      caller: What calls the functions.
+      needs_steps: Whether the advantage reads the rewards of steps, placed on tokens.
+    """
+    self._functions = [one.function for one in functions]
+    self.names = [rewards_lib.name_of(function) for function in self._functions]
+    self.weights = tuple(one.weight for one in functions)
+    self._hosts = hosts
+    self._decode_text = decode_text
+    self._caller = caller
+    self._needs_steps = needs_steps
+    self._tasks = [one.tasks for one in functions]
+
+  def check_arguments(self, prompts: Prompts, key: str) -> None:
+    """Checks the functions on these prompts, and says on stderr what is odd.
+
+    It also sees whether a function reads texts or messages.
+
+    Args:
+      prompts: The prompts whose completions they will score.
+      key: The config key that names the functions.
+
+    Raises:
+      ConfigError: A function cannot be called for these prompts.
+    """
+    first = prompt_batch(prompts, np.zeros(1, int))
+    if any(self._tasks) and "task" not in first.columns:
+      raise ConfigError(
+        f"config key reward.tasks is {tuple(self._tasks)}: the examples have no field task; use"
+        " data.mixture, or name the column that says which function scores a row:"
+        " data.columns=('task=COLUMN',)"
+      )
+    if any(self._tasks) and key == "reward.functions":
+      left = dispatch.check_names(self._tasks, prompts.tasks())
+      if left and self._hosts.is_first:
+        print(
+          f"warning: reward.tasks names no function for the tasks {', '.join(left):.400}: their"
+          " completions get no reward of reward.functions",
+          file=sys.stderr,
+          flush=True,
+        )
+    columns = ["completions", "completion_ids", *first.columns]
+    columns += ["turns", "turn_rewards"] if prompts.has_turns else []
+    for function, name in zip(self._functions, self.names):
+      rewards_lib.check_arguments(function, name, key, columns, optional=prompts.fields)
+      if check := getattr(function, "check_rows", None):
+        try_rows = functools.partial(check, f"{key}: {name}", function)
+        self._hosts.on_first(functools.partial(_try_rows, try_rows, prompts))
+    self._hosts.on_first(lambda: self._tell_unreadable(prompts, key))
+    if "messages" in first.columns:
+      self._see_what_they_read(prompts, key)
+
+  def _see_what_they_read(self, prompts: Prompts, key: str) -> None:
+    """Sees which functions of the user read messages, and says it."""
+    for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
+      trials = _trials(prompts, dispatch.tasks_in(entry))
+      see = functools.partial(self._caller.see_what_it_reads, function, trials)
+      if problem := self._hosts.on_each(see):
+        print(
+          f"warning: {key}: whether {name} reads messages is not known, so it gets texts. A first"
+          f" call with made-up messages did not end: {problem}. Set {name}.conversational to True"
+          " or False in its file",
+          file=sys.stderr,
+          flush=True,
+        )
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for function, name in zip(self._functions, self.names, strict=True):
+      if conversation.is_of_user(function):
+        names[self._caller.reads_messages(function)].append(name)
+    if self._hosts.is_first and any(names.values()):
+      messages, texts = (", ".join(some) or "none" for some in names.values())
+      print(
+        f"{key}: your functions that get messages: {messages}; that get texts: {texts}",
+        file=sys.stderr,
+        flush=True,
+      )
+
+  def _tell_unreadable(self, prompts: Prompts, key: str) -> None:
+    """Says on stderr which rows functions can give no reward for, because of what the rows hold."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for function, name, entry in zip(self._functions, self.names, self._tasks, strict=True):
+      if not conversation.is_of_user(function) and hasattr(function, "reads"):
+        groups.setdefault((entry, *function.reads.items()), []).append(name)
+    if not groups:
+      return
+    all_of_them = prompts.is_in_memory
+    places = range(len(prompts)) if all_of_them else sorted(_some_places(prompts)[:_MOST_LOOKED_AT])
+    rows = [*prompts.given(places)]
+    which = ("" if all_of_them else " that were looked at") + (
+      ", whose completions count as wrong" if key == "eval.function" else ""
+    )
+    for (entry, *items), names in groups.items():
+      own = _rows_of_tasks(rows, dict(items), dispatch.tasks_in(entry))
+      found = [(place, problem) for place, row in own if (problem := _unreadable(dict(items), row))]
+      if found:
+        named = "; ".join(f"{place} {problem}" for place, problem in found[:_MOST_NAMED])
+        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        print(
+          f"warning: {key}: no reward of {', '.join(names)} for {len(found)} of {len(own)} rows"
+          f"{which}: {named}{more}",
+          file=sys.stderr,
+          flush=True,
+        )
+
+  def __call__(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Scored:
+    """The scores of rollouts. Each process scores its own prompts."""
+    return self.start(rollouts, prompts, step)()
+
+  def start(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Callable[[], Scored]:
+    """Lets the workers begin.
+
+    Returns:
+      A function that waits for them, calls the functions that no worker calls, and returns the
+      scores. All processes call it together.
+    """
+    own = take(rollouts, prompts.own)
+    columns = completion_columns(own, prompts)
+    place = _Place(step, prompts.own.start, own.texts_PG.shape[1], columns)
+    functions = list(zip(self._functions, self._tasks, strict=True))
+    answer = dispatch.start_for_tasks(self._caller, functions, columns, step, place.group_size)
+
+    def finish() -> Scored:
+      answers = {}
+      # The workers compute meanwhile, so what they compute comes last.
+      for function in sorted(self._functions, key=self._caller.uses_workers):
+        answers[rewards_lib.name_of(function)] = self._hosts.on_each(lambda f=function: answer(f))
+      return self._scored(own, {name: answers[name] for name in self.names}, place)
+
+    return finish
+
+  def _scored(
+    self, own: Rollouts, answers: Mapping[str, rewards_lib.Answer], place: _Place
+  ) -> Scored:
+    """The scores of all processes, from the answers for the rows of this one."""
+    scores = self._hosts.on_each(lambda: rewards_lib.scores_of(answers, self.weights))
+    P, G = own.texts_PG.shape
+    scores_PGJ = np.stack(list(scores.values()), -1).reshape(P, G, -1)
+    on_tokens = None, None
+    if self._needs_steps:
+      steps = [
+        None if has_mark(function, "by_turn") else answer.steps
+        for function, answer in zip(self._functions, answers.values(), strict=True)
+      ]
+      on_tokens = steps_on_tokens(own, steps, self.weights, self._decode_text)
+    scores_PGJ, (rewards_PGT, ends_PGT) = self._hosts.join_rows((scores_PGJ, on_tokens))
+    rewards = Rewards(
+      scores_PGJ=scores_PGJ,
+      weights=self.weights,
+      step_rewards_PGT=rewards_PGT,
+      step_ends_PGT=ends_PGT,
+    )
+    return Scored(rewards, self._extras(answers, P, G), self._report(answers, place))
+
+  def _extras(self, answers: Mapping[str, rewards_lib.Answer], P: int, G: int) -> np.ndarray:
+    """What log_extra got, of all processes."""
+    rows: list[dict[str, Any]] = [{} for _ in range(P * G)]
+    for answer in answers.values():
+      for column, values in answer.extras.items():
+        for row, value in zip(rows, values, strict=True):
+          row[column] = value
+    has_some = self._hosts.any_process(any(answer.extras for answer in answers.values()))
+    if has_some:
+      rows = [json.loads(line) for line in self._hosts.join_lines([*map(json.dumps, rows)])]
+    else:
+      rows = [{} for _ in range(int(self._hosts.join_rows(np.ones(P * G, np.int32)).sum()))]
+    extras_N = np.empty(len(rows), object)
+    extras_N[:] = rows
+    return extras_N.reshape(-1, G)
+
+  def _report(self, answers: Mapping[str, rewards_lib.Answer], place: _Place) -> Report:
+    """Counts failures, of all processes, and says the first one of each function on stderr."""
+    counts: dict[str, int] = {}
+    logged: dict[str, tuple[float, int]] = {}
+    unscored: dict[str, str] = {}
+    for i, (function, (name, answer)) in enumerate(zip(self._functions, answers.items())):
+      kinds = list(_KINDS) if self._caller.uses_workers(function) else []
+      kinds += [] if self._caller.stops_on_error or kinds else ["error"]
+      for kind in kinds:
+        failed = sum(failure.kind == kind for failure in answer.failures)
+        counts[f"rewards/{name}/{_KINDS[kind]}"] = failed
+      if answer.failures:
+        print(_warning(name, answer, place), file=sys.stderr, flush=True)
+      if not any(answer.steps):
+        unscored[name] = _why_unscored(name, answer, self._tasks[i], place)
+      for metric, value in answer.metrics:
+        total, count = logged.get(metric, (0.0, 0))
+        logged[metric] = total + value, count + 1
+    reports = [
+      Report(*json.loads(line))
+      for line in self._hosts.join_lines([json.dumps([counts, logged, unscored])])
+    ]
+    return sum(reports, Report())
+
+
+def _try_rows(
+  try_rows: Callable[[Iterator[tuple[str, Mapping[str, Any]]]], str], prompts: Prompts
+) -> None:
+  """Lets a function try rows, and says what it says."""
+  examples = ((index, prompts.example(index)) for index in _some_places(prompts))
+  rows = ((example.get("place") or f"prompt {index}", example) for index, example in examples)
+  with told_if_slow("trying reward functions on some rows"):
+    warning = try_rows(rows)
+  if warning:
+    print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _why_unscored(name: str, answer: rewards_lib.Answer, entry: str, place: _Place) -> str:
+  """Why no completion has a reward of a function whose entry in reward.tasks is given."""
+  if answer.failures:
+    return answer.failures[0].text
+  found = sorted({str(task) for task in place.columns.get("task", ())})
+  if dispatch.tasks_in(entry) and not set(found) & set(dispatch.tasks_in(entry)):
+    return (
+      f"reward function {name} is for {entry} alone (reward.tasks), and the prompts are of"
+      f" {', '.join(found)}"
+    )
+  golds = place.columns.get("answer", ())
+  shown_gold = f" (the first answer in the data is {golds[0]!r:.60})" if len(golds) else ""
+  return f"reward function {name} returned no score for any completion{shown_gold}"
+
+
+def _warning(name: str, answer: rewards_lib.Answer, place: _Place) -> str:
+  """A line that names the first completion without a reward, and why it has none."""
+  first = answer.failures[0]
+  p, g = divmod(first.row, place.group_size)
+  kinds = collections.Counter(failure.kind for failure in answer.failures)
+  counted = ", ".join(f"{_KINDS.get(kind, kind)}: {count}" for kind, count in sorted(kinds.items()))
+  return (
+    f"warning: step {place.step}: {len(answer.failures)} of {len(answer.steps)} completions have no"
+    f" reward of {name} ({counted}). The first is completion {g} of prompt"
+    f" {place.first_prompt + p}: {first.text}"
+  )
+
+
+def _some_places(prompts: Prompts) -> list[int]:
+  """The places of some rows, in a random order that is always the same."""
+  count = min(len(prompts), _MOST_ROWS_TRIED)
+  return np.random.default_rng(0).choice(len(prompts), count, replace=False).tolist()
+
+
+def _rows_of_tasks(
+  rows: Sequence[tuple[str, Mapping[str, Any]]],
+  kinds: Mapping[str, tuple[type, ...]],
+  tasks: Sequence[str],
+) -> list[tuple[str, Mapping[str, Any]]]:
+  """The rows that a function is for: of its tasks, or else of those whose rows have its columns."""
+  if not tasks:
+    having = [row for _, row in rows if all(row.get(name) is not None for name in kinds)]
+    tasks = [row.get("task") for row in having or [row for _, row in rows]]
+  known = set(map(str, tasks))
+  return [one for one in rows if str(one[1].get("task")) in known]
+
+
+def _unreadable(kinds: Mapping[str, tuple[type, ...]], row: Mapping[str, Any]) -> str:
+  """What keeps a function from reading a row. "" if nothing does."""
+  for name, types in kinds.items():
+    value = row.get(name)
+    if value is None:
+      return f"has no {name}"
+    if not isinstance(value, types):
+      return f"has {shown(value)} as {name}"
+  return ""
+
+
+def _trials(prompts: Prompts, tasks: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+  """The columns of made-up completions, for a first call of a function that is for these tasks.
+
+  A function may look at nothing where a column is None, as those of other tasks of a mixture are.
+  So there is a trial for each of some tasks, with the row that has the most columns.
+  """
+  best: dict[str, tuple[int, int]] = {}  # the number of columns of a row and its place, by the task
+  rows = ((place, prompts.example(place)) for place in _some_places(prompts))
+  own = (one for one in rows if not tasks or str(one[1].get("task")) in tasks)
+  for place, example in itertools.islice(own, _MOST_COMPARED):
+    task, filled = str(example.get("task")), sum(value is not None for value in example.values())
+    best[task] = max(best.get(task, (-1, 0)), (filled, -place))
+  for _, place in sorted(best.values() or [(0, 0)], reverse=True)[:_MOST_TRIALS]:
+    yield _made_up_columns(prompts, -place)
+
+
+def _made_up_columns(prompts: Prompts, place: int) -> dict[str, list[Any]]:
+  """The columns of two made-up completions of a prompt: some functions compare the members."""
+  batch = prompt_batch(prompts, np.array([place, place]))
+  ids = batch.prompts_PS[:, :1].tolist()
+  turns: dict[str, list[Any]] = {}
+  if prompts.has_turns:
+    made_up = [{"role": "assistant", "content": conversation.MADE_UP}]
+    turns = {"turns": [made_up, made_up], "turn_rewards": [[None], [None]]}
+  return {
+    **batch.columns,
+    **turns,
+    "completions": [conversation.MADE_UP] * 2,
+    "completion_ids": ids,
+  }
+
+
+def completion_columns(rollouts: Rollouts, prompts: PromptBatch) -> dict[str, list]:
+  """What reward functions are called with: a value for each of the completions.
+
+  Args:
+    rollouts: The completions of the prompts that this process scores.
+    prompts: The batch, whose columns hold these prompts.
+  """
+  P, G = rollouts.texts_PG.shape
+  columns = {
+    name: [value for value in values for _ in range(G)] for name, values in prompts.columns.items()
+  }
+  columns["completions"] = list(rollouts.texts_PG.ravel())
+  columns["completion_ids"] = [
+    sampled_ids(rollouts.completions, p, g) for p in range(P) for g in range(G)
+  ]
+  if rollouts.turns_PG is not None:
+    found = rollouts.turns_PG.ravel()
+    columns["turns"] = [[turn.message for turn in one.turns] for one in found]
+    columns["turn_rewards"] = [one.rewards for one in found]
+  return columns

@@ -1,0 +1,91 @@
+"""The teacher of on-policy distillation: a frozen model that grades the policy's tokens."""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from grpo_jax import learner, model
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.data.tokenizers.tokenizer import Tokenizer
+from grpo_jax.model.huggingface import hub
+from grpo_jax.parallel import sharding
+from grpo_jax.run.parameters import load_frozen
+from grpo_jax.run.run import Run
+from grpo_jax.settings import ConfigError
+from grpo_jax.types import Batch
+
+_KEY = "reward.teacher"
+
+
+class Teacher:
+  """The model of reward.teacher, on the mesh of the policy."""
+
+  def __init__(self, run: Run):
+    """Reads the model.
+
+    Raises:
+      ConfigError: The folder cannot be used, or the teacher has another tokenizer or too few
+        positions.
+    """
+    config, hosts, micro_batch = run.config, run.hosts, run.programs.micro_batch
+    reward = config.reward
+    folder = Path(hub.folder(reward.teacher, _KEY)).expanduser()
+    with _naming_the_key():
+      shape = model.load_model_config(folder)
+    _check_tokenizer(tokenizer.load(folder, _KEY), run.tokenizer, shape.vocab_size)
+    if shape.vocab_size < run.parameters.model.vocab_size:
+      raise ConfigError(
+        f"config key {_KEY}: the teacher has {shape.vocab_size} rows of embeddings and the policy"
+        f" {run.parameters.model.vocab_size}, and it cannot score the ids that it lacks; choose a"
+        " teacher with as many rows, also of ids that are no tokens"
+      )
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    if longest > shape.max_positions:
+      raise ConfigError(
+        f"config key {_KEY}: the teacher has {shape.max_positions} positions, and"
+        f" data.max_prompt_tokens + sampling.max_tokens are {longest} tokens"
+      )
+    shardings: dict[str, Any] = sharding.model_shardings(shape, hosts.mesh)
+    dtype = reward.dtype or config.model.dtype
+    shape = dataclasses.replace(shape, dtype=dtype, attention=config.model.attention, **shardings)
+    options = learner.StatsOptions(shape, config.learner)
+    with _naming_the_key():
+      self._params = load_frozen(folder, shape, hosts.mesh)
+
+    def logprobs(params: Any, batch: Batch) -> jax.Array:
+      return learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
+
+    self._logprobs = jax.jit(logprobs, out_shardings=sharding.batch_sharding(hosts.mesh))
+
+  def __call__(self, batch: Batch) -> jax.Array:
+    """Log-probs of the completions at the temperature of sampling, float32 [P, G, T]."""
+    return self._logprobs(self._params, batch.without_experts())
+
+
+@contextlib.contextmanager
+def _naming_the_key() -> Iterator[None]:
+  """Adds the config key to an error of reading the folder, which names files alone."""
+  try:
+    yield
+  except ConfigError as error:
+    raise ConfigError(f"config key {_KEY}: {error}") from None
+
+
+def _check_tokenizer(teacher: Tokenizer, policy: Tokenizer, vocab_size: int) -> None:
+  """Raises ConfigError unless the teacher reads the policy's ids as the same texts."""
+  if vocab_size < policy.vocab_size:
+    raise ConfigError(
+      f"config key {_KEY}: the teacher has {vocab_size} ids and the policy {policy.vocab_size};"
+      " choose a teacher with the tokenizer of the policy"
+    )
+  for token in range(policy.vocab_size):
+    ours, theirs = policy.decode([token]), teacher.decode([token])
+    if ours != theirs:
+      raise ConfigError(
+        f"config key {_KEY}: token {token} is {ours!r} for the policy and {theirs!r} for the"
+        " teacher; choose a teacher with the tokenizer of the policy"
+      )
