@@ -128,13 +128,13 @@ def decode(part: Part, layers: str) -> None:
   from grpo_jax.sampler.programs import FlightPrograms
   from grpo_jax.sampler.rows import Chunk
   from grpo_jax.sampler.sampling import (
-    by_row,
     decoding_of,
     longest_chunk,
     settings_of,
     sizes_up_to,
   )
   from grpo_jax.sampler.seats import Grid
+  from grpo_jax.sampler.stream import by_row
   from grpo_jax.sampler.weights import cast_for_sampling
 
   if layers == "kernel" and not part.tiny:
@@ -171,15 +171,15 @@ def decode(part: Part, layers: str) -> None:
     return made.replace(cache=cache.replace(prefix=prefix, time=cache.time + T // 2), rows=state)
 
   nobody, numbers = np.zeros(rows, bool), np.arange(rows, dtype=np.int32)
-  new = NewRows(nobody, numbers, settings)
+  keys = np.zeros((rows, 2), np.uint32)
+  new = NewRows(nobody, keys, numbers, settings)
   rounds = min(programs.columns - 1, T // 2 - 1)
   chunk = Chunk(np.int32(rounds), np.int32(rows))
-  key = jax.random.key(0)
-  program = part.compiled("chunk", programs.chunk, weights, flight(), key, new, ~nobody, chunk)
+  program = part.compiled("chunk", programs.chunk, weights, flight(), new, ~nobody, chunk)
   part.take_turn()
   times = []
   for _ in range(4):
-    arguments = jax.block_until_ready((weights, flight(), key, new, ~nobody, chunk))
+    arguments = jax.block_until_ready((weights, flight(), new, ~nobody, chunk))
     start = time.perf_counter()
     out = jax.block_until_ready(program(*arguments))
     times.append(time.perf_counter() - start)
@@ -194,9 +194,7 @@ def decode(part: Part, layers: str) -> None:
     share_of_peak=moved * rounds / seconds / (part.peak("memory_bandwidth") or float("nan")),
   )
   arguments = [flight() for _ in range(2)]
-  profile = kernels(
-    lambda: program(weights, arguments.pop(), key, new, ~nobody, chunk), part.folder
-  )
+  profile = kernels(lambda: program(weights, arguments.pop(), new, ~nobody, chunk), part.folder)
   part.save(rounds=rounds, profile=profile)
 
 

@@ -29,7 +29,7 @@ from grpo_jax.config import Config, from_dict
 from grpo_jax.configs import arithmetic
 from grpo_jax.planning.overlap import simulate
 from grpo_jax.planning.split import job_of
-from grpo_jax.sampler.call import SamplingCall
+from grpo_jax.sampler.stream import Stream
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training import loop
 from grpo_jax.training.loop import run_steps
@@ -116,11 +116,11 @@ def tail(folder: Path) -> None:
 
 def _sleep_where_devices_would_compute() -> None:
   """Makes each round of decoding and each update take a certain time."""
-  keep, update = SamplingCall._keep, loop.GrpoStep._update
+  keep, update = Stream._keep, loop.GrpoStep._update
 
-  def keep_later(self: Any, row_R: Any, drawn: Any, is_new_R: Any) -> None:
+  def keep_later(self: Any, row_R: Any, drawn: Any, is_new_R: Any, version: int) -> None:
     time.sleep(ROUND_SECONDS * int(drawn.is_drawn_RN.any(0).sum()))
-    keep(self, row_R, drawn, is_new_R)
+    keep(self, row_R, drawn, is_new_R, version)
 
   def update_later(self: Any, state: Any, batch: Any) -> Any:
     began = time.perf_counter()
@@ -128,7 +128,7 @@ def _sleep_where_devices_would_compute() -> None:
     time.sleep(max(0.0, UPDATE_SECONDS - (time.perf_counter() - began)))
     return result
 
-  SamplingCall._keep, loop.GrpoStep._update = keep_later, update_later  # type: ignore[method-assign]
+  Stream._keep, loop.GrpoStep._update = keep_later, update_later  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.model import cache as model_cache
-from grpo_jax.sampler import sampling
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.sampling import Draws, Sampler
 from grpo_jax.sampler.seats import Grid
+from grpo_jax.sampler.stream import by_row
 
 PROMPTS, MEMBERS, PROMPT_TOKENS, TOKENS = 8, 8, 1024, 8192
 # What a cache depends on. Other sizes are small.
@@ -69,7 +69,7 @@ def cache_bytes(config: model.ModelConfig) -> tuple[int, int]:
   """The bytes of the prompts' part and of the rows' own part."""
   params = jax.eval_shape(functools.partial(model.init, config=config), jax.random.key(0))
   programs = Sampler(config, Decoding(max_tokens=TOKENS)).programs
-  settings = sampling.by_row(RowSettings(), PROMPTS, MEMBERS)
+  settings = by_row(RowSettings(), PROMPTS, MEMBERS)
   flight = programs.abstract(Grid(PROMPTS, MEMBERS), TOKENS, params, PROMPT_TOKENS, settings)
   parts = flight.cache.prefix, flight.cache.replace(prefix=None)
   sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in parts]

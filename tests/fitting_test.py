@@ -20,8 +20,9 @@ from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_sp
 from grpo_jax.run import fitting
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import most_rewound
-from grpo_jax.sampler.sampling import Sampler, by_row
+from grpo_jax.sampler.sampling import Sampler
 from grpo_jax.sampler.seats import Grid
+from grpo_jax.sampler.stream import by_row
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.types import Batch

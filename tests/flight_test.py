@@ -606,9 +606,9 @@ def test_a_chunk_writes_its_tokens_in_place(grid, heads):
 
   settings, number = RowSettings(rows("float32")), jax.ShapeDtypeStruct((), "int32")
   flight = programs.abstract(grid, slots, params, S, settings)
-  new, chunk = NewRows(rows("bool"), rows("int32"), settings), Chunk(number, number)
-  key = jax.eval_shape(lambda: jax.random.key(0))
-  lowered = programs.chunk.lower(params, flight, key, new, rows("bool"), chunk)
+  keys = jax.ShapeDtypeStruct((grid.rows, 2), "uint32")
+  new, chunk = NewRows(rows("bool"), keys, rows("int32"), settings), Chunk(number, number)
+  lowered = programs.chunk.lower(params, flight, new, rows("bool"), chunk)
   needed = lowered.compile().memory_analysis().temp_size_in_bytes
   assert needed < 4 * grid.rows * heads * slots * config.head_dim
 

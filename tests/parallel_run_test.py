@@ -26,8 +26,9 @@ from grpo_jax.rollouts.rollout import make_rollout
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.flight import NewRows, Prompts
 from grpo_jax.sampler.rows import Chunk
-from grpo_jax.sampler.sampling import by_row, settings_of
+from grpo_jax.sampler.sampling import settings_of
 from grpo_jax.sampler.seats import Grid
+from grpo_jax.sampler.stream import by_row
 from grpo_jax.types import Batch, Completions, Rewards
 
 ONE, OFTEN = (1, 1, 1), [(2, 2, 2)]
@@ -285,10 +286,9 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   run = make_run((1, 8, 1))
   programs, parameters = run.programs, run.parameters
   batch = abstract_batch(run, parameters.model.rows)
-  key = jax.eval_shape(lambda: jax.random.key(0))
   prompts = batch.prompts_PS, batch.prompt_lengths_P
   weights = parameters.sampling.abstract(parameters.abstract)
-  (begin, begun), (chunk, taken) = sampling_stages(run, weights, *prompts, key)
+  (begin, begun), (chunk, taken) = sampling_stages(run, weights, *prompts)
   # By default, the weights lie whole while sampling. Everyone sees what was drawn in a chunk.
   assert collectives(begin.lower(*begun)) == set()
   assert collectives(chunk.lower(*taken)) <= {(), (64,), (64, 40)}
@@ -301,7 +301,7 @@ def test_under_fsdp_weights_travel_and_activations_stay():
   assert shapes <= {(V, D), (2,), ()} | layer | stacks | in_batch
 
 
-def sampling_stages(run, weights, prompts_PS, lengths_P, key):
+def sampling_stages(run, weights, prompts_PS, lengths_P):
   """The programs of the sampler with their arguments, for 4 completions of 16 prompts."""
   flights, grid = run.programs.sampler().programs, Grid(16, 4)
 
@@ -313,10 +313,11 @@ def sampling_stages(run, weights, prompts_PS, lengths_P, key):
   flight = flights.abstract(grid, 40, weights, prompts_PS.shape[1], settings)
 
   number = jax.ShapeDtypeStruct((), jnp.int32)
-  new, chunk = NewRows(rows("bool"), rows("int32"), settings), Chunk(number, number)
+  keys = jax.ShapeDtypeStruct((64, 2), jnp.uint32)
+  new, chunk = NewRows(rows("bool"), keys, rows("int32"), settings), Chunk(number, number)
   return (
     (flights.begin, (grid, 40, weights, Prompts(prompts_PS, lengths_P), None, settings)),
-    (flights.chunk, (weights, flight, key, new, rows("bool"), chunk)),
+    (flights.chunk, (weights, flight, new, rows("bool"), chunk)),
   )
 
 
@@ -345,7 +346,6 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   params, state = unplaced(run.parameters.abstract), unplaced(programs.abstract_state)
   weights = unplaced(run.parameters.sampling.abstract(run.parameters.abstract))
   prompts, temperature_P = (wanted.prompts_PS, wanted.prompt_lengths_P), wanted.temperature_P
-  key = jax.eval_shape(lambda: jax.random.key(0))
   ints_PG = jax.ShapeDtypeStruct((16, 4), jnp.int32)
   completions = Completions(
     tokens_PGT=wanted.completions_PGT,
@@ -364,7 +364,7 @@ def test_sampler_and_update_lower_for_accelerators(platform, dtype):
   batch = unplaced(programs.with_advantages.eval_shape(batch, rewards, coef)[0])
   assert_has(batch, wanted)
   for function, arguments in (
-    *sampling_stages(run, weights, *prompts, key),
+    *sampling_stages(run, weights, *prompts),
     (programs.update, (state, None, params, batch)),
     (programs.logprobs, (params, batch)),
   ):

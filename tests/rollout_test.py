@@ -24,7 +24,8 @@ from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rollouts import rollout
 from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, take, texts_of
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.sampling import Draws, Finished
+from grpo_jax.sampler.requests import Finished
+from grpo_jax.sampler.sampling import Draws
 from grpo_jax.scoring.scorer import Scorer, Weighted, completion_columns
 from grpo_jax.scoring.scores import groups_that_differ, with_overlong
 from grpo_jax.settings import ConfigError

@@ -196,7 +196,7 @@ def new_rows(key, R, max_tokens):
     drawn_R=jnp.zeros(R, jnp.int32),
     goes_on_R=jnp.ones(R, bool),
     settings=RowSettings(jnp.ones(R)),
-    uniforms_RTU=row_uniforms(key, jnp.arange(R), max_tokens, V),
+    uniforms_RTU=row_uniforms(jnp.broadcast_to(key, R), jnp.arange(R), max_tokens, V),
     idle_R=jnp.zeros(R, jnp.int32),
     given_RT=jnp.full((R, max_tokens), -1),
   )

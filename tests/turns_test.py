@@ -20,7 +20,7 @@ from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.environments import acting, of_config, written_calls
 from grpo_jax.environments.built_in import calculator
 from grpo_jax.rollouts.talk import Talk
-from grpo_jax.sampler.sampling import Ended
+from grpo_jax.sampler.requests import Ended
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.training.trainer import check_gap, largest_gap

@@ -25,7 +25,8 @@ from grpo_jax.asynchronous import contents
 from grpo_jax.asynchronous.contents import IMAGES, Limits
 from grpo_jax.asynchronous.messages import BEAT, BadMessage, Connection, Message, Shapes
 from grpo_jax.asynchronous.terms import difference
-from grpo_jax.sampler.sampling import Draws, Finished
+from grpo_jax.sampler.requests import Finished
+from grpo_jax.sampler.sampling import Draws
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.types import Images
 

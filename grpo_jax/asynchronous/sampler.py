@@ -20,7 +20,8 @@ from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
 from grpo_jax.asynchronous.terms import abstract_weights, terms_of
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.sampling import Draws, Finished
+from grpo_jax.sampler.requests import Finished
+from grpo_jax.sampler.sampling import Draws
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.settings import ConfigError, RunFailed, shown
 from grpo_jax.types import Images

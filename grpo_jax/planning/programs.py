@@ -18,7 +18,8 @@ from grpo_jax.run.run import Run
 from grpo_jax.sampler.flight import NewRows, Prompts
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.rows import Chunk
-from grpo_jax.sampler.sampling import by_row, settings_of
+from grpo_jax.sampler.sampling import settings_of
+from grpo_jax.sampler.stream import by_row
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Completions
 
@@ -174,7 +175,6 @@ class _Parts:
     sampler = self._run.programs.sampler(keeps_experts=keeps_experts)
     pace, programs = sampler.pace(prompts, group_size), sampler.programs
     grid, S = pace.grid, self._config.data.max_prompt_tokens
-    key = jax.eval_shape(lambda: jax.random.key(0))
     settings = self._settings(grid.rows)
     count = min(grid.places, prompts)
     first = (self._sampled, self._prompts(count, is_encoded), None, settings)
@@ -203,11 +203,14 @@ class _Parts:
       done = needed
       if not rounds:
         continue
-      numbers = self._some("bool", grid.rows), self._some("int32", grid.rows)
+      numbers = (
+        self._some("bool", grid.rows),
+        self._some("uint32", grid.rows, 2),
+        self._some("int32", grid.rows),
+      )
       arguments = (
         self._sampled,
         flight,
-        key,
         NewRows(*numbers, settings),
         self._some("bool", grid.rows),
         Chunk(self._some("int32"), self._some("int32")),

@@ -18,7 +18,8 @@ from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rollouts.talk import Talk, Talkers
 from grpo_jax.run.run import Run
-from grpo_jax.sampler.sampling import Draws, Finished, settings_of, whole
+from grpo_jax.sampler.requests import Finished
+from grpo_jax.sampler.sampling import Draws, settings_of, whole
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.types import Completions, Images, Visual
 

@@ -16,7 +16,7 @@ from grpo_jax.environments.tool_calls import Call
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line
-from grpo_jax.sampler.sampling import Ended
+from grpo_jax.sampler.requests import Ended
 from grpo_jax.settings import ConfigError, RunFailed
 
 Messages = list[dict[str, Any]]

@@ -42,11 +42,13 @@ class NewRows(NamedTuple):
 
   Attributes:
     is_new_R: bool.
-    number_R: int32, the number of the row, on which its random numbers depend beside the key.
+    key_R2: uint32, the data of the key that its random numbers come from.
+    number_R: int32, the number of the row, on which they depend, too.
     settings: How the row draws, as arrays [R].
   """
 
   is_new_R: np.ndarray
+  key_R2: np.ndarray
   number_R: np.ndarray
   settings: RowSettings
 

@@ -129,7 +129,7 @@ class FlightPrograms:
 
   @functools.cached_property
   def chunk(self) -> Any:
-    """(params, flight, key, new, goes_on_R, chunk) -> (Flight, Drawn, goes_on_R).
+    """(params, flight, new, goes_on_R, chunk) -> (Flight, Drawn, goes_on_R).
 
     All but the Flight lies whole on every device. The argument goes_on_R is False for free seats.
     """
@@ -317,7 +317,6 @@ class FlightPrograms:
     self,
     params: Any,
     flight: Flight,
-    key: jax.Array,
     new: NewRows,
     goes_on_R: jax.Array,
     chunk: Chunk,
@@ -329,7 +328,8 @@ class FlightPrograms:
     is_new_R = new.is_new_R
 
     def with_new(uniforms_RTU: jax.Array) -> jax.Array:
-      drawn_RTU = row_uniforms(key, new.number_R, T, V)
+      keys_R = jax.random.wrap_key_data(new.key_R2)
+      drawn_RTU = row_uniforms(keys_R, new.number_R, T, V)
       return jnp.where(is_new_R[:, None, None], drawn_RTU, uniforms_RTU)
 
     uniforms_RTU = jax.lax.cond(is_new_R.any(), with_new, lambda x: x, rows.uniforms_RTU)

@@ -184,11 +184,13 @@ def _draw(
   return rows, drawn
 
 
-def row_uniforms(key: jax.Array, rows_R: jax.Array, max_tokens: int, vocabulary: int) -> jax.Array:
+def row_uniforms(
+  keys_R: jax.Array, rows_R: jax.Array, max_tokens: int, vocabulary: int
+) -> jax.Array:
   """The uniform numbers of each row, float32 [R, T, U], U = draws_per_token(V).
 
-  Row r draws with fold_in(key, rows_R[r]), so its tokens do not depend on the other rows.
+  Row r draws with fold_in(keys_R[r], rows_R[r]), so its tokens do not depend on the other rows.
   """
   shape = (max_tokens, draws_per_token(vocabulary))
-  keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_R)
-  return jax.vmap(lambda row_key: jax.random.uniform(row_key, shape))(keys_R)
+  own_R = jax.vmap(jax.random.fold_in)(keys_R, rows_R)
+  return jax.vmap(lambda row_key: jax.random.uniform(row_key, shape))(own_R)

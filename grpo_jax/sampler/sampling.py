@@ -1,10 +1,7 @@
-"""The sampler: prompts in, completions out, with rows that come and go.
-
-Rows are decoded in chunks, each of which is one call of a compiled program. Between two chunks,
-rows that have ended leave, rows that wait take their seats, and the cache grows or shrinks.
-"""
+"""The sampler of a run: which programs, how many seats, and whole batches of prompts."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,40 +10,14 @@ import optax
 from grpo_jax import model
 from grpo_jax.config import Sampling
 from grpo_jax.sampler import seats as seats_lib
-from grpo_jax.sampler.call import (
-  Draws,
-  Ended,
-  Feed,
-  Finished,
-  Pace,
-  Reply,
-  SamplingCall,
-  by_row,
-)
 from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
+from grpo_jax.sampler.requests import Finished, Reply, Request
 from grpo_jax.sampler.seats import Grid
+from grpo_jax.sampler.stop import End
+from grpo_jax.sampler.stream import Feed, Pace, Stream
 from grpo_jax.types import Completions, Images, Visual
-
-__all__ = [
-  "TEMPERATURES",
-  "Draws",
-  "Ended",
-  "Feed",
-  "Finished",
-  "Pace",
-  "Reply",
-  "Sampler",
-  "by_row",
-  "decoding_of",
-  "longest_chunk",
-  "settings_of",
-  "shared_tokens",
-  "sizes_up_to",
-  "temperature_at",
-  "whole",
-]
 
 # sampling.temperature_schedule: (first, last, how many steps later) -> the temperature of a step.
 TEMPERATURES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
@@ -81,6 +52,31 @@ def settings_of(sampling: Sampling, temperature: float) -> RowSettings:
   )
 
 
+class Draws(NamedTuple):
+  """How the tokens of a batch are drawn.
+
+  Attributes:
+    key: The root of the random numbers.
+    settings: Temperature, filters and limits: numbers, or arrays that broadcast to [P, G].
+    first_prompt: The number of the first prompt.
+    end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
+    reply: Says how rows that have ended go on: with the tokens of an environment, for example. It
+      is asked between two chunks, for all rows at once that have just ended. A row whose reply
+      leaves no room for another token has ended. None means that none goes on.
+    turn_tokens: The most tokens that a row draws before it is asked for its reply. 0 means as many
+      as the row may have.
+    at_once: The most prompts in flight, a multiple of the mesh's row shards. 0 means all.
+  """
+
+  key: jax.Array
+  settings: RowSettings = RowSettings()
+  first_prompt: int = 0
+  end: End | None = None
+  reply: Reply | None = None
+  turn_tokens: int = 0
+  at_once: int = 0
+
+
 class Sampler:
   """Completes prompts.
 
@@ -106,22 +102,69 @@ class Sampler:
     self._config, self._weights, self._rows = config, weights, rows
     self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
 
-  def pace(self, prompts: int, members: int) -> Pace:
+  def pace(self, prompts: int, members: int, in_order: bool = False) -> Pace:
     """How `members` completions of so many prompts at once are decoded.
 
     Args:
       prompts: A multiple of the mesh's row shards.
       members: G.
+      in_order: See `Pace`.
     """
     shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
     grid = seats_lib.first_grid(prompts, members, self._rows, shards)
+    if in_order:
+      grid = Grid(grid.rows, 1)
     smaller: list[Grid] = []
     if 2.0 * self._weights * grid.rows * tokens >= _SHRINKS_FROM:
       sizes = [grid.rows // shards // share for share in _SMALLER]
       smaller = [Grid(size * shards, 1) for size in sizes if size >= _FEWEST_ROWS]
-    prompts_at_once = max(1, grid.places // shards // 8) * shards
+    at_once = grid.places // members if in_order else grid.places
+    prompts_at_once = max(1, at_once // shards // 8) * shards
     sizes_of_cache = sizes_up_to(tokens, model.slots_step(self._config))
-    return Pace(grid, tuple(smaller), tuple(sizes_of_cache), prompts_at_once, shards)
+    slots = tuple(sizes_of_cache)
+    return Pace(grid, tuple(smaller), slots, prompts_at_once, shards, in_order)
+
+  def stream(
+    self,
+    feed: Feed,
+    prompts: int,
+    members: int,
+    end: End | None = None,
+    *,
+    keeps_versions: bool = False,
+    in_order: bool = False,
+  ) -> Stream:
+    """Samples groups that come and go.
+
+    Args:
+      feed: The weights of each chunk.
+      prompts: How many groups should fit at once, a multiple of the mesh's row shards.
+      members: G, of each group.
+      end: Ends rows at texts, or None.
+      keeps_versions: Whether completions have the version of the weights of each token.
+      in_order: See `Pace`.
+    """
+    pace = self.pace(prompts, members, in_order)
+    return Stream(self.programs, feed, pace, members, end, keeps_versions)
+
+  def prompts(
+    self,
+    prompts_PS: np.ndarray,
+    prompt_lengths_P: np.ndarray,
+    images: Images | Visual | None = None,
+  ) -> Prompts:
+    """Prompts for requests.
+
+    Args:
+      prompts_PS: int32, right-padded.
+      prompt_lengths_P: int32, their tokens.
+      images: Of the prompts, as numpy arrays, or encoded on the mesh. None if they have none.
+    """
+    tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
+    shared = 0
+    if self._config.on_one_device and not (images and self._config.vision.both_ways):
+      shared = shared_tokens(tokens_PS, lengths_P, images)
+    return Prompts(tokens_PS, lengths_P, shared, images)
 
   def __call__(
     self,
@@ -146,14 +189,43 @@ class Sampler:
     Yields:
       Groups as they finish, each prompt once.
     """
-    tokens_PS, lengths_P = np.asarray(prompts_PS), np.asarray(prompt_lengths_P)
-    shared = 0
-    if self._config.on_one_device and not (images and self._config.vision.both_ways):
-      shared = shared_tokens(tokens_PS, lengths_P, images)
-    prompts = Prompts(tokens_PS, lengths_P, shared, images)
-    call = SamplingCall(self.programs, params, prompts, members, draws)
+    feed = params if callable(params) else lambda: (params, 0)
     P = len(prompts_PS)
-    return call.run(self.pace(min(draws.at_once or P, P), members))
+    at_once = min(draws.at_once or P, P)
+    keeps_versions = callable(params)
+    stream = self.stream(feed, at_once, members, draws.end, keeps_versions=keeps_versions)
+    prompts = self.prompts(prompts_PS, prompt_lengths_P, images)
+    stream.submit(requests_of(prompts, members, draws))
+    left = P
+    while left:
+      news = stream.advance()
+      if news.paused:
+        replies = draws.reply(list(news.paused))
+        for row, tokens in zip(news.paused, replies, strict=True):
+          stream.go_on(row.prompt, row.member, tokens)
+      for finished in news.finished:
+        left -= len(finished.prompts)
+        yield finished
+
+
+def requests_of(prompts: Prompts, members: int, draws: Draws) -> list[Request]:
+  """One request for each prompt, numbered from 0."""
+  P, key = len(prompts.lengths_n), np.asarray(jax.random.key_data(draws.key))
+  shape = (P, members)
+  settings = jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), shape), draws.settings)
+  return [
+    Request(
+      number=p,
+      prompts=prompts,
+      place=p,
+      key=key,
+      first_row=(draws.first_prompt + p) * members,
+      settings=jax.tree.map(lambda x: x[p], settings),  # noqa: B023  it is called at once
+      turn_tokens=draws.turn_tokens,
+      pauses=draws.reply is not None,
+    )
+    for p in range(P)
+  ]
 
 
 def shared_tokens(

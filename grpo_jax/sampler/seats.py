@@ -8,6 +8,7 @@ smaller grid. There, a prompt may have several places.
 The places may be split over shards, such as the devices of a mesh. Rows never leave their shard.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 import dataclasses
 from typing import NamedTuple
@@ -77,7 +78,8 @@ class Seats:
     prompt_N: int, the prompt at each place, or NOBODY.
     row_NQ: int, the row p * G + g in each seat, or NOBODY.
     waiting_P: int, the number of each prompt's first member that has not had a seat yet.
-    next_prompt: The first prompt that has had no place yet.
+    queue: The prompts that have had no place yet, in their order.
+    in_order: The prompts of which members may wait, the oldest first.
   """
 
   grid: Grid
@@ -86,7 +88,8 @@ class Seats:
   prompt_N: np.ndarray
   row_NQ: np.ndarray
   waiting_P: np.ndarray
-  next_prompt: int = 0
+  queue: deque[int]
+  in_order: list[int]
 
   @property
   def is_empty(self) -> bool:
@@ -108,7 +111,22 @@ def no_one(prompts: int, members: int, grid: Grid, shards: int = 1) -> Seats:
     prompt_N=np.full(grid.places, NOBODY),
     row_NQ=np.full(grid, NOBODY),
     waiting_P=np.zeros(prompts, int),
+    queue=deque(range(prompts)),
+    in_order=list(range(prompts)),
   )
+
+
+def widen(seats: Seats, prompts: int) -> None:
+  """Makes room for so many prompts, of which the new ones do not wait."""
+  more = prompts - len(seats.waiting_P)
+  seats.waiting_P = np.append(seats.waiting_P, np.full(more, seats.members))
+
+
+def wait(seats: Seats, prompt: int) -> None:
+  """All members of a prompt wait, after those that wait already."""
+  seats.waiting_P[prompt] = 0
+  seats.queue.append(prompt)
+  seats.in_order.append(prompt)
 
 
 def leave(seats: Seats, rows: Iterable[int]) -> None:
@@ -135,13 +153,12 @@ def fill_places(seats: Seats, batch: int = 1) -> list[Arrival]:
   has_more_N = (seats.prompt_N != NOBODY) & (seats.waiting_P[seats.prompt_N] < seats.members)
   seats.prompt_N[~has_row_N & ~has_more_N] = NOBODY
   free = np.flatnonzero(seats.prompt_N == NOBODY).tolist()
-  left = len(seats.waiting_P) - seats.next_prompt
+  left = len(seats.queue)
   if left:
     new = min(len(free), left)
-    arrivals = [Arrival(free[i], seats.next_prompt + i) for i in range(new)]
     if new < min(batch, left):
       return []
-    seats.next_prompt += new
+    arrivals = [Arrival(place, seats.queue.popleft()) for place in free[:new]]
     for arrival in arrivals:
       seats.prompt_N[arrival.place] = arrival.prompt
     return arrivals
@@ -152,6 +169,38 @@ def fill_places(seats: Seats, batch: int = 1) -> list[Arrival]:
       if source != NOBODY:
         seats.prompt_N[place] = seats.prompt_N[source]
         arrivals.append(Arrival(place, int(seats.prompt_N[source]), source))
+  return arrivals
+
+
+def fill_places_in_order(seats: Seats, batch: int = 1) -> list[Arrival]:
+  """Gives each free place to the oldest prompt whose members find no free seat.
+
+  Args:
+    seats: The seats.
+    batch: Not read: a free seat costs more than a prompt that is computed with few others.
+  """
+  del batch
+  has_row_N = (seats.row_NQ != NOBODY).any(1)
+  has_more_N = (seats.prompt_N != NOBODY) & (seats.waiting_P[seats.prompt_N] < seats.members)
+  seats.prompt_N[~has_row_N & ~has_more_N] = NOBODY
+  wanting_P = seats.members - seats.waiting_P
+  has_place_N = seats.prompt_N != NOBODY
+  np.subtract.at(
+    wanting_P, seats.prompt_N[has_place_N], (seats.row_NQ[has_place_N] == NOBODY).sum(1)
+  )
+  arrivals: list[Arrival] = []
+  seats.in_order = [p for p in seats.in_order if seats.waiting_P[p] < seats.members]
+  for place in np.flatnonzero(~has_place_N).tolist():
+    prompt = next((p for p in seats.in_order if wanting_P[p] > 0), NOBODY)
+    if prompt == NOBODY:
+      break
+    shard = _shards_of(seats, np.arange(seats.grid.places)) == _shards_of(seats, place)
+    same = np.flatnonzero(shard & (seats.prompt_N == prompt))
+    arrivals.append(Arrival(place, prompt, int(same[0]) if len(same) else NOBODY))
+    seats.prompt_N[place] = prompt
+    wanting_P[prompt] -= seats.grid.seats
+    if prompt in seats.queue:
+      seats.queue.remove(prompt)
   return arrivals
 
 

@@ -15,8 +15,9 @@ from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
 from grpo_jax.sampler.rows import Chunk, Drawn
-from grpo_jax.sampler.sampling import by_row, sizes_up_to
+from grpo_jax.sampler.sampling import sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
+from grpo_jax.sampler.stream import by_row
 
 # Rounds of a chunk. More of them cost less time of the host. Fewer let readers see tokens sooner,
 # rows that wait sit down sooner, and less be drawn after a text that ends a row.
@@ -84,13 +85,14 @@ class Decoder:
     self._shards, self._rows, self._counts = config.row_shards, sizes.rows, counts
     self._lengths = sizes_up_to(sizes.prompt_tokens)
     self._slots = sizes_up_to(decoding.max_tokens, model.slots_step(config))
-    self._key = jax.random.key(0)  # what differs between rows is their number
+    key = np.asarray(jax.random.key_data(jax.random.key(0)))  # rows differ by their number
     self._flight: Flight | None = None
     self._prompts: list[tuple[int, ...] | None] = [None] * self._rows  # at each place
     self._from_N = np.arange(self._rows)  # which prompts are still to be copied
     self._rounds = 0  # since the cache counted from 0
     self._new = NewRows(
       is_new_R=np.zeros(self._rows, bool),
+      key_R2=np.tile(key, (self._rows, 1)),
       number_R=np.zeros(self._rows, np.int32),
       settings=jax.tree.map(np.array, by_row(_whole(RowSettings(), decoding), 1, self._rows)),
     )
@@ -171,9 +173,7 @@ class Decoder:
   def _decode(
     self, params: model.Params, taken_R: np.ndarray, chunk: Chunk
   ) -> tuple[Drawn, np.ndarray]:
-    self._flight, *seen = self._programs.chunk(
-      params, self._flight, self._key, self._new, taken_R, chunk
-    )
+    self._flight, *seen = self._programs.chunk(params, self._flight, self._new, taken_R, chunk)
     return jax.device_get(seen)
 
   def _place_of(self, prompt: tuple[int, ...], near: int) -> int | None:

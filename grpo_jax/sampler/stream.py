@@ -1,0 +1,518 @@
+"""Groups in, rows out: the seats of one sampler, in which groups come and go.
+
+Rows are decoded in chunks, each of which is one call of a compiled program. Between two chunks,
+rows that have ended leave, groups that wait take their seats, and the cache grows or shrinks. A row
+that pauses keeps its seat and its cache while the others go on.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from grpo_jax import model
+from grpo_jax.sampler import seats as seats_lib
+from grpo_jax.sampler.flight import Flight, NewRows, Prompts, Resumed
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.programs import FlightPrograms
+from grpo_jax.sampler.requests import Ended, Finished, News, Request
+from grpo_jax.sampler.rows import Chunk, Drawn
+from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
+from grpo_jax.sampler.stop import End
+from grpo_jax.types import Completions
+
+# The dtypes of RowSettings as arrays.
+_DTYPES = {
+  "temperature": np.float32,
+  "top_k": np.int32,
+  "top_p": np.float32,
+  "min_p": np.float32,
+  "min_tokens": np.int32,
+  "max_tokens": np.int32,
+}
+_SOONEST_LOOK = 16  # tokens after which the host looks for texts that end a row
+_MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
+
+
+class Feed(Protocol):
+  """Weights that may change while rows are decoded."""
+
+  def __call__(self) -> tuple[model.Params, int]:
+    """The weights of the next chunk, and their version."""
+
+
+class Pace(NamedTuple):
+  """How rows are decoded. It changes no token.
+
+  Attributes:
+    grid: The seats at first.
+    smaller: The grids that rows move into when few are left and no group waits.
+    slots: The sizes of the cache that it grows through.
+    prompts_at_once: How many prompts that waited for a place are computed together.
+    shards: The parts of the mesh that hold different rows.
+    in_order: Whether free seats go to the oldest groups first, because others will follow. Else the
+      members of a group follow each other at its place, so that its prompt is held once.
+  """
+
+  grid: Grid
+  smaller: tuple[Grid, ...]
+  slots: tuple[int, ...]
+  prompts_at_once: int
+  shards: int
+  in_order: bool = False
+
+
+class SeatRounds(NamedTuple):
+  """How well seats were used.
+
+  Attributes:
+    used: How many tokens rows have drawn or taken in a round.
+    all: The seats of all rounds, added up.
+  """
+
+  used: int = 0
+  all: int = 0
+
+  @property
+  def idle(self) -> float:
+    """The share of the seats that drew nothing. NaN before the first round."""
+    return 1 - self.used / self.all if self.all else float("nan")
+
+
+def by_row(settings: RowSettings, prompts: int, members: int) -> RowSettings:
+  """The settings as arrays of all rows [P * G], float32 or int32."""
+
+  def rows(name: str, dtype: Any) -> np.ndarray | None:
+    setting = getattr(settings, name)
+    if setting is None:
+      return None
+    return np.broadcast_to(np.asarray(setting, dtype), (prompts, members)).reshape(-1)
+
+  return RowSettings(**{name: rows(name, dtype) for name, dtype in _DTYPES.items()})
+
+
+class Stream:
+  """A `GroupSampler` on devices of this process.
+
+  It holds its groups in places of arrays [X, G, ...]: x is the place of a group there, and
+  x * G + g the number of a row.
+
+  Attributes:
+    seat_rounds: How well the seats were used since the stream was made.
+    is_kept_full: Whether other groups will be submitted, so that rows do not move into fewer seats.
+  """
+
+  def __init__(
+    self,
+    programs: FlightPrograms,
+    feed: Feed,
+    pace: Pace,
+    members: int,
+    end: End | None = None,
+    keeps_versions: bool = False,
+  ):
+    """Begins without groups.
+
+    Args:
+      programs: What is compiled.
+      feed: The weights of each chunk.
+      pace: How rows are decoded.
+      members: G, of every group.
+      end: Ends rows at texts, as `sampler.stop.end_at` returns it, or None.
+      keeps_versions: Whether completions have the version of the weights of each token.
+    """
+    self._programs, self._feed, self._pace, self._end = programs, feed, pace, end
+    self._members, self._keeps_versions = members, keeps_versions
+    self.seat_rounds, self.is_kept_full = SeatRounds(), pace.in_order
+    self._forget()
+
+  def _forget(self) -> None:
+    """Has no groups."""
+    members = self._members
+    self._seats = seats_lib.no_one(0, members, self._pace.grid, self._pace.shards)
+    self._flight: Flight | None = None
+    self._has_rolled = True  # the tokens of rows that pause lie in the slots written last
+    self._rounds = 0  # since the cache counted from 0
+    self._requests: dict[int, Request] = {}  # by their place x
+    self._place_of: dict[int, int] = {}  # the other way round
+    self._free = list[int]()
+    self._going_X = np.zeros(0, int)  # rows of each group that have not ended
+    self._ready = list[int]()  # places of groups that have ended and are not handed on
+    self._paused: dict[int, int] = {}  # the seats of rows that pause, by their numbers
+    self._replies: list[tuple[int, Sequence[int] | None]] = []
+    self._drawn: Completions | None = None  # made for the first group
+    self._settings: RowSettings
+    self._keys_X2 = np.zeros((0, 0), np.uint32)
+    self._first_X = np.zeros(0, np.int32)
+    self._limits_XG = np.zeros((0, members), int)
+    self._is_given = np.zeros((0, 0, 0), bool)  # tokens of replies
+    self._turn_XG = np.zeros((0, members), int)  # where the tokens after the last reply begin
+
+  @property
+  def draws(self) -> bool:
+    return len(self._paused) < self._going_X.sum()
+
+  def submit(self, requests: Sequence[Request]) -> None:
+    for request in requests:
+      if not self._free:
+        self._widen(max(len(requests), 2 * len(self._going_X)), request)
+      x = self._free.pop(0)
+      self._requests[x], self._place_of[request.number] = request, x
+      T, limits = self._programs.decoding.max_tokens, request.settings.max_tokens
+      self._limits_XG[x] = T if limits is None else np.minimum(limits, T)
+      own = by_row(self._own_settings(request), 1, self._members)
+      rows = slice(x * self._members, (x + 1) * self._members)
+      for all_rows, new in zip(*map(jax.tree.leaves, (self._settings, own)), strict=True):
+        all_rows[rows] = new
+      self._keys_X2[x], self._first_X[x] = request.key, request.first_row
+      self._going_X[x], self._turn_XG[x] = self._members, 0
+      for array, empty in zip(*map(jax.tree.leaves, (self._drawn, self._empty(1, request)))):
+        array[x] = empty[0]
+      self._is_given[x] = False
+      seats_lib.wait(self._seats, x)
+
+  def go_on(self, number: int, member: int, tokens: Sequence[int] | None) -> None:
+    self._replies.append((self._place_of[number] * self._members + member, tokens))
+
+  def cancel(self) -> None:
+    self._forget()
+
+  def advance(self) -> News:
+    G = self._members
+    self._take_replies()
+    paused: list[Ended] = []
+    if self.draws:
+      params, version = self._feed()
+      self._settle(params)
+      ended = self._chunk(params, version)
+      pausing = [row for row in ended if self._requests[row // G].pauses]
+      paused = [self._ended(row) for row in pausing]
+      self._leave([row for row in ended if not self._requests[row // G].pauses])
+    ready, places = self._ready, len(self._requests)
+    # Not one by one, because what follows costs time for each call.
+    if not ready or (4 * len(ready) < min(places, self._pace.grid.places) and self.draws):
+      return News(paused)
+    self._ready = []
+    return News(paused, [self._finished(sorted(ready))])
+
+  def _take_replies(self) -> None:
+    """Rows that pause go on with their replies, or end. The others keep their tokens together."""
+    T, replies = self._programs.decoding.max_tokens, dict(self._replies)
+    self._replies = []
+    if not replies and self._has_rolled:
+      return
+    self._has_rolled = True
+    R = self._seats.row_NQ.size
+    resumed = Resumed(
+      is_resumed_R=np.zeros(R, bool),
+      kept_R=np.ones(R, np.int32),
+      token_R=np.zeros(R, np.int32),
+      given_RT=np.full((R, T), -1, np.int32),
+      limit_R=np.full(R, T, np.int32),
+    )
+    out, ended = self._drawn, list[int]()
+    for row, seat in self._paused.items():
+      at = divmod(row, self._members)
+      length, limit = int(out.lengths_PG[at]), int(self._limits_XG[at])
+      tokens: Sequence[int] | None = ()
+      if row in replies:
+        tokens = replies[row]
+        if tokens is None or length + len(tokens) >= limit:
+          ended.append(row)
+          continue
+      after = slice(length, length + len(tokens))
+      resumed.is_resumed_R[seat], resumed.kept_R[seat] = True, length
+      resumed.token_R[seat] = out.tokens_PGT[at][length - 1]
+      resumed.given_RT[seat, after] = tokens
+      turn_tokens = self._requests[at[0]].turn_tokens or T
+      resumed.limit_R[seat] = min(after.stop + turn_tokens, limit)
+      if row in replies:
+        self._is_given[at][after], self._turn_XG[at] = True, after.stop
+    for row in replies:
+      seat = self._paused.pop(row)
+      if row in ended:
+        seats_lib.leave(self._seats, [seat])
+    self._leave(ended)
+    if resumed.is_resumed_R.any():
+      self._flight = self._programs.resume(self._flight, resumed)
+
+  def _leave(self, rows: Sequence[int]) -> None:
+    """Counts rows that have ended."""
+    for row in rows:
+      x = row // self._members
+      self._going_X[x] -= 1
+      if not self._going_X[x]:
+        self._ready.append(x)
+
+  def _chunk(self, params: model.Params, version: int) -> list[int]:
+    """Rows take seats, move together, and decode a chunk.
+
+    Returns:
+      The rows that have ended in it. Those that pause keep their seats.
+    """
+    seats, G = self._seats, self._members
+    is_new = np.zeros(self._drawn.lengths_PG.size + 1, bool)  # the last stands for NOBODY
+    is_new[seats_lib.take_seats(seats)] = True
+    move = None if self.is_kept_full else seats_lib.move_together(seats, self._pace.smaller)
+    if move is not None:
+      self._flight = self._programs.move(self._flight, move.rows_NQ, move.places_N)
+      sitting = {row: seat for seat, row in enumerate(seats.row_NQ.reshape(-1).tolist())}
+      self._paused = {row: sitting[row] for row in self._paused}
+    row_R = seats.row_NQ.reshape(-1).copy()
+    taken_R = row_R != NOBODY
+    longest = int(self._drawn.lengths_PG.reshape(-1)[row_R[taken_R]].max())
+    chunk = self._with_room(longest)
+    can_pause = any(request.pauses for request in self._requests.values())
+    if self._end is not None:
+      soonest = _SOONEST_LOOK
+      if self._flight.cache.states and can_pause:
+        # A row goes on after its last token. A state cannot drop those that were drawn after it, so
+        # the host looks after each. New rows draw one without a round.
+        soonest = 0 if is_new[row_R].any() else 1
+      chunk = chunk._replace(rounds=min(chunk.rounds, np.int32(soonest)))
+    going_R = taken_R.copy()
+    going_R[list(self._paused.values())] = False
+    x_R, g_R = np.divmod(np.where(taken_R, row_R, 0), G)
+    new = NewRows(
+      is_new_R=is_new[row_R],
+      key_R2=self._keys_X2[x_R],
+      number_R=(self._first_X[x_R] + g_R).astype(np.int32),
+      settings=jax.tree.map(lambda x: x[row_R], self._settings),
+    )
+    self._flight, *seen = self._programs.chunk(params, self._flight, new, going_R, chunk)
+    drawn, goes_on_R = jax.device_get(seen)
+    self._has_rolled = not self._paused
+    self._count(drawn, chunk)
+    self._keep(row_R, drawn, new.is_new_R, version)
+    if self._end is not None:
+      counts_R = drawn.is_drawn_RN.sum(1)
+      drew = np.flatnonzero(counts_R)
+      cut = [self._cut(row_R[seat], counts_R[seat], self._end) for seat in drew]
+      goes_on_R = goes_on_R.copy()
+      goes_on_R[drew[cut]] = False
+    ended = np.flatnonzero(going_R & ~goes_on_R)
+    rows = row_R[ended].tolist()
+    pauses = np.array([self._requests[row // G].pauses for row in rows], bool)
+    self._paused |= {row: seat for row, seat, one in zip(rows, ended.tolist(), pauses) if one}
+    seats_lib.leave(seats, ended[~pauses])
+    return rows
+
+  def _count(self, drawn: Drawn, chunk: Chunk) -> None:
+    """Counts the seats of a chunk's rounds, and those that drew."""
+    in_rounds_RN = drawn.is_drawn_RN[:, 1:]  # new rows draw their first token without a round
+    rounds = int(in_rounds_RN.any(0).sum())
+    self._rounds += int(chunk.rounds)
+    used, seats = self.seat_rounds
+    self.seat_rounds = SeatRounds(
+      used + int(in_rounds_RN.sum()), seats + rounds * len(in_rounds_RN)
+    )
+
+  def _settle(self, params: model.Params) -> None:
+    """Prompts take free places."""
+    seats, batch = self._seats, self._pace.prompts_at_once
+    fill = seats_lib.fill_places_in_order if self._pace.in_order else seats_lib.fill_places
+    arrivals = fill(seats, batch)
+    if self._flight is None and not seats.queue:
+      # The places that are left get copies, for members that wait.
+      arrivals = [*arrivals, *fill(seats, batch)]
+    new = [arrival for arrival in arrivals if arrival.copied_from == NOBODY]
+    copies = [arrival for arrival in arrivals if arrival.copied_from != NOBODY]
+    if self._flight is None:
+      first = self._of_one_object(new)
+      self._begin(first, params)
+      begun = {arrival.prompt for arrival in first}
+      new = new[len(first) :]
+      copies = [arrival for arrival in copies if arrival.prompt not in begun]
+    while new:
+      some = self._of_one_object(new)[:batch]
+      self._arrive(some, params)
+      new = new[len(some) :]
+    if copies:
+      from_N = np.arange(seats.grid.places)
+      for arrival in copies:
+        from_N[arrival.place] = from_N[arrival.copied_from]
+      self._flight = self._programs.copy(self._flight, from_N)
+
+  def _of_one_object(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """The first arrivals, whose prompts lie in the same arrays."""
+    prompts = [self._requests[arrival.prompt].prompts for arrival in arrivals]
+    is_same = [one is prompts[0] for one in prompts]
+    return list(arrivals[: is_same.index(False) if False in is_same else None])
+
+  def _begin(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
+    """The first prompts take places, and with them whoever has the same prompts."""
+    pace = self._pace
+    n = -(-len(arrivals) // pace.shards) * pace.shards
+    xs = [arrivals[i % len(arrivals)].prompt for i in range(n)]
+    there = self._seats.prompt_N.tolist()
+    prompt_N = None
+    if xs != there:
+      prompt_N = np.array([xs.index(x) if x in xs else 0 for x in there])
+    any_R = np.zeros(pace.grid.rows, int)
+    settings = jax.tree.map(lambda x: x[any_R], self._settings)
+    some = self._prompts_of(xs)
+    begun = self._programs.begin(pace.grid, pace.slots[0], params, some, prompt_N, settings)
+    self._flight, experts = begun
+    self._rounds = 0
+    self._keep_prompts(xs, experts)
+
+  def _arrive(self, arrivals: Sequence[Arrival], params: model.Params) -> None:
+    """Some prompts take places, beside others."""
+    batch = self._pace.prompts_at_once
+    xs = [arrivals[i % len(arrivals)].prompt for i in range(batch)]
+    places = np.full(batch, self._seats.grid.places)
+    places[: len(arrivals)] = [arrival.place for arrival in arrivals]
+    self._flight, experts = self._programs.arrive(
+      self._flight, params, self._prompts_of(xs), places
+    )
+    self._keep_prompts(xs, experts)
+
+  def _keep_prompts(self, xs: Sequence[int], experts: jax.Array | None) -> None:
+    """Keeps the experts of the tokens of prompts, where there are any."""
+    if experts is not None:
+      self._drawn.prompt_experts_PSY[xs] = jax.device_get(experts)
+
+  def _prompts_of(self, xs: Sequence[int]) -> Prompts:
+    """The prompts of some groups, which lie in the same arrays."""
+    prompts = self._requests[xs[0]].prompts
+    places = np.array([self._requests[x].place for x in xs])
+    if np.array_equal(places, np.arange(len(prompts.lengths_n))):
+      return prompts
+    return jax.tree.map(lambda x: x[places], prompts)
+
+  def _with_room(self, longest: int) -> Chunk:
+    """Makes room in the cache for the next tokens, and says how many of them to draw.
+
+    Args:
+      longest: The most tokens that a row in flight has drawn.
+    """
+    T, seats, smaller = self._programs.decoding.max_tokens, self._seats, self._pace.smaller
+    # The token that was drawn last has no slot yet. A new row draws its first without a round.
+    written = max(longest - 1, 0)
+    slots = self._flight.cache.slots
+    if (slots == written and slots < T) or self._rounds > _MOST_ROUNDS:
+      slots = next(size for size in self._pace.slots if size > written)
+      self._flight, self._rounds = self._programs.grow(self._flight, slots), 0
+    rounds = min(self._programs.columns - 1, slots - written)
+    if self._paused:  # they can be taken back by so many rounds
+      rounds = min(rounds, max(1, self._programs.columns - 2))
+    going = int((seats.row_NQ != NOBODY).sum()) - len(self._paused)
+    if not seats.all_seated or self.is_kept_full:
+      ended = int(seats_lib.IDLE_SHARE * seats.grid.rows)
+    else:
+      next_rows = max((grid.rows for grid in smaller if grid.rows < seats.grid.rows), default=0)
+      ended = max(0, going - next_rows - 1) if next_rows else going
+    return Chunk(np.int32(rounds), np.int32(ended))
+
+  def _keep(self, row_R: np.ndarray, drawn: Drawn, is_new_R: np.ndarray, version: int) -> None:
+    """Puts the tokens of a chunk behind those that the rows have drawn before."""
+    out = self._drawn
+    seat, column = np.nonzero(drawn.is_drawn_RN)
+    x, g = np.divmod(row_R[seat], self._members)
+    # The first column is for new rows.
+    token = out.lengths_PG[x, g] + column - 1 + is_new_R[seat]
+    for kept, new in (
+      (out.tokens_PGT, drawn.tokens_RN),
+      (out.logprobs_PGT, drawn.logprobs_RN),
+      (out.behavior_logprobs_PGT, drawn.behavior_logprobs_RN),
+    ):
+      kept[x, g, token] = new[seat, column]
+    out.sampled_PGT[x, g, token] = ~self._is_given[x, g, token]
+    if out.versions_PGT is not None:
+      out.versions_PGT[x, g, token] = version
+    if out.experts_PGTY is not None:
+      has = column > 0  # before a row's first token lies its prompt
+      before = x[has], g[has], token[has] - 1
+      out.experts_PGTY[before] = drawn.experts_RNY[seat[has], column[has]]
+    drew = np.flatnonzero(drawn.is_drawn_RN.any(1))
+    x, g = np.divmod(row_R[drew], self._members)
+    out.lengths_PG[x, g] += drawn.is_drawn_RN.sum(1)[drew]
+    out.stopped_by_PG[x, g] = drawn.stopped_by_R[drew]
+
+  def _cut(self, row: int, new: int, end: End) -> bool:
+    """Cuts a row where a text ends it. Returns whether one did.
+
+    Args:
+      row: The row.
+      new: How many of its tokens are new.
+      end: Finds the end.
+    """
+    out, (x, g) = self._drawn, divmod(row, self._members)
+    length, start = int(out.lengths_PG[x, g]), int(self._turn_XG[x, g])
+    own = out.tokens_PGT[x, g, start:length].tolist()
+    kept = end(own, max(0, length - new - start)) if own else None
+    if kept is None:
+      return False
+    kept += start
+    for x_PGT in (out.tokens_PGT, out.logprobs_PGT, out.behavior_logprobs_PGT, out.sampled_PGT):
+      x_PGT[x, g, kept:] = 0
+    if out.experts_PGTY is not None:
+      out.experts_PGTY[x, g, kept - 1 :] = -1
+    out.lengths_PG[x, g], out.stopped_by_PG[x, g] = kept, out.tokens_PGT[x, g, kept - 1]
+    return True
+
+  def _ended(self, row: int) -> Ended:
+    out, at = self._drawn, divmod(row, self._members)
+    length = int(out.lengths_PG[at])
+    return Ended(
+      prompt=self._requests[at[0]].number,
+      member=at[1],
+      tokens=out.tokens_PGT[at][:length].tolist(),
+      stopped_by=int(out.stopped_by_PG[at]),
+      room=int(self._limits_XG[at]) - length,
+    )
+
+  def _finished(self, xs: list[int]) -> Finished:
+    """Takes groups out."""
+    numbers = [self._requests.pop(x).number for x in xs]
+    for number in numbers:
+      del self._place_of[number]
+    completions = jax.tree.map(lambda array: array[xs], self._drawn)
+    self._free = sorted(self._free + xs)
+    return Finished(numbers, completions)
+
+  def _widen(self, more: int, like: Request) -> None:
+    """Makes room for more groups, of prompts and settings of this kind."""
+    old, G, T = len(self._going_X), self._members, self._programs.decoding.max_tokens
+    empty, settings = self._empty(more, like), by_row(self._own_settings(like), more, G)
+    if self._drawn is None:
+      self._drawn, self._settings = empty, settings
+      self._keys_X2 = np.zeros((more, len(like.key)), np.uint32)
+      self._is_given = np.zeros((more, G, T), bool)
+    else:
+      joined = jax.tree.map(lambda *x: np.concatenate(x), self._drawn, empty)
+      self._drawn = joined
+      self._settings = jax.tree.map(lambda *x: np.concatenate(x), self._settings, settings)
+      self._keys_X2 = np.resize(self._keys_X2, (old + more, len(like.key)))
+      self._is_given = np.concatenate([self._is_given, np.zeros((more, G, T), bool)])
+    self._settings = jax.tree.map(np.array, self._settings)  # not a view that cannot be written
+    self._first_X = np.append(self._first_X, np.zeros(more, np.int32))
+    self._going_X = np.append(self._going_X, np.zeros(more, int))
+    self._limits_XG = np.append(self._limits_XG, np.zeros((more, G), int), 0)
+    self._turn_XG = np.append(self._turn_XG, np.zeros((more, G), int), 0)
+    self._free = [*self._free, *range(old, old + more)]
+    seats_lib.widen(self._seats, old + more)
+
+  def _own_settings(self, request: Request) -> RowSettings:
+    """How the rows of a group draw, with the limit of a turn."""
+    T, settings = self._programs.decoding.max_tokens, request.settings
+    if not request.turn_tokens:
+      return settings
+    most = T if settings.max_tokens is None else np.minimum(settings.max_tokens, T)
+    return settings.replace(max_tokens=np.minimum(most, request.turn_tokens))
+
+  def _empty(self, groups: int, like: Request) -> Completions:
+    """No tokens yet of so many groups."""
+    X, G, T = groups, self._members, self._programs.decoding.max_tokens
+    return Completions(
+      tokens_PGT=np.zeros((X, G, T), np.int32),
+      lengths_PG=np.zeros((X, G), np.int32),
+      sampled_PGT=np.zeros((X, G, T), bool),
+      logprobs_PGT=np.zeros((X, G, T), np.float32),
+      behavior_logprobs_PGT=np.zeros((X, G, T), np.float32),
+      stopped_by_PG=np.full((X, G), -1, np.int32),
+      experts_PGTY=self._programs.no_experts(X, G, T),
+      prompt_experts_PSY=self._programs.no_experts(X, like.prompts.tokens_nS.shape[1]),
+      versions_PGT=np.zeros((X, G, T), np.int32) if self._keeps_versions else None,
+    )
