@@ -15,7 +15,7 @@ from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.data.loader import prompt_batch
 from grpo_jax.rewards.functions.final_number import strict
-from grpo_jax.rollouts.rollout import Rollout, make_rollout
+from grpo_jax.rollouts.complete import Rollout, make_rollout
 
 SUMS, DRAWS, ROWS = 512, 64, 32
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_jax import load_policy
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.complete import make_rollout
 
 
 def drift(workdir: str, examples: int) -> dict[str, float | str]:

@@ -33,7 +33,7 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks.reasoning_gym import Problems
 from grpo_jax.evaluation.evaluator import first_scores
 from grpo_jax.evaluation.policy import Policy, policy_of_config
-from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
 

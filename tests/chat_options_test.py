@@ -47,7 +47,7 @@ def test_rewards_of_the_form_know_that_the_template_opens_the_reasoning(tmp_path
     columns = prompt_batch(prompts, np.zeros(3, int)).columns | {"completions": texts}
     caller = Caller(None)
     form = resolve("think_format", "reward.functions", lambda name: False)
-    steps = caller.start([form], columns, 1, 3)(form).steps
+    steps = caller.start([form], columns, 1, 3)[0].result().steps
     assert [reward for ((_, reward),) in steps] == expected
 
 

@@ -12,7 +12,7 @@ from small_run import G, P, T, small_config, small_run, with_reward, with_sectio
 from grpo_jax.batches.collect import Collector
 from grpo_jax.config import TEMPERATURE_SCHEDULES, Sampling
 from grpo_jax.data import loader
-from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.sampler.sampling import TEMPERATURES, temperature_at
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.timing import Clock

@@ -229,8 +229,8 @@ def test_a_function_gets_what_it_reads(file, has_workers):
         function, [columns | {"completions": ["The answer is 1."]}]
       )
       assert problem == ""
-    answer = caller.start([*functions.values()], columns, 1, 1)
-    found = [answer(function).steps for function in functions.values()]
+    answers = caller.start([*functions.values()], columns, 1, 1)
+    found = [answer.result().steps for answer in answers]
   finally:
     caller.close()
   assert found == [[[(1, score)]] for score in EXPECTED.values()]  # a step ends with the text
@@ -262,7 +262,7 @@ def test_messages_may_be_read_in_another_process(file, name, has_workers):
   try:
     caller.add({f"{file}:{name}": function})
     assert caller.see_what_it_reads(function, [columns]) == ""
-    assert caller.start([function], columns, 1, 1)(function).steps == [[(1, 1.0)]]
+    assert caller.start([function], columns, 1, 1)[0].result().steps == [[(1, 1.0)]]
   finally:
     caller.close()
 
@@ -275,7 +275,7 @@ def test_a_function_remembers_no_made_up_messages(file, has_workers):
   try:
     caller.add({f"{file}:in_a_set": function})
     assert caller.see_what_it_reads(function, [columns] * 2) == ""
-    found = [caller.start([function], columns, 1, 1)(function).steps for _ in range(2)]
+    found = [caller.start([function], columns, 1, 1)[0].result().steps for _ in range(2)]
   finally:
     caller.close()
   assert found == [[[(1, 1.0)]], [[(1, 0.0)]]]  # that of before the run is not seen either

@@ -12,7 +12,8 @@ from small_run import G, P, S, grpo_step, small_config, small_run, with_reward, 
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.batches.collect import Collector
 from grpo_jax.data.loader import PromptBatch
-from grpo_jax.rollouts.rollout import Rollouts, make_rollout, texts_of
+from grpo_jax.rollouts.complete import make_rollout
+from grpo_jax.rollouts.rollout import Rollouts, texts_of
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.timing import Clock
 from grpo_jax.types import Completions

@@ -309,8 +309,8 @@ def test_each_function_gets_its_own_arguments():
     "answer": ["2", "2"],
     "array": [np.ones(1), np.ones(1)],
   }
-  answer = rewards.Caller(None).start([spoils, looks], columns, 1, 2)
-  assert answer(spoils).steps == answer(looks).steps == [[(1, 0.0)]] * 2
+  answers = rewards.Caller(None).start([spoils, looks], columns, 1, 2)
+  assert [answer.result().steps for answer in answers] == [[[(1, 0.0)]] * 2] * 2
   assert seen["completions"] == ["a", "b"] and seen["answer"] == ["2", "2"]
   assert seen["completion_ids"] == [[1], [2]] and seen["array"][0][0] == 1
   assert seen["messages"][0][0]["content"] == message["content"] == "1+1="

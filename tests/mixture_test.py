@@ -429,8 +429,11 @@ def test_a_function_scores_the_rows_of_its_tasks_alone():
   }
   functions = [(first, "a"), (second, "b, c"), (never, "d"), (model, "c"), (for_all, "")]
   columns["completions"] = ["x", "y", "z", "w"]
-  answer = dispatch.start_for_tasks(Caller(None), functions, columns, step=3, group_size=1)
-  steps = {name_of(function): answer(function).steps for function, _ in functions}
+  answers = dispatch.start_for_tasks(Caller(None), functions, columns, step=3, group_size=1)
+  steps = {
+    name_of(function): answer.result().steps
+    for (function, _), answer in zip(functions, answers, strict=True)
+  }
   assert seen == {
     "first": (["x", "z"], ["x", "x"], ["a", "a"]),
     "second": (["y", "w"], [3, 4]),

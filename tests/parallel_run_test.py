@@ -22,7 +22,7 @@ from grpo_jax.algo.metrics import reduced
 from grpo_jax.config import from_dict
 from grpo_jax.data import loader
 from grpo_jax.model.config import ModelConfig
-from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.flight import NewRows, Prompts
 from grpo_jax.sampler.rows import Chunk

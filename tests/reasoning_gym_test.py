@@ -347,7 +347,7 @@ def test_workers_score(request):
   assert caller.add({name: function}) == () and caller.uses_workers(function)
   columns = {field: [example[field] for example in examples] for field in examples[0]}
   columns["completions"] = [example["solution"] for example in examples[:-1]] + ["0"]
-  answer = caller.start([function], columns, step=1, group_size=1)(function)
+  answer = caller.start([function], columns, step=1, group_size=1)[0].result()
   assert [steps[0][1] for steps in answer.steps] == [1.0, 1.0, 1.0, 0.0]
   assert not answer.failures
 

@@ -40,7 +40,7 @@ from grpo_jax.asynchronous.terms import abstract_weights, difference, terms_of
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import policy_of_run
-from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.sampler.sampling import Draws, whole
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.reading import read_metrics

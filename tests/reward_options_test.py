@@ -215,7 +215,7 @@ def test_workers_call_functions_with_parameters(tmp_path):
       "completion_ids": [[0] * 5, [0] * 10],
     }
     answers = caller.start(functions, columns, 0, 2)
-    found = [[steps[0][1] for steps in answers(function).steps] for function in functions]
+    found = [[steps[0][1] for steps in answer.result().steps] for answer in answers]
     assert found == [[1.0, 1.0], pytest.approx([0.75, -0.5])]
   finally:
     caller.close()

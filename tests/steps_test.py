@@ -28,7 +28,7 @@ from grpo_jax.algo.settings import Algo
 from grpo_jax.batches.collect import Collected, Collector
 from grpo_jax.data import loader
 from grpo_jax.learner.optimizer import make_optimizer
-from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.run.compiled import algo_of
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.storage.json_files import json_line

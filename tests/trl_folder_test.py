@@ -15,7 +15,7 @@ import pytest
 from configs import arithmetic
 from grpo_jax.config import from_dict
 from grpo_jax.data.loader import prompt_batch
-from grpo_jax.rollouts.rollout import make_rollout
+from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
 

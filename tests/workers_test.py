@@ -434,7 +434,7 @@ def test_a_function_that_only_this_program_has_is_sent_by_value(pool):
   caller = rewards.Caller(pool)
   function = Object()
   assert caller.add({"mine": function}) == () and caller.uses_workers(function)
-  answer = caller.start([function], {"completions": ["a", "bb", "ccc"]}, 1, 2)(function)
+  answer = caller.start([function], {"completions": ["a", "bb", "ccc"]}, 1, 2)[0].result()
   assert scores(answer) == [4, 5, 6]
 
 
@@ -447,10 +447,10 @@ def test_each_of_several_functions_gets_its_own_answers_of_all_groups(pool):
 
   caller = rewards.Caller(pool)
   assert caller.add({"length": length, "minus": minus}) == ()
-  answer = caller.start([length, minus], {"completions": ["a", "bb", "ccc", "", "d"]}, 1, 2)
-  assert scores(answer(minus)) == [-1, -2, -3, 0, -1]
-  assert scores(answer(length)) == [1, 2, 3, 0, 1]
-  assert caller.start([length], {"completions": []}, 1, 2)(length).steps == []
+  of_length, of_minus = caller.start([length, minus], {"completions": ["a", "bb", "ccc", "", "d"]}, 1, 2)
+  assert scores(of_minus.result()) == [-1, -2, -3, 0, -1]
+  assert scores(of_length.result()) == [1, 2, 3, 0, 1]
+  assert caller.start([length], {"completions": []}, 1, 2)[0].result().steps == []
 
 
 def test_a_function_that_cannot_be_sent_is_called_here(pool, monkeypatch):
@@ -462,7 +462,7 @@ def test_a_function_that_cannot_be_sent_is_called_here(pool, monkeypatch):
   caller = rewards.Caller(pool)
   (remark,) = caller.add({"locked": locked})
   assert remark.startswith("reward function locked is called in the process of the run")
-  assert scores(caller.start([locked], {"completions": ["a"]}, 1, 1)(locked)) == [1]
+  assert scores(caller.start([locked], {"completions": ["a"]}, 1, 1)[0].result()) == [1]
   lock.close()
   monkeypatch.setitem(sys.modules, "cloudpickle", None)
   with pytest.raises(messages.NotPortable, match=r"pip install -e '.\[workers\]'"):
@@ -524,8 +524,8 @@ def test_in_this_process_a_call_that_raises_is_split_too():
   answer = call_in_parts(hostile_rewards.short, "short", columns, 1, 2)
   assert scores(answer) == [None] * 4
   caller = rewards.Caller(None, stops_on_error=False)
-  answer = caller.start([hostile_rewards.waits], {"completions": ["a"]}, 1, 1)
-  assert scores(answer(hostile_rewards.waits)) == [1]
+  (answer,) = caller.start([hostile_rewards.waits], {"completions": ["a"]}, 1, 1)
+  assert scores(answer.result()) == [1]
 
 
 def test_the_state_of_an_object_lives_in_its_worker():
@@ -538,7 +538,7 @@ def test_the_state_of_an_object_lives_in_its_worker():
 def test_conversations_as_trl_passes_them():
   columns = {"prompts": ["<hi>"], "completions": ["x"], "messages": [[{"content": "hi"}]]}
   answer = rewards.Caller(None).start([hostile_rewards.talks], columns, 1, 1)
-  assert scores(answer(hostile_rewards.talks)) == [1] and columns["completions"] == ["x"]
+  assert scores(answer.result()) == [1] and columns["completions"] == ["x"]
 
 
 def test_an_answer_survives_json_and_nonsense_is_refused():

@@ -16,52 +16,33 @@ What has been drawn and not been learned is saved with a checkpoint.
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from grpo_jax.algo.metrics import disjoint
 from grpo_jax.asynchronous.learner import Closed, RemoteSampler
-from grpo_jax.asynchronous.schedule import Schedule, Weights
-from grpo_jax.batches.collect import Collected, Collector
+from grpo_jax.asynchronous.schedule import FromChunk, Schedule
+from grpo_jax.batches.collect import Collected, Collector, HostState
+from grpo_jax.batches.flow import Policy
 from grpo_jax.batches.rollout_metrics import staleness_metrics
 from grpo_jax.batches.scored import Scored, from_arrays, to_arrays
-from grpo_jax.batches.source import HostState, Policy
 from grpo_jax.config import Config
 from grpo_jax.parallel.hosts import SAMPLER_THREAD
+from grpo_jax.pending import Pending, there
 from grpo_jax.settings import RunFailed
 from grpo_jax.timing import Clock
 
-_AHEAD = "ahead"  # a key of the host state
+_AHEAD, _CHUNK = "ahead", "chunk"  # keys of the host state
 
 
 def has_drawn_ahead(host: HostState) -> bool:
   """Whether the host state of a checkpoint has batches for later steps."""
   return bool(host.get(_AHEAD))
-
-
-class Pending:
-  """A batch that is drawn and perhaps not scored. Any thread may ask for its scores."""
-
-  def __init__(self, finish: Callable[[], Scored]):
-    """`finish` waits for the scores. It is called until it has returned once."""
-    self._finish: Callable[[], Scored] | None = finish
-    self._lock = threading.Lock()
-    self._scored: Scored
-
-  def scored(self) -> Scored:
-    """The batch with its scores."""
-    with self._lock:
-      if self._finish is not None:
-        self._scored = self._finish()
-        self._finish = None
-      return self._scored
-
-  def forget_prompts(self) -> None:
-    """Frees what the prompts of a learned batch see. Its host state is still needed."""
-    self._scored = dataclasses.replace(self.scored(), prompts=None)
 
 
 class Ahead:
@@ -75,9 +56,8 @@ class Ahead:
     """`collector` draws."""
     self._collector, self._steps = collector, config.steps
     self._bound = config.rollout.max_staleness
-    self._drawn: dict[int, Pending] = {}  # by their numbers, without gaps
+    self._drawn: dict[int, Pending[Scored]] = {}  # by their numbers, without gaps
     self._next = -1  # the number of the batch that is drawn next, -1 before the first step
-    self._first_host: HostState = {}  # before the first batch that this process draws
     self.devices: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
   def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
@@ -108,7 +88,7 @@ class Ahead:
     kept: HostState = {}
     for number in range(index, self._next):
       try:
-        kept[str(number)] = to_arrays(self._drawn[number].scored())
+        kept[str(number)] = to_arrays(self._drawn[number].result())
       except Exception:  # the step that learns from it says why
         break
     without = {key: value for key, value in host.items() if key != _AHEAD}
@@ -119,38 +99,28 @@ class Ahead:
 
   def _restore(self, index: int, host: HostState) -> None:
     """Begins with GRPO step `index`, and with what a checkpoint kept."""
-    self._first_host = {key: value for key, value in host.items() if key != _AHEAD}
-    self._next, kept = index, host.get(_AHEAD, {})
+    kept = host.get(_AHEAD, {})
+    self._collector.restart(index, {key: x for key, x in host.items() if key != _AHEAD})
+    self._next = index
     while str(self._next) in kept:
       scored = from_arrays(kept[str(self._next)], self._collector.reward_weights)
-      self._drawn[self._next] = Pending(lambda scored=scored: scored)
+      self._collector.skip(scored)
+      self._drawn[self._next] = there(scored)
       self._next += 1
 
-  def _draw(self, policy: Policy, number: int) -> Pending:
-    """Draws a batch, which workers begin to score."""
-    clock, last = Clock(), self._drawn.get(number - 1)
-    before = last.scored if last else None
-
-    def host_before() -> HostState:
-      return before().host if before else self._first_host
-
-    finish = self._collector.begin(policy, number, host_before, clock)
-
-    def with_times() -> Scored:
-      scored = finish()
-      seconds = {f"time/{name}": spent for name, spent in clock.laps.items()}
-      return dataclasses.replace(scored, metrics=disjoint(scored.metrics, seconds))
-
-    return Pending(with_times)
+  def _draw(self, policy: Policy) -> Pending[Scored]:
+    """Draws the next batch, which workers begin to score."""
+    clock = Clock()
+    return self._collector.draw(policy, clock).then(functools.partial(_with_times, clock))
 
   def _drop_learned(self, index: int) -> None:
-    """Forgets the batches before GRPO step `index`, but for the last, which has the host state."""
-    for number in [number for number in self._drawn if number < index - 1]:
+    """Forgets the batches before GRPO step `index`."""
+    for number in [number for number in self._drawn if number < index]:
       del self._drawn[number]
 
   def _collected(self, index: int, clock: Clock) -> Collected:
     """The batch of a step on the mesh, with how old it is."""
-    scored = self._drawn[index].scored()
+    scored = self._drawn[index].result()
     clock.lap("wait")
     completions, versions = scored.completions, scored.version_P[:, None, None]
     if completions.versions_PGT is not None:
@@ -163,9 +133,14 @@ class Ahead:
         f" rollout.max_staleness is {self._bound}"
       )
     collected = self._collector.put(scored)
-    self._drawn[index].forget_prompts()
+    del self._drawn[index]  # and with it what its prompts see
     clock.lap("put")
     return dataclasses.replace(collected, metrics=disjoint(collected.metrics, ages))
+
+
+def _with_times(clock: Clock, scored: Scored) -> Scored:
+  seconds = {f"time/{name}": spent for name, spent in clock.laps.items()}
+  return dataclasses.replace(scored, metrics=disjoint(scored.metrics, seconds))
 
 
 class AheadInTurn(Ahead):
@@ -176,7 +151,7 @@ class AheadInTurn(Ahead):
       self._restore(index, host)
     self._drop_learned(index)
     while self._next < min(index + self._bound + 1, self._steps):
-      self._drawn[self._next] = self._draw(Policy(params, index), self._next)
+      self._drawn[self._next] = self._draw(Policy(params, index))
       self._next += 1
     clock.lap("ahead")
     return self._collected(index, clock)
@@ -197,7 +172,7 @@ class Beside(Ahead):
     Args:
       collector: Draws.
       config: Of the run.
-      schedule: Says, or is told, which weights drew which batch. None: they are fixed.
+      schedule: Says, or is told, which weights drew what. None: they are fixed.
       remote: What the collector samples with, if not with devices of this process.
     """
     super().__init__(collector, config)
@@ -211,6 +186,7 @@ class Beside(Ahead):
     self._changed = threading.Condition()
     self._weights: dict[int, Any] = {}  # by version
     self._first_version = 0  # of this process
+    self._chunk = 0  # of the run, where weights change in flight
     self._is_drawing = self._is_paused = self._is_closed = False
     self._error: BaseException | None = None
     self._thread: threading.Thread | None = None
@@ -222,9 +198,14 @@ class Beside(Ahead):
     with self._changed:
       self._weights[index] = params
       if self._thread is None:
+        self._chunk = int(host.get(_CHUNK, 0))
         self._restore(index, host)
         self._first_version = index
-        self._thread = threading.Thread(target=self._run, name=SAMPLER_THREAD, daemon=True)
+        run = self._stream if self._changes else self._draw_batches
+        arguments = (run,)
+        self._thread = threading.Thread(
+          target=self._run, args=arguments, name=SAMPLER_THREAD, daemon=True
+        )
         self._thread.start()
       self._forget()
       self._drop_learned(index)
@@ -252,7 +233,8 @@ class Beside(Ahead):
           self._changed.notify_all()
         self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
         self._fail_with_others()
-    return super().saved(index, host, params)
+    host = super().saved(index, host, params)
+    return host | {_CHUNK: np.int64(self._chunk)} if self._changes else host
 
   def close(self) -> None:
     with self._changed:
@@ -261,10 +243,10 @@ class Beside(Ahead):
     if self._thread is not None:
       self._thread.join()
 
-  def take(self, version: int | None) -> tuple[Any, int]:
+  def take(self, version: int | None) -> Policy:
     """The weights of a version, or the newest, and their version. It waits for them.
 
-    While a checkpoint waits for the batch in flight, newer weights do not come. Then it takes the
+    While a checkpoint waits for what is in flight, newer weights do not come. Then it takes the
     newest.
 
     Raises:
@@ -284,31 +266,75 @@ class Beside(Ahead):
         raise Closed("the run has ended")
       if version not in self._weights:
         version = max(self._weights)
-      return self._weights[version], version
+      return Policy(self._weights[version], version)
 
-  def _run(self) -> None:
-    """Draws batch after batch. This is the thread."""
+  def _run(self, draw: Callable[[], None]) -> None:
+    """Draws until the run has ended. This is the thread."""
     try:
-      while self._next < self._steps:
-        with self._changed, self._idle.running():
-          self._changed.wait_for(lambda: self._is_closed or self._may_draw())
-          self._is_drawing = True
-          number = self._next
-        policy, used = self._policy(number)
-        with self._drawing:
-          pending = self._draw(policy, number)
-        if self._schedule is not None:
-          self._schedule.add(number, used())
-        del policy, used  # and with them the weights, while the thread waits
-        with self._changed:
-          self._drawn[number] = pending
-          self._next, self._is_drawing = number + 1, False
-          self._forget()
-          self._changed.notify_all()
+      draw()
     except BaseException as error:  # the step that waits for the batch raises it
       with self._changed:
         self._error, self._is_drawing = error, False
         self._changed.notify_all()
+
+  def _draw_batches(self) -> None:
+    """Draws batch after batch, each with weights of its own."""
+    while self._next < self._steps:
+      with self._changed, self._idle.running():
+        self._changed.wait_for(lambda: self._is_closed or self._may_draw())
+        self._is_drawing = True
+        number = self._next
+      policy = self.take(self._version_of(number))
+      with self._drawing:
+        pending = self._draw(policy)
+      if self._schedule is not None:
+        self._schedule.add(number, ((0, policy.version),))
+      del policy  # and with it the weights, while the thread waits
+      self._add(pending)
+
+  def _stream(self) -> None:
+    """Draws group after group: whoever is in flight goes on with the newest weights."""
+    flow, clock = self._collector.flow, Clock()
+    while self._next < self._steps:
+      with self._changed, self._idle.running():
+        self._changed.wait_for(self._may_go_on)
+        is_paused, self._is_drawing = self._is_paused, True
+      known = self._schedule.chunk(self._chunk) if not is_paused else None
+      policy = self.take(None if known is None else known.version)
+      until = min(policy.version + self._bound, self._steps - 1)
+      limit = None if known is None or flow.is_idle else known.groups
+      if is_paused:  # what was begun is drawn to the end of its step
+        until = max(flow.step, flow.step_of(flow.next - 1))
+      with self._drawing:
+        has_drawn = self._collector.advance(policy, until, limit)
+      if has_drawn:
+        self._schedule.add_chunk(self._chunk, FromChunk(policy.version, flow.next))
+        self._chunk += 1
+      while flow.is_drawn:
+        pending = self._collector.take(policy, clock)
+        self._add(pending.then(functools.partial(_with_times, clock)))
+        clock = Clock()
+      del policy
+
+  def _may_go_on(self) -> bool:
+    """Whether there is something to draw, or the run has ended. Says where there is not."""
+    flow = self._collector.flow
+    if self._is_closed:
+      return True
+    has_begun = flow.next > flow.first
+    if self._is_paused and not has_begun:
+      self._is_drawing = False
+      self._changed.notify_all()
+      return False
+    return has_begun or flow.step <= max(self._weights) + self._bound
+
+  def _add(self, pending: Pending[Scored]) -> None:
+    """A batch is drawn."""
+    with self._changed:
+      self._drawn[self._next] = pending
+      self._next, self._is_drawing = self._next + 1, self._changes
+      self._forget()
+      self._changed.notify_all()
 
   @contextlib.contextmanager
   def _all_drawn(self) -> Iterator[None]:
@@ -335,17 +361,15 @@ class Beside(Ahead):
     known = self._schedule and self._schedule.known.get(self._next)
     return not known or known[0][1] <= max(self._weights)
 
-  def _policy(self, number: int) -> tuple[Policy, Callable[[], Weights]]:
-    """What draws a batch, and what will say afterwards which weights did."""
+  def _version_of(self, number: int) -> int | None:
+    """The version of the weights that draw a batch. None means the newest."""
     if self._schedule is None:
-      version = max(number - self._bound, self._first_version)
-      return Policy(*self.take(version)), tuple
-    feed = _Feed(self, self._schedule.known.get(number))
-    params, version = feed.now
-    return Policy(feed if self._changes else params, version), lambda: tuple(feed.used)
+      return max(number - self._bound, self._first_version)
+    known = self._schedule.known.get(number)
+    return None if known is None else known[0][1]
 
   def _forget(self) -> None:
-    """Frees the weights that no later batch needs."""
+    """Frees the weights that nothing needs any more."""
     newest = max(self._weights)
     needed = {newest, *self._known_versions()}
     if self._schedule is None:
@@ -354,41 +378,13 @@ class Beside(Ahead):
       del self._weights[version]
 
   def _known_versions(self) -> set[int]:
-    """The versions of the weights that a known schedule needs for later batches."""
-    known = self._schedule.known if self._schedule else {}
-    later = [known[number] for number in list(known) if number >= self._next]
-    return {version for weights in later for _, version in weights}
-
-
-class _Feed:
-  """The weights of each chunk of a batch: the known ones, as long as they come, or the newest.
-
-  Attributes:
-    now: The weights of the chunk, and their version.
-    used: Which weights drew, so far. The chunks of all sampling calls of the batch are counted.
-  """
-
-  def __init__(self, source: Beside, known: Weights | None):
-    self._source, self._known = source, None if known is None else dict(known)
-    self._chunk = 0
-    self.now = source.take(self._wanted())
-    self.used = [(0, self.now[1])]
-
-  def __call__(self) -> tuple[Any, int]:
-    if self._chunk and (self._known is None or self._chunk in self._known):
-      wanted = self._wanted()
-      self.now = self._source.take(wanted)
-      version = self.now[1]
-      if version != wanted:
-        self._known = None
-      if version != self.used[-1][1]:
-        self.used.append((self._chunk, version))
-    self._chunk += 1
-    return self.now
-
-  def _wanted(self) -> int | None:
-    """The version that is known for this chunk. None means the newest."""
-    return None if self._known is None else self._known[self._chunk]
+    """The versions of the weights that a known schedule needs later."""
+    if self._schedule is None:
+      return set()
+    if self._changes:
+      return self._schedule.versions_from(self._chunk)
+    known = self._schedule.known
+    return {version for n in [*known] if n >= self._next for _, version in known[n]}
 
 
 class _Stopwatch:

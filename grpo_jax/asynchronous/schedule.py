@@ -1,9 +1,10 @@
-"""schedule.jsonl: which weights drew each batch of a run whose sampler does not wait for them."""
+"""schedule.jsonl: which weights drew what, in a run whose sampler does not wait for them."""
 
+import bisect
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_jax import files
 from grpo_jax.settings import ConfigError, shown
@@ -12,14 +13,30 @@ from grpo_jax.storage.json_files import AppendedFile, json_line, replace_file
 # (chunk, version): from this chunk of a sampling call on, these weights drew.
 Weights = tuple[tuple[int, int], ...]
 
+
+class FromChunk(NamedTuple):
+  """What holds from a chunk on, where weights change in flight.
+
+  Attributes:
+    version: Of the weights.
+    groups: So many groups of the run were opened.
+  """
+
+  version: int
+  groups: int
+
+
 _BOUND = 2**31  # of numbers
 
 
 class Schedule:
-  """The weights of each batch. It grows while the run samples.
+  """Which weights drew. It grows while the run samples.
+
+  With rollout.weights=newest it has a line for each batch. With in_flight it has one for each chunk
+  of the run from which on other weights draw, or before which groups were opened.
 
   Attributes:
-    known: By the number of a batch: what drew it, or what is to draw it.
+    known: With newest, by the number of a batch: what drew it, or what is to draw it.
   """
 
   def __init__(self, workdir: Path, replay: str = "", in_flight: bool = True):
@@ -28,7 +45,7 @@ class Schedule:
     Args:
       workdir: The folder of the run.
       replay: The file of another run, or "".
-      in_flight: Whether weights may change while a batch is drawn.
+      in_flight: Whether weights may change while rows are drawn.
 
     Raises:
       ConfigError: A file is damaged, or says what cannot be, or that of `replay` does not exist.
@@ -37,18 +54,20 @@ class Schedule:
     if replay and not other.exists():
       raise ConfigError(f"config key rollout.replay is {replay!r}: there is no such file")
     content = _content(path) if path.exists() else b""
-    own, lines = _read(path, content, in_flight)
+    parse = _parsed_chunk if in_flight else _parsed
+    own, lines = _read(path, content, parse)
     if content != lines:
       replace_file(path, lines)  # without a line that is half written
-    replayed = _read(other, _content(other), in_flight)[0] if replay else {}
+    replayed = _read(other, _content(other), parse)[0] if replay else {}
     gap = next((batch for batch in range(max(replayed, default=0)) if batch not in replayed), None)
-    if gap is not None:
+    if gap is not None and not in_flight:
       raise ConfigError(
         f"{other} does not say which weights drew batch {gap}, and it has later ones: replay the"
         " whole file of a run"
       )
-    self.known = replayed | own
-    self._written = own
+    self.known: dict[int, Weights] = {} if in_flight else replayed | own
+    self._chunks: dict[int, FromChunk] = replayed | own if in_flight else {}
+    self._written = dict(own)
     self._file = AppendedFile(path)
 
   def add(self, batch: int, weights: Weights) -> None:
@@ -58,9 +77,33 @@ class Schedule:
       self._written[batch] = weights
       self._file.append(json_line({"batch": batch, "weights": weights}))
 
+  def add_chunk(self, chunk: int, now: FromChunk) -> None:
+    """Writes what holds from a chunk on, unless that held before. The last line for it counts."""
+    if _in_force(self._written, chunk) != now:
+      self._chunks[chunk] = self._written[chunk] = now
+      self._file.append(json_line({"chunk": chunk} | now._asdict()))
+
+  def chunk(self, number: int) -> FromChunk | None:
+    """What is known to hold for a chunk of the run, or None."""
+    if number > max(self._chunks, default=-1):
+      return None
+    return _in_force(self._chunks, number)
+
+  def versions_from(self, chunk: int) -> set[int]:
+    """The versions of the weights that are known to draw in this chunk and later ones."""
+    now = self.chunk(chunk)
+    later = {one.version for number, one in self._chunks.items() if number >= chunk}
+    return later | ({now.version} if now else set())
+
   def close(self) -> None:
     """Closes the file."""
     self._file.close()
+
+
+def _in_force(chunks: dict[int, FromChunk], number: int) -> FromChunk | None:
+  order = sorted(chunks)
+  place = bisect.bisect_right(order, number)
+  return chunks[order[place - 1]] if place else None
 
 
 def _content(path: Path) -> bytes:
@@ -72,23 +115,34 @@ def _content(path: Path) -> bytes:
     ) from error
 
 
-def _read(path: Path, content: bytes, in_flight: bool) -> tuple[dict[int, Weights], bytes]:
+def _read(path: Path, content: bytes, parse: Any) -> tuple[dict[int, Any], bytes]:
   """What a file says, and its whole lines. SIGKILL may have cut the last one off."""
-  found: dict[int, Weights] = {}
+  found: dict[int, Any] = {}
   whole = content[: content.rfind(b"\n") + 1]
   for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
     try:
-      batch, weights = _parsed(line)
-      if len(weights) > 1 and not in_flight:
-        raise ValueError("its weights change in flight, and rollout.weights does not say so")
+      place, weights = parse(line)
     except (RecursionError, ValueError) as error:
       why = "it is no JSON" if isinstance(error, (json.JSONDecodeError, RecursionError)) else error
       raise ConfigError(
-        f"{path} line {number} does not say which weights drew a batch: {why}. Repair or remove the"
-        " file"
+        f"{path} line {number} does not say which weights drew: {why}. Repair or remove the file"
       ) from error
-    found[batch] = weights
+    found[place] = weights
   return found, whole
+
+
+def _parsed_chunk(line: bytes) -> tuple[int, FromChunk]:
+  """The chunk of a line and what holds from it on. Raises ValueError, which says what is wrong."""
+  row = json.loads(line)
+  keys = ("chunk", "version", "groups")
+  if isinstance(row, dict) and row.keys() == {"batch", "weights"}:
+    raise ValueError("it is of a run that an earlier version began, or with rollout.weights=newest")
+  if not isinstance(row, dict) or row.keys() != {*keys}:
+    raise ValueError('it must be {"chunk": number, "version": step, "groups": number}')
+  for key in keys:
+    if not _is_number(row[key]):
+      raise ValueError(f"{key} is {shown(row[key])}, which is no whole number from 0 on")
+  return row["chunk"], FromChunk(row["version"], row["groups"])
 
 
 def _parsed(line: bytes) -> tuple[int, Weights]:
@@ -102,6 +156,8 @@ def _parsed(line: bytes) -> tuple[int, Weights]:
   is_list = isinstance(weights, list) and bool(weights)
   if not is_list or not all(map(_is_pair, weights)):
     raise ValueError(f"weights are {shown(weights)}, and must be a list of [chunk, step]")
+  if len(weights) > 1:
+    raise ValueError("its weights change in flight, and rollout.weights does not say so")
   if weights[0][0] != 0:
     raise ValueError(f"weights begin with chunk {weights[0][0]} and not with chunk 0")
   for before, after in itertools.pairwise(weights):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +10,9 @@ import numpy as np
 from grpo_jax import learner
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.metrics import disjoint
-from grpo_jax.batches.groups import ScoredGroups
+from grpo_jax.batches.curriculum import PassRateCurriculum
+from grpo_jax.batches.flow import DrawnGroups, Flow, Policy
+from grpo_jax.batches.groups import ScoredGroups, choose
 from grpo_jax.batches.rollout_metrics import (
   check_metrics,
   completion_rows,
@@ -20,18 +22,22 @@ from grpo_jax.batches.rollout_metrics import (
   with_judgements,
 )
 from grpo_jax.batches.scored import Scored
-from grpo_jax.batches.source import GroupSource, HostState, Policy, StepGroups
 from grpo_jax.data import loader
-from grpo_jax.rollouts.rollout import Rollouts, last_turns, make_rollout, texts_of
+from grpo_jax.pending import Pending, there
+from grpo_jax.rollouts.complete import Remote, make_rollout
+from grpo_jax.rollouts.rollout import Rollouts, last_turns, texts_of
 from grpo_jax.run.run import Run
 from grpo_jax.run.seen import with_images
 from grpo_jax.scoring.scorers import Scorers
-from grpo_jax.scoring.scores import OVERLONG, host_scores, with_overlong
+from grpo_jax.scoring.scores import OVERLONG, groups_that_differ, host_scores, with_overlong
 from grpo_jax.scoring.teacher import Teacher
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import Clock
 from grpo_jax.types import Batch, Completions, Rewards
 
+HostState = dict[str, Any]  # nested dicts of numpy arrays
+# Keys of the host state: what the curriculum remembers, the number of the next group.
+_MEMORY, _NEXT, _SURPLUS = "curriculum", "next_group", "surplus"
 _UNSCORED = "unscored_steps"
 _MOST_CUTS, _SHORTEST_CUT = 4, 64  # sizes, and tokens
 
@@ -63,18 +69,19 @@ class Collected:
 
 
 class Collector:
-  """Samples and scores a step's batch.
+  """Forms the batches of a run, one step after the other, of the groups that are drawn for them.
 
-  It is a pure function of the policy, the step's index and the host state. Host state is a dict of
-  numpy arrays that lives from step to step and is saved in checkpoints: counters, and what
-  `GroupSource` remembers.
+  A batch is a pure function of the policies that draw it, the step's index and the host state
+  before it. Host state is a dict of numpy arrays that lives from step to step and is saved in
+  checkpoints: counters, and what a curriculum remembers.
 
   Attributes:
     prompts: The training prompts.
     reward_weights: The weights of the reward functions.
+    flow: The groups.
   """
 
-  def __init__(self, run: Run, scorers: Scorers, remote: Any = None):
+  def __init__(self, run: Run, scorers: Scorers, remote: Remote | None = None):
     """Raises ConfigError for reward functions that cannot be used.
 
     `remote` samples. None means that the run does.
@@ -89,9 +96,12 @@ class Collector:
       )
     # Made here, so that its errors come before anything is written.
     self._teacher = Teacher(run) if run.config.reward.teacher else None
-    self._groups = GroupSource(run, scorers, remote)
-    self.prompts = self._groups.prompts
+    self.flow = Flow(run, scorers, remote)
+    self.prompts = self.flow.prompts
+    self._curriculum = PassRateCurriculum(run.config.curriculum, run.config.seed, len(self.prompts))
     self.reward_weights = self._score.weights
+    self._hosts: dict[int, Pending[HostState]] = {}  # after some of the last steps
+    self._positions: dict[int, Any] = {}  # of the curriculum, after the draws of some steps
     if algo.overlong and OVERLONG in self._score.names:
       raise ConfigError(
         "reward.functions: a function is named overlong, which is the name of the penalty that"
@@ -111,26 +121,113 @@ class Collector:
       host: The host state before the step.
       clock: Counts the time of sampling and of rewards.
     """
-    collected = self.put(self.begin(Policy(params, index), index, lambda: host, clock)())
+    self.restart(index, host)
+    collected = self.put(self.draw(Policy(params, index), clock).result())
     clock.lap("reward")
     return collected
 
-  def begin(
-    self, policy: Policy, index: int, before: Callable[[], HostState], clock: Clock
-  ) -> Callable[[], Scored]:
-    """Samples the batch of a GRPO step, which workers begin to score.
+  def restart(self, index: int, host: HostState) -> None:
+    """Begins with a GRPO step.
 
-    The arguments are those of `GroupSource.begin`.
+    Args:
+      index: Its number, from 0.
+      host: The host state before it.
+    """
+    P, algo = self._config.batch.prompts, self._config.algo
+    first = index * P
+    if algo.dynamic_sampling:
+      # A run of an earlier version drew so many for each step.
+      first = int(host.get(_NEXT, first * (1 + algo.max_resample_rounds)))
+    self.flow.restart(index, first)
+    self._hosts = {index - 1: there(host)}
+    self._positions = {}
+
+  def skip(self, scored: Scored) -> None:
+    """Passes over a step whose batch is there already. The next one follows it."""
+    step = self.flow.step
+    first = int(scored.host.get(_NEXT, self.flow.first + self._config.batch.prompts))
+    self.flow.restart(step + 1, first)
+    self._hosts[step] = there(scored.host)
+
+  def draw(self, policy: Policy, clock: Clock) -> Pending[Scored]:
+    """Draws the batch of the next GRPO step, which workers begin to score.
+
+    Args:
+      policy: What draws it.
+      clock: Counts the time of sampling and of rewards.
+    """
+    step = self.flow.step
+    while not self.flow.is_drawn:
+      self.advance(policy, step)
+    clock.lap("sample")
+    return self.take(policy, clock)
+
+  def advance(self, policy: Policy, until: int, limit: int | None = None) -> bool:
+    """Draws on for a short while.
+
+    Args:
+      policy: Draws what is drawn now.
+      until: The last GRPO step for which groups may be opened.
+      limit: Groups of this number and later ones are not opened. None sets no limit.
 
     Returns:
-      A function that waits for the scores. All processes call it together.
+      Whether the policy was used.
     """
-    groups = self._groups.begin(policy, index, before, clock)
-    if self._greedy_rollout is None:
-      return lambda: self._scored(groups(), None, index, before())
-    drawn = groups()
-    greedy = self._begin_greedy(policy, drawn.prompts, index, clock)
-    return lambda: self._scored(drawn, greedy, index, before())
+    if self._config.curriculum.chooses and self._config.algo.dynamic_sampling:
+      until = self.flow.step  # it chooses by what earlier steps have drawn
+    return self.flow.advance(policy, until, self._choose, limit)
+
+  def take(self, policy: Policy, clock: Clock) -> Pending[Scored]:
+    """The batch of the next GRPO step, whose groups are drawn.
+
+    Args:
+      policy: Draws greedy completions, where the advantage needs them.
+      clock: Counts the time of rewards.
+    """
+    index = self.flow.step
+    drawn, before = self.flow.take(), self._hosts[index - 1]
+    idle = self.flow.seats_idle()
+    greedy: Callable[[Rewards], Rewards] | None = None
+    if self._greedy_rollout is not None:
+      prompts = self._choice(drawn.result()).prompts
+      greedy = self._begin_greedy(policy, prompts, index, clock)
+
+    def scored() -> Scored:
+      clock.restart()
+      groups = drawn.result()
+      clock.lap("reward")
+      found = self._scored(self._choice(groups), groups, index, before.result(), greedy)
+      return dataclasses.replace(found, metrics=found.metrics | {"rollout/seats_idle": idle})
+
+    pending = Pending(scored, drawn.futures)
+    self._hosts[index] = pending.then(lambda scored: scored.host)
+    for step in [step for step in self._hosts if step < index - self._lag]:
+      del self._hosts[step]
+    return pending
+
+  @property
+  def _lag(self) -> int:
+    """A curriculum chooses the prompts of a step by the scores of steps so many before it."""
+    return 1 + self._config.rollout.max_staleness
+
+  def _choose(self, count: int, step: int) -> np.ndarray:
+    """The prompts of groups that are opened for a GRPO step, int64 [count]."""
+    oldest = min(self._hosts)
+    memory = self._memory(self._hosts[max(step - self._lag, oldest)].result())
+    latest = max((one for one in self._positions if one <= step), default=None)
+    if latest is None:
+      memory |= {"position": self._memory(self._hosts[max(self._hosts)].result())["position"]}
+    else:
+      memory |= {"position": self._positions[latest]}
+    indices_P, after = self._curriculum.draw(memory, step, count)
+    self._positions[step] = after["position"]
+    return indices_P
+
+  def _memory(self, host: HostState) -> dict[str, Any]:
+    """What the curriculum remembers. A run of an earlier version may lack some of it."""
+    memory = {**self._curriculum.initial(), **host.get(_MEMORY, {})}
+    self._curriculum.check(memory)
+    return memory
 
   def put(self, scored: Scored) -> Collected:
     """Puts a batch onto the mesh. A teacher sees it there."""
@@ -140,49 +237,71 @@ class Collector:
       batch = batch.replace(teacher_logprobs_PGT=self._teacher(batch))
     return Collected(batch, rewards, scored.rows, scored.metrics, scored.host, scored.why_unscored)
 
+  def _choice(self, drawn: DrawnGroups) -> "_Choice":
+    """The groups that a step learns from, of those that were drawn for it."""
+    P, chosen = self._config.batch.prompts, drawn.groups
+    live_P, prompts = np.ones(P, np.float32), drawn.prompts
+    if self._config.algo.dynamic_sampling:
+      chosen, live_P = choose(drawn.groups, P)
+      if not np.array_equal(chosen.indices_P, drawn.groups.indices_P):
+        prompts = None
+    return _Choice(chosen, live_P, prompts or self._prompts(chosen.indices_P))
+
   def _scored(
     self,
-    drawn: StepGroups,
-    greedy: Callable[[Rewards], Rewards] | None,
+    choice: "_Choice",
+    drawn: DrawnGroups,
     index: int,
     before: HostState,
+    greedy: Callable[[Rewards], Rewards] | None,
   ) -> Scored:
-    chosen = drawn.chosen
+    chosen, sampled = choice.groups, drawn.groups
     rewards = self._shaped(chosen.rewards, chosen.rollouts)
     if greedy is not None:
       rewards = greedy(rewards)
+    scores_PG, known = host_scores(sampled.rewards), self._memory(before)
+    memory = {**self._curriculum.learn(known, index, sampled.indices_P, scores_PG)}
+    if index in self._positions:
+      memory |= {"position": self._positions[index]}
     rows = None
     every = self._config.log.completions_every
     if every and (index + 1) % every == 0:
-      rows = self._rows(drawn, rewards) if self._run.hosts.is_first else []
-    metrics = self._metrics(drawn.sampled)
+      rates_P = known["pass_rate"][chosen.indices_P]
+      rows = self._rows(chosen, rewards, rates_P) if self._run.hosts.is_first else []
+    metrics = self._metrics(sampled)
     if self._config.sampling.temperature_schedule != "constant":
-      metrics["sampling/temperature"] = float(drawn.sampled.temperature_P[0])
-    metrics["prompts/tokens"] = self._prompt_tokens(drawn)
+      metrics["sampling/temperature"] = float(sampled.temperature_P[0])
+    metrics["prompts/tokens"] = self._prompt_tokens(choice, sampled)
     new_tokens = metrics["prompts/tokens"] + metrics["completions/tokens"]
-    host = drawn.host | {"num_tokens": before["num_tokens"] + new_tokens}
+    host = {**before, _MEMORY: memory, "num_tokens": before["num_tokens"] + new_tokens}
+    host.pop(_SURPLUS, None)  # of an earlier version of this program
     metrics["num_tokens"] = int(host["num_tokens"])
+    metrics = disjoint(metrics, drawn.report.metrics(), self._curriculum.metrics(memory))
+    if self._config.algo.dynamic_sampling:
+      host[_NEXT] = np.int64(drawn.after)
+      metrics = disjoint(metrics, _dynamic_metrics(sampled, choice.live_P))
     # A teacher teaches without rewards, and nobody teaches without tokens.
-    why_unscored = "" if self._teacher else drawn.why_unscored
+    is_unscored = np.isnan(scores_PG).all() and not self._teacher
+    why_unscored = "; ".join(drawn.report.unscored.values()) if is_unscored else ""
     completions, rollout_PB = chosen.rollouts.completions, None
     if chosen.rollouts.branches is not None:
       branches = chosen.rollouts.branches
       completions, rollout_PB = branches.completions, branches.rollout_PB
     why_unscored = why_unscored or self._why_no_tokens(completions)
-    host[_UNSCORED] = np.int64(unscored_steps(drawn.host) + 1 if why_unscored else 0)
+    host[_UNSCORED] = np.int64(unscored_steps(before) + 1 if why_unscored else 0)
     return Scored(
       indices_P=chosen.indices_P,
       temperature_P=chosen.temperature_P,
       version_P=chosen.version_P,
-      live_P=drawn.live_P,
+      live_P=choice.live_P,
       completions=completions,
       rewards=rewards,
       rollout_PB=rollout_PB,
       rows=rows,
-      metrics=disjoint(metrics, drawn.metrics),
+      metrics=metrics,
       host=host,
       why_unscored=why_unscored,
-      prompts=drawn.prompts,
+      prompts=choice.prompts,
     )
 
   def _why_no_tokens(self, completions: Completions) -> str:
@@ -204,11 +323,11 @@ class Collector:
   def _prompts(self, indices_P: np.ndarray) -> loader.PromptBatch:
     return loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
 
-  def _prompt_tokens(self, drawn: StepGroups) -> int:
+  def _prompt_tokens(self, choice: "_Choice", sampled: ScoredGroups) -> int:
     """The tokens of the prompts that were sampled from, once for each of their completions."""
-    prompts = drawn.prompts
-    if drawn.sampled is not drawn.chosen:
-      prompts = self._prompts(drawn.sampled.indices_P)
+    prompts = choice.prompts
+    if sampled is not choice.groups:
+      prompts = self._prompts(sampled.indices_P)
     return int(prompts.prompt_lengths_P.sum()) * self._config.batch.group_size
 
   @property
@@ -217,9 +336,10 @@ class Collector:
     penalty = [OVERLONG] if self._config.algo.overlong else []
     return [*self._score.names, *penalty]
 
-  def _rows(self, drawn: StepGroups, rewards: Rewards) -> list[dict[str, Any]]:
-    """One object per completion, with the texts of all processes."""
-    groups = drawn.chosen
+  def _rows(
+    self, groups: ScoredGroups, rewards: Rewards, rates_P: np.ndarray
+  ) -> list[dict[str, Any]]:
+    """One object per completion, with the texts of all processes and the prompts' pass rates."""
     rollouts, decode = groups.rollouts, self._run.tokenizer.decode
     texts_PG = texts_of(rollouts.completions, decode)
     if rollouts.turns_PG is not None:
@@ -232,7 +352,7 @@ class Collector:
       self._names,
       groups.extras_PG,
     )
-    rows = with_judgements(rows, drawn.pass_rates_P, groups.checks_PG)
+    rows = with_judgements(rows, rates_P, groups.checks_PG)
     versions = groups.version_P.repeat(self._config.batch.group_size).tolist()
     return [row | {"version": version} for row, version in zip(rows, versions, strict=True)]
 
@@ -255,10 +375,10 @@ class Collector:
     key = jax.random.fold_in(self._run.key("sample"), index)
     rollouts = self._greedy_rollout(policy.params, prompts, key)
     clock.lap("sample")
-    score = self._score.start(rollouts, prompts)
+    scores = self._score.start(rollouts, prompts)
 
     def add(rewards: Rewards) -> Rewards:
-      greedy = self._shaped(score().rewards, rollouts)
+      greedy = self._shaped(scores.result().rewards, rollouts)
       return rewards.replace(greedy_scores_PJ=greedy.scores_PGJ[:, 0])
 
     return add
@@ -301,6 +421,29 @@ class Collector:
       shaped = self._shaped(sampled.rewards, sampled.rollouts)
       metrics |= score_metrics(shaped, self._names)
     return metrics
+
+
+class _Choice(NamedTuple):
+  """The groups that a step learns from.
+
+  Attributes:
+    groups: P groups.
+    live_P: float32, 0 for those that only fill up the batch.
+    prompts: Theirs.
+  """
+
+  groups: ScoredGroups
+  live_P: np.ndarray
+  prompts: loader.PromptBatch
+
+
+def _dynamic_metrics(sampled: ScoredGroups, live_P: np.ndarray) -> dict[str, float]:
+  differ = groups_that_differ(sampled.rewards)
+  return {
+    "dynamic_sampling/drawn": len(differ),
+    "dynamic_sampling/kept": int(live_P.sum()),
+    "dynamic_sampling/dropped": int((~differ).sum()),  # all rewards equal
+  }
 
 
 def cut_lengths(max_tokens: int) -> list[int]:

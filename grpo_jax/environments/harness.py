@@ -25,7 +25,7 @@ from grpo_jax.environments import verifiers_player
 from grpo_jax.environments.acting import Outcome, Request, problem_with
 from grpo_jax.environments.names import is_portable
 from grpo_jax.environments.returned import reward_of
-from grpo_jax.environments.workers import ask
+from grpo_jax.environments.workers import start
 from grpo_jax.foreign import as_exceptions, run
 from grpo_jax.rewards import Pool
 from grpo_jax.rewards.call import in_thread
@@ -111,5 +111,5 @@ class Players:
   def __call__(self, requests: Sequence[Request]) -> list[Outcome]:
     """The outcomes of requests: `reward` or `error`, or `failure` as in `workers.ask`."""
     if self._pool is not None:
-      return ask(self._pool, self._call, requests)
+      return start(self._pool, self._call, requests).result()
     return in_thread(lambda: run(_side_by_side(self._harness, requests))).result()

@@ -7,7 +7,8 @@ import functools
 from grpo_jax.environments import acting
 from grpo_jax.environments.acting import Outcome, Request
 from grpo_jax.environments.configured import Environments
-from grpo_jax.rewards import Pool
+from grpo_jax.pending import Pending, there
+from grpo_jax.rewards import Answer, Pool
 from grpo_jax.rewards.workers.messages import Call, NotPortable
 from grpo_jax.settings import ConfigError, RunFailed
 
@@ -15,8 +16,8 @@ _ACTING = "grpo_jax.environments.acting"
 FAILURES = {"timeout": "did not answer in time", "crash": "ended without an answer"}
 
 
-def ask(pool: Pool, call: Call, requests: Sequence[Request]) -> list[Outcome]:
-  """The outcomes of requests, in their order. Each is a call of its own.
+def start(pool: Pool, call: Call, requests: Sequence[Request]) -> Pending[list[Outcome]]:
+  """Begins requests. Each is a call of its own.
 
   Args:
     pool: The workers.
@@ -24,26 +25,27 @@ def ask(pool: Pool, call: Call, requests: Sequence[Request]) -> list[Outcome]:
     requests: What it is asked.
 
   Returns:
-    What the function logged. A request that failed with its worker has {"failure": KIND}, KIND
-    being "timeout" or "crash".
-
-  Raises:
-    RunFailed: The function itself failed.
+    What the function logs for each request, in their order. A request that failed with its worker
+    has {"failure": KIND}, KIND being "timeout" or "crash". Its result() raises RunFailed where the
+    function itself failed.
   """
+  if not requests:
+    return there([])
   calls = [
     dataclasses.replace(call, columns={"completions": [""], "requests": [request]})
     for request in requests
   ]
-  found = []
-  for answer in pool.start(calls).result() if calls else []:
-    (failure,) = answer.failures or [None]
-    if failure is None:
-      found.append(answer.extras["outcome"][0])
-    elif failure.kind in FAILURES:
-      found.append({"failure": failure.kind})
-    else:
-      raise RunFailed(failure.text)
-  return found
+  future = pool.start(calls)
+  return Pending(future.result, [future]).then(lambda answers: [*map(_outcome_of, answers)])
+
+
+def _outcome_of(answer: Answer) -> Outcome:
+  (failure,) = answer.failures or [None]
+  if failure is None:
+    return answer.extras["outcome"][0]
+  if failure.kind in FAILURES:
+    return {"failure": failure.kind}
+  raise RunFailed(failure.text)
 
 
 def problem_of(outcome: Outcome, who: str) -> tuple[str, str]:
@@ -96,12 +98,12 @@ class Runner:
         f" memory, because they cannot be sent to a worker: {error}",
       )
 
-  def __call__(self, requests: Sequence[Request]) -> list[Outcome]:
-    """The outcomes of requests, in their order. See `ask`."""
+  def start(self, requests: Sequence[Request]) -> Pending[list[Outcome]]:
+    """Begins requests. See `start`. Without workers, they have ended when this returns."""
     if self._pool is None:
-      return [acting.outcome(self._parts, request) for request in requests]
-    return ask(self._pool, self._call, requests)
+      return there([acting.outcome(self._parts, request) for request in requests])
+    return start(self._pool, self._call, requests)
 
-  def close(self, keys: Sequence[str]) -> list[Outcome]:
+  def close(self, keys: Sequence[str]) -> Pending[list[Outcome]]:
     """Says that conversations have ended, to environments that stay in a worker."""
-    return self([{"close": key} for key in keys]) if self._parts.stay else []
+    return self.start([{"close": key} for key in keys] if self._parts.stay else [])

@@ -13,10 +13,12 @@ from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
+from grpo_jax.pending import Pending
 from grpo_jax.rewards.functions.final_number import final_answer
-from grpo_jax.rollouts.rollout import Rollout, Rollouts, hand_on, make_rollout
+from grpo_jax.rollouts.complete import Rollout, make_rollout
+from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.run.run import Run
-from grpo_jax.scoring.scorer import Scored
+from grpo_jax.scoring.scorer import Scores
 from grpo_jax.scoring.scorers import Scorers
 
 Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
@@ -92,26 +94,21 @@ class Evaluator:
     """
     total, shards = len(self.prompts), self._run.hosts.row_shards
     indices = np.arange(-(-total // shards) * shards) % total
-    numbers, finish = list[int](), list[Callable[[], Outcomes]]()
-
-    def start(some: list[int], rollouts: Rollouts) -> None:
-      prompts = prompt_batch(self.prompts, indices[some], self._run.hosts)
-      scored = self._score.start(rollouts, prompts, step)
-      finish.append(functools.partial(self._outcomes_of, rollouts, prompts, scored))
+    numbers, pending = list[int](), list[Pending[Outcomes]]()
+    prompts = prompt_batch(self.prompts, indices, self._run.hosts)
+    for some, rollouts in rollout.parts(params, prompts, key, self._config.temperature):
+      own = prompt_batch(self.prompts, indices[some], self._run.hosts)
+      scores = self._score.start(rollouts, own, step)
+      pending.append(scores.then(functools.partial(self._outcomes_of, rollouts, own)))
       numbers.extend(some)
       self._progress(what, min(len(numbers), total), total)
-
-    prompts = prompt_batch(self.prompts, indices, self._run.hosts)
-    hand_on(rollout, params, prompts, key, self._config.temperature, start)
-    parts = zip(*(dataclasses.astuple(one()) for one in finish))
+    parts = zip(*(dataclasses.astuple(one.result()) for one in pending))
     order = np.argsort(numbers)[:total]
     return Outcomes(*(np.concatenate(part)[order] for part in parts))
 
-  def _outcomes_of(
-    self, rollouts: Rollouts, prompts: PromptBatch, scored: Callable[[], Scored]
-  ) -> Outcomes:
-    """The outcomes of some problems. `scored` waits for their scores."""
-    right_PG = first_scores(scored().rewards.scores_PGJ) == 1
+  def _outcomes_of(self, rollouts: Rollouts, prompts: PromptBatch, scores: Scores) -> Outcomes:
+    """The outcomes of some problems."""
+    right_PG = first_scores(scores.rewards.scores_PGJ) == 1
     own_majority = majority_right(rollouts.texts_PG[prompts.own], right_PG[prompts.own])
     return Outcomes(
       right_NG=right_PG,

@@ -23,7 +23,7 @@ from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.model.huggingface import hub
 from grpo_jax.model.huggingface.folders import new_folder
 from grpo_jax.recipes import with_absolute_paths
-from grpo_jax.rollouts.rollout import Rollout, make_rollout
+from grpo_jax.rollouts.complete import Rollout, make_rollout
 from grpo_jax.run import compilation_cache
 from grpo_jax.run.caller_state import leaving_nothing_behind
 from grpo_jax.run.run import Run, set_matmul_precision

@@ -5,10 +5,12 @@ of a text, and reward models are called in the process of the run. All others ar
 unless reward.workers is 0.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
+import functools
 
 from grpo_jax import timing
+from grpo_jax.pending import Pending, there
 from grpo_jax.rewards import conversation
 from grpo_jax.rewards.answer import Answer, RewardError, joined
 from grpo_jax.rewards.asking import asking
@@ -124,7 +126,7 @@ class Caller:
 
   def start(
     self, functions: Sequence[Reward], columns: Columns, step: int, group_size: int
-  ) -> Callable[[Reward], Answer]:
+  ) -> list[Pending[Answer]]:
     """Starts calls. The workers begin at once.
 
     Args:
@@ -134,8 +136,8 @@ class Caller:
       group_size: How many completions a group has.
 
     Returns:
-      A function that waits for the answer of one of the functions, or makes its call. It raises
-      RewardError if the run must stop.
+      The answer of each function. Whoever asks for that of a function that no worker calls makes
+      the call. It raises RewardError if the run must stop.
     """
     count = len(columns["completions"])
     groups = [range(start, min(start + group_size, count)) for start in range(0, count, group_size)]
@@ -146,20 +148,29 @@ class Caller:
       for own in [self._columns_of(function, columns)]
       for rows in groups
     ]
-    answers = self.pool.start(calls, self.stops_on_error) if calls else None
+    futures = [self.pool.start(calls, self.stops_on_error)] if calls else []
 
-    def answer(function: Reward) -> Answer:
+    def of_workers(place: int) -> Answer:
+      own = futures[0].result()[place * len(groups) :] if groups else []
+      return joined(count, zip(groups, own))
+
+    def of_this_process(function: Reward) -> Answer:
+      return self._call_here(function, self._columns_of(function, columns), step, group_size)
+
+    found, place = list[Pending[Answer]](), 0
+    for function in functions:
       if self.uses_workers(function):
-        # Not list.index, because objects of users may compare in any way.
-        place = next(i for i, one in enumerate(sent) if one is function) * len(groups)
-        found = joined(count, zip(groups, answers.result()[place:] if groups else []))
+        one = Pending(functools.partial(of_workers, place), futures)
+        place += 1
       else:
-        found = self._call_here(function, self._columns_of(function, columns), step, group_size)
-      errors = [one for one in found.failures if one.kind == "error"]
-      if errors and self.stops_on_error:
-        raise RewardError(errors[0].text)
-      return found
+        one = Pending(functools.partial(of_this_process, function))
+      found.append(one.then(self._checked))
+    return found
 
+  def _checked(self, answer: Answer) -> Answer:
+    errors = [one for one in answer.failures if one.kind == "error"]
+    if errors and self.stops_on_error:
+      raise RewardError(errors[0].text)
     return answer
 
   def _call(self, function: Reward, columns: Columns, step: int) -> Call:
@@ -253,7 +264,7 @@ def start_for_tasks(
   columns: Columns,
   step: int,
   group_size: int,
-) -> Callable[[Reward], Answer]:
+) -> list[Pending[Answer]]:
   """As `Caller.start`, but a function gets only the rows of its tasks, and scores no others.
 
   Args:
@@ -264,34 +275,29 @@ def start_for_tasks(
     group_size: How many completions a group has. They are of one prompt, and so of one task.
   """
   everyone = [function for function, entry in functions if not tasks_in(entry)]
-  answer_everyone = caller.start(everyone, columns, step, group_size)
-  some: list[tuple[Reward, Callable[[], Answer]]] = []
+  for_everyone = iter(caller.start(everyone, columns, step, group_size))
+  found = []
   for function, entry in functions:
     if tasks_in(entry):
       own = [row for row, task in enumerate(columns["task"]) if task in tasks_in(entry)]
-      some.append((function, _start_for(caller, function, columns, own, (step, group_size))))
-
-  def answer(function: Reward) -> Answer:
-    for one, answer_rows in some:
-      if one is function:
-        return answer_rows()
-    return answer_everyone(function)
-
-  return answer
+      found.append(_start_for(caller, function, columns, own, (step, group_size)))
+    else:
+      found.append(next(for_everyone))
+  return found
 
 
 def _start_for(
   caller: Caller, function: Reward, columns: Columns, rows: list[int], place: tuple[int, int]
-) -> Callable[[], Answer]:
+) -> Pending[Answer]:
   """Starts the calls of a function for some rows. `place` is the step and the size of a group."""
   count = len(columns["completions"])
   if has_mark(function, "needs_every_row"):
-    answer_all = caller.start([function], columns, *place)
-    return lambda: _without_others(answer_all(function), set(rows))
+    (for_all,) = caller.start([function], columns, *place)
+    return for_all.then(lambda answer: _without_others(answer, set(rows)))
   if not rows:
-    return lambda: Answer([[] for _ in range(count)])
-  answer_rows = caller.start([function], rows_of(columns, rows), *place)
-  return lambda: joined(count, [(rows, answer_rows(function))])
+    return there(Answer([[] for _ in range(count)]))
+  (for_rows,) = caller.start([function], rows_of(columns, rows), *place)
+  return for_rows.then(lambda answer: joined(count, [(rows, answer)]))
 
 
 def _without_others(answer: Answer, rows: set[int]) -> Answer:

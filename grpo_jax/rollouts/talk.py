@@ -15,6 +15,7 @@ from grpo_jax.environments.arguments import check_arguments
 from grpo_jax.environments.tool_calls import Call
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.pending import Pending, wait_for_all, wait_for_one
 from grpo_jax.rollouts.turns import POLICY, Conversation, Turn, from_line
 from grpo_jax.sampler.requests import Ended
 from grpo_jax.settings import ConfigError, RunFailed
@@ -73,53 +74,116 @@ class _Answer(NamedTuple):
   kind: str = ""
 
 
-class Talk:
-  """The conversations of the P * G rows of one call of the sampler."""
+class _Question(NamedTuple):
+  """A turn that waits for its answer."""
 
-  def __init__(self, talkers: Talkers, prompts: PromptBatch, group_size: int) -> None:
-    """Begins with prompts."""
-    self._talkers, self._prompts, self._members = talkers, prompts, group_size
+  asked: _Asked
+  outcomes: Pending[list[Outcome]]
+
+
+class Talk:
+  """The conversations of the groups that are played. Each process asks for its own prompts' rows.
+
+  Attributes:
+    waits: Whether a row of any process waits for an answer.
+  """
+
+  def __init__(self, talkers: Talkers, group_size: int) -> None:
+    """Begins without groups."""
+    self._talkers, self._members = talkers, group_size
     self._settings = talkers.environments.settings
     self._name = uuid.uuid4().hex
+    self._prompts: dict[int, tuple[PromptBatch, int]] = {}  # and the place there, by group
     self._conversations: dict[tuple[int, int], Conversation] = {}
     # Of the environments that have taken a step. "" for one that stays in its worker.
     self._states: dict[tuple[int, int], str] = {}
+    self._waiting: set[tuple[int, int]] = set()  # of all processes
+    self._questions: dict[tuple[int, int], _Question] = {}  # of this one
+    self._closing: list[Pending[list[Outcome]]] = []
     self._has_warned = False
 
-  def reply(self, ended: list[Ended]) -> list[list[int] | None]:
-    """The tokens with which rows go on, or None. See `sampling.Reply`.
+  @property
+  def waits(self) -> bool:
+    return bool(self._waiting)
 
-    Each process asks for the rows of its own prompts.
+  def begin(self, number: int, prompts: PromptBatch, place: int) -> None:
+    """Begins the conversations of a group, whose prompt lies at `place` of `prompts`."""
+    self._prompts[number] = prompts, place
+
+  def ask(self, rows: Sequence[Ended]) -> None:
+    """Asks the tools and environments for what follows the turns of rows."""
+    if not rows:
+      return
+    self._waiting.update((row.prompt, row.member) for row in rows)
+    own = [row for row in rows if self._is_own(row.prompt)]
+    self._talkers.hosts.on_each(lambda: self._begin_questions(own))
+
+  def answers(self, seconds: float | None) -> list[tuple[int, int, list[int] | None]]:
+    """Waits for answers, and returns those that are there on every process.
+
+    Args:
+      seconds: How long to wait for all of them. None waits until there is one.
+
+    Returns:
+      The group, the member and the tokens with which its row goes on, or None if it has ended.
     """
-    hosts, own = self._talkers.hosts, self._prompts.own
-    rows = [row for row in ended if own.start <= row.prompt < own.stop]
-    lines = hosts.on_each(lambda: [json.dumps(one) for one in self._ask(rows)])
-    ids_of: dict[tuple[int, int], list[int] | None] = {}
-    for p, g, news, ids in map(json.loads, hosts.join_lines(lines)):
-      before = self._conversations.get((p, g), Conversation())
-      self._conversations[p, g], ids_of[p, g] = before.with_news(from_line(news)), ids
-    return [ids_of[row.prompt, row.member] for row in ended]
+    pending = [one.outcomes for one in self._questions.values()]
+    if seconds is None:
+      wait_for_one(pending)
+    else:
+      wait_for_all(pending, seconds)
+    hosts = self._talkers.hosts
+    lines = hosts.on_each(lambda: [json.dumps(one) for one in self._take_answers()])
+    found: list[tuple[int, int, list[int] | None]] = []
+    for number, member, news, ids in map(json.loads, hosts.join_lines(lines)):
+      before = self._conversations.get((number, member), Conversation())
+      self._conversations[number, member] = before.with_news(from_line(news))
+      self._waiting.remove((number, member))
+      found.append((number, member, ids))
+    return found
 
-  def conversations(self, prompts: Sequence[int]) -> np.ndarray:
-    """The conversations of some prompts, object array [P, G] of `Conversation`."""
-    found_PG = np.empty((len(prompts), self._members), object)
-    for place, p in enumerate(prompts):
-      for g in range(self._members):
-        found_PG[place, g] = self._conversations[p, g]
+  def take(self, numbers: Sequence[int]) -> np.ndarray:
+    """The conversations of groups that have ended, object array [P, G] of `Conversation`."""
+    found_PG = np.empty((len(numbers), self._members), object)
+    for place, number in enumerate(numbers):
+      for member in range(self._members):
+        found_PG[place, member] = self._conversations.pop((number, member))
+        self._states.pop((number, member), None)
+      del self._prompts[number]
+    if not self._prompts:
+      self._end_all(self._closing)
     return found_PG
 
-  def _ask(self, rows: Sequence[Ended]) -> list[tuple[int, int, Conversation, list[int] | None]]:
-    """For each row: its prompt, its number, what is new, and the tokens that follow."""
-    asked = [self._asked(row) for row in rows]
-    outcomes = iter(self._talkers.runner([request for one in asked for request in one.requests]))
-    found = []
-    for one in asked:
-      answer = self._answer(one, [next(outcomes) for _ in one.requests])
-      found.append((one.row.prompt, one.row.member, *self._news(one, answer)))
-    ended = [self._key(p, g) for p, g, _, ids in found if ids is None]
-    for outcome in self._talkers.runner.close(ended):
-      self._problem_of(outcome)
+  def _is_own(self, number: int) -> bool:
+    prompts, place = self._prompts[number]
+    return prompts.own.start <= place < prompts.own.stop
+
+  def _begin_questions(self, rows: Sequence[Ended]) -> None:
+    for row in rows:
+      asked = self._asked(row)
+      outcomes = self._talkers.runner.start(asked.requests)
+      self._questions[row.prompt, row.member] = _Question(asked, outcomes)
+
+  def _take_answers(self) -> list[tuple[int, int, Conversation, list[int] | None]]:
+    """For each row whose answer is there: its group, its member, what is new, what follows."""
+    found, ended = [], []
+    for at in [at for at, one in self._questions.items() if one.outcomes.is_ready]:
+      question = self._questions.pop(at)
+      answer = self._answer(question.asked, question.outcomes.result())
+      news, ids = self._news(question.asked, answer)
+      found.append((*at, news, ids))
+      if ids is None:
+        ended.append(self._key(*at))
+    self._closing.append(self._talkers.runner.close(ended))
+    self._end_all([one for one in self._closing if one.is_ready])
     return found
+
+  def _end_all(self, closing: Sequence[Pending[list[Outcome]]]) -> None:
+    """Waits until conversations are closed, and says what went wrong."""
+    for one in closing:
+      for outcome in one.result():
+        self._problem_of(outcome)
+    self._closing = [one for one in self._closing if not any(one is ended for ended in closing)]
 
   def _asked(self, row: Ended) -> _Asked:
     """What a row has written, and what is to be done for it."""
@@ -147,9 +211,10 @@ class Talk:
     }
     return _Asked(row, text, [], [request], is_last)
 
-  def _example(self, p: int) -> dict[str, Any]:
-    """The fields of the example that prompt p was made from."""
-    row = self._prompts.row(p)
+  def _example(self, number: int) -> dict[str, Any]:
+    """The fields of the example that the prompt of a group was made from."""
+    prompts, place = self._prompts[number]
+    row = prompts.row(place)
     return {name: value for name, value in row.items() if name not in ("prompts", "messages")}
 
   def _schemas(self, example: dict[str, Any]) -> Schemas:
@@ -221,8 +286,8 @@ class Talk:
   def _conversation(self, row: Ended) -> Conversation:
     return self._conversations.get((row.prompt, row.member), Conversation())
 
-  def _key(self, p: int, g: int) -> str:
-    return f"{self._name}:{p}:{g}"
+  def _key(self, number: int, member: int) -> str:
+    return f"{self._name}:{number}:{member}"
 
   def _problem_of(self, outcome: Outcome) -> tuple[str, str]:
     """What went wrong in an environment, as `problem_of` has it. An error may end the run."""

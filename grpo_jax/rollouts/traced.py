@@ -17,7 +17,7 @@ from grpo_jax.data.loader import PromptBatch
 from grpo_jax.environments.harness import Players
 from grpo_jax.environments.workers import problem_of
 from grpo_jax.rollouts.branches import Branch, as_completions, branches_of
-from grpo_jax.rollouts.rollout import Branches, OnGroups, Rollouts
+from grpo_jax.rollouts.rollout import Branches, Rollouts
 from grpo_jax.rollouts.turns import POLICY, Conversation, Turn
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.sampling import decoding_of, settings_of
@@ -59,9 +59,7 @@ class Harness:
       prompts: PromptBatch,
       key: jax.Array,
       temperature: float = 1.0,
-      on_groups: OnGroups | None = None,
     ) -> Rollouts:
-      del on_groups  # no group ends before the others
       if prompts.images is not None:
         raise RunFailed(
           "environment.harness: a prompt has images, which the endpoint of a run does not take;"

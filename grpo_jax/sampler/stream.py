@@ -470,6 +470,8 @@ class Stream:
       del self._place_of[number]
     completions = jax.tree.map(lambda array: array[xs], self._drawn)
     self._free = sorted(self._free + xs)
+    if not self._requests:
+      self._forget()  # the cache is large, and an update may need its memory
     return Finished(numbers, completions)
 
   def _widen(self, more: int, like: Request) -> None:

@@ -17,6 +17,7 @@ from grpo_jax.algo.metrics import disjoint
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.pending import Pending, together
 from grpo_jax.rewards import conversation, dispatch
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
@@ -64,7 +65,7 @@ class Report:
     return disjoint(means, {name: float(count) for name, count in self.failed.items()})
 
 
-class Scored(struct.PyTreeNode):
+class Scores(struct.PyTreeNode):
   """The rewards of P groups.
 
   Attributes:
@@ -228,35 +229,39 @@ class Scorer:
           flush=True,
         )
 
-  def __call__(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Scored:
+  def __call__(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Scores:
     """The scores of rollouts. Each process scores its own prompts."""
-    return self.start(rollouts, prompts, step)()
+    return self.start(rollouts, prompts, step).result()
 
-  def start(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Callable[[], Scored]:
+  def start(self, rollouts: Rollouts, prompts: PromptBatch, step: int = 0) -> Pending[Scores]:
     """Lets the workers begin.
 
     Returns:
-      A function that waits for them, calls the functions that no worker calls, and returns the
-      scores. All processes call it together.
+      The scores. Whoever asks for them calls the functions that no worker calls. All processes ask
+      together.
     """
     own = take(rollouts, prompts.own)
     columns = completion_columns(own, prompts)
     place = _Place(step, prompts.own.start, own.texts_PG.shape[1], columns)
     functions = list(zip(self._functions, self._tasks, strict=True))
-    answer = dispatch.start_for_tasks(self._caller, functions, columns, step, place.group_size)
+    asked = dispatch.start_for_tasks(self._caller, functions, columns, step, place.group_size)
 
-    def finish() -> Scored:
+    def finish() -> Scores:
       answers = {}
       # The workers compute meanwhile, so what they compute comes last.
-      for function in sorted(self._functions, key=self._caller.uses_workers):
-        answers[rewards_lib.name_of(function)] = self._hosts.on_each(lambda f=function: answer(f))
+      order = sorted(zip(self._functions, self.names, asked), key=self._comes_last)
+      for _, name, answer in order:
+        answers[name] = self._hosts.on_each(answer.result)
       return self._scored(own, {name: answers[name] for name in self.names}, place)
 
-    return finish
+    return Pending(finish, together(asked).futures)
+
+  def _comes_last(self, named: tuple[rewards_lib.Reward, str, Any]) -> bool:
+    return self._caller.uses_workers(named[0])
 
   def _scored(
     self, own: Rollouts, answers: Mapping[str, rewards_lib.Answer], place: _Place
-  ) -> Scored:
+  ) -> Scores:
     """The scores of all processes, from the answers for the rows of this one."""
     scores = self._hosts.on_each(lambda: rewards_lib.scores_of(answers, self.weights))
     P, G = own.texts_PG.shape
@@ -275,7 +280,7 @@ class Scorer:
       step_rewards_PGT=rewards_PGT,
       step_ends_PGT=ends_PGT,
     )
-    return Scored(rewards, self._extras(answers, P, G), self._report(answers, place))
+    return Scores(rewards, self._extras(answers, P, G), self._report(answers, place))
 
   def _extras(self, answers: Mapping[str, rewards_lib.Answer], P: int, G: int) -> np.ndarray:
     """What log_extra got, of all processes."""

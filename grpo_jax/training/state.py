@@ -8,7 +8,7 @@ from flax import struct
 import numpy as np
 
 from grpo_jax.asynchronous.ahead import Ahead
-from grpo_jax.batches.source import HostState
+from grpo_jax.batches.collect import HostState
 from grpo_jax.run.run import Run
 from grpo_jax.storage.checkpoint import Checkpoints, restore_tree, save_tree
 from grpo_jax.types import TrainState

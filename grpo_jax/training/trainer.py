@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import functools
 from pathlib import Path
 import sys
 
@@ -11,6 +12,7 @@ from grpo_jax import config as config_lib
 from grpo_jax.asynchronous.ahead import Ahead, AheadInTurn, Beside, has_drawn_ahead
 from grpo_jax.asynchronous.contents import limits_of
 from grpo_jax.asynchronous.learner import RemoteSampler
+from grpo_jax.asynchronous.remote_groups import RemoteGroups
 from grpo_jax.asynchronous.schedule import Schedule
 from grpo_jax.asynchronous.terms import terms_of
 from grpo_jax.batches.collect import Collector, unscored_steps
@@ -64,7 +66,8 @@ class Trainer:
     check_batches(config, hosts)
     self._scorers, stop_request = scorers, StopRequest()
     self._remote = self._listen(stop_request, stack)
-    self.collector = Collector(self.run, scorers, self._remote)
+    remote = None if self._remote is None else functools.partial(RemoteGroups, self._remote)
+    self.collector = Collector(self.run, scorers, remote)
     self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask)
     # From here on, the folder belongs to this run and this config.
     self._files = run_files(workdir, self.reporter.warn, stop_request.ask)

@@ -1,0 +1,306 @@
+"""The groups of a run, in the order of their numbers: opened, played and scored.
+
+The prompt of group n and its random numbers are functions of the seed and n. Step k learns from the
+groups kP to kP + P - 1. With dynamic sampling it learns from the first P, after those that earlier
+steps have used, whose rewards differ, and looks at no more than (1 + algo.max_resample_rounds) P.
+"""
+
+from collections.abc import Callable
+import contextlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.batches.groups import ScoredGroups
+from grpo_jax.data import loader
+from grpo_jax.data.prompts import Prompts
+from grpo_jax.pending import Pending, wait_for_all
+from grpo_jax.rollouts.complete import Remote, make_rollout
+from grpo_jax.rollouts.player import Opened, Played
+from grpo_jax.rollouts.rollout import concatenate, take
+from grpo_jax.run.run import Run
+from grpo_jax.run.seen import encoded_first
+from grpo_jax.sampler.sampling import temperature_at
+from grpo_jax.sampler.stream import SeatRounds
+from grpo_jax.scoring.scorer import Report
+from grpo_jax.scoring.scorers import Scorers
+from grpo_jax.scoring.scores import groups_that_differ
+from grpo_jax.settings import RunFailed
+
+_SOON = 0.1  # seconds for which the scores of a group may hold up those that are played
+
+
+# (how many prompts, the step that is expected to learn from them) -> the prompts, int64.
+Choose = Callable[[int, int], np.ndarray]
+
+
+class Policy(NamedTuple):
+  """The weights that draw.
+
+  Attributes:
+    params: All parameters, as `Parameters.for_sampling` returns them, or their copies elsewhere.
+    version: How many GRPO steps had changed them.
+  """
+
+  params: Any
+  version: int
+
+
+class DrawnGroups(NamedTuple):
+  """All groups that were drawn for a step.
+
+  Attributes:
+    groups: In the order of their numbers.
+    prompts: Theirs, if they are one batch of prompts. Otherwise None.
+    report: What happened while they were scored.
+    after: The number of the first group that no step has yet.
+  """
+
+  groups: ScoredGroups
+  prompts: loader.PromptBatch | None
+  report: Report
+  after: int
+
+
+class _Lot(NamedTuple):
+  """Groups that ended together, and are scored together."""
+
+  numbers: list[int]
+  scored: Pending[tuple[ScoredGroups, Report]]
+
+
+class Flow:
+  """Opens groups, plays them and lets workers score them.
+
+  Attributes:
+    prompts: The training prompts.
+    step: The next step that gets groups.
+    first: The number of its first group.
+    next: The number of the group that is opened next.
+  """
+
+  def __init__(self, run: Run, scorers: Scorers, remote: Remote | None = None):
+    """Opens nothing yet. Raises ConfigError for reward functions that cannot be used.
+
+    `remote` samples. None means that the run does.
+    """
+    self._run, self._config, self._score = run, run.config, scorers.training
+    self.prompts: Prompts = run.prompts("train")
+    self._score.check_arguments(self.prompts, "reward.functions")
+    self._check = scorers.evaluation if run.config.eval.check_training else None
+    if self._check is not None:
+      self._check.check_arguments(self.prompts, "eval.function")
+    self._rollout = make_rollout(
+      run,
+      run.config.batch.group_size,
+      talkers=scorers.talkers,
+      keeps_experts=run.config.learner.router_replay,
+      remote=remote,
+    )
+    config = run.config
+    changes = config.rollout.weights == "in_flight"
+    self._policy, self._is_used = Policy(None, 0), False
+    self._player = self._rollout.player(self._use, config.batch.prompts, changes=changes)
+    self._seat_rounds = SeatRounds()
+    self.restart(0, 0)
+
+  def _use(self) -> Policy:
+    self._is_used = True
+    return self._policy
+
+  def restart(self, step: int, first: int) -> None:
+    """Begins with a step, whose first group has this number. What was opened is dropped."""
+    self.step, self.first, self.next = step, first, first
+    self._playing: dict[int, Opened] = {}
+    self._lots: list[_Lot] = []  # that no step has
+    self._differ: dict[int, bool] = {}  # of groups with scores, with dynamic sampling
+    self._player.cancel()
+
+  @property
+  def is_drawn(self) -> bool:
+    """Whether all groups of the next step have ended. With dynamic sampling, they have scores."""
+    return self._last() is not None
+
+  def advance(self, policy: Policy, until: int, choose: Choose, limit: int | None = None) -> bool:
+    """Opens groups for the steps up to `until`, and plays on for a short while.
+
+    Args:
+      policy: Draws what is drawn now.
+      until: The last step for which groups may be opened.
+      choose: Where a curriculum chooses the prompts.
+      limit: Groups of this number and later ones are not opened. None sets no limit.
+
+    Returns:
+      Whether the policy was used.
+    """
+    self._policy, self._is_used = policy, False
+    count = self._how_many(until)
+    if limit is not None:
+      count = min(count, limit - self.next)
+    self._open(count, until, choose)
+    for played in self._player.advance():
+      self._begin_scores(played)
+    if self._config.algo.dynamic_sampling and self._lots:
+      self._see_which_differ()
+    return self._is_used
+
+  def take(self) -> Pending[DrawnGroups]:
+    """The groups of the next step, which are drawn."""
+    last = self._last()
+    lots = [lot for lot in self._lots if any(n < last for n in lot.numbers)]
+    own = [[place for place, n in enumerate(lot.numbers) if n < last] for lot in lots]
+    numbers = [n for lot in lots for n in lot.numbers if n < last]
+    self._lots = [lot for lot in self._lots if any(n >= last for n in lot.numbers)]
+    opened = [self._playing.pop(number) for number in sorted(numbers)]
+    self.step, self.first = self.step + 1, last
+    P = len(opened[0].prompts.prompt_lengths_P)
+    is_one = P == len(opened) and all(one.prompts is opened[0].prompts for one in opened)
+    prompts = opened[0].prompts if is_one else None
+
+    def drawn(parts: list[tuple[ScoredGroups, Report]]) -> DrawnGroups:
+      groups = concatenate([take(part[0], places) for part, places in zip(parts, own)])
+      # A lot's report counts for the step of its first group.
+      reports = [part[1] for part, places in zip(parts, own) if 0 in places]
+      groups = take(groups, np.argsort(numbers))
+      return DrawnGroups(groups, prompts, sum(reports, Report()), last)
+
+    return Pending(
+      lambda: drawn([lot.scored.result() for lot in lots]),
+      [future for lot in lots for future in lot.scored.futures],
+    )
+
+  def seats_idle(self) -> float:
+    """The share of the seats that drew nothing since this was asked last. NaN if unknown."""
+    now = getattr(getattr(self._player, "sampler", None), "seat_rounds", SeatRounds())
+    before, self._seat_rounds = self._seat_rounds, now
+    return SeatRounds(now.used - before.used, now.all - before.all).idle
+
+  def drop_rest(self) -> None:
+    """Forgets what was drawn for later steps than the next one. It is drawn again."""
+    self.restart(self.step, self.first)
+
+  @property
+  def is_idle(self) -> bool:
+    """Whether no group is being played."""
+    scored = {number for lot in self._lots for number in lot.numbers}
+    return not self._playing.keys() - scored
+
+  def _last(self) -> int | None:
+    """The number after the last group of the next step. None as long as it is not known."""
+    P = self._config.batch.prompts
+    if not self._config.algo.dynamic_sampling:
+      ended = {number for lot in self._lots for number in lot.numbers}
+      return self.first + P if ended.issuperset(range(self.first, self.first + P)) else None
+    found = 0
+    for number in range(self.first, self.first + self._most):
+      if number not in self._differ:
+        return None
+      found += self._differ[number]
+      if found == P:
+        return number + 1
+    return self.first + self._most
+
+  @property
+  def _most(self) -> int:
+    """The most groups that a step with dynamic sampling draws."""
+    return (1 + self._config.algo.max_resample_rounds) * self._config.batch.prompts
+
+  def _how_many(self, until: int) -> int:
+    """How many groups can be opened for the steps up to `until`."""
+    P, steps = self._config.batch.prompts, until + 1 - self.step
+    if not self._config.algo.dynamic_sampling:
+      return self.first + P * steps - self.next
+    # As long as it is not known that a group's rewards are equal, it counts.
+    opened = range(self.first, self.next)
+    wanted = P * steps - sum(self._differ.get(number, True) for number in opened)
+    return min(wanted, self.first + self._most * steps - self.next)
+
+  def _open(self, count: int, until: int, choose: Choose) -> None:
+    """Opens the next groups: those of a step together, others as they are needed."""
+    P, config = self._config.batch.prompts, self._config
+    while count > 0:
+      some = min(count, P) if config.algo.dynamic_sampling else P
+      numbers = np.arange(self.next, self.next + some)
+      if config.curriculum.chooses:
+        indices_P = choose(some, min(until, self.step_of(self.next)))
+      else:
+        indices_P = loader.indices_at(config.seed, numbers, len(self.prompts))
+      prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
+      if some == P:
+        prompts = encoded_first(self._run, prompts)
+      self._look_ahead(self.next + some)
+      step = min(until, self.step_of(self.next))
+      temperature = temperature_at(config.sampling, step, config.steps)
+      opened = [
+        Opened(
+          number=number,
+          prompts=prompts,
+          place=place,
+          key=jax.random.fold_in(self._run.key("sample"), number // P),
+          row=number % P,
+          temperature=temperature,
+          version=self._policy.version,
+          example=int(indices_P[place]),
+        )
+        for place, number in enumerate(numbers.tolist())
+      ]
+      self._playing |= {one.number: one for one in opened}
+      self._player.submit(opened)
+      self.next, count = self.next + some, count - some
+
+  def step_of(self, number: int) -> int:
+    """The step that is expected to learn from a group."""
+    return self.step + (number - self.first) // self._config.batch.prompts
+
+  def _look_ahead(self, first: int) -> None:
+    """Images of the next groups are decoded while these are computed."""
+    if self.prompts.images is None or self._config.curriculum.chooses:
+      return
+    P = self._config.batch.prompts
+    numbers = np.arange(first, first + P)[self._run.hosts.own_rows(P)]
+    with contextlib.suppress(RunFailed):  # whoever opens them says it
+      self.prompts.begin(loader.indices_at(self._config.seed, numbers, len(self.prompts)))
+
+  def _begin_scores(self, played: Played) -> None:
+    """Lets the workers begin with groups that have ended together."""
+    opened = [self._playing[number] for number in played.numbers]
+    step = self._config.warm_start.steps + self.step_of(min(played.numbers)) + 1
+    indices_P = np.array([one.example for one in opened])
+    prompts = opened[0].prompts
+    is_whole = [one.place for one in opened] == list(range(len(prompts.prompt_lengths_P)))
+    if not is_whole or any(one.prompts is not prompts for one in opened):
+      prompts = loader.prompt_batch(self.prompts, indices_P, self._run.hosts)
+    rollouts = played.rollouts
+    scores = self._score.start(rollouts, prompts, step)
+    checks = None if self._check is None else self._check.start(rollouts, prompts, step)
+
+    def scored() -> tuple[ScoredGroups, Report]:
+      found = scores.result()
+      checks_PG = np.full(found.extras_PG.shape, np.nan, np.float32)
+      if checks is not None:
+        checks_PG = (checks.result().rewards.scores_PGJ[..., 0] == 1).astype(np.float32)
+      groups = ScoredGroups(
+        indices_P=indices_P,
+        temperature_P=np.array([one.temperature for one in opened], np.float32),
+        version_P=np.array([one.version for one in opened]),
+        rollouts=rollouts,
+        rewards=found.rewards,
+        extras_PG=found.extras_PG,
+        checks_PG=checks_PG,
+      )
+      return groups, found.report
+
+    futures = [*scores.futures, *(checks.futures if checks is not None else ())]
+    self._lots.append(_Lot(list(played.numbers), Pending(scored, futures)))
+
+  def _see_which_differ(self) -> None:
+    """Looks at the scores that are there, and waits for them where nothing else is to be done."""
+    hosts = self._run.hosts
+    waiting = [lot for lot in self._lots if lot.numbers[0] not in self._differ]
+    if not self.is_idle:
+      wait_for_all([lot.scored for lot in waiting], _SOON)
+    for lot in waiting:
+      if self.is_idle or not hosts.any_process(not lot.scored.is_ready):
+        groups, _ = lot.scored.result()
+        self._differ |= dict(zip(lot.numbers, groups_that_differ(groups.rewards).tolist()))

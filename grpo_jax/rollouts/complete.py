@@ -1,0 +1,206 @@
+"""Prompts in, completions out: how training, evaluation and `sample` use a policy.
+
+To sample somewhere else, let `make_rollout` return another callable (params, prompts, key,
+temperature) -> Rollouts.
+"""
+
+from collections.abc import Callable, Iterator
+import functools
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from grpo_jax.data.loader import PromptBatch
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rollouts.player import BatchPlayer, Opened, Played, Player, PolicyPlayer, WholeBatch
+from grpo_jax.rollouts.rollout import Rollouts, concatenate, images_of, last_turns, take, texts_of
+from grpo_jax.rollouts.talk import Talkers
+from grpo_jax.run.run import Run
+from grpo_jax.sampler.flight import Prompts
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.requests import GroupSampler
+from grpo_jax.sampler.sampling import Draws, Sampler, settings_of, whole
+from grpo_jax.sampler.stop import end_at
+from grpo_jax.sampler.stream import Feed
+
+# (feed, group_size, keeps_experts) -> what samples in other processes.
+Remote = Callable[[Feed, int, bool], GroupSampler]
+
+
+class Plays(Protocol):
+  """A program that plays with the policy. `rollouts.traced.Harness` is one."""
+
+  def rollout(self, group_size: int, greedy: bool) -> WholeBatch:
+    """Completes each prompt `group_size` times."""
+
+
+class Rollout:
+  """A way to complete prompts. All processes of a run call it together."""
+
+  def __init__(
+    self,
+    player: Callable[..., Player],
+    decode_text: Callable[[list[int]], str],
+    at_once: int = 0,
+  ):
+    """Completes prompts.
+
+    Args:
+      player: Makes a player. Its arguments are those of `player`.
+      decode_text: Makes a text from token ids.
+      at_once: The most prompts in flight. 0 means all.
+    """
+    self._player, self._decode_text, self._at_once = player, decode_text, at_once
+
+  def player(self, feed: Feed, prompts: int, *, changes: bool = False) -> Player:
+    """A player for groups that come and go.
+
+    Args:
+      feed: The weights of each chunk, as `Parameters.for_sampling` returns them.
+      prompts: How many groups should fit at once.
+      changes: Whether weights change while rows are in flight, and groups follow each other without
+        an end.
+    """
+    return self._player(feed, prompts, changes=changes)
+
+  def parts(
+    self, params: Any, prompts: PromptBatch, key: jax.Array, temperature: float = 1.0
+  ) -> Iterator[Played]:
+    """Completes each prompt of a batch, and yields groups as they end, each once.
+
+    Args:
+      params: The policy, as `Parameters.for_sampling` returns it.
+      prompts: P prompts, whose numbers are 0 to P - 1.
+      key: The root of the random numbers.
+      temperature: Of all prompts. Greedy rollouts ignore it.
+    """
+    left = len(prompts.prompt_lengths_P)
+    player = self.player(lambda: (params, 0), min(self._at_once or left, left))
+    player.submit([Opened(p, prompts, p, key, p, temperature) for p in range(left)])
+    while left:
+      for played in player.advance():
+        left -= len(played.numbers)
+        yield played
+
+  def __call__(
+    self, params: Any, prompts: PromptBatch, key: jax.Array, temperature: float = 1.0
+  ) -> Rollouts:
+    """Completes each prompt of a batch. The arguments are those of `parts`.
+
+    Returns:
+      All rollouts, with the texts of the prompts that this process scores.
+    """
+    played = [*self.parts(params, prompts, key, temperature)]
+    order = np.argsort([number for one in played for number in one.numbers])
+    rollouts = take(concatenate([one.rollouts for one in played]), order)
+    if rollouts.turns_PG is not None:
+      return rollouts.replace(texts_PG=last_turns(rollouts.turns_PG, prompts.own))
+    texts_PG = texts_of(rollouts.completions, self._decode_text, prompts.own)
+    return rollouts.replace(texts_PG=texts_PG)
+
+
+def make_rollout(
+  run: Run,
+  group_size: int,
+  greedy: bool = False,
+  max_tokens: int | None = None,
+  at_once: int = 0,
+  talkers: Talkers | Plays | None = None,
+  *,
+  keeps_experts: bool = False,
+  remote: Remote | None = None,
+) -> Rollout:
+  """Makes what completes each prompt `group_size` times.
+
+  Args:
+    run: The run.
+    group_size: G.
+    greedy: Take the likeliest tokens.
+    max_tokens: The longest completion. None means sampling.max_tokens.
+    at_once: The most prompts in flight. 0 means all.
+    talkers: What answers the policy, or plays with it, or None.
+    keeps_experts: The completions have the experts of each token.
+    remote: Makes what samples in other processes. None samples in this one.
+  """
+  sampling, decode = run.config.sampling, run.tokenizer.decode
+  if talkers is not None and not isinstance(talkers, Talkers):
+    return whole_batches(talkers.rollout(group_size, greedy), decode)
+  end = end_at(sampling.stop, decode) if sampling.stop else None
+
+  def settings_at(temperature: float) -> RowSettings:
+    return settings_of(sampling, 0.0 if greedy else temperature)
+
+  if remote is None:
+    sampler = run.programs.sampler(max_tokens, keeps_experts)
+    if run.parameters.sampling.is_apart and jax.process_count() > 1:
+      draws = functools.partial(Draws, end=end, at_once=at_once // jax.process_count())
+      own = OwnRows(sampler, group_size, draws, settings_at, run.hosts, decode)
+      return whole_batches(own, decode)
+
+  def prompts_of(batch: PromptBatch) -> Prompts:
+    images = images_of(batch)
+    if remote is not None:
+      return Prompts(batch.prompts_PS, batch.prompt_lengths_P, images=images)
+    return sampler.prompts(batch.prompts_PS, batch.prompt_lengths_P, images)
+
+  def player(feed: Feed, prompts: int, *, changes: bool) -> Player:
+    if remote is not None:
+      draws = remote(feed, group_size, keeps_experts)
+    else:
+      options = dict(keeps_versions=changes, in_order=changes)
+      draws = sampler.stream(feed, prompts, group_size, end, **options)
+    return PolicyPlayer(draws, prompts_of, settings_at, group_size, decode, run.hosts, talkers)
+
+  return Rollout(player, decode, at_once)
+
+
+def whole_batches(complete: WholeBatch, decode_text: Callable[[list[int]], str]) -> Rollout:
+  """A rollout of what can complete only whole batches."""
+
+  def player(feed: Feed, prompts: int, *, changes: bool) -> Player:
+    del prompts, changes
+    return BatchPlayer(complete, feed)
+
+  return Rollout(player, decode_text)
+
+
+class OwnRows:
+  """Samples this process's rows on its own devices, and gets those of the other processes.
+
+  It completes whole batches, so that the processes exchange rows at the same times.
+  """
+
+  def __init__(
+    self,
+    sampler: Sampler,
+    members: int,
+    draws: Callable[..., Draws],
+    settings_at: Callable[[float], RowSettings],
+    hosts: Hosts,
+    decode_text: Callable[[list[int]], str],
+  ):
+    """Takes what draws.
+
+    Args:
+      sampler: On devices of this process.
+      members: G.
+      draws: (key, settings, first_prompt) -> how rows draw.
+      settings_at: How they draw at a temperature.
+      hosts: The processes of the run.
+      decode_text: Makes a text from token ids.
+    """
+    self._sampler, self._members, self._draws = sampler, members, draws
+    self._settings_at, self._hosts, self._decode_text = settings_at, hosts, decode_text
+
+  def __call__(
+    self, params: Any, prompts: PromptBatch, key: jax.Array, temperature: float
+  ) -> Rollouts:
+    """Completes all prompts."""
+    assert prompts.images is None  # check_apart refuses them
+    own = self._hosts.own_rows(len(prompts.prompt_lengths_P))
+    draws = self._draws(key, self._settings_at(temperature), own.start)
+    given = prompts.prompts_PS[own], prompts.prompt_lengths_P[own]
+    drawn = whole(self._sampler(params, *given, self._members, draws))
+    completions = self._hosts.join_rows(drawn)
+    return Rollouts(completions, texts_of(completions, self._decode_text, prompts.own))

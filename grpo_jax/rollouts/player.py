@@ -1,0 +1,183 @@
+"""Plays groups: their rows draw in the seats of a sampler, and tools and environments answer them.
+
+A row that waits for its answer does not stop the others. Answers that come soon are waited for, so
+that rows draw in the same chunks in every run and numbers repeat to the last bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from grpo_jax.data.loader import PromptBatch
+from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.rollouts.rollout import Rollouts, last_turns, texts_of
+from grpo_jax.rollouts.talk import Talk, Talkers
+from grpo_jax.sampler.flight import Prompts
+from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.requests import GroupSampler, Request
+
+_SOON = 0.1  # seconds for which an answer may hold up the rows that do not wait for one
+
+
+class Opened(NamedTuple):
+  """A group that is to be played.
+
+  Attributes:
+    number: Names it.
+    prompts: Some prompts, of which this is one.
+    place: Which of them it is.
+    key: The root of its random numbers.
+    row: Completion g draws with fold_in(key, row * G + g).
+    temperature: Of the group.
+    version: Of the weights that draw it, where the sampler has several. None means the newest.
+    example: Which example of the data its prompt is.
+  """
+
+  number: int
+  prompts: PromptBatch
+  place: int
+  key: jax.Array
+  row: int
+  temperature: float = 1.0
+  version: int | None = None
+  example: int = -1
+
+
+class Played(NamedTuple):
+  """Groups whose completions have all ended.
+
+  Attributes:
+    numbers: Their numbers.
+    rollouts: Theirs, in this order. Each process has the texts of those that it scores, which are
+      `Hosts.own_rows` of them.
+  """
+
+  numbers: list[int]
+  rollouts: Rollouts
+
+
+class Player(Protocol):
+  """Whoever plays groups. All processes of a run call it together."""
+
+  def submit(self, groups: Sequence[Opened]) -> None:
+    """Takes groups, to be played in this order."""
+
+  def advance(self) -> list[Played]:
+    """Plays on for a short while. Returns groups that have ended, each once."""
+
+  def cancel(self) -> None:
+    """Drops all groups."""
+
+
+class PolicyPlayer:
+  """Plays with what a sampler draws."""
+
+  def __init__(
+    self,
+    sampler: GroupSampler,
+    prompts_of: Callable[[PromptBatch], Prompts],
+    settings_at: Callable[[float], RowSettings],
+    members: int,
+    decode_text: Callable[[list[int]], str],
+    hosts: Hosts,
+    talkers: Talkers | None = None,
+  ):
+    """Plays nothing yet.
+
+    Args:
+      sampler: What draws.
+      prompts_of: Makes prompts for requests.
+      settings_at: How rows draw at a temperature.
+      members: G, the completions of a group.
+      decode_text: Makes a text from token ids.
+      hosts: The processes of the run.
+      talkers: What answers the policy, or None.
+    """
+    self.sampler = sampler
+    self._prompts_of, self._settings_at, self._members = prompts_of, settings_at, members
+    self._decode_text, self._hosts, self._talkers = decode_text, hosts, talkers
+    self._talk = None if talkers is None else Talk(talkers, members)
+    self._latest: tuple[PromptBatch, Prompts] | None = None
+
+  def submit(self, groups: Sequence[Opened]) -> None:
+    self.sampler.submit([self._request(group) for group in groups])
+    if self._talk is not None:
+      for group in groups:
+        self._talk.begin(group.number, group.prompts, group.place)
+
+  def advance(self) -> list[Played]:
+    if self._talk is not None and self._talk.waits:
+      seconds = _SOON if self.sampler.draws else None
+      for number, member, tokens in self._talk.answers(seconds):
+        self.sampler.go_on(number, member, tokens)
+    news = self.sampler.advance()
+    if self._talk is not None:
+      self._talk.ask(news.paused)
+    return [self._played(one.prompts, one.completions) for one in news.finished]
+
+  def cancel(self) -> None:
+    self.sampler.cancel()
+    if self._talkers is not None:
+      self._talk = Talk(self._talkers, self._members)
+
+  def _request(self, group: Opened) -> Request:
+    if self._latest is None or self._latest[0] is not group.prompts:
+      self._latest = group.prompts, self._prompts_of(group.prompts)
+    turn_tokens = 0
+    if self._talkers is not None:
+      turn_tokens = self._talkers.environments.settings.turn_tokens
+    return Request(
+      number=group.number,
+      prompts=self._latest[1],
+      place=group.place,
+      key=np.asarray(jax.random.key_data(group.key)),
+      first_row=group.row * self._members,
+      settings=self._settings_at(group.temperature),
+      turn_tokens=turn_tokens,
+      pauses=self._talk is not None,
+      version=group.version,
+    )
+
+  def _played(self, numbers: list[int], completions: Any) -> Played:
+    own = self._hosts.own_rows(len(numbers))
+    if self._talk is None:
+      return Played(numbers, Rollouts(completions, texts_of(completions, self._decode_text, own)))
+    turns_PG = self._talk.take(numbers)
+    return Played(numbers, Rollouts(completions, last_turns(turns_PG, own), turns_PG))
+
+
+# (params, prompts, key, temperature) -> the rollouts of all of these prompts.
+WholeBatch = Callable[[Any, PromptBatch, jax.Array, float], Rollouts]
+
+
+class BatchPlayer:
+  """Plays with what can complete only whole batches of prompts: those that were opened together."""
+
+  def __init__(self, complete: WholeBatch, feed: Callable[[], tuple[Any, int]]):
+    """Plays nothing yet.
+
+    Args:
+      complete: Completes all prompts of a batch.
+      feed: The weights and their version.
+    """
+    self._complete, self._feed = complete, feed
+    self._waiting: list[Opened] = []
+
+  def submit(self, groups: Sequence[Opened]) -> None:
+    self._waiting += groups
+
+  def advance(self) -> list[Played]:
+    if not self._waiting:
+      return []
+    first = self._waiting[0]
+    own = [group for group in self._waiting if group.prompts is first.prompts]
+    assert [group.place for group in own] == [*range(len(first.prompts.prompt_lengths_P))]
+    self._waiting = self._waiting[len(own) :]
+    key = first.key if first.row == 0 else jax.random.fold_in(first.key, 2**30 + first.row)
+    rollouts = self._complete(self._feed()[0], first.prompts, key, first.temperature)
+    return [Played([group.number for group in own], rollouts)]
+
+  def cancel(self) -> None:
+    self._waiting = []
