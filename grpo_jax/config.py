@@ -261,7 +261,7 @@ class Sampling:
     -1.0,
     "the run stops if log-probs of sampler and learner differ by more for a token: the tokens that"
     " are learned are then not those that were drawn. -1 = 0.05 in float32 and 4 in bfloat16,"
-    " without int8, algo.keep_surplus and rollout.max_staleness; 0 = no bound",
+    " without int8 and rollout.max_staleness; 0 = no bound",
     at_least(-1),
     before=0.0,
   )
@@ -731,11 +731,14 @@ def from_dict(values: Mapping[str, Any], saved: bool = False) -> Config:
 
 
 def _without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
-  """The config of an earlier run without keys that exist no more and that changed no result."""
-  sampling, gone = saved.get("sampling"), ("parts", "layout")
-  if not isinstance(sampling, Mapping):
-    return dict(saved)
-  return {**saved, "sampling": {key: sampling[key] for key in sampling if key not in gone}}
+  """The config of an earlier run without keys that exist no more."""
+  gone = {"sampling": ("parts", "layout"), "algo": ("keep_surplus",)}
+  return {
+    name: {key: values[key] for key in values if key not in gone.get(name, ())}
+    if isinstance(values, Mapping)
+    else values
+    for name, values in saved.items()
+  }
 
 
 def completed(saved: Mapping[str, Any]) -> dict[str, Any]:

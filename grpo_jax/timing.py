@@ -18,6 +18,7 @@ _OF_CLOCK = (
   "rollout/learner_idle",
   "rollout/queue",
   "rollout/sampler_idle",
+  "rollout/seats_idle",
 )
 
 

@@ -477,7 +477,6 @@ def test_the_last_line_of_a_batch_counts(tmp_path):
   "section, changes, message",
   [
     ("algo", dict(old_logprobs="recomputed"), "rollout.max_staleness is 2: log-probs"),
-    ("algo", dict(dynamic_sampling=True, keep_surplus=True), "a surplus of the step before"),
     ("rollout", dict(weights="newest"), "rollout.weights is 'newest': it needs mesh.sampler"),
     ("rollout", dict(replay="x"), "rollout.replay is 'x': it needs mesh.sampler"),
     ("rollout", dict(weights="old"), "rollout.weights is 'old'"),

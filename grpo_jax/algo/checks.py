@@ -112,19 +112,6 @@ def _check_variants(algo: Algo, group_size: int) -> None:
     "dynamic_sampling",
     f"with the advantage {algo.advantage} a group of equal rewards teaches, too; set False",
   )
-  require(
-    algo.dynamic_sampling or not algo.keep_surplus,
-    algo,
-    "keep_surplus",
-    "there is a surplus only with algo.dynamic_sampling; set that to True, or this to False",
-  )
-  require(
-    algo.old_logprobs == "sampler" or algo.has_correction or not algo.keep_surplus,
-    algo,
-    "keep_surplus",
-    "log-probs that are computed again are those of the new policy: set"
-    " algo.old_logprobs='sampler', or an algo.correction",
-  )
   if advantage.check is not None:
     advantage.check(algo, group_size)
   if surrogate.ratios is not None:

@@ -41,19 +41,13 @@ class Algo(  # the fields of the last class come first
   )
   entropy_step: float = setting(0.005, "by how much an update changes that coefficient", above(0))
   dynamic_sampling: bool = setting(
-    False, "replaces groups whose rewards are all equal by fresh ones"
+    False, "leaves out groups whose rewards are all equal, and draws others in their place"
   )
   max_resample_rounds: int = setting(
     3,
-    "at most so many more batches are sampled for that; what is still missing is left out of the"
-    " loss",
+    "at most so many times batch.prompts more groups are drawn for that; what is still missing is"
+    " left out of the loss",
     at_least(1, at_most=1000),
-  )
-  keep_surplus: bool = setting(
-    False,
-    "dynamic sampling keeps the groups that a batch has no place for, for the next step. They are"
-    " then of the policy before the update: the ratio is to the log-probs that they were sampled"
-    " with",
   )
   overlong: float = setting(
     0.0,
@@ -73,7 +67,7 @@ class Algo(  # the fields of the last class come first
     That is so with one update per batch. `Config.old_is_policy` also knows of rollouts that are
     older.
     """
-    return self.updates_per_step == 1 and not self.keep_surplus
+    return self.updates_per_step == 1
 
   @property
   def has_entropy_bonus(self) -> bool:

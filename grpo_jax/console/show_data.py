@@ -82,14 +82,12 @@ def drawn(config: Config, step: int) -> Drawn:
   task, tokens, processor = open_data(config)
   environment = of_config(config, tokens)
   prompts = Prompts(task.train, tokens, config.data, environment=environment, processor=processor)
-  algo, number = config.algo, step - 1
+  number = step - 1
   if number < warm:
     indices = loader.step_indices(config.seed, number, config.warm_start.batch, len(prompts))
     return Drawn("warm start", prompts, indices.tolist())
-  rounds = 1 + algo.max_resample_rounds if algo.dynamic_sampling else 1
-  draw = (number - warm) * rounds
-  indices = loader.step_indices(config.seed, draw, config.batch.prompts, len(prompts))
-  remark = ", and more where rewards are all equal" if rounds > 1 else ""
+  indices = loader.step_indices(config.seed, number - warm, config.batch.prompts, len(prompts))
+  remark = ", and later ones once rewards were all equal" if config.algo.dynamic_sampling else ""
   if config.curriculum.chooses:
     remark += ", as without the curriculum, which chooses by pass rates"
   return Drawn("GRPO", prompts, indices.tolist(), remark)

@@ -80,10 +80,8 @@ def _check_branches(config: Config) -> None:
       f"{key}: all branches of a completion have its advantage, so algo.advantage must be one of"
       " whole completions, and algo.kl_in must be loss"
     )
-  if algo.keep_surplus or algo.kl_target:
-    raise ConfigError(
-      f"{key}: algo.keep_surplus must be False and algo.kl_target 0, which know no branches"
-    )
+  if algo.kl_target:
+    raise ConfigError(f"{key}: algo.kl_target must be 0, because it knows no branches")
 
 
 def _check_rollout(config: Config) -> None:
@@ -97,12 +95,6 @@ def _check_rollout(config: Config) -> None:
       value,
       "log-probs that are computed again are those of a newer policy than the one that drew; set"
       " algo.old_logprobs='sampler', or an algo.correction as the preset areal has it",
-    )
-    _require(
-      not algo.keep_surplus,
-      key,
-      value,
-      "a surplus of the step before is older than that; set algo.keep_surplus=False",
     )
   only_sample = config.mesh.sampler or rollout.listen
   for name, off in (("weights", "fixed"), ("replay", "")):

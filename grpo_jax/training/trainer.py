@@ -349,8 +349,7 @@ def largest_gap(config: Config) -> float:
   if sampling.max_logprob_gap >= 0:
     return sampling.max_logprob_gap
   # With these, the policy that learns is not the one that drew.
-  is_older = config.algo.keep_surplus or config.rollout.max_staleness
-  if sampling.weights_dtype or sampling.cache_dtype or is_older:
+  if sampling.weights_dtype or sampling.cache_dtype or config.rollout.max_staleness:
     return 0.0
   return 0.05 if _is_exact(config) else 4.0
 
