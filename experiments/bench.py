@@ -7,6 +7,8 @@
   python experiments/bench.py --clen 512 --lengths geometric --rows 64          # long tails
   python experiments/bench.py --clen 64 --lengths equal                         # what they cost is
                                                                                 # compared with
+  python experiments/bench.py --clen 256 --lengths geometric --rows 64 \
+                              --staleness 1 --weights in_flight                 # no empty seats
 
   python experiments/bench.py --d 896 --layers 24 --heads 14 --kv_heads 2 --ff 4864 \
                               --vocab 151936 --prompts 16 --plen 256 --clen 512 --steps 3 \
@@ -18,7 +20,9 @@ each (temperature 1, stop at eos). The reward counts three letters. Then the ste
 with a frozen reference (kl_coef 0.04, AdamW, learning rate 1e-4), `micro` prompts at a time (0: the
 program's choice). With --lengths=geometric, so many tokens end a completion that lengths are about
 geometric with mean clen / 8. With --lengths=equal, each has clen tokens. --rows is how many
-completions are decoded together (0: all).
+completions are decoded together (0: all). With --staleness above 0, a device of its own samples
+beside the one that learns, so many steps ahead, with --weights as rollout.weights has it. On a CPU
+the two devices share its cores.
 
 The script prints one line of JSON. Times are in seconds. They are medians over all steps but the
 first, which compiles.
@@ -28,6 +32,8 @@ first, which compiles.
   sample_s, reference_s, update_s   parts of the step
   compile_s    how much longer the first step took than the median step
   tokens       tokens actually emitted per step, median
+  token_us     microseconds of a step for each of them
+  seats_used   the share of the seats that drew a token, in a round of decoding, from step 2 on
   matmul_share the update's FLOP/s, divided by those of a plain product [N, D] x [D, F] in the
                model's dtype that runs in this process just after the steps. N are the tokens of
                a step. The update counts 6 FLOPs for each weight of a layer and each token of
@@ -52,6 +58,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.asynchronous.ahead import Beside
+from grpo_jax.asynchronous.schedule import Schedule
 from grpo_jax.batches.collect import Collector
 from grpo_jax.config import Config, from_dict
 from grpo_jax.configs import default
@@ -108,6 +116,10 @@ def make_config(args: argparse.Namespace) -> Config:
   c.sampling.min_tokens = args.clen if args.lengths == "equal" else 0
   c.sampling.stop_ids = stop_ids(args)
   c.sampling.dtype = args.dtype
+  if args.staleness:
+    c.rollout.update(max_staleness=args.staleness, weights=args.weights)
+    c.mesh.update(sampler=1, data=1)
+    c.algo.old_logprobs = "sampler"
   c.learner.remat = args.remat
   c.reward.functions = ("letters",)
   c.algo.kl_coef = 0.04
@@ -178,20 +190,31 @@ def main() -> None:
   parser.add_argument("--dtype", default="float32")
   parser.add_argument("--attention", default="auto")
   parser.add_argument("--remat", action="store_true")
+  parser.add_argument("--staleness", type=int, default=0)
+  parser.add_argument("--weights", choices=("fixed", "newest", "in_flight"), default="fixed")
   args = parser.parse_args()
   register_job(args)
+  if args.staleness:
+    jax.config.update("jax_num_cpu_devices", 2)
 
   run, workdir = Run(make_config(args)), Path(tempfile.mkdtemp())
-  collector = Collector(run, Scorers(run))
+  collector, ahead = Collector(run, Scorers(run)), None
+  if args.staleness:
+    schedule = None
+    if args.weights != "fixed":
+      schedule = Schedule(workdir, in_flight=args.weights == "in_flight")
+    ahead = Beside(collector, run.config, schedule)
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
   store = StateStore(run, workdir, checkpoints, collector.initial_host_state())
-  take_step = GrpoStep(run, collector, store)
+  take_step = GrpoStep(run, ahead or collector, store)
   state, _, _ = store.restore_or_init()
   rows = []
   for step in range(args.steps + 1):
     taken = take_step(state, step)
     state = taken.state
     rows.append(taken.metrics)
+  if ahead is not None:
+    ahead.close()
 
   compiled = rows[1:]
   step_s = median_seconds(compiled, "step")
@@ -204,6 +227,8 @@ def main() -> None:
     gen_s=median_seconds(compiled, "sample", "reward", "reference"),
     step_s=step_s,
     tokens=tokens,
+    token_us=1e6 * step_s / tokens,
+    seats_used=1 - statistics.mean(row["rollout/seats_idle"] for row in rows[2:]),
     sample_s=median_seconds(compiled, "sample"),
     reference_s=median_seconds(compiled, "reference"),
     update_s=update_s,

@@ -311,6 +311,7 @@ class Beside(Ahead):
         self._schedule.add_chunk(self._chunk, FromChunk(policy.version, flow.next))
         self._chunk += 1
       while flow.is_drawn:
+        clock.lap("sample")
         pending = self._collector.take(policy, clock)
         self._add(pending.then(functools.partial(_with_times, clock)))
         clock = Clock()
