@@ -30,7 +30,7 @@ _ROUNDS = 8
 _MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
 # Prompts of a call: so many, of so many tokens together. A single one has a program of its own.
 _MOST_PROMPTS, _TOKENS_AT_ONCE = 8, 512
-_SUFFIXES = (32, 128, 512)  # tokens
+_SUFFIXES = (32, 256)  # tokens of the rest of a prompt. A longer one takes several calls
 _MOST_SCORES = 2**27  # of attention, where the rest of prompts is computed
 _LEAST_KNOWN = 8  # tokens: of a shorter beginning, nothing is used
 
@@ -63,7 +63,7 @@ class Counts:
     copies: Prompts that were copied from a place that had them.
     prompt_tokens: Tokens of the prompts of all rows.
     computed_tokens: Those that were computed.
-    calls: Calls of programs that compute prompts.
+    calls: Calls of programs that compute prompts, several at once.
     texts: Texts that the prefix cache keeps.
     drops: Texts that have made room for others there.
     tokens: Tokens that listeners heard of.
@@ -158,6 +158,7 @@ class Decoder:
       for count in {1, most * self._shards}:
         self._go_on([nothing] * count, length, params)
     self._copy(np.arange(self._rows))
+    self._counts.calls = 0
 
   def forget_prompts(self) -> None:
     """No prompt and no text is used for another row, because other weights have computed it."""
@@ -190,11 +191,14 @@ class Decoder:
       self._keep(rows[start : start + _MOST_PROMPTS])
     self._counts.texts, self._counts.drops = self._known.texts, self._known.drops
 
-  def seat(self, rows: dict[int, NewRow], params: model.Params) -> None:
+  def seat(self, rows: dict[int, NewRow], params: model.Params) -> dict[int, int]:
     """Rows take free places.
 
     Where a place of the same shard has the prompt of a row already, it is copied from there. A
     prompt that begins as another one of these waits until that is computed.
+
+    Returns:
+      How many tokens of the prompt of each place were computed.
     """
     self._new.is_new_R[:] = False
     for place, row in rows.items():
@@ -205,8 +209,11 @@ class Decoder:
         all_R[place] = own
     left = {place: row.prompt for place, row in rows.items()}
     self._counts.prompt_tokens += sum(map(len, left.values()))
+    computed = dict.fromkeys(rows, 0)
     while left:
-      left = self._computed(self._copied(left), params)
+      left = self._computed(self._copied(left), computed, params)
+    self._counts.computed_tokens += sum(computed.values())
+    return computed
 
   def chunk(
     self, params: model.Params, taken_R: np.ndarray, longest: int, leaves_early: bool
@@ -253,7 +260,8 @@ class Decoder:
   def _copied(self, left: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
     """Copies the prompts that places have already. Returns the others, whose places are free."""
     from_N, each = np.arange(self._rows), self._rows // self._shards
-    copied, others = {}, {}
+    copied = dict[int, tuple[int, ...]]()
+    others = dict[int, tuple[int, ...]]()
     for place, prompt in left.items():
       first = place // each * each
       source = self._known.same(prompt, range(first, first + each))
@@ -268,9 +276,13 @@ class Decoder:
     return others
 
   def _computed(
-    self, left: dict[int, tuple[int, ...]], params: model.Params
+    self, left: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
   ) -> dict[int, tuple[int, ...]]:
-    """Computes prompts. Returns those that begin as one of them does, and wait for it."""
+    """Computes prompts, and counts their tokens in `computed`.
+
+    Returns:
+      Those that begin as one of them does, and wait for it.
+    """
     whole: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by length
     parts: list[tuple[int, tuple[int, ...], Beginning]] = []
     now, later = list[int](), {}
@@ -281,7 +293,7 @@ class Decoder:
         continue
       now.append(place)
       self._known.put(place, prompt)
-      self._counts.computed_tokens += len(prompt) - beginning.tokens
+      computed[place] = len(prompt) - beginning.tokens
       if beginning.tokens:
         parts.append((place, prompt, beginning))
       else:
@@ -374,8 +386,8 @@ def _suffixes(config: model.ModelConfig, sizes: Sizes) -> dict[int, int]:
   """The lengths at which the rest of prompts is computed, and how many at once on each shard."""
   if not sizes.texts:
     return {}
-  S, found = sizes.prompt_tokens, {}
-  for length in sorted({min(length, S) for length in _SUFFIXES}):
+  S, found = sizes.prompt_tokens, dict[int, int]()
+  for length in [length for length in _SUFFIXES if length <= S] or [S]:
     most = _MOST_SCORES // (config.num_heads * length * (S + length))
     at_once = min(_MOST_PROMPTS, sizes.rows // config.row_shards, _TOKENS_AT_ONCE // length, most)
     if at_once or not found:

@@ -41,12 +41,14 @@ class Part(NamedTuple):
     version: Of the weights that wrote the tokens.
     finish: "" while the row goes on, "stop" after a stop id or a text that ends it, "length" at
       its limit, and "closed" if the engine ended first.
+    computed: How many tokens of the prompt were computed for it. 0 after the first part.
   """
 
   tokens: list[int]
   logprobs: list[float]
   version: int
   finish: str
+  computed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +246,7 @@ class Engine:
     seated = {
       place: NewRow(row.job.prompt, row.job.number, row.job.settings) for place, row in new.items()
     }
-    self._decoder.seat(seated, self._params)
+    computed = self._decoder.seat(seated, self._params)
     longest = max(len(row.tokens) for row in self._seats if row is not None)
     taken_R = np.array([row is not None for row in self._seats])
     seen = self._decoder.chunk(self._params, taken_R, longest, leaves_early)
@@ -258,6 +260,7 @@ class Engine:
       tokens, logprobs = drawn.tokens_RN[place, own], drawn.logprobs_RN[place, own]
       finish = "" if goes_on_R[place] else "stop" if drawn.stopped_by_R[place] >= 0 else "length"
       part = self._part(row, tokens.tolist(), logprobs.tolist(), finish)
+      part = part._replace(computed=computed.get(place, 0))
       self._untold.append((row, part))
       if part.finish:
         ended[place] = EndedRow(row.tokens, len(part.tokens) < len(tokens))
