@@ -89,9 +89,10 @@ def make_engine(policy: Policy) -> Engine:
       f" they must be at most the model's {shape.max_positions} positions"
     )
   rows = -(-values.rows // shape.row_shards) * shape.row_shards
-  # Each shard of the mesh has its share of the texts.
-  text = model.cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
-  texts = min(_MOST_TEXTS * rows, int(values.prefix_cache_mib * 2**20 // text) * shape.row_shards)
+  texts, memory = rows, values.prefix_cache_mib
+  if memory is not None:  # of a device, which has its share of the texts
+    text = model.cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
+    texts = min(_MOST_TEXTS * rows, int(memory * 2**20 // text) * shape.row_shards)
   sizes = Sizes(rows, prompt_tokens, values.waiting, texts)
   params = run.parameters.for_sampling(policy.params)
   return Engine(shape, decoding, sizes, params, policy.step)
@@ -133,7 +134,7 @@ def _check_flags() -> None:
   for name in _COUNTS:
     if values[name].value is not None and values[name].value < 1:
       raise ConfigError(f"flag --{name}={values[name].value}: it must be at least 1")
-  if values.prefix_cache_mib < 0:
+  if (values.prefix_cache_mib or 0) < 0:
     raise ConfigError(
       f"flag --prefix_cache_mib={values.prefix_cache_mib}: it must be at least 0, which is off"
     )
@@ -184,8 +185,8 @@ if __name__ == "__main__":
   flags.DEFINE_integer("waiting", 512, "how many completions may wait")
   flags.DEFINE_integer(
     "prefix_cache_mib",
-    512,
-    "the memory of a device for texts that prompts may begin with; 0: off",
+    None,
+    "memory of a device for texts that prompts begin with; 0: off (default: a text a row)",
   )
   flags.DEFINE_integer(
     "max_prompt_tokens", None, "the longest prompt (default: data.max_prompt_tokens)"
