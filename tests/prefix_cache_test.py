@@ -157,7 +157,7 @@ def test_other_weights_know_nothing_of_what_was_computed_before(tiny):
   config, params = tiny
   other = jax.tree.map(lambda x: 1.5 * x, params)
   prompt, added = list(range(30, 50)), [5, 6, 7]
-  engine, fresh = make(config, params, 4, tokens=40), make(config, other, 4, tokens=40)
+  engine, fresh = make(config, params, 4, tokens=30), make(config, other, 4, tokens=30)
   (first,) = ask(engine, (prompt, 0))
   engine.set_weights(other, 2)
   assert engine.counts.texts == 0
@@ -178,7 +178,7 @@ def test_other_weights_know_nothing_of_what_was_computed_before(tiny):
         time.sleep(0.001)
     mixed(part)
 
-  texts, settings = engine.counts.texts, RowSettings(0.0, min_tokens=40)
+  texts, settings = engine.counts.texts, RowSettings(0.0, min_tokens=30)
   engine.submit([Job(tuple(prompt[::-1]), 2, settings, hear)])
   assert texts and mixed.ended.wait(20)
   swap.join()
