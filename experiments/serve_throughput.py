@@ -51,7 +51,7 @@ def main() -> None:
     mlp_dim=1024,
   )
   params = jax.jit(model.init, static_argnums=1)(jax.random.key(0), config)
-  sizes = Sizes(rows=flags.rows, prompt_tokens=PROMPT, waiting=flags.requests)
+  sizes = Sizes(flags.rows, PROMPT, waiting=flags.requests, texts=4 * flags.rows)
   engine = Engine(config, Decoding(TOKENS), sizes, params)
   engine.start()
   sampler = Sampler(config, Decoding(TOKENS), rows=flags.rows)

@@ -17,7 +17,7 @@ import sys
 
 from absl import flags
 
-from grpo_jax import cli
+from grpo_jax import cli, model
 from grpo_jax.console import exit_codes
 from grpo_jax.evaluation.policy import Policy
 from grpo_jax.run.run import Run
@@ -29,6 +29,7 @@ from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.timing import told_if_slow
 
 _KEY = "GRPO_JAX_API_KEY"  # the environment variable
+_MOST_TEXTS = 16  # in the prefix cache, for each row
 _COUNTS = ("rows", "waiting", "max_prompt_tokens", "max_tokens", "request_seconds")
 
 
@@ -88,7 +89,11 @@ def make_engine(policy: Policy) -> Engine:
       f" they must be at most the model's {shape.max_positions} positions"
     )
   rows = -(-values.rows // shape.row_shards) * shape.row_shards
-  sizes = Sizes(rows=rows, prompt_tokens=prompt_tokens, waiting=values.waiting)
+  texts, memory = rows, values.prefix_cache_mib
+  if memory is not None:  # of a device, which has its share of the texts
+    text = model.cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
+    texts = min(_MOST_TEXTS * rows, int(memory * 2**20 // text) * shape.row_shards)
+  sizes = Sizes(rows, prompt_tokens, values.waiting, texts)
   params = run.parameters.for_sampling(policy.params)
   return Engine(shape, decoding, sizes, params, policy.step)
 
@@ -129,6 +134,10 @@ def _check_flags() -> None:
   for name in _COUNTS:
     if values[name].value is not None and values[name].value < 1:
       raise ConfigError(f"flag --{name}={values[name].value}: it must be at least 1")
+  if (values.prefix_cache_mib or 0) < 0:
+    raise ConfigError(
+      f"flag --prefix_cache_mib={values.prefix_cache_mib}: it must be at least 0, which is off"
+    )
   if not 0 <= values.port <= 65535:
     raise ConfigError(f"flag --port={values.port}: it must be between 0 and 65535")
   if not values.host:
@@ -174,6 +183,11 @@ if __name__ == "__main__":
   flags.DEFINE_string("model_name", None, "what clients call the model (default: its folder)")
   flags.DEFINE_integer("rows", 32, "how many completions are decoded together")
   flags.DEFINE_integer("waiting", 512, "how many completions may wait")
+  flags.DEFINE_integer(
+    "prefix_cache_mib",
+    None,
+    "memory of a device for texts that prompts begin with; 0: off (default: a text a row)",
+  )
   flags.DEFINE_integer(
     "max_prompt_tokens", None, "the longest prompt (default: data.max_prompt_tokens)"
   )

@@ -55,6 +55,13 @@ async def forks(example, base_url, api_key, model):
     )
   return float(len(set(first.choices[0].text)))
 
+async def grows(example, base_url, api_key, model):
+  client, prompt = client_of(base_url, api_key), example["prompt_text"]
+  for _ in range(6):
+    made = await client.completions.create(model=model, prompt=prompt, max_tokens=4)
+    prompt += made.choices[0].text + "=1;=1;=1;"
+  return 0.0
+
 async def raises(example, base_url, api_key, model):
   raise ValueError("no game")
 
@@ -150,6 +157,16 @@ def test_what_a_harness_asked_is_learned_token_by_token(twice):
       assert added["text"] == "=1;" and last["reward"] == row["reward"] == last["text"].count("7")
       assert first["end"] <= 6 and last["end"] - last["start"] <= 6
   assert sum(len(row["turns"]) == 3 for row in rows) > P
+
+
+def test_calls_that_grow_compute_what_is_new(tmp_path):
+  """Of a group, the first call is computed once. Of later calls, only what follows the answers."""
+  rows, metrics = first_step(config_of(tmp_path, "grows"), tmp_path / "run")
+  assert metrics["sampler/logprob_gap_max"] < 1e-4
+  # A character is a token. Five calls of each completion have nine that are new.
+  new = sum(len(row["prompt"]) for row in rows[::G]) + 5 * 9 * len(rows)
+  assert new <= metrics["harness/computed_tokens"] <= 1.2 * new
+  assert metrics["harness/prompt_tokens"] > 4 * new
 
 
 @pytest.mark.slow

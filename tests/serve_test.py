@@ -283,7 +283,22 @@ def test_models_health_and_metrics(client, address):
   numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
   assert status == 200 and float(numbers["grpo_jax_completion_tokens_total"]) >= 1
   assert int(numbers['grpo_jax_requests_total{path="/v1/completions",status="200"}']) >= 1
+  assert int(numbers["grpo_jax_prompt_tokens_computed_total"]) >= 1
+  assert {"grpo_jax_prefix_cache_entries", "grpo_jax_prefix_cache_drops_total"} <= numbers.keys()
   assert {"grpo_jax_rows_waiting", "grpo_jax_rows_in_flight"} <= numbers.keys()
+
+
+def test_a_conversation_goes_on_where_it_stopped(address):
+  def computed():
+    text = send(address, "GET", "/metrics")[1]
+    return int(re.search(r"\ngrpo_jax_prompt_tokens_computed_total (\d+)", text)[1])
+
+  options = {"max_tokens": 9, "seed": 4, "min_tokens": 9, "return_token_ids": True}
+  first = post(address, prompt=[*range(40, 60)], **options)[1]["choices"][0]
+  known, before = [*range(40, 60), *first["token_ids"]], computed()
+  (_, made) = post(address, prompt=[*known, 7, 8, 9], **options)
+  assert computed() - before == 4  # with the token that was drawn last
+  assert made["usage"]["prompt_tokens"] == 32
 
 
 WRONG = {
@@ -679,6 +694,7 @@ def test_a_run_that_goes_on_is_served(tmp_path):
   "flags, message",
   [
     (["--rows=0"], "flag --rows=0: it must be at least 1"),
+    (["--prefix_cache_mib=-1"], "flag --prefix_cache_mib=-1: it must be at least 0"),
     (["--port=70000"], "flag --port=70000: it must be between 0 and 65535"),
     (["--api_key_file=/no/such"], "flag --api_key_file=/no/such: it cannot be read"),
     pytest.param(

@@ -41,7 +41,7 @@ def open_policy(folder):
 
 
 def make_engine(config, params, rows=ROWS, waiting=300, tokens=TOKENS, version=3):
-  sizes = Sizes(rows=rows, prompt_tokens=PROMPT_TOKENS, waiting=waiting)
+  sizes = Sizes(rows=rows, prompt_tokens=PROMPT_TOKENS, waiting=waiting, texts=8)
   engine = Engine(config, Decoding(tokens, config.stop_ids), sizes, params, version)
   engine.start()
   return engine

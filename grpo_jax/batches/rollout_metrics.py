@@ -52,7 +52,8 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   """Metrics of conversations. Those of tools have TRL's names.
 
   `tools/call_frequency` is the mean number of calls of a completion. `tools/failure_frequency` is
-  the share of calls that failed.
+  the share of calls that failed. `harness/prompt_tokens` counts the tokens of the prompts of all
+  calls of a harness, and `harness/computed_tokens` those that were computed.
 
   Args:
     turns_PG: object array of `Conversation`.
@@ -66,6 +67,9 @@ def turn_metrics(turns_PG: np.ndarray) -> dict[str, float]:
   }
   for kind, name in (("error", "errors"), ("timeout", "timeouts"), ("crash", "crashes")):
     metrics[f"environment/{name}"] = sum(one.kind == kind for one in found)
+  if any(one.prompt_tokens for one in found):
+    metrics["harness/prompt_tokens"] = sum(one.prompt_tokens for one in found)
+    metrics["harness/computed_tokens"] = sum(one.computed_tokens for one in found)
   return metrics
 
 

@@ -234,6 +234,39 @@ def rows_as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:
   return Prefix(keys, values, lengths_P, states, prefix.slots + cache.slots)
 
 
+def rows_as_prompts(cache: Cache, own_P: jax.Array, passes_P: jax.Array) -> Prefix:
+  """Makes a prompt and the tokens of its row one longer prompt, which has as many slots.
+
+  A stack with fewer slots than the longer prompt has tokens gets the last ones, as in
+  `within_windows`.
+
+  Args:
+    cache: Of P prompts with one row each, not rounded.
+    own_P: int32, how many tokens of each row are taken. States are those after all of its tokens.
+    passes_P: int32, how many tokens were written after the last one that is taken.
+  """
+  lengths_P, prefix = cache.prefix.lengths_P + own_P, cache.prefix
+
+  def joined(of_prompt_LPKSE: jax.Array, own: jax.Array) -> jax.Array:
+    own = with_axes(own, cache.axes)
+    own_LPKCE = (own if own.ndim == 6 else own[None])[:, :, :, 0]
+    S, C = of_prompt_LPKSE.shape[3], own_LPKCE.shape[3]
+    token_PS = jnp.maximum(lengths_P - S, 0)[:, None] + jnp.arange(S)
+    of_prompt_PS = token_PS - jnp.maximum(prefix.lengths_P - S, 0)[:, None]
+    of_own_PS = (cache.time - passes_P - lengths_P)[:, None] + token_PS
+    is_own_PS = token_PS >= prefix.lengths_P[:, None]
+    take = jax.vmap(functools.partial(jnp.take, axis=2, mode="clip"), (1, 0), 1)
+    return jnp.where(
+      is_own_PS[None, :, None, :, None],
+      take(own_LPKCE, of_own_PS % C),
+      take(of_prompt_LPKSE, of_prompt_PS),
+    )
+
+  keys, values = jax.tree.map(joined, (prefix.keys, prefix.values), (cache.keys, cache.values))
+  states = jax.tree.map(lambda x: x[:, :, 0], cache.states)
+  return prefix.replace(keys=keys, values=values, lengths_P=lengths_P, states=states)
+
+
 def with_slots(config: ModelConfig, cache: Cache, slots: int) -> Cache:
   """The cache with another number of slots, at least as many as the longest row has tokens.
 

@@ -88,9 +88,13 @@ class Harness:
     turns_PG, left_out = np.empty(shape, object), 0
     for (p, g), outcome in zip(np.ndindex(shape), outcomes, strict=True):
       ids = prompts.prompts_PS[p, : prompts.prompt_lengths_P[p]].tolist()
-      found[p, g], others = self._branches(endpoint.recorder.take(f"{p}/{g}"), ids)
+      traces = endpoint.recorder.take(f"{p}/{g}")
+      found[p, g], others = self._branches(traces, ids)
       left_out += others
-      turns_PG[p, g] = self._conversation(found[p, g][0], outcome)
+      turns_PG[p, g] = self._conversation(found[p, g][0], outcome)._replace(
+        prompt_tokens=sum(len(trace.prompt) for trace in traces),
+        computed_tokens=sum(trace.computed for trace in traces),
+      )
     self._warn(turns_PG, left_out)
     branches = self._as_rows(found, turns_PG)
     texts_PG = np.vectorize(lambda one: one.last, otypes=[object])
@@ -132,9 +136,14 @@ class Harness:
     decoding = decoding_of(sampling, shape.stop_ids)
     limit = run.config.environment.turn_tokens or sampling.max_tokens
     longest = run.config.data.max_prompt_tokens + sampling.max_tokens
-    rows = min(sampling.rows or _MOST_ROWS, run.config.batch.prompts * run.config.batch.group_size)
-    rows = -(-rows // shape.row_shards) * shape.row_shards
-    sizes = Sizes(rows=rows, prompt_tokens=longest, waiting=2**20)
+    completions = run.config.batch.prompts * run.config.batch.group_size
+    # The prefix cache has a text of every conversation, and takes at most as much memory as the
+    # prompts of twice the rows.
+    rows = min(sampling.rows or _MOST_ROWS, completions)
+    rows, texts = (
+      -(-size // shape.row_shards) * shape.row_shards for size in (rows, min(completions, 2 * rows))
+    )
+    sizes = Sizes(rows=rows, prompt_tokens=longest, waiting=2**20, texts=texts)
     decoding = dataclasses.replace(decoding, max_tokens=limit)
     engine = Engine(shape, decoding, sizes, params, self._version)
     self._endpoint = Endpoint(engine, run.tokenizer, shape.vocab_size)

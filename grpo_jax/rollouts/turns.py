@@ -38,6 +38,8 @@ class Conversation(NamedTuple):
     failures: How many of these calls failed: malformed ones, unknown tools, errors, time limits.
     problem: Why the environment gave no answer, or "".
     kind: Of the problem: "error", "timeout", "crash" or "".
+    prompt_tokens: Of all calls of a harness together.
+    computed_tokens: Those that were computed. The others were known from earlier calls.
   """
 
   turns: tuple[Turn, ...] = ()
@@ -45,6 +47,8 @@ class Conversation(NamedTuple):
   failures: int = 0
   problem: str = ""
   kind: str = ""
+  prompt_tokens: int = 0
+  computed_tokens: int = 0
 
   @property
   def own(self) -> list[Turn]:

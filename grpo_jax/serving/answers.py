@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from grpo_jax.environments.tool_calls import Call, Format
+from grpo_jax.serving.engine import Part
 from grpo_jax.serving.requests import Request, RequestError
 from grpo_jax.serving.traces import Trace
 
@@ -25,6 +26,7 @@ class Choice:
     logprobs: Theirs.
     versions: Of the weights that wrote each.
     finish: Empty while it goes on, then "stop" or "length".
+    computed: How many tokens of the prompt were computed.
   """
 
   def __init__(
@@ -43,7 +45,7 @@ class Choice:
     self.tokens: list[int] = []
     self.logprobs: list[float] = []
     self.versions: list[int] = []
-    self.finish = ""
+    self.finish, self.computed = "", 0
     self._decode, self._stop = decode, request.stop
     self._held = (*request.stop, *calls.opens) if request.tools else request.stop
     self._calls, self._tools = calls if request.tools else None, request.tools
@@ -56,14 +58,13 @@ class Choice:
     self._taken = 0  # tokens that were taken
     self._offset = 0  # characters of the tokens that were taken
 
-  def add(
-    self, tokens: Sequence[int], logprobs: Sequence[float], version: int, finish: str
-  ) -> None:
-    """Appends what the engine wrote. The arguments are the fields of a `Part`."""
-    self.tokens += tokens
-    self.logprobs += logprobs
-    self.versions += [version] * len(tokens)
-    self.finish = finish
+  def add(self, part: Part) -> None:
+    """Appends what the engine wrote."""
+    self.tokens += part.tokens
+    self.logprobs += part.logprobs
+    self.versions += [part.version] * len(part.tokens)
+    self.finish = part.finish
+    self.computed += part.computed
 
   def take_text(self) -> tuple[str, list[Call]]:
     """(the text that is new since the last time, the calls of tools in it).
@@ -104,6 +105,7 @@ class Choice:
       finish=finish,
       said=self._said,
       calls=self._called,
+      computed=self.computed,
     )
 
   def take_tokens(self) -> slice:

@@ -1,11 +1,16 @@
 """The rows of an engine on the devices: one `Flight` with N places of one seat.
 
 All places have room for prompts of the same length, so that one program decodes every mix of rows.
-A prompt is computed at the shortest of a few lengths that holds it, so a short one costs little.
+Prompts are computed together, at the shortest of a few lengths that holds them, so short ones cost
+little. Of a prompt that begins as another text did, only the rest is computed: as the prompt at a
+place of the flight, or as a text that is kept, which is the prompt and the tokens of a row that has
+ended (see prefix_cache.py and sampler/prefixes.py).
 """
 
+from collections.abc import Iterable
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -13,16 +18,24 @@ import numpy as np
 from grpo_jax import model
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.sampler.programs import FlightPrograms
+from grpo_jax.sampler.prefixes import EndedRows, PrefixPrograms, Suffixes
 from grpo_jax.sampler.rows import Chunk, Drawn
 from grpo_jax.sampler.sampling import sizes_up_to
 from grpo_jax.sampler.seats import IDLE_SHARE, Grid
 from grpo_jax.sampler.stream import by_row
+from grpo_jax.serving.prefix_cache import Beginning, PrefixCache
 
 # Rounds of a chunk. More of them cost less time of the host. Fewer let readers see tokens sooner,
 # rows that wait sit down sooner, and less be drawn after a text that ends a row.
 _ROUNDS = 8
 _MOST_ROUNDS = 2**30  # the cache counts its rounds in an int32
+# Prompts of a call: so many, of so many tokens together. A single one has a program of its own.
+_MOST_PROMPTS, _TOKENS_AT_ONCE = 8, 512
+_SUFFIXES = (32, 256)  # tokens of the rest of a prompt. A longer one takes several calls
+_MOST_SCORES = 2**27  # of attention, where the rest of prompts is computed
+_LEAST_KNOWN = 8  # tokens: of a shorter beginning, nothing is used
+
+T = TypeVar("T")
 
 
 class Sizes(NamedTuple):
@@ -32,11 +45,14 @@ class Sizes(NamedTuple):
     rows: N, the most rows that are decoded together. A multiple of the mesh's row shards.
     prompt_tokens: S, the longest prompt.
     waiting: The most rows that wait.
+    texts: The most texts that the prefix cache keeps, a multiple of the mesh's row shards. 0: every
+      prompt is computed whole.
   """
 
   rows: int
   prompt_tokens: int
   waiting: int
+  texts: int = 0
 
 
 @dataclasses.dataclass
@@ -46,6 +62,11 @@ class Counts:
   Attributes:
     prompts: Prompts that were computed.
     copies: Prompts that were copied from a place that had them.
+    prompt_tokens: Tokens of the prompts of all rows.
+    computed_tokens: Those that were computed.
+    calls: Calls of programs that compute prompts, several at once.
+    texts: Texts that the prefix cache keeps.
+    drops: Texts that have made room for others there.
     tokens: Tokens that listeners heard of.
     rows: Rows that ended by themselves.
     chunks: Chunks that were decoded.
@@ -54,6 +75,11 @@ class Counts:
 
   prompts: int = 0
   copies: int = 0
+  prompt_tokens: int = 0
+  computed_tokens: int = 0
+  calls: int = 0
+  texts: int = 0
+  drops: int = 0
   tokens: int = 0
   rows: int = 0
   chunks: int = 0
@@ -74,6 +100,18 @@ class NewRow(NamedTuple):
   settings: RowSettings
 
 
+class EndedRow(NamedTuple):
+  """A row whose prompt and tokens may be kept, before the next chunk.
+
+  Attributes:
+    tokens: Its own tokens.
+    is_cut: Whether it has drawn more than these.
+  """
+
+  tokens: list[int]
+  is_cut: bool
+
+
 class Decoder:
   """The rows on the devices, and the programs that decode them. One thread calls it."""
 
@@ -81,14 +119,16 @@ class Decoder:
     self, config: model.ModelConfig, decoding: Decoding, sizes: Sizes, counts: Counts
   ) -> None:
     """Compiles nothing yet. It adds to `counts`. The rest are those of the engine."""
-    self._programs = FlightPrograms(config, decoding, min(decoding.max_tokens, _ROUNDS + 1))
+    self._programs = PrefixPrograms(config, decoding, min(decoding.max_tokens, _ROUNDS + 1))
     self._shards, self._rows, self._counts = config.row_shards, sizes.rows, counts
     self._lengths = sizes_up_to(sizes.prompt_tokens)
+    self._suffixes = _suffixes(config, sizes)
     self._slots = sizes_up_to(decoding.max_tokens, model.slots_step(config))
     key = np.asarray(jax.random.key_data(jax.random.key(0)))  # rows differ by their number
     self._flight: Flight | None = None
-    self._prompts: list[tuple[int, ...] | None] = [None] * self._rows  # at each place
-    self._from_N = np.arange(self._rows)  # which prompts are still to be copied
+    self._texts: model.Prefix | None = None  # that are kept
+    self._known = PrefixCache(sizes.rows, sizes.texts, sizes.prompt_tokens)
+    self._sizes, self._config, self._decoding = sizes, config, decoding
     self._rounds = 0  # since the cache counted from 0
     self._new = NewRows(
       is_new_R=np.zeros(self._rows, bool),
@@ -96,31 +136,71 @@ class Decoder:
       number_R=np.zeros(self._rows, np.int32),
       settings=jax.tree.map(np.array, by_row(_whole(RowSettings(), decoding), 1, self._rows)),
     )
-    self._decoding = decoding
 
   def compile(self, params: model.Params) -> None:
     """Compiles every program, by calling each with free seats."""
     grid, smallest, longest = Grid(self._rows, 1), self._slots[0], self._lengths[-1]
-    first = self._some((0,), longest), np.zeros(self._rows, int), self._new.settings
-    self._flight, _ = self._programs.begin(grid, smallest, params, *first)
+    first = self._padded([(0,)] * self._shards, longest)
+    settings = np.zeros(self._rows, int), self._new.settings
+    self._flight, _ = self._programs.begin(grid, smallest, params, first, *settings)
+    self._texts = self._programs.no_texts(self._flight, self._sizes.texts)
     nobody_R = np.zeros(self._rows, bool)
     for slots in self._slots:
       if slots > smallest:
         self._flight = self._programs.grow(self._flight, slots)
         self._programs.grow(self._flight, smallest)  # the way back
       self._decode(params, nobody_R, Chunk(np.int32(0), np.int32(0)))
+      self._keep([])
+    # A shard's programs are those for one prompt and for the most.
     for length in self._lengths:
-      self._arrive((0,) * length, self._rows, params)
-    self._copy()
+      for count in {1, self._at_once(length) * self._shards}:
+        self._arrive([(self._rows, (0,))] * count, length, params)
+    nothing = self._rows, (0, 0), Beginning(0, 1)
+    for length, most in self._suffixes.items():
+      for count in {1, most * self._shards}:
+        self._go_on([nothing] * count, length, params)
+    self._copy(np.arange(self._rows))
+    self._counts.calls = 0
 
   def forget_prompts(self) -> None:
-    """No place's prompt is used for another row, because other weights have computed it."""
-    self._prompts = [None] * self._rows
+    """No prompt and no text is used for another row, because other weights have computed it."""
+    self._known.forget()
+    self._counts.texts = 0
 
-  def seat(self, rows: dict[int, NewRow], params: model.Params) -> None:
+  def keep(self, ended: dict[int, EndedRow]) -> None:
+    """The texts of rows that have ended in the last chunk, by their places, are kept.
+
+    A row whose prompt older weights have computed is left out.
+    """
+    whole_from, most = self._whole_from, self._sizes.prompt_tokens
+    kept: dict[int, tuple[int, int, int]] = {}  # by text: the row, its own tokens
+    for place, row in ended.items():
+      prompt = self._known.prompt(place)
+      # What is drawn last has no keys. Own tokens in int8 are not those of a prompt.
+      own = 0 if self._config.cache_dtype else min(len(row.tokens) - 1, most - len(prompt))
+      text = (*prompt, *row.tokens[:own])
+      # A state is that after all tokens which the row drew. Windows hold the newest ones.
+      has_others = own < len(row.tokens) - 1 or (row.is_cut and not whole_from)
+      if not prompt or (len(text) > whole_from and has_others and not self._config.cache_dtype):
+        continue
+      number = self._known.room(text)
+      if number is None:
+        return
+      self._known.put(number, text)
+      kept[number] = place, own, number - self._rows
+    rows = [*kept.values()]
+    for start in range(0, len(rows), _MOST_PROMPTS):
+      self._keep(rows[start : start + _MOST_PROMPTS])
+    self._counts.texts, self._counts.drops = self._known.texts, self._known.drops
+
+  def seat(self, rows: dict[int, NewRow], params: model.Params) -> dict[int, int]:
     """Rows take free places.
 
-    Where a place of the same shard has the prompt of a row already, it is copied from there.
+    Where a place of the same shard has the prompt of a row already, it is copied from there. A
+    prompt that begins as another one of these waits until that is computed.
+
+    Returns:
+      How many tokens of the prompt of each place were computed.
     """
     self._new.is_new_R[:] = False
     for place, row in rows.items():
@@ -129,24 +209,18 @@ class Decoder:
       settings = _whole(row.settings, self._decoding)
       for all_R, own in zip(*map(jax.tree.leaves, (self._new.settings, settings))):
         all_R[place] = own
-      source = self._place_of(row.prompt, place)
-      if source is None:
-        if place in self._from_N[self._from_N != np.arange(self._rows)]:
-          self._copy()  # before the prompt that others want is overwritten
-        self._from_N[place] = place
-        self._arrive(row.prompt, place, params)
-        self._counts.prompts += 1
-      else:
-        self._from_N[place] = self._from_N[source]
-        self._counts.copies += 1
-      self._prompts[place] = row.prompt
-    if (self._from_N != np.arange(self._rows)).any():
-      self._copy()
+    left = {place: row.prompt for place, row in rows.items()}
+    self._counts.prompt_tokens += sum(map(len, left.values()))
+    computed = dict.fromkeys(rows, 0)
+    while left:
+      left = self._computed(self._copied(left), computed, params)
+    self._counts.computed_tokens += sum(computed.values())
+    return computed
 
   def chunk(
     self, params: model.Params, taken_R: np.ndarray, longest: int, leaves_early: bool
-  ) -> tuple[Drawn, np.ndarray]:
-    """Decodes a chunk.
+  ) -> tuple[Drawn, jax.Array]:
+    """Begins to decode a chunk.
 
     Args:
       params: The parameters.
@@ -155,7 +229,7 @@ class Decoder:
       leaves_early: Whether the chunk ends once some rows have.
 
     Returns:
-      What the rows drew and which of them go on, as numpy arrays.
+      What the rows drew and which of them go on, as arrays that are still being computed.
     """
     # The token that was drawn last has no slot yet. A new row draws its first without a round.
     written = max(longest - 1, 0)
@@ -172,34 +246,168 @@ class Decoder:
 
   def _decode(
     self, params: model.Params, taken_R: np.ndarray, chunk: Chunk
-  ) -> tuple[Drawn, np.ndarray]:
+  ) -> tuple[Drawn, jax.Array]:
     self._flight, *seen = self._programs.chunk(params, self._flight, self._new, taken_R, chunk)
-    return jax.device_get(seen)
+    return seen
 
-  def _place_of(self, prompt: tuple[int, ...], near: int) -> int | None:
-    """A place of the shard of `near` that has this prompt, or None."""
-    each = self._rows // self._shards
-    first = near // each * each
-    own = range(first, first + each)
-    return next((place for place in own if self._prompts[place] == prompt), None)
+  @functools.cached_property
+  def _whole_from(self) -> int:
+    """Of longer texts, a prompt has all tokens or none: layers have forgotten some of them."""
+    prefix = self._flight.cache.prefix
+    slots = [keys.shape[3] for keys in prefix.keys.values()]
+    return 0 if prefix.states else min(slots)
 
-  def _arrive(self, prompt: tuple[int, ...], place: int, params: model.Params) -> None:
-    """Computes a prompt for a place."""
-    length = next(length for length in self._lengths if length >= len(prompt))
-    places = np.full(self._shards, self._rows)
-    places[0] = place
-    some = self._some(prompt, length)
-    self._flight, _ = self._programs.arrive(self._flight, params, some, places)
+  def _copied(self, left: dict[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Copies the prompts that places have already. Returns the others, whose places are free."""
+    from_N, each = np.arange(self._rows), self._rows // self._shards
+    copied = dict[int, tuple[int, ...]]()
+    others = dict[int, tuple[int, ...]]()
+    for place, prompt in left.items():
+      first = place // each * each
+      source = self._known.same(prompt, range(first, first + each))
+      (others if source is None else copied)[place] = prompt
+      from_N[place] = place if source is None else source
+    if (from_N != np.arange(self._rows)).any():
+      self._copy(from_N)
+    self._known.forget(others)
+    for place, prompt in copied.items():
+      self._known.put(place, prompt)
+    self._counts.copies += len(copied)
+    return others
 
-  def _copy(self) -> None:
-    self._flight = self._programs.copy(self._flight, self._from_N)
-    self._from_N = np.arange(self._rows)
+  def _computed(
+    self, left: dict[int, tuple[int, ...]], computed: dict[int, int], params: model.Params
+  ) -> dict[int, tuple[int, ...]]:
+    """Computes prompts, and counts their tokens in `computed`.
 
-  def _some(self, prompt: tuple[int, ...], length: int) -> Prompts:
-    """A prompt, once for each shard of the mesh, because each computes as many."""
-    tokens_nS = np.zeros((self._shards, length), np.int32)
-    tokens_nS[:, : len(prompt)] = prompt
-    return Prompts(tokens_nS, np.full(self._shards, len(prompt), np.int32))
+    Returns:
+      Those that begin as one of them does, and wait for it.
+    """
+    whole: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by length
+    parts: list[tuple[int, tuple[int, ...], Beginning]] = []
+    now, later = list[int](), {}
+    for place, prompt in left.items():
+      beginning = self._known.longest(prompt, self._whole_from, now, self._least(len(prompt)))
+      if beginning.tokens and beginning.number in now:
+        later[place] = prompt
+        continue
+      now.append(place)
+      self._known.put(place, prompt)
+      computed[place] = len(prompt) - beginning.tokens
+      if beginning.tokens:
+        parts.append((place, prompt, beginning))
+      else:
+        whole.setdefault(_holding(self._lengths, len(prompt)), []).append((place, prompt))
+    self._counts.prompts += len(now)
+    for length, prompts in whole.items():
+      for some in _split(prompts, self._at_once(length) * self._shards):
+        self._arrive(some, length, params)
+    self._compute_parts(parts, params)
+    return later
+
+  def _compute_parts(
+    self, parts: list[tuple[int, tuple[int, ...], Beginning]], params: model.Params
+  ) -> None:
+    """Computes the rest of prompts. A long rest takes several calls."""
+    while parts:
+      by_length: dict[int, list[tuple[int, tuple[int, ...], Beginning]]] = {}
+      left, longest = [], max(self._suffixes)
+      for place, prompt, beginning in parts:
+        end = beginning.tokens + longest
+        if end < len(prompt):
+          left.append((place, prompt, Beginning(place, end)))
+        rest = min(longest, len(prompt) - beginning.tokens)
+        length = _holding(self._suffixes, rest)
+        by_length.setdefault(length, []).append((place, prompt[:end], beginning))
+      for length, some in by_length.items():
+        for group in _split(some, self._suffixes[length] * self._shards):
+          self._go_on(group, length, params)
+      parts = left
+
+  def _least(self, tokens: int) -> int:
+    """How many of a prompt's tokens must be known to be of use.
+
+    The rest fits a call or is at most half of the prompt. Longer ones are computed faster whole.
+    """
+    if not self._suffixes:
+      return tokens + 1
+    return max(_LEAST_KNOWN, min(tokens - max(self._suffixes), -(-tokens // 2)))
+
+  def _at_once(self, length: int) -> int:
+    """The most prompts of a length that a call computes on each shard of the mesh."""
+    return max(1, min(_MOST_PROMPTS, self._rows // self._shards, _TOKENS_AT_ONCE // length))
+
+  def _arrive(
+    self, prompts: list[tuple[int, tuple[int, ...]]], length: int, params: model.Params
+  ) -> None:
+    """Computes whole prompts for places. One past the last is left out."""
+    count = self._count(len(prompts), self._at_once(length))
+    places = np.array(_filled([place for place, _ in prompts], count, self._rows))
+    padded = self._padded(_filled([prompt for _, prompt in prompts], count, (0,)), length)
+    self._flight, _ = self._programs.arrive(self._flight, params, padded, places)
+    self._counts.calls += 1
+
+  def _go_on(
+    self, parts: list[tuple[int, tuple[int, ...], Beginning]], length: int, params: model.Params
+  ) -> None:
+    """Computes what follows the known beginnings of prompts."""
+    count = self._count(len(parts), self._suffixes[length])
+    nothing = self._rows, (0, 0), Beginning(0, 1)
+    places, prompts, beginnings = zip(*_filled(parts, count, nothing), strict=True)
+    numbers, known = np.array(beginnings, np.int32).T
+    rest = [prompt[begun:] for prompt, begun in zip(prompts, known, strict=True)]
+    tokens, lengths = dataclasses.astuple(self._padded(rest, length))[:2]
+    suffixes = Suffixes(tokens, lengths, numbers, known, np.array(places))
+    self._flight = self._programs.go_on(self._flight, self._texts, params, suffixes)
+    self._counts.calls += 1
+
+  def _count(self, needed: int, most: int) -> int:
+    """So many prompts a program computes that is compiled for one or for the most."""
+    return self._shards * (1 if needed <= self._shards else most)
+
+  def _keep(self, rows: list[tuple[int, int, int]]) -> None:
+    """Keeps rows, given as (row, own tokens, text)."""
+    if self._sizes.texts:
+      filled = _filled(rows, _MOST_PROMPTS, (0, 0, self._sizes.texts))
+      ended = EndedRows(*np.array(filled, np.int32).T)
+      self._texts = self._programs.keep(self._flight, self._texts, ended)
+
+  def _copy(self, from_N: np.ndarray) -> None:
+    self._flight = self._programs.copy(self._flight, from_N)
+
+  def _padded(self, prompts: list[tuple[int, ...]], length: int) -> Prompts:
+    tokens_nS = np.zeros((len(prompts), length), np.int32)
+    for own_S, prompt in zip(tokens_nS, prompts, strict=True):
+      own_S[: len(prompt)] = prompt
+    return Prompts(tokens_nS, np.array([*map(len, prompts)], np.int32))
+
+
+def _suffixes(config: model.ModelConfig, sizes: Sizes) -> dict[int, int]:
+  """The lengths at which the rest of prompts is computed, and how many at once on each shard."""
+  if not sizes.texts:
+    return {}
+  S, found = sizes.prompt_tokens, dict[int, int]()
+  for length in [length for length in _SUFFIXES if length <= S] or [S]:
+    most = _MOST_SCORES // (config.num_heads * length * (S + length))
+    at_once = min(_MOST_PROMPTS, sizes.rows // config.row_shards, _TOKENS_AT_ONCE // length, most)
+    if at_once or not found:
+      found[length] = max(1, at_once)
+  return found
+
+
+def _holding(sizes: Iterable[int], tokens: int) -> int:
+  """The first of some sizes that holds so many tokens."""
+  return next(size for size in sizes if size >= tokens)
+
+
+def _split(x: list[T], most: int) -> list[list[T]]:
+  """Parts of a list of at most so many."""
+  return [x[start : start + most] for start in range(0, len(x), most)]
+
+
+def _filled(x: list[T], count: int, by: T) -> list[T]:
+  """A list with `by` at its end, so many in all."""
+  return x + [by] * (count - len(x))
 
 
 def _whole(settings: RowSettings, decoding: Decoding) -> RowSettings:

@@ -1,8 +1,8 @@
 """The engine: rows of many requests are decoded together, in a thread of its own.
 
-Between two chunks, it takes new weights and seats rows that wait. After a chunk, it tells the
-listeners of the rows what these have drawn. Rows that have ended or that nobody wants any more
-leave.
+Between two chunks, it takes new weights and seats rows that wait. Rows that have ended or that
+nobody wants any more leave. While the devices decode a chunk, it tells the listeners of the rows
+what these have drawn in the one before.
 
 A row's tokens depend on its prompt, its settings, its number and the weights alone. The number
 decides the random numbers. In float32, the rows beside it change no token.
@@ -20,9 +20,8 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.sampler.rows import Drawn
 from grpo_jax.sampler.stop import End
-from grpo_jax.serving.decoder import Counts, Decoder, NewRow, Sizes
+from grpo_jax.serving.decoder import Counts, Decoder, EndedRow, NewRow, Sizes
 
 
 class Full(Exception):
@@ -42,12 +41,14 @@ class Part(NamedTuple):
     version: Of the weights that wrote the tokens.
     finish: "" while the row goes on, "stop" after a stop id or a text that ends it, "length" at
       its limit, and "closed" if the engine ended first.
+    computed: How many tokens of the prompt were computed for it. 0 after the first part.
   """
 
   tokens: list[int]
   logprobs: list[float]
   version: int
   finish: str
+  computed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Engine:
     self._next_weights: tuple[model.Params, int] | None = None
     self._waiting: deque[Row] = deque()
     self._seats: list[Row | None] = [None] * sizes.rows
+    self._untold: list[tuple[Row, Part]] = []
     self._is_closed = False
     self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -213,11 +215,13 @@ class Engine:
       left = [row for row in self._seats if row is not None] + [*self._waiting]
       self._waiting.clear()
       self._changed.notify_all()
-    for row in left:
-      self._tell(row, Part([], [], self._version, "closed"))
+    self._untold += [(row, Part([], [], self._version, "closed")) for row in left]
+    self._tell()
 
   def _between_chunks(self) -> bool:
     """Waits until there is something to decode. Returns False once the engine was closed."""
+    if not self.in_flight:
+      self._tell()
     with self._changed:
       while True:
         if self._is_closed:
@@ -231,7 +235,7 @@ class Engine:
         self._changed.wait()
 
   def _chunk(self) -> None:
-    """Seats the rows that wait, decodes a chunk, and tells the listeners."""
+    """Seats the rows that wait, and decodes a chunk."""
     start = time.monotonic()
     with self._changed:
       free = [place for place, row in enumerate(self._seats) if row is None]
@@ -242,40 +246,51 @@ class Engine:
     seated = {
       place: NewRow(row.job.prompt, row.job.number, row.job.settings) for place, row in new.items()
     }
-    self._decoder.seat(seated, self._params)
+    computed = self._decoder.seat(seated, self._params)
     longest = max(len(row.tokens) for row in self._seats if row is not None)
     taken_R = np.array([row is not None for row in self._seats])
-    drawn, goes_on_R = self._decoder.chunk(self._params, taken_R, longest, leaves_early)
+    seen = self._decoder.chunk(self._params, taken_R, longest, leaves_early)
+    self._tell()
+    drawn, goes_on_R = jax.device_get(seen)
+    ended: dict[int, EndedRow] = {}
     for place, row in enumerate(self._seats):
-      if row is not None and not self._hand_on(row, place, drawn, bool(goes_on_R[place])):
+      if row is None:
+        continue
+      own = drawn.is_drawn_RN[place]
+      tokens, logprobs = drawn.tokens_RN[place, own], drawn.logprobs_RN[place, own]
+      finish = "" if goes_on_R[place] else "stop" if drawn.stopped_by_R[place] >= 0 else "length"
+      part = self._part(row, tokens.tolist(), logprobs.tolist(), finish)
+      part = part._replace(computed=computed.get(place, 0))
+      self._untold.append((row, part))
+      if part.finish:
+        ended[place] = EndedRow(row.tokens, len(part.tokens) < len(tokens))
+      if part.finish or row.is_cancelled:
         self._seats[place] = None
+    self._decoder.keep(ended)
     self.counts.chunks += 1
     self.counts.seconds += time.monotonic() - start
 
-  def _hand_on(self, row: Row, place: int, drawn: Drawn, goes_on: bool) -> bool:
-    """Tells a row's listener what it drew. Returns whether the row goes on."""
-    columns = np.flatnonzero(drawn.is_drawn_RN[place])
+  def _part(self, row: Row, tokens: list[int], logprobs: list[float], finish: str) -> Part:
+    """What a row has drawn, up to a text that ends it."""
     seen = len(row.tokens)
-    row.tokens += drawn.tokens_RN[place, columns].tolist()
-    logprobs = drawn.logprobs_RN[place, columns].tolist()
-    finish = "" if goes_on else "stop" if drawn.stopped_by_R[place] >= 0 else "length"
-    kept = row.job.end(row.tokens, seen) if row.job.end and len(columns) else None
+    row.tokens += tokens
+    kept = row.job.end(row.tokens, seen) if row.job.end and tokens else None
     if kept is not None:
       del row.tokens[kept:], logprobs[kept - seen :]
       finish = "stop"
     self.counts.tokens += len(row.tokens) - seen
     self.counts.rows += bool(finish)
-    return self._tell(row, Part(row.tokens[seen:], logprobs, self._version, finish)) and not finish
+    return Part(row.tokens[seen:], logprobs, self._version, finish)
 
-  def _tell(self, row: Row, part: Part) -> bool:
-    """Whether a row is still wanted. Its listener may be gone, as after its server has ended."""
-    if row.is_cancelled:
-      return False
-    try:
-      row.job.hear(part)
-    except RuntimeError:  # its event loop is closed
-      return False
-    return True
+  def _tell(self) -> None:
+    """Tells listeners. One may be gone, as after its server has ended: then its row leaves."""
+    for row, part in self._untold:
+      if not row.is_cancelled:
+        try:
+          row.job.hear(part)
+        except RuntimeError:  # its event loop is closed
+          row.is_cancelled = True
+    self._untold.clear()
 
 
 def _shapes(params: model.Params) -> Any:

@@ -26,6 +26,7 @@ class Trace(NamedTuple):
     finish: "stop" or "length".
     said: The content of the answer that the client got.
     calls: How many calls of tools it got.
+    computed: How many tokens of the prompt were computed.
   """
 
   prompt: list[int]
@@ -35,6 +36,7 @@ class Trace(NamedTuple):
   finish: str
   said: str = ""
   calls: int = 0
+  computed: int = 0
 
 
 class Recorder:

@@ -119,7 +119,7 @@ class Writer:
         ) from None
       if part.finish == "closed":
         raise stopping()
-      choices[index].add(part.tokens, part.logprobs, part.version, part.finish)
+      choices[index].add(part)
       going -= bool(part.finish)
       yield choices[index]
 

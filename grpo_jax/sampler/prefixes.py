@@ -1,0 +1,126 @@
+"""The programs of a prefix cache: prompts that begin as others did are computed from there on.
+
+What is kept are texts: prompts, with the tokens that rows wrote after them. They lie in a `Prefix`
+of their own beside the rows in flight.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax import model
+from grpo_jax.sampler.flight import Flight, placed
+from grpo_jax.sampler.programs import FlightPrograms
+
+
+class Suffixes(NamedTuple):
+  """The ends of n prompts whose beginnings are known.
+
+  Attributes:
+    tokens_nU: int32, the tokens after the beginning, right-padded.
+    lengths_n: int32, how many they are. At least 1.
+    from_n: int32, who has the beginning: a place of the flight or, counted on after these, a text
+      that is kept.
+    known_n: int32, the tokens of the beginning.
+    places_n: int32, which place gets the prompt. One past the last is left out.
+  """
+
+  tokens_nU: np.ndarray
+  lengths_n: np.ndarray
+  from_n: np.ndarray
+  known_n: np.ndarray
+  places_n: np.ndarray
+
+
+class EndedRows(NamedTuple):
+  """Rows whose prompts and own tokens are kept.
+
+  Attributes:
+    rows_n: int32.
+    own_n: int32, how many of their own tokens are kept: fewer than they have drawn, because the
+      token that was drawn last has no keys yet.
+    texts_n: int32, the number of the text that each becomes. One past the last is left out.
+  """
+
+  rows_n: np.ndarray
+  own_n: np.ndarray
+  texts_n: np.ndarray
+
+
+class PrefixPrograms(FlightPrograms):
+  """The programs of a flight whose places have one seat each, and those of its prefix cache."""
+
+  @functools.cached_property
+  def no_texts(self) -> Any:
+    """(flight, texts) -> a `Prefix` with room for so many texts."""
+    return jax.jit(self._no_texts, static_argnums=1)
+
+  @functools.cached_property
+  def go_on(self) -> Any:
+    """(flight, kept, params, Suffixes) -> Flight: computes the ends of prompts."""
+    return jax.jit(self._go_on, donate_argnums=0)
+
+  @functools.cached_property
+  def keep(self) -> Any:
+    """(flight, kept, EndedRows) -> the texts that are kept, with those of these rows."""
+    return jax.jit(self._keep, donate_argnums=1)
+
+  def _no_texts(self, flight: Flight, texts: int) -> model.Prefix:
+    def room(x: jax.Array) -> jax.Array:
+      return jnp.zeros((x.shape[0], texts, *x.shape[2:]), x.dtype)
+
+    prefix = flight.cache.prefix
+    keys, values, states = jax.tree.map(room, (prefix.keys, prefix.values, prefix.states))
+    lengths_P = jnp.zeros(texts, jnp.int32)
+    kept = prefix.replace(keys=keys, values=values, states=states, lengths_P=lengths_P)
+    return self._as_prompts_lie(flight, kept)
+
+  def _go_on(self, flight: Flight, kept: model.Prefix, params: Any, suffixes: Suffixes) -> Flight:
+    tokens_nU, lengths_n, from_n, known_n, places_n = map(jnp.asarray, suffixes)
+    (n, U), known = tokens_nU.shape, flight.cache.prefix
+    config = dataclasses.replace(self._shaped(known.slots), cache_dtype="")
+    N, is_kept_n = flight.grid.places, from_n >= flight.grid.places
+
+    def either(of_place: jax.Array, of_text: jax.Array) -> jax.Array:
+      is_text = is_kept_n.reshape(n, *[1] * (of_place.ndim - 2))
+      return jnp.where(is_text, of_text, of_place)
+
+    of_places = model.take_prompts(known, jnp.minimum(from_n, N - 1)).replace(lengths_P=known_n)
+    of_texts = model.take_prompts(kept, jnp.maximum(from_n - N, 0)).replace(lengths_P=known_n)
+    beginnings = jax.tree.map(lambda x, y: x if x.ndim == 1 else either(x, y), of_places, of_texts)
+    cache = model.empty_cache(config, beginnings, 1, U)
+    positions_nU = known_n[:, None] + jnp.arange(U)
+    hidden_nUD, cache, _ = model.routed_features(
+      params, config, tokens_nU, positions_nU, cache, lengths_n
+    )
+    prompts = model.rows_as_prompts(cache, lengths_n, U - lengths_n)
+    last_nD = jnp.take_along_axis(hidden_nUD, (lengths_n - 1)[:, None, None], axis=1)[:, 0]
+    next_N = flight.next_N
+    if next_N is not None:
+      next_N = next_N.at[places_n].set(known_n + lengths_n, mode="drop")
+    flight = flight.replace(
+      cache=flight.cache.replace(prefix=model.put_prompts(known, places_n, prompts)),
+      last_ND=flight.last_ND.at[places_n].set(last_nD, mode="drop"),
+      next_N=next_N,
+    )
+    return placed(self._config, flight)
+
+  def _keep(self, flight: Flight, kept: model.Prefix, ended: EndedRows) -> model.Prefix:
+    rows_n, own_n, texts_n = map(jnp.asarray, ended)
+    if self._config.cache_dtype:  # own tokens are rounded: only the prompts are kept
+      texts = model.take_prompts(flight.cache.prefix, rows_n)
+    else:
+      cache = model.take_rows(self._config, flight.cache, rows_n[:, None], rows_n)
+      # Passes since the last token that is kept was written.
+      passes_n = flight.rows.idle_R[rows_n] + flight.rows.drawn_R[rows_n] - 1 - own_n
+      texts = model.rows_as_prompts(cache, own_n, passes_n)
+    return self._as_prompts_lie(flight, model.put_prompts(kept, texts_n, texts))
+
+  def _as_prompts_lie(self, flight: Flight, kept: model.Prefix) -> model.Prefix:
+    """Texts placed on the mesh as the prompts of the flight are."""
+    flight = flight.replace(cache=flight.cache.replace(prefix=kept))
+    return placed(self._config, flight).cache.prefix
