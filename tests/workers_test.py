@@ -447,7 +447,9 @@ def test_each_of_several_functions_gets_its_own_answers_of_all_groups(pool):
 
   caller = rewards.Caller(pool)
   assert caller.add({"length": length, "minus": minus}) == ()
-  of_length, of_minus = caller.start([length, minus], {"completions": ["a", "bb", "ccc", "", "d"]}, 1, 2)
+  of_length, of_minus = caller.start(
+    [length, minus], {"completions": ["a", "bb", "ccc", "", "d"]}, 1, 2
+  )
   assert scores(of_minus.result()) == [-1, -2, -3, 0, -1]
   assert scores(of_length.result()) == [1, 2, 3, 0, 1]
   assert caller.start([length], {"completions": []}, 1, 2)[0].result().steps == []
