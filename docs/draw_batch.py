@@ -57,7 +57,7 @@ STATIONS = (
       ("scores_PGJ", "the scores of J functions"),
     ),
     (
-      ("batches/source.py", "draws groups"),
+      ("batches/flow.py", "draws groups"),
       ("sampler/rows.py", "tokens, log-probs"),
       ("scoring/scorer.py", "scores_PGJ"),
     ),

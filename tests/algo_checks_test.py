@@ -386,7 +386,6 @@ DEFAULTS = dict(
   entropy_step=0.005,
   dynamic_sampling=False,
   max_resample_rounds=3,
-  keep_surplus=False,
   overlong=0.0,
 )
 

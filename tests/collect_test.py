@@ -73,46 +73,42 @@ def test_a_step_without_dynamic_sampling_is_one_draw_of_its_own_number(tmp_path)
 
 
 def test_groups_of_equal_rewards_are_replaced_by_fresh_ones(tmp_path):
-  """The batch holds the first groups that differ, in the order of their draws."""
+  """The batch holds the first groups that differ, in the order of their numbers."""
   config = small_config(dynamic_sampling=True, max_resample_rounds=9)
   small = Small(with_reward(config, tmp_path, SOMETIMES))
   run, prompts = small.run, small.collector.prompts
   found = small(1)
   rollout = make_rollout(run, G)
-  tokens, texts, sampled, asked, rounds = [], [], 0, 0, 0
-  while len(tokens) < P:
-    number = 1 * 10 + rounds
-    drawn = loader.prompt_batch(prompts, loader.step_indices(0, number, P, len(prompts)))
-    rollouts = rollout(small.params, drawn, jax.random.fold_in(run.key("sample"), number))
-    drawn_texts = drawn.columns["prompts"]
-    live = [p for p, text in enumerate(drawn_texts) if text.endswith(DIFFERS)]
-    tokens += [rollouts.completions.tokens_PGT[p] for p in live]
-    texts += [drawn_texts[p] for p in live]
-    sampled += int(rollouts.completions.lengths_PG.sum())
-    asked += G * int(drawn.prompt_lengths_P.sum())
-    rounds += 1
-  assert rounds > 1
-  np.testing.assert_array_equal(found.batch.completions_PGT, tokens[:P])
-  assert prompts_of(found) == texts[:P]
+  tokens, texts, sampled, asked, drawn = [], [], 0, 0, 0
+  for number in range(10, 20):
+    batch = loader.prompt_batch(prompts, loader.step_indices(0, number, P, len(prompts)))
+    rollouts = rollout(small.params, batch, jax.random.fold_in(run.key("sample"), number))
+    for p, text in enumerate(batch.columns["prompts"]):
+      if len(tokens) < P:
+        drawn += 1
+        sampled += int(rollouts.completions.lengths_PG[p].sum())
+        asked += G * int(batch.prompt_lengths_P[p])
+        if text.endswith(DIFFERS):
+          tokens.append(rollouts.completions.tokens_PGT[p])
+          texts.append(text)
+  assert drawn > P
+  np.testing.assert_array_equal(found.batch.completions_PGT, tokens)
+  assert prompts_of(found) == texts
   lengths_P = np.asarray(found.batch.prompt_lengths_P)
   read = [row[:n].tolist() for row, n in zip(np.asarray(found.batch.prompts_PS), lengths_P)]
-  assert read == run.tokenizer.encode_batch(texts[:P])
+  assert read == run.tokenizer.encode_batch(texts)
   assert (found.batch.mask_PGT.sum((1, 2)) > 0).all()
-  expected = {
-    "rounds": rounds,
-    "kept": P,
-    "dropped": rounds * P - len(tokens),
-    "discarded": len(tokens) - P,
-  }
+  expected = {"drawn": drawn, "kept": P, "dropped": drawn - P}
   assert {name: found.metrics[f"dynamic_sampling/{name}"] for name in expected} == expected
   # These count everything that was sampled, and not only what is in the batch.
-  equal = 1 - len(tokens) / (rounds * P)
-  assert found.metrics["frac_reward_zero_std"] == pytest.approx(equal)
+  assert found.metrics["frac_reward_zero_std"] == pytest.approx(1 - P / drawn)
   counts = [found.metrics[name] for name in ("completions/tokens", "prompts/tokens", "num_tokens")]
   assert counts == [sampled, asked, sampled + asked]
+  # The next step begins with the group after them.
+  assert found.host["next_group"] == 10 * P + drawn
 
 
-def test_places_that_no_round_fills_are_left_out_of_the_loss_and_of_every_mean(tmp_path):
+def test_places_that_no_group_fills_are_left_out_of_the_loss_and_of_every_mean(tmp_path):
   """group_mean_batch_std divides by the deviation of the live groups' rewards alone."""
   config = small_config("lite_ppo", dynamic_sampling=True, max_resample_rounds=1)
   small = Small(with_reward(config, tmp_path, SOMETIMES))
@@ -121,7 +117,7 @@ def test_places_that_no_round_fills_are_left_out_of_the_loss_and_of_every_mean(t
   counts_P = np.asarray(found.batch.mask_PGT.sum((1, 2)) > 0)
   np.testing.assert_array_equal(counts_P, np.arange(P) < kept)
   assert [text.endswith(DIFFERS) for text in prompts_of(found)] == list(counts_P)
-  assert found.metrics["dynamic_sampling/rounds"] == 2
+  assert found.metrics["dynamic_sampling/drawn"] == 2 * P
   rewards_PG = by_group(found, "reward")[:kept]
   expected_PG = (rewards_PG - rewards_PG.mean(1, keepdims=True)) / (rewards_PG.std(ddof=1) + 1e-4)
   advantages_PGT = small.advantages_PGT(found)
@@ -130,7 +126,7 @@ def test_places_that_no_round_fills_are_left_out_of_the_loss_and_of_every_mean(t
 
 
 def test_scores_keep_the_order_of_their_weights(tmp_path):
-  """By numpy: names out of alphabetical order, unequal weights, several rounds, and a penalty."""
+  """By numpy: names out of order, unequal weights, groups that are left out, and a penalty."""
   source = SOMETIMES + (
     "\ndef another(completions, **_):\n  return [len(c) * 10.0 for c in completions]\n"
   )
@@ -138,7 +134,7 @@ def test_scores_keep_the_order_of_their_weights(tmp_path):
   names, weights = ("reward", "another"), (2.0, -1.0)
   small = Small(with_reward(config, tmp_path, source, names, weights))
   found = small(0)
-  assert found.metrics["dynamic_sampling/rounds"] > 1 or found.metrics["dynamic_sampling/kept"] == P
+  assert found.metrics["dynamic_sampling/drawn"] > P
   weighted_PG = 2 * by_group(found, "rewards/reward") - by_group(found, "rewards/another")
   np.testing.assert_allclose(by_group(found, "reward"), weighted_PG, rtol=1e-6)
   penalty_PG = np.minimum(0, (3 - by_group(found, "length")) / 2)

@@ -1,20 +1,18 @@
-"""What a step draws: pass rates, groups that are kept for the next step, and a held-out check."""
+"""What a step draws: rows in flight, pass rates, and a held-out check."""
 
 import dataclasses
 import time
 
-from collect_test import SOMETIMES, Small, prompts_of
+from collect_test import Small
 import jax
 import numpy as np
 import pytest
 from small_run import G, P, small_config, with_reward, with_section
 
-from grpo_jax.batches.groups import choose, from_arrays, to_arrays
 from grpo_jax.batches.rollout_metrics import check_metrics, most_disputed_first
-from grpo_jax.batches.source import Policy
-from grpo_jax.settings import ConfigError
 from grpo_jax.storage.reading import read_completions
 from grpo_jax.storage.rows import parse_rows
+from grpo_jax.timing import is_of_clock
 from grpo_jax.training.loop import run_steps
 
 # About half of the groups differ.
@@ -26,17 +24,6 @@ def reward(completions, prompts, completion_ids, **_):
 def check(completion_ids, **_):
   return [float(len(tokens) % 2) for tokens in completion_ids]
 """
-SURPLUS = dict(dynamic_sampling=True, max_resample_rounds=9, keep_surplus=True, kl_coef=0.0)
-
-
-def with_surplus(small):
-  """A step after which groups are kept, and what it collected."""
-  for index in range(20):
-    found = small(index)
-    if found.metrics["dynamic_sampling/carried"]:
-      return index, found
-  raise AssertionError("no surplus in 20 steps")
-
 
 # Rows in flight.
 
@@ -67,81 +54,22 @@ def test_workers_score_complete_groups_while_the_others_are_sampled(tmp_path):
   """With one row in flight, the second group is not complete before a worker scores the first."""
   config = with_section(with_reward(small_config(), tmp_path, SLEEPY), "sampling", rows=1)
   small = Small(with_section(config, "reward", workers=1))
-  rollout, parts = small.collector._groups._rollout, []
+  player, parts = small.collector.flow._player, []
+  advance = player.advance
 
-  def watched(*args, on_groups, **kwargs):
-    def groups(numbers, rollouts):
-      on_groups(numbers, rollouts)
-      parts.append(numbers)
+  def watched():
+    if parts:
       limit = time.monotonic() + 30
       while not (tmp_path / "began").exists():
         assert time.monotonic() < limit, "no worker has begun"
         time.sleep(0.01)
+    played = advance()
+    parts.extend(one.numbers for one in played)
+    return played
 
-    return rollout(*args, on_groups=groups, **kwargs)
-
-  small.collector._groups._rollout = watched
+  player.advance = watched
   assert len(small(0).rows) == P * G and len(parts) > 1
   assert sorted(sum(parts, [])) == list(range(P))
-
-
-# Groups that are kept.
-
-
-def test_groups_become_arrays_and_back(tmp_path):
-  small = Small(with_reward(small_config(), tmp_path, MIXED))
-  drawn = small.collector._groups.begin(Policy(small.params, 0), 0, dict, _NoClock())()
-  arrays = to_arrays(drawn.sampled)
-  assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(arrays))
-  back = from_arrays(arrays, drawn.sampled.rewards.weights)
-  jax.tree.map(np.testing.assert_array_equal, to_arrays(back), arrays)
-  assert back.rewards.weights == drawn.sampled.rewards.weights
-  chosen, live, surplus = choose(back, P)
-  assert len(chosen.indices_P) == P and len(surplus.indices_P) == 0 and live.sum() <= P
-
-
-class _NoClock:
-  def lap(self, name):
-    del name
-
-  def restart(self):
-    pass
-
-
-@pytest.mark.slow
-def test_the_surplus_opens_the_next_batch_with_the_log_probs_of_its_own_step(tmp_path):
-  small = Small(with_reward(small_config(**SURPLUS), tmp_path, SOMETIMES))
-  index, found = with_surplus(small)
-  kept = found.host["surplus"]
-  count = len(kept["indices_P"])
-  assert 0 < count == found.metrics["dynamic_sampling/carried"] < P
-  small.params = jax.tree.map(lambda x: x * 1.01, small.params)  # as after an update
-  after = small(index + 1, found.host)
-  texts = [prompt.text for prompt in small.collector.prompts.make(kept["indices_P"])]
-  assert prompts_of(after)[:count] == texts
-  assert after.metrics["dynamic_sampling/from_before"] == count
-  old_PGT = np.asarray(after.batch.old_logprobs_PGT)[:count]
-  width = old_PGT.shape[-1]
-  np.testing.assert_array_equal(old_PGT, kept["completions"]["logprobs_PGT"][..., :width])
-  own = small.run.programs.logprobs(small.params, after.batch)
-  gaps = np.abs(np.asarray(own - after.batch.old_logprobs_PGT)).max((1, 2))
-  assert (gaps[:count] > 1e-3).all() and (gaps[count:] < 1e-4).all()
-  tokens = int(np.asarray(after.batch.mask_PGT)[count:].sum())
-  assert after.metrics["completions/tokens"] >= tokens  # what was sampled now
-  plain = Small(with_reward(small_config(**SURPLUS | {"keep_surplus": False}), tmp_path, SOMETIMES))
-  assert "surplus" not in plain(index).host and plain(index).batch.old_logprobs_PGT is None
-
-
-@pytest.mark.parametrize(
-  "algo, words",
-  [
-    (dict(keep_surplus=True), "there is a surplus only with algo.dynamic_sampling"),
-    (SURPLUS | dict(old_logprobs="recomputed"), "set algo.old_logprobs='sampler'"),
-  ],
-)
-def test_a_surplus_that_nothing_corrects_is_refused(algo, words):
-  with pytest.raises(ConfigError, match=words):
-    Small(small_config(**algo))
 
 
 # The run as a whole.
@@ -149,8 +77,9 @@ def test_a_surplus_that_nothing_corrects_is_refused(algo, words):
 
 @pytest.mark.slow
 def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path):
-  """With everything that the host remembers: pass rates, the place in the order, a surplus."""
-  config = with_reward(small_config(**SURPLUS), tmp_path, MIXED)
+  """With everything that the host remembers: pass rates, the place in the order, the next group."""
+  algo = dict(dynamic_sampling=True, max_resample_rounds=9, kl_coef=0.0)
+  config = with_reward(small_config(**algo), tmp_path, MIXED)
   config = with_section(config, "curriculum", rest=2, floor=0.5)
   config = dataclasses.replace(config, steps=4)
   run_steps(config, tmp_path / "whole")
@@ -160,10 +89,10 @@ def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path):
     [row for row, _ in parse_rows(tmp_path / name / "metrics.jsonl")]
     for name in ("whole", "resumed")
   )
-  assert sum(row["dynamic_sampling/from_before"] for row in whole[2:]) > 0
+  assert sum(row["dynamic_sampling/dropped"] for row in whole) > 0
   assert 0 < whole[-1]["curriculum/seen"] < 1
   for ours, theirs in zip(whole, resumed, strict=True):
-    timeless = [name for name in ours if not name.startswith(("time/", "perf/"))]
+    timeless = [name for name in ours if not is_of_clock(name)]
     assert {name: ours[name] for name in timeless} == {name: theirs[name] for name in timeless}
   assert all("pass_rate" in row for row in read_completions(tmp_path / "whole", 4))
 

@@ -12,7 +12,7 @@ from small_run import G, P, S, grpo_step, small_config, small_run, with_reward, 
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.batches.collect import Collector
 from grpo_jax.data.loader import PromptBatch
-from grpo_jax.rollouts.complete import make_rollout
+from grpo_jax.rollouts.complete import make_rollout, whole_batches
 from grpo_jax.rollouts.rollout import Rollouts, texts_of
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.timing import Clock
@@ -43,7 +43,7 @@ class TwoTurns:
     self._second = make_rollout(run, 1, max_tokens=TURN)
     self._decode = run.tokenizer.decode
 
-  def __call__(self, params, prompts, key, temperature=1.0, on_groups=None):
+  def __call__(self, params, prompts, key, temperature):
     first = self._first(params, prompts, key, temperature).completions
     goes_on_PG = first.stopped_by_PG < 0
     asked_BS = np.zeros((P * G, S + TURN + len(ANSWER)), np.int32)
@@ -102,7 +102,9 @@ class Small:
     self.run = small_run(with_reward(config, folder, STEPS))
     two_turns = TwoTurns(self.run)
     self.collector = Collector(self.run, Scorers(self.run))
-    self.collector._groups._rollout = two_turns
+    flow = self.collector.flow
+    rollout = whole_batches(two_turns, self.run.tokenizer.decode)
+    flow._player = rollout.player(flow._use, P)
     self.params = self.run.initial_params()
     host = self.collector.initial_host_state()
     self.found = self.collector(self.params, 0, host, Clock())

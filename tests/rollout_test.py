@@ -22,10 +22,11 @@ from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.rewards import REWARDS, Caller
 from grpo_jax.rollouts import rollout
-from grpo_jax.rollouts.rollout import PolicyRollout, Rollouts, sampled_ids, take, texts_of
+from grpo_jax.rollouts.complete import Rollout, whole_batches
+from grpo_jax.rollouts.player import Opened, PolicyPlayer
+from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take, texts_of
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.requests import Finished
-from grpo_jax.sampler.sampling import Draws
+from grpo_jax.sampler.requests import Finished, News
 from grpo_jax.scoring.scorer import Scorer, Weighted, completion_columns
 from grpo_jax.scoring.scores import groups_that_differ, with_overlong
 from grpo_jax.settings import ConfigError
@@ -120,32 +121,106 @@ def test_texts_and_ids_are_of_the_sampled_tokens_alone():
   assert found.lengths_PG.tolist() == [[5, 2], [4, 2]]
 
 
-def test_the_policy_samples_every_prompt_and_hands_on_the_groups_that_are_complete():
-  texts = [["12$", "3"], ["4", "5$"], ["6", "7"]]
-  calls = []
+class Fake:
+  """A `GroupSampler` with these completions. The groups `order[i]` end in its i-th chunk."""
 
-  def sample(params, prompts_PS, prompt_lengths_P, members, draws, images):
-    assert images is None
-    calls.append((params, members, draws))
-    np.testing.assert_array_equal(prompts_PS, PROMPTS.prompts_PS)
-    np.testing.assert_array_equal(prompt_lengths_P, PROMPTS.prompt_lengths_P)
-    for some in ([1], [0, 2]):
-      yield Finished(some, take(completions(texts), some))
+  draws = True
 
-  def draws(key, temperature):
-    return Draws(key, RowSettings(temperature))
+  def __init__(self, texts, order):
+    self.drawn, self.order, self.requests = completions(texts), list(order), []
 
-  policy = PolicyRollout(sample, HOSTS, TOKENS.decode, 2, draws)
-  parts = []
-  found = policy("params", PROMPTS, "key", 0.7, on_groups=lambda *part: parts.append(part))
-  assert calls == [("params", 2, Draws("key", RowSettings(0.7)))]
+  def submit(self, requests):
+    self.requests += requests
+
+  def advance(self):
+    some = self.order.pop(0)
+    return News(finished=[Finished(some, take(self.drawn, some))] if some else [])
+
+  def cancel(self):
+    self.requests.clear()
+
+
+TEXTS = [["12$", "3"], ["4", "5$"], ["6", "7"]]
+
+
+def played_by(fake, at_once=0):
+  """A rollout with this sampler, and what was asked of it: (feed, prompts, changes)."""
+  asked = []
+
+  def player(feed, prompts, *, changes):
+    asked.append((feed(), prompts, changes))
+    return PolicyPlayer(fake, lambda batch: ("for", batch), RowSettings, 2, TOKENS.decode, HOSTS)
+
+  return Rollout(player, TOKENS.decode, at_once), asked
+
+
+@pytest.mark.parametrize("at_once", [0, 2, 9])
+def test_the_policy_samples_every_prompt_and_hands_on_the_groups_that_are_complete(at_once):
+  fake, key = Fake(TEXTS, [[1], [], [0, 2]]), jax.random.key(5)
+  policy, asked = played_by(fake, at_once)
+  parts = [(one.numbers, one.rollouts) for one in policy.parts("params", PROMPTS, key, 0.7)]
+  assert asked == [(("params", 0), 2 if at_once == 2 else 3, False)]
   assert [(some, part.texts_PG.tolist()) for some, part in parts] == [
     ([1], [["4", "5"]]),
     ([0, 2], [["12", "3"], ["6", "7"]]),
   ]
+  for p, request in enumerate(fake.requests):
+    assert (request.number, request.place, request.first_row) == (p, p, 2 * p)
+    assert request.prompts[1] is PROMPTS and request.prompts is fake.requests[0].prompts
+    np.testing.assert_array_equal(request.key, jax.random.key_data(key))
+    assert request.settings == RowSettings(0.7) and not request.pauses
+  assert len(fake.requests) == 3
+
+
+def test_a_whole_rollout_is_in_the_order_of_its_prompts():
+  policy, _ = played_by(Fake(TEXTS, [[2], [1, 0]]))
+  found = policy("params", PROMPTS, jax.random.key(0))
   assert found.texts_PG.tolist() == [["12", "3"], ["4", "5"], ["6", "7"]]
   assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(found.completions))
-  jax.tree.map(np.testing.assert_array_equal, found.completions, completions(texts))
+  jax.tree.map(np.testing.assert_array_equal, found.completions, completions(TEXTS))
+
+
+def test_what_completes_whole_batches_plays_the_groups_that_were_opened_together():
+  """A batch of its own key, temperature and weights each, whenever its groups were opened."""
+  asked = []
+
+  def complete(params, prompts, key, temperature):
+    asked.append((params, prompts, key, temperature))
+    return rollouts_of(TEXTS[: len(prompts.prompt_lengths_P)])
+
+  weights = iter(["old", "new"])
+  two, keys = prompt_batch(SPLIT, np.arange(2)), jax.random.split(jax.random.key(0))
+  player = whole_batches(complete, TOKENS.decode).player(lambda: (next(weights), 0), 3)
+  player.submit([Opened(7 + p, PROMPTS, p, keys[0], p, 0.5) for p in range(3)])
+  player.submit([Opened(10 + p, two, p, keys[1], p, 0.9) for p in range(2)])
+  first, second = player.advance() + player.advance()
+  assert (first.numbers, second.numbers) == ([7, 8, 9], [10, 11]) and player.advance() == []
+  assert second.rollouts.texts_PG.tolist() == [["12", "3"], ["4", "5"]]
+  assert [one[0] for one in asked] == ["old", "new"] and [one[3] for one in asked] == [0.5, 0.9]
+  assert asked[0][1] is PROMPTS and asked[1][1] is two
+  assert all((one[2] == key).all() for one, key in zip(asked, keys))
+  player.submit([Opened(12, two, 0, keys[0], 0), Opened(13, two, 1, keys[0], 1)])
+  player.cancel()
+  assert player.advance() == []
+
+
+def test_groups_of_one_key_that_are_completed_in_two_batches_are_drawn_with_other_numbers():
+  """Where dynamic sampling opens a part of a batch, rows of the same places follow."""
+  keys = []
+
+  def complete(params, prompts, key, temperature):
+    keys.append(key)
+    return rollouts_of(TEXTS[: len(prompts.prompt_lengths_P)])
+
+  player = whole_batches(complete, TOKENS.decode).player(lambda: (None, 0), 3)
+  one, key = prompt_batch(SPLIT, np.arange(1)), jax.random.key(0)
+  others = [prompt_batch(SPLIT, np.arange(1)) for _ in range(2)]
+  for row, prompts in enumerate([one, *others]):
+    player.submit([Opened(row, prompts, 0, key, row)])
+    player.advance()
+  assert (keys[0] == key).all() and len(
+    {tuple(jax.random.key_data(one).tolist()) for one in keys}
+  ) == 3
 
 
 def test_groups_can_be_taken_and_put_one_after_the_other():

@@ -343,7 +343,7 @@ def test_num_tokens_counts_what_was_sampled_and_left_out(tmp_path):
   state, _, _ = store.restore_or_init()
   host = {"num_tokens": np.int64(1000)}
   state, metrics, rows, _ = step(state.replace(host=host), 0)
-  assert metrics["dynamic_sampling/rounds"] == 3 and metrics["dynamic_sampling/kept"] == 0
+  assert metrics["dynamic_sampling/drawn"] == 3 * P and metrics["dynamic_sampling/kept"] == 0
   assert metrics["skipped_updates"] == 0 and metrics["batch/tokens"] == 0
   assert metrics["completions/tokens"] > sum(row["length"] for row in rows)
   counted = metrics["completions/tokens"] + metrics["prompts/tokens"]

@@ -337,8 +337,18 @@ def talk_of(folder, template, **environment):
   data = dict(task="gsm8k", path=str(folder), chat=True, max_prompt_tokens=400)
   config = with_section(with_section(config, "data", **data), "model", path=str(folder / "model"))
   run = small_run(config)
-  talkers = Scorers(run).talkers
-  return Talk(talkers, prompt_batch(run.prompts("train"), np.arange(P), run.hosts), G), tokens
+  talk = Talk(Scorers(run).talkers, G)
+  prompts = prompt_batch(run.prompts("train"), np.arange(P), run.hosts)
+  for p in range(P):
+    talk.begin(p, prompts, p)
+  return talk, tokens
+
+
+def answered(talk, rows):
+  """The tokens with which rows go on, which have got their answers."""
+  talk.ask(rows)
+  found = {(number, member): ids for number, member, ids in talk.answers(None)}
+  return [found[row.prompt, row.member] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -362,16 +372,17 @@ def test_tools_get_what_the_family_writes_as_their_hints_say(template, text, tmp
   talk, tokens = talk_of(tmp_path, template)
   (stop, *_) = tokens.stop_ids
   row = Ended(0, 0, [*tokens.encode_batch_after([text])[0], stop], stop, 500)
-  (ids,) = talk.reply([row])
+  (ids,) = answered(talk, [row])
   assert "('12345', True, 5, None)" in tokens.decode(ids)
   assert talk._conversations[0, 0].calls == 1 and talk._conversations[0, 0].failures == 0
 
 
 def test_the_answer_to_a_turn_shows_the_tools_of_its_row(tmp_path):
   talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, name="Says", calls="hermes")
-  talk._prompts.columns["tools"] = [["set"], [], None, json.dumps(["set"])]
+  prompts, _ = talk._prompts[0]
+  prompts.columns["tools"] = [["set"], [], None, json.dumps(["set"])]
   rows = [Ended(p, 0, [5, tokens.stop_ids[0]], tokens.stop_ids[0], 500) for p in range(P)]
-  texts = [tokens.decode(ids) for ids in talk.reply(rows)]
+  texts = [tokens.decode(ids) for ids in answered(talk, rows)]
   assert texts == ["tools setAgain.", "Again.", "tools setAgain.", "tools setAgain."]
 
 

@@ -265,13 +265,12 @@ def test_a_frozen_tower_encodes_each_batch_once(vision, ahead, sampler, batches,
 @pytest.mark.slow
 @pytest.mark.parametrize("vision", ["frozen", "trained"])
 @pytest.mark.parametrize("sampler", [0, 4])
-@pytest.mark.parametrize("surplus", [False, True])
-def test_images_with_batches_that_are_drawn_ahead_or_kept(sampler, surplus, vision, tmp_path):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_images_with_batches_that_are_drawn_ahead(sampler, dynamic, vision, tmp_path):
   """Stops and goes on, with groups that wait in checkpoints."""
-  algo = dict(dynamic_sampling=True, keep_surplus=True) if surplus else {}
-  config = vision_config(tmp_path, vision, **algo, kl_coef=0.0)
+  config = vision_config(tmp_path, vision, dynamic_sampling=dynamic, kl_coef=0.0)
   config = dataclasses.replace(config, steps=4)
-  config = with_section(config, "rollout", max_staleness=0 if surplus else 2)
+  config = with_section(config, "rollout", max_staleness=0 if dynamic else 2)
   config = with_section(config, "mesh", data=4, fsdp=1, tensor=1 if sampler else 2, sampler=sampler)
   whole = run_steps(config, tmp_path / "whole").state
   for stop in (1, 3, None):

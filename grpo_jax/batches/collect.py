@@ -197,7 +197,8 @@ class Collector:
       groups = drawn.result()
       clock.lap("reward")
       found = self._scored(self._choice(groups), groups, index, before.result(), greedy)
-      return dataclasses.replace(found, metrics=found.metrics | {"rollout/seats_idle": idle})
+      seats = {} if np.isnan(idle) else {"rollout/seats_idle": idle}
+      return dataclasses.replace(found, metrics=found.metrics | seats)
 
     pending = Pending(scored, drawn.futures)
     self._hosts[index] = pending.then(lambda scored: scored.host)

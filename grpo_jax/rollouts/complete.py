@@ -150,7 +150,8 @@ def make_rollout(
     else:
       options = dict(keeps_versions=changes, in_order=changes)
       draws = sampler.stream(feed, prompts, group_size, end, **options)
-    return PolicyPlayer(draws, prompts_of, settings_at, group_size, decode, run.hosts, talkers)
+    shared = group_size, decode, run.hosts
+    return PolicyPlayer(draws, prompts_of, settings_at, *shared, talkers=talkers)
 
   return Rollout(player, decode, at_once)
 

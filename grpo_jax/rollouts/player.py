@@ -82,6 +82,7 @@ class PolicyPlayer:
     members: int,
     decode_text: Callable[[list[int]], str],
     hosts: Hosts,
+    *,
     talkers: Talkers | None = None,
   ):
     """Plays nothing yet.
