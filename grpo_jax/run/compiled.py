@@ -73,7 +73,8 @@ class Programs:
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:
     """trained parameters -> the state before the first update. The parameters are donated."""
-    return jax.jit(self._init_state, out_shardings=self._state_places, donate_argnums=0)
+    init = functools.partial(learner.init_state, optimizer=self._optimizer, algo=self._algo)
+    return jax.jit(init, out_shardings=self._state_places, donate_argnums=0)
 
   def sampler(self, max_tokens: int | None = None, keeps_experts: bool = False) -> Sampler:
     """The sampler of completions of up to so many tokens, or of sampling.max_tokens.
@@ -159,9 +160,6 @@ class Programs:
   @property
   def _state_places(self) -> TrainState:
     return jax.tree.map(lambda x: x.sharding, self.abstract_state)
-
-  def _init_state(self, params: Any) -> TrainState:
-    return learner.init_state(params, self._optimizer, self._algo)
 
   def _train_step(self, objective: learner.Objective, optimizer: Any, micro_batch: int) -> Any:
     move, rate = None, self._config.learner.router_bias_rate

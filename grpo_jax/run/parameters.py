@@ -30,12 +30,6 @@ from grpo_jax.settings import ConfigError
 from grpo_jax.types import TrainState
 
 _TOWER = "vision"  # the entry of the tree of parameters
-Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
-
-
-def no_progress(done: int, total: int) -> None:
-  """A `Progress` that shows nothing."""
-  del done, total
 
 
 class Parameters:
@@ -58,7 +52,7 @@ class Parameters:
     config: Config,
     shape: model.ModelConfig,
     mesh: jax.sharding.Mesh,
-    progress: Progress = no_progress,
+    progress: model.Progress = model.no_progress,
     apart: Sequence[jax.Device] = (),
   ):
     """Raises ConfigError for adapters that do not fit the model, or an unknown optimizer.
@@ -134,7 +128,7 @@ class Parameters:
     if self.model.lora is not None:
       init = functools.partial(model.init_adapters, config=self.model, base=self.abstract_base)
     elif self._config.model.path:
-      return self._loaded(_as_float32, self.abstract)
+      return self._loaded(model.to_float32, self.abstract)
     else:
       init = functools.partial(model.init, config=self.model)
     return jax.jit(init, out_shardings=shardings)(key)
@@ -155,7 +149,7 @@ class Parameters:
     if self.abstract_base is None:
       return None
     if self.model.lora is None:
-      return self._loaded(_as_float32, self.abstract_base)
+      return self._loaded(model.to_float32, self.abstract_base)
     convert = functools.partial(model.quantised, dtype=self._config.lora.base_dtype)
     return self._loaded(convert, self.abstract_base)
 
@@ -302,11 +296,6 @@ def _at(abstract: Any, places: Any) -> Any:
 def _places(abstract: Any) -> Mapping[str, jax.sharding.Sharding]:
   """The sharding of every parameter, by its path."""
   return flatten_dict(jax.tree.map(lambda x: x.sharding, abstract), sep="/")
-
-
-def _as_float32(name: str, x: jax.Array) -> jax.Array:
-  del name
-  return x.astype("float32")
 
 
 def _reference_leaf(name: str, x: jax.Array, dtype: str) -> jax.Array:
