@@ -245,7 +245,7 @@ def activation_bytes(
 ) -> Callable[[int], float]:
   """prompts of one device -> the bytes that it needs to update with them, beside what is held.
 
-  The arguments are those of `micro_batch`.
+  The arguments are those of `visual_of`.
   """
   split = shape.rows.mesh.shape["tensor"]
   everything = _kept_bytes(config, shape, params, split, "", most)
