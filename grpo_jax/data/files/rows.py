@@ -1,6 +1,5 @@
 """Rows of files that may be larger than memory: found once, and read when a batch needs them."""
 
-import abc
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
@@ -153,25 +152,8 @@ class Joined:
     return self._parts[number], index - int(self._begins[number])
 
 
-class MadeExamples(Sequence[Example]):
-  """Examples that are made when they are asked for."""
-
-  there_are = "there are"  # so the error for a number that is too large begins
-
-  @abc.abstractmethod
-  def made(self, index: int) -> Example:
-    """The example of a number from 0 on that is below `len`."""
-
-  def __getitem__(self, index: Any) -> Any:
-    if isinstance(index, slice):
-      return [self[i] for i in range(*index.indices(len(self)))]
-    if not -len(self) <= index < len(self):
-      raise IndexError(f"{self.there_are} {len(self)} examples, no number {index}")
-    return self.made(int(index) % len(self))
-
-
-class Examples(MadeExamples):
-  """Examples that are made of rows."""
+class Examples(Sequence[Example]):
+  """Examples that are made of rows when they are asked for."""
 
   def __init__(self, rows: Rows, make_example: Callable[[Row, str], Example]) -> None:
     """`make_example` gets a row, and its place for error messages."""
@@ -184,10 +166,14 @@ class Examples(MadeExamples):
   def __len__(self) -> int:
     return len(self._rows)
 
-  def made(self, index: int) -> Example:
-    """The example of a row. Raises ConfigError if the row is wrong."""
-    where = self._rows.where(index)
-    example = self._make_example(self._rows[index], where)
+  def __getitem__(self, index: Any) -> Any:
+    if isinstance(index, slice):
+      return [self[i] for i in range(*index.indices(len(self)))]
+    if not -len(self) <= index < len(self):
+      raise IndexError(f"there are {len(self)} examples, no number {index}")
+    place = index % len(self)
+    where = self._rows.where(place)
+    example = self._make_example(self._rows[place], where)
     check_values(example, where)
     return example
 

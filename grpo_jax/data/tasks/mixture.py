@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.data.files.rows import Example, MadeExamples, place_of
+from grpo_jax.data.files.rows import Example, place_of
 from grpo_jax.data.tasks import reasoning_gym
 from grpo_jax.settings import ConfigError
 
@@ -121,7 +121,7 @@ def places_of(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
   return [max(size, round(weight * epoch)) for size, weight in zip(sizes, weights)]
 
 
-class Mixture(MadeExamples):
+class Mixture(Sequence[Example]):
   """The examples of several sources. A field that a source does not have is None."""
 
   def __init__(
@@ -154,9 +154,12 @@ class Mixture(MadeExamples):
   def __len__(self) -> int:
     return int(self._begins[-1])
 
-  def made(self, index: int) -> Example:
-    """An example of one of the sources, with the fields of all and its task."""
-    source, place = self._find(index)
+  def __getitem__(self, index: Any) -> Any:
+    if isinstance(index, slice):
+      return [self[i] for i in range(*index.indices(len(self)))]
+    if not -len(self) <= index < len(self):
+      raise IndexError(f"there are {len(self)} examples, no number {index}")
+    source, place = self._find(index % len(self))
     part = self._parts[source]
     example = part[place % len(part)]
     return {**self._fields, **example, "task": self._names[source]}
