@@ -271,7 +271,7 @@ def one_update(part: Part, run: Run, with_reference: bool = True) -> dict[str, A
 
 
 def memory_of_update(run: Run, step: Any, before: int | None) -> dict[str, Any]:
-  """The peak memory of an update by the device, by fitting.py and by the compiler, in bytes."""
+  """The peak memory of an update by the device, by run/memory.py and by the compiler, in bytes."""
   held, activations = run.programs.estimate_of_update
   sizes = step.memory_analysis()
   peak = peak_bytes()

@@ -18,6 +18,7 @@ from grpo_jax.learner.token_stats import StatsOptions, batch_stats
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
 from grpo_jax.run import fitting
+from grpo_jax.run.memory import activation_bytes, device_bytes, sampler_bytes
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import most_rewound
 from grpo_jax.sampler.sampling import Sampler
@@ -46,12 +47,10 @@ def test_the_largest_micro_batch_that_fits_is_taken():
   mesh = make_mesh(Mesh(2, 1, 1, 1), jax.devices()[:2])
   shape = shape_on(mesh)
   params = jax.eval_shape(functools.partial(model.init, config=shape), jax.random.key(0))
-  choose = functools.partial(
-    fitting.micro_batch, shape=shape, params=params, held=1000.0, mesh=mesh
-  )
+  choose = functools.partial(fitting.micro_batch, shape=shape, params=params, held=1000.0)
   small = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=32))
   for prompts in (2, 4, 8, 16):  # multiples of the two devices that divide 16
-    needed = fitting.activation_bytes(small, shape, params, mesh)(prompts // 2)
+    needed = activation_bytes(small, shape, params)(prompts // 2)
     memory = (needed + 1000) / 0.85 + 1
     assert choose(small, memory=memory) == prompts
     assert choose(small, memory=memory - 100) == max(2, prompts // 2)
@@ -97,25 +96,27 @@ def test_the_estimate_of_a_prompt_is_what_the_compiler_says_or_a_little_more(att
     compiled = jax.jit(jax.grad(loss)).lower(params, batch).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
-  estimate = fitting.activation_bytes(config, shape, params, mesh)
+  estimate = activation_bytes(config, shape, params)
   ratio = (estimate(16) - estimate(8)) / (temporary(16) - temporary(8))
   assert 1 <= ratio < 1.3
 
 
 def test_weights_lie_whole_while_sampling_where_they_fit():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
-  params = {"embed": {"embedding": jax.ShapeDtypeStruct((100, 40), jnp.float32)}}
   shape = shape_on(mesh)
+
+  def held_on(there):
+    """1,000 bytes, and a table of 16,000 that is split along `tensor`."""
+    return 1000.0 + 16000 / there.shape["tensor"]
+
   # 3 layers, 2 heads of 8 numbers, keys and values: 4 prompts of a device, each of 32 + 4 * 64
   # tokens. Four copies of 16 rows of 96 logits.
   cache = 4 * (32 + 4 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 16 * 96 * 4
   config = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8))
-  assert fitting.sampler_bytes(config, shape) == cache
+  assert sampler_bytes(config, shape) == cache
   drawn = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8, samples=16))
-  assert fitting.sampler_bytes(drawn, shape) == (
-    2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 32 * 96 * 4
-  )
-  split = functools.partial(fitting.sampling_tensor, config, shape, params, 1000.0, mesh)
+  assert sampler_bytes(drawn, shape) == (2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 32 * 96 * 4)
+  split = functools.partial(fitting.sampling_tensor, config, shape, held_on, mesh)
   enough = (1000 + 16000 + cache) / 0.93
   assert split(enough + 1) == split(None) == 1 and split(enough - 1) == 2
   # Two devices share the weights, and the rows of two. Four cannot share two heads.
@@ -123,9 +124,9 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
   # Where the rows never fit all at once, weights that leave half of the memory are not split.
   assert split(2 * (1000 + 16000) / 0.93 + 1) == 1 and split(2 * (1000 + 16000) / 0.93 - 1) == 2
   given = dataclasses.replace(config, sampling=Sampling(tensor=2))
-  assert fitting.sampling_tensor(given, shape, params, 0.0, mesh, 1.0) == 2
+  assert fitting.sampling_tensor(given, shape, held_on, mesh, 1.0) == 2
   whole = make_mesh(Mesh(4, 1, 1, 1), jax.devices()[:4])
-  assert fitting.sampling_tensor(config, shape, params, 0.0, whole, 1.0) == 1
+  assert fitting.sampling_tensor(config, shape, held_on, whole, 1.0) == 1
 
 
 def test_as_many_rows_as_fit_are_in_flight():
@@ -134,19 +135,19 @@ def test_as_many_rows_as_fit_are_in_flight():
   choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0)
   config = dataclasses.replace(CONFIG, eval=Eval(every=0))
   for rows in (64, 32, 16, 8, 4):
-    needed = fitting.sampler_bytes(config, shape, rows)
+    needed = sampler_bytes(config, shape, rows)
     memory = (needed + 1000) / 0.93 + 1
     assert choose(config, memory=memory) == (rows if rows < 64 else 0)  # 0: all
     assert choose(config, memory=memory - 100) == max(4, rows // 2)  # a row for each device
   assert choose(config, memory=None) == 0
   # More draws are evaluated than a step samples.
   drawn = dataclasses.replace(config, eval=Eval(every=1, batch=8, samples=16))
-  needed = fitting.sampler_bytes(drawn, shape, 0)
+  needed = sampler_bytes(drawn, shape, 0)
   memory = (needed + 1000) / 0.93 + 1
   assert choose(drawn, memory=memory) == 0 and choose(drawn, memory=memory - 100) == 64
   # 16 rows are in 16 places, each with its prompt: 4 on a device. Four copies of 96 logits a row.
   own = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4 + 4 * 4 * 96 * 4
-  assert fitting.sampler_bytes(CONFIG, shape, 16) == own
+  assert sampler_bytes(CONFIG, shape, 16) == own
   given = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=64, rows=12))
   assert choose(given, memory=1.0) == choose(given, memory=None) == 12
 
@@ -169,9 +170,9 @@ def test_the_bytes_of_a_cache_are_those_of_its_arrays(name, cache_dtype):
   for slots in (8, 100):
     flight = sampler.programs.abstract(Grid(2, 3), slots, params, 12, settings)
     cache, rewind = flight.cache, most_rewound(sampler.programs.columns)
-    found = fitting.device_bytes((cache.keys, cache.values, cache.states))
+    found = device_bytes((cache.keys, cache.values, cache.states))
     prompts = cache.prefix
-    of_prompts = fitting.device_bytes((prompts.keys, prompts.values, prompts.states))
+    of_prompts = device_bytes((prompts.keys, prompts.values, prompts.states))
     expected = model.cache_bytes(config, 12, slots, rewind)
     assert (2 * expected.place, 6 * expected.row) == (of_prompts, found)
 
@@ -180,9 +181,7 @@ def test_windows_take_less_of_the_estimate():
   mesh = make_mesh(Mesh(1, 1, 1, 1), jax.devices()[:1])
   config = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=4096))
   of_windows = (), (16, 0, 16)
-  whole, rings = (
-    fitting.sampler_bytes(config, shape_on(mesh, windows=windows)) for windows in of_windows
-  )
+  whole, rings = (sampler_bytes(config, shape_on(mesh, windows=windows)) for windows in of_windows)
   # Two layers have 16 + 61 slots of 4,096 for each of 64 rows, and 16 of 32 for each of 16 prompts.
   spared = 2 * (64 * (4096 - 77) + 16 * (32 - 16)) * 2 * 8 * 2 * 4
   assert whole - rings == spared

@@ -16,9 +16,11 @@ from small_run import small_config, small_run, with_section
 from grpo_jax import plan
 from grpo_jax.console import exit_codes
 from grpo_jax.parallel import chips
+from grpo_jax.parallel.mesh import sampling_mesh
 from grpo_jax.planning import table, topologies
 from grpo_jax.planning.phases import compiled
 from grpo_jax.planning.programs import programs, shape_alone
+from grpo_jax.run import fitting
 from grpo_jax.run.parameters import count
 from grpo_jax.settings import ConfigError
 
@@ -119,6 +121,61 @@ def test_the_estimate_counts_what_the_plan_of_the_update_says_is_held(kl_coef):
   assert (update.held["reference"] > 0) == (kl_coef > 0)
 
 
+def lora_config(folder, **mesh):
+  """A frozen base in float32 that is sampled from in bfloat16, and adapters."""
+  (folder / "config.json").write_text(json.dumps(QWEN2))
+  config = with_section(small_config(), "model", path=str(folder))
+  config = with_section(config, "lora", rank=2)
+  config = with_section(config, "mesh", **{"data": 1, "fsdp": 1, "tensor": 1} | mesh)
+  return with_section(config, "sampling", dtype="bfloat16")
+
+
+def run_on(config, devices):
+  tokens = plan.tokenizer.characters("")
+  return plan.Run(shape_alone(config), devices=jax.devices()[:devices], tokens=tokens)
+
+
+def test_the_base_that_the_sampler_reads_is_held_by_the_update_too(tmp_path):
+  """It is made once and kept, so a micro-batch has less room."""
+  built = run_on(lora_config(tmp_path), 1)
+  update = next(program for program in programs(built) if program.name == "update")
+  assert update.held["base for sampling"] == update.held["frozen base"] > 0
+  held, _ = built.programs.estimate_of_update
+  assert held == sum(update.held.values()) + update.gradients
+
+
+@pytest.mark.parametrize("sampler", [0, 1])
+def test_rows_in_flight_are_chosen_beside_what_the_plan_of_the_sampler_says(
+  sampler, tmp_path, monkeypatch
+):
+  """With a base that is sampled from as it is: a copy of the adapters alone."""
+  config = with_section(lora_config(tmp_path, sampler=sampler), "lora", base_dtype="bfloat16")
+  config = with_section(config, "rollout", max_staleness=2)
+  monkeypatch.setattr("grpo_jax.sampler.weights._MOST_UNROLLED_LAYERS", {})
+  built, seen = run_on(config, 1 + sampler), []
+  monkeypatch.setattr(fitting, "rows_in_flight", lambda *given: seen.append(given[2]) or 0)
+  sample = next(programs(built))
+  assert seen == [sum(sample.held.values())]
+  if not sampler:
+    assert sample.held["base for sampling"] == 0 < sample.held["sampling copy"]
+
+
+def test_the_mesh_of_the_sampler_is_chosen_beside_the_frozen_base(tmp_path, monkeypatch):
+  """And the weights lie on that mesh as the plan says."""
+  found = {}
+
+  def choose(config, shape, held_on, mesh, memory):
+    found.update((size, held_on(sampling_mesh(mesh, size))) for size in (1, 2))
+    return 2
+
+  monkeypatch.setattr(fitting, "sampling_tensor", choose)
+  sample = next(programs(run_on(lora_config(tmp_path, fsdp=2), 2)))
+  assert found[2] == sum(sample.held.values())
+  assert sample.held["frozen base"] > 0
+  spared = found[1] - found[2]  # half of what is split along tensor
+  assert 0 < spared < sample.held["base for sampling"] + sample.held["sampling copy"]
+
+
 @pytest.mark.parametrize(
   "max_tokens",
   [100, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2, 32, 33, 64, 512, 1000))],
@@ -131,12 +188,7 @@ def test_the_rounds_of_the_decode_loops_are_the_tokens_after_the_first(max_token
 
 
 def test_lora_holds_a_frozen_base_and_no_reference(tmp_path):
-  (tmp_path / "config.json").write_text(json.dumps(QWEN2))
-  config = with_section(small_config(), "model", path=str(tmp_path))
-  config = with_section(config, "lora", rank=2)
-  config = with_section(config, "sampling", dtype="bfloat16")
-  tokens = plan.tokenizer.characters("")
-  built = plan.Run(shape_alone(config), devices=jax.devices()[:1], tokens=tokens)
+  built = run_on(lora_config(tmp_path), 1)
   sample = next(programs(built))
   base = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(built.parameters.abstract_base))
   assert sample.held["frozen base"] == base

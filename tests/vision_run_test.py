@@ -21,7 +21,7 @@ from grpo_jax.evaluation.policy import load_policy
 from grpo_jax.planning.programs import programs
 from grpo_jax.reporting.completions import shares, shown_completions
 from grpo_jax.reporting.runs import read_run
-from grpo_jax.run import fitting
+from grpo_jax.run import memory
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.sampling import shared_tokens
 from grpo_jax.settings import ConfigError
@@ -300,14 +300,14 @@ def test_a_micro_batch_is_chosen_by_the_images_that_were_counted(vision, tmp_pat
   assert run.programs.most_images is None
   prompts = run.prompts("train")
   most, shape = run.programs.most_images, run.parameters.model
-  counted = fitting.images_of(run.config, shape, len(prompts), most)
+  counted = memory.images_of(run.config, shape, len(prompts), most)
   seen = loader.prompt_batch(prompts, np.arange(len(prompts))).images
   assert counted.patches_PINC.shape == seen.patches_PINC.shape and most[0] == 3
 
   def needed(most):
-    given = run.config, shape, run.parameters.abstract_policy, run.mesh
-    held = fitting.visual_bytes(*given[:3], most)
-    return held + fitting.activation_bytes(*given, most)(1)
+    given = run.config, shape, run.parameters.abstract_policy
+    held = memory.visual_bytes(*given, most)
+    return held + memory.activation_bytes(*given, most)(1)
 
   tokens = run.config.data.max_prompt_tokens
   assert needed((1, tokens)) == needed(None)

@@ -191,8 +191,8 @@ def splits(
   ]
 
 
-def best(found: Sequence[Split], tolerance: float = 0.02) -> Split:
+def best(found: Sequence[Split]) -> Split:
   """The split with the freshest tokens among those that are at most 2% slower than the fastest."""
   fastest = min(split.outcome.step_seconds for split in found)
-  good = [x for x in found if x.outcome.step_seconds <= (1 + tolerance) * fastest]
+  good = [x for x in found if x.outcome.step_seconds <= 1.02 * fastest]
   return min(good, key=lambda x: (x.bound, x.outcome.step_seconds))

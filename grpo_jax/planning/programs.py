@@ -13,7 +13,7 @@ from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.config import Config
 from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel import sharding
-from grpo_jax.run.fitting import device_bytes, images_of, visual_bytes, visual_of
+from grpo_jax.run.memory import device_bytes, images_of, visual_of
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.flight import NewRows, Prompts
 from grpo_jax.sampler.logits import RowSettings
@@ -129,44 +129,23 @@ class _Parts:
 
   def __init__(self, run: Run):
     self._run, self._config = run, run.config
-    parameters, state = run.parameters, run.programs.abstract_state
+    parameters = run.parameters
     trained, base = parameters.abstract, parameters.abstract_base
-    sampled = parameters.sampling.abstract(trained)
+    self._held = parameters.held
     sampled_base = None if base is None else parameters.sampling.abstract(base)
-    self._sampled = model.join(sampled_base, sampled)
-    self._copy_bytes = 0.0 if sampled is trained else device_bytes(sampled)
+    self._sampled = model.join(sampled_base, parameters.sampling.abstract(trained))
     self.reference = None
     if self._config.algo.uses_reference:
       self.reference = base
     if parameters.has_reference_copy:
       self.reference = model.join(base, parameters.abstract_reference)
-    learned = {
-      "weights": device_bytes(trained),
-      "moments": device_bytes(state) - device_bytes(trained),
-      "frozen base": device_bytes(base),
-      "reference": parameters.reference_bytes,
-    }
-    if parameters.encodes_first:
-      learned["visual tokens"] = self._config.rollout.max_staleness * self._waiting_bytes
-    # Made once and kept.
-    of_base = 0.0 if sampled_base is base else device_bytes(sampled_base)
-    kept, copies = {"base for sampling": of_base}, {"sampling copy": self._copy_bytes}
-    if parameters.sampling.is_apart:
-      others = (self._config.sampling_copies - 1) * self._copy_bytes
-      self._held, self._held_by_sampler = learned, kept | copies | {"other versions": others}
-    else:
-      self._held, self._held_by_sampler = learned | kept, learned | kept | copies
     self._rows = sharding.batch_sharding(run.mesh)
 
   def sampling(self, name: str, runs: str, prompts: int, group_size: int) -> Program:
     """A sampler of so many prompts."""
-    held = self._held_by_sampler
-    trained = "sampling copy" if self._copy_bytes else "weights"
-    has_own_base = held["base for sampling"] or "frozen base" not in held
-    base = "base for sampling" if has_own_base else "frozen base"
     stages = self._sampling_stages(name, prompts, group_size)
     tokens = int(sum(stage.runs * sum(stage.rounds.values()) for stage in stages))
-    return Program(name, runs, stages, held, (trained, base), tokens=tokens)
+    return Program(name, runs, stages, self._held.sampling, self._held.sampled, tokens=tokens)
 
   def _sampling_stages(self, name: str, prompts: int, group_size: int) -> tuple[Stage, ...]:
     """What a sampler calls if no completion ends early."""
@@ -180,7 +159,7 @@ class _Parts:
     first = (self._sampled, self._prompts(count, is_encoded), None, settings)
     begin = functools.partial(programs.begin.lower, grid, pace.slots[0], *first)
     flight = programs.abstract(grid, pace.slots[0], self._sampled, S, settings)
-    visual = self._waiting_bytes if is_encoded else 0.0
+    visual = self._held.waiting if is_encoded else 0.0
     others = visual * (1 - count / prompts)
     stages = [Stage(begin, cache=device_bytes(flight.cache), visual=others)]
     waves = -(-prompts * group_size // grid.rows)
@@ -227,27 +206,19 @@ class _Parts:
       )
     return tuple(stages)
 
-  @functools.cached_property
-  def _waiting_bytes(self) -> float:
-    """What one device holds of a batch's visual tokens from its sampling to its update."""
-    parameters = self._run.parameters
-    if not parameters.encodes_first:
-      return 0.0
-    return visual_bytes(self._config, parameters.model, parameters.abstract_policy)
-
   def encode(self) -> Program:
     """A frozen vision tower on the images of a batch."""
     P, encode = self._config.batch.prompts, cast(Any, self._run.encode)
     images = self._with_rows(images_of(self._config, self._run.parameters.model, P), P)
     lower = functools.partial(encode.lower, self._run.parameters.abstract_base, images)
-    return Program("encode", "1", (Stage(lower),), self._held, ("frozen base",))
+    return Program("encode", "1", (Stage(lower),), self._held.learning, ("frozen base",))
 
   def logprobs(self, name: str, params: Any, taken: tuple[str, ...]) -> Program:
     """A pass over the batch without gradients."""
     logprobs: Any = self._run.programs.logprobs
     batch = self._batch.without_experts() if name == "reference" else self._batch
     lower = functools.partial(logprobs.lower, params, batch)
-    return Program(name, "1", (Stage(lower),), self._held, taken)
+    return Program(name, "1", (Stage(lower),), self._held.learning, taken)
 
   def update(self) -> Program:
     """A GRPO update."""
@@ -266,10 +237,10 @@ class _Parts:
     lower = functools.partial(update.lower, state, base, self.reference, part)
     read_by_loss = ("reference",) if algo.needs_full_kl else ()
     taken = ("weights", "moments", "frozen base", *read_by_loss)
-    gradients = self._held["weights"]
+    held, gradients = self._held.learning, self._held.gradients
     updates = str(algo.updates_per_step)
     stage = Stage(lower, rounds={parts: parts})
-    return Program("update", updates, (stage,), self._held, taken, gradients)
+    return Program("update", updates, (stage,), held, taken, gradients)
 
   def warm_start(self) -> Program:
     """A supervised update on one completion of each prompt, which makes no micro-batches."""
@@ -286,10 +257,7 @@ class _Parts:
     update: Any = self._run.programs.warm_update
     state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
     lower = functools.partial(update.lower, state, base, None, batch)
-    held = self._held
-    if not self._config.algo.ref_sync_steps:
-      held = held | {"reference": 0.0}  # made after the warm start
-    gradients = self._held["weights"]
+    held, gradients = self._held.warm_start, self._held.gradients
     taken = ("weights", "moments", "frozen base")
     return Program("warm start", "0", (Stage(lower),), held, taken, gradients)
 

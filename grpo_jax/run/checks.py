@@ -4,7 +4,6 @@ The range of each setting stands with the setting. Here are the checks between s
 the section `algo` are in `grpo_jax/algo/checks.py`.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from grpo_jax.data.tasks.mixture import mixture_of, sources_of
 from grpo_jax.parallel.chips import machine_memory, reported_memory
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards import dispatch
+from grpo_jax.run.memory import device_bytes
 from grpo_jax.sampler.sampling import settings_of
 from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges
 
@@ -172,9 +172,7 @@ def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
     params: Shapes and shardings.
     mesh: The devices. Nothing is checked if they do not say how much memory they have.
   """
-  needed = sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params)
-  )
+  needed = device_bytes(params)
   if mesh.devices.flat[0].platform == "cpu":  # all its devices lie in the memory of this machine
     needed *= len(mesh.local_devices)
     memory: float | None = machine_memory()

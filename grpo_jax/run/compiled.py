@@ -16,6 +16,7 @@ from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.chips import memory_of
 from grpo_jax.run import fitting
+from grpo_jax.run.memory import Held, activation_bytes
 from grpo_jax.run.parameters import Parameters, count
 from grpo_jax.sampler.sampling import Sampler, decoding_of
 from grpo_jax.types import Batch, TrainState
@@ -25,87 +26,55 @@ class Programs:
   """Jitted functions of a config, a mesh and a model. They hold no parameters and no state.
 
   Attributes:
+    abstract_state: `Parameters.abstract_state`.
     most_images: `Prompts.most_images` of the training prompts, where these were counted before
       `micro_batch` is chosen. Otherwise None.
   """
 
   def __init__(self, config: Config, mesh: Mesh, parameters: Parameters):
-    """Raises ConfigError for an optimizer that does not exist."""
     self._config = config
     self._mesh = mesh
     self._parameters = parameters
     self._model = parameters.model
+    self.abstract_state = parameters.abstract_state
     self._algo = algo_of(config)
     self._rows = sharding.batch_sharding(mesh)
     self._everywhere = NamedSharding(mesh, PartitionSpec())
-    # Made here, so that an unknown name is an error before a run writes anything.
     updates = config.steps * self._algo.updates_per_step
     self._optimizer = make_optimizer(config.optimizer, updates)
     self._samplers: dict[tuple[int, bool], Sampler] = {}
     self.most_images: tuple[int, int] | None = None
 
-  @functools.cached_property
-  def abstract_state(self) -> TrainState:
-    """Shapes and shardings of the train state."""
-    abstract = jax.eval_shape(self._init_state, self._parameters.abstract)
-    places = sharding.state_shardings(abstract, self._mesh)
-    return jax.tree.map(
-      lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, places
-    )
-
-  @functools.cached_property
-  def _held_by_update(self) -> float:
-    """The bytes of the state, the frozen base, the reference and the gradients on one device."""
-    parameters = self._parameters
-    gradients = parameters.abstract
-    held = (self.abstract_state, gradients, parameters.abstract_base)
-    return sum(map(fitting.device_bytes, held)) + parameters.reference_bytes
-
-  def _visual_bytes(self, most: tuple[int, int] | None = None) -> float:
-    """Those of the visual tokens of a batch, and of batches that are drawn ahead."""
-    parameters = self._parameters
-    batches = 1 + self._config.rollout.max_staleness * parameters.encodes_first
-    policy = parameters.abstract_policy
-    return batches * fitting.visual_bytes(self._config, self._model, policy, most)
+  @property
+  def _held(self) -> Held:
+    return dataclasses.replace(self._parameters.held, most_images=self.most_images)
 
   @functools.cached_property
   def micro_batch(self) -> int:
     """How many prompts an update computes at once: batch.micro_batch, or what fits."""
     memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
-    most = self.most_images
-    held = self._held_by_update + self._visual_bytes(most)
-    given = self._config, self._model, params, held, self._mesh, memory
-    return fitting.micro_batch(*given, most=most)
+    given = self._config, self._model, params, self._held.in_update, memory
+    return fitting.micro_batch(*given, self.most_images)
 
   @functools.cached_property
   def estimate_of_update(self) -> tuple[float, float]:
     """The bytes that one device holds during an update, and those of activations, estimated."""
     params = self._parameters.abstract_policy
-    most = self.most_images
-    of_prompts = fitting.activation_bytes(self._config, self._model, params, self._mesh, most)
-    activations = of_prompts(-(-self.micro_batch // self._model.row_shards))
-    return self._held_by_update + self._visual_bytes(most), activations
+    of_prompts = activation_bytes(self._config, self._model, params, self.most_images)
+    return self._held.in_update, of_prompts(-(-self.micro_batch // self._model.row_shards))
 
   @functools.cached_property
   def _rows_in_flight(self) -> int:
     """How many completions are decoded together: sampling.rows, or what fits. 0 means all."""
     parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
-    copy = parameters.sampling.abstract(parameters.abstract_policy)
-    if parameters.sampling.is_apart:
-      others = parameters.sampling.abstract(parameters.abstract)
-      held = fitting.device_bytes(copy)
-      held += (self._config.sampling_copies - 1) * fitting.device_bytes(others)
-      return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)
-    gradients = fitting.device_bytes(parameters.abstract)
-    held = self._held_by_update + self._visual_bytes() - gradients
-    if copy is not parameters.abstract_policy:
-      held += fitting.device_bytes(copy)
-    return fitting.rows_in_flight(self._config, parameters.sampling.model, held, memory)
+    shape, held = parameters.sampling.model, parameters.held.in_sampling
+    return fitting.rows_in_flight(self._config, shape, held, memory)
 
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:
     """trained parameters -> the state before the first update. The parameters are donated."""
-    return jax.jit(self._init_state, out_shardings=self._state_places, donate_argnums=0)
+    init = functools.partial(learner.init_state, optimizer=self._optimizer, algo=self._algo)
+    return jax.jit(init, out_shardings=self._state_places, donate_argnums=0)
 
   def sampler(self, max_tokens: int | None = None, keeps_experts: bool = False) -> Sampler:
     """The sampler of completions of up to so many tokens, or of sampling.max_tokens.
@@ -191,9 +160,6 @@ class Programs:
   @property
   def _state_places(self) -> TrainState:
     return jax.tree.map(lambda x: x.sharding, self.abstract_state)
-
-  def _init_state(self, params: Any) -> TrainState:
-    return learner.init_state(params, self._optimizer, self._algo)
 
   def _train_step(self, objective: learner.Objective, optimizer: Any, micro_batch: int) -> Any:
     move, rate = None, self._config.learner.router_bias_rate

@@ -16,23 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from grpo_jax import model
+from grpo_jax import learner, model
 from grpo_jax.config import Config
+from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.chips import memory_of
 from grpo_jax.parallel.mesh import mesh_apart, sampling_mesh
 from grpo_jax.parallel.sharding import leaf_path
 from grpo_jax.run import fitting
-from grpo_jax.sampler.weights import SamplingWeights, cast_for_sampling, matrix_dtype
+from grpo_jax.run.memory import Held
+from grpo_jax.sampler.weights import SamplingWeights, matrix_dtype
 from grpo_jax.settings import ConfigError
+from grpo_jax.types import TrainState
 
 _TOWER = "vision"  # the entry of the tree of parameters
-Progress = Callable[[int, int], None]  # (bytes of a checkpoint read so far, bytes in all)
-
-
-def no_progress(done: int, total: int) -> None:
-  """A `Progress` that shows nothing."""
-  del done, total
 
 
 class Parameters:
@@ -42,8 +39,12 @@ class Parameters:
     model: The model's shape, with its adapters and its place on the mesh.
     abstract: Shapes and shardings of the trained parameters.
     abstract_base: Those of the frozen base, or None if all parameters are trained.
-    sampling: How the sampler reads the parameters.
     abstract_reference: Those of a reference that is a copy of the trained parameters.
+    abstract_state: Those of the train state.
+    encodes_first: Whether images are encoded before their prompts are sampled, for sampler and
+      learner. So a frozen vision tower encodes them once. A sampler elsewhere would have to wait.
+    held: What the run holds on one device.
+    sampling: How the sampler reads the parameters.
   """
 
   def __init__(
@@ -51,15 +52,15 @@ class Parameters:
     config: Config,
     shape: model.ModelConfig,
     mesh: jax.sharding.Mesh,
-    progress: Progress = no_progress,
+    progress: model.Progress = model.no_progress,
     apart: Sequence[jax.Device] = (),
   ):
-    """Raises ConfigError for adapters that do not fit the model.
+    """Raises ConfigError for adapters that do not fit the model, or an unknown optimizer.
 
     `apart` are the devices that only sample, if there are some.
     """
     self._config = config
-    self._mesh, self._apart = mesh, apart
+    self._mesh = mesh
     self._progress = progress
     shardings = sharding.model_shardings(shape, mesh)
     self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
@@ -79,7 +80,11 @@ class Parameters:
       self.abstract = self._placed(jax.eval_shape(adapters, jax.random.key(0)))
       self._check_tower_adapters(whole)
     self.abstract_reference = self._placed(jax.eval_shape(self._reference_of, self.abstract))
-    self.sampling = SamplingWeights(self.model, config.sampling, self._sampling_mesh())
+    self.abstract_state = self._abstract_state()
+    is_elsewhere = bool(apart or config.rollout.listen)
+    self.encodes_first = self.model.has_frozen_tower and not is_elsewhere
+    self.held = self._held(mesh_apart(mesh, apart) if apart else mesh)
+    self.sampling = self.held.weights
     if config.lora.path:
       model.check_adapters(config.lora.path, self.model)
 
@@ -96,20 +101,6 @@ class Parameters:
     """
     algo = self._config.algo
     return algo.uses_reference and (self.model.lora is None or algo.ref_sync_steps > 0)
-
-  @property
-  def encodes_first(self) -> bool:
-    """Whether images are encoded before their prompts are sampled, for sampler and learner.
-
-    So a frozen vision tower encodes them once. A sampler elsewhere would have to wait for it.
-    """
-    is_elsewhere = self.sampling.is_apart or bool(self._config.rollout.listen)
-    return self.model.has_frozen_tower and not is_elsewhere
-
-  @property
-  def reference_bytes(self) -> float:
-    """What one device holds of that copy."""
-    return fitting.device_bytes(self.abstract_reference) if self.has_reference_copy else 0.0
 
   def layers_of(self, name: str) -> list[str]:
     """The single layers that a leaf of a checkpoint holds (see `checkpoint_reader.read`)."""
@@ -137,7 +128,7 @@ class Parameters:
     if self.model.lora is not None:
       init = functools.partial(model.init_adapters, config=self.model, base=self.abstract_base)
     elif self._config.model.path:
-      return self._loaded(_as_float32, self.abstract)
+      return self._loaded(model.to_float32, self.abstract)
     else:
       init = functools.partial(model.init, config=self.model)
     return jax.jit(init, out_shardings=shardings)(key)
@@ -158,7 +149,7 @@ class Parameters:
     if self.abstract_base is None:
       return None
     if self.model.lora is None:
-      return self._loaded(_as_float32, self.abstract_base)
+      return self._loaded(model.to_float32, self.abstract_base)
     convert = functools.partial(model.quantised, dtype=self._config.lora.base_dtype)
     return self._loaded(convert, self.abstract_base)
 
@@ -217,22 +208,33 @@ class Parameters:
     return jax.tree_util.tree_map_with_path(quantise, params)
 
   def _placed(self, abstract: Any) -> Any:
-    def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    return _at(abstract, sharding.param_specs(abstract, self._mesh))
 
-    return jax.tree.map(place, abstract, sharding.param_specs(abstract, self._mesh))
+  def _abstract_state(self) -> TrainState:
+    optimizer = make_optimizer(self._config.optimizer, steps=1)  # its schedule has no shape
+    init = functools.partial(learner.init_state, optimizer=optimizer, algo=self._config.algo)
+    abstract = jax.eval_shape(init, self.abstract)
+    return _at(abstract, sharding.state_shardings(abstract, self._mesh))
 
-  def _sampling_mesh(self) -> jax.sharding.Mesh:
-    cast = functools.partial(cast_for_sampling, sampling=self._config.sampling)
-    copy = jax.eval_shape(cast, self.abstract_policy)
-    # Weights and two moments, where the learner is.
-    held = 3 * fitting.device_bytes(self.abstract) + self.reference_bytes
-    mesh = self._mesh
-    if self._apart:
-      held, mesh = 0.0, mesh_apart(mesh, self._apart)
+  def _held(self, mesh: Mesh) -> Held:
+    """What the run holds, with the sampler's weights on these devices as they are chosen to lie."""
+
+    def on(there: Mesh) -> Held:
+      return Held(
+        config=self._config,
+        shape=self.model,
+        state=self.abstract_state,
+        base=self.abstract_base,
+        reference=self.abstract_reference if self.has_reference_copy else None,
+        weights=SamplingWeights(self.model, self._config.sampling, there),
+        encodes_first=self.encodes_first,
+      )
+
     memory = memory_of(mesh.devices.flat[0])
-    tensor = fitting.sampling_tensor(self._config, self.model, copy, held, mesh, memory)
-    return sampling_mesh(mesh, tensor)
+    tensor = fitting.sampling_tensor(
+      self._config, self.model, lambda there: on(there).in_sampling, mesh, memory
+    )
+    return on(sampling_mesh(mesh, tensor))
 
   def _check_tower_adapters(self, whole: Any) -> None:
     """Raises ConfigError for a tower that is trained and gets no adapter."""
@@ -282,14 +284,18 @@ def lora_of(config: Config) -> model.AdapterShape | None:
   return described
 
 
+def _at(abstract: Any, places: Any) -> Any:
+  """Shapes and dtypes with their shardings."""
+
+  def place(x: Any, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+  return jax.tree.map(place, abstract, places)
+
+
 def _places(abstract: Any) -> Mapping[str, jax.sharding.Sharding]:
   """The sharding of every parameter, by its path."""
   return flatten_dict(jax.tree.map(lambda x: x.sharding, abstract), sep="/")
-
-
-def _as_float32(name: str, x: jax.Array) -> jax.Array:
-  del name
-  return x.astype("float32")
 
 
 def _reference_leaf(name: str, x: jax.Array, dtype: str) -> jax.Array:

@@ -32,7 +32,7 @@ from grpo_jax.run.checks import (
   check_stop_ids,
 )
 from grpo_jax.run.compiled import Programs
-from grpo_jax.run.parameters import Parameters, Progress, no_progress
+from grpo_jax.run.parameters import Parameters
 from grpo_jax.settings import ConfigError
 from grpo_jax.timing import told_if_slow
 from grpo_jax.types import Images, Visual
@@ -63,7 +63,7 @@ class Run:
   def __init__(
     self,
     config: Config,
-    progress: Progress = no_progress,
+    progress: model.Progress = model.no_progress,
     devices: Sequence[jax.Device] | None = None,
     tokens: tokenizer.Tokenizer | None = None,
   ):

@@ -1,61 +1,38 @@
 """Images as Gemma 3 sees them: squares of one size, whatever their shape was."""
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.data.images.fields import Fields
-from grpo_jax.data.images.pictures import Layout, Picture, Scale, as_convolution, scale_of
+from grpo_jax.data.images.pictures import Layout, Picture, SquareKind, as_convolution, scale_of
 from grpo_jax.data.images.resize import resize
 
 _SIGLIP = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": 2}
 
 
-@dataclasses.dataclass(frozen=True)
-class Gemma3:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3(SquareKind):
   """The settings of a folder.
 
   Attributes:
-    scale: How pixels are resampled and scaled.
-    side: Height and width of a resized image.
-    patch: Height and width of a patch.
-    tokens: How many visual tokens an image has, a square number.
-    token: The token that a visual token takes the place of.
-    placeholder: The token that begins an image.
+    begin: The token that begins an image, and the placeholder.
     end: The token that ends it.
   """
 
-  scale: Scale
-  side: int
-  patch: int
-  tokens: int
-  token: str
-  placeholder: str
+  begin: str
   end: str
-  has_axes: bool = False
 
   @property
-  def plain(self) -> str:
+  def placeholder(self) -> str:
     """The token that begins an image."""
-    return self.placeholder
-
-  @property
-  def patches_per_token(self) -> int:
-    """How many patches become a visual token."""
-    return (self.side // self.patch) ** 2 // self.tokens
-
-  @property
-  def patch_numbers(self) -> int:
-    """3 channels."""
-    return 3 * self.patch**2
+    return self.begin
 
   def layout(self, height: int, width: int) -> Layout:
     """One picture, with the tokens that begin and end it and empty lines around it."""
-    text = f"\n\n{self.placeholder}{self.token * self.tokens}{self.end}\n\n"
-    side = math.isqrt(self.tokens)
-    return Layout(text, ((side, side),))
+    text = f"\n\n{self.begin}{self.token * self.tokens}{self.end}\n\n"
+    return Layout(text, (self.grid,))
 
   def pictures(self, image: np.ndarray) -> list[Picture]:
     """Patches in rows. Numbers of a patch: channel, row, column."""
@@ -78,21 +55,17 @@ def make(fields: Fields, around: Fields, vision: Fields, tokens: dict[str, Any])
   # transformers' processor of Gemma 3 leaves it out, whatever the folder says.
   fields.must_be_false("do_pan_and_scan")
   size = fields.inside("size", {"height": 224, "width": 224})
-  side, patch = size.count("height", 224), vision.count("patch_size", 14)
+  side = size.count("height", 224)
   if size.count("width", 224) != side:
     size.refuse("width", f"it must be the height, {side}")
-  if side % patch:
-    size.refuse("height", f"it must be a multiple of the model's patch_size, {patch}")
-  count = around.count("image_seq_length", fields.count("image_seq_length", 256))
-  grid = side // patch
-  if math.isqrt(count) ** 2 != count or grid % math.isqrt(count):
-    around.refuse("image_seq_length", f"{grid} x {grid} patches cannot be pooled to so many tokens")
-  return Gemma3(
+  kind = Gemma3(
     scale=scale_of(fields, _SIGLIP),
     side=side,
-    patch=patch,
-    tokens=count,
+    patch=vision.count("patch_size", 14),
+    tokens=around.count("image_seq_length", fields.count("image_seq_length", 256)),
     token=tokens.get("image_token", "<image_soft_token>"),
-    placeholder=tokens.get("boi_token", "<start_of_image>"),
+    begin=tokens.get("boi_token", "<start_of_image>"),
     end=tokens.get("eoi_token", "<end_of_image>"),
   )
+  kind.check_sizes(size, "height", around, "image_seq_length")
+  return kind

@@ -8,9 +8,9 @@ import numpy as np
 
 from grpo_jax.data.images.fields import Fields
 from grpo_jax.data.images.pictures import (
+  Kind,
   Layout,
   Picture,
-  Scale,
   patches_of,
   places_of,
   scale_of,
@@ -26,48 +26,26 @@ _DEFAULTS = {
 _TOKENS = (70, 140, 280, 560, 1120)
 
 
-@dataclasses.dataclass(frozen=True)
-class Gemma4:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4(Kind):
   """The settings of a folder.
 
   Attributes:
-    scale: How pixels are resampled and scaled.
-    patch: Height and width of a patch.
     pool: Rows and columns of patches that become a visual token.
     most_tokens: The most visual tokens of an image.
-    token: The token that a visual token takes the place of, and the placeholder.
     begin: The token that begins an image.
     end: The token that ends it.
   """
 
-  scale: Scale
-  patch: int
   pool: int
   most_tokens: int
-  token: str
   begin: str
   end: str
-  has_axes: bool = False
-
-  @property
-  def placeholder(self) -> str:
-    """What stands for an image in a prompt."""
-    return self.token
-
-  @property
-  def plain(self) -> str:
-    """What stands for an image in a prompt without a chat template."""
-    return self.token
 
   @property
   def patches_per_token(self) -> int:
     """How many patches become a visual token."""
     return self.pool**2
-
-  @property
-  def patch_numbers(self) -> int:
-    """3 channels."""
-    return 3 * self.patch**2
 
   def layout(self, height: int, width: int) -> Layout:
     """One picture, with the tokens that begin and end it."""

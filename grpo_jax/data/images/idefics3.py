@@ -7,59 +7,28 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.data.images.fields import Fields
-from grpo_jax.data.images.pictures import Layout, Picture, Scale, as_convolution, scale_of
+from grpo_jax.data.images.pictures import Layout, Picture, SquareKind, as_convolution, scale_of
 from grpo_jax.data.images.resize import resize
 
 _SIGLIP = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": 1}
 _LONGEST = 4096  # pixels of a side
 
 
-@dataclasses.dataclass(frozen=True)
-class Idefics3:
-  """The settings of a folder.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Idefics3(SquareKind):
+  """The settings of a folder, whose pictures are tiles.
 
   Attributes:
-    scale: How pixels are resampled and scaled.
     longest: To how many pixels the longer side is resized first.
-    side: Height and width of a tile.
-    patch: Height and width of a patch.
-    tokens: How many visual tokens a tile has, a square number.
     splits: Whether images are cut into tiles.
-    token: The token that a visual token takes the place of, and the placeholder.
     around: The token before a tile and after the last one.
     whole: The token before the tile of the whole image.
   """
 
-  scale: Scale
   longest: int
-  side: int
-  patch: int
-  tokens: int
   splits: bool
-  token: str
   around: str
   whole: str
-  has_axes: bool = False
-
-  @property
-  def placeholder(self) -> str:
-    """What stands for an image in a prompt."""
-    return self.token
-
-  @property
-  def plain(self) -> str:
-    """What stands for an image in a prompt without a chat template."""
-    return self.token
-
-  @property
-  def patches_per_token(self) -> int:
-    """How many patches become a visual token."""
-    return (self.side // self.patch) ** 2 // self.tokens
-
-  @property
-  def patch_numbers(self) -> int:
-    """3 channels."""
-    return 3 * self.patch**2
 
   def layout(self, height: int, width: int) -> Layout:
     """The tiles with the tokens of their rows and columns, then the whole image."""
@@ -73,8 +42,7 @@ class Idefics3:
     if rows:
       text += "\n"
     text += f"{self.around}{self.whole}{tile}{self.around}"
-    side = math.isqrt(self.tokens)
-    return Layout(text, ((side, side),) * (rows * columns + 1))
+    return Layout(text, (self.grid,) * (rows * columns + 1))
 
   def pictures(self, image: np.ndarray) -> list[Picture]:
     """The tiles in rows, then the whole image. Numbers of a patch: channel, row, column."""
@@ -139,20 +107,16 @@ def make(fields: Fields, around: Fields, vision: Fields, tokens: dict[str, Any])
     ConfigError: A field has a value that this processor does not have.
   """
   side = fields.inside("max_image_size", {"longest_edge": 364}).count("longest_edge", 364)
-  patch = vision.count("patch_size", 32)
-  if side % patch:
-    fields.refuse("max_image_size", f"it must be a multiple of the model's patch_size, {patch}")
-  count, grid = around.count("image_seq_len", 169), side // patch
-  if math.isqrt(count) ** 2 != count or grid % math.isqrt(count):
-    around.refuse("image_seq_len", f"{grid} x {grid} patches cannot be merged to so many tokens")
-  return Idefics3(
+  kind = Idefics3(
     scale=scale_of(fields, _SIGLIP),
     longest=fields.inside("size", {"longest_edge": 1456}).count("longest_edge", 1456),
     side=side,
-    patch=patch,
-    tokens=count,
+    patch=vision.count("patch_size", 32),
+    tokens=around.count("image_seq_len", 169),
     splits=fields.flag("do_image_splitting", True),
     token=tokens.get("image_token", "<image>"),
     around=tokens.get("fake_image_token", "<fake_token_around_image>"),
     whole=tokens.get("global_image_token", "<global-img>"),
   )
+  kind.check_sizes(fields, "max_image_size", around, "image_seq_len")
+  return kind

@@ -1,8 +1,10 @@
 """What all kinds of image processors share: pictures, their layout, and the scale of pixels."""
 
+import abc
 from collections.abc import Mapping
 import dataclasses
-from typing import NamedTuple, Protocol
+import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,40 +37,6 @@ class Layout:
   tokens: tuple[tuple[int, int], ...]
 
 
-class Kind(Protocol):
-  """A kind of image processor, with the settings of a folder."""
-
-  @property
-  def placeholder(self) -> str:
-    """What stands for an image in a prompt that a chat template has rendered."""
-
-  @property
-  def plain(self) -> str:
-    """What stands for an image in a prompt without a chat template."""
-
-  @property
-  def token(self) -> str:
-    """The token that a visual token takes the place of."""
-
-  @property
-  def patches_per_token(self) -> int:
-    """How many patches become a visual token."""
-
-  @property
-  def patch_numbers(self) -> int:
-    """C, how many numbers a patch has."""
-
-  @property
-  def has_axes(self) -> bool:
-    """Whether tokens have positions on three axes."""
-
-  def layout(self, height: int, width: int) -> Layout:
-    """The layout of an image. Raises ValueError if the processor cannot take this size."""
-
-  def pictures(self, image: np.ndarray) -> list[Picture]:
-    """The pictures of an image, uint8 [height, width, 3], in the order of `Layout.tokens`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Scale:
   """How an image is resampled, and how its bytes become numbers.
@@ -93,6 +61,89 @@ class Scale:
     # As transformers does: the mean and std of bytes, computed in float32.
     by = np.float32(1.0 / self.factor)
     return (numbers - np.float32(self.mean) * by) / (np.float32(self.std) * by)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind(abc.ABC):
+  """A kind of image processor, with the settings of a folder.
+
+  Attributes:
+    scale: How pixels are resampled and scaled.
+    patch: Height and width of a patch.
+    token: The token that a visual token takes the place of.
+    has_axes: Whether tokens have positions on three axes.
+  """
+
+  scale: Scale
+  patch: int
+  token: str
+  has_axes: bool = False
+
+  @property
+  def placeholder(self) -> str:
+    """What stands for an image in a prompt that a chat template has rendered."""
+    return self.token
+
+  @property
+  def plain(self) -> str:
+    """What stands for an image in a prompt without a chat template."""
+    return self.placeholder
+
+  @property
+  @abc.abstractmethod
+  def patches_per_token(self) -> int:
+    """How many patches become a visual token."""
+
+  @property
+  def patch_numbers(self) -> int:
+    """C, how many numbers a patch has: those of 3 channels."""
+    return 3 * self.patch**2
+
+  @abc.abstractmethod
+  def layout(self, height: int, width: int) -> Layout:
+    """The layout of an image. Raises ValueError if the processor cannot take this size."""
+
+  @abc.abstractmethod
+  def pictures(self, image: np.ndarray) -> list[Picture]:
+    """The pictures of an image, uint8 [height, width, 3], in the order of `Layout.tokens`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SquareKind(Kind):
+  """A kind whose pictures are squares of one size.
+
+  Attributes:
+    side: Height and width of a picture.
+    tokens: How many visual tokens a picture has, a square number.
+  """
+
+  side: int
+  tokens: int
+
+  @property
+  def patches_per_token(self) -> int:
+    """How many patches become a visual token."""
+    return (self.side // self.patch) ** 2 // self.tokens
+
+  @property
+  def grid(self) -> tuple[int, int]:
+    """The rows and columns of a picture's visual tokens."""
+    return math.isqrt(self.tokens), math.isqrt(self.tokens)
+
+  def check_sizes(self, fields: Fields, size: str, around: Fields, count: str) -> None:
+    """Raises ConfigError for patches that do not fill the picture, or cannot become the tokens.
+
+    Args:
+      fields: Has the side of a picture.
+      size: In this field.
+      around: Has the number of tokens.
+      count: In this field.
+    """
+    if self.side % self.patch:
+      fields.refuse(size, f"it must be a multiple of the model's patch_size, {self.patch}")
+    patches, tokens = self.side // self.patch, math.isqrt(self.tokens)
+    if tokens**2 != self.tokens or patches % tokens:
+      around.refuse(count, f"{patches} x {patches} patches cannot be merged to so many tokens")
 
 
 def scale_of(fields: Fields, defaults: Mapping[str, object]) -> Scale:

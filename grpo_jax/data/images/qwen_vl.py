@@ -11,9 +11,9 @@ import numpy as np
 
 from grpo_jax.data.images.fields import Fields
 from grpo_jax.data.images.pictures import (
+  Kind,
   Layout,
   Picture,
-  Scale,
   patches_of,
   places_of,
   scale_of,
@@ -29,29 +29,28 @@ _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 _MOST_STRETCHED = 200  # the longer side divided by the shorter one
 
 
-@dataclasses.dataclass(frozen=True)
-class QwenVL:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenVL(Kind):
   """The settings of a folder.
 
   Attributes:
-    scale: How pixels are resampled and scaled.
-    patch: Height and width of a patch.
     frames: How often a patch repeats its image, which a video's frames would take.
     merge: Rows and columns of patches that become a visual token.
     fewest: The fewest pixels of a resized image. The rounding of its sides may pass it.
     most: The most pixels.
   """
 
-  scale: Scale
-  patch: int
   frames: int
   merge: int
   fewest: int
   most: int
   token: str = "<|image_pad|>"
-  placeholder: str = "<|image_pad|>"
-  plain: str = "<|vision_start|><|image_pad|><|vision_end|>"
   has_axes: bool = True
+
+  @property
+  def plain(self) -> str:
+    """What stands for an image in a prompt without a chat template."""
+    return f"<|vision_start|>{self.token}<|vision_end|>"
 
   @property
   def patches_per_token(self) -> int:

@@ -36,7 +36,7 @@ from grpo_jax.settings import ConfigError
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
 Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
 Convert = Callable[[str, jax.Array], Any]
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
 # Layers after the last that guess further tokens. They are not read.
 _FURTHER_LAYERS = "num_nextn_predict_layers"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -59,13 +59,13 @@ def load_model_config(
 
 
 def to_float32(name: str, leaf: jax.Array) -> jax.Array:
-  """The default of `load`'s `convert`."""
+  """A `Convert` that makes no other change than that of the dtype."""
   del name
   return leaf.astype(jnp.float32)
 
 
 def no_progress(done: int, total: int) -> None:
-  """The default of `load`'s `progress`."""
+  """A `Progress` that shows nothing."""
 
 
 def load(

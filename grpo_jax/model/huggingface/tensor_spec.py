@@ -134,11 +134,6 @@ class TensorSpec:
     return np.ascontiguousarray(values.transpose(order)).reshape(self.hf_shape(sizes))
 
   @property
-  def is_joined(self) -> bool:
-    """Whether the tensor holds other leaves, too."""
-    return "(" in self.hf_axes
-
-  @property
   def _own_axes(self) -> list[str]:
     """The letters of each axis of the leaf's part."""
     return [

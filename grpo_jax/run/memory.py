@@ -1,0 +1,314 @@
+"""What lies on a device in each phase of a run, in bytes: the one account of its memory.
+
+`Held` is what stays there from program to program. The rest of this file estimates what a program
+adds while it runs. `python -m grpo_jax.plan` prints what `Held` says, and gives the compiler's
+numbers in place of the estimates.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax import model
+from grpo_jax.config import Config
+from grpo_jax.learner.features import completion_features
+from grpo_jax.learner.token_stats import default_chunk
+from grpo_jax.sampler.programs import most_rewound
+from grpo_jax.sampler.sampling import longest_chunk, sizes_up_to
+from grpo_jax.sampler.seats import first_grid
+from grpo_jax.sampler.weights import SamplingWeights
+from grpo_jax.types import Batch, Images, TrainState, Visual
+
+# The compiler for TPUs keeps the keys or the values in a second order while rows are decoded.
+_CACHE_COPIES_ON_TPU = 1.5
+_LOGITS_COPIES = 4  # a sampler may hold logits, tempered ones, filtered ones and their weights
+# Of a chunk in an update: logits and their gradient. A CPU writes weights and theirs, too.
+_CHUNK_COPIES, _CHUNK_COPIES_ON_CPU = 2, 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+  """What a run holds on one device from program to program.
+
+  Attributes:
+    config: The config of the run.
+    shape: The model on the mesh.
+    state: Shapes and shardings of the train state.
+    base: Those of the frozen base, or None.
+    reference: Those of a reference that is a copy of the trained parameters, or None.
+    weights: How the sampler reads the parameters.
+    encodes_first: Whether images are encoded before their prompts are sampled.
+    most_images: `Prompts.most_images` of the training prompts, or None if they are not counted.
+  """
+
+  config: Config
+  shape: model.ModelConfig
+  state: TrainState
+  base: Any
+  reference: Any
+  weights: SamplingWeights
+  encodes_first: bool
+  most_images: tuple[int, int] | None = None
+
+  @functools.cached_property
+  def learning(self) -> dict[str, float]:
+    """The bytes by kind of a device that learns: in updates, and in passes without gradients."""
+    weights = device_bytes(self.state.params)
+    held = {
+      "weights": weights,
+      "moments": device_bytes(self.state) - weights,
+      "frozen base": device_bytes(self.base),
+      "reference": device_bytes(self.reference),
+    }
+    if self.encodes_first:  # of the batches that are drawn ahead
+      held["visual tokens"] = self.config.rollout.max_staleness * self._visual_tokens
+    if not self.weights.is_apart:
+      held["base for sampling"] = self._copy_bytes(self.base)  # made once and kept
+    return held
+
+  @property
+  def warm_start(self) -> dict[str, float]:
+    """The bytes by kind of a device during the warm start, after which most references are made."""
+    has_reference = self.config.algo.ref_sync_steps > 0
+    return self.learning if has_reference else self.learning | {"reference": 0.0}
+
+  @functools.cached_property
+  def sampling(self) -> dict[str, float]:
+    """The bytes by kind of a device that samples, in training and in evaluation."""
+    copy = self._copy_bytes(self.state.params)
+    if not self.weights.is_apart:
+      return self.learning | {"sampling copy": copy}
+    return {
+      "base for sampling": self._copy_bytes(self.base),
+      "sampling copy": copy,
+      "other versions": (self.config.sampling_copies - 1) * copy,
+    }
+
+  @property
+  def sampled(self) -> tuple[str, str]:
+    """The kinds in `sampling` that the sampler reads: the trained parameters, and their base."""
+    held = self.sampling
+    has_own_base = held["base for sampling"] or "frozen base" not in held
+    return (
+      "sampling copy" if held["sampling copy"] else "weights",
+      "base for sampling" if has_own_base else "frozen base",
+    )
+
+  @property
+  def gradients(self) -> float:
+    """The bytes of the sum of gradients, which an update adds."""
+    return device_bytes(self.state.params)
+
+  @property
+  def waiting(self) -> float:
+    """The bytes of a batch's visual tokens that wait, while it is sampled, for its update."""
+    return self._visual_tokens if self.encodes_first else 0.0
+
+  @property
+  def in_update(self) -> float:
+    """The bytes of a device in an update, without activations."""
+    return sum(self.learning.values()) + self.gradients + self._visual_tokens
+
+  @property
+  def in_sampling(self) -> float:
+    """The bytes of a device while a batch is sampled, without the cache and logits."""
+    return sum(self.sampling.values()) + self.waiting
+
+  @property
+  def _visual_tokens(self) -> float:
+    policy = model.join(self.base, self.state.params)
+    return visual_bytes(self.config, self.shape, policy, self.most_images)
+
+  def _copy_bytes(self, params: Any) -> float:
+    """The bytes of parameters as they are sampled from. 0 if the sampler reads them as they are."""
+    copy = None if params is None else self.weights.abstract(params)
+    return 0.0 if copy is params else device_bytes(copy)
+
+
+def device_bytes(tree: Any) -> float:
+  """The bytes of a tree of shapes and shardings on one device."""
+  leaves = jax.tree.leaves(tree)
+  return sum(1.0 * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = None) -> float:
+  """The bytes of one device's keys, values and logits while the largest batch is sampled.
+
+  Args:
+    config: The config of the run.
+    shape: The model on the sampler's mesh.
+    rows: The most in flight, 0 for all. None means sampling.rows.
+  """
+  S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
+  dtype, cache_dtype = config.sampling.dtype or shape.dtype, config.sampling.cache_dtype
+  shape = dataclasses.replace(shape, dtype=dtype, cache_dtype=cache_dtype)
+  slots, rewind = sizes_up_to(T, model.slots_step(shape))[-1], most_rewound(longest_chunk(T))
+  cache = model.cache_bytes(shape, S, slots, rewind)
+  is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
+  copies = _CACHE_COPIES_ON_TPU if is_copied else 1.0
+  logits = _LOGITS_COPIES * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
+  rows = config.sampling.rows if rows is None else rows
+  grids = [first_grid(*call, rows, shape.row_shards) for call in sampler_calls(config)]
+  of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
+  sizes = [
+    copies * (grid.places * cache.place + grid.rows * cache.row)
+    + grid.places * of_images
+    + grid.rows * logits
+    for grid in grids
+  ]
+  return max(sizes) / shape.row_shards
+
+
+def images_of(
+  config: Config, shape: model.ModelConfig, prompts: int, most: tuple[int, int] | None = None
+) -> Images | None:
+  """The shapes of the most images that prompts have. None if there are none.
+
+  Args:
+    config: The config of the run.
+    shape: The model.
+    prompts: How many prompts.
+    most: `Prompts.most_images`. None if that is not known: all tokens are those of an image.
+  """
+  S, v = config.data.max_prompt_tokens, shape.vision
+  pictures, tokens = most or (1, S)
+  if v is None or not pictures:
+    return None
+  some = jax.ShapeDtypeStruct
+  patches = tokens * v.merge**2
+  axes, next_P = some((prompts, S, 3), jnp.int32), some((prompts,), jnp.int32)
+  return Images(
+    patches_PINC=some((prompts, pictures, patches, math.prod(v.patch)), jnp.float32),
+    places_PIN2=some((prompts, pictures, patches, 2), jnp.int32),
+    seen_PS2=some((prompts, S, 2), jnp.int32),
+    positions_PS3=axes if shape.has_axes else None,
+    next_P=next_P if shape.has_axes else None,
+  )
+
+
+def visual_of(
+  config: Config,
+  shape: model.ModelConfig,
+  params: Any,
+  prompts: int,
+  most: tuple[int, int] | None = None,
+) -> Visual | None:
+  """The shapes of what a vision tower makes of `images_of`."""
+  images = images_of(config, shape, prompts, most)
+  if images is None:
+    return None
+  shape = dataclasses.replace(shape, rows=None)
+  return jax.eval_shape(lambda params, images: model.encode(params, shape, images), params, images)
+
+
+def visual_bytes(
+  config: Config, shape: model.ModelConfig, params: Any, most: tuple[int, int] | None = None
+) -> float:
+  """What one device holds of a batch's visual tokens. 0 without a vision tower that is frozen.
+
+  The arguments are those of `visual_of`.
+  """
+  if not shape.has_frozen_tower:
+    return 0.0
+  visual = visual_of(config, shape, params, config.batch.prompts, most)
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(visual)) / shape.row_shards
+
+
+def _image_bytes(config: Config, shape: model.ModelConfig, item: float) -> float:
+  """The bytes of a prompt's images while it is sampled: pixels, and what the decoder reads."""
+  if shape.vision is None:
+    return 0.0
+  images = images_of(config, shape, 1)
+  levels = 1 + len(shape.vision.level_layers)
+  tokens = config.data.max_prompt_tokens
+  return 4.0 * math.prod(images.patches_PINC.shape) + item * levels * tokens * shape.embed_dim
+
+
+def sampler_calls(config: Config) -> list[tuple[int, int]]:
+  """The prompts and members of the sampler's calls, in training and in evaluation."""
+  calls = [(config.batch.prompts, config.batch.group_size)]
+  if config.eval.every:
+    calls.append((config.eval.batch, max(1, config.eval.samples)))
+  return calls
+
+
+def activation_bytes(
+  config: Config,
+  shape: model.ModelConfig,
+  params: Any,
+  most: tuple[int, int] | None = None,
+) -> Callable[[int], float]:
+  """prompts of one device -> the bytes that it needs to update with them, beside what is held.
+
+  The arguments are those of `visual_of`.
+  """
+  split = shape.rows.mesh.shape["tensor"]
+  everything = _kept_bytes(config, shape, params, split, "", most)
+  kept = everything
+  if config.learner.remat:
+    saved = config.learner.saved_activations
+    kept = _kept_bytes(config, shape, params, split, saved, most)
+  # The backward pass computes one layer at a time again, with arrays that are never kept, such as
+  # scores, and with their gradients.
+  per_prompt = kept + 3 * everything / shape.num_layers
+  chunk = config.learner.logprob_chunk or default_chunk(shape.vocab_size, shape.platform)
+  copies = _CHUNK_COPIES_ON_CPU if shape.platform == "cpu" else _CHUNK_COPIES
+  per_token = copies * shape.vocab_size * 4 / split
+  tokens = config.rows_per_prompt * config.sampling.max_tokens
+
+  def needed(prompts: int) -> float:
+    in_chunk = min(max(chunk, prompts), prompts * tokens)
+    return prompts * per_prompt + in_chunk * per_token
+
+  return needed
+
+
+def _kept_bytes(
+  config: Config,
+  shape: model.ModelConfig,
+  params: Any,
+  split: int,
+  remat: str,
+  most: tuple[int, int] | None,
+) -> float:
+  """The bytes that the backward pass keeps of one prompt and its completions, by JAX's count.
+
+  Args:
+    config: The config of the run.
+    shape: The model on the mesh.
+    params: All parameters of the policy: shapes and dtypes.
+    split: Over how many devices a layer's heads and hidden units are split.
+    remat: What a layer keeps (see `completion_features`).
+    most: Of `images_of`.
+  """
+  S, G, T = config.data.max_prompt_tokens, config.rows_per_prompt, config.sampling.max_tokens
+  lanes = 128 if shape.platform == "tpu" else 1  # a TPU fills up the last axis of every array
+
+  def backward(params: model.Params, batch: Batch) -> Any:
+    return jax.vjp(lambda params: completion_features(params, shape, batch, remat)[0], params)[1]
+
+  def on_one_device(x: jax.ShapeDtypeStruct) -> float:
+    last = x.shape[-1] if x.shape else 1
+    padded = math.prod(x.shape[:-1]) * -(-last // lanes) * lanes * x.dtype.itemsize
+    return padded if last == shape.embed_dim else padded / split
+
+  def kept(prompts: int) -> float:
+    is_frozen = shape.has_frozen_tower
+    batch = Batch(
+      images=None if is_frozen else images_of(config, shape, prompts, most),
+      visual=visual_of(config, shape, params, prompts, most) if is_frozen else None,
+      prompts_PS=jax.ShapeDtypeStruct((prompts, S), jnp.int32),
+      prompt_lengths_P=jax.ShapeDtypeStruct((prompts,), jnp.int32),
+      completions_PGT=jax.ShapeDtypeStruct((prompts, G, T), jnp.int32),
+      mask_PGT=jax.ShapeDtypeStruct((prompts, G, T), jnp.float32),
+    )
+    arrays = jax.tree.leaves(jax.eval_shape(backward, params, batch))
+    return sum(on_one_device(x) for x in arrays)
+
+  # The difference leaves out the parameters.
+  return (kept(2 * shape.row_shards) - kept(shape.row_shards)) / shape.row_shards
