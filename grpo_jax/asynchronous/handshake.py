@@ -199,9 +199,10 @@ def names(certificate: dict[str, Any], host: str) -> bool:
         if ipaddress.ip_address(name.strip()) == address:
           return True
     if kind == "DNS" and address is None:
-      name, own = name.lower(), host.lower().rstrip(".")
+      own = host.lower().rstrip(".")
+      first, _, rest = own.partition(".")
       # A star stands for the first label of a name, and for no more.
-      if name == own or (name.startswith("*.") and own.partition(".")[1:] == (".", name[2:])):
+      if name.lower() == own or (first and name.lower() == f"*.{rest}"):
         return True
   return False
 

@@ -338,7 +338,8 @@ class RemoteSampler:
     except BadMessage as error:
       self._say_of_stranger(f"the process at {name} was sent away: {error}")
     except OSError as error:
-      self._say_of_stranger(f"the process at {name} has gone before it had joined: {error}")
+      if not self._is_closed:
+        self._say_of_stranger(f"the process at {name} has gone before it had joined: {error}")
     return None
 
   def _say_of_stranger(self, line: str) -> None:
@@ -350,8 +351,7 @@ class RemoteSampler:
           return
         line += f" ({self._strangers} processes so far did not join)"
       self._told_of_strangers = time.monotonic()
-    if not self._is_closed:
-      _say(line)
+    _say(line)
 
   def _serve(self, process: _Process) -> None:
     """Receives from a process that has joined, until it has gone."""

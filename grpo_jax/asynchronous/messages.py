@@ -1,7 +1,7 @@
 """Messages between a learner and its sampler processes: a header in JSON, then raw arrays.
 
-Nothing that arrives is executed. What is too long or makes no sense is a `BadMessage`. The header
-and each array have a checksum.
+Nothing that arrives is executed. What is too long or makes no sense is a `BadMessage`. The length
+of the header, the header and each array are followed by a checksum.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,9 +22,8 @@ from grpo_jax.asynchronous.encryption import Encrypted
 
 BEAT = 2.0  # seconds between two signs of life
 _SILENCE = 60.0  # whoever is silent for so many seconds is taken for dead
-_PREFIX = struct.Struct("!4sII")  # and then the header of so many bytes, with this checksum
-_CHECKSUM = struct.Struct("!I")  # after each array
-_MAGIC = b"grpo"
+_LENGTH = struct.Struct("!I")  # of the header
+_CHECKSUM = struct.Struct("!I")
 _LONGEST_HEADER = 2**22
 _BLOCK = 2**20  # bytes that are sent in one piece. Their checksum is computed in the cache
 _DTYPES = (
@@ -79,10 +78,10 @@ class Connection:
     described = [(name, str(x.dtype), x.shape) for name, x in arrays.items()]
     header = json.dumps({"kind": kind, "fields": fields or {}, "arrays": described}).encode()
     with self._sending:
-      self._socket.sendall(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
+      self._socket.sendall(_checked(_LENGTH.pack(len(header))) + _checked(header))
       for array in arrays.values():
         checksum = 0
-        for block in _blocks(np.ascontiguousarray(array)):
+        for block in _blocks(_bytes_of(np.ascontiguousarray(array))):
           checksum = zlib.crc32(block, checksum)
           self._socket.sendall(block)
         self._socket.sendall(_CHECKSUM.pack(checksum))
@@ -105,14 +104,13 @@ class Connection:
       OSError: The other side is gone or silent.
     """
     until = time.monotonic() + _SILENCE
-    magic, length, checksum = _PREFIX.unpack(self._read(_PREFIX.size, until))
-    if magic != _MAGIC:
-      raise BadMessage("it sent something else than messages of grpo_jax")
+    prefix = bytearray(_LENGTH.size)
+    self._read_checked(prefix, "the length of a header", until)
+    (length,) = _LENGTH.unpack(prefix)
     if length > _LONGEST_HEADER:
       raise BadMessage(f"it sent a header of {length} bytes, and {_LONGEST_HEADER} are allowed")
-    header = self._read(length, until)
-    if zlib.crc32(header) != checksum:
-      raise Damaged("a header arrived damaged: its checksum is wrong")
+    header = bytearray(length)
+    self._read_checked(header, "a header", until)
     kind, fields, shapes = _parsed(header)
     check(kind, fields, shapes)
     size = bytes_of(shapes)
@@ -123,14 +121,7 @@ class Connection:
     except MemoryError:
       raise BadMessage(f"it sent arrays of {size} bytes, for which no memory is left") from None
     for name, array in arrays.items():
-      checksum = 0
-      for block in _blocks(array):
-        self._read_into(block)
-        checksum = zlib.crc32(block, checksum)
-      if self._read(_CHECKSUM.size) != _CHECKSUM.pack(checksum):
-        raise Damaged(
-          f"the array {name[:40]!r} of {kind[:20]} arrived damaged: its checksum is wrong"
-        )
+      self._read_checked(_bytes_of(array), f"the array {name[:40]!r} of {kind[:20]!r}")
     return Message(kind, fields, arrays)
 
   def end(self) -> None:
@@ -142,12 +133,17 @@ class Connection:
     """Closes the socket."""
     self._socket.close()
 
-  def _read(self, size: int, until: float = math.inf) -> bytes:
-    data = bytearray(size)
-    self._read_into(memoryview(data), until)
-    return bytes(data)
+  def _read_checked(self, data: bytearray | memoryview, name: str, until: float = math.inf) -> None:
+    """Waits for data and its checksum."""
+    checksum, expected = 0, bytearray(_CHECKSUM.size)
+    for block in _blocks(data):
+      self._read_into(block, until)
+      checksum = zlib.crc32(block, checksum)
+    self._read_into(memoryview(expected), until)
+    if expected != _CHECKSUM.pack(checksum):
+      raise Damaged(f"{name} arrived damaged: its checksum is wrong")
 
-  def _read_into(self, data: memoryview, until: float = math.inf) -> None:
+  def _read_into(self, data: memoryview, until: float) -> None:
     done = 0
     while done < len(data):
       if time.monotonic() > until:
@@ -163,7 +159,7 @@ def bytes_of(shapes: Shapes) -> int:
   return sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values())
 
 
-def _parsed(header: bytes) -> tuple[str, dict[str, Any], Shapes]:
+def _parsed(header: bytearray) -> tuple[str, dict[str, Any], Shapes]:
   """The kind, the fields and the shapes of the arrays of a header."""
   try:
     values = json.loads(header)
@@ -190,7 +186,17 @@ def _is_array(name: Any, dtype: Any, shape: Any) -> bool:
   )
 
 
-def _blocks(array: np.ndarray) -> Iterator[memoryview]:
-  """The memory of a contiguous array, piece by piece."""
-  data = memoryview(array.reshape(-1).view(np.uint8))
-  return (data[start : start + _BLOCK] for start in range(0, len(data), _BLOCK))
+def _bytes_of(array: np.ndarray) -> memoryview:
+  """The memory of a contiguous array."""
+  return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _blocks(data: bytearray | memoryview) -> Iterator[memoryview]:
+  """The same memory, piece by piece."""
+  view = memoryview(data)
+  return (view[start : start + _BLOCK] for start in range(0, len(view), _BLOCK))
+
+
+def _checked(data: bytes) -> bytes:
+  """The data and its checksum."""
+  return data + _CHECKSUM.pack(zlib.crc32(data))
