@@ -612,6 +612,23 @@ class Rollout:
     POSITIVE,
     before=1,
   )
+  secret_file: str = setting(
+    "",
+    "a file with the secret that run and sampler processes prove to each other; '' = it is in the"
+    " environment variable GRPO_JAX_SECRET. Without one, only this machine may join",
+    before="",
+  )
+  certificate_file: str = setting(
+    "",
+    "encrypts between run and sampler processes. For the run: its certificate, in PEM; for a"
+    " sampler: the same, or that of the authority that signed it. '' = not encrypted",
+    before="",
+  )
+  key_file: str = setting(
+    "",
+    "for the run: the private key of its certificate, in PEM; '' = it is in certificate_file, too",
+    before="",
+  )
 
 
 @dataclasses.dataclass(frozen=True)

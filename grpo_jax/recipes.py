@@ -73,6 +73,10 @@ def with_absolute_paths(config: Config) -> Config:
   if config.data.task != "reasoning_gym":
     data_path = absolute("data.path", data_path)
   functions = tuple(absolute_reward("reward.functions", x) for x in config.reward.functions)
+  rollout_files = {
+    name: absolute(f"rollout.{name}", getattr(config.rollout, name))
+    for name in ("secret_file", "certificate_file", "key_file")
+  }
   return replace(
     config,
     model=replace(config.model, path=absolute("model.path", config.model.path)),
@@ -84,6 +88,7 @@ def with_absolute_paths(config: Config) -> Config:
       mixture=tuple(map(absolute_source, config.data.mixture)),
     ),
     reward=replace(config.reward, functions=functions),
+    rollout=replace(config.rollout, **rollout_files),
     eval=replace(config.eval, function=absolute_reward("eval.function", config.eval.function)),
   )
 

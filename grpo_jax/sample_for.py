@@ -3,12 +3,14 @@
 python -m grpo_jax.sample_for --learner=HOST:PORT --config=configs/arithmetic.py
 
 HOST:PORT is rollout.listen of the run. The config is that of the run, with the same overrides, but
-for mesh.*, which describes the devices of this process. docs/sampler_processes.md has more.
+for mesh.*, which describes the devices of this process, and rollout.secret_file and
+rollout.certificate_file, which name its own files. docs/sampler_processes.md has more.
 """
 
 from absl import flags
 
 from grpo_jax import cli
+from grpo_jax.asynchronous import access
 from grpo_jax.asynchronous.sampler import sample_for
 from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError, address_of
@@ -22,7 +24,9 @@ def main(argv: list[str]) -> None:
   address = address_of(values.learner, "flag --learner")
   if values.give_up_after < 0:
     raise ConfigError(f"flag --give_up_after={values.give_up_after:g}: it must be at least 0")
-  sample_for(Run(cli.config_from_flags()), address, values.give_up_after)
+  config = cli.config_from_flags()
+  allowed = access.of_sampler(config.rollout, address[0])
+  sample_for(Run(config), address, values.give_up_after, allowed)
 
 
 if __name__ == "__main__":

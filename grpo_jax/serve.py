@@ -9,7 +9,6 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import gc
-import ipaddress
 import os
 from pathlib import Path
 import signal
@@ -24,7 +23,7 @@ from grpo_jax.run.run import Run
 from grpo_jax.sampler.sampling import decoding_of
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import Engine
-from grpo_jax.settings import ConfigError, is_text, path_of
+from grpo_jax.settings import ConfigError, is_loopback, is_text, path_of
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.timing import told_if_slow
 
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> None:
   vocabulary = run.parameters.model.vocab_size
   server = Server(engine, run.tokenizer, vocabulary, settings, reload)
   remark = ""
-  if not key and not _is_loopback(values.host):
+  if not key and not is_loopback(values.host):
     remark = "; whoever reaches this address can use it: set --api_key_file"
   stopped_by = asyncio.run(_until_signal(server.run, name, remark))
   if engine.failure is not None:
@@ -165,13 +164,6 @@ def _name_of(policy: Policy) -> str:
   """What clients call the model: the last part of the folder's name."""
   source = flags.FLAGS.workdir or policy.run.config.model.path
   return source.rstrip("/").split("/")[-1] or "policy"
-
-
-def _is_loopback(host: str) -> bool:
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return host == "localhost"
 
 
 if __name__ == "__main__":

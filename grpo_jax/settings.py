@@ -6,6 +6,7 @@ the `Settings` that the variants of the algorithm in `grpo_jax/algo/` read.
 
 from collections.abc import Callable, Collection
 import dataclasses
+import ipaddress
 import math
 import os
 from pathlib import Path
@@ -178,6 +179,14 @@ def address_of(text: str, key: str) -> tuple[str, int]:
   if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
     raise ConfigError(f"{key} is {shown(text)}: it must be HOST:PORT, such as 127.0.0.1:5555")
   return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+  """Whether only this machine reaches an address."""
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost"
 
 
 def path_of(value: Any, name: str) -> Path:

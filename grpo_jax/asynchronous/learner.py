@@ -1,8 +1,11 @@
 """The learner's side: gives the prompts of a call to sampler processes, and gets completions.
 
-A process asks for nothing: it joins, and a thread of the learner gives it one part of a call after
-another. If it goes away, another one, or the same when it is back, draws that part again. What has
-arrived of it is handed on once.
+A process asks for nothing: it joins, and the learner gives it one part of a call after another. If
+it goes away, another one, or the same when it is back, draws that part again. What has arrived of
+it is handed on once.
+
+Each process has two threads here. One receives. The other one sends parts, and new weights as soon
+as a step has made them, also while the process draws with older ones.
 """
 
 from collections import deque
@@ -15,42 +18,39 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 import weakref
 
 import jax
 import numpy as np
 
-from grpo_jax.asynchronous import contents
+from grpo_jax.asynchronous import contents, handshake
+from grpo_jax.asynchronous.access import OPEN, Access
 from grpo_jax.asynchronous.contents import IMAGES, Limits
-from grpo_jax.asynchronous.messages import BEAT, BadMessage, Connection, Message, Shapes
+from grpo_jax.asynchronous.messages import (
+  BEAT,
+  BadMessage,
+  Connection,
+  Damaged,
+  Message,
+  Shapes,
+)
 from grpo_jax.asynchronous.terms import difference
+from grpo_jax.asynchronous.versions import Leaf, SentVersions, Weights
 from grpo_jax.sampler.requests import Finished
 from grpo_jax.sampler.sampling import Draws
-from grpo_jax.settings import ConfigError, RunFailed
+from grpo_jax.settings import ConfigError, RunFailed, is_loopback
 from grpo_jax.types import Images
 
 _LOOK = 0.25  # seconds between two looks at whether the run was asked to stop
 _TELL = 8.0  # seconds between two lines that say what the run waits for
 _MOST_CONNECTIONS = 1024
+_MOST_STRANGERS = 10  # that failed to join, and are all named. After that, one in _TELL seconds is
 _MOST_REFUSED = 3  # samplers that may draw a part wrongly, before it is the part's fault
 
 
 class Closed(Exception):
   """The run has ended, or it was asked to stop while no process samples."""
-
-
-class Leaf(NamedTuple):
-  """An array of the weights on the host. Equal numbers mean the same array."""
-
-  number: int
-  array: np.ndarray
-
-
-class Weights(NamedTuple):
-  """The weights of a policy on the host, in the order of the leaves of their tree."""
-
-  leaves: tuple[Leaf, ...]
 
 
 _Call = deque[Finished | RunFailed]
@@ -80,6 +80,28 @@ class _Part:
   refused: int = 0
 
 
+@dataclasses.dataclass(eq=False)
+class _Process:
+  """A process that has joined.
+
+  Attributes:
+    connection, name: Where it is.
+    part: What it draws, or None.
+    coming: The prompts of the part that it has not sent, as numbers in the part.
+    is_asked: Whether it knows of the part.
+    sent: The weights that it has.
+    is_gone: Nothing more comes from it.
+  """
+
+  connection: Connection
+  name: str
+  part: _Part | None = None
+  coming: set[int] = dataclasses.field(default_factory=set)
+  is_asked: bool = False
+  sent: SentVersions = dataclasses.field(default_factory=SentVersions)
+  is_gone: bool = False
+
+
 class RemoteSampler:
   """Samples as a `Sampler` does, in processes that join at an address.
 
@@ -94,6 +116,7 @@ class RemoteSampler:
     limits: Limits,
     parts: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
+    access: Access = OPEN,
   ):
     """Listens.
 
@@ -103,19 +126,23 @@ class RemoteSampler:
       limits: What the completions of the run can be.
       parts: Into how many parts the prompts of a call are split.
       should_stop: Whether the run was asked to stop.
+      access: Whom it lets in.
 
     Raises:
       ConfigError: It cannot listen there.
     """
     self._terms, self._limits = terms, limits
-    self._parts, self._should_stop = parts, should_stop
+    self._parts, self._should_stop, self._access = parts, should_stop, access
     self._changed = threading.Condition()
     self._waiting = deque[_Part]()  # parts that no process draws
-    self._joined: set[Connection] = set()
+    self._joined: set[_Process] = set()
     self._threads: set[threading.Thread] = set()
     self._is_closed = self._has_ended = False
     self._numbers = itertools.count()
     self._last: list[tuple[weakref.ref, Leaf]] = []
+    self._versions: weakref.WeakValueDictionary[int, Weights] = weakref.WeakValueDictionary()
+    self._newest: Weights | None = None  # processes keep its leaves while nobody has a version
+    self._strangers, self._told_of_strangers = 0, -math.inf
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
       self._server = socket.create_server(address, family=family)
@@ -124,6 +151,8 @@ class RemoteSampler:
         f"config key rollout.listen: nothing can listen at {_shown(address)} ({error}): name an"
         " address of this machine and a free port"
       ) from None
+    if access.tls is None and not is_loopback(address[0]):
+      _say("remark: the weights travel unencrypted to samplers: rollout.certificate_file is empty")
     self._server.settimeout(_LOOK)
     self.address = _shown(self._server.getsockname())
     self._accepting = threading.Thread(target=self._accept, name="samplers", daemon=True)
@@ -131,6 +160,8 @@ class RemoteSampler:
 
   def weights(self, params: Any) -> Weights:
     """A copy on the host, which stays when an update takes the arrays.
+
+    All processes begin to get it. Nobody waits for that.
 
     Args:
       params: As `Parameters.for_sampling` returns them. Arrays that were in the last ones, such as
@@ -147,7 +178,11 @@ class RemoteSampler:
       for x, copy in zip(leaves, known, strict=True)
     ]
     self._last = [(weakref.ref(x), copy) for x, copy in zip(leaves, copies, strict=True)]
-    return Weights(tuple(copies))
+    weights = Weights(next(self._numbers), tuple(copies))
+    with self._changed:
+      self._versions[weights.version] = self._newest = weights
+      self._changed.notify_all()
+    return weights
 
   def __call__(
     self,
@@ -208,8 +243,9 @@ class RemoteSampler:
       self._is_closed = True
       self._changed.notify_all()
       threads = {self._accepting, *self._threads}
+    until = time.monotonic() + 2 * BEAT
     for thread in threads:
-      thread.join(2 * BEAT)
+      thread.join(max(0, until - time.monotonic()))
     self._server.close()
 
   def _arriving(self, call: _Call, parts: list[_Part]) -> Iterator[Finished]:
@@ -265,118 +301,168 @@ class RemoteSampler:
       if len(self._threads) >= _MOST_CONNECTIONS:
         connected.close()
         continue
-      arguments = Connection(connected), _shown(address)
-      thread = threading.Thread(target=self._serve, args=arguments, name="a sampler", daemon=True)
+      arguments = connected, _shown(address)
+      thread = threading.Thread(target=self._meet, args=arguments, name="a sampler", daemon=True)
       with self._changed:
         self._threads.add(thread)
       thread.start()
 
-  def _serve(self, connection: Connection, name: str) -> None:
-    """Talks to one process until it has gone. This is a thread."""
+  def _meet(self, connected: socket.socket, name: str) -> None:
+    """Lets a process join, and receives from it until it has gone. This is a thread."""
     try:
-      self._greet(connection, name)
-      known: list[int] = []
-      while self._give(connection, known):
-        pass
-      if self._has_ended:
-        connection.send("ended")
+      process = self._greeted(connected, name)
+      if process is not None:
+        self._serve(process)
+    finally:
+      connected.close()
+      with self._changed:
+        self._threads.discard(threading.current_thread())
+
+  def _greeted(self, connected: socket.socket, name: str) -> _Process | None:
+    """Lets a process join that knows the secret and would sample as this run does."""
+    why = ""
+    try:
+      connection = Connection(handshake.accept(connected, self._access))
+      try:
+        message = connection.receive(most_bytes=0)
+        if message.kind != "hello":
+          raise BadMessage(f"it began with a message of kind {message.kind[:20]!r}")
+        why = difference(self._terms, message.fields.get("terms"))
+        if why:
+          raise BadMessage(why)
+        connection.send("welcome")
+        return _Process(connection, name)
+      except BadMessage as error:
+        with contextlib.suppress(OSError):
+          connection.send("refused", {"why": str(error)})
+        raise
     except BadMessage as error:
-      _say(f"the process at {name} was sent away: {error}")
-      with contextlib.suppress(OSError):
-        connection.send("refused", {"why": str(error)})
+      self._say_of_stranger(f"the process at {name} was sent away: {error}")
     except OSError as error:
       if not self._is_closed:
-        _say(f"the process at {name} has gone: {error}")
-    finally:
-      connection.close()
-      with self._changed:
-        self._joined.discard(connection)
-        self._threads.discard(threading.current_thread())
-        self._changed.notify_all()
+        self._say_of_stranger(f"the process at {name} has gone before it had joined: {error}")
+    return None
 
-  def _greet(self, connection: Connection, name: str) -> None:
-    """Lets a process join that would sample as this run does. Raises BadMessage otherwise."""
-    if not connection.has_something(seconds=10):
-      raise BadMessage("it said nothing")
-    message = connection.receive(most_bytes=0)
-    if message.kind != "hello":
-      raise BadMessage(f"it began with a message of kind {message.kind[:20]!r}")
-    why = difference(self._terms, message.fields.get("terms"))
-    if why:
-      raise BadMessage(why)
-    connection.send("welcome")
-    _say(f"a sampler has joined from {name}")
+  def _say_of_stranger(self, line: str) -> None:
+    """Says why a process did not join. Thousands must not fill a disk."""
     with self._changed:
-      self._joined.add(connection)
+      self._strangers += 1
+      if self._strangers > _MOST_STRANGERS:
+        if time.monotonic() - self._told_of_strangers < _TELL:
+          return
+        line += f" ({self._strangers} processes so far did not join)"
+      self._told_of_strangers = time.monotonic()
+    _say(line)
 
-  def _give(self, connection: Connection, known: list[int]) -> bool:
-    """Gives a process a part and gets it drawn. Returns whether there may be more."""
-    part = self._take(connection)
-    if part is None:
-      return False
+  def _serve(self, process: _Process) -> None:
+    """Receives from a process that has joined, until it has gone."""
+    connection, why = process.connection, ""
+    _say(f"a sampler has joined from {process.name}")
+    with self._changed:
+      self._joined.add(process)
+    sender = threading.Thread(target=self._send, args=(process,), daemon=True)
+    sender.start()
     try:
-      self._draw(connection, part, known)
+      self._receive(process)
+    except Damaged as error:
+      _say(f"the connection to the process at {process.name} has ended: {error}")
     except BadMessage as error:
-      part.refused += 1
-      if not contents.are_finite([leaf.array for leaf in part.weights.leaves]):
-        part.call.append(RunFailed("the weights are not finite, so no sampler can draw with them"))
-      elif part.refused == _MOST_REFUSED:
-        # Honest samplers send NaN where finite weights are so large that activations overflow.
-        part.call.append(
-          RunFailed(
-            f"{part.refused} samplers were sent away for what they drew of a batch: {error}"
-          )
-        )
-      raise
+      why = str(error)
+      self._refuse(process, why)
+    except OSError as error:
+      if not self._is_closed:
+        _say(f"the process at {process.name} has gone: {error}")
     finally:
       with self._changed:
-        if part.missing:
-          self._waiting.appendleft(part)
-    return True
+        process.is_gone = True
+        if process.part is not None and process.part.missing:
+          self._waiting.appendleft(process.part)
+        self._joined.discard(process)
+        self._changed.notify_all()
+      if why:
+        with contextlib.suppress(OSError):
+          connection.send("refused", {"why": why})
+      connection.end()
+      sender.join()
+      connection.close()
 
-  def _take(self, connection: Connection) -> _Part | None:
-    """Waits for a part that nobody draws, and for a sign of life. None if the run has ended."""
-    while True:
-      until = time.monotonic() + BEAT
-      with self._changed:
-        while (left := until - time.monotonic()) > 0:
-          if self._is_closed:
-            return None
-          if self._waiting:
-            return self._waiting.popleft()
-          self._changed.wait(left)
-      connection.send("alive")
-      self._expect(connection.receive(most_bytes=0), "alive")
+  def _refuse(self, process: _Process, why: str) -> None:
+    """Notes that a process is sent away, and fails a call whose fault it seems to be."""
+    _say(f"the process at {process.name} was sent away: {why}")
+    part = process.part
+    if part is None:
+      return
+    part.refused += 1
+    if not contents.are_finite([leaf.array for leaf in part.weights.leaves]):
+      part.call.append(RunFailed("the weights are not finite, so no sampler can draw with them"))
+    elif part.refused == _MOST_REFUSED:
+      # Honest samplers send NaN where finite weights are so large that activations overflow.
+      part.call.append(
+        RunFailed(f"{part.refused} samplers were sent away for what they drew of a batch: {why}")
+      )
 
-  def _draw(self, connection: Connection, part: _Part, known: list[int]) -> None:
-    """Lets a process draw a part. `known` are the numbers of the leaves that it has."""
-    leaves = part.weights.leaves
-    new = {
-      str(place): leaf.array
-      for place, leaf in enumerate(leaves)
-      if place >= len(known) or known[place] != leaf.number
-    }
-    if new:
-      connection.send("weights", {"leaves": len(leaves)}, new)
-      known[:] = [leaf.number for leaf in leaves]
-    connection.send("draw", part.fields, part.arrays)
-    coming, is_asked = set(range(len(part.prompts))), False
-    most_bytes = contents.answer_bytes(part.answer, self._limits)
+  def _receive(self, process: _Process) -> None:
+    """Hands on what a process has drawn. Raises OSError or BadMessage in the end."""
 
     def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
-      if kind == "finished":
-        contents.check_answer(fields, shapes, part.answer, self._limits)
+      if kind == "finished" and process.part is not None:
+        contents.check_answer(fields, shapes, process.part.answer, self._limits)
+      elif kind != "alive" or shapes:
+        raise BadMessage(f"it sent a message of kind {kind[:20]!r}")
 
-    while (coming or is_asked) and not self._is_closed:
-      if not is_asked and not connection.has_something(BEAT):
-        connection.send("alive")
-        is_asked = True
-      message = connection.receive(most_bytes, check)
-      self._expect(message, "alive", "finished")
+    while True:
+      message = process.connection.receive(check=check)
       if message.kind == "finished":
-        coming -= self._arrived(message, part)
-      else:
-        is_asked = False
+        assert process.part is not None
+        process.coming -= self._arrived(message, process.part)
+        if not process.coming:
+          with self._changed:
+            process.part = None
+            self._changed.notify_all()
+
+  def _send(self, process: _Process) -> None:
+    """Sends what a process needs, until it has gone or the run has ended. This is a thread."""
+    connection = process.connection
+    try:
+      while (message := self._next_message(process)) is not None:
+        connection.send(*message)
+        del message  # weights are large
+      if process.is_gone:  # it is perhaps told why
+        return
+      if self._has_ended:
+        connection.send("ended")
+        with self._changed:  # it closes the connection when it has read that
+          self._changed.wait_for(lambda: process.is_gone, BEAT)
+    except OSError as error:
+      if not process.is_gone and not self._is_closed:
+        _say(f"the process at {process.name} takes nothing: {error}")
+    connection.end()
+
+  def _next_message(
+    self, process: _Process
+  ) -> tuple[str, dict[str, Any], dict[str, np.ndarray]] | None:
+    """Waits for something to send, and for a sign of life. None if nothing more will be."""
+    until = time.monotonic() + BEAT
+    with self._changed:
+      while not (self._is_closed or process.is_gone):
+        if process.part is None and self._waiting:
+          process.part, process.is_asked = self._waiting.popleft(), False
+          process.coming = set(range(len(process.part.prompts)))
+        part = process.part
+        if part is not None and not process.is_asked and part.weights.version in process.sent:
+          process.is_asked = True
+          return "draw", part.fields | {"version": part.weights.version}, part.arrays
+        made = sorted(self._versions.items())
+        wanted = [weights for version, weights in made if version not in process.sent]
+        if part is not None and not process.is_asked:
+          wanted = [part.weights]
+        if wanted:
+          return "weights", *process.sent.add(wanted[0], {version for version, _ in made})
+        if (left := until - time.monotonic()) <= 0:
+          return "alive", {}, {}
+        del made, wanted, part
+        self._changed.wait(left)
+    return None
 
   def _arrived(self, message: Message, part: _Part) -> set[int]:
     """Hands on groups that arrive for the first time. Returns the numbers of all in the part."""
@@ -390,10 +476,6 @@ class RemoteSampler:
         part.call.append(Finished(prompts, jax.tree.map(lambda x: x[new], completions)))
         self._changed.notify_all()
     return set(numbers)
-
-  def _expect(self, message: Message, *kinds: str) -> None:
-    if message.kind not in kinds:
-      raise BadMessage(f"it sent a message of kind {message.kind[:20]!r}")
 
 
 def given(tree: Any) -> dict[str, Any]:

@@ -1,28 +1,31 @@
 """Messages between a learner and its sampler processes: a header in JSON, then raw arrays.
 
-Nothing that arrives is executed. What is too long or makes no sense is a `BadMessage`.
+Nothing that arrives is executed. What is too long or makes no sense is a `BadMessage`. The length
+of the header, the header and each array are followed by a checksum.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import json
 import math
-import select
 import socket
 import struct
 import threading
 import time
 from typing import Any, NamedTuple
+import zlib
 
 import ml_dtypes  # noqa: F401  it gives numpy the names bfloat16 and int4
 import numpy as np
 
+from grpo_jax.asynchronous.encryption import Encrypted
+
 BEAT = 2.0  # seconds between two signs of life
 _SILENCE = 60.0  # whoever is silent for so many seconds is taken for dead
-_PREFIX = struct.Struct("!4sI")  # and then the header of so many bytes
-_MAGIC = b"grpo"
+_LENGTH = struct.Struct("!I")  # of the header
+_CHECKSUM = struct.Struct("!I")
 _LONGEST_HEADER = 2**22
-_BLOCK = 2**22  # bytes that are sent in one piece
+_BLOCK = 2**20  # bytes that are sent in one piece. Their checksum is computed in the cache
 _DTYPES = (
   "bool int4 int8 int16 int32 int64 uint4 uint8 uint32 float16 bfloat16 float32 float64"
   " float8_e4m3fn float8_e5m2"
@@ -32,6 +35,10 @@ _MOST_AXES, _MOST_BYTES = 8, 2**50  # of an array. numpy counts axes of length 0
 
 class BadMessage(Exception):
   """Bytes that are no message, or a message that has no place here."""
+
+
+class Damaged(BadMessage):
+  """A message whose checksum is another one than when it was sent."""
 
 
 # The dtype and the shape of arrays, by name.
@@ -55,10 +62,9 @@ class Message(NamedTuple):
 class Connection:
   """A socket that carries messages. One thread receives. Any thread may send."""
 
-  def __init__(self, connected: socket.socket):
-    """`connected` is a TCP socket."""
+  def __init__(self, connected: socket.socket | Encrypted):
+    """`connected` is a TCP socket, or what encrypts one."""
     connected.settimeout(_SILENCE)  # of each block, not of a message
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     self._socket, self._sending = connected, threading.Lock()
 
   def send(
@@ -72,35 +78,40 @@ class Connection:
     described = [(name, str(x.dtype), x.shape) for name, x in arrays.items()]
     header = json.dumps({"kind": kind, "fields": fields or {}, "arrays": described}).encode()
     with self._sending:
-      self._socket.sendall(_PREFIX.pack(_MAGIC, len(header)) + header)
+      self._socket.sendall(_checked(_LENGTH.pack(len(header))) + _checked(header))
       for array in arrays.values():
-        data = _bytes_of(np.ascontiguousarray(array))
-        for start in range(0, len(data), _BLOCK):
-          self._socket.sendall(data[start : start + _BLOCK])
+        checksum = 0
+        for block in _blocks(_bytes_of(np.ascontiguousarray(array))):
+          checksum = zlib.crc32(block, checksum)
+          self._socket.sendall(block)
+        self._socket.sendall(_CHECKSUM.pack(checksum))
 
   def receive(
     self,
-    most_bytes: int,
+    most_bytes: int = _MOST_BYTES,
     check: Callable[[str, dict[str, Any], Shapes], None] = lambda kind, fields, shapes: None,
   ) -> Message:
     """Waits for a message.
 
     Args:
-      most_bytes: What its arrays may take.
+      most_bytes: What its arrays may take. Without it, `check` must allow no more than makes sense.
       check: Gets the kind, the fields and the shapes of the arrays before these are read. It raises
         BadMessage for those that have no place here.
 
     Raises:
       BadMessage: These bytes are no message, or a longer one.
+      Damaged: A checksum is wrong. It names the array.
       OSError: The other side is gone or silent.
     """
     until = time.monotonic() + _SILENCE
-    magic, length = _PREFIX.unpack(self._read(_PREFIX.size, until))
-    if magic != _MAGIC:
-      raise BadMessage("it sent something else than messages of grpo_jax")
+    prefix = bytearray(_LENGTH.size)
+    self._read_checked(prefix, "the length of a header", until)
+    (length,) = _LENGTH.unpack(prefix)
     if length > _LONGEST_HEADER:
       raise BadMessage(f"it sent a header of {length} bytes, and {_LONGEST_HEADER} are allowed")
-    kind, fields, shapes = _parsed(self._read(length, until))
+    header = bytearray(length)
+    self._read_checked(header, "a header", until)
+    kind, fields, shapes = _parsed(header)
     check(kind, fields, shapes)
     size = bytes_of(shapes)
     if size > most_bytes:
@@ -109,15 +120,9 @@ class Connection:
       arrays = {name: np.empty(shape, dtype) for name, (dtype, shape) in shapes.items()}
     except MemoryError:
       raise BadMessage(f"it sent arrays of {size} bytes, for which no memory is left") from None
-    for array in arrays.values():
-      self._read_into(_bytes_of(array))
+    for name, array in arrays.items():
+      self._read_checked(_bytes_of(array), f"the array {name[:40]!r} of {kind[:20]!r}")
     return Message(kind, fields, arrays)
-
-  def has_something(self, seconds: float) -> bool:
-    """Waits up to so many seconds until something arrives."""
-    waiting = select.poll()  # select.select cannot have sockets of numbers above 1023
-    waiting.register(self._socket, select.POLLIN)
-    return bool(waiting.poll(1000 * seconds))
 
   def end(self) -> None:
     """Ends what other threads do with it."""
@@ -128,12 +133,17 @@ class Connection:
     """Closes the socket."""
     self._socket.close()
 
-  def _read(self, size: int, until: float) -> bytes:
-    data = bytearray(size)
-    self._read_into(memoryview(data), until)
-    return bytes(data)
+  def _read_checked(self, data: bytearray | memoryview, name: str, until: float = math.inf) -> None:
+    """Waits for data and its checksum."""
+    checksum, expected = 0, bytearray(_CHECKSUM.size)
+    for block in _blocks(data):
+      self._read_into(block, until)
+      checksum = zlib.crc32(block, checksum)
+    self._read_into(memoryview(expected), until)
+    if expected != _CHECKSUM.pack(checksum):
+      raise Damaged(f"{name} arrived damaged: its checksum is wrong")
 
-  def _read_into(self, data: memoryview, until: float = math.inf) -> None:
+  def _read_into(self, data: memoryview, until: float) -> None:
     done = 0
     while done < len(data):
       if time.monotonic() > until:
@@ -149,7 +159,7 @@ def bytes_of(shapes: Shapes) -> int:
   return sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values())
 
 
-def _parsed(header: bytes) -> tuple[str, dict[str, Any], Shapes]:
+def _parsed(header: bytearray) -> tuple[str, dict[str, Any], Shapes]:
   """The kind, the fields and the shapes of the arrays of a header."""
   try:
     values = json.loads(header)
@@ -179,3 +189,14 @@ def _is_array(name: Any, dtype: Any, shape: Any) -> bool:
 def _bytes_of(array: np.ndarray) -> memoryview:
   """The memory of a contiguous array."""
   return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _blocks(data: bytearray | memoryview) -> Iterator[memoryview]:
+  """The same memory, piece by piece."""
+  view = memoryview(data)
+  return (view[start : start + _BLOCK] for start in range(0, len(view), _BLOCK))
+
+
+def _checked(data: bytes) -> bytes:
+  """The data and its checksum."""
+  return data + _CHECKSUM.pack(zlib.crc32(data))

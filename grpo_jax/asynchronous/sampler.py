@@ -1,29 +1,31 @@
 """A sampler process: joins a learner, draws what it gets, and comes back when the learner does.
 
-It keeps nothing but the last weights, so it can be killed and started again at any time.
+It keeps nothing but weights, so it can be killed and started again at any time. A thread receives
+newer weights while others draw.
 """
 
 from collections.abc import Iterator
 import contextlib
 import queue
-import socket
 import threading
 import time
 from typing import Any
 
 import jax
 
-from grpo_jax.asynchronous import contents
+from grpo_jax.asynchronous import contents, handshake
+from grpo_jax.asynchronous.access import OPEN, Access
 from grpo_jax.asynchronous.contents import IMAGES
 from grpo_jax.asynchronous.learner import given
-from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
+from grpo_jax.asynchronous.messages import BEAT, BadMessage, Connection, Message, Shapes
 from grpo_jax.asynchronous.terms import abstract_weights, terms_of
+from grpo_jax.asynchronous.versions import KeptVersions
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.requests import Finished
 from grpo_jax.sampler.sampling import Draws
 from grpo_jax.sampler.stop import end_at
-from grpo_jax.settings import ConfigError, RunFailed, shown
+from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.types import Images
 
 _MOST_BYTES = 2**34  # of prompts and their images
@@ -31,16 +33,20 @@ _PAUSE = 1.0  # seconds between two attempts to join
 _MOST_BAD = 5  # messages in a row that cannot be drawn
 
 
-def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None:
+def sample_for(
+  run: Run, address: tuple[str, int], give_up_after: float, access: Access = OPEN
+) -> None:
   """Draws for the run that listens at an address, until the run has ended.
 
   Args:
     run: The parts of the same config, on the devices of this process.
     address: Host and port.
     give_up_after: For so many seconds, it tries to find a learner that is not there.
+    access: What it proves to the learner, and wants to be proven.
 
   Raises:
-    ConfigError: The learner refuses this process, because its config would give other numbers.
+    ConfigError: The learner has another secret or certificate, or it refuses this process, because
+      its config would give other numbers.
     RunFailed: No learner was there for so long, one sent this process away, or it sends what cannot
       be drawn.
   """
@@ -52,7 +58,7 @@ def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None
   bad_in_a_row, drawn_before = 0, 0
   while True:
     try:
-      with _joined(address, terms) as connection:
+      with _joined(address, access, terms) as connection:
         print(f"joined the run at {name}", flush=True)
         said = ""
         try:
@@ -62,8 +68,8 @@ def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None
       print("the run has ended", flush=True)
       return
     except (BadMessage, OSError) as error:
-      why = str(error)
-      if isinstance(error, BadMessage):
+      why, is_bad = str(error), isinstance(error, BadMessage)
+      if is_bad:
         bad_in_a_row = bad_in_a_row + 1 if drawer.drawn == drawn_before else 1
         drawn_before = drawer.drawn
         if bad_in_a_row == _MOST_BAD:
@@ -71,7 +77,8 @@ def sample_for(run: Run, address: tuple[str, int], give_up_after: float) -> None
     if time.monotonic() - seen_at > give_up_after:
       raise RunFailed(f"no learner was at {name} for {give_up_after:g} seconds: {why}")
     if why != said:
-      print(f"no learner at {name}, trying again: {why}", flush=True)
+      what = "left the learner" if is_bad else "no learner"
+      print(f"{what} at {name}, trying again: {why}", flush=True)
       said = why
     time.sleep(_PAUSE)
 
@@ -80,6 +87,7 @@ class Drawer:
   """Draws with weights that come as arrays of the host.
 
   Attributes:
+    weights: The versions that it can draw with, of one learner.
     most_bytes: What the arrays of a message may take.
     drawn: How many parts it has drawn.
   """
@@ -87,30 +95,18 @@ class Drawer:
   def __init__(self, run: Run):
     """`run` has the sampler."""
     self._run = run
-    self._abstract, self._tree = jax.tree.flatten(abstract_weights(run))
-    self._leaves: list[Any] = [None] * len(self._abstract)
+    leaves, self._tree = jax.tree.flatten(abstract_weights(run))
+    self._wanted = leaves
+    self.forget_weights()
     self._limits = contents.limits_of(run)
-    weights = sum(x.size * x.dtype.itemsize for x in self._abstract)
-    self.most_bytes = max(weights, _MOST_BYTES)
+    self.most_bytes = max(sum(x.size * x.dtype.itemsize for x in leaves), _MOST_BYTES)
     stop = run.config.sampling.stop
     self._end = end_at(stop, run.tokenizer.decode) if stop else None
     self.drawn = 0
 
-  def take(self, weights: Message) -> None:
-    """Puts new weights in the place of old ones. Raises BadMessage if they do not fit."""
-    if weights.fields.get("leaves") != len(self._leaves):
-      raise BadMessage(f"it sent weights of {shown(weights.fields.get('leaves'))} leaves")
-    for place, array in weights.arrays.items():
-      number = int(place) if place.isdecimal() and len(place) < 9 else -1
-      if not 0 <= number < len(self._leaves):
-        raise BadMessage(f"it sent a leaf of the weights called {place[:20]!r}")
-      wanted = self._abstract[number]
-      if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
-        raise BadMessage(
-          f"it sent leaf {place} of its weights as {array.dtype} of shape {array.shape}, not"
-          f" {wanted.dtype} of {wanted.shape}"
-        )
-      self._leaves[number] = jax.device_put(array, wanted.sharding)
+  def forget_weights(self) -> None:
+    """Drops all versions: a learner that it joins sends its own."""
+    self.weights = KeptVersions(self._wanted)
 
   def draw(self, asked: Message, is_gone: threading.Event) -> Iterator[Finished]:
     """Completes prompts.
@@ -123,12 +119,9 @@ class Drawer:
       BadMessage: It cannot be drawn.
     """
     contents.check_draw(asked.fields, asked.arrays, self._limits)
-    missing = [place for place, leaf in enumerate(self._leaves) if leaf is None]
-    if missing:
-      raise BadMessage(f"it wants completions and has not sent leaf {missing[0]} of its weights")
     fields, arrays = asked.fields, asked.arrays
     seen = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
-    params = jax.tree.unflatten(self._tree, self._leaves)
+    params = jax.tree.unflatten(self._tree, self.weights.use(fields.get("version")))
 
     def feed() -> tuple[Any, int]:  # the sampler asks it between chunks
       if is_gone.is_set():
@@ -150,9 +143,11 @@ class Drawer:
 
 
 @contextlib.contextmanager
-def _joined(address: tuple[str, int], terms: dict[str, Any]) -> Iterator[Connection]:
+def _joined(
+  address: tuple[str, int], access: Access, terms: dict[str, Any]
+) -> Iterator[Connection]:
   """A connection to a learner that takes this process."""
-  connection = Connection(socket.create_connection(address, timeout=10))
+  connection = Connection(handshake.join(address, access))
   try:
     connection.send("hello", {"terms": terms})
     answer = connection.receive(most_bytes=0)
@@ -170,8 +165,10 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
   """Draws what comes. Returns when the learner says that its run has ended."""
   # It holds few messages: a learner waits for what it asked for before it asks again.
   came, is_gone = queue.SimpleQueue[Message | Exception](), threading.Event()
-  arguments = connection, drawer.most_bytes, came, is_gone
-  threading.Thread(target=_receive, args=arguments, name="receiver", daemon=True).start()
+  drawer.forget_weights()
+  arguments = connection, drawer.weights, drawer.most_bytes, came, is_gone
+  threading.Thread(target=_receive, args=arguments, daemon=True).start()
+  threading.Thread(target=_beat, args=(connection, is_gone), daemon=True).start()
   while True:
     message = came.get()
     if isinstance(message, Exception):
@@ -180,9 +177,7 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
       return
     if message.kind == "refused":
       raise RunFailed(f"the learner sent this sampler away: {_why(message)}")
-    if message.kind == "weights":
-      drawer.take(message)
-    elif message.kind == "draw":
+    if message.kind == "draw":
       try:
         for part in drawer.draw(message, is_gone):
           connection.send("finished", {"prompts": part.prompts}, given(part.completions))
@@ -190,7 +185,6 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
         connection.end()  # what came last says why
     else:
       raise BadMessage(f"it sent a message of kind {message.kind[:20]!r}")
-    del message  # weights are large
 
 
 def _why(message: Message) -> str:
@@ -200,20 +194,34 @@ def _why(message: Message) -> str:
 
 def _receive(
   connection: Connection,
+  weights: KeptVersions,
   most_bytes: int,
   came: "queue.SimpleQueue[Message | Exception]",
   is_gone: threading.Event,
 ) -> None:
-  """Hands on messages, and answers signs of life at once. This is a thread."""
+  """Keeps weights, and hands on other messages. This is a thread."""
+
+  def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
+    if kind == "weights":
+      weights.check(fields, shapes)
+
   try:
     while True:
-      message = connection.receive(most_bytes)
-      if message.kind == "alive":
-        connection.send("alive")
-        continue
-      if message.kind in ("ended", "refused"):
-        is_gone.set()
-      came.put(message)
+      message = connection.receive(most_bytes, check)
+      if message.kind == "weights":
+        weights.take(message.fields, message.arrays)
+      elif message.kind != "alive":
+        if message.kind in ("ended", "refused"):
+          is_gone.set()
+        came.put(message)
+      del message  # weights are large
   except Exception as error:  # the main thread raises it
     is_gone.set()
     came.put(error)
+
+
+def _beat(connection: Connection, is_gone: threading.Event) -> None:
+  """Shows that this process lives, also while it gets weights or draws. This is a thread."""
+  with contextlib.suppress(OSError):  # the receiver says why
+    while not is_gone.wait(BEAT):
+      connection.send("alive")

@@ -17,7 +17,7 @@ from grpo_jax.storage.saved_config import as_json, flat
 _SECTIONS = ("model.", "lora.", "sampling.", "batch.group_size", "batch.prompts", "seed")
 _MAY_DIFFER = ("model.path", "lora.path", "sampling.tensor", "sampling.rows")
 _MOST_IDS = 4096  # of which the text is compared
-_VERSION = 1  # of the messages
+_VERSION = 2  # of the messages
 
 
 def abstract_weights(run: Run) -> Any:

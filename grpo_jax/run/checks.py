@@ -150,6 +150,12 @@ def _check_sampler_processes(config: Config) -> None:
     rollout.samplers,
     f"it must divide batch.prompts = {prompts}, and be 1 without rollout.listen",
   )
+  _require(
+    rollout.certificate_file or not rollout.key_file,
+    "rollout.key_file",
+    rollout.key_file,
+    "name the certificate of this key in rollout.certificate_file",
+  )
   if not rollout.listen:
     return
   address_of(rollout.listen, "config key rollout.listen")

@@ -32,8 +32,11 @@ _MAY_DIFFER = (
   "reward.on_error",
   "reward.timeout",
   "reward.workers",
+  "rollout.certificate_file",
+  "rollout.key_file",
   "rollout.listen",
   "rollout.samplers",
+  "rollout.secret_file",
 )
 
 

@@ -9,6 +9,7 @@ import sys
 import jax
 
 from grpo_jax import config as config_lib
+from grpo_jax.asynchronous.access import Access, of_learner
 from grpo_jax.asynchronous.ahead import Ahead, AheadInTurn, Beside, has_drawn_ahead
 from grpo_jax.asynchronous.contents import limits_of
 from grpo_jax.asynchronous.learner import RemoteSampler
@@ -59,13 +60,14 @@ class Trainer:
     """
     self._config, self._workdir = config, workdir
     self.first_grpo_step, self.last_step = config.warm_start.steps, last_step(config)
+    access = self._access()
     self.run = Run(config, Loading())
     scorers = Scorers(self.run)
     stack.callback(scorers.close)
     hosts = self.run.hosts
     check_batches(config, hosts)
     self._scorers, stop_request = scorers, StopRequest()
-    self._remote = self._listen(stop_request, stack)
+    self._remote = self._listen(access, stop_request, stack)
     remote = None if self._remote is None else functools.partial(RemoteGroups, self._remote)
     self.collector = Collector(self.run, scorers, remote)
     self.reporter = Reporter(self.run, scorers, workdir, stop_request.ask)
@@ -93,10 +95,8 @@ class Trainer:
     stack.callback(self.reporter.close)
     stack.callback(self._checkpoints.close)
 
-  def _listen(
-    self, should_stop: Callable[[], bool], stack: contextlib.ExitStack
-  ) -> RemoteSampler | None:
-    """What lets sampler processes join, where the run has some. `stack` closes it."""
+  def _access(self) -> Access | None:
+    """Whom the run lets sample for it, or None if it samples itself."""
     rollout = self._config.rollout
     if not rollout.listen:
       return None
@@ -105,9 +105,19 @@ class Trainer:
         f"config key rollout.listen is {rollout.listen!r}: a run of several processes samples"
         " itself; leave it empty, or start one process"
       )
+    host, _ = address_of(rollout.listen, "config key rollout.listen")
+    return of_learner(rollout, host)
+
+  def _listen(
+    self, access: Access | None, should_stop: Callable[[], bool], stack: contextlib.ExitStack
+  ) -> RemoteSampler | None:
+    """What lets sampler processes join, where the run has some. `stack` closes it."""
+    if access is None:
+      return None
+    rollout = self._config.rollout
     address = address_of(rollout.listen, "config key rollout.listen")
     terms, limits = terms_of(self.run), limits_of(self.run)
-    remote = RemoteSampler(address, terms, limits, rollout.samplers, should_stop)
+    remote = RemoteSampler(address, terms, limits, rollout.samplers, should_stop, access)
     stack.callback(remote.close)
     return remote
 

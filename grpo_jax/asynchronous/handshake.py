@@ -1,0 +1,211 @@
+"""Both sides of a new connection prove that they know the same secret, before they say anything.
+
+    sampler -> learner   magic, a random nonce
+    learner -> sampler   magic, a random nonce
+    sampler -> learner   HMAC-SHA256(secret, "sampler", both nonces)
+    learner -> sampler   HMAC-SHA256(secret, "learner", both nonces), or zeros
+
+So the secret does not travel. A proof is of no use for another connection, or for the other side.
+Until then, each side reads 72 bytes and interprets none. With a certificate, all of that is
+encrypted, too.
+"""
+
+import contextlib
+import hmac
+import ipaddress
+import secrets
+import socket
+import ssl
+import time
+from typing import Any
+
+from grpo_jax.asynchronous.access import SECRETS, Access
+from grpo_jax.asynchronous.encryption import Encrypted, NotEncrypted
+from grpo_jax.asynchronous.messages import BadMessage
+from grpo_jax.settings import ConfigError
+
+_SECONDS = 10.0  # in which all of it must happen
+_MAGIC, _NEEDS_TLS = b"grpojax2", b"grpo_tls"
+_NONCE = 32
+_HANDSHAKE_OF_TLS = b"\x16"  # its first byte
+
+
+def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypted:
+  """Lets a sampler prove itself, and does so, too.
+
+  Args:
+    connected: A TCP socket. It stays open when the sampler fails, so that it hears why.
+    access: Of the learner.
+
+  Returns:
+    What carries the messages.
+
+  Raises:
+    BadMessage: It does not know the secret, or only one side encrypts.
+    OSError: It has gone, or is silent.
+  """
+  try:
+    return _accepted(connected, access, time.monotonic() + _SECONDS)
+  except BadMessage:
+    # Unread bytes would make the kernel throw away what was said last.
+    with contextlib.suppress(OSError):
+      connected.shutdown(socket.SHUT_WR)
+      connected.settimeout(1)
+      connected.recv(2**16)
+    raise
+
+
+def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
+  """Connects a sampler to a learner, and lets both prove themselves.
+
+  Args:
+    address: Host and port of the learner.
+    access: Of the sampler.
+
+  Returns:
+    What carries the messages.
+
+  Raises:
+    ConfigError: They have different secrets or certificates, so that trying again is of no use.
+    BadMessage: Something else listens there.
+    OSError: Nobody is there, or does not answer.
+  """
+  until = time.monotonic() + _SECONDS
+  connected = socket.create_connection(address, timeout=_SECONDS)
+  try:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel = _encrypted(connected, address[0], access, until) if access.tls else connected
+    ours = secrets.token_bytes(_NONCE)
+    channel.sendall(_MAGIC + ours)
+    answer = _read(channel, len(_MAGIC) + _NONCE, until)
+    if answer.startswith(_NEEDS_TLS):
+      raise ConfigError(
+        "the learner encrypts: name its certificate, or that of its authority, in"
+        " rollout.certificate_file"
+      )
+    theirs = _nonce(answer)
+    channel.sendall(_proof(access.secret, b"sampler", ours, theirs))
+    answer = _read(channel, _NONCE, until)
+    if not hmac.compare_digest(answer, _proof(access.secret, b"learner", ours, theirs)):
+      raise ConfigError(f"the learner has another secret than this sampler: {_compare(access)}")
+  except BaseException:
+    connected.close()
+    raise
+  return channel
+
+
+def _accepted(connected: socket.socket, access: Access, until: float) -> socket.socket | Encrypted:
+  connected.settimeout(_SECONDS)
+  connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  try:
+    first = connected.recv(1, socket.MSG_PEEK)
+  except TimeoutError:
+    raise BadMessage("it said nothing") from None
+  channel: socket.socket | Encrypted = connected
+  if first == _HANDSHAKE_OF_TLS:
+    if access.tls is None:
+      connected.sendall(_MAGIC)
+      raise BadMessage(
+        "it encrypts, and config key rollout.certificate_file is empty here; set it on both sides"
+      )
+    try:
+      channel = Encrypted(connected, access.tls, until)
+    except ssl.SSLError as error:
+      raise BadMessage(f"it did not agree on TLS: {_reason(error)}") from None
+  theirs = _nonce(_read(channel, len(_MAGIC) + _NONCE, until))
+  if access.tls is not None and channel is connected:
+    connected.sendall(_NEEDS_TLS + bytes(_NONCE))
+    raise BadMessage(
+      "it does not encrypt, and config key rollout.certificate_file is set here; set it on both"
+      " sides"
+    )
+  ours = secrets.token_bytes(_NONCE)
+  channel.sendall(_MAGIC + ours)
+  proof = _read(channel, _NONCE, until)
+  if not hmac.compare_digest(proof, _proof(access.secret, b"sampler", theirs, ours)):
+    channel.sendall(bytes(_NONCE))
+    raise BadMessage(f"it has another secret than this run: {_compare(access)}")
+  channel.sendall(_proof(access.secret, b"learner", theirs, ours))
+  return channel
+
+
+def _proof(secret: bytes, role: bytes, of_sampler: bytes, of_learner: bytes) -> bytes:
+  """Shows that who has the role in a connection with these nonces knows the secret."""
+  return hmac.digest(secret, _MAGIC + role + of_sampler + of_learner, "sha256")
+
+
+def _nonce(greeting: bytes) -> bytes:
+  if not greeting.startswith(_MAGIC):
+    raise BadMessage("it sent something else than this version of grpo_jax does")
+  return greeting.removeprefix(_MAGIC)
+
+
+def _compare(access: Access) -> str:
+  """What to do about different secrets."""
+  own = "" if access.secret else ", and this side has none"
+  return f"compare {SECRETS} of both sides{own}"
+
+
+def _read(channel: socket.socket | Encrypted, size: int, until: float) -> bytes:
+  """Waits for so many bytes, and reads no more. Raises OSError if they do not come in time."""
+  data, done = bytearray(size), 0
+  while done < size:
+    channel.settimeout(max(1e-3, until - time.monotonic()))
+    count = channel.recv_into(memoryview(data)[done:])
+    if not count:
+      raise ConnectionError("the connection was closed before it was proven")
+    done += count
+  return bytes(data)
+
+
+def _encrypted(connected: socket.socket, host: str, access: Access, until: float) -> Encrypted:
+  """TLS with a learner whose certificate a sampler trusts. Raises ConfigError for another one."""
+  assert access.tls is not None
+  try:
+    channel = Encrypted(connected, access.tls, until, host)
+  except NotEncrypted:
+    raise ConfigError(
+      "the learner does not encrypt: set rollout.certificate_file for the run, too, or leave it"
+      " empty here"
+    ) from None
+  except ssl.SSLCertVerificationError as error:
+    raise ConfigError(
+      f"the learner's certificate is not trusted ({error.verify_message}): name it, or that of its"
+      " authority, in rollout.certificate_file"
+    ) from None
+  own, says = channel.certificate()
+  if own not in access.trusted and not names(says, host):
+    raise ConfigError(
+      f"the learner's certificate is not for {host}: connect to a name in it, or name this"
+      " certificate itself in rollout.certificate_file"
+    )
+  return channel
+
+
+def names(certificate: dict[str, Any], host: str) -> bool:
+  """Whether a certificate is for a host.
+
+  Args:
+    certificate: As `ssl.SSLSocket.getpeercert` returns it.
+    host: A name or an address.
+  """
+  try:
+    address = ipaddress.ip_address(host)
+  except ValueError:
+    address = None
+  for kind, name in certificate.get("subjectAltName", ()):
+    if kind == "IP Address" and address is not None:
+      with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(name.strip()) == address:
+          return True
+    if kind == "DNS" and address is None:
+      own = host.lower().rstrip(".")
+      first, _, rest = own.partition(".")
+      # A star stands for the first label of a name, and for no more.
+      if name.lower() == own or (first and name.lower() == f"*.{rest}"):
+        return True
+  return False
+
+
+def _reason(error: ssl.SSLError) -> str:
+  return str(error.reason or error).replace("_", " ").lower()

@@ -1,0 +1,144 @@
+"""The versions of the weights that a learner has made and a sampler process still needs.
+
+The learner sends each version once, beside what the process draws: the leaves that it has not, and
+the numbers of all. It also says which versions stay.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.asynchronous.messages import BadMessage, Shapes
+from grpo_jax.settings import shown
+
+
+class Leaf(NamedTuple):
+  """An array of the weights on the host. Equal numbers mean the same array."""
+
+  number: int
+  array: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+  """The weights of a policy on the host. They are needed as long as somebody has this object.
+
+  Attributes:
+    version: Its number among all that this learner made.
+    leaves: In the order of the leaves of their tree.
+  """
+
+  version: int
+  leaves: tuple[Leaf, ...]
+
+  @property
+  def numbers(self) -> list[int]:
+    """The numbers of the leaves."""
+    return [leaf.number for leaf in self.leaves]
+
+
+class SentVersions:
+  """Which versions a learner has sent to one process, and thus which leaves that process has."""
+
+  def __init__(self) -> None:
+    self._numbers: dict[int, list[int]] = {}  # of the leaves, by version
+
+  def __contains__(self, version: int) -> bool:
+    return version in self._numbers
+
+  def add(self, weights: Weights, needed: set[int]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The fields and the arrays of the message that sends these weights.
+
+    Args:
+      weights: A version that was not sent.
+      needed: The versions that stay, beside this one.
+    """
+    known = {number for numbers in self._numbers.values() for number in numbers}
+    new = {
+      str(place): leaf.array
+      for place, leaf in enumerate(weights.leaves)
+      if leaf.number not in known
+    }
+    self._numbers[weights.version] = weights.numbers
+    kept = needed | {weights.version}
+    self._numbers = {v: numbers for v, numbers in self._numbers.items() if v in kept}
+    fields = {"version": weights.version, "leaves": weights.numbers, "keep": [*self._numbers]}
+    return fields, new
+
+
+class KeptVersions:
+  """The versions that a sampler process has. One thread takes new ones while another one draws.
+
+  Each leaf is there once: on the devices if the version that draws has it, and else on the host.
+  """
+
+  def __init__(self, wanted: list[jax.ShapeDtypeStruct]):
+    """`wanted` has the shape, dtype and sharding of each leaf."""
+    self._wanted, self._lock = wanted, threading.Lock()
+    self._numbers: dict[int, list[int]] = {}  # of the leaves, by version
+    self._leaves: dict[int, Any] = {}  # by their numbers
+
+  def check(self, fields: Mapping[str, Any], shapes: Shapes) -> None:
+    """Checks what a learner sends, before its arrays are read.
+
+    Raises:
+      BadMessage: These are not the weights of this config, or leaves are missing.
+    """
+    if not _is_number(fields.get("version")):
+      raise BadMessage(f"it sent version {shown(fields.get('version'))} of the weights")
+    numbers, count = fields.get("leaves"), len(self._wanted)
+    if not _are_numbers(numbers) or len(numbers) != count or len({*numbers}) != count:
+      raise BadMessage(f"it sent weights of other leaves than {count} with a number each")
+    if not _are_numbers(fields.get("keep")):
+      raise BadMessage("it sent weights and did not say which versions stay")
+    for name in shapes:
+      if not (name.isascii() and name.isdecimal() and len(name) < 9 and int(name) < count):
+        raise BadMessage(f"it sent a leaf of the weights called {name[:20]!r}")
+    for place, (number, wanted) in enumerate(zip(numbers, self._wanted, strict=True)):
+      if str(place) in shapes:
+        dtype, shape = shapes[str(place)]
+      elif number in self._leaves:
+        dtype, shape = self._leaves[number].dtype, self._leaves[number].shape
+      else:
+        raise BadMessage(f"it left out leaf {place} of its weights")
+      if (dtype, shape) != (wanted.dtype, wanted.shape):
+        raise BadMessage(
+          f"it sent leaf {place} of its weights as {dtype} of shape {shape}, not {wanted.dtype} of"
+          f" {wanted.shape}"
+        )
+
+  def take(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Adds a version that `check` has looked at, and drops those that nobody needs any more."""
+    numbers = fields["leaves"]
+    with self._lock:
+      self._numbers[fields["version"]] = numbers
+      self._leaves |= {numbers[int(place)]: array for place, array in arrays.items()}
+      kept = {*fields["keep"], fields["version"]}
+      self._numbers = {v: own for v, own in self._numbers.items() if v in kept}
+      needed = {number for own in self._numbers.values() for number in own}
+      self._leaves = {n: leaf for n, leaf in self._leaves.items() if n in needed}
+
+  def use(self, version: Any) -> list[jax.Array]:
+    """The leaves of a version on the devices. Raises BadMessage if it is not there."""
+    with self._lock:
+      numbers = self._numbers.get(version) if _is_number(version) else None
+      if numbers is None:
+        raise BadMessage(f"it wants completions of weights that it has not sent: {shown(version)}")
+      for number in self._leaves.keys() - {*numbers}:
+        self._leaves[number] = np.asarray(self._leaves[number])
+      for number, wanted in zip(numbers, self._wanted, strict=True):
+        if not isinstance(self._leaves[number], jax.Array):
+          self._leaves[number] = jax.device_put(self._leaves[number], wanted.sharding)
+      return [self._leaves[number] for number in numbers]
+
+
+def _is_number(value: Any) -> bool:
+  return type(value) is int and value >= 0
+
+
+def _are_numbers(values: Any) -> bool:
+  return isinstance(values, list) and all(map(_is_number, values))
