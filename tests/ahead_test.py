@@ -28,12 +28,13 @@ import turns_test
 
 from grpo_jax import model
 from grpo_jax.asynchronous.ahead import AheadInTurn, Beside
-from grpo_jax.asynchronous.schedule import Schedule
+from grpo_jax.asynchronous.schedule import FromChunk, Schedule
 from grpo_jax.batches.collect import Collected
 from grpo_jax.batches.rollout_metrics import staleness_metrics
 from grpo_jax.batches.scored import Scored, from_arrays, to_arrays
 from grpo_jax.config import Mesh, to_dict
 from grpo_jax.parallel import mesh as mesh_lib
+from grpo_jax.pending import Pending, there
 from grpo_jax.run.checks import check_apart, check_config
 from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError, RunFailed
@@ -61,6 +62,7 @@ class Draws:
   Attributes:
     log: (number of the batch, version, weights), in the order in which batches were drawn.
     scored: The numbers of the batches whose scores were waited for, in order.
+    step: The next batch.
   """
 
   reward_weights = (1.0,)
@@ -69,25 +71,90 @@ class Draws:
     self.log, self.scored = [], []
     self._pause, self._fails_at = pause, fails_at
 
-  def begin(self, policy, number, before, clock):
+  def restart(self, index, host):
+    self.step, self._host = index, there(host)
+
+  def skip(self, scored):
+    self.restart(self.step + 1, scored.host)
+
+  def draw(self, policy, clock):
     del clock
-    self._pause(number)
-    params = policy.params
-    if callable(params):  # three chunks
-      params = [params() for _ in range(3)][-1][0]
-    self.log.append((number, policy.version, params))
+    self._pause(self.step)
+    self.log.append((self.step, policy.version, policy.params))
+    return self._begun(policy.version)
+
+  def _begun(self, versions):
+    number, before = self.step, self._host
 
     def finish():
       if number == self._fails_at:
         raise RunFailed("a reward function failed")
-      host = before()
+      host = before.result()
       self.scored.append(number)
-      return scored_of(number, policy.version, host={"drawn": host["drawn"] + 1})
+      return scored_of(number, versions, host={"drawn": host["drawn"] + 1})
 
-    return finish
+    pending = Pending(finish)
+    self.step, self._host = number + 1, pending.then(lambda scored: scored.host)
+    return pending
 
   def put(self, scored):
     return Collected(scored.indices_P[0], None, scored.rows, scored.metrics, scored.host)
+
+
+class InFlight(Draws):
+  """Stands for a Collector whose weights change in flight, and for its flow.
+
+  All batches that are opened draw in each chunk. Batch n takes `chunks[n % len(chunks)]` of them.
+
+  Attributes:
+    log: (number of the batch, the versions of its chunks), in order.
+    drawn: (version, weights, groups that are opened) of each chunk.
+    first, next: As in `Flow`.
+  """
+
+  def __init__(self, chunks=(3,), pause=lambda chunk: None):
+    super().__init__(pause)
+    self.drawn, self._chunks = [], chunks
+
+  @property
+  def flow(self):
+    return self
+
+  def restart(self, index, host):
+    super().restart(index, host)
+    self.first = self.next = index * P
+    self._versions = collections.defaultdict(list)
+
+  def _needs(self, number):
+    return self._chunks[number % len(self._chunks)] - len(self._versions[number])
+
+  @property
+  def is_drawn(self):
+    return not self._needs(self.step)
+
+  @property
+  def is_idle(self):
+    return not any(self._needs(number) for number in range(self.step, self.step_of(self.next)))
+
+  def step_of(self, number):
+    return number // P
+
+  def advance(self, policy, until, limit=None):
+    self._pause(len(self.drawn))
+    most = P * (until + 1)
+    self.next = max(self.next, most if limit is None else min(most, limit))
+    going = [n for n in range(self.step, self.step_of(self.next)) if self._needs(n)]
+    for number in going:
+      self._versions[number].append(policy.version)
+    if going:
+      self.drawn.append((policy.version, policy.params, self.next))
+    return bool(going)
+
+  def take(self, policy, clock):
+    del policy, clock
+    versions, self.first = self._versions.pop(self.step), self.first + P
+    self.log.append((self.step, versions))
+    return self._begun(versions[0])
 
 
 def scored_of(number, version, **fields):
@@ -158,7 +225,7 @@ def test_no_more_than_the_bound_are_drawn_ahead():
 def test_the_newest_weights_draw_and_a_schedule_repeats_what_they_drew(tmp_path):
   def run(folder, pause, replay=""):
     (tmp_path / folder).mkdir()
-    schedule, draws = Schedule(tmp_path / folder, replay), Draws(pause)
+    schedule, draws = Schedule(tmp_path / folder, replay, in_flight=False), Draws(pause)
     ahead = Beside(draws, config_of(2, "newest"), schedule)
     learned(ahead)
     ahead.close()
@@ -178,56 +245,151 @@ def test_the_newest_weights_draw_and_a_schedule_repeats_what_they_drew(tmp_path)
   assert all(0 <= number - version <= 2 for number, version, _ in quick)
 
 
-def test_weights_change_in_flight_and_a_schedule_repeats_the_chunk(tmp_path):
-  published, schedule = threading.Event(), Schedule(tmp_path)
+def in_flight(folder, draws, bound, replay=""):
+  """(what draws ahead, its schedule)."""
+  folder.mkdir(exist_ok=True)
+  schedule = Schedule(folder, str(replay))
+  return Beside(draws, config_of(bound, "in_flight"), schedule), schedule
 
-  class Waits(Draws):
-    """Its batch 1 sees the weights of step 1 from its second chunk on."""
 
-    def begin(self, policy, number, before, clock):
-      if number == 1:
-        assert policy.params() == ("w0", 0)
-        published.wait(10)
-      return super().begin(policy, number, before, clock)
+def lines_of(folder):
+  return [json.loads(line) for line in (folder / "schedule.jsonl").read_text().splitlines()]
 
-  draws = Waits()
-  ahead = Beside(draws, config_of(1, "in_flight"), schedule)
+
+def slowly(chunk):
+  del chunk
+  time.sleep(0.02)
+
+
+@pytest.mark.parametrize("slow", [None, slowly])
+def test_weights_change_in_flight_and_a_schedule_repeats_the_chunks(slow, tmp_path):
+  """Batch 1 takes 7 chunks, of which the weights of step 1 draw the last two."""
+  published = threading.Event()
+  first = InFlight((3, 7, 4), lambda chunk: chunk == 4 and published.wait(10))
+  ahead, schedule = in_flight(tmp_path / "first", first, 1)
   _, host = learned(ahead, end=1)
   publish = threading.Timer(0.1, published.set)  # step 1 publishes before it waits for batch 1
   publish.start()
   learned(ahead, 1, STEPS, host)
   ahead.close()
   schedule.close()
-  assert schedule.known[1] == ((0, 0), (1, 1)) and draws.log[1] == (1, 0, "w1")
-  known = {0: ((0, 0),), 1: ((0, 0), (2, 1))}
-  (tmp_path / "again").mkdir()
-  other = Schedule(tmp_path / "again")
-  other.known.update(known)
-  again = Draws()
-  ahead = Beside(again, config_of(1, "in_flight"), other)
+  assert first.log[:2] == [(0, [0, 0, 0]), (1, [0, 0, 0, 0, 0, 1, 1])]
+  assert first.drawn[:6] == [(0, "w0", 2 * P)] * 5 + [(1, "w1", 3 * P)]
+  assert lines_of(tmp_path / "first")[:2] == [
+    {"chunk": 0, "version": 0, "groups": 2 * P},
+    {"chunk": 5, "version": 1, "groups": 3 * P},
+  ]
+  again = InFlight((3, 7, 4), slow or first._pause)
+  replay = tmp_path / "first" / "schedule.jsonl"
+  ahead, schedule = in_flight(tmp_path / "again", again, 1, replay)
   learned(ahead)
   ahead.close()
-  other.close()
-  assert again.log[1] == (1, 0, "w1") and other.known[1] == known[1]
+  schedule.close()
+  assert (again.log, again.drawn) == (first.log, first.drawn)
+  assert (tmp_path / "again" / "schedule.jsonl").read_bytes() == replay.read_bytes()
+
+
+def test_a_batch_in_flight_is_opened_as_soon_as_it_may_be_and_no_earlier(tmp_path):
+  """No token is older than the bound, and no seat waits for a whole batch to end."""
+  draws = InFlight((5, 2, 8, 3), slowly)
+  ahead, schedule = in_flight(tmp_path, draws, 2)
+  learned(ahead)
+  ahead.close()
+  schedule.close()
+  assert [groups for _, _, groups in draws.drawn] == [
+    P * min(version + 3, STEPS) for version, _, _ in draws.drawn
+  ]
+  for number, versions in draws.log:
+    assert max(0, number - 2) <= versions[0] <= versions[-1] <= number
+    assert versions == sorted(versions)
+  assert any(versions[0] < versions[-1] for _, versions in draws.log)
+
+
+def test_a_schedule_ends_with_the_last_chunk_so_that_newer_weights_draw_nothing_there(tmp_path):
+  """The last batch takes long. The learner that repeats the run publishes weights meanwhile."""
+  chunks = (3,) * (STEPS - 1) + (12,)
+  first = InFlight(chunks)
+  ahead, schedule = in_flight(tmp_path / "first", first, 2)
+  _, host = learned(ahead, end=STEPS - 2)
+  while len(first.log) < STEPS:
+    time.sleep(0.01)
+  learned(ahead, STEPS - 2, STEPS, host)
+  ahead.close()
+  schedule.close()
+  assert first.log[-1][1][-1] <= STEPS - 3
+  again = InFlight(chunks, slowly)
+  ahead, schedule = in_flight(tmp_path / "again", again, 2, tmp_path / "first" / "schedule.jsonl")
+  learned(ahead)
+  ahead.close()
+  schedule.close()
+  assert again.log == first.log and lines_of(tmp_path / "again") == lines_of(tmp_path / "first")
+
+
+def from_chunks(folder, *lines):
+  """A file that says what held from some chunks on."""
+  text = "".join(json.dumps({"chunk": c, "version": v, "groups": n}) + "\n" for c, v, n in lines)
+  (folder / "other.jsonl").write_text(text)
+  return folder / "other.jsonl"
 
 
 def test_a_checkpoint_does_not_wait_for_weights_that_come_later(tmp_path):
   """Batch 4 was to change to the weights of step 5, and the run stops at step 3."""
-  schedule = Schedule(tmp_path)
-  known = {number: ((0, max(0, number - 2)),) for number in range(STEPS)}
-  schedule.known.update(known | {4: ((0, 2), (1, 5))})
-  draws = Draws()
-  ahead = Beside(draws, config_of(2, "in_flight"), schedule)
-  found, host = learned(ahead, end=3)
-  while 3 not in ahead._drawn or not ahead._is_drawing:
+  lines = (0, 0, 3 * P), (3, 1, 4 * P), (6, 2, 5 * P), (7, 5, 5 * P), (20, 5, 5 * P)
+  draws = InFlight()
+  ahead, schedule = in_flight(tmp_path / "run", draws, 2, from_chunks(tmp_path, *lines))
+  _, host = learned(ahead, end=3)
+  while len(draws.drawn) < 7:
     time.sleep(0.01)
+  time.sleep(0.05)
+  assert len(draws.drawn) == 7  # the thread waits for the weights of step 5
   saved = ahead.saved(3, host, lambda: "w3")
-  assert sorted(saved["ahead"]) == ["3", "4"] and draws.log[-1] == (4, 2, "w3")
-  assert schedule.known[4] == ((0, 2), (1, 3))
-  learned(ahead, 3, host=host)
+  assert sorted(saved["ahead"]) == ["3", "4"] and saved["chunk"] == 9
+  assert draws.log[-1] == (4, [2, 2, 2]) and draws.drawn[6:] == [(2, "w2", 5 * P)] * 3
+  _, host = learned(ahead, 3, host=host)
   ahead.close()
   schedule.close()
-  assert Schedule(tmp_path).known == known | {4: ((0, 2), (1, 3))}
+  assert host["drawn"] == STEPS and len(draws.log) == STEPS
+
+
+@pytest.mark.parametrize("stop", [1, 4, 8])
+def test_a_process_goes_on_in_flight_with_what_was_drawn(stop, tmp_path):
+  """What was begun is drawn to its end, and chunks are counted on."""
+  first, second = InFlight((3, 5)), InFlight((3, 5))
+  ahead, schedule = in_flight(tmp_path, first, 2)
+  _, host = learned(ahead, end=stop)
+  saved = ahead.saved(stop, host, lambda: f"w{stop}")
+  ahead.close()
+  schedule.close()
+  assert saved["chunk"] == len(first.drawn)
+  batches = [number for number, _ in first.log]
+  assert batches == [*range(len(batches))] and sorted(saved["ahead"]) == [
+    str(number) for number in batches[stop:]
+  ]
+  ahead, schedule = in_flight(tmp_path, second, 2)
+  assert ahead.saved(stop, saved, lambda: f"w{stop}") is saved
+  _, host = learned(ahead, stop, host=saved)
+  ahead.close()
+  schedule.close()
+  assert [number for number, _ in first.log + second.log] == [*range(STEPS)]
+  assert host["drawn"] == STEPS and "ahead" not in host
+  known, drawn = Schedule(tmp_path), first.drawn + second.drawn
+  for chunk, (version, weights, groups) in enumerate(drawn):
+    assert weights == f"w{version}"
+    assert known.chunk(chunk) == FromChunk(version, groups)
+
+
+def test_weights_that_cannot_come_before_the_batch_is_drawn_are_not_waited_for(tmp_path):
+  """Such a file is of another run. The learner waits for batch 0, so weights 7 would never come."""
+  draws = InFlight()
+  lines = (0, 0, P), (1, 7, P), (9, 7, P)
+  ahead, schedule = in_flight(tmp_path / "run", draws, 2, from_chunks(tmp_path, *lines))
+  thread = threading.Thread(target=learned, args=(ahead,), daemon=True)
+  thread.start()
+  thread.join(20)
+  assert not thread.is_alive()
+  ahead.close()
+  schedule.close()
+  assert draws.log[0] == (0, [0, 0, 0])
 
 
 # Checkpoints.
@@ -297,10 +459,10 @@ def test_in_several_processes_nobody_goes_on_after_the_thread_has_failed(monkeyp
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_learned_batch_keeps_nothing_that_its_prompts_see(way):
+def test_a_learned_batch_is_forgotten_with_all_that_its_prompts_see(way):
   ahead = made(way, Draws(), config_of(2))
   learned(ahead, end=3)
-  assert ahead._drawn[2].scored().prompts is None
+  assert not ahead._drawn.keys() & {0, 1, 2}
   ahead.close()
 
 
@@ -350,7 +512,7 @@ def test_a_checkpoint_converts_weights_only_if_a_known_schedule_needs_them(tmp_p
   def converts():
     raise AssertionError("nothing needs them")
 
-  schedule = Schedule(tmp_path)
+  schedule = Schedule(tmp_path, in_flight=False)
   ahead = Beside(Draws(), config_of(2, "newest"), schedule)
   _, host = learned(ahead, end=3)
   ahead.saved(3, host, converts)
@@ -375,7 +537,7 @@ def test_so_many_versions_of_the_weights_are_held(weights, bound, slow, tmp_path
       return super().put(scored)
 
   config = with_section(config_of(bound, weights), "mesh", sampler=1)
-  schedule = Schedule(tmp_path) if weights == "newest" else None
+  schedule = Schedule(tmp_path, in_flight=False) if weights == "newest" else None
   pause = 0.02 if slow == "sampler" else 0
   ahead = Beside(Counts(lambda number: time.sleep(pause)), config, schedule)
   learned(ahead)
@@ -388,29 +550,41 @@ def test_so_many_versions_of_the_weights_are_held(weights, bound, slow, tmp_path
 # schedule.jsonl.
 
 
-def test_a_half_written_line_is_dropped_and_a_damaged_one_is_an_error(tmp_path):
+NEWEST = '{"batch": 0, "weights": [[0, 0]]}', '{"batch": 1, "weights": [[0, 1]]}'
+FLIGHT = '{"chunk": 0, "version": 0, "groups": 4}', '{"chunk": 3, "version": 1, "groups": 8}'
+
+
+@pytest.mark.parametrize("changes, lines", [(False, NEWEST), (True, FLIGHT)])
+def test_a_half_written_line_is_dropped_and_a_damaged_one_is_an_error(changes, lines, tmp_path):
+  def known(schedule):
+    return schedule.known if not changes else [schedule.chunk(n) for n in range(5)]
+
   file = tmp_path / "schedule.jsonl"
-  file.write_text('{"batch": 0, "weights": [[0, 0]]}\n{"batch": 1, "wei')
-  schedule = Schedule(tmp_path)
-  assert schedule.known == {0: ((0, 0),)}
-  schedule.add(1, ((0, 0), (3, 1)))
+  file.write_text(f"{lines[0]}\n{lines[1][:-3]}")
+  schedule = Schedule(tmp_path, in_flight=changes)
+  first, second = FromChunk(0, 4), FromChunk(1, 8)
+  assert known(schedule) == ([first, None, None, None, None] if changes else {0: ((0, 0),)})
+  if changes:
+    schedule.add_chunk(1, first)  # which holds already
+    schedule.add_chunk(3, second)
+  else:
+    schedule.add(1, ((0, 1),))
   schedule.close()
-  assert Schedule(tmp_path).known[1] == ((0, 0), (3, 1))
+  assert file.read_text() == "".join(f"{line}\n" for line in lines)
+  after = known(Schedule(tmp_path, in_flight=changes))
+  assert after == ([first] * 3 + [second, None] if changes else {0: ((0, 0),), 1: ((0, 1),)})
   file.write_text('{"batch": 0, "weights": []}\n')
   with pytest.raises(ConfigError, match="schedule.jsonl line 1 does not say"):
-    Schedule(tmp_path)
+    Schedule(tmp_path, in_flight=changes)
   with pytest.raises(ConfigError, match="rollout.replay is 'nowhere'"):
-    Schedule(tmp_path, "nowhere")
+    Schedule(tmp_path, "nowhere", changes)
 
 
 @pytest.mark.parametrize(
   "line, why",
   [
     ('{"batch": 7, "weights": [[0, 999]]}', "weights of step 999 come after batch 7"),
-    ('{"batch": 7, "weights": [[0, 5], [3, 8]]}', "weights of step 8 come after batch 7"),
-    ('{"batch": 7, "weights": [[0, 5], [3, 6], [2, 7]]}', "[2, 7] cannot follow [3, 6]"),
-    ('{"batch": 7, "weights": [[0, 5], [3, 4]]}', "[3, 4] cannot follow [0, 5]"),
-    ('{"batch": 7, "weights": [[0, 5], [0, 6]]}', "[0, 6] cannot follow [0, 5]"),
+    ('{"batch": 7, "weights": [[0, 5], [3, 6]]}', "change in flight, and rollout.weights"),
     ('{"batch": 7, "weights": [[1, 5]]}', "begin with chunk 1"),
     ('{"batch": 7, "weights": [[0, 1e400]]}', "weights are [[0, inf]]"),
     ('{"batch": 7, "weights": [[0, NaN]]}', "weights are [[0, nan]]"),
@@ -430,15 +604,43 @@ def test_a_half_written_line_is_dropped_and_a_damaged_one_is_an_error(tmp_path):
     ("", "it is no JSON"),
     ("[" * 100_000, "it is no JSON"),
     ("\xff", "codec"),
+    ('{"chunk": 7, "version": 5, "groups": 8}', "it must be"),
   ],
 )
 def test_a_line_that_cannot_be_is_named(line, why, tmp_path):
+  assert_named(NEWEST[0], line, why, tmp_path, in_flight=False)
+
+
+@pytest.mark.parametrize(
+  "line, why",
+  [
+    ('{"chunk": -1, "version": 5, "groups": 8}', "chunk is -1, which is no whole number"),
+    ('{"chunk": 7, "version": 5.0, "groups": 8}', "version is 5.0, which is no whole number"),
+    ('{"chunk": 7, "version": true, "groups": 8}', "version is True, which is no whole number"),
+    ('{"chunk": 7, "version": 5, "groups": "8"}', "groups is '8', which is no whole number"),
+    ('{"chunk": 7, "version": 5, "groups": 1e400}', "groups is inf, which is no whole number"),
+    ('{"chunk": %s, "version": 5, "groups": 8}' % ("9" * 5000), "4300 digits"),
+    ('{"chunk": %s, "version": 5, "groups": 8}' % ("9" * 50), "which is no whole number"),
+    ('{"chunk": 7, "version": 5}', "it must be"),
+    ('{"chunk": 7, "version": 5, "groups": 8, "more": 1}', "it must be"),
+    (NEWEST[0], "it is of a run that an earlier version began, or with rollout.weights=newest"),
+    ("[7]", "it must be"),
+    ("", "it is no JSON"),
+    ("[" * 100_000, "it is no JSON"),
+    ("\xff", "codec"),
+  ],
+)
+def test_a_line_of_a_chunk_that_cannot_be_is_named(line, why, tmp_path):
+  assert_named(FLIGHT[0], line, why, tmp_path, in_flight=True)
+
+
+def assert_named(first, line, why, tmp_path, in_flight):
   file = tmp_path / "schedule.jsonl"
-  file.write_bytes(b'{"batch": 0, "weights": [[0, 0]]}\n' + line.encode("latin-1") + b"\n")
+  file.write_bytes(f"{first}\n".encode() + line.encode("latin-1") + b"\n")
   (tmp_path / "other").mkdir()
   for folder, replay in ((tmp_path, ""), (tmp_path / "other", str(file))):
     with pytest.raises(ConfigError) as error:
-      Schedule(folder, replay)
+      Schedule(folder, replay, in_flight)
     message = str(error.value)
     assert f"{file} line 2 does not say" in message and why in message
     assert len(message.splitlines()) == 1 and len(message) < 600
@@ -449,7 +651,7 @@ def test_a_schedule_must_be_a_file_and_whole(tmp_path):
   other = tmp_path / "other.jsonl"
   other.write_text("".join(lines))
   with pytest.raises(ConfigError, match="does not say which weights drew batch 2"):
-    Schedule(tmp_path, str(other))
+    Schedule(tmp_path, str(other), in_flight=False)
   other.write_text('{"batch": 2, "weights": [[0, 1], [4, 2]]}\n')
   (tmp_path / "schedule.jsonl").write_text(other.read_text())
   with pytest.raises(ConfigError, match="line 1 .* change in flight, and rollout.weights"):
@@ -465,12 +667,16 @@ def test_a_schedule_must_be_a_file_and_whole(tmp_path):
       Schedule(tmp_path, str(path))
 
 
-def test_the_last_line_of_a_batch_counts(tmp_path):
+def test_the_last_line_of_a_batch_or_chunk_counts(tmp_path):
   """A run that was killed may draw a batch once more, with other weights."""
   lines = [[3, 1], [4, 2], [3, 2]]
   text = "".join(json.dumps({"batch": n, "weights": [[0, v]]}) + "\n" for n, v in lines)
   (tmp_path / "schedule.jsonl").write_text(text)
-  assert Schedule(tmp_path).known == {3: ((0, 2),), 4: ((0, 2),)}
+  assert Schedule(tmp_path, in_flight=False).known == {3: ((0, 2),), 4: ((0, 2),)}
+  text = "".join(json.dumps({"chunk": n, "version": v, "groups": 8}) + "\n" for n, v in lines)
+  (tmp_path / "schedule.jsonl").write_text(text)
+  known = Schedule(tmp_path)
+  assert [known.chunk(n) for n in (2, 3, 4, 5)] == [None, *[FromChunk(2, 8)] * 2, None]
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,8 @@ class Beside(Ahead):
   def take(self, version: int | None) -> Policy:
     """The weights of a version, or the newest, and their version. It waits for them.
 
-    While a checkpoint waits for what is in flight, newer weights do not come. Then it takes the
-    newest.
+    While a checkpoint or the step of the newest weights waits for what is in flight, newer weights
+    do not come. Then it takes the newest.
 
     Raises:
       RunFailed: They are older than all of this process.
@@ -261,7 +261,14 @@ class Beside(Ahead):
           f"schedule.jsonl has weights of step {version}, and what they draw should be in the"
           f" checkpoint of step {self._first_version}: the file is of another run"
         )
-      self._changed.wait_for(lambda: version in self._weights or self._is_paused or self._is_closed)
+      self._changed.wait_for(
+        lambda: (
+          version in self._weights
+          or self._is_paused
+          or self._is_closed
+          or self._next <= max(self._weights)
+        )
+      )
       if self._is_closed:
         raise Closed("the run has ended")
       if version not in self._weights:
@@ -316,6 +323,7 @@ class Beside(Ahead):
         self._add(pending.then(functools.partial(_with_times, clock)))
         clock = Clock()
       del policy
+    self._schedule.end(self._chunk - 1)
 
   def _may_go_on(self) -> bool:
     """Whether there is something to draw, or the run has ended. Says where there is not."""

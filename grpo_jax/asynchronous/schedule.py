@@ -1,7 +1,6 @@
 """schedule.jsonl: which weights drew what, in a run whose sampler does not wait for them."""
 
 import bisect
-import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ class Schedule:
   """Which weights drew. It grows while the run samples.
 
   With rollout.weights=newest it has a line for each batch. With in_flight it has one for each chunk
-  of the run from which on other weights draw, or before which groups were opened.
+  of the run from which on other weights draw, or before which groups were opened, and for the last.
 
   Attributes:
     known: With newest, by the number of a batch: what drew it, or what is to draw it.
@@ -80,8 +79,17 @@ class Schedule:
   def add_chunk(self, chunk: int, now: FromChunk) -> None:
     """Writes what holds from a chunk on, unless that held before. The last line for it counts."""
     if _in_force(self._written, chunk) != now:
-      self._chunks[chunk] = self._written[chunk] = now
-      self._file.append(json_line({"chunk": chunk} | now._asdict()))
+      self._append(chunk, now)
+
+  def end(self, chunk: int) -> None:
+    """Writes what holds for the last chunk of a run, so that newer weights never draw it."""
+    now = _in_force(self._written, chunk)
+    if now is not None and chunk not in self._written:
+      self._append(chunk, now)
+
+  def _append(self, chunk: int, now: FromChunk) -> None:
+    self._chunks[chunk] = self._written[chunk] = now
+    self._file.append(json_line({"chunk": chunk} | now._asdict()))
 
   def chunk(self, number: int) -> FromChunk | None:
     """What is known to hold for a chunk of the run, or None."""
@@ -160,9 +168,6 @@ def _parsed(line: bytes) -> tuple[int, Weights]:
     raise ValueError("its weights change in flight, and rollout.weights does not say so")
   if weights[0][0] != 0:
     raise ValueError(f"weights begin with chunk {weights[0][0]} and not with chunk 0")
-  for before, after in itertools.pairwise(weights):
-    if not (before[0] < after[0] and before[1] < after[1]):
-      raise ValueError(f"{after} cannot follow {before}: chunks and steps grow")
   # The step that learns from a batch waits for it, so no later weights exist then.
   if weights[-1][1] > batch:
     raise ValueError(f"weights of step {weights[-1][1]} come after batch {batch} is learned")
