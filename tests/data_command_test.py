@@ -111,8 +111,8 @@ def test_the_prompts_of_a_step():
   assert first.indices == loader.step_indices(config.seed, 0, prompts, size).tolist()
   sampling = with_section(config, "algo", dynamic_sampling=True, max_resample_rounds=3)
   later = show_data.drawn(sampling, 13)
-  assert later.remark == ", and more where rewards are all equal"
-  assert later.indices == loader.step_indices(config.seed, 2 * 4, prompts, size).tolist()
+  assert later.remark == ", and later ones once rewards were all equal"
+  assert later.indices == loader.step_indices(config.seed, 2, prompts, size).tolist()
   for step in (0, 111):
     with pytest.raises(ConfigError, match=f"--step={step}: the run has the steps 1 to 110"):
       show_data.drawn(config, step)

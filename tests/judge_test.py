@@ -221,7 +221,7 @@ def judged_in_workers(server, groups, parameters="", workers=2):
   texts = [text for group in groups for text in group]
   columns = {"completions": texts, "question": ["?"] * len(texts), "answer": ["1"] * len(texts)}
   start = time.monotonic()
-  answer = caller.start([function], columns, 1, len(groups[0]))(function)
+  answer = caller.start([function], columns, 1, len(groups[0]))[0].result()
   seconds = time.monotonic() - start
   pool.close()
   return answer, seconds

@@ -454,9 +454,8 @@ def test_the_failures_of_a_task_are_those_of_its_rows():
 
   columns = {"task": ["a", "b", "b"], "completions": ["x", "y", "z"]}
   caller = Caller(None, stops_on_error=False)
-  answer = dispatch.start_for_tasks(caller, [(fails_on_z, "b")], columns, step=0, group_size=1)(
-    fails_on_z
-  )
+  (pending,) = dispatch.start_for_tasks(caller, [(fails_on_z, "b")], columns, 0, 1)
+  answer = pending.result()
   assert answer.steps == [[], [(1, 1.0)], []]
   assert [failure.row for failure in answer.failures] == [2]
 

@@ -26,8 +26,11 @@ from grpo_jax.types import Rewards
 def scores_of(functions, weights, completions, columns):
   """The scores of completions by each function, as a run without workers finds them."""
   columns = {"completions": completions, **columns}
-  answer = rewards.Caller(None).start(functions, columns, 1, len(completions))
-  answers = {rewards.name_of(function): answer(function) for function in functions}
+  found = rewards.Caller(None).start(functions, columns, 1, len(completions))
+  answers = {
+    rewards.name_of(function): answer.result()
+    for function, answer in zip(functions, found, strict=True)
+  }
   return rewards.scores_of(answers, weights), answers
 
 

@@ -539,7 +539,7 @@ def test_the_state_of_an_object_lives_in_its_worker():
 
 def test_conversations_as_trl_passes_them():
   columns = {"prompts": ["<hi>"], "completions": ["x"], "messages": [[{"content": "hi"}]]}
-  answer = rewards.Caller(None).start([hostile_rewards.talks], columns, 1, 1)
+  (answer,) = rewards.Caller(None).start([hostile_rewards.talks], columns, 1, 1)
   assert scores(answer.result()) == [1] and columns["completions"] == ["x"]
 
 
