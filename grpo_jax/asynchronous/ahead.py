@@ -234,7 +234,8 @@ class Beside(Ahead):
         self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
         self._fail_with_others()
     host = super().saved(index, host, params)
-    return host | {_CHUNK: np.int64(self._chunk)} if self._changes else host
+    has_chunk = self._changes and self._thread is not None
+    return host | {_CHUNK: np.int64(self._chunk)} if has_chunk else host
 
   def close(self) -> None:
     with self._changed:
@@ -277,12 +278,14 @@ class Beside(Ahead):
 
   def _run(self, draw: Callable[[], None]) -> None:
     """Draws until the run has ended. This is the thread."""
+    error = None
     try:
       draw()
-    except BaseException as error:  # the step that waits for the batch raises it
-      with self._changed:
-        self._error, self._is_drawing = error, False
-        self._changed.notify_all()
+    except BaseException as raised:  # the step that waits for the batch raises it
+      error = raised
+    with self._changed:
+      self._error, self._is_drawing = error, False
+      self._changed.notify_all()
 
   def _draw_batches(self) -> None:
     """Draws batch after batch, each with weights of its own."""
@@ -307,6 +310,8 @@ class Beside(Ahead):
         self._changed.wait_for(self._may_go_on)
         is_paused, self._is_drawing = self._is_paused, True
       known = self._schedule.chunk(self._chunk) if not is_paused else None
+      if known is not None and flow.is_idle and flow.step > known.version + self._bound:
+        known = None  # the chunks are not those of the schedule any more
       policy = self.take(None if known is None else known.version)
       until = min(policy.version + self._bound, self._steps - 1)
       limit = None if known is None or flow.is_idle else known.groups
