@@ -234,7 +234,8 @@ class Beside(Ahead):
         self._changed.wait_for(lambda: self._error or (self._next >= last and not self._is_drawing))
         self._fail_with_others()
     host = super().saved(index, host, params)
-    return host | {_CHUNK: np.int64(self._chunk)} if self._changes else host
+    has_chunk = self._changes and self._thread is not None
+    return host | {_CHUNK: np.int64(self._chunk)} if has_chunk else host
 
   def close(self) -> None:
     with self._changed:
