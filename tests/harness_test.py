@@ -159,6 +159,7 @@ def test_what_a_harness_asked_is_learned_token_by_token(twice):
   assert sum(len(row["turns"]) == 3 for row in rows) > P
 
 
+@pytest.mark.slow
 def test_calls_that_grow_compute_what_is_new(tmp_path):
   """Of a group, the first call is computed once. Of later calls, only what follows the answers."""
   rows, metrics = first_step(config_of(tmp_path, "grows"), tmp_path / "run")
