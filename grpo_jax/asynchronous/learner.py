@@ -219,7 +219,8 @@ class RemoteSampler:
     longest = self._limits.tokens
     if draws.settings.max_tokens is not None:
       longest = min(longest, int(draws.settings.max_tokens))
-    for prompts in np.array_split(np.arange(len(prompts_PS)), self._parts):
+    count = min(self._parts, len(prompts_PS))
+    for prompts in np.array_split(np.arange(len(prompts_PS)), count):
       fields = {
         "members": members,
         "first_prompt": draws.first_prompt + int(prompts[0]),

@@ -191,7 +191,8 @@ class Sampler:
     """
     feed = params if callable(params) else lambda: (params, 0)
     P = len(prompts_PS)
-    at_once = min(draws.at_once or P, P)
+    shards = self._config.row_shards
+    at_once = -(-min(draws.at_once or P, P) // shards) * shards
     keeps_versions = callable(params)
     stream = self.stream(feed, at_once, members, draws.end, keeps_versions=keeps_versions)
     prompts = self.prompts(prompts_PS, prompt_lengths_P, images)
