@@ -41,6 +41,7 @@ from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
 from grpo_jax.asynchronous.remote_groups import RemoteGroups
 from grpo_jax.asynchronous.sampler import Drawer, sample_for
 from grpo_jax.asynchronous.terms import abstract_weights, difference, terms_of
+from grpo_jax.asynchronous.versions import KeptVersions
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import policy_of_run
@@ -585,6 +586,102 @@ def test_weights_are_sent_once_and_outlive_an_update(hub):
   ]
 
 
+def values_of(process):
+  """The first number of the only leaf of each version that a process has."""
+  return {version: float(leaf[0]) for version, (leaf,) in process.weights.items()}
+
+
+def test_new_weights_arrive_while_older_ones_draw_and_stay_as_long_as_they_are_needed(hub):
+  process, parts = Process(hub), []
+  first = hub.weights({"a": jnp.full(2, 1.0)})
+  drawing = threading.Thread(target=lambda params: parts.extend(call(hub, params)), args=(first,))
+  drawing.start()
+  asked = process.asked()
+  assert asked.fields["version"] == first.version
+  second, third = (hub.weights({"a": jnp.full(2, value)}) for value in (2.0, 3.0))
+  process.take(process.next())
+  process.take(process.next())
+  assert values_of(process) == {first.version: 1, second.version: 2, third.version: 3}
+  process.send(asked, [*range(P)])
+  drawing.join()
+  dropped = first.version
+  del first
+  fourth = hub.weights({"a": jnp.full(2, 4.0)})
+  process.take(process.next())
+  assert dropped not in process.weights  # nobody on the learner has them any more
+  assert values_of(process) == {second.version: 2, third.version: 3, fourth.version: 4}
+  process.serve()
+  assert_whole([*call(hub, third)])
+  assert process.drawn[0].fields["version"] == third.version
+
+
+def test_a_process_that_joins_late_gets_what_its_part_needs_first(hub):
+  old, new = (hub.weights({"a": jnp.full(2, value)}) for value in (1.0, 2.0))
+  coming = threading.Thread(target=lambda: [*call(hub, new)])
+  coming.start()
+  while not hub._waiting:
+    time.sleep(0.01)
+  process = Process(hub)
+  first = process.next()
+  assert (first.kind, first.fields["version"]) == ("weights", new.version)
+  process.take(first)
+  asked = process.next()
+  assert asked.kind == "draw"
+  process.take(process.next())
+  assert values_of(process) == {new.version: 2, old.version: 1}
+  process.send(asked, [*range(P)])
+  coming.join()
+
+
+def test_a_process_that_takes_nothing_holds_up_no_step_and_gets_no_old_weights(hub):
+  slow, large = Process(hub), np.zeros(2**23, np.float32)
+  started = time.monotonic()
+  made = [hub.weights({"a": jnp.asarray(large + value)}) for value in range(5)]
+  last = made[-1].version
+  del made  # nobody needs them, but for the newest
+  assert time.monotonic() - started < 5
+  Process(hub).serve()
+  assert_whole([*call(hub)])
+  seen = []
+  while not seen or seen[-1] < last:
+    slow.take(message := slow.next())
+    seen.append(message.fields["version"])
+  assert len(seen) <= 2  # one had begun
+
+
+def test_leaves_lie_once_on_the_devices_or_on_the_host():
+  shape = jax.ShapeDtypeStruct(
+    (2,), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  )
+  kept = KeptVersions([shape, shape])
+  array = np.ones(2, ml_dtypes.bfloat16)
+
+  def take(version, leaves, keep, places=("0", "1")):
+    sent = {place: array * version for place in places}
+    fields = {"version": version, "leaves": leaves, "keep": keep}
+    kept.check(fields, {name: (x.dtype, x.shape) for name, x in sent.items()})
+    kept.take(fields, sent)
+
+  def on_devices():
+    return {number for number, leaf in kept._leaves.items() if isinstance(leaf, jax.Array)}
+
+  take(1, [10, 11], [1])
+  take(2, [10, 12], [1, 2], ["1"])
+  assert on_devices() == set()
+  first = kept.use(1)
+  assert on_devices() == {10, 11} and first[0].dtype == jnp.bfloat16
+  assert [float(leaf[0]) for leaf in kept.use(2)] == [1, 2]
+  assert on_devices() == {10, 12} and {*kept._leaves} == {10, 11, 12}
+  assert kept.use(2)[0] is first[0]
+  assert [float(leaf[0]) for leaf in kept.use(1)] == [1, 1]
+  take(3, [10, 13], [2, 3], ["1"])
+  assert {*kept._leaves} == {10, 12, 13}
+  with pytest.raises(BadMessage, match="weights that it has not sent: 1"):
+    kept.use(1)
+  with pytest.raises(BadMessage, match="left out leaf 1"):
+    take(4, [10, 11], [4], ["0"])
+
+
 def test_while_nobody_samples_it_says_so_and_a_close_ends_the_wait(hub, capfd, monkeypatch):
   monkeypatch.setattr(learner, "_TELL", 0.1)
   failed = []
@@ -630,9 +727,9 @@ def sampling_of(**changes):
 
 
 @contextlib.contextmanager
-def sampling_for(run, address):
+def sampling_for(run, address, access=OPEN):
   """A sampler process, as a thread of this one."""
-  thread = threading.Thread(target=sample_for, args=(run, address, 30))
+  thread = threading.Thread(target=sample_for, args=(run, address, 30, access))
   thread.start()
   yield
   thread.join()

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 from remote_test import (
@@ -18,19 +19,28 @@ from remote_test import (
   address_of,
   assert_whole,
   call,
+  config_of,
+  free_port,
   listening,
+  one_device,  # noqa: F401  a fixture
   pair,
+  sampling_for,
+  trained,
 )
-from small_run import small_config, small_run
+from small_run import P, small_config, small_run, with_section
 
 from grpo_jax.asynchronous import access, handshake
 from grpo_jax.asynchronous.access import OPEN, Access
+from grpo_jax.asynchronous.contents import limits_of
 from grpo_jax.asynchronous.encryption import Encrypted
 from grpo_jax.asynchronous.handshake import names
 from grpo_jax.asynchronous.learner import RemoteSampler
 from grpo_jax.asynchronous.messages import BadMessage, Connection, Damaged
 from grpo_jax.asynchronous.sampler import sample_for
+from grpo_jax.asynchronous.terms import terms_of
 from grpo_jax.config import Rollout
+from grpo_jax.recipes import with_absolute_paths
+from grpo_jax.sampler.sampling import Draws, whole
 from grpo_jax.settings import ConfigError
 
 SECRET = Access(b"a long random secret")
@@ -205,13 +215,18 @@ def test_a_peer_that_says_nothing_more_is_not_waited_for(monkeypatch, certificat
   assert isinstance(outcomes[0], BadMessage | OSError) and str(outcomes[0])
 
 
-def test_a_handshake_that_comes_byte_by_byte_is_not_waited_for(monkeypatch):
+@pytest.mark.parametrize("begin", [MAGIC, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
+def test_a_handshake_that_comes_byte_by_byte_is_not_waited_for(monkeypatch, certificates, begin):
   monkeypatch.setattr(handshake, "_SECONDS", 0.3)
-  with accepting(SECRET) as (address, outcomes):
+  encrypts = begin != MAGIC
+  allowed = access.of_learner(certificates("own"), "127.0.0.1") if encrypts else SECRET
+  with accepting(allowed) as (address, outcomes):
     with raw(address) as connected, contextlib.suppress(OSError):
-      for byte in MAGIC + bytes(NONCE) * 2:
-        connected.sendall(bytes([byte]))
-        time.sleep(0.02)
+      for byte in begin + bytes(NONCE) * 2:
+        if not outcomes:
+          connected.sendall(bytes([byte]))
+          time.sleep(0.02)
+      assert outcomes
   assert "timed out" in str(outcomes[0])
 
 
@@ -416,6 +431,15 @@ def test_encryption_on_one_side_only_is_one_line_on_both(certificates):
   assert "it encrypts, and config key rollout.certificate_file is empty" in str(outcomes[0])
 
 
+def test_who_reads_late_still_hears_why_it_is_refused():
+  """A learner closes its socket while there are bytes that it has not read."""
+  with accepting(SECRET) as (address, outcomes), raw(address) as connected:
+    connected.sendall(b"\x16\x03\x01" + bytes(500))
+    while not outcomes:
+      time.sleep(0.01)
+    assert connected.recv(100) == MAGIC
+
+
 def test_the_secret_is_proven_inside_of_the_encryption(certificates):
   learner, sampler = secured(certificates, "own", "own")
   with accepting(learner) as (address, outcomes):
@@ -592,3 +616,60 @@ def test_damaged_completions_are_drawn_again_and_their_process_may_come_back(cap
     coming.join()
     assert_whole(parts)
   assert "arrived damaged: its checksum is wrong" in capfd.readouterr().err
+
+
+def test_damaged_weights_are_named_and_sent_again_and_draw_nothing(capfd, monkeypatch):
+  run = small_run(small_config())
+  params = run.parameters.for_sampling(run.initial_params())
+  original, connections = handshake.accept, []
+
+  def accept(connected, allowed):
+    """The first connection changes a byte in the middle of the weights."""
+    channel = original(connected, allowed)
+    connections.append(channel)
+    return Damages(channel, 5000) if len(connections) == 1 else channel
+
+  monkeypatch.setattr(handshake, "accept", accept)
+  with listening(terms=terms_of(run), limits=limits_of(run)) as hub:
+    with sampling_for(run, address_of(hub)):
+      prompts_PS = np.ones((P, 12), np.int32)
+      draws = Draws(jax.random.key(3))
+      parts = [*hub(params, prompts_PS, np.full(P, 12, np.int32), 2, draws)]
+      hub.say_ended()
+      hub.close()
+  here = run.programs.sampler()(params, prompts_PS, np.full(P, 12, np.int32), 2, draws)
+  np.testing.assert_array_equal(whole(parts).tokens_PGT, whole([*here]).tokens_PGT)
+  out = capfd.readouterr().out
+  assert len(connections) == 2
+  assert "trying again: the array '" in out
+  assert "of 'weights' arrived damaged: its checksum is wrong" in out
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_run_that_encrypts_has_the_same_numbers(tmp_path, certificates):
+  here = trained(config_of(tmp_path, max_staleness=1), tmp_path / "here")
+  own, address = certificates("own"), ("127.0.0.1", free_port())
+  files = {
+    "secret_file": written(tmp_path / "secret", b"a secret of this test\n"),
+    "certificate_file": own.certificate_file,
+    "key_file": own.key_file,
+  }
+  config = config_of(tmp_path, max_staleness=1, listen=f"127.0.0.1:{address[1]}", **files)
+  with sampling_for(small_run(config), address, access.of_sampler(config.rollout, address[0])):
+    there = trained(config, tmp_path / "there")
+  jax.tree.map(np.testing.assert_array_equal, here, there)
+  saved = (tmp_path / "there/config.json").read_text()
+  assert files["secret_file"] in saved and "a secret of this test" not in saved
+
+
+def test_a_key_without_its_certificate_is_refused():
+  with pytest.raises(ConfigError, match="rollout.key_file is 'a.key': name the certificate"):
+    small_run(with_section(small_config(), "rollout", key_file="a.key"))
+
+
+def test_the_files_of_a_config_have_absolute_paths(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for name in ("secret_file", "certificate_file", "key_file"):
+    (tmp_path / name).touch()
+    config = with_absolute_paths(with_section(small_config(), "rollout", **{name: name}))
+    assert getattr(config.rollout, name) == str(tmp_path / name)

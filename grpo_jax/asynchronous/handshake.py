@@ -34,7 +34,7 @@ def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypte
   """Lets a sampler prove itself, and does so, too.
 
   Args:
-    connected: A TCP socket. It stays open when the sampler fails, so that it hears why.
+    connected: A TCP socket, which the caller closes.
     access: Of the learner.
 
   Returns:
@@ -44,15 +44,39 @@ def accept(connected: socket.socket, access: Access) -> socket.socket | Encrypte
     BadMessage: It does not know the secret, or only one side encrypts.
     OSError: It has gone, or is silent.
   """
+  until = time.monotonic() + _SECONDS
+  connected.settimeout(_SECONDS)
+  connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   try:
-    return _accepted(connected, access, time.monotonic() + _SECONDS)
-  except BadMessage:
-    # Unread bytes would make the kernel throw away what was said last.
-    with contextlib.suppress(OSError):
-      connected.shutdown(socket.SHUT_WR)
-      connected.settimeout(1)
-      connected.recv(2**16)
-    raise
+    first = connected.recv(1, socket.MSG_PEEK)
+  except TimeoutError:
+    raise BadMessage("it said nothing") from None
+  channel: socket.socket | Encrypted = connected
+  if first == _HANDSHAKE_OF_TLS:
+    if access.tls is None:
+      connected.sendall(_MAGIC)
+      raise BadMessage(
+        "it encrypts, and config key rollout.certificate_file is empty here; set it on both sides"
+      )
+    try:
+      channel = Encrypted(connected, access.tls, until)
+    except ssl.SSLError as error:
+      raise BadMessage(f"it did not agree on TLS: {_reason(error)}") from None
+  theirs = _nonce(_read(channel, len(_MAGIC) + _NONCE, until))
+  if access.tls is not None and channel is connected:
+    connected.sendall(_NEEDS_TLS + bytes(_NONCE))
+    raise BadMessage(
+      "it does not encrypt, and config key rollout.certificate_file is set here; set it on both"
+      " sides"
+    )
+  ours = secrets.token_bytes(_NONCE)
+  channel.sendall(_MAGIC + ours)
+  proof = _read(channel, _NONCE, until)
+  if not hmac.compare_digest(proof, _proof(access.secret, b"sampler", theirs, ours)):
+    channel.sendall(bytes(_NONCE))
+    raise BadMessage(f"it has another secret than this run: {_compare(access)}")
+  channel.sendall(_proof(access.secret, b"learner", theirs, ours))
+  return channel
 
 
 def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
@@ -91,41 +115,6 @@ def join(address: tuple[str, int], access: Access) -> socket.socket | Encrypted:
   except BaseException:
     connected.close()
     raise
-  return channel
-
-
-def _accepted(connected: socket.socket, access: Access, until: float) -> socket.socket | Encrypted:
-  connected.settimeout(_SECONDS)
-  connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-  try:
-    first = connected.recv(1, socket.MSG_PEEK)
-  except TimeoutError:
-    raise BadMessage("it said nothing") from None
-  channel: socket.socket | Encrypted = connected
-  if first == _HANDSHAKE_OF_TLS:
-    if access.tls is None:
-      connected.sendall(_MAGIC)
-      raise BadMessage(
-        "it encrypts, and config key rollout.certificate_file is empty here; set it on both sides"
-      )
-    try:
-      channel = Encrypted(connected, access.tls, until)
-    except ssl.SSLError as error:
-      raise BadMessage(f"it did not agree on TLS: {_reason(error)}") from None
-  theirs = _nonce(_read(channel, len(_MAGIC) + _NONCE, until))
-  if access.tls is not None and channel is connected:
-    connected.sendall(_NEEDS_TLS + bytes(_NONCE))
-    raise BadMessage(
-      "it does not encrypt, and config key rollout.certificate_file is set here; set it on both"
-      " sides"
-    )
-  ours = secrets.token_bytes(_NONCE)
-  channel.sendall(_MAGIC + ours)
-  proof = _read(channel, _NONCE, until)
-  if not hmac.compare_digest(proof, _proof(access.secret, b"sampler", theirs, ours)):
-    channel.sendall(bytes(_NONCE))
-    raise BadMessage(f"it has another secret than this run: {_compare(access)}")
-  channel.sendall(_proof(access.secret, b"learner", theirs, ours))
   return channel
 
 
