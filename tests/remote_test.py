@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -35,6 +36,7 @@ from grpo_jax.asynchronous import contents, learner, messages, sampler
 from grpo_jax.asynchronous.contents import Limits, limits_of
 from grpo_jax.asynchronous.learner import Closed, RemoteSampler, given
 from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
+from grpo_jax.asynchronous.remote_groups import RemoteGroups
 from grpo_jax.asynchronous.sampler import Drawer, sample_for
 from grpo_jax.asynchronous.terms import abstract_weights, difference, terms_of
 from grpo_jax.console.exit_codes import Stopped
@@ -658,7 +660,8 @@ def test_a_process_draws_what_the_run_would(make, parts, tmp_path):
   here = make_rollout(run, G, **options)(*arguments)
   with listening(terms=terms_of(run), limits=limits_of(run), parts=parts) as hub:
     with sampling_for(run, address_of(hub)):
-      there = make_rollout(run, G, remote=hub, **options)(*arguments)
+      remote = functools.partial(RemoteGroups, hub)
+      there = make_rollout(run, G, remote=remote, **options)(*arguments)
       hub.say_ended()
       hub.close()
   assert jax.tree.structure(there) == jax.tree.structure(here)
