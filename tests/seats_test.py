@@ -109,3 +109,72 @@ def test_few_row_tokens_are_computed_for_each_that_is_emitted(rows, grids, most)
   grid = first_grid(32, 8, rows)
   computed = simulate(lengths_PG, grid, grids, chunk=4)
   assert 0.7 * most < computed / lengths_PG.sum() < most
+
+
+def in_order(lengths_PG, places, shards=1, comes=lambda chunk: None):
+  """Groups that follow each other without an end, in seats of one place each, in chunks.
+
+  Args:
+    lengths_PG: Of the rows.
+    places: How many seats there are.
+    shards: The parts of the seats.
+    comes: chunk -> how many groups are there by then. None means all.
+
+  Returns:
+    (row, when it took a seat) in this order, and the share of the seats that drew.
+  """
+  P, G = lengths_PG.shape
+  seats, left = seats_lib.no_one(0, G, Grid(places, 1), shards), lengths_PG.reshape(-1).copy()
+  seats_lib.widen(seats, P)
+  sat, used, rounds, there, chunk = [], 0, 0, 0, 0
+  while True:
+    while there < (P if comes(chunk) is None else comes(chunk)):
+      seats_lib.wait(seats, there)
+      there += 1
+    for arrival in seats_lib.fill_places_in_order(seats):
+      # The prompt is computed for a shard where it has no place yet, and copied in the others.
+      same = [n for n in np.flatnonzero(seats.prompt_N == arrival.prompt) if n != arrival.place]
+      here = [n for n in same if n * shards // places == arrival.place * shards // places]
+      assert (arrival.copied_from == NOBODY) or arrival.copied_from in here
+    sat += [(row, rounds) for row in seats_lib.take_seats(seats)]
+    check(seats, {})
+    row_R = seats.row_NQ.reshape(-1)
+    taken = row_R != NOBODY
+    # Nobody waits while a seat is free.
+    assert taken.all() or seats.all_seated
+    if there == P and seats.all_seated:
+      return sat, used / (rounds * places)
+    chunk += 1
+    most = int(seats_lib.IDLE_SHARE * places)
+    for _ in range(64):
+      going = taken & (left[row_R] > 0)
+      if (taken & ~going).sum() > most:
+        break
+      used, rounds = used + going.sum(), rounds + 1
+      left[row_R[going]] -= 1
+    seats_lib.leave(seats, np.flatnonzero(taken & (left[row_R] <= 0)))
+
+
+@pytest.mark.parametrize("places, shards", [(7, 1), (16, 2), (64, 4)])
+def test_free_seats_go_to_the_oldest_group_and_each_row_sits_once(places, shards):
+  lengths_PG = np.random.default_rng(places).geometric(0.05, (40, 5))
+  sat, _ = in_order(lengths_PG, places, shards)
+  assert sorted(row for row, _ in sat) == list(range(200))
+  # All rows that sit down at once are older than those that sit down later.
+  times = sorted({time for _, time in sat})
+  groups = [[row // 5 for row, time in sat if time == one] for one in times]
+  assert all(max(before) <= min(after) for before, after in zip(groups, groups[1:]))
+
+
+def test_groups_that_come_later_take_their_seats_while_others_are_in_flight():
+  lengths_PG = np.random.default_rng(0).geometric(0.05, (40, 5))
+  sat, _ = in_order(lengths_PG, 8, comes=lambda chunk: min(40, 1 + chunk // 3))
+  assert sorted(row for row, _ in sat) == list(range(200))
+  assert [row // 5 for row, _ in sat] == sorted(row // 5 for row, _ in sat)
+
+
+def test_seats_are_used_where_groups_follow_each_other():
+  """Lengths are geometric with mean 72 and at most 512, as with random stops."""
+  lengths_PG = np.minimum(np.random.default_rng(0).geometric(1 / 72, (200, 8)), 512)
+  _, share = in_order(lengths_PG, 64)
+  assert share >= 0.95

@@ -148,10 +148,10 @@ class Flow:
   def take(self) -> Pending[DrawnGroups]:
     """The groups of the next step, which are drawn."""
     last = self._last()
-    taken = range(self.first, last)
-    lots = [lot for lot in self._lots if any(n in taken for n in lot.numbers)]
-    own = [[place for place, n in enumerate(lot.numbers) if n in taken] for lot in lots]
-    numbers = [n for lot in lots for n in lot.numbers if n in taken]
+    step = range(self.first, last)  # groups of several steps may have ended together
+    lots = [lot for lot in self._lots if any(n in step for n in lot.numbers)]
+    own = [[place for place, n in enumerate(lot.numbers) if n in step] for lot in lots]
+    numbers = [n for lot in lots for n in lot.numbers if n in step]
     self._lots = [lot for lot in self._lots if any(n >= last for n in lot.numbers)]
     opened = [self._playing.pop(number) for number in sorted(numbers)]
     self.step, self.first = self.step + 1, last

@@ -180,14 +180,17 @@ def fill_places_in_order(seats: Seats, batch: int = 1) -> list[Arrival]:
     batch: Not read: a free seat costs more than a prompt that is computed with few others.
   """
   del batch
-  has_row_N = (seats.row_NQ != NOBODY).any(1)
-  has_more_N = (seats.prompt_N != NOBODY) & (seats.waiting_P[seats.prompt_N] < seats.members)
-  seats.prompt_N[~has_row_N & ~has_more_N] = NOBODY
+  free_N = (seats.row_NQ == NOBODY).sum(1)
+  has_row_N = free_N < seats.grid.seats
   wanting_P = seats.members - seats.waiting_P
+  np.subtract.at(wanting_P, seats.prompt_N[has_row_N], free_N[has_row_N])
+  for place in np.flatnonzero(~has_row_N & (seats.prompt_N != NOBODY)).tolist():
+    prompt = seats.prompt_N[place]
+    if wanting_P[prompt] > 0:
+      wanting_P[prompt] -= seats.grid.seats
+    else:
+      seats.prompt_N[place] = NOBODY
   has_place_N = seats.prompt_N != NOBODY
-  np.subtract.at(
-    wanting_P, seats.prompt_N[has_place_N], (seats.row_NQ[has_place_N] == NOBODY).sum(1)
-  )
   arrivals: list[Arrival] = []
   seats.in_order = [p for p in seats.in_order if seats.waiting_P[p] < seats.members]
   for place in np.flatnonzero(~has_place_N).tolist():
