@@ -4,7 +4,7 @@ The learner knows what a good answer looks like, to the shape of each array. A s
 weights of its config. So nothing larger is allocated, and nothing else is believed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from grpo_jax.asynchronous.messages import BadMessage, Shapes, bytes_of
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
+from grpo_jax.sampler.requests import Ended
 from grpo_jax.settings import shown
 from grpo_jax.types import Completions, Images
 
@@ -49,6 +50,7 @@ class Part(NamedTuple):
     members: G.
     longest: The longest completion of these rows, at most `Limits.tokens`.
     keeps_experts: Whether completions have the experts of each token.
+    pauses: Whether rows that have ended wait for a reply.
   """
 
   prompts: int
@@ -56,6 +58,7 @@ class Part(NamedTuple):
   members: int
   longest: int
   keeps_experts: bool
+  pauses: bool = False
 
 
 def limits_of(run: Run) -> Limits:
@@ -95,7 +98,60 @@ def check_answer(fields: Mapping[str, Any], shapes: Shapes, part: Part, limits: 
   _check_shapes(shapes, _answer(len(numbers), part, limits), "completions")
 
 
-def completions(arrays: Mapping[str, np.ndarray], part: Part, limits: Limits) -> Completions:
+def check_paused(fields: Mapping[str, Any], shapes: Shapes, part: Part, limits: Limits) -> None:
+  """Checks which rows pause, before their tokens are read. Raises BadMessage, which says why."""
+  rows = fields.get("rows")
+  if not part.pauses or not isinstance(rows, list) or not rows:
+    raise BadMessage("it sent rows that pause, and none may")
+  if len(rows) > part.prompts * part.members or not all(map(_is_row, rows)):
+    raise BadMessage("it sent rows that pause, and not as it must")
+  _check_shapes(shapes, {"tokens_RT": (np.dtype(np.int32), (len(rows), limits.tokens))}, "rows")
+
+
+def paused(
+  fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], part: Part, limits: Limits
+) -> list[Ended]:
+  """The rows that pause, whose shapes `check_paused` has looked at. Raises BadMessage."""
+  found = []
+  for (prompt, member, length, stopped_by), tokens_T in zip(fields["rows"], arrays["tokens_RT"]):
+    if prompt >= part.prompts or member >= part.members or not 1 <= length <= part.longest:
+      raise BadMessage("it sent rows that pause, and did not get them")
+    _check_range("tokens_RT", tokens_T, 0, limits.vocabulary - 1)
+    tokens = tokens_T[:length].tolist()
+    if stopped_by not in (-1, tokens[-1]):
+      raise BadMessage("it sent a row that pauses after another token than its last one")
+    found.append(Ended(prompt, member, tokens, stopped_by, part.longest - length))
+  return found
+
+
+def _is_row(row: Any) -> bool:
+  return (
+    isinstance(row, list) and len(row) == 4 and all(map(_is_whole, row[:3])) and type(row[3]) is int
+  )
+
+
+def check_replies(fields: Mapping[str, Any], part: Part, limits: Limits) -> None:
+  """Checks replies to rows that pause. Raises BadMessage, which says why."""
+  rows = fields.get("rows")
+  if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 3 for row in rows):
+    raise BadMessage("it sent replies that make no sense")
+  for prompt, member, tokens in rows:
+    if not (_is_whole(prompt) and _is_whole(member)):
+      raise BadMessage("it sent a reply to no row")
+    if prompt >= part.prompts or member >= part.members:
+      raise BadMessage("it sent a reply to a row that does not exist")
+    is_list = isinstance(tokens, list) and all(map(_is_whole, tokens))
+    if tokens is not None and not (is_list and max(tokens, default=0) < limits.vocabulary):
+      raise BadMessage("it sent a reply that is no list of tokens")
+
+
+# By group and member: the lengths before each reply to a row, and its tokens, or None.
+Replies = Sequence[Sequence[Sequence[tuple[int, list[int] | None]]]]
+
+
+def completions(
+  arrays: Mapping[str, np.ndarray], part: Part, limits: Limits, replies: Replies = ()
+) -> Completions:
   """The completions of some groups of a part, whose shapes `check_answer` has looked at.
 
   Raises:
@@ -105,7 +161,16 @@ def completions(arrays: Mapping[str, np.ndarray], part: Part, limits: Limits) ->
   lengths_PG, tokens_PGT = made.lengths_PG, made.tokens_PGT
   _check_range("lengths_PG", lengths_PG, 1, part.longest)
   is_token_PGT = np.arange(limits.tokens) < lengths_PG[..., None]
-  if (made.sampled_PGT != is_token_PGT).any():
+  is_given_PGT = np.zeros_like(is_token_PGT)
+  for p, of_group in enumerate(replies):
+    for g, of_row in enumerate(of_group):
+      for length, tokens in of_row:
+        after = slice(length, length + len(tokens or ()))
+        if tokens and after.stop < part.longest:
+          is_given_PGT[p, g, after] = True
+          if tokens_PGT[p, g, after].tolist() != tokens:
+            raise BadMessage("it sent tokens_PGT without the replies that it got")
+  if (made.sampled_PGT != is_token_PGT & ~is_given_PGT).any():
     raise BadMessage("it sent sampled_PGT that is not true for exactly the tokens of each row")
   _check_range("tokens_PGT", tokens_PGT, 0, limits.vocabulary - 1)
   for name in ("tokens_PGT", "logprobs_PGT", "behavior_logprobs_PGT"):
@@ -116,7 +181,7 @@ def completions(arrays: Mapping[str, np.ndarray], part: Part, limits: Limits) ->
     if wrong.any():
       raise BadMessage(f"it sent {name} with {arrays[name][wrong][0]}, which is no log-prob")
   last_PG = np.take_along_axis(tokens_PGT, lengths_PG[..., None] - 1, -1)[..., 0]
-  is_cut_PG = (made.stopped_by_PG == -1) & (lengths_PG == part.longest)
+  is_cut_PG = (made.stopped_by_PG == -1) & (part.pauses | (lengths_PG == part.longest))
   if not (is_cut_PG | (made.stopped_by_PG == last_PG)).all():
     raise BadMessage("it sent stopped_by_PG that is not the last token of each row that has ended")
   for name in ("experts_PGTY", "prompt_experts_PSY"):
@@ -136,6 +201,8 @@ def check_draw(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], limi
   _check_field(fields, "members", lambda x: _is_whole(x) and x > 0)
   _check_field(fields, "first_prompt", _is_whole)
   _check_field(fields, "keeps_experts", lambda x: isinstance(x, bool))
+  _check_field(fields, "pauses", lambda x: isinstance(x, bool))
+  _check_field(fields, "turn_tokens", _is_whole)
   _check_field(fields, "settings", lambda x: isinstance(x, dict))
   for name, value in fields["settings"].items():
     is_number = type(value) in (int, float) and 0 <= value < math.inf

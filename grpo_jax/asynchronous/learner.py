@@ -9,7 +9,7 @@ as a step has made them, also while the process draws with older ones.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ from grpo_jax.asynchronous.messages import (
 )
 from grpo_jax.asynchronous.terms import difference
 from grpo_jax.asynchronous.versions import Leaf, SentVersions, Weights
-from grpo_jax.sampler.requests import Finished
+from grpo_jax.sampler.requests import Ended, Finished
 from grpo_jax.sampler.sampling import Draws
 from grpo_jax.settings import ConfigError, RunFailed, is_loopback
 from grpo_jax.types import Images
@@ -53,7 +53,8 @@ class Closed(Exception):
   """The run has ended, or it was asked to stop while no process samples."""
 
 
-_Call = deque[Finished | RunFailed]
+_Call = deque[Finished | list[Ended] | RunFailed]
+_Row = tuple[int, int]  # the prompt in its part, and the member
 
 
 @dataclasses.dataclass
@@ -68,6 +69,11 @@ class _Part:
     call: Gets what has been drawn, or why nothing will be.
     missing: Those of the part that have not arrived, as numbers in the part.
     refused: How many processes were sent away for what they drew of it.
+    replies: How each row went on so far, so that another process can draw it again: its length
+      before, and the tokens that followed, or None.
+    asked: The lengths of rows that wait for a reply, which was asked for.
+    turns: How many replies each row has needed of the process that draws now.
+    answers: Replies that this process has not got, as [prompt, member, tokens].
   """
 
   prompts: list[int]
@@ -78,6 +84,34 @@ class _Part:
   call: _Call
   missing: set[int]
   refused: int = 0
+  replies: dict[_Row, list[tuple[int, list[int] | None]]] = dataclasses.field(default_factory=dict)
+  asked: dict[_Row, int] = dataclasses.field(default_factory=dict)
+  turns: dict[_Row, int] = dataclasses.field(default_factory=dict)
+  answers: list[list[Any]] = dataclasses.field(default_factory=list)
+
+  def paused(self, row: _Row, length: int) -> bool:
+    """A row waits for a reply. Returns whether that must be asked for."""
+    turn, known = self.turns.get(row, 0), self.replies.setdefault(row, [])
+    self.turns[row] = turn + 1
+    if turn < len(known):
+      if known[turn][0] != length:
+        raise BadMessage("it draws other tokens than the process before it did")
+      self.answers.append([*row, known[turn][1]])
+      return False
+    is_new = row not in self.asked
+    self.asked[row] = length
+    return is_new
+
+  def reply(self, row: _Row, tokens: Sequence[int] | None) -> None:
+    """A row goes on."""
+    known = self.replies[row]
+    known.append((self.asked.pop(row), None if tokens is None else [*tokens]))
+    if self.turns.get(row, 0) == len(known):
+      self.answers.append([*row, known[-1][1]])
+
+  def begin_again(self) -> None:
+    """Another process draws it."""
+    self.turns, self.answers = {}, []
 
 
 @dataclasses.dataclass(eq=False)
@@ -143,6 +177,7 @@ class RemoteSampler:
     self._versions: weakref.WeakValueDictionary[int, Weights] = weakref.WeakValueDictionary()
     self._newest: Weights | None = None  # processes keep its leaves while nobody has a version
     self._strangers, self._told_of_strangers = 0, -math.inf
+    self._told_of_none = -math.inf
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
       self._server = socket.create_server(address, family=family)
@@ -195,13 +230,7 @@ class RemoteSampler:
     *,
     keeps_experts: bool = False,
   ) -> Iterator[Finished]:
-    """Completes each prompt `members` times.
-
-    The arguments are those of `Sampler`, but for `draws.end`, which each process makes of its
-    config, and `keeps_experts`, with which completions have the experts of each token.
-
-    Args:
-      params: As `Parameters.for_sampling` returns them, or their `Weights`.
+    """Completes each prompt `members` times. The arguments are those of `begin`.
 
     Yields:
       Groups as they arrive, each prompt once.
@@ -209,6 +238,43 @@ class RemoteSampler:
     Raises:
       Closed: Nothing will come.
       RunFailed: The weights are not finite, so that nothing can be drawn with them.
+    """
+    given = prompts_PS, prompt_lengths_P, members, draws, images
+    drawing = self.begin(params, *given, keeps_experts=keeps_experts)
+    try:
+      while drawing.left:
+        arrived = drawing.next(math.inf)
+        assert isinstance(arrived, Finished)
+        yield arrived
+    finally:
+      drawing.close()
+
+  def begin(
+    self,
+    params: Any,
+    prompts_PS: np.ndarray,
+    prompt_lengths_P: np.ndarray,
+    members: int,
+    draws: Draws,
+    images: Images | None = None,
+    *,
+    keeps_experts: bool = False,
+    pauses: bool = False,
+  ) -> "Drawing":
+    """Lets processes complete each prompt `members` times.
+
+    The arguments are those of `Sampler`, but for `draws.end`, which each process makes of its
+    config, and `draws.reply`.
+
+    Args:
+      params: As `Parameters.for_sampling` returns them, or their `Weights`.
+      prompts_PS: int32, right-padded.
+      prompt_lengths_P: int32, their tokens.
+      members: G.
+      draws: How rows draw.
+      images: Of the prompts, or None.
+      keeps_experts: Whether completions have the experts of each token.
+      pauses: Whether a row that has ended waits for a reply.
     """
     weights = params if isinstance(params, Weights) else self.weights(params)
     arrays = {"prompts_PS": prompts_PS, "prompt_lengths_P": prompt_lengths_P}
@@ -226,13 +292,18 @@ class RemoteSampler:
         "first_prompt": draws.first_prompt + int(prompts[0]),
         "settings": settings,
         "keeps_experts": keeps_experts,
+        "pauses": pauses,
+        "turn_tokens": draws.turn_tokens,
       }
       own = {name: np.asarray(x)[prompts] for name, x in arrays.items()} | {"key": key}
       size = len(prompts), prompts_PS.shape[1]
-      answer = contents.Part(*size, members, longest, keeps_experts)
+      answer = contents.Part(*size, members, longest, keeps_experts, pauses)
       numbers = set(range(len(prompts)))
       parts.append(_Part(prompts.tolist(), weights, fields, own, answer, call, numbers))
-    return self._arriving(call, parts)
+    with self._changed:
+      self._waiting.extend(parts)
+      self._changed.notify_all()
+    return Drawing(self, call, parts)
 
   def say_ended(self) -> None:
     """From here on, processes that are told to leave need not come back."""
@@ -249,25 +320,22 @@ class RemoteSampler:
       thread.join(max(0, until - time.monotonic()))
     self._server.close()
 
-  def _arriving(self, call: _Call, parts: list[_Part]) -> Iterator[Finished]:
+  def drop(self, parts: Sequence[_Part]) -> None:
+    """Nobody waits for these parts any more, so nobody need draw them."""
     with self._changed:
-      self._waiting.extend(parts)
-      self._changed.notify_all()
-    left = sum(len(part.prompts) for part in parts)
-    try:
-      while left > 0:
-        finished = self._next(call)
-        left -= len(finished.prompts)
-        yield finished
-    finally:  # nobody need draw what nobody waits for
-      with self._changed:
-        for part in parts:
-          part.missing.clear()
-        self._waiting = deque(part for part in self._waiting if part.missing)
+      for part in parts:
+        part.missing.clear()
+      self._waiting = deque(part for part in self._waiting if part.missing)
 
-  def _next(self, call: _Call) -> Finished:
-    """Waits for groups of a call."""
-    told_at = -math.inf
+  def reply(self, part: _Part, row: _Row, tokens: Sequence[int] | None) -> None:
+    """A row of a part goes on with these tokens, or has ended."""
+    with self._changed:
+      part.reply(row, tokens)
+      self._changed.notify_all()
+
+  def next(self, call: _Call, seconds: float) -> Finished | list[Ended] | None:
+    """Waits so long for groups of a call that have ended, or for rows that pause."""
+    told_at, until = -math.inf, time.monotonic() + seconds
     with self._changed:
       while not call:
         if self._is_closed:
@@ -276,13 +344,16 @@ class RemoteSampler:
           if self._should_stop():
             _say("no sampler is there: batches that are not drawn yet will have newer weights")
             raise Closed("the run was asked to stop, and no sampler is there")
-          if time.monotonic() - told_at >= _TELL:
-            told_at = time.monotonic()
+          if time.monotonic() - max(told_at, self._told_of_none) >= _TELL:
+            told_at = self._told_of_none = time.monotonic()
             _say(
               f"waiting for a sampler to join at {self.address}: python -m grpo_jax.sample_for"
               f" --learner={self.address} --config=..."
             )
-        self._changed.wait(_LOOK)
+        left = until - time.monotonic()
+        if left <= 0:
+          return None
+        self._changed.wait(min(left, _LOOK))
       arrived = call.popleft()
     if isinstance(arrived, RunFailed):
       raise arrived
@@ -408,11 +479,16 @@ class RemoteSampler:
     def check(kind: str, fields: dict[str, Any], shapes: Shapes) -> None:
       if kind == "finished" and process.part is not None:
         contents.check_answer(fields, shapes, process.part.answer, self._limits)
+      elif kind == "paused" and process.part is not None:
+        contents.check_paused(fields, shapes, process.part.answer, self._limits)
       elif kind != "alive" or shapes:
         raise BadMessage(f"it sent a message of kind {kind[:20]!r}")
 
     while True:
       message = process.connection.receive(check=check)
+      if message.kind == "paused":
+        assert process.part is not None
+        self._paused(message, process.part)
       if message.kind == "finished":
         assert process.part is not None
         process.coming -= self._arrived(message, process.part)
@@ -449,10 +525,14 @@ class RemoteSampler:
         if process.part is None and self._waiting:
           process.part, process.is_asked = self._waiting.popleft(), False
           process.coming = set(range(len(process.part.prompts)))
+          process.part.begin_again()
         part = process.part
         if part is not None and not process.is_asked and part.weights.version in process.sent:
           process.is_asked = True
           return "draw", part.fields | {"version": part.weights.version}, part.arrays
+        if part is not None and process.is_asked and part.answers:
+          answers, part.answers = part.answers, []
+          return "go_on", {"rows": answers}, {}
         made = sorted(self._versions.items())
         wanted = [weights for version, weights in made if version not in process.sent]
         if part is not None and not process.is_asked:
@@ -465,10 +545,26 @@ class RemoteSampler:
         self._changed.wait(left)
     return None
 
+  def _paused(self, message: Message, part: _Part) -> None:
+    """Rows wait for a reply: a known one, or one that is asked for now."""
+    asked: list[Ended] = []
+    rows = contents.paused(message.fields, message.arrays, part.answer, self._limits)
+    with self._changed:
+      for row in rows:
+        if part.paused((row.prompt, row.member), len(row.tokens)):
+          asked.append(row._replace(prompt=part.prompts[row.prompt]))
+      if asked:
+        part.call.append(asked)
+      self._changed.notify_all()
+
   def _arrived(self, message: Message, part: _Part) -> set[int]:
     """Hands on groups that arrive for the first time. Returns the numbers of all in the part."""
     numbers = message.fields["prompts"]
-    completions = contents.completions(message.arrays, part.answer, self._limits)
+    replies = [
+      [part.replies.get((number, member), []) for member in range(part.answer.members)]
+      for number in numbers
+    ]
+    completions = contents.completions(message.arrays, part.answer, self._limits, replies)
     with self._changed:
       new = [place for place, number in enumerate(numbers) if number in part.missing]
       if new:
@@ -477,6 +573,40 @@ class RemoteSampler:
         part.call.append(Finished(prompts, jax.tree.map(lambda x: x[new], completions)))
         self._changed.notify_all()
     return set(numbers)
+
+
+class Drawing:
+  """Prompts that processes complete.
+
+  Attributes:
+    left: How many have not arrived.
+  """
+
+  def __init__(self, hub: RemoteSampler, call: _Call, parts: Sequence[_Part]):
+    """`call` gets what `parts` have drawn."""
+    self._hub, self._call, self._parts = hub, call, parts
+    self.left = sum(len(part.prompts) for part in parts)
+
+  def next(self, seconds: float) -> Finished | list[Ended] | None:
+    """Waits so long for groups that have ended, or for rows that pause.
+
+    Raises:
+      Closed: Nothing will come.
+      RunFailed: The weights are not finite, so that nothing can be drawn with them.
+    """
+    arrived = self._hub.next(self._call, seconds)
+    if isinstance(arrived, Finished):
+      self.left -= len(arrived.prompts)
+    return arrived
+
+  def reply(self, prompt: int, member: int, tokens: Sequence[int] | None) -> None:
+    """A row that pauses goes on with these tokens. None ends it."""
+    part = next(part for part in self._parts if prompt in part.prompts)
+    self._hub.reply(part, (part.prompts.index(prompt), member), tokens)
+
+  def close(self) -> None:
+    """Nobody waits for what has not arrived."""
+    self._hub.drop(self._parts)
 
 
 def given(tree: Any) -> dict[str, Any]:

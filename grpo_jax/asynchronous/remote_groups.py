@@ -1,14 +1,17 @@
 """Groups drawn by sampler processes, as the rest of the run asks for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+import math
 
 import jax
 import numpy as np
 
-from grpo_jax.asynchronous.learner import RemoteSampler
+from grpo_jax.asynchronous.learner import Drawing, RemoteSampler
 from grpo_jax.sampler.requests import Finished, News, Request
 from grpo_jax.sampler.sampling import Draws
 from grpo_jax.sampler.stream import Feed
+
+_MOMENT = 0.02  # seconds until replies that have come meanwhile are passed on
 
 
 class RemoteGroups:
@@ -27,33 +30,41 @@ class RemoteGroups:
     self._members, self._keeps_experts = members, keeps_experts
     self._waiting: list[Request] = []
     self._drawn: list[Request] = []  # by the processes
-    self._arriving: Iterator[Finished] | None = None
-    self._left = 0
+    self._drawing: Drawing | None = None
 
   @property
   def draws(self) -> bool:
     return bool(self._waiting or self._left)
 
+  @property
+  def _left(self) -> int:
+    return self._drawing.left if self._drawing is not None else 0
+
   def submit(self, requests: Sequence[Request]) -> None:
     self._waiting += requests
 
   def go_on(self, number: int, member: int, tokens: Sequence[int] | None) -> None:
-    raise NotImplementedError("no row of a sampler process pauses")
+    place = next(p for p, request in enumerate(self._drawn) if request.number == number)
+    self._drawing.reply(place, member, tokens)
 
   def cancel(self) -> None:
-    if self._arriving is not None:
-      self._arriving.close()  # type: ignore[attr-defined]
-    self._waiting, self._arriving, self._left = [], None, 0
+    if self._drawing is not None:
+      self._drawing.close()
+    self._waiting, self._drawing = [], None
 
   def advance(self) -> News:
     if not self._left:
       if not self._waiting:
         return News()
       self._begin()
-    finished = next(self._arriving)
-    self._left -= len(finished.prompts)
-    numbers = [self._drawn[place].number for place in finished.prompts]
-    return News(finished=[Finished(numbers, finished.completions)])
+    has_replies = self._drawn[0].pauses
+    arrived = self._drawing.next(_MOMENT if has_replies else math.inf)
+    if arrived is None:
+      return News()
+    if isinstance(arrived, Finished):
+      numbers = [self._drawn[place].number for place in arrived.prompts]
+      return News(finished=[Finished(numbers, arrived.completions)])
+    return News([row._replace(prompt=self._drawn[row.prompt].number) for row in arrived])
 
   def _begin(self) -> None:
     """Lets the processes draw the groups that can be asked for in one call."""
@@ -65,11 +76,18 @@ class RemoteGroups:
       and (request.key == first.key).all()
       and request.first_row == first.first_row + step * self._members
     ]
-    self._waiting, self._drawn, self._left = self._waiting[len(own) :], own, len(own)
+    self._waiting, self._drawn = self._waiting[len(own) :], own
     params, _ = self._feed()
     places = np.array([request.place for request in own])
     prompts = jax.tree.map(lambda x: np.asarray(x)[places], first.prompts)
     key = jax.random.wrap_key_data(first.key)
-    draws = Draws(key, first.settings, first_prompt=first.first_row // self._members)
+    draws = Draws(
+      key,
+      first.settings,
+      first_prompt=first.first_row // self._members,
+      turn_tokens=first.turn_tokens,
+    )
     given = prompts.tokens_nS, prompts.lengths_n, self._members, draws, prompts.images
-    self._arriving = self._hub(params, *given, keeps_experts=self._keeps_experts)
+    self._drawing = self._hub.begin(
+      params, *given, keeps_experts=self._keeps_experts, pauses=first.pauses
+    )

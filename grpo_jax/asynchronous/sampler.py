@@ -4,7 +4,7 @@ It keeps nothing but weights, so it can be killed and started again at any time.
 newer weights while others draw.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import queue
 import threading
@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from grpo_jax.asynchronous import contents, handshake
 from grpo_jax.asynchronous.access import OPEN, Access
@@ -22,13 +23,14 @@ from grpo_jax.asynchronous.terms import abstract_weights, terms_of
 from grpo_jax.asynchronous.versions import KeptVersions
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.requests import Finished
-from grpo_jax.sampler.sampling import Draws
+from grpo_jax.sampler.requests import Ended, Finished
+from grpo_jax.sampler.sampling import Draws, requests_of
 from grpo_jax.sampler.stop import end_at
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.types import Images
 
 _MOST_BYTES = 2**34  # of prompts and their images
+_SOON = 0.1  # seconds for which a reply may hold up the rows that do not wait for one
 _PAUSE = 1.0  # seconds between two attempts to join
 _MOST_BAD = 5  # messages in a row that cannot be drawn
 
@@ -108,17 +110,27 @@ class Drawer:
     """Drops all versions: a learner that it joins sends its own."""
     self.weights = KeptVersions(self._wanted)
 
-  def draw(self, asked: Message, is_gone: threading.Event) -> Iterator[Finished]:
+  def draw(
+    self,
+    asked: Message,
+    is_gone: threading.Event,
+    replies: "queue.SimpleQueue[Message] | None" = None,
+  ) -> Iterator[Finished | list[Ended]]:
     """Completes prompts.
 
     Args:
       asked: The message of kind draw.
       is_gone: Set when nobody waits for them any more.
+      replies: Gets the messages of kind go_on.
+
+    Yields:
+      Groups that have ended, and rows that pause.
 
     Raises:
       BadMessage: It cannot be drawn.
     """
     contents.check_draw(asked.fields, asked.arrays, self._limits)
+    replies = replies or queue.SimpleQueue()
     fields, arrays = asked.fields, asked.arrays
     seen = {name.removeprefix(IMAGES): x for name, x in arrays.items() if name.startswith(IMAGES)}
     params = jax.tree.unflatten(self._tree, self.weights.use(fields.get("version")))
@@ -128,18 +140,69 @@ class Drawer:
         raise ConnectionError("the connection has ended while a batch was drawn")
       return params, 0
 
-    sample = self._run.programs.sampler(keeps_experts=fields["keeps_experts"])
+    sampler = self._run.programs.sampler(keeps_experts=fields["keeps_experts"])
     draws = Draws(
       jax.random.wrap_key_data(arrays["key"]),
       RowSettings(**fields["settings"]),
       first_prompt=fields["first_prompt"],
-      end=self._end,
+      turn_tokens=fields["turn_tokens"],
     )
-    prompts = arrays["prompts_PS"], arrays["prompt_lengths_P"]
     images = Images(**seen) if seen else None
-    for part in sample(feed, *prompts, fields["members"], draws, images=images):
-      yield part._replace(completions=part.completions.replace(versions_PGT=None))
+    prompts = sampler.prompts(arrays["prompts_PS"], arrays["prompt_lengths_P"], images)
+    left, members = len(prompts.lengths_n), fields["members"]
+    part = contents.Part(left, prompts.tokens_nS.shape[1], members, 0, False)
+    stream = sampler.stream(feed, left, members, self._end)
+    stream.submit(
+      [one._replace(pauses=fields["pauses"]) for one in requests_of(prompts, members, draws)]
+    )
+    paused: set[tuple[int, int]] = set()
+    while left:
+      for row, tokens in self._replies(replies, part, paused, stream.draws, is_gone):
+        stream.go_on(*row, tokens)
+      news = stream.advance()
+      if news.paused:
+        paused.update((row.prompt, row.member) for row in news.paused)
+        yield list(news.paused)
+      for finished in news.finished:
+        left -= len(finished.prompts)
+        yield finished
     self.drawn += 1
+
+  def paused(self, rows: Sequence[Ended]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The fields and arrays of a message that says which rows pause."""
+    tokens_RT = np.zeros((len(rows), self._limits.tokens), np.int32)
+    for place, row in enumerate(rows):
+      tokens_RT[place, : len(row.tokens)] = row.tokens
+    fields = [[row.prompt, row.member, len(row.tokens), row.stopped_by] for row in rows]
+    return {"rows": fields}, {"tokens_RT": tokens_RT}
+
+  def _replies(
+    self,
+    replies: "queue.SimpleQueue[Message]",
+    part: contents.Part,
+    paused: set[tuple[int, int]],
+    draws: bool,
+    is_gone: threading.Event,
+  ) -> Iterator[tuple[tuple[int, int], list[int] | None]]:
+    """Waits for replies to rows that pause: for a moment, or for one if no row draws."""
+    until, found = time.monotonic() + _SOON, False
+    while paused:
+      left = until - time.monotonic()
+      if left <= 0 and (draws or found):
+        return
+      try:
+        message = replies.get(timeout=max(left, _SOON))
+      except queue.Empty:
+        if is_gone.is_set():
+          raise ConnectionError("the connection has ended while a batch was drawn") from None
+        continue
+      contents.check_replies(message.fields, part, self._limits)
+      for prompt, member, tokens in message.fields["rows"]:
+        if (prompt, member) not in paused:
+          raise BadMessage("it sent a reply to a row that does not pause")
+        paused.remove((prompt, member))
+        found = True
+        yield (prompt, member), tokens
 
 
 @contextlib.contextmanager
@@ -166,7 +229,8 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
   # It holds few messages: a learner waits for what it asked for before it asks again.
   came, is_gone = queue.SimpleQueue[Message | Exception](), threading.Event()
   drawer.forget_weights()
-  arguments = connection, drawer.weights, drawer.most_bytes, came, is_gone
+  replies = queue.SimpleQueue[Message]()
+  arguments = connection, drawer.weights, drawer.most_bytes, came, replies, is_gone
   threading.Thread(target=_receive, args=arguments, daemon=True).start()
   threading.Thread(target=_beat, args=(connection, is_gone), daemon=True).start()
   while True:
@@ -179,8 +243,11 @@ def _draw_until_ended(connection: Connection, drawer: Drawer) -> None:
       raise RunFailed(f"the learner sent this sampler away: {_why(message)}")
     if message.kind == "draw":
       try:
-        for part in drawer.draw(message, is_gone):
-          connection.send("finished", {"prompts": part.prompts}, given(part.completions))
+        for part in drawer.draw(message, is_gone, replies):
+          if isinstance(part, Finished):
+            connection.send("finished", {"prompts": part.prompts}, given(part.completions))
+          else:
+            connection.send("paused", *drawer.paused(part))
       except ConnectionError:
         connection.end()  # what came last says why
     else:
@@ -197,6 +264,7 @@ def _receive(
   weights: KeptVersions,
   most_bytes: int,
   came: "queue.SimpleQueue[Message | Exception]",
+  replies: "queue.SimpleQueue[Message]",
   is_gone: threading.Event,
 ) -> None:
   """Keeps weights, and hands on other messages. This is a thread."""
@@ -210,6 +278,8 @@ def _receive(
       message = connection.receive(most_bytes, check)
       if message.kind == "weights":
         weights.take(message.fields, message.arrays)
+      elif message.kind == "go_on":
+        replies.put(message)
       elif message.kind != "alive":
         if message.kind in ("ended", "refused"):
           is_gone.set()

@@ -162,9 +162,8 @@ def _check_sampler_processes(config: Config) -> None:
   for holds, why in (
     (not config.mesh.sampler, "sampler processes take the place of mesh.sampler; set that to 0"),
     (
-      not config.environment.has_turns,
-      "tools and environments answer in the process that samples; leave environment.name,"
-      " environment.tools and environment.harness empty",
+      not config.environment.harness,
+      "the endpoint of a harness samples in the process of the run; set environment.harness=''",
     ),
     (rollout.weights != "in_flight", "set rollout.weights to 'fixed' or 'newest'"),
   ):
