@@ -42,6 +42,7 @@ def sizes(part: Part, shape: Mapping[str, int], **job: Any) -> argparse.Namespac
     "remat": False,
     "rows": 0,
     "lengths": "natural",
+    "staleness": 0,
   }
   return argparse.Namespace(**(bench.SIZES | {"G": GROUP} | options | dict(shape) | job))
 

@@ -1,5 +1,6 @@
 """Sampler processes: what they draw for a run is what the run would draw itself."""
 
+from collections import deque
 import contextlib
 import dataclasses
 import functools
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 
 from experts_test import make_folder
 import jax
@@ -32,18 +34,21 @@ from small_run import (
 )
 from small_vision import vision_config
 
-from grpo_jax.asynchronous import contents, learner, messages, sampler
+from grpo_jax.asynchronous import contents, handshake, learner, messages, sampler
+from grpo_jax.asynchronous.access import OPEN
 from grpo_jax.asynchronous.contents import Limits, limits_of
 from grpo_jax.asynchronous.learner import Closed, RemoteSampler, given
 from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
 from grpo_jax.asynchronous.remote_groups import RemoteGroups
 from grpo_jax.asynchronous.sampler import Drawer, sample_for
 from grpo_jax.asynchronous.terms import abstract_weights, difference, terms_of
+from grpo_jax.asynchronous.versions import KeptVersions
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.data import loader
 from grpo_jax.evaluation.policy import policy_of_run
 from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.sampler.sampling import Draws, whole
+from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.reading import read_metrics
 from grpo_jax.training.loop import run_steps
@@ -72,6 +77,7 @@ def listening(**settings):
     yield sampler
   finally:
     sampler.close()
+    PROCESSES.clear()
 
 
 def address_of(sampler):
@@ -99,14 +105,18 @@ def some_completions(count, tokens=T):
   )
 
 
+PROCESSES = []  # their connections stay open while the learner listens
+
+
 class Process:
   """A sampler process without a model: the tokens of a completion are those of its prompt."""
 
-  def __init__(self, sampler, terms=TERMS):
-    self.connection = Connection(socket.create_connection(address_of(sampler)))
+  def __init__(self, sampler, terms=TERMS, access=OPEN):
+    self.connection = Connection(handshake.join(address_of(sampler), access))
     self.connection.send("hello", {"terms": terms})
     self.answer = self.connection.receive(0)
-    self.weights, self.drawn = {}, []
+    self.leaves, self.weights, self.drawn, self.sent = {}, {}, [], []
+    PROCESSES.append(self)
 
   def next(self):
     """The next message that is no sign of life."""
@@ -116,13 +126,17 @@ class Process:
 
   def asked(self):
     """What is to be drawn, after the weights for it."""
-    message = self.next()
-    if message.kind == "weights":
-      self.weights |= message.arrays
-      self.sent = sorted(message.arrays)
-      message = self.next()
+    while (message := self.next()).kind == "weights":
+      self.take(message)
     assert message.kind == "draw"
     return message
+
+  def take(self, message):
+    fields = message.fields
+    self.sent.append(sorted(message.arrays))
+    self.leaves |= {fields["leaves"][int(place)]: x for place, x in message.arrays.items()}
+    self.weights[fields["version"]] = [self.leaves[number] for number in fields["leaves"]]
+    self.weights = {version: self.weights[version] for version in fields["keep"]}
 
   def send(self, asked, prompts):
     members = asked.fields["members"]
@@ -163,6 +177,11 @@ def assert_whole(parts, prompts=P):
   np.testing.assert_array_equal(whole(parts).tokens_PGT, expected_PGT)
 
 
+def accepted_at(server):
+  """The learner's side of a connection that its sampler has proven."""
+  return Connection(handshake.accept(server.accept()[0], OPEN))
+
+
 def pair():
   """Two ends of a connection, the second one as it is."""
   server = socket.create_server(("127.0.0.1", 0))
@@ -192,9 +211,10 @@ def test_a_message_arrives_as_it_was_sent():
     np.testing.assert_array_equal(got.arrays[name], array)
 
 
-def header(values, magic=b"grpo", length=None):
+def header(values, length=None):
   text = values if isinstance(values, bytes) else json.dumps(values).encode()
-  return struct.pack("!4sI", magic, len(text) if length is None else length) + text
+  size = struct.pack("!I", len(text) if length is None else length)
+  return b"".join(x + struct.pack("!I", zlib.crc32(x)) for x in (size, text))
 
 
 def with_arrays(*arrays):
@@ -202,7 +222,6 @@ def with_arrays(*arrays):
 
 
 HOSTILE = {
-  "http": (b"GET / HTTP/1.1\r\n\r\n", "something else than messages"),
   "a long header": (header(b"", length=2**32 - 1), "a header of 4294967295 bytes"),
   "no json": (header(b"\xff{{{"), "makes no sense"),
   "deep json": (header(b"[" * 100_000), "makes no sense"),
@@ -224,7 +243,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data, why", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_bytes_end_their_connection_and_not_the_run(hub, capfd, data, why):
-  with socket.create_connection(address_of(hub)) as hostile:
+  with handshake.join(address_of(hub), OPEN) as hostile:
     hostile.sendall(data)
     with contextlib.suppress(ConnectionResetError):
       while hostile.recv(1000):
@@ -429,7 +448,7 @@ def test_weights_with_which_every_sampler_draws_nan_end_the_run(hub, capfd):
 
 def test_a_header_that_comes_byte_by_byte_is_not_waited_for(hub, monkeypatch, capfd):
   monkeypatch.setattr(messages, "_SILENCE", 0.3)
-  with socket.create_connection(address_of(hub)) as slow, contextlib.suppress(OSError):
+  with handshake.join(address_of(hub), OPEN) as slow, contextlib.suppress(OSError):
     for byte in with_arrays():
       slow.send(bytes([byte]))
       time.sleep(0.05)
@@ -491,23 +510,20 @@ def test_a_slow_process_that_shows_signs_of_life_is_waited_for(hub, monkeypatch)
   assert len(heard) > 5 and {*heard} == {"alive"}
 
 
-def test_every_sign_of_life_is_read_before_the_next_part(hub, monkeypatch):
-  """Otherwise unread ones would pile up."""
+def test_signs_of_life_do_not_wait_for_answers(hub, monkeypatch):
+  """Both sides send them by themselves. They come while a part is drawn, and while none is."""
   monkeypatch.setattr(learner, "BEAT", 0.02)
-  process, calls = Process(hub), (call(hub), call(hub))
-  drawing = [threading.Thread(target=lambda parts=parts: [*parts]) for parts in calls]
-  drawing[0].start()
+  process = Process(hub)
+  kinds = [process.connection.receive(0).kind for _ in range(5)]
+  assert {*kinds} == {"alive"}
+  drawing = threading.Thread(target=lambda: [*call(hub)])
+  drawing.start()
   asked = process.asked()
+  for _ in range(5):
+    process.connection.send("alive")
   assert process.connection.receive(0).kind == "alive"
   process.send(asked, [*range(P)])
-  drawing[0].join()
-  drawing[1].start()
-  assert not process.connection.has_something(0.2)
-  process.connection.send("alive")
-  process.asked()
-  process.connection.end()
-  Process(hub).serve()
-  drawing[1].join()
+  drawing.join()
 
 
 def test_a_batch_is_split_into_the_parts_of_the_config():
@@ -541,7 +557,10 @@ def test_a_call_that_nobody_waits_for_is_not_drawn_again(hub):
   thread.join()
   coming.close()
   process.connection.end()
-  assert not Process(hub).connection.has_something(0.3)
+  other = Process(hub)
+  other.connection._socket.settimeout(0.3)
+  with pytest.raises(TimeoutError):
+    other.asked()
 
 
 def test_weights_are_sent_once_and_outlive_an_update(hub):
@@ -554,13 +573,115 @@ def test_weights_are_sent_once_and_outlive_an_update(hub):
   later = hub.weights({"base": base, "trained": after})
   assert kept.leaves[0] is later.leaves[0]
   assert_whole([*call(hub, kept)])
-  assert process.sent == ["0", "1"] and process.weights["1"].dtype == trained.dtype
-  assert (process.weights["1"] == 1).all()
+  assert process.sent[0] == ["0", "1"]
+  assert process.weights[kept.version][1].dtype == trained.dtype
+  assert (process.weights[kept.version][1] == 1).all()
   assert_whole([*call(hub, later)])
-  assert process.sent == ["1"] and (process.weights["1"] == 2).all()
-  process.sent = []
+  assert process.sent == [["0", "1"], ["1"]] and (process.weights[later.version][1] == 2).all()
+  assert process.weights[later.version][0] is process.weights[kept.version][0]
   assert_whole([*call(hub, later)])
-  assert process.sent == []
+  assert process.sent == [["0", "1"], ["1"]]
+  assert [asked.fields["version"] for asked in process.drawn] == [
+    kept.version,
+    later.version,
+    later.version,
+  ]
+
+
+def values_of(process):
+  """The first number of the only leaf of each version that a process has."""
+  return {version: float(leaf[0]) for version, (leaf,) in process.weights.items()}
+
+
+def test_new_weights_arrive_while_older_ones_draw_and_stay_as_long_as_they_are_needed(hub):
+  process, parts = Process(hub), []
+  first = hub.weights({"a": jnp.full(2, 1.0)})
+  drawing = threading.Thread(target=lambda params: parts.extend(call(hub, params)), args=(first,))
+  drawing.start()
+  asked = process.asked()
+  assert asked.fields["version"] == first.version
+  second, third = (hub.weights({"a": jnp.full(2, value)}) for value in (2.0, 3.0))
+  process.take(process.next())
+  process.take(process.next())
+  assert values_of(process) == {first.version: 1, second.version: 2, third.version: 3}
+  process.send(asked, [*range(P)])
+  drawing.join()
+  dropped = first.version
+  del first
+  fourth = hub.weights({"a": jnp.full(2, 4.0)})
+  process.take(process.next())
+  assert dropped not in process.weights  # nobody on the learner has them any more
+  assert values_of(process) == {second.version: 2, third.version: 3, fourth.version: 4}
+  process.serve()
+  assert_whole([*call(hub, third)])
+  assert process.drawn[0].fields["version"] == third.version
+
+
+def test_a_process_that_joins_late_gets_what_its_part_needs_first(hub):
+  old, new = (hub.weights({"a": jnp.full(2, value)}) for value in (1.0, 2.0))
+  coming = threading.Thread(target=lambda: [*call(hub, new)])
+  coming.start()
+  while not hub._waiting:
+    time.sleep(0.01)
+  process = Process(hub)
+  first = process.next()
+  assert (first.kind, first.fields["version"]) == ("weights", new.version)
+  process.take(first)
+  asked = process.next()
+  assert asked.kind == "draw"
+  process.take(process.next())
+  assert values_of(process) == {new.version: 2, old.version: 1}
+  process.send(asked, [*range(P)])
+  coming.join()
+
+
+def test_a_process_that_takes_nothing_holds_up_no_step_and_gets_no_old_weights(hub):
+  slow, large = Process(hub), np.zeros(2**23, np.float32)
+  started = time.monotonic()
+  made = [hub.weights({"a": jnp.asarray(large + value)}) for value in range(5)]
+  last = made[-1].version
+  del made  # nobody needs them, but for the newest
+  assert time.monotonic() - started < 5
+  Process(hub).serve()
+  assert_whole([*call(hub)])
+  seen = []
+  while not seen or seen[-1] < last:
+    slow.take(message := slow.next())
+    seen.append(message.fields["version"])
+  assert len(seen) <= 2  # one had begun
+
+
+def test_leaves_lie_once_on_the_devices_or_on_the_host():
+  shape = jax.ShapeDtypeStruct(
+    (2,), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  )
+  kept = KeptVersions([shape, shape])
+  array = np.ones(2, ml_dtypes.bfloat16)
+
+  def take(version, leaves, keep, places=("0", "1")):
+    sent = {place: array * version for place in places}
+    fields = {"version": version, "leaves": leaves, "keep": keep}
+    kept.check(fields, {name: (x.dtype, x.shape) for name, x in sent.items()})
+    kept.take(fields, sent)
+
+  def on_devices():
+    return {number for number, leaf in kept._leaves.items() if isinstance(leaf, jax.Array)}
+
+  take(1, [10, 11], [1])
+  take(2, [10, 12], [1, 2], ["1"])
+  assert on_devices() == set()
+  first = kept.use(1)
+  assert on_devices() == {10, 11} and first[0].dtype == jnp.bfloat16
+  assert [float(leaf[0]) for leaf in kept.use(2)] == [1, 2]
+  assert on_devices() == {10, 12} and {*kept._leaves} == {10, 11, 12}
+  assert kept.use(2)[0] is first[0]
+  assert [float(leaf[0]) for leaf in kept.use(1)] == [1, 1]
+  take(3, [10, 13], [2, 3], ["1"])
+  assert {*kept._leaves} == {10, 12, 13}
+  with pytest.raises(BadMessage, match="weights that it has not sent: 1"):
+    kept.use(1)
+  with pytest.raises(BadMessage, match="left out leaf 1"):
+    take(4, [10, 11], [4], ["0"])
 
 
 def test_while_nobody_samples_it_says_so_and_a_close_ends_the_wait(hub, capfd, monkeypatch):
@@ -608,9 +729,9 @@ def sampling_of(**changes):
 
 
 @contextlib.contextmanager
-def sampling_for(run, address):
+def sampling_for(run, address, access=OPEN):
   """A sampler process, as a thread of this one."""
-  thread = threading.Thread(target=sample_for, args=(run, address, 30))
+  thread = threading.Thread(target=sample_for, args=(run, address, 30, access))
   thread.start()
   yield
   thread.join()
@@ -686,25 +807,33 @@ def test_a_frozen_base_is_sent_once(hub, tmp_path):
   assert [(leaf.array.shape, leaf.array.dtype) for leaf in later.leaves] == wanted
 
 
+def a_draw():
+  """The fields and arrays of a message that asks for completions by weights 7."""
+  key = np.asarray(jax.random.key_data(jax.random.key(1)))
+  arrays = {"prompts_PS": np.ones((P, 12), np.int32), "prompt_lengths_P": np.full(P, 3), "key": key}
+  fields = {"members": G, "first_prompt": 0, "settings": {}, "keeps_experts": False, "version": 7}
+  fields |= {"pauses": False, "turn_tokens": 0}
+  return fields, arrays
+
+
 def test_a_process_stops_when_nobody_waits_for_what_it_draws():
   """The learner leaves at once after it has asked."""
   run = small_run(small_config())
   params = run.parameters.for_sampling(run.initial_params())
   weights = {str(place): np.asarray(x) for place, x in enumerate(jax.tree.leaves(params))}
-  key = np.asarray(jax.random.key_data(jax.random.key(1)))
-  arrays = {"prompts_PS": np.ones((P, 12), np.int32), "prompt_lengths_P": np.full(P, 3), "key": key}
-  fields = {"members": G, "first_prompt": 0, "settings": {}, "keeps_experts": False}
+  sent = {"version": 7, "leaves": [*range(len(weights))], "keep": [7]}
   drawer, is_gone = Drawer(run), threading.Event()
-  drawer.take(Message("weights", {"leaves": len(weights)}, weights))
+  drawer.weights.take(sent, weights)
+  fields, arrays = a_draw()
   is_gone.set()
   with pytest.raises(ConnectionError, match="while a batch was drawn"):
     next(drawer.draw(Message("draw", fields, arrays), is_gone))
 
   with socket.create_server(("127.0.0.1", 0)) as server, sampling_for(run, server.getsockname()):
-    accepted = Connection(server.accept()[0])
+    accepted = accepted_at(server)
     assert accepted.receive(0).kind == "hello"
     accepted.send("welcome")
-    accepted.send("weights", {"leaves": len(weights)}, weights)
+    accepted.send("weights", sent, weights)
     accepted.send("draw", fields, arrays)
     accepted.send("ended")  # it returns, and does not try again
 
@@ -713,6 +842,8 @@ DRAW = {
   "members": [0, -1, 1.5, True, None, 2**40],
   "first_prompt": [-1, 0.5, "0", 2**40],
   "keeps_experts": [0, None, "yes"],
+  "pauses": [0, None, "yes"],
+  "turn_tokens": [-1, None, 2.5],
   "settings": [[], None, {"temperature": "warm"}, {"temperature": -1}, {"temperature": 1e400},
                {"temperatur": 1}, {"top_k": True}, {"top_p": [1]}],
 }  # fmt: skip
@@ -735,26 +866,36 @@ def test_a_process_believes_no_learner_either():
   run = small_run(small_config())
   drawer, leaves = Drawer(run), jax.tree.leaves(abstract_weights(run))
   good = {str(place): np.zeros(x.shape, x.dtype) for place, x in enumerate(leaves)}
-  key = np.asarray(jax.random.key_data(jax.random.key(1)))
-  arrays = {"prompts_PS": np.ones((P, 12), np.int32), "prompt_lengths_P": np.full(P, 3), "key": key}
-  fields = {"members": G, "first_prompt": 0, "settings": {}, "keeps_experts": False}
+  sent = {"version": 7, "leaves": [*range(len(good))], "keep": []}
+  fields, arrays = a_draw()
 
   def draw(fields=fields, arrays=arrays):
     next(drawer.draw(Message("draw", fields, arrays), threading.Event()))
 
-  def take(arrays, leaves=None):
-    drawer.take(Message("weights", {"leaves": leaves or len(good)}, arrays))
+  def take(arrays, **changes):
+    drawer.weights.check(sent | changes, {n: (x.dtype, x.shape) for n, x in arrays.items()})
+    drawer.weights.take(sent | changes, arrays)
 
-  with pytest.raises(BadMessage, match="has not sent leaf 0"):
-    draw()
+  for version in (7, None, [], "7"):
+    with pytest.raises(BadMessage, match="weights that it has not sent"):
+      draw(fields | {"version": version})
+  with pytest.raises(BadMessage, match="left out leaf 1 of its weights"):
+    take({name: x for name, x in good.items() if name != "1"})
   for wrong in (good["0"][:-1], good["0"].astype(np.float16), good["0"][None]):
     with pytest.raises(BadMessage, match="it sent leaf 0 of its weights as"):
       take(good | {"0": wrong})
   for name in ("-1", "99", "a", "9" * 5000):
     with pytest.raises(BadMessage, match="a leaf of the weights called"):
       take({name: good["0"]})
-  with pytest.raises(BadMessage, match="weights of 'all' leaves"):
-    take(good, "all")
+  for leaves in ("all", None, [*range(len(good) - 1)], [0] * len(good), ["0"] * len(good)):
+    with pytest.raises(BadMessage, match="weights of other leaves than"):
+      take(good, leaves=leaves)
+  for version in ("new", None, -1, True):
+    with pytest.raises(BadMessage, match="it sent version"):
+      take(good, version=version)
+  for keep in (None, 7, ["7"]):
+    with pytest.raises(BadMessage, match="did not say which versions stay"):
+      take(good, keep=keep)
   take(good)
   for name, values in DRAW.items():
     for value in values:
@@ -774,7 +915,7 @@ def test_a_process_that_is_sent_away_ends_and_says_why(capfd):
   with socket.create_server(("127.0.0.1", 0)) as server:
 
     def refuse():
-      accepted = Connection(server.accept()[0])
+      accepted = accepted_at(server)
       accepted.receive(0)
       accepted.send("welcome")
       accepted.send("refused", {"why": "it sent tokens_PGT\nwith -1"})
@@ -793,15 +934,17 @@ def test_a_process_ends_if_its_learner_keeps_sending_what_cannot_be_drawn(monkey
 
     def send_nonsense():
       for _ in range(5):
-        accepted = Connection(server.accept()[0])
+        accepted = accepted_at(server)
         accepted.receive(0)
         accepted.send("welcome")
-        accepted.send("weights", {"leaves": -1})
+        accepted.send("weights", {"version": 0, "leaves": -1})
         with contextlib.suppress(OSError, BadMessage):
           accepted.receive(0)
 
     threading.Thread(target=send_nonsense, daemon=True).start()
-    with pytest.raises(RunFailed, match="sends what cannot be drawn: it sent weights of -1 leaves"):
+    with pytest.raises(
+      RunFailed, match="sends what cannot be drawn: it sent weights of other leaves"
+    ):
       sample_for(run, server.getsockname(), 600)
 
 
@@ -853,7 +996,7 @@ def answer_without_sense(run, port):
   until = time.monotonic() + 60
   while True:
     try:
-      connection = Connection(socket.create_connection(("127.0.0.1", port)))
+      connection = Connection(handshake.join(("127.0.0.1", port), OPEN))
       break
     except ConnectionRefusedError:  # it does not listen yet
       assert time.monotonic() < until
@@ -874,8 +1017,8 @@ def answer_without_sense(run, port):
     "stopped_by_PG": np.full(row[:2], -1, np.int32),
   }
   connection.send("finished", {"prompts": [*range(count)]}, completions)
-  while (message := connection.receive(0)).kind == "alive":
-    connection.send("alive")
+  while (message := connection.receive(2**30)).kind in ("alive", "weights"):
+    pass
   assert message.kind == "refused"
   connection.close()
 
@@ -936,7 +1079,7 @@ def test_a_run_that_waits_for_a_sampler_can_be_stopped(tmp_path, staleness, monk
     ({"rollout": dict(listen="5555")}, "it must be HOST:PORT"),
     ({"rollout": dict(listen="localhost:70000")}, "it must be HOST:PORT"),
     ({"mesh": dict(sampler=1)}, "mesh.sampler"),
-    ({"environment": dict(tools=("calculator",))}, "tools and environments"),
+    ({"environment": dict(harness="x.py:play")}, "the endpoint of a harness"),
     ({"rollout": dict(weights="in_flight", max_staleness=1)}, "'fixed' or 'newest'"),
     ({"rollout": dict(samplers=3)}, "it must divide batch.prompts"),
     ({"rollout": dict(samplers=2, listen="")}, "be 1 without rollout.listen"),
@@ -1030,3 +1173,101 @@ def wait_for_more_rows(folder):
   while len(rows_so_far(folder)) <= before:
     assert time.monotonic() < until, "the run does not go on"
     time.sleep(0.1)
+
+
+GAME = """
+class Game:
+  def __init__(self):
+    self.turns = 0
+
+  def reset(self, example):
+    return []
+
+  def step(self, message):
+    self.turns += 1
+    return "=1", float(len(message["content"])), self.turns >= 2
+"""
+
+
+def with_a_game(folder):
+  (folder / "game.py").write_text(GAME)
+  config = with_section(small_config(), "sampling", max_tokens=12)
+  config = with_section(config, "data", max_prompt_tokens=12)
+  name = f"{folder}/game.py:Game"
+  return with_section(config, "environment", name=name, max_turns=3, turn_tokens=3)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_environment_answers_rows_of_processes(parts, tmp_path):
+  """Also those of a process that comes after one that was there for a while."""
+  run = small_run(with_a_game(tmp_path))
+  talkers = Scorers(run).talkers
+  params = run.parameters.for_sampling(run.initial_params())
+  prompts = loader.prompt_batch(run.prompts("train"), np.arange(P), run.hosts)
+  arguments = params, prompts, jax.random.key(5), 1.0
+  here = make_rollout(run, G, talkers=talkers)(*arguments)
+  assert (~here.completions.sampled_PGT & (here.completions.tokens_PGT > 0)).any()
+  with listening(terms=terms_of(run), limits=limits_of(run), parts=parts) as hub:
+    with sampling_for(run, address_of(hub)):
+      remote = functools.partial(RemoteGroups, hub)
+      there = make_rollout(run, G, talkers=talkers, remote=remote)(*arguments)
+      hub.say_ended()
+      hub.close()
+  for name in ("tokens_PGT", "sampled_PGT", "lengths_PG", "stopped_by_PG"):
+    ours, theirs = getattr(here.completions, name), getattr(there.completions, name)
+    np.testing.assert_array_equal(ours, theirs)
+  np.testing.assert_allclose(
+    here.completions.logprobs_PGT, there.completions.logprobs_PGT, atol=1e-5
+  )
+  assert (here.turns_PG == there.turns_PG).all() and (here.texts_PG == there.texts_PG).all()
+
+
+def test_a_row_that_another_process_draws_again_goes_on_with_the_replies_that_it_had():
+  part = learner._Part([4], None, {}, {}, None, deque(), {0})
+  row = 0, 1
+  assert part.paused(row, 3)
+  assert part.answers == []
+  part.reply(row, [7, 8])
+  assert part.answers == [[0, 1, [7, 8]]]
+  assert part.paused(row, 9)  # a second turn, which nobody has answered when the process dies
+  part.begin_again()
+  assert not part.paused(row, 3) and part.answers == [[0, 1, [7, 8]]]
+  assert not part.paused(row, 9)  # it was asked for already
+  part.reply(row, None)
+  assert part.answers == [[0, 1, [7, 8]], [0, 1, None]]
+  part.begin_again()
+  assert part.answers == []
+  with pytest.raises(BadMessage, match="other tokens than the process before"):
+    part.paused(row, 4)
+
+
+def test_a_reply_that_comes_late_is_sent_once_the_new_process_has_paused():
+  part = learner._Part([4], None, {}, {}, None, deque(), {0})
+  assert part.paused((0, 0), 2)
+  part.begin_again()  # it died before the reply came
+  part.reply((0, 0), [5])
+  assert part.answers == []
+  assert not part.paused((0, 0), 2) and part.answers == [[0, 0, [5]]]
+
+
+@pytest.mark.parametrize(
+  "rows, why",
+  [
+    ([], "none may"),
+    ([[0, 0, 1]], "not as it must"),
+    ([[0, 0, 1, "1"]], "not as it must"),
+    ([[0, 0, 1, -1]] * 9, "not as it must"),
+    ([[2, 0, 1, -1]], "did not get them"),
+    ([[0, 2, 1, -1]], "did not get them"),
+    ([[0, 0, 0, -1]], "did not get them"),
+    ([[0, 0, 5, -1]], "did not get them"),
+    ([[0, 0, 2, 9]], "after another token"),
+  ],
+)
+def test_rows_that_cannot_pause_are_no_message(rows, why):
+  part, limits = contents.Part(2, 6, 2, 4, False, True), Limits(vocabulary=8, tokens=4)
+  fields, arrays = {"rows": rows}, {"tokens_RT": np.ones((len(rows), 4), np.int32)}
+  shapes = {"tokens_RT": (arrays["tokens_RT"].dtype, arrays["tokens_RT"].shape)}
+  with pytest.raises(BadMessage, match=why):
+    contents.check_paused(fields, shapes, part, limits)
+    contents.paused(fields, arrays, part, limits)
