@@ -178,3 +178,17 @@ def test_seats_are_used_where_groups_follow_each_other():
   lengths_PG = np.minimum(np.random.default_rng(0).geometric(1 / 72, (200, 8)), 512)
   _, share = in_order(lengths_PG, 64)
   assert share >= 0.95
+
+
+@pytest.mark.parametrize("fill", [seats_lib.fill_places, seats_lib.fill_places_in_order])
+def test_a_number_that_another_group_had_gets_no_place_with_that_ones_prompt(fill):
+  """Its members have left, and nobody has looked for free places since."""
+  seats = seats_lib.no_one(0, 2, Grid(3, 1))
+  seats_lib.widen(seats, 2)
+  seats_lib.wait(seats, 0)
+  fill(seats), fill(seats), seats_lib.take_seats(seats)
+  seats_lib.leave(seats, range(3))
+  seats_lib.wait(seats, 1)
+  seats_lib.wait(seats, 0)
+  new = [(a.prompt, a.copied_from) for a in fill(seats)]
+  assert new[0] == (1, NOBODY) and (0, NOBODY) in new

@@ -76,10 +76,10 @@ def alone():
 @pytest.mark.parametrize(
   "mesh, in_order, order",
   [
-    ((), True, range(2 * P)),
+    pytest.param((), True, range(2 * P), marks=pytest.mark.slow),
     ((), True, (5, 0, 7, 2, 1, 6, 3, 4)),
     ((2, 1, 1, 1), True, (5, 0, 7, 2, 1, 6, 3, 4)),
-    ((), False, (5, 0, 7, 2, 1, 6, 3, 4)),
+    pytest.param((), False, (5, 0, 7, 2, 1, 6, 3, 4), marks=pytest.mark.slow),
   ],
   ids=str,
 )

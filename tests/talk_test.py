@@ -58,10 +58,10 @@ def test_a_late_answer_does_not_hold_up_the_rows_that_have_theirs(late):
   talk.ask(rows)
   runner.answer(2)
   begin = time.monotonic()
-  assert [found[:2] for found in talk.answers(None)] == [(1, 0)] and talk.waits
+  assert [found[:2] for found in talk.answers(0.01, until_one=True)] == [(1, 0)] and talk.waits
   assert talk.answers(0.01) == [] and time.monotonic() - begin < 5
   threading.Timer(0.1, runner.answer, [0]).start()
-  ((number, member, ids),) = talk.answers(None)  # it waits for one
+  ((number, member, ids),) = talk.answers(0.01, until_one=True)  # it waits for one
   assert (number, member) == (0, 0) and "Answer 0." in tokens.decode(ids)
   talk.ask([rows[0]._replace(tokens=[*rows[0].tokens, *ids, 7, rows[0].stopped_by])])
   for number in (1, 3, 4):
@@ -79,7 +79,7 @@ def test_answers_in_any_order_give_the_same_conversations(order, late):
   found = {}
   for number in order:
     runner.answer(number, done=number == 3)
-    found |= {one[:2]: one[2] for one in talk.answers(None)}
+    found |= {one[:2]: one[2] for one in talk.answers(0.01, until_one=True)}
   assert not talk.waits and found[1, 1] is None  # it has ended
   texts = [tokens.decode(found[divmod(number, 2)]) for number in range(3)]
   assert all(f"Answer {number}." in text for number, text in enumerate(texts))
@@ -100,7 +100,7 @@ def test_an_error_of_an_environment_ends_its_row_or_the_run(late, capfd):
   talk.ask(rows[:2])
   runner.futures[0].set_result([{"error": "raised KeyError: no move"}])
   runner.futures[1].set_result([{"failure": "timeout"}])
-  assert sorted(talk.answers(None)) == [(0, 0, None), (0, 1, None)]
+  assert sorted(talk.answers(0.01, until_one=True)) == [(0, 0, None), (0, 1, None)]
   assert capfd.readouterr().err.count("the completion ends there") == 1  # once for all
   kinds = [(one.problem, one.kind) for one in talk.take([0])[0]]
   assert [kind for _, kind in kinds] == ["error", "timeout"] and "no move" in kinds[0][0]
@@ -108,7 +108,7 @@ def test_an_error_of_an_environment_ends_its_row_or_the_run(late, capfd):
   talk.ask(rows[2:])
   runner.futures[2].set_result([{"error": "raised KeyError: no move"}])
   with pytest.raises(RunFailed, match="the environment raised KeyError: no move; with reward.on"):
-    talk.answers(None)
+    talk.answers(0.01, until_one=True)
 
 
 def test_what_the_workers_raise_is_raised_where_the_answer_is_taken(late):
@@ -116,4 +116,14 @@ def test_what_the_workers_raise_is_raised_where_the_answer_is_taken(late):
   talk.ask(rows[:1])
   runner.futures[0].set_exception(RunFailed("no worker is left"))
   with pytest.raises(RunFailed, match="no worker is left"):
-    talk.answers(None)
+    talk.answers(0.01, until_one=True)
+
+
+def test_answers_that_come_soon_are_taken_together_so_that_numbers_repeat(late):
+  """Also where no row can draw meanwhile."""
+  talk, runner, rows, _ = late
+  talk.ask(rows)
+  runner.answer(2)
+  for number in (0, 1, 3):
+    threading.Timer(0.05, runner.answer, [number]).start()
+  assert len(talk.answers(9, until_one=True)) == 4

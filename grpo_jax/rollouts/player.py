@@ -110,8 +110,7 @@ class PolicyPlayer:
 
   def advance(self) -> list[Played]:
     if self._talk is not None and self._talk.waits:
-      seconds = _SOON if self.sampler.draws else None
-      for number, member, tokens in self._talk.answers(seconds):
+      for number, member, tokens in self._talk.answers(_SOON, until_one=not self.sampler.draws):
         self.sampler.go_on(number, member, tokens)
     news = self.sampler.advance()
     if self._talk is not None:

@@ -118,20 +118,22 @@ class Talk:
     own = [row for row in rows if self._is_own(row.prompt)]
     self._talkers.hosts.on_each(lambda: self._begin_questions(own))
 
-  def answers(self, seconds: float | None) -> list[tuple[int, int, list[int] | None]]:
+  def answers(
+    self, seconds: float, *, until_one: bool = False
+  ) -> list[tuple[int, int, list[int] | None]]:
     """Waits for answers, and returns those that are there on every process.
 
     Args:
-      seconds: How long to wait for all of them. None waits until there is one.
+      seconds: How long to wait for all of them.
+      until_one: Whether to go on waiting after that until there is one.
 
     Returns:
       The group, the member and the tokens with which its row goes on, or None if it has ended.
     """
     pending = [one.outcomes for one in self._questions.values()]
-    if seconds is None:
+    wait_for_all(pending, seconds)
+    if until_one:
       wait_for_one(pending)
-    else:
-      wait_for_all(pending, seconds)
     hosts = self._talkers.hosts
     lines = hosts.on_each(lambda: [json.dumps(one) for one in self._take_answers()])
     found: list[tuple[int, int, list[int] | None]] = []

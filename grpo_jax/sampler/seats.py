@@ -123,7 +123,12 @@ def widen(seats: Seats, prompts: int) -> None:
 
 
 def wait(seats: Seats, prompt: int) -> None:
-  """All members of a prompt wait, after those that wait already."""
+  """All members of a prompt wait, after those that wait already.
+
+  Its number may be that of a prompt whose members have all left. That one's places are free.
+  """
+  seats.prompt_N[seats.prompt_N == prompt] = NOBODY
+  seats.in_order = [p for p in seats.in_order if p != prompt]
   seats.waiting_P[prompt] = 0
   seats.queue.append(prompt)
   seats.in_order.append(prompt)
