@@ -647,6 +647,7 @@ def test_damaged_weights_are_named_and_sent_again_and_draw_nothing(capfd, monkey
   assert "of 'weights' arrived damaged: its checksum is wrong" in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_run_that_encrypts_has_the_same_numbers(tmp_path, certificates):
   here = trained(config_of(tmp_path, max_staleness=1), tmp_path / "here")
