@@ -253,17 +253,19 @@ def test_a_learner_goes_on_under_a_flood_of_wrong_peers(capfd):
   with listening(access=SECRET) as hub:
     process = Process(hub, access=SECRET)
     process.serve()
-    ends = threading.Event()
+    ends, tried = threading.Event(), []
 
     def flood():
       while not ends.is_set():
         with contextlib.suppress(ConfigError, OSError):
           handshake.join(address_of(hub), OTHER)
+        tried.append(True)
 
     threads = [threading.Thread(target=flood) for _ in range(3)]
     for thread in threads:
       thread.start()
-    time.sleep(0.5)
+    while len(tried) < 50:
+      time.sleep(0.01)
     assert_whole([*call(hub)])
     late = Process(hub, access=SECRET)
     late.serve()
@@ -645,6 +647,7 @@ def test_damaged_weights_are_named_and_sent_again_and_draw_nothing(capfd, monkey
   assert "of 'weights' arrived damaged: its checksum is wrong" in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_run_that_encrypts_has_the_same_numbers(tmp_path, certificates):
   here = trained(config_of(tmp_path, max_staleness=1), tmp_path / "here")
