@@ -35,6 +35,7 @@ from grpo_jax.batches.scored import Scored, from_arrays, to_arrays
 from grpo_jax.config import Mesh, to_dict
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.pending import Pending, there
+from grpo_jax.rollouts import player
 from grpo_jax.run.checks import check_apart, check_config
 from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError, RunFailed
@@ -888,7 +889,9 @@ def test_other_settings_go_together_with_batches_that_are_drawn_ahead(sampler, c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler, weights", [(0, "fixed"), (4, "fixed"), (4, "in_flight")])
-def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_path):
+def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_path, monkeypatch):
+  """To the last bit, as long as all answers come soon, which a busy machine may not keep to."""
+  monkeypatch.setattr(player, "_SOON", 60.0)
   config = turns_test.config_of(tmp_path, turns_test.COUNTING, "Counting", workers=1)
   config = with_section(dataclasses.replace(config, steps=4), "batch", prompts=8)
   mesh = dict(sampler=sampler, data=4, fsdp=1, tensor=1 if sampler else 2)
@@ -901,9 +904,15 @@ def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_
     config = with_section(config, "rollout", **rollout)
   for stop in (1, 3, None):
     stopped = run_steps(config, tmp_path / "stopped", lambda step: step.step == stop)  # noqa: B023
-  assert equal(whole.train.params, stopped.state.train.params)
-  rows = read_completions(tmp_path / "stopped", 4)
-  assert rows == read_completions(tmp_path / "whole", 4)
+  rows, others = (read_completions(tmp_path / name, 4) for name in ("stopped", "whole"))
+  if weights == "fixed":
+    assert equal(whole.train.params, stopped.state.train.params)
+    assert rows == others
+  else:  # the schedule does not say in which chunk an answer came
+    ours, theirs = map(jax.tree.leaves, (whole.train.params, stopped.state.train.params))
+    for own, other in zip(ours, theirs, strict=True):
+      np.testing.assert_allclose(own, other, atol=1e-4)
+    assert [row["completion_ids"] for row in rows] == [row["completion_ids"] for row in others]
   assert all(len(row["turns"]) > 1 for row in rows)
   if weights == "fixed":
     assert {row["version"] for row in rows} == {2}

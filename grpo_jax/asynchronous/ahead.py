@@ -309,13 +309,15 @@ class Beside(Ahead):
       with self._changed, self._idle.running():
         self._changed.wait_for(self._may_go_on)
         is_paused, self._is_drawing = self._is_paused, True
-      known = self._schedule.chunk(self._chunk) if not is_paused else None
+      known = self._schedule.chunk(self._chunk)
+      if is_paused and known is not None and known.version not in self._weights:
+        known = None  # a checkpoint does not wait for weights that come after it
       if known is not None and flow.is_idle and flow.step > known.version + self._bound:
         known = None  # the chunks are not those of the schedule any more
       policy = self.take(None if known is None else known.version)
       until = min(policy.version + self._bound, self._steps - 1)
       limit = None if known is None or flow.is_idle else known.groups
-      if is_paused:  # what was begun is drawn to the end of its step
+      if is_paused and known is None:  # what was begun is drawn to the end of its step
         until = max(flow.step, flow.step_of(flow.next - 1))
       with self._drawing:
         has_drawn = self._collector.advance(policy, until, limit)
@@ -339,6 +341,10 @@ class Beside(Ahead):
     if self._is_paused and not has_begun:
       self._is_drawing = False
       self._changed.notify_all()
+      return False
+    known = self._schedule.chunk(self._chunk)
+    comes_later = known is not None and known.version > max(self._weights)
+    if comes_later and not has_begun and self._next > max(self._weights):
       return False
     return has_begun or flow.step <= max(self._weights) + self._bound
 
