@@ -3,9 +3,9 @@
 python experiments/slow_tool.py [--steps=6] [--seconds=2]
 
 A random model plays conversations of four turns of 24 tokens each. Each turn is answered by an
-environment in a worker. The script prints the median time of a step with an environment that never
-sleeps, and with one that does, in one run after the other. If rows that wait stopped the others,
-each round of answers would cost two seconds.
+environment in a worker, which sleeps at most once in a conversation. The script prints the median
+time of a step with an environment that never sleeps, and with one that does. If rows that wait
+stopped the others, each round of answers would cost two seconds.
 """
 
 import argparse
@@ -24,13 +24,15 @@ import time, zlib
 class Slow:
   def __init__(self):
     self.turns = 0
+    self.has_slept = False
 
   def reset(self, example):
     return []
 
   def step(self, message):
     self.turns += 1
-    if zlib.crc32(message["content"].encode()) % 10 == 0:
+    if not self.has_slept and zlib.crc32(message["content"].encode()) % 10 == 0:
+      self.has_slept = True
       time.sleep({seconds})
     return "Go on.", 1.0 if "7" in message["content"] else 0.0, False
 """
