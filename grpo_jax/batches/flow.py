@@ -177,10 +177,6 @@ class Flow:
     before, self._seat_rounds = self._seat_rounds, now
     return SeatRounds(now.used - before.used, now.all - before.all).idle
 
-  def drop_rest(self) -> None:
-    """Forgets what was drawn for later steps than the next one. It is drawn again."""
-    self.restart(self.step, self.first)
-
   @property
   def is_idle(self) -> bool:
     """Whether no group is being played."""
