@@ -5,6 +5,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 import threading
 from typing import Generic, TypeVar
 
+# Seconds for which a value may hold up what does not need it. Most come sooner, so that the rows of
+# a sampler draw in the same chunks when a run is repeated.
+SOON = 0.1
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -42,7 +46,7 @@ class Pending(Generic[T]):
       return self._value
 
   def then(self, function: Callable[[T], U]) -> "Pending[U]":
-    """What a function makes of the value. Whoever asks for that calls it."""
+    """The result of a function of the value. Whoever asks for it calls the function."""
     return Pending(lambda: function(self.result()), self.futures)
 
 

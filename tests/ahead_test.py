@@ -98,6 +98,9 @@ class Draws:
     self.step, self._host = number + 1, pending.then(lambda scored: scored.host)
     return pending
 
+  def forget(self, index):
+    pass
+
   def put(self, scored):
     return Collected(scored.indices_P[0], None, scored.rows, scored.metrics, scored.host)
 
@@ -891,7 +894,7 @@ def test_other_settings_go_together_with_batches_that_are_drawn_ahead(sampler, c
 @pytest.mark.parametrize("sampler, weights", [(0, "fixed"), (4, "fixed"), (4, "in_flight")])
 def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_path, monkeypatch):
   """To the last bit, as long as all answers come soon, which a busy machine may not keep to."""
-  monkeypatch.setattr(player, "_SOON", 60.0)
+  monkeypatch.setattr(player, "SOON", 60.0)
   config = turns_test.config_of(tmp_path, turns_test.COUNTING, "Counting", workers=1)
   config = with_section(dataclasses.replace(config, steps=4), "batch", prompts=8)
   mesh = dict(sampler=sampler, data=4, fsdp=1, tensor=1 if sampler else 2)

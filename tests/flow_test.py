@@ -83,7 +83,7 @@ def drawn_anyhow(collector, monkeypatch, seed, differs, steps, ahead):
   """The numbers of the groups of each step, those that were learned, and those that were opened."""
   flow = collector.flow
   player = Anyhow(flow, seed, differs)
-  monkeypatch.setattr(flow_lib, "_SOON", 0.0)
+  monkeypatch.setattr(flow_lib, "SOON", 0.0)
   monkeypatch.setattr(flow, "_player", player)
   monkeypatch.setattr(flow, "_begin_scores", player.score)
   flow.restart(0, 0)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 from pathlib import Path
 from random import Random
@@ -39,6 +40,7 @@ from grpo_jax.asynchronous.access import OPEN
 from grpo_jax.asynchronous.contents import Limits, limits_of
 from grpo_jax.asynchronous.learner import Closed, RemoteSampler, given
 from grpo_jax.asynchronous.messages import BadMessage, Connection, Message
+from grpo_jax.asynchronous.parts import DrawnPart
 from grpo_jax.asynchronous.remote_groups import RemoteGroups
 from grpo_jax.asynchronous.sampler import Drawer, sample_for
 from grpo_jax.asynchronous.terms import abstract_weights, difference, terms_of
@@ -164,11 +166,19 @@ class Process:
 
 
 def call(sampler, params=None, prompts=P):
-  """The parts of a call, as they arrive."""
+  """The parts of a call, as they arrive. It begins at once."""
   prompts_PS = np.arange(prompts * T, dtype=np.int32).reshape(prompts, T)
   draws = Draws(jax.random.key(3))
   params = {"a": jnp.ones(2)} if params is None else params
-  return sampler(params, prompts_PS, np.full(prompts, T, np.int32), G, draws)
+  return arriving(sampler.begin(params, prompts_PS, np.full(prompts, T, np.int32), G, draws))
+
+
+def arriving(begun):
+  try:
+    while begun.left:
+      yield begun.next(math.inf)
+  finally:
+    begun.close()
 
 
 def assert_whole(parts, prompts=P):
@@ -1223,7 +1233,7 @@ def test_an_environment_answers_rows_of_processes(parts, tmp_path):
 
 
 def test_a_row_that_another_process_draws_again_goes_on_with_the_replies_that_it_had():
-  part = learner._Part([4], None, {}, {}, None, deque(), {0})
+  part = DrawnPart([4], None, {}, {}, None, deque(), {0})
   row = 0, 1
   assert part.paused(row, 3)
   assert part.answers == []
@@ -1242,7 +1252,7 @@ def test_a_row_that_another_process_draws_again_goes_on_with_the_replies_that_it
 
 
 def test_a_reply_that_comes_late_is_sent_once_the_new_process_has_paused():
-  part = learner._Part([4], None, {}, {}, None, deque(), {0})
+  part = DrawnPart([4], None, {}, {}, None, deque(), {0})
   assert part.paused((0, 0), 2)
   part.begin_again()  # it died before the reply came
   part.reply((0, 0), [5])
@@ -1271,3 +1281,32 @@ def test_rows_that_cannot_pause_are_no_message(rows, why):
   with pytest.raises(BadMessage, match=why):
     contents.check_paused(fields, shapes, part, limits)
     contents.paused(fields, arrays, part, limits)
+
+
+def test_a_process_cannot_ask_for_replies_that_no_row_needs():
+  part = DrawnPart([4, 5], None, {}, {}, None, deque(), {0})
+  part.paused((0, 0), 2)
+  with pytest.raises(BadMessage, match="had paused or ended before"):
+    part.paused((0, 0), 2)
+  part.reply((0, 0), None)
+  with pytest.raises(BadMessage, match="had paused or ended before"):
+    part.paused((0, 0), 3)
+  with pytest.raises(BadMessage, match="after its group had ended"):
+    part.paused((1, 0), 2)
+
+
+def test_a_row_is_not_believed_that_ends_before_it_is_told_to():
+  part, limits = contents.Part(1, 6, 1, 4, False, True), Limits(vocabulary=8, tokens=4)
+  ones, is_token = np.ones((1, 1), np.int32), np.arange(4) < 1
+  arrays = {
+    "tokens_PGT": np.where(is_token, 3, 0)[None, None].astype(np.int32),
+    "lengths_PG": ones,
+    "sampled_PGT": is_token[None, None],
+    "logprobs_PGT": np.zeros((1, 1, 4), np.float32),
+    "behavior_logprobs_PGT": np.zeros((1, 1, 4), np.float32),
+    "stopped_by_PG": 3 * ones,
+  }
+  assert contents.completions(arrays, part, limits, [[[(1, None)]]]).lengths_PG == 1
+  for replies in ([[[]]], [[[(1, [5])]]]):
+    with pytest.raises(BadMessage, match="not told to end"):
+      contents.completions(arrays, part, limits, replies)

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax import model
 from grpo_jax.sampler.logits import Decoding, RowSettings
-from grpo_jax.sampler.requests import Request
+from grpo_jax.sampler.requests import GroupRequest
 from grpo_jax.sampler.sampling import Sampler
 
 KEYS = [np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in (3, 4)]
@@ -22,7 +22,7 @@ def requests_of(config, sampler, pauses=False, two_arrays=True):
   halves = [slice(0, P), slice(P, 2 * P)] if two_arrays else [slice(0, 2 * P)] * 2
   given = [sampler.prompts(tokens_PS[half], lengths_P[half]) for half in halves]
   return [
-    Request(
+    GroupRequest(
       number=100 + n,
       prompts=given[n // P],
       place=n % P if two_arrays else n,
@@ -165,3 +165,20 @@ def test_pauses_change_nothing_with_windows_states_and_caches_of_int8(name, cach
   config = dataclasses.replace(config, dtype="float32", cache_dtype=cache_dtype)
   assert_pauses_change_nothing(config, params, (config, params), 8, 3)
   assert flight_test.T == T
+
+
+def test_a_stream_whose_seats_are_all_taken_by_rows_that_pause_draws_nothing(alone):
+  """Groups that wait for a seat cannot draw either, so whoever asks waits for a reply."""
+  config, params, _ = alone
+  sampler, begin = stream_of(config, params, G)
+  asked, stream = requests_of(config, sampler, pauses=True), begin()
+  stream.submit(asked[:2])
+  paused = []
+  for _ in range(50):
+    if stream.draws:
+      paused += stream.advance().paused
+  assert not stream.draws and len(paused) == G
+  for row in paused:
+    stream.go_on(row.prompt, row.member, None)
+  assert [number for one in stream.advance().finished for number in one.prompts] == [100]
+  assert stream.draws

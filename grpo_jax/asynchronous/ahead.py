@@ -133,6 +133,7 @@ class Ahead:
         f" rollout.max_staleness is {self._bound}"
       )
     collected = self._collector.put(scored)
+    self._collector.forget(index)
     del self._drawn[index]  # and with it what its prompts see
     clock.lap("put")
     return dataclasses.replace(collected, metrics=disjoint(collected.metrics, ages))

@@ -145,12 +145,14 @@ def check_replies(fields: Mapping[str, Any], part: Part, limits: Limits) -> None
       raise BadMessage("it sent a reply that is no list of tokens")
 
 
-# By group and member: the lengths before each reply to a row, and its tokens, or None.
-Replies = Sequence[Sequence[Sequence[tuple[int, list[int] | None]]]]
+Replies = list[tuple[int, list[int] | None]]  # to a row: its length before, and the tokens
 
 
 def completions(
-  arrays: Mapping[str, np.ndarray], part: Part, limits: Limits, replies: Replies = ()
+  arrays: Mapping[str, np.ndarray],
+  part: Part,
+  limits: Limits,
+  replies: Sequence[Sequence[Replies]] = (),
 ) -> Completions:
   """The completions of some groups of a part, whose shapes `check_answer` has looked at.
 
@@ -164,6 +166,8 @@ def completions(
   is_given_PGT = np.zeros_like(is_token_PGT)
   for p, of_group in enumerate(replies):
     for g, of_row in enumerate(of_group):
+      if part.pauses and not (of_row and of_row[-1][1] is None):
+        raise BadMessage("it sent a row that was not told to end")
       for length, tokens in of_row:
         after = slice(length, length + len(tokens or ()))
         if tokens and after.stop < part.longest:

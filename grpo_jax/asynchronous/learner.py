@@ -9,7 +9,7 @@ as a step has made them, also while the process draws with older ones.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import itertools
@@ -31,10 +31,11 @@ from grpo_jax.asynchronous.messages import (
   BEAT,
   BadMessage,
   Connection,
-  Damaged,
+  DamagedMessage,
   Message,
   Shapes,
 )
+from grpo_jax.asynchronous.parts import Arrivals, DrawnPart, RemoteCall, RowOfPart
 from grpo_jax.asynchronous.terms import difference
 from grpo_jax.asynchronous.versions import Leaf, SentVersions, Weights
 from grpo_jax.sampler.requests import Ended, Finished
@@ -53,67 +54,6 @@ class Closed(Exception):
   """The run has ended, or it was asked to stop while no process samples."""
 
 
-_Call = deque[Finished | list[Ended] | RunFailed]
-_Row = tuple[int, int]  # the prompt in its part, and the member
-
-
-@dataclasses.dataclass
-class _Part:
-  """Some prompts of a call, which one process draws.
-
-  Attributes:
-    prompts: Their numbers in the call.
-    weights: What draws them.
-    fields, arrays: The message.
-    answer: What the message asks for.
-    call: Gets what has been drawn, or why nothing will be.
-    missing: Those of the part that have not arrived, as numbers in the part.
-    refused: How many processes were sent away for what they drew of it.
-    replies: How each row went on so far, so that another process can draw it again: its length
-      before, and the tokens that followed, or None.
-    asked: The lengths of rows that wait for a reply, which was asked for.
-    turns: How many replies each row has needed of the process that draws now.
-    answers: Replies that this process has not got, as [prompt, member, tokens].
-  """
-
-  prompts: list[int]
-  weights: Weights
-  fields: dict[str, Any]
-  arrays: dict[str, np.ndarray]
-  answer: contents.Part
-  call: _Call
-  missing: set[int]
-  refused: int = 0
-  replies: dict[_Row, list[tuple[int, list[int] | None]]] = dataclasses.field(default_factory=dict)
-  asked: dict[_Row, int] = dataclasses.field(default_factory=dict)
-  turns: dict[_Row, int] = dataclasses.field(default_factory=dict)
-  answers: list[list[Any]] = dataclasses.field(default_factory=list)
-
-  def paused(self, row: _Row, length: int) -> bool:
-    """A row waits for a reply. Returns whether that must be asked for."""
-    turn, known = self.turns.get(row, 0), self.replies.setdefault(row, [])
-    self.turns[row] = turn + 1
-    if turn < len(known):
-      if known[turn][0] != length:
-        raise BadMessage("it draws other tokens than the process before it did")
-      self.answers.append([*row, known[turn][1]])
-      return False
-    is_new = row not in self.asked
-    self.asked[row] = length
-    return is_new
-
-  def reply(self, row: _Row, tokens: Sequence[int] | None) -> None:
-    """A row goes on."""
-    known = self.replies[row]
-    known.append((self.asked.pop(row), None if tokens is None else [*tokens]))
-    if self.turns.get(row, 0) == len(known):
-      self.answers.append([*row, known[-1][1]])
-
-  def begin_again(self) -> None:
-    """Another process draws it."""
-    self.turns, self.answers = {}, []
-
-
 @dataclasses.dataclass(eq=False)
 class _Process:
   """A process that has joined.
@@ -129,7 +69,7 @@ class _Process:
 
   connection: Connection
   name: str
-  part: _Part | None = None
+  part: DrawnPart | None = None
   coming: set[int] = dataclasses.field(default_factory=set)
   is_asked: bool = False
   sent: SentVersions = dataclasses.field(default_factory=SentVersions)
@@ -168,7 +108,7 @@ class RemoteSampler:
     self._terms, self._limits = terms, limits
     self._parts, self._should_stop, self._access = parts, should_stop, access
     self._changed = threading.Condition()
-    self._waiting = deque[_Part]()  # parts that no process draws
+    self._waiting = deque[DrawnPart]()  # parts that no process draws
     self._joined: set[_Process] = set()
     self._threads: set[threading.Thread] = set()
     self._is_closed = self._has_ended = False
@@ -219,36 +159,6 @@ class RemoteSampler:
       self._changed.notify_all()
     return weights
 
-  def __call__(
-    self,
-    params: Any,
-    prompts_PS: np.ndarray,
-    prompt_lengths_P: np.ndarray,
-    members: int,
-    draws: Draws,
-    images: Images | None = None,
-    *,
-    keeps_experts: bool = False,
-  ) -> Iterator[Finished]:
-    """Completes each prompt `members` times. The arguments are those of `begin`.
-
-    Yields:
-      Groups as they arrive, each prompt once.
-
-    Raises:
-      Closed: Nothing will come.
-      RunFailed: The weights are not finite, so that nothing can be drawn with them.
-    """
-    given = prompts_PS, prompt_lengths_P, members, draws, images
-    drawing = self.begin(params, *given, keeps_experts=keeps_experts)
-    try:
-      while drawing.left:
-        arrived = drawing.next(math.inf)
-        assert isinstance(arrived, Finished)
-        yield arrived
-    finally:
-      drawing.close()
-
   def begin(
     self,
     params: Any,
@@ -260,7 +170,7 @@ class RemoteSampler:
     *,
     keeps_experts: bool = False,
     pauses: bool = False,
-  ) -> "Drawing":
+  ) -> RemoteCall:
     """Lets processes complete each prompt `members` times.
 
     The arguments are those of `Sampler`, but for `draws.end`, which each process makes of its
@@ -281,7 +191,7 @@ class RemoteSampler:
     if images is not None:
       arrays |= {f"{IMAGES}{name}": x for name, x in given(images).items()}
     key, settings = np.asarray(jax.random.key_data(draws.key)), given(draws.settings)
-    call, parts = _Call(), []
+    call, parts = Arrivals(), []
     longest = self._limits.tokens
     if draws.settings.max_tokens is not None:
       longest = min(longest, int(draws.settings.max_tokens))
@@ -299,11 +209,11 @@ class RemoteSampler:
       size = len(prompts), prompts_PS.shape[1]
       answer = contents.Part(*size, members, longest, keeps_experts, pauses)
       numbers = set(range(len(prompts)))
-      parts.append(_Part(prompts.tolist(), weights, fields, own, answer, call, numbers))
+      parts.append(DrawnPart(prompts.tolist(), weights, fields, own, answer, call, numbers))
     with self._changed:
       self._waiting.extend(parts)
       self._changed.notify_all()
-    return Drawing(self, call, parts)
+    return RemoteCall(self, call, parts)
 
   def say_ended(self) -> None:
     """From here on, processes that are told to leave need not come back."""
@@ -320,20 +230,20 @@ class RemoteSampler:
       thread.join(max(0, until - time.monotonic()))
     self._server.close()
 
-  def drop(self, parts: Sequence[_Part]) -> None:
+  def drop(self, parts: Sequence[DrawnPart]) -> None:
     """Nobody waits for these parts any more, so nobody need draw them."""
     with self._changed:
       for part in parts:
         part.missing.clear()
       self._waiting = deque(part for part in self._waiting if part.missing)
 
-  def reply(self, part: _Part, row: _Row, tokens: Sequence[int] | None) -> None:
+  def reply(self, part: DrawnPart, row: RowOfPart, tokens: Sequence[int] | None) -> None:
     """A row of a part goes on with these tokens, or has ended."""
     with self._changed:
       part.reply(row, tokens)
       self._changed.notify_all()
 
-  def next(self, call: _Call, seconds: float) -> Finished | list[Ended] | None:
+  def next(self, call: Arrivals, seconds: float) -> Finished | list[Ended] | None:
     """Waits so long for groups of a call that have ended, or for rows that pause."""
     told_at, until = -math.inf, time.monotonic() + seconds
     with self._changed:
@@ -436,7 +346,7 @@ class RemoteSampler:
     sender.start()
     try:
       self._receive(process)
-    except Damaged as error:
+    except DamagedMessage as error:
       _say(f"the connection to the process at {process.name} has ended: {error}")
     except BadMessage as error:
       why = str(error)
@@ -545,7 +455,7 @@ class RemoteSampler:
         self._changed.wait(left)
     return None
 
-  def _paused(self, message: Message, part: _Part) -> None:
+  def _paused(self, message: Message, part: DrawnPart) -> None:
     """Rows wait for a reply: a known one, or one that is asked for now."""
     asked: list[Ended] = []
     rows = contents.paused(message.fields, message.arrays, part.answer, self._limits)
@@ -557,7 +467,7 @@ class RemoteSampler:
         part.call.append(asked)
       self._changed.notify_all()
 
-  def _arrived(self, message: Message, part: _Part) -> set[int]:
+  def _arrived(self, message: Message, part: DrawnPart) -> set[int]:
     """Hands on groups that arrive for the first time. Returns the numbers of all in the part."""
     numbers = message.fields["prompts"]
     replies = [
@@ -573,40 +483,6 @@ class RemoteSampler:
         part.call.append(Finished(prompts, jax.tree.map(lambda x: x[new], completions)))
         self._changed.notify_all()
     return set(numbers)
-
-
-class Drawing:
-  """Prompts that processes complete.
-
-  Attributes:
-    left: How many have not arrived.
-  """
-
-  def __init__(self, hub: RemoteSampler, call: _Call, parts: Sequence[_Part]):
-    """`call` gets what `parts` have drawn."""
-    self._hub, self._call, self._parts = hub, call, parts
-    self.left = sum(len(part.prompts) for part in parts)
-
-  def next(self, seconds: float) -> Finished | list[Ended] | None:
-    """Waits so long for groups that have ended, or for rows that pause.
-
-    Raises:
-      Closed: Nothing will come.
-      RunFailed: The weights are not finite, so that nothing can be drawn with them.
-    """
-    arrived = self._hub.next(self._call, seconds)
-    if isinstance(arrived, Finished):
-      self.left -= len(arrived.prompts)
-    return arrived
-
-  def reply(self, prompt: int, member: int, tokens: Sequence[int] | None) -> None:
-    """A row that pauses goes on with these tokens. None ends it."""
-    part = next(part for part in self._parts if prompt in part.prompts)
-    self._hub.reply(part, (part.prompts.index(prompt), member), tokens)
-
-  def close(self) -> None:
-    """Nobody waits for what has not arrived."""
-    self._hub.drop(self._parts)
 
 
 def given(tree: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class BadMessage(Exception):
   """Bytes that are no message, or a message that has no place here."""
 
 
-class Damaged(BadMessage):
+class DamagedMessage(BadMessage):
   """A message whose checksum is another one than when it was sent."""
 
 
@@ -100,7 +100,7 @@ class Connection:
 
     Raises:
       BadMessage: These bytes are no message, or a longer one.
-      Damaged: A checksum is wrong. It names the array.
+      DamagedMessage: A checksum is wrong. It names the array.
       OSError: The other side is gone or silent.
     """
     until = time.monotonic() + _SILENCE
@@ -141,7 +141,7 @@ class Connection:
       checksum = zlib.crc32(block, checksum)
     self._read_into(memoryview(expected), until)
     if expected != _CHECKSUM.pack(checksum):
-      raise Damaged(f"{name} arrived damaged: its checksum is wrong")
+      raise DamagedMessage(f"{name} arrived damaged: its checksum is wrong")
 
   def _read_into(self, data: memoryview, until: float) -> None:
     done = 0

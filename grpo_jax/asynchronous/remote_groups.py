@@ -6,8 +6,9 @@ import math
 import jax
 import numpy as np
 
-from grpo_jax.asynchronous.learner import Drawing, RemoteSampler
-from grpo_jax.sampler.requests import Finished, News, Request
+from grpo_jax.asynchronous.learner import RemoteSampler
+from grpo_jax.asynchronous.parts import RemoteCall
+from grpo_jax.sampler.requests import Finished, GroupRequest, News
 from grpo_jax.sampler.sampling import Draws
 from grpo_jax.sampler.stream import Feed
 
@@ -28,9 +29,9 @@ class RemoteGroups:
     """
     self._hub, self._feed = hub, feed
     self._members, self._keeps_experts = members, keeps_experts
-    self._waiting: list[Request] = []
-    self._drawn: list[Request] = []  # by the processes
-    self._drawing: Drawing | None = None
+    self._waiting: list[GroupRequest] = []
+    self._drawn: list[GroupRequest] = []  # by the processes
+    self._drawing: RemoteCall | None = None
 
   @property
   def draws(self) -> bool:
@@ -40,7 +41,7 @@ class RemoteGroups:
   def _left(self) -> int:
     return self._drawing.left if self._drawing is not None else 0
 
-  def submit(self, requests: Sequence[Request]) -> None:
+  def submit(self, requests: Sequence[GroupRequest]) -> None:
     self._waiting += requests
 
   def go_on(self, number: int, member: int, tokens: Sequence[int] | None) -> None:

@@ -21,6 +21,7 @@ from grpo_jax.asynchronous.learner import given
 from grpo_jax.asynchronous.messages import BEAT, BadMessage, Connection, Message, Shapes
 from grpo_jax.asynchronous.terms import abstract_weights, terms_of
 from grpo_jax.asynchronous.versions import KeptVersions
+from grpo_jax.pending import SOON
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.requests import Ended, Finished
@@ -30,7 +31,6 @@ from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.types import Images
 
 _MOST_BYTES = 2**34  # of prompts and their images
-_SOON = 0.1  # seconds for which a reply may hold up the rows that do not wait for one
 _PAUSE = 1.0  # seconds between two attempts to join
 _MOST_BAD = 5  # messages in a row that cannot be drawn
 
@@ -185,13 +185,13 @@ class Drawer:
     is_gone: threading.Event,
   ) -> Iterator[tuple[tuple[int, int], list[int] | None]]:
     """Waits for replies to rows that pause: for a moment, or for one if no row draws."""
-    until, found = time.monotonic() + _SOON, False
+    until, found = time.monotonic() + SOON, False
     while paused:
       left = until - time.monotonic()
       if left <= 0 and (draws or found):
         return
       try:
-        message = replies.get(timeout=max(left, _SOON))
+        message = replies.get(timeout=max(left, SOON))
       except queue.Empty:
         if is_gone.is_set():
           raise ConnectionError("the connection has ended while a batch was drawn") from None

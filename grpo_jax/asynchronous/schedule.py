@@ -14,7 +14,7 @@ Weights = tuple[tuple[int, int], ...]
 
 
 class FromChunk(NamedTuple):
-  """What holds from a chunk on, where weights change in flight.
+  """The weights and groups from a chunk on, where weights change in flight.
 
   Attributes:
     version: Of the weights.
@@ -92,7 +92,7 @@ class Schedule:
     self._file.append(json_line({"chunk": chunk} | now._asdict()))
 
   def chunk(self, number: int) -> FromChunk | None:
-    """What is known to hold for a chunk of the run, or None."""
+    """Returns what is known to hold for a chunk of the run, or None."""
     if number > max(self._chunks, default=-1):
       return None
     return _in_force(self._chunks, number)

@@ -36,7 +36,8 @@ from grpo_jax.timing import Clock
 from grpo_jax.types import Batch, Completions, Rewards
 
 HostState = dict[str, Any]  # nested dicts of numpy arrays
-# Keys of the host state: what the curriculum remembers, the number of the next group.
+# Keys of the host state: the curriculum's memory, the number of the next group, and groups that an
+# earlier version of this program kept.
 _MEMORY, _NEXT, _SURPLUS = "curriculum", "next_group", "surplus"
 _UNSCORED = "unscored_steps"
 _MOST_CUTS, _SHORTEST_CUT = 4, 64  # sizes, and tokens
@@ -206,6 +207,11 @@ class Collector:
       del self._hosts[step]
     return pending
 
+  def forget(self, index: int) -> None:
+    """Keeps of the batch of a step, which is learned, the host state alone."""
+    if index in self._hosts:
+      self._hosts[index].result()
+
   @property
   def _lag(self) -> int:
     """A curriculum chooses the prompts of a step by the scores of steps so many before it."""
@@ -225,7 +231,7 @@ class Collector:
     return indices_P
 
   def _memory(self, host: HostState) -> dict[str, Any]:
-    """What the curriculum remembers. A run of an earlier version may lack some of it."""
+    """Reads the curriculum's memory. A run of an earlier version may lack some of it."""
     memory = {**self._curriculum.initial(), **host.get(_MEMORY, {})}
     self._curriculum.check(memory)
     return memory

@@ -15,7 +15,7 @@ import numpy as np
 from grpo_jax.batches.groups import ScoredGroups
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
-from grpo_jax.pending import Pending, wait_for_all
+from grpo_jax.pending import SOON, Pending, wait_for_all
 from grpo_jax.rollouts.complete import Remote, make_rollout
 from grpo_jax.rollouts.player import Opened, Played
 from grpo_jax.rollouts.rollout import concatenate, take
@@ -27,9 +27,6 @@ from grpo_jax.scoring.scorer import Report
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.scoring.scores import groups_that_differ
 from grpo_jax.settings import RunFailed
-
-_SOON = 0.1  # seconds for which the scores of a group may hold up those that are played
-
 
 # (how many prompts, the step that is expected to learn from them) -> the prompts, int64.
 Choose = Callable[[int, int], np.ndarray]
@@ -296,7 +293,7 @@ class Flow:
     hosts = self._run.hosts
     waiting = [lot for lot in self._lots if lot.numbers[0] not in self._differ]
     if not self.is_idle:
-      wait_for_all([lot.scored for lot in waiting], _SOON)
+      wait_for_all([lot.scored for lot in waiting], SOON)
     for lot in waiting:
       if self.is_idle or not hosts.any_process(not lot.scored.is_ready):
         groups, _ = lot.scored.result()

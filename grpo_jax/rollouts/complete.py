@@ -13,7 +13,14 @@ import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
-from grpo_jax.rollouts.player import BatchPlayer, Opened, Played, Player, PolicyPlayer, WholeBatch
+from grpo_jax.rollouts.player import (
+  BatchPlayer,
+  GroupPlayer,
+  Opened,
+  Played,
+  PolicyPlayer,
+  WholeBatch,
+)
 from grpo_jax.rollouts.rollout import Rollouts, concatenate, images_of, last_turns, take, texts_of
 from grpo_jax.rollouts.talk import Talkers
 from grpo_jax.run.run import Run
@@ -40,7 +47,7 @@ class Rollout:
 
   def __init__(
     self,
-    player: Callable[..., Player],
+    player: Callable[..., GroupPlayer],
     decode_text: Callable[[list[int]], str],
     at_once: int = 0,
   ):
@@ -53,7 +60,7 @@ class Rollout:
     """
     self._player, self._decode_text, self._at_once = player, decode_text, at_once
 
-  def player(self, feed: Feed, prompts: int, *, changes: bool = False) -> Player:
+  def player(self, feed: Feed, prompts: int, *, changes: bool = False) -> GroupPlayer:
     """A player for groups that come and go.
 
     Args:
@@ -144,7 +151,7 @@ def make_rollout(
       return Prompts(batch.prompts_PS, batch.prompt_lengths_P, images=images)
     return sampler.prompts(batch.prompts_PS, batch.prompt_lengths_P, images)
 
-  def player(feed: Feed, prompts: int, *, changes: bool) -> Player:
+  def player(feed: Feed, prompts: int, *, changes: bool) -> GroupPlayer:
     if remote is not None:
       draws = remote(feed, group_size, keeps_experts)
     else:
@@ -159,7 +166,7 @@ def make_rollout(
 def whole_batches(complete: WholeBatch, decode_text: Callable[[list[int]], str]) -> Rollout:
   """A rollout of what can complete only whole batches."""
 
-  def player(feed: Feed, prompts: int, *, changes: bool) -> Player:
+  def player(feed: Feed, prompts: int, *, changes: bool) -> GroupPlayer:
     del prompts, changes
     return BatchPlayer(complete, feed)
 

@@ -12,13 +12,12 @@ import numpy as np
 
 from grpo_jax.data.loader import PromptBatch
 from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.pending import SOON
 from grpo_jax.rollouts.rollout import Rollouts, last_turns, texts_of
 from grpo_jax.rollouts.talk import Talk, Talkers
 from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import RowSettings
-from grpo_jax.sampler.requests import GroupSampler, Request
-
-_SOON = 0.1  # seconds for which an answer may hold up the rows that do not wait for one
+from grpo_jax.sampler.requests import GroupRequest, GroupSampler
 
 
 class Opened(NamedTuple):
@@ -31,7 +30,7 @@ class Opened(NamedTuple):
     key: The root of its random numbers.
     row: Completion g draws with fold_in(key, row * G + g).
     temperature: Of the group.
-    version: Of the weights that draw it, where the sampler has several. None means the newest.
+    version: How many GRPO steps had changed the weights that begin it.
     example: Which example of the data its prompt is.
   """
 
@@ -41,7 +40,7 @@ class Opened(NamedTuple):
   key: jax.Array
   row: int
   temperature: float = 1.0
-  version: int | None = None
+  version: int = 0
   example: int = -1
 
 
@@ -58,7 +57,7 @@ class Played(NamedTuple):
   rollouts: Rollouts
 
 
-class Player(Protocol):
+class GroupPlayer(Protocol):
   """Whoever plays groups. All processes of a run call it together."""
 
   def submit(self, groups: Sequence[Opened]) -> None:
@@ -110,7 +109,7 @@ class PolicyPlayer:
 
   def advance(self) -> list[Played]:
     if self._talk is not None and self._talk.waits:
-      for number, member, tokens in self._talk.answers(_SOON, until_one=not self.sampler.draws):
+      for number, member, tokens in self._talk.answers(SOON, until_one=not self.sampler.draws):
         self.sampler.go_on(number, member, tokens)
     news = self.sampler.advance()
     if self._talk is not None:
@@ -122,13 +121,13 @@ class PolicyPlayer:
     if self._talkers is not None:
       self._talk = Talk(self._talkers, self._members)
 
-  def _request(self, group: Opened) -> Request:
+  def _request(self, group: Opened) -> GroupRequest:
     if self._latest is None or self._latest[0] is not group.prompts:
       self._latest = group.prompts, self._prompts_of(group.prompts)
     turn_tokens = 0
     if self._talkers is not None:
       turn_tokens = self._talkers.environments.settings.turn_tokens
-    return Request(
+    return GroupRequest(
       number=group.number,
       prompts=self._latest[1],
       place=group.place,
@@ -137,7 +136,6 @@ class PolicyPlayer:
       settings=self._settings_at(group.temperature),
       turn_tokens=turn_tokens,
       pauses=self._talk is not None,
-      version=group.version,
     )
 
   def _played(self, numbers: list[int], completions: Any) -> Played:

@@ -13,7 +13,7 @@ from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.types import Completions
 
 
-class Request(NamedTuple):
+class GroupRequest(NamedTuple):
   """A group to draw.
 
   Attributes:
@@ -26,7 +26,6 @@ class Request(NamedTuple):
     turn_tokens: The most tokens that a row draws before it ends or pauses. 0 means as many as it
       may have.
     pauses: Whether a row that has ended waits for `GroupSampler.go_on`.
-    version: Which weights draw it, where the sampler has several. None means the newest.
   """
 
   number: int
@@ -37,7 +36,6 @@ class Request(NamedTuple):
   settings: RowSettings = RowSettings()
   turn_tokens: int = 0
   pauses: bool = False
-  version: int | None = None
 
 
 class Ended(NamedTuple):
@@ -89,7 +87,7 @@ class GroupSampler(Protocol):
   def draws(self) -> bool:
     """Whether a row can draw tokens before another reply comes."""
 
-  def submit(self, requests: Sequence[Request]) -> None:
+  def submit(self, requests: Sequence[GroupRequest]) -> None:
     """Groups wait for seats, in this order."""
 
   def go_on(self, number: int, member: int, tokens: Sequence[int] | None) -> None:

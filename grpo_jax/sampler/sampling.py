@@ -13,7 +13,7 @@ from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.flight import Prompts
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
-from grpo_jax.sampler.requests import Finished, Reply, Request
+from grpo_jax.sampler.requests import Finished, GroupRequest, Reply
 from grpo_jax.sampler.seats import Grid
 from grpo_jax.sampler.stop import End
 from grpo_jax.sampler.stream import Feed, Pace, Stream
@@ -209,13 +209,13 @@ class Sampler:
         yield finished
 
 
-def requests_of(prompts: Prompts, members: int, draws: Draws) -> list[Request]:
+def requests_of(prompts: Prompts, members: int, draws: Draws) -> list[GroupRequest]:
   """One request for each prompt, numbered from 0."""
   P, key = len(prompts.lengths_n), np.asarray(jax.random.key_data(draws.key))
   shape = (P, members)
   settings = jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), shape), draws.settings)
   return [
-    Request(
+    GroupRequest(
       number=p,
       prompts=prompts,
       place=p,

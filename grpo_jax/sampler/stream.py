@@ -16,7 +16,7 @@ from grpo_jax.sampler import seats as seats_lib
 from grpo_jax.sampler.flight import Flight, NewRows, Prompts, Resumed
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.programs import FlightPrograms
-from grpo_jax.sampler.requests import Ended, Finished, News, Request
+from grpo_jax.sampler.requests import Ended, Finished, GroupRequest, News
 from grpo_jax.sampler.rows import Chunk, Drawn
 from grpo_jax.sampler.seats import NOBODY, Arrival, Grid
 from grpo_jax.sampler.stop import End
@@ -134,7 +134,7 @@ class Stream:
     self._flight: Flight | None = None
     self._has_rolled = True  # the tokens of rows that pause lie in the slots written last
     self._rounds = 0  # since the cache counted from 0
-    self._requests: dict[int, Request] = {}  # by their place x
+    self._requests: dict[int, GroupRequest] = {}  # by their place x
     self._place_of: dict[int, int] = {}  # the other way round
     self._free = list[int]()
     self._going_X = np.zeros(0, int)  # rows of each group that have not ended
@@ -151,9 +151,11 @@ class Stream:
 
   @property
   def draws(self) -> bool:
-    return len(self._paused) < self._going_X.sum()
+    seated = int((self._seats.row_NQ != NOBODY).sum())
+    can_sit = not self._seats.all_seated and seated < self._seats.row_NQ.size
+    return can_sit or seated > len(self._paused)
 
-  def submit(self, requests: Sequence[Request]) -> None:
+  def submit(self, requests: Sequence[GroupRequest]) -> None:
     for request in requests:
       if not self._free:
         self._widen(max(len(requests), 2 * len(self._going_X)), request)
@@ -474,7 +476,7 @@ class Stream:
       self._forget()  # the cache is large, and an update may need its memory
     return Finished(numbers, completions)
 
-  def _widen(self, more: int, like: Request) -> None:
+  def _widen(self, more: int, like: GroupRequest) -> None:
     """Makes room for more groups, of prompts and settings of this kind."""
     old, G, T = len(self._going_X), self._members, self._programs.decoding.max_tokens
     empty, settings = self._empty(more, like), by_row(self._own_settings(like), more, G)
@@ -496,7 +498,7 @@ class Stream:
     self._free = [*self._free, *range(old, old + more)]
     seats_lib.widen(self._seats, old + more)
 
-  def _own_settings(self, request: Request) -> RowSettings:
+  def _own_settings(self, request: GroupRequest) -> RowSettings:
     """How the rows of a group draw, with the limit of a turn."""
     T, settings = self._programs.decoding.max_tokens, request.settings
     if not request.turn_tokens:
@@ -504,7 +506,7 @@ class Stream:
     most = T if settings.max_tokens is None else np.minimum(settings.max_tokens, T)
     return settings.replace(max_tokens=np.minimum(most, request.turn_tokens))
 
-  def _empty(self, groups: int, like: Request) -> Completions:
+  def _empty(self, groups: int, like: GroupRequest) -> Completions:
     """No tokens yet of so many groups."""
     X, G, T = groups, self._members, self._programs.decoding.max_tokens
     return Completions(
