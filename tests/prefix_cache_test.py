@@ -153,6 +153,7 @@ def test_what_is_known_is_not_computed_again(tiny):
   known.close()
 
 
+@pytest.mark.slow
 def test_other_weights_know_nothing_of_what_was_computed_before(tiny):
   config, params = tiny
   other = jax.tree.map(lambda x: 1.5 * x, params)
@@ -187,6 +188,7 @@ def test_other_weights_know_nothing_of_what_was_computed_before(tiny):
   fresh.close()
 
 
+@pytest.mark.slow
 def test_prompts_that_wait_are_computed_together(tiny):
   config, params = tiny
   engine = make(config, params, 8, rows=8)

@@ -497,4 +497,5 @@ def _shown(address: tuple[Any, ...]) -> str:
 
 
 def _say(line: str) -> None:
-  print(line, file=sys.stderr, flush=True)
+  # In one piece, because threads say something at the same time.
+  print(f"{line}\n", end="", file=sys.stderr, flush=True)
