@@ -508,7 +508,7 @@ def test_a_worker_that_is_killed_leaves_no_program():
       "completions": [PROBLEMS[0]["code"], "import time\ntime.sleep(1000)"],
       "test_list": [ADD, ADD],
     }
-    answer = caller.start([function], columns, 0, 2)(function)
+    answer = caller.start([function], columns, 0, 2)[0].result()
     assert [len(steps) for steps in answer.steps] == [1, 0]
     assert [(one.row, one.kind) for one in answer.failures] == [(1, "timeout")]
   finally:
