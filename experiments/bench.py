@@ -20,9 +20,9 @@ each (temperature 1, stop at eos). The reward counts three letters. Then the ste
 with a frozen reference (kl_coef 0.04, AdamW, learning rate 1e-4), `micro` prompts at a time (0: the
 program's choice). With --lengths=geometric, so many tokens end a completion that lengths are about
 geometric with mean clen / 8. With --lengths=equal, each has clen tokens. --rows is how many
-completions are decoded together (0: all). With --staleness above 0, a device of its own samples
-beside the one that learns, so many steps ahead, with --weights as rollout.weights has it. On a CPU
-the two devices share its cores.
+completions are decoded together (0: all). With --staleness above 0, batches are drawn so many steps
+ahead, with --weights as rollout.weights has it. With --sampler=1, a device of its own draws them
+beside the one that learns. On a CPU the two devices share its cores.
 
 The script prints one line of JSON. Times are in seconds. They are medians over all steps but the
 first, which compiles.
@@ -58,7 +58,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.asynchronous.ahead import Beside
+from grpo_jax.asynchronous.ahead import Ahead, AheadInTurn, Beside, InFlightInTurn
 from grpo_jax.asynchronous.schedule import Schedule
 from grpo_jax.batches.collect import Collector
 from grpo_jax.config import Config, from_dict
@@ -97,7 +97,8 @@ def count_letters(completions: Sequence[str], **_: Any) -> list[float]:
 def make_config(args: argparse.Namespace) -> Config:
   """The config of the job whose sizes are in `args`."""
   c = default.get_config()
-  c.seed, c.steps = args.seed, args.steps + 1
+  # Steps beyond those that are taken, so that the seats do not get empty towards the end.
+  c.seed, c.steps = args.seed, args.steps + 1 + args.staleness
   c.model.update(
     embed_dim=args.d,
     num_layers=args.layers,
@@ -118,7 +119,7 @@ def make_config(args: argparse.Namespace) -> Config:
   c.sampling.dtype = args.dtype
   if args.staleness:
     c.rollout.update(max_staleness=args.staleness, weights=args.weights)
-    c.mesh.update(sampler=1, data=1)
+    c.mesh.update(sampler=args.sampler, data=1)
     c.algo.old_logprobs = "sampler"
   c.learner.remat = args.remat
   c.reward.functions = ("letters",)
@@ -191,19 +192,26 @@ def main() -> None:
   parser.add_argument("--attention", default="auto")
   parser.add_argument("--remat", action="store_true")
   parser.add_argument("--staleness", type=int, default=0)
+  parser.add_argument("--sampler", type=int, choices=(0, 1), default=0)
   parser.add_argument("--weights", choices=("fixed", "newest", "in_flight"), default="fixed")
   args = parser.parse_args()
   register_job(args)
-  if args.staleness:
+  if args.sampler and not args.staleness:
+    parser.error("--sampler=1 needs --staleness above 0")
+  if args.sampler:
     jax.config.update("jax_num_cpu_devices", 2)
 
   run, workdir = Run(make_config(args)), Path(tempfile.mkdtemp())
-  collector, ahead = Collector(run, Scorers(run)), None
-  if args.staleness:
+  collector = Collector(run, Scorers(run))
+  ahead: Ahead | None = None
+  if args.sampler:
     schedule = None
     if args.weights != "fixed":
       schedule = Schedule(workdir, in_flight=args.weights == "in_flight")
     ahead = Beside(collector, run.config, schedule)
+  elif args.staleness:
+    in_turn = InFlightInTurn if args.weights == "in_flight" else AheadInTurn
+    ahead = in_turn(collector, run.config)
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
   store = StateStore(run, workdir, checkpoints, collector.initial_host_state())
   take_step = GrpoStep(run, ahead or collector, store)
@@ -222,13 +230,15 @@ def main() -> None:
   tokens = statistics.median(row["completions/tokens"] for row in compiled)
   prompt_tokens = args.prompts * args.plen
   plain = plain_flops(int(prompt_tokens + tokens), args.d, args.ff, args.dtype)
+  name = "rollout/seats_idle"  # a batch that was there before its step has none
+  idle = [row[name] for row in rows[2:] or compiled if name in row]
   result = dict(
     peer="grpo_jax",
     gen_s=median_seconds(compiled, "sample", "reward", "reference"),
     step_s=step_s,
     tokens=tokens,
     token_us=1e6 * step_s / tokens,
-    seats_used=1 - statistics.mean(row["rollout/seats_idle"] for row in rows[2:]),
+    seats_used=1 - statistics.mean(idle),
     sample_s=median_seconds(compiled, "sample"),
     reference_s=median_seconds(compiled, "reference"),
     update_s=update_s,

@@ -587,9 +587,10 @@ class Rollout:
   weights: str = setting(
     "fixed",
     "which weights draw a batch. fixed = those of exactly max_staleness steps before, so that no"
-    " number depends on time; newest = the newest when the batch begins; in_flight = rows also go"
-    " on under newer ones, between two chunks (with mesh.sampler). newest needs that, or listen."
-    " Both write what drew to schedule.jsonl, which a resumed run follows",
+    " number depends on time; newest = the newest when the batch begins, with mesh.sampler or"
+    " listen; in_flight = rows also go on under newer ones, between two chunks, and groups of the"
+    " next batches fill the seats that get free, without listen. newest, and in_flight with"
+    " mesh.sampler, write what drew to schedule.jsonl, which a resumed run follows",
     one_of(("fixed", "newest", "in_flight")),
     before="fixed",
   )
@@ -687,6 +688,16 @@ class Config:
     """
     is_older = self.rollout.max_staleness > 0 and not self.algo.has_correction
     return self.algo.old_is_policy and not is_older
+
+  @property
+  def samples_in_turn(self) -> bool:
+    """Whether the devices that learn also sample, and not others beside them."""
+    return not self.mesh.sampler and not self.rollout.listen
+
+  @property
+  def keeps_flight(self) -> bool:
+    """Whether rows stay in flight, on the devices that learn, while an update is made."""
+    return self.samples_in_turn and self.rollout.weights == "in_flight"
 
   @property
   def sampling_copies(self) -> int:

@@ -27,7 +27,7 @@ from small_run import (
 import turns_test
 
 from grpo_jax import model
-from grpo_jax.asynchronous.ahead import AheadInTurn, Beside
+from grpo_jax.asynchronous.ahead import AheadInTurn, Beside, InFlightInTurn
 from grpo_jax.asynchronous.schedule import FromChunk, Schedule
 from grpo_jax.batches.collect import Collected
 from grpo_jax.batches.rollout_metrics import staleness_metrics
@@ -42,13 +42,13 @@ from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_completions, read_metrics
 from grpo_jax.timing import Clock
-from grpo_jax.training.loop import run_steps
+from grpo_jax.training.loop import GrpoStep, run_steps
 from grpo_jax.training.state import RunState, StateStore
 from grpo_jax.types import Rewards, TrainState
 
 STEPS = 9
 WAYS = ("in turn", "beside")
-WAYS_AND_FLIGHT = (*WAYS, "in flight")
+WAYS_AND_FLIGHT = (*WAYS, "in flight", "in flight in turn")
 
 
 def config_of(staleness, weights="fixed", **algo):
@@ -327,6 +327,54 @@ def test_a_schedule_ends_with_the_last_chunk_so_that_newer_weights_draw_nothing_
   ahead.close()
   schedule.close()
   assert again.log == first.log and lines_of(tmp_path / "again") == lines_of(tmp_path / "first")
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_rows_stay_in_flight_across_updates_on_the_devices_that_learn(bound):
+  """Batches of 5, 2, 8 and 3 chunks. A step draws until its own batch is there, and no longer."""
+  draws = InFlight((5, 2, 8, 3))
+  ahead = InFlightInTurn(draws, config_of(bound, "in_flight"))
+  found, host = learned(ahead)
+  assert [number for number, _ in found] == [*range(STEPS)] and host["drawn"] == STEPS
+  for version, weights, groups in draws.drawn:
+    assert weights == f"w{version}" and groups == P * min(version + bound + 1, STEPS)
+  assert draws.log[0] == (0, [0] * 5) and draws.log[2][1][-1] == 2
+  # Batch 2 was opened before its step, by which it has got as far as the others took.
+  before = 5 if bound == 2 else 0
+  assert draws.log[2][1] == [0] * before + [2] * (8 - before)
+  for number, versions in draws.log:
+    assert max(0, number - bound) <= versions[0] <= versions[-1] <= number
+
+
+@pytest.mark.parametrize("stop", [1, 4, 8])
+def test_a_checkpoint_draws_what_is_in_flight_in_turn(stop):
+  first, second = InFlight((3, 7)), InFlight((3, 7))
+  ahead = InFlightInTurn(first, config_of(2, "in_flight"))
+  _, host = learned(ahead, end=stop)
+  saved = ahead.saved(stop, host, lambda: f"w{stop}")
+  batches = [number for number, _ in first.log]
+  assert batches == [*range(min(stop + 2, STEPS))]
+  assert sorted(saved["ahead"]) == [str(number) for number in batches[stop:]]
+  again = ahead.saved(stop, host, lambda: 1 / 0)  # nothing is in flight now
+  assert again["ahead"].keys() == saved["ahead"].keys()
+  _, after = learned(ahead, stop, host=host)  # the process goes on, and another one does the same
+  ahead = InFlightInTurn(second, config_of(2, "in_flight"))
+  assert ahead.saved(stop, saved, lambda: f"w{stop}") is saved
+  _, host = learned(ahead, stop, host=saved)
+  assert second.log == first.log[len(batches) :] and host["drawn"] == after["drawn"] == STEPS
+
+
+def test_a_checkpoint_that_cannot_draw_on_has_what_was_drawn_before():
+  def pause(chunk):
+    if chunk == 3:
+      raise MemoryError("of the sampler")
+
+  ahead = InFlightInTurn(InFlight((3, 3, 7), pause), config_of(2, "in_flight"))
+  _, host = learned(ahead, end=1)
+  assert sorted(ahead.saved(1, host, lambda: "w1")["ahead"]) == ["1"]
+  _, host = learned(ahead, 1, 2, host)
+  with pytest.raises(MemoryError, match="of the sampler"):
+    learned(ahead, 2, 3, host)
 
 
 def from_chunks(folder, *lines):
@@ -688,6 +736,12 @@ def test_the_last_line_of_a_batch_or_chunk_counts(tmp_path):
   [
     ("algo", dict(old_logprobs="recomputed"), "rollout.max_staleness is 2: log-probs"),
     ("rollout", dict(weights="newest"), "rollout.weights is 'newest': it needs mesh.sampler"),
+    (
+      "rollout",
+      dict(weights="in_flight", max_staleness=0),
+      "rollout.weights is 'in_flight': it needs rollout.max_staleness above 0; set 'fixed'",
+    ),
+    ("rollout", dict(weights="in_flight", replay="x"), "rollout.replay is 'x': it needs mesh.sam"),
     ("rollout", dict(replay="x"), "rollout.replay is 'x': it needs mesh.sampler"),
     ("rollout", dict(weights="old"), "rollout.weights is 'old'"),
     ("rollout", dict(max_staleness=-1), "rollout.max_staleness is -1"),
@@ -810,6 +864,62 @@ def test_a_run_in_flight_is_repeated_from_its_schedule(tmp_path):
   assert (other / "schedule.jsonl").read_text() == schedule and T < 12
 
 
+@pytest.mark.slow
+def test_no_seat_waits_for_a_batch_to_end_in_turn_and_no_copy_of_the_weights_stays(
+  tmp_path, monkeypatch
+):
+  """With a few seats of 32 rows. The update finds the rows in flight, and no int8 weights."""
+  changes = dict(
+    mesh=dict(data=1),
+    batch=dict(prompts=8),
+    sampling=dict(max_tokens=12, rows=8, weights_dtype="int8", stop_ids=(3, 4, 5)),
+    checkpoint=dict(every=100),
+  )
+  idle, copies = {}, {}
+
+  def counted(self, state, batch):
+    alive = [x for x in jax.live_arrays() if x.dtype == "int8"]
+    copies[weights] = copies.get(weights, 0) + len(alive)
+    return update(self, state, batch)
+
+  update = GrpoStep._update
+  monkeypatch.setattr(GrpoStep, "_update", counted)
+  for weights in ("fixed", "in_flight"):
+    rollout = dict(max_staleness=1, weights=weights)
+    _, folder = whole_run(tmp_path / weights, rollout=rollout, **changes)
+    rows = read_metrics(folder)
+    idle[weights] = np.mean([row["rollout/seats_idle"] for row in rows[1:-1]])
+    assert not (folder / "schedule.jsonl").exists()
+    assert all(row["staleness/max"] <= 1 for row in rows)
+  assert copies == {"fixed": 0, "in_flight": 0}
+  assert idle["in_flight"] < 0.6 * idle["fixed"], idle
+  versions = {row["version"] for row in read_completions(folder, 4)}
+  assert versions <= {2, 3}
+
+
+@pytest.mark.slow
+def test_a_slow_reward_changes_no_number_in_flight_in_turn(tmp_path):
+  """Dynamic sampling opens a group in the same chunk, whenever scores come."""
+  changes = dict(
+    mesh=dict(data=1),
+    batch=dict(prompts=8),
+    sampling=dict(max_tokens=12, rows=8),
+    algo=dict(dynamic_sampling=True, max_resample_rounds=2),
+    rollout=dict(max_staleness=1, weights="in_flight"),
+    reward=dict(workers=1),
+  )
+  quick, folder = whole_run(tmp_path / "quick", **changes)
+  slow = REWARD.replace("  scores", "  import time; time.sleep(0.3)\n  scores", 1)
+  (tmp_path / "slow").mkdir()
+  config = with_reward(config_of(2), tmp_path / "slow", slow)
+  config = dataclasses.replace(config, steps=6)
+  for section, values in changes.items():
+    config = with_section(config, section, **values)
+  ended = run_steps(config, tmp_path / "slow" / "run")
+  assert equal(quick, jax.device_get(ended.state.train.params))
+  assert read_completions(folder, 6) == read_completions(tmp_path / "slow" / "run", 6)
+
+
 def started(folder, config, **environment):
   """A process that takes the steps of a run which are left."""
   (folder / "config.json").write_text(json.dumps(to_dict(config)))
@@ -833,12 +943,12 @@ def test_a_run_that_is_killed_ten_times_is_the_same_run(way, tmp_path):
   """At staleness 2, at random moments. In flight, both follow one schedule."""
   seed, steps = WAYS_AND_FLIGHT.index(way), 30
   changes = dict(
-    mesh=dict(sampler=0 if way == "in turn" else 4, data=-1, fsdp=1, tensor=1),
+    mesh=dict(sampler=0 if "in turn" in way else 4, data=-1, fsdp=1, tensor=1),
     batch=dict(prompts=8),
     sampling=dict(max_tokens=12, rows=8),
-    checkpoint=dict(every=1),
+    checkpoint=dict(every=2 if way == "in flight in turn" else 1),
   )
-  rollout = dict(max_staleness=2, weights="in_flight" if way == "in flight" else "fixed")
+  rollout = dict(max_staleness=2, weights="in_flight" if "in flight" in way else "fixed")
   whole, folder = whole_run(tmp_path / "whole", steps=steps, rollout=rollout, **changes)
   if way == "in flight":
     rollout["replay"] = str(folder / "schedule.jsonl")
@@ -863,7 +973,7 @@ def test_a_run_that_is_killed_ten_times_is_the_same_run(way, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [0, 4])
+@pytest.mark.parametrize("sampler, weights", [(0, "fixed"), (4, "fixed"), (0, "in_flight")])
 @pytest.mark.parametrize(
   "changes",
   [
@@ -878,20 +988,27 @@ def test_a_run_that_is_killed_ten_times_is_the_same_run(way, tmp_path):
   ],
   ids=["dynamic", "curriculum", "greedy", "minibatches", "lora", "stops"],
 )
-def test_other_settings_go_together_with_batches_that_are_drawn_ahead(sampler, changes, tmp_path):
+def test_other_settings_go_together_with_batches_that_are_drawn_ahead(
+  sampler, weights, changes, tmp_path
+):
   mesh = dict(sampler=sampler, data=4, fsdp=1, tensor=1 if sampler else 2)
-  changes = dict(mesh=mesh, batch=dict(prompts=8)) | changes
+  changes = dict(mesh=mesh, batch=dict(prompts=8), checkpoint=dict(every=1)) | changes
+  changes["rollout"] = dict(max_staleness=2, weights=weights)
   if "lora" in changes:
     folder = make_checkpoint(tmp_path / "model", ["1+2=3"], every_id_is_text=True)
     changes |= dict(model=dict(path=str(folder)), data=dict(max_prompt_tokens=64))
   whole, _ = whole_run(tmp_path / "whole", **changes)
   stopped, folder = whole_run(tmp_path / "stopped", (1, 4), **changes)
   assert equal(whole, stopped)
-  assert [row["staleness/max"] for row in read_metrics(folder)] == [0, 1, 2, 2, 2, 2]
+  ages = [row["staleness/max"] for row in read_metrics(folder)]
+  assert max(ages) <= 2
+  assert weights == "in_flight" or ages == [0, 1, 2, 2, 2, 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler, weights", [(0, "fixed"), (4, "fixed"), (4, "in_flight")])
+@pytest.mark.parametrize(
+  "sampler, weights", [(0, "fixed"), (0, "in_flight"), (4, "fixed"), (4, "in_flight")]
+)
 def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_path, monkeypatch):
   """To the last bit, as long as all answers come soon, which a busy machine may not keep to."""
   monkeypatch.setattr(player, "SOON", 60.0)
@@ -902,13 +1019,13 @@ def test_an_environment_answers_rows_that_are_drawn_ahead(sampler, weights, tmp_
   rollout = dict(max_staleness=1, weights=weights)
   config = with_section(with_section(config, "rollout", **rollout), "checkpoint", every=1)
   whole = run_steps(config, tmp_path / "whole").state
-  if weights == "in_flight":
+  if sampler and weights == "in_flight":
     rollout["replay"] = str(tmp_path / "whole" / "schedule.jsonl")
     config = with_section(config, "rollout", **rollout)
   for stop in (1, 3, None):
     stopped = run_steps(config, tmp_path / "stopped", lambda step: step.step == stop)  # noqa: B023
   rows, others = (read_completions(tmp_path / name, 4) for name in ("stopped", "whole"))
-  if weights == "fixed":
+  if weights == "fixed" or not sampler:
     assert equal(whole.train.params, stopped.state.train.params)
     assert rows == others
   else:  # the schedule does not say in which chunk an answer came

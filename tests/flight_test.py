@@ -22,6 +22,7 @@ from grpo_jax.sampler.rows import Chunk
 from grpo_jax.sampler.sampling import Draws, Sampler, whole
 from grpo_jax.sampler.seats import Grid
 from grpo_jax.sampler.stop import end_at
+from grpo_jax.sampler.stream import by_row
 
 FAMILIES = Path(__file__).parent / "golden" / "families"
 P, G, S, T = 4, 3, 7, 40
@@ -564,7 +565,7 @@ def test_a_stack_with_a_window_has_the_slots_that_it_needs():
   for columns, slots in itertools.product((1, 3, 9), (4, 8, 400)):
     programs = Sampler(config, Decoding(max_tokens=400)).programs
     programs.columns = columns
-    settings = sampling.by_row(RowSettings(), 1, 6)
+    settings = by_row(RowSettings(), 1, 6)
     flight = programs.abstract(Grid(2, 3), slots, jax.eval_shape(lambda: params), S, settings)
     keys, prompt_keys = flight.cache.keys, flight.cache.prefix.keys
     assert flight.cache.slots == slots and flight.cache.prefix.slots == S

@@ -1,14 +1,15 @@
 """Draws batches before the steps that learn from them.
 
 `AheadInTurn` uses the devices that also learn: step i draws batch i + max_staleness before its
-update. While it samples and learns, workers score the batches before it. `Beside` has devices of
-its own or sampler processes, with which a thread samples while the others learn. Both draw at most
-max_staleness batches ahead, so nothing piles up.
+update. While it samples and learns, workers score the batches before it. `InFlightInTurn` does so,
+too, but rows stay in flight across updates. `Beside` has devices of its own or sampler processes,
+with which a thread samples while the others learn. All draw at most max_staleness batches ahead, so
+nothing piles up.
 
-With rollout.weights=fixed, the policy after step k - max_staleness draws batch k, in both. So a
-run's numbers depend on its config alone. With newest and in_flight they also depend on when weights
-arrived, and the run's schedule says when that was. A run that finds a batch in there waits for the
-same weights, and draws the same.
+With rollout.weights=fixed, the policy after step k - max_staleness draws batch k. So a run's
+numbers depend on its config alone, as they do in turn. Beside, with newest and in_flight, they also
+depend on when weights arrived, and the run's schedule says when that was. A run that finds a batch
+in there waits for the same weights, and draws the same.
 
 What has been drawn and not been learned is saved with a checkpoint.
 """
@@ -113,6 +114,10 @@ class Ahead:
     clock = Clock()
     return self._collector.draw(policy, clock).then(functools.partial(_with_times, clock))
 
+  def _take(self, policy: Policy, clock: Clock) -> Pending[Scored]:
+    """The next batch, whose groups are drawn. `clock` has counted the time of sampling."""
+    return self._collector.take(policy, clock).then(functools.partial(_with_times, clock))
+
   def _drop_learned(self, index: int) -> None:
     """Forgets the batches before GRPO step `index`."""
     for number in [number for number in self._drawn if number < index]:
@@ -156,6 +161,47 @@ class AheadInTurn(Ahead):
       self._next += 1
     clock.lap("ahead")
     return self._collected(index, clock)
+
+
+class InFlightInTurn(Ahead):
+  """Draws on the devices that also learn. Rows that have not ended at an update go on after it.
+
+  Step i draws until batch i is there. The groups of later steps fill the seats that get free
+  meanwhile, so that no seat waits for the slowest row of a batch.
+  """
+
+  def __init__(self, collector: Collector, config: Config):
+    super().__init__(collector, config)
+    self._clock = Clock()
+
+  def __call__(self, params: Any, index: int, host: HostState, clock: Clock) -> Collected:
+    if self._next < 0:
+      self._restore(index, host)
+    self._drop_learned(index)
+    last = min(index + self._bound, self._steps - 1)
+    self._draw_until(index + 1, Policy(params, index), last)
+    clock.lap("ahead")
+    return self._collected(index, clock)
+
+  def saved(self, index: int, host: HostState, params: Callable[[], Any]) -> HostState:
+    flow = self._collector.flow
+    if self._next >= 0 and flow.next > flow.first:
+      # A checkpoint has no rows in flight, so what was begun is drawn to the end of its step.
+      last = flow.step_of(flow.next - 1)
+      with contextlib.suppress(Exception):  # the step that learns from it says why
+        self._draw_until(last + 1, Policy(params(), index), last)
+    return super().saved(index, host, params)
+
+  def _draw_until(self, end: int, policy: Policy, last: int) -> None:
+    """Draws the batches before number `end`, and opens no groups after those of step `last`."""
+    self._clock.restart()
+    while self._next < end:
+      self._collector.advance(policy, last)
+      while self._collector.flow.is_drawn:
+        self._clock.lap("sample")
+        self._drawn[self._next] = self._take(policy, self._clock)
+        self._next, self._clock = self._next + 1, Clock()
+    self._clock.lap("sample")
 
 
 class Beside(Ahead):
@@ -203,9 +249,8 @@ class Beside(Ahead):
         self._restore(index, host)
         self._first_version = index
         run = self._stream if self._changes else self._draw_batches
-        arguments = (run,)
         self._thread = threading.Thread(
-          target=self._run, args=arguments, name=SAMPLER_THREAD, daemon=True
+          target=self._run, args=(run,), name=SAMPLER_THREAD, daemon=True
         )
         self._thread.start()
       self._forget()
@@ -327,8 +372,7 @@ class Beside(Ahead):
         self._chunk += 1
       while flow.is_drawn:
         clock.lap("sample")
-        pending = self._collector.take(policy, clock)
-        self._add(pending.then(functools.partial(_with_times, clock)))
+        self._add(self._take(policy, clock))
         clock = Clock()
       del policy
     self._schedule.end(self._chunk - 1)

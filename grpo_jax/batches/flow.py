@@ -138,6 +138,7 @@ class Flow:
     self._open(count, until, choose)
     for played in self._player.advance():
       self._begin_scores(played)
+    self._policy = Policy(None, policy.version)  # so that a copy of the weights can be freed
     if self._config.algo.dynamic_sampling and self._lots:
       self._see_which_differ()
     return self._is_used
@@ -292,9 +293,11 @@ class Flow:
     """Looks at the scores that are there, and waits for them where nothing else is to be done."""
     hosts = self._run.hosts
     waiting = [lot for lot in self._lots if lot.numbers[0] not in self._differ]
-    if not self.is_idle:
+    # What is opened, and under which weights it draws, must not depend on the clock in turn.
+    waits = self.is_idle or self._config.keeps_flight
+    if not waits:
       wait_for_all([lot.scored for lot in waiting], SOON)
     for lot in waiting:
-      if self.is_idle or not hosts.any_process(not lot.scored.is_ready):
+      if waits or not hosts.any_process(not lot.scored.is_ready):
         groups, _ = lot.scored.result()
         self._differ |= dict(zip(lot.numbers, groups_that_differ(groups.rewards).tolist()))

@@ -145,7 +145,15 @@ class _Parts:
     """A sampler of so many prompts."""
     stages = self._sampling_stages(name, prompts, group_size)
     tokens = int(sum(stage.runs * sum(stage.rounds.values()) for stage in stages))
-    return Program(name, runs, stages, self._held.sampling, self._held.sampled, tokens=tokens)
+    held = self._held.sampling
+    if name != "sample":
+      held = self._beside_flight(held)
+    return Program(name, runs, stages, held, self._held.sampled, tokens=tokens)
+
+  def _beside_flight(self, held: dict[str, float]) -> dict[str, float]:
+    """What is held, with the rows of training that stay in flight, if there are any."""
+    flight = self._run.programs.flight_bytes
+    return held | {"rows in flight": flight} if flight else held
 
   def _sampling_stages(self, name: str, prompts: int, group_size: int) -> tuple[Stage, ...]:
     """What a sampler calls if no completion ends early."""
@@ -211,14 +219,16 @@ class _Parts:
     P, encode = self._config.batch.prompts, cast(Any, self._run.encode)
     images = self._with_rows(images_of(self._config, self._run.parameters.model, P), P)
     lower = functools.partial(encode.lower, self._run.parameters.abstract_base, images)
-    return Program("encode", "1", (Stage(lower),), self._held.learning, ("frozen base",))
+    held = self._beside_flight(self._held.learning)
+    return Program("encode", "1", (Stage(lower),), held, ("frozen base",))
 
   def logprobs(self, name: str, params: Any, taken: tuple[str, ...]) -> Program:
     """A pass over the batch without gradients."""
     logprobs: Any = self._run.programs.logprobs
     batch = self._batch.without_experts() if name == "reference" else self._batch
     lower = functools.partial(logprobs.lower, params, batch)
-    return Program(name, "1", (Stage(lower),), self._held.learning, taken)
+    held = self._beside_flight(self._held.learning)
+    return Program(name, "1", (Stage(lower),), held, taken)
 
   def update(self) -> Program:
     """A GRPO update."""
@@ -237,7 +247,7 @@ class _Parts:
     lower = functools.partial(update.lower, state, base, self.reference, part)
     read_by_loss = ("reference",) if algo.needs_full_kl else ()
     taken = ("weights", "moments", "frozen base", *read_by_loss)
-    held, gradients = self._held.learning, self._held.gradients
+    held, gradients = self._beside_flight(self._held.learning), self._held.gradients
     updates = str(algo.updates_per_step)
     stage = Stage(lower, rounds={parts: parts})
     return Program("update", updates, (stage,), held, taken, gradients)

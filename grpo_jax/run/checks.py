@@ -96,14 +96,19 @@ def _check_rollout(config: Config) -> None:
       "log-probs that are computed again are those of a newer policy than the one that drew; set"
       " algo.old_logprobs='sampler', or an algo.correction as the preset areal has it",
     )
-  only_sample = config.mesh.sampler or rollout.listen
-  for name, off in (("weights", "fixed"), ("replay", "")):
+  _require(
+    rollout.weights != "in_flight" or rollout.max_staleness,
+    "rollout.weights",
+    rollout.weights,
+    "it needs rollout.max_staleness above 0; set 'fixed'",
+  )
+  for name, is_off in (("weights", rollout.weights != "newest"), ("replay", not rollout.replay)):
     _require(
-      getattr(rollout, name) == off or bool(rollout.max_staleness and only_sample),
+      is_off or (rollout.max_staleness and not config.samples_in_turn),
       f"rollout.{name}",
       getattr(rollout, name),
       "it needs mesh.sampler above 0 or rollout.listen, and rollout.max_staleness above 0; set"
-      f" {off!r}",
+      f" {'fixed' if name == 'weights' else ''!r}",
     )
   _require(
     not rollout.replay or rollout.weights != "fixed",

@@ -16,7 +16,7 @@ from grpo_jax.learner.optimizer import make_optimizer
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.chips import memory_of
 from grpo_jax.run import fitting
-from grpo_jax.run.memory import Held, activation_bytes
+from grpo_jax.run.memory import Held, activation_bytes, sampler_bytes
 from grpo_jax.run.parameters import Parameters, count
 from grpo_jax.sampler.sampling import Sampler, decoding_of
 from grpo_jax.types import Batch, TrainState
@@ -53,7 +53,8 @@ class Programs:
   def micro_batch(self) -> int:
     """How many prompts an update computes at once: batch.micro_batch, or what fits."""
     memory, params = memory_of(self._mesh.devices.flat[0]), self._parameters.abstract_policy
-    given = self._config, self._model, params, self._held.in_update, memory
+    held = self._held.in_update + self.flight_bytes
+    given = self._config, self._model, params, held, memory
     return fitting.micro_batch(*given, self.most_images)
 
   @functools.cached_property
@@ -61,14 +62,26 @@ class Programs:
     """The bytes that one device holds during an update, and those of activations, estimated."""
     params = self._parameters.abstract_policy
     of_prompts = activation_bytes(self._config, self._model, params, self.most_images)
-    return self._held.in_update, of_prompts(-(-self.micro_batch // self._model.row_shards))
+    held = self._held.in_update + self.flight_bytes
+    return held, of_prompts(-(-self.micro_batch // self._model.row_shards))
 
   @functools.cached_property
   def _rows_in_flight(self) -> int:
     """How many completions are decoded together: sampling.rows, or what fits. 0 means all."""
     parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
     shape, held = parameters.sampling.model, parameters.held.in_sampling
+    if self._config.keeps_flight:  # an update of the fewest prompts must fit beside them
+      params = parameters.abstract_policy
+      needed = activation_bytes(self._config, self._model, params, self.most_images)
+      held = max(held, self._held.in_update + needed(1))
     return fitting.rows_in_flight(self._config, shape, held, memory)
+
+  @functools.cached_property
+  def flight_bytes(self) -> float:
+    """What rows hold on a device that stay in flight while it updates, estimated. 0 if none do."""
+    if not self._config.keeps_flight:
+      return 0.0
+    return sampler_bytes(self._config, self._parameters.sampling.model, self._rows_in_flight)
 
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:

@@ -82,7 +82,9 @@ def rows_in_flight(
   """
   if config.sampling.rows or memory is None:
     return config.sampling.rows
-  free = _USABLE_BY_SAMPLER * memory - held
+  # While an evaluation samples, rows of training may stay in flight.
+  caches = 2 if config.keeps_flight and config.eval.every else 1
+  free = (_USABLE_BY_SAMPLER * memory - held) / caches
   if sampler_bytes(config, shape, 0) <= free:
     return 0
   rows = max(prompts * members for prompts, members in sampler_calls(config)) // 2

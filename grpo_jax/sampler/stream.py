@@ -155,6 +155,11 @@ class Stream:
     can_sit = not self._seats.all_seated and seated < self._seats.row_NQ.size
     return can_sit or seated > len(self._paused)
 
+  @property
+  def _has_room(self) -> bool:
+    """Whether groups that are not submitted yet could take seats at once."""
+    return self.is_kept_full and self._seats.all_seated and (self._seats.row_NQ == NOBODY).any()
+
   def submit(self, requests: Sequence[GroupRequest]) -> None:
     for request in requests:
       if not self._free:
@@ -192,8 +197,10 @@ class Stream:
       paused = [self._ended(row) for row in pausing]
       self._leave([row for row in ended if not self._requests[row // G].pauses])
     ready, places = self._ready, len(self._requests)
-    # Not one by one, because what follows costs time for each call.
-    if not ready or (4 * len(ready) < min(places, self._pace.grid.places) and self.draws):
+    # Not one by one, because what follows costs time for each call. But others may wait for these
+    # groups, and take the seats that are free.
+    is_few = 4 * len(ready) < min(places, self._pace.grid.places) and not self._has_room
+    if not ready or (is_few and self.draws):
       return News(paused)
     self._ready = []
     return News(paused, [self._finished(sorted(ready))])
@@ -400,7 +407,9 @@ class Stream:
     if self._paused:  # they can be taken back by so many rounds
       rounds = min(rounds, max(1, self._programs.columns - 2))
     going = int((seats.row_NQ != NOBODY).sum()) - len(self._paused)
-    if not seats.all_seated or self.is_kept_full:
+    if self._has_room:
+      ended = 0
+    elif not seats.all_seated or self.is_kept_full:
       ended = int(seats_lib.IDLE_SHARE * seats.grid.rows)
     else:
       next_rows = max((grid.rows for grid in smaller if grid.rows < seats.grid.rows), default=0)

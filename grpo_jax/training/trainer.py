@@ -10,7 +10,7 @@ import jax
 
 from grpo_jax import config as config_lib
 from grpo_jax.asynchronous.access import Access, of_learner
-from grpo_jax.asynchronous.ahead import Ahead, AheadInTurn, Beside, has_drawn_ahead
+from grpo_jax.asynchronous.ahead import Ahead, AheadInTurn, Beside, InFlightInTurn, has_drawn_ahead
 from grpo_jax.asynchronous.contents import limits_of
 from grpo_jax.asynchronous.learner import RemoteSampler
 from grpo_jax.asynchronous.remote_groups import RemoteGroups
@@ -126,8 +126,9 @@ class Trainer:
     config, rollout = self._config, self._config.rollout
     if not rollout.max_staleness:
       return None
-    if not config.mesh.sampler and self._remote is None:
-      return AheadInTurn(self.collector, config)
+    if config.samples_in_turn:
+      in_turn = InFlightInTurn if rollout.weights == "in_flight" else AheadInTurn
+      return in_turn(self.collector, config)
     schedule = None
     if rollout.weights != "fixed":
       in_flight = rollout.weights == "in_flight"
