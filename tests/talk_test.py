@@ -127,3 +127,16 @@ def test_answers_that_come_soon_are_taken_together_so_that_numbers_repeat(late):
   for number in (0, 1, 3):
     threading.Timer(0.05, runner.answer, [number]).start()
   assert len(talk.answers(9, until_one=True)) == 4
+
+
+def test_a_late_answer_holds_up_the_others_once(late):
+  talk, runner, rows, _ = late
+  talk.ask(rows)
+  for number in (0, 1, 2):
+    runner.answer(number)
+  assert len(talk.answers(0.2)) == 3
+  begin = time.monotonic()
+  assert [talk.answers(0.2) for _ in range(5)] == [[]] * 5
+  assert time.monotonic() - begin < 0.2
+  runner.answer(3)
+  assert len(talk.answers(0.2)) == 1

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 import json
 import sys
+import time
 from typing import Any, NamedTuple
 import uuid
 
@@ -75,10 +76,11 @@ class _Answer(NamedTuple):
 
 
 class _Question(NamedTuple):
-  """A turn that waits for its answer."""
+  """A turn that waits for its answer, since a time on the monotonic clock."""
 
   asked: _Asked
   outcomes: Pending[list[Outcome]]
+  since: float
 
 
 class Talk:
@@ -124,16 +126,18 @@ class Talk:
     """Waits for answers, and returns those that are there on every process.
 
     Args:
-      seconds: How long to wait for all of them.
+      seconds: How long an answer may take that is waited for.
       until_one: Whether to go on waiting after that until there is one.
 
     Returns:
       The group, the member and the tokens with which its row goes on, or None if it has ended.
     """
-    pending = [one.outcomes for one in self._questions.values()]
-    wait_for_all(pending, seconds)
+    # One that has taken longer holds up nobody again.
+    left = {at: one.since + seconds - time.monotonic() for at, one in self._questions.items()}
+    young = [self._questions[at].outcomes for at in left if left[at] > 0]
+    wait_for_all(young, max(left.values(), default=0.0))
     if until_one:
-      wait_for_one(pending)
+      wait_for_one([one.outcomes for one in self._questions.values()])
     hosts = self._talkers.hosts
     lines = hosts.on_each(lambda: [json.dumps(one) for one in self._take_answers()])
     found: list[tuple[int, int, list[int] | None]] = []
@@ -164,7 +168,7 @@ class Talk:
     for row in rows:
       asked = self._asked(row)
       outcomes = self._talkers.runner.start(asked.requests)
-      self._questions[row.prompt, row.member] = _Question(asked, outcomes)
+      self._questions[row.prompt, row.member] = _Question(asked, outcomes, time.monotonic())
 
   def _take_answers(self) -> list[tuple[int, int, Conversation, list[int] | None]]:
     """For each row whose answer is there: its group, its member, what is new, what follows."""
