@@ -9,6 +9,7 @@ import math
 import os
 from pathlib import Path
 from random import Random
+import signal
 import socket
 import struct
 import subprocess
@@ -52,7 +53,7 @@ from grpo_jax.rollouts.complete import make_rollout
 from grpo_jax.sampler.sampling import Draws, whole
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.storage.reading import read_metrics
+from grpo_jax.storage.reading import read_completions, read_metrics
 from grpo_jax.training.loop import run_steps
 from grpo_jax.types import Completions
 
@@ -1134,43 +1135,88 @@ def params_of(workdir):
   return jax.device_get(policy_of_run(workdir, STEPS).params)
 
 
-@pytest.mark.slow
-def test_learner_and_sampler_may_be_killed_at_any_moment(tmp_path):
-  """Ten times SIGKILL: the run ends with the numbers of one that samples itself."""
-  (tmp_path / "reward.py").write_text("import time\n" + REWARD + "\n")
-  assert start("train", tmp_path, f"--workdir={tmp_path / 'alone'}").wait() == 0
+def troubled(folder, trouble, *flags):
+  """Ends a run that samples itself, and one beside a sampler process that gets into trouble.
+
+  Args:
+    folder: Of both runs: alone, run.
+    trouble: What befalls them each time. It gets the commands' processes by name.
+    flags: Of both runs.
+  """
+  (folder / "reward.py").write_text("import time\n" + REWARD + "\n")
+  assert start("train", folder, f"--workdir={folder / 'alone'}", *flags).wait() == 0
   slow = REWARD.replace("  return", "  time.sleep(0.3)\n  return")
-  (tmp_path / "reward.py").write_text("import time\n" + slow)
+  (folder / "reward.py").write_text("import time\n" + slow)
   address, random = f"127.0.0.1:{free_port()}", Random(0)
   commands = {
-    "train": (f"--workdir={tmp_path / 'run'}", f"--config.rollout.listen={address}"),
-    "sample_for": (f"--learner={address}",),
+    "train": (f"--workdir={folder / 'run'}", f"--config.rollout.listen={address}", *flags),
+    "sample_for": (f"--learner={address}", *flags),
   }
-  processes = {name: start(name, tmp_path, *flags) for name, flags in commands.items()}
-  started, killed = time.monotonic(), []
+  processes = {name: start(name, folder, *command) for name, command in commands.items()}
+  started, befell = time.monotonic(), []
   try:
     for _ in range(KILLS):
       if random.random() < 0.7:  # otherwise perhaps before it is ready
-        wait_for_more_rows(tmp_path)
+        wait_for_more_rows(folder)
       time.sleep(random.uniform(0, 6))
-      name = random.choice(sorted(processes))
       assert processes["train"].poll() is None, "the run has ended before: give it more steps"
-      processes[name].kill()
-      processes[name].wait()
-      killed.append((name, round(time.monotonic() - started, 1), len(rows_so_far(tmp_path))))
-      processes[name] = start(name, tmp_path, *commands[name])
+      name = trouble(processes, random)
+      if processes[name].poll() is not None:
+        processes[name] = start(name, folder, *commands[name])
+      befell.append((name, round(time.monotonic() - started, 1), len(rows_so_far(folder))))
     codes = {name: process.wait(timeout=300) for name, process in processes.items()}
   finally:
     for process in processes.values():
       process.kill()
-  print(f"killed (what, after so many seconds, rows then): {killed}")
+  print(f"trouble (of what, after so many seconds, rows then): {befell}")
   assert codes == {"train": 0, "sample_for": 0}
+
+
+def killed(processes, random):
+  name = random.choice(sorted(processes))
+  processes[name].kill()
+  processes[name].wait()
+  return name
+
+
+def stopped_for_a_while(processes, random):
+  processes["sample_for"].send_signal(signal.SIGSTOP)
+  time.sleep(random.uniform(1, 8))
+  processes["sample_for"].send_signal(signal.SIGCONT)
+  return "sample_for"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", [killed, stopped_for_a_while])
+def test_learner_and_sampler_may_get_into_trouble_at_any_moment(trouble, tmp_path):
+  """Ten SIGKILLs, or SIGSTOPs: the run ends with the numbers of one that samples itself."""
+  troubled(tmp_path, trouble)
   rows = numbers_of(tmp_path / "run")
   assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
   assert rows == numbers_of(tmp_path / "alone")
   jax.tree.map(
     np.testing.assert_array_equal, params_of(tmp_path / "run"), params_of(tmp_path / "alone")
   )
+
+
+@pytest.mark.slow
+def test_learner_and_sampler_may_be_killed_while_an_environment_answers(tmp_path):
+  """Ten SIGKILLs. Tokens are the same. Numbers are, but for rounding: rows pause at other times."""
+  (tmp_path / "game.py").write_text(GAME)
+  keys = f"""
+    environment.name={tmp_path}/game.py:Game environment.max_turns=3 environment.turn_tokens=3
+    sampling.max_tokens=12 data.max_prompt_tokens=12 optimizer.learning_rate=1e-4
+    log.completions_every=10
+  """.split()
+  troubled(tmp_path, killed, *(f"--config.{key}" for key in keys))
+  for step in range(10, STEPS + 1, 10):
+    ours, theirs = (read_completions(tmp_path / name, step) for name in ("run", "alone"))
+    assert [row["turns"] for row in ours] == [row["turns"] for row in theirs]
+    assert [row["completion_ids"] for row in ours] == [row["completion_ids"] for row in theirs]
+    assert any(len(row["turns"]) > 1 for row in ours)
+  ours, theirs = map(jax.tree.leaves, (params_of(tmp_path / "run"), params_of(tmp_path / "alone")))
+  for own, other in zip(ours, theirs, strict=True):
+    np.testing.assert_allclose(own, other, atol=1e-4)
 
 
 def rows_so_far(folder):
