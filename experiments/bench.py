@@ -58,7 +58,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.asynchronous.ahead import Ahead, AheadInTurn, Beside, InFlightInTurn
+from grpo_jax.asynchronous.ahead import Ahead, Beside, ahead_in_turn
 from grpo_jax.asynchronous.schedule import Schedule
 from grpo_jax.batches.collect import Collector
 from grpo_jax.config import Config, from_dict
@@ -210,8 +210,7 @@ def main() -> None:
       schedule = Schedule(workdir, in_flight=args.weights == "in_flight")
     ahead = Beside(collector, run.config, schedule)
   elif args.staleness:
-    in_turn = InFlightInTurn if args.weights == "in_flight" else AheadInTurn
-    ahead = in_turn(collector, run.config)
+    ahead = ahead_in_turn(collector, run.config)
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
   store = StateStore(run, workdir, checkpoints, collector.initial_host_state())
   take_step = GrpoStep(run, ahead or collector, store)

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_run import small_config, with_section
 
 from grpo_jax import model
 from grpo_jax.batches import collect
-from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Sampling
+from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Rollout, Sampling
 from grpo_jax.learner import slots_of_batch
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
 from grpo_jax.run import fitting
 from grpo_jax.run.memory import activation_bytes, device_bytes, sampler_bytes
+from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import Decoding, RowSettings
 from grpo_jax.sampler.programs import most_rewound
 from grpo_jax.sampler.sampling import Sampler
@@ -127,6 +129,28 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
   assert fitting.sampling_tensor(given, shape, held_on, mesh, 1.0) == 2
   whole = make_mesh(Mesh(4, 1, 1, 1), jax.devices()[:4])
   assert fitting.sampling_tensor(config, shape, held_on, whole, 1.0) == 1
+
+
+def test_rows_that_stay_in_flight_leave_room_for_the_cache_of_an_evaluation():
+  mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
+  choose = functools.partial(fitting.rows_in_flight, shape=shape_on(mesh), held=1000.0)
+  stays = dataclasses.replace(CONFIG, rollout=Rollout(max_staleness=1, weights="in_flight"))
+  for config, caches in (
+    (dataclasses.replace(stays, eval=Eval(every=1)), 2),
+    (dataclasses.replace(stays, eval=Eval(every=0)), 1),
+    (dataclasses.replace(CONFIG, eval=Eval(every=1)), 1),
+    (dataclasses.replace(stays, eval=Eval(every=1), mesh=Mesh(sampler=1)), 1),
+  ):
+    memory = (caches * sampler_bytes(config, shape_on(mesh), 0) + 1000) / 0.93 + 1
+    assert choose(config, memory=memory) == 0 < choose(config, memory=memory - 100)
+
+
+def test_an_update_finds_the_rows_that_stay_in_flight_in_its_account():
+  whole = Run(small_config(old_logprobs="sampler")).programs
+  rollout = dict(max_staleness=1, weights="in_flight")
+  kept = Run(with_section(small_config(old_logprobs="sampler"), "rollout", **rollout)).programs
+  assert whole.flight_bytes == 0 < kept.flight_bytes
+  assert kept.estimate_of_update[0] == whole.estimate_of_update[0] + kept.flight_bytes
 
 
 def test_as_many_rows_as_fit_are_in_flight():

@@ -204,6 +204,12 @@ class InFlightInTurn(Ahead):
     self._clock.lap("sample")
 
 
+def ahead_in_turn(collector: Collector, config: Config) -> Ahead:
+  """What draws ahead on the devices that also learn, as rollout.weights says."""
+  in_turn = InFlightInTurn if config.rollout.weights == "in_flight" else AheadInTurn
+  return in_turn(collector, config)
+
+
 class Beside(Ahead):
   """Draws ahead in a thread, on devices of its own or with sampler processes."""
 

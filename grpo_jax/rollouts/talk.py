@@ -76,7 +76,7 @@ class _Answer(NamedTuple):
 
 
 class _Question(NamedTuple):
-  """A turn that waits for its answer, since a time on the monotonic clock."""
+  """A turn that waits for its answer. `since` is when it was asked, in monotonic seconds."""
 
   asked: _Asked
   outcomes: Pending[list[Outcome]]
@@ -126,13 +126,13 @@ class Talk:
     """Waits for answers, and returns those that are there on every process.
 
     Args:
-      seconds: How long an answer may take that is waited for.
+      seconds: Answers that take no longer than this are waited for.
       until_one: Whether to go on waiting after that until there is one.
 
     Returns:
       The group, the member and the tokens with which its row goes on, or None if it has ended.
     """
-    # One that has taken longer holds up nobody again.
+    # An answer that has taken longer holds up the other rows no more.
     left = {at: one.since + seconds - time.monotonic() for at, one in self._questions.items()}
     young = [self._questions[at].outcomes for at in left if left[at] > 0]
     wait_for_all(young, max(left.values(), default=0.0))

@@ -10,7 +10,7 @@ import jax
 
 from grpo_jax import config as config_lib
 from grpo_jax.asynchronous.access import Access, of_learner
-from grpo_jax.asynchronous.ahead import Ahead, AheadInTurn, Beside, InFlightInTurn, has_drawn_ahead
+from grpo_jax.asynchronous.ahead import Ahead, Beside, ahead_in_turn, has_drawn_ahead
 from grpo_jax.asynchronous.contents import limits_of
 from grpo_jax.asynchronous.learner import RemoteSampler
 from grpo_jax.asynchronous.remote_groups import RemoteGroups
@@ -127,8 +127,7 @@ class Trainer:
     if not rollout.max_staleness:
       return None
     if config.samples_in_turn:
-      in_turn = InFlightInTurn if rollout.weights == "in_flight" else AheadInTurn
-      return in_turn(self.collector, config)
+      return ahead_in_turn(self.collector, config)
     schedule = None
     if rollout.weights != "fixed":
       in_flight = rollout.weights == "in_flight"
