@@ -81,7 +81,7 @@ class Bench:
     """
     mesh = Mesh(np.array([device]).reshape(1, 1), ("data", "tensor"))
     self._rows = NamedSharding(mesh, PartitionSpec(("data",)))
-    self._view = View(S, G, T, window, cap, self._rows)
+    self._view = View(S, G, T, window=window, cap=cap, rows=self._rows)
     self.slots = S + G * T
     q, k = self._array(groups, self.slots, H, E), self._array(groups, self.slots, K, E)
     self._shapes = (q, k, k, self._array(groups, dtype="int32"), q)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -242,6 +243,17 @@ def run(tmp_path, *options):
   command = [sys.executable, str(SCRIPT), f"--out={file}", "--tiny", *options]
   done = subprocess.run(command, cwd=tmp_path, timeout=1200)
   return json.loads(file.read_text()), done.returncode
+
+
+@pytest.mark.parametrize("name", ["dense", "chunked"])
+def test_attention_is_measured(name, pieces):
+  """A window and a cap reach the implementation, and the reference is `dense` in float32."""
+  import attention
+
+  bench = attention.Bench(8, 2, 8, 2, jax.devices()[0], window=5, cap=2.0)
+  found = bench.measure(name, here=True)
+  assert found["compile_s"] > 0 and found["seconds"] > 0
+  assert found["errors"].keys() == set("oqkv") and max(found["errors"].values()) < 0.05
 
 
 @pytest.mark.slow

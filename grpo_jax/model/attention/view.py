@@ -24,7 +24,7 @@ class View:
       token t - 1, and token 0 follows the last token of the prompt. 0 means all tokens.
     cap: Scores become cap * tanh(score / cap). 0 leaves them as they are.
     sinks_H: A score of each query head that takes part in its softmax and brings no value, or None.
-    pictures_PS: int32, to which picture a token of the prompt belongs, or -1. None where tokens of
+    pictures_PS: int32, which picture a token of the prompt belongs to, or -1. None where tokens of
       a picture see only those before them.
     rows: The sharding of the groups on the mesh, whose axis `tensor` splits the heads. None means
       one device.
@@ -33,6 +33,7 @@ class View:
   prompt_slots: int
   completions: int = 0
   slots: int = 0
+  _: dataclasses.KW_ONLY
   window: int = 0
   cap: float = 0.0
   sinks_H: jax.Array | None = None
