@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax import learner, model
+from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.model.attention import ATTENTION
 from grpo_jax.model.attention.choose import why_not
@@ -90,11 +90,8 @@ def sampled(run: Run, weights: Any, prompts: tuple[jax.Array, ...]) -> Completio
 def batch_of(run: Run, completions: Completions, prompts: tuple[jax.Array, ...]) -> Batch:
   """The batch of these completions, as batches/collect.py makes it."""
   tokens_PS, lengths_P, temperature_P = prompts
-  lengths_PG, T = np.asarray(completions.lengths_PG), completions.tokens_PGT.shape[-1]
-  slots = learner.slots_of_batch(lengths_PG, T, run.parameters.model.platform)
   live_P = jnp.ones_like(temperature_P)
-  batch = run.programs.to_batch(completions, tokens_PS, lengths_P, temperature_P, live_P)
-  return batch.replace(slots=slots)
+  return run.programs.to_batch(completions, tokens_PS, lengths_P, temperature_P, live_P)
 
 
 def gap(part: Part) -> None:

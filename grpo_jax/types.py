@@ -251,7 +251,7 @@ class Batch(struct.PyTreeNode):
     images: The images of the prompts, where updates train the vision tower. None without images.
     visual: What a frozen tower made of them, once for all updates. None without images.
     slots: How many slots the tokens of a group's completions are computed in, one completion after
-      another. 0 means in rows of T. None means that each micro-batch takes what it needs.
+      another. 0 means in rows of T.
   """
 
   prompts_PS: jax.Array | None = None
@@ -272,7 +272,7 @@ class Batch(struct.PyTreeNode):
   rollout_PG: jax.Array | None = None
   images: Images | None = None
   visual: Visual | None = None
-  slots: int | None = struct.field(pytree_node=False, default=None)
+  slots: int = struct.field(pytree_node=False, default=0)
 
   def without_experts(self) -> "Batch":
     """The batch for a model that did not sample it."""

@@ -23,6 +23,7 @@ from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.config import Learner, Mesh, from_dict, to_dict
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.learner.train_step import prepared
 from grpo_jax.model.layers import ACTIVATIONS
 from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
@@ -348,8 +349,8 @@ def test_tokens_selected_among_the_whole_batch_and_the_loss_share_a_pass(params)
   objective = learner.grpo(CONFIG, algo, Learner(logprob_chunk=20, router_aux_coef=0.5))
   routings = []
   for micro in (0, 2):
-    prepare = jax.jit(functools.partial(objective.prepare, micro_batch=micro))
-    routings.append(prepare(params, batch).routing)
+    prepare = jax.jit(functools.partial(prepared, objective, micro_batch=micro))
+    routings.append(prepare(policy=params, batch=batch).routing)
   assert routings[0].tokens_BL.sum() > 0
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *routings)
 

@@ -14,7 +14,6 @@ from small_run import small_config, with_section
 from grpo_jax import model
 from grpo_jax.batches import collect
 from grpo_jax.config import BatchSize, Config, Data, Eval, Learner, Mesh, Rollout, Sampling
-from grpo_jax.learner import slots_of_batch
 from grpo_jax.learner.token_stats import StatsOptions, batch_stats
 from grpo_jax.parallel.mesh import make_mesh
 from grpo_jax.parallel.sharding import batch_sharding, model_shardings, param_specs
@@ -218,16 +217,6 @@ def test_completions_are_cut_to_a_few_lengths():
   np.testing.assert_array_equal(cut["tokens"], tree["tokens"][..., :128])
   assert cut["scores"].shape == (2, 3, 1)
   assert collect.cut(tree, np.array([[512]]), 512)["tokens"].shape == (2, 3, 512)
-
-
-def test_on_an_accelerator_the_host_chooses_eighths():
-  """Of 4 x 512 slots, an eighth is 256. A completion of n tokens has n - 1."""
-  counts = np.array([[129, 129, 1, 0], [1, 1, 1, 1]])
-  assert slots_of_batch(counts, 512, "tpu") == 256
-  assert slots_of_batch(counts + 1, 512, "tpu") == 512
-  assert slots_of_batch(np.full((1, 4), 512), 512, "gpu") == 0  # rows
-  assert slots_of_batch(counts, 512, "cpu") is None
-  assert slots_of_batch(np.array([[3, 4]]), 9, "tpu") == 0  # too few to pack
 
 
 @pytest.mark.parametrize("windows", [(), (4, 0, 4)])

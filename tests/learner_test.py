@@ -19,6 +19,7 @@ from grpo_jax.algo import presets
 from grpo_jax.algo import token_selection as selection
 from grpo_jax.config import LEARNING_RATE_SCHEDULES, Learner, Optimizer
 from grpo_jax.learner import optimizer as optim
+from grpo_jax.learner.train_step import prepared
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Batch, Coefficients
 
@@ -292,9 +293,8 @@ def test_prompts_and_members_can_be_permuted(params):
 
 def test_reference_logprobs_are_those_of_the_learner(params):
   batch = make_batch()
-  stats = jax.jit(learner.whole_batch_stats, static_argnums=(2, 3))
-  ours = stats(params, batch, OPTIONS, 2)
-  np.testing.assert_allclose(ours.logprobs_PGT, jitted_logprobs(params, batch), atol=1e-5)
+  ours = learner.logprobs_pass(OPTIONS, 2)(params, batch)
+  np.testing.assert_allclose(ours, jitted_logprobs(params, batch), atol=1e-5)
 
 
 def test_entropy_by_hand(params):
@@ -342,8 +342,8 @@ def test_tokens_are_selected_among_the_whole_batch_however_it_is_split(params, c
   assert 0 < expected.weights_PGT.sum()
   objective = grpo(algo=algo)
   for micro in (0, 2):
-    prepare = jax.jit(functools.partial(objective.prepare, micro_batch=micro))
-    found = prepare(params, batch).selection
+    prepare = jax.jit(functools.partial(prepared, objective, micro_batch=micro))
+    found = prepare(policy=params, batch=batch).selection
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 

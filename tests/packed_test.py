@@ -6,9 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from grpo_jax import learner, model
+from grpo_jax.algo import presets
+from grpo_jax.algo.metrics import reduced
 from grpo_jax.config import Learner
 from grpo_jax.learner import features, packed
 from grpo_jax.model.attention import make_packing, pack, unpack
@@ -92,7 +95,7 @@ def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
-  (_, rows), grads = value_and_grad(params, None)
+  (_, rows), grads = value_and_grad(params, 0)
   (_, stream), grads_of_stream = value_and_grad(params, slots)
   np.testing.assert_allclose(stream.logprobs_PGT, rows.logprobs_PGT, atol=2e-5)
   np.testing.assert_allclose(stream.entropies_PGT, rows.entropies_PGT, atol=2e-5)
@@ -104,7 +107,7 @@ def test_log_probs_and_gradients_do_not_depend_on_the_slots(slots, window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [None, 9])
+@pytest.mark.parametrize("slots", [0, 9])
 def test_rows_of_an_accelerator_give_the_same_numbers(slots, monkeypatch):
   """Their last token, which predicts nothing, is computed, too."""
   params, options = params_of(CONFIG), learner.StatsOptions(CONFIG, Learner())
@@ -139,61 +142,98 @@ def test_routing_counts_each_token_once_wherever_it_lies():
   def routing(slots):
     return learner.batch_stats(params, None, batch.replace(slots=slots), options).routing
 
-  rows, stream = routing(None), routing(9)
+  rows, stream = routing(0), routing(9)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), stream, rows)
 
 
-def test_sizes_are_eighths_and_not_small():
-  assert packed.slot_sizes(8, 32) == [128, None]
-  assert packed.slot_sizes(8, 64) == [128, 256, 384, None]
-  assert packed.slot_sizes(8, 128) == [128, 256, 384, 512, 640, 768, 896, None]
-  assert packed.slot_sizes(8, 512) == [512, 1024, 1536, 2048, 2560, 3072, 3584, None]
-  assert packed.slot_sizes(4, 8) == [None]
+def test_sizes_are_parts_of_all_slots_and_not_small():
+  """Sixteenths on a CPU and quarters on accelerators, where rows have a slot more. 0 means rows."""
+  assert packed.slot_sizes(8, 33, "cpu") == [128, 0]
+  assert packed.slot_sizes(8, 65, "cpu") == [128, 256, 384, 0]
+  assert packed.slot_sizes(8, 513, "cpu") == [*range(256, 4096, 256), 0]
+  assert packed.slot_sizes(8, 512, "tpu") == [1024, 2048, 3072, 0]
+  assert packed.slot_sizes(4, 9, "cpu") == packed.slot_sizes(4, 9, "gpu") == [0]
 
 
-@pytest.mark.slow
-def test_a_part_takes_the_fewest_slots_that_hold_its_largest_group(monkeypatch):
-  monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
-  assert packed.slot_sizes(G, T - 1) == [3, 6, 9, 12, 15, None]
-
-  def slots(batch):
-    return jnp.int32(-1 if batch.slots is None else batch.slots)
-
-  # A completion of n tokens takes n - 1 slots: its last token predicts nothing.
-  cases = {3: [4, 1, 0], 6: [3, 3, 3], 9: [5, 4, 3], 15: [7, 6, 5], -1: [7, 7, 6]}
-  for expected, lengths in cases.items():
-    batch = make_batch([[1, 1, 1], lengths])
-    assert packed.with_fewest_slots(slots, batch) == expected
-    computed = 2 * (S + (expected if expected > 0 else G * (T - 1)))
-    assert packed.computed_tokens(batch) == computed
-    real = batch.prompt_lengths_P.sum() + sum(max(0, n - 1) for n in lengths)
-    assert packed.real_tokens(batch) == real
+def test_a_part_is_computed_in_the_fewest_slots_that_hold_its_largest_group():
+  """Slots of 0 are needed where completions have one token, and -1 says that there is none."""
+  needed = np.array([401, 400, 300, 128, 100, 0, -1, -1])
+  found = packed.segments(needed, [128, 256, 400, 0])
+  assert found == [(0, 0, 1), (400, 1, 3), (128, 3, 6)]
+  assert packed.segments(needed, [0]) == [(0, 0, 6)]
+  assert packed.segments(np.array([-1, -1]), [128, 0]) == []
 
 
-def test_groups_with_equally_many_tokens_come_into_one_part(monkeypatch):
-  monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
-  batch = make_batch([[7, 7, 7], [1, 0, 0], [7, 7, 6], [1, 1, 0]])
-  ordered, order_P = packed.sorted_by_tokens(batch, 2)
-  parts = learner.split_batch(ordered, 2)
-  totals = packed.lengths(parts.mask_PGT.reshape(4, G, T)).sum(1).reshape(2, 2)
-  np.testing.assert_array_equal(np.sort(totals), [[20, 21], [1, 2]])
-  np.testing.assert_array_equal(ordered.prompts_PS, batch.prompts_PS[order_P])
+def test_groups_with_equally_many_tokens_come_into_one_part():
+  """A completion of n tokens needs n - 1 slots: its last token predicts nothing."""
+  batch = make_batch([[7, 7, 7], [1, 0, 0], [0, 0, 0], [7, 7, 6], [1, 1, 0], [0, 0, 0]])
+  parts = packed.in_parts(batch, 2)
+  np.testing.assert_array_equal(parts.needed_M, [18, 0, -1])
+  totals = packed.lengths(parts.batch.mask_PGT.reshape(6, G, T)).sum(1).reshape(3, 2)
+  np.testing.assert_array_equal(np.sort(totals), [[20, 21], [1, 2], [0, 0]])
+  in_order = packed.joined(parts.batch.prompts_PS)
+  np.testing.assert_array_equal(in_order, batch.prompts_PS[parts.order_P])
+  whole = packed.in_parts(batch, 0)
+  np.testing.assert_array_equal(whole.needed_M, [18])
+  np.testing.assert_array_equal(whole.batch.prompts_PS[0], batch.prompts_PS)
+  real = batch.prompt_lengths_P[jnp.array([0, 1, 3, 4])].sum() + 18 + 17
+  assert packed.real_tokens(batch) == real
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "micro_batch",
-  [
-    1,
-    2,
-    4,
-  ],
-)
+UNEVEN = [[7, 7, 7], [1, 0, 0], [4, 2, 3], [1, 1, 0]]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_log_probs_come_back_in_the_order_of_the_batch(micro_batch, monkeypatch):
   monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
-  params, batch = params_of(CONFIG), make_batch([[7, 7, 7], [1, 0, 0], [7, 7, 6], [1, 1, 0]])
+  params, batch = params_of(CONFIG), make_batch(UNEVEN)
   options = learner.StatsOptions(CONFIG, Learner(logprob_chunk=16))
   stats = jax.jit(learner.batch_stats, static_argnums=3)
   whole = stats(params, None, batch, options).logprobs_PGT
-  parts = learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
+  parts = learner.logprobs_pass(options, micro_batch)(params, batch)
   np.testing.assert_allclose(parts, whole, atol=2e-5)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize(
+  "change", [{}, pytest.param(dict(top_entropy_quantile=0.4), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("lengths", [UNEVEN, pytest.param([[0] * 3] * 4, marks=pytest.mark.slow)])
+def test_an_update_in_few_slots_is_a_train_step(lengths, change, micro_batch, monkeypatch):
+  """The update compiles a program for each number of slots, and train_step computes rows of T."""
+  monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
+  algo = dataclasses.replace(presets.preset("grpo"), kl_coef=0.0, **change)
+  objective = learner.grpo(CONFIG, algo, Learner(logprob_chunk=16))
+  rule = learner.UpdateRule(objective, optax.sgd(1.0), micro_batch)
+  params, batch = params_of(CONFIG), make_batch(lengths)
+  advantages = np.random.default_rng(3).normal(size=(P, G, 1)) * batch.mask_PGT
+  batch = batch.replace(advantages_PGT=advantages, sampler_logprobs_PGT=-3 * batch.mask_PGT)
+  state = learner.init_state(params, rule.optimizer, algo)
+  step = jax.jit(functools.partial(learner.train_step, rule=rule))
+  expected, theirs = step(state, None, None, batch)
+  update = learner.Update(rule, "cpu")
+  assert packed.slot_sizes(G, T, "cpu") == [*range(2, 18, 2), 0]
+  found, ours = update(jax.tree.map(jnp.copy, state), None, None, batch)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
+  theirs, ours = reduced(theirs), reduced(ours)
+  if batch.mask_PGT.sum() and micro_batch < 4:
+    assert 1 <= ours["perf/padding"] < theirs["perf/padding"]
+  padding = {"perf/padding": None}
+  np.testing.assert_equal((ours | padding).keys(), (theirs | padding).keys())
+  for name in theirs.keys() - padding.keys():
+    np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5, err_msg=name)
+
+
+def test_a_program_is_compiled_for_each_number_of_slots_that_occurs(monkeypatch):
+  monkeypatch.setattr(packed, "_FEWEST_SLOTS", 2)
+  traced = []
+
+  def function(params, part):
+    traced.append(part.slots)
+    return part.mask_PGT
+
+  passed = learner.MicroBatchPass(function, 1, "cpu")
+  for lengths in (UNEVEN, UNEVEN, [[4, 2, 3]] * 4):
+    batch = make_batch(lengths)
+    np.testing.assert_array_equal(passed(None, batch), batch.mask_PGT)
+  assert sorted(traced) == [0, 0, 2, 6]  # once for the shapes, and 3 + 3 + 0, 18 and 0 slots

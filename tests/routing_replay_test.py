@@ -312,12 +312,12 @@ def test_packed_rows_go_through_the_same_experts(slots, remat, params, drawn):
 def test_micro_batches_and_the_old_log_probs_use_them(params):
   batch = batch_of(random_completions(), random_experts=True)
   options = learner.StatsOptions(MIXTURE, Learner())
-  stats = jax.jit(learner.whole_batch_stats, static_argnums=(2, 3))
+  logprobs = learner.logprobs_pass(options, 2)
   expected = jax.jit(learner.batch_stats, static_argnums=3)(params, None, batch, options)
-  found = stats(params, batch, options, 2).logprobs_PGT
+  found = logprobs(params, batch)
   np.testing.assert_allclose(found, expected.logprobs_PGT, atol=1e-5)
   others = batch.replace(experts_PGTY=(batch.experts_PGTY + 1) % X)
-  assert np.abs(stats(params, others, options, 2).logprobs_PGT - found).max() > 1e-2
+  assert np.abs(logprobs(params, others) - found).max() > 1e-2
 
 
 @pytest.mark.slow

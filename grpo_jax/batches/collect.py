@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax import learner
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.metrics import disjoint
 from grpo_jax.batches.curriculum import PassRateCurriculum
@@ -404,8 +403,6 @@ class Collector:
     completions = completions.replace(prompt_experts_PSY=None, versions_PGT=None)
     completions, rewards = cut((completions, rewards), lengths_PG, max_tokens)
     completions = completions.replace(prompt_experts_PSY=of_prompts)
-    tokens, platform = completions.tokens_PGT.shape[-1], self._run.parameters.model.platform
-    slots = learner.slots_of_batch(completions.lengths_PG, tokens, platform)
     completions, rewards, arrays, rollout_PG = self._run.hosts.put(
       (
         completions,
@@ -415,7 +412,7 @@ class Collector:
       )
     )
     batch = self._run.programs.to_batch(completions, *arrays)
-    batch = batch.replace(slots=slots, rollout_PG=rollout_PG)
+    batch = batch.replace(rollout_PG=rollout_PG)
     return with_images(self._run, batch, prompts), rewards
 
   def _metrics(self, sampled: ScoredGroups) -> dict[str, float]:

@@ -1,13 +1,12 @@
 """The learner: log-probs of completions that share their prompt, and one update."""
 
-from grpo_jax.learner.packed import slots_of_batch
+from grpo_jax.learner.by_slots import MicroBatchPass, Places, Update, logprobs_pass, places_on
+from grpo_jax.learner.packed import split_batch
 from grpo_jax.learner.router_bias import moved_biases
 from grpo_jax.learner.token_stats import (
   StatsOptions,
   batch_stats,
   encoded,
-  split_batch,
-  whole_batch_stats,
 )
 from grpo_jax.learner.train_step import (
   Objective,
@@ -20,18 +19,21 @@ from grpo_jax.learner.train_step import (
 )
 
 __all__ = [
+  "MicroBatchPass",
   "Objective",
+  "Places",
   "StatsOptions",
+  "Update",
   "UpdateRule",
   "batch_stats",
   "encoded",
   "grpo",
   "init_state",
+  "logprobs_pass",
   "moved_biases",
-  "slots_of_batch",
+  "places_on",
   "split_batch",
   "supervised",
   "sync_reference",
   "train_step",
-  "whole_batch_stats",
 ]

@@ -1,22 +1,54 @@
 """Computes as many tokens as the loss has: packs completions, and sorts groups by their tokens.
 
-The slots in which a group's tokens are computed are a shape, so there are only a few sizes. On a
-CPU, a program holds the code for each of them, and every micro-batch takes the smallest one on the
-device. The compilers for accelerators take too long for that. There, the host chooses one size for
-the whole batch, and a program is compiled when its size first occurs.
+The slots in which a group's tokens are computed are a shape, so there are only a few sizes. The
+micro-batches with most tokens come first. The host sees how many slots each needs, and by_slots.py
+compiles a program for a size when that size first occurs.
 """
 
-from collections.abc import Callable
-import functools
-from typing import Any
+from typing import NamedTuple, TypeVar
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax import masked
 from grpo_jax.types import Batch
 
+Tree = TypeVar("Tree")
 _FEWEST_SLOTS = 128
+# Programs for one update at most. A compiler for an accelerator takes a minute for a large model.
+_SIZES_ON_CPU, _SIZES = 16, 4
+_NOTHING = -1  # what a micro-batch needs that has no token in the loss
+
+
+class Parts(struct.PyTreeNode):
+  """A batch in micro-batches, those with most tokens first.
+
+  Attributes:
+    batch: Its arrays are [M, m, ...], M micro-batches of m prompts.
+    order_P: int32, where each prompt was in the batch.
+    needed_M: int32, the slots that the group with most tokens needs. -1 means that no group of the
+      micro-batch has a token in the loss. These come last.
+  """
+
+  batch: Batch
+  order_P: jax.Array
+  needed_M: jax.Array
+
+
+class Segment(NamedTuple):
+  """Micro-batches that follow each other and are computed in equally many slots.
+
+  Attributes:
+    slots: `Batch.slots`.
+    first: The number of the first one.
+    end: That of the last one, plus 1.
+  """
+
+  slots: int
+  first: int
+  end: int
 
 
 def lengths(mask_PGT: jax.Array) -> jax.Array:
@@ -35,101 +67,78 @@ def row_slots(tokens: int, platform: str) -> int:
   return tokens if platform in ("tpu", "gpu") and tokens > 1 else tokens - 1
 
 
-def slot_sizes(completions: int, in_row: int) -> list[int | None]:
-  """The numbers of slots that G completions can be computed in, ascending.
+def slot_sizes(completions: int, tokens: int, platform: str) -> list[int]:
+  """The numbers of slots that G completions of T tokens can be computed in, ascending.
 
-  They are multiples of an eighth of all slots, or of 128 if that is more. None, the last one, means
-  rows of `in_row` slots. It suits groups whose completions are all long.
+  They are multiples of a sixteenth of all slots, on accelerators of a quarter, or of 128 if that
+  is more. 0, the last one, means rows of T. It suits groups whose completions are all long.
   """
-  full = completions * in_row
-  step = max(-(-full // 8), _FEWEST_SLOTS)
-  return [*range(step, full, step), None]
+  full = completions * row_slots(tokens, platform)
+  step = max(-(-full // (_SIZES_ON_CPU if platform == "cpu" else _SIZES)), _FEWEST_SLOTS)
+  return [*range(step, full, step), 0]
 
 
-def slots_of_batch(lengths_PG: np.ndarray, tokens: int, platform: str) -> int | None:
-  """`Batch.slots` for completions of these lengths, on the host.
+def segments(needed_M: np.ndarray, sizes: list[int]) -> list[Segment]:
+  """Which micro-batches are computed in how many slots, each in the fewest that hold its groups.
 
   Args:
-    lengths_PG: How many tokens each completion has.
-    tokens: T.
-    platform: That of the mesh.
+    needed_M: `Parts.needed_M`, descending.
+    sizes: Of `slot_sizes`.
 
   Returns:
-    None on a CPU, so that each micro-batch takes its own. Otherwise the smallest of `slot_sizes`
-    that holds every group, or 0 for rows of T.
+    The segments in the order of the micro-batches. Those without a token are in none.
   """
-  if platform == "cpu":
-    return None
-  needed = int(np.maximum(lengths_PG - 1, 0).sum(1).max())
-  sizes = slot_sizes(lengths_PG.shape[1], row_slots(tokens, platform))
-  return next((size for size in sizes if size is not None and size >= needed), 0)
+  found: list[Segment] = []
+  for number, needed in enumerate(needed_M):
+    if needed == _NOTHING:
+      break
+    slots = next((size for size in sizes if size >= needed), 0)
+    if found and found[-1].slots == slots:
+      found[-1] = found[-1]._replace(end=number + 1)
+    else:
+      found.append(Segment(slots, number, number + 1))
+  return found
 
 
-def with_fewest_slots(function: Callable[[Batch], Any], batch: Batch) -> Any:
-  """function(batch) with as few slots as hold the tokens of the loss.
-
-  The function must not be differentiated: all sizes would keep their activations.
-  """
-  _, G, T = batch.completions_PGT.shape
-  if batch.slots is not None:
-    return function(batch)
-  sizes = slot_sizes(G, T - 1)
-  branches = [functools.partial(_with_slots, function, size) for size in sizes]
-  if len(branches) == 1:
-    return branches[0](batch)
-  return jax.lax.switch(_size_index(batch.mask_PGT, sizes), branches, batch)
+def needed_slots(mask_PGT: jax.Array) -> jax.Array:
+  """int32 [P]: the slots of a group's tokens, or -1 if none of its tokens is in the loss."""
+  lengths_PG = lengths(mask_PGT)
+  inputs_P = jnp.maximum(lengths_PG - 1, 0).sum(1)  # the last token predicts nothing
+  return jnp.where((lengths_PG > 0).any(1), inputs_P, _NOTHING)
 
 
-def _with_slots(function: Callable[[Batch], Any], slots: int | None, batch: Batch) -> Any:
-  return function(batch.replace(slots=slots))
-
-
-def _size_index(mask_PGT: jax.Array, sizes: list[int | None]) -> jax.Array:
-  """Which of the sizes is the smallest one that holds each group's tokens."""
-  needed = _inputs(lengths(mask_PGT)).sum(1).max()
-  return (needed > jnp.array(sizes[:-1])).sum()
-
-
-def _inputs(lengths_PG: jax.Array) -> jax.Array:
-  """How many tokens of each completion predict another one."""
-  return jnp.maximum(lengths_PG - 1, 0)
-
-
-def computed_tokens(batch: Batch) -> jax.Array:
-  """How many tokens `with_fewest_slots` computes, prompts with their padding included."""
-  P, G, T = batch.completions_PGT.shape
-  if batch.slots is not None:
-    return P * (batch.prompts_PS.shape[1] + (batch.slots or G * T))
-  sizes = slot_sizes(G, T - 1)
-  counts = jnp.array([G * (T - 1) if size is None else size for size in sizes])
-  slots = counts[_size_index(batch.mask_PGT, sizes)] if len(sizes) > 1 else counts[0]
-  return P * (batch.prompts_PS.shape[1] + slots)
+def in_parts(batch: Batch, micro_batch: int) -> Parts:
+  """The batch in micro-batches of groups with about equally many tokens. 0 makes one part."""
+  P = len(batch.prompts_PS)
+  M = P // (micro_batch or P)
+  needed_P = needed_slots(batch.mask_PGT)
+  order_P = jnp.arange(P)
+  if M > 1:  # part m takes the prompts m, m + M, m + 2 M, ...
+    order_P = jnp.argsort(-needed_P).reshape(M, -1).T.ravel()
+    batch = jax.tree.map(lambda x: x[order_P], batch)
+  needed_M = split_batch(needed_P[order_P], micro_batch).max(1)
+  return Parts(split_batch(batch, micro_batch), order_P, needed_M)
 
 
 def real_tokens(batch: Batch) -> jax.Array:
-  """How many tokens a computation without padding would take."""
-  return batch.prompt_lengths_P.sum() + _inputs(lengths(batch.mask_PGT)).sum()
+  """How many tokens a computation without padding would take, of the groups in the loss."""
+  needed_P = needed_slots(batch.mask_PGT)
+  return masked.total(batch.prompt_lengths_P + needed_P, needed_P >= 0)
 
 
-def sorted_by_tokens(batch: Batch, micro_batch: int) -> tuple[Batch, jax.Array | None]:
-  """The batch in an order in which `split_batch` puts groups with equally many tokens together.
+def split_batch(batch: Tree, size: int) -> Tree:
+  """Every array [P, ...] of a tree as [P / size, size, ...]. Size 0 makes one part.
 
-  The parts with the most tokens come first, and those without a token in the loss last.
-
-  Returns:
-    The batch, and where each of its prompts was. None if there is one part.
+  Of M parts, part m takes the prompts m, m + M, m + 2 M, ..., so that each device holds its share
+  of every part.
   """
-  P = len(batch.prompts_PS)
-  parts = P // (micro_batch or P)
-  if parts == 1:
-    return batch, None
-  order_P = jnp.argsort(-lengths(batch.mask_PGT).sum(1))
-  # Part m takes the prompts m, m + parts, m + 2 parts, ...
-  order_P = order_P.reshape(parts, micro_batch).T.ravel()
-  return jax.tree.map(lambda x: x[order_P], batch), order_P
+
+  def split(x: jax.Array) -> jax.Array:
+    return x.reshape(size or x.shape[0], -1, *x.shape[1:]).swapaxes(0, 1)
+
+  return jax.tree.map(split, batch)
 
 
-def sizes_vary(batch: Batch, micro_batch: int) -> bool:
-  """Whether the slots of a part depend on which groups it has."""
-  _, G, T = batch.completions_PGT.shape
-  return micro_batch > 1 and batch.slots is None and len(slot_sizes(G, T - 1)) > 1
+def joined(parts: Tree) -> Tree:
+  """The inverse of `split_batch`."""
+  return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), parts)

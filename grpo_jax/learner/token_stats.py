@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, TypeVar
+from typing import Any
 
 from flax import struct
 import jax
@@ -14,10 +14,9 @@ from grpo_jax import masked, model
 from grpo_jax.algo import kl
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features, target_packing
-from grpo_jax.learner.packed import sizes_vary, sorted_by_tokens, with_fewest_slots
+from grpo_jax.learner.packed import joined, split_batch
 from grpo_jax.types import Batch, Images, TokenStats, Visual
 
-Tree = TypeVar("Tree")
 # (log-probs, entropies, KL), as `TokenStats` explains them, but [B, T] each.
 Stats = tuple[jax.Array, jax.Array, jax.Array | None]
 _KEPT = "sums over the vocabulary"
@@ -175,51 +174,15 @@ def _stats_of_chunk(
   return logprobs_BT, entropies_BT, full_kl_BT
 
 
-def split_batch(batch: Tree, size: int) -> Tree:
-  """Every array [P, ...] of a tree as [P / size, size, ...]. Size 0 makes one part.
-
-  Of M parts, part m takes the prompts m, m + M, m + 2 M, ..., so that each device holds its share
-  of every part.
-  """
-
-  def split(x: jax.Array) -> jax.Array:
-    return x.reshape(size or x.shape[0], -1, *x.shape[1:]).swapaxes(0, 1)
-
-  return jax.tree.map(split, batch)
-
-
 def in_micro_batches(function: Callable[[Batch], Any], batch: Batch, size: int) -> Any:
   """function(batch), a tree of arrays [P, ...], computed one micro-batch at a time.
 
   It is for results without a gradient.
   """
-  order_P = None
-  if sizes_vary(batch, size):
-    batch, order_P = sorted_by_tokens(batch, size)
-
-  parts = split_batch(batch, size)
-  of_part = functools.partial(with_fewest_slots, function)
-  found = _joined(jax.lax.map(of_part, parts))
-  return found if order_P is None else jax.tree.map(lambda x: x[jnp.argsort(order_P)], found)
-
-
-def _joined(parts: Any) -> Any:
-  """The inverse of `split_batch`."""
-  return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), parts)
-
-
-def whole_batch_stats(
-  params: model.Params, batch: Batch, options: StatsOptions, micro_batch: int
-) -> TokenStats:
-  """`batch_stats` in micro-batches, without a reference and without gradients."""
-
-  def stats(part: Batch) -> TokenStats:
-    return batch_stats(params, None, part, options)
-
-  return in_micro_batches(stats, batch, micro_batch)
+  return joined(jax.lax.map(function, split_batch(batch, size)))
 
 
 def encoded(params: Any, config: model.ModelConfig, images: Images, micro_batch: int) -> Visual:
   """What the vision tower makes of a batch's images, in micro-batches and without gradients."""
   encode = functools.partial(model.encode, params, config)
-  return _joined(jax.lax.map(encode, split_batch(images, micro_batch)))
+  return joined(jax.lax.map(encode, split_batch(images, micro_batch)))

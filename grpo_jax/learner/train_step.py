@@ -3,12 +3,14 @@
 A batch is computed in micro-batches. Whatever depends on the whole batch is computed before it is
 split, so that the losses of the parts, and their gradients, add up to those of the whole.
 
-The functions are pure. The caller compiles them.
+The functions are pure. The caller compiles `train_step`, or with by_slots.py its three pieces:
+`begin`, `add_gradients` and `finish`.
 """
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 from flax import struct
 import jax
@@ -23,20 +25,9 @@ from grpo_jax.algo.objective import Totals, objective, totals, without_idle_grou
 from grpo_jax.algo.settings import Algo
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features
-from grpo_jax.learner.packed import (
-  computed_tokens,
-  real_tokens,
-  sorted_by_tokens,
-  with_fewest_slots,
-)
-from grpo_jax.learner.token_stats import (
-  StatsOptions,
-  batch_stats,
-  in_micro_batches,
-  split_batch,
-  whole_batch_stats,
-)
-from grpo_jax.types import Batch, Coefficients, Routing, TrainState
+from grpo_jax.learner.packed import Parts, Segment, in_parts, real_tokens
+from grpo_jax.learner.token_stats import StatsOptions, batch_stats, in_micro_batches
+from grpo_jax.types import Batch, Coefficients, Routing, TokenStats, TrainState
 
 
 class PartReport(struct.PyTreeNode):
@@ -56,20 +47,29 @@ class Objective:
   """What `train_step` minimises.
 
   Attributes:
-    prepare: (policy, whole batch, micro-batch size) -> the batch with what its parts need to know
-      of the whole.
     totals: (whole batch, coefficients) -> what the parts of the batch share: the divisors of means
       and the coefficients.
     drop: (whole batch) -> the batch with a mask of 0 for the groups that have no gradient.
     part_loss: (policy, reference, part, totals) -> the part's summand of the loss, and its report.
     adapt: (coefficients, metrics, completions in the batch) -> the next update's coefficients.
+    look: (policy, part) -> what `prepare` must know of each part, as arrays [P, ...] without a
+      gradient. None where it needs nothing.
+    looks_at_one_part: Whether it also needs that where the batch is a single part.
+    prepare: (whole batch, what was seen of it) -> the batch with what its parts need to know of the
+      whole.
   """
 
-  prepare: Callable[[model.Params, Batch, int], Batch]
   totals: Callable[[Batch, Coefficients], Any]
   drop: Callable[[Batch], Batch]
   part_loss: Callable[[model.Params, Any, Batch, Any], tuple[jax.Array, PartReport]]
   adapt: Callable[[Coefficients, Metrics, int], Coefficients]
+  look: Callable[[model.Params, Batch], Any] | None = None
+  looks_at_one_part: bool = True
+  prepare: Callable[[Batch, Any], Batch] = lambda batch, seen: batch
+
+  def looks_at(self, parts: int) -> bool:
+    """Whether it looks at a batch of so many parts before the update."""
+    return self.look is not None and (parts > 1 or self.looks_at_one_part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +105,12 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
   options = StatsOptions(config, learner, algo.has_entropy_bonus, algo.needs_full_kl)
   plain = StatsOptions(config, learner)
 
-  def prepare(params: model.Params, batch: Batch, micro_batch: int) -> Batch:
-    if not token_selection.is_needed(algo):
+  def look(params: model.Params, part: Batch) -> TokenStats:
+    return batch_stats(params, None, part, plain)
+
+  def prepare(batch: Batch, stats: TokenStats | None) -> Batch:
+    if stats is None:
       return batch
-    stats = whole_batch_stats(params, batch, plain, micro_batch)
     old_PGT = stats.logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
     selected = token_selection.select(
       stats.logprobs_PGT,
@@ -139,7 +141,10 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     entropy = metrics.mean_value(measured["entropy"])
     return controllers.adapted(coefs, kl, entropy, completions, algo)
 
-  return with_balance_loss(Objective(prepare, totals_of, drop, part_loss, adapt), config, learner)
+  own = Objective(totals_of, drop, part_loss, adapt, prepare=prepare)
+  if token_selection.is_needed(algo):
+    own = dataclasses.replace(own, look=look)
+  return with_balance_loss(own, config, learner)
 
 
 def train_step(
@@ -165,25 +170,140 @@ def train_step(
     loss, or a gradient that is not finite, changes only the step. The metric `skipped_updates` is 1
     where the gradient was not finite.
   """
-  objective = rule.objective
   policy = model.join(base, state.params)
-  batch = objective.prepare(policy, batch, rule.micro_batch)
-  of_batch, tokens = objective.totals(batch, state.coefs), masked.count(batch.mask_PGT)
-  batch = objective.drop(batch)
-  parts = split_batch(sorted_by_tokens(batch, rule.micro_batch)[0], rule.micro_batch)
+  batch = prepared(rule.objective, policy, batch, rule.micro_batch)
+  begun = begin(state.coefs, batch, rule)
+  given = Given(state.params, base, reference, begun)
+  M, m, G, T = begun.parts.batch.completions_PGT.shape
+  sums = no_gradients(given, rule) if M > 1 else None
+  sums = add_gradients(given, sums, Segment(0, 0, M), rule)
+  in_part = m * (batch.prompts_PS.shape[1] + G * (T - 1))
+  return finish(state, begun, sums, in_part * (begun.parts.needed_M >= 0).sum(), rule)
 
-  def loss_of(trained: Any, part: Batch) -> tuple[jax.Array, PartReport]:
-    return objective.part_loss(model.join(base, trained), reference, part, of_batch)
 
-  grads, loss, report = _accumulate_gradients(loss_of, state.params, parts)
-  grad_norm = optax.tree.norm(grads)
+class Begun(struct.PyTreeNode):
+  """A batch whose gradient is about to be computed.
+
+  Attributes:
+    parts: Its micro-batches.
+    of_batch: `Objective.totals`.
+    tokens: int32 scalar, how many tokens there are in the loss.
+  """
+
+  parts: Parts
+  of_batch: Any
+  tokens: jax.Array
+
+
+class Given(NamedTuple):
+  """What the gradient of an update depends on.
+
+  Attributes:
+    params: The trained parameters.
+    base: As in `train_step`.
+    reference: As in `train_step`.
+    begun: The batch.
+  """
+
+  params: Any
+  base: Any
+  reference: Any
+  begun: Begun
+
+
+class Sums(struct.PyTreeNode):
+  """What the micro-batches of an update add up to.
+
+  Attributes:
+    grads: The gradient.
+    loss: The loss.
+    report: Its metrics are merged, and its routing is added up.
+  """
+
+  grads: Any
+  loss: jax.Array
+  report: PartReport
+
+
+def prepared(objective: Objective, policy: model.Params, batch: Batch, micro_batch: int) -> Batch:
+  """The batch with what its micro-batches need to know of the whole."""
+  P, seen = len(batch.prompts_PS), None
+  if objective.looks_at(P // (micro_batch or P)):
+    look = functools.partial(objective.look, policy)
+    seen = in_micro_batches(look, batch, micro_batch)
+  return objective.prepare(batch, seen)
+
+
+def begin(coefs: Coefficients, batch: Batch, rule: UpdateRule) -> Begun:
+  """Splits a batch that is `prepared` into micro-batches, without the groups that teach nothing."""
+  of_batch, tokens = rule.objective.totals(batch, coefs), masked.count(batch.mask_PGT)
+  return Begun(in_parts(rule.objective.drop(batch), rule.micro_batch), of_batch, tokens)
+
+
+def no_gradients(given: Given, rule: UpdateRule) -> Sums:
+  """The sums before the first micro-batch."""
+  loss, report = jax.eval_shape(_loss_of(given, rule), given.params, _part(given.begun, 0))
+  grads, loss, routing = jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), (given.params, loss, report.routing)
+  )
+  return Sums(grads, loss, PartReport(metrics.neutral(report.metrics), routing))
+
+
+def add_gradients(given: Given, sums: Sums | None, segment: Segment, rule: UpdateRule) -> Sums:
+  """Adds the gradients, losses and reports of the micro-batches of a segment, one after another.
+
+  Args:
+    given: What they depend on.
+    sums: Those so far. None where there is one micro-batch: then no second array of gradients is
+      needed.
+    segment: Its `slots` is static. The numbers may be arrays. It ends early before the first
+      micro-batch without a token in the loss.
+    rule: Objective and micro-batch size.
+  """
+  begun = given.begun
+  loss_of, has_tokens = _loss_of(given, rule), begun.parts.needed_M >= 0
+
+  def part_sums(part: Batch) -> Sums:
+    part = part.replace(slots=segment.slots)
+    (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(given.params, part)
+    return Sums(grads, loss, report)
+
+  if sums is None:
+    return part_sums(_part(begun, 0))
+
+  def goes_on(loop: tuple[jax.Array, Sums]) -> jax.Array:
+    i, _ = loop
+    return (i < len(has_tokens)) & (i < segment.end) & has_tokens[i]
+
+  def add(loop: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
+    i, before = loop
+    return i + 1, _added(before, part_sums(_part(begun, i)))
+
+  return jax.lax.while_loop(goes_on, add, (jnp.int32(segment.first), sums))[1]
+
+
+def finish(
+  state: TrainState, begun: Begun, sums: Sums, computed: jax.Array | float, rule: UpdateRule
+) -> tuple[TrainState, Metrics]:
+  """Applies the gradient. What it returns is that of `train_step`.
+
+  Args:
+    state: The state before the update.
+    begun: The batch.
+    sums: Of all its micro-batches.
+    computed: How many tokens the layers computed for them, padding included.
+    rule: Objective, optimizer and micro-batch size.
+  """
+  tokens, batch = begun.tokens, begun.parts.batch
+  grad_norm = optax.tree.norm(sums.grads)
   is_finite = jnp.isfinite(grad_norm) | (tokens == 0)
-  next_state = _apply(state, grads, report, batch, rule)
+  next_state = _apply(state, sums, batch, rule)
   next_state = _where(is_finite & (tokens > 0), next_state, state).replace(step=state.step + 1)
-  measured = _metrics(loss, grad_norm, is_finite, tokens, report)
-  computed = masked.count(batch.mask_PGT)
-  measured["update/token_share"] = metrics.weighted(masked.divide(computed, tokens), tokens)
-  return next_state, measured | {"perf/padding": _padding(parts)}
+  measured = _metrics(sums, grad_norm, is_finite, tokens)
+  kept, real = masked.count(batch.mask_PGT), jax.vmap(real_tokens)(batch).sum()
+  measured["update/token_share"] = metrics.weighted(masked.divide(kept, tokens), tokens)
+  measured["perf/padding"] = metrics.weighted(masked.divide(computed, real), real)
+  return next_state, measured
 
 
 def sync_reference(reference: Any, params: Any, mixup: float) -> Any:
@@ -199,84 +319,51 @@ def sync_reference(reference: Any, params: Any, mixup: float) -> Any:
   return jax.tree.map(moved, reference, params)
 
 
-def _accumulate_gradients(
-  loss_of: Callable[[Any, Batch], tuple[jax.Array, PartReport]], params: Any, parts: Batch
-) -> tuple[Any, jax.Array, PartReport]:
-  """The gradient, the loss and the report of the whole batch, one micro-batch at a time.
+def _loss_of(
+  given: Given, rule: UpdateRule
+) -> Callable[[Any, Batch], tuple[jax.Array, PartReport]]:
+  """(trained parameters, part) -> the part's summand of the loss, and its report."""
+  base, reference, of_batch = given.base, given.reference, given.begun.of_batch
 
-  Args:
-    loss_of: (trained parameters, part) -> the part's summand of the loss, and its report.
-    params: The trained parameters.
-    parts: The micro-batches, [parts, micro_batch, ...]. Those without a token in the loss come
-      last, and are not computed unless there is only one.
-  """
+  def loss_of(trained: Any, part: Batch) -> tuple[jax.Array, PartReport]:
+    return rule.objective.part_loss(model.join(base, trained), reference, part, of_batch)
 
-  def part_of(part: Batch) -> tuple[Any, jax.Array, PartReport]:
-    (loss, report), grads = jax.value_and_grad(loss_of, has_aux=True)(params, part)
-    return grads, loss, report
-
-  def part_number(i: jax.Array | int) -> Batch:
-    return jax.tree.map(lambda x: x[i], parts)
-
-  if len(parts.prompts_PS) == 1:  # no second array of gradients to add up in
-    return with_fewest_slots(part_of, part_number(0))
-
-  has_tokens = _with_tokens(parts)
-
-  def goes_on(loop: tuple) -> jax.Array:
-    i = loop[0]
-    return (i < len(has_tokens)) & has_tokens[i]
-
-  def add(loop: tuple) -> tuple:
-    i, *sums, measured = loop
-    grads, loss, report = with_fewest_slots(part_of, part_number(i))
-    sums = jax.tree.map(jnp.add, tuple(sums), (grads, loss, report.routing))
-    return i + 1, *sums, metrics.merge(measured, report.metrics)
-
-  grads, loss, report = jax.eval_shape(part_of, part_number(0))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, loss, report.routing))
-  start = (jnp.int32(0), *zeros, metrics.neutral(report.metrics))
-  _, grads, loss, routing, measured = jax.lax.while_loop(goes_on, add, start)
-  return grads, loss, PartReport(measured, routing)
+  return loss_of
 
 
-def _with_tokens(parts: Batch) -> jax.Array:
-  """bool [parts], which micro-batches have a token in the loss."""
-  return (parts.mask_PGT != 0).any((1, 2, 3))
+def _part(begun: Begun, number: jax.Array | int) -> Batch:
+  return jax.tree.map(lambda x: x[number], begun.parts.batch)
 
 
-def _apply(
-  state: TrainState, grads: Any, report: PartReport, batch: Batch, rule: UpdateRule
-) -> TrainState:
-  P, G, _ = batch.completions_PGT.shape
-  updates, opt_state = rule.optimizer.update(grads, state.opt_state, state.params)
+def _added(before: Sums, of_part: Sums) -> Sums:
+  """Both sums together."""
+  own, new = ((x.grads, x.loss, x.report.routing) for x in (before, of_part))
+  grads, loss, routing = jax.tree.map(jnp.add, own, new)
+  merged = metrics.merge(before.report.metrics, of_part.report.metrics)
+  return Sums(grads, loss, PartReport(merged, routing))
+
+
+def _apply(state: TrainState, sums: Sums, parts: Batch, rule: UpdateRule) -> TrainState:
+  M, m, G, _ = parts.completions_PGT.shape
+  updates, opt_state = rule.optimizer.update(sums.grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
+  report = sums.report
   return state.replace(
     params=params if rule.move is None else rule.move(params, report.routing),
     opt_state=opt_state,
-    coefs=rule.objective.adapt(state.coefs, report.metrics, P * G),
+    coefs=rule.objective.adapt(state.coefs, report.metrics, M * m * G),
   )
-
-
-def _padding(parts: Batch) -> metrics.Metric:
-  """How many tokens the layers compute for each token that there is, in the parts computed."""
-  is_computed = _with_tokens(parts)
-  real = masked.total(jax.vmap(real_tokens)(parts), is_computed)
-  computed = masked.total(jax.vmap(computed_tokens)(parts), is_computed)
-  return metrics.weighted(masked.divide(computed, real), real)
 
 
 def _where(condition: jax.Array, first: Any, second: Any) -> Any:
   return jax.tree.map(lambda x, y: jnp.where(condition, x, y), first, second)
 
 
-def _metrics(
-  loss: jax.Array, grad_norm: jax.Array, is_finite: jax.Array, tokens: jax.Array, report: PartReport
-) -> Metrics:
+def _metrics(sums: Sums, grad_norm: jax.Array, is_finite: jax.Array, tokens: jax.Array) -> Metrics:
   """The metrics of an update. An update without a token in its loss counts in no mean."""
-  has_tokens = tokens > 0
+  has_tokens, report = tokens > 0, sums.report
   out = report.metrics | {
-    "loss": metrics.weighted(loss, has_tokens),
+    "loss": metrics.weighted(sums.loss, has_tokens),
     "grad_norm": metrics.weighted(grad_norm, has_tokens),
     "skipped_updates": metrics.summed(1.0 - is_finite),
   }
@@ -289,10 +376,6 @@ def _metrics(
 def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
   """The mean of -log pi over the tokens of given completions, for the warm start."""
   options = StatsOptions(config, learner)
-
-  def prepare(params: model.Params, batch: Batch, micro_batch: int) -> Batch:
-    del params, micro_batch
-    return batch
 
   def token_count(batch: Batch, coefs: Coefficients) -> jax.Array:
     del coefs
@@ -312,7 +395,7 @@ def supervised(config: model.ModelConfig, learner: Learner) -> Objective:
     del measured, completions
     return coefs
 
-  return with_balance_loss(Objective(prepare, token_count, drop, part_loss, adapt), config, learner)
+  return with_balance_loss(Objective(token_count, drop, part_loss, adapt), config, learner)
 
 
 def with_balance_loss(
@@ -326,16 +409,10 @@ def with_balance_loss(
   if not learner.router_aux_coef:
     return objective
 
-  def prepare(params: model.Params, batch: Batch, micro_batch: int) -> Batch:
-    batch = objective.prepare(params, batch, micro_batch)
-    is_one_part = micro_batch in (0, len(batch.prompts_PS))
-    if batch.routing is not None or is_one_part:
-      return batch
+  def route(params: model.Params, part: Batch) -> Routing | None:
+    return completion_features(params, config, part, learner.saved_activations)[1]
 
-    def route(part: Batch) -> Routing | None:
-      return completion_features(params, config, part, learner.saved_activations)[1]
-
-    routing = in_micro_batches(route, batch, micro_batch)
+  def prepare(batch: Batch, routing: Routing | None) -> Batch:
     return batch.replace(routing=jax.lax.stop_gradient(routing))
 
   def totals_and_routing(batch: Batch, coefs: Coefficients) -> tuple[Any, Routing | None]:
@@ -355,8 +432,10 @@ def with_balance_loss(
     balance = balance_loss(assigned_X, probs_X, whole.tokens_BL.sum())
     return loss + learner.router_aux_coef * balance, report
 
+  if objective.look is None:  # otherwise `prepare` has the routing of that pass
+    objective = dataclasses.replace(objective, look=route, looks_at_one_part=False, prepare=prepare)
   return dataclasses.replace(
-    objective, prepare=prepare, totals=totals_and_routing, drop=keep_all, part_loss=part_loss
+    objective, totals=totals_and_routing, drop=keep_all, part_loss=part_loss
   )
 
 

@@ -156,6 +156,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(ROW_AXES))
 
 
+def parts_sharding(mesh: Mesh) -> NamedSharding:
+  """The second axis of micro-batches [M, m, ...], as `batch_sharding` has the first of a batch."""
+  return NamedSharding(mesh, PartitionSpec(None, ROW_AXES))
+
+
 def table_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
   """The embedding [V, D] while tokens are looked up.
 

@@ -260,7 +260,6 @@ class _Parts:
       completions_PGT=_resized(self._batch.completions_PGT, 1, axis=1),
       mask_PGT=_resized(self._batch.mask_PGT, 1, axis=1),
       temperature_P=self._batch.temperature_P,
-      slots=self._slots,
     )
     count = self._config.warm_start.batch
     batch = self._with_rows(self._seeing(batch, count), count)
@@ -293,7 +292,7 @@ class _Parts:
     prompts = self._prompts(P)
     given = prompts.tokens_nS, prompts.lengths_n, temperature_P, temperature_P
     batch = jax.eval_shape(self._run.programs.to_batch, completions, *given)
-    return self._with_rows(self._seeing(batch, P), P).replace(slots=self._slots)
+    return self._with_rows(self._seeing(batch, P), P)
 
   def _seeing(self, batch: Batch, count: int) -> Batch:
     """The batch of so many prompts with the most that they can see."""
@@ -309,11 +308,6 @@ class _Parts:
     if not self._config.learner.router_replay:
       return None
     return self._some(model_config.experts_dtype, *shape, model_config.experts_in_all)
-
-  @property
-  def _slots(self) -> int | None:
-    """`Batch.slots` of completions that all have max_tokens tokens."""
-    return None if self._run.parameters.model.platform == "cpu" else 0
 
   def _prompts(self, count: int, is_encoded: bool = False) -> Prompts:
     """So many prompts with the most images that they can have, which may be encoded already."""

@@ -139,24 +139,19 @@ class Programs:
     return jax.jit(minibatches, out_shardings=self._rows)
 
   @functools.cached_property
-  def logprobs(self) -> Callable[[Any, Batch], jax.Array]:
+  def logprobs(self) -> learner.MicroBatchPass:
     """(all parameters, batch) -> log-probs of the completions, [P, G, T]."""
     options = learner.StatsOptions(self._model, self._config.learner)
-    micro_batch = self.micro_batch
-
-    def logprobs(params: Any, batch: Batch) -> jax.Array:
-      return learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
-
-    return jax.jit(logprobs, out_shardings=self._rows)
+    return learner.logprobs_pass(options, self.micro_batch, self._places)
 
   @functools.cached_property
-  def update(self) -> Callable[..., tuple[TrainState, Any]]:
+  def update(self) -> learner.Update:
     """(state, base, reference, batch) -> (state, metrics): a GRPO update. It donates the state."""
     objective = learner.grpo(self._model, self._algo, self._config.learner)
     return self._train_step(objective, self._optimizer, self.micro_batch)
 
   @functools.cached_property
-  def warm_update(self) -> Callable[..., tuple[TrainState, Any]]:
+  def warm_update(self) -> learner.Update:
     """(state, base, None, batch) -> (state, metrics): a supervised update. It donates the state."""
     config = self._config
     objective = learner.supervised(self._model, config.learner)
@@ -174,17 +169,18 @@ class Programs:
   def _state_places(self) -> TrainState:
     return jax.tree.map(lambda x: x.sharding, self.abstract_state)
 
-  def _train_step(self, objective: learner.Objective, optimizer: Any, micro_batch: int) -> Any:
+  @property
+  def _places(self) -> learner.Places:
+    return learner.places_on(self._mesh, self._state_places)
+
+  def _train_step(
+    self, objective: learner.Objective, optimizer: Any, micro_batch: int
+  ) -> learner.Update:
     move, rate = None, self._config.learner.router_bias_rate
     if rate:
       move = functools.partial(learner.moved_biases, config=self._model, rate=rate)
     rule = learner.UpdateRule(objective, optimizer, micro_batch, move)
-
-    def train_step(state: TrainState, base: Any, reference: Any, batch: Batch) -> Any:
-      return learner.train_step(state, base, reference, batch, rule)
-
-    places = (self._state_places, self._everywhere)
-    return jax.jit(train_step, donate_argnums=0, out_shardings=places)
+    return learner.Update(rule, self._model.platform, self._places)
 
 
 def algo_of(config: Config) -> Algo:

@@ -56,10 +56,8 @@ class Teacher:
     with _naming_the_key():
       self._params = load_frozen(folder, shape, hosts.mesh)
 
-    def logprobs(params: Any, batch: Batch) -> jax.Array:
-      return learner.whole_batch_stats(params, batch, options, micro_batch).logprobs_PGT
-
-    self._logprobs = jax.jit(logprobs, out_shardings=sharding.batch_sharding(hosts.mesh))
+    places = learner.places_on(hosts.mesh)
+    self._logprobs = learner.logprobs_pass(options, micro_batch, places)
 
   def __call__(self, batch: Batch) -> jax.Array:
     """Log-probs of the completions at the temperature of sampling, float32 [P, G, T]."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax import learner
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo.metrics import Metrics, disjoint
 from grpo_jax.asynchronous.ahead import Ahead
@@ -134,11 +133,6 @@ class WarmStep:
       completions_PGT=examples.completions_PT[:, None],
       mask_PGT=examples.mask_PT[:, None],
       temperature_P=np.ones(size, np.float32),
-      slots=learner.slots_of_batch(
-        examples.mask_PT.sum(1, keepdims=True).astype(int),
-        examples.mask_PT.shape[1],
-        run.parameters.model.platform,
-      ),
     )
     update = run.programs.warm_update
     batch = with_images(run, run.hosts.put(batch), examples.prompts)

@@ -1,0 +1,224 @@
+"""Computes micro-batches in as few slots as hold their tokens, with a program for each number.
+
+packed.py says why the number of slots is a shape. A program for it is compiled when it first
+occurs, and computes all micro-batches of a batch that need it. The host reads how many slots each
+micro-batch needs before it chooses the programs.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from grpo_jax.algo.metrics import Metrics
+from grpo_jax.learner import train_step as pieces
+from grpo_jax.learner.packed import (
+  Parts,
+  Segment,
+  in_parts,
+  joined,
+  row_slots,
+  segments,
+  slot_sizes,
+)
+from grpo_jax.learner.token_stats import StatsOptions, batch_stats, in_micro_batches
+from grpo_jax.learner.train_step import Begun, Given, Sums, UpdateRule
+from grpo_jax.parallel import sharding
+from grpo_jax.types import Batch, Coefficients, TrainState
+
+
+class Places(NamedTuple):
+  """Where arrays lie on a mesh: their shardings. None leaves it to the compiler.
+
+  Attributes:
+    rows: Of arrays [P, ...].
+    parts: Of arrays [M, m, ...], micro-batches of m prompts.
+    everywhere: Of scalars and small arrays that each device has.
+    state: Of a `TrainState`.
+  """
+
+  rows: Any = None
+  parts: Any = None
+  everywhere: Any = None
+  state: TrainState | None = None
+
+
+def places_on(mesh: Mesh, state: TrainState | None = None) -> Places:
+  """The places on a mesh."""
+  rows, parts = sharding.batch_sharding(mesh), sharding.parts_sharding(mesh)
+  return Places(rows, parts, NamedSharding(mesh, PartitionSpec()), state)
+
+
+class MicroBatchPass:
+  """A pass over a batch in micro-batches that has no gradient, such as that for log-probs.
+
+  Calling it gives its results for the whole batch, in the order of the batch.
+  """
+
+  def __init__(
+    self,
+    function: Callable[[Any, Batch], Any],
+    micro_batch: int,
+    platform: str,
+    places: Places | None = None,
+  ):
+    """A pass that is not compiled yet.
+
+    Args:
+      function: (parameters, part) -> a tree of arrays [m, ...]. They are 0 for groups without a
+        token in the loss, which may be left out.
+      micro_batch: The prompts of a part, m. 0 means those of the whole batch.
+      platform: Where it runs.
+      places: Where the arrays lie.
+    """
+    places = places or Places()
+    self._function, self._micro_batch, self._platform = function, micro_batch, platform
+    self._whole = jax.jit(self._plain, out_shardings=places.rows)
+    of_parts = Parts(places.parts, places.everywhere, places.everywhere)
+    split = functools.partial(in_parts, micro_batch=micro_batch)
+    self._split = jax.jit(split, out_shardings=None if places.rows is None else of_parts)
+    self._zeros = jax.jit(self._nothing, out_shardings=places.parts)
+    self._add = jax.jit(
+      self._segment,
+      static_argnames="slots",
+      donate_argnames="found",
+      out_shardings=places.parts,
+    )
+    self._in_order = jax.jit(_in_order, out_shardings=places.rows)
+
+  def __call__(self, params: Any, batch: Batch) -> Any:
+    sizes = sizes_of(batch, self._platform)
+    if len(sizes) == 1:
+      return self._whole(params, batch)
+    parts = self._split(batch)
+    found = self._zeros(params, parts)
+    for slots, first, end in segments(np.asarray(parts.needed_M), sizes):
+      found = self._add(params, parts, found, first, end, slots=slots)
+    return self._in_order(found, parts.order_P)
+
+  def lower(self, params: Any, batch: Batch) -> Any:
+    """The pass over a batch of long completions, as `jax.jit` lowers it."""
+    return self._whole.lower(params, batch)
+
+  def _plain(self, params: Any, batch: Batch) -> Any:
+    return in_micro_batches(functools.partial(self._function, params), batch, self._micro_batch)
+
+  def _nothing(self, params: Any, parts: Parts) -> Any:
+    part = jax.tree.map(lambda x: x[0], parts.batch)
+    found, M = jax.eval_shape(self._function, params, part), len(parts.needed_M)
+    return jax.tree.map(lambda x: jnp.zeros((M, *x.shape), x.dtype), found)
+
+  def _segment(
+    self, params: Any, parts: Parts, found: Any, first: jax.Array, end: jax.Array, slots: int
+  ) -> Any:
+    """What was found, with the parts from the first to the end."""
+
+    def one(i: jax.Array, found: Any) -> Any:
+      part = jax.tree.map(lambda x: x[i], parts.batch).replace(slots=slots)
+      own = self._function(params, part)
+      return jax.tree.map(lambda all_, new: all_.at[i].set(new), found, own)
+
+    return jax.lax.fori_loop(first, end, one, found)
+
+
+def logprobs_pass(
+  options: StatsOptions, micro_batch: int, places: Places | None = None
+) -> MicroBatchPass:
+  """(all parameters, batch) -> log-probs of the completions, float32 [P, G, T]."""
+
+  def logprobs(params: Any, part: Batch) -> jax.Array:
+    return batch_stats(params, None, part, options).logprobs_PGT
+
+  return MicroBatchPass(logprobs, micro_batch, options.model.platform, places)
+
+
+class Update:
+  """`train_step`, with its micro-batches in as few slots as hold their tokens.
+
+  Calling it as (state, base, reference, batch) gives the state after an update, and its metrics. It
+  donates the state.
+  """
+
+  def __init__(self, rule: UpdateRule, platform: str, places: Places | None = None):
+    places = places or Places()
+    self._rule, self._platform = rule, platform
+    updated = begun = sums = None
+    if places.state is not None:
+      updated = places.state, places.everywhere
+      of_parts = Parts(places.parts, places.everywhere, places.everywhere)
+      begun = Begun(of_parts, places.everywhere, places.everywhere)
+      sums = Sums(places.state.params, places.everywhere, places.everywhere)
+    self._whole = jax.jit(self._train_step, donate_argnums=0, out_shardings=updated)
+    self._begin = jax.jit(self._prepare_and_begin, out_shardings=begun)
+    zeros = functools.partial(pieces.no_gradients, rule=rule)
+    self._zeros = jax.jit(zeros, out_shardings=sums)
+    self._add = jax.jit(
+      self._add_gradients, static_argnames="slots", donate_argnames="sums", out_shardings=sums
+    )
+    finish = functools.partial(pieces.finish, rule=rule)
+    self._finish = jax.jit(finish, donate_argnums=0, out_shardings=updated)
+    self._look: MicroBatchPass | None = None
+    if rule.objective.look is not None:
+      look = rule.objective.look
+      self._look = MicroBatchPass(
+        lambda parameters, part: look(pieces.model.join(*parameters), part),
+        rule.micro_batch,
+        platform,
+        places,
+      )
+
+  def __call__(
+    self, state: TrainState, base: Any, reference: Any, batch: Batch
+  ) -> tuple[TrainState, Metrics]:
+    P, G, T = batch.completions_PGT.shape
+    m = self._rule.micro_batch or P
+    sizes = sizes_of(batch, self._platform)
+    if len(sizes) == 1:
+      return self._whole(state, base, reference, batch)
+    seen = None
+    if self._rule.objective.looks_at(P // m):
+      seen = self._look((base, state.params), batch)
+    begun = self._begin(state.coefs, batch, seen)
+    given = Given(state.params, base, reference, begun)
+    sums = None if m == P else self._zeros(given)
+    found = segments(np.asarray(begun.parts.needed_M), sizes)
+    if sums is None and not found:
+      found = [Segment(sizes[0], 0, 1)]  # a gradient of 0, which moves momentum
+    computed = 0
+    for slots, first, end in found:
+      sums = self._add(given, sums, first, end, slots=slots)
+      rows = G * row_slots(T, self._platform)
+      computed += (end - first) * m * (batch.prompts_PS.shape[1] + (slots or rows))
+    return self._finish(state, begun, sums, float(computed))
+
+  def lower(self, state: TrainState, base: Any, reference: Any, batch: Batch) -> Any:
+    """The update on a batch of long completions, as `jax.jit` lowers it."""
+    return self._whole.lower(state, base, reference, batch)
+
+  def _train_step(
+    self, state: TrainState, base: Any, reference: Any, batch: Batch
+  ) -> tuple[TrainState, Metrics]:
+    return pieces.train_step(state, base, reference, batch, self._rule)
+
+  def _prepare_and_begin(self, coefs: Coefficients, batch: Batch, seen: Any) -> Begun:
+    return pieces.begin(coefs, self._rule.objective.prepare(batch, seen), self._rule)
+
+  def _add_gradients(
+    self, given: Given, sums: Sums | None, first: jax.Array, end: jax.Array, slots: int
+  ) -> Sums:
+    return pieces.add_gradients(given, sums, Segment(slots, first, end), self._rule)
+
+
+def sizes_of(batch: Batch, platform: str) -> list[int]:
+  """`slot_sizes` of the completions of a batch."""
+  _, G, T = batch.completions_PGT.shape
+  return slot_sizes(G, T, platform)
+
+
+def _in_order(found: Any, order_P: jax.Array) -> Any:
+  """The results of micro-batches as those of the batch."""
+  return jax.tree.map(lambda x: joined(x)[jnp.argsort(order_P)], found)
