@@ -36,11 +36,15 @@ class Work:
     done: How much is done.
     began: When it began, by the clock of `time.monotonic`.
     is_routine: Whether the like has been done before, such as a step of a run.
+    is_once: Whether it does not come again in what it is a part of, such as a compilation.
     once: The seconds in it that do not come again, such as those of a compiler.
   """
 
-  def __init__(self, what: str, total: int, unit: str, is_routine: bool) -> None:
-    self.what, self.total, self.unit, self.is_routine = what, total, unit, is_routine
+  def __init__(
+    self, what: str, total: int = 0, unit: str = "", *, is_routine: bool, is_once: bool = False
+  ) -> None:
+    self.what, self.total, self.unit = what, total, unit
+    self.is_routine, self.is_once = is_routine, is_once
     self.done, self.began, self.once = 0, time.monotonic(), 0.0
 
   def advance(self, count: int = 1) -> None:
@@ -89,7 +93,8 @@ def describe(works: Sequence[Work], now: float) -> str:
   text = ": ".join(work.text for work in works)
   seconds = now - works[-1].began
   times = [duration(seconds)] if seconds >= 1 else []
-  known = [left for work in works if (left := work.seconds_left(now)) is not None]
+  until = min((work.began for work in works if work.is_once), default=now)
+  known = [left for work in works if (left := work.seconds_left(until)) is not None]
   times += [f"about {duration(known[-1])} left"] if known and known[-1] >= 1 else []
   return f"{text} ({', '.join(times)})" if times else text
 
@@ -159,9 +164,17 @@ class Progress:
     self._lock = threading.RLock()
     self._looking: _Looking | None = None
 
-  def begin(self, what: str, total: int = 0, unit: str = "", *, is_routine: bool = False) -> Work:
-    """Begins a work, which `end` ends. `doing` explains the arguments."""
-    work = Work(what, total, unit, is_routine)
+  def begin(
+    self,
+    what: str,
+    total: int = 0,
+    unit: str = "",
+    *,
+    is_routine: bool = False,
+    is_once: bool = False,
+  ) -> Work:
+    """Begins a work, which `end` ends. `Work` explains the arguments."""
+    work = Work(what, total, unit, is_routine=is_routine, is_once=is_once)
     with self._lock:
       self._works.append((threading.get_ident(), work))
       if self._looking is None:

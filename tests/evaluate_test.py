@@ -87,8 +87,8 @@ def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(confi
   config, works = with_eval(config, samples=4), []
 
   @contextlib.contextmanager
-  def recorded(*arguments):
-    with doing(*arguments) as work:
+  def recorded(*arguments, is_routine):
+    with doing(*arguments, is_routine=is_routine) as work:
       works.append((work, []))
       monkeypatch.setattr(work, "reach", works[-1][1].append)
       yield work
@@ -106,8 +106,9 @@ def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(confi
   for name in names:
     low, high = metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]
     assert low <= metrics[f"eval/{name}"] <= high
-  kinds = [(work.unit, work.total) for work, _ in works]
-  assert kinds == 3 * [("problems", 30), ("draws", 120)]
+  kinds = [(work.unit, work.total, work.is_routine) for work, _ in works]
+  first = [("problems", 30, False), ("draws", 120, False)]
+  assert kinds == first + 2 * [(*kind, True) for *kind, _ in first]
   for work, reached in works:
     assert sorted(reached) == reached and len(set(reached)) >= 4 and reached[-1] >= work.total
   lines = table(metrics, config.eval, config.sampling.max_tokens)

@@ -54,7 +54,7 @@ class Recorder:
 
 
 def work(what, total=0, unit="", is_routine=False):
-  return Work(what, total, unit, is_routine)
+  return Work(what, total, unit, is_routine=is_routine, is_once=what.startswith("compiling"))
 
 
 def test_a_line_says_what_is_done_and_how_far_it_is_and_what_is_left(clock):
@@ -66,7 +66,7 @@ def test_a_line_says_what_is_done_and_how_far_it_is_and_what_is_left(clock):
   assert describe([step, sampling], 20.0) == text
   clock[0] = 14.0
   compiling = work("compiling chunk")
-  text = "step 1: sampling 128 of 512 completions: compiling chunk (6s, about 1m00s left)"
+  text = "step 1: sampling 128 of 512 completions: compiling chunk (6s, about 42s left)"
   assert describe([step, sampling, compiling], 20.0) == text
   sampling.once = 16.0  # what was compiled does not come again
   assert describe([sampling], 20.0).endswith("(20s, about 12s left)")

@@ -51,9 +51,9 @@ class JsonConsole:
     self._shown.close()
 
   def _progress(self, text: str, works: Sequence[Work]) -> None:
-    counted = [work for work in works if work.total] or works
-    values = {"text": text, "done": counted[-1].done, "total": counted[-1].total}
-    self._print("progress", values)
+    counted = [work for work in works if work.total > 1]
+    done, total = (counted[-1].done, counted[-1].total) if counted else (0, 0)
+    self._print("progress", {"text": text, "done": done, "total": total})
 
   def _print(self, event: str, values: Mapping[str, Any]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

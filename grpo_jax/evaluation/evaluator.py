@@ -69,6 +69,7 @@ class Evaluator:
     make = functools.partial(make_rollout, run, at_once=at_once, talkers=scorers.talkers)
     self._greedy = make(1, greedy=True)
     self._sampled = make(samples) if samples else None
+    self._is_compiled = False
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
     """Metrics under eval/.
@@ -86,6 +87,7 @@ class Evaluator:
     if self._sampled is not None:
       draws = self._outcomes(self._sampled, self._config.samples, given)
       metrics |= sample_metrics(draws, self._config.samples)
+    self._is_compiled = True
     return metrics
 
   def _outcomes(self, rollout: Rollout, samples: int, given: _Given) -> Outcomes:
@@ -99,7 +101,7 @@ class Evaluator:
     prompts = prompt_batch(self.prompts, indices, self._run.hosts)
     arguments = given.params, prompts, given.key, self._config.temperature
     unit = "problems" if samples == 1 else "draws"
-    with doing("evaluating", samples * total, unit) as work:
+    with doing("evaluating", samples * total, unit, is_routine=self._is_compiled) as work:
       for some, rollouts in rollout.parts(*arguments, on_ended=work.reach):
         own = prompt_batch(self.prompts, indices[some], self._run.hosts)
         scores = self._score.start(rollouts, own, given.step)

@@ -39,5 +39,5 @@ def _on_event(event: str, seconds: float, **details: Any) -> None:
     _compiling.work = None
   if event == _LOWERED:
     name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")").lstrip("_")
-    _compiling.work = PROGRESS.begin(f"compiling {name}")
+    _compiling.work = PROGRESS.begin(f"compiling {name}", is_once=True)
   PROGRESS.once(seconds)
