@@ -51,9 +51,9 @@ class Work:
     """Counts what was done since the last time."""
     self.done += count
 
-  def reach(self, done: int, total: int | None = None) -> None:
-    """Says how much is done in all, and of how much if that was not known before."""
-    self.done, self.total = done, self.total if total is None else total
+  def reach(self, done: int) -> None:
+    """Says how much is done in all."""
+    self.done = done
 
   @property
   def text(self) -> str:

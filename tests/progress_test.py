@@ -73,9 +73,6 @@ def test_a_line_says_what_is_done_and_how_far_it_is_and_what_is_left(clock):
   sampling.reach(600)
   assert describe([sampling], 20.0) == "sampling 512 of 512 completions (20s)"
   assert work("updating", 1, "minibatches").text == "updating"
-  loading = work("loading", 0, "MB")
-  loading.reach(5000, 20000)
-  assert loading.text == "loading 5,000 of 20,000 MB"
 
 
 def told(clock, times):

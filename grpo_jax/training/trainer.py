@@ -146,7 +146,7 @@ class Trainer:
 
   def restore_or_init(self) -> tuple[RunState, int]:
     """The state and the number of steps so far: of the newest whole checkpoint, or of a new run."""
-    with doing("making or reading the state"):
+    with doing("preparing the state"):
       state, step, restored = self.store.restore_or_init()
     self.reporter.open(step if restored else -1)
     splits = [("training", self.collector.prompts)]
