@@ -256,6 +256,7 @@ def test_what_a_step_does_is_below_the_bar_and_the_end_has_the_bar_alone(clock):
 def test_json_has_an_event_for_what_takes_long(clock):
   stream = io.StringIO()
   console = JsonConsole(Console(file=stream))
+  console.start()
   with doing("step 1"), doing("sampling", 64, "completions") as part, doing("compiling chunk"):
     part.advance(16)
     clock[0] = 9.0

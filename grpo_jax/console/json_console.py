@@ -26,6 +26,9 @@ class JsonConsole:
   def __init__(self, console: Console) -> None:
     """`console` prints the lines."""
     self._console, self._shown = console, contextlib.ExitStack()
+
+  def start(self) -> None:
+    """Prints from now on what takes long, until it is closed."""
     self._shown.enter_context(PROGRESS.shown_by(Lines(self._progress)))
 
   def header(self, lines: Sequence[str]) -> None:

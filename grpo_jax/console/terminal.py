@@ -73,6 +73,9 @@ class Terminal:
       self._bar = notebook.Bar() if in_notebook else _make_bar(self._console, total_steps)
       self._task = self._bar.add_task("", total=total_steps, completed=0, text="")
 
+  def start(self) -> None:
+    """Does nothing yet, because the first step draws the bar."""
+
   def header(self, lines: Sequence[str]) -> None:
     """Prints what the run is about to do, before its first step."""
     for line in lines:

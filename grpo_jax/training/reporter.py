@@ -68,6 +68,10 @@ class Reporter:
     )
     self.evaluator = Evaluator(run, scorers) if run.config.eval.every else None
 
+  def start_terminal(self) -> None:
+    """Lets the terminal show what takes long, until `close`."""
+    self._terminal.start()
+
   def open(self, start_step: int) -> None:
     """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
     log = self._run.config.log

@@ -92,6 +92,7 @@ class Trainer:
     self._asked_to_stop = stop_request
     stack.enter_context(signals(stop_request))
     stack.callback(self.reporter.close)
+    self.reporter.start_terminal()
     stack.callback(self._checkpoints.close)
 
   def _access(self) -> Access | None:
