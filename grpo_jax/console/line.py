@@ -99,17 +99,19 @@ _starting, _for_ever = contextlib.ExitStack(), contextlib.ExitStack()
 
 
 def start() -> None:
-  """Begins to show what this program does, and that it starts. On a terminal, that is a line.
+  """On a terminal, begins with a line that says what this program does, and first that it starts.
 
-  `started` ends the start. The line is there until the program ends.
+  `started` ends the start. The line is there until the program ends. A file does not hear of the
+  start, so that an error is the only line of stderr however long the imports took.
   """
-  if _starts_here(sys.stderr):
-    line = Line(sys.stderr)
-    for name in ("stdout", "stderr"):
-      stream = getattr(sys, name)
-      if stream is not None and stream.isatty():
-        setattr(sys, name, Above(stream, line))
-    _for_ever.enter_context(PROGRESS.shown_by(line))
+  if not _can_be_drawn_on(sys.stderr):
+    return
+  line = Line(sys.stderr)
+  for name in ("stdout", "stderr"):
+    stream = getattr(sys, name)
+    if stream is not None and stream.isatty():
+      setattr(sys, name, Above(stream, line))
+  _for_ever.enter_context(PROGRESS.shown_by(line))
   _starting.enter_context(PROGRESS.doing("loading JAX"))
   PROGRESS.show_now()
 
@@ -119,7 +121,7 @@ def started() -> None:
   _starting.close()
 
 
-def _starts_here(stream: TextIO | None) -> bool:
+def _can_be_drawn_on(stream: TextIO | None) -> bool:
   """Whether the stream is a terminal on which the cursor can go back."""
   return (
     stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
