@@ -19,6 +19,10 @@ if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int
   # `python -m grpo_jax.train` imports for seconds. Until `cli.run` handles it, Ctrl-C ends the
   # process at once and prints no traceback of an import.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.argv[0] == "-m":
+  from grpo_jax.console import line
+
+  line.start()  # before the imports that take long
 
 if TYPE_CHECKING:
   from grpo_jax.algo.surrogates import register_surrogate

@@ -17,13 +17,13 @@ from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.algo.presets import CHOICES
 from grpo_jax.config import Config, check_key, from_dict, wrong_type
-from grpo_jax.console import exit_codes
+from grpo_jax.console import exit_codes, line
 from grpo_jax.evaluation.policy import Change, Policy, policy_of_config, policy_of_run, unchanged
 from grpo_jax.parallel import processes
+from grpo_jax.progress import doing
 from grpo_jax.recipes import file_of, import_hint, recipe_files, with_absolute_paths
 from grpo_jax.settings import ConfigError, path_of, shown
 from grpo_jax.storage import bucket
-from grpo_jax.timing import told_if_slow
 
 flags.disclaim_key_flags()  # so that --help shows the flags that a program defines here
 
@@ -35,6 +35,7 @@ def run(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) ->
   and goes on with the same command, and 1 for other failures. What went wrong is one line of
   stderr. Only a defect of the program prints a traceback.
   """
+  line.started()
   exit_codes.interruptible()
   exit_codes.open_standard_streams()
   app.define_help_flags()
@@ -180,7 +181,7 @@ def _parse(argv: list[str], values: flags.FlagValues) -> list[str]:
       _check_file(value)
   try:
     logging.disable(logging.WARNING)  # ml_collections warns of what becomes an error here
-    with told_if_slow("reading --config"):
+    with doing("reading --config"):
       rest = values(argv)[1:]
   except KeyboardInterrupt:
     raise

@@ -5,7 +5,6 @@ python -m grpo_jax.evaluate --config=configs/gsm8k.py --config.model.path=FOLDER
 """
 
 import dataclasses
-import sys
 
 from absl import flags
 
@@ -13,13 +12,6 @@ from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.data.tasks.tasks import name_of
 from grpo_jax.evaluation.evaluator import Evaluator, table
-
-
-def show_progress(what: str, done: int, total: int) -> None:
-  """Shows a line on a terminal's stderr, and wipes it at the end."""
-  if sys.stderr.isatty():
-    line = f"\r{what}: {done}/{total} problems" if done < total else "\r\033[K"
-    print(line, end="", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> None:
@@ -33,7 +25,7 @@ def main(argv: list[str]) -> None:
   cli.join_processes()
   policy = cli.open_policy(with_flags)
   config = policy.run.config
-  evaluator = Evaluator(policy.run, policy.scorers, show_progress)
+  evaluator = Evaluator(policy.run, policy.scorers)
   dropped = evaluator.prompts.dropped
   left_out = f" ({dropped} longer than data.max_prompt_tokens left out)" if dropped else ""
   if unopened := evaluator.prompts.unopened:

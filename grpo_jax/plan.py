@@ -31,10 +31,10 @@ from grpo_jax.planning import overlap, split, table
 from grpo_jax.planning.phases import Phase, compiled
 from grpo_jax.planning.programs import programs, shape_alone
 from grpo_jax.planning.topologies import devices_of
+from grpo_jax.progress import doing
 from grpo_jax.run.checks import check_batches
 from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError
-from grpo_jax.timing import told_if_slow
 
 
 def plan(run: Run, topology: str) -> None:
@@ -56,9 +56,12 @@ def plan(run: Run, topology: str) -> None:
     f" {estimate / 1e9:,.2f} GB by the estimate that chooses batch.micro_batch=0"
   )
   phases: list[Phase] = []
-  for program in programs(run):
-    with told_if_slow(f"compiling {program.name}"):
-      phases.append(compiled(program))
+  needed = [*programs(run)]
+  with doing("compiled", len(needed), "programs") as work:
+    for program in needed:
+      with doing(f"compiling {program.name}"):
+        phases.append(compiled(program))
+      work.advance()
   is_beside = run.config.mesh.sampler > 0 and run.config.rollout.max_staleness > 0
   tables = (
     table.memory_table(phases),
@@ -135,7 +138,7 @@ def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, fl
     except ConfigError as error:
       print(f"not on {count}: {error}")
       continue
-    with told_if_slow(f"compiling for {count} devices"):
+    with doing(f"compiling for {count} devices"):
       phases = [compiled(program) for program in programs(run) if split.is_timed(program)]
     refused = [phase.name for phase in phases if memory and phase.total > memory]
     if refused:

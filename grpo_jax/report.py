@@ -15,11 +15,11 @@ import tempfile
 from absl import flags
 
 from grpo_jax import cli
+from grpo_jax.progress import doing
 from grpo_jax.reporting.page import page
 from grpo_jax.reporting.runs import ShownRun, read_run, with_unique_names
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage.json_files import replace_file
-from grpo_jax.timing import told_if_slow
 
 
 def main(argv: Sequence[str], folders: Sequence[str]) -> None:
@@ -32,9 +32,10 @@ def main(argv: Sequence[str], folders: Sequence[str]) -> None:
   _check_writable(out)
   paths = [path for folder in folders for path in _run_folders(folder)]
   runs: list[ShownRun] = []
-  with told_if_slow(lambda: f"reading: {len(runs)} of {len(paths)} runs are read"):
+  with doing("reading", len(paths), "runs") as work:
     for path in paths:
       runs.append(read_run(str(path)))
+      work.advance()
     text = page(with_unique_names(runs))
   replace_file(out, text)
   print(f"{out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(text) / 1e6:.1f} MB")

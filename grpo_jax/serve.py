@@ -19,13 +19,13 @@ from absl import flags
 from grpo_jax import cli, model
 from grpo_jax.console import exit_codes
 from grpo_jax.evaluation.policy import Policy
+from grpo_jax.progress import doing
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.sampling import decoding_of
 from grpo_jax.serving.decoder import Sizes
 from grpo_jax.serving.engine import Engine
 from grpo_jax.settings import ConfigError, is_loopback, is_text, path_of
 from grpo_jax.storage.checkpoint import Checkpoints
-from grpo_jax.timing import told_if_slow
 
 _KEY = "GRPO_JAX_API_KEY"  # the environment variable
 _MOST_TEXTS = 16  # in the prefix cache, for each row
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
   engine = make_engine(policy)
   del policy  # the engine has its own copy of the weights
   print(f"{name}: compiling", flush=True)
-  with told_if_slow("compiling"):
+  with doing("compiling"):
     engine.start()
   # The garbage collector stops all threads. It need not look at what stays. And a thread that reads
   # a large body gives way to the others after a millisecond.

@@ -1,4 +1,4 @@
-"""Says on stderr what takes long, so that no program is silent while it waits."""
+"""Clocks: durations, limits of time, and what is told of what takes too long."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -8,7 +8,6 @@ import threading
 import time
 from typing import Any
 
-_SECONDS = 8.0
 _SECONDS_TO_RAISE_AGAIN = 1.0
 
 
@@ -25,6 +24,18 @@ _OF_CLOCK = (
 def is_of_clock(metric: str) -> bool:
   """Whether the clock decides a metric, so that it differs when a run is repeated."""
   return metric.startswith("time/") or metric in _OF_CLOCK
+
+
+def duration(seconds: float) -> str:
+  """A duration in two units at most: 45s, 2m10s, 3h05m, 2d04h."""
+  s = round(seconds)
+  if s < 60:
+    return f"{s}s"
+  if s < 3600:
+    return f"{s // 60}m{s % 60:02d}s"
+  if s < 86400:
+    return f"{s // 3600}h{s % 3600 // 60:02d}m"
+  return f"{s // 86400}d{s % 86400 // 3600:02d}h"
 
 
 class TookTooLong(BaseException):
@@ -49,22 +60,6 @@ def telling(line: Callable[[float], str], seconds: float) -> Iterator[None]:
   finally:
     ended.set()
     teller.join()
-
-
-def told_if_slow(
-  what: str | Callable[[], str], seconds: float | None = None
-) -> contextlib.AbstractContextManager[None]:
-  """Prints `what`, such as "reading FILE", each time that the block has taken so much longer.
-
-  Args:
-    what: What the block does.
-    seconds: How often. None means the same as everywhere.
-  """
-
-  def line(waited: float) -> str:
-    return f"still {what if isinstance(what, str) else what()} after {waited:.0f} seconds"
-
-  return telling(line, _SECONDS if seconds is None else seconds)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from etils import epath
 import fsspec
 import pytest
 
-from grpo_jax import timing
+from grpo_jax import progress
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage import bucket, bucket_files, bucket_lock
 from grpo_jax.storage import manifest as fmt
@@ -46,12 +46,13 @@ def test_a_folder_in_a_bucket_keeps_its_name():
 
 
 def test_failures_in_a_bucket_become_one_line(monkeypatch, capfd):
-  monkeypatch.setattr(timing, "_SECONDS", 0.05)
+  monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LOOKS", 0.01)
+  monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.05)
   with pytest.raises(RunFailed, match=r"gs://b/a cannot be used \(OSError: no route\)"):
     with bucket.reaching("gs://b/a"):
       time.sleep(0.2)
       raise OSError("no\nroute")
-  assert "still waiting for gs://b/a after" in capfd.readouterr().err
+  assert "waiting for gs://b/a\n" in capfd.readouterr().err
   with pytest.raises(OSError, match="no route"), bucket.reaching("/a"):
     raise OSError("no route")
   with pytest.raises(ConfigError, match="other"), bucket.reaching("gs://b/a"):

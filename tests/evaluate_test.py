@@ -1,5 +1,6 @@
 """The evaluator on a tiny policy. `estimators_test.py` has the estimates and their intervals."""
 
+import contextlib
 import dataclasses
 import zlib
 
@@ -10,7 +11,9 @@ from small_run import small_config, small_run, with_reward, with_section
 
 from configs import arithmetic
 from grpo_jax.config import from_dict
-from grpo_jax.evaluation.evaluator import Evaluator, accuracies, no_progress, table
+from grpo_jax.evaluation import evaluator as evaluator_lib
+from grpo_jax.evaluation.evaluator import Evaluator, accuracies, table
+from grpo_jax.progress import doing
 from grpo_jax.run.run import Run
 from grpo_jax.sampler.logits import RowSettings
 from grpo_jax.sampler.sampling import Draws, whole
@@ -40,9 +43,9 @@ def with_eval(config, **changes):
   return dataclasses.replace(config, eval=dataclasses.replace(config.eval, **changes))
 
 
-def evaluate(config, steps=(0,), progress=no_progress):
+def evaluate(config, steps=(0,)):
   run = Run(config)
-  evaluator, params = Evaluator(run, Scorers(run), progress), run.initial_params()
+  evaluator, params = Evaluator(run, Scorers(run)), run.initial_params()
   return [evaluator(params, step) for step in steps]
 
 
@@ -80,12 +83,18 @@ def greedy_one_at_a_time(run):
 
 
 @pytest.mark.slow
-def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(config):
-  config = with_eval(config, samples=4)
-  progress = []
-  metrics, again, of_other_step = evaluate(
-    config, steps=(3, 3, 4), progress=lambda *arguments: progress.append(arguments)
-  )
+def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(config, monkeypatch):
+  config, works = with_eval(config, samples=4), []
+
+  @contextlib.contextmanager
+  def recorded(*arguments, is_routine):
+    with doing(*arguments, is_routine=is_routine) as work:
+      works.append((work, []))
+      monkeypatch.setattr(work, "reach", works[-1][1].append)
+      yield work
+
+  monkeypatch.setattr(evaluator_lib, "doing", recorded)
+  metrics, again, of_other_step = evaluate(config, steps=(3, 3, 4))
   assert metrics == again
   greedy = {name for name in metrics if "@" not in name}
   names = {"accuracy", "mean@4", "pass@2", "pass@4", "maj@4"}
@@ -97,8 +106,11 @@ def test_only_draws_depend_on_the_step_and_every_estimate_has_its_interval(confi
   for name in names:
     low, high = metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]
     assert low <= metrics[f"eval/{name}"] <= high
-  expected = [(what, done, 30) for what in ("greedy", "draws") for done in (8, 16, 24, 30)]
-  assert progress == expected * 3
+  kinds = [(work.unit, work.total, work.is_routine) for work, _ in works]
+  first = [("problems", 30, False), ("draws", 120, False)]
+  assert kinds == first + 2 * [(*kind, True) for *kind, _ in first]
+  for work, reached in works:
+    assert sorted(reached) == reached and len(set(reached)) >= 4 and reached[-1] >= work.total
   lines = table(metrics, config.eval, config.sampling.max_tokens)
   assert max(map(len, lines)) <= 80 and sum("95% interval" in line for line in lines) == len(names)
   assert lines[0].endswith(f"{metrics['eval/clipped_ratio']:.1%} cut off at 6")

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = [
   {"settings", "files", "foreign", "timing", "types", "masked", "pending"},
-  {"registry", "calls", "gguf_file"},
+  {"registry", "calls", "gguf_file", "progress"},
   {"algo", "plain_values", "gym"},
   {"config"},
   {"model", "rewards", "data"},

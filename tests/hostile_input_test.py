@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from grpo_jax import model, timing
+from grpo_jax import model
 from grpo_jax.data.files import download
 from grpo_jax.data.tasks.arithmetic import ALPHABET
 from grpo_jax.data.tokenizers import chat, tokenizer
@@ -236,13 +236,6 @@ def test_a_chat_template_has_limits(tmp_path, folder, monkeypatch, template, wor
   assert chat.Template("{{ messages[0].content }}", "x").render(
     [[{"role": "user", "content": str(i)}] for i in range(200)], True, {}
   ) == [str(i) for i in range(200)]
-
-
-def test_what_takes_long_is_told(monkeypatch, capsys):
-  monkeypatch.setattr(timing, "_SECONDS", 0.01)
-  with timing.told_if_slow("waiting for the rain"):
-    threading.Event().wait(0.3)
-  assert "still waiting for the rain after " in capsys.readouterr().err
 
 
 # Files.

@@ -21,8 +21,9 @@ from rich.console import Console
 from grpo_jax import sample
 from grpo_jax.console import terminal
 from grpo_jax.console.json_console import JsonConsole
-from grpo_jax.console.terminal import Loading, Terminal, duration
+from grpo_jax.console.terminal import Terminal
 from grpo_jax.console.text import shorten, visible
+from grpo_jax.timing import duration
 
 METRICS = {
   "reward": 0.7123,
@@ -41,7 +42,7 @@ def clock(monkeypatch):
   return now
 
 
-def plain(width=80, total=400, warm=0, encoding="utf-8"):
+def plain(width=80, total=400, warm=0, encoding="utf-8", **options):
   """A Terminal that writes to a file, and a function that returns what it wrote so far."""
   raw = io.BytesIO()
   stream = io.TextIOWrapper(raw, encoding=encoding)
@@ -49,7 +50,7 @@ def plain(width=80, total=400, warm=0, encoding="utf-8"):
   def written():
     return raw.getvalue().decode(encoding)
 
-  return Terminal(total, warm, Console(file=stream, width=width)), written
+  return Terminal(total, warm, Console(file=stream, width=width), **options), written
 
 
 def screen(text):
@@ -85,15 +86,16 @@ def test_a_pipe_gets_a_line_every_few_seconds_and_at_each_eval_and_the_last_step
 
 
 def test_each_phase_counts_to_its_own_end_with_its_speed_and_time_left(clock):
-  out, text = plain(total=10, warm=5)
+  out, text = plain(total=10, warm=5, warm_steps_of_a_step=4)
   for step in range(1, 9):
     clock[0] += 100.0 if step > 5 else 5.0
     warm = {"warm_start/loss": 2.5, "warm_start/tokens": 600.0, "time/step": 4.0}
     out.update(step, METRICS if step > 5 else warm)
   lines = text().splitlines()
   assert lines[0] == "warm start 1/5  loss 2.500  150 tok/s"  # it compiled: no time left yet
-  assert lines[1] == "warm start 2/5  loss 2.500  150 tok/s  left 15s"
-  assert lines[4] == "warm start 5/5  loss 2.500  150 tok/s"
+  # 3 more of 5 s, and 5 of GRPO, each of which is thought to take as long as 4
+  assert lines[1] == "warm start 2/5  loss 2.500  150 tok/s  left ~1m55s"
+  assert lines[4] == "warm start 5/5  loss 2.500  150 tok/s  left ~1m40s"
   # The sixth step is the first of GRPO, which compiles, and the warm start's pace is not GRPO's.
   assert lines[5].startswith("step 6/10  reward 0.71") and "left" not in lines[5]
   assert lines[6].endswith("left 5m00s") and lines[7].endswith("left 3m20s")
@@ -234,26 +236,6 @@ def test_a_sampled_text_cannot_steer_a_terminal_and_is_whole_in_a_file():
   text = "one\n\x1b[2Jtwo\x07\r\nthree"
   assert sample.printable(text, on_terminal=True) == "one\n\\x1b[2Jtwo\\x07\\r\nthree"
   assert sample.printable(text, on_terminal=False) == text
-
-
-@pytest.mark.parametrize(
-  "is_terminal, expected",
-  [
-    (True, "\rloading weights: 1.0 of 4.0 GB\033[K\rloading weights: 3.0 of 4.0 GB\033[K\r\033[K"),
-    (False, "loading weights: 3.0 of 4.0 GB\n"),
-  ],
-)
-def test_loading_is_one_changing_line_on_a_terminal_and_a_line_at_times_in_a_file(
-  clock, monkeypatch, is_terminal, expected
-):
-  stream = io.StringIO()
-  monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
-  monkeypatch.setattr(sys, "stderr", stream)
-  loading = Loading()
-  for seconds, gigabytes in [(0.05, 0.5), (1.0, 1.0), (1.05, 2.0), (3.5, 3.0), (3.51, 4.0)]:
-    clock[0] = seconds
-    loading(int(gigabytes * 1e9), int(4e9))
-  assert stream.getvalue() == expected
 
 
 LOOP = """

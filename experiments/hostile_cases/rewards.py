@@ -236,7 +236,7 @@ UNLEARNED = [
   _file("exits in a worker", "import sys\ndef f(completions, **c): sys.exit(0)\n", 1, *UNSCORED, "f raised SystemExit: 0", command="train $REWARD --config.reward.workers=1", saved=3, lines=9),
   _file("raises in a worker always", "def f(completions, **c): 1 / 0\n", 1, "last 2 GRPO steps", "ZeroDivisionError", "step 2 is saved", command="train $REWARD --config.reward.workers=1 --config.reward.on_error=none --config.reward.max_unscored_steps=2", saved=2),
   Case("reward/judge that nobody answers", """train $RUN --config.reward.workers=1 --config.reward.functions='("judge(url=\\'http://127.0.0.1:9/v1\\', model=\\'m\\', attempts=1)",)'""".replace("\\'", "'\\''"), 1, (*UNSCORED, "reward function judge: the judge at http://127.0.0.1:9/v1 gave no score"), saved=3, lines=9),
-  _file("import never ends", "import time\nwhile True: time.sleep(1)\n", 2, "still importing", "is not imported after 120 s", lines=30, limit=240),
+  _file("import never ends", "import time\nwhile True: time.sleep(1)\n", 2, "importing ", "is not imported after 120 s", lines=30, limit=240),
   _file("a column named self", "class Score:\n  def __call__(self, completions, **columns): return [float(len(c)) for c in completions]\nf = Score()\n", 0, "finished", command="train $REWARD --config.data.path=own", files={f"own/{split}.jsonl": "".join(f'{{"question": "{i}+1=", "answer": "#### {i + 1}", "self": "x"}}\n' for i in range(12)) for split in ("train", "test")}),
 ]  # fmt: skip
 

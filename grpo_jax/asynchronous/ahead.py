@@ -35,6 +35,7 @@ from grpo_jax.batches.scored import Scored, from_arrays, to_arrays
 from grpo_jax.config import Config
 from grpo_jax.parallel.hosts import SAMPLER_THREAD
 from grpo_jax.pending import Pending, there
+from grpo_jax.progress import doing
 from grpo_jax.settings import RunFailed
 from grpo_jax.timing import Clock
 
@@ -125,7 +126,8 @@ class Ahead:
 
   def _collected(self, index: int, clock: Clock) -> Collected:
     """The batch of a step on the mesh, with how old it is."""
-    scored = self._drawn[index].result()
+    with doing("scoring"):
+      scored = self._drawn[index].result()
     clock.lap("wait")
     completions, versions = scored.completions, scored.version_P[:, None, None]
     if completions.versions_PGT is not None:
@@ -264,7 +266,8 @@ class Beside(Ahead):
       self._is_paused = False
       self._changed.notify_all()
       queue = self._next - index
-      self._changed.wait_for(lambda: index in self._drawn or self._error)
+      with doing("waiting for completions"):
+        self._changed.wait_for(lambda: index in self._drawn or self._error)
       if index not in self._drawn and self._error is not None:
         raise self._error
       idle = self._idle.share()

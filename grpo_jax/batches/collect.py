@@ -23,6 +23,7 @@ from grpo_jax.batches.rollout_metrics import (
 from grpo_jax.batches.scored import Scored
 from grpo_jax.data import loader
 from grpo_jax.pending import Pending, there
+from grpo_jax.progress import doing
 from grpo_jax.rollouts.complete import Remote, make_rollout
 from grpo_jax.rollouts.rollout import Rollouts, last_turns, texts_of
 from grpo_jax.run.run import Run
@@ -122,7 +123,9 @@ class Collector:
       clock: Counts the time of sampling and of rewards.
     """
     self.restart(index, host)
-    collected = self.put(self.draw(Policy(params, index), clock).result())
+    pending = self.draw(Policy(params, index), clock)
+    with doing("scoring"):
+      collected = self.put(pending.result())
     clock.lap("reward")
     return collected
 
@@ -156,9 +159,11 @@ class Collector:
       policy: What draws it.
       clock: Counts the time of sampling and of rewards.
     """
-    step = self.flow.step
-    while not self.flow.is_drawn:
-      self.advance(policy, step)
+    step, before, batch = self.flow.step, self.flow.ended, self._config.batch
+    with doing("sampling", batch.prompts * batch.group_size, "completions") as work:
+      while not self.flow.is_drawn:
+        self.advance(policy, step)
+        work.reach(self.flow.ended - before)
     clock.lap("sample")
     return self.take(policy, clock)
 

@@ -115,6 +115,11 @@ class Flow:
     self._player.cancel()
 
   @property
+  def ended(self) -> int:
+    """How many completions have ended since the flow was made."""
+    return self._player.ended
+
+  @property
   def is_drawn(self) -> bool:
     """Whether all groups of the next step have ended. With dynamic sampling, they have scores."""
     return self._last() is not None

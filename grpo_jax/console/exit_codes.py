@@ -1,7 +1,6 @@
 """How a program ends: its exit code, and the line that says why."""
 
 import contextlib
-import io
 import os
 from pathlib import Path
 import signal
@@ -47,7 +46,7 @@ def open_standard_streams() -> None:
   sys.stdout = sys.stdout or open(os.devnull, "w")
   sys.stderr = sys.stderr or open(os.devnull, "w")
   for stream in (sys.stdout, sys.stderr):
-    if isinstance(stream, io.TextIOWrapper):
+    if hasattr(stream, "reconfigure"):
       stream.reconfigure(errors="backslashreplace")
 
 

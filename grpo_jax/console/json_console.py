@@ -1,12 +1,14 @@
 """What a run shows as JSON, one object a line, for clusters that collect what programs print."""
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import datetime
 import json
 from typing import Any
 
 from rich.console import Console
 
+from grpo_jax.progress import PROGRESS, Lines, Work
 from grpo_jax.storage.json_files import plain
 
 _WARNING = "warning: "
@@ -15,13 +17,19 @@ _WARNING = "warning: "
 class JsonConsole:
   """Prints what `Terminal` shows, and every row of metrics.jsonl.
 
-  Each object has `time` in UTC and `event`: "header", "step", "warning" or "message". A step has
-  the row's numbers. The others have a `text`. Completions are in completions/ alone.
+  Each object has `time` in UTC and `event`: "header", "step", "progress", "warning" or "message". A
+  step has the row's numbers. The others have a `text`. That of "progress" says what takes long. Its
+  `done` and `total` say how far it is, and are 0 where nothing is counted. Completions are in
+  completions/ alone.
   """
 
   def __init__(self, console: Console) -> None:
     """`console` prints the lines."""
-    self._console = console
+    self._console, self._shown = console, contextlib.ExitStack()
+
+  def start(self) -> None:
+    """Prints from now on what takes long, until it is closed."""
+    self._shown.enter_context(PROGRESS.shown_by(Lines(self._progress)))
 
   def header(self, lines: Sequence[str]) -> None:
     """Prints what the run is about to do."""
@@ -42,7 +50,13 @@ class JsonConsole:
     self._print("warning" if is_warning else "message", {"text": text.removeprefix(_WARNING)})
 
   def close(self) -> None:
-    """Has nothing to close."""
+    """Says no more what takes long."""
+    self._shown.close()
+
+  def _progress(self, text: str, works: Sequence[Work]) -> None:
+    counted = [work for work in works if work.total > 1]
+    done, total = (counted[-1].done, counted[-1].total) if counted else (0, 0)
+    self._print("progress", {"text": text, "done": done, "total": total})
 
   def _print(self, event: str, values: Mapping[str, Any]) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

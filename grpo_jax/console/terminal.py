@@ -1,23 +1,26 @@
 """What the user sees of a run: a progress bar on a terminal, or occasional lines in a file."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+import contextlib
 import statistics
-import sys
 from time import monotonic
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from grpo_jax.console import notebook
 from grpo_jax.console.text import shorten, visible, without_common_parts
+from grpo_jax.progress import PROGRESS, Work, describe
+from grpo_jax.timing import duration
 
 _SECONDS_BETWEEN_LINES = 3.0
 _SECONDS_BETWEEN_FRAMES = 0.1
+_SECONDS_UNTIL_SAID = 2.0  # of what a step does
 _MAX_COMPLETIONS = 4
 _STEPS_OF_AN_ESTIMATE = 50  # the newest steps tell how long the next will take
 _GRPO = "grpo"
@@ -36,11 +39,15 @@ class Terminal:
   """The output of one run.
 
   On a terminal or in a notebook it is a progress bar. In a file or a pipe it is a line every few
-  seconds.
+  seconds. Below the bar of a terminal is what a step does that takes long.
   """
 
   def __init__(
-    self, total_steps: int, warm_start_steps: int = 0, console: Console | None = None
+    self,
+    total_steps: int,
+    warm_start_steps: int = 0,
+    console: Console | None = None,
+    warm_steps_of_a_step: float = 1.0,
   ) -> None:
     """Prints nothing yet.
 
@@ -49,18 +56,25 @@ class Terminal:
       warm_start_steps: The last step of its warm start, 0 without one. The warm start is counted
         to this step, and GRPO to the last.
       console: Where to print. None means stdout.
+      warm_steps_of_a_step: How many steps of the warm start are thought to take as long as one of
+        GRPO, as long as none has been seen.
     """
     self._console = console or Console(highlight=False)
     self._total = total_steps
     self._ends = {_WARM_START: warm_start_steps, _GRPO: total_steps}
     self._last_accuracy: float | None = None
-    self._clock = _Clock()
+    self._clock = _Clock((total_steps - warm_start_steps) * warm_steps_of_a_step)
+    self._shown = contextlib.ExitStack()  # ends when the bar does
     self._printed_at = self._drawn_at = -float("inf")
-    self._bar: Progress | notebook.Bar | None = None
+    self._bar: _Bar | notebook.Bar | None = None
+    self._is_started = False
     in_notebook = notebook.is_running()
     if in_notebook or (self._console.is_terminal and not self._console.is_dumb_terminal):
       self._bar = notebook.Bar() if in_notebook else _make_bar(self._console, total_steps)
       self._task = self._bar.add_task("", total=total_steps, completed=0, text="")
+
+  def start(self) -> None:
+    """Does nothing yet, because the first step draws the bar."""
 
   def header(self, lines: Sequence[str]) -> None:
     """Prints what the run is about to do, before its first step."""
@@ -99,7 +113,17 @@ class Terminal:
       )
       if now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or is_last:
         self._drawn_at = now
-        self._bar.start()
+        self._start()
+        self._bar.refresh()
+
+  def show(self, works: Sequence[Work]) -> None:
+    """Shows below the bar what is going on. What is over stays until something else is."""
+    assert isinstance(self._bar, _Bar)
+    now = monotonic()
+    if works and (self._bar.below is not None or now - works[0].began > _SECONDS_UNTIL_SAID):
+      below = visible(describe(works, now))
+      if below != self._bar.below:
+        self._bar.below = below
         self._bar.refresh()
 
   def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -144,8 +168,18 @@ class Terminal:
 
   def close(self) -> None:
     """Leaves the last state of the bar on the screen, and the cursor as it was."""
+    self._shown.close()
+    if isinstance(self._bar, _Bar):
+      self._bar.below = None
     if self._bar is not None:
       self._bar.stop()
+
+  def _start(self) -> None:
+    """Draws the bar from now on."""
+    self._bar.start()
+    if not self._is_started and isinstance(self._bar, _Bar):
+      self._shown.enter_context(PROGRESS.shown_by(self))
+    self._is_started = True
 
   def _fewer(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """What a line with a bar has room for, with the last accuracy."""
@@ -159,42 +193,32 @@ class Terminal:
     return Text(text.encode(encoding, "replace").decode(encoding))
 
 
-class Loading:
-  """Shows on stderr how much of a checkpoint is read.
+class _Bar(Progress):
+  """A bar, and a line below it.
 
-  On a terminal one line changes. A file gets a line every few seconds.
+  Attributes:
+    below: The line. None where there is none.
   """
 
-  def __init__(self) -> None:
-    self._shown_at = monotonic()
+  below: str | None = None
 
-  def __call__(self, done: int, total: int) -> None:
-    """Shows that `done` of `total` bytes are read."""
-    now = monotonic()
-    is_terminal = sys.stderr.isatty()
-    is_finished = done >= total
-    interval = _SECONDS_BETWEEN_FRAMES if is_terminal else _SECONDS_BETWEEN_LINES
-    if now - self._shown_at < interval and not (is_terminal and is_finished):
-      return
-    self._shown_at = now
-    text = f"loading weights: {done / 1e9:.1f} of {total / 1e9:.1f} GB"
-    if not is_terminal:
-      output = f"{text}\n"
-    elif is_finished:
-      output = "\r\033[K"
-    else:
-      output = f"\r{text}\033[K"
-    print(output, end="", file=sys.stderr, flush=True)
+  def get_renderables(self) -> Iterable[RenderableType]:
+    """The bar, and the line if there is one."""
+    yield from super().get_renderables()
+    if self.below is not None:
+      yield Text(self.below, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class _Clock:
-  """Estimates the time that is left of a phase: the warm start, or GRPO.
+  """Estimates the time that is left of the run.
 
-  It counts the median time of a step, so that steps that compile do not matter, and the
-  evaluations as often as they came so far.
+  It counts the median time of a step, so that steps that compile do not matter, and the evaluations
+  as often as they came so far. The warm start has seen no step of GRPO, and makes a guess of them.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, warm_steps_of_grpo: float) -> None:
+    """GRPO is thought to take as long as so many steps of the warm start."""
+    self._warm_steps_of_grpo = warm_steps_of_grpo
     self._phase = ""
     self._now, self._first, self._last = 0.0, 0, 0
     self._steps: deque[float] = deque(maxlen=_STEPS_OF_AN_ESTIMATE)
@@ -219,19 +243,20 @@ class _Clock:
       self._steps.append(max(0.0, now - self._now - evaluation) / (step - self._last))
       self._evaluations += [evaluation] if evaluation else []
     self._now, self._last = now, step
-    if not self._steps or step >= end:
+    steps_left = end - step + (self._warm_steps_of_grpo if phase == _WARM_START else 0)
+    if not self._steps or steps_left <= 0:
       return None
     a_step = statistics.median(self._steps)
     if self._evaluations:
       share = len(self._evaluations) / (step - self._first)
       a_step += share * statistics.median(self._evaluations)
-    return a_step * (end - step)
+    return a_step * steps_left
 
 
-def _make_bar(console: Console, total_steps: int) -> Progress:
+def _make_bar(console: Console, total_steps: int) -> _Bar:
   widest_name = f"{_GRPO} {total_steps}/{total_steps}"
   name_column = Column(no_wrap=True, min_width=len(widest_name))
-  return Progress(
+  return _Bar(
     TextColumn("{task.description}", style="bold", table_column=name_column),
     BarColumn(bar_width=None),
     TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
@@ -255,20 +280,9 @@ def step_parts(metrics: Mapping[str, Any], seconds_left: float | None) -> list[s
   if metrics.get("skipped_updates"):
     parts.append("update skipped: gradient not finite")
   if seconds_left is not None:
-    parts.append(f"left {duration(seconds_left)}")
+    about = "~" if _phase(metrics) == _WARM_START else ""  # that knows no step of GRPO yet
+    parts.append(f"left {about}{duration(seconds_left)}")
   return parts
-
-
-def duration(seconds: float) -> str:
-  """A duration in two units at most: 45s, 2m10s, 3h05m, 2d04h."""
-  s = round(seconds)
-  if s < 60:
-    return f"{s}s"
-  if s < 3600:
-    return f"{s // 60}m{s % 60:02d}s"
-  if s < 86400:
-    return f"{s // 3600}h{s % 3600 // 60:02d}m"
-  return f"{s // 86400}d{s % 86400 // 3600:02d}h"
 
 
 def _written(row: Mapping[str, Any]) -> str:

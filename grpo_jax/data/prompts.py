@@ -19,6 +19,7 @@ from grpo_jax.data.tasks.mixture import Mixture
 from grpo_jax.data.tasks.tasks import templates_of
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.data.tokenizers.tokenizer import Tokenizer
+from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, RunFailed
 
 if TYPE_CHECKING:
@@ -264,11 +265,13 @@ class Prompts:
     """Of each prompt, int32 [N, 3]: tokens, pictures, and the most visual tokens of a picture."""
     at_once = _AT_ONCE if self.images is None else _WITH_IMAGES
     counts = [np.zeros((0, 3), np.int32)]
-    for start in range(0, len(own), at_once):
-      made = self._make(own[start : start + at_once].tolist())
-      lengths = np.array([_UNOPENED if one.problem else len(one.ids) for one in made], np.int32)
-      sizes = needed_sizes(made) if self.images else np.zeros((len(made), 2), np.int32)
-      counts.append(np.column_stack([lengths, sizes]))
+    with doing("tokenising", len(own), "prompts") as work:
+      for start in range(0, len(own), at_once):
+        made = self._make(own[start : start + at_once].tolist())
+        lengths = np.array([_UNOPENED if one.problem else len(one.ids) for one in made], np.int32)
+        sizes = needed_sizes(made) if self.images else np.zeros((len(made), 2), np.int32)
+        counts.append(np.column_stack([lengths, sizes]))
+        work.advance(len(made))
     return np.concatenate(counts)
 
   def _make_with_stand_ins(self, indices: list[int]) -> list[Prompt]:

@@ -1,9 +1,9 @@
 """Held-out accuracy of a policy: greedy, mean@k, unbiased pass@k and maj@k, with 95% intervals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,19 +14,13 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks.mixture import mixture_of
 from grpo_jax.evaluation import estimators
 from grpo_jax.pending import Pending
+from grpo_jax.progress import doing
 from grpo_jax.rewards.functions.final_number import final_answer
 from grpo_jax.rollouts.complete import Rollout, make_rollout
 from grpo_jax.rollouts.rollout import Rollouts
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorer import Scores
 from grpo_jax.scoring.scorers import Scorers
-
-Progress = Callable[[str, int, int], None]  # (what is done, problems so far, problems in all)
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-  """A `Progress` that shows nothing."""
-  del what, done, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +40,14 @@ class Outcomes:
   majority_N: np.ndarray
 
 
+class _Given(NamedTuple):
+  """What an evaluation is given: the policy, the root of its random numbers, and the step."""
+
+  params: Any
+  key: jax.Array
+  step: int
+
+
 class Evaluator:
   """Evaluates policies: `evaluator(params, step) -> metrics`. It is compiled once.
 
@@ -53,9 +55,9 @@ class Evaluator:
     prompts: The test problems whose prompts are not too long.
   """
 
-  def __init__(self, run: Run, scorers: Scorers, progress: Progress = no_progress):
+  def __init__(self, run: Run, scorers: Scorers):
     """Raises ConfigError for an evaluation that cannot be run."""
-    self._run, self._config, self._progress = run, run.config.eval, progress
+    self._run, self._config = run, run.config.eval
     run.hosts.check_rows({"eval.batch": self._config.batch})
     self.prompts: Prompts = run.prompts("test")
     self._score = scorers.evaluation
@@ -67,6 +69,7 @@ class Evaluator:
     make = functools.partial(make_rollout, run, at_once=at_once, talkers=scorers.talkers)
     self._greedy = make(1, greedy=True)
     self._sampled = make(samples) if samples else None
+    self._is_compiled = False
 
   def __call__(self, params: Any, step: int) -> dict[str, float]:
     """Metrics under eval/.
@@ -76,19 +79,19 @@ class Evaluator:
       step: What the random numbers of the draws depend on.
     """
     key = jax.random.fold_in(self._run.key("evaluate"), step)
-    greedy = self._outcomes("greedy", self._greedy, params, key, step)
+    given = _Given(params, key, step)
+    greedy = self._outcomes(self._greedy, 1, given)
     metrics = accuracies(greedy.right_NG[:, 0], self._tasks)
     metrics["eval/mean_length"] = float(greedy.lengths_NG.mean())
     metrics["eval/clipped_ratio"] = float(greedy.cut_off_NG.mean())
     if self._sampled is not None:
-      draws = self._outcomes("draws", self._sampled, params, key, step)
+      draws = self._outcomes(self._sampled, self._config.samples, given)
       metrics |= sample_metrics(draws, self._config.samples)
+    self._is_compiled = True
     return metrics
 
-  def _outcomes(
-    self, what: str, rollout: Rollout, params: Any, key: jax.Array, step: int
-  ) -> Outcomes:
-    """Completes every problem. Workers score those that have ended while others are sampled.
+  def _outcomes(self, rollout: Rollout, samples: int, given: _Given) -> Outcomes:
+    """Completes every problem `samples` times. Workers score those that have ended meanwhile.
 
     The mesh may need some problems twice. They do not count.
     """
@@ -96,13 +99,15 @@ class Evaluator:
     indices = np.arange(-(-total // shards) * shards) % total
     numbers, pending = list[int](), list[Pending[Outcomes]]()
     prompts = prompt_batch(self.prompts, indices, self._run.hosts)
-    for some, rollouts in rollout.parts(params, prompts, key, self._config.temperature):
-      own = prompt_batch(self.prompts, indices[some], self._run.hosts)
-      scores = self._score.start(rollouts, own, step)
-      pending.append(scores.then(functools.partial(self._outcomes_of, rollouts, own)))
-      numbers.extend(some)
-      self._progress(what, min(len(numbers), total), total)
-    parts = zip(*(dataclasses.astuple(one.result()) for one in pending))
+    arguments = given.params, prompts, given.key, self._config.temperature
+    unit = "problems" if samples == 1 else "draws"
+    with doing("evaluating", samples * total, unit, is_routine=self._is_compiled) as work:
+      for some, rollouts in rollout.parts(*arguments, on_ended=work.reach):
+        own = prompt_batch(self.prompts, indices[some], self._run.hosts)
+        scores = self._score.start(rollouts, own, given.step)
+        pending.append(scores.then(functools.partial(self._outcomes_of, rollouts, own)))
+        numbers.extend(some)
+      parts = zip(*(dataclasses.astuple(one.result()) for one in pending))
     order = np.argsort(numbers)[:total]
     return Outcomes(*(np.concatenate(part)[order] for part in parts))
 

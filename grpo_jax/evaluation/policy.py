@@ -14,7 +14,6 @@ import numpy as np
 
 from grpo_jax import model
 from grpo_jax.config import Config, Mesh
-from grpo_jax.console.terminal import Loading
 from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.prompts import Prompts
@@ -22,6 +21,7 @@ from grpo_jax.data.tokenizers import chat
 from grpo_jax.evaluation.evaluator import Evaluator
 from grpo_jax.model.huggingface import hub
 from grpo_jax.model.huggingface.folders import new_folder
+from grpo_jax.progress import doing
 from grpo_jax.recipes import with_absolute_paths
 from grpo_jax.rollouts.complete import Rollout, make_rollout
 from grpo_jax.run import compilation_cache
@@ -32,7 +32,6 @@ from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text,
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_config
-from grpo_jax.timing import told_if_slow
 
 Question = str | Sequence[Mapping[str, str]]  # a text or messages
 
@@ -129,7 +128,7 @@ class Policy:
         f"sample(): there are {len(seen)} lists of images for {len(questions)} questions"
       )
     seen = seen or [()] * len(questions)
-    with self._settings(), told_if_slow("compiling and sampling"):
+    with self._settings():
       # Questions up to this length share one compiled program.
       shortest = self.run.config.data.max_prompt_tokens
       prompts = [
@@ -153,15 +152,9 @@ class Policy:
     """
     given = {"eval.samples": samples, "eval.examples": examples}
     changes = {key: value for key, value in given.items() if value is not None}
-    progress = "compiling"
-
-    def note(what: str, done: int, total: int) -> None:
-      nonlocal progress
-      progress = f"{what}: {done} of {total} problems"
-
-    with self._settings(), told_if_slow(lambda: f"evaluating ({progress})"):
+    with self._settings(), doing("evaluation"):
       run = self.run.with_eval(self.run.config.replace(changes).eval)
-      return Evaluator(run, self.scorers, note)(self._for_sampling, self.step)
+      return Evaluator(run, self.scorers)(self._for_sampling, self.step)
 
   def export(self, out: str | Path, adapter: bool = False) -> Path:
     """Writes the policy as a Hugging Face folder, which transformers can load.
@@ -183,7 +176,10 @@ class Policy:
       )
     hosts = self.run.hosts
     # `out` appears when the weights and the tokenizer are both in it.
-    with new_folder(out) if hosts.is_first else contextlib.nullcontext() as folder:
+    with (
+      doing(f"writing {out}"),
+      new_folder(out) if hosts.is_first else contextlib.nullcontext() as folder,
+    ):
       if adapter:
         base, revision = hub.parts(self.run.config.model.path)
         model.save_adapters(folder, shape, self.params, base, revision, hosts.fetch)
@@ -260,7 +256,9 @@ class Policy:
       talkers = None if has_harness else self.scorers.talkers
       self._rollouts[kind] = make_rollout(self.run, *kind, talkers=talkers)
     key = jax.random.fold_in(self.run.key("sample"), int(seed) % 2**32)  # it takes none below 0
-    rollouts = self._rollouts[kind](self._for_sampling, prompt, key, temperature)
+    params = self._for_sampling
+    with doing(f"sampling {count} completions"):
+      rollouts = self._rollouts[kind](params, prompt, key, temperature)
     completions, turns_PG = rollouts.completions, rollouts.turns_PG
     return [
       Completion(
@@ -363,8 +361,10 @@ def unchanged(config: Config) -> Config:
 
 def policy_of_config(config: Config) -> Policy:
   """The policy before training."""
-  run = Run(config, Loading())
-  return Policy(config.model.path or "random weights", run, run.initial_params(), 0)
+  run = Run(config)
+  with doing("making the parameters"):
+    params = run.initial_params()
+  return Policy(config.model.path or "random weights", run, params, 0)
 
 
 def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -> Policy:
@@ -372,9 +372,10 @@ def policy_of_run(workdir: Path, step: int | None, change: Change = unchanged) -
 
   `change` is applied to the run's config before anything is built.
   """
-  run = Run(change(_on_this_machine(read_config(workdir))), Loading())
+  run = Run(change(_on_this_machine(read_config(workdir))))
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=run.parameters.layers_of)
-  step, params = checkpoints.restore_params(run.parameters.abstract, step)
+  with doing("reading the checkpoint"):
+    step, params = checkpoints.restore_params(run.parameters.abstract, step)
   return Policy(f"{workdir}, step {step}", run, params, step)
 
 

@@ -11,8 +11,8 @@ from grpo_jax.launchers.launcher import DONE, say
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import Unit
 from grpo_jax.launchers.work import work
+from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError
-from grpo_jax.timing import told_if_slow
 
 _ACCELERATORS = ("GPU", "TPU")
 
@@ -90,7 +90,7 @@ def _connect() -> None:
   import ray
 
   try:
-    with told_if_slow("connecting to the Ray cluster"):
+    with doing("connecting to the Ray cluster"):
       _check_somebody_listens(os.environ.get("RAY_ADDRESS", ""))
       ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
   except Exception as error:  # each way to fail has its own exception

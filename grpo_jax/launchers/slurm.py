@@ -14,10 +14,10 @@ import time
 from grpo_jax.launchers.launcher import DONE, STOPPED, launch_folder, say
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import TRAIN, Unit
+from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.json_files import replace_file
 from grpo_jax.storage.workdir import make_folder
-from grpo_jax.timing import told_if_slow
 
 # Jobs that Slurm still lists and that have ended for good.
 _ENDED = {
@@ -152,7 +152,7 @@ def _output(command: Sequence[str]) -> str:
   Raises:
     RunFailed: It fails.
   """
-  with told_if_slow(f"waiting for {command[0]}"):
+  with doing(f"waiting for {command[0]}"):
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
   if done.returncode:
     reason = " ".join(done.stderr.split()).removeprefix(f"{command[0]}: ")

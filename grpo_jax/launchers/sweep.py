@@ -14,9 +14,9 @@ import re
 import runpy
 from typing import Any
 
+from grpo_jax.progress import doing
 from grpo_jax.rewards.call import describe
 from grpo_jax.settings import ConfigError, shown
-from grpo_jax.timing import told_if_slow
 
 SEED = "seed"
 _MOST_RUNS = 10_000  # a sweep() that never ends shall not fill the memory
@@ -38,7 +38,7 @@ def load_sweep(path: str) -> list[dict[str, Any]]:
   file = Path(path).expanduser()
   if not file.is_file():
     raise ConfigError(f"flag --sweep={path}: there is no file {file}")
-  with told_if_slow(f"executing {path}"):
+  with doing(f"executing {path}"):
     yielded = _yielded(path, file)
   settings = [_plain(path, one) for one in yielded]
   if not settings:

@@ -37,11 +37,9 @@ from grpo_jax.model.cache_bytes import cache_bytes
 from grpo_jax.model.config import AdapterShape, ModelConfig
 from grpo_jax.model.huggingface.families import REWARD_HEADS
 from grpo_jax.model.huggingface.load_weights import (
-  Progress,
   ignores_parts,
   load,
   load_model_config,
-  no_progress,
   to_float32,
 )
 from grpo_jax.model.huggingface.peft import (
@@ -133,12 +131,10 @@ __all__ = [
   "unrolled",
   # Hugging Face folders.
   "REWARD_HEADS",
-  "Progress",
   "load",
   "load_config",
   "load_model_config",
   "ignores_parts",
-  "no_progress",
   "save",
   "to_float32",
   # Adapters.

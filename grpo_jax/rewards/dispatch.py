@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 
-from grpo_jax import timing
 from grpo_jax.pending import Pending, there
+from grpo_jax.progress import doing
 from grpo_jax.rewards import conversation
 from grpo_jax.rewards.answer import Answer, RewardError, joined
 from grpo_jax.rewards.asking import asking
@@ -94,7 +94,7 @@ class Caller:
     known = any(one is function for one, _ in self._conversational)
     if known or not conversation.is_asked(function):
       return ""
-    with timing.told_if_slow(f"calling reward function {name_of(function)} for the first time"):
+    with doing(f"calling reward function {name_of(function)} for the first time"):
       answers = (self._asked(function, columns) for columns in trials)
       problem, found = "", False
       while not found and (answer := next(answers, None)):

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_jax import calls, timing
+from grpo_jax.progress import doing
 from grpo_jax.registry import name_of, register
 from grpo_jax.rewards import options
 from grpo_jax.rewards.answer import NoReward, Steps
@@ -62,7 +63,6 @@ REWARDS: dict[str, Reward] = {
   "think_format": tags.think_format,
 }
 _OURS = frozenset(REWARDS)
-SECONDS_TO_TELL = 5.0  # that an import takes long: seconds went by before it
 SECONDS_TO_LOAD = 120.0  # the file or the module of a function, in each process that calls it
 
 
@@ -218,7 +218,7 @@ def _load_module(path: pathlib.Path, key: str) -> ModuleType:
 def _in_time(what: str, key: str) -> Iterator[None]:
   """Says on stderr that the block takes long. Raises ConfigError if it takes too long."""
   try:
-    with timing.told_if_slow(f"importing {what}", SECONDS_TO_TELL), timing.limited(SECONDS_TO_LOAD):
+    with doing(f"importing {what}"), timing.limited(SECONDS_TO_LOAD):
       yield
   except timing.TookTooLong:
     raise ConfigError(

@@ -72,7 +72,12 @@ class Rollout:
     return self._player(feed, prompts, changes=changes)
 
   def parts(
-    self, params: Any, prompts: PromptBatch, key: jax.Array, temperature: float = 1.0
+    self,
+    params: Any,
+    prompts: PromptBatch,
+    key: jax.Array,
+    temperature: float = 1.0,
+    on_ended: Callable[[int], None] = lambda ended: None,
   ) -> Iterator[Played]:
     """Completes each prompt of a batch, and yields groups as they end, each once.
 
@@ -81,12 +86,15 @@ class Rollout:
       prompts: P prompts, whose numbers are 0 to P - 1.
       key: The root of the random numbers.
       temperature: Of all prompts. Greedy rollouts ignore it.
+      on_ended: Gets how many completions have ended, again and again.
     """
     left = len(prompts.prompt_lengths_P)
     player = self.player(lambda: (params, 0), min(self._at_once or left, left))
     player.submit([Opened(p, prompts, p, key, p, temperature) for p in range(left)])
     while left:
-      for played in player.advance():
+      some = player.advance()
+      on_ended(player.ended)
+      for played in some:
         left -= len(played.numbers)
         yield played
 

@@ -58,7 +58,13 @@ class Played(NamedTuple):
 
 
 class GroupPlayer(Protocol):
-  """Whoever plays groups. All processes of a run call it together."""
+  """Whoever plays groups. All processes of a run call it together.
+
+  Attributes:
+    ended: How many completions have ended since it was made.
+  """
+
+  ended: int
 
   def submit(self, groups: Sequence[Opened]) -> None:
     """Takes groups, to be played in this order."""
@@ -100,6 +106,7 @@ class PolicyPlayer:
     self._decode_text, self._hosts, self._talkers = decode_text, hosts, talkers
     self._talk = None if talkers is None else Talk(talkers, members)
     self._latest: tuple[PromptBatch, Prompts] | None = None
+    self.ended = 0
 
   def submit(self, groups: Sequence[Opened]) -> None:
     self.sampler.submit([self._request(group) for group in groups])
@@ -114,6 +121,8 @@ class PolicyPlayer:
     news = self.sampler.advance()
     if self._talk is not None:
       self._talk.ask(news.paused)
+    finished = sum(one.completions.lengths_PG.size for one in news.finished)
+    self.ended += finished if news.ended is None else news.ended
     return [self._played(one.prompts, one.completions) for one in news.finished]
 
   def cancel(self) -> None:
@@ -162,6 +171,7 @@ class BatchPlayer:
     """
     self._complete, self._feed = complete, feed
     self._waiting: list[Opened] = []
+    self.ended = 0
 
   def submit(self, groups: Sequence[Opened]) -> None:
     self._waiting += groups
@@ -175,6 +185,7 @@ class BatchPlayer:
     self._waiting = self._waiting[len(own) :]
     key = first.key if first.row == 0 else jax.random.fold_in(first.key, 2**30 + first.row)
     rollouts = self._complete(self._feed()[0], first.prompts, key, first.temperature)
+    self.ended += rollouts.completions.lengths_PG.size
     return [Played([group.number for group in own], rollouts)]
 
   def cancel(self) -> None:

@@ -52,7 +52,6 @@ class Parameters:
     config: Config,
     shape: model.ModelConfig,
     mesh: jax.sharding.Mesh,
-    progress: model.Progress = model.no_progress,
     apart: Sequence[jax.Device] = (),
   ):
     """Raises ConfigError for adapters that do not fit the model, or an unknown optimizer.
@@ -61,7 +60,6 @@ class Parameters:
     """
     self._config = config
     self._mesh = mesh
-    self._progress = progress
     shardings = sharding.model_shardings(shape, mesh)
     self.model = dataclasses.replace(shape, lora=lora_of(config), **shardings)
     init = functools.partial(model.init, config=self.model)
@@ -188,16 +186,14 @@ class Parameters:
 
   def _loaded(self, convert: Callable[[str, jax.Array], Any], abstract: Any) -> Any:
     """The parts of the checkpoint that `abstract` has, as `convert` returns them, in its places."""
-    path, progress, converted = self._config.model.path, self._progress, _places(abstract)
+    path, converted = self._config.model.path, _places(abstract)
     places = {
       name: place
       for name, place in self._checkpoint_places.items()
       if name.split("/")[0] in abstract
     }
     has_tower = self.model.vision is not None
-    return model.load(
-      path, places, convert, progress=progress, converted=converted, vision=has_tower
-    )[1]
+    return model.load(path, places, convert, converted=converted, vision=has_tower)[1]
 
   def _base_of(self, params: Any) -> Any:
     def quantise(path: tuple[Any, ...], x: jax.Array) -> Any:

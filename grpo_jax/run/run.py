@@ -23,7 +23,8 @@ from grpo_jax.model.huggingface import hub
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.parallel.mesh import make_mesh, split
 from grpo_jax.parallel.sharding import batch_sharding
-from grpo_jax.run import compilation_cache
+from grpo_jax.progress import doing
+from grpo_jax.run import compilation_cache, compilations
 from grpo_jax.run.checks import (
   check_apart,
   check_config,
@@ -34,7 +35,6 @@ from grpo_jax.run.checks import (
 from grpo_jax.run.compiled import Programs
 from grpo_jax.run.parameters import Parameters
 from grpo_jax.settings import ConfigError
-from grpo_jax.timing import told_if_slow
 from grpo_jax.types import Images, Visual
 
 STREAMS = ("init", "sample", "evaluate")  # of random numbers; their order is part of every run
@@ -63,7 +63,6 @@ class Run:
   def __init__(
     self,
     config: Config,
-    progress: model.Progress = model.no_progress,
     devices: Sequence[jax.Device] | None = None,
     tokens: tokenizer.Tokenizer | None = None,
   ):
@@ -71,7 +70,6 @@ class Run:
 
     Args:
       config: What to build.
-      progress: Called with how much of a checkpoint has been read.
       devices: The devices of the mesh. None means all.
       tokens: The tokenizer. None means the one that the config names.
 
@@ -80,9 +78,10 @@ class Run:
     """
     check_config(config)
     self.config = config
+    compilations.tell()
     if devices is None:  # given ones may be of a topology, which compiles and loads no program
       compilation_cache.use(config.compilation_cache)
-    with told_if_slow("looking for models on huggingface.co"):
+    with doing("looking for models on huggingface.co"):
       local = self._local = hub.local(config)
     set_matmul_precision(config)
     learn, apart = split(config.mesh, jax.devices() if devices is None else devices)
@@ -92,8 +91,8 @@ class Run:
     self.tokenizer = tokens or self._load_tokenizer(local, loaded)
     shape = _model_shape(local, self.tokenizer, loaded)
     check_experts(config, shape, self.mesh.shape["expert"])
-    with told_if_slow(f"laying out {shape.num_layers} layers"):
-      self.parameters = Parameters(local, shape, self.mesh, progress, apart)
+    with doing(f"laying out {shape.num_layers} layers"):
+      self.parameters = Parameters(local, shape, self.mesh, apart)
     check_memory(self.parameters.abstract_policy, self.mesh)
     remark = model.attention_of(self.parameters.model)[1]
     self.remarks = (*_remarks(config, local), *([remark] if remark else []))
@@ -114,7 +113,7 @@ class Run:
   @functools.cached_property
   def task(self) -> tasks.Task:
     """The data set. It is made on first use, because to sample or to export none is needed."""
-    with told_if_slow(f"reading the data of task {tasks.name_of(self.config.data)}"):
+    with doing(f"reading the data of task {tasks.name_of(self.config.data)}"):
       return tasks.make_task(self.config.data)
 
   def prompts(self, split: str) -> Prompts:
@@ -123,12 +122,12 @@ class Run:
     Raises:
       ConfigError: There are none.
     """
-    examples = getattr(self.task, split)
+    examples, name = getattr(self.task, split), "training" if split == "train" else split
     if not len(examples):
       raise tasks.no_test_split(self.config.data.path)
     if split == "test":
       examples = InMemory(examples, self.config.eval.examples)
-    with told_if_slow(f"making the {split} prompts"):
+    with doing(f"making the {name} prompts"):
       prompts = Prompts(
         examples,
         self.tokenizer,

@@ -74,10 +74,12 @@ class News(NamedTuple):
   Attributes:
     paused: Rows that wait for `GroupSampler.go_on`.
     finished: Groups whose rows have all ended. None is there twice.
+    ended: How many rows have ended, those of groups that go on included. None if that is not known.
   """
 
   paused: Sequence[Ended] = ()
   finished: Sequence[Finished] = ()
+  ended: int | None = None
 
 
 class GroupSampler(Protocol):

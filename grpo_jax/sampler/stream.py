@@ -138,6 +138,7 @@ class Stream:
     self._place_of: dict[int, int] = {}  # the other way round
     self._free = list[int]()
     self._going_X = np.zeros(0, int)  # rows of each group that have not ended
+    self._ended_rows = 0  # that nobody has been told of
     self._ready = list[int]()  # places of groups that have ended and are not handed on
     self._paused: dict[int, int] = {}  # the seats of rows that pause, by their numbers
     self._replies: list[tuple[int, Sequence[int] | None]] = []
@@ -200,10 +201,11 @@ class Stream:
     # Not one by one, because what follows costs time for each call. But others may wait for these
     # groups, and take the seats that are free.
     is_few = 4 * len(ready) < min(places, self._pace.grid.places) and not self._has_room
+    ended_rows, self._ended_rows = self._ended_rows, 0
     if not ready or (is_few and self.draws):
-      return News(paused)
+      return News(paused, ended=ended_rows)
     self._ready = []
-    return News(paused, [self._finished(sorted(ready))])
+    return News(paused, [self._finished(sorted(ready))], ended_rows)
 
   def _take_replies(self) -> None:
     """Rows that pause go on with their replies, or end. The others keep their tokens together."""
@@ -248,6 +250,7 @@ class Stream:
 
   def _leave(self, rows: Sequence[int]) -> None:
     """Counts rows that have ended."""
+    self._ended_rows += len(rows)
     for row in rows:
       x = row // self._members
       self._going_X[x] -= 1

@@ -18,12 +18,12 @@ from grpo_jax.data.loader import PromptBatch, prompt_batch
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.pending import Pending, together
+from grpo_jax.progress import doing
 from grpo_jax.rewards import conversation, dispatch
 from grpo_jax.rewards.marks import has_mark
 from grpo_jax.rollouts.rollout import Rollouts, sampled_ids, take
 from grpo_jax.scoring.scores import DecodeText, steps_on_tokens
 from grpo_jax.settings import ConfigError, shown
-from grpo_jax.timing import told_if_slow
 from grpo_jax.types import Rewards
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def _try_rows(
   """Lets a function try rows, and says what it says."""
   examples = ((index, prompts.example(index)) for index in _some_places(prompts))
   rows = ((example.get("place") or f"prompt {index}", example) for index, example in examples)
-  with told_if_slow("trying reward functions on some rows"):
+  with doing("trying reward functions on some rows"):
     warning = try_rows(rows)
   if warning:
     print(f"warning: {warning}", file=sys.stderr, flush=True)

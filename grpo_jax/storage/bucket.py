@@ -15,8 +15,8 @@ from typing import Any
 
 from etils import epath
 
+from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, RunFailed, path_of, path_text
-from grpo_jax.timing import told_if_slow
 
 _SCHEME = "gs://"
 COMMITTED = "commit_success.txt"  # what orbax writes last into a checkpoint in a bucket
@@ -55,7 +55,7 @@ def reaching(path: Any, fails_with: type[Exception] = RunFailed) -> Iterator[Non
   Each of gcsfs, google.auth, aiohttp and tensorstore has exceptions of its own.
   """
   try:
-    with told_if_slow(f"waiting for {path}") if is_bucket(path) else contextlib.nullcontext():
+    with doing(f"waiting for {path}") if is_bucket(path) else contextlib.nullcontext():
       yield
   except (ConfigError, RunFailed):
     raise

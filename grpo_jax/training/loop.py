@@ -22,6 +22,7 @@ from grpo_jax.console.stop import leaving_on_second_signal
 from grpo_jax.data import loader
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.learner.optimizer import learning_rate
+from grpo_jax.progress import doing
 from grpo_jax.run.run import Run
 from grpo_jax.run.seen import with_images
 from grpo_jax.storage.bucket import folder
@@ -80,10 +81,11 @@ def run_steps(
     state, step = trainer.restore_or_init()
     while step < trainer.last_step and not trainer.should_stop() and not callbacks.ask_to_stop:
       if step == trainer.first_grpo_step:
-        state = trainer.store.begin_grpo(state)
+        with doing("beginning with GRPO"):
+          state = trainer.store.begin_grpo(state)
       take_step = warm_step if step < trainer.first_grpo_step else grpo_step
       try:
-        with trainer.saving_on_failure(state, step, f"step {step + 1}"), trainer.telling(step):
+        with trainer.saving_on_failure(state, step, f"step {step + 1}"), trainer.doing(step):
           result = take_step(state, step)
       except Closed:  # the run was asked to stop, and nobody is there that could sample
         break
@@ -91,7 +93,8 @@ def run_steps(
       with trainer.saving_on_failure(state, step, f"evaluation after step {step}"):
         metrics = trainer.reporter.step(step, state.train.params, result.metrics, result.rows)
       with trainer.saving_on_failure(state, step, f"callback after step {step}"):
-        callbacks(step, metrics)
+        with doing("calling the callback", is_routine=True):
+          callbacks(step, metrics)
       trainer.check_and_save(state, step, result.metrics, result.why_unscored)
     trainer.finish(state, step, was_asked_to=callbacks.ask_to_stop)
   return Ended(state, callbacks.latest or callbacks.step_of(step, {}))
@@ -186,7 +189,8 @@ class GrpoStep:
     batch = collected.batch
     if self._algo.uses_reference and not self._algo.needs_full_kl:
       reference = self._store.reference_params(state)
-      logprobs_PGT = self._run.programs.logprobs(reference, batch.without_experts())
+      with doing("log-probs of the reference"):
+        logprobs_PGT = self._run.programs.logprobs(reference, batch.without_experts())
       batch = batch.replace(ref_logprobs_PGT=logprobs_PGT)
     with_advantages = self._run.programs.with_advantages
     seen = dict(images=batch.images, visual=batch.visual)  # large, and not copied
@@ -204,11 +208,13 @@ class GrpoStep:
       batch = batch.replace(old_logprobs_PGT=logprobs_PGT)
     parts = run.programs.minibatches(batch) if algo.minibatches > 1 else [batch]
     measured: Metrics | None = None
-    for _ in range(algo.updates_per_batch):
-      for part in parts:
-        train, metrics = run.programs.update(train, base, reference, part)
-        measured = metrics if measured is None else _merge_updates(measured, metrics)
-    reduced = metrics_lib.reduced(measured)
+    with doing("updating", algo.updates_per_batch * len(parts), "minibatches") as work:
+      for _ in range(algo.updates_per_batch):
+        for part in parts:
+          train, metrics = run.programs.update(train, base, reference, part)
+          measured = metrics if measured is None else _merge_updates(measured, metrics)
+          work.advance()
+      reduced = metrics_lib.reduced(measured)
     if algo.kl_target:
       reduced["kl_coef"] = float(train.coefs.kl)  # the coefficient of the next update
     if algo.entropy_target:

@@ -63,11 +63,14 @@ class Reporter:
     console = Console(
       file=Stdout(on_lost_stdout), highlight=False, quiet=not is_first, force_jupyter=False, **plain
     )
-    as_json = run.config.log.console == "json"
     self._terminal = (
-      JsonConsole(console) if as_json else Terminal(self._last_step, self._first_grpo_step, console)
+      JsonConsole(console) if run.config.log.console == "json" else _terminal(run.config, console)
     )
     self.evaluator = Evaluator(run, scorers) if run.config.eval.every else None
+
+  def start_terminal(self) -> None:
+    """Lets the terminal show what takes long, until `close`."""
+    self._terminal.start()
 
   def open(self, start_step: int) -> None:
     """Opens metrics.jsonl and drops the rows after `start_step`. -1 drops all rows."""
@@ -170,6 +173,13 @@ class Reporter:
     # A few rows that are of several prompts and several members of their groups.
     apart = max(1, len(rows) // COMPLETIONS_SHOWN - 1)
     self._terminal.completions(step, rows[::apart])
+
+
+def _terminal(config: Config, console: Console) -> Terminal:
+  # A completion is thought to take as long as a worked solution does in the warm start.
+  completions = config.batch.prompts * config.batch.group_size
+  ratio = completions / config.warm_start.batch
+  return Terminal(last_step(config), config.warm_start.steps, console, ratio)
 
 
 def last_step(config: Config) -> int:

@@ -20,7 +20,7 @@ from grpo_jax.batches.collect import Collector, unscored_steps
 from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stop import StopRequest
-from grpo_jax.console.terminal import Loading
+from grpo_jax.progress import Work, doing
 from grpo_jax.run.checks import check_batches
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
@@ -29,7 +29,6 @@ from grpo_jax.storage import starts
 from grpo_jax.storage.bucket_files import local_files, run_files
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.workdir import open_run
-from grpo_jax.timing import told_if_slow
 from grpo_jax.training.callback import Callback, Callbacks
 from grpo_jax.training.reporter import Reporter, header_lines, last_step
 from grpo_jax.training.state import RunState, StateStore
@@ -61,7 +60,7 @@ class Trainer:
     self._config, self._workdir = config, workdir
     self.first_grpo_step, self.last_step = config.warm_start.steps, last_step(config)
     access = self._access()
-    self.run = Run(config, Loading())
+    self.run = Run(config)
     scorers = Scorers(self.run)
     stack.callback(scorers.close)
     hosts = self.run.hosts
@@ -93,6 +92,7 @@ class Trainer:
     self._asked_to_stop = stop_request
     stack.enter_context(signals(stop_request))
     stack.callback(self.reporter.close)
+    self.reporter.start_terminal()
     stack.callback(self._checkpoints.close)
 
   def _access(self) -> Access | None:
@@ -147,7 +147,8 @@ class Trainer:
 
   def restore_or_init(self) -> tuple[RunState, int]:
     """The state and the number of steps so far: of the newest whole checkpoint, or of a new run."""
-    state, step, restored = self.store.restore_or_init()
+    with doing("preparing the state"):
+      state, step, restored = self.store.restore_or_init()
     self.reporter.open(step if restored else -1)
     splits = [("training", self.collector.prompts)]
     if self.reporter.evaluator:
@@ -157,8 +158,7 @@ class Trainer:
     lines = header_lines(self.run, splits, remarks, step, self._workdir, devices)
     self.reporter.header(lines)
     with self.saving_on_failure(state, step, f"evaluation after step {step}"):
-      with told_if_slow("compiling and evaluating"):
-        self.reporter.start(step, state.train.params)
+      self.reporter.start(step, state.train.params)
     return state, step
 
   def _remarks_on_ahead(self, state: RunState, step: int) -> tuple[str, ...]:
@@ -175,13 +175,12 @@ class Trainer:
       " ones would have drawn them in a run that did not end there",
     )
 
-  def telling(self, step: int) -> contextlib.AbstractContextManager[None]:
-    """Says that a step takes long if it compiles, which the first of each phase does."""
+  def doing(self, step: int) -> contextlib.AbstractContextManager[Work]:
+    """Says that the step after `step` is taken. The first of each phase compiles."""
     in_warm_start = step < self.first_grpo_step
-    compiles = in_warm_start not in self._phases_seen
+    is_routine = in_warm_start in self._phases_seen
     self._phases_seen.add(in_warm_start)
-    doing = f"compiling and taking step {step + 1}"
-    return told_if_slow(doing) if compiles else contextlib.nullcontext()
+    return doing(f"step {step + 1}", is_routine=is_routine)
 
   def should_stop(self) -> bool:
     """True on every process if any process was asked to stop."""
@@ -224,8 +223,9 @@ class Trainer:
       )
     every = self._config.checkpoint.every
     if every and step % every == 0 and not self._skipped.in_a_row:
-      self.run.hosts.on_first(self._files.upload)  # the rows of a checkpoint come before it
-      self.store.save(step, state)
+      with doing(f"saving step {step}", is_routine=True):
+        self.run.hosts.on_first(self._files.upload)  # the rows of a checkpoint come before it
+        self.store.save(step, state)
     elif self.run.hosts.is_first:
       self._files.upload_if_due()
 
@@ -275,9 +275,10 @@ class Trainer:
 
   def _save(self, state: RunState, step: int) -> None:
     if step:
-      self.run.hosts.on_first(self._files.upload)
-      self.store.save(step, state)
-      self._checkpoints.wait()
+      with doing(f"saving step {step}"):
+        self.run.hosts.on_first(self._files.upload)
+        self.store.save(step, state)
+        self._checkpoints.wait()
 
 
 def _nothing_to_learn_from(steps: int) -> str:

@@ -31,12 +31,13 @@ from grpo_jax.model.huggingface.tensor_spec import Sizes, TensorSpec
 from grpo_jax.model.huggingface.text_part import has_other_parts, text_name, whole_name
 from grpo_jax.model.huggingface.vision import VISION
 from grpo_jax.model.stacks import Places, of_layer
+from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError
 
+_MB = 10**6
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the dtypes that can be loaded
 Shardings = Mapping[str, Any]  # the sharding of each parameter, by its path
 Convert = Callable[[str, jax.Array], Any]
-Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
 # Layers after the last that guess further tokens. They are not read.
 _FURTHER_LAYERS = "num_nextn_predict_layers"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -64,16 +65,11 @@ def to_float32(name: str, leaf: jax.Array) -> jax.Array:
   return leaf.astype(jnp.float32)
 
 
-def no_progress(done: int, total: int) -> None:
-  """A `Progress` that shows nothing."""
-
-
 def load(
   path: str | os.PathLike,
   shardings: Shardings | None = None,
   convert: Convert = to_float32,
   labels: Collection[int] = (0,),
-  progress: Progress = no_progress,
   converted: Shardings | None = None,
   *,
   vision: bool = False,
@@ -92,7 +88,6 @@ def load(
       devices under `jax.jit`. Of a stacked parameter, it is given one layer at a time.
     labels: The heads that the model may have, as `ModelConfig.labels` counts them: 0 for a language
       model, or the keys of REWARD_HEADS.
-    progress: Called after each leaf with the bytes read so far and the bytes to read in total.
     converted: The shardings of what `convert` returns. None means `shardings`.
     vision: Read the vision tower, too, where the folder has one that is known here.
 
@@ -111,21 +106,22 @@ def load(
   leaves = _leaves_to_read(config, places, shardings)
   total, done = sum(_count_bytes(files, leaf.specs, sizes) for leaf in leaves), 0
   params, are_finite = dict[str, Any](), {}
-  for leaf in leaves:
-    parameter, spec = leaf.parameter, leaf.specs[0]
-    tensor = _read_tensor(files, leaf.specs, sizes, leaf.tensor_sharding(shardings))
-    how = _Conversion(
-      dataclasses.replace(spec, hf_name="", leaf_name=parameter),
-      tuple(sizes.items()),
-      convert,
-      places.shape(parameter, ()),
-      targets and targets[parameter],
-    )
-    stack = params.get(parameter)
-    params[parameter], are_finite[spec.hf_name] = _put(how, stack, leaf.place, tensor)
-    done += _count_bytes(files, leaf.specs, sizes)
-    progress(done, total)
-  _check_finite(are_finite, folder)
+  with doing("loading weights", total // _MB, "MB") as work:
+    for leaf in leaves:
+      parameter, spec = leaf.parameter, leaf.specs[0]
+      tensor = _read_tensor(files, leaf.specs, sizes, leaf.tensor_sharding(shardings))
+      how = _Conversion(
+        dataclasses.replace(spec, hf_name="", leaf_name=parameter),
+        tuple(sizes.items()),
+        convert,
+        places.shape(parameter, ()),
+        targets and targets[parameter],
+      )
+      stack = params.get(parameter)
+      params[parameter], are_finite[spec.hf_name] = _put(how, stack, leaf.place, tensor)
+      done += _count_bytes(files, leaf.specs, sizes)
+      work.reach(done // _MB)
+    _check_finite(are_finite, folder)
   return config, unflatten_dict(params, sep="/")
 
 

@@ -13,11 +13,11 @@ import threading
 from typing import Any
 import weakref
 
+from grpo_jax.progress import doing
 from grpo_jax.rewards import names
 from grpo_jax.rewards.answer import RewardError
 from grpo_jax.rewards.workers import messages
 from grpo_jax.settings import ConfigError
-from grpo_jax.timing import told_if_slow
 
 _SECONDS_TO_END = 10.0
 _MOST_RESTARTS = 3  # of the forker, which ends only if something kills it
@@ -64,7 +64,7 @@ class ForkerProcess:
     Raises:
       ConfigError: It cannot be loaded.
     """
-    with told_if_slow(f"loading reward function {source} for the workers"):
+    with doing(f"loading reward function {source} for the workers"):
       # Longer than the limit in the process itself, which says more.
       limit = names.SECONDS_TO_LOAD + _SECONDS_TO_END
       self._channel.settimeout(limit)

@@ -1,0 +1,128 @@
+"""The line of a terminal that changes while a command works. It needs no import that takes time."""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from typing import Any, TextIO
+import unicodedata
+
+from grpo_jax.console.text import visible
+from grpo_jax.progress import PROGRESS, Work, describe
+
+_NARROWEST = 20
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # such as one that shows the cursor
+
+
+class Line:
+  """A `Display` that draws one line on a terminal, again and again.
+
+  Whatever else the process prints goes above it, if it is printed through `Above`.
+  """
+
+  def __init__(self, stream: TextIO) -> None:
+    """Draws nothing yet. `stream` is a terminal."""
+    self._stream, self._drawn, self._is_at_start = stream, "", True
+    self._lock = threading.RLock()  # one that a fork of this process does not find locked
+    os.register_at_fork(after_in_child=self._forget)
+
+  def show(self, works: Sequence[Work]) -> None:
+    text = fitting(describe(works, time.monotonic()), self._width() - 1) if works else ""
+    with self._lock:
+      if text != self._drawn and self._is_at_start:
+        self._draw(text)
+
+  def write_above(self, stream: TextIO, text: str) -> None:
+    """Writes to a stream of the same terminal. The line comes back after the next newline."""
+    seen = _CONTROLS.sub("", text)
+    with self._lock:
+      if self._drawn:
+        self._draw("")
+      stream.write(text)
+      if seen:
+        self._is_at_start = seen.endswith("\n")
+
+  def _draw(self, text: str) -> None:
+    self._drawn = text
+    with contextlib.suppress(OSError, ValueError):  # who cannot see it needs it not
+      self._stream.write(f"\r{text}\033[K")
+      self._stream.flush()
+
+  def _width(self) -> int:
+    try:
+      width = os.get_terminal_size(self._stream.fileno()).columns
+    except (OSError, ValueError):
+      width = 0
+    return max(_NARROWEST, width or 80)
+
+  def _forget(self) -> None:
+    self._lock, self._drawn = threading.RLock(), ""
+
+
+class Above:
+  """A stream of a terminal whose text goes above a line."""
+
+  def __init__(self, stream: TextIO, line: Line) -> None:
+    self._stream, self._line = stream, line
+
+  def write(self, text: str) -> int:
+    """Writes above the line."""
+    self._line.write_above(self._stream, text)
+    return len(text)
+
+  def writelines(self, texts: Sequence[str]) -> None:
+    """Writes above the line."""
+    self.write("".join(texts))
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._stream)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)  # flush, isatty, encoding, fileno
+
+
+def fitting(text: str, width: int) -> str:
+  """As much of a text as a line of `width` cells has room for, without control characters."""
+  cells, kept = 0, ""
+  for character in visible(text):
+    cells += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    if cells > width:
+      return kept
+    kept += character
+  return kept
+
+
+_starting, _for_ever = contextlib.ExitStack(), contextlib.ExitStack()
+
+
+def start() -> None:
+  """On a terminal, begins with a line that says what this program does, and first that it starts.
+
+  `started` ends the start. The line is there until the program ends. A file does not hear of the
+  start, so that an error is the only line of stderr however long the imports took.
+  """
+  if not _can_be_drawn_on(sys.stderr):
+    return
+  line = Line(sys.stderr)
+  for name in ("stdout", "stderr"):
+    stream = getattr(sys, name)
+    if stream is not None and stream.isatty():
+      setattr(sys, name, Above(stream, line))
+  _for_ever.enter_context(PROGRESS.shown_by(line))
+  _starting.enter_context(PROGRESS.doing("loading JAX"))
+  PROGRESS.show_now()
+
+
+def started() -> None:
+  """Says that the program has started."""
+  _starting.close()
+
+
+def _can_be_drawn_on(stream: TextIO | None) -> bool:
+  """Whether the stream is a terminal on which the cursor can go back."""
+  return (
+    stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+  )
