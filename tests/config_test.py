@@ -28,6 +28,7 @@ from grpo_jax.algo.presets import PRESETS, preset
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.algo.token_selection.select import select
 from grpo_jax.config import Config, check_key, completed, from_dict, to_dict
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
@@ -469,7 +470,7 @@ def trace_step(algo):
     )
     advantages = ADVANTAGES[algo.advantage].compute(rewards, x, algo)
     advantages = advantages if advantages.ndim == 3 else advantages[..., None]
-    selection = token_selection.select(x, x, x, x, x, algo)
+    selection = select(x, x, x, x, x, algo)
     batch = Batch(
       mask_PGT=x,
       advantages_PGT=x * advantages,
