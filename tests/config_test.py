@@ -34,7 +34,7 @@ from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import Evaluator
-from grpo_jax.run import checks
+from grpo_jax.run import checks, device_checks
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, Missing, Setting, Settings, at_least, names_of, setting
@@ -419,6 +419,7 @@ NO_USE = {
   config_lib.__file__,
   settings.__file__,
   checks.__file__,
+  device_checks.__file__,
   algo_checks.__file__,
   "<string>",  # the methods that dataclasses writes
 }

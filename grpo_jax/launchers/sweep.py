@@ -14,7 +14,7 @@ import re
 import runpy
 from typing import Any
 
-from grpo_jax.rewards.call import describe
+from grpo_jax.foreign import describe
 from grpo_jax.settings import ConfigError, shown
 from grpo_jax.timing import told_if_slow
 

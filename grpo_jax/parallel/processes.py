@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 import os
 
-import jax
-from jax._src import distributed  # nothing public has the coordinator's address
-from jax.experimental import multihost_utils
-
+from grpo_jax.lazy import jax
 from grpo_jax.parallel import watch
 from grpo_jax.settings import ConfigError
 
@@ -55,6 +52,9 @@ def failed_together() -> bool:
 
 
 def _watch_the_others() -> None:
+  from jax._src import distributed  # nothing public has the coordinator's address
+  from jax.experimental import multihost_utils
+
   address = distributed.global_state.coordinator_address
   watched = watch.Watch(jax.process_index(), jax.process_count(), watch.leave)
   host = address.rpartition(":")[0].strip("[]") if address else "localhost"

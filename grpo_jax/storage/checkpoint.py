@@ -26,6 +26,7 @@ from grpo_jax.storage import checkpoint_reader
 from grpo_jax.storage import manifest as fmt
 from grpo_jax.storage.bucket import folder, is_bucket, reaching
 from grpo_jax.storage.json_files import naming
+from grpo_jax.storage.workdir import saved_steps, unfinished
 
 
 class Checkpoints:
@@ -58,7 +59,7 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """The steps whose checkpoints are complete (damaged or not), ascending."""
-    return fmt.saved_steps(self.directory)
+    return saved_steps(self.directory)
 
   def has(self, step: int) -> bool:
     """Whether the checkpoint of a step is complete. It waits for the save before."""
@@ -68,7 +69,7 @@ class Checkpoints:
   def remove_unfinished(self) -> None:
     """Removes what saves have left that were killed or that failed. It may fill the disk."""
     if jax.process_index() == 0:
-      for path in fmt.unfinished(self.directory):
+      for path in unfinished(self.directory):
         epath.Path(path).rmtree()
 
   def save(self, step: int, state: Any) -> None:
