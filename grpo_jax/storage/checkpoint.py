@@ -5,6 +5,8 @@ name, or adds a last object in a bucket, so what a killed save leaves is known. 
 checkpoints are kept. `manifest.py` says how damage is noticed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection
 import logging
 from pathlib import Path
@@ -19,8 +21,8 @@ from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
-import orbax.checkpoint as ocp
 
+from grpo_jax.lazy import ocp
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import checkpoint_reader
 from grpo_jax.storage import manifest as fmt
@@ -265,7 +267,7 @@ def silence_orbax() -> None:
   """Installs the filters. Call it once, before orbax reads or writes anything."""
   report = sys.unraisablehook
 
-  def report_unless_orbax(unraisable: "UnraisableHookArgs") -> None:
+  def report_unless_orbax(unraisable: UnraisableHookArgs) -> None:
     if not _is_orbax_noise(unraisable):
       report(unraisable)
 
@@ -274,7 +276,7 @@ def silence_orbax() -> None:
   absl_logging.get_absl_logger().addFilter(_keep_absl_record)
 
 
-def _is_orbax_noise(unraisable: "UnraisableHookArgs") -> bool:
+def _is_orbax_noise(unraisable: UnraisableHookArgs) -> bool:
   """True for tasks that orbax abandons when it cannot read an array."""
   code: CodeType | None = getattr(unraisable.object, "cr_code", None)
   abandoned = code is not None and "orbax" in code.co_filename
