@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from grpo_jax.model.attention import ATTENTION, View
+from grpo_jax.model.attention import ATTENTION, View, implementation
 
 H, K, E = 14, 2, 64
 CALLS = 20
@@ -36,7 +36,7 @@ def loss(
   q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, weights: jax.Array, **how: Any
 ) -> tuple[jax.Array, jax.Array]:
   """A weighted sum of the outputs, and the outputs. `how` has the name and the view."""
-  outputs = ATTENTION[how["name"]](q, k, v, lengths, how["view"]).astype(jnp.float32)
+  outputs = implementation(how["name"])(q, k, v, lengths, how["view"]).astype(jnp.float32)
   return (outputs * weights).sum(), outputs
 
 

@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-  # `python -m grpo_jax.train` imports for seconds. Until `cli.run` handles it, Ctrl-C ends the
+  # `python -m grpo_jax.train` imports for a moment. Until `cli.run` handles it, Ctrl-C ends the
   # process at once and prints no traceback of an import.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
 if sys.argv[0] == "-m":

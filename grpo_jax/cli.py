@@ -9,21 +9,30 @@ from pathlib import Path
 import re
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
-import jax
 from ml_collections import ConfigDict, config_flags
 
 from grpo_jax.algo.presets import CHOICES
 from grpo_jax.config import Config, check_key, from_dict, wrong_type
 from grpo_jax.console import exit_codes, line
-from grpo_jax.evaluation.policy import Change, Policy, policy_of_config, policy_of_run, unchanged
+from grpo_jax.lazy import jax
 from grpo_jax.parallel import processes
 from grpo_jax.progress import doing
-from grpo_jax.recipes import file_of, import_hint, recipe_files, with_absolute_paths
+from grpo_jax.recipes import (
+  Change,
+  file_of,
+  import_hint,
+  recipe_files,
+  unchanged,
+  with_absolute_paths,
+)
 from grpo_jax.settings import ConfigError, path_of, shown
 from grpo_jax.storage import bucket
+
+if TYPE_CHECKING:
+  from grpo_jax.evaluation.policy import Policy
 
 flags.disclaim_key_flags()  # so that --help shows the flags that a program defines here
 
@@ -156,13 +165,16 @@ def define_policy_flags() -> None:
   define_config_flag("instead of --workdir: a config, with --config.model.path=FOLDER")
 
 
-def open_policy(change: Change = unchanged) -> Policy:
+def open_policy(change: Change = unchanged) -> "Policy":
   """The policy that the flags name. `change` is applied to its config before it is built."""
   values = flags.FLAGS
   if (values.workdir is None) == (values.config is None):
     raise ConfigError(
       "give either --workdir=DIR or --config=configs/X.py --config.model.path=FOLDER"
     )
+  # Here, so that commands that open no policy need no jax, nor does a mistake in the flags.
+  from grpo_jax.evaluation.policy import policy_of_config, policy_of_run
+
   if values.workdir is None:
     return policy_of_config(change(config_from_flags()))
   return policy_of_run(folder_of_run(values.workdir), values.step, change)

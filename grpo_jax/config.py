@@ -273,6 +273,11 @@ class Sampling:
     before=0,
   )
 
+  @property
+  def has_filters(self) -> bool:
+    """Whether tokens may be drawn from another distribution than softmax(logits / temperature)."""
+    return bool(self.top_k or self.top_p < 1 or self.min_p or self.min_tokens)
+
 
 @dataclasses.dataclass(frozen=True)
 class Reward:

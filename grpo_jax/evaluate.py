@@ -11,7 +11,6 @@ from absl import flags
 from grpo_jax import cli
 from grpo_jax.config import Config
 from grpo_jax.data.tasks.tasks import name_of
-from grpo_jax.evaluation.evaluator import Evaluator, table
 
 
 def main(argv: list[str]) -> None:
@@ -21,6 +20,11 @@ def main(argv: list[str]) -> None:
 
   def with_flags(config: Config) -> Config:
     return dataclasses.replace(config, eval=dataclasses.replace(config.eval, **changes))
+
+  from grpo_jax.evaluation.evaluator import (  # here: --help and mistakes in flags need no jax
+    Evaluator,
+    table,
+  )
 
   cli.join_processes()
   policy = cli.open_policy(with_flags)

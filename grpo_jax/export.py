@@ -3,10 +3,15 @@
 python -m grpo_jax.export --workdir=DIR --out=FOLDER [--step=N] [--adapter]
 """
 
+from typing import TYPE_CHECKING
+
 from absl import flags
 
-from grpo_jax import cli, model
+from grpo_jax import cli
 from grpo_jax.settings import ConfigError
+
+if TYPE_CHECKING:
+  from grpo_jax.model import ModelConfig
 
 
 def main(argv: list[str]) -> None:
@@ -33,7 +38,7 @@ def main(argv: list[str]) -> None:
     )
 
 
-def is_misread_by_peft(shape: model.ModelConfig) -> bool:
+def is_misread_by_peft(shape: "ModelConfig") -> bool:
   """Whether the model has adapters beside experts that PEFT reads as the experts' (peft 0.21)."""
   return bool(shape.num_experts and {"gate", "up", "down"} & {*shape.lora.targets})
 

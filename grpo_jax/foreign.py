@@ -5,11 +5,15 @@ would pass all that deals with errors, and end a run without a line and with cod
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 import contextlib
+from pathlib import Path
+import traceback
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# An exception that a user's code raised was on its way through these.
+_OWN_FILES = [str(Path(__file__).parent / "rewards" / name) for name in ("call.py", "answer.py")]
 
 
 class Ended(Exception):
@@ -46,6 +50,35 @@ def run(main: Coroutine[Any, Any, T]) -> T:
       with contextlib.suppress(SystemExit):
         runner.get_loop().run_until_complete(task)
   return task.result()
+
+
+def describe(error: BaseException, file: Path | None = None) -> str:
+  """An exception in one line: its type, its message, and the line of the user's code.
+
+  Args:
+    error: The exception.
+    file: The file of the user. None means the file in which it was raised.
+  """
+  if isinstance(error, Ended) and error.__cause__ is not None:
+    error = error.__cause__
+  text = " ".join(text_of(error).split())
+  named = f"{type(error).__name__}: {text:.200}" if text else type(error).__name__
+  if isinstance(error, SyntaxError):
+    return named  # it names its file and line itself
+  frames = [
+    frame
+    for frame in traceback.extract_tb(error.__traceback__)
+    if (frame.filename not in _OWN_FILES if file is None else frame.filename == str(file))
+  ]
+  return f"{named} ({frames[-1].filename} line {frames[-1].lineno})" if frames else named
+
+
+def text_of(value: Any, convert: Callable[[Any], str] = str) -> str:
+  """str(value) or repr(value), of an object of the user whose own method may raise."""
+  try:
+    return convert(value)
+  except Exception:
+    return f"{type(value).__name__} that cannot be printed"
 
 
 def _is_end_of_task(error: BaseException) -> bool:

@@ -18,9 +18,10 @@ from absl import flags
 from grpo_jax import cli
 from grpo_jax import config as config_lib
 from grpo_jax.config import Config
+from grpo_jax.console.exit_codes import DONE, STOPPED
 from grpo_jax.launchers import LAUNCHERS
 from grpo_jax.launchers import options as options_lib
-from grpo_jax.launchers.launcher import DONE, STOPPED, Launcher, say
+from grpo_jax.launchers.launcher import Launcher, say
 from grpo_jax.launchers.progress import progress
 from grpo_jax.launchers.sweep import load_sweep
 from grpo_jax.launchers.table import table

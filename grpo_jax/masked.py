@@ -4,8 +4,9 @@ This is the only module where a mask meets a reduction. Other entries may hold a
 included.
 """
 
-import jax
-import jax.numpy as jnp
+from __future__ import annotations
+
+from grpo_jax.lazy import jax, jnp
 
 Axis = int | tuple[int, ...] | None
 

@@ -1,6 +1,6 @@
 """Configs as a program asks for them: a recipe and what to change in it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import importlib
 import importlib.util
@@ -12,8 +12,10 @@ from typing import Any
 from grpo_jax import calls
 from grpo_jax.algo.presets import CHOICES
 from grpo_jax.config import Config, changed, from_dict, to_dict
-from grpo_jax.rewards.call import describe
+from grpo_jax.foreign import describe
 from grpo_jax.settings import ConfigError, path_text, shown
+
+Change = Callable[[Config], Config]
 
 
 def load_config(recipe: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
@@ -44,6 +46,11 @@ def load_config(recipe: str | Path, changes: Mapping[str, Any] | None = None) ->
     raise ConfigError(f"recipe {recipe}: {reason}") from None
   # A recipe may leave a value empty, such as model.path, that `changes` has to give.
   return from_dict(changed(values, {} if changes is None else changes))
+
+
+def unchanged(config: Config) -> Config:
+  """A `Change` that changes nothing."""
+  return config
 
 
 def with_absolute_paths(config: Config) -> Config:

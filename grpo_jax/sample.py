@@ -7,13 +7,17 @@ python -m grpo_jax.sample --workdir=DIR --question='What is it?' --image=FILE [-
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from grpo_jax import cli
 from grpo_jax.console.text import visible
-from grpo_jax.evaluation.policy import Completion, check_numbers
+from grpo_jax.evaluation.limits import check_numbers
 from grpo_jax.settings import ConfigError, is_text
+
+if TYPE_CHECKING:
+  from grpo_jax.evaluation.policy import Completion
 
 
 def main(argv: list[str]) -> None:
@@ -65,7 +69,7 @@ def _check_flags() -> None:
     raise ConfigError("flag --prompt or --question: it is not text in UTF-8")
 
 
-def _print(completions: list[Completion]) -> None:
+def _print(completions: list["Completion"]) -> None:
   for number, completion in enumerate(completions, start=1):
     tokens = "token" if completion.length == 1 else "tokens"
     end = "stopped" if completion.stopped else "cut off"

@@ -10,9 +10,6 @@ rollout.certificate_file, which name its own files. docs/sampler_processes.md ha
 from absl import flags
 
 from grpo_jax import cli
-from grpo_jax.asynchronous import access
-from grpo_jax.asynchronous.sampler import sample_for
-from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError, address_of
 
 
@@ -25,6 +22,10 @@ def main(argv: list[str]) -> None:
   if values.give_up_after < 0:
     raise ConfigError(f"flag --give_up_after={values.give_up_after:g}: it must be at least 0")
   config = cli.config_from_flags()
+  from grpo_jax.asynchronous import access  # here: --help and mistakes in flags need no jax
+  from grpo_jax.asynchronous.sampler import sample_for
+  from grpo_jax.run.run import Run
+
   allowed = access.of_sampler(config.rollout, address[0])
   sample_for(Run(config), address, values.give_up_after, allowed)
 

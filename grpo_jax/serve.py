@@ -13,19 +13,19 @@ import os
 from pathlib import Path
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from absl import flags
 
-from grpo_jax import cli, model
+from grpo_jax import cli
 from grpo_jax.console import exit_codes
-from grpo_jax.evaluation.policy import Policy
 from grpo_jax.progress import doing
-from grpo_jax.run.run import Run
-from grpo_jax.sampler.sampling import decoding_of
-from grpo_jax.serving.decoder import Sizes
-from grpo_jax.serving.engine import Engine
 from grpo_jax.settings import ConfigError, is_loopback, is_text, path_of
-from grpo_jax.storage.checkpoint import Checkpoints
+
+if TYPE_CHECKING:  # --help and mistakes in flags need no jax, so it is imported where it is used
+  from grpo_jax.evaluation.policy import Policy
+  from grpo_jax.run.run import Run
+  from grpo_jax.serving.engine import Engine
 
 _KEY = "GRPO_JAX_API_KEY"  # the environment variable
 _MOST_TEXTS = 16  # in the prefix cache, for each row
@@ -71,12 +71,17 @@ def main(argv: list[str]) -> None:
     raise KeyboardInterrupt
 
 
-def make_engine(policy: Policy) -> Engine:
+def make_engine(policy: "Policy") -> "Engine":
   """The engine of the flags. It is not started yet.
 
   Raises:
     ConfigError: The longest prompt with the longest completion do not fit the model.
   """
+  from grpo_jax.model import cache_bytes
+  from grpo_jax.sampler.sampling import decoding_of
+  from grpo_jax.serving.decoder import Sizes
+  from grpo_jax.serving.engine import Engine
+
   values, run = flags.FLAGS, policy.run
   config, shape = run.config, run.parameters.sampling.model
   prompt_tokens = values.max_prompt_tokens or config.data.max_prompt_tokens
@@ -90,15 +95,17 @@ def make_engine(policy: Policy) -> Engine:
   rows = -(-values.rows // shape.row_shards) * shape.row_shards
   texts, memory = rows, values.prefix_cache_mib
   if memory is not None:  # of a device, which has its share of the texts
-    text = model.cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
+    text = cache_bytes(shape, prompt_tokens, decoding.max_tokens).place
     texts = min(_MOST_TEXTS * rows, int(memory * 2**20 // text) * shape.row_shards)
   sizes = Sizes(rows, prompt_tokens, values.waiting, texts)
   params = run.parameters.for_sampling(policy.params)
   return Engine(shape, decoding, sizes, params, policy.step)
 
 
-def load_newest(run: Run, workdir: Path, engine: Engine) -> int:
+def load_newest(run: "Run", workdir: Path, engine: "Engine") -> int:
   """Gives the engine the newest checkpoint of a run, and returns its step."""
+  from grpo_jax.storage.checkpoint import Checkpoints
+
   checkpoints = Checkpoints(workdir / "checkpoints", keep=1, layers_of=run.parameters.layers_of)
   step, trained = checkpoints.restore_params(run.parameters.abstract)
   engine.set_weights(run.parameters.for_sampling(trained), step)
@@ -160,7 +167,7 @@ def _key() -> str:
   return key
 
 
-def _name_of(policy: Policy) -> str:
+def _name_of(policy: "Policy") -> str:
   """What clients call the model: the last part of the folder's name."""
   source = flags.FLAGS.workdir or policy.run.config.model.path
   return source.rstrip("/").split("/")[-1] or "policy"

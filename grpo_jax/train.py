@@ -24,7 +24,6 @@ from grpo_jax.run.caller_state import leaving_nothing_behind
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import bucket
 from grpo_jax.training.callback import Callback, Step, with_last_row
-from grpo_jax.training.loop import run_steps
 
 
 def train(config: Config, workdir: str | Path, callback: Callback | None = None) -> Step:
@@ -59,6 +58,8 @@ def train(config: Config, workdir: str | Path, callback: Callback | None = None)
       name_of(callback)
     except ConfigError as error:
       raise ConfigError(f"the callback cannot be called: {error}") from None
+  from grpo_jax.training.loop import run_steps  # here: --help and mistakes in flags need no jax
+
   with leaving_nothing_behind():
     step = run_steps(config, folder, callback, raising_on_second_signal).step
   return step if step.metrics else with_last_row(step)
@@ -79,6 +80,8 @@ def main(argv: list[str]) -> None:
   if not flags.FLAGS.workdir:
     raise ConfigError("flag --workdir is missing: name a folder for metrics and checkpoints")
   workdir = cli.folder_of_run(flags.FLAGS.workdir)
+  from grpo_jax.training.loop import run_steps  # here: --help and mistakes in flags need no jax
+
   initialize_distributed()
   run_steps(config, workdir)
 

@@ -36,7 +36,8 @@ from grpo_jax.config import Mesh, to_dict
 from grpo_jax.parallel import mesh as mesh_lib
 from grpo_jax.pending import Pending, there
 from grpo_jax.rollouts import player
-from grpo_jax.run.checks import check_apart, check_config
+from grpo_jax.run.checks import check_config
+from grpo_jax.run.device_checks import check_apart
 from grpo_jax.run.run import Run
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.checkpoint import Checkpoints

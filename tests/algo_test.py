@@ -25,6 +25,7 @@ from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
 from grpo_jax.algo.token_selection import TOKEN_WEIGHTS, TokenWeight
+from grpo_jax.algo.token_selection.select import select
 from grpo_jax.settings import Settings, names_of
 from grpo_jax.types import Batch, Coefficients, Rewards, TokenSelection, TokenStats
 
@@ -129,7 +130,7 @@ def with_selection(stats, batch, settings):
   if not token_selection.is_needed(settings):
     return batch
   old = stats.logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
-  selection = token_selection.select(
+  selection = select(
     stats.logprobs_PGT,
     old,
     stats.entropies_PGT,
@@ -556,10 +557,10 @@ def test_weights_of_several_records_multiply(monkeypatch):
   args = [HAND.stats.logprobs_PGT, OLD, HAND.stats.entropies_PGT]
   args += [HAND.batch.advantages_PGT, HAND.batch.mask_PGT]
   on = algo(top_entropy_quantile=0.5, minibatches=2)
-  np.testing.assert_array_equal(token_selection.select(*args, on).weights_PGT, row(0, 2, 3, 0))
+  np.testing.assert_array_equal(select(*args, on).weights_PGT, row(0, 2, 3, 0))
   assert token_selection.is_needed(algo(minibatches=2))
   assert not token_selection.is_needed(algo())
-  off = token_selection.select(*args, algo())
+  off = select(*args, algo())
   np.testing.assert_array_equal(off.weights_PGT, HAND.batch.mask_PGT)
   np.testing.assert_array_equal(off.chosen_PGT, row(0, 0, 0, 0))
 
@@ -570,8 +571,8 @@ def test_the_selection_reads_the_ratio_of_the_config_and_has_no_gradient():
   A = row(3, 0, 0, 0)
   args = [OLD, HAND.stats.entropies_PGT, A, row(1, 1, 1, 0)]
   settings = dict(surrogate="clip_cov", cov_low=0.1)
-  of_token = token_selection.select(lp, *args, algo(**settings))
-  of_row = token_selection.select(lp, *args, algo(**settings, ratio="sequence"))
+  of_token = select(lp, *args, algo(**settings))
+  of_row = select(lp, *args, algo(**settings, ratio="sequence"))
   np.testing.assert_array_equal(of_token.chosen_PGT, row(0, 1, 0, 0))
   np.testing.assert_array_equal(of_row.chosen_PGT, row(1, 0, 0, 0))
 

@@ -14,9 +14,8 @@ import pytest
 from grpo_jax import progress
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage import bucket, bucket_files, bucket_lock
-from grpo_jax.storage import manifest as fmt
 from grpo_jax.storage.bucket_lock import BucketLock, Times
-from grpo_jax.storage.workdir import LOCK_FILE
+from grpo_jax.storage.workdir import LOCK_FILE, saved_steps, unfinished
 
 QUICK = Times(renewed=0.02, expires=0.5, settles=0.02, looks=0.01)
 
@@ -64,10 +63,10 @@ def test_checkpoints_in_a_bucket_are_complete_when_orbax_says_so(tmp_path, monke
     (tmp_path / name).mkdir()
   (tmp_path / "2" / "commit_success.txt").touch()
   (tmp_path / "4" / "commit_success.txt").touch()
-  assert fmt.saved_steps(tmp_path) == [2, 4, 6] and not fmt.unfinished(tmp_path)  # on a disk
-  monkeypatch.setattr(fmt, "is_bucket", lambda path: True)
-  assert fmt.saved_steps(tmp_path) == [2, 4]
-  assert fmt.unfinished(tmp_path) == [tmp_path / "6"]
+  assert saved_steps(tmp_path) == [2, 4, 6] and not unfinished(tmp_path)  # on a disk
+  monkeypatch.setattr("grpo_jax.storage.workdir.is_bucket", lambda path: True)
+  assert saved_steps(tmp_path) == [2, 4]
+  assert unfinished(tmp_path) == [tmp_path / "6"]
 
 
 def lock_in(workdir, holder):

@@ -28,12 +28,13 @@ from grpo_jax.algo.presets import PRESETS, preset
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.settings import Algo
 from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.algo.token_selection.select import select
 from grpo_jax.config import Config, check_key, completed, from_dict, to_dict
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.evaluation.evaluator import Evaluator
-from grpo_jax.run import checks
+from grpo_jax.run import checks, device_checks
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, Missing, Setting, Settings, at_least, names_of, setting
@@ -418,6 +419,7 @@ NO_USE = {
   config_lib.__file__,
   settings.__file__,
   checks.__file__,
+  device_checks.__file__,
   algo_checks.__file__,
   "<string>",  # the methods that dataclasses writes
 }
@@ -469,7 +471,7 @@ def trace_step(algo):
     )
     advantages = ADVANTAGES[algo.advantage].compute(rewards, x, algo)
     advantages = advantages if advantages.ndim == 3 else advantages[..., None]
-    selection = token_selection.select(x, x, x, x, x, algo)
+    selection = select(x, x, x, x, x, algo)
     batch = Batch(
       mask_PGT=x,
       advantages_PGT=x * advantages,

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_jax import model
 from grpo_jax.config import Mesh
-from grpo_jax.model.attention import decode
+from grpo_jax.model.attention import decode, decode_choice
 from grpo_jax.model.attention.softmax import Own, Scoring, as_int8, softmax_attention
 from grpo_jax.model.mlps import experts
 from grpo_jax.parallel import sharding
@@ -158,7 +158,7 @@ def test_a_sampler_draws_the_same_tokens_with_both_kernels(fields, monkeypatch):
     return real(*args, **settings)
 
   monkeypatch.setattr(decode, "own_attention", counted)
-  monkeypatch.setattr(decode, "fits", lambda config: True)
+  monkeypatch.setattr(decode_choice, "fits", lambda config: True)
   monkeypatch.setattr(experts, "reads_stacks", lambda config: True)
   got = drawn(config, params, rows=4)
   assert used and len(set(wanted.lengths_PG.ravel().tolist())) > 3
@@ -181,7 +181,7 @@ def test_the_kernel_reads_rings(monkeypatch):
 
   real = decode.own_attention
   monkeypatch.setattr(decode, "own_attention", read)
-  monkeypatch.setattr(decode, "fits", lambda config: True)
+  monkeypatch.setattr(decode_choice, "fits", lambda config: True)
   got = drawn(config, params, **long)
   assert set(rings) == {128, 256, 384}
   np.testing.assert_array_equal(got.tokens_PGT, wanted.tokens_PGT)

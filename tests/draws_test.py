@@ -10,8 +10,8 @@ import pytest
 from small_run import G, P, small_config, with_reward, with_section
 
 from grpo_jax.batches.rollout_metrics import check_metrics, most_disputed_first
+from grpo_jax.storage.json_files import parse_rows
 from grpo_jax.storage.reading import read_completions
-from grpo_jax.storage.rows import parse_rows
 from grpo_jax.timing import is_of_clock
 from grpo_jax.training.loop import run_steps
 

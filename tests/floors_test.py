@@ -11,6 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "grpo_jax"
 FLOORS = [
+  {"lazy"},
   {"settings", "files", "foreign", "timing", "types", "masked", "pending"},
   {"registry", "calls", "gguf_file", "progress"},
   {"algo", "plain_values", "gym"},

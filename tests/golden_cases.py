@@ -18,6 +18,7 @@ from grpo_jax.algo.corrections import correction_weights
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.objective import objective, totals
 from grpo_jax.algo.settings import Algo
+from grpo_jax.algo.token_selection.select import select
 from grpo_jax.types import Batch, Coefficients, Rewards, TokenStats
 
 FOLDER = Path(__file__).parent / "golden" / "objectives"
@@ -136,7 +137,7 @@ def run_objective(case, inputs, algo):
     ref_logprobs_PGT=inputs.rows("ref_logprobs"),
   )
   if token_selection.is_needed(algo):
-    batch = batch.replace(selection=token_selection.select(lp, old, entropies, A, mask, algo))
+    batch = batch.replace(selection=select(lp, old, entropies, A, mask, algo))
   of_batch = totals(batch, Coefficients(kl=algo.kl_coef, entropy=algo.entropy_coef), algo)
 
   def loss(lp, entropies):

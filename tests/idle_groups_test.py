@@ -16,7 +16,8 @@ from grpo_jax.algo import presets
 from grpo_jax.algo.metrics import reduced
 from grpo_jax.algo.objective import without_idle_groups
 from grpo_jax.algo.settings import Algo
-from grpo_jax.algo.surrogates import SURROGATES, Terms
+from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.algo.surrogates.terms import Terms
 from grpo_jax.config import Learner
 from grpo_jax.types import Batch
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from grpo_jax.storage.rows import parse_rows
+from grpo_jax.storage.json_files import parse_rows
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ import pytest
 from grpo_jax import learner, model
 from grpo_jax.algo import metrics as metrics_lib
 from grpo_jax.algo import presets
-from grpo_jax.algo import token_selection as selection
+from grpo_jax.algo.token_selection.select import select
 from grpo_jax.config import LEARNING_RATE_SCHEDULES, Learner, Optimizer
 from grpo_jax.learner import optimizer as optim
 from grpo_jax.learner.train_step import prepared
@@ -338,7 +338,7 @@ def test_tokens_are_selected_among_the_whole_batch_however_it_is_split(params, c
     jnp.where(batch.mask_PGT > 0, x, 0)
     for x in (plain_logprobs(params, batch), -(jnp.exp(table) * table).sum(-1))
   )
-  expected = selection.select(lp, lp, entropies, batch.advantages_PGT, batch.mask_PGT, algo)
+  expected = select(lp, lp, entropies, batch.advantages_PGT, batch.mask_PGT, algo)
   assert 0 < expected.weights_PGT.sum()
   objective = grpo(algo=algo)
   for micro in (0, 2):

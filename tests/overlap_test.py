@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from small_run import small_config, with_section
 
-from grpo_jax import plan
 from grpo_jax.config import to_dict
 from grpo_jax.parallel import chips
-from grpo_jax.planning import split
+from grpo_jax.planning import plan, split
 from grpo_jax.planning.overlap import Job, best, seconds_on, simulate, splits
 from grpo_jax.settings import ConfigError
 

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from small_run import small_config, small_run, with_section
 
-from grpo_jax import plan
 from grpo_jax.console import exit_codes
 from grpo_jax.parallel import chips
 from grpo_jax.parallel.mesh import sampling_mesh
-from grpo_jax.planning import table, topologies
+from grpo_jax.planning import plan, table, topologies
 from grpo_jax.planning.phases import compiled
 from grpo_jax.planning.programs import programs, shape_alone
 from grpo_jax.run import fitting

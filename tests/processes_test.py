@@ -12,8 +12,8 @@ import time
 from lora_run_test import REWARD, make_checkpoint, rows_of
 import pytest
 
+from grpo_jax.storage.json_files import parse_rows
 from grpo_jax.storage.reading import read_completions
-from grpo_jax.storage.rows import parse_rows
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]

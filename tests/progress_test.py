@@ -219,7 +219,7 @@ def test_a_command_begins_with_a_line_on_a_terminal_alone(monkeypatch, term, is_
   monkeypatch.setenv("TERM", term)
   try:
     line_lib.start()
-    assert screen.getvalue() == ("\rloading JAX\x1b[K" if is_line else "")
+    assert screen.getvalue() == ("\rstarting\x1b[K" if is_line else "")
     assert bool(PROGRESS._works) == is_line  # an error is the only line of a file
     assert not isinstance(sys.stdout, Above) and isinstance(sys.stderr, Above) == is_line
     line_lib.started()

@@ -17,7 +17,7 @@ from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import units
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import lock
-from grpo_jax.storage.rows import parse_rows
+from grpo_jax.storage.json_files import parse_rows
 
 try:
   import ray_cluster

@@ -389,3 +389,11 @@ def test_a_config_s_settings_without_those_that_are_off():
   config = Sampling(top_k=5, top_p=0.9, min_p=0.1, min_tokens=3)
   assert settings_of(config, 1.0) == RowSettings(1.0, 5, 0.9, 0.1, 3)
   assert settings_of(config, 0.0) == RowSettings(0.0, min_tokens=3)
+
+
+@pytest.mark.parametrize(
+  "on", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_tokens": 3}]
+)
+def test_a_config_has_filters_if_its_rows_have_some(on):
+  config = Sampling(**on)
+  assert config.has_filters == settings_of(config, 1.0).filters == bool(on)

@@ -22,7 +22,7 @@ from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.slurm import names_in, script, seconds
 from grpo_jax.launchers.units import units
 from grpo_jax.settings import ConfigError, RunFailed
-from grpo_jax.storage.rows import parse_rows
+from grpo_jax.storage.json_files import parse_rows
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ("--config=configs/arithmetic.py", "--config.data.prompt=it's {question}")

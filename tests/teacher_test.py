@@ -15,7 +15,7 @@ from grpo_jax.data.tasks import tasks
 from grpo_jax.data.tokenizers import tokenizer
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.rows import parse_rows
+from grpo_jax.storage.json_files import parse_rows
 from grpo_jax.timing import Clock
 from grpo_jax.training.loop import run_steps
 

@@ -39,7 +39,8 @@ import jax
 
 from grpo_jax.algo.record import Records
 from grpo_jax.algo.settings import Algo
-from grpo_jax.algo.surrogates import SURROGATES, Terms, register_surrogate
+from grpo_jax.algo.surrogates import SURROGATES, register_surrogate
+from grpo_jax.algo.surrogates.terms import Terms
 from grpo_jax.algo.surrogates.clipped import PpoSettings
 from grpo_jax.algo.surrogates.record import Surrogate
 from grpo_jax.settings import Settings, at_least, setting

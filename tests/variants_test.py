@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.algo import corrections, token_selection
+from grpo_jax.algo import corrections
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.aggregation import AGGREGATIONS
 from grpo_jax.algo.corrections import CORRECTIONS, LEVELS
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.settings import Algo
-from grpo_jax.algo.surrogates import SURROGATES, BatchTokens, Terms
+from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.algo.surrogates.terms import BatchTokens, Terms
 from grpo_jax.algo.token_selection import TOKEN_WEIGHTS
+from grpo_jax.algo.token_selection.select import select
 from grpo_jax.settings import names_of
 from grpo_jax.types import Rewards
 
@@ -155,7 +157,7 @@ def run_token_weight(record, inputs, algo):
   inputs = {"lp": zeros, "w": ones, "A": ones, "entropies": zeros} | inputs
   row = {name: array(values)[None, None] for name, values in inputs.items()}
   old = row["lp"] - jnp.log(row["w"])
-  selection = token_selection.select(row["lp"], old, row["entropies"], row["A"], row["mask"], algo)
+  selection = select(row["lp"], old, row["entropies"], row["A"], row["mask"], algo)
   return {"weights": selection.weights_PGT[0, 0]}
 
 

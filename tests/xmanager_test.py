@@ -19,7 +19,7 @@ from grpo_jax.launchers import xmanager
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import units
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.rows import parse_rows
+from grpo_jax.storage.json_files import parse_rows
 
 ROOT = Path(__file__).parents[1]
 RUNS = units("/sweep", ["--config=a b.py"], [{"seed": 0}, {"seed": 1}])

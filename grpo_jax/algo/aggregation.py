@@ -5,16 +5,18 @@ depends on the mask alone, so the sum of a part is divided by the weight of the 
 sequence without a loss token is not counted.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 import dataclasses
-
-import jax
+from typing import TypeAlias
 
 from grpo_jax import masked
 from grpo_jax.algo.record import Example, Record, Records, S
+from grpo_jax.lazy import jax
 from grpo_jax.settings import Settings, at_least, one_of, setting
 
-Mean = tuple[jax.Array, jax.Array]
+Mean: TypeAlias = "tuple[jax.Array, jax.Array]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,14 @@ old is the log-prob under the policy before the update. A level says whether w b
 to a row, and a correction says what becomes of it. Weights have no gradient.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
 from grpo_jax import masked
 from grpo_jax.algo.record import Example, Record, Records, S
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, at_least, one_of, setting
 
 

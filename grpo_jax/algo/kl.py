@@ -4,16 +4,17 @@ Estimates read the log-probs of the token that was sampled, with d = lp - ref. `
 distributions. A `+` after a name keeps the value of the estimate and takes the gradient of k2.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 import dataclasses
-
-import jax
-import jax.numpy as jnp
+from typing import TypeAlias
 
 from grpo_jax.algo.record import Example
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, above, at_least, fraction, one_of, setting
 
-Estimate = Callable[[jax.Array, jax.Array], jax.Array]
+Estimate: TypeAlias = "Callable[[jax.Array, jax.Array], jax.Array]"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 
 from grpo_jax import masked
 from grpo_jax.algo import metrics as metrics_lib
-from grpo_jax.algo import token_selection
 from grpo_jax.algo.aggregation import AGGREGATIONS
 from grpo_jax.algo.corrections import LEVELS, correction_weights, importance
 from grpo_jax.algo.kl import KL
 from grpo_jax.algo.metrics import Metrics
 from grpo_jax.algo.ratios import RATIOS
 from grpo_jax.algo.settings import Algo
-from grpo_jax.algo.surrogates import SURROGATES, Terms
+from grpo_jax.algo.surrogates import SURROGATES
+from grpo_jax.algo.surrogates.terms import Terms
+from grpo_jax.algo.token_selection.select import trivial
 from grpo_jax.types import Batch, Coefficients, TokenStats
 
 sg = jax.lax.stop_gradient
@@ -52,7 +53,7 @@ def totals(batch: Batch, coefs: Coefficients, algo: Algo) -> Totals:
     The totals.
   """
   mask_PGT = batch.mask_PGT
-  selection = batch.selection or token_selection.trivial(mask_PGT)
+  selection = batch.selection or trivial(mask_PGT)
   _, loss_weight = AGGREGATIONS[algo.aggregation].compute(jnp.zeros_like(mask_PGT), mask_PGT, algo)
   return Totals(
     loss_weight=loss_weight, entropy_weight=masked.count(selection.weights_PGT), coefs=coefs
@@ -125,7 +126,7 @@ def objective(
 
 def _terms(logprobs_PGT: jax.Array, batch: Batch, algo: Algo) -> Terms:
   mask_PGT = batch.mask_PGT
-  selection = batch.selection or token_selection.trivial(mask_PGT)
+  selection = batch.selection or trivial(mask_PGT)
   logprobs_PGT = masked.masked(logprobs_PGT, mask_PGT)
   if batch.old_logprobs_PGT is None:
     # Old is the policy itself: the ratio is 1 and carries only the gradient.

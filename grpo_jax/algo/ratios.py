@@ -1,13 +1,13 @@
 """Ratios w = pi / pi_old between the policy and the policy before the update."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
 from grpo_jax import masked
 from grpo_jax.algo.record import Example
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, at_least, one_of, setting
 
 

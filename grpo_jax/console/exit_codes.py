@@ -10,10 +10,11 @@ from typing import NoReturn
 
 from grpo_jax.console.stdout import discard
 from grpo_jax.console.text import shorten, visible
-from grpo_jax.rewards.call import describe
+from grpo_jax.foreign import describe
 from grpo_jax.settings import ConfigError, OneLineError, RunFailed
 from grpo_jax.storage import write_errors
 
+DONE = 0
 FAILED = 1
 BAD_INPUT = 2
 DOES_NOT_FIT = 3

@@ -112,7 +112,7 @@ def start() -> None:
     if stream is not None and stream.isatty():
       setattr(sys, name, Above(stream, line))
   _for_ever.enter_context(PROGRESS.shown_by(line))
-  _starting.enter_context(PROGRESS.doing("loading JAX"))
+  _starting.enter_context(PROGRESS.doing("starting"))
   PROGRESS.show_now()
 
 

@@ -16,8 +16,6 @@ from absl import flags
 
 from grpo_jax import cli
 from grpo_jax.config import Config
-from grpo_jax.console.show_data import drawn, statistics_lines, step_lines
-from grpo_jax.console.show_gym import knob_lines, task_lines
 from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, check_ranges
 from grpo_jax.storage.reading import read_config
@@ -27,6 +25,8 @@ def main(argv: list[str]) -> None:
   del argv
   values = flags.FLAGS
   if values.list or values.knobs is not None:
+    from grpo_jax.console.show_gym import knob_lines, task_lines
+
     with doing("reading the tasks of reasoning_gym"):
       lines = task_lines() if values.knobs is None else knob_lines(values.knobs)
       print("\n".join(lines))
@@ -37,6 +37,12 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"flag --prompts={values.prompts}: it must be at least 1")
   config = _config()
   check_ranges(config)
+  from grpo_jax.console.show_data import (  # here: --help and mistakes in flags need no jax
+    drawn,
+    statistics_lines,
+    step_lines,
+  )
+
   with doing("reading the data"):
     if values.stats:
       for line in statistics_lines(config):

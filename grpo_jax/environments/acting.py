@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from grpo_jax.environments import names
 from grpo_jax.environments.names import Environment, Factory, Tool
 from grpo_jax.environments.returned import Mistake, step_of
-from grpo_jax.foreign import Ended, as_exceptions, run
+from grpo_jax.foreign import Ended, as_exceptions, describe, run, text_of
 from grpo_jax.registry import name_of
-from grpo_jax.rewards.answer import text_of
-from grpo_jax.rewards.call import describe, in_thread, is_async
+from grpo_jax.rewards.call import in_thread, is_async
 from grpo_jax.settings import ConfigError
 
 LONGEST_MESSAGE = 20_000  # characters of what a tool returns; the rest is cut off

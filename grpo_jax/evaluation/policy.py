@@ -1,11 +1,10 @@
 """A trained policy, and what it can be used for: sampling, evaluation, export."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
 import math
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,29 +18,22 @@ from grpo_jax.data.prompt_template import fields_of
 from grpo_jax.data.prompts import Prompts
 from grpo_jax.data.tokenizers import chat
 from grpo_jax.evaluation.evaluator import Evaluator
+from grpo_jax.evaluation.limits import check_numbers
 from grpo_jax.model.huggingface import hub
 from grpo_jax.model.huggingface.folders import new_folder
 from grpo_jax.progress import doing
-from grpo_jax.recipes import with_absolute_paths
+from grpo_jax.recipes import Change, unchanged, with_absolute_paths
 from grpo_jax.rollouts.complete import Rollout, make_rollout
 from grpo_jax.run import compilation_cache
 from grpo_jax.run.caller_state import leaving_nothing_behind
 from grpo_jax.run.run import Run, set_matmul_precision
 from grpo_jax.scoring.scorers import Scorers
-from grpo_jax.settings import LARGEST_INT, SMALLEST_FLOAT, ConfigError, is_text, path_of, shown
+from grpo_jax.settings import ConfigError, is_text, path_of, shown
 from grpo_jax.storage.bucket import folder
 from grpo_jax.storage.checkpoint import Checkpoints
 from grpo_jax.storage.reading import read_config
 
 Question = str | Sequence[Mapping[str, str]]  # a text or messages
-
-_LIMITS = {  # of what decides how completions are drawn
-  "n": (1, 2**16),
-  "temperature": (0, 1000),
-  "max_tokens": (1, LARGEST_INT),
-  "seed": (-LARGEST_INT, LARGEST_INT),
-  "step": (0, LARGEST_INT),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,32 +301,6 @@ def _is_question(given: Any) -> bool:
   return isinstance(given, str) or chat.is_conversation(given)
 
 
-def check_numbers(numbers: Mapping[str, float | None], prefix: str) -> None:
-  """Raises ConfigError for the first of n, temperature, max_tokens, seed and step out of its range.
-
-  Args:
-    numbers: Values by name. None is allowed.
-    prefix: What the error message writes before a name, such as "flag --".
-  """
-  for name, value in numbers.items():
-    if value is None:
-      continue
-    kind, words = (Real, "number") if name == "temperature" else (Integral, "whole number")
-    if not isinstance(value, kind) or isinstance(value, bool):
-      raise ConfigError(f"{prefix}{name} must be a {words}, got {shown(value)}")
-    least, most = _LIMITS[name]
-    if not least <= value <= most:  # NaN is refused, too
-      raise ConfigError(
-        f"{prefix}{name} is {shown(value)}: it must be at least {least} and at most {most}"
-      )
-  temperature = numbers.get("temperature")
-  if temperature and temperature < SMALLEST_FLOAT:
-    raise ConfigError(f"{prefix}temperature is {temperature}: for the likeliest token set 0")
-
-
-Change = Callable[[Config], Config]
-
-
 def load_policy(source: Config | str | Path, step: int | None = None) -> Policy:
   """Loads a policy, to sample from it, to evaluate it or to export it.
 
@@ -352,11 +318,6 @@ def load_policy(source: Config | str | Path, step: int | None = None) -> Policy:
       return policy_of_config(with_absolute_paths(source.replace({})))
     check_numbers({"step": step}, "load_policy(): ")
     return policy_of_run(folder(source), step)
-
-
-def unchanged(config: Config) -> Config:
-  """A `Change` that changes nothing."""
-  return config
 
 
 def policy_of_config(config: Config) -> Policy:

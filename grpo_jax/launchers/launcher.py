@@ -10,9 +10,6 @@ from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import Unit
 from grpo_jax.storage.workdir import LAUNCH_FOLDER
 
-# Exit codes as in grpo_jax/console/exit_codes.py, which imports jax.
-DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
-
 
 def nothing_queued(units: Sequence[Unit]) -> dict[str, str]:
   """The queue of a launcher that has none."""

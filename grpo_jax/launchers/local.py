@@ -4,7 +4,8 @@ from collections.abc import Sequence
 import shlex
 import socket
 
-from grpo_jax.launchers.launcher import DONE, say
+from grpo_jax.console.exit_codes import DONE
+from grpo_jax.launchers.launcher import say
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.process_group import LocalProcess, ProcessGroup, make_logs
 from grpo_jax.launchers.units import Unit

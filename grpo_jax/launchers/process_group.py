@@ -9,8 +9,9 @@ import signal
 import subprocess
 import time
 
+from grpo_jax.console.exit_codes import STOPPED
 from grpo_jax.console.text import shorten, visible
-from grpo_jax.launchers.launcher import STOPPED, launch_folder, say
+from grpo_jax.launchers.launcher import launch_folder, say
 from grpo_jax.launchers.units import Unit
 from grpo_jax.storage.workdir import make_folder
 

@@ -7,7 +7,8 @@ import re
 import shlex
 import socket
 
-from grpo_jax.launchers.launcher import DONE, say
+from grpo_jax.console.exit_codes import DONE
+from grpo_jax.launchers.launcher import say
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import Unit
 from grpo_jax.launchers.work import work

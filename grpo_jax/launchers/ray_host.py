@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from grpo_jax.console.exit_codes import FAILED, STOPPED
 from grpo_jax.console.text import shorten
-from grpo_jax.launchers.launcher import FAILED, STOPPED
 from grpo_jax.launchers.process_group import Process, kill_session, start_process
 from grpo_jax.launchers.units import Unit
 

@@ -13,7 +13,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_jax.launchers.launcher import FAILED, STOPPED, say
+from grpo_jax.console.exit_codes import FAILED, STOPPED
+from grpo_jax.launchers.launcher import say
 from grpo_jax.launchers.process_group import ProcessGroup, make_logs
 from grpo_jax.launchers.ray_host import LOST, HostActor, Place, RemoteProcess, reason_of
 from grpo_jax.launchers.units import Unit

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 
-from grpo_jax.launchers.launcher import DONE, STOPPED, launch_folder, say
+from grpo_jax.console.exit_codes import DONE, STOPPED
+from grpo_jax.launchers.launcher import launch_folder, say
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import TRAIN, Unit
 from grpo_jax.progress import doing

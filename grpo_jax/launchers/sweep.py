@@ -14,8 +14,8 @@ import re
 import runpy
 from typing import Any
 
+from grpo_jax.foreign import describe
 from grpo_jax.progress import doing
-from grpo_jax.rewards.call import describe
 from grpo_jax.settings import ConfigError, shown
 
 SEED = "seed"

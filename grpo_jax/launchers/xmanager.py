@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 
-from grpo_jax.launchers.launcher import DONE
+from grpo_jax.console.exit_codes import DONE
 from grpo_jax.launchers.options import Options
 from grpo_jax.launchers.units import Unit
 from grpo_jax.settings import ConfigError

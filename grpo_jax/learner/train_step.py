@@ -23,6 +23,7 @@ from grpo_jax.algo.balance import balance_loss, balance_metrics
 from grpo_jax.algo.metrics import Metrics
 from grpo_jax.algo.objective import Totals, objective, totals, without_idle_groups
 from grpo_jax.algo.settings import Algo
+from grpo_jax.algo.token_selection.select import select
 from grpo_jax.config import Learner
 from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.packed import Parts, Segment, in_parts, real_tokens
@@ -112,7 +113,7 @@ def grpo(config: model.ModelConfig, algo: Algo, learner: Learner) -> Objective:
     if stats is None:
       return batch
     old_PGT = stats.logprobs_PGT if batch.old_logprobs_PGT is None else batch.old_logprobs_PGT
-    selected = token_selection.select(
+    selected = select(
       stats.logprobs_PGT,
       old_PGT,
       stats.entropies_PGT,

@@ -28,7 +28,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.model.attention import decode
+from grpo_jax.model.attention import decode_choice
 from grpo_jax.model.attention.softmax import Int8
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.stacks import stacks
@@ -179,7 +179,7 @@ def begin_rows(cache: Cache, begins_PG: jax.Array) -> Cache:
 
 def slots_step(config: ModelConfig) -> int:
   """The slots of a cache are to be a multiple of this, so that decoding reads them by a kernel."""
-  return decode.SLOTS if decode.fits(config) else 1
+  return decode_choice.SLOTS if decode_choice.fits(config) else 1
 
 
 def as_prefix(cache: Cache, lengths_P: jax.Array) -> Prefix:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 import functools
+from types import ModuleType
 from typing import Any
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
-from grpo_jax.model.attention import decode
+from grpo_jax.model.attention import decode_choice
 from grpo_jax.model.attention.softmax import Int8, Own, Scoring, as_int8, softmax_attention
 from grpo_jax.model.blocks import LayerMemory, Pass
 from grpo_jax.model.cache import Cache, Prefix, with_axes, without_axes
@@ -42,7 +43,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
     def by_kernel(q_PKGRTE: jax.Array, own: KeysAndValues, prefix_mask: Any) -> jax.Array:
       whole = jax.tree.map(lambda x: with_axes(x, cache.axes), own)
       whole = jax.tree.map(lambda x: x if x.ndim == 6 else x[None], whole)
-      visible_PG = cache.lengths_PG + 1
+      decode, visible_PG = _kernel(), cache.lengths_PG + 1
       visible_PG = jnp.minimum(visible_PG, window) if window else visible_PG
       tokens = decode.OwnTokens(whole, memory.place, cache.time, visible_PG)
       mask = None if prefix_mask is None else prefix_mask[..., 0, :]
@@ -65,7 +66,7 @@ def with_cache(config: ModelConfig, cache: Cache, window: int, memory: LayerMemo
       stacks_of_own = written = write(memory.own[0], k_BTKE), values
     prefix = _both(memory.prefix) if cache.prefix is not None else None
     prefix_mask = _prefix_mask(cache, T, prefix[0].shape[-2], window) if prefix else None
-    if T == 1 and decode.fits(config) and C % decode.SLOTS == 0:
+    if T == 1 and decode_choice.fits(config) and C % decode_choice.SLOTS == 0:
       out = by_kernel(q_PKGRTE, _both(stacks_of_own), prefix_mask)
       return out.transpose(0, 2, 1, 3, 4).reshape(B, 1, H, E), written
     mask = _own_mask(cache, T, C, window)
@@ -199,3 +200,10 @@ def _slots_last(stack: jax.Array, config: ModelConfig, head_dim: int) -> jax.Arr
     return stack
   *outer, slots, element = range(stack.ndim)
   return with_layout_constraint(stack, Layout(major_to_minor=(*outer, element, slots)))
+
+
+def _kernel() -> ModuleType:
+  """decode.py. It is imported where the kernel fits, because other platforms cannot use it."""
+  from grpo_jax.model.attention import decode
+
+  return decode

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import qwix
 
 
 class Target(NamedTuple):
@@ -20,9 +19,16 @@ class Target(NamedTuple):
   inputs: int = 1
 
 
+def is_quantised(kernel: Any) -> bool:
+  """Whether a kernel is a qwix.QArray. It has to be asked without qwix, which is slow to import."""
+  return hasattr(kernel, "qvalue")
+
+
 def dequantised(kernel: Any, dtype: Any) -> jax.Array:
   """A kernel, quantised or not, in the dtype of the computation."""
-  if isinstance(kernel, qwix.QArray):
+  if is_quantised(kernel):
+    import qwix  # here, because models that are not quantised do not need it
+
     kernel = qwix.dequantize(kernel.astype(dtype))
   return kernel.astype(dtype)
 
@@ -32,7 +38,7 @@ def factors(kernel: Any, dtype: Any, outputs: int) -> tuple[jax.Array, jax.Array
 
   The scale is None except for int8 with one scale for each output, as of `lora.rounded`.
   """
-  is_int8 = isinstance(kernel, qwix.QArray) and kernel.qvalue.dtype == jnp.int8
+  is_int8 = is_quantised(kernel) and kernel.qvalue.dtype == jnp.int8
   if is_int8 and kernel.scale.size == outputs:
     return kernel.qvalue.astype(dtype).reshape(-1, outputs), kernel.scale.reshape(-1).astype(dtype)
   return dequantised(kernel, dtype).reshape(-1, outputs), None

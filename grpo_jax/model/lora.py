@@ -13,7 +13,6 @@ from typing import Any
 from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
-import qwix
 
 from grpo_jax.model import mixers, mlps, towers
 from grpo_jax.model.config import ModelConfig
@@ -130,6 +129,8 @@ def quantised(name: str, leaf: jax.Array, dtype: str) -> Any:
     return leaf.astype("float32")
   if dtype not in QUANTISED_DTYPES or not is_projection(name):
     return leaf.astype("bfloat16" if dtype in QUANTISED_DTYPES else dtype)
+  import qwix  # here, because models that are not quantised do not need it
+
   inputs, _ = _split_shape(name, leaf.shape)
   tiled = len(inputs) - 1
   tile = math.gcd(inputs[tiled], TILE)
@@ -144,6 +145,8 @@ def rounded(name: str, kernel: jax.Array) -> Any:
 
   The product with it needs no other copy of the kernel: see `kernels.factors`.
   """
+  import qwix  # as in `quantised`
+
   _, outputs = _split_shape(name, kernel.shape)
   first = kernel.ndim - len(outputs)
   return qwix.quantize(kernel, "int8", channelwise_axes=range(first, kernel.ndim))

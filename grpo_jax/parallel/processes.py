@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 import os
+from typing import TYPE_CHECKING
 
-import jax
-from jax._src import distributed  # nothing public has the coordinator's address
-from jax.experimental import multihost_utils
-
-from grpo_jax.parallel import watch
+from grpo_jax.lazy import jax
 from grpo_jax.settings import ConfigError
+
+if TYPE_CHECKING:
+  from grpo_jax.parallel.watch import Watch
 
 # For a host that vanishes without closing its connections. JAX's own default is 100.
 _HEARTBEAT_TIMEOUT = 40
-_watches: list[watch.Watch] = []  # of this process: none or one
+_watches: "list[Watch]" = []  # of this process: none or one
 
 
 def initialize_distributed() -> None:
@@ -55,6 +55,11 @@ def failed_together() -> bool:
 
 
 def _watch_the_others() -> None:
+  from jax._src import distributed  # nothing public has the coordinator's address
+  from jax.experimental import multihost_utils
+
+  from grpo_jax.parallel import watch
+
   address = distributed.global_state.coordinator_address
   watched = watch.Watch(jax.process_index(), jax.process_count(), watch.leave)
   host = address.rpartition(":")[0].strip("[]") if address else "localhost"

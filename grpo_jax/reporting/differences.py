@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.settings import ConfigError, shown
-from grpo_jax.storage import manifest
 from grpo_jax.storage.bucket import folder
-from grpo_jax.storage.checkpoint_reader import Damaged, read_manifest
 from grpo_jax.storage.reading import completion_steps, read_completions, read_metrics
+from grpo_jax.storage.workdir import saved_steps
 from grpo_jax.timing import is_of_clock
 
 Row = Mapping[str, Any]
+Manifest = Mapping[str, Mapping[str, Any]]
 Difference = Callable[[Any, Any], str]  # a line, or ""
 _ABSENT = object()
 
@@ -111,7 +111,7 @@ def _difference_of_completions(ours: Sequence[Row], theirs: Sequence[Row]) -> st
   return ""
 
 
-def _difference_of_leaves(ours: manifest.Manifest, theirs: manifest.Manifest) -> str:
+def _difference_of_leaves(ours: Manifest, theirs: Manifest) -> str:
   for name in sorted(ours.keys() | theirs.keys()):
     if name not in ours or name not in theirs:
       return f"the {'first' if name not in ours else 'second'} run has no {name}"
@@ -129,16 +129,17 @@ def _completions(run: str) -> dict[int, Callable[[], list[dict[str, Any]]]]:
   return {step: (lambda step=step: read_completions(run, step)) for step in completion_steps(run)}
 
 
-def _checkpoints(run: str, name: str) -> dict[int, Callable[[], manifest.Manifest]]:
+def _checkpoints(run: str, name: str) -> dict[int, Callable[[], Manifest]]:
   path = folder(run) / name
   if not path.is_dir():
     return {}
-  return {
-    step: functools.partial(_manifest_of, path / str(step)) for step in manifest.saved_steps(path)
-  }
+  return {step: functools.partial(_manifest_of, path / str(step)) for step in saved_steps(path)}
 
 
-def _manifest_of(path: Path) -> manifest.Manifest:
+def _manifest_of(path: Path) -> Manifest:
+  # Here, because runs without checkpoints are compared without jax and orbax.
+  from grpo_jax.storage.checkpoint_reader import Damaged, read_manifest
+
   try:
     return read_manifest(path)
   except Damaged as error:

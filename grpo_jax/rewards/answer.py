@@ -1,6 +1,6 @@
 """What reward functions say of N completions, after all checks."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 import dataclasses
 import json
 import math
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.foreign import text_of
 from grpo_jax.settings import RunFailed, shown
 
 # float32 holds the squares of such rewards, and sums of them over any batch, which variances need.
@@ -191,14 +192,6 @@ def scores_of(answers: Mapping[str, Answer], weights: Sequence[float]) -> dict[s
       " the variance of a group; lower reward.weights or divide the scores"
     )
   return scores
-
-
-def text_of(value: Any, convert: Callable[[Any], str] = str) -> str:
-  """str(value) or repr(value), of an object of the user whose own method may raise."""
-  try:
-    return convert(value)
-  except Exception:
-    return f"{type(value).__name__} that cannot be printed"
 
 
 def _check_name(function: str, name: Any) -> None:

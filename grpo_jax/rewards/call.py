@@ -10,14 +10,12 @@ from concurrent.futures import Future
 import contextlib
 import copy
 import inspect
-import pathlib
 import sys
 import threading
-import traceback
 from typing import Any, TypeVar
 
 from grpo_jax import timing
-from grpo_jax.foreign import Ended
+from grpo_jax.foreign import describe
 from grpo_jax.rewards.answer import (
   Answer,
   ContractError,
@@ -26,7 +24,6 @@ from grpo_jax.rewards.answer import (
   answer_of,
   joined,
   no_answer,
-  text_of,
 )
 from grpo_jax.rewards.conversation import texts_of
 from grpo_jax.rewards.marks import has_mark
@@ -41,8 +38,6 @@ EXTRA_ARGUMENTS = ("step", "log_metric", "log_extra")
 Columns = Mapping[str, Sequence[Any]]
 
 _ATOMS = (str, int, float, bool, type(None))
-# An exception that a user's code raised was on its way through these.
-_OWN_FILES = [__file__, str(pathlib.Path(__file__).with_name("answer.py"))]
 
 T = TypeVar("T")
 
@@ -246,24 +241,3 @@ def in_thread(make: Callable[[], T]) -> "Future[T]":
 
   threading.Thread(target=run, name="rewards", daemon=True).start()
   return future
-
-
-def describe(error: BaseException, file: pathlib.Path | None = None) -> str:
-  """An exception in one line: its type, its message, and the line of the user's code.
-
-  Args:
-    error: The exception.
-    file: The file of the user. None means the file in which it was raised.
-  """
-  if isinstance(error, Ended) and error.__cause__ is not None:
-    error = error.__cause__
-  text = " ".join(text_of(error).split())
-  named = f"{type(error).__name__}: {text:.200}" if text else type(error).__name__
-  if isinstance(error, SyntaxError):
-    return named  # it names its file and line itself
-  frames = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    if (frame.filename not in _OWN_FILES if file is None else frame.filename == str(file))
-  ]
-  return f"{named} ({frames[-1].filename} line {frames[-1].lineno})" if frames else named

@@ -11,11 +11,11 @@ from types import ModuleType
 from typing import Any
 
 from grpo_jax import calls, timing
+from grpo_jax.foreign import describe
 from grpo_jax.progress import doing
 from grpo_jax.registry import name_of, register
 from grpo_jax.rewards import options
 from grpo_jax.rewards.answer import NoReward, Steps
-from grpo_jax.rewards.call import describe
 from grpo_jax.rewards.functions import (
   choice,
   code,

@@ -45,7 +45,7 @@ class Harness:
     self._version = 0
     if jax.process_count() > 1:
       raise ConfigError("environment.harness: a run with a harness has one process")
-    if settings_of(run.config.sampling, 1.0).filters:
+    if run.config.sampling.has_filters:
       raise ConfigError(
         "environment.harness: the endpoint records log-probs without filters; set sampling.top_k=0,"
         " top_p=1, min_p=0 and min_tokens=0"

@@ -6,9 +6,8 @@ import gc
 import traceback
 import warnings
 
-import jax
-
-from grpo_jax.rewards.call import describe
+from grpo_jax.foreign import describe
+from grpo_jax.lazy import jax
 from grpo_jax.settings import RunFailed
 
 # What a run changes in JAX's configuration, which belongs to the caller.

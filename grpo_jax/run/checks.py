@@ -1,23 +1,17 @@
 """What a config's values must satisfy before anything is built.
 
 The range of each setting stands with the setting. Here are the checks between settings. Those of
-the section `algo` are in `grpo_jax/algo/checks.py`.
+the section `algo` are in `grpo_jax/algo/checks.py`, and those that need the model or the devices
+in `device_checks.py`.
 """
 
 from typing import Any
 
-import jax
-
-from grpo_jax import model
 from grpo_jax.algo.advantages import ADVANTAGES
 from grpo_jax.algo.checks import check_algo
 from grpo_jax.config import Config
 from grpo_jax.data.tasks.mixture import mixture_of, sources_of
-from grpo_jax.parallel.chips import machine_memory, reported_memory
-from grpo_jax.parallel.hosts import Hosts
 from grpo_jax.rewards import dispatch
-from grpo_jax.run.memory import device_bytes
-from grpo_jax.sampler.sampling import settings_of
 from grpo_jax.settings import LARGEST_INT, ConfigError, address_of, check_ranges
 
 
@@ -31,7 +25,7 @@ def check_config(config: Config) -> None:
     prompts=config.batch.prompts,
     group_size=config.batch.group_size,
     max_tokens=sampling.max_tokens,
-    sampler_filters=settings_of(sampling, 1.0).filters,
+    sampler_filters=sampling.has_filters,
   )
   if sampling.min_tokens > sampling.max_tokens:
     raise ConfigError(
@@ -125,27 +119,6 @@ def _check_rollout(config: Config) -> None:
   _check_sampler_processes(config)
 
 
-def check_apart(config: Config, shape: model.ModelConfig, processes: int) -> None:
-  """Raises ConfigError for what devices of several processes cannot draw beside the others.
-
-  Where batches are drawn ahead, the order of their collectives would depend on time. Runs in turn
-  are refused, too.
-  """
-  if processes == 1:
-    return
-  algo, key = config.algo, f"config key mesh.sampler is {config.mesh.sampler}"
-  for holds, why in (
-    (config.rollout.weights == "fixed", "rollout.weights must be 'fixed'"),
-    (not algo.dynamic_sampling, "algo.dynamic_sampling must be False"),
-    (not config.curriculum.chooses, "the curriculum must choose no prompts"),
-    (not ADVANTAGES[algo.advantage].needs_greedy, "algo.advantage must need no greedy completions"),
-    (not config.environment.has_turns, "there must be no tools and no environment"),
-    (shape.vision is None, "the model must see no images"),
-  ):
-    if not holds:
-      raise ConfigError(f"{key}: in a run of several processes, {why}; or set mesh.sampler=0")
-
-
 def _check_sampler_processes(config: Config) -> None:
   """Raises ConfigError for what sampler processes cannot draw."""
   rollout, prompts = config.rollout, config.batch.prompts
@@ -173,72 +146,6 @@ def _check_sampler_processes(config: Config) -> None:
     (rollout.weights != "in_flight", "set rollout.weights to 'fixed' or 'newest'"),
   ):
     _require(holds, "rollout.listen", rollout.listen, why)
-
-
-def check_memory(params: Any, mesh: jax.sharding.Mesh) -> None:
-  """Raises ConfigError if the parameters alone are larger than the memory that they would lie in.
-
-  Args:
-    params: Shapes and shardings.
-    mesh: The devices. Nothing is checked if they do not say how much memory they have.
-  """
-  needed = device_bytes(params)
-  if mesh.devices.flat[0].platform == "cpu":  # all its devices lie in the memory of this machine
-    needed *= len(mesh.local_devices)
-    memory: float | None = machine_memory()
-  else:
-    memory = reported_memory(mesh.local_devices[0]) if mesh.local_devices else None
-  if memory is not None and needed > memory:
-    raise ConfigError(
-      f"the parameters alone take {needed / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB of"
-      " memory: choose a smaller model.path, lower model.embed_dim, model.mlp_dim or"
-      " model.num_layers, or split it over more devices with mesh.fsdp"
-    )
-
-
-def check_batches(config: Config, hosts: Hosts) -> None:
-  """Raises ConfigError for batches of training that the mesh does not divide."""
-  hosts.check_rows(
-    {
-      "batch.prompts": config.batch.prompts,
-      "batch.micro_batch": config.batch.micro_batch,
-      "warm_start.batch": config.warm_start.batch if config.warm_start.steps else 0,
-      "eval.batch": config.eval.batch if config.eval.every else 0,
-    }
-  )
-  count = config.algo.minibatches
-  part = config.batch.prompts // count
-  if part % hosts.row_shards:
-    raise ConfigError(
-      f"config key algo.minibatches is {count}: batch.prompts / algo.minibatches = {part} must be a"
-      f" multiple of mesh.data x mesh.fsdp x mesh.expert = {hosts.row_shards}"
-    )
-  rows = config.sampling.rows
-  if rows and rows < hosts.row_shards:
-    raise ConfigError(
-      f"config key sampling.rows is {rows}: it must be 0, or at least mesh.data x mesh.fsdp x"
-      f" mesh.expert = {hosts.row_shards}"
-    )
-
-
-def check_stop_ids(config: Config, shape: model.ModelConfig) -> None:
-  """Raises ConfigError for a stop id that the model does not have."""
-  for stop_id in config.sampling.stop_ids:
-    if not 0 <= stop_id < shape.vocab_size:
-      raise ConfigError(
-        f"config key sampling.stop_ids holds {stop_id}: the model's ids are 0 to"
-        f" {shape.vocab_size - 1}"
-      )
-
-
-def check_length(config: Config, shape: model.ModelConfig) -> None:
-  """Raises ConfigError if prompt and completion may not fit the model's positions."""
-  longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-  if longest > shape.max_positions:
-    raise ConfigError(
-      f"config keys data.max_prompt_tokens + sampling.max_tokens are {longest} tokens: the model"
-      f" has {shape.max_positions} positions"
-    )
 
 
 def _require(holds: Any, key: str, value: Any, why: str) -> None:
@@ -308,9 +215,13 @@ def _check_lora(config: Config) -> None:
     _require(not lora.path, "lora.path", lora.path, "set lora.rank to the rank of its adapters")
     return
   _require(lora.targets, "lora.targets", lora.targets, "name at least one projection")
-  choices = ", ".join(map(repr, model.ADAPTABLE))
+  from grpo_jax.model import (
+    ADAPTABLE,  # here, because a run without adapters is checked without jax
+  )
+
+  choices = ", ".join(map(repr, ADAPTABLE))
   for name in lora.targets:
-    _require(name in model.ADAPTABLE, "lora.targets", name, f"choose one of {choices}")
+    _require(name in ADAPTABLE, "lora.targets", name, f"choose one of {choices}")
   _require(
     config.model.path,
     "lora.rank",

@@ -25,14 +25,9 @@ from grpo_jax.parallel.mesh import make_mesh, split
 from grpo_jax.parallel.sharding import batch_sharding
 from grpo_jax.progress import doing
 from grpo_jax.run import compilation_cache, compilations
-from grpo_jax.run.checks import (
-  check_apart,
-  check_config,
-  check_length,
-  check_memory,
-  check_stop_ids,
-)
+from grpo_jax.run.checks import check_config
 from grpo_jax.run.compiled import Programs
+from grpo_jax.run.device_checks import check_apart, check_length, check_memory, check_stop_ids
 from grpo_jax.run.parameters import Parameters
 from grpo_jax.settings import ConfigError
 from grpo_jax.types import Images, Visual

@@ -13,8 +13,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from etils import epath
-
 from grpo_jax.progress import doing
 from grpo_jax.settings import ConfigError, RunFailed, path_of, path_text
 
@@ -45,6 +43,8 @@ def folder(name: str | Path) -> Path:
   if importlib.util.find_spec("gcsfs") is None:
     raise ConfigError(f"--workdir={name} needs the package gcsfs: pip install -e '.[gcs]'")
   _set_up()
+  from etils import epath  # here, because runs on disks do not need it
+
   return epath.Path(text)
 
 

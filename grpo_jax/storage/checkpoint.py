@@ -5,6 +5,8 @@ name, or adds a last object in a bucket, so what a killed save leaves is known. 
 checkpoints are kept. `manifest.py` says how damage is noticed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection
 import logging
 from pathlib import Path
@@ -19,13 +21,14 @@ from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
-import orbax.checkpoint as ocp
 
+from grpo_jax.lazy import ocp
 from grpo_jax.settings import ConfigError
 from grpo_jax.storage import checkpoint_reader
 from grpo_jax.storage import manifest as fmt
 from grpo_jax.storage.bucket import folder, is_bucket, reaching
 from grpo_jax.storage.json_files import naming
+from grpo_jax.storage.workdir import saved_steps, unfinished
 
 
 class Checkpoints:
@@ -58,7 +61,7 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """The steps whose checkpoints are complete (damaged or not), ascending."""
-    return fmt.saved_steps(self.directory)
+    return saved_steps(self.directory)
 
   def has(self, step: int) -> bool:
     """Whether the checkpoint of a step is complete. It waits for the save before."""
@@ -68,7 +71,7 @@ class Checkpoints:
   def remove_unfinished(self) -> None:
     """Removes what saves have left that were killed or that failed. It may fill the disk."""
     if jax.process_index() == 0:
-      for path in fmt.unfinished(self.directory):
+      for path in unfinished(self.directory):
         epath.Path(path).rmtree()
 
   def save(self, step: int, state: Any) -> None:
@@ -264,7 +267,7 @@ def silence_orbax() -> None:
   """Installs the filters. Call it once, before orbax reads or writes anything."""
   report = sys.unraisablehook
 
-  def report_unless_orbax(unraisable: "UnraisableHookArgs") -> None:
+  def report_unless_orbax(unraisable: UnraisableHookArgs) -> None:
     if not _is_orbax_noise(unraisable):
       report(unraisable)
 
@@ -273,7 +276,7 @@ def silence_orbax() -> None:
   absl_logging.get_absl_logger().addFilter(_keep_absl_record)
 
 
-def _is_orbax_noise(unraisable: "UnraisableHookArgs") -> bool:
+def _is_orbax_noise(unraisable: UnraisableHookArgs) -> bool:
   """True for tasks that orbax abandons when it cannot read an array."""
   code: CodeType | None = getattr(unraisable.object, "cr_code", None)
   abandoned = code is not None and "orbax" in code.co_filename

@@ -1,12 +1,14 @@
 """Reads one checkpoint from disk and verifies that its arrays are the ones that were saved."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import orbax.checkpoint as ocp
 
+from grpo_jax.lazy import ocp
 from grpo_jax.parallel.hosts import any_process
 from grpo_jax.storage import manifest as fmt
 

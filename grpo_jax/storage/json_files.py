@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from grpo_jax import files
+from grpo_jax.settings import ConfigError
 from grpo_jax.storage.bucket import is_bucket, reaching
 
 
@@ -92,3 +94,30 @@ def plain(value: Any) -> Any:
   if hasattr(value, "item"):
     value = value.item()
   return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def parse_rows(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+  """The rows of a metrics.jsonl, each with its line. Leaves out a last line that is half written.
+
+  Raises:
+    ConfigError: The file cannot be read, or another line is not a later row of metrics.
+  """
+  try:
+    lines = files.read_bytes(path).split(b"\n")
+  except OSError as error:
+    raise ConfigError(f"{path} cannot be read ({error}): put it back, or move it away") from error
+  rows: list[tuple[dict[str, Any], bytes]] = []
+  for number, line in enumerate(lines, start=1):
+    try:
+      row = json.loads(line)
+      if type(row["step"]) is not int or (rows and row["step"] <= rows[-1][0]["step"]):
+        raise TypeError
+      rows.append((row, line + b"\n"))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+      # After the last newline comes nothing, or the part of a row that a kill left.
+      if number < len(lines):
+        raise ConfigError(
+          f"{path} line {number} is not a row of metrics of a later step than the line before:"
+          " repair or remove that line"
+        ) from error
+  return rows

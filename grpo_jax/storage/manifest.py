@@ -21,23 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.bucket import COMMITTED, is_bucket, reaching
 
 Manifest = dict[str, dict[str, Any]]
-
-
-def saved_steps(directory: Path) -> list[int]:
-  """The steps whose checkpoints in this folder are complete (damaged or not), ascending."""
-  with reaching(directory):
-    return sorted(int(path.name) for path in _numbered(directory) if _is_complete(path))
-
-
-def unfinished(directory: Path) -> list[Path]:
-  """What saves have left in this folder that were killed or that failed."""
-  with reaching(directory):
-    if is_bucket(directory):
-      return [path for path in _numbered(directory) if not _is_complete(path)]
-    return list(directory.glob("*.orbax-checkpoint-tmp*"))
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -175,17 +160,6 @@ def one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
 def stack(layers: Sequence[jax.Array], leaf: Any) -> jax.Array:
   """The layers as one array that lies where `leaf` does."""
   return jax.jit(lambda *x: jnp.stack(x), out_shardings=leaf.sharding)(*layers)
-
-
-def _numbered(directory: Path) -> list[Path]:
-  if not directory.is_dir():
-    return []
-  return [path for path in directory.iterdir() if path.name.isdecimal()]
-
-
-def _is_complete(path: Path) -> bool:
-  """Whether orbax has finished the checkpoint. On a disk, only then does it have this name."""
-  return not is_bucket(path) or (path / COMMITTED).exists()
 
 
 def _entry(leaf: jax.Array | np.ndarray) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from grpo_jax import files
 from grpo_jax.config import Config, from_dict, to_dict
 from grpo_jax.settings import ConfigError, shown
 from grpo_jax.storage.bucket import folder, reaching
-from grpo_jax.storage.rows import parse_rows
+from grpo_jax.storage.json_files import parse_rows
 from grpo_jax.storage.saved_config import flat, read_values
 
 Row = dict[str, Any]

@@ -5,15 +5,12 @@ metrics.jsonl is the record of the run. Each line is a strict JSON object with `
 """
 
 from collections.abc import Callable, Mapping
-import json
 import logging
 from pathlib import Path
 import re
 from typing import Any
 
-from grpo_jax import files
-from grpo_jax.settings import ConfigError
-from grpo_jax.storage.json_files import AppendedFile, json_line, plain, replace_file
+from grpo_jax.storage.json_files import AppendedFile, json_line, parse_rows, plain, replace_file
 from grpo_jax.storage.trackers import Events, completions_as_markdown, completions_table, open_wandb
 
 
@@ -129,33 +126,6 @@ class Writer:
       self._events.write(step, finite)
     if self._wandb is not None:
       self._wandb.log(finite, step=step)
-
-
-def parse_rows(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-  """The rows of a metrics.jsonl, each with its line. Leaves out a last line that is half written.
-
-  Raises:
-    ConfigError: The file cannot be read, or another line is not a later row of metrics.
-  """
-  try:
-    lines = files.read_bytes(path).split(b"\n")
-  except OSError as error:
-    raise ConfigError(f"{path} cannot be read ({error}): put it back, or move it away") from error
-  rows: list[tuple[dict[str, Any], bytes]] = []
-  for number, line in enumerate(lines, start=1):
-    try:
-      row = json.loads(line)
-      if type(row["step"]) is not int or (rows and row["step"] <= rows[-1][0]["step"]):
-        raise TypeError
-      rows.append((row, line + b"\n"))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-      # After the last newline comes nothing, or the part of a row that a kill left.
-      if number < len(lines):
-        raise ConfigError(
-          f"{path} line {number} is not a row of metrics of a later step than the line before:"
-          " repair or remove that line"
-        ) from error
-  return rows
 
 
 def _keep_what_was_there(workdir: Path, warn: Callable[[str], None]) -> None:

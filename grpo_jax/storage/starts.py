@@ -6,8 +6,7 @@ from pathlib import Path
 import subprocess
 from typing import Any
 
-import jax
-
+from grpo_jax.lazy import jax
 from grpo_jax.storage.json_files import replace_file
 
 FILE = "environment.json"

@@ -1,4 +1,4 @@
-"""A run's folder: who may create it, and whether a run may go on in it under its config."""
+"""A run's folder: who may create it, whether a run may go on in it, and what it has saved."""
 
 from collections.abc import Callable, Mapping
 import json
@@ -7,9 +7,8 @@ from typing import Any
 
 from grpo_jax import files
 from grpo_jax.settings import ConfigError
-from grpo_jax.storage.bucket import folder, is_bucket
-from grpo_jax.storage.json_files import replace_file
-from grpo_jax.storage.rows import parse_rows
+from grpo_jax.storage.bucket import COMMITTED, folder, is_bucket, reaching
+from grpo_jax.storage.json_files import parse_rows, replace_file
 from grpo_jax.storage.saved_config import as_json, check_same_run, read_values
 
 LOCK_FILE = "run.lock"  # what grpo_jax/storage/lock.py locks
@@ -73,3 +72,28 @@ def open_run(
   if (workdir / "metrics.jsonl").exists():
     parse_rows(workdir / "metrics.jsonl")
   replace_file(path, json.dumps(config, indent=2) + "\n")
+
+
+def saved_steps(directory: Path) -> list[int]:
+  """The steps whose checkpoints in this folder are complete (damaged or not), ascending."""
+  with reaching(directory):
+    return sorted(int(path.name) for path in _numbered(directory) if _is_complete(path))
+
+
+def unfinished(directory: Path) -> list[Path]:
+  """What saves have left in this folder that were killed or that failed."""
+  with reaching(directory):
+    if is_bucket(directory):
+      return [path for path in _numbered(directory) if not _is_complete(path)]
+    return list(directory.glob("*.orbax-checkpoint-tmp*"))
+
+
+def _numbered(directory: Path) -> list[Path]:
+  if not directory.is_dir():
+    return []
+  return [path for path in directory.iterdir() if path.name.isdecimal()]
+
+
+def _is_complete(path: Path) -> bool:
+  """Whether orbax has finished the checkpoint. On a disk, only then does it have this name."""
+  return not is_bucket(path) or (path / COMMITTED).exists()

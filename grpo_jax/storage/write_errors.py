@@ -11,7 +11,7 @@ import re
 
 from grpo_jax.settings import ConfigError, RunFailed
 from grpo_jax.storage.bucket import folder
-from grpo_jax.storage.manifest import saved_steps
+from grpo_jax.storage.workdir import saved_steps
 
 # What must be true before the same command can go on, by the error number.
 _REMEDIES = {

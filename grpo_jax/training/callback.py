@@ -4,15 +4,17 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_jax.parallel.hosts import Hosts
+from grpo_jax.foreign import describe
 from grpo_jax.registry import name_of
-from grpo_jax.rewards.call import describe
 from grpo_jax.settings import RunFailed
 from grpo_jax.storage.reading import read_metrics
+
+if TYPE_CHECKING:
+  from grpo_jax.parallel.hosts import Hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Callbacks:
     ask_to_stop: Whether the callback asked to stop. The same on every process.
   """
 
-  def __init__(self, callback: Callback | None, workdir: Path, last_step: int, hosts: Hosts):
+  def __init__(self, callback: Callback | None, workdir: Path, last_step: int, hosts: "Hosts"):
     self._callback, self._hosts = callback, hosts
     self._workdir, self._last_step = workdir, last_step
     self.latest: Step | None = None

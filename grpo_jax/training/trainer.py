@@ -21,7 +21,7 @@ from grpo_jax.config import Config
 from grpo_jax.console.exit_codes import Stopped
 from grpo_jax.console.stop import StopRequest
 from grpo_jax.progress import Work, doing
-from grpo_jax.run.checks import check_batches
+from grpo_jax.run.device_checks import check_batches
 from grpo_jax.run.run import Run
 from grpo_jax.scoring.scorers import Scorers
 from grpo_jax.settings import ConfigError, RunFailed, address_of

@@ -1,15 +1,18 @@
 """Advantages that count right answers instead of averaging rewards."""
 
-import dataclasses
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+from typing import TYPE_CHECKING
 
 from grpo_jax import masked
 from grpo_jax.algo.advantages.record import Advantage, EpsSettings
 from grpo_jax.algo.record import Example, Records, require
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import at_least, setting
-from grpo_jax.types import Rewards
+
+if TYPE_CHECKING:
+  from grpo_jax.types import Rewards
 
 ADVANTAGES = Records[Advantage]()
 

@@ -1,15 +1,18 @@
 """Advantages that divide by a standard deviation of the whole batch."""
 
-import dataclasses
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+from typing import TYPE_CHECKING
 
 from grpo_jax import masked
 from grpo_jax.algo.advantages.record import Advantage, StdSettings
 from grpo_jax.algo.record import Example, Records
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import at_least, one_of, setting
-from grpo_jax.types import Rewards
+
+if TYPE_CHECKING:
+  from grpo_jax.types import Rewards
 
 ADVANTAGES = Records[Advantage]()
 

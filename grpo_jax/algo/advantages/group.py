@@ -3,14 +3,18 @@
 Where all rewards of a group are equal, advantages that know only the group are exactly 0.
 """
 
-import jax
-import jax.numpy as jnp
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from grpo_jax import masked
 from grpo_jax.algo.advantages.record import Advantage, StdSettings
 from grpo_jax.algo.record import Example, Records
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings
-from grpo_jax.types import Rewards
+
+if TYPE_CHECKING:
+  from grpo_jax.types import Rewards
 
 ADVANTAGES = Records[Advantage]()
 

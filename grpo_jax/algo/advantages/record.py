@@ -1,13 +1,17 @@
 """The record of an advantage, and the settings that several advantages share."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 import dataclasses
-
-import jax
+from typing import TYPE_CHECKING
 
 from grpo_jax.algo.record import Record, S
+from grpo_jax.lazy import jax
 from grpo_jax.settings import Settings, at_least, setting
-from grpo_jax.types import Rewards
+
+if TYPE_CHECKING:
+  from grpo_jax.types import Rewards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,16 @@
 """Advantages from rewards of the steps of a completion."""
 
-import jax
-import jax.numpy as jnp
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from grpo_jax import masked
 from grpo_jax.algo.advantages.record import Advantage, StdSettings
 from grpo_jax.algo.record import Example, Records
-from grpo_jax.types import Rewards
+from grpo_jax.lazy import jax, jnp
+
+if TYPE_CHECKING:
+  from grpo_jax.types import Rewards
 
 ADVANTAGES = Records[Advantage]()
 

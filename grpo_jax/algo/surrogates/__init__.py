@@ -4,15 +4,17 @@ To add one, write its function and its record into one of the files of this fold
 its own with `register_surrogate`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 from grpo_jax.algo.record import S
 from grpo_jax.algo.surrogates import averaged, clipped, covariance, divergence, weighted
-from grpo_jax.algo.surrogates.record import BatchTokens, Loss, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import Loss, Surrogate
 from grpo_jax.registry import register
 from grpo_jax.settings import Settings, one_of, setting
 
-__all__ = ["SURROGATES", "BatchTokens", "SurrogateSettings", "Terms", "register_surrogate"]
+__all__ = ["SURROGATES", "SurrogateSettings", "register_surrogate"]
 
 SURROGATES: dict[str, Surrogate] = (
   clipped.SURROGATES

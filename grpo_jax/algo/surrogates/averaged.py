@@ -1,14 +1,18 @@
 """Surrogates with one weight for a whole row, made of the ratios of its tokens: gmpo and vespo."""
 
-import dataclasses
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+from typing import TYPE_CHECKING
 
 from grpo_jax import masked
 from grpo_jax.algo.record import Example, Records
-from grpo_jax.algo.surrogates.record import ClipSettings, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import ClipSettings, Surrogate
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, above, names_of, setting
+
+if TYPE_CHECKING:
+  from grpo_jax.algo.surrogates.terms import Terms
 
 SURROGATES = Records[Surrogate]()
 

@@ -1,13 +1,17 @@
 """Surrogates that limit the ratio of each token: ppo_clip, cispo and sapo."""
 
-import dataclasses
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+from typing import TYPE_CHECKING
 
 from grpo_jax.algo.record import Example, Records
-from grpo_jax.algo.surrogates.record import ClipSettings, RatioMaxSettings, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import ClipSettings, RatioMaxSettings, Surrogate
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, above, names_of, setting, zero_or_above
+
+if TYPE_CHECKING:
+  from grpo_jax.algo.surrogates.terms import Terms
 
 SURROGATES = Records[Surrogate]()
 

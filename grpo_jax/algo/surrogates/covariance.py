@@ -4,17 +4,21 @@ The covariance of a token says how much its log-prob and its advantage are high 
 (A - mean A)(lp - mean lp), with means over the tokens of the batch (eq. 8).
 """
 
-import dataclasses
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+import dataclasses
+from typing import TYPE_CHECKING
 
 from grpo_jax import masked
 from grpo_jax.algo.kl import absolute
 from grpo_jax.algo.record import Example, Records, require
 from grpo_jax.algo.surrogates.clipped import PpoSettings, ppo_bounds, ppo_clip
-from grpo_jax.algo.surrogates.record import BatchTokens, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import Surrogate
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import ANY, Settings, above, at_least, names_of, setting
+
+if TYPE_CHECKING:
+  from grpo_jax.algo.surrogates.terms import BatchTokens, Terms
 
 SURROGATES = Records[Surrogate]()
 

@@ -3,12 +3,17 @@
 With p = e^lp and q = e^old, a distribution is reduced to the sampled token against all others.
 """
 
-import jax
-import jax.numpy as jnp
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from grpo_jax.algo.record import Example, Records
-from grpo_jax.algo.surrogates.record import ClipSettings, RatioMaxSettings, Surrogate, Terms
+from grpo_jax.algo.surrogates.record import ClipSettings, RatioMaxSettings, Surrogate
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import names_of
+
+if TYPE_CHECKING:
+  from grpo_jax.algo.surrogates.terms import Terms
 
 SURROGATES = Records[Surrogate]()
 

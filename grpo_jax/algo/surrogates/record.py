@@ -1,71 +1,26 @@
-"""The record of a surrogate, what a surrogate reads, and the settings that several share.
+"""The record of a surrogate, and the settings that several share.
 
 In docstrings, w is the ratio, A the advantage, lp the policy's log-prob, old the log-prob before
 the update, d = lp - old, and sg a stopped gradient.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 import dataclasses
-
-from flax import struct
-import jax
+from typing import TYPE_CHECKING, TypeAlias
 
 from grpo_jax.algo.record import Record, S
+from grpo_jax.lazy import jax
 from grpo_jax.settings import Settings, above, setting, zero_or_above
 
-
-class Terms(struct.PyTreeNode):
-  """What a surrogate reads, float32 [P, G, T] each.
-
-  Attributes:
-    logprobs_PGT: lp, 0 at padding.
-    old_logprobs_PGT: old, 0 at padding.
-    ratio_PGT: w, computed as `algo.ratio` says.
-    advantages_PGT: A, 0 at padding.
-    mask_PGT: The loss mask.
-    weights_PGT: The weight of each token, from the token selection. 0 leaves a token out.
-    chosen_PGT: 1 at the tokens that `Surrogate.select` chose.
-    corrections_PGT: The weights of the correction, 1 without a correction.
-    corrections_of_row: Whether all tokens of a row have the same correction.
-  """
-
-  logprobs_PGT: jax.Array
-  old_logprobs_PGT: jax.Array
-  ratio_PGT: jax.Array
-  advantages_PGT: jax.Array
-  mask_PGT: jax.Array
-  weights_PGT: jax.Array
-  chosen_PGT: jax.Array
-  corrections_PGT: jax.Array
-  corrections_of_row: bool = struct.field(pytree_node=False, default=False)
-
-  @property
-  def d_PGT(self) -> jax.Array:
-    """lp - old."""
-    return self.logprobs_PGT - self.old_logprobs_PGT
+if TYPE_CHECKING:
+  from grpo_jax.algo.surrogates.terms import BatchTokens, Terms
 
 
-class BatchTokens(struct.PyTreeNode):
-  """What is known of the tokens of a whole optimizer batch before the update, [P, G, T] each.
-
-  Attributes:
-    logprobs_PGT: The policy's log-probs.
-    ratio_PGT: w, computed as `algo.ratio` says.
-    entropies_PGT: Entropy of softmax(logits / temperature), before any filter of the sampler.
-    advantages_PGT: A.
-    mask_PGT: The loss mask.
-  """
-
-  logprobs_PGT: jax.Array
-  ratio_PGT: jax.Array
-  entropies_PGT: jax.Array
-  advantages_PGT: jax.Array
-  mask_PGT: jax.Array
-
-
-Loss = Callable[[Terms, S], jax.Array]
-Bounds = Callable[[Terms, S], tuple[jax.Array, jax.Array]]
-Select = Callable[[BatchTokens, S], jax.Array]
+Loss: TypeAlias = "Callable[[Terms, S], jax.Array]"
+Bounds: TypeAlias = "Callable[[Terms, S], tuple[jax.Array, jax.Array]]"
+Select: TypeAlias = "Callable[[BatchTokens, S], jax.Array]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,17 @@
 """Surrogates without a bound on the ratio: reinforce, unclipped and dro."""
 
-import dataclasses
+from __future__ import annotations
 
-import jax
+import dataclasses
+from typing import TYPE_CHECKING
 
 from grpo_jax.algo.record import Example, Records
-from grpo_jax.algo.surrogates.record import Surrogate, Terms
+from grpo_jax.algo.surrogates.record import Surrogate
+from grpo_jax.lazy import jax
 from grpo_jax.settings import Settings, at_least, names_of, setting
+
+if TYPE_CHECKING:
+  from grpo_jax.algo.surrogates.terms import Terms
 
 SURROGATES = Records[Surrogate]()
 

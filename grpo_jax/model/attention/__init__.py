@@ -6,7 +6,7 @@ The others are linear. `softmax` defines attention for `dense`, `chunked` and th
 The folder may import the config and the layers of the decoder.
 """
 
-from grpo_jax.model.attention.choose import ATTENTION, choose
+from grpo_jax.model.attention.choose import ATTENTION, choose, implementation
 from grpo_jax.model.attention.groups import Groups, attention_of, in_groups, recur_in_groups
 from grpo_jax.model.attention.packing import Packing, make_packing, move, pack, unpack
 from grpo_jax.model.attention.view import View
@@ -18,6 +18,7 @@ __all__ = [
   "View",
   "attention_of",
   "choose",
+  "implementation",
   "in_groups",
   "make_packing",
   "move",

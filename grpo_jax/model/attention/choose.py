@@ -1,17 +1,20 @@
 """Which implementation of attention a run uses."""
 
-from grpo_jax.model.attention import chunked, cudnn, dense, splash
+import importlib
+
 from grpo_jax.model.attention.view import AttendGroups
 
-# All compute the same, to rounding.
-ATTENTION: dict[str, AttendGroups] = {
-  "dense": dense.attend,
-  "chunked": chunked.attend,
-  "splash": splash.attend,
-  "cudnn": cudnn.attend,
-}
+# Modules of this folder. All compute the same, to rounding.
+ATTENTION = ("dense", "chunked", "splash", "cudnn")
 ONE_WAY = ("splash", "cudnn")  # do not read `View.pictures_PS`
 BEST = {"cpu": "dense", "tpu": "splash", "gpu": "cudnn"}
+
+_CUDNN_MAX_HEAD_DIM = 128  # of GPUs before Hopper
+
+
+def implementation(name: str) -> AttendGroups:
+  """The implementation of this name in ATTENTION. Only the one that is chosen is imported."""
+  return importlib.import_module(f"grpo_jax.model.attention.{name}").attend
 
 
 def choose(
@@ -49,8 +52,8 @@ def why_not(
     return f"cudnn runs on GPUs, not on a {platform}"
   if dtype not in ("bfloat16", "float16"):
     return f"cudnn computes bfloat16 and float16, not {dtype}"
-  if head_dim % 8 or head_dim > cudnn.MAX_HEAD_DIM:
-    return f"cudnn takes heads of up to {cudnn.MAX_HEAD_DIM} in steps of 8, not {head_dim}"
+  if head_dim % 8 or head_dim > _CUDNN_MAX_HEAD_DIM:
+    return f"cudnn takes heads of up to {_CUDNN_MAX_HEAD_DIM} in steps of 8, not {head_dim}"
   if sinks:
     return "cudnn has no attention sinks"
   return "cudnn cannot cap the scores" if cap else ""

@@ -13,8 +13,6 @@ from grpo_jax.model.attention.packing import move
 from grpo_jax.model.attention.rows import on_mesh
 from grpo_jax.model.attention.view import AttendGroups, View
 
-MAX_HEAD_DIM = 128  # of GPUs before Hopper
-
 
 def make_attend(implementation: str = "cudnn") -> AttendGroups:
   """The attention of groups, as `view.AttendGroups` describes it, without its caps.

@@ -16,13 +16,12 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from grpo_jax.model.attention.decode_choice import SLOTS
 from grpo_jax.model.attention.softmax import Int8
 from grpo_jax.model.config import ModelConfig
 from grpo_jax.model.layers import einsum
-from grpo_jax.model.mixers import kept_by_layers
 from grpo_jax.model.mixers.seen import KeysAndValues
 
-SLOTS = 128  # the slots of a cache are a multiple of this
 _BLOCKS = (512, 256, SLOTS)  # slots that are read at a time
 _BLOCK_BYTES = 2**18  # of a row's keys in a block. With more, a v5e's kernel does not compile.
 _ROWS = 8  # rows whose blocks are read together
@@ -67,12 +66,6 @@ class _Blocks(NamedTuple):
     # Not // and %, whose signs Pallas asks the TPU about: `plan` has none. Nothing is negative.
     newest = jax.lax.div(time, jnp.int32(self.slots))
     return jax.lax.rem(newest - back + self.in_cache, jnp.int32(self.in_cache))
-
-
-def fits(config: ModelConfig) -> bool:
-  """Whether the kernel can read the model's cache: on a TPU, whose lanes the heads fill."""
-  vectors = (vector for kept in kept_by_layers(config) for vector in kept.of_token)
-  return config.platform == "tpu" and all(size % 128 == 0 for _, size in vectors)
 
 
 def attention(

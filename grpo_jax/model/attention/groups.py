@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.model.attention import dense
-from grpo_jax.model.attention.choose import ATTENTION, ONE_WAY, choose
+from grpo_jax.model.attention.choose import ONE_WAY, choose, implementation
 from grpo_jax.model.attention.packing import Packing, pack, unpack
 from grpo_jax.model.attention.view import View
 from grpo_jax.model.config import ModelConfig
@@ -91,7 +91,7 @@ def in_groups(
   """The `attend` of a `Pass` over groups. With `keep`, attention returns keys and values too."""
   S = groups.prompt_slots
   name = attention_of(config)[0]
-  attend = ATTENTION[name]
+  attend = implementation(name)
   # Where few tokens are left, whole scores of the stream are fewer than those of the rows.
   is_stream = (
     name == "dense"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from flax import linen as nn
 from flax import struct
 import jax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -350,6 +349,8 @@ def product_in_stack(
     sizes_X: int32, the rows of each expert. What the others become is not defined.
     interpret: Emulate the kernel, so that it runs on any platform.
   """
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # here, because only TPUs need it
+
   N, (L, X, I, O) = len(x_NI), stack_LXIO.shape
   padded = jnp.pad(x_NI, [(0, -N % _LANES), (0, 0)])
   outputs = next(size for size in (512, 256, _LANES) if O % size == 0)

@@ -24,7 +24,7 @@ import sys
 import threading
 from typing import Any
 
-from grpo_jax.rewards.call import describe
+from grpo_jax.foreign import describe
 from grpo_jax.rewards.workers import messages, worker
 from grpo_jax.settings import ConfigError
 

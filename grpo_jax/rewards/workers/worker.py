@@ -18,9 +18,10 @@ import socket
 import sys
 from typing import Any
 
+from grpo_jax.foreign import describe
 from grpo_jax.rewards.answer import Answer, ContractError, RewardError
 from grpo_jax.rewards.asking import asking
-from grpo_jax.rewards.call import call, call_async, describe
+from grpo_jax.rewards.call import call, call_async
 from grpo_jax.rewards.workers import messages
 from grpo_jax.rewards.workers.messages import Call
 from grpo_jax.settings import ConfigError

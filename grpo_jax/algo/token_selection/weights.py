@@ -1,20 +1,19 @@
-"""Token selection. It needs statistics of the whole batch, so it runs before micro-batching.
+"""The weights of tokens. To add one, write its function and its record."""
 
-It gives each token a weight for the surrogate, and it chooses the tokens that the surrogate treats
-in its own special way. Neither has a gradient. To add a weight, write its function and its record.
-"""
+from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-
-from grpo_jax.algo.ratios import RATIOS, RatioSettings
+from grpo_jax.algo.ratios import RatioSettings
 from grpo_jax.algo.record import Example, Record, Records, S
-from grpo_jax.algo.surrogates import SURROGATES, BatchTokens, SurrogateSettings
+from grpo_jax.algo.surrogates import SURROGATES, SurrogateSettings
+from grpo_jax.lazy import jax, jnp
 from grpo_jax.settings import Settings, at_least, fraction, setting
-from grpo_jax.types import TokenSelection
+
+if TYPE_CHECKING:
+  from grpo_jax.algo.surrogates.terms import BatchTokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,49 +181,3 @@ def is_needed(algo: SelectionSettings) -> bool:
 def has_weights(algo: SelectionSettings) -> bool:
   """Whether any token weight is on."""
   return any(record.is_on(algo) for record in TOKEN_WEIGHTS.values())
-
-
-def trivial(mask_PGT: jax.Array) -> TokenSelection:
-  """Weight 1 for every token of the loss, and no token chosen."""
-  return TokenSelection(weights_PGT=mask_PGT, chosen_PGT=jnp.zeros_like(mask_PGT))
-
-
-def select(
-  logprobs_PGT: jax.Array,
-  old_logprobs_PGT: jax.Array,
-  entropies_PGT: jax.Array,
-  advantages_PGT: jax.Array,
-  mask_PGT: jax.Array,
-  algo: SelectionSettings,
-) -> TokenSelection:
-  """The selection of a whole batch. All arrays are [P, G, T].
-
-  Args:
-    logprobs_PGT: The policy's log-probs before the update.
-    old_logprobs_PGT: The old log-probs, the same where old is the policy itself.
-    entropies_PGT: The entropies of softmax(logits / temperature) at the tokens.
-    advantages_PGT: The advantages.
-    mask_PGT: The loss mask.
-    algo: Names the surrogate and the ratio, and has the settings of the weights.
-
-  Returns:
-    Weights and choices, 0 where the mask is 0, without a gradient.
-  """
-  tokens = BatchTokens(
-    logprobs_PGT=logprobs_PGT,
-    ratio_PGT=RATIOS[algo.ratio].compute(logprobs_PGT, old_logprobs_PGT, mask_PGT),
-    entropies_PGT=entropies_PGT,
-    advantages_PGT=advantages_PGT,
-    mask_PGT=mask_PGT,
-  )
-  selection = trivial(mask_PGT)
-  for record in TOKEN_WEIGHTS.values():
-    if record.is_on(algo):
-      weights_PGT = jnp.where(mask_PGT != 0, record.compute(tokens, algo), 0)
-      weights_PGT = selection.weights_PGT * weights_PGT
-      selection = dataclasses.replace(selection, weights_PGT=weights_PGT)
-  choose = SURROGATES[algo.surrogate].select
-  if choose is not None:
-    chosen_PGT = choose(tokens, algo).astype(mask_PGT.dtype)
-    selection = dataclasses.replace(selection, chosen_PGT=chosen_PGT)
-  return jax.lax.stop_gradient(selection)

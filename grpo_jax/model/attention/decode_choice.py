@@ -1,0 +1,12 @@
+"""Whether the kernel of decode.py attends to the tokens that rows have written."""
+
+from grpo_jax.model.config import ModelConfig
+from grpo_jax.model.mixers import kept_by_layers
+
+SLOTS = 128  # the slots of a cache that the kernel reads are a multiple of this
+
+
+def fits(config: ModelConfig) -> bool:
+  """Whether the kernel can read the model's cache: on a TPU, whose lanes the heads fill."""
+  vectors = (vector for kept in kept_by_layers(config) for vector in kept.of_token)
+  return config.platform == "tpu" and all(size % 128 == 0 for _, size in vectors)

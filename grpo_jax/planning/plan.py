@@ -1,0 +1,180 @@
+"""The plan of a run as it is printed: what it holds and does, and how its devices may be split."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+import jax
+
+from grpo_jax.config import Config
+from grpo_jax.console.exit_codes import DoesNotFit
+from grpo_jax.data.tokenizers import tokenizer
+from grpo_jax.parallel.chips import chip_of, memory_of
+from grpo_jax.parallel.mesh import sizes_of
+from grpo_jax.planning import overlap, split, table
+from grpo_jax.planning.phases import Phase, compiled
+from grpo_jax.planning.programs import programs, shape_alone
+from grpo_jax.planning.topologies import devices_of
+from grpo_jax.progress import doing
+from grpo_jax.run.device_checks import check_batches
+from grpo_jax.run.run import Run
+from grpo_jax.settings import ConfigError
+
+
+def plan_by_flags(config: Config, values: flags.FlagValues) -> None:
+  """Prints the plan that the flags of grpo_jax.plan ask for.
+
+  Args:
+    config: That of the run.
+    values: The flags.
+
+  Raises:
+    ConfigError: The flags or the config cannot be used.
+    DoesNotFit: The run needs more memory than its devices have.
+  """
+  config = shape_alone(config)
+  jax.config.update("jax_platforms", "cpu")  # the devices that exist are not needed
+  # A stored program says less of itself, and the time of its compilation is part of the plan.
+  jax.config.update("jax_enable_compilation_cache", False)
+  if values["async"].value:
+    _plan_apart_by_flags(config, values)
+  else:
+    plan(run_of(config, _devices_by_flags(values)), values.topology)
+
+
+def plan(run: Run, topology: str) -> None:
+  """Prints the plan of a run.
+
+  Raises:
+    DoesNotFit: The run needs more memory than its devices have.
+  """
+  device = run.mesh.devices.flat[0]
+  count = run.mesh.size + run.processes * run.config.mesh.sampler
+  chip, memory = chip_of(device), memory_of(device)
+  size = "unknown memory" if memory is None else f"{memory / 1e9:,.2f} GB for programs"
+  print(f"{device.device_kind}, {count} of {topology}: {size} on each")
+  print(run.parameters.describe())
+  print(f"mesh {sizes_of(run.mesh)}; sampling on mesh {sizes_of(run.parameters.sampling.mesh)}")
+  estimate = sum(run.programs.estimate_of_update)
+  print(
+    f"an update computes {run.programs.micro_batch} prompts at once:"
+    f" {estimate / 1e9:,.2f} GB by the estimate that chooses batch.micro_batch=0"
+  )
+  phases: list[Phase] = []
+  needed = [*programs(run)]
+  with doing("compiled", len(needed), "programs") as work:
+    for program in needed:
+      with doing(f"compiling {program.name}"):
+        phases.append(compiled(program))
+      work.advance()
+  is_beside = run.config.mesh.sampler > 0 and run.config.rollout.max_staleness > 0
+  tables = (
+    table.memory_table(phases),
+    table.work_table(phases, chip),
+    [*table.token_lines(phases, chip), *table.step_lines(phases, chip, is_beside)],
+    table.notes(phases),
+    [table.verdict(phases, memory)],
+  )
+  for lines in tables:
+    print("\n".join(["", *lines]))
+  if memory is not None and max(phase.total for phase in phases) > memory:
+    raise DoesNotFit
+
+
+def run_of(config: Config, devices: Sequence[Any]) -> Run:
+  """The run on these devices."""
+  # The tokenizer has no influence on the programs of a model whose vocabulary is known.
+  tokens = tokenizer.characters("") if config.model.path else None
+  run = Run(config, devices=devices, tokens=tokens)
+  check_batches(config, run.hosts)
+  return run
+
+
+def plan_apart(
+  job: overlap.Job,
+  round_seconds: Mapping[int, float],
+  update_seconds: Mapping[int, float],
+  devices: int,
+  bounds: Sequence[int],
+) -> None:
+  """Prints what each split of the devices into a sampler and a learner does.
+
+  Args:
+    job: What the run does.
+    round_seconds: Of decoding, by the number of devices.
+    update_seconds: Of all that the learner does in a step, by the number of devices.
+    devices: How many there are.
+    bounds: On staleness, to be tried.
+  """
+  round_s = overlap.seconds_on(round_seconds, devices)
+  update_s = overlap.seconds_on(update_seconds, devices)
+  in_turn, ahead = (
+    overlap.simulate(job, round_s, update_s, bound, apart=False) for bound in (0, 1)
+  )
+  found = overlap.splits(job, round_seconds, update_seconds, devices, bounds)
+  mean, longest = job.lengths_NG.mean(), job.lengths_NG.max()
+  print(f"completions of {mean:,.0f} tokens on average, the longest of {longest:,}")
+  print("\n".join(split.time_lines(round_seconds, update_seconds)))
+  print()
+  print("\n".join(split.split_lines(found, in_turn, ahead, devices)))
+
+
+def compiled_times(config: Config, devices: Sequence[Any]) -> tuple[dict[int, float], ...]:
+  """The least times of rounds and of the learner's step, by the number of devices.
+
+  They are compiled for 1, 2, 4, ... and all devices. A number on which a program does not fit, or
+  that the mesh or the batch cannot be divided by, has no time.
+
+  Raises:
+    ConfigError: The chip is not known, or no number of devices can run the programs.
+  """
+  chip, memory = chip_of(devices[0]), memory_of(devices[0])
+  if chip is None:
+    raise ConfigError(
+      f"the peaks of {devices[0].device_kind} are not known: give measured times, such as"
+      " --round_ms=4:6.1 --update_s=4:5.5"
+    )
+  counts = sorted({*(2**i for i in range(len(devices).bit_length())), len(devices)})
+  rounds: dict[int, float] = {}
+  updates: dict[int, float] = {}
+  for count in counts:
+    try:
+      run = run_of(config, devices[:count])
+    except ConfigError as error:
+      print(f"not on {count}: {error}")
+      continue
+    with doing(f"compiling for {count} devices"):
+      phases = [compiled(program) for program in programs(run) if split.is_timed(program)]
+    refused = [phase.name for phase in phases if memory and phase.total > memory]
+    if refused:
+      print(f"not on {count}: too little memory for {' and '.join(refused)}")
+      continue
+    rounds[count], updates[count] = split.least_times(phases, chip)
+  if not rounds:
+    raise ConfigError(f"none of {counts} devices can run the programs: choose more or others")
+  return rounds, updates
+
+
+def _plan_apart_by_flags(config: Config, values: flags.FlagValues) -> None:
+  job = split.job_of(config, values.workdir, values.reward_s)
+  if bool(values.round_ms) != bool(values.update_s):
+    raise ConfigError("flags --round_ms and --update_s are both measured times: give both, or none")
+  if values.round_ms:
+    rounds_ms = split.times_of_flag("round_ms", values.round_ms)
+    rounds = {count: value / 1e3 for count, value in rounds_ms.items()}
+    updates = split.times_of_flag("update_s", values.update_s)
+    devices = values.chips or max(*rounds, *updates)
+  else:
+    described = _devices_by_flags(values)
+    devices = len(described)
+    rounds, updates = compiled_times(config, described)
+  if devices < 2:
+    raise ConfigError("--async: one device cannot be split; name more with --topology or --chips")
+  bounds = [int(bound) for bound in values.staleness]
+  plan_apart(job, rounds, updates, devices, bounds)
+
+
+def _devices_by_flags(values: flags.FlagValues) -> list[Any]:
+  if not values.topology:
+    raise ConfigError("flag --topology is missing: for example --topology=v5e:2x2")
+  return devices_of(values.topology, values.chips)
