@@ -5,6 +5,7 @@ flags of the compiler and of the kind of device, features of a CPU included. So 
 another kind of machine has another name.
 """
 
+import contextlib
 import os
 from pathlib import Path
 import re
@@ -17,6 +18,7 @@ import jax
 import platformdirs
 
 AUTO = "auto"
+_MOST_BYTES = 8 * 2**30  # of the user's cache folder when a run starts
 _FAILURE = re.compile(r"Error (reading|writing) persistent compilation cache entry for '([^']*)'")
 
 
@@ -44,6 +46,8 @@ def use(folder: str) -> None:
     return
   jax.config.update("jax_compilation_cache_dir", str(path))
   _report_failures_once(path)
+  if folder == AUTO:
+    bound(path.parent, _MOST_BYTES)
 
 
 def _automatic() -> Path:
@@ -51,11 +55,37 @@ def _automatic() -> Path:
   return platformdirs.user_cache_path("grpo_jax") / f"jax-{jax.__version__}"
 
 
+def bound(folder: Path, most_bytes: int) -> None:
+  """Deletes the programs of a folder that were not used for longest, until the others are few.
+
+  JAX can bound its folder itself (`jax_compilation_cache_max_size`). But then it reads the dates of
+  all entries at each write, and writes nothing more once one is missing because a process was
+  killed.
+
+  Args:
+    folder: Entries in its folders count, too: each version of JAX has one.
+    most_bytes: How large they may be together.
+  """
+  found = list[tuple[float, int, Path]]()
+  for entry in folder.rglob("*-cache"):
+    with contextlib.suppress(OSError):  # another process deletes it
+      stat = entry.stat()
+      found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, entry))
+  excess = sum(size for _, size, _ in found) - most_bytes
+  for _, size, entry in sorted(found):
+    if excess <= 0:
+      break
+    with contextlib.suppress(OSError):
+      entry.unlink()
+    excess -= size
+
+
 def _report_failures_once(folder: Path) -> None:
   """Prints the first failed read or write of an entry as one line, and the others not at all.
 
   JAX warns of each and compiles the program. It never replaces an entry, so a damaged one, such as
-  one that was half written when the disk was full, is deleted here.
+  one that was half written when the disk was full, is deleted here. That is no failure: nothing is
+  printed.
   """
   show = warnings.showwarning
   is_reported = False
@@ -67,8 +97,8 @@ def _report_failures_once(folder: Path) -> None:
       show(message, *where, **more)
       return
     doing, program = failure.groups()
-    if doing == "reading":
-      _delete(folder, program)
+    if doing == "reading" and _delete(folder, program):
+      return
     if not is_reported:
       _warn(f"compiled programs in {folder}: {' '.join(str(message).split())}")
     is_reported = True
@@ -76,14 +106,19 @@ def _report_failures_once(folder: Path) -> None:
   warnings.showwarning = show_first
 
 
-def _delete(folder: Path, program: str) -> None:
-  """Deletes the entries of a program of this name. JAX does not say which of them is damaged."""
+def _delete(folder: Path, program: str) -> bool:
+  """Deletes the entries of a program of this name. JAX does not say which of them is damaged.
+
+  Returns:
+    Whether they are gone.
+  """
   for entry in folder.glob("*-cache"):
     if entry.name.rpartition("-")[0].rpartition("-")[0] == program:
       try:
-        entry.unlink()
+        entry.unlink(missing_ok=True)
       except OSError:
-        return
+        return False
+  return True
 
 
 def _warn(text: str) -> None:
