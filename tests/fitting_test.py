@@ -112,12 +112,12 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
     return 1000.0 + 16000 / there.shape["tensor"]
 
   # 3 layers, 2 heads of 8 numbers, keys and values: 4 prompts of a device, each of 32 + 4 * 64
-  # tokens. Four copies of 16 rows of 96 logits.
-  cache = 4 * (32 + 4 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 16 * 96 * 4
+  # tokens. Two copies of 16 rows of 96 logits.
+  cache = 4 * (32 + 4 * 64) * 3 * 2 * 8 * 2 * 4 + 2 * 16 * 96 * 4
   config = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8))
   assert sampler_bytes(config, shape) == cache
   drawn = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8, samples=16))
-  assert sampler_bytes(drawn, shape) == (2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 32 * 96 * 4)
+  assert sampler_bytes(drawn, shape) == (2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 2 * 32 * 96 * 4)
   split = functools.partial(fitting.sampling_tensor, config, shape, held_on, mesh)
   enough = (1000 + 16000 + cache) / 0.93
   assert split(enough + 1) == split(None) == 1 and split(enough - 1) == 2
@@ -169,11 +169,23 @@ def test_as_many_rows_as_fit_are_in_flight():
   needed = sampler_bytes(drawn, shape, 0)
   memory = (needed + 1000) / 0.93 + 1
   assert choose(drawn, memory=memory) == 0 and choose(drawn, memory=memory - 100) == 64
-  # 16 rows are in 16 places, each with its prompt: 4 on a device. Four copies of 96 logits a row.
-  own = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4 + 4 * 4 * 96 * 4
-  assert sampler_bytes(CONFIG, shape, 16) == own
+  # 16 rows are in 16 places, each with its prompt: 4 on a device. Two copies of 96 logits a row.
+  cache, logits = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4, 4 * 96 * 4
+  assert sampler_bytes(CONFIG, shape, 16) == cache + 2 * logits
+  filtered = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=64, top_p=0.9))
+  assert sampler_bytes(filtered, shape, 16) == cache + 4 * logits
   given = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=64, rows=12))
   assert choose(given, memory=1.0) == choose(given, memory=None) == 12
+
+
+def test_a_tpu_holds_prompts_twice_and_half_of_the_rows_again_while_they_grow(monkeypatch):
+  """Heads of 8 numbers are decoded without the kernel. In 16 places are 16 rows."""
+  monkeypatch.setattr(model.ModelConfig, "platform", "tpu")
+  shape = shape_on(make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4]))
+  token, logits = 3 * 2 * 8 * 2 * 4, 4 * 96 * 4
+  assert sampler_bytes(CONFIG, shape, 16) == 4 * (2 * 32 + 64) * token + 4 * 64 * token / 2
+  large = dataclasses.replace(shape, vocab_size=96000)  # whose logits are more than that half
+  assert sampler_bytes(CONFIG, large, 16) == 4 * (2 * 32 + 64) * token + 2 * 1000 * logits
 
 
 MIXERS = [
