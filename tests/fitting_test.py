@@ -133,7 +133,8 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
 
 def test_rows_that_stay_in_flight_leave_room_for_the_cache_of_an_evaluation():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
-  choose = functools.partial(fitting.rows_in_flight, shape=shape_on(mesh), held=1000.0)
+  shape, call = shape_on(mesh), (16, 4)
+  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0, call=call)
   stays = dataclasses.replace(CONFIG, rollout=Rollout(max_staleness=1, weights="in_flight"))
   for config, caches in (
     (dataclasses.replace(stays, eval=Eval(every=1)), 2),
@@ -141,7 +142,7 @@ def test_rows_that_stay_in_flight_leave_room_for_the_cache_of_an_evaluation():
     (dataclasses.replace(CONFIG, eval=Eval(every=1)), 1),
     (dataclasses.replace(stays, eval=Eval(every=1), mesh=Mesh(sampler=1)), 1),
   ):
-    memory = (caches * sampler_bytes(config, shape_on(mesh), 0) + 1000) / 0.93 + 1
+    memory = (caches * sampler_bytes(config, shape, 0, call) + 1000) / 0.93 + 1
     assert choose(config, memory=memory) == 0 < choose(config, memory=memory - 100)
 
 
@@ -156,7 +157,7 @@ def test_an_update_finds_the_rows_that_stay_in_flight_in_its_account():
 def test_as_many_rows_as_fit_are_in_flight():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
   shape = shape_on(mesh)
-  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0)
+  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0, call=(16, 4))
   config = dataclasses.replace(CONFIG, eval=Eval(every=0))
   for rows in (64, 32, 16, 8, 4):
     needed = sampler_bytes(config, shape, rows)
@@ -164,11 +165,12 @@ def test_as_many_rows_as_fit_are_in_flight():
     assert choose(config, memory=memory) == (rows if rows < 64 else 0)  # 0: all
     assert choose(config, memory=memory - 100) == max(4, rows // 2)  # a row for each device
   assert choose(config, memory=None) == 0
-  # More draws are evaluated than a step samples.
+  # More draws are evaluated than a step samples, which is nothing to the step.
   drawn = dataclasses.replace(config, eval=Eval(every=1, batch=8, samples=16))
-  needed = sampler_bytes(drawn, shape, 0)
-  memory = (needed + 1000) / 0.93 + 1
-  assert choose(drawn, memory=memory) == 0 and choose(drawn, memory=memory - 100) == 64
+  memory = (sampler_bytes(drawn, shape, 0) + 1000) / 0.93 + 1
+  for_eval = functools.partial(choose, drawn, call=(8, 16))
+  assert for_eval(memory=memory) == 0 and for_eval(memory=memory - 100) == 64
+  assert choose(drawn, memory=memory - 100) == 0
   # 16 rows are in 16 places, each with its prompt: 4 on a device. Two copies of 96 logits a row.
   cache, logits = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4, 4 * 96 * 4
   assert sampler_bytes(CONFIG, shape, 16) == cache + 2 * logits

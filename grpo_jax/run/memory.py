@@ -138,13 +138,19 @@ def device_bytes(tree: Any) -> float:
   return sum(1.0 * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = None) -> float:
-  """The bytes of one device's keys, values and logits while the largest batch is sampled.
+def sampler_bytes(
+  config: Config,
+  shape: model.ModelConfig,
+  rows: int | None = None,
+  call: tuple[int, int] | None = None,
+) -> float:
+  """The bytes of one device's keys, values and logits while a batch is sampled.
 
   Args:
     config: The config of the run.
     shape: The model on the sampler's mesh.
     rows: The most in flight, 0 for all. None means sampling.rows.
+    call: Prompts and members. None means the largest call of `sampler_calls`.
   """
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
   dtype, cache_dtype = config.sampling.dtype or shape.dtype, config.sampling.cache_dtype
@@ -153,10 +159,13 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   cache = model.cache_bytes(shape, S, slots, rewind)
   is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
   of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _GROWN) if is_copied else (1.0, 0.0)
-  copies = _LOGITS_COPIES_OF_FILTERS if settings_of(config.sampling, 1.0).filters else _LOGITS_COPIES
+  copies = (
+    _LOGITS_COPIES_OF_FILTERS if settings_of(config.sampling, 1.0).filters else _LOGITS_COPIES
+  )
   logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
   rows = config.sampling.rows if rows is None else rows
-  grids = [first_grid(*call, rows, shape.row_shards) for call in sampler_calls(config)]
+  calls = sampler_calls(config) if call is None else [call]
+  grids = [first_grid(*call, rows, shape.row_shards) for call in calls]
   of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
   sizes = [
     grid.places * (of_prompts * cache.place + of_images)
