@@ -73,9 +73,10 @@ def rows_in_flight(
 ) -> int:
   """The most rows of a call that are decoded together: sampling.rows itself, or what fits.
 
-  That is 0, which means all of them, or the largest half, quarter and so on that fits. More rows
-  move fewer bytes, whatever the lengths: each round reads the weights once, and rows that are left
-  over move into smaller grids (experiments/rows_in_flight.py).
+  That is 0, which means all of them, or the largest half, quarter and so on that fits. Lengths are
+  not asked: a round reads the weights once for all rows, and the last ones of a tail move into
+  smaller grids. So more rows move fewer bytes (experiments/rows_in_flight.py). Another choice in
+  the middle of a run would also round its log-probs differently.
 
   Args:
     config: The config of the run.
