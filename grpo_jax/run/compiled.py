@@ -65,7 +65,7 @@ class Programs:
     held = self._held.in_update + self.flight_bytes
     return held, of_prompts(-(-self.micro_batch // self._model.row_shards))
 
-  def rows_in_flight(self, prompts: int, members: int) -> int:
+  def _rows_in_flight(self, prompts: int, members: int) -> int:
     """How many of a call's rows are decoded together: sampling.rows, or what fits. 0 means all."""
     parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
     shape, held = parameters.sampling.model, parameters.held.in_sampling
@@ -81,7 +81,7 @@ class Programs:
     if not self._config.keeps_flight:
       return 0.0
     call = self._config.batch.prompts, self._config.batch.group_size
-    rows = self.rows_in_flight(*call)
+    rows = self._rows_in_flight(*call)
     return sampler_bytes(self._config, self._parameters.sampling.model, rows, call)
 
   @functools.cached_property
@@ -103,7 +103,7 @@ class Programs:
       decoding = decoding_of(self._config.sampling, config.stop_ids)
       decoding = dataclasses.replace(decoding, max_tokens=max_tokens)
       weights = count(self._parameters.abstract_policy)
-      self._samplers[kind] = Sampler(config, decoding, weights, self.rows_in_flight)
+      self._samplers[kind] = Sampler(config, decoding, weights, self._rows_in_flight)
     return self._samplers[kind]
 
   @functools.cached_property
