@@ -31,6 +31,7 @@ from grpo_jax.configs import gsm8k
 
 def get_config(preset: str = "grpo") -> ConfigDict:
   c = gsm8k.get_config(preset)  # for its optimizer, dtypes, group size and intervals
+  c.learner.remat_policy = "nothing_saveable"  # what gsm8k.py keeps does not fit larger models
   c.data.task = "math"
   c.data.path = config_dict.placeholder(str)  # the user has to give a folder
   c.data.prompt = "{question}"

@@ -111,12 +111,12 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
     return 1000.0 + 16000 / there.shape["tensor"]
 
   # 3 layers, 2 heads of 8 numbers, keys and values: 4 prompts of a device, each of 32 + 4 * 64
-  # tokens. Four copies of 16 rows of 96 logits.
-  cache = 4 * (32 + 4 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 16 * 96 * 4
+  # tokens. Two copies of 16 rows of 96 logits.
+  cache = 4 * (32 + 4 * 64) * 3 * 2 * 8 * 2 * 4 + 2 * 16 * 96 * 4
   config = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8))
   assert sampler_bytes(config, shape) == cache
   drawn = dataclasses.replace(CONFIG, eval=Eval(every=1, batch=8, samples=16))
-  assert sampler_bytes(drawn, shape) == (2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 4 * 32 * 96 * 4)
+  assert sampler_bytes(drawn, shape) == (2 * (32 + 16 * 64) * 3 * 2 * 8 * 2 * 4 + 2 * 32 * 96 * 4)
   split = functools.partial(fitting.sampling_tensor, config, shape, held_on, mesh)
   enough = (1000 + 16000 + cache) / 0.93
   assert split(enough + 1) == split(None) == 1 and split(enough - 1) == 2
@@ -132,7 +132,8 @@ def test_weights_lie_whole_while_sampling_where_they_fit():
 
 def test_rows_that_stay_in_flight_leave_room_for_the_cache_of_an_evaluation():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
-  choose = functools.partial(fitting.rows_in_flight, shape=shape_on(mesh), held=1000.0)
+  shape, call = shape_on(mesh), (16, 4)
+  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0, call=call)
   stays = dataclasses.replace(CONFIG, rollout=Rollout(max_staleness=1, weights="in_flight"))
   for config, caches in (
     (dataclasses.replace(stays, eval=Eval(every=1)), 2),
@@ -140,7 +141,7 @@ def test_rows_that_stay_in_flight_leave_room_for_the_cache_of_an_evaluation():
     (dataclasses.replace(CONFIG, eval=Eval(every=1)), 1),
     (dataclasses.replace(stays, eval=Eval(every=1), mesh=Mesh(sampler=1)), 1),
   ):
-    memory = (caches * sampler_bytes(config, shape_on(mesh), 0) + 1000) / 0.93 + 1
+    memory = (caches * sampler_bytes(config, shape, 0, call) + 1000) / 0.93 + 1
     assert choose(config, memory=memory) == 0 < choose(config, memory=memory - 100)
 
 
@@ -155,7 +156,7 @@ def test_an_update_finds_the_rows_that_stay_in_flight_in_its_account():
 def test_as_many_rows_as_fit_are_in_flight():
   mesh = make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4])
   shape = shape_on(mesh)
-  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0)
+  choose = functools.partial(fitting.rows_in_flight, shape=shape, held=1000.0, call=(16, 4))
   config = dataclasses.replace(CONFIG, eval=Eval(every=0))
   for rows in (64, 32, 16, 8, 4):
     needed = sampler_bytes(config, shape, rows)
@@ -163,16 +164,29 @@ def test_as_many_rows_as_fit_are_in_flight():
     assert choose(config, memory=memory) == (rows if rows < 64 else 0)  # 0: all
     assert choose(config, memory=memory - 100) == max(4, rows // 2)  # a row for each device
   assert choose(config, memory=None) == 0
-  # More draws are evaluated than a step samples.
+  # More draws are evaluated than a step samples, which is nothing to the step.
   drawn = dataclasses.replace(config, eval=Eval(every=1, batch=8, samples=16))
-  needed = sampler_bytes(drawn, shape, 0)
-  memory = (needed + 1000) / 0.93 + 1
-  assert choose(drawn, memory=memory) == 0 and choose(drawn, memory=memory - 100) == 64
-  # 16 rows are in 16 places, each with its prompt: 4 on a device. Four copies of 96 logits a row.
-  own = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4 + 4 * 4 * 96 * 4
-  assert sampler_bytes(CONFIG, shape, 16) == own
+  memory = (sampler_bytes(drawn, shape, 0) + 1000) / 0.93 + 1
+  for_eval = functools.partial(choose, drawn, call=(8, 16))
+  assert for_eval(memory=memory) == 0 and for_eval(memory=memory - 100) == 64
+  assert choose(drawn, memory=memory - 100) == 0
+  # 16 rows are in 16 places, each with its prompt: 4 on a device. Two copies of 96 logits a row.
+  cache, logits = 4 * (32 + 64) * 3 * 2 * 8 * 2 * 4, 4 * 96 * 4
+  assert sampler_bytes(CONFIG, shape, 16) == cache + 2 * logits
+  filtered = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=64, top_p=0.9))
+  assert sampler_bytes(filtered, shape, 16) == cache + 4 * logits
   given = dataclasses.replace(CONFIG, sampling=Sampling(max_tokens=64, rows=12))
   assert choose(given, memory=1.0) == choose(given, memory=None) == 12
+
+
+def test_a_tpu_holds_prompts_twice_and_half_of_the_rows_again_while_they_grow(monkeypatch):
+  """Heads of 8 numbers are decoded without the kernel. In 16 places are 16 rows."""
+  monkeypatch.setattr(model.ModelConfig, "platform", "tpu")
+  shape = shape_on(make_mesh(Mesh(1, 4, 1, 1), jax.devices()[:4]))
+  token, logits = 3 * 2 * 8 * 2 * 4, 4 * 96 * 4
+  assert sampler_bytes(CONFIG, shape, 16) == 4 * (2 * 32 + 64) * token + 4 * 64 * token / 2
+  large = dataclasses.replace(shape, vocab_size=96000)  # whose logits are more than that half
+  assert sampler_bytes(CONFIG, large, 16) == 4 * (2 * 32 + 64) * token + 2 * 1000 * logits
 
 
 MIXERS = [

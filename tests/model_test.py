@@ -11,7 +11,7 @@ import pytest
 
 from grpo_jax import model
 from grpo_jax.model.attention.softmax import as_int8
-from grpo_jax.model.layers import matmul
+from grpo_jax.model.layers import einsum, matmul
 from grpo_jax.model.rope import angles, rotate
 
 CONFIG = model.ModelConfig(
@@ -245,3 +245,21 @@ def test_a_seed_gives_the_same_parameters_for_ever(changes, expected):
     for number, name in enumerate(sorted(leaves), 1)
   )
   np.testing.assert_allclose(checksum, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("product", ["matmul", "einsum"])
+def test_a_policy_of_remat_sees_the_products_of_a_layer(product):
+  """One forward product, two backward, and one that is computed again if it was not kept."""
+  x, kernel = jnp.ones((3, 4)), jnp.ones((4, 5))
+
+  def layer(x, kernel):
+    multiply = {"matmul": matmul, "einsum": einsum}[product]
+    return jnp.sin(multiply({"matmul": False, "einsum": "ni,io->no"}[product], x, kernel))
+
+  def products(policy):
+    kept = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
+    gradient = jax.grad(lambda *given: kept(*given).sum(), argnums=(0, 1))
+    return str(jax.make_jaxpr(gradient)(x, kernel)).count("dot_general[")
+
+  assert products("nothing_saveable") == 4
+  assert products("dots_with_no_batch_dims_saveable") == 3

@@ -1,6 +1,7 @@
 """The sampler, with a five-line fake in the model's place."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import jax
@@ -69,6 +70,31 @@ def test_one_level_inverts_the_distribution_function():
   out, log_total = logits_lib.draw(logits, jnp.float32(u)[:, None])
   assert out.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
   np.testing.assert_allclose(log_total, jax.nn.logsumexp(logits, -1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [17, 300])
+def test_a_tpu_adds_the_weights_of_a_node_along_an_axis_and_never_keeps_them_all(size):
+  """Without the compiler for TPUs: the program that it would get, and what that computes."""
+  logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, (64, size)), jnp.float32)
+  logits = logits.at[:, 5:9].set(-jnp.inf)
+  given = logits, uniforms(64, size), RowSettings(jnp.ones(64))
+  traced = jax.jit(logits_lib.sample_token).trace(*given)
+  on_tpu, on_cpu = (traced.lower(lowering_platforms=(name,)).as_text() for name in ("tpu", "cpu"))
+  kept = f"exponential %.* : tensor<64x{size}xf32>"
+  assert not re.search(kept, on_tpu) and "LayoutConstraint" in on_tpu
+  assert "LayoutConstraint" not in on_cpu
+  padded = jnp.pad(logits, ((0, 0), (0, -size % 16)), constant_values=-jnp.inf)
+  sums = logits_lib.sums_by_axis(padded, logits.max(-1))
+  weights = np.exp(np.asarray(logits) - np.asarray(logits).max(-1, keepdims=True))
+  by_hand = [weights[:, start : start + 16].sum(-1) for start in range(0, size, 16)]
+  np.testing.assert_allclose(sums, np.stack(by_hand, 1), rtol=1e-6)
+
+
+def test_the_last_node_may_have_fewer_tokens():
+  """Of 17, the second node has one. At the largest uniform numbers, it is drawn."""
+  logits = jnp.zeros((3, 17))
+  draws = jnp.float32([[0.9999, 0.9999], [0.9999, 0.0], [0.9, 0.9999]])
+  assert logits_lib.draw(logits, draws)[0].tolist() == [16, 16, 15]
 
 
 def uniforms(count, size, key=0):

@@ -41,7 +41,8 @@ def einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def _einsum_forward(
   equation: str, x: jax.Array, y: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return einsum(equation, x, y), (x, y)
+  # Not einsum itself, in which no policy of learner.remat_policy would see the product.
+  return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32), (x, y)
 
 
 def _einsum_backward(
@@ -82,7 +83,7 @@ def _product(on_cpu: bool, x: jax.Array, y: jax.Array) -> jax.Array:
 def _matmul_forward(
   on_cpu: bool, x_NI: jax.Array, kernel_IO: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return matmul(on_cpu, x_NI, kernel_IO), (x_NI, kernel_IO)
+  return _product(on_cpu, x_NI, kernel_IO), (x_NI, kernel_IO)
 
 
 def _matmul_backward(

@@ -65,23 +65,24 @@ class Programs:
     held = self._held.in_update + self.flight_bytes
     return held, of_prompts(-(-self.micro_batch // self._model.row_shards))
 
-  @functools.cached_property
-  def _rows_in_flight(self) -> int:
-    """How many completions are decoded together: sampling.rows, or what fits. 0 means all."""
+  def _rows_in_flight(self, prompts: int, members: int) -> int:
+    """How many of a call's rows are decoded together: sampling.rows, or what fits. 0 means all."""
     parameters, memory = self._parameters, memory_of(self._mesh.devices.flat[0])
     shape, held = parameters.sampling.model, parameters.held.in_sampling
     if self._config.keeps_flight:  # an update of the fewest prompts must fit beside them
       params = parameters.abstract_policy
       needed = activation_bytes(self._config, self._model, params, self.most_images)
       held = max(held, self._held.in_update + needed(1))
-    return fitting.rows_in_flight(self._config, shape, held, memory)
+    return fitting.rows_in_flight(self._config, shape, held, memory, (prompts, members))
 
   @functools.cached_property
   def flight_bytes(self) -> float:
     """What rows hold on a device that stay in flight while it updates, estimated. 0 if none do."""
     if not self._config.keeps_flight:
       return 0.0
-    return sampler_bytes(self._config, self._parameters.sampling.model, self._rows_in_flight)
+    call = self._config.batch.prompts, self._config.batch.group_size
+    rows = self._rows_in_flight(*call)
+    return sampler_bytes(self._config, self._parameters.sampling.model, rows, call)
 
   @functools.cached_property
   def init_state(self) -> Callable[[Any], TrainState]:

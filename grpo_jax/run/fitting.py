@@ -12,7 +12,7 @@ from grpo_jax import model
 from grpo_jax.config import Config
 from grpo_jax.parallel import sharding
 from grpo_jax.parallel.mesh import sampling_mesh
-from grpo_jax.run.memory import activation_bytes, sampler_bytes, sampler_calls
+from grpo_jax.run.memory import activation_bytes, sampler_bytes
 
 # A step needs more than the estimate: arrays that overlap in time, and gaps between them. What a
 # sampler holds is mostly weights and caches, whose sizes are known.
@@ -69,26 +69,32 @@ def rows_in_flight(
   shape: model.ModelConfig,
   held: float,
   memory: float | None,
+  call: tuple[int, int],
 ) -> int:
-  """The most rows that are decoded together: sampling.rows itself, or what fits.
+  """The most rows of a call that are decoded together: sampling.rows itself, or what fits.
 
-  That is 0, which means all of them, or the largest half, quarter and so on that fits.
+  That is 0, which means all of them, or the largest half, quarter and so on that fits. Lengths are
+  not asked: a round reads the weights once for all rows, and the last ones of a tail move into
+  smaller grids. So more rows move fewer bytes (experiments/rows_in_flight.py). Another choice in
+  the middle of a run would also round its log-probs differently.
 
   Args:
     config: The config of the run.
     shape: The model on the sampler's mesh.
     held: Bytes that one device holds while it samples, with the sampler's weights.
     memory: The bytes of a device, or None if they are not known. Then all fit.
+    call: The prompts of the call, and the members of each.
   """
   if config.sampling.rows or memory is None:
     return config.sampling.rows
   # While an evaluation samples, rows of training may stay in flight.
   caches = 2 if config.keeps_flight and config.eval.every else 1
   free = (_USABLE_BY_SAMPLER * memory - held) / caches
-  if sampler_bytes(config, shape, 0) <= free:
+  if sampler_bytes(config, shape, 0, call) <= free:
     return 0
-  rows = max(prompts * members for prompts, members in sampler_calls(config)) // 2
-  while rows > shape.row_shards and sampler_bytes(config, shape, rows) > free:
+  prompts, members = call
+  rows = prompts * members // 2
+  while rows > shape.row_shards and sampler_bytes(config, shape, rows, call) > free:
     rows //= 2
   return max(rows, shape.row_shards)
 

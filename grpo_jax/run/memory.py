@@ -19,14 +19,16 @@ from grpo_jax.config import Config
 from grpo_jax.learner.features import completion_features
 from grpo_jax.learner.token_stats import default_chunk
 from grpo_jax.sampler.programs import most_rewound
-from grpo_jax.sampler.sampling import longest_chunk, sizes_up_to
+from grpo_jax.sampler.sampling import longest_chunk, settings_of, sizes_up_to
 from grpo_jax.sampler.seats import first_grid
 from grpo_jax.sampler.weights import SamplingWeights
 from grpo_jax.types import Batch, Images, TrainState, Visual
 
-# The compiler for TPUs keeps the keys or the values in a second order while rows are decoded.
-_CACHE_COPIES_ON_TPU = 1.5
-_LOGITS_COPIES = 4  # a sampler may hold logits, tempered ones, filtered ones and their weights
+# While a TPU decodes without its kernel, it keeps what is held of prompts in a second order.
+_PROMPT_COPIES_ON_TPU = 2.0
+_GROWN = 0.5  # of the keys and values of rows, beside which they lie before their slots double
+# A sampler may hold logits and tempered ones, and with filters filtered ones and their weights.
+_LOGITS_COPIES, _LOGITS_COPIES_OF_FILTERS = 2, 4
 # Of a chunk in an update: logits and their gradient. A CPU writes weights and theirs, too.
 _CHUNK_COPIES, _CHUNK_COPIES_ON_CPU = 2, 4
 
@@ -136,13 +138,19 @@ def device_bytes(tree: Any) -> float:
   return sum(1.0 * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = None) -> float:
-  """The bytes of one device's keys, values and logits while the largest batch is sampled.
+def sampler_bytes(
+  config: Config,
+  shape: model.ModelConfig,
+  rows: int | None = None,
+  call: tuple[int, int] | None = None,
+) -> float:
+  """The bytes of one device's keys, values and logits while a batch is sampled.
 
   Args:
     config: The config of the run.
     shape: The model on the sampler's mesh.
     rows: The most in flight, 0 for all. None means sampling.rows.
+    call: Prompts and members. None means the largest call of `sampler_calls`.
   """
   S, T = config.data.max_prompt_tokens, config.sampling.max_tokens
   dtype, cache_dtype = config.sampling.dtype or shape.dtype, config.sampling.cache_dtype
@@ -150,15 +158,18 @@ def sampler_bytes(config: Config, shape: model.ModelConfig, rows: int | None = N
   slots, rewind = sizes_up_to(T, model.slots_step(shape))[-1], most_rewound(longest_chunk(T))
   cache = model.cache_bytes(shape, S, slots, rewind)
   is_copied = shape.platform == "tpu" and model.slots_step(shape) == 1
-  copies = _CACHE_COPIES_ON_TPU if is_copied else 1.0
-  logits = _LOGITS_COPIES * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
+  of_prompts, grown = (_PROMPT_COPIES_ON_TPU, _GROWN) if is_copied else (1.0, 0.0)
+  copies = (
+    _LOGITS_COPIES_OF_FILTERS if settings_of(config.sampling, 1.0).filters else _LOGITS_COPIES
+  )
+  logits = copies * shape.vocab_size / shape.rows.mesh.shape["tensor"] * 4
   rows = config.sampling.rows if rows is None else rows
-  grids = [first_grid(*call, rows, shape.row_shards) for call in sampler_calls(config)]
+  calls = sampler_calls(config) if call is None else [call]
+  grids = [first_grid(*call, rows, shape.row_shards) for call in calls]
   of_images = _image_bytes(config, shape, 2.0 if dtype == "bfloat16" else 4.0)
   sizes = [
-    copies * (grid.places * cache.place + grid.rows * cache.row)
-    + grid.places * of_images
-    + grid.rows * logits
+    grid.places * (of_prompts * cache.place + of_images)
+    + grid.rows * (cache.row + max(grown * cache.row, logits))  # it grows between two chunks
     for grid in grids
   ]
   return max(sizes) / shape.row_shards

@@ -5,9 +5,11 @@ from typing import Any
 
 from flax import struct
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 
 BRANCH = 16  # children of a node in the tree over the vocabulary
+_FEWEST_FASTEST = 64  # rows for which padding costs a TPU less than copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,21 +135,73 @@ def draw(logits_BV: jax.Array, uniforms_BN: jax.Array) -> tuple[jax.Array, jax.A
   Returns:
     Tokens, integers [B], and the logarithm of the sum of all exp(logits), float32 [B].
   """
-  largest_B = logits_BV.max(-1)
-  levels = [jnp.exp(logits_BV - largest_B[:, None])]
+  V, largest_B = logits_BV.shape[1], logits_BV.max(-1)
+
+  def weights(logits_BN: jax.Array) -> jax.Array:
+    return jnp.exp(logits_BN - largest_B[:, None])
+
+  # The weights of all tokens are added and not kept: they are as large as the logits.
+  levels = [weights(logits_BV) if V <= BRANCH else _sums_of_weights(logits_BV, largest_B)]
   while levels[-1].shape[1] > BRANCH:
-    padding = -levels[-1].shape[1] % BRANCH
-    levels[-1] = jnp.pad(levels[-1], ((0, 0), (0, padding)))
-    # Not as a sum over [B, N / BRANCH, BRANCH]: a TPU pads the last axis of an array to 128.
-    block = (1, BRANCH)
-    levels.append(jax.lax.reduce_window(levels[-1], 0.0, jax.lax.add, block, block, "VALID"))
+    levels[-1] = _padded(levels[-1], 0.0)
+    levels.append(_sums(levels[-1]))
   log_total_B = largest_B + jnp.log(levels[-1].sum(-1))
-  token_B = _invert(levels.pop(), uniforms_BN[:, 0])
-  for weights, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
-    children = token_B[:, None] * BRANCH + jnp.arange(BRANCH)
-    chosen = jnp.take_along_axis(weights, children, axis=1)
-    token_B = token_B * BRANCH + _invert(chosen, uniform_B)
-  return token_B, log_total_B
+  node_B = _invert(levels.pop(), uniforms_BN[:, 0])
+  for level, uniform_B in zip(reversed(levels), uniforms_BN.T[1:]):
+    children = node_B[:, None] * BRANCH + jnp.arange(BRANCH)
+    node_B = node_B * BRANCH + _invert(jnp.take_along_axis(level, children, axis=1), uniform_B)
+  if V <= BRANCH:
+    return node_B, log_total_B
+  tokens = node_B[:, None] * BRANCH + jnp.arange(BRANCH)
+  # There may be fewer than BRANCH tokens below the last node.
+  logits = jnp.take_along_axis(logits_BV, tokens, axis=1, mode="fill", fill_value=-jnp.inf)
+  return node_B * BRANCH + _invert(weights(logits), uniforms_BN[:, -1]), log_total_B
+
+
+def _padded(x_BN: jax.Array, value: float) -> jax.Array:
+  """With so many columns that each node has BRANCH children."""
+  padding = -x_BN.shape[1] % BRANCH
+  return jnp.pad(x_BN, ((0, 0), (0, padding)), constant_values=value)
+
+
+def _sums(x_BN: jax.Array) -> jax.Array:
+  """The sum of the children of each node."""
+  # Not as a sum over [B, N / BRANCH, BRANCH]: a TPU pads the last axis of an array to 128.
+  block = (1, BRANCH)
+  return jax.lax.reduce_window(x_BN, 0.0, jax.lax.add, block, block, "VALID")
+
+
+def _sums_of_weights(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
+  """The sums of exp(logits - largest) of each BRANCH neighbours."""
+  logits_BV = _padded(logits_BV, -jnp.inf)
+
+  def by_window(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
+    return _sums(jnp.exp(logits_BV - largest_B[:, None]))
+
+  # The compiler for TPUs writes the weights before it adds them in windows. Along an axis, it adds
+  # them while it computes them, if `_rows_fastest`.
+  return jax.lax.platform_dependent(logits_BV, largest_B, tpu=sums_by_axis, default=by_window)
+
+
+def sums_by_axis(logits_BV: jax.Array, largest_B: jax.Array) -> jax.Array:
+  """The sums of exp(logits - largest) of each BRANCH neighbours, whose number divides V."""
+  by_node = logits_BV.reshape(len(logits_BV), -1, BRANCH)
+  return jnp.exp(by_node - largest_B[:, None, None]).sum(-1)
+
+
+def _rows_fastest(x_BV: jax.Array) -> jax.Array:
+  """Fixes the order in the memory of a TPU, which pads the axis that varies fastest to 128.
+
+  With the rows there, BRANCH neighbours of the vocabulary are a bitcast away. If XLA may choose, it
+  takes the vocabulary, and writes all weights, copies them into this order and reads them again.
+  """
+  if len(x_BV) < _FEWEST_FASTEST:
+    return x_BV
+
+  def on_tpu(x_BV: jax.Array) -> jax.Array:
+    return with_layout_constraint(x_BV, Layout(major_to_minor=(1, 0)))
+
+  return jax.lax.platform_dependent(x_BV, tpu=on_tpu, default=lambda x_BV: x_BV)
 
 
 def _of_token(x_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
@@ -176,6 +230,7 @@ def sample_token(
     because the choice is certain.
   """
   is_greedy_B = settings.temperature == 0
+  logits_BV = _rows_fastest(logits_BV)
   tempered_BV = logits_BV / jnp.where(is_greedy_B, 1, settings.temperature)[:, None]
   kept_BV = tempered_BV
   if is_barred_BV is not None:
@@ -184,7 +239,7 @@ def sample_token(
   drawn_B, log_total_B = draw(kept_BV, uniforms_BN)
 
   def with_likeliest() -> jax.Array:  # `filtered` keeps the likeliest token
-    return jnp.where(is_greedy_B, kept_BV.argmax(-1), drawn_B)
+    return jnp.where(is_greedy_B, _rows_fastest(kept_BV).argmax(-1), drawn_B)
 
   tokens_B = jax.lax.cond(is_greedy_B.any(), with_likeliest, lambda: drawn_B)
   logprobs_B = behavior_B = _of_token(kept_BV, tokens_B) - log_total_B

@@ -1,6 +1,7 @@
 """The sampler of a run: which programs, how many seats, and whole batches of prompts."""
 
 from collections.abc import Callable, Iterable, Iterator
+import functools
 from typing import NamedTuple
 
 import jax
@@ -89,7 +90,11 @@ class Sampler:
   """
 
   def __init__(
-    self, config: model.ModelConfig, decoding: Decoding, weights: int = 0, rows: int = 0
+    self,
+    config: model.ModelConfig,
+    decoding: Decoding,
+    weights: int = 0,
+    rows: int | Callable[[int, int], int] = 0,
   ):
     """Makes a sampler.
 
@@ -97,9 +102,10 @@ class Sampler:
       config: The model, in the dtype of sampling.
       decoding: Stop ids and the longest completion.
       weights: How many parameters the model has. It says when it pays to move rows together.
-      rows: The most rows in flight. 0 means all of a call.
+      rows: The most rows in flight, or (prompts, members) -> those of such a call. 0 means all.
     """
-    self._config, self._weights, self._rows = config, weights, rows
+    self._config, self._weights = config, weights
+    self._rows = functools.cache(rows) if callable(rows) else lambda *call: rows
     self.programs = FlightPrograms(config, decoding, longest_chunk(decoding.max_tokens))
 
   def pace(self, prompts: int, members: int, in_order: bool = False) -> Pace:
@@ -111,7 +117,7 @@ class Sampler:
       in_order: See `Pace`.
     """
     shards, tokens = self._config.row_shards, self.programs.decoding.max_tokens
-    grid = seats_lib.first_grid(prompts, members, self._rows, shards)
+    grid = seats_lib.first_grid(prompts, members, self._rows(prompts, members), shards)
     if in_order:
       grid = Grid(grid.rows, 1)
     smaller: list[Grid] = []
