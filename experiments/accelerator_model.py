@@ -104,7 +104,7 @@ def gap(part: Part) -> None:
     params = random_params(run)
     weights = run.parameters.for_sampling(params)
     batch = batch_of(run, sampled(run, weights, prompts), prompts)
-    logprobs = part.compiled(f"log-probs, {dtype}", run.programs.logprobs, params, batch)
+    logprobs = part.compiled(f"log-probs, {dtype}", run.programs.logprobs.whole, params, batch)
     gap_PGT = jnp.abs(logprobs(params, batch) - batch.sampler_logprobs_PGT) * batch.mask_PGT
     tokens = float(batch.mask_PGT.sum())
     found[dtype] = {
@@ -236,7 +236,7 @@ def one_update(part: Part, run: Run, with_reference: bool = True) -> dict[str, A
   name = f"micro-batches of {programs.micro_batch}"
   batch, reference_s = batch.replace(ref_logprobs_PGT=jnp.zeros((P, GROUP, T))), None
   if with_reference:
-    logprobs = part.compiled(f"log-probs, {name}", programs.logprobs, reference, batch)
+    logprobs = part.compiled(f"log-probs, {name}", programs.logprobs.whole, reference, batch)
     reference_s = median_seconds(lambda: logprobs(reference, batch), calls=1)
     batch = batch.replace(ref_logprobs_PGT=logprobs(reference, batch))
   # Every group teaches something, because an update may leave out one that does not.
@@ -247,7 +247,7 @@ def one_update(part: Part, run: Run, with_reference: bool = True) -> dict[str, A
   flops = bench.update_flops(state.params, P * run.config.data.max_prompt_tokens, P * GROUP * T)
   before, states = peak_bytes(), [state]
   del state, params
-  step = part.compiled(f"update, {name}", programs.update, states[0], None, reference, batch)
+  step = part.compiled(f"update, {name}", programs.update.whole, states[0], None, reference, batch)
 
   def once() -> Any:
     state, metrics = step(states.pop(), None, reference, batch)

@@ -7,6 +7,7 @@ the weights once and, of each seat, logits and slots of the cache: all slots wit
 decoding, those of its own tokens with it. Prompts are read once for each of their places.
 """
 
+import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -96,6 +97,7 @@ def moved(rounds: Rounds, shape: Shape) -> float:
 
 
 def main() -> None:
+  argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
   rng = np.random.default_rng(0)
   for name, shape in SHAPES.items():
     T, size = shape.tokens, (shape.prompts, shape.members)

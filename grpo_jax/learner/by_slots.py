@@ -57,6 +57,9 @@ class MicroBatchPass:
   """A pass over a batch in micro-batches that has no gradient, such as that for log-probs.
 
   Calling it gives its results for the whole batch, in the order of the batch.
+
+  Attributes:
+    whole: The pass in one program, compiled by `jax.jit`, with completions in rows of T.
   """
 
   def __init__(
@@ -77,7 +80,7 @@ class MicroBatchPass:
     """
     places = places or Places()
     self._function, self._micro_batch, self._platform = function, micro_batch, platform
-    self._whole = jax.jit(self._plain, out_shardings=places.rows)
+    self.whole = jax.jit(self._plain, out_shardings=places.rows)
     of_parts = Parts(places.parts, places.everywhere, places.everywhere)
     split = functools.partial(in_parts, micro_batch=micro_batch)
     self._split = jax.jit(split, out_shardings=None if places.rows is None else of_parts)
@@ -93,16 +96,12 @@ class MicroBatchPass:
   def __call__(self, params: Any, batch: Batch) -> Any:
     sizes = sizes_of(batch, self._platform)
     if len(sizes) == 1:
-      return self._whole(params, batch)
+      return self.whole(params, batch)
     parts = self._split(batch)
     found = self._zeros(params, parts)
     for slots, first, end in segments(np.asarray(parts.needed_M), sizes):
       found = self._add(params, parts, found, first, end, slots=slots)
     return self._in_order(found, parts.order_P)
-
-  def lower(self, params: Any, batch: Batch) -> Any:
-    """The pass over a batch of long completions, as `jax.jit` lowers it."""
-    return self._whole.lower(params, batch)
 
   def _plain(self, params: Any, batch: Batch) -> Any:
     return in_micro_batches(functools.partial(self._function, params), batch, self._micro_batch)
@@ -141,6 +140,9 @@ class Update:
 
   Calling it as (state, base, reference, batch) gives the state after an update, and its metrics. It
   donates the state.
+
+  Attributes:
+    whole: `train_step` in one program, compiled by `jax.jit`, with completions in rows of T.
   """
 
   def __init__(self, rule: UpdateRule, platform: str, places: Places | None = None):
@@ -152,7 +154,7 @@ class Update:
       of_parts = Parts(places.parts, places.everywhere, places.everywhere)
       begun = Begun(of_parts, places.everywhere, places.everywhere)
       sums = Sums(places.state.params, places.everywhere, places.everywhere)
-    self._whole = jax.jit(self._train_step, donate_argnums=0, out_shardings=updated)
+    self.whole = jax.jit(self._train_step, donate_argnums=0, out_shardings=updated)
     self._begin = jax.jit(self._prepare_and_begin, out_shardings=begun)
     zeros = functools.partial(pieces.no_gradients, rule=rule)
     self._zeros = jax.jit(zeros, out_shardings=sums)
@@ -178,7 +180,7 @@ class Update:
     m = self._rule.micro_batch or P
     sizes = sizes_of(batch, self._platform)
     if len(sizes) == 1:
-      return self._whole(state, base, reference, batch)
+      return self.whole(state, base, reference, batch)
     seen = None
     if self._rule.objective.looks_at(P // m):
       seen = self._look((base, state.params), batch)
@@ -194,10 +196,6 @@ class Update:
       rows = G * row_slots(T, self._platform)
       computed += (end - first) * m * (batch.prompts_PS.shape[1] + (slots or rows))
     return self._finish(state, begun, sums, float(computed))
-
-  def lower(self, state: TrainState, base: Any, reference: Any, batch: Batch) -> Any:
-    """The update on a batch of long completions, as `jax.jit` lowers it."""
-    return self._whole.lower(state, base, reference, batch)
 
   def _train_step(
     self, state: TrainState, base: Any, reference: Any, batch: Batch

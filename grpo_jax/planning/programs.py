@@ -226,7 +226,7 @@ class _Parts:
     """A pass over the batch without gradients."""
     logprobs: Any = self._run.programs.logprobs
     batch = self._batch.without_experts() if name == "reference" else self._batch
-    lower = functools.partial(logprobs.lower, params, batch)
+    lower = functools.partial(logprobs.whole.lower, params, batch)
     held = self._beside_flight(self._held.learning)
     return Program(name, "1", (Stage(lower),), held, taken)
 
@@ -244,7 +244,7 @@ class _Parts:
     parts = prompts // (self._run.programs.micro_batch or prompts)
     state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
     update: Any = self._run.programs.update
-    lower = functools.partial(update.lower, state, base, self.reference, part)
+    lower = functools.partial(update.whole.lower, state, base, self.reference, part)
     read_by_loss = ("reference",) if algo.needs_full_kl else ()
     taken = ("weights", "moments", "frozen base", *read_by_loss)
     held, gradients = self._beside_flight(self._held.learning), self._held.gradients
@@ -265,7 +265,7 @@ class _Parts:
     batch = self._with_rows(self._seeing(batch, count), count)
     update: Any = self._run.programs.warm_update
     state, base = self._run.programs.abstract_state, self._run.parameters.abstract_base
-    lower = functools.partial(update.lower, state, base, None, batch)
+    lower = functools.partial(update.whole.lower, state, base, None, batch)
     held, gradients = self._held.warm_start, self._held.gradients
     taken = ("weights", "moments", "frozen base")
     return Program("warm start", "0", (Stage(lower),), held, taken, gradients)
