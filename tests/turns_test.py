@@ -377,6 +377,24 @@ def test_tools_get_what_the_family_writes_as_their_hints_say(template, text, tmp
   assert talk._conversations[0, 0].calls == 1 and talk._conversations[0, 0].failures == 0
 
 
+@pytest.mark.parametrize(
+  "calls", ["hermes", r"<tool_call>(?P<arguments>\{.*?\})</tool_call>"], ids=["hermes", "pattern"]
+)
+def test_a_call_between_special_tokens_is_seen_and_no_other_special_token(calls, tmp_path):
+  """The decoder leaves them out of the text of the turn."""
+  talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, calls=calls)
+  given = {"zip": "12345", "on": True, "n": 5, "note": None}
+  written = json.dumps({"name": "set", "arguments": given} if calls == "hermes" else given)
+  ids = tokens.encode_batch_after([f"Hm. <tool_call>{written}</tool_call>"])[0]
+  assert "<tool_call>" not in tokens.decode(ids)
+  (stop, *_) = tokens.stop_ids
+  (answer,) = answered(talk, [Ended(0, 0, [*ids, stop], stop, 500)])
+  assert "('12345', True, 5, None)" in tokens.decode(answer)
+  conversation = talk._conversations[0, 0]
+  assert (conversation.calls, conversation.failures) == (1, 0)
+  assert "im_end" not in str(conversation.turns[0])
+
+
 def test_the_answer_to_a_turn_shows_the_tools_of_its_row(tmp_path):
   talk, tokens = talk_of(tmp_path, BEFORE_LAST_USER, name="Says", calls="hermes")
   prompts, _ = talk._prompts[0]
