@@ -16,7 +16,8 @@
   olmo3    <function_calls>add(x=1)</function_calls>, with a line for each of several
 
 A decoder leaves special tokens out. `marks` are those that a reader needs, so that what decodes can
-keep them. Those of a user's pattern are the ones that stand in it. call_formats.py reads the formats, and arguments.py decides what the arguments are.
+keep them. Those of a user's pattern are the ones that stand in it. call_formats.py reads the
+formats, and arguments.py decides what the arguments are.
 """
 
 from collections.abc import Callable, Sequence

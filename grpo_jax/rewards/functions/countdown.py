@@ -6,6 +6,7 @@ from fractions import Fraction
 import re
 from typing import Annotated, Any
 
+from grpo_jax.rewards.functions.stated import in_tags
 from grpo_jax.rewards.marks import in_process, reads
 from grpo_jax.settings import at_least
 
@@ -90,10 +91,9 @@ def _score(
 
 
 def _expression(text: str) -> str | None:
-  before, closing, _ = text.rpartition("</answer>")
-  _, opening, inside = before.rpartition("<answer>")
-  if closing and opening:
-    return inside.strip()
+  inside = in_tags(text)
+  if inside is not None:
+    return inside
   _, anchor, tail = text.rpartition("####")
   return tail.partition("\n")[0].strip() if anchor else None
 

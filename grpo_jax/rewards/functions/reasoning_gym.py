@@ -11,6 +11,7 @@ from typing import Any
 import warnings
 
 from grpo_jax import gym
+from grpo_jax.rewards.functions.stated import in_tags
 from grpo_jax.rewards.marks import checked_by, prepared_by, reads
 from grpo_jax.settings import ConfigError
 
@@ -111,10 +112,9 @@ def answer_of(text: str, tag: str = "answer", tagged: bool = False) -> str | Non
     tagged: Whether a text without tags has no answer. It is then None.
   """
   text = text.rpartition("</think>")[2]
-  before, closing, _ = text.rpartition(f"</{tag}>")
-  _, opening, inside = before.rpartition(f"<{tag}>")
-  if closing and opening:
-    return inside.strip()
+  inside = in_tags(text, tag)
+  if inside is not None:
+    return inside
   if tagged:
     return None
   _, anchor, tail = text.rpartition("####")

@@ -8,7 +8,14 @@ import logging
 import re
 from typing import Any, NamedTuple
 
-from grpo_jax.rewards.functions.stated import affirmed, as_formula, last_formula, stated_answer
+from grpo_jax.rewards.functions.stated import (
+  affirmed,
+  as_formula,
+  has_formula,
+  in_tags,
+  last_formula,
+  stated_answer,
+)
 from grpo_jax.rewards.gold import READABLE, gold_text
 from grpo_jax.rewards.marks import prepared_by, reads
 from grpo_jax.settings import ConfigError
@@ -86,7 +93,8 @@ def math(completions: list[str], answer: list[Any], **columns: Any) -> list[floa
   r"""1.0 if the answer of the text equals the gold answer as an expression, else 0.0.
 
   For example, 1/2 equals \frac12 and 0.5. The answer is the content of the last \boxed{}, else what
-  follows ####, else what follows "the answer is", else the last formula or line of the text.
+  follows ####, else what follows "the answer is", else the last formula or line of the text. Where
+  the text has <answer> tags, only what stands in the last pair is read.
 
   Returns:
     The scores. None where the gold answer is missing, or no formula that math-verify can parse.
@@ -111,7 +119,11 @@ class _Compare:
     self._packages = packages
 
   def __call__(self, gold: str, completion: str) -> bool:
+    inside = in_tags(completion)
+    completion = completion if inside is None else inside
     stated = stated_answer(completion)
+    if stated is None and inside is not None and not ("\n" in inside or has_formula(inside)):
+      stated = inside  # which marks the answer, though it may have no number
     formula = as_formula(last_formula(completion) if stated is None else stated)
     if stated is None and not (formula and self.read_formula(formula)):
       return self._equal(self.read_formula(gold), self._read(affirmed(completion)))
