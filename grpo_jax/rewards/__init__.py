@@ -55,6 +55,11 @@ For example, a function that prefers short completions:
   def brevity(completions, **columns):
     return [-len(text) / 100 for text in completions]
 
+**Which answer it reads.** `answer_of`, an attribute of the function, gets the same arguments and
+returns the answer that the function reads in each completion, None for none. maj@k counts these.
+Two are equal if `same_answer(first, second)` says so, or without this attribute by ==. Without
+`answer_of` there is no maj@k.
+
 **Messages, as in TRL.** With data.chat, a function may read messages instead of texts:
 
   def accuracy(completions, answer, **columns):

@@ -5,7 +5,7 @@ from typing import Any
 
 from grpo_jax.rewards.functions.stated import in_tags
 from grpo_jax.rewards.gold import READABLE, gold_text
-from grpo_jax.rewards.marks import checked_by, in_process, reads
+from grpo_jax.rewards.marks import answers_by, checked_by, in_process, reads
 from grpo_jax.settings import ConfigError
 
 # What may stand between the marker and the letter: emphasis, brackets, the opening of a formula.
@@ -32,11 +32,17 @@ def _check_marker(where: str, options: dict[str, Any]) -> None:
     raise ConfigError(f"{where}(marker=''): give what stands before the letter, such as 'Answer:'")
 
 
+def _letters(completions: list[str], *, marker: str = _MARKER, **columns: Any) -> list[str | None]:
+  del columns
+  return [_letter(text, marker) for text in completions]
+
+
 @in_process
+@answers_by(_letters)
 @checked_by(_check_marker)
 @reads(answer=READABLE)
 def choice(
-  completions: list[str], answer: list[Any], *, marker: str = "Answer:", **columns: Any
+  completions: list[str], answer: list[Any], *, marker: str = _MARKER, **columns: Any
 ) -> list[float | None]:
   r"""1.0 if the letter that the completion states is that of the gold answer, else 0.0.
 
